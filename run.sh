@@ -1,0 +1,161 @@
+#!/usr/bin/env bash
+# A fresh machine to a trained, packed and scored model: .venv -> data -> training -> a sample from the artifact.
+#
+#   ./run.sh                              every GPU here, or one CPU process with configs/cpu.env
+#   MAX_WALLCLOCK_SECONDS=60 ./run.sh     train_gpt.py's settings pass through
+#   DATA=embedded ./run.sh                no download: Python's own standard library (the default without a GPU)
+#   DATA=fineweb SHARDS=2 ./run.sh        so many published FineWeb training shards (the default with a GPU: 10)
+#   DATA_PATH=data/mine ./run.sh          shards that are already there: no data step
+#   ./run.sh --setup-only                 the .venv, nothing else
+#
+# Relative paths in settings start at this folder, from wherever it is called.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+
+say() { printf '[%4ss] %s\n' "$SECONDS" "$*"; }
+fail() { printf 'error: %s\n' "$*" >&2; exit 1; }
+
+# Sets PYTHON to the first interpreter that is new enough and can build a .venv.
+find_python() {
+  local candidate version too_old="" without_venv=""
+  for candidate in python3 python3.13 python3.12 python3.11 python3.10; do
+    version="$("$candidate" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" || continue
+    if ! "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+      too_old="${too_old:-$candidate is $version}"
+    elif ! "$candidate" -c 'import ensurepip, venv' 2>/dev/null; then
+      without_venv="${without_venv:-$version}"
+    else
+      PYTHON="$candidate"
+      return
+    fi
+  done
+  [ -z "$without_venv" ] ||
+    fail "Python $without_venv has no venv module; on Debian or Ubuntu: apt install python3-venv"
+  fail "Python 3.10 or newer is needed (${too_old:-none found}); on Debian or Ubuntu: apt install python3 python3-venv"
+}
+
+# Builds .venv, unless its stamp says that it was built from these requirements for this device.
+setup() {
+  local stamp
+  stamp="$DEVICE"$'\n'"$(cat requirements.txt)"
+  if [ "$(cat .venv/stamp 2>/dev/null)" = "$stamp" ] && .venv/bin/python -c '' 2>/dev/null; then
+    say "Set-up: .venv is up to date ($DEVICE)"
+    return
+  fi
+  find_python
+  say "Set-up: .venv with $("$PYTHON" --version)"
+  "$PYTHON" -m venv --clear .venv
+  if [ "$DEVICE" = cpu ]; then
+    say "Set-up: PyTorch, the CPU build"
+    # PyTorch's own index first: elsewhere a Linux wheel brings gigabytes of CUDA.
+    $PIP --timeout 5 --retries 0 --index-url https://download.pytorch.org/whl/cpu \
+      "$(grep '^torch==' requirements.txt)" 2>.venv/pip.log ||
+      say "Set-up: nothing from PyTorch's CPU index (why: .venv/pip.log), so from the default index"
+  fi
+  say "Set-up: requirements.txt"
+  $PIP -r requirements.txt || fail "pip could not install requirements.txt (its message is above)"
+  $PIP "$(grep '^tqdm==' requirements-test.txt)" || say "Set-up: no tqdm (optional: progress bars)"
+  printf '%s\n' "$stamp" >.venv/stamp
+  say "Set-up: done"
+}
+
+# Prints setting $1: from the environment, else from the CONFIG file, else nothing.
+setting() {
+  if [ -n "${!1-}" ]; then
+    printf '%s' "${!1}"
+  elif [ -f "${CONFIG-}" ]; then
+    sed -n "s/^[[:space:]]*$1=\([^[:space:]#]*\).*/\1/p" "$CONFIG" | tail -n 1
+  fi
+}
+
+# Makes the data that $1 names and points DATA_PATH at it.
+prepare_data() {
+  case "$1" in
+    embedded)
+      export DATA_PATH=data/embedded
+      say "Data: the embedded text -> $DATA_PATH"
+      $RUN data/prepare.py --out "$DATA_PATH" || fail "the embedded text could not be prepared (see above)"
+      ;;
+    fineweb)
+      export DATA_PATH="$WEB"
+      say "Data: $SHARDS published FineWeb training shards -> $DATA_PATH"
+      $RUN data/download.py --variant sp1024 --train-shards "$SHARDS" --out "$DATA_PATH" ||
+        fail "no FineWeb shards (see above); to train without a download: DATA=embedded ./run.sh"
+      ;;
+    *) fail "DATA=$1 is unknown; DATA is embedded or fineweb" ;;
+  esac
+}
+
+# torch.compile on a CPU calls a C++ compiler and includes Python.h; without them the run goes on uncompiled.
+check_compiler() {
+  local compiler headers
+  [ "$(setting COMPILE)" != 0 ] || return 0
+  compiler="${CXX:-$([ "$(uname)" = Darwin ] && echo clang++ || echo g++)}"
+  headers="$($RUN -c 'import sysconfig; print(sysconfig.get_path("include"))')"
+  if ! command -v "$compiler" >/dev/null; then
+    say "Training: COMPILE=0, for there is no C++ compiler ($compiler); on Debian or Ubuntu: apt install g++"
+  elif [ ! -f "$headers/Python.h" ]; then
+    say "Training: COMPILE=0, for Python.h is missing; on Debian or Ubuntu: apt install python3-dev"
+  else
+    return 0
+  fi
+  export COMPILE=0
+}
+
+run_folder() { local out; out="$(setting OUT_DIR)"; printf '%s' "${out:-runs}/$RUN_ID"; }
+
+train() {
+  local gpus=0
+  [ "$DEVICE" = cpu ] || gpus="$($RUN -c 'import torch; print(torch.cuda.device_count())')"
+  if [ "$DEVICE" = cuda ] && [ "$gpus" = 0 ]; then
+    say "Training: PyTorch sees no GPU (driver too old, or CUDA_VISIBLE_DEVICES empty), so on the CPU"
+  fi
+  if [ -z "$(setting DATA_PATH)" ]; then
+    prepare_data "${DATA:-$([ "$gpus" = 0 ] && echo embedded || echo fineweb)}"
+  fi
+  [ "$gpus" != 0 ] || export CONFIG="${CONFIG:-configs/cpu.env}"
+  export RUN_ID="${RUN_ID:-run_$(date +%Y%m%d_%H%M%S)}"
+  if [ "$gpus" = 0 ]; then
+    check_compiler
+    say "Training: one CPU process with $CONFIG -> $(run_folder)"
+    $RUN train_gpt.py
+  else
+    say "Training: $gpus GPUs -> $(run_folder)"
+    .venv/bin/torchrun --standalone --nproc_per_node="$gpus" train_gpt.py
+  fi
+}
+
+# sample.py refuses settings that only train_gpt.py reads, so those are taken out of its environment.
+sample() {
+  local artifact names prompt="$PROMPT"
+  artifact="$(run_folder)/model.upar"
+  if [ -z "$prompt" ]; then
+    case "$(setting DATA_PATH)" in data/embedded) prompt="def" ;; *) prompt="The" ;; esac
+  fi
+  say "Sample: from $artifact, PROMPT=\"$prompt\""
+  names="$($RUN -c 'import train_gpt; print(*(name.upper() for name in train_gpt.Settings.__dataclass_fields__))')"
+  # shellcheck disable=SC2086
+  (unset CONFIG IGNORE_ENV $names; ARTIFACT="$artifact" PROMPT="$prompt" $RUN sample.py)
+  cat <<TEXT
+
+Next:
+  ARTIFACT=$artifact PROMPT="class" $RUN sample.py
+  $RUN data/prepare.py my_texts/ --out data/mine && DATA_PATH=data/mine ./run.sh
+  $RUN data/download.py && DATA_PATH=$WEB .venv/bin/torchrun --standalone --nproc_per_node=8 train_gpt.py
+TEXT
+}
+
+RUN=.venv/bin/python
+WEB=data/datasets/fineweb10B_sp1024
+PIP="$RUN -m pip install --quiet --quiet --disable-pip-version-check"
+DEVICE=cpu
+if nvidia-smi -L >/dev/null 2>&1; then DEVICE=cuda; fi
+# run.sh's own settings, kept from train_gpt.py, which refuses names that it does not know.
+DATA="${DATA-}" SHARDS="${SHARDS:-10}" PROMPT="${PROMPT-}"
+export -n DATA SHARDS PROMPT
+
+case "${1-}" in
+  "") setup; train; sample; say "Done" ;;
+  --setup-only) setup ;;
+  *) fail "unknown argument $1; usage: [SETTING=value …] ./run.sh [--setup-only]" ;;
+esac

@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# A fresh machine to tested code: run.sh's .venv and requirements-test.txt -> ruff, the fences, pytest.
+#   ./test.sh [full] [pytest's arguments]     full: the tests marked `full` too (the long ones)
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+
+./run.sh --setup-only
+if ! cmp -s requirements-test.txt .venv/requirements-test.txt; then
+  .venv/bin/python -m pip install --quiet --quiet --disable-pip-version-check -r requirements-test.txt
+  cp requirements-test.txt .venv/
+fi
+
+chosen=(-m "not full")
+if [ "${1-}" = full ]; then
+  chosen=()
+  shift
+else
+  echo "The tests marked full are deselected (pytest's last line counts them); ./test.sh full runs them too."
+fi
+.venv/bin/ruff check .
+.venv/bin/python tools/sync.py --check
+.venv/bin/python -m pytest -rs ${chosen[@]+"${chosen[@]}"} "$@"

@@ -1,0 +1,456 @@
+"""Section artifact: rANS against order-0 entropy and a scalar decoder, lossless files, damage named in one line."""
+
+import hashlib
+import heapq
+import json
+import math
+import os
+import struct
+import time
+import zlib
+
+import numpy as np
+import pytest
+import torch
+import zstandard
+
+import drafts.artifact as script
+
+TABLE = {"matrix": (6, 60.0), "embedding": (8, 0.0)}  # few small codes, so that rANS pays in small tensors too
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def randn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def small_model():
+    """A tensor for every coder and class, some 2.5 KB packed; deterministic."""
+    repeated = torch.randint(-31, 32, (1, 64), generator=torch.Generator().manual_seed(1)).float().repeat(24, 1)
+    repeated[:, 0] = 31  # the same scale in every row
+    return {
+        "embed.weight": randn(16, 24, seed=2),
+        "blocks.0.up": randn(60, 40, seed=3),
+        "blocks.0.zeros": torch.zeros(32, 32),
+        "blocks.0.repeated": repeated,
+        "blocks.0.a": randn(1, 40, seed=4),
+        "blocks.0.norm": torch.linspace(0.5, 1.5, 24),
+        "blocks.0.A_log": randn(8, seed=5),
+        "blocks.0.conv": randn(24, 1, 4, seed=6),
+        "blocks.0.down": randn(40, 60, seed=7) * 0.01,
+        "gain": torch.tensor(1.25),
+        "zero_init_gain": torch.zeros(300),
+        "empty": torch.zeros(0, 16),
+    }
+
+
+def expected(name, w, table):
+    kind = script.tensor_class(name, w)
+    if kind in table:
+        return script.fake_quant(w.float(), *table[kind])
+    return w.float() if name.endswith("A_log") else w.half().float()
+
+
+def write(path, tensors, table=TABLE, meta=None):
+    return script.write_artifact(path, tensors, table, {"dim": 24, "name": "é"}, "ab" * 32, meta or {"steps": 3})
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    path = tmp_path_factory.mktemp("artifact") / "small.bin"
+    write(path, small_model())
+    return path.read_bytes()
+
+
+def header_of(data):
+    """The header and the data area's start, read without the code under test."""
+    magic, version, length = struct.unpack_from("<8sII", data)
+    assert magic == b"UNDERPAR" and version == 1
+    return json.loads(zstandard.ZstdDecompressor().decompress(data[16 : 16 + length])), 16 + length
+
+
+def sealed(data, change=None, area=None):
+    """The artifact with its header changed and, where given, another data area, under a right length and SHA-256."""
+    header, start = header_of(data)
+    if change:
+        change(header)
+    packed = zstandard.ZstdCompressor(write_checksum=True).compress(json.dumps(header).encode())
+    body = struct.pack("<8sII", b"UNDERPAR", 1, len(packed)) + packed + (data[start:-32] if area is None else area)
+    return body + hashlib.sha256(body).digest()
+
+
+def damage_message(data):
+    with pytest.raises(script.ArtifactError) as caught:
+        script.parse_artifact(data, 1 << 30)
+    message = str(caught.value)
+    assert message and "\n" not in message
+    return message
+
+
+def roundtrip(tensors, lanes):
+    tables = [script.rans_table(np.bincount(np.append(symbols, [7, 200]), minlength=256)) for symbols in tensors]
+    states, words = script.rans_encode(tensors, tables, lanes)
+    for symbols, table, own in zip(tensors, tables, words, strict=True):
+        decoded = script.rans_decode(states, table, own, len(symbols))
+        assert decoded.dtype == np.uint8 and np.array_equal(symbols, decoded)
+    assert (states == 1 << 16).all()
+    return words
+
+
+@pytest.mark.parametrize("lanes", [1, 8, 64, 1024])
+def test_rans_is_lossless(lanes):
+    random = np.random.default_rng(0)
+    uneven = np.minimum(random.geometric(0.5, 5000), 255).astype(np.uint8)
+    tensors = [
+        np.empty(0, np.uint8),
+        np.array([9], np.uint8),
+        np.full(3000, 9, np.uint8),  # with 7 and 200 in its table once each
+        np.arange(64, dtype=np.uint8),
+        np.arange(256, dtype=np.uint8),
+        random.integers(0, 256, 1023).astype(np.uint8),
+        random.integers(97, 160, 1024).astype(np.uint8),
+        random.integers(97, 160, 1025).astype(np.uint8),
+        uneven,
+        np.empty(0, np.uint8),
+    ]
+    words = roundtrip(tensors, lanes)
+    assert abs(len(words[8]) - 5000 * 2 / 16) < 30 + lanes  # geometric(1/2): 2 bits a symbol
+    for symbols in tensors:
+        roundtrip([symbols], lanes)
+    roundtrip([], lanes)
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        [1, 1],
+        [1, 10**9],
+        [10**9] + [1] * 255,
+        [1] * 256,
+        list(range(1, 257)),
+        [3**k for k in range(30)],
+        [0, 5, 0, 0, 11, 0, 3],
+    ],
+)
+def test_table_is_whole_and_as_good_as_the_best(counts):
+    counts = np.array(counts + [0] * (256 - len(counts)))
+    table = script.rans_table(counts)
+    assert table.dtype == np.uint16 and table.sum() == 2**14
+    assert np.array_equal(table > 0, counts > 0)
+    # the best there is: the cost is convex, so 2**14 units go one by one to where each saves most
+    kept, best = counts[counts > 0].tolist(), [1] * int((counts > 0).sum())
+    heap = [(-count, k) for k, count in enumerate(kept)]
+    heapq.heapify(heap)
+    for _ in range(2**14 - len(best)):
+        _, k = heap[0]
+        best[k] += 1
+        heapq.heapreplace(heap, (-kept[k] * math.log2(1 + 1 / best[k]), k))
+
+    def bits(frequencies):
+        return sum(count * (14 - math.log2(f)) for count, f in zip(kept, frequencies, strict=True))
+
+    assert bits(best) <= bits(table[table > 0].tolist()) <= bits(best) * 1.0001
+
+
+def test_lanes_follow_the_number_of_symbols():
+    sizes = {0: 8, 1: 8, 100_000: 8, 200_000: 16, 2_000_000: 128, 20_000_000: 1024, 10**9: 1024}
+    assert {symbols: script.rans_lanes(symbols) for symbols in sizes} == sizes
+
+
+def scalar_rans(states, words, table, count):
+    """rANS once more, by the book: one symbol, one state and one search at a time. Returns symbols; moves states."""
+    symbols, words = [], iter(words)
+    for i in range(count):
+        state = states[i % len(states)]
+        slot, start, symbol = state % 16384, 0, 0
+        while start + table[symbol] <= slot:
+            start += table[symbol]
+            symbol += 1
+        state = table[symbol] * (state // 16384) + slot - start
+        if state < 65536:
+            state = state * 65536 + next(words)
+        states[i % len(states)] = state
+        symbols.append(symbol)
+    assert next(words, None) is None
+    return symbols
+
+
+def test_a_scalar_decoder_reads_the_same_codes_from_the_file(small):
+    header, start = header_of(small)
+
+    def section(name, size):
+        record = header["sections"][name]
+        raw = small[start + record["offset"] : start + record["offset"] + record["length"]]
+        if record["coder"] == "zstd":
+            raw = zstandard.ZstdDecompressor().decompress(raw)
+        assert zlib.crc32(bytes(raw[plane * (len(raw) // size) + i] for i in range(len(raw) // size)
+                                for plane in range(size))) == record["crc32"]  # fmt: skip
+        count = len(raw) // size
+        return [sum(raw[plane * count + i] << 8 * plane for plane in range(size)) for i in range(count)]
+
+    streamed = [record for record in header["tensors"] if record["coder"] == "rans"]
+    assert len(streamed) >= 2
+    states, tables = section("states", 4), section("tables", 2)
+    model = small_model()
+    for k, record in enumerate(streamed):
+        table = tables[k :: len(streamed)]
+        raw = small[start + record["offset"] : start + record["offset"] + record["length"]]
+        words = struct.unpack(f"<{len(raw) // 2}H", raw)
+        symbols = scalar_rans(states, words, table, math.prod(record["shape"]))
+        codes, _ = script.quantize_rows(model[record["name"]], *TABLE[record["class"]])
+        assert [symbol - 128 for symbol in symbols] == codes.reshape(-1).tolist()
+        assert zlib.crc32(bytes(symbols)) == record["crc32"]
+    assert set(states) == {65536}
+
+
+def test_file_gives_back_every_tensor_and_the_header(tmp_path):
+    model = small_model()
+    statistics = write(tmp_path / "a.bin", model, meta={"note": "ü", "list": [1, 2.5, None]})
+    header, tensors = script.read_artifact(tmp_path / "a.bin")
+    assert list(tensors) == list(model)
+    for name, w in model.items():
+        assert tensors[name].dtype == torch.float32 and tensors[name].shape == w.shape
+        assert tensors[name].numpy().tobytes() == expected(name, w, TABLE).numpy().tobytes(), name
+    assert header["settings"] == {"dim": 24, "name": "é"} and header["tokenizer_sha256"] == "ab" * 32
+    assert header["meta"] == {"note": "ü", "list": [1, 2.5, None]}
+    coders = {record["name"]: record["coder"] for record in header["tensors"]}
+    assert coders["blocks.0.zeros"] == "constant" and coders["blocks.0.repeated"] == "zstd"
+    assert coders["blocks.0.up"] == "rans" and coders["gain"] == "stored" and coders["zero_init_gain"] == "zstd"
+    bits = {record["name"]: record["bits"] for record in header["tensors"]}
+    assert bits["blocks.0.up"] == 6 and bits["embed.weight"] == bits["blocks.0.a"] == 8
+    assert bits["blocks.0.A_log"] == 32 and bits["blocks.0.norm"] == bits["blocks.0.conv"] == 16
+    size = (tmp_path / "a.bin").stat().st_size
+    assert statistics["artifact_bytes"] == size == sum(statistics["bytes"].values())
+    quantized = [name for name, w in model.items() if script.tensor_class(name, w) != "control"]
+    assert statistics["weights"] == sum(model[name].numel() for name in quantized)
+    entropy = 0.0
+    for name in quantized:
+        codes, _ = script.quantize_rows(model[name], *TABLE[script.tensor_class(name, model[name])])
+        share = torch.unique(codes, return_counts=True)[1].double() / codes.numel()
+        entropy += float(-(share * share.log2()).sum()) * codes.numel() / 8
+    assert abs(statistics["entropy_bytes"] - entropy) < 1e-6
+    stored = sum(record["length"] for record in header["tensors"] if record["name"] in quantized)
+    assert statistics["bits_per_weight"] == 8 * (stored + statistics["bytes"]["scales"]) / statistics["weights"]
+    assert os.listdir(tmp_path) == ["a.bin"]
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {},
+        {"norm": torch.ones(3)},
+        {"one_row": randn(1, 16)},
+        {"matrix": randn(16, 16)},
+        {"constant": torch.full((64, 64), 0.25)},
+        {"embed": randn(300, 20), "matrix": randn(33, 31, seed=1), "embed2": randn(1, 5000, seed=2)},
+        {"matrix": randn(700, 700), "bfloat": randn(20, 20).bfloat16(), "double": randn(20, 20).double()},
+        {"transposed": randn(40, 30).T, "strided": randn(64, 64)[:, ::2], "parameter": torch.nn.Parameter(randn(9))},
+    ],
+    ids=lambda tensors: "+".join(tensors) or "none",
+)
+@pytest.mark.parametrize("table", [TABLE, {"matrix": (8, 0.0), "embedding": (2, 3.0)}, {}], ids=["6+8", "8+2", "16"])
+def test_shapes_and_types(tmp_path, tensors, table):
+    write(tmp_path / "a.bin", tensors, table)
+    _, back = script.read_artifact(tmp_path / "a.bin")
+    assert list(back) == list(tensors)
+    for name, w in tensors.items():
+        assert back[name].numpy().tobytes() == expected(name, w.detach(), table).contiguous().numpy().tobytes()
+
+
+def test_all_64_values_and_bytes_of_all_256(tmp_path):
+    random = np.random.default_rng(0)
+    for values in (64, 256):
+        symbols = np.concatenate([np.arange(values), random.integers(0, values, 10_000)]).astype(np.uint8)
+        roundtrip([symbols, symbols[::-1].copy()], 64)
+    w = torch.cat([torch.arange(-127, 128).float().repeat(40), torch.zeros(100)]).reshape(20, -1)
+    w[:, 0] = 127
+    write(tmp_path / "a.bin", {"matrix": w}, {"matrix": (8, 0.0)})
+    assert torch.equal(script.read_artifact(tmp_path / "a.bin")[1]["matrix"], w)
+
+
+def test_same_input_same_bytes_and_an_old_file_is_replaced(tmp_path, small):
+    (tmp_path / "a.bin").write_bytes(b"old")
+    write(tmp_path / "a.bin", small_model())
+    assert (tmp_path / "a.bin").read_bytes() == small
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (torch.full((20, 20), float("nan")), "finite"),
+        (torch.full((20, 20), float("inf")), "finite"),
+        (torch.full((20, 20), 1e9), "float16"),
+        (torch.full((20,), float("nan")), "finite as torch.float16"),
+        (torch.full((20,), 7e4), "finite as torch.float16"),
+        (torch.zeros(20, dtype=torch.int64), "is torch.int64"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name_and_nothing_is_written(tmp_path, tensor, message):
+    with pytest.raises(ValueError, match=rf"^tensor some\.name: [^\n]*{message}[^\n]*$"):
+        write(tmp_path / "a.bin", {"fine": torch.ones(3), "some.name": tensor})
+    with pytest.raises(ValueError, match="3000 bits"):
+        write(tmp_path / "a.bin", {}, {"matrix": (3000, 0.0)})
+    assert os.listdir(tmp_path) == []
+
+
+def twenty_million(kind):
+    """10 layers of 512 x 512 (twice), 256 x 512 (twice), 1204 x 512 and 512 x 1204: 60 matrices, 20.2M weights."""
+    generator, tensors = torch.Generator().manual_seed(0), {}
+    for number, shape in enumerate([(512, 512), (512, 512), (256, 512), (256, 512), (1204, 512), (512, 1204)] * 10):
+        w = torch.randn(shape, generator=generator)
+        if kind == "laplace":
+            share = torch.rand(shape, generator=generator) - 0.5
+            w = -share.sign() * torch.log1p(-2 * share.abs())
+        tensors[f"matrix.{number}"] = w
+    return tensors
+
+
+@pytest.mark.parametrize(("kind", "clip_sigmas"), [("gauss", 12.85), ("gauss", 0.0), ("laplace", 0.0)])
+def test_twenty_million_codes_pack_within_9000_bytes_of_their_entropy(tmp_path, kind, clip_sigmas):
+    tensors, path = twenty_million(kind), tmp_path / "a.bin"
+    begin, begin_cpu = time.perf_counter(), time.process_time()
+    statistics = write(path, tensors, {"matrix": (6, clip_sigmas)})
+    middle, middle_cpu = time.perf_counter(), time.process_time()
+    _, back = script.read_artifact(path)
+    end, end_cpu = time.perf_counter(), time.process_time()
+    excess = path.stat().st_size - statistics["bytes"]["scales"] - statistics["entropy_bytes"]
+    print(
+        f"{kind} clip {clip_sigmas}: {path.stat().st_size} bytes, {statistics['bits_per_weight']:.3f} bits per weight, "
+        f"{excess:.0f} bytes over the entropy (header, tables, flush included; scales "
+        f"{statistics['bytes']['scales']} apart); quantize and write {middle - begin:.2f} s "
+        f"(CPU {middle_cpu - begin_cpu:.2f}), read {end - middle:.2f} s (CPU {end_cpu - middle_cpu:.2f})"
+    )
+    assert excess <= 9000
+    assert end - middle < 3
+    codes = np.concatenate([script.quantize_rows(w, 6, clip_sigmas)[0].numpy().reshape(-1) for w in tensors.values()])
+    assert abs(codes).max() <= 31 and statistics["weights"] == codes.size > 20_000_000
+    for name in list(tensors)[::7]:
+        assert torch.equal(back[name], script.fake_quant(tensors[name], 6, clip_sigmas))
+    sample = codes[:1_000_000]  # and the byte compressors lose: zstd at its strongest, on part of it
+    share = np.unique(sample, return_counts=True)[1] / sample.size
+    entropy = -(share * np.log2(share)).sum() / 8 * sample.size
+    if kind == "laplace":
+        assert len(zstandard.ZstdCompressor(level=22).compress(sample.tobytes())) > 1.005 * entropy
+
+
+def test_every_flipped_byte_is_an_error_that_names_the_damaged_part(small):
+    assert 2000 < len(small) < 4000
+    header, start = header_of(small)
+    order = [record["name"] for record in header["tensors"]]
+    parts = {record["name"]: record for record in header["tensors"]} | header["sections"]
+    checked = set()
+    for position in range(len(small)):
+        damaged = bytearray(small)
+        damaged[position] ^= 1 << position % 8
+        message = damage_message(bytes(damaged))
+        if position < 8:
+            assert message.startswith("magic")
+        elif position < 12:
+            assert message.startswith("version")
+        elif position < start:
+            assert message.startswith(("header", "SHA-256")), message
+        elif position >= len(small) - 32:
+            assert message.startswith("SHA-256")
+        else:
+            at = position - start
+            owner = next(name for name, part in parts.items() if 0 <= at - part["offset"] < part["length"])
+            checked.add(owner)
+            if owner in header["sections"]:
+                assert message.startswith(f"section {owner}: "), (owner, message)
+            elif parts[owner]["coder"] == "rans":  # a word near the end shows in the next tensor of the stream
+                later = [name for name in order[order.index(owner) :] if parts[name]["coder"] == "rans"]
+                later = [f"tensor {name}" for name in later] + ["section states"]
+                assert message.split(":")[0] in later, (owner, message)
+            else:
+                assert message.startswith(f"tensor {owner}: "), (owner, message)
+    assert checked == {name for name, part in parts.items() if part["length"]}
+
+
+def test_every_truncation_and_appended_bytes_are_errors(small):
+    for length in range(len(small)):
+        damage_message(small[:length])
+    assert damage_message(small + b"\0").startswith("data: ")
+    assert damage_message(b"").startswith("magic")
+
+
+def test_splices_of_two_artifacts_are_errors(tmp_path, small):
+    other_model = {name: w * 1.0 if w.ndim < 2 else w.flip(0) for name, w in small_model().items()}
+    write(tmp_path / "b.bin", other_model)
+    other = (tmp_path / "b.bin").read_bytes()
+    assert other != small
+    (_, start), (_, other_start) = header_of(small), header_of(other)
+    for cut in [*range(17, min(len(small), len(other)) - 1, 13), start, len(small) - 32]:
+        if small[:cut] != other[:cut] and small[cut:] != other[cut:]:
+            damage_message(small[:cut] + other[cut:])
+            damage_message(other[:cut] + small[cut:])
+    # a foreign data area under this header, with a right digest: the CRCs must tell
+    for area in (other[other_start:-32][: len(small) - start - 32], small[start:-32][::-1]):
+        area = area.ljust(len(small) - start - 32, b"\0")
+        assert damage_message(sealed(small, area=area)).startswith(("section", "tensor"))
+
+
+def first(header):
+    return header["tensors"][1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda header: header.pop("tensors"), "header: top level"),
+        (lambda header: header.update(lanes=0), "header: 0 lanes"),
+        (lambda header: header.update(lanes=10**12), "header: 1000000000000 lanes"),
+        (lambda header: header.update(lanes=16), "section states"),
+        (lambda header: header["sections"].pop("tables"), "header: section tables"),
+        (lambda header: header["sections"]["scales"].update(length=10**15), "section scales"),
+        (lambda header: header["sections"]["scales"].update(offset=-5), "section scales"),
+        (lambda header: header["tensors"].append(7), "header: a tensor"),
+        (lambda header: first(header).pop("crc32"), "header: a tensor"),
+        (lambda header: first(header).update(crc32=1), "tensor blocks.0.up: its CRC-32"),
+        (lambda header: first(header).update(shape=[1 << 20, 1 << 20]), "header: 1099"),
+        (lambda header: first(header).update(shape=[1 << 40, 0]), "header: tensor blocks.0.up"),
+        (lambda header: first(header).update(shape=[0, 2400]), "header: tensor blocks.0.up"),
+        (lambda header: first(header).update(shape=[-60, -40]), "header: tensor blocks.0.up"),
+        (lambda header: first(header).update(shape=[60.0, 40]), "header: tensor blocks.0.up"),
+        (lambda header: first(header).update(shape=[]), "header: tensor blocks.0.up"),
+        (lambda header: first(header).update(shape=[61, 40]), "section scales"),
+        (lambda header: first(header).update(shape=[60, 41]), "tensor blocks.0.up: its rANS words"),
+        (lambda header: first(header).update(shape=[60, 39]), "tensor blocks.0.up: its rANS words"),
+        (lambda header: first(header).update(length=first(header)["length"] - 2), "tensor blocks.0.up: its rANS words"),
+        (lambda header: first(header).update(length=first(header)["length"] + 2), "tensor blocks.0.up: its rANS words"),
+        (lambda header: first(header).update(quantizer="magic"), "header: tensor blocks.0.up"),
+        (lambda header: first(header).update(coder="stored"), "section tables"),
+        (lambda header: header["tensors"][2].update(coder="lzma"), "tensor blocks.0.zeros: its coder 'lzma'"),
+        (lambda header: header["tensors"][2].update(coder="zstd"), "tensor blocks.0.zeros: its zstd frame"),
+        (lambda header: header["tensors"][3].update(shape=[24, 63]), "tensor blocks.0.repeated: its zstd frame"),
+        (lambda header: header["tensors"][3].update(shape=[24, 65]), "tensor blocks.0.repeated: it has 1536 bytes"),
+        (lambda header: header["tensors"][5].update(bits=64), "header: tensor blocks.0.norm"),
+        (lambda header: header["tensors"][5].update(bits=32), "tensor blocks.0.norm"),
+        (lambda header: header["tensors"][5].update(coder="rans"), "section tables"),
+    ],
+)
+def test_headers_that_lie_are_refused(small, change, message):
+    assert script.parse_artifact(sealed(small), 1 << 30)  # the test's own sealing is right
+    assert damage_message(sealed(small, change)).startswith(message)
+
+
+def test_nothing_is_allocated_from_a_length_that_was_not_checked(small, tmp_path):
+    bomb = zstandard.ZstdCompressor(level=19).compress(b" " * (1 << 27))
+    body = struct.pack("<8sII", b"UNDERPAR", 1, len(bomb)) + bomb
+    assert damage_message(body + hashlib.sha256(body).digest()).startswith("header: its zstd frame declares 134217728")
+    deep = zstandard.ZstdCompressor().compress(b"[" * 1_000_000)
+    body = struct.pack("<8sII", b"UNDERPAR", 1, len(deep)) + deep
+    assert damage_message(body + hashlib.sha256(body).digest()).startswith("header: ")
+    (tmp_path / "a.bin").write_bytes(small)
+    weights = sum(w.numel() for w in small_model().values())
+    assert script.read_artifact(tmp_path / "a.bin", max_weights=weights)
+    with pytest.raises(script.ArtifactError, match=rf"a\.bin: header: {weights} weights, the limit is {weights - 1}$"):
+        script.read_artifact(tmp_path / "a.bin", max_weights=weights - 1)
+    with pytest.raises(FileNotFoundError):
+        script.read_artifact(tmp_path / "none.bin")

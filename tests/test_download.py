@@ -1,0 +1,265 @@
+"""data/download.py against a local HTTP server that drops, truncates, damages and refuses."""
+
+from __future__ import annotations
+
+import hashlib
+import http.server
+import importlib.util
+import json
+import re
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_data import data, train_model
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "data" / "download.py"
+
+spec = importlib.util.spec_from_file_location("download_under_test", SCRIPT)
+download = sys.modules["download_under_test"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(download)
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """Files by path, and how to misbehave."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.files: dict[str, bytes] = {}
+        self.log: list[tuple[str, str, str]] = []  # method, path, Range
+        self.drop_after: dict[str, int] = {}  # path -> bytes sent of each answer before the connection is closed
+        self.damage: dict[str, int] = {}  # path -> answers whose last byte is wrong
+        self.fail: dict[str, list[int]] = {}  # path -> status codes of the next answers
+        self.ranges = True  # whether Range is honoured
+        self.linked = False  # whether HEAD answers as the hub does, by a redirect with size and SHA-256
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """One answer of the server above."""
+
+    server: Server
+
+    def log_message(self, *args: object) -> None:
+        """Nothing to the terminal."""
+
+    def do_HEAD(self) -> None:
+        self.answer(body=False)
+
+    def do_GET(self) -> None:
+        self.answer(body=True)
+
+    def answer(self, body: bool) -> None:
+        server, path, wanted = self.server, self.path, self.headers.get("Range", "")
+        server.log.append((self.command, path, wanted))
+        if server.fail.get(path):
+            self.send_error(server.fail[path].pop(0))
+            return
+        if path not in server.files:
+            self.send_error(404)
+            return
+        content, start = server.files[path], 0
+        if not body and server.linked:
+            self.send_response(302)
+            self.send_header("Location", server.url + "/elsewhere")
+            self.send_header("X-Linked-Size", str(len(content)))
+            self.send_header("X-Linked-ETag", f'"{hashlib.sha256(content).hexdigest()}"')
+            self.end_headers()
+            return
+        if server.ranges and (match := re.fullmatch(r"bytes=(\d+)-", wanted)):
+            start = int(match.group(1))
+            self.send_response(206)
+            self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
+        else:
+            self.send_response(200)
+        self.send_header("Content-Length", str(len(content) - start))
+        self.end_headers()
+        if not body:
+            return
+        rest = content[start:]
+        if server.damage.get(path, 0) > 0:
+            server.damage[path] -= 1
+            rest = rest[:-1] + bytes([rest[-1] ^ 1])
+        self.wfile.write(rest[: server.drop_after.get(path, len(rest))])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    return train_model(tmp_path_factory.mktemp("model") / "m.model", add_dummy_prefix=True).read_bytes()
+
+
+DATASET = "/datasets/fineweb10B_sp1024"
+
+
+@pytest.fixture
+def server(model: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """A served copy of the published layout: one validation shard, three training shards."""
+    monkeypatch.setattr(download, "RETRY_SECONDS", 0.001)
+    one, shard = Server(), tmp_path / "shard"
+    rng = np.random.default_rng(0)
+    for i, name in enumerate(["val_000000", "train_000000", "train_000001", "train_000002"]):
+        data.write_shard(shard, np.concatenate([[1], rng.integers(8, 400, 3000 + i)]))
+        one.files[f"{DATASET}/fineweb_{name}.bin"] = shard.read_bytes()
+    one.files["/tokenizers/fineweb_1024_bpe.model"] = model
+    one.files["/manifest.json"] = json.dumps({
+        "datasets": [{"name": "fineweb10B_sp1024", "tokenizer_name": "sp_bpe_1024",
+                      "stats": {"files_train": 3, "files_val": 1}}],
+        "tokenizers": [{"name": "sp_bpe_1024", "model_path": "tokenizers/fineweb_1024_bpe.model"}]}).encode()
+    thread = threading.Thread(target=one.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    yield one
+    one.shutdown()
+    one.server_close()
+    thread.join()
+
+
+def fetch_all(server: Server, out: Path, shards: int = 2) -> None:
+    download.download(server.url, "sp1024", shards, out)
+
+
+def arrived(server: Server, out: Path, shards: int = 2) -> bool:
+    """Whether exactly the files wanted are in the folder, byte for byte."""
+    wanted = {"tokenizer.model": server.files["/tokenizers/fineweb_1024_bpe.model"]}
+    for name in ["val_000000", "train_000000", "train_000001", "train_000002"][: shards + 1]:
+        wanted[f"fineweb_{name}.bin"] = server.files[f"{DATASET}/fineweb_{name}.bin"]
+    return {path.name: path.read_bytes() for path in out.iterdir()} == wanted
+
+
+def ranges_of(server: Server, name: str) -> list[str]:
+    return [wanted for method, path, wanted in server.log if method == "GET" and path.endswith(name)]
+
+
+def test_command_downloads_and_writes_the_manifest(server: Server, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    arguments = [sys.executable, str(SCRIPT), "--train-shards", "2", "--out", str(out), "--base-url", server.url + "/"]
+    done = subprocess.run(arguments, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    total = sum(len(server.files[path]) for path in server.files if path != "/manifest.json" and "000002" not in path)
+    assert done.stdout.startswith(f"4 files, {total:,} bytes, into {out}; still to fetch {total:,} bytes: about ")
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["published"] and manifest["tokenizer"]["file"] == "tokenizer.model"
+    assert [shard["tokens"] for shard in manifest["train"]["shards"]] == [3002, 3003]
+    assert manifest["val"]["shards"][0]["sha256"] == hashlib.sha256(
+        server.files[f"{DATASET}/fineweb_val_000000.bin"]).hexdigest()
+    data.check_dataset(out, data.load_tokenizer(out / "tokenizer.model"), data.load_manifest(out), hash_train=True)
+    again = subprocess.run(arguments, capture_output=True, text=True)
+    assert again.returncode == 0 and "still to fetch 0 bytes" in again.stdout
+    assert len(ranges_of(server, ".bin")) == 3
+
+
+def test_dropped_connections_are_resumed_by_range(server: Server, tmp_path: Path) -> None:
+    name = f"{DATASET}/fineweb_train_000001.bin"
+    size = len(server.files[name])
+    server.drop_after[name] = 1000
+    fetch_all(server, tmp_path / "out")
+    assert arrived(server, tmp_path / "out")
+    assert ranges_of(server, name) == [""] + [f"bytes={at}-" for at in range(1000, size, 1000)]
+
+
+def test_interrupted_command_goes_on(server: Server, tmp_path: Path) -> None:
+    out, name = tmp_path / "out", "fineweb_val_000000.bin"
+    out.mkdir()
+    (out / f"{name}.part").write_bytes(server.files[f"{DATASET}/{name}"][:2000])
+    fetch_all(server, out)
+    assert arrived(server, out) and ranges_of(server, name) == ["bytes=2000-"]
+
+
+def test_server_without_ranges_starts_again(server: Server, tmp_path: Path) -> None:
+    out, name = tmp_path / "out", "fineweb_val_000000.bin"
+    server.ranges = False
+    out.mkdir()
+    (out / f"{name}.part").write_bytes(b"?" * 2000)
+    fetch_all(server, out)
+    assert arrived(server, out) and ranges_of(server, name) == ["bytes=2000-"]
+
+
+@pytest.mark.parametrize("rest", [b"?" * 1500, b"?" * 100_000])
+def test_foreign_rest_is_fetched_again(rest: bytes, server: Server, tmp_path: Path) -> None:
+    out, name = tmp_path / "out", "fineweb_val_000000.bin"
+    out.mkdir()
+    (out / f"{name}.part").write_bytes(rest)  # shorter and longer than the file
+    fetch_all(server, out)
+    assert arrived(server, out) and ranges_of(server, name)[-1] == ""
+
+
+def test_sha256_of_the_server_is_checked(server: Server, tmp_path: Path) -> None:
+    server.linked = True
+    name = f"{DATASET}/fineweb_train_000000.bin"
+    server.damage[name] = 1
+    fetch_all(server, tmp_path / "out")
+    assert arrived(server, tmp_path / "out") and ranges_of(server, name) == ["", ""]
+    server.damage[name] = 2
+    with pytest.raises(download.UserError, match=r"train_000000\.bin: arrived damaged twice: SHA-256 .* server says"):
+        fetch_all(server, tmp_path / "other")
+    assert not (tmp_path / "other" / "fineweb_train_000000.bin").exists()
+    # A file already there is checked in the same way.
+    there = tmp_path / "out" / "fineweb_train_000000.bin"
+    there.write_bytes(there.read_bytes()[:-1] + b"\x00")
+    server.damage.clear()
+    fetch_all(server, tmp_path / "out")
+    assert arrived(server, tmp_path / "out")
+
+
+def test_shard_header_is_checked(server: Server, tmp_path: Path) -> None:
+    name = f"{DATASET}/fineweb_val_000000.bin"
+    server.files[name] = server.files[name][:-2]  # truncated at the server: its size agrees, its header does not
+    with pytest.raises(download.UserError, match=r"val_000000\.bin: arrived damaged twice: not a token shard of 7024"):
+        fetch_all(server, tmp_path / "out")
+    server.files[name] = b""
+    with pytest.raises(download.UserError, match="not a token shard of 0 bytes"):
+        fetch_all(server, tmp_path / "out")
+
+
+def test_server_errors_are_retried_and_missing_files_are_not(server: Server, tmp_path: Path) -> None:
+    name = f"{DATASET}/fineweb_val_000000.bin"
+    server.fail[name] = [503, 429, 500, 503]
+    fetch_all(server, tmp_path / "out")
+    assert arrived(server, tmp_path / "out")
+    del server.files[f"{DATASET}/fineweb_train_000002.bin"]
+    before = len(server.log)
+    with pytest.raises(download.UserError, match=r"train_000002\.bin: the server answers 404"):
+        fetch_all(server, tmp_path / "out", shards=3)
+    assert sum("000002" in path for _, path, _ in server.log[before:]) == 1
+    server.fail["/manifest.json"] = [503] * 20
+    with pytest.raises(download.UserError, match=r"cannot reach 127\.0\.0\.1:\d+ \(Service Unavailable\)"):
+        fetch_all(server, tmp_path / "out")
+    assert len(server.fail["/manifest.json"]) == 20 - download.FIRST_TRIES
+
+
+def test_no_network_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr(download, "RETRY_SECONDS", 0.001)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+    monkeypatch.setattr(sys, "argv", ["download.py", "--out", str(tmp_path / "out"), "--base-url",
+                                      f"http://127.0.0.1:{port}"])
+    with pytest.raises(SystemExit) as caught:
+        download.main()
+    printed = capsys.readouterr()
+    assert caught.value.code == 2 and printed.out == "" and printed.err.count("\n") == 1
+    assert printed.err.startswith(f"error: cannot reach 127.0.0.1:{port} (")
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_requests(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(message: str, *arguments: str) -> None:
+        with pytest.raises(download.UserError, match=message):
+            download.run([*arguments, "--base-url", server.url, "--out", str(tmp_path / "out")])
+
+    refuses("--variant sp999: expected one of sp1024", "--variant", "sp999")
+    refuses("--train-shards 0: expected 1 or more", "--train-shards", "0")
+    refuses("--train-shards 4: sp1024 has 3", "--train-shards", "4")
+    monkeypatch.setattr(download.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10})())
+    refuses("10 bytes free, .* needed; fewer --train-shards", "--train-shards", "1")
+    for content, message in ((b"<html>", "not JSON"), (b"{}", "no data set fineweb10B_sp1024"),
+                             (b'{"datasets": [{"name": "fineweb10B_sp1024"}]}', "names no tokenizer model")):
+        server.files["/manifest.json"] = content
+        refuses(message, "--train-shards", "1")

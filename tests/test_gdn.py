@@ -1,0 +1,314 @@
+"""Gated DeltaNet: the chunk form, the decoding step and the custom ops against the float64 recurrence."""
+
+import importlib.util
+import shutil
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+SCRIPT = Path(__file__).resolve().parents[1] / "drafts" / "gdn.py"
+NAMES = ("o", "last state", "q", "k", "v", "g", "beta", "state")
+
+
+def load(name: str) -> ModuleType:
+    """Import the script under a name of its own."""
+    spec = importlib.util.spec_from_file_location(name, SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+gdn = load("gdn_under_test")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def make_inputs(kind: str, dtype: torch.dtype, b=2, t=100, h=2, dim_k=16, dim_v=24, seed=0) -> list[Tensor]:
+    """q, k, v, g, beta and an initial state of one of the kinds of the numerical notes."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=rng)
+
+    q, k, v, state = randn(b, t, h, dim_k), randn(b, t, h, dim_k), randn(b, t, h, dim_v), randn(b, h, dim_k, dim_v)
+    g = -torch.rand(b, t, h, dtype=torch.float64, generator=rng)
+    beta = torch.sigmoid(randn(b, t, h))
+    if kind.startswith("correlated"):  # keys after SiLU are mostly positive; weak decay; strong writes
+        q, k, g, beta = F.silu(q + 0.5), F.silu(k + 0.5), 0.05 * g, torch.sigmoid(2 + randn(b, t, h))
+    if kind in ("correlated beta 2", "negative eigenvalues"):
+        beta = 2 * beta
+    if kind == "strong decay":
+        g = 30 * g
+    if kind == "no decay":
+        g = 0 * g
+    if kind == "identical keys":
+        k, g, beta = k[:, :1].expand_as(k), 0 * g, 1.98 + 0.02 * beta
+    q, k = F.normalize(q, dim=-1) * dim_k**-0.5, F.normalize(k, dim=-1)
+    return [x.to(dtype) for x in (q, k, v, g, beta, state)]
+
+
+def run(rule, inputs: list[Tensor], **options) -> list[Tensor]:
+    """[o, last state, gradients of all inputs] under a fixed random weighting of both outputs."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    o, last = rule(*leaves, **options)
+    rng = torch.Generator().manual_seed(1)
+    loss = sum((y.double() * torch.randn(y.shape, dtype=torch.float64, generator=rng)).sum() for y in (o, last))
+    loss.backward()
+    return [o.detach(), last.detach(), *(x.grad for x in leaves)]
+
+
+def errors(got: list[Tensor], want: list[Tensor]) -> dict[str, float]:
+    """max|a - b| / max(max|b|, 1e-3) by name."""
+    pairs = zip(NAMES, got, want, strict=False)
+    return {n: ((a.double() - b).abs().max() / b.double().abs().max().clamp(min=1e-3)).item() for n, a, b in pairs}
+
+
+def assert_close(got: list[Tensor], want: list[Tensor], tolerance: float) -> None:
+    bad = {name: f"{e:.1e}" for name, e in errors(got, want).items() if not e <= tolerance}  # NaN counts as bad
+    assert not bad, f"relative error above {tolerance:g}: {bad}"
+
+
+def oracle(inputs: list[Tensor]) -> list[Tensor]:
+    return run(gdn.gdn_recurrent, [x.double() for x in inputs])
+
+
+def test_recurrence_against_numpy():
+    """A second implementation with explicit matrices: S_t = (I - b k k^T) a S_{t-1} + b k v^T."""
+    inputs = make_inputs("negative eigenvalues", torch.float64, t=9)
+    o, last = gdn.gdn_recurrent(*inputs)
+    q, k, v, g, beta, state = (x.numpy() for x in inputs)
+    for b, h in np.ndindex(2, 2):
+        s = state[b, h]
+        for t in range(9):
+            key = k[b, t, h][:, None]
+            transition = np.eye(16) - beta[b, t, h] * key @ key.T
+            s = np.exp(g[b, t, h]) * transition @ s + beta[b, t, h] * key @ v[b, t, h][None]
+            np.testing.assert_allclose(o[b, t, h].numpy(), s.T @ q[b, t, h], rtol=1e-12, atol=1e-13)
+        np.testing.assert_allclose(last[b, h].numpy(), s, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("form", ["gdn_recurrent", "gdn_chunk"])
+def test_closed_forms(form):
+    """With beta = 1 and g = 0 orthonormal keys are a dictionary, and writing under a key again replaces its value."""
+    eye, v = torch.eye(4, dtype=torch.float64), torch.randn(1, 8, 1, 3, dtype=torch.float64)
+    k = torch.cat((eye, eye))[None, :, None]  # each key twice: tokens 0-3, then 4-7
+    zero, one = torch.zeros(1, 8, 1, dtype=torch.float64), torch.ones(1, 8, 1, dtype=torch.float64)
+    o, last = getattr(gdn, form)(k, k, v, zero, one)
+    torch.testing.assert_close(o, v, rtol=0, atol=1e-14)
+    torch.testing.assert_close(last[0, 0], v[0, 4:, 0], rtol=0, atol=1e-14)
+    # beta = 0 writes nothing: a state of ones decays by exp(sum g).
+    state = torch.ones(1, 1, 4, 3, dtype=torch.float64)
+    _, last = getattr(gdn, form)(k, k, v, zero - 0.25, zero, state)
+    torch.testing.assert_close(last, state * np.exp(-2.0), rtol=1e-14, atol=0)
+
+
+FLOAT32 = [
+    ("random", 1e-5),
+    ("negative eigenvalues", 1e-5),
+    ("correlated", 1e-5),
+    ("correlated beta 2", 1e-5),
+    ("no decay", 1e-5),
+    ("strong decay", 5e-5),
+    ("identical keys", 3e-4),
+]
+
+
+@pytest.mark.parametrize("chunk", [16, 32, 64])
+@pytest.mark.parametrize("kind,tolerance", FLOAT32)
+def test_chunk_against_oracle(kind, tolerance, chunk):
+    """Output, final state and all gradients, with an initial state and a length that is no multiple of the chunk."""
+    exact = make_inputs(kind, torch.float64, t=150)
+    assert_close(run(gdn.gdn_chunk, exact, chunk=chunk), oracle(exact), 1e-10)
+    single = make_inputs(kind, torch.float32, t=150, dim_k=32, dim_v=32)
+    assert_close(run(gdn.gdn_chunk, single, chunk=chunk), oracle(single), tolerance)
+
+
+@pytest.mark.parametrize("t", [1, 15, 32, 33, 64])
+def test_lengths_and_no_state(t):
+    """Shorter than a chunk, exact multiples, one more; without an initial state, and with only o in the loss."""
+    inputs = make_inputs("random", torch.float64, t=t)
+    assert_close(run(gdn.gdn_chunk, inputs), oracle(inputs), 1e-10)
+    leaves = [[x.clone().requires_grad_() for x in inputs[:5]] for _ in range(2)]
+    for rule, xs in zip((gdn.gdn_chunk, gdn.gdn_recurrent), leaves, strict=True):
+        rule(*xs)[0].square().sum().backward()
+    for a, b in zip(*leaves, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-12)
+
+
+def test_gradients_against_finite_differences():
+    inputs = [x.requires_grad_() for x in make_inputs("random", torch.float64, b=1, t=19, h=1, dim_k=3, dim_v=2)]
+    assert torch.autograd.gradcheck(lambda *x: gdn.gdn_chunk(*x, chunk=16), inputs, atol=1e-7, rtol=1e-6)
+
+
+def test_wide_decay_gap_is_finite():
+    """A gap of 30 * 64 nats in a chunk: exp before masking would give inf * 0.
+
+    The gradient of g is e-30 of the others: any term that should cancel in it would show.
+    """
+    inputs = make_inputs("random", torch.float32, t=64)
+    inputs[3] = torch.full_like(inputs[3], -30.0)
+    got = run(gdn.gdn_chunk, inputs, chunk=64)
+    assert all(x.isfinite().all() for x in got)
+    assert_close(got, oracle(inputs), 5e-5)
+
+
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+def test_document_resets(dtype, tolerance):
+    """g = -60 at a first token equals starting from nothing: outputs, and gradients that do not cross the boundary."""
+    starts, t = [0, 37, 41, 96], 120
+    inputs = make_inputs("correlated", dtype, t=t)
+    whole = [x.clone() for x in inputs]
+    whole[3][:, starts] = -60.0
+    got = run(gdn.gdn_chunk, whole)
+    rng = torch.Generator().manual_seed(1)
+    weight = torch.randn(2, t, 2, 24, dtype=torch.float64, generator=rng)  # the same as in `run`
+    weight_last = torch.randn(2, 2, 16, 24, dtype=torch.float64, generator=rng)
+    pieces = []
+    for begin, end in zip(starts, [*starts[1:], t], strict=True):
+        leaves = [x[:, begin:end].double().requires_grad_() for x in inputs[:5]]
+        o, last = gdn.gdn_recurrent(*leaves)
+        loss = (o * weight[:, begin:end]).sum() + ((last * weight_last).sum() if end == t else 0)
+        loss.backward()
+        leaves[3].grad[:, 0] = 0  # the first token's g does nothing to an empty state
+        pieces.append([o.detach(), *(x.grad for x in leaves)])
+    want = [torch.cat(parts, 1) for parts in zip(*pieces, strict=True)]
+    assert_close([got[0], last.detach(), *got[2:7]], [want[0], last.detach(), *want[1:]], tolerance)
+    assert_close([got[1]], [last.detach()], tolerance)
+    assert got[7].abs().max() < 1e-20  # nothing reaches the state before the first token
+
+
+def test_prefill_then_steps():
+    inputs = make_inputs("negative eigenvalues", torch.float64, t=83)
+    *tokens, state = inputs
+    want, want_last = gdn.gdn_recurrent(*inputs)
+    o, state = gdn.gdn_chunk(*(x[:, :50] for x in tokens), state)
+    outs = [o]
+    for t in range(50, 83):
+        o, state = gdn.gdn_step(*(x[:, t] for x in tokens), state)
+        outs.append(o[:, None])
+    assert_close([torch.cat(outs, 1), state], [want, want_last], 1e-12)
+
+
+def test_state_carried_over_segments():
+    """Two calls that hand the state on equal one call, through the gradients too (float32)."""
+    inputs = make_inputs("correlated", torch.float32)
+
+    def in_two(*x: Tensor) -> tuple[Tensor, Tensor]:
+        *tokens, state = x
+        o_1, state = gdn.gdn_chunk(*(y[:, :45] for y in tokens), state)
+        o_2, state = gdn.gdn_chunk(*(y[:, 45:] for y in tokens), state)
+        return torch.cat((o_1, o_2), 1), state
+
+    assert_close(run(in_two, inputs), oracle(inputs), 1e-5)
+
+
+@pytest.mark.parametrize("kind,tolerance", [("random", 2e-2), ("correlated", 5e-2)])
+def test_bfloat16(kind, tolerance):
+    """bfloat16 q, k, v with float32 g, beta and state: output bfloat16, state float32; autocast changes nothing."""
+    inputs = make_inputs(kind, torch.float32, t=150, dim_k=32, dim_v=32)
+    inputs[:3] = [x.bfloat16() for x in inputs[:3]]
+    got = run(gdn.gdn_chunk, inputs)
+    assert [x.dtype for x in got] == [torch.bfloat16, torch.float32] + [torch.bfloat16] * 3 + [torch.float32] * 3
+    assert_close(got, oracle(inputs), tolerance)
+    with torch.autocast("cpu", torch.bfloat16):
+        again = gdn.gdn_chunk(*inputs)
+    assert torch.equal(again[0], got[0]) and torch.equal(again[1], got[1])
+    single = make_inputs(kind, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = gdn.gdn_chunk(*single)
+    assert all(torch.equal(a, b) for a, b in zip(inside, gdn.gdn_chunk(*single), strict=True))
+
+
+@pytest.mark.parametrize("size", [2, 16, 64])
+def test_inverse(size):
+    """Against LAPACK in float64, for random and for the worst matrices; what stands above the diagonal is not read."""
+    rng = torch.Generator().manual_seed(0)
+    a = torch.randn(5, size, size, dtype=torch.float64, generator=rng) / size
+    a[0] = 2.0  # identical keys, beta 2, no decay: the inverse has entries of +-2, powers of A have up to 1e30
+    want = torch.linalg.inv(torch.eye(size, dtype=torch.float64) + a.tril(-1))
+    a = a + torch.full_like(a, 1e300).triu()
+    torch.testing.assert_close(gdn.gdn_inverse(a), want, rtol=0, atol=1e-11)
+
+
+def test_custom_ops_obey_their_declarations():
+    """Schema and fake outputs of the three ops, in float32 and with bfloat16 operands around a float32 state."""
+    n, m, c, dim_k, dim_v = 3, 2, 16, 4, 6
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(gdn.gdn_inverse, (torch.randn(m, c, c),), test_utils=tests)
+    for dtype in (torch.float32, torch.bfloat16):
+        w, k_end = (torch.randn(n * m, c, dim_k, dtype=dtype) for _ in range(2))
+        u, decay, state = torch.randn(n * m, c, dim_v, dtype=dtype), torch.rand(n * m), torch.randn(m, dim_k, dim_v)
+        torch.library.opcheck(gdn.gdn_scan, (w, u, k_end, decay, state), test_utils=tests)
+        d_state = torch.randn(n * m, dim_k, dim_v, dtype=dtype)
+        torch.library.opcheck(gdn.gdn_scan_backward, (u, d_state, w, k_end, decay, state), test_utils=tests)
+
+
+def test_graph_does_not_grow_with_length():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def step(*inputs: Tensor) -> tuple[Tensor, ...]:
+        o, last = gdn.gdn_chunk(*inputs)
+        return torch.autograd.grad(o.sum() + last.sum(), inputs)
+
+    counts = []
+    for t in (64, 512):
+        inputs = [x.requires_grad_() for x in make_inputs("random", torch.float32, t=t)]
+        nodes = make_fx(step, tracing_mode="fake")(*inputs).graph.nodes
+        names = [str(node.target) for node in nodes]
+        assert [sum(f"underpar.{op}." in name for name in names) for op in ("gdn_inverse", "gdn_scan")] == [1, 1]
+        counts.append(len(names))
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("backend,dtype", [("aot_eager", torch.bfloat16), ("inductor", torch.float32)])
+def test_compiled_equals_eager(backend, dtype):
+    """One graph, values and gradients of the eager form, and no recompilation once it is warm."""
+    if backend == "inductor" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
+        pytest.skip("torch.compile needs a C++ compiler on CPU")
+    torch._dynamo.reset()
+    compiled = torch.compile(gdn.gdn_chunk, fullgraph=True, backend=backend)
+    kept = (torch.float32,) * 3  # g, beta, state
+    for seed in range(3):
+        inputs = make_inputs("correlated", torch.float32, seed=seed)
+        inputs = [x.to(d) for x, d in zip(inputs, (dtype,) * 3 + kept, strict=True)]
+        with torch.compiler.set_stance("default" if seed == 0 else "fail_on_recompile"):
+            got = run(compiled, inputs)
+        want = run(gdn.gdn_chunk, inputs)
+        assert_close(got, [x.double() for x in want], 1e-6 if backend == "inductor" else 0.0)
+    torch._dynamo.reset()
+
+
+def test_two_scripts_in_one_process():
+    """A second copy of the text uses the ops of the first; both copies work, in either order, and agree to the bit."""
+    other = load("gdn_second_copy")
+    assert other.gdn_scan is gdn.gdn_scan and other.gdn_inverse is gdn.gdn_inverse
+    assert other.gdn_scan_backward is gdn.gdn_scan_backward and other.gdn_chunk is not gdn.gdn_chunk
+    inputs = make_inputs("random", torch.float32)
+    results = [run(module.gdn_chunk, inputs) for module in (gdn, other, gdn)]
+    for x, y, z in zip(*results, strict=True):
+        assert torch.equal(x, y) and torch.equal(x, z)
+
+
+@pytest.mark.parametrize("chunk", [8, 24, 0, -16])
+def test_bad_chunk(chunk):
+    with pytest.raises(ValueError, match=f"chunk is {chunk}; it must be a power of two >= 16"):
+        gdn.gdn_chunk(*make_inputs("random", torch.float32, t=4), chunk=chunk)
+
+
+def test_mixed_dtypes():
+    inputs = make_inputs("random", torch.float32, t=4)
+    with pytest.raises(ValueError, match="q, k, v have dtypes torch.bfloat16, torch.float32"):
+        gdn.gdn_chunk(inputs[0].bfloat16(), *inputs[1:])

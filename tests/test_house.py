@@ -1,0 +1,257 @@
+"""The rules of the house, held over every script: fences, sizes, imports without effects, settings, docs, paths."""
+
+import ast
+import importlib.util
+import io
+import os
+import re
+import subprocess
+import sys
+import tokenize
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LINES_PER_SCRIPT, LINES_UNFENCED, LINES_OF_MAIN, LINES_PER_FUNCTION = 2500, 600, 250, 80
+LINES_PER_CONFIG, COLUMNS = 15, 120
+
+spec = importlib.util.spec_from_file_location("sync", ROOT / "tools" / "sync.py")
+sync = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sync)
+
+# Every script of the house: those at the top (the smoke test is a test), the data scripts, the tools.
+NAMES = sorted(path.relative_to(ROOT).as_posix() for pattern in ("*.py", "data/*.py", "tools/*.py")
+               for path in ROOT.glob(pattern) if not path.name.startswith("test_"))
+scripts = pytest.mark.parametrize("name", NAMES)
+
+
+def tracked() -> list[Path]:
+    """Files that git tracks or would track: what stands in .gitignore is left out."""
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True,
+                            text=True, check=True).stdout
+    return sorted({ROOT / name for name in listed.split("\0") if (ROOT / name).is_file()})
+
+
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def test_fenced_sections_are_equal_and_in_order() -> None:
+    different = sync.differences(sync.load(ROOT))
+    assert not different, "\n".join(different)
+
+
+@scripts
+def test_script_sizes(name: str) -> None:
+    lines = text_of(name).splitlines()
+    fenced = sum(len(body) + 2 for _, body in sync.parse(text_of(name), name).values())
+    assert len(lines) <= LINES_PER_SCRIPT
+    assert len(lines) - fenced <= LINES_UNFENCED, f"{name}: {len(lines) - fenced} lines outside the fences"
+
+
+def long_functions(source: str) -> list[str]:
+    """`name: lines` of every function that is longer than its limit, decorators and docstring counted."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            lines = node.end_lineno - first + 1
+            if lines > (LINES_OF_MAIN if node.name == "main" else LINES_PER_FUNCTION):
+                found.append(f"{node.name}: {lines}")
+    return found
+
+
+def test_long_functions_are_found() -> None:
+    body = "    x = 1\n"
+    assert long_functions("def f():\n" + body * 79) == []
+    assert long_functions("def f():\n" + body * 80) == ["f: 81"]
+    assert long_functions("@g\ndef f():\n" + body * 79) == ["f: 81"]
+    assert long_functions("def main():\n" + body * 249) == []
+    assert long_functions("def main():\n" + body * 250) == ["main: 251"]
+
+
+@scripts
+def test_function_sizes(name: str) -> None:
+    assert long_functions(text_of(name)) == []
+
+
+@scripts
+def test_no_bare_except(name: str) -> None:
+    handlers = [node for node in ast.walk(ast.parse(text_of(name))) if isinstance(node, ast.ExceptHandler)]
+    assert [handler.lineno for handler in handlers if handler.type is None] == []
+
+
+def test_columns() -> None:
+    long = [f"{path.relative_to(ROOT)}:{number}" for path in tracked() if path.suffix in (".py", ".sh", ".env")
+            if "records" not in path.parts
+            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1) if len(line) > COLUMNS]
+    assert not long, "\n".join(long)
+
+
+# Imports one script and reports, as lines, whatever it did beyond defining things. The environment and sockets are
+# watched by who asks: modules of the standard library and of packages may read their own variables.
+IMPORT = '''
+import importlib.util, os, sys
+script, found = sys.argv[1], []
+
+def asker():
+    frame = sys._getframe(2)
+    while frame.f_code.co_filename in (os.__file__, "<frozen os>", "<frozen _collections_abc>"):
+        frame = frame.f_back
+    return frame.f_code.co_filename
+
+class Watched(type(os.environ)):
+    def __getitem__(self, key):
+        if asker() == script:
+            found.append(f"reads {key} from the environment")
+        return super().__getitem__(key)
+    def __iter__(self):
+        if asker() == script:
+            found.append("lists the environment")
+        return super().__iter__()
+
+def audit(event, arguments):
+    if event in ("socket.connect", "socket.bind", "os.mkdir", "os.remove", "os.rename"):
+        found.append(f"{event} {arguments}")
+
+os.environ.__class__ = Watched
+before = dict(os.environ)
+sys.path.insert(0, os.path.dirname(script))
+spec = importlib.util.spec_from_file_location("imported", script)
+module = importlib.util.module_from_spec(spec)
+sys.modules["imported"] = module
+sys.addaudithook(audit)
+spec.loader.exec_module(module)
+torch = sys.modules.get("torch")
+if torch is not None:
+    if torch.cuda.is_initialized():
+        found.append("CUDA is initialized")
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        found.append("a process group is open")
+    if torch.get_default_dtype() != torch.float32 or not torch.is_grad_enabled():
+        found.append("torch's defaults are changed")
+if dict(os.environ) != before:
+    found.append("the environment is changed")
+print("\\n".join(found), end="")
+'''
+
+
+def import_effects(script: Path, folder: Path) -> str:
+    """Import a script in a fresh interpreter inside an empty folder, under nonsense settings; what it did, as text."""
+    nonsense = {"SEED": "notanumber", "CONFIG": "missing.env", "COMPILE": "maybe", "RANK": "x", "WORLD_SIZE": "y",
+                "LOCAL_RANK": "z", "DATA_PATH": "/nonexistent", "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run([sys.executable, "-c", IMPORT, str(script)], cwd=folder, env={**os.environ, **nonsense},
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    left = "".join(f"\nleft {path.name}" for path in folder.iterdir())
+    return done.stdout + done.stderr + left
+
+
+@scripts
+def test_import_has_no_effects(name: str, tmp_path: Path) -> None:
+    assert import_effects(ROOT / name, tmp_path) == ""
+
+
+@pytest.mark.parametrize(("source", "effect"), [
+    ("import os\nx = os.environ.get('SEED')\n", "reads SEED from the environment"),
+    ("import os\nx = os.getenv('SEED', '1')\n", "reads SEED from the environment"),
+    ("import os\nx = dict(os.environ)\n", "lists the environment"),
+    ("import os\nos.environ['X_Y'] = '1'\n", "the environment is changed"),
+    ("print('hello')\n", "hello\n"),
+    ("open('made.txt', 'w').close()\n", "\nleft made.txt"),
+    ("import torch\ntorch.set_default_dtype(torch.float64)\n", "torch's defaults are changed"),
+    ("import torch\nx = torch.zeros(1)\n", ""),
+])
+def test_import_effects_are_found(source: str, effect: str, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "script.py").write_text(source)
+    found = import_effects(tmp_path / "script.py", tmp_path / "empty")
+    assert effect in found if effect else found == ""
+
+
+def settings_fields(source: str) -> dict[str, tuple[str, str]]:
+    """The fields of a script's Settings class: name -> (annotation, comment); {} without such a class."""
+    tree = ast.parse(source)
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = {token.start[0]: token.string for token in tokens if token.type == tokenize.COMMENT}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == "Settings":
+            return {field.target.id: (ast.unparse(field.annotation), comments.get(field.end_lineno, ""))
+                    for field in node.body if isinstance(field, ast.AnnAssign)}
+    return {}
+
+
+def unread_fields(source: str) -> list[str]:
+    """Fields of Settings that no attribute access outside the class reads."""
+    tree = ast.parse(source)
+    tree.body = [node for node in tree.body if not (isinstance(node, ast.ClassDef) and node.name == "Settings")]
+    read = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
+    return sorted(set(settings_fields(source)) - read)
+
+
+SAMPLE = "class Settings:\n    a: int = 1  # one\n    b: str = ''  # two\n    def f(self):\n        return self.b\n"
+
+
+def test_settings_are_parsed() -> None:
+    assert settings_fields(SAMPLE) == {"a": ("int", "# one"), "b": ("str", "# two")}
+    assert unread_fields(SAMPLE + "x = s.a\n") == ["b"]
+    assert unread_fields(SAMPLE + "x = s.a\ns.b = 1\n") == ["b"]
+    assert unread_fields(SAMPLE + "x = s.a + s.b\n") == []
+
+
+@scripts
+def test_every_setting_is_read_and_commented(name: str) -> None:
+    assert unread_fields(text_of(name)) == []
+    assert [field for field, (_, comment) in settings_fields(text_of(name)).items() if not comment] == []
+
+
+def test_a_setting_is_the_same_line_in_every_script() -> None:
+    first: dict[str, tuple[str, tuple[str, str]]] = {}
+    different = []
+    for name in NAMES:
+        for field, line in settings_fields(text_of(name)).items():
+            origin, expected = first.setdefault(field, (name, line))
+            if line != expected:
+                different.append(f"{field}: {name} has {line}, {origin} has {expected}")
+    assert not different, "\n".join(different)
+
+
+def test_configs_are_short() -> None:
+    lines = {path.name: len(path.read_text(encoding="utf-8").splitlines()) for path in ROOT.glob("configs/*.env")}
+    assert {name: count for name, count in lines.items() if count > LINES_PER_CONFIG} == {}
+
+
+# Written in two halves, so that this file does not find itself.
+NOT_OURS = [re.compile(re.escape(a + b)) for a, b in (
+    ("/wo", "rk/"), ("/ro", "ot/"), ("/tmp", "/v/"), ("/opt/", "pypi"), ("/opt/", "wheels"), ("/ho", "me/"),
+    ("pypi", ".org"), ("python", "hosted"), ("npm", "js.org"), ("deb.de", "bian.org"), ("crates", ".io"))]
+PYTORCH_INDEX = "download.py" + "torch.org"
+
+
+def test_no_machine_paths_and_no_registries() -> None:
+    found = []
+    for path in tracked():
+        text = path.read_bytes().decode("utf-8", errors="replace")
+        found += [f"{path.relative_to(ROOT)}: {pattern.pattern}" for pattern in NOT_OURS if pattern.search(text)]
+        if PYTORCH_INDEX in text and path != ROOT / "run.sh":
+            found.append(f"{path.relative_to(ROOT)}: {PYTORCH_INDEX}")
+    assert not found, "\n".join(found)
+
+
+def files_in_commands(text: str) -> list[str]:
+    """Scripts and configs that the ```bash blocks of a document name; words with placeholders are left out."""
+    words = [word for block in re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+             for line in block.splitlines() for word in re.split(r"[\s=;]+", line.split("#")[0])]
+    return [word for word in words if re.fullmatch(r"[\w./-]+\.(py|sh|env)", word)]
+
+
+def test_commands_are_parsed() -> None:
+    text = "```bash\nCONFIG=configs/x.env python a.py  # see b.py\n./run.sh; cat records/<one>/c.py\n```\n`d.py`\n"
+    assert files_in_commands(text) == ["configs/x.env", "a.py", "./run.sh"]
+
+
+def test_documented_commands_name_files_that_exist() -> None:
+    missing = [f"{path.name}: {name}" for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+               for name in files_in_commands(path.read_text(encoding="utf-8")) if not (ROOT / name).exists()]
+    assert not missing, "\n".join(missing)

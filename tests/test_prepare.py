@@ -1,0 +1,391 @@
+"""data/prepare.py: splits, duplicates, tokenizers, shards, manifests, restarts, errors."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zstandard
+from test_data import HARD_TEXTS
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "data" / "prepare.py"
+
+spec = importlib.util.spec_from_file_location("prepare_under_test", SCRIPT)
+prepare = sys.modules["prepare_under_test"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(prepare)
+
+
+def words(seed: int, count: int = 120) -> str:
+    """A document of random words that shares no 8-gram with one of another seed."""
+    rng = random.Random(seed)
+    return " ".join("".join(rng.choices("abcdefghij", k=rng.randint(2, 7))) for _ in range(count))
+
+
+def write_jsonl(path: Path, texts: list[str]) -> Path:
+    content = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    raw = content.encode()
+    path.write_bytes(zstandard.ZstdCompressor().compress(raw) if path.suffix == ".zst" else raw)
+    return path
+
+
+def documents(folder: Path, split: str) -> list[bytes]:
+    """The documents of a split read back: shards joined, cut at BOS, decoded."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    file = manifest["tokenizer"]["file"]
+    tokenizer = prepare.load_tokenizer(file if file == "bytes" else folder / file)
+    shards = [prepare.read_shard(folder / shard["file"]) for shard in manifest[split]["shards"]]
+    tokens = np.concatenate(shards).astype(np.int64)
+    starts = np.flatnonzero(tokens == tokenizer.bos_id)
+    assert starts[0] == 0
+    return [tokenizer.decode_bytes(part[1:]) for part in np.split(tokens, starts[1:])]
+
+
+def shard_bytes(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def run(*arguments: object) -> dict:
+    """prepare.py in this process with one worker; the manifest it wrote."""
+    prepare.run([str(argument) for argument in (*arguments, "--workers", 1)])
+    out = arguments[arguments.index("--out") + 1] if "--out" in arguments else arguments[1]
+    return json.loads((Path(out) / "manifest.json").read_text())
+
+
+def refuses(message: str, *arguments: object) -> None:
+    with pytest.raises(prepare.UserError, match=message) as caught:
+        prepare.run([str(argument) for argument in (*arguments, "--workers", 1)])
+    assert "\n" not in str(caught.value)
+
+
+def test_own_tokenizer_gives_every_document_back(tmp_path: Path) -> None:
+    texts = [words(i) for i in range(40)] + HARD_TEXTS
+    bad = ["a document with \u2581 in it " + words(99), "lone surrogate \ud800 " + words(98)]
+    source = write_jsonl(tmp_path / "a.jsonl", texts + bad + ["", " \n "])
+    out = tmp_path / "out"
+    manifest = run(source, "--out", out, "--vocab-size", 400, "--val-frac", 0.3)
+    wanted = {text.encode() for text in texts if text.strip()}
+    train, val = documents(out, "train"), documents(out, "val")
+    assert len(train) + len(val) == len(wanted) and set(train) | set(val) == wanted
+    for split, found in (("train", train), ("val", val)):
+        part = manifest[split]
+        assert part["documents"] == len(found)
+        assert part["source_bytes"] == part["decoded_bytes"] == sum(map(len, found))
+    # The two blank HARD_TEXTS count as empty, beside the two given here.
+    blank = sum(not text.strip() for text in HARD_TEXTS)
+    assert manifest["dropped"] == {"exact_duplicates": 0, "near_duplicates": 0, "not_lossless": 2, "empty": 2 + blank}
+    assert manifest["lossless"] and not manifest["published"] and manifest["overlap_documents"] == 0
+    assert manifest["sources"] == ["a.jsonl"] and manifest["name"] == "text" and manifest["seed"] == 0
+    assert not (out / ".work").exists()
+    tokenizer = prepare.load_tokenizer(out / "tokenizer.model")
+    assert manifest["tokenizer"] == {"file": "tokenizer.model", "sha256": tokenizer.sha256, "vocab_size": 400,
+                                     "bos_id": 1}
+    assert tokenizer.special_ids == {role: 4 + i for i, role in enumerate(prepare.ROLE_TOKENS)}
+    assert not tokenizer.drops_space.any() and b"\n" in tokenizer.pieces
+    prepare.check_dataset(out, tokenizer, manifest, hash_train=True)
+    manifest["val"]["shards"][0]["tokens"] -= 1
+    with pytest.raises(prepare.UserError, match="tokens, .* says"):
+        prepare.check_dataset(out, tokenizer, manifest)
+
+
+def test_split_by_hash_and_seeded_order(tmp_path: Path) -> None:
+    texts = [words(i, 20) for i in range(300)]
+    source = write_jsonl(tmp_path / "a.jsonl.zst", texts)
+    orders = []
+    for seed in (0, 1):
+        out = tmp_path / str(seed)
+        run(source, "--out", out, "--tokenizer", "bytes", "--val-frac", 0.2, "--seed", seed)
+        for split in ("train", "val"):
+            # Side and order written out once more from their definition.
+            def key(text: str, seed: int = seed) -> bytes:
+                return hashlib.sha256(f"{seed}:".encode() + hashlib.sha256(text.encode()).digest()).digest()
+
+            side = [t for t in texts if (hashlib.sha256(t.encode()).digest() < bytes([51] * 32)) == (split == "val")]
+            assert documents(out, split) == [text.encode() for text in sorted(side, key=key)]
+        orders.append(documents(out, "train"))
+    assert orders[0] != orders[1] and sorted(orders[0]) == sorted(orders[1])
+    assert 40 <= 300 - len(orders[0]) <= 80
+
+
+def test_val_limit_returns_the_rest_to_training(tmp_path: Path) -> None:
+    texts = [words(i, 50) for i in range(60)]
+    out = tmp_path / "out"
+    source = write_jsonl(tmp_path / "a.jsonl", texts)
+    manifest = run(source, "--out", out, "--tokenizer", "bytes", "--val-frac", 0.5, "--val-max-bytes", 1500)
+    assert 1000 < manifest["val"]["source_bytes"] <= 1500
+    assert set(documents(out, "train")) | set(documents(out, "val")) == {text.encode() for text in texts}
+
+
+def test_exact_duplicates_are_dropped(tmp_path: Path) -> None:
+    texts = [words(i) for i in range(30)]
+    (tmp_path / "in" / "deep").mkdir(parents=True)
+    write_jsonl(tmp_path / "in" / "a.jsonl", texts + texts[:7])
+    (tmp_path / "in" / "deep" / "b.txt").write_bytes(texts[8].encode())
+    (tmp_path / "in" / "deep" / "c.txt").write_bytes(b"line\r\nends are kept\r")
+    (tmp_path / "in" / "notes.md").write_text("not read")
+    out = tmp_path / "out"
+    manifest = run(tmp_path / "in", "--out", out, "--tokenizer", "bytes", "--val-frac", 0.3)
+    assert manifest["dropped"]["exact_duplicates"] == 8
+    found = documents(out, "train") + documents(out, "val")
+    assert sorted(found) == sorted([text.encode() for text in texts] + [b"line\r\nends are kept\r"])
+    assert manifest["sources"] == ["in/a.jsonl", "in/deep/b.txt", "in/deep/c.txt"]
+
+
+def shared_share(text: bytes, others: list[bytes]) -> float:
+    """The share of a text's distinct 8-grams that stand in the others, by tuples of words."""
+    def tuples(one: bytes) -> set[tuple[str, ...]]:
+        parts = one.decode().split()
+        return {tuple(parts[i : i + 8]) for i in range(max(1, len(parts) - 7))}
+
+    own = tuples(text)
+    return len(own & set().union(*map(tuples, others))) / len(own)
+
+
+def variant(text: str, keep: float) -> str:
+    """A document whose first `keep` of the words are the text's."""
+    parts = text.split()
+    count = int(len(parts) * keep)
+    return " ".join(parts[:count]) + " " + words(hash(len(text)) % 1000 + 5000, len(parts) - count)
+
+
+def test_near_duplicates_with_given_validation(tmp_path: Path) -> None:
+    val = [words(i) for i in range(10)]
+    halves = [" ".join(val[9].split()[:60]) + " " + words(300, 300), words(301, 300) + " " + " ".join(
+        val[9].split()[58:])]  # each half of val[9], in documents that are mostly other text
+    third = [variant(val[2], 0.4)]
+    near = [variant(val[0], 0.8), val[1].replace(" ", "\n").upper(), words(302, 200) + " " + val[3]]
+    plain = [words(i) for i in range(100, 130)]
+    train = write_jsonl(tmp_path / "t.jsonl", plain + near + third + halves + [val[4]])
+    out = tmp_path / "out"
+    manifest = run(train, "--val", write_jsonl(tmp_path / "v.jsonl", val), "--out", out, "--tokenizer", "bytes")
+    kept = documents(out, "train")
+    assert sorted(documents(out, "val")) == sorted(text.encode() for text in val)
+    for text in near + [val[4]]:
+        assert text.encode() not in kept
+    for text in plain + third:
+        assert text.encode() in kept
+    assert sum(text.encode() in kept for text in halves) == 1  # both together would hold all of val[9]
+    assert manifest["dropped"]["exact_duplicates"] == 1 and manifest["dropped"]["near_duplicates"] == 4
+    assert max(shared_share(text, kept) for text in documents(out, "val")) <= 0.5
+
+
+def test_near_duplicates_of_a_split(tmp_path: Path) -> None:
+    base = [words(i) for i in range(60)]
+    texts = base + [variant(text, 0.75) for text in base]
+    source = write_jsonl(tmp_path / "a.jsonl", texts)
+    out = tmp_path / "out"
+    manifest = run(source, "--out", out, "--tokenizer", "bytes", "--val-frac", 0.4)
+    train, val = documents(out, "train"), documents(out, "val")
+    dropped = manifest["dropped"]["near_duplicates"]
+    assert dropped >= 10 and len(train) + len(val) == 120 - dropped
+    assert max(shared_share(text, train) for text in val) <= 0.5
+    assert max(shared_share(text, val) for text in train) <= 0.5
+
+
+def test_overlap_left_by_a_fault_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    val, out = words(0), tmp_path / "out"
+    train = write_jsonl(tmp_path / "t.jsonl", [words(1), variant(val, 0.8)])
+    monkeypatch.setattr(prepare, "grams", lambda data: np.frombuffer(hashlib.sha256(data).digest()[:8], "<u8"))
+    refuses("2 documents stand in training and validation, expected 0; not written", train, "--val",
+            write_jsonl(tmp_path / "v.jsonl", [val]), "--out", out, "--tokenizer", "bytes")
+    assert not (out / "manifest.json").exists()
+
+
+def test_two_gram_implementations_count_alike() -> None:
+    for text in HARD_TEXTS + [words(1), words(1) + " " + words(1), "Same SAME same", "?!", "日本語"]:
+        assert len(prepare.grams(text.encode())) == len(prepare.recount_grams(text.encode()))
+    first, second = words(1).encode(), (words(1) + " tail").encode()
+    for make in (prepare.grams, prepare.recount_grams):
+        assert len(make(first)) == 113
+        assert len(np.intersect1d(make(first), make(second))) == 113 and len(make(second)) == 114
+        assert not len(np.intersect1d(make(first), make(words(2).encode())))
+
+
+@pytest.fixture(scope="module")
+def medium(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, bytes]]:
+    """A source of several chunks and buckets, and what one worker makes of it in one go."""
+    folder = tmp_path_factory.mktemp("medium")
+    source = write_jsonl(folder / "a.jsonl", [words(i, 300) for i in range(400)])
+    subprocess.run(command(source, folder / "out", 1), check=True, capture_output=True)
+    return source, shard_bytes(folder / "out")
+
+
+# Small chunks and shards, so that a little text goes through many jobs, buckets and shard borders.
+SMALL = ("import sys; sys.path.insert(0, {folder!r}); import prepare; prepare.CHUNK_BYTES = 20_000; "
+         "prepare.BUCKET_BYTES = 100_000; prepare.SHARD_TOKENS = 50_000; prepare.main()")
+
+
+def command(source: Path, out: Path, workers: int) -> list[str]:
+    return [sys.executable, "-c", SMALL.format(folder=str(SCRIPT.parent)), str(source), "--out", str(out),
+            "--vocab-size", "400", "--workers", str(workers)]
+
+
+def test_workers_do_not_change_a_byte(medium: tuple[Path, dict[str, bytes]], tmp_path: Path) -> None:
+    source, expected = medium
+    subprocess.run(command(source, tmp_path / "out", 2), check=True, capture_output=True)
+    assert shard_bytes(tmp_path / "out") == expected
+    assert len(expected) >= 8 and "text_train_000003.bin" in expected
+
+
+def test_chunks_and_buckets_do_not_change_the_tokens(medium: tuple[Path, dict[str, bytes]], tmp_path: Path) -> None:
+    source, expected = medium
+    run(source, "--out", tmp_path / "out", "--vocab-size", 400)
+    whole = (tmp_path / "out" / "text_train_000000.bin").read_bytes()[1024:]
+    assert whole == b"".join(expected[name][1024:] for name in sorted(expected) if "_train_" in name)
+
+
+@pytest.mark.parametrize("stage", ["spool", "kept", "tokenizer.model", "tokens"])
+def test_killed_run_goes_on_to_the_same_bytes(stage: str, medium: tuple[Path, dict[str, bytes]],
+                                              tmp_path: Path) -> None:
+    source, expected = medium
+    process = subprocess.Popen(command(source, tmp_path / "out", 2), stdout=subprocess.DEVNULL)
+    while process.poll() is None and not (tmp_path / "out" / ".work" / stage).exists():
+        time.sleep(0.002)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    workers = children.read_text().split() if children.exists() else []
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "out" / "manifest.json").exists(), "finished before it could be killed"
+    done = subprocess.run(command(source, tmp_path / "out", 1), check=True, capture_output=True, text=True)
+    assert "going on with the unfinished run" in done.stdout
+    assert shard_bytes(tmp_path / "out") == expected
+    for worker in workers:  # the killed run's workers left with it
+        assert not Path(f"/proc/{worker}").exists() or "Z" in Path(f"/proc/{worker}/stat").read_text().split()[2]
+
+
+def test_finished_and_foreign_folders(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    source, out = write_jsonl(tmp_path / "a.jsonl", [words(i) for i in range(40)]), tmp_path / "out"
+    request = (source, "--out", out, "--tokenizer", "bytes", "--val-frac", 0.3)
+    run(*request)
+    before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
+    capsys.readouterr()
+    run(*request)
+    assert "already holds exactly this data; nothing to do" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in out.iterdir()} == before
+    refuses("holds data of another request .* delete .* or choose another --out", *request, "--seed", 1)
+    write_jsonl(source, [words(i) for i in range(41)])
+    refuses("holds data of another request", *request)
+    (out / "manifest.json").unlink()
+    refuses("holds .bin files without a manifest", *request)
+    for path in out.glob("*.bin"):
+        path.unlink()
+    (out / ".work").mkdir()
+    (out / ".work" / "request.json").write_text("{}")
+    refuses("holds the unfinished data of another request", *request)
+
+
+def test_manifest_of_published_shards(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    tokenizer = prepare.load_tokenizer("bytes")
+    train, val = [words(i, 30) for i in range(20)], [words(i, 30) for i in range(100, 106)]
+    train[7] = val[2]  # overlaps, and is cut by a shard border below
+    train[11], val[4] = val[0], val[0]
+    streams = {split: [t for text in texts for t in (1, *tokenizer.encode(text))]
+               for split, texts in (("train", train), ("val", val))}
+    border = sum(len(text.encode()) + 1 for text in train[:7])
+    cuts = [0, border + 3, border + 8, border + 60, len(streams["train"])]
+    for i, (low, high) in enumerate(zip(cuts, cuts[1:], strict=False)):
+        prepare.write_shard(tmp_path / f"fineweb_train_{i:06d}.bin", np.array(streams["train"][low:high]))
+    prepare.write_shard(tmp_path / "fineweb_val_000000.bin", np.array(streams["val"]))
+    manifest = run("--manifest", tmp_path, "--tokenizer", "bytes")
+    assert manifest["overlap_documents"] == 3  # val[0], its repeat val[4], and val[2]
+    assert "also stand in training: 3" in capsys.readouterr().out
+    for split, texts in (("train", train), ("val", val)):
+        part = manifest[split]
+        assert (part["documents"], part["tokens"]) == (len(texts), len(streams[split]))
+        assert part["decoded_bytes"] == sum(len(text.encode()) for text in texts) and part["source_bytes"] is None
+        for shard in part["shards"]:
+            assert shard["sha256"] == hashlib.sha256((tmp_path / shard["file"]).read_bytes()).hexdigest()
+    assert manifest["published"] and manifest["name"] == "fineweb" and manifest["tokenizer"]["file"] == "bytes"
+    prepare.check_dataset(tmp_path, tokenizer, manifest, hash_train=True)
+
+    prepare.write_shard(tmp_path / "other_train_000000.bin", np.array([1, 5]))
+    refuses(r"shards of several data sets \(fineweb, other\)", "--manifest", tmp_path, "--tokenizer", "bytes")
+    (tmp_path / "other_train_000000.bin").unlink()
+    prepare.write_shard(tmp_path / "fineweb_train_000000.bin", np.array([1, 300]))
+    refuses("token 300, expected ids below 264; another tokenizer", "--manifest", tmp_path, "--tokenizer", "bytes")
+    prepare.write_shard(tmp_path / "fineweb_train_000000.bin", np.array([5, 6]))
+    refuses(r"begins with token 5, expected BOS \(1\)", "--manifest", tmp_path, "--tokenizer", "bytes")
+    refuses("--manifest needs --tokenizer", "--manifest", tmp_path)
+    refuses(r"no \*_train_\*\.bin shard", "--manifest", tmp_path / "none", "--tokenizer", "bytes")
+
+
+def test_source_errors(tmp_path: Path) -> None:
+    out = ("--out", tmp_path / "out", "--tokenizer", "bytes")
+    refuses("source .*none.txt: no such file or folder", tmp_path / "none.txt", *out)
+    (tmp_path / "empty").mkdir()
+    refuses(r"source .*empty: no text in it .*\.jsonl\.zst", tmp_path / "empty", *out)
+    (tmp_path / "a.csv").write_text("a,b")
+    refuses(r"source .*a\.csv: no text in it", tmp_path / "a.csv", *out)
+    good = json.dumps({"text": words(0)}) + "\n"
+    packed = zstandard.ZstdCompressor().compress(good.encode() * 99)
+    cases = (("b.jsonl", good + "{oops\n", r"b\.jsonl, line 2: not JSON"),
+             ("c.jsonl", good + good + '{"body": "x"}\n', r"c\.jsonl, line 3: not an object with a field `text`"),
+             ("d.jsonl", "[1]\n", r"d\.jsonl, line 1: not an object"),
+             ("e.jsonl", b'{"text": "\xff"}\n', r"e\.jsonl, line 1: not JSON"),
+             ("f.txt", b"abc\xffdef", r"f\.txt: not UTF-8 at byte 3"),
+             ("g.jsonl.zst", b"this is no zstd", r"g\.jsonl\.zst: damaged zstd data"),
+             ("h.jsonl.zst", packed[:8] + b"\x00\xff\x55" + packed[11:], r"h\.jsonl\.zst: damaged zstd data"))
+    for i, (name, content, message) in enumerate(cases):
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        refuses(message, tmp_path / name, "--out", tmp_path / f"out{i}", "--tokenizer", "bytes")
+
+
+def test_option_errors(tmp_path: Path) -> None:
+    source, out = write_jsonl(tmp_path / "a.jsonl", [words(i) for i in range(3)]), tmp_path / "out"
+    refuses("--val-frac 1.5: expected a number between 0 and 1", source, "--val-frac", 1.5)
+    refuses("--vocab-size 5: expected 300 to 65,536", source, "--vocab-size", 5)
+    refuses("--name a_b: expected", source, "--name", "a_b")
+    refuses("--val .*: expected a SOURCE of training text", "--val", source)
+    refuses("--val-max-bytes 5: expected no --val", source, "--val", source, "--val-max-bytes", 5)
+    refuses("--manifest .*: expected no SOURCE", source, "--manifest", tmp_path)
+    refuses("tokenizer .*no.model: no such file", source, "--out", out, "--tokenizer", tmp_path / "no.model")
+    refuses("no validation document among 3 documents", source, "--out", out, "--val-frac", 1e-9, "--name", "x")
+    same = tmp_path / "same"
+    refuses("no training document is left of 6", source, "--val", source, "--out", same, "--tokenizer", "bytes")
+    big = write_jsonl(tmp_path / "b.jsonl", [words(i) for i in range(30)])
+    refuses("--vocab-size 60000: no such tokenizer from", big, "--out", tmp_path / "big", "--vocab-size", 60000,
+            "--val-frac", 0.3)
+    (tmp_path / "file").write_text("in the way")
+    refuses("cannot be written", source, "--out", tmp_path / "file" / "out", "--tokenizer", "bytes")
+
+
+def test_command_line_prints_one_line_and_exits_2(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, str(SCRIPT), str(tmp_path / "none.jsonl")], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == f"error: source {tmp_path / 'none.jsonl'}: no such file or folder\n"
+
+
+def test_standard_library_is_chosen_by_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, size in (("a.py", 700_000), ("pkg/b.py", 400_000), ("test/c.py", 500_000), ("test/d.py", 9_000_000),
+                       ("site-packages/e.py", 10), ("__pycache__/f.py", 10), ("notes.txt", 10)):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"x" * size)
+    (tmp_path / "latin.py").write_bytes(b"caf\xe9")
+    monkeypatch.setattr(prepare.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    paths, names, note = prepare.find_stdlib()
+    assert [names[str(path)] for path in paths] == [f"stdlib/{n}" for n in ("a.py", "pkg/b.py", "test/c.py",
+                                                                             "test/d.py")]
+    assert "4 files, 10,600,000 bytes (2 of its 2 test files among them; 1 files are not UTF-8)" in note
+    (tmp_path / "a.py").write_bytes(b"x" * 8_000_000)
+    assert len(prepare.find_stdlib()[0]) == 2
+    for path in paths:
+        path.unlink()
+    with pytest.raises(prepare.UserError, match="only 0 bytes of .py files; name a SOURCE"):
+        prepare.find_stdlib()
+
+
+def test_import_does_nothing(tmp_path: Path) -> None:
+    code = f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); import prepare, download"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True,
+                          env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"})
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "") and not list(tmp_path.iterdir())

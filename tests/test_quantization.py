@@ -1,0 +1,247 @@
+"""Section quantization: the row quantizer against closed forms and float64, QAT by swapping against explicit STE."""
+
+import numpy as np
+import pytest
+import torch
+
+import drafts.artifact as script
+
+TABLE = {"matrix": (6, 12.85), "embedding": (8, 20.0)}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def random_rows(rows=40, columns=96, seed=0):
+    """Rows whose sizes span six decades."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, columns, generator=generator) * torch.logspace(-4, 2, rows).unsqueeze(1)
+
+
+def test_grid_points_are_their_own_codes():
+    codes = torch.stack([torch.arange(-31, 32), torch.arange(31, -32, -1)])
+    scales = torch.tensor([0.125, 0.003173828125])  # both float16 numbers
+    got_codes, got_scales = script.quantize_rows(codes * scales.unsqueeze(1), 6, 0)
+    assert got_codes.dtype == torch.int8 and got_scales.dtype == torch.float16
+    assert torch.equal(got_codes, codes.to(torch.int8))
+    assert torch.equal(got_scales.float(), scales)
+
+
+def test_sdclip_by_hand():
+    # root mean square 1, clip 15.5, step 15.5 / 31 = 0.5: +-1 is +-2 steps
+    codes, scales = script.quantize_rows(torch.tensor([[1.0, -1.0, 1.0, -1.0]]), 6, 15.5)
+    assert scales.tolist() == [0.5] and codes.tolist() == [[2, -2, 2, -2]]
+    # root mean square 2 (one 4 in four), clip 2, step 2 / 31: the 4 is clipped to 31 steps
+    codes, scales = script.quantize_rows(torch.tensor([[4.0, 0.0, 0.0, 0.0]]), 6, 1.0)
+    assert scales.item() == np.float16(2 / 31) and codes.tolist() == [[31, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("clip_sigmas", [0.0, 2.5, 12.85])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 7, 8])
+def test_against_float64(bits, clip_sigmas):
+    w = random_rows()
+    codes, scales = script.quantize_rows(w, bits, clip_sigmas)
+    exact, qmax = w.double().numpy(), 2 ** (bits - 1) - 1
+    clip = clip_sigmas * np.sqrt((exact**2).mean(1)) if clip_sigmas else np.abs(exact).max(1)
+    error = np.abs(scales.double().numpy() - clip / qmax)
+    assert (error <= np.maximum(clip / qmax * 2.0**-11, 2.0**-25) * 1.001).all()  # one rounding to float16, no floor
+    steps = exact / scales.double().numpy()[:, None]
+    decided = np.abs(np.abs(steps % 1 - 0.5)) > 1e-4  # float32 may break a tie the other way
+    assert decided.mean() > 0.99
+    expected = np.clip(np.rint(steps), -qmax, qmax)
+    assert np.array_equal(codes.numpy()[decided], expected[decided])
+
+
+@pytest.mark.parametrize("clip_sigmas", [0.0, 2.0, 12.85])
+def test_error_is_at_most_half_a_step_inside_the_clip(clip_sigmas):
+    w = random_rows(seed=1)
+    _, scales = script.quantize_rows(w, 6, clip_sigmas)
+    step = scales.double().unsqueeze(1)
+    back = script.fake_quant(w, 6, clip_sigmas).double()
+    inside = w.double().abs() <= 31.5 * step
+    assert ((back - w.double()).abs() <= step * (0.5 + 1e-5))[inside].all()
+    assert torch.equal(back.abs()[~inside], (31 * step).expand_as(back)[~inside])
+    assert (~inside).any() == (clip_sigmas == 2.0)
+
+
+def test_rows_of_zeros_tiny_rows_and_constant_rows():
+    w = torch.zeros(4, 16)
+    w[1] = 1e-9  # its scale is below the smallest float16
+    w[2] = 0.3
+    w[3, 0] = 2e-3  # the records' floor of 1/31 would turn this row into zeros
+    for clip_sigmas in (0.0, 12.85):
+        codes, scales = script.quantize_rows(w, 6, clip_sigmas)
+        assert scales[:2].tolist() == [0, 0] and not codes[:2].any()
+        back = script.dequantize_rows(codes, scales, w.shape)
+        assert torch.allclose(back[2], w[2], rtol=0.21)
+        assert abs(back[3, 0].item() - 2e-3) < 2e-4 and not back[3, 1:].any()
+
+
+def test_fake_quant_is_the_exporter_bit_for_bit():
+    for w in (random_rows(), random_rows().reshape(40, 4, 24), random_rows().to(torch.bfloat16), -torch.ones(3, 1)):
+        for bits, clip_sigmas in ((6, 12.85), (8, 0.0)):
+            codes, scales = script.export_rows("w", w, bits, clip_sigmas)
+            product = codes.numpy().astype(np.float32) * scales.numpy().astype(np.float32)[:, None]
+            fake = script.fake_quant(w, bits, clip_sigmas)
+            assert fake.dtype == w.dtype and fake.shape == w.shape
+            expected = torch.from_numpy(product).reshape(w.shape).to(w.dtype)
+            assert fake.float().numpy().tobytes() == expected.float().numpy().tobytes()  # also the sign of zero
+
+
+def test_product_of_code_and_scale_is_exact_in_float32():
+    scales = torch.arange(1, 31744, dtype=torch.int32).to(torch.int16).view(torch.float16)  # every positive float16
+    for code in (-127, 31, 113):
+        codes = torch.full((len(scales), 1), code, dtype=torch.int8)
+        back = script.dequantize_rows(codes, scales, codes.shape)
+        assert torch.equal(back.double()[:, 0], scales.double() * code)
+
+
+def test_what_is_not_finite_stays_not_finite_and_the_exporter_names_it():
+    for bad in (float("nan"), float("inf"), -float("inf"), 3e7):
+        w = torch.ones(16, 16)
+        w[3, 5] = bad
+        for clip_sigmas in (0.0, 12.85):
+            assert not torch.isfinite(script.fake_quant(w, 6, clip_sigmas)[3]).all()
+            with pytest.raises(ValueError, match=r"^tensor blocks\.0\.w: [^\n]*$"):
+                script.export_rows("blocks.0.w", w, 6, clip_sigmas)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "kind"),
+    [
+        ("blocks.0.q.weight", (512, 512), "matrix"),
+        ("blocks.0.up.weight", (16, 16), "matrix"),
+        ("blocks.0.conv.weight", (512, 4), "control"),
+        ("blocks.0.conv.weight", (512, 1, 4), "control"),
+        ("blocks.0.patch.weight", (512, 4, 4), "matrix"),
+        ("blocks.0.a.weight", (8, 512), "embedding"),
+        ("embed.weight", (1024, 512), "embedding"),
+        ("token_embedding.weight", (1024, 8), "control"),
+        ("lm_head.weight", (1024, 512), "embedding"),
+        ("blocks.0.norm.weight", (512,), "control"),
+        ("blocks.0.A_log", (8,), "control"),
+        ("gain", (), "control"),
+        ("none", (0, 32), "control"),
+        ("none", (32, 0), "control"),
+        ("one_row", (1, 16), "embedding"),
+    ],
+)
+def test_tensor_class(name, shape, kind):
+    assert script.tensor_class(name, torch.zeros(shape)) == kind
+
+
+def test_control_dtype():
+    assert script.control_dtype("blocks.3.gdn.A_log") == script.control_dtype("dt_bias") == torch.float32
+    assert script.control_dtype("blocks.3.A_log.weight") == script.control_dtype("norm") == torch.float16
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"matrix": (1, 0.0)}, "matrix: 1 bits"),
+        ({"embedding": (9, 0.0)}, "embedding: 9 bits"),
+        ({"matrix": (6, -1.0)}, "-1.0 sigmas"),
+        ({"matrix": (6, float("nan"))}, "nan sigmas"),
+        ({"control": (6, 0.0)}, "'control' is unknown"),
+    ],
+)
+def test_wrong_tables_are_refused(table, message):
+    with pytest.raises(ValueError, match=message):
+        script.QuantizedWeights([], table)
+
+
+class Net(torch.nn.Module):
+    """An embedding tied to the output, two matrices and a gain, with quantized weights as an option."""
+
+    def __init__(self, explicit=False):
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.embed = torch.nn.Parameter(torch.randn(32, 24, generator=generator))
+        self.up = torch.nn.Parameter(torch.randn(48, 24, generator=generator) * 0.2)
+        self.down = torch.nn.Parameter(torch.randn(24, 48, generator=generator) * 0.2)
+        self.gain = torch.nn.Parameter(torch.rand(24, generator=generator) + 0.5)
+        self.explicit = explicit
+
+    def weight(self, name):
+        w = getattr(self, name)
+        if not self.explicit:
+            return w
+        return w + (script.fake_quant(w, *TABLE["embedding" if name == "embed" else "matrix"]) - w).detach()
+
+    def forward(self, tokens):
+        embed = self.weight("embed")
+        x = embed[tokens[:-1]] * self.gain
+        x = x + torch.relu(x @ self.weight("up").T).square() @ self.weight("down").T
+        return torch.nn.functional.cross_entropy(x @ embed.T, tokens[1:])
+
+
+def gradients(net):
+    return {name: parameter.grad.clone() for name, parameter in net.named_parameters()}
+
+
+def test_swapping_is_the_straight_through_estimator():
+    tokens = torch.randint(32, (65,), generator=torch.Generator().manual_seed(4))
+    swapped, explicit, plain = Net().double(), Net(explicit=True).double(), Net().double()
+    masters = {name: parameter.detach().clone() for name, parameter in swapped.named_parameters()}
+    weights = script.QuantizedWeights(swapped.named_parameters(), TABLE)
+    assert len(weights.entries) == 3
+    with weights.quantized():
+        for name in ("embed", "up", "down"):
+            table = TABLE["embedding" if name == "embed" else "matrix"]
+            assert torch.equal(getattr(swapped, name), script.fake_quant(masters[name], *table))
+        loss = swapped(tokens)
+        loss.backward()
+    for name, parameter in swapped.named_parameters():
+        assert torch.equal(parameter, masters[name]), name
+    explicit_loss, plain_loss = explicit(tokens), plain(tokens)
+    explicit_loss.backward()
+    plain_loss.backward()
+    assert abs(loss - explicit_loss) < 1e-12 < 1e-4 < abs(loss - plain_loss)
+    got, want, other = gradients(swapped), gradients(explicit), gradients(plain)
+    for name in want:
+        size = want[name].abs().max()
+        assert (got[name] - want[name]).abs().max() < 1e-12 * size, name
+        assert (other[name] - want[name]).abs().max() > 1e-4 * size, name
+    for net in (swapped, explicit):  # the optimizer steps the masters
+        torch.optim.AdamW(net.parameters(), lr=0.01).step()
+    for name, parameter in swapped.named_parameters():
+        assert not torch.equal(parameter, masters[name])
+        assert torch.allclose(parameter, dict(explicit.named_parameters())[name], rtol=0, atol=1e-9), name
+
+
+def test_swapping_refuses_misuse_and_survives_an_exception():
+    net = Net()
+    before = [parameter.detach().clone() for parameter in net.parameters()]
+    weights = script.QuantizedWeights(net.named_parameters(), TABLE)
+    with pytest.raises(RuntimeError, match="without swap_in"):
+        weights.swap_out()
+    with pytest.raises(ZeroDivisionError), weights.quantized():
+        raise ZeroDivisionError
+    weights.swap_in()
+    with pytest.raises(RuntimeError, match="called twice"):
+        weights.swap_in()
+    loss = net(torch.arange(32))
+    weights.swap_out()
+    assert all(torch.equal(parameter, old) for parameter, old in zip(net.parameters(), before, strict=True))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_compiled_code_is_not_traced_again_when_weights_are_swapped():
+    net, tokens = Net(), torch.arange(32)
+    compiled = torch.compile(net, backend="eager", fullgraph=True)
+    weights = script.QuantizedWeights(net.named_parameters(), TABLE)
+    plain = compiled(tokens).item()
+    torch.compiler.set_stance("fail_on_recompile")
+    try:
+        with weights.quantized():
+            quantized, eager = compiled(tokens).item(), net(tokens).item()
+        again = compiled(tokens).item()
+    finally:
+        torch.compiler.set_stance("default")
+    assert quantized == eager and abs(quantized - plain) > 1e-4 and again == plain

@@ -1,0 +1,2318 @@
+"""Pretrain a GDN-hybrid language model against a clock and a byte budget; score it in bits per byte, read back from its artifact.
+
+    CONFIG=configs/cpu.env python train_gpt.py                                  # one CPU process, about 3 minutes
+    DATA_PATH=data/fineweb_sp1024 torchrun --standalone --nproc_per_node=1 train_gpt.py    # one GPU
+    ARCH_MODE=D SEED=42 ITERATIONS=2200 WARMDOWN_ITERS=400 \\
+        DATA_PATH=data/fineweb_sp1024 torchrun --standalone --nproc_per_node=8 train_gpt.py
+
+Every setting below is an environment variable: its name in capitals. A run writes runs/<RUN_ID>/log.txt, model.upar
+(the artifact) and result.json. Read from the top: settings, runtime, data, model, optimizer, schedule, quantization,
+artifact, evaluation, and main() with the training loop. Sections between `# === shared:` fences stand byte-identical
+in other scripts (tools/sync.py). At most 2,500 lines; a test holds that.
+"""
+
+import collections
+import contextlib
+import difflib
+import fnmatch
+import hashlib
+import json
+import lzma
+import math
+import os
+import platform
+import resource
+import statistics
+import struct
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import sentencepiece
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import zstandard
+from torch import Tensor, nn
+
+
+# ---------------------------------------------------------------------------------------------------------- settings
+@dataclass(frozen=True)
+class Settings:
+    # run
+    run_id: str = ""  # name of the run's folder; empty: a name made of the date
+    out_dir: str = "runs"  # where runs are written
+    seed: int = 1337  # initialisation
+    device: str = "auto"  # auto, cpu or cuda
+    compile: bool = True  # torch.compile; the first call needs a C++ compiler and about a minute, both outside the clock
+    # data
+    data_path: str = "data/embedded"  # folder with *_train_*.bin, *_val_*.bin and manifest.json
+    tokenizer_path: str = ""  # a SentencePiece .model, or "bytes"; empty: the one the manifest names
+    vocab_size: int = 0  # checked against the tokenizer; 0: the tokenizer's
+    holdout_tokens: int = 131072  # end of the training stream, never trained on: chooses among raw, EMA and SWA weights
+    # clock
+    iterations: int = 0  # optimizer steps; 0: no limit in steps
+    max_wallclock_seconds: float = 600.0  # training clock; 0: no limit in time
+    reserve_seconds: float = 8.0  # end of the clock kept for choosing among the averages
+    warmup_steps: int = 2  # untimed steps that compile and warm up; weights, optimizer and data are left as they were
+    # batch
+    train_batch_tokens: int = 524288  # per optimizer step, over all ranks
+    train_seq_len: int = 2048  # tokens in a window, in training and in evaluation
+    micro_batch_tokens: int = 0  # per forward and rank; 0: fitted to memory. Never changes the global batch
+    # log and validation
+    train_log_every: int = 50  # steps between log lines
+    val_loss_every: int = 1000  # steps between validations, outside the clock; 0: only at the end
+    eval_stride: int = 512  # of the sliding-window score; 0: leave that score out
+    # model
+    arch_mode: str = "D"  # preset of layer_pattern. D: GDN x5, SWA, GDN x5, the same SWA weights again
+    layer_pattern: str = ""  # e.g. "g g s1 g g s1": g GDN, s sliding window, a full; same number: same weights
+    num_layers: int = 0  # the pattern is repeated or cut to this many layers; 0: as long as it is
+    model_dim: int = 512  # width
+    num_heads: int = 8  # query heads of attention, and heads of GDN
+    num_kv_heads: int = 4  # key/value heads of attention
+    mlp_mult: float = 3.0  # hidden width of the MLP over model_dim
+    attn_window: int = 512  # keys a sliding-window query sees, itself included
+    rope_base: float = 10000.0  # wavelength base of rotary positions
+    qk_gain_init: float = 4.0  # initial scale of attention logits, per head, learned
+    logit_softcap: float = 30.0  # logits = c tanh(z / c)
+    gdn_neg_eigval: bool = False  # GDN's beta in (0, 2) instead of (0, 1): negative eigenvalues of the state transition
+    # optimizer
+    matrix_lr: float = 0.02  # Muon, matrices of the layers
+    tied_embed_lr: float = 0.03  # AdamW, the embedding, which is the output head too
+    scalar_lr: float = 0.02  # AdamW, gains, mixes, GDN's small projections, convolutions, decay and step sizes
+    tied_embed_init_std: float = 0.005  # of the embedding
+    muon_momentum: float = 0.95  # Nesterov momentum of Muon
+    muon_momentum_warmup_start: float = 0.85  # where it starts
+    muon_momentum_warmup_frac: float = 0.05  # share of the run until it is reached
+    muon_momentum_warmup_steps: int = 0  # the same in steps of ITERATIONS; 0: use the share
+    muon_backend_steps: int = 5  # Newton-Schulz steps
+    muon_wd: float = 0.04  # decoupled weight decay of matrices
+    beta1: float = 0.9  # AdamW
+    beta2: float = 0.95  # AdamW
+    adam_eps: float = 1e-8  # AdamW
+    adam_wd: float = 0.0  # decoupled weight decay of the embedding; scalars are never decayed
+    grad_clip_norm: float = 0.0  # global gradient norm; 0: no clipping
+    # schedule, in shares of the run (see Clock)
+    lr_schedule: str = "linear"  # shape of the warmdown: linear or cosine
+    warmup_frac: float = 0.01  # learning rate from 0 to 1
+    warmdown_frac: float = 0.5  # learning rate from 1 to the floor, at the end
+    warmdown_iters: int = 0  # the same in steps of ITERATIONS; 0: use the share
+    lr_floor: float = 0.0  # last multiplier of the learning rate
+    ema: bool = True  # exponential average of the weights
+    ema_start_frac: float = 0.5  # when it starts
+    ema_memory_frac: float = 0.02  # its memory, as a share of the run
+    swa: bool = True  # plain average of the weights
+    swa_start_frac: float = 0.9  # when it starts
+    qat: bool = True  # late quantization-aware training of every tensor that the exporter quantizes
+    qat_start_frac: float = 0.85  # when it starts; EMA and SWA start again then
+    # artifact
+    matrix_bits: int = 6  # matrices of the layers
+    matrix_clip_sigmas: float = 12.85  # clip at this many standard deviations of a row; 0: at its largest weight
+    embed_bits: int = 8  # embedding
+    embed_clip_sigmas: float = 20.0  # the same for the embedding
+    artifact_bytes_max: int = 16000000  # script + config + artifact, decimal bytes
+
+
+# === shared: settings ===
+class UserError(Exception):
+    """A mistake of the user's: printed as one line, exit code 2."""
+
+
+# Names that another script of ours, Parameter Golf or nanoGPT reads. Set for a script that does not read them they
+# would be ignored in silence, which is how runs of this field were lost; here they are errors.
+FOREIGN_NAMES = tuple("""
+    ADAM_EPS ADAM_WD ALWAYS_SAVE_CHECKPOINT ARCH_MODE ARTIFACT ARTIFACT_BYTES_MAX ATTN_CLIP_SIGMAS ATTN_WINDOW
+    BATCH_SIZE BETA1 BETA2 BIGRAM_DIM BIGRAM_VOCAB_SIZE BLOCK_SIZE COMPRESSOR DATA_DIR DATA_PATH DECAY_LR DROPOUT
+    EMA_DECAY EMA_ENABLED EMBED_BITS EMBED_CLIP_SIGMAS EMBED_LR EMBED_WD ENABLE_LOOPING_AT EVAL_INTERVAL EVAL_ITERS
+    EVAL_SEQ_LEN EVAL_STRIDE GATED_ATTN_ENABLED GPTQ_CALIBRATION_BATCHES GPTQ_RESERVE_SECONDS
+    GRADIENT_ACCUMULATION_STEPS GRAD_ACCUM_STEPS GRAD_CLIP GRAD_CLIP_NORM HEAD_LR INIT_FROM ITERATIONS LATE_QAT
+    LATE_QAT_THRESHOLD LEARNING_RATE LN_SCALE LOGIT_SOFTCAP LOG_INTERVAL LOOP_END LOOP_START LR_DECAY_ITERS
+    LR_SCHEDULE MATRIX_BITS MATRIX_CLIP_SIGMAS MATRIX_LR MAX_ITERS MAX_NEW_TOKENS MAX_WALLCLOCK_SECONDS MIN_LR
+    MLP_CLIP_SIGMAS MLP_MULT MODEL_DIM MTP_NUM_HEADS MUON_BACKEND_STEPS MUON_BETA2 MUON_MOMENTUM
+    MUON_MOMENTUM_WARMUP_START MUON_MOMENTUM_WARMUP_STEPS MUON_ROW_NORMALIZE MUON_WD MUON_WEIGHT_DECAY NUM_HEADS
+    NUM_KV_HEADS NUM_LAYERS NUM_LOOPS NUM_SAMPLES N_EMBD N_HEAD N_LAYER PROMPT QAT_ENABLED QK_GAIN_INIT ROPE_BASE
+    ROPE_DIMS RUN_ID SCALAR_LR SEED SLIDING_WINDOW_ENABLED SMEAR_GATE_ENABLED SWA_ENABLED SWA_EVERY SWA_START_FRAC
+    TEMPERATURE TIED_EMBED_INIT_STD TIED_EMBED_LR TIE_EMBEDDINGS TOKENIZER_PATH TOP_K TRAIN_BATCH_TOKENS
+    TRAIN_LOG_EVERY TRAIN_SEQ_LEN TTT_ENABLED TTT_LR VAL_BATCH_SIZE VAL_BATCH_TOKENS VAL_LOSS_EVERY VE_ENABLED
+    VOCAB_SIZE WARMDOWN_FRAC WARMDOWN_ITERS WARMUP_ITERS WARMUP_STEPS WEIGHT_DECAY XSA_LAST_N
+""".split())
+
+# (pattern of a field name, smallest, largest), the first match counts; a field that matches none must be >= 0.
+RANGES = (
+    ("*_frac", 0.0, 1.0), ("lr_floor", 0.0, 1.0), ("beta?", 0.0, 0.9999), ("muon_momentum*_start", 0.0, 0.9999),
+    ("muon_momentum", 0.0, 0.9999), ("*_bits", 2, 8), ("model_dim", 16, 65536), ("num_layers", 0, 512),
+    ("num_*heads", 1, 1024), ("mlp_mult", 0.25, 16.0), ("train_seq_len", 2, 1 << 20), ("attn_window", 1, 1 << 20),
+    ("train_batch_tokens", 2, 1 << 31), ("train_log_every", 1, 1 << 31), ("muon_backend_steps", 1, 20),
+    ("adam_eps", 1e-20, 1.0), ("logit_softcap", 0.1, 1e6), ("rope_base", 1.0, 1e9), ("tied_embed_init_std", 1e-6, 10.0),
+    ("artifact_bytes_max", 1, 1 << 40), ("max_new_tokens", 1, 1 << 20), ("num_samples", 1, 1 << 16),
+    ("temperature", 0.0, 100.0), ("vocab_size", 0, 65536),
+)
+CHOICES = {"lr_schedule": ("linear", "cosine"), "device": ("auto", "cpu", "cuda")}
+
+
+def parse_setting(name: str, text: str, kind: type) -> int | float | bool | str:
+    """The value of setting `name` (a field name) written as `text`. Raises UserError for a wrong type or range."""
+    what = f"{name.upper()}={text!r}"
+    if kind is str:
+        value = text
+    elif kind is bool:
+        if text not in ("0", "1"):
+            raise UserError(f"{what}: must be 0 or 1")
+        value = text == "1"
+    else:
+        try:
+            value = kind(text)
+        except ValueError:
+            raise UserError(f"{what}: must be {'a whole number' if kind is int else 'a number'}") from None
+        low, high = next(((lo, hi) for glob, lo, hi in RANGES if fnmatch.fnmatch(name, glob)), (0, math.inf))
+        if not (low <= value <= high and math.isfinite(value)):
+            raise UserError(f"{what}: must be from {low} to {high}")
+    if value not in CHOICES.get(name, (value,)):
+        raise UserError(f"{what}: must be one of {', '.join(CHOICES[name])}")
+    return value
+
+
+def read_config(path: str) -> dict[str, str]:
+    """NAME=value lines of a config file; `#` starts a comment. Raises UserError with the line's number."""
+    if not Path(path).is_file():
+        raise UserError(f"CONFIG={path!r}: no such file")
+    values = {}
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        line = line.split("#", 1)[0].strip()
+        if line:
+            name, equals, value = line.partition("=")
+            if not equals:
+                raise UserError(f"{path}:{number}: {line!r} is not NAME=value")
+            values[name.strip()] = value.strip().strip("'\"")
+    return values
+
+
+def load_settings(cls: type, environ: dict[str, str]) -> tuple:
+    """Settings of dataclass `cls` from the file CONFIG names and from `environ`, which wins.
+
+    Returns (settings, names set by either). Raises UserError for an unknown name in the file, for a name in the
+    environment that only other scripts read or that is a near miss of a setting, and for a wrong value.
+    """
+    kinds = {field.name.upper(): field.type for field in fields(cls)}
+    config = read_config(environ["CONFIG"]) if environ.get("CONFIG") else {}
+    ignored = {name.strip() for name in environ.get("IGNORE_ENV", "").split(",")}
+
+    def nearest(name: str, cutoff: float) -> str:
+        return next(iter(difflib.get_close_matches(name, kinds, 1, cutoff)), "")
+
+    for name in config:
+        if name not in kinds:
+            near = nearest(name, 0.6)
+            raise UserError(f"{environ['CONFIG']}: unknown setting {name}" + (f"; did you mean {near}?" if near else ""))
+    for name in sorted(set(environ) - set(kinds) - ignored - {"CONFIG", "IGNORE_ENV"}):
+        near = nearest(name, 0.6 if name in FOREIGN_NAMES else 0.85)
+        if name in FOREIGN_NAMES or near:
+            hint = f"did you mean {near}?" if near else "this script has no such setting."
+            raise UserError(f"{name}={environ[name]!r} is not a setting of this script: {hint} (IGNORE_ENV={name} lets it be)")
+    given = {**config, **{name: environ[name] for name in kinds if name in environ}}
+    return cls(**{name.lower(): parse_setting(name.lower(), text, kinds[name]) for name, text in given.items()}), set(given)
+
+
+def settings_table(settings) -> str:
+    """Every resolved setting, one a line; `*` marks those that differ from the default."""
+    rows = []
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        text = int(value) if field.type is bool else value
+        rows.append(f"{'*' if value != field.default else ' '} {field.name.upper()}={text}")
+    return "\n".join(rows)
+# === end: settings ===
+
+
+# === shared: runtime ===
+@dataclass
+class Runtime:
+    """Who this process is among the ranks, and where tensors live."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    distributed: bool
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations: bfloat16 on CUDA, float32 on the CPU. Weights are float32 everywhere."""
+        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Sum over ranks, in place."""
+        if self.distributed:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def synchronize(self) -> None:
+        """Wait until the device has done what was asked of it."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def start_runtime(device: str) -> Runtime:
+    """Join the process group that torchrun describes (NCCL on CUDA, gloo on CPU), or be a single process."""
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    cuda = torch.cuda.is_available() if device == "auto" else device == "cuda"
+    if cuda and not torch.cuda.is_available():
+        raise UserError("DEVICE='cuda': PyTorch sees no CUDA device; DEVICE=cpu runs without")
+    place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(place)
+        torch.set_float32_matmul_precision("high")
+    else:
+        torch.set_flush_denormal(True)  # GDN's decays reach them, and the CPU is 10 times slower on them
+    if "RANK" in os.environ:
+        dist.init_process_group("nccl" if cuda else "gloo", **({"device_id": place} if cuda else {}))
+    return Runtime(rank, world_size, place, "RANK" in os.environ)
+
+
+class Log:
+    """The run's log: a file and the terminal, written by rank 0 only. Opened once."""
+
+    def __init__(self, path: Path | None):
+        self.file = open(path, "x", encoding="utf-8") if path else None
+        self.bar = path is not None and sys.stdout.isatty()
+
+    def __call__(self, text: str, terminal: bool = True) -> None:
+        if self.file:
+            self.file.write(text + "\n")
+            self.file.flush()
+            if terminal:
+                print(("\r\033[K" if self.bar else "") + text, flush=True)
+
+    def progress(self, text: str) -> None:
+        """A line that the next one overwrites, on a terminal only."""
+        if self.bar:
+            print("\r\033[K" + text, end="", flush=True)
+
+
+def make_run_folder(out_dir: str, run_id: str) -> Path:
+    """Create out_dir/run_id. Raises UserError if it exists or cannot be written."""
+    folder = Path(out_dir) / run_id
+    if not run_id or Path(run_id).name != run_id:
+        raise UserError(f"RUN_ID={run_id!r}: must be a plain folder name")
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        raise UserError(f"RUN_ID={run_id!r}: {folder} exists already; choose another RUN_ID or remove it") from None
+    except OSError as error:
+        raise UserError(f"OUT_DIR={out_dir!r}: cannot write there ({error.strerror})") from None
+    return folder
+
+
+def describe_machine(runtime: Runtime) -> dict:
+    """Hardware and versions, for the log and result.json."""
+    cuda = runtime.device.type == "cuda"
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__,
+                "cuda": torch.version.cuda if cuda else None}
+    hardware = torch.cuda.get_device_name() if cuda else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    return {"hardware": f"{runtime.world_size} x {hardware}", "versions": versions}
+
+
+def peak_memory(runtime: Runtime) -> int:
+    """Most bytes held so far: by the allocator on CUDA, by the process on the CPU."""
+    if runtime.device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def git_commit() -> str:
+    """Commit of the folder this script stands in, `+` if the tree has changes, or "unknown"."""
+    folder = Path(__file__).resolve().parent
+
+    def ask(*words: str) -> str:
+        return subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return ask("rev-parse", "HEAD") + ("+" if ask("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+# === end: runtime ===
+
+
+# === shared: data ===
+SHARD_MAGIC, SHARD_VERSION = 20240520, 1  # llm.c and Parameter Golf: 256 int32 header, then uint16 tokens
+SHARD_HEADER_BYTES = 256 * 4
+ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+SPACE_MARK = "\u2581"  # SentencePiece writes a space as this character
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A tokenizer and the bytes its tokens stand for; made by `load_tokenizer`.
+
+    A token counts the UTF-8 bytes it decodes to, its leading space included. Where the model puts a space before
+    every text (add_dummy_prefix), that space is no part of the text: the first token after a boundary (a control,
+    unknown or unused token, itself 0 bytes) gives it back. This equals Parameter Golf's accounting
+    (openai/parameter-golf, train_gpt.py, build_sentencepiece_luts and eval_val), which leaves the space out of the
+    table and adds it where the token before is no boundary.
+    """
+
+    name: str
+    sha256: str
+    vocab_size: int
+    bos_id: int
+    special_ids: dict[str, int]  # role token -> id; empty where the tokenizer has none
+    pieces: tuple[bytes, ...]  # what each token decodes to, b"" for boundaries
+    byte_counts: np.ndarray  # (V,) int64, len of pieces
+    drops_space: np.ndarray  # (V,) bool, loses its space after a boundary
+    boundary: np.ndarray  # (V,) bool
+    processor: sentencepiece.SentencePieceProcessor | None = None  # None: the byte tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, without BOS. Role tokens written out in the text are ordinary characters."""
+        if self.processor is None:
+            return [byte + 4 for byte in text.encode("utf-8")]
+        return self.processor.encode(text)
+
+    def decode_bytes(self, ids: list[int] | np.ndarray) -> bytes:
+        """The bytes of a token sequence that starts a document; `token_bytes` counts exactly these."""
+        ids = np.asarray(ids, dtype=np.int64)
+        parts = [self.pieces[token] for token in ids.tolist()]
+        previous = np.concatenate([[self.bos_id], ids])[:-1]
+        for i in np.flatnonzero(self.drops_space[ids] & self.boundary[previous]):
+            parts[i] = parts[i][1:]
+        return b"".join(parts)
+
+    def decode(self, ids: list[int] | np.ndarray) -> str:
+        """`decode_bytes` as text; bytes that are not UTF-8 become U+FFFD."""
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """A SentencePiece `.model` file, or `bytes`: 0 pad, 1 bos, 2 eos, 3 unk, 4..259 the bytes, then the role tokens.
+
+    Raises UserError for a missing or unreadable file and for a model without a BOS token.
+    """
+    path, processor = Path(path), None
+    marked: list[int] = []  # pieces that begin with a space
+    if str(path) == "bytes":
+        sha256, bos_id = hashlib.sha256(b"underpar bytes 264").hexdigest(), 1
+        pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4
+        special_ids = {role: 260 + i for i, role in enumerate(ROLE_TOKENS)}
+    else:
+        processor = load_sentencepiece(path)
+        sha256, bos_id, pieces = sha256_file(path), processor.bos_id(), []
+        for token in range(processor.vocab_size()):
+            piece = processor.id_to_piece(token)
+            if processor.is_control(token) or processor.is_unknown(token) or processor.is_unused(token):
+                pieces.append(b"")
+            elif processor.is_byte(token):  # "<0x41>", one byte
+                pieces.append(bytes([int(piece[1:-1], 16)]))
+            else:
+                pieces.append(piece.replace(SPACE_MARK, " ").encode("utf-8"))
+                marked += [token] * piece.startswith(SPACE_MARK)
+        special_ids = {role: processor.piece_to_id(role) for role in ROLE_TOKENS}
+        special_ids = {role: token for role, token in special_ids.items() if processor.is_control(token)}
+    byte_counts = np.array([len(piece) for piece in pieces], dtype=np.int64)
+    drops_space = np.zeros(len(pieces), dtype=np.bool_)
+    # The model's own decoder shows whether a leading space is the dummy prefix or text.
+    if marked and not processor.decode([marked[-1]]).startswith(" "):
+        drops_space[marked] = True
+    return Tokenizer(path.stem, sha256, len(pieces), bos_id, special_ids, tuple(pieces), byte_counts, drops_space,
+                     byte_counts == 0, processor)
+
+
+def load_sentencepiece(path: Path) -> sentencepiece.SentencePieceProcessor:
+    """A SentencePiece model that has a BOS token, else UserError."""
+    if not path.is_file():
+        raise UserError(f"tokenizer {path}: no such file; name a SentencePiece .model file or `bytes`")
+    try:
+        processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    except (RuntimeError, OSError) as error:
+        raise UserError(f"tokenizer {path}: not a SentencePiece model ({path.stat().st_size} bytes)") from error
+    if processor.bos_id() < 0:
+        raise UserError(f"tokenizer {path}: has no BOS token; every document must begin with one")
+    return processor
+
+
+def token_bytes(tokenizer: Tokenizer, prev: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Bytes of each token of `ids` given the token before it, int64, same shape."""
+    return tokenizer.byte_counts[ids] - (tokenizer.drops_space[ids] & tokenizer.boundary[prev])
+
+
+def write_shard(path: str | Path, tokens: np.ndarray) -> None:
+    """Writes `tokens` (N,) as one shard. Raises UserError for ids outside uint16."""
+    if len(tokens) and not (0 <= int(tokens.min()) and int(tokens.max()) < 1 << 16):
+        raise UserError(f"{path}: token ids {tokens.min()}..{tokens.max()} do not fit uint16; 0..65535 do")
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = SHARD_MAGIC, SHARD_VERSION, len(tokens)
+    with open(path, "wb") as file:
+        file.write(header.tobytes())
+        file.write(np.asarray(tokens).astype("<u2").tobytes())
+
+
+def read_shard(path: str | Path) -> np.ndarray:
+    """The tokens of a shard, a uint16 memory map (N,). Raises UserError naming file, found and expected."""
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"shard {path}: no such file")
+    size = path.stat().st_size
+    if size < SHARD_HEADER_BYTES:
+        raise UserError(f"shard {path}: truncated: {size} bytes, the header alone has {SHARD_HEADER_BYTES}")
+    header = np.fromfile(path, dtype="<i4", count=256)
+    if header[0] != SHARD_MAGIC:
+        raise UserError(f"shard {path}: not a token shard: magic number {header[0]}, expected {SHARD_MAGIC}")
+    if header[1] != SHARD_VERSION:
+        raise UserError(f"shard {path}: version {header[1]}, expected {SHARD_VERSION}")
+    expected = SHARD_HEADER_BYTES + 2 * int(header[2])
+    if header[2] <= 0 or size != expected:
+        fault = "truncated" if size < expected else "wrong size"
+        raise UserError(f"shard {path}: {fault}: {size} bytes, its header of {header[2]} tokens means {expected}")
+    return np.memmap(path, dtype="<u2", mode="r", offset=SHARD_HEADER_BYTES, shape=(int(header[2]),))
+
+
+def sha256_file(path: str | Path) -> str:
+    """SHA-256 of a file as hex digits, read in pieces."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def load_manifest(data_path: str | Path) -> dict:
+    """`manifest.json` of a data folder. Raises UserError naming the command that writes one."""
+    path = Path(data_path) / "manifest.json"
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; `python data/prepare.py SOURCE --out {data_path}` makes shards and "
+                        f"manifest, `python data/prepare.py --manifest {data_path} --tokenizer PATH` describes shards")
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path}: not JSON ({error}); write it again with data/prepare.py") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != 1:
+        raise UserError(f"{path}: not a data manifest of format 1; write it again with data/prepare.py")
+    return manifest
+
+
+def shard_paths(data_path: str | Path, manifest: dict, split: str) -> list[Path]:
+    """The shard files of `split` ("train" or "val") in the manifest's order."""
+    return [Path(data_path) / shard["file"] for shard in manifest[split]["shards"]]
+
+
+def check_dataset(data_path: str | Path, tokenizer: Tokenizer, manifest: dict, hash_train: bool = False) -> None:
+    """Raises UserError unless shards and tokenizer are those of the manifest.
+
+    Sizes and token counts of all shards, SHA-256 of the validation shards (with `hash_train` of the training shards
+    too), the tokenizer's SHA-256, and no validation document among the training documents of shards made here.
+    """
+    where, recorded = Path(data_path) / "manifest.json", manifest["tokenizer"]
+    if tokenizer.sha256 != recorded["sha256"]:
+        raise UserError(f"{data_path}: shards were written with another tokenizer: {recorded['file']} of SHA-256 "
+                        f"{recorded['sha256'][:12]}…, given {tokenizer.name} of {tokenizer.sha256[:12]}…")
+    if manifest["overlap_documents"] and not manifest["published"]:
+        raise UserError(f"{where}: {manifest['overlap_documents']} validation documents also stand in training, "
+                        "expected 0; prepare the data again")
+    for split in ("train", "val"):
+        total = 0
+        for shard in manifest[split]["shards"]:
+            path = Path(data_path) / shard["file"]
+            count = len(read_shard(path))
+            total += count
+            if count != shard["tokens"]:
+                raise UserError(f"shard {path}: {count} tokens, {where} says {shard['tokens']}")
+            if (split == "val" or hash_train) and sha256_file(path) != shard["sha256"]:
+                raise UserError(f"shard {path}: its SHA-256 is not the {shard['sha256'][:12]}… of {where}")
+        if not total or total != manifest[split]["tokens"]:
+            raise UserError(f"{where}: {split} has {manifest[split]['tokens']} tokens, its shards {total}")
+
+
+class TokenStream:
+    """Shards as one circular stream of tokens; the last `skip_tail` of them are kept out and read by `tail`.
+
+    Raises UserError for shards too short for the tail, and when a token read is not below `vocab_size`.
+    """
+
+    def __init__(self, paths: list[Path], skip_tail: int = 0, vocab_size: int = 1 << 16) -> None:
+        self.paths, self.vocab_size, self.skip_tail = list(paths), vocab_size, skip_tail
+        self.shards = [read_shard(path) for path in self.paths]
+        self.starts = np.cumsum([0] + [len(shard) for shard in self.shards])  # (shards + 1,)
+        if len(self) <= 0:
+            raise UserError(f"{len(self.paths)} shards of {self.starts[-1]} tokens: more than the held-out "
+                            f"{skip_tail} are needed")
+
+    def __len__(self) -> int:
+        return int(self.starts[-1]) - self.skip_tail
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """`count` tokens from position `start` on, int64 (count,), going on at 0 after the last one."""
+        out, done = np.empty(count, dtype=np.int64), 0
+        while done < count:
+            position = (start + done) % len(self)
+            size = min(count - done, len(self) - position)
+            out[done : done + size] = self._slice(position, size)
+            done += size
+        return out
+
+    def tail(self) -> np.ndarray:
+        """The held-out last `skip_tail` tokens, int64."""
+        return self._slice(len(self), self.skip_tail)
+
+    def _slice(self, start: int, count: int) -> np.ndarray:
+        """Tokens start..start+count of the whole stream, tail included, without wrap-around."""
+        parts, end = [np.empty(0, dtype=np.int64)], start + count
+        first = int(np.searchsorted(self.starts, start, side="right")) - 1
+        for index in range(first, len(self.shards)):
+            low, high = max(start - self.starts[index], 0), min(end - self.starts[index], len(self.shards[index]))
+            if low >= high:
+                break
+            part = self.shards[index][low:high].astype(np.int64)
+            if part.max() >= self.vocab_size:
+                at = int(low + np.argmax(part >= self.vocab_size))
+                raise UserError(f"shard {self.paths[index]}: token {part[at - low]} at position {at}, "
+                                f"expected ids below {self.vocab_size}; another tokenizer wrote it")
+            parts.append(part)
+        return np.concatenate(parts)
+# === end: data ===
+
+
+# === shared: model ===
+ARCH_PRESETS = {"D": "g g g g g s1 g g g g g s1"}
+CONV_TAPS = 4  # of GDN's short convolution, the current token included
+DOCUMENT_DECAY = -60.0  # log decay at a document's first token: e^-60 forgets the state; -1e4 would cost float32 accuracy
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What rebuilds the network from an artifact: the shape, nothing about training."""
+
+    vocab_size: int
+    bos_id: int  # starts a document: state, convolution and attention do not see past it
+    layers: str  # resolved layer pattern
+    model_dim: int
+    num_heads: int
+    num_kv_heads: int
+    mlp_mult: float
+    attn_window: int
+    rope_base: float
+    qk_gain_init: float
+    logit_softcap: float
+    gdn_neg_eigval: bool
+    tied_embed_init_std: float
+
+
+def resolve_layers(arch_mode: str, layer_pattern: str, num_layers: int) -> str:
+    """The layer pattern as one word per layer: g, s or a, and a number for those that share weights."""
+    if not layer_pattern and arch_mode not in ARCH_PRESETS:
+        raise UserError(f"ARCH_MODE={arch_mode!r}: must be one of {', '.join(ARCH_PRESETS)}, or set LAYER_PATTERN")
+    words = (layer_pattern or ARCH_PRESETS[arch_mode]).split()
+    for word in words:
+        if word[0] not in "gsa" or not (word[1:].isdigit() or len(word) == 1):
+            raise UserError(f"LAYER_PATTERN={layer_pattern!r}: {word!r} is not g, s or a with an optional number")
+    count = num_layers or len(words)
+    return " ".join((words * count)[:count])
+
+
+def model_config(settings, vocab_size: int, bos_id: int) -> ModelConfig:
+    """Checked shape of the model that `settings` ask for. Raises UserError where the numbers do not fit together."""
+    dim, heads, kv_heads = settings.model_dim, settings.num_heads, settings.num_kv_heads
+    if dim % (2 * heads):
+        raise UserError(f"MODEL_DIM={dim}: must be a multiple of 2 x NUM_HEADS = {2 * heads}")
+    if heads % kv_heads:
+        raise UserError(f"NUM_HEADS={heads}: must be a multiple of NUM_KV_HEADS = {kv_heads}")
+    layers = resolve_layers(settings.arch_mode, settings.layer_pattern, settings.num_layers)
+    same = {field.name: getattr(settings, field.name) for field in fields(ModelConfig) if hasattr(settings, field.name)}
+    return ModelConfig(**{**same, "vocab_size": vocab_size, "bos_id": bos_id, "layers": layers})
+
+
+def rms_norm(x: Tensor) -> Tensor:
+    """x over its root mean square, without weights."""
+    return F.rms_norm(x, (x.size(-1),))
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x W^T in x's dtype; weights are kept in float32."""
+    return F.linear(x, weight.to(x.dtype))
+
+
+def matrix(rows: int, cols: int, std: float) -> nn.Parameter:
+    """A weight matrix, normal with deviation `std`."""
+    return nn.Parameter(torch.randn(rows, cols) * std)
+
+
+# Gated DeltaNet (Yang, Kautz, Hatamizadeh 2024, arXiv:2412.06464, section 3), one head, state S of shape (K, V):
+#     S_t = a_t S_{t-1} + b_t k_t (v_t - a_t S_{t-1}^T k_t)^T,    o_t = S_t^T q_t,    a_t = exp(g_t).
+# All functions take q and k already L2-normed and q already scaled by K**-0.5. A document that starts inside a row is
+# cut off from what stands before it by g = -60 at its first token (-inf would give NaN, -1e4 costs digits).
+
+
+def state_dtype(x: Tensor) -> torch.dtype:
+    """Type of the state, the decays and the inverse: float64 for float64 inputs, float32 for all others."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def gdn_recurrent(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The recurrence, token by token: slow, and the reference for every other form.
+
+    q, k (B, T, H, K); v (B, T, H, V); g, beta (B, T, H), g in nats, <= 0; state (B, H, K, V) or None for zeros.
+    Returns o (B, T, H, V) in v's dtype and the state after the last token (B, H, K, V) in `state_dtype`.
+    """
+    dtype = state_dtype(v)
+    if state is None:
+        state = v.new_zeros(v.shape[0], v.shape[2], k.shape[-1], v.shape[-1], dtype=dtype)
+    state, outs = state.to(dtype), []
+    # unbind, not x[:, t]: the backward of each select fills a tensor of full size, which makes training O(T^2).
+    for q_t, k_t, v_t, g_t, beta_t in zip(*(x.to(dtype).unbind(1) for x in (q, k, v, g, beta)), strict=True):
+        state = state * g_t.exp()[..., None, None]
+        delta = beta_t[..., None] * (v_t - torch.einsum("bhk,bhkv->bhv", k_t, state))
+        state = state + k_t[..., None] * delta[..., None, :]
+        outs.append(torch.einsum("bhk,bhkv->bhv", q_t, state))
+    return torch.stack(outs, 1).to(v.dtype), state
+
+
+def gdn_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """One token of `gdn_recurrent`: q, k (B, H, K); v (B, H, V); g, beta (B, H); state (B, H, K, V) -> o, new state.
+
+    The old state is read once: with r_k = S^T k and r_q = S^T q, delta = b (v - a r_k) and o = a r_q + (q . k) delta.
+    """
+    dtype = state_dtype(v)
+    q, k, beta, decay = q.to(dtype), k.to(dtype), beta.to(dtype), g.to(dtype).exp()
+    read_k, read_q = (decay[..., None, None] * (torch.stack((k, q), -2) @ state)).unbind(-2)  # (B, H, V) each
+    delta = beta[..., None] * (v - read_k)
+    o = read_q + (q * k).sum(-1, keepdim=True) * delta
+    return o.to(v.dtype), torch.addcmul(state * decay[..., None, None], k[..., None], delta[..., None, :])
+
+
+def opaque(name: str, fake: Callable) -> Callable:
+    """Decorator: make a function the custom op `underpar::name`, which torch.compile calls without tracing into it.
+
+    `fake` gives the outputs' shapes. Every script carries this text; the first one imported into a process registers
+    the op and the others use that one, because torch frees an op that is registered again and a handle to it crashes.
+    """
+
+    def register(body: Callable) -> Callable:
+        if not hasattr(torch.ops.underpar, name):
+            torch.library.custom_op(f"underpar::{name}", body, mutates_args=()).register_fake(fake)
+        return getattr(torch.ops.underpar, name).default
+
+    return register
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) -> None:
+    """total += alpha * a @ b, in place (batched); the product has the operands' dtype, the sum has that of total."""
+    if total.dtype == a.dtype:
+        total.baddbmm_(a, b, alpha=alpha)
+    else:
+        total.add_(torch.bmm(a, b), alpha=alpha)
+
+
+@opaque("gdn_inverse", lambda a: torch.empty_like(a, memory_format=torch.contiguous_format))
+def gdn_inverse(a: Tensor) -> Tensor:
+    """(I + tril(a, -1))^-1 for a (M, C, C), C a power of two; reads only what lies below the diagonal.
+
+    Diagonal blocks of 1, 2, 4 ... rows: [[X, 0], [Y, Z]]^-1 = [[X^-1, 0], [-Z^-1 Y X^-1, Z^-1]]. The Neumann product
+    (I - A)(I + A^2)... and Newton's iteration are shorter, but powers of A grow without bound when keys are correlated
+    (errors of 1e6 to NaN).
+    """
+    (m, c, _), size = a.shape, 1
+    inverse = a.new_ones(m * c, 1, 1)
+    while size < c:
+        pairs = a.reshape(m, c // (2 * size), 2 * size, c // (2 * size), 2 * size).diagonal(dim1=1, dim2=3)
+        y = pairs[:, size:, :size].movedim(-1, 1).reshape(-1, size, size)
+        x_inv, z_inv = inverse[0::2], inverse[1::2]
+        inverse = a.new_zeros(y.shape[0], 2 * size, 2 * size)
+        inverse[:, :size, :size], inverse[:, size:, size:] = x_inv, z_inv
+        torch.neg(torch.bmm(torch.bmm(z_inv, y), x_inv), out=inverse[:, size:, :size])
+        size *= 2
+    return inverse
+
+
+def empty_scan(w: Tensor, state: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for a scan's results: one state more than there are chunks, ((N+1)*M, K, V), and a tensor like u."""
+    return state.new_empty(w.shape[0] + state.shape[0], *state.shape[1:]), torch.empty_like(u)
+
+
+@opaque("gdn_scan", lambda w, u, k_end, decay, state: empty_scan(w, state, u))
+def gdn_scan(w: Tensor, u: Tensor, k_end: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The sequential part: per chunk n, new_n = U_n - W_n S_n and S_{n+1} = decay_n S_n + K_end_n^T new_n.
+
+    w, k_end (N*M, C, K); u (N*M, C, V); decay (N*M,); state (M, K, V), with M = B*H rows and N chunks, chunk-major.
+    Returns all N + 1 states ((N+1)*M, K, V) and new (N*M, C, V).
+    """
+    m = state.shape[0]
+    states, new = empty_scan(w, state, u)
+    s, *after = states.split(m)
+    s.copy_(state)
+    parts = [x.split(m) for x in (w, u, k_end.mT, decay[:, None, None], new)]
+    for w_n, u_n, k_n, decay_n, new_n, s_next in zip(*parts, after, strict=True):
+        torch.baddbmm(u_n, w_n, s.to(w.dtype), alpha=-1, out=new_n)
+        torch.mul(s, decay_n, out=s_next)
+        add_product(s_next, k_n, new_n)
+        s = s_next
+    return states, new
+
+
+@opaque("gdn_scan_backward", lambda d_new, d_state, w, k_end, decay, d_last: empty_scan(w, d_last, d_new))
+def gdn_scan_backward(
+    d_new: Tensor, d_state: Tensor, w: Tensor, k_end: Tensor, decay: Tensor, d_last: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Adjoint of `gdn_scan`, from the last chunk to the first, R_n = dL/dS_n:
+
+    d_new_n += K_end_n R_{n+1} and R_n = d_state_n + decay_n R_{n+1} - W_n^T d_new_n. d_new (N*M, C, V) and d_state
+    (N*M, K, V) come with what the outputs contribute; d_last (M, K, V) is R_N. Returns R ((N+1)*M, K, V) and d_new.
+    """
+    m = d_last.shape[0]
+    grads, d_sum = empty_scan(w, d_last, d_new)
+    *before, r = grads.split(m)
+    r.copy_(d_last)
+    parts = [x.split(m)[::-1] for x in (d_new, d_state, w.mT, k_end, decay[:, None, None], d_sum)]
+    for d_new_n, d_state_n, w_n, k_n, decay_n, d_sum_n, r_prev in zip(*parts, before[::-1], strict=True):
+        torch.baddbmm(d_new_n, k_n, r.to(w.dtype), out=d_sum_n)
+        torch.addcmul(d_state_n, r, decay_n, out=r_prev)
+        add_product(r_prev, w_n, d_sum_n, alpha=-1)
+        r = r_prev
+    return grads, d_sum
+
+
+class GatedDeltaChunks(torch.autograd.Function):
+    """Chunk form with a hand-written backward (arXiv:2412.06464, section 3).
+
+    Per chunk of C tokens, with G the running sum of g from the chunk's start and D_ij = exp(G_i - G_j) for i >= j:
+    A = tril(beta KK^T D, -1), T = (I + A)^-1, U = T beta V, W = T beta exp(G) K, P = QK^T D; after the scan over
+    chunks O = exp(G) Q S + P new. Inputs are chunk-major: q, k (N*M, C, K); v (N*M, C, V); g, beta (N*M, C);
+    state (M, K, V). Matrix products take operands of v's dtype; G, D, T and S have the dtype of g.
+    """
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        dtype, m = v.dtype, state.shape[0]
+        total = g.cumsum(-1)
+        grow = total.exp()
+        upper = torch.ones(g.shape[-1], g.shape[-1], dtype=torch.bool, device=g.device).triu(1)
+        # Masked before exp: above the diagonal the difference is positive and would overflow, and inf * 0 is NaN.
+        d = (total[..., None] - total[..., None, :]).masked_fill(upper, float("-inf")).exp()  # (N*M, C, C)
+        kk = torch.bmm(k, k.mT).to(d.dtype).mul_(d)
+        p = torch.bmm(q, k.mT).mul_(d)
+        t = gdn_inverse(beta[..., None] * kk)
+        u = torch.bmm((t * beta[..., None, :]).to(dtype), v)
+        w = torch.bmm((t * (beta * grow)[..., None, :]).to(dtype), k)
+        k_end = (k * (total[..., -1:] - total).exp()[..., None]).to(dtype)
+        states, new = gdn_scan(w, u, k_end, grow[..., -1], state)
+        t, s = t.to(dtype), states[:-m].to(dtype)
+        o = torch.baddbmm(torch.bmm(p, new), (q * grow[..., None]).to(dtype), s)
+        ctx.save_for_backward(q, k, v, total, beta, d, kk, p, t, u, w, k_end, s, new)
+        return o, states[-m:].clone()
+
+    @staticmethod
+    def backward(ctx, d_o: Tensor, d_last: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, total, beta, d, kk, p, t, u, w, k_end, s, new = ctx.saved_tensors
+        dtype, m = v.dtype, d_last.shape[0]
+        grow, b = total.exp()[..., None], beta[..., None]  # (N*M, C, 1)
+        decay, d_o, q_grow = grow[:, -1, 0].contiguous(), d_o.contiguous(), (q * grow).to(dtype)
+        r, d_new = gdn_scan_backward(torch.bmm(p.mT, d_o), torch.bmm(q_grow.mT, d_o), w, k_end, decay, d_last)
+        r_next = r[m:].to(dtype)
+        d_bv = torch.bmm(t.mT, d_new)  # gradient of beta V
+        d_bk = torch.bmm(t.mT, torch.bmm(d_new, s.mT)).neg_()  # gradient of beta exp(G) K
+        d_a = torch.baddbmm(torch.bmm(d_bv, u.mT), d_bk, w.mT, beta=-1, alpha=-1).to(d.dtype).tril(-1)
+        d_p = torch.bmm(d_o, new.mT)
+        a_kk, p_qk, read = d_a * kk, d_p * p, (d_bk * k).sum(-1, dtype=d.dtype) * total.exp()
+        d_beta = a_kk.sum(-1) + (d_bv * v).sum(-1, dtype=d.dtype) + read
+        d_q = torch.bmm(d_o, s.mT) * grow
+        d_k = torch.bmm(new, r_next.mT) * (total[:, -1:] - total).exp()[..., None]
+        # G_i enters through exp(G_i - G_j) of earlier tokens j, exp(G_i) and exp(G_C - G_i). The terms with i = j and
+        # i = C are exp(0): left out, since they would only cancel, at the cost of the digits of g's gradient.
+        pairs, write = p_qk.tril(-1) + a_kk * b, (k * d_k).sum(-1)
+        write[:, -1] = 0
+        d_total = (q * d_q).sum(-1) + beta * read - write + pairs.sum(-1) - pairs.sum(-2)
+        d_total[:, -1] += write.sum(-1) + decay * (r_next * s).sum((-1, -2), dtype=d.dtype)
+        d_qk, d_kk = d_p.mul_(d), d_a.mul_(d * b)
+        add_product(d_q, d_qk, k)
+        add_product(d_k, d_qk.mT, q)
+        add_product(d_k, (d_kk + d_kk.mT).to(dtype), k)
+        d_k.addcmul_(d_bk, b * grow)
+        d_g = d_total.flip(-1).cumsum(-1).flip(-1)
+        return d_q.to(dtype), d_k.to(dtype), (d_bv * b).to(dtype), d_g, d_beta, r[:m].clone()
+
+
+def gdn_chunk(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None, chunk: int = 32
+) -> tuple[Tensor, Tensor]:
+    """`gdn_recurrent` by chunks of tokens: same arguments and results, made of matrix products; for training.
+
+    q, k and v share one dtype (float64, float32 or bfloat16). Any T; 32 is the fastest `chunk` on CPU, 64 halves
+    the sequential steps. Raises ValueError for a chunk that is no power of two >= 16, or for mixed dtypes.
+    """
+    if chunk < 16 or chunk & (chunk - 1):
+        raise ValueError(f"chunk is {chunk}; it must be a power of two >= 16")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}; they must share one")
+    (b, t, h, dim_k), dim_v, dtype = q.shape, v.shape[-1], state_dtype(v)
+    pad = -t % chunk  # a padded token has k = 0, beta = 0 and g = 0, and leaves the state as it is
+
+    def split(x: Tensor) -> Tensor:  # (B, T, H, ...) -> (N*B*H, C, ...)
+        x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, pad)) if pad else x
+        return x.unflatten(1, (-1, chunk)).movedim((1, 3), (0, 2)).flatten(0, 2)
+
+    state = v.new_zeros(b, h, dim_k, dim_v, dtype=dtype) if state is None else state.to(dtype)
+    with torch.autocast(v.device.type, enabled=False):  # autocast would round the inverse and the state to bfloat16
+        o, last = GatedDeltaChunks.apply(
+            split(q), split(k), split(v), split(g.to(dtype)), split(beta.to(dtype)), state.flatten(0, 1)
+        )
+    o = o.view(-1, b, h, chunk, dim_v).movedim((0, 2), (1, 3)).flatten(1, 2)
+    return o[:, :t], last.view(b, h, dim_k, dim_v)
+
+
+def short_conv(x: Tensor, weight: Tensor, doc: Tensor, tail: Tensor, tail_doc: Tensor) -> Tensor:
+    """Causal depthwise convolution and SiLU. x (B, T, C), weight (C, taps), doc (B, T).
+
+    tail (B, taps-1, C) and tail_doc hold the tokens before x. Shifted sums beat F.conv1d(groups=C) on the CPU, and
+    let a tap that would reach into another document be zero.
+    """
+    T, taps = x.size(1), weight.size(1)
+    weight = weight.to(x.dtype)
+    past = torch.cat([tail, x], dim=1)  # (B, taps - 1 + T, C)
+    past_doc = torch.cat([tail_doc, doc], dim=1)
+    y = x * weight[:, -1]
+    for back in range(1, taps):
+        at = taps - 1 - back
+        same = (past_doc[:, at : at + T] == doc).unsqueeze(-1)
+        y = y + past[:, at : at + T] * weight[:, at] * same
+    return F.silu(y)
+
+
+class GatedDeltaNet(nn.Module):
+    """Gated DeltaNet mixer (arXiv 2412.06464) with expand_v = 1: linear attention whose state forgets and corrects."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        dim, heads = config.model_dim, config.num_heads
+        self.heads, self.head_dim = heads, dim // heads
+        self.beta_scale = 2.0 if config.gdn_neg_eigval else 1.0
+        self.w_qkvg = matrix(4 * dim, dim, 0.5 * dim**-0.5)
+        self.w_o = nn.Parameter(torch.zeros(dim, dim))
+        self.ab = matrix(2 * heads, dim, 0.5 * dim**-0.5)  # decay and step size, one number a head each
+        bound = CONV_TAPS**-0.5  # PyTorch's initialisation of a depthwise Conv1d
+        self.conv = nn.Parameter(torch.empty(3 * dim, CONV_TAPS).uniform_(-bound, bound))
+        # fla's initialisation. The lower bound keeps A_log finite: -inf is a dead head.
+        self.A_log = nn.Parameter(torch.empty(heads).uniform_(0.01, 16.0).log())
+        dt = torch.exp(torch.empty(heads).uniform_(math.log(1e-3), math.log(0.1))).clamp_min(1e-4)
+        self.dt_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))  # softplus(dt_bias) = dt
+        self.norm = nn.Parameter(torch.ones(self.head_dim))
+
+    def forward(self, x: Tensor, doc: Tensor, first: Tensor, cache: dict | None) -> Tensor:
+        """x (B, T, dim); doc (B, T) counts documents; first (B, T) marks their first tokens; cache is updated."""
+        B, T, dim = x.shape
+        H, D = self.heads, self.head_dim
+        qkv, gate = linear(x, self.w_qkvg).split([3 * dim, dim], dim=-1)
+        if cache:
+            tail, tail_doc = cache["tail"], cache["tail_doc"]
+        else:
+            tail, tail_doc = qkv.new_zeros(B, CONV_TAPS - 1, 3 * dim), doc.new_full((B, CONV_TAPS - 1), -1)
+        q, k, v = short_conv(qkv, self.conv, doc, tail, tail_doc).view(B, T, 3, H, D).unbind(2)  # (B, T, H, D)
+        # eps inside the root: F.normalize has a gradient of 1e12 at zero
+        q, k = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6) for t in (q, k))
+        a, b = F.linear(x.to(self.ab.dtype), self.ab).split(H, dim=-1)  # (B, T, H), float32
+        g = -self.A_log.exp() * F.softplus(a + self.dt_bias)
+        g = torch.where(first.unsqueeze(-1), DOCUMENT_DECAY, g)
+        beta = self.beta_scale * torch.sigmoid(b)
+        state = cache["state"] if cache else None
+        if T == 1 and cache:
+            o, state = gdn_step(q[:, 0] * D**-0.5, k[:, 0], v[:, 0], g[:, 0], beta[:, 0], state)
+            o = o.unsqueeze(1)
+        else:
+            o, state = gdn_chunk(q * D**-0.5, k, v, g, beta, state, chunk=64 if x.is_cuda else 32)
+        if cache is not None:
+            cache["state"] = state
+            cache["tail"] = torch.cat([tail, qkv], dim=1)[:, 1 - CONV_TAPS :]
+            cache["tail_doc"] = torch.cat([tail_doc, doc], dim=1)[:, 1 - CONV_TAPS :]
+        o = rms_norm(o) * self.norm.to(o.dtype) * F.silu(gate.view(B, T, H, D))
+        return linear(o.reshape(B, T, dim), self.w_o)
+
+
+def rotate(x: Tensor, positions: Tensor, base: float) -> Tensor:
+    """Rotary position embedding (arXiv 2104.09864), rotate-half. x (B, T, H, D), positions (T,)."""
+    half = x.size(-1) // 2
+    frequency = base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+    angle = positions.float()[:, None] * frequency  # (T, D/2)
+    cos, sin = angle.cos()[:, None].to(x.dtype), angle.sin()[:, None].to(x.dtype)  # (T, 1, D/2)
+    left, right = x.chunk(2, dim=-1)
+    return torch.cat([left * cos - right * sin, left * sin + right * cos], dim=-1)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, doc: Tensor, key_doc: Tensor, window: int) -> Tensor:
+    """Causal attention inside a document: query i sees key j if 0 <= i - j < window and both are of one document.
+
+    q (B, H, T, D), k and v (B, Hkv, L, D), the queries being the last T of the L positions; doc (B, T), key_doc (B, L).
+    Blocks of queries skip the keys that none of them sees: 3x faster on the CPU than one masked call at T = 4 windows.
+    """
+    T, L = q.size(2), k.size(2)
+    past = L - T
+    if q.is_cuda:  # the kernels that take a mask do not take grouped heads there
+        k, v = (t.repeat_interleave(q.size(1) // k.size(1), dim=1) for t in (k, v))
+    block = max(64, min(window, T) // 4)
+    out = []
+    for start in range(0, T, block):
+        end = min(start + block, T)
+        low, high = max(0, past + start - window + 1), past + end
+        query = torch.arange(past + start, past + end, device=q.device)[:, None]
+        key = torch.arange(low, high, device=q.device)[None, :]
+        mask = (key <= query) & (query - key < window)  # (t, l)
+        mask = mask & (doc[:, start:end, None] == key_doc[:, None, low:high])  # (B, t, l)
+        out.append(F.scaled_dot_product_attention(
+            q[:, :, start:end], k[:, :, low:high], v[:, :, low:high], attn_mask=mask[:, None], enable_gqa=not q.is_cuda))
+    return torch.cat(out, dim=2)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with RMS-normed queries and keys, a learned gain per head and rotary positions."""
+
+    def __init__(self, config: ModelConfig, window: int):
+        super().__init__()
+        dim, self.heads, self.kv_heads = config.model_dim, config.num_heads, config.num_kv_heads
+        self.head_dim, self.window, self.rope_base = dim // config.num_heads, window, config.rope_base
+        self.w_qkv = matrix((self.heads + 2 * self.kv_heads) * self.head_dim, dim, 0.5 * dim**-0.5)
+        self.w_o = nn.Parameter(torch.zeros(dim, dim))
+        self.q_gain = nn.Parameter(torch.full((self.heads,), config.qk_gain_init))
+
+    def forward(self, x: Tensor, doc: Tensor, first: Tensor, cache: dict | None) -> Tensor:
+        """x (B, T, dim); doc (B, T) counts documents; cache is updated."""
+        B, T, dim = x.shape
+        H, Hkv, D = self.heads, self.kv_heads, self.head_dim
+        q, k, v = linear(x, self.w_qkv).view(B, T, H + 2 * Hkv, D).split([H, Hkv, Hkv], dim=2)  # (B, T, H, D)
+        seen = cache["seen"] if cache else 0
+        positions = torch.arange(seen, seen + T, device=x.device)
+        q = rotate(rms_norm(q), positions, self.rope_base) * self.q_gain.to(x.dtype)[:, None]
+        k = rotate(rms_norm(k), positions, self.rope_base)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
+        key_doc = doc
+        if cache is not None:
+            if cache:
+                k, v = torch.cat([cache["k"], k], dim=2), torch.cat([cache["v"], v], dim=2)
+                key_doc = torch.cat([cache["doc"], doc], dim=1)
+            keep = max(0, k.size(2) - self.window + 1)  # the next query sees itself and window - 1 keys before it
+            cache.update(k=k[:, :, keep:], v=v[:, :, keep:], doc=key_doc[:, keep:], seen=seen + T)
+        o = attend(q, k, v, doc, key_doc, self.window)
+        return linear(o.transpose(1, 2).reshape(B, T, dim), self.w_o)
+
+
+class Block(nn.Module):
+    """Residual layer: mix with the embedding, a mixer, an MLP (ReLU^2, arXiv 2109.08668)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        dim, hidden = config.model_dim, int(config.mlp_mult * config.model_dim)
+        self.mix = nn.Parameter(torch.stack([torch.ones(dim), torch.zeros(dim)]))
+        self.mixer_scale = nn.Parameter(torch.ones(dim))
+        self.mlp_scale = nn.Parameter(torch.ones(dim))
+        self.w_up = matrix(hidden, dim, 0.5 * dim**-0.5)
+        self.w_down = nn.Parameter(torch.zeros(dim, hidden))
+
+    def forward(self, x: Tensor, x0: Tensor, mixer: nn.Module, doc: Tensor, first: Tensor, cache: dict | None) -> Tensor:
+        """x and x0 (the embedding) (B, T, dim)."""
+        mix = self.mix.to(x.dtype)
+        x = mix[0] * x + mix[1] * x0
+        x = x + self.mixer_scale.to(x.dtype) * mixer(rms_norm(x), doc, first, cache)
+        return x + self.mlp_scale.to(x.dtype) * linear(F.relu(linear(rms_norm(x), self.w_up)).square(), self.w_down)
+
+
+class GPT(nn.Module):
+    """The language model: embedding, layers by pattern, tied head with a soft cap."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.embed = matrix(config.vocab_size, config.model_dim, config.tied_embed_init_std)
+        words = config.layers.split()
+        kinds = {"g": lambda: GatedDeltaNet(config), "s": lambda: Attention(config, config.attn_window),
+                 "a": lambda: Attention(config, 1 << 30)}
+        # a numbered word names one set of weights, whatever layer it stands in; caches are per layer, never shared
+        names = [word if word[1:] else f"{word}@{at}" for at, word in enumerate(words)]
+        unique = list(dict.fromkeys(names))
+        self.mixers = nn.ModuleList(kinds[name[0]]() for name in unique)
+        self.mixer_of_layer = [unique.index(name) for name in names]
+        self.blocks = nn.ModuleList(Block(config) for _ in words)
+
+    def new_cache(self) -> list[dict]:
+        """An empty cache for `forward`: one dict a layer, and one at the end that counts documents."""
+        return [{} for _ in range(len(self.blocks) + 1)]
+
+    def forward(self, ids: Tensor, targets: Tensor | None = None, cache: list[dict] | None = None) -> Tensor:
+        """Loss of every token in nats (B, T), 0 where the target is -1; or, without targets, logits (B, T, V).
+
+        ids (B, T). With a cache the tokens follow those that the cache has seen.
+        """
+        first = ids == self.config.bos_id
+        doc = first.int().cumsum(dim=1)  # (B, T)
+        if cache is not None:
+            doc = doc + cache[-1]["doc"] if cache[-1] else doc
+            cache[-1]["doc"] = doc[:, -1:]
+        x = F.embedding(ids, self.embed)
+        x = x0 = rms_norm(x.bfloat16() if ids.is_cuda else x)
+        for layer, (block, at) in enumerate(zip(self.blocks, self.mixer_of_layer, strict=True)):
+            x = block(x, x0, self.mixers[at], doc, first, None if cache is None else cache[layer])
+        logits = linear(rms_norm(x), self.embed)
+        logits = logits.float() if logits.dtype == torch.bfloat16 else logits
+        logits = self.config.logit_softcap * torch.tanh(logits / self.config.logit_softcap)
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none").view_as(targets)
+# === end: model ===
+
+
+# === shared: optimizer ===
+def orthogonalize(G: Tensor, steps: int) -> Tensor:
+    """Each matrix of G (N, R, C) with its singular values pushed to about 1, in G's dtype.
+
+    Newton-Schulz iteration with the quintic coefficients of Muon (kellerjordan.github.io/posts/muon).
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    X = G.bfloat16() if G.is_cuda else G
+    tall = X.size(1) > X.size(2)
+    X = X.mT if tall else X
+    X = X / (X.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    for _ in range(steps):
+        A = X @ X.mT
+        B = torch.baddbmm(A, A, A, beta=b, alpha=c)  # b A + c A A
+        X = torch.baddbmm(X, B, X, beta=a)  # a X + B X
+    return (X.mT if tall else X).to(G.dtype)
+
+
+class Muon(torch.optim.Optimizer):
+    """Nesterov momentum, orthogonalized, for matrices: the step has spectral norm about lr sqrt(max(1, rows / cols)).
+
+    Matrices of one shape are orthogonalized as one batch, and the batch is shared out over the ranks; momentum is kept
+    on every rank, so a checkpoint does not depend on their number. A parameter with `splits` holds several matrices,
+    one below the other; each is orthogonalized by itself.
+    """
+
+    def __init__(self, params: list[nn.Parameter], lr: float, momentum: float, weight_decay: float, backend_steps: int,
+                 runtime: Runtime):
+        self.runtime, self.backend_steps = runtime, backend_steps
+        super().__init__(params, dict(lr=torch.tensor(lr, device=runtime.device), momentum=momentum, weight_decay=weight_decay))
+        self.batches: dict[tuple, list] = {}  # shape -> [(parameter, first row, last row + 1)]
+        for param in params:
+            row = 0
+            for rows in getattr(param, "splits", (param.size(0),)):
+                self.batches.setdefault((rows, param.size(1)), []).append((param, row, row + rows))
+                row += rows
+
+    @torch.no_grad()
+    def step(self, bad: Tensor) -> None:
+        """One update; where `bad` (a 0-d bool on the device) is true, weights and momentum stay as they are."""
+        group = self.param_groups[0]
+        momentum, lr = group["momentum"], torch.where(bad, 0.0, group["lr"])
+        rank, world = self.runtime.rank, self.runtime.world_size
+        for param in group["params"]:
+            if not self.state[param]:
+                self.state[param]["momentum_buffer"] = torch.zeros_like(param)
+            buffer = self.state[param]["momentum_buffer"]
+            buffer.lerp_(torch.where(bad, buffer, param.grad), 1 - momentum)
+        for (rows, cols), pieces in self.batches.items():
+            share = -(-len(pieces) // world)
+            mine = pieces[rank * share : (rank + 1) * share]
+            update = torch.zeros(share, rows, cols, device=self.runtime.device)
+            for at, (param, top, end) in enumerate(mine):
+                torch.lerp(param.grad[top:end], self.state[param]["momentum_buffer"][top:end], momentum, out=update[at])
+            update = orthogonalize(torch.where(bad, 0.0, update), self.backend_steps)
+            if world > 1:
+                parts = [torch.empty_like(update) for _ in range(world)]
+                dist.all_gather(parts, update)
+                update = torch.cat(parts)
+            scale = lr * max(1.0, rows / cols) ** 0.5
+            for at, (param, top, end) in enumerate(pieces):
+                param[top:end].mul_(1 - lr * group["weight_decay"]).sub_(scale * update[at])
+
+
+class Optimizers:
+    """Muon for the matrices, AdamW for the rest; every parameter of the model in exactly one group."""
+
+    def __init__(self, model: nn.Module, settings, runtime: Runtime):
+        named = {name: param for name, param in model.named_parameters() if param.requires_grad}
+        for name, param in named.items():
+            if name.endswith("w_qkvg"):
+                param.splits = (param.size(1),) * 4
+            elif name.endswith("w_qkv"):
+                rest = (param.size(0) - param.size(1)) // 2
+                param.splits = (param.size(1), rest, rest)
+        kinds = {name: "embedding" if name == "embed" else "matrix" if tensor_class(name, param) == "matrix" else "scalar"
+                 for name, param in named.items()}
+        pick = {kind: [named[name] for name in named if kinds[name] == kind] for kind in ("matrix", "embedding", "scalar")}
+
+        def lr(value: float) -> Tensor:
+            return torch.tensor(value, device=runtime.device)
+
+        muon = Muon(pick["matrix"], settings.matrix_lr, settings.muon_momentum, settings.muon_wd,
+                    settings.muon_backend_steps, runtime)
+        adam = torch.optim.AdamW(
+            [dict(params=pick["embedding"], lr=lr(settings.tied_embed_lr), weight_decay=settings.adam_wd),
+             dict(params=pick["scalar"], lr=lr(settings.scalar_lr), weight_decay=0.0)],
+            lr=lr(settings.scalar_lr), betas=(settings.beta1, settings.beta2), eps=settings.adam_eps, fused=True)
+        self.all = [muon, adam]
+        self.muon, self.adam = muon, adam
+        self.base_lr = [[float(group["lr"]) for group in optimizer.param_groups] for optimizer in self.all]
+        owned = [param for optimizer in self.all for group in optimizer.param_groups for param in group["params"]]
+        assert len(owned) == len(set(owned)) and set(owned) == set(named.values()), "each parameter in exactly one group"
+        self.params = owned
+
+    def reduce_gradients(self, runtime: Runtime, clip: float) -> Tensor:
+        """Sum the gradients over ranks; scale them to a global norm of at most `clip` (0: as they are). Their norm."""
+        grads = [param.grad for param in self.params]
+        if runtime.distributed:
+            flat = torch.cat([grad.flatten() for grad in grads])
+            runtime.sum(flat)
+            torch._foreach_copy_(grads, [part.view_as(grad) for grad, part in
+                                         zip(grads, flat.split([grad.numel() for grad in grads]), strict=True)])
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+        if clip:
+            torch._foreach_mul_(grads, (clip / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    def step(self, multiplier: float, momentum: float, bad: Tensor) -> None:
+        """One update at `multiplier` times the learning rates. Where `bad` is true nothing changes."""
+        for optimizer, rates in zip(self.all, self.base_lr, strict=True):
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"].fill_(rate * multiplier)
+        self.muon.param_groups[0]["momentum"] = momentum
+        self.muon.step(bad)
+        self.adam.found_inf = bad.float()  # torch's fused AdamW skips its step on the device where this is 1
+        self.adam.step()
+
+    def reset(self) -> None:
+        """Forget every moment, as if no step had been taken."""
+        for optimizer in self.all:
+            optimizer.state.clear()
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        for optimizer in self.all:
+            optimizer.zero_grad(set_to_none=True)
+# === end: optimizer ===
+
+
+# === shared: schedule ===
+class Clock:
+    """Training time, one number for all ranks, that no step waits for.
+
+    At the end of a step `send` starts to sum [loss, bad, rank 0's seconds] over the ranks; `receive`, in the middle of
+    the next step, reads it, when the device has long finished that step. `progress` of a step is where the run stands
+    at that step's end: max((step + 1) / iterations, (seconds at its start + a median step) / budget), so the last step
+    lands within one step of 1. `budget` is MAX_WALLCLOCK_SECONDS - RESERVE_SECONDS.
+    """
+
+    def __init__(self, iterations: int, budget: float, runtime: Runtime, now: Callable[[], float] = time.perf_counter):
+        self.iterations, self.budget, self.runtime, self.now = iterations, budget, runtime, now
+        self.before, self.started = 0.0, None  # seconds of finished stretches, start of the running one
+        self.seconds = [0.0]  # agreed seconds at the end of each step
+        self.used: list[float] = []  # progress that each step used
+        self.pending: tuple | None = None
+
+    def elapsed(self) -> float:
+        """This rank's training seconds so far."""
+        return self.before + (self.now() - self.started if self.started is not None else 0.0)
+
+    def start(self) -> None:
+        """Let the clock run."""
+        self.started = self.now()
+
+    def stop(self) -> None:
+        """Stand still, for validation, saving and the warm-up."""
+        self.before, self.started = self.elapsed(), None
+
+    def send(self, loss: Tensor, bad: Tensor) -> None:
+        """End of a step: loss is this rank's share of the global mean (a 0-d tensor); bad marks a non-finite step."""
+        seconds = self.elapsed() if self.runtime.rank == 0 else 0.0
+        packet = torch.stack([loss.double(), bad.double(), torch.tensor(seconds, dtype=torch.float64).to(loss.device)])
+        self.runtime.sum(packet)
+        ready = None
+        if packet.is_cuda:
+            packet = packet.to("cpu", non_blocking=True)
+            ready = torch.cuda.Event()
+            ready.record()
+        self.pending = (packet, ready)
+
+    def receive(self) -> tuple[float, bool] | None:
+        """(loss, bad) of the step before, or None if there was none."""
+        if self.pending is None:
+            return None
+        (packet, ready), self.pending = self.pending, None
+        if ready is not None:
+            ready.synchronize()
+        loss, bad, seconds = packet.tolist()
+        self.seconds.append(seconds)
+        return loss, bad > 0
+
+    def median_step(self) -> float:
+        """Median seconds of the last nine steps, without the first of the run, which may be slow; 0 where none is known.
+
+        A stall does not move it, a drift does.
+        """
+        recent = self.seconds[1:][-10:]
+        return statistics.median(b - a for a, b in zip(recent, recent[1:], strict=False)) if len(recent) > 1 else 0.0
+
+    def progress(self, step: int) -> float:
+        """Where the run stands at the end of `step`, from 0 to 1; called once a step, after `receive`."""
+        by_step = (step + 1) / self.iterations if self.iterations else 0.0
+        by_time = (self.seconds[-1] + self.median_step()) / self.budget if self.budget else 0.0
+        before = self.used[-1] if self.used else 0.0
+        self.used.append(min(1.0, max(by_step, by_time, before)))
+        return self.used[-1]
+
+    def is_last(self, step: int) -> bool:
+        """Whether `step` must not run any more: iterations done, or the time left is less than a median step."""
+        done = bool(self.iterations) and step >= self.iterations
+        flying = self.median_step() if self.pending is not None else 0.0  # the step whose time is not known yet
+        return done or bool(self.budget) and self.budget - self.seconds[-1] - flying < self.median_step()
+
+
+@dataclass
+class Phase:
+    """A stretch of the run, in progress from `start` to `end`, and what became of it."""
+
+    name: str
+    start: float
+    end: float
+    start_step: int = -1
+    start_progress: float = -1.0
+    steps: int = 0
+
+    @property
+    def on(self) -> bool:
+        """Whether it has begun."""
+        return self.start_step >= 0
+
+
+class Plan:
+    """The phases of a run, each from a share of progress on, whatever the step time."""
+
+    def __init__(self, settings):
+        iterations, clock = settings.iterations, settings.max_wallclock_seconds
+        if not iterations and not clock:
+            raise UserError("ITERATIONS=0 and MAX_WALLCLOCK_SECONDS=0: the run would never end; set one of them")
+        if clock and settings.reserve_seconds >= clock:
+            raise UserError(f"RESERVE_SECONDS={settings.reserve_seconds}: must be less than MAX_WALLCLOCK_SECONDS={clock}")
+        self.warmdown = self.in_steps("WARMDOWN_ITERS", settings.warmdown_iters, settings.warmdown_frac, iterations)
+        self.momentum_warmup = self.in_steps("MUON_MOMENTUM_WARMUP_STEPS", settings.muon_momentum_warmup_steps,
+                                             settings.muon_momentum_warmup_frac, iterations)
+        self.settings = settings
+        if settings.warmup_frac + self.warmdown > 1:
+            raise UserError(f"WARMUP_FRAC={settings.warmup_frac}: with a warmdown over {self.warmdown:.3f} of the run it must "
+                            f"be at most {1 - self.warmdown:.3f}")
+        self.phases: dict[str, Phase] = {}
+        for name, start, end in (
+            ("warmup", 0.0, settings.warmup_frac), ("warmdown", 1 - self.warmdown, 1.0),
+            ("ema", settings.ema_start_frac if settings.ema else 1.0, 1.0),
+            ("swa", settings.swa_start_frac if settings.swa else 1.0, 1.0),
+            ("qat", settings.qat_start_frac if settings.qat else 1.0, 1.0),
+        ):
+            wanted = getattr(settings, name, end > start)
+            last = 1 - 1 / iterations if iterations and name == "qat" else 1.0  # QAT begins with the step after
+            if wanted and start >= last:
+                raise UserError(f"{name.upper()}_START_FRAC={start}: {name} could not fire; must be less than {last:.4f}, "
+                                f"or set {name.upper()}=0")
+            if wanted:
+                self.phases[name] = Phase(name, start, end)
+
+    @staticmethod
+    def in_steps(name: str, steps: int, frac: float, iterations: int) -> float:
+        """A length in steps as a share of ITERATIONS, fixed before step 0; `frac` where steps is 0."""
+        if not steps:
+            return frac
+        if not iterations:
+            raise UserError(f"{name}={steps}: a length in steps needs ITERATIONS; set it, or use a share of the run")
+        if steps > iterations:
+            raise UserError(f"{name}={steps}: must be at most ITERATIONS={iterations}")
+        return steps / iterations
+
+    def describe(self) -> str:
+        """The plan, one line a phase."""
+        rows = [f"plan: {phase.name} from {phase.start:.1%} to {phase.end:.1%} of the run" for phase in self.phases.values()]
+        return "\n".join(rows)
+
+    def multiplier(self, progress: float) -> float:
+        """Of the learning rates: from 0 up to 1 in the warm-up, from 1 down to the floor in the warmdown."""
+        up = min(1.0, progress / self.settings.warmup_frac) if self.settings.warmup_frac else 1.0
+        left = min(1.0, (1 - progress) / self.warmdown) if self.warmdown else 1.0
+        shape = left if self.settings.lr_schedule == "linear" else 0.5 - 0.5 * math.cos(math.pi * left)
+        return up * (self.settings.lr_floor + (1 - self.settings.lr_floor) * shape)
+
+    def momentum(self, progress: float) -> float:
+        """Of Muon, after its warm-up."""
+        begin, full = self.settings.muon_momentum_warmup_start, self.settings.muon_momentum
+        share = min(1.0, progress / self.momentum_warmup) if self.momentum_warmup else 1.0
+        return begin + share * (full - begin)
+
+    def advance(self, step: int, progress: float) -> list[str]:
+        """Count `step` for every phase that is on at `progress`; the names of those that begin.
+
+        Quantization-aware training begins with the forward pass of the step after.
+        """
+        begun = []
+        for phase in self.phases.values():
+            later = phase.name == "qat"
+            if not phase.on and progress > phase.start:
+                phase.start_step, phase.start_progress, phase.steps = step + later, progress, 0 if later else 1
+                begun.append(phase.name)
+            elif phase.on and (progress <= phase.end or phase.end == 1.0):
+                phase.steps += 1
+        return begun
+
+    def on(self, name: str) -> bool:
+        """Whether phase `name` is enabled and has begun."""
+        return name in self.phases and self.phases[name].on
+
+    def table(self) -> str:
+        """When each phase began, and for how many steps it was on."""
+        rows = []
+        for phase in self.phases.values():
+            began = f"began at step {phase.start_step} ({phase.start_progress:.1%}), on for {phase.steps} steps"
+            rows.append(f"phase: {phase.name:8s} planned {phase.start:6.1%}  {began if phase.steps else 'NEVER FIRED'}")
+        return "\n".join(rows)
+
+    def never_fired(self) -> list[str]:
+        """Names of enabled phases that were never on."""
+        return [phase.name for phase in self.phases.values() if not phase.steps]
+
+
+class Average:
+    """A float32 average of the parameters: exponential with a memory in shares of the run, or plain (memory None)."""
+
+    def __init__(self, params: list[nn.Parameter], memory: float | None):
+        self.params, self.memory, self.count, self.progress = params, memory, 0, 0.0
+        self.values: list[Tensor] = []
+
+    @torch.no_grad()
+    def update(self, progress: float) -> None:
+        """Take in the parameters as they are; the first update after a restart copies them."""
+        if not self.count:
+            self.values = [param.detach().float().clone() for param in self.params]
+        else:
+            keep = math.exp(-(progress - self.progress) / self.memory) if self.memory else self.count / (self.count + 1)
+            torch._foreach_lerp_(self.values, [param.detach() for param in self.params], 1 - keep)
+        self.count, self.progress = self.count + 1, progress
+
+    def restart(self) -> None:
+        """Forget what was averaged."""
+        self.count = 0
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """The parameters hold the average inside, and their own values again after."""
+        own = [param.detach().clone() for param in self.params]
+        with torch.no_grad():
+            torch._foreach_copy_([param.detach() for param in self.params], self.values)
+            yield
+            torch._foreach_copy_([param.detach() for param in self.params], own)
+# === end: schedule ===
+
+
+# === shared: quantization ===
+FLOAT32_CONTROLS = ("A_log", "dt_bias")  # they pass through exp and softplus into a decay that is taken T times
+EMBEDDING_NAMES = ("embed", "lm_head")
+MIN_QUANTIZED_DIM = 16
+
+QuantTable = dict[str, tuple[int, float]]  # tensor class -> (bits, clip_sigmas)
+
+
+def tensor_class(name: str, tensor: torch.Tensor) -> str:
+    """Say how the artifact stores a tensor: as a "matrix", an "embedding" or a "control" tensor.
+
+    The tensor is seen as (rows, columns) = (shape[0], the rest). The first rule that fits decides:
+    1. fewer than 2 dimensions, empty, or fewer than 16 columns: control (norms, gains, scalars, convolution kernels
+       (channels, 4); a scale per row would cost as much as the codes save).
+    2. "embed" or "lm_head" in the name: embedding.
+    3. fewer than 16 rows: embedding (GDN's a and b projections (heads, dim): few weights, much influence).
+    4. everything else: matrix.
+    """
+    if tensor.ndim < 2 or tensor.numel() < MIN_QUANTIZED_DIM * tensor.shape[0] or tensor.numel() == 0:
+        return "control"
+    if any(part in name for part in EMBEDDING_NAMES) or tensor.shape[0] < MIN_QUANTIZED_DIM:
+        return "embedding"
+    return "matrix"
+
+
+def control_dtype(name: str) -> torch.dtype:
+    """Storage type of a control tensor: float32 for the names in FLOAT32_CONTROLS, float16 for all others."""
+    return torch.float32 if name.rsplit(".", 1)[-1] in FLOAT32_CONTROLS else torch.float16
+
+
+def quantize_rows(w: torch.Tensor, bits: int, clip_sigmas: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize symmetrically to `bits` bits with one step per row.
+
+    w: floating, (R, ...), seen as (R, C). Returns codes int8 (R, C) in [-qmax, qmax], qmax = 2**(bits-1) - 1, and
+    scales float16 (R,); the weight is code * scale. The clip, qmax * scale, is the row's largest magnitude if
+    clip_sigmas is 0, else clip_sigmas times the row's root mean square (SDClip of the Parameter Golf records), also
+    where that exceeds the largest magnitude: a wide step is what makes the codes cheap. The deviation is about zero,
+    as the quantizer is: a constant row has standard deviation 0 and would be lost. The scale is rounded to float16
+    before the codes are computed and has no floor; up to 2**-25 it becomes 0, and so do the codes.
+
+    Runs in every QAT step, so it checks nothing (export_rows does); what is not finite stays not finite.
+    """
+    rows = w.reshape(w.shape[0], -1).float()  # (R, C)
+    if clip_sigmas > 0:
+        clip = torch.linalg.vector_norm(rows, dim=1) * (clip_sigmas / math.sqrt(rows.shape[1]))  # (R,)
+    else:
+        clip = rows.abs().amax(dim=1)
+    qmax = 2 ** (bits - 1) - 1
+    scales = (clip / qmax).to(torch.float16)
+    step = scales.float().unsqueeze(1)
+    codes = (rows / torch.where(step > 0, step, 1.0)).round_().clamp_(-qmax, qmax).to(torch.int8)
+    return codes, scales
+
+
+def dequantize_rows(
+    codes: torch.Tensor, scales: torch.Tensor, shape: Iterable[int], dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Return code * scale in `shape`. An 8-bit code times an 11-bit significand is exact in float32, everywhere."""
+    return (codes.float() * scales.float().unsqueeze(1)).reshape(tuple(shape)).to(dtype)
+
+
+def fake_quant(w: torch.Tensor, bits: int, clip_sigmas: float) -> torch.Tensor:
+    """Return w as the artifact would give it back, in w's shape and dtype: the exporter's own two functions."""
+    return dequantize_rows(*quantize_rows(w, bits, clip_sigmas), w.shape, w.dtype)
+
+
+def check_quant_table(table: QuantTable) -> None:
+    """Raise ValueError unless every class of the table has 2 to 8 bits and a finite clip of 0 or more sigmas."""
+    for name, (bits, clip_sigmas) in table.items():
+        if name not in ("matrix", "embedding"):
+            raise ValueError(f"quantization: class {name!r} is unknown, use 'matrix' or 'embedding'")
+        if not 2 <= bits <= 8 or not 0 <= clip_sigmas < math.inf:
+            raise ValueError(f"quantization of {name}: {bits} bits, {clip_sigmas} sigmas; use 2 to 8 bits, 0 or more")
+
+
+def export_rows(name: str, w: torch.Tensor, bits: int, clip_sigmas: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """quantize_rows for the exporter: ValueError naming the tensor if a weight or a scale is not finite."""
+    codes, scales = quantize_rows(w, bits, clip_sigmas)
+    if not torch.isfinite(scales).all():  # either clip passes NaN and infinity on
+        raise ValueError(f"tensor {name}: weights up to {w.abs().max():.3g}; need finite ones, scales within float16")
+    return codes, scales
+
+
+class QuantizedWeights:
+    """Quantization-aware training by swapping weights, with no flag in the model.
+
+    swap_in() keeps each quantized parameter as a master and writes fake_quant(master) over it in place; forward and
+    backward then run on the quantized values; swap_out() writes the masters back, bit for bit, and the optimizer
+    steps them. The gradient at q(w) lands on w as it is: exactly the straight-through estimator (Bengio et al.,
+    arXiv 1308.3432), w + (q(w) - w).detach(). Compiled code sees the same tensors before and after QAT begins, so
+    nothing is traced again. Backward must come before swap_out(): autograd refuses a weight changed in between.
+
+    named_parameters: as model.named_parameters() gives them, a shared one once. Classes not in the table stay as
+    they are.
+    """
+
+    def __init__(self, named_parameters: Iterable[tuple[str, torch.Tensor]], table: QuantTable) -> None:
+        check_quant_table(table)
+        classes = [(parameter, tensor_class(name, parameter)) for name, parameter in named_parameters]
+        self.entries = [(parameter, *table[kind]) for parameter, kind in classes if kind in table]
+        self.masters: list[torch.Tensor] | None = None
+
+    @torch.no_grad()
+    def swap_in(self) -> None:
+        """Overwrite every quantized parameter with its fake-quantized value; RuntimeError if already swapped in."""
+        if self.masters is not None:
+            raise RuntimeError("QuantizedWeights: swap_in() called twice without swap_out()")
+        self.masters = [parameter.detach().clone() for parameter, _, _ in self.entries]
+        for (parameter, bits, clip_sigmas), master in zip(self.entries, self.masters, strict=True):
+            parameter.copy_(fake_quant(master, bits, clip_sigmas))
+
+    @torch.no_grad()
+    def swap_out(self) -> None:
+        """Write the masters back; RuntimeError if they are not swapped out."""
+        if self.masters is None:
+            raise RuntimeError("QuantizedWeights: swap_out() called without swap_in()")
+        for (parameter, _, _), master in zip(self.entries, self.masters, strict=True):
+            parameter.copy_(master)
+        self.masters = None
+
+    @contextlib.contextmanager
+    def quantized(self) -> Iterator[None]:
+        """`with weights.quantized():` around forward and backward; the masters return even after an exception."""
+        self.swap_in()
+        try:
+            yield
+        finally:
+            self.swap_out()
+# === end: quantization ===
+
+
+# === shared: artifact ===
+# One file, little endian: magic, version u32, header length u32, zstd(JSON header), data area, SHA-256 of the rest.
+# The header is what `header` is in write_artifact. Offsets count from the start of the data area; a crc32 is that of
+# the unpacked bytes. Codes are coded as bytes, code + 128. The k-th tensor with coder "rans" uses the k-th frequency
+# table of section "tables" and its own span of words; the lane states, which section "states" starts, run on from
+# tensor to tensor. Section "scales" holds the float16 row scales of all quantized tensors, one after the other.
+ARTIFACT_MAGIC = b"UNDERPAR"
+ARTIFACT_VERSION = 1
+ARTIFACT_PREFIX = struct.Struct("<8sII")
+MAX_HEADER_BYTES = 1 << 26
+RANS_BITS = 14  # at 14 bits the rounding of frequencies costs about 20 bytes per million codes, at 12 bits 150
+RANS_TOTAL = 1 << RANS_BITS
+RANS_LOW = 1 << 16  # every state stays in [2**16, 2**32), so a step moves at most one 16-bit word
+RANS_MAX_LANES = 1024  # a lane costs 3 bytes; fewer lanes are more, and slower, numpy calls
+SPAN_FIELDS = {"coder": str, "offset": int, "length": int, "crc32": int}
+TENSOR_FIELDS = {"name": str, "shape": list, "class": str, "bits": int, "quantizer": str, **SPAN_FIELDS}
+HEADER_FIELDS = {"settings": dict, "meta": dict, "lanes": int, "data_bytes": int, "sections": dict, "tensors": list}
+
+
+class ArtifactError(ValueError):
+    """An artifact file is damaged or is none; the message is one line that names what is wrong."""
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ArtifactError(message) unless the condition holds."""
+    if not condition:
+        raise ArtifactError(message)
+
+
+def rans_table(counts: np.ndarray) -> np.ndarray:
+    """Scale counts, int64 (256,), with at least two symbols present, to frequencies uint16 (256,) that sum to 2**14.
+
+    Every occurring symbol gets at least 1. What rounding leaves goes, one at a time, where it saves the most or costs
+    the fewest bits: the derivative of sum(counts * log2(f)) at the middle of the step is counts / (f +- 1/2).
+    """
+    table = np.where(counts > 0, np.maximum(1, np.rint(counts * (RANS_TOTAL / counts.sum()))), 0)
+    while (excess := int(table.sum()) - RANS_TOTAL) != 0:
+        if excess < 0:
+            table[np.argmax(counts / (table + 0.5))] += 1
+        else:
+            table[np.argmin(np.where(table > 1, counts / np.maximum(table - 0.5, 0.5), np.inf))] -= 1
+    return table.astype(np.uint16)
+
+
+def rans_lanes(symbols: int) -> int:
+    """Number of interleaved coders: a power of two, 1 per 8,192 symbols (a flush of 3 bytes each), 8 to 1,024."""
+    return min(RANS_MAX_LANES, max(8, 1 << (symbols // 8192).bit_length() >> 1))
+
+
+def rans_encode(tensors: list[np.ndarray], tables: list[np.ndarray], lanes: int) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Code tensors of symbols uint8 (n,), each with its table uint16 (256,), into one interleaved rANS stream.
+
+    Symbol i of a tensor belongs to lane i % lanes; the lanes' states run on from tensor to tensor, so the stream is
+    flushed once. Range ANS (Duda, arXiv 1311.2540) works like a stack: coding runs from the last symbol to the first.
+    Returns the states to start decoding from, uint32 (lanes,), and each tensor's words uint16 (W,), in the order they
+    are read. No table may give one symbol all of 2**14: f << 18 would overflow 32 bits.
+    """
+    state = np.full(lanes, RANS_LOW, np.uint32)
+    words = []
+    for symbols, table in zip(reversed(tensors), reversed(tables), strict=True):
+        frequency = table.astype(np.uint32)[symbols]
+        start = (np.cumsum(table, dtype=np.uint32) - table).astype(np.uint32)[symbols]
+        limit = frequency << (32 - RANS_BITS)
+        chunks = [np.empty(0, np.uint16)]
+        for begin in range((len(symbols) - 1) // lanes * lanes, -1, -lanes):
+            here = slice(begin, min(begin + lanes, len(symbols)))
+            x = state[: here.stop - begin]  # a view; the last symbols of a tensor may need only the first lanes
+            full = x >= limit[here]
+            chunks.append(x[full].astype(np.uint16))
+            x >>= full.astype(np.uint32) << 4
+            # x becomes (x // f << 14) + x % f + start, where x % f = x - x // f * f
+            x += x // frequency[here] * (RANS_TOTAL - frequency[here]) + start[here]
+        words.append(np.concatenate(chunks[::-1]))
+    return state, words[::-1]
+
+
+def rans_decode(states: np.ndarray, table: np.ndarray, words: np.ndarray, count: int) -> np.ndarray:
+    """Return the next `count` symbols, uint8 (count,), of a rans_encode stream and move the lanes' states in place.
+
+    Integers only: the same on every machine. ArtifactError unless the tensor uses up exactly its own words.
+    """
+    table = table.astype(np.uint32)
+    frequency = np.repeat(table, table)  # (2**14,), by slot
+    offset = np.arange(RANS_TOTAL, dtype=np.uint32) - np.repeat(np.cumsum(table, dtype=np.uint32) - table, table)
+    slots = np.empty(count, np.uint16)
+    position, lanes = 0, len(states)
+    for begin in range(0, count, lanes):
+        x = states[: count - begin]  # a view; the last symbols of a tensor may need only the first lanes
+        slot = x & (RANS_TOTAL - 1)
+        slots[begin : begin + lanes] = slot
+        x >>= RANS_BITS
+        x *= frequency[slot]
+        x += offset[slot]
+        low = np.flatnonzero(x < RANS_LOW)
+        require(position + len(low) <= len(words), "its rANS words are damaged, more are asked for than stored")
+        x[low] = x[low] << 16 | words[position : position + len(low)]
+        position += len(low)
+    require(position == len(words), f"its rANS words are damaged, {len(words) - position} are left over")
+    return np.repeat(np.arange(256, dtype=np.uint8), table)[slots]
+
+
+def pack_array(array: np.ndarray, level: int = 19) -> tuple[str, bytes]:
+    """Return the shorter of ("stored", bytes) and ("zstd", compressed bytes) of an array's byte planes.
+
+    Byte planes: the lowest bytes of all elements first; so sorted, scales and frequencies compress better.
+    """
+    raw = array.reshape(-1, 1).view(np.uint8).T.tobytes()
+    packed = zstandard.ZstdCompressor(level=level).compress(raw)
+    return ("zstd", packed) if len(packed) < len(raw) else ("stored", raw)
+
+
+def unpack_zstd(payload: bytes, limit: int) -> bytes:
+    """Decompress a frame of at most `limit` bytes; zstandard allocates what the frame declares, so that is checked."""
+    try:
+        size = zstandard.get_frame_parameters(payload).content_size
+        require(size <= limit, f"its zstd frame declares {size} bytes, the limit is {limit}")
+        return zstandard.ZstdDecompressor().decompress(payload, max_output_size=limit)
+    except zstandard.ZstdError as error:
+        raise ArtifactError(f"its zstd frame is damaged ({error})") from None
+
+
+def unpack_array(what: str, record: dict, area: bytes, dtype: str, count: int, rans: tuple = ()) -> np.ndarray:
+    """Return (count,) of a little-endian dtype from the data area; `rans`: lane states and table, where it may be used.
+
+    ArtifactError naming `what` if length, coder, content or CRC-32 is wrong.
+    """
+    coder, size = record["coder"], count * np.dtype(dtype).itemsize
+    payload = area[record["offset"] : record["offset"] + record["length"]]
+    try:
+        require(len(payload) == record["length"], f"its {record['length']} bytes do not lie in the data area")
+        if coder == "rans" and rans:
+            payload = rans_decode(*rans, np.frombuffer(payload[: len(payload) & ~1], "<u2"), count)
+        elif coder == "zstd":
+            payload = unpack_zstd(payload, size)
+        elif coder == "constant":
+            payload = payload[:1] * size
+        else:
+            require(coder == "stored", f"its coder {coder!r} is unknown")
+        require(len(payload) == size, f"it has {len(payload)} bytes where {size} belong")
+        array = np.frombuffer(payload, np.uint8).reshape(-1, max(1, count)).T.copy().view(dtype).reshape(count)
+        require(zlib.crc32(array) == record["crc32"], "its CRC-32 is wrong")
+    except ArtifactError as error:
+        raise ArtifactError(f"{what}: {error}") from None
+    return array
+
+
+@dataclass
+class PackedTensor:
+    """A tensor on its way into the file: its header record and payload, and what the shared sections need of it."""
+
+    record: dict
+    payload: bytes
+    scales: np.ndarray  # float16 (R,), empty for a control tensor
+    entropy_bytes: float = 0.0  # order-0, of the codes
+    symbols: np.ndarray | None = None  # uint8 (n,), if coded by rANS: the payload then comes from the shared stream
+    table: np.ndarray | None = None  # uint16 (256,), its rANS frequencies
+
+
+def pack_tensor(name: str, tensor: torch.Tensor, table: QuantTable) -> PackedTensor:
+    """Quantize and pack one tensor by its class; ValueError naming it if not floating, not finite or too large.
+
+    Codes take the smallest of "constant" (one byte), "stored", "zstd" and "rans"; the size by rANS is the code length
+    under the integer table, which the stream meets to a word per lane, plus that of the packed table.
+    """
+    if not tensor.is_floating_point():
+        raise ValueError(f"tensor {name}: is {tensor.dtype}, the artifact holds floating tensors only")
+    kind = tensor_class(name, tensor)
+    record = {"name": name, "shape": list(tensor.shape), "class": kind}
+    if kind not in table:
+        values = tensor.detach().to(control_dtype(name)).cpu()
+        if not torch.isfinite(values).all():
+            raise ValueError(f"tensor {name}: not every value is finite as {values.dtype}, its storage type")
+        array = values.contiguous().numpy().astype(f"<f{values.element_size()}")
+        coder, payload = pack_array(array)
+        record.update(bits=8 * array.itemsize, quantizer="none", coder=coder, crc32=zlib.crc32(array))
+        return PackedTensor(record, payload, np.empty(0, "<f2"))
+    codes, scales = export_rows(name, tensor.detach(), *table[kind])
+    symbols = codes.cpu().numpy().reshape(-1).view(np.uint8) ^ 0x80
+    counts = np.bincount(symbols, minlength=256)
+    seen = counts[counts > 0]
+    coder, payload = pack_array(symbols, level=19 if symbols.size < 1 << 16 else 1)
+    record.update(bits=table[kind][0], quantizer="rows", coder=coder, crc32=zlib.crc32(symbols))
+    entropy_bytes = float((seen * np.log2(symbols.size / seen)).sum() / 8)
+    packed = PackedTensor(record, payload, scales.cpu().numpy().astype("<f2"), entropy_bytes)
+    if len(seen) == 1:
+        record["coder"], packed.payload = "constant", symbols[:1].tobytes()
+        return packed
+    frequencies = rans_table(counts)
+    rans_bytes = (seen * (RANS_BITS - np.log2(frequencies[counts > 0]))).sum() / 8 + len(pack_array(frequencies)[1])
+    if rans_bytes < len(payload):
+        record["coder"], packed.symbols, packed.table = "rans", symbols, frequencies
+    return packed
+
+
+def write_artifact(
+    path: str | Path, tensors: dict[str, torch.Tensor], table: QuantTable, settings: dict, tokenizer_sha256: str,
+    meta: dict,
+) -> dict:  # fmt: skip
+    """Quantize the tensors by class, pack them into one file, written beside `path` and renamed; return statistics.
+
+    settings: what rebuilds the model; meta: anything else; both JSON. A class that the table leaves out is stored as
+    control tensors are. The same input gives the same bytes. Errors: see pack_tensor. Statistics: artifact_bytes;
+    bytes (tensor class or part of the file -> bytes); weights (quantized ones); bits_per_weight (of these, with their
+    scales, as stored); entropy_bytes (order-0, per tensor, of their codes).
+    """
+    check_quant_table(table)
+    packed = [pack_tensor(name, tensor, table) for name, tensor in tensors.items()]
+    streamed = [part for part in packed if part.symbols is not None]
+    lanes = rans_lanes(sum(part.symbols.size for part in streamed))
+    states, words = rans_encode([part.symbols for part in streamed], [part.table for part in streamed], lanes)
+    for part, own in zip(streamed, words, strict=True):
+        part.payload = own.astype("<u2").tobytes()
+    by_symbol = np.array([part.table for part in streamed], "<u2").reshape(-1, 256).T  # alike ones side by side
+    scales = np.concatenate([np.empty(0, "<f2"), *(part.scales for part in packed)])
+    sections = {}
+    for name, array in (("states", states.astype("<u4")), ("tables", by_symbol), ("scales", scales)):
+        array = np.ascontiguousarray(array)
+        coder, payload = pack_array(array)
+        sections[name] = {"coder": coder, "crc32": zlib.crc32(array)}
+        packed.append(PackedTensor(sections[name], payload, scales[:0]))
+    offset, sizes = 0, collections.Counter()
+    for part, label in zip(packed, [*(part.record["class"] for part in packed[:-3]), *sections], strict=True):
+        part.record.update(offset=offset, length=len(part.payload))
+        offset += len(part.payload)
+        sizes[label] += len(part.payload)
+    header = {
+        "settings": settings, "tokenizer_sha256": tokenizer_sha256, "meta": meta, "lanes": lanes, "data_bytes": offset,
+        "sections": sections, "tensors": [part.record for part in packed[:-3]],
+    }  # fmt: skip
+    text = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
+    text = zstandard.ZstdCompressor(level=19, write_checksum=True).compress(text)
+    data = ARTIFACT_PREFIX.pack(ARTIFACT_MAGIC, ARTIFACT_VERSION, len(text)) + text
+    data += b"".join(part.payload for part in packed)
+    beside = Path(path).with_name(Path(path).name + ".part")
+    beside.write_bytes(data + hashlib.sha256(data).digest())
+    os.replace(beside, path)
+    quantized = [record for record in header["tensors"] if record["quantizer"] == "rows"]
+    weights = sum(math.prod(record["shape"]) for record in quantized)
+    return {
+        "artifact_bytes": len(data) + 32,
+        "bytes": {**sizes, "header": len(data) - offset + 32},
+        "weights": weights,
+        "bits_per_weight": 8 * (sum(record["length"] for record in quantized) + sizes["scales"]) / max(1, weights),
+        "entropy_bytes": sum(part.entropy_bytes for part in packed),
+    }
+
+
+def check_fields(what: str, record: object, fields: dict[str, type]) -> None:
+    """ArtifactError unless the record is a dict with these fields of these types."""
+    valid = isinstance(record, dict) and all(isinstance(record.get(name), kind) for name, kind in fields.items())
+    require(valid, f"header: {what} is not a record of {', '.join(fields)}")
+
+
+def parse_header(data: bytes, max_weights: int) -> tuple[dict, bytes]:
+    """Return (header, data area) of an artifact's bytes; all that is allocated later is bounded by the checks here."""
+    require(data[:8] == ARTIFACT_MAGIC, f"magic: this is no underpar artifact, it begins with {data[:8]!r}")
+    require(len(data) >= ARTIFACT_PREFIX.size + 32, f"truncated: {len(data)} bytes are too few for an artifact")
+    _, version, length = ARTIFACT_PREFIX.unpack_from(data)
+    require(version == ARTIFACT_VERSION, f"version: the file says {version}, this code reads {ARTIFACT_VERSION}")
+    area = ARTIFACT_PREFIX.size + length
+    require(area + 32 <= len(data), f"header length: {length} bytes in a file of {len(data)}, truncated or damaged")
+    try:
+        header = json.loads(unpack_zstd(data[ARTIFACT_PREFIX.size : area], MAX_HEADER_BYTES))
+    except (ArtifactError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ArtifactError(f"header: {error}") from None
+    check_fields("top level", header, HEADER_FIELDS)
+    found, announced = len(data) - area - 32, header["data_bytes"]
+    require(found == announced, f"data: {found} bytes where {announced} belong, truncated or spliced")
+    for name in ("states", "tables", "scales"):
+        check_fields(f"section {name}", header["sections"].get(name), SPAN_FIELDS)
+    for record in header["tensors"]:
+        check_fields("a tensor", record, TENSOR_FIELDS)
+        shape, quantizer = record["shape"], record["quantizer"]
+        valid = all(isinstance(size, int) and 0 <= size <= max_weights for size in shape)
+        if quantizer == "rows":
+            valid = valid and len(shape) > 1 and 0 not in shape
+        else:
+            valid = valid and quantizer == "none" and record["bits"] in (16, 32)
+        require(valid, f"header: tensor {record['name']}: shape {shape}, {quantizer!r}, {record['bits']} bits")
+    weights = sum(math.prod(record["shape"]) for record in header["tensors"])
+    require(weights <= max_weights, f"header: {weights} weights, the limit is {max_weights}")
+    require(0 < header["lanes"] <= RANS_MAX_LANES, f"header: {header['lanes']} lanes, the limit is {RANS_MAX_LANES}")
+    return header, data[area:-32]
+
+
+def parse_artifact(data: bytes, max_weights: int) -> tuple[dict, dict[str, torch.Tensor]]:
+    """read_artifact from a file's bytes."""
+    header, area = parse_header(data, max_weights)
+    sections, records = header["sections"], header["tensors"]
+    rows = [record["shape"][0] if record["quantizer"] == "rows" else 0 for record in records]
+    streams = sum(record["coder"] == "rans" for record in records)
+    states = unpack_array("section states", sections["states"], area, "<u4", header["lanes"]).astype(np.uint32)
+    tables = unpack_array("section tables", sections["tables"], area, "<u2", 256 * streams).reshape(256, -1).T
+    scales = unpack_array("section scales", sections["scales"], area, "<f2", sum(rows)).astype(np.float16)
+    sums = tables.sum(1, dtype=np.int64)
+    require(not ((sums != RANS_TOTAL) | (tables.max(1) == RANS_TOTAL)).any(), "section tables: not rANS frequencies")
+    tensors, stream, row = {}, 0, 0
+    for record, count in zip(records, rows, strict=True):
+        what, weights = f"tensor {record['name']}", math.prod(record["shape"])
+        if record["quantizer"] == "rows":
+            rans = (states, tables[stream]) if record["coder"] == "rans" else ()
+            codes = unpack_array(what, record, area, "u1", weights, rans) ^ 0x80
+            codes = torch.from_numpy(codes.view(np.int8).reshape(count, -1))
+            tensor = dequantize_rows(codes, torch.from_numpy(scales[row : row + count]), record["shape"])
+            stream, row = stream + bool(rans), row + count
+        else:
+            array = unpack_array(what, record, area, f"<f{record['bits'] // 8}", weights)
+            tensor = torch.from_numpy(array.astype(np.float32)).reshape(record["shape"])
+        tensors[record["name"]] = tensor
+    require((states == RANS_LOW).all(), "section states: the decoder does not end where the encoder began")
+    intact = hashlib.sha256(data[:-32]).digest() == data[-32:]
+    require(intact, "SHA-256: the digest at the end of the file is not that of its bytes")
+    return header, tensors
+
+
+def read_artifact(path: str | Path, max_weights: int = 1 << 30) -> tuple[dict, dict[str, torch.Tensor]]:
+    """Return (header, name -> float32 tensor) of an artifact file, bit-exact on every machine.
+
+    Memory is bounded by the file, at most max_weights float32 weights, and the decoding of one tensor at a time.
+    ArtifactError, one line naming the file and the damaged part, if anything is not as it was written.
+    """
+    try:
+        return parse_artifact(Path(path).read_bytes(), max_weights)
+    except ArtifactError as error:
+        raise ArtifactError(f"{path}: {error}") from None
+# === end: artifact ===
+
+
+# === shared: evaluation ===
+@dataclass
+class Score:
+    """A model's score on a token sequence; `bpb` is nats / ln 2 / bytes, over all of them."""
+
+    nats: float
+    tokens: int
+    bytes: int
+
+    @property
+    def loss(self) -> float:
+        """Nats per token."""
+        return self.nats / self.tokens
+
+    @property
+    def bpb(self) -> float:
+        """Bits per byte."""
+        return self.nats / math.log(2) / self.bytes
+
+    def __str__(self) -> str:
+        return (f"loss:{self.loss:.4f} bpb:{self.bpb:.4f} nats:{self.nats:.1f} tokens:{self.tokens} bytes:{self.bytes} "
+                f"bytes_per_token:{self.bytes / self.tokens:.4f}")
+
+
+def windows(count: int, seq_len: int, stride: int) -> list[tuple[int, int, int]]:
+    """Windows that score each of `count` predictions once: (begin, first scored, end), in token positions.
+
+    stride = seq_len: plain windows that do not overlap, the last one shorter. A smaller stride: each window but the
+    first scores its last `stride` positions with the full context before them.
+    """
+    found, done = [], 0
+    while done < count:
+        end = min(count, done + (stride if done else seq_len))
+        found.append((done if stride == seq_len else max(0, end - seq_len), done, end))
+        done = end
+    return found
+
+
+@torch.no_grad()
+def score_tokens(model: Callable, tokens: np.ndarray, tokenizer: Tokenizer, runtime: Runtime, seq_len: int, stride: int,
+                 batch: int) -> Score:
+    """Score tokens[1:], each once, given what its window shows before it. tokens (N,); `batch` windows a forward.
+
+    The first token is scored by nothing and must be one of no bytes (BOS), else the bytes would be short.
+    """
+    if tokenizer.byte_counts[tokens[0]]:
+        raise UserError(f"validation does not begin with a document's first token (BOS), but with token {tokens[0]}")
+    todo = windows(len(tokens) - 1, seq_len, stride)
+    if len(todo) == 1 and todo[0][2] < seq_len:
+        raise UserError(f"validation has {len(tokens) - 1} predictions: shorter than one window of {seq_len} (TRAIN_SEQ_LEN)")
+    todo = todo[runtime.rank :: runtime.world_size]
+    nats = torch.zeros(2, dtype=torch.float64, device=runtime.device)
+    for at in range(0, len(todo), batch):
+        ids = np.zeros((batch, seq_len), dtype=np.int64)
+        targets = np.full((batch, seq_len), -1, dtype=np.int64)
+        for row, (begin, first, end) in enumerate(todo[at : at + batch]):
+            ids[row, : end - begin] = tokens[begin:end]
+            targets[row, first - begin : end - begin] = tokens[first + 1 : end + 1]
+        target = torch.from_numpy(targets).to(runtime.device)
+        losses = model(torch.from_numpy(ids).to(runtime.device), target)
+        nats += torch.stack([losses.double().sum(), (target >= 0).sum().double()])
+    total, scored = runtime.sum(nats).tolist()
+    assert int(scored) == len(tokens) - 1, f"scored {scored} of {len(tokens) - 1} predictions"
+    return Score(total, len(tokens) - 1, int(token_bytes(tokenizer, tokens[:-1], tokens[1:]).sum()))
+
+
+def check_bytes(count: int, manifest: dict) -> None:
+    """Raises UserError unless the validation bytes scored are those the manifest counted when data was prepared."""
+    expected = manifest["val"]["decoded_bytes"]
+    if count != expected:
+        raise UserError(f"validation bytes: the tokenizer's table counts {count}, manifest.json says {expected}; "
+                        "a bits-per-byte score with a wrong byte count is no score")
+
+
+def count_model_nats(train: np.ndarray, val: np.ndarray, vocab_size: int) -> tuple[float, float]:
+    """Nats of bigram and trigram count models of `train` on val[1:], Witten-Bell smoothed down to uniform.
+
+    p(t | h) = (c(h t) + n(h) p(t | h')) / (c(h) + n(h)), n(h) the number of different tokens seen after h, h' one
+    token shorter (Witten and Bell 1991, method C). The scale to read a score on: no gradient made these.
+    """
+    def grams(tokens: np.ndarray, order: int) -> np.ndarray:  # keys of the last `order` tokens at positions >= 1
+        padded = np.concatenate([np.full(max(0, order - 2), vocab_size), tokens]).astype(np.int64)
+        keys = np.zeros(len(tokens) - 1, dtype=np.int64)
+        for back in range(order - 1, -1, -1):
+            at = max(0, order - 2) + 1 - back
+            keys = keys * (vocab_size + 1) + padded[at : at + len(keys)]
+        return keys
+
+    def look_up(keys: np.ndarray, counts: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+        at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+        return np.where(keys[at] == wanted, counts[at], 0)
+
+    p = np.full(len(val) - 1, 1.0 / vocab_size)
+    nats = []
+    for order in (1, 2, 3):
+        keys, counts = np.unique(grams(train, order), return_counts=True)
+        histories, first = np.unique(keys // (vocab_size + 1), return_index=True)
+        kinds = np.diff(np.append(first, len(keys)))
+        totals = np.add.reduceat(counts, first)
+        wanted = grams(val, order)
+        seen = look_up(histories, totals, wanted // (vocab_size + 1))
+        different = look_up(histories, kinds, wanted // (vocab_size + 1))
+        p = np.where(seen > 0, (look_up(keys, counts, wanted) + different * p) / np.maximum(seen + different, 1), p)
+        nats.append(float(-np.log(p).sum()))
+    return nats[1], nats[2]
+
+
+def yardsticks(train: np.ndarray, val: np.ndarray, tokenizer: Tokenizer) -> dict[str, float]:
+    """Bits per byte of the same validation bytes by count models and by general compressors."""
+    text = tokenizer.decode_bytes(val)
+    to_bpb = 1 / math.log(2) / len(text)
+    bigram, trigram = count_model_nats(train, val, tokenizer.vocab_size)
+    zstd = zstandard.ZstdCompressor(level=22).compress(text)
+    return {"bigram_bpb": bigram * to_bpb, "trigram_bpb": trigram * to_bpb,
+            "zstd22_bpb": 8 * len(zstd) / len(text), "xz_bpb": 8 * len(lzma.compress(text, preset=9)) / len(text)}
+# === end: evaluation ===
+
+
+# -------------------------------------------------------------------------------------------------------------- main
+YARDSTICK_TOKENS = 50_000_000  # training tokens the count models see at most: their memory is about 100 bytes a token
+
+
+class Batches:
+    """The training stream as micro-batches. Step s reads the same tokens whatever the number of ranks.
+
+    Row r of all R rows of a batch starts at r / R of the stream and goes on by one window a step: the rows of a batch
+    come from far apart, and after an epoch each row goes on with its neighbour's part.
+    """
+
+    def __init__(self, stream: TokenStream, settings: Settings, runtime: Runtime):
+        self.stream, self.runtime = stream, runtime
+        self.seq_len, self.tokens = settings.train_seq_len, settings.train_batch_tokens
+        rows, uneven = divmod(self.tokens, self.seq_len)
+        if uneven or rows % runtime.world_size:
+            raise UserError(f"TRAIN_BATCH_TOKENS={self.tokens}: must be a multiple of TRAIN_SEQ_LEN x ranks = "
+                            f"{self.seq_len} x {runtime.world_size}")
+        if len(stream) <= self.tokens:
+            raise UserError(f"DATA_PATH={settings.data_path!r}: {len(stream)} training tokens beside the held-out ones, "
+                            f"fewer than one batch of TRAIN_BATCH_TOKENS={self.tokens}")
+        self.rows = rows // runtime.world_size  # of this rank, a step
+        most = settings.micro_batch_tokens or (65536 if runtime.device.type == "cuda" else 4096)
+        if settings.micro_batch_tokens and settings.micro_batch_tokens < self.seq_len:
+            raise UserError(f"MICRO_BATCH_TOKENS={settings.micro_batch_tokens}: must be at least TRAIN_SEQ_LEN={self.seq_len}")
+        self.micro_rows = max(r for r in range(1, self.rows + 1) if self.rows % r == 0 and (r == 1 or r * self.seq_len <= most))
+
+    def micro_batches(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """(ids, targets) of this rank's share of step `step`, each (micro_rows, seq_len)."""
+        own = self.runtime.rank * self.rows
+        all_rows = self.rows * self.runtime.world_size
+        for row in range(own, own + self.rows, self.micro_rows):
+            starts = [at * len(self.stream) // all_rows + step * self.seq_len for at in range(row, row + self.micro_rows)]
+            tokens = torch.from_numpy(np.stack([self.stream.read(start, self.seq_len + 1) for start in starts]))
+            if self.runtime.device.type == "cuda":
+                tokens = tokens.pin_memory().to(self.runtime.device, non_blocking=True)
+            yield tokens[:, :-1], tokens[:, 1:]
+
+
+def forward_backward(model: Callable, batches: Batches, step: int) -> Tensor:
+    """Gradients of the mean loss over the global batch, this rank's part; returns this rank's part of that mean."""
+    loss = torch.zeros((), device=batches.runtime.device)
+    for ids, targets in batches.micro_batches(step):
+        part = model(ids, targets).sum() / batches.tokens
+        part.backward()
+        loss += part.detach()
+    return loss
+
+
+def warm_up(model: Callable, network: GPT, optimizers: Optimizers, weights: QuantizedWeights, batches: Batches,
+            settings: Settings) -> None:
+    """Run untimed steps that compile and allocate everything, then put weights and optimizer back as they were."""
+    before = [param.detach().clone() for param in network.parameters()]
+    good = torch.zeros((), dtype=torch.bool, device=batches.runtime.device)
+    try:
+        for step in range(settings.warmup_steps):
+            with weights.quantized():
+                forward_backward(model, batches, step)
+            optimizers.reduce_gradients(batches.runtime, settings.grad_clip_norm)
+            optimizers.step(0.0, settings.muon_momentum, good)
+            optimizers.zero_grad()
+        with torch.no_grad():
+            model(*next(batches.micro_batches(0)))
+    except torch.OutOfMemoryError:
+        raise UserError(f"out of memory with {batches.micro_rows * batches.seq_len} tokens a forward; set "
+                        f"MICRO_BATCH_TOKENS to less (the global batch stays the same)") from None
+    with torch.no_grad():
+        torch._foreach_copy_([param.detach() for param in network.parameters()], before)
+    optimizers.reset()
+
+
+def report(log: Log, settings: Settings, clock: Clock, step: int, result: tuple[float, bool], state: str) -> None:
+    """Log `step`, whose (loss, bad) has arrived. Raises FloatingPointError if its loss or gradient was not finite."""
+    loss, bad = result
+    seconds = clock.seconds[-1]
+    if bad or not math.isfinite(loss):
+        raise FloatingPointError(f"step {step}: loss {loss} or its gradient is not finite; weights are those before it")
+    done, total = step + 1, settings.iterations or "?"
+    line = (f"step:{done}/{total} train_loss:{loss:.4f} {state} train_time:{1000 * seconds:.0f}ms "
+            f"step_avg:{1000 * seconds / done:.2f}ms tok_s:{settings.train_batch_tokens * done / max(seconds, 1e-9):.0f}")
+    if done % settings.train_log_every == 0 or done <= 5:
+        log(line)
+    else:
+        left = f"{clock.budget - seconds:.0f} s left " if clock.budget else ""
+        log.progress(left + line)
+
+
+def train(model: Callable, optimizers: Optimizers, weights: QuantizedWeights, averages: dict[str, Average],
+          batches: Batches, plan: Plan, clock: Clock, settings: Settings, log: Log, validate: Callable[[], Score]) -> int:
+    """The training loop; returns the number of steps. Raises FloatingPointError naming a non-finite step."""
+    step, state = 0, ""
+    clock.start()
+    while True:
+        last_step = clock.is_last(step)
+        if settings.val_loss_every and step and step % settings.val_loss_every == 0 and not last_step:
+            clock.stop()
+            log(f"step:{step} val_{validate()}")
+            clock.start()
+        if last_step:
+            break
+
+        # Weights are quantized for forward and backward alone; the gradient lands on the masters (straight through).
+        with weights.quantized() if plan.on("qat") else contextlib.nullcontext():
+            loss = forward_backward(model, batches, step)
+        norm = optimizers.reduce_gradients(batches.runtime, settings.grad_clip_norm)
+        bad = ~torch.isfinite(norm)
+
+        previous = clock.receive()  # of the step before: the device is long past it, so nobody waits
+        if previous is not None:
+            report(log, settings, clock, step - 1, previous, state)
+        progress = clock.progress(step)
+        begun = plan.advance(step, progress)
+        for name in begun:
+            log(f"phase: {name} begins at step {plan.phases[name].start_step}, {progress:.1%} of the run")
+        multiplier, momentum = plan.multiplier(progress), plan.momentum(progress)
+        state = f"lr_mul:{multiplier:.4f} progress:{progress:.4f}"
+        optimizers.step(multiplier, momentum, bad)
+        optimizers.zero_grad()
+        for name, average in averages.items():
+            if "qat" in begun:  # an average of weights that never saw the quantizer does not fit it
+                average.restart()
+            elif plan.on(name):
+                average.update(progress)
+        clock.send(loss, bad)
+        step += 1
+
+    batches.runtime.synchronize()
+    clock.stop()
+    report(log, settings, clock, step - 1, clock.receive(), state)
+    return step
+
+
+def choose_weights(model: Callable, network: GPT, averages: dict[str, Average], weights: QuantizedWeights,
+                   score: Callable[[Callable], Score], log: Log) -> str:
+    """Load into `network` whichever of raw, EMA and SWA weights scores best, quantized, on held-out training tokens."""
+    scores = {}
+    for name in ("raw", *(name for name, average in averages.items() if average.count)):
+        with averages[name].applied() if name != "raw" else contextlib.nullcontext(), weights.quantized():
+            scores[name] = score(model)
+        log(f"weights: {name} quantized, on held-out training tokens {scores[name]}")
+    best = min(scores, key=lambda name: scores[name].nats)
+    log(f"weights: {best} chosen")
+    if best != "raw":
+        with torch.no_grad():
+            torch._foreach_copy_([param.detach() for param in network.parameters()], averages[best].values)
+    return best
+
+
+def rebuild(path: Path, runtime: Runtime) -> GPT:
+    """The network that an artifact file holds, from that file alone."""
+    header, tensors = read_artifact(path)
+    network = GPT(ModelConfig(**header["settings"]))
+    network.load_state_dict(tensors)
+    return network.to(runtime.device)
+
+
+def count_parameters(network: GPT) -> dict[str, int]:
+    """Parameters by the class the exporter puts them in, and all of them."""
+    counts = {"matrix": 0, "embedding": 0, "control": 0}
+    for name, param in network.named_parameters():
+        counts[tensor_class(name, param)] += param.numel()
+    return {**counts, "total": sum(counts.values())}
+
+
+def start_log(settings: Settings, runtime: Runtime, folder: Path | None, plan: Plan, network: GPT, batches: Batches,
+              manifest: dict) -> Log:
+    """Open the log: source, a rule, command line, commit, machine, settings, parameters, batch, data, plan."""
+    log = Log(folder / "log.txt" if folder else None)
+    log(Path(__file__).read_text(encoding="utf-8") + "\n" + "=" * 120, terminal=False)
+    machine = describe_machine(runtime)
+    log(f"command: {' '.join([sys.executable, *sys.argv])}", terminal=False)
+    log(f"commit:{git_commit()} hardware:{machine['hardware']} " +
+        " ".join(f"{name}:{version}" for name, version in machine["versions"].items()))
+    log(settings_table(settings))
+    log("parameters: " + " ".join(f"{name}:{count}" for name, count in count_parameters(network).items())
+        + f" layers: {network.config.layers}")
+    log(f"batch: {batches.tokens} tokens a step = {runtime.world_size} ranks x {batches.rows // batches.micro_rows} micro-steps "
+        f"x {batches.micro_rows} windows x {batches.seq_len} tokens")
+    log(f"data: {manifest['name']} train {manifest['train']['tokens']} tokens in {len(manifest['train']['shards'])} shards, "
+        f"val {manifest['val']['tokens']} tokens, {manifest['val']['decoded_bytes']} bytes, "
+        f"overlap {manifest['overlap_documents']} documents")
+    log(plan.describe())
+    return log
+
+
+def open_data(settings: Settings) -> tuple[Tokenizer, dict, TokenStream, np.ndarray]:
+    """(tokenizer, manifest, training stream, validation tokens), checked against each other before any training."""
+    manifest = load_manifest(settings.data_path)
+    named = manifest["tokenizer"]["file"]
+    beside = named if named == "bytes" else Path(settings.data_path) / named
+    tokenizer = load_tokenizer(settings.tokenizer_path or beside)
+    if settings.vocab_size not in (0, tokenizer.vocab_size):
+        raise UserError(f"VOCAB_SIZE={settings.vocab_size}: the tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens")
+    check_dataset(settings.data_path, tokenizer, manifest)
+    train = TokenStream(shard_paths(settings.data_path, manifest, "train"), settings.holdout_tokens, tokenizer.vocab_size)
+    val = TokenStream(shard_paths(settings.data_path, manifest, "val"), 0, tokenizer.vocab_size)
+    tokens = val.read(0, len(val))
+    check_bytes(int(token_bytes(tokenizer, tokens[:-1], tokens[1:]).sum()), manifest)
+    if len(tokens) <= settings.train_seq_len:
+        raise UserError(f"validation has {len(tokens)} tokens: fewer than one window of TRAIN_SEQ_LEN={settings.train_seq_len}")
+    return tokenizer, manifest, train, tokens
+
+
+def pack(network: GPT, table: QuantTable, path: Path, tokenizer: Tokenizer, runtime: Runtime, meta: dict) -> dict:
+    """Write the artifact (rank 0) and return its sizes, with the bytes of script and config beside it."""
+    stats = {}
+    if runtime.rank == 0:
+        stats = write_artifact(path, network.state_dict(), table, asdict(network.config), tokenizer.sha256, meta)
+    if runtime.distributed:
+        dist.barrier()
+    code = len(Path(__file__).read_bytes())
+    if os.environ.get("CONFIG"):
+        code += len(Path(os.environ["CONFIG"]).read_bytes())
+    size = path.stat().st_size
+    return {"artifact": str(path), "artifact_sha256": sha256_file(path), "artifact_bytes": size, "code_bytes": code,
+            "total_bytes": size + code, "bytes_by_class": stats.get("bytes_by_class", {})}
+
+
+def write_result(folder: Path, result: dict, log: Log) -> None:
+    """result.json, and the same keys at the end of the log."""
+    (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    log("---")
+    for key, value in result.items():
+        if not isinstance(value, dict):
+            log(f"{key}: {value}")
+
+
+def train_gpt(settings: Settings) -> int:
+    """One run from settings to result.json; the exit code. Raises UserError before the first step."""
+    begin = time.perf_counter()
+    plan = Plan(settings)
+    runtime = start_runtime(settings.device)
+    tokenizer, manifest, stream, val_tokens = open_data(settings)
+    batches = Batches(stream, settings, runtime)
+    config = model_config(settings, tokenizer.vocab_size, tokenizer.bos_id)
+    torch.manual_seed(settings.seed)
+    network = GPT(config).to(runtime.device)
+    run_id = settings.run_id or time.strftime("run_%Y%m%d_%H%M%S")
+    folder = Path(settings.out_dir) / run_id
+    if runtime.rank == 0:
+        make_run_folder(settings.out_dir, run_id)
+        if tokenizer.processor:
+            (folder / "tokenizer.model").write_bytes(tokenizer.processor.serialized_model_proto())
+    log = start_log(settings, runtime, folder if runtime.rank == 0 else None, plan, network, batches, manifest)
+
+    model = torch.compile(network, dynamic=False, fullgraph=True) if settings.compile else network
+    optimizers = Optimizers(network, settings, runtime)
+    table = {"matrix": (settings.matrix_bits, settings.matrix_clip_sigmas),
+             "embedding": (settings.embed_bits, settings.embed_clip_sigmas)}
+    weights = QuantizedWeights(network.named_parameters(), table)
+    params = list(network.parameters())
+    memory = {"ema": settings.ema_memory_frac, "swa": None}
+    averages = {name: Average(params, memory[name]) for name in memory if getattr(settings, name)}
+    clock = Clock(settings.iterations, max(0.0, settings.max_wallclock_seconds - settings.reserve_seconds), runtime)
+
+    def score(of: Callable, tokens: np.ndarray = val_tokens, stride: int = settings.train_seq_len) -> Score:
+        return score_tokens(of, tokens, tokenizer, runtime, settings.train_seq_len, stride, batches.micro_rows)
+
+    warm_up(model, network, optimizers, weights, batches, settings)
+    log(f"set-up and warm-up: {time.perf_counter() - begin:.1f} s, outside the clock")
+    steps = train(model, optimizers, weights, averages, batches, plan, clock, settings, log, lambda: score(model))
+
+    clock.start()
+    held_out = np.concatenate([[tokenizer.bos_id], stream.tail()])
+    chosen = choose_weights(model, network, averages, weights, lambda of: score(of, held_out), log)
+    runtime.synchronize()
+    clock.stop()
+    log(plan.table())
+    log(f"clock: {clock.elapsed():.1f} s of training and choosing, MAX_WALLCLOCK_SECONDS={settings.max_wallclock_seconds}")
+
+    before = score(model)
+    log(f"before quantization: val_{before}")
+    sizes = pack(network, table, folder / "model.upar", tokenizer, runtime,
+                 {"run_id": run_id, "steps": steps, "seed": settings.seed, "tokenizer": tokenizer.name})
+    packed = rebuild(folder / "model.upar", runtime)
+    packed_model = torch.compile(packed, dynamic=False, fullgraph=True) if settings.compile else packed
+    final = score(packed_model)
+    check_bytes(final.bytes, manifest)
+    log(f"from the artifact: val_{final}")
+    sliding = {}
+    if settings.eval_stride:
+        rolling = score(packed_model, stride=min(settings.eval_stride, settings.train_seq_len))
+        log(f"from the artifact: sliding val_{rolling} stride:{settings.eval_stride} context:{settings.train_seq_len}")
+        sliding = {"val_bpb_sliding": rolling.bpb, "sliding_stride": settings.eval_stride}
+    if runtime.rank:
+        dist.destroy_process_group()
+        return 0
+
+    machine = describe_machine(runtime)
+    result = {
+        "script": Path(__file__).name, "run_id": run_id, "seed": settings.seed, "commit": git_commit(),
+        "code_sha256": sha256_file(__file__), "manifest_sha256": sha256_file(Path(settings.data_path) / "manifest.json"),
+        "tokenizer_sha256": tokenizer.sha256, **machine, "world_size": runtime.world_size, "steps": steps,
+        "tokens": steps * batches.tokens, "train_seconds": clock.elapsed(), "total_seconds": time.perf_counter() - begin,
+        "peak_memory_mib": peak_memory(runtime) / 2**20, "params": count_parameters(network), "weights": chosen,
+        "val_loss": final.loss, "val_bpb": final.bpb, **sliding, "val_nats": final.nats, "val_tokens": final.tokens,
+        "val_bytes": final.bytes, "bytes_per_token": final.bytes / final.tokens,
+        "before_quantization": {"val_loss": before.loss, "val_bpb": before.bpb},
+        **yardsticks(stream.read(0, min(len(stream), YARDSTICK_TOKENS)), val_tokens, tokenizer), **sizes,
+        "phases": {phase.name: {"planned": phase.start, "start_step": phase.start_step,
+                                "start_progress": phase.start_progress, "steps": phase.steps} for phase in plan.phases.values()},
+        "events": [], "settings": asdict(settings),
+    }
+    write_result(folder, result, log)
+    if runtime.distributed:
+        dist.destroy_process_group()
+    return verdict(result, plan, settings, log)
+
+
+def verdict(result: dict, plan: Plan, settings: Settings, log: Log) -> int:
+    """Exit code of a finished run: 1, with a line each, for what makes its result no result."""
+    faults = [f"phase {name} was enabled and never fired" for name in plan.never_fired()]
+    if result["total_bytes"] > settings.artifact_bytes_max:
+        faults.append(f"{result['total_bytes']} bytes of code and artifact exceed ARTIFACT_BYTES_MAX={settings.artifact_bytes_max}")
+    for fault in faults:
+        log(f"error: {fault}; everything was saved")
+    return 1 if faults else 0
+
+
+def main() -> int:
+    """Exit code: 0, 1 for a run that failed, 2 for a mistake in settings or data (one line each)."""
+    try:
+        settings, _ = load_settings(Settings, dict(os.environ))
+        return train_gpt(settings)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except FloatingPointError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
