@@ -38,13 +38,13 @@ from torch import Tensor, nn
 @dataclass(frozen=True)
 class Settings:
     artifact: str = ""  # the model: a model.upar file
-    tokenizer_path: str = ""  # a SentencePiece .model, or "bytes"; empty: the one beside the artifact
+    tokenizer_path: str = ""  # a SentencePiece .model, or "bytes"; empty: the one beside data or artifact
     prompt: str = ""  # text to go on from; empty: a document's beginning
     num_samples: int = 1  # how many continuations
     max_new_tokens: int = 100  # length of each, at most
     temperature: float = 0.8  # of the distribution; 0: always the likeliest token
     top_k: int = 50  # draw from this many likeliest tokens; 0: from all
-    seed: int = 1337  # of the draws
+    seed: int = 1337  # of every random draw
     device: str = "auto"  # auto, cpu or cuda
 
 
@@ -122,11 +122,11 @@ def read_config(path: str) -> dict[str, str]:
     return values
 
 
-def load_settings(cls: type, environ: dict[str, str]) -> tuple:
+def load_settings(cls: type, environ: dict[str, str]):
     """Settings of dataclass `cls` from the file CONFIG names and from `environ`, which wins.
 
-    Returns (settings, names set by either). Raises UserError for an unknown name in the file, for a name in the
-    environment that only other scripts read or that is a near miss of a setting, and for a wrong value.
+    Raises UserError for an unknown name in the file, for a name in the environment that only other scripts read or
+    that is a near miss of a setting, and for a wrong value.
     """
     kinds = {field.name.upper(): field.type for field in fields(cls)}
     config = read_config(environ["CONFIG"]) if environ.get("CONFIG") else {}
@@ -138,14 +138,16 @@ def load_settings(cls: type, environ: dict[str, str]) -> tuple:
     for name in config:
         if name not in kinds:
             near = nearest(name, 0.6)
-            raise UserError(f"{environ['CONFIG']}: unknown setting {name}" + (f"; did you mean {near}?" if near else ""))
+            hint = f"; did you mean {near}?" if near else ""
+            raise UserError(f"{environ['CONFIG']}: unknown setting {name}{hint}")
     for name in sorted(set(environ) - set(kinds) - ignored - {"CONFIG", "IGNORE_ENV"}):
         near = nearest(name, 0.6 if name in FOREIGN_NAMES else 0.85)
         if name in FOREIGN_NAMES or near:
-            hint = f"did you mean {near}?" if near else "this script has no such setting."
-            raise UserError(f"{name}={environ[name]!r} is not a setting of this script: {hint} (IGNORE_ENV={name} lets it be)")
+            hint = f"did you mean {near}?" if near else "its settings stand at its top."
+            raise UserError(f"{name}={environ[name]!r}: no setting of this script; {hint} IGNORE_ENV={name} lets it be")
     given = {**config, **{name: environ[name] for name in kinds if name in environ}}
-    return cls(**{name.lower(): parse_setting(name.lower(), text, kinds[name]) for name, text in given.items()}), set(given)
+    values = {name.lower(): parse_setting(name.lower(), text, kinds[name]) for name, text in given.items()}
+    return cls(**values)
 
 
 def settings_table(settings) -> str:
@@ -195,7 +197,6 @@ def start_runtime(device: str) -> Runtime:
     place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(place)
-        torch.set_float32_matmul_precision("high")
     else:
         torch.set_flush_denormal(True)  # GDN's decays reach them, and the CPU is 10 times slower on them
     if "RANK" in os.environ:
@@ -258,7 +259,8 @@ def git_commit() -> str:
     folder = Path(__file__).resolve().parent
 
     def ask(*words: str) -> str:
-        return subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=True).stdout.strip()
+        command = ["git", "-C", str(folder), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
         return ask("rev-parse", "HEAD") + ("+" if ask("status", "--porcelain", "--untracked-files=no") else "")
@@ -507,7 +509,7 @@ class TokenStream:
 # === shared: model ===
 ARCH_PRESETS = {"D": "g g g g g s1 g g g g g s1"}
 CONV_TAPS = 4  # of GDN's short convolution, the current token included
-DOCUMENT_DECAY = -60.0  # log decay at a document's first token: e^-60 forgets the state; -1e4 would cost float32 accuracy
+DOCUMENT_DECAY = -60.0  # log decay at a document's first token: e^-60 forgets the state; -1e4 would cost digits
 
 
 @dataclass(frozen=True)
@@ -710,58 +712,59 @@ class GatedDeltaChunks(torch.autograd.Function):
     Per chunk of C tokens, with G the running sum of g from the chunk's start and D_ij = exp(G_i - G_j) for i >= j:
     A = tril(beta KK^T D, -1), T = (I + A)^-1, U = T beta V, W = T beta exp(G) K, P = QK^T D; after the scan over
     chunks O = exp(G) Q S + P new. Inputs are chunk-major: q, k (N*M, C, K); v (N*M, C, V); g, beta (N*M, C);
-    state (M, K, V). Matrix products take operands of v's dtype; G, D, T and S have the dtype of g.
+    state (M, K, V). Matrix products take operands of v's dtype; D, T and S have the dtype of g.
     """
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         dtype, m = v.dtype, state.shape[0]
-        total = g.cumsum(-1)
-        grow = total.exp()
+        # float64: a long run of strong decay, or a reset, would leave few digits in the differences of a float32 sum.
+        total = g.double().cumsum(-1)
+        grow, shrink = total.to(g.dtype).exp(), (total[:, -1:] - total).to(g.dtype).exp()  # (N*M, C)
         upper = torch.ones(g.shape[-1], g.shape[-1], dtype=torch.bool, device=g.device).triu(1)
-        # Masked before exp: above the diagonal the difference is positive and would overflow, and inf * 0 is NaN.
-        d = (total[..., None] - total[..., None, :]).masked_fill(upper, float("-inf")).exp()  # (N*M, C, C)
+        # Masked before exp, which would overflow above the diagonal.
+        gap = (total[..., None] - total[..., None, :]).to(g.dtype)
+        d = gap.masked_fill_(upper, float("-inf")).exp_()  # (N*M, C, C)
         kk = torch.bmm(k, k.mT).to(d.dtype).mul_(d)
         p = torch.bmm(q, k.mT).mul_(d)
         t = gdn_inverse(beta[..., None] * kk)
         u = torch.bmm((t * beta[..., None, :]).to(dtype), v)
         w = torch.bmm((t * (beta * grow)[..., None, :]).to(dtype), k)
-        k_end = (k * (total[..., -1:] - total).exp()[..., None]).to(dtype)
+        k_end = (k * shrink[..., None]).to(dtype)
         states, new = gdn_scan(w, u, k_end, grow[..., -1], state)
         t, s = t.to(dtype), states[:-m].to(dtype)
         o = torch.baddbmm(torch.bmm(p, new), (q * grow[..., None]).to(dtype), s)
-        ctx.save_for_backward(q, k, v, total, beta, d, kk, p, t, u, w, k_end, s, new)
+        ctx.save_for_backward(q, k, v, grow, shrink, beta, d, kk, p, t, u, w, k_end, s, new)
         return o, states[-m:].clone()
 
     @staticmethod
     def backward(ctx, d_o: Tensor, d_last: Tensor) -> tuple[Tensor, ...]:
-        q, k, v, total, beta, d, kk, p, t, u, w, k_end, s, new = ctx.saved_tensors
+        q, k, v, grow, shrink, beta, d, kk, p, t, u, w, k_end, s, new = ctx.saved_tensors
         dtype, m = v.dtype, d_last.shape[0]
-        grow, b = total.exp()[..., None], beta[..., None]  # (N*M, C, 1)
-        decay, d_o, q_grow = grow[:, -1, 0].contiguous(), d_o.contiguous(), (q * grow).to(dtype)
+        decay, d_o, q_grow = grow[:, -1].contiguous(), d_o.contiguous(), (q * grow[..., None]).to(dtype)
         r, d_new = gdn_scan_backward(torch.bmm(p.mT, d_o), torch.bmm(q_grow.mT, d_o), w, k_end, decay, d_last)
         r_next = r[m:].to(dtype)
         d_bv = torch.bmm(t.mT, d_new)  # gradient of beta V
         d_bk = torch.bmm(t.mT, torch.bmm(d_new, s.mT)).neg_()  # gradient of beta exp(G) K
         d_a = torch.baddbmm(torch.bmm(d_bv, u.mT), d_bk, w.mT, beta=-1, alpha=-1).to(d.dtype).tril(-1)
         d_p = torch.bmm(d_o, new.mT)
-        a_kk, p_qk, read = d_a * kk, d_p * p, (d_bk * k).sum(-1, dtype=d.dtype) * total.exp()
+        a_kk, p_qk, read = d_a * kk, d_p * p, (d_bk * k).sum(-1, dtype=d.dtype) * grow
         d_beta = a_kk.sum(-1) + (d_bv * v).sum(-1, dtype=d.dtype) + read
-        d_q = torch.bmm(d_o, s.mT) * grow
-        d_k = torch.bmm(new, r_next.mT) * (total[:, -1:] - total).exp()[..., None]
-        # G_i enters through exp(G_i - G_j) of earlier tokens j, exp(G_i) and exp(G_C - G_i). The terms with i = j and
+        d_q = torch.bmm(d_o, s.mT) * grow[..., None]
+        d_k = torch.bmm(new, r_next.mT) * shrink[..., None]
+        # G_i enters by exp(G_i - G_j) of earlier tokens j, exp(G_i) and exp(G_C - G_i). The terms with i = j and
         # i = C are exp(0): left out, since they would only cancel, at the cost of the digits of g's gradient.
-        pairs, write = p_qk.tril(-1) + a_kk * b, (k * d_k).sum(-1)
+        pairs, write = p_qk.tril(-1) + a_kk * beta[..., None], (k * d_k).sum(-1)
         write[:, -1] = 0
         d_total = (q * d_q).sum(-1) + beta * read - write + pairs.sum(-1) - pairs.sum(-2)
         d_total[:, -1] += write.sum(-1) + decay * (r_next * s).sum((-1, -2), dtype=d.dtype)
-        d_qk, d_kk = d_p.mul_(d), d_a.mul_(d * b)
+        d_qk, d_kk = d_p.mul_(d), d_a.mul_(d).mul_(beta[..., None])
         add_product(d_q, d_qk, k)
         add_product(d_k, d_qk.mT, q)
         add_product(d_k, (d_kk + d_kk.mT).to(dtype), k)
-        d_k.addcmul_(d_bk, b * grow)
+        d_k.addcmul_(d_bk, (beta * grow)[..., None])
         d_g = d_total.flip(-1).cumsum(-1).flip(-1)
-        return d_q.to(dtype), d_k.to(dtype), (d_bv * b).to(dtype), d_g, d_beta, r[:m].clone()
+        return d_q.to(dtype), d_k.to(dtype), (d_bv * beta[..., None]).to(dtype), d_g, d_beta, r[:m].clone()
 
 
 def gdn_chunk(
@@ -889,7 +892,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, doc: Tensor, key_doc: Tensor, window
         mask = (key <= query) & (query - key < window)  # (t, l)
         mask = mask & (doc[:, start:end, None] == key_doc[:, None, low:high])  # (B, t, l)
         out.append(F.scaled_dot_product_attention(
-            q[:, :, start:end], k[:, :, low:high], v[:, :, low:high], attn_mask=mask[:, None], enable_gqa=not q.is_cuda))
+            q[:, :, start:end], k[:, :, low:high], v[:, :, low:high], mask[:, None], enable_gqa=not q.is_cuda))
     return torch.cat(out, dim=2)
 
 
@@ -937,11 +940,11 @@ class Block(nn.Module):
         self.w_up = matrix(hidden, dim, 0.5 * dim**-0.5)
         self.w_down = nn.Parameter(torch.zeros(dim, hidden))
 
-    def forward(self, x: Tensor, x0: Tensor, mixer: nn.Module, doc: Tensor, first: Tensor, cache: dict | None) -> Tensor:
-        """x and x0 (the embedding) (B, T, dim)."""
+    def forward(self, x: Tensor, x0: Tensor, mixer: nn.Module, *context) -> Tensor:
+        """x and x0 (the embedding) (B, T, dim); context: the mixer's further arguments."""
         mix = self.mix.to(x.dtype)
         x = mix[0] * x + mix[1] * x0
-        x = x + self.mixer_scale.to(x.dtype) * mixer(rms_norm(x), doc, first, cache)
+        x = x + self.mixer_scale.to(x.dtype) * mixer(rms_norm(x), *context)
         return x + self.mlp_scale.to(x.dtype) * linear(F.relu(linear(rms_norm(x), self.w_up)).square(), self.w_down)
 
 
@@ -985,13 +988,14 @@ class GPT(nn.Module):
         logits = self.config.logit_softcap * torch.tanh(logits / self.config.logit_softcap)
         if targets is None:
             return logits
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none").view_as(targets)
+        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none")
+        return losses.view_as(targets)
 # === end: model ===
 
 
 # === shared: quantization ===
 FLOAT32_CONTROLS = ("A_log", "dt_bias")  # they pass through exp and softplus into a decay that is taken T times
-EMBEDDING_NAMES = ("embed", "lm_head")
+EMBEDDING_NAMES = ("embed", "lm_head", ".ab")
 MIN_QUANTIZED_DIM = 16
 
 QuantTable = dict[str, tuple[int, float]]  # tensor class -> (bits, clip_sigmas)
@@ -1003,9 +1007,9 @@ def tensor_class(name: str, tensor: torch.Tensor) -> str:
     The tensor is seen as (rows, columns) = (shape[0], the rest). The first rule that fits decides:
     1. fewer than 2 dimensions, empty, or fewer than 16 columns: control (norms, gains, scalars, convolution kernels
        (channels, 4); a scale per row would cost as much as the codes save).
-    2. "embed" or "lm_head" in the name: embedding.
-    3. fewer than 16 rows: embedding (GDN's a and b projections (heads, dim): few weights, much influence).
-    4. everything else: matrix.
+    2. "embed", "lm_head" or ".ab" (GDN's decay and step size) in the name, or fewer than 16 rows: embedding. Few
+       weights, much influence.
+    3. everything else: matrix.
     """
     if tensor.ndim < 2 or tensor.numel() < MIN_QUANTIZED_DIM * tensor.shape[0] or tensor.numel() == 0:
         return "control"
@@ -1524,7 +1528,7 @@ def sample(settings: Settings) -> None:
 def main() -> int:
     """Exit code: 0, or 2 for a mistake in settings or files (one line)."""
     try:
-        settings, _ = load_settings(Settings, dict(os.environ))
+        settings = load_settings(Settings, dict(os.environ))
         sample(settings)
         return 0
     except UserError as error:

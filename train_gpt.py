@@ -1,4 +1,4 @@
-"""Pretrain a GDN-hybrid language model against a clock and a byte budget; score it in bits per byte, read back from its artifact.
+"""Pretrain a GDN-hybrid language model against a clock and a byte budget; score what is read back from its artifact.
 
     CONFIG=configs/cpu.env python train_gpt.py                                  # one CPU process, about 3 minutes
     DATA_PATH=data/fineweb_sp1024 torchrun --standalone --nproc_per_node=1 train_gpt.py    # one GPU
@@ -47,19 +47,19 @@ class Settings:
     # run
     run_id: str = ""  # name of the run's folder; empty: a name made of the date
     out_dir: str = "runs"  # where runs are written
-    seed: int = 1337  # initialisation
+    seed: int = 1337  # of every random draw
     device: str = "auto"  # auto, cpu or cuda
-    compile: bool = True  # torch.compile; the first call needs a C++ compiler and about a minute, both outside the clock
+    compile: bool = True  # torch.compile; on a CPU it needs a C++ compiler
     # data
     data_path: str = "data/embedded"  # folder with *_train_*.bin, *_val_*.bin and manifest.json
-    tokenizer_path: str = ""  # a SentencePiece .model, or "bytes"; empty: the one the manifest names
+    tokenizer_path: str = ""  # a SentencePiece .model, or "bytes"; empty: the one beside data or artifact
     vocab_size: int = 0  # checked against the tokenizer; 0: the tokenizer's
     holdout_tokens: int = 131072  # end of the training stream, never trained on: chooses among raw, EMA and SWA weights
     # clock
     iterations: int = 0  # optimizer steps; 0: no limit in steps
     max_wallclock_seconds: float = 600.0  # training clock; 0: no limit in time
     reserve_seconds: float = 8.0  # end of the clock kept for choosing among the averages
-    warmup_steps: int = 2  # untimed steps that compile and warm up; weights, optimizer and data are left as they were
+    warmup_steps: int = 2  # untimed steps that compile; weights, optimizer and data are left as they were
     # batch
     train_batch_tokens: int = 524288  # per optimizer step, over all ranks
     train_seq_len: int = 2048  # tokens in a window, in training and in evaluation
@@ -70,7 +70,7 @@ class Settings:
     eval_stride: int = 512  # of the sliding-window score; 0: leave that score out
     # model
     arch_mode: str = "D"  # preset of layer_pattern. D: GDN x5, SWA, GDN x5, the same SWA weights again
-    layer_pattern: str = ""  # e.g. "g g s1 g g s1": g GDN, s sliding window, a full; same number: same weights
+    layer_pattern: str = ""  # e.g. "g g s1 g g s1": g GDN, s sliding window, a full attention; s1 twice: same weights
     num_layers: int = 0  # the pattern is repeated or cut to this many layers; 0: as long as it is
     model_dim: int = 512  # width
     num_heads: int = 8  # query heads of attention, and heads of GDN
@@ -192,11 +192,11 @@ def read_config(path: str) -> dict[str, str]:
     return values
 
 
-def load_settings(cls: type, environ: dict[str, str]) -> tuple:
+def load_settings(cls: type, environ: dict[str, str]):
     """Settings of dataclass `cls` from the file CONFIG names and from `environ`, which wins.
 
-    Returns (settings, names set by either). Raises UserError for an unknown name in the file, for a name in the
-    environment that only other scripts read or that is a near miss of a setting, and for a wrong value.
+    Raises UserError for an unknown name in the file, for a name in the environment that only other scripts read or
+    that is a near miss of a setting, and for a wrong value.
     """
     kinds = {field.name.upper(): field.type for field in fields(cls)}
     config = read_config(environ["CONFIG"]) if environ.get("CONFIG") else {}
@@ -208,14 +208,16 @@ def load_settings(cls: type, environ: dict[str, str]) -> tuple:
     for name in config:
         if name not in kinds:
             near = nearest(name, 0.6)
-            raise UserError(f"{environ['CONFIG']}: unknown setting {name}" + (f"; did you mean {near}?" if near else ""))
+            hint = f"; did you mean {near}?" if near else ""
+            raise UserError(f"{environ['CONFIG']}: unknown setting {name}{hint}")
     for name in sorted(set(environ) - set(kinds) - ignored - {"CONFIG", "IGNORE_ENV"}):
         near = nearest(name, 0.6 if name in FOREIGN_NAMES else 0.85)
         if name in FOREIGN_NAMES or near:
-            hint = f"did you mean {near}?" if near else "this script has no such setting."
-            raise UserError(f"{name}={environ[name]!r} is not a setting of this script: {hint} (IGNORE_ENV={name} lets it be)")
+            hint = f"did you mean {near}?" if near else "its settings stand at its top."
+            raise UserError(f"{name}={environ[name]!r}: no setting of this script; {hint} IGNORE_ENV={name} lets it be")
     given = {**config, **{name: environ[name] for name in kinds if name in environ}}
-    return cls(**{name.lower(): parse_setting(name.lower(), text, kinds[name]) for name, text in given.items()}), set(given)
+    values = {name.lower(): parse_setting(name.lower(), text, kinds[name]) for name, text in given.items()}
+    return cls(**values)
 
 
 def settings_table(settings) -> str:
@@ -265,7 +267,6 @@ def start_runtime(device: str) -> Runtime:
     place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(place)
-        torch.set_float32_matmul_precision("high")
     else:
         torch.set_flush_denormal(True)  # GDN's decays reach them, and the CPU is 10 times slower on them
     if "RANK" in os.environ:
@@ -328,7 +329,8 @@ def git_commit() -> str:
     folder = Path(__file__).resolve().parent
 
     def ask(*words: str) -> str:
-        return subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=True).stdout.strip()
+        command = ["git", "-C", str(folder), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
         return ask("rev-parse", "HEAD") + ("+" if ask("status", "--porcelain", "--untracked-files=no") else "")
@@ -577,7 +579,7 @@ class TokenStream:
 # === shared: model ===
 ARCH_PRESETS = {"D": "g g g g g s1 g g g g g s1"}
 CONV_TAPS = 4  # of GDN's short convolution, the current token included
-DOCUMENT_DECAY = -60.0  # log decay at a document's first token: e^-60 forgets the state; -1e4 would cost float32 accuracy
+DOCUMENT_DECAY = -60.0  # log decay at a document's first token: e^-60 forgets the state; -1e4 would cost digits
 
 
 @dataclass(frozen=True)
@@ -780,58 +782,59 @@ class GatedDeltaChunks(torch.autograd.Function):
     Per chunk of C tokens, with G the running sum of g from the chunk's start and D_ij = exp(G_i - G_j) for i >= j:
     A = tril(beta KK^T D, -1), T = (I + A)^-1, U = T beta V, W = T beta exp(G) K, P = QK^T D; after the scan over
     chunks O = exp(G) Q S + P new. Inputs are chunk-major: q, k (N*M, C, K); v (N*M, C, V); g, beta (N*M, C);
-    state (M, K, V). Matrix products take operands of v's dtype; G, D, T and S have the dtype of g.
+    state (M, K, V). Matrix products take operands of v's dtype; D, T and S have the dtype of g.
     """
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         dtype, m = v.dtype, state.shape[0]
-        total = g.cumsum(-1)
-        grow = total.exp()
+        # float64: a long run of strong decay, or a reset, would leave few digits in the differences of a float32 sum.
+        total = g.double().cumsum(-1)
+        grow, shrink = total.to(g.dtype).exp(), (total[:, -1:] - total).to(g.dtype).exp()  # (N*M, C)
         upper = torch.ones(g.shape[-1], g.shape[-1], dtype=torch.bool, device=g.device).triu(1)
-        # Masked before exp: above the diagonal the difference is positive and would overflow, and inf * 0 is NaN.
-        d = (total[..., None] - total[..., None, :]).masked_fill(upper, float("-inf")).exp()  # (N*M, C, C)
+        # Masked before exp, which would overflow above the diagonal.
+        gap = (total[..., None] - total[..., None, :]).to(g.dtype)
+        d = gap.masked_fill_(upper, float("-inf")).exp_()  # (N*M, C, C)
         kk = torch.bmm(k, k.mT).to(d.dtype).mul_(d)
         p = torch.bmm(q, k.mT).mul_(d)
         t = gdn_inverse(beta[..., None] * kk)
         u = torch.bmm((t * beta[..., None, :]).to(dtype), v)
         w = torch.bmm((t * (beta * grow)[..., None, :]).to(dtype), k)
-        k_end = (k * (total[..., -1:] - total).exp()[..., None]).to(dtype)
+        k_end = (k * shrink[..., None]).to(dtype)
         states, new = gdn_scan(w, u, k_end, grow[..., -1], state)
         t, s = t.to(dtype), states[:-m].to(dtype)
         o = torch.baddbmm(torch.bmm(p, new), (q * grow[..., None]).to(dtype), s)
-        ctx.save_for_backward(q, k, v, total, beta, d, kk, p, t, u, w, k_end, s, new)
+        ctx.save_for_backward(q, k, v, grow, shrink, beta, d, kk, p, t, u, w, k_end, s, new)
         return o, states[-m:].clone()
 
     @staticmethod
     def backward(ctx, d_o: Tensor, d_last: Tensor) -> tuple[Tensor, ...]:
-        q, k, v, total, beta, d, kk, p, t, u, w, k_end, s, new = ctx.saved_tensors
+        q, k, v, grow, shrink, beta, d, kk, p, t, u, w, k_end, s, new = ctx.saved_tensors
         dtype, m = v.dtype, d_last.shape[0]
-        grow, b = total.exp()[..., None], beta[..., None]  # (N*M, C, 1)
-        decay, d_o, q_grow = grow[:, -1, 0].contiguous(), d_o.contiguous(), (q * grow).to(dtype)
+        decay, d_o, q_grow = grow[:, -1].contiguous(), d_o.contiguous(), (q * grow[..., None]).to(dtype)
         r, d_new = gdn_scan_backward(torch.bmm(p.mT, d_o), torch.bmm(q_grow.mT, d_o), w, k_end, decay, d_last)
         r_next = r[m:].to(dtype)
         d_bv = torch.bmm(t.mT, d_new)  # gradient of beta V
         d_bk = torch.bmm(t.mT, torch.bmm(d_new, s.mT)).neg_()  # gradient of beta exp(G) K
         d_a = torch.baddbmm(torch.bmm(d_bv, u.mT), d_bk, w.mT, beta=-1, alpha=-1).to(d.dtype).tril(-1)
         d_p = torch.bmm(d_o, new.mT)
-        a_kk, p_qk, read = d_a * kk, d_p * p, (d_bk * k).sum(-1, dtype=d.dtype) * total.exp()
+        a_kk, p_qk, read = d_a * kk, d_p * p, (d_bk * k).sum(-1, dtype=d.dtype) * grow
         d_beta = a_kk.sum(-1) + (d_bv * v).sum(-1, dtype=d.dtype) + read
-        d_q = torch.bmm(d_o, s.mT) * grow
-        d_k = torch.bmm(new, r_next.mT) * (total[:, -1:] - total).exp()[..., None]
-        # G_i enters through exp(G_i - G_j) of earlier tokens j, exp(G_i) and exp(G_C - G_i). The terms with i = j and
+        d_q = torch.bmm(d_o, s.mT) * grow[..., None]
+        d_k = torch.bmm(new, r_next.mT) * shrink[..., None]
+        # G_i enters by exp(G_i - G_j) of earlier tokens j, exp(G_i) and exp(G_C - G_i). The terms with i = j and
         # i = C are exp(0): left out, since they would only cancel, at the cost of the digits of g's gradient.
-        pairs, write = p_qk.tril(-1) + a_kk * b, (k * d_k).sum(-1)
+        pairs, write = p_qk.tril(-1) + a_kk * beta[..., None], (k * d_k).sum(-1)
         write[:, -1] = 0
         d_total = (q * d_q).sum(-1) + beta * read - write + pairs.sum(-1) - pairs.sum(-2)
         d_total[:, -1] += write.sum(-1) + decay * (r_next * s).sum((-1, -2), dtype=d.dtype)
-        d_qk, d_kk = d_p.mul_(d), d_a.mul_(d * b)
+        d_qk, d_kk = d_p.mul_(d), d_a.mul_(d).mul_(beta[..., None])
         add_product(d_q, d_qk, k)
         add_product(d_k, d_qk.mT, q)
         add_product(d_k, (d_kk + d_kk.mT).to(dtype), k)
-        d_k.addcmul_(d_bk, b * grow)
+        d_k.addcmul_(d_bk, (beta * grow)[..., None])
         d_g = d_total.flip(-1).cumsum(-1).flip(-1)
-        return d_q.to(dtype), d_k.to(dtype), (d_bv * b).to(dtype), d_g, d_beta, r[:m].clone()
+        return d_q.to(dtype), d_k.to(dtype), (d_bv * beta[..., None]).to(dtype), d_g, d_beta, r[:m].clone()
 
 
 def gdn_chunk(
@@ -959,7 +962,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, doc: Tensor, key_doc: Tensor, window
         mask = (key <= query) & (query - key < window)  # (t, l)
         mask = mask & (doc[:, start:end, None] == key_doc[:, None, low:high])  # (B, t, l)
         out.append(F.scaled_dot_product_attention(
-            q[:, :, start:end], k[:, :, low:high], v[:, :, low:high], attn_mask=mask[:, None], enable_gqa=not q.is_cuda))
+            q[:, :, start:end], k[:, :, low:high], v[:, :, low:high], mask[:, None], enable_gqa=not q.is_cuda))
     return torch.cat(out, dim=2)
 
 
@@ -1007,11 +1010,11 @@ class Block(nn.Module):
         self.w_up = matrix(hidden, dim, 0.5 * dim**-0.5)
         self.w_down = nn.Parameter(torch.zeros(dim, hidden))
 
-    def forward(self, x: Tensor, x0: Tensor, mixer: nn.Module, doc: Tensor, first: Tensor, cache: dict | None) -> Tensor:
-        """x and x0 (the embedding) (B, T, dim)."""
+    def forward(self, x: Tensor, x0: Tensor, mixer: nn.Module, *context) -> Tensor:
+        """x and x0 (the embedding) (B, T, dim); context: the mixer's further arguments."""
         mix = self.mix.to(x.dtype)
         x = mix[0] * x + mix[1] * x0
-        x = x + self.mixer_scale.to(x.dtype) * mixer(rms_norm(x), doc, first, cache)
+        x = x + self.mixer_scale.to(x.dtype) * mixer(rms_norm(x), *context)
         return x + self.mlp_scale.to(x.dtype) * linear(F.relu(linear(rms_norm(x), self.w_up)).square(), self.w_down)
 
 
@@ -1055,7 +1058,8 @@ class GPT(nn.Module):
         logits = self.config.logit_softcap * torch.tanh(logits / self.config.logit_softcap)
         if targets is None:
             return logits
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none").view_as(targets)
+        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none")
+        return losses.view_as(targets)
 # === end: model ===
 
 
@@ -1088,7 +1092,8 @@ class Muon(torch.optim.Optimizer):
     def __init__(self, params: list[nn.Parameter], lr: float, momentum: float, weight_decay: float, backend_steps: int,
                  runtime: Runtime):
         self.runtime, self.backend_steps = runtime, backend_steps
-        super().__init__(params, dict(lr=torch.tensor(lr, device=runtime.device), momentum=momentum, weight_decay=weight_decay))
+        rate = torch.tensor(lr, device=runtime.device)
+        super().__init__(params, dict(lr=rate, momentum=momentum, weight_decay=weight_decay))
         self.batches: dict[tuple, list] = {}  # shape -> [(parameter, first row, last row + 1)]
         for param in params:
             row = 0
@@ -1134,9 +1139,9 @@ class Optimizers:
             elif name.endswith("w_qkv"):
                 rest = (param.size(0) - param.size(1)) // 2
                 param.splits = (param.size(1), rest, rest)
-        kinds = {name: "embedding" if name == "embed" else "matrix" if tensor_class(name, param) == "matrix" else "scalar"
-                 for name, param in named.items()}
-        pick = {kind: [named[name] for name in named if kinds[name] == kind] for kind in ("matrix", "embedding", "scalar")}
+        kinds = {name: "matrix" if tensor_class(name, param) == "matrix" else "scalar" for name, param in named.items()}
+        kinds["embed"] = "embedding"
+        pick = {kind: [named[name] for name in named if kinds[name] == kind] for kind in set(kinds.values())}
 
         def lr(value: float) -> Tensor:
             return torch.tensor(value, device=runtime.device)
@@ -1151,7 +1156,7 @@ class Optimizers:
         self.muon, self.adam = muon, adam
         self.base_lr = [[float(group["lr"]) for group in optimizer.param_groups] for optimizer in self.all]
         owned = [param for optimizer in self.all for group in optimizer.param_groups for param in group["params"]]
-        assert len(owned) == len(set(owned)) and set(owned) == set(named.values()), "each parameter in exactly one group"
+        assert len(owned) == len(set(owned)) and set(owned) == set(named.values()), "each parameter in one group"
         self.params = owned
 
     def reduce_gradients(self, runtime: Runtime, clip: float) -> Tensor:
@@ -1242,10 +1247,7 @@ class Clock:
         return loss, bad > 0
 
     def median_step(self) -> float:
-        """Median seconds of the last nine steps, without the first of the run, which may be slow; 0 where none is known.
-
-        A stall does not move it, a drift does.
-        """
+        """Median seconds of the last nine steps, the run's first one aside: a stall does not move it, a drift does."""
         recent = self.seconds[1:][-10:]
         return statistics.median(b - a for a, b in zip(recent, recent[1:], strict=False)) if len(recent) > 1 else 0.0
 
@@ -1289,14 +1291,14 @@ class Plan:
         if not iterations and not clock:
             raise UserError("ITERATIONS=0 and MAX_WALLCLOCK_SECONDS=0: the run would never end; set one of them")
         if clock and settings.reserve_seconds >= clock:
-            raise UserError(f"RESERVE_SECONDS={settings.reserve_seconds}: must be less than MAX_WALLCLOCK_SECONDS={clock}")
+            raise UserError(f"RESERVE_SECONDS={settings.reserve_seconds}: must be below MAX_WALLCLOCK_SECONDS={clock}")
         self.warmdown = self.in_steps("WARMDOWN_ITERS", settings.warmdown_iters, settings.warmdown_frac, iterations)
         self.momentum_warmup = self.in_steps("MUON_MOMENTUM_WARMUP_STEPS", settings.muon_momentum_warmup_steps,
                                              settings.muon_momentum_warmup_frac, iterations)
         self.settings = settings
         if settings.warmup_frac + self.warmdown > 1:
-            raise UserError(f"WARMUP_FRAC={settings.warmup_frac}: with a warmdown over {self.warmdown:.3f} of the run it must "
-                            f"be at most {1 - self.warmdown:.3f}")
+            raise UserError(f"WARMUP_FRAC={settings.warmup_frac}: must be at most {1 - self.warmdown:.3f}, for the "
+                            f"warmdown takes {self.warmdown:.3f} of the run")
         self.phases: dict[str, Phase] = {}
         for name, start, end in (
             ("warmup", 0.0, settings.warmup_frac), ("warmdown", 1 - self.warmdown, 1.0),
@@ -1307,8 +1309,8 @@ class Plan:
             wanted = getattr(settings, name, end > start)
             last = 1 - 1 / iterations if iterations and name == "qat" else 1.0  # QAT begins with the step after
             if wanted and start >= last:
-                raise UserError(f"{name.upper()}_START_FRAC={start}: {name} could not fire; must be less than {last:.4f}, "
-                                f"or set {name.upper()}=0")
+                raise UserError(f"{name.upper()}_START_FRAC={start}: {name} could not fire; must be less than "
+                                f"{last:.4f}, or set {name.upper()}=0")
             if wanted:
                 self.phases[name] = Phase(name, start, end)
 
@@ -1325,8 +1327,8 @@ class Plan:
 
     def describe(self) -> str:
         """The plan, one line a phase."""
-        rows = [f"plan: {phase.name} from {phase.start:.1%} to {phase.end:.1%} of the run" for phase in self.phases.values()]
-        return "\n".join(rows)
+        return "\n".join(f"plan: {phase.name} from {phase.start:.1%} to {phase.end:.1%} of the run"
+                         for phase in self.phases.values())
 
     def multiplier(self, progress: float) -> float:
         """Of the learning rates: from 0 up to 1 in the warm-up, from 1 down to the floor in the warmdown."""
@@ -1365,8 +1367,14 @@ class Plan:
         rows = []
         for phase in self.phases.values():
             began = f"began at step {phase.start_step} ({phase.start_progress:.1%}), on for {phase.steps} steps"
-            rows.append(f"phase: {phase.name:8s} planned {phase.start:6.1%}  {began if phase.steps else 'NEVER FIRED'}")
+            rows.append(f"phase: {phase.name:8s} planned {phase.start:6.1%}, {began if phase.steps else 'NEVER FIRED'}")
         return "\n".join(rows)
+
+    def summary(self) -> dict[str, dict]:
+        """The same for result.json."""
+        return {phase.name: {"planned": phase.start, "start_step": phase.start_step,
+                             "start_progress": phase.start_progress, "steps": phase.steps}
+                for phase in self.phases.values()}
 
     def never_fired(self) -> list[str]:
         """Names of enabled phases that were never on."""
@@ -1407,7 +1415,7 @@ class Average:
 
 # === shared: quantization ===
 FLOAT32_CONTROLS = ("A_log", "dt_bias")  # they pass through exp and softplus into a decay that is taken T times
-EMBEDDING_NAMES = ("embed", "lm_head")
+EMBEDDING_NAMES = ("embed", "lm_head", ".ab")
 MIN_QUANTIZED_DIM = 16
 
 QuantTable = dict[str, tuple[int, float]]  # tensor class -> (bits, clip_sigmas)
@@ -1419,9 +1427,9 @@ def tensor_class(name: str, tensor: torch.Tensor) -> str:
     The tensor is seen as (rows, columns) = (shape[0], the rest). The first rule that fits decides:
     1. fewer than 2 dimensions, empty, or fewer than 16 columns: control (norms, gains, scalars, convolution kernels
        (channels, 4); a scale per row would cost as much as the codes save).
-    2. "embed" or "lm_head" in the name: embedding.
-    3. fewer than 16 rows: embedding (GDN's a and b projections (heads, dim): few weights, much influence).
-    4. everything else: matrix.
+    2. "embed", "lm_head" or ".ab" (GDN's decay and step size) in the name, or fewer than 16 rows: embedding. Few
+       weights, much influence.
+    3. everything else: matrix.
     """
     if tensor.ndim < 2 or tensor.numel() < MIN_QUANTIZED_DIM * tensor.shape[0] or tensor.numel() == 0:
         return "control"
@@ -1913,7 +1921,7 @@ def score_tokens(model: Callable, tokens: np.ndarray, tokenizer: Tokenizer, runt
         raise UserError(f"validation does not begin with a document's first token (BOS), but with token {tokens[0]}")
     todo = windows(len(tokens) - 1, seq_len, stride)
     if len(todo) == 1 and todo[0][2] < seq_len:
-        raise UserError(f"validation has {len(tokens) - 1} predictions: shorter than one window of {seq_len} (TRAIN_SEQ_LEN)")
+        raise UserError(f"{len(tokens)} tokens to score: fewer than one window of TRAIN_SEQ_LEN={seq_len}")
     todo = todo[runtime.rank :: runtime.world_size]
     nats = torch.zeros(2, dtype=torch.float64, device=runtime.device)
     for at in range(0, len(todo), batch):
@@ -2001,21 +2009,23 @@ class Batches:
             raise UserError(f"TRAIN_BATCH_TOKENS={self.tokens}: must be a multiple of TRAIN_SEQ_LEN x ranks = "
                             f"{self.seq_len} x {runtime.world_size}")
         if len(stream) <= self.tokens:
-            raise UserError(f"DATA_PATH={settings.data_path!r}: {len(stream)} training tokens beside the held-out ones, "
-                            f"fewer than one batch of TRAIN_BATCH_TOKENS={self.tokens}")
+            raise UserError(f"DATA_PATH={settings.data_path!r}: {len(stream)} training tokens beside the held-out ones "
+                            f"are fewer than one batch of TRAIN_BATCH_TOKENS={self.tokens}")
         self.rows = rows // runtime.world_size  # of this rank, a step
         most = settings.micro_batch_tokens or (65536 if runtime.device.type == "cuda" else 4096)
         if settings.micro_batch_tokens and settings.micro_batch_tokens < self.seq_len:
-            raise UserError(f"MICRO_BATCH_TOKENS={settings.micro_batch_tokens}: must be at least TRAIN_SEQ_LEN={self.seq_len}")
-        self.micro_rows = max(r for r in range(1, self.rows + 1) if self.rows % r == 0 and (r == 1 or r * self.seq_len <= most))
+            raise UserError(f"MICRO_BATCH_TOKENS={most}: must be at least TRAIN_SEQ_LEN={self.seq_len}")
+        fitting = max(1, most // self.seq_len)
+        self.micro_rows = max(rows for rows in range(1, self.rows + 1) if self.rows % rows == 0 and rows <= fitting)
 
     def micro_batches(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
         """(ids, targets) of this rank's share of step `step`, each (micro_rows, seq_len)."""
         own = self.runtime.rank * self.rows
         all_rows = self.rows * self.runtime.world_size
         for row in range(own, own + self.rows, self.micro_rows):
-            starts = [at * len(self.stream) // all_rows + step * self.seq_len for at in range(row, row + self.micro_rows)]
-            tokens = torch.from_numpy(np.stack([self.stream.read(start, self.seq_len + 1) for start in starts]))
+            starts = [at * len(self.stream) // all_rows for at in range(row, row + self.micro_rows)]
+            read = [self.stream.read(start + step * self.seq_len, self.seq_len + 1) for start in starts]
+            tokens = torch.from_numpy(np.stack(read))  # (micro_rows, seq_len + 1)
             if self.runtime.device.type == "cuda":
                 tokens = tokens.pin_memory().to(self.runtime.device, non_blocking=True)
             yield tokens[:, :-1], tokens[:, 1:]
@@ -2061,7 +2071,7 @@ def report(log: Log, settings: Settings, clock: Clock, step: int, result: tuple[
         raise FloatingPointError(f"step {step}: loss {loss} or its gradient is not finite; weights are those before it")
     done, total = step + 1, settings.iterations or "?"
     line = (f"step:{done}/{total} train_loss:{loss:.4f} {state} train_time:{1000 * seconds:.0f}ms "
-            f"step_avg:{1000 * seconds / done:.2f}ms tok_s:{settings.train_batch_tokens * done / max(seconds, 1e-9):.0f}")
+            f"step_avg:{1000 * seconds / done:.2f}ms tok_s:{settings.train_batch_tokens * done / seconds:.0f}")
     if done % settings.train_log_every == 0 or done <= 5:
         log(line)
     else:
@@ -2070,7 +2080,7 @@ def report(log: Log, settings: Settings, clock: Clock, step: int, result: tuple[
 
 
 def train(model: Callable, optimizers: Optimizers, weights: QuantizedWeights, averages: dict[str, Average],
-          batches: Batches, plan: Plan, clock: Clock, settings: Settings, log: Log, validate: Callable[[], Score]) -> int:
+          batches: Batches, plan: Plan, clock: Clock, settings: Settings, log: Log, validate: Callable) -> int:
     """The training loop; returns the number of steps. Raises FloatingPointError naming a non-finite step."""
     step, state = 0, ""
     clock.start()
@@ -2158,9 +2168,9 @@ def start_log(settings: Settings, runtime: Runtime, folder: Path | None, plan: P
     log(settings_table(settings))
     log("parameters: " + " ".join(f"{name}:{count}" for name, count in count_parameters(network).items())
         + f" layers: {network.config.layers}")
-    log(f"batch: {batches.tokens} tokens a step = {runtime.world_size} ranks x {batches.rows // batches.micro_rows} micro-steps "
-        f"x {batches.micro_rows} windows x {batches.seq_len} tokens")
-    log(f"data: {manifest['name']} train {manifest['train']['tokens']} tokens in {len(manifest['train']['shards'])} shards, "
+    log(f"batch: {batches.tokens} tokens a step = {runtime.world_size} ranks x {batches.rows // batches.micro_rows} "
+        f"micro-steps x {batches.micro_rows} windows x {batches.seq_len} tokens")
+    log(f"data: {manifest['name']}, train {manifest['train']['tokens']} tokens, "
         f"val {manifest['val']['tokens']} tokens, {manifest['val']['decoded_bytes']} bytes, "
         f"overlap {manifest['overlap_documents']} documents")
     log(plan.describe())
@@ -2174,14 +2184,15 @@ def open_data(settings: Settings) -> tuple[Tokenizer, dict, TokenStream, np.ndar
     beside = named if named == "bytes" else Path(settings.data_path) / named
     tokenizer = load_tokenizer(settings.tokenizer_path or beside)
     if settings.vocab_size not in (0, tokenizer.vocab_size):
-        raise UserError(f"VOCAB_SIZE={settings.vocab_size}: the tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens")
+        raise UserError(f"VOCAB_SIZE={settings.vocab_size}: {tokenizer.name} has {tokenizer.vocab_size} tokens")
     check_dataset(settings.data_path, tokenizer, manifest)
-    train = TokenStream(shard_paths(settings.data_path, manifest, "train"), settings.holdout_tokens, tokenizer.vocab_size)
-    val = TokenStream(shard_paths(settings.data_path, manifest, "val"), 0, tokenizer.vocab_size)
+    shards = {split: shard_paths(settings.data_path, manifest, split) for split in ("train", "val")}
+    train = TokenStream(shards["train"], settings.holdout_tokens, tokenizer.vocab_size)
+    val = TokenStream(shards["val"], 0, tokenizer.vocab_size)
     tokens = val.read(0, len(val))
     check_bytes(int(token_bytes(tokenizer, tokens[:-1], tokens[1:]).sum()), manifest)
     if len(tokens) <= settings.train_seq_len:
-        raise UserError(f"validation has {len(tokens)} tokens: fewer than one window of TRAIN_SEQ_LEN={settings.train_seq_len}")
+        raise UserError(f"validation has {len(tokens)} tokens: shorter than TRAIN_SEQ_LEN={settings.train_seq_len}")
     return tokenizer, manifest, train, tokens
 
 
@@ -2250,7 +2261,7 @@ def train_gpt(settings: Settings) -> int:
     runtime.synchronize()
     clock.stop()
     log(plan.table())
-    log(f"clock: {clock.elapsed():.1f} s of training and choosing, MAX_WALLCLOCK_SECONDS={settings.max_wallclock_seconds}")
+    log(f"clock: {clock.elapsed():.1f} s to train and choose, MAX_WALLCLOCK_SECONDS={settings.max_wallclock_seconds}")
 
     before = score(model)
     log(f"before quantization: val_{before}")
@@ -2273,16 +2284,17 @@ def train_gpt(settings: Settings) -> int:
     machine = describe_machine(runtime)
     result = {
         "script": Path(__file__).name, "run_id": run_id, "seed": settings.seed, "commit": git_commit(),
-        "code_sha256": sha256_file(__file__), "manifest_sha256": sha256_file(Path(settings.data_path) / "manifest.json"),
+        "code_sha256": sha256_file(__file__),
+        "manifest_sha256": sha256_file(Path(settings.data_path) / "manifest.json"),
         "tokenizer_sha256": tokenizer.sha256, **machine, "world_size": runtime.world_size, "steps": steps,
-        "tokens": steps * batches.tokens, "train_seconds": clock.elapsed(), "total_seconds": time.perf_counter() - begin,
-        "peak_memory_mib": peak_memory(runtime) / 2**20, "params": count_parameters(network), "weights": chosen,
+        "tokens": steps * batches.tokens, "train_seconds": clock.elapsed(),
+        "total_seconds": time.perf_counter() - begin, "peak_memory_mib": peak_memory(runtime) / 2**20,
+        "params": count_parameters(network), "weights": chosen,
         "val_loss": final.loss, "val_bpb": final.bpb, **sliding, "val_nats": final.nats, "val_tokens": final.tokens,
         "val_bytes": final.bytes, "bytes_per_token": final.bytes / final.tokens,
         "before_quantization": {"val_loss": before.loss, "val_bpb": before.bpb},
         **yardsticks(stream.read(0, min(len(stream), YARDSTICK_TOKENS)), val_tokens, tokenizer), **sizes,
-        "phases": {phase.name: {"planned": phase.start, "start_step": phase.start_step,
-                                "start_progress": phase.start_progress, "steps": phase.steps} for phase in plan.phases.values()},
+        "phases": plan.summary(),
         "events": [], "settings": asdict(settings),
     }
     write_result(folder, result, log)
@@ -2295,7 +2307,8 @@ def verdict(result: dict, plan: Plan, settings: Settings, log: Log) -> int:
     """Exit code of a finished run: 1, with a line each, for what makes its result no result."""
     faults = [f"phase {name} was enabled and never fired" for name in plan.never_fired()]
     if result["total_bytes"] > settings.artifact_bytes_max:
-        faults.append(f"{result['total_bytes']} bytes of code and artifact exceed ARTIFACT_BYTES_MAX={settings.artifact_bytes_max}")
+        faults.append(f"{result['total_bytes']} bytes of code and artifact, more than "
+                      f"ARTIFACT_BYTES_MAX={settings.artifact_bytes_max}")
     for fault in faults:
         log(f"error: {fault}; everything was saved")
     return 1 if faults else 0
@@ -2304,7 +2317,7 @@ def verdict(result: dict, plan: Plan, settings: Settings, log: Log) -> int:
 def main() -> int:
     """Exit code: 0, 1 for a run that failed, 2 for a mistake in settings or data (one line each)."""
     try:
-        settings, _ = load_settings(Settings, dict(os.environ))
+        settings = load_settings(Settings, dict(os.environ))
         return train_gpt(settings)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -129,7 +129,7 @@ def fault(remote: Remote, path: Path) -> str | None:
         file.seek(0)
         while remote.sha256 and (block := file.read(1 << 22)):
             digest.update(block)
-    if False:
+    if remote.sha256 and digest.hexdigest() != remote.sha256:
         return f"SHA-256 {digest.hexdigest()[:12]}…, the server says {remote.sha256[:12]}…"
     if remote.path.suffix == ".bin":
         magic, version, tokens = (int.from_bytes(header[i : i + 4], "little") for i in (0, 4, 8))

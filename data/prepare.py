@@ -281,8 +281,6 @@ class TokenStream:
                                 f"expected ids below {self.vocab_size}; another tokenizer wrote it")
             parts.append(part)
         return np.concatenate(parts)
-
-
 # === end: data ===
 
 
@@ -292,6 +290,7 @@ SHARD_TOKENS = 100_000_000  # as the published FineWeb shards
 SAMPLE_BYTES = 10_000_000  # of training text a tokenizer is trained on
 BUCKET_BYTES = 64_000_000  # of text that stands in memory at once while documents are put in order
 CHUNK_BYTES = 2_000_000  # of text in one job
+READ_TOKENS = 4_000_000  # of a shard that stand in memory at once as int64
 EMBEDDED_MIN_BYTES, EMBEDDED_MAX_BYTES, EMBEDDED_VAL_BYTES = 8_000_000, 25_000_000, 500_000
 LOSSLESS_PROBE = "  two  spaces\n\n\ttab\r\nﬁ é \U0001f600 \ue000 "  # normalising tokenizers change this
 
@@ -764,9 +763,9 @@ def describe_shard(job: tuple[list[Path], int]) -> tuple[dict, int, int, np.ndar
         raise UserError(f"shard {paths[index]}: begins with token {tokens[0]}, expected BOS ({TOKENIZER.bos_id}); "
                         "name the tokenizer that wrote these shards")
     before = read_shard(paths[index - 1])[-1] if index else TOKENIZER.bos_id
-    decoded, step = 0, 1 << 22
-    for start in range(0, len(tokens), step):
-        ids = tokens[start : start + step].astype(np.int64)
+    decoded = 0
+    for start in range(0, len(tokens), READ_TOKENS):
+        ids = tokens[start : start + READ_TOKENS].astype(np.int64)
         decoded += int(token_bytes(TOKENIZER, np.concatenate([[before], ids[:-1]]), ids).sum())
         before = ids[-1]
     begins = np.flatnonzero(tokens == TOKENIZER.bos_id)

@@ -14,7 +14,7 @@ import pytest
 import torch
 import zstandard
 
-import drafts.artifact as script
+import train_gpt as script
 
 TABLE = {"matrix": (6, 60.0), "embedding": (8, 0.0)}  # few small codes, so that rANS pays in small tensors too
 
@@ -345,7 +345,7 @@ def test_every_flipped_byte_is_an_error_that_names_the_damaged_part(small):
     header, start = header_of(small)
     order = [record["name"] for record in header["tensors"]]
     parts = {record["name"]: record for record in header["tensors"]} | header["sections"]
-    checked = set()
+    checked, silent = set(), []
     for position in range(len(small)):
         damaged = bytearray(small)
         damaged[position] ^= 1 << position % 8
@@ -362,7 +362,10 @@ def test_every_flipped_byte_is_an_error_that_names_the_damaged_part(small):
             at = position - start
             owner = next(name for name, part in parts.items() if 0 <= at - part["offset"] < part["length"])
             checked.add(owner)
-            if owner in header["sections"]:
+            if message.startswith("SHA-256"):  # some bits of a zstd frame do not change what it unpacks to
+                silent.append((owner, at - parts[owner]["offset"]))
+                assert parts[owner]["coder"] == "zstd", (owner, message)
+            elif owner in header["sections"]:
                 assert message.startswith(f"section {owner}: "), (owner, message)
             elif parts[owner]["coder"] == "rans":  # a word near the end shows in the next tensor of the stream
                 later = [name for name in order[order.index(owner) :] if parts[name]["coder"] == "rans"]
@@ -370,6 +373,7 @@ def test_every_flipped_byte_is_an_error_that_names_the_damaged_part(small):
                 assert message.split(":")[0] in later, (owner, message)
             else:
                 assert message.startswith(f"tensor {owner}: "), (owner, message)
+    assert len(silent) <= 5, silent
     assert checked == {name for name, part in parts.items() if part["length"]}
 
 

@@ -232,11 +232,14 @@ def test_check_dataset(tmp_path: Path) -> None:
     refuses("3 validation documents also stand in training", overlap_documents=3)
     data.check_dataset(tmp_path, tokenizer, manifest | {"overlap_documents": 3, "published": True})
     refuses("train has 14 tokens, its shards 15", train=manifest["train"] | {"tokens": 14})
+    for wrong in (14, 16):
+        entry = manifest["train"]["shards"][0] | {"tokens": wrong}
+        refuses(f"train_000000.bin: 15 tokens, .* says {wrong}", train={"shards": [entry], "tokens": wrong})
     val, train = tmp_path / "x_val_000000.bin", tmp_path / "x_train_000000.bin"
     for path in (val, train):  # one token changed, sizes as they were
         raw = path.read_bytes()
         path.write_bytes(raw[:-2] + b"\x05\x00")
-        refuses(f"{path.name}: its SHA-256 is not the", hash_train=True)
+        refuses(f"{path.name}: its SHA-256 is not the", hash_train=path is train)
         if path is train:
             data.check_dataset(tmp_path, tokenizer, manifest)
         data.write_shard(path, data.read_shard(path)[:-1].copy())

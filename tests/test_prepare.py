@@ -15,8 +15,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import sentencepiece
 import zstandard
-from test_data import HARD_TEXTS
+from test_data import HARD_TEXTS, train_model
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "data" / "prepare.py"
@@ -163,7 +164,8 @@ def test_near_duplicates_with_given_validation(tmp_path: Path) -> None:
     halves = [" ".join(val[9].split()[:60]) + " " + words(300, 300), words(301, 300) + " " + " ".join(
         val[9].split()[58:])]  # each half of val[9], in documents that are mostly other text
     third = [variant(val[2], 0.4)]
-    near = [variant(val[0], 0.8), val[1].replace(" ", "\n").upper(), words(302, 200) + " " + val[3]]
+    near = [variant(val[0], 0.8), val[1].replace(" ", "\n").upper(), words(302, 200) + " " + val[3],
+            " ".join(val[5].split()[20:60]) + " " + words(303, 18)]  # the last: 33 of its 51, only 33 of val[5]'s 113
     plain = [words(i) for i in range(100, 130)]
     train = write_jsonl(tmp_path / "t.jsonl", plain + near + third + halves + [val[4]])
     out = tmp_path / "out"
@@ -175,13 +177,15 @@ def test_near_duplicates_with_given_validation(tmp_path: Path) -> None:
     for text in plain + third:
         assert text.encode() in kept
     assert sum(text.encode() in kept for text in halves) == 1  # both together would hold all of val[9]
-    assert manifest["dropped"]["exact_duplicates"] == 1 and manifest["dropped"]["near_duplicates"] == 4
+    assert manifest["dropped"]["exact_duplicates"] == 1 and manifest["dropped"]["near_duplicates"] == 5
     assert max(shared_share(text, kept) for text in documents(out, "val")) <= 0.5
 
 
 def test_near_duplicates_of_a_split(tmp_path: Path) -> None:
     base = [words(i) for i in range(60)]
-    texts = base + [variant(text, 0.75) for text in base]
+    texts = base + [variant(text, 0.75) for text in base[:40]]
+    # Long documents that hold a short one: far from a near duplicate of it, while all of it stands in them.
+    texts += [words(400 + i, 300) + " " + text for i, text in enumerate(base[40:])]
     source = write_jsonl(tmp_path / "a.jsonl", texts)
     out = tmp_path / "out"
     manifest = run(source, "--out", out, "--tokenizer", "bytes", "--val-frac", 0.4)
@@ -317,6 +321,22 @@ def test_manifest_of_published_shards(tmp_path: Path, capsys: pytest.CaptureFixt
     refuses(r"begins with token 5, expected BOS \(1\)", "--manifest", tmp_path, "--tokenizer", "bytes")
     refuses("--manifest needs --tokenizer", "--manifest", tmp_path)
     refuses(r"no \*_train_\*\.bin shard", "--manifest", tmp_path / "none", "--tokenizer", "bytes")
+
+
+def test_decoded_bytes_across_pieces_and_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = train_model(tmp_path / "m.model", add_dummy_prefix=True)
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    encoded = [processor.encode(text) for text in HARD_TEXTS] * 3
+    stream = np.array([token for ids in encoded for token in (1, *ids)])
+    for i, part in enumerate(np.array_split(stream, 5)):
+        prepare.write_shard(tmp_path / f"x_train_{i:06d}.bin", part)
+    prepare.write_shard(tmp_path / "x_val_000000.bin", stream)
+    monkeypatch.setattr(prepare, "READ_TOKENS", 7)
+    manifest = run("--manifest", tmp_path, "--tokenizer", model)
+    expected = sum(len(processor.decode(ids).encode("utf-8")) for ids in encoded)
+    assert manifest["train"]["decoded_bytes"] == manifest["val"]["decoded_bytes"] == expected
+    assert manifest["train"]["documents"] == manifest["overlap_documents"] == 3 * len(HARD_TEXTS)
+    assert manifest["tokenizer"]["file"] == "m.model"
 
 
 def test_source_errors(tmp_path: Path) -> None:

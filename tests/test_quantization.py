@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-import drafts.artifact as script
+import train_gpt as script
 
 TABLE = {"matrix": (6, 12.85), "embedding": (8, 20.0)}
 

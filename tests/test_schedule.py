@@ -85,7 +85,8 @@ def test_a_run_cut_to_a_tenth_fires_the_same_phases_at_the_same_shares():
 
 
 def test_steps_are_shares_of_iterations():
-    assert T.Plan(settings(iterations=2200, warmdown_iters=400)).phases["warmdown"].start == pytest.approx(1 - 400 / 2200)
+    plan = T.Plan(settings(iterations=2200, warmdown_iters=400))
+    assert plan.phases["warmdown"].start == pytest.approx(1 - 400 / 2200)
     assert T.Plan(settings(iterations=9999, warmdown_iters=3000)).warmdown == pytest.approx(0.30003, abs=1e-5)
 
 
@@ -99,7 +100,8 @@ def test_the_predecessors_faulty_command_fires_everything():
 
 
 def test_iterations_alone_end_the_run_at_the_floor():
-    plan, clock, multipliers, _ = run(settings(iterations=50, max_wallclock_seconds=0.0, reserve_seconds=0.0), SPEEDS["steady"])
+    cfg = settings(iterations=50, max_wallclock_seconds=0.0, reserve_seconds=0.0)
+    plan, clock, multipliers, _ = run(cfg, SPEEDS["steady"])
     assert len(multipliers) == 50
     assert multipliers[-1] == 0.0 and clock.used[-1] == 1.0
     assert plan.phases["qat"].steps == 50 - plan.phases["qat"].start_step
@@ -160,7 +162,7 @@ def test_ema_and_swa_closed_forms():
     param = torch.nn.Parameter(torch.zeros(3))
     ema, swa = T.Average([param], 0.1), T.Average([param], None)
     values, shares, expected = [1.0, 4.0, 2.0, 8.0], [0.50, 0.52, 0.60, 0.61], None
-    for value, share, before in zip(values, shares, [None, *shares]):
+    for value, share, before in zip(values, shares, [None, *shares[:-1]], strict=True):
         param.data.fill_(value)
         ema.update(share)
         swa.update(share)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPT = ROOT / "drafts" / "gdn.py"  # the file whose gdn_chunk is measured
+SCRIPT = ROOT / "train_gpt.py"  # the file whose gdn_chunk is measured
 TRANSFORMERS = "5.23.0"  # its rule became 1.2 to 1.7 times faster between 4.57 and this version: a ratio names one
 SHAPES = [(4, 512, 8, 64), (4, 2048, 8, 64), (16, 256, 4, 32)]  # (B, T, H, D)
 

@@ -1,0 +1,256 @@
+"""The network against independent references: attention, convolution, documents, caches, sharing, compilation."""
+
+import contextlib
+import dataclasses
+import math
+
+import pytest
+import torch
+
+import train_gpt as T
+
+CONFIG = T.ModelConfig(vocab_size=64, bos_id=1, layers="g s1 g a s1", model_dim=32, num_heads=4, num_kv_heads=2,
+                       mlp_mult=2.0, attn_window=7, rope_base=100.0, qk_gain_init=1.5, logit_softcap=30.0,
+                       gdn_neg_eigval=True, tied_embed_init_std=0.5)
+
+
+def network(seed: int = 0, **changes) -> T.GPT:
+    """A float64 network whose zero-initialised projections are not zero, so that every path counts."""
+    torch.manual_seed(seed)
+    net = T.GPT(dataclasses.replace(CONFIG, **changes)).double()
+    with torch.no_grad():
+        for param in net.parameters():
+            param.add_(0.05 * torch.randn_like(param))
+    return net
+
+
+def tokens(seed: int, batch: int, length: int, documents: bool = True) -> torch.Tensor:
+    torch.manual_seed(seed)
+    ids = torch.randint(2, 64, (batch, length))
+    ids[:, 0] = 1
+    if documents:
+        ids[0, length // 3] = ids[-1, length // 2] = ids[-1, length // 2 + 1] = 1
+    return ids
+
+
+def naive_attention(q, k, v, doc, window):
+    """Loops over every pair; q (B, H, T, D), k and v (B, Hkv, T, D)."""
+    B, H, length, D = q.shape
+    out = torch.zeros_like(q)
+    for b in range(B):
+        for h in range(H):
+            head = h // (H // k.size(1))
+            for i in range(length):
+                seen = [j for j in range(length) if 0 <= i - j < window and doc[b, i] == doc[b, j]]
+                logits = torch.stack([q[b, h, i] @ k[b, head, j] for j in seen]) / math.sqrt(D)
+                out[b, h, i] = sum(p * v[b, head, j] for p, j in zip(logits.softmax(0), seen, strict=True))
+    return out
+
+
+@pytest.mark.parametrize("window", [1, 3, 8, 9, 40, 1 << 30])
+def test_attention_sees_exactly_its_window_and_document(window):
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(2, heads, 9, 4, dtype=torch.float64) for heads in (4, 2, 2))
+    doc = torch.tensor([[1] * 9, [1, 1, 1, 2, 2, 2, 2, 3, 3]])
+    assert (T.attend(q, k, v, doc, doc, window) - naive_attention(q, k, v, doc, window)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("window, length", [(16, 200), (100, 300), (256, 300), (300, 300)])
+def test_attention_in_blocks_is_attention_in_one(window, length):
+    torch.manual_seed(2)
+    q, k, v = (torch.randn(2, heads, length, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    doc = torch.randint(0, 2, (2, length)).mul(torch.rand(2, length) < 0.02).cumsum(1)
+    i, j = torch.arange(length)[:, None], torch.arange(length)[None]
+    mask = (j <= i) & (i - j < window) & (doc[:, :, None] == doc[:, None, :])
+    logits = torch.einsum("bhid,bhjd->bhij", q, k.repeat_interleave(2, 1)) / 8**0.5
+    expected = logits.masked_fill(~mask[:, None], -math.inf).softmax(-1) @ v.repeat_interleave(2, 1)
+    assert (T.attend(q, k, v, doc, doc, window) - expected).abs().max() < 1e-12
+
+
+def test_rotary_positions_are_relative_and_keep_norms():
+    torch.manual_seed(3)
+    q, k = torch.randn(2, 1, 6, 1, 8, dtype=torch.float64)
+    positions = torch.arange(6)
+    at, later = (T.rotate(q, positions + s, 50.0) for s in (0, 11))
+    key_at, key_later = (T.rotate(k, positions + s, 50.0) for s in (0, 11))
+    products = torch.einsum("bihd,bjhd->ij", at, key_at)
+    assert (products - torch.einsum("bihd,bjhd->ij", later, key_later)).abs().max() < 1e-5  # angles are float32
+    assert (at.norm(dim=-1) - q.norm(dim=-1)).abs().max() < 1e-6
+    assert (products - torch.einsum("bihd,bjhd->ij", q, k)).abs().max() > 0.1  # along time, not along heads
+
+
+def test_short_conv_against_conv1d_and_across_documents():
+    torch.manual_seed(4)
+    x, weight = torch.randn(2, 10, 6, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
+    one = torch.zeros(2, 10, dtype=torch.int64)
+    none, no_doc = x.new_zeros(2, 3, 6), one.new_full((2, 3), -1)
+    expected = torch.nn.functional.conv1d(x.mT, weight[:, None], padding=3, groups=6)[..., :10].mT
+    assert (T.short_conv(x, weight, one, none, no_doc) - torch.nn.functional.silu(expected)).abs().max() < 1e-12
+    two = torch.tensor([0] * 4 + [1] * 6).expand(2, 10)
+    apart = torch.cat([T.short_conv(x[:, a:b], weight, two[:, a:b], none, no_doc) for a, b in ((0, 4), (4, 10))], dim=1)
+    assert (T.short_conv(x, weight, two, none, no_doc) - apart).abs().max() == 0
+
+
+def test_gdn_layer_against_the_recurrence():
+    """The whole mixer, written out a second time on top of gdn_recurrent."""
+    net = network(5)
+    layer, ids = net.mixers[0], tokens(5, 2, 40)
+    first = ids == 1
+    doc = first.int().cumsum(1)
+    x = torch.randn(2, 40, 32, dtype=torch.float64)
+    q, k, v, gate = torch.nn.functional.linear(x, layer.w_qkvg).chunk(4, dim=-1)
+    parts = []
+    for at, stream in enumerate((q, k, v)):
+        weight = layer.conv[at * 32 : (at + 1) * 32]
+        padded = torch.nn.functional.pad(stream, (0, 0, 3, 0))
+        y = torch.zeros_like(stream)
+        for t in range(40):
+            for tap in range(4):
+                source = t - 3 + tap
+                if source >= 0:
+                    y[:, t] += (doc[:, source] == doc[:, t])[:, None] * weight[:, tap] * padded[:, t + tap]
+        parts.append((y * torch.sigmoid(y)).view(2, 40, 4, 8))
+    q, k, v = parts
+    q, k = q / (q.square().sum(-1, keepdim=True) + 1e-6).sqrt(), k / (k.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+    a, b = torch.nn.functional.linear(x, layer.ab).chunk(2, dim=-1)
+    g = -layer.A_log.exp() * torch.log1p(torch.exp(a + layer.dt_bias))
+    g = torch.where(first[..., None], -60.0, g)
+    o, _ = T.gdn_recurrent(q / 8**0.5, k, v, g, 2 * torch.sigmoid(b))
+    o = o / (o.square().mean(-1, keepdim=True) + torch.finfo(torch.float64).eps).sqrt() * layer.norm
+    expected = torch.nn.functional.linear((o * torch.nn.functional.silu(gate.view(2, 40, 4, 8))).flatten(2), layer.w_o)
+    assert (layer(x, doc, first, None) - expected).abs().max() < 1e-9
+
+
+def test_gdn_initialisation_is_flas():
+    torch.manual_seed(6)
+    layer = T.GatedDeltaNet(dataclasses.replace(CONFIG, model_dim=4096, num_heads=2048))
+    decay, step = layer.A_log.exp(), torch.nn.functional.softplus(layer.dt_bias)
+    assert 0.0099 < decay.min() < 0.2 and 15.8 < decay.max() <= 16.0
+    assert 0.00099 < step.min() and step.max() < 0.101
+    alpha = torch.exp(-decay * step).sort().values
+    quantiles = [alpha[int(share * len(alpha))].item() for share in (0.05, 0.5, 0.95)]
+    assert quantiles == pytest.approx([0.475, 0.940, 0.996], abs=0.04)  # of 2,048 draws
+    assert torch.isfinite(layer.A_log).all()
+
+
+def test_no_token_sees_the_future_or_another_document():
+    net, ids = network(7), tokens(7, 2, 50)
+    base = net(ids)
+    changed = ids.clone()
+    changed[:, 30] = (ids[:, 30] + 1).clamp(2, 63)
+    moved = (net(changed) - base).abs().amax(-1)
+    assert moved[:, :30].max() == 0 and moved[:, 30].min() > 1e-6
+    start = 50 // 3  # of row 0's second document: what stands before it must not matter
+    other = ids.clone()
+    other[0, 1:start] = torch.randint(2, 64, (start - 1,))
+    moved = (net(other) - base).abs().amax(-1)
+    assert moved[0, start:].max() < 1e-12 and moved[0, 1:start].max() > 1e-6
+    alone = net(ids[:1, start:])
+    assert (alone - base[:1, start:]).abs().max() < 1e-6  # rotary angles are float32 at other absolute positions
+
+
+@pytest.mark.parametrize("prompt", [1, 2, 7, 20, 33])
+def test_prefill_and_steps_are_the_full_forward(prompt):
+    net, ids = network(8), tokens(8, 2, 45)
+    full, cache = net(ids), net.new_cache()
+    parts = [net(ids[:, :prompt], cache=cache)]
+    parts += [net(ids[:, at : at + 1], cache=cache) for at in range(prompt, 45)]
+    assert (torch.cat(parts, dim=1) - full).abs().max() < 1e-9
+    assert cache[1]["k"].size(2) == 6 and cache[3]["k"].size(2) == 45  # the window bounds the cache of s, not of a
+    cache = net.new_cache()
+    pieces = [net(part, cache=cache) for part in ids.split(13, dim=1)]
+    assert (torch.cat(pieces, dim=1) - full).abs().max() < 1e-9
+
+
+def test_numbered_layers_share_weights_and_never_the_cache():
+    net = network(9)
+    assert net.mixer_of_layer == [0, 1, 2, 3, 1] and len(net.mixers) == 4
+    cache = net.new_cache()
+    net(tokens(9, 1, 5), cache=cache)
+    assert (cache[1]["k"] - cache[4]["k"]).abs().max() > 1e-6
+    names = [name for name, _ in net.named_parameters()]
+    assert len(names) == len(set(names))
+
+
+def test_the_seeds_hybrid_has_its_layers_and_its_size():
+    cfg = T.model_config(T.Settings(), 1024, 1)
+    assert cfg.layers.split() == ["g"] * 5 + ["s1"] + ["g"] * 5 + ["s1"]
+    net = T.GPT(cfg)
+    count = lambda module: sum(param.numel() for param in module.parameters())  # noqa: E731
+    assert count(net.mixers[0]) == 1_325_136  # as fla's GatedDeltaNet, gdn-model notes section 1
+    assert count(net.mixers[5]) == 786_432 + 8  # 8 query heads, 4 key/value heads, a gain a head
+    assert count(net.blocks[0]) == 2 * 512 * 1536 + 4 * 512
+    assert len(net.mixers) == 11
+
+
+def test_losses_are_softcapped_cross_entropy_and_masked_targets_are_zero():
+    net, ids = network(10), tokens(10, 2, 12)
+    targets = tokens(11, 2, 12)
+    targets[1, 5:] = -1
+    logits = net(ids)
+    assert logits.abs().max() < 30
+    losses = net(ids, targets)
+    expected = -torch.log_softmax(logits, -1).gather(-1, targets.clamp_min(0)[..., None])[..., 0]
+    assert (losses - expected * (targets >= 0)).abs().max() < 1e-12
+    assert losses[1, 5:].abs().max() == 0
+
+
+def test_a_fresh_network_is_uniform():
+    torch.manual_seed(12)
+    net = T.GPT(dataclasses.replace(CONFIG, tied_embed_init_std=0.001))
+    losses = net(tokens(12, 2, 20), tokens(13, 2, 20))
+    assert losses.mean().item() == pytest.approx(math.log(64), abs=0.02)
+
+
+def test_gradients_reach_every_parameter():
+    net, ids = network(14), tokens(14, 2, 30)
+    net(ids, ids.roll(-1, 1)).sum().backward()
+    for name, param in net.named_parameters():
+        assert param.grad is not None and param.grad.abs().max() > 0, name
+
+
+def test_generation_does_not_depend_on_its_batch_and_stops():
+    torch.manual_seed(15)
+    import sample as S
+    net = S.GPT(S.ModelConfig(**dataclasses.asdict(CONFIG)))
+    net.load_state_dict({name: value + 0.05 * torch.randn_like(value) for name, value in net.state_dict().items()})
+    together = S.generate(net, [1, 5, 9], 4, 12, 1.0, 0, 7, frozenset([1]))
+    alone = S.generate(net, [1, 5, 9], 2, 12, 1.0, 0, 7, frozenset([1]))
+    assert together[:2] == alone
+    assert len(set(map(tuple, together))) > 1
+    assert all(1 not in row for row in together)
+    greedy = S.generate(net, [1, 5, 9], 1, 3, 0.0, 0, 7, frozenset())[0]
+    ids = torch.tensor([[1, 5, 9]])
+    for _ in range(3):
+        ids = torch.cat([ids, net(ids)[:, -1].argmax(-1, keepdim=True)], dim=1)
+    assert greedy == ids[0, 3:].tolist()
+    assert S.generate(net, [1, 5], 1, 5, 0.0, 0, 7, frozenset(range(64))) == [[]]
+
+
+def train_through_the_switch(compiled: bool) -> list[float]:
+    """Losses of seven steps; from the fifth on the weights are quantized to 3 bits."""
+    torch.manual_seed(16)
+    net = T.GPT(dataclasses.replace(CONFIG, layers="g s"))
+    with torch.no_grad():
+        for param in net.parameters():
+            param.add_(0.05 * torch.randn_like(param))
+    model = torch.compile(net, dynamic=False, fullgraph=True) if compiled else net
+    weights = T.QuantizedWeights(net.named_parameters(), {"matrix": (3, 0.0), "embedding": (8, 20.0)})
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.001)
+    losses = []
+    for at in range(7):
+        steady = torch.compiler.set_stance("fail_on_recompile") if compiled and at else contextlib.nullcontext()
+        with steady, weights.quantized() if at >= 4 else contextlib.nullcontext():
+            loss = model(tokens(17, 2, 32), tokens(18, 2, 32)).mean()
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_compiled_training_equals_eager_through_the_qat_switch_without_recompiling():
+    """Quantization by swapping weights: the loss changes at the switch, compiled equals eager, no graph is made anew."""
+    eager, compiled = train_through_the_switch(False), train_through_the_switch(True)
+    assert compiled == pytest.approx(eager, rel=2e-5)
+    assert abs(eager[4] - eager[3]) > 3 * abs(eager[3] - eager[2])

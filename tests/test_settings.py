@@ -1,0 +1,323 @@
+"""Settings from the environment and a CONFIG file, the run's folder, the model's shape: what is accepted, what refused."""
+
+from __future__ import annotations
+
+import ast
+import math
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+
+import pytest
+
+import sample as S
+import train_gpt as T
+
+ROOT = Path(__file__).resolve().parents[1]
+NAMES = {field.name.upper() for field in fields(T.Settings)}
+
+# The settings of Parameter Golf's baseline that Settings has too, with the baseline's values.
+BASELINE = {
+    "DATA_PATH": "./data/datasets/fineweb10B_sp1024", "TOKENIZER_PATH": "./data/tokenizers/fineweb_1024_bpe.model",
+    "RUN_ID": "baseline", "SEED": "1337", "VAL_LOSS_EVERY": "1000", "TRAIN_LOG_EVERY": "200", "ITERATIONS": "20000",
+    "WARMDOWN_ITERS": "1200", "WARMUP_STEPS": "20", "TRAIN_BATCH_TOKENS": "524288", "TRAIN_SEQ_LEN": "1024",
+    "MAX_WALLCLOCK_SECONDS": "600.0", "QK_GAIN_INIT": "1.5", "VOCAB_SIZE": "1024", "NUM_LAYERS": "9",
+    "NUM_KV_HEADS": "4", "MODEL_DIM": "512", "NUM_HEADS": "8", "MLP_MULT": "2", "ROPE_BASE": "10000.0",
+    "LOGIT_SOFTCAP": "30.0", "TIED_EMBED_LR": "0.05", "TIED_EMBED_INIT_STD": "0.005", "MATRIX_LR": "0.04",
+    "SCALAR_LR": "0.04", "MUON_MOMENTUM": "0.95", "MUON_BACKEND_STEPS": "5", "MUON_MOMENTUM_WARMUP_START": "0.85",
+    "MUON_MOMENTUM_WARMUP_STEPS": "500", "BETA1": "0.9", "BETA2": "0.95", "ADAM_EPS": "1e-8", "GRAD_CLIP_NORM": "0.0",
+}
+
+# Names that stand in the environment of a shell, torchrun, GitHub Actions, Slurm, a container or a notebook.
+ORDINARY = """
+    PATH HOME LANG LC_ALL LANGUAGE SHELL SHLVL USER USERNAME LOGNAME HOSTNAME HOST HOSTTYPE OSTYPE MACHTYPE PWD OLDPWD
+    TERM TERM_PROGRAM TERMINFO COLORTERM COLUMNS LINES EDITOR VISUAL PAGER LESS LESSOPEN LS_COLORS MAIL TZ UID EUID
+    GID _ DISPLAY WAYLAND_DISPLAY XDG_RUNTIME_DIR XDG_SESSION_ID XDG_DATA_DIRS DBUS_SESSION_BUS_ADDRESS SSH_AUTH_SOCK
+    SSH_CLIENT SSH_CONNECTION SSH_TTY TMUX TMUX_PANE STY TMPDIR TEMP TMP DEBIAN_FRONTEND INVOCATION_ID JOURNAL_STREAM
+    PS1 IFS PROMPT_COMMAND HISTSIZE HISTFILE HTTP_PROXY HTTPS_PROXY NO_PROXY http_proxy https_proxy no_proxy all_proxy
+    PYTHONPATH PYTHONHOME PYTHONUNBUFFERED PYTHONDONTWRITEBYTECODE PYTHONHASHSEED PYTHON_VERSION VIRTUAL_ENV
+    VIRTUAL_ENV_PROMPT CONDA_PREFIX CONDA_DEFAULT_ENV CONDA_EXE PIP_INDEX_URL PIP_CACHE_DIR UV_CACHE_DIR PYENV_ROOT
+    PYTEST_CURRENT_TEST PYTEST_VERSION JPY_PARENT_PID MPLBACKEND COLAB_GPU WANDB_API_KEY WANDB_PROJECT HF_HOME
+    HF_TOKEN LD_LIBRARY_PATH LD_PRELOAD LIBRARY_PATH CPATH CC CXX CFLAGS CXXFLAGS LDFLAGS MAKEFLAGS PKG_CONFIG_PATH
+    OMP_NUM_THREADS MKL_NUM_THREADS OPENBLAS_NUM_THREADS NUMEXPR_NUM_THREADS KMP_AFFINITY KMP_BLOCKTIME
+    GOMP_CPU_AFFINITY CUDA_VISIBLE_DEVICES CUDA_DEVICE_ORDER CUDA_DEVICE_MAX_CONNECTIONS CUDA_HOME CUDA_PATH
+    CUDA_VERSION CUDA_LAUNCH_BLOCKING CUDA_MODULE_LOADING NVIDIA_VISIBLE_DEVICES NVIDIA_DRIVER_CAPABILITIES
+    NVIDIA_REQUIRE_CUDA NCCL_VERSION NCCL_DEBUG NCCL_IB_DISABLE NCCL_SOCKET_IFNAME TRITON_CACHE_DIR
+    TORCHINDUCTOR_CACHE_DIR TORCH_HOME TORCH_LOGS TORCH_CUDA_ARCH_LIST TORCH_EXTENSIONS_DIR PYTORCH_CUDA_ALLOC_CONF
+    PYTORCH_ALLOC_CONF MASTER_ADDR MASTER_PORT RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE
+    ROLE_RANK ROLE_NAME ROLE_WORLD_SIZE TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_RUN_ID
+    TORCHELASTIC_ERROR_FILE TORCHELASTIC_USE_AGENT_STORE TORCH_NCCL_ASYNC_ERROR_HANDLING CI GITHUB_ACTION
+    GITHUB_ACTIONS GITHUB_ACTOR GITHUB_ACTOR_ID GITHUB_API_URL GITHUB_BASE_REF GITHUB_ENV GITHUB_EVENT_NAME
+    GITHUB_EVENT_PATH GITHUB_GRAPHQL_URL GITHUB_HEAD_REF GITHUB_JOB GITHUB_OUTPUT GITHUB_PATH GITHUB_REF
+    GITHUB_REF_NAME GITHUB_REF_TYPE GITHUB_REPOSITORY GITHUB_REPOSITORY_ID GITHUB_RETENTION_DAYS GITHUB_RUN_ATTEMPT
+    GITHUB_RUN_ID GITHUB_RUN_NUMBER GITHUB_SERVER_URL GITHUB_SHA GITHUB_STATE GITHUB_STEP_SUMMARY GITHUB_TOKEN
+    GITHUB_WORKFLOW GITHUB_WORKSPACE RUNNER_ARCH RUNNER_DEBUG RUNNER_ENVIRONMENT RUNNER_NAME RUNNER_OS RUNNER_TEMP
+    RUNNER_TOOL_CACHE RUNNER_USER RUNNER_WORKSPACE AGENT_TOOLSDIRECTORY ImageOS ImageVersion ACCEPT_EULA GITLAB_CI
+    CI_JOB_ID CI_PIPELINE_ID BUILD_ID BUILD_NUMBER JOB_NAME JENKINS_URL SLURM_JOB_ID SLURM_JOBID SLURM_JOB_NAME
+    SLURM_JOB_NODELIST SLURM_JOB_NUM_NODES SLURM_JOB_PARTITION SLURM_NODEID SLURM_NODELIST SLURM_NNODES SLURM_NPROCS
+    SLURM_NTASKS SLURM_NTASKS_PER_NODE SLURM_PROCID SLURM_LOCALID SLURM_CPUS_ON_NODE SLURM_CPUS_PER_TASK SLURM_GPUS
+    SLURM_GPUS_ON_NODE SLURM_MEM_PER_NODE SLURM_STEP_ID SLURM_SUBMIT_DIR SLURM_TASKS_PER_NODE SLURM_TASK_PID
+    SLURM_ARRAY_JOB_ID SLURM_ARRAY_TASK_ID SLURM_CLUSTER_NAME SLURMD_NODENAME KUBERNETES_SERVICE_HOST KUBERNETES_PORT
+    RUNPOD_POD_ID RUNPOD_GPU_COUNT AWS_REGION AWS_PROFILE GOOGLE_APPLICATION_CREDENTIALS container
+""".split()
+
+
+def load(environ: dict[str, str]) -> T.Settings:
+    return T.load_settings(T.Settings, environ)
+
+
+def refusal(module, environ: dict[str, str]) -> str:
+    """The one line that refuses `environ`."""
+    with pytest.raises(module.UserError) as error:
+        module.load_settings(module.Settings, environ)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def config(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "some.env"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.parametrize(("name", "text", "kind", "value"), [
+    ("iterations", "2200", int, 2200), ("iterations", "0", int, 0), ("seed", "7", int, 7),
+    ("max_wallclock_seconds", "600", float, 600.0), ("matrix_lr", "4e-2", float, 0.04), ("lr_floor", "1", float, 1.0),
+    ("qat", "0", bool, False), ("qat", "1", bool, True), ("data_path", "", str, ""), ("run_id", "a b=c", str, "a b=c"),
+    ("lr_schedule", "cosine", str, "cosine"), ("matrix_bits", "2", int, 2), ("matrix_bits", "8", int, 8),
+    ("beta2", "0.9999", float, 0.9999), ("adam_eps", "1e-20", float, 1e-20), ("vocab_size", "65536", int, 65536),
+])
+def test_values_are_parsed(name, text, kind, value):
+    parsed = T.parse_setting(name, text, kind)
+    assert parsed == value and type(parsed) is kind
+
+
+@pytest.mark.parametrize(("name", "text", "kind", "said"), [
+    ("iterations", "ten", int, "must be a whole number"), ("iterations", "1.0", int, "must be a whole number"),
+    ("iterations", "1e3", int, "must be a whole number"), ("iterations", "", int, "must be a whole number"),
+    ("iterations", "-1", int, "must be from 0 to inf"), ("seed", "-1", int, "must be from 0 to inf"),
+    ("matrix_lr", "fast", float, "must be a number"), ("matrix_lr", "0,02", float, "must be a number"),
+    ("matrix_lr", "nan", float, "must be from 0 to inf"), ("matrix_lr", "inf", float, "must be from 0 to inf"),
+    ("matrix_lr", "-inf", float, "must be from 0 to inf"), ("matrix_lr", "-0.1", float, "must be from 0 to inf"),
+    ("warmdown_frac", "1.01", float, "must be from 0.0 to 1.0"), ("qat_start_frac", "-0.1", float, "from 0.0 to 1.0"),
+    ("warmdown_frac", "nan", float, "must be from 0.0 to 1.0"), ("lr_floor", "2", float, "must be from 0.0 to 1.0"),
+    ("beta1", "1.0", float, "must be from 0.0 to 0.9999"), ("muon_momentum", "1", float, "must be from 0.0 to 0.9999"),
+    ("matrix_bits", "1", int, "must be from 2 to 8"), ("embed_bits", "9", int, "must be from 2 to 8"),
+    ("num_kv_heads", "0", int, "must be from 1 to 1024"), ("train_seq_len", "1", int, "must be from 2 to 1048576"),
+    ("vocab_size", "65537", int, "must be from 0 to 65536"), ("train_log_every", "0", int, "must be from 1 to"),
+    ("qat", "true", bool, "must be 0 or 1"), ("qat", "True", bool, "must be 0 or 1"), ("qat", "", bool, "0 or 1"),
+    ("qat", "2", bool, "must be 0 or 1"), ("qat", "yes", bool, "must be 0 or 1"), ("qat", " 1", bool, "0 or 1"),
+    ("lr_schedule", "Linear", str, "must be one of linear, cosine"), ("device", "gpu", str, "one of auto, cpu, cuda"),
+])
+def test_wrong_values_are_refused(name, text, kind, said):
+    with pytest.raises(T.UserError) as error:
+        T.parse_setting(name, text, kind)
+    assert str(error.value).startswith(f"{name.upper()}={text!r}: ") and said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("module", [T, S], ids=["train_gpt", "sample"])
+def test_defaults_are_values_that_the_environment_may_give(module):
+    for field in fields(module.Settings):
+        text = str(int(field.default)) if field.type is bool else str(field.default)
+        assert module.parse_setting(field.name, text, field.type) == field.default, field.name
+        assert type(field.default) is field.type in (int, float, bool, str), field.name
+
+
+def test_every_range_and_choice_belongs_to_a_setting():
+    """A range that matches no field would be a misspelt name, and that field would go unchecked."""
+    known = [field.name for module in (T, S) for field in fields(module.Settings)]
+    for glob, low, high in T.RANGES:
+        assert any(T.fnmatch.fnmatch(name, glob) for name in known), glob
+        assert low < high
+    assert set(T.CHOICES) <= set(known)
+
+
+def test_the_environment_wins_over_the_config(tmp_path):
+    text = "# a comment\n\nITERATIONS=100  # steps\n MATRIX_LR = 0.5 \nDATA_PATH='a/b'\nRUN_ID=\"x\"\nQAT=0\n"
+    path = config(tmp_path, text)
+    settings = load({"CONFIG": path, "ITERATIONS": "200", "SEED": "3"})
+    expected = {"iterations": 200, "matrix_lr": 0.5, "data_path": "a/b", "run_id": "x", "qat": False, "seed": 3}
+    assert settings == replace(T.Settings(), **expected)
+
+
+def test_nothing_set_gives_the_defaults():
+    assert load({}) == T.Settings()
+    assert load({"CONFIG": ""}) == T.Settings()
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("ITERATIONS=5\nMATRX_LR=1\n", "unknown setting MATRX_LR; did you mean MATRIX_LR?"),
+    ("PROMPT=hello\n", "unknown setting PROMPT"), ("iterations=5\n", "unknown setting iterations"),
+    ("PATH=/bin\n", "unknown setting PATH"), ("CONFIG=other.env\n", "unknown setting CONFIG"),
+    ("SEED=1\nITERATIONS 5\n", ":2: 'ITERATIONS 5' is not NAME=value"), ("ITERATIONS=5.5\n", "ITERATIONS='5.5'"),
+])
+def test_wrong_lines_of_a_config_are_refused(tmp_path, text, said):
+    assert said in refusal(T, {"CONFIG": config(tmp_path, text)})
+
+
+def test_ignore_env_does_not_excuse_a_config(tmp_path):
+    with pytest.raises(T.UserError, match="unknown setting PROMPT"):
+        load({"CONFIG": config(tmp_path, "PROMPT=hello\n"), "IGNORE_ENV": "PROMPT"})
+
+
+def test_a_missing_config_is_named(tmp_path):
+    with pytest.raises(T.UserError, match="CONFIG='.*none.env': no such file"):
+        load({"CONFIG": str(tmp_path / "none.env")})
+
+
+@pytest.mark.parametrize(("name", "meant"), [
+    ("NUM_LAYER", "NUM_LAYERS"), ("MATRX_LR", "MATRIX_LR"), ("TRAIN_SEQLEN", "TRAIN_SEQ_LEN"), ("DATAPATH", "DATA_PATH"),
+    ("ITERATION", "ITERATIONS"), ("WARMDOWN_ITER", "WARMDOWN_ITERS"), ("MAX_WALLCLOCK_SECOND", "MAX_WALLCLOCK_SECONDS"),
+    ("TRAIN_BATCH_TOKEN", "TRAIN_BATCH_TOKENS"), ("VOCABSIZE", "VOCAB_SIZE"), ("WARM_DOWN_ITERS", "WARMDOWN_ITERS"),
+])
+def test_near_misses_name_the_setting(name, meant):
+    message = refusal(T, {name: "1"})
+    assert message.startswith(f"{name}='1': not a setting of this script")
+    assert f"did you mean {meant}?" in message and f"IGNORE_ENV={name}" in message
+    assert load({name: "1", "IGNORE_ENV": name}) == T.Settings()
+
+
+def test_names_that_only_other_scripts_read_are_refused():
+    foreign = set(T.FOREIGN_NAMES) - NAMES
+    assert len(foreign) > 50
+    for name in foreign:
+        assert refusal(T, {name: "1"}).startswith(f"{name}='1': not a setting of this script")
+        assert load({name: "1", "IGNORE_ENV": name}) == T.Settings()
+
+
+def test_sample_refuses_a_training_setting():
+    assert refusal(S, {"MATRIX_LR": "1"}).startswith("MATRIX_LR='1': not a setting of this script")
+    assert S.load_settings(S.Settings, {"PROMPT": "hello"}).prompt == "hello"
+
+
+def test_foreign_names_hold_those_the_field_knows():
+    """Of nanoGPT's train.py, of Parameter Golf's baseline and later records, each read there and not here."""
+    expected = set("""
+        N_LAYER N_HEAD N_EMBD BLOCK_SIZE BATCH_SIZE LEARNING_RATE MAX_ITERS LR_DECAY_ITERS MIN_LR GRAD_CLIP DROPOUT
+        EVAL_INTERVAL WARMUP_ITERS WEIGHT_DECAY EMBED_LR HEAD_LR TIE_EMBEDDINGS VAL_BATCH_SIZE EMA_DECAY EMA_ENABLED
+        SWA_ENABLED SWA_EVERY LATE_QAT QAT_ENABLED EVAL_SEQ_LEN BIGRAM_VOCAB_SIZE XSA_LAST_N TTT_ENABLED MUON_BETA2
+    """.split())
+    assert expected - set(T.FOREIGN_NAMES) == set()
+    assert expected & NAMES == set()
+    assert list(T.FOREIGN_NAMES) == sorted(set(T.FOREIGN_NAMES))
+
+
+def test_ignore_env_takes_several_names():
+    environ = {"PROMPT": "$ ", "NUM_LAYER": "3", "IGNORE_ENV": "NUM_LAYER, PROMPT"}
+    assert load(environ) == T.Settings()
+    assert refusal(T, {**environ, "IGNORE_ENV": "NUM_LAYER"}).startswith("PROMPT='$ '")
+
+
+@pytest.mark.parametrize("module", [T, S], ids=["train_gpt", "sample"])
+def test_an_ordinary_environment_is_left_alone(module):
+    assert len(ORDINARY) == len(set(ORDINARY))
+    environ = dict.fromkeys(ORDINARY, "1")
+    assert module.load_settings(module.Settings, environ) == module.Settings()
+
+
+def test_the_seed_command_is_accepted():
+    command = ("ARCH_MODE=D VOCAB_SIZE=1024 DATA_PATH=d TOKENIZER_PATH=t.model VAL_LOSS_EVERY=9999 SEED=42 "
+               "ITERATIONS=2200 WARMDOWN_ITERS=400")
+    given = dict(word.split("=") for word in command.split())
+    assert load(given) == replace(T.Settings(), arch_mode="D", vocab_size=1024, data_path="d", tokenizer_path="t.model",
+                                  val_loss_every=9999, seed=42, iterations=2200, warmdown_iters=400)
+
+
+def test_the_baselines_settings_are_accepted():
+    values = {name: getattr(load(BASELINE), name.lower()) for name in BASELINE}
+    assert values == {name: type(values[name])(text) for name, text in BASELINE.items()}
+
+
+def script_settings(path: Path) -> list[str]:
+    """Field names of a script's Settings class, read from its source; [] without one."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef) and node.name == "Settings":
+            return [field.target.id for field in node.body if isinstance(field, ast.AnnAssign)]
+    return []
+
+
+def test_every_setting_of_every_script_is_a_foreign_name():
+    """A setting missing here would be ignored in silence by the scripts that do not have it."""
+    found = {path.name: script_settings(path) for path in ROOT.glob("*.py")}
+    assert len(found["train_gpt.py"]) == len(NAMES) and found["sample.py"]
+    missing = {name.upper() for names in found.values() for name in names} - set(T.FOREIGN_NAMES)
+    assert sorted(missing) == []
+
+
+def test_the_table_shows_every_setting_and_marks_changes():
+    settings = replace(T.Settings(), iterations=5, qat=False, run_id="x")
+    rows = T.settings_table(settings).splitlines()
+    assert [row[2:].split("=")[0] for row in rows] == [field.name.upper() for field in fields(T.Settings)]
+    assert {row for row in rows if row[0] == "*"} == {"* ITERATIONS=5", "* QAT=0", "* RUN_ID=x"}
+    assert all(row[:2] in ("* ", "  ") for row in rows)
+    assert "  MAX_WALLCLOCK_SECONDS=600.0" in rows and "  EMA=1" in rows
+    assert load(dict(row[2:].split("=", 1) for row in rows)) == settings
+
+
+def test_a_run_folder_is_made_once(tmp_path):
+    folder = T.make_run_folder(str(tmp_path / "deep" / "runs"), "first")
+    assert folder == tmp_path / "deep" / "runs" / "first" and folder.is_dir()
+    (folder / "log.txt").write_text("kept")
+    with pytest.raises(T.UserError, match="^RUN_ID='first': .* exists already; choose another RUN_ID"):
+        T.make_run_folder(str(tmp_path / "deep" / "runs"), "first")
+    assert (folder / "log.txt").read_text() == "kept"
+
+
+@pytest.mark.parametrize("run_id", ["", ".", "..", "a/b", "../a", "/a", "a/"])
+def test_a_run_id_is_a_plain_name(tmp_path, run_id):
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(T.UserError, match="^RUN_ID="):
+        T.make_run_folder(str(tmp_path / "runs"), run_id)
+    assert [path.name for path in tmp_path.rglob("*")] == ["runs"]
+
+
+def test_a_file_in_place_of_the_out_dir(tmp_path):
+    (tmp_path / "runs").write_text("a file")
+    with pytest.raises(T.UserError, match="^OUT_DIR='.*runs': cannot write there"):
+        T.make_run_folder(str(tmp_path / "runs"), "x")
+
+
+def test_layers_are_resolved():
+    assert T.resolve_layers("D", "", 0) == "g g g g g s1 g g g g g s1"
+    assert T.resolve_layers("D", "", 4) == "g g g g"
+    assert T.resolve_layers("D", "", 14).split()[12:] == ["g", "g"]
+    assert T.resolve_layers("none", "g  s12 a", 5) == "g s12 a g s12"
+    assert T.resolve_layers("D", "a", 3) == "a a a"
+
+
+@pytest.mark.parametrize(("arch", "pattern", "said"), [
+    ("E", "", "ARCH_MODE='E': must be one of D"), ("", "", "ARCH_MODE='': must be one of D"),
+    ("D", "g x", "LAYER_PATTERN='g x': 'x' is not"), ("D", "g,s", "'g,s' is not g, s or a"), ("D", "G", "'G' is not"),
+    ("D", "s-1", "'s-1' is not"), ("D", "1", "'1' is not"), ("D", "  ", "LAYER_PATTERN='  '"),
+])
+def test_wrong_layers_are_refused(arch, pattern, said):
+    with pytest.raises(T.UserError) as error:
+        T.resolve_layers(arch, pattern, 0)
+    assert said in str(error.value)
+
+
+def test_model_config_takes_the_shape_from_the_settings():
+    settings = replace(T.Settings(), model_dim=96, num_heads=6, num_kv_heads=3, layer_pattern="g s1", num_layers=3)
+    config = T.model_config(settings, 300, 1)
+    shape = asdict(config)
+    assert (shape.pop("vocab_size"), shape.pop("bos_id"), shape.pop("layers")) == (300, 1, "g s1 g")
+    assert shape == {name: getattr(settings, name) for name in shape}
+
+
+@pytest.mark.parametrize(("changes", "said"), [
+    (dict(model_dim=100, num_heads=8), "MODEL_DIM=100: must be a multiple of 2 x NUM_HEADS = 16"),
+    (dict(model_dim=72, num_heads=8), "MODEL_DIM=72"),  # a multiple of the heads, but their width would be odd
+    (dict(num_heads=8, num_kv_heads=3), "NUM_HEADS=8: must be a multiple of NUM_KV_HEADS = 3"),
+    (dict(num_heads=4, num_kv_heads=8), "NUM_HEADS=4: must be a multiple of NUM_KV_HEADS = 8"),
+    (dict(arch_mode="Z"), "ARCH_MODE='Z'"), (dict(layer_pattern="q"), "LAYER_PATTERN='q'"),
+])
+def test_shapes_that_do_not_fit_are_refused(changes, said):
+    with pytest.raises(T.UserError) as error:
+        T.model_config(replace(T.Settings(), **changes), 300, 1)
+    assert str(error.value).startswith(said)
+
+
+def test_whole_numbers_beyond_floats_are_refused():
+    with pytest.raises(T.UserError, match="must be from 0"):
+        T.parse_setting("iterations", "1" + "0" * 400, int)
+    assert math.isfinite(T.parse_setting("iterations", str(10**15), int))
