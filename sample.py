@@ -20,6 +20,7 @@ import resource
 import struct
 import subprocess
 import sys
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
@@ -57,19 +58,21 @@ class UserError(Exception):
 # would be ignored in silence, which is how runs of this field were lost; here they are errors.
 FOREIGN_NAMES = tuple("""
     ADAM_EPS ADAM_WD ALWAYS_SAVE_CHECKPOINT ARCH_MODE ARTIFACT ARTIFACT_BYTES_MAX ATTN_CLIP_SIGMAS ATTN_WINDOW
-    BATCH_SIZE BETA1 BETA2 BIGRAM_DIM BIGRAM_VOCAB_SIZE BLOCK_SIZE COMPRESSOR DATA_DIR DATA_PATH DECAY_LR DROPOUT
-    EMA_DECAY EMA_ENABLED EMBED_BITS EMBED_CLIP_SIGMAS EMBED_LR EMBED_WD ENABLE_LOOPING_AT EVAL_INTERVAL EVAL_ITERS
-    EVAL_SEQ_LEN EVAL_STRIDE GATED_ATTN_ENABLED GPTQ_CALIBRATION_BATCHES GPTQ_RESERVE_SECONDS
-    GRADIENT_ACCUMULATION_STEPS GRAD_ACCUM_STEPS GRAD_CLIP GRAD_CLIP_NORM HEAD_LR INIT_FROM ITERATIONS LATE_QAT
-    LATE_QAT_THRESHOLD LEARNING_RATE LN_SCALE LOGIT_SOFTCAP LOG_INTERVAL LOOP_END LOOP_START LR_DECAY_ITERS
-    LR_SCHEDULE MATRIX_BITS MATRIX_CLIP_SIGMAS MATRIX_LR MAX_ITERS MAX_NEW_TOKENS MAX_WALLCLOCK_SECONDS MIN_LR
+    BATCH_SIZE BETA1 BETA2 BIGRAM_DIM BIGRAM_VOCAB_SIZE BLOCK_SIZE COMPILE COMPRESSOR DATA_DIR DATA_PATH DECAY_LR
+    DEVICE DROPOUT EMA EMA_DECAY EMA_ENABLED EMA_MEMORY_FRAC EMA_START_FRAC EMBED_BITS EMBED_CLIP_SIGMAS EMBED_LR
+    EMBED_WD ENABLE_LOOPING_AT EVAL_INTERVAL EVAL_ITERS EVAL_SEQ_LEN EVAL_STRIDE GATED_ATTN_ENABLED GDN_NEG_EIGVAL
+    GPTQ_CALIBRATION_BATCHES GPTQ_RESERVE_SECONDS GRADIENT_ACCUMULATION_STEPS GRAD_ACCUM_STEPS GRAD_CLIP
+    GRAD_CLIP_NORM HEAD_LR HOLDOUT_TOKENS INIT_FROM ITERATIONS LATE_QAT LATE_QAT_THRESHOLD LAYER_PATTERN LEARNING_RATE
+    LN_SCALE LOGIT_SOFTCAP LOG_INTERVAL LOOP_END LOOP_START LR_DECAY_ITERS LR_FLOOR LR_SCHEDULE MATRIX_BITS
+    MATRIX_CLIP_SIGMAS MATRIX_LR MAX_ITERS MAX_NEW_TOKENS MAX_WALLCLOCK_SECONDS MICRO_BATCH_TOKENS MIN_LR
     MLP_CLIP_SIGMAS MLP_MULT MODEL_DIM MTP_NUM_HEADS MUON_BACKEND_STEPS MUON_BETA2 MUON_MOMENTUM
-    MUON_MOMENTUM_WARMUP_START MUON_MOMENTUM_WARMUP_STEPS MUON_ROW_NORMALIZE MUON_WD MUON_WEIGHT_DECAY NUM_HEADS
-    NUM_KV_HEADS NUM_LAYERS NUM_LOOPS NUM_SAMPLES N_EMBD N_HEAD N_LAYER PROMPT QAT_ENABLED QK_GAIN_INIT ROPE_BASE
-    ROPE_DIMS RUN_ID SCALAR_LR SEED SLIDING_WINDOW_ENABLED SMEAR_GATE_ENABLED SWA_ENABLED SWA_EVERY SWA_START_FRAC
-    TEMPERATURE TIED_EMBED_INIT_STD TIED_EMBED_LR TIE_EMBEDDINGS TOKENIZER_PATH TOP_K TRAIN_BATCH_TOKENS
-    TRAIN_LOG_EVERY TRAIN_SEQ_LEN TTT_ENABLED TTT_LR VAL_BATCH_SIZE VAL_BATCH_TOKENS VAL_LOSS_EVERY VE_ENABLED
-    VOCAB_SIZE WARMDOWN_FRAC WARMDOWN_ITERS WARMUP_ITERS WARMUP_STEPS WEIGHT_DECAY XSA_LAST_N
+    MUON_MOMENTUM_WARMUP_FRAC MUON_MOMENTUM_WARMUP_START MUON_MOMENTUM_WARMUP_STEPS MUON_ROW_NORMALIZE MUON_WD
+    MUON_WEIGHT_DECAY NUM_HEADS NUM_KV_HEADS NUM_LAYERS NUM_LOOPS NUM_SAMPLES N_EMBD N_HEAD N_LAYER OUT_DIR PROMPT QAT
+    QAT_ENABLED QAT_START_FRAC QK_GAIN_INIT RESERVE_SECONDS ROPE_BASE ROPE_DIMS RUN_ID SCALAR_LR SEED
+    SLIDING_WINDOW_ENABLED SMEAR_GATE_ENABLED SWA SWA_ENABLED SWA_EVERY SWA_START_FRAC TEMPERATURE TIED_EMBED_INIT_STD
+    TIED_EMBED_LR TIE_EMBEDDINGS TOKENIZER_PATH TOP_K TRAIN_BATCH_TOKENS TRAIN_LOG_EVERY TRAIN_SEQ_LEN TTT_ENABLED
+    TTT_LR VAL_BATCH_SIZE VAL_BATCH_TOKENS VAL_LOSS_EVERY VE_ENABLED VOCAB_SIZE WARMDOWN_FRAC WARMDOWN_ITERS
+    WARMUP_FRAC WARMUP_ITERS WARMUP_STEPS WEIGHT_DECAY XSA_LAST_N
 """.split())
 
 # (pattern of a field name, smallest, largest), the first match counts; a field that matches none must be >= 0.
@@ -182,6 +185,13 @@ class Runtime:
             dist.all_reduce(tensor)
         return tensor
 
+    def agree(self, value: str) -> str:
+        """Rank 0's value, on every rank."""
+        values = [value]
+        if self.distributed:
+            dist.broadcast_object_list(values, src=0, device=self.device)
+        return values[0]
+
     def synchronize(self) -> None:
         """Wait until the device has done what was asked of it."""
         if self.device.type == "cuda":
@@ -222,6 +232,17 @@ class Log:
         """A line that the next one overwrites, on a terminal only."""
         if self.bar:
             print("\r\033[K" + text, end="", flush=True)
+
+
+def exit_code(main: Callable[[], int]) -> int:
+    """Run `main` for its exit code; 2 for a UserError, 1 for a FloatingPointError, each one line on stderr."""
+    try:
+        return main()
+    except (UserError, FloatingPointError) as error:
+        if int(os.environ.get("RANK", 0)):
+            time.sleep(5)  # torchrun ends this rank meanwhile if rank 0 made the same mistake, and said so
+        sys.stderr.write(f"error: {error}\n")
+        return 2 if isinstance(error, UserError) else 1
 
 
 def make_run_folder(out_dir: str, run_id: str) -> Path:
@@ -292,26 +313,21 @@ class Tokenizer:
     vocab_size: int
     bos_id: int
     special_ids: dict[str, int]  # role token -> id; empty where the tokenizer has none
-    pieces: tuple[bytes, ...]  # what each token decodes to, b"" for boundaries
+    pieces: list[bytes]  # what each token decodes to, b"" for boundaries
     byte_counts: np.ndarray  # (V,) int64, len of pieces
     drops_space: np.ndarray  # (V,) bool, loses its space after a boundary
     boundary: np.ndarray  # (V,) bool
-    processor: sentencepiece.SentencePieceProcessor | None = None  # None: the byte tokenizer
+    processor: sentencepiece.SentencePieceProcessor | None  # None: the byte tokenizer
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, without BOS. Role tokens written out in the text are ordinary characters."""
-        if self.processor is None:
-            return [byte + 4 for byte in text.encode("utf-8")]
-        return self.processor.encode(text)
+        return self.processor.encode(text) if self.processor else [byte + 4 for byte in text.encode("utf-8")]
 
     def decode_bytes(self, ids: list[int] | np.ndarray) -> bytes:
         """The bytes of a token sequence that starts a document; `token_bytes` counts exactly these."""
         ids = np.asarray(ids, dtype=np.int64)
-        parts = [self.pieces[token] for token in ids.tolist()]
-        previous = np.concatenate([[self.bos_id], ids])[:-1]
-        for i in np.flatnonzero(self.drops_space[ids] & self.boundary[previous]):
-            parts[i] = parts[i][1:]
-        return b"".join(parts)
+        drops = self.drops_space[ids] & self.boundary[np.append(self.bos_id, ids)[:-1]]
+        return b"".join([self.pieces[i][drop:] for i, drop in zip(ids.tolist(), drops.tolist(), strict=True)])
 
     def decode(self, ids: list[int] | np.ndarray) -> str:
         """`decode_bytes` as text; bytes that are not UTF-8 become U+FFFD."""
@@ -323,46 +339,32 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
     Raises UserError for a missing or unreadable file and for a model without a BOS token.
     """
-    path, processor = Path(path), None
-    marked: list[int] = []  # pieces that begin with a space
+    path = Path(path)
     if str(path) == "bytes":
-        sha256, bos_id = hashlib.sha256(b"underpar bytes 264").hexdigest(), 1
-        pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4
         special_ids = {role: 260 + i for i, role in enumerate(ROLE_TOKENS)}
-    else:
-        processor = load_sentencepiece(path)
-        sha256, bos_id, pieces = sha256_file(path), processor.bos_id(), []
-        for token in range(processor.vocab_size()):
-            piece = processor.id_to_piece(token)
-            if processor.is_control(token) or processor.is_unknown(token) or processor.is_unused(token):
-                pieces.append(b"")
-            elif processor.is_byte(token):  # "<0x41>", one byte
-                pieces.append(bytes([int(piece[1:-1], 16)]))
-            else:
-                pieces.append(piece.replace(SPACE_MARK, " ").encode("utf-8"))
-                marked += [token] * piece.startswith(SPACE_MARK)
-        special_ids = {role: processor.piece_to_id(role) for role in ROLE_TOKENS}
-        special_ids = {role: token for role, token in special_ids.items() if processor.is_control(token)}
-    byte_counts = np.array([len(piece) for piece in pieces], dtype=np.int64)
-    drops_space = np.zeros(len(pieces), dtype=np.bool_)
-    # The model's own decoder shows whether a leading space is the dummy prefix or text.
-    if marked and not processor.decode([marked[-1]]).startswith(" "):
-        drops_space[marked] = True
-    return Tokenizer(path.stem, sha256, len(pieces), bos_id, special_ids, tuple(pieces), byte_counts, drops_space,
-                     byte_counts == 0, processor)
-
-
-def load_sentencepiece(path: Path) -> sentencepiece.SentencePieceProcessor:
-    """A SentencePiece model that has a BOS token, else UserError."""
+        pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4
+        counts, sha256 = np.array([len(piece) for piece in pieces]), hashlib.sha256(b"underpar bytes 264").hexdigest()
+        return Tokenizer("bytes", sha256, 264, 1, special_ids, pieces, counts, counts > 1, counts == 0, None)
     if not path.is_file():
         raise UserError(f"tokenizer {path}: no such file; name a SentencePiece .model file or `bytes`")
     try:
-        processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
+        model = sentencepiece.SentencePieceProcessor(model_file=str(path))
     except (RuntimeError, OSError) as error:
         raise UserError(f"tokenizer {path}: not a SentencePiece model ({path.stat().st_size} bytes)") from error
-    if processor.bos_id() < 0:
+    if model.bos_id() < 0:
         raise UserError(f"tokenizer {path}: has no BOS token; every document must begin with one")
-    return processor
+    ids = list(range(model.vocab_size()))
+    names, control = model.id_to_piece(ids), np.array(model.is_control(ids))
+    boundary = control | model.is_unknown(ids) | model.is_unused(ids)
+    pieces = [name.replace(SPACE_MARK, " ").encode("utf-8") for name in names]
+    for i in np.flatnonzero(boundary | model.is_byte(ids)):
+        pieces[i] = b"" if boundary[i] else bytes.fromhex(names[i][3:5])  # a byte's name is "<0x41>"
+    # A leading space that the model's own decoder leaves out is the dummy prefix, no part of the text.
+    drops = [name.startswith(SPACE_MARK) and len(model.decode([i]).encode("utf-8")) < len(pieces[i])
+             for i, name in enumerate(names)]
+    special_ids = {role: names.index(role) for role in ROLE_TOKENS if model.is_control(model.piece_to_id(role))}
+    return Tokenizer(path.stem, sha256_file(path), len(ids), model.bos_id(), special_ids, pieces,
+                     np.array([len(piece) for piece in pieces]), np.array(drops), boundary, model)
 
 
 def token_bytes(tokenizer: Tokenizer, prev: np.ndarray, ids: np.ndarray) -> np.ndarray:
@@ -372,33 +374,32 @@ def token_bytes(tokenizer: Tokenizer, prev: np.ndarray, ids: np.ndarray) -> np.n
 
 def write_shard(path: str | Path, tokens: np.ndarray) -> None:
     """Writes `tokens` (N,) as one shard. Raises UserError for ids outside uint16."""
-    if len(tokens) and not (0 <= int(tokens.min()) and int(tokens.max()) < 1 << 16):
+    packed = np.asarray(tokens).astype("<u2")
+    if not np.array_equal(packed, tokens):
         raise UserError(f"{path}: token ids {tokens.min()}..{tokens.max()} do not fit uint16; 0..65535 do")
     header = np.zeros(256, dtype="<i4")
     header[:3] = SHARD_MAGIC, SHARD_VERSION, len(tokens)
     with open(path, "wb") as file:
-        file.write(header.tobytes())
-        file.write(np.asarray(tokens).astype("<u2").tobytes())
+        header.tofile(file)
+        packed.tofile(file)
 
 
 def read_shard(path: str | Path) -> np.ndarray:
     """The tokens of a shard, a uint16 memory map (N,). Raises UserError naming file, found and expected."""
-    path = Path(path)
-    if not path.is_file():
+    if not Path(path).is_file():
         raise UserError(f"shard {path}: no such file")
-    size = path.stat().st_size
-    if size < SHARD_HEADER_BYTES:
-        raise UserError(f"shard {path}: truncated: {size} bytes, the header alone has {SHARD_HEADER_BYTES}")
-    header = np.fromfile(path, dtype="<i4", count=256)
-    if header[0] != SHARD_MAGIC:
-        raise UserError(f"shard {path}: not a token shard: magic number {header[0]}, expected {SHARD_MAGIC}")
-    if header[1] != SHARD_VERSION:
-        raise UserError(f"shard {path}: version {header[1]}, expected {SHARD_VERSION}")
-    expected = SHARD_HEADER_BYTES + 2 * int(header[2])
-    if header[2] <= 0 or size != expected:
+    size, header = Path(path).stat().st_size, np.fromfile(path, dtype="<i4", count=256)
+    if len(header) < 256:
+        raise UserError(f"shard {path}: truncated: {size} bytes, its header alone has {SHARD_HEADER_BYTES}")
+    magic, version, count = header[:3].tolist()
+    if (magic, version) != (SHARD_MAGIC, SHARD_VERSION):
+        raise UserError(f"shard {path}: not a token shard: magic number {magic} and version {version}, expected "
+                        f"{SHARD_MAGIC} and {SHARD_VERSION}")
+    expected = SHARD_HEADER_BYTES + 2 * count
+    if count <= 0 or size != expected:
         fault = "truncated" if size < expected else "wrong size"
-        raise UserError(f"shard {path}: {fault}: {size} bytes, its header of {header[2]} tokens means {expected}")
-    return np.memmap(path, dtype="<u2", mode="r", offset=SHARD_HEADER_BYTES, shape=(int(header[2]),))
+        raise UserError(f"shard {path}: {fault}: {size} bytes, its header of {count} tokens means {expected}")
+    return np.memmap(path, dtype="<u2", mode="r", offset=SHARD_HEADER_BYTES, shape=(count,))
 
 
 def sha256_file(path: str | Path) -> str:
@@ -415,13 +416,13 @@ def load_manifest(data_path: str | Path) -> dict:
     path = Path(data_path) / "manifest.json"
     if not path.is_file():
         raise UserError(f"{path}: no such file; `python data/prepare.py SOURCE --out {data_path}` makes shards and "
-                        f"manifest, `python data/prepare.py --manifest {data_path} --tokenizer PATH` describes shards")
+                        f"manifest, `python data/download.py --manifest {data_path} --tokenizer PATH` describes shards")
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path}: not JSON ({error}); write it again with data/prepare.py") from error
+    except ValueError:
+        manifest = None
     if not isinstance(manifest, dict) or manifest.get("format") != 1:
-        raise UserError(f"{path}: not a data manifest of format 1; write it again with data/prepare.py")
+        raise UserError(f"{path}: not a data manifest (JSON, format 1); write it again with the script that made it")
     return manifest
 
 
@@ -445,15 +446,14 @@ def check_dataset(data_path: str | Path, tokenizer: Tokenizer, manifest: dict, h
                         "expected 0; prepare the data again")
     for split in ("train", "val"):
         total = 0
-        for shard in manifest[split]["shards"]:
-            path = Path(data_path) / shard["file"]
+        for path, shard in zip(shard_paths(data_path, manifest, split), manifest[split]["shards"], strict=True):
             count = len(read_shard(path))
             total += count
             if count != shard["tokens"]:
                 raise UserError(f"shard {path}: {count} tokens, {where} says {shard['tokens']}")
             if (split == "val" or hash_train) and sha256_file(path) != shard["sha256"]:
                 raise UserError(f"shard {path}: its SHA-256 is not the {shard['sha256'][:12]}… of {where}")
-        if not total or total != manifest[split]["tokens"]:
+        if total != manifest[split]["tokens"]:
             raise UserError(f"{where}: {split} has {manifest[split]['tokens']} tokens, its shards {total}")
 
 
@@ -467,7 +467,7 @@ class TokenStream:
         self.paths, self.vocab_size, self.skip_tail = list(paths), vocab_size, skip_tail
         self.shards = [read_shard(path) for path in self.paths]
         self.starts = np.cumsum([0] + [len(shard) for shard in self.shards])  # (shards + 1,)
-        if len(self) <= 0:
+        if self.starts[-1] <= skip_tail:
             raise UserError(f"{len(self.paths)} shards of {self.starts[-1]} tokens: more than the held-out "
                             f"{skip_tail} are needed")
 
@@ -479,30 +479,20 @@ class TokenStream:
         out, done = np.empty(count, dtype=np.int64), 0
         while done < count:
             position = (start + done) % len(self)
-            size = min(count - done, len(self) - position)
-            out[done : done + size] = self._slice(position, size)
-            done += size
+            index = int(np.searchsorted(self.starts, position, side="right")) - 1
+            low = position - int(self.starts[index])
+            part = self.shards[index][low : low + min(count - done, len(self) - position)]
+            if part.max() >= self.vocab_size:
+                at = int(np.argmax(part >= self.vocab_size))
+                raise UserError(f"shard {self.paths[index]}: token {part[at]} at position {low + at}, "
+                                f"expected ids below {self.vocab_size}; another tokenizer wrote it")
+            out[done : done + len(part)] = part
+            done += len(part)
         return out
 
     def tail(self) -> np.ndarray:
         """The held-out last `skip_tail` tokens, int64."""
-        return self._slice(len(self), self.skip_tail)
-
-    def _slice(self, start: int, count: int) -> np.ndarray:
-        """Tokens start..start+count of the whole stream, tail included, without wrap-around."""
-        parts, end = [np.empty(0, dtype=np.int64)], start + count
-        first = int(np.searchsorted(self.starts, start, side="right")) - 1
-        for index in range(first, len(self.shards)):
-            low, high = max(start - self.starts[index], 0), min(end - self.starts[index], len(self.shards[index]))
-            if low >= high:
-                break
-            part = self.shards[index][low:high].astype(np.int64)
-            if part.max() >= self.vocab_size:
-                at = int(low + np.argmax(part >= self.vocab_size))
-                raise UserError(f"shard {self.paths[index]}: token {part[at - low]} at position {at}, "
-                                f"expected ids below {self.vocab_size}; another tokenizer wrote it")
-            parts.append(part)
-        return np.concatenate(parts)
+        return TokenStream(self.paths, 0, self.vocab_size).read(len(self), self.skip_tail)
 # === end: data ===
 
 
@@ -536,6 +526,8 @@ def resolve_layers(arch_mode: str, layer_pattern: str, num_layers: int) -> str:
     if not layer_pattern and arch_mode not in ARCH_PRESETS:
         raise UserError(f"ARCH_MODE={arch_mode!r}: must be one of {', '.join(ARCH_PRESETS)}, or set LAYER_PATTERN")
     words = (layer_pattern or ARCH_PRESETS[arch_mode]).split()
+    if not words:
+        raise UserError(f"LAYER_PATTERN={layer_pattern!r}: names no layer")
     for word in words:
         if word[0] not in "gsa" or not (word[1:].isdigit() or len(word) == 1):
             raise UserError(f"LAYER_PATTERN={layer_pattern!r}: {word!r} is not g, s or a with an optional number")
@@ -1526,15 +1518,10 @@ def sample(settings: Settings) -> None:
 
 
 def main() -> int:
-    """Exit code: 0, or 2 for a mistake in settings or files (one line)."""
-    try:
-        settings = load_settings(Settings, dict(os.environ))
-        sample(settings)
-        return 0
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    """Settings, then `sample`; the exit code."""
+    sample(load_settings(Settings, dict(os.environ)))
+    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main))

@@ -1,7 +1,8 @@
-"""Downloads the published FineWeb shards and tokenizer of Parameter Golf and writes their manifest.json.
+"""Downloads the published FineWeb shards and tokenizer of Parameter Golf and describes them in manifest.json.
 
     python data/download.py                        validation and 10 training shards (1 billion tokens, 2 GB)
     python data/download.py --train-shards 80      what the challenge trains on
+    python data/download.py --manifest DIR --tokenizer PATH        only describes shards that are already there
 
 An interrupted download goes on where it stopped when the command is given again. Sizes are checked against the
 server's, SHA-256 where the server names one, shard headers always. Layout of the published data: openai/parameter-golf,
@@ -17,21 +18,234 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import sentencepiece
 
 try:
     from tqdm import tqdm
 except ImportError:
     tqdm = None
+
+
+class UserError(Exception):
+    """A mistake of the user's: printed as one line, exit code 2."""
+
+
+# === shared: data ===
+SHARD_MAGIC, SHARD_VERSION = 20240520, 1  # llm.c and Parameter Golf: 256 int32 header, then uint16 tokens
+SHARD_HEADER_BYTES = 256 * 4
+ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+SPACE_MARK = "\u2581"  # SentencePiece writes a space as this character
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A tokenizer and the bytes its tokens stand for; made by `load_tokenizer`.
+
+    A token counts the UTF-8 bytes it decodes to, its leading space included. Where the model puts a space before
+    every text (add_dummy_prefix), that space is no part of the text: the first token after a boundary (a control,
+    unknown or unused token, itself 0 bytes) gives it back. This equals Parameter Golf's accounting
+    (openai/parameter-golf, train_gpt.py, build_sentencepiece_luts and eval_val), which leaves the space out of the
+    table and adds it where the token before is no boundary.
+    """
+
+    name: str
+    sha256: str
+    vocab_size: int
+    bos_id: int
+    special_ids: dict[str, int]  # role token -> id; empty where the tokenizer has none
+    pieces: list[bytes]  # what each token decodes to, b"" for boundaries
+    byte_counts: np.ndarray  # (V,) int64, len of pieces
+    drops_space: np.ndarray  # (V,) bool, loses its space after a boundary
+    boundary: np.ndarray  # (V,) bool
+    processor: sentencepiece.SentencePieceProcessor | None  # None: the byte tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, without BOS. Role tokens written out in the text are ordinary characters."""
+        return self.processor.encode(text) if self.processor else [byte + 4 for byte in text.encode("utf-8")]
+
+    def decode_bytes(self, ids: list[int] | np.ndarray) -> bytes:
+        """The bytes of a token sequence that starts a document; `token_bytes` counts exactly these."""
+        ids = np.asarray(ids, dtype=np.int64)
+        drops = self.drops_space[ids] & self.boundary[np.append(self.bos_id, ids)[:-1]]
+        return b"".join([self.pieces[i][drop:] for i, drop in zip(ids.tolist(), drops.tolist(), strict=True)])
+
+    def decode(self, ids: list[int] | np.ndarray) -> str:
+        """`decode_bytes` as text; bytes that are not UTF-8 become U+FFFD."""
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """A SentencePiece `.model` file, or `bytes`: 0 pad, 1 bos, 2 eos, 3 unk, 4..259 the bytes, then the role tokens.
+
+    Raises UserError for a missing or unreadable file and for a model without a BOS token.
+    """
+    path = Path(path)
+    if str(path) == "bytes":
+        special_ids = {role: 260 + i for i, role in enumerate(ROLE_TOKENS)}
+        pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4
+        counts, sha256 = np.array([len(piece) for piece in pieces]), hashlib.sha256(b"underpar bytes 264").hexdigest()
+        return Tokenizer("bytes", sha256, 264, 1, special_ids, pieces, counts, counts > 1, counts == 0, None)
+    if not path.is_file():
+        raise UserError(f"tokenizer {path}: no such file; name a SentencePiece .model file or `bytes`")
+    try:
+        model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    except (RuntimeError, OSError) as error:
+        raise UserError(f"tokenizer {path}: not a SentencePiece model ({path.stat().st_size} bytes)") from error
+    if model.bos_id() < 0:
+        raise UserError(f"tokenizer {path}: has no BOS token; every document must begin with one")
+    ids = list(range(model.vocab_size()))
+    names, control = model.id_to_piece(ids), np.array(model.is_control(ids))
+    boundary = control | model.is_unknown(ids) | model.is_unused(ids)
+    pieces = [name.replace(SPACE_MARK, " ").encode("utf-8") for name in names]
+    for i in np.flatnonzero(boundary | model.is_byte(ids)):
+        pieces[i] = b"" if boundary[i] else bytes.fromhex(names[i][3:5])  # a byte's name is "<0x41>"
+    # A leading space that the model's own decoder leaves out is the dummy prefix, no part of the text.
+    drops = [name.startswith(SPACE_MARK) and len(model.decode([i]).encode("utf-8")) < len(pieces[i])
+             for i, name in enumerate(names)]
+    special_ids = {role: names.index(role) for role in ROLE_TOKENS if model.is_control(model.piece_to_id(role))}
+    return Tokenizer(path.stem, sha256_file(path), len(ids), model.bos_id(), special_ids, pieces,
+                     np.array([len(piece) for piece in pieces]), np.array(drops), boundary, model)
+
+
+def token_bytes(tokenizer: Tokenizer, prev: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Bytes of each token of `ids` given the token before it, int64, same shape."""
+    return tokenizer.byte_counts[ids] - (tokenizer.drops_space[ids] & tokenizer.boundary[prev])
+
+
+def write_shard(path: str | Path, tokens: np.ndarray) -> None:
+    """Writes `tokens` (N,) as one shard. Raises UserError for ids outside uint16."""
+    packed = np.asarray(tokens).astype("<u2")
+    if not np.array_equal(packed, tokens):
+        raise UserError(f"{path}: token ids {tokens.min()}..{tokens.max()} do not fit uint16; 0..65535 do")
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = SHARD_MAGIC, SHARD_VERSION, len(tokens)
+    with open(path, "wb") as file:
+        header.tofile(file)
+        packed.tofile(file)
+
+
+def read_shard(path: str | Path) -> np.ndarray:
+    """The tokens of a shard, a uint16 memory map (N,). Raises UserError naming file, found and expected."""
+    if not Path(path).is_file():
+        raise UserError(f"shard {path}: no such file")
+    size, header = Path(path).stat().st_size, np.fromfile(path, dtype="<i4", count=256)
+    if len(header) < 256:
+        raise UserError(f"shard {path}: truncated: {size} bytes, its header alone has {SHARD_HEADER_BYTES}")
+    magic, version, count = header[:3].tolist()
+    if (magic, version) != (SHARD_MAGIC, SHARD_VERSION):
+        raise UserError(f"shard {path}: not a token shard: magic number {magic} and version {version}, expected "
+                        f"{SHARD_MAGIC} and {SHARD_VERSION}")
+    expected = SHARD_HEADER_BYTES + 2 * count
+    if count <= 0 or size != expected:
+        fault = "truncated" if size < expected else "wrong size"
+        raise UserError(f"shard {path}: {fault}: {size} bytes, its header of {count} tokens means {expected}")
+    return np.memmap(path, dtype="<u2", mode="r", offset=SHARD_HEADER_BYTES, shape=(count,))
+
+
+def sha256_file(path: str | Path) -> str:
+    """SHA-256 of a file as hex digits, read in pieces."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def load_manifest(data_path: str | Path) -> dict:
+    """`manifest.json` of a data folder. Raises UserError naming the command that writes one."""
+    path = Path(data_path) / "manifest.json"
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; `python data/prepare.py SOURCE --out {data_path}` makes shards and "
+                        f"manifest, `python data/download.py --manifest {data_path} --tokenizer PATH` describes shards")
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        manifest = None
+    if not isinstance(manifest, dict) or manifest.get("format") != 1:
+        raise UserError(f"{path}: not a data manifest (JSON, format 1); write it again with the script that made it")
+    return manifest
+
+
+def shard_paths(data_path: str | Path, manifest: dict, split: str) -> list[Path]:
+    """The shard files of `split` ("train" or "val") in the manifest's order."""
+    return [Path(data_path) / shard["file"] for shard in manifest[split]["shards"]]
+
+
+def check_dataset(data_path: str | Path, tokenizer: Tokenizer, manifest: dict, hash_train: bool = False) -> None:
+    """Raises UserError unless shards and tokenizer are those of the manifest.
+
+    Sizes and token counts of all shards, SHA-256 of the validation shards (with `hash_train` of the training shards
+    too), the tokenizer's SHA-256, and no validation document among the training documents of shards made here.
+    """
+    where, recorded = Path(data_path) / "manifest.json", manifest["tokenizer"]
+    if tokenizer.sha256 != recorded["sha256"]:
+        raise UserError(f"{data_path}: shards were written with another tokenizer: {recorded['file']} of SHA-256 "
+                        f"{recorded['sha256'][:12]}…, given {tokenizer.name} of {tokenizer.sha256[:12]}…")
+    if manifest["overlap_documents"] and not manifest["published"]:
+        raise UserError(f"{where}: {manifest['overlap_documents']} validation documents also stand in training, "
+                        "expected 0; prepare the data again")
+    for split in ("train", "val"):
+        total = 0
+        for path, shard in zip(shard_paths(data_path, manifest, split), manifest[split]["shards"], strict=True):
+            count = len(read_shard(path))
+            total += count
+            if count != shard["tokens"]:
+                raise UserError(f"shard {path}: {count} tokens, {where} says {shard['tokens']}")
+            if (split == "val" or hash_train) and sha256_file(path) != shard["sha256"]:
+                raise UserError(f"shard {path}: its SHA-256 is not the {shard['sha256'][:12]}… of {where}")
+        if total != manifest[split]["tokens"]:
+            raise UserError(f"{where}: {split} has {manifest[split]['tokens']} tokens, its shards {total}")
+
+
+class TokenStream:
+    """Shards as one circular stream of tokens; the last `skip_tail` of them are kept out and read by `tail`.
+
+    Raises UserError for shards too short for the tail, and when a token read is not below `vocab_size`.
+    """
+
+    def __init__(self, paths: list[Path], skip_tail: int = 0, vocab_size: int = 1 << 16) -> None:
+        self.paths, self.vocab_size, self.skip_tail = list(paths), vocab_size, skip_tail
+        self.shards = [read_shard(path) for path in self.paths]
+        self.starts = np.cumsum([0] + [len(shard) for shard in self.shards])  # (shards + 1,)
+        if len(self) <= 0:
+            raise UserError(f"{len(self.paths)} shards of {self.starts[-1]} tokens: more than the held-out "
+                            f"{skip_tail} are needed")
+
+    def __len__(self) -> int:
+        return int(self.starts[-1]) - self.skip_tail
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """`count` tokens from position `start` on, int64 (count,), going on at 0 after the last one."""
+        out, done = np.empty(count, dtype=np.int64), 0
+        while done < count:
+            position = (start + done) % len(self)
+            index = int(np.searchsorted(self.starts, position, side="right")) - 1
+            low = position - int(self.starts[index])
+            part = self.shards[index][low : low + min(count - done, len(self) - position)]
+            if part.max() >= self.vocab_size:
+                at = int(np.argmax(part >= self.vocab_size))
+                raise UserError(f"shard {self.paths[index]}: token {part[at]} at position {low + at}, "
+                                f"expected ids below {self.vocab_size}; another tokenizer wrote it")
+            out[done : done + len(part)] = part
+            done += len(part)
+        return out
+
+    def tail(self) -> np.ndarray:
+        """The held-out last `skip_tail` tokens, int64."""
+        return TokenStream(self.paths, 0, self.vocab_size).read(len(self), self.skip_tail)
+# === end: data ===
+
 
 BASE_URL = "https://huggingface.co/datasets/willdepueoai/parameter-golf/resolve/main/datasets"
 VARIANTS = ("sp1024",)
@@ -39,11 +253,8 @@ TRIES = 6  # without a new byte, before giving up
 FIRST_TRIES = 3  # of the first request: a machine without a network is told so within seconds
 RETRY_SECONDS = 1.0  # doubled with each try
 TIMEOUT_SECONDS = 30
+READ_TOKENS = 4_000_000  # of a shard that stand in memory at once as int64
 NETWORK_ERRORS = (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError)
-
-
-class UserError(Exception):
-    """A mistake of the user's: printed as one line, exit code 2."""
 
 
 class NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -123,18 +334,13 @@ def fault(remote: Remote, path: Path) -> str | None:
     size = path.stat().st_size
     if size != remote.size:
         return f"{size} bytes, the server has {remote.size}"
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        header = file.read(12)
-        file.seek(0)
-        while remote.sha256 and (block := file.read(1 << 22)):
-            digest.update(block)
-    if remote.sha256 and digest.hexdigest() != remote.sha256:
-        return f"SHA-256 {digest.hexdigest()[:12]}…, the server says {remote.sha256[:12]}…"
+    if remote.sha256 and (digest := sha256_file(path)) != remote.sha256:
+        return f"SHA-256 {digest[:12]}…, the server says {remote.sha256[:12]}…"
     if remote.path.suffix == ".bin":
-        magic, version, tokens = (int.from_bytes(header[i : i + 4], "little") for i in (0, 4, 8))
-        if (magic, version, 1024 + 2 * tokens) != (20240520, 1, size):
-            return f"not a token shard of {size} bytes: its header says {magic}, version {version}, {tokens} tokens"
+        try:
+            read_shard(path)
+        except UserError as error:
+            return str(error)
     return None
 
 
@@ -234,6 +440,79 @@ def download(base_url: str, variant: str, train_shards: int, out: Path) -> None:
         bar.close()
 
 
+def describe_split(paths: list[Path], tokenizer: Tokenizer) -> dict:
+    """The manifest's part on these shards. Raises UserError for shards that another tokenizer wrote."""
+    part = {"shards": [], "tokens": 0, "documents": 0, "source_bytes": None, "decoded_bytes": 0}
+    before = bos = tokenizer.bos_id
+    for path in paths if tqdm is None else tqdm(paths, desc="counting bytes", unit="shard", leave=False, disable=None):
+        tokens = read_shard(path)
+        if not part["shards"] and tokens[0] != bos:
+            raise UserError(f"shard {path}: begins with token {tokens[0]}, expected BOS ({bos}); "
+                            "name the tokenizer that wrote these shards")
+        for start in range(0, len(tokens), READ_TOKENS):
+            ids = tokens[start : start + READ_TOKENS].astype(np.int64)
+            if ids.max() >= tokenizer.vocab_size:
+                raise UserError(f"shard {path}: token {ids.max()}, expected ids below {tokenizer.vocab_size}; "
+                                "another tokenizer wrote it")
+            part["decoded_bytes"] += int(token_bytes(tokenizer, np.append(before, ids)[:-1], ids).sum())
+            part["documents"] += int((ids == bos).sum())
+            before = ids[-1]
+        part["tokens"] += len(tokens)
+        part["shards"].append({"file": path.name, "tokens": len(tokens), "sha256": sha256_file(path)})
+    return part
+
+
+def document_hashes(paths: list[Path], bos_id: int) -> Iterator[bytes]:
+    """A hash of each document's tokens; a document begins with BOS and may run on into the next shards."""
+    document = None
+    for path in paths:
+        tokens = np.asarray(read_shard(path))
+        head, *begun = np.split(tokens, np.flatnonzero(tokens == bos_id))
+        if document:
+            document.update(head.tobytes())
+        for own in begun:
+            if document:
+                yield document.digest()
+            document = hashlib.blake2b(own.tobytes(), digest_size=16)
+    if document:
+        yield document.digest()
+
+
+def describe(folder: Path, tokenizer_path: str) -> None:
+    """Writes and prints the manifest of shards in `folder` that were made elsewhere with the given tokenizer.
+
+    Raises UserError when they are not one data set's, or not this tokenizer's.
+    """
+    tokenizer, file = load_tokenizer(tokenizer_path), Path(tokenizer_path).name
+    paths = {split: sorted(folder.glob(f"*_{split}_*.bin")) for split in ("train", "val")}
+    for split, found in paths.items():
+        if not found:
+            raise UserError(f"{folder}: no *_{split}_*.bin shard there")
+    names = sorted({path.name.split(f"_{split}_")[0] for split, found in paths.items() for path in found})
+    if len(names) > 1:
+        raise UserError(f"{folder}: shards of several data sets ({', '.join(names)}); keep one per folder")
+    splits = {split: describe_split(found, tokenizer) for split, found in paths.items()}
+    val = list(document_hashes(paths["val"], tokenizer.bos_id))
+    repeated = set(val).intersection(document_hashes(paths["train"], tokenizer.bos_id))
+    overlap = sum(digest in repeated for digest in val)
+    if file != "bytes" and Path(tokenizer_path).resolve().parent != folder.resolve():
+        file = "tokenizer.model"
+        shutil.copyfile(tokenizer_path, folder / file)
+    manifest = {
+        "format": 1, "name": names[0], "published": True,
+        "tokenizer": {"file": file, "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size,
+                      "bos_id": tokenizer.bos_id},
+        "lossless": False, **splits, "overlap_documents": overlap, "dropped": None, "seed": None, "sources": None,
+    }
+    (folder / "manifest.part").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    os.replace(folder / "manifest.part", folder / "manifest.json")
+    for split, part in splits.items():
+        ratio = part["decoded_bytes"] / max(1, part["tokens"] - part["documents"])
+        print(f"{split}: {part['documents']:,} documents, {part['tokens']:,} tokens, {part['decoded_bytes']:,} bytes, "
+              f"{ratio:.4f} bytes per token (BOS not counted)")
+    print(f"validation documents that also stand in training: {overlap}\nto train on it: DATA_PATH={folder}")
+
+
 def run(arguments: list[str] | None = None) -> None:
     """The command; raises UserError for the user's mistakes and for a network that fails."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -241,21 +520,23 @@ def run(arguments: list[str] | None = None) -> None:
     parser.add_argument("--train-shards", type=int, default=10, help="training shards of 100 million tokens (10)")
     parser.add_argument("--out", type=Path, help="folder (data/datasets/fineweb10B_VARIANT beside this script)")
     parser.add_argument("--base-url", default=BASE_URL, help="where the published manifest.json is")
+    parser.add_argument("--manifest", type=Path, metavar="DIR", help="download nothing, describe the shards in DIR")
+    parser.add_argument("--tokenizer", metavar="PATH", help="the model that wrote the shards in DIR, or `bytes`")
     args = parser.parse_args(arguments)
     if args.variant not in VARIANTS:
         raise UserError(f"--variant {args.variant}: expected one of {', '.join(VARIANTS)}")
     if args.train_shards < 1:
         raise UserError(f"--train-shards {args.train_shards}: expected 1 or more")
-    here = Path(__file__).resolve().parent
-    out = args.out or Path(os.path.relpath(here / "datasets" / f"fineweb10B_{args.variant}"))
+    if bool(args.manifest) != bool(args.tokenizer):
+        raise UserError("--manifest DIR and --tokenizer PATH (the model that wrote the shards) go together")
+    usual = Path(__file__).resolve().parent / "datasets" / f"fineweb10B_{args.variant}"
+    out = args.manifest or args.out or Path(os.path.relpath(usual))
     try:
-        download(args.base_url.rstrip("/"), args.variant, args.train_shards, out)
+        if not args.manifest:
+            download(args.base_url.rstrip("/"), args.variant, args.train_shards, out)
+        describe(out, args.tokenizer or str(out / "tokenizer.model"))
     except OSError as error:
-        raise UserError(f"--out {out}: cannot be written ({error.strerror or error})") from error
-    describe = [sys.executable, str(here / "prepare.py"), "--manifest", str(out)]
-    done = subprocess.run([*describe, "--tokenizer", str(out / "tokenizer.model")], check=False)
-    if done.returncode:
-        raise UserError(f"{out}: the shards arrived, their manifest could not be written (see above)")
+        raise UserError(f"{out}: cannot be written ({error.strerror or error})") from error
 
 
 def main() -> None:

@@ -250,7 +250,7 @@ def train_through_the_switch(compiled: bool) -> list[float]:
 
 
 def test_compiled_training_equals_eager_through_the_qat_switch_without_recompiling():
-    """Quantization by swapping weights: the loss changes at the switch, compiled equals eager, no graph is made anew."""
+    """Quantization by swapping weights: the loss changes at the switch, compiled equals eager, no new graph."""
     eager, compiled = train_through_the_switch(False), train_through_the_switch(True)
     assert compiled == pytest.approx(eager, rel=2e-5)
     assert abs(eager[4] - eager[3]) > 3 * abs(eager[3] - eager[2])

@@ -103,7 +103,7 @@ def test_a_bad_step_changes_nothing_and_a_good_one_everything():
     net(ids, ids).sum().backward()
     for param in optimizers.params:
         param.grad.fill_(float("nan"))
-    norm = optimizers.reduce_gradients(ALONE, 1.0)
+    norm = optimizers.reduce_gradients(ALONE, 1.0, torch.tensor(1.0))[0]
     assert not torch.isfinite(norm)
     optimizers.step(1.0, 0.9, ~torch.isfinite(norm))
     assert all(torch.equal(a, b) for a, b in zip(before, optimizers.params, strict=True))
@@ -132,7 +132,8 @@ def test_clipping_bounds_the_global_norm():
     ids = torch.randint(2, 64, (2, 16))
     net(ids, ids).sum().backward()
     expected = torch.cat([param.grad.flatten() for param in optimizers.params]).norm()
-    assert optimizers.reduce_gradients(ALONE, 0.1).item() == pytest.approx(expected.item(), rel=1e-5)
+    norm, loss = optimizers.reduce_gradients(ALONE, 0.1, torch.tensor(1.5))
+    assert (norm.item(), loss.item()) == (pytest.approx(expected.item(), rel=1e-5), 1.5)
     clipped = torch.cat([param.grad.flatten() for param in optimizers.params]).norm()
     assert clipped.item() == pytest.approx(0.1, rel=1e-4)
 
@@ -167,7 +168,7 @@ for step in range(4):
     for at, param in enumerate(optimizers.params):
         full = torch.randn(2, *param.shape, generator=torch.Generator().manual_seed(100 * step + at))
         param.grad = full[runtime.rank] if runtime.world_size == 2 else full.sum(0)
-    optimizers.reduce_gradients(runtime, 0.0)
+    optimizers.reduce_gradients(runtime, 0.0, torch.tensor(1.0))
     optimizers.step(1.0, 0.9, torch.tensor(False))
 own = torch.cat([param.detach().flatten() for param in optimizers.params])
 if runtime.world_size == 2:

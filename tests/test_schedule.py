@@ -104,7 +104,7 @@ def test_iterations_alone_end_the_run_at_the_floor():
     plan, clock, multipliers, _ = run(cfg, SPEEDS["steady"])
     assert len(multipliers) == 50
     assert multipliers[-1] == 0.0 and clock.used[-1] == 1.0
-    assert plan.phases["qat"].steps == 50 - plan.phases["qat"].start_step
+    assert plan.phases["qat"].steps == 51 - plan.phases["qat"].start_step
 
 
 def test_multiplier_against_closed_forms():
