@@ -218,7 +218,7 @@ class TokenStream:
         self.paths, self.vocab_size, self.skip_tail = list(paths), vocab_size, skip_tail
         self.shards = [read_shard(path) for path in self.paths]
         self.starts = np.cumsum([0] + [len(shard) for shard in self.shards])  # (shards + 1,)
-        if len(self) <= 0:
+        if self.starts[-1] <= skip_tail:
             raise UserError(f"{len(self.paths)} shards of {self.starts[-1]} tokens: more than the held-out "
                             f"{skip_tail} are needed")
 
