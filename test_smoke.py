@@ -139,8 +139,8 @@ def test_the_log_has_its_parts_in_order(place, first):
     settings = replace(T.Settings(), **result_of(place, "first")["settings"])
     names = ("warmup", "warmdown", "ema", "swa", "qat")
     parts = [
-        "command: ", "\ncommit:", T.settings_table(settings), "\nparameters: ", "\nbatch: 512 tokens", "\ndata: text",
-        *(f"\nplan: {name} from " for name in names), "\nset-up and warm-up: ",
+        "command: ", "\ncommit:", T.settings_table(settings), "\nparameters: ", "\ndata: text",
+        *(f"\nplan: {name} from " for name in names), "\nbatch: 512 tokens", "\nset-up and warm-up: ",
         "\nphase: warmup begins at step 1", "\nstep:1/30 train_loss:", "\nstep:10 val_loss:",
         "\nphase: warmdown begins at step 16", "\nphase: qat begins at step 27", "\nphase: swa begins at step 28",
         "\nstep:30/30 train_loss:",
@@ -152,7 +152,7 @@ def test_the_log_has_its_parts_in_order(place, first):
     assert -1 not in places, parts[places.index(-1)]
     assert places == sorted(places)
     assert log.count("\nphase: ") == 10 and "NEVER FIRED" not in log
-    assert log.count(" val_loss:") == 6  # at steps 10 and 20; before quantization and from the artifact, plain and sliding
+    assert log.count(" val_loss:") == 6  # at steps 10 and 20; before packing and after, plain and sliding
 
 
 def test_the_terminal_shows_the_log(place, first):

@@ -2007,11 +2007,15 @@ class Batches:
             raise UserError(f"DATA_PATH={settings.data_path!r}: {len(stream)} training tokens beside the held-out ones "
                             f"are fewer than one batch of TRAIN_BATCH_TOKENS={self.tokens}")
         self.rows = rows // runtime.world_size  # of this rank, a step
-        most = settings.micro_batch_tokens or (65536 if runtime.device.type == "cuda" else 4096)
-        if settings.micro_batch_tokens and settings.micro_batch_tokens < self.seq_len:
+        self.fitted = settings.micro_batch_tokens == 0
+        most = settings.micro_batch_tokens or (262144 if runtime.device.type == "cuda" else 4096)
+        if not self.fitted and most < self.seq_len:
             raise UserError(f"MICRO_BATCH_TOKENS={most}: must be at least TRAIN_SEQ_LEN={self.seq_len}")
-        fitting = max(1, most // self.seq_len)
-        self.micro_rows = max(rows for rows in range(1, self.rows + 1) if self.rows % rows == 0 and rows <= fitting)
+        self.limit_rows(max(1, most // self.seq_len))
+
+    def limit_rows(self, most: int) -> None:
+        """Take the largest micro-batch of at most `most` windows that divides this rank's share of a step."""
+        self.micro_rows = max(rows for rows in range(1, min(most, self.rows) + 1) if self.rows % rows == 0)
 
     def micro_batches(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
         """(ids, targets) of this rank's share of step `step`, each (micro_rows, seq_len)."""
@@ -2036,24 +2040,38 @@ def forward_backward(model: Callable, batches: Batches, step: int) -> Tensor:
     return loss
 
 
+def fit_micro_batch(model: Callable, optimizers: Optimizers, batches: Batches) -> None:
+    """Try a micro-batch; where memory is short on any rank take a smaller one, or say so if the user set its size."""
+    while True:
+        failed = torch.zeros((), device=batches.runtime.device)
+        try:
+            ids, targets = next(batches.micro_batches(0))
+            model(ids, targets).sum().backward()
+        except torch.OutOfMemoryError:
+            failed += 1
+        optimizers.zero_grad()
+        if not batches.runtime.sum(failed):
+            return
+        if not batches.fitted or batches.micro_rows == 1:
+            raise UserError(f"out of memory with {batches.micro_rows * batches.seq_len} tokens a forward; set "
+                            f"MICRO_BATCH_TOKENS to less (the global batch stays the same), or TRAIN_SEQ_LEN")
+        batches.limit_rows(batches.micro_rows // 2)
+
+
 def warm_up(model: Callable, network: GPT, optimizers: Optimizers, weights: QuantizedWeights, batches: Batches,
             settings: Settings) -> None:
     """Run untimed steps that compile and allocate everything, then put weights and optimizer back as they were."""
     before = [param.detach().clone() for param in network.parameters()]
     good = torch.zeros((), dtype=torch.bool, device=batches.runtime.device)
-    try:
-        for step in range(settings.warmup_steps):
-            with weights.quantized():
-                forward_backward(model, batches, step)
-            optimizers.reduce_gradients(batches.runtime, settings.grad_clip_norm, good.float())
-            optimizers.step(0.0, settings.muon_momentum, good)
-            optimizers.zero_grad()
-        with torch.no_grad():
-            model(*next(batches.micro_batches(0)))
-    except torch.OutOfMemoryError:
-        raise UserError(f"out of memory with {batches.micro_rows * batches.seq_len} tokens a forward; set "
-                        f"MICRO_BATCH_TOKENS to less (the global batch stays the same)") from None
+    for step in range(settings.warmup_steps):
+        with weights.quantized():
+            forward_backward(model, batches, step)
+        optimizers.reduce_gradients(batches.runtime, settings.grad_clip_norm, good.float())
+        optimizers.step(0.0, settings.muon_momentum, good)
+        optimizers.zero_grad()
     with torch.no_grad():
+        if settings.warmup_steps:
+            model(*next(batches.micro_batches(0)))
         torch._foreach_copy_([param.detach() for param in network.parameters()], before)
     optimizers.reset()
 
@@ -2151,9 +2169,9 @@ def count_parameters(network: GPT) -> dict[str, int]:
     return {**counts, "total": sum(counts.values())}
 
 
-def start_log(settings: Settings, runtime: Runtime, folder: Path | None, plan: Plan, network: GPT, batches: Batches,
+def start_log(settings: Settings, runtime: Runtime, folder: Path | None, plan: Plan, network: GPT,
               manifest: dict) -> Log:
-    """Open the log: source, a rule, command line, commit, machine, settings, parameters, batch, data, plan."""
+    """Open the log: source, a rule, command line, commit, machine, settings, parameters, data, plan."""
     log = Log(folder / "log.txt" if folder else None)
     log(Path(__file__).read_text(encoding="utf-8") + "\n" + "=" * 120, terminal=False)
     machine = describe_machine(runtime)
@@ -2163,8 +2181,6 @@ def start_log(settings: Settings, runtime: Runtime, folder: Path | None, plan: P
     log(settings_table(settings))
     log("parameters: " + " ".join(f"{name}:{count}" for name, count in count_parameters(network).items())
         + f" layers: {network.config.layers}")
-    log(f"batch: {batches.tokens} tokens a step = {runtime.world_size} ranks x {batches.rows // batches.micro_rows} "
-        f"micro-steps x {batches.micro_rows} windows x {batches.seq_len} tokens")
     log(f"data: {manifest['name']}, train {manifest['train']['tokens']} tokens, "
         f"val {manifest['val']['tokens']} tokens, {manifest['val']['decoded_bytes']} bytes, "
         f"overlap {manifest['overlap_documents']} documents")
@@ -2259,7 +2275,7 @@ def main() -> int:
         make_run_folder(settings.out_dir, run_id)
         if tokenizer.processor:
             (folder / "tokenizer.model").write_bytes(tokenizer.processor.serialized_model_proto())
-    log = start_log(settings, runtime, folder if runtime.rank == 0 else None, plan, network, batches, manifest)
+    log = start_log(settings, runtime, folder if runtime.rank == 0 else None, plan, network, manifest)
 
     model = torch.compile(network, dynamic=False, fullgraph=True) if settings.compile else network
     optimizers = Optimizers(network, settings, runtime)
@@ -2274,6 +2290,9 @@ def main() -> int:
     def score(of: Callable, tokens: np.ndarray = val_tokens, stride: int = settings.train_seq_len) -> Score:
         return score_tokens(of, tokens, tokenizer, runtime, settings.train_seq_len, stride, batches.micro_rows)
 
+    fit_micro_batch(model, optimizers, batches)
+    log(f"batch: {batches.tokens} tokens a step = {runtime.world_size} ranks x {batches.rows // batches.micro_rows} "
+        f"micro-steps x {batches.micro_rows} windows x {batches.seq_len} tokens")
     warm_up(model, network, optimizers, weights, batches, settings)
     log(f"set-up and warm-up: {time.perf_counter() - begin:.1f} s, outside the clock")
     steps = train(model, optimizers, weights, averages, batches, plan, clock, settings, log, lambda: score(model))
@@ -2285,6 +2304,10 @@ def main() -> int:
     clock.stop()
     log(plan.table())
     log(f"clock: {clock.elapsed():.1f} s to train and choose, MAX_WALLCLOCK_SECONDS={settings.max_wallclock_seconds}")
+    events = []
+    if 0 < settings.max_wallclock_seconds < clock.elapsed():
+        events.append({"event": "over_clock", "seconds": clock.elapsed()})
+        log("event: over_clock, so this run is no record; choosing wants more RESERVE_SECONDS")
 
     before = evaluate(score, model, settings, log, "before quantization")
     sizes = pack(network, table, folder / "model.upar", tokenizer, runtime,
@@ -2305,7 +2328,7 @@ def main() -> int:
             "total_seconds": time.perf_counter() - begin, "peak_memory_mib": peak_memory(runtime) / 2**20,
             "params": count_parameters(network), "weights": chosen, **final, "before_quantization": before,
             **yardsticks(stream.read(0, min(len(stream), YARDSTICK_TOKENS)), val_tokens, tokenizer), **sizes,
-            "phases": plan.summary(), "events": [], "settings": asdict(settings),
+            "phases": plan.summary(), "events": events, "settings": asdict(settings),
         }
         write_result(folder, result, log)
         code = verdict(result, plan, settings, log)

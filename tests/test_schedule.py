@@ -1,6 +1,10 @@
 """Clock, plan and averages against a fake clock: every phase fires, the rate lands at its floor, ranks agree."""
 
+import json
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -177,3 +181,36 @@ def test_ema_and_swa_closed_forms():
     swa.restart()
     swa.update(0.7)
     assert swa.count == 1 and swa.values[0].tolist() == [8.0] * 3
+
+
+RANKS = """
+import json, os, sys, torch
+sys.path.insert(0, {root!r})
+import train_gpt as T
+runtime = T.start_runtime("cpu")
+class Time:
+    seconds = 100.0
+    def __call__(self): return self.seconds
+now, plan = Time(), T.Plan(T.Settings(max_wallclock_seconds=22.0, reserve_seconds=2.0))
+clock, step = T.Clock(0, 20.0, runtime, now), 0
+clock.start()
+while not clock.is_last(step):
+    clock.receive()
+    plan.advance(step, clock.progress(step))
+    now.seconds += [0.25, 0.9][runtime.rank] * (1 + step % 3)  # rank 1's own clock would stop far earlier
+    clock.send(torch.tensor(1.0), torch.tensor(False))
+    step += 1
+with open(os.path.join(sys.argv[1], str(runtime.rank)), "w") as file:
+    json.dump([step, clock.used, plan.summary()], file)
+"""
+
+
+def test_all_ranks_use_rank_0s_clock(tmp_path):
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS.format(root=str(Path(__file__).resolve().parents[1])))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    subprocess.run([*launch, script, tmp_path], check=True, capture_output=True)
+    zero, one = (json.loads((tmp_path / rank).read_text()) for rank in "01")
+    assert zero == one
+    assert zero[0] == pytest.approx(20.0 / 0.5, abs=3)
+    assert all(phase["steps"] > 0 for phase in zero[2].values())
