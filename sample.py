@@ -38,7 +38,7 @@ from torch import Tensor, nn
 # ---------------------------------------------------------------------------------------------------------- settings
 @dataclass(frozen=True)
 class Settings:
-    artifact: str = ""  # the model: a model.upar file
+    artifact: str = ""  # the model: a model.upar file, or a run's folder
     tokenizer_path: str = ""  # a SentencePiece .model, or "bytes"; empty: the one beside data or artifact
     prompt: str = ""  # text to go on from; empty: a document's beginning
     num_samples: int = 1  # how many continuations
@@ -1497,7 +1497,8 @@ def generate(network: GPT, prompt: list[int], count: int, max_new_tokens: int, t
 def sample(settings: Settings) -> None:
     """Load, generate, print. Raises UserError for a missing artifact or another tokenizer."""
     path = Path(settings.artifact)
-    if not path.is_file():
+    path = path / "model.upar" if path.is_dir() else path
+    if not settings.artifact or not path.is_file():
         raise UserError(f"ARTIFACT={settings.artifact!r}: no such file; a run writes runs/<RUN_ID>/model.upar")
     runtime = start_runtime(settings.device)
     try:

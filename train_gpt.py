@@ -1,9 +1,9 @@
 """Pretrain a GDN-hybrid language model against a clock and a byte budget; score what is read back from its artifact.
 
     CONFIG=configs/cpu.env python train_gpt.py                                  # one CPU process, about 3 minutes
-    DATA_PATH=data/fineweb_sp1024 torchrun --standalone --nproc_per_node=1 train_gpt.py    # one GPU
+    DATA_PATH=data/datasets/fineweb10B_sp1024 torchrun --standalone --nproc_per_node=1 train_gpt.py    # one GPU
     ARCH_MODE=D SEED=42 ITERATIONS=2200 WARMDOWN_ITERS=400 \\
-        DATA_PATH=data/fineweb_sp1024 torchrun --standalone --nproc_per_node=8 train_gpt.py
+        DATA_PATH=data/datasets/fineweb10B_sp1024 torchrun --standalone --nproc_per_node=8 train_gpt.py
 
 Every setting below is an environment variable: its name in capitals. A run writes runs/<RUN_ID>/log.txt, model.upar
 (the artifact) and result.json. Read from the top: settings, runtime, data, model, optimizer, schedule, quantization,
@@ -126,18 +126,18 @@ class UserError(Exception):
 # Names that another script of ours, Parameter Golf or nanoGPT reads. Set for a script that does not read them they
 # would be ignored in silence, which is how runs of this field were lost; here they are errors.
 FOREIGN_NAMES = tuple("""
-    ADAM_EPS ADAM_WD ALWAYS_SAVE_CHECKPOINT ARCH_MODE ARTIFACT ARTIFACT_BYTES_MAX ATTN_CLIP_SIGMAS ATTN_WINDOW
-    BATCH_SIZE BETA1 BETA2 BIGRAM_DIM BIGRAM_VOCAB_SIZE BLOCK_SIZE COMPILE COMPRESSOR DATA_DIR DATA_PATH DECAY_LR
-    DEVICE DROPOUT EMA EMA_DECAY EMA_ENABLED EMA_MEMORY_FRAC EMA_START_FRAC EMBED_BITS EMBED_CLIP_SIGMAS EMBED_LR
-    EMBED_WD ENABLE_LOOPING_AT EVAL_INTERVAL EVAL_ITERS EVAL_SEQ_LEN EVAL_STRIDE GATED_ATTN_ENABLED GDN_NEG_EIGVAL
-    GPTQ_CALIBRATION_BATCHES GPTQ_RESERVE_SECONDS GRADIENT_ACCUMULATION_STEPS GRAD_ACCUM_STEPS GRAD_CLIP
-    GRAD_CLIP_NORM HEAD_LR HOLDOUT_TOKENS INIT_FROM ITERATIONS LATE_QAT LATE_QAT_THRESHOLD LAYER_PATTERN LEARNING_RATE
-    LN_SCALE LOGIT_SOFTCAP LOG_INTERVAL LOOP_END LOOP_START LR_DECAY_ITERS LR_FLOOR LR_SCHEDULE MATRIX_BITS
-    MATRIX_CLIP_SIGMAS MATRIX_LR MAX_ITERS MAX_NEW_TOKENS MAX_WALLCLOCK_SECONDS MICRO_BATCH_TOKENS MIN_LR
-    MLP_CLIP_SIGMAS MLP_MULT MODEL_DIM MTP_NUM_HEADS MUON_BACKEND_STEPS MUON_BETA2 MUON_MOMENTUM
-    MUON_MOMENTUM_WARMUP_FRAC MUON_MOMENTUM_WARMUP_START MUON_MOMENTUM_WARMUP_STEPS MUON_ROW_NORMALIZE MUON_WD
-    MUON_WEIGHT_DECAY NUM_HEADS NUM_KV_HEADS NUM_LAYERS NUM_LOOPS NUM_SAMPLES N_EMBD N_HEAD N_LAYER OUT_DIR PROMPT QAT
-    QAT_ENABLED QAT_START_FRAC QK_GAIN_INIT RESERVE_SECONDS ROPE_BASE ROPE_DIMS RUN_ID SCALAR_LR SEED
+    ADAM_EPS ADAM_WD ALWAYS_SAVE_CHECKPOINT ARCH_MODE ARTIFACT ARTIFACT_BYTES_MAX ATTN_CLIP_SIGMAS ATTN_WINDOW BACKEND
+    BATCH_SIZE BETA1 BETA2 BIAS BIGRAM_DIM BIGRAM_VOCAB_SIZE BLOCK_SIZE COMPILE COMPRESSOR DATASET DATA_DIR DATA_PATH
+    DECAY_LR DEVICE DROPOUT DTYPE EMA EMA_DECAY EMA_ENABLED EMA_MEMORY_FRAC EMA_START_FRAC EMBED_BITS
+    EMBED_CLIP_SIGMAS EMBED_LR EMBED_WD ENABLE_LOOPING_AT EVAL_INTERVAL EVAL_ITERS EVAL_ONLY EVAL_SEQ_LEN EVAL_STRIDE
+    GATED_ATTN_ENABLED GDN_NEG_EIGVAL GPTQ_CALIBRATION_BATCHES GPTQ_RESERVE_SECONDS GRADIENT_ACCUMULATION_STEPS
+    GRAD_ACCUM_STEPS GRAD_CLIP GRAD_CLIP_NORM HEAD_LR HOLDOUT_TOKENS INIT_FROM ITERATIONS LATE_QAT LATE_QAT_THRESHOLD
+    LAYER_PATTERN LEARNING_RATE LN_SCALE LOGIT_SOFTCAP LOG_INTERVAL LOOP_END LOOP_START LR_DECAY_ITERS LR_FLOOR
+    LR_SCHEDULE MATRIX_BITS MATRIX_CLIP_SIGMAS MATRIX_LR MAX_ITERS MAX_NEW_TOKENS MAX_WALLCLOCK_SECONDS
+    MICRO_BATCH_TOKENS MIN_LR MLP_CLIP_SIGMAS MLP_MULT MODEL_DIM MTP_NUM_HEADS MUON_BACKEND_STEPS MUON_BETA2
+    MUON_MOMENTUM MUON_MOMENTUM_WARMUP_FRAC MUON_MOMENTUM_WARMUP_START MUON_MOMENTUM_WARMUP_STEPS MUON_ROW_NORMALIZE
+    MUON_WD MUON_WEIGHT_DECAY NUM_HEADS NUM_KV_HEADS NUM_LAYERS NUM_LOOPS NUM_SAMPLES N_EMBD N_HEAD N_LAYER OUT_DIR
+    PROMPT QAT QAT_ENABLED QAT_START_FRAC QK_GAIN_INIT RESERVE_SECONDS ROPE_BASE ROPE_DIMS RUN_ID SCALAR_LR SEED
     SLIDING_WINDOW_ENABLED SMEAR_GATE_ENABLED SWA SWA_ENABLED SWA_EVERY SWA_START_FRAC TEMPERATURE TIED_EMBED_INIT_STD
     TIED_EMBED_LR TIE_EMBEDDINGS TOKENIZER_PATH TOP_K TRAIN_BATCH_TOKENS TRAIN_LOG_EVERY TRAIN_SEQ_LEN TTT_ENABLED
     TTT_LR VAL_BATCH_SIZE VAL_BATCH_TOKENS VAL_LOSS_EVERY VE_ENABLED VOCAB_SIZE WARMDOWN_FRAC WARMDOWN_ITERS
@@ -146,7 +146,8 @@ FOREIGN_NAMES = tuple("""
 
 # (pattern of a field name, smallest, largest), the first match counts; a field that matches none must be >= 0.
 RANGES = (
-    ("*_frac", 0.0, 1.0), ("lr_floor", 0.0, 1.0), ("beta?", 0.0, 0.9999), ("muon_momentum*_start", 0.0, 0.9999),
+    ("ema_memory_frac", 1e-6, 1.0), ("*_frac", 0.0, 1.0), ("lr_floor", 0.0, 1.0), ("beta?", 0.0, 0.9999),
+    ("muon_momentum*_start", 0.0, 0.9999),
     ("muon_momentum", 0.0, 0.9999), ("*_bits", 2, 8), ("model_dim", 16, 65536), ("num_layers", 0, 512),
     ("num_*heads", 1, 1024), ("mlp_mult", 0.25, 16.0), ("train_seq_len", 2, 1 << 20), ("attn_window", 1, 1 << 20),
     ("train_batch_tokens", 2, 1 << 31), ("train_log_every", 1, 1 << 31), ("muon_backend_steps", 1, 20),
@@ -243,11 +244,6 @@ class Runtime:
     device: torch.device
     distributed: bool
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of activations: bfloat16 on CUDA, float32 on the CPU. Weights are float32 everywhere."""
-        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
-
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum over ranks, in place."""
         if self.distributed:
@@ -307,10 +303,11 @@ def exit_code(main: Callable[[], int]) -> int:
     """Run `main` for its exit code; 2 for a UserError, 1 for a FloatingPointError, each one line on stderr."""
     try:
         return main()
-    except (UserError, FloatingPointError) as error:
+    except (UserError, FloatingPointError, torch.OutOfMemoryError) as error:
         if int(os.environ.get("RANK", 0)):
             time.sleep(5)  # torchrun ends this rank meanwhile if rank 0 made the same mistake, and said so
-        sys.stderr.write(f"error: {error}\n")
+        hint = "set MICRO_BATCH_TOKENS to less: " if isinstance(error, torch.OutOfMemoryError) else ""
+        sys.stderr.write(f"error: {hint}{str(error).splitlines()[0]}\n")
         return 2 if isinstance(error, UserError) else 1
 
 
@@ -904,7 +901,8 @@ class GatedDeltaNet(nn.Module):
             tail, tail_doc = qkv.new_zeros(B, CONV_TAPS - 1, 3 * dim), doc.new_full((B, CONV_TAPS - 1), -1)
         q, k, v = short_conv(qkv, self.conv, doc, tail, tail_doc).view(B, T, 3, H, D).unbind(2)  # (B, T, H, D)
         # eps inside the root: F.normalize has a gradient of 1e12 at zero
-        q, k = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6) for t in (q, k))
+        wide = self.ab.dtype  # float32: a key longer than 1 would let the state grow
+        q, k = ((t * torch.rsqrt(t.to(wide).square().sum(-1, keepdim=True) + 1e-6)).to(t.dtype) for t in (q, k))
         a, b = F.linear(x.to(self.ab.dtype), self.ab).split(H, dim=-1)  # (B, T, H), float32
         g = -self.A_log.exp() * F.softplus(a + self.dt_bias)
         g = torch.where(first.unsqueeze(-1), DOCUMENT_DECAY, g)
@@ -969,7 +967,7 @@ class Attention(nn.Module):
         self.q_gain = nn.Parameter(torch.full((self.heads,), config.qk_gain_init))
 
     def forward(self, x: Tensor, doc: Tensor, first: Tensor, cache: dict | None) -> Tensor:
-        """x (B, T, dim); doc (B, T) counts documents; cache is updated."""
+        """x (B, T, dim); doc (B, T) counts documents; `first` is for GDN alone; cache is updated."""
         B, T, dim = x.shape
         H, Hkv, D = self.heads, self.kv_heads, self.head_dim
         q, k, v = linear(x, self.w_qkv).view(B, T, H + 2 * Hkv, D).split([H, Hkv, Hkv], dim=2)  # (B, T, H, D)
@@ -1041,7 +1039,7 @@ class GPT(nn.Module):
             doc = doc + cache[-1]["doc"] if cache[-1] else doc
             cache[-1]["doc"] = doc[:, -1:]
         x = F.embedding(ids, self.embed)
-        x = x0 = rms_norm(x.bfloat16() if ids.is_cuda else x)
+        x = x0 = rms_norm(x.bfloat16() if ids.is_cuda else x)  # weights stay float32 everywhere
         for layer, (block, at) in enumerate(zip(self.blocks, self.mixer_of_layer, strict=True)):
             x = block(x, x0, self.mixers[at], doc, first, None if cache is None else cache[layer])
         logits = linear(rms_norm(x), self.embed)
@@ -1069,7 +1067,7 @@ def orthogonalize(G: Tensor, steps: int) -> Tensor:
         A = X @ X.mT
         B = torch.baddbmm(A, A, A, beta=b, alpha=c)  # b A + c A A
         X = torch.baddbmm(X, B, X, beta=a)  # a X + B X
-    return (X.mT if tall else X).to(G.dtype)
+    return (X.mT if tall else X).to(G.dtype).contiguous()  # NCCL gathers nothing else
 
 
 class Muon(torch.optim.Optimizer):
@@ -1188,8 +1186,8 @@ class Optimizers:
 class Clock:
     """Training time, one number for all ranks, that no step waits for.
 
-    At the end of a step `send` starts to spread rank 0's [loss, bad, seconds]; `receive`, in the middle of the next
-    step, reads it, when the device has long finished that step. `progress` of a step is where the run stands
+    At the end of a step `send` starts to spread rank 0's [loss, bad, seconds]; `receive` reads it in the middle of the
+    next step: the host waits there, which bounds its lead to a step, and the device, with work queued, does not. `progress` of a step is where the run stands
     at that step's end: max((step + 1) / iterations, (seconds at its start + a median step) / budget), so the last step
     lands within one step of 1. `budget` is MAX_WALLCLOCK_SECONDS - RESERVE_SECONDS.
     """
@@ -1291,13 +1289,11 @@ class Plan:
             raise UserError(f"WARMUP_FRAC={settings.warmup_frac}: must be at most {1 - self.warmdown:.3f}, for the "
                             f"warmdown takes {self.warmdown:.3f} of the run")
         self.phases: dict[str, Phase] = {}
-        for name, start, end in (
-            ("warmup", 0.0, settings.warmup_frac), ("warmdown", 1 - self.warmdown, 1.0),
-            ("ema", settings.ema_start_frac if settings.ema else 1.0, 1.0),
-            ("swa", settings.swa_start_frac if settings.swa else 1.0, 1.0),
-            ("qat", settings.qat_start_frac if settings.qat else 1.0, 1.0),
+        for name, wanted, start, end in (
+            ("warmup", settings.warmup_frac > 0, 0.0, settings.warmup_frac),
+            ("warmdown", self.warmdown > 0, 1 - self.warmdown, 1.0), ("ema", settings.ema, settings.ema_start_frac, 1.0),
+            ("swa", settings.swa, settings.swa_start_frac, 1.0), ("qat", settings.qat, settings.qat_start_frac, 1.0),
         ):
-            wanted = getattr(settings, name, end > start)
             last = 1 - 1 / iterations if iterations and name == "qat" else 1.0  # QAT begins with the step after
             if wanted and start >= last:
                 raise UserError(f"{name.upper()}_START_FRAC={start}: {name} could not fire; must be less than "
@@ -1385,7 +1381,7 @@ class Average:
         if not self.count:
             self.values = [param.detach().float().clone() for param in self.params]
         else:
-            keep = math.exp(-(progress - self.progress) / self.memory) if self.memory else self.count / (self.count + 1)
+            keep = math.exp(-(progress - self.progress) / self.memory) if self.memory is not None else self.count / (self.count + 1)
             torch._foreach_lerp_(self.values, [param.detach() for param in self.params], 1 - keep)
         self.count, self.progress = self.count + 1, progress
 
@@ -1399,8 +1395,11 @@ class Average:
         own = [param.detach().clone() for param in self.params]
         with torch.no_grad():
             torch._foreach_copy_([param.detach() for param in self.params], self.values)
+        try:
             yield
-            torch._foreach_copy_([param.detach() for param in self.params], own)
+        finally:
+            with torch.no_grad():
+                torch._foreach_copy_([param.detach() for param in self.params], own)
 # === end: schedule ===
 
 
@@ -1416,17 +1415,15 @@ def tensor_class(name: str, tensor: torch.Tensor) -> str:
     """Say how the artifact stores a tensor: as a "matrix", an "embedding" or a "control" tensor.
 
     The tensor is seen as (rows, columns) = (shape[0], the rest). The first rule that fits decides:
-    1. fewer than 2 dimensions, empty, or fewer than 16 columns: control (norms, gains, scalars, convolution kernels
-       (channels, 4); a scale per row would cost as much as the codes save).
-    2. "embed", "lm_head" or ".ab" (GDN's decay and step size) in the name, or fewer than 16 rows: embedding. Few
-       weights, much influence.
+    1. fewer than 2 dimensions, or fewer than 16 rows or columns: control (norms, gains, mixes (2, dim), convolution
+       kernels (channels, 4): few weights that scale whole channels).
+    2. "embed", "lm_head" or ".ab" (GDN's decay and step size) in the name: embedding.
     3. everything else: matrix.
     """
-    if tensor.ndim < 2 or tensor.numel() < MIN_QUANTIZED_DIM * tensor.shape[0] or tensor.numel() == 0:
+    rows = tensor.shape[0] if tensor.ndim > 1 else 0
+    if rows < MIN_QUANTIZED_DIM or tensor.numel() < MIN_QUANTIZED_DIM * rows:
         return "control"
-    if any(part in name for part in EMBEDDING_NAMES) or tensor.shape[0] < MIN_QUANTIZED_DIM:
-        return "embedding"
-    return "matrix"
+    return "embedding" if any(part in name for part in EMBEDDING_NAMES) else "matrix"
 
 
 def control_dtype(name: str) -> torch.dtype:
@@ -2027,7 +2024,7 @@ class Batches:
             tokens = torch.from_numpy(np.stack(read))  # (micro_rows, seq_len + 1)
             if self.runtime.device.type == "cuda":
                 tokens = tokens.pin_memory().to(self.runtime.device, non_blocking=True)
-            yield tokens[:, :-1], tokens[:, 1:]
+            yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()  # as in evaluation: one compiled graph
 
 
 def forward_backward(model: Callable, batches: Batches, step: int) -> Tensor:
@@ -2041,17 +2038,23 @@ def forward_backward(model: Callable, batches: Batches, step: int) -> Tensor:
 
 
 def fit_micro_batch(model: Callable, optimizers: Optimizers, batches: Batches) -> None:
-    """Try a micro-batch; where memory is short on any rank take a smaller one, or say so if the user set its size."""
+    """Try a micro-batch; where memory is short on any rank take a smaller one, or say so if the user set its size.
+
+    Room is kept for what the run needs beside it: momentum, two moments, masters, two averages and a gradient sum.
+    """
     while True:
-        failed = torch.zeros((), device=batches.runtime.device)
+        failed, state = torch.zeros((), device=batches.runtime.device), []
         try:
+            state.append(torch.zeros(7 * sum(param.numel() for param in optimizers.params), device=failed.device))
             ids, targets = next(batches.micro_batches(0))
             model(ids, targets).sum().backward()
         except torch.OutOfMemoryError:
             failed += 1
+        state.clear()
         optimizers.zero_grad()
         if not batches.runtime.sum(failed):
             return
+        torch.compiler.reset()  # each size is another graph, and dynamo makes only so many
         if not batches.fitted or batches.micro_rows == 1:
             raise UserError(f"out of memory with {batches.micro_rows * batches.seq_len} tokens a forward; set "
                             f"MICRO_BATCH_TOKENS to less (the global batch stays the same), or TRAIN_SEQ_LEN")
@@ -2081,7 +2084,9 @@ def report(log: Log, settings: Settings, clock: Clock, step: int, result: tuple[
     loss, bad = result
     seconds = clock.seconds[-1]
     if bad or not math.isfinite(loss):
-        raise FloatingPointError(f"step {step + 1}: its loss {loss} or gradient is not finite; weights are as before")
+        fault = f"step {step + 1}: its loss {loss} or gradient is not finite; weights are as before"
+        log(f"error: {fault}", terminal=False)
+        raise FloatingPointError(fault)
     done, total = step + 1, settings.iterations or "?"
     line = (f"step:{done}/{total} train_loss:{loss:.4f} {state} train_time:{1000 * seconds:.0f}ms "
             f"step_avg:{1000 * seconds / done:.2f}ms tok_s:{settings.train_batch_tokens * done / seconds:.0f}")
@@ -2100,6 +2105,7 @@ def train(model: Callable, optimizers: Optimizers, weights: QuantizedWeights, av
     while True:
         last_step = clock.is_last(step)
         if settings.val_loss_every and step and step % settings.val_loss_every == 0 and not last_step:
+            batches.runtime.synchronize()
             clock.stop()
             log(f"step:{step} val_{validate()}")
             clock.start()
@@ -2112,7 +2118,7 @@ def train(model: Callable, optimizers: Optimizers, weights: QuantizedWeights, av
         norm, loss = optimizers.reduce_gradients(batches.runtime, settings.grad_clip_norm, loss)
         bad = ~(torch.isfinite(norm) & torch.isfinite(loss))
 
-        previous = clock.receive()  # of the step before: the device is long past it, so nobody waits
+        previous = clock.receive()  # of the step before; the device has this step's work queued and does not wait
         if previous is not None:
             report(log, settings, clock, step - 1, previous, state)
         progress = clock.progress(step)
@@ -2144,7 +2150,8 @@ def choose_weights(model: Callable, network: GPT, averages: dict[str, Average], 
     for name in ("raw", *(name for name, average in averages.items() if average.count)):
         with averages[name].applied() if name != "raw" else contextlib.nullcontext(), weights.quantized():
             scores[name] = score(model)
-        log(f"weights: {name} quantized, on held-out training tokens {scores[name]}")
+        steps = f" of {averages[name].count} steps" if name != "raw" else ""
+        log(f"weights: {name}{steps}, quantized, on held-out training tokens {scores[name]}")
     best = min(scores, key=lambda name: scores[name].nats)
     log(f"weights: {best} chosen")
     if best != "raw":
@@ -2190,6 +2197,9 @@ def start_log(settings: Settings, runtime: Runtime, folder: Path | None, plan: P
 
 def open_data(settings: Settings) -> tuple[Tokenizer, dict, TokenStream, np.ndarray]:
     """(tokenizer, manifest, training stream, validation tokens), checked against each other before any training."""
+    if settings.holdout_tokens < settings.train_seq_len:
+        raise UserError(f"HOLDOUT_TOKENS={settings.holdout_tokens}: must be at least TRAIN_SEQ_LEN="
+                        f"{settings.train_seq_len}")
     manifest = load_manifest(settings.data_path)
     named = manifest["tokenizer"]["file"]
     beside = named if named == "bytes" else Path(settings.data_path) / named
@@ -2201,9 +2211,6 @@ def open_data(settings: Settings) -> tuple[Tokenizer, dict, TokenStream, np.ndar
     train = TokenStream(shards["train"], settings.holdout_tokens, tokenizer.vocab_size)
     val = TokenStream(shards["val"], 0, tokenizer.vocab_size)
     tokens = val.read(0, len(val))
-    if settings.holdout_tokens < settings.train_seq_len:
-        raise UserError(f"HOLDOUT_TOKENS={settings.holdout_tokens}: must be at least TRAIN_SEQ_LEN="
-                        f"{settings.train_seq_len}")
     check_bytes(int(token_bytes(tokenizer, tokens[:-1], tokens[1:]).sum()), manifest)
     if len(tokens) <= settings.train_seq_len:
         raise UserError(f"validation has {len(tokens)} tokens: shorter than TRAIN_SEQ_LEN={settings.train_seq_len}")
@@ -2243,7 +2250,8 @@ def evaluate(score: Callable[..., Score], model: Callable, settings: Settings, l
     stride = min(settings.eval_stride, settings.train_seq_len)
     sliding = score(model, stride=stride)
     log(f"{what}: sliding val_{sliding} stride:{stride} context:{settings.train_seq_len}")
-    return {**plain.result(), "val_bpb_sliding": sliding.bpb, "sliding_stride": stride}
+    return {**plain.result(), "val_bpb_sliding": sliding.bpb, "sliding_stride": stride,
+            "sliding_context": settings.train_seq_len}
 
 
 def verdict(result: dict, plan: Plan, settings: Settings, log: Log) -> int:
@@ -2316,6 +2324,8 @@ def main() -> int:
     packed_model = torch.compile(packed, dynamic=False, fullgraph=True) if settings.compile else packed
     final = evaluate(score, packed_model, settings, log, "from the artifact")
     check_bytes(final["val_bytes"], manifest)
+    if runtime.distributed:
+        dist.destroy_process_group()
 
     code = 0
     if runtime.rank == 0:
@@ -2332,8 +2342,6 @@ def main() -> int:
         }
         write_result(folder, result, log)
         code = verdict(result, plan, settings, log)
-    if runtime.distributed:
-        dist.destroy_process_group()
     return code
 
 
