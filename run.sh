@@ -37,15 +37,15 @@ find_python() {
 # Builds .venv, unless its stamp says that it was built from these requirements for this device.
 setup() {
   local stamp
-  stamp="$DEVICE"$'\n'"$(cat requirements.txt)"
+  stamp="$BUILD"$'\n'"$(cat requirements.txt)"
   if [ "$(cat .venv/stamp 2>/dev/null)" = "$stamp" ] && .venv/bin/python -c '' 2>/dev/null; then
-    say "Set-up: .venv is up to date ($DEVICE)"
+    say "Set-up: .venv is up to date ($BUILD)"
     return
   fi
   find_python
   say "Set-up: .venv with $("$PYTHON" --version)"
   "$PYTHON" -m venv --clear .venv
-  if [ "$DEVICE" = cpu ]; then
+  if [ "$BUILD" = cpu ]; then
     say "Set-up: PyTorch, the CPU build"
     # PyTorch's own index first: elsewhere a Linux wheel brings gigabytes of CUDA.
     $PIP --timeout 5 --retries 0 --index-url https://download.pytorch.org/whl/cpu \
@@ -86,7 +86,7 @@ prepare_data() {
   esac
 }
 
-# torch.compile on a CPU calls a C++ compiler and includes Python.h; without them the run goes on uncompiled.
+# torch.compile calls a compiler (Triton does so on a GPU) and includes Python.h; without them it runs uncompiled.
 check_compiler() {
   local compiler headers
   [ "$(setting COMPILE)" != 0 ] || return 0
@@ -106,8 +106,10 @@ run_folder() { local out; out="$(setting OUT_DIR)"; printf '%s' "${out:-runs}/$R
 
 train() {
   local gpus=0
-  [ "$DEVICE" = cpu ] || gpus="$($RUN -c 'import torch; print(torch.cuda.device_count())')"
-  if [ "$DEVICE" = cuda ] && [ "$gpus" = 0 ]; then
+  if [ "$BUILD" = cuda ] && [ "$(setting DEVICE)" != cpu ]; then
+    gpus="$($RUN -c 'import torch; print(torch.cuda.device_count())')"
+  fi
+  if [ "$BUILD" = cuda ] && [ "$gpus" = 0 ] && [ "$(setting DEVICE)" != cpu ]; then
     say "Training: PyTorch sees no GPU (driver too old, or CUDA_VISIBLE_DEVICES empty), so on the CPU"
   fi
   if [ -z "$(setting DATA_PATH)" ]; then
@@ -115,8 +117,8 @@ train() {
   fi
   [ "$gpus" != 0 ] || export CONFIG="${CONFIG:-configs/cpu.env}"
   export RUN_ID="${RUN_ID:-run_$(date +%Y%m%d_%H%M%S)}"
+  check_compiler
   if [ "$gpus" = 0 ]; then
-    check_compiler
     say "Training: one CPU process with $CONFIG -> $(run_folder)"
     $RUN train_gpt.py
   else
@@ -135,7 +137,7 @@ sample() {
   say "Sample: from $artifact, PROMPT=\"$prompt\""
   names="$($RUN -c 'import train_gpt; print(*(name.upper() for name in train_gpt.Settings.__dataclass_fields__))')"
   # shellcheck disable=SC2086
-  (unset CONFIG IGNORE_ENV $names; ARTIFACT="$artifact" PROMPT="$prompt" $RUN sample.py)
+  (unset CONFIG $names; ARTIFACT="$artifact" PROMPT="$prompt" $RUN sample.py)
   cat <<TEXT
 
 Next:
@@ -148,8 +150,8 @@ TEXT
 RUN=.venv/bin/python
 WEB=data/datasets/fineweb10B_sp1024
 PIP="$RUN -m pip install --quiet --quiet --disable-pip-version-check"
-DEVICE=cpu
-if nvidia-smi -L >/dev/null 2>&1; then DEVICE=cuda; fi
+BUILD=cpu
+if nvidia-smi -L >/dev/null 2>&1; then BUILD=cuda; fi
 # run.sh's own settings, kept from train_gpt.py, which refuses names that it does not know.
 DATA="${DATA-}" SHARDS="${SHARDS:-10}" PROMPT="${PROMPT-}"
 export -n DATA SHARDS PROMPT

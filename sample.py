@@ -57,18 +57,18 @@ class UserError(Exception):
 # Names that another script of ours, Parameter Golf or nanoGPT reads. Set for a script that does not read them they
 # would be ignored in silence, which is how runs of this field were lost; here they are errors.
 FOREIGN_NAMES = tuple("""
-    ADAM_EPS ADAM_WD ALWAYS_SAVE_CHECKPOINT ARCH_MODE ARTIFACT ARTIFACT_BYTES_MAX ATTN_CLIP_SIGMAS ATTN_WINDOW
-    BATCH_SIZE BETA1 BETA2 BIGRAM_DIM BIGRAM_VOCAB_SIZE BLOCK_SIZE COMPILE COMPRESSOR DATA_DIR DATA_PATH DECAY_LR
-    DEVICE DROPOUT EMA EMA_DECAY EMA_ENABLED EMA_MEMORY_FRAC EMA_START_FRAC EMBED_BITS EMBED_CLIP_SIGMAS EMBED_LR
-    EMBED_WD ENABLE_LOOPING_AT EVAL_INTERVAL EVAL_ITERS EVAL_SEQ_LEN EVAL_STRIDE GATED_ATTN_ENABLED GDN_NEG_EIGVAL
-    GPTQ_CALIBRATION_BATCHES GPTQ_RESERVE_SECONDS GRADIENT_ACCUMULATION_STEPS GRAD_ACCUM_STEPS GRAD_CLIP
-    GRAD_CLIP_NORM HEAD_LR HOLDOUT_TOKENS INIT_FROM ITERATIONS LATE_QAT LATE_QAT_THRESHOLD LAYER_PATTERN LEARNING_RATE
-    LN_SCALE LOGIT_SOFTCAP LOG_INTERVAL LOOP_END LOOP_START LR_DECAY_ITERS LR_FLOOR LR_SCHEDULE MATRIX_BITS
-    MATRIX_CLIP_SIGMAS MATRIX_LR MAX_ITERS MAX_NEW_TOKENS MAX_WALLCLOCK_SECONDS MICRO_BATCH_TOKENS MIN_LR
-    MLP_CLIP_SIGMAS MLP_MULT MODEL_DIM MTP_NUM_HEADS MUON_BACKEND_STEPS MUON_BETA2 MUON_MOMENTUM
-    MUON_MOMENTUM_WARMUP_FRAC MUON_MOMENTUM_WARMUP_START MUON_MOMENTUM_WARMUP_STEPS MUON_ROW_NORMALIZE MUON_WD
-    MUON_WEIGHT_DECAY NUM_HEADS NUM_KV_HEADS NUM_LAYERS NUM_LOOPS NUM_SAMPLES N_EMBD N_HEAD N_LAYER OUT_DIR PROMPT QAT
-    QAT_ENABLED QAT_START_FRAC QK_GAIN_INIT RESERVE_SECONDS ROPE_BASE ROPE_DIMS RUN_ID SCALAR_LR SEED
+    ADAM_EPS ADAM_WD ALWAYS_SAVE_CHECKPOINT ARCH_MODE ARTIFACT ARTIFACT_BYTES_MAX ATTN_CLIP_SIGMAS ATTN_WINDOW BACKEND
+    BATCH_SIZE BETA1 BETA2 BIAS BIGRAM_DIM BIGRAM_VOCAB_SIZE BLOCK_SIZE COMPILE COMPRESSOR DATASET DATA_DIR DATA_PATH
+    DECAY_LR DEVICE DROPOUT DTYPE EMA EMA_DECAY EMA_ENABLED EMA_MEMORY_FRAC EMA_START_FRAC EMBED_BITS
+    EMBED_CLIP_SIGMAS EMBED_LR EMBED_WD ENABLE_LOOPING_AT EVAL_INTERVAL EVAL_ITERS EVAL_ONLY EVAL_SEQ_LEN EVAL_STRIDE
+    GATED_ATTN_ENABLED GDN_NEG_EIGVAL GPTQ_CALIBRATION_BATCHES GPTQ_RESERVE_SECONDS GRADIENT_ACCUMULATION_STEPS
+    GRAD_ACCUM_STEPS GRAD_CLIP GRAD_CLIP_NORM HEAD_LR HOLDOUT_TOKENS INIT_FROM ITERATIONS LATE_QAT LATE_QAT_THRESHOLD
+    LAYER_PATTERN LEARNING_RATE LN_SCALE LOGIT_SOFTCAP LOG_INTERVAL LOOP_END LOOP_START LR_DECAY_ITERS LR_FLOOR
+    LR_SCHEDULE MATRIX_BITS MATRIX_CLIP_SIGMAS MATRIX_LR MAX_ITERS MAX_NEW_TOKENS MAX_WALLCLOCK_SECONDS
+    MICRO_BATCH_TOKENS MIN_LR MLP_CLIP_SIGMAS MLP_MULT MODEL_DIM MTP_NUM_HEADS MUON_BACKEND_STEPS MUON_BETA2
+    MUON_MOMENTUM MUON_MOMENTUM_WARMUP_FRAC MUON_MOMENTUM_WARMUP_START MUON_MOMENTUM_WARMUP_STEPS MUON_ROW_NORMALIZE
+    MUON_WD MUON_WEIGHT_DECAY NUM_HEADS NUM_KV_HEADS NUM_LAYERS NUM_LOOPS NUM_SAMPLES N_EMBD N_HEAD N_LAYER OUT_DIR
+    PROMPT QAT QAT_ENABLED QAT_START_FRAC QK_GAIN_INIT RESERVE_SECONDS ROPE_BASE ROPE_DIMS RUN_ID SCALAR_LR SEED
     SLIDING_WINDOW_ENABLED SMEAR_GATE_ENABLED SWA SWA_ENABLED SWA_EVERY SWA_START_FRAC TEMPERATURE TIED_EMBED_INIT_STD
     TIED_EMBED_LR TIE_EMBEDDINGS TOKENIZER_PATH TOP_K TRAIN_BATCH_TOKENS TRAIN_LOG_EVERY TRAIN_SEQ_LEN TTT_ENABLED
     TTT_LR VAL_BATCH_SIZE VAL_BATCH_TOKENS VAL_LOSS_EVERY VE_ENABLED VOCAB_SIZE WARMDOWN_FRAC WARMDOWN_ITERS
@@ -77,7 +77,8 @@ FOREIGN_NAMES = tuple("""
 
 # (pattern of a field name, smallest, largest), the first match counts; a field that matches none must be >= 0.
 RANGES = (
-    ("*_frac", 0.0, 1.0), ("lr_floor", 0.0, 1.0), ("beta?", 0.0, 0.9999), ("muon_momentum*_start", 0.0, 0.9999),
+    ("ema_memory_frac", 1e-6, 1.0), ("*_frac", 0.0, 1.0), ("lr_floor", 0.0, 1.0), ("beta?", 0.0, 0.9999),
+    ("muon_momentum*_start", 0.0, 0.9999),
     ("muon_momentum", 0.0, 0.9999), ("*_bits", 2, 8), ("model_dim", 16, 65536), ("num_layers", 0, 512),
     ("num_*heads", 1, 1024), ("mlp_mult", 0.25, 16.0), ("train_seq_len", 2, 1 << 20), ("attn_window", 1, 1 << 20),
     ("train_batch_tokens", 2, 1 << 31), ("train_log_every", 1, 1 << 31), ("muon_backend_steps", 1, 20),
@@ -174,11 +175,6 @@ class Runtime:
     device: torch.device
     distributed: bool
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of activations: bfloat16 on CUDA, float32 on the CPU. Weights are float32 everywhere."""
-        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
-
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum over ranks, in place."""
         if self.distributed:
@@ -238,10 +234,11 @@ def exit_code(main: Callable[[], int]) -> int:
     """Run `main` for its exit code; 2 for a UserError, 1 for a FloatingPointError, each one line on stderr."""
     try:
         return main()
-    except (UserError, FloatingPointError) as error:
+    except (UserError, FloatingPointError, torch.OutOfMemoryError) as error:
         if int(os.environ.get("RANK", 0)):
             time.sleep(5)  # torchrun ends this rank meanwhile if rank 0 made the same mistake, and said so
-        sys.stderr.write(f"error: {error}\n")
+        hint = "set MICRO_BATCH_TOKENS to less: " if isinstance(error, torch.OutOfMemoryError) else ""
+        sys.stderr.write(f"error: {hint}{str(error).splitlines()[0]}\n")
         return 2 if isinstance(error, UserError) else 1
 
 
@@ -835,7 +832,8 @@ class GatedDeltaNet(nn.Module):
             tail, tail_doc = qkv.new_zeros(B, CONV_TAPS - 1, 3 * dim), doc.new_full((B, CONV_TAPS - 1), -1)
         q, k, v = short_conv(qkv, self.conv, doc, tail, tail_doc).view(B, T, 3, H, D).unbind(2)  # (B, T, H, D)
         # eps inside the root: F.normalize has a gradient of 1e12 at zero
-        q, k = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6) for t in (q, k))
+        wide = self.ab.dtype  # float32: a key longer than 1 would let the state grow
+        q, k = ((t * torch.rsqrt(t.to(wide).square().sum(-1, keepdim=True) + 1e-6)).to(t.dtype) for t in (q, k))
         a, b = F.linear(x.to(self.ab.dtype), self.ab).split(H, dim=-1)  # (B, T, H), float32
         g = -self.A_log.exp() * F.softplus(a + self.dt_bias)
         g = torch.where(first.unsqueeze(-1), DOCUMENT_DECAY, g)
@@ -900,7 +898,7 @@ class Attention(nn.Module):
         self.q_gain = nn.Parameter(torch.full((self.heads,), config.qk_gain_init))
 
     def forward(self, x: Tensor, doc: Tensor, first: Tensor, cache: dict | None) -> Tensor:
-        """x (B, T, dim); doc (B, T) counts documents; cache is updated."""
+        """x (B, T, dim); doc (B, T) counts documents; `first` is for GDN alone; cache is updated."""
         B, T, dim = x.shape
         H, Hkv, D = self.heads, self.kv_heads, self.head_dim
         q, k, v = linear(x, self.w_qkv).view(B, T, H + 2 * Hkv, D).split([H, Hkv, Hkv], dim=2)  # (B, T, H, D)
@@ -972,7 +970,7 @@ class GPT(nn.Module):
             doc = doc + cache[-1]["doc"] if cache[-1] else doc
             cache[-1]["doc"] = doc[:, -1:]
         x = F.embedding(ids, self.embed)
-        x = x0 = rms_norm(x.bfloat16() if ids.is_cuda else x)
+        x = x0 = rms_norm(x.bfloat16() if ids.is_cuda else x)  # weights stay float32 everywhere
         for layer, (block, at) in enumerate(zip(self.blocks, self.mixer_of_layer, strict=True)):
             x = block(x, x0, self.mixers[at], doc, first, None if cache is None else cache[layer])
         logits = linear(rms_norm(x), self.embed)
@@ -997,17 +995,15 @@ def tensor_class(name: str, tensor: torch.Tensor) -> str:
     """Say how the artifact stores a tensor: as a "matrix", an "embedding" or a "control" tensor.
 
     The tensor is seen as (rows, columns) = (shape[0], the rest). The first rule that fits decides:
-    1. fewer than 2 dimensions, empty, or fewer than 16 columns: control (norms, gains, scalars, convolution kernels
-       (channels, 4); a scale per row would cost as much as the codes save).
-    2. "embed", "lm_head" or ".ab" (GDN's decay and step size) in the name, or fewer than 16 rows: embedding. Few
-       weights, much influence.
+    1. fewer than 2 dimensions, or fewer than 16 rows or columns: control (norms, gains, mixes (2, dim), convolution
+       kernels (channels, 4): few weights that scale whole channels).
+    2. "embed", "lm_head" or ".ab" (GDN's decay and step size) in the name: embedding.
     3. everything else: matrix.
     """
-    if tensor.ndim < 2 or tensor.numel() < MIN_QUANTIZED_DIM * tensor.shape[0] or tensor.numel() == 0:
+    rows = tensor.shape[0] if tensor.ndim > 1 else 0
+    if rows < MIN_QUANTIZED_DIM or tensor.numel() < MIN_QUANTIZED_DIM * rows:
         return "control"
-    if any(part in name for part in EMBEDDING_NAMES) or tensor.shape[0] < MIN_QUANTIZED_DIM:
-        return "embedding"
-    return "matrix"
+    return "embedding" if any(part in name for part in EMBEDDING_NAMES) else "matrix"
 
 
 def control_dtype(name: str) -> torch.dtype:

@@ -1187,7 +1187,8 @@ class Clock:
     """Training time, one number for all ranks, that no step waits for.
 
     At the end of a step `send` starts to spread rank 0's [loss, bad, seconds]; `receive` reads it in the middle of the
-    next step: the host waits there, which bounds its lead to a step, and the device, with work queued, does not. `progress` of a step is where the run stands
+    next step: the host waits there, which bounds its lead to a step; the device, with work queued, does not.
+    `progress` of a step is where the run stands
     at that step's end: max((step + 1) / iterations, (seconds at its start + a median step) / budget), so the last step
     lands within one step of 1. `budget` is MAX_WALLCLOCK_SECONDS - RESERVE_SECONDS.
     """
@@ -1291,7 +1292,8 @@ class Plan:
         self.phases: dict[str, Phase] = {}
         for name, wanted, start, end in (
             ("warmup", settings.warmup_frac > 0, 0.0, settings.warmup_frac),
-            ("warmdown", self.warmdown > 0, 1 - self.warmdown, 1.0), ("ema", settings.ema, settings.ema_start_frac, 1.0),
+            ("warmdown", self.warmdown > 0, 1 - self.warmdown, 1.0),
+            ("ema", settings.ema, settings.ema_start_frac, 1.0),
             ("swa", settings.swa, settings.swa_start_frac, 1.0), ("qat", settings.qat, settings.qat_start_frac, 1.0),
         ):
             last = 1 - 1 / iterations if iterations and name == "qat" else 1.0  # QAT begins with the step after
@@ -1381,7 +1383,9 @@ class Average:
         if not self.count:
             self.values = [param.detach().float().clone() for param in self.params]
         else:
-            keep = math.exp(-(progress - self.progress) / self.memory) if self.memory is not None else self.count / (self.count + 1)
+            keep = self.count / (self.count + 1)
+            if self.memory is not None:
+                keep = math.exp(-(progress - self.progress) / self.memory)
             torch._foreach_lerp_(self.values, [param.detach() for param in self.params], 1 - keep)
         self.count, self.progress = self.count + 1, progress
 
