@@ -40,7 +40,7 @@ def small_model():
         "blocks.0.up": randn(60, 40, seed=3),
         "blocks.0.zeros": torch.zeros(32, 32),
         "blocks.0.repeated": repeated,
-        "blocks.0.a": randn(1, 40, seed=4),
+        "blocks.0.ab": randn(16, 40, seed=4),
         "blocks.0.norm": torch.linspace(0.5, 1.5, 24),
         "blocks.0.A_log": randn(8, seed=5),
         "blocks.0.conv": randn(24, 1, 4, seed=6),
@@ -224,7 +224,7 @@ def test_file_gives_back_every_tensor_and_the_header(tmp_path):
     assert coders["blocks.0.zeros"] == "constant" and coders["blocks.0.repeated"] == "zstd"
     assert coders["blocks.0.up"] == "rans" and coders["gain"] == "stored" and coders["zero_init_gain"] == "zstd"
     bits = {record["name"]: record["bits"] for record in header["tensors"]}
-    assert bits["blocks.0.up"] == 6 and bits["embed.weight"] == bits["blocks.0.a"] == 8
+    assert bits["blocks.0.up"] == 6 and bits["embed.weight"] == bits["blocks.0.ab"] == 8
     assert bits["blocks.0.A_log"] == 32 and bits["blocks.0.norm"] == bits["blocks.0.conv"] == 16
     size = (tmp_path / "a.bin").stat().st_size
     assert statistics["artifact_bytes"] == size == sum(statistics["bytes"].values())

@@ -1,5 +1,7 @@
 """Training batches: the same tokens whatever the ranks and micro-batches; micro-batches fitted to memory."""
 
+import types
+
 import numpy as np
 import pytest
 import torch
@@ -56,7 +58,7 @@ def test_micro_batches_shrink_until_they_fit_and_leave_no_gradient(stream):
 
     model = Scarce(8, 8)
     of = batches(stream)
-    optimizers = type("Optimizers", (), {"zero_grad": lambda self: model.zero_grad(set_to_none=True)})()
+    optimizers = types.SimpleNamespace(zero_grad=model.zero_grad, params=list(model.parameters()))
     T.fit_micro_batch(model, optimizers, of)
     assert tried == [8, 4, 2] and of.micro_rows == 2 and model.weight.grad is None
     with pytest.raises(T.UserError, match="MICRO_BATCH_TOKENS"):

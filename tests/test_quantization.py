@@ -119,7 +119,9 @@ def test_what_is_not_finite_stays_not_finite_and_the_exporter_names_it():
         ("blocks.0.conv.weight", (512, 4), "control"),
         ("blocks.0.conv.weight", (512, 1, 4), "control"),
         ("blocks.0.patch.weight", (512, 4, 4), "matrix"),
-        ("blocks.0.a.weight", (8, 512), "embedding"),
+        ("mixers.0.ab", (16, 512), "embedding"),
+        ("mixers.0.ab", (8, 512), "control"),
+        ("blocks.0.mix", (2, 512), "control"),
         ("embed.weight", (1024, 512), "embedding"),
         ("token_embedding.weight", (1024, 8), "control"),
         ("lm_head.weight", (1024, 512), "embedding"),
@@ -128,7 +130,7 @@ def test_what_is_not_finite_stays_not_finite_and_the_exporter_names_it():
         ("gain", (), "control"),
         ("none", (0, 32), "control"),
         ("none", (32, 0), "control"),
-        ("one_row", (1, 16), "embedding"),
+        ("one_row", (1, 16), "control"),
     ],
 )
 def test_tensor_class(name, shape, kind):
