@@ -73,3 +73,25 @@ def test_micro_batches_shrink_until_they_fit_and_leave_no_gradient(stream):
 def test_batches_that_do_not_fit_are_errors(stream, changes, said):
     with pytest.raises(T.UserError, match=said):
         batches(stream, **changes)
+
+
+def test_after_the_warm_up_neither_training_nor_evaluation_compiles(stream):
+    """What compiles late would do so on the clock: choosing among the averages is the first evaluation of a run."""
+    cfg = T.Settings(model_dim=32, num_heads=2, num_kv_heads=1, layer_pattern="s", train_seq_len=8,
+                     train_batch_tokens=64, warmup_steps=1)
+    of, tokenizer = batches(stream), T.load_tokenizer("bytes")
+    net = T.GPT(T.model_config(cfg, tokenizer.vocab_size, tokenizer.bos_id))
+    model = torch.compile(net, dynamic=False, fullgraph=True)
+    optimizers = T.Optimizers(net, cfg, of.runtime)
+    weights = T.QuantizedWeights(net.named_parameters(), {"matrix": (6, 12.85)})
+    before = [param.detach().clone() for param in net.parameters()]
+    T.fit_micro_batch(model, optimizers, of)
+    T.warm_up(model, net, optimizers, weights, of, cfg)
+    assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+    assert all(not optimizer.state for optimizer in optimizers.all)
+    tokens = np.concatenate([[tokenizer.bos_id], np.arange(100) % 50 + 4])
+    with torch.compiler.set_stance("fail_on_recompile"):
+        score = T.score_tokens(model, tokens, tokenizer, of.runtime, 8, 8, of.micro_rows)
+        with weights.quantized():
+            T.forward_backward(model, of, 3)
+    assert score.tokens == 100 and score.bytes == 100
