@@ -144,7 +144,7 @@ def test_the_log_has_its_parts_in_order(place, first):
         "\nphase: warmup begins at step 1", "\nstep:1/30 train_loss:", "\nstep:10 val_loss:",
         "\nphase: warmdown begins at step 16", "\nphase: qat begins at step 27", "\nphase: swa begins at step 28",
         "\nstep:30/30 train_loss:",
-        *(f"\nweights: {name} quantized" for name in ("raw", "ema", "swa")), " chosen\n",
+        *(f"\nweights: {name}" for name in ("raw", "ema", "swa")), " chosen\n",
         *(f"\nphase: {name:8s} planned " for name in names), "\nclock: ", "\nbefore quantization: val_",
         "\nfrom the artifact: val_", "\nfrom the artifact: sliding val_", "\n---\n",
     ]
