@@ -9,6 +9,7 @@ those of train_gpt.py (tools/sync.py).
 
 import collections
 import contextlib
+import datetime
 import difflib
 import fnmatch
 import hashlib

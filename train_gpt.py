@@ -13,6 +13,7 @@ in other scripts (tools/sync.py). At most 2,500 lines; a test holds that.
 
 import collections
 import contextlib
+import datetime
 import difflib
 import fnmatch
 import hashlib
@@ -275,7 +276,9 @@ def start_runtime(device: str) -> Runtime:
     else:
         torch.set_flush_denormal(True)  # GDN's decays reach them, and the CPU is 10 times slower on them
     if "RANK" in os.environ:
-        dist.init_process_group("nccl" if cuda else "gloo", **({"device_id": place} if cuda else {}))
+        # the other ranks wait at the end while rank 0 measures compressors and count models, minutes on FineWeb
+        patience = datetime.timedelta(minutes=60)
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=patience, **({"device_id": place} if cuda else {}))
     return Runtime(rank, world_size, place, "RANK" in os.environ)
 
 
@@ -2328,8 +2331,6 @@ def main() -> int:
     packed_model = torch.compile(packed, dynamic=False, fullgraph=True) if settings.compile else packed
     final = evaluate(score, packed_model, settings, log, "from the artifact")
     check_bytes(final["val_bytes"], manifest)
-    if runtime.distributed:
-        dist.destroy_process_group()
 
     code = 0
     if runtime.rank == 0:
@@ -2346,6 +2347,9 @@ def main() -> int:
         }
         write_result(folder, result, log)
         code = verdict(result, plan, settings, log)
+    if runtime.distributed:
+        dist.barrier()  # a rank that left while rank 0 still wrote aborted in gloo's threads, in one run of six
+        dist.destroy_process_group()
     return code
 
 
