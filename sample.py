@@ -207,7 +207,9 @@ def start_runtime(device: str) -> Runtime:
     else:
         torch.set_flush_denormal(True)  # GDN's decays reach them, and the CPU is 10 times slower on them
     if "RANK" in os.environ:
-        dist.init_process_group("nccl" if cuda else "gloo", **({"device_id": place} if cuda else {}))
+        # the other ranks wait at the end while rank 0 measures compressors and count models, minutes on FineWeb
+        patience = datetime.timedelta(minutes=60)
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=patience, **({"device_id": place} if cuda else {}))
     return Runtime(rank, world_size, place, "RANK" in os.environ)
 
 
