@@ -2012,7 +2012,7 @@ class Batches:
                             f"are fewer than one batch of TRAIN_BATCH_TOKENS={self.tokens}")
         self.rows = rows // runtime.world_size  # of this rank, a step
         self.fitted = settings.micro_batch_tokens == 0
-        most = settings.micro_batch_tokens or (262144 if runtime.device.type == "cuda" else 4096)
+        most = settings.micro_batch_tokens or (131072 if runtime.device.type == "cuda" else 4096)
         if not self.fitted and most < self.seq_len:
             raise UserError(f"MICRO_BATCH_TOKENS={most}: must be at least TRAIN_SEQ_LEN={self.seq_len}")
         self.limit_rows(max(1, most // self.seq_len))
