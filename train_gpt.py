@@ -2090,7 +2090,7 @@ def report(log: Log, settings: Settings, clock: Clock, step: int, result: tuple[
     """Log `step`, whose (loss, bad) has arrived. Raises FloatingPointError if its loss or gradient was not finite."""
     loss, bad = result
     seconds = clock.seconds[-1]
-    if bad or not math.isfinite(loss):
+    if bad:
         fault = f"step {step + 1}: its loss {loss} or gradient is not finite; weights are as before"
         log(f"error: {fault}", terminal=False)
         raise FloatingPointError(fault)
