@@ -177,6 +177,7 @@ if runtime.world_size == 2:
     assert torch.equal(both[0], both[1]), "ranks differ"
 if runtime.rank == 0:
     torch.save(own, sys.argv[1])
+runtime.leave()
 """
 
 

@@ -202,6 +202,7 @@ while not clock.is_last(step):
     step += 1
 with open(os.path.join(sys.argv[1], str(runtime.rank)), "w") as file:
     json.dump([step, clock.used, plan.summary()], file)
+runtime.leave()
 """
 
 
