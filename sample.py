@@ -194,6 +194,12 @@ class Runtime:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
+    def leave(self) -> None:
+        """End of the process: all ranks together, for one that left early aborted in gloo's threads (1 run in 10)."""
+        if self.distributed:
+            dist.barrier()
+            dist.destroy_process_group()
+
 
 def start_runtime(device: str) -> Runtime:
     """Join the process group that torchrun describes (NCCL on CUDA, gloo on CPU), or be a single process."""
