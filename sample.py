@@ -26,6 +26,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import sentencepiece
@@ -34,6 +35,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import zstandard
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 
 # ---------------------------------------------------------------------------------------------------------- settings
@@ -1514,7 +1516,7 @@ def sample(settings: Settings) -> None:
     tokenizer = load_tokenizer(settings.tokenizer_path or (beside if beside.is_file() else header["meta"]["tokenizer"]))
     if tokenizer.sha256 != header["tokenizer_sha256"]:
         raise UserError(f"TOKENIZER_PATH={settings.tokenizer_path!r}: not the tokenizer that {path} was trained with")
-    network = GPT(ModelConfig(**header["settings"]))
+    network = GPT(SimpleNamespace(**header["settings"]))
     network.load_state_dict(tensors)
     network.to(runtime.device)
     prompt = [tokenizer.bos_id, *tokenizer.encode(settings.prompt)]
