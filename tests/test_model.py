@@ -10,8 +10,9 @@ import torch
 
 import train_gpt as T
 
-SETTINGS = T.Settings(layer_pattern="g s1 g a s1", model_dim=32, num_heads=4, num_kv_heads=2, mlp_mult=2.0, attn_window=7,
-                      rope_base=100.0, qk_gain_init=1.5, gdn_neg_eigval=True, tied_embed_init_std=0.5, train_seq_len=64)
+SETTINGS = T.Settings(layer_pattern="g s1 g a s1", model_dim=32, num_heads=4, num_kv_heads=2, mlp_mult=2.0,
+                      attn_window=7, rope_base=100.0, qk_gain_init=1.5, gdn_neg_eigval=True, tied_embed_init_std=0.5,
+                      train_seq_len=64)
 
 
 def config(**changes) -> types.SimpleNamespace:
@@ -76,8 +77,8 @@ def test_rotary_positions_are_relative_and_keep_norms():
     torch.manual_seed(3)
     q, k = torch.randn(2, 1, 6, 1, 8, dtype=torch.float64)
     positions = torch.arange(6)
-    at, later = (T.rotate(q, positions + s, 50.0) for s in (0, 11))
-    key_at, key_later = (T.rotate(k, positions + s, 50.0) for s in (0, 11))
+    at, later = (T.rotate(q, positions + s, 50.0, 8) for s in (0, 11))
+    key_at, key_later = (T.rotate(k, positions + s, 50.0, 8) for s in (0, 11))
     products = torch.einsum("bihd,bjhd->ij", at, key_at)
     assert (products - torch.einsum("bihd,bjhd->ij", later, key_later)).abs().max() < 1e-5  # angles are float32
     assert (at.norm(dim=-1) - q.norm(dim=-1)).abs().max() < 1e-6
