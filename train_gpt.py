@@ -1333,12 +1333,6 @@ class Optimizers:
 
     def __init__(self, model: nn.Module, settings, runtime: Runtime):
         named = {name: param for name, param in model.named_parameters() if param.requires_grad}
-        for name, param in named.items():
-            if name.endswith("w_qkvg"):
-                param.splits = (param.size(1),) * 4
-            elif name.endswith("w_qkv"):
-                rest = (param.size(0) - param.size(1)) // 2
-                param.splits = (param.size(1), rest, rest)
         kinds = {name: "matrix" if tensor_class(name, param) == "matrix" else "scalar" for name, param in named.items()}
         kinds["embed"] = "embedding"
         pick = {kind: [named[name] for name in named if kinds[name] == kind] for kind in set(kinds.values())}
@@ -2391,6 +2385,24 @@ def compiled(network: GPT, settings: Settings) -> Callable:
     return torch.compile(network, dynamic=False, fullgraph=True, mode=mode)
 
 
+@torch.no_grad()
+def mlp_activity(network: GPT, ids: Tensor) -> dict[str, float]:
+    """Shares of MLP units on ids (B, T), over all layers: with an event (without events: not zero), and below 0.05."""
+    shares: list[Tensor] = []
+
+    def measure(mlp: MLP, inputs: tuple[Tensor]) -> None:
+        hidden, fired = mlp.hidden(inputs[0])
+        active = hidden != 0 if fired is None else fired
+        shares.append(torch.stack([active.double().mean(), (hidden.abs() < 0.05).double().mean()]))
+
+    hooks = [module.register_forward_pre_hook(measure) for module in network.modules() if isinstance(module, MLP)]
+    network(ids)
+    for hook in hooks:
+        hook.remove()
+    active, small = torch.stack(shares).mean(0).tolist()
+    return {"mlp_active": active, "mlp_small": small}
+
+
 def count_parameters(network: GPT) -> dict[str, int]:
     """Parameters by the class the exporter puts them in, and all of them."""
     counts = {"matrix": 0, "embedding": 0, "control": 0}
@@ -2527,7 +2539,13 @@ def main() -> int:
         f"micro-steps x {batches.micro_rows} windows x {batches.seq_len} tokens")
     warm_up(model, network, optimizers, weights, batches, settings)
     log(f"set-up and warm-up: {time.perf_counter() - begin:.1f} s, outside the clock")
-    steps = train(model, optimizers, weights, averages, batches, plan, clock, settings, log, lambda: score(model))
+    sample = torch.from_numpy(val_tokens[None, : settings.train_seq_len]).to(runtime.device)
+
+    def validate() -> str:
+        activity = " ".join(f"{name}:{share:.4f}" for name, share in mlp_activity(network, sample).items())
+        return f"{score(model)} {activity}"
+
+    steps = train(model, optimizers, weights, averages, batches, plan, clock, settings, log, validate)
 
     clock.start()
     held_out = np.concatenate([[tokenizer.bos_id], stream.tail()])
@@ -2558,6 +2576,7 @@ def main() -> int:
             "steps": steps, "tokens": steps * batches.tokens, "train_seconds": clock.elapsed(),
             "total_seconds": time.perf_counter() - begin, "peak_memory_mib": peak_memory(runtime) / 2**20,
             "params": count_parameters(network), "weights": chosen, **final, "before_quantization": before,
+            **mlp_activity(packed, sample),
             **yardsticks(stream.read(0, min(len(stream), YARDSTICK_TOKENS)), val_tokens, tokenizer), **sizes,
             "phases": plan.summary(), "events": events, "settings": asdict(settings),
         }
