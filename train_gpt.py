@@ -73,6 +73,7 @@ class Settings:
     train_log_every: int = 50  # steps between log lines
     val_loss_every: int = 1000  # steps between validations, outside the clock; 0: only at the end
     eval_stride: int = 512  # of the sliding-window score; 0: leave that score out
+    eval_stateful: bool = False  # also score with state carried over whole documents; not compiled, slower
     # model
     arch_mode: str = "D"  # preset: D (the seed's hybrid), gdn, gdn_kv, hybrid, baseline, llama; see ARCH_PRESETS
     layer_pattern: str = "g g g g g s1 g g g g g s1"  # g GDN, k GDN with another's keys, s sliding, a full attention
@@ -149,7 +150,8 @@ FOREIGN_NAMES = tuple("""
     ATTN_CLIP_SIGMAS ATTN_WINDOW BACKEND BATCH_SIZE BETA1 BETA2 BIAS BIGRAM_DIM BIGRAM_VOCAB_SIZE BIO_EVENTS
     BIO_THRESHOLD BLOCK_SIZE COMPILE COMPILE_MODE COMPRESSOR DATASET DATA_DIR DATA_PATH DECAY_LR DEVICE DROPOUT DTYPE
     EMA EMA_DECAY EMA_ENABLED EMA_MEMORY_FRAC EMA_START_FRAC EMBED_BITS EMBED_CLIP_SIGMAS EMBED_LR EMBED_WD
-    ENABLE_LOOPING_AT EVAL_INTERVAL EVAL_ITERS EVAL_ONLY EVAL_SEQ_LEN EVAL_STRIDE GATED_ATTN_ENABLED GDN_NEG_EIGVAL
+    ENABLE_LOOPING_AT EVAL_INTERVAL EVAL_ITERS EVAL_ONLY EVAL_SEQ_LEN EVAL_STATEFUL
+    EVAL_STRIDE GATED_ATTN_ENABLED GDN_NEG_EIGVAL
     GPTQ_CALIBRATION_BATCHES GPTQ_RESERVE_SECONDS GRADIENT_ACCUMULATION_STEPS GRAD_ACCUM_STEPS GRAD_CLIP GRAD_CLIP_NORM
     HEAD_LR HOLDOUT_TOKENS INIT_FROM ITERATIONS LATE_QAT LATE_QAT_THRESHOLD LAYER_PATTERN LEARNING_RATE LN_SCALE
     LOGIT_SOFTCAP LOG_INTERVAL LOOP_END LOOP_START LR_DECAY_ITERS LR_FLOOR LR_SCHEDULE MATRIX_BITS MATRIX_CLIP_SIGMAS
@@ -2073,6 +2075,7 @@ class Score:
     nats: float
     tokens: int
     bytes: int
+    sources: dict[str, "Score"] | None = None  # its parts; no source without bytes
 
     @property
     def loss(self) -> float:
@@ -2084,10 +2087,12 @@ class Score:
         """Bits per byte."""
         return self.nats / math.log(2) / self.bytes
 
-    def result(self) -> dict[str, float]:
+    def result(self) -> dict:
         """Its keys in result.json."""
-        return {"val_loss": self.loss, "val_bpb": self.bpb, "val_nats": self.nats, "val_tokens": self.tokens,
-                "val_bytes": self.bytes, "bytes_per_token": self.bytes / self.tokens}
+        found = {"val_loss": self.loss, "val_bpb": self.bpb, "val_nats": self.nats, "val_tokens": self.tokens,
+                 "val_bytes": self.bytes, "bytes_per_token": self.bytes / self.tokens}
+        parts = {name: part.bpb for name, part in (self.sources or {}).items()}
+        return {**found, "val_bpb_sources": parts} if parts else found
 
     def __str__(self) -> str:
         return (f"loss:{self.loss:.4f} bpb:{self.bpb:.4f} nats:{self.nats:.1f} tokens:{self.tokens} bytes:{self.bytes} "
@@ -2108,31 +2113,50 @@ def windows(count: int, seq_len: int, stride: int) -> list[tuple[int, int, int]]
     return found
 
 
-@torch.no_grad()
-def score_tokens(model: Callable, tokens: np.ndarray, tokenizer: Tokenizer, runtime: Runtime, seq_len: int, stride: int,
-                 batch: int) -> Score:
-    """Score tokens[1:], each once, given what its window shows before it. tokens (N,); `batch` windows a forward.
+def documents(tokens: np.ndarray, bos_id: int) -> np.ndarray:
+    """Rows of whole documents, as `windows` gives them, longest first (rows, 3); each predicts the BOS after it."""
+    edges = np.unique(np.concatenate([[0], np.flatnonzero(tokens == bos_id), [len(tokens) - 1]]))
+    order = np.argsort(edges[:-1] - edges[1:], kind="stable")
+    return np.stack([edges[:-1], edges[:-1], edges[1:]], axis=1)[order]
 
+
+@torch.no_grad()
+def score_tokens(model: Callable, tokens: np.ndarray, tokenizer: Tokenizer, runtime: Runtime, seq_len: int,
+                 stride: int | None, batch: int, sources: tuple[np.ndarray, list[str]] | None = None) -> Score:
+    """Score tokens[1:], each once, given what its row shows before it. tokens (N,) int64; `batch` rows a forward.
+
+    The rows are `windows` of `stride` or, where that is None, whole `documents`, fed to a GPT that is not compiled
+    in pieces of seq_len with its cache: full attention keeps every key, so memory grows with the longest document.
+    sources: (index into the names (N,), names); a prediction counts for the source of the token that it predicts.
     The first token is scored by nothing and must be one of no bytes (BOS), else the bytes would be short.
     """
     if tokenizer.byte_counts[tokens[0]]:
         raise UserError(f"validation does not begin with a document's first token (BOS), but with token {tokens[0]}")
     if len(tokens) <= seq_len:
         raise UserError(f"{len(tokens)} tokens to score: fewer than one window of TRAIN_SEQ_LEN={seq_len}")
-    todo = windows(len(tokens) - 1, seq_len, stride)[runtime.rank :: runtime.world_size]
-    nats = torch.zeros(2, dtype=torch.float64, device=runtime.device)
-    for at in range(0, len(todo), batch):
-        ids = np.zeros((batch, seq_len), dtype=np.int64)
-        targets = np.full((batch, seq_len), -1, dtype=np.int64)
-        for row, (begin, first, end) in enumerate(todo[at : at + batch]):
-            ids[row, : end - begin] = tokens[begin:end]
-            targets[row, first - begin : end - begin] = tokens[first + 1 : end + 1]
-        target = torch.from_numpy(targets).to(runtime.device)
-        losses = model(torch.from_numpy(ids).to(runtime.device), target)
-        nats += torch.stack([losses.double().sum(), (target >= 0).sum().double()])
-    total, scored = runtime.sum(nats).tolist()
-    assert int(scored) == len(tokens) - 1, f"scored {scored} of {len(tokens) - 1} predictions"
-    return Score(total, len(tokens) - 1, int(token_bytes(tokenizer, tokens[:-1], tokens[1:]).sum()))
+    source_of, names = sources or (np.broadcast_to(0, len(tokens)), [])
+    rows = np.array(windows(len(tokens) - 1, seq_len, stride)) if stride else documents(tokens, tokenizer.bos_id)
+    rows, device = rows[runtime.rank :: runtime.world_size], runtime.device
+    sums = torch.zeros(len(names) or 1, 3, dtype=torch.float64, device=device)  # nats, tokens, bytes by source
+    for done in range(0, len(rows), batch):
+        group = np.zeros((batch, 3), dtype=np.int64)
+        group[: len(rows) - done] = rows[done : done + batch]
+        begin, first, end = np.hsplit(group, 3)  # (batch, 1) each
+        longest, cache = int((end - begin).max()), {} if stride else {"cache": model.new_cache()}
+        for start in range(0, longest, seq_len):
+            at = begin + start + np.arange(seq_len if stride else min(seq_len, longest - start))  # (batch, T)
+            scored, at = (first <= at) & (at < end), np.where(at < end, at, 0)  # BOS fills up what a row leaves
+            arrays = (tokens[at], np.where(scored, tokens[at + 1], -1), source_of[at + 1].astype(np.int64),
+                      token_bytes(tokenizer, tokens[at], tokens[at + 1]) * scored)
+            ids, targets, source, size = (torch.from_numpy(array).to(device) for array in arrays)
+            losses = model(ids, targets, **cache)
+            found = torch.stack([losses.double(), (targets >= 0).double(), size.double()], dim=-1)  # (batch, T, 3)
+            member = source.flatten() == torch.arange(len(sums), device=device)[:, None]  # (sources, batch * T)
+            sums += member.double() @ found.flatten(0, 1)
+    nats, count, size = runtime.sum(sums).sum(0).tolist()
+    assert int(count) == len(tokens) - 1, f"scored {count:.0f} of {len(tokens) - 1} predictions"
+    parts = zip(names, sums.tolist(), strict=False)
+    return Score(nats, int(count), int(size), {name: Score(a, int(b), int(c)) for name, (a, b, c) in parts if c})
 
 
 def check_bytes(count: int, manifest: dict) -> None:
@@ -2149,29 +2173,24 @@ def count_model_nats(train: np.ndarray, val: np.ndarray, vocab_size: int) -> tup
     p(t | h) = (c(h t) + n(h) p(t | h')) / (c(h) + n(h)), n(h) the number of different tokens seen after h, h' one
     token shorter (Witten and Bell 1991, method C). The scale to read a score on: no gradient made these.
     """
+    base = vocab_size + 1
+
     def grams(tokens: np.ndarray, order: int) -> np.ndarray:  # keys of the last `order` tokens at positions >= 1
-        padded = np.concatenate([np.full(max(0, order - 2), vocab_size), tokens]).astype(np.int64)
-        keys = np.zeros(len(tokens) - 1, dtype=np.int64)
-        for back in range(order - 1, -1, -1):
-            at = max(0, order - 2) + 1 - back
-            keys = keys * (vocab_size + 1) + padded[at : at + len(keys)]
-        return keys
+        padded = np.append(vocab_size, tokens)
+        return sum(padded[2 - back : len(padded) - back] * base**back for back in range(order))
 
-    def look_up(keys: np.ndarray, counts: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    def look_up(keys: np.ndarray, counts: np.ndarray, wanted: np.ndarray, missing: int) -> np.ndarray:
         at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-        return np.where(keys[at] == wanted, counts[at], 0)
+        return np.where(keys[at] == wanted, counts[at], missing)
 
-    p = np.full(len(val) - 1, 1.0 / vocab_size)
-    nats = []
+    p, nats = np.full(len(val) - 1, 1.0 / vocab_size), []
     for order in (1, 2, 3):
         keys, counts = np.unique(grams(train, order), return_counts=True)
-        histories, first = np.unique(keys // (vocab_size + 1), return_index=True)
-        kinds = np.diff(np.append(first, len(keys)))
-        totals = np.add.reduceat(counts, first)
+        histories, first, kinds = np.unique(keys // base, return_index=True, return_counts=True)
         wanted = grams(val, order)
-        seen = look_up(histories, totals, wanted // (vocab_size + 1))
-        different = look_up(histories, kinds, wanted // (vocab_size + 1))
-        p = np.where(seen > 0, (look_up(keys, counts, wanted) + different * p) / np.maximum(seen + different, 1), p)
+        different = look_up(histories, kinds, wanted // base, 1)  # 1 and no counts after an unseen history: p stays
+        seen = look_up(histories, np.add.reduceat(counts, first), wanted // base, 0)
+        p = (look_up(keys, counts, wanted, 0) + different * p) / (seen + different)
         nats.append(float(-np.log(p).sum()))
     return nats[1], nats[2]
 
@@ -2472,17 +2491,24 @@ def write_result(folder: Path, result: dict, log: Log) -> None:
             log(f"{key}: {value}")
 
 
-def evaluate(score: Callable[..., Score], model: Callable, settings: Settings, log: Log, what: str) -> dict[str, float]:
-    """Score validation in plain windows and, if EVAL_STRIDE, in sliding ones; the keys of result.json."""
-    plain = score(model)
+def evaluate(score: Callable[..., Score], model: Callable, network: GPT, settings: Settings, log: Log, what: str,
+             sources: tuple[np.ndarray, list[str]] | None = None) -> dict:
+    """Score validation in plain windows, by source too if given, and in the ways asked for; the keys of result.json."""
+    plain, seq_len = score(model, sources=sources), settings.train_seq_len
+    result = plain.result()
     log(f"{what}: val_{plain}")
-    if not settings.eval_stride:
-        return plain.result()
-    stride = min(settings.eval_stride, settings.train_seq_len)
-    sliding = score(model, stride=stride)
-    log(f"{what}: sliding val_{sliding} stride:{stride} context:{settings.train_seq_len}")
-    return {**plain.result(), "val_bpb_sliding": sliding.bpb, "sliding_stride": stride,
-            "sliding_context": settings.train_seq_len}
+    for name, part in plain.sources.items():
+        log(f"{what}: source {name} val_{part}")
+    if settings.eval_stride:
+        stride = min(settings.eval_stride, seq_len)
+        sliding = score(model, stride=stride)
+        log(f"{what}: sliding val_{sliding} stride:{stride} context:{seq_len}")
+        result |= {"val_bpb_sliding": sliding.bpb, "sliding_stride": stride, "sliding_context": seq_len}
+    if settings.eval_stateful:
+        stateful = score(network, stride=None)
+        log(f"{what}: stateful val_{stateful} context:document")
+        result |= {"val_bpb_stateful": stateful.bpb, "stateful_context": "document"}
+    return result
 
 
 def verdict(result: dict, plan: Plan, settings: Settings, log: Log) -> int:
@@ -2501,6 +2527,8 @@ def main() -> int:
     """One run, from settings to result.json; its exit code. Raises UserError before the first step."""
     begin = time.perf_counter()
     settings = load_settings(Settings, dict(os.environ), {"arch_mode": ARCH_PRESETS})
+    if settings.eval_stateful and settings.positions == "learned":
+        raise UserError("EVAL_STATEFUL=1: POSITIONS='learned' ends at TRAIN_SEQ_LEN, documents do not; it must be 0")
     plan = Plan(settings)
     runtime = start_runtime(settings.device)
     tokenizer, manifest, stream, val_tokens = open_data(settings)
@@ -2527,8 +2555,9 @@ def main() -> int:
     averages = {name: Average(params, memory[name]) for name in memory if getattr(settings, name)}
     clock = Clock(settings.iterations, max(0.0, settings.max_wallclock_seconds - settings.reserve_seconds), runtime)
 
-    def score(of: Callable, tokens: np.ndarray = val_tokens, stride: int = settings.train_seq_len) -> Score:
-        return score_tokens(of, tokens, tokenizer, runtime, settings.train_seq_len, stride, batches.micro_rows)
+    def score(of: Callable, tokens: np.ndarray = val_tokens, stride: int | None = settings.train_seq_len,
+              sources: tuple[np.ndarray, list[str]] | None = None) -> Score:
+        return score_tokens(of, tokens, tokenizer, runtime, settings.train_seq_len, stride, batches.micro_rows, sources)
 
     fit_micro_batch(model, optimizers, batches)
     log(f"batch: {batches.tokens} tokens a step = {runtime.world_size} ranks x {batches.rows // batches.micro_rows} "
@@ -2555,11 +2584,11 @@ def main() -> int:
         events.append({"event": "over_clock", "seconds": clock.elapsed()})
         log("event: over_clock, so this run is no record; choosing wants more RESERVE_SECONDS")
 
-    before = evaluate(score, model, settings, log, "before quantization")
+    before = evaluate(score, model, network, settings, log, "before quantization")
     sizes = pack(network, table, folder / "model.upar", tokenizer, runtime,
                  {"run_id": run_id, "steps": steps, "seed": settings.seed, "tokenizer": tokenizer.name})
     packed = rebuild(folder / "model.upar", runtime)
-    final = evaluate(score, compiled(packed, settings), settings, log, "from the artifact")
+    final = evaluate(score, compiled(packed, settings), packed, settings, log, "from the artifact")
     check_bytes(final["val_bytes"], manifest)
 
     code = 0

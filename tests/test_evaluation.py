@@ -7,6 +7,7 @@ import math
 import random
 import threading
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -144,14 +145,12 @@ class RanksInThreads(T.Runtime):
         return tensor.copy_(torch.stack(self.parts).sum(0))
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 8])
-def test_ranks_share_out_the_windows(world_size):
-    tokens, barrier, parts = random_tokens(100), threading.Barrier(world_size), []
-    scores: dict[int, T.Score] = {}
+def on_ranks(world_size: int, score: Callable[[T.Runtime], T.Score]) -> tuple[list[T.Score], list[torch.Tensor]]:
+    """What `score` returns on each rank, and what each put into the sum."""
+    barrier, parts, scores = threading.Barrier(world_size), [], {}
 
     def work(rank: int) -> None:
-        mine = RanksInThreads(rank, barrier, parts)
-        scores[rank] = T.score_tokens(TableModel(), tokens, BYTES, mine, 16, 16, 2)
+        scores[rank] = score(RanksInThreads(rank, barrier, parts))
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(world_size)]
     for thread in threads:
@@ -159,11 +158,172 @@ def test_ranks_share_out_the_windows(world_size):
     for thread in threads:
         thread.join(timeout=60)
     assert set(scores) == set(range(world_size))
+    return list(scores.values()), parts
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_ranks_share_out_the_windows(world_size):
+    tokens = random_tokens(100)
+    scores, parts = on_ranks(world_size, lambda rank: T.score_tokens(TableModel(), tokens, BYTES, rank, 16, 16, 2))
     alone = T.score_tokens(TableModel(), tokens, BYTES, runtime(), 16, 16, 2)
-    for score in scores.values():
+    for score in scores:
         assert (score.tokens, score.bytes) == (alone.tokens, alone.bytes)
         assert score.nats == pytest.approx(alone.nats, rel=1e-13)
-    assert [int(part[1]) > 0 for part in parts].count(True) == min(world_size, 7)
+    assert [int(part[0, 1]) > 0 for part in parts].count(True) == min(world_size, 7)
+
+
+def documents_of(lengths: list[int], seed: int = 0) -> np.ndarray:
+    """A stream of documents of these lengths, BOS included."""
+    rng = np.random.default_rng(seed)
+    return np.concatenate([[BOS, *rng.integers(4, 260, length - 1)] for length in lengths])
+
+
+LENGTHS = [30, 1, 64, 65, 2, 150, 7, 1, 17, 40]  # with pieces of 16 and 64 one of a single token; BOS alone
+
+
+class CachedTableModel:
+    """`loss_of` for rows that go on with the cache; wants a GPT's arguments. Notes the shape of each call."""
+
+    def __init__(self):
+        self.shapes: list[tuple[int, int]] = []
+
+    def new_cache(self) -> list[dict]:
+        return [{}]
+
+    def __call__(self, ids: torch.Tensor, targets: torch.Tensor, cache: list[dict]) -> torch.Tensor:
+        self.shapes.append(tuple(ids.shape))
+        seen, before = cache[0].get("seen", 0), cache[0].get("mixed", 0)
+        mixed = before + (torch.arange(seen + 1, seen + ids.size(1) + 1) * (ids + 3)).cumsum(1)
+        cache[0].update(seen=seen + ids.size(1), mixed=mixed[:, -1:])
+        losses = 1.0 + ((mixed * 31 + ids * 7 + targets * 101) % 9973).double() / 9973
+        return torch.where(targets >= 0, losses, 0.0)
+
+
+def test_documents_by_hand():
+    tokens = np.array([BOS, 70, 71, BOS, BOS, 72, 73, 74, 75])
+    assert T.documents(tokens, BOS).tolist() == [[4, 4, 8], [0, 0, 3], [3, 3, 4]]
+    assert T.documents(np.append(tokens, BOS), BOS).tolist() == [[4, 4, 9], [0, 0, 3], [3, 3, 4]]
+    score = T.score_tokens(CachedTableModel(), tokens, BYTES, runtime(), 2, None, 2)
+    assert (score.tokens, score.bytes) == (8, 6)  # two of the predictions are BOS
+    rows = [[BOS, 70, 71, BOS], [BOS, BOS], [BOS, 72, 73, 74, 75]]
+    expected = [loss_of(row[:at], row[at]) for row in rows for at in range(1, len(row))]
+    assert score.nats == pytest.approx(math.fsum(expected), rel=1e-14)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 16])
+@pytest.mark.parametrize("seq_len", [1, 7, 16, 64, 300])
+def test_stateful_score_is_that_of_a_slow_loop_over_documents(seq_len, batch):
+    """Every prediction once, after all of its document; the BOS after a document is predicted by its last token."""
+    tokens, model = documents_of(LENGTHS), CachedTableModel()
+    score = T.score_tokens(model, tokens, BYTES, runtime(), seq_len, None, batch)
+    starts = [0]
+    expected = []
+    for i in range(len(tokens) - 1):
+        starts += [i] if tokens[i] == BOS and i else []
+        expected.append(loss_of(tokens[starts[-1] : i + 1].tolist(), int(tokens[i + 1])))
+    assert score.nats == pytest.approx(math.fsum(expected), rel=1e-12)
+    assert (score.tokens, score.bytes) == (sum(LENGTHS) - 1, sum(LENGTHS) - len(LENGTHS))
+    assert {rows for rows, _ in model.shapes} == {batch} and max(width for _, width in model.shapes) <= seq_len
+    by_length = sorted([*LENGTHS[:-1], LENGTHS[-1] - 1], reverse=True)  # the last token has no successor
+    assert sum(width for _, width in model.shapes) == sum(by_length[::batch])  # as long as the longest row, no more
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 12])
+def test_ranks_share_out_the_documents(world_size):
+    tokens = documents_of(LENGTHS)
+    scores, parts = on_ranks(
+        world_size, lambda rank: T.score_tokens(CachedTableModel(), tokens, BYTES, rank, 16, None, 2))
+    alone = T.score_tokens(CachedTableModel(), tokens, BYTES, runtime(), 16, None, 2)
+    for score in scores:
+        assert (score.tokens, score.bytes) == (alone.tokens, alone.bytes)
+        assert score.nats == pytest.approx(alone.nats, rel=1e-13)
+    assert [int(part[0, 1]) > 0 for part in parts].count(True) == min(world_size, len(LENGTHS))
+
+
+def tiny_network() -> T.GPT:
+    """GDN, sliding window and full attention in float64; no weight is zero, so that every layer matters."""
+    settings = T.Settings(layer_pattern="g s a", model_dim=32, num_heads=2, num_kv_heads=1, attn_window=24,
+                          smear_gate=True)
+    torch.manual_seed(0)
+    network = T.GPT(T.model_config(settings, BYTES.vocab_size, BOS)).double()
+    with torch.no_grad():
+        for param in network.parameters():
+            param.add_(0.1 * torch.randn_like(param))
+    return network
+
+
+def test_stateful_score_is_the_plain_score_of_one_window():
+    """Whatever the pieces, the rows and the ranks: every token sees its document from its first token on."""
+    tokens, network = documents_of(LENGTHS), tiny_network()
+    edges = [*np.flatnonzero(tokens == BOS), len(tokens) - 1]
+    with torch.no_grad():
+        nats = [network(torch.tensor(tokens[None, a:b]), torch.tensor(tokens[None, a + 1 : b + 1])).sum().item()
+                for a, b in zip(edges[:-1], edges[1:], strict=True)]  # document by document, no cache
+    for seq_len, batch in ((7, 4), (16, 3), (64, 1), (64, 16), (150, 4)):
+        score = T.score_tokens(network, tokens, BYTES, runtime(), seq_len, None, batch)
+        assert score.nats == pytest.approx(math.fsum(nats), rel=1e-11)
+        assert (score.tokens, score.bytes) == (sum(LENGTHS) - 1, sum(LENGTHS) - len(LENGTHS))
+    for score in on_ranks(2, lambda rank: T.score_tokens(network, tokens, BYTES, rank, 16, None, 3))[0]:
+        assert score.nats == pytest.approx(math.fsum(nats), rel=1e-11)
+    window = len(tokens) - 1  # one window over the stream; angles of rotary positions are float32
+    assert T.score_tokens(network, tokens, BYTES, runtime(), window, window, 1).nats == pytest.approx(
+        math.fsum(nats), rel=1e-6)
+    short = T.score_tokens(network, tokens, BYTES, runtime(), 16, 16, 4).nats  # less context is another score
+    assert abs(short / math.fsum(nats) - 1) > 1e-3
+
+
+@pytest.mark.parametrize("stride", [16, 5, None])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_sources_are_scored_apart(stride, world_size):
+    """A prediction counts for the source of the token predicted, the BOS of the next document too."""
+    tokens, names = documents_of(LENGTHS), ["web", "none", "code", "chat"]
+    sources = np.repeat([[0, 2, 3][at % 3] for at in range(len(LENGTHS))], LENGTHS).astype(np.uint8)
+
+    def score(rank: T.Runtime) -> T.Score:
+        model = TableModel() if stride else CachedTableModel()
+        return T.score_tokens(model, tokens, BYTES, rank, 16, stride, 3, (sources, names))
+
+    found = on_ranks(world_size, score)[0][0] if world_size > 1 else score(runtime())
+    model = TableModel() if stride else CachedTableModel()
+    assert found.nats == pytest.approx(T.score_tokens(model, tokens, BYTES, runtime(), 16, stride, 3).nats, rel=1e-13)
+    assert list(found.sources) == ["web", "code", "chat"]
+    parts = found.sources.values()
+    assert sum(part.bytes for part in parts) == found.bytes == int((tokens[1:] >= 4).sum())
+    assert sum(part.tokens for part in parts) == found.tokens == len(tokens) - 1
+    assert math.fsum(part.nats for part in parts) == pytest.approx(found.nats, rel=1e-12)
+    for name, part in found.sources.items():
+        own = sources[1:] == names.index(name)
+        assert (part.tokens, part.bytes) == (own.sum(), (own & (tokens[1:] >= 4)).sum())
+    if stride == 16:
+        nats = dict.fromkeys(found.sources, 0.0)
+        for i in range(len(tokens) - 1):
+            nats[names[sources[i + 1]]] += loss_of(tokens[i // 16 * 16 : i + 1].tolist(), int(tokens[i + 1]))
+        assert {name: part.nats for name, part in found.sources.items()} == pytest.approx(nats, rel=1e-12)
+    assert found.result()["val_bpb_sources"] == {name: part.bpb for name, part in found.sources.items()}
+
+
+def test_evaluate_scores_in_the_ways_asked_for():
+    lines: list[str] = []
+    tokens, network = documents_of(LENGTHS), tiny_network()
+    sources = np.repeat(np.arange(len(LENGTHS)) % 2, LENGTHS), ["web", "code"]
+
+    def score(of: Callable, stride: int | None = 16, sources: tuple | None = None) -> T.Score:
+        return T.score_tokens(of, tokens, BYTES, runtime(), 16, stride, 4, sources)
+
+    off = T.Settings(train_seq_len=16, eval_stride=0)
+    assert T.evaluate(score, network, network, off, lines.append, "here") == score(network).result()
+    assert [line.split()[:2] for line in lines] == [["here:", f"val_loss:{score(network).loss:.4f}"]]
+    del lines[:]
+    every = T.Settings(train_seq_len=16, eval_stride=64, eval_stateful=True)
+    found = T.evaluate(score, network, network, every, lines.append, "here", sources)
+    assert found == {
+        **score(network).result(), "val_bpb_sources": score(network, 16, sources).result()["val_bpb_sources"],
+        "val_bpb_sliding": score(network).bpb, "sliding_stride": 16, "sliding_context": 16,
+        "val_bpb_stateful": score(network, None).bpb, "stateful_context": "document"}
+    assert [line.split(" val_")[0] for line in lines] == [
+        "here:", "here: source web", "here: source code", "here: sliding", "here: stateful"]
+    assert f"bpb:{found['val_bpb_sources']['code']:.4f}" in lines[2]
+    assert f"bpb:{found['val_bpb_stateful']:.4f}" in lines[4]
 
 
 def test_score_bytes_are_those_of_the_text(tmp_path: Path):
@@ -189,12 +349,13 @@ def test_a_stream_that_begins_inside_a_document_is_refused():
         T.score_tokens(TableModel(), np.array([77] * 40), BYTES, runtime(), 16, 16, 2)
 
 
-@pytest.mark.parametrize("stride", [16, 4])
+@pytest.mark.parametrize("stride", [16, 4, None])
 def test_less_than_a_window_is_refused(stride):
-    assert T.score_tokens(TableModel(), random_tokens(17), BYTES, runtime(), 16, stride, 2).tokens == 16
+    model = TableModel() if stride else CachedTableModel()
+    assert T.score_tokens(model, random_tokens(17), BYTES, runtime(), 16, stride, 2).tokens == 16
     for count in (16, 2, 1):  # one more than the predictions
         with pytest.raises(T.UserError, match=rf"\b{count} tokens.* one window .*16"):
-            T.score_tokens(TableModel(), random_tokens(count), BYTES, runtime(), 16, stride, 2)
+            T.score_tokens(model, random_tokens(count), BYTES, runtime(), 16, stride, 2)
 
 
 def test_a_wrong_byte_count_is_refused():
