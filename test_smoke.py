@@ -279,6 +279,65 @@ def test_ranks_and_micro_batches_do_not_change_the_losses(place):
     assert result_of(place, "two")["world_size"] == 2
 
 
+# ------------------------------------------------------------------------------------------------------- every choice
+CHOICES = {
+    **{f"preset {mode}": dict(ARCH_MODE=mode, LAYER_PATTERN=None, NUM_LAYERS=layers, MODEL_DIM=32)
+       for mode, layers in {"D": 12, "gdn": 3, "gdn_kv": 4, "hybrid": 11, "baseline": 5, "llama": 2}.items()},
+    **{f"mlp {kind}": dict(MLP=kind) for kind in ("leaky_relu2", "gelu", "swiglu", "bio")},
+    **{f"events {kind}": dict(MLP="bio", BIO_EVENTS=kind) for kind in ("soft", "hard")},
+    **{f"norm {kind}": dict(NORM=kind) for kind in ("rms_weight", "layer", "rms layer")},
+    **{f"positions {kind}": dict(POSITIONS=kind) for kind in ("learned", "none")},
+    "partial rope": dict(ROPE_DIMS=8), "untied": dict(TIE_EMBEDDINGS=0), "no gain": dict(QK_NORM=0),
+    "no mix": dict(RESIDUAL_MIX=0, TIED_EMBED_INIT_STD=0.02), "u-net": dict(UNET_SKIPS=1),
+    "parallel": dict(PARALLEL_RESIDUAL=1), "smear": dict(SMEAR_GATE=1), "bigram": dict(BIGRAM_VOCAB_SIZE=64),
+    "no softcap": dict(LOGIT_SOFTCAP=0.0), "recurrence": dict(LAYER_PATTERN="A1 g A1"),
+    "negative eigenvalues": dict(GDN_NEG_EIGVAL=1), "checkpointing": dict(ACTIVATION_CHECKPOINTING=1),
+    **{f"optimizer {kind}": dict(OPTIMIZER=kind) for kind in ("lion", "adamw", "adamw8bit", "adafactor")},
+    "polar express": dict(MUON_COEFFICIENTS="polar_express"), "rows": dict(MUON_ROW_NORMALIZE=1),
+    "cautious": dict(CAUTIOUS_WD=1), "clip": dict(GRAD_CLIP_NORM=0.5),
+    **{f"schedule {kind}": dict(LR_SCHEDULE=kind) for kind in ("cosine", "wsd", "constant")},
+    "stateful": dict(EVAL_STATEFUL=1), "raw": dict(EMA=0, SWA=0, QAT=0),
+}
+# One process: importing torch for each choice would take longer than the runs.
+EACH = """
+import json, os, sys, traceback
+sys.path.insert(0, sys.argv[1])
+import train_gpt as T
+kept = dict(os.environ)
+for name, changes in json.loads(sys.argv[2]).items():
+    os.environ.clear()
+    os.environ.update({key: value for key, value in kept.items() if key not in changes}, RUN_ID=name)
+    os.environ.update({key: str(value) for key, value in changes.items() if value is not None})
+    try:
+        print("exit", name, T.exit_code(T.main))
+    except Exception:
+        traceback.print_exc()
+"""
+
+
+@pytest.fixture(scope="session")
+def choices(place: Path) -> subprocess.CompletedProcess:
+    (place / "each.py").write_text(EACH)
+    return start([place / "each.py", ROOT, json.dumps(CHOICES)], environment(
+        DATA_PATH=place / "data", OUT_DIR=place / "choices", ITERATIONS=20, LAYER_PATTERN="g s", EVAL_STRIDE=0))
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_every_choice_trains_and_packs(place, choices, choice):
+    """20 steps lower the loss, and the artifact gives a score near that of the weights it was made of."""
+    assert f"exit {choice} 0" in choices.stdout, choices.stderr[-2000:]
+    folder = place / "choices" / choice
+    log = (folder / "log.txt").read_text(encoding="utf-8")
+    losses = [float(loss) for loss in re.findall(r"^step:\d+/20 train_loss:(\S+)", log, re.M)]
+    assert len(losses) == 20 and losses[0] == pytest.approx(math.log(VOCAB), abs=0.1)
+    assert sum(losses[-3:]) / 3 < losses[0] - 0.25
+    result = json.loads((folder / "result.json").read_text())
+    asked = {name.lower(): str(value) for name, value in CHOICES[choice].items() if value is not None}
+    assert {name: str(int(value) if isinstance(value, bool) else value)
+            for name, value in result["settings"].items() if name in asked} == asked
+    assert result["val_bpb"] == pytest.approx(result["before_quantization"]["val_bpb"], rel=0.03)
+
+
 # ------------------------------------------------------------------------------------------------------ against a clock
 def test_every_phase_fires_under_a_clock_that_cuts_the_run(place):
     """ITERATIONS=9999 WARMDOWN_ITERS=3000 and seconds for some hundred steps: in the field nothing fired."""

@@ -32,6 +32,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import sentencepiece
@@ -40,6 +41,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import zstandard
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 
 # ---------------------------------------------------------------------------------------------------------- settings
@@ -51,6 +53,8 @@ class Settings:
     seed: int = 1337  # of every random draw
     device: str = "auto"  # auto, cpu or cuda
     compile: bool = True  # torch.compile; on a CPU it needs a C++ compiler
+    compile_mode: str = "default"  # default, reduce-overhead or max-autotune
+    activation_checkpointing: bool = False  # keep each layer's input alone and compute the rest again: less memory
     # data
     data_path: str = "data/embedded"  # folder with *_train_*.bin, *_val_*.bin and manifest.json
     tokenizer_path: str = ""  # a SentencePiece .model, or "bytes"; empty: the one beside data or artifact
@@ -70,17 +74,31 @@ class Settings:
     val_loss_every: int = 1000  # steps between validations, outside the clock; 0: only at the end
     eval_stride: int = 512  # of the sliding-window score; 0: leave that score out
     # model
-    arch_mode: str = "D"  # preset of layer_pattern. D: GDN x5, SWA, GDN x5, the same SWA weights again
-    layer_pattern: str = ""  # e.g. "g g s1 g g s1": g GDN, s sliding window, a full attention; s1 twice: same weights
+    arch_mode: str = "D"  # preset: D (the seed's hybrid), gdn, gdn_kv, hybrid, baseline, llama; see ARCH_PRESETS
+    layer_pattern: str = "g g g g g s1 g g g g g s1"  # g GDN, k GDN with another's keys, s sliding, a full attention
     num_layers: int = 0  # the pattern is repeated or cut to this many layers; 0: as long as it is
     model_dim: int = 512  # width
     num_heads: int = 8  # query heads of attention, and heads of GDN
     num_kv_heads: int = 4  # key/value heads of attention
+    mlp: str = "relu2"  # relu2, leaky_relu2, gelu, swiglu or bio
     mlp_mult: float = 3.0  # hidden width of the MLP over model_dim
-    attn_window: int = 512  # keys a sliding-window query sees, itself included
+    bio_events: str = "off"  # sparse events of the bio-MLP: off, soft (the seed's) or hard
+    bio_threshold: float = 0.3  # of the events, on a voltage in (0, 1)
+    norm: str = "rms"  # rms, rms_weight or layer, or one word per layer
+    positions: str = "rope"  # rope, learned or none
     rope_base: float = 10000.0  # wavelength base of rotary positions
+    rope_dims: int = 0  # dimensions of a head that rotate; 0: all
+    attn_window: int = 512  # keys a sliding-window query sees, itself included
+    qk_norm: bool = True  # RMS-normed queries and keys, with a gain
     qk_gain_init: float = 4.0  # initial scale of attention logits, per head, learned
-    logit_softcap: float = 30.0  # logits = c tanh(z / c)
+    residual_mix: bool = True  # normed embedding mixed into each layer's input; learned scales of mixer and MLP
+    unet_skips: bool = False  # the second half of the layers adds the outputs of the first half, last first
+    parallel_residual: bool = False  # mixer and MLP of a layer read the same input
+    smear_gate: bool = False  # some of the previous token's embedding in each token's
+    bigram_vocab_size: int = 0  # rows of a hashed embedding of token pairs; 0: none
+    bigram_dim: int = 64  # its width
+    tie_embeddings: bool = True  # the embedding is the output head
+    logit_softcap: float = 30.0  # logits = c tanh(z / c); 0: as they are
     gdn_neg_eigval: bool = False  # GDN's beta in (0, 2) instead of (0, 1): negative eigenvalues of the state transition
     # optimizer
     matrix_lr: float = 0.02  # Muon, matrices of the layers
@@ -127,22 +145,23 @@ class UserError(Exception):
 # Names that another script of ours, Parameter Golf or nanoGPT reads. Set for a script that does not read them they
 # would be ignored in silence, which is how runs of this field were lost; here they are errors.
 FOREIGN_NAMES = tuple("""
-    ADAM_EPS ADAM_WD ALWAYS_SAVE_CHECKPOINT ARCH_MODE ARTIFACT ARTIFACT_BYTES_MAX ATTN_CLIP_SIGMAS ATTN_WINDOW BACKEND
-    BATCH_SIZE BETA1 BETA2 BIAS BIGRAM_DIM BIGRAM_VOCAB_SIZE BLOCK_SIZE COMPILE COMPRESSOR DATASET DATA_DIR DATA_PATH
-    DECAY_LR DEVICE DROPOUT DTYPE EMA EMA_DECAY EMA_ENABLED EMA_MEMORY_FRAC EMA_START_FRAC EMBED_BITS
-    EMBED_CLIP_SIGMAS EMBED_LR EMBED_WD ENABLE_LOOPING_AT EVAL_INTERVAL EVAL_ITERS EVAL_ONLY EVAL_SEQ_LEN EVAL_STRIDE
-    GATED_ATTN_ENABLED GDN_NEG_EIGVAL GPTQ_CALIBRATION_BATCHES GPTQ_RESERVE_SECONDS GRADIENT_ACCUMULATION_STEPS
-    GRAD_ACCUM_STEPS GRAD_CLIP GRAD_CLIP_NORM HEAD_LR HOLDOUT_TOKENS INIT_FROM ITERATIONS LATE_QAT LATE_QAT_THRESHOLD
-    LAYER_PATTERN LEARNING_RATE LN_SCALE LOGIT_SOFTCAP LOG_INTERVAL LOOP_END LOOP_START LR_DECAY_ITERS LR_FLOOR
-    LR_SCHEDULE MATRIX_BITS MATRIX_CLIP_SIGMAS MATRIX_LR MAX_ITERS MAX_NEW_TOKENS MAX_WALLCLOCK_SECONDS
-    MICRO_BATCH_TOKENS MIN_LR MLP_CLIP_SIGMAS MLP_MULT MODEL_DIM MTP_NUM_HEADS MUON_BACKEND_STEPS MUON_BETA2
-    MUON_MOMENTUM MUON_MOMENTUM_WARMUP_FRAC MUON_MOMENTUM_WARMUP_START MUON_MOMENTUM_WARMUP_STEPS MUON_ROW_NORMALIZE
-    MUON_WD MUON_WEIGHT_DECAY NUM_HEADS NUM_KV_HEADS NUM_LAYERS NUM_LOOPS NUM_SAMPLES N_EMBD N_HEAD N_LAYER OUT_DIR
-    PROMPT QAT QAT_ENABLED QAT_START_FRAC QK_GAIN_INIT RESERVE_SECONDS ROPE_BASE ROPE_DIMS RUN_ID SCALAR_LR SEED
-    SLIDING_WINDOW_ENABLED SMEAR_GATE_ENABLED SWA SWA_ENABLED SWA_EVERY SWA_START_FRAC TEMPERATURE TIED_EMBED_INIT_STD
-    TIED_EMBED_LR TIE_EMBEDDINGS TOKENIZER_PATH TOP_K TRAIN_BATCH_TOKENS TRAIN_LOG_EVERY TRAIN_SEQ_LEN TTT_ENABLED
-    TTT_LR VAL_BATCH_SIZE VAL_BATCH_TOKENS VAL_LOSS_EVERY VE_ENABLED VOCAB_SIZE WARMDOWN_FRAC WARMDOWN_ITERS
-    WARMUP_FRAC WARMUP_ITERS WARMUP_STEPS WEIGHT_DECAY XSA_LAST_N
+    ACTIVATION_CHECKPOINTING ADAM_EPS ADAM_WD ALWAYS_SAVE_CHECKPOINT ARCH_MODE ARTIFACT ARTIFACT_BYTES_MAX
+    ATTN_CLIP_SIGMAS ATTN_WINDOW BACKEND BATCH_SIZE BETA1 BETA2 BIAS BIGRAM_DIM BIGRAM_VOCAB_SIZE BIO_EVENTS
+    BIO_THRESHOLD BLOCK_SIZE COMPILE COMPILE_MODE COMPRESSOR DATASET DATA_DIR DATA_PATH DECAY_LR DEVICE DROPOUT DTYPE
+    EMA EMA_DECAY EMA_ENABLED EMA_MEMORY_FRAC EMA_START_FRAC EMBED_BITS EMBED_CLIP_SIGMAS EMBED_LR EMBED_WD
+    ENABLE_LOOPING_AT EVAL_INTERVAL EVAL_ITERS EVAL_ONLY EVAL_SEQ_LEN EVAL_STRIDE GATED_ATTN_ENABLED GDN_NEG_EIGVAL
+    GPTQ_CALIBRATION_BATCHES GPTQ_RESERVE_SECONDS GRADIENT_ACCUMULATION_STEPS GRAD_ACCUM_STEPS GRAD_CLIP GRAD_CLIP_NORM
+    HEAD_LR HOLDOUT_TOKENS INIT_FROM ITERATIONS LATE_QAT LATE_QAT_THRESHOLD LAYER_PATTERN LEARNING_RATE LN_SCALE
+    LOGIT_SOFTCAP LOG_INTERVAL LOOP_END LOOP_START LR_DECAY_ITERS LR_FLOOR LR_SCHEDULE MATRIX_BITS MATRIX_CLIP_SIGMAS
+    MATRIX_LR MAX_ITERS MAX_NEW_TOKENS MAX_WALLCLOCK_SECONDS MICRO_BATCH_TOKENS MIN_LR MLP MLP_CLIP_SIGMAS MLP_MULT
+    MODEL_DIM MTP_NUM_HEADS MUON_BACKEND_STEPS MUON_BETA2 MUON_MOMENTUM MUON_MOMENTUM_WARMUP_FRAC
+    MUON_MOMENTUM_WARMUP_START MUON_MOMENTUM_WARMUP_STEPS MUON_ROW_NORMALIZE MUON_WD MUON_WEIGHT_DECAY NORM NUM_HEADS
+    NUM_KV_HEADS NUM_LAYERS NUM_LOOPS NUM_SAMPLES N_EMBD N_HEAD N_LAYER OUT_DIR PARALLEL_RESIDUAL POSITIONS PROMPT QAT
+    QAT_ENABLED QAT_START_FRAC QK_GAIN_INIT QK_NORM RESERVE_SECONDS RESIDUAL_MIX ROPE_BASE ROPE_DIMS RUN_ID SCALAR_LR
+    SEED SLIDING_WINDOW_ENABLED SMEAR_GATE SMEAR_GATE_ENABLED SWA SWA_ENABLED SWA_EVERY SWA_START_FRAC TEMPERATURE
+    TIED_EMBED_INIT_STD TIED_EMBED_LR TIE_EMBEDDINGS TOKENIZER_PATH TOP_K TRAIN_BATCH_TOKENS TRAIN_LOG_EVERY
+    TRAIN_SEQ_LEN TTT_ENABLED TTT_LR UNET_SKIPS VAL_BATCH_SIZE VAL_BATCH_TOKENS VAL_LOSS_EVERY VE_ENABLED VOCAB_SIZE
+    WARMDOWN_FRAC WARMDOWN_ITERS WARMUP_FRAC WARMUP_ITERS WARMUP_STEPS WEIGHT_DECAY XSA_LAST_N
 """.split())
 
 # (pattern of a field name, smallest, largest), the first match counts; a field that matches none must be >= 0.
@@ -152,11 +171,16 @@ RANGES = (
     ("muon_momentum", 0.0, 0.9999), ("*_bits", 2, 8), ("model_dim", 16, 65536), ("num_layers", 0, 512),
     ("num_*heads", 1, 1024), ("mlp_mult", 0.25, 16.0), ("train_seq_len", 2, 1 << 20), ("attn_window", 1, 1 << 20),
     ("train_batch_tokens", 2, 1 << 31), ("train_log_every", 1, 1 << 31), ("muon_backend_steps", 1, 20),
-    ("adam_eps", 1e-20, 1.0), ("logit_softcap", 0.1, 1e6), ("rope_base", 1.0, 1e9), ("tied_embed_init_std", 1e-6, 10.0),
+    ("adam_eps", 1e-20, 1.0), ("bio_threshold", 0.0, 1.0), ("bigram_dim", 1, 65536),
+    ("rope_base", 1.0, 1e9), ("tied_embed_init_std", 1e-6, 10.0),
     ("artifact_bytes_max", 1, 1 << 40), ("max_new_tokens", 1, 1 << 20), ("num_samples", 1, 1 << 16),
     ("temperature", 0.0, 100.0), ("vocab_size", 0, 65536),
 )
-CHOICES = {"lr_schedule": ("linear", "cosine"), "device": ("auto", "cpu", "cuda")}
+CHOICES = {
+    "lr_schedule": ("linear", "cosine"), "device": ("auto", "cpu", "cuda"),
+    "compile_mode": ("default", "reduce-overhead", "max-autotune"), "positions": ("rope", "learned", "none"),
+    "mlp": ("relu2", "leaky_relu2", "gelu", "swiglu", "bio"), "bio_events": ("off", "soft", "hard"),
+}
 
 
 def parse_setting(name: str, text: str, kind: type) -> int | float | bool | str:
@@ -196,8 +220,10 @@ def read_config(path: str) -> dict[str, str]:
     return values
 
 
-def load_settings(cls: type, environ: dict[str, str]):
+def load_settings(cls: type, environ: dict[str, str], presets: dict[str, dict[str, dict]] | None = None):
     """Settings of dataclass `cls` from the file CONFIG names and from `environ`, which wins.
+
+    `presets`: setting -> its value -> values of other settings, below those that are given.
 
     Raises UserError for an unknown name in the file, for a name in the environment that only other scripts read or
     that is a near miss of a setting, and for a wrong value.
@@ -221,6 +247,11 @@ def load_settings(cls: type, environ: dict[str, str]):
             raise UserError(f"{name}={environ[name]!r}: no setting of this script; {hint} IGNORE_ENV={name} lets it be")
     given = {**config, **{name: environ[name] for name in kinds if name in environ}}
     values = {name.lower(): parse_setting(name.lower(), text, kinds[name]) for name, text in given.items()}
+    for name, choices in (presets or {}).items():
+        chosen = values.get(name, getattr(cls, name))
+        if chosen not in choices:
+            raise UserError(f"{name.upper()}={chosen!r}: must be one of {', '.join(choices)}")
+        values = {**choices[chosen], **values}
     return cls(**values)
 
 
@@ -572,54 +603,59 @@ class TokenStream:
 
 
 # === shared: model ===
-ARCH_PRESETS = {"D": "g g g g g s1 g g g g g s1"}
+# What ARCH_MODE stands for: values of settings, below CONFIG and environment.
+ARCH_PRESETS = {
+    "D": {},  # the defaults: the seed's GDN-hybrid, with one attention's weights in two layers
+    "gdn": dict(layer_pattern="g", num_layers=10),
+    "gdn_kv": dict(layer_pattern="g k", num_layers=10, model_dim=544),  # neighbours share keys and values: wider
+    "hybrid": dict(layer_pattern="g g a a a a a a a a g"),  # of openai/parameter-golf PR 1895
+    "baseline": dict(layer_pattern="a", num_layers=9, mlp_mult=2.0, unet_skips=True, qk_gain_init=1.5),
+    "llama": dict(layer_pattern="a", num_layers=12, mlp="swiglu", mlp_mult=2.75, norm="rms_weight", logit_softcap=0.0,
+                  qk_norm=False, residual_mix=False, tied_embed_init_std=0.02),
+}
 CONV_TAPS = 4  # of GDN's short convolution, the current token included
 DOCUMENT_DECAY = -60.0  # log decay at a document's first token: e^-60 forgets the state; -1e4 would cost digits
+NORMS = ("rms", "rms_weight", "layer")
 
 
-@dataclass(frozen=True)
-class ModelConfig:
-    """What rebuilds the network from an artifact: the shape, nothing about training."""
-
-    vocab_size: int
-    bos_id: int  # starts a document: state, convolution and attention do not see past it
-    layers: str  # resolved layer pattern
-    model_dim: int
-    num_heads: int
-    num_kv_heads: int
-    mlp_mult: float
-    attn_window: int
-    rope_base: float
-    qk_gain_init: float
-    logit_softcap: float
-    gdn_neg_eigval: bool
-    tied_embed_init_std: float
+# The settings that shape the network. With vocab_size, bos_id (it starts a document: state, convolution and attention
+# do not see past it), layers and norms (both resolved, one word a layer) they rebuild it from an artifact.
+MODEL_SETTINGS = tuple("""
+    train_seq_len model_dim num_heads num_kv_heads attn_window mlp mlp_mult bio_events bio_threshold positions rope_base
+    rope_dims qk_norm qk_gain_init residual_mix unet_skips parallel_residual smear_gate bigram_vocab_size bigram_dim
+    tie_embeddings tied_embed_init_std logit_softcap gdn_neg_eigval
+""".split())
 
 
-def resolve_layers(arch_mode: str, layer_pattern: str, num_layers: int) -> str:
-    """The layer pattern as one word per layer: g, s or a, and a number for those that share weights."""
-    if not layer_pattern and arch_mode not in ARCH_PRESETS:
-        raise UserError(f"ARCH_MODE={arch_mode!r}: must be one of {', '.join(ARCH_PRESETS)}, or set LAYER_PATTERN")
-    words = (layer_pattern or ARCH_PRESETS[arch_mode]).split()
-    if not words:
-        raise UserError(f"LAYER_PATTERN={layer_pattern!r}: names no layer")
-    for word in words:
-        if word[0] not in "gsa" or not (word[1:].isdigit() or len(word) == 1):
-            raise UserError(f"LAYER_PATTERN={layer_pattern!r}: {word!r} is not g, s or a with an optional number")
-    count = num_layers or len(words)
-    return " ".join((words * count)[:count])
+def model_config(settings, vocab_size: int, bos_id: int) -> SimpleNamespace:
+    """Checked shape of the model that `settings` ask for. Raises UserError where the numbers do not fit together.
 
-
-def model_config(settings, vocab_size: int, bos_id: int) -> ModelConfig:
-    """Checked shape of the model that `settings` ask for. Raises UserError where the numbers do not fit together."""
+    LAYER_PATTERN is one word a layer, repeated or cut to NUM_LAYERS: g GDN, k GDN with keys and values of the GDN
+    before it, s sliding window, a full attention. Words with the same number share the mixer's weights (s1 ... s1), in
+    capitals the whole layer's (A1 A2 A1 A2: depth recurrence). NORM likewise.
+    """
     dim, heads, kv_heads = settings.model_dim, settings.num_heads, settings.num_kv_heads
     if dim % (2 * heads):
         raise UserError(f"MODEL_DIM={dim}: must be a multiple of 2 x NUM_HEADS = {2 * heads}")
     if heads % kv_heads:
         raise UserError(f"NUM_HEADS={heads}: must be a multiple of NUM_KV_HEADS = {kv_heads}")
-    layers = resolve_layers(settings.arch_mode, settings.layer_pattern, settings.num_layers)
-    same = {field.name: getattr(settings, field.name) for field in fields(ModelConfig) if hasattr(settings, field.name)}
-    return ModelConfig(**{**same, "vocab_size": vocab_size, "bos_id": bos_id, "layers": layers})
+    if settings.rope_dims % 2 or settings.rope_dims > dim // heads:
+        raise UserError(f"ROPE_DIMS={settings.rope_dims}: must be even, at most MODEL_DIM / NUM_HEADS = {dim // heads}")
+    words, norms = settings.layer_pattern.split(), settings.norm.split()
+    for at, word in enumerate(words):
+        if word[0].lower() not in "gksa" or not (word[1:].isdigit() or len(word) == 1 and word.islower()):
+            raise UserError(f"LAYER_PATTERN={settings.layer_pattern!r}: {word!r} is not g, k, s or a, with an optional "
+                            "number; capitals need one")
+        if word[0] in "kK" and not any(before[0] in "gG" for before in words[:at]):
+            raise UserError(f"LAYER_PATTERN={settings.layer_pattern!r}: no g before {word!r} whose keys it could take")
+    if not words:
+        raise UserError("LAYER_PATTERN='': names no layer; ARCH_MODE names presets")
+    if not norms or set(norms) - set(NORMS):
+        raise UserError(f"NORM={settings.norm!r}: must be one or more of {', '.join(NORMS)}")
+    count = settings.num_layers or len(words)
+    return SimpleNamespace(vocab_size=vocab_size, bos_id=bos_id, layers=" ".join((words * count)[:count]),
+                           norms=" ".join((norms * count)[:count]),
+                           **{name: getattr(settings, name) for name in MODEL_SETTINGS})
 
 
 def rms_norm(x: Tensor) -> Tensor:
@@ -632,9 +668,34 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight.to(x.dtype))
 
 
-def matrix(rows: int, cols: int, std: float) -> nn.Parameter:
-    """A weight matrix, normal with deviation `std`."""
-    return nn.Parameter(torch.randn(rows, cols) * std)
+def scaled(x: Tensor, scale: Tensor | None) -> Tensor:
+    """x times a learned scale per channel, where there is one."""
+    return x if scale is None else x * scale.to(x.dtype)
+
+
+def matrix(rows: int | tuple[int, ...], cols: int, std: float) -> nn.Parameter:
+    """A weight matrix, normal with deviation `std`; several counts of rows: matrices one below the other, for Muon."""
+    splits = rows if isinstance(rows, tuple) else (rows,)
+    weight = nn.Parameter(torch.randn(sum(splits), cols) * std)
+    weight.splits = splits
+    return weight
+
+
+class Norm(nn.Module):
+    """RMSNorm (arXiv 1910.07467) without weights, with a weight per channel, or LayerNorm with weight and bias."""
+
+    def __init__(self, kind: str, dim: int):
+        super().__init__()
+        self.layer = kind == "layer"
+        self.weight = None if kind == "rms" else nn.Parameter(torch.ones(dim))
+        self.bias = nn.Parameter(torch.zeros(dim)) if self.layer else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., dim)."""
+        weight = None if self.weight is None else self.weight.to(x.dtype)
+        if self.layer:
+            return F.layer_norm(x, (x.size(-1),), weight, self.bias.to(x.dtype))
+        return F.rms_norm(x, (x.size(-1),), weight)
 
 
 # Gated DeltaNet (Yang, Kautz, Hatamizadeh 2024, arXiv:2412.06464, section 3), one head, state S of shape (K, V):
@@ -648,9 +709,8 @@ def state_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def gdn_recurrent(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def gdn_recurrent(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
+                  state: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The recurrence, token by token: slow, and the reference for every other form.
 
     q, k (B, T, H, K); v (B, T, H, V); g, beta (B, T, H), g in nats, <= 0; state (B, H, K, V) or None for zeros.
@@ -683,12 +743,11 @@ def gdn_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Te
 
 
 def opaque(name: str, fake: Callable) -> Callable:
-    """Decorator: make a function the custom op `underpar::name`, which torch.compile calls without tracing into it.
+    """Decorator: make a function the custom op `underpar::name`, which torch.compile does not trace into.
 
-    `fake` gives the outputs' shapes. Every script carries this text; the first one imported into a process registers
-    the op and the others use that one, because torch frees an op that is registered again and a handle to it crashes.
+    `fake` gives the outputs' shapes. The first script imported into a process registers the op and the others use that
+    one: torch frees an op that is registered again, and a handle to it crashes.
     """
-
     def register(body: Callable) -> Callable:
         if not hasattr(torch.ops.underpar, name):
             torch.library.custom_op(f"underpar::{name}", body, mutates_args=()).register_fake(fake)
@@ -727,7 +786,7 @@ def gdn_inverse(a: Tensor) -> Tensor:
 
 
 def empty_scan(w: Tensor, state: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for a scan's results: one state more than there are chunks, ((N+1)*M, K, V), and a tensor like u."""
+    """Room for a scan's results: all states, ((N+1)*M, K, V), and a tensor like u."""
     return state.new_empty(w.shape[0] + state.shape[0], *state.shape[1:]), torch.empty_like(u)
 
 
@@ -752,9 +811,8 @@ def gdn_scan(w: Tensor, u: Tensor, k_end: Tensor, decay: Tensor, state: Tensor) 
 
 
 @opaque("gdn_scan_backward", lambda d_new, d_state, w, k_end, decay, d_last: empty_scan(w, d_last, d_new))
-def gdn_scan_backward(
-    d_new: Tensor, d_state: Tensor, w: Tensor, k_end: Tensor, decay: Tensor, d_last: Tensor
-) -> tuple[Tensor, Tensor]:
+def gdn_scan_backward(d_new: Tensor, d_state: Tensor, w: Tensor, k_end: Tensor, decay: Tensor,
+                      d_last: Tensor) -> tuple[Tensor, Tensor]:
     """Adjoint of `gdn_scan`, from the last chunk to the first, R_n = dL/dS_n:
 
     d_new_n += K_end_n R_{n+1} and R_n = d_state_n + decay_n R_{n+1} - W_n^T d_new_n. d_new (N*M, C, V) and d_state
@@ -834,18 +892,15 @@ class GatedDeltaChunks(torch.autograd.Function):
         return d_q.to(dtype), d_k.to(dtype), (d_bv * beta[..., None]).to(dtype), d_g, d_beta, r[:m].clone()
 
 
-def gdn_chunk(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None, chunk: int = 32
-) -> tuple[Tensor, Tensor]:
+def gdn_chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None,
+              chunk: int = 32) -> tuple[Tensor, Tensor]:
     """`gdn_recurrent` by chunks of tokens: same arguments and results, made of matrix products; for training.
 
-    q, k and v share one dtype (float64, float32 or bfloat16). Any T; 32 is the fastest `chunk` on CPU, 64 halves
-    the sequential steps. Raises ValueError for a chunk that is no power of two >= 16, or for mixed dtypes.
+    q, k and v share one dtype (float64, float32 or bfloat16). Any T. Raises ValueError for a chunk that is no power of
+    two >= 16: 32 is the fastest on CPU, 64 halves the sequential steps.
     """
     if chunk < 16 or chunk & (chunk - 1):
         raise ValueError(f"chunk is {chunk}; it must be a power of two >= 16")
-    if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}; they must share one")
     (b, t, h, dim_k), dim_v, dtype = q.shape, v.shape[-1], state_dtype(v)
     pad = -t % chunk  # a padded token has k = 0, beta = 0 and g = 0, and leaves the state as it is
 
@@ -855,9 +910,8 @@ def gdn_chunk(
 
     state = v.new_zeros(b, h, dim_k, dim_v, dtype=dtype) if state is None else state.to(dtype)
     with torch.autocast(v.device.type, enabled=False):  # autocast would round the inverse and the state to bfloat16
-        o, last = GatedDeltaChunks.apply(
-            split(q), split(k), split(v), split(g.to(dtype)), split(beta.to(dtype)), state.flatten(0, 1)
-        )
+        o, last = GatedDeltaChunks.apply(split(q), split(k), split(v), split(g.to(dtype)), split(beta.to(dtype)),
+                                         state.flatten(0, 1))
     o = o.view(-1, b, h, chunk, dim_v).movedim((0, 2), (1, 3)).flatten(1, 2)
     return o[:, :t], last.view(b, h, dim_k, dim_v)
 
@@ -881,34 +935,47 @@ def short_conv(x: Tensor, weight: Tensor, doc: Tensor, tail: Tensor, tail_doc: T
 
 
 class GatedDeltaNet(nn.Module):
-    """Gated DeltaNet mixer (arXiv 2412.06464) with expand_v = 1: linear attention whose state forgets and corrects."""
+    """Gated DeltaNet mixer (arXiv 2412.06464) with expand_v = 1: linear attention whose state forgets and corrects.
 
-    def __init__(self, config: ModelConfig):
+    With an `owner` it projects and convolves queries and gates only; keys and values are made by the owner's weights.
+    """
+
+    def __init__(self, config: SimpleNamespace, owner: "GatedDeltaNet | None" = None):
         super().__init__()
         dim, heads = config.model_dim, config.num_heads
         self.heads, self.head_dim = heads, dim // heads
+        self.owner = (owner,)  # in a tuple: its weights are counted and stored once, with the owner
         self.beta_scale = 2.0 if config.gdn_neg_eigval else 1.0
-        self.w_qkvg = matrix(4 * dim, dim, 0.5 * dim**-0.5)
+        self.w_qkvg = matrix((dim,) * (2 if owner else 4), dim, 0.5 * dim**-0.5)
         self.w_o = nn.Parameter(torch.zeros(dim, dim))
         self.ab = matrix(2 * heads, dim, 0.5 * dim**-0.5)  # decay and step size, one number a head each
         bound = CONV_TAPS**-0.5  # PyTorch's initialisation of a depthwise Conv1d
-        self.conv = nn.Parameter(torch.empty(3 * dim, CONV_TAPS).uniform_(-bound, bound))
+        self.conv = nn.Parameter(torch.empty((1 if owner else 3) * dim, CONV_TAPS).uniform_(-bound, bound))
         # fla's initialisation. The lower bound keeps A_log finite: -inf is a dead head.
         self.A_log = nn.Parameter(torch.empty(heads).uniform_(0.01, 16.0).log())
         dt = torch.exp(torch.empty(heads).uniform_(math.log(1e-3), math.log(0.1))).clamp_min(1e-4)
         self.dt_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))  # softplus(dt_bias) = dt
         self.norm = nn.Parameter(torch.ones(self.head_dim))
 
+    def projections(self) -> tuple[Tensor, Tensor]:
+        """Weights of q, k, v, gate (4 dim, dim), and of the convolutions of q, k, v (3 dim, taps)."""
+        (owner,), dim = self.owner, self.w_qkvg.size(1)
+        if owner is None:
+            return self.w_qkvg, self.conv
+        q, gate = self.w_qkvg.split(dim)
+        return torch.cat([q, owner.w_qkvg[dim : 3 * dim], gate]), torch.cat([self.conv, owner.conv[dim:]])
+
     def forward(self, x: Tensor, doc: Tensor, first: Tensor, cache: dict | None) -> Tensor:
         """x (B, T, dim); doc (B, T) counts documents; first (B, T) marks their first tokens; cache is updated."""
         B, T, dim = x.shape
         H, D = self.heads, self.head_dim
-        qkv, gate = linear(x, self.w_qkvg).split([3 * dim, dim], dim=-1)
+        w_qkvg, conv = self.projections()
+        qkv, gate = linear(x, w_qkvg).split([3 * dim, dim], dim=-1)
         if cache:
             tail, tail_doc = cache["tail"], cache["tail_doc"]
         else:
             tail, tail_doc = qkv.new_zeros(B, CONV_TAPS - 1, 3 * dim), doc.new_full((B, CONV_TAPS - 1), -1)
-        q, k, v = short_conv(qkv, self.conv, doc, tail, tail_doc).view(B, T, 3, H, D).unbind(2)  # (B, T, H, D)
+        q, k, v = short_conv(qkv, conv, doc, tail, tail_doc).view(B, T, 3, H, D).unbind(2)  # (B, T, H, D)
         # eps inside the root: F.normalize has a gradient of 1e12 at zero
         wide = self.ab.dtype  # float32: a key longer than 1 would let the state grow
         q, k = ((t * torch.rsqrt(t.to(wide).square().sum(-1, keepdim=True) + 1e-6)).to(t.dtype) for t in (q, k))
@@ -930,14 +997,17 @@ class GatedDeltaNet(nn.Module):
         return linear(o.reshape(B, T, dim), self.w_o)
 
 
-def rotate(x: Tensor, positions: Tensor, base: float) -> Tensor:
-    """Rotary position embedding (arXiv 2104.09864), rotate-half. x (B, T, H, D), positions (T,)."""
-    half = x.size(-1) // 2
+def rotate(x: Tensor, positions: Tensor, base: float, dims: int) -> Tensor:
+    """Rotary positions (arXiv 2104.09864), rotate-half, of the first `dims` dimensions. x (B, T, H, D), positions (T,).
+
+    Where dims < D the frequencies are those of a head of `dims` dimensions (partial RoPE, as in GPT-NeoX).
+    """
+    half = dims // 2
     frequency = base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-    angle = positions.float()[:, None] * frequency  # (T, D/2)
-    cos, sin = angle.cos()[:, None].to(x.dtype), angle.sin()[:, None].to(x.dtype)  # (T, 1, D/2)
-    left, right = x.chunk(2, dim=-1)
-    return torch.cat([left * cos - right * sin, left * sin + right * cos], dim=-1)
+    angle = positions.float()[:, None] * frequency  # (T, dims/2)
+    cos, sin = angle.cos()[:, None].to(x.dtype), angle.sin()[:, None].to(x.dtype)  # (T, 1, dims/2)
+    left, right, rest = x.split([half, half, x.size(-1) - dims], dim=-1)
+    return torch.cat([left * cos - right * sin, left * sin + right * cos, rest], dim=-1)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, doc: Tensor, key_doc: Tensor, window: int) -> Tensor:
@@ -965,25 +1035,29 @@ def attend(q: Tensor, k: Tensor, v: Tensor, doc: Tensor, key_doc: Tensor, window
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with RMS-normed queries and keys, a learned gain per head and rotary positions."""
+    """Grouped-query attention with rotary positions; `qk_norm`: queries and keys RMS-normed, a gain per head."""
 
-    def __init__(self, config: ModelConfig, window: int):
+    def __init__(self, config: SimpleNamespace, window: int):
         super().__init__()
         dim, self.heads, self.kv_heads = config.model_dim, config.num_heads, config.num_kv_heads
         self.head_dim, self.window, self.rope_base = dim // config.num_heads, window, config.rope_base
-        self.w_qkv = matrix((self.heads + 2 * self.kv_heads) * self.head_dim, dim, 0.5 * dim**-0.5)
+        self.rope_dims = (config.rope_dims or self.head_dim) if config.positions == "rope" else 0
+        rows = self.kv_heads * self.head_dim
+        self.w_qkv = matrix((dim, rows, rows), dim, 0.5 * dim**-0.5)
         self.w_o = nn.Parameter(torch.zeros(dim, dim))
-        self.q_gain = nn.Parameter(torch.full((self.heads,), config.qk_gain_init))
+        self.q_gain = nn.Parameter(torch.full((self.heads,), config.qk_gain_init)) if config.qk_norm else None
 
     def forward(self, x: Tensor, doc: Tensor, first: Tensor, cache: dict | None) -> Tensor:
         """x (B, T, dim); doc (B, T) counts documents; `first` is for GDN alone; cache is updated."""
         B, T, dim = x.shape
         H, Hkv, D = self.heads, self.kv_heads, self.head_dim
         q, k, v = linear(x, self.w_qkv).view(B, T, H + 2 * Hkv, D).split([H, Hkv, Hkv], dim=2)  # (B, T, H, D)
+        if self.q_gain is not None:
+            q, k = rms_norm(q) * self.q_gain.to(x.dtype)[:, None], rms_norm(k)
         seen = cache["seen"] if cache else 0
-        positions = torch.arange(seen, seen + T, device=x.device)
-        q = rotate(rms_norm(q), positions, self.rope_base) * self.q_gain.to(x.dtype)[:, None]
-        k = rotate(rms_norm(k), positions, self.rope_base)
+        if self.rope_dims:
+            positions = torch.arange(seen, seen + T, device=x.device)
+            q, k = (rotate(t, positions, self.rope_base, self.rope_dims) for t in (q, k))
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
         key_doc = doc
         if cache is not None:
@@ -996,46 +1070,160 @@ class Attention(nn.Module):
         return linear(o.transpose(1, 2).reshape(B, T, dim), self.w_o)
 
 
-class Block(nn.Module):
-    """Residual layer: mix with the embedding, a mixer, an MLP (ReLU^2, arXiv 2109.08668)."""
+def oscillate(x: Tensor, wave: Tensor) -> Tensor:
+    """sin(omega x + phi) tanh(x) + b per unit (WiggleGPT, Eden-Eldith/WiggleGPT). x (..., U), wave (3, U)."""
+    omega, phi, level = wave.to(x.dtype)
+    return torch.sin(omega * x + phi) * torch.tanh(x) + level
 
-    def __init__(self, config: ModelConfig):
+
+def wave(units: int) -> nn.Parameter:
+    """omega ~ N(1, 0.1), phi ~ N(0, 0.1), b = 0, as the seed draws them: (3, units)."""
+    rows = torch.stack([1 + 0.1 * torch.randn(units), 0.1 * torch.randn(units), torch.zeros(units)])
+    return nn.Parameter(rows)
+
+
+ACTIVATIONS = {
+    "relu2": lambda h: F.relu(h).square(),  # arXiv 2109.08668
+    "leaky_relu2": lambda h: F.leaky_relu(h, 0.5).square(),
+    "gelu": F.gelu,
+}
+
+
+class MLP(nn.Module):
+    """Two matrices with an activation between them; SwiGLU (arXiv 2002.05202) has a gate, the bio-MLP sparse events.
+
+    Events are WiggleGPT's SparseEventLayer (model_bio_optimized.py, without biases): volt = sigmoid(W_gate h), then
+    oscillate(W_mix (h s)). The seed's s = sigmoid(5 (volt - threshold)) is soft: nothing is ever zero. Hard events have
+    s = 1 where volt > threshold and 0 elsewhere, with the soft gate's gradient (straight through).
+    """
+
+    def __init__(self, config: SimpleNamespace):
         super().__init__()
         dim, hidden = config.model_dim, int(config.mlp_mult * config.model_dim)
-        self.mix = nn.Parameter(torch.stack([torch.ones(dim), torch.zeros(dim)]))
-        self.mixer_scale = nn.Parameter(torch.ones(dim))
-        self.mlp_scale = nn.Parameter(torch.ones(dim))
-        self.w_up = matrix(hidden, dim, 0.5 * dim**-0.5)
+        self.kind, self.events, self.threshold = config.mlp, config.bio_events, config.bio_threshold
+        self.w_up = matrix((hidden, hidden) if self.kind == "swiglu" else hidden, dim, 0.5 * dim**-0.5)
+        if self.kind == "bio":
+            self.wave = wave(hidden)
+            if self.events != "off":
+                self.w_gate, self.w_mix = (matrix(hidden, hidden, 0.5 * hidden**-0.5) for _ in range(2))
+                self.mix_wave = wave(hidden)
         self.w_down = nn.Parameter(torch.zeros(dim, hidden))
+
+    def hidden(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What w_down reads (B, T, hidden), and which units had an event (None: the kind has none)."""
+        h = linear(x, self.w_up)
+        if self.kind == "swiglu":
+            gate, h = h.chunk(2, dim=-1)
+            return F.silu(gate) * h, None
+        if self.kind != "bio":
+            return ACTIVATIONS[self.kind](h), None
+        h = oscillate(h, self.wave)
+        if self.events == "off":
+            return h, None
+        volt = torch.sigmoid(linear(h, self.w_gate))
+        spike, fired = torch.sigmoid(5.0 * (volt - self.threshold)), volt > self.threshold
+        if self.events == "hard":
+            spike = fired.to(h.dtype) + (spike - spike.detach())
+        return oscillate(linear(h * spike, self.w_mix), self.mix_wave), fired
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (B, T, dim)."""
+        return linear(self.hidden(x)[0], self.w_down)
+
+
+class Block(nn.Module):
+    """Residual layer: mix with the embedding, a mixer, an MLP; `parallel_residual`: both read the same input."""
+
+    def __init__(self, config: SimpleNamespace, norm: str):
+        super().__init__()
+        dim, self.parallel = config.model_dim, config.parallel_residual
+        self.mixer_norm, self.mlp_norm = Norm(norm, dim), Norm(norm, dim)
+        self.mlp = MLP(config)
+        self.mix = self.mixer_scale = self.mlp_scale = None
+        if config.residual_mix:
+            self.mix = nn.Parameter(torch.stack([torch.ones(dim), torch.zeros(dim)]))
+            self.mixer_scale, self.mlp_scale = nn.Parameter(torch.ones(dim)), nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor, x0: Tensor, mixer: nn.Module, *context) -> Tensor:
         """x and x0 (the embedding) (B, T, dim); context: the mixer's further arguments."""
-        mix = self.mix.to(x.dtype)
-        x = mix[0] * x + mix[1] * x0
-        x = x + self.mixer_scale.to(x.dtype) * mixer(rms_norm(x), *context)
-        return x + self.mlp_scale.to(x.dtype) * linear(F.relu(linear(rms_norm(x), self.w_up)).square(), self.w_down)
+        if self.mix is not None:
+            mix = self.mix.to(x.dtype)
+            x = mix[0] * x + mix[1] * x0
+        mixed = x + scaled(mixer(self.mixer_norm(x), *context), self.mixer_scale)
+        return mixed + scaled(self.mlp(self.mlp_norm(x if self.parallel else mixed)), self.mlp_scale)
 
 
 class GPT(nn.Module):
-    """The language model: embedding, layers by pattern, tied head with a soft cap."""
+    """The language model: embedding, layers by pattern, head with a soft cap."""
 
-    def __init__(self, config: ModelConfig):
+    activation_checkpointing = False  # recompute each layer in the backward pass; training's choice, not the shape's
+
+    def __init__(self, config: SimpleNamespace):
         super().__init__()
-        self.config = config
-        self.embed = matrix(config.vocab_size, config.model_dim, config.tied_embed_init_std)
-        words = config.layers.split()
-        kinds = {"g": lambda: GatedDeltaNet(config), "s": lambda: Attention(config, config.attn_window),
-                 "a": lambda: Attention(config, 1 << 30)}
+        self.config, dim, std = config, config.model_dim, config.tied_embed_init_std
+        self.embed = matrix(config.vocab_size, dim, std)
+        self.head = None if config.tie_embeddings else nn.Parameter(torch.zeros(config.vocab_size, dim))
+        words, norms = config.layers.split(), config.norms.split()
+        if config.positions == "learned":
+            self.positions_embed = matrix(config.train_seq_len, dim, std)
+        if config.smear_gate:
+            self.smear = nn.Parameter(torch.zeros(dim))
+        if config.bigram_vocab_size:
+            self.bigram_embed = matrix(config.bigram_vocab_size, config.bigram_dim, 0.1)
+            self.w_bigram = nn.Parameter(torch.zeros(dim, config.bigram_dim))
+        if config.unet_skips:
+            self.skip = nn.Parameter(torch.ones(len(words) // 2, dim))
         # a numbered word names one set of weights, whatever layer it stands in; caches are per layer, never shared
         names = [word if word[1:] else f"{word}@{at}" for at, word in enumerate(words)]
-        unique = list(dict.fromkeys(names))
-        self.mixers = nn.ModuleList(kinds[name[0]]() for name in unique)
-        self.mixer_of_layer = [unique.index(name) for name in names]
-        self.blocks = nn.ModuleList(Block(config) for _ in words)
+        mixers: dict[str, nn.Module] = {}
+        for name in names:
+            if name not in mixers:
+                mixers[name] = self.make_mixer(name[0].lower(), list(mixers.values()))
+        blocks = [name if name[0].isupper() else at for at, name in enumerate(names)]
+        self.mixers = nn.ModuleList(mixers.values())
+        self.mixer_of_layer = [list(mixers).index(name) for name in names]
+        self.block_of_layer = [list(dict.fromkeys(blocks)).index(name) for name in blocks]
+        self.blocks = nn.ModuleList(Block(config, norms[blocks.index(name)]) for name in dict.fromkeys(blocks))
+        self.final_norm = Norm(norms[-1], dim)
+
+    def make_mixer(self, kind: str, made: list[nn.Module]) -> nn.Module:
+        """The mixer that a letter of the layer pattern names; `made` are those of the layers before."""
+        if kind == "g":
+            return GatedDeltaNet(self.config)
+        if kind == "k":
+            owners = [mixer for mixer in made if isinstance(mixer, GatedDeltaNet) and mixer.owner[0] is None]
+            return GatedDeltaNet(self.config, owners[-1])
+        return Attention(self.config, self.config.attn_window if kind == "s" else 1 << 30)
 
     def new_cache(self) -> list[dict]:
-        """An empty cache for `forward`: one dict a layer, and one at the end that counts documents."""
-        return [{} for _ in range(len(self.blocks) + 1)]
+        """An empty cache for `forward`: one dict a layer, and one at the end for the whole."""
+        return [{} for _ in range(len(self.mixer_of_layer) + 1)]
+
+    def embedding(self, ids: Tensor) -> Tensor:
+        """Rows of the embedding (B, T, dim), bfloat16 on CUDA; of length 1 per channel where x0 is mixed in later."""
+        x = F.embedding(ids, self.embed)
+        x = x.bfloat16() if ids.is_cuda else x  # weights stay float32 everywhere
+        return rms_norm(x) if self.config.residual_mix else x
+
+    def embed_tokens(self, ids: Tensor, first: Tensor, whole: dict) -> Tensor:
+        """What the first layer reads (B, T, dim): token, position, and the token before. `whole`: see `forward`."""
+        x, config = self.embedding(ids), self.config
+        seen = whole.get("seen", 0)
+        if config.positions == "learned":
+            if seen + ids.size(1) > config.train_seq_len:
+                raise UserError(f"POSITIONS='learned': none for token {config.train_seq_len + 1} of a text; "
+                                f"TRAIN_SEQ_LEN={config.train_seq_len} was the longest in training")
+            x = x + self.positions_embed[seen : seen + ids.size(1)].to(x.dtype)
+        if config.smear_gate or config.bigram_vocab_size:
+            last = whole.get("last", torch.full_like(ids[:, :1], config.bos_id))
+            before = torch.cat([last, ids[:, :-1]], dim=1).masked_fill(first, config.bos_id)  # never another document's
+            if config.smear_gate:  # modded-nanogpt's: some of the token before
+                x = x + self.smear.to(x.dtype) * self.embedding(before)
+            if config.bigram_vocab_size:  # hash of Parameter Golf's BigramHashEmbedding
+                pair = ((36313 * ids) ^ (27191 * before)) % config.bigram_vocab_size
+                x = x + linear(F.embedding(pair, self.bigram_embed).to(x.dtype), self.w_bigram)
+        whole.update(seen=seen + ids.size(1), last=ids[:, -1:])
+        return x
 
     def forward(self, ids: Tensor, targets: Tensor | None = None, cache: list[dict] | None = None) -> Tensor:
         """Loss of every token in nats (B, T), 0 where the target is -1; or, without targets, logits (B, T, V).
@@ -1044,16 +1232,26 @@ class GPT(nn.Module):
         """
         first = ids == self.config.bos_id
         doc = first.int().cumsum(dim=1)  # (B, T)
-        if cache is not None:
-            doc = doc + cache[-1]["doc"] if cache[-1] else doc
-            cache[-1]["doc"] = doc[:, -1:]
-        x = F.embedding(ids, self.embed)
-        x = x0 = rms_norm(x.bfloat16() if ids.is_cuda else x)  # weights stay float32 everywhere
-        for layer, (block, at) in enumerate(zip(self.blocks, self.mixer_of_layer, strict=True)):
-            x = block(x, x0, self.mixers[at], doc, first, None if cache is None else cache[layer])
-        logits = linear(rms_norm(x), self.embed)
+        whole = {} if cache is None else cache[-1]
+        if whole:
+            doc = doc + whole["doc"]
+        x = x0 = self.embed_tokens(ids, first, whole)
+        whole["doc"] = doc[:, -1:]
+        layers, skips = len(self.mixer_of_layer), []
+        for layer, (block, mixer) in enumerate(zip(self.block_of_layer, self.mixer_of_layer, strict=True)):
+            if layer >= layers // 2 and skips:
+                x = x + self.skip[len(skips) - 1].to(x.dtype) * skips.pop()
+            run = (self.blocks[block], x, x0, self.mixers[mixer], doc, first, None if cache is None else cache[layer])
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                x = checkpoint(*run, use_reentrant=False)
+            else:
+                x = run[0](*run[1:])
+            if self.config.unet_skips and layer < layers // 2:
+                skips.append(x)
+        logits = linear(self.final_norm(x), self.embed if self.head is None else self.head)
         logits = logits.float() if logits.dtype == torch.bfloat16 else logits
-        logits = self.config.logit_softcap * torch.tanh(logits / self.config.logit_softcap)
+        if self.config.logit_softcap:
+            logits = self.config.logit_softcap * torch.tanh(logits / self.config.logit_softcap)
         if targets is None:
             return logits
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none")
@@ -1131,12 +1329,6 @@ class Optimizers:
 
     def __init__(self, model: nn.Module, settings, runtime: Runtime):
         named = {name: param for name, param in model.named_parameters() if param.requires_grad}
-        for name, param in named.items():
-            if name.endswith("w_qkvg"):
-                param.splits = (param.size(1),) * 4
-            elif name.endswith("w_qkv"):
-                rest = (param.size(0) - param.size(1)) // 2
-                param.splits = (param.size(1), rest, rest)
         kinds = {name: "matrix" if tensor_class(name, param) == "matrix" else "scalar" for name, param in named.items()}
         kinds["embed"] = "embedding"
         pick = {kind: [named[name] for name in named if kinds[name] == kind] for kind in set(kinds.values())}
@@ -2176,9 +2368,35 @@ def choose_weights(model: Callable, network: GPT, averages: dict[str, Average], 
 def rebuild(path: Path, runtime: Runtime) -> GPT:
     """The network that an artifact file holds, from that file alone."""
     header, tensors = read_artifact(path)
-    network = GPT(ModelConfig(**header["settings"]))
+    network = GPT(SimpleNamespace(**header["settings"]))
     network.load_state_dict(tensors)
     return network.to(runtime.device)
+
+
+def compiled(network: GPT, settings: Settings) -> Callable:
+    """The network as training and scoring call it."""
+    if not settings.compile:
+        return network
+    mode = None if settings.compile_mode == "default" else settings.compile_mode
+    return torch.compile(network, dynamic=False, fullgraph=True, mode=mode)
+
+
+@torch.no_grad()
+def mlp_activity(network: GPT, ids: Tensor) -> dict[str, float]:
+    """Shares of MLP units on ids (B, T), over all layers: with an event (without events: not zero), and below 0.05."""
+    shares: list[Tensor] = []
+
+    def measure(mlp: MLP, inputs: tuple[Tensor]) -> None:
+        hidden, fired = mlp.hidden(inputs[0])
+        active = hidden != 0 if fired is None else fired
+        shares.append(torch.stack([active.double().mean(), (hidden.abs() < 0.05).double().mean()]))
+
+    hooks = [module.register_forward_pre_hook(measure) for module in network.modules() if isinstance(module, MLP)]
+    network(ids)
+    for hook in hooks:
+        hook.remove()
+    active, small = torch.stack(shares).mean(0).tolist()
+    return {"mlp_active": active, "mlp_small": small}
 
 
 def count_parameters(network: GPT) -> dict[str, int]:
@@ -2234,7 +2452,7 @@ def pack(network: GPT, table: QuantTable, path: Path, tokenizer: Tokenizer, runt
     """Write the artifact (rank 0) and return its sizes, with the bytes of script and config beside it."""
     stats = {}
     if runtime.rank == 0:
-        stats = write_artifact(path, network.state_dict(), table, asdict(network.config), tokenizer.sha256, meta)
+        stats = write_artifact(path, network.state_dict(), table, vars(network.config), tokenizer.sha256, meta)
     if runtime.distributed:
         dist.barrier()
     code = len(Path(__file__).read_bytes())
@@ -2282,7 +2500,7 @@ def verdict(result: dict, plan: Plan, settings: Settings, log: Log) -> int:
 def main() -> int:
     """One run, from settings to result.json; its exit code. Raises UserError before the first step."""
     begin = time.perf_counter()
-    settings = load_settings(Settings, dict(os.environ))
+    settings = load_settings(Settings, dict(os.environ), {"arch_mode": ARCH_PRESETS})
     plan = Plan(settings)
     runtime = start_runtime(settings.device)
     tokenizer, manifest, stream, val_tokens = open_data(settings)
@@ -2298,7 +2516,8 @@ def main() -> int:
             (folder / "tokenizer.model").write_bytes(tokenizer.processor.serialized_model_proto())
     log = start_log(settings, runtime, folder if runtime.rank == 0 else None, plan, network, manifest)
 
-    model = torch.compile(network, dynamic=False, fullgraph=True) if settings.compile else network
+    network.activation_checkpointing = settings.activation_checkpointing
+    model = compiled(network, settings)
     optimizers = Optimizers(network, settings, runtime)
     table = {"matrix": (settings.matrix_bits, settings.matrix_clip_sigmas),
              "embedding": (settings.embed_bits, settings.embed_clip_sigmas)}
@@ -2316,7 +2535,13 @@ def main() -> int:
         f"micro-steps x {batches.micro_rows} windows x {batches.seq_len} tokens")
     warm_up(model, network, optimizers, weights, batches, settings)
     log(f"set-up and warm-up: {time.perf_counter() - begin:.1f} s, outside the clock")
-    steps = train(model, optimizers, weights, averages, batches, plan, clock, settings, log, lambda: score(model))
+    sample = torch.from_numpy(val_tokens[None, : settings.train_seq_len]).to(runtime.device)
+
+    def validate() -> str:
+        activity = " ".join(f"{name}:{share:.4f}" for name, share in mlp_activity(network, sample).items())
+        return f"{score(model)} {activity}"
+
+    steps = train(model, optimizers, weights, averages, batches, plan, clock, settings, log, validate)
 
     clock.start()
     held_out = np.concatenate([[tokenizer.bos_id], stream.tail()])
@@ -2334,8 +2559,7 @@ def main() -> int:
     sizes = pack(network, table, folder / "model.upar", tokenizer, runtime,
                  {"run_id": run_id, "steps": steps, "seed": settings.seed, "tokenizer": tokenizer.name})
     packed = rebuild(folder / "model.upar", runtime)
-    packed_model = torch.compile(packed, dynamic=False, fullgraph=True) if settings.compile else packed
-    final = evaluate(score, packed_model, settings, log, "from the artifact")
+    final = evaluate(score, compiled(packed, settings), settings, log, "from the artifact")
     check_bytes(final["val_bytes"], manifest)
 
     code = 0
@@ -2348,6 +2572,7 @@ def main() -> int:
             "steps": steps, "tokens": steps * batches.tokens, "train_seconds": clock.elapsed(),
             "total_seconds": time.perf_counter() - begin, "peak_memory_mib": peak_memory(runtime) / 2**20,
             "params": count_parameters(network), "weights": chosen, **final, "before_quantization": before,
+            **mlp_activity(packed, sample),
             **yardsticks(stream.read(0, min(len(stream), YARDSTICK_TOKENS)), val_tokens, tokenizer), **sizes,
             "phases": plan.summary(), "events": events, "settings": asdict(settings),
         }

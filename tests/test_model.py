@@ -3,21 +3,27 @@
 import contextlib
 import dataclasses
 import math
+import types
 
 import pytest
 import torch
 
 import train_gpt as T
 
-CONFIG = T.ModelConfig(vocab_size=64, bos_id=1, layers="g s1 g a s1", model_dim=32, num_heads=4, num_kv_heads=2,
-                       mlp_mult=2.0, attn_window=7, rope_base=100.0, qk_gain_init=1.5, logit_softcap=30.0,
-                       gdn_neg_eigval=True, tied_embed_init_std=0.5)
+SETTINGS = T.Settings(layer_pattern="g s1 g a s1", model_dim=32, num_heads=4, num_kv_heads=2, mlp_mult=2.0,
+                      attn_window=7, rope_base=100.0, qk_gain_init=1.5, gdn_neg_eigval=True, tied_embed_init_std=0.5,
+                      train_seq_len=64)
+
+
+def config(**changes) -> types.SimpleNamespace:
+    """Shape of the test network, with settings changed."""
+    return T.model_config(dataclasses.replace(SETTINGS, **changes), 64, 1)
 
 
 def network(seed: int = 0, **changes) -> T.GPT:
     """A float64 network whose zero-initialised projections are not zero, so that every path counts."""
     torch.manual_seed(seed)
-    net = T.GPT(dataclasses.replace(CONFIG, **changes)).double()
+    net = T.GPT(config(**changes)).double()
     with torch.no_grad():
         for param in net.parameters():
             param.add_(0.05 * torch.randn_like(param))
@@ -71,8 +77,8 @@ def test_rotary_positions_are_relative_and_keep_norms():
     torch.manual_seed(3)
     q, k = torch.randn(2, 1, 6, 1, 8, dtype=torch.float64)
     positions = torch.arange(6)
-    at, later = (T.rotate(q, positions + s, 50.0) for s in (0, 11))
-    key_at, key_later = (T.rotate(k, positions + s, 50.0) for s in (0, 11))
+    at, later = (T.rotate(q, positions + s, 50.0, 8) for s in (0, 11))
+    key_at, key_later = (T.rotate(k, positions + s, 50.0, 8) for s in (0, 11))
     products = torch.einsum("bihd,bjhd->ij", at, key_at)
     assert (products - torch.einsum("bihd,bjhd->ij", later, key_later)).abs().max() < 1e-5  # angles are float32
     assert (at.norm(dim=-1) - q.norm(dim=-1)).abs().max() < 1e-6
@@ -123,7 +129,7 @@ def test_gdn_layer_against_the_recurrence():
 
 def test_gdn_initialisation_is_flas():
     torch.manual_seed(6)
-    layer = T.GatedDeltaNet(dataclasses.replace(CONFIG, model_dim=4096, num_heads=2048))
+    layer = T.GatedDeltaNet(config(model_dim=4096, num_heads=2048, num_kv_heads=2048))
     decay, step = layer.A_log.exp(), torch.nn.functional.softplus(layer.dt_bias)
     assert 0.0099 < decay.min() < 0.2 and 15.8 < decay.max() <= 16.0
     assert 0.00099 < step.min() and step.max() < 0.101
@@ -197,7 +203,7 @@ def test_losses_are_softcapped_cross_entropy_and_masked_targets_are_zero():
 
 def test_a_fresh_network_is_uniform():
     torch.manual_seed(12)
-    net = T.GPT(dataclasses.replace(CONFIG, tied_embed_init_std=0.001))
+    net = T.GPT(config(tied_embed_init_std=0.001))
     losses = net(tokens(12, 2, 20), tokens(13, 2, 20))
     assert losses.mean().item() == pytest.approx(math.log(64), abs=0.02)
 
@@ -212,7 +218,7 @@ def test_gradients_reach_every_parameter():
 def test_generation_does_not_depend_on_its_batch_and_stops():
     torch.manual_seed(15)
     import sample as S
-    net = S.GPT(S.ModelConfig(**dataclasses.asdict(CONFIG)))
+    net = S.GPT(config())
     net.load_state_dict({name: value + 0.05 * torch.randn_like(value) for name, value in net.state_dict().items()})
     together = S.generate(net, [1, 5, 9], 4, 12, 1.0, 0, 7, frozenset([1]))
     alone = S.generate(net, [1, 5, 9], 2, 12, 1.0, 0, 7, frozenset([1]))
@@ -230,7 +236,7 @@ def test_generation_does_not_depend_on_its_batch_and_stops():
 def train_through_the_switch(compiled: bool) -> list[float]:
     """Losses of seven steps; from the fifth on the weights are quantized to 3 bits."""
     torch.manual_seed(16)
-    net = T.GPT(dataclasses.replace(CONFIG, layers="g s"))
+    net = T.GPT(config(layer_pattern="g s"))
     with torch.no_grad():
         for param in net.parameters():
             param.add_(0.05 * torch.randn_like(param))

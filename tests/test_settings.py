@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -61,7 +61,7 @@ ORDINARY = """
 
 
 def load(environ: dict[str, str]) -> T.Settings:
-    return T.load_settings(T.Settings, environ)
+    return T.load_settings(T.Settings, environ, {"arch_mode": T.ARCH_PRESETS})
 
 
 def refusal(module, environ: dict[str, str]) -> str:
@@ -195,7 +195,7 @@ def test_foreign_names_hold_those_the_field_knows():
     expected = set("""
         N_LAYER N_HEAD N_EMBD BLOCK_SIZE BATCH_SIZE LEARNING_RATE MAX_ITERS LR_DECAY_ITERS MIN_LR GRAD_CLIP DROPOUT
         EVAL_INTERVAL WARMUP_ITERS WEIGHT_DECAY EMBED_LR HEAD_LR TIE_EMBEDDINGS VAL_BATCH_SIZE EMA_DECAY EMA_ENABLED
-        SWA_ENABLED SWA_EVERY LATE_QAT QAT_ENABLED EVAL_SEQ_LEN BIGRAM_VOCAB_SIZE XSA_LAST_N TTT_ENABLED MUON_BETA2
+        SWA_ENABLED SWA_EVERY LATE_QAT QAT_ENABLED EVAL_SEQ_LEN XSA_LAST_N TTT_ENABLED MUON_BETA2
     """.split())
     assert expected - set(T.FOREIGN_NAMES) == set()
     assert expected & NAMES == set()
@@ -277,30 +277,44 @@ def test_a_file_in_place_of_the_out_dir(tmp_path):
         T.make_run_folder(str(tmp_path / "runs"), "x")
 
 
-def test_layers_are_resolved():
-    assert T.resolve_layers("D", "", 0) == "g g g g g s1 g g g g g s1"
-    assert T.resolve_layers("D", "", 4) == "g g g g"
-    assert T.resolve_layers("D", "", 14).split()[12:] == ["g", "g"]
-    assert T.resolve_layers("none", "g  s12 a", 5) == "g s12 a g s12"
-    assert T.resolve_layers("D", "a", 3) == "a a a"
-
-
-@pytest.mark.parametrize(("arch", "pattern", "said"), [
-    ("E", "", "ARCH_MODE='E': must be one of D"), ("", "", "ARCH_MODE='': must be one of D"),
-    ("D", "g x", "LAYER_PATTERN='g x': 'x' is not"), ("D", "g,s", "'g,s' is not g, s or a"), ("D", "G", "'G' is not"),
-    ("D", "s-1", "'s-1' is not"), ("D", "1", "'1' is not"), ("D", "  ", "LAYER_PATTERN='  '"),
+@pytest.mark.parametrize(("changes", "layers"), [
+    ({}, "g g g g g s1 g g g g g s1"), (dict(num_layers=4), "g g g g"), (dict(layer_pattern="g  s12 a", num_layers=5),
+                                                                         "g s12 a g s12"),
+    (dict(layer_pattern="g k A1", num_layers=4), "g k A1 g"), (dict(layer_pattern="a", num_layers=3), "a a a"),
 ])
-def test_wrong_layers_are_refused(arch, pattern, said):
+def test_layers_are_resolved(changes, layers):
+    config = T.model_config(replace(T.Settings(), norm="rms layer", **changes), 300, 1)
+    assert config.layers == layers
+    count = len(layers.split())
+    assert config.norms.split() == (["rms", "layer"] * count)[:count]
+
+
+@pytest.mark.parametrize(("pattern", "said"), [
+    ("g x", "LAYER_PATTERN='g x': 'x' is not"), ("g,s", "'g,s' is not g, k, s or a"), ("s-1", "'s-1' is not"),
+    ("1", "'1' is not"), ("  ", "names no layer"), ("G", "'G' is not"), ("k g", "no g before 'k'"),
+])
+def test_wrong_layers_are_refused(pattern, said):
     with pytest.raises(T.UserError) as error:
-        T.resolve_layers(arch, pattern, 0)
+        T.model_config(replace(T.Settings(), layer_pattern=pattern), 300, 1)
     assert said in str(error.value)
+
+
+def test_a_preset_stands_below_what_is_given():
+    assert load({"ARCH_MODE": "gdn_kv"}) == replace(T.Settings(), arch_mode="gdn_kv", **T.ARCH_PRESETS["gdn_kv"])
+    given = load({"ARCH_MODE": "baseline", "MLP_MULT": "3", "NUM_LAYERS": "2"})
+    assert (given.mlp_mult, given.num_layers, given.unet_skips, given.layer_pattern) == (3.0, 2, True, "a")
+    with pytest.raises(T.UserError, match="^ARCH_MODE='E': must be one of D, gdn, gdn_kv, hybrid, baseline, llama$"):
+        load({"ARCH_MODE": "E"})
+    for values in T.ARCH_PRESETS.values():
+        assert set(values) <= {field.name for field in fields(T.Settings)}
 
 
 def test_model_config_takes_the_shape_from_the_settings():
     settings = replace(T.Settings(), model_dim=96, num_heads=6, num_kv_heads=3, layer_pattern="g s1", num_layers=3)
     config = T.model_config(settings, 300, 1)
-    shape = asdict(config)
-    assert (shape.pop("vocab_size"), shape.pop("bos_id"), shape.pop("layers")) == (300, 1, "g s1 g")
+    shape = dict(vars(config))
+    assert (shape.pop("vocab_size"), shape.pop("bos_id"), shape.pop("layers"), shape.pop("norms")) == (
+        300, 1, "g s1 g", "rms rms rms")
     assert shape == {name: getattr(settings, name) for name in shape}
 
 
@@ -309,7 +323,10 @@ def test_model_config_takes_the_shape_from_the_settings():
     (dict(model_dim=72, num_heads=8), "MODEL_DIM=72"),  # a multiple of the heads, but their width would be odd
     (dict(num_heads=8, num_kv_heads=3), "NUM_HEADS=8: must be a multiple of NUM_KV_HEADS = 3"),
     (dict(num_heads=4, num_kv_heads=8), "NUM_HEADS=4: must be a multiple of NUM_KV_HEADS = 8"),
-    (dict(arch_mode="Z"), "ARCH_MODE='Z'"), (dict(layer_pattern="q"), "LAYER_PATTERN='q'"),
+    (dict(layer_pattern="q"), "LAYER_PATTERN='q'"), (dict(rope_dims=7), "ROPE_DIMS=7"),
+    (dict(rope_dims=66), "ROPE_DIMS=66: must be even, at most MODEL_DIM / NUM_HEADS = 64"),
+    (dict(norm=""), "NORM=''"),
+    (dict(norm="rms bogus"), "NORM='rms bogus': must be one or more of rms, rms_weight, layer"),
 ])
 def test_shapes_that_do_not_fit_are_refused(changes, said):
     with pytest.raises(T.UserError) as error:
@@ -320,7 +337,7 @@ def test_shapes_that_do_not_fit_are_refused(changes, said):
 @pytest.mark.parametrize("config", sorted((ROOT / "configs").glob("*.env")), ids=lambda path: path.name)
 def test_every_config_loads_and_plans(config):
     """Names, values and phases of each config hold for train_gpt.py, whose command stands at the config's top."""
-    settings = T.load_settings(T.Settings, {"CONFIG": str(config)})
+    settings = T.load_settings(T.Settings, {"CONFIG": str(config)}, {"arch_mode": T.ARCH_PRESETS})
     T.Plan(settings)
     T.model_config(settings, 1024, 1)
     assert "train_gpt.py" in config.read_text(encoding="utf-8")

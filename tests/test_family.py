@@ -1,0 +1,360 @@
+"""Every choice of the model by values: references, caches, documents, checkpointing, QAT, artifact, one graph."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import train_gpt as T
+
+SETTINGS = T.Settings(layer_pattern="g s", model_dim=32, num_heads=4, num_kv_heads=2, mlp_mult=2.0, attn_window=7,
+                      rope_base=100.0, qk_gain_init=1.5, tied_embed_init_std=0.5, train_seq_len=64)
+CHOICES = {
+    "plain": {}, "leaky_relu2": dict(mlp="leaky_relu2"), "gelu": dict(mlp="gelu"), "swiglu": dict(mlp="swiglu"),
+    "bio": dict(mlp="bio"), "bio soft": dict(mlp="bio", bio_events="soft", bio_threshold=0.5),
+    "bio hard": dict(mlp="bio", bio_events="hard", bio_threshold=0.5), "rms_weight": dict(norm="rms_weight"),
+    "layer": dict(norm="layer"), "norms by layer": dict(norm="layer rms", num_layers=3),
+    "learned": dict(positions="learned"), "none": dict(positions="none"), "rope_dims": dict(rope_dims=4),
+    "untied": dict(tie_embeddings=False), "no qk_norm": dict(qk_norm=False), "no mix": dict(residual_mix=False),
+    "u-net": dict(unet_skips=True, num_layers=5), "parallel": dict(parallel_residual=True),
+    "smear": dict(smear_gate=True), "bigram": dict(bigram_vocab_size=50, bigram_dim=16),
+    "no softcap": dict(logit_softcap=0.0), "shared keys": dict(layer_pattern="g k s k"),
+    "full": dict(layer_pattern="a"),
+    "shared layers": dict(layer_pattern="g S1 g S1 s1"), "negative eigenvalues": dict(gdn_neg_eigval=True),
+}
+EVERYTHING = dict(layer_pattern="g k A1 s A1", unet_skips=True, parallel_residual=True, smear_gate=True, mlp="swiglu",
+                  bigram_vocab_size=50, bigram_dim=16, norm="layer rms_weight", positions="learned",
+                  tie_embeddings=False)
+by_choice = pytest.mark.parametrize("choice", [*CHOICES, "everything"])
+
+
+def network(choice: str = "plain", dtype: torch.dtype = torch.float64, **changes) -> T.GPT:
+    """A network none of whose parameters is at a special value, so that every path counts."""
+    torch.manual_seed(1)
+    picked = EVERYTHING if choice == "everything" else CHOICES[choice]
+    net = T.GPT(T.model_config(dataclasses.replace(SETTINGS, **{**picked, **changes}), 64, 1)).to(dtype)
+    with torch.no_grad():
+        for param in net.parameters():
+            param.add_(0.05 * torch.randn_like(param))
+    return net
+
+
+def tokens(seed: int = 0, batch: int = 2, length: int = 40) -> torch.Tensor:
+    torch.manual_seed(seed)
+    ids = torch.randint(2, 64, (batch, length))
+    ids[:, 0] = ids[0, length // 3] = ids[-1, length // 2] = 1
+    return ids
+
+
+def gradients(net: T.GPT, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    net.zero_grad()
+    net(ids, ids.roll(-1, 1)).sum().backward()
+    return {name: param.grad.clone() for name, param in net.named_parameters()}
+
+
+@by_choice
+def test_steps_with_a_cache_are_the_forward_pass(choice):
+    net, ids = network(choice), tokens()
+    cache = net.new_cache()
+    pieces = [net(part, cache=cache) for part in ids.split([9, 1, 1, 12, 17], dim=1)]
+    assert (torch.cat(pieces, dim=1) - net(ids)).abs().max() < 1e-9
+
+
+@by_choice
+def test_nothing_passes_a_documents_start(choice):
+    """Other tokens before it change nothing behind it, neither do later ones change what stands before them."""
+    net, ids = network(choice), tokens()
+    logits = net(ids)
+    before, after = ids.clone(), ids.clone()
+    before[-1, 1:20] = torch.randint(2, 64, (19,))
+    after[-1, 20 + 1 :] = torch.randint(2, 64, (19,))
+    assert (net(before)[-1, 20:] - logits[-1, 20:]).abs().max() < 1e-9
+    assert (net(before)[-1, 1:20] - logits[-1, 1:20]).abs().max() > 1e-3
+    assert (net(after)[-1, :21] - logits[-1, :21]).abs().max() < 1e-12
+
+
+@by_choice
+def test_checkpointing_gives_the_same_gradients(choice):
+    net, ids = network(choice), tokens()
+    expected = gradients(net, ids)
+    assert all(grad.abs().max() > 0 for grad in expected.values())
+    net.activation_checkpointing = True
+    for name, grad in gradients(net, ids).items():
+        assert torch.equal(grad, expected[name]), name
+
+
+@by_choice
+def test_gradients_are_finite_differences(choice):
+    """Along one random direction of all parameters; the hard events' gradient is straight through, so not theirs."""
+    if choice == "bio hard":
+        return
+    net, ids = network(choice), tokens()
+    grads = gradients(net, ids)
+    params = dict(net.named_parameters())
+    torch.manual_seed(2)
+    direction = {name: torch.randn_like(param) for name, param in params.items()}
+    expected, losses = sum((grads[name] * direction[name]).sum() for name in params), []
+    with torch.no_grad():
+        for sign in (1, -1):
+            for name, param in params.items():
+                param.add_(sign * 1e-6 * direction[name])
+            losses.append(net(ids, ids.roll(-1, 1)).sum())
+            for name, param in params.items():
+                param.sub_(sign * 1e-6 * direction[name])
+    assert (losses[0] - losses[1]).item() / 2e-6 == pytest.approx(expected.item(), rel=2e-4, abs=2e-3)
+
+
+@by_choice
+def test_the_artifact_gives_back_the_network_that_qat_trained(choice, tmp_path):
+    """QAT's forward pass, the rebuilt network's forward pass, and the quantizer applied to each tensor by hand."""
+    net, ids = network(choice, torch.float32), tokens()
+    table = {"matrix": (4, 0.0), "embedding": (6, 0.0)}
+    with torch.no_grad():
+        for name, param in net.named_parameters():  # control tensors as the file will hold them
+            if T.tensor_class(name, param) == "control":
+                param.copy_(param.to(T.control_dtype(name)))
+    weights = T.QuantizedWeights(net.named_parameters(), table)
+    with weights.quantized(), torch.no_grad():
+        trained = net(ids)
+        values = {name: param.clone() for name, param in net.named_parameters()}
+    T.write_artifact(tmp_path / "m.upar", net.state_dict(), table, vars(net.config), "0" * 64, {})
+    packed = T.rebuild(tmp_path / "m.upar", T.Runtime(0, 1, torch.device("cpu"), False))
+    assert {name for name, _ in packed.named_parameters()} == set(values)
+    for name, param in packed.named_parameters():
+        assert torch.equal(param, values[name]), name
+    with torch.no_grad():
+        assert torch.equal(packed(ids), trained)
+        assert (net(ids) - trained).abs().max() > 1e-3  # 4 bits are not for nothing
+
+
+def test_a_fresh_networks_loss_is_that_of_no_knowledge():
+    for choice in CHOICES:
+        torch.manual_seed(3)
+        picked = dataclasses.replace(SETTINGS, **CHOICES[choice], tied_embed_init_std=0.005)
+        net = T.GPT(T.model_config(picked, 64, 1))
+        assert net(tokens(), tokens(1)).mean().item() == pytest.approx(math.log(64), abs=0.02), choice
+
+
+@pytest.mark.parametrize("kind", ["relu2", "leaky_relu2", "gelu", "swiglu"])
+def test_mlps_against_formulas(kind):
+    torch.manual_seed(4)
+    mlp = T.MLP(T.model_config(dataclasses.replace(SETTINGS, mlp=kind), 64, 1)).double()
+    mlp.w_down.data.normal_()
+    x = torch.randn(3, 5, 32, dtype=torch.float64)
+    h = x @ mlp.w_up.T
+    expected = {
+        "relu2": lambda: h.clamp(min=0) ** 2, "leaky_relu2": lambda: torch.where(h > 0, h, h / 2) ** 2,
+        "gelu": lambda: h / 2 * (1 + torch.erf(h / math.sqrt(2))),
+        "swiglu": lambda: h[..., :64] / (1 + torch.exp(-h[..., :64])) * h[..., 64:],
+    }[kind]() @ mlp.w_down.T
+    assert (mlp(x) - expected).abs().max() < 1e-12
+    assert mlp.w_up.splits == ((64, 64) if kind == "swiglu" else (64,))
+
+
+@pytest.mark.parametrize("events", ["off", "soft", "hard"])
+def test_the_bio_mlp_against_the_seeds_formulas(events):
+    torch.manual_seed(5)
+    mlp = T.MLP(T.model_config(dataclasses.replace(SETTINGS, mlp="bio", bio_events=events, bio_threshold=0.45), 64, 1))
+    mlp = mlp.double()
+    mlp.w_down.data.normal_()
+    x = torch.randn(3, 5, 32, dtype=torch.float64)
+
+    def osc(value, wave):
+        return (wave[0] * value + wave[1]).sin() * value.tanh() + wave[2]
+
+    h = osc(x @ mlp.w_up.T, mlp.wave)
+    hidden, fired = mlp.hidden(x)
+    if events == "off":
+        assert fired is None and not hasattr(mlp, "w_gate")
+        assert (mlp(x) - h @ mlp.w_down.T).abs().max() < 1e-12
+        return
+    volt = 1 / (1 + torch.exp(-(h @ mlp.w_gate.T)))
+    strength = 1 / (1 + torch.exp(-5 * (volt - 0.45)))
+    gate = strength if events == "soft" else (volt > 0.45).double()
+    assert (hidden - osc((h * gate) @ mlp.w_mix.T, mlp.mix_wave)).abs().max() < 1e-12
+    assert torch.equal(fired, volt > 0.45) and 0.02 < fired.double().mean() < 0.98
+    assert (gate == 0).double().mean().item() == (0 if events == "soft" else pytest.approx(1 - fired.double().mean()))
+    mlp(x).sum().backward()  # hard events: the gradient of the soft ones reaches the gate
+    assert mlp.w_gate.grad.abs().max() > 1e-6
+
+
+def test_oscillation_and_its_gradients_in_closed_form():
+    torch.manual_seed(6)
+    x, wave = torch.randn(50, 3, dtype=torch.float64, requires_grad=True), T.wave(3).double()
+    wave = wave.detach().requires_grad_()
+    T.oscillate(x, wave).sum().backward()
+    angle = wave[0] * x + wave[1]
+    assert (x.grad - (wave[0] * angle.cos() * x.tanh() + angle.sin() * (1 - x.tanh() ** 2))).abs().max() < 1e-12
+    by_phi = x.tanh() * angle.cos()
+    expected = torch.stack([(x * by_phi).sum(0), by_phi.sum(0), torch.full((3,), 50.0)])
+    assert (wave.grad - expected).abs().max() < 1e-11
+
+
+def single_unit(unit, weights: torch.Tensor) -> float:
+    """Share of XOR's four points on the right side after training unit(w . x + c), from the best of several starts."""
+    points = torch.tensor([[0.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 1.0]])
+    labels, best = torch.tensor([0.0, 1.0, 1.0, 0.0]), 0.0
+    for start in weights:
+        line, wave = start.clone().requires_grad_(), T.wave(1).detach().requires_grad_()
+        optimizer = torch.optim.Adam([line, wave], lr=0.05)
+        for _ in range(400):
+            out = unit((points @ line[:2] + line[2])[:, None], wave)[:, 0] * line[3] + line[4]
+            loss = F.binary_cross_entropy_with_logits(out, labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        best = max(best, ((out > 0) == (labels > 0.5)).float().mean().item())
+    return best
+
+
+def test_a_bio_unit_learns_xor_and_a_monotone_unit_cannot():
+    torch.manual_seed(7)
+    starts = torch.randn(4, 5)
+    assert single_unit(T.oscillate, starts) == 1.0
+    assert single_unit(lambda x, wave: torch.sigmoid(x), starts) <= 0.75
+    assert single_unit(lambda x, wave: F.relu(x), starts) <= 0.75
+    assert single_unit(lambda x, wave: x.square(), starts) == 1.0  # any even function can: nothing special about it
+
+
+def test_waves_get_gradients_and_are_never_decayed():
+    net = network("bio soft", torch.float32)
+    grads = gradients(net, tokens())
+    names = [name for name in grads if name.endswith("wave")]
+    assert len(names) == 4 and all(grads[name].abs().min(1).values.max() > 0 for name in names)
+    settings = dataclasses.replace(SETTINGS, adam_wd=0.5, muon_wd=0.5)
+    optimizers = T.Optimizers(net, settings, T.Runtime(0, 1, torch.device("cpu"), False))
+    decay = {param: group["weight_decay"] for each in optimizers.all for group in each.param_groups
+             for param in group["params"]}
+    assert [decay[param] for name, param in net.named_parameters() if name in names] == [0.0] * 4
+
+
+def test_the_baseline_preset_is_parameter_golfs():
+    """Its 17,059,912 parameters, and its forward pass written out from openai/parameter-golf's train_gpt.py."""
+    settings = T.load_settings(T.Settings, {"ARCH_MODE": "baseline"}, {"arch_mode": T.ARCH_PRESETS})
+    torch.manual_seed(8)
+    net = T.GPT(T.model_config(settings, 1024, 1)).double()
+    assert sum(param.numel() for param in net.parameters()) == 17_059_912
+    ids = torch.randint(2, 1024, (1, 1000))
+    uniform = math.log(1024) + 512 * 0.005**2 / 2  # logits of deviation 0.005 sqrt(512); its logs say 6.9357
+    assert net(ids, ids.roll(-1, 1)).mean().item() == pytest.approx(uniform, abs=0.01)
+    ids = ids[:, :24]
+    with torch.no_grad():
+        for param in net.parameters():
+            param.add_(0.02 * torch.randn_like(param))
+
+    def norm(x):
+        return x / (x.square().mean(-1, keepdim=True) + torch.finfo(torch.float64).eps).sqrt()
+
+    def rotated(x):
+        frequency = 1 / 10000.0 ** (torch.arange(0, 64, 2, dtype=torch.float32) / 64)
+        angle = torch.outer(torch.arange(24, dtype=torch.float32), frequency).double()[None, None]
+        one, two = x[..., :32], x[..., 32:]
+        return torch.cat((one * angle.cos() - two * angle.sin(), one * angle.sin() + two * angle.cos()), -1)
+
+    x = x0 = norm(net.embed[ids])
+    skips = []
+    for at in range(9):
+        block, mixer = net.blocks[at], net.mixers[at]
+        if at >= 4 and skips:
+            x = x + net.skip[len(skips) - 1] * skips.pop()
+        x = block.mix[0] * x + block.mix[1] * x0
+        y = norm(x)
+        q, k, v = (y @ part.T for part in mixer.w_qkv.split([512, 256, 256]))
+        q, k, v = q.view(1, 24, 8, 64).mT.mT.transpose(1, 2), k.view(1, 24, 4, 64).transpose(1, 2), v.view(
+            1, 24, 4, 64).transpose(1, 2)
+        q, k = rotated(norm(q)) * mixer.q_gain[None, :, None, None], rotated(norm(k))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + block.mixer_scale * (y.transpose(1, 2).reshape(1, 24, 512) @ mixer.w_o.T)
+        x = x + block.mlp_scale * (torch.relu(norm(x) @ block.mlp.w_up.T).square() @ block.mlp.w_down.T)
+        if at < 4:
+            skips.append(x)
+    assert (net(ids) - 30 * torch.tanh(norm(x) @ net.embed.T / 30)).abs().max() < 1e-5  # angles are float32
+
+
+def test_the_llama_preset_is_transformers_llama():
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    settings = T.load_settings(T.Settings, {"ARCH_MODE": "llama", "NUM_LAYERS": "3", "MODEL_DIM": "64"},
+                               {"arch_mode": T.ARCH_PRESETS})
+    torch.manual_seed(9)
+    net = T.GPT(T.model_config(settings, 100, 1))
+    with torch.no_grad():
+        for param in net.parameters():
+            param.add_(0.1 * torch.randn_like(param))
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=100, hidden_size=64, intermediate_size=176, num_hidden_layers=3, num_attention_heads=8,
+        num_key_value_heads=4, rms_norm_eps=torch.finfo(torch.float32).eps, rope_theta=10000.0,
+        tie_word_embeddings=True, max_position_embeddings=64))
+    state = {"model.embed_tokens.weight": net.embed, "lm_head.weight": net.embed,
+             "model.norm.weight": net.final_norm.weight}
+    for at, (block, mixer) in enumerate(zip(net.blocks, net.mixers, strict=True)):
+        q, k, v = mixer.w_qkv.split([64, 32, 32])
+        gate, up = block.mlp.w_up.chunk(2)
+        state |= {f"model.layers.{at}.{name}.weight": value for name, value in {
+            "self_attn.q_proj": q, "self_attn.k_proj": k, "self_attn.v_proj": v, "self_attn.o_proj": mixer.w_o,
+            "mlp.gate_proj": gate, "mlp.up_proj": up, "mlp.down_proj": block.mlp.w_down,
+            "input_layernorm": block.mixer_norm.weight, "post_attention_layernorm": block.mlp_norm.weight}.items()}
+    theirs.load_state_dict({name: value.detach().clone() for name, value in state.items()})
+    ids = torch.randint(2, 100, (2, 30))
+    with torch.no_grad():
+        assert (net(ids) - theirs(ids).logits).abs().max() < 1e-4
+
+
+def test_presets_have_their_layers():
+    def shape(mode: str) -> T.SimpleNamespace:
+        return T.model_config(T.load_settings(T.Settings, {"ARCH_MODE": mode}, {"arch_mode": T.ARCH_PRESETS}), 1024, 1)
+
+    assert shape("gdn").layers == " ".join("g" * 10) and shape("gdn_kv").layers == " ".join("gk" * 5)
+    assert shape("hybrid").layers == " ".join("gg" + "a" * 8 + "g")
+    net = T.GPT(shape("gdn_kv"))
+    names = [name for name, _ in net.named_parameters()]
+    assert len(names) == len(set(names)) == len(net.state_dict())
+    owner, borrower = net.mixers[0], net.mixers[1]
+    assert owner.w_qkvg.shape == (4 * 544, 544) and borrower.w_qkvg.shape == (2 * 544, 544)
+    assert owner.conv.shape[0] == 3 * 544 and borrower.conv.shape[0] == 544
+
+
+def test_shared_keys_are_the_owners():
+    """A borrower with the owner's own query, gate and conv weights is that owner."""
+    net = network("shared keys")
+    owner, borrower = net.mixers[0], net.mixers[1]
+    with torch.no_grad():
+        for name, param in borrower.named_parameters():
+            full = dict(owner.named_parameters())[name]
+            if name == "w_qkvg":
+                full = torch.cat([full[:32], full[-32:]])
+            param.copy_(full[:32] if name == "conv" else full)
+    x, doc = torch.randn(2, 9, 32, dtype=torch.float64), torch.ones(2, 9, dtype=torch.int64)
+    first = torch.zeros(2, 9, dtype=torch.bool)
+    assert torch.equal(borrower(x, doc, first, None), owner(x, doc, first, None))
+
+
+def test_learned_positions_end_with_an_error():
+    net = network("learned")
+    with pytest.raises(T.UserError, match="^POSITIONS='learned': none for token 65 of a text; TRAIN_SEQ_LEN=64 was"):
+        net(tokens(length=65))
+
+
+def test_capitals_share_whole_layers():
+    net = network("shared layers")
+    assert net.block_of_layer == [0, 1, 2, 1, 3] and net.mixer_of_layer == [0, 1, 2, 1, 3]
+    assert len(net.blocks) == 4 and len(net.new_cache()) == 6
+
+
+@by_choice
+def test_one_graph_without_breaks(choice):
+    """Traced whole, with its backward pass, and called again without tracing; equal to eager."""
+    net, ids = network(choice, torch.float32), tokens()
+    expected = gradients(net, ids)
+    for recompute in (False, True) if choice in ("plain", "everything") else (False,):
+        torch.compiler.reset()
+        net.activation_checkpointing = recompute
+        model = torch.compile(net, backend="aot_eager", dynamic=False, fullgraph=True)
+        for at in range(2):
+            net.zero_grad()
+            with torch.compiler.set_stance("fail_on_recompile" if at else "default"):
+                model(ids, ids.roll(-1, 1)).sum().backward()
+            for name, param in net.named_parameters():
+                scale = expected[name].abs().max()
+                assert (param.grad - expected[name]).abs().max() < 1e-4 * scale + 1e-6, (name, recompute)
