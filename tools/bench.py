@@ -14,7 +14,6 @@ over that time. Without --data the text is Python's own standard library, with l
 """
 
 import argparse
-import collections
 import importlib.util
 import json
 import math
@@ -237,8 +236,7 @@ def publish(args: argparse.Namespace, path: str, runs: list[dict], rows: list[li
 
     `body` goes with command, date and machine into a JSON file: --out, or `path` with the date put in.
     """
-    first = next((run for run in runs if "failed" not in run), {})
-    info = Path("/proc/cpuinfo")
+    first, info = next((run for run in runs if "failed" not in run), {}), Path("/proc/cpuinfo")
     names = re.findall(r"^model name\s*: (.*)$", info.read_text(), re.MULTILINE) if info.is_file() else []
     about = {
         "date": time.strftime("%Y-%m-%d"), "command": shlex.join(["python", "tools/bench.py", *sys.argv[1:]]),
@@ -261,28 +259,30 @@ def publish(args: argparse.Namespace, path: str, runs: list[dict], rows: list[li
 def flops_per_token(network: torch.nn.Module, seq_len: int) -> float:
     """FLOPs of training that the model asks for, per token (as PaLM counts, arXiv 2204.02311, appendix B).
 
-    6 for each weight of a matrix product that the token meets: a layer's weights once for every layer that uses them,
-    the embedding once where it is the head; looking up a row is free. Attention: 12 H D L, which is q k^T and the sum
-    of values, 2 H D L each forward and twice that backward, L = mean number of keys that a position sees. Gated
-    DeltaNet: 18 H D^2, which is reading the state at the key, writing, reading at the query, 2 D^2 a head each forward
-    (the recurrence; the chunk form does more). Convolutions, norms, gates and recomputation are left out.
+    6 for each weight of a matrix product that the token meets, shared ones at each use, the head too; looking up a row
+    is free. Attention: 12 H D L, which is q k^T and the sum of values, 2 H D L each forward and twice that backward,
+    L = mean number of keys that a position sees. Gated DeltaNet: 18 H D^2, which is reading the state at the key,
+    writing, reading at the query, 2 D^2 a head each forward (the recurrence; the chunk form does more). Convolutions,
+    norms, gates and recomputation are left out.
     """
-    named = dict(network.named_parameters())
-    uses = collections.Counter(network.mixer_of_layer)
-    total = 0.0
-    for name, param in named.items():
-        path, last = name.split("."), name.split(".")[-1]
-        head = last == "head" or (last == "embed" and "head" not in named)
-        if last.startswith("w_") or last == "ab" or head:
-            total += 6 * param.numel() * (uses[int(path[1])] if path[0] == "mixers" else 1)
+
+    def weights(module: torch.nn.Module) -> int:
+        named = module.named_parameters()
+        return sum(param.numel() for name, param in named if name.split(".")[-1].startswith(("w_", "ab")))
+
+    own = (param.numel() for name, param in network.named_parameters(recurse=False) if name.startswith("w_"))
+    used = network.embed.numel() + sum(own) + sum(weights(network.blocks[at]) for at in network.block_of_layer)
+    total = 0.0  # the embedding's size is the head's
     for at in network.mixer_of_layer:
         mixer = network.mixers[at]
+        used += weights(mixer)
         if hasattr(mixer, "window"):
             keys = sum(min(i + 1, mixer.window) for i in range(seq_len)) / seq_len
             total += 12 * mixer.heads * mixer.head_dim * keys
         else:
+            used += mixer.w_qkvg.numel() if mixer.owner[0] else 0  # keys and values by the owner's half
             total += 18 * mixer.heads * mixer.head_dim**2
-    return total
+    return total + 6 * used
 
 
 def matmul_peak(device: str) -> float:
@@ -403,7 +403,7 @@ def bench_options(args: argparse.Namespace) -> list[str]:
         arms = [(arm, [run for *at, run in done if at == [name, arm]]) for arm in choice["arms"]]
         rows += [option_row(arms[0], arm, choice["compare"], claim, libraries)
                  for arm, claim in zip(arms[1:], choice["claims"], strict=True)]
-    notes = (f"Attention in {len(model['LAYER_PATTERN'].split())} layers, {model['MODEL_DIM']} wide, "
+    notes = (f"ARCH_MODE={model['ARCH_MODE']}, {model['NUM_LAYERS']} layers, {model['MODEL_DIM']} wide, "
              f"{model['TRAIN_BATCH_TOKENS']} tokens a step in windows of {model['TRAIN_SEQ_LEN']}; runs of "
              f"{args.seconds:g} s, {args.repeats} of each arm in turn; medians, and in brackets each repeat's change "
              f"in percent. Memory is the most that the process held: {libraries:,.0f} MiB of it are Python and its "
@@ -446,7 +446,8 @@ def check_arms(script: ModuleType, config: str, arms: dict[str, dict[str, str]],
     wrong, first = [], 0
     for name, settings in arms.items():
         try:
-            resolved = script.load_settings(script.Settings, {"CONFIG": str(ROOT / config), **settings})
+            resolved = script.load_settings(script.Settings, {"CONFIG": str(ROOT / config), **settings},
+                                            {"arch_mode": script.ARCH_PRESETS})
             shape = script.model_config(resolved, tokenizer["vocab_size"], tokenizer["bos_id"])
         except script.UserError as error:
             wrong.append(f"error: arm {name}: {error}")
