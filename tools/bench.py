@@ -231,7 +231,7 @@ def open_data(script: ModuleType, path: str) -> tuple[str, dict]:
         raise SystemExit(f"error: {error}") from None
 
 
-def publish(args: argparse.Namespace, path: str, runs: list[dict], rows: list[list[str]], notes: str, **body) -> str:
+def publish(args: argparse.Namespace, path: str, runs: list[dict], rows: list[list[str]], notes: str, /, **body) -> str:
     """Print a Markdown table of `rows` (the first is its head), command, date, machine and notes; return that text.
 
     `body` goes with command, date and machine into a JSON file: --out, or `path` with the date put in.
@@ -249,8 +249,8 @@ def publish(args: argparse.Namespace, path: str, runs: list[dict], rows: list[li
     print(text)
     out = ROOT / (args.out or path.format(date=about["date"]))
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({**about, "seconds": args.seconds, "set": dict(args.set), **body}, indent=1) + "\n",
-                   encoding="utf-8")
+    content = json.dumps({**about, "seconds": args.seconds, "set": dict(args.set), **body}, indent=1)
+    out.write_text(content.replace(": Infinity", ": null") + "\n", encoding="utf-8")  # JSON has no infinity
     print(f"written: {out}")
     return text
 
@@ -366,7 +366,7 @@ def option_row(base: tuple[str, list[dict]], other: tuple[str, list[dict]], kind
 
     for key, form in OPTION_COLUMNS.values():
         a, b = map(statistics.median, values(key))
-        cells.append(f"{a:{form}} → {b:{form}} (×{b / a:.2f})" if a else f"{a:{form}} → {b:{form}}")
+        cells.append("not reported" if math.isnan(a + b) else f"{a:{form}} → {b:{form}} (×{b / a:.2f})")
     key, *words = COMPARED[kind]
     said = compare(*values(key), *words)
     if key == "peak_memory_mib":
