@@ -1,24 +1,51 @@
-"""Measurements of speed.
+"""Measurements on this machine: of a function, of a run, of one choice against another.
 
-python tools/bench.py ops    the Gated DeltaNet chunk form against transformers' pure-PyTorch rule, in turn, on the CPU
+python tools/bench.py ops        the Gated DeltaNet chunk form against transformers' PyTorch rule, in turn, on the CPU
+python tools/bench.py train configs/cpu.env --seconds 20 --set COMPILE=0
+                                 a short run of each config: tokens/s, step time, peak memory, parameters, MFU
+python tools/bench.py options --write-readme
+                                 norms, positions, compiling, checkpointing, optimizers, beside the seed's claims
+python tools/bench.py arms --data data/web --seconds 120 --seeds 3 --jobs 2 --threads 1
+                                 architectures and MLPs at equal seconds, data and parameters; goes on where it stopped
+
+The last three start train_gpt.py with settings in its environment and read its result.json and log.txt. Settings that
+the shell exports are not passed on: `--set NAME=VALUE` is. Step time is the median over the run, tokens/s is the batch
+over that time. Without --data the text is Python's own standard library, with little of it for validation.
 """
 
 import argparse
 import importlib.util
+import json
+import math
+import os
+import platform
+import re
+import shlex
+import shutil
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
+try:
+    from tqdm import tqdm
+except ImportError:
+    tqdm = None
+
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPT = ROOT / "train_gpt.py"  # the file whose gdn_chunk is measured
+SCRIPT = ROOT / "train_gpt.py"  # the file that is measured
 TRANSFORMERS = "5.23.0"  # its rule became 1.2 to 1.7 times faster between 4.57 and this version: a ratio names one
 SHAPES = [(4, 512, 8, 64), (4, 2048, 8, 64), (16, 256, 4, 32)]  # (B, T, H, D)
+BENCH_DATA = "data/bench"  # made at the first use
+OPTIONS, ARMS = ROOT / "configs" / "options.json", ROOT / "configs" / "arms.json"  # what `options` and `arms` run
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -115,6 +142,441 @@ def bench_ops(args: argparse.Namespace) -> None:
         print(f"  ratio {ratios}  largest relative difference {relative_error(*results.values()):.1e}")
 
 
+# ------------------------------------------------------------------------------------------------ runs of the script
+def setting_names(script: ModuleType) -> set[str]:
+    """The names that train_gpt.py reads from its environment, CONFIG aside."""
+    return {field.name.upper() for field in fields(script.Settings)}
+
+
+def run_script(script: ModuleType, place: Path, config: str, settings: dict[str, str], threads: int = 0) -> dict:
+    """Make a run in the folder `place` unless it stands there finished: its result and speed, or {"failed": why}.
+
+    `config` is a CONFIG file seen from the repository, or "". Raises SystemExit where the folder holds a finished run
+    of other settings, config or code.
+    """
+    unknown = sorted(set(settings) - setting_names(script))
+    if unknown:  # train_gpt.py would not look at them: two arms would be one
+        return {"failed": f"{', '.join(unknown)}: no setting of {SCRIPT.name}"}
+    if config and not (ROOT / config).is_file():
+        return {"failed": f"CONFIG={config!r}: no such file"}
+    asked = {"settings": settings, "config": (ROOT / config).read_text(encoding="utf-8") if config else "",
+             "code": script.sha256_file(SCRIPT)}
+    done = place / "bench.json"  # written after a run that ended well
+    if not done.is_file():
+        if place.exists():  # it failed or was broken off
+            shutil.rmtree(place)
+        ours = setting_names(script) | set(script.FOREIGN_NAMES) | {"CONFIG", "IGNORE_ENV", "RANK", "WORLD_SIZE"}
+        environ = {name: value for name, value in os.environ.items() if name not in ours}
+        environ |= {"OMP_NUM_THREADS": str(threads)} if threads else {}
+        environ |= {**settings, "CONFIG": config, "OUT_DIR": str(place.parent), "RUN_ID": place.name}
+        ended = subprocess.run([sys.executable, str(SCRIPT)], cwd=ROOT, env=environ, capture_output=True, text=True)
+        if ended.returncode:
+            said = ended.stderr.strip().splitlines()
+            return {"failed": said[-1] if said else f"exit code {ended.returncode}, nothing on stderr"}
+        done.write_text(json.dumps(asked, indent=1) + "\n", encoding="utf-8")
+    found = json.loads(done.read_text(encoding="utf-8"))
+    different = [key for key in asked if found[key] != asked[key]]
+    if different:
+        raise SystemExit(f"error: {place} was made with other {' and '.join(different)}; name another folder: --runs")
+    result = json.loads((place / "result.json").read_text(encoding="utf-8"))
+    milliseconds = step_ms((place / "log.txt").read_text(encoding="utf-8"))
+    if math.isnan(milliseconds):
+        return {"failed": f"{result['steps']} steps are too few to time; use more --seconds"}
+    result["parameters"], result["step_ms"] = result["params"]["total"], milliseconds
+    result["tokens_per_second"] = 1000 * result["tokens"] / result["steps"] / milliseconds
+    if "optimizer_state_bytes" in result:
+        result["state_bytes_per_parameter"] = result["optimizer_state_bytes"] / result["parameters"]
+    return result
+
+
+def step_ms(log: str) -> float:
+    """Milliseconds of a step: the median over the logged steps; NaN where fewer than three were logged.
+
+    The log has whole milliseconds, so steps are taken together until a stretch lasts 200 ms.
+    """
+    logged = re.finditer(r"^step:(\d+)/\S+ train_loss:.* train_time:(\d+)ms", log, re.MULTILINE)
+    points = [(int(line[1]), int(line[2])) for line in logged]
+    if len(points) < 3:
+        return math.nan
+    stretches, (step, ms) = [], points[0]
+    for next_step, next_ms in points[1:]:
+        if next_ms - ms >= 200 or (next_step == points[-1][0] and not stretches):
+            stretches.append((next_ms - ms) / (next_step - step))
+            step, ms = next_step, next_ms
+    return statistics.median(stretches)
+
+
+def figures(run: dict) -> dict:
+    """What a JSON document keeps of a run."""
+    keys = ("failed", "parameters", "steps", "tokens", "step_ms", "tokens_per_second", "peak_memory_mib", "data_wait",
+            "optimizer_state_bytes", "state_bytes_per_parameter", "train_seconds", "val_bpb", "events")
+    return {key: run[key] for key in keys if key in run}
+
+
+def progress(items: Iterable, total: int) -> Iterable:
+    """`items` behind a progress bar where tqdm is installed."""
+    return items if tqdm is None else tqdm(items, total=total, desc="runs", disable=None)
+
+
+def open_data(script: ModuleType, path: str) -> tuple[str, dict]:
+    """(DATA_PATH, manifest) of --data, made first where none is named. Raises SystemExit where there is no data."""
+    if not path and not (ROOT / BENCH_DATA / "manifest.json").is_file():
+        command = ["data/prepare.py", "--out", BENCH_DATA, "--val-max-bytes", "40000"]
+        print(f"data: python {shlex.join(command)}", flush=True)
+        subprocess.run([sys.executable, *command], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    path = str(Path(path).resolve()) if path else BENCH_DATA
+    try:
+        return path, script.load_manifest(ROOT / path)
+    except script.UserError as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+def publish(args: argparse.Namespace, path: str, runs: list[dict], rows: list[list[str]], notes: str, /, **body) -> str:
+    """Print a Markdown table of `rows` (the first is its head), command, date, machine and notes; return that text.
+
+    `body` goes with command, date and machine into a JSON file: --out, or `path` with the date put in.
+    """
+    first, info = next((run for run in runs if "failed" not in run), {}), Path("/proc/cpuinfo")
+    names = re.findall(r"^model name\s*: (.*)$", info.read_text(), re.MULTILINE) if info.is_file() else []
+    about = {
+        "date": time.strftime("%Y-%m-%d"), "command": shlex.join(["python", "tools/bench.py", *sys.argv[1:]]),
+        "cpu": names[0] if names else platform.processor(), "cores": os.cpu_count(),
+        **{key: first.get(key) for key in ("hardware", "versions", "commit", "code_sha256", "manifest_sha256")},
+    }
+    table = "\n".join("| " + " | ".join(cells) + " |" for cells in [rows[0], ["---"] * len(rows[0]), *rows[1:]])
+    text = (f"{table}\n\n`{about['command']}`, {about['date']}, {about['cores']} cores of {about['cpu']}, a run on "
+            f"{about['hardware']}, torch {torch.__version__}. {notes}")
+    print(text)
+    out = ROOT / (args.out or path.format(date=about["date"]))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    content = json.dumps({**about, "seconds": args.seconds, "set": dict(args.set), **body}, indent=1)
+    out.write_text(content.replace(": Infinity", ": null") + "\n", encoding="utf-8")  # JSON has no infinity
+    print(f"written: {out}")
+    return text
+
+
+# ------------------------------------------------------------------------------------------------------------ train
+def flops_per_token(network: torch.nn.Module, seq_len: int) -> float:
+    """FLOPs of training that the model asks for, per token (as PaLM counts, arXiv 2204.02311, appendix B).
+
+    6 for each weight of a matrix product that the token meets, shared ones at each use, the head too; looking up a row
+    is free. Attention: 12 H D L, which is q k^T and the sum of values, 2 H D L each forward and twice that backward,
+    L = mean number of keys that a position sees. Gated DeltaNet: 18 H D^2, which is reading the state at the key,
+    writing, reading at the query, 2 D^2 a head each forward (the recurrence; the chunk form does more). Convolutions,
+    norms, gates and recomputation are left out.
+    """
+
+    def weights(module: torch.nn.Module) -> int:
+        named = module.named_parameters()
+        return sum(param.numel() for name, param in named if name.split(".")[-1].startswith(("w_", "ab")))
+
+    own = (param.numel() for name, param in network.named_parameters(recurse=False) if name.startswith("w_"))
+    used = network.embed.numel() + sum(own) + sum(weights(network.blocks[at]) for at in network.block_of_layer)
+    total = 0.0  # the embedding's size is the head's
+    for at in network.mixer_of_layer:
+        mixer = network.mixers[at]
+        used += weights(mixer)
+        if hasattr(mixer, "window"):
+            keys = sum(min(i + 1, mixer.window) for i in range(seq_len)) / seq_len
+            total += 12 * mixer.heads * mixer.head_dim * keys
+        else:
+            used += mixer.w_qkvg.numel() if mixer.owner[0] else 0  # keys and values by the owner's half
+            total += 18 * mixer.heads * mixer.head_dim**2
+    return total + 6 * used
+
+
+def matmul_peak(device: str) -> float:
+    """FLOP/s of the best of 20 square products in the dtype of runs on `device`: bfloat16 on CUDA, else float32."""
+    size, dtype = (8192, torch.bfloat16) if device == "cuda" else (1024, torch.float32)
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    best = math.inf
+    for _ in range(20):
+        start = time.perf_counter()
+        (a @ b)[0, 0].item()  # waits for the device
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best
+
+
+def bench_train(args: argparse.Namespace) -> list[str]:
+    """Run each config for some seconds: tokens/s, step time, peak memory, parameters, MFU. Returns failures."""
+    script = load_script(SCRIPT)
+    data, manifest = open_data(script, args.data)
+    short = {"DATA_PATH": data, "MAX_WALLCLOCK_SECONDS": f"{args.seconds + 5:g}", "RESERVE_SECONDS": "5",
+             "ITERATIONS": "0", "WARMDOWN_ITERS": "0", "TRAIN_LOG_EVERY": "1", "VAL_LOSS_EVERY": "0",
+             "EVAL_STRIDE": "0", **dict(args.set)}
+    folder = ROOT / args.runs / time.strftime("train_%Y%m%d_%H%M%S")
+    rows = [["config", "tokens/s", "step, ms", "peak memory, MiB", "parameters", "MFLOP/token", "MFU"]]
+    entries, results = {}, []
+    for config in progress(args.configs, len(args.configs)):
+        run = run_script(script, folder / Path(config).stem, os.path.relpath(config, ROOT), short)
+        results.append(run)
+        entries[config] = figures(run)
+        if "failed" in run:
+            continue
+        peak = matmul_peak("cpu" if "CPU" in run["hardware"] else "cuda")  # now: a machine's speed drifts
+        settings, tokenizer = script.Settings(**run["settings"]), manifest["tokenizer"]
+        network = script.GPT(script.model_config(settings, tokenizer["vocab_size"], tokenizer["bos_id"]))
+        flops = flops_per_token(network, settings.train_seq_len)
+        mfu = run["tokens_per_second"] * flops / peak
+        entries[config].update(flops_per_token=flops, matmul_flops=peak, mfu=mfu)
+        rows.append([config, f"{run['tokens_per_second']:,.0f}", f"{run['step_ms']:.1f}",
+                     f"{run['peak_memory_mib']:,.0f}", f"{run['parameters']:,}", f"{flops / 1e6:.2f}",
+                     f"{mfu:.1%} of {peak / 1e9:,.0f} GFLOP/s"])
+    notes = (f"{args.seconds:g} s a run. MFU is of the best of 20 square matrix products on this machine right after "
+             "the run, in the run's dtype and with as many threads.")
+    publish(args, args.runs + "/train_{date}.json", results, rows, notes, configs=entries)
+    return [f"{config}: {entry['failed']}" for config, entry in entries.items() if "failed" in entry]
+
+
+# ---------------------------------------------------------------------------------------------------------- options
+# What a choice's last column compares: key, word where it is less, word where it is more.
+COMPARED = {"speed": ("tokens_per_second", "slower", "faster"),
+            "memory": ("peak_memory_mib", "less memory", "more memory"),
+            "state": ("optimizer_state_bytes", "less state", "more state")}
+OPTION_COLUMNS = {"tokens/s": ("tokens_per_second", ",.0f"), "step, ms": ("step_ms", ",.0f"),
+                  "peak memory, MiB": ("peak_memory_mib", ",.0f"),
+                  "optimizer state, bytes": ("optimizer_state_bytes", ",.0f"),
+                  "bytes per parameter": ("state_bytes_per_parameter", ".2f")}
+
+
+def library_memory() -> float:
+    """MiB that a process holds which has imported train_gpt.py and done nothing."""
+    code = "import resource, train_gpt; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return int(said) / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+def compare(base: list[float], other: list[float], less: str, more: str) -> str:
+    """How far `other`'s median is from `base`'s, in words, and how far that of each repeat is, signed, in brackets."""
+    change = 100 * (statistics.median(other) / statistics.median(base) - 1)
+    each = ", ".join(f"{100 * (b / a - 1):+.1f}" for a, b in zip(base, other, strict=True))
+    return f"{abs(change):.1f}% {less if change < 0 else more} ({each})"
+
+
+def option_row(base: tuple[str, list[dict]], other: tuple[str, list[dict]], kind: str, claim: str,
+               libraries: float) -> list[str]:
+    """The table's row of two arms (label, runs), compared by a `kind` of COMPARED; `libraries` in MiB."""
+    cells = [f"{base[0]} → {other[0]}"]
+    failed = next((run["failed"] for run in base[1] + other[1] if "failed" in run), None)
+    if failed:
+        return [*cells, *[""] * len(OPTION_COLUMNS), claim, f"failed: {failed}"]
+
+    def values(key: str) -> list[list[float]]:
+        return [[run.get(key, math.nan) for run in side] for side in (base[1], other[1])]
+
+    for key, form in OPTION_COLUMNS.values():
+        a, b = map(statistics.median, values(key))
+        cells.append("not reported" if math.isnan(a + b) else f"{a:{form}} → {b:{form}} (×{b / a:.2f})")
+    key, *words = COMPARED[kind]
+    said = compare(*values(key), *words)
+    if key == "peak_memory_mib":
+        net = [[value - libraries for value in side] for side in values(key)]
+        said += f"; without the libraries {compare(*net, *words)}"
+    return [*cells, claim, said]
+
+
+def replace_between(text: str, tag: str, body: str) -> str:
+    """`text` with `body` between <!-- tag --> and <!-- /tag -->. Raises SystemExit unless both stand in it once."""
+    start, end = f"<!-- {tag} -->", f"<!-- /{tag} -->"
+    if text.count(start) != 1 or text.count(end) != 1 or text.index(start) > text.index(end):
+        raise SystemExit(f"error: README.md must have {start} and then {end}, once each")
+    return text[: text.index(start) + len(start)] + "\n" + body + "\n" + text[text.index(end) :]
+
+
+def bench_options(args: argparse.Namespace) -> list[str]:
+    """Run the arms of each choice in turn, again and again, and tell what they differ by. Returns failures."""
+    script, libraries, readme = load_script(SCRIPT), library_memory(), ROOT / "README.md"
+    options = json.loads(OPTIONS.read_text(encoding="utf-8"))
+    model = {**options["model"], "MAX_WALLCLOCK_SECONDS": f"{args.seconds + 1:g}", **dict(args.set)}
+    common = {**model, "DATA_PATH": open_data(script, args.data)[0]}
+    names = args.only or list(options["choices"])
+    if not set(names) <= set(options["choices"]):
+        raise SystemExit(f"error: --only {' '.join(names)}: there are {', '.join(options['choices'])}")
+    choices = {name: options["choices"][name] for name in names}
+    plan = [(name, arm, again) for name in names for again in range(args.repeats) for arm in choices[name]["arms"]]
+    folder, done = ROOT / args.runs / time.strftime("options_%Y%m%d_%H%M%S"), []
+    for name, arm, again in progress(plan, len(plan)):
+        place = folder / re.sub(r"\W+", "_", f"{name}_{arm}_{again + 1}")
+        done.append((name, arm, run_script(script, place, "", {**common, **choices[name]["arms"][arm]})))
+    rows = [["choice", *OPTION_COLUMNS, "the seed's claim", "measured"]]
+    for name, choice in choices.items():
+        arms = [(arm, [run for *at, run in done if at == [name, arm]]) for arm in choice["arms"]]
+        rows += [option_row(arms[0], arm, choice["compare"], claim, libraries)
+                 for arm, claim in zip(arms[1:], choice["claims"], strict=True)]
+    notes = (f"ARCH_MODE={model['ARCH_MODE']}, {model['NUM_LAYERS']} layers, {model['MODEL_DIM']} wide, "
+             f"{model['TRAIN_BATCH_TOKENS']} tokens a step in windows of {model['TRAIN_SEQ_LEN']}; runs of "
+             f"{args.seconds:g} s, {args.repeats} of each arm in turn; medians, and in brackets each repeat's change "
+             f"in percent. Memory is the most that the process held: {libraries:,.0f} MiB of it are Python and its "
+             "libraries, and where compiled the compiler.")
+    text = publish(args, "docs/lab/options_{date}.json", [run for *_, run in done], rows, notes, model=model,
+                   choices=choices, repeats=args.repeats, libraries_mib=libraries,
+                   runs=[{"choice": name, "arm": arm, **figures(run)} for name, arm, run in done])
+    if args.write_readme:
+        readme.write_text(replace_between(readme.read_text(encoding="utf-8"), "options", text), encoding="utf-8")
+    return [f"{name}, {arm}: {run['failed']}" for name, arm, run in done if "failed" in run]
+
+
+# ------------------------------------------------------------------------------------------------------------- arms
+TOLERANCE = 0.05  # of the first arm's parameters
+# Student's t, 97.5%, for 1 to 10 degrees of freedom (any table); the last one serves for more, on the safe side.
+T_QUANTILES = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """Mean and half-width of its 95% interval (Student), infinite for a single value."""
+    if len(values) < 2:
+        return statistics.fmean(values), math.inf
+    quantile = T_QUANTILES[min(len(values) - 1, len(T_QUANTILES)) - 1]
+    return statistics.fmean(values), quantile * statistics.stdev(values) / len(values) ** 0.5
+
+
+def read_arms(words: list[str]) -> dict[str, dict[str, str]]:
+    """Arms {name: {SETTING: value}} from a .json file, or those of the names from ARMS. Raises SystemExit if wrong."""
+    from_file = bool(words) and words[0].endswith(".json")
+    arms = json.loads(Path(words[0] if from_file else ARMS).read_text(encoding="utf-8"))
+    names = list(arms) if from_file or not words else words
+    for name in names:
+        if name not in arms:
+            raise SystemExit(f"error: {name!r} is no arm; there are {', '.join(arms)}, or a .json file with others")
+    return {name: {setting: str(value) for setting, value in arms[name].items()} for name in names}
+
+
+def check_arms(script: ModuleType, config: str, arms: dict[str, dict[str, str]], tokenizer: dict) -> None:
+    """Print the parameters of every arm; SystemExit if one cannot be built or is not near enough to the first one's."""
+    wrong, first = [], 0
+    for name, settings in arms.items():
+        try:
+            resolved = script.load_settings(script.Settings, {"CONFIG": str(ROOT / config), **settings},
+                                            {"arch_mode": script.ARCH_PRESETS})
+            shape = script.model_config(resolved, tokenizer["vocab_size"], tokenizer["bos_id"])
+        except script.UserError as error:
+            wrong.append(f"error: arm {name}: {error}")
+            continue
+        count = sum(param.numel() for param in script.GPT(shape).parameters())
+        first = first or count
+        print(f"arm {name}: {count:,} parameters, {100 * (count / first - 1):+.1f}%")
+        if not set(settings) <= setting_names(script):
+            wrong.append(f"error: arm {name}: {', '.join(settings)}: not all are settings of {SCRIPT.name}")
+        elif abs(count / first - 1) > TOLERANCE:
+            wrong.append(f"error: arm {name}: {count:,} parameters are more than {TOLERANCE:.0%} from {first:,}")
+    if wrong:
+        raise SystemExit("\n".join(wrong))
+
+
+def run_pinned(make: Callable[[tuple], dict], runs: list[tuple], jobs: int, threads: int) -> list[dict]:
+    """`make` of each of `runs`, `jobs` at a time, each job on its own `threads` cores; results in their order."""
+    pinning = hasattr(os, "sched_setaffinity")  # Linux
+    cores = sorted(os.sched_getaffinity(0)) if pinning else list(range(os.cpu_count() or 1))
+    if jobs * threads > len(cores):
+        raise SystemExit(f"error: --jobs {jobs} x --threads {threads} are more than the {len(cores)} cores here")
+    slots = iter([cores[job * threads : (job + 1) * threads] for job in range(jobs)])
+
+    def pin() -> None:  # 0: this thread, whose child processes inherit it
+        if pinning:
+            os.sched_setaffinity(0, next(slots))
+
+    pool = ThreadPoolExecutor(jobs, initializer=pin)
+    try:
+        return list(progress(pool.map(make, runs), len(runs)))
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def summarize(runs: dict[int, dict], first: dict[int, dict]) -> dict:
+    """Means of an arm (seed -> run) with intervals, and of its difference to the first arm, seed by seed."""
+    good = {seed: run for seed, run in runs.items() if "failed" not in run}
+    if not good:
+        return {}
+    keys = ("tokens", "steps", "parameters")
+    summary = {key: round(statistics.fmean(run[key] for run in good.values())) for key in keys}
+    summary["val_bpb"], summary["half_width"] = interval([run["val_bpb"] for run in good.values()])
+    pairs = [run["val_bpb"] - first[seed]["val_bpb"] for seed, run in good.items() if "failed" not in first[seed]]
+    if runs is not first and pairs:
+        difference, half = interval(pairs)
+        verdict = "wins" if difference + half < 0 else "loses" if difference - half > 0 else "tie"
+        summary.update(difference=difference, difference_half_width=half, verdict=verdict)
+    return summary
+
+
+def arm_row(name: str, summary: dict) -> list[str]:
+    """The table's row of an arm."""
+    if not summary:
+        return [name, *[""] * 5, "failed"]
+    difference = "{difference:+.4f} ± {difference_half_width:.4f}" if "verdict" in summary else ""
+    form = "{parameters:,}|{tokens:,}|{steps:,}|{val_bpb:.4f} ± {half_width:.4f}|" + difference
+    return [name, *form.format(**summary).split("|"), summary.get("verdict", "")]
+
+
+def bench_arms(args: argparse.Namespace) -> list[str]:
+    """Train every arm with every seed for the same seconds: bits per byte with intervals. Returns failures."""
+    script = load_script(SCRIPT)
+    arms, config = read_arms(args.arms), os.path.relpath(args.config, ROOT)
+    data, manifest = open_data(script, args.data)
+    check_arms(script, config, arms, manifest["tokenizer"])
+    common = {"DATA_PATH": data, "MAX_WALLCLOCK_SECONDS": f"{args.seconds:g}", "EVAL_STRIDE": "0",
+              "VAL_LOSS_EVERY": "0", **dict(args.set)}
+    plan = [(seed, name) for seed in range(1, args.seeds + 1) for name in arms]  # a drift of speed meets every arm
+
+    def make(run: tuple[int, str]) -> dict:
+        seed, name = run
+        settings = {**common, **arms[name], "SEED": str(seed)}
+        return run_script(script, ROOT / args.runs / f"{name}_s{seed}", config, settings, args.threads)
+
+    results = run_pinned(make, plan, args.jobs, args.threads)
+    by_arm: dict[str, dict[int, dict]] = {name: {} for name in arms}
+    for (seed, name), run in zip(plan, results, strict=True):
+        by_arm[name][seed] = run
+    base = next(iter(arms))
+    summaries = {name: summarize(by_arm[name], by_arm[base]) for name in arms}
+    rows = [["arm", "parameters", "tokens", "steps", "bits per byte", f"less {base}", "verdict"],
+            *(arm_row(name, summary) for name, summary in summaries.items())]
+    notes = (f"{manifest['name']}, {args.seconds:g} s a run, seeds 1 to {args.seeds}, {args.jobs} at a time on "
+             f"{args.threads} cores each. 95% intervals: of the mean, and of the difference seed by seed, without a "
+             f"correction for {len(arms) - 1} comparisons. "
+             f"Runs that chose their weights past the clock: {sum(bool(run.get('events')) for run in results)}.")
+    publish(args, "docs/lab/arms_{date}.json", results, rows, notes, config=args.config, data=manifest["name"],
+            jobs=args.jobs, threads=args.threads,
+            arms={name: {"settings": arms[name], **summaries[name],
+                         "runs": {seed: figures(run) for seed, run in by_arm[name].items()}} for name in arms})
+    return [f"{name}, seed {seed}: {run['failed']}" for (seed, name), run in zip(plan, results, strict=True)
+            if "failed" in run]
+
+
+def parse_set(text: str) -> tuple[str, str]:
+    """NAME and VALUE of NAME=VALUE."""
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    return name, value
+
+
+def add_run_commands(commands: argparse._SubParsersAction) -> None:
+    """The arguments of train, options and arms."""
+    texts = {"train": ("short runs of configs: speed, memory, MFU", bench_train, 20.0, "runs/bench"),
+             "options": ("pairs of options in turn, beside what was claimed", bench_options, 20.0, "runs/bench"),
+             "arms": ("architectures and MLPs at equal seconds, with intervals", bench_arms, 120.0, "runs/arms")}
+    for name, (text, function, seconds, runs) in texts.items():
+        parser = commands.add_parser(name, help=text)
+        parser.add_argument("--seconds", type=float, default=seconds, help=f"of training, each run ({seconds:g})")
+        parser.add_argument("--data", default="", help=f"data folder ({BENCH_DATA}, made if missing)")
+        parser.add_argument("--set", type=parse_set, action="append", default=[], metavar="NAME=VALUE",
+                            help="a setting of every run; may be repeated")
+        parser.add_argument("--runs", default=runs, help=f"folder for the runs ({runs})")
+        parser.add_argument("--out", default="", help="the JSON file")
+        parser.set_defaults(run=function)
+    number = {"type": int, "choices": range(1, 100), "metavar": "N"}
+    train, options, arms = (commands.choices[name] for name in texts)
+    train.add_argument("configs", nargs="*", default=["configs/cpu.env"], metavar="CONFIG")
+    options.add_argument("--repeats", **number, default=2, help="runs of each arm (2)")
+    options.add_argument("--only", nargs="+", default=[], metavar="CHOICE", help="of configs/options.json (all)")
+    options.add_argument("--write-readme", action="store_true", help="put the table into README.md")
+    arms.add_argument("--arms", nargs="*", default=[], help="names of arms, or a .json file {name: {SETTING: value}}")
+    arms.add_argument("--config", default="configs/cpu.env", help="what the arms change (configs/cpu.env)")
+    arms.add_argument("--seeds", **number, default=3, help="seeds 1 to this (3)")
+    arms.add_argument("--jobs", **number, default=1, help="runs at a time (1)")
+    arms.add_argument("--threads", **number, default=1, help="cores of each run (1)")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -124,8 +586,14 @@ def main() -> None:
     ops.add_argument("--chunk", type=int, default=32)
     ops.add_argument("--threads", type=int, default=0, help="0: as PyTorch chooses")
     ops.set_defaults(run=bench_ops)
+    add_run_commands(commands)
     args = parser.parse_args()
-    args.run(args)
+    if tqdm is None:
+        print("no progress bar: tqdm is not installed (pip install tqdm)")
+    failures = args.run(args) or []
+    for failure in failures:
+        sys.stderr.write(f"failed: {failure}\n")
+    sys.exit(1 if failures else 0)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,433 @@
+"""tools/bench.py: its figures by closed forms, runs with a stand-in for train_gpt.py, tables and files whole."""
+
+import importlib.util
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import train_gpt as T
+
+ROOT = Path(__file__).resolve().parents[1]
+spec = importlib.util.spec_from_file_location("bench", ROOT / "tools" / "bench.py")
+bench = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(bench)
+
+
+# ---------------------------------------------------------------------------------------------------------- figures
+def log_of(times: list[int], first_step: int = 1) -> str:
+    lines = [f"step:{at}/? train_loss:3.0 lr_mul:1 progress:0.1 train_time:{ms}ms step_avg:1ms tok_s:1"
+             for at, ms in enumerate(times, first_step)]
+    return "source\n" + "\n".join(lines) + "\nfrom the artifact: val_loss:1\n"
+
+
+@pytest.mark.parametrize(("times", "expected"), [
+    ([300 * at for at in range(1, 9)], 300.0),  # a stretch is a step
+    ([90 * at + (1000 if at > 15 else 0) for at in range(1, 31)], 90.0),  # three steps a stretch; a pause is outvoted
+    ([int(12.5 * at) for at in range(1, 200)], 12.5),  # finer than the log's whole milliseconds
+    ([10, 30, 50], 20.0),  # shorter than a stretch: all of it
+])
+def test_step_time_is_the_median(times, expected):
+    assert bench.step_ms(log_of(times)) == pytest.approx(expected, rel=0.01)
+
+
+def test_too_few_steps_have_no_time():
+    assert math.isnan(bench.step_ms(log_of([10, 20])))
+
+
+def network_of(**changes: object) -> T.GPT:
+    shape = {"model_dim": 32, "num_heads": 2, "num_kv_heads": 1, "train_seq_len": 64, "attn_window": 16, **changes}
+    torch.manual_seed(0)
+    return T.GPT(T.model_config(T.Settings(**shape), 48, 1))
+
+
+def test_flops_of_attention_by_hand():
+    """2 layers of dim 32: qkv 32 x (32 + 16 + 16), out 32 x 32, MLP 2 x 96 x 32; head 48 x 32; keys 32.5 and 14.125."""
+    weights = 2 * (32 * 64 + 32 * 32 + 2 * 96 * 32) + 48 * 32
+    full, sliding = 65 / 2, (16 * 17 / 2 + 48 * 16) / 64
+    expected = 6 * weights + 12 * 32 * (full + sliding)
+    assert bench.flops_per_token(network_of(layer_pattern="a s", mlp_mult=3.0), 64) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("changes", [
+    {"layer_pattern": "g k s1 s1"}, {"layer_pattern": "A1 A2 A1 A2"}, {"layer_pattern": "g a", "mlp": "swiglu"},
+    {"layer_pattern": "a", "mlp": "bio", "bio_events": "hard", "tie_embeddings": False},
+    {"layer_pattern": "g g", "bigram_vocab_size": 64, "positions": "learned"},
+], ids=str)
+def test_flops_of_weights_are_those_that_torch_counts(changes):
+    """torch's counter of aten.mm over forward and backward, against the formula without its attention and GDN terms."""
+    network, tokens = network_of(**changes), 2 * 64
+    ids = torch.randint(2, 48, (2, 65))
+    with FlopCounterMode(display=False) as counter:
+        network(ids[:, :-1], ids[:, 1:]).sum().backward()
+    counted = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
+    state = 0.0
+    for word in network.config.layers.lower().split():
+        keys = 65 / 2 if word[0] == "a" else (16 * 17 / 2 + 48 * 16) / 64
+        state += 12 * 32 * keys if word[0] in "as" else 18 * 2 * 16**2
+    assert bench.flops_per_token(network, 64) - state == pytest.approx(counted / tokens, rel=1e-12)
+
+
+def test_the_peak_is_of_a_product(monkeypatch):
+    ticks = iter(range(100))
+    monkeypatch.setattr(time, "perf_counter", lambda: 0.25 * next(ticks))
+    assert bench.matmul_peak("cpu") == 2 * 1024**3 / 0.25
+
+
+def student_tail(t: float, freedom: int) -> float:
+    """P(T <= t) by Simpson's rule over the density from 0 to t."""
+    scale = math.gamma((freedom + 1) / 2) / math.gamma(freedom / 2) / math.sqrt(freedom * math.pi)
+    count = 2000
+    heights = [scale * (1 + (t * at / count) ** 2 / freedom) ** (-(freedom + 1) / 2) for at in range(count + 1)]
+    inner = 4 * sum(heights[1:-1:2]) + 2 * sum(heights[2:-1:2])
+    return 0.5 + (heights[0] + inner + heights[-1]) * t / count / 3
+
+
+def test_quantiles_of_student():
+    assert [student_tail(t, freedom) for freedom, t in enumerate(bench.T_QUANTILES, 1)] == pytest.approx(
+        [0.975] * 10, abs=3e-6)
+
+
+def test_interval():
+    assert bench.interval([1.0, 3.0]) == pytest.approx((2.0, 12.7062))
+    assert bench.interval([1.0, 2.0, 3.0]) == pytest.approx((2.0, 4.3027 / 3**0.5))
+    assert bench.interval([2.5]) == (2.5, math.inf)
+    many = [float(at % 2) for at in range(20)]
+    assert bench.interval(many)[1] == pytest.approx(2.2281 * statistics.stdev(many) / 20**0.5)
+
+
+def arm_runs(*scores: float | str) -> dict[int, dict]:
+    return {seed: {"failed": score} if isinstance(score, str) else
+            {"val_bpb": score, "tokens": 1000 * seed, "steps": 10, "parameters": 7} for seed, score in
+            enumerate(scores, 1)}
+
+
+def test_an_arm_is_compared_seed_by_seed():
+    first = arm_runs(2.0, 2.2, 2.4)
+    own = bench.summarize(first, first)
+    assert own == {"tokens": 2000, "steps": 10, "parameters": 7, "val_bpb": pytest.approx(2.2),
+                   "half_width": pytest.approx(4.3027 * 0.2 / 3**0.5)}
+    better = bench.summarize(arm_runs(1.9, 2.11, 2.29), first)  # the seeds differ more than the arms
+    assert better["difference"] == pytest.approx(-0.1)
+    assert better["difference_half_width"] == pytest.approx(4.3027 * 0.01 / 3**0.5)
+    assert better["verdict"] == "wins"
+    assert bench.summarize(arm_runs(2.1, 2.31, 2.49), first)["verdict"] == "loses"
+    assert bench.summarize(arm_runs(2.1, 2.1, 2.4), first)["verdict"] == "tie"
+    part = bench.summarize(arm_runs(1.9, "killed", 2.29), first)
+    assert (part["val_bpb"], part["difference"]) == (pytest.approx(2.095), pytest.approx(-0.105))
+    assert bench.summarize(arm_runs("x", "y", "z"), first) == {}
+    assert bench.arm_row("b", better) == ["b", "7", "2,000", "10", "2.1000 ± 0.4849", "-0.1000 ± 0.0248", "wins"]
+    assert bench.arm_row("a", own) == ["a", "7", "2,000", "10", "2.2000 ± 0.4968", "", ""]
+
+
+def test_compare_tells_the_medians_and_every_repeat():
+    assert bench.compare([100, 110], [120, 121], "slower", "faster") == "14.8% faster (+20.0, +10.0)"
+    assert bench.compare([200], [50], "less", "more") == "75.0% less (-75.0)"
+
+
+def option_run(speed: float, memory: float, **more: float) -> dict:
+    return {"tokens_per_second": speed, "step_ms": 1e5 / speed, "peak_memory_mib": memory, **more}
+
+
+def test_option_rows():
+    a = "kept", [option_run(1000, 900), option_run(1000, 1000)]
+    b = "again", [option_run(500, 600), option_run(800, 700)]
+    row = bench.option_row(a, b, "memory", "40-60% less", 400)
+    assert row == ["kept → again", "1,000 → 650 (×0.65)", "100 → 162 (×1.62)", "950 → 650 (×0.68)",
+                   "not reported", "not reported", "40-60% less",
+                   "31.6% less memory (-33.3, -30.0); without the libraries 54.5% less memory (-60.0, -50.0)"]
+    a = "AdamW", [option_run(1000, 900, optimizer_state_bytes=800, state_bytes_per_parameter=8.0)]
+    b = "Lion", [option_run(1000, 900, optimizer_state_bytes=400, state_bytes_per_parameter=4.0)]
+    assert bench.option_row(a, b, "state", "half", 0)[4:] == [
+        "800 → 400 (×0.50)", "8.00 → 4.00 (×0.50)", "half", "50.0% less state (-50.0)"]
+    failed = bench.option_row(a, ("Lion", [{"failed": "error: x"}]), "state", "half", 0)
+    assert failed == ["AdamW → Lion", "", "", "", "", "", "half", "failed: error: x"]
+
+
+def test_the_text_between_two_marks_is_replaced():
+    text = "a\n<!-- t -->\nold\n<!-- /t -->\nb\n"
+    assert bench.replace_between(text, "t", "new") == "a\n<!-- t -->\nnew\n<!-- /t -->\nb\n"
+    for wrong in ("a", "<!-- /t --><!-- t -->", "<!-- t -->" * 2 + "<!-- /t -->"):
+        with pytest.raises(SystemExit, match="README.md must have <!-- t -->"):
+            bench.replace_between(wrong, "t", "new")
+    assert bench.replace_between((ROOT / "README.md").read_text(), "options", "x").count("\nx\n") == 1
+
+
+# ------------------------------------------------------------------------------------------------------------- runs
+@dataclass
+class FakeSettings:
+    seed: int = 1
+    fail: str = ""
+    width: int = 0
+    out_dir: str = ""
+    run_id: str = ""
+
+
+FAKE = SimpleNamespace(Settings=FakeSettings, FOREIGN_NAMES=("PROMPT",), sha256_file=T.sha256_file)
+# A stand-in for train_gpt.py: counts its calls, writes what it was given, fails when told to.
+STAND_IN = '''
+import json, os, sys
+from pathlib import Path
+place = Path(os.environ["OUT_DIR"]) / os.environ["RUN_ID"]
+place.mkdir(parents=True)
+with open(place.parent / "calls", "a") as file:
+    file.write(place.name + "\\n")
+names = ("SEED", "FAIL", "WIDTH", "PROMPT", "CONFIG", "OMP_NUM_THREADS", "PATH", "RANK")
+seen = {name: os.environ.get(name) for name in names}
+result = {"seen": seen, "tokens": 3000, "steps": 3, "params": {"total": 10}, "optimizer_state_bytes": 80}
+(place / "result.json").write_text(json.dumps(result))
+times = (100, 350, 600) if os.environ.get("WIDTH") != "1" else (1,)
+(place / "log.txt").write_text("".join(f"step:{i}/3 train_loss:1 train_time:{ms}ms\\n" for i, ms in enumerate(times)))
+if os.environ.get("FAIL"):
+    sys.stderr.write("first line\\n" + os.environ["FAIL"] + "\\n")
+    sys.exit(1)
+'''
+
+
+@pytest.fixture
+def stand_in(tmp_path, monkeypatch) -> Path:
+    """bench with a repository of its own in `tmp_path`, whose train_gpt.py is the stand-in."""
+    (tmp_path / "train_gpt.py").write_text(STAND_IN)
+    monkeypatch.setattr(bench, "ROOT", tmp_path)
+    monkeypatch.setattr(bench, "SCRIPT", tmp_path / "train_gpt.py")
+    return tmp_path
+
+
+def calls(place: Path) -> list[str]:
+    return (place / "calls").read_text().split()
+
+
+def test_a_run_sees_its_settings_and_no_exported_ones(stand_in, monkeypatch):
+    for name, value in {"WIDTH": "9", "PROMPT": "x", "RANK": "3", "CONFIG": "other.env"}.items():
+        monkeypatch.setenv(name, value)
+    (stand_in / "c.env").write_text("A=1\n")
+    result = bench.run_script(FAKE, stand_in / "runs" / "one", "c.env", {"SEED": "5"}, threads=3)
+    assert result["seen"] == {"SEED": "5", "FAIL": None, "WIDTH": None, "PROMPT": None, "CONFIG": "c.env",
+                              "OMP_NUM_THREADS": "3", "PATH": os.environ["PATH"], "RANK": None}
+    assert (result["step_ms"], result["tokens_per_second"]) == (250.0, 4000.0)
+    assert (result["parameters"], result["state_bytes_per_parameter"]) == (10, 8.0)
+
+
+def test_a_finished_run_is_not_made_again(stand_in):
+    place = stand_in / "runs" / "one"
+    first = bench.run_script(FAKE, place, "", {"SEED": "5"})
+    assert bench.run_script(FAKE, place, "", {"SEED": "5"}) == first
+    assert calls(place.parent) == ["one"]
+    with pytest.raises(SystemExit, match="made with other settings"):
+        bench.run_script(FAKE, place, "", {"SEED": "6"})
+    (stand_in / "train_gpt.py").write_text(STAND_IN + "# another\n")
+    with pytest.raises(SystemExit, match="made with other code"):
+        bench.run_script(FAKE, place, "", {"SEED": "5"})
+
+
+def test_a_failed_or_broken_run_is_told_and_made_again(stand_in):
+    place = stand_in / "runs" / "one"
+    assert bench.run_script(FAKE, place, "", {"FAIL": "error: no"}) == {"failed": "error: no"}
+    assert (place / "result.json").is_file()  # it wrote a result, but is none
+    assert "failed" not in bench.run_script(FAKE, place, "", {"SEED": "5"})
+    assert calls(place.parent) == ["one", "one"]
+    (place / "bench.json").unlink()  # as after a kill
+    (place / "junk").touch()
+    assert "failed" not in bench.run_script(FAKE, place, "", {"SEED": "5"})
+    assert not (place / "junk").exists()
+    assert bench.run_script(FAKE, stand_in / "runs" / "two", "", {"WIDTH": "1"}) == {
+        "failed": "3 steps are too few to time; use more --seconds"}
+
+
+def test_an_unknown_setting_or_config_is_not_run(stand_in):
+    assert bench.run_script(FAKE, stand_in / "runs" / "one", "", {"NORM": "layer", "SEED": "1"}) == {
+        "failed": "NORM: no setting of train_gpt.py"}
+    assert bench.run_script(FAKE, stand_in / "runs" / "one", "no.env", {}) == {
+        "failed": "CONFIG='no.env': no such file"}
+    assert not (stand_in / "runs").exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not pin processes")
+def test_jobs_are_pinned_to_cores_of_their_own():
+    here = sorted(os.sched_getaffinity(0))
+    jobs = min(2, len(here))
+
+    def make(run: tuple) -> tuple:
+        time.sleep(0.05)
+        return run, tuple(os.sched_getaffinity(0))
+
+    found = bench.run_pinned(make, [(at,) for at in range(6)], jobs, 1)
+    assert [run for run, _ in found] == [(at,) for at in range(6)]
+    assert {cores for _, cores in found} == {(core,) for core in here[:jobs]}
+    assert sorted(os.sched_getaffinity(0)) == here
+    with pytest.raises(SystemExit, match="more than the"):
+        bench.run_pinned(make, [], len(here) + 1, 1)
+
+
+# ---------------------------------------------------------------------------------------------------- arms and options
+TOKENIZER = {"vocab_size": 1024, "bos_id": 1}
+
+
+def test_the_arms_have_equal_parameters(capsys):
+    arms = bench.read_arms([])
+    bench.check_arms(T, "configs/cpu.env", arms, TOKENIZER)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "arm hybrid: 793,688 parameters, +0.0%"  # docs/lab.md
+    assert len(lines) == len(arms) >= 10
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"MODEL_DIM": "160"}, "arm b: .* parameters are more than 5% from 793,688"),
+    ({"NUM_LAYER": "4"}, "arm b: NUM_LAYER='4': no setting"),
+    ({"FROBNICATE": "4"}, "arm b: FROBNICATE: not all are settings"),
+    ({"LAYER_PATTERN": "x"}, "arm b: LAYER_PATTERN='x'"),
+])
+def test_an_arm_that_is_wrong_or_unequal_is_refused(settings, message, tmp_path):
+    (tmp_path / "arms.json").write_text(json.dumps({"a": {}, "b": settings}))
+    arms = bench.read_arms([str(tmp_path / "arms.json")])
+    with pytest.raises(SystemExit, match=message):
+        bench.check_arms(T, "configs/cpu.env", arms, TOKENIZER)
+
+
+def test_arms_by_name():
+    assert list(bench.read_arms(["swiglu", "hybrid"])) == ["swiglu", "hybrid"]
+    with pytest.raises(SystemExit, match="'x' is no arm; there are hybrid, "):
+        bench.read_arms(["x"])
+
+
+def test_options_name_settings_and_a_claim_for_every_arm():
+    options = json.loads(bench.OPTIONS.read_text())
+    names = set(options["model"])
+    for choice in options["choices"].values():
+        assert len(choice["claims"]) == len(choice["arms"]) - 1
+        assert choice["compare"] in bench.COMPARED
+        names |= {name for settings in choice["arms"].values() for name in settings}
+    assert names - bench.setting_names(T) <= {"OPTIMIZER"}
+
+
+# ------------------------------------------------------------------------------------------------------- whole commands
+@pytest.fixture
+def command(tmp_path, monkeypatch, capsys):
+    """Calls bench with words of a command line and a stub in place of runs: (exit code, out, err, the stub's calls)."""
+    monkeypatch.setattr(bench, "ROOT", tmp_path)
+    monkeypatch.setattr(bench, "load_script", lambda path: T)
+    monkeypatch.setattr(bench, "library_memory", lambda: 300.0)
+    monkeypatch.setattr(bench, "matmul_peak", lambda device: 1e11)
+    monkeypatch.setattr(bench, "open_data", lambda script, path: ("data/x", {"name": "text", "tokenizer": TOKENIZER}))
+    (tmp_path / "README.md").write_text("top\n<!-- options -->\n<!-- /options -->\nend\n")
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "cpu.env").write_text((ROOT / "configs" / "cpu.env").read_text())
+    monkeypatch.chdir(tmp_path)
+
+    def call(words: list[str], stub) -> tuple[int, str, str, list[tuple[str, dict]]]:
+        made = []
+
+        def run(script, place, config, settings, threads=0):
+            made.append((place.name, {"CONFIG": config, **settings}))
+            found = stub(place.name, settings)
+            about = {"hardware": "1 x CPU", "versions": {"torch": "2"}, "commit": "c", "code_sha256": "s",
+                     "manifest_sha256": "m", "events": []}
+            return found if "failed" in found else {**about, **found}
+
+        monkeypatch.setattr(bench, "run_script", run)
+        monkeypatch.setattr(sys, "argv", ["bench.py", *words])
+        with pytest.raises(SystemExit) as ended:
+            bench.main()
+        said = capsys.readouterr()
+        return ended.value.code, said.out, said.err, made
+
+    return call
+
+
+def test_options_runs_in_turn_and_writes_table_and_json(command, tmp_path):
+    def stub(name: str, settings: dict) -> dict:
+        if settings["COMPILE"] == "1" and name.endswith("_2"):
+            return option_run(1300, 900, parameters=10)
+        return option_run(1000, 800, parameters=10)
+
+    code, out, err, made = command(["options", "--only", "compile", "--write-readme", "--out", "o.json", "--seconds",
+                                    "3", "--set", "MODEL_DIM=64"], stub)
+    assert (code, err) == (0, "")
+    assert [name for name, _ in made] == ["compile_eager_1", "compile_compiled_1", "compile_eager_2",
+                                          "compile_compiled_2"]
+    assert [settings["COMPILE"] for _, settings in made] == ["0", "1", "0", "1"]
+    assert {(settings["MODEL_DIM"], settings["MAX_WALLCLOCK_SECONDS"]) for _, settings in made} == {("64", "4")}
+    readme = (tmp_path / "README.md").read_text()
+    row = next(line for line in readme.splitlines() if line.startswith("| eager"))
+    assert row.startswith("| eager → compiled | 1,000 → 1,150 (×1.15) | ")
+    assert row.endswith("| 20-30% faster | 15.0% faster (+0.0, +30.0) |")
+    assert "`python tools/bench.py options --only compile --write-readme" in readme and "64 wide" in readme
+    assert readme.startswith("top\n<!-- options -->\n| choice |") and readme.endswith("<!-- /options -->\nend\n")
+    assert row in out
+    saved = json.loads((tmp_path / "o.json").read_text())
+    assert [run["tokens_per_second"] for run in saved["runs"]] == [1000, 1000, 1000, 1300]
+    assert [run["arm"] for run in saved["runs"]] == ["eager", "compiled", "eager", "compiled"]
+    assert saved["libraries_mib"] == 300.0 and saved["model"]["MODEL_DIM"] == "64" and saved["hardware"] == "1 x CPU"
+    assert saved["date"] == time.strftime("%Y-%m-%d") and "DATA_PATH" not in saved["model"]
+
+
+def test_a_failed_option_is_in_the_table_and_the_exit_code(command):
+    def stub(name: str, settings: dict) -> dict:
+        return {"failed": "error: no compiler"} if settings["COMPILE"] == "1" else option_run(1000, 800)
+
+    code, out, err, _ = command(["options", "--only", "compile", "--out", "o.json", "--repeats", "1"], stub)
+    assert code == 1
+    assert "| 20-30% faster | failed: error: no compiler |" in out
+    assert err.splitlines()[-1] == "failed: compile, compiled: error: no compiler"
+    code, *_ = command(["options", "--only", "nothing"], stub)
+    assert code.startswith("error: --only nothing: there are norm, ")
+
+
+def test_arms_go_by_seed_and_are_judged(command, tmp_path):
+    (tmp_path / "arms.json").write_text(json.dumps({"a": {}, "b": {"MLP": "gelu"}, "c": {"SCALAR_LR": 0.01}}))
+    scores = {"a": (2.0, 2.2), "b": (1.9, 2.1), "c": (2.1, "killed")}
+
+    def stub(name: str, settings: dict) -> dict:
+        arm, seed = name.split("_s")
+        score = scores[arm][int(seed) - 1]
+        return {"failed": score} if isinstance(score, str) else {
+            "val_bpb": score, "tokens": 5000, "steps": 5, "parameters": 793688}
+
+    code, out, err, made = command(["arms", "--arms", "arms.json", "--seeds", "2", "--out", "a.json", "--seconds", "7"],
+                                   stub)
+    assert [name for name, _ in made] == ["a_s1", "b_s1", "c_s1", "a_s2", "b_s2", "c_s2"]
+    assert made[1][1] == {"CONFIG": "configs/cpu.env", "DATA_PATH": "data/x", "MAX_WALLCLOCK_SECONDS": "7",
+                          "EVAL_STRIDE": "0", "VAL_LOSS_EVERY": "0", "MLP": "gelu", "SEED": "1"}
+    assert made[2][1]["SCALAR_LR"] == "0.01"
+    rows = [line for line in out.splitlines() if line.startswith("| ")]
+    assert rows[2:] == [
+        "| a | 793,688 | 5,000 | 5 | 2.1000 ± 1.2706 |  |  |",
+        "| b | 793,688 | 5,000 | 5 | 2.0000 ± 1.2706 | -0.1000 ± 0.0000 | wins |",
+        "| c | 793,688 | 5,000 | 5 | 2.1000 ± inf | +0.1000 ± inf | tie |"]
+    assert code == 1 and err.splitlines()[-1] == "failed: c, seed 2: killed"
+    saved = json.loads((tmp_path / "a.json").read_text())
+    assert saved["arms"]["b"]["verdict"] == "wins" and saved["arms"]["b"]["settings"] == {"MLP": "gelu"}
+    assert saved["arms"]["c"]["runs"]["2"] == {"failed": "killed"}
+    assert saved["arms"]["c"]["half_width"] is None  # JSON has no infinity
+    assert saved["arms"]["a"]["runs"]["2"]["val_bpb"] == 2.2
+
+
+def test_train_states_the_share_of_the_peak(command, tmp_path):
+    settings = T.load_settings(T.Settings, {"CONFIG": str(ROOT / "configs" / "cpu.env")})
+
+    def stub(name: str, given: dict) -> dict:
+        if name == "bad":
+            return {"failed": "error: bad"}
+        return {**option_run(4000, 512, parameters=793688), "settings": vars(settings)}
+
+    code, out, err, made = command(["train", "configs/cpu.env", "bad.env", "--seconds", "2", "--out", "t.json", "--set",
+                                    "COMPILE=0"], stub)
+    assert made[0][1]["COMPILE"] == "0" and made[0][1]["MAX_WALLCLOCK_SECONDS"] == "7"
+    # weights: 2 GDN of 4 x 128^2 + 8 x 128 + 128^2, 2 attentions of 128 x 256 + 128^2, 4 MLPs of 6 x 128^2, a head
+    weights = 2 * (5 * 128**2 + 8 * 128) + 2 * 3 * 128**2 + 4 * 6 * 128**2 + 1024 * 128
+    flops = 6 * weights + 2 * 18 * 4 * 32**2 + 2 * 12 * 128 * 257 / 2
+    saved = json.loads((tmp_path / "t.json").read_text())["configs"]
+    assert saved["configs/cpu.env"]["flops_per_token"] == flops
+    assert saved["configs/cpu.env"]["mfu"] == pytest.approx(4000 * flops / 1e11)
+    assert f"| configs/cpu.env | 4,000 | 25.0 | 512 | 793,688 | {flops / 1e6:.2f} | " in out
+    assert f"{4000 * flops / 1e11:.1%} of 100 GFLOP/s |" in out
+    assert (code, err.splitlines()[-1]) == (1, "failed: bad.env: error: bad")
