@@ -326,6 +326,13 @@ def test_evaluate_scores_in_the_ways_asked_for():
     assert f"bpb:{found['val_bpb_stateful']:.4f}" in lines[4]
 
 
+def test_whole_documents_want_positions_without_an_end(monkeypatch):
+    """Refused before the run: at its end, where the score stands, the weights would be lost."""
+    monkeypatch.setattr(T.os, "environ", {"EVAL_STATEFUL": "1", "POSITIONS": "learned", "DATA_PATH": "nowhere"})
+    with pytest.raises(T.UserError, match="EVAL_STATEFUL=1: POSITIONS='learned'"):
+        T.main()
+
+
 def test_score_bytes_are_those_of_the_text(tmp_path: Path):
     trained = T.load_tokenizer(train_model(tmp_path / "own.model"))
     for tokenizer in (BYTES, trained):
