@@ -2437,7 +2437,7 @@ def start_log(settings: Settings, runtime: Runtime, folder: Path | None, plan: P
         " ".join(f"{name}:{version}" for name, version in machine["versions"].items()))
     log(settings_table(settings))
     log("parameters: " + " ".join(f"{name}:{count}" for name, count in count_parameters(network).items())
-        + f" layers: {network.config.layers}")
+        + f" arch_mode: {settings.arch_mode} layers: {network.config.layers}")
     log(f"data: {manifest['name']}, train {manifest['train']['tokens']} tokens, "
         f"val {manifest['val']['tokens']} tokens, {manifest['val']['decoded_bytes']} bytes, "
         f"overlap {manifest['overlap_documents']} documents")
@@ -2584,9 +2584,9 @@ def main() -> int:
         events.append({"event": "over_clock", "seconds": clock.elapsed()})
         log("event: over_clock, so this run is no record; choosing wants more RESERVE_SECONDS")
 
-    before = evaluate(score, model, network, settings, log, "before quantization")
     sizes = pack(network, table, folder / "model.upar", tokenizer, runtime,
                  {"run_id": run_id, "steps": steps, "seed": settings.seed, "tokenizer": tokenizer.name})
+    before = evaluate(score, model, network, settings, log, "before quantization")
     packed = rebuild(folder / "model.upar", runtime)
     final = evaluate(score, compiled(packed, settings), packed, settings, log, "from the artifact")
     check_bytes(final["val_bytes"], manifest)
