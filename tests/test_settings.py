@@ -194,7 +194,7 @@ def test_foreign_names_hold_those_the_field_knows():
     """Of nanoGPT's train.py, of Parameter Golf's baseline and later records, each read there and not here."""
     expected = set("""
         N_LAYER N_HEAD N_EMBD BLOCK_SIZE BATCH_SIZE LEARNING_RATE MAX_ITERS LR_DECAY_ITERS MIN_LR GRAD_CLIP DROPOUT
-        EVAL_INTERVAL WARMUP_ITERS WEIGHT_DECAY EMBED_LR HEAD_LR TIE_EMBEDDINGS VAL_BATCH_SIZE EMA_DECAY EMA_ENABLED
+        EVAL_INTERVAL WARMUP_ITERS WEIGHT_DECAY EMBED_LR VAL_BATCH_SIZE EMA_DECAY EMA_ENABLED
         SWA_ENABLED SWA_EVERY LATE_QAT QAT_ENABLED EVAL_SEQ_LEN XSA_LAST_N TTT_ENABLED MUON_BETA2
     """.split())
     assert expected - set(T.FOREIGN_NAMES) == set()
