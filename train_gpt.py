@@ -118,7 +118,7 @@ class Settings:
     adam_wd: float = 0.0  # decoupled weight decay of the embedding; scalars are never decayed
     grad_clip_norm: float = 0.0  # global gradient norm; 0: no clipping
     # schedule, in shares of the run (see Clock)
-    lr_schedule: str = "linear"  # shape of the warmdown: linear or cosine
+    lr_schedule: str = "linear"  # warmdown: linear, cosine, wsd (1 - sqrt) or constant (none: WARMDOWN_* is ignored)
     warmup_frac: float = 0.01  # learning rate from 0 to 1
     warmdown_frac: float = 0.5  # learning rate from 1 to the floor, at the end
     warmdown_iters: int = 0  # the same in steps of ITERATIONS; 0: use the share
@@ -179,7 +179,7 @@ RANGES = (
     ("temperature", 0.0, 100.0), ("vocab_size", 0, 65536),
 )
 CHOICES = {
-    "lr_schedule": ("linear", "cosine"), "device": ("auto", "cpu", "cuda"),
+    "lr_schedule": ("linear", "cosine", "wsd", "constant"), "device": ("auto", "cpu", "cuda"),
     "compile_mode": ("default", "reduce-overhead", "max-autotune"), "positions": ("rope", "learned", "none"),
     "mlp": ("relu2", "leaky_relu2", "gelu", "swiglu", "bio"), "bio_events": ("off", "soft", "hard"),
 }
@@ -1391,9 +1391,7 @@ class Clock:
 
     At the end of a step `send` starts to spread rank 0's [loss, bad, seconds]; `receive` reads it in the middle of the
     next step: the host waits there, which bounds its lead to a step; the device, with work queued, does not.
-    `progress` of a step is where the run stands
-    at that step's end: max((step + 1) / iterations, (seconds at its start + a median step) / budget), so the last step
-    lands within one step of 1. `budget` is MAX_WALLCLOCK_SECONDS - RESERVE_SECONDS.
+    `budget`: MAX_WALLCLOCK_SECONDS - RESERVE_SECONDS; it and `iterations`: 0 for no limit.
     """
 
     def __init__(self, iterations: int, budget: float, runtime: Runtime, now: Callable[[], float] = time.perf_counter):
@@ -1421,12 +1419,10 @@ class Clock:
         packet = torch.stack([loss.double(), bad.double(), seconds])
         if self.runtime.distributed:
             dist.broadcast(packet, src=0)
-        ready = None
-        if packet.is_cuda:
-            packet = packet.to("cpu", non_blocking=True)
-            ready = torch.cuda.Event()
+        ready = torch.cuda.Event() if packet.is_cuda else None
+        self.pending = packet.to("cpu", non_blocking=True), ready
+        if ready is not None:
             ready.record()
-        self.pending = (packet, ready)
 
     def receive(self) -> tuple[float, bool] | None:
         """(loss, bad) of the step before, or None if there was none."""
@@ -1445,11 +1441,10 @@ class Clock:
         return statistics.median(b - a for a, b in zip(recent, recent[1:], strict=False)) if len(recent) > 1 else 0.0
 
     def progress(self, step: int) -> float:
-        """Where the run stands at the end of `step`, from 0 to 1; called once a step, after `receive`."""
+        """Where the run stands at the end of `step`, so that the last lands near 1; once a step, after `receive`."""
         by_step = (step + 1) / self.iterations if self.iterations else 0.0
         by_time = (self.seconds[-1] + self.median_step()) / self.budget if self.budget else 0.0
-        before = self.used[-1] if self.used else 0.0
-        self.used.append(min(1.0, max(by_step, by_time, before)))
+        self.used.append(min(1.0, max(by_step, by_time, *self.used[-1:])))
         return self.used[-1]
 
     def is_last(self, step: int) -> bool:
@@ -1461,73 +1456,67 @@ class Clock:
 
 @dataclass
 class Phase:
-    """A stretch of the run, in progress from `start` to `end`, and what became of it."""
+    """A stretch of the run, in progress from `planned` to `end`, and what became of it."""
 
-    name: str
-    start: float
+    planned: float
     end: float
     start_step: int = 0  # counted from 1, as in the log; 0: not yet
     start_progress: float = 0.0
     steps: int = 0
-
-    @property
-    def on(self) -> bool:
-        """Whether it has begun."""
-        return self.start_step > 0
 
 
 class Plan:
     """The phases of a run, each from a share of progress on, whatever the step time."""
 
     def __init__(self, settings):
-        iterations, clock = settings.iterations, settings.max_wallclock_seconds
-        if not iterations and not clock:
+        self.settings = s = settings
+        if not s.iterations and not s.max_wallclock_seconds:
             raise UserError("ITERATIONS=0 and MAX_WALLCLOCK_SECONDS=0: the run would never end; set one of them")
-        if clock and settings.reserve_seconds >= clock:
-            raise UserError(f"RESERVE_SECONDS={settings.reserve_seconds}: must be below MAX_WALLCLOCK_SECONDS={clock}")
-        self.warmdown = self.in_steps("WARMDOWN_ITERS", settings.warmdown_iters, settings.warmdown_frac, iterations)
-        self.momentum_warmup = self.in_steps("MUON_MOMENTUM_WARMUP_STEPS", settings.muon_momentum_warmup_steps,
-                                             settings.muon_momentum_warmup_frac, iterations)
-        self.settings = settings
-        if settings.warmup_frac + self.warmdown > 1:
-            raise UserError(f"WARMUP_FRAC={settings.warmup_frac}: must be at most {1 - self.warmdown:.3f}, for the "
-                            f"warmdown takes {self.warmdown:.3f} of the run")
-        self.phases: dict[str, Phase] = {}
-        for name, wanted, start, end in (
-            ("warmup", settings.warmup_frac > 0, 0.0, settings.warmup_frac),
-            ("warmdown", self.warmdown > 0, 1 - self.warmdown, 1.0),
-            ("ema", settings.ema, settings.ema_start_frac, 1.0),
-            ("swa", settings.swa, settings.swa_start_frac, 1.0), ("qat", settings.qat, settings.qat_start_frac, 1.0),
-        ):
-            last = 1 - 1 / iterations if iterations and name == "qat" else 1.0  # QAT begins with the step after
-            if wanted and start >= last:
-                raise UserError(f"{name.upper()}_START_FRAC={start}: {name} could not fire; must be less than "
+        if s.reserve_seconds >= s.max_wallclock_seconds > 0:
+            raise UserError(f"RESERVE_SECONDS={s.reserve_seconds}: must be below MAX_WALLCLOCK_SECONDS="
+                            f"{s.max_wallclock_seconds}")
+        self.warmdown = 0.0
+        if s.lr_schedule != "constant":
+            self.warmdown = self.share("WARMDOWN_ITERS", s.warmdown_iters, s.warmdown_frac)
+        self.momentum_warmup = self.share("MUON_MOMENTUM_WARMUP_STEPS", s.muon_momentum_warmup_steps,
+                                          s.muon_momentum_warmup_frac)
+        if s.warmup_frac + self.warmdown > 1:
+            raise UserError(f"WARMUP_FRAC={s.warmup_frac}: must be at most {1 - self.warmdown:.3f}, for the warmdown "
+                            f"takes {self.warmdown:.3f} of the run")
+        planned = {  # name: (wanted, start, end)
+            "warmup": (s.warmup_frac, 0.0, s.warmup_frac), "warmdown": (self.warmdown, 1 - self.warmdown, 1.0),
+            "ema": (s.ema, s.ema_start_frac, 1.0), "swa": (s.swa, s.swa_start_frac, 1.0),
+            "qat": (s.qat, s.qat_start_frac, 1.0),
+        }
+        self.phases = {name: Phase(start, end) for name, (wanted, start, end) in planned.items() if wanted}
+        for name, phase in self.phases.items():
+            last = 1 - 1 / s.iterations if s.iterations and name == "qat" else 1.0  # QAT begins with the step after
+            if phase.planned >= last:
+                raise UserError(f"{name.upper()}_START_FRAC={phase.planned}: {name} could not fire; must be less than "
                                 f"{last:.4f}, or set {name.upper()}=0")
-            if wanted:
-                self.phases[name] = Phase(name, start, end)
 
-    @staticmethod
-    def in_steps(name: str, steps: int, frac: float, iterations: int) -> float:
+    def share(self, name: str, steps: int, frac: float) -> float:
         """A length in steps as a share of ITERATIONS, fixed before step 0; `frac` where steps is 0."""
-        if not steps:
-            return frac
-        if not iterations:
-            raise UserError(f"{name}={steps}: a length in steps needs ITERATIONS; set it, or use a share of the run")
+        iterations = self.settings.iterations
         if steps > iterations:
-            raise UserError(f"{name}={steps}: must be at most ITERATIONS={iterations}")
-        return steps / iterations
+            raise UserError(f"{name}={steps}: must be at most ITERATIONS={iterations}; or use a share of the run")
+        return steps / iterations if steps else frac
 
     def describe(self) -> str:
         """The plan, one line a phase."""
-        return "\n".join(f"plan: {phase.name} from {phase.start:.1%} to {phase.end:.1%} of the run"
-                         for phase in self.phases.values())
+        return "\n".join(f"plan: {name} from {phase.planned:.1%} to {phase.end:.1%} of the run"
+                         for name, phase in self.phases.items())
 
     def multiplier(self, progress: float) -> float:
-        """Of the learning rates: from 0 up to 1 in the warm-up, from 1 down to the floor in the warmdown."""
-        up = min(1.0, progress / self.settings.warmup_frac) if self.settings.warmup_frac else 1.0
+        """Of the learning rates: from 0 up to 1 in the warm-up, from 1 down to the floor in the warmdown.
+
+        wsd: 1 - sqrt(share of the warmdown done) (Hägele et al., arXiv:2405.18392, section 3).
+        """
+        s = self.settings
+        up = min(1.0, progress / s.warmup_frac) if s.warmup_frac else 1.0
         left = min(1.0, (1 - progress) / self.warmdown) if self.warmdown else 1.0
-        shape = left if self.settings.lr_schedule == "linear" else 0.5 - 0.5 * math.cos(math.pi * left)
-        return up * (self.settings.lr_floor + (1 - self.settings.lr_floor) * shape)
+        shapes = {"cosine": 0.5 - 0.5 * math.cos(math.pi * left), "wsd": 1 - math.sqrt(1 - left)}
+        return up * (s.lr_floor + (1 - s.lr_floor) * shapes.get(s.lr_schedule, left))
 
     def momentum(self, progress: float) -> float:
         """Of Muon, after its warm-up."""
@@ -1541,36 +1530,34 @@ class Plan:
         Quantization-aware training begins with the forward pass of the step after.
         """
         begun = []
-        for phase in self.phases.values():
-            later = phase.name == "qat"
-            if not phase.on and progress > phase.start:
+        for name, phase in self.phases.items():
+            later = name == "qat"
+            if not phase.start_step and progress > phase.planned:
                 phase.start_step, phase.start_progress, phase.steps = step + 1 + later, progress, 0 if later else 1
-                begun.append(phase.name)
-            elif phase.on and (progress <= phase.end or phase.end == 1.0):
+                begun.append(name)
+            elif phase.start_step and progress <= phase.end:
                 phase.steps += 1
         return begun
 
     def on(self, name: str) -> bool:
         """Whether phase `name` is enabled and has begun."""
-        return name in self.phases and self.phases[name].on
+        return name in self.phases and self.phases[name].start_step > 0
 
     def table(self) -> str:
         """When each phase began, and for how many steps it was on."""
         rows = []
-        for phase in self.phases.values():
+        for name, phase in self.phases.items():
             began = f"began at step {phase.start_step} ({phase.start_progress:.1%}), on for {phase.steps} steps"
-            rows.append(f"phase: {phase.name:8s} planned {phase.start:6.1%}, {began if phase.steps else 'NEVER FIRED'}")
+            rows.append(f"phase: {name:8s} planned {phase.planned:6.1%}, {began if phase.steps else 'NEVER FIRED'}")
         return "\n".join(rows)
 
     def summary(self) -> dict[str, dict]:
         """The same for result.json."""
-        return {phase.name: {"planned": phase.start, "start_step": phase.start_step,
-                             "start_progress": phase.start_progress, "steps": phase.steps}
-                for phase in self.phases.values()}
+        return {name: asdict(phase) for name, phase in self.phases.items()}
 
     def never_fired(self) -> list[str]:
         """Names of enabled phases that were never on."""
-        return [phase.name for phase in self.phases.values() if not phase.steps]
+        return [name for name, phase in self.phases.items() if not phase.steps]
 
 
 class Average:
@@ -1586,9 +1573,8 @@ class Average:
         if not self.count:
             self.values = [param.detach().float().clone() for param in self.params]
         else:
-            keep = self.count / (self.count + 1)
-            if self.memory is not None:
-                keep = math.exp(-(progress - self.progress) / self.memory)
+            memory = self.memory
+            keep = math.exp((self.progress - progress) / memory) if memory else self.count / (self.count + 1)
             torch._foreach_lerp_(self.values, [param.detach() for param in self.params], 1 - keep)
         self.count, self.progress = self.count + 1, progress
 
@@ -1596,41 +1582,32 @@ class Average:
         """Forget what was averaged."""
         self.count = 0
 
-    @contextlib.contextmanager
-    def applied(self) -> Iterator[None]:
+    def applied(self) -> contextlib.AbstractContextManager[None]:
         """The parameters hold the average inside, and their own values again after."""
-        own = [param.detach().clone() for param in self.params]
-        with torch.no_grad():
-            torch._foreach_copy_([param.detach() for param in self.params], self.values)
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                torch._foreach_copy_([param.detach() for param in self.params], own)
+        return swapped(self.params, self.values)
 # === end: schedule ===
 
 
 # === shared: quantization ===
 FLOAT32_CONTROLS = ("A_log", "dt_bias")  # they pass through exp and softplus into a decay that is taken T times
-EMBEDDING_NAMES = ("embed", "lm_head", ".ab")
 MIN_QUANTIZED_DIM = 16
 
 QuantTable = dict[str, tuple[int, float]]  # tensor class -> (bits, clip_sigmas)
 
 
-def tensor_class(name: str, tensor: torch.Tensor) -> str:
+def tensor_class(name: str, tensor: Tensor) -> str:
     """Say how the artifact stores a tensor: as a "matrix", an "embedding" or a "control" tensor.
 
-    The tensor is seen as (rows, columns) = (shape[0], the rest). The first rule that fits decides:
-    1. fewer than 2 dimensions, or fewer than 16 rows or columns: control (norms, gains, mixes (2, dim), convolution
-       kernels (channels, 4): few weights that scale whole channels).
-    2. "embed", "lm_head" or ".ab" (GDN's decay and step size) in the name: embedding.
-    3. everything else: matrix.
+    By the last part of its dotted name: "w_*" is a matrix; "*embed*", "head" and "ab" (GDN's decay and step size) are
+    embeddings; everything else is control (norms, gains, mixes, convolutions: few weights that scale whole channels),
+    and so is what has, seen as (shape[0], the rest), fewer than 2 dimensions or fewer than 16 rows or columns.
     """
-    rows = tensor.shape[0] if tensor.ndim > 1 else 0
+    rows, last = tensor.shape[0] if tensor.ndim > 1 else 0, name.rsplit(".", 1)[-1]
     if rows < MIN_QUANTIZED_DIM or tensor.numel() < MIN_QUANTIZED_DIM * rows:
         return "control"
-    return "embedding" if any(part in name for part in EMBEDDING_NAMES) else "matrix"
+    if last.startswith("w_"):
+        return "matrix"
+    return "embedding" if "embed" in last or last in ("head", "ab") else "control"
 
 
 def control_dtype(name: str) -> torch.dtype:
@@ -1638,7 +1615,7 @@ def control_dtype(name: str) -> torch.dtype:
     return torch.float32 if name.rsplit(".", 1)[-1] in FLOAT32_CONTROLS else torch.float16
 
 
-def quantize_rows(w: torch.Tensor, bits: int, clip_sigmas: float) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_rows(w: Tensor, bits: int, clip_sigmas: float) -> tuple[Tensor, Tensor]:
     """Quantize symmetrically to `bits` bits with one step per row.
 
     w: floating, (R, ...), seen as (R, C). Returns codes int8 (R, C) in [-qmax, qmax], qmax = 2**(bits-1) - 1, and
@@ -1648,7 +1625,7 @@ def quantize_rows(w: torch.Tensor, bits: int, clip_sigmas: float) -> tuple[torch
     as the quantizer is: a constant row has standard deviation 0 and would be lost. The scale is rounded to float16
     before the codes are computed and has no floor; up to 2**-25 it becomes 0, and so do the codes.
 
-    Runs in every QAT step, so it checks nothing (export_rows does); what is not finite stays not finite.
+    Runs in every QAT step, so it checks nothing (export_tensor does); what is not finite stays not finite.
     """
     rows = w.reshape(w.shape[0], -1).float()  # (R, C)
     if clip_sigmas > 0:
@@ -1662,100 +1639,72 @@ def quantize_rows(w: torch.Tensor, bits: int, clip_sigmas: float) -> tuple[torch
     return codes, scales
 
 
-def dequantize_rows(
-    codes: torch.Tensor, scales: torch.Tensor, shape: Iterable[int], dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
+def dequantize_rows(codes: Tensor, scales: Tensor, shape: Iterable[int], dtype: torch.dtype = torch.float32) -> Tensor:
     """Return code * scale in `shape`. An 8-bit code times an 11-bit significand is exact in float32, everywhere."""
     return (codes.float() * scales.float().unsqueeze(1)).reshape(tuple(shape)).to(dtype)
 
 
-def fake_quant(w: torch.Tensor, bits: int, clip_sigmas: float) -> torch.Tensor:
+def fake_quant(w: Tensor, bits: int, clip_sigmas: float) -> Tensor:
     """Return w as the artifact would give it back, in w's shape and dtype: the exporter's own two functions."""
     return dequantize_rows(*quantize_rows(w, bits, clip_sigmas), w.shape, w.dtype)
 
 
 def check_quant_table(table: QuantTable) -> None:
-    """Raise ValueError unless every class of the table has 2 to 8 bits and a finite clip of 0 or more sigmas."""
+    """Raise ValueError unless every class is known and has 2 to 8 bits and a finite clip of 0 or more sigmas."""
     for name, (bits, clip_sigmas) in table.items():
-        if name not in ("matrix", "embedding"):
-            raise ValueError(f"quantization: class {name!r} is unknown, use 'matrix' or 'embedding'")
-        if not 2 <= bits <= 8 or not 0 <= clip_sigmas < math.inf:
-            raise ValueError(f"quantization of {name}: {bits} bits, {clip_sigmas} sigmas; use 2 to 8 bits, 0 or more")
+        if name not in ("matrix", "embedding") or not (2 <= bits <= 8 and 0 <= clip_sigmas < math.inf):
+            raise ValueError(f"quantization of {name}: {bits} bits, {clip_sigmas} sigmas; must be matrix or embedding, "
+                             "2 to 8 bits, 0 or more")
 
 
-def export_rows(name: str, w: torch.Tensor, bits: int, clip_sigmas: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """quantize_rows for the exporter: ValueError naming the tensor if a weight or a scale is not finite."""
-    codes, scales = quantize_rows(w, bits, clip_sigmas)
-    if not torch.isfinite(scales).all():  # either clip passes NaN and infinity on
-        raise ValueError(f"tensor {name}: weights up to {w.abs().max():.3g}; need finite ones, scales within float16")
-    return codes, scales
+@contextlib.contextmanager
+def swapped(params: list[Tensor], values: Iterable[Tensor]) -> Iterator[None]:
+    """`params` hold `values` inside, and their own values again, bit for bit, after, even after an exception."""
+    params = [param.detach() for param in params]  # the same memory
+    own = [param.clone() for param in params]
+    for param, value in zip(params, values, strict=True):
+        param.copy_(value)
+    try:
+        yield
+    finally:
+        for param, value in zip(params, own, strict=True):
+            param.copy_(value)
 
 
 class QuantizedWeights:
     """Quantization-aware training by swapping weights, with no flag in the model.
 
-    swap_in() keeps each quantized parameter as a master and writes fake_quant(master) over it in place; forward and
-    backward then run on the quantized values; swap_out() writes the masters back, bit for bit, and the optimizer
-    steps them. The gradient at q(w) lands on w as it is: exactly the straight-through estimator (Bengio et al.,
-    arXiv 1308.3432), w + (q(w) - w).detach(). Compiled code sees the same tensors before and after QAT begins, so
-    nothing is traced again. Backward must come before swap_out(): autograd refuses a weight changed in between.
-
-    named_parameters: as model.named_parameters() gives them, a shared one once. Classes not in the table stay as
-    they are.
+    Inside `with weights.quantized():` every quantized parameter holds fake_quant of itself; forward and backward run
+    on these values, then the masters return and the optimizer steps them. The gradient at q(w) lands on w as it is:
+    exactly the straight-through estimator (Bengio et al., arXiv:1308.3432), w + (q(w) - w).detach(). Compiled code
+    sees the same tensors before and after QAT begins, so nothing is traced again. Backward belongs inside: autograd
+    refuses a weight changed after forward. Parameters of classes that the table leaves out stay as they are.
     """
 
-    def __init__(self, named_parameters: Iterable[tuple[str, torch.Tensor]], table: QuantTable) -> None:
+    def __init__(self, named_parameters: Iterable[tuple[str, Tensor]], table: QuantTable) -> None:
         check_quant_table(table)
         classes = [(parameter, tensor_class(name, parameter)) for name, parameter in named_parameters]
         self.entries = [(parameter, *table[kind]) for parameter, kind in classes if kind in table]
-        self.masters: list[torch.Tensor] | None = None
 
-    @torch.no_grad()
-    def swap_in(self) -> None:
-        """Overwrite every quantized parameter with its fake-quantized value; RuntimeError if already swapped in."""
-        if self.masters is not None:
-            raise RuntimeError("QuantizedWeights: swap_in() called twice without swap_out()")
-        self.masters = [parameter.detach().clone() for parameter, _, _ in self.entries]
-        for (parameter, bits, clip_sigmas), master in zip(self.entries, self.masters, strict=True):
-            parameter.copy_(fake_quant(master, bits, clip_sigmas))
-
-    @torch.no_grad()
-    def swap_out(self) -> None:
-        """Write the masters back; RuntimeError if they are not swapped out."""
-        if self.masters is None:
-            raise RuntimeError("QuantizedWeights: swap_out() called without swap_in()")
-        for (parameter, _, _), master in zip(self.entries, self.masters, strict=True):
-            parameter.copy_(master)
-        self.masters = None
-
-    @contextlib.contextmanager
-    def quantized(self) -> Iterator[None]:
-        """`with weights.quantized():` around forward and backward; the masters return even after an exception."""
-        self.swap_in()
-        try:
-            yield
-        finally:
-            self.swap_out()
+    def quantized(self) -> contextlib.AbstractContextManager[None]:
+        """The quantized values in the parameters' place, one made after the other; the masters return at the end."""
+        values = (fake_quant(parameter.detach(), bits, clip_sigmas) for parameter, bits, clip_sigmas in self.entries)
+        return swapped([parameter for parameter, _, _ in self.entries], values)
 # === end: quantization ===
 
 
 # === shared: artifact ===
 # One file, little endian: magic, version u32, header length u32, zstd(JSON header), data area, SHA-256 of the rest.
 # The header is what `header` is in write_artifact. Offsets count from the start of the data area; a crc32 is that of
-# the unpacked bytes. Codes are coded as bytes, code + 128. The k-th tensor with coder "rans" uses the k-th frequency
-# table of section "tables" and its own span of words; the lane states, which section "states" starts, run on from
-# tensor to tensor. Section "scales" holds the float16 row scales of all quantized tensors, one after the other.
-ARTIFACT_MAGIC = b"UNDERPAR"
-ARTIFACT_VERSION = 1
+# the unpacked array. Codes are stored as int8. The k-th tensor with coder "rans" uses the k-th frequency table of
+# section "tables" and its own span of words; the lane states, which section "states" starts, run on from tensor to
+# tensor. Section "scales" holds the float16 row scales of all quantized tensors, one after the other.
 ARTIFACT_PREFIX = struct.Struct("<8sII")
-MAX_HEADER_BYTES = 1 << 26
+ARTIFACT_MAGIC, ARTIFACT_VERSION = b"UNDERPAR", 1
+MAX_HEADER_BYTES = 1 << 24
 RANS_BITS = 14  # at 14 bits the rounding of frequencies costs about 20 bytes per million codes, at 12 bits 150
 RANS_TOTAL = 1 << RANS_BITS
 RANS_LOW = 1 << 16  # every state stays in [2**16, 2**32), so a step moves at most one 16-bit word
-RANS_MAX_LANES = 1024  # a lane costs 3 bytes; fewer lanes are more, and slower, numpy calls
-SPAN_FIELDS = {"coder": str, "offset": int, "length": int, "crc32": int}
-TENSOR_FIELDS = {"name": str, "shape": list, "class": str, "bits": int, "quantizer": str, **SPAN_FIELDS}
-HEADER_FIELDS = {"settings": dict, "meta": dict, "lanes": int, "data_bytes": int, "sections": dict, "tensors": list}
 
 
 class ArtifactError(ValueError):
@@ -1785,38 +1734,32 @@ def rans_table(counts: np.ndarray) -> np.ndarray:
 
 def rans_lanes(symbols: int) -> int:
     """Number of interleaved coders: a power of two, 1 per 8,192 symbols (a flush of 3 bytes each), 8 to 1,024."""
-    return min(RANS_MAX_LANES, max(8, 1 << (symbols // 8192).bit_length() >> 1))
+    return min(1024, max(8, 1 << (symbols // 8192).bit_length() >> 1))
 
 
-def rans_encode(tensors: list[np.ndarray], tables: list[np.ndarray], lanes: int) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Code tensors of symbols uint8 (n,), each with its table uint16 (256,), into one interleaved rANS stream.
+def rans_encode(states: np.ndarray, table: np.ndarray, symbols: np.ndarray) -> np.ndarray:
+    """Code symbols uint8 (n,) by their table uint16 (256,); returns words uint16 (W,) in the order they are read.
 
-    Symbol i of a tensor belongs to lane i % lanes; the lanes' states run on from tensor to tensor, so the stream is
-    flushed once. Range ANS (Duda, arXiv 1311.2540) works like a stack: coding runs from the last symbol to the first.
-    Returns the states to start decoding from, uint32 (lanes,), and each tensor's words uint16 (W,), in the order they
-    are read. No table may give one symbol all of 2**14: f << 18 would overflow 32 bits.
+    Symbol i belongs to lane i % lanes of `states`, uint32 (lanes,), which are moved in place: from all RANS_LOW over
+    every tensor, the last one first, since range ANS (Duda, arXiv:1311.2540) is a stack, to where decoding starts.
+    No table may give one symbol all of 2**14: f << 18 would overflow 32 bits.
     """
-    state = np.full(lanes, RANS_LOW, np.uint32)
-    words = []
-    for symbols, table in zip(reversed(tensors), reversed(tables), strict=True):
-        frequency = table.astype(np.uint32)[symbols]
-        start = (np.cumsum(table, dtype=np.uint32) - table).astype(np.uint32)[symbols]
-        limit = frequency << (32 - RANS_BITS)
-        chunks = [np.empty(0, np.uint16)]
-        for begin in range((len(symbols) - 1) // lanes * lanes, -1, -lanes):
-            here = slice(begin, min(begin + lanes, len(symbols)))
-            x = state[: here.stop - begin]  # a view; the last symbols of a tensor may need only the first lanes
-            full = x >= limit[here]
-            chunks.append(x[full].astype(np.uint16))
-            x >>= full.astype(np.uint32) << 4
-            # x becomes (x // f << 14) + x % f + start, where x % f = x - x // f * f
-            x += x // frequency[here] * (RANS_TOTAL - frequency[here]) + start[here]
-        words.append(np.concatenate(chunks[::-1]))
-    return state, words[::-1]
+    lanes, chunks = len(states), [np.empty(0, np.uint16)]
+    frequency = table.astype(np.uint32)[symbols]
+    start = (np.cumsum(table, dtype=np.uint32) - table)[symbols]
+    for begin in range((len(symbols) - 1) // lanes * lanes, -1, -lanes):
+        here = slice(begin, min(begin + lanes, len(symbols)))
+        x, f = states[: here.stop - begin], frequency[here]  # x is a view; the last symbols may need only a few lanes
+        full = x >= f << (32 - RANS_BITS)
+        chunks.append(x[full].astype(np.uint16))
+        x >>= full.astype(np.uint32) << 4
+        # x becomes (x // f << 14) + x % f + start, where x % f = x - x // f * f
+        x += x // f * (RANS_TOTAL - f) + start[here]
+    return np.concatenate(chunks[::-1])
 
 
 def rans_decode(states: np.ndarray, table: np.ndarray, words: np.ndarray, count: int) -> np.ndarray:
-    """Return the next `count` symbols, uint8 (count,), of a rans_encode stream and move the lanes' states in place.
+    """The inverse: the next `count` symbols, uint8 (count,), moving the lanes' states in place.
 
     Integers only: the same on every machine. ArtifactError unless the tensor uses up exactly its own words.
     """
@@ -1833,237 +1776,144 @@ def rans_decode(states: np.ndarray, table: np.ndarray, words: np.ndarray, count:
         x *= frequency[slot]
         x += offset[slot]
         low = np.flatnonzero(x < RANS_LOW)
-        require(position + len(low) <= len(words), "its rANS words are damaged, more are asked for than stored")
+        require(position + len(low) <= len(words), "more rANS words are asked for than stored")
         x[low] = x[low] << 16 | words[position : position + len(low)]
         position += len(low)
-    require(position == len(words), f"its rANS words are damaged, {len(words) - position} are left over")
+    require(position == len(words), f"{len(words) - position} rANS words are left over")
     return np.repeat(np.arange(256, dtype=np.uint8), table)[slots]
 
 
-def pack_array(array: np.ndarray, level: int = 19) -> tuple[str, bytes]:
-    """Return the shorter of ("stored", bytes) and ("zstd", compressed bytes) of an array's byte planes.
+def pack_array(record: dict, array: np.ndarray) -> list:
+    """[record, payload]: the array as it is or as a zstd frame, the shorter; sets the record's coder and crc32."""
+    raw = array.reshape(-1, 1).view(np.uint8).T.tobytes()  # by byte planes, in which float16 and tables compress better
+    frame = zstandard.ZstdCompressor(level=19 if array.size < 1 << 16 else 1).compress(raw)
+    coder, payload = ("zstd", frame) if len(frame) < len(raw) else ("stored", raw)
+    record.update(coder=coder, crc32=zlib.crc32(array))
+    return [record, payload]
 
-    Byte planes: the lowest bytes of all elements first; so sorted, scales and frequencies compress better.
+
+def unpack_array(record: dict, area: bytes, dtype: str, count: int, rans: tuple = ()) -> np.ndarray:
+    """The (count,) array of a little-endian dtype, in native order, that `record` of the header places in `area`.
+
+    rans: lane states, iterator of tables. ArtifactError if the CRC-32 is wrong; any error if the record is nonsense.
     """
-    raw = array.reshape(-1, 1).view(np.uint8).T.tobytes()
-    packed = zstandard.ZstdCompressor(level=level).compress(raw)
-    return ("zstd", packed) if len(packed) < len(raw) else ("stored", raw)
-
-
-def unpack_zstd(payload: bytes, limit: int) -> bytes:
-    """Decompress a frame of at most `limit` bytes; zstandard allocates what the frame declares, so that is checked."""
-    try:
-        size = zstandard.get_frame_parameters(payload).content_size
-        require(size <= limit, f"its zstd frame declares {size} bytes, the limit is {limit}")
-        return zstandard.ZstdDecompressor().decompress(payload, max_output_size=limit)
-    except zstandard.ZstdError as error:
-        raise ArtifactError(f"its zstd frame is damaged ({error})") from None
-
-
-def unpack_array(what: str, record: dict, area: bytes, dtype: str, count: int, rans: tuple = ()) -> np.ndarray:
-    """Return (count,) of a little-endian dtype from the data area; `rans`: lane states and table, where it may be used.
-
-    ArtifactError naming `what` if length, coder, content or CRC-32 is wrong.
-    """
-    coder, size = record["coder"], count * np.dtype(dtype).itemsize
+    coder, width = record["coder"], np.dtype(dtype).itemsize
+    require(coder in ("stored", "zstd", "rans"), f"coder {coder!r} is unknown")
     payload = area[record["offset"] : record["offset"] + record["length"]]
-    try:
-        require(len(payload) == record["length"], f"its {record['length']} bytes do not lie in the data area")
-        if coder == "rans" and rans:
-            payload = rans_decode(*rans, np.frombuffer(payload[: len(payload) & ~1], "<u2"), count)
-        elif coder == "zstd":
-            payload = unpack_zstd(payload, size)
-        elif coder == "constant":
-            payload = payload[:1] * size
-        else:
-            require(coder == "stored", f"its coder {coder!r} is unknown")
-        require(len(payload) == size, f"it has {len(payload)} bytes where {size} belong")
-        array = np.frombuffer(payload, np.uint8).reshape(-1, max(1, count)).T.copy().view(dtype).reshape(count)
-        require(zlib.crc32(array) == record["crc32"], "its CRC-32 is wrong")
-    except ArtifactError as error:
-        raise ArtifactError(f"{what}: {error}") from None
-    return array
+    if coder == "rans":
+        payload = rans_decode(rans[0], next(rans[1]), np.frombuffer(payload, "<u2"), count)
+    elif coder == "zstd":
+        payload = zstandard.ZstdDecompressor().stream_reader(payload).read(count * width)  # not what it declares
+    array = np.frombuffer(payload, np.uint8).reshape(width, -1).T.copy().view(dtype).reshape(count)
+    require(zlib.crc32(array) == record["crc32"], f"CRC-32 of {record['name']!r} is wrong")
+    return array.astype(dtype[1:], copy=False)
 
 
-@dataclass
-class PackedTensor:
-    """A tensor on its way into the file: its header record and payload, and what the shared sections need of it."""
+def export_tensor(name: str, tensor: Tensor, table: QuantTable) -> tuple[dict, np.ndarray, np.ndarray]:
+    """Header record, codes as uint8 (n,), row scales float16 (R,); for a control tensor: record, values, no scales.
 
-    record: dict
-    payload: bytes
-    scales: np.ndarray  # float16 (R,), empty for a control tensor
-    entropy_bytes: float = 0.0  # order-0, of the codes
-    symbols: np.ndarray | None = None  # uint8 (n,), if coded by rANS: the payload then comes from the shared stream
-    table: np.ndarray | None = None  # uint16 (256,), its rANS frequencies
-
-
-def pack_tensor(name: str, tensor: torch.Tensor, table: QuantTable) -> PackedTensor:
-    """Quantize and pack one tensor by its class; ValueError naming it if not floating, not finite or too large.
-
-    Codes take the smallest of "constant" (one byte), "stored", "zstd" and "rans"; the size by rANS is the code length
-    under the integer table, which the stream meets to a word per lane, plus that of the packed table.
+    ValueError naming the tensor if it is not floating, not finite or too large.
     """
-    if not tensor.is_floating_point():
-        raise ValueError(f"tensor {name}: is {tensor.dtype}, the artifact holds floating tensors only")
-    kind = tensor_class(name, tensor)
-    record = {"name": name, "shape": list(tensor.shape), "class": kind}
-    if kind not in table:
-        values = tensor.detach().to(control_dtype(name)).cpu()
-        if not torch.isfinite(values).all():
-            raise ValueError(f"tensor {name}: not every value is finite as {values.dtype}, its storage type")
-        array = values.contiguous().numpy().astype(f"<f{values.element_size()}")
-        coder, payload = pack_array(array)
-        record.update(bits=8 * array.itemsize, quantizer="none", coder=coder, crc32=zlib.crc32(array))
-        return PackedTensor(record, payload, np.empty(0, "<f2"))
-    codes, scales = export_rows(name, tensor.detach(), *table[kind])
-    symbols = codes.cpu().numpy().reshape(-1).view(np.uint8) ^ 0x80
-    counts = np.bincount(symbols, minlength=256)
-    seen = counts[counts > 0]
-    coder, payload = pack_array(symbols, level=19 if symbols.size < 1 << 16 else 1)
-    record.update(bits=table[kind][0], quantizer="rows", coder=coder, crc32=zlib.crc32(symbols))
-    entropy_bytes = float((seen * np.log2(symbols.size / seen)).sum() / 8)
-    packed = PackedTensor(record, payload, scales.cpu().numpy().astype("<f2"), entropy_bytes)
-    if len(seen) == 1:
-        record["coder"], packed.payload = "constant", symbols[:1].tobytes()
-        return packed
-    frequencies = rans_table(counts)
-    rans_bytes = (seen * (RANS_BITS - np.log2(frequencies[counts > 0]))).sum() / 8 + len(pack_array(frequencies)[1])
-    if rans_bytes < len(payload):
-        record["coder"], packed.symbols, packed.table = "rans", symbols, frequencies
-    return packed
+    kind, w = tensor_class(name, tensor), tensor.detach()
+    codes, values = quantize_rows(w, *table[kind]) if kind in table else (None, w.to(control_dtype(name)))
+    if not (w.is_floating_point() and torch.isfinite(values).all()):
+        raise ValueError(f"tensor {name}: is {w.dtype}, up to {w.abs().max():.3g}; must be floating, its values or "
+                         f"row scales finite as {values.dtype}")
+    record = {"name": name, "shape": list(w.shape), "class": kind, "quantizer": "rows" if kind in table else "none"}
+    values = values.cpu().contiguous().numpy().astype(f"<f{values.element_size()}")
+    if codes is None:
+        return {**record, "bits": 8 * values.itemsize}, values, np.empty(0, "<f2")
+    return {**record, "bits": table[kind][0]}, codes.cpu().numpy().reshape(-1).view(np.uint8), values
 
 
-def write_artifact(
-    path: str | Path, tensors: dict[str, torch.Tensor], table: QuantTable, settings: dict, tokenizer_sha256: str,
-    meta: dict,
-) -> dict:  # fmt: skip
+def write_artifact(path: str | Path, tensors: dict[str, Tensor], table: QuantTable, settings: dict,
+                   tokenizer_sha256: str, meta: dict) -> dict:
     """Quantize the tensors by class, pack them into one file, written beside `path` and renamed; return statistics.
 
     settings: what rebuilds the model; meta: anything else; both JSON. A class that the table leaves out is stored as
-    control tensors are. The same input gives the same bytes. Errors: see pack_tensor. Statistics: artifact_bytes;
-    bytes (tensor class or part of the file -> bytes); weights (quantized ones); bits_per_weight (of these, with their
-    scales, as stored); entropy_bytes (order-0, per tensor, of their codes).
+    control tensors are. The same input gives the same bytes. Errors: see export_tensor. Statistics: bytes (tensor
+    class or part of the file -> bytes) and entropy_bytes (order-0, of each quantized tensor's codes, summed).
     """
     check_quant_table(table)
-    packed = [pack_tensor(name, tensor, table) for name, tensor in tensors.items()]
-    streamed = [part for part in packed if part.symbols is not None]
-    lanes = rans_lanes(sum(part.symbols.size for part in streamed))
-    states, words = rans_encode([part.symbols for part in streamed], [part.table for part in streamed], lanes)
-    for part, own in zip(streamed, words, strict=True):
-        part.payload = own.astype("<u2").tobytes()
-    by_symbol = np.array([part.table for part in streamed], "<u2").reshape(-1, 256).T  # alike ones side by side
-    scales = np.concatenate([np.empty(0, "<f2"), *(part.scales for part in packed)])
-    sections = {}
-    for name, array in (("states", states.astype("<u4")), ("tables", by_symbol), ("scales", scales)):
-        array = np.ascontiguousarray(array)
-        coder, payload = pack_array(array)
-        sections[name] = {"coder": coder, "crc32": zlib.crc32(array)}
-        packed.append(PackedTensor(sections[name], payload, scales[:0]))
+    parts, coded, scales, entropy_bytes = [], [], [np.empty(0, "<f2")], 0.0
+    for name, tensor in tensors.items():
+        record, array, own_scales = export_tensor(name, tensor, table)
+        parts.append(pack_array(record, array))
+        if record["quantizer"] == "rows":
+            counts = np.bincount(array, minlength=256)
+            seen = counts[counts > 0]
+            own_entropy = float((seen * np.log2(array.size / seen)).sum() / 8)
+            if len(seen) > 1 and own_entropy + 2 * len(seen) < len(parts[-1][1]):  # about its words and its table
+                record["coder"] = "rans"
+                coded.append((parts[-1], array, rans_table(counts)))
+            scales.append(own_scales)
+            entropy_bytes += own_entropy
+
+    states = np.full(rans_lanes(sum(symbols.size for _, symbols, _ in coded)), RANS_LOW, np.uint32)
+    for part, symbols, frequencies in reversed(coded):
+        part[1] = rans_encode(states, frequencies, symbols).astype("<u2").tobytes()
+    by_symbol = np.array([frequencies for _, _, frequencies in coded], "<u2").reshape(-1, 256).T  # alike ones together
+    sections = {"states": states.astype("<u4"), "tables": by_symbol.copy(), "scales": np.concatenate(scales)}
+    parts += [pack_array({"name": name, "class": name}, array) for name, array in sections.items()]
     offset, sizes = 0, collections.Counter()
-    for part, label in zip(packed, [*(part.record["class"] for part in packed[:-3]), *sections], strict=True):
-        part.record.update(offset=offset, length=len(part.payload))
-        offset += len(part.payload)
-        sizes[label] += len(part.payload)
-    header = {
-        "settings": settings, "tokenizer_sha256": tokenizer_sha256, "meta": meta, "lanes": lanes, "data_bytes": offset,
-        "sections": sections, "tensors": [part.record for part in packed[:-3]],
-    }  # fmt: skip
-    text = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
-    text = zstandard.ZstdCompressor(level=19, write_checksum=True).compress(text)
+    for record, payload in parts:
+        record.update(offset=offset, length=len(payload))
+        offset += len(payload)
+        sizes[record["class"]] += len(payload)
+    header = {"settings": settings, "tokenizer_sha256": tokenizer_sha256, "meta": meta,
+              "tensors": [record for record, _ in parts[:-3]],
+              "sections": {record["name"]: record for record, _ in parts[-3:]}}
+    text = zstandard.ZstdCompressor(level=19).compress(json.dumps(header, allow_nan=False).encode())
     data = ARTIFACT_PREFIX.pack(ARTIFACT_MAGIC, ARTIFACT_VERSION, len(text)) + text
-    data += b"".join(part.payload for part in packed)
+    data += b"".join(payload for _, payload in parts)
     beside = Path(path).with_name(Path(path).name + ".part")
     beside.write_bytes(data + hashlib.sha256(data).digest())
     os.replace(beside, path)
-    quantized = [record for record in header["tensors"] if record["quantizer"] == "rows"]
-    weights = sum(math.prod(record["shape"]) for record in quantized)
-    return {
-        "artifact_bytes": len(data) + 32,
-        "bytes": {**sizes, "header": len(data) - offset + 32},
-        "weights": weights,
-        "bits_per_weight": 8 * (sum(record["length"] for record in quantized) + sizes["scales"]) / max(1, weights),
-        "entropy_bytes": sum(part.entropy_bytes for part in packed),
-    }
+    return {"bytes": {**sizes, "header": len(data) + 32 - offset}, "entropy_bytes": entropy_bytes}
 
 
-def check_fields(what: str, record: object, fields: dict[str, type]) -> None:
-    """ArtifactError unless the record is a dict with these fields of these types."""
-    valid = isinstance(record, dict) and all(isinstance(record.get(name), kind) for name, kind in fields.items())
-    require(valid, f"header: {what} is not a record of {', '.join(fields)}")
-
-
-def parse_header(data: bytes, max_weights: int) -> tuple[dict, bytes]:
-    """Return (header, data area) of an artifact's bytes; all that is allocated later is bounded by the checks here."""
-    require(data[:8] == ARTIFACT_MAGIC, f"magic: this is no underpar artifact, it begins with {data[:8]!r}")
-    require(len(data) >= ARTIFACT_PREFIX.size + 32, f"truncated: {len(data)} bytes are too few for an artifact")
-    _, version, length = ARTIFACT_PREFIX.unpack_from(data)
-    require(version == ARTIFACT_VERSION, f"version: the file says {version}, this code reads {ARTIFACT_VERSION}")
-    area = ARTIFACT_PREFIX.size + length
-    require(area + 32 <= len(data), f"header length: {length} bytes in a file of {len(data)}, truncated or damaged")
-    try:
-        header = json.loads(unpack_zstd(data[ARTIFACT_PREFIX.size : area], MAX_HEADER_BYTES))
-    except (ArtifactError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ArtifactError(f"header: {error}") from None
-    check_fields("top level", header, HEADER_FIELDS)
-    found, announced = len(data) - area - 32, header["data_bytes"]
-    require(found == announced, f"data: {found} bytes where {announced} belong, truncated or spliced")
-    for name in ("states", "tables", "scales"):
-        check_fields(f"section {name}", header["sections"].get(name), SPAN_FIELDS)
-    for record in header["tensors"]:
-        check_fields("a tensor", record, TENSOR_FIELDS)
-        shape, quantizer = record["shape"], record["quantizer"]
-        valid = all(isinstance(size, int) and 0 <= size <= max_weights for size in shape)
-        if quantizer == "rows":
-            valid = valid and len(shape) > 1 and 0 not in shape
-        else:
-            valid = valid and quantizer == "none" and record["bits"] in (16, 32)
-        require(valid, f"header: tensor {record['name']}: shape {shape}, {quantizer!r}, {record['bits']} bits")
-    weights = sum(math.prod(record["shape"]) for record in header["tensors"])
-    require(weights <= max_weights, f"header: {weights} weights, the limit is {max_weights}")
-    require(0 < header["lanes"] <= RANS_MAX_LANES, f"header: {header['lanes']} lanes, the limit is {RANS_MAX_LANES}")
-    return header, data[area:-32]
-
-
-def parse_artifact(data: bytes, max_weights: int) -> tuple[dict, dict[str, torch.Tensor]]:
-    """read_artifact from a file's bytes."""
-    header, area = parse_header(data, max_weights)
-    sections, records = header["sections"], header["tensors"]
-    rows = [record["shape"][0] if record["quantizer"] == "rows" else 0 for record in records]
-    streams = sum(record["coder"] == "rans" for record in records)
-    states = unpack_array("section states", sections["states"], area, "<u4", header["lanes"]).astype(np.uint32)
-    tables = unpack_array("section tables", sections["tables"], area, "<u2", 256 * streams).reshape(256, -1).T
-    scales = unpack_array("section scales", sections["scales"], area, "<f2", sum(rows)).astype(np.float16)
-    sums = tables.sum(1, dtype=np.int64)
-    require(not ((sums != RANS_TOTAL) | (tables.max(1) == RANS_TOTAL)).any(), "section tables: not rANS frequencies")
-    tensors, stream, row = {}, 0, 0
-    for record, count in zip(records, rows, strict=True):
-        what, weights = f"tensor {record['name']}", math.prod(record["shape"])
-        if record["quantizer"] == "rows":
-            rans = (states, tables[stream]) if record["coder"] == "rans" else ()
-            codes = unpack_array(what, record, area, "u1", weights, rans) ^ 0x80
-            codes = torch.from_numpy(codes.view(np.int8).reshape(count, -1))
-            tensor = dequantize_rows(codes, torch.from_numpy(scales[row : row + count]), record["shape"])
-            stream, row = stream + bool(rans), row + count
-        else:
-            array = unpack_array(what, record, area, f"<f{record['bits'] // 8}", weights)
-            tensor = torch.from_numpy(array.astype(np.float32)).reshape(record["shape"])
-        tensors[record["name"]] = tensor
-    require((states == RANS_LOW).all(), "section states: the decoder does not end where the encoder began")
-    intact = hashlib.sha256(data[:-32]).digest() == data[-32:]
-    require(intact, "SHA-256: the digest at the end of the file is not that of its bytes")
-    return header, tensors
-
-
-def read_artifact(path: str | Path, max_weights: int = 1 << 30) -> tuple[dict, dict[str, torch.Tensor]]:
+def read_artifact(path: str | Path, max_weights: int = 1 << 30) -> tuple[dict, dict[str, Tensor]]:
     """Return (header, name -> float32 tensor) of an artifact file, bit-exact on every machine.
 
     Memory is bounded by the file, at most max_weights float32 weights, and the decoding of one tensor at a time.
     ArtifactError, one line naming the file and the damaged part, if anything is not as it was written.
     """
+    data = Path(path).read_bytes()
+    whole = len(data) >= ARTIFACT_PREFIX.size + 32 and data[:8] == ARTIFACT_MAGIC
+    require(whole, f"{path}: is no underpar artifact, or cut short: {len(data)} bytes that begin with {data[:8]!r}")
+    _, version, length = ARTIFACT_PREFIX.unpack_from(data)
+    require(version == ARTIFACT_VERSION, f"{path}: version {version}, this code reads {ARTIFACT_VERSION}")
+    intact = hashlib.sha256(data[:-32]).digest() == data[-32:]
+    start, what, tensors = ARTIFACT_PREFIX.size + length, "header", {}
     try:
-        return parse_artifact(Path(path).read_bytes(), max_weights)
-    except ArtifactError as error:
-        raise ArtifactError(f"{path}: {error}") from None
+        frame, area = data[ARTIFACT_PREFIX.size : start], data[start:-32]
+        header = json.loads(zstandard.ZstdDecompressor().stream_reader(frame).read(MAX_HEADER_BYTES))
+        require({"settings", "tokenizer_sha256", "meta"} <= header.keys(), "settings, tokenizer_sha256 or meta missing")
+        records, sections = header["tensors"], header["sections"]
+        # These two bound all that is allocated below; a size of 0 counts as 1, or the others would have no bound.
+        require(all(size >= 0 for record in records for size in record["shape"]), "a tensor's shape is negative")
+        weights = sum(math.prod(max(1, size) for size in record["shape"]) for record in records)
+        require(weights <= max_weights, f"{weights} weights, the limit is {max_weights}")
+        rows = [record["shape"][0] if record["quantizer"] == "rows" else 0 for record in records]
+        coded = [math.prod(record["shape"]) for record in records if record["coder"] == "rans"]
+        what = "sections"
+        states = unpack_array(sections["states"], area, "<u4", rans_lanes(sum(coded)))
+        tables = iter(unpack_array(sections["tables"], area, "<u2", 256 * len(coded)).reshape(256, -1).T)
+        scales = torch.from_numpy(unpack_array(sections["scales"], area, "<f2", sum(rows))).split(rows)
+        for record, own_scales in zip(records, scales, strict=True):
+            what, shape = f"tensor {record['name']!r}", record["shape"]
+            dtype = {16: "<f2", 32: "<f4"}.get(record["bits"], "|i1")
+            values = torch.from_numpy(unpack_array(record, area, dtype, math.prod(shape), (states, tables)))
+            if record["quantizer"] == "rows":
+                values = dequantize_rows(values.view(len(own_scales), -1), own_scales, shape)
+            tensors[record["name"]] = values.float().reshape(shape)
+        what = "digest"
+        require(intact, "every part unpacks as it was written")
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError, zstandard.ZstdError) as error:
+        damage = "" if intact else f"SHA-256 is wrong, damaged or truncated, {len(data)} bytes, first seen in "
+        text = str(error) if isinstance(error, ArtifactError) else f"{type(error).__name__}: {error}"
+        raise ArtifactError(f"{path}: {damage}{what}: {text}") from None
+    return header, tensors
 # === end: artifact ===
 
 

@@ -85,7 +85,7 @@ def test_rows_of_zeros_tiny_rows_and_constant_rows():
 def test_fake_quant_is_the_exporter_bit_for_bit():
     for w in (random_rows(), random_rows().reshape(40, 4, 24), random_rows().to(torch.bfloat16), -torch.ones(3, 1)):
         for bits, clip_sigmas in ((6, 12.85), (8, 0.0)):
-            codes, scales = script.export_rows("w", w, bits, clip_sigmas)
+            codes, scales = script.quantize_rows(w, bits, clip_sigmas)
             product = codes.numpy().astype(np.float32) * scales.numpy().astype(np.float32)[:, None]
             fake = script.fake_quant(w, bits, clip_sigmas)
             assert fake.dtype == w.dtype and fake.shape == w.shape
@@ -107,30 +107,38 @@ def test_what_is_not_finite_stays_not_finite_and_the_exporter_names_it():
         w[3, 5] = bad
         for clip_sigmas in (0.0, 12.85):
             assert not torch.isfinite(script.fake_quant(w, 6, clip_sigmas)[3]).all()
-            with pytest.raises(ValueError, match=r"^tensor blocks\.0\.w: [^\n]*$"):
-                script.export_rows("blocks.0.w", w, 6, clip_sigmas)
+            with pytest.raises(ValueError, match=r"^tensor blocks\.0\.w_up: [^\n]*$"):
+                script.export_tensor("blocks.0.w_up", w, {"matrix": (6, clip_sigmas)})
 
 
 @pytest.mark.parametrize(
     ("name", "shape", "kind"),
     [
-        ("blocks.0.q.weight", (512, 512), "matrix"),
-        ("blocks.0.up.weight", (16, 16), "matrix"),
-        ("blocks.0.conv.weight", (512, 4), "control"),
-        ("blocks.0.conv.weight", (512, 1, 4), "control"),
-        ("blocks.0.patch.weight", (512, 4, 4), "matrix"),
+        ("blocks.0.w_q", (512, 512), "matrix"),
+        ("w_up", (16, 16), "matrix"),
+        ("w_up", (15, 16), "control"),
+        ("w_up", (16, 15), "control"),
+        ("blocks.0.w_patch", (512, 4, 4), "matrix"),
+        ("blocks.0.w_conv", (512, 1, 4), "control"),
+        ("w_embed", (64, 64), "matrix"),
+        ("w_blocks.0.up", (64, 64), "control"),
+        ("blocks.0.conv", (512, 512), "control"),
         ("mixers.0.ab", (16, 512), "embedding"),
         ("mixers.0.ab", (8, 512), "control"),
+        ("mixers.0.lab", (16, 512), "control"),
         ("blocks.0.mix", (2, 512), "control"),
-        ("embed.weight", (1024, 512), "embedding"),
-        ("token_embedding.weight", (1024, 8), "control"),
-        ("lm_head.weight", (1024, 512), "embedding"),
-        ("blocks.0.norm.weight", (512,), "control"),
+        ("embed", (1024, 512), "embedding"),
+        ("bigram_embed", (1024, 64), "embedding"),
+        ("positions_embed", (1024, 8), "control"),
+        ("embed.weight", (1024, 512), "control"),
+        ("head", (1024, 512), "embedding"),
+        ("head.norm", (1024, 512), "control"),
+        ("blocks.0.norm", (512,), "control"),
         ("blocks.0.A_log", (8,), "control"),
-        ("gain", (), "control"),
-        ("none", (0, 32), "control"),
-        ("none", (32, 0), "control"),
-        ("one_row", (1, 16), "control"),
+        ("w_gain", (), "control"),
+        ("w_none", (0, 32), "control"),
+        ("w_none", (32, 0), "control"),
+        ("w_one_row", (1, 16), "control"),
     ],
 )
 def test_tensor_class(name, shape, kind):
@@ -145,11 +153,11 @@ def test_control_dtype():
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"matrix": (1, 0.0)}, "matrix: 1 bits"),
+        ({"matrix": (1, 0.0)}, "matrix: 1 bits, 0.0 sigmas; must be"),
         ({"embedding": (9, 0.0)}, "embedding: 9 bits"),
         ({"matrix": (6, -1.0)}, "-1.0 sigmas"),
         ({"matrix": (6, float("nan"))}, "nan sigmas"),
-        ({"control": (6, 0.0)}, "'control' is unknown"),
+        ({"control": (6, 0.0)}, "control: 6 bits, 0.0 sigmas; must be matrix or embedding"),
     ],
 )
 def test_wrong_tables_are_refused(table, message):
@@ -164,8 +172,8 @@ class Net(torch.nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(3)
         self.embed = torch.nn.Parameter(torch.randn(32, 24, generator=generator))
-        self.up = torch.nn.Parameter(torch.randn(48, 24, generator=generator) * 0.2)
-        self.down = torch.nn.Parameter(torch.randn(24, 48, generator=generator) * 0.2)
+        self.w_up = torch.nn.Parameter(torch.randn(48, 24, generator=generator) * 0.2)
+        self.w_down = torch.nn.Parameter(torch.randn(24, 48, generator=generator) * 0.2)
         self.gain = torch.nn.Parameter(torch.rand(24, generator=generator) + 0.5)
         self.explicit = explicit
 
@@ -178,7 +186,7 @@ class Net(torch.nn.Module):
     def forward(self, tokens):
         embed = self.weight("embed")
         x = embed[tokens[:-1]] * self.gain
-        x = x + torch.relu(x @ self.weight("up").T).square() @ self.weight("down").T
+        x = x + torch.relu(x @ self.weight("w_up").T).square() @ self.weight("w_down").T
         return torch.nn.functional.cross_entropy(x @ embed.T, tokens[1:])
 
 
@@ -193,7 +201,7 @@ def test_swapping_is_the_straight_through_estimator():
     weights = script.QuantizedWeights(swapped.named_parameters(), TABLE)
     assert len(weights.entries) == 3
     with weights.quantized():
-        for name in ("embed", "up", "down"):
+        for name in ("embed", "w_up", "w_down"):
             table = TABLE["embedding" if name == "embed" else "matrix"]
             assert torch.equal(getattr(swapped, name), script.fake_quant(masters[name], *table))
         loss = swapped(tokens)
@@ -216,22 +224,21 @@ def test_swapping_is_the_straight_through_estimator():
         assert torch.allclose(parameter, dict(explicit.named_parameters())[name], rtol=0, atol=1e-9), name
 
 
-def test_swapping_refuses_misuse_and_survives_an_exception():
+def test_masters_return_after_an_exception_and_backward_outside_is_refused():
     net = Net()
     before = [parameter.detach().clone() for parameter in net.parameters()]
     weights = script.QuantizedWeights(net.named_parameters(), TABLE)
-    with pytest.raises(RuntimeError, match="without swap_in"):
-        weights.swap_out()
     with pytest.raises(ZeroDivisionError), weights.quantized():
+        assert not torch.equal(net.w_up, before[1])
         raise ZeroDivisionError
-    weights.swap_in()
-    with pytest.raises(RuntimeError, match="called twice"):
-        weights.swap_in()
-    loss = net(torch.arange(32))
-    weights.swap_out()
+    assert all(torch.equal(parameter, old) for parameter, old in zip(net.parameters(), before, strict=True))
+    with weights.quantized():
+        loss = net(torch.arange(32))
     assert all(torch.equal(parameter, old) for parameter, old in zip(net.parameters(), before, strict=True))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+    with script.QuantizedWeights(net.named_parameters(), {}).quantized():  # no class, no change
+        assert all(torch.equal(parameter, old) for parameter, old in zip(net.parameters(), before, strict=True))
 
 
 def test_compiled_code_is_not_traced_again_when_weights_are_swapped():

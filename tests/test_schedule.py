@@ -60,7 +60,7 @@ SPEEDS = {
 
 
 @pytest.mark.parametrize("name", SPEEDS)
-@pytest.mark.parametrize("shape", ["linear", "cosine"])
+@pytest.mark.parametrize("shape", ["linear", "cosine", "wsd"])
 def test_every_phase_fires_and_the_rate_reaches_its_floor(name, shape):
     plan, clock, multipliers, ended = run(settings(lr_schedule=shape, lr_floor=0.1), SPEEDS[name])
     assert plan.never_fired() == []
@@ -90,7 +90,7 @@ def test_a_run_cut_to_a_tenth_fires_the_same_phases_at_the_same_shares():
 
 def test_steps_are_shares_of_iterations():
     plan = T.Plan(settings(iterations=2200, warmdown_iters=400))
-    assert plan.phases["warmdown"].start == pytest.approx(1 - 400 / 2200)
+    assert plan.phases["warmdown"].planned == pytest.approx(1 - 400 / 2200)
     assert T.Plan(settings(iterations=9999, warmdown_iters=3000)).warmdown == pytest.approx(0.30003, abs=1e-5)
 
 
@@ -119,8 +119,37 @@ def test_multiplier_against_closed_forms():
     assert plan.multiplier(1.0) == pytest.approx(0.2)
     cosine = T.Plan(settings(warmup_frac=0.1, warmdown_frac=0.4, lr_floor=0.2, lr_schedule="cosine"))
     assert cosine.multiplier(0.9) == pytest.approx(0.2 + 0.8 * (1 + math.cos(math.pi * 0.75)) / 2)
+    wsd = T.Plan(settings(warmup_frac=0.1, warmdown_frac=0.4, lr_floor=0.2, lr_schedule="wsd"))
+    assert [wsd.multiplier(at) for at in (0.05, 0.1, 0.35, 0.6)] == pytest.approx([0.5, 1.0, 1.0, 1.0])
+    assert wsd.multiplier(0.7) == pytest.approx(0.2 + 0.8 * 0.5)  # a quarter of the warmdown: 1 - sqrt(1/4)
+    assert wsd.multiplier(0.6 + 0.4 * 0.81) == pytest.approx(0.2 + 0.8 * 0.1)  # 1 - sqrt(0.81)
+    assert wsd.multiplier(1.0) == pytest.approx(0.2)
     assert plan.momentum(0.025) == pytest.approx(0.90)
     assert plan.momentum(0.5) == pytest.approx(0.95)
+
+
+def test_constant_has_no_warmdown_whatever_its_length_says():
+    for changes in ({}, {"warmdown_frac": 1.0}, {"warmdown_iters": 400}):  # 400 steps of no ITERATIONS: not read
+        plan, _, multipliers, _ = run(settings(lr_schedule="constant", warmup_frac=0.1, **changes), SPEEDS["steady"])
+        assert set(plan.phases) == {"warmup", "ema", "swa", "qat"} and plan.never_fired() == []
+        assert [plan.multiplier(at) for at in (0.05, 0.1, 0.5, 1.0)] == pytest.approx([0.5, 1.0, 1.0, 1.0])
+        assert multipliers[-1] == 1.0 and "warmdown" not in plan.describe() + plan.table()
+
+
+def test_table_and_summary_say_what_happened():
+    cfg = settings(iterations=10, max_wallclock_seconds=0.0, warmup_frac=0.2, swa=False, ema=False, qat_start_frac=0.8)
+    plan, *_ = run(cfg, SPEEDS["steady"])
+    assert plan.describe().splitlines() == [
+        "plan: warmup from 0.0% to 20.0% of the run", "plan: warmdown from 50.0% to 100.0% of the run",
+        "plan: qat from 80.0% to 100.0% of the run"]
+    assert plan.summary() == {
+        "warmup": dict(planned=0.0, end=0.2, start_step=1, start_progress=0.1, steps=2),
+        "warmdown": dict(planned=0.5, end=1.0, start_step=6, start_progress=0.6, steps=5),
+        "qat": dict(planned=0.8, end=1.0, start_step=10, start_progress=0.9, steps=1)}
+    assert plan.table().splitlines() == [
+        "phase: warmup   planned   0.0%, began at step 1 (10.0%), on for 2 steps",
+        "phase: warmdown planned  50.0%, began at step 6 (60.0%), on for 5 steps",
+        "phase: qat      planned  80.0%, began at step 10 (90.0%), on for 1 steps"]
 
 
 @pytest.mark.parametrize("changes, said", [
