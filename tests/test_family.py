@@ -358,3 +358,27 @@ def test_one_graph_without_breaks(choice):
             for name, param in net.named_parameters():
                 scale = expected[name].abs().max()
                 assert (param.grad - expected[name]).abs().max() < 1e-4 * scale + 1e-6, (name, recompute)
+
+
+def test_the_activity_of_mlps_is_counted_over_units():
+    """Against the hidden units of each layer, found by hand; events count open gates, other kinds what is not zero."""
+    for choice in ("plain", "bio", "bio hard"):
+        net, ids, seen = network(choice), tokens(), []
+        for block in net.blocks:
+            block.mlp.register_forward_pre_hook(lambda mlp, inputs: seen.append(mlp.hidden(inputs[0])))
+        found = T.mlp_activity(net, ids)
+        active = [(hidden != 0 if fired is None else fired).double().mean().item() for hidden, fired in seen]
+        small = [(hidden.abs() < 0.05).double().mean().item() for hidden, _ in seen]
+        assert found == pytest.approx({"mlp_active": sum(active) / 2, "mlp_small": sum(small) / 2})
+        assert found["mlp_active"] == (1.0 if choice == "bio" else pytest.approx(0.5, abs=0.45))
+
+
+@pytest.mark.parametrize(("mode", "given"), [("default", None), ("reduce-overhead",) * 2, ("max-autotune",) * 2])
+def test_the_compile_mode_reaches_the_compiler(monkeypatch, mode, given):
+    seen = {}
+    monkeypatch.setattr(torch, "compile", lambda net, **words: seen.update(words) or net)
+    net = network()
+    assert T.compiled(net, T.Settings(compile_mode=mode)) is net
+    assert seen == {"dynamic": False, "fullgraph": True, "mode": given}
+    seen.clear()
+    assert T.compiled(net, T.Settings(compile=False)) is net and not seen
