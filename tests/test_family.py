@@ -363,10 +363,11 @@ def test_one_graph_without_breaks(choice):
 def test_the_activity_of_mlps_is_counted_over_units():
     """Against the hidden units of each layer, found by hand; events count open gates, other kinds what is not zero."""
     for choice in ("plain", "bio", "bio hard"):
-        net, ids, seen = network(choice), tokens(), []
+        net, ids, inputs = network(choice), tokens(), []
         for block in net.blocks:
-            block.mlp.register_forward_pre_hook(lambda mlp, inputs: seen.append(mlp.hidden(inputs[0])))
+            block.mlp.register_forward_pre_hook(lambda mlp, args, inputs=inputs: inputs.append((mlp, args[0])))
         found = T.mlp_activity(net, ids)
+        seen = [mlp.hidden(x) for mlp, x in inputs]
         active = [(hidden != 0 if fired is None else fired).double().mean().item() for hidden, fired in seen]
         small = [(hidden.abs() < 0.05).double().mean().item() for hidden, _ in seen]
         assert found == pytest.approx({"mlp_active": sum(active) / 2, "mlp_small": sum(small) / 2})
