@@ -1205,8 +1205,8 @@ class AdamW8bit(torch.optim.Optimizer):
                 descend(param, update, lr, lr * group["weight_decay"], group["cautious"])
                 ratio = torch.where(root > 0, m / root, 0.0)
                 scales = torch.stack([ratio.abs().amax(1, keepdim=True) / 127, root.amax(1, keepdim=True)])
-                level = (16 * torch.log2(scales[1] / root)).nan_to_num(255.0).clamp(max=255) - 128
-                codes = torch.stack([(ratio / scales[0]).nan_to_num(0.0), level]).round().char()
+                level = (16 * torch.log2(scales[1] / root)).clamp(max=255) - 128
+                codes = torch.stack([ratio / scales[0], level]).nan_to_num(0.0).round().char()  # 0 / 0: a block of zeros
                 for key, value in dict(updates=updates, scales=scales, codes=codes).items():
                     state[key] = torch.where(bad, state[key].to(value.dtype), value)  # torch loads a state as floats
 

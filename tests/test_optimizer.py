@@ -155,6 +155,18 @@ def test_8_bit_adamw_stays_beside_adamw(betas, cautious):
     assert ratio.abs().max() < bound
 
 
+def test_8_bit_adamw_leaves_blocks_without_gradient_alone():
+    torch.manual_seed(4)
+    start = torch.randn(64, 256)
+    param = nn.Parameter(start.clone())
+    eight = T.AdamW8bit(group(param, lr=0.01, weight_decay=0.0), {})
+    for _ in range(20):
+        param.grad = torch.cat([torch.zeros(32, 256), torch.randn(32, 256)])
+        eight.step(GOOD)
+    assert torch.equal(param[:32], start[:32]) and not (param[32:] == start[32:]).any()
+    assert (eight.state[param]["codes"][:, :32] == 0).all() and (eight.state[param]["scales"][:, :32] == 0).all()
+
+
 @pytest.mark.parametrize("even", [True, False])
 def test_8_bit_adamw_is_nearer_to_adamw_than_bitsandbytes(even):
     bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
@@ -287,7 +299,7 @@ def test_adafactor_is_torchs_over_50_steps():
 
 
 def test_adafactor_moves_what_begins_at_zero():
-    net = Bare()
+    net = Bare().float()
     optimizers = T.Optimizers(net, T.Settings(optimizer="adafactor", **RATES), ALONE)
     for param in net.parameters():
         param.grad = torch.randn_like(param) * 1e-9  # as small as a mean over many tokens makes it
