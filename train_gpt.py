@@ -1141,9 +1141,8 @@ class Muon(torch.optim.Optimizer):
             buffer.lerp_(torch.where(bad, buffer, param.grad), 1 - momentum)
         for (rows, cols), pieces in self.batches.items():
             share = -(-len(pieces) // world)
-            mine = pieces[rank * share : (rank + 1) * share]
             update = group["params"][0].new_zeros(share, rows, cols)
-            for at, (param, top, end) in enumerate(mine):
+            for at, (param, top, end) in enumerate(pieces[rank * share : (rank + 1) * share]):
                 torch.lerp(param.grad[top:end], self.state[param]["momentum_buffer"][top:end], momentum, out=update[at])
             update = torch.where(bad, 0.0, update)
             if settings.muon_row_normalize:
@@ -1206,7 +1205,7 @@ class AdamW8bit(torch.optim.Optimizer):
                 ratio = torch.where(root > 0, m / root, 0.0)
                 scales = torch.stack([ratio.abs().amax(1, keepdim=True) / 127, root.amax(1, keepdim=True)])
                 level = (16 * torch.log2(scales[1] / root)).clamp(max=255) - 128
-                codes = torch.stack([ratio / scales[0], level]).nan_to_num(0.0).round().char()  # 0 / 0: a block of zeros
+                codes = torch.stack([ratio / scales[0], level]).nan_to_num(0.0).round().char()  # 0 / 0: a zero block
                 for key, value in dict(updates=updates, scales=scales, codes=codes).items():
                     state[key] = torch.where(bad, state[key].to(value.dtype), value)  # torch loads a state as floats
 
