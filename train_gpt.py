@@ -102,8 +102,10 @@ class Settings:
     logit_softcap: float = 30.0  # logits = c tanh(z / c); 0: as they are
     gdn_neg_eigval: bool = False  # GDN's beta in (0, 2) instead of (0, 1): negative eigenvalues of the state transition
     # optimizer
-    matrix_lr: float = 0.02  # Muon, matrices of the layers
-    tied_embed_lr: float = 0.03  # AdamW, the embedding, which is the output head too
+    optimizer: str = "muon"  # muon, lion, adamw, adamw8bit, adafactor: of matrices, without muon of embeddings too
+    matrix_lr: float = 0.02  # matrices of the layers; this and the next two have presets under other optimizers
+    tied_embed_lr: float = 0.03  # embeddings; a tied one is the output head too
+    head_lr: float = 0.008  # an untied output head
     scalar_lr: float = 0.02  # AdamW, gains, mixes, GDN's small projections, convolutions, decay and step sizes
     tied_embed_init_std: float = 0.005  # of the embedding
     muon_momentum: float = 0.95  # Nesterov momentum of Muon
@@ -111,11 +113,14 @@ class Settings:
     muon_momentum_warmup_frac: float = 0.05  # share of the run until it is reached
     muon_momentum_warmup_steps: int = 0  # the same in steps of ITERATIONS; 0: use the share
     muon_backend_steps: int = 5  # Newton-Schulz steps
-    muon_wd: float = 0.04  # decoupled weight decay of matrices
-    beta1: float = 0.9  # AdamW
-    beta2: float = 0.95  # AdamW
-    adam_eps: float = 1e-8  # AdamW
-    adam_wd: float = 0.0  # decoupled weight decay of the embedding; scalars are never decayed
+    muon_coefficients: str = "quintic"  # of the Newton-Schulz steps: quintic or polar_express
+    muon_row_normalize: bool = False  # rows of the gradient to norm 1 before them
+    muon_wd: float = 0.04  # decoupled weight decay of matrices, of every optimizer
+    cautious_wd: bool = False  # decay only weights that the update shrinks too: muon, lion, adamw8bit
+    beta1: float = 0.9  # AdamW, 8-bit AdamW, Lion
+    beta2: float = 0.95  # AdamW, 8-bit AdamW, Lion
+    adam_eps: float = 1e-8  # AdamW, 8-bit AdamW
+    adam_wd: float = 0.0  # decoupled weight decay of embeddings and head; scalars are never decayed
     grad_clip_norm: float = 0.0  # global gradient norm; 0: no clipping
     # schedule, in shares of the run (see Clock)
     lr_schedule: str = "linear"  # warmdown: linear, cosine, wsd (1 - sqrt) or constant (none: WARMDOWN_* is ignored)
@@ -148,22 +153,22 @@ class UserError(Exception):
 FOREIGN_NAMES = tuple("""
     ACTIVATION_CHECKPOINTING ADAM_EPS ADAM_WD ALWAYS_SAVE_CHECKPOINT ARCH_MODE ARTIFACT ARTIFACT_BYTES_MAX
     ATTN_CLIP_SIGMAS ATTN_WINDOW BACKEND BATCH_SIZE BETA1 BETA2 BIAS BIGRAM_DIM BIGRAM_VOCAB_SIZE BIO_EVENTS
-    BIO_THRESHOLD BLOCK_SIZE COMPILE COMPILE_MODE COMPRESSOR DATASET DATA_DIR DATA_PATH DECAY_LR DEVICE DROPOUT DTYPE
-    EMA EMA_DECAY EMA_ENABLED EMA_MEMORY_FRAC EMA_START_FRAC EMBED_BITS EMBED_CLIP_SIGMAS EMBED_LR EMBED_WD
-    ENABLE_LOOPING_AT EVAL_INTERVAL EVAL_ITERS EVAL_ONLY EVAL_SEQ_LEN EVAL_STATEFUL
-    EVAL_STRIDE GATED_ATTN_ENABLED GDN_NEG_EIGVAL
-    GPTQ_CALIBRATION_BATCHES GPTQ_RESERVE_SECONDS GRADIENT_ACCUMULATION_STEPS GRAD_ACCUM_STEPS GRAD_CLIP GRAD_CLIP_NORM
-    HEAD_LR HOLDOUT_TOKENS INIT_FROM ITERATIONS LATE_QAT LATE_QAT_THRESHOLD LAYER_PATTERN LEARNING_RATE LN_SCALE
-    LOGIT_SOFTCAP LOG_INTERVAL LOOP_END LOOP_START LR_DECAY_ITERS LR_FLOOR LR_SCHEDULE MATRIX_BITS MATRIX_CLIP_SIGMAS
-    MATRIX_LR MAX_ITERS MAX_NEW_TOKENS MAX_WALLCLOCK_SECONDS MICRO_BATCH_TOKENS MIN_LR MLP MLP_CLIP_SIGMAS MLP_MULT
-    MODEL_DIM MTP_NUM_HEADS MUON_BACKEND_STEPS MUON_BETA2 MUON_MOMENTUM MUON_MOMENTUM_WARMUP_FRAC
-    MUON_MOMENTUM_WARMUP_START MUON_MOMENTUM_WARMUP_STEPS MUON_ROW_NORMALIZE MUON_WD MUON_WEIGHT_DECAY NORM NUM_HEADS
-    NUM_KV_HEADS NUM_LAYERS NUM_LOOPS NUM_SAMPLES N_EMBD N_HEAD N_LAYER OUT_DIR PARALLEL_RESIDUAL POSITIONS PROMPT QAT
-    QAT_ENABLED QAT_START_FRAC QK_GAIN_INIT QK_NORM RESERVE_SECONDS RESIDUAL_MIX ROPE_BASE ROPE_DIMS RUN_ID SCALAR_LR
-    SEED SLIDING_WINDOW_ENABLED SMEAR_GATE SMEAR_GATE_ENABLED SWA SWA_ENABLED SWA_EVERY SWA_START_FRAC TEMPERATURE
-    TIED_EMBED_INIT_STD TIED_EMBED_LR TIE_EMBEDDINGS TOKENIZER_PATH TOP_K TRAIN_BATCH_TOKENS TRAIN_LOG_EVERY
-    TRAIN_SEQ_LEN TTT_ENABLED TTT_LR UNET_SKIPS VAL_BATCH_SIZE VAL_BATCH_TOKENS VAL_LOSS_EVERY VE_ENABLED VOCAB_SIZE
-    WARMDOWN_FRAC WARMDOWN_ITERS WARMUP_FRAC WARMUP_ITERS WARMUP_STEPS WEIGHT_DECAY XSA_LAST_N
+    BIO_THRESHOLD BLOCK_SIZE CAUTIOUS_WD COMPILE COMPILE_MODE COMPRESSOR DATASET DATA_DIR DATA_PATH DECAY_LR DEVICE
+    DROPOUT DTYPE EMA EMA_DECAY EMA_ENABLED EMA_MEMORY_FRAC EMA_START_FRAC EMBED_BITS EMBED_CLIP_SIGMAS EMBED_LR
+    EMBED_WD ENABLE_LOOPING_AT EVAL_INTERVAL EVAL_ITERS EVAL_ONLY EVAL_SEQ_LEN EVAL_STATEFUL EVAL_STRIDE
+    GATED_ATTN_ENABLED GDN_NEG_EIGVAL GPTQ_CALIBRATION_BATCHES GPTQ_RESERVE_SECONDS GRADIENT_ACCUMULATION_STEPS
+    GRAD_ACCUM_STEPS GRAD_CLIP GRAD_CLIP_NORM HEAD_LR HOLDOUT_TOKENS INIT_FROM ITERATIONS LATE_QAT LATE_QAT_THRESHOLD
+    LAYER_PATTERN LEARNING_RATE LN_SCALE LOGIT_SOFTCAP LOG_INTERVAL LOOP_END LOOP_START LR_DECAY_ITERS LR_FLOOR
+    LR_SCHEDULE MATRIX_BITS MATRIX_CLIP_SIGMAS MATRIX_LR MAX_ITERS MAX_NEW_TOKENS MAX_WALLCLOCK_SECONDS
+    MICRO_BATCH_TOKENS MIN_LR MLP MLP_CLIP_SIGMAS MLP_MULT MODEL_DIM MTP_NUM_HEADS MUON_BACKEND_STEPS MUON_BETA2
+    MUON_COEFFICIENTS MUON_MOMENTUM MUON_MOMENTUM_WARMUP_FRAC MUON_MOMENTUM_WARMUP_START MUON_MOMENTUM_WARMUP_STEPS
+    MUON_ROW_NORMALIZE MUON_WD MUON_WEIGHT_DECAY NORM NUM_HEADS NUM_KV_HEADS NUM_LAYERS NUM_LOOPS NUM_SAMPLES N_EMBD
+    N_HEAD N_LAYER OPTIMIZER OUT_DIR PARALLEL_RESIDUAL POSITIONS PROMPT QAT QAT_ENABLED QAT_START_FRAC QK_GAIN_INIT
+    QK_NORM RESERVE_SECONDS RESIDUAL_MIX ROPE_BASE ROPE_DIMS RUN_ID SCALAR_LR SEED SLIDING_WINDOW_ENABLED SMEAR_GATE
+    SMEAR_GATE_ENABLED SWA SWA_ENABLED SWA_EVERY SWA_START_FRAC TEMPERATURE TIED_EMBED_INIT_STD TIED_EMBED_LR
+    TIE_EMBEDDINGS TOKENIZER_PATH TOP_K TRAIN_BATCH_TOKENS TRAIN_LOG_EVERY TRAIN_SEQ_LEN TTT_ENABLED TTT_LR UNET_SKIPS
+    VAL_BATCH_SIZE VAL_BATCH_TOKENS VAL_LOSS_EVERY VE_ENABLED VOCAB_SIZE WARMDOWN_FRAC WARMDOWN_ITERS WARMUP_FRAC
+    WARMUP_ITERS WARMUP_STEPS WEIGHT_DECAY XSA_LAST_N
 """.split())
 
 # (pattern of a field name, smallest, largest), the first match counts; a field that matches none must be >= 0.
@@ -182,6 +187,7 @@ CHOICES = {
     "lr_schedule": ("linear", "cosine", "wsd", "constant"), "device": ("auto", "cpu", "cuda"),
     "compile_mode": ("default", "reduce-overhead", "max-autotune"), "positions": ("rope", "learned", "none"),
     "mlp": ("relu2", "leaky_relu2", "gelu", "swiglu", "bio"), "bio_events": ("off", "soft", "hard"),
+    "optimizer": ("muon", "lion", "adamw", "adamw8bit", "adafactor"), "muon_coefficients": ("quintic", "polar_express"),
 }
 
 
@@ -1262,21 +1268,45 @@ class GPT(nn.Module):
 
 
 # === shared: optimizer ===
-def orthogonalize(G: Tensor, steps: int) -> Tensor:
-    """Each matrix of G (N, R, C) with its singular values pushed to about 1, in G's dtype.
+# Settings that stand below the CONFIG file and the environment, for the defaults are rates of Muon: from runs of 60 to
+# 300 steps of a small network. Adafactor's rates are shares of a tensor's RMS.
+OPTIMIZER_PRESETS: dict[str, dict] = {
+    "lion": dict(matrix_lr=0.001, tied_embed_lr=0.004, head_lr=0.002, beta2=0.99),
+    "adamw": dict(matrix_lr=0.003, tied_embed_lr=0.01),
+    "adamw8bit": dict(matrix_lr=0.003, tied_embed_lr=0.01),
+    "adafactor": dict(matrix_lr=0.1, tied_embed_lr=0.4, head_lr=0.1),
+}
+# (divisor of the norm, coefficients (a, b, c) of each step; further steps take the last). Quintic:
+# kellerjordan.github.io/posts/muon. Polar Express: arXiv 2505.16932, five optimal steps with a margin of 2%.
+MUON_COEFFICIENTS = {
+    "quintic": (1.0, [(3.4445, -4.7750, 2.0315)]),
+    "polar_express": (1.02, [
+        (8.156554524902461, -22.48329292557795, 15.878769915207462),
+        (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+        (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+        (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+        (2.3465413258596377, -1.7097828382687081, 0.42323551169305323)]),
+}
 
-    Newton-Schulz iteration with the quintic coefficients of Muon (kellerjordan.github.io/posts/muon).
-    """
-    a, b, c = 3.4445, -4.7750, 2.0315
+
+def orthogonalize(G: Tensor, steps: int, coefficients: str = "quintic") -> Tensor:
+    """Each matrix of G (N, R, C) with its singular values pushed to about 1, by Newton-Schulz steps, in G's dtype."""
+    margin, triples = MUON_COEFFICIENTS[coefficients]
     X = G.bfloat16() if G.is_cuda else G
     tall = X.size(1) > X.size(2)
     X = X.mT if tall else X
-    X = X / (X.norm(dim=(1, 2), keepdim=True) + 1e-7)
-    for _ in range(steps):
+    X = X / (X.norm(dim=(1, 2), keepdim=True) * margin + 1e-7)
+    for a, b, c in triples[:steps] + triples[-1:] * (steps - len(triples)):
         A = X @ X.mT
         B = torch.baddbmm(A, A, A, beta=b, alpha=c)  # b A + c A A
         X = torch.baddbmm(X, B, X, beta=a)  # a X + B X
     return (X.mT if tall else X).to(G.dtype).contiguous()  # NCCL gathers nothing else
+
+
+def descend(weight: Tensor, update: Tensor, lr: Tensor, decay: Tensor, cautious: bool) -> None:
+    """weight = (1 - decay) weight - lr update; cautious (arXiv 2510.12402): decay where the update shrinks it too."""
+    decay = decay * (update * weight >= 0) if cautious else decay
+    weight.mul_(1 - decay).sub_(lr * update)
 
 
 class Muon(torch.optim.Optimizer):
@@ -1284,16 +1314,14 @@ class Muon(torch.optim.Optimizer):
 
     Matrices of one shape are orthogonalized as one batch, and the batch is shared out over the ranks; momentum is kept
     on every rank, so a checkpoint does not depend on their number. A parameter with `splits` holds several matrices,
-    one below the other; each is orthogonalized by itself.
+    one below the other; each is orthogonalized by itself, with rows of norm 1 if muon_row_normalize (MuonEq-R).
     """
 
-    def __init__(self, params: list[nn.Parameter], lr: float, momentum: float, weight_decay: float, backend_steps: int,
-                 runtime: Runtime):
-        self.runtime, self.backend_steps = runtime, backend_steps
-        rate = torch.tensor(lr, device=runtime.device)
-        super().__init__(params, dict(lr=rate, momentum=momentum, weight_decay=weight_decay))
+    def __init__(self, groups: list[dict], settings, runtime: Runtime):
+        self.runtime, self.settings = runtime, settings
+        super().__init__(groups, {})
         self.batches: dict[tuple, list] = {}  # shape -> [(parameter, first row, last row + 1)]
-        for param in params:
+        for param in self.param_groups[0]["params"]:
             row = 0
             for rows in getattr(param, "splits", (param.size(0),)):
                 self.batches.setdefault((rows, param.size(1)), []).append((param, row, row + rows))
@@ -1302,7 +1330,7 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, bad: Tensor) -> None:
         """One update; where `bad` (a 0-d bool on the device) is true, weights and momentum stay as they are."""
-        group = self.param_groups[0]
+        group, settings = self.param_groups[0], self.settings
         momentum, lr = group["momentum"], torch.where(bad, 0.0, group["lr"])
         rank, world = self.runtime.rank, self.runtime.world_size
         for param in group["params"]:
@@ -1312,44 +1340,105 @@ class Muon(torch.optim.Optimizer):
             buffer.lerp_(torch.where(bad, buffer, param.grad), 1 - momentum)
         for (rows, cols), pieces in self.batches.items():
             share = -(-len(pieces) // world)
-            mine = pieces[rank * share : (rank + 1) * share]
-            update = torch.zeros(share, rows, cols, device=self.runtime.device)
-            for at, (param, top, end) in enumerate(mine):
+            update = group["params"][0].new_zeros(share, rows, cols)
+            for at, (param, top, end) in enumerate(pieces[rank * share : (rank + 1) * share]):
                 torch.lerp(param.grad[top:end], self.state[param]["momentum_buffer"][top:end], momentum, out=update[at])
-            update = orthogonalize(torch.where(bad, 0.0, update), self.backend_steps)
+            update = torch.where(bad, 0.0, update)
+            if settings.muon_row_normalize:
+                update = update / update.norm(dim=2, keepdim=True).clamp_min(1e-7)
+            update = orthogonalize(update, settings.muon_backend_steps, settings.muon_coefficients)
             if world > 1:
                 parts = [torch.empty_like(update) for _ in range(world)]
                 dist.all_gather(parts, update)
                 update = torch.cat(parts)
             scale = lr * max(1.0, rows / cols) ** 0.5
             for at, (param, top, end) in enumerate(pieces):
-                param[top:end].mul_(1 - lr * group["weight_decay"]).sub_(scale * update[at])
+                descend(param[top:end], update[at], scale, lr * group["weight_decay"], group["cautious"])
+
+
+class Lion(torch.optim.Optimizer):
+    """The sign of an interpolated momentum (arXiv 2302.06675, algorithm 2): every weight moves by lr."""
+
+    @torch.no_grad()
+    def step(self, bad: Tensor) -> None:
+        """One update; where `bad` is true, weights and momentum stay as they are."""
+        for group in self.param_groups:
+            lr, (beta1, beta2) = torch.where(bad, 0.0, group["lr"]), group["betas"]
+            for param in group["params"]:
+                if not self.state[param]:
+                    self.state[param]["momentum_buffer"] = torch.zeros_like(param)
+                buffer = self.state[param]["momentum_buffer"]
+                grad = torch.where(bad, buffer, param.grad)  # leaves the buffer as it is
+                descend(param, buffer.lerp(grad, 1 - beta1).sign_(), lr, lr * group["weight_decay"], group["cautious"])
+                buffer.lerp_(grad, 1 - beta2)
+
+
+class AdamW8bit(torch.optim.Optimizer):
+    """AdamW (arXiv 1711.05101) with two bytes of state a weight, in blocks of 256 with two scales each (2110.02861).
+
+    Kept are r = sqrt(v), as a level 2**(-n / 16) below the block's largest, and m / r in linear codes. With linear
+    codes of m and v a small v becomes 0 beside an m that does not, and the step m / eps. Here the m that was kept is a
+    multiple of the r that was kept: |m| / r has AdamW's own bound, 1.2 at betas 0.9 and 0.95, however r was rounded.
+    """
+
+    @torch.no_grad()
+    def step(self, bad: Tensor) -> None:
+        """One update; where `bad` is true, weights and moments stay as they are."""
+        for group in self.param_groups:
+            lr, (beta1, beta2) = torch.where(bad, 0.0, group["lr"]), group["betas"]
+            for param in group["params"]:
+                state, size = self.state[param], param.numel()
+                blocks = -(-size // 256)
+                if not state:
+                    state.update(updates=param.new_zeros(()), scales=param.new_zeros(2, blocks, 1),
+                                 codes=param.new_zeros(2, blocks, 256, dtype=torch.int8))
+                updates = state["updates"] + 1
+                ratio, level = state["codes"].to(param.dtype)  # (blocks, 256) each
+                grad = F.pad(param.grad.flatten(), (0, blocks * 256 - size)).view(blocks, 256)
+                root = state["scales"][1] * torch.exp2((level + 128) / -16)
+                m = (root * ratio * state["scales"][0]).lerp(grad, 1 - beta1)
+                root = root.square().lerp(grad.square(), 1 - beta2).sqrt()
+                update = m / (1 - beta1**updates) / (root / (1 - beta2**updates).sqrt() + group["eps"])
+                update = torch.where(bad, 0.0, update).flatten()[:size].view_as(param)
+                descend(param, update, lr, lr * group["weight_decay"], group["cautious"])
+                ratio = torch.where(root > 0, m / root, 0.0)
+                scales = torch.stack([ratio.abs().amax(1, keepdim=True) / 127, root.amax(1, keepdim=True)])
+                level = (16 * torch.log2(scales[1] / root)).clamp(max=255) - 128
+                codes = torch.stack([ratio / scales[0], level]).nan_to_num(0.0).round().char()  # 0 / 0: a zero block
+                for key, value in dict(updates=updates, scales=scales, codes=codes).items():
+                    state[key] = torch.where(bad, state[key].to(value.dtype), value)  # torch loads a state as floats
 
 
 class Optimizers:
-    """Muon for the matrices, AdamW for the rest; every parameter of the model in exactly one group."""
+    """The optimizer that settings.optimizer names, and fused AdamW for the rest; each parameter in exactly one group.
+
+    Muon has the matrices; Lion, Adafactor and, from 4096 weights on, 8-bit AdamW the embeddings and an untied head too.
+    """
 
     def __init__(self, model: nn.Module, settings, runtime: Runtime):
         named = {name: param for name, param in model.named_parameters() if param.requires_grad}
-        kinds = {name: "matrix" if tensor_class(name, param) == "matrix" else "scalar" for name, param in named.items()}
-        kinds["embed"] = "embedding"
-        pick = {kind: [named[name] for name in named if kinds[name] == kind] for kind in set(kinds.values())}
-
-        def lr(value: float) -> Tensor:
-            return torch.tensor(value, device=runtime.device)
-
-        muon = Muon(pick["matrix"], settings.matrix_lr, settings.muon_momentum, settings.muon_wd,
-                    settings.muon_backend_steps, runtime)
-        adam = torch.optim.AdamW(
-            [dict(params=pick["embedding"], lr=lr(settings.tied_embed_lr), weight_decay=settings.adam_wd),
-             dict(params=pick["scalar"], lr=lr(settings.scalar_lr), weight_decay=0.0)],
-            lr=lr(settings.scalar_lr), betas=(settings.beta1, settings.beta2), eps=settings.adam_eps, fused=True)
-        self.all = [muon, adam]
-        self.muon, self.adam = muon, adam
-        self.base_lr = [[float(group["lr"]) for group in optimizer.param_groups] for optimizer in self.all]
-        owned = [param for optimizer in self.all for group in optimizer.param_groups for param in group["params"]]
-        assert len(owned) == len(set(owned)) and set(owned) == set(named.values()), "each parameter in one group"
-        self.params = owned
+        rates = {"matrix": (settings.matrix_lr, settings.muon_wd), "head": (settings.head_lr, settings.adam_wd),
+                 "embedding": (settings.tied_embed_lr, settings.adam_wd), "control": (settings.scalar_lr, 0.0)}
+        owned = {"muon": ["matrix"], "adamw": []}.get(settings.optimizer, ["matrix", "head", "embedding"])
+        least = 4096 if settings.optimizer == "adamw8bit" else 0
+        own, rest = {}, {}  # kind -> group, of the named optimizer and of AdamW
+        for name, param in named.items():
+            kind = {"head": "head", "ab": "control"}.get(name.rsplit(".", 1)[-1], tensor_class(name, param))
+            lr, decay = rates[kind]
+            group = dict(params=[], lr=torch.tensor(lr, device=runtime.device), base_lr=lr, weight_decay=decay,
+                         cautious=settings.cautious_wd)
+            groups = own if kind in owned and param.numel() >= least else rest
+            groups.setdefault(kind, group)["params"].append(param)
+        adam = dict(betas=(settings.beta1, settings.beta2), eps=settings.adam_eps)
+        # Adafactor's step has an RMS of max(eps[1], RMS(w)) min(lr, 1 / sqrt(t)): under torch's eps[1] of 1e-3 matrices
+        # that begin at 0 crawl, so 0.02, about what others begin with. eps[0]: the paper's 1e-30, under small squares.
+        make = {"muon": lambda groups: Muon(groups, settings, runtime), "lion": lambda groups: Lion(groups, adam),
+                "adamw8bit": lambda groups: AdamW8bit(groups, adam),
+                "adafactor": lambda groups: torch.optim.Adafactor(groups, eps=(1e-15, 0.02))}
+        self.all = [make[settings.optimizer](own.values())] if own else []
+        self.all += [torch.optim.AdamW(rest.values(), **adam, fused=True)] if rest else []
+        self.params = [param for optimizer in self.all for group in optimizer.param_groups for param in group["params"]]
+        assert len(self.params) == len(named) and set(self.params) == set(named.values()), "each parameter in one group"
 
     def reduce_gradients(self, runtime: Runtime, clip: float, loss: Tensor) -> tuple[Tensor, Tensor]:
         """Sum gradients and `loss` over ranks; scale to a global norm of at most `clip` (0: as it is). (norm, loss)."""
@@ -1365,13 +1454,22 @@ class Optimizers:
 
     def step(self, multiplier: float, momentum: float, bad: Tensor) -> None:
         """One update at `multiplier` times the learning rates. Where `bad` is true nothing changes."""
-        for optimizer, rates in zip(self.all, self.base_lr, strict=True):
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"].fill_(rate * multiplier)
-        self.muon.param_groups[0]["momentum"] = momentum
-        self.muon.step(bad)
-        self.adam.found_inf = bad.float()  # torch's fused AdamW skips its step on the device where this is 1
-        self.adam.step()
+        for optimizer in self.all:
+            for group in optimizer.param_groups:
+                group["lr"].fill_(group["base_lr"] * multiplier)
+                group["momentum"] = momentum  # of Muon, the others read betas
+            if isinstance(optimizer, torch.optim.AdamW):
+                optimizer.found_inf = bad.float()  # torch's fused AdamW skips its step on the device where this is 1
+                optimizer.step()
+            elif not isinstance(optimizer, torch.optim.Adafactor):
+                optimizer.step(bad)
+            elif not bad:  # waits for the device, as torch's Adafactor does for every tensor
+                optimizer.step()
+
+    def state_bytes(self) -> int:
+        """Bytes of all moments, scales and counters now held."""
+        values = [value for optimizer in self.all for state in optimizer.state.values() for value in state.values()]
+        return sum(value.numel() * value.element_size() for value in values)
 
     def reset(self) -> None:
         """Forget every moment, as if no step had been taken."""
@@ -2376,7 +2474,7 @@ def verdict(result: dict, plan: Plan, settings: Settings, log: Log) -> int:
 def main() -> int:
     """One run, from settings to result.json; its exit code. Raises UserError before the first step."""
     begin = time.perf_counter()
-    settings = load_settings(Settings, dict(os.environ), {"arch_mode": ARCH_PRESETS})
+    settings = load_settings(Settings, dict(os.environ), {"arch_mode": ARCH_PRESETS, "optimizer": OPTIMIZER_PRESETS})
     if settings.eval_stateful and settings.positions == "learned":
         raise UserError("EVAL_STATEFUL=1: POSITIONS='learned' ends at TRAIN_SEQ_LEN, documents do not; it must be 0")
     plan = Plan(settings)
