@@ -2548,6 +2548,7 @@ def main() -> int:
             "tokenizer_sha256": tokenizer.sha256, **describe_machine(runtime), "world_size": runtime.world_size,
             "steps": steps, "tokens": steps * batches.tokens, "train_seconds": clock.elapsed(),
             "total_seconds": time.perf_counter() - begin, "peak_memory_mib": peak_memory(runtime) / 2**20,
+            "optimizer_state_bytes": optimizers.state_bytes(),
             "params": count_parameters(network), "weights": chosen, **final, "before_quantization": before,
             **mlp_activity(packed, sample),
             **yardsticks(stream.read(0, min(len(stream), YARDSTICK_TOKENS)), val_tokens, tokenizer), **sizes,
