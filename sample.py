@@ -585,6 +585,11 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight.to(x.dtype))
 
 
+def scaled(x: Tensor, scale: Tensor | None) -> Tensor:
+    """x times a learned scale per channel, where there is one."""
+    return x if scale is None else x * scale.to(x.dtype)
+
+
 def matrix(rows: int | tuple[int, ...], cols: int, std: float) -> nn.Parameter:
     """A weight matrix, normal with deviation `std`; several counts of rows: matrices one below the other, for Muon."""
     splits = rows if isinstance(rows, tuple) else (rows,)
@@ -621,9 +626,8 @@ def state_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def gdn_recurrent(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def gdn_recurrent(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
+                  state: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The recurrence, token by token: slow, and the reference for every other form.
 
     q, k (B, T, H, K); v (B, T, H, V); g, beta (B, T, H), g in nats, <= 0; state (B, H, K, V) or None for zeros.
@@ -656,12 +660,11 @@ def gdn_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Te
 
 
 def opaque(name: str, fake: Callable) -> Callable:
-    """Decorator: make a function the custom op `underpar::name`, which torch.compile calls without tracing into it.
+    """Decorator: make a function the custom op `underpar::name`, which torch.compile does not trace into.
 
-    `fake` gives the outputs' shapes. Every script carries this text; the first one imported into a process registers
-    the op and the others use that one, because torch frees an op that is registered again and a handle to it crashes.
+    `fake` gives the outputs' shapes. The first script imported into a process registers the op and the others use that
+    one: torch frees an op that is registered again, and a handle to it crashes.
     """
-
     def register(body: Callable) -> Callable:
         if not hasattr(torch.ops.underpar, name):
             torch.library.custom_op(f"underpar::{name}", body, mutates_args=()).register_fake(fake)
@@ -700,7 +703,7 @@ def gdn_inverse(a: Tensor) -> Tensor:
 
 
 def empty_scan(w: Tensor, state: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for a scan's results: one state more than there are chunks, ((N+1)*M, K, V), and a tensor like u."""
+    """Room for a scan's results: all states, ((N+1)*M, K, V), and a tensor like u."""
     return state.new_empty(w.shape[0] + state.shape[0], *state.shape[1:]), torch.empty_like(u)
 
 
@@ -725,9 +728,8 @@ def gdn_scan(w: Tensor, u: Tensor, k_end: Tensor, decay: Tensor, state: Tensor) 
 
 
 @opaque("gdn_scan_backward", lambda d_new, d_state, w, k_end, decay, d_last: empty_scan(w, d_last, d_new))
-def gdn_scan_backward(
-    d_new: Tensor, d_state: Tensor, w: Tensor, k_end: Tensor, decay: Tensor, d_last: Tensor
-) -> tuple[Tensor, Tensor]:
+def gdn_scan_backward(d_new: Tensor, d_state: Tensor, w: Tensor, k_end: Tensor, decay: Tensor,
+                      d_last: Tensor) -> tuple[Tensor, Tensor]:
     """Adjoint of `gdn_scan`, from the last chunk to the first, R_n = dL/dS_n:
 
     d_new_n += K_end_n R_{n+1} and R_n = d_state_n + decay_n R_{n+1} - W_n^T d_new_n. d_new (N*M, C, V) and d_state
@@ -807,18 +809,15 @@ class GatedDeltaChunks(torch.autograd.Function):
         return d_q.to(dtype), d_k.to(dtype), (d_bv * beta[..., None]).to(dtype), d_g, d_beta, r[:m].clone()
 
 
-def gdn_chunk(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None, chunk: int = 32
-) -> tuple[Tensor, Tensor]:
+def gdn_chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None,
+              chunk: int = 32) -> tuple[Tensor, Tensor]:
     """`gdn_recurrent` by chunks of tokens: same arguments and results, made of matrix products; for training.
 
-    q, k and v share one dtype (float64, float32 or bfloat16). Any T; 32 is the fastest `chunk` on CPU, 64 halves
-    the sequential steps. Raises ValueError for a chunk that is no power of two >= 16, or for mixed dtypes.
+    q, k and v share one dtype (float64, float32 or bfloat16). Any T. Raises ValueError for a chunk that is no power of
+    two >= 16: 32 is the fastest on CPU, 64 halves the sequential steps.
     """
     if chunk < 16 or chunk & (chunk - 1):
         raise ValueError(f"chunk is {chunk}; it must be a power of two >= 16")
-    if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}; they must share one")
     (b, t, h, dim_k), dim_v, dtype = q.shape, v.shape[-1], state_dtype(v)
     pad = -t % chunk  # a padded token has k = 0, beta = 0 and g = 0, and leaves the state as it is
 
@@ -828,9 +827,8 @@ def gdn_chunk(
 
     state = v.new_zeros(b, h, dim_k, dim_v, dtype=dtype) if state is None else state.to(dtype)
     with torch.autocast(v.device.type, enabled=False):  # autocast would round the inverse and the state to bfloat16
-        o, last = GatedDeltaChunks.apply(
-            split(q), split(k), split(v), split(g.to(dtype)), split(beta.to(dtype)), state.flatten(0, 1)
-        )
+        o, last = GatedDeltaChunks.apply(split(q), split(k), split(v), split(g.to(dtype)), split(beta.to(dtype)),
+                                         state.flatten(0, 1))
     o = o.view(-1, b, h, chunk, dim_v).movedim((0, 2), (1, 3)).flatten(1, 2)
     return o[:, :t], last.view(b, h, dim_k, dim_v)
 
@@ -1058,20 +1056,18 @@ class Block(nn.Module):
         dim, self.parallel = config.model_dim, config.parallel_residual
         self.mixer_norm, self.mlp_norm = Norm(norm, dim), Norm(norm, dim)
         self.mlp = MLP(config)
-        self.mix = None
+        self.mix = self.mixer_scale = self.mlp_scale = None
         if config.residual_mix:
             self.mix = nn.Parameter(torch.stack([torch.ones(dim), torch.zeros(dim)]))
             self.mixer_scale, self.mlp_scale = nn.Parameter(torch.ones(dim)), nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor, x0: Tensor, mixer: nn.Module, *context) -> Tensor:
         """x and x0 (the embedding) (B, T, dim); context: the mixer's further arguments."""
-        mixer_scale, mlp_scale = 1.0, 1.0
         if self.mix is not None:
-            keep, again, mixer_scale, mlp_scale = (*self.mix.to(x.dtype), self.mixer_scale.to(x.dtype),
-                                                   self.mlp_scale.to(x.dtype))
-            x = keep * x + again * x0
-        mixed = x + mixer_scale * mixer(self.mixer_norm(x), *context)
-        return mixed + mlp_scale * self.mlp(self.mlp_norm(x if self.parallel else mixed))
+            mix = self.mix.to(x.dtype)
+            x = mix[0] * x + mix[1] * x0
+        mixed = x + scaled(mixer(self.mixer_norm(x), *context), self.mixer_scale)
+        return mixed + scaled(self.mlp(self.mlp_norm(x if self.parallel else mixed)), self.mlp_scale)
 
 
 class GPT(nn.Module):
