@@ -1271,6 +1271,7 @@ class GPT(nn.Module):
 # Settings that stand below the CONFIG file and the environment, for the defaults are rates of Muon: from runs of 60 to
 # 300 steps of a small network. Adafactor's rates are shares of a tensor's RMS.
 OPTIMIZER_PRESETS: dict[str, dict] = {
+    "muon": {},
     "lion": dict(matrix_lr=0.001, tied_embed_lr=0.004, head_lr=0.002, beta2=0.99),
     "adamw": dict(matrix_lr=0.003, tied_embed_lr=0.01),
     "adamw8bit": dict(matrix_lr=0.003, tied_embed_lr=0.01),

@@ -203,14 +203,6 @@ def test_splits_are_orthogonalized_by_themselves():
     assert (whole - torch.cat(parts)).abs().max() < 1e-6
 
 
-@pytest.mark.parametrize(("name", "shape", "rows"), [
-    ("mixers.0.w_qkvg", (128, 32), (32,) * 4), ("mixers.0.w_qkv", (64, 32), (32, 16, 16)),
-    ("mixers.0.w_qg", (64, 32), (32, 32)), ("mixers.0.w_kv", (64, 32), (32, 32)), ("w_kv", (32, 32), (16, 16)),
-    ("blocks.0.w_gate", (96, 32), (96,)), ("blocks.0.w_up", (96, 32), (96,)), ("embed", (64, 32), (64,))])
-def test_rows_of_the_matrices_in_one_parameter(name, shape, rows):
-    assert T.split_rows(name, torch.empty(shape)) == rows
-
-
 class Bare(nn.Module):
     """One parameter of every group, in float64, some at zero."""
 
@@ -413,7 +405,7 @@ def test_8_bit_adamw_reaches_the_loss_of_adamw_with_a_quarter_of_the_state():
 
 def test_presets_are_settings_within_their_ranges():
     kinds = {field.name: field.type for field in dataclasses.fields(T.Settings)}
-    assert set(T.OPTIMIZER_PRESETS) == set(KINDS) - {"muon"} < set(T.CHOICES["optimizer"])
+    assert set(T.OPTIMIZER_PRESETS) == set(KINDS) == set(T.CHOICES["optimizer"])
     for preset in T.OPTIMIZER_PRESETS.values():
         for name, value in preset.items():
             assert T.parse_setting(name, str(value), kinds[name]) == value
