@@ -7,6 +7,7 @@ Every setting below is an environment variable: its name in capitals. The sectio
 those of train_gpt.py (tools/sync.py).
 """
 
+import base64
 import collections
 import contextlib
 import datetime
@@ -22,6 +23,7 @@ import struct
 import subprocess
 import sys
 import time
+import types
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
@@ -29,6 +31,8 @@ from pathlib import Path
 
 import numpy as np
 import sentencepiece
+import tiktoken
+import tiktoken_ext.openai_public
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -40,7 +44,7 @@ from torch import Tensor, nn
 @dataclass(frozen=True)
 class Settings:
     artifact: str = ""  # the model: a model.upar file, or a run's folder
-    tokenizer_path: str = ""  # a SentencePiece .model, or "bytes"; empty: the one beside data or artifact
+    tokenizer_path: str = ""  # .model file, tiktoken name, .tiktoken file or "bytes"; empty: that of data or artifact
     prompt: str = ""  # text to go on from; empty: a document's beginning
     num_samples: int = 1  # how many continuations
     max_new_tokens: int = 100  # length of each, at most
@@ -1510,8 +1514,7 @@ def sample(settings: Settings) -> None:
         header, tensors = read_artifact(path)
     except ArtifactError as error:
         raise UserError(f"ARTIFACT={settings.artifact!r}: {error}") from None
-    beside = path.with_name("tokenizer.model")
-    tokenizer = load_tokenizer(settings.tokenizer_path or (beside if beside.is_file() else header["meta"]["tokenizer"]))
+    tokenizer = load_tokenizer(settings.tokenizer_path or path.with_name(header["meta"]["tokenizer"]))
     if tokenizer.sha256 != header["tokenizer_sha256"]:
         raise UserError(f"TOKENIZER_PATH={settings.tokenizer_path!r}: not the tokenizer that {path} was trained with")
     network = GPT(ModelConfig(**header["settings"]))

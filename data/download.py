@@ -12,6 +12,7 @@ data/cached_challenge_fineweb.py.
 from __future__ import annotations
 
 import argparse
+import base64
 import hashlib
 import http.client
 import json
@@ -20,6 +21,7 @@ import re
 import shutil
 import sys
 import time
+import types
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -30,6 +32,8 @@ from typing import Any
 
 import numpy as np
 import sentencepiece
+import tiktoken
+import tiktoken_ext.openai_public
 
 try:
     from tqdm import tqdm

@@ -13,6 +13,7 @@ where it stopped: spool (documents into bucket files by a seeded hash, which is 
 from __future__ import annotations
 
 import argparse
+import base64
 import hashlib
 import io
 import itertools
@@ -26,6 +27,7 @@ import struct
 import sys
 import sysconfig
 import threading
+import types
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -36,6 +38,8 @@ from typing import Any
 
 import numpy as np
 import sentencepiece
+import tiktoken
+import tiktoken_ext.openai_public
 import zstandard
 from numpy.lib.format import open_memmap
 
