@@ -2316,12 +2316,12 @@ def parse_mixture(data_path: str) -> dict[str, float]:
     return {folder: weight / sum(weights.values()) for folder, weight in weights.items()}
 
 
-def document_hashes(stream: TokenStream, bos_id: int) -> np.ndarray:
+def document_hashes(stream: TokenStream, bos_id: int, block: int = 1 << 22) -> np.ndarray:
     """A 64-bit hash of every document, uint64 (documents,): the sum of (token + 1) M^i mod 2^64 over its positions i.
 
-    The powers of the odd M run on over a block; an inverse power takes a document's beginning back to i = 1.
+    The powers of the odd M run on over a block; an inverse power takes a document's beginning back to i = 0.
     """
-    odd, block, rest, hashes = 0x9E3779B97F4A7C15, 1 << 22, np.empty(0, dtype=np.int64), []
+    odd, rest, hashes = 0x9E3779B97F4A7C15, np.empty(0, dtype=np.int64), []
     for at in range(0, len(stream) + 1, block):  # the stream is circular: behind its end stands a BOS again
         tokens = np.append(rest, stream.read(at, min(block, len(stream) + 1 - at)))
         starts = np.flatnonzero(tokens == bos_id)
