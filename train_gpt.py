@@ -2043,11 +2043,10 @@ YARDSTICK_TOKENS = 50_000_000  # training tokens the count models see at most: t
 class Batches:
     """The training streams as micro-batches. Step s reads the same tokens whatever the ranks and micro-batches.
 
-    In every step each stream gets its share of the rows, rounded down or up, by systematic sampling: row j stands at
-    (j + shift) / rows of the summed shares. The shifts, multiples of the golden ratio modulo 1, are equidistributed
-    (Weyl 1916), so over steps the shares come out exactly. The rows of a stream go round its lanes, which start evenly
-    spaced: a lane goes on by one window a round, and after an epoch with its neighbour's part. A thread reads the next
-    step while one runs, so at most two steps of this rank stand in memory.
+    Every step has each stream's share of the rows, rounded down or up, by systematic sampling: row j stands at
+    (j + shift) / rows of the summed shares; shifts are multiples of the golden ratio modulo 1, so that over steps the
+    shares come out exactly (Weyl 1916). A stream's rows go round its lanes, which start evenly spaced, by one window a
+    round. A thread reads the next step while one runs: two steps of this rank are in memory at most.
     """
 
     def __init__(self, data: "Data", settings: Settings, runtime: Runtime):
@@ -2060,20 +2059,17 @@ class Batches:
         self.lanes = [max(1, round(share * self.all_rows)) for share in data.shares]
         for stream, lanes in zip(data.streams, self.lanes, strict=True):
             if len(stream) <= lanes * self.seq_len:
-                raise UserError(f"DATA_PATH={settings.data_path!r}: {len(stream)} training tokens beside the held-out "
-                                f"ones, from {stream.paths[0]} on, are fewer than their {lanes * self.seq_len} of "
-                                f"TRAIN_BATCH_TOKENS={self.tokens}")
+                raise UserError(f"{stream.paths[0].parent}: {len(stream)} training tokens beside the held-out ones are "
+                                f"fewer than its {lanes * self.seq_len} of TRAIN_BATCH_TOKENS={self.tokens}")
         self.rows = self.all_rows // runtime.world_size  # of this rank, a step
         self.fitted, self.cuda = settings.micro_batch_tokens == 0, runtime.device.type == "cuda"
         most = settings.micro_batch_tokens or (131072 if self.cuda else 4096)
         if not self.fitted and most < self.seq_len:
             raise UserError(f"MICRO_BATCH_TOKENS={most}: must be at least TRAIN_SEQ_LEN={self.seq_len}")
         self.limit_rows(max(1, most // self.seq_len))
-        # A new thread would pin memory on device 0.
-        start = {"initializer": torch.cuda.set_device, "initargs": (runtime.device,)} if self.cuda else {}
-        self.reader = concurrent.futures.ThreadPoolExecutor(1, **start)
-        self.ahead: dict[int, concurrent.futures.Future] = {}  # step -> its tokens
-        self.waited = 0.0  # seconds that micro_batches stood waiting for data
+        start = (torch.cuda.set_device, (runtime.device,)) if self.cuda else ()  # else the thread pins on device 0
+        self.reader = concurrent.futures.ThreadPoolExecutor(1, "reader", *start)
+        self.ahead, self.waited = {}, 0.0  # step -> Future of its tokens; seconds that the loop stood waiting for them
 
     def limit_rows(self, most: int) -> None:
         """Take the largest micro-batch of at most `most` windows that divides this rank's share of a step."""
@@ -2084,12 +2080,9 @@ class Batches:
         shifts = (self.seed + 0.5 + np.arange(step + 1)) * (5**0.5 - 1) / 2 % 1.0
         ends = np.append(np.cumsum(self.data.shares)[:-1], 1.0) * self.all_rows
         counts = np.diff(np.ceil(ends[:, None] - shifts), axis=0, prepend=0).astype(int)  # (streams, step + 1) rows
-        out = []
-        for stream, lanes, rows in zip(self.data.streams, self.lanes, counts, strict=True):
-            done = int(rows[:-1].sum())
-            out += [(stream, row % lanes * len(stream) // lanes + row // lanes * self.seq_len)
-                    for row in range(done, done + int(rows[-1]))]
-        return out
+        return [(stream, row % lanes * len(stream) // lanes + row // lanes * self.seq_len)
+                for stream, lanes, rows in zip(self.data.streams, self.lanes, counts, strict=True)
+                for row in range(rows[:-1].sum(), rows.sum())]
 
     def read(self, step: int) -> Tensor:
         """This rank's windows of step `step`, each with its last target, (rows, seq_len + 1)."""
@@ -2098,9 +2091,7 @@ class Batches:
         return tokens.pin_memory() if self.cuda else tokens
 
     def micro_batches(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """(ids, targets) of this rank's share of step `step`, each (micro_rows, seq_len). An error of the thread is
-        raised here, when its step is asked for.
-        """
+        """(ids, targets) of this rank's share of step `step`, each (micro_rows, seq_len)."""
         begin = time.perf_counter()
         tokens = (self.ahead.pop(step, None) or self.reader.submit(self.read, step)).result()
         self.waited += time.perf_counter() - begin
@@ -2285,20 +2276,12 @@ class Data:
     tokenizer: Tokenizer
     manifest: dict  # name, tokens, bytes and overlap_documents of the parts' manifests, added up
     manifest_sha256: str  # of manifest.json; of several parts that of these hashes, one a line
-    streams: list[TokenStream]  # training, one a part
+    streams: list[TokenStream]  # training, one a part, without the held-out end
     shares: list[float]  # of each in the rows of a step, sum 1
+    held_out: np.ndarray  # int64, the ends of all training streams, each behind a BOS
     val: np.ndarray  # (N,) int64, validation tokens of all parts one after the other
     val_sources: np.ndarray  # (N,) int64, for each of them an index into source_names
     source_names: list[str]  # as in the manifest; of several parts `folder/name`
-
-    def held_out(self) -> np.ndarray:
-        """The ends of the training streams that training never reads, each behind a BOS, int64."""
-        return np.concatenate([np.append(self.tokenizer.bos_id, stream.tail()) for stream in self.streams])
-
-    def sample(self, count: int) -> np.ndarray:
-        """About `count` training tokens where there are as many, of each stream its share, int64."""
-        return np.concatenate([stream.read(0, min(len(stream), round(count * share)))
-                               for stream, share in zip(self.streams, self.shares, strict=True)])
 
 
 def parse_mixture(data_path: str) -> dict[str, float]:
@@ -2308,29 +2291,23 @@ def parse_mixture(data_path: str) -> dict[str, float]:
     weights: dict[str, float] = {}
     for part in data_path.split(","):
         folder, _, weight = part.strip().rpartition(":")
-        number = weight.replace(".", "", 1).isdecimal() and float(weight)
-        if not folder or not number or folder in weights:
-            raise UserError(f"DATA_PATH={data_path!r}: {part!r} is not FOLDER:WEIGHT; expected FOLDER:WEIGHT,… with "
-                            "weights above 0 and every folder once")
-        weights[folder] = number
+        if not folder or not weight.replace(".", "", 1).isdecimal() or not float(weight) or folder in weights:
+            raise UserError(f"DATA_PATH={data_path!r}: {part!r} is not a new FOLDER:WEIGHT with a weight above 0")
+        weights[folder] = float(weight)
     return {folder: weight / sum(weights.values()) for folder, weight in weights.items()}
 
 
 def document_hashes(stream: TokenStream, bos_id: int, block: int = 1 << 22) -> np.ndarray:
-    """A 64-bit hash of every document, uint64 (documents,): the sum of (token + 1) M^i mod 2^64 over its positions i.
-
-    The powers of the odd M run on over a block; an inverse power takes a document's beginning back to i = 0.
-    """
+    """64-bit hash of every document, uint64 (documents,): sum over positions i of (token + 1) M^i mod 2^64, M odd."""
     odd, rest, hashes = 0x9E3779B97F4A7C15, np.empty(0, dtype=np.int64), []
     for at in range(0, len(stream) + 1, block):  # the stream is circular: behind its end stands a BOS again
         tokens = np.append(rest, stream.read(at, min(block, len(stream) + 1 - at)))
         starts = np.flatnonzero(tokens == bos_id)
-        end = starts[-1]
-        powers, inverses = (np.multiply.accumulate(np.full(end, base, dtype=np.uint64))
-                            for base in (odd, pow(odd, -1, 1 << 64)))
-        sums = np.add.reduceat((tokens[:end] + 1).astype(np.uint64) * powers, starts[:-1])
-        hashes.append(sums * inverses[starts[:-1]])
-        rest = tokens[end:]
+        whole, rest = tokens[: starts[-1]], tokens[starts[-1] :]
+        up, down = (np.multiply.accumulate(np.full(len(whole), base, dtype=np.uint64))
+                    for base in (odd, pow(odd, -1, 1 << 64)))
+        sums = np.add.reduceat((whole + 1).astype(np.uint64) * up, starts[:-1])
+        hashes.append(sums * down[starts[:-1]])  # powers ran on over the block: back to i = 0 at each beginning
     return np.concatenate(hashes)
 
 
@@ -2341,19 +2318,16 @@ def check_overlap(folders: list[str], train: list[TokenStream], val: list[TokenS
         for other in {*range(len(folders))} - {part}:
             found = np.flatnonzero(np.isin(own, known[other]))
             if len(found):
-                raise UserError(f"DATA_PATH: {len(found)} validation documents of {folders[part]} also stand in the "
-                                f"training shards of {folders[other]}, the first is document {found[0]} (from 0); "
-                                "prepare their sources in one folder, which drops them, or leave one part out")
+                raise UserError(f"DATA_PATH: {len(found)} validation documents of {folders[part]}, first number "
+                                f"{found[0]}, stand in the training of {folders[other]}; prepare both in one folder")
 
 
 def open_data(settings: Settings) -> Data:
-    """The data that DATA_PATH names, checked against tokenizer, manifests and each other before any training.
-
-    Each part keeps its share of HOLDOUT_TOKENS out of training, at its end.
+    """The data that DATA_PATH names, checked against tokenizer, manifests and each other before any training. Each part
+    keeps its share of HOLDOUT_TOKENS out of training, at its end.
     """
     if settings.holdout_tokens < settings.train_seq_len:
-        raise UserError(f"HOLDOUT_TOKENS={settings.holdout_tokens}: must be at least TRAIN_SEQ_LEN="
-                        f"{settings.train_seq_len}")
+        raise UserError(f"HOLDOUT_TOKENS={settings.holdout_tokens}: fewer than TRAIN_SEQ_LEN={settings.train_seq_len}")
     shares = parse_mixture(settings.data_path)
     folders, manifests = list(shares), [load_manifest(folder) for folder in shares]
     tokenizer = load_tokenizer(settings.tokenizer_path or Path(folders[0]) / manifests[0]["tokenizer"]["file"])
@@ -2362,18 +2336,17 @@ def open_data(settings: Settings) -> Data:
     train, val, of_documents, names = [], [], [], []
     for folder, manifest in zip(folders, manifests, strict=True):
         check_dataset(folder, tokenizer, manifest)
-        tail = round(shares[folder] * settings.holdout_tokens)
-        train.append(TokenStream(shard_paths(folder, manifest, "train"), tail, tokenizer.vocab_size))
-        val.append(TokenStream(shard_paths(folder, manifest, "val"), 0, tokenizer.vocab_size))
+        for streams, split, share in ((train, "train", shares[folder]), (val, "val", 0)):
+            paths, tail = shard_paths(folder, manifest, split), round(share * settings.holdout_tokens)
+            streams.append(TokenStream(paths, tail, tokenizer.vocab_size))
         numbers = manifest["val"].get("document_sources")  # published shards have none
-        of_documents += [len(names) + number for number in numbers or [0] * manifest["val"]["documents"]]
         own = manifest["sources"] if numbers else [manifest["name"]]
+        of_documents += [len(names) + number for number in numbers or [0] * manifest["val"]["documents"]]
         names += own if len(folders) == 1 else [f"{folder}/{name}" for name in own]
     tokens = np.concatenate([stream.read(0, len(stream)) for stream in val])
     documents = np.cumsum(tokens == tokenizer.bos_id) - 1
     if len(of_documents) != documents[-1] + 1:
-        raise UserError(f"DATA_PATH={settings.data_path!r}: manifest.json tells the sources of {len(of_documents)} "
-                        f"validation documents, the shards hold {documents[-1] + 1}")
+        raise UserError(f"DATA_PATH: {documents[-1] + 1} validation documents, in manifest.json {len(of_documents)}")
     whole = {"name": " + ".join(each["name"] for each in manifests),
              "overlap_documents": sum(each["overlap_documents"] for each in manifests),
              "train": {"tokens": sum(each["train"]["tokens"] for each in manifests)},
@@ -2381,12 +2354,13 @@ def open_data(settings: Settings) -> Data:
     check_bytes(int(token_bytes(tokenizer, tokens[:-1], tokens[1:]).sum()), whole)
     if len(tokens) <= settings.train_seq_len:
         raise UserError(f"validation has {len(tokens)} tokens: shorter than TRAIN_SEQ_LEN={settings.train_seq_len}")
-    hashes = [sha256_file(Path(folder) / "manifest.json") for folder in folders]
-    if len(folders) > 1:
+    sha256, *more = [sha256_file(Path(folder) / "manifest.json") for folder in folders]
+    if more:
         check_overlap(folders, train, val, tokenizer.bos_id)
-        hashes = [hashlib.sha256("".join(f"{each}\n" for each in hashes).encode()).hexdigest()]
-    return Data(tokenizer, whole, hashes[0], train, list(shares.values()), tokens, np.array(of_documents)[documents],
-                names)
+        sha256 = hashlib.sha256("\n".join([sha256, *more]).encode()).hexdigest()
+    held_out = np.concatenate([np.append(tokenizer.bos_id, stream.tail()) for stream in train])
+    return Data(tokenizer, whole, sha256, train, list(shares.values()), held_out, tokens,
+                np.array(of_documents)[documents], names)
 
 
 def pack(network: GPT, table: QuantTable, path: Path, tokenizer: Tokenizer, runtime: Runtime, meta: dict) -> dict:
@@ -2445,7 +2419,7 @@ def main() -> int:
     plan = Plan(settings)
     runtime = start_runtime(settings.device)
     data = open_data(settings)
-    tokenizer, manifest, val_tokens = data.tokenizer, data.manifest, data.val
+    tokenizer, manifest = data.tokenizer, data.manifest
     batches = Batches(data, settings, runtime)
     config = model_config(settings, tokenizer.vocab_size, tokenizer.bos_id)
     torch.manual_seed(settings.seed)
@@ -2467,7 +2441,7 @@ def main() -> int:
     averages = {name: Average(params, memory[name]) for name in memory if getattr(settings, name)}
     clock = Clock(settings.iterations, max(0.0, settings.max_wallclock_seconds - settings.reserve_seconds), runtime)
 
-    def score(of: Callable, tokens: np.ndarray = val_tokens, stride: int = settings.train_seq_len) -> Score:
+    def score(of: Callable, tokens: np.ndarray = data.val, stride: int = settings.train_seq_len) -> Score:
         return score_tokens(of, tokens, tokenizer, runtime, settings.train_seq_len, stride, batches.micro_rows)
 
     fit_micro_batch(model, optimizers, batches)
@@ -2478,8 +2452,7 @@ def main() -> int:
     steps = train(model, optimizers, weights, averages, batches, plan, clock, settings, log, lambda: score(model))
 
     clock.start()
-    held_out = data.held_out()
-    chosen = choose_weights(model, network, averages, weights, lambda of: score(of, held_out), log)
+    chosen = choose_weights(model, network, averages, weights, lambda of: score(of, data.held_out), log)
     runtime.synchronize()
     clock.stop()
     log(plan.table())
@@ -2499,6 +2472,8 @@ def main() -> int:
 
     code = 0
     if runtime.rank == 0:
+        wanted = [round(share * YARDSTICK_TOKENS) for share in data.shares]
+        sample = np.concatenate([of.read(0, min(len(of), most)) for of, most in zip(data.streams, wanted, strict=True)])
         result = {
             "script": Path(__file__).name, "run_id": run_id, "seed": settings.seed, "commit": git_commit(),
             "code_sha256": sha256_file(__file__), "manifest_sha256": data.manifest_sha256,
@@ -2506,7 +2481,7 @@ def main() -> int:
             "steps": steps, "tokens": steps * batches.tokens, "train_seconds": clock.elapsed(),
             "total_seconds": time.perf_counter() - begin, "peak_memory_mib": peak_memory(runtime) / 2**20,
             "params": count_parameters(network), "weights": chosen, **final, "before_quantization": before,
-            **yardsticks(data.sample(YARDSTICK_TOKENS), val_tokens, tokenizer), **sizes,
+            **yardsticks(sample, data.val, tokenizer), **sizes,
             "phases": plan.summary(), "events": events, "settings": asdict(settings),
         }
         write_result(folder, result, log)

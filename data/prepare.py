@@ -5,9 +5,8 @@
     python data/prepare.py train.jsonl --val val.jsonl --tokenizer some.model --out data/mine
 
 Sources are .jsonl and .jsonl.zst files (a document is the field `text` of a line), .txt files (a document each) and
-folders of these. The work is done in stages under OUT/.work, each written beside and renamed, so a killed run goes on
-where it stopped: spool (documents into bucket files by a seeded hash, which is also the global shuffle), select
-(exact and near duplicates dropped, train and val separated), tokenizer, shards.
+folders of these. The work is done in stages under OUT/.work, so that a killed run goes on where it stopped: spool
+(bucket files by a seeded hash, the global shuffle), select (duplicates dropped, val apart), tokenizer, shards.
 """
 
 from __future__ import annotations
@@ -305,9 +304,7 @@ VAL_BYTES = 20_000_000  # most validation text that a split makes
 EMBEDDED_BYTES, EMBEDDED_VAL_BYTES = 8_000_000, 500_000  # of the standard library: enough text, most validation
 NOT_STDLIB, STDLIB_TESTS = {"site-packages", "dist-packages", "__pycache__"}, {"test", "tests", "idle_test"}
 LOSSLESS_PROBE = "  two  spaces\n\n\ttab\r\nﬁ é \U0001f600 \ue000 "  # normalising tokenizers change this
-
 MOST_SOURCES = 32  # named apart in the manifest
-RECORDS = 2  # version of the files of documents; those of an unfinished run must be read as they were written
 
 Document = tuple[bytes, bytes, int]  # (key, text as UTF-8, number of its source); documents are ordered by their keys
 
@@ -332,10 +329,10 @@ class Request:
         for split, sources in (("train", self.sources), ("val", self.val_sources)):
             for path, name in sources.items():
                 digest.update(f"{split} {name} {sha256_file(path)}\n".encode())
-        trained = {"vocab_size": self.vocab_size} if not self.tokenizer else {}
+        tokenizer = load_tokenizer(self.tokenizer).sha256 if self.tokenizer else "trained"
         split = {} if self.val_sources else {"val_frac": self.val_frac, "val_max_bytes": self.val_max_bytes}
         return {"format": 1, "name": self.name, "seed": self.seed, "sources_sha256": digest.hexdigest(),
-                "tokenizer": load_tokenizer(self.tokenizer).sha256 if self.tokenizer else "trained"} | trained | split
+                "tokenizer": tokenizer} | ({} if self.tokenizer else {"vocab_size": self.vocab_size}) | split
 
 
 def progress(items: Iterable, label: str) -> Iterable:
@@ -393,31 +390,20 @@ def find_sources(arguments: list[str]) -> dict[Path, str]:
     return sources
 
 
-def group_sources(files: list[str], name: str) -> list[str]:
-    """For each file, by its name in the manifest, the source that its documents are counted to.
-
-    The file itself, or the first folder inside the one named on the command line. Where that makes more than
-    MOST_SOURCES, files go under the folder named; where it still does, everything does; at last all is `name`.
+def number_sources(files: dict[Path, str], name: str) -> tuple[list[str], dict[Path, int]]:
+    """The sources that validation documents are counted to, and for each file the number of its source. A source is a
+    file or the first folder in the folder named on the command line; where that makes more than MOST_SOURCES, its loose
+    files together; where it still does, all of it; at last everything, as `name`.
     """
-    parts = [re.sub(r"\.(jsonl|jsonl\.zst|txt|py)$", "", file).split("/") for file in files]
-    levels = [[part[min(1, len(part) - 1)] for part in parts], [part[len(part) > 2] for part in parts],
-              [part[0] for part in parts]]
-    return next((level for level in levels if len(set(level)) <= MOST_SOURCES), [name] * len(files))
-
-
-def source_numbers(request: Request) -> tuple[list[str], dict[Path, int]]:
-    """The names of the sources that validation documents can come from, and the number there of each of their files."""
-    files = request.val_sources or request.sources
-    groups = group_sources(list(files.values()), request.name)
-    names = sorted(set(groups))
-    return names, {path: names.index(group) for path, group in zip(files, groups, strict=True)}
+    parts = [re.sub(r"\.(jsonl|jsonl\.zst|txt|py)$", "", file).split("/") for file in files.values()]
+    levels = [[part[len(part) > depth] for part in parts] for depth in (1, 2, sys.maxsize)] + [[name] * len(parts)]
+    own = next(level for level in levels if len(set(level)) <= MOST_SOURCES)
+    names = sorted(set(own))
+    return names, {path: names.index(source) for path, source in zip(files, own, strict=True)}
 
 
 def find_stdlib() -> tuple[dict[Path, str], str]:
-    """The standard library's *.py files with their names, and a sentence on what was chosen.
-
-    Its tests are read only as far as the rest is under EMBEDDED_BYTES; files that are not UTF-8 are left out.
-    """
+    """The standard library's *.py files with their names, tests only up to EMBEDDED_BYTES; a sentence on them."""
     root, total, skipped = Path(sysconfig.get_paths()["stdlib"]), 0, 0
     sources: dict[Path, str] = {}
     parts = {path: set(path.relative_to(root).parts) for path in sorted(root.rglob("*.py"))}
@@ -488,10 +474,9 @@ def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 def spool(request: Request, work: Path) -> None:
-    """Stage 1: every document into `spool/NNN.train` or `.val`, the bucket by its key.
-
-    The key is SHA-256(seed, SHA-256(text)): equal texts meet in one bucket, and the order of keys is the global
-    shuffle. The side is the document's own SHA-256 against the validation fraction, or the option that named its file.
+    """Stage 1: every document into `spool/NNN.train` or `.val`, the bucket by its key, SHA-256(seed, SHA-256(text)):
+    equal texts meet in one bucket, and the order of keys is the global shuffle. The side is the document's own SHA-256
+    against the validation fraction, or the option that named its file.
     """
     done, part = work / "spool", work / "spool.part"
     if done.exists():
@@ -499,7 +484,7 @@ def spool(request: Request, work: Path) -> None:
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
     sources = [(path, "val") for path in request.val_sources] + [(path, "train") for path in request.sources]
-    _, numbers = source_numbers(request)
+    _, numbers = number_sources(request.val_sources or request.sources, request.name)
     counts = {"documents": 0, "empty": 0, "not_lossless": 0}
     files = {(b, side): open(part / f"{b:03d}.{side}", "wb") for b in range(BUCKETS) for side in ("train", "val")}
     for path, side in progress(sources, "reading"):
@@ -517,8 +502,8 @@ def spool(request: Request, work: Path) -> None:
             key = hashlib.sha256(b"%d:" % request.seed + digest).digest()
             if not request.val_sources:
                 side = "val" if int.from_bytes(digest[:8], "big") < request.val_frac * 2**64 else "train"
-            files[int.from_bytes(key[:4], "big") * BUCKETS >> 32, side].write(
-                packed(key, data, numbers.get(path, 0)))
+            bucket = files[int.from_bytes(key[:4], "big") * BUCKETS >> 32, side]
+            bucket.write(packed(key, data, numbers.get(path, 0)))
     for file in files.values():
         file.close()
     write_json(part / "counts.json", counts)
@@ -530,8 +515,7 @@ def grams(data: bytes) -> np.ndarray:
     text = data.decode("utf-8")
     words = re.findall(r"\w+", text.lower()) or ["".join(text.split())]
     hashes = np.array([zlib.crc32(word.encode("utf-8")) for word in words], dtype=np.uint64)
-    count = max(1, len(words) - GRAM_WORDS + 1)
-    total = np.zeros(count, dtype=np.uint64)
+    total = np.zeros(count := max(1, len(words) - GRAM_WORDS + 1), dtype=np.uint64)
     for i in range(min(GRAM_WORDS, len(words))):
         total = total * np.uint64(0x9E3779B97F4A7C15) + hashes[i : i + count]
         total ^= total >> np.uint64(29)
@@ -588,7 +572,6 @@ def take_validation(request: Request, spooled: Path) -> list[Document]:
 
 def select(request: Request, work: Path, workers: int) -> dict:
     """Stage 2: the documents to keep, in order, into `kept/train_NNNNNN` and `kept/val_NNNNNN`; returns the counts.
-
     A training document is dropped when over half of its 8-grams stand in validation. A validation document over half
     of whose 8-grams stand in the training documents then left is dropped too; with --val, where validation stays as
     given, the training document that would bring it over half is dropped instead.
@@ -601,8 +584,8 @@ def select(request: Request, work: Path, workers: int) -> dict:
     counts = json.loads((spooled / "counts.json").read_text())
     val = take_validation(request, spooled)
     if not val:
-        raise UserError(f"no validation document among {counts['documents']} documents with --val-frac "
-                        f"{request.val_frac} and --val-max-bytes {request.val_max_bytes}; raise them or give --val")
+        raise UserError(f"no validation document among {counts['documents']} documents; raise --val-frac "
+                        f"{request.val_frac} and --val-max-bytes {request.val_max_bytes}, or give --val")
     val_keys, val_grams = {key for key, _, _ in val}, [grams(text) for _, text, _ in val]
     owners = write_index(part / "index.npy", val_grams)
     sizes = np.array([len(own) for own in val_grams])
@@ -631,8 +614,8 @@ def select(request: Request, work: Path, workers: int) -> dict:
         (part / f"val_{number:06d}").write_bytes(b"".join(packed(*document) for document in batch))
     if not train_documents or not kept:
         raise UserError(f"no {'validation' if train_documents else 'training'} document is left of "
-                        f"{counts['documents']} ({counts['exact_duplicates']} exact and {counts['near_duplicates']} "
-                        "near duplicates dropped); give more text or another --val-frac")
+                        f"{counts['documents']} ({counts['exact_duplicates']} exact, {counts['near_duplicates']} near "
+                        "duplicates); give more text or another --val-frac")
     write_json(part / "counts.json", counts)
     os.replace(part, done)
     return counts
@@ -665,9 +648,8 @@ def sample_lines(paths: list[Path]) -> Iterator[str]:
 
 
 def train_tokenizer(work: Path, vocab_size: int) -> Path:
-    """Stage 3: a SentencePiece BPE model of a sample of the (shuffled) training text, into tokenizer.model.
-
-    Lossless: no normalisation, no dummy prefix, white space kept, bytes for what has no piece.
+    """Stage 3: a SentencePiece BPE model of a sample of the (shuffled) training text, into tokenizer.model. Lossless:
+    no normalisation, no dummy prefix, white space kept, bytes for what has no piece.
     """
     done, model = work / "tokenizer.model", io.BytesIO()
     if done.exists():
@@ -680,18 +662,16 @@ def train_tokenizer(work: Path, vocab_size: int) -> Path:
             user_defined_symbols=["\n"], control_symbols=list(ROLE_TOKENS), pad_id=0, bos_id=1, eos_id=2, unk_id=3,
             character_coverage=0.999, num_threads=1, minloglevel=2)
     except (RuntimeError, OSError) as error:
-        raise UserError(f"--vocab-size {vocab_size}: no such tokenizer from this training text "
-                        f"({' '.join(str(error).split())[-160:]}); give another size, more text, or --tokenizer bytes"
-                        ) from error
+        raise UserError(f"--vocab-size {vocab_size}: no such tokenizer from this text; give another, more text, or "
+                        f"--tokenizer bytes ({' '.join(str(error).split())[-160:]})") from error
     (work / "tokenizer.part").write_bytes(model.getvalue())
     os.replace(work / "tokenizer.part", done)
     return done
 
 
 def tokenize(job: tuple[Path, bool]) -> tuple[np.ndarray, list[int], Counter]:
-    """The documents of a file as BOS + tokens, uint16 or for larger vocabularies uint32; their sources; their counts.
-
-    With a lossless tokenizer a document that does not come back exactly is left out and counted.
+    """The documents of a file as BOS + tokens, uint16 or uint32; their sources; their counts. Documents that a lossless
+    tokenizer does not give back exactly are left out and counted.
     """
     path, lossless = job
     tokens, sources, counts = [], [], Counter()
@@ -731,17 +711,17 @@ def write_split(request: Request, work: Path, split: str, tokenizer: Tokenizer, 
     if not shards:
         raise UserError(f"the tokenizer gives back none of the {counts['not_lossless']} {split} documents exactly; "
                         "use another tokenizer or text")
-    part = {"shards": shards, "tokens": sum(shard["tokens"] for shard in shards)} | {
-        key: counts[key] for key in ("documents", "source_bytes", "decoded_bytes", "not_lossless")}
-    return part | {"document_sources": document_sources} if split == "val" else part
+    return {"shards": shards, "tokens": sum(shard["tokens"] for shard in shards)} | {
+        key: counts[key] for key in ("documents", "source_bytes", "decoded_bytes", "not_lossless")
+    } | ({"document_sources": document_sources} if split == "val" else {})
 
 
 def claim_folder(request: Request, identity: dict, work: Path) -> dict | None:
-    """The manifest of this very request if it is finished, else None with the folder ready for work.
-
-    Raises UserError when the folder holds anything of another request.
+    """The manifest of this very request if it is finished, else None with the folder ready for work. Raises UserError
+    when the folder holds anything of another request.
     """
     remedy, state = f"delete {request.out} or choose another --out", work / "request.json"
+    mark = identity | {"records": 2}  # version of the files of documents, which a run goes on with
     if (request.out / "manifest.json").exists():
         manifest = load_manifest(request.out)
         if manifest.get("request") != identity:
@@ -751,7 +731,7 @@ def claim_folder(request: Request, identity: dict, work: Path) -> dict | None:
         shutil.rmtree(work, ignore_errors=True)
         return manifest
     if state.exists():
-        if json.loads(state.read_text()) != identity | {"records": RECORDS}:
+        if json.loads(state.read_text()) != mark:
             raise UserError(f"{request.out}: holds the unfinished data of another request; {remedy}")
         print(f"going on with the unfinished run in {request.out}")
         return None
@@ -759,7 +739,7 @@ def claim_folder(request: Request, identity: dict, work: Path) -> dict | None:
         raise UserError(f"{request.out}: holds .bin files without a manifest; {remedy}")
     try:
         work.mkdir(parents=True, exist_ok=True)
-        write_json(state, identity | {"records": RECORDS})
+        write_json(state, mark)
     except OSError as error:
         raise UserError(f"--out {request.out}: cannot be written ({error.strerror})") from error
     return None
@@ -784,10 +764,9 @@ def prepare(request: Request, workers: int) -> dict:
         "format": 1, "name": request.name, "published": False,
         "tokenizer": {"file": tokenizer.file, "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size,
                       "bos_id": tokenizer.bos_id},
-        "lossless": lossless, **splits,
-        "overlap_documents": overlap,
+        "lossless": lossless, **splits, "overlap_documents": overlap,
         "dropped": {key: counts[key] for key in ("exact_duplicates", "near_duplicates", "not_lossless", "empty")},
-        "seed": request.seed, "sources": source_numbers(request)[0],
+        "seed": request.seed, "sources": number_sources(request.val_sources or request.sources, request.name)[0],
         "source_files": [*request.sources.values(), *request.val_sources.values()],
         "request": identity,
     }
@@ -807,23 +786,20 @@ def print_table(out: Path, manifest: dict) -> None:
     print("dropped: " + ", ".join(f"{count:,} {kind}" for kind, count in manifest["dropped"].items()))
     if not manifest["lossless"]:
         print("the tokenizer does not give back its text exactly: scores count decoded bytes, not source bytes")
-    print(f"validation documents that also stand in training: {manifest['overlap_documents']}")
-    print(f"to train on it: DATA_PATH={out}")
+    print(f"validation documents that also stand in training: {manifest['overlap_documents']}\n"
+          f"to train on it: DATA_PATH={out}")
 
 
 def run(arguments: list[str] | None = None) -> None:
     """The command; raises UserError for the user's mistakes."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("sources", nargs="*", metavar="SOURCE", help=".jsonl, .jsonl.zst, .txt or a folder of these; "
-                        "none: the standard library of this Python")
+    parser.add_argument("sources", nargs="*", metavar="SOURCE", help="files or folders; none: Python's standard library")
     parser.add_argument("--val", nargs="+", default=[], metavar="SOURCE", help="validation text; no split by hash then")
     parser.add_argument("--out", type=Path, help="folder to write (data/NAME beside this script)")
     parser.add_argument("--vocab-size", type=int, default=1024, help="pieces of the tokenizer trained here (1024)")
-    parser.add_argument("--tokenizer", default="", help="an existing .model file, a tiktoken encoding's name "
-                        "or .tiktoken file, or `bytes` (train one)")
+    parser.add_argument("--tokenizer", default="", help=".model file, tiktoken name or file, or `bytes` (train one)")
     parser.add_argument("--val-frac", type=float, default=0.05, help="share of the documents for validation (0.05)")
-    parser.add_argument("--val-max-bytes", type=int, help="most bytes of validation text from the split; 0: no limit "
-                        f"({VAL_BYTES:,}; {EMBEDDED_VAL_BYTES:,} without SOURCE)")
+    parser.add_argument("--val-max-bytes", type=int, help=f"most validation bytes, 0: no limit ({VAL_BYTES:,})")
     parser.add_argument("--seed", type=int, default=0, help="of the document order (0)")
     parser.add_argument("--name", help="first part of the shards' file names (text; embedded without SOURCE)")
     parser.add_argument("--workers", type=int, default=0, help="processes (0: all cores)")
@@ -840,17 +816,14 @@ def run(arguments: list[str] | None = None) -> None:
         if not good:
             raise UserError(f"{option} {value}: expected {wanted}")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if tqdm is None:
-        print("no progress bars: tqdm is not installed (pip install tqdm)")
     if args.sources:
         sources, name, val_max_bytes = find_sources(args.sources), args.name or "text", VAL_BYTES
     else:
         (sources, note), name, val_max_bytes = find_stdlib(), args.name or "embedded", EMBEDDED_VAL_BYTES
         print(f"no SOURCE named: {note}", flush=True)
     out = args.out or Path(os.path.relpath(Path(__file__).resolve().parent / name))
-    val_max_bytes = val_max_bytes if args.val_max_bytes is None else args.val_max_bytes
     request = Request(sources, find_sources(args.val), out, name, args.tokenizer, args.vocab_size, args.val_frac,
-                      val_max_bytes, args.seed)
+                      val_max_bytes if args.val_max_bytes is None else args.val_max_bytes, args.seed)
     print_table(out, prepare(request, args.workers or cores))
 
 
