@@ -793,7 +793,7 @@ def print_table(out: Path, manifest: dict) -> None:
 def run(arguments: list[str] | None = None) -> None:
     """The command; raises UserError for the user's mistakes."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("sources", nargs="*", metavar="SOURCE", help="files or folders; none: Python's standard library")
+    parser.add_argument("sources", nargs="*", metavar="SOURCE", help="files, folders; none: Python's standard library")
     parser.add_argument("--val", nargs="+", default=[], metavar="SOURCE", help="validation text; no split by hash then")
     parser.add_argument("--out", type=Path, help="folder to write (data/NAME beside this script)")
     parser.add_argument("--vocab-size", type=int, default=1024, help="pieces of the tokenizer trained here (1024)")
