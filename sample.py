@@ -7,6 +7,7 @@ Every setting below is an environment variable: its name in capitals. The sectio
 those of train_gpt.py (tools/sync.py).
 """
 
+import base64
 import collections
 import contextlib
 import datetime
@@ -22,6 +23,7 @@ import struct
 import subprocess
 import sys
 import time
+import types
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
@@ -30,6 +32,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import sentencepiece
+import tiktoken
+import tiktoken_ext.openai_public
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -42,7 +46,7 @@ from torch.utils.checkpoint import checkpoint
 @dataclass(frozen=True)
 class Settings:
     artifact: str = ""  # the model: a model.upar file, or a run's folder
-    tokenizer_path: str = ""  # a SentencePiece .model, or "bytes"; empty: the one beside data or artifact
+    tokenizer_path: str = ""  # .model file, tiktoken name, .tiktoken file or "bytes"; empty: that of data or artifact
     prompt: str = ""  # text to go on from; empty: a document's beginning
     num_samples: int = 1  # how many continuations
     max_new_tokens: int = 100  # length of each, at most
@@ -90,7 +94,7 @@ RANGES = (
     ("adam_eps", 1e-20, 1.0), ("bio_threshold", 0.0, 1.0), ("bigram_dim", 1, 65536),
     ("rope_base", 1.0, 1e9), ("tied_embed_init_std", 1e-6, 10.0),
     ("artifact_bytes_max", 1, 1 << 40), ("max_new_tokens", 1, 1 << 20), ("num_samples", 1, 1 << 16),
-    ("temperature", 0.0, 100.0), ("vocab_size", 0, 65536),
+    ("temperature", 0.0, 100.0), ("vocab_size", 0, 1 << 20),
 )
 CHOICES = {
     "lr_schedule": ("linear", "cosine", "wsd", "constant"), "device": ("auto", "cpu", "cuda"),
@@ -314,37 +318,42 @@ def git_commit() -> str:
 
 
 # === shared: data ===
-SHARD_MAGIC, SHARD_VERSION = 20240520, 1  # llm.c and Parameter Golf: 256 int32 header, then uint16 tokens
-SHARD_HEADER_BYTES = 256 * 4
+SHARD_KINDS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # llm.c's dev/data: (magic number, version) -> tokens
+SHARD_HEADER_BYTES = 256 * 4  # 256 int32, then the tokens: uint32 for vocabularies above 65,536, else uint16
 ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 SPACE_MARK = "\u2581"  # SentencePiece writes a space as this character
+ENCODINGS = ("gpt2", "r50k_base", "p50k_base", "cl100k_base", "o200k_base")  # of tiktoken
 
 
-@dataclass(frozen=True)
+@dataclass
 class Tokenizer:
     """A tokenizer and the bytes its tokens stand for; made by `load_tokenizer`.
 
     A token counts the UTF-8 bytes it decodes to, its leading space included. Where the model puts a space before
     every text (add_dummy_prefix), that space is no part of the text: the first token after a boundary (a control,
-    unknown or unused token, itself 0 bytes) gives it back. This equals Parameter Golf's accounting
-    (openai/parameter-golf, train_gpt.py, build_sentencepiece_luts and eval_val), which leaves the space out of the
-    table and adds it where the token before is no boundary.
+    unknown or unused token, itself 0 bytes) gives it back. Parameter Golf counts the same (its train_gpt.py,
+    build_sentencepiece_luts and eval_val): no space in the table, one added where the token before is no boundary.
     """
 
     name: str
-    sha256: str
-    vocab_size: int
+    file: str  # what `save` writes; "bytes": nothing
+    content: bytes  # of that file; its SHA-256 tells tokenizers apart
     bos_id: int
     special_ids: dict[str, int]  # role token -> id; empty where the tokenizer has none
     pieces: list[bytes]  # what each token decodes to, b"" for boundaries
-    byte_counts: np.ndarray  # (V,) int64, len of pieces
     drops_space: np.ndarray  # (V,) bool, loses its space after a boundary
-    boundary: np.ndarray  # (V,) bool
-    processor: sentencepiece.SentencePieceProcessor | None  # None: the byte tokenizer
+    encode: Callable[[str], list[int]]  # ids without BOS; special tokens in the text are ordinary characters
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, without BOS. Role tokens written out in the text are ordinary characters."""
-        return self.processor.encode(text) if self.processor else [byte + 4 for byte in text.encode("utf-8")]
+    def __post_init__(self) -> None:
+        self.sha256, self.vocab_size = hashlib.sha256(self.content).hexdigest(), len(self.pieces)
+        self.byte_counts = np.array([len(piece) for piece in self.pieces])  # (V,) int64
+        self.boundary = self.byte_counts == 0  # (V,) bool
+
+    def save(self, folder: str | Path) -> str:
+        """Writes the file that gives the tokenizer back into `folder`; its name, or `bytes`, which needs no file."""
+        if self.file != "bytes":
+            (Path(folder) / self.file).write_bytes(self.content)
+        return self.file
 
     def decode_bytes(self, ids: list[int] | np.ndarray) -> bytes:
         """The bytes of a token sequence that starts a document; `token_bytes` counts exactly these."""
@@ -358,22 +367,26 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """A SentencePiece `.model` file, or `bytes`: 0 pad, 1 bos, 2 eos, 3 unk, 4..259 the bytes, then the role tokens.
-
-    Raises UserError for a missing or unreadable file and for a model without a BOS token.
+    """A SentencePiece `.model` file; a tiktoken encoding (`load_encoding`); or `bytes`, in whatever folder: 0 pad,
+    1 bos, 2 eos, 3 unk, 4..259 the bytes, then the role tokens. Raises UserError for a missing or unreadable file and
+    for a model without a BOS token.
     """
     path = Path(path)
-    if str(path) == "bytes":
+    if path.name == "bytes":
         special_ids = {role: 260 + i for i, role in enumerate(ROLE_TOKENS)}
         pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4
-        counts, sha256 = np.array([len(piece) for piece in pieces]), hashlib.sha256(b"underpar bytes 264").hexdigest()
-        return Tokenizer("bytes", sha256, 264, 1, special_ids, pieces, counts, counts > 1, counts == 0, None)
-    if not path.is_file():
-        raise UserError(f"tokenizer {path}: no such file; name a SentencePiece .model file or `bytes`")
+        return Tokenizer("bytes", "bytes", b"underpar bytes 264", 1, special_ids, pieces, np.zeros(264, dtype=np.bool_),
+                         lambda text: [byte + 4 for byte in text.encode("utf-8")])
+    if str(path) in ENCODINGS or path.is_dir() or path.suffix == ".tiktoken":
+        return load_encoding(path)
+    if not path.is_file() or not path.stat().st_size:
+        raise UserError(f"tokenizer {path}: no such file, or empty; name a SentencePiece .model file, a tiktoken "
+                        f"encoding ({', '.join(ENCODINGS)}) or its .tiktoken file, or `bytes`")
+    content = path.read_bytes()
     try:
-        model = sentencepiece.SentencePieceProcessor(model_file=str(path))
-    except (RuntimeError, OSError) as error:
-        raise UserError(f"tokenizer {path}: not a SentencePiece model ({path.stat().st_size} bytes)") from error
+        model = sentencepiece.SentencePieceProcessor(model_proto=content)
+    except RuntimeError as error:
+        raise UserError(f"tokenizer {path}: not a SentencePiece model ({len(content)} bytes)") from error
     if model.bos_id() < 0:
         raise UserError(f"tokenizer {path}: has no BOS token; every document must begin with one")
     ids = list(range(model.vocab_size()))
@@ -386,8 +399,35 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     drops = [name.startswith(SPACE_MARK) and len(model.decode([i]).encode("utf-8")) < len(pieces[i])
              for i, name in enumerate(names)]
     special_ids = {role: names.index(role) for role in ROLE_TOKENS if model.is_control(model.piece_to_id(role))}
-    return Tokenizer(path.stem, sha256_file(path), len(ids), model.bos_id(), special_ids, pieces,
-                     np.array([len(piece) for piece in pieces]), np.array(drops), boundary, model)
+    return Tokenizer(path.stem, "tokenizer.model", content, model.bos_id(), special_ids, pieces, np.array(drops),
+                     model.encode)
+
+
+def load_encoding(path: Path) -> Tokenizer:
+    """A tiktoken encoding by name (tiktoken downloads it once), from its rank file `<name>.tiktoken`, or GPT-2's from
+    a folder of encoder.json and vocab.bpe; BOS is <|endoftext|>. tiktoken's own function makes it, with loaders that
+    read the file given, so that pattern, special tokens and the SHA-256 of the file are tiktoken's. Raises UserError.
+    """
+    public, loaders = tiktoken_ext.openai_public, {}
+    name = maker = "gpt2" if path.is_dir() else path.name.removesuffix(".tiktoken")
+    if path.is_dir():
+        loaders["data_gym_to_mergeable_bpe_ranks"] = lambda vocab_bpe_file, encoder_json_file, **hashes: (
+            public.data_gym_to_mergeable_bpe_ranks(str(path / "vocab.bpe"), str(path / "encoder.json"), **hashes))
+    elif path.suffix:
+        loaders["load_tiktoken_bpe"] = lambda url, expected_hash: public.load_tiktoken_bpe(str(path), expected_hash)
+        maker = "r50k_base" if name == "gpt2" else name  # the same ranks, pattern and special token
+    try:
+        code = getattr(public, maker).__code__
+        encoding = tiktoken.Encoding(**types.FunctionType(code, vars(public) | loaders)())
+    except (AttributeError, OSError, ValueError, AssertionError) as error:
+        raise UserError(f"tokenizer {path}: tiktoken cannot load it ({' '.join(str(error).split())[:160]}); expected "
+                        f"a name ({', '.join(ENCODINGS)}) that it can download, its rank file <name>.tiktoken, or a "
+                        "folder of GPT-2's encoder.json and vocab.bpe") from error
+    tokens = {rank: token for token, rank in encoding._mergeable_ranks.items()}
+    pieces = [tokens.get(rank, b"") for rank in range(encoding.n_vocab)]
+    content = b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in sorted(tokens.items()))
+    return Tokenizer(name, f"{name}.tiktoken", content, encoding.eot_token, {}, pieces,
+                     np.zeros(len(pieces), dtype=np.bool_), encoding.encode_ordinary)
 
 
 def token_bytes(tokenizer: Tokenizer, prev: np.ndarray, ids: np.ndarray) -> np.ndarray:
@@ -395,34 +435,36 @@ def token_bytes(tokenizer: Tokenizer, prev: np.ndarray, ids: np.ndarray) -> np.n
     return tokenizer.byte_counts[ids] - (tokenizer.drops_space[ids] & tokenizer.boundary[prev])
 
 
-def write_shard(path: str | Path, tokens: np.ndarray) -> None:
-    """Writes `tokens` (N,) as one shard. Raises UserError for ids outside uint16."""
-    packed = np.asarray(tokens).astype("<u2")
+def write_shard(path: str | Path, tokens: np.ndarray, vocab_size: int = 1 << 16) -> None:
+    """Writes `tokens` (N,) as one shard, uint32 for a vocabulary above 65,536. Raises UserError for ids too large."""
+    (magic, version), kind = list(SHARD_KINDS.items())[vocab_size > 1 << 16]
+    packed = np.asarray(tokens).astype(kind)
     if not np.array_equal(packed, tokens):
-        raise UserError(f"{path}: token ids {tokens.min()}..{tokens.max()} do not fit uint16; 0..65535 do")
+        raise UserError(f"{path}: token ids {tokens.min()}..{tokens.max()} do not fit {packed.dtype}")
     header = np.zeros(256, dtype="<i4")
-    header[:3] = SHARD_MAGIC, SHARD_VERSION, len(tokens)
+    header[:3] = magic, version, len(tokens)
     with open(path, "wb") as file:
         header.tofile(file)
         packed.tofile(file)
 
 
 def read_shard(path: str | Path) -> np.ndarray:
-    """The tokens of a shard, a uint16 memory map (N,). Raises UserError naming file, found and expected."""
+    """The tokens of a shard, a memory map (N,). Raises UserError naming file, found and expected."""
     if not Path(path).is_file():
         raise UserError(f"shard {path}: no such file")
     size, header = Path(path).stat().st_size, np.fromfile(path, dtype="<i4", count=256)
     if len(header) < 256:
         raise UserError(f"shard {path}: truncated: {size} bytes, its header alone has {SHARD_HEADER_BYTES}")
     magic, version, count = header[:3].tolist()
-    if (magic, version) != (SHARD_MAGIC, SHARD_VERSION):
+    if (magic, version) not in SHARD_KINDS:
         raise UserError(f"shard {path}: not a token shard: magic number {magic} and version {version}, expected "
-                        f"{SHARD_MAGIC} and {SHARD_VERSION}")
-    expected = SHARD_HEADER_BYTES + 2 * count
+                        + " or ".join(f"{known} and {its}" for known, its in SHARD_KINDS))
+    kind = np.dtype(SHARD_KINDS[magic, version])
+    expected = SHARD_HEADER_BYTES + kind.itemsize * count
     if count <= 0 or size != expected:
         fault = "truncated" if size < expected else "wrong size"
         raise UserError(f"shard {path}: {fault}: {size} bytes, its header of {count} tokens means {expected}")
-    return np.memmap(path, dtype="<u2", mode="r", offset=SHARD_HEADER_BYTES, shape=(count,))
+    return np.memmap(path, dtype=kind, mode="r", offset=SHARD_HEADER_BYTES, shape=(count,))
 
 
 def sha256_file(path: str | Path) -> str:
@@ -455,10 +497,9 @@ def shard_paths(data_path: str | Path, manifest: dict, split: str) -> list[Path]
 
 
 def check_dataset(data_path: str | Path, tokenizer: Tokenizer, manifest: dict, hash_train: bool = False) -> None:
-    """Raises UserError unless shards and tokenizer are those of the manifest.
-
-    Sizes and token counts of all shards, SHA-256 of the validation shards (with `hash_train` of the training shards
-    too), the tokenizer's SHA-256, and no validation document among the training documents of shards made here.
+    """Raises UserError unless shards and tokenizer are those of the manifest: sizes and token counts of all shards,
+    SHA-256 of the validation shards (with `hash_train` of the training shards too) and of the tokenizer, and no
+    validation document among the training documents of shards made here.
     """
     where, recorded = Path(data_path) / "manifest.json", manifest["tokenizer"]
     if tokenizer.sha256 != recorded["sha256"]:
@@ -482,17 +523,16 @@ def check_dataset(data_path: str | Path, tokenizer: Tokenizer, manifest: dict, h
 
 class TokenStream:
     """Shards as one circular stream of tokens; the last `skip_tail` of them are kept out and read by `tail`.
-
     Raises UserError for shards too short for the tail, and when a token read is not below `vocab_size`.
     """
 
-    def __init__(self, paths: list[Path], skip_tail: int = 0, vocab_size: int = 1 << 16) -> None:
+    def __init__(self, paths: list[Path], skip_tail: int = 0, vocab_size: int = 1 << 32) -> None:
         self.paths, self.vocab_size, self.skip_tail = list(paths), vocab_size, skip_tail
         self.shards = [read_shard(path) for path in self.paths]
         self.starts = np.cumsum([0] + [len(shard) for shard in self.shards])  # (shards + 1,)
         if self.starts[-1] <= skip_tail:
-            raise UserError(f"{len(self.paths)} shards of {self.starts[-1]} tokens: more than the held-out "
-                            f"{skip_tail} are needed")
+            raise UserError(f"{len(paths)} shards of {self.starts[-1]} tokens: more than the held-out {skip_tail} are "
+                            f"needed; they begin with {paths[0]}")
 
     def __len__(self) -> int:
         return int(self.starts[-1]) - self.skip_tail
@@ -1566,8 +1606,7 @@ def sample(settings: Settings) -> None:
         header, tensors = read_artifact(path)
     except ArtifactError as error:
         raise UserError(f"ARTIFACT={settings.artifact!r}: {error}") from None
-    beside = path.with_name("tokenizer.model")
-    tokenizer = load_tokenizer(settings.tokenizer_path or (beside if beside.is_file() else header["meta"]["tokenizer"]))
+    tokenizer = load_tokenizer(settings.tokenizer_path or path.with_name(header["meta"]["tokenizer"]))
     if tokenizer.sha256 != header["tokenizer_sha256"]:
         raise UserError(f"TOKENIZER_PATH={settings.tokenizer_path!r}: not the tokenizer that {path} was trained with")
     network = GPT(SimpleNamespace(**header["settings"]))

@@ -11,7 +11,9 @@ artifact, evaluation, and main() with the training loop. Sections between `# ===
 in other scripts (tools/sync.py). At most 2,500 lines; a test holds that.
 """
 
+import base64
 import collections
+import concurrent.futures
 import contextlib
 import datetime
 import difflib
@@ -28,6 +30,7 @@ import struct
 import subprocess
 import sys
 import time
+import types
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
@@ -36,6 +39,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import sentencepiece
+import tiktoken
+import tiktoken_ext.openai_public
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -56,8 +61,8 @@ class Settings:
     compile_mode: str = "default"  # default, reduce-overhead or max-autotune
     activation_checkpointing: bool = False  # keep each layer's input alone and compute the rest again: less memory
     # data
-    data_path: str = "data/embedded"  # folder with *_train_*.bin, *_val_*.bin and manifest.json
-    tokenizer_path: str = ""  # a SentencePiece .model, or "bytes"; empty: the one beside data or artifact
+    data_path: str = "data/embedded"  # folder of shards and manifest.json; or several with weights: a:0.7,b:0.3
+    tokenizer_path: str = ""  # .model file, tiktoken name, .tiktoken file or "bytes"; empty: that of data or artifact
     vocab_size: int = 0  # checked against the tokenizer; 0: the tokenizer's
     holdout_tokens: int = 131072  # end of the training stream, never trained on: chooses among raw, EMA and SWA weights
     # clock
@@ -181,7 +186,7 @@ RANGES = (
     ("adam_eps", 1e-20, 1.0), ("bio_threshold", 0.0, 1.0), ("bigram_dim", 1, 65536),
     ("rope_base", 1.0, 1e9), ("tied_embed_init_std", 1e-6, 10.0),
     ("artifact_bytes_max", 1, 1 << 40), ("max_new_tokens", 1, 1 << 20), ("num_samples", 1, 1 << 16),
-    ("temperature", 0.0, 100.0), ("vocab_size", 0, 65536),
+    ("temperature", 0.0, 100.0), ("vocab_size", 0, 1 << 20),
 )
 CHOICES = {
     "lr_schedule": ("linear", "cosine", "wsd", "constant"), "device": ("auto", "cpu", "cuda"),
@@ -405,37 +410,42 @@ def git_commit() -> str:
 
 
 # === shared: data ===
-SHARD_MAGIC, SHARD_VERSION = 20240520, 1  # llm.c and Parameter Golf: 256 int32 header, then uint16 tokens
-SHARD_HEADER_BYTES = 256 * 4
+SHARD_KINDS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # llm.c's dev/data: (magic number, version) -> tokens
+SHARD_HEADER_BYTES = 256 * 4  # 256 int32, then the tokens: uint32 for vocabularies above 65,536, else uint16
 ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 SPACE_MARK = "\u2581"  # SentencePiece writes a space as this character
+ENCODINGS = ("gpt2", "r50k_base", "p50k_base", "cl100k_base", "o200k_base")  # of tiktoken
 
 
-@dataclass(frozen=True)
+@dataclass
 class Tokenizer:
     """A tokenizer and the bytes its tokens stand for; made by `load_tokenizer`.
 
     A token counts the UTF-8 bytes it decodes to, its leading space included. Where the model puts a space before
     every text (add_dummy_prefix), that space is no part of the text: the first token after a boundary (a control,
-    unknown or unused token, itself 0 bytes) gives it back. This equals Parameter Golf's accounting
-    (openai/parameter-golf, train_gpt.py, build_sentencepiece_luts and eval_val), which leaves the space out of the
-    table and adds it where the token before is no boundary.
+    unknown or unused token, itself 0 bytes) gives it back. Parameter Golf counts the same (its train_gpt.py,
+    build_sentencepiece_luts and eval_val): no space in the table, one added where the token before is no boundary.
     """
 
     name: str
-    sha256: str
-    vocab_size: int
+    file: str  # what `save` writes; "bytes": nothing
+    content: bytes  # of that file; its SHA-256 tells tokenizers apart
     bos_id: int
     special_ids: dict[str, int]  # role token -> id; empty where the tokenizer has none
     pieces: list[bytes]  # what each token decodes to, b"" for boundaries
-    byte_counts: np.ndarray  # (V,) int64, len of pieces
     drops_space: np.ndarray  # (V,) bool, loses its space after a boundary
-    boundary: np.ndarray  # (V,) bool
-    processor: sentencepiece.SentencePieceProcessor | None  # None: the byte tokenizer
+    encode: Callable[[str], list[int]]  # ids without BOS; special tokens in the text are ordinary characters
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, without BOS. Role tokens written out in the text are ordinary characters."""
-        return self.processor.encode(text) if self.processor else [byte + 4 for byte in text.encode("utf-8")]
+    def __post_init__(self) -> None:
+        self.sha256, self.vocab_size = hashlib.sha256(self.content).hexdigest(), len(self.pieces)
+        self.byte_counts = np.array([len(piece) for piece in self.pieces])  # (V,) int64
+        self.boundary = self.byte_counts == 0  # (V,) bool
+
+    def save(self, folder: str | Path) -> str:
+        """Writes the file that gives the tokenizer back into `folder`; its name, or `bytes`, which needs no file."""
+        if self.file != "bytes":
+            (Path(folder) / self.file).write_bytes(self.content)
+        return self.file
 
     def decode_bytes(self, ids: list[int] | np.ndarray) -> bytes:
         """The bytes of a token sequence that starts a document; `token_bytes` counts exactly these."""
@@ -449,22 +459,26 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """A SentencePiece `.model` file, or `bytes`: 0 pad, 1 bos, 2 eos, 3 unk, 4..259 the bytes, then the role tokens.
-
-    Raises UserError for a missing or unreadable file and for a model without a BOS token.
+    """A SentencePiece `.model` file; a tiktoken encoding (`load_encoding`); or `bytes`, in whatever folder: 0 pad,
+    1 bos, 2 eos, 3 unk, 4..259 the bytes, then the role tokens. Raises UserError for a missing or unreadable file and
+    for a model without a BOS token.
     """
     path = Path(path)
-    if str(path) == "bytes":
+    if path.name == "bytes":
         special_ids = {role: 260 + i for i, role in enumerate(ROLE_TOKENS)}
         pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4
-        counts, sha256 = np.array([len(piece) for piece in pieces]), hashlib.sha256(b"underpar bytes 264").hexdigest()
-        return Tokenizer("bytes", sha256, 264, 1, special_ids, pieces, counts, counts > 1, counts == 0, None)
-    if not path.is_file():
-        raise UserError(f"tokenizer {path}: no such file; name a SentencePiece .model file or `bytes`")
+        return Tokenizer("bytes", "bytes", b"underpar bytes 264", 1, special_ids, pieces, np.zeros(264, dtype=np.bool_),
+                         lambda text: [byte + 4 for byte in text.encode("utf-8")])
+    if str(path) in ENCODINGS or path.is_dir() or path.suffix == ".tiktoken":
+        return load_encoding(path)
+    if not path.is_file() or not path.stat().st_size:
+        raise UserError(f"tokenizer {path}: no such file, or empty; name a SentencePiece .model file, a tiktoken "
+                        f"encoding ({', '.join(ENCODINGS)}) or its .tiktoken file, or `bytes`")
+    content = path.read_bytes()
     try:
-        model = sentencepiece.SentencePieceProcessor(model_file=str(path))
-    except (RuntimeError, OSError) as error:
-        raise UserError(f"tokenizer {path}: not a SentencePiece model ({path.stat().st_size} bytes)") from error
+        model = sentencepiece.SentencePieceProcessor(model_proto=content)
+    except RuntimeError as error:
+        raise UserError(f"tokenizer {path}: not a SentencePiece model ({len(content)} bytes)") from error
     if model.bos_id() < 0:
         raise UserError(f"tokenizer {path}: has no BOS token; every document must begin with one")
     ids = list(range(model.vocab_size()))
@@ -477,8 +491,35 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     drops = [name.startswith(SPACE_MARK) and len(model.decode([i]).encode("utf-8")) < len(pieces[i])
              for i, name in enumerate(names)]
     special_ids = {role: names.index(role) for role in ROLE_TOKENS if model.is_control(model.piece_to_id(role))}
-    return Tokenizer(path.stem, sha256_file(path), len(ids), model.bos_id(), special_ids, pieces,
-                     np.array([len(piece) for piece in pieces]), np.array(drops), boundary, model)
+    return Tokenizer(path.stem, "tokenizer.model", content, model.bos_id(), special_ids, pieces, np.array(drops),
+                     model.encode)
+
+
+def load_encoding(path: Path) -> Tokenizer:
+    """A tiktoken encoding by name (tiktoken downloads it once), from its rank file `<name>.tiktoken`, or GPT-2's from
+    a folder of encoder.json and vocab.bpe; BOS is <|endoftext|>. tiktoken's own function makes it, with loaders that
+    read the file given, so that pattern, special tokens and the SHA-256 of the file are tiktoken's. Raises UserError.
+    """
+    public, loaders = tiktoken_ext.openai_public, {}
+    name = maker = "gpt2" if path.is_dir() else path.name.removesuffix(".tiktoken")
+    if path.is_dir():
+        loaders["data_gym_to_mergeable_bpe_ranks"] = lambda vocab_bpe_file, encoder_json_file, **hashes: (
+            public.data_gym_to_mergeable_bpe_ranks(str(path / "vocab.bpe"), str(path / "encoder.json"), **hashes))
+    elif path.suffix:
+        loaders["load_tiktoken_bpe"] = lambda url, expected_hash: public.load_tiktoken_bpe(str(path), expected_hash)
+        maker = "r50k_base" if name == "gpt2" else name  # the same ranks, pattern and special token
+    try:
+        code = getattr(public, maker).__code__
+        encoding = tiktoken.Encoding(**types.FunctionType(code, vars(public) | loaders)())
+    except (AttributeError, OSError, ValueError, AssertionError) as error:
+        raise UserError(f"tokenizer {path}: tiktoken cannot load it ({' '.join(str(error).split())[:160]}); expected "
+                        f"a name ({', '.join(ENCODINGS)}) that it can download, its rank file <name>.tiktoken, or a "
+                        "folder of GPT-2's encoder.json and vocab.bpe") from error
+    tokens = {rank: token for token, rank in encoding._mergeable_ranks.items()}
+    pieces = [tokens.get(rank, b"") for rank in range(encoding.n_vocab)]
+    content = b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in sorted(tokens.items()))
+    return Tokenizer(name, f"{name}.tiktoken", content, encoding.eot_token, {}, pieces,
+                     np.zeros(len(pieces), dtype=np.bool_), encoding.encode_ordinary)
 
 
 def token_bytes(tokenizer: Tokenizer, prev: np.ndarray, ids: np.ndarray) -> np.ndarray:
@@ -486,34 +527,36 @@ def token_bytes(tokenizer: Tokenizer, prev: np.ndarray, ids: np.ndarray) -> np.n
     return tokenizer.byte_counts[ids] - (tokenizer.drops_space[ids] & tokenizer.boundary[prev])
 
 
-def write_shard(path: str | Path, tokens: np.ndarray) -> None:
-    """Writes `tokens` (N,) as one shard. Raises UserError for ids outside uint16."""
-    packed = np.asarray(tokens).astype("<u2")
+def write_shard(path: str | Path, tokens: np.ndarray, vocab_size: int = 1 << 16) -> None:
+    """Writes `tokens` (N,) as one shard, uint32 for a vocabulary above 65,536. Raises UserError for ids too large."""
+    (magic, version), kind = list(SHARD_KINDS.items())[vocab_size > 1 << 16]
+    packed = np.asarray(tokens).astype(kind)
     if not np.array_equal(packed, tokens):
-        raise UserError(f"{path}: token ids {tokens.min()}..{tokens.max()} do not fit uint16; 0..65535 do")
+        raise UserError(f"{path}: token ids {tokens.min()}..{tokens.max()} do not fit {packed.dtype}")
     header = np.zeros(256, dtype="<i4")
-    header[:3] = SHARD_MAGIC, SHARD_VERSION, len(tokens)
+    header[:3] = magic, version, len(tokens)
     with open(path, "wb") as file:
         header.tofile(file)
         packed.tofile(file)
 
 
 def read_shard(path: str | Path) -> np.ndarray:
-    """The tokens of a shard, a uint16 memory map (N,). Raises UserError naming file, found and expected."""
+    """The tokens of a shard, a memory map (N,). Raises UserError naming file, found and expected."""
     if not Path(path).is_file():
         raise UserError(f"shard {path}: no such file")
     size, header = Path(path).stat().st_size, np.fromfile(path, dtype="<i4", count=256)
     if len(header) < 256:
         raise UserError(f"shard {path}: truncated: {size} bytes, its header alone has {SHARD_HEADER_BYTES}")
     magic, version, count = header[:3].tolist()
-    if (magic, version) != (SHARD_MAGIC, SHARD_VERSION):
+    if (magic, version) not in SHARD_KINDS:
         raise UserError(f"shard {path}: not a token shard: magic number {magic} and version {version}, expected "
-                        f"{SHARD_MAGIC} and {SHARD_VERSION}")
-    expected = SHARD_HEADER_BYTES + 2 * count
+                        + " or ".join(f"{known} and {its}" for known, its in SHARD_KINDS))
+    kind = np.dtype(SHARD_KINDS[magic, version])
+    expected = SHARD_HEADER_BYTES + kind.itemsize * count
     if count <= 0 or size != expected:
         fault = "truncated" if size < expected else "wrong size"
         raise UserError(f"shard {path}: {fault}: {size} bytes, its header of {count} tokens means {expected}")
-    return np.memmap(path, dtype="<u2", mode="r", offset=SHARD_HEADER_BYTES, shape=(count,))
+    return np.memmap(path, dtype=kind, mode="r", offset=SHARD_HEADER_BYTES, shape=(count,))
 
 
 def sha256_file(path: str | Path) -> str:
@@ -546,10 +589,9 @@ def shard_paths(data_path: str | Path, manifest: dict, split: str) -> list[Path]
 
 
 def check_dataset(data_path: str | Path, tokenizer: Tokenizer, manifest: dict, hash_train: bool = False) -> None:
-    """Raises UserError unless shards and tokenizer are those of the manifest.
-
-    Sizes and token counts of all shards, SHA-256 of the validation shards (with `hash_train` of the training shards
-    too), the tokenizer's SHA-256, and no validation document among the training documents of shards made here.
+    """Raises UserError unless shards and tokenizer are those of the manifest: sizes and token counts of all shards,
+    SHA-256 of the validation shards (with `hash_train` of the training shards too) and of the tokenizer, and no
+    validation document among the training documents of shards made here.
     """
     where, recorded = Path(data_path) / "manifest.json", manifest["tokenizer"]
     if tokenizer.sha256 != recorded["sha256"]:
@@ -573,17 +615,16 @@ def check_dataset(data_path: str | Path, tokenizer: Tokenizer, manifest: dict, h
 
 class TokenStream:
     """Shards as one circular stream of tokens; the last `skip_tail` of them are kept out and read by `tail`.
-
     Raises UserError for shards too short for the tail, and when a token read is not below `vocab_size`.
     """
 
-    def __init__(self, paths: list[Path], skip_tail: int = 0, vocab_size: int = 1 << 16) -> None:
+    def __init__(self, paths: list[Path], skip_tail: int = 0, vocab_size: int = 1 << 32) -> None:
         self.paths, self.vocab_size, self.skip_tail = list(paths), vocab_size, skip_tail
         self.shards = [read_shard(path) for path in self.paths]
         self.starts = np.cumsum([0] + [len(shard) for shard in self.shards])  # (shards + 1,)
         if self.starts[-1] <= skip_tail:
-            raise UserError(f"{len(self.paths)} shards of {self.starts[-1]} tokens: more than the held-out "
-                            f"{skip_tail} are needed")
+            raise UserError(f"{len(paths)} shards of {self.starts[-1]} tokens: more than the held-out {skip_tail} are "
+                            f"needed; they begin with {paths[0]}")
 
     def __len__(self) -> int:
         return int(self.starts[-1]) - self.skip_tail
@@ -2160,44 +2201,64 @@ YARDSTICK_TOKENS = 50_000_000  # training tokens the count models see at most: t
 
 
 class Batches:
-    """The training stream as micro-batches. Step s reads the same tokens whatever the number of ranks.
+    """The training streams as micro-batches. Step s reads the same tokens whatever the ranks and micro-batches.
 
-    Row r of all R rows of a batch starts at r / R of the stream and goes on by one window a step: the rows of a batch
-    come from far apart, and after an epoch each row goes on with its neighbour's part.
+    Every step has each stream's share of the rows, rounded down or up, by systematic sampling: row j stands at
+    (j + shift) / rows of the summed shares; shifts are multiples of the golden ratio modulo 1, so that over steps the
+    shares come out exactly (Weyl 1916). A stream's rows go round its lanes, which start evenly spaced, by one window a
+    round. A thread reads the next step while one runs: two steps of this rank are in memory at most.
     """
 
-    def __init__(self, stream: TokenStream, settings: Settings, runtime: Runtime):
-        self.stream, self.runtime = stream, runtime
+    def __init__(self, data: "Data", settings: Settings, runtime: Runtime):
+        self.data, self.runtime, self.seed = data, runtime, settings.seed
         self.seq_len, self.tokens = settings.train_seq_len, settings.train_batch_tokens
-        rows, uneven = divmod(self.tokens, self.seq_len)
-        if uneven or rows % runtime.world_size:
+        self.all_rows, uneven = divmod(self.tokens, self.seq_len)
+        if uneven or self.all_rows % runtime.world_size:
             raise UserError(f"TRAIN_BATCH_TOKENS={self.tokens}: must be a multiple of TRAIN_SEQ_LEN x ranks = "
                             f"{self.seq_len} x {runtime.world_size}")
-        if len(stream) <= self.tokens:
-            raise UserError(f"DATA_PATH={settings.data_path!r}: {len(stream)} training tokens beside the held-out ones "
-                            f"are fewer than one batch of TRAIN_BATCH_TOKENS={self.tokens}")
-        self.rows = rows // runtime.world_size  # of this rank, a step
-        self.fitted = settings.micro_batch_tokens == 0
-        most = settings.micro_batch_tokens or (131072 if runtime.device.type == "cuda" else 4096)
+        self.lanes = [max(1, round(share * self.all_rows)) for share in data.shares]
+        for stream, lanes in zip(data.streams, self.lanes, strict=True):
+            if len(stream) <= lanes * self.seq_len:
+                raise UserError(f"{stream.paths[0].parent}: {len(stream)} training tokens beside the held-out ones are "
+                                f"fewer than its {lanes * self.seq_len} of TRAIN_BATCH_TOKENS={self.tokens}")
+        self.rows = self.all_rows // runtime.world_size  # of this rank, a step
+        self.fitted, self.cuda = settings.micro_batch_tokens == 0, runtime.device.type == "cuda"
+        most = settings.micro_batch_tokens or (131072 if self.cuda else 4096)
         if not self.fitted and most < self.seq_len:
             raise UserError(f"MICRO_BATCH_TOKENS={most}: must be at least TRAIN_SEQ_LEN={self.seq_len}")
         self.limit_rows(max(1, most // self.seq_len))
+        start = (torch.cuda.set_device, (runtime.device,)) if self.cuda else ()  # else the thread pins on device 0
+        self.reader = concurrent.futures.ThreadPoolExecutor(1, "reader", *start)
+        self.ahead, self.waited = {}, 0.0  # step -> Future of its tokens; seconds that the loop stood waiting for them
 
     def limit_rows(self, most: int) -> None:
         """Take the largest micro-batch of at most `most` windows that divides this rank's share of a step."""
         self.micro_rows = max(rows for rows in range(1, min(most, self.rows) + 1) if self.rows % rows == 0)
 
+    def starts(self, step: int) -> list[tuple[TokenStream, int]]:
+        """Where each row of a step reads, of all ranks: (stream, position), the streams one after the other."""
+        shifts = (self.seed + 0.5 + np.arange(step + 1)) * (5**0.5 - 1) / 2 % 1.0
+        ends = np.append(np.cumsum(self.data.shares)[:-1], 1.0) * self.all_rows
+        counts = np.diff(np.ceil(ends[:, None] - shifts), axis=0, prepend=0).astype(int)  # (streams, step + 1) rows
+        return [(stream, row % lanes * len(stream) // lanes + row // lanes * self.seq_len)
+                for stream, lanes, rows in zip(self.data.streams, self.lanes, counts, strict=True)
+                for row in range(rows[:-1].sum(), rows.sum())]
+
+    def read(self, step: int) -> Tensor:
+        """This rank's windows of step `step`, each with its last target, (rows, seq_len + 1)."""
+        own = self.starts(step)[self.runtime.rank * self.rows :][: self.rows]
+        tokens = torch.from_numpy(np.stack([stream.read(start, self.seq_len + 1) for stream, start in own]))
+        return tokens.pin_memory() if self.cuda else tokens
+
     def micro_batches(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
         """(ids, targets) of this rank's share of step `step`, each (micro_rows, seq_len)."""
-        own = self.runtime.rank * self.rows
-        all_rows = self.rows * self.runtime.world_size
-        for row in range(own, own + self.rows, self.micro_rows):
-            starts = [at * len(self.stream) // all_rows for at in range(row, row + self.micro_rows)]
-            read = [self.stream.read(start + step * self.seq_len, self.seq_len + 1) for start in starts]
-            tokens = torch.from_numpy(np.stack(read))  # (micro_rows, seq_len + 1)
-            if self.runtime.device.type == "cuda":
-                tokens = tokens.pin_memory().to(self.runtime.device, non_blocking=True)
-            yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()  # as in evaluation: one compiled graph
+        begin = time.perf_counter()
+        tokens = (self.ahead.pop(step, None) or self.reader.submit(self.read, step)).result()
+        self.waited += time.perf_counter() - begin
+        self.ahead = {step + 1: self.reader.submit(self.read, step + 1)}
+        for part in tokens.split(self.micro_rows):
+            part = part.to(self.runtime.device, non_blocking=True)
+            yield part[:, :-1].contiguous(), part[:, 1:].contiguous()  # as in evaluation: one compiled graph
 
 
 def forward_backward(model: Callable, batches: Batches, step: int) -> Tensor:
@@ -2274,6 +2335,7 @@ def train(model: Callable, optimizers: Optimizers, weights: QuantizedWeights, av
           batches: Batches, plan: Plan, clock: Clock, settings: Settings, log: Log, validate: Callable) -> int:
     """The training loop; returns the number of steps. Raises FloatingPointError naming a non-finite step."""
     step, state = 0, ""
+    batches.waited = 0.0
     clock.start()
     while True:
         last_step = clock.is_last(step)
@@ -2299,7 +2361,7 @@ def train(model: Callable, optimizers: Optimizers, weights: QuantizedWeights, av
         for name in begun:
             log(f"phase: {name} begins at step {plan.phases[name].start_step}, {progress:.1%} of the run")
         multiplier, momentum = plan.multiplier(progress), plan.momentum(progress)
-        state = f"lr_mul:{multiplier:.4f} progress:{progress:.4f}"
+        state = f"lr_mul:{multiplier:.4f} progress:{progress:.4f} data_wait:{batches.waited / clock.elapsed():.2%}"
         optimizers.step(multiplier, momentum, bad)
         optimizers.zero_grad()
         for name, average in averages.items():
@@ -2394,26 +2456,98 @@ def start_log(settings: Settings, runtime: Runtime, folder: Path | None, plan: P
     return log
 
 
-def open_data(settings: Settings) -> tuple[Tokenizer, dict, TokenStream, np.ndarray]:
-    """(tokenizer, manifest, training stream, validation tokens), checked against each other before any training."""
+@dataclass
+class Data:
+    """What a run reads: the parts of DATA_PATH, checked and put together; made by `open_data`."""
+
+    tokenizer: Tokenizer
+    manifest: dict  # name, tokens, bytes and overlap_documents of the parts' manifests, added up
+    manifest_sha256: str  # of manifest.json; of several parts that of these hashes, one a line
+    streams: list[TokenStream]  # training, one a part, without the held-out end
+    shares: list[float]  # of each in the rows of a step, sum 1
+    held_out: np.ndarray  # int64, the ends of all training streams, each behind a BOS
+    val: np.ndarray  # (N,) int64, validation tokens of all parts one after the other
+    val_sources: np.ndarray  # (N,) int64, for each of them an index into source_names
+    source_names: list[str]  # as in the manifest; of several parts `folder/name`
+
+
+def parse_mixture(data_path: str) -> dict[str, float]:
+    """Folder -> share of DATA_PATH: a folder, or `a:0.7,b:0.3`, weights that are normalised. Raises UserError."""
+    if ":" not in data_path or Path(data_path).exists():
+        return {data_path: 1.0}
+    weights: dict[str, float] = {}
+    for part in data_path.split(","):
+        folder, _, weight = part.strip().rpartition(":")
+        if not folder or not weight.replace(".", "", 1).isdecimal() or not float(weight) or folder in weights:
+            raise UserError(f"DATA_PATH={data_path!r}: {part!r} is not a new FOLDER:WEIGHT with a weight above 0")
+        weights[folder] = float(weight)
+    return {folder: weight / sum(weights.values()) for folder, weight in weights.items()}
+
+
+def document_hashes(stream: TokenStream, bos_id: int, block: int = 1 << 22) -> np.ndarray:
+    """64-bit hash of every document, uint64 (documents,): sum over positions i of (token + 1) M^i mod 2^64, M odd."""
+    odd, rest, hashes = 0x9E3779B97F4A7C15, np.empty(0, dtype=np.int64), []
+    for at in range(0, len(stream) + 1, block):  # the stream is circular: behind its end stands a BOS again
+        tokens = np.append(rest, stream.read(at, min(block, len(stream) + 1 - at)))
+        starts = np.flatnonzero(tokens == bos_id)
+        whole, rest = tokens[: starts[-1]], tokens[starts[-1] :]
+        up, down = (np.multiply.accumulate(np.full(len(whole), base, dtype=np.uint64))
+                    for base in (odd, pow(odd, -1, 1 << 64)))
+        sums = np.add.reduceat((whole + 1).astype(np.uint64) * up, starts[:-1])
+        hashes.append(sums * down[starts[:-1]])  # powers ran on over the block: back to i = 0 at each beginning
+    return np.concatenate(hashes)
+
+
+def check_overlap(folders: list[str], train: list[TokenStream], val: list[TokenStream], bos_id: int) -> None:
+    """Raises UserError when a validation document of one part also stands, token for token, in another's training."""
+    known = [document_hashes(TokenStream(stream.paths), bos_id) for stream in train]
+    for part, own in enumerate(document_hashes(stream, bos_id) for stream in val):
+        for other in {*range(len(folders))} - {part}:
+            found = np.flatnonzero(np.isin(own, known[other]))
+            if len(found):
+                raise UserError(f"DATA_PATH: {len(found)} validation documents of {folders[part]}, first number "
+                                f"{found[0]}, stand in the training of {folders[other]}; prepare both in one folder")
+
+
+def open_data(settings: Settings) -> Data:
+    """The data that DATA_PATH names, checked against tokenizer, manifests and each other before any training. Each part
+    keeps its share of HOLDOUT_TOKENS out of training, at its end.
+    """
     if settings.holdout_tokens < settings.train_seq_len:
-        raise UserError(f"HOLDOUT_TOKENS={settings.holdout_tokens}: must be at least TRAIN_SEQ_LEN="
-                        f"{settings.train_seq_len}")
-    manifest = load_manifest(settings.data_path)
-    named = manifest["tokenizer"]["file"]
-    beside = named if named == "bytes" else Path(settings.data_path) / named
-    tokenizer = load_tokenizer(settings.tokenizer_path or beside)
+        raise UserError(f"HOLDOUT_TOKENS={settings.holdout_tokens}: fewer than TRAIN_SEQ_LEN={settings.train_seq_len}")
+    shares = parse_mixture(settings.data_path)
+    folders, manifests = list(shares), [load_manifest(folder) for folder in shares]
+    tokenizer = load_tokenizer(settings.tokenizer_path or Path(folders[0]) / manifests[0]["tokenizer"]["file"])
     if settings.vocab_size not in (0, tokenizer.vocab_size):
         raise UserError(f"VOCAB_SIZE={settings.vocab_size}: {tokenizer.name} has {tokenizer.vocab_size} tokens")
-    check_dataset(settings.data_path, tokenizer, manifest)
-    shards = {split: shard_paths(settings.data_path, manifest, split) for split in ("train", "val")}
-    train = TokenStream(shards["train"], settings.holdout_tokens, tokenizer.vocab_size)
-    val = TokenStream(shards["val"], 0, tokenizer.vocab_size)
-    tokens = val.read(0, len(val))
-    check_bytes(int(token_bytes(tokenizer, tokens[:-1], tokens[1:]).sum()), manifest)
+    train, val, of_documents, names = [], [], [], []
+    for folder, manifest in zip(folders, manifests, strict=True):
+        check_dataset(folder, tokenizer, manifest)
+        for streams, split, share in ((train, "train", shares[folder]), (val, "val", 0)):
+            paths, tail = shard_paths(folder, manifest, split), round(share * settings.holdout_tokens)
+            streams.append(TokenStream(paths, tail, tokenizer.vocab_size))
+        numbers = manifest["val"].get("document_sources")  # published shards have none
+        own = manifest["sources"] if numbers else [manifest["name"]]
+        of_documents += [len(names) + number for number in numbers or [0] * manifest["val"]["documents"]]
+        names += own if len(folders) == 1 else [f"{folder}/{name}" for name in own]
+    tokens = np.concatenate([stream.read(0, len(stream)) for stream in val])
+    documents = np.cumsum(tokens == tokenizer.bos_id) - 1
+    if len(of_documents) != documents[-1] + 1:
+        raise UserError(f"DATA_PATH: {documents[-1] + 1} validation documents, in manifest.json {len(of_documents)}")
+    whole = {"name": " + ".join(each["name"] for each in manifests),
+             "overlap_documents": sum(each["overlap_documents"] for each in manifests),
+             "train": {"tokens": sum(each["train"]["tokens"] for each in manifests)},
+             "val": {key: sum(each["val"][key] for each in manifests) for key in ("tokens", "decoded_bytes")}}
+    check_bytes(int(token_bytes(tokenizer, tokens[:-1], tokens[1:]).sum()), whole)
     if len(tokens) <= settings.train_seq_len:
         raise UserError(f"validation has {len(tokens)} tokens: shorter than TRAIN_SEQ_LEN={settings.train_seq_len}")
-    return tokenizer, manifest, train, tokens
+    sha256, *more = [sha256_file(Path(folder) / "manifest.json") for folder in folders]
+    if more:
+        check_overlap(folders, train, val, tokenizer.bos_id)
+        sha256 = hashlib.sha256("\n".join([sha256, *more]).encode()).hexdigest()
+    held_out = np.concatenate([np.append(tokenizer.bos_id, stream.tail()) for stream in train])
+    return Data(tokenizer, whole, sha256, train, list(shares.values()), held_out, tokens,
+                np.array(of_documents)[documents], names)
 
 
 def pack(network: GPT, table: QuantTable, path: Path, tokenizer: Tokenizer, runtime: Runtime, meta: dict) -> dict:
@@ -2480,8 +2614,9 @@ def main() -> int:
         raise UserError("EVAL_STATEFUL=1: POSITIONS='learned' ends at TRAIN_SEQ_LEN, documents do not; it must be 0")
     plan = Plan(settings)
     runtime = start_runtime(settings.device)
-    tokenizer, manifest, stream, val_tokens = open_data(settings)
-    batches = Batches(stream, settings, runtime)
+    data = open_data(settings)
+    tokenizer, manifest = data.tokenizer, data.manifest
+    batches = Batches(data, settings, runtime)
     config = model_config(settings, tokenizer.vocab_size, tokenizer.bos_id)
     torch.manual_seed(settings.seed)
     network = GPT(config).to(runtime.device)
@@ -2489,8 +2624,7 @@ def main() -> int:
     folder = Path(settings.out_dir) / run_id
     if runtime.rank == 0:
         make_run_folder(settings.out_dir, run_id)
-        if tokenizer.processor:
-            (folder / "tokenizer.model").write_bytes(tokenizer.processor.serialized_model_proto())
+        tokenizer.save(folder)
     log = start_log(settings, runtime, folder if runtime.rank == 0 else None, plan, network, manifest)
 
     network.activation_checkpointing = settings.activation_checkpointing
@@ -2504,7 +2638,7 @@ def main() -> int:
     averages = {name: Average(params, memory[name]) for name in memory if getattr(settings, name)}
     clock = Clock(settings.iterations, max(0.0, settings.max_wallclock_seconds - settings.reserve_seconds), runtime)
 
-    def score(of: Callable, tokens: np.ndarray = val_tokens, stride: int | None = settings.train_seq_len,
+    def score(of: Callable, tokens: np.ndarray = data.val, stride: int | None = settings.train_seq_len,
               sources: tuple[np.ndarray, list[str]] | None = None) -> Score:
         return score_tokens(of, tokens, tokenizer, runtime, settings.train_seq_len, stride, batches.micro_rows, sources)
 
@@ -2513,17 +2647,16 @@ def main() -> int:
         f"micro-steps x {batches.micro_rows} windows x {batches.seq_len} tokens")
     warm_up(model, network, optimizers, weights, batches, settings)
     log(f"set-up and warm-up: {time.perf_counter() - begin:.1f} s, outside the clock")
-    sample = torch.from_numpy(val_tokens[None, : settings.train_seq_len]).to(runtime.device)
+    window = torch.from_numpy(data.val[None, : settings.train_seq_len]).to(runtime.device)
 
     def validate() -> str:
-        activity = " ".join(f"{name}:{share:.4f}" for name, share in mlp_activity(network, sample).items())
+        activity = " ".join(f"{name}:{share:.4f}" for name, share in mlp_activity(network, window).items())
         return f"{score(model)} {activity}"
 
     steps = train(model, optimizers, weights, averages, batches, plan, clock, settings, log, validate)
 
     clock.start()
-    held_out = np.concatenate([[tokenizer.bos_id], stream.tail()])
-    chosen = choose_weights(model, network, averages, weights, lambda of: score(of, held_out), log)
+    chosen = choose_weights(model, network, averages, weights, lambda of: score(of, data.held_out), log)
     runtime.synchronize()
     clock.stop()
     log(plan.table())
@@ -2534,25 +2667,26 @@ def main() -> int:
         log("event: over_clock, so this run is no record; choosing wants more RESERVE_SECONDS")
 
     sizes = pack(network, table, folder / "model.upar", tokenizer, runtime,
-                 {"run_id": run_id, "steps": steps, "seed": settings.seed, "tokenizer": tokenizer.name})
+                 {"run_id": run_id, "steps": steps, "seed": settings.seed, "tokenizer": tokenizer.file})
     before = evaluate(score, model, network, settings, log, "before quantization")
     packed = rebuild(folder / "model.upar", runtime)
-    final = evaluate(score, compiled(packed, settings), packed, settings, log, "from the artifact")
+    final = evaluate(score, compiled(packed, settings), packed, settings, log, "from the artifact",
+                     (data.val_sources, data.source_names))
     check_bytes(final["val_bytes"], manifest)
 
     code = 0
     if runtime.rank == 0:
+        wanted = [round(share * YARDSTICK_TOKENS) for share in data.shares]
+        sample = np.concatenate([of.read(0, min(len(of), most)) for of, most in zip(data.streams, wanted, strict=True)])
         result = {
             "script": Path(__file__).name, "run_id": run_id, "seed": settings.seed, "commit": git_commit(),
-            "code_sha256": sha256_file(__file__),
-            "manifest_sha256": sha256_file(Path(settings.data_path) / "manifest.json"),
+            "code_sha256": sha256_file(__file__), "manifest_sha256": data.manifest_sha256,
             "tokenizer_sha256": tokenizer.sha256, **describe_machine(runtime), "world_size": runtime.world_size,
             "steps": steps, "tokens": steps * batches.tokens, "train_seconds": clock.elapsed(),
             "total_seconds": time.perf_counter() - begin, "peak_memory_mib": peak_memory(runtime) / 2**20,
-            "optimizer_state_bytes": optimizers.state_bytes(),
+            "optimizer_state_bytes": optimizers.state_bytes(), "data_wait_seconds": batches.waited,
             "params": count_parameters(network), "weights": chosen, **final, "before_quantization": before,
-            **mlp_activity(packed, sample),
-            **yardsticks(stream.read(0, min(len(stream), YARDSTICK_TOKENS)), val_tokens, tokenizer), **sizes,
+            **mlp_activity(packed, window), **yardsticks(sample, data.val, tokenizer), **sizes,
             "phases": plan.summary(), "events": events, "settings": asdict(settings),
         }
         write_result(folder, result, log)

@@ -1,17 +1,20 @@
-"""Downloads the published FineWeb shards and tokenizer of Parameter Golf and describes them in manifest.json.
+"""Downloads published FineWeb shards with their tokenizer and describes them in manifest.json.
 
     python data/download.py                        validation and 10 training shards (1 billion tokens, 2 GB)
     python data/download.py --train-shards 80      what the challenge trains on
+    python data/download.py --variant sp8192       another tokenizer: sp1024, sp4096, sp8192 or gpt2
     python data/download.py --manifest DIR --tokenizer PATH        only describes shards that are already there
 
 An interrupted download goes on where it stopped when the command is given again. Sizes are checked against the
-server's, SHA-256 where the server names one, shard headers always. Layout of the published data: openai/parameter-golf,
-data/cached_challenge_fineweb.py.
+server's, SHA-256 where the server names one, shard headers always. Where the data is and how it is laid out:
+openai/parameter-golf, data/cached_challenge_fineweb.py (sp1024; sp4096 and sp8192 with the MATCHED_FINEWEB_REPO_ID of
+the records that use them) and KellerJordan/modded-nanogpt, data/cached_fineweb10B.py (gpt2).
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
 import hashlib
 import http.client
 import json
@@ -20,6 +23,7 @@ import re
 import shutil
 import sys
 import time
+import types
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -30,6 +34,8 @@ from typing import Any
 
 import numpy as np
 import sentencepiece
+import tiktoken
+import tiktoken_ext.openai_public
 
 try:
     from tqdm import tqdm
@@ -42,37 +48,42 @@ class UserError(Exception):
 
 
 # === shared: data ===
-SHARD_MAGIC, SHARD_VERSION = 20240520, 1  # llm.c and Parameter Golf: 256 int32 header, then uint16 tokens
-SHARD_HEADER_BYTES = 256 * 4
+SHARD_KINDS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # llm.c's dev/data: (magic number, version) -> tokens
+SHARD_HEADER_BYTES = 256 * 4  # 256 int32, then the tokens: uint32 for vocabularies above 65,536, else uint16
 ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 SPACE_MARK = "\u2581"  # SentencePiece writes a space as this character
+ENCODINGS = ("gpt2", "r50k_base", "p50k_base", "cl100k_base", "o200k_base")  # of tiktoken
 
 
-@dataclass(frozen=True)
+@dataclass
 class Tokenizer:
     """A tokenizer and the bytes its tokens stand for; made by `load_tokenizer`.
 
     A token counts the UTF-8 bytes it decodes to, its leading space included. Where the model puts a space before
     every text (add_dummy_prefix), that space is no part of the text: the first token after a boundary (a control,
-    unknown or unused token, itself 0 bytes) gives it back. This equals Parameter Golf's accounting
-    (openai/parameter-golf, train_gpt.py, build_sentencepiece_luts and eval_val), which leaves the space out of the
-    table and adds it where the token before is no boundary.
+    unknown or unused token, itself 0 bytes) gives it back. Parameter Golf counts the same (its train_gpt.py,
+    build_sentencepiece_luts and eval_val): no space in the table, one added where the token before is no boundary.
     """
 
     name: str
-    sha256: str
-    vocab_size: int
+    file: str  # what `save` writes; "bytes": nothing
+    content: bytes  # of that file; its SHA-256 tells tokenizers apart
     bos_id: int
     special_ids: dict[str, int]  # role token -> id; empty where the tokenizer has none
     pieces: list[bytes]  # what each token decodes to, b"" for boundaries
-    byte_counts: np.ndarray  # (V,) int64, len of pieces
     drops_space: np.ndarray  # (V,) bool, loses its space after a boundary
-    boundary: np.ndarray  # (V,) bool
-    processor: sentencepiece.SentencePieceProcessor | None  # None: the byte tokenizer
+    encode: Callable[[str], list[int]]  # ids without BOS; special tokens in the text are ordinary characters
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, without BOS. Role tokens written out in the text are ordinary characters."""
-        return self.processor.encode(text) if self.processor else [byte + 4 for byte in text.encode("utf-8")]
+    def __post_init__(self) -> None:
+        self.sha256, self.vocab_size = hashlib.sha256(self.content).hexdigest(), len(self.pieces)
+        self.byte_counts = np.array([len(piece) for piece in self.pieces])  # (V,) int64
+        self.boundary = self.byte_counts == 0  # (V,) bool
+
+    def save(self, folder: str | Path) -> str:
+        """Writes the file that gives the tokenizer back into `folder`; its name, or `bytes`, which needs no file."""
+        if self.file != "bytes":
+            (Path(folder) / self.file).write_bytes(self.content)
+        return self.file
 
     def decode_bytes(self, ids: list[int] | np.ndarray) -> bytes:
         """The bytes of a token sequence that starts a document; `token_bytes` counts exactly these."""
@@ -86,22 +97,26 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """A SentencePiece `.model` file, or `bytes`: 0 pad, 1 bos, 2 eos, 3 unk, 4..259 the bytes, then the role tokens.
-
-    Raises UserError for a missing or unreadable file and for a model without a BOS token.
+    """A SentencePiece `.model` file; a tiktoken encoding (`load_encoding`); or `bytes`, in whatever folder: 0 pad,
+    1 bos, 2 eos, 3 unk, 4..259 the bytes, then the role tokens. Raises UserError for a missing or unreadable file and
+    for a model without a BOS token.
     """
     path = Path(path)
-    if str(path) == "bytes":
+    if path.name == "bytes":
         special_ids = {role: 260 + i for i, role in enumerate(ROLE_TOKENS)}
         pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4
-        counts, sha256 = np.array([len(piece) for piece in pieces]), hashlib.sha256(b"underpar bytes 264").hexdigest()
-        return Tokenizer("bytes", sha256, 264, 1, special_ids, pieces, counts, counts > 1, counts == 0, None)
-    if not path.is_file():
-        raise UserError(f"tokenizer {path}: no such file; name a SentencePiece .model file or `bytes`")
+        return Tokenizer("bytes", "bytes", b"underpar bytes 264", 1, special_ids, pieces, np.zeros(264, dtype=np.bool_),
+                         lambda text: [byte + 4 for byte in text.encode("utf-8")])
+    if str(path) in ENCODINGS or path.is_dir() or path.suffix == ".tiktoken":
+        return load_encoding(path)
+    if not path.is_file() or not path.stat().st_size:
+        raise UserError(f"tokenizer {path}: no such file, or empty; name a SentencePiece .model file, a tiktoken "
+                        f"encoding ({', '.join(ENCODINGS)}) or its .tiktoken file, or `bytes`")
+    content = path.read_bytes()
     try:
-        model = sentencepiece.SentencePieceProcessor(model_file=str(path))
-    except (RuntimeError, OSError) as error:
-        raise UserError(f"tokenizer {path}: not a SentencePiece model ({path.stat().st_size} bytes)") from error
+        model = sentencepiece.SentencePieceProcessor(model_proto=content)
+    except RuntimeError as error:
+        raise UserError(f"tokenizer {path}: not a SentencePiece model ({len(content)} bytes)") from error
     if model.bos_id() < 0:
         raise UserError(f"tokenizer {path}: has no BOS token; every document must begin with one")
     ids = list(range(model.vocab_size()))
@@ -114,8 +129,35 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     drops = [name.startswith(SPACE_MARK) and len(model.decode([i]).encode("utf-8")) < len(pieces[i])
              for i, name in enumerate(names)]
     special_ids = {role: names.index(role) for role in ROLE_TOKENS if model.is_control(model.piece_to_id(role))}
-    return Tokenizer(path.stem, sha256_file(path), len(ids), model.bos_id(), special_ids, pieces,
-                     np.array([len(piece) for piece in pieces]), np.array(drops), boundary, model)
+    return Tokenizer(path.stem, "tokenizer.model", content, model.bos_id(), special_ids, pieces, np.array(drops),
+                     model.encode)
+
+
+def load_encoding(path: Path) -> Tokenizer:
+    """A tiktoken encoding by name (tiktoken downloads it once), from its rank file `<name>.tiktoken`, or GPT-2's from
+    a folder of encoder.json and vocab.bpe; BOS is <|endoftext|>. tiktoken's own function makes it, with loaders that
+    read the file given, so that pattern, special tokens and the SHA-256 of the file are tiktoken's. Raises UserError.
+    """
+    public, loaders = tiktoken_ext.openai_public, {}
+    name = maker = "gpt2" if path.is_dir() else path.name.removesuffix(".tiktoken")
+    if path.is_dir():
+        loaders["data_gym_to_mergeable_bpe_ranks"] = lambda vocab_bpe_file, encoder_json_file, **hashes: (
+            public.data_gym_to_mergeable_bpe_ranks(str(path / "vocab.bpe"), str(path / "encoder.json"), **hashes))
+    elif path.suffix:
+        loaders["load_tiktoken_bpe"] = lambda url, expected_hash: public.load_tiktoken_bpe(str(path), expected_hash)
+        maker = "r50k_base" if name == "gpt2" else name  # the same ranks, pattern and special token
+    try:
+        code = getattr(public, maker).__code__
+        encoding = tiktoken.Encoding(**types.FunctionType(code, vars(public) | loaders)())
+    except (AttributeError, OSError, ValueError, AssertionError) as error:
+        raise UserError(f"tokenizer {path}: tiktoken cannot load it ({' '.join(str(error).split())[:160]}); expected "
+                        f"a name ({', '.join(ENCODINGS)}) that it can download, its rank file <name>.tiktoken, or a "
+                        "folder of GPT-2's encoder.json and vocab.bpe") from error
+    tokens = {rank: token for token, rank in encoding._mergeable_ranks.items()}
+    pieces = [tokens.get(rank, b"") for rank in range(encoding.n_vocab)]
+    content = b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in sorted(tokens.items()))
+    return Tokenizer(name, f"{name}.tiktoken", content, encoding.eot_token, {}, pieces,
+                     np.zeros(len(pieces), dtype=np.bool_), encoding.encode_ordinary)
 
 
 def token_bytes(tokenizer: Tokenizer, prev: np.ndarray, ids: np.ndarray) -> np.ndarray:
@@ -123,34 +165,36 @@ def token_bytes(tokenizer: Tokenizer, prev: np.ndarray, ids: np.ndarray) -> np.n
     return tokenizer.byte_counts[ids] - (tokenizer.drops_space[ids] & tokenizer.boundary[prev])
 
 
-def write_shard(path: str | Path, tokens: np.ndarray) -> None:
-    """Writes `tokens` (N,) as one shard. Raises UserError for ids outside uint16."""
-    packed = np.asarray(tokens).astype("<u2")
+def write_shard(path: str | Path, tokens: np.ndarray, vocab_size: int = 1 << 16) -> None:
+    """Writes `tokens` (N,) as one shard, uint32 for a vocabulary above 65,536. Raises UserError for ids too large."""
+    (magic, version), kind = list(SHARD_KINDS.items())[vocab_size > 1 << 16]
+    packed = np.asarray(tokens).astype(kind)
     if not np.array_equal(packed, tokens):
-        raise UserError(f"{path}: token ids {tokens.min()}..{tokens.max()} do not fit uint16; 0..65535 do")
+        raise UserError(f"{path}: token ids {tokens.min()}..{tokens.max()} do not fit {packed.dtype}")
     header = np.zeros(256, dtype="<i4")
-    header[:3] = SHARD_MAGIC, SHARD_VERSION, len(tokens)
+    header[:3] = magic, version, len(tokens)
     with open(path, "wb") as file:
         header.tofile(file)
         packed.tofile(file)
 
 
 def read_shard(path: str | Path) -> np.ndarray:
-    """The tokens of a shard, a uint16 memory map (N,). Raises UserError naming file, found and expected."""
+    """The tokens of a shard, a memory map (N,). Raises UserError naming file, found and expected."""
     if not Path(path).is_file():
         raise UserError(f"shard {path}: no such file")
     size, header = Path(path).stat().st_size, np.fromfile(path, dtype="<i4", count=256)
     if len(header) < 256:
         raise UserError(f"shard {path}: truncated: {size} bytes, its header alone has {SHARD_HEADER_BYTES}")
     magic, version, count = header[:3].tolist()
-    if (magic, version) != (SHARD_MAGIC, SHARD_VERSION):
+    if (magic, version) not in SHARD_KINDS:
         raise UserError(f"shard {path}: not a token shard: magic number {magic} and version {version}, expected "
-                        f"{SHARD_MAGIC} and {SHARD_VERSION}")
-    expected = SHARD_HEADER_BYTES + 2 * count
+                        + " or ".join(f"{known} and {its}" for known, its in SHARD_KINDS))
+    kind = np.dtype(SHARD_KINDS[magic, version])
+    expected = SHARD_HEADER_BYTES + kind.itemsize * count
     if count <= 0 or size != expected:
         fault = "truncated" if size < expected else "wrong size"
         raise UserError(f"shard {path}: {fault}: {size} bytes, its header of {count} tokens means {expected}")
-    return np.memmap(path, dtype="<u2", mode="r", offset=SHARD_HEADER_BYTES, shape=(count,))
+    return np.memmap(path, dtype=kind, mode="r", offset=SHARD_HEADER_BYTES, shape=(count,))
 
 
 def sha256_file(path: str | Path) -> str:
@@ -183,10 +227,9 @@ def shard_paths(data_path: str | Path, manifest: dict, split: str) -> list[Path]
 
 
 def check_dataset(data_path: str | Path, tokenizer: Tokenizer, manifest: dict, hash_train: bool = False) -> None:
-    """Raises UserError unless shards and tokenizer are those of the manifest.
-
-    Sizes and token counts of all shards, SHA-256 of the validation shards (with `hash_train` of the training shards
-    too), the tokenizer's SHA-256, and no validation document among the training documents of shards made here.
+    """Raises UserError unless shards and tokenizer are those of the manifest: sizes and token counts of all shards,
+    SHA-256 of the validation shards (with `hash_train` of the training shards too) and of the tokenizer, and no
+    validation document among the training documents of shards made here.
     """
     where, recorded = Path(data_path) / "manifest.json", manifest["tokenizer"]
     if tokenizer.sha256 != recorded["sha256"]:
@@ -210,17 +253,16 @@ def check_dataset(data_path: str | Path, tokenizer: Tokenizer, manifest: dict, h
 
 class TokenStream:
     """Shards as one circular stream of tokens; the last `skip_tail` of them are kept out and read by `tail`.
-
     Raises UserError for shards too short for the tail, and when a token read is not below `vocab_size`.
     """
 
-    def __init__(self, paths: list[Path], skip_tail: int = 0, vocab_size: int = 1 << 16) -> None:
+    def __init__(self, paths: list[Path], skip_tail: int = 0, vocab_size: int = 1 << 32) -> None:
         self.paths, self.vocab_size, self.skip_tail = list(paths), vocab_size, skip_tail
         self.shards = [read_shard(path) for path in self.paths]
         self.starts = np.cumsum([0] + [len(shard) for shard in self.shards])  # (shards + 1,)
         if self.starts[-1] <= skip_tail:
-            raise UserError(f"{len(self.paths)} shards of {self.starts[-1]} tokens: more than the held-out "
-                            f"{skip_tail} are needed")
+            raise UserError(f"{len(paths)} shards of {self.starts[-1]} tokens: more than the held-out {skip_tail} are "
+                            f"needed; they begin with {paths[0]}")
 
     def __len__(self) -> int:
         return int(self.starts[-1]) - self.skip_tail
@@ -247,8 +289,12 @@ class TokenStream:
 # === end: data ===
 
 
-BASE_URL = "https://huggingface.co/datasets/willdepueoai/parameter-golf/resolve/main/datasets"
-VARIANTS = ("sp1024",)
+HUB = "https://huggingface.co/datasets"
+VARIANTS = {"sp1024": f"{HUB}/willdepueoai/parameter-golf/resolve/main/datasets",
+            "sp4096": f"{HUB}/kevclark/parameter-golf/resolve/main/datasets",
+            "sp8192": f"{HUB}/kevclark/parameter-golf/resolve/main/datasets",
+            "gpt2": f"{HUB}/kjj0/fineweb10B-gpt2/resolve/main"}
+GPT2_SHARDS = 103  # for training, numbered from 1; shard 0 is validation
 TRIES = 6  # without a new byte, before giving up
 FIRST_TRIES = 3  # of the first request: a machine without a network is told so within seconds
 RETRY_SECONDS = 1.0  # doubled with each try
@@ -302,7 +348,7 @@ def retried(url: str, action: Callable, progress: Callable[[], int] = lambda: 0,
             time.sleep(RETRY_SECONDS * 2 ** (tries - 1))
 
 
-def probe(url: str, path: Path) -> Remote:
+def probe(url: str, path: Path, tries: int = TRIES) -> Remote:
     """Size and, where the server names it, SHA-256 of the file at `url`, by a HEAD request.
 
     For a large file the hub answers with a redirect whose X-Linked-Size and X-Linked-ETag are size and SHA-256.
@@ -326,12 +372,14 @@ def probe(url: str, path: Path) -> Remote:
         etag = (headers.get("X-Linked-ETag") or "").strip('"')
         return Remote(url, path, int(size), etag if re.fullmatch(r"[0-9a-f]{64}", etag) else None)
 
-    return retried(url, head)
+    return retried(url, head, most=tries)
 
 
 def fault(remote: Remote, path: Path) -> str | None:
     """What is wrong with the file at `path` as a copy of `remote`, or None."""
     size = path.stat().st_size
+    if remote.size == 0:
+        return "0 bytes at the server"
     if size != remote.size:
         return f"{size} bytes, the server has {remote.size}"
     if remote.sha256 and (digest := sha256_file(path)) != remote.sha256:
@@ -397,7 +445,15 @@ def read_json(url: str) -> dict:
 
 
 def plan(base_url: str, variant: str, train_shards: int, out: Path) -> list[Remote]:
-    """The files of a variant, from the published manifest.json: tokenizer, all validation shards, N training shards."""
+    """The files of a variant: tokenizer, all validation shards, N training shards, as the published manifest.json says.
+
+    gpt2 has no manifest and no tokenizer file there.
+    """
+    if variant == "gpt2":
+        if train_shards > GPT2_SHARDS:
+            raise UserError(f"--train-shards {train_shards}: gpt2 has {GPT2_SHARDS}")
+        names = ["fineweb_val_000000.bin"] + [f"fineweb_train_{i:06d}.bin" for i in range(1, train_shards + 1)]
+        return [probe(f"{base_url}/{name}", out / name, FIRST_TRIES) for name in names]
     url, name = f"{base_url}/manifest.json", f"fineweb10B_{variant}"
     published = read_json(url)
     data = next((d for d in published.get("datasets", []) if d.get("name") == name), None)
@@ -483,7 +539,7 @@ def describe(folder: Path, tokenizer_path: str) -> None:
 
     Raises UserError when they are not one data set's, or not this tokenizer's.
     """
-    tokenizer, file = load_tokenizer(tokenizer_path), Path(tokenizer_path).name
+    tokenizer = load_tokenizer(tokenizer_path)
     paths = {split: sorted(folder.glob(f"*_{split}_*.bin")) for split in ("train", "val")}
     for split, found in paths.items():
         if not found:
@@ -495,12 +551,9 @@ def describe(folder: Path, tokenizer_path: str) -> None:
     val = list(document_hashes(paths["val"], tokenizer.bos_id))
     repeated = set(val).intersection(document_hashes(paths["train"], tokenizer.bos_id))
     overlap = sum(digest in repeated for digest in val)
-    if file != "bytes" and Path(tokenizer_path).resolve().parent != folder.resolve():
-        file = "tokenizer.model"
-        shutil.copyfile(tokenizer_path, folder / file)
     manifest = {
         "format": 1, "name": names[0], "published": True,
-        "tokenizer": {"file": file, "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size,
+        "tokenizer": {"file": tokenizer.save(folder), "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size,
                       "bos_id": tokenizer.bos_id},
         "lossless": False, **splits, "overlap_documents": overlap, "dropped": None, "seed": None, "sources": None,
     }
@@ -519,22 +572,26 @@ def run(arguments: list[str] | None = None) -> None:
     parser.add_argument("--variant", default="sp1024", help=f"one of {', '.join(VARIANTS)}")
     parser.add_argument("--train-shards", type=int, default=10, help="training shards of 100 million tokens (10)")
     parser.add_argument("--out", type=Path, help="folder (data/datasets/fineweb10B_VARIANT beside this script)")
-    parser.add_argument("--base-url", default=BASE_URL, help="where the published manifest.json is")
+    parser.add_argument("--base-url", help="where the variant's manifest.json is, or gpt2's shards (the hub)")
     parser.add_argument("--manifest", type=Path, metavar="DIR", help="download nothing, describe the shards in DIR")
-    parser.add_argument("--tokenizer", metavar="PATH", help="the model that wrote the shards in DIR, or `bytes`")
+    parser.add_argument("--tokenizer", metavar="PATH", help="what wrote the shards in DIR: a .model file, a "
+                        "tiktoken name or .tiktoken file, or `bytes`; for --variant gpt2 a file that has its ranks")
     args = parser.parse_args(arguments)
     if args.variant not in VARIANTS:
         raise UserError(f"--variant {args.variant}: expected one of {', '.join(VARIANTS)}")
     if args.train_shards < 1:
         raise UserError(f"--train-shards {args.train_shards}: expected 1 or more")
-    if bool(args.manifest) != bool(args.tokenizer):
+    if bool(args.manifest) != bool(args.tokenizer) and args.variant != "gpt2":
         raise UserError("--manifest DIR and --tokenizer PATH (the model that wrote the shards) go together")
     usual = Path(__file__).resolve().parent / "datasets" / f"fineweb10B_{args.variant}"
     out = args.manifest or args.out or Path(os.path.relpath(usual))
     try:
+        tokenizer = args.tokenizer or ("gpt2" if args.variant == "gpt2" else str(out / "tokenizer.model"))
         if not args.manifest:
-            download(args.base_url.rstrip("/"), args.variant, args.train_shards, out)
-        describe(out, args.tokenizer or str(out / "tokenizer.model"))
+            if args.variant == "gpt2":
+                load_tokenizer(tokenizer)  # before the gigabytes: tiktoken fetches its ranks from another server
+            download((args.base_url or VARIANTS[args.variant]).rstrip("/"), args.variant, args.train_shards, out)
+        describe(out, tokenizer)
     except OSError as error:
         raise UserError(f"{out}: cannot be written ({error.strerror or error})") from error
 

@@ -5,14 +5,14 @@
     python data/prepare.py train.jsonl --val val.jsonl --tokenizer some.model --out data/mine
 
 Sources are .jsonl and .jsonl.zst files (a document is the field `text` of a line), .txt files (a document each) and
-folders of these. The work is done in stages under OUT/.work, each written beside and renamed, so a killed run goes on
-where it stopped: spool (documents into bucket files by a seeded hash, which is also the global shuffle), select
-(exact and near duplicates dropped, train and val separated), tokenizer, shards.
+folders of these. The work is done in stages under OUT/.work, so that a killed run goes on where it stopped: spool
+(bucket files by a seeded hash, the global shuffle), select (duplicates dropped, val apart), tokenizer, shards.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
 import hashlib
 import io
 import itertools
@@ -26,6 +26,7 @@ import struct
 import sys
 import sysconfig
 import threading
+import types
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -36,6 +37,8 @@ from typing import Any
 
 import numpy as np
 import sentencepiece
+import tiktoken
+import tiktoken_ext.openai_public
 import zstandard
 from numpy.lib.format import open_memmap
 
@@ -50,37 +53,42 @@ class UserError(Exception):
 
 
 # === shared: data ===
-SHARD_MAGIC, SHARD_VERSION = 20240520, 1  # llm.c and Parameter Golf: 256 int32 header, then uint16 tokens
-SHARD_HEADER_BYTES = 256 * 4
+SHARD_KINDS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # llm.c's dev/data: (magic number, version) -> tokens
+SHARD_HEADER_BYTES = 256 * 4  # 256 int32, then the tokens: uint32 for vocabularies above 65,536, else uint16
 ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 SPACE_MARK = "\u2581"  # SentencePiece writes a space as this character
+ENCODINGS = ("gpt2", "r50k_base", "p50k_base", "cl100k_base", "o200k_base")  # of tiktoken
 
 
-@dataclass(frozen=True)
+@dataclass
 class Tokenizer:
     """A tokenizer and the bytes its tokens stand for; made by `load_tokenizer`.
 
     A token counts the UTF-8 bytes it decodes to, its leading space included. Where the model puts a space before
     every text (add_dummy_prefix), that space is no part of the text: the first token after a boundary (a control,
-    unknown or unused token, itself 0 bytes) gives it back. This equals Parameter Golf's accounting
-    (openai/parameter-golf, train_gpt.py, build_sentencepiece_luts and eval_val), which leaves the space out of the
-    table and adds it where the token before is no boundary.
+    unknown or unused token, itself 0 bytes) gives it back. Parameter Golf counts the same (its train_gpt.py,
+    build_sentencepiece_luts and eval_val): no space in the table, one added where the token before is no boundary.
     """
 
     name: str
-    sha256: str
-    vocab_size: int
+    file: str  # what `save` writes; "bytes": nothing
+    content: bytes  # of that file; its SHA-256 tells tokenizers apart
     bos_id: int
     special_ids: dict[str, int]  # role token -> id; empty where the tokenizer has none
     pieces: list[bytes]  # what each token decodes to, b"" for boundaries
-    byte_counts: np.ndarray  # (V,) int64, len of pieces
     drops_space: np.ndarray  # (V,) bool, loses its space after a boundary
-    boundary: np.ndarray  # (V,) bool
-    processor: sentencepiece.SentencePieceProcessor | None  # None: the byte tokenizer
+    encode: Callable[[str], list[int]]  # ids without BOS; special tokens in the text are ordinary characters
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, without BOS. Role tokens written out in the text are ordinary characters."""
-        return self.processor.encode(text) if self.processor else [byte + 4 for byte in text.encode("utf-8")]
+    def __post_init__(self) -> None:
+        self.sha256, self.vocab_size = hashlib.sha256(self.content).hexdigest(), len(self.pieces)
+        self.byte_counts = np.array([len(piece) for piece in self.pieces])  # (V,) int64
+        self.boundary = self.byte_counts == 0  # (V,) bool
+
+    def save(self, folder: str | Path) -> str:
+        """Writes the file that gives the tokenizer back into `folder`; its name, or `bytes`, which needs no file."""
+        if self.file != "bytes":
+            (Path(folder) / self.file).write_bytes(self.content)
+        return self.file
 
     def decode_bytes(self, ids: list[int] | np.ndarray) -> bytes:
         """The bytes of a token sequence that starts a document; `token_bytes` counts exactly these."""
@@ -94,22 +102,26 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """A SentencePiece `.model` file, or `bytes`: 0 pad, 1 bos, 2 eos, 3 unk, 4..259 the bytes, then the role tokens.
-
-    Raises UserError for a missing or unreadable file and for a model without a BOS token.
+    """A SentencePiece `.model` file; a tiktoken encoding (`load_encoding`); or `bytes`, in whatever folder: 0 pad,
+    1 bos, 2 eos, 3 unk, 4..259 the bytes, then the role tokens. Raises UserError for a missing or unreadable file and
+    for a model without a BOS token.
     """
     path = Path(path)
-    if str(path) == "bytes":
+    if path.name == "bytes":
         special_ids = {role: 260 + i for i, role in enumerate(ROLE_TOKENS)}
         pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4
-        counts, sha256 = np.array([len(piece) for piece in pieces]), hashlib.sha256(b"underpar bytes 264").hexdigest()
-        return Tokenizer("bytes", sha256, 264, 1, special_ids, pieces, counts, counts > 1, counts == 0, None)
-    if not path.is_file():
-        raise UserError(f"tokenizer {path}: no such file; name a SentencePiece .model file or `bytes`")
+        return Tokenizer("bytes", "bytes", b"underpar bytes 264", 1, special_ids, pieces, np.zeros(264, dtype=np.bool_),
+                         lambda text: [byte + 4 for byte in text.encode("utf-8")])
+    if str(path) in ENCODINGS or path.is_dir() or path.suffix == ".tiktoken":
+        return load_encoding(path)
+    if not path.is_file() or not path.stat().st_size:
+        raise UserError(f"tokenizer {path}: no such file, or empty; name a SentencePiece .model file, a tiktoken "
+                        f"encoding ({', '.join(ENCODINGS)}) or its .tiktoken file, or `bytes`")
+    content = path.read_bytes()
     try:
-        model = sentencepiece.SentencePieceProcessor(model_file=str(path))
-    except (RuntimeError, OSError) as error:
-        raise UserError(f"tokenizer {path}: not a SentencePiece model ({path.stat().st_size} bytes)") from error
+        model = sentencepiece.SentencePieceProcessor(model_proto=content)
+    except RuntimeError as error:
+        raise UserError(f"tokenizer {path}: not a SentencePiece model ({len(content)} bytes)") from error
     if model.bos_id() < 0:
         raise UserError(f"tokenizer {path}: has no BOS token; every document must begin with one")
     ids = list(range(model.vocab_size()))
@@ -122,8 +134,35 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     drops = [name.startswith(SPACE_MARK) and len(model.decode([i]).encode("utf-8")) < len(pieces[i])
              for i, name in enumerate(names)]
     special_ids = {role: names.index(role) for role in ROLE_TOKENS if model.is_control(model.piece_to_id(role))}
-    return Tokenizer(path.stem, sha256_file(path), len(ids), model.bos_id(), special_ids, pieces,
-                     np.array([len(piece) for piece in pieces]), np.array(drops), boundary, model)
+    return Tokenizer(path.stem, "tokenizer.model", content, model.bos_id(), special_ids, pieces, np.array(drops),
+                     model.encode)
+
+
+def load_encoding(path: Path) -> Tokenizer:
+    """A tiktoken encoding by name (tiktoken downloads it once), from its rank file `<name>.tiktoken`, or GPT-2's from
+    a folder of encoder.json and vocab.bpe; BOS is <|endoftext|>. tiktoken's own function makes it, with loaders that
+    read the file given, so that pattern, special tokens and the SHA-256 of the file are tiktoken's. Raises UserError.
+    """
+    public, loaders = tiktoken_ext.openai_public, {}
+    name = maker = "gpt2" if path.is_dir() else path.name.removesuffix(".tiktoken")
+    if path.is_dir():
+        loaders["data_gym_to_mergeable_bpe_ranks"] = lambda vocab_bpe_file, encoder_json_file, **hashes: (
+            public.data_gym_to_mergeable_bpe_ranks(str(path / "vocab.bpe"), str(path / "encoder.json"), **hashes))
+    elif path.suffix:
+        loaders["load_tiktoken_bpe"] = lambda url, expected_hash: public.load_tiktoken_bpe(str(path), expected_hash)
+        maker = "r50k_base" if name == "gpt2" else name  # the same ranks, pattern and special token
+    try:
+        code = getattr(public, maker).__code__
+        encoding = tiktoken.Encoding(**types.FunctionType(code, vars(public) | loaders)())
+    except (AttributeError, OSError, ValueError, AssertionError) as error:
+        raise UserError(f"tokenizer {path}: tiktoken cannot load it ({' '.join(str(error).split())[:160]}); expected "
+                        f"a name ({', '.join(ENCODINGS)}) that it can download, its rank file <name>.tiktoken, or a "
+                        "folder of GPT-2's encoder.json and vocab.bpe") from error
+    tokens = {rank: token for token, rank in encoding._mergeable_ranks.items()}
+    pieces = [tokens.get(rank, b"") for rank in range(encoding.n_vocab)]
+    content = b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in sorted(tokens.items()))
+    return Tokenizer(name, f"{name}.tiktoken", content, encoding.eot_token, {}, pieces,
+                     np.zeros(len(pieces), dtype=np.bool_), encoding.encode_ordinary)
 
 
 def token_bytes(tokenizer: Tokenizer, prev: np.ndarray, ids: np.ndarray) -> np.ndarray:
@@ -131,34 +170,36 @@ def token_bytes(tokenizer: Tokenizer, prev: np.ndarray, ids: np.ndarray) -> np.n
     return tokenizer.byte_counts[ids] - (tokenizer.drops_space[ids] & tokenizer.boundary[prev])
 
 
-def write_shard(path: str | Path, tokens: np.ndarray) -> None:
-    """Writes `tokens` (N,) as one shard. Raises UserError for ids outside uint16."""
-    packed = np.asarray(tokens).astype("<u2")
+def write_shard(path: str | Path, tokens: np.ndarray, vocab_size: int = 1 << 16) -> None:
+    """Writes `tokens` (N,) as one shard, uint32 for a vocabulary above 65,536. Raises UserError for ids too large."""
+    (magic, version), kind = list(SHARD_KINDS.items())[vocab_size > 1 << 16]
+    packed = np.asarray(tokens).astype(kind)
     if not np.array_equal(packed, tokens):
-        raise UserError(f"{path}: token ids {tokens.min()}..{tokens.max()} do not fit uint16; 0..65535 do")
+        raise UserError(f"{path}: token ids {tokens.min()}..{tokens.max()} do not fit {packed.dtype}")
     header = np.zeros(256, dtype="<i4")
-    header[:3] = SHARD_MAGIC, SHARD_VERSION, len(tokens)
+    header[:3] = magic, version, len(tokens)
     with open(path, "wb") as file:
         header.tofile(file)
         packed.tofile(file)
 
 
 def read_shard(path: str | Path) -> np.ndarray:
-    """The tokens of a shard, a uint16 memory map (N,). Raises UserError naming file, found and expected."""
+    """The tokens of a shard, a memory map (N,). Raises UserError naming file, found and expected."""
     if not Path(path).is_file():
         raise UserError(f"shard {path}: no such file")
     size, header = Path(path).stat().st_size, np.fromfile(path, dtype="<i4", count=256)
     if len(header) < 256:
         raise UserError(f"shard {path}: truncated: {size} bytes, its header alone has {SHARD_HEADER_BYTES}")
     magic, version, count = header[:3].tolist()
-    if (magic, version) != (SHARD_MAGIC, SHARD_VERSION):
+    if (magic, version) not in SHARD_KINDS:
         raise UserError(f"shard {path}: not a token shard: magic number {magic} and version {version}, expected "
-                        f"{SHARD_MAGIC} and {SHARD_VERSION}")
-    expected = SHARD_HEADER_BYTES + 2 * count
+                        + " or ".join(f"{known} and {its}" for known, its in SHARD_KINDS))
+    kind = np.dtype(SHARD_KINDS[magic, version])
+    expected = SHARD_HEADER_BYTES + kind.itemsize * count
     if count <= 0 or size != expected:
         fault = "truncated" if size < expected else "wrong size"
         raise UserError(f"shard {path}: {fault}: {size} bytes, its header of {count} tokens means {expected}")
-    return np.memmap(path, dtype="<u2", mode="r", offset=SHARD_HEADER_BYTES, shape=(count,))
+    return np.memmap(path, dtype=kind, mode="r", offset=SHARD_HEADER_BYTES, shape=(count,))
 
 
 def sha256_file(path: str | Path) -> str:
@@ -191,10 +232,9 @@ def shard_paths(data_path: str | Path, manifest: dict, split: str) -> list[Path]
 
 
 def check_dataset(data_path: str | Path, tokenizer: Tokenizer, manifest: dict, hash_train: bool = False) -> None:
-    """Raises UserError unless shards and tokenizer are those of the manifest.
-
-    Sizes and token counts of all shards, SHA-256 of the validation shards (with `hash_train` of the training shards
-    too), the tokenizer's SHA-256, and no validation document among the training documents of shards made here.
+    """Raises UserError unless shards and tokenizer are those of the manifest: sizes and token counts of all shards,
+    SHA-256 of the validation shards (with `hash_train` of the training shards too) and of the tokenizer, and no
+    validation document among the training documents of shards made here.
     """
     where, recorded = Path(data_path) / "manifest.json", manifest["tokenizer"]
     if tokenizer.sha256 != recorded["sha256"]:
@@ -218,17 +258,16 @@ def check_dataset(data_path: str | Path, tokenizer: Tokenizer, manifest: dict, h
 
 class TokenStream:
     """Shards as one circular stream of tokens; the last `skip_tail` of them are kept out and read by `tail`.
-
     Raises UserError for shards too short for the tail, and when a token read is not below `vocab_size`.
     """
 
-    def __init__(self, paths: list[Path], skip_tail: int = 0, vocab_size: int = 1 << 16) -> None:
+    def __init__(self, paths: list[Path], skip_tail: int = 0, vocab_size: int = 1 << 32) -> None:
         self.paths, self.vocab_size, self.skip_tail = list(paths), vocab_size, skip_tail
         self.shards = [read_shard(path) for path in self.paths]
         self.starts = np.cumsum([0] + [len(shard) for shard in self.shards])  # (shards + 1,)
         if self.starts[-1] <= skip_tail:
-            raise UserError(f"{len(self.paths)} shards of {self.starts[-1]} tokens: more than the held-out "
-                            f"{skip_tail} are needed")
+            raise UserError(f"{len(paths)} shards of {self.starts[-1]} tokens: more than the held-out {skip_tail} are "
+                            f"needed; they begin with {paths[0]}")
 
     def __len__(self) -> int:
         return int(self.starts[-1]) - self.skip_tail
@@ -265,8 +304,9 @@ VAL_BYTES = 20_000_000  # most validation text that a split makes
 EMBEDDED_BYTES, EMBEDDED_VAL_BYTES = 8_000_000, 500_000  # of the standard library: enough text, most validation
 NOT_STDLIB, STDLIB_TESTS = {"site-packages", "dist-packages", "__pycache__"}, {"test", "tests", "idle_test"}
 LOSSLESS_PROBE = "  two  spaces\n\n\ttab\r\nﬁ é \U0001f600 \ue000 "  # normalising tokenizers change this
+MOST_SOURCES = 32  # named apart in the manifest
 
-Document = tuple[bytes, bytes]  # (key, text as UTF-8); documents are ordered by their keys
+Document = tuple[bytes, bytes, int]  # (key, text as UTF-8, number of its source); documents are ordered by their keys
 
 
 @dataclass(frozen=True)
@@ -289,10 +329,10 @@ class Request:
         for split, sources in (("train", self.sources), ("val", self.val_sources)):
             for path, name in sources.items():
                 digest.update(f"{split} {name} {sha256_file(path)}\n".encode())
-        trained = {"vocab_size": self.vocab_size} if not self.tokenizer else {}
+        tokenizer = load_tokenizer(self.tokenizer).sha256 if self.tokenizer else "trained"
         split = {} if self.val_sources else {"val_frac": self.val_frac, "val_max_bytes": self.val_max_bytes}
         return {"format": 1, "name": self.name, "seed": self.seed, "sources_sha256": digest.hexdigest(),
-                "tokenizer": load_tokenizer(self.tokenizer).sha256 if self.tokenizer else "trained"} | trained | split
+                "tokenizer": tokenizer} | ({} if self.tokenizer else {"vocab_size": self.vocab_size}) | split
 
 
 def progress(items: Iterable, label: str) -> Iterable:
@@ -350,11 +390,20 @@ def find_sources(arguments: list[str]) -> dict[Path, str]:
     return sources
 
 
-def find_stdlib() -> tuple[dict[Path, str], str]:
-    """The standard library's *.py files with their names, and a sentence on what was chosen.
-
-    Its tests are read only as far as the rest is under EMBEDDED_BYTES; files that are not UTF-8 are left out.
+def number_sources(files: dict[Path, str], name: str) -> tuple[list[str], dict[Path, int]]:
+    """The sources that validation documents are counted to, and for each file the number of its source. A source is a
+    file or the first folder in the folder named on the command line; where that makes more than MOST_SOURCES, its loose
+    files together; where it still does, all of it; at last everything, as `name`.
     """
+    parts = [re.sub(r"\.(jsonl|jsonl\.zst|txt|py)$", "", file).split("/") for file in files.values()]
+    levels = [[part[len(part) > depth] for part in parts] for depth in (1, 2, sys.maxsize)] + [[name] * len(parts)]
+    own = next(level for level in levels if len(set(level)) <= MOST_SOURCES)
+    names = sorted(set(own))
+    return names, {path: names.index(source) for path, source in zip(files, own, strict=True)}
+
+
+def find_stdlib() -> tuple[dict[Path, str], str]:
+    """The standard library's *.py files with their names, tests only up to EMBEDDED_BYTES; a sentence on them."""
     root, total, skipped = Path(sysconfig.get_paths()["stdlib"]), 0, 0
     sources: dict[Path, str] = {}
     parts = {path: set(path.relative_to(root).parts) for path in sorted(root.rglob("*.py"))}
@@ -397,25 +446,26 @@ def read_documents(path: Path) -> Iterator[str]:
             raise UserError(f"source {path}, line {number}: not JSON ({error})") from error
 
 
-def packed(key: bytes, text: bytes) -> bytes:
-    """A document as a record: 32 bytes of key, 8 of length, the text."""
-    return key + struct.pack("<Q", len(text)) + text
+def packed(key: bytes, text: bytes, source: int) -> bytes:
+    """A document as a record: 32 bytes of key, 8 of length, 2 of source, the text."""
+    return key + struct.pack("<QH", len(text), source) + text
 
 
 def read_records(paths: Iterable[Path]) -> Iterator[Document]:
     """The documents of files of records."""
     for path in paths:
         with open(path, "rb") as file:
-            while head := file.read(40):
-                yield head[:32], file.read(struct.unpack("<Q", head[32:])[0])
+            while head := file.read(42):
+                size, source = struct.unpack("<QH", head[32:])
+                yield head[:32], file.read(size), source
 
 
 def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
     """The documents in lists of about CHUNK_BYTES of text."""
     batch, size = [], 0
-    for key, text in documents:
-        batch.append((key, text))
-        size += len(text)
+    for document in documents:
+        batch.append(document)
+        size += len(document[1])
         if size >= CHUNK_BYTES:
             yield batch
             batch, size = [], 0
@@ -424,10 +474,9 @@ def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 def spool(request: Request, work: Path) -> None:
-    """Stage 1: every document into `spool/NNN.train` or `.val`, the bucket by its key.
-
-    The key is SHA-256(seed, SHA-256(text)): equal texts meet in one bucket, and the order of keys is the global
-    shuffle. The side is the document's own SHA-256 against the validation fraction, or its source.
+    """Stage 1: every document into `spool/NNN.train` or `.val`, the bucket by its key, SHA-256(seed, SHA-256(text)):
+    equal texts meet in one bucket, and the order of keys is the global shuffle. The side is the document's own SHA-256
+    against the validation fraction, or the option that named its file.
     """
     done, part = work / "spool", work / "spool.part"
     if done.exists():
@@ -435,6 +484,7 @@ def spool(request: Request, work: Path) -> None:
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
     sources = [(path, "val") for path in request.val_sources] + [(path, "train") for path in request.sources]
+    _, numbers = number_sources(request.val_sources or request.sources, request.name)
     counts = {"documents": 0, "empty": 0, "not_lossless": 0}
     files = {(b, side): open(part / f"{b:03d}.{side}", "wb") for b in range(BUCKETS) for side in ("train", "val")}
     for path, side in progress(sources, "reading"):
@@ -452,7 +502,8 @@ def spool(request: Request, work: Path) -> None:
             key = hashlib.sha256(b"%d:" % request.seed + digest).digest()
             if not request.val_sources:
                 side = "val" if int.from_bytes(digest[:8], "big") < request.val_frac * 2**64 else "train"
-            files[int.from_bytes(key[:4], "big") * BUCKETS >> 32, side].write(packed(key, data))
+            bucket = files[int.from_bytes(key[:4], "big") * BUCKETS >> 32, side]
+            bucket.write(packed(key, data, numbers.get(path, 0)))
     for file in files.values():
         file.close()
     write_json(part / "counts.json", counts)
@@ -464,8 +515,7 @@ def grams(data: bytes) -> np.ndarray:
     text = data.decode("utf-8")
     words = re.findall(r"\w+", text.lower()) or ["".join(text.split())]
     hashes = np.array([zlib.crc32(word.encode("utf-8")) for word in words], dtype=np.uint64)
-    count = max(1, len(words) - GRAM_WORDS + 1)
-    total = np.zeros(count, dtype=np.uint64)
+    total = np.zeros(count := max(1, len(words) - GRAM_WORDS + 1), dtype=np.uint64)
     for i in range(min(GRAM_WORDS, len(words))):
         total = total * np.uint64(0x9E3779B97F4A7C15) + hashes[i : i + count]
         total ^= total >> np.uint64(29)
@@ -493,7 +543,7 @@ def match_index(job: tuple[Callable, list[Document]]) -> list[tuple[int, int, np
     """For each document of the job: its number of 8-grams, how many the index holds, and their places there."""
     make, documents = job
     out = []
-    for _, text in documents:
+    for _, text, _ in documents:
         own = make(text)
         first, last = np.searchsorted(LOADED, own), np.searchsorted(LOADED, own, side="right")
         found = first < last
@@ -503,25 +553,25 @@ def match_index(job: tuple[Callable, list[Document]]) -> list[tuple[int, int, np
 
 
 def read_spool(spooled: Path, *sides: str) -> Iterator[Document]:
-    """The distinct documents of the sides, in the order of keys, a bucket at a time."""
+    """The distinct documents of the sides, in the order of keys, a bucket at a time; of equal ones the first source."""
     for bucket in range(BUCKETS):
-        yield from sorted(set(read_records(spooled / f"{bucket:03d}.{side}" for side in sides)))
+        found = sorted(set(read_records(spooled / f"{bucket:03d}.{side}" for side in sides)))
+        yield from (next(equal) for _, equal in itertools.groupby(found, key=lambda document: document[0]))
 
 
 def take_validation(request: Request, spooled: Path) -> list[Document]:
     """The validation documents in order: all that a --val source holds, else the split's up to the byte limit."""
     taken, size = [], 0
-    for key, text in read_spool(spooled, "val"):
-        size += len(text)
+    for document in read_spool(spooled, "val"):
+        size += len(document[1])
         if not request.val_sources and 0 < request.val_max_bytes < size:
             break
-        taken.append((key, text))
+        taken.append(document)
     return taken
 
 
 def select(request: Request, work: Path, workers: int) -> dict:
     """Stage 2: the documents to keep, in order, into `kept/train_NNNNNN` and `kept/val_NNNNNN`; returns the counts.
-
     A training document is dropped when over half of its 8-grams stand in validation. A validation document over half
     of whose 8-grams stand in the training documents then left is dropped too; with --val, where validation stays as
     given, the training document that would bring it over half is dropped instead.
@@ -534,9 +584,9 @@ def select(request: Request, work: Path, workers: int) -> dict:
     counts = json.loads((spooled / "counts.json").read_text())
     val = take_validation(request, spooled)
     if not val:
-        raise UserError(f"no validation document among {counts['documents']} documents with --val-frac "
-                        f"{request.val_frac} and --val-max-bytes {request.val_max_bytes}; raise them or give --val")
-    val_keys, val_grams = {key for key, _ in val}, [grams(text) for _, text in val]
+        raise UserError(f"no validation document among {counts['documents']} documents; raise --val-frac "
+                        f"{request.val_frac} and --val-max-bytes {request.val_max_bytes}, or give --val")
+    val_keys, val_grams = {key for key, _, _ in val}, [grams(text) for _, text, _ in val]
     owners = write_index(part / "index.npy", val_grams)
     sizes = np.array([len(own) for own in val_grams])
     covered = np.zeros(len(val), dtype=np.int64)  # 8-grams of each validation document that stand in training so far
@@ -564,8 +614,8 @@ def select(request: Request, work: Path, workers: int) -> dict:
         (part / f"val_{number:06d}").write_bytes(b"".join(packed(*document) for document in batch))
     if not train_documents or not kept:
         raise UserError(f"no {'validation' if train_documents else 'training'} document is left of "
-                        f"{counts['documents']} ({counts['exact_duplicates']} exact and {counts['near_duplicates']} "
-                        "near duplicates dropped); give more text or another --val-frac")
+                        f"{counts['documents']} ({counts['exact_duplicates']} exact, {counts['near_duplicates']} near "
+                        "duplicates); give more text or another --val-frac")
     write_json(part / "counts.json", counts)
     os.replace(part, done)
     return counts
@@ -573,7 +623,7 @@ def select(request: Request, work: Path, workers: int) -> dict:
 
 def recount_overlap(work: Path, workers: int) -> int:
     """Validation and training documents kept that share over half of their 8-grams with the other side; to be 0."""
-    val = [recount_grams(text) for _, text in read_records(sorted((work / "kept").glob("val_*")))]
+    val = [recount_grams(text) for _, text, _ in read_records(sorted((work / "kept").glob("val_*")))]
     paths, overlap = sorted((work / "kept").glob("train_*")), 0
     owners = write_index(work / "recount.npy", val)
     seen = np.zeros(len(owners), dtype=np.bool_)
@@ -589,7 +639,7 @@ def recount_overlap(work: Path, workers: int) -> int:
 def sample_lines(paths: list[Path]) -> Iterator[str]:
     """The lines of the first SAMPLE_BYTES of text, without line ends; the trainer leaves out lines over 4,192 bytes."""
     size = 0
-    for _, text in read_records(paths):
+    for _, text, _ in read_records(paths):
         if size >= SAMPLE_BYTES:
             return
         size += len(text)
@@ -598,9 +648,8 @@ def sample_lines(paths: list[Path]) -> Iterator[str]:
 
 
 def train_tokenizer(work: Path, vocab_size: int) -> Path:
-    """Stage 3: a SentencePiece BPE model of a sample of the (shuffled) training text, into tokenizer.model.
-
-    Lossless: no normalisation, no dummy prefix, white space kept, bytes for what has no piece.
+    """Stage 3: a SentencePiece BPE model of a sample of the (shuffled) training text, into tokenizer.model. Lossless:
+    no normalisation, no dummy prefix, white space kept, bytes for what has no piece.
     """
     done, model = work / "tokenizer.model", io.BytesIO()
     if done.exists():
@@ -613,45 +662,46 @@ def train_tokenizer(work: Path, vocab_size: int) -> Path:
             user_defined_symbols=["\n"], control_symbols=list(ROLE_TOKENS), pad_id=0, bos_id=1, eos_id=2, unk_id=3,
             character_coverage=0.999, num_threads=1, minloglevel=2)
     except (RuntimeError, OSError) as error:
-        raise UserError(f"--vocab-size {vocab_size}: no such tokenizer from this training text "
-                        f"({' '.join(str(error).split())[-160:]}); give another size, more text, or --tokenizer bytes"
-                        ) from error
+        raise UserError(f"--vocab-size {vocab_size}: no such tokenizer from this text; give another, more text, or "
+                        f"--tokenizer bytes ({' '.join(str(error).split())[-160:]})") from error
     (work / "tokenizer.part").write_bytes(model.getvalue())
     os.replace(work / "tokenizer.part", done)
     return done
 
 
-def tokenize(job: tuple[Path, bool]) -> tuple[np.ndarray, Counter]:
-    """The documents of a file as BOS + tokens, uint16, and their counts.
-
-    With a lossless tokenizer a document that does not come back exactly is left out and counted.
+def tokenize(job: tuple[Path, bool]) -> tuple[np.ndarray, list[int], Counter]:
+    """The documents of a file as BOS + tokens, uint16 or uint32; their sources; their counts. Documents that a lossless
+    tokenizer does not give back exactly are left out and counted.
     """
     path, lossless = job
-    tokens, counts = [], Counter()
-    for _, text in read_records([path]):
+    tokens, sources, counts = [], [], Counter()
+    for _, text, source in read_records([path]):
         ids = LOADED.encode(text.decode("utf-8"))
         decoded = LOADED.decode_bytes(ids)
         if not decoded or lossless and decoded != text:
             counts["not_lossless"] += 1
             continue
         tokens += [LOADED.bos_id, *ids]
+        sources.append(source)
         counts += Counter(documents=1, source_bytes=len(text), decoded_bytes=len(decoded))
-    return np.array(tokens, dtype="<u2"), counts
+    return np.array(tokens, dtype="<u4" if LOADED.vocab_size > 1 << 16 else "<u2"), sources, counts
 
 
-def write_split(request: Request, work: Path, split: str, tokenizer: str, workers: int, lossless: bool) -> dict:
+def write_split(request: Request, work: Path, split: str, tokenizer: Tokenizer, workers: int, lossless: bool) -> dict:
     """Stage 4: `kept/SPLIT_*` as shards of SHARD_TOKENS; a document may run on into the next. The manifest's part."""
-    shards, waiting, counts = [], np.empty(0, dtype="<u2"), Counter()
+    shards, waiting, document_sources, counts = [], np.empty(0, dtype="<u2"), [], Counter()
 
     def write(tokens: np.ndarray) -> None:
         path = request.out / f"{request.name}_{split}_{len(shards):06d}.bin"
-        write_shard(work / "shard.part", tokens)
+        write_shard(work / "shard.part", tokens, tokenizer.vocab_size)
         os.replace(work / "shard.part", path)
         shards.append({"file": path.name, "tokens": len(tokens), "sha256": sha256_file(path)})
 
     jobs = [(path, lossless) for path in sorted((work / "kept").glob(f"{split}_*"))]
-    for tokens, found in progress(run_jobs(workers, tokenize, jobs, load_tokenizer, tokenizer), f"tokenizing {split}"):
+    results = run_jobs(workers, tokenize, jobs, load_tokenizer, request.out / tokenizer.file)
+    for tokens, sources, found in progress(results, f"tokenizing {split}"):
         counts += found
+        document_sources += sources
         waiting = np.concatenate([waiting, tokens])
         while len(waiting) >= SHARD_TOKENS:
             write(waiting[:SHARD_TOKENS])
@@ -662,26 +712,26 @@ def write_split(request: Request, work: Path, split: str, tokenizer: str, worker
         raise UserError(f"the tokenizer gives back none of the {counts['not_lossless']} {split} documents exactly; "
                         "use another tokenizer or text")
     return {"shards": shards, "tokens": sum(shard["tokens"] for shard in shards)} | {
-        key: counts[key] for key in ("documents", "source_bytes", "decoded_bytes", "not_lossless")}
+        key: counts[key] for key in ("documents", "source_bytes", "decoded_bytes", "not_lossless")
+    } | ({"document_sources": document_sources} if split == "val" else {})
 
 
 def claim_folder(request: Request, identity: dict, work: Path) -> dict | None:
-    """The manifest of this very request if it is finished, else None with the folder ready for work.
-
-    Raises UserError when the folder holds anything of another request.
+    """The manifest of this very request if it is finished, else None with the folder ready for work. Raises UserError
+    when the folder holds anything of another request.
     """
     remedy, state = f"delete {request.out} or choose another --out", work / "request.json"
+    mark = identity | {"records": 2}  # version of the files of documents, which a run goes on with
     if (request.out / "manifest.json").exists():
         manifest = load_manifest(request.out)
         if manifest.get("request") != identity:
             raise UserError(f"{request.out}: holds data of another request (other sources or options); {remedy}")
-        file = manifest["tokenizer"]["file"]
-        check_dataset(request.out, load_tokenizer(file if file == "bytes" else request.out / file), manifest)
+        check_dataset(request.out, load_tokenizer(request.out / manifest["tokenizer"]["file"]), manifest)
         print(f"{request.out}: already holds exactly this data; nothing to do")
         shutil.rmtree(work, ignore_errors=True)
         return manifest
     if state.exists():
-        if json.loads(state.read_text()) != identity:
+        if json.loads(state.read_text()) != mark:
             raise UserError(f"{request.out}: holds the unfinished data of another request; {remedy}")
         print(f"going on with the unfinished run in {request.out}")
         return None
@@ -689,7 +739,7 @@ def claim_folder(request: Request, identity: dict, work: Path) -> dict | None:
         raise UserError(f"{request.out}: holds .bin files without a manifest; {remedy}")
     try:
         work.mkdir(parents=True, exist_ok=True)
-        write_json(state, identity)
+        write_json(state, mark)
     except OSError as error:
         raise UserError(f"--out {request.out}: cannot be written ({error.strerror})") from error
     return None
@@ -705,24 +755,19 @@ def prepare(request: Request, workers: int) -> dict:
     overlap = recount_overlap(work, workers)
     if overlap:
         raise UserError(f"{request.out}: {overlap} documents stand in training and validation, expected 0; not written")
-    source = request.tokenizer or str(train_tokenizer(work, request.vocab_size))
-    tokenizer = load_tokenizer(source)
-    if tokenizer.vocab_size > 1 << 16:
-        raise UserError(f"--tokenizer {source}: {tokenizer.vocab_size} pieces; shards of uint16 hold 65,536")
+    tokenizer = load_tokenizer(request.tokenizer or train_tokenizer(work, request.vocab_size))
+    tokenizer.save(request.out)
     lossless = tokenizer.decode_bytes(tokenizer.encode(LOSSLESS_PROBE)) == LOSSLESS_PROBE.encode("utf-8")
-    splits = {split: write_split(request, work, split, source, workers, lossless) for split in ("train", "val")}
+    splits = {split: write_split(request, work, split, tokenizer, workers, lossless) for split in ("train", "val")}
     counts["not_lossless"] += sum(part.pop("not_lossless") for part in splits.values())
-    file = "bytes" if source == "bytes" else "tokenizer.model"
-    if source != "bytes":
-        shutil.copyfile(source, request.out / file)
     manifest = {
         "format": 1, "name": request.name, "published": False,
-        "tokenizer": {"file": file, "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size,
+        "tokenizer": {"file": tokenizer.file, "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size,
                       "bos_id": tokenizer.bos_id},
-        "lossless": lossless, **splits,
-        "overlap_documents": overlap,
+        "lossless": lossless, **splits, "overlap_documents": overlap,
         "dropped": {key: counts[key] for key in ("exact_duplicates", "near_duplicates", "not_lossless", "empty")},
-        "seed": request.seed, "sources": [*request.sources.values(), *request.val_sources.values()],
+        "seed": request.seed, "sources": number_sources(request.val_sources or request.sources, request.name)[0],
+        "source_files": [*request.sources.values(), *request.val_sources.values()],
         "request": identity,
     }
     check_dataset(request.out, tokenizer, manifest, hash_train=True)
@@ -741,22 +786,20 @@ def print_table(out: Path, manifest: dict) -> None:
     print("dropped: " + ", ".join(f"{count:,} {kind}" for kind, count in manifest["dropped"].items()))
     if not manifest["lossless"]:
         print("the tokenizer does not give back its text exactly: scores count decoded bytes, not source bytes")
-    print(f"validation documents that also stand in training: {manifest['overlap_documents']}")
-    print(f"to train on it: DATA_PATH={out}")
+    print(f"validation documents that also stand in training: {manifest['overlap_documents']}\n"
+          f"to train on it: DATA_PATH={out}")
 
 
 def run(arguments: list[str] | None = None) -> None:
     """The command; raises UserError for the user's mistakes."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("sources", nargs="*", metavar="SOURCE", help=".jsonl, .jsonl.zst, .txt or a folder of these; "
-                        "none: the standard library of this Python")
+    parser.add_argument("sources", nargs="*", metavar="SOURCE", help="files, folders; none: Python's standard library")
     parser.add_argument("--val", nargs="+", default=[], metavar="SOURCE", help="validation text; no split by hash then")
     parser.add_argument("--out", type=Path, help="folder to write (data/NAME beside this script)")
     parser.add_argument("--vocab-size", type=int, default=1024, help="pieces of the tokenizer trained here (1024)")
-    parser.add_argument("--tokenizer", default="", help="an existing .model file, or `bytes` (train one)")
+    parser.add_argument("--tokenizer", default="", help=".model file, tiktoken name or file, or `bytes` (train one)")
     parser.add_argument("--val-frac", type=float, default=0.05, help="share of the documents for validation (0.05)")
-    parser.add_argument("--val-max-bytes", type=int, help="most bytes of validation text from the split; 0: no limit "
-                        f"({VAL_BYTES:,}; {EMBEDDED_VAL_BYTES:,} without SOURCE)")
+    parser.add_argument("--val-max-bytes", type=int, help=f"most validation bytes, 0: no limit ({VAL_BYTES:,})")
     parser.add_argument("--seed", type=int, default=0, help="of the document order (0)")
     parser.add_argument("--name", help="first part of the shards' file names (text; embedded without SOURCE)")
     parser.add_argument("--workers", type=int, default=0, help="processes (0: all cores)")
@@ -773,17 +816,14 @@ def run(arguments: list[str] | None = None) -> None:
         if not good:
             raise UserError(f"{option} {value}: expected {wanted}")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if tqdm is None:
-        print("no progress bars: tqdm is not installed (pip install tqdm)")
     if args.sources:
         sources, name, val_max_bytes = find_sources(args.sources), args.name or "text", VAL_BYTES
     else:
         (sources, note), name, val_max_bytes = find_stdlib(), args.name or "embedded", EMBEDDED_VAL_BYTES
         print(f"no SOURCE named: {note}", flush=True)
     out = args.out or Path(os.path.relpath(Path(__file__).resolve().parent / name))
-    val_max_bytes = val_max_bytes if args.val_max_bytes is None else args.val_max_bytes
     request = Request(sources, find_sources(args.val), out, name, args.tokenizer, args.vocab_size, args.val_frac,
-                      val_max_bytes, args.seed)
+                      val_max_bytes if args.val_max_bytes is None else args.val_max_bytes, args.seed)
     print_table(out, prepare(request, args.workers or cores))
 
 

@@ -1,6 +1,13 @@
 """Training batches: the same tokens whatever the ranks and micro-batches; micro-batches fitted to memory."""
 
+import math
+import subprocess
+import sys
+import threading
+import time
 import types
+from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,16 +16,25 @@ import torch
 import train_gpt as T
 
 
+def make_stream(folder, name: str, *shards: np.ndarray, tail: int = 31) -> T.TokenStream:
+    for at, tokens in enumerate(shards):
+        T.write_shard(folder / f"{name}_train_{at:06d}.bin", tokens)
+    return T.TokenStream(sorted(folder.glob(f"{name}_train_*.bin")), tail, 64)
+
+
 @pytest.fixture
 def stream(tmp_path):
-    T.write_shard(tmp_path / "a_train_000000.bin", np.arange(700) % 60)
-    T.write_shard(tmp_path / "a_train_000001.bin", np.arange(331) % 59)
-    return T.TokenStream([tmp_path / f"a_train_00000{at}.bin" for at in range(2)], 31, 64)
+    return make_stream(tmp_path, "a", np.arange(700) % 60, np.arange(331) % 59)
+
+
+def data_of(streams: list[T.TokenStream], shares: list[float]) -> T.Data:
+    return T.Data(T.load_tokenizer("bytes"), {}, "", streams, shares, *[np.zeros(0)] * 3, [])
 
 
 def batches(stream, rank=0, world=1, **changes) -> T.Batches:
     runtime = T.Runtime(rank, world, torch.device("cpu"), False)
-    return T.Batches(stream, T.Settings(**{"train_seq_len": 8, "train_batch_tokens": 64, **changes}), runtime)
+    data = stream if isinstance(stream, T.Data) else data_of([stream], [1.0])
+    return T.Batches(data, T.Settings(**{"train_seq_len": 8, "train_batch_tokens": 64, **changes}), runtime)
 
 
 def rows(of: T.Batches, step: int) -> torch.Tensor:
@@ -95,3 +111,134 @@ def test_after_the_warm_up_neither_training_nor_evaluation_compiles(stream):
         with weights.quantized():
             T.forward_backward(model, of, 3)
     assert score.tokens == 100 and score.bytes == 100
+
+
+@pytest.fixture
+def mixed(tmp_path):
+    """Three streams that are told apart by their tokens: 0..19, 20..39, 40..59."""
+    return [make_stream(tmp_path, name, 20 * at + np.arange(size) % 20, tail=0)
+            for at, (name, size) in enumerate((("a", 4000), ("b", 900), ("c", 700)))]
+
+
+def parts_of(windows: torch.Tensor) -> list[int]:
+    """Rows of each of the three streams; no window mixes two."""
+    part = windows // 20
+    assert torch.equal(part, part[:, :1].expand_as(part))
+    return torch.bincount(part[:, 0], minlength=3).tolist()
+
+
+@pytest.mark.parametrize("shares", [[0.7, 0.2, 0.1], [0.5, 0.25, 0.25], [0.97, 0.02, 0.01], [1 / 3, 1 / 3, 1 / 3]])
+@pytest.mark.parametrize("seed", [0, 1337])
+def test_every_step_of_a_mixture_has_the_shares_rounded(mixed, shares, seed):
+    of, total = batches(data_of(mixed, shares), train_batch_tokens=80, seed=seed), np.zeros(3)
+    for step in range(200):
+        counts = parts_of(rows(of, step))
+        total += counts
+        for share, count in zip(shares, counts, strict=True):
+            exact = Fraction(share).limit_denominator(1000) * 10
+            assert math.floor(exact) <= count <= math.ceil(exact), (step, counts)
+    assert np.abs(total - 2000 * np.array(shares)).max() <= 3  # over 200 steps within three rows
+
+
+def test_a_mixture_reads_every_window_of_a_stream_once_an_epoch(mixed, monkeypatch):
+    of = batches(data_of(mixed, [0.7, 0.2, 0.1]), train_batch_tokens=80)
+    for stream, share, lanes in zip(mixed, (0.7, 0.2, 0.1), (7, 2, 1), strict=True):
+        windows = len(stream) // lanes // 8 * lanes  # whole windows of the lanes in one epoch
+        found = [start for step in range(int(windows / share / 10) + 3) for each, start in of.starts(step)
+                 if each is stream]
+        lane_starts = [lane * len(stream) // lanes for lane in range(lanes)]
+        assert found[:windows] == [lane_starts[i % lanes] + i // lanes * 8 for i in range(windows)]
+        assert len(set(found[:windows])) == windows
+
+
+def test_the_seed_moves_the_shares_and_nothing_else(mixed):
+    first, second = (batches(data_of(mixed, [0.55, 0.25, 0.2]), seed=seed) for seed in (1, 2))
+    assert [parts_of(rows(first, s)) for s in range(9)] != [parts_of(rows(second, s)) for s in range(9)]
+    one = [batches(mixed[0], seed=seed).starts(5) for seed in (1, 2)]
+    assert one[0] == one[1]
+
+
+@pytest.mark.parametrize("world, micro", [(2, 0), (4, 8), (8, 16)])
+def test_ranks_share_one_batch_of_a_mixture(mixed, world, micro):
+    data = data_of(mixed, [0.55, 0.25, 0.2])
+    for step in (0, 3, 11):
+        parts = [rows(batches(data, rank, world, micro_batch_tokens=micro), step) for rank in range(world)]
+        assert torch.equal(torch.cat(parts), rows(batches(data), step))
+
+
+def test_a_part_too_short_for_its_share_is_an_error(mixed):
+    with pytest.raises(T.UserError, match=r"700 training tokens beside the held-out ones are fewer than its 760 of"):
+        batches(data_of(mixed, [0.04, 0.01, 0.95]), train_batch_tokens=800)
+
+
+class Watched:
+    """A stream that counts its reads, can be held up and can fail from a position on."""
+
+    def __init__(self, stream, fails_at=None):
+        self.stream, self.fails_at, self.reads, self.threads = stream, fails_at, [], set()
+        self.paths, self.gate = stream.paths, threading.Event()
+        self.gate.set()
+
+    def __len__(self):
+        return len(self.stream)
+
+    def read(self, start, count):
+        self.gate.wait(10)
+        self.reads.append(start)
+        self.threads.add(threading.get_ident())
+        if self.fails_at is not None and start >= self.fails_at:
+            raise T.UserError(f"token at {start}")
+        return self.stream.read(start, count)
+
+
+def test_the_next_step_is_read_while_one_runs_and_no_more(stream):
+    watched = Watched(stream)
+    of = batches(watched, micro_batch_tokens=8)
+    begun = of.micro_batches(0)
+    next(begun)
+    of.reader.submit(int).result()  # the reader does one thing after the other: now all it was given is done
+    assert len(watched.reads) == 16  # 8 windows of step 0 and of step 1, none of step 2
+    assert threading.get_ident() not in watched.threads and len(watched.threads) == 1
+    list(begun)
+    assert torch.equal(rows(of, 1), rows(batches(stream), 1))
+    of.reader.submit(int).result()
+    assert len(watched.reads) == 24 and list(of.ahead) == [2]
+    assert torch.equal(rows(of, 7), rows(batches(stream), 7))  # a resumed or repeated step is read all the same
+    assert torch.equal(rows(of, 7), rows(batches(stream), 7))
+
+
+def test_waiting_is_counted_and_reading_ahead_is_not(stream):
+    watched = Watched(stream)
+    of = batches(watched)
+    watched.gate.clear()
+    threading.Timer(0.2, watched.gate.set).start()
+    rows(of, 0)
+    assert 0.15 < of.waited < 2
+    of.reader.submit(int).result()
+    before = of.waited
+    rows(of, 1)
+    assert of.waited - before < 0.05
+
+
+def test_an_error_of_the_reader_is_raised_where_its_step_is_asked_for(stream):
+    of = batches(Watched(stream, fails_at=875 + 8 * 2))  # the last row's window of step 2
+    rows(of, 0)
+    rows(of, 1)
+    for _ in range(2):
+        with pytest.raises(T.UserError, match="^token at 891$"):
+            rows(of, 2)
+    assert len(rows(of, 1)) == 8
+
+
+def test_the_reader_does_not_outlive_the_program(tmp_path):
+    """Leaving by exit and by an exception, each with a step being read."""
+    code = (f"import sys; sys.path[:0] = [{str(Path(T.__file__).parent)!r}, {str(Path(__file__).parent)!r}]\n"
+            "import test_batches as B, numpy as np, pathlib\n"
+            f"stream = B.make_stream(pathlib.Path({str(tmp_path)!r}), 'a', np.arange(9000) % 60)\n"
+            "of = B.batches(stream, train_batch_tokens=4096)\n"
+            "next(of.micro_batches(0))\n")
+    for end, rc, error in (("sys.exit(3)", 3, ""), ("1 / 0", 1, "ZeroDivisionError: division by zero\n")):
+        begin = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", code + end], capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stdout) == (rc, "") and done.stderr.endswith(error)
+        assert done.stderr.count("Error") == (1 if error else 0) and time.perf_counter() - begin < 30

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
 import json
@@ -10,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sentencepiece
+import tiktoken
+import tiktoken_ext.openai_public
 import zstandard
 
 import train_gpt as data
@@ -124,6 +127,78 @@ def test_table_flags_of_a_dummy_prefix_model(prefix_model: Path, lossless_model:
     assert np.flatnonzero(own.boundary).tolist() == list(range(8))
 
 
+GPT2 = SHARED / "tokenizers" / "gpt2"
+
+
+@needs_shared
+def test_gpt2_from_folder_and_rank_file_is_tiktokens(tmp_path: Path) -> None:
+    tokenizer = data.load_tokenizer(GPT2)
+    again = [data.load_tokenizer(tmp_path / tokenizer.save(tmp_path))]
+    (tmp_path / "r50k_base.tiktoken").write_bytes((tmp_path / "gpt2.tiktoken").read_bytes())
+    again.append(data.load_tokenizer(tmp_path / "r50k_base.tiktoken"))
+    # The SHA-256 that tiktoken pins for r50k_base.tiktoken: the file written is the published one.
+    expected = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
+    assert hashlib.sha256((tmp_path / "gpt2.tiktoken").read_bytes()).hexdigest() == expected
+    ranks = tiktoken.load.data_gym_to_mergeable_bpe_ranks(str(GPT2 / "vocab.bpe"), str(GPT2 / "encoder.json"))
+    reference = tiktoken.Encoding("gpt2", pat_str=tiktoken_ext.openai_public.r50k_pat_str, mergeable_ranks=ranks,
+                                  special_tokens={"<|endoftext|>": 50256})
+    for one in (tokenizer, *again):
+        assert (one.sha256, one.vocab_size, one.bos_id, one.special_ids) == (expected, 50257, 50256, {})
+        assert one.pieces[:50256] == [reference.decode_single_token_bytes(i) for i in range(50256)]
+        assert np.flatnonzero(one.boundary).tolist() == [50256] and not one.drops_space.any()
+        assert one.byte_counts.tolist() == [len(piece) for piece in one.pieces]
+    assert [one.name for one in again] == ["gpt2", "r50k_base"]
+    for text in [*HARD_TEXTS, "a<|endoftext|>b"]:
+        ids = tokenizer.encode(text)
+        assert ids == reference.encode(text, disallowed_special=()) and 50256 not in ids
+        assert tokenizer.decode_bytes(ids) == text.encode("utf-8") and counted(tokenizer, ids) == len(text.encode())
+    assert tokenizer.encode("hello world") == [31373, 995]
+
+
+def fake_encoding(monkeypatch: pytest.MonkeyPatch, lines: bytes, bos_id: int = 300) -> None:
+    """cl100k_base as tiktoken makes it, of another rank file, which a server that is not there would give."""
+    scope, made = {**vars(tiktoken_ext.openai_public), "__name__": "x"}, {}
+    exec(f"""def cl100k_base():
+    ranks = load_tiktoken_bpe("http://127.0.0.1:9/x", expected_hash={hashlib.sha256(lines).hexdigest()!r})
+    return {{"name": "cl100k_base", "pat_str": ".+", "mergeable_ranks": ranks,
+            "special_tokens": {{"<|endoftext|>": {bos_id}, "<|fim|>": {bos_id + 2}}}}}""", scope, made)
+    monkeypatch.setattr(tiktoken_ext.openai_public, "cl100k_base", made["cl100k_base"])
+
+
+def test_any_encoding_comes_from_its_rank_file_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+    pieces = [bytes([byte]) for byte in range(256)] + [b"th", b"the"]
+    lines = b"".join(base64.b64encode(piece) + b" %d\n" % rank for rank, piece in enumerate(pieces))
+    fake_encoding(monkeypatch, lines)
+    (tmp_path / "cl100k_base.tiktoken").write_bytes(lines)
+    tokenizer = data.load_tokenizer(tmp_path / "cl100k_base.tiktoken")
+    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.sha256) == (303, 300, hashlib.sha256(lines).hexdigest())
+    assert np.flatnonzero(tokenizer.boundary).tolist() == list(range(258, 303))  # gaps and specials: no bytes
+    assert tokenizer.encode("the<|fim|>") == [257, *b"<|fim|>"]
+    assert tokenizer.save(tmp_path) == "cl100k_base.tiktoken"
+    assert (tmp_path / "cl100k_base.tiktoken").read_bytes() == lines
+    (tmp_path / "b").mkdir()
+    refused = [("cl100k_base", r"tokenizer cl100k_base: tiktoken cannot load it \(.*expected a name \(gpt2, r50k_base"),
+               (tmp_path / "p50k.tiktoken", r"p50k\.tiktoken: tiktoken cannot load it \(.* no attribute 'p50k'"),
+               (tmp_path / "b", r"b: tiktoken cannot load it \(.*vocab\.bpe'"),
+               (tmp_path / "b" / "cl100k_base.tiktoken", r"cannot load it \(.*No such file or directory"),
+               (tmp_path / "cl100k_base.tiktoken", r"cannot load it \(Hash mismatch")]
+    fake_encoding(monkeypatch, lines + b"eA== 258\n")
+    for path, message in refused:
+        with pytest.raises(data.UserError, match=message) as caught:
+            data.load_tokenizer(path)
+        assert "\n" not in str(caught.value)
+
+
+def test_saved_tokenizers_come_back_as_they_were(lossless_model: Path, tmp_path: Path) -> None:
+    one = data.load_tokenizer(lossless_model)
+    assert one.save(tmp_path) == "tokenizer.model"
+    assert (tmp_path / "tokenizer.model").read_bytes() == lossless_model.read_bytes()
+    assert data.load_tokenizer(tmp_path / "tokenizer.model").sha256 == one.sha256 == data.sha256_file(lossless_model)
+    assert data.load_tokenizer("bytes").save(tmp_path / "nowhere") == "bytes"
+    assert data.load_tokenizer(tmp_path / "bytes").sha256 == hashlib.sha256(b"underpar bytes 264").hexdigest()
+
+
 def test_byte_tokenizer_layout() -> None:
     tokenizer = data.load_tokenizer("bytes")
     assert tokenizer.vocab_size == 264 and tokenizer.bos_id == 1
@@ -155,8 +230,10 @@ def test_bytes_per_token_of_the_published_models(size: int, expected: float) -> 
 
 
 def test_tokenizer_errors(tmp_path: Path) -> None:
-    with pytest.raises(data.UserError, match=r"none\.model: no such file; name a SentencePiece"):
-        data.load_tokenizer(tmp_path / "none.model")
+    (tmp_path / "empty.model").touch()
+    for name in ("none.model", "empty.model"):
+        with pytest.raises(data.UserError, match=rf"{name}: no such file, or empty; name a SentencePiece"):
+            data.load_tokenizer(tmp_path / name)
     (tmp_path / "bad.model").write_bytes(b"no model at all")
     with pytest.raises(data.UserError, match=r"bad\.model: not a SentencePiece model \(15 bytes\)"):
         data.load_tokenizer(tmp_path / "bad.model")
@@ -178,6 +255,25 @@ def test_shard_bytes_and_round_trip(tmp_path: Path) -> None:
             data.write_shard(path, np.array(bad))
 
 
+def test_large_vocabularies_take_llm_c_uint32_shards(tmp_path: Path) -> None:
+    path = tmp_path / "a.bin"
+    data.write_shard(path, np.array([1, 65536, 199999]), vocab_size=200019)
+    raw = path.read_bytes()
+    assert np.frombuffer(raw[:1024], "<i4")[:4].tolist() == [20240801, 7, 3, 0]
+    assert raw[1024:] == b"\x01\x00\x00\x00\x00\x00\x01\x00\x3f\x0d\x03\x00"
+    tokens = data.read_shard(path)
+    assert isinstance(tokens, np.memmap) and tokens.dtype == np.uint32 and tokens.tolist() == [1, 65536, 199999]
+    assert data.TokenStream([path], 1, 200019).read(0, 3).tolist() == [1, 65536, 1]
+    path.write_bytes(raw[:-2])
+    with pytest.raises(data.UserError, match=r"truncated: 1034 bytes, its header of 3 tokens means 1036"):
+        data.read_shard(path)
+    for bad in ([-1], [1 << 32]):
+        with pytest.raises(data.UserError, match="do not fit uint32"):
+            data.write_shard(path, np.array(bad), 65537)
+    data.write_shard(path, np.array([65535]), 65536)
+    assert path.stat().st_size == 1026  # 65,536 tokens still fit uint16
+
+
 def test_shard_errors_name_file_found_and_expected(tmp_path: Path) -> None:
     path = tmp_path / "a.bin"
     data.write_shard(path, np.arange(10))
@@ -187,7 +283,7 @@ def test_shard_errors_name_file_found_and_expected(tmp_path: Path) -> None:
     cases = [(raw[:-1], r"a\.bin: truncated: 1043 bytes, its header of 10 tokens means 1044"),
              (raw + b"x", r"wrong size: 1045 bytes, .* means 1044"),
              (b"", r"truncated: 0 bytes, its header alone has 1024"),
-             (magic.tobytes() + raw[1024:], "magic number 7 and version 1, expected 20240520 and 1"),
+             (magic.tobytes() + raw[1024:], "magic number 7 and version 1, expected 20240520 and 1 or 20240801 and 7"),
              (version.tobytes() + raw[1024:], "magic number 20240520 and version 2, expected"),
              (empty.tobytes(), "header of 0 tokens")]
     for content, message in cases:
@@ -283,3 +379,120 @@ def test_token_stream_names_shard_and_position_of_a_foreign_token(tmp_path: Path
     assert stream.read(0, 5).tolist() == [1, 2, 3, 4, 5]
     with pytest.raises(data.UserError, match=r"b\.bin: token 264 at position 2, expected ids below 264"):
         stream.read(4, 3)
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    ("data/x", {"data/x": 1.0}), ("a:0.7,b:0.3", {"a": 0.7, "b": 0.3}), ("a:3, b:1", {"a": 0.75, "b": 0.25}),
+    ("only:2", {"only": 1.0}), ("c:d:1,e:1", {"c:d": 0.5, "e": 0.5}), ("with,comma", {"with,comma": 1.0}),
+])
+def test_mixtures_are_parsed_and_normalised(text: str, expected: dict) -> None:
+    assert data.parse_mixture(text) == pytest.approx(expected)
+
+
+def test_a_folder_with_a_colon_that_exists_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert data.parse_mixture("run:1") == {"run": 1.0}
+    (tmp_path / "run:1").mkdir()
+    assert data.parse_mixture("run:1") == {"run:1": 1.0}
+
+
+@pytest.mark.parametrize("text", ["a:x", "a:0.5,b", "a:0", "a:-1,b:2", "a:1,a:2", ":1", "a:1,", "a:nan", "a:inf,b:1"])
+def test_mixtures_that_are_none_are_one_line(text: str) -> None:
+    with pytest.raises(data.UserError, match="^DATA_PATH=.* is not a new FOLDER:WEIGHT with"):
+        data.parse_mixture(text)
+
+
+def reference_hashes(tokens: list[int], bos_id: int) -> list[int]:
+    """The hash written out with Python's integers."""
+    documents: list[list[int]] = []
+    for token in tokens:
+        documents += [[]] if token == bos_id else []
+        documents[-1].append(token)
+    return [sum((t + 1) * pow(0x9E3779B97F4A7C15, i, 1 << 64) for i, t in enumerate(one)) % (1 << 64)
+            for one in documents]
+
+
+def test_document_hashes_across_blocks_and_shards(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    tokens = np.concatenate([np.append(1, rng.integers(2, 300, size)) for size in (0, 3, 0, 50, 7, 1, 120, 0, 4)])
+    tokens = np.concatenate([tokens, tokens[:5], [1, 0], [1, 0, 0], [1]])
+    expected = reference_hashes(tokens.tolist(), 1)
+    assert len(set(expected)) == len(expected) - 5  # [1] five times, and one more twice
+    for i, part in enumerate(np.array_split(tokens, 3)):
+        data.write_shard(tmp_path / f"{i}.bin", part)
+    stream = data.TokenStream(sorted(tmp_path.glob("*.bin")))
+    assert data.document_hashes(stream, 1).tolist() == expected
+    for block in (1, 7, 64, len(tokens), len(tokens) + 1):
+        assert data.document_hashes(stream, 1, block).tolist() == expected
+
+
+def make_part(folder: Path, train: list[str], val: list[str], tail: str = "", **changes: object) -> Path:
+    """A data folder of the byte tokenizer whose documents are the given texts."""
+    folder.mkdir()
+    tokenizer = data.load_tokenizer("bytes")
+    manifest = {"format": 1, "name": folder.name + "_name", "published": False, "overlap_documents": 0,
+                "tokenizer": {"file": "bytes", "sha256": tokenizer.sha256}}
+    for split, texts in (("train", train), ("val", val)):
+        file, tokens = folder / f"x_{split}_000000.bin", [t for text in texts for t in (1, *tokenizer.encode(text))]
+        data.write_shard(file, np.array(tokens))
+        manifest[split] = {"shards": [{"file": file.name, "tokens": len(tokens), "sha256": data.sha256_file(file)}],
+                           "tokens": len(tokens), "documents": len(texts),
+                           "decoded_bytes": sum(len(text.encode()) for text in texts)}
+    manifest["val"] |= {"document_sources": changes.pop("of")} if "of" in changes else {}
+    (folder / "manifest.json").write_text(json.dumps(manifest | changes))
+    return folder
+
+
+def opened(path: object, **changes: object) -> data.Data:
+    return data.open_data(data.Settings(data_path=str(path), train_seq_len=4, **{"holdout_tokens": 10, **changes}))
+
+
+def test_open_data_of_one_folder(tmp_path: Path) -> None:
+    part = make_part(tmp_path / "p", ["training text"] * 3, ["one", "twö", "three"], of=[1, 0, 1], sources=["x", "y"])
+    found = opened(part)
+    tokens = [t for text in ("one", "twö", "three") for t in (1, *(byte + 4 for byte in text.encode()))]
+    assert found.val.tolist() == tokens and found.val.dtype == np.int64
+    assert found.val_sources.tolist() == [1] * 4 + [0] * 5 + [1] * 6 and found.source_names == ["x", "y"]
+    assert found.manifest == {"name": "p_name", "overlap_documents": 0, "train": {"tokens": 42},
+                              "val": {"tokens": 15, "decoded_bytes": 12}}
+    assert found.manifest_sha256 == hashlib.sha256((part / "manifest.json").read_bytes()).hexdigest()
+    assert found.shares == [1.0] and [len(stream) for stream in found.streams] == [32]
+    whole = np.fromfile(part / "x_train_000000.bin", "<u2", offset=1024).tolist()
+    assert found.held_out.tolist() == [1, *whole[-10:]]
+    without = opened(make_part(tmp_path / "q", ["training text"] * 3, ["one", "two"]))
+    assert without.source_names == ["q_name"] and without.val_sources.tolist() == [0] * 8
+    wrong = make_part(tmp_path / "w", ["training text"] * 3, ["one", "two"], of=[0], sources=["x"])
+    with pytest.raises(data.UserError, match=r"^DATA_PATH: 2 validation documents, in manifest.json 1"):
+        opened(wrong)
+
+
+def test_open_data_of_a_mixture(tmp_path: Path) -> None:
+    a = make_part(tmp_path / "a", ["training text"] * 9, ["one", "two"], of=[1, 0], sources=["x", "y"])
+    b = make_part(tmp_path / "b", ["other text"] * 9, ["four", "fünf"], overlap_documents=2, published=True)
+    found = opened(f"{a}:3,{b}:1", holdout_tokens=40)
+    assert [len(stream) for stream in found.streams] == [126 - 30, 99 - 10] and found.shares == [0.75, 0.25]
+    assert found.val.tolist() == opened(a).val.tolist() + opened(b).val.tolist()
+    assert found.val_sources.tolist() == [1] * 4 + [0] * 4 + [2] * 11
+    assert found.source_names == [f"{a}/x", f"{a}/y", f"{b}/b_name"]
+    assert found.manifest == {"name": "a_name + b_name", "overlap_documents": 2, "train": {"tokens": 126 + 99},
+                              "val": {"tokens": 19, "decoded_bytes": 15}}
+    hashes = "\n".join(hashlib.sha256((part / "manifest.json").read_bytes()).hexdigest() for part in (a, b))
+    assert found.manifest_sha256 == hashlib.sha256(hashes.encode()).hexdigest()
+    assert found.held_out.tolist() == [1, *found.streams[0].tail().tolist(), 1, *found.streams[1].tail().tolist()]
+    other = make_part(tmp_path / "c", ["x" * 30], ["y"], tokenizer={"file": "t.model", "sha256": "0" * 64})
+    with pytest.raises(data.UserError, match=r"/c: shards were written with another tokenizer"):
+        opened(f"{a}:1,{other}:1")
+
+
+def test_validation_of_one_part_in_the_training_of_another_is_refused(tmp_path: Path) -> None:
+    val = ["kept apart", "in the other", "kept too", "in the other", "at the end"]
+    a = make_part(tmp_path / "a", ["training text"] * 9, val)
+    b = make_part(tmp_path / "b", ["other text"] * 9 + ["in the other", "kept apart, nearly", "at the end"], ["five"],
+                  published=True)
+    c = make_part(tmp_path / "c", ["yet another text", "kept apar", "tkept apart"] * 5, ["a val"])
+    for parts in (f"{a}:1,{b}:2", f"{b}:1,{c}:1,{a}:1"):
+        message = f"^DATA_PATH: 3 validation documents of {a}, first number 1, stand in the training of {b};"
+        with pytest.raises(data.UserError, match=message):
+            opened(parts)
+    assert len(opened(f"{a}:1,{c}:1").val) == sum(len(text) + 1 for text in val) + 6  # nearly equal is not equal
+    assert len(opened(b).val) == 5  # one part alone: its own manifest counts

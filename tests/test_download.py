@@ -11,13 +11,14 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import sentencepiece
-from test_data import HARD_TEXTS, data, train_model
+from test_data import GPT2, HARD_TEXTS, data, needs_shared, train_model
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "data" / "download.py"
@@ -39,6 +40,8 @@ class Server(http.server.ThreadingHTTPServer):
         self.drop_after: dict[str, int] = {}  # path -> bytes sent of each answer before the connection is closed
         self.damage: dict[str, int] = {}  # path -> answers whose last byte is wrong
         self.fail: dict[str, list[int]] = {}  # path -> status codes of the next answers
+        self.slow: dict[str, list[float]] = {}  # path -> seconds before each of the next answers' bodies
+        self.extra: dict[str, int] = {}  # path -> bytes that each answer has more than HEAD says
         self.ranges = True  # whether Range is honoured
         self.linked = False  # whether HEAD answers as the hub does, by a redirect with size and SHA-256
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
@@ -67,7 +70,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if path not in server.files:
             self.send_error(404)
             return
-        content, start = server.files[path], 0
+        content, start = server.files[path] + b"?" * (server.extra.get(path, 0) if body else 0), 0
         if not body and server.linked:
             self.send_response(302)
             self.send_header("Location", server.url + "/elsewhere")
@@ -85,6 +88,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         if not body:
             return
+        if server.slow.get(path):
+            time.sleep(server.slow[path].pop(0))
         rest = content[start:]
         if server.damage.get(path, 0) > 0:
             server.damage[path] -= 1
@@ -215,7 +220,7 @@ def test_shard_header_is_checked(server: Server, tmp_path: Path) -> None:
     with pytest.raises(download.UserError, match=r"val_000000\.bin: arrived damaged twice: .* truncated: 7024 "):
         fetch_all(server, tmp_path / "out")
     server.files[name] = b""
-    with pytest.raises(download.UserError, match="truncated: 0 bytes"):
+    with pytest.raises(download.UserError, match="0 bytes at the server"):
         fetch_all(server, tmp_path / "out")
 
 
@@ -307,7 +312,8 @@ def test_decoded_bytes_across_pieces_and_shards(tmp_path: Path, monkeypatch: pyt
     expected = sum(len(processor.decode(ids).encode("utf-8")) for ids in encoded)
     assert manifest["train"]["decoded_bytes"] == manifest["val"]["decoded_bytes"] == expected
     assert manifest["train"]["documents"] == manifest["overlap_documents"] == 3 * len(HARD_TEXTS)
-    assert manifest["tokenizer"]["file"] == "m.model"
+    assert manifest["tokenizer"]["file"] == "tokenizer.model"
+    assert (tmp_path / "tokenizer.model").read_bytes() == model.read_bytes()
 
 
 def test_bad_requests(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,3 +332,76 @@ def test_bad_requests(server: Server, tmp_path: Path, monkeypatch: pytest.Monkey
                              (b'{"datasets": [{"name": "fineweb10B_sp1024"}]}', "names no tokenizer model")):
         server.files["/manifest.json"] = content
         refuses(message, "--train-shards", "1")
+    refuses("--train-shards 104: gpt2 has 103", "--variant", "gpt2", "--train-shards", "104", "--tokenizer", "bytes")
+
+
+def test_a_slow_server_is_asked_again_and_then_named(server: Server, tmp_path: Path,
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(download, "TIMEOUT_SECONDS", 0.1)
+    name = f"{DATASET}/fineweb_val_000000.bin"
+    server.slow[name] = [0.4, 0.4]
+    fetch_all(server, tmp_path / "out")
+    assert arrived(server, tmp_path / "out") and len(ranges_of(server, name)) == 3
+    server.slow[name] = [0.4] * 20
+    with pytest.raises(download.UserError, match=r"^cannot reach 127\.0\.0\.1:\d+ \(timed out\); .* kept$") as caught:
+        fetch_all(server, tmp_path / "other")
+    assert len(server.slow[name]) == 20 - download.TRIES and "\n" not in str(caught.value)
+
+
+def test_files_of_another_length_than_announced(server: Server, tmp_path: Path) -> None:
+    name = f"{DATASET}/fineweb_train_000000.bin"
+    size = len(server.files[name])
+    server.extra[name] = 2
+    with pytest.raises(download.UserError, match=rf"arrived damaged twice: {size + 2} bytes, the server has {size};"):
+        fetch_all(server, tmp_path / "out")
+    assert len(ranges_of(server, name)) == 2 and not list((tmp_path / "out").glob("*train_000000*"))
+
+
+def test_empty_files_are_refused(server: Server, tmp_path: Path) -> None:
+    for name in ("/tokenizers/fineweb_1024_bpe.model", f"{DATASET}/fineweb_train_000001.bin"):
+        content, server.files[name] = server.files[name], b""
+        with pytest.raises(download.UserError, match=f"{name}: arrived damaged twice: 0 bytes at the server"):
+            fetch_all(server, tmp_path / "out")
+        server.files[name] = content
+    fetch_all(server, tmp_path / "out")
+    assert arrived(server, tmp_path / "out")
+
+
+@pytest.mark.parametrize("variant", ["sp4096", "sp8192"])
+def test_other_published_tokenizers(variant: str, server: Server, tmp_path: Path) -> None:
+    for path in list(server.files):
+        server.files[path.replace("sp1024", variant).replace("1024_bpe", f"{variant[2:]}_bpe")] = server.files.pop(path)
+    server.files["/manifest.json"] = server.files["/manifest.json"].replace(b"1024", variant[2:].encode())
+    out = tmp_path / "out"
+    download.run(["--variant", variant, "--train-shards", "1", "--out", str(out), "--base-url", server.url])
+    manifest = data.load_manifest(out)
+    assert [shard["file"] for shard in manifest["train"]["shards"]] == ["fineweb_train_000000.bin"]
+    assert any(path == f"/datasets/fineweb10B_{variant}/fineweb_val_000000.bin" for _, path, _ in server.log)
+
+
+@needs_shared
+def test_gpt2_shards_and_their_tokenizer(server: Server, tmp_path: Path) -> None:
+    tokenizer, out, files = data.load_tokenizer(GPT2), tmp_path / "out", {}
+    for name, texts in (("val_000000", HARD_TEXTS), ("train_000001", ["one text"]), ("train_000002", HARD_TEXTS[:2])):
+        data.write_shard(tmp_path / "shard", np.array([t for text in texts for t in (50256, *tokenizer.encode(text))]))
+        files[f"/fineweb_{name}.bin"] = (tmp_path / "shard").read_bytes()
+    server.files = files
+    request = ["--variant", "gpt2", "--out", str(out), "--base-url", server.url, "--tokenizer", str(GPT2)]
+    download.run([*request, "--train-shards", "2"])
+    assert sorted(path.name for path in out.iterdir()) == sorted(
+        ["gpt2.tiktoken", "manifest.json", *(path[1:] for path in files)])
+    manifest = data.load_manifest(out)
+    assert manifest["published"] and manifest["overlap_documents"] == 2
+    assert manifest["val"]["decoded_bytes"] == sum(len(text.encode()) for text in HARD_TEXTS)
+    data.check_dataset(out, data.load_tokenizer(out / "gpt2.tiktoken"), manifest, hash_train=True)
+    del server.files["/fineweb_train_000002.bin"]
+    (out / "fineweb_train_000002.bin").unlink()
+    with pytest.raises(download.UserError, match=r"fineweb_train_000002\.bin: the server answers 404"):
+        download.run([*request, "--train-shards", "2"])
+
+
+def test_gpt2_without_a_way_to_its_ranks_says_so_before_the_download(server: Server, tmp_path: Path) -> None:
+    with pytest.raises(download.UserError, match=r"tokenizer .*none\.tiktoken: tiktoken cannot load it"):
+        download.run(["--variant", "gpt2", "--out", str(tmp_path / "out"), "--base-url", server.url,
+                      "--tokenizer", str(tmp_path / "none.tiktoken")])
+    assert not server.log and not (tmp_path / "out").exists()

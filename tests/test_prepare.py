@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import importlib.util
 import json
@@ -16,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zstandard
-from test_data import HARD_TEXTS
+from test_data import GPT2, HARD_TEXTS, fake_encoding, needs_shared
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "data" / "prepare.py"
@@ -42,8 +43,7 @@ def write_jsonl(path: Path, texts: list[str]) -> Path:
 def documents(folder: Path, split: str) -> list[bytes]:
     """The documents of a split read back: shards joined, cut at BOS, decoded."""
     manifest = json.loads((folder / "manifest.json").read_text())
-    file = manifest["tokenizer"]["file"]
-    tokenizer = prepare.load_tokenizer(file if file == "bytes" else folder / file)
+    tokenizer = prepare.load_tokenizer(folder / manifest["tokenizer"]["file"])
     shards = [prepare.read_shard(folder / shard["file"]) for shard in manifest[split]["shards"]]
     tokens = np.concatenate(shards).astype(np.int64)
     starts = np.flatnonzero(tokens == tokenizer.bos_id)
@@ -84,7 +84,8 @@ def test_own_tokenizer_gives_every_document_back(tmp_path: Path) -> None:
     blank = sum(not text.strip() for text in HARD_TEXTS)
     assert manifest["dropped"] == {"exact_duplicates": 0, "near_duplicates": 0, "not_lossless": 2, "empty": 2 + blank}
     assert manifest["lossless"] and not manifest["published"] and manifest["overlap_documents"] == 0
-    assert manifest["sources"] == ["a.jsonl"] and manifest["name"] == "text" and manifest["seed"] == 0
+    assert manifest["sources"] == ["a"] and manifest["source_files"] == ["a.jsonl"] and manifest["name"] == "text"
+    assert manifest["val"]["document_sources"] == [0] * len(val) and manifest["seed"] == 0
     assert not (out / ".work").exists()
     tokenizer = prepare.load_tokenizer(out / "tokenizer.model")
     assert manifest["tokenizer"] == {"file": "tokenizer.model", "sha256": tokenizer.sha256, "vocab_size": 400,
@@ -137,7 +138,77 @@ def test_exact_duplicates_are_dropped(tmp_path: Path) -> None:
     assert manifest["dropped"]["exact_duplicates"] == 8
     found = documents(out, "train") + documents(out, "val")
     assert sorted(found) == sorted([text.encode() for text in texts] + [b"line\r\nends are kept\r"])
-    assert manifest["sources"] == ["in/a.jsonl", "in/deep/b.txt", "in/deep/c.txt"]
+    assert manifest["source_files"] == ["in/a.jsonl", "in/deep/b.txt", "in/deep/c.txt"]
+    assert manifest["sources"] == ["a", "deep"]
+
+
+def test_manifest_names_the_source_of_every_validation_document(tmp_path: Path) -> None:
+    (tmp_path / "in" / "deep" / "er").mkdir(parents=True)
+    files = {"single.jsonl": "single", "in/loose.txt": "loose", "in/deep/b.jsonl": "deep",
+             "in/deep/er/c.jsonl.zst": "deep"}
+    source_of = {}
+    for number, (file, source) in enumerate(files.items()):
+        texts = [words(100 * number + i, 30) for i in range(1 if source == "loose" else 25)]
+        if source == "loose":
+            (tmp_path / file).write_bytes(texts[0].encode())
+        else:
+            # single.jsonl holds ten texts of deep/b.jsonl too: of equal documents the first source by name counts.
+            write_jsonl(tmp_path / file, texts + [words(200 + i, 30) for i in range(10 if source == "single" else 0)])
+        source_of |= dict.fromkeys((text.encode() for text in texts), source)
+    request = (tmp_path / "single.jsonl", tmp_path / "in", "--tokenizer", "bytes")
+    manifest = run(*request, "--out", tmp_path / "out", "--val-frac", 0.5)
+    names, numbers = manifest["sources"], manifest["val"]["document_sources"]
+    assert names == ["deep", "loose", "single"] and set(numbers) >= {0, 2}
+    found = documents(tmp_path / "out", "val")
+    assert [names[number] for number in numbers] == [source_of[text] for text in found]
+    assert sum(words(200 + i, 30).encode() in found for i in range(10)) >= 2
+    # Given validation: only its files are sources.
+    val = write_jsonl(tmp_path / "v.jsonl", [words(900 + i, 30) for i in range(3)])
+    manifest = run(*request, "--out", tmp_path / "out2", "--val", val)
+    assert manifest["sources"] == ["v"] and manifest["val"]["document_sources"] == [0, 0, 0]
+    assert manifest["source_files"][-1] == "v.jsonl" and len(manifest["source_files"]) == 5
+
+
+def test_many_sources_are_counted_by_folder() -> None:
+    def sources(*files: str) -> list[str]:
+        names, numbers = prepare.number_sources({Path(file): file for file in files}, "n")
+        assert names == sorted(set(names)) and len(names) <= prepare.MOST_SOURCES
+        return [names[numbers[Path(file)]] for file in files]
+
+    assert sources("in/a.txt", "in/b/c.txt", "in/b/d/e.jsonl.zst", "x.jsonl") == ["a", "b", "b", "x"]
+    many = [f"lib/m{i}.py" for i in range(31)]
+    assert sources(*many, "lib/p/a.py") == [*(f"m{i}" for i in range(31)), "p"]
+    assert sources(*many, "lib/p/a.py", "lib/q/a.py") == ["lib"] * 31 + ["p", "q"]
+    assert sources(*(f"lib/p{i}/a.py" for i in range(33)), "x.txt") == ["lib"] * 33 + ["x"]
+    assert sources(*(f"{i}.txt" for i in range(33))) == ["n"] * 33
+
+
+@needs_shared
+def test_gpt2_tokens_and_the_folder_is_enough_to_read_them(tmp_path: Path) -> None:
+    texts = [words(i) for i in range(30)] + HARD_TEXTS
+    source, out = write_jsonl(tmp_path / "a.jsonl", texts), tmp_path / "out"
+    manifest = run(source, "--out", out, "--tokenizer", GPT2, "--val-frac", 0.3)
+    assert manifest["lossless"] and manifest["dropped"]["not_lossless"] == 0
+    assert manifest["tokenizer"]["file"] == "gpt2.tiktoken" and manifest["tokenizer"]["bos_id"] == 50256
+    assert (set(documents(out, "train")) | set(documents(out, "val"))
+            == {text.encode() for text in texts if text.strip()})
+    run(source, "--out", out, "--tokenizer", out / "gpt2.tiktoken", "--val-frac", 0.3)  # the same request
+
+
+def test_a_vocabulary_above_65536_is_written_as_uint32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+    lines = b"".join(base64.b64encode(bytes([byte])) + b" %d\n" % byte for byte in range(256))
+    fake_encoding(monkeypatch, lines, bos_id=70000)
+    (tmp_path / "cl100k_base.tiktoken").write_bytes(lines)
+    texts, out = [words(i, 20) for i in range(30)], tmp_path / "out"
+    manifest = run(write_jsonl(tmp_path / "a.jsonl", texts), "--out", out, "--val-frac", 0.3,
+                   "--tokenizer", tmp_path / "cl100k_base.tiktoken")
+    for split in ("train", "val"):
+        path, part = out / f"text_{split}_000000.bin", manifest[split]
+        assert np.fromfile(path, "<i4", 3).tolist() == [20240801, 7, part["tokens"]]
+        tokens = np.fromfile(path, "<u4", offset=1024)
+        assert (tokens == 70000).sum() == part["documents"] and len(tokens) == part["tokens"]
+    assert sorted(documents(out, "train") + documents(out, "val")) == sorted(text.encode() for text in texts)
 
 
 def shared_share(text: bytes, others: list[bytes]) -> float:

@@ -102,7 +102,7 @@ def test_values_are_parsed(name, text, kind, value):
     ("beta1", "1.0", float, "must be from 0.0 to 0.9999"), ("muon_momentum", "1", float, "must be from 0.0 to 0.9999"),
     ("matrix_bits", "1", int, "must be from 2 to 8"), ("embed_bits", "9", int, "must be from 2 to 8"),
     ("num_kv_heads", "0", int, "must be from 1 to 1024"), ("train_seq_len", "1", int, "must be from 2 to 1048576"),
-    ("vocab_size", "65537", int, "must be from 0 to 65536"), ("train_log_every", "0", int, "must be from 1 to"),
+    ("vocab_size", "1048577", int, "from 0 to 1048576"), ("train_log_every", "0", int, "must be from 1 to"),
     ("qat", "true", bool, "must be 0 or 1"), ("qat", "True", bool, "must be 0 or 1"), ("qat", "", bool, "0 or 1"),
     ("qat", "2", bool, "must be 0 or 1"), ("qat", "yes", bool, "must be 0 or 1"), ("qat", " 1", bool, "0 or 1"),
     ("lr_schedule", "Linear", str, "must be one of linear, cosine"), ("device", "gpu", str, "one of auto, cpu, cuda"),
