@@ -20,7 +20,6 @@ import difflib
 import fnmatch
 import hashlib
 import json
-import lzma
 import math
 import os
 import platform
@@ -2155,49 +2154,10 @@ def check_bytes(count: int, manifest: dict) -> None:
     if count != expected:
         raise UserError(f"validation bytes: the tokenizer's table counts {count}, manifest.json says {expected}; "
                         "a bits-per-byte score with a wrong byte count is no score")
-
-
-def count_model_nats(train: np.ndarray, val: np.ndarray, vocab_size: int) -> tuple[float, float]:
-    """Nats of bigram and trigram count models of `train` on val[1:], Witten-Bell smoothed down to uniform.
-
-    p(t | h) = (c(h t) + n(h) p(t | h')) / (c(h) + n(h)), n(h) the number of different tokens seen after h, h' one
-    token shorter (Witten and Bell 1991, method C). The scale to read a score on: no gradient made these.
-    """
-    base = vocab_size + 1
-
-    def grams(tokens: np.ndarray, order: int) -> np.ndarray:  # keys of the last `order` tokens at positions >= 1
-        padded = np.append(vocab_size, tokens)
-        return sum(padded[2 - back : len(padded) - back] * base**back for back in range(order))
-
-    def look_up(keys: np.ndarray, counts: np.ndarray, wanted: np.ndarray, missing: int) -> np.ndarray:
-        at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-        return np.where(keys[at] == wanted, counts[at], missing)
-
-    p, nats = np.full(len(val) - 1, 1.0 / vocab_size), []
-    for order in (1, 2, 3):
-        keys, counts = np.unique(grams(train, order), return_counts=True)
-        histories, first, kinds = np.unique(keys // base, return_index=True, return_counts=True)
-        wanted = grams(val, order)
-        different = look_up(histories, kinds, wanted // base, 1)  # 1 and no counts after an unseen history: p stays
-        seen = look_up(histories, np.add.reduceat(counts, first), wanted // base, 0)
-        p = (look_up(keys, counts, wanted, 0) + different * p) / (seen + different)
-        nats.append(float(-np.log(p).sum()))
-    return nats[1], nats[2]
-
-
-def yardsticks(train: np.ndarray, val: np.ndarray, tokenizer: Tokenizer) -> dict[str, float]:
-    """Bits per byte of the same validation bytes by count models and by general compressors."""
-    text = tokenizer.decode_bytes(val)
-    to_bpb = 1 / math.log(2) / len(text)
-    bigram, trigram = count_model_nats(train, val, tokenizer.vocab_size)
-    zstd = zstandard.ZstdCompressor(level=22).compress(text)
-    return {"bigram_bpb": bigram * to_bpb, "trigram_bpb": trigram * to_bpb,
-            "zstd22_bpb": 8 * len(zstd) / len(text), "xz_bpb": 8 * len(lzma.compress(text, preset=9)) / len(text)}
 # === end: evaluation ===
 
 
 # -------------------------------------------------------------------------------------------------------------- main
-YARDSTICK_TOKENS = 50_000_000  # training tokens the count models see at most: their memory is about 100 bytes a token
 
 
 class Batches:
@@ -2468,6 +2428,7 @@ class Data:
     held_out: np.ndarray  # int64, the ends of all training streams, each behind a BOS
     val: np.ndarray  # (N,) int64, validation tokens of all parts one after the other
     val_sources: np.ndarray  # (N,) int64, for each of them an index into source_names
+    yardsticks: dict[str, float]  # bits per byte of count models and compressors; none for a mixture
     source_names: list[str]  # as in the manifest; of several parts `folder/name`
 
 
@@ -2546,8 +2507,9 @@ def open_data(settings: Settings) -> Data:
         check_overlap(folders, train, val, tokenizer.bos_id)
         sha256 = hashlib.sha256("\n".join([sha256, *more]).encode()).hexdigest()
     held_out = np.concatenate([np.append(tokenizer.bos_id, stream.tail()) for stream in train])
+    yardsticks = {} if more else manifests[0].get("yardsticks", {})
     return Data(tokenizer, whole, sha256, train, list(shares.values()), held_out, tokens,
-                np.array(of_documents)[documents], names)
+                np.array(of_documents)[documents], yardsticks, names)
 
 
 def pack(network: GPT, table: QuantTable, path: Path, tokenizer: Tokenizer, runtime: Runtime, meta: dict) -> dict:
@@ -2676,8 +2638,6 @@ def main() -> int:
 
     code = 0
     if runtime.rank == 0:
-        wanted = [round(share * YARDSTICK_TOKENS) for share in data.shares]
-        sample = np.concatenate([of.read(0, min(len(of), most)) for of, most in zip(data.streams, wanted, strict=True)])
         result = {
             "script": Path(__file__).name, "run_id": run_id, "seed": settings.seed, "commit": git_commit(),
             "code_sha256": sha256_file(__file__), "manifest_sha256": data.manifest_sha256,
@@ -2686,7 +2646,7 @@ def main() -> int:
             "total_seconds": time.perf_counter() - begin, "peak_memory_mib": peak_memory(runtime) / 2**20,
             "optimizer_state_bytes": optimizers.state_bytes(), "data_wait_seconds": batches.waited,
             "params": count_parameters(network), "weights": chosen, **final, "before_quantization": before,
-            **mlp_activity(packed, window), **yardsticks(sample, data.val, tokenizer), **sizes,
+            **mlp_activity(packed, window), **data.yardsticks, **sizes,
             "phases": plan.summary(), "events": events, "settings": asdict(settings),
         }
         write_result(folder, result, log)

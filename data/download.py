@@ -18,6 +18,8 @@ import base64
 import hashlib
 import http.client
 import json
+import lzma
+import math
 import os
 import re
 import shutil
@@ -36,6 +38,7 @@ import numpy as np
 import sentencepiece
 import tiktoken
 import tiktoken_ext.openai_public
+import zstandard
 
 try:
     from tqdm import tqdm
@@ -287,6 +290,50 @@ class TokenStream:
         """The held-out last `skip_tail` tokens, int64."""
         return TokenStream(self.paths, 0, self.vocab_size).read(len(self), self.skip_tail)
 # === end: data ===
+
+
+# === shared: yardsticks ===
+YARDSTICK_TOKENS = 50_000_000  # training tokens the count models see at most: their memory is about 100 bytes a token
+
+
+def count_model_nats(train: np.ndarray, val: np.ndarray, vocab_size: int) -> tuple[float, float]:
+    """Nats of bigram and trigram count models of `train` on val[1:], Witten-Bell smoothed down to uniform.
+
+    p(t | h) = (c(h t) + n(h) p(t | h')) / (c(h) + n(h)), n(h) the number of different tokens seen after h, h' one
+    token shorter (Witten and Bell 1991, method C). The scale to read a score on: no gradient made these.
+    """
+    base = vocab_size + 1
+
+    def grams(tokens: np.ndarray, order: int) -> np.ndarray:  # keys of the last `order` tokens at positions >= 1
+        padded = np.append(vocab_size, tokens)
+        return sum(padded[2 - back : len(padded) - back] * base**back for back in range(order))
+
+    def look_up(keys: np.ndarray, counts: np.ndarray, wanted: np.ndarray, missing: int) -> np.ndarray:
+        at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+        return np.where(keys[at] == wanted, counts[at], missing)
+
+    p, nats = np.full(len(val) - 1, 1.0 / vocab_size), []
+    for order in (1, 2, 3):
+        keys, counts = np.unique(grams(train, order), return_counts=True)
+        histories, first, kinds = np.unique(keys // base, return_index=True, return_counts=True)
+        wanted = grams(val, order)
+        different = look_up(histories, kinds, wanted // base, 1)  # 1 and no counts after an unseen history: p stays
+        seen = look_up(histories, np.add.reduceat(counts, first), wanted // base, 0)
+        p = (look_up(keys, counts, wanted, 0) + different * p) / (seen + different)
+        nats.append(float(-np.log(p).sum()))
+    return nats[1], nats[2]
+
+
+def yardsticks(train: TokenStream, val: TokenStream, tokenizer: Tokenizer) -> dict[str, float]:
+    """Bits per byte of the validation bytes by count models of the training tokens and by general compressors."""
+    tokens = val.read(0, len(val))
+    text = tokenizer.decode_bytes(tokens)
+    to_bpb = 1 / math.log(2) / len(text)
+    bigram, trigram = count_model_nats(train.read(0, min(len(train), YARDSTICK_TOKENS)), tokens, tokenizer.vocab_size)
+    zstd = zstandard.ZstdCompressor(level=22).compress(text)
+    return {"bigram_bpb": bigram * to_bpb, "trigram_bpb": trigram * to_bpb,
+            "zstd22_bpb": 8 * len(zstd) / len(text), "xz_bpb": 8 * len(lzma.compress(text, preset=9)) / len(text)}
+# === end: yardsticks ===
 
 
 HUB = "https://huggingface.co/datasets"
@@ -556,6 +603,7 @@ def describe(folder: Path, tokenizer_path: str) -> None:
         "tokenizer": {"file": tokenizer.save(folder), "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size,
                       "bos_id": tokenizer.bos_id},
         "lossless": False, **splits, "overlap_documents": overlap, "dropped": None, "seed": None, "sources": None,
+        "yardsticks": yardsticks(*(TokenStream(paths[split]) for split in ("train", "val")), tokenizer),
     }
     (folder / "manifest.part").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     os.replace(folder / "manifest.part", folder / "manifest.json")

@@ -17,6 +17,8 @@ import hashlib
 import io
 import itertools
 import json
+import lzma
+import math
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -292,6 +294,50 @@ class TokenStream:
         """The held-out last `skip_tail` tokens, int64."""
         return TokenStream(self.paths, 0, self.vocab_size).read(len(self), self.skip_tail)
 # === end: data ===
+
+
+# === shared: yardsticks ===
+YARDSTICK_TOKENS = 50_000_000  # training tokens the count models see at most: their memory is about 100 bytes a token
+
+
+def count_model_nats(train: np.ndarray, val: np.ndarray, vocab_size: int) -> tuple[float, float]:
+    """Nats of bigram and trigram count models of `train` on val[1:], Witten-Bell smoothed down to uniform.
+
+    p(t | h) = (c(h t) + n(h) p(t | h')) / (c(h) + n(h)), n(h) the number of different tokens seen after h, h' one
+    token shorter (Witten and Bell 1991, method C). The scale to read a score on: no gradient made these.
+    """
+    base = vocab_size + 1
+
+    def grams(tokens: np.ndarray, order: int) -> np.ndarray:  # keys of the last `order` tokens at positions >= 1
+        padded = np.append(vocab_size, tokens)
+        return sum(padded[2 - back : len(padded) - back] * base**back for back in range(order))
+
+    def look_up(keys: np.ndarray, counts: np.ndarray, wanted: np.ndarray, missing: int) -> np.ndarray:
+        at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+        return np.where(keys[at] == wanted, counts[at], missing)
+
+    p, nats = np.full(len(val) - 1, 1.0 / vocab_size), []
+    for order in (1, 2, 3):
+        keys, counts = np.unique(grams(train, order), return_counts=True)
+        histories, first, kinds = np.unique(keys // base, return_index=True, return_counts=True)
+        wanted = grams(val, order)
+        different = look_up(histories, kinds, wanted // base, 1)  # 1 and no counts after an unseen history: p stays
+        seen = look_up(histories, np.add.reduceat(counts, first), wanted // base, 0)
+        p = (look_up(keys, counts, wanted, 0) + different * p) / (seen + different)
+        nats.append(float(-np.log(p).sum()))
+    return nats[1], nats[2]
+
+
+def yardsticks(train: TokenStream, val: TokenStream, tokenizer: Tokenizer) -> dict[str, float]:
+    """Bits per byte of the validation bytes by count models of the training tokens and by general compressors."""
+    tokens = val.read(0, len(val))
+    text = tokenizer.decode_bytes(tokens)
+    to_bpb = 1 / math.log(2) / len(text)
+    bigram, trigram = count_model_nats(train.read(0, min(len(train), YARDSTICK_TOKENS)), tokens, tokenizer.vocab_size)
+    zstd = zstandard.ZstdCompressor(level=22).compress(text)
+    return {"bigram_bpb": bigram * to_bpb, "trigram_bpb": trigram * to_bpb,
+            "zstd22_bpb": 8 * len(zstd) / len(text), "xz_bpb": 8 * len(lzma.compress(text, preset=9)) / len(text)}
+# === end: yardsticks ===
 
 
 SUFFIXES = (".jsonl", ".jsonl.zst", ".txt")
@@ -771,6 +817,8 @@ def prepare(request: Request, workers: int) -> dict:
         "request": identity,
     }
     check_dataset(request.out, tokenizer, manifest, hash_train=True)
+    streams = (TokenStream(shard_paths(request.out, manifest, split)) for split in ("train", "val"))
+    manifest["yardsticks"] = yardsticks(*streams, tokenizer)
     write_json(request.out / "manifest.json", manifest)
     shutil.rmtree(work)
     return manifest
@@ -786,6 +834,8 @@ def print_table(out: Path, manifest: dict) -> None:
     print("dropped: " + ", ".join(f"{count:,} {kind}" for kind, count in manifest["dropped"].items()))
     if not manifest["lossless"]:
         print("the tokenizer does not give back its text exactly: scores count decoded bytes, not source bytes")
+    print("bits per byte of the validation text by " + ", ".join(
+        f"{name.removesuffix('_bpb')} {bpb:.4f}" for name, bpb in manifest["yardsticks"].items()))
     print(f"validation documents that also stand in training: {manifest['overlap_documents']}\n"
           f"to train on it: DATA_PATH={out}")
 

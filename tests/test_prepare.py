@@ -6,12 +6,15 @@ import base64
 import hashlib
 import importlib.util
 import json
+import lzma
+import math
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -427,3 +430,76 @@ def test_import_does_nothing(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True,
                           env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"})
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "") and not list(tmp_path.iterdir())
+
+
+BYTES = prepare.load_tokenizer("bytes")
+
+
+def slow_count_nats(train: list[int], val: list[int], vocab_size: int) -> list[float]:
+    """Witten-Bell (method C) with dictionaries: nats of val[1:] under the unigram, bigram and trigram model."""
+    followers: dict[tuple, Counter] = defaultdict(Counter)
+    for i in range(1, len(train)):
+        before = (train[i - 2] if i > 1 else None, train[i - 1])
+        for history in ((), before[1:], before):
+            followers[history][train[i]] += 1
+
+    def p(token: int, history: tuple | None) -> float:
+        if history is None:
+            return 1 / vocab_size
+        lower = p(token, history[1:] if history else None)
+        counts = followers.get(history)
+        return lower if counts is None else (counts[token] + len(counts) * lower) / (counts.total() + len(counts))
+
+    nats = [0.0, 0.0, 0.0]
+    for i in range(1, len(val)):
+        before = (val[i - 2] if i > 1 else None, val[i - 1])
+        for order, history in enumerate(((), before[1:], before)):
+            nats[order] -= math.log(p(val[i], history))
+    return nats
+
+
+@pytest.mark.parametrize(("vocab_size", "train_count", "val_count"), [
+    (2, 30, 20), (7, 200, 90), (60, 500, 300), (300, 90, 80)])
+def test_count_models_are_those_of_a_slow_implementation(vocab_size, train_count, val_count):
+    for seed in range(4):
+        rng = random.Random(seed)
+        weights = [1 / (1 + rank) for rank in range(vocab_size)]
+        train, val = (rng.choices(range(vocab_size), weights, k=count) for count in (train_count, val_count))
+        expected = slow_count_nats(train, val, vocab_size)
+        found = prepare.count_model_nats(np.array(train, dtype=np.uint16), np.array(val, dtype=np.int64), vocab_size)
+        assert found == pytest.approx(expected[1:], rel=1e-12, abs=1e-9)
+
+
+def test_count_models_by_hand():
+    """0 1 1: the unigram knows 1 twice, so p(1) = (2 + 1/2) / 3 = 5/6, and after 0 came 1 once."""
+    bigram, trigram = prepare.count_model_nats(np.array([0, 1, 1]), np.array([0, 1]), 2)
+    assert math.exp(-bigram) == pytest.approx((1 + 5 / 6) / 2, rel=1e-14)
+    assert math.exp(-trigram) == pytest.approx((1 + 11 / 12) / 2, rel=1e-14)
+
+
+def test_count_models_are_distributions():
+    train = np.array(random.Random(1).choices(range(12), k=80))
+    for history in (int(train[0]), int(train[40]), 12):  # at the beginning of the training stream, inside it, unseen
+        each = [prepare.count_model_nats(train, np.array([history, token]), 13) for token in range(13)]
+        nats = np.array(each)  # (V, 2)
+        assert np.exp(-nats).sum(0) == pytest.approx([1.0, 1.0], rel=1e-12)
+
+
+def test_yardsticks_are_those_of_the_text(tmp_path):
+    rng = random.Random(0)
+    vocabulary = ["".join(rng.choices("abcdefgh", k=rng.randint(2, 6))) for _ in range(40)] + ["größer", "日本", "🙂"]
+    texts = [" ".join(rng.choices(vocabulary, k=50)) for _ in range(30)]
+    train, val = ([token for text in half for token in (BYTES.bos_id, *BYTES.encode(text))]
+                  for half in (texts[:24], texts[24:]))
+    streams = []
+    for name, tokens in (("train", train), ("val", val)):
+        prepare.write_shard(tmp_path / name, np.array(tokens))
+        streams.append(prepare.TokenStream([tmp_path / name]))
+    found = prepare.yardsticks(*streams, BYTES)
+    text = "".join(texts[24:]).encode()
+    _, bigram, trigram = slow_count_nats(train, val, BYTES.vocab_size)
+    assert found == pytest.approx({
+        "bigram_bpb": bigram / math.log(2) / len(text), "trigram_bpb": trigram / math.log(2) / len(text),
+        "zstd22_bpb": 8 * len(zstandard.ZstdCompressor(level=22).compress(text)) / len(text),
+        "xz_bpb": 8 * len(lzma.compress(text, preset=9)) / len(text)}, rel=1e-12)
+    assert 1.0 < found["trigram_bpb"] < found["bigram_bpb"] < 5.0
