@@ -152,7 +152,7 @@ def test_the_log_has_its_parts_in_order(place, first):
     assert -1 not in places, parts[places.index(-1)]
     assert places == sorted(places)
     assert log.count("\nphase: ") == 10 and "NEVER FIRED" not in log
-    assert log.count(" val_loss:") == 6  # at steps 10 and 20; before packing and after, plain and sliding
+    assert log.count(" val_loss:") == 7  # at steps 10 and 20; before and after packing, plain and sliding; by source
 
 
 def test_the_terminal_shows_the_log(place, first):
