@@ -653,8 +653,8 @@ def model_config(settings, vocab_size: int, bos_id: int) -> SimpleNamespace:
         if word[0] in "kK" and not any(before[0] in "gG" for before in words[:at]):
             raise UserError(f"{pattern}: no g before {word!r} whose keys it could take")
     count = settings.num_layers or len(words)
-    return SimpleNamespace(vocab_size=vocab_size, bos_id=bos_id, layers=" ".join((words * count)[:count]),
-                           norms=" ".join((norms * count)[:count]),
+    layers, norms = (" ".join((each * count)[:count]) for each in (words, norms))
+    return SimpleNamespace(vocab_size=vocab_size, bos_id=bos_id, layers=layers, norms=norms,
                            **{name: getattr(settings, name) for name in MODEL_SETTINGS})
 
 
@@ -681,7 +681,7 @@ def matrix(splits: tuple[int, ...], cols: int, std: float) -> nn.Parameter:
 
 
 class Norm(nn.Module):
-    """RMSNorm without or with a weight per channel, or LayerNorm with weight and bias: one of NORMS."""
+    """One of NORMS, of x (..., dim): RMSNorm without or with a weight per channel, LayerNorm with weight and bias."""
 
     def __init__(self, kind: str, dim: int):
         super().__init__()
@@ -689,7 +689,6 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(dim)) if kind == "layer" else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., dim)."""
         if self.bias is None:
             return rms_norm(x, self.weight)
         return F.layer_norm(x, (x.size(-1),), self.weight.to(x.dtype), self.bias.to(x.dtype))
@@ -704,8 +703,7 @@ def gdn_recurrent(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
     (B, H, K, V) or None for zeros. Returns o (B, T, H, V) in v's dtype and the last state, float32 at least.
     """
     dtype, outs = torch.promote_types(v.dtype, torch.float32), []
-    state = v.new_zeros(*v.shape[::2], k.shape[-1], v.shape[-1]) if state is None else state
-    state = state.to(dtype)
+    state = (v.new_zeros(v.shape[0], v.shape[2], k.shape[-1], v.shape[-1]) if state is None else state).to(dtype)
     # unbind, not x[:, t]: the backward of each select fills a tensor of full size, which makes training O(T^2).
     for q_t, k_t, v_t, g_t, beta_t in zip(*(x.to(dtype).unbind(1) for x in (q, k, v, g, beta)), strict=True):
         state = state * g_t.exp()[..., None, None]
@@ -731,8 +729,7 @@ def gdn_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Te
 def opaque(body: Callable, fake: Callable) -> Callable:
     """The custom op `underpar::<name of body>`, which torch.compile does not trace into; `fake` gives outputs' shapes.
 
-    The first script imported into a process registers it and the others use that one: torch frees an op that is
-    registered again, and a handle to it crashes.
+    The first script imported into a process registers it for all: registered again it is freed, and old handles crash.
     """
     if not hasattr(torch.ops.underpar, body.__name__):
         torch.library.custom_op(f"underpar::{body.__name__}", body, mutates_args=()).register_fake(fake)
@@ -779,11 +776,10 @@ def gdn_scan(w: Tensor, u: Tensor, k_end: Tensor, decay: Tensor, state: Tensor) 
     w, k_end (N*M, C, K); u (N*M, C, V); decay (N*M,); state (M, K, V), with M = B*H rows and N chunks, chunk-major.
     Returns all N + 1 states ((N+1)*M, K, V) and new (N*M, C, V).
     """
-    m = state.shape[0]
     states, new = empty_scan(w, state, u)
-    s, *after = states.split(m)
+    s, *after = states.split(len(state))
     s.copy_(state)
-    parts = [x.split(m) for x in (w, u, k_end.mT, decay[:, None, None], new)]
+    parts = [x.split(len(state)) for x in (w, u, k_end.mT, decay[:, None, None], new)]
     for w_n, u_n, k_n, decay_n, new_n, s_next in zip(*parts, after, strict=True):
         torch.baddbmm(u_n, w_n, s.to(w.dtype), alpha=-1, out=new_n)
         torch.mul(s, decay_n, out=s_next)
@@ -800,11 +796,10 @@ def gdn_scan_backward(d_new: Tensor, d_state: Tensor, w: Tensor, k_end: Tensor, 
     d_new_n += K_end_n R_{n+1} and R_n = d_state_n + decay_n R_{n+1} - W_n^T d_new_n. d_new (N*M, C, V) and d_state
     (N*M, K, V) come with what the outputs contribute; d_last (M, K, V) is R_N. Returns R ((N+1)*M, K, V) and d_new.
     """
-    m = d_last.shape[0]
     grads, d_sum = empty_scan(w, d_last, d_new)
-    *before, r = grads.split(m)
+    *before, r = grads.split(len(d_last))
     r.copy_(d_last)
-    parts = [x.split(m)[::-1] for x in (d_new, d_state, w.mT, k_end, decay[:, None, None], d_sum)]
+    parts = [x.split(len(d_last))[::-1] for x in (d_new, d_state, w.mT, k_end, decay[:, None, None], d_sum)]
     for d_new_n, d_state_n, w_n, k_n, decay_n, d_sum_n, r_prev in zip(*parts, before[::-1], strict=True):
         torch.baddbmm(d_new_n, k_n, r.to(w.dtype), out=d_sum_n)
         torch.addcmul(d_state_n, r, decay_n, out=r_prev)
@@ -874,10 +869,9 @@ class GatedDeltaChunks(torch.autograd.Function):
 
 def gdn_chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None,
               chunk: int = 32) -> tuple[Tensor, Tensor]:
-    """`gdn_recurrent` by chunks of tokens: same arguments and results, made of matrix products; for training.
+    """`gdn_recurrent` by chunks of tokens, in matrix products, for training; q, k, v: float64, float32 or bfloat16.
 
-    q, k and v share one dtype (float64, float32 or bfloat16). Any T. Raises ValueError for a chunk that is no power of
-    two >= 16: 32 is the fastest on CPU, 64 halves the sequential steps.
+    ValueError for a chunk that is no power of two >= 16: 32 is the fastest on CPU, 64 halves the sequential steps.
     """
     if chunk < 16 or chunk & (chunk - 1):
         raise ValueError(f"chunk is {chunk}; it must be a power of two >= 16")
@@ -896,10 +890,9 @@ def gdn_chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: T
 
 
 def short_conv(x: Tensor, weight: Tensor, doc: Tensor, tail: Tensor, tail_doc: Tensor) -> Tensor:
-    """Causal depthwise convolution and SiLU. x (B, T, C), weight (C, taps), doc (B, T).
+    """Causal depthwise convolution and SiLU. x (B, T, C), weight (C, taps), doc (B, T); before x tail (B, taps-1, C).
 
-    tail (B, taps-1, C) and tail_doc hold the tokens before x. Shifted sums beat F.conv1d(groups=C) on the CPU, and
-    let a tap that would reach into another document be zero.
+    Shifted sums beat F.conv1d(groups=C) on the CPU, and let a tap that would reach into another document be zero.
     """
     T, weight = x.size(1), weight.to(x.dtype)
     past, past_doc = torch.cat([tail, x], dim=1), torch.cat([tail_doc, doc], dim=1)  # (B, taps - 1 + T, C), without C
@@ -925,9 +918,8 @@ class GatedDeltaNet(nn.Module):
         self.w_qkvg = matrix((dim,) * (2 if owner else 4), dim, 0.5 * dim**-0.5)
         self.w_o = nn.Parameter(torch.zeros(dim, dim))
         self.ab = matrix((2 * heads,), dim, 0.5 * dim**-0.5)  # decay and step size, one number a head each
-        bound = CONV_TAPS**-0.5  # PyTorch's initialisation of a depthwise Conv1d
-        self.conv = nn.Parameter(torch.empty((1 if owner else 3) * dim, CONV_TAPS).uniform_(-bound, bound))
-        # fla's initialisation. The lower bound keeps A_log finite: -inf is a dead head.
+        # Initialised as PyTorch's depthwise Conv1d, then as fla's. 0.01 keeps A_log finite: -inf is a dead head.
+        self.conv = nn.Parameter(torch.empty((1 if owner else 3) * dim, CONV_TAPS).uniform_(-1, 1) / CONV_TAPS**0.5)
         self.A_log = nn.Parameter(torch.empty(heads).uniform_(0.01, 16.0).log())
         dt = torch.exp(torch.empty(heads).uniform_(math.log(1e-3), math.log(0.1))).clamp_min(1e-4)
         self.dt_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))  # softplus(dt_bias) = dt
@@ -935,8 +927,7 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x: Tensor, doc: Tensor, first: Tensor, cache: dict | None) -> Tensor:
         """x (B, T, dim); doc (B, T) counts documents; first (B, T) marks their first tokens; cache is updated."""
-        B, T, dim = x.shape
-        H, D = self.heads, self.head_dim
+        (B, T, dim), H, D = x.shape, self.heads, self.head_dim
         w_qkvg, conv, (owner,), kept = self.w_qkvg, self.conv, self.owner, cache or {}
         if owner is not None:
             w_q, w_gate = w_qkvg.split(dim)
@@ -965,10 +956,7 @@ class GatedDeltaNet(nn.Module):
 
 
 def rotate(x: Tensor, positions: Tensor, base: float, dims: int) -> Tensor:
-    """Rotary positions (arXiv 2104.09864), rotate-half, of the first `dims` dimensions. x (B, T, H, D), positions (T,).
-
-    Where dims < D the frequencies are those of a head of `dims` dimensions (partial RoPE, as in GPT-NeoX).
-    """
+    """Rotary positions (T,) (arXiv 2104.09864) in the first `dims` dimensions of x (B, T, H, D), as in GPT-NeoX."""
     half = dims // 2
     frequency = base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
     angle = positions.float()[:, None] * frequency  # (T, dims/2)
@@ -986,14 +974,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, doc: Tensor, key_doc: Tensor, window
     T, past = q.size(2), k.size(2) - q.size(2)
     if q.is_cuda:  # the kernels that take a mask do not take grouped heads there
         k, v = (t.repeat_interleave(q.size(1) // k.size(1), dim=1) for t in (k, v))
-    block = max(64, min(window, T) // 4)
-    out = []
+    out, block, at = [], max(64, min(window, T) // 4), torch.arange(k.size(2), device=q.device)
     for start in range(0, T, block):
         end = min(start + block, T)
         low, high = max(0, past + start - window + 1), past + end
-        query = torch.arange(past + start, past + end, device=q.device)[:, None]
-        key = torch.arange(low, high, device=q.device)[None, :]
-        mask = (key <= query) & (query - key < window) & (doc[:, start:end, None] == key_doc[:, None, low:high])
+        gap = at[past + start : high, None] - at[low:high]  # (t, l)
+        mask = (gap >= 0) & (gap < window) & (doc[:, start:end, None] == key_doc[:, None, low:high])  # (B, t, l)
         out.append(F.scaled_dot_product_attention(
             q[:, :, start:end], k[:, :, low:high], v[:, :, low:high], mask[:, None], enable_gqa=not q.is_cuda))
     return torch.cat(out, dim=2)
@@ -1014,17 +1000,15 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, doc: Tensor, first: Tensor, cache: dict | None) -> Tensor:
         """x (B, T, dim); doc (B, T) counts documents; `first` is for GDN alone; cache is updated."""
-        B, T, dim = x.shape
-        H, Hkv, D = self.heads, self.kv_heads, self.head_dim
+        (B, T, dim), H, Hkv, D = x.shape, self.heads, self.kv_heads, self.head_dim
         q, k, v = linear(x, self.w_qkv).view(B, T, H + 2 * Hkv, D).split([H, Hkv, Hkv], dim=2)  # (B, T, H, D)
         if self.q_gain is not None:
             q, k = rms_norm(q) * self.q_gain.to(x.dtype)[:, None], rms_norm(k)
-        seen = cache["seen"] if cache else 0
+        seen, key_doc = cache["seen"] if cache else 0, doc
         if self.rope_dims:
             positions = torch.arange(seen, seen + T, device=x.device)
             q, k = (rotate(t, positions, self.rope_base, self.rope_dims) for t in (q, k))
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
-        key_doc = doc
         if cache is not None:
             if cache:
                 k, v = torch.cat([cache["k"], k], dim=2), torch.cat([cache["v"], v], dim=2)
@@ -1056,32 +1040,30 @@ ACTIVATIONS = {
 class MLP(nn.Module):
     """Two matrices with an activation between them; SwiGLU (arXiv 2002.05202) has a gate, the bio-MLP sparse events.
 
-    Events are WiggleGPT's SparseEventLayer (model_bio_optimized.py, without biases): volt = sigmoid(W_gate h), then
-    oscillate(W_mix (h s)). The seed's s = sigmoid(5 (volt - threshold)) is soft: nothing is ever zero. Hard events have
-    s = 1 where volt > threshold and 0 elsewhere, with the soft gate's gradient (straight through).
+    Events are WiggleGPT's SparseEventLayer (model_bio_optimized.py, without biases). The seed's are soft: no spike is
+    ever zero. Hard events spike with 1 where volt > threshold, else 0, with the soft ones' gradient (straight through).
     """
 
     def __init__(self, config: SimpleNamespace):
         super().__init__()
         dim, hidden = config.model_dim, int(config.mlp_mult * config.model_dim)
-        self.kind, self.events, self.threshold = config.mlp, config.bio_events, config.bio_threshold
+        self.kind, self.threshold = config.mlp, config.bio_threshold
+        self.events = config.bio_events if self.kind == "bio" else "off"
         self.w_up = matrix((hidden,) * (2 if self.kind == "swiglu" else 1), dim, 0.5 * dim**-0.5)
         if self.kind == "bio":
             self.wave = wave(hidden)
-            if self.events != "off":
-                self.w_gate, self.w_mix = (matrix((hidden,), hidden, 0.5 * hidden**-0.5) for _ in range(2))
-                self.mix_wave = wave(hidden)
+        if self.events != "off":
+            self.w_gate, self.w_mix = (matrix((hidden,), hidden, 0.5 * hidden**-0.5) for _ in range(2))
+            self.mix_wave = wave(hidden)
         self.w_down = nn.Parameter(torch.zeros(dim, hidden))
 
     def hidden(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What w_down reads (B, T, hidden), and which units had an event (None: the kind has none)."""
+        """What w_down reads (B, T, hidden) of x (B, T, dim), and which units had an event (None: the kind has none)."""
         h = linear(x, self.w_up)
         if self.kind == "swiglu":
             gate, h = h.chunk(2, dim=-1)
             return F.silu(gate) * h, None
-        if self.kind != "bio":
-            return ACTIVATIONS[self.kind](h), None
-        h = oscillate(h, self.wave)
+        h = oscillate(h, self.wave) if self.kind == "bio" else ACTIVATIONS[self.kind](h)
         if self.events == "off":
             return h, None
         volt = torch.sigmoid(linear(h, self.w_gate))
@@ -1091,7 +1073,6 @@ class MLP(nn.Module):
         return oscillate(linear(h * spike, self.w_mix), self.mix_wave), fired
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (B, T, dim)."""
         return linear(self.hidden(x)[0], self.w_down)
 
 
@@ -1101,8 +1082,7 @@ class Block(nn.Module):
     def __init__(self, config: SimpleNamespace, norm: str):
         super().__init__()
         dim, self.parallel = config.model_dim, config.parallel_residual
-        self.mixer_norm, self.mlp_norm = Norm(norm, dim), Norm(norm, dim)
-        self.mlp = MLP(config)
+        self.mixer_norm, self.mlp_norm, self.mlp = Norm(norm, dim), Norm(norm, dim), MLP(config)
         self.mix = self.mixer_scale = self.mlp_scale = None
         if config.residual_mix:
             self.mix = nn.Parameter(torch.stack([torch.ones(dim), torch.zeros(dim)]))
@@ -1139,10 +1119,14 @@ class GPT(nn.Module):
             self.skip = nn.Parameter(torch.ones(len(words) // 2, dim))
         # a numbered word names one set of weights, whatever layer it stands in; caches are per layer, never shared
         names = [word if word[1:] else f"{word}@{at}" for at, word in enumerate(words)]
-        mixers: dict[str, nn.Module] = {}
-        for name in names:
-            if name not in mixers:
-                mixers[name] = self.make_mixer(name[0].lower(), list(mixers.values()))
+        mixers, owner = {}, None
+        for name in dict.fromkeys(names):
+            if name[0] in "gG":
+                mixers[name] = owner = GatedDeltaNet(config)
+            elif name[0] in "kK":
+                mixers[name] = GatedDeltaNet(config, owner)
+            else:
+                mixers[name] = Attention(config, config.attn_window if name[0] in "sS" else 1 << 30)
         blocks = [name if name[0].isupper() else at for at, name in enumerate(names)]
         self.mixers = nn.ModuleList(mixers.values())
         self.mixer_of_layer = [list(mixers).index(name) for name in names]
@@ -1150,17 +1134,8 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config, norms[blocks.index(name)]) for name in dict.fromkeys(blocks))
         self.final_norm = Norm(norms[-1], dim)
 
-    def make_mixer(self, kind: str, made: list[nn.Module]) -> nn.Module:
-        """The mixer that a letter of the layer pattern names; `made` are those of the layers before."""
-        if kind == "g":
-            return GatedDeltaNet(self.config)
-        if kind == "k":
-            owners = [mixer for mixer in made if isinstance(mixer, GatedDeltaNet) and mixer.owner[0] is None]
-            return GatedDeltaNet(self.config, owners[-1])
-        return Attention(self.config, self.config.attn_window if kind == "s" else 1 << 30)
-
     def new_cache(self) -> list[dict]:
-        """An empty cache for `forward`: one dict a layer, and one at the end for the whole."""
+        """An empty cache, by which calls of `forward` continue each other: one dict a layer, the last for the whole."""
         return [{} for _ in range(len(self.mixer_of_layer) + 1)]
 
     def embedding(self, ids: Tensor) -> Tensor:
@@ -1171,13 +1146,13 @@ class GPT(nn.Module):
 
     def embed_tokens(self, ids: Tensor, first: Tensor, whole: dict) -> Tensor:
         """What the first layer reads (B, T, dim): token, position, and the token before. `whole`: see `forward`."""
-        x, config = self.embedding(ids), self.config
-        seen = whole.get("seen", 0)
+        x, config, seen = self.embedding(ids), self.config, whole.get("seen", 0)
+        end, longest = seen + ids.size(1), config.train_seq_len
         if config.positions == "learned":
-            if seen + ids.size(1) > config.train_seq_len:
-                raise UserError(f"POSITIONS='learned': none for token {config.train_seq_len + 1} of a text; "
-                                f"TRAIN_SEQ_LEN={config.train_seq_len} was the longest in training")
-            x = x + self.positions_embed[seen : seen + ids.size(1)].to(x.dtype)
+            if end > longest:
+                raise UserError(f"POSITIONS='learned': none for token {longest + 1} of a text; "
+                                f"TRAIN_SEQ_LEN={longest} was the longest in training")
+            x = x + self.positions_embed[seen:end].to(x.dtype)
         if config.smear_gate or config.bigram_vocab_size:
             last = whole.get("last", torch.full_like(ids[:, :1], config.bos_id))
             before = torch.cat([last, ids[:, :-1]], dim=1).masked_fill(first, config.bos_id)  # never another document's
@@ -1186,36 +1161,29 @@ class GPT(nn.Module):
             if config.bigram_vocab_size:  # hash of Parameter Golf's BigramHashEmbedding
                 pair = ((36313 * ids) ^ (27191 * before)) % config.bigram_vocab_size
                 x = x + linear(F.embedding(pair, self.bigram_embed).to(x.dtype), self.w_bigram)
-        whole.update(seen=seen + ids.size(1), last=ids[:, -1:])
+        whole.update(seen=end, last=ids[:, -1:])
         return x
 
     def forward(self, ids: Tensor, targets: Tensor | None = None, cache: list[dict] | None = None) -> Tensor:
-        """Loss of every token in nats (B, T), 0 where the target is -1; or, without targets, logits (B, T, V).
-
-        ids (B, T). With a cache the tokens follow those that the cache has seen.
-        """
-        first = ids == self.config.bos_id
-        doc = first.int().cumsum(dim=1)  # (B, T)
-        whole = {} if cache is None else cache[-1]
-        if whole:
-            doc = doc + whole["doc"]
-        x = x0 = self.embed_tokens(ids, first, whole)
-        whole["doc"] = doc[:, -1:]
-        layers, skips = len(self.mixer_of_layer), []
+        """ids (B, T) to nats of each token (B, T), 0 where its target is -1; without targets to logits (B, T, V)."""
+        config, half = self.config, len(self.mixer_of_layer) // 2
+        caches = [*[None] * len(self.mixer_of_layer), {}] if cache is None else cache
+        first = ids == config.bos_id
+        doc = first.int().cumsum(dim=1) + caches[-1].get("doc", 0)  # (B, T)
+        x = x0 = self.embed_tokens(ids, first, caches[-1])
+        caches[-1]["doc"] = doc[:, -1:]
+        recompute, skips = self.activation_checkpointing and torch.is_grad_enabled(), []
         for layer, (block, mixer) in enumerate(zip(self.block_of_layer, self.mixer_of_layer, strict=True)):
-            if layer >= layers // 2 and skips:
+            if layer >= half and skips:
                 x = x + self.skip[len(skips) - 1].to(x.dtype) * skips.pop()
-            run = (self.blocks[block], x, x0, self.mixers[mixer], doc, first, None if cache is None else cache[layer])
-            if self.activation_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(*run, use_reentrant=False)
-            else:
-                x = run[0](*run[1:])
-            if self.config.unet_skips and layer < layers // 2:
+            run = self.blocks[block], x, x0, self.mixers[mixer], doc, first, caches[layer]
+            x = checkpoint(*run, use_reentrant=False) if recompute else run[0](*run[1:])
+            if config.unet_skips and layer < half:
                 skips.append(x)
         logits = linear(self.final_norm(x), self.embed if self.head is None else self.head)
         logits = logits.float() if logits.dtype == torch.bfloat16 else logits
-        if self.config.logit_softcap:
-            logits = self.config.logit_softcap * torch.tanh(logits / self.config.logit_softcap)
+        if config.logit_softcap:
+            logits = config.logit_softcap * torch.tanh(logits / config.logit_softcap)
         if targets is None:
             return logits
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none")
