@@ -571,10 +571,8 @@ ARCH_PRESETS = {
                   qk_norm=False, residual_mix=False, tied_embed_init_std=0.02),
 }
 CONV_TAPS = 4  # of GDN's short convolution, the current token included
-DOCUMENT_DECAY = -60.0  # log decay at a document's first token: e^-60 forgets the state; -1e4 would cost digits
+DOCUMENT_DECAY = -60.0  # log decay at a document's first token: cuts it off (-inf would give NaN, -1e4 costs digits)
 NORMS = ("rms", "rms_weight", "layer")
-
-
 # The settings that shape the network. With vocab_size, bos_id (it starts a document: state, convolution and attention
 # do not see past it), layers and norms (both resolved, one word a layer) they rebuild it from an artifact.
 MODEL_SETTINGS = tuple("""
@@ -591,33 +589,33 @@ def model_config(settings, vocab_size: int, bos_id: int) -> SimpleNamespace:
     before it, s sliding window, a full attention. Words with the same number share the mixer's weights (s1 ... s1), in
     capitals the whole layer's (A1 A2 A1 A2: depth recurrence). NORM likewise.
     """
-    dim, heads, kv_heads = settings.model_dim, settings.num_heads, settings.num_kv_heads
-    if dim % (2 * heads):
-        raise UserError(f"MODEL_DIM={dim}: must be a multiple of 2 x NUM_HEADS = {2 * heads}")
-    if heads % kv_heads:
-        raise UserError(f"NUM_HEADS={heads}: must be a multiple of NUM_KV_HEADS = {kv_heads}")
-    if settings.rope_dims % 2 or settings.rope_dims > dim // heads:
-        raise UserError(f"ROPE_DIMS={settings.rope_dims}: must be even, at most MODEL_DIM / NUM_HEADS = {dim // heads}")
+    dim, heads, kv_heads, rope_dims = settings.model_dim, settings.num_heads, settings.num_kv_heads, settings.rope_dims
     words, norms = settings.layer_pattern.split(), settings.norm.split()
+    pattern = f"LAYER_PATTERN={settings.layer_pattern!r}"
+    for wrong, said in (
+        (dim % (2 * heads), f"MODEL_DIM={dim}: must be a multiple of 2 x NUM_HEADS = {2 * heads}"),
+        (heads % kv_heads, f"NUM_HEADS={heads}: must be a multiple of NUM_KV_HEADS = {kv_heads}"),
+        (rope_dims % 2 or rope_dims > dim // heads,
+         f"ROPE_DIMS={rope_dims}: must be even, at most MODEL_DIM / NUM_HEADS = {dim // heads}"),
+        (not words, f"{pattern}: names no layer; ARCH_MODE names presets"),
+        (not norms or set(norms) - set(NORMS), f"NORM={settings.norm!r}: must be one or more of {', '.join(NORMS)}"),
+    ):
+        if wrong:
+            raise UserError(said)
     for at, word in enumerate(words):
-        if word[0].lower() not in "gksa" or not (word[1:].isdigit() or len(word) == 1 and word.islower()):
-            raise UserError(f"LAYER_PATTERN={settings.layer_pattern!r}: {word!r} is not g, k, s or a, with an optional "
-                            "number; capitals need one")
+        if word[0] not in "gksaGKSA" or not (word[1:].isdigit() or len(word) == 1 and word.islower()):
+            raise UserError(f"{pattern}: {word!r} is not g, k, s or a, with an optional number; capitals need one")
         if word[0] in "kK" and not any(before[0] in "gG" for before in words[:at]):
-            raise UserError(f"LAYER_PATTERN={settings.layer_pattern!r}: no g before {word!r} whose keys it could take")
-    if not words:
-        raise UserError("LAYER_PATTERN='': names no layer; ARCH_MODE names presets")
-    if not norms or set(norms) - set(NORMS):
-        raise UserError(f"NORM={settings.norm!r}: must be one or more of {', '.join(NORMS)}")
+            raise UserError(f"{pattern}: no g before {word!r} whose keys it could take")
     count = settings.num_layers or len(words)
-    return SimpleNamespace(vocab_size=vocab_size, bos_id=bos_id, layers=" ".join((words * count)[:count]),
-                           norms=" ".join((norms * count)[:count]),
+    layers, norms = (" ".join((each * count)[:count]) for each in (words, norms))
+    return SimpleNamespace(vocab_size=vocab_size, bos_id=bos_id, layers=layers, norms=norms,
                            **{name: getattr(settings, name) for name in MODEL_SETTINGS})
 
 
-def rms_norm(x: Tensor) -> Tensor:
-    """x over its root mean square, without weights."""
-    return F.rms_norm(x, (x.size(-1),))
+def rms_norm(x: Tensor, weight: Tensor | None = None) -> Tensor:
+    """x over its root mean square (arXiv 1910.07467), times a weight per channel where there is one."""
+    return F.rms_norm(x, (x.size(-1),), None if weight is None else weight.to(x.dtype))
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -630,53 +628,37 @@ def scaled(x: Tensor, scale: Tensor | None) -> Tensor:
     return x if scale is None else x * scale.to(x.dtype)
 
 
-def matrix(rows: int | tuple[int, ...], cols: int, std: float) -> nn.Parameter:
-    """A weight matrix, normal with deviation `std`; several counts of rows: matrices one below the other, for Muon."""
-    splits = rows if isinstance(rows, tuple) else (rows,)
+def matrix(splits: tuple[int, ...], cols: int, std: float) -> nn.Parameter:
+    """Matrices of `splits` rows, one below the other (Muon takes them one by one); normal with deviation `std`."""
     weight = nn.Parameter(torch.randn(sum(splits), cols) * std)
     weight.splits = splits
     return weight
 
 
 class Norm(nn.Module):
-    """RMSNorm (arXiv 1910.07467) without weights, with a weight per channel, or LayerNorm with weight and bias."""
+    """One of NORMS, of x (..., dim): RMSNorm without or with a weight per channel, LayerNorm with weight and bias."""
 
     def __init__(self, kind: str, dim: int):
         super().__init__()
-        self.layer = kind == "layer"
         self.weight = None if kind == "rms" else nn.Parameter(torch.ones(dim))
-        self.bias = nn.Parameter(torch.zeros(dim)) if self.layer else None
+        self.bias = nn.Parameter(torch.zeros(dim)) if kind == "layer" else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., dim)."""
-        weight = None if self.weight is None else self.weight.to(x.dtype)
-        if self.layer:
-            return F.layer_norm(x, (x.size(-1),), weight, self.bias.to(x.dtype))
-        return F.rms_norm(x, (x.size(-1),), weight)
-
-
-# Gated DeltaNet (Yang, Kautz, Hatamizadeh 2024, arXiv:2412.06464, section 3), one head, state S of shape (K, V):
-#     S_t = a_t S_{t-1} + b_t k_t (v_t - a_t S_{t-1}^T k_t)^T,    o_t = S_t^T q_t,    a_t = exp(g_t).
-# All functions take q and k already L2-normed and q already scaled by K**-0.5. A document that starts inside a row is
-# cut off from what stands before it by g = -60 at its first token (-inf would give NaN, -1e4 costs digits).
-
-
-def state_dtype(x: Tensor) -> torch.dtype:
-    """Type of the state, the decays and the inverse: float64 for float64 inputs, float32 for all others."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+        if self.bias is None:
+            return rms_norm(x, self.weight)
+        return F.layer_norm(x, (x.size(-1),), self.weight.to(x.dtype), self.bias.to(x.dtype))
 
 
 def gdn_recurrent(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
                   state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The recurrence, token by token: slow, and the reference for every other form.
+    """Gated DeltaNet (arXiv 2412.06464, section 3), token by token: slow, and the reference for every other form.
 
-    q, k (B, T, H, K); v (B, T, H, V); g, beta (B, T, H), g in nats, <= 0; state (B, H, K, V) or None for zeros.
-    Returns o (B, T, H, V) in v's dtype and the state after the last token (B, H, K, V) in `state_dtype`.
+    Each head: S_t = a_t S_{t-1} + b_t k_t (v_t - a_t S_{t-1}^T k_t)^T and o_t = S_t^T q_t, with a_t = exp(g_t).
+    q, k (B, T, H, K), L2-normed, q scaled by K**-0.5 too; v (B, T, H, V); g, beta (B, T, H), g in nats, <= 0; state S
+    (B, H, K, V) or None for zeros. Returns o (B, T, H, V) in v's dtype and the last state, float32 at least.
     """
-    dtype = state_dtype(v)
-    if state is None:
-        state = v.new_zeros(v.shape[0], v.shape[2], k.shape[-1], v.shape[-1], dtype=dtype)
-    state, outs = state.to(dtype), []
+    dtype, outs = torch.promote_types(v.dtype, torch.float32), []
+    state = (v.new_zeros(v.shape[0], v.shape[2], k.shape[-1], v.shape[-1]) if state is None else state).to(dtype)
     # unbind, not x[:, t]: the backward of each select fills a tensor of full size, which makes training O(T^2).
     for q_t, k_t, v_t, g_t, beta_t in zip(*(x.to(dtype).unbind(1) for x in (q, k, v, g, beta)), strict=True):
         state = state * g_t.exp()[..., None, None]
@@ -691,7 +673,7 @@ def gdn_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Te
 
     The old state is read once: with r_k = S^T k and r_q = S^T q, delta = b (v - a r_k) and o = a r_q + (q . k) delta.
     """
-    dtype = state_dtype(v)
+    dtype = torch.promote_types(v.dtype, torch.float32)
     q, k, beta, decay = q.to(dtype), k.to(dtype), beta.to(dtype), g.to(dtype).exp()
     read_k, read_q = (decay[..., None, None] * (torch.stack((k, q), -2) @ state)).unbind(-2)  # (B, H, V) each
     delta = beta[..., None] * (v - read_k)
@@ -699,18 +681,14 @@ def gdn_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Te
     return o.to(v.dtype), torch.addcmul(state * decay[..., None, None], k[..., None], delta[..., None, :])
 
 
-def opaque(name: str, fake: Callable) -> Callable:
-    """Decorator: make a function the custom op `underpar::name`, which torch.compile does not trace into.
+def opaque(body: Callable, fake: Callable) -> Callable:
+    """The custom op `underpar::<name of body>`, which torch.compile does not trace into; `fake` gives outputs' shapes.
 
-    `fake` gives the outputs' shapes. The first script imported into a process registers the op and the others use that
-    one: torch frees an op that is registered again, and a handle to it crashes.
+    The first script imported into a process registers it for all: registered again it is freed, and old handles crash.
     """
-    def register(body: Callable) -> Callable:
-        if not hasattr(torch.ops.underpar, name):
-            torch.library.custom_op(f"underpar::{name}", body, mutates_args=()).register_fake(fake)
-        return getattr(torch.ops.underpar, name).default
-
-    return register
+    if not hasattr(torch.ops.underpar, body.__name__):
+        torch.library.custom_op(f"underpar::{body.__name__}", body, mutates_args=()).register_fake(fake)
+    return getattr(torch.ops.underpar, body.__name__).default
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) -> None:
@@ -721,13 +699,12 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) -> None
         total.add_(torch.bmm(a, b), alpha=alpha)
 
 
-@opaque("gdn_inverse", lambda a: torch.empty_like(a, memory_format=torch.contiguous_format))
+@lambda body: opaque(body, lambda a: torch.empty_like(a, memory_format=torch.contiguous_format))
 def gdn_inverse(a: Tensor) -> Tensor:
     """(I + tril(a, -1))^-1 for a (M, C, C), C a power of two; reads only what lies below the diagonal.
 
-    Diagonal blocks of 1, 2, 4 ... rows: [[X, 0], [Y, Z]]^-1 = [[X^-1, 0], [-Z^-1 Y X^-1, Z^-1]]. The Neumann product
-    (I - A)(I + A^2)... and Newton's iteration are shorter, but powers of A grow without bound when keys are correlated
-    (errors of 1e6 to NaN).
+    Diagonal blocks of 1, 2, 4 ... rows: [[X, 0], [Y, Z]]^-1 = [[X^-1, 0], [-Z^-1 Y X^-1, Z^-1]]. Neumann's product and
+    Newton's iteration are shorter, but powers of A grow without bound when keys are correlated (1e6 to NaN).
     """
     (m, c, _), size = a.shape, 1
     inverse = a.new_ones(m * c, 1, 1)
@@ -747,18 +724,17 @@ def empty_scan(w: Tensor, state: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     return state.new_empty(w.shape[0] + state.shape[0], *state.shape[1:]), torch.empty_like(u)
 
 
-@opaque("gdn_scan", lambda w, u, k_end, decay, state: empty_scan(w, state, u))
+@lambda body: opaque(body, lambda w, u, k_end, decay, state: empty_scan(w, state, u))
 def gdn_scan(w: Tensor, u: Tensor, k_end: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """The sequential part: per chunk n, new_n = U_n - W_n S_n and S_{n+1} = decay_n S_n + K_end_n^T new_n.
 
     w, k_end (N*M, C, K); u (N*M, C, V); decay (N*M,); state (M, K, V), with M = B*H rows and N chunks, chunk-major.
     Returns all N + 1 states ((N+1)*M, K, V) and new (N*M, C, V).
     """
-    m = state.shape[0]
     states, new = empty_scan(w, state, u)
-    s, *after = states.split(m)
+    s, *after = states.split(len(state))
     s.copy_(state)
-    parts = [x.split(m) for x in (w, u, k_end.mT, decay[:, None, None], new)]
+    parts = [x.split(len(state)) for x in (w, u, k_end.mT, decay[:, None, None], new)]
     for w_n, u_n, k_n, decay_n, new_n, s_next in zip(*parts, after, strict=True):
         torch.baddbmm(u_n, w_n, s.to(w.dtype), alpha=-1, out=new_n)
         torch.mul(s, decay_n, out=s_next)
@@ -767,7 +743,7 @@ def gdn_scan(w: Tensor, u: Tensor, k_end: Tensor, decay: Tensor, state: Tensor) 
     return states, new
 
 
-@opaque("gdn_scan_backward", lambda d_new, d_state, w, k_end, decay, d_last: empty_scan(w, d_last, d_new))
+@lambda body: opaque(body, lambda d_new, d_state, w, k_end, decay, d_last: empty_scan(w, d_last, d_new))
 def gdn_scan_backward(d_new: Tensor, d_state: Tensor, w: Tensor, k_end: Tensor, decay: Tensor,
                       d_last: Tensor) -> tuple[Tensor, Tensor]:
     """Adjoint of `gdn_scan`, from the last chunk to the first, R_n = dL/dS_n:
@@ -775,11 +751,10 @@ def gdn_scan_backward(d_new: Tensor, d_state: Tensor, w: Tensor, k_end: Tensor, 
     d_new_n += K_end_n R_{n+1} and R_n = d_state_n + decay_n R_{n+1} - W_n^T d_new_n. d_new (N*M, C, V) and d_state
     (N*M, K, V) come with what the outputs contribute; d_last (M, K, V) is R_N. Returns R ((N+1)*M, K, V) and d_new.
     """
-    m = d_last.shape[0]
     grads, d_sum = empty_scan(w, d_last, d_new)
-    *before, r = grads.split(m)
+    *before, r = grads.split(len(d_last))
     r.copy_(d_last)
-    parts = [x.split(m)[::-1] for x in (d_new, d_state, w.mT, k_end, decay[:, None, None], d_sum)]
+    parts = [x.split(len(d_last))[::-1] for x in (d_new, d_state, w.mT, k_end, decay[:, None, None], d_sum)]
     for d_new_n, d_state_n, w_n, k_n, decay_n, d_sum_n, r_prev in zip(*parts, before[::-1], strict=True):
         torch.baddbmm(d_new_n, k_n, r.to(w.dtype), out=d_sum_n)
         torch.addcmul(d_state_n, r, decay_n, out=r_prev)
@@ -803,10 +778,8 @@ class GatedDeltaChunks(torch.autograd.Function):
         # float64: a long run of strong decay, or a reset, would leave few digits in the differences of a float32 sum.
         total = g.double().cumsum(-1)
         grow, shrink = total.to(g.dtype).exp(), (total[:, -1:] - total).to(g.dtype).exp()  # (N*M, C)
-        upper = torch.ones(g.shape[-1], g.shape[-1], dtype=torch.bool, device=g.device).triu(1)
-        # Masked before exp, which would overflow above the diagonal.
-        gap = (total[..., None] - total[..., None, :]).to(g.dtype)
-        d = gap.masked_fill_(upper, float("-inf")).exp_()  # (N*M, C, C)
+        # Clamped, since exp would overflow above the diagonal; below it nothing is positive.
+        d = (total[..., None] - total[..., None, :]).to(g.dtype).clamp_(max=0).exp_().tril_()  # (N*M, C, C)
         kk = torch.bmm(k, k.mT).to(d.dtype).mul_(d)
         p = torch.bmm(q, k.mT).mul_(d)
         t = gdn_inverse(beta[..., None] * kk)
@@ -851,14 +824,13 @@ class GatedDeltaChunks(torch.autograd.Function):
 
 def gdn_chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None,
               chunk: int = 32) -> tuple[Tensor, Tensor]:
-    """`gdn_recurrent` by chunks of tokens: same arguments and results, made of matrix products; for training.
+    """`gdn_recurrent` by chunks of tokens, in matrix products, for training; q, k, v: float64, float32 or bfloat16.
 
-    q, k and v share one dtype (float64, float32 or bfloat16). Any T. Raises ValueError for a chunk that is no power of
-    two >= 16: 32 is the fastest on CPU, 64 halves the sequential steps.
+    ValueError for a chunk that is no power of two >= 16: 32 is the fastest on CPU, 64 halves the sequential steps.
     """
     if chunk < 16 or chunk & (chunk - 1):
         raise ValueError(f"chunk is {chunk}; it must be a power of two >= 16")
-    (b, t, h, dim_k), dim_v, dtype = q.shape, v.shape[-1], state_dtype(v)
+    (b, t, h, dim_k), dim_v, dtype = q.shape, v.shape[-1], torch.promote_types(v.dtype, torch.float32)
     pad = -t % chunk  # a padded token has k = 0, beta = 0 and g = 0, and leaves the state as it is
 
     def split(x: Tensor) -> Tensor:  # (B, T, H, ...) -> (N*B*H, C, ...)
@@ -867,25 +839,20 @@ def gdn_chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: T
 
     state = v.new_zeros(b, h, dim_k, dim_v, dtype=dtype) if state is None else state.to(dtype)
     with torch.autocast(v.device.type, enabled=False):  # autocast would round the inverse and the state to bfloat16
-        o, last = GatedDeltaChunks.apply(split(q), split(k), split(v), split(g.to(dtype)), split(beta.to(dtype)),
-                                         state.flatten(0, 1))
+        o, last = GatedDeltaChunks.apply(*map(split, (q, k, v, g.to(dtype), beta.to(dtype))), state.flatten(0, 1))
     o = o.view(-1, b, h, chunk, dim_v).movedim((0, 2), (1, 3)).flatten(1, 2)
     return o[:, :t], last.view(b, h, dim_k, dim_v)
 
 
 def short_conv(x: Tensor, weight: Tensor, doc: Tensor, tail: Tensor, tail_doc: Tensor) -> Tensor:
-    """Causal depthwise convolution and SiLU. x (B, T, C), weight (C, taps), doc (B, T).
+    """Causal depthwise convolution and SiLU. x (B, T, C), weight (C, taps), doc (B, T); before x tail (B, taps-1, C).
 
-    tail (B, taps-1, C) and tail_doc hold the tokens before x. Shifted sums beat F.conv1d(groups=C) on the CPU, and
-    let a tap that would reach into another document be zero.
+    Shifted sums beat F.conv1d(groups=C) on the CPU, and let a tap that would reach into another document be zero.
     """
-    T, taps = x.size(1), weight.size(1)
-    weight = weight.to(x.dtype)
-    past = torch.cat([tail, x], dim=1)  # (B, taps - 1 + T, C)
-    past_doc = torch.cat([tail_doc, doc], dim=1)
+    T, weight = x.size(1), weight.to(x.dtype)
+    past, past_doc = torch.cat([tail, x], dim=1), torch.cat([tail_doc, doc], dim=1)  # (B, taps - 1 + T, C), without C
     y = x * weight[:, -1]
-    for back in range(1, taps):
-        at = taps - 1 - back
+    for at in reversed(range(weight.size(1) - 1)):
         same = (past_doc[:, at : at + T] == doc).unsqueeze(-1)
         y = y + past[:, at : at + T] * weight[:, at] * same
     return F.silu(y)
@@ -905,60 +872,46 @@ class GatedDeltaNet(nn.Module):
         self.beta_scale = 2.0 if config.gdn_neg_eigval else 1.0
         self.w_qkvg = matrix((dim,) * (2 if owner else 4), dim, 0.5 * dim**-0.5)
         self.w_o = nn.Parameter(torch.zeros(dim, dim))
-        self.ab = matrix(2 * heads, dim, 0.5 * dim**-0.5)  # decay and step size, one number a head each
-        bound = CONV_TAPS**-0.5  # PyTorch's initialisation of a depthwise Conv1d
-        self.conv = nn.Parameter(torch.empty((1 if owner else 3) * dim, CONV_TAPS).uniform_(-bound, bound))
-        # fla's initialisation. The lower bound keeps A_log finite: -inf is a dead head.
+        self.ab = matrix((2 * heads,), dim, 0.5 * dim**-0.5)  # decay and step size, one number a head each
+        # Initialised as PyTorch's depthwise Conv1d, then as fla's. 0.01 keeps A_log finite: -inf is a dead head.
+        self.conv = nn.Parameter(torch.empty((1 if owner else 3) * dim, CONV_TAPS).uniform_(-1, 1) / CONV_TAPS**0.5)
         self.A_log = nn.Parameter(torch.empty(heads).uniform_(0.01, 16.0).log())
         dt = torch.exp(torch.empty(heads).uniform_(math.log(1e-3), math.log(0.1))).clamp_min(1e-4)
         self.dt_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))  # softplus(dt_bias) = dt
         self.norm = nn.Parameter(torch.ones(self.head_dim))
 
-    def projections(self) -> tuple[Tensor, Tensor]:
-        """Weights of q, k, v, gate (4 dim, dim), and of the convolutions of q, k, v (3 dim, taps)."""
-        (owner,), dim = self.owner, self.w_qkvg.size(1)
-        if owner is None:
-            return self.w_qkvg, self.conv
-        q, gate = self.w_qkvg.split(dim)
-        return torch.cat([q, owner.w_qkvg[dim : 3 * dim], gate]), torch.cat([self.conv, owner.conv[dim:]])
-
     def forward(self, x: Tensor, doc: Tensor, first: Tensor, cache: dict | None) -> Tensor:
         """x (B, T, dim); doc (B, T) counts documents; first (B, T) marks their first tokens; cache is updated."""
-        B, T, dim = x.shape
-        H, D = self.heads, self.head_dim
-        w_qkvg, conv = self.projections()
+        (B, T, dim), H, D = x.shape, self.heads, self.head_dim
+        w_qkvg, conv, (owner,), kept = self.w_qkvg, self.conv, self.owner, cache or {}
+        if owner is not None:
+            w_q, w_gate = w_qkvg.split(dim)
+            w_qkvg, conv = torch.cat([w_q, owner.w_qkvg[dim : 3 * dim], w_gate]), torch.cat([conv, owner.conv[dim:]])
         qkv, gate = linear(x, w_qkvg).split([3 * dim, dim], dim=-1)
-        if cache:
-            tail, tail_doc = cache["tail"], cache["tail_doc"]
-        else:
-            tail, tail_doc = qkv.new_zeros(B, CONV_TAPS - 1, 3 * dim), doc.new_full((B, CONV_TAPS - 1), -1)
+        tail = kept.get("tail", qkv.new_zeros(B, CONV_TAPS - 1, 3 * dim))
+        tail_doc = kept.get("tail_doc", doc.new_full((B, CONV_TAPS - 1), -1))
         q, k, v = short_conv(qkv, conv, doc, tail, tail_doc).view(B, T, 3, H, D).unbind(2)  # (B, T, H, D)
-        # eps inside the root: F.normalize has a gradient of 1e12 at zero
         wide = self.ab.dtype  # float32: a key longer than 1 would let the state grow
+        # eps inside the root: F.normalize has a gradient of 1e12 at zero
         q, k = ((t * torch.rsqrt(t.to(wide).square().sum(-1, keepdim=True) + 1e-6)).to(t.dtype) for t in (q, k))
-        a, b = F.linear(x.to(self.ab.dtype), self.ab).split(H, dim=-1)  # (B, T, H), float32
-        g = -self.A_log.exp() * F.softplus(a + self.dt_bias)
-        g = torch.where(first.unsqueeze(-1), DOCUMENT_DECAY, g)
+        a, b = F.linear(x.to(wide), self.ab).split(H, dim=-1)  # (B, T, H), float32
+        g = torch.where(first.unsqueeze(-1), DOCUMENT_DECAY, -self.A_log.exp() * F.softplus(a + self.dt_bias))
         beta = self.beta_scale * torch.sigmoid(b)
-        state = cache["state"] if cache else None
+        q = q * D**-0.5
         if T == 1 and cache:
-            o, state = gdn_step(q[:, 0] * D**-0.5, k[:, 0], v[:, 0], g[:, 0], beta[:, 0], state)
+            o, state = gdn_step(*(t[:, 0] for t in (q, k, v, g, beta)), cache["state"])
             o = o.unsqueeze(1)
         else:
-            o, state = gdn_chunk(q * D**-0.5, k, v, g, beta, state, chunk=64 if x.is_cuda else 32)
+            o, state = gdn_chunk(q, k, v, g, beta, kept.get("state"), chunk=64 if x.is_cuda else 32)
         if cache is not None:
-            cache["state"] = state
-            cache["tail"] = torch.cat([tail, qkv], dim=1)[:, 1 - CONV_TAPS :]
-            cache["tail_doc"] = torch.cat([tail_doc, doc], dim=1)[:, 1 - CONV_TAPS :]
+            tail, tail_doc = torch.cat([tail, qkv], dim=1), torch.cat([tail_doc, doc], dim=1)
+            cache.update(state=state, tail=tail[:, 1 - CONV_TAPS :], tail_doc=tail_doc[:, 1 - CONV_TAPS :])
         o = rms_norm(o) * self.norm.to(o.dtype) * F.silu(gate.view(B, T, H, D))
         return linear(o.reshape(B, T, dim), self.w_o)
 
 
 def rotate(x: Tensor, positions: Tensor, base: float, dims: int) -> Tensor:
-    """Rotary positions (arXiv 2104.09864), rotate-half, of the first `dims` dimensions. x (B, T, H, D), positions (T,).
-
-    Where dims < D the frequencies are those of a head of `dims` dimensions (partial RoPE, as in GPT-NeoX).
-    """
+    """Rotary positions (T,) (arXiv 2104.09864) in the first `dims` dimensions of x (B, T, H, D), as in GPT-NeoX."""
     half = dims // 2
     frequency = base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
     angle = positions.float()[:, None] * frequency  # (T, dims/2)
@@ -973,19 +926,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, doc: Tensor, key_doc: Tensor, window
     q (B, H, T, D), k and v (B, Hkv, L, D), the queries being the last T of the L positions; doc (B, T), key_doc (B, L).
     Blocks of queries skip the keys that none of them sees: 3x faster on the CPU than one masked call at T = 4 windows.
     """
-    T, L = q.size(2), k.size(2)
-    past = L - T
+    T, past = q.size(2), k.size(2) - q.size(2)
     if q.is_cuda:  # the kernels that take a mask do not take grouped heads there
         k, v = (t.repeat_interleave(q.size(1) // k.size(1), dim=1) for t in (k, v))
-    block = max(64, min(window, T) // 4)
-    out = []
+    out, block, at = [], max(64, min(window, T) // 4), torch.arange(k.size(2), device=q.device)
     for start in range(0, T, block):
         end = min(start + block, T)
         low, high = max(0, past + start - window + 1), past + end
-        query = torch.arange(past + start, past + end, device=q.device)[:, None]
-        key = torch.arange(low, high, device=q.device)[None, :]
-        mask = (key <= query) & (query - key < window)  # (t, l)
-        mask = mask & (doc[:, start:end, None] == key_doc[:, None, low:high])  # (B, t, l)
+        gap = at[past + start : high, None] - at[low:high]  # (t, l)
+        mask = (gap >= 0) & (gap < window) & (doc[:, start:end, None] == key_doc[:, None, low:high])  # (B, t, l)
         out.append(F.scaled_dot_product_attention(
             q[:, :, start:end], k[:, :, low:high], v[:, :, low:high], mask[:, None], enable_gqa=not q.is_cuda))
     return torch.cat(out, dim=2)
@@ -1006,17 +955,15 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, doc: Tensor, first: Tensor, cache: dict | None) -> Tensor:
         """x (B, T, dim); doc (B, T) counts documents; `first` is for GDN alone; cache is updated."""
-        B, T, dim = x.shape
-        H, Hkv, D = self.heads, self.kv_heads, self.head_dim
+        (B, T, dim), H, Hkv, D = x.shape, self.heads, self.kv_heads, self.head_dim
         q, k, v = linear(x, self.w_qkv).view(B, T, H + 2 * Hkv, D).split([H, Hkv, Hkv], dim=2)  # (B, T, H, D)
         if self.q_gain is not None:
             q, k = rms_norm(q) * self.q_gain.to(x.dtype)[:, None], rms_norm(k)
-        seen = cache["seen"] if cache else 0
+        seen, key_doc = cache["seen"] if cache else 0, doc
         if self.rope_dims:
             positions = torch.arange(seen, seen + T, device=x.device)
             q, k = (rotate(t, positions, self.rope_base, self.rope_dims) for t in (q, k))
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
-        key_doc = doc
         if cache is not None:
             if cache:
                 k, v = torch.cat([cache["k"], k], dim=2), torch.cat([cache["v"], v], dim=2)
@@ -1035,8 +982,7 @@ def oscillate(x: Tensor, wave: Tensor) -> Tensor:
 
 def wave(units: int) -> nn.Parameter:
     """omega ~ N(1, 0.1), phi ~ N(0, 0.1), b = 0, as the seed draws them: (3, units)."""
-    rows = torch.stack([1 + 0.1 * torch.randn(units), 0.1 * torch.randn(units), torch.zeros(units)])
-    return nn.Parameter(rows)
+    return nn.Parameter(torch.stack([1 + 0.1 * torch.randn(units), 0.1 * torch.randn(units), torch.zeros(units)]))
 
 
 ACTIVATIONS = {
@@ -1049,32 +995,30 @@ ACTIVATIONS = {
 class MLP(nn.Module):
     """Two matrices with an activation between them; SwiGLU (arXiv 2002.05202) has a gate, the bio-MLP sparse events.
 
-    Events are WiggleGPT's SparseEventLayer (model_bio_optimized.py, without biases): volt = sigmoid(W_gate h), then
-    oscillate(W_mix (h s)). The seed's s = sigmoid(5 (volt - threshold)) is soft: nothing is ever zero. Hard events have
-    s = 1 where volt > threshold and 0 elsewhere, with the soft gate's gradient (straight through).
+    Events are WiggleGPT's SparseEventLayer (model_bio_optimized.py, without biases). The seed's are soft: no spike is
+    ever zero. Hard events spike with 1 where volt > threshold, else 0, with the soft ones' gradient (straight through).
     """
 
     def __init__(self, config: SimpleNamespace):
         super().__init__()
         dim, hidden = config.model_dim, int(config.mlp_mult * config.model_dim)
-        self.kind, self.events, self.threshold = config.mlp, config.bio_events, config.bio_threshold
-        self.w_up = matrix((hidden, hidden) if self.kind == "swiglu" else hidden, dim, 0.5 * dim**-0.5)
+        self.kind, self.threshold = config.mlp, config.bio_threshold
+        self.events = config.bio_events if self.kind == "bio" else "off"
+        self.w_up = matrix((hidden,) * (2 if self.kind == "swiglu" else 1), dim, 0.5 * dim**-0.5)
         if self.kind == "bio":
             self.wave = wave(hidden)
-            if self.events != "off":
-                self.w_gate, self.w_mix = (matrix(hidden, hidden, 0.5 * hidden**-0.5) for _ in range(2))
-                self.mix_wave = wave(hidden)
+        if self.events != "off":
+            self.w_gate, self.w_mix = (matrix((hidden,), hidden, 0.5 * hidden**-0.5) for _ in range(2))
+            self.mix_wave = wave(hidden)
         self.w_down = nn.Parameter(torch.zeros(dim, hidden))
 
     def hidden(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What w_down reads (B, T, hidden), and which units had an event (None: the kind has none)."""
+        """What w_down reads (B, T, hidden) of x (B, T, dim), and which units had an event (None: the kind has none)."""
         h = linear(x, self.w_up)
         if self.kind == "swiglu":
             gate, h = h.chunk(2, dim=-1)
             return F.silu(gate) * h, None
-        if self.kind != "bio":
-            return ACTIVATIONS[self.kind](h), None
-        h = oscillate(h, self.wave)
+        h = oscillate(h, self.wave) if self.kind == "bio" else ACTIVATIONS[self.kind](h)
         if self.events == "off":
             return h, None
         volt = torch.sigmoid(linear(h, self.w_gate))
@@ -1084,7 +1028,6 @@ class MLP(nn.Module):
         return oscillate(linear(h * spike, self.w_mix), self.mix_wave), fired
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (B, T, dim)."""
         return linear(self.hidden(x)[0], self.w_down)
 
 
@@ -1094,8 +1037,7 @@ class Block(nn.Module):
     def __init__(self, config: SimpleNamespace, norm: str):
         super().__init__()
         dim, self.parallel = config.model_dim, config.parallel_residual
-        self.mixer_norm, self.mlp_norm = Norm(norm, dim), Norm(norm, dim)
-        self.mlp = MLP(config)
+        self.mixer_norm, self.mlp_norm, self.mlp = Norm(norm, dim), Norm(norm, dim), MLP(config)
         self.mix = self.mixer_scale = self.mlp_scale = None
         if config.residual_mix:
             self.mix = nn.Parameter(torch.stack([torch.ones(dim), torch.zeros(dim)]))
@@ -1118,24 +1060,28 @@ class GPT(nn.Module):
     def __init__(self, config: SimpleNamespace):
         super().__init__()
         self.config, dim, std = config, config.model_dim, config.tied_embed_init_std
-        self.embed = matrix(config.vocab_size, dim, std)
+        self.embed = matrix((config.vocab_size,), dim, std)
         self.head = None if config.tie_embeddings else nn.Parameter(torch.zeros(config.vocab_size, dim))
         words, norms = config.layers.split(), config.norms.split()
         if config.positions == "learned":
-            self.positions_embed = matrix(config.train_seq_len, dim, std)
+            self.positions_embed = matrix((config.train_seq_len,), dim, std)
         if config.smear_gate:
             self.smear = nn.Parameter(torch.zeros(dim))
         if config.bigram_vocab_size:
-            self.bigram_embed = matrix(config.bigram_vocab_size, config.bigram_dim, 0.1)
+            self.bigram_embed = matrix((config.bigram_vocab_size,), config.bigram_dim, 0.1)
             self.w_bigram = nn.Parameter(torch.zeros(dim, config.bigram_dim))
         if config.unet_skips:
             self.skip = nn.Parameter(torch.ones(len(words) // 2, dim))
         # a numbered word names one set of weights, whatever layer it stands in; caches are per layer, never shared
         names = [word if word[1:] else f"{word}@{at}" for at, word in enumerate(words)]
-        mixers: dict[str, nn.Module] = {}
-        for name in names:
-            if name not in mixers:
-                mixers[name] = self.make_mixer(name[0].lower(), list(mixers.values()))
+        mixers, owner = {}, None
+        for name in dict.fromkeys(names):
+            if name[0] in "gG":
+                mixers[name] = owner = GatedDeltaNet(config)
+            elif name[0] in "kK":
+                mixers[name] = GatedDeltaNet(config, owner)
+            else:
+                mixers[name] = Attention(config, config.attn_window if name[0] in "sS" else 1 << 30)
         blocks = [name if name[0].isupper() else at for at, name in enumerate(names)]
         self.mixers = nn.ModuleList(mixers.values())
         self.mixer_of_layer = [list(mixers).index(name) for name in names]
@@ -1143,17 +1089,8 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config, norms[blocks.index(name)]) for name in dict.fromkeys(blocks))
         self.final_norm = Norm(norms[-1], dim)
 
-    def make_mixer(self, kind: str, made: list[nn.Module]) -> nn.Module:
-        """The mixer that a letter of the layer pattern names; `made` are those of the layers before."""
-        if kind == "g":
-            return GatedDeltaNet(self.config)
-        if kind == "k":
-            owners = [mixer for mixer in made if isinstance(mixer, GatedDeltaNet) and mixer.owner[0] is None]
-            return GatedDeltaNet(self.config, owners[-1])
-        return Attention(self.config, self.config.attn_window if kind == "s" else 1 << 30)
-
     def new_cache(self) -> list[dict]:
-        """An empty cache for `forward`: one dict a layer, and one at the end for the whole."""
+        """An empty cache, by which calls of `forward` continue each other: one dict a layer, the last for the whole."""
         return [{} for _ in range(len(self.mixer_of_layer) + 1)]
 
     def embedding(self, ids: Tensor) -> Tensor:
@@ -1164,13 +1101,13 @@ class GPT(nn.Module):
 
     def embed_tokens(self, ids: Tensor, first: Tensor, whole: dict) -> Tensor:
         """What the first layer reads (B, T, dim): token, position, and the token before. `whole`: see `forward`."""
-        x, config = self.embedding(ids), self.config
-        seen = whole.get("seen", 0)
+        x, config, seen = self.embedding(ids), self.config, whole.get("seen", 0)
+        end, longest = seen + ids.size(1), config.train_seq_len
         if config.positions == "learned":
-            if seen + ids.size(1) > config.train_seq_len:
-                raise UserError(f"POSITIONS='learned': none for token {config.train_seq_len + 1} of a text; "
-                                f"TRAIN_SEQ_LEN={config.train_seq_len} was the longest in training")
-            x = x + self.positions_embed[seen : seen + ids.size(1)].to(x.dtype)
+            if end > longest:
+                raise UserError(f"POSITIONS='learned': none for token {longest + 1} of a text; "
+                                f"TRAIN_SEQ_LEN={longest} was the longest in training")
+            x = x + self.positions_embed[seen:end].to(x.dtype)
         if config.smear_gate or config.bigram_vocab_size:
             last = whole.get("last", torch.full_like(ids[:, :1], config.bos_id))
             before = torch.cat([last, ids[:, :-1]], dim=1).masked_fill(first, config.bos_id)  # never another document's
@@ -1179,36 +1116,29 @@ class GPT(nn.Module):
             if config.bigram_vocab_size:  # hash of Parameter Golf's BigramHashEmbedding
                 pair = ((36313 * ids) ^ (27191 * before)) % config.bigram_vocab_size
                 x = x + linear(F.embedding(pair, self.bigram_embed).to(x.dtype), self.w_bigram)
-        whole.update(seen=seen + ids.size(1), last=ids[:, -1:])
+        whole.update(seen=end, last=ids[:, -1:])
         return x
 
     def forward(self, ids: Tensor, targets: Tensor | None = None, cache: list[dict] | None = None) -> Tensor:
-        """Loss of every token in nats (B, T), 0 where the target is -1; or, without targets, logits (B, T, V).
-
-        ids (B, T). With a cache the tokens follow those that the cache has seen.
-        """
-        first = ids == self.config.bos_id
-        doc = first.int().cumsum(dim=1)  # (B, T)
-        whole = {} if cache is None else cache[-1]
-        if whole:
-            doc = doc + whole["doc"]
-        x = x0 = self.embed_tokens(ids, first, whole)
-        whole["doc"] = doc[:, -1:]
-        layers, skips = len(self.mixer_of_layer), []
+        """ids (B, T) to nats of each token (B, T), 0 where its target is -1; without targets to logits (B, T, V)."""
+        config, half = self.config, len(self.mixer_of_layer) // 2
+        caches = [*[None] * len(self.mixer_of_layer), {}] if cache is None else cache
+        first = ids == config.bos_id
+        doc = first.int().cumsum(dim=1) + caches[-1].get("doc", 0)  # (B, T)
+        x = x0 = self.embed_tokens(ids, first, caches[-1])
+        caches[-1]["doc"] = doc[:, -1:]
+        recompute, skips = self.activation_checkpointing and torch.is_grad_enabled(), []
         for layer, (block, mixer) in enumerate(zip(self.block_of_layer, self.mixer_of_layer, strict=True)):
-            if layer >= layers // 2 and skips:
+            if layer >= half and skips:
                 x = x + self.skip[len(skips) - 1].to(x.dtype) * skips.pop()
-            run = (self.blocks[block], x, x0, self.mixers[mixer], doc, first, None if cache is None else cache[layer])
-            if self.activation_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(*run, use_reentrant=False)
-            else:
-                x = run[0](*run[1:])
-            if self.config.unet_skips and layer < layers // 2:
+            run = self.blocks[block], x, x0, self.mixers[mixer], doc, first, caches[layer]
+            x = checkpoint(*run, use_reentrant=False) if recompute else run[0](*run[1:])
+            if config.unet_skips and layer < half:
                 skips.append(x)
         logits = linear(self.final_norm(x), self.embed if self.head is None else self.head)
         logits = logits.float() if logits.dtype == torch.bfloat16 else logits
-        if self.config.logit_softcap:
-            logits = self.config.logit_softcap * torch.tanh(logits / self.config.logit_softcap)
+        if config.logit_softcap:
+            logits = config.logit_softcap * torch.tanh(logits / config.logit_softcap)
         if targets is None:
             return logits
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none")
