@@ -82,15 +82,14 @@ FOREIGN_NAMES = tuple("""
 
 # (pattern of a field name, smallest, largest), the first match counts; a field that matches none must be >= 0.
 RANGES = (
-    ("ema_memory_frac", 1e-6, 1.0), ("*_frac", 0.0, 1.0), ("lr_floor", 0.0, 1.0), ("beta?", 0.0, 0.9999),
-    ("muon_momentum*_start", 0.0, 0.9999),
-    ("muon_momentum", 0.0, 0.9999), ("*_bits", 2, 8), ("model_dim", 16, 65536), ("num_layers", 0, 512),
-    ("num_*heads", 1, 1024), ("mlp_mult", 0.25, 16.0), ("train_seq_len", 2, 1 << 20), ("attn_window", 1, 1 << 20),
-    ("train_batch_tokens", 2, 1 << 31), ("train_log_every", 1, 1 << 31), ("muon_backend_steps", 1, 20),
-    ("adam_eps", 1e-20, 1.0), ("bio_threshold", 0.0, 1.0), ("bigram_dim", 1, 65536),
-    ("rope_base", 1.0, 1e9), ("tied_embed_init_std", 1e-6, 10.0),
-    ("artifact_bytes_max", 1, 1 << 40), ("max_new_tokens", 1, 1 << 20), ("num_samples", 1, 1 << 16),
-    ("temperature", 0.0, 100.0), ("vocab_size", 0, 65536),
+    ("ema_memory_frac", 1e-6, 1.0), ("*_frac", 0.0, 1.0), ("lr_floor", 0.0, 1.0), ("bio_threshold", 0.0, 1.0),
+    ("beta?", 0.0, 0.9999), ("muon_momentum", 0.0, 0.9999), ("muon_momentum*_start", 0.0, 0.9999),
+    ("adam_eps", 1e-20, 1.0), ("muon_backend_steps", 1, 20), ("*_bits", 2, 8), ("model_dim", 16, 65536),
+    ("num_layers", 0, 512), ("num_*heads", 1, 1024), ("mlp_mult", 0.25, 16.0), ("bigram_dim", 1, 65536),
+    ("tied_embed_init_std", 1e-6, 10.0), ("rope_base", 1.0, 1e9), ("attn_window", 1, 1 << 20),
+    ("vocab_size", 0, 65536), ("train_seq_len", 2, 1 << 20), ("train_batch_tokens", 2, 1 << 31),
+    ("train_log_every", 1, 1 << 31), ("artifact_bytes_max", 1, 1 << 40), ("max_new_tokens", 1, 1 << 20),
+    ("num_samples", 1, 1 << 16), ("temperature", 0.0, 100.0),
 )
 CHOICES = {
     "lr_schedule": ("linear", "cosine", "wsd", "constant"), "device": ("auto", "cpu", "cuda"),
@@ -102,17 +101,12 @@ CHOICES = {
 def parse_setting(name: str, text: str, kind: type) -> int | float | bool | str:
     """The value of setting `name` (a field name) written as `text`. Raises UserError for a wrong type or range."""
     what = f"{name.upper()}={text!r}"
-    if kind is str:
-        value = text
-    elif kind is bool:
-        if text not in ("0", "1"):
-            raise UserError(f"{what}: must be 0 or 1")
-        value = text == "1"
-    else:
-        try:
-            value = kind(text)
-        except ValueError:
-            raise UserError(f"{what}: must be {'a whole number' if kind is int else 'a number'}") from None
+    try:
+        value = {"0": False, "1": True}[text] if kind is bool else kind(text)
+    except (KeyError, ValueError):
+        right = {bool: "0 or 1", int: "a whole number", float: "a number"}[kind]
+        raise UserError(f"{what}: must be {right}") from None
+    if kind in (int, float):
         low, high = next(((lo, hi) for glob, lo, hi in RANGES if fnmatch.fnmatch(name, glob)), (0, math.inf))
         if not (low <= value <= high and math.isfinite(value)):
             raise UserError(f"{what}: must be from {low} to {high}")
@@ -139,28 +133,25 @@ def read_config(path: str) -> dict[str, str]:
 def load_settings(cls: type, environ: dict[str, str], presets: dict[str, dict[str, dict]] | None = None):
     """Settings of dataclass `cls` from the file CONFIG names and from `environ`, which wins.
 
-    `presets`: setting -> its value -> values of other settings, below those that are given.
-
-    Raises UserError for an unknown name in the file, for a name in the environment that only other scripts read or
-    that is a near miss of a setting, and for a wrong value.
+    `presets`: setting -> its value -> values of other settings, below those that are given. Raises UserError for a
+    wrong value, an unknown name in the file, and a name in the environment that only other scripts read or that is a
+    near miss of a setting.
     """
     kinds = {field.name.upper(): field.type for field in fields(cls)}
     config = read_config(environ["CONFIG"]) if environ.get("CONFIG") else {}
-    ignored = {name.strip() for name in environ.get("IGNORE_ENV", "").split(",")}
+    ignored = {name.strip() for name in environ.get("IGNORE_ENV", "").split(",")} | {"CONFIG", "IGNORE_ENV"}
 
-    def nearest(name: str, cutoff: float) -> str:
-        return next(iter(difflib.get_close_matches(name, kinds, 1, cutoff)), "")
+    def guess(name: str, cutoff: float) -> str:
+        near = difflib.get_close_matches(name, kinds, 1, cutoff)
+        return f"; did you mean {near[0]}?" if near else ""
 
     for name in config:
         if name not in kinds:
-            near = nearest(name, 0.6)
-            hint = f"; did you mean {near}?" if near else ""
-            raise UserError(f"{environ['CONFIG']}: unknown setting {name}{hint}")
-    for name in sorted(set(environ) - set(kinds) - ignored - {"CONFIG", "IGNORE_ENV"}):
-        near = nearest(name, 0.6 if name in FOREIGN_NAMES else 0.85)
-        if name in FOREIGN_NAMES or near:
-            hint = f"did you mean {near}?" if near else "its settings stand at its top."
-            raise UserError(f"{name}={environ[name]!r}: no setting of this script; {hint} IGNORE_ENV={name} lets it be")
+            raise UserError(f"{environ['CONFIG']}: unknown setting {name}{guess(name, 0.6)}")
+    for name in sorted(set(environ) - set(kinds) - ignored):
+        hint = guess(name, 0.6) or "; its settings stand at its top." if name in FOREIGN_NAMES else guess(name, 0.85)
+        if hint:
+            raise UserError(f"{name}={environ[name]!r}: no setting of this script{hint} IGNORE_ENV={name} lets it be")
     given = {**config, **{name: environ[name] for name in kinds if name in environ}}
     values = {name.lower(): parse_setting(name.lower(), text, kinds[name]) for name, text in given.items()}
     for name, choices in (presets or {}).items():
@@ -173,12 +164,9 @@ def load_settings(cls: type, environ: dict[str, str], presets: dict[str, dict[st
 
 def settings_table(settings) -> str:
     """Every resolved setting, one a line; `*` marks those that differ from the default."""
-    rows = []
-    for field in fields(settings):
-        value = getattr(settings, field.name)
-        text = int(value) if field.type is bool else value
-        rows.append(f"{'*' if value != field.default else ' '} {field.name.upper()}={text}")
-    return "\n".join(rows)
+    values = [(field, getattr(settings, field.name)) for field in fields(settings)]
+    return "\n".join(f"{'*' if value != field.default else ' '} {field.name.upper()}="
+                     f"{int(value) if field.type is bool else value}" for field, value in values)
 # === end: settings ===
 
 
@@ -205,11 +193,6 @@ class Runtime:
             dist.broadcast_object_list(values, src=0, device=self.device)
         return values[0]
 
-    def synchronize(self) -> None:
-        """Wait until the device has done what was asked of it."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-
     def leave(self) -> None:
         """End of the process: all ranks together, for one that left early aborted in gloo's threads (1 run in 10)."""
         if self.distributed:
@@ -219,40 +202,36 @@ class Runtime:
 
 def start_runtime(device: str) -> Runtime:
     """Join the process group that torchrun describes (NCCL on CUDA, gloo on CPU), or be a single process."""
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    cuda = torch.cuda.is_available() if device == "auto" else device == "cuda"
+    cuda = device == "cuda" or device == "auto" and torch.cuda.is_available()
     if cuda and not torch.cuda.is_available():
         raise UserError("DEVICE='cuda': PyTorch sees no CUDA device; DEVICE=cpu runs without")
     place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    torch.set_flush_denormal(not cuda)  # GDN's decays reach denormals, and a CPU is 10 times slower on them
     if cuda:
         torch.cuda.set_device(place)
-    else:
-        torch.set_flush_denormal(True)  # GDN's decays reach them, and the CPU is 10 times slower on them
     if "RANK" in os.environ:
-        # the other ranks wait at the end while rank 0 measures compressors and count models, minutes on FineWeb
-        patience = datetime.timedelta(minutes=60)
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=patience, **({"device_id": place} if cuda else {}))
-    return Runtime(rank, world_size, place, "RANK" in os.environ)
+        patience = datetime.timedelta(minutes=60)  # rank 0's compressors and count models at the end take minutes
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=patience, device_id=place if cuda else None)
+    return Runtime(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)), place, "RANK" in os.environ)
 
 
 class Log:
     """The run's log: a file and the terminal, written by rank 0 only. Opened once."""
 
     def __init__(self, path: Path | None):
-        self.file = open(path, "x", encoding="utf-8") if path else None
-        self.bar = path is not None and sys.stdout.isatty()
+        self.file = open(path, "x", encoding="utf-8", buffering=1) if path else None  # each line is written at once
+        self.clear = "\r\033[K" if path and sys.stdout.isatty() else ""  # wipes a terminal's line of progress
 
     def __call__(self, text: str, terminal: bool = True) -> None:
         if self.file:
             self.file.write(text + "\n")
-            self.file.flush()
             if terminal:
-                print(("\r\033[K" if self.bar else "") + text, flush=True)
+                print(self.clear + text, flush=True)
 
     def progress(self, text: str) -> None:
         """A line that the next one overwrites, on a terminal only."""
-        if self.bar:
-            print("\r\033[K" + text, end="", flush=True)
+        if self.clear:
+            print(self.clear + text, end="", flush=True)
 
 
 def exit_code(main: Callable[[], int]) -> int:
@@ -260,8 +239,7 @@ def exit_code(main: Callable[[], int]) -> int:
     try:
         return main()
     except (UserError, FloatingPointError, torch.OutOfMemoryError) as error:
-        if int(os.environ.get("RANK", 0)):
-            time.sleep(5)  # torchrun ends this rank meanwhile if rank 0 made the same mistake, and said so
+        time.sleep(5 if int(os.environ.get("RANK", 0)) else 0)  # torchrun ends this rank first if rank 0 says the same
         hint = "set MICRO_BATCH_TOKENS to less: " if isinstance(error, torch.OutOfMemoryError) else ""
         sys.stderr.write(f"error: {hint}{str(error).splitlines()[0]}\n")
         return 2 if isinstance(error, UserError) else 1
@@ -282,31 +260,21 @@ def make_run_folder(out_dir: str, run_id: str) -> Path:
 
 
 def describe_machine(runtime: Runtime) -> dict:
-    """Hardware and versions, for the log and result.json."""
+    """For log and result.json: hardware, versions, most memory held so far (allocator on CUDA, process on a CPU)."""
     cuda = runtime.device.type == "cuda"
+    hardware = torch.cuda.get_device_name() if cuda else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__,
                 "cuda": torch.version.cuda if cuda else None}
-    hardware = torch.cuda.get_device_name() if cuda else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-    return {"hardware": f"{runtime.world_size} x {hardware}", "versions": versions}
-
-
-def peak_memory(runtime: Runtime) -> int:
-    """Most bytes held so far: by the allocator on CUDA, by the process on the CPU."""
-    if runtime.device.type == "cuda":
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peak = torch.cuda.max_memory_allocated() if cuda else process  # bytes
+    return {"hardware": f"{runtime.world_size} x {hardware}", "versions": versions, "peak_memory_mib": peak / 2**20}
 
 
 def git_commit() -> str:
-    """Commit of the folder this script stands in, `+` if the tree has changes, or "unknown"."""
-    folder = Path(__file__).resolve().parent
-
-    def ask(*words: str) -> str:
-        command = ["git", "-C", str(folder), *words]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
+    """Commit of the folder this script stands in (no tag), `+` if the tree has changes, or "unknown"."""
+    folder, words = Path(__file__).resolve().parent, "describe --always --abbrev=40 --exclude=* --dirty=+".split()
     try:
-        return ask("rev-parse", "HEAD") + ("+" if ask("status", "--porcelain", "--untracked-files=no") else "")
+        return subprocess.run(["git", "-C", folder, *words], capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 # === end: runtime ===
@@ -584,6 +552,11 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight.to(x.dtype))
 
 
+def scaled(x: Tensor, scale: Tensor | None) -> Tensor:
+    """x times a learned scale per channel, where there is one."""
+    return x if scale is None else x * scale.to(x.dtype)
+
+
 def matrix(rows: int | tuple[int, ...], cols: int, std: float) -> nn.Parameter:
     """A weight matrix, normal with deviation `std`; several counts of rows: matrices one below the other, for Muon."""
     splits = rows if isinstance(rows, tuple) else (rows,)
@@ -620,9 +593,8 @@ def state_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def gdn_recurrent(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def gdn_recurrent(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
+                  state: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The recurrence, token by token: slow, and the reference for every other form.
 
     q, k (B, T, H, K); v (B, T, H, V); g, beta (B, T, H), g in nats, <= 0; state (B, H, K, V) or None for zeros.
@@ -655,12 +627,11 @@ def gdn_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Te
 
 
 def opaque(name: str, fake: Callable) -> Callable:
-    """Decorator: make a function the custom op `underpar::name`, which torch.compile calls without tracing into it.
+    """Decorator: make a function the custom op `underpar::name`, which torch.compile does not trace into.
 
-    `fake` gives the outputs' shapes. Every script carries this text; the first one imported into a process registers
-    the op and the others use that one, because torch frees an op that is registered again and a handle to it crashes.
+    `fake` gives the outputs' shapes. The first script imported into a process registers the op and the others use that
+    one: torch frees an op that is registered again, and a handle to it crashes.
     """
-
     def register(body: Callable) -> Callable:
         if not hasattr(torch.ops.underpar, name):
             torch.library.custom_op(f"underpar::{name}", body, mutates_args=()).register_fake(fake)
@@ -699,7 +670,7 @@ def gdn_inverse(a: Tensor) -> Tensor:
 
 
 def empty_scan(w: Tensor, state: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for a scan's results: one state more than there are chunks, ((N+1)*M, K, V), and a tensor like u."""
+    """Room for a scan's results: all states, ((N+1)*M, K, V), and a tensor like u."""
     return state.new_empty(w.shape[0] + state.shape[0], *state.shape[1:]), torch.empty_like(u)
 
 
@@ -724,9 +695,8 @@ def gdn_scan(w: Tensor, u: Tensor, k_end: Tensor, decay: Tensor, state: Tensor) 
 
 
 @opaque("gdn_scan_backward", lambda d_new, d_state, w, k_end, decay, d_last: empty_scan(w, d_last, d_new))
-def gdn_scan_backward(
-    d_new: Tensor, d_state: Tensor, w: Tensor, k_end: Tensor, decay: Tensor, d_last: Tensor
-) -> tuple[Tensor, Tensor]:
+def gdn_scan_backward(d_new: Tensor, d_state: Tensor, w: Tensor, k_end: Tensor, decay: Tensor,
+                      d_last: Tensor) -> tuple[Tensor, Tensor]:
     """Adjoint of `gdn_scan`, from the last chunk to the first, R_n = dL/dS_n:
 
     d_new_n += K_end_n R_{n+1} and R_n = d_state_n + decay_n R_{n+1} - W_n^T d_new_n. d_new (N*M, C, V) and d_state
@@ -806,18 +776,15 @@ class GatedDeltaChunks(torch.autograd.Function):
         return d_q.to(dtype), d_k.to(dtype), (d_bv * beta[..., None]).to(dtype), d_g, d_beta, r[:m].clone()
 
 
-def gdn_chunk(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None, chunk: int = 32
-) -> tuple[Tensor, Tensor]:
+def gdn_chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None,
+              chunk: int = 32) -> tuple[Tensor, Tensor]:
     """`gdn_recurrent` by chunks of tokens: same arguments and results, made of matrix products; for training.
 
-    q, k and v share one dtype (float64, float32 or bfloat16). Any T; 32 is the fastest `chunk` on CPU, 64 halves
-    the sequential steps. Raises ValueError for a chunk that is no power of two >= 16, or for mixed dtypes.
+    q, k and v share one dtype (float64, float32 or bfloat16). Any T. Raises ValueError for a chunk that is no power of
+    two >= 16: 32 is the fastest on CPU, 64 halves the sequential steps.
     """
     if chunk < 16 or chunk & (chunk - 1):
         raise ValueError(f"chunk is {chunk}; it must be a power of two >= 16")
-    if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}; they must share one")
     (b, t, h, dim_k), dim_v, dtype = q.shape, v.shape[-1], state_dtype(v)
     pad = -t % chunk  # a padded token has k = 0, beta = 0 and g = 0, and leaves the state as it is
 
@@ -827,9 +794,8 @@ def gdn_chunk(
 
     state = v.new_zeros(b, h, dim_k, dim_v, dtype=dtype) if state is None else state.to(dtype)
     with torch.autocast(v.device.type, enabled=False):  # autocast would round the inverse and the state to bfloat16
-        o, last = GatedDeltaChunks.apply(
-            split(q), split(k), split(v), split(g.to(dtype)), split(beta.to(dtype)), state.flatten(0, 1)
-        )
+        o, last = GatedDeltaChunks.apply(split(q), split(k), split(v), split(g.to(dtype)), split(beta.to(dtype)),
+                                         state.flatten(0, 1))
     o = o.view(-1, b, h, chunk, dim_v).movedim((0, 2), (1, 3)).flatten(1, 2)
     return o[:, :t], last.view(b, h, dim_k, dim_v)
 
@@ -1057,20 +1023,18 @@ class Block(nn.Module):
         dim, self.parallel = config.model_dim, config.parallel_residual
         self.mixer_norm, self.mlp_norm = Norm(norm, dim), Norm(norm, dim)
         self.mlp = MLP(config)
-        self.mix = None
+        self.mix = self.mixer_scale = self.mlp_scale = None
         if config.residual_mix:
             self.mix = nn.Parameter(torch.stack([torch.ones(dim), torch.zeros(dim)]))
             self.mixer_scale, self.mlp_scale = nn.Parameter(torch.ones(dim)), nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor, x0: Tensor, mixer: nn.Module, *context) -> Tensor:
         """x and x0 (the embedding) (B, T, dim); context: the mixer's further arguments."""
-        mixer_scale, mlp_scale = 1.0, 1.0
         if self.mix is not None:
-            keep, again, mixer_scale, mlp_scale = (*self.mix.to(x.dtype), self.mixer_scale.to(x.dtype),
-                                                   self.mlp_scale.to(x.dtype))
-            x = keep * x + again * x0
-        mixed = x + mixer_scale * mixer(self.mixer_norm(x), *context)
-        return mixed + mlp_scale * self.mlp(self.mlp_norm(x if self.parallel else mixed))
+            mix = self.mix.to(x.dtype)
+            x = mix[0] * x + mix[1] * x0
+        mixed = x + scaled(mixer(self.mixer_norm(x), *context), self.mixer_scale)
+        return mixed + scaled(self.mlp(self.mlp_norm(x if self.parallel else mixed)), self.mlp_scale)
 
 
 class GPT(nn.Module):
