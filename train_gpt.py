@@ -1504,7 +1504,7 @@ class Average:
         self.params, self.memory, self.values, self.count, self.progress = params, memory, [], 0, 0.0
 
     def update(self, progress: float) -> None:
-        """Take in the parameters as they are; with `count` 0, at first or where it was set to start again, copy them."""
+        """Take in the parameters as they are; with `count` 0, at first or set so to start again, copy them."""
         params = [param.detach() for param in self.params]
         if not self.count:
             self.values = [param.float().clone() for param in params]
