@@ -86,15 +86,14 @@ FOREIGN_NAMES = tuple("""
 
 # (pattern of a field name, smallest, largest), the first match counts; a field that matches none must be >= 0.
 RANGES = (
-    ("ema_memory_frac", 1e-6, 1.0), ("*_frac", 0.0, 1.0), ("lr_floor", 0.0, 1.0), ("beta?", 0.0, 0.9999),
-    ("muon_momentum*_start", 0.0, 0.9999),
-    ("muon_momentum", 0.0, 0.9999), ("*_bits", 2, 8), ("model_dim", 16, 65536), ("num_layers", 0, 512),
-    ("num_*heads", 1, 1024), ("mlp_mult", 0.25, 16.0), ("train_seq_len", 2, 1 << 20), ("attn_window", 1, 1 << 20),
-    ("train_batch_tokens", 2, 1 << 31), ("train_log_every", 1, 1 << 31), ("muon_backend_steps", 1, 20),
-    ("adam_eps", 1e-20, 1.0), ("bio_threshold", 0.0, 1.0), ("bigram_dim", 1, 65536),
-    ("rope_base", 1.0, 1e9), ("tied_embed_init_std", 1e-6, 10.0),
-    ("artifact_bytes_max", 1, 1 << 40), ("max_new_tokens", 1, 1 << 20), ("num_samples", 1, 1 << 16),
-    ("temperature", 0.0, 100.0), ("vocab_size", 0, 1 << 20),
+    ("ema_memory_frac", 1e-6, 1.0), ("*_frac", 0.0, 1.0), ("lr_floor", 0.0, 1.0), ("bio_threshold", 0.0, 1.0),
+    ("beta?", 0.0, 0.9999), ("muon_momentum", 0.0, 0.9999), ("muon_momentum*_start", 0.0, 0.9999),
+    ("adam_eps", 1e-20, 1.0), ("muon_backend_steps", 1, 20), ("*_bits", 2, 8), ("model_dim", 16, 65536),
+    ("num_layers", 0, 512), ("num_*heads", 1, 1024), ("mlp_mult", 0.25, 16.0), ("bigram_dim", 1, 65536),
+    ("tied_embed_init_std", 1e-6, 10.0), ("rope_base", 1.0, 1e9), ("attn_window", 1, 1 << 20),
+    ("vocab_size", 0, 1 << 20), ("train_seq_len", 2, 1 << 20), ("train_batch_tokens", 2, 1 << 31),
+    ("train_log_every", 1, 1 << 31), ("artifact_bytes_max", 1, 1 << 40), ("max_new_tokens", 1, 1 << 20),
+    ("num_samples", 1, 1 << 16), ("temperature", 0.0, 100.0),
 )
 CHOICES = {
     "lr_schedule": ("linear", "cosine", "wsd", "constant"), "device": ("auto", "cpu", "cuda"),
@@ -107,17 +106,12 @@ CHOICES = {
 def parse_setting(name: str, text: str, kind: type) -> int | float | bool | str:
     """The value of setting `name` (a field name) written as `text`. Raises UserError for a wrong type or range."""
     what = f"{name.upper()}={text!r}"
-    if kind is str:
-        value = text
-    elif kind is bool:
-        if text not in ("0", "1"):
-            raise UserError(f"{what}: must be 0 or 1")
-        value = text == "1"
-    else:
-        try:
-            value = kind(text)
-        except ValueError:
-            raise UserError(f"{what}: must be {'a whole number' if kind is int else 'a number'}") from None
+    try:
+        value = {"0": False, "1": True}[text] if kind is bool else kind(text)
+    except (KeyError, ValueError):
+        right = {bool: "0 or 1", int: "a whole number", float: "a number"}[kind]
+        raise UserError(f"{what}: must be {right}") from None
+    if kind in (int, float):
         low, high = next(((lo, hi) for glob, lo, hi in RANGES if fnmatch.fnmatch(name, glob)), (0, math.inf))
         if not (low <= value <= high and math.isfinite(value)):
             raise UserError(f"{what}: must be from {low} to {high}")
@@ -144,28 +138,25 @@ def read_config(path: str) -> dict[str, str]:
 def load_settings(cls: type, environ: dict[str, str], presets: dict[str, dict[str, dict]] | None = None):
     """Settings of dataclass `cls` from the file CONFIG names and from `environ`, which wins.
 
-    `presets`: setting -> its value -> values of other settings, below those that are given.
-
-    Raises UserError for an unknown name in the file, for a name in the environment that only other scripts read or
-    that is a near miss of a setting, and for a wrong value.
+    `presets`: setting -> its value -> values of other settings, below those that are given. Raises UserError for a
+    wrong value, an unknown name in the file, and a name in the environment that only other scripts read or that is a
+    near miss of a setting.
     """
     kinds = {field.name.upper(): field.type for field in fields(cls)}
     config = read_config(environ["CONFIG"]) if environ.get("CONFIG") else {}
-    ignored = {name.strip() for name in environ.get("IGNORE_ENV", "").split(",")}
+    ignored = {name.strip() for name in environ.get("IGNORE_ENV", "").split(",")} | {"CONFIG", "IGNORE_ENV"}
 
-    def nearest(name: str, cutoff: float) -> str:
-        return next(iter(difflib.get_close_matches(name, kinds, 1, cutoff)), "")
+    def guess(name: str, cutoff: float) -> str:
+        near = difflib.get_close_matches(name, kinds, 1, cutoff)
+        return f"; did you mean {near[0]}?" if near else ""
 
     for name in config:
         if name not in kinds:
-            near = nearest(name, 0.6)
-            hint = f"; did you mean {near}?" if near else ""
-            raise UserError(f"{environ['CONFIG']}: unknown setting {name}{hint}")
-    for name in sorted(set(environ) - set(kinds) - ignored - {"CONFIG", "IGNORE_ENV"}):
-        near = nearest(name, 0.6 if name in FOREIGN_NAMES else 0.85)
-        if name in FOREIGN_NAMES or near:
-            hint = f"did you mean {near}?" if near else "its settings stand at its top."
-            raise UserError(f"{name}={environ[name]!r}: no setting of this script; {hint} IGNORE_ENV={name} lets it be")
+            raise UserError(f"{environ['CONFIG']}: unknown setting {name}{guess(name, 0.6)}")
+    for name in sorted(set(environ) - set(kinds) - ignored):
+        hint = guess(name, 0.6) or "; its settings stand at its top." if name in FOREIGN_NAMES else guess(name, 0.85)
+        if hint:
+            raise UserError(f"{name}={environ[name]!r}: no setting of this script{hint} IGNORE_ENV={name} lets it be")
     given = {**config, **{name: environ[name] for name in kinds if name in environ}}
     values = {name.lower(): parse_setting(name.lower(), text, kinds[name]) for name, text in given.items()}
     for name, choices in (presets or {}).items():
@@ -178,12 +169,9 @@ def load_settings(cls: type, environ: dict[str, str], presets: dict[str, dict[st
 
 def settings_table(settings) -> str:
     """Every resolved setting, one a line; `*` marks those that differ from the default."""
-    rows = []
-    for field in fields(settings):
-        value = getattr(settings, field.name)
-        text = int(value) if field.type is bool else value
-        rows.append(f"{'*' if value != field.default else ' '} {field.name.upper()}={text}")
-    return "\n".join(rows)
+    values = [(field, getattr(settings, field.name)) for field in fields(settings)]
+    return "\n".join(f"{'*' if value != field.default else ' '} {field.name.upper()}="
+                     f"{int(value) if field.type is bool else value}" for field, value in values)
 # === end: settings ===
 
 
@@ -210,11 +198,6 @@ class Runtime:
             dist.broadcast_object_list(values, src=0, device=self.device)
         return values[0]
 
-    def synchronize(self) -> None:
-        """Wait until the device has done what was asked of it."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-
     def leave(self) -> None:
         """End of the process: all ranks together, for one that left early aborted in gloo's threads (1 run in 10)."""
         if self.distributed:
@@ -224,40 +207,36 @@ class Runtime:
 
 def start_runtime(device: str) -> Runtime:
     """Join the process group that torchrun describes (NCCL on CUDA, gloo on CPU), or be a single process."""
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    cuda = torch.cuda.is_available() if device == "auto" else device == "cuda"
+    cuda = device == "cuda" or device == "auto" and torch.cuda.is_available()
     if cuda and not torch.cuda.is_available():
         raise UserError("DEVICE='cuda': PyTorch sees no CUDA device; DEVICE=cpu runs without")
     place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    torch.set_flush_denormal(not cuda)  # GDN's decays reach denormals, and a CPU is 10 times slower on them
     if cuda:
         torch.cuda.set_device(place)
-    else:
-        torch.set_flush_denormal(True)  # GDN's decays reach them, and the CPU is 10 times slower on them
     if "RANK" in os.environ:
-        # the other ranks wait at the end while rank 0 measures compressors and count models, minutes on FineWeb
-        patience = datetime.timedelta(minutes=60)
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=patience, **({"device_id": place} if cuda else {}))
-    return Runtime(rank, world_size, place, "RANK" in os.environ)
+        patience = datetime.timedelta(minutes=60)  # rank 0's compressors and count models at the end take minutes
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=patience, device_id=place if cuda else None)
+    return Runtime(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)), place, "RANK" in os.environ)
 
 
 class Log:
     """The run's log: a file and the terminal, written by rank 0 only. Opened once."""
 
     def __init__(self, path: Path | None):
-        self.file = open(path, "x", encoding="utf-8") if path else None
-        self.bar = path is not None and sys.stdout.isatty()
+        self.file = open(path, "x", encoding="utf-8", buffering=1) if path else None  # each line is written at once
+        self.clear = "\r\033[K" if path and sys.stdout.isatty() else ""  # wipes a terminal's line of progress
 
     def __call__(self, text: str, terminal: bool = True) -> None:
         if self.file:
             self.file.write(text + "\n")
-            self.file.flush()
             if terminal:
-                print(("\r\033[K" if self.bar else "") + text, flush=True)
+                print(self.clear + text, flush=True)
 
     def progress(self, text: str) -> None:
         """A line that the next one overwrites, on a terminal only."""
-        if self.bar:
-            print("\r\033[K" + text, end="", flush=True)
+        if self.clear:
+            print(self.clear + text, end="", flush=True)
 
 
 def exit_code(main: Callable[[], int]) -> int:
@@ -265,8 +244,7 @@ def exit_code(main: Callable[[], int]) -> int:
     try:
         return main()
     except (UserError, FloatingPointError, torch.OutOfMemoryError) as error:
-        if int(os.environ.get("RANK", 0)):
-            time.sleep(5)  # torchrun ends this rank meanwhile if rank 0 made the same mistake, and said so
+        time.sleep(5 if int(os.environ.get("RANK", 0)) else 0)  # torchrun ends this rank first if rank 0 says the same
         hint = "set MICRO_BATCH_TOKENS to less: " if isinstance(error, torch.OutOfMemoryError) else ""
         sys.stderr.write(f"error: {hint}{str(error).splitlines()[0]}\n")
         return 2 if isinstance(error, UserError) else 1
@@ -287,31 +265,21 @@ def make_run_folder(out_dir: str, run_id: str) -> Path:
 
 
 def describe_machine(runtime: Runtime) -> dict:
-    """Hardware and versions, for the log and result.json."""
+    """For log and result.json: hardware, versions, most memory held so far (allocator on CUDA, process on a CPU)."""
     cuda = runtime.device.type == "cuda"
+    hardware = torch.cuda.get_device_name() if cuda else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__,
                 "cuda": torch.version.cuda if cuda else None}
-    hardware = torch.cuda.get_device_name() if cuda else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-    return {"hardware": f"{runtime.world_size} x {hardware}", "versions": versions}
-
-
-def peak_memory(runtime: Runtime) -> int:
-    """Most bytes held so far: by the allocator on CUDA, by the process on the CPU."""
-    if runtime.device.type == "cuda":
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peak = torch.cuda.max_memory_allocated() if cuda else process  # bytes
+    return {"hardware": f"{runtime.world_size} x {hardware}", "versions": versions, "peak_memory_mib": peak / 2**20}
 
 
 def git_commit() -> str:
-    """Commit of the folder this script stands in, `+` if the tree has changes, or "unknown"."""
-    folder = Path(__file__).resolve().parent
-
-    def ask(*words: str) -> str:
-        command = ["git", "-C", str(folder), *words]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
+    """Commit of the folder this script stands in (no tag), `+` if the tree has changes, or "unknown"."""
+    folder, words = Path(__file__).resolve().parent, "describe --always --abbrev=40 --exclude=* --dirty=+".split()
     try:
-        return ask("rev-parse", "HEAD") + ("+" if ask("status", "--porcelain", "--untracked-files=no") else "")
+        return subprocess.run(["git", "-C", folder, *words], capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 # === end: runtime ===

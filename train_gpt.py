@@ -177,15 +177,14 @@ FOREIGN_NAMES = tuple("""
 
 # (pattern of a field name, smallest, largest), the first match counts; a field that matches none must be >= 0.
 RANGES = (
-    ("ema_memory_frac", 1e-6, 1.0), ("*_frac", 0.0, 1.0), ("lr_floor", 0.0, 1.0), ("beta?", 0.0, 0.9999),
-    ("muon_momentum*_start", 0.0, 0.9999),
-    ("muon_momentum", 0.0, 0.9999), ("*_bits", 2, 8), ("model_dim", 16, 65536), ("num_layers", 0, 512),
-    ("num_*heads", 1, 1024), ("mlp_mult", 0.25, 16.0), ("train_seq_len", 2, 1 << 20), ("attn_window", 1, 1 << 20),
-    ("train_batch_tokens", 2, 1 << 31), ("train_log_every", 1, 1 << 31), ("muon_backend_steps", 1, 20),
-    ("adam_eps", 1e-20, 1.0), ("bio_threshold", 0.0, 1.0), ("bigram_dim", 1, 65536),
-    ("rope_base", 1.0, 1e9), ("tied_embed_init_std", 1e-6, 10.0),
-    ("artifact_bytes_max", 1, 1 << 40), ("max_new_tokens", 1, 1 << 20), ("num_samples", 1, 1 << 16),
-    ("temperature", 0.0, 100.0), ("vocab_size", 0, 1 << 20),
+    ("ema_memory_frac", 1e-6, 1.0), ("*_frac", 0.0, 1.0), ("lr_floor", 0.0, 1.0), ("bio_threshold", 0.0, 1.0),
+    ("beta?", 0.0, 0.9999), ("muon_momentum", 0.0, 0.9999), ("muon_momentum*_start", 0.0, 0.9999),
+    ("adam_eps", 1e-20, 1.0), ("muon_backend_steps", 1, 20), ("*_bits", 2, 8), ("model_dim", 16, 65536),
+    ("num_layers", 0, 512), ("num_*heads", 1, 1024), ("mlp_mult", 0.25, 16.0), ("bigram_dim", 1, 65536),
+    ("tied_embed_init_std", 1e-6, 10.0), ("rope_base", 1.0, 1e9), ("attn_window", 1, 1 << 20),
+    ("vocab_size", 0, 1 << 20), ("train_seq_len", 2, 1 << 20), ("train_batch_tokens", 2, 1 << 31),
+    ("train_log_every", 1, 1 << 31), ("artifact_bytes_max", 1, 1 << 40), ("max_new_tokens", 1, 1 << 20),
+    ("num_samples", 1, 1 << 16), ("temperature", 0.0, 100.0),
 )
 CHOICES = {
     "lr_schedule": ("linear", "cosine", "wsd", "constant"), "device": ("auto", "cpu", "cuda"),
@@ -198,17 +197,12 @@ CHOICES = {
 def parse_setting(name: str, text: str, kind: type) -> int | float | bool | str:
     """The value of setting `name` (a field name) written as `text`. Raises UserError for a wrong type or range."""
     what = f"{name.upper()}={text!r}"
-    if kind is str:
-        value = text
-    elif kind is bool:
-        if text not in ("0", "1"):
-            raise UserError(f"{what}: must be 0 or 1")
-        value = text == "1"
-    else:
-        try:
-            value = kind(text)
-        except ValueError:
-            raise UserError(f"{what}: must be {'a whole number' if kind is int else 'a number'}") from None
+    try:
+        value = {"0": False, "1": True}[text] if kind is bool else kind(text)
+    except (KeyError, ValueError):
+        right = {bool: "0 or 1", int: "a whole number", float: "a number"}[kind]
+        raise UserError(f"{what}: must be {right}") from None
+    if kind in (int, float):
         low, high = next(((lo, hi) for glob, lo, hi in RANGES if fnmatch.fnmatch(name, glob)), (0, math.inf))
         if not (low <= value <= high and math.isfinite(value)):
             raise UserError(f"{what}: must be from {low} to {high}")
@@ -235,28 +229,25 @@ def read_config(path: str) -> dict[str, str]:
 def load_settings(cls: type, environ: dict[str, str], presets: dict[str, dict[str, dict]] | None = None):
     """Settings of dataclass `cls` from the file CONFIG names and from `environ`, which wins.
 
-    `presets`: setting -> its value -> values of other settings, below those that are given.
-
-    Raises UserError for an unknown name in the file, for a name in the environment that only other scripts read or
-    that is a near miss of a setting, and for a wrong value.
+    `presets`: setting -> its value -> values of other settings, below those that are given. Raises UserError for a
+    wrong value, an unknown name in the file, and a name in the environment that only other scripts read or that is a
+    near miss of a setting.
     """
     kinds = {field.name.upper(): field.type for field in fields(cls)}
     config = read_config(environ["CONFIG"]) if environ.get("CONFIG") else {}
-    ignored = {name.strip() for name in environ.get("IGNORE_ENV", "").split(",")}
+    ignored = {name.strip() for name in environ.get("IGNORE_ENV", "").split(",")} | {"CONFIG", "IGNORE_ENV"}
 
-    def nearest(name: str, cutoff: float) -> str:
-        return next(iter(difflib.get_close_matches(name, kinds, 1, cutoff)), "")
+    def guess(name: str, cutoff: float) -> str:
+        near = difflib.get_close_matches(name, kinds, 1, cutoff)
+        return f"; did you mean {near[0]}?" if near else ""
 
     for name in config:
         if name not in kinds:
-            near = nearest(name, 0.6)
-            hint = f"; did you mean {near}?" if near else ""
-            raise UserError(f"{environ['CONFIG']}: unknown setting {name}{hint}")
-    for name in sorted(set(environ) - set(kinds) - ignored - {"CONFIG", "IGNORE_ENV"}):
-        near = nearest(name, 0.6 if name in FOREIGN_NAMES else 0.85)
-        if name in FOREIGN_NAMES or near:
-            hint = f"did you mean {near}?" if near else "its settings stand at its top."
-            raise UserError(f"{name}={environ[name]!r}: no setting of this script; {hint} IGNORE_ENV={name} lets it be")
+            raise UserError(f"{environ['CONFIG']}: unknown setting {name}{guess(name, 0.6)}")
+    for name in sorted(set(environ) - set(kinds) - ignored):
+        hint = guess(name, 0.6) or "; its settings stand at its top." if name in FOREIGN_NAMES else guess(name, 0.85)
+        if hint:
+            raise UserError(f"{name}={environ[name]!r}: no setting of this script{hint} IGNORE_ENV={name} lets it be")
     given = {**config, **{name: environ[name] for name in kinds if name in environ}}
     values = {name.lower(): parse_setting(name.lower(), text, kinds[name]) for name, text in given.items()}
     for name, choices in (presets or {}).items():
@@ -269,12 +260,9 @@ def load_settings(cls: type, environ: dict[str, str], presets: dict[str, dict[st
 
 def settings_table(settings) -> str:
     """Every resolved setting, one a line; `*` marks those that differ from the default."""
-    rows = []
-    for field in fields(settings):
-        value = getattr(settings, field.name)
-        text = int(value) if field.type is bool else value
-        rows.append(f"{'*' if value != field.default else ' '} {field.name.upper()}={text}")
-    return "\n".join(rows)
+    values = [(field, getattr(settings, field.name)) for field in fields(settings)]
+    return "\n".join(f"{'*' if value != field.default else ' '} {field.name.upper()}="
+                     f"{int(value) if field.type is bool else value}" for field, value in values)
 # === end: settings ===
 
 
@@ -301,11 +289,6 @@ class Runtime:
             dist.broadcast_object_list(values, src=0, device=self.device)
         return values[0]
 
-    def synchronize(self) -> None:
-        """Wait until the device has done what was asked of it."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-
     def leave(self) -> None:
         """End of the process: all ranks together, for one that left early aborted in gloo's threads (1 run in 10)."""
         if self.distributed:
@@ -315,40 +298,36 @@ class Runtime:
 
 def start_runtime(device: str) -> Runtime:
     """Join the process group that torchrun describes (NCCL on CUDA, gloo on CPU), or be a single process."""
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    cuda = torch.cuda.is_available() if device == "auto" else device == "cuda"
+    cuda = device == "cuda" or device == "auto" and torch.cuda.is_available()
     if cuda and not torch.cuda.is_available():
         raise UserError("DEVICE='cuda': PyTorch sees no CUDA device; DEVICE=cpu runs without")
     place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    torch.set_flush_denormal(not cuda)  # GDN's decays reach denormals, and a CPU is 10 times slower on them
     if cuda:
         torch.cuda.set_device(place)
-    else:
-        torch.set_flush_denormal(True)  # GDN's decays reach them, and the CPU is 10 times slower on them
     if "RANK" in os.environ:
-        # the other ranks wait at the end while rank 0 measures compressors and count models, minutes on FineWeb
-        patience = datetime.timedelta(minutes=60)
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=patience, **({"device_id": place} if cuda else {}))
-    return Runtime(rank, world_size, place, "RANK" in os.environ)
+        patience = datetime.timedelta(minutes=60)  # rank 0's compressors and count models at the end take minutes
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=patience, device_id=place if cuda else None)
+    return Runtime(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)), place, "RANK" in os.environ)
 
 
 class Log:
     """The run's log: a file and the terminal, written by rank 0 only. Opened once."""
 
     def __init__(self, path: Path | None):
-        self.file = open(path, "x", encoding="utf-8") if path else None
-        self.bar = path is not None and sys.stdout.isatty()
+        self.file = open(path, "x", encoding="utf-8", buffering=1) if path else None  # each line is written at once
+        self.clear = "\r\033[K" if path and sys.stdout.isatty() else ""  # wipes a terminal's line of progress
 
     def __call__(self, text: str, terminal: bool = True) -> None:
         if self.file:
             self.file.write(text + "\n")
-            self.file.flush()
             if terminal:
-                print(("\r\033[K" if self.bar else "") + text, flush=True)
+                print(self.clear + text, flush=True)
 
     def progress(self, text: str) -> None:
         """A line that the next one overwrites, on a terminal only."""
-        if self.bar:
-            print("\r\033[K" + text, end="", flush=True)
+        if self.clear:
+            print(self.clear + text, end="", flush=True)
 
 
 def exit_code(main: Callable[[], int]) -> int:
@@ -356,8 +335,7 @@ def exit_code(main: Callable[[], int]) -> int:
     try:
         return main()
     except (UserError, FloatingPointError, torch.OutOfMemoryError) as error:
-        if int(os.environ.get("RANK", 0)):
-            time.sleep(5)  # torchrun ends this rank meanwhile if rank 0 made the same mistake, and said so
+        time.sleep(5 if int(os.environ.get("RANK", 0)) else 0)  # torchrun ends this rank first if rank 0 says the same
         hint = "set MICRO_BATCH_TOKENS to less: " if isinstance(error, torch.OutOfMemoryError) else ""
         sys.stderr.write(f"error: {hint}{str(error).splitlines()[0]}\n")
         return 2 if isinstance(error, UserError) else 1
@@ -378,31 +356,21 @@ def make_run_folder(out_dir: str, run_id: str) -> Path:
 
 
 def describe_machine(runtime: Runtime) -> dict:
-    """Hardware and versions, for the log and result.json."""
+    """For log and result.json: hardware, versions, most memory held so far (allocator on CUDA, process on a CPU)."""
     cuda = runtime.device.type == "cuda"
+    hardware = torch.cuda.get_device_name() if cuda else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__,
                 "cuda": torch.version.cuda if cuda else None}
-    hardware = torch.cuda.get_device_name() if cuda else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-    return {"hardware": f"{runtime.world_size} x {hardware}", "versions": versions}
-
-
-def peak_memory(runtime: Runtime) -> int:
-    """Most bytes held so far: by the allocator on CUDA, by the process on the CPU."""
-    if runtime.device.type == "cuda":
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peak = torch.cuda.max_memory_allocated() if cuda else process  # bytes
+    return {"hardware": f"{runtime.world_size} x {hardware}", "versions": versions, "peak_memory_mib": peak / 2**20}
 
 
 def git_commit() -> str:
-    """Commit of the folder this script stands in, `+` if the tree has changes, or "unknown"."""
-    folder = Path(__file__).resolve().parent
-
-    def ask(*words: str) -> str:
-        command = ["git", "-C", str(folder), *words]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
+    """Commit of the folder this script stands in (no tag), `+` if the tree has changes, or "unknown"."""
+    folder, words = Path(__file__).resolve().parent, "describe --always --abbrev=40 --exclude=* --dirty=+".split()
     try:
-        return ask("rev-parse", "HEAD") + ("+" if ask("status", "--porcelain", "--untracked-files=no") else "")
+        return subprocess.run(["git", "-C", folder, *words], capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 # === end: runtime ===
@@ -1456,19 +1424,13 @@ class Optimizers:
 
 # === shared: schedule ===
 class Clock:
-    """Training time, one number for all ranks, that no step waits for.
-
-    At the end of a step `send` starts to spread rank 0's [loss, bad, seconds]; `receive` reads it in the middle of the
-    next step: the host waits there, which bounds its lead to a step; the device, with work queued, does not.
-    `budget`: MAX_WALLCLOCK_SECONDS - RESERVE_SECONDS; it and `iterations`: 0 for no limit.
-    """
+    """Training time, rank 0's for all ranks; no step waits for it. `iterations`, `budget` (seconds): 0 for no limit."""
 
     def __init__(self, iterations: int, budget: float, runtime: Runtime, now: Callable[[], float] = time.perf_counter):
-        self.iterations, self.budget, self.runtime, self.now = iterations, budget, runtime, now
+        self.iterations, self.budget, self.runtime, self.now = iterations or math.inf, budget or math.inf, runtime, now
         self.before, self.started = 0.0, None  # seconds of finished stretches, start of the running one
-        self.seconds = [0.0]  # agreed seconds at the end of each step
-        self.used: list[float] = []  # progress that each step used
-        self.pending: tuple | None = None
+        self.seconds, self.used = [0.0], []  # of each step: agreed seconds at its end, progress that it used
+        self.pending: tuple | None = None  # what was sent, and on CUDA the event of its arrival on the host
 
     def elapsed(self) -> float:
         """This rank's training seconds so far."""
@@ -1479,27 +1441,27 @@ class Clock:
         self.started = self.now()
 
     def stop(self) -> None:
-        """Stand still, for validation, saving and the warm-up."""
+        """Stand still, for validation and saving, once the device has done what was asked of it."""
+        if self.runtime.device.type == "cuda":
+            torch.cuda.synchronize()
         self.before, self.started = self.elapsed(), None
 
     def send(self, loss: Tensor, bad: Tensor) -> None:
-        """End of a step: its loss, and whether it was not finite (0-d tensors, the same on all ranks)."""
+        """End of a step: start to spread rank 0's seconds, the step's loss, and whether that is not finite (0-d)."""
         seconds = torch.tensor(self.elapsed(), dtype=torch.float64).to(loss.device, non_blocking=True)
         packet = torch.stack([loss.double(), bad.double(), seconds])
         if self.runtime.distributed:
             dist.broadcast(packet, src=0)
-        ready = torch.cuda.Event() if packet.is_cuda else None
-        self.pending = packet.to("cpu", non_blocking=True), ready
-        if ready is not None:
-            ready.record()
+        copy = packet.to("cpu", non_blocking=True)
+        self.pending = copy, torch.cuda.current_stream().record_event() if packet.is_cuda else None
 
     def receive(self) -> tuple[float, bool] | None:
-        """(loss, bad) of the step before, or None if there was none."""
+        """(loss, bad) of the step before, or None if there was none; to be called in the middle of a step."""
         if self.pending is None:
             return None
-        (packet, ready), self.pending = self.pending, None
-        if ready is not None:
-            ready.synchronize()
+        (packet, arrived), self.pending = self.pending, None
+        if arrived is not None:
+            arrived.synchronize()  # bounds the host's lead to a step; the device, with work queued, does not wait
         loss, bad, seconds = packet.tolist()
         self.seconds.append(seconds)
         return loss, bad > 0
@@ -1511,16 +1473,14 @@ class Clock:
 
     def progress(self, step: int) -> float:
         """Where the run stands at the end of `step`, so that the last lands near 1; once a step, after `receive`."""
-        by_step = (step + 1) / self.iterations if self.iterations else 0.0
-        by_time = (self.seconds[-1] + self.median_step()) / self.budget if self.budget else 0.0
+        by_step, by_time = (step + 1) / self.iterations, (self.seconds[-1] + self.median_step()) / self.budget
         self.used.append(min(1.0, max(by_step, by_time, *self.used[-1:])))
         return self.used[-1]
 
     def is_last(self, step: int) -> bool:
         """Whether `step` must not run any more: iterations done, or the time left is less than a median step."""
-        done = bool(self.iterations) and step >= self.iterations
         flying = self.median_step() if self.pending is not None else 0.0  # the step whose time is not known yet
-        return done or bool(self.budget) and self.budget - self.seconds[-1] - flying < self.median_step()
+        return step >= self.iterations or self.budget - self.seconds[-1] - flying < self.median_step()
 
 
 @dataclass
@@ -1528,7 +1488,7 @@ class Phase:
     """A stretch of the run, in progress from `planned` to `end`, and what became of it."""
 
     planned: float
-    end: float
+    end: float = 1.0
     start_step: int = 0  # counted from 1, as in the log; 0: not yet
     start_progress: float = 0.0
     steps: int = 0
@@ -1544,43 +1504,30 @@ class Plan:
         if s.reserve_seconds >= s.max_wallclock_seconds > 0:
             raise UserError(f"RESERVE_SECONDS={s.reserve_seconds}: must be below MAX_WALLCLOCK_SECONDS="
                             f"{s.max_wallclock_seconds}")
-        self.warmdown = 0.0
-        if s.lr_schedule != "constant":
-            self.warmdown = self.share("WARMDOWN_ITERS", s.warmdown_iters, s.warmdown_frac)
-        self.momentum_warmup = self.share("MUON_MOMENTUM_WARMUP_STEPS", s.muon_momentum_warmup_steps,
-                                          s.muon_momentum_warmup_frac)
+
+        def share(name: str, steps: int, frac: float) -> float:
+            if steps > s.iterations:
+                raise UserError(f"{name}={steps}: must be at most ITERATIONS={s.iterations}; or use a share of the run")
+            return steps / s.iterations if steps else frac
+
+        constant = s.lr_schedule == "constant"
+        self.warmdown = 0.0 if constant else share("WARMDOWN_ITERS", s.warmdown_iters, s.warmdown_frac)
+        self.momentum_warmup = share("MUON_MOMENTUM_WARMUP_STEPS", s.muon_momentum_warmup_steps,
+                                     s.muon_momentum_warmup_frac)
         if s.warmup_frac + self.warmdown > 1:
-            raise UserError(f"WARMUP_FRAC={s.warmup_frac}: must be at most {1 - self.warmdown:.3f}, for the warmdown "
-                            f"takes {self.warmdown:.3f} of the run")
-        planned = {  # name: (wanted, start, end)
-            "warmup": (s.warmup_frac, 0.0, s.warmup_frac), "warmdown": (self.warmdown, 1 - self.warmdown, 1.0),
-            "ema": (s.ema, s.ema_start_frac, 1.0), "swa": (s.swa, s.swa_start_frac, 1.0),
-            "qat": (s.qat, s.qat_start_frac, 1.0),
-        }
-        self.phases = {name: Phase(start, end) for name, (wanted, start, end) in planned.items() if wanted}
+            raise UserError(f"WARMUP_FRAC={s.warmup_frac}: must be at most {1 - self.warmdown:.3f} with this warmdown")
+        phases = {"warmup": s.warmup_frac and Phase(0.0, s.warmup_frac),
+                  "warmdown": self.warmdown and Phase(1 - self.warmdown), "ema": s.ema and Phase(s.ema_start_frac),
+                  "swa": s.swa and Phase(s.swa_start_frac), "qat": s.qat and Phase(s.qat_start_frac)}
+        self.phases = {name: phase for name, phase in phases.items() if phase}
         for name, phase in self.phases.items():
             last = 1 - 1 / s.iterations if s.iterations and name == "qat" else 1.0  # QAT begins with the step after
             if phase.planned >= last:
                 raise UserError(f"{name.upper()}_START_FRAC={phase.planned}: {name} could not fire; must be less than "
                                 f"{last:.4f}, or set {name.upper()}=0")
 
-    def share(self, name: str, steps: int, frac: float) -> float:
-        """A length in steps as a share of ITERATIONS, fixed before step 0; `frac` where steps is 0."""
-        iterations = self.settings.iterations
-        if steps > iterations:
-            raise UserError(f"{name}={steps}: must be at most ITERATIONS={iterations}; or use a share of the run")
-        return steps / iterations if steps else frac
-
-    def describe(self) -> str:
-        """The plan, one line a phase."""
-        return "\n".join(f"plan: {name} from {phase.planned:.1%} to {phase.end:.1%} of the run"
-                         for name, phase in self.phases.items())
-
     def multiplier(self, progress: float) -> float:
-        """Of the learning rates: from 0 up to 1 in the warm-up, from 1 down to the floor in the warmdown.
-
-        wsd: 1 - sqrt(share of the warmdown done) (Hägele et al., arXiv:2405.18392, section 3).
-        """
+        """Of the learning rates: up to 1, then down to the floor (wsd: Hägele et al., arXiv:2405.18392, section 3)."""
         s = self.settings
         up = min(1.0, progress / s.warmup_frac) if s.warmup_frac else 1.0
         left = min(1.0, (1 - progress) / self.warmdown) if self.warmdown else 1.0
@@ -1594,10 +1541,7 @@ class Plan:
         return begin + share * (full - begin)
 
     def advance(self, step: int, progress: float) -> list[str]:
-        """Count `step` for every phase that is on at `progress`; the names of those that begin.
-
-        Quantization-aware training begins with the forward pass of the step after.
-        """
+        """Count `step` for each phase that is on at `progress`; the names of those that begin (QAT: the step after)."""
         begun = []
         for name, phase in self.phases.items():
             later = name == "qat"
@@ -1612,48 +1556,30 @@ class Plan:
         """Whether phase `name` is enabled and has begun."""
         return name in self.phases and self.phases[name].start_step > 0
 
-    def table(self) -> str:
-        """When each phase began, and for how many steps it was on."""
+    def describe(self, ended: bool = False) -> str:
+        """One line a phase: the plan, or once the run has `ended` when it began, and for how many steps it was on."""
         rows = []
         for name, phase in self.phases.items():
             began = f"began at step {phase.start_step} ({phase.start_progress:.1%}), on for {phase.steps} steps"
-            rows.append(f"phase: {name:8s} planned {phase.planned:6.1%}, {began if phase.steps else 'NEVER FIRED'}")
+            became = f"phase: {name:8s} planned {phase.planned:6.1%}, {began if phase.steps else 'NEVER FIRED'}"
+            rows.append(became if ended else f"plan: {name} from {phase.planned:.1%} to {phase.end:.1%} of the run")
         return "\n".join(rows)
-
-    def summary(self) -> dict[str, dict]:
-        """The same for result.json."""
-        return {name: asdict(phase) for name, phase in self.phases.items()}
-
-    def never_fired(self) -> list[str]:
-        """Names of enabled phases that were never on."""
-        return [name for name, phase in self.phases.items() if not phase.steps]
 
 
 class Average:
     """A float32 average of the parameters: exponential with a memory in shares of the run, or plain (memory None)."""
 
     def __init__(self, params: list[nn.Parameter], memory: float | None):
-        self.params, self.memory, self.count, self.progress = params, memory, 0, 0.0
-        self.values: list[Tensor] = []
+        self.params, self.memory, self.values, self.count, self.progress = params, memory, [], 0, 0.0
 
-    @torch.no_grad()
     def update(self, progress: float) -> None:
-        """Take in the parameters as they are; the first update after a restart copies them."""
+        """Take in the parameters as they are; with `count` 0, at first or set so to start again, copy them."""
+        params = [param.detach() for param in self.params]
         if not self.count:
-            self.values = [param.detach().float().clone() for param in self.params]
-        else:
-            memory = self.memory
-            keep = math.exp((self.progress - progress) / memory) if memory else self.count / (self.count + 1)
-            torch._foreach_lerp_(self.values, [param.detach() for param in self.params], 1 - keep)
+            self.values = [param.float().clone() for param in params]
+        keep = math.exp((self.progress - progress) / self.memory) if self.memory else self.count / (self.count + 1)
+        torch._foreach_lerp_(self.values, params, 1 - keep)
         self.count, self.progress = self.count + 1, progress
-
-    def restart(self) -> None:
-        """Forget what was averaged."""
-        self.count = 0
-
-    def applied(self) -> contextlib.AbstractContextManager[None]:
-        """The parameters hold the average inside, and their own values again after."""
-        return swapped(self.params, self.values)
 # === end: schedule ===
 
 
@@ -2217,7 +2143,7 @@ def report(log: Log, settings: Settings, clock: Clock, step: int, result: tuple[
     if done % settings.train_log_every == 0 or done <= 5:
         log(line)
     else:
-        left = f"{clock.budget - seconds:.0f} s left " if clock.budget else ""
+        left = f"{clock.budget - seconds:.0f} s left " if clock.budget < math.inf else ""
         log.progress(left + line)
 
 
@@ -2230,7 +2156,6 @@ def train(model: Callable, optimizers: Optimizers, weights: QuantizedWeights, av
     while True:
         last_step = clock.is_last(step)
         if settings.val_loss_every and step and step % settings.val_loss_every == 0 and not last_step:
-            batches.runtime.synchronize()
             clock.stop()
             log(f"step:{step} val_{validate()}")
             clock.start()
@@ -2256,13 +2181,12 @@ def train(model: Callable, optimizers: Optimizers, weights: QuantizedWeights, av
         optimizers.zero_grad()
         for name, average in averages.items():
             if "qat" in begun:  # an average of weights that never saw the quantizer does not fit it
-                average.restart()
+                average.count = 0
             elif plan.on(name):
                 average.update(progress)
         clock.send(loss, bad)
         step += 1
 
-    batches.runtime.synchronize()
     clock.stop()
     report(log, settings, clock, step - 1, clock.receive(), state)
     return step
@@ -2271,17 +2195,16 @@ def train(model: Callable, optimizers: Optimizers, weights: QuantizedWeights, av
 def choose_weights(model: Callable, network: GPT, averages: dict[str, Average], weights: QuantizedWeights,
                    score: Callable[[Callable], Score], log: Log) -> str:
     """Load into `network` whichever of raw, EMA and SWA weights scores best, quantized, on held-out training tokens."""
-    scores = {}
-    for name in ("raw", *(name for name, average in averages.items() if average.count)):
-        with averages[name].applied() if name != "raw" else contextlib.nullcontext(), weights.quantized():
+    scores, params = {}, [param.detach() for param in network.parameters()]
+    values = {"raw": params, **{name: average.values for name, average in averages.items() if average.count}}
+    for name in values:
+        with swapped(params, values[name]), weights.quantized():
             scores[name] = score(model)
         steps = f" of {averages[name].count} steps" if name != "raw" else ""
         log(f"weights: {name}{steps}, quantized, on held-out training tokens {scores[name]}")
     best = min(scores, key=lambda name: scores[name].nats)
     log(f"weights: {best} chosen")
-    if best != "raw":
-        with torch.no_grad():
-            torch._foreach_copy_([param.detach() for param in network.parameters()], averages[best].values)
+    torch._foreach_copy_(params, values[best])
     return best
 
 
@@ -2488,7 +2411,7 @@ def evaluate(score: Callable[..., Score], model: Callable, network: GPT, setting
 
 def verdict(result: dict, plan: Plan, settings: Settings, log: Log) -> int:
     """Exit code of a finished run: 1, with a line each, for what makes its result no result."""
-    faults = [f"phase {name} was enabled and never fired" for name in plan.never_fired()]
+    faults = [f"phase {name} was enabled and never fired" for name, phase in plan.phases.items() if not phase.steps]
     if result["total_bytes"] > settings.artifact_bytes_max:
         faults.append(f"{result['total_bytes']} bytes of code and artifact, more than "
                       f"ARTIFACT_BYTES_MAX={settings.artifact_bytes_max}")
@@ -2549,9 +2472,8 @@ def main() -> int:
 
     clock.start()
     chosen = choose_weights(model, network, averages, weights, lambda of: score(of, data.held_out), log)
-    runtime.synchronize()
     clock.stop()
-    log(plan.table())
+    log(plan.describe(ended=True))
     log(f"clock: {clock.elapsed():.1f} s to train and choose, MAX_WALLCLOCK_SECONDS={settings.max_wallclock_seconds}")
     events = []
     if 0 < settings.max_wallclock_seconds < clock.elapsed():
@@ -2573,11 +2495,11 @@ def main() -> int:
             "code_sha256": sha256_file(__file__), "manifest_sha256": data.manifest_sha256,
             "tokenizer_sha256": tokenizer.sha256, **describe_machine(runtime), "world_size": runtime.world_size,
             "steps": steps, "tokens": steps * batches.tokens, "train_seconds": clock.elapsed(),
-            "total_seconds": time.perf_counter() - begin, "peak_memory_mib": peak_memory(runtime) / 2**20,
-            "optimizer_state_bytes": optimizers.state_bytes(), "data_wait_seconds": batches.waited,
-            "params": count_parameters(network), "weights": chosen, **final, "before_quantization": before,
-            **mlp_activity(packed, window), **data.yardsticks, **sizes,
-            "phases": plan.summary(), "events": events, "settings": asdict(settings),
+            "total_seconds": time.perf_counter() - begin, "data_wait_seconds": batches.waited,
+            "optimizer_state_bytes": optimizers.state_bytes(), "params": count_parameters(network), "weights": chosen,
+            **final, "before_quantization": before, **mlp_activity(packed, window), **data.yardsticks, **sizes,
+            "phases": {name: asdict(phase) for name, phase in plan.phases.items()}, "events": events,
+            "settings": asdict(settings),
         }
         write_result(folder, result, log)
         code = verdict(result, plan, settings, log)
