@@ -2281,7 +2281,6 @@ class Data:
     held_out: np.ndarray  # int64, the ends of all training streams, each behind a BOS
     val: np.ndarray  # (N,) int64, validation tokens of all parts one after the other
     val_sources: np.ndarray  # (N,) int64, for each of them an index into source_names
-    yardsticks: dict[str, float]  # bits per byte of count models and compressors; none for a mixture
     source_names: list[str]  # as in the manifest; of several parts `folder/name`
 
 
@@ -2348,7 +2347,8 @@ def open_data(settings: Settings) -> Data:
     documents = np.cumsum(tokens == tokenizer.bos_id) - 1
     if len(of_documents) != documents[-1] + 1:
         raise UserError(f"DATA_PATH: {documents[-1] + 1} validation documents, in manifest.json {len(of_documents)}")
-    whole = {"name": " + ".join(each["name"] for each in manifests),
+    whole = {"yardsticks": {} if manifests[1:] else manifests[0].get("yardsticks", {}),
+             "name": " + ".join(each["name"] for each in manifests),
              "overlap_documents": sum(each["overlap_documents"] for each in manifests),
              "train": {"tokens": sum(each["train"]["tokens"] for each in manifests)},
              "val": {key: sum(each["val"][key] for each in manifests) for key in ("tokens", "decoded_bytes")}}
@@ -2360,9 +2360,8 @@ def open_data(settings: Settings) -> Data:
         check_overlap(folders, train, val, tokenizer.bos_id)
         sha256 = hashlib.sha256("\n".join([sha256, *more]).encode()).hexdigest()
     held_out = np.concatenate([np.append(tokenizer.bos_id, stream.tail()) for stream in train])
-    yardsticks = {} if more else manifests[0].get("yardsticks", {})
     return Data(tokenizer, whole, sha256, train, list(shares.values()), held_out, tokens,
-                np.array(of_documents)[documents], yardsticks, names)
+                np.array(of_documents)[documents], names)
 
 
 def pack(network: GPT, table: QuantTable, path: Path, tokenizer: Tokenizer, runtime: Runtime, meta: dict) -> dict:
@@ -2497,7 +2496,7 @@ def main() -> int:
             "steps": steps, "tokens": steps * batches.tokens, "train_seconds": clock.elapsed(),
             "total_seconds": time.perf_counter() - begin, "data_wait_seconds": batches.waited,
             "optimizer_state_bytes": optimizers.state_bytes(), "params": count_parameters(network), "weights": chosen,
-            **final, "before_quantization": before, **mlp_activity(packed, window), **data.yardsticks, **sizes,
+            **final, "before_quantization": before, **mlp_activity(packed, window), **manifest["yardsticks"], **sizes,
             "phases": {name: asdict(phase) for name, phase in plan.phases.items()}, "events": events,
             "settings": asdict(settings),
         }
