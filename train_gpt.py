@@ -2220,8 +2220,7 @@ def compiled(network: GPT, settings: Settings) -> Callable:
     """The network as training and scoring call it."""
     if not settings.compile:
         return network
-    mode = None if settings.compile_mode == "default" else settings.compile_mode
-    return torch.compile(network, dynamic=False, fullgraph=True, mode=mode)
+    return torch.compile(network, dynamic=False, fullgraph=True, mode=settings.compile_mode)
 
 
 @torch.no_grad()
@@ -2379,15 +2378,6 @@ def pack(network: GPT, table: QuantTable, path: Path, tokenizer: Tokenizer, runt
             "total_bytes": size + code, "bytes_by_class": stats.get("bytes", {})}
 
 
-def write_result(folder: Path, result: dict, log: Log) -> None:
-    """result.json, and the same keys at the end of the log."""
-    (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    log("---")
-    for key, value in result.items():
-        if not isinstance(value, dict):
-            log(f"{key}: {value}")
-
-
 def evaluate(score: Callable[..., Score], model: Callable, network: GPT, settings: Settings, log: Log, what: str,
              sources: tuple[np.ndarray, list[str]] | None = None) -> dict:
     """Score validation in plain windows, by source too if given, and in the ways asked for; the keys of result.json."""
@@ -2500,7 +2490,8 @@ def main() -> int:
             "phases": {name: asdict(phase) for name, phase in plan.phases.items()}, "events": events,
             "settings": asdict(settings),
         }
-        write_result(folder, result, log)
+        (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        log("---\n" + "\n".join(f"{key}: {value}" for key, value in result.items() if not isinstance(value, dict)))
         code = verdict(result, plan, settings, log)
     runtime.leave()
     return code
