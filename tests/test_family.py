@@ -1,5 +1,6 @@
 """Every choice of the model by values: references, caches, documents, checkpointing, QAT, artifact, one graph."""
 
+import contextlib
 import dataclasses
 import math
 
@@ -383,3 +384,36 @@ def test_the_compile_mode_reaches_the_compiler(monkeypatch, mode):
     assert seen == {"dynamic": False, "fullgraph": True, "mode": mode}
     seen.clear()
     assert T.compiled(net, T.Settings(compile=False)) is net and not seen
+
+
+@pytest.fixture(scope="module")
+def both() -> tuple[T.GPT, object]:
+    """One network, and the same compiled to machine code."""
+    net = network("swiglu", torch.float32)
+    return net, torch.compile(net, dynamic=False, fullgraph=True)
+
+
+@pytest.mark.parametrize("kind", T.CHOICES["optimizer"])
+def test_each_optimizer_trains_alike_compiled_and_eager(both, kind):
+    """Six steps from the same weights, quantized in the last two; one graph serves all optimizers."""
+    net, model = both
+    values = {"matrix_lr": 0.02, **T.OPTIMIZER_PRESETS[kind]}
+    settings = dataclasses.replace(SETTINGS, optimizer=kind, **{**values, "matrix_lr": values["matrix_lr"] / 4})
+    start = network("swiglu", torch.float32).state_dict()
+    losses, good = {}, torch.tensor(False)
+    for name, run in (("eager", net), ("compiled", model)):
+        net.load_state_dict(start)
+        optimizers = T.Optimizers(net, settings, T.Runtime(0, 1, torch.device("cpu"), False))
+        weights = T.QuantizedWeights(net.named_parameters(), {"matrix": (6, 12.85), "embedding": (8, 20.0)})
+        losses[name] = []
+        for step in range(6):
+            ids = tokens(step)
+            with weights.quantized() if step >= 4 else contextlib.nullcontext():
+                loss = run(ids, ids.roll(-1, 1)).mean()
+                loss.backward()
+            optimizers.step(1.0, 0.9, good)
+            optimizers.zero_grad()
+            losses[name].append(loss.item())
+    assert losses["compiled"] == pytest.approx(losses["eager"], rel=2e-3)
+    assert losses["compiled"][:4] == pytest.approx(losses["eager"][:4], rel=2e-5)
+    assert len(set(losses["eager"])) == 6
