@@ -694,9 +694,7 @@ def sample_lines(paths: list[Path]) -> Iterator[str]:
 
 
 def train_tokenizer(work: Path, vocab_size: int) -> Path:
-    """Stage 3: a SentencePiece BPE model of a sample of the (shuffled) training text, into tokenizer.model. Lossless:
-    no normalisation, no dummy prefix, white space kept, bytes for what has no piece.
-    """
+    """Stage 3: a lossless SentencePiece BPE model of a sample of the (shuffled) training text, tokenizer.model."""
     done, model = work / "tokenizer.model", io.BytesIO()
     if done.exists():
         return done
@@ -716,9 +714,7 @@ def train_tokenizer(work: Path, vocab_size: int) -> Path:
 
 
 def tokenize(job: tuple[Path, bool]) -> tuple[np.ndarray, list[int], Counter]:
-    """The documents of a file as BOS + tokens, uint16 or uint32; their sources; their counts. Documents that a lossless
-    tokenizer does not give back exactly are left out and counted.
-    """
+    """Of a file's documents that a lossless tokenizer gives back exactly BOS + tokens and the sources; all counts."""
     path, lossless = job
     tokens, sources, counts = [], [], Counter()
     for _, text, source in read_records([path]):
@@ -729,7 +725,7 @@ def tokenize(job: tuple[Path, bool]) -> tuple[np.ndarray, list[int], Counter]:
             continue
         tokens += [LOADED.bos_id, *ids]
         sources.append(source)
-        counts += Counter(documents=1, source_bytes=len(text), decoded_bytes=len(decoded))
+        counts.update(documents=1, source_bytes=len(text), decoded_bytes=len(decoded))
     return np.array(tokens, dtype="<u4" if LOADED.vocab_size > 1 << 16 else "<u2"), sources, counts
 
 
@@ -763,9 +759,7 @@ def write_split(request: Request, work: Path, split: str, tokenizer: Tokenizer, 
 
 
 def claim_folder(request: Request, identity: dict, work: Path) -> dict | None:
-    """The manifest of this very request if it is finished, else None with the folder ready for work. Raises UserError
-    when the folder holds anything of another request.
-    """
+    """The manifest of this request if it is finished, else None, the folder ready; UserError for another request's."""
     remedy, state = f"delete {request.out} or choose another --out", work / "request.json"
     mark = identity | {"records": 2}  # version of the files of documents, which a run goes on with
     if (request.out / "manifest.json").exists():
@@ -816,9 +810,7 @@ def prepare(request: Request, workers: int) -> dict:
         "source_files": [*request.sources.values(), *request.val_sources.values()],
         "request": identity,
     }
-    check_dataset(request.out, tokenizer, manifest, hash_train=True)
-    streams = (TokenStream(shard_paths(request.out, manifest, split)) for split in ("train", "val"))
-    manifest["yardsticks"] = yardsticks(*streams, tokenizer)
+    manifest["yardsticks"] = yardsticks(*check_dataset(request.out, tokenizer, manifest, hash_train=True), tokenizer)
     write_json(request.out / "manifest.json", manifest)
     shutil.rmtree(work)
     return manifest
@@ -834,10 +826,9 @@ def print_table(out: Path, manifest: dict) -> None:
     print("dropped: " + ", ".join(f"{count:,} {kind}" for kind, count in manifest["dropped"].items()))
     if not manifest["lossless"]:
         print("the tokenizer does not give back its text exactly: scores count decoded bytes, not source bytes")
-    print("bits per byte of the validation text by " + ", ".join(
-        f"{name.removesuffix('_bpb')} {bpb:.4f}" for name, bpb in manifest["yardsticks"].items()))
-    print(f"validation documents that also stand in training: {manifest['overlap_documents']}\n"
-          f"to train on it: DATA_PATH={out}")
+    measured = ", ".join(f"{name.removesuffix('_bpb')} {bpb:.4f}" for name, bpb in manifest["yardsticks"].items())
+    print(f"bits per byte of the validation text by {measured}\nvalidation documents that also stand in training: "
+          f"{manifest['overlap_documents']}\nto train on it: DATA_PATH={out}")
 
 
 def run(arguments: list[str] | None = None) -> None:
