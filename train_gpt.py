@@ -2308,8 +2308,7 @@ def open_data(settings: Settings) -> SimpleNamespace:
         yardsticks=manifest.get("yardsticks", {}) if len(shares) == 1 else {},
         streams=train, shares=list(shares.values()),  # a part each: TokenStream without the held-out end, share of rows
         held_out=np.concatenate(held_out),  # int64, the ends of all training streams, each behind a BOS
-        val=tokens,  # (N,) int64, validation tokens of all parts one after the other
-        val_sources=(np.array(sources)[documents - 1], names))  # (N,) int64, indices into the names
+        val=tokens, val_sources=(np.array(sources)[documents - 1], names))  # (N,) of all parts; (N,) into the names
 
 
 def pack(network: GPT, table: QuantTable, path: Path, tokenizer: Tokenizer, runtime: Runtime, meta: dict) -> dict:

@@ -314,7 +314,7 @@ def make_dataset(folder: Path) -> dict:
 def test_check_dataset(tmp_path: Path) -> None:
     make_dataset(tmp_path)
     tokenizer, manifest = data.load_tokenizer("bytes"), data.load_manifest(tmp_path)
-    for stream, split in zip(data.check_dataset(tmp_path, tokenizer, manifest, hash_train=True), ("train", "val")):
+    for split, stream in zip(("train", "val"), data.check_dataset(tmp_path, tokenizer, manifest, True), strict=True):
         assert stream.paths == [tmp_path / f"x_{split}_000000.bin"] and stream.vocab_size == 264
         assert tokenizer.decode(stream.read(1, len(stream) - 1)) == f"the {split} text"
 
