@@ -377,7 +377,7 @@ def git_commit() -> str:
 
 
 # === shared: data ===
-SHARD_KINDS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # llm.c's dev/data: (magic number, version) -> tokens
+SHARD_KINDS = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}  # llm.c: (magic, version) -> tokens
 SHARD_HEADER_BYTES = 256 * 4  # 256 int32, then the tokens: uint32 for vocabularies above 65,536, else uint16
 ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 SPACE_MARK = "\u2581"  # SentencePiece writes a space as this character
@@ -386,12 +386,9 @@ ENCODINGS = ("gpt2", "r50k_base", "p50k_base", "cl100k_base", "o200k_base")  # o
 
 @dataclass
 class Tokenizer:
-    """A tokenizer and the bytes its tokens stand for; made by `load_tokenizer`.
-
-    A token counts the UTF-8 bytes it decodes to, its leading space included. Where the model puts a space before
-    every text (add_dummy_prefix), that space is no part of the text: the first token after a boundary (a control,
-    unknown or unused token, itself 0 bytes) gives it back. Parameter Golf counts the same (its train_gpt.py,
-    build_sentencepiece_luts and eval_val): no space in the table, one added where the token before is no boundary.
+    """A tokenizer and the bytes its tokens stand for, from `load_tokenizer`. A token counts the UTF-8 bytes it decodes
+    to; after a boundary (a control, unknown or unused token, itself 0 bytes) without the space that a model puts before
+    every text (add_dummy_prefix). Parameter Golf counts the same (train_gpt.py, build_sentencepiece_luts, eval_val).
     """
 
     name: str
@@ -427,8 +424,7 @@ class Tokenizer:
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """A SentencePiece `.model` file; a tiktoken encoding (`load_encoding`); or `bytes`, in whatever folder: 0 pad,
-    1 bos, 2 eos, 3 unk, 4..259 the bytes, then the role tokens. Raises UserError for a missing or unreadable file and
-    for a model without a BOS token.
+    1 bos, 2 eos, 3 unk, 4..259 the bytes, then the role tokens. Raises UserError for what gives no tokenizer with BOS.
     """
     path = Path(path)
     if path.name == "bytes":
@@ -455,29 +451,24 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     for i in np.flatnonzero(boundary | model.is_byte(ids)):
         pieces[i] = b"" if boundary[i] else bytes.fromhex(names[i][3:5])  # a byte's name is "<0x41>"
     # A leading space that the model's own decoder leaves out is the dummy prefix, no part of the text.
-    drops = [name.startswith(SPACE_MARK) and len(model.decode([i]).encode("utf-8")) < len(pieces[i])
-             for i, name in enumerate(names)]
+    drops = np.array([name.startswith(SPACE_MARK) and len(model.decode([i]).encode("utf-8")) < len(pieces[i])
+                      for i, name in enumerate(names)])
     special_ids = {role: names.index(role) for role in ROLE_TOKENS if model.is_control(model.piece_to_id(role))}
-    return Tokenizer(path.stem, "tokenizer.model", content, model.bos_id(), special_ids, pieces, np.array(drops),
-                     model.encode)
+    return Tokenizer(path.stem, "tokenizer.model", content, model.bos_id(), special_ids, pieces, drops, model.encode)
 
 
 def load_encoding(path: Path) -> Tokenizer:
-    """A tiktoken encoding by name (tiktoken downloads it once), from its rank file `<name>.tiktoken`, or GPT-2's from
-    a folder of encoder.json and vocab.bpe; BOS is <|endoftext|>. tiktoken's own function makes it, with loaders that
-    read the file given, so that pattern, special tokens and the SHA-256 of the file are tiktoken's. Raises UserError.
+    """A tiktoken encoding by name (downloaded once), from its rank file `<name>.tiktoken`, or GPT-2's from a folder of
+    encoder.json and vocab.bpe: tiktoken's own function, with loaders that read and check the files given.
     """
-    public, loaders = tiktoken_ext.openai_public, {}
-    name = maker = "gpt2" if path.is_dir() else path.name.removesuffix(".tiktoken")
-    if path.is_dir():
-        loaders["data_gym_to_mergeable_bpe_ranks"] = lambda vocab_bpe_file, encoder_json_file, **hashes: (
-            public.data_gym_to_mergeable_bpe_ranks(str(path / "vocab.bpe"), str(path / "encoder.json"), **hashes))
-    elif path.suffix:
-        loaders["load_tiktoken_bpe"] = lambda url, expected_hash: public.load_tiktoken_bpe(str(path), expected_hash)
-        maker = "r50k_base" if name == "gpt2" else name  # the same ranks, pattern and special token
+    public, name = tiktoken_ext.openai_public, "gpt2" if path.is_dir() else path.name.removesuffix(".tiktoken")
+    loaders = {"load_tiktoken_bpe": lambda url, expected_hash: public.load_tiktoken_bpe(str(path), expected_hash),
+               "data_gym_to_mergeable_bpe_ranks": lambda vocab_bpe_file, encoder_json_file, **hashes: (
+                   public.data_gym_to_mergeable_bpe_ranks(f"{path}/vocab.bpe", f"{path}/encoder.json", **hashes))}
+    maker = "r50k_base" if path.name == "gpt2.tiktoken" else name  # the same ranks, pattern and special token
+    scope = vars(public) | (loaders if path.is_dir() or path.suffix else {})
     try:
-        code = getattr(public, maker).__code__
-        encoding = tiktoken.Encoding(**types.FunctionType(code, vars(public) | loaders)())
+        encoding = tiktoken.Encoding(**types.FunctionType(getattr(public, maker).__code__, scope)())
     except (AttributeError, OSError, ValueError, AssertionError) as error:
         raise UserError(f"tokenizer {path}: tiktoken cannot load it ({' '.join(str(error).split())[:160]}); expected "
                         f"a name ({', '.join(ENCODINGS)}) that it can download, its rank file <name>.tiktoken, or a "
@@ -500,67 +491,50 @@ def write_shard(path: str | Path, tokens: np.ndarray, vocab_size: int = 1 << 16)
     packed = np.asarray(tokens).astype(kind)
     if not np.array_equal(packed, tokens):
         raise UserError(f"{path}: token ids {tokens.min()}..{tokens.max()} do not fit {packed.dtype}")
-    header = np.zeros(256, dtype="<i4")
-    header[:3] = magic, version, len(tokens)
-    with open(path, "wb") as file:
-        header.tofile(file)
-        packed.tofile(file)
+    header = np.array([magic, version, len(tokens)] + [0] * 253, dtype="<i4")
+    np.concatenate([header.view(kind), packed]).tofile(path)
 
 
 def read_shard(path: str | Path) -> np.ndarray:
     """The tokens of a shard, a memory map (N,). Raises UserError naming file, found and expected."""
     if not Path(path).is_file():
         raise UserError(f"shard {path}: no such file")
-    size, header = Path(path).stat().st_size, np.fromfile(path, dtype="<i4", count=256)
-    if len(header) < 256:
-        raise UserError(f"shard {path}: truncated: {size} bytes, its header alone has {SHARD_HEADER_BYTES}")
-    magic, version, count = header[:3].tolist()
-    if (magic, version) not in SHARD_KINDS:
-        raise UserError(f"shard {path}: not a token shard: magic number {magic} and version {version}, expected "
-                        + " or ".join(f"{known} and {its}" for known, its in SHARD_KINDS))
-    kind = np.dtype(SHARD_KINDS[magic, version])
+    size = Path(path).stat().st_size
+    magic, version, count, *_ = [*np.fromfile(path, dtype="<i4", count=3).tolist(), 0, 0, 0]
+    kind = SHARD_KINDS.get((magic, version))
+    if kind is None:
+        raise UserError(f"shard {path}: no token shard: {size} bytes, magic number {magic} and version {version}, "
+                        "expected " + " or ".join(f"{known} and {its}" for known, its in SHARD_KINDS))
     expected = SHARD_HEADER_BYTES + kind.itemsize * count
     if count <= 0 or size != expected:
-        fault = "truncated" if size < expected else "wrong size"
-        raise UserError(f"shard {path}: {fault}: {size} bytes, its header of {count} tokens means {expected}")
+        raise UserError(f"shard {path}: truncated or damaged: {size} bytes, its {count} tokens would take {expected}")
     return np.memmap(path, dtype=kind, mode="r", offset=SHARD_HEADER_BYTES, shape=(count,))
 
 
 def sha256_file(path: str | Path) -> str:
-    """SHA-256 of a file as hex digits, read in pieces."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
+    """SHA-256 of a file as hex digits; the file is mapped, not read into memory."""
+    return hashlib.sha256(np.memmap(path, mode="r") if os.path.getsize(path) else b"").hexdigest()
 
 
 def load_manifest(data_path: str | Path) -> dict:
     """`manifest.json` of a data folder. Raises UserError naming the command that writes one."""
     path = Path(data_path) / "manifest.json"
-    if not path.is_file():
-        raise UserError(f"{path}: no such file; `python data/prepare.py SOURCE --out {data_path}` makes shards and "
-                        f"manifest, `python data/download.py --manifest {data_path} --tokenizer PATH` describes shards")
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
+    except (OSError, ValueError):
         manifest = None
     if not isinstance(manifest, dict) or manifest.get("format") != 1:
-        raise UserError(f"{path}: not a data manifest (JSON, format 1); write it again with the script that made it")
+        raise UserError(f"{path}: no such file, or not of format 1; `python data/prepare.py SOURCE --out {data_path}` "
+                        f"makes it, `python data/download.py --manifest {data_path} --tokenizer PATH` does for shards")
     return manifest
 
 
-def shard_paths(data_path: str | Path, manifest: dict, split: str) -> list[Path]:
-    """The shard files of `split` ("train" or "val") in the manifest's order."""
-    return [Path(data_path) / shard["file"] for shard in manifest[split]["shards"]]
-
-
-def check_dataset(data_path: str | Path, tokenizer: Tokenizer, manifest: dict, hash_train: bool = False) -> None:
-    """Raises UserError unless shards and tokenizer are those of the manifest: sizes and token counts of all shards,
-    SHA-256 of the validation shards (with `hash_train` of the training shards too) and of the tokenizer, and no
-    validation document among the training documents of shards made here.
+def check_dataset(data_path: str | Path, tokenizer: Tokenizer, manifest: dict, hash_train: bool = False) -> list:
+    """The TokenStreams of training and validation. Raises UserError unless they and the tokenizer are those of the
+    manifest: all token counts, SHA-256 of tokenizer and validation shards (with `hash_train` of training shards too);
+    and where validation documents also stand in the training documents of shards made here.
     """
-    where, recorded = Path(data_path) / "manifest.json", manifest["tokenizer"]
+    where, recorded, streams = Path(data_path) / "manifest.json", manifest["tokenizer"], []
     if tokenizer.sha256 != recorded["sha256"]:
         raise UserError(f"{data_path}: shards were written with another tokenizer: {recorded['file']} of SHA-256 "
                         f"{recorded['sha256'][:12]}…, given {tokenizer.name} of {tokenizer.sha256[:12]}…")
@@ -568,53 +542,51 @@ def check_dataset(data_path: str | Path, tokenizer: Tokenizer, manifest: dict, h
         raise UserError(f"{where}: {manifest['overlap_documents']} validation documents also stand in training, "
                         "expected 0; prepare the data again")
     for split in ("train", "val"):
-        total = 0
-        for path, shard in zip(shard_paths(data_path, manifest, split), manifest[split]["shards"], strict=True):
-            count = len(read_shard(path))
-            total += count
-            if count != shard["tokens"]:
-                raise UserError(f"shard {path}: {count} tokens, {where} says {shard['tokens']}")
+        shards, tokens = manifest[split]["shards"], manifest[split]["tokens"]
+        stream = TokenStream([Path(data_path) / shard["file"] for shard in shards], tokenizer.vocab_size)
+        for path, found, shard in zip(stream.paths, stream.shards, shards, strict=True):
+            if len(found) != shard["tokens"]:
+                raise UserError(f"shard {path}: {len(found)} tokens, {where} says {shard['tokens']}")
             if (split == "val" or hash_train) and sha256_file(path) != shard["sha256"]:
                 raise UserError(f"shard {path}: its SHA-256 is not the {shard['sha256'][:12]}… of {where}")
-        if total != manifest[split]["tokens"]:
-            raise UserError(f"{where}: {split} has {manifest[split]['tokens']} tokens, its shards {total}")
+        if len(stream) != tokens:
+            raise UserError(f"{where}: {split} has {tokens} tokens, its shards {len(stream)}")
+        streams.append(stream)
+    return streams
 
 
 class TokenStream:
-    """Shards as one circular stream of tokens; the last `skip_tail` of them are kept out and read by `tail`.
-    Raises UserError for shards too short for the tail, and when a token read is not below `vocab_size`.
-    """
+    """Shards as one circular stream of tokens. Raises UserError when a token read is not below `vocab_size`."""
 
-    def __init__(self, paths: list[Path], skip_tail: int = 0, vocab_size: int = 1 << 32) -> None:
-        self.paths, self.vocab_size, self.skip_tail = list(paths), vocab_size, skip_tail
-        self.shards = [read_shard(path) for path in self.paths]
+    def __init__(self, paths: list[Path], vocab_size: int = 1 << 32) -> None:
+        self.paths, self.vocab_size = paths, vocab_size
+        self.shards = [read_shard(path) for path in paths]
         self.starts = np.cumsum([0] + [len(shard) for shard in self.shards])  # (shards + 1,)
-        if self.starts[-1] <= skip_tail:
-            raise UserError(f"{len(paths)} shards of {self.starts[-1]} tokens: more than the held-out {skip_tail} are "
-                            f"needed; they begin with {paths[0]}")
+        self.length = int(self.starts[-1])
 
     def __len__(self) -> int:
-        return int(self.starts[-1]) - self.skip_tail
+        return self.length
+
+    def hold_out(self, count: int) -> np.ndarray:
+        """Cuts the last `count` tokens off the stream and returns them, int64. Raises UserError if none is left."""
+        if count >= self.length:
+            raise UserError(f"{self.paths[0].parent}: {self.length} tokens, more than the held-out {count} are needed")
+        tail, self.length = self.read(self.length - count, count), self.length - count
+        return tail
 
     def read(self, start: int, count: int) -> np.ndarray:
         """`count` tokens from position `start` on, int64 (count,), going on at 0 after the last one."""
         out, done = np.empty(count, dtype=np.int64), 0
         while done < count:
-            position = (start + done) % len(self)
+            position = (start + done) % self.length
             index = int(np.searchsorted(self.starts, position, side="right")) - 1
-            low = position - int(self.starts[index])
-            part = self.shards[index][low : low + min(count - done, len(self) - position)]
+            part = self.shards[index][position - self.starts[index] :][: min(count - done, self.length - position)]
             if part.max() >= self.vocab_size:
-                at = int(np.argmax(part >= self.vocab_size))
-                raise UserError(f"shard {self.paths[index]}: token {part[at]} at position {low + at}, "
-                                f"expected ids below {self.vocab_size}; another tokenizer wrote it")
+                raise UserError(f"shard {self.paths[index]}: token {part.max()}, expected ids below "
+                                f"{self.vocab_size}; another tokenizer wrote it")
             out[done : done + len(part)] = part
             done += len(part)
         return out
-
-    def tail(self) -> np.ndarray:
-        """The held-out last `skip_tail` tokens, int64."""
-        return TokenStream(self.paths, 0, self.vocab_size).read(len(self), self.skip_tail)
 # === end: data ===
 
 
@@ -2004,9 +1976,9 @@ def score_tokens(model: Callable, tokens: np.ndarray, tokenizer: Tokenizer, runt
     return Score(nats, int(count), int(size), {name: Score(a, int(b), int(c)) for name, (a, b, c) in parts if c})
 
 
-def check_bytes(count: int, manifest: dict) -> None:
-    """Raises UserError unless the validation bytes scored are those the manifest counted when data was prepared."""
-    expected = manifest["val"]["decoded_bytes"]
+def check_bytes(count: int, manifests: Iterable[dict]) -> None:
+    """Raises UserError unless the validation bytes scored are those the manifests counted when data was prepared."""
+    expected = sum(manifest["val"]["decoded_bytes"] for manifest in manifests)
     if count != expected:
         raise UserError(f"validation bytes: the tokenizer's table counts {count}, manifest.json says {expected}; "
                         "a bits-per-byte score with a wrong byte count is no score")
@@ -2017,15 +1989,13 @@ def check_bytes(count: int, manifest: dict) -> None:
 
 
 class Batches:
-    """The training streams as micro-batches. Step s reads the same tokens whatever the ranks and micro-batches.
-
-    Every step has each stream's share of the rows, rounded down or up, by systematic sampling: row j stands at
-    (j + shift) / rows of the summed shares; shifts are multiples of the golden ratio modulo 1, so that over steps the
-    shares come out exactly (Weyl 1916). A stream's rows go round its lanes, which start evenly spaced, by one window a
-    round. A thread reads the next step while one runs: two steps of this rank are in memory at most.
+    """The training streams as micro-batches. Step s reads the same tokens whatever the ranks and micro-batches: each
+    stream's share of the rows, rounded by systematic sampling (row j stands at (j + shift) / rows of the summed shares;
+    shifts are multiples of the golden ratio modulo 1, which makes the shares exact over steps, Weyl 1916). A stream's
+    rows go round its lanes, evenly spaced, by one window a round. A thread reads one step ahead, no more.
     """
 
-    def __init__(self, data: "Data", settings: Settings, runtime: Runtime):
+    def __init__(self, data: SimpleNamespace, settings: Settings, runtime: Runtime):
         self.data, self.runtime, self.seed = data, runtime, settings.seed
         self.seq_len, self.tokens = settings.train_seq_len, settings.train_batch_tokens
         self.all_rows, uneven = divmod(self.tokens, self.seq_len)
@@ -2250,7 +2220,7 @@ def count_parameters(network: GPT) -> dict[str, int]:
 
 
 def start_log(settings: Settings, runtime: Runtime, folder: Path | None, plan: Plan, network: GPT,
-              manifest: dict) -> Log:
+              manifests: list[dict]) -> Log:
     """Open the log: source, a rule, command line, commit, machine, settings, parameters, data, plan."""
     log = Log(folder / "log.txt" if folder else None)
     log(Path(__file__).read_text(encoding="utf-8") + "\n" + "=" * 120, terminal=False)
@@ -2261,26 +2231,12 @@ def start_log(settings: Settings, runtime: Runtime, folder: Path | None, plan: P
     log(settings_table(settings))
     log("parameters: " + " ".join(f"{name}:{count}" for name, count in count_parameters(network).items())
         + f" arch_mode: {settings.arch_mode} layers: {network.config.layers}")
-    log(f"data: {manifest['name']}, train {manifest['train']['tokens']} tokens, "
-        f"val {manifest['val']['tokens']} tokens, {manifest['val']['decoded_bytes']} bytes, "
-        f"overlap {manifest['overlap_documents']} documents")
+    for manifest in manifests:
+        log(f"data: {manifest['name']}, train {manifest['train']['tokens']} tokens, "
+            f"val {manifest['val']['tokens']} tokens, {manifest['val']['decoded_bytes']} bytes, "
+            f"overlap {manifest['overlap_documents']} documents")
     log(plan.describe())
     return log
-
-
-@dataclass
-class Data:
-    """What a run reads: the parts of DATA_PATH, checked and put together; made by `open_data`."""
-
-    tokenizer: Tokenizer
-    manifest: dict  # name, tokens, bytes and overlap_documents of the parts' manifests, added up
-    manifest_sha256: str  # of manifest.json; of several parts that of these hashes, one a line
-    streams: list[TokenStream]  # training, one a part, without the held-out end
-    shares: list[float]  # of each in the rows of a step, sum 1
-    held_out: np.ndarray  # int64, the ends of all training streams, each behind a BOS
-    val: np.ndarray  # (N,) int64, validation tokens of all parts one after the other
-    val_sources: np.ndarray  # (N,) int64, for each of them an index into source_names
-    source_names: list[str]  # as in the manifest; of several parts `folder/name`
 
 
 def parse_mixture(data_path: str) -> dict[str, float]:
@@ -2296,71 +2252,63 @@ def parse_mixture(data_path: str) -> dict[str, float]:
     return {folder: weight / sum(weights.values()) for folder, weight in weights.items()}
 
 
-def document_hashes(stream: TokenStream, bos_id: int, block: int = 1 << 22) -> np.ndarray:
-    """64-bit hash of every document, uint64 (documents,): sum over positions i of (token + 1) M^i mod 2^64, M odd."""
-    odd, rest, hashes = 0x9E3779B97F4A7C15, np.empty(0, dtype=np.int64), []
+def document_hashes(stream: TokenStream, bos_id: int, block: int = 1 << 22) -> Iterator[bytes]:
+    """A hash of the tokens of every document, in order."""
+    rest = np.empty(0, dtype=np.int64)
     for at in range(0, len(stream) + 1, block):  # the stream is circular: behind its end stands a BOS again
         tokens = np.append(rest, stream.read(at, min(block, len(stream) + 1 - at)))
-        starts = np.flatnonzero(tokens == bos_id)
-        whole, rest = tokens[: starts[-1]], tokens[starts[-1] :]
-        up, down = (np.multiply.accumulate(np.full(len(whole), base, dtype=np.uint64))
-                    for base in (odd, pow(odd, -1, 1 << 64)))
-        sums = np.add.reduceat((whole + 1).astype(np.uint64) * up, starts[:-1])
-        hashes.append(sums * down[starts[:-1]])  # powers ran on over the block: back to i = 0 at each beginning
-    return np.concatenate(hashes)
+        _, *whole, rest = np.split(tokens, np.flatnonzero(tokens == bos_id))
+        yield from (hashlib.blake2b(document, digest_size=16).digest() for document in whole)
 
 
-def check_overlap(folders: list[str], train: list[TokenStream], val: list[TokenStream], bos_id: int) -> None:
+def check_overlap(folders: list[str], train: Iterable[TokenStream], val: Iterable[TokenStream], bos_id: int) -> None:
     """Raises UserError when a validation document of one part also stands, token for token, in another's training."""
-    known = [document_hashes(TokenStream(stream.paths), bos_id) for stream in train]
-    for part, own in enumerate(document_hashes(stream, bos_id) for stream in val):
-        for other in {*range(len(folders))} - {part}:
-            found = np.flatnonzero(np.isin(own, known[other]))
-            if len(found):
+    documents = [list(document_hashes(stream, bos_id)) for stream in val]
+    for other, stream in enumerate(train):
+        known = set().union(*documents).intersection(document_hashes(stream, bos_id))
+        for part, own in enumerate(documents):
+            if found := [number for number, document in enumerate(own) if part != other and document in known]:
                 raise UserError(f"DATA_PATH: {len(found)} validation documents of {folders[part]}, first number "
                                 f"{found[0]}, stand in the training of {folders[other]}; prepare both in one folder")
 
 
-def open_data(settings: Settings) -> Data:
-    """The data that DATA_PATH names, checked against tokenizer, manifests and each other before any training. Each part
-    keeps its share of HOLDOUT_TOKENS out of training, at its end.
+def open_data(settings: Settings) -> SimpleNamespace:
+    """The parts of DATA_PATH put together, checked against tokenizer, manifests and each other. Each part keeps its
+    share of HOLDOUT_TOKENS out of training, at its end. Raises UserError.
     """
     if settings.holdout_tokens < settings.train_seq_len:
         raise UserError(f"HOLDOUT_TOKENS={settings.holdout_tokens}: fewer than TRAIN_SEQ_LEN={settings.train_seq_len}")
     shares = parse_mixture(settings.data_path)
-    folders, manifests = list(shares), [load_manifest(folder) for folder in shares]
-    tokenizer = load_tokenizer(settings.tokenizer_path or Path(folders[0]) / manifests[0]["tokenizer"]["file"])
+    manifests = {folder: load_manifest(folder) for folder in shares}
+    folder, manifest = next(iter(manifests.items()))
+    tokenizer = load_tokenizer(settings.tokenizer_path or Path(folder) / manifest["tokenizer"]["file"])
     if settings.vocab_size not in (0, tokenizer.vocab_size):
         raise UserError(f"VOCAB_SIZE={settings.vocab_size}: {tokenizer.name} has {tokenizer.vocab_size} tokens")
-    train, val, of_documents, names = [], [], [], []
-    for folder, manifest in zip(folders, manifests, strict=True):
-        check_dataset(folder, tokenizer, manifest)
-        for streams, split, share in ((train, "train", shares[folder]), (val, "val", 0)):
-            paths, tail = shard_paths(folder, manifest, split), round(share * settings.holdout_tokens)
-            streams.append(TokenStream(paths, tail, tokenizer.vocab_size))
-        numbers = manifest["val"].get("document_sources")  # published shards have none
-        own = manifest["sources"] if numbers else [manifest["name"]]
-        of_documents += [len(names) + number for number in numbers or [0] * manifest["val"]["documents"]]
-        names += own if len(folders) == 1 else [f"{folder}/{name}" for name in own]
+    train, val = zip(*(check_dataset(folder, tokenizer, manifests[folder]) for folder in shares), strict=True)
+    if len(shares) > 1:
+        check_overlap(list(shares), train, val, tokenizer.bos_id)
     tokens = np.concatenate([stream.read(0, len(stream)) for stream in val])
-    documents = np.cumsum(tokens == tokenizer.bos_id) - 1
-    if len(of_documents) != documents[-1] + 1:
-        raise UserError(f"DATA_PATH: {documents[-1] + 1} validation documents, in manifest.json {len(of_documents)}")
-    whole = {"yardsticks": {} if manifests[1:] else manifests[0].get("yardsticks", {}),
-             "name": " + ".join(each["name"] for each in manifests),
-             "overlap_documents": sum(each["overlap_documents"] for each in manifests),
-             "train": {"tokens": sum(each["train"]["tokens"] for each in manifests)},
-             "val": {key: sum(each["val"][key] for each in manifests) for key in ("tokens", "decoded_bytes")}}
-    check_bytes(int(token_bytes(tokenizer, tokens[:-1], tokens[1:]).sum()), whole)
     if len(tokens) <= settings.train_seq_len:
         raise UserError(f"validation has {len(tokens)} tokens: shorter than TRAIN_SEQ_LEN={settings.train_seq_len}")
-    sha256, *more = [sha256_file(Path(folder) / "manifest.json") for folder in folders]
-    if more:
-        check_overlap(folders, train, val, tokenizer.bos_id)
-        sha256 = hashlib.sha256("\n".join([sha256, *more]).encode()).hexdigest()
-    held_out = np.concatenate([np.append(tokenizer.bos_id, stream.tail()) for stream in train])
-    return Data(tokenizer, whole, sha256, train, list(shares.values()), held_out, tokens,
-                np.array(of_documents)[documents], names)
+    check_bytes(int(token_bytes(tokenizer, tokens[:-1], tokens[1:]).sum()), manifests.values())
+    sources, names = [], []  # of the validation documents
+    for folder, manifest in manifests.items():
+        numbers = manifest["val"].get("document_sources")  # published shards have none
+        sources += [len(names) + number for number in numbers or [0] * manifest["val"]["documents"]]
+        own = manifest["sources"] if numbers else [manifest["name"]]
+        names += own if len(shares) == 1 else [f"{folder}/{name}" for name in own]
+    documents = np.cumsum(tokens == tokenizer.bos_id)
+    if len(sources) != documents[-1]:
+        raise UserError(f"DATA_PATH: {documents[-1]} validation documents, in manifest.json {len(sources)}")
+    held_out = [np.append(tokenizer.bos_id, stream.hold_out(round(share * settings.holdout_tokens)))
+                for stream, share in zip(train, shares.values(), strict=True)]
+    return SimpleNamespace(
+        tokenizer=tokenizer, manifests=list(manifests.values()),
+        manifest_sha256=" + ".join(sha256_file(Path(folder) / "manifest.json") for folder in shares),
+        yardsticks=manifest.get("yardsticks", {}) if len(shares) == 1 else {},
+        streams=train, shares=list(shares.values()),  # a part each: TokenStream without the held-out end, share of rows
+        held_out=np.concatenate(held_out),  # int64, the ends of all training streams, each behind a BOS
+        val=tokens, val_sources=(np.array(sources)[documents - 1], names))  # (N,) of all parts; (N,) into the names
 
 
 def pack(network: GPT, table: QuantTable, path: Path, tokenizer: Tokenizer, runtime: Runtime, meta: dict) -> dict:
@@ -2419,7 +2367,7 @@ def main() -> int:
     plan = Plan(settings)
     runtime = start_runtime(settings.device)
     data = open_data(settings)
-    tokenizer, manifest = data.tokenizer, data.manifest
+    tokenizer = data.tokenizer
     batches = Batches(data, settings, runtime)
     config = model_config(settings, tokenizer.vocab_size, tokenizer.bos_id)
     torch.manual_seed(settings.seed)
@@ -2429,7 +2377,7 @@ def main() -> int:
     if runtime.rank == 0:
         make_run_folder(settings.out_dir, run_id)
         tokenizer.save(folder)
-    log = start_log(settings, runtime, folder if runtime.rank == 0 else None, plan, network, manifest)
+    log = start_log(settings, runtime, folder if runtime.rank == 0 else None, plan, network, data.manifests)
 
     network.activation_checkpointing = settings.activation_checkpointing
     model = compiled(network, settings)
@@ -2473,9 +2421,8 @@ def main() -> int:
                  {"run_id": run_id, "steps": steps, "seed": settings.seed, "tokenizer": tokenizer.file})
     before = evaluate(score, model, network, settings, log, "before quantization")
     packed = rebuild(folder / "model.upar", runtime)
-    final = evaluate(score, compiled(packed, settings), packed, settings, log, "from the artifact",
-                     (data.val_sources, data.source_names))
-    check_bytes(final["val_bytes"], manifest)
+    final = evaluate(score, compiled(packed, settings), packed, settings, log, "from the artifact", data.val_sources)
+    check_bytes(final["val_bytes"], data.manifests)
 
     code = 0
     if runtime.rank == 0:
@@ -2486,7 +2433,7 @@ def main() -> int:
             "steps": steps, "tokens": steps * batches.tokens, "train_seconds": clock.elapsed(),
             "total_seconds": time.perf_counter() - begin, "data_wait_seconds": batches.waited,
             "optimizer_state_bytes": optimizers.state_bytes(), "params": count_parameters(network), "weights": chosen,
-            **final, "before_quantization": before, **mlp_activity(packed, window), **manifest["yardsticks"], **sizes,
+            **final, "before_quantization": before, **mlp_activity(packed, window), **data.yardsticks, **sizes,
             "phases": {name: asdict(phase) for name, phase in plan.phases.items()}, "events": events,
             "settings": asdict(settings),
         }

@@ -19,7 +19,9 @@ import train_gpt as T
 def make_stream(folder, name: str, *shards: np.ndarray, tail: int = 31) -> T.TokenStream:
     for at, tokens in enumerate(shards):
         T.write_shard(folder / f"{name}_train_{at:06d}.bin", tokens)
-    return T.TokenStream(sorted(folder.glob(f"{name}_train_*.bin")), tail, 64)
+    stream = T.TokenStream(sorted(folder.glob(f"{name}_train_*.bin")), 64)
+    assert len(stream.hold_out(tail)) == tail
+    return stream
 
 
 @pytest.fixture
@@ -27,13 +29,13 @@ def stream(tmp_path):
     return make_stream(tmp_path, "a", np.arange(700) % 60, np.arange(331) % 59)
 
 
-def data_of(streams: list[T.TokenStream], shares: list[float]) -> T.Data:
-    return T.Data(T.load_tokenizer("bytes"), {}, "", streams, shares, *[np.zeros(0)] * 3, [])
+def data_of(streams: list[T.TokenStream], shares: list[float]) -> types.SimpleNamespace:
+    return types.SimpleNamespace(streams=streams, shares=shares)
 
 
 def batches(stream, rank=0, world=1, **changes) -> T.Batches:
     runtime = T.Runtime(rank, world, torch.device("cpu"), False)
-    data = stream if isinstance(stream, T.Data) else data_of([stream], [1.0])
+    data = stream if isinstance(stream, types.SimpleNamespace) else data_of([stream], [1.0])
     return T.Batches(data, T.Settings(**{"train_seq_len": 8, "train_batch_tokens": 64, **changes}), runtime)
 
 

@@ -362,11 +362,11 @@ def test_less_than_a_window_is_refused(stride):
 
 
 def test_a_wrong_byte_count_is_refused():
-    manifest = {"val": {"decoded_bytes": 1000}}
-    T.check_bytes(1000, manifest)
+    manifests = [{"val": {"decoded_bytes": 400}}, {"val": {"decoded_bytes": 600}}]
+    T.check_bytes(1000, manifests)
     for count in (999, 1001, 0):
         with pytest.raises(T.UserError, match=f"{count}.*1000"):
-            T.check_bytes(count, manifest)
+            T.check_bytes(count, manifests)
 
 
 def test_score_closed_forms():
