@@ -1174,6 +1174,24 @@ class GPT(nn.Module):
             return logits
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none")
         return losses.view_as(targets)
+
+
+@torch.no_grad()
+def mlp_activity(network: GPT, ids: Tensor) -> dict[str, float]:
+    """Shares of MLP units on ids (B, T), over all layers: with an event (without events: not zero), and below 0.05."""
+    shares: list[Tensor] = []
+
+    def measure(mlp: MLP, inputs: tuple[Tensor]) -> None:
+        hidden, fired = mlp.hidden(inputs[0])
+        active = hidden != 0 if fired is None else fired
+        shares.append(torch.stack([active.double().mean(), (hidden.abs() < 0.05).double().mean()]))
+
+    hooks = [module.register_forward_pre_hook(measure) for module in network.modules() if isinstance(module, MLP)]
+    network(ids)
+    for hook in hooks:
+        hook.remove()
+    active, small = torch.stack(shares).mean(0).tolist()
+    return {"mlp_active": active, "mlp_small": small}
 # === end: model ===
 
 
@@ -2191,24 +2209,6 @@ def compiled(network: GPT, settings: Settings) -> Callable:
     if not settings.compile:
         return network
     return torch.compile(network, dynamic=False, fullgraph=True, mode=settings.compile_mode)
-
-
-@torch.no_grad()
-def mlp_activity(network: GPT, ids: Tensor) -> dict[str, float]:
-    """Shares of MLP units on ids (B, T), over all layers: with an event (without events: not zero), and below 0.05."""
-    shares: list[Tensor] = []
-
-    def measure(mlp: MLP, inputs: tuple[Tensor]) -> None:
-        hidden, fired = mlp.hidden(inputs[0])
-        active = hidden != 0 if fired is None else fired
-        shares.append(torch.stack([active.double().mean(), (hidden.abs() < 0.05).double().mean()]))
-
-    hooks = [module.register_forward_pre_hook(measure) for module in network.modules() if isinstance(module, MLP)]
-    network(ids)
-    for hook in hooks:
-        hook.remove()
-    active, small = torch.stack(shares).mean(0).tolist()
-    return {"mlp_active": active, "mlp_small": small}
 
 
 def count_parameters(network: GPT) -> dict[str, int]:
