@@ -1083,6 +1083,24 @@ class GPT(nn.Module):
             return logits
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none")
         return losses.view_as(targets)
+
+
+@torch.no_grad()
+def mlp_activity(network: GPT, ids: Tensor) -> dict[str, float]:
+    """Shares of MLP units on ids (B, T), over all layers: with an event (without events: not zero), and below 0.05."""
+    shares: list[Tensor] = []
+
+    def measure(mlp: MLP, inputs: tuple[Tensor]) -> None:
+        hidden, fired = mlp.hidden(inputs[0])
+        active = hidden != 0 if fired is None else fired
+        shares.append(torch.stack([active.double().mean(), (hidden.abs() < 0.05).double().mean()]))
+
+    hooks = [module.register_forward_pre_hook(measure) for module in network.modules() if isinstance(module, MLP)]
+    network(ids)
+    for hook in hooks:
+        hook.remove()
+    active, small = torch.stack(shares).mean(0).tolist()
+    return {"mlp_active": active, "mlp_small": small}
 # === end: model ===
 
 
