@@ -1675,6 +1675,14 @@ class QuantizedWeights:
         """The quantized values in the parameters' place, one made after the other; the masters return at the end."""
         values = (fake_quant(parameter.detach(), bits, clip_sigmas) for parameter, bits, clip_sigmas in self.entries)
         return swapped([parameter for parameter, _, _ in self.entries], values)
+
+
+def count_parameters(network: nn.Module) -> dict[str, int]:
+    """Parameters by the class the exporter puts them in, and all of them."""
+    counts = {"matrix": 0, "embedding": 0, "control": 0}
+    for name, param in network.named_parameters():
+        counts[tensor_class(name, param)] += param.numel()
+    return {**counts, "total": sum(counts.values())}
 # === end: quantization ===
 
 
@@ -2209,14 +2217,6 @@ def compiled(network: GPT, settings: Settings) -> Callable:
     if not settings.compile:
         return network
     return torch.compile(network, dynamic=False, fullgraph=True, mode=settings.compile_mode)
-
-
-def count_parameters(network: GPT) -> dict[str, int]:
-    """Parameters by the class the exporter puts them in, and all of them."""
-    counts = {"matrix": 0, "embedding": 0, "control": 0}
-    for name, param in network.named_parameters():
-        counts[tensor_class(name, param)] += param.numel()
-    return {**counts, "total": sum(counts.values())}
 
 
 def start_log(settings: Settings, runtime: Runtime, folder: Path | None, plan: Plan, network: GPT,
