@@ -1206,6 +1206,14 @@ class QuantizedWeights:
         """The quantized values in the parameters' place, one made after the other; the masters return at the end."""
         values = (fake_quant(parameter.detach(), bits, clip_sigmas) for parameter, bits, clip_sigmas in self.entries)
         return swapped([parameter for parameter, _, _ in self.entries], values)
+
+
+def count_parameters(network: nn.Module) -> dict[str, int]:
+    """Parameters by the class the exporter puts them in, and all of them."""
+    counts = {"matrix": 0, "embedding": 0, "control": 0}
+    for name, param in network.named_parameters():
+        counts[tensor_class(name, param)] += param.numel()
+    return {**counts, "total": sum(counts.values())}
 # === end: quantization ===
 
 
