@@ -23,12 +23,11 @@ import struct
 import subprocess
 import sys
 import time
-import types
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 
 import numpy as np
 import sentencepiece
@@ -377,7 +376,7 @@ def load_encoding(path: Path) -> Tokenizer:
     maker = "r50k_base" if path.name == "gpt2.tiktoken" else name  # the same ranks, pattern and special token
     scope = vars(public) | (loaders if path.is_dir() or path.suffix else {})
     try:
-        encoding = tiktoken.Encoding(**types.FunctionType(getattr(public, maker).__code__, scope)())
+        encoding = tiktoken.Encoding(**FunctionType(getattr(public, maker).__code__, scope)())
     except (AttributeError, OSError, ValueError, AssertionError) as error:
         raise UserError(f"tokenizer {path}: tiktoken cannot load it ({' '.join(str(error).split())[:160]}); expected "
                         f"a name ({', '.join(ENCODINGS)}) that it can download, its rank file <name>.tiktoken, or a "
