@@ -1117,16 +1117,14 @@ class GPT(nn.Module):
 # === shared: quantization ===
 FLOAT32_CONTROLS = ("A_log", "dt_bias")  # they pass through exp and softplus into a decay that is taken T times
 MIN_QUANTIZED_DIM = 16
-
 QuantTable = dict[str, tuple[int, float]]  # tensor class -> (bits, clip_sigmas)
 
 
 def tensor_class(name: str, tensor: Tensor) -> str:
-    """Say how the artifact stores a tensor: as a "matrix", an "embedding" or a "control" tensor.
+    """How the artifact stores a tensor, by the last part of its dotted name: as "matrix", "embedding" or "control".
 
-    By the last part of its dotted name: "w_*" is a matrix; "*embed*", "head" and "ab" (GDN's decay and step size) are
-    embeddings; everything else is control (norms, gains, mixes, convolutions: few weights that scale whole channels),
-    and so is what has, seen as (shape[0], the rest), fewer than 2 dimensions or fewer than 16 rows or columns.
+    "w_*" is a matrix; "*embed*", "head" and "ab" (GDN's decay and step size) are embeddings; all else is control, few
+    weights that scale whole channels, and so is what has, seen as (shape[0], the rest), under 16 rows or columns.
     """
     rows, last = tensor.shape[0] if tensor.ndim > 1 else 0, name.rsplit(".", 1)[-1]
     if rows < MIN_QUANTIZED_DIM or tensor.numel() < MIN_QUANTIZED_DIM * rows:
@@ -1142,15 +1140,12 @@ def control_dtype(name: str) -> torch.dtype:
 
 
 def quantize_rows(w: Tensor, bits: int, clip_sigmas: float) -> tuple[Tensor, Tensor]:
-    """Quantize symmetrically to `bits` bits with one step per row.
+    """Quantize w (R, ...), seen as (R, C), symmetrically: codes int8 (R, C) and scales float16 (R,), one step a row.
 
-    w: floating, (R, ...), seen as (R, C). Returns codes int8 (R, C) in [-qmax, qmax], qmax = 2**(bits-1) - 1, and
-    scales float16 (R,); the weight is code * scale. The clip, qmax * scale, is the row's largest magnitude if
-    clip_sigmas is 0, else clip_sigmas times the row's root mean square (SDClip of the Parameter Golf records), also
-    where that exceeds the largest magnitude: a wide step is what makes the codes cheap. The deviation is about zero,
-    as the quantizer is: a constant row has standard deviation 0 and would be lost. The scale is rounded to float16
-    before the codes are computed and has no floor; up to 2**-25 it becomes 0, and so do the codes.
-
+    The weight is code * scale, codes are within qmax = 2**(bits-1) - 1. The clip, qmax * scale, is the row's largest
+    magnitude if clip_sigmas is 0, else clip_sigmas times its root mean square (SDClip of the Parameter Golf records),
+    also where that is more: a wide step makes the codes cheap. The standard deviation would lose a constant row. The
+    scale is rounded to float16 before the codes are computed and has no floor: up to 2**-25 it becomes 0, as do they.
     Runs in every QAT step, so it checks nothing (export_tensor does); what is not finite stays not finite.
     """
     rows = w.reshape(w.shape[0], -1).float()  # (R, C)
@@ -1198,13 +1193,11 @@ def swapped(params: list[Tensor], values: Iterable[Tensor]) -> Iterator[None]:
 
 
 class QuantizedWeights:
-    """Quantization-aware training by swapping weights, with no flag in the model.
+    """Quantization-aware training by swapping weights: no flag in the model, so compiled code is not traced again.
 
-    Inside `with weights.quantized():` every quantized parameter holds fake_quant of itself; forward and backward run
-    on these values, then the masters return and the optimizer steps them. The gradient at q(w) lands on w as it is:
-    exactly the straight-through estimator (Bengio et al., arXiv:1308.3432), w + (q(w) - w).detach(). Compiled code
-    sees the same tensors before and after QAT begins, so nothing is traced again. Backward belongs inside: autograd
-    refuses a weight changed after forward. Parameters of classes that the table leaves out stay as they are.
+    Inside `with weights.quantized():` parameters of the table's classes hold fake_quant of themselves, for forward and
+    backward (autograd refuses a weight changed in between); then the masters return. The gradient at q(w) lands on w
+    as it is: exactly the straight-through estimator (Bengio et al., arXiv:1308.3432), w + (q(w) - w).detach().
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, Tensor]], table: QuantTable) -> None:
@@ -1221,10 +1214,9 @@ class QuantizedWeights:
 
 # === shared: artifact ===
 # One file, little endian: magic, version u32, header length u32, zstd(JSON header), data area, SHA-256 of the rest.
-# The header is what `header` is in write_artifact. Offsets count from the start of the data area; a crc32 is that of
-# the unpacked array. Codes are stored as int8. The k-th tensor with coder "rans" uses the k-th frequency table of
-# section "tables" and its own span of words; the lane states, which section "states" starts, run on from tensor to
-# tensor. Section "scales" holds the float16 row scales of all quantized tensors, one after the other.
+# The header is what `header` is in write_artifact. Offsets count from the data area's start; a crc32 is of the unpacked
+# array; codes are int8. The k-th tensor with coder "rans" uses the k-th frequency table of section "tables"; the lane
+# states, which section "states" starts, run on from tensor to tensor. Section "scales": float16, of all rows in turn.
 ARTIFACT_PREFIX = struct.Struct("<8sII")
 ARTIFACT_MAGIC, ARTIFACT_VERSION = b"UNDERPAR", 1
 MAX_HEADER_BYTES = 1 << 24
@@ -1285,22 +1277,16 @@ def rans_encode(states: np.ndarray, table: np.ndarray, symbols: np.ndarray) -> n
 
 
 def rans_decode(states: np.ndarray, table: np.ndarray, words: np.ndarray, count: int) -> np.ndarray:
-    """The inverse: the next `count` symbols, uint8 (count,), moving the lanes' states in place.
-
-    Integers only: the same on every machine. ArtifactError unless the tensor uses up exactly its own words.
-    """
+    """The inverse, in integers only: the next `count` symbols, uint8 (count,). ArtifactError unless `words` fit."""
     table = table.astype(np.uint32)
     frequency = np.repeat(table, table)  # (2**14,), by slot
     offset = np.arange(RANS_TOTAL, dtype=np.uint32) - np.repeat(np.cumsum(table, dtype=np.uint32) - table, table)
-    slots = np.empty(count, np.uint16)
-    position, lanes = 0, len(states)
+    slots, position, lanes = np.empty(count, np.uint16), 0, len(states)
     for begin in range(0, count, lanes):
         x = states[: count - begin]  # a view; the last symbols of a tensor may need only the first lanes
         slot = x & (RANS_TOTAL - 1)
         slots[begin : begin + lanes] = slot
-        x >>= RANS_BITS
-        x *= frequency[slot]
-        x += offset[slot]
+        x[:] = (x >> RANS_BITS) * frequency[slot] + offset[slot]
         low = np.flatnonzero(x < RANS_LOW)
         require(position + len(low) <= len(words), "more rANS words are asked for than stored")
         x[low] = x[low] << 16 | words[position : position + len(low)]
@@ -1336,10 +1322,7 @@ def unpack_array(record: dict, area: bytes, dtype: str, count: int, rans: tuple 
 
 
 def export_tensor(name: str, tensor: Tensor, table: QuantTable) -> tuple[dict, np.ndarray, np.ndarray]:
-    """Header record, codes as uint8 (n,), row scales float16 (R,); for a control tensor: record, values, no scales.
-
-    ValueError naming the tensor if it is not floating, not finite or too large.
-    """
+    """Header record, codes uint8 (n,), row scales float16 (R,); of control tensors values, no scales. ValueError."""
     kind, w = tensor_class(name, tensor), tensor.detach()
     codes, values = quantize_rows(w, *table[kind]) if kind in table else (None, w.to(control_dtype(name)))
     if not (w.is_floating_point() and torch.isfinite(values).all()):
@@ -1354,11 +1337,10 @@ def export_tensor(name: str, tensor: Tensor, table: QuantTable) -> tuple[dict, n
 
 def write_artifact(path: str | Path, tensors: dict[str, Tensor], table: QuantTable, settings: dict,
                    tokenizer_sha256: str, meta: dict) -> dict:
-    """Quantize the tensors by class, pack them into one file, written beside `path` and renamed; return statistics.
+    """Quantize the tensors by class and pack them into one file, the same bytes for the same input; its statistics.
 
-    settings: what rebuilds the model; meta: anything else; both JSON. A class that the table leaves out is stored as
-    control tensors are. The same input gives the same bytes. Errors: see export_tensor. Statistics: bytes (tensor
-    class or part of the file -> bytes) and entropy_bytes (order-0, of each quantized tensor's codes, summed).
+    settings: what rebuilds the model; meta: anything else; both JSON. A class outside the table is stored as control.
+    Statistics: bytes (class or part of the file -> bytes), entropy_bytes (order-0, of the tensors' codes, summed).
     """
     check_quant_table(table)
     parts, coded, scales, entropy_bytes = [], [], [np.empty(0, "<f2")], 0.0
@@ -1374,28 +1356,26 @@ def write_artifact(path: str | Path, tensors: dict[str, Tensor], table: QuantTab
                 coded.append((parts[-1], array, rans_table(counts)))
             scales.append(own_scales)
             entropy_bytes += own_entropy
-
     states = np.full(rans_lanes(sum(symbols.size for _, symbols, _ in coded)), RANS_LOW, np.uint32)
     for part, symbols, frequencies in reversed(coded):
         part[1] = rans_encode(states, frequencies, symbols).astype("<u2").tobytes()
     by_symbol = np.array([frequencies for _, _, frequencies in coded], "<u2").reshape(-1, 256).T  # alike ones together
     sections = {"states": states.astype("<u4"), "tables": by_symbol.copy(), "scales": np.concatenate(scales)}
     parts += [pack_array({"name": name, "class": name}, array) for name, array in sections.items()]
-    offset, sizes = 0, collections.Counter()
+    sizes = collections.Counter()  # class -> bytes
     for record, payload in parts:
-        record.update(offset=offset, length=len(payload))
-        offset += len(payload)
+        record.update(offset=sizes.total(), length=len(payload))
         sizes[record["class"]] += len(payload)
     header = {"settings": settings, "tokenizer_sha256": tokenizer_sha256, "meta": meta,
               "tensors": [record for record, _ in parts[:-3]],
               "sections": {record["name"]: record for record, _ in parts[-3:]}}
     text = zstandard.ZstdCompressor(level=19).compress(json.dumps(header, allow_nan=False).encode())
-    data = ARTIFACT_PREFIX.pack(ARTIFACT_MAGIC, ARTIFACT_VERSION, len(text)) + text
-    data += b"".join(payload for _, payload in parts)
+    prefix = ARTIFACT_PREFIX.pack(ARTIFACT_MAGIC, ARTIFACT_VERSION, len(text))
+    data = b"".join([prefix, text, *(payload for _, payload in parts)])
     beside = Path(path).with_name(Path(path).name + ".part")
     beside.write_bytes(data + hashlib.sha256(data).digest())
     os.replace(beside, path)
-    return {"bytes": {**sizes, "header": len(data) + 32 - offset}, "entropy_bytes": entropy_bytes}
+    return {"bytes": {**sizes, "header": len(data) + 32 - sizes.total()}, "entropy_bytes": entropy_bytes}
 
 
 def read_artifact(path: str | Path, max_weights: int = 1 << 30) -> tuple[dict, dict[str, Tensor]]:
