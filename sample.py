@@ -88,7 +88,7 @@ RANGES = (
     ("ema_memory_frac", 1e-6, 1.0), ("*_frac", 0.0, 1.0), ("lr_floor", 0.0, 1.0), ("bio_threshold", 0.0, 1.0),
     ("beta?", 0.0, 0.9999), ("muon_momentum", 0.0, 0.9999), ("muon_momentum*_start", 0.0, 0.9999),
     ("adam_eps", 1e-20, 1.0), ("muon_backend_steps", 1, 20), ("*_bits", 2, 8), ("model_dim", 16, 65536),
-    ("num_layers", 0, 512), ("num_*heads", 1, 1024), ("mlp_mult", 0.25, 16.0), ("bigram_dim", 1, 65536),
+    ("num_layers", 0, 512), ("num_*heads", 1, 1024), ("mlp_mult", 0.25, 16.0), ("bigram_dim", 1, 65536), ("bigram_vocab_size", 0, 1 << 24),
     ("tied_embed_init_std", 1e-6, 10.0), ("rope_base", 1.0, 1e9), ("attn_window", 1, 1 << 20),
     ("vocab_size", 0, 1 << 20), ("train_seq_len", 2, 1 << 20), ("train_batch_tokens", 2, 1 << 31),
     ("train_log_every", 1, 1 << 31), ("artifact_bytes_max", 1, 1 << 40), ("max_new_tokens", 1, 1 << 20),
@@ -98,7 +98,21 @@ CHOICES = {
     "lr_schedule": ("linear", "cosine", "wsd", "constant"), "device": ("auto", "cpu", "cuda"),
     "compile_mode": ("default", "reduce-overhead", "max-autotune"), "positions": ("rope", "learned", "none"),
     "mlp": ("relu2", "leaky_relu2", "gelu", "swiglu", "bio"), "bio_events": ("off", "soft", "hard"),
-    "optimizer": ("muon", "lion", "adamw", "adamw8bit", "adafactor"), "muon_coefficients": ("quintic", "polar_express"),
+    "optimizer": ("muon", "lion", "adamw", "adamw8bit", "adafactor"),
+    "arch_mode": ("D", "gdn", "gdn_kv", "hybrid", "baseline", "llama"), "muon_coefficients": ("quintic", "polar_express"),
+}
+
+
+# A setting that is given in the environment has no effect unless another one has one of these values.
+NEEDS = {
+    "bio_events": ("mlp", ("bio",)), "bio_threshold": ("bio_events", ("soft", "hard")),
+    "rope_dims": ("positions", ("rope",)), "rope_base": ("positions", ("rope",)), "qk_gain_init": ("qk_norm", (True,)),
+    "head_lr": ("tie_embeddings", (False,)),
+    "muon_coefficients": ("optimizer", ("muon",)), "muon_row_normalize": ("optimizer", ("muon",)),
+    "muon_backend_steps": ("optimizer", ("muon",)), "cautious_wd": ("optimizer", ("muon", "lion", "adamw8bit")),
+    "compile_mode": ("compile", (True,)), "warmdown_iters": ("lr_schedule", ("linear", "cosine", "wsd")),
+    "warmdown_frac": ("lr_schedule", ("linear", "cosine", "wsd")), "ema_memory_frac": ("ema", (True,)),
+    "ema_start_frac": ("ema", (True,)), "swa_start_frac": ("swa", (True,)), "qat_start_frac": ("qat", (True,)),
 }
 
 
@@ -137,9 +151,9 @@ def read_config(path: str) -> dict[str, str]:
 def load_settings(cls: type, environ: dict[str, str], presets: dict[str, dict[str, dict]] | None = None):
     """Settings of dataclass `cls` from the file CONFIG names and from `environ`, which wins.
 
-    `presets`: setting -> its value -> values of other settings, below those that are given. Raises UserError for a
-    wrong value, an unknown name in the file, and a name in the environment that only other scripts read or that is a
-    near miss of a setting.
+    `presets`: setting -> its value -> values of other settings, below those that stand beside it, so that a preset
+    chosen in the environment is above the file. Raises UserError for a wrong value, an unknown name in the file, a name
+    in the environment that only other scripts read or that is a near miss of a setting, and one without effect.
     """
     kinds = {field.name.upper(): field.type for field in fields(cls)}
     config = read_config(environ["CONFIG"]) if environ.get("CONFIG") else {}
@@ -156,14 +170,18 @@ def load_settings(cls: type, environ: dict[str, str], presets: dict[str, dict[st
         hint = guess(name, 0.6) or "; its settings stand at its top." if name in FOREIGN_NAMES else guess(name, 0.85)
         if hint:
             raise UserError(f"{name}={environ[name]!r}: no setting of this script{hint} IGNORE_ENV={name} lets it be")
-    given = {**config, **{name: environ[name] for name in kinds if name in environ}}
-    values = {name.lower(): parse_setting(name.lower(), text, kinds[name]) for name, text in given.items()}
-    for name, choices in (presets or {}).items():
-        chosen = values.get(name, getattr(cls, name))
-        if chosen not in choices:
-            raise UserError(f"{name.upper()}={chosen!r}: must be one of {', '.join(choices)}")
-        values = {**choices[chosen], **values}
-    return cls(**values)
+    values: dict[str, int | float | bool | str] = {}
+    for given in (config, {name: environ[name] for name in kinds if name in environ}):
+        own = {name.lower(): parse_setting(name.lower(), text, kinds[name]) for name, text in given.items()}
+        for name, choices in (presets or {}).items():
+            values |= choices[own[name]] if name in own else {}
+        values |= own
+    settings = cls(**values)
+    for name, (other, allowed) in NEEDS.items():
+        if name.upper() in environ and name.upper() in kinds and getattr(settings, other) not in allowed:
+            raise UserError(f"{name.upper()}={environ[name.upper()]!r}: has no effect; it needs {other.upper()} to be "
+                            + " or ".join(str(int(one) if isinstance(one, bool) else one) for one in allowed))
+    return settings
 
 
 def settings_table(settings) -> str:
@@ -1003,7 +1021,7 @@ class GPT(nn.Module):
         self.head = None if config.tie_embeddings else nn.Parameter(torch.zeros(config.vocab_size, dim))
         words, norms = config.layers.split(), config.norms.split()
         if config.positions == "learned":
-            self.positions_embed = matrix((config.train_seq_len,), dim, std)
+            self.positions_embed = matrix((config.train_seq_len,), dim, 0.1 if config.residual_mix else std)
         if config.smear_gate:
             self.smear = nn.Parameter(torch.zeros(dim))
         if config.bigram_vocab_size:
@@ -1014,13 +1032,14 @@ class GPT(nn.Module):
         # a numbered word names one set of weights, whatever layer it stands in; caches are per layer, never shared
         names = [word if word[1:] else f"{word}@{at}" for at, word in enumerate(words)]
         mixers, owner = {}, None
-        for name in dict.fromkeys(names):
-            if name[0] in "gG":
-                mixers[name] = owner = GatedDeltaNet(config)
-            elif name[0] in "kK":
-                mixers[name] = GatedDeltaNet(config, owner)
+        for name in names:
+            if name in mixers:
+                pass
+            elif name[0] in "gGkK":
+                mixers[name] = GatedDeltaNet(config, owner if name[0] in "kK" else None)
             else:
                 mixers[name] = Attention(config, config.attn_window if name[0] in "sS" else 1 << 30)
+            owner = mixers[name] if name[0] in "gG" else owner
         blocks = [name if name[0].isupper() else at for at, name in enumerate(names)]
         self.mixers = nn.ModuleList(mixers.values())
         self.mixer_of_layer = [list(mixers).index(name) for name in names]
@@ -1050,7 +1069,7 @@ class GPT(nn.Module):
         if config.smear_gate or config.bigram_vocab_size:
             last = whole.get("last", torch.full_like(ids[:, :1], config.bos_id))
             before = torch.cat([last, ids[:, :-1]], dim=1).masked_fill(first, config.bos_id)  # never another document's
-            if config.smear_gate:  # modded-nanogpt's: some of the token before
+            if config.smear_gate:  # some of the token before, as in modded-nanogpt, by a weight per channel
                 x = x + self.smear.to(x.dtype) * self.embedding(before)
             if config.bigram_vocab_size:  # hash of Parameter Golf's BigramHashEmbedding
                 pair = ((36313 * ids) ^ (27191 * before)) % config.bigram_vocab_size
@@ -1106,16 +1125,14 @@ def mlp_activity(network: GPT, ids: Tensor) -> dict[str, float]:
 # === shared: quantization ===
 FLOAT32_CONTROLS = ("A_log", "dt_bias")  # they pass through exp and softplus into a decay that is taken T times
 MIN_QUANTIZED_DIM = 16
-
 QuantTable = dict[str, tuple[int, float]]  # tensor class -> (bits, clip_sigmas)
 
 
 def tensor_class(name: str, tensor: Tensor) -> str:
-    """Say how the artifact stores a tensor: as a "matrix", an "embedding" or a "control" tensor.
+    """How the artifact stores a tensor, by the last part of its dotted name: as "matrix", "embedding" or "control".
 
-    By the last part of its dotted name: "w_*" is a matrix; "*embed*", "head" and "ab" (GDN's decay and step size) are
-    embeddings; everything else is control (norms, gains, mixes, convolutions: few weights that scale whole channels),
-    and so is what has, seen as (shape[0], the rest), fewer than 2 dimensions or fewer than 16 rows or columns.
+    "w_*" is a matrix; "*embed*", "head" and "ab" (GDN's decay and step size) are embeddings; all else is control, few
+    weights that scale whole channels, and so is what has, seen as (shape[0], the rest), under 16 rows or columns.
     """
     rows, last = tensor.shape[0] if tensor.ndim > 1 else 0, name.rsplit(".", 1)[-1]
     if rows < MIN_QUANTIZED_DIM or tensor.numel() < MIN_QUANTIZED_DIM * rows:
@@ -1131,15 +1148,12 @@ def control_dtype(name: str) -> torch.dtype:
 
 
 def quantize_rows(w: Tensor, bits: int, clip_sigmas: float) -> tuple[Tensor, Tensor]:
-    """Quantize symmetrically to `bits` bits with one step per row.
+    """Quantize w (R, ...), seen as (R, C), symmetrically: codes int8 (R, C) and scales float16 (R,), one step a row.
 
-    w: floating, (R, ...), seen as (R, C). Returns codes int8 (R, C) in [-qmax, qmax], qmax = 2**(bits-1) - 1, and
-    scales float16 (R,); the weight is code * scale. The clip, qmax * scale, is the row's largest magnitude if
-    clip_sigmas is 0, else clip_sigmas times the row's root mean square (SDClip of the Parameter Golf records), also
-    where that exceeds the largest magnitude: a wide step is what makes the codes cheap. The deviation is about zero,
-    as the quantizer is: a constant row has standard deviation 0 and would be lost. The scale is rounded to float16
-    before the codes are computed and has no floor; up to 2**-25 it becomes 0, and so do the codes.
-
+    The weight is code * scale, codes are within qmax = 2**(bits-1) - 1. The clip, qmax * scale, is the row's largest
+    magnitude if clip_sigmas is 0, else clip_sigmas times its root mean square (SDClip of the Parameter Golf records),
+    also where that is more: a wide step makes the codes cheap. The standard deviation would lose a constant row. The
+    scale is rounded to float16 before the codes are computed and has no floor: up to 2**-25 it becomes 0, as do they.
     Runs in every QAT step, so it checks nothing (export_tensor does); what is not finite stays not finite.
     """
     rows = w.reshape(w.shape[0], -1).float()  # (R, C)
@@ -1187,13 +1201,11 @@ def swapped(params: list[Tensor], values: Iterable[Tensor]) -> Iterator[None]:
 
 
 class QuantizedWeights:
-    """Quantization-aware training by swapping weights, with no flag in the model.
+    """Quantization-aware training by swapping weights: no flag in the model, so compiled code is not traced again.
 
-    Inside `with weights.quantized():` every quantized parameter holds fake_quant of itself; forward and backward run
-    on these values, then the masters return and the optimizer steps them. The gradient at q(w) lands on w as it is:
-    exactly the straight-through estimator (Bengio et al., arXiv:1308.3432), w + (q(w) - w).detach(). Compiled code
-    sees the same tensors before and after QAT begins, so nothing is traced again. Backward belongs inside: autograd
-    refuses a weight changed after forward. Parameters of classes that the table leaves out stay as they are.
+    Inside `with weights.quantized():` parameters of the table's classes hold fake_quant of themselves, for forward and
+    backward (autograd refuses a weight changed in between); then the masters return. The gradient at q(w) lands on w
+    as it is: exactly the straight-through estimator (Bengio et al., arXiv:1308.3432), w + (q(w) - w).detach().
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, Tensor]], table: QuantTable) -> None:
@@ -1218,10 +1230,9 @@ def count_parameters(network: nn.Module) -> dict[str, int]:
 
 # === shared: artifact ===
 # One file, little endian: magic, version u32, header length u32, zstd(JSON header), data area, SHA-256 of the rest.
-# The header is what `header` is in write_artifact. Offsets count from the start of the data area; a crc32 is that of
-# the unpacked array. Codes are stored as int8. The k-th tensor with coder "rans" uses the k-th frequency table of
-# section "tables" and its own span of words; the lane states, which section "states" starts, run on from tensor to
-# tensor. Section "scales" holds the float16 row scales of all quantized tensors, one after the other.
+# The header is what `header` is in write_artifact. Offsets count from the data area's start; a crc32 is of the unpacked
+# array; codes are int8. The k-th tensor with coder "rans" uses the k-th frequency table of section "tables"; the lane
+# states, which section "states" starts, run on from tensor to tensor. Section "scales": float16, of all rows in turn.
 ARTIFACT_PREFIX = struct.Struct("<8sII")
 ARTIFACT_MAGIC, ARTIFACT_VERSION = b"UNDERPAR", 1
 MAX_HEADER_BYTES = 1 << 24
@@ -1282,22 +1293,16 @@ def rans_encode(states: np.ndarray, table: np.ndarray, symbols: np.ndarray) -> n
 
 
 def rans_decode(states: np.ndarray, table: np.ndarray, words: np.ndarray, count: int) -> np.ndarray:
-    """The inverse: the next `count` symbols, uint8 (count,), moving the lanes' states in place.
-
-    Integers only: the same on every machine. ArtifactError unless the tensor uses up exactly its own words.
-    """
+    """The inverse, in integers only: the next `count` symbols, uint8 (count,). ArtifactError unless `words` fit."""
     table = table.astype(np.uint32)
     frequency = np.repeat(table, table)  # (2**14,), by slot
     offset = np.arange(RANS_TOTAL, dtype=np.uint32) - np.repeat(np.cumsum(table, dtype=np.uint32) - table, table)
-    slots = np.empty(count, np.uint16)
-    position, lanes = 0, len(states)
+    slots, position, lanes = np.empty(count, np.uint16), 0, len(states)
     for begin in range(0, count, lanes):
         x = states[: count - begin]  # a view; the last symbols of a tensor may need only the first lanes
         slot = x & (RANS_TOTAL - 1)
         slots[begin : begin + lanes] = slot
-        x >>= RANS_BITS
-        x *= frequency[slot]
-        x += offset[slot]
+        x[:] = (x >> RANS_BITS) * frequency[slot] + offset[slot]
         low = np.flatnonzero(x < RANS_LOW)
         require(position + len(low) <= len(words), "more rANS words are asked for than stored")
         x[low] = x[low] << 16 | words[position : position + len(low)]
@@ -1333,10 +1338,7 @@ def unpack_array(record: dict, area: bytes, dtype: str, count: int, rans: tuple 
 
 
 def export_tensor(name: str, tensor: Tensor, table: QuantTable) -> tuple[dict, np.ndarray, np.ndarray]:
-    """Header record, codes as uint8 (n,), row scales float16 (R,); for a control tensor: record, values, no scales.
-
-    ValueError naming the tensor if it is not floating, not finite or too large.
-    """
+    """Header record, codes uint8 (n,), row scales float16 (R,); of control tensors values, no scales. ValueError."""
     kind, w = tensor_class(name, tensor), tensor.detach()
     codes, values = quantize_rows(w, *table[kind]) if kind in table else (None, w.to(control_dtype(name)))
     if not (w.is_floating_point() and torch.isfinite(values).all()):
@@ -1351,11 +1353,10 @@ def export_tensor(name: str, tensor: Tensor, table: QuantTable) -> tuple[dict, n
 
 def write_artifact(path: str | Path, tensors: dict[str, Tensor], table: QuantTable, settings: dict,
                    tokenizer_sha256: str, meta: dict) -> dict:
-    """Quantize the tensors by class, pack them into one file, written beside `path` and renamed; return statistics.
+    """Quantize the tensors by class and pack them into one file, the same bytes for the same input; its statistics.
 
-    settings: what rebuilds the model; meta: anything else; both JSON. A class that the table leaves out is stored as
-    control tensors are. The same input gives the same bytes. Errors: see export_tensor. Statistics: bytes (tensor
-    class or part of the file -> bytes) and entropy_bytes (order-0, of each quantized tensor's codes, summed).
+    settings: what rebuilds the model; meta: anything else; both JSON. A class outside the table is stored as control.
+    Statistics: bytes (class or part of the file -> bytes), entropy_bytes (order-0, of the tensors' codes, summed).
     """
     check_quant_table(table)
     parts, coded, scales, entropy_bytes = [], [], [np.empty(0, "<f2")], 0.0
@@ -1371,28 +1372,26 @@ def write_artifact(path: str | Path, tensors: dict[str, Tensor], table: QuantTab
                 coded.append((parts[-1], array, rans_table(counts)))
             scales.append(own_scales)
             entropy_bytes += own_entropy
-
     states = np.full(rans_lanes(sum(symbols.size for _, symbols, _ in coded)), RANS_LOW, np.uint32)
     for part, symbols, frequencies in reversed(coded):
         part[1] = rans_encode(states, frequencies, symbols).astype("<u2").tobytes()
     by_symbol = np.array([frequencies for _, _, frequencies in coded], "<u2").reshape(-1, 256).T  # alike ones together
     sections = {"states": states.astype("<u4"), "tables": by_symbol.copy(), "scales": np.concatenate(scales)}
     parts += [pack_array({"name": name, "class": name}, array) for name, array in sections.items()]
-    offset, sizes = 0, collections.Counter()
+    sizes = collections.Counter()  # class -> bytes
     for record, payload in parts:
-        record.update(offset=offset, length=len(payload))
-        offset += len(payload)
+        record.update(offset=sizes.total(), length=len(payload))
         sizes[record["class"]] += len(payload)
     header = {"settings": settings, "tokenizer_sha256": tokenizer_sha256, "meta": meta,
               "tensors": [record for record, _ in parts[:-3]],
               "sections": {record["name"]: record for record, _ in parts[-3:]}}
     text = zstandard.ZstdCompressor(level=19).compress(json.dumps(header, allow_nan=False).encode())
-    data = ARTIFACT_PREFIX.pack(ARTIFACT_MAGIC, ARTIFACT_VERSION, len(text)) + text
-    data += b"".join(payload for _, payload in parts)
+    prefix = ARTIFACT_PREFIX.pack(ARTIFACT_MAGIC, ARTIFACT_VERSION, len(text))
+    data = b"".join([prefix, text, *(payload for _, payload in parts)])
     beside = Path(path).with_name(Path(path).name + ".part")
     beside.write_bytes(data + hashlib.sha256(data).digest())
     os.replace(beside, path)
-    return {"bytes": {**sizes, "header": len(data) + 32 - offset}, "entropy_bytes": entropy_bytes}
+    return {"bytes": {**sizes, "header": len(data) + 32 - sizes.total()}, "entropy_bytes": entropy_bytes}
 
 
 def read_artifact(path: str | Path, max_weights: int = 1 << 30) -> tuple[dict, dict[str, Tensor]]:
@@ -1475,14 +1474,14 @@ def generate(network: GPT, prompt: list[int], count: int, max_new_tokens: int, t
     generators = [torch.Generator().manual_seed(own) for own in seeds]
     rows: list[list[int]] = [[] for _ in range(count)]
     running = set(range(count))
-    for _ in range(max_new_tokens):
+    for step in range(max_new_tokens):
         ids = draw(logits, temperature, top_k, generators)
         for row, token in enumerate(ids.tolist()):
             if row in running and token in stop:
                 running.discard(row)
             elif row in running:
                 rows[row].append(token)
-        if not running:
+        if not running or step + 1 == max_new_tokens:
             break
         logits = network(ids[:, None], cache=cache)[:, -1]
     return rows
@@ -1508,6 +1507,10 @@ def sample(settings: Settings) -> None:
     network.load_state_dict(tensors)
     network.to(runtime.device)
     prompt = [tokenizer.bos_id, *tokenizer.encode(settings.prompt)]
+    most = network.config.train_seq_len + 1 - len(prompt)
+    if network.config.positions == "learned" and settings.max_new_tokens > most:
+        raise UserError(f"MAX_NEW_TOKENS={settings.max_new_tokens}: must be at most {most} after this prompt, for the "
+                        f"model has positions for {network.config.train_seq_len} tokens")
     for row in generate(network, prompt, settings.num_samples, settings.max_new_tokens, settings.temperature,
                         settings.top_k, settings.seed, frozenset([tokenizer.bos_id])):
         print(tokenizer.decode([*prompt, *row]))

@@ -179,7 +179,7 @@ RANGES = (
     ("ema_memory_frac", 1e-6, 1.0), ("*_frac", 0.0, 1.0), ("lr_floor", 0.0, 1.0), ("bio_threshold", 0.0, 1.0),
     ("beta?", 0.0, 0.9999), ("muon_momentum", 0.0, 0.9999), ("muon_momentum*_start", 0.0, 0.9999),
     ("adam_eps", 1e-20, 1.0), ("muon_backend_steps", 1, 20), ("*_bits", 2, 8), ("model_dim", 16, 65536),
-    ("num_layers", 0, 512), ("num_*heads", 1, 1024), ("mlp_mult", 0.25, 16.0), ("bigram_dim", 1, 65536),
+    ("num_layers", 0, 512), ("num_*heads", 1, 1024), ("mlp_mult", 0.25, 16.0), ("bigram_dim", 1, 65536), ("bigram_vocab_size", 0, 1 << 24),
     ("tied_embed_init_std", 1e-6, 10.0), ("rope_base", 1.0, 1e9), ("attn_window", 1, 1 << 20),
     ("vocab_size", 0, 1 << 20), ("train_seq_len", 2, 1 << 20), ("train_batch_tokens", 2, 1 << 31),
     ("train_log_every", 1, 1 << 31), ("artifact_bytes_max", 1, 1 << 40), ("max_new_tokens", 1, 1 << 20),
@@ -189,7 +189,21 @@ CHOICES = {
     "lr_schedule": ("linear", "cosine", "wsd", "constant"), "device": ("auto", "cpu", "cuda"),
     "compile_mode": ("default", "reduce-overhead", "max-autotune"), "positions": ("rope", "learned", "none"),
     "mlp": ("relu2", "leaky_relu2", "gelu", "swiglu", "bio"), "bio_events": ("off", "soft", "hard"),
-    "optimizer": ("muon", "lion", "adamw", "adamw8bit", "adafactor"), "muon_coefficients": ("quintic", "polar_express"),
+    "optimizer": ("muon", "lion", "adamw", "adamw8bit", "adafactor"),
+    "arch_mode": ("D", "gdn", "gdn_kv", "hybrid", "baseline", "llama"), "muon_coefficients": ("quintic", "polar_express"),
+}
+
+
+# A setting that is given in the environment has no effect unless another one has one of these values.
+NEEDS = {
+    "bio_events": ("mlp", ("bio",)), "bio_threshold": ("bio_events", ("soft", "hard")),
+    "rope_dims": ("positions", ("rope",)), "rope_base": ("positions", ("rope",)), "qk_gain_init": ("qk_norm", (True,)),
+    "head_lr": ("tie_embeddings", (False,)),
+    "muon_coefficients": ("optimizer", ("muon",)), "muon_row_normalize": ("optimizer", ("muon",)),
+    "muon_backend_steps": ("optimizer", ("muon",)), "cautious_wd": ("optimizer", ("muon", "lion", "adamw8bit")),
+    "compile_mode": ("compile", (True,)), "warmdown_iters": ("lr_schedule", ("linear", "cosine", "wsd")),
+    "warmdown_frac": ("lr_schedule", ("linear", "cosine", "wsd")), "ema_memory_frac": ("ema", (True,)),
+    "ema_start_frac": ("ema", (True,)), "swa_start_frac": ("swa", (True,)), "qat_start_frac": ("qat", (True,)),
 }
 
 
@@ -228,9 +242,9 @@ def read_config(path: str) -> dict[str, str]:
 def load_settings(cls: type, environ: dict[str, str], presets: dict[str, dict[str, dict]] | None = None):
     """Settings of dataclass `cls` from the file CONFIG names and from `environ`, which wins.
 
-    `presets`: setting -> its value -> values of other settings, below those that are given. Raises UserError for a
-    wrong value, an unknown name in the file, and a name in the environment that only other scripts read or that is a
-    near miss of a setting.
+    `presets`: setting -> its value -> values of other settings, below those that stand beside it, so that a preset
+    chosen in the environment is above the file. Raises UserError for a wrong value, an unknown name in the file, a name
+    in the environment that only other scripts read or that is a near miss of a setting, and one without effect.
     """
     kinds = {field.name.upper(): field.type for field in fields(cls)}
     config = read_config(environ["CONFIG"]) if environ.get("CONFIG") else {}
@@ -247,14 +261,18 @@ def load_settings(cls: type, environ: dict[str, str], presets: dict[str, dict[st
         hint = guess(name, 0.6) or "; its settings stand at its top." if name in FOREIGN_NAMES else guess(name, 0.85)
         if hint:
             raise UserError(f"{name}={environ[name]!r}: no setting of this script{hint} IGNORE_ENV={name} lets it be")
-    given = {**config, **{name: environ[name] for name in kinds if name in environ}}
-    values = {name.lower(): parse_setting(name.lower(), text, kinds[name]) for name, text in given.items()}
-    for name, choices in (presets or {}).items():
-        chosen = values.get(name, getattr(cls, name))
-        if chosen not in choices:
-            raise UserError(f"{name.upper()}={chosen!r}: must be one of {', '.join(choices)}")
-        values = {**choices[chosen], **values}
-    return cls(**values)
+    values: dict[str, int | float | bool | str] = {}
+    for given in (config, {name: environ[name] for name in kinds if name in environ}):
+        own = {name.lower(): parse_setting(name.lower(), text, kinds[name]) for name, text in given.items()}
+        for name, choices in (presets or {}).items():
+            values |= choices[own[name]] if name in own else {}
+        values |= own
+    settings = cls(**values)
+    for name, (other, allowed) in NEEDS.items():
+        if name.upper() in environ and name.upper() in kinds and getattr(settings, other) not in allowed:
+            raise UserError(f"{name.upper()}={environ[name.upper()]!r}: has no effect; it needs {other.upper()} to be "
+                            + " or ".join(str(int(one) if isinstance(one, bool) else one) for one in allowed))
+    return settings
 
 
 def settings_table(settings) -> str:
@@ -1094,7 +1112,7 @@ class GPT(nn.Module):
         self.head = None if config.tie_embeddings else nn.Parameter(torch.zeros(config.vocab_size, dim))
         words, norms = config.layers.split(), config.norms.split()
         if config.positions == "learned":
-            self.positions_embed = matrix((config.train_seq_len,), dim, std)
+            self.positions_embed = matrix((config.train_seq_len,), dim, 0.1 if config.residual_mix else std)
         if config.smear_gate:
             self.smear = nn.Parameter(torch.zeros(dim))
         if config.bigram_vocab_size:
@@ -1105,13 +1123,14 @@ class GPT(nn.Module):
         # a numbered word names one set of weights, whatever layer it stands in; caches are per layer, never shared
         names = [word if word[1:] else f"{word}@{at}" for at, word in enumerate(words)]
         mixers, owner = {}, None
-        for name in dict.fromkeys(names):
-            if name[0] in "gG":
-                mixers[name] = owner = GatedDeltaNet(config)
-            elif name[0] in "kK":
-                mixers[name] = GatedDeltaNet(config, owner)
+        for name in names:
+            if name in mixers:
+                pass
+            elif name[0] in "gGkK":
+                mixers[name] = GatedDeltaNet(config, owner if name[0] in "kK" else None)
             else:
                 mixers[name] = Attention(config, config.attn_window if name[0] in "sS" else 1 << 30)
+            owner = mixers[name] if name[0] in "gG" else owner
         blocks = [name if name[0].isupper() else at for at, name in enumerate(names)]
         self.mixers = nn.ModuleList(mixers.values())
         self.mixer_of_layer = [list(mixers).index(name) for name in names]
@@ -1141,7 +1160,7 @@ class GPT(nn.Module):
         if config.smear_gate or config.bigram_vocab_size:
             last = whole.get("last", torch.full_like(ids[:, :1], config.bos_id))
             before = torch.cat([last, ids[:, :-1]], dim=1).masked_fill(first, config.bos_id)  # never another document's
-            if config.smear_gate:  # modded-nanogpt's: some of the token before
+            if config.smear_gate:  # some of the token before, as in modded-nanogpt, by a weight per channel
                 x = x + self.smear.to(x.dtype) * self.embedding(before)
             if config.bigram_vocab_size:  # hash of Parameter Golf's BigramHashEmbedding
                 pair = ((36313 * ids) ^ (27191 * before)) % config.bigram_vocab_size
@@ -1195,34 +1214,29 @@ def mlp_activity(network: GPT, ids: Tensor) -> dict[str, float]:
 
 
 # === shared: optimizer ===
-# Settings that stand below the CONFIG file and the environment, for the defaults are rates of Muon: from runs of 60 to
-# 300 steps of a small network. Adafactor's rates are shares of a tensor's RMS.
+# Settings below CONFIG and environment, as the defaults are Muon's; from 60 to 300 steps of a small network.
 OPTIMIZER_PRESETS: dict[str, dict] = {
     "muon": {},
     "lion": dict(matrix_lr=0.001, tied_embed_lr=0.004, head_lr=0.002, beta2=0.99),
-    "adamw": dict(matrix_lr=0.003, tied_embed_lr=0.01),
-    "adamw8bit": dict(matrix_lr=0.003, tied_embed_lr=0.01),
-    "adafactor": dict(matrix_lr=0.1, tied_embed_lr=0.4, head_lr=0.1),
+    **dict.fromkeys(("adamw", "adamw8bit"), dict(matrix_lr=0.003, tied_embed_lr=0.01)),
+    "adafactor": dict(matrix_lr=0.1, tied_embed_lr=0.4, head_lr=0.1),  # shares of a tensor's RMS
 }
-# (divisor of the norm, coefficients (a, b, c) of each step; further steps take the last). Quintic:
-# kellerjordan.github.io/posts/muon. Polar Express: arXiv 2505.16932, five optimal steps with a margin of 2%.
+# (divisor of the norm, coefficients (a, b, c) of each step; further steps take the last)
 MUON_COEFFICIENTS = {
-    "quintic": (1.0, [(3.4445, -4.7750, 2.0315)]),
-    "polar_express": (1.02, [
-        (8.156554524902461, -22.48329292557795, 15.878769915207462),
-        (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-        (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-        (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-        (2.3465413258596377, -1.7097828382687081, 0.42323551169305323)]),
+    "quintic": (1.0, [(3.4445, -4.7750, 2.0315)]),  # kellerjordan.github.io/posts/muon
+    "polar_express": (1.02, [(8.156554524902461, -22.48329292557795, 15.878769915207462),  # arXiv 2505.16932
+                             (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+                             (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+                             (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+                             (2.3465413258596377, -1.7097828382687081, 0.42323551169305323)]),
 }
 
 
 def orthogonalize(G: Tensor, steps: int, coefficients: str = "quintic") -> Tensor:
     """Each matrix of G (N, R, C) with its singular values pushed to about 1, by Newton-Schulz steps, in G's dtype."""
     margin, triples = MUON_COEFFICIENTS[coefficients]
-    X = G.bfloat16() if G.is_cuda else G
-    tall = X.size(1) > X.size(2)
-    X = X.mT if tall else X
+    tall = G.size(1) > G.size(2)
+    X = (G.mT if tall else G).to(torch.bfloat16 if G.is_cuda else G.dtype)
     X = X / (X.norm(dim=(1, 2), keepdim=True) * margin + 1e-7)
     for a, b, c in triples[:steps] + triples[-1:] * (steps - len(triples)):
         A = X @ X.mT
@@ -1240,48 +1254,43 @@ def descend(weight: Tensor, update: Tensor, lr: Tensor, decay: Tensor, cautious:
 class Muon(torch.optim.Optimizer):
     """Nesterov momentum, orthogonalized, for matrices: the step has spectral norm about lr sqrt(max(1, rows / cols)).
 
-    Matrices of one shape are orthogonalized as one batch, and the batch is shared out over the ranks; momentum is kept
-    on every rank, so a checkpoint does not depend on their number. A parameter with `splits` holds several matrices,
-    one below the other; each is orthogonalized by itself, with rows of norm 1 if muon_row_normalize (MuonEq-R).
+    Matrices of one shape are one batch, shared out over the ranks; momentum is on every rank, so a checkpoint does not
+    depend on their number. A parameter with `splits` holds several matrices, one below the other, each by itself.
     """
 
     def __init__(self, groups: list[dict], settings, runtime: Runtime):
         self.runtime, self.settings = runtime, settings
         super().__init__(groups, {})
-        self.batches: dict[tuple, list] = {}  # shape -> [(parameter, first row, last row + 1)]
+        self.batches: dict[tuple, list] = {}  # shape -> [(parameter, its rows)]
         for param in self.param_groups[0]["params"]:
             row = 0
             for rows in getattr(param, "splits", (param.size(0),)):
-                self.batches.setdefault((rows, param.size(1)), []).append((param, row, row + rows))
+                self.batches.setdefault((rows, param.size(1)), []).append((param, slice(row, row + rows)))
                 row += rows
 
     @torch.no_grad()
     def step(self, bad: Tensor) -> None:
-        """One update; where `bad` (a 0-d bool on the device) is true, weights and momentum stay as they are."""
-        group, settings = self.param_groups[0], self.settings
+        """One update; where `bad` (0-d bool, on the device) is true, weights and state stay, in all classes here."""
+        group, settings, runtime = self.param_groups[0], self.settings, self.runtime
         momentum, lr = group["momentum"], torch.where(bad, 0.0, group["lr"])
-        rank, world = self.runtime.rank, self.runtime.world_size
         for param in group["params"]:
-            if not self.state[param]:
-                self.state[param]["momentum_buffer"] = torch.zeros_like(param)
-            buffer = self.state[param]["momentum_buffer"]
-            buffer.lerp_(torch.where(bad, buffer, param.grad), 1 - momentum)
+            state = self.state[param]
+            buffer = state["momentum_buffer"] if state else torch.zeros_like(param)
+            state["momentum_buffer"] = buffer.lerp_(torch.where(bad, buffer, param.grad), 1 - momentum)
         for (rows, cols), pieces in self.batches.items():
-            share = -(-len(pieces) // world)
+            share = -(-len(pieces) // runtime.world_size)
             update = group["params"][0].new_zeros(share, rows, cols)
-            for at, (param, top, end) in enumerate(pieces[rank * share : (rank + 1) * share]):
-                torch.lerp(param.grad[top:end], self.state[param]["momentum_buffer"][top:end], momentum, out=update[at])
+            for at, (param, span) in enumerate(pieces[runtime.rank * share :][:share]):
+                torch.lerp(param.grad[span], self.state[param]["momentum_buffer"][span], momentum, out=update[at])
             update = torch.where(bad, 0.0, update)
-            if settings.muon_row_normalize:
-                update = update / update.norm(dim=2, keepdim=True).clamp_min(1e-7)
+            update = F.normalize(update, dim=2, eps=1e-7) if settings.muon_row_normalize else update  # MuonEq-R
             update = orthogonalize(update, settings.muon_backend_steps, settings.muon_coefficients)
-            if world > 1:
-                parts = [torch.empty_like(update) for _ in range(world)]
-                dist.all_gather(parts, update)
-                update = torch.cat(parts)
+            if runtime.distributed:
+                own, update = update, update.new_empty(share * runtime.world_size, rows, cols)
+                dist.all_gather_into_tensor(update, own)
             scale = lr * max(1.0, rows / cols) ** 0.5
-            for at, (param, top, end) in enumerate(pieces):
-                descend(param[top:end], update[at], scale, lr * group["weight_decay"], group["cautious"])
+            for at, (param, span) in enumerate(pieces):
+                descend(param[span], update[at], scale, lr * group["weight_decay"], group["cautious"])
 
 
 class Lion(torch.optim.Optimizer):
@@ -1289,40 +1298,35 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, bad: Tensor) -> None:
-        """One update; where `bad` is true, weights and momentum stay as they are."""
         for group in self.param_groups:
             lr, (beta1, beta2) = torch.where(bad, 0.0, group["lr"]), group["betas"]
             for param in group["params"]:
-                if not self.state[param]:
-                    self.state[param]["momentum_buffer"] = torch.zeros_like(param)
-                buffer = self.state[param]["momentum_buffer"]
+                state = self.state[param]
+                buffer = state["momentum_buffer"] if state else torch.zeros_like(param)
                 grad = torch.where(bad, buffer, param.grad)  # leaves the buffer as it is
                 descend(param, buffer.lerp(grad, 1 - beta1).sign_(), lr, lr * group["weight_decay"], group["cautious"])
-                buffer.lerp_(grad, 1 - beta2)
+                state["momentum_buffer"] = buffer.lerp_(grad, 1 - beta2)
 
 
 class AdamW8bit(torch.optim.Optimizer):
     """AdamW (arXiv 1711.05101) with two bytes of state a weight, in blocks of 256 with two scales each (2110.02861).
 
-    Kept are r = sqrt(v), as a level 2**(-n / 16) below the block's largest, and m / r in linear codes. With linear
-    codes of m and v a small v becomes 0 beside an m that does not, and the step m / eps. Here the m that was kept is a
-    multiple of the r that was kept: |m| / r has AdamW's own bound, 1.2 at betas 0.9 and 0.95, however r was rounded.
+    Kept are r = sqrt(v), as a level 2**(-n / 16) below the block's largest, and m / r in linear codes, at most 1.2 at
+    betas 0.9 and 0.95. With linear codes of m and v a small v becomes 0 beside an m that does not: a step of m / eps.
     """
 
     @torch.no_grad()
     def step(self, bad: Tensor) -> None:
-        """One update; where `bad` is true, weights and moments stay as they are."""
         for group in self.param_groups:
             lr, (beta1, beta2) = torch.where(bad, 0.0, group["lr"]), group["betas"]
             for param in group["params"]:
                 state, size = self.state[param], param.numel()
-                blocks = -(-size // 256)
+                grad = F.pad(param.grad.flatten(), (0, -size % 256)).view(-1, 256)  # (blocks, 256)
                 if not state:
-                    state.update(updates=param.new_zeros(()), scales=param.new_zeros(2, blocks, 1),
-                                 codes=param.new_zeros(2, blocks, 256, dtype=torch.int8))
+                    state.update(updates=grad.new_zeros(()), scales=grad.new_zeros(2, len(grad), 1),
+                                 codes=grad.new_zeros(2, *grad.shape, dtype=torch.int8))
                 updates = state["updates"] + 1
-                ratio, level = state["codes"].to(param.dtype)  # (blocks, 256) each
-                grad = F.pad(param.grad.flatten(), (0, blocks * 256 - size)).view(blocks, 256)
+                ratio, level = state["codes"].to(grad.dtype)  # (blocks, 256) each
                 root = state["scales"][1] * torch.exp2((level + 128) / -16)
                 m = (root * ratio * state["scales"][0]).lerp(grad, 1 - beta1)
                 root = root.square().lerp(grad.square(), 1 - beta2).sqrt()
@@ -1338,19 +1342,18 @@ class AdamW8bit(torch.optim.Optimizer):
 
 
 class Optimizers:
-    """The optimizer that settings.optimizer names, and fused AdamW for the rest; each parameter in exactly one group.
-
-    Muon has the matrices; Lion, Adafactor and, from 4096 weights on, 8-bit AdamW the embeddings and an untied head too.
+    """The optimizer that settings.optimizer names, and fused AdamW for the rest. Muon has the matrices; Lion, Adafactor
+    and, from 4096 weights on, 8-bit AdamW the embeddings and an untied head too. Each parameter is in one group.
     """
 
     def __init__(self, model: nn.Module, settings, runtime: Runtime):
-        named = {name: param for name, param in model.named_parameters() if param.requires_grad}
+        named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
         rates = {"matrix": (settings.matrix_lr, settings.muon_wd), "head": (settings.head_lr, settings.adam_wd),
                  "embedding": (settings.tied_embed_lr, settings.adam_wd), "control": (settings.scalar_lr, 0.0)}
         owned = {"muon": ["matrix"], "adamw": []}.get(settings.optimizer, ["matrix", "head", "embedding"])
         least = 4096 if settings.optimizer == "adamw8bit" else 0
         own, rest = {}, {}  # kind -> group, of the named optimizer and of AdamW
-        for name, param in named.items():
+        for name, param in named:
             kind = {"head": "head", "ab": "control"}.get(name.rsplit(".", 1)[-1], tensor_class(name, param))
             lr, decay = rates[kind]
             group = dict(params=[], lr=torch.tensor(lr, device=runtime.device), base_lr=lr, weight_decay=decay,
@@ -1358,15 +1361,16 @@ class Optimizers:
             groups = own if kind in owned and param.numel() >= least else rest
             groups.setdefault(kind, group)["params"].append(param)
         adam = dict(betas=(settings.beta1, settings.beta2), eps=settings.adam_eps)
-        # Adafactor's step has an RMS of max(eps[1], RMS(w)) min(lr, 1 / sqrt(t)): under torch's eps[1] of 1e-3 matrices
-        # that begin at 0 crawl, so 0.02, about what others begin with. eps[0]: the paper's 1e-30, under small squares.
+        # Its step is a share of max(eps[1], RMS(w)): at torch's 1e-3 what begins at 0 crawls. eps[0]**2 is the paper's.
         make = {"muon": lambda groups: Muon(groups, settings, runtime), "lion": lambda groups: Lion(groups, adam),
                 "adamw8bit": lambda groups: AdamW8bit(groups, adam),
                 "adafactor": lambda groups: torch.optim.Adafactor(groups, eps=(1e-15, 0.02))}
         self.all = [make[settings.optimizer](own.values())] if own else []
         self.all += [torch.optim.AdamW(rest.values(), **adam, fused=True)] if rest else []
         self.params = [param for optimizer in self.all for group in optimizer.param_groups for param in group["params"]]
-        assert len(self.params) == len(named) and set(self.params) == set(named.values()), "each parameter in one group"
+        assert len(self.params) == len(set(self.params)) == len(named), "each parameter in exactly one group"
+        for param in self.params:
+            param.grad = torch.zeros_like(param)
 
     def reduce_gradients(self, runtime: Runtime, clip: float, loss: Tensor) -> tuple[Tensor, Tensor]:
         """Sum gradients and `loss` over ranks; scale to a global norm of at most `clip` (0: as it is). (norm, loss)."""
@@ -1388,16 +1392,14 @@ class Optimizers:
                 group["momentum"] = momentum  # of Muon, the others read betas
             if isinstance(optimizer, torch.optim.AdamW):
                 optimizer.found_inf = bad.float()  # torch's fused AdamW skips its step on the device where this is 1
-                optimizer.step()
-            elif not isinstance(optimizer, torch.optim.Adafactor):
+            if isinstance(optimizer, Muon | Lion | AdamW8bit):
                 optimizer.step(bad)
-            elif not bad:  # waits for the device, as torch's Adafactor does for every tensor
+            elif not (isinstance(optimizer, torch.optim.Adafactor) and bad):  # waits for the device, as Adafactor does
                 optimizer.step()
 
     def state_bytes(self) -> int:
         """Bytes of all moments, scales and counters now held."""
-        values = [value for optimizer in self.all for state in optimizer.state.values() for value in state.values()]
-        return sum(value.numel() * value.element_size() for value in values)
+        return sum(value.nbytes for each in self.all for state in each.state.values() for value in state.values())
 
     def reset(self) -> None:
         """Forget every moment, as if no step had been taken."""
@@ -1405,9 +1407,8 @@ class Optimizers:
             optimizer.state.clear()
 
     def zero_grad(self) -> None:
-        """Drop the gradients."""
-        for optimizer in self.all:
-            optimizer.zero_grad(set_to_none=True)
+        """Zeros into the gradients, which keep their memory: a CUDA graph's own would be overwritten by the next."""
+        torch._foreach_zero_([param.grad for param in self.params])
 # === end: optimizer ===
 
 
@@ -1575,16 +1576,14 @@ class Average:
 # === shared: quantization ===
 FLOAT32_CONTROLS = ("A_log", "dt_bias")  # they pass through exp and softplus into a decay that is taken T times
 MIN_QUANTIZED_DIM = 16
-
 QuantTable = dict[str, tuple[int, float]]  # tensor class -> (bits, clip_sigmas)
 
 
 def tensor_class(name: str, tensor: Tensor) -> str:
-    """Say how the artifact stores a tensor: as a "matrix", an "embedding" or a "control" tensor.
+    """How the artifact stores a tensor, by the last part of its dotted name: as "matrix", "embedding" or "control".
 
-    By the last part of its dotted name: "w_*" is a matrix; "*embed*", "head" and "ab" (GDN's decay and step size) are
-    embeddings; everything else is control (norms, gains, mixes, convolutions: few weights that scale whole channels),
-    and so is what has, seen as (shape[0], the rest), fewer than 2 dimensions or fewer than 16 rows or columns.
+    "w_*" is a matrix; "*embed*", "head" and "ab" (GDN's decay and step size) are embeddings; all else is control, few
+    weights that scale whole channels, and so is what has, seen as (shape[0], the rest), under 16 rows or columns.
     """
     rows, last = tensor.shape[0] if tensor.ndim > 1 else 0, name.rsplit(".", 1)[-1]
     if rows < MIN_QUANTIZED_DIM or tensor.numel() < MIN_QUANTIZED_DIM * rows:
@@ -1600,15 +1599,12 @@ def control_dtype(name: str) -> torch.dtype:
 
 
 def quantize_rows(w: Tensor, bits: int, clip_sigmas: float) -> tuple[Tensor, Tensor]:
-    """Quantize symmetrically to `bits` bits with one step per row.
+    """Quantize w (R, ...), seen as (R, C), symmetrically: codes int8 (R, C) and scales float16 (R,), one step a row.
 
-    w: floating, (R, ...), seen as (R, C). Returns codes int8 (R, C) in [-qmax, qmax], qmax = 2**(bits-1) - 1, and
-    scales float16 (R,); the weight is code * scale. The clip, qmax * scale, is the row's largest magnitude if
-    clip_sigmas is 0, else clip_sigmas times the row's root mean square (SDClip of the Parameter Golf records), also
-    where that exceeds the largest magnitude: a wide step is what makes the codes cheap. The deviation is about zero,
-    as the quantizer is: a constant row has standard deviation 0 and would be lost. The scale is rounded to float16
-    before the codes are computed and has no floor; up to 2**-25 it becomes 0, and so do the codes.
-
+    The weight is code * scale, codes are within qmax = 2**(bits-1) - 1. The clip, qmax * scale, is the row's largest
+    magnitude if clip_sigmas is 0, else clip_sigmas times its root mean square (SDClip of the Parameter Golf records),
+    also where that is more: a wide step makes the codes cheap. The standard deviation would lose a constant row. The
+    scale is rounded to float16 before the codes are computed and has no floor: up to 2**-25 it becomes 0, as do they.
     Runs in every QAT step, so it checks nothing (export_tensor does); what is not finite stays not finite.
     """
     rows = w.reshape(w.shape[0], -1).float()  # (R, C)
@@ -1656,13 +1652,11 @@ def swapped(params: list[Tensor], values: Iterable[Tensor]) -> Iterator[None]:
 
 
 class QuantizedWeights:
-    """Quantization-aware training by swapping weights, with no flag in the model.
+    """Quantization-aware training by swapping weights: no flag in the model, so compiled code is not traced again.
 
-    Inside `with weights.quantized():` every quantized parameter holds fake_quant of itself; forward and backward run
-    on these values, then the masters return and the optimizer steps them. The gradient at q(w) lands on w as it is:
-    exactly the straight-through estimator (Bengio et al., arXiv:1308.3432), w + (q(w) - w).detach(). Compiled code
-    sees the same tensors before and after QAT begins, so nothing is traced again. Backward belongs inside: autograd
-    refuses a weight changed after forward. Parameters of classes that the table leaves out stay as they are.
+    Inside `with weights.quantized():` parameters of the table's classes hold fake_quant of themselves, for forward and
+    backward (autograd refuses a weight changed in between); then the masters return. The gradient at q(w) lands on w
+    as it is: exactly the straight-through estimator (Bengio et al., arXiv:1308.3432), w + (q(w) - w).detach().
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, Tensor]], table: QuantTable) -> None:
@@ -1687,10 +1681,9 @@ def count_parameters(network: nn.Module) -> dict[str, int]:
 
 # === shared: artifact ===
 # One file, little endian: magic, version u32, header length u32, zstd(JSON header), data area, SHA-256 of the rest.
-# The header is what `header` is in write_artifact. Offsets count from the start of the data area; a crc32 is that of
-# the unpacked array. Codes are stored as int8. The k-th tensor with coder "rans" uses the k-th frequency table of
-# section "tables" and its own span of words; the lane states, which section "states" starts, run on from tensor to
-# tensor. Section "scales" holds the float16 row scales of all quantized tensors, one after the other.
+# The header is what `header` is in write_artifact. Offsets count from the data area's start; a crc32 is of the unpacked
+# array; codes are int8. The k-th tensor with coder "rans" uses the k-th frequency table of section "tables"; the lane
+# states, which section "states" starts, run on from tensor to tensor. Section "scales": float16, of all rows in turn.
 ARTIFACT_PREFIX = struct.Struct("<8sII")
 ARTIFACT_MAGIC, ARTIFACT_VERSION = b"UNDERPAR", 1
 MAX_HEADER_BYTES = 1 << 24
@@ -1751,22 +1744,16 @@ def rans_encode(states: np.ndarray, table: np.ndarray, symbols: np.ndarray) -> n
 
 
 def rans_decode(states: np.ndarray, table: np.ndarray, words: np.ndarray, count: int) -> np.ndarray:
-    """The inverse: the next `count` symbols, uint8 (count,), moving the lanes' states in place.
-
-    Integers only: the same on every machine. ArtifactError unless the tensor uses up exactly its own words.
-    """
+    """The inverse, in integers only: the next `count` symbols, uint8 (count,). ArtifactError unless `words` fit."""
     table = table.astype(np.uint32)
     frequency = np.repeat(table, table)  # (2**14,), by slot
     offset = np.arange(RANS_TOTAL, dtype=np.uint32) - np.repeat(np.cumsum(table, dtype=np.uint32) - table, table)
-    slots = np.empty(count, np.uint16)
-    position, lanes = 0, len(states)
+    slots, position, lanes = np.empty(count, np.uint16), 0, len(states)
     for begin in range(0, count, lanes):
         x = states[: count - begin]  # a view; the last symbols of a tensor may need only the first lanes
         slot = x & (RANS_TOTAL - 1)
         slots[begin : begin + lanes] = slot
-        x >>= RANS_BITS
-        x *= frequency[slot]
-        x += offset[slot]
+        x[:] = (x >> RANS_BITS) * frequency[slot] + offset[slot]
         low = np.flatnonzero(x < RANS_LOW)
         require(position + len(low) <= len(words), "more rANS words are asked for than stored")
         x[low] = x[low] << 16 | words[position : position + len(low)]
@@ -1802,10 +1789,7 @@ def unpack_array(record: dict, area: bytes, dtype: str, count: int, rans: tuple 
 
 
 def export_tensor(name: str, tensor: Tensor, table: QuantTable) -> tuple[dict, np.ndarray, np.ndarray]:
-    """Header record, codes as uint8 (n,), row scales float16 (R,); for a control tensor: record, values, no scales.
-
-    ValueError naming the tensor if it is not floating, not finite or too large.
-    """
+    """Header record, codes uint8 (n,), row scales float16 (R,); of control tensors values, no scales. ValueError."""
     kind, w = tensor_class(name, tensor), tensor.detach()
     codes, values = quantize_rows(w, *table[kind]) if kind in table else (None, w.to(control_dtype(name)))
     if not (w.is_floating_point() and torch.isfinite(values).all()):
@@ -1820,11 +1804,10 @@ def export_tensor(name: str, tensor: Tensor, table: QuantTable) -> tuple[dict, n
 
 def write_artifact(path: str | Path, tensors: dict[str, Tensor], table: QuantTable, settings: dict,
                    tokenizer_sha256: str, meta: dict) -> dict:
-    """Quantize the tensors by class, pack them into one file, written beside `path` and renamed; return statistics.
+    """Quantize the tensors by class and pack them into one file, the same bytes for the same input; its statistics.
 
-    settings: what rebuilds the model; meta: anything else; both JSON. A class that the table leaves out is stored as
-    control tensors are. The same input gives the same bytes. Errors: see export_tensor. Statistics: bytes (tensor
-    class or part of the file -> bytes) and entropy_bytes (order-0, of each quantized tensor's codes, summed).
+    settings: what rebuilds the model; meta: anything else; both JSON. A class outside the table is stored as control.
+    Statistics: bytes (class or part of the file -> bytes), entropy_bytes (order-0, of the tensors' codes, summed).
     """
     check_quant_table(table)
     parts, coded, scales, entropy_bytes = [], [], [np.empty(0, "<f2")], 0.0
@@ -1840,28 +1823,26 @@ def write_artifact(path: str | Path, tensors: dict[str, Tensor], table: QuantTab
                 coded.append((parts[-1], array, rans_table(counts)))
             scales.append(own_scales)
             entropy_bytes += own_entropy
-
     states = np.full(rans_lanes(sum(symbols.size for _, symbols, _ in coded)), RANS_LOW, np.uint32)
     for part, symbols, frequencies in reversed(coded):
         part[1] = rans_encode(states, frequencies, symbols).astype("<u2").tobytes()
     by_symbol = np.array([frequencies for _, _, frequencies in coded], "<u2").reshape(-1, 256).T  # alike ones together
     sections = {"states": states.astype("<u4"), "tables": by_symbol.copy(), "scales": np.concatenate(scales)}
     parts += [pack_array({"name": name, "class": name}, array) for name, array in sections.items()]
-    offset, sizes = 0, collections.Counter()
+    sizes = collections.Counter()  # class -> bytes
     for record, payload in parts:
-        record.update(offset=offset, length=len(payload))
-        offset += len(payload)
+        record.update(offset=sizes.total(), length=len(payload))
         sizes[record["class"]] += len(payload)
     header = {"settings": settings, "tokenizer_sha256": tokenizer_sha256, "meta": meta,
               "tensors": [record for record, _ in parts[:-3]],
               "sections": {record["name"]: record for record, _ in parts[-3:]}}
     text = zstandard.ZstdCompressor(level=19).compress(json.dumps(header, allow_nan=False).encode())
-    data = ARTIFACT_PREFIX.pack(ARTIFACT_MAGIC, ARTIFACT_VERSION, len(text)) + text
-    data += b"".join(payload for _, payload in parts)
+    prefix = ARTIFACT_PREFIX.pack(ARTIFACT_MAGIC, ARTIFACT_VERSION, len(text))
+    data = b"".join([prefix, text, *(payload for _, payload in parts)])
     beside = Path(path).with_name(Path(path).name + ".part")
     beside.write_bytes(data + hashlib.sha256(data).digest())
     os.replace(beside, path)
-    return {"bytes": {**sizes, "header": len(data) + 32 - offset}, "entropy_bytes": entropy_bytes}
+    return {"bytes": {**sizes, "header": len(data) + 32 - sizes.total()}, "entropy_bytes": entropy_bytes}
 
 
 def read_artifact(path: str | Path, max_weights: int = 1 << 30) -> tuple[dict, dict[str, Tensor]]:
@@ -1912,7 +1893,7 @@ def read_artifact(path: str | Path, max_weights: int = 1 << 30) -> tuple[dict, d
 # === shared: evaluation ===
 @dataclass
 class Score:
-    """A model's score on a token sequence; `bpb` is nats / ln 2 / bytes, over all of them."""
+    """A model's score on a token sequence: `loss` in nats per token, `bpb` in bits per byte, over all of them."""
 
     nats: float
     tokens: int
@@ -1921,12 +1902,10 @@ class Score:
 
     @property
     def loss(self) -> float:
-        """Nats per token."""
         return self.nats / self.tokens
 
     @property
     def bpb(self) -> float:
-        """Bits per byte."""
         return self.nats / math.log(2) / self.bytes
 
     def result(self) -> dict:
@@ -1947,12 +1926,8 @@ def windows(count: int, seq_len: int, stride: int) -> list[tuple[int, int, int]]
     stride = seq_len: plain windows that do not overlap, the last one shorter. A smaller stride: each window but the
     first scores its last `stride` positions with the full context before them.
     """
-    found, done = [], 0
-    while done < count:
-        end = min(count, done + (stride if done else seq_len))
-        found.append((done if stride == seq_len else max(0, end - seq_len), done, end))
-        done = end
-    return found
+    edges, overlap = sorted({0, *range(seq_len, count, stride), count}), stride < seq_len
+    return [(max(0, end - seq_len) if overlap else at, at, end) for at, end in zip(edges[:-1], edges[1:], strict=True)]
 
 
 def documents(tokens: np.ndarray, bos_id: int) -> np.ndarray:
@@ -1967,12 +1942,11 @@ def score_tokens(model: Callable, tokens: np.ndarray, tokenizer: Tokenizer, runt
                  stride: int | None, batch: int, sources: tuple[np.ndarray, list[str]] | None = None) -> Score:
     """Score tokens[1:], each once, given what its row shows before it. tokens (N,) int64; `batch` rows a forward.
 
-    The rows are `windows` of `stride` or, where that is None, whole `documents`, fed to a GPT that is not compiled
-    in pieces of seq_len with its cache: full attention keeps every key, so memory grows with the longest document.
+    Rows are `windows` of `stride` or, where that is None, whole `documents`, fed in pieces of seq_len with the cache
+    of a GPT that is not compiled: full attention keeps every key, so memory grows with the longest document.
     sources: (index into the names (N,), names); a prediction counts for the source of the token that it predicts.
-    The first token is scored by nothing and must be one of no bytes (BOS), else the bytes would be short.
     """
-    if tokenizer.byte_counts[tokens[0]]:
+    if tokenizer.byte_counts[tokens[0]]:  # nothing scores the first token: its bytes would be missing
         raise UserError(f"validation does not begin with a document's first token (BOS), but with token {tokens[0]}")
     if len(tokens) <= seq_len:
         raise UserError(f"{len(tokens)} tokens to score: fewer than one window of TRAIN_SEQ_LEN={seq_len}")
@@ -1981,9 +1955,8 @@ def score_tokens(model: Callable, tokens: np.ndarray, tokenizer: Tokenizer, runt
     rows, device = rows[runtime.rank :: runtime.world_size], runtime.device
     sums = torch.zeros(len(names) or 1, 3, dtype=torch.float64, device=device)  # nats, tokens, bytes by source
     for done in range(0, len(rows), batch):
-        group = np.zeros((batch, 3), dtype=np.int64)
-        group[: len(rows) - done] = rows[done : done + batch]
-        begin, first, end = np.hsplit(group, 3)  # (batch, 1) each
+        group = rows[done : done + batch]
+        begin, first, end = np.hsplit(np.pad(group, ((0, batch - len(group)), (0, 0))), 3)  # (batch, 1) each
         longest, cache = int((end - begin).max()), {} if stride else {"cache": model.new_cache()}
         for start in range(0, longest, seq_len):
             at = begin + start + np.arange(seq_len if stride else min(seq_len, longest - start))  # (batch, T)
@@ -2239,13 +2212,15 @@ def start_log(settings: Settings, runtime: Runtime, folder: Path | None, plan: P
 
 def parse_mixture(data_path: str) -> dict[str, float]:
     """Folder -> share of DATA_PATH: a folder, or `a:0.7,b:0.3`, weights that are normalised. Raises UserError."""
-    if ":" not in data_path or Path(data_path).exists():
+    if not {":", ","} & set(data_path) or Path(data_path).exists():
         return {data_path: 1.0}
     weights: dict[str, float] = {}
     for part in data_path.split(","):
         folder, _, weight = part.strip().rpartition(":")
+        folder = os.path.normpath(folder) if folder else ""
         if not folder or not weight.replace(".", "", 1).isdecimal() or not float(weight) or folder in weights:
-            raise UserError(f"DATA_PATH={data_path!r}: {part!r} is not a new FOLDER:WEIGHT with a weight above 0")
+            raise UserError(f"DATA_PATH={data_path!r}: {part!r} is not FOLDER:WEIGHT, a folder named once and a weight "
+                            "above 0, as in data/a:0.7,data/b:0.3")
         weights[folder] = float(weight)
     return {folder: weight / sum(weights.values()) for folder, weight in weights.items()}
 
@@ -2255,7 +2230,8 @@ def document_hashes(stream: TokenStream, bos_id: int, block: int = 1 << 22) -> I
     rest = np.empty(0, dtype=np.int64)
     for at in range(0, len(stream) + 1, block):  # the stream is circular: behind its end stands a BOS again
         tokens = np.append(rest, stream.read(at, min(block, len(stream) + 1 - at)))
-        _, *whole, rest = np.split(tokens, np.flatnonzero(tokens == bos_id))
+        begins = np.flatnonzero(tokens == bos_id)
+        _, *whole, rest = np.split(tokens, begins) if len(begins) else (None, tokens)
         yield from (hashlib.blake2b(document, digest_size=16).digest() for document in whole)
 
 
@@ -2332,11 +2308,10 @@ def evaluate(score: Callable[..., Score], model: Callable, network: GPT, setting
     log(f"{what}: val_{plain}")
     for name, part in plain.sources.items():
         log(f"{what}: source {name} val_{part}")
-    if settings.eval_stride:
-        stride = min(settings.eval_stride, seq_len)
-        sliding = score(model, stride=stride)
-        log(f"{what}: sliding val_{sliding} stride:{stride} context:{seq_len}")
-        result |= {"val_bpb_sliding": sliding.bpb, "sliding_stride": stride, "sliding_context": seq_len}
+    if 0 < settings.eval_stride < seq_len:  # a stride of seq_len is the plain score again
+        sliding = score(model, stride=settings.eval_stride)
+        log(f"{what}: sliding val_{sliding} stride:{settings.eval_stride} context:{seq_len}")
+        result |= {"val_bpb_sliding": sliding.bpb, "sliding_stride": settings.eval_stride, "sliding_context": seq_len}
     if settings.eval_stateful:
         stateful = score(network, stride=None)
         log(f"{what}: stateful val_{stateful} context:document")

@@ -29,12 +29,22 @@ EVERYTHING = dict(layer_pattern="g k A1 s A1", unet_skips=True, parallel_residua
                   bigram_vocab_size=50, bigram_dim=16, norm="layer rms_weight", positions="learned",
                   tie_embeddings=False)
 by_choice = pytest.mark.parametrize("choice", [*CHOICES, "everything"])
+# Compiled every day: together they take every branch of the network; each choice by itself is compiled by `full`.
+GRAPHS = {
+    "lean": dict(mlp="bio", bio_events="hard", bio_threshold=0.5, residual_mix=False, qk_norm=False, logit_softcap=0.0,
+                 positions="none", gdn_neg_eigval=True),
+    "bio soft, rope_dims": dict(mlp="bio", bio_events="soft", bio_threshold=0.5, rope_dims=4, layer_pattern="a"),
+    **{f"{kind} alone": dict(mlp=kind, layer_pattern="s") for kind in ("leaky_relu2", "gelu", "bio")},
+}
+by_graph = pytest.mark.parametrize(("choice", "recompute"), [
+    ("plain", False), ("plain", True), ("everything", True), *((graph, False) for graph in GRAPHS),
+    *(pytest.param(choice, False, marks=pytest.mark.full) for choice in [*CHOICES, "everything"] if choice != "plain")])
 
 
 def network(choice: str = "plain", dtype: torch.dtype = torch.float64, **changes) -> T.GPT:
     """A network none of whose parameters is at a special value, so that every path counts."""
     torch.manual_seed(1)
-    picked = EVERYTHING if choice == "everything" else CHOICES[choice]
+    picked = {**CHOICES, **GRAPHS, "everything": EVERYTHING}[choice]
     net = T.GPT(T.model_config(dataclasses.replace(SETTINGS, **{**picked, **changes}), 64, 1)).to(dtype)
     with torch.no_grad():
         for param in net.parameters():
@@ -343,22 +353,31 @@ def test_capitals_share_whole_layers():
     assert len(net.blocks) == 4 and len(net.new_cache()) == 6
 
 
-@by_choice
-def test_one_graph_without_breaks(choice):
+@by_graph
+def test_one_graph_without_breaks(choice, recompute):
     """Traced whole, with its backward pass, and called again without tracing; equal to eager."""
-    net, ids = network(choice, torch.float32), tokens()
+    net, ids = network(choice, torch.float32), tokens(length=20)
     expected = gradients(net, ids)
-    for recompute in (False, True) if choice in ("plain", "everything") else (False,):
-        torch.compiler.reset()
-        net.activation_checkpointing = recompute
-        model = torch.compile(net, backend="aot_eager", dynamic=False, fullgraph=True)
-        for at in range(2):
-            net.zero_grad()
-            with torch.compiler.set_stance("fail_on_recompile" if at else "default"):
-                model(ids, ids.roll(-1, 1)).sum().backward()
-            for name, param in net.named_parameters():
-                scale = expected[name].abs().max()
-                assert (param.grad - expected[name]).abs().max() < 1e-4 * scale + 1e-6, (name, recompute)
+    torch.compiler.reset()
+    net.activation_checkpointing = recompute
+    model = torch.compile(net, backend="aot_eager", dynamic=False, fullgraph=True)
+    for at in range(2):
+        net.zero_grad()
+        with torch.compiler.set_stance("fail_on_recompile" if at else "default"):
+            model(ids, ids.roll(-1, 1)).sum().backward()
+        for name, param in net.named_parameters():
+            scale = expected[name].abs().max()
+            assert (param.grad - expected[name]).abs().max() < 1e-4 * scale + 1e-6, name
+
+
+def test_the_graphs_compiled_every_day_hold_every_choice():
+    """Every value of every setting in CHOICES, word by word; a layer word counts by its kind."""
+    def values(*picked: dict) -> set[tuple[str, str]]:
+        return {(name, word[0].lower() if name == "layer_pattern" else word) for each in picked
+                for name, value in each.items() for word in str(value).split() if name != "num_layers"}
+
+    usual = {(name, str(value)) for name, value in dataclasses.asdict(SETTINGS).items()}
+    assert values(*CHOICES.values()) - usual <= values(EVERYTHING, *GRAPHS.values(), dict(layer_pattern="g s"))
 
 
 def test_the_activity_of_mlps_is_counted_over_units():
