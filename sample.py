@@ -88,8 +88,9 @@ RANGES = (
     ("ema_memory_frac", 1e-6, 1.0), ("*_frac", 0.0, 1.0), ("lr_floor", 0.0, 1.0), ("bio_threshold", 0.0, 1.0),
     ("beta?", 0.0, 0.9999), ("muon_momentum", 0.0, 0.9999), ("muon_momentum*_start", 0.0, 0.9999),
     ("adam_eps", 1e-20, 1.0), ("muon_backend_steps", 1, 20), ("*_bits", 2, 8), ("model_dim", 16, 65536),
-    ("num_layers", 0, 512), ("num_*heads", 1, 1024), ("mlp_mult", 0.25, 16.0), ("bigram_dim", 1, 65536), ("bigram_vocab_size", 0, 1 << 24),
-    ("tied_embed_init_std", 1e-6, 10.0), ("rope_base", 1.0, 1e9), ("attn_window", 1, 1 << 20),
+    ("num_layers", 0, 512), ("num_*heads", 1, 1024), ("mlp_mult", 0.25, 16.0), ("bigram_dim", 1, 65536),
+    ("bigram_vocab_size", 0, 1 << 24), ("tied_embed_init_std", 1e-6, 10.0), ("rope_base", 1.0, 1e9),
+    ("attn_window", 1, 1 << 20),
     ("vocab_size", 0, 1 << 20), ("train_seq_len", 2, 1 << 20), ("train_batch_tokens", 2, 1 << 31),
     ("train_log_every", 1, 1 << 31), ("artifact_bytes_max", 1, 1 << 40), ("max_new_tokens", 1, 1 << 20),
     ("num_samples", 1, 1 << 16), ("temperature", 0.0, 100.0),
@@ -99,7 +100,8 @@ CHOICES = {
     "compile_mode": ("default", "reduce-overhead", "max-autotune"), "positions": ("rope", "learned", "none"),
     "mlp": ("relu2", "leaky_relu2", "gelu", "swiglu", "bio"), "bio_events": ("off", "soft", "hard"),
     "optimizer": ("muon", "lion", "adamw", "adamw8bit", "adafactor"),
-    "arch_mode": ("D", "gdn", "gdn_kv", "hybrid", "baseline", "llama"), "muon_coefficients": ("quintic", "polar_express"),
+    "arch_mode": ("D", "gdn", "gdn_kv", "hybrid", "baseline", "llama"),
+    "muon_coefficients": ("quintic", "polar_express"),
 }
 
 
@@ -178,7 +180,8 @@ def load_settings(cls: type, environ: dict[str, str], presets: dict[str, dict[st
         values |= own
     settings = cls(**values)
     for name, (other, allowed) in NEEDS.items():
-        if name.upper() in environ and name.upper() in kinds and getattr(settings, other) not in allowed:
+        given = name.upper() in environ and name.upper() in kinds and getattr(settings, name) != getattr(cls, name)
+        if given and getattr(settings, other) not in allowed:
             raise UserError(f"{name.upper()}={environ[name.upper()]!r}: has no effect; it needs {other.upper()} to be "
                             + " or ".join(str(int(one) if isinstance(one, bool) else one) for one in allowed))
     return settings

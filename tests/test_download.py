@@ -294,7 +294,10 @@ def test_manifest_of_published_shards(tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "other_train_000000.bin").unlink()
     download.write_shard(tmp_path / "fineweb_train_000000.bin", np.array([1, 300]))
     refuses("token 300, expected ids below 264; another tokenizer")
-    download.write_shard(tmp_path / "fineweb_train_000000.bin", np.array([5, 6]))
+    download.write_shard(tmp_path / "fineweb_train_000000.bin", np.array([5, 6, 1, 5]))  # llm.c's: inside a document
+    assert described(tmp_path, "bytes")["train"]["shards"][0]["tokens"] == 4
+    val, = tmp_path.glob("*_val_*.bin")
+    download.write_shard(val, np.array([5, 6]))
     refuses(r"begins with token 5, expected BOS \(1\)")
     refuses(r"no \*_train_\*\.bin shard", tmp_path / "none")
 

@@ -341,6 +341,12 @@ def test_shared_keys_are_the_owners():
     assert torch.equal(borrower(x, doc, first, None), owner(x, doc, first, None))
 
 
+def test_keys_are_those_of_the_gdn_before_in_layer_order():
+    net = network(layer_pattern="g1 k g2 k g1 k")
+    owners = [net.mixers[at].owner[0] for at in net.mixer_of_layer]
+    assert [net.mixers[at] for at in net.mixer_of_layer][::2] == owners[1::2] and owners[::2] == [None] * 3
+
+
 def test_learned_positions_end_with_an_error():
     net = network("learned")
     with pytest.raises(T.UserError, match="^POSITIONS='learned': none for token 65 of a text; TRAIN_SEQ_LEN=64 was"):

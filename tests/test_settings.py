@@ -299,6 +299,30 @@ def test_wrong_layers_are_refused(pattern, said):
     assert said in str(error.value)
 
 
+def test_a_preset_of_the_environment_stands_above_the_file(tmp_path):
+    """In the file's own order a preset stands below what stands beside it; so CONFIG cannot undo ARCH_MODE=llama."""
+    path = config(tmp_path, "LAYER_PATTERN=g s\nMODEL_DIM=128\nMLP_MULT=3\nARCH_MODE=gdn\n")
+    from_file = load({"CONFIG": path})
+    assert (from_file.layer_pattern, from_file.num_layers, from_file.mlp_mult) == ("g s", 10, 3.0)
+    above = load({"CONFIG": path, "ARCH_MODE": "llama", "NUM_LAYERS": "2"})
+    assert (above.layer_pattern, above.num_layers, above.mlp, above.mlp_mult) == ("a", 2, "swiglu", 2.75)
+    assert (above.model_dim, above.arch_mode) == (128, "llama")
+
+
+@pytest.mark.parametrize(("environ", "said"), [
+    (dict(BIO_EVENTS="hard"), "BIO_EVENTS='hard': has no effect; it needs MLP to be bio"),
+    (dict(MLP="bio", BIO_THRESHOLD="0.5"), "BIO_THRESHOLD='0.5': has no effect; it needs BIO_EVENTS to be soft or"),
+    (dict(OPTIMIZER="adamw", CAUTIOUS_WD="1"), "CAUTIOUS_WD='1': has no effect; it needs OPTIMIZER to be muon or"),
+    (dict(COMPILE="0", COMPILE_MODE="max-autotune"), "COMPILE_MODE='max-autotune': has no effect; it needs COMPILE"),
+    (dict(LR_SCHEDULE="constant", WARMDOWN_FRAC="0.2"), "WARMDOWN_FRAC='0.2': has no effect"),
+])
+def test_a_setting_without_effect_is_refused(environ, said):
+    with pytest.raises(T.UserError) as error:
+        load(environ)
+    assert str(error.value).startswith(said)
+    assert set(T.NEEDS) | {other for other, _ in T.NEEDS.values()} <= {field.name for field in fields(T.Settings)}
+
+
 def test_a_preset_stands_below_what_is_given():
     assert load({"ARCH_MODE": "gdn_kv"}) == replace(T.Settings(), arch_mode="gdn_kv", **T.ARCH_PRESETS["gdn_kv"])
     given = load({"ARCH_MODE": "baseline", "MLP_MULT": "3", "NUM_LAYERS": "2"})
