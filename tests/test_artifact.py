@@ -346,7 +346,7 @@ def test_twenty_million_codes_pack_within_9000_bytes_of_their_entropy(tmp_path, 
         f"(CPU {middle_cpu - begin_cpu:.2f}), read {end - middle:.2f} s (CPU {end_cpu - middle_cpu:.2f})"
     )
     assert excess <= 9000
-    assert end - middle < 3
+    assert end_cpu - middle_cpu < 3  # CPU seconds: a busy machine stretches the others
     codes = np.concatenate([script.quantize_rows(w, 6, clip_sigmas)[0].numpy().reshape(-1) for w in tensors.values()])
     assert abs(codes).max() <= 31 and codes.size > 20_000_000
     for name in list(tensors)[::7]:
