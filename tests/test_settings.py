@@ -329,6 +329,7 @@ def test_a_preset_stands_below_what_is_given():
     assert (given.mlp_mult, given.num_layers, given.unet_skips, given.layer_pattern) == (3.0, 2, True, "a")
     with pytest.raises(T.UserError, match="^ARCH_MODE='E': must be one of D, gdn, gdn_kv, hybrid, baseline, llama$"):
         load({"ARCH_MODE": "E"})
+    assert T.CHOICES["arch_mode"] == tuple(T.ARCH_PRESETS) and set(T.CHOICES["optimizer"]) == set(T.OPTIMIZER_PRESETS)
     for values in T.ARCH_PRESETS.values():
         assert set(values) <= {field.name for field in fields(T.Settings)}
 
