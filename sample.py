@@ -172,16 +172,17 @@ def load_settings(cls: type, environ: dict[str, str], presets: dict[str, dict[st
         hint = guess(name, 0.6) or "; its settings stand at its top." if name in FOREIGN_NAMES else guess(name, 0.85)
         if hint:
             raise UserError(f"{name}={environ[name]!r}: no setting of this script{hint} IGNORE_ENV={name} lets it be")
+    here = {name: environ[name] for name in kinds if name in environ}
+    file, env = ({name.lower(): parse_setting(name.lower(), text, kinds[name]) for name, text in given.items()}
+                 for given in (config, here))
     values: dict[str, int | float | bool | str] = {}
-    for given in (config, {name: environ[name] for name in kinds if name in environ}):
-        own = {name.lower(): parse_setting(name.lower(), text, kinds[name]) for name, text in given.items()}
+    for own, above in ((file, env), (env, {})):
         for name, choices in (presets or {}).items():
-            values |= choices[own[name]] if name in own else {}
+            values |= choices[own[name]] if name in own and name not in above else {}
         values |= own
     settings = cls(**values)
     for name, (other, allowed) in NEEDS.items():
-        given = name.upper() in environ and name.upper() in kinds and getattr(settings, name) != getattr(cls, name)
-        if given and getattr(settings, other) not in allowed:
+        if name in env and env[name] != getattr(cls, name) and getattr(settings, other) not in allowed:
             raise UserError(f"{name.upper()}={environ[name.upper()]!r}: has no effect; it needs {other.upper()} to be "
                             + " or ".join(str(int(one) if isinstance(one, bool) else one) for one in allowed))
     return settings

@@ -307,6 +307,8 @@ def test_a_preset_of_the_environment_stands_above_the_file(tmp_path):
     above = load({"CONFIG": path, "ARCH_MODE": "llama", "NUM_LAYERS": "2"})
     assert (above.layer_pattern, above.num_layers, above.mlp, above.mlp_mult) == ("a", 2, "swiglu", 2.75)
     assert (above.model_dim, above.arch_mode) == (128, "llama")
+    path = config(tmp_path, "ARCH_MODE=gdn_kv\n")
+    assert load({"CONFIG": path}).model_dim == 544 and load({"CONFIG": path, "ARCH_MODE": "baseline"}).model_dim == 512
 
 
 @pytest.mark.parametrize(("environ", "said"), [
