@@ -1689,7 +1689,7 @@ def count_parameters(network: nn.Module) -> dict[str, int]:
 # array; codes are int8. The k-th tensor with coder "rans" uses the k-th frequency table of section "tables"; the lane
 # states, which section "states" starts, run on from tensor to tensor. Section "scales": float16, of all rows in turn.
 ARTIFACT_PREFIX = struct.Struct("<8sII")
-ARTIFACT_MAGIC, ARTIFACT_VERSION = b"UNDERPAR", 1
+ARTIFACT_MAGIC, ARTIFACT_VERSION = b"UNDERPAR", 2
 MAX_HEADER_BYTES = 1 << 24
 RANS_BITS = 14  # at 14 bits the rounding of frequencies costs about 20 bytes per million codes, at 12 bits 150
 RANS_TOTAL = 1 << RANS_BITS

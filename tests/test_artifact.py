@@ -74,7 +74,7 @@ def small(tmp_path_factory):
 def header_of(data):
     """The header and the data area's start, read without the code under test."""
     magic, version, length = struct.unpack_from("<8sII", data)
-    assert magic == b"UNDERPAR" and version == 1
+    assert magic == b"UNDERPAR" and version == 2
     return json.loads(zstandard.ZstdDecompressor().decompress(data[16 : 16 + length])), 16 + length
 
 
@@ -88,7 +88,7 @@ def sealed(data, change=None, area=None):
 
 
 def signed(packed, area=b""):
-    body = struct.pack("<8sII", b"UNDERPAR", 1, len(packed)) + packed + area
+    body = struct.pack("<8sII", b"UNDERPAR", 2, len(packed)) + packed + area
     return body + hashlib.sha256(body).digest()
 
 
