@@ -517,6 +517,18 @@ class TokenStream:
             out[done : done + len(part)] = part
             done += len(part)
         return out
+
+
+def document_hashes(stream: TokenStream, bos_id: int, block: int = 1 << 22) -> Iterator[bytes]:
+    """A hash of the tokens of every document, in order; what stands before the first BOS belongs to none."""
+    rest = np.empty(0, dtype=np.int64)
+    for at in range(0, len(stream), block):
+        tokens = np.append(rest, stream.read(at, min(block, len(stream) - at)))
+        head, *begun = np.split(tokens, np.flatnonzero(tokens == bos_id))
+        rest = begun.pop() if begun else head
+        yield from (hashlib.blake2b(document, digest_size=16).digest() for document in begun)
+    if rest[0] == bos_id:
+        yield hashlib.blake2b(rest, digest_size=16).digest()
 # === end: data ===
 
 

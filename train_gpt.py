@@ -608,6 +608,18 @@ class TokenStream:
             out[done : done + len(part)] = part
             done += len(part)
         return out
+
+
+def document_hashes(stream: TokenStream, bos_id: int, block: int = 1 << 22) -> Iterator[bytes]:
+    """A hash of the tokens of every document, in order; what stands before the first BOS belongs to none."""
+    rest = np.empty(0, dtype=np.int64)
+    for at in range(0, len(stream), block):
+        tokens = np.append(rest, stream.read(at, min(block, len(stream) - at)))
+        head, *begun = np.split(tokens, np.flatnonzero(tokens == bos_id))
+        rest = begun.pop() if begun else head
+        yield from (hashlib.blake2b(document, digest_size=16).digest() for document in begun)
+    if rest[0] == bos_id:
+        yield hashlib.blake2b(rest, digest_size=16).digest()
 # === end: data ===
 
 
@@ -2225,16 +2237,6 @@ def parse_mixture(data_path: str) -> dict[str, float]:
             raise UserError(f"DATA_PATH={data_path!r}: {part!r} is not FOLDER:WEIGHT, a new folder and more than 0")
         weights[folder] = float(weight)
     return {folder: weight / sum(weights.values()) for folder, weight in weights.items()}
-
-
-def document_hashes(stream: TokenStream, bos_id: int, block: int = 1 << 22) -> Iterator[bytes]:
-    """A hash of the tokens of every document, in order."""
-    rest = np.empty(0, dtype=np.int64)
-    for at in range(0, len(stream) + 1, block):  # the stream is circular: behind its end stands a BOS again
-        tokens = np.append(rest, stream.read(at, min(block, len(stream) + 1 - at)))
-        begins = np.flatnonzero(tokens == bos_id)
-        _, *whole, rest = np.split(tokens, begins) if len(begins) else (None, tokens)
-        yield from (hashlib.blake2b(document, digest_size=16).digest() for document in whole)
 
 
 def check_overlap(folders: list[str], train: Iterable[TokenStream], val: Iterable[TokenStream], bos_id: int) -> None:

@@ -261,6 +261,18 @@ class TokenStream:
             out[done : done + len(part)] = part
             done += len(part)
         return out
+
+
+def document_hashes(stream: TokenStream, bos_id: int, block: int = 1 << 22) -> Iterator[bytes]:
+    """A hash of the tokens of every document, in order; what stands before the first BOS belongs to none."""
+    rest = np.empty(0, dtype=np.int64)
+    for at in range(0, len(stream), block):
+        tokens = np.append(rest, stream.read(at, min(block, len(stream) - at)))
+        head, *begun = np.split(tokens, np.flatnonzero(tokens == bos_id))
+        rest = begun.pop() if begun else head
+        yield from (hashlib.blake2b(document, digest_size=16).digest() for document in begun)
+    if rest[0] == bos_id:
+        yield hashlib.blake2b(rest, digest_size=16).digest()
 # === end: data ===
 
 
@@ -543,22 +555,6 @@ def describe_split(paths: list[Path], tokenizer: Tokenizer, split: str) -> dict:
     return part
 
 
-def document_hashes(paths: list[Path], bos_id: int) -> Iterator[bytes]:
-    """A hash of each document's tokens; a document begins with BOS and may run on into the next shards."""
-    document = None
-    for path in paths:
-        tokens = np.asarray(read_shard(path))
-        head, *begun = np.split(tokens, np.flatnonzero(tokens == bos_id))
-        if document:
-            document.update(head.tobytes())
-        for own in begun:
-            if document:
-                yield document.digest()
-            document = hashlib.blake2b(own.tobytes(), digest_size=16)
-    if document:
-        yield document.digest()
-
-
 def describe(folder: Path, tokenizer_path: str) -> None:
     """Writes and prints the manifest of shards in `folder` that were made elsewhere with the given tokenizer.
 
@@ -573,15 +569,16 @@ def describe(folder: Path, tokenizer_path: str) -> None:
     if len(names) > 1:
         raise UserError(f"{folder}: shards of several data sets ({', '.join(names)}); keep one per folder")
     splits = {split: describe_split(found, tokenizer, split) for split, found in paths.items()}
-    val = list(document_hashes(paths["val"], tokenizer.bos_id))
-    repeated = set(val).intersection(document_hashes(paths["train"], tokenizer.bos_id))
+    streams = {split: TokenStream(found) for split, found in paths.items()}
+    val = list(document_hashes(streams["val"], tokenizer.bos_id))
+    repeated = set(val).intersection(document_hashes(streams["train"], tokenizer.bos_id))
     overlap = sum(digest in repeated for digest in val)
     manifest = {
         "format": 1, "name": names[0], "published": True,
         "tokenizer": {"file": tokenizer.save(folder), "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size,
                       "bos_id": tokenizer.bos_id},
         "lossless": False, **splits, "overlap_documents": overlap, "dropped": None, "seed": None, "sources": None,
-        "yardsticks": yardsticks(*(TokenStream(paths[split]) for split in ("train", "val")), tokenizer),
+        "yardsticks": yardsticks(streams["train"], streams["val"], tokenizer),
     }
     (folder / "manifest.part").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     os.replace(folder / "manifest.part", folder / "manifest.json")
