@@ -427,7 +427,7 @@ def test_document_hashes_across_blocks_and_shards(tmp_path: Path) -> None:
     assert list(data.document_hashes(stream, 1)) == expected
     for block in (1, 7, 64, len(tokens), len(tokens) + 1):
         assert list(data.document_hashes(stream, 1, block)) == expected
-    for start in (1, 2, 7):  # a stream that begins inside a document: its head belongs to none, the last document counts
+    for start in (1, 2, 7):  # begun inside a document: its head belongs to none, the last document counts
         data.write_shard(tmp_path / "headless", tokens[start:])
         begun = int(np.flatnonzero(tokens[start:] == 1)[0]) + start
         headless = data.TokenStream([tmp_path / "headless"])
