@@ -1,14 +1,12 @@
 """Pretrain a GDN-hybrid language model against a clock and a byte budget; score what is read back from its artifact.
 
     CONFIG=configs/cpu.env python train_gpt.py                                  # one CPU process, about 3 minutes
-    DATA_PATH=data/datasets/fineweb10B_sp1024 torchrun --standalone --nproc_per_node=1 train_gpt.py    # one GPU
-    ARCH_MODE=D SEED=42 ITERATIONS=2200 WARMDOWN_ITERS=400 \\
-        DATA_PATH=data/datasets/fineweb10B_sp1024 torchrun --standalone --nproc_per_node=8 train_gpt.py
+    DATA_PATH=data/datasets/fineweb10B_sp1024 torchrun --standalone --nproc_per_node=8 train_gpt.py
+    RESUME=<RUN_ID> python train_gpt.py                                         # from its newest checkpoint
 
-Every setting below is an environment variable: its name in capitals. A run writes runs/<RUN_ID>/log.txt, model.upar
-(the artifact) and result.json. Read from the top: settings, runtime, data, model, optimizer, schedule, quantization,
-artifact, evaluation, and main() with the training loop. Sections between `# === shared:` fences stand byte-identical
-in other scripts (tools/sync.py). At most 2,500 lines; a test holds that.
+Every setting below is an environment variable: its name in capitals. A run writes runs/<RUN_ID>/: log.txt, checkpoints,
+model.upar (the artifact) and result.json. Sections between `# === shared:` fences stand byte-identical in other scripts
+(tools/sync.py). At most 2,500 lines; a test holds that.
 """
 
 import base64
@@ -17,17 +15,25 @@ import concurrent.futures
 import contextlib
 import datetime
 import difflib
+import faulthandler
 import fnmatch
 import hashlib
+import io
+import itertools
 import json
 import math
 import os
 import platform
+import re
 import resource
+import select
+import shutil
+import signal
 import statistics
 import struct
 import subprocess
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -53,10 +59,14 @@ class Settings:
     # run
     run_id: str = ""  # name of the run's folder; empty: a name made of the date
     out_dir: str = "runs"  # where runs are written
+    config: str = ""  # file of NAME=value lines, below the environment
+    resume: str = ""  # a run to go on with from its newest whole checkpoint, with its settings: RUN_ID or folder
+    replay: str = ""  # a finished run to repeat step by step, with its settings, by its progress and not by the clock
     seed: int = 1337  # of every random draw
     device: str = "auto"  # auto, cpu or cuda
     compile: bool = True  # torch.compile; on a CPU it needs a C++ compiler
     compile_mode: str = "default"  # default, reduce-overhead or max-autotune
+    deterministic: bool = False  # PyTorch's deterministic algorithms: slower on CUDA; on a CPU runs repeat without
     activation_checkpointing: bool = False  # keep each layer's input alone and compute the rest again: less memory
     # data
     data_path: str = "data/embedded"  # folder of shards and manifest.json; or several with weights: a:0.7,b:0.3
@@ -72,6 +82,13 @@ class Settings:
     train_batch_tokens: int = 524288  # per optimizer step, over all ranks
     train_seq_len: int = 2048  # tokens in a window, in training and in evaluation
     micro_batch_tokens: int = 0  # per forward and rank; 0: fitted to memory. Never changes the global batch
+    # checkpoints and faults
+    save_every: str = "120s"  # between checkpoints: steps, or seconds of training; 0: only when a signal stops it
+    keep: int = 2  # newest checkpoints that stay
+    spike_policy: str = "stop"  # stop, skip the batch, or rewind to the newest checkpoint and go on with other data
+    spike_nats: float = 0.0  # a loss this far above the median of the last 64 is a spike; 0: only a non-finite one is
+    hang_seconds: float = 60.0  # a step that takes longer, and 20 medians: stacks of all ranks; 0: do not watch
+    profile: bool = False  # trace three steps, and on CUDA the memory
     # log and validation
     train_log_every: int = 50  # steps between log lines
     val_loss_every: int = 1000  # steps between validations, outside the clock; 0: only at the end
@@ -156,26 +173,28 @@ class UserError(Exception):
 FOREIGN_NAMES = tuple("""
     ACTIVATION_CHECKPOINTING ADAM_EPS ADAM_WD ALWAYS_SAVE_CHECKPOINT ARCH_MODE ARTIFACT ARTIFACT_BYTES_MAX
     ATTN_CLIP_SIGMAS ATTN_WINDOW BACKEND BATCH_SIZE BETA1 BETA2 BIAS BIGRAM_DIM BIGRAM_VOCAB_SIZE BIO_EVENTS
-    BIO_THRESHOLD BLOCK_SIZE CAUTIOUS_WD COMPILE COMPILE_MODE COMPRESSOR DATASET DATA_DIR DATA_PATH DECAY_LR DEVICE
-    DROPOUT DTYPE EMA EMA_DECAY EMA_ENABLED EMA_MEMORY_FRAC EMA_START_FRAC EMBED_BITS EMBED_CLIP_SIGMAS EMBED_LR
-    EMBED_WD ENABLE_LOOPING_AT EVAL_INTERVAL EVAL_ITERS EVAL_ONLY EVAL_SEQ_LEN EVAL_STATEFUL EVAL_STRIDE
-    GATED_ATTN_ENABLED GDN_NEG_EIGVAL GPTQ_CALIBRATION_BATCHES GPTQ_RESERVE_SECONDS GRADIENT_ACCUMULATION_STEPS
-    GRAD_ACCUM_STEPS GRAD_CLIP GRAD_CLIP_NORM HEAD_LR HOLDOUT_TOKENS INIT_FROM ITERATIONS LATE_QAT LATE_QAT_THRESHOLD
-    LAYER_PATTERN LEARNING_RATE LN_SCALE LOGIT_SOFTCAP LOG_INTERVAL LOOP_END LOOP_START LR_DECAY_ITERS LR_FLOOR
-    LR_SCHEDULE MATRIX_BITS MATRIX_CLIP_SIGMAS MATRIX_LR MAX_ITERS MAX_NEW_TOKENS MAX_WALLCLOCK_SECONDS
-    MICRO_BATCH_TOKENS MIN_LR MLP MLP_CLIP_SIGMAS MLP_MULT MODEL_DIM MTP_NUM_HEADS MUON_BACKEND_STEPS MUON_BETA2
-    MUON_COEFFICIENTS MUON_MOMENTUM MUON_MOMENTUM_WARMUP_FRAC MUON_MOMENTUM_WARMUP_START MUON_MOMENTUM_WARMUP_STEPS
-    MUON_ROW_NORMALIZE MUON_WD MUON_WEIGHT_DECAY NORM NUM_HEADS NUM_KV_HEADS NUM_LAYERS NUM_LOOPS NUM_SAMPLES N_EMBD
-    N_HEAD N_LAYER OPTIMIZER OUT_DIR PARALLEL_RESIDUAL POSITIONS PROMPT QAT QAT_ENABLED QAT_START_FRAC QK_GAIN_INIT
-    QK_NORM RESERVE_SECONDS RESIDUAL_MIX ROPE_BASE ROPE_DIMS RUN_ID SCALAR_LR SEED SLIDING_WINDOW_ENABLED SMEAR_GATE
-    SMEAR_GATE_ENABLED SWA SWA_ENABLED SWA_EVERY SWA_START_FRAC TEMPERATURE TIED_EMBED_INIT_STD TIED_EMBED_LR
-    TIE_EMBEDDINGS TOKENIZER_PATH TOP_K TRAIN_BATCH_TOKENS TRAIN_LOG_EVERY TRAIN_SEQ_LEN TTT_ENABLED TTT_LR UNET_SKIPS
-    VAL_BATCH_SIZE VAL_BATCH_TOKENS VAL_LOSS_EVERY VE_ENABLED VOCAB_SIZE WARMDOWN_FRAC WARMDOWN_ITERS WARMUP_FRAC
-    WARMUP_ITERS WARMUP_STEPS WEIGHT_DECAY XSA_LAST_N
+    BIO_THRESHOLD BLOCK_SIZE CAUTIOUS_WD COMPILE COMPILE_MODE COMPRESSOR DATASET DATA_DIR DATA_PATH DECAY_LR
+    DETERMINISTIC DEVICE DROPOUT DTYPE EMA EMA_DECAY EMA_ENABLED EMA_MEMORY_FRAC EMA_START_FRAC EMBED_BITS
+    EMBED_CLIP_SIGMAS EMBED_LR EMBED_WD ENABLE_LOOPING_AT EVAL_INTERVAL EVAL_ITERS EVAL_ONLY EVAL_SEQ_LEN EVAL_STATEFUL
+    EVAL_STRIDE GATED_ATTN_ENABLED GDN_NEG_EIGVAL GPTQ_CALIBRATION_BATCHES GPTQ_RESERVE_SECONDS
+    GRADIENT_ACCUMULATION_STEPS GRAD_ACCUM_STEPS GRAD_CLIP GRAD_CLIP_NORM HANG_SECONDS HEAD_LR HOLDOUT_TOKENS INIT_FROM
+    ITERATIONS KEEP LATE_QAT LATE_QAT_THRESHOLD LAYER_PATTERN LEARNING_RATE LN_SCALE LOGIT_SOFTCAP LOG_INTERVAL LOOP_END
+    LOOP_START LR_DECAY_ITERS LR_FLOOR LR_SCHEDULE MATRIX_BITS MATRIX_CLIP_SIGMAS MATRIX_LR MAX_ITERS MAX_NEW_TOKENS
+    MAX_WALLCLOCK_SECONDS MICRO_BATCH_TOKENS MIN_LR MLP MLP_CLIP_SIGMAS MLP_MULT MODEL_DIM MTP_NUM_HEADS
+    MUON_BACKEND_STEPS MUON_BETA2 MUON_COEFFICIENTS MUON_MOMENTUM MUON_MOMENTUM_WARMUP_FRAC MUON_MOMENTUM_WARMUP_START
+    MUON_MOMENTUM_WARMUP_STEPS MUON_ROW_NORMALIZE MUON_WD MUON_WEIGHT_DECAY NORM NUM_HEADS NUM_KV_HEADS NUM_LAYERS
+    NUM_LOOPS NUM_SAMPLES N_EMBD N_HEAD N_LAYER OPTIMIZER OUT_DIR PARALLEL_RESIDUAL POSITIONS PROFILE PROMPT QAT
+    QAT_ENABLED QAT_START_FRAC QK_GAIN_INIT QK_NORM REPLAY RESERVE_SECONDS RESIDUAL_MIX RESUME ROPE_BASE ROPE_DIMS
+    RUN_ID SAVE_EVERY SCALAR_LR SEED SLIDING_WINDOW_ENABLED SMEAR_GATE SMEAR_GATE_ENABLED SPIKE_NATS SPIKE_POLICY SWA
+    SWA_ENABLED SWA_EVERY SWA_START_FRAC TEMPERATURE TIED_EMBED_INIT_STD TIED_EMBED_LR TIE_EMBEDDINGS TOKENIZER_PATH
+    TOP_K TRAIN_BATCH_TOKENS TRAIN_LOG_EVERY TRAIN_SEQ_LEN TTT_ENABLED TTT_LR UNET_SKIPS VAL_BATCH_SIZE VAL_BATCH_TOKENS
+    VAL_LOSS_EVERY VE_ENABLED VOCAB_SIZE WARMDOWN_FRAC WARMDOWN_ITERS WARMUP_FRAC WARMUP_ITERS WARMUP_STEPS WEIGHT_DECAY
+    XSA_LAST_N
 """.split())
 
 # (pattern of a field name, smallest, largest), the first match counts; a field that matches none must be >= 0.
 RANGES = (
+    ("keep", 1, 1 << 20),
     ("ema_memory_frac", 1e-6, 1.0), ("*_frac", 0.0, 1.0), ("lr_floor", 0.0, 1.0), ("bio_threshold", 0.0, 1.0),
     ("beta?", 0.0, 0.9999), ("muon_momentum", 0.0, 0.9999), ("muon_momentum*_start", 0.0, 0.9999),
     ("adam_eps", 1e-20, 1.0), ("muon_backend_steps", 1, 20), ("*_bits", 2, 8), ("model_dim", 16, 65536),
@@ -192,20 +211,7 @@ CHOICES = {
     "mlp": ("relu2", "leaky_relu2", "gelu", "swiglu", "bio"), "bio_events": ("off", "soft", "hard"),
     "optimizer": ("muon", "lion", "adamw", "adamw8bit", "adafactor"),
     "arch_mode": ("D", "gdn", "gdn_kv", "hybrid", "baseline", "llama"),
-    "muon_coefficients": ("quintic", "polar_express"),
-}
-
-
-# A setting that is given in the environment has no effect unless another one has one of these values.
-NEEDS = {
-    "bio_events": ("mlp", ("bio",)), "bio_threshold": ("bio_events", ("soft", "hard")),
-    "rope_dims": ("positions", ("rope",)), "rope_base": ("positions", ("rope",)), "qk_gain_init": ("qk_norm", (True,)),
-    "head_lr": ("tie_embeddings", (False,)),
-    "muon_coefficients": ("optimizer", ("muon",)), "muon_row_normalize": ("optimizer", ("muon",)),
-    "muon_backend_steps": ("optimizer", ("muon",)), "cautious_wd": ("optimizer", ("muon", "lion", "adamw8bit")),
-    "compile_mode": ("compile", (True,)), "warmdown_iters": ("lr_schedule", ("linear", "cosine", "wsd")),
-    "warmdown_frac": ("lr_schedule", ("linear", "cosine", "wsd")), "ema_memory_frac": ("ema", (True,)),
-    "ema_start_frac": ("ema", (True,)), "swa_start_frac": ("swa", (True,)), "qat_start_frac": ("qat", (True,)),
+    "muon_coefficients": ("quintic", "polar_express"), "spike_policy": ("stop", "skip", "rewind"),
 }
 
 
@@ -241,12 +247,13 @@ def read_config(path: str) -> dict[str, str]:
     return values
 
 
-def load_settings(cls: type, environ: dict[str, str], presets: dict[str, dict[str, dict]] | None = None):
+def load_settings(cls: type, environ: dict[str, str], presets: dict[str, dict[str, dict]] | None = None,
+                  stored: Callable[[dict[str, str]], dict] = lambda given: {}):
     """Settings of dataclass `cls` from the file CONFIG names and from `environ`, which wins.
 
     `presets`: setting -> its value -> values of other settings, below those that stand beside it, so that a preset
-    chosen in the environment is above the file. Raises UserError for a wrong value, an unknown name in the file, a name
-    in the environment that only other scripts read or that is a near miss of a setting, and one without effect.
+    chosen in the environment is above the file. `stored`: what stands below both, given both. Raises UserError for a
+    wrong value, an unknown name in the file, and one in the environment that only other scripts read or is a near miss.
     """
     kinds = {field.name.upper(): field.type for field in fields(cls)}
     config = read_config(environ["CONFIG"]) if environ.get("CONFIG") else {}
@@ -266,17 +273,12 @@ def load_settings(cls: type, environ: dict[str, str], presets: dict[str, dict[st
     here = {name: environ[name] for name in kinds if name in environ}
     file, env = ({name.lower(): parse_setting(name.lower(), text, kinds[name]) for name, text in given.items()}
                  for given in (config, here))
-    values: dict[str, int | float | bool | str] = {}
+    values: dict[str, int | float | bool | str] = stored({**config, **environ})
     for own, above in ((file, env), (env, {})):
         for name, choices in (presets or {}).items():
             values |= choices[own[name]] if name in own and name not in above else {}
         values |= own
-    settings = cls(**values)
-    for name, (other, allowed) in NEEDS.items():
-        if name in env and env[name] != getattr(cls, name) and getattr(settings, other) not in allowed:
-            raise UserError(f"{name.upper()}={environ[name.upper()]!r}: has no effect; it needs {other.upper()} to be "
-                            + " or ".join(str(int(one) if isinstance(one, bool) else one) for one in allowed))
-    return settings
+    return cls(**values)
 
 
 def settings_table(settings) -> str:
@@ -317,13 +319,16 @@ class Runtime:
             dist.destroy_process_group()
 
 
-def start_runtime(device: str) -> Runtime:
+def start_runtime(device: str, deterministic: bool = False) -> Runtime:
     """Join the process group that torchrun describes (NCCL on CUDA, gloo on CPU), or be a single process."""
     cuda = device == "cuda" or device == "auto" and torch.cuda.is_available()
     if cuda and not torch.cuda.is_available():
         raise UserError("DEVICE='cuda': PyTorch sees no CUDA device; DEVICE=cpu runs without")
     place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     torch.set_flush_denormal(not cuda)  # GDN's decays reach denormals, and a CPU is 10 times slower on them
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS may sum in another order
+        torch.use_deterministic_algorithms(True)
     if cuda:
         torch.cuda.set_device(place)
     if "RANK" in os.environ:
@@ -333,15 +338,18 @@ def start_runtime(device: str) -> Runtime:
 
 
 class Log:
-    """The run's log: a file and the terminal, written by rank 0 only. Opened once."""
+    """The run's log: a file, which is gone on with where it stands, and the terminal; written by rank 0 only."""
 
     def __init__(self, path: Path | None):
-        self.file = open(path, "x", encoding="utf-8", buffering=1) if path else None  # each line is written at once
+        self.file = open(path, "ab", buffering=0) if path else None  # each line is written at once
         self.clear = "\r\033[K" if path and sys.stdout.isatty() else ""  # wipes a terminal's line of progress
 
     def __call__(self, text: str, terminal: bool = True) -> None:
         if self.file:
-            self.file.write(text + "\n")
+            try:
+                self.file.write(text.encode() + b"\n")
+            except OSError as error:  # a full disk may have room again before the next checkpoint
+                sys.stderr.write(f"log.txt: {error.strerror}, lost: {text[:200]}\n")
             if terminal:
                 print(self.clear + text, flush=True)
 
@@ -352,14 +360,116 @@ class Log:
 
 
 def exit_code(main: Callable[[], int]) -> int:
-    """Run `main` for its exit code; 2 for a UserError, 1 for a FloatingPointError, each one line on stderr."""
+    """Run `main` for its exit code; 2 for a UserError, 1 for other faults that one line on stderr can name."""
+    rank, hint = int(os.environ.get("RANK", 0)), ""
     try:
         return main()
-    except (UserError, FloatingPointError, torch.OutOfMemoryError) as error:
-        time.sleep(5 if int(os.environ.get("RANK", 0)) else 0)  # torchrun ends this rank first if rank 0 says the same
+    except (UserError, FloatingPointError, OSError, torch.OutOfMemoryError) as error:
+        time.sleep(5 if rank else 0)  # torchrun ends this rank first if rank 0 says the same
         hint = "set MICRO_BATCH_TOKENS to less: " if isinstance(error, torch.OutOfMemoryError) else ""
         sys.stderr.write(f"error: {hint}{str(error).splitlines()[0]}\n")
         return 2 if isinstance(error, UserError) else 1
+    except RuntimeError as error:
+        if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+            raise
+        sys.stderr.write(f"error: rank {rank} lost another rank ({str(error).strip()[-90:]}); RESUME goes on from the "
+                         "newest checkpoint\n")
+        os._exit(1)  # without what waits for the lost rank
+
+
+def replace_file(path: str | Path, data: bytes) -> None:
+    """Write a file beside and rename it, so that `path` holds the old or the new bytes, whole, whatever happens."""
+    beside = Path(path).with_name(Path(path).name + ".part")
+    with open(beside, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+
+
+class Watch(threading.Thread):
+    """Sees signals and hangs from a thread of its own, for a main thread inside a collective runs no Python.
+
+    SIGTERM or SIGINT becomes `signal`: the training loop ends its step, saves and leaves. The process ends at once and
+    unsaved on a second one, outside the loop (`looping`), and where the ranks do not agree to stop (`agreed`).
+    """
+
+    def __init__(self, runtime: Runtime, folder: Path, hang_seconds: float, log: Log):
+        super().__init__(daemon=True)
+        self.runtime, self.folder, self.hang_seconds, self.log = runtime, folder, hang_seconds or math.inf, log
+        self.signal, self.heard, self.looping, self.agreed = 0, 0.0, False, not runtime.distributed
+        self.step, self.median, self.began = 0, 0.0, math.inf
+        self.bell, ring = os.pipe()
+        os.set_blocking(ring, False)
+        signal.set_wakeup_fd(ring)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)  # the byte that comes through the pipe counts
+        self.start()
+
+    def enter(self, step: int, median: float) -> None:
+        """`step` begins; the last ones took `median` seconds."""
+        self.step, self.median, self.began = step, median, time.monotonic()
+
+    def run(self) -> None:
+        while True:
+            ready, now = select.select([self.bell], [], [], 0.2)[0], time.monotonic()
+            for number in os.read(self.bell, 64) if ready else b"":
+                if not self.looping or self.signal and now - self.heard > 1:  # torchrun repeats a terminal's Ctrl-C
+                    self.leave(number, "at once")
+                self.signal, self.heard = number, self.heard if self.signal else now
+            if self.signal and not self.agreed and now - self.heard > 10 + 2 * self.median:
+                self.leave(self.signal, "unsaved, for the ranks did not agree to stop within 10 s")
+            if now - self.began > max(self.hang_seconds, 20 * self.median):
+                self.report(now - self.began)
+                self.began = math.inf
+
+    def leave(self, number: int, how: str) -> None:
+        """End the process whatever its main thread does."""
+        sys.stderr.write(f"rank {self.runtime.rank}: {signal.Signals(number).name} ends the run {how}; "
+                         f"RESUME={self.folder} goes on from its newest checkpoint\n")
+        os._exit(128 + number)
+
+    def report(self, seconds: float) -> None:
+        """Write this rank's stacks to stacks_rank<n>.txt; the first rank of those that do says who waits for whom."""
+        frame, waits, own = sys._current_frames()[threading.main_thread().ident], False, self.runtime.rank
+        while frame.f_back and frame.f_globals is not globals():
+            waits |= "torch/distributed" in frame.f_code.co_filename
+            frame = frame.f_back
+        waits |= frame.f_code.co_name == "receive"  # on CUDA: for this rank's device, which waits for the others'
+        start = f"step {self.step + 1}: "
+        paths = [self.folder / f"stacks_rank{rank}.txt" for rank in range(self.runtime.world_size)]
+        with open(paths[own], "w", encoding="utf-8") as file:
+            file.write(f"{start}{'waits' if waits else 'is'} in {frame.f_code.co_name}, line {frame.f_lineno}\n")
+            file.flush()
+            faulthandler.dump_traceback(file)
+        time.sleep(3)  # for the other ranks'
+        lines = [path.read_text(encoding="utf-8").partition("\n")[0] if path.exists() else "" for path in paths]
+        said = {rank: line.removeprefix(start) for rank, line in enumerate(lines) if line.startswith(start)}
+        states = [f"rank {rank} {said.get(rank, 'says nothing')}" for rank in range(len(paths))]
+        waiting = [state for state in states if " waits " in state]
+        others = [state for state in states if state not in waiting] or ["nobody: it is the devices or the network"]
+        if own == min(said):
+            text = (f"hang: {start}{seconds:.0f} s so far; {'; '.join(waiting) or 'nobody waits'}, for "
+                    f"{'; '.join(others)}; stacks in {self.folder}/stacks_*.txt")
+            self.log(text, terminal=False)
+            sys.stderr.write(text + "\n")
+
+
+def profile_steps(folder: Path, log: Log) -> Iterator[None]:
+    """Advanced once a step: traces the fourth to the sixth into `folder`, on CUDA with the memory's history."""
+    cuda = torch.cuda.is_available()
+    yield from [None] * 3
+    if cuda:
+        torch.cuda.memory._record_memory_history()
+    with torch.profiler.profile() as trace:
+        yield from [None] * 3
+    trace.export_chrome_trace(str(folder / "trace.json"))
+    log(f"profile: {folder}/trace.json opens at https://ui.perfetto.dev")
+    if cuda:
+        torch.cuda.memory._dump_snapshot(str(folder / "memory.pickle"))
+        torch.cuda.memory._record_memory_history(enabled=None)
+        log(f"profile: {folder}/memory.pickle opens at https://docs.pytorch.org/memory_viz")
+    yield from itertools.repeat(None)
 
 
 def make_run_folder(out_dir: str, run_id: str) -> Path:
@@ -577,16 +687,22 @@ def check_dataset(data_path: str | Path, tokenizer: Tokenizer, manifest: dict, h
 
 
 class TokenStream:
-    """Shards as one circular stream of tokens. Raises UserError when a token read is not below `vocab_size`."""
+    """Shards as one circular stream of tokens. UserError if a token is not below `vocab_size` or a shard changes."""
 
     def __init__(self, paths: list[Path], vocab_size: int = 1 << 32) -> None:
         self.paths, self.vocab_size = paths, vocab_size
         self.shards = [read_shard(path) for path in paths]
+        self.marks = [self.mark(path) for path in paths]
         self.starts = np.cumsum([0] + [len(shard) for shard in self.shards])  # (shards + 1,)
         self.length = int(self.starts[-1])
 
     def __len__(self) -> int:
         return self.length
+
+    def mark(self, path: Path) -> tuple[int, ...]:
+        """What tells a changed file: size, time of change, inode. To read on in one cut short kills the process."""
+        found = os.stat(path) if path.exists() else None
+        return (found.st_size, found.st_mtime_ns, found.st_ino) if found else ()
 
     def hold_out(self, count: int) -> np.ndarray:
         """Cuts the last `count` tokens off the stream and returns them, int64. Raises UserError if none is left."""
@@ -601,6 +717,8 @@ class TokenStream:
         while done < count:
             position = (start + done) % self.length
             index = int(np.searchsorted(self.starts, position, side="right")) - 1
+            if self.mark(self.paths[index]) != self.marks[index]:
+                raise UserError(f"shard {self.paths[index]}: was changed or removed while in use")
             part = self.shards[index][position - self.starts[index] :][: min(count - done, self.length - position)]
             if part.max() >= self.vocab_size:
                 raise UserError(f"shard {self.paths[index]}: token {part.max()}, expected ids below "
@@ -621,6 +739,130 @@ def document_hashes(stream: TokenStream, bos_id: int, block: int = 1 << 22) -> I
     if rest[0] == bos_id:
         yield hashlib.blake2b(rest, digest_size=16).digest()
 # === end: data ===
+
+
+# === shared: batches ===
+def parse_mixture(data_path: str) -> dict[str, float]:
+    """Folder -> share of DATA_PATH: a folder, or `a:0.7,b:0.3`, weights that are normalised. Raises UserError."""
+    if not {":", ","} & set(data_path) or Path(data_path).exists():
+        return {data_path: 1.0}
+    weights: dict[str, float] = {}
+    for part in data_path.split(","):
+        folder, _, weight = part.strip().replace("/:", ":").rpartition(":")
+        if not folder or not weight.replace(".", "", 1).isdecimal() or not float(weight) or folder in weights:
+            raise UserError(f"DATA_PATH={data_path!r}: {part!r} is not FOLDER:WEIGHT, a new folder and more than 0")
+        weights[folder] = float(weight)
+    return {folder: weight / sum(weights.values()) for folder, weight in weights.items()}
+
+
+def check_overlap(folders: list[str], train: Iterable[TokenStream], val: Iterable[TokenStream], bos_id: int) -> None:
+    """Raises UserError when a validation document of one part also stands, token for token, in another's training."""
+    documents = [list(document_hashes(stream, bos_id)) for stream in val]
+    for other, stream in enumerate(train):
+        known = set().union(*documents).intersection(document_hashes(stream, bos_id))
+        for part, own in enumerate(documents):
+            if found := [number for number, document in enumerate(own) if part != other and document in known]:
+                raise UserError(f"DATA_PATH: {len(found)} validation documents of {folders[part]}, first number "
+                                f"{found[0]}, stand in the training of {folders[other]}; prepare both in one folder")
+
+
+def open_data(settings: Settings) -> SimpleNamespace:
+    """The parts of DATA_PATH put together, checked against tokenizer, manifests and each other. Each part keeps its
+    share of HOLDOUT_TOKENS out of training, at its end. Raises UserError.
+    """
+    if settings.holdout_tokens < settings.train_seq_len:
+        raise UserError(f"HOLDOUT_TOKENS={settings.holdout_tokens}: fewer than TRAIN_SEQ_LEN={settings.train_seq_len}")
+    shares = parse_mixture(settings.data_path)
+    manifests = {folder: load_manifest(folder) for folder in shares}
+    folder, manifest = next(iter(manifests.items()))
+    tokenizer = load_tokenizer(settings.tokenizer_path or Path(folder) / manifest["tokenizer"]["file"])
+    if settings.vocab_size not in (0, tokenizer.vocab_size):
+        raise UserError(f"VOCAB_SIZE={settings.vocab_size}: {tokenizer.name} has {tokenizer.vocab_size} tokens")
+    train, val = zip(*(check_dataset(folder, tokenizer, manifests[folder]) for folder in shares), strict=True)
+    if len(shares) > 1:
+        check_overlap(list(shares), train, val, tokenizer.bos_id)
+    tokens = np.concatenate([stream.read(0, len(stream)) for stream in val])
+    if len(tokens) <= settings.train_seq_len:
+        raise UserError(f"validation has {len(tokens)} tokens: shorter than TRAIN_SEQ_LEN={settings.train_seq_len}")
+    check_bytes(int(token_bytes(tokenizer, tokens[:-1], tokens[1:]).sum()), manifests.values())
+    sources, names = [], []  # of the validation documents
+    for folder, manifest in manifests.items():
+        numbers = manifest["val"].get("document_sources")  # published shards have none
+        sources += [len(names) + number for number in numbers or [0] * manifest["val"]["documents"]]
+        own = manifest["sources"] if numbers else [manifest["name"]]
+        names += own if len(shares) == 1 else [f"{folder}/{name}" for name in own]
+    documents = np.cumsum(tokens == tokenizer.bos_id)
+    if len(sources) != documents[-1]:
+        raise UserError(f"DATA_PATH: {documents[-1]} validation documents, in manifest.json {len(sources)}")
+    held_out = [np.append(tokenizer.bos_id, stream.hold_out(round(share * settings.holdout_tokens)))
+                for stream, share in zip(train, shares.values(), strict=True)]
+    return SimpleNamespace(
+        tokenizer=tokenizer, manifests=list(manifests.values()),
+        manifest_sha256=" + ".join(sha256_file(Path(folder) / "manifest.json") for folder in shares),
+        yardsticks=manifest.get("yardsticks", {}) if len(shares) == 1 else {},
+        streams=train, shares=list(shares.values()),  # a part each: TokenStream without the held-out end, share of rows
+        held_out=np.concatenate(held_out),  # int64, the ends of all training streams, each behind a BOS
+        val=tokens, val_sources=(np.array(sources)[documents - 1], names))  # (N,) of all parts; (N,) into the names
+
+
+class Batches:
+    """The training streams as micro-batches. Step s reads the same tokens whatever the ranks and micro-batches: each
+    stream's share of the rows, rounded by systematic sampling (row j stands at (j + shift) / rows of the summed shares;
+    shifts are multiples of the golden ratio modulo 1, which makes the shares exact over steps, Weyl 1916). A stream's
+    rows go round its lanes, evenly spaced, by one window a round. A thread reads one step ahead, no more.
+    """
+
+    def __init__(self, data: SimpleNamespace, settings: Settings, runtime: Runtime):
+        self.data, self.runtime, self.seed = data, runtime, settings.seed
+        self.seq_len, self.tokens = settings.train_seq_len, settings.train_batch_tokens
+        self.all_rows, uneven = divmod(self.tokens, self.seq_len)
+        if uneven or self.all_rows % runtime.world_size:
+            raise UserError(f"TRAIN_BATCH_TOKENS={self.tokens}: must be a multiple of TRAIN_SEQ_LEN x ranks = "
+                            f"{self.seq_len} x {runtime.world_size}")
+        self.lanes = [max(1, round(share * self.all_rows)) for share in data.shares]
+        for stream, lanes in zip(data.streams, self.lanes, strict=True):
+            if len(stream) <= lanes * self.seq_len:
+                raise UserError(f"{stream.paths[0].parent}: {len(stream)} training tokens beside the held-out ones are "
+                                f"fewer than its {lanes * self.seq_len} of TRAIN_BATCH_TOKENS={self.tokens}")
+        self.rows = self.all_rows // runtime.world_size  # of this rank, a step
+        self.fitted, self.cuda = settings.micro_batch_tokens == 0, runtime.device.type == "cuda"
+        most = settings.micro_batch_tokens or (131072 if self.cuda else 4096)
+        if not self.fitted and most < self.seq_len:
+            raise UserError(f"MICRO_BATCH_TOKENS={most}: must be at least TRAIN_SEQ_LEN={self.seq_len}")
+        self.limit_rows(max(1, most // self.seq_len))
+        start = (torch.cuda.set_device, (runtime.device,)) if self.cuda else ()  # else the thread pins on device 0
+        self.reader = concurrent.futures.ThreadPoolExecutor(1, "reader", *start)
+        self.ahead, self.waited = {}, 0.0  # step -> Future of its tokens; seconds that the loop stood waiting for them
+
+    def limit_rows(self, most: int) -> None:
+        """Take the largest micro-batch of at most `most` windows that divides this rank's share of a step."""
+        self.micro_rows = max(rows for rows in range(1, min(most, self.rows) + 1) if self.rows % rows == 0)
+
+    def starts(self, step: int) -> list[tuple[TokenStream, int]]:
+        """Where each row of a step reads, of all ranks: (stream, position), the streams one after the other."""
+        shifts = (self.seed + 0.5 + np.arange(step + 1)) * (5**0.5 - 1) / 2 % 1.0
+        ends = np.append(np.cumsum(self.data.shares)[:-1], 1.0) * self.all_rows
+        counts = np.diff(np.ceil(ends[:, None] - shifts), axis=0, prepend=0).astype(int)  # (streams, step + 1) rows
+        return [(stream, row % lanes * len(stream) // lanes + row // lanes * self.seq_len)
+                for stream, lanes, rows in zip(self.data.streams, self.lanes, counts, strict=True)
+                for row in range(rows[:-1].sum(), rows.sum())]
+
+    def read(self, step: int) -> Tensor:
+        """This rank's windows of step `step`, each with its last target, (rows, seq_len + 1)."""
+        own = self.starts(step)[self.runtime.rank * self.rows :][: self.rows]
+        tokens = torch.from_numpy(np.stack([stream.read(start, self.seq_len + 1) for stream, start in own]))
+        return tokens.pin_memory() if self.cuda else tokens
+
+    def micro_batches(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """(ids, targets) of this rank's share of step `step`, each (micro_rows, seq_len)."""
+        begin = time.perf_counter()
+        tokens = (self.ahead.pop(step, None) or self.reader.submit(self.read, step)).result()
+        self.waited += time.perf_counter() - begin
+        self.ahead = {step + 1: self.reader.submit(self.read, step + 1)}
+        for part in tokens.split(self.micro_rows):
+            part = part.to(self.runtime.device, non_blocking=True)
+            yield part[:, :-1].contiguous(), part[:, 1:].contiguous()  # as in evaluation: one compiled graph
+# === end: batches ===
 
 
 # === shared: model ===
@@ -713,29 +955,12 @@ class Norm(nn.Module):
         return F.layer_norm(x, (x.size(-1),), self.weight.to(x.dtype), self.bias.to(x.dtype))
 
 
-def gdn_recurrent(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
-                  state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Gated DeltaNet (arXiv 2412.06464, section 3), token by token: slow, and the reference for every other form.
-
-    Each head: S_t = a_t S_{t-1} + b_t k_t (v_t - a_t S_{t-1}^T k_t)^T and o_t = S_t^T q_t, with a_t = exp(g_t).
-    q, k (B, T, H, K), L2-normed, q scaled by K**-0.5 too; v (B, T, H, V); g, beta (B, T, H), g in nats, <= 0; state S
-    (B, H, K, V) or None for zeros. Returns o (B, T, H, V) in v's dtype and the last state, float32 at least.
-    """
-    dtype, outs = torch.promote_types(v.dtype, torch.float32), []
-    state = (v.new_zeros(v.shape[0], v.shape[2], k.shape[-1], v.shape[-1]) if state is None else state).to(dtype)
-    # unbind, not x[:, t]: the backward of each select fills a tensor of full size, which makes training O(T^2).
-    for q_t, k_t, v_t, g_t, beta_t in zip(*(x.to(dtype).unbind(1) for x in (q, k, v, g, beta)), strict=True):
-        state = state * g_t.exp()[..., None, None]
-        delta = beta_t[..., None] * (v_t - torch.einsum("bhk,bhkv->bhv", k_t, state))
-        state = state + k_t[..., None] * delta[..., None, :]
-        outs.append(torch.einsum("bhk,bhkv->bhv", q_t, state))
-    return torch.stack(outs, 1).to(v.dtype), state
-
-
 def gdn_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """One token of `gdn_recurrent`: q, k (B, H, K); v (B, H, V); g, beta (B, H); state (B, H, K, V) -> o, new state.
+    """Gated DeltaNet (arXiv 2412.06464, section 3) for one token, by head: the state is float32 at least.
 
-    The old state is read once: with r_k = S^T k and r_q = S^T q, delta = b (v - a r_k) and o = a r_q + (q . k) delta.
+    S' = a S + b k (v - a S^T k)^T and o = S'^T q, with a = exp(g): q, k (B, H, K), L2-normed, q scaled by K**-0.5 too;
+    v (B, H, V); g, beta (B, H), g in nats, <= 0; S (B, H, K, V). The old state is read once: with r_k = S^T k and
+    r_q = S^T q, delta = b (v - a r_k) and o = a r_q + (q . k) delta. Returns o in v's dtype and S'.
     """
     dtype = torch.promote_types(v.dtype, torch.float32)
     q, k, beta, decay = q.to(dtype), k.to(dtype), beta.to(dtype), g.to(dtype).exp()
@@ -783,48 +1008,29 @@ def gdn_inverse(a: Tensor) -> Tensor:
     return inverse
 
 
-def empty_scan(w: Tensor, state: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for a scan's results: all states, ((N+1)*M, K, V), and a tensor like u."""
-    return state.new_empty(w.shape[0] + state.shape[0], *state.shape[1:]), torch.empty_like(u)
+@lambda body: opaque(body, lambda w, u, k, decay, state, extra: (
+    state.new_empty(w.shape[0] + state.shape[0], *state.shape[1:]), torch.empty_like(u)))
+def gdn_scan(w: Tensor, u: Tensor, k: Tensor, decay: Tensor, state: Tensor,
+             extra: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The sequential part: per chunk n, new_n = U_n - W_n S_n and S_{n+1} = decay_n S_n + K_n^T new_n.
 
-
-@lambda body: opaque(body, lambda w, u, k_end, decay, state: empty_scan(w, state, u))
-def gdn_scan(w: Tensor, u: Tensor, k_end: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The sequential part: per chunk n, new_n = U_n - W_n S_n and S_{n+1} = decay_n S_n + K_end_n^T new_n.
-
-    w, k_end (N*M, C, K); u (N*M, C, V); decay (N*M,); state (M, K, V), with M = B*H rows and N chunks, chunk-major.
-    Returns all N + 1 states ((N+1)*M, K, V) and new (N*M, C, V).
+    Given `extra`, its adjoint, from the last chunk to the first, which is the same with W and K in each other's place:
+    new_n = U_n + W_n R_{n+1} and R_n = extra_n + decay_n R_{n+1} - K_n^T new_n, where R is dL/dS, U and extra what the
+    outputs contribute to dL/dnew and dL/dS. w, k (N*M, C, K); u (N*M, C, V); decay (N*M,); state, S_0 or R_N,
+    (M, K, V); extra (N*M, K, V), with M = B*H rows and N chunks, chunk-major. Returns all N + 1 states and new.
     """
-    states, new = empty_scan(w, state, u)
-    s, *after = states.split(len(state))
+    order, sign = (1, 1) if extra is None else (-1, -1)
+    states, new = state.new_empty(w.shape[0] + state.shape[0], *state.shape[1:]), torch.empty_like(u)
+    s, *after = states.split(len(state))[::order]
     s.copy_(state)
-    parts = [x.split(len(state)) for x in (w, u, k_end.mT, decay[:, None, None], new)]
-    for w_n, u_n, k_n, decay_n, new_n, s_next in zip(*parts, after, strict=True):
-        torch.baddbmm(u_n, w_n, s.to(w.dtype), alpha=-1, out=new_n)
-        torch.mul(s, decay_n, out=s_next)
-        add_product(s_next, k_n, new_n)
+    parts = [x.split(len(state))[::order] for x in (w, u, k.mT, decay[:, None, None], new)]
+    extras = [None] * len(after) if extra is None else extra.split(len(state))[::order]
+    for w_n, u_n, k_n, decay_n, new_n, extra_n, s_next in zip(*parts, extras, after, strict=True):
+        torch.baddbmm(u_n, w_n, s.to(w.dtype), alpha=-sign, out=new_n)
+        torch.mul(s, decay_n, out=s_next) if extra_n is None else torch.addcmul(extra_n, s, decay_n, out=s_next)
+        add_product(s_next, k_n, new_n, alpha=sign)
         s = s_next
     return states, new
-
-
-@lambda body: opaque(body, lambda d_new, d_state, w, k_end, decay, d_last: empty_scan(w, d_last, d_new))
-def gdn_scan_backward(d_new: Tensor, d_state: Tensor, w: Tensor, k_end: Tensor, decay: Tensor,
-                      d_last: Tensor) -> tuple[Tensor, Tensor]:
-    """Adjoint of `gdn_scan`, from the last chunk to the first, R_n = dL/dS_n:
-
-    d_new_n += K_end_n R_{n+1} and R_n = d_state_n + decay_n R_{n+1} - W_n^T d_new_n. d_new (N*M, C, V) and d_state
-    (N*M, K, V) come with what the outputs contribute; d_last (M, K, V) is R_N. Returns R ((N+1)*M, K, V) and d_new.
-    """
-    grads, d_sum = empty_scan(w, d_last, d_new)
-    *before, r = grads.split(len(d_last))
-    r.copy_(d_last)
-    parts = [x.split(len(d_last))[::-1] for x in (d_new, d_state, w.mT, k_end, decay[:, None, None], d_sum)]
-    for d_new_n, d_state_n, w_n, k_n, decay_n, d_sum_n, r_prev in zip(*parts, before[::-1], strict=True):
-        torch.baddbmm(d_new_n, k_n, r.to(w.dtype), out=d_sum_n)
-        torch.addcmul(d_state_n, r, decay_n, out=r_prev)
-        add_product(r_prev, w_n, d_sum_n, alpha=-1)
-        r = r_prev
-    return grads, d_sum
 
 
 class GatedDeltaChunks(torch.autograd.Function):
@@ -850,7 +1056,7 @@ class GatedDeltaChunks(torch.autograd.Function):
         u = torch.bmm((t * beta[..., None, :]).to(dtype), v)
         w = torch.bmm((t * (beta * grow)[..., None, :]).to(dtype), k)
         k_end = (k * shrink[..., None]).to(dtype)
-        states, new = gdn_scan(w, u, k_end, grow[..., -1], state)
+        states, new = gdn_scan(w, u, k_end, grow[..., -1], state, None)
         t, s = t.to(dtype), states[:-m].to(dtype)
         o = torch.baddbmm(torch.bmm(p, new), (q * grow[..., None]).to(dtype), s)
         ctx.save_for_backward(q, k, v, grow, shrink, beta, d, kk, p, t, u, w, k_end, s, new)
@@ -861,7 +1067,7 @@ class GatedDeltaChunks(torch.autograd.Function):
         q, k, v, grow, shrink, beta, d, kk, p, t, u, w, k_end, s, new = ctx.saved_tensors
         dtype, m = v.dtype, d_last.shape[0]
         decay, d_o, q_grow = grow[:, -1].contiguous(), d_o.contiguous(), (q * grow[..., None]).to(dtype)
-        r, d_new = gdn_scan_backward(torch.bmm(p.mT, d_o), torch.bmm(q_grow.mT, d_o), w, k_end, decay, d_last)
+        r, d_new = gdn_scan(k_end, torch.bmm(p.mT, d_o), w, decay, d_last, torch.bmm(q_grow.mT, d_o))
         r_next = r[m:].to(dtype)
         d_bv = torch.bmm(t.mT, d_new)  # gradient of beta V
         d_bk = torch.bmm(t.mT, torch.bmm(d_new, s.mT)).neg_()  # gradient of beta exp(G) K
@@ -888,9 +1094,10 @@ class GatedDeltaChunks(torch.autograd.Function):
 
 def gdn_chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None,
               chunk: int = 32) -> tuple[Tensor, Tensor]:
-    """`gdn_recurrent` by chunks of tokens, in matrix products, for training; q, k, v: float64, float32 or bfloat16.
+    """`gdn_step` for T tokens, by chunks of them, in matrix products; q, k, v: float64, float32 or bfloat16.
 
-    ValueError for a chunk that is no power of two >= 16: 32 is the fastest on CPU, 64 halves the sequential steps.
+    q, k (B, T, H, K); v (B, T, H, V); g, beta (B, T, H); state (B, H, K, V) or None for zeros. Returns o (B, T, H, V)
+    and the last state. ValueError for a chunk that is no power of two >= 16; 32 is the fastest on CPU.
     """
     if chunk < 16 or chunk & (chunk - 1):
         raise ValueError(f"chunk is {chunk}; it must be a power of two >= 16")
@@ -1044,11 +1251,6 @@ def oscillate(x: Tensor, wave: Tensor) -> Tensor:
     return torch.sin(omega * x + phi) * torch.tanh(x) + level
 
 
-def wave(units: int) -> nn.Parameter:
-    """omega ~ N(1, 0.1), phi ~ N(0, 0.1), b = 0, as the seed draws them: (3, units)."""
-    return nn.Parameter(torch.stack([1 + 0.1 * torch.randn(units), 0.1 * torch.randn(units), torch.zeros(units)]))
-
-
 ACTIVATIONS = {
     "relu2": lambda h: F.relu(h).square(),  # arXiv 2109.08668
     "leaky_relu2": lambda h: F.leaky_relu(h, 0.5).square(),
@@ -1069,11 +1271,12 @@ class MLP(nn.Module):
         self.kind, self.threshold = config.mlp, config.bio_threshold
         self.events = config.bio_events if self.kind == "bio" else "off"
         self.w_up = matrix((hidden,) * (2 if self.kind == "swiglu" else 1), dim, 0.5 * dim**-0.5)
+        start, spread = torch.tensor([[1.0], [0.0], [0.0]]), torch.tensor([[0.1], [0.1], [0.0]])  # omega, phi, b
         if self.kind == "bio":
-            self.wave = wave(hidden)
+            self.wave = nn.Parameter(start + spread * torch.randn(3, hidden))
         if self.events != "off":
             self.w_gate, self.w_mix = (matrix((hidden,), hidden, 0.5 * hidden**-0.5) for _ in range(2))
-            self.mix_wave = wave(hidden)
+            self.mix_wave = nn.Parameter(start + spread * torch.randn(3, hidden))
         self.w_down = nn.Parameter(torch.zeros(dim, hidden))
 
     def hidden(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -1364,6 +1567,7 @@ class Optimizers:
 
     def __init__(self, model: nn.Module, settings, runtime: Runtime):
         named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+        self.names = {param: name for name, param in named}
         rates = {"matrix": (settings.matrix_lr, settings.muon_wd), "head": (settings.head_lr, settings.adam_wd),
                  "embedding": (settings.tied_embed_lr, settings.adam_wd), "control": (settings.scalar_lr, 0.0)}
         owned = {"muon": ["matrix"], "adamw": []}.get(settings.optimizer, ["matrix", "head", "embedding"])
@@ -1388,17 +1592,20 @@ class Optimizers:
         for param in self.params:
             param.grad = torch.zeros_like(param)
 
-    def reduce_gradients(self, runtime: Runtime, clip: float, loss: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum gradients and `loss` over ranks; scale to a global norm of at most `clip` (0: as it is). (norm, loss)."""
+    def reduce_gradients(self, runtime: Runtime, clip: float, extra: Tensor) -> tuple[Tensor, Tensor]:
+        """Sum gradients and `extra` (n,) over ranks, and scale to a global norm of at most `clip` (0: as it is).
+
+        Returns the norm before that, and the sums of extra.
+        """
         grads = [param.grad for param in self.params]
         if runtime.distributed:
-            flat = runtime.sum(torch.cat([*(grad.flatten() for grad in grads), loss.view(1)]))
-            *parts, loss = flat.split([*(grad.numel() for grad in grads), 1])
+            flat = runtime.sum(torch.cat([*(grad.flatten() for grad in grads), extra]))
+            *parts, extra = flat.split([*(grad.numel() for grad in grads), len(extra)])
             torch._foreach_copy_(grads, [part.view_as(grad) for grad, part in zip(grads, parts, strict=True)])
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
         if clip:
             torch._foreach_mul_(grads, (clip / (norm + 1e-6)).clamp(max=1.0))
-        return norm, loss.view(())
+        return norm, extra
 
     def step(self, multiplier: float, momentum: float, bad: Tensor) -> None:
         """One update at `multiplier` times the learning rates. Where `bad` is true nothing changes."""
@@ -1417,10 +1624,16 @@ class Optimizers:
         """Bytes of all moments, scales and counters now held."""
         return sum(value.nbytes for each in self.all for state in each.state.values() for value in state.values())
 
-    def reset(self) -> None:
-        """Forget every moment, as if no step had been taken."""
-        for optimizer in self.all:
-            optimizer.state.clear()
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """Moments, scales and counters of each parameter, by its name."""
+        return {self.names[param]: dict(own) for each in self.all for param, own in each.state.items()}
+
+    def load_state_dict(self, saved: dict[str, dict[str, Tensor]]) -> None:
+        """Take such a state in place of the present one; an empty one is that before the first step."""
+        for each in self.all:
+            own = [param for group in each.param_groups for param in group["params"] if self.names[param] in saved]
+            each.state.clear()
+            each.state.update((param, saved[self.names[param]]) for param in own)
 
     def zero_grad(self) -> None:
         """Zeros into the gradients, which keep their memory: a CUDA graph's own would be overwritten by the next."""
@@ -1430,9 +1643,14 @@ class Optimizers:
 
 # === shared: schedule ===
 class Clock:
-    """Training time, rank 0's for all ranks; no step waits for it. `iterations`, `budget` (seconds): 0 for no limit."""
+    """Training time, rank 0's for all ranks; no step waits for it. `iterations`, `budget` (seconds): 0 for no limit.
 
-    def __init__(self, iterations: int, budget: float, runtime: Runtime, now: Callable[[], float] = time.perf_counter):
+    `replay`: the progress that each step of another run used. It counts in place of both, and the run ends with it.
+    """
+
+    def __init__(self, iterations: int, budget: float, runtime: Runtime, replay: Iterable[float] = (),
+                 now: Callable[[], float] = time.perf_counter):
+        self.replay = list(replay)
         self.iterations, self.budget, self.runtime, self.now = iterations or math.inf, budget or math.inf, runtime, now
         self.before, self.started = 0.0, None  # seconds of finished stretches, start of the running one
         self.seconds, self.used = [0.0], []  # of each step: agreed seconds at its end, progress that it used
@@ -1452,25 +1670,35 @@ class Clock:
             torch.cuda.synchronize()
         self.before, self.started = self.elapsed(), None
 
-    def send(self, loss: Tensor, bad: Tensor) -> None:
-        """End of a step: start to spread rank 0's seconds, the step's loss, and whether that is not finite (0-d)."""
+    def send(self, loss: Tensor, bad: Tensor, stop: Tensor) -> None:
+        """End of a step: start to spread rank 0's seconds, the loss, whether it is masked, whether to stop."""
         seconds = torch.tensor(self.elapsed(), dtype=torch.float64).to(loss.device, non_blocking=True)
-        packet = torch.stack([loss.double(), bad.double(), seconds])
+        packet = torch.stack([loss.double(), bad.double(), stop.double(), seconds])
         if self.runtime.distributed:
             dist.broadcast(packet, src=0)
         copy = packet.to("cpu", non_blocking=True)
         self.pending = copy, torch.cuda.current_stream().record_event() if packet.is_cuda else None
 
-    def receive(self) -> tuple[float, bool] | None:
-        """(loss, bad) of the step before, or None if there was none; to be called in the middle of a step."""
+    def receive(self) -> tuple[float, bool, bool] | None:
+        """(loss, bad, stop) of the step before, or None if there was none; to be called in the middle of a step."""
         if self.pending is None:
             return None
         (packet, arrived), self.pending = self.pending, None
         if arrived is not None:
             arrived.synchronize()  # bounds the host's lead to a step; the device, with work queued, does not wait
-        loss, bad, seconds = packet.tolist()
+        loss, bad, stop, seconds = packet.tolist()
         self.seconds.append(seconds)
-        return loss, bad > 0
+        return loss, bad > 0, stop > 0
+
+    def state_dict(self) -> dict:
+        """For a checkpoint, while it stands still."""
+        packet = self.pending[0].tolist() if self.pending else None
+        return {"before": self.before, "seconds": self.seconds[-11:], "used": self.used, "packet": packet}
+
+    def load_state_dict(self, saved: dict) -> None:
+        """Go on from there."""
+        self.before, self.seconds, self.used = saved["before"], saved["seconds"], saved["used"]
+        self.pending = saved["packet"] and (torch.tensor(saved["packet"], dtype=torch.float64), None)
 
     def median_step(self) -> float:
         """Median seconds of the last nine steps, the run's first one aside: a stall does not move it, a drift does."""
@@ -1479,12 +1707,17 @@ class Clock:
 
     def progress(self, step: int) -> float:
         """Where the run stands at the end of `step`, so that the last lands near 1; once a step, after `receive`."""
+        if self.replay:
+            self.used.append(self.replay[len(self.used)])
+            return self.used[-1]
         by_step, by_time = (step + 1) / self.iterations, (self.seconds[-1] + self.median_step()) / self.budget
         self.used.append(min(1.0, max(by_step, by_time, *self.used[-1:])))
         return self.used[-1]
 
     def is_last(self, step: int) -> bool:
         """Whether `step` must not run any more: iterations done, or the time left is less than a median step."""
+        if self.replay:
+            return len(self.used) == len(self.replay)
         flying = self.median_step() if self.pending is not None else 0.0  # the step whose time is not known yet
         return step >= self.iterations or self.budget - self.seconds[-1] - flying < self.median_step()
 
@@ -1562,6 +1795,15 @@ class Plan:
         """Whether phase `name` is enabled and has begun."""
         return name in self.phases and self.phases[name].start_step > 0
 
+    def state_dict(self) -> dict:
+        """What became of each phase."""
+        return {name: [phase.start_step, phase.start_progress, phase.steps] for name, phase in self.phases.items()}
+
+    def load_state_dict(self, saved: dict) -> None:
+        """Go on from there."""
+        for name, phase in self.phases.items():
+            phase.start_step, phase.start_progress, phase.steps = saved.get(name, (0, 0.0, 0))
+
     def describe(self, ended: bool = False) -> str:
         """One line a phase: the plan, or once the run has `ended` when it began, and for how many steps it was on."""
         rows = []
@@ -1586,6 +1828,14 @@ class Average:
         keep = math.exp((self.progress - progress) / self.memory) if self.memory else self.count / (self.count + 1)
         torch._foreach_lerp_(self.values, params, 1 - keep)
         self.count, self.progress = self.count + 1, progress
+
+    def state_dict(self) -> dict:
+        """For a checkpoint."""
+        return {"values": self.values, "count": self.count, "progress": self.progress}
+
+    def load_state_dict(self, saved: dict) -> None:
+        """Go on from there; from nothing where it was not kept."""
+        self.values, self.count, self.progress = saved.values() if saved else ([], 0, 0.0)
 # === end: schedule ===
 
 
@@ -1645,14 +1895,6 @@ def fake_quant(w: Tensor, bits: int, clip_sigmas: float) -> Tensor:
     return dequantize_rows(*quantize_rows(w, bits, clip_sigmas), w.shape, w.dtype)
 
 
-def check_quant_table(table: QuantTable) -> None:
-    """Raise ValueError unless every class is known and has 2 to 8 bits and a finite clip of 0 or more sigmas."""
-    for name, (bits, clip_sigmas) in table.items():
-        if name not in ("matrix", "embedding") or not (2 <= bits <= 8 and 0 <= clip_sigmas < math.inf):
-            raise ValueError(f"quantization of {name}: {bits} bits, {clip_sigmas} sigmas; must be matrix or embedding, "
-                             "2 to 8 bits, 0 or more")
-
-
 @contextlib.contextmanager
 def swapped(params: list[Tensor], values: Iterable[Tensor]) -> Iterator[None]:
     """`params` hold `values` inside, and their own values again, bit for bit, after, even after an exception."""
@@ -1676,7 +1918,6 @@ class QuantizedWeights:
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, Tensor]], table: QuantTable) -> None:
-        check_quant_table(table)
         classes = [(parameter, tensor_class(name, parameter)) for name, parameter in named_parameters]
         self.entries = [(parameter, *table[kind]) for parameter, kind in classes if kind in table]
 
@@ -1825,7 +2066,6 @@ def write_artifact(path: str | Path, tensors: dict[str, Tensor], table: QuantTab
     settings: what rebuilds the model; meta: anything else; both JSON. A class outside the table is stored as control.
     Statistics: bytes (class or part of the file -> bytes), entropy_bytes (order-0, of the tensors' codes, summed).
     """
-    check_quant_table(table)
     parts, coded, scales, entropy_bytes = [], [], [np.empty(0, "<f2")], 0.0
     for name, tensor in tensors.items():
         record, array, own_scales = export_tensor(name, tensor, table)
@@ -1855,9 +2095,7 @@ def write_artifact(path: str | Path, tensors: dict[str, Tensor], table: QuantTab
     text = zstandard.ZstdCompressor(level=19).compress(json.dumps(header, allow_nan=False).encode())
     prefix = ARTIFACT_PREFIX.pack(ARTIFACT_MAGIC, ARTIFACT_VERSION, len(text))
     data = b"".join([prefix, text, *(payload for _, payload in parts)])
-    beside = Path(path).with_name(Path(path).name + ".part")
-    beside.write_bytes(data + hashlib.sha256(data).digest())
-    os.replace(beside, path)
+    replace_file(path, data + hashlib.sha256(data).digest())
     return {"bytes": {**sizes, "header": len(data) + 32 - sizes.total()}, "entropy_bytes": entropy_bytes}
 
 
@@ -1914,26 +2152,21 @@ class Score:
     nats: float
     tokens: int
     bytes: int
-    sources: dict[str, "Score"] | None = None  # its parts; no source without bytes
+    sources: dict[str, "Score"]  # its parts; no source without bytes
 
-    @property
-    def loss(self) -> float:
-        return self.nats / self.tokens
-
-    @property
-    def bpb(self) -> float:
-        return self.nats / math.log(2) / self.bytes
+    def __post_init__(self) -> None:
+        self.loss, self.bpb = self.nats / self.tokens, self.nats / math.log(2) / self.bytes
+        self.bytes_per_token = self.bytes / self.tokens
 
     def result(self) -> dict:
         """Its keys in result.json."""
-        found = {"val_loss": self.loss, "val_bpb": self.bpb, "val_nats": self.nats, "val_tokens": self.tokens,
-                 "val_bytes": self.bytes, "bytes_per_token": self.bytes / self.tokens}
-        parts = {name: part.bpb for name, part in (self.sources or {}).items()}
-        return {**found, "val_bpb_sources": parts} if parts else found
+        parts = {"val_bpb_sources": {name: part.bpb for name, part in self.sources.items()}} if self.sources else {}
+        return {"val_loss": self.loss, "val_bpb": self.bpb, "val_nats": self.nats, "val_tokens": self.tokens,
+                "val_bytes": self.bytes, "bytes_per_token": self.bytes_per_token, **parts}
 
     def __str__(self) -> str:
         return (f"loss:{self.loss:.4f} bpb:{self.bpb:.4f} nats:{self.nats:.1f} tokens:{self.tokens} bytes:{self.bytes} "
-                f"bytes_per_token:{self.bytes / self.tokens:.4f}")
+                f"bytes_per_token:{self.bytes_per_token:.4f}")
 
 
 def windows(count: int, seq_len: int, stride: int) -> list[tuple[int, int, int]]:
@@ -1987,7 +2220,7 @@ def score_tokens(model: Callable, tokens: np.ndarray, tokenizer: Tokenizer, runt
     nats, count, size = runtime.sum(sums).sum(0).tolist()
     assert int(count) == len(tokens) - 1, f"scored {count:.0f} of {len(tokens) - 1} predictions"
     parts = zip(names, sums.tolist(), strict=False)
-    return Score(nats, int(count), int(size), {name: Score(a, int(b), int(c)) for name, (a, b, c) in parts if c})
+    return Score(nats, int(count), int(size), {name: Score(a, int(b), int(c), {}) for name, (a, b, c) in parts if c})
 
 
 def check_bytes(count: int, manifests: Iterable[dict]) -> None:
@@ -1999,66 +2232,176 @@ def check_bytes(count: int, manifests: Iterable[dict]) -> None:
 # === end: evaluation ===
 
 
-# -------------------------------------------------------------------------------------------------------------- main
+# === shared: checkpoint ===
+def run_folder(name: str, out_dir: str) -> Path:
+    """Of the run that RESUME or REPLAY names: a path, or its RUN_ID in out_dir."""
+    return Path(name) if os.sep in name else Path(out_dir) / name
 
 
-class Batches:
-    """The training streams as micro-batches. Step s reads the same tokens whatever the ranks and micro-batches: each
-    stream's share of the rows, rounded by systematic sampling (row j stands at (j + shift) / rows of the summed shares;
-    shifts are multiples of the golden ratio modulo 1, which makes the shares exact over steps, Weyl 1916). A stream's
-    rows go round its lanes, evenly spaced, by one window a round. A thread reads one step ahead, no more.
+def checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in a run's folder, whole or not, newest first."""
+    found = {path: re.fullmatch(r"step_(\d+)(\.part)?", path.name) for path in folder.glob("step_*")}
+    return sorted(filter(found.get, found), key=lambda path: (int(found[path][1]), path.name), reverse=True)
+
+
+def newest_checkpoint(folder: Path) -> tuple[Path | None, list[str]]:
+    """The newest whole checkpoint of a run, or None, and a line on each newer one that is not whole."""
+    faults = []
+    for path in checkpoints(folder):
+        try:
+            sums = dict(line.split("  ")[::-1] for line in (path / "SHA256SUMS").read_text().splitlines())
+            wrong = [name for name in sums if sha256_file(path / name) != sums[name]]
+            fault = "half-written" if path.suffix or "meta.json" not in sums else ", ".join(wrong)
+        except (OSError, ValueError) as error:
+            fault = str(error)
+        if not fault:
+            return path, faults
+        faults.append(f"checkpoint {path} is damaged and skipped: {fault}")
+    return None, faults
+
+
+def save_checkpoint(folder: Path, step: int, parts: dict[str, dict], meta: dict, keep: int) -> None:
+    """Write folder/step_<step>: <part>.pt of each part, meta.json and SHA256SUMS; drop all but the `keep` newest.
+
+    It has its name only when all of it is on the disk. Raises OSError, and leaves nothing half-written.
+    """
+    final = folder / f"step_{step:06d}"
+    beside, files = final.with_suffix(".part"), {"meta.json": json.dumps(meta).encode()}
+    try:
+        for old in folder.glob("step_*.part"):
+            shutil.rmtree(old)
+        beside.mkdir()
+        for name, part in parts.items():
+            torch.save(part, buffer := io.BytesIO())  # into a file it would not raise OSError on a full disk
+            files[f"{name}.pt"] = buffer.getbuffer()
+        sums = "".join(f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in files.items())
+        for name, data in {**files, "SHA256SUMS": sums.encode()}.items():
+            replace_file(beside / name, data)
+        shutil.rmtree(final, ignore_errors=True)  # a damaged one; or the same, of a run that went on from before
+        beside.rename(final)
+        os.fsync(handle := os.open(folder, os.O_RDONLY))
+        os.close(handle)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    for old in checkpoints(folder)[keep:]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def stored_settings(given: dict[str, str], out_dir: str) -> dict:
+    """Settings of the run that RESUME or REPLAY names, which stand below those given; empty where neither does.
+
+    A worker that torchrun has started again resumes its RUN_ID. Raises UserError.
+    """
+    resume, replay, out_dir = given.get("RESUME", ""), given.get("REPLAY", ""), given.get("OUT_DIR", out_dir)
+    if given.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and (Path(out_dir) / given.get("RUN_ID", "")).is_dir():
+        resume = given.get("RUN_ID", "")
+    folder = run_folder(resume or replay, out_dir)
+    if resume:
+        newest, faults = newest_checkpoint(folder)
+        for wrong, said in ((not folder.is_dir(), f"no folder {folder}; must be a RUN_ID in OUT_DIR, or a path"),
+                            ((folder / "result.json").exists(), f"{folder} is finished, its result.json stands"),
+                            (faults and not newest, f"it has no whole checkpoint; {''.join(faults[:1])}")):
+            if wrong:
+                raise UserError(f"RESUME={resume!r}: {said}")
+        stored = json.loads((newest / "meta.json").read_bytes())["settings"] if newest else {}
+        return {**stored, "resume": resume, "run_id": folder.name, "out_dir": str(folder.parent)}
+    if replay and not (folder / "progress.json").is_file():
+        raise UserError(f"REPLAY={replay!r}: no {folder}/progress.json; must be a run that has trained to its end")
+    stored = json.loads((folder / "progress.json").read_bytes())["settings"] if replay else {}
+    return {**stored, "replay": replay, "run_id": "", "out_dir": out_dir} if replay else {}
+
+
+class Run:
+    """A training run: folder, log and events, how far it is, and the parts that a checkpoint brings back.
+
+    parts: name -> object with state_dict and load_state_dict; `network` has a file of its own. identity: JSON, what a
+    resumed run must have in common with what it was.
     """
 
-    def __init__(self, data: SimpleNamespace, settings: Settings, runtime: Runtime):
-        self.data, self.runtime, self.seed = data, runtime, settings.seed
-        self.seq_len, self.tokens = settings.train_seq_len, settings.train_batch_tokens
-        self.all_rows, uneven = divmod(self.tokens, self.seq_len)
-        if uneven or self.all_rows % runtime.world_size:
-            raise UserError(f"TRAIN_BATCH_TOKENS={self.tokens}: must be a multiple of TRAIN_SEQ_LEN x ranks = "
-                            f"{self.seq_len} x {runtime.world_size}")
-        self.lanes = [max(1, round(share * self.all_rows)) for share in data.shares]
-        for stream, lanes in zip(data.streams, self.lanes, strict=True):
-            if len(stream) <= lanes * self.seq_len:
-                raise UserError(f"{stream.paths[0].parent}: {len(stream)} training tokens beside the held-out ones are "
-                                f"fewer than its {lanes * self.seq_len} of TRAIN_BATCH_TOKENS={self.tokens}")
-        self.rows = self.all_rows // runtime.world_size  # of this rank, a step
-        self.fitted, self.cuda = settings.micro_batch_tokens == 0, runtime.device.type == "cuda"
-        most = settings.micro_batch_tokens or (131072 if self.cuda else 4096)
-        if not self.fitted and most < self.seq_len:
-            raise UserError(f"MICRO_BATCH_TOKENS={most}: must be at least TRAIN_SEQ_LEN={self.seq_len}")
-        self.limit_rows(max(1, most // self.seq_len))
-        start = (torch.cuda.set_device, (runtime.device,)) if self.cuda else ()  # else the thread pins on device 0
-        self.reader = concurrent.futures.ThreadPoolExecutor(1, "reader", *start)
-        self.ahead, self.waited = {}, 0.0  # step -> Future of its tokens; seconds that the loop stood waiting for them
+    def __init__(self, settings, runtime: Runtime, folder: Path, parts: dict, identity: dict):
+        every = re.fullmatch(r"(\d+)(s?)", settings.save_every)
+        if not every or settings.spike_policy == "rewind" and not int(every[1]):
+            raise UserError(f"SAVE_EVERY={settings.save_every!r}: must be steps (500) or seconds of training (120s), 0 "
+                            "for none; SPIKE_POLICY=rewind needs some")
+        self.settings, self.runtime, self.folder, self.parts, self.identity = settings, runtime, folder, parts, identity
+        self.every, self.timed, self.saved = int(every[1]), every[2] == "s", 0.0
+        self.step, self.skipped = 0, 0  # step `step` reads the data of step + skipped
+        self.losses, self.events, self.log = [], [], Log(None)
 
-    def limit_rows(self, most: int) -> None:
-        """Take the largest micro-batch of at most `most` windows that divides this rank's share of a step."""
-        self.micro_rows = max(rows for rows in range(1, min(most, self.rows) + 1) if self.rows % rows == 0)
+    def event(self, name: str, **found) -> None:
+        """For the log and for result.json."""
+        self.events.append({"event": name, **found})
+        self.log(f"event: {name} " + " ".join(f"{key}:{value}" for key, value in found.items()))
 
-    def starts(self, step: int) -> list[tuple[TokenStream, int]]:
-        """Where each row of a step reads, of all ranks: (stream, position), the streams one after the other."""
-        shifts = (self.seed + 0.5 + np.arange(step + 1)) * (5**0.5 - 1) / 2 % 1.0
-        ends = np.append(np.cumsum(self.data.shares)[:-1], 1.0) * self.all_rows
-        counts = np.diff(np.ceil(ends[:, None] - shifts), axis=0, prepend=0).astype(int)  # (streams, step + 1) rows
-        return [(stream, row % lanes * len(stream) // lanes + row // lanes * self.seq_len)
-                for stream, lanes, rows in zip(self.data.streams, self.lanes, counts, strict=True)
-                for row in range(rows[:-1].sum(), rows.sum())]
+    def due(self, seconds: float) -> bool:
+        """Whether SAVE_EVERY asks for a checkpoint before this step, after `seconds` of training."""
+        ago = seconds - self.saved if self.timed else self.step % (self.every or 1) or self.every
+        return 0 < self.every <= ago
 
-    def read(self, step: int) -> Tensor:
-        """This rank's windows of step `step`, each with its last target, (rows, seq_len + 1)."""
-        own = self.starts(step)[self.runtime.rank * self.rows :][: self.rows]
-        tokens = torch.from_numpy(np.stack([stream.read(start, self.seq_len + 1) for stream, start in own]))
-        return tokens.pin_memory() if self.cuda else tokens
+    def save(self, seconds: float) -> None:
+        """Write a checkpoint (rank 0). That it cannot be written is an event if an older one stands, else UserError."""
+        begin, self.saved = time.perf_counter(), seconds
+        if self.runtime.rank:
+            return
+        states = {name: part.state_dict() for name, part in self.parts.items()}
+        meta = {"script": Path(__file__).name, "code_sha256": sha256_file(__file__), "settings": asdict(self.settings),
+                "identity": self.identity, "seconds": seconds, "rng": torch.get_rng_state().tolist(),
+                **{name: getattr(self, name) for name in ("step", "skipped", "losses", "events")}}
+        try:
+            files = {"model": states.pop("network"), "training": states}
+            save_checkpoint(self.folder, self.step, files, meta, self.settings.keep)
+        except OSError as error:
+            if newest_checkpoint(self.folder)[0] is None:
+                raise UserError(f"OUT_DIR={self.settings.out_dir!r}: no checkpoint can be written ({error})") from None
+            self.event("save_failed", step=self.step, error=str(error))
+        else:
+            self.log(f"step:{self.step} saved in {1000 * (time.perf_counter() - begin):.0f}ms")
 
-    def micro_batches(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """(ids, targets) of this rank's share of step `step`, each (micro_rows, seq_len)."""
-        begin = time.perf_counter()
-        tokens = (self.ahead.pop(step, None) or self.reader.submit(self.read, step)).result()
-        self.waited += time.perf_counter() - begin
-        self.ahead = {step + 1: self.reader.submit(self.read, step + 1)}
-        for part in tokens.split(self.micro_rows):
-            part = part.to(self.runtime.device, non_blocking=True)
-            yield part[:, :-1].contiguous(), part[:, 1:].contiguous()  # as in evaluation: one compiled graph
+    def load(self, folder: Path, resume: bool = True) -> None:
+        """Bring all that back; where it is to rewind and not to resume, clock and events go on. Raises UserError."""
+        meta = json.loads((folder / "meta.json").read_bytes())
+        for name, value in self.identity.items():
+            if (was := meta["identity"].get(name)) != value:
+                raise UserError(f"RESUME={self.settings.resume!r}: {name.upper()}={value!r}; must stay {was!r}")
+        model, training = (torch.load(folder / f"{name}.pt", map_location=self.runtime.device, weights_only=True)
+                           for name in ("model", "training"))
+        for name, part in self.parts.items():
+            if resume or name != "clock":
+                part.load_state_dict(model if name == "network" else training.get(name, {}))
+        self.step = meta["step"]
+        if resume:
+            torch.set_rng_state(torch.tensor(meta["rng"], dtype=torch.uint8))
+            self.saved, self.skipped, self.losses, self.events = (
+                meta[name] for name in ("seconds", "skipped", "losses", "events"))
+            changed = {name: value for name, value in asdict(self.settings).items()
+                       if value != meta["settings"].get(name) and name not in ("resume", "run_id", "out_dir")}
+            self.event("resume", step=self.step, ranks=self.runtime.world_size, changed=changed,
+                       same_code=meta["code_sha256"] == sha256_file(__file__))
+
+    def judge(self, loss: float, bad: bool) -> bool:
+        """Whether all went well with a step of this loss: `bad` is a spike, or not finite, and its update was masked.
+
+        If not, SPIKE_POLICY has skipped it, or brought back the newest checkpoint, with this step's data left out too.
+        Raises FloatingPointError where the run ends with it.
+        """
+        policy, step = self.settings.spike_policy, self.step
+        if not bad:
+            self.losses = [*self.losses, loss][-64:]
+            return True
+        fault = f"step {step}: its loss {loss} is a spike, or it or a gradient is not finite; weights are as before"
+        if policy == "stop" or sum(event["event"] == policy for event in self.events) >= 10:
+            self.log(f"error: {fault}", terminal=False)
+            raise FloatingPointError(f"{fault}; RESUME={self.folder} with SPIKE_POLICY=skip or rewind goes on")
+        self.event(policy, step=step, loss=str(loss))
+        if policy == "rewind":
+            ahead = step + self.skipped + 1
+            self.load(Path(self.runtime.agree(str(newest_checkpoint(self.folder)[0]))), resume=False)
+            self.skipped = ahead - self.step
+        return False
+# === end: checkpoint ===
+
+
+# -------------------------------------------------------------------------------------------------------------- main
 
 
 def forward_backward(model: Callable, batches: Batches, step: int) -> Tensor:
@@ -2071,122 +2414,146 @@ def forward_backward(model: Callable, batches: Batches, step: int) -> Tensor:
     return loss
 
 
-def fit_micro_batch(model: Callable, optimizers: Optimizers, batches: Batches) -> None:
-    """Try a micro-batch; where memory is short on any rank take a smaller one, or say so if the user set its size.
+def build(settings: Settings, runtime: Runtime, data: SimpleNamespace) -> SimpleNamespace:
+    """All that trains: the network, `model` (how it is called), batches, optimizers, averages, plan, clock."""
+    torch.manual_seed(settings.seed)
+    network = GPT(model_config(settings, data.tokenizer.vocab_size, data.tokenizer.bos_id)).to(runtime.device)
+    network.activation_checkpointing = settings.activation_checkpointing
+    table = {"matrix": (settings.matrix_bits, settings.matrix_clip_sigmas),
+             "embedding": (settings.embed_bits, settings.embed_clip_sigmas)}
+    params, memory = list(network.parameters()), {"ema": settings.ema_memory_frac, "swa": None}
+    replay = run_folder(settings.replay, settings.out_dir) / "progress.json" if settings.replay else None
+    budget = max(0.0, settings.max_wallclock_seconds - settings.reserve_seconds)
+    return SimpleNamespace(
+        network=network, model=compiled(network, settings), batches=Batches(data, settings, runtime),
+        optimizers=Optimizers(network, settings, runtime), plan=Plan(settings), table=table,
+        weights=QuantizedWeights(network.named_parameters(), table),
+        averages={name: Average(params, memory[name]) for name in memory if getattr(settings, name)},
+        clock=Clock(settings.iterations, budget, runtime,
+                    json.loads(replay.read_bytes())["progress"] if replay else ()))
 
-    Room is kept for what the run needs beside it: momentum, two moments, masters, two averages and a gradient sum.
+
+def warm_up(setup: SimpleNamespace, settings: Settings, runtime: Runtime) -> None:
+    """Run untimed steps that compile and allocate everything, then put weights and optimizer back as they were.
+
+    Where memory is short on any rank the micro-batch is halved or, if the user has set its size, UserError. Room is
+    kept for what comes later: momentum, two moments, masters, two averages and a gradient sum.
     """
-    while True:
-        failed, state = torch.zeros((), device=batches.runtime.device), []
+    network, batches, optimizers, step = setup.network, setup.batches, setup.optimizers, 0
+    before = [param.detach().clone() for param in network.parameters()]
+    while step < settings.warmup_steps:
+        failed, room = torch.zeros(1, device=runtime.device), None
         try:
-            state.append(torch.zeros(7 * sum(param.numel() for param in optimizers.params), device=failed.device))
-            ids, targets = next(batches.micro_batches(0))
-            model(ids, targets).sum().backward()
+            room = torch.empty(7 * sum(param.numel() for param in optimizers.params), device=runtime.device)
+            with setup.weights.quantized():
+                forward_backward(setup.model, batches, step)
         except torch.OutOfMemoryError:
             failed += 1
-        state.clear()
-        optimizers.zero_grad()
-        if not batches.runtime.sum(failed):
-            return
-        torch.compiler.reset()  # each size is another graph, and dynamo makes only so many
-        if not batches.fitted or batches.micro_rows == 1:
-            raise UserError(f"out of memory with {batches.micro_rows * batches.seq_len} tokens a forward; set "
-                            f"MICRO_BATCH_TOKENS to less (the global batch stays the same), or TRAIN_SEQ_LEN")
-        batches.limit_rows(batches.micro_rows // 2)
-
-
-def warm_up(model: Callable, network: GPT, optimizers: Optimizers, weights: QuantizedWeights, batches: Batches,
-            settings: Settings) -> None:
-    """Run untimed steps that compile and allocate everything, then put weights and optimizer back as they were."""
-    before = [param.detach().clone() for param in network.parameters()]
-    good = torch.zeros((), dtype=torch.bool, device=batches.runtime.device)
-    for step in range(settings.warmup_steps):
-        with weights.quantized():
-            forward_backward(model, batches, step)
-        optimizers.reduce_gradients(batches.runtime, settings.grad_clip_norm, good.float())
-        optimizers.step(0.0, settings.muon_momentum, good)
+        del room
+        if runtime.sum(failed):
+            if not batches.fitted or batches.micro_rows == 1:
+                raise UserError(f"out of memory with {batches.micro_rows * batches.seq_len} tokens a forward; set "
+                                f"MICRO_BATCH_TOKENS to less (the global batch stays the same), or TRAIN_SEQ_LEN")
+            batches.limit_rows(batches.micro_rows // 2)
+            torch.compiler.reset()  # each size is another graph, and dynamo makes only so many
+        else:
+            optimizers.reduce_gradients(runtime, settings.grad_clip_norm, failed)
+            optimizers.step(0.0, settings.muon_momentum, failed[0] > 0)
+            step += 1
         optimizers.zero_grad()
     with torch.no_grad():
-        if settings.warmup_steps:
-            model(*next(batches.micro_batches(0)))
+        if step:
+            setup.model(*next(batches.micro_batches(0)))
         torch._foreach_copy_([param.detach() for param in network.parameters()], before)
-    optimizers.reset()
+    optimizers.load_state_dict({})
 
 
-def report(log: Log, settings: Settings, clock: Clock, step: int, result: tuple[float, bool], state: str) -> None:
-    """Log `step`, whose (loss, bad) has arrived. Raises FloatingPointError if its loss or gradient was not finite."""
-    loss, bad = result
-    seconds = clock.seconds[-1]
-    if bad:
-        fault = f"step {step + 1}: its loss {loss} or gradient is not finite; weights are as before"
-        log(f"error: {fault}", terminal=False)
-        raise FloatingPointError(fault)
-    done, total = step + 1, settings.iterations or "?"
-    line = (f"step:{done}/{total} train_loss:{loss:.4f} {state} train_time:{1000 * seconds:.0f}ms "
+def report(run: Run, clock: Clock, loss: float, state: str) -> None:
+    """Log the step before `run.step`: a line, or the line of progress."""
+    settings, seconds, done = run.settings, clock.seconds[-1], run.step
+    line = (f"step:{done}/{settings.iterations or '?'} train_loss:{loss:.4f} {state} train_time:{1000 * seconds:.0f}ms "
             f"step_avg:{1000 * seconds / done:.2f}ms tok_s:{settings.train_batch_tokens * done / seconds:.0f}")
     if done % settings.train_log_every == 0 or done <= 5:
-        log(line)
+        run.log(line)
     else:
         left = f"{clock.budget - seconds:.0f} s left " if clock.budget < math.inf else ""
-        log.progress(left + line)
+        run.log.progress(left + line)
 
 
-def train(model: Callable, optimizers: Optimizers, weights: QuantizedWeights, averages: dict[str, Average],
-          batches: Batches, plan: Plan, clock: Clock, settings: Settings, log: Log, validate: Callable) -> int:
-    """The training loop; returns the number of steps. Raises FloatingPointError naming a non-finite step."""
-    step, state, batches.waited = 0, "", 0.0
+def train(run: Run, setup: SimpleNamespace, watch: Watch, validate: Callable) -> bool:
+    """The training loop; whether it came to its end, not to a signal. Raises FloatingPointError naming a bad step."""
+    settings, runtime, plan, clock, optimizers = run.settings, run.runtime, setup.plan, setup.clock, setup.optimizers
+    batches, stop, state = setup.batches, False, ""
+    traced = settings.profile and not runtime.rank
+    trace = profile_steps(run.folder, run.log) if traced else itertools.repeat(None)
+    batches.waited, watch.looping = 0.0, True
     clock.start()
     while True:
-        last_step = clock.is_last(step)
-        if settings.val_loss_every and step and step % settings.val_loss_every == 0 and not last_step:
+        last_step, stop = clock.is_last(run.step), stop or watch.signal > 0 and not runtime.distributed
+        if settings.val_loss_every and run.step and run.step % settings.val_loss_every == 0 and not (last_step or stop):
             clock.stop()
-            log(f"step:{step} val_{validate()}")
+            run.log(f"step:{run.step} val_{validate()}")
             clock.start()
-        if last_step:
+        if stop or run.every and last_step or run.due(clock.seconds[-1]):
+            clock.stop()
+            run.save(clock.seconds[-1])
+            clock.start()
+        if last_step or stop:
             break
+        watch.enter(run.step, clock.median_step())
+        next(trace)
 
         # Weights are quantized for forward and backward alone; the gradient lands on the masters (straight through).
-        with weights.quantized() if plan.on("qat") else contextlib.nullcontext():
-            loss = forward_backward(model, batches, step)
-        norm, loss = optimizers.reduce_gradients(batches.runtime, settings.grad_clip_norm, loss)
-        bad = ~(torch.isfinite(norm) & torch.isfinite(loss))
+        with setup.weights.quantized() if plan.on("qat") else contextlib.nullcontext():
+            loss = forward_backward(setup.model, batches, run.step + run.skipped)
+        extra = torch.stack([loss, torch.full_like(loss, watch.signal)])
+        norm, (loss, stopping) = optimizers.reduce_gradients(runtime, settings.grad_clip_norm, extra)
 
         previous = clock.receive()  # of the step before; the device has this step's work queued and does not wait
         if previous is not None:
-            report(log, settings, clock, step - 1, previous, state)
-        progress = clock.progress(step)
-        begun = plan.advance(step, progress)
+            stop = watch.agreed = previous[2]
+            if run.judge(*previous[:2]):
+                report(run, clock, previous[0], state)
+            elif settings.spike_policy == "rewind":
+                optimizers.zero_grad()
+                continue
+        spike = statistics.median(run.losses) + settings.spike_nats if run.losses and settings.spike_nats else math.inf
+        bad = ~(torch.isfinite(norm) & (loss < spike))
+        progress = clock.progress(run.step)
+        begun = plan.advance(run.step, progress)
         for name in begun:
-            log(f"phase: {name} begins at step {plan.phases[name].start_step}, {progress:.1%} of the run")
+            run.log(f"phase: {name} begins at step {plan.phases[name].start_step}, {progress:.1%} of the run")
         multiplier, momentum = plan.multiplier(progress), plan.momentum(progress)
         state = f"lr_mul:{multiplier:.4f} progress:{progress:.4f} data_wait:{batches.waited / clock.elapsed():.2%}"
         optimizers.step(multiplier, momentum, bad)
         optimizers.zero_grad()
-        for name, average in averages.items():
+        for name, average in setup.averages.items():
             if "qat" in begun:  # an average of weights that never saw the quantizer does not fit it
                 average.count = 0
             elif plan.on(name):
                 average.update(progress)
-        clock.send(loss, bad)
-        step += 1
+        clock.send(loss, bad, stopping)
+        run.step += 1
 
     clock.stop()
-    report(log, settings, clock, step - 1, clock.receive(), state)
-    return step
+    watch.looping, watch.began = False, math.inf
+    previous = None if stop else clock.receive()
+    if previous and run.judge(*previous[:2]):
+        report(run, clock, previous[0], state)
+    return not stop
 
 
-def choose_weights(model: Callable, network: GPT, averages: dict[str, Average], weights: QuantizedWeights,
-                   score: Callable[[Callable], Score], log: Log) -> str:
-    """Load into `network` whichever of raw, EMA and SWA weights scores best, quantized, on held-out training tokens."""
-    scores, params = {}, [param.detach() for param in network.parameters()]
-    values = {"raw": params, **{name: average.values for name, average in averages.items() if average.count}}
+def choose_weights(run: Run, setup: SimpleNamespace, score: Callable[[Callable], Score]) -> str:
+    """Load into the network which of raw, EMA and SWA weights scores best, quantized, on held-out training tokens."""
+    scores, params = {}, [param.detach() for param in setup.network.parameters()]
+    values = {"raw": params, **{name: average.values for name, average in setup.averages.items() if average.count}}
     for name in values:
-        with swapped(params, values[name]), weights.quantized():
-            scores[name] = score(model)
-        steps = f" of {averages[name].count} steps" if name != "raw" else ""
-        log(f"weights: {name}{steps}, quantized, on held-out training tokens {scores[name]}")
+        with swapped(params, values[name]), setup.weights.quantized():
+            scores[name] = score(setup.model)
+        steps = f" of {setup.averages[name].count} steps" if name != "raw" else ""
+        run.log(f"weights: {name}{steps}, quantized, on held-out training tokens {scores[name]}")
     best = min(scores, key=lambda name: scores[name].nats)
-    log(f"weights: {best} chosen")
+    run.log(f"weights: {best} chosen")
     torch._foreach_copy_(params, values[best])
     return best
 
@@ -2206,116 +2573,51 @@ def compiled(network: GPT, settings: Settings) -> Callable:
     return torch.compile(network, dynamic=False, fullgraph=True, mode=settings.compile_mode)
 
 
-def start_log(settings: Settings, runtime: Runtime, folder: Path | None, plan: Plan, network: GPT,
-              manifests: list[dict]) -> Log:
+def start_log(run: Run, setup: SimpleNamespace, manifests: list[dict]) -> Log:
     """Open the log: source, a rule, command line, commit, machine, settings, parameters, data, plan."""
-    log = Log(folder / "log.txt" if folder else None)
+    log, machine = Log(run.folder / "log.txt" if run.runtime.rank == 0 else None), describe_machine(run.runtime)
     log(Path(__file__).read_text(encoding="utf-8") + "\n" + "=" * 120, terminal=False)
-    machine = describe_machine(runtime)
     log(f"command: {' '.join([sys.executable, *sys.argv])}", terminal=False)
     log(f"commit:{git_commit()} hardware:{machine['hardware']} " +
         " ".join(f"{name}:{version}" for name, version in machine["versions"].items()))
-    log(settings_table(settings))
-    log("parameters: " + " ".join(f"{name}:{count}" for name, count in count_parameters(network).items())
-        + f" arch_mode: {settings.arch_mode} layers: {network.config.layers}")
+    log(settings_table(run.settings))
+    log("parameters: " + " ".join(f"{name}:{count}" for name, count in count_parameters(setup.network).items())
+        + f" arch_mode: {run.settings.arch_mode} layers: {setup.network.config.layers}")
     for manifest in manifests:
         log(f"data: {manifest['name']}, train {manifest['train']['tokens']} tokens, "
             f"val {manifest['val']['tokens']} tokens, {manifest['val']['decoded_bytes']} bytes, "
             f"overlap {manifest['overlap_documents']} documents")
-    log(plan.describe())
+    log(setup.plan.describe())
     return log
 
 
-def parse_mixture(data_path: str) -> dict[str, float]:
-    """Folder -> share of DATA_PATH: a folder, or `a:0.7,b:0.3`, weights that are normalised. Raises UserError."""
-    if not {":", ","} & set(data_path) or Path(data_path).exists():
-        return {data_path: 1.0}
-    weights: dict[str, float] = {}
-    for part in data_path.split(","):
-        folder, _, weight = part.strip().replace("/:", ":").rpartition(":")
-        if not folder or not weight.replace(".", "", 1).isdecimal() or not float(weight) or folder in weights:
-            raise UserError(f"DATA_PATH={data_path!r}: {part!r} is not FOLDER:WEIGHT, a new folder and more than 0")
-        weights[folder] = float(weight)
-    return {folder: weight / sum(weights.values()) for folder, weight in weights.items()}
-
-
-def check_overlap(folders: list[str], train: Iterable[TokenStream], val: Iterable[TokenStream], bos_id: int) -> None:
-    """Raises UserError when a validation document of one part also stands, token for token, in another's training."""
-    documents = [list(document_hashes(stream, bos_id)) for stream in val]
-    for other, stream in enumerate(train):
-        known = set().union(*documents).intersection(document_hashes(stream, bos_id))
-        for part, own in enumerate(documents):
-            if found := [number for number, document in enumerate(own) if part != other and document in known]:
-                raise UserError(f"DATA_PATH: {len(found)} validation documents of {folders[part]}, first number "
-                                f"{found[0]}, stand in the training of {folders[other]}; prepare both in one folder")
-
-
-def open_data(settings: Settings) -> SimpleNamespace:
-    """The parts of DATA_PATH put together, checked against tokenizer, manifests and each other. Each part keeps its
-    share of HOLDOUT_TOKENS out of training, at its end. Raises UserError.
-    """
-    if settings.holdout_tokens < settings.train_seq_len:
-        raise UserError(f"HOLDOUT_TOKENS={settings.holdout_tokens}: fewer than TRAIN_SEQ_LEN={settings.train_seq_len}")
-    shares = parse_mixture(settings.data_path)
-    manifests = {folder: load_manifest(folder) for folder in shares}
-    folder, manifest = next(iter(manifests.items()))
-    tokenizer = load_tokenizer(settings.tokenizer_path or Path(folder) / manifest["tokenizer"]["file"])
-    if settings.vocab_size not in (0, tokenizer.vocab_size):
-        raise UserError(f"VOCAB_SIZE={settings.vocab_size}: {tokenizer.name} has {tokenizer.vocab_size} tokens")
-    train, val = zip(*(check_dataset(folder, tokenizer, manifests[folder]) for folder in shares), strict=True)
-    if len(shares) > 1:
-        check_overlap(list(shares), train, val, tokenizer.bos_id)
-    tokens = np.concatenate([stream.read(0, len(stream)) for stream in val])
-    if len(tokens) <= settings.train_seq_len:
-        raise UserError(f"validation has {len(tokens)} tokens: shorter than TRAIN_SEQ_LEN={settings.train_seq_len}")
-    check_bytes(int(token_bytes(tokenizer, tokens[:-1], tokens[1:]).sum()), manifests.values())
-    sources, names = [], []  # of the validation documents
-    for folder, manifest in manifests.items():
-        numbers = manifest["val"].get("document_sources")  # published shards have none
-        sources += [len(names) + number for number in numbers or [0] * manifest["val"]["documents"]]
-        own = manifest["sources"] if numbers else [manifest["name"]]
-        names += own if len(shares) == 1 else [f"{folder}/{name}" for name in own]
-    documents = np.cumsum(tokens == tokenizer.bos_id)
-    if len(sources) != documents[-1]:
-        raise UserError(f"DATA_PATH: {documents[-1]} validation documents, in manifest.json {len(sources)}")
-    held_out = [np.append(tokenizer.bos_id, stream.hold_out(round(share * settings.holdout_tokens)))
-                for stream, share in zip(train, shares.values(), strict=True)]
-    return SimpleNamespace(
-        tokenizer=tokenizer, manifests=list(manifests.values()),
-        manifest_sha256=" + ".join(sha256_file(Path(folder) / "manifest.json") for folder in shares),
-        yardsticks=manifest.get("yardsticks", {}) if len(shares) == 1 else {},
-        streams=train, shares=list(shares.values()),  # a part each: TokenStream without the held-out end, share of rows
-        held_out=np.concatenate(held_out),  # int64, the ends of all training streams, each behind a BOS
-        val=tokens, val_sources=(np.array(sources)[documents - 1], names))  # (N,) of all parts; (N,) into the names
-
-
-def pack(network: GPT, table: QuantTable, path: Path, tokenizer: Tokenizer, runtime: Runtime, meta: dict) -> dict:
+def pack(run: Run, setup: SimpleNamespace, tokenizer: Tokenizer) -> dict:
     """Write the artifact (rank 0) and return its sizes, with the bytes of script and config beside it."""
-    stats = {}
-    if runtime.rank == 0:
-        stats = write_artifact(path, network.state_dict(), table, vars(network.config), tokenizer.sha256, meta)
-    if runtime.distributed:
+    path, settings, config, stats = run.folder / "model.upar", run.settings, setup.network.config, {}
+    if run.runtime.rank == 0:
+        meta = {"steps": run.step, "seed": settings.seed, "tokenizer": tokenizer.file}
+        stats = write_artifact(path, setup.network.state_dict(), setup.table, vars(config), tokenizer.sha256, meta)
+    if run.runtime.distributed:
         dist.barrier()
-    code = len(Path(__file__).read_bytes())
-    if os.environ.get("CONFIG"):
-        code += len(Path(os.environ["CONFIG"]).read_bytes())
+    code = len(Path(__file__).read_bytes()) + (len(Path(settings.config).read_bytes()) if settings.config else 0)
     size = path.stat().st_size
     return {"artifact": str(path), "artifact_sha256": sha256_file(path), "artifact_bytes": size, "code_bytes": code,
             "total_bytes": size + code, "bytes_by_class": stats.get("bytes", {})}
 
 
-def evaluate(score: Callable[..., Score], model: Callable, network: GPT, settings: Settings, log: Log, what: str,
+def evaluate(run: Run, score: Callable[..., Score], model: Callable, network: GPT, what: str,
              sources: tuple[np.ndarray, list[str]] | None = None) -> dict:
     """Score validation in plain windows, by source too if given, and in the ways asked for; the keys of result.json."""
-    plain, seq_len = score(model, sources=sources), settings.train_seq_len
+    plain, settings, log = score(model, sources=sources), run.settings, run.log
     result = plain.result()
     log(f"{what}: val_{plain}")
     for name, part in plain.sources.items():
         log(f"{what}: source {name} val_{part}")
-    if 0 < settings.eval_stride < seq_len:  # a stride of seq_len is the plain score again
+    if 0 < settings.eval_stride < settings.train_seq_len:  # else it is the plain score again
         sliding = score(model, stride=settings.eval_stride)
-        log(f"{what}: sliding val_{sliding} stride:{settings.eval_stride} context:{seq_len}")
-        result |= {"val_bpb_sliding": sliding.bpb, "sliding_stride": settings.eval_stride, "sliding_context": seq_len}
+        log(f"{what}: sliding val_{sliding} stride:{settings.eval_stride} context:{settings.train_seq_len}")
+        result |= {"val_bpb_sliding": sliding.bpb, "sliding_stride": settings.eval_stride,
+                   "sliding_context": settings.train_seq_len}
     if settings.eval_stateful:
         stateful = score(network, stride=None)
         log(f"{what}: stateful val_{stateful} context:document")
@@ -2323,100 +2625,117 @@ def evaluate(score: Callable[..., Score], model: Callable, network: GPT, setting
     return result
 
 
-def verdict(result: dict, plan: Plan, settings: Settings, log: Log) -> int:
-    """Exit code of a finished run: 1, with a line each, for what makes its result no result."""
+def verdict(run: Run, plan: Plan, size: int) -> int:
+    """Exit code of a finished run of `size` bytes: 1, with a line each, for what makes its result no result."""
     faults = [f"phase {name} was enabled and never fired" for name, phase in plan.phases.items() if not phase.steps]
-    if result["total_bytes"] > settings.artifact_bytes_max:
-        faults.append(f"{result['total_bytes']} bytes of code and artifact, more than "
-                      f"ARTIFACT_BYTES_MAX={settings.artifact_bytes_max}")
+    if size > run.settings.artifact_bytes_max:
+        faults.append(f"{size} bytes of code and artifact, more than "
+                      f"ARTIFACT_BYTES_MAX={run.settings.artifact_bytes_max}")
+    if run.settings.profile and not (run.folder / "trace.json").exists():
+        faults.append("PROFILE=1 traced nothing, for it takes six steps")
     for fault in faults:
-        log(f"error: {fault}; everything was saved", terminal=False)
+        run.log(f"error: {fault}; everything was saved", terminal=False)
         sys.stderr.write(f"error: {fault}; everything was saved\n")
     return 1 if faults else 0
+
+
+def start_run(settings: Settings, runtime: Runtime, setup: SimpleNamespace, data: SimpleNamespace) -> Run:
+    """The run, with folder, log and watch; warmed up, at its first step or where the newest checkpoint stands."""
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and not settings.run_id:
+        raise UserError("RUN_ID='': must name the run, for torchrun --max-restarts to find it again")
+    if settings.resume and Path(settings.resume).name != settings.run_id:
+        raise UserError(f"RUN_ID={settings.run_id!r}: must be that of RESUME={settings.resume!r}, whose folder goes on")
+    folder = Path(settings.out_dir) / runtime.agree(settings.run_id or time.strftime("run_%Y%m%d_%H%M%S"))
+    parts = {name: getattr(setup, name) for name in ("network", "optimizers", "plan", "clock")} | setup.averages
+    identity = {**vars(setup.network.config), "manifest_sha256": data.manifest_sha256, **{
+        name: getattr(settings, name) for name in ("seed", "train_batch_tokens", "holdout_tokens", "optimizer")}}
+    run, newest, faults = Run(settings, runtime, folder, parts, identity), None, []
+    if runtime.rank == 0 and settings.resume:
+        newest, faults = newest_checkpoint(folder)
+    elif runtime.rank == 0:
+        make_run_folder(settings.out_dir, folder.name)
+        data.tokenizer.save(folder)
+    run.log = start_log(run, setup, data.manifests)
+    for fault in faults:
+        run.log(fault)
+    newest, batches = runtime.agree(str(newest or "")), setup.batches
+    warm_up(setup, settings, runtime)
+    micro_steps = batches.rows // batches.micro_rows
+    run.log(f"batch: {batches.tokens} tokens a step = {runtime.world_size} ranks x {micro_steps} micro-steps x "
+            f"{batches.micro_rows} windows x {batches.seq_len} tokens")
+    if newest:
+        run.load(Path(newest))
+    elif run.every:
+        run.save(0.0)  # what would keep the run from saving shows before its first step
+    return run
 
 
 def main() -> int:
     """One run, from settings to result.json; its exit code. Raises UserError before the first step."""
     begin = time.perf_counter()
-    settings = load_settings(Settings, dict(os.environ), {"arch_mode": ARCH_PRESETS, "optimizer": OPTIMIZER_PRESETS})
+    settings = load_settings(Settings, dict(os.environ), {"arch_mode": ARCH_PRESETS, "optimizer": OPTIMIZER_PRESETS},
+                             lambda given: stored_settings(given, Settings.out_dir))
     if settings.eval_stateful and settings.positions == "learned":
         raise UserError("EVAL_STATEFUL=1: POSITIONS='learned' ends at TRAIN_SEQ_LEN, documents do not; it must be 0")
-    plan = Plan(settings)
-    runtime = start_runtime(settings.device)
+    Plan(settings)
+    runtime = start_runtime(settings.device, settings.deterministic)
     data = open_data(settings)
-    tokenizer = data.tokenizer
-    batches = Batches(data, settings, runtime)
-    config = model_config(settings, tokenizer.vocab_size, tokenizer.bos_id)
-    torch.manual_seed(settings.seed)
-    network = GPT(config).to(runtime.device)
-    run_id = runtime.agree(settings.run_id or time.strftime("run_%Y%m%d_%H%M%S"))
-    folder = Path(settings.out_dir) / run_id
-    if runtime.rank == 0:
-        make_run_folder(settings.out_dir, run_id)
-        tokenizer.save(folder)
-    log = start_log(settings, runtime, folder if runtime.rank == 0 else None, plan, network, data.manifests)
-
-    network.activation_checkpointing = settings.activation_checkpointing
-    model = compiled(network, settings)
-    optimizers = Optimizers(network, settings, runtime)
-    table = {"matrix": (settings.matrix_bits, settings.matrix_clip_sigmas),
-             "embedding": (settings.embed_bits, settings.embed_clip_sigmas)}
-    weights = QuantizedWeights(network.named_parameters(), table)
-    params = list(network.parameters())
-    memory = {"ema": settings.ema_memory_frac, "swa": None}
-    averages = {name: Average(params, memory[name]) for name in memory if getattr(settings, name)}
-    clock = Clock(settings.iterations, max(0.0, settings.max_wallclock_seconds - settings.reserve_seconds), runtime)
+    setup, tokenizer = build(settings, runtime, data), data.tokenizer
+    run = start_run(settings, runtime, setup, data)
+    network, batches, clock, log, folder = setup.network, setup.batches, setup.clock, run.log, run.folder
+    watch = Watch(runtime, folder, settings.hang_seconds, log)
+    log(f"set-up and warm-up: {time.perf_counter() - begin:.1f} s, outside the clock")
+    window = torch.from_numpy(data.val[None, : settings.train_seq_len]).to(runtime.device)
 
     def score(of: Callable, tokens: np.ndarray = data.val, stride: int | None = settings.train_seq_len,
               sources: tuple[np.ndarray, list[str]] | None = None) -> Score:
         return score_tokens(of, tokens, tokenizer, runtime, settings.train_seq_len, stride, batches.micro_rows, sources)
 
-    fit_micro_batch(model, optimizers, batches)
-    log(f"batch: {batches.tokens} tokens a step = {runtime.world_size} ranks x {batches.rows // batches.micro_rows} "
-        f"micro-steps x {batches.micro_rows} windows x {batches.seq_len} tokens")
-    warm_up(model, network, optimizers, weights, batches, settings)
-    log(f"set-up and warm-up: {time.perf_counter() - begin:.1f} s, outside the clock")
-    window = torch.from_numpy(data.val[None, : settings.train_seq_len]).to(runtime.device)
-
     def validate() -> str:
         activity = " ".join(f"{name}:{share:.4f}" for name, share in mlp_activity(network, window).items())
-        return f"{score(model)} {activity}"
+        return f"{score(setup.model)} {activity}"
 
-    steps = train(model, optimizers, weights, averages, batches, plan, clock, settings, log, validate)
+    if not train(run, setup, watch, validate):
+        number = signal.Signals(watch.signal or signal.SIGTERM)
+        log(f"stopped by {number.name} after step {run.step}; RESUME={folder} goes on")
+        runtime.leave()
+        return 128 + number
+    if runtime.rank == 0:
+        progress = {"settings": asdict(settings), "progress": clock.used}
+        replace_file(folder / "progress.json", json.dumps(progress).encode())
 
     clock.start()
-    chosen = choose_weights(model, network, averages, weights, lambda of: score(of, data.held_out), log)
+    chosen = choose_weights(run, setup, lambda of: score(of, data.held_out))
     clock.stop()
-    log(plan.describe(ended=True))
+    log(setup.plan.describe(ended=True))
     log(f"clock: {clock.elapsed():.1f} s to train and choose, MAX_WALLCLOCK_SECONDS={settings.max_wallclock_seconds}")
-    events = []
-    if 0 < settings.max_wallclock_seconds < clock.elapsed():
-        events.append({"event": "over_clock", "seconds": clock.elapsed()})
-        log("event: over_clock, so this run is no record; choosing wants more RESERVE_SECONDS")
+    if settings.replay:
+        run.event("replay", of=settings.replay)
+    elif 0 < settings.max_wallclock_seconds < clock.elapsed():
+        run.event("over_clock", seconds=clock.elapsed(), hint="no record; choosing wants more RESERVE_SECONDS")
 
-    sizes = pack(network, table, folder / "model.upar", tokenizer, runtime,
-                 {"run_id": run_id, "steps": steps, "seed": settings.seed, "tokenizer": tokenizer.file})
-    before = evaluate(score, model, network, settings, log, "before quantization")
+    sizes = pack(run, setup, tokenizer)
+    before = evaluate(run, score, setup.model, network, "before quantization")
     packed = rebuild(folder / "model.upar", runtime)
-    final = evaluate(score, compiled(packed, settings), packed, settings, log, "from the artifact", data.val_sources)
+    final = evaluate(run, score, compiled(packed, settings), packed, "from the artifact", data.val_sources)
     check_bytes(final["val_bytes"], data.manifests)
 
     code = 0
     if runtime.rank == 0:
         result = {
-            "script": Path(__file__).name, "run_id": run_id, "seed": settings.seed, "commit": git_commit(),
+            "script": Path(__file__).name, "run_id": folder.name, "seed": settings.seed, "commit": git_commit(),
             "code_sha256": sha256_file(__file__), "manifest_sha256": data.manifest_sha256,
             "tokenizer_sha256": tokenizer.sha256, **describe_machine(runtime), "world_size": runtime.world_size,
-            "steps": steps, "tokens": steps * batches.tokens, "train_seconds": clock.elapsed(),
+            "steps": run.step, "tokens": run.step * batches.tokens, "train_seconds": clock.elapsed(),
             "total_seconds": time.perf_counter() - begin, "data_wait_seconds": batches.waited,
-            "optimizer_state_bytes": optimizers.state_bytes(), "params": count_parameters(network), "weights": chosen,
-            **final, "before_quantization": before, **mlp_activity(packed, window), **data.yardsticks, **sizes,
-            "phases": {name: asdict(phase) for name, phase in plan.phases.items()}, "events": events,
-            "settings": asdict(settings),
+            "optimizer_state_bytes": setup.optimizers.state_bytes(), "params": count_parameters(network),
+            "weights": chosen, **final, "before_quantization": before, **mlp_activity(packed, window),
+            **data.yardsticks, **sizes, "phases": {name: asdict(phase) for name, phase in setup.plan.phases.items()},
+            "events": run.events, "settings": asdict(settings),
         }
-        (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        replace_file(folder / "result.json", (json.dumps(result, indent=1) + "\n").encode())
         log("---\n" + "\n".join(f"{key}: {value}" for key, value in result.items() if not isinstance(value, dict)))
-        code = verdict(result, plan, settings, log)
+        code = verdict(run, setup.plan, sizes["total_bytes"])
     runtime.leave()
     return code
 
