@@ -248,11 +248,11 @@ def read_config(path: str) -> dict[str, str]:
 
 
 def load_settings(cls: type, environ: dict[str, str], presets: dict[str, dict[str, dict]] | None = None,
-                  stored: Callable[[dict[str, str]], dict] = lambda given: {}):
+                  stored: Callable[[dict[str, str]], tuple[dict, dict]] = lambda given: ({}, {})):
     """Settings of dataclass `cls` from the file CONFIG names and from `environ`, which wins.
 
     `presets`: setting -> its value -> values of other settings, below those that stand beside it, so that a preset
-    chosen in the environment is above the file. `stored`: what stands below both, given both. Raises UserError for a
+    chosen in the environment is above the file. `stored`: what stands below and above both, given both. Raises UserError for a
     wrong value, an unknown name in the file, and one in the environment that only other scripts read or is a near miss.
     """
     kinds = {field.name.upper(): field.type for field in fields(cls)}
@@ -273,12 +273,12 @@ def load_settings(cls: type, environ: dict[str, str], presets: dict[str, dict[st
     here = {name: environ[name] for name in kinds if name in environ}
     file, env = ({name.lower(): parse_setting(name.lower(), text, kinds[name]) for name, text in given.items()}
                  for given in (config, here))
-    values: dict[str, int | float | bool | str] = stored({**config, **environ})
+    values, last = stored({**config, **environ})
     for own, above in ((file, env), (env, {})):
         for name, choices in (presets or {}).items():
             values |= choices[own[name]] if name in own and name not in above else {}
         values |= own
-    return cls(**values)
+    return cls(**{**values, **last})
 
 
 def settings_table(settings) -> str:
@@ -396,7 +396,8 @@ class Watch(threading.Thread):
 
     def __init__(self, runtime: Runtime, folder: Path, hang_seconds: float, log: Log):
         super().__init__(daemon=True)
-        self.runtime, self.folder, self.hang_seconds, self.log = runtime, folder, hang_seconds or math.inf, log
+        self.rank, self.folder, self.hang_seconds, self.log = runtime.rank, folder, hang_seconds or math.inf, log
+        self.stacks = [folder / f"stacks_rank{rank}.txt" for rank in range(runtime.world_size)]
         self.signal, self.heard, self.looping, self.agreed = 0, 0.0, False, not runtime.distributed
         self.step, self.median, self.began = 0, 0.0, math.inf
         self.bell, ring = os.pipe()
@@ -425,32 +426,30 @@ class Watch(threading.Thread):
 
     def leave(self, number: int, how: str) -> None:
         """End the process whatever its main thread does."""
-        sys.stderr.write(f"rank {self.runtime.rank}: {signal.Signals(number).name} ends the run {how}; "
+        sys.stderr.write(f"rank {self.rank}: {signal.Signals(number).name} ends the run {how}; "
                          f"RESUME={self.folder} goes on from its newest checkpoint\n")
         os._exit(128 + number)
 
     def report(self, seconds: float) -> None:
         """Write this rank's stacks to stacks_rank<n>.txt; the first rank of those that do says who waits for whom."""
-        frame, waits, own = sys._current_frames()[threading.main_thread().ident], False, self.runtime.rank
+        frame, waits = sys._current_frames()[threading.main_thread().ident], False
         while frame.f_back and frame.f_globals is not globals():
             waits |= "torch/distributed" in frame.f_code.co_filename
             frame = frame.f_back
         waits |= frame.f_code.co_name == "receive"  # on CUDA: for this rank's device, which waits for the others'
         start = f"step {self.step + 1}: "
-        paths = [self.folder / f"stacks_rank{rank}.txt" for rank in range(self.runtime.world_size)]
-        with open(paths[own], "w", encoding="utf-8") as file:
+        with open(self.stacks[self.rank], "w", encoding="utf-8") as file:
             file.write(f"{start}{'waits' if waits else 'is'} in {frame.f_code.co_name}, line {frame.f_lineno}\n")
             file.flush()
             faulthandler.dump_traceback(file)
         time.sleep(3)  # for the other ranks'
-        lines = [path.read_text(encoding="utf-8").partition("\n")[0] if path.exists() else "" for path in paths]
+        lines = [path.read_text(encoding="utf-8").partition("\n")[0] if path.exists() else "" for path in self.stacks]
         said = {rank: line.removeprefix(start) for rank, line in enumerate(lines) if line.startswith(start)}
-        states = [f"rank {rank} {said.get(rank, 'says nothing')}" for rank in range(len(paths))]
-        waiting = [state for state in states if " waits " in state]
-        others = [state for state in states if state not in waiting] or ["nobody: it is the devices or the network"]
-        if own == min(said):
-            text = (f"hang: {start}{seconds:.0f} s so far; {'; '.join(waiting) or 'nobody waits'}, for "
-                    f"{'; '.join(others)}; stacks in {self.folder}/stacks_*.txt")
+        ranks = [f"rank {rank} {said.get(rank, 'says nothing')}" for rank in range(len(lines))]
+        waiting = "; ".join(text for text in ranks if " waits " in text) or "nobody waits"
+        others = "; ".join(text for text in ranks if " waits " not in text) or "nobody: it is the devices or the network"
+        if self.rank == min(said):
+            text = f"hang: {start}{seconds:.0f} s so far; {waiting}, for {others}; stacks in {self.folder}/stacks_*"
             self.log(text, terminal=False)
             sys.stderr.write(text + "\n")
 
@@ -480,7 +479,7 @@ def make_run_folder(out_dir: str, run_id: str) -> Path:
     try:
         folder.mkdir(parents=True)
     except FileExistsError:
-        raise UserError(f"RUN_ID={run_id!r}: {folder} exists already; choose another RUN_ID or remove it") from None
+        raise UserError(f"RUN_ID={run_id!r}: {folder} exists already; RESUME it, or choose another RUN_ID") from None
     except OSError as error:
         raise UserError(f"OUT_DIR={out_dir!r}: cannot write there ({error.strerror})") from None
     return folder
@@ -2233,11 +2232,6 @@ def check_bytes(count: int, manifests: Iterable[dict]) -> None:
 
 
 # === shared: checkpoint ===
-def run_folder(name: str, out_dir: str) -> Path:
-    """Of the run that RESUME or REPLAY names: a path, or its RUN_ID in out_dir."""
-    return Path(name) if os.sep in name else Path(out_dir) / name
-
-
 def checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in a run's folder, whole or not, newest first."""
     found = {path: re.fullmatch(r"step_(\d+)(\.part)?", path.name) for path in folder.glob("step_*")}
@@ -2287,28 +2281,30 @@ def save_checkpoint(folder: Path, step: int, parts: dict[str, dict], meta: dict,
         shutil.rmtree(old, ignore_errors=True)
 
 
-def stored_settings(given: dict[str, str], out_dir: str) -> dict:
-    """Settings of the run that RESUME or REPLAY names, which stand below those given; empty where neither does.
+def stored_settings(given: dict[str, str], out_dir: str) -> tuple[dict, dict]:
+    """Settings of the run that RESUME or REPLAY names, by RUN_ID in OUT_DIR or by path, and those that say where it is.
 
     A worker that torchrun has started again resumes its RUN_ID. Raises UserError.
     """
-    resume, replay, out_dir = given.get("RESUME", ""), given.get("REPLAY", ""), given.get("OUT_DIR", out_dir)
+    out_dir, resume, replay = given.get("OUT_DIR", out_dir), given.get("RESUME", ""), given.get("REPLAY", "")
     if given.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and (Path(out_dir) / given.get("RUN_ID", "")).is_dir():
         resume = given.get("RUN_ID", "")
-    folder = run_folder(resume or replay, out_dir)
-    if resume:
-        newest, faults = newest_checkpoint(folder)
-        for wrong, said in ((not folder.is_dir(), f"no folder {folder}; must be a RUN_ID in OUT_DIR, or a path"),
-                            ((folder / "result.json").exists(), f"{folder} is finished, its result.json stands"),
-                            (faults and not newest, f"it has no whole checkpoint; {''.join(faults[:1])}")):
-            if wrong:
-                raise UserError(f"RESUME={resume!r}: {said}")
-        stored = json.loads((newest / "meta.json").read_bytes())["settings"] if newest else {}
-        return {**stored, "resume": resume, "run_id": folder.name, "out_dir": str(folder.parent)}
-    if replay and not (folder / "progress.json").is_file():
-        raise UserError(f"REPLAY={replay!r}: no {folder}/progress.json; must be a run that has trained to its end")
-    stored = json.loads((folder / "progress.json").read_bytes())["settings"] if replay else {}
-    return {**stored, "replay": replay, "run_id": "", "out_dir": out_dir} if replay else {}
+    name = resume or replay
+    folder = Path(name) if os.sep in name else Path(out_dir) / name
+    if not resume:
+        if replay and not (folder / "progress.json").is_file():
+            raise UserError(f"REPLAY={replay!r}: no {folder}/progress.json; must be a run that has trained to its end")
+        below = json.loads((folder / "progress.json").read_bytes())["settings"] if replay else {}
+        return below | {"run_id": "", "out_dir": out_dir}, {"replay": str(folder)} if replay else {}
+    newest, faults = newest_checkpoint(folder)
+    for wrong, said in ((not folder.is_dir(), f"no folder {folder}; must be a RUN_ID in OUT_DIR, or a path"),
+                        (given.get("RUN_ID", folder.name) != folder.name, f"RUN_ID={given.get('RUN_ID')!r} is another"),
+                        ((folder / "result.json").exists(), f"{folder} is finished, its result.json stands"),
+                        (faults and not newest, f"it has no whole checkpoint; {''.join(faults[:1])}")):
+        if wrong:
+            raise UserError(f"RESUME={resume!r}: {said}")
+    below = json.loads((newest / "meta.json").read_bytes())["settings"] if newest else {}
+    return below, {"resume": str(folder), "run_id": folder.name, "out_dir": str(folder.parent)}
 
 
 class Run:
@@ -2422,15 +2418,14 @@ def build(settings: Settings, runtime: Runtime, data: SimpleNamespace) -> Simple
     table = {"matrix": (settings.matrix_bits, settings.matrix_clip_sigmas),
              "embedding": (settings.embed_bits, settings.embed_clip_sigmas)}
     params, memory = list(network.parameters()), {"ema": settings.ema_memory_frac, "swa": None}
-    replay = run_folder(settings.replay, settings.out_dir) / "progress.json" if settings.replay else None
+    replay = json.loads((Path(settings.replay) / "progress.json").read_bytes())["progress"] if settings.replay else []
     budget = max(0.0, settings.max_wallclock_seconds - settings.reserve_seconds)
     return SimpleNamespace(
         network=network, model=compiled(network, settings), batches=Batches(data, settings, runtime),
         optimizers=Optimizers(network, settings, runtime), plan=Plan(settings), table=table,
         weights=QuantizedWeights(network.named_parameters(), table),
         averages={name: Average(params, memory[name]) for name in memory if getattr(settings, name)},
-        clock=Clock(settings.iterations, budget, runtime,
-                    json.loads(replay.read_bytes())["progress"] if replay else ()))
+        clock=Clock(settings.iterations, budget, runtime, replay))
 
 
 def warm_up(setup: SimpleNamespace, settings: Settings, runtime: Runtime) -> None:
@@ -2511,7 +2506,8 @@ def train(run: Run, setup: SimpleNamespace, watch: Watch, validate: Callable) ->
 
         previous = clock.receive()  # of the step before; the device has this step's work queued and does not wait
         if previous is not None:
-            stop = watch.agreed = previous[2]
+            stop = previous[2]
+            watch.agreed |= stop
             if run.judge(*previous[:2]):
                 report(run, clock, previous[0], state)
             elif settings.spike_policy == "rewind":
@@ -2643,8 +2639,6 @@ def start_run(settings: Settings, runtime: Runtime, setup: SimpleNamespace, data
     """The run, with folder, log and watch; warmed up, at its first step or where the newest checkpoint stands."""
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and not settings.run_id:
         raise UserError("RUN_ID='': must name the run, for torchrun --max-restarts to find it again")
-    if settings.resume and Path(settings.resume).name != settings.run_id:
-        raise UserError(f"RUN_ID={settings.run_id!r}: must be that of RESUME={settings.resume!r}, whose folder goes on")
     folder = Path(settings.out_dir) / runtime.agree(settings.run_id or time.strftime("run_%Y%m%d_%H%M%S"))
     parts = {name: getattr(setup, name) for name in ("network", "optimizers", "plan", "clock")} | setup.averages
     identity = {**vars(setup.network.config), "manifest_sha256": data.manifest_sha256, **{
