@@ -252,8 +252,9 @@ def load_settings(cls: type, environ: dict[str, str], presets: dict[str, dict[st
     """Settings of dataclass `cls` from the file CONFIG names and from `environ`, which wins.
 
     `presets`: setting -> its value -> values of other settings, below those that stand beside it, so that a preset
-    chosen in the environment is above the file. `stored`: what stands below and above both, given both. Raises UserError for a
-    wrong value, an unknown name in the file, and one in the environment that only other scripts read or is a near miss.
+    chosen in the environment is above the file. `stored`: what stands below and above both, given both. Raises
+    UserError for a wrong value, an unknown name in the file, and one in the environment that is a near miss or that
+    only other scripts read.
     """
     kinds = {field.name.upper(): field.type for field in fields(cls)}
     config = read_config(environ["CONFIG"]) if environ.get("CONFIG") else {}
@@ -278,7 +279,7 @@ def load_settings(cls: type, environ: dict[str, str], presets: dict[str, dict[st
         for name, choices in (presets or {}).items():
             values |= choices[own[name]] if name in own and name not in above else {}
         values |= own
-    return cls(**{**values, **last})
+    return cls(**{name: value for name, value in {**values, **last}.items() if name.upper() in kinds})
 
 
 def settings_table(settings) -> str:
@@ -447,9 +448,9 @@ class Watch(threading.Thread):
         said = {rank: line.removeprefix(start) for rank, line in enumerate(lines) if line.startswith(start)}
         ranks = [f"rank {rank} {said.get(rank, 'says nothing')}" for rank in range(len(lines))]
         waiting = "; ".join(text for text in ranks if " waits " in text) or "nobody waits"
-        others = "; ".join(text for text in ranks if " waits " not in text) or "nobody: it is the devices or the network"
+        others = "; ".join(text for text in ranks if " waits " not in text) or "nobody: it is devices or network"
         if self.rank == min(said):
-            text = f"hang: {start}{seconds:.0f} s so far; {waiting}, for {others}; stacks in {self.folder}/stacks_*"
+            text = f"hang: {start}{seconds:.0f} s so far; {waiting}, for {others}; see {self.folder}/stacks_*"
             self.log(text, terminal=False)
             sys.stderr.write(text + "\n")
 
@@ -1691,8 +1692,9 @@ class Clock:
 
     def state_dict(self) -> dict:
         """For a checkpoint, while it stands still."""
-        packet = self.pending[0].tolist() if self.pending else None
-        return {"before": self.before, "seconds": self.seconds[-11:], "used": self.used, "packet": packet}
+        loss, bad, _, seconds = self.pending[0].tolist() if self.pending else [None] * 4
+        return {"before": self.before, "seconds": self.seconds[-11:], "used": self.used,
+                "packet": [loss, bad, 0.0, seconds] if self.pending else None}
 
     def load_state_dict(self, saved: dict) -> None:
         """Go on from there."""
@@ -2320,7 +2322,7 @@ class Run:
             raise UserError(f"SAVE_EVERY={settings.save_every!r}: must be steps (500) or seconds of training (120s), 0 "
                             "for none; SPIKE_POLICY=rewind needs some")
         self.settings, self.runtime, self.folder, self.parts, self.identity = settings, runtime, folder, parts, identity
-        self.every, self.timed, self.saved = int(every[1]), every[2] == "s", 0.0
+        self.every, self.timed, self.saved, self.stands = int(every[1]), every[2] == "s", 0.0, -1
         self.step, self.skipped = 0, 0  # step `step` reads the data of step + skipped
         self.losses, self.events, self.log = [], [], Log(None)
 
@@ -2336,8 +2338,8 @@ class Run:
 
     def save(self, seconds: float) -> None:
         """Write a checkpoint (rank 0). That it cannot be written is an event if an older one stands, else UserError."""
-        begin, self.saved = time.perf_counter(), seconds
-        if self.runtime.rank:
+        begin, self.saved, stands, self.stands = time.perf_counter(), seconds, self.stands, self.step
+        if self.runtime.rank or stands == self.step:
             return
         states = {name: part.state_dict() for name, part in self.parts.items()}
         meta = {"script": Path(__file__).name, "code_sha256": sha256_file(__file__), "settings": asdict(self.settings),
@@ -2364,7 +2366,7 @@ class Run:
         for name, part in self.parts.items():
             if resume or name != "clock":
                 part.load_state_dict(model if name == "network" else training.get(name, {}))
-        self.step = meta["step"]
+        self.step = self.stands = meta["step"]
         if resume:
             torch.set_rng_state(torch.tensor(meta["rng"], dtype=torch.uint8))
             self.saved, self.skipped, self.losses, self.events = (
@@ -2374,13 +2376,14 @@ class Run:
             self.event("resume", step=self.step, ranks=self.runtime.world_size, changed=changed,
                        same_code=meta["code_sha256"] == sha256_file(__file__))
 
-    def judge(self, loss: float, bad: bool) -> bool:
+    def judge(self, loss: float, bad: bool, last: bool = False) -> bool:
         """Whether all went well with a step of this loss: `bad` is a spike, or not finite, and its update was masked.
 
-        If not, SPIKE_POLICY has skipped it, or brought back the newest checkpoint, with this step's data left out too.
-        Raises FloatingPointError where the run ends with it.
+        If not, SPIKE_POLICY has skipped it, or brought back the newest checkpoint, not after the `last` step, with this
+        step's data left out too. Raises FloatingPointError where the run ends with it.
         """
         policy, step = self.settings.spike_policy, self.step
+        policy = "skip" if last and policy == "rewind" else policy
         if not bad:
             self.losses = [*self.losses, loss][-64:]
             return True
@@ -2475,16 +2478,17 @@ def report(run: Run, clock: Clock, loss: float, state: str) -> None:
         run.log.progress(left + line)
 
 
-def train(run: Run, setup: SimpleNamespace, watch: Watch, validate: Callable) -> bool:
+def train(run: Run, setup: SimpleNamespace, validate: Callable) -> bool:
     """The training loop; whether it came to its end, not to a signal. Raises FloatingPointError naming a bad step."""
     settings, runtime, plan, clock, optimizers = run.settings, run.runtime, setup.plan, setup.clock, setup.optimizers
-    batches, stop, state = setup.batches, False, ""
+    batches, watch, stop, state = setup.batches, run.watch, False, ""
     traced = settings.profile and not runtime.rank
     trace = profile_steps(run.folder, run.log) if traced else itertools.repeat(None)
     batches.waited, watch.looping = 0.0, True
     clock.start()
     while True:
         last_step, stop = clock.is_last(run.step), stop or watch.signal > 0 and not runtime.distributed
+        watch.began = math.inf  # validation and saving take the time they take
         if settings.val_loss_every and run.step and run.step % settings.val_loss_every == 0 and not (last_step or stop):
             clock.stop()
             run.log(f"step:{run.step} val_{validate()}")
@@ -2532,9 +2536,8 @@ def train(run: Run, setup: SimpleNamespace, watch: Watch, validate: Callable) ->
         run.step += 1
 
     clock.stop()
-    watch.looping, watch.began = False, math.inf
-    previous = None if stop else clock.receive()
-    if previous and run.judge(*previous[:2]):
+    watch.looping, previous = False, None if stop else clock.receive()
+    if previous and run.judge(*previous[:2], last=True):
         report(run, clock, previous[0], state)
     return not stop
 
@@ -2572,7 +2575,9 @@ def compiled(network: GPT, settings: Settings) -> Callable:
 def start_log(run: Run, setup: SimpleNamespace, manifests: list[dict]) -> Log:
     """Open the log: source, a rule, command line, commit, machine, settings, parameters, data, plan."""
     log, machine = Log(run.folder / "log.txt" if run.runtime.rank == 0 else None), describe_machine(run.runtime)
-    log(Path(__file__).read_text(encoding="utf-8") + "\n" + "=" * 120, terminal=False)
+    source = Path(__file__).read_text(encoding="utf-8") + "\n" + "=" * 120
+    if log.file and source not in (run.folder / "log.txt").read_text(encoding="utf-8"):
+        log(source, terminal=False)
     log(f"command: {' '.join([sys.executable, *sys.argv])}", terminal=False)
     log(f"commit:{git_commit()} hardware:{machine['hardware']} " +
         " ".join(f"{name}:{version}" for name, version in machine["versions"].items()))
@@ -2648,8 +2653,10 @@ def start_run(settings: Settings, runtime: Runtime, setup: SimpleNamespace, data
         newest, faults = newest_checkpoint(folder)
     elif runtime.rank == 0:
         make_run_folder(settings.out_dir, folder.name)
+    if runtime.rank == 0:
         data.tokenizer.save(folder)
     run.log = start_log(run, setup, data.manifests)
+    run.watch = Watch(runtime, folder, settings.hang_seconds, run.log)
     for fault in faults:
         run.log(fault)
     newest, batches = runtime.agree(str(newest or "")), setup.batches
@@ -2677,7 +2684,6 @@ def main() -> int:
     setup, tokenizer = build(settings, runtime, data), data.tokenizer
     run = start_run(settings, runtime, setup, data)
     network, batches, clock, log, folder = setup.network, setup.batches, setup.clock, run.log, run.folder
-    watch = Watch(runtime, folder, settings.hang_seconds, log)
     log(f"set-up and warm-up: {time.perf_counter() - begin:.1f} s, outside the clock")
     window = torch.from_numpy(data.val[None, : settings.train_seq_len]).to(runtime.device)
 
@@ -2689,8 +2695,8 @@ def main() -> int:
         activity = " ".join(f"{name}:{share:.4f}" for name, share in mlp_activity(network, window).items())
         return f"{score(setup.model)} {activity}"
 
-    if not train(run, setup, watch, validate):
-        number = signal.Signals(watch.signal or signal.SIGTERM)
+    if not train(run, setup, validate):
+        number = signal.Signals(run.watch.signal or signal.SIGTERM)
         log(f"stopped by {number.name} after step {run.step}; RESUME={folder} goes on")
         runtime.leave()
         return 128 + number
