@@ -65,26 +65,28 @@ class UserError(Exception):
 FOREIGN_NAMES = tuple("""
     ACTIVATION_CHECKPOINTING ADAM_EPS ADAM_WD ALWAYS_SAVE_CHECKPOINT ARCH_MODE ARTIFACT ARTIFACT_BYTES_MAX
     ATTN_CLIP_SIGMAS ATTN_WINDOW BACKEND BATCH_SIZE BETA1 BETA2 BIAS BIGRAM_DIM BIGRAM_VOCAB_SIZE BIO_EVENTS
-    BIO_THRESHOLD BLOCK_SIZE CAUTIOUS_WD COMPILE COMPILE_MODE COMPRESSOR DATASET DATA_DIR DATA_PATH DECAY_LR DEVICE
-    DROPOUT DTYPE EMA EMA_DECAY EMA_ENABLED EMA_MEMORY_FRAC EMA_START_FRAC EMBED_BITS EMBED_CLIP_SIGMAS EMBED_LR
-    EMBED_WD ENABLE_LOOPING_AT EVAL_INTERVAL EVAL_ITERS EVAL_ONLY EVAL_SEQ_LEN EVAL_STATEFUL EVAL_STRIDE
-    GATED_ATTN_ENABLED GDN_NEG_EIGVAL GPTQ_CALIBRATION_BATCHES GPTQ_RESERVE_SECONDS GRADIENT_ACCUMULATION_STEPS
-    GRAD_ACCUM_STEPS GRAD_CLIP GRAD_CLIP_NORM HEAD_LR HOLDOUT_TOKENS INIT_FROM ITERATIONS LATE_QAT LATE_QAT_THRESHOLD
-    LAYER_PATTERN LEARNING_RATE LN_SCALE LOGIT_SOFTCAP LOG_INTERVAL LOOP_END LOOP_START LR_DECAY_ITERS LR_FLOOR
-    LR_SCHEDULE MATRIX_BITS MATRIX_CLIP_SIGMAS MATRIX_LR MAX_ITERS MAX_NEW_TOKENS MAX_WALLCLOCK_SECONDS
-    MICRO_BATCH_TOKENS MIN_LR MLP MLP_CLIP_SIGMAS MLP_MULT MODEL_DIM MTP_NUM_HEADS MUON_BACKEND_STEPS MUON_BETA2
-    MUON_COEFFICIENTS MUON_MOMENTUM MUON_MOMENTUM_WARMUP_FRAC MUON_MOMENTUM_WARMUP_START MUON_MOMENTUM_WARMUP_STEPS
-    MUON_ROW_NORMALIZE MUON_WD MUON_WEIGHT_DECAY NORM NUM_HEADS NUM_KV_HEADS NUM_LAYERS NUM_LOOPS NUM_SAMPLES N_EMBD
-    N_HEAD N_LAYER OPTIMIZER OUT_DIR PARALLEL_RESIDUAL POSITIONS PROMPT QAT QAT_ENABLED QAT_START_FRAC QK_GAIN_INIT
-    QK_NORM RESERVE_SECONDS RESIDUAL_MIX ROPE_BASE ROPE_DIMS RUN_ID SCALAR_LR SEED SLIDING_WINDOW_ENABLED SMEAR_GATE
-    SMEAR_GATE_ENABLED SWA SWA_ENABLED SWA_EVERY SWA_START_FRAC TEMPERATURE TIED_EMBED_INIT_STD TIED_EMBED_LR
-    TIE_EMBEDDINGS TOKENIZER_PATH TOP_K TRAIN_BATCH_TOKENS TRAIN_LOG_EVERY TRAIN_SEQ_LEN TTT_ENABLED TTT_LR UNET_SKIPS
-    VAL_BATCH_SIZE VAL_BATCH_TOKENS VAL_LOSS_EVERY VE_ENABLED VOCAB_SIZE WARMDOWN_FRAC WARMDOWN_ITERS WARMUP_FRAC
-    WARMUP_ITERS WARMUP_STEPS WEIGHT_DECAY XSA_LAST_N
+    BIO_THRESHOLD BLOCK_SIZE CAUTIOUS_WD COMPILE COMPILE_MODE COMPRESSOR DATASET DATA_DIR DATA_PATH DECAY_LR
+    DETERMINISTIC DEVICE DROPOUT DTYPE EMA EMA_DECAY EMA_ENABLED EMA_MEMORY_FRAC EMA_START_FRAC EMBED_BITS
+    EMBED_CLIP_SIGMAS EMBED_LR EMBED_WD ENABLE_LOOPING_AT EVAL_INTERVAL EVAL_ITERS EVAL_ONLY EVAL_SEQ_LEN EVAL_STATEFUL
+    EVAL_STRIDE GATED_ATTN_ENABLED GDN_NEG_EIGVAL GPTQ_CALIBRATION_BATCHES GPTQ_RESERVE_SECONDS
+    GRADIENT_ACCUMULATION_STEPS GRAD_ACCUM_STEPS GRAD_CLIP GRAD_CLIP_NORM HANG_SECONDS HEAD_LR HOLDOUT_TOKENS INIT_FROM
+    ITERATIONS KEEP LATE_QAT LATE_QAT_THRESHOLD LAYER_PATTERN LEARNING_RATE LN_SCALE LOGIT_SOFTCAP LOG_INTERVAL LOOP_END
+    LOOP_START LR_DECAY_ITERS LR_FLOOR LR_SCHEDULE MATRIX_BITS MATRIX_CLIP_SIGMAS MATRIX_LR MAX_ITERS MAX_NEW_TOKENS
+    MAX_WALLCLOCK_SECONDS MICRO_BATCH_TOKENS MIN_LR MLP MLP_CLIP_SIGMAS MLP_MULT MODEL_DIM MTP_NUM_HEADS
+    MUON_BACKEND_STEPS MUON_BETA2 MUON_COEFFICIENTS MUON_MOMENTUM MUON_MOMENTUM_WARMUP_FRAC MUON_MOMENTUM_WARMUP_START
+    MUON_MOMENTUM_WARMUP_STEPS MUON_ROW_NORMALIZE MUON_WD MUON_WEIGHT_DECAY NORM NUM_HEADS NUM_KV_HEADS NUM_LAYERS
+    NUM_LOOPS NUM_SAMPLES N_EMBD N_HEAD N_LAYER OPTIMIZER OUT_DIR PARALLEL_RESIDUAL POSITIONS PROFILE PROMPT QAT
+    QAT_ENABLED QAT_START_FRAC QK_GAIN_INIT QK_NORM REPLAY RESERVE_SECONDS RESIDUAL_MIX RESUME ROPE_BASE ROPE_DIMS
+    RUN_ID SAVE_EVERY SCALAR_LR SEED SLIDING_WINDOW_ENABLED SMEAR_GATE SMEAR_GATE_ENABLED SPIKE_NATS SPIKE_POLICY SWA
+    SWA_ENABLED SWA_EVERY SWA_START_FRAC TEMPERATURE TIED_EMBED_INIT_STD TIED_EMBED_LR TIE_EMBEDDINGS TOKENIZER_PATH
+    TOP_K TRAIN_BATCH_TOKENS TRAIN_LOG_EVERY TRAIN_SEQ_LEN TTT_ENABLED TTT_LR UNET_SKIPS VAL_BATCH_SIZE VAL_BATCH_TOKENS
+    VAL_LOSS_EVERY VE_ENABLED VOCAB_SIZE WARMDOWN_FRAC WARMDOWN_ITERS WARMUP_FRAC WARMUP_ITERS WARMUP_STEPS WEIGHT_DECAY
+    XSA_LAST_N
 """.split())
 
 # (pattern of a field name, smallest, largest), the first match counts; a field that matches none must be >= 0.
 RANGES = (
+    ("keep", 1, 1 << 20),
     ("ema_memory_frac", 1e-6, 1.0), ("*_frac", 0.0, 1.0), ("lr_floor", 0.0, 1.0), ("bio_threshold", 0.0, 1.0),
     ("beta?", 0.0, 0.9999), ("muon_momentum", 0.0, 0.9999), ("muon_momentum*_start", 0.0, 0.9999),
     ("adam_eps", 1e-20, 1.0), ("muon_backend_steps", 1, 20), ("*_bits", 2, 8), ("model_dim", 16, 65536),
@@ -101,20 +103,7 @@ CHOICES = {
     "mlp": ("relu2", "leaky_relu2", "gelu", "swiglu", "bio"), "bio_events": ("off", "soft", "hard"),
     "optimizer": ("muon", "lion", "adamw", "adamw8bit", "adafactor"),
     "arch_mode": ("D", "gdn", "gdn_kv", "hybrid", "baseline", "llama"),
-    "muon_coefficients": ("quintic", "polar_express"),
-}
-
-
-# A setting that is given in the environment has no effect unless another one has one of these values.
-NEEDS = {
-    "bio_events": ("mlp", ("bio",)), "bio_threshold": ("bio_events", ("soft", "hard")),
-    "rope_dims": ("positions", ("rope",)), "rope_base": ("positions", ("rope",)), "qk_gain_init": ("qk_norm", (True,)),
-    "head_lr": ("tie_embeddings", (False,)),
-    "muon_coefficients": ("optimizer", ("muon",)), "muon_row_normalize": ("optimizer", ("muon",)),
-    "muon_backend_steps": ("optimizer", ("muon",)), "cautious_wd": ("optimizer", ("muon", "lion", "adamw8bit")),
-    "compile_mode": ("compile", (True,)), "warmdown_iters": ("lr_schedule", ("linear", "cosine", "wsd")),
-    "warmdown_frac": ("lr_schedule", ("linear", "cosine", "wsd")), "ema_memory_frac": ("ema", (True,)),
-    "ema_start_frac": ("ema", (True,)), "swa_start_frac": ("swa", (True,)), "qat_start_frac": ("qat", (True,)),
+    "muon_coefficients": ("quintic", "polar_express"), "spike_policy": ("stop", "skip", "rewind"),
 }
 
 
@@ -150,12 +139,14 @@ def read_config(path: str) -> dict[str, str]:
     return values
 
 
-def load_settings(cls: type, environ: dict[str, str], presets: dict[str, dict[str, dict]] | None = None):
+def load_settings(cls: type, environ: dict[str, str], presets: dict[str, dict[str, dict]] | None = None,
+                  stored: Callable[[dict[str, str]], tuple[dict, dict]] = lambda given: ({}, {})):
     """Settings of dataclass `cls` from the file CONFIG names and from `environ`, which wins.
 
     `presets`: setting -> its value -> values of other settings, below those that stand beside it, so that a preset
-    chosen in the environment is above the file. Raises UserError for a wrong value, an unknown name in the file, a name
-    in the environment that only other scripts read or that is a near miss of a setting, and one without effect.
+    chosen in the environment is above the file. `stored`: what stands below and above both, given both. Raises
+    UserError for a wrong value, an unknown name in the file, and one in the environment that is a near miss or that
+    only other scripts read.
     """
     kinds = {field.name.upper(): field.type for field in fields(cls)}
     config = read_config(environ["CONFIG"]) if environ.get("CONFIG") else {}
@@ -175,17 +166,12 @@ def load_settings(cls: type, environ: dict[str, str], presets: dict[str, dict[st
     here = {name: environ[name] for name in kinds if name in environ}
     file, env = ({name.lower(): parse_setting(name.lower(), text, kinds[name]) for name, text in given.items()}
                  for given in (config, here))
-    values: dict[str, int | float | bool | str] = {}
+    values, last = stored({**config, **environ})
     for own, above in ((file, env), (env, {})):
         for name, choices in (presets or {}).items():
             values |= choices[own[name]] if name in own and name not in above else {}
         values |= own
-    settings = cls(**values)
-    for name, (other, allowed) in NEEDS.items():
-        if name in env and env[name] != getattr(cls, name) and getattr(settings, other) not in allowed:
-            raise UserError(f"{name.upper()}={environ[name.upper()]!r}: has no effect; it needs {other.upper()} to be "
-                            + " or ".join(str(int(one) if isinstance(one, bool) else one) for one in allowed))
-    return settings
+    return cls(**{name: value for name, value in {**values, **last}.items() if name.upper() in kinds})
 
 
 def settings_table(settings) -> str:
@@ -226,13 +212,16 @@ class Runtime:
             dist.destroy_process_group()
 
 
-def start_runtime(device: str) -> Runtime:
+def start_runtime(device: str, deterministic: bool = False) -> Runtime:
     """Join the process group that torchrun describes (NCCL on CUDA, gloo on CPU), or be a single process."""
     cuda = device == "cuda" or device == "auto" and torch.cuda.is_available()
     if cuda and not torch.cuda.is_available():
         raise UserError("DEVICE='cuda': PyTorch sees no CUDA device; DEVICE=cpu runs without")
     place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     torch.set_flush_denormal(not cuda)  # GDN's decays reach denormals, and a CPU is 10 times slower on them
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS may sum in another order
+        torch.use_deterministic_algorithms(True)
     if cuda:
         torch.cuda.set_device(place)
     if "RANK" in os.environ:
@@ -242,15 +231,18 @@ def start_runtime(device: str) -> Runtime:
 
 
 class Log:
-    """The run's log: a file and the terminal, written by rank 0 only. Opened once."""
+    """The run's log: a file, which is gone on with where it stands, and the terminal; written by rank 0 only."""
 
     def __init__(self, path: Path | None):
-        self.file = open(path, "x", encoding="utf-8", buffering=1) if path else None  # each line is written at once
+        self.file = open(path, "ab", buffering=0) if path else None  # each line is written at once
         self.clear = "\r\033[K" if path and sys.stdout.isatty() else ""  # wipes a terminal's line of progress
 
     def __call__(self, text: str, terminal: bool = True) -> None:
         if self.file:
-            self.file.write(text + "\n")
+            try:
+                self.file.write(text.encode() + b"\n")
+            except OSError as error:  # a full disk may have room again before the next checkpoint
+                sys.stderr.write(f"log.txt: {error.strerror}, lost: {text[:200]}\n")
             if terminal:
                 print(self.clear + text, flush=True)
 
@@ -261,14 +253,115 @@ class Log:
 
 
 def exit_code(main: Callable[[], int]) -> int:
-    """Run `main` for its exit code; 2 for a UserError, 1 for a FloatingPointError, each one line on stderr."""
+    """Run `main` for its exit code; 2 for a UserError, 1 for other faults that one line on stderr can name."""
+    rank, hint = int(os.environ.get("RANK", 0)), ""
     try:
         return main()
-    except (UserError, FloatingPointError, torch.OutOfMemoryError) as error:
-        time.sleep(5 if int(os.environ.get("RANK", 0)) else 0)  # torchrun ends this rank first if rank 0 says the same
+    except (UserError, FloatingPointError, OSError, torch.OutOfMemoryError) as error:
+        time.sleep(5 if rank else 0)  # torchrun ends this rank first if rank 0 says the same
         hint = "set MICRO_BATCH_TOKENS to less: " if isinstance(error, torch.OutOfMemoryError) else ""
         sys.stderr.write(f"error: {hint}{str(error).splitlines()[0]}\n")
         return 2 if isinstance(error, UserError) else 1
+    except RuntimeError as error:
+        if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+            raise
+        sys.stderr.write(f"error: rank {rank} lost another rank ({str(error).strip()[-90:]}); RESUME goes on from the "
+                         "newest checkpoint\n")
+        os._exit(1)  # without what waits for the lost rank
+
+
+def replace_file(path: str | Path, data: bytes) -> None:
+    """Write a file beside and rename it, so that `path` holds the old or the new bytes, whole, whatever happens."""
+    beside = Path(path).with_name(Path(path).name + ".part")
+    with open(beside, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+
+
+class Watch(threading.Thread):
+    """Sees signals and hangs from a thread of its own, for a main thread inside a collective runs no Python.
+
+    SIGTERM or SIGINT becomes `signal`: the training loop ends its step, saves and leaves. The process ends at once and
+    unsaved on a second one, outside the loop (`looping`), and where the ranks do not agree to stop (`agreed`).
+    """
+
+    def __init__(self, runtime: Runtime, folder: Path, hang_seconds: float, log: Log):
+        super().__init__(daemon=True)
+        self.rank, self.folder, self.hang_seconds, self.log = runtime.rank, folder, hang_seconds or math.inf, log
+        self.stacks = [folder / f"stacks_rank{rank}.txt" for rank in range(runtime.world_size)]
+        self.signal, self.heard, self.looping, self.agreed = 0, 0.0, False, not runtime.distributed
+        self.step, self.median, self.began = 0, 0.0, math.inf
+        self.bell, ring = os.pipe()
+        os.set_blocking(ring, False)
+        signal.set_wakeup_fd(ring)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)  # the byte that comes through the pipe counts
+        self.start()
+
+    def enter(self, step: int, median: float) -> None:
+        """`step` begins; the last ones took `median` seconds."""
+        self.step, self.median, self.began = step, median, time.monotonic()
+
+    def run(self) -> None:
+        while True:
+            ready, now = select.select([self.bell], [], [], 0.2)[0], time.monotonic()
+            for number in os.read(self.bell, 64) if ready else b"":
+                if not self.looping or self.signal and now - self.heard > 1:  # torchrun repeats a terminal's Ctrl-C
+                    self.leave(number, "at once")
+                self.signal, self.heard = number, self.heard if self.signal else now
+            if self.signal and not self.agreed and now - self.heard > 10 + 2 * self.median:
+                self.leave(self.signal, "unsaved, for the ranks did not agree to stop within 10 s")
+            if now - self.began > max(self.hang_seconds, 20 * self.median):
+                self.report(now - self.began)
+                self.began = math.inf
+
+    def leave(self, number: int, how: str) -> None:
+        """End the process whatever its main thread does."""
+        sys.stderr.write(f"rank {self.rank}: {signal.Signals(number).name} ends the run {how}; "
+                         f"RESUME={self.folder} goes on from its newest checkpoint\n")
+        os._exit(128 + number)
+
+    def report(self, seconds: float) -> None:
+        """Write this rank's stacks to stacks_rank<n>.txt; the first rank of those that do says who waits for whom."""
+        frame, waits = sys._current_frames()[threading.main_thread().ident], False
+        while frame.f_back and frame.f_globals is not globals():
+            waits |= "torch/distributed" in frame.f_code.co_filename
+            frame = frame.f_back
+        waits |= frame.f_code.co_name == "receive"  # on CUDA: for this rank's device, which waits for the others'
+        start = f"step {self.step + 1}: "
+        with open(self.stacks[self.rank], "w", encoding="utf-8") as file:
+            file.write(f"{start}{'waits' if waits else 'is'} in {frame.f_code.co_name}, line {frame.f_lineno}\n")
+            file.flush()
+            faulthandler.dump_traceback(file)
+        time.sleep(3)  # for the other ranks'
+        lines = [path.read_text(encoding="utf-8").partition("\n")[0] if path.exists() else "" for path in self.stacks]
+        said = {rank: line.removeprefix(start) for rank, line in enumerate(lines) if line.startswith(start)}
+        ranks = [f"rank {rank} {said.get(rank, 'says nothing')}" for rank in range(len(lines))]
+        waiting = "; ".join(text for text in ranks if " waits " in text) or "nobody waits"
+        others = "; ".join(text for text in ranks if " waits " not in text) or "nobody: it is devices or network"
+        if self.rank == min(said):
+            text = f"hang: {start}{seconds:.0f} s so far; {waiting}, for {others}; see {self.folder}/stacks_*"
+            self.log(text, terminal=False)
+            sys.stderr.write(text + "\n")
+
+
+def profile_steps(folder: Path, log: Log) -> Iterator[None]:
+    """Advanced once a step: traces the fourth to the sixth into `folder`, on CUDA with the memory's history."""
+    cuda = torch.cuda.is_available()
+    yield from [None] * 3
+    if cuda:
+        torch.cuda.memory._record_memory_history()
+    with torch.profiler.profile() as trace:
+        yield from [None] * 3
+    trace.export_chrome_trace(str(folder / "trace.json"))
+    log(f"profile: {folder}/trace.json opens at https://ui.perfetto.dev")
+    if cuda:
+        torch.cuda.memory._dump_snapshot(str(folder / "memory.pickle"))
+        torch.cuda.memory._record_memory_history(enabled=None)
+        log(f"profile: {folder}/memory.pickle opens at https://docs.pytorch.org/memory_viz")
+    yield from itertools.repeat(None)
 
 
 def make_run_folder(out_dir: str, run_id: str) -> Path:
@@ -279,7 +372,7 @@ def make_run_folder(out_dir: str, run_id: str) -> Path:
     try:
         folder.mkdir(parents=True)
     except FileExistsError:
-        raise UserError(f"RUN_ID={run_id!r}: {folder} exists already; choose another RUN_ID or remove it") from None
+        raise UserError(f"RUN_ID={run_id!r}: {folder} exists already; RESUME it, or choose another RUN_ID") from None
     except OSError as error:
         raise UserError(f"OUT_DIR={out_dir!r}: cannot write there ({error.strerror})") from None
     return folder
@@ -486,16 +579,22 @@ def check_dataset(data_path: str | Path, tokenizer: Tokenizer, manifest: dict, h
 
 
 class TokenStream:
-    """Shards as one circular stream of tokens. Raises UserError when a token read is not below `vocab_size`."""
+    """Shards as one circular stream of tokens. UserError if a token is not below `vocab_size` or a shard changes."""
 
     def __init__(self, paths: list[Path], vocab_size: int = 1 << 32) -> None:
         self.paths, self.vocab_size = paths, vocab_size
         self.shards = [read_shard(path) for path in paths]
+        self.marks = [self.mark(path) for path in paths]
         self.starts = np.cumsum([0] + [len(shard) for shard in self.shards])  # (shards + 1,)
         self.length = int(self.starts[-1])
 
     def __len__(self) -> int:
         return self.length
+
+    def mark(self, path: Path) -> tuple[int, ...]:
+        """What tells a changed file: size, time of change, inode. To read on in one cut short kills the process."""
+        found = os.stat(path) if path.exists() else None
+        return (found.st_size, found.st_mtime_ns, found.st_ino) if found else ()
 
     def hold_out(self, count: int) -> np.ndarray:
         """Cuts the last `count` tokens off the stream and returns them, int64. Raises UserError if none is left."""
@@ -510,6 +609,8 @@ class TokenStream:
         while done < count:
             position = (start + done) % self.length
             index = int(np.searchsorted(self.starts, position, side="right")) - 1
+            if self.mark(self.paths[index]) != self.marks[index]:
+                raise UserError(f"shard {self.paths[index]}: was changed or removed while in use")
             part = self.shards[index][position - self.starts[index] :][: min(count - done, self.length - position)]
             if part.max() >= self.vocab_size:
                 raise UserError(f"shard {self.paths[index]}: token {part.max()}, expected ids below "
@@ -622,29 +723,12 @@ class Norm(nn.Module):
         return F.layer_norm(x, (x.size(-1),), self.weight.to(x.dtype), self.bias.to(x.dtype))
 
 
-def gdn_recurrent(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
-                  state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Gated DeltaNet (arXiv 2412.06464, section 3), token by token: slow, and the reference for every other form.
-
-    Each head: S_t = a_t S_{t-1} + b_t k_t (v_t - a_t S_{t-1}^T k_t)^T and o_t = S_t^T q_t, with a_t = exp(g_t).
-    q, k (B, T, H, K), L2-normed, q scaled by K**-0.5 too; v (B, T, H, V); g, beta (B, T, H), g in nats, <= 0; state S
-    (B, H, K, V) or None for zeros. Returns o (B, T, H, V) in v's dtype and the last state, float32 at least.
-    """
-    dtype, outs = torch.promote_types(v.dtype, torch.float32), []
-    state = (v.new_zeros(v.shape[0], v.shape[2], k.shape[-1], v.shape[-1]) if state is None else state).to(dtype)
-    # unbind, not x[:, t]: the backward of each select fills a tensor of full size, which makes training O(T^2).
-    for q_t, k_t, v_t, g_t, beta_t in zip(*(x.to(dtype).unbind(1) for x in (q, k, v, g, beta)), strict=True):
-        state = state * g_t.exp()[..., None, None]
-        delta = beta_t[..., None] * (v_t - torch.einsum("bhk,bhkv->bhv", k_t, state))
-        state = state + k_t[..., None] * delta[..., None, :]
-        outs.append(torch.einsum("bhk,bhkv->bhv", q_t, state))
-    return torch.stack(outs, 1).to(v.dtype), state
-
-
 def gdn_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """One token of `gdn_recurrent`: q, k (B, H, K); v (B, H, V); g, beta (B, H); state (B, H, K, V) -> o, new state.
+    """Gated DeltaNet (arXiv 2412.06464, section 3) for one token, by head: the state is float32 at least.
 
-    The old state is read once: with r_k = S^T k and r_q = S^T q, delta = b (v - a r_k) and o = a r_q + (q . k) delta.
+    S' = a S + b k (v - a S^T k)^T and o = S'^T q, with a = exp(g): q, k (B, H, K), L2-normed, q scaled by K**-0.5 too;
+    v (B, H, V); g, beta (B, H), g in nats, <= 0; S (B, H, K, V). The old state is read once: with r_k = S^T k and
+    r_q = S^T q, delta = b (v - a r_k) and o = a r_q + (q . k) delta. Returns o in v's dtype and S'.
     """
     dtype = torch.promote_types(v.dtype, torch.float32)
     q, k, beta, decay = q.to(dtype), k.to(dtype), beta.to(dtype), g.to(dtype).exp()
@@ -692,48 +776,29 @@ def gdn_inverse(a: Tensor) -> Tensor:
     return inverse
 
 
-def empty_scan(w: Tensor, state: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for a scan's results: all states, ((N+1)*M, K, V), and a tensor like u."""
-    return state.new_empty(w.shape[0] + state.shape[0], *state.shape[1:]), torch.empty_like(u)
+@lambda body: opaque(body, lambda w, u, k, decay, state, extra: (
+    state.new_empty(w.shape[0] + state.shape[0], *state.shape[1:]), torch.empty_like(u)))
+def gdn_scan(w: Tensor, u: Tensor, k: Tensor, decay: Tensor, state: Tensor,
+             extra: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The sequential part: per chunk n, new_n = U_n - W_n S_n and S_{n+1} = decay_n S_n + K_n^T new_n.
 
-
-@lambda body: opaque(body, lambda w, u, k_end, decay, state: empty_scan(w, state, u))
-def gdn_scan(w: Tensor, u: Tensor, k_end: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The sequential part: per chunk n, new_n = U_n - W_n S_n and S_{n+1} = decay_n S_n + K_end_n^T new_n.
-
-    w, k_end (N*M, C, K); u (N*M, C, V); decay (N*M,); state (M, K, V), with M = B*H rows and N chunks, chunk-major.
-    Returns all N + 1 states ((N+1)*M, K, V) and new (N*M, C, V).
+    Given `extra`, its adjoint, from the last chunk to the first, which is the same with W and K in each other's place:
+    new_n = U_n + W_n R_{n+1} and R_n = extra_n + decay_n R_{n+1} - K_n^T new_n, where R is dL/dS, U and extra what the
+    outputs contribute to dL/dnew and dL/dS. w, k (N*M, C, K); u (N*M, C, V); decay (N*M,); state, S_0 or R_N,
+    (M, K, V); extra (N*M, K, V), with M = B*H rows and N chunks, chunk-major. Returns all N + 1 states and new.
     """
-    states, new = empty_scan(w, state, u)
-    s, *after = states.split(len(state))
+    order, sign = (1, 1) if extra is None else (-1, -1)
+    states, new = state.new_empty(w.shape[0] + state.shape[0], *state.shape[1:]), torch.empty_like(u)
+    s, *after = states.split(len(state))[::order]
     s.copy_(state)
-    parts = [x.split(len(state)) for x in (w, u, k_end.mT, decay[:, None, None], new)]
-    for w_n, u_n, k_n, decay_n, new_n, s_next in zip(*parts, after, strict=True):
-        torch.baddbmm(u_n, w_n, s.to(w.dtype), alpha=-1, out=new_n)
-        torch.mul(s, decay_n, out=s_next)
-        add_product(s_next, k_n, new_n)
+    parts = [x.split(len(state))[::order] for x in (w, u, k.mT, decay[:, None, None], new)]
+    extras = [None] * len(after) if extra is None else extra.split(len(state))[::order]
+    for w_n, u_n, k_n, decay_n, new_n, extra_n, s_next in zip(*parts, extras, after, strict=True):
+        torch.baddbmm(u_n, w_n, s.to(w.dtype), alpha=-sign, out=new_n)
+        torch.mul(s, decay_n, out=s_next) if extra_n is None else torch.addcmul(extra_n, s, decay_n, out=s_next)
+        add_product(s_next, k_n, new_n, alpha=sign)
         s = s_next
     return states, new
-
-
-@lambda body: opaque(body, lambda d_new, d_state, w, k_end, decay, d_last: empty_scan(w, d_last, d_new))
-def gdn_scan_backward(d_new: Tensor, d_state: Tensor, w: Tensor, k_end: Tensor, decay: Tensor,
-                      d_last: Tensor) -> tuple[Tensor, Tensor]:
-    """Adjoint of `gdn_scan`, from the last chunk to the first, R_n = dL/dS_n:
-
-    d_new_n += K_end_n R_{n+1} and R_n = d_state_n + decay_n R_{n+1} - W_n^T d_new_n. d_new (N*M, C, V) and d_state
-    (N*M, K, V) come with what the outputs contribute; d_last (M, K, V) is R_N. Returns R ((N+1)*M, K, V) and d_new.
-    """
-    grads, d_sum = empty_scan(w, d_last, d_new)
-    *before, r = grads.split(len(d_last))
-    r.copy_(d_last)
-    parts = [x.split(len(d_last))[::-1] for x in (d_new, d_state, w.mT, k_end, decay[:, None, None], d_sum)]
-    for d_new_n, d_state_n, w_n, k_n, decay_n, d_sum_n, r_prev in zip(*parts, before[::-1], strict=True):
-        torch.baddbmm(d_new_n, k_n, r.to(w.dtype), out=d_sum_n)
-        torch.addcmul(d_state_n, r, decay_n, out=r_prev)
-        add_product(r_prev, w_n, d_sum_n, alpha=-1)
-        r = r_prev
-    return grads, d_sum
 
 
 class GatedDeltaChunks(torch.autograd.Function):
@@ -759,7 +824,7 @@ class GatedDeltaChunks(torch.autograd.Function):
         u = torch.bmm((t * beta[..., None, :]).to(dtype), v)
         w = torch.bmm((t * (beta * grow)[..., None, :]).to(dtype), k)
         k_end = (k * shrink[..., None]).to(dtype)
-        states, new = gdn_scan(w, u, k_end, grow[..., -1], state)
+        states, new = gdn_scan(w, u, k_end, grow[..., -1], state, None)
         t, s = t.to(dtype), states[:-m].to(dtype)
         o = torch.baddbmm(torch.bmm(p, new), (q * grow[..., None]).to(dtype), s)
         ctx.save_for_backward(q, k, v, grow, shrink, beta, d, kk, p, t, u, w, k_end, s, new)
@@ -770,7 +835,7 @@ class GatedDeltaChunks(torch.autograd.Function):
         q, k, v, grow, shrink, beta, d, kk, p, t, u, w, k_end, s, new = ctx.saved_tensors
         dtype, m = v.dtype, d_last.shape[0]
         decay, d_o, q_grow = grow[:, -1].contiguous(), d_o.contiguous(), (q * grow[..., None]).to(dtype)
-        r, d_new = gdn_scan_backward(torch.bmm(p.mT, d_o), torch.bmm(q_grow.mT, d_o), w, k_end, decay, d_last)
+        r, d_new = gdn_scan(k_end, torch.bmm(p.mT, d_o), w, decay, d_last, torch.bmm(q_grow.mT, d_o))
         r_next = r[m:].to(dtype)
         d_bv = torch.bmm(t.mT, d_new)  # gradient of beta V
         d_bk = torch.bmm(t.mT, torch.bmm(d_new, s.mT)).neg_()  # gradient of beta exp(G) K
@@ -797,9 +862,10 @@ class GatedDeltaChunks(torch.autograd.Function):
 
 def gdn_chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None,
               chunk: int = 32) -> tuple[Tensor, Tensor]:
-    """`gdn_recurrent` by chunks of tokens, in matrix products, for training; q, k, v: float64, float32 or bfloat16.
+    """`gdn_step` for T tokens, by chunks of them, in matrix products; q, k, v: float64, float32 or bfloat16.
 
-    ValueError for a chunk that is no power of two >= 16: 32 is the fastest on CPU, 64 halves the sequential steps.
+    q, k (B, T, H, K); v (B, T, H, V); g, beta (B, T, H); state (B, H, K, V) or None for zeros. Returns o (B, T, H, V)
+    and the last state. ValueError for a chunk that is no power of two >= 16; 32 is the fastest on CPU.
     """
     if chunk < 16 or chunk & (chunk - 1):
         raise ValueError(f"chunk is {chunk}; it must be a power of two >= 16")
@@ -953,11 +1019,6 @@ def oscillate(x: Tensor, wave: Tensor) -> Tensor:
     return torch.sin(omega * x + phi) * torch.tanh(x) + level
 
 
-def wave(units: int) -> nn.Parameter:
-    """omega ~ N(1, 0.1), phi ~ N(0, 0.1), b = 0, as the seed draws them: (3, units)."""
-    return nn.Parameter(torch.stack([1 + 0.1 * torch.randn(units), 0.1 * torch.randn(units), torch.zeros(units)]))
-
-
 ACTIVATIONS = {
     "relu2": lambda h: F.relu(h).square(),  # arXiv 2109.08668
     "leaky_relu2": lambda h: F.leaky_relu(h, 0.5).square(),
@@ -978,11 +1039,12 @@ class MLP(nn.Module):
         self.kind, self.threshold = config.mlp, config.bio_threshold
         self.events = config.bio_events if self.kind == "bio" else "off"
         self.w_up = matrix((hidden,) * (2 if self.kind == "swiglu" else 1), dim, 0.5 * dim**-0.5)
+        start, spread = torch.tensor([[1.0], [0.0], [0.0]]), torch.tensor([[0.1], [0.1], [0.0]])  # omega, phi, b
         if self.kind == "bio":
-            self.wave = wave(hidden)
+            self.wave = nn.Parameter(start + spread * torch.randn(3, hidden))
         if self.events != "off":
             self.w_gate, self.w_mix = (matrix((hidden,), hidden, 0.5 * hidden**-0.5) for _ in range(2))
-            self.mix_wave = wave(hidden)
+            self.mix_wave = nn.Parameter(start + spread * torch.randn(3, hidden))
         self.w_down = nn.Parameter(torch.zeros(dim, hidden))
 
     def hidden(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -1194,14 +1256,6 @@ def fake_quant(w: Tensor, bits: int, clip_sigmas: float) -> Tensor:
     return dequantize_rows(*quantize_rows(w, bits, clip_sigmas), w.shape, w.dtype)
 
 
-def check_quant_table(table: QuantTable) -> None:
-    """Raise ValueError unless every class is known and has 2 to 8 bits and a finite clip of 0 or more sigmas."""
-    for name, (bits, clip_sigmas) in table.items():
-        if name not in ("matrix", "embedding") or not (2 <= bits <= 8 and 0 <= clip_sigmas < math.inf):
-            raise ValueError(f"quantization of {name}: {bits} bits, {clip_sigmas} sigmas; must be matrix or embedding, "
-                             "2 to 8 bits, 0 or more")
-
-
 @contextlib.contextmanager
 def swapped(params: list[Tensor], values: Iterable[Tensor]) -> Iterator[None]:
     """`params` hold `values` inside, and their own values again, bit for bit, after, even after an exception."""
@@ -1225,7 +1279,6 @@ class QuantizedWeights:
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, Tensor]], table: QuantTable) -> None:
-        check_quant_table(table)
         classes = [(parameter, tensor_class(name, parameter)) for name, parameter in named_parameters]
         self.entries = [(parameter, *table[kind]) for parameter, kind in classes if kind in table]
 
@@ -1374,7 +1427,6 @@ def write_artifact(path: str | Path, tensors: dict[str, Tensor], table: QuantTab
     settings: what rebuilds the model; meta: anything else; both JSON. A class outside the table is stored as control.
     Statistics: bytes (class or part of the file -> bytes), entropy_bytes (order-0, of the tensors' codes, summed).
     """
-    check_quant_table(table)
     parts, coded, scales, entropy_bytes = [], [], [np.empty(0, "<f2")], 0.0
     for name, tensor in tensors.items():
         record, array, own_scales = export_tensor(name, tensor, table)
@@ -1404,9 +1456,7 @@ def write_artifact(path: str | Path, tensors: dict[str, Tensor], table: QuantTab
     text = zstandard.ZstdCompressor(level=19).compress(json.dumps(header, allow_nan=False).encode())
     prefix = ARTIFACT_PREFIX.pack(ARTIFACT_MAGIC, ARTIFACT_VERSION, len(text))
     data = b"".join([prefix, text, *(payload for _, payload in parts)])
-    beside = Path(path).with_name(Path(path).name + ".part")
-    beside.write_bytes(data + hashlib.sha256(data).digest())
-    os.replace(beside, path)
+    replace_file(path, data + hashlib.sha256(data).digest())
     return {"bytes": {**sizes, "header": len(data) + 32 - sizes.total()}, "entropy_bytes": entropy_bytes}
 
 

@@ -234,16 +234,22 @@ def check_dataset(data_path: str | Path, tokenizer: Tokenizer, manifest: dict, h
 
 
 class TokenStream:
-    """Shards as one circular stream of tokens. Raises UserError when a token read is not below `vocab_size`."""
+    """Shards as one circular stream of tokens. UserError if a token is not below `vocab_size` or a shard changes."""
 
     def __init__(self, paths: list[Path], vocab_size: int = 1 << 32) -> None:
         self.paths, self.vocab_size = paths, vocab_size
         self.shards = [read_shard(path) for path in paths]
+        self.marks = [self.mark(path) for path in paths]
         self.starts = np.cumsum([0] + [len(shard) for shard in self.shards])  # (shards + 1,)
         self.length = int(self.starts[-1])
 
     def __len__(self) -> int:
         return self.length
+
+    def mark(self, path: Path) -> tuple[int, ...]:
+        """What tells a changed file: size, time of change, inode. To read on in one cut short kills the process."""
+        found = os.stat(path) if path.exists() else None
+        return (found.st_size, found.st_mtime_ns, found.st_ino) if found else ()
 
     def hold_out(self, count: int) -> np.ndarray:
         """Cuts the last `count` tokens off the stream and returns them, int64. Raises UserError if none is left."""
@@ -258,6 +264,8 @@ class TokenStream:
         while done < count:
             position = (start + done) % self.length
             index = int(np.searchsorted(self.starts, position, side="right")) - 1
+            if self.mark(self.paths[index]) != self.marks[index]:
+                raise UserError(f"shard {self.paths[index]}: was changed or removed while in use")
             part = self.shards[index][position - self.starts[index] :][: min(count - done, self.length - position)]
             if part.max() >= self.vocab_size:
                 raise UserError(f"shard {self.paths[index]}: token {part.max()}, expected ids below "
