@@ -388,6 +388,42 @@ def replace_file(path: str | Path, data: bytes) -> None:
     os.replace(beside, path)
 
 
+def make_run_folder(out_dir: str, run_id: str) -> Path:
+    """Create out_dir/run_id. Raises UserError if it exists or cannot be written."""
+    folder = Path(out_dir) / run_id
+    if not run_id or Path(run_id).name != run_id:
+        raise UserError(f"RUN_ID={run_id!r}: must be a plain folder name")
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        raise UserError(f"RUN_ID={run_id!r}: {folder} exists already; RESUME it, or choose another RUN_ID") from None
+    except OSError as error:
+        raise UserError(f"OUT_DIR={out_dir!r}: cannot write there ({error.strerror})") from None
+    return folder
+
+
+def describe_machine(runtime: Runtime) -> dict:
+    """For log and result.json: hardware, versions, most memory held so far (allocator on CUDA, process on a CPU)."""
+    cuda = runtime.device.type == "cuda"
+    hardware = torch.cuda.get_device_name() if cuda else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__,
+                "cuda": torch.version.cuda if cuda else None}
+    process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peak = torch.cuda.max_memory_allocated() if cuda else process  # bytes
+    return {"hardware": f"{runtime.world_size} x {hardware}", "versions": versions, "peak_memory_mib": peak / 2**20}
+
+
+def git_commit() -> str:
+    """Commit of the folder this script stands in (no tag), `+` if the tree has changes, or "unknown"."""
+    folder, words = Path(__file__).resolve().parent, "describe --always --abbrev=40 --exclude=* --dirty=+".split()
+    try:
+        return subprocess.run(["git", "-C", folder, *words], capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+# === end: runtime ===
+
+
+# === shared: watch ===
 class Watch(threading.Thread):
     """Sees signals and hangs from a thread of its own, for a main thread inside a collective runs no Python.
 
@@ -470,41 +506,7 @@ def profile_steps(folder: Path, log: Log) -> Iterator[None]:
         torch.cuda.memory._record_memory_history(enabled=None)
         log(f"profile: {folder}/memory.pickle opens at https://docs.pytorch.org/memory_viz")
     yield from itertools.repeat(None)
-
-
-def make_run_folder(out_dir: str, run_id: str) -> Path:
-    """Create out_dir/run_id. Raises UserError if it exists or cannot be written."""
-    folder = Path(out_dir) / run_id
-    if not run_id or Path(run_id).name != run_id:
-        raise UserError(f"RUN_ID={run_id!r}: must be a plain folder name")
-    try:
-        folder.mkdir(parents=True)
-    except FileExistsError:
-        raise UserError(f"RUN_ID={run_id!r}: {folder} exists already; RESUME it, or choose another RUN_ID") from None
-    except OSError as error:
-        raise UserError(f"OUT_DIR={out_dir!r}: cannot write there ({error.strerror})") from None
-    return folder
-
-
-def describe_machine(runtime: Runtime) -> dict:
-    """For log and result.json: hardware, versions, most memory held so far (allocator on CUDA, process on a CPU)."""
-    cuda = runtime.device.type == "cuda"
-    hardware = torch.cuda.get_device_name() if cuda else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__,
-                "cuda": torch.version.cuda if cuda else None}
-    process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    peak = torch.cuda.max_memory_allocated() if cuda else process  # bytes
-    return {"hardware": f"{runtime.world_size} x {hardware}", "versions": versions, "peak_memory_mib": peak / 2**20}
-
-
-def git_commit() -> str:
-    """Commit of the folder this script stands in (no tag), `+` if the tree has changes, or "unknown"."""
-    folder, words = Path(__file__).resolve().parent, "describe --always --abbrev=40 --exclude=* --dirty=+".split()
-    try:
-        return subprocess.run(["git", "-C", folder, *words], capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-# === end: runtime ===
+# === end: watch ===
 
 
 # === shared: data ===
