@@ -41,12 +41,12 @@ root, out, bad_rank, bad_step = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:]
 sys.path.insert(0, root)
 import train_gpt as T
 
-rank, report, forward_backward = os.environ.get("RANK", "0"), T.report, T.forward_backward
+rank, judge, forward_backward = os.environ.get("RANK", "0"), T.Run.judge, T.forward_backward
 
-def recording(log, settings, clock, step, result, state):
+def recording(run, loss, bad, last=False):
     with open(f"{out}.{rank}", "a") as file:
-        print(step, repr(result[0]), file=file)
-    report(log, settings, clock, step, result, state)
+        print(run.step - 1, repr(loss), file=file)
+    return judge(run, loss, bad, last)
 
 def poisoned(model, batches, step):
     loss = forward_backward(model, batches, step)
@@ -54,7 +54,7 @@ def poisoned(model, batches, step):
         next(model.parameters()).grad.fill_(float("nan"))
     return loss
 
-T.report, T.forward_backward = recording, poisoned
+T.Run.judge, T.forward_backward = recording, poisoned
 sys.exit(T.exit_code(T.main))
 '''
 

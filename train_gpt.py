@@ -1809,11 +1809,10 @@ class Plan:
 
     def describe(self, ended: bool = False) -> str:
         """One line a phase: the plan, or once the run has `ended` when it began, and for how many steps it was on."""
-        rows = []
-        for name, phase in self.phases.items():
-            began = f"began at step {phase.start_step} ({phase.start_progress:.1%}), on for {phase.steps} steps"
-            became = f"phase: {name:8s} planned {phase.planned:6.1%}, {began if phase.steps else 'NEVER FIRED'}"
-            rows.append(became if ended else f"plan: {name} from {phase.planned:.1%} to {phase.end:.1%} of the run")
+        rows = [f"plan: {name} from {phase.planned:.1%} to {phase.end:.1%} of the run" if not ended else
+                f"phase: {name:8s} planned {phase.planned:6.1%}, " + (
+                    f"began at step {phase.start_step} ({phase.start_progress:.1%}), on for {phase.steps} steps"
+                    if phase.steps else "NEVER FIRED") for name, phase in self.phases.items()]
         return "\n".join(rows)
 
 
@@ -2345,8 +2344,8 @@ class Run:
             return
         states = {name: part.state_dict() for name, part in self.parts.items()}
         meta = {"script": Path(__file__).name, "code_sha256": sha256_file(__file__), "settings": asdict(self.settings),
-                "identity": self.identity, "seconds": seconds, "rng": torch.get_rng_state().tolist(),
-                **{name: getattr(self, name) for name in ("step", "skipped", "losses", "events")}}
+                "identity": self.identity, "rng": torch.get_rng_state().tolist(),
+                **{name: getattr(self, name) for name in ("step", "saved", "skipped", "losses", "events")}}
         try:
             files = {"model": states.pop("network"), "training": states}
             save_checkpoint(self.folder, self.step, files, meta, self.settings.keep)
@@ -2371,12 +2370,10 @@ class Run:
         self.step = self.stands = meta["step"]
         if resume:
             torch.set_rng_state(torch.tensor(meta["rng"], dtype=torch.uint8))
-            self.saved, self.skipped, self.losses, self.events = (
-                meta[name] for name in ("seconds", "skipped", "losses", "events"))
-            changed = {name: value for name, value in asdict(self.settings).items()
-                       if value != meta["settings"].get(name) and name not in ("resume", "run_id", "out_dir")}
-            self.event("resume", step=self.step, ranks=self.runtime.world_size, changed=changed,
-                       same_code=meta["code_sha256"] == sha256_file(__file__))
+            for name in ("saved", "skipped", "losses", "events"):
+                setattr(self, name, meta[name])
+            self.event("resume", step=self.step, ranks=self.runtime.world_size, changed={
+                name: value for name, value in asdict(self.settings).items() if meta["settings"].get(name) != value})
 
     def judge(self, loss: float, bad: bool, last: bool = False) -> bool:
         """Whether all went well with a step of this loss: `bad` is a spike, or not finite, and its update was masked.

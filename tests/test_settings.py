@@ -135,8 +135,8 @@ def test_the_environment_wins_over_the_config(tmp_path):
     text = "# a comment\n\nITERATIONS=100  # steps\n MATRIX_LR = 0.5 \nDATA_PATH='a/b'\nRUN_ID=\"x\"\nQAT=0\n"
     path = config(tmp_path, text)
     settings = load({"CONFIG": path, "ITERATIONS": "200", "SEED": "3"})
-    expected = {"config": path, "iterations": 200, "matrix_lr": 0.5, "data_path": "a/b", "run_id": "x", "qat": False, "seed": 3}
-    assert settings == replace(T.Settings(), **expected)
+    expected = {"iterations": 200, "matrix_lr": 0.5, "data_path": "a/b", "run_id": "x", "qat": False, "seed": 3}
+    assert settings == replace(T.Settings(), config=path, **expected)
 
 
 def test_nothing_set_gives_the_defaults():
