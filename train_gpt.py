@@ -1435,15 +1435,13 @@ def mlp_activity(network: GPT, ids: Tensor) -> dict[str, float]:
 
 
 # === shared: optimizer ===
-# Settings below CONFIG and environment, as the defaults are Muon's; from 60 to 300 steps of a small network.
-OPTIMIZER_PRESETS: dict[str, dict] = {
+OPTIMIZER_PRESETS: dict[str, dict] = {  # below CONFIG and environment; from 60 to 300 steps of a small network
     "muon": {},
     "lion": dict(matrix_lr=0.001, tied_embed_lr=0.004, head_lr=0.002, beta2=0.99),
     **dict.fromkeys(("adamw", "adamw8bit"), dict(matrix_lr=0.003, tied_embed_lr=0.01)),
     "adafactor": dict(matrix_lr=0.1, tied_embed_lr=0.4, head_lr=0.1),  # shares of a tensor's RMS
 }
-# (divisor of the norm, coefficients (a, b, c) of each step; further steps take the last)
-MUON_COEFFICIENTS = {
+MUON_COEFFICIENTS = {  # (divisor of the norm, coefficients (a, b, c) of each step; further steps take the last)
     "quintic": (1.0, [(3.4445, -4.7750, 2.0315)]),  # kellerjordan.github.io/posts/muon
     "polar_express": (1.02, [(8.156554524902461, -22.48329292557795, 15.878769915207462),  # arXiv 2505.16932
                              (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -1473,10 +1471,9 @@ def descend(weight: Tensor, update: Tensor, lr: Tensor, decay: Tensor, cautious:
 
 
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum, orthogonalized, for matrices: the step has spectral norm about lr sqrt(max(1, rows / cols)).
+    """Nesterov momentum, orthogonalized: a matrix takes steps of spectral norm about lr sqrt(max(1, rows / cols)).
 
-    Matrices of one shape are one batch, shared out over the ranks; momentum is on every rank, so a checkpoint does not
-    depend on their number. A parameter with `splits` holds several matrices, one below the other, each by itself.
+    A parameter's `splits` are matrices of their own. Ranks share out those of one shape, and each keeps all momentum.
     """
 
     def __init__(self, groups: list[dict], settings, runtime: Runtime):
@@ -1492,7 +1489,7 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, bad: Tensor) -> None:
         """One update; where `bad` (0-d bool, on the device) is true, weights and state stay, in all classes here."""
-        group, settings, runtime = self.param_groups[0], self.settings, self.runtime
+        group, s, runtime = self.param_groups[0], self.settings, self.runtime
         momentum, lr = group["momentum"], torch.where(bad, 0.0, group["lr"])
         for param in group["params"]:
             state = self.state[param]
@@ -1503,9 +1500,8 @@ class Muon(torch.optim.Optimizer):
             update = group["params"][0].new_zeros(share, rows, cols)
             for at, (param, span) in enumerate(pieces[runtime.rank * share :][:share]):
                 torch.lerp(param.grad[span], self.state[param]["momentum_buffer"][span], momentum, out=update[at])
-            update = torch.where(bad, 0.0, update)
-            update = F.normalize(update, dim=2, eps=1e-7) if settings.muon_row_normalize else update  # MuonEq-R
-            update = orthogonalize(update, settings.muon_backend_steps, settings.muon_coefficients)
+            update = F.normalize(update, dim=2, eps=1e-7) if s.muon_row_normalize else update  # MuonEq-R
+            update = orthogonalize(torch.where(bad, 0.0, update), s.muon_backend_steps, s.muon_coefficients)
             if runtime.distributed:
                 own, update = update, update.new_empty(share * runtime.world_size, rows, cols)
                 dist.all_gather_into_tensor(update, own)
@@ -1541,11 +1537,10 @@ class AdamW8bit(torch.optim.Optimizer):
         for group in self.param_groups:
             lr, (beta1, beta2) = torch.where(bad, 0.0, group["lr"]), group["betas"]
             for param in group["params"]:
-                state, size = self.state[param], param.numel()
+                state, size, zeros = self.state[param], param.numel(), param.new_zeros
                 grad = F.pad(param.grad.flatten(), (0, -size % 256)).view(-1, 256)  # (blocks, 256)
                 if not state:
-                    state.update(updates=grad.new_zeros(()), scales=grad.new_zeros(2, len(grad), 1),
-                                 codes=grad.new_zeros(2, *grad.shape, dtype=torch.int8))
+                    state.update(updates=zeros(()), scales=zeros(2, len(grad), 1), codes=zeros(2, *grad.shape).char())
                 updates = state["updates"] + 1
                 ratio, level = state["codes"].to(grad.dtype)  # (blocks, 256) each
                 root = state["scales"][1] * torch.exp2((level + 128) / -16)
@@ -1559,23 +1554,20 @@ class AdamW8bit(torch.optim.Optimizer):
                 level = (16 * torch.log2(scales[1] / root)).clamp(max=255) - 128
                 codes = torch.stack([ratio / scales[0], level]).nan_to_num(0.0).round().char()  # 0 / 0: a zero block
                 for key, value in dict(updates=updates, scales=scales, codes=codes).items():
-                    state[key] = torch.where(bad, state[key].to(value.dtype), value)  # torch loads a state as floats
+                    state[key] = torch.where(bad, state[key], value)
 
 
 class Optimizers:
-    """The optimizer that settings.optimizer names, and fused AdamW for the rest. Muon has the matrices; Lion, Adafactor
-    and, from 4096 weights on, 8-bit AdamW the embeddings and an untied head too. Each parameter is in one group.
-    """
+    """The optimizer that settings.optimizer names, for what it owns, and fused AdamW for the rest."""
 
     def __init__(self, model: nn.Module, settings, runtime: Runtime):
-        named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-        self.names = {param: name for name, param in named}
+        self.names = {param: name for name, param in model.named_parameters() if param.requires_grad}
         rates = {"matrix": (settings.matrix_lr, settings.muon_wd), "head": (settings.head_lr, settings.adam_wd),
                  "embedding": (settings.tied_embed_lr, settings.adam_wd), "control": (settings.scalar_lr, 0.0)}
         owned = {"muon": ["matrix"], "adamw": []}.get(settings.optimizer, ["matrix", "head", "embedding"])
-        least = 4096 if settings.optimizer == "adamw8bit" else 0
+        least = 4096 if settings.optimizer == "adamw8bit" else 0  # weights; what has fewer is AdamW's
         own, rest = {}, {}  # kind -> group, of the named optimizer and of AdamW
-        for name, param in named:
+        for param, name in self.names.items():
             kind = {"head": "head", "ab": "control"}.get(name.rsplit(".", 1)[-1], tensor_class(name, param))
             lr, decay = rates[kind]
             group = dict(params=[], lr=torch.tensor(lr, device=runtime.device), base_lr=lr, weight_decay=decay,
@@ -1590,15 +1582,11 @@ class Optimizers:
         self.all = [make[settings.optimizer](own.values())] if own else []
         self.all += [torch.optim.AdamW(rest.values(), **adam, fused=True)] if rest else []
         self.params = [param for optimizer in self.all for group in optimizer.param_groups for param in group["params"]]
-        assert len(self.params) == len(set(self.params)) == len(named), "each parameter in exactly one group"
         for param in self.params:
             param.grad = torch.zeros_like(param)
 
     def reduce_gradients(self, runtime: Runtime, clip: float, extra: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum gradients and `extra` (n,) over ranks, and scale to a global norm of at most `clip` (0: as it is).
-
-        Returns the norm before that, and the sums of extra.
-        """
+        """Sum gradients and `extra` (n,) over ranks, clip the norm (0: not); the norm before that, sums of extra."""
         grads = [param.grad for param in self.params]
         if runtime.distributed:
             flat = runtime.sum(torch.cat([*(grad.flatten() for grad in grads), extra]))
@@ -1633,9 +1621,9 @@ class Optimizers:
     def load_state_dict(self, saved: dict[str, dict[str, Tensor]]) -> None:
         """Take such a state in place of the present one; an empty one is that before the first step."""
         for each in self.all:
-            own = [param for group in each.param_groups for param in group["params"] if self.names[param] in saved]
             each.state.clear()
-            each.state.update((param, saved[self.names[param]]) for param in own)
+            for group in each.param_groups:
+                each.state.update((p, saved[self.names[p]]) for p in group["params"] if self.names[p] in saved)
 
     def zero_grad(self) -> None:
         """Zeros into the gradients, which keep their memory: a CUDA graph's own would be overwritten by the next."""
@@ -1843,7 +1831,6 @@ class Average:
 
 # === shared: quantization ===
 FLOAT32_CONTROLS = ("A_log", "dt_bias")  # they pass through exp and softplus into a decay that is taken T times
-MIN_QUANTIZED_DIM = 16
 QuantTable = dict[str, tuple[int, float]]  # tensor class -> (bits, clip_sigmas)
 
 
@@ -1854,79 +1841,62 @@ def tensor_class(name: str, tensor: Tensor) -> str:
     weights that scale whole channels, and so is what has, seen as (shape[0], the rest), under 16 rows or columns.
     """
     rows, last = tensor.shape[0] if tensor.ndim > 1 else 0, name.rsplit(".", 1)[-1]
-    if rows < MIN_QUANTIZED_DIM or tensor.numel() < MIN_QUANTIZED_DIM * rows:
+    if rows < 16 or tensor.numel() < 16 * rows:
         return "control"
     if last.startswith("w_"):
         return "matrix"
     return "embedding" if "embed" in last or last in ("head", "ab") else "control"
 
 
-def control_dtype(name: str) -> torch.dtype:
-    """Storage type of a control tensor: float32 for the names in FLOAT32_CONTROLS, float16 for all others."""
-    return torch.float32 if name.rsplit(".", 1)[-1] in FLOAT32_CONTROLS else torch.float16
-
-
 def quantize_rows(w: Tensor, bits: int, clip_sigmas: float) -> tuple[Tensor, Tensor]:
-    """Quantize w (R, ...), seen as (R, C), symmetrically: codes int8 (R, C) and scales float16 (R,), one step a row.
+    """Codes int8 (R, C), up to qmax = 2**(bits-1) - 1, and scales float16 (R,) of w (R, ...): w is code * scale.
 
-    The weight is code * scale, codes are within qmax = 2**(bits-1) - 1. The clip, qmax * scale, is the row's largest
-    magnitude if clip_sigmas is 0, else clip_sigmas times its root mean square (SDClip of the Parameter Golf records),
-    also where that is more: a wide step makes the codes cheap. The standard deviation would lose a constant row. The
-    scale is rounded to float16 before the codes are computed and has no floor: up to 2**-25 it becomes 0, as do they.
-    Runs in every QAT step, so it checks nothing (export_tensor does); what is not finite stays not finite.
+    A row's clip, qmax * scale, is its largest magnitude if clip_sigmas is 0, else clip_sigmas times its root mean
+    square (SDClip of the Parameter Golf records; a deviation would lose a constant row), also where that is more: a
+    wide step makes codes cheap. The scale is float16 before codes are computed; up to 2**-25 it is 0, as are they.
+    Checks nothing, for it runs in every QAT step (write_artifact does); what is not finite stays not finite.
     """
-    rows = w.reshape(w.shape[0], -1).float()  # (R, C)
-    if clip_sigmas > 0:
-        clip = torch.linalg.vector_norm(rows, dim=1) * (clip_sigmas / math.sqrt(rows.shape[1]))  # (R,)
-    else:
-        clip = rows.abs().amax(dim=1)
-    qmax = 2 ** (bits - 1) - 1
+    rows, qmax = w.reshape(w.shape[0], -1).float(), 2 ** (bits - 1) - 1  # rows: (R, C)
+    sigmas = clip_sigmas / math.sqrt(rows.shape[1])
+    clip = torch.linalg.vector_norm(rows, dim=1) * sigmas if clip_sigmas > 0 else rows.abs().amax(dim=1)  # (R,)
     scales = (clip / qmax).to(torch.float16)
     step = scales.float().unsqueeze(1)
     codes = (rows / torch.where(step > 0, step, 1.0)).round_().clamp_(-qmax, qmax).to(torch.int8)
     return codes, scales
 
 
-def dequantize_rows(codes: Tensor, scales: Tensor, shape: Iterable[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return code * scale in `shape`. An 8-bit code times an 11-bit significand is exact in float32, everywhere."""
-    return (codes.float() * scales.float().unsqueeze(1)).reshape(tuple(shape)).to(dtype)
+def dequantize_rows(codes: Tensor, scales: Tensor) -> Tensor:
+    """code * scale, float32 (R, C): an 8-bit code times an 11-bit significand is exact, on every machine."""
+    return codes.float() * scales.float().unsqueeze(1)
 
 
 def fake_quant(w: Tensor, bits: int, clip_sigmas: float) -> Tensor:
-    """Return w as the artifact would give it back, in w's shape and dtype: the exporter's own two functions."""
-    return dequantize_rows(*quantize_rows(w, bits, clip_sigmas), w.shape, w.dtype)
+    """w as the artifact would give it back, by the same two functions, in w's shape and dtype."""
+    return dequantize_rows(*quantize_rows(w, bits, clip_sigmas)).reshape(w.shape).to(w.dtype)
 
 
 @contextlib.contextmanager
 def swapped(params: list[Tensor], values: Iterable[Tensor]) -> Iterator[None]:
     """`params` hold `values` inside, and their own values again, bit for bit, after, even after an exception."""
-    params = [param.detach() for param in params]  # the same memory
-    own = [param.clone() for param in params]
-    for param, value in zip(params, values, strict=True):
+    pairs = [(param.detach(), param.detach().clone()) for param in params]  # the same memory, and its values
+    for (param, _), value in zip(pairs, values, strict=True):
         param.copy_(value)
     try:
         yield
     finally:
-        for param, value in zip(params, own, strict=True):
-            param.copy_(value)
+        for param, own in pairs:
+            param.copy_(own)
 
 
-class QuantizedWeights:
-    """Quantization-aware training by swapping weights: no flag in the model, so compiled code is not traced again.
+def quantized(network: nn.Module, table: QuantTable) -> contextlib.AbstractContextManager[None]:
+    """Quantization-aware training: inside, for forward and backward, weights of the table's classes are fake_quant.
 
-    Inside `with weights.quantized():` parameters of the table's classes hold fake_quant of themselves, for forward and
-    backward (autograd refuses a weight changed in between); then the masters return. The gradient at q(w) lands on w
-    as it is: exactly the straight-through estimator (Bengio et al., arXiv:1308.3432), w + (q(w) - w).detach().
+    No flag in the model, so compiled code is not traced again. The gradient at q(w) lands on w as it is: exactly the
+    straight-through estimator (Bengio et al., arXiv:1308.3432), w + (q(w) - w).detach().
     """
-
-    def __init__(self, named_parameters: Iterable[tuple[str, Tensor]], table: QuantTable) -> None:
-        classes = [(parameter, tensor_class(name, parameter)) for name, parameter in named_parameters]
-        self.entries = [(parameter, *table[kind]) for parameter, kind in classes if kind in table]
-
-    def quantized(self) -> contextlib.AbstractContextManager[None]:
-        """The quantized values in the parameters' place, one made after the other; the masters return at the end."""
-        values = (fake_quant(parameter.detach(), bits, clip_sigmas) for parameter, bits, clip_sigmas in self.entries)
-        return swapped([parameter for parameter, _, _ in self.entries], values)
+    named = [(param, tensor_class(name, param)) for name, param in network.named_parameters()]
+    chosen = [(param, table[kind]) for param, kind in named if kind in table]
+    return swapped([param for param, _ in chosen], (fake_quant(param.detach(), *own) for param, own in chosen))
 
 
 def count_parameters(network: nn.Module) -> dict[str, int]:
@@ -1940,12 +1910,10 @@ def count_parameters(network: nn.Module) -> dict[str, int]:
 
 # === shared: artifact ===
 # One file, little endian: magic, version u32, header length u32, zstd(JSON header), data area, SHA-256 of the rest.
-# The header is what `header` is in write_artifact. Offsets count from the data area's start; a crc32 is of the unpacked
-# array; codes are int8. The k-th tensor with coder "rans" uses the k-th frequency table of section "tables"; the lane
-# states, which section "states" starts, run on from tensor to tensor. Section "scales": float16, of all rows in turn.
-ARTIFACT_PREFIX = struct.Struct("<8sII")
-ARTIFACT_MAGIC, ARTIFACT_VERSION = b"UNDERPAR", 2
-MAX_HEADER_BYTES = 1 << 24
+# The header: see write_artifact. Offsets count from the data area's start; a crc32 is of the unpacked array. The k-th
+# tensor of coder "rans" has the k-th frequency table of section "tables"; lane states begin as in section "states" and
+# run on from tensor to tensor. Section "scales": float16, of all rows in turn. Codes are int8.
+ARTIFACT_PREFIX, ARTIFACT_MAGIC, ARTIFACT_VERSION = struct.Struct("<8sII"), b"UNDERPAR", 2
 RANS_BITS = 14  # at 14 bits the rounding of frequencies costs about 20 bytes per million codes, at 12 bits 150
 RANS_TOTAL = 1 << RANS_BITS
 RANS_LOW = 1 << 16  # every state stays in [2**16, 2**32), so a step moves at most one 16-bit word
@@ -1962,17 +1930,15 @@ def require(condition: bool, message: str) -> None:
 
 
 def rans_table(counts: np.ndarray) -> np.ndarray:
-    """Scale counts, int64 (256,), with at least two symbols present, to frequencies uint16 (256,) that sum to 2**14.
-
-    Every occurring symbol gets at least 1. What rounding leaves goes, one at a time, where it saves the most or costs
-    the fewest bits: the derivative of sum(counts * log2(f)) at the middle of the step is counts / (f +- 1/2).
-    """
+    """Frequencies uint16 (256,) that sum to 2**14, at least 1 where counts (256,) are not 0: in two places or more."""
+    # What rounding leaves goes, one at a time, where it saves the most or costs the fewest bits: the derivative of
+    # sum(counts * log2(f)) at the middle of the step is counts / (f +- 1/2).
     table = np.where(counts > 0, np.maximum(1, np.rint(counts * (RANS_TOTAL / counts.sum()))), 0)
-    while (excess := int(table.sum()) - RANS_TOTAL) != 0:
+    while excess := int(table.sum()) - RANS_TOTAL:
         if excess < 0:
             table[np.argmax(counts / (table + 0.5))] += 1
         else:
-            table[np.argmin(np.where(table > 1, counts / np.maximum(table - 0.5, 0.5), np.inf))] -= 1
+            table[np.argmin(np.where(table > 1, counts / (table - 0.5), np.inf))] -= 1
     return table.astype(np.uint16)
 
 
@@ -1982,11 +1948,10 @@ def rans_lanes(symbols: int) -> int:
 
 
 def rans_encode(states: np.ndarray, table: np.ndarray, symbols: np.ndarray) -> np.ndarray:
-    """Code symbols uint8 (n,) by their table uint16 (256,); returns words uint16 (W,) in the order they are read.
+    """Words uint16 (W,), in the order they are read, of symbols uint8 (n,) by their table uint16 (256,).
 
     Symbol i belongs to lane i % lanes of `states`, uint32 (lanes,), which are moved in place: from all RANS_LOW over
     every tensor, the last one first, since range ANS (Duda, arXiv:1311.2540) is a stack, to where decoding starts.
-    No table may give one symbol all of 2**14: f << 18 would overflow 32 bits.
     """
     lanes, chunks = len(states), [np.empty(0, np.uint16)]
     frequency = table.astype(np.uint32)[symbols]
@@ -1994,7 +1959,7 @@ def rans_encode(states: np.ndarray, table: np.ndarray, symbols: np.ndarray) -> n
     for begin in range((len(symbols) - 1) // lanes * lanes, -1, -lanes):
         here = slice(begin, min(begin + lanes, len(symbols)))
         x, f = states[: here.stop - begin], frequency[here]  # x is a view; the last symbols may need only a few lanes
-        full = x >= f << (32 - RANS_BITS)
+        full = x >= f << (32 - RANS_BITS)  # would overflow if one symbol had all of 2**14
         chunks.append(x[full].astype(np.uint16))
         x >>= full.astype(np.uint32) << 4
         # x becomes (x // f << 14) + x % f + start, where x % f = x - x // f * f
@@ -2022,87 +1987,77 @@ def rans_decode(states: np.ndarray, table: np.ndarray, words: np.ndarray, count:
 
 
 def pack_array(record: dict, array: np.ndarray) -> list:
-    """[record, payload]: the array as it is or as a zstd frame, the shorter; sets the record's coder and crc32."""
+    """[record with coder and crc32, payload]: the array as it is or as a zstd frame, the shorter."""
+    array = array.astype(array.dtype.newbyteorder("<"), copy=False)
     raw = array.reshape(-1, 1).view(np.uint8).T.tobytes()  # by byte planes, in which float16 and tables compress better
     frame = zstandard.ZstdCompressor(level=19 if array.size < 1 << 16 else 1).compress(raw)
     coder, payload = ("zstd", frame) if len(frame) < len(raw) else ("stored", raw)
-    record.update(coder=coder, crc32=zlib.crc32(array))
-    return [record, payload]
+    return [{**record, "coder": coder, "crc32": zlib.crc32(array)}, payload]
 
 
-def unpack_array(record: dict, area: bytes, dtype: str, count: int, rans: tuple = ()) -> np.ndarray:
-    """The (count,) array of a little-endian dtype, in native order, that `record` of the header places in `area`.
-
-    rans: lane states, iterator of tables. ArtifactError if the CRC-32 is wrong; any error if the record is nonsense.
-    """
+def unpack_array(record: dict, area: bytes, dtype: str, count: int, states=None, tables=None) -> np.ndarray:
+    """The array (count,) that `record` places in `area`; states, tables: of rANS. Any error if it is damaged."""
     coder, width = record["coder"], np.dtype(dtype).itemsize
-    require(coder in ("stored", "zstd", "rans"), f"coder {coder!r} is unknown")
     payload = area[record["offset"] : record["offset"] + record["length"]]
     if coder == "rans":
-        payload = rans_decode(rans[0], next(rans[1]), np.frombuffer(payload, "<u2"), count)
+        payload = rans_decode(states, next(tables), np.frombuffer(payload, "<u2"), count)
     elif coder == "zstd":
         payload = zstandard.ZstdDecompressor().stream_reader(payload).read(count * width)  # not what it declares
+    else:
+        require(coder == "stored", f"coder {coder!r} is unknown")
     array = np.frombuffer(payload, np.uint8).reshape(width, -1).T.copy().view(dtype).reshape(count)
     require(zlib.crc32(array) == record["crc32"], f"CRC-32 of {record['name']!r} is wrong")
-    return array.astype(dtype[1:], copy=False)
-
-
-def export_tensor(name: str, tensor: Tensor, table: QuantTable) -> tuple[dict, np.ndarray, np.ndarray]:
-    """Header record, codes uint8 (n,), row scales float16 (R,); of control tensors values, no scales. ValueError."""
-    kind, w = tensor_class(name, tensor), tensor.detach()
-    codes, values = quantize_rows(w, *table[kind]) if kind in table else (None, w.to(control_dtype(name)))
-    if not (w.is_floating_point() and torch.isfinite(values).all()):
-        raise ValueError(f"tensor {name}: is {w.dtype}, up to {w.abs().max():.3g}; must be floating, its values or "
-                         f"row scales finite as {values.dtype}")
-    record = {"name": name, "shape": list(w.shape), "class": kind, "quantizer": "rows" if kind in table else "none"}
-    values = values.cpu().contiguous().numpy().astype(f"<f{values.element_size()}")
-    if codes is None:
-        return {**record, "bits": 8 * values.itemsize}, values, np.empty(0, "<f2")
-    return {**record, "bits": table[kind][0]}, codes.cpu().numpy().reshape(-1).view(np.uint8), values
+    return array.astype(dtype[1:], copy=False)  # native
 
 
 def write_artifact(path: str | Path, tensors: dict[str, Tensor], table: QuantTable, settings: dict,
                    tokenizer_sha256: str, meta: dict) -> dict:
-    """Quantize the tensors by class and pack them into one file, the same bytes for the same input; its statistics.
+    """Quantize the tensors of the table's classes and pack all into one file, the same bytes for the same input.
 
-    settings: what rebuilds the model; meta: anything else; both JSON. A class outside the table is stored as control.
-    Statistics: bytes (class or part of the file -> bytes), entropy_bytes (order-0, of the tensors' codes, summed).
+    settings: what rebuilds the model; meta: anything else; both JSON. Returns {"bytes": class or part -> its bytes}.
+    Raises ValueError where a tensor is not finite as it would be stored.
     """
-    parts, coded, scales, entropy_bytes = [], [], [np.empty(0, "<f2")], 0.0
+    parts, coded, scales = [], [], [np.empty(0, np.float16)]
     for name, tensor in tensors.items():
-        record, array, own_scales = export_tensor(name, tensor, table)
+        kind, w = tensor_class(name, tensor), tensor.detach()
+        rows, dtype = kind in table, torch.float32 if name.endswith(FLOAT32_CONTROLS) else torch.float16
+        codes, values = quantize_rows(w, *table[kind]) if rows else (None, w.to(dtype))
+        if not (w.is_floating_point() and torch.isfinite(values).all()):
+            raise ValueError(f"tensor {name}: {w.dtype} up to {w.abs().max():.3g}; must be floating, finite as {dtype}")
+        values = values.cpu().contiguous().numpy()
+        record = {"name": name, "shape": list(w.shape), "class": kind, "quantizer": "rows" if rows else "none",
+                  "bits": table[kind][0] if rows else 8 * values.itemsize}
+        array = codes.cpu().numpy().reshape(-1).view(np.uint8) if rows else values
         parts.append(pack_array(record, array))
-        if record["quantizer"] == "rows":
+        if rows:
+            scales.append(values)
             counts = np.bincount(array, minlength=256)
             seen = counts[counts > 0]
-            own_entropy = float((seen * np.log2(array.size / seen)).sum() / 8)
-            if len(seen) > 1 and own_entropy + 2 * len(seen) < len(parts[-1][1]):  # about its words and its table
-                record["coder"] = "rans"
+            entropy = (seen * np.log2(array.size / seen)).sum() / 8  # bytes
+            if len(seen) > 1 and entropy + 2 * len(seen) < len(parts[-1][1]):  # about its words and its table
+                parts[-1][0]["coder"] = "rans"
                 coded.append((parts[-1], array, rans_table(counts)))
-            scales.append(own_scales)
-            entropy_bytes += own_entropy
     states = np.full(rans_lanes(sum(symbols.size for _, symbols, _ in coded)), RANS_LOW, np.uint32)
     for part, symbols, frequencies in reversed(coded):
         part[1] = rans_encode(states, frequencies, symbols).astype("<u2").tobytes()
-    by_symbol = np.array([frequencies for _, _, frequencies in coded], "<u2").reshape(-1, 256).T  # alike ones together
-    sections = {"states": states.astype("<u4"), "tables": by_symbol.copy(), "scales": np.concatenate(scales)}
-    parts += [pack_array({"name": name, "class": name}, array) for name, array in sections.items()]
+    by_symbol = np.array([frequencies for _, _, frequencies in coded], np.uint16).reshape(-1, 256).T.copy()
+    for name, array in (("states", states), ("tables", by_symbol), ("scales", np.concatenate(scales))):
+        parts.append(pack_array({"name": name, "class": name}, array))
     sizes = collections.Counter()  # class -> bytes
     for record, payload in parts:
         record.update(offset=sizes.total(), length=len(payload))
         sizes[record["class"]] += len(payload)
-    header = {"settings": settings, "tokenizer_sha256": tokenizer_sha256, "meta": meta,
-              "tensors": [record for record, _ in parts[:-3]],
-              "sections": {record["name"]: record for record, _ in parts[-3:]}}
+    records, payloads = zip(*parts, strict=True)
+    header = {"settings": settings, "tokenizer_sha256": tokenizer_sha256, "meta": meta, "tensors": records[:-3],
+              "sections": {record["name"]: record for record in records[-3:]}}
     text = zstandard.ZstdCompressor(level=19).compress(json.dumps(header, allow_nan=False).encode())
-    prefix = ARTIFACT_PREFIX.pack(ARTIFACT_MAGIC, ARTIFACT_VERSION, len(text))
-    data = b"".join([prefix, text, *(payload for _, payload in parts)])
+    data = b"".join([ARTIFACT_PREFIX.pack(ARTIFACT_MAGIC, ARTIFACT_VERSION, len(text)), text, *payloads])
     replace_file(path, data + hashlib.sha256(data).digest())
-    return {"bytes": {**sizes, "header": len(data) + 32 - sizes.total()}, "entropy_bytes": entropy_bytes}
+    return {"bytes": {**sizes, "header": len(data) + 32 - sizes.total()}}
 
 
 def read_artifact(path: str | Path, max_weights: int = 1 << 30) -> tuple[dict, dict[str, Tensor]]:
-    """Return (header, name -> float32 tensor) of an artifact file, bit-exact on every machine.
+    """(header, name -> float32 tensor) of an artifact file, bit-exact on every machine.
 
     Memory is bounded by the file, at most max_weights float32 weights, and the decoding of one tensor at a time.
     ArtifactError, one line naming the file and the damaged part, if anything is not as it was written.
@@ -2116,7 +2071,7 @@ def read_artifact(path: str | Path, max_weights: int = 1 << 30) -> tuple[dict, d
     start, what, tensors = ARTIFACT_PREFIX.size + length, "header", {}
     try:
         frame, area = data[ARTIFACT_PREFIX.size : start], data[start:-32]
-        header = json.loads(zstandard.ZstdDecompressor().stream_reader(frame).read(MAX_HEADER_BYTES))
+        header = json.loads(zstandard.ZstdDecompressor().stream_reader(frame).read(1 << 24))  # at most
         require({"settings", "tokenizer_sha256", "meta"} <= header.keys(), "settings, tokenizer_sha256 or meta missing")
         records, sections = header["tensors"], header["sections"]
         # These two bound all that is allocated below; a size of 0 counts as 1, or the others would have no bound.
@@ -2132,9 +2087,9 @@ def read_artifact(path: str | Path, max_weights: int = 1 << 30) -> tuple[dict, d
         for record, own_scales in zip(records, scales, strict=True):
             what, shape = f"tensor {record['name']!r}", record["shape"]
             dtype = {16: "<f2", 32: "<f4"}.get(record["bits"], "|i1")
-            values = torch.from_numpy(unpack_array(record, area, dtype, math.prod(shape), (states, tables)))
+            values = torch.from_numpy(unpack_array(record, area, dtype, math.prod(shape), states, tables))
             if record["quantizer"] == "rows":
-                values = dequantize_rows(values.view(len(own_scales), -1), own_scales, shape)
+                values = dequantize_rows(values.view(len(own_scales), -1), own_scales)
             tensors[record["name"]] = values.float().reshape(shape)
         what = "digest"
         require(intact, "every part unpacks as it was written")
@@ -2425,7 +2380,6 @@ def build(settings: Settings, runtime: Runtime, data: SimpleNamespace) -> Simple
     return SimpleNamespace(
         network=network, model=compiled(network, settings), batches=Batches(data, settings, runtime),
         optimizers=Optimizers(network, settings, runtime), plan=Plan(settings), table=table,
-        weights=QuantizedWeights(network.named_parameters(), table),
         averages={name: Average(params, memory[name]) for name in memory if getattr(settings, name)},
         clock=Clock(settings.iterations, budget, runtime, replay))
 
@@ -2442,7 +2396,7 @@ def warm_up(setup: SimpleNamespace, settings: Settings, runtime: Runtime) -> Non
         failed, room = torch.zeros(1, device=runtime.device), None
         try:
             room = torch.empty(7 * sum(param.numel() for param in optimizers.params), device=runtime.device)
-            with setup.weights.quantized():
+            with quantized(setup.network, setup.table):
                 forward_backward(setup.model, batches, step)
         except torch.OutOfMemoryError:
             failed += 1
@@ -2502,7 +2456,7 @@ def train(run: Run, setup: SimpleNamespace, validate: Callable) -> bool:
         next(trace)
 
         # Weights are quantized for forward and backward alone; the gradient lands on the masters (straight through).
-        with setup.weights.quantized() if plan.on("qat") else contextlib.nullcontext():
+        with quantized(setup.network, setup.table) if plan.on("qat") else contextlib.nullcontext():
             loss = forward_backward(setup.model, batches, run.step + run.skipped)
         extra = torch.stack([loss, torch.full_like(loss, watch.signal)])
         norm, (loss, stopping) = optimizers.reduce_gradients(runtime, settings.grad_clip_norm, extra)
@@ -2546,7 +2500,7 @@ def choose_weights(run: Run, setup: SimpleNamespace, score: Callable[[Callable],
     scores, params = {}, [param.detach() for param in setup.network.parameters()]
     values = {"raw": params, **{name: average.values for name, average in setup.averages.items() if average.count}}
     for name in values:
-        with swapped(params, values[name]), setup.weights.quantized():
+        with swapped(params, values[name]), quantized(setup.network, setup.table):
             scores[name] = score(setup.model)
         steps = f" of {setup.averages[name].count} steps" if name != "raw" else ""
         run.log(f"weights: {name}{steps}, quantized, on held-out training tokens {scores[name]}")

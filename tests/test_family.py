@@ -125,9 +125,8 @@ def test_the_artifact_gives_back_the_network_that_qat_trained(choice, tmp_path):
     with torch.no_grad():
         for name, param in net.named_parameters():  # control tensors as the file will hold them
             if T.tensor_class(name, param) == "control":
-                param.copy_(param.to(T.control_dtype(name)))
-    weights = T.QuantizedWeights(net.named_parameters(), table)
-    with weights.quantized(), torch.no_grad():
+                param.copy_(param.float() if name.endswith(T.FLOAT32_CONTROLS) else param.half())
+    with T.quantized(net, table), torch.no_grad():
         trained = net(ids)
         values = {name: param.clone() for name, param in net.named_parameters()}
     T.write_artifact(tmp_path / "m.upar", net.state_dict(), table, vars(net.config), "0" * 64, {})
@@ -429,11 +428,11 @@ def test_each_optimizer_trains_alike_compiled_and_eager(both, kind):
     for name, run in (("eager", net), ("compiled", model)):
         net.load_state_dict(start)
         optimizers = T.Optimizers(net, settings, T.Runtime(0, 1, torch.device("cpu"), False))
-        weights = T.QuantizedWeights(net.named_parameters(), {"matrix": (6, 12.85), "embedding": (8, 20.0)})
+        table = {"matrix": (6, 12.85), "embedding": (8, 20.0)}
         losses[name] = []
         for step in range(6):
             ids = tokens(step)
-            with weights.quantized() if step >= 4 else contextlib.nullcontext():
+            with T.quantized(net, table) if step >= 4 else contextlib.nullcontext():
                 loss = run(ids, ids.roll(-1, 1)).mean()
                 loss.backward()
             optimizers.step(1.0, 0.9, good)

@@ -241,12 +241,12 @@ def train_through_the_switch(compiled: bool) -> list[float]:
         for param in net.parameters():
             param.add_(0.05 * torch.randn_like(param))
     model = torch.compile(net, dynamic=False, fullgraph=True) if compiled else net
-    weights = T.QuantizedWeights(net.named_parameters(), {"matrix": (3, 0.0), "embedding": (8, 20.0)})
+    table = {"matrix": (3, 0.0), "embedding": (8, 20.0)}
     optimizer = torch.optim.SGD(net.parameters(), lr=0.001)
     losses = []
     for at in range(7):
         steady = torch.compiler.set_stance("fail_on_recompile") if compiled and at else contextlib.nullcontext()
-        with steady, weights.quantized() if at >= 4 else contextlib.nullcontext():
+        with steady, T.quantized(net, table) if at >= 4 else contextlib.nullcontext():
             loss = model(tokens(17, 2, 32), tokens(18, 2, 32)).mean()
             loss.backward()
         optimizer.step()
