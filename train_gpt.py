@@ -1632,19 +1632,33 @@ class Optimizers:
 
 
 # === shared: schedule ===
-class Clock:
+class Kept:
+    """What a checkpoint brings back by the attributes that `kept` names."""
+
+    kept: tuple[str, ...]
+
+    def state_dict(self) -> dict:
+        return {name: getattr(self, name) for name in self.kept}
+
+    def load_state_dict(self, saved: dict) -> None:
+        vars(self).update(saved)
+
+
+class Clock(Kept):
     """Training time, rank 0's for all ranks; no step waits for it. `iterations`, `budget` (seconds): 0 for no limit.
 
     `replay`: the progress that each step of another run used. It counts in place of both, and the run ends with it.
     """
 
+    kept = ("before", "seconds", "used", "packet")
+
     def __init__(self, iterations: int, budget: float, runtime: Runtime, replay: Iterable[float] = (),
                  now: Callable[[], float] = time.perf_counter):
-        self.replay = list(replay)
-        self.iterations, self.budget, self.runtime, self.now = iterations or math.inf, budget or math.inf, runtime, now
+        self.iterations, self.budget, self.replay = iterations or math.inf, budget or math.inf, list(replay)
+        self.runtime, self.now = runtime, now
         self.before, self.started = 0.0, None  # seconds of finished stretches, start of the running one
         self.seconds, self.used = [0.0], []  # of each step: agreed seconds at its end, progress that it used
-        self.pending: tuple | None = None  # what was sent, and on CUDA the event of its arrival on the host
+        self.packet, self.arrived = None, None  # of the step before: what was sent, on CUDA when it is on the host
 
     def elapsed(self) -> float:
         """This rank's training seconds so far."""
@@ -1666,30 +1680,18 @@ class Clock:
         packet = torch.stack([loss.double(), bad.double(), stop.double(), seconds])
         if self.runtime.distributed:
             dist.broadcast(packet, src=0)
-        copy = packet.to("cpu", non_blocking=True)
-        self.pending = copy, torch.cuda.current_stream().record_event() if packet.is_cuda else None
+        self.packet = packet.to("cpu", non_blocking=True)
+        self.arrived = torch.cuda.current_stream().record_event() if packet.is_cuda else None
 
     def receive(self) -> tuple[float, bool, bool] | None:
         """(loss, bad, stop) of the step before, or None if there was none; to be called in the middle of a step."""
-        if self.pending is None:
+        if self.packet is None:
             return None
-        (packet, arrived), self.pending = self.pending, None
-        if arrived is not None:
-            arrived.synchronize()  # bounds the host's lead to a step; the device, with work queued, does not wait
-        loss, bad, stop, seconds = packet.tolist()
+        if self.arrived is not None:
+            self.arrived.synchronize()  # bounds the host's lead to a step; the device, with work queued, does not wait
+        (loss, bad, stop, seconds), self.packet, self.arrived = self.packet.tolist(), None, None
         self.seconds.append(seconds)
         return loss, bad > 0, stop > 0
-
-    def state_dict(self) -> dict:
-        """For a checkpoint, while it stands still."""
-        loss, bad, _, seconds = self.pending[0].tolist() if self.pending else [None] * 4
-        return {"before": self.before, "seconds": self.seconds[-11:], "used": self.used,
-                "packet": [loss, bad, 0.0, seconds] if self.pending else None}
-
-    def load_state_dict(self, saved: dict) -> None:
-        """Go on from there."""
-        self.before, self.seconds, self.used = saved["before"], saved["seconds"], saved["used"]
-        self.pending = saved["packet"] and (torch.tensor(saved["packet"], dtype=torch.float64), None)
 
     def median_step(self) -> float:
         """Median seconds of the last nine steps, the run's first one aside: a stall does not move it, a drift does."""
@@ -1709,7 +1711,7 @@ class Clock:
         """Whether `step` must not run any more: iterations done, or the time left is less than a median step."""
         if self.replay:
             return len(self.used) == len(self.replay)
-        flying = self.median_step() if self.pending is not None else 0.0  # the step whose time is not known yet
+        flying = 0.0 if self.packet is None else self.median_step()  # the step whose time is not known yet
         return step >= self.iterations or self.budget - self.seconds[-1] - flying < self.median_step()
 
 
@@ -1735,15 +1737,13 @@ class Plan:
             raise UserError(f"RESERVE_SECONDS={s.reserve_seconds}: must be below MAX_WALLCLOCK_SECONDS="
                             f"{s.max_wallclock_seconds}")
 
-        def share(name: str, steps: int, frac: float) -> float:
-            if steps > s.iterations:
-                raise UserError(f"{name}={steps}: must be at most ITERATIONS={s.iterations}; or use a share of the run")
+        def share(name: str, frac: float) -> float:
+            if (steps := getattr(s, name)) > s.iterations:
+                raise UserError(f"{name.upper()}={steps}: must be at most ITERATIONS={s.iterations}; or set a share")
             return steps / s.iterations if steps else frac
 
-        constant = s.lr_schedule == "constant"
-        self.warmdown = 0.0 if constant else share("WARMDOWN_ITERS", s.warmdown_iters, s.warmdown_frac)
-        self.momentum_warmup = share("MUON_MOMENTUM_WARMUP_STEPS", s.muon_momentum_warmup_steps,
-                                     s.muon_momentum_warmup_frac)
+        self.warmdown = 0.0 if s.lr_schedule == "constant" else share("warmdown_iters", s.warmdown_frac)
+        self.momentum_warmup = share("muon_momentum_warmup_steps", s.muon_momentum_warmup_frac)
         if s.warmup_frac + self.warmdown > 1:
             raise UserError(f"WARMUP_FRAC={s.warmup_frac}: must be at most {1 - self.warmdown:.3f} with this warmdown")
         phases = {"warmup": s.warmup_frac and Phase(0.0, s.warmup_frac),
@@ -1787,13 +1787,11 @@ class Plan:
         return name in self.phases and self.phases[name].start_step > 0
 
     def state_dict(self) -> dict:
-        """What became of each phase."""
-        return {name: [phase.start_step, phase.start_progress, phase.steps] for name, phase in self.phases.items()}
+        return {name: asdict(phase) for name, phase in self.phases.items()}
 
     def load_state_dict(self, saved: dict) -> None:
-        """Go on from there."""
-        for name, phase in self.phases.items():
-            phase.start_step, phase.start_progress, phase.steps = saved.get(name, (0, 0.0, 0))
+        for name, phase in self.phases.items():  # what is planned may have changed since
+            vars(phase).update({**saved.get(name, asdict(Phase(0.0))), "planned": phase.planned, "end": phase.end})
 
     def describe(self, ended: bool = False) -> str:
         """One line a phase: the plan, or once the run has `ended` when it began, and for how many steps it was on."""
@@ -1804,8 +1802,10 @@ class Plan:
         return "\n".join(rows)
 
 
-class Average:
+class Average(Kept):
     """A float32 average of the parameters: exponential with a memory in shares of the run, or plain (memory None)."""
+
+    kept = ("values", "count", "progress")
 
     def __init__(self, params: list[nn.Parameter], memory: float | None):
         self.params, self.memory, self.values, self.count, self.progress = params, memory, [], 0, 0.0
@@ -1818,14 +1818,6 @@ class Average:
         keep = math.exp((self.progress - progress) / self.memory) if self.memory else self.count / (self.count + 1)
         torch._foreach_lerp_(self.values, params, 1 - keep)
         self.count, self.progress = self.count + 1, progress
-
-    def state_dict(self) -> dict:
-        """For a checkpoint."""
-        return {"values": self.values, "count": self.count, "progress": self.progress}
-
-    def load_state_dict(self, saved: dict) -> None:
-        """Go on from there; from nothing where it was not kept."""
-        self.values, self.count, self.progress = saved.values() if saved else ([], 0, 0.0)
 # === end: schedule ===
 
 
@@ -2265,12 +2257,14 @@ def stored_settings(given: dict[str, str], out_dir: str) -> tuple[dict, dict]:
     return below, {"resume": str(folder), "run_id": folder.name, "out_dir": str(folder.parent)}
 
 
-class Run:
+class Run(Kept):
     """A training run: folder, log and events, how far it is, and the parts that a checkpoint brings back.
 
     parts: name -> object with state_dict and load_state_dict; `network` has a file of its own. identity: JSON, what a
     resumed run must have in common with what it was.
     """
+
+    kept = ("step", "saved", "skipped", "losses", "events")
 
     def __init__(self, settings, runtime: Runtime, folder: Path, parts: dict, identity: dict):
         every = re.fullmatch(r"(\d+)(s?)", settings.save_every)
@@ -2299,8 +2293,7 @@ class Run:
             return
         states = {name: part.state_dict() for name, part in self.parts.items()}
         meta = {"script": Path(__file__).name, "code_sha256": sha256_file(__file__), "settings": asdict(self.settings),
-                "identity": self.identity, "rng": torch.get_rng_state().tolist(),
-                **{name: getattr(self, name) for name in ("step", "saved", "skipped", "losses", "events")}}
+                "identity": self.identity, "rng": torch.get_rng_state().tolist(), **self.state_dict()}
         try:
             files = {"model": states.pop("network"), "training": states}
             save_checkpoint(self.folder, self.step, files, meta, self.settings.keep)
@@ -2320,13 +2313,12 @@ class Run:
         model, training = (torch.load(folder / f"{name}.pt", map_location=self.runtime.device, weights_only=True)
                            for name in ("model", "training"))
         for name, part in self.parts.items():
-            if resume or name != "clock":
-                part.load_state_dict(model if name == "network" else training.get(name, {}))
+            if name == "network" or name in training and (resume or name != "clock"):
+                part.load_state_dict(model if name == "network" else training[name])
         self.step = self.stands = meta["step"]
         if resume:
             torch.set_rng_state(torch.tensor(meta["rng"], dtype=torch.uint8))
-            for name in ("saved", "skipped", "losses", "events"):
-                setattr(self, name, meta[name])
+            self.load_state_dict({name: meta[name] for name in self.kept})
             self.event("resume", step=self.step, ranks=self.runtime.world_size, changed={
                 name: value for name, value in asdict(self.settings).items() if meta["settings"].get(name) != value})
 
@@ -2448,6 +2440,8 @@ def train(run: Run, setup: SimpleNamespace, validate: Callable) -> bool:
             clock.start()
         if stop or run.every and last_step or run.due(clock.seconds[-1]):
             clock.stop()
+            if stop and clock.packet is not None:
+                clock.packet[2] = 0.0  # or the run would stop again once it is resumed
             run.save(clock.seconds[-1])
             clock.start()
         if last_step or stop:
