@@ -552,14 +552,26 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """A SentencePiece file, an encoding (`load_encoding`) or, in any folder, `bytes`. UserError if none, or no BOS."""
+    """Of a SentencePiece file, tiktoken's encoding NAME or its file NAME.tiktoken, or `bytes`. Raises UserError."""
     path = Path(path)
     if path.name == "bytes":
         roles = {role: 260 + i for i, role in enumerate(ROLE_TOKENS)}
-        pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4  # 0 pad, 1 BOS, 2 EOS, 3 unknown, bytes
+        pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4  # pad, BOS, EOS, unknown; bytes; roles
         return Tokenizer("bytes", b"underpar bytes 264", 1, roles, pieces, lambda text: [4 + b for b in text.encode()])
     if str(path) in ENCODINGS or path.suffix == ".tiktoken":
-        return load_encoding(path)
+        public, name, scope = tiktoken_ext.openai_public, path.name.removesuffix(".tiktoken"), {}
+        maker = "r50k_base" if path.name == "gpt2.tiktoken" else name  # the same ranks, pattern and special token
+        if path.suffix:  # tiktoken's own function, with a loader that reads and checks the file given
+            scope["load_tiktoken_bpe"] = lambda url, expected_hash: public.load_tiktoken_bpe(str(path), expected_hash)
+        try:
+            encoding = tiktoken.Encoding(**FunctionType(getattr(public, maker).__code__, vars(public) | scope)())
+        except (AttributeError, OSError, ValueError, AssertionError) as error:
+            raise UserError(f"tokenizer {path}: tiktoken cannot load it ({' '.join(str(error).split())[:160]}); give "
+                            f"one of {ENCODINGS}, which it downloads, or one's rank file NAME.tiktoken") from error
+        tokens = {rank: token for token, rank in encoding._mergeable_ranks.items()}
+        pieces = [tokens.get(rank, b"") for rank in range(encoding.n_vocab)]
+        content = b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in sorted(tokens.items()))
+        return Tokenizer(f"{name}.tiktoken", content, encoding.eot_token, {}, pieces, encoding.encode_ordinary)
     try:
         content = path.read_bytes()
         model = sentencepiece.SentencePieceProcessor(model_proto=content)
@@ -570,7 +582,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     ids = list(range(model.vocab_size()))
     names, control = model.id_to_piece(ids), np.array(model.is_control(ids))
     boundary = control | model.is_unknown(ids) | model.is_unused(ids)
-    pieces = [name.replace("\u2581", " ").encode("utf-8") for name in names]
+    pieces = [name.replace("\u2581", " ").encode("utf-8") for name in names]  # its mark of a space
     for i in np.flatnonzero(boundary | model.is_byte(ids)):
         pieces[i] = b"" if boundary[i] else bytes.fromhex(names[i][3:5])  # a byte's name is "<0x41>"
     # A leading space that the model's own decoder leaves out is the dummy prefix, no part of the text.
@@ -578,23 +590,6 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
                       for i, name in enumerate(names)])
     special_ids = {role: names.index(role) for role in ROLE_TOKENS if model.is_control(model.piece_to_id(role))}
     return Tokenizer("tokenizer.model", content, model.bos_id(), special_ids, pieces, model.encode, drops)
-
-
-def load_encoding(path: Path) -> Tokenizer:
-    """A tiktoken encoding by name (downloaded once) or from its rank file `<name>.tiktoken`, which tiktoken checks."""
-    public, name, scope = tiktoken_ext.openai_public, path.name.removesuffix(".tiktoken"), {}
-    maker = "r50k_base" if path.name == "gpt2.tiktoken" else name  # the same ranks, pattern and special token
-    if path.suffix:
-        scope["load_tiktoken_bpe"] = lambda url, expected_hash: public.load_tiktoken_bpe(str(path), expected_hash)
-    try:
-        encoding = tiktoken.Encoding(**FunctionType(getattr(public, maker).__code__, vars(public) | scope)())
-    except (AttributeError, OSError, ValueError, AssertionError) as error:
-        raise UserError(f"tokenizer {path}: tiktoken cannot load it ({' '.join(str(error).split())[:160]}); expected "
-                        f"one of {ENCODINGS}, which it downloads, or the rank file <name>.tiktoken of one") from error
-    tokens = {rank: token for token, rank in encoding._mergeable_ranks.items()}
-    pieces = [tokens.get(rank, b"") for rank in range(encoding.n_vocab)]
-    content = b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in sorted(tokens.items()))
-    return Tokenizer(f"{name}.tiktoken", content, encoding.eot_token, {}, pieces, encoding.encode_ordinary)
 
 
 def token_bytes(tokenizer: Tokenizer, prev: np.ndarray, ids: np.ndarray) -> np.ndarray:
@@ -710,9 +705,8 @@ def document_hashes(stream: TokenStream, bos_id: int, block: int = 1 << 22) -> I
     rest = np.empty(0, dtype=np.int64)
     for at in range(0, len(stream), block):
         tokens = np.append(rest, stream.read(at, min(block, len(stream) - at)))
-        head, *begun = np.split(tokens, np.flatnonzero(tokens == bos_id))
-        rest = begun.pop() if begun else head
-        yield from (hashlib.blake2b(document, digest_size=16).digest() for document in begun)
+        *whole, rest = np.split(tokens, np.flatnonzero(tokens == bos_id))
+        yield from (hashlib.blake2b(one, digest_size=16).digest() for one in whole if one.size and one[0] == bos_id)
     if rest[0] == bos_id:
         yield hashlib.blake2b(rest, digest_size=16).digest()
 # === end: data ===
@@ -754,10 +748,9 @@ def open_data(settings: Settings) -> SimpleNamespace:
     if min(settings.holdout_tokens, len(tokens) - 1) < settings.train_seq_len:
         raise UserError(f"TRAIN_SEQ_LEN={settings.train_seq_len}: must be at most HOLDOUT_TOKENS="
                         f"{settings.holdout_tokens} and less than validation's {len(tokens)} tokens")
-    val_bytes = int(token_bytes(tokenizer, tokens[:-1], tokens[1:]).sum())
-    recorded = sum(manifest["val"]["decoded_bytes"] for manifest in manifests.values())
-    if val_bytes != recorded:
-        raise UserError(f"validation bytes: the tokenizer's table counts {val_bytes}, manifest.json says {recorded}")
+    val_bytes = sum(manifest["val"]["decoded_bytes"] for manifest in manifests.values())
+    if (found := int(token_bytes(tokenizer, tokens[:-1], tokens[1:]).sum())) != val_bytes:
+        raise UserError(f"validation bytes: the tokenizer's table counts {found}, manifest.json says {val_bytes}")
     sources, names = [], []  # of the validation documents
     for folder, manifest in manifests.items():
         numbers = manifest["val"].get("document_sources")  # published shards have none
@@ -2163,23 +2156,21 @@ def score_tokens(model: Callable, tokens: np.ndarray, tokenizer: Tokenizer, runt
     sources: (index into the names (N,), names); a prediction counts for the source of the token that it predicts.
     """
     source_of, names = sources or (np.broadcast_to(0, len(tokens)), [])
-    rows = score_rows(tokens, tokenizer.bos_id, seq_len, stride)
-    rows, device = rows[runtime.rank :: runtime.world_size], runtime.device
-    sums = torch.zeros(len(names) or 1, 3, dtype=torch.float64, device=device)  # nats, tokens, bytes by source
-    for done in range(0, len(rows), batch):
-        group = rows[done : done + batch]
-        begin, first, end = np.hsplit(np.pad(group, ((0, batch - len(group)), (0, 0))), 3)  # (batch, 1) each
+    rows = score_rows(tokens, tokenizer.bos_id, seq_len, stride)[runtime.rank :: runtime.world_size]
+    groups = np.pad(rows, ((0, -len(rows) % batch), (0, 0))).reshape(-1, batch, 3)  # rows of nothing fill the last one
+    sums = torch.zeros(len(names) or 1, 3, dtype=torch.float64, device=runtime.device)  # nats, tokens, bytes
+    for group in groups:
+        begin, first, end = np.hsplit(group, 3)  # (batch, 1) each
         longest, cache = int((end - begin).max()), {} if stride else {"cache": model.new_cache()}
         for start in range(0, longest, seq_len):
             at = begin + start + np.arange(seq_len if stride else min(seq_len, longest - start))  # (batch, T)
             scored, at = (first <= at) & (at < end), np.where(at < end, at, 0)  # BOS fills up what a row leaves
             arrays = (tokens[at], np.where(scored, tokens[at + 1], -1), source_of[at + 1].astype(np.int64),
                       token_bytes(tokenizer, tokens[at], tokens[at + 1]) * scored)
-            ids, targets, source, size = (torch.from_numpy(array).to(device) for array in arrays)
-            losses = model(ids, targets, **cache)
-            found = torch.stack([losses.double(), (targets >= 0).double(), size.double()], dim=-1)  # (batch, T, 3)
-            member = source.flatten() == torch.arange(len(sums), device=device)[:, None]  # (sources, batch * T)
-            sums += member.double() @ found.flatten(0, 1)
+            ids, targets, source, size = (torch.from_numpy(array).to(runtime.device) for array in arrays)
+            columns = model(ids, targets, **cache), targets >= 0, size  # (batch, T) each
+            member = source.flatten() == torch.arange(len(sums), device=runtime.device)[:, None]  # (sources, batch * T)
+            sums += member.double() @ torch.stack([column.flatten().double() for column in columns], dim=1)
     nats, count, size = runtime.sum(sums).sum(0).tolist()
     assert int(count) == len(tokens) - 1, f"scored {count:.0f} of {len(tokens) - 1} predictions"
     parts = zip(names, sums.tolist(), strict=False)
