@@ -2134,10 +2134,8 @@ class Score:
 
 
 def score_rows(tokens: np.ndarray, bos_id: int, seq_len: int, stride: int | None) -> np.ndarray:
-    """Rows (begin, first scored, end) of token positions that score each prediction once, longest first, (rows, 3).
-
-    stride = seq_len: plain windows; a smaller stride: each but the first scores its last `stride` positions with the
-    full context before them; none: whole documents, each of which predicts the BOS after it.
+    """Rows (begin, first scored, end) that score each prediction once, longest first: plain windows (stride = seq_len);
+    sliding ones, each but the first scoring its last `stride` positions; or documents and the BOS after (no stride).
     """
     count = len(tokens) - 1
     cuts = np.arange(seq_len, count, stride) if stride else np.flatnonzero(tokens == bos_id)
@@ -2151,7 +2149,6 @@ def score_rows(tokens: np.ndarray, bos_id: int, seq_len: int, stride: int | None
 def score_tokens(model: Callable, tokens: np.ndarray, tokenizer: Tokenizer, runtime: Runtime, seq_len: int,
                  stride: int | None, batch: int, sources: tuple[np.ndarray, list[str]] | None = None) -> Score:
     """Score tokens[1:], each once, given what its row shows before it: tokens (N,) int64, BOS first; `batch` rows each.
-
     Documents are fed in pieces of seq_len with the cache of a GPT that is not compiled (full attention keeps each key).
     sources: (index into the names (N,), names); a prediction counts for the source of the token that it predicts.
     """
