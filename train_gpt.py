@@ -513,30 +513,28 @@ def profile_steps(folder: Path, log: Log) -> Iterator[None]:
 SHARD_KINDS = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}  # llm.c: (magic, version) -> tokens
 SHARD_HEADER_BYTES = 256 * 4  # 256 int32, then the tokens: uint32 for vocabularies above 65,536, else uint16
 ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
-SPACE_MARK = "\u2581"  # SentencePiece writes a space as this character
 ENCODINGS = ("gpt2", "r50k_base", "p50k_base", "cl100k_base", "o200k_base")  # of tiktoken
 
 
 @dataclass
 class Tokenizer:
-    """A tokenizer and the bytes its tokens stand for, from `load_tokenizer`. A token counts the UTF-8 bytes it decodes
-    to; after a boundary (a control, unknown or unused token, itself 0 bytes) without the space that a model puts before
-    every text (add_dummy_prefix). Parameter Golf counts the same (train_gpt.py, build_sentencepiece_luts, eval_val).
+    """From `load_tokenizer`. A token counts the UTF-8 bytes it decodes to; after a boundary (a control, unknown or
+    unused token) without the space put before every text. So does Parameter Golf, build_sentencepiece_luts, eval_val.
     """
 
-    name: str
     file: str  # what `save` writes; "bytes": nothing
     content: bytes  # of that file; its SHA-256 tells tokenizers apart
     bos_id: int
     special_ids: dict[str, int]  # role token -> id; empty where the tokenizer has none
     pieces: list[bytes]  # what each token decodes to, b"" for boundaries
-    drops_space: np.ndarray  # (V,) bool, loses its space after a boundary
     encode: Callable[[str], list[int]]  # ids without BOS; special tokens in the text are ordinary characters
+    drops_space: np.ndarray | bool = False  # (V,) bool, loses its space after a boundary
 
     def __post_init__(self) -> None:
         self.sha256, self.vocab_size = hashlib.sha256(self.content).hexdigest(), len(self.pieces)
         self.byte_counts = np.array([len(piece) for piece in self.pieces])  # (V,) int64
         self.boundary = self.byte_counts == 0  # (V,) bool
+        self.drops_space = np.broadcast_to(self.drops_space, self.vocab_size)
 
     def save(self, folder: str | Path) -> str:
         """Writes the file that gives the tokenizer back into `folder`; its name, or `bytes`, which needs no file."""
@@ -556,61 +554,44 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """A SentencePiece `.model` file; a tiktoken encoding (`load_encoding`); or `bytes`, in whatever folder: 0 pad,
-    1 bos, 2 eos, 3 unk, 4..259 the bytes, then the role tokens. Raises UserError for what gives no tokenizer with BOS.
-    """
+    """Of a SentencePiece file, tiktoken's encoding NAME or its file NAME.tiktoken, or `bytes`. Raises UserError."""
     path = Path(path)
     if path.name == "bytes":
-        special_ids = {role: 260 + i for i, role in enumerate(ROLE_TOKENS)}
-        pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4
-        return Tokenizer("bytes", "bytes", b"underpar bytes 264", 1, special_ids, pieces, np.zeros(264, dtype=np.bool_),
-                         lambda text: [byte + 4 for byte in text.encode("utf-8")])
-    if str(path) in ENCODINGS or path.is_dir() or path.suffix == ".tiktoken":
-        return load_encoding(path)
-    if not path.is_file() or not path.stat().st_size:
-        raise UserError(f"tokenizer {path}: no such file, or empty; name a SentencePiece .model file, a tiktoken "
-                        f"encoding ({', '.join(ENCODINGS)}) or its .tiktoken file, or `bytes`")
-    content = path.read_bytes()
+        roles = {role: 260 + i for i, role in enumerate(ROLE_TOKENS)}
+        pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4  # pad, BOS, EOS, unknown; bytes; roles
+        return Tokenizer("bytes", b"underpar bytes 264", 1, roles, pieces, lambda text: [4 + b for b in text.encode()])
+    if str(path) in ENCODINGS or path.suffix == ".tiktoken":
+        public, name, scope = tiktoken_ext.openai_public, path.name.removesuffix(".tiktoken"), {}
+        maker = "r50k_base" if path.name == "gpt2.tiktoken" else name  # the same ranks, pattern and special token
+        if path.suffix:  # tiktoken's own function, with a loader that reads and checks the file given
+            scope["load_tiktoken_bpe"] = lambda url, expected_hash: public.load_tiktoken_bpe(str(path), expected_hash)
+        try:
+            encoding = tiktoken.Encoding(**FunctionType(getattr(public, maker).__code__, vars(public) | scope)())
+        except (AttributeError, OSError, ValueError, AssertionError) as error:
+            raise UserError(f"tokenizer {path}: tiktoken cannot load it ({' '.join(str(error).split())[:160]}); give "
+                            f"one of {ENCODINGS}, which it downloads, or one's rank file NAME.tiktoken") from error
+        tokens = {rank: token for token, rank in encoding._mergeable_ranks.items()}
+        pieces = [tokens.get(rank, b"") for rank in range(encoding.n_vocab)]
+        content = b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in sorted(tokens.items()))
+        return Tokenizer(f"{name}.tiktoken", content, encoding.eot_token, {}, pieces, encoding.encode_ordinary)
     try:
+        content = path.read_bytes()
         model = sentencepiece.SentencePieceProcessor(model_proto=content)
-    except RuntimeError as error:
-        raise UserError(f"tokenizer {path}: not a SentencePiece model ({len(content)} bytes)") from error
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"tokenizer {path}: no SentencePiece model, .tiktoken file, bytes or {ENCODINGS}") from error
     if model.bos_id() < 0:
-        raise UserError(f"tokenizer {path}: has no BOS token; every document must begin with one")
+        raise UserError(f"tokenizer {path}: empty, or without the BOS token with which every document must begin")
     ids = list(range(model.vocab_size()))
     names, control = model.id_to_piece(ids), np.array(model.is_control(ids))
     boundary = control | model.is_unknown(ids) | model.is_unused(ids)
-    pieces = [name.replace(SPACE_MARK, " ").encode("utf-8") for name in names]
+    pieces = [name.replace("\u2581", " ").encode("utf-8") for name in names]  # its mark of a space
     for i in np.flatnonzero(boundary | model.is_byte(ids)):
         pieces[i] = b"" if boundary[i] else bytes.fromhex(names[i][3:5])  # a byte's name is "<0x41>"
     # A leading space that the model's own decoder leaves out is the dummy prefix, no part of the text.
-    drops = np.array([name.startswith(SPACE_MARK) and len(model.decode([i]).encode("utf-8")) < len(pieces[i])
+    drops = np.array([name.startswith("\u2581") and len(model.decode([i]).encode("utf-8")) < len(pieces[i])
                       for i, name in enumerate(names)])
     special_ids = {role: names.index(role) for role in ROLE_TOKENS if model.is_control(model.piece_to_id(role))}
-    return Tokenizer(path.stem, "tokenizer.model", content, model.bos_id(), special_ids, pieces, drops, model.encode)
-
-
-def load_encoding(path: Path) -> Tokenizer:
-    """A tiktoken encoding by name (downloaded once), from its rank file `<name>.tiktoken`, or GPT-2's from a folder of
-    encoder.json and vocab.bpe: tiktoken's own function, with loaders that read and check the files given.
-    """
-    public, name = tiktoken_ext.openai_public, "gpt2" if path.is_dir() else path.name.removesuffix(".tiktoken")
-    loaders = {"load_tiktoken_bpe": lambda url, expected_hash: public.load_tiktoken_bpe(str(path), expected_hash),
-               "data_gym_to_mergeable_bpe_ranks": lambda vocab_bpe_file, encoder_json_file, **hashes: (
-                   public.data_gym_to_mergeable_bpe_ranks(f"{path}/vocab.bpe", f"{path}/encoder.json", **hashes))}
-    maker = "r50k_base" if path.name == "gpt2.tiktoken" else name  # the same ranks, pattern and special token
-    scope = vars(public) | (loaders if path.is_dir() or path.suffix else {})
-    try:
-        encoding = tiktoken.Encoding(**FunctionType(getattr(public, maker).__code__, scope)())
-    except (AttributeError, OSError, ValueError, AssertionError) as error:
-        raise UserError(f"tokenizer {path}: tiktoken cannot load it ({' '.join(str(error).split())[:160]}); expected "
-                        f"a name ({', '.join(ENCODINGS)}) that it can download, its rank file <name>.tiktoken, or a "
-                        "folder of GPT-2's encoder.json and vocab.bpe") from error
-    tokens = {rank: token for token, rank in encoding._mergeable_ranks.items()}
-    pieces = [tokens.get(rank, b"") for rank in range(encoding.n_vocab)]
-    content = b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in sorted(tokens.items()))
-    return Tokenizer(name, f"{name}.tiktoken", content, encoding.eot_token, {}, pieces,
-                     np.zeros(len(pieces), dtype=np.bool_), encoding.encode_ordinary)
+    return Tokenizer("tokenizer.model", content, model.bos_id(), special_ids, pieces, model.encode, drops)
 
 
 def token_bytes(tokenizer: Tokenizer, prev: np.ndarray, ids: np.ndarray) -> np.ndarray:
@@ -636,8 +617,7 @@ def read_shard(path: str | Path) -> np.ndarray:
     magic, version, count, *_ = [*np.fromfile(path, dtype="<i4", count=3).tolist(), 0, 0, 0]
     kind = SHARD_KINDS.get((magic, version))
     if kind is None:
-        raise UserError(f"shard {path}: no token shard: {size} bytes, magic number {magic} and version {version}, "
-                        "expected " + " or ".join(f"{known} and {its}" for known, its in SHARD_KINDS))
+        raise UserError(f"shard {path}: {size} bytes, magic number and version {magic, version}, not {[*SHARD_KINDS]}")
     expected = SHARD_HEADER_BYTES + kind.itemsize * count
     if count <= 0 or size != expected:
         raise UserError(f"shard {path}: truncated or damaged: {size} bytes, its {count} tokens would take {expected}")
@@ -657,23 +637,17 @@ def load_manifest(data_path: str | Path) -> dict:
     except (OSError, ValueError):
         manifest = None
     if not isinstance(manifest, dict) or manifest.get("format") != 1:
-        raise UserError(f"{path}: no such file, or not of format 1; `python data/prepare.py SOURCE --out {data_path}` "
-                        f"makes it, `python data/download.py --manifest {data_path} --tokenizer PATH` does for shards")
+        raise UserError(f"{path}: no manifest of format 1; data/prepare.py makes one, data/download.py --manifest too")
     return manifest
 
 
 def check_dataset(data_path: str | Path, tokenizer: Tokenizer, manifest: dict, hash_train: bool = False) -> list:
-    """The TokenStreams of training and validation. Raises UserError unless they and the tokenizer are those of the
-    manifest: all token counts, SHA-256 of tokenizer and validation shards (with `hash_train` of training shards too);
-    and where validation documents also stand in the training documents of shards made here.
-    """
-    where, recorded, streams = Path(data_path) / "manifest.json", manifest["tokenizer"], []
-    if tokenizer.sha256 != recorded["sha256"]:
-        raise UserError(f"{data_path}: shards were written with another tokenizer: {recorded['file']} of SHA-256 "
-                        f"{recorded['sha256'][:12]}…, given {tokenizer.name} of {tokenizer.sha256[:12]}…")
+    """The TokenStreams of training and validation; UserError unless tokenizer and shards are those of the manifest."""
+    where, sha256, streams = Path(data_path) / "manifest.json", manifest["tokenizer"]["sha256"], []
+    if tokenizer.sha256 != sha256:
+        raise UserError(f"{where}: shards of another tokenizer, SHA-256 {sha256[:12]}…, not {tokenizer.sha256[:12]}…")
     if manifest["overlap_documents"] and not manifest["published"]:
-        raise UserError(f"{where}: {manifest['overlap_documents']} validation documents also stand in training, "
-                        "expected 0; prepare the data again")
+        raise UserError(f"{where}: {manifest['overlap_documents']} validation documents also stand in training, not 0")
     for split in ("train", "val"):
         shards, tokens = manifest[split]["shards"], manifest[split]["tokens"]
         stream = TokenStream([Path(data_path) / shard["file"] for shard in shards], tokenizer.vocab_size)
@@ -692,9 +666,8 @@ class TokenStream:
     """Shards as one circular stream of tokens. UserError if a token is not below `vocab_size` or a shard changes."""
 
     def __init__(self, paths: list[Path], vocab_size: int = 1 << 32) -> None:
-        self.paths, self.vocab_size = paths, vocab_size
+        self.paths, self.vocab_size, self.marks = paths, vocab_size, [self.mark(path) for path in paths]
         self.shards = [read_shard(path) for path in paths]
-        self.marks = [self.mark(path) for path in paths]
         self.starts = np.cumsum([0] + [len(shard) for shard in self.shards])  # (shards + 1,)
         self.length = int(self.starts[-1])
 
@@ -723,8 +696,7 @@ class TokenStream:
                 raise UserError(f"shard {self.paths[index]}: was changed or removed while in use")
             part = self.shards[index][position - self.starts[index] :][: min(count - done, self.length - position)]
             if part.max() >= self.vocab_size:
-                raise UserError(f"shard {self.paths[index]}: token {part.max()}, expected ids below "
-                                f"{self.vocab_size}; another tokenizer wrote it")
+                raise UserError(f"shard {self.paths[index]}: token {part.max()}, expected ids below {self.vocab_size}")
             out[done : done + len(part)] = part
             done += len(part)
         return out
@@ -735,9 +707,8 @@ def document_hashes(stream: TokenStream, bos_id: int, block: int = 1 << 22) -> I
     rest = np.empty(0, dtype=np.int64)
     for at in range(0, len(stream), block):
         tokens = np.append(rest, stream.read(at, min(block, len(stream) - at)))
-        head, *begun = np.split(tokens, np.flatnonzero(tokens == bos_id))
-        rest = begun.pop() if begun else head
-        yield from (hashlib.blake2b(document, digest_size=16).digest() for document in begun)
+        *whole, rest = np.split(tokens, np.flatnonzero(tokens == bos_id))
+        yield from (hashlib.blake2b(one, digest_size=16).digest() for one in whole if one.size and one[0] == bos_id)
     if rest[0] == bos_id:
         yield hashlib.blake2b(rest, digest_size=16).digest()
 # === end: data ===
@@ -748,45 +719,40 @@ def parse_mixture(data_path: str) -> dict[str, float]:
     """Folder -> share of DATA_PATH: a folder, or `a:0.7,b:0.3`, weights that are normalised. Raises UserError."""
     if not {":", ","} & set(data_path) or Path(data_path).exists():
         return {data_path: 1.0}
-    weights: dict[str, float] = {}
-    for part in data_path.split(","):
-        folder, _, weight = part.strip().replace("/:", ":").rpartition(":")
-        if not folder or not weight.replace(".", "", 1).isdecimal() or not float(weight) or folder in weights:
-            raise UserError(f"DATA_PATH={data_path!r}: {part!r} is not FOLDER:WEIGHT, a new folder and more than 0")
-        weights[folder] = float(weight)
+    parts = [re.fullmatch(r"\s*(.+?)/?:(\d+\.?\d*|\.\d+)\s*", part) for part in data_path.split(",")]
+    weights = {part[1]: float(part[2]) for part in parts if part}
+    if len(weights) < len(parts) or not all(weights.values()):
+        raise UserError(f"DATA_PATH={data_path!r}: neither a folder nor FOLDER:WEIGHT,… of new folders and more than 0")
     return {folder: weight / sum(weights.values()) for folder, weight in weights.items()}
 
 
-def check_overlap(folders: list[str], train: Iterable[TokenStream], val: Iterable[TokenStream], bos_id: int) -> None:
+def check_overlap(train: list[TokenStream], val: list[TokenStream], bos_id: int) -> None:
     """Raises UserError when a validation document of one part also stands, token for token, in another's training."""
-    documents = [list(document_hashes(stream, bos_id)) for stream in val]
-    for other, stream in enumerate(train):
-        known = set().union(*documents).intersection(document_hashes(stream, bos_id))
-        for part, own in enumerate(documents):
-            if found := [number for number, document in enumerate(own) if part != other and document in known]:
-                raise UserError(f"DATA_PATH: {len(found)} validation documents of {folders[part]}, first number "
-                                f"{found[0]}, stand in the training of {folders[other]}; prepare both in one folder")
+    documents = [set(document_hashes(stream, bos_id)) for stream in val]
+    for part, stream in enumerate(train):
+        others = set().union(*documents[:part], *documents[part + 1 :])
+        if found := others.intersection(document_hashes(stream, bos_id)):
+            raise UserError(f"{stream.paths[0].parent}: {len(found)} training documents are in another's validation")
 
 
 def open_data(settings: Settings) -> SimpleNamespace:
-    """The parts of DATA_PATH put together, checked against tokenizer, manifests and each other. Each part keeps its
-    share of HOLDOUT_TOKENS out of training, at its end. Raises UserError.
-    """
-    if settings.holdout_tokens < settings.train_seq_len:
-        raise UserError(f"HOLDOUT_TOKENS={settings.holdout_tokens}: fewer than TRAIN_SEQ_LEN={settings.train_seq_len}")
+    """The parts of DATA_PATH, checked, each without its share of HOLDOUT_TOKENS at its end. Raises UserError."""
     shares = parse_mixture(settings.data_path)
     manifests = {folder: load_manifest(folder) for folder in shares}
     folder, manifest = next(iter(manifests.items()))
     tokenizer = load_tokenizer(settings.tokenizer_path or Path(folder) / manifest["tokenizer"]["file"])
     if settings.vocab_size not in (0, tokenizer.vocab_size):
-        raise UserError(f"VOCAB_SIZE={settings.vocab_size}: {tokenizer.name} has {tokenizer.vocab_size} tokens")
+        raise UserError(f"VOCAB_SIZE={settings.vocab_size}: {tokenizer.file} has {tokenizer.vocab_size} tokens")
     train, val = zip(*(check_dataset(folder, tokenizer, manifests[folder]) for folder in shares), strict=True)
     if len(shares) > 1:
-        check_overlap(list(shares), train, val, tokenizer.bos_id)
+        check_overlap(train, val, tokenizer.bos_id)
     tokens = np.concatenate([stream.read(0, len(stream)) for stream in val])
-    if len(tokens) <= settings.train_seq_len:
-        raise UserError(f"validation has {len(tokens)} tokens: shorter than TRAIN_SEQ_LEN={settings.train_seq_len}")
-    check_bytes(int(token_bytes(tokenizer, tokens[:-1], tokens[1:]).sum()), manifests.values())
+    if min(settings.holdout_tokens, len(tokens) - 1) < settings.train_seq_len:
+        raise UserError(f"TRAIN_SEQ_LEN={settings.train_seq_len}: must be at most HOLDOUT_TOKENS="
+                        f"{settings.holdout_tokens} and less than validation's {len(tokens)} tokens")
+    val_bytes = sum(manifest["val"]["decoded_bytes"] for manifest in manifests.values())
+    if (found := int(token_bytes(tokenizer, tokens[:-1], tokens[1:]).sum())) != val_bytes:
+        raise UserError(f"validation bytes: the tokenizer's table counts {found}, manifest.json says {val_bytes}")
     sources, names = [], []  # of the validation documents
     for folder, manifest in manifests.items():
         numbers = manifest["val"].get("document_sources")  # published shards have none
@@ -802,36 +768,35 @@ def open_data(settings: Settings) -> SimpleNamespace:
         tokenizer=tokenizer, manifests=list(manifests.values()),
         manifest_sha256=" + ".join(sha256_file(Path(folder) / "manifest.json") for folder in shares),
         yardsticks=manifest.get("yardsticks", {}) if len(shares) == 1 else {},
-        streams=train, shares=list(shares.values()),  # a part each: TokenStream without the held-out end, share of rows
+        streams=train, shares=list(shares.values()),  # by part: TokenStream without the held-out end, share of rows
         held_out=np.concatenate(held_out),  # int64, the ends of all training streams, each behind a BOS
-        val=tokens, val_sources=(np.array(sources)[documents - 1], names))  # (N,) of all parts; (N,) into the names
+        val=tokens, val_bytes=val_bytes,  # (N,) int64, of all parts; what tokens 1 to N decode to
+        val_sources=(np.array(sources)[documents - 1], names))  # (N,) into the names
 
 
 class Batches:
     """The training streams as micro-batches. Step s reads the same tokens whatever the ranks and micro-batches: each
-    stream's share of the rows, rounded by systematic sampling (row j stands at (j + shift) / rows of the summed shares;
-    shifts are multiples of the golden ratio modulo 1, which makes the shares exact over steps, Weyl 1916). A stream's
-    rows go round its lanes, evenly spaced, by one window a round. A thread reads one step ahead, no more.
+    stream's share of the rows by systematic sampling (row j stands at (j + shift) / rows of the summed shares; shifts
+    are multiples of the golden ratio modulo 1, so that shares are exact over steps, Weyl 1916). A stream's rows go
+    round its lanes, evenly spaced, by one window a round. A thread reads one step ahead, no more.
     """
 
     def __init__(self, data: SimpleNamespace, settings: Settings, runtime: Runtime):
         self.data, self.runtime, self.seed = data, runtime, settings.seed
         self.seq_len, self.tokens = settings.train_seq_len, settings.train_batch_tokens
-        self.all_rows, uneven = divmod(self.tokens, self.seq_len)
-        if uneven or self.all_rows % runtime.world_size:
-            raise UserError(f"TRAIN_BATCH_TOKENS={self.tokens}: must be a multiple of TRAIN_SEQ_LEN x ranks = "
-                            f"{self.seq_len} x {runtime.world_size}")
+        self.all_rows, unit = self.tokens // self.seq_len, self.seq_len * runtime.world_size
+        if self.tokens % unit:
+            raise UserError(f"TRAIN_BATCH_TOKENS={self.tokens}: must be a multiple of TRAIN_SEQ_LEN x ranks = {unit}")
         self.lanes = [max(1, round(share * self.all_rows)) for share in data.shares]
         for stream, lanes in zip(data.streams, self.lanes, strict=True):
-            if len(stream) <= lanes * self.seq_len:
-                raise UserError(f"{stream.paths[0].parent}: {len(stream)} training tokens beside the held-out ones are "
-                                f"fewer than its {lanes * self.seq_len} of TRAIN_BATCH_TOKENS={self.tokens}")
+            if len(stream) <= (own := lanes * self.seq_len):
+                raise UserError(f"{stream.paths[0].parent}: {len(stream)} training tokens, a batch takes {own} of them")
         self.rows = self.all_rows // runtime.world_size  # of this rank, a step
         self.fitted, self.cuda = settings.micro_batch_tokens == 0, runtime.device.type == "cuda"
-        most = settings.micro_batch_tokens or (131072 if self.cuda else 4096)
-        if not self.fitted and most < self.seq_len:
+        most = settings.micro_batch_tokens or max(self.seq_len, 131072 if self.cuda else 4096)
+        if most < self.seq_len:
             raise UserError(f"MICRO_BATCH_TOKENS={most}: must be at least TRAIN_SEQ_LEN={self.seq_len}")
-        self.limit_rows(max(1, most // self.seq_len))
+        self.limit_rows(most // self.seq_len)
         start = (torch.cuda.set_device, (runtime.device,)) if self.cuda else ()  # else the thread pins on device 0
         self.reader = concurrent.futures.ThreadPoolExecutor(1, "reader", *start)
         self.ahead, self.waited = {}, 0.0  # step -> Future of its tokens; seconds that the loop stood waiting for them
@@ -2105,79 +2070,57 @@ class Score:
 
     def __post_init__(self) -> None:
         self.loss, self.bpb = self.nats / self.tokens, self.nats / math.log(2) / self.bytes
-        self.bytes_per_token = self.bytes / self.tokens
 
     def result(self) -> dict:
         """Its keys in result.json."""
         parts = {"val_bpb_sources": {name: part.bpb for name, part in self.sources.items()}} if self.sources else {}
         return {"val_loss": self.loss, "val_bpb": self.bpb, "val_nats": self.nats, "val_tokens": self.tokens,
-                "val_bytes": self.bytes, "bytes_per_token": self.bytes_per_token, **parts}
+                "val_bytes": self.bytes, "bytes_per_token": self.bytes / self.tokens, **parts}
 
     def __str__(self) -> str:
         return (f"loss:{self.loss:.4f} bpb:{self.bpb:.4f} nats:{self.nats:.1f} tokens:{self.tokens} bytes:{self.bytes} "
-                f"bytes_per_token:{self.bytes_per_token:.4f}")
+                f"bytes_per_token:{self.bytes / self.tokens:.4f}")
 
 
-def windows(count: int, seq_len: int, stride: int) -> list[tuple[int, int, int]]:
-    """Windows that score each of `count` predictions once: (begin, first scored, end), in token positions.
-
-    stride = seq_len: plain windows that do not overlap, the last one shorter. A smaller stride: each window but the
-    first scores its last `stride` positions with the full context before them.
+def score_rows(tokens: np.ndarray, bos_id: int, seq_len: int, stride: int | None) -> np.ndarray:
+    """Rows (begin, first scored, end) that score each prediction once, longest first: plain windows (stride = seq_len);
+    sliding ones, each but the first scoring its last `stride` positions; or documents and the BOS after (no stride).
     """
-    edges, overlap = sorted({0, *range(seq_len, count, stride), count}), stride < seq_len
-    return [(max(0, end - seq_len) if overlap else at, at, end) for at, end in zip(edges[:-1], edges[1:], strict=True)]
-
-
-def documents(tokens: np.ndarray, bos_id: int) -> np.ndarray:
-    """Rows of whole documents, as `windows` gives them, longest first (rows, 3); each predicts the BOS after it."""
-    edges = np.unique(np.concatenate([[0], np.flatnonzero(tokens == bos_id), [len(tokens) - 1]]))
-    order = np.argsort(edges[:-1] - edges[1:], kind="stable")
-    return np.stack([edges[:-1], edges[:-1], edges[1:]], axis=1)[order]
+    count = len(tokens) - 1
+    cuts = np.arange(seq_len, count, stride) if stride else np.flatnonzero(tokens == bos_id)
+    edges = np.unique(np.concatenate([[0], cuts, [count]]))
+    first, end = edges[:-1], edges[1:]
+    begin = np.maximum(0, end - seq_len) if stride and stride < seq_len else first
+    return np.stack([begin, first, end], axis=1)[np.argsort(begin - end, kind="stable")]
 
 
 @torch.no_grad()
 def score_tokens(model: Callable, tokens: np.ndarray, tokenizer: Tokenizer, runtime: Runtime, seq_len: int,
                  stride: int | None, batch: int, sources: tuple[np.ndarray, list[str]] | None = None) -> Score:
-    """Score tokens[1:], each once, given what its row shows before it. tokens (N,) int64; `batch` rows a forward.
-
-    Rows are `windows` of `stride` or, where that is None, whole `documents`, fed in pieces of seq_len with the cache
-    of a GPT that is not compiled: full attention keeps every key, so memory grows with the longest document.
+    """Score tokens[1:], each once, given what its row shows before it: tokens (N,) int64, BOS first; `batch` rows each.
+    Documents are fed in pieces of seq_len with the cache of a GPT that is not compiled (full attention keeps each key).
     sources: (index into the names (N,), names); a prediction counts for the source of the token that it predicts.
     """
-    if tokenizer.byte_counts[tokens[0]]:  # nothing scores the first token: its bytes would be missing
-        raise UserError(f"validation does not begin with a document's first token (BOS), but with token {tokens[0]}")
-    if len(tokens) <= seq_len:
-        raise UserError(f"{len(tokens)} tokens to score: fewer than one window of TRAIN_SEQ_LEN={seq_len}")
     source_of, names = sources or (np.broadcast_to(0, len(tokens)), [])
-    rows = np.array(windows(len(tokens) - 1, seq_len, stride)) if stride else documents(tokens, tokenizer.bos_id)
-    rows, device = rows[runtime.rank :: runtime.world_size], runtime.device
-    sums = torch.zeros(len(names) or 1, 3, dtype=torch.float64, device=device)  # nats, tokens, bytes by source
-    for done in range(0, len(rows), batch):
-        group = rows[done : done + batch]
-        begin, first, end = np.hsplit(np.pad(group, ((0, batch - len(group)), (0, 0))), 3)  # (batch, 1) each
+    rows = score_rows(tokens, tokenizer.bos_id, seq_len, stride)[runtime.rank :: runtime.world_size]
+    groups = np.pad(rows, ((0, -len(rows) % batch), (0, 0))).reshape(-1, batch, 3)  # rows of nothing fill the last one
+    sums = torch.zeros(len(names) or 1, 3, dtype=torch.float64, device=runtime.device)  # nats, tokens, bytes
+    for group in groups:
+        begin, first, end = np.hsplit(group, 3)  # (batch, 1) each
         longest, cache = int((end - begin).max()), {} if stride else {"cache": model.new_cache()}
         for start in range(0, longest, seq_len):
             at = begin + start + np.arange(seq_len if stride else min(seq_len, longest - start))  # (batch, T)
             scored, at = (first <= at) & (at < end), np.where(at < end, at, 0)  # BOS fills up what a row leaves
             arrays = (tokens[at], np.where(scored, tokens[at + 1], -1), source_of[at + 1].astype(np.int64),
                       token_bytes(tokenizer, tokens[at], tokens[at + 1]) * scored)
-            ids, targets, source, size = (torch.from_numpy(array).to(device) for array in arrays)
-            losses = model(ids, targets, **cache)
-            found = torch.stack([losses.double(), (targets >= 0).double(), size.double()], dim=-1)  # (batch, T, 3)
-            member = source.flatten() == torch.arange(len(sums), device=device)[:, None]  # (sources, batch * T)
-            sums += member.double() @ found.flatten(0, 1)
+            ids, targets, source, size = (torch.from_numpy(array).to(runtime.device) for array in arrays)
+            columns = model(ids, targets, **cache), targets >= 0, size  # (batch, T) each
+            member = source.flatten() == torch.arange(len(sums), device=runtime.device)[:, None]  # (sources, batch * T)
+            sums += member.double() @ torch.stack([column.flatten().double() for column in columns], dim=1)
     nats, count, size = runtime.sum(sums).sum(0).tolist()
     assert int(count) == len(tokens) - 1, f"scored {count:.0f} of {len(tokens) - 1} predictions"
     parts = zip(names, sums.tolist(), strict=False)
     return Score(nats, int(count), int(size), {name: Score(a, int(b), int(c), {}) for name, (a, b, c) in parts if c})
-
-
-def check_bytes(count: int, manifests: Iterable[dict]) -> None:
-    """Raises UserError unless the validation bytes scored are those the manifests counted when data was prepared."""
-    expected = sum(manifest["val"]["decoded_bytes"] for manifest in manifests)
-    if count != expected:
-        raise UserError(f"validation bytes: the tokenizer's table counts {count}, manifest.json says {expected}; "
-                        "a bits-per-byte score with a wrong byte count is no score")
 # === end: evaluation ===
 
 
@@ -2665,7 +2608,7 @@ def main() -> int:
     before = evaluate(run, score, setup.model, network, "before quantization")
     packed = rebuild(folder / "model.upar", runtime)
     final = evaluate(run, score, compiled(packed, settings), packed, "from the artifact", data.val_sources)
-    check_bytes(final["val_bytes"], data.manifests)
+    assert final["val_bytes"] == data.val_bytes, f"{final['val_bytes']} validation bytes scored of {data.val_bytes}"
 
     code = 0
     if runtime.rank == 0:
