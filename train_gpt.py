@@ -896,32 +896,24 @@ def model_config(settings, vocab_size: int, bos_id: int) -> SimpleNamespace:
     capitals the whole layer's (A1 A2 A1 A2: depth recurrence). NORM likewise.
     """
     dim, heads, kv_heads, rope_dims = settings.model_dim, settings.num_heads, settings.num_kv_heads, settings.rope_dims
-    words, norms = settings.layer_pattern.split(), settings.norm.split()
-    pattern = f"LAYER_PATTERN={settings.layer_pattern!r}"
+    words, norms, pattern = settings.layer_pattern.split(), settings.norm.split(), settings.layer_pattern
+    strange = ", ".join(repr(word) for word in words if not re.fullmatch("[gksa][0-9]*|[GKSA][0-9]+", word))
     for wrong, said in (
         (dim % (2 * heads), f"MODEL_DIM={dim}: must be a multiple of 2 x NUM_HEADS = {2 * heads}"),
         (heads % kv_heads, f"NUM_HEADS={heads}: must be a multiple of NUM_KV_HEADS = {kv_heads}"),
         (rope_dims % 2 or rope_dims > dim // heads,
          f"ROPE_DIMS={rope_dims}: must be even, at most MODEL_DIM / NUM_HEADS = {dim // heads}"),
-        (not words, f"{pattern}: names no layer; ARCH_MODE names presets"),
         (not norms or set(norms) - set(NORMS), f"NORM={settings.norm!r}: must be one or more of {', '.join(NORMS)}"),
+        (not words, f"LAYER_PATTERN={pattern!r}: names no layer; ARCH_MODE names presets"),
+        (strange, f"LAYER_PATTERN={pattern!r}: {strange} is not g, k, s or a with an optional number; capitals need one"),
+        ("k" in pattern.lower().split("g")[0], f"LAYER_PATTERN={pattern!r}: no g before 'k' whose keys it could take"),
     ):
         if wrong:
             raise UserError(said)
-    for at, word in enumerate(words):
-        if word[0] not in "gksaGKSA" or not (word[1:].isdigit() or len(word) == 1 and word.islower()):
-            raise UserError(f"{pattern}: {word!r} is not g, k, s or a, with an optional number; capitals need one")
-        if word[0] in "kK" and not any(before[0] in "gG" for before in words[:at]):
-            raise UserError(f"{pattern}: no g before {word!r} whose keys it could take")
     count = settings.num_layers or len(words)
     layers, norms = (" ".join((each * count)[:count]) for each in (words, norms))
     return SimpleNamespace(vocab_size=vocab_size, bos_id=bos_id, layers=layers, norms=norms,
                            **{name: getattr(settings, name) for name in MODEL_SETTINGS})
-
-
-def rms_norm(x: Tensor, weight: Tensor | None = None) -> Tensor:
-    """x over its root mean square (arXiv 1910.07467), times a weight per channel where there is one."""
-    return F.rms_norm(x, (x.size(-1),), None if weight is None else weight.to(x.dtype))
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -942,7 +934,7 @@ def matrix(splits: tuple[int, ...], cols: int, std: float) -> nn.Parameter:
 
 
 class Norm(nn.Module):
-    """One of NORMS, of x (..., dim): RMSNorm without or with a weight per channel, LayerNorm with weight and bias."""
+    """One of NORMS: RMSNorm (arXiv 1910.07467), plain or with a weight per channel; LayerNorm with weight and bias."""
 
     def __init__(self, kind: str, dim: int):
         super().__init__()
@@ -950,9 +942,8 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(dim)) if kind == "layer" else None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.bias is None:
-            return rms_norm(x, self.weight)
-        return F.layer_norm(x, (x.size(-1),), self.weight.to(x.dtype), self.bias.to(x.dtype))
+        size, weight = x.shape[-1:], None if self.weight is None else self.weight.to(x.dtype)
+        return F.rms_norm(x, size, weight) if self.bias is None else F.layer_norm(x, size, weight, self.bias.to(x.dtype))
 
 
 def gdn_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -980,12 +971,9 @@ def opaque(body: Callable, fake: Callable) -> Callable:
     return getattr(torch.ops.underpar, body.__name__).default
 
 
-def add_product(total: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) -> None:
+def add_product(total: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) -> Tensor:
     """total += alpha * a @ b, in place (batched); the product has the operands' dtype, the sum has that of total."""
-    if total.dtype == a.dtype:
-        total.baddbmm_(a, b, alpha=alpha)
-    else:
-        total.add_(torch.bmm(a, b), alpha=alpha)
+    return total.baddbmm_(a, b, alpha=alpha) if total.dtype == a.dtype else total.add_(torch.bmm(a, b), alpha=alpha)
 
 
 @lambda body: opaque(body, lambda a: torch.empty_like(a, memory_format=torch.contiguous_format))
@@ -1115,17 +1103,16 @@ def gdn_chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: T
     return o[:, :t], last.view(b, h, dim_k, dim_v)
 
 
-def short_conv(x: Tensor, weight: Tensor, doc: Tensor, tail: Tensor, tail_doc: Tensor) -> Tensor:
-    """Causal depthwise convolution and SiLU. x (B, T, C), weight (C, taps), doc (B, T); before x tail (B, taps-1, C).
+def short_conv(x: Tensor, weight: Tensor, doc: Tensor) -> Tensor:
+    """Causal depthwise convolution and SiLU of the last T tokens: x (B, taps-1 + T, C), weight (C, taps), doc as x.
 
     Shifted sums beat F.conv1d(groups=C) on the CPU, and let a tap that would reach into another document be zero.
     """
-    T, weight = x.size(1), weight.to(x.dtype)
-    past, past_doc = torch.cat([tail, x], dim=1), torch.cat([tail_doc, doc], dim=1)  # (B, taps - 1 + T, C), without C
-    y = x * weight[:, -1]
-    for at in reversed(range(weight.size(1) - 1)):
-        same = (past_doc[:, at : at + T] == doc).unsqueeze(-1)
-        y = y + past[:, at : at + T] * weight[:, at] * same
+    reach, weight = weight.size(1) - 1, weight.to(x.dtype)
+    y = x[:, reach:] * weight[:, -1]
+    for at in range(1, reach + 1):
+        same = (doc[:, reach - at : -at] == doc[:, reach:]).unsqueeze(-1)
+        y = y + x[:, reach - at : -at] * weight[:, reach - at] * same
     return F.silu(y)
 
 
@@ -1159,9 +1146,9 @@ class GatedDeltaNet(nn.Module):
             w_q, w_gate = w_qkvg.split(dim)
             w_qkvg, conv = torch.cat([w_q, owner.w_qkvg[dim : 3 * dim], w_gate]), torch.cat([conv, owner.conv[dim:]])
         qkv, gate = linear(x, w_qkvg).split([3 * dim, dim], dim=-1)
-        tail = kept.get("tail", qkv.new_zeros(B, CONV_TAPS - 1, 3 * dim))
-        tail_doc = kept.get("tail_doc", doc.new_full((B, CONV_TAPS - 1), -1))
-        q, k, v = short_conv(qkv, conv, doc, tail, tail_doc).view(B, T, 3, H, D).unbind(2)  # (B, T, H, D)
+        qkv = torch.cat([kept.get("tail", qkv.new_zeros(B, CONV_TAPS - 1, 3 * dim)), qkv], dim=1)
+        doc = torch.cat([kept.get("tail_doc", doc.new_full((B, CONV_TAPS - 1), -1)), doc], dim=1)
+        q, k, v = short_conv(qkv, conv, doc).view(B, T, 3, H, D).unbind(2)  # (B, T, H, D)
         wide = self.ab.dtype  # float32: a key longer than 1 would let the state grow
         # eps inside the root: F.normalize has a gradient of 1e12 at zero
         q, k = ((t * torch.rsqrt(t.to(wide).square().sum(-1, keepdim=True) + 1e-6)).to(t.dtype) for t in (q, k))
@@ -1175,9 +1162,8 @@ class GatedDeltaNet(nn.Module):
         else:
             o, state = gdn_chunk(q, k, v, g, beta, kept.get("state"), chunk=64 if x.is_cuda else 32)
         if cache is not None:
-            tail, tail_doc = torch.cat([tail, qkv], dim=1), torch.cat([tail_doc, doc], dim=1)
-            cache.update(state=state, tail=tail[:, 1 - CONV_TAPS :], tail_doc=tail_doc[:, 1 - CONV_TAPS :])
-        o = rms_norm(o) * self.norm.to(o.dtype) * F.silu(gate.view(B, T, H, D))
+            cache.update(state=state, tail=qkv[:, 1 - CONV_TAPS :], tail_doc=doc[:, 1 - CONV_TAPS :])
+        o = F.rms_norm(o, (D,), self.norm.to(o.dtype)) * F.silu(gate.view(B, T, H, D))
         return linear(o.reshape(B, T, dim), self.w_o)
 
 
@@ -1229,7 +1215,7 @@ class Attention(nn.Module):
         (B, T, dim), H, Hkv, D = x.shape, self.heads, self.kv_heads, self.head_dim
         q, k, v = linear(x, self.w_qkv).view(B, T, H + 2 * Hkv, D).split([H, Hkv, Hkv], dim=2)  # (B, T, H, D)
         if self.q_gain is not None:
-            q, k = rms_norm(q) * self.q_gain.to(x.dtype)[:, None], rms_norm(k)
+            q, k = F.rms_norm(q, (D,)) * self.q_gain.to(x.dtype)[:, None], F.rms_norm(k, (D,))
         seen, key_doc = cache["seen"] if cache else 0, doc
         if self.rope_dims:
             positions = torch.arange(seen, seen + T, device=x.device)
@@ -1339,21 +1325,17 @@ class GPT(nn.Module):
             self.w_bigram = nn.Parameter(torch.zeros(dim, config.bigram_dim))
         if config.unet_skips:
             self.skip = nn.Parameter(torch.ones(len(words) // 2, dim))
-        # a numbered word names one set of weights, whatever layer it stands in; caches are per layer, never shared
-        names = [word if word[1:] else f"{word}@{at}" for at, word in enumerate(words)]
-        mixers, owner = {}, None
-        for name in names:
-            if name in mixers:
-                pass
-            elif name[0] in "gGkK":
-                mixers[name] = GatedDeltaNet(config, owner if name[0] in "kK" else None)
-            else:
-                mixers[name] = Attention(config, config.attn_window if name[0] in "sS" else 1 << 30)
-            owner = mixers[name] if name[0] in "gG" else owner
-        blocks = [name if name[0].isupper() else at for at, name in enumerate(names)]
-        self.mixers = nn.ModuleList(mixers.values())
-        self.mixer_of_layer = [list(mixers).index(name) for name in names]
+        # layers that share a mixer, or a block, have one name; caches are per layer, never shared
+        mixers = [word if word[1:] else at for at, word in enumerate(words)]
+        blocks = [word if word[0].isupper() else at for at, word in enumerate(words)]
+        self.mixer_of_layer = [list(dict.fromkeys(mixers)).index(name) for name in mixers]
         self.block_of_layer = [list(dict.fromkeys(blocks)).index(name) for name in blocks]
+        self.mixers, owner = nn.ModuleList(), None
+        for word, at in zip(words, self.mixer_of_layer, strict=True):
+            if at == len(self.mixers):  # its first layer
+                self.mixers.append(Attention(config, config.attn_window if word[0] in "sS" else 1 << 30)
+                                   if word[0] in "sSaA" else GatedDeltaNet(config, owner if word[0] in "kK" else None))
+            owner = self.mixers[at] if word[0] in "gG" else owner
         self.blocks = nn.ModuleList(Block(config, norms[blocks.index(name)]) for name in dict.fromkeys(blocks))
         self.final_norm = Norm(norms[-1], dim)
 
@@ -1365,7 +1347,7 @@ class GPT(nn.Module):
         """Rows of the embedding (B, T, dim), bfloat16 on CUDA; of length 1 per channel where x0 is mixed in later."""
         x = F.embedding(ids, self.embed)
         x = x.bfloat16() if ids.is_cuda else x  # weights stay float32 everywhere
-        return rms_norm(x) if self.config.residual_mix else x
+        return F.rms_norm(x, x.shape[-1:]) if self.config.residual_mix else x
 
     def embed_tokens(self, ids: Tensor, first: Tensor, whole: dict) -> Tensor:
         """What the first layer reads (B, T, dim): token, position, and the token before. `whole`: see `forward`."""
