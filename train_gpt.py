@@ -961,43 +961,11 @@ def gdn_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Te
     return o.to(v.dtype), torch.addcmul(state * decay[..., None, None], k[..., None], delta[..., None, :])
 
 
-def opaque(body: Callable, fake: Callable) -> Callable:
-    """The custom op `underpar::<name of body>`, which torch.compile does not trace into; `fake` gives outputs' shapes.
-
-    The first script imported into a process registers it for all: registered again it is freed, and old handles crash.
-    """
-    if not hasattr(torch.ops.underpar, body.__name__):
-        torch.library.custom_op(f"underpar::{body.__name__}", body, mutates_args=()).register_fake(fake)
-    return getattr(torch.ops.underpar, body.__name__).default
-
-
 def add_product(total: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) -> Tensor:
     """total += alpha * a @ b, in place (batched); the product has the operands' dtype, the sum has that of total."""
     return total.baddbmm_(a, b, alpha=alpha) if total.dtype == a.dtype else total.add_(torch.bmm(a, b), alpha=alpha)
 
 
-@lambda body: opaque(body, lambda a: torch.empty_like(a, memory_format=torch.contiguous_format))
-def gdn_inverse(a: Tensor) -> Tensor:
-    """(I + tril(a, -1))^-1 for a (M, C, C), C a power of two; reads only what lies below the diagonal.
-
-    Diagonal blocks of 1, 2, 4 ... rows: [[X, 0], [Y, Z]]^-1 = [[X^-1, 0], [-Z^-1 Y X^-1, Z^-1]]. Neumann's product and
-    Newton's iteration are shorter, but powers of A grow without bound when keys are correlated (1e6 to NaN).
-    """
-    (m, c, _), size = a.shape, 1
-    inverse = a.new_ones(m * c, 1, 1)
-    while size < c:
-        pairs = a.reshape(m, c // (2 * size), 2 * size, c // (2 * size), 2 * size).diagonal(dim1=1, dim2=3)
-        y = pairs[:, size:, :size].movedim(-1, 1).reshape(-1, size, size)
-        x_inv, z_inv = inverse[0::2], inverse[1::2]
-        inverse = a.new_zeros(y.shape[0], 2 * size, 2 * size)
-        inverse[:, :size, :size], inverse[:, size:, size:] = x_inv, z_inv
-        torch.neg(torch.bmm(torch.bmm(z_inv, y), x_inv), out=inverse[:, size:, :size])
-        size *= 2
-    return inverse
-
-
-@lambda body: opaque(body, lambda w, u, k, decay, state, extra: (
-    state.new_empty(w.shape[0] + state.shape[0], *state.shape[1:]), torch.empty_like(u)))
 def gdn_scan(w: Tensor, u: Tensor, k: Tensor, decay: Tensor, state: Tensor,
              extra: Tensor | None) -> tuple[Tensor, Tensor]:
     """The sequential part: per chunk n, new_n = U_n - W_n S_n and S_{n+1} = decay_n S_n + K_n^T new_n.
@@ -1021,6 +989,15 @@ def gdn_scan(w: Tensor, u: Tensor, k: Tensor, decay: Tensor, state: Tensor,
     return states, new
 
 
+# An op that torch.compile does not trace into: its loop would unroll. The first script imported into a process registers
+# it for all: registered again it would be freed, and old handles crash.
+if not hasattr(torch.ops.underpar, "gdn_scan"):
+    torch.library.custom_op("underpar::gdn_scan", gdn_scan, mutates_args=()).register_fake(
+        lambda w, u, k, decay, state, extra: (
+            state.new_empty(w.shape[0] + state.shape[0], *state.shape[1:]), torch.empty_like(u)))
+gdn_scan = torch.ops.underpar.gdn_scan.default
+
+
 class GatedDeltaChunks(torch.autograd.Function):
     """Chunk form with a hand-written backward (arXiv:2412.06464, section 3).
 
@@ -1040,7 +1017,9 @@ class GatedDeltaChunks(torch.autograd.Function):
         d = (total[..., None] - total[..., None, :]).to(g.dtype).clamp_(max=0).exp_().tril_()  # (N*M, C, C)
         kk = torch.bmm(k, k.mT).to(d.dtype).mul_(d)
         p = torch.bmm(q, k.mT).mul_(d)
-        t = gdn_inverse(beta[..., None] * kk)
+        # Neumann's product or Newton's iteration would not do: powers of A grow to 1e6 ... NaN when keys are correlated.
+        eye = torch.eye(d.shape[-1], dtype=d.dtype, device=d.device)
+        t = torch.linalg.solve_triangular(beta[..., None] * kk, eye, upper=False, unitriangular=True)
         u = torch.bmm((t * beta[..., None, :]).to(dtype), v)
         w = torch.bmm((t * (beta * grow)[..., None, :]).to(dtype), k)
         k_end = (k * shrink[..., None]).to(dtype)
@@ -1072,23 +1051,19 @@ class GatedDeltaChunks(torch.autograd.Function):
         d_total = (q * d_q).sum(-1) + beta * read - write + pairs.sum(-1) - pairs.sum(-2)
         d_total[:, -1] += write.sum(-1) + decay * (r_next * s).sum((-1, -2), dtype=d.dtype)
         d_qk, d_kk = d_p.mul_(d), d_a.mul_(d).mul_(beta[..., None])
-        add_product(d_q, d_qk, k)
-        add_product(d_k, d_qk.mT, q)
-        add_product(d_k, (d_kk + d_kk.mT).to(dtype), k)
-        d_k.addcmul_(d_bk, (beta * grow)[..., None])
+        d_q, d_k = add_product(d_q, d_qk, k), add_product(d_k, d_qk.mT, q)
+        d_k = add_product(d_k, (d_kk + d_kk.mT).to(dtype), k).addcmul_(d_bk, (beta * grow)[..., None])
         d_g = d_total.flip(-1).cumsum(-1).flip(-1)
         return d_q.to(dtype), d_k.to(dtype), (d_bv * beta[..., None]).to(dtype), d_g, d_beta, r[:m].clone()
 
 
 def gdn_chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None,
               chunk: int = 32) -> tuple[Tensor, Tensor]:
-    """`gdn_step` for T tokens, by chunks of them, in matrix products; q, k, v: float64, float32 or bfloat16.
+    """`gdn_step` for T tokens, by chunks of them (32 is the fastest on CPU), in matrix products.
 
-    q, k (B, T, H, K); v (B, T, H, V); g, beta (B, T, H); state (B, H, K, V) or None for zeros. Returns o (B, T, H, V)
-    and the last state. ValueError for a chunk that is no power of two >= 16; 32 is the fastest on CPU.
+    q, k (B, T, H, K); v (B, T, H, V), all three float64, float32 or bfloat16; g, beta (B, T, H); state (B, H, K, V) or
+    None for zeros. Returns o (B, T, H, V) and the last state.
     """
-    if chunk < 16 or chunk & (chunk - 1):
-        raise ValueError(f"chunk is {chunk}; it must be a power of two >= 16")
     (b, t, h, dim_k), dim_v, dtype = q.shape, v.shape[-1], torch.promote_types(v.dtype, torch.float32)
     pad = -t % chunk  # a padded token has k = 0, beta = 0 and g = 0, and leaves the state as it is
 
@@ -1398,19 +1373,18 @@ class GPT(nn.Module):
 @torch.no_grad()
 def mlp_activity(network: GPT, ids: Tensor) -> dict[str, float]:
     """Shares of MLP units on ids (B, T), over all layers: with an event (without events: not zero), and below 0.05."""
-    shares: list[Tensor] = []
+    shares = []
 
     def measure(mlp: MLP, inputs: tuple[Tensor]) -> None:
-        hidden, fired = mlp.hidden(inputs[0])
+        hidden, fired = mlp.hidden(*inputs)
         active = hidden != 0 if fired is None else fired
-        shares.append(torch.stack([active.double().mean(), (hidden.abs() < 0.05).double().mean()]))
+        shares.append([active.double().mean().item(), (hidden.abs() < 0.05).double().mean().item()])
 
-    hooks = [module.register_forward_pre_hook(measure) for module in network.modules() if isinstance(module, MLP)]
-    network(ids)
-    for hook in hooks:
-        hook.remove()
-    active, small = torch.stack(shares).mean(0).tolist()
-    return {"mlp_active": active, "mlp_small": small}
+    with contextlib.ExitStack() as hooks:
+        for block in network.blocks:
+            hooks.enter_context(block.mlp.register_forward_pre_hook(measure))
+        network(ids)
+    return dict(zip(("mlp_active", "mlp_small"), np.mean(shares, axis=0).tolist(), strict=True))
 # === end: model ===
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from reference import gdn_recurrent
 from torch import Tensor
 
 SCRIPT = Path(__file__).resolve().parents[1] / "train_gpt.py"
@@ -82,13 +83,13 @@ def assert_close(got: list[Tensor], want: list[Tensor], tolerance: float) -> Non
 
 
 def oracle(inputs: list[Tensor]) -> list[Tensor]:
-    return run(gdn.gdn_recurrent, [x.double() for x in inputs])
+    return run(gdn_recurrent, [x.double() for x in inputs])
 
 
 def test_recurrence_against_numpy():
     """A second implementation with explicit matrices: S_t = (I - b k k^T) a S_{t-1} + b k v^T."""
     inputs = make_inputs("negative eigenvalues", torch.float64, t=9)
-    o, last = gdn.gdn_recurrent(*inputs)
+    o, last = gdn_recurrent(*inputs)
     q, k, v, g, beta, state = (x.numpy() for x in inputs)
     for b, h in np.ndindex(2, 2):
         s = state[b, h]
@@ -142,7 +143,7 @@ def test_lengths_and_no_state(t):
     inputs = make_inputs("random", torch.float64, t=t)
     assert_close(run(gdn.gdn_chunk, inputs), oracle(inputs), 1e-10)
     leaves = [[x.clone().requires_grad_() for x in inputs[:5]] for _ in range(2)]
-    for rule, xs in zip((gdn.gdn_chunk, gdn.gdn_recurrent), leaves, strict=True):
+    for rule, xs in zip((gdn.gdn_chunk, gdn_recurrent), leaves, strict=True):
         rule(*xs)[0].square().sum().backward()
     for a, b in zip(*leaves, strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-12)
@@ -185,7 +186,7 @@ def test_document_resets(dtype, tolerance):
     pieces = []
     for begin, end in zip(starts, [*starts[1:], t], strict=True):
         leaves = [x[:, begin:end].double().requires_grad_() for x in inputs[:5]]
-        o, last = gdn.gdn_recurrent(*leaves)
+        o, last = gdn_recurrent(*leaves)
         loss = (o * weight[:, begin:end]).sum() + ((last * weight_last).sum() if end == t else 0)
         loss.backward()
         leaves[3].grad[:, 0] = 0  # the first token's g does nothing to an empty state
@@ -199,7 +200,7 @@ def test_document_resets(dtype, tolerance):
 def test_prefill_then_steps():
     inputs = make_inputs("negative eigenvalues", torch.float64, t=83)
     *tokens, state = inputs
-    want, want_last = gdn.gdn_recurrent(*inputs)
+    want, want_last = gdn_recurrent(*inputs)
     o, state = gdn.gdn_chunk(*(x[:, :50] for x in tokens), state)
     outs = [o]
     for t in range(50, 83):
@@ -241,8 +242,8 @@ def test_bfloat16(kind, tolerance):
 def test_bfloat16_recurrence_and_step():
     """Computed in float32 with a float32 state; only the output is rounded, to 8 bits."""
     inputs = [x.bfloat16() for x in make_inputs("random", torch.float32, t=20)]
-    want, want_last = gdn.gdn_recurrent(*(x.double() for x in inputs))
-    o, last = gdn.gdn_recurrent(*inputs)
+    want, want_last = gdn_recurrent(*(x.double() for x in inputs))
+    o, last = gdn_recurrent(*inputs)
     state, outs = inputs[5].float(), []
     for t in range(20):
         o_t, state = gdn.gdn_step(*(x[:, t] for x in inputs[:5]), state)
