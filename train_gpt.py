@@ -879,8 +879,7 @@ ARCH_PRESETS = {
 CONV_TAPS = 4  # of GDN's short convolution, the current token included
 DOCUMENT_DECAY = -60.0  # log decay at a document's first token: cuts it off (-inf would give NaN, -1e4 costs digits)
 NORMS = ("rms", "rms_weight", "layer")
-# The settings that shape the network. With vocab_size, bos_id (it starts a document: state, convolution and attention
-# do not see past it), layers and norms (both resolved, one word a layer) they rebuild it from an artifact.
+# The settings that shape the network: they rebuild it from an artifact, with vocab_size, bos_id, layers and norms.
 MODEL_SETTINGS = tuple("""
     train_seq_len model_dim num_heads num_kv_heads attn_window mlp mlp_mult bio_events bio_threshold positions rope_base
     rope_dims qk_norm qk_gain_init residual_mix unet_skips parallel_residual smear_gate bigram_vocab_size bigram_dim
@@ -893,11 +892,11 @@ def model_config(settings, vocab_size: int, bos_id: int) -> SimpleNamespace:
 
     LAYER_PATTERN is one word a layer, repeated or cut to NUM_LAYERS: g GDN, k GDN with keys and values of the GDN
     before it, s sliding window, a full attention. Words with the same number share the mixer's weights (s1 ... s1), in
-    capitals the whole layer's (A1 A2 A1 A2: depth recurrence). NORM likewise.
+    capitals the whole layer's (A1 A2 A1 A2: depth recurrence). NORM likewise. Nothing sees beyond a bos_id.
     """
     dim, heads, kv_heads, rope_dims = settings.model_dim, settings.num_heads, settings.num_kv_heads, settings.rope_dims
     words, norms, pattern = settings.layer_pattern.split(), settings.norm.split(), settings.layer_pattern
-    strange = ", ".join(repr(word) for word in words if not re.fullmatch("[gksa][0-9]*|[GKSA][0-9]+", word))
+    odd = ", ".join(repr(word) for word in words if not re.fullmatch("[gksa][0-9]*|[GKSA][0-9]+", word))
     for wrong, said in (
         (dim % (2 * heads), f"MODEL_DIM={dim}: must be a multiple of 2 x NUM_HEADS = {2 * heads}"),
         (heads % kv_heads, f"NUM_HEADS={heads}: must be a multiple of NUM_KV_HEADS = {kv_heads}"),
@@ -905,7 +904,7 @@ def model_config(settings, vocab_size: int, bos_id: int) -> SimpleNamespace:
          f"ROPE_DIMS={rope_dims}: must be even, at most MODEL_DIM / NUM_HEADS = {dim // heads}"),
         (not norms or set(norms) - set(NORMS), f"NORM={settings.norm!r}: must be one or more of {', '.join(NORMS)}"),
         (not words, f"LAYER_PATTERN={pattern!r}: names no layer; ARCH_MODE names presets"),
-        (strange, f"LAYER_PATTERN={pattern!r}: {strange} is not g, k, s or a with an optional number; capitals need one"),
+        (odd, f"LAYER_PATTERN={pattern!r}: {odd} is not g, k, s or a with an optional number; capitals need one"),
         ("k" in pattern.lower().split("g")[0], f"LAYER_PATTERN={pattern!r}: no g before 'k' whose keys it could take"),
     ):
         if wrong:
@@ -942,8 +941,8 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(dim)) if kind == "layer" else None
 
     def forward(self, x: Tensor) -> Tensor:
-        size, weight = x.shape[-1:], None if self.weight is None else self.weight.to(x.dtype)
-        return F.rms_norm(x, size, weight) if self.bias is None else F.layer_norm(x, size, weight, self.bias.to(x.dtype))
+        dim, weight = x.shape[-1:], None if self.weight is None else self.weight.to(x.dtype)
+        return F.rms_norm(x, dim, weight) if self.bias is None else F.layer_norm(x, dim, weight, self.bias.to(x.dtype))
 
 
 def gdn_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -975,26 +974,25 @@ def gdn_scan(w: Tensor, u: Tensor, k: Tensor, decay: Tensor, state: Tensor,
     outputs contribute to dL/dnew and dL/dS. w, k (N*M, C, K); u (N*M, C, V); decay (N*M,); state, S_0 or R_N,
     (M, K, V); extra (N*M, K, V), with M = B*H rows and N chunks, chunk-major. Returns all N + 1 states and new.
     """
-    order, sign = (1, 1) if extra is None else (-1, -1)
-    states, new = state.new_empty(w.shape[0] + state.shape[0], *state.shape[1:]), torch.empty_like(u)
-    s, *after = states.split(len(state))[::order]
+    way = 1 if extra is None else -1
+    states, new = state.new_empty(len(w) + len(state), *state.shape[1:]), torch.empty_like(u)
+    s, *after = states.split(len(state))[::way]
     s.copy_(state)
-    parts = [x.split(len(state))[::order] for x in (w, u, k.mT, decay[:, None, None], new)]
-    extras = [None] * len(after) if extra is None else extra.split(len(state))[::order]
+    parts = [x.split(len(state))[::way] for x in (w, u, k.mT, decay[:, None, None], new)]
+    extras = [None] * len(after) if extra is None else extra.split(len(state))[::way]
     for w_n, u_n, k_n, decay_n, new_n, extra_n, s_next in zip(*parts, extras, after, strict=True):
-        torch.baddbmm(u_n, w_n, s.to(w.dtype), alpha=-sign, out=new_n)
+        torch.baddbmm(u_n, w_n, s.to(w.dtype), alpha=-way, out=new_n)
         torch.mul(s, decay_n, out=s_next) if extra_n is None else torch.addcmul(extra_n, s, decay_n, out=s_next)
-        add_product(s_next, k_n, new_n, alpha=sign)
+        add_product(s_next, k_n, new_n, alpha=way)
         s = s_next
     return states, new
 
 
-# An op that torch.compile does not trace into: its loop would unroll. The first script imported into a process registers
-# it for all: registered again it would be freed, and old handles crash.
+# An op, into which torch.compile does not trace: its loop would unroll. The first script imported into a process
+# registers it for all: registered again it would be freed, and old handles crash.
 if not hasattr(torch.ops.underpar, "gdn_scan"):
     torch.library.custom_op("underpar::gdn_scan", gdn_scan, mutates_args=()).register_fake(
-        lambda w, u, k, decay, state, extra: (
-            state.new_empty(w.shape[0] + state.shape[0], *state.shape[1:]), torch.empty_like(u)))
+        lambda w, u, k, decay, s, extra: (s.new_empty(len(w) + len(s), *s.shape[1:]), torch.empty_like(u)))
 gdn_scan = torch.ops.underpar.gdn_scan.default
 
 
@@ -1017,7 +1015,7 @@ class GatedDeltaChunks(torch.autograd.Function):
         d = (total[..., None] - total[..., None, :]).to(g.dtype).clamp_(max=0).exp_().tril_()  # (N*M, C, C)
         kk = torch.bmm(k, k.mT).to(d.dtype).mul_(d)
         p = torch.bmm(q, k.mT).mul_(d)
-        # Neumann's product or Newton's iteration would not do: powers of A grow to 1e6 ... NaN when keys are correlated.
+        # Neumann's product and Newton's iteration would not do: powers of A grow to NaN when keys are correlated.
         eye = torch.eye(d.shape[-1], dtype=d.dtype, device=d.device)
         t = torch.linalg.solve_triangular(beta[..., None] * kk, eye, upper=False, unitriangular=True)
         u = torch.bmm((t * beta[..., None, :]).to(dtype), v)
@@ -1065,15 +1063,13 @@ def gdn_chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: T
     None for zeros. Returns o (B, T, H, V) and the last state.
     """
     (b, t, h, dim_k), dim_v, dtype = q.shape, v.shape[-1], torch.promote_types(v.dtype, torch.float32)
-    pad = -t % chunk  # a padded token has k = 0, beta = 0 and g = 0, and leaves the state as it is
-
-    def split(x: Tensor) -> Tensor:  # (B, T, H, ...) -> (N*B*H, C, ...)
-        x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, pad)) if pad else x
-        return x.unflatten(1, (-1, chunk)).movedim((1, 3), (0, 2)).flatten(0, 2)
-
+    if pad := -t % chunk:  # a padded token has k = 0, beta = 0 and g = 0, and leaves the state as it is
+        q, k, v, g, beta = (F.pad(x, (0, 0) * (x.ndim - 2) + (0, pad)) for x in (q, k, v, g, beta))
+    parts = [x.unflatten(1, (-1, chunk)).movedim((1, 3), (0, 2)).flatten(0, 2)  # (B, T, H, ...) -> (N*B*H, C, ...)
+             for x in (q, k, v, g.to(dtype), beta.to(dtype))]
     state = v.new_zeros(b, h, dim_k, dim_v, dtype=dtype) if state is None else state.to(dtype)
     with torch.autocast(v.device.type, enabled=False):  # autocast would round the inverse and the state to bfloat16
-        o, last = GatedDeltaChunks.apply(*map(split, (q, k, v, g.to(dtype), beta.to(dtype))), state.flatten(0, 1))
+        o, last = GatedDeltaChunks.apply(*parts, state.flatten(0, 1))
     o = o.view(-1, b, h, chunk, dim_v).movedim((0, 2), (1, 3)).flatten(1, 2)
     return o[:, :t], last.view(b, h, dim_k, dim_v)
 
@@ -1100,9 +1096,8 @@ class GatedDeltaNet(nn.Module):
     def __init__(self, config: SimpleNamespace, owner: "GatedDeltaNet | None" = None):
         super().__init__()
         dim, heads = config.model_dim, config.num_heads
-        self.heads, self.head_dim = heads, dim // heads
+        self.heads, self.head_dim, self.beta_scale = heads, dim // heads, 2.0 if config.gdn_neg_eigval else 1.0
         self.owner = (owner,)  # in a tuple: its weights are counted and stored once, with the owner
-        self.beta_scale = 2.0 if config.gdn_neg_eigval else 1.0
         self.w_qkvg = matrix((dim,) * (2 if owner else 4), dim, 0.5 * dim**-0.5)
         self.w_o = nn.Parameter(torch.zeros(dim, dim))
         self.ab = matrix((2 * heads,), dim, 0.5 * dim**-0.5)  # decay and step size, one number a head each
@@ -1129,16 +1124,14 @@ class GatedDeltaNet(nn.Module):
         q, k = ((t * torch.rsqrt(t.to(wide).square().sum(-1, keepdim=True) + 1e-6)).to(t.dtype) for t in (q, k))
         a, b = F.linear(x.to(wide), self.ab).split(H, dim=-1)  # (B, T, H), float32
         g = torch.where(first.unsqueeze(-1), DOCUMENT_DECAY, -self.A_log.exp() * F.softplus(a + self.dt_bias))
-        beta = self.beta_scale * torch.sigmoid(b)
-        q = q * D**-0.5
+        q, beta = q * D**-0.5, self.beta_scale * torch.sigmoid(b)
         if T == 1 and cache:
             o, state = gdn_step(*(t[:, 0] for t in (q, k, v, g, beta)), cache["state"])
-            o = o.unsqueeze(1)
         else:
             o, state = gdn_chunk(q, k, v, g, beta, kept.get("state"), chunk=64 if x.is_cuda else 32)
         if cache is not None:
             cache.update(state=state, tail=qkv[:, 1 - CONV_TAPS :], tail_doc=doc[:, 1 - CONV_TAPS :])
-        o = F.rms_norm(o, (D,), self.norm.to(o.dtype)) * F.silu(gate.view(B, T, H, D))
+        o = F.rms_norm(o, (D,), self.norm.to(o.dtype)) * F.silu(gate.view(o.shape))
         return linear(o.reshape(B, T, dim), self.w_o)
 
 
@@ -1195,14 +1188,12 @@ class Attention(nn.Module):
         if self.rope_dims:
             positions = torch.arange(seen, seen + T, device=x.device)
             q, k = (rotate(t, positions, self.rope_base, self.rope_dims) for t in (q, k))
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
+        if cache:
+            k, v, key_doc = (torch.cat([cache[name], t], dim=1) for name, t in (("k", k), ("v", v), ("doc", doc)))
         if cache is not None:
-            if cache:
-                k, v = torch.cat([cache["k"], k], dim=2), torch.cat([cache["v"], v], dim=2)
-                key_doc = torch.cat([cache["doc"], doc], dim=1)
-            keep = max(0, k.size(2) - self.window + 1)  # the next query sees itself and window - 1 keys before it
-            cache.update(k=k[:, :, keep:], v=v[:, :, keep:], doc=key_doc[:, keep:], seen=seen + T)
-        o = attend(q, k, v, doc, key_doc, self.window)
+            keep = max(0, k.size(1) - self.window + 1)  # the next query sees itself and window - 1 keys before it
+            cache.update(k=k[:, keep:], v=v[:, keep:], doc=key_doc[:, keep:], seen=seen + T)
+        o = attend(*(t.transpose(1, 2) for t in (q, k, v)), doc, key_doc, self.window)
         return linear(o.transpose(1, 2).reshape(B, T, dim), self.w_o)
 
 
@@ -1212,11 +1203,8 @@ def oscillate(x: Tensor, wave: Tensor) -> Tensor:
     return torch.sin(omega * x + phi) * torch.tanh(x) + level
 
 
-ACTIVATIONS = {
-    "relu2": lambda h: F.relu(h).square(),  # arXiv 2109.08668
-    "leaky_relu2": lambda h: F.leaky_relu(h, 0.5).square(),
-    "gelu": F.gelu,
-}
+ACTIVATIONS = {"relu2": lambda h: F.relu(h).square(),  # arXiv 2109.08668
+               "leaky_relu2": lambda h: F.leaky_relu(h, 0.5).square(), "gelu": F.gelu}
 
 
 class MLP(nn.Module):
@@ -1229,8 +1217,7 @@ class MLP(nn.Module):
     def __init__(self, config: SimpleNamespace):
         super().__init__()
         dim, hidden = config.model_dim, int(config.mlp_mult * config.model_dim)
-        self.kind, self.threshold = config.mlp, config.bio_threshold
-        self.events = config.bio_events if self.kind == "bio" else "off"
+        self.kind, self.events, self.threshold = config.mlp, config.bio_events, config.bio_threshold
         self.w_up = matrix((hidden,) * (2 if self.kind == "swiglu" else 1), dim, 0.5 * dim**-0.5)
         start, spread = torch.tensor([[1.0], [0.0], [0.0]]), torch.tensor([[0.1], [0.1], [0.0]])  # omega, phi, b
         if self.kind == "bio":
@@ -1274,8 +1261,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, x0: Tensor, mixer: nn.Module, *context) -> Tensor:
         """x and x0 (the embedding) (B, T, dim); context: the mixer's further arguments."""
         if self.mix is not None:
-            mix = self.mix.to(x.dtype)
-            x = mix[0] * x + mix[1] * x0
+            x = scaled(x, self.mix[0]) + scaled(x0, self.mix[1])
         mixed = x + scaled(mixer(self.mixer_norm(x), *context), self.mixer_scale)
         return mixed + scaled(self.mlp(self.mlp_norm(x if self.parallel else mixed)), self.mlp_scale)
 
@@ -1283,10 +1269,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """The language model: embedding, layers by pattern, head with a soft cap."""
 
-    activation_checkpointing = False  # recompute each layer in the backward pass; training's choice, not the shape's
-
     def __init__(self, config: SimpleNamespace):
         super().__init__()
+        self.activation_checkpointing = False  # each layer again in the backward pass, to save memory: not the shape's
         self.config, dim, std = config, config.model_dim, config.tied_embed_init_std
         self.embed = matrix((config.vocab_size,), dim, std)
         self.head = None if config.tie_embeddings else nn.Parameter(torch.zeros(config.vocab_size, dim))
@@ -1333,14 +1318,13 @@ class GPT(nn.Module):
                 raise UserError(f"POSITIONS='learned': none for token {longest + 1} of a text; "
                                 f"TRAIN_SEQ_LEN={longest} was the longest in training")
             x = x + self.positions_embed[seen:end].to(x.dtype)
-        if config.smear_gate or config.bigram_vocab_size:
-            last = whole.get("last", torch.full_like(ids[:, :1], config.bos_id))
-            before = torch.cat([last, ids[:, :-1]], dim=1).masked_fill(first, config.bos_id)  # never another document's
-            if config.smear_gate:  # some of the token before, as in modded-nanogpt, by a weight per channel
-                x = x + self.smear.to(x.dtype) * self.embedding(before)
-            if config.bigram_vocab_size:  # hash of Parameter Golf's BigramHashEmbedding
-                pair = ((36313 * ids) ^ (27191 * before)) % config.bigram_vocab_size
-                x = x + linear(F.embedding(pair, self.bigram_embed).to(x.dtype), self.w_bigram)
+        last = whole.get("last", torch.full_like(ids[:, :1], config.bos_id))
+        before = torch.cat([last, ids[:, :-1]], dim=1).masked_fill(first, config.bos_id)  # no other document's token
+        if config.smear_gate:  # some of the token before, as in modded-nanogpt, by a weight per channel
+            x = x + scaled(self.embedding(before), self.smear)
+        if config.bigram_vocab_size:  # hash of Parameter Golf's BigramHashEmbedding
+            pair = ((36313 * ids) ^ (27191 * before)) % config.bigram_vocab_size
+            x = x + linear(F.embedding(pair, self.bigram_embed).to(x.dtype), self.w_bigram)
         whole.update(seen=end, last=ids[:, -1:])
         return x
 
@@ -1355,7 +1339,7 @@ class GPT(nn.Module):
         recompute, skips = self.activation_checkpointing and torch.is_grad_enabled(), []
         for layer, (block, mixer) in enumerate(zip(self.block_of_layer, self.mixer_of_layer, strict=True)):
             if layer >= half and skips:
-                x = x + self.skip[len(skips) - 1].to(x.dtype) * skips.pop()
+                x = x + scaled(skips.pop(), self.skip[len(skips)])
             run = self.blocks[block], x, x0, self.mixers[mixer], doc, first, caches[layer]
             x = checkpoint(*run, use_reentrant=False) if recompute else run[0](*run[1:])
             if config.unet_skips and layer < half:
