@@ -1070,8 +1070,7 @@ def gdn_chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: T
     state = v.new_zeros(b, h, dim_k, dim_v, dtype=dtype) if state is None else state.to(dtype)
     with torch.autocast(v.device.type, enabled=False):  # autocast would round the inverse and the state to bfloat16
         o, last = GatedDeltaChunks.apply(*parts, state.flatten(0, 1))
-    o = o.view(-1, b, h, chunk, dim_v).movedim((0, 2), (1, 3)).flatten(1, 2)
-    return o[:, :t], last.view(b, h, dim_k, dim_v)
+    return o.view(-1, b, h, chunk, dim_v).movedim((0, 2), (1, 3)).flatten(1, 2)[:, :t], last.view(b, h, dim_k, dim_v)
 
 
 def short_conv(x: Tensor, weight: Tensor, doc: Tensor) -> Tensor:
@@ -1119,8 +1118,7 @@ class GatedDeltaNet(nn.Module):
         qkv = torch.cat([kept.get("tail", qkv.new_zeros(B, CONV_TAPS - 1, 3 * dim)), qkv], dim=1)
         doc = torch.cat([kept.get("tail_doc", doc.new_full((B, CONV_TAPS - 1), -1)), doc], dim=1)
         q, k, v = short_conv(qkv, conv, doc).view(B, T, 3, H, D).unbind(2)  # (B, T, H, D)
-        wide = self.ab.dtype  # float32: a key longer than 1 would let the state grow
-        # eps inside the root: F.normalize has a gradient of 1e12 at zero
+        wide = self.ab.dtype  # float32: a key longer than 1 would let the state grow; eps: or zeros get gradients of 1e12
         q, k = ((t * torch.rsqrt(t.to(wide).square().sum(-1, keepdim=True) + 1e-6)).to(t.dtype) for t in (q, k))
         a, b = F.linear(x.to(wide), self.ab).split(H, dim=-1)  # (B, T, H), float32
         g = torch.where(first.unsqueeze(-1), DOCUMENT_DECAY, -self.A_log.exp() * F.softplus(a + self.dt_bias))
@@ -1271,7 +1269,7 @@ class GPT(nn.Module):
 
     def __init__(self, config: SimpleNamespace):
         super().__init__()
-        self.activation_checkpointing = False  # each layer again in the backward pass, to save memory: not the shape's
+        self.activation_checkpointing = False  # compute each layer again in the backward pass, to save memory
         self.config, dim, std = config, config.model_dim, config.tied_embed_init_std
         self.embed = matrix((config.vocab_size,), dim, std)
         self.head = None if config.tie_embeddings else nn.Parameter(torch.zeros(config.vocab_size, dim))
@@ -1368,7 +1366,8 @@ def mlp_activity(network: GPT, ids: Tensor) -> dict[str, float]:
         for block in network.blocks:
             hooks.enter_context(block.mlp.register_forward_pre_hook(measure))
         network(ids)
-    return dict(zip(("mlp_active", "mlp_small"), np.mean(shares, axis=0).tolist(), strict=True))
+    active, small = torch.tensor(shares, dtype=torch.float64).mean(0).tolist()
+    return {"mlp_active": active, "mlp_small": small}
 # === end: model ===
 
 
