@@ -1118,7 +1118,7 @@ class GatedDeltaNet(nn.Module):
         qkv = torch.cat([kept.get("tail", qkv.new_zeros(B, CONV_TAPS - 1, 3 * dim)), qkv], dim=1)
         doc = torch.cat([kept.get("tail_doc", doc.new_full((B, CONV_TAPS - 1), -1)), doc], dim=1)
         q, k, v = short_conv(qkv, conv, doc).view(B, T, 3, H, D).unbind(2)  # (B, T, H, D)
-        wide = self.ab.dtype  # float32: a key longer than 1 would let the state grow; eps: gradients of zeros
+        wide = self.ab.dtype  # float32: a key longer than 1 lets the state grow; eps: else zeros get gradients of 1e12
         q, k = ((t * torch.rsqrt(t.to(wide).square().sum(-1, keepdim=True) + 1e-6)).to(t.dtype) for t in (q, k))
         a, b = F.linear(x.to(wide), self.ab).split(H, dim=-1)  # (B, T, H), float32
         g = torch.where(first.unsqueeze(-1), DOCUMENT_DECAY, -self.A_log.exp() * F.softplus(a + self.dt_bias))
