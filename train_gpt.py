@@ -846,8 +846,7 @@ ARCH_PRESETS = {
 CONV_TAPS = 4  # of GDN's short convolution, the current token included
 DOCUMENT_DECAY = -60.0  # log decay at a document's first token: cuts it off (-inf would give NaN, -1e4 costs digits)
 NORMS = ("rms", "rms_weight", "layer")
-# The settings that shape the network. With vocab_size, bos_id (it starts a document: state, convolution and attention
-# do not see past it), layers and norms (both resolved, one word a layer) they rebuild it from an artifact.
+# The settings that shape the network: they rebuild it from an artifact, with vocab_size, bos_id, layers and norms.
 MODEL_SETTINGS = tuple("""
     train_seq_len model_dim num_heads num_kv_heads attn_window mlp mlp_mult bio_events bio_threshold positions rope_base
     rope_dims qk_norm qk_gain_init residual_mix unet_skips parallel_residual smear_gate bigram_vocab_size bigram_dim
@@ -860,35 +859,27 @@ def model_config(settings, vocab_size: int, bos_id: int) -> SimpleNamespace:
 
     LAYER_PATTERN is one word a layer, repeated or cut to NUM_LAYERS: g GDN, k GDN with keys and values of the GDN
     before it, s sliding window, a full attention. Words with the same number share the mixer's weights (s1 ... s1), in
-    capitals the whole layer's (A1 A2 A1 A2: depth recurrence). NORM likewise.
+    capitals the whole layer's (A1 A2 A1 A2: depth recurrence). NORM likewise. Nothing sees beyond a bos_id.
     """
     dim, heads, kv_heads, rope_dims = settings.model_dim, settings.num_heads, settings.num_kv_heads, settings.rope_dims
-    words, norms = settings.layer_pattern.split(), settings.norm.split()
-    pattern = f"LAYER_PATTERN={settings.layer_pattern!r}"
+    words, norms, pattern = settings.layer_pattern.split(), settings.norm.split(), settings.layer_pattern
+    odd = ", ".join(repr(word) for word in words if not re.fullmatch("[gksa][0-9]*|[GKSA][0-9]+", word))
     for wrong, said in (
         (dim % (2 * heads), f"MODEL_DIM={dim}: must be a multiple of 2 x NUM_HEADS = {2 * heads}"),
         (heads % kv_heads, f"NUM_HEADS={heads}: must be a multiple of NUM_KV_HEADS = {kv_heads}"),
         (rope_dims % 2 or rope_dims > dim // heads,
          f"ROPE_DIMS={rope_dims}: must be even, at most MODEL_DIM / NUM_HEADS = {dim // heads}"),
-        (not words, f"{pattern}: names no layer; ARCH_MODE names presets"),
         (not norms or set(norms) - set(NORMS), f"NORM={settings.norm!r}: must be one or more of {', '.join(NORMS)}"),
+        (not words, f"LAYER_PATTERN={pattern!r}: names no layer; ARCH_MODE names presets"),
+        (odd, f"LAYER_PATTERN={pattern!r}: {odd} is not g, k, s or a with an optional number; capitals need one"),
+        ("k" in pattern.lower().split("g")[0], f"LAYER_PATTERN={pattern!r}: no g before 'k' whose keys it could take"),
     ):
         if wrong:
             raise UserError(said)
-    for at, word in enumerate(words):
-        if word[0] not in "gksaGKSA" or not (word[1:].isdigit() or len(word) == 1 and word.islower()):
-            raise UserError(f"{pattern}: {word!r} is not g, k, s or a, with an optional number; capitals need one")
-        if word[0] in "kK" and not any(before[0] in "gG" for before in words[:at]):
-            raise UserError(f"{pattern}: no g before {word!r} whose keys it could take")
     count = settings.num_layers or len(words)
     layers, norms = (" ".join((each * count)[:count]) for each in (words, norms))
     return SimpleNamespace(vocab_size=vocab_size, bos_id=bos_id, layers=layers, norms=norms,
                            **{name: getattr(settings, name) for name in MODEL_SETTINGS})
-
-
-def rms_norm(x: Tensor, weight: Tensor | None = None) -> Tensor:
-    """x over its root mean square (arXiv 1910.07467), times a weight per channel where there is one."""
-    return F.rms_norm(x, (x.size(-1),), None if weight is None else weight.to(x.dtype))
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -909,7 +900,7 @@ def matrix(splits: tuple[int, ...], cols: int, std: float) -> nn.Parameter:
 
 
 class Norm(nn.Module):
-    """One of NORMS, of x (..., dim): RMSNorm without or with a weight per channel, LayerNorm with weight and bias."""
+    """One of NORMS: RMSNorm (arXiv 1910.07467), plain or with a weight per channel; LayerNorm with weight and bias."""
 
     def __init__(self, kind: str, dim: int):
         super().__init__()
@@ -917,9 +908,8 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(dim)) if kind == "layer" else None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.bias is None:
-            return rms_norm(x, self.weight)
-        return F.layer_norm(x, (x.size(-1),), self.weight.to(x.dtype), self.bias.to(x.dtype))
+        dim, weight = x.shape[-1:], None if self.weight is None else self.weight.to(x.dtype)
+        return F.rms_norm(x, dim, weight) if self.bias is None else F.layer_norm(x, dim, weight, self.bias.to(x.dtype))
 
 
 def gdn_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -937,46 +927,11 @@ def gdn_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Te
     return o.to(v.dtype), torch.addcmul(state * decay[..., None, None], k[..., None], delta[..., None, :])
 
 
-def opaque(body: Callable, fake: Callable) -> Callable:
-    """The custom op `underpar::<name of body>`, which torch.compile does not trace into; `fake` gives outputs' shapes.
-
-    The first script imported into a process registers it for all: registered again it is freed, and old handles crash.
-    """
-    if not hasattr(torch.ops.underpar, body.__name__):
-        torch.library.custom_op(f"underpar::{body.__name__}", body, mutates_args=()).register_fake(fake)
-    return getattr(torch.ops.underpar, body.__name__).default
-
-
-def add_product(total: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) -> None:
+def add_product(total: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) -> Tensor:
     """total += alpha * a @ b, in place (batched); the product has the operands' dtype, the sum has that of total."""
-    if total.dtype == a.dtype:
-        total.baddbmm_(a, b, alpha=alpha)
-    else:
-        total.add_(torch.bmm(a, b), alpha=alpha)
+    return total.baddbmm_(a, b, alpha=alpha) if total.dtype == a.dtype else total.add_(torch.bmm(a, b), alpha=alpha)
 
 
-@lambda body: opaque(body, lambda a: torch.empty_like(a, memory_format=torch.contiguous_format))
-def gdn_inverse(a: Tensor) -> Tensor:
-    """(I + tril(a, -1))^-1 for a (M, C, C), C a power of two; reads only what lies below the diagonal.
-
-    Diagonal blocks of 1, 2, 4 ... rows: [[X, 0], [Y, Z]]^-1 = [[X^-1, 0], [-Z^-1 Y X^-1, Z^-1]]. Neumann's product and
-    Newton's iteration are shorter, but powers of A grow without bound when keys are correlated (1e6 to NaN).
-    """
-    (m, c, _), size = a.shape, 1
-    inverse = a.new_ones(m * c, 1, 1)
-    while size < c:
-        pairs = a.reshape(m, c // (2 * size), 2 * size, c // (2 * size), 2 * size).diagonal(dim1=1, dim2=3)
-        y = pairs[:, size:, :size].movedim(-1, 1).reshape(-1, size, size)
-        x_inv, z_inv = inverse[0::2], inverse[1::2]
-        inverse = a.new_zeros(y.shape[0], 2 * size, 2 * size)
-        inverse[:, :size, :size], inverse[:, size:, size:] = x_inv, z_inv
-        torch.neg(torch.bmm(torch.bmm(z_inv, y), x_inv), out=inverse[:, size:, :size])
-        size *= 2
-    return inverse
-
-
-@lambda body: opaque(body, lambda w, u, k, decay, state, extra: (
-    state.new_empty(w.shape[0] + state.shape[0], *state.shape[1:]), torch.empty_like(u)))
 def gdn_scan(w: Tensor, u: Tensor, k: Tensor, decay: Tensor, state: Tensor,
              extra: Tensor | None) -> tuple[Tensor, Tensor]:
     """The sequential part: per chunk n, new_n = U_n - W_n S_n and S_{n+1} = decay_n S_n + K_n^T new_n.
@@ -986,18 +941,26 @@ def gdn_scan(w: Tensor, u: Tensor, k: Tensor, decay: Tensor, state: Tensor,
     outputs contribute to dL/dnew and dL/dS. w, k (N*M, C, K); u (N*M, C, V); decay (N*M,); state, S_0 or R_N,
     (M, K, V); extra (N*M, K, V), with M = B*H rows and N chunks, chunk-major. Returns all N + 1 states and new.
     """
-    order, sign = (1, 1) if extra is None else (-1, -1)
-    states, new = state.new_empty(w.shape[0] + state.shape[0], *state.shape[1:]), torch.empty_like(u)
-    s, *after = states.split(len(state))[::order]
+    way = 1 if extra is None else -1
+    states, new = state.new_empty(len(w) + len(state), *state.shape[1:]), torch.empty_like(u)
+    s, *after = states.split(len(state))[::way]
     s.copy_(state)
-    parts = [x.split(len(state))[::order] for x in (w, u, k.mT, decay[:, None, None], new)]
-    extras = [None] * len(after) if extra is None else extra.split(len(state))[::order]
+    parts = [x.split(len(state))[::way] for x in (w, u, k.mT, decay[:, None, None], new)]
+    extras = [None] * len(after) if extra is None else extra.split(len(state))[::way]
     for w_n, u_n, k_n, decay_n, new_n, extra_n, s_next in zip(*parts, extras, after, strict=True):
-        torch.baddbmm(u_n, w_n, s.to(w.dtype), alpha=-sign, out=new_n)
+        torch.baddbmm(u_n, w_n, s.to(w.dtype), alpha=-way, out=new_n)
         torch.mul(s, decay_n, out=s_next) if extra_n is None else torch.addcmul(extra_n, s, decay_n, out=s_next)
-        add_product(s_next, k_n, new_n, alpha=sign)
+        add_product(s_next, k_n, new_n, alpha=way)
         s = s_next
     return states, new
+
+
+# An op, into which torch.compile does not trace: its loop would unroll. The first script imported into a process
+# registers it for all: registered again it would be freed, and old handles crash.
+if not hasattr(torch.ops.underpar, "gdn_scan"):
+    torch.library.custom_op("underpar::gdn_scan", gdn_scan, mutates_args=()).register_fake(
+        lambda w, u, k, decay, s, extra: (s.new_empty(len(w) + len(s), *s.shape[1:]), torch.empty_like(u)))
+gdn_scan = torch.ops.underpar.gdn_scan.default
 
 
 class GatedDeltaChunks(torch.autograd.Function):
@@ -1019,7 +982,9 @@ class GatedDeltaChunks(torch.autograd.Function):
         d = (total[..., None] - total[..., None, :]).to(g.dtype).clamp_(max=0).exp_().tril_()  # (N*M, C, C)
         kk = torch.bmm(k, k.mT).to(d.dtype).mul_(d)
         p = torch.bmm(q, k.mT).mul_(d)
-        t = gdn_inverse(beta[..., None] * kk)
+        # Neumann's product and Newton's iteration would not do: powers of A grow to NaN when keys are correlated.
+        eye = torch.eye(d.shape[-1], dtype=d.dtype, device=d.device)
+        t = torch.linalg.solve_triangular(beta[..., None] * kk, eye, upper=False, unitriangular=True)
         u = torch.bmm((t * beta[..., None, :]).to(dtype), v)
         w = torch.bmm((t * (beta * grow)[..., None, :]).to(dtype), k)
         k_end = (k * shrink[..., None]).to(dtype)
@@ -1051,48 +1016,40 @@ class GatedDeltaChunks(torch.autograd.Function):
         d_total = (q * d_q).sum(-1) + beta * read - write + pairs.sum(-1) - pairs.sum(-2)
         d_total[:, -1] += write.sum(-1) + decay * (r_next * s).sum((-1, -2), dtype=d.dtype)
         d_qk, d_kk = d_p.mul_(d), d_a.mul_(d).mul_(beta[..., None])
-        add_product(d_q, d_qk, k)
-        add_product(d_k, d_qk.mT, q)
-        add_product(d_k, (d_kk + d_kk.mT).to(dtype), k)
-        d_k.addcmul_(d_bk, (beta * grow)[..., None])
+        d_q, d_k = add_product(d_q, d_qk, k), add_product(d_k, d_qk.mT, q)
+        d_k = add_product(d_k, (d_kk + d_kk.mT).to(dtype), k).addcmul_(d_bk, (beta * grow)[..., None])
         d_g = d_total.flip(-1).cumsum(-1).flip(-1)
         return d_q.to(dtype), d_k.to(dtype), (d_bv * beta[..., None]).to(dtype), d_g, d_beta, r[:m].clone()
 
 
 def gdn_chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None,
               chunk: int = 32) -> tuple[Tensor, Tensor]:
-    """`gdn_step` for T tokens, by chunks of them, in matrix products; q, k, v: float64, float32 or bfloat16.
+    """`gdn_step` for T tokens, by chunks of them (32 is the fastest on CPU), in matrix products.
 
-    q, k (B, T, H, K); v (B, T, H, V); g, beta (B, T, H); state (B, H, K, V) or None for zeros. Returns o (B, T, H, V)
-    and the last state. ValueError for a chunk that is no power of two >= 16; 32 is the fastest on CPU.
+    q, k (B, T, H, K); v (B, T, H, V), all three float64, float32 or bfloat16; g, beta (B, T, H); state (B, H, K, V) or
+    None for zeros. Returns o (B, T, H, V) and the last state.
     """
-    if chunk < 16 or chunk & (chunk - 1):
-        raise ValueError(f"chunk is {chunk}; it must be a power of two >= 16")
     (b, t, h, dim_k), dim_v, dtype = q.shape, v.shape[-1], torch.promote_types(v.dtype, torch.float32)
-    pad = -t % chunk  # a padded token has k = 0, beta = 0 and g = 0, and leaves the state as it is
-
-    def split(x: Tensor) -> Tensor:  # (B, T, H, ...) -> (N*B*H, C, ...)
-        x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, pad)) if pad else x
-        return x.unflatten(1, (-1, chunk)).movedim((1, 3), (0, 2)).flatten(0, 2)
-
+    if pad := -t % chunk:  # a padded token has k = 0, beta = 0 and g = 0, and leaves the state as it is
+        q, k, v, g, beta = (F.pad(x, (0, 0) * (x.ndim - 2) + (0, pad)) for x in (q, k, v, g, beta))
+    parts = [x.unflatten(1, (-1, chunk)).movedim((1, 3), (0, 2)).flatten(0, 2)  # (B, T, H, ...) -> (N*B*H, C, ...)
+             for x in (q, k, v, g.to(dtype), beta.to(dtype))]
     state = v.new_zeros(b, h, dim_k, dim_v, dtype=dtype) if state is None else state.to(dtype)
     with torch.autocast(v.device.type, enabled=False):  # autocast would round the inverse and the state to bfloat16
-        o, last = GatedDeltaChunks.apply(*map(split, (q, k, v, g.to(dtype), beta.to(dtype))), state.flatten(0, 1))
-    o = o.view(-1, b, h, chunk, dim_v).movedim((0, 2), (1, 3)).flatten(1, 2)
-    return o[:, :t], last.view(b, h, dim_k, dim_v)
+        o, last = GatedDeltaChunks.apply(*parts, state.flatten(0, 1))
+    return o.view(-1, b, h, chunk, dim_v).movedim((0, 2), (1, 3)).flatten(1, 2)[:, :t], last.view(b, h, dim_k, dim_v)
 
 
-def short_conv(x: Tensor, weight: Tensor, doc: Tensor, tail: Tensor, tail_doc: Tensor) -> Tensor:
-    """Causal depthwise convolution and SiLU. x (B, T, C), weight (C, taps), doc (B, T); before x tail (B, taps-1, C).
+def short_conv(x: Tensor, weight: Tensor, doc: Tensor) -> Tensor:
+    """Causal depthwise convolution and SiLU of the last T tokens: x (B, taps-1 + T, C), weight (C, taps), doc as x.
 
     Shifted sums beat F.conv1d(groups=C) on the CPU, and let a tap that would reach into another document be zero.
     """
-    T, weight = x.size(1), weight.to(x.dtype)
-    past, past_doc = torch.cat([tail, x], dim=1), torch.cat([tail_doc, doc], dim=1)  # (B, taps - 1 + T, C), without C
-    y = x * weight[:, -1]
-    for at in reversed(range(weight.size(1) - 1)):
-        same = (past_doc[:, at : at + T] == doc).unsqueeze(-1)
-        y = y + past[:, at : at + T] * weight[:, at] * same
+    reach, weight = weight.size(1) - 1, weight.to(x.dtype)
+    y = x[:, reach:] * weight[:, -1]
+    for at in range(1, reach + 1):
+        same = (doc[:, reach - at : -at] == doc[:, reach:]).unsqueeze(-1)
+        y = y + x[:, reach - at : -at] * weight[:, reach - at] * same
     return F.silu(y)
 
 
@@ -1105,9 +1062,8 @@ class GatedDeltaNet(nn.Module):
     def __init__(self, config: SimpleNamespace, owner: "GatedDeltaNet | None" = None):
         super().__init__()
         dim, heads = config.model_dim, config.num_heads
-        self.heads, self.head_dim = heads, dim // heads
+        self.heads, self.head_dim, self.beta_scale = heads, dim // heads, 2.0 if config.gdn_neg_eigval else 1.0
         self.owner = (owner,)  # in a tuple: its weights are counted and stored once, with the owner
-        self.beta_scale = 2.0 if config.gdn_neg_eigval else 1.0
         self.w_qkvg = matrix((dim,) * (2 if owner else 4), dim, 0.5 * dim**-0.5)
         self.w_o = nn.Parameter(torch.zeros(dim, dim))
         self.ab = matrix((2 * heads,), dim, 0.5 * dim**-0.5)  # decay and step size, one number a head each
@@ -1126,25 +1082,21 @@ class GatedDeltaNet(nn.Module):
             w_q, w_gate = w_qkvg.split(dim)
             w_qkvg, conv = torch.cat([w_q, owner.w_qkvg[dim : 3 * dim], w_gate]), torch.cat([conv, owner.conv[dim:]])
         qkv, gate = linear(x, w_qkvg).split([3 * dim, dim], dim=-1)
-        tail = kept.get("tail", qkv.new_zeros(B, CONV_TAPS - 1, 3 * dim))
-        tail_doc = kept.get("tail_doc", doc.new_full((B, CONV_TAPS - 1), -1))
-        q, k, v = short_conv(qkv, conv, doc, tail, tail_doc).view(B, T, 3, H, D).unbind(2)  # (B, T, H, D)
-        wide = self.ab.dtype  # float32: a key longer than 1 would let the state grow
-        # eps inside the root: F.normalize has a gradient of 1e12 at zero
+        qkv = torch.cat([kept.get("tail", qkv.new_zeros(B, CONV_TAPS - 1, 3 * dim)), qkv], dim=1)
+        doc = torch.cat([kept.get("tail_doc", doc.new_full((B, CONV_TAPS - 1), -1)), doc], dim=1)
+        q, k, v = short_conv(qkv, conv, doc).view(B, T, 3, H, D).unbind(2)  # (B, T, H, D)
+        wide = self.ab.dtype  # float32: a key longer than 1 lets the state grow; eps: else zeros get gradients of 1e12
         q, k = ((t * torch.rsqrt(t.to(wide).square().sum(-1, keepdim=True) + 1e-6)).to(t.dtype) for t in (q, k))
         a, b = F.linear(x.to(wide), self.ab).split(H, dim=-1)  # (B, T, H), float32
         g = torch.where(first.unsqueeze(-1), DOCUMENT_DECAY, -self.A_log.exp() * F.softplus(a + self.dt_bias))
-        beta = self.beta_scale * torch.sigmoid(b)
-        q = q * D**-0.5
+        q, beta = q * D**-0.5, self.beta_scale * torch.sigmoid(b)
         if T == 1 and cache:
             o, state = gdn_step(*(t[:, 0] for t in (q, k, v, g, beta)), cache["state"])
-            o = o.unsqueeze(1)
         else:
             o, state = gdn_chunk(q, k, v, g, beta, kept.get("state"), chunk=64 if x.is_cuda else 32)
         if cache is not None:
-            tail, tail_doc = torch.cat([tail, qkv], dim=1), torch.cat([tail_doc, doc], dim=1)
-            cache.update(state=state, tail=tail[:, 1 - CONV_TAPS :], tail_doc=tail_doc[:, 1 - CONV_TAPS :])
-        o = rms_norm(o) * self.norm.to(o.dtype) * F.silu(gate.view(B, T, H, D))
+            cache.update(state=state, tail=qkv[:, 1 - CONV_TAPS :], tail_doc=doc[:, 1 - CONV_TAPS :])
+        o = F.rms_norm(o, (D,), self.norm.to(o.dtype)) * F.silu(gate.view(o.shape))
         return linear(o.reshape(B, T, dim), self.w_o)
 
 
@@ -1196,19 +1148,17 @@ class Attention(nn.Module):
         (B, T, dim), H, Hkv, D = x.shape, self.heads, self.kv_heads, self.head_dim
         q, k, v = linear(x, self.w_qkv).view(B, T, H + 2 * Hkv, D).split([H, Hkv, Hkv], dim=2)  # (B, T, H, D)
         if self.q_gain is not None:
-            q, k = rms_norm(q) * self.q_gain.to(x.dtype)[:, None], rms_norm(k)
+            q, k = F.rms_norm(q, (D,)) * self.q_gain.to(x.dtype)[:, None], F.rms_norm(k, (D,))
         seen, key_doc = cache["seen"] if cache else 0, doc
         if self.rope_dims:
             positions = torch.arange(seen, seen + T, device=x.device)
             q, k = (rotate(t, positions, self.rope_base, self.rope_dims) for t in (q, k))
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
+        if cache:
+            k, v, key_doc = (torch.cat([cache[name], t], dim=1) for name, t in (("k", k), ("v", v), ("doc", doc)))
         if cache is not None:
-            if cache:
-                k, v = torch.cat([cache["k"], k], dim=2), torch.cat([cache["v"], v], dim=2)
-                key_doc = torch.cat([cache["doc"], doc], dim=1)
-            keep = max(0, k.size(2) - self.window + 1)  # the next query sees itself and window - 1 keys before it
-            cache.update(k=k[:, :, keep:], v=v[:, :, keep:], doc=key_doc[:, keep:], seen=seen + T)
-        o = attend(q, k, v, doc, key_doc, self.window)
+            keep = max(0, k.size(1) - self.window + 1)  # the next query sees itself and window - 1 keys before it
+            cache.update(k=k[:, keep:], v=v[:, keep:], doc=key_doc[:, keep:], seen=seen + T)
+        o = attend(*(t.transpose(1, 2) for t in (q, k, v)), doc, key_doc, self.window)
         return linear(o.transpose(1, 2).reshape(B, T, dim), self.w_o)
 
 
@@ -1218,11 +1168,8 @@ def oscillate(x: Tensor, wave: Tensor) -> Tensor:
     return torch.sin(omega * x + phi) * torch.tanh(x) + level
 
 
-ACTIVATIONS = {
-    "relu2": lambda h: F.relu(h).square(),  # arXiv 2109.08668
-    "leaky_relu2": lambda h: F.leaky_relu(h, 0.5).square(),
-    "gelu": F.gelu,
-}
+ACTIVATIONS = {"relu2": lambda h: F.relu(h).square(),  # arXiv 2109.08668
+               "leaky_relu2": lambda h: F.leaky_relu(h, 0.5).square(), "gelu": F.gelu}
 
 
 class MLP(nn.Module):
@@ -1235,8 +1182,7 @@ class MLP(nn.Module):
     def __init__(self, config: SimpleNamespace):
         super().__init__()
         dim, hidden = config.model_dim, int(config.mlp_mult * config.model_dim)
-        self.kind, self.threshold = config.mlp, config.bio_threshold
-        self.events = config.bio_events if self.kind == "bio" else "off"
+        self.kind, self.events, self.threshold = config.mlp, config.bio_events, config.bio_threshold
         self.w_up = matrix((hidden,) * (2 if self.kind == "swiglu" else 1), dim, 0.5 * dim**-0.5)
         start, spread = torch.tensor([[1.0], [0.0], [0.0]]), torch.tensor([[0.1], [0.1], [0.0]])  # omega, phi, b
         if self.kind == "bio":
@@ -1280,8 +1226,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, x0: Tensor, mixer: nn.Module, *context) -> Tensor:
         """x and x0 (the embedding) (B, T, dim); context: the mixer's further arguments."""
         if self.mix is not None:
-            mix = self.mix.to(x.dtype)
-            x = mix[0] * x + mix[1] * x0
+            x = scaled(x, self.mix[0]) + scaled(x0, self.mix[1])
         mixed = x + scaled(mixer(self.mixer_norm(x), *context), self.mixer_scale)
         return mixed + scaled(self.mlp(self.mlp_norm(x if self.parallel else mixed)), self.mlp_scale)
 
@@ -1289,10 +1234,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """The language model: embedding, layers by pattern, head with a soft cap."""
 
-    activation_checkpointing = False  # recompute each layer in the backward pass; training's choice, not the shape's
-
     def __init__(self, config: SimpleNamespace):
         super().__init__()
+        self.activation_checkpointing = False  # compute each layer again in the backward pass, to save memory
         self.config, dim, std = config, config.model_dim, config.tied_embed_init_std
         self.embed = matrix((config.vocab_size,), dim, std)
         self.head = None if config.tie_embeddings else nn.Parameter(torch.zeros(config.vocab_size, dim))
@@ -1306,21 +1250,17 @@ class GPT(nn.Module):
             self.w_bigram = nn.Parameter(torch.zeros(dim, config.bigram_dim))
         if config.unet_skips:
             self.skip = nn.Parameter(torch.ones(len(words) // 2, dim))
-        # a numbered word names one set of weights, whatever layer it stands in; caches are per layer, never shared
-        names = [word if word[1:] else f"{word}@{at}" for at, word in enumerate(words)]
-        mixers, owner = {}, None
-        for name in names:
-            if name in mixers:
-                pass
-            elif name[0] in "gGkK":
-                mixers[name] = GatedDeltaNet(config, owner if name[0] in "kK" else None)
-            else:
-                mixers[name] = Attention(config, config.attn_window if name[0] in "sS" else 1 << 30)
-            owner = mixers[name] if name[0] in "gG" else owner
-        blocks = [name if name[0].isupper() else at for at, name in enumerate(names)]
-        self.mixers = nn.ModuleList(mixers.values())
-        self.mixer_of_layer = [list(mixers).index(name) for name in names]
+        # layers that share a mixer, or a block, have one name; caches are per layer, never shared
+        mixers = [word if word[1:] else at for at, word in enumerate(words)]
+        blocks = [word if word[0].isupper() else at for at, word in enumerate(words)]
+        self.mixer_of_layer = [list(dict.fromkeys(mixers)).index(name) for name in mixers]
         self.block_of_layer = [list(dict.fromkeys(blocks)).index(name) for name in blocks]
+        self.mixers, owner = nn.ModuleList(), None
+        for word, at in zip(words, self.mixer_of_layer, strict=True):
+            if at == len(self.mixers):  # its first layer
+                self.mixers.append(Attention(config, config.attn_window if word[0] in "sS" else 1 << 30)
+                                   if word[0] in "sSaA" else GatedDeltaNet(config, owner if word[0] in "kK" else None))
+            owner = self.mixers[at] if word[0] in "gG" else owner
         self.blocks = nn.ModuleList(Block(config, norms[blocks.index(name)]) for name in dict.fromkeys(blocks))
         self.final_norm = Norm(norms[-1], dim)
 
@@ -1332,7 +1272,7 @@ class GPT(nn.Module):
         """Rows of the embedding (B, T, dim), bfloat16 on CUDA; of length 1 per channel where x0 is mixed in later."""
         x = F.embedding(ids, self.embed)
         x = x.bfloat16() if ids.is_cuda else x  # weights stay float32 everywhere
-        return rms_norm(x) if self.config.residual_mix else x
+        return F.rms_norm(x, x.shape[-1:]) if self.config.residual_mix else x
 
     def embed_tokens(self, ids: Tensor, first: Tensor, whole: dict) -> Tensor:
         """What the first layer reads (B, T, dim): token, position, and the token before. `whole`: see `forward`."""
@@ -1343,14 +1283,13 @@ class GPT(nn.Module):
                 raise UserError(f"POSITIONS='learned': none for token {longest + 1} of a text; "
                                 f"TRAIN_SEQ_LEN={longest} was the longest in training")
             x = x + self.positions_embed[seen:end].to(x.dtype)
-        if config.smear_gate or config.bigram_vocab_size:
-            last = whole.get("last", torch.full_like(ids[:, :1], config.bos_id))
-            before = torch.cat([last, ids[:, :-1]], dim=1).masked_fill(first, config.bos_id)  # never another document's
-            if config.smear_gate:  # some of the token before, as in modded-nanogpt, by a weight per channel
-                x = x + self.smear.to(x.dtype) * self.embedding(before)
-            if config.bigram_vocab_size:  # hash of Parameter Golf's BigramHashEmbedding
-                pair = ((36313 * ids) ^ (27191 * before)) % config.bigram_vocab_size
-                x = x + linear(F.embedding(pair, self.bigram_embed).to(x.dtype), self.w_bigram)
+        last = whole.get("last", torch.full_like(ids[:, :1], config.bos_id))
+        before = torch.cat([last, ids[:, :-1]], dim=1).masked_fill(first, config.bos_id)  # no other document's token
+        if config.smear_gate:  # some of the token before, as in modded-nanogpt, by a weight per channel
+            x = x + scaled(self.embedding(before), self.smear)
+        if config.bigram_vocab_size:  # hash of Parameter Golf's BigramHashEmbedding
+            pair = ((36313 * ids) ^ (27191 * before)) % config.bigram_vocab_size
+            x = x + linear(F.embedding(pair, self.bigram_embed).to(x.dtype), self.w_bigram)
         whole.update(seen=end, last=ids[:, -1:])
         return x
 
@@ -1365,7 +1304,7 @@ class GPT(nn.Module):
         recompute, skips = self.activation_checkpointing and torch.is_grad_enabled(), []
         for layer, (block, mixer) in enumerate(zip(self.block_of_layer, self.mixer_of_layer, strict=True)):
             if layer >= half and skips:
-                x = x + self.skip[len(skips) - 1].to(x.dtype) * skips.pop()
+                x = x + scaled(skips.pop(), self.skip[len(skips)])
             run = self.blocks[block], x, x0, self.mixers[mixer], doc, first, caches[layer]
             x = checkpoint(*run, use_reentrant=False) if recompute else run[0](*run[1:])
             if config.unet_skips and layer < half:
@@ -1383,18 +1322,18 @@ class GPT(nn.Module):
 @torch.no_grad()
 def mlp_activity(network: GPT, ids: Tensor) -> dict[str, float]:
     """Shares of MLP units on ids (B, T), over all layers: with an event (without events: not zero), and below 0.05."""
-    shares: list[Tensor] = []
+    shares = []
 
     def measure(mlp: MLP, inputs: tuple[Tensor]) -> None:
-        hidden, fired = mlp.hidden(inputs[0])
+        hidden, fired = mlp.hidden(*inputs)
         active = hidden != 0 if fired is None else fired
-        shares.append(torch.stack([active.double().mean(), (hidden.abs() < 0.05).double().mean()]))
+        shares.append([active.double().mean().item(), (hidden.abs() < 0.05).double().mean().item()])
 
-    hooks = [module.register_forward_pre_hook(measure) for module in network.modules() if isinstance(module, MLP)]
-    network(ids)
-    for hook in hooks:
-        hook.remove()
-    active, small = torch.stack(shares).mean(0).tolist()
+    with contextlib.ExitStack() as hooks:
+        for block in network.blocks:
+            hooks.enter_context(block.mlp.register_forward_pre_hook(measure))
+        network(ids)
+    active, small = torch.tensor(shares, dtype=torch.float64).mean(0).tolist()
     return {"mlp_active": active, "mlp_small": small}
 # === end: model ===
 

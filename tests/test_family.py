@@ -190,10 +190,15 @@ def test_the_bio_mlp_against_the_seeds_formulas(events):
     assert mlp.w_gate.grad.abs().max() > 1e-6
 
 
+def wave_of(units: int) -> torch.Tensor:
+    """omega, phi and b of some units as the bio-MLP draws them: (3, units)."""
+    return T.MLP(T.model_config(dataclasses.replace(SETTINGS, mlp="bio"), 64, 1)).wave.detach()[:, :units].clone()
+
+
 def test_oscillation_and_its_gradients_in_closed_form():
     torch.manual_seed(6)
-    x, wave = torch.randn(50, 3, dtype=torch.float64, requires_grad=True), T.wave(3).double()
-    wave = wave.detach().requires_grad_()
+    x, wave = torch.randn(50, 3, dtype=torch.float64, requires_grad=True), wave_of(3).double()
+    wave.requires_grad_()
     T.oscillate(x, wave).sum().backward()
     angle = wave[0] * x + wave[1]
     assert (x.grad - (wave[0] * angle.cos() * x.tanh() + angle.sin() * (1 - x.tanh() ** 2))).abs().max() < 1e-12
@@ -207,7 +212,7 @@ def single_unit(unit, weights: torch.Tensor) -> float:
     points = torch.tensor([[0.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 1.0]])
     labels, best = torch.tensor([0.0, 1.0, 1.0, 0.0]), 0.0
     for start in weights:
-        line, wave = start.clone().requires_grad_(), T.wave(1).detach().requires_grad_()
+        line, wave = start.clone().requires_grad_(), wave_of(1).requires_grad_()
         optimizer = torch.optim.Adam([line, wave], lr=0.05)
         for _ in range(400):
             out = unit((points @ line[:2] + line[2])[:, None], wave)[:, 0] * line[3] + line[4]
