@@ -18,6 +18,7 @@ import json
 import math
 import os
 import platform
+import re
 import resource
 import struct
 import subprocess

@@ -2148,15 +2148,37 @@ class Run(Kept):
 
     kept = ("step", "saved", "skipped", "losses", "events")
 
-    def __init__(self, settings, runtime: Runtime, folder: Path, parts: dict, identity: dict):
+    def __init__(self, settings, runtime: Runtime, parts: dict, identity: dict):
         every = re.fullmatch(r"(\d+)(s?)", settings.save_every)
         if not every or settings.spike_policy == "rewind" and not int(every[1]):
             raise UserError(f"SAVE_EVERY={settings.save_every!r}: must be steps (500) or seconds of training (120s), 0 "
                             "for none; SPIKE_POLICY=rewind needs some")
-        self.settings, self.runtime, self.folder, self.parts, self.identity = settings, runtime, folder, parts, identity
+        if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and not settings.run_id:
+            raise UserError("RUN_ID='': must name the run, for torchrun --max-restarts to find it again")
+        self.settings, self.runtime, self.parts, self.identity = settings, runtime, parts, identity
+        self.folder = Path(settings.out_dir) / runtime.agree(settings.run_id or time.strftime("run_%Y%m%d_%H%M%S"))
         self.every, self.timed, self.saved, self.stands = int(every[1]), every[2] == "s", 0.0, -1
         self.step, self.skipped = 0, 0  # step `step` reads the data of step + skipped
         self.losses, self.events, self.log = [], [], Log(None)
+
+    def open(self) -> Path | None:
+        """Make or find the folder and begin the log; the checkpoint to load, if any. Raises UserError."""
+        newest, faults, path = None, [], self.folder / "log.txt"
+        if self.runtime.rank == 0:
+            if self.settings.resume:
+                newest, faults = newest_checkpoint(self.folder)
+            else:
+                make_run_folder(self.settings.out_dir, self.folder.name)
+            self.log = Log(path)
+        source, machine = Path(__file__).read_text(encoding="utf-8") + "\n" + "=" * 120, describe_machine(self.runtime)
+        if self.runtime.rank == 0 and source not in path.read_text(encoding="utf-8"):
+            self.log(source, terminal=False)
+        self.log(f"command: {' '.join([sys.executable, *sys.argv])}", terminal=False)
+        self.log(f"commit:{git_commit()} hardware:{machine['hardware']} " +
+                 " ".join(f"{name}:{version}" for name, version in machine["versions"].items()))
+        self.log("\n".join([settings_table(self.settings), *faults]))
+        found = self.runtime.agree(str(newest or ""))
+        return Path(found) if found else None
 
     def event(self, name: str, **found) -> None:
         """For the log and for result.json."""
@@ -2241,37 +2263,20 @@ def forward_backward(model: Callable, batches: Batches, step: int) -> Tensor:
     return loss
 
 
-def build(settings: Settings, runtime: Runtime, data: SimpleNamespace) -> SimpleNamespace:
-    """All that trains: the network, `model` (how it is called), batches, optimizers, averages, plan, clock."""
-    torch.manual_seed(settings.seed)
-    network = GPT(model_config(settings, data.tokenizer.vocab_size, data.tokenizer.bos_id)).to(runtime.device)
-    network.activation_checkpointing = settings.activation_checkpointing
-    table = {"matrix": (settings.matrix_bits, settings.matrix_clip_sigmas),
-             "embedding": (settings.embed_bits, settings.embed_clip_sigmas)}
-    params, memory = list(network.parameters()), {"ema": settings.ema_memory_frac, "swa": None}
-    replay = json.loads((Path(settings.replay) / "progress.json").read_bytes())["progress"] if settings.replay else []
-    budget = max(0.0, settings.max_wallclock_seconds - settings.reserve_seconds)
-    return SimpleNamespace(
-        network=network, model=compiled(network, settings), batches=Batches(data, settings, runtime),
-        optimizers=Optimizers(network, settings, runtime), plan=Plan(settings), table=table,
-        averages={name: Average(params, memory[name]) for name in memory if getattr(settings, name)},
-        clock=Clock(settings.iterations, budget, runtime, replay))
-
-
-def warm_up(setup: SimpleNamespace, settings: Settings, runtime: Runtime) -> None:
+def warm_up(model: Callable, network: GPT, table: QuantTable, optimizers: Optimizers, batches: Batches,
+            settings: Settings) -> None:
     """Run untimed steps that compile and allocate everything, then put weights and optimizer back as they were.
 
     Where memory is short on any rank the micro-batch is halved or, if the user has set its size, UserError. Room is
     kept for what comes later: momentum, two moments, masters, two averages and a gradient sum.
     """
-    network, batches, optimizers, step = setup.network, setup.batches, setup.optimizers, 0
-    before = [param.detach().clone() for param in network.parameters()]
+    before, runtime, step = [param.detach().clone() for param in network.parameters()], batches.runtime, 0
     while step < settings.warmup_steps:
         failed, room = torch.zeros(1, device=runtime.device), None
         try:
             room = torch.empty(7 * sum(param.numel() for param in optimizers.params), device=runtime.device)
-            with quantized(setup.network, setup.table):
-                forward_backward(setup.model, batches, step)
+            with quantized(network, table):
+                forward_backward(model, batches, step)
         except torch.OutOfMemoryError:
             failed += 1
         del room
@@ -2288,100 +2293,23 @@ def warm_up(setup: SimpleNamespace, settings: Settings, runtime: Runtime) -> Non
         optimizers.zero_grad()
     with torch.no_grad():
         if step:
-            setup.model(*next(batches.micro_batches(0)))
+            model(*next(batches.micro_batches(0)))
         torch._foreach_copy_([param.detach() for param in network.parameters()], before)
     optimizers.load_state_dict({})
 
 
-def report(run: Run, clock: Clock, loss: float, state: str) -> None:
-    """Log the step before `run.step`: a line, or the line of progress."""
-    settings, seconds, done = run.settings, clock.seconds[-1], run.step
-    line = (f"step:{done}/{settings.iterations or '?'} train_loss:{loss:.4f} {state} train_time:{1000 * seconds:.0f}ms "
-            f"step_avg:{1000 * seconds / done:.2f}ms tok_s:{settings.train_batch_tokens * done / seconds:.0f}")
-    if done % settings.train_log_every == 0 or done <= 5:
-        run.log(line)
-    else:
-        left = f"{clock.budget - seconds:.0f} s left " if clock.budget < math.inf else ""
-        run.log.progress(left + line)
-
-
-def train(run: Run, setup: SimpleNamespace, validate: Callable) -> bool:
-    """The training loop; whether it came to its end, not to a signal. Raises FloatingPointError naming a bad step."""
-    settings, runtime, plan, clock, optimizers = run.settings, run.runtime, setup.plan, setup.clock, setup.optimizers
-    batches, watch, stop, state = setup.batches, run.watch, False, ""
-    traced = settings.profile and not runtime.rank
-    trace = profile_steps(run.folder, run.log) if traced else itertools.repeat(None)
-    batches.waited, watch.looping = 0.0, True
-    clock.start()
-    while True:
-        last_step, stop = clock.is_last(run.step), stop or watch.signal > 0 and not runtime.distributed
-        watch.began = math.inf  # validation and saving take the time they take
-        if settings.val_loss_every and run.step and run.step % settings.val_loss_every == 0 and not (last_step or stop):
-            clock.stop()
-            run.log(f"step:{run.step} val_{validate()}")
-            clock.start()
-        if stop or run.every and last_step or run.due(clock.seconds[-1]):
-            clock.stop()
-            if stop and clock.packet is not None:
-                clock.packet[2] = 0.0  # or the run would stop again once it is resumed
-            run.save(clock.seconds[-1])
-            clock.start()
-        if last_step or stop:
-            break
-        watch.enter(run.step, clock.median_step())
-        next(trace)
-
-        # Weights are quantized for forward and backward alone; the gradient lands on the masters (straight through).
-        with quantized(setup.network, setup.table) if plan.on("qat") else contextlib.nullcontext():
-            loss = forward_backward(setup.model, batches, run.step + run.skipped)
-        extra = torch.stack([loss, torch.full_like(loss, watch.signal)])
-        norm, (loss, stopping) = optimizers.reduce_gradients(runtime, settings.grad_clip_norm, extra)
-
-        previous = clock.receive()  # of the step before; the device has this step's work queued and does not wait
-        if previous is not None:
-            stop = previous[2]
-            watch.agreed |= stop
-            if run.judge(*previous[:2]):
-                report(run, clock, previous[0], state)
-            elif settings.spike_policy == "rewind":
-                optimizers.zero_grad()
-                continue
-        spike = statistics.median(run.losses) + settings.spike_nats if run.losses and settings.spike_nats else math.inf
-        bad = ~(torch.isfinite(norm) & (loss < spike))
-        progress = clock.progress(run.step)
-        begun = plan.advance(run.step, progress)
-        for name in begun:
-            run.log(f"phase: {name} begins at step {plan.phases[name].start_step}, {progress:.1%} of the run")
-        multiplier, momentum = plan.multiplier(progress), plan.momentum(progress)
-        state = f"lr_mul:{multiplier:.4f} progress:{progress:.4f} data_wait:{batches.waited / clock.elapsed():.2%}"
-        optimizers.step(multiplier, momentum, bad)
-        optimizers.zero_grad()
-        for name, average in setup.averages.items():
-            if "qat" in begun:  # an average of weights that never saw the quantizer does not fit it
-                average.count = 0
-            elif plan.on(name):
-                average.update(progress)
-        clock.send(loss, bad, stopping)
-        run.step += 1
-
-    clock.stop()
-    watch.looping, previous = False, None if stop else clock.receive()
-    if previous and run.judge(*previous[:2], last=True):
-        report(run, clock, previous[0], state)
-    return not stop
-
-
-def choose_weights(run: Run, setup: SimpleNamespace, score: Callable[[Callable], Score]) -> str:
-    """Load into the network which of raw, EMA and SWA weights scores best, quantized, on held-out training tokens."""
-    scores, params = {}, [param.detach() for param in setup.network.parameters()]
-    values = {"raw": params, **{name: average.values for name, average in setup.averages.items() if average.count}}
+def choose_weights(model: Callable, network: GPT, table: QuantTable, averages: dict[str, Average],
+                   score: Callable[[Callable], Score], log: Log) -> str:
+    """Load into `network` which of raw, EMA and SWA weights scores best, quantized, on held-out training tokens."""
+    scores, params = {}, [param.detach() for param in network.parameters()]
+    values = {"raw": params, **{name: average.values for name, average in averages.items() if average.count}}
     for name in values:
-        with swapped(params, values[name]), quantized(setup.network, setup.table):
-            scores[name] = score(setup.model)
-        steps = f" of {setup.averages[name].count} steps" if name != "raw" else ""
-        run.log(f"weights: {name}{steps}, quantized, on held-out training tokens {scores[name]}")
+        with swapped(params, values[name]), quantized(network, table):
+            scores[name] = score(model)
+        steps = f" of {averages[name].count} steps" if name != "raw" else ""
+        log(f"weights: {name}{steps}, quantized, on held-out training tokens {scores[name]}")
     best = min(scores, key=lambda name: scores[name].nats)
-    run.log(f"weights: {best} chosen")
+    log(f"weights: {best} chosen")
     torch._foreach_copy_(params, values[best])
     return best
 
@@ -2401,44 +2329,10 @@ def compiled(network: GPT, settings: Settings) -> Callable:
     return torch.compile(network, dynamic=False, fullgraph=True, mode=settings.compile_mode)
 
 
-def start_log(run: Run, setup: SimpleNamespace, manifests: list[dict]) -> Log:
-    """Open the log: source, a rule, command line, commit, machine, settings, parameters, data, plan."""
-    log, machine = Log(run.folder / "log.txt" if run.runtime.rank == 0 else None), describe_machine(run.runtime)
-    source = Path(__file__).read_text(encoding="utf-8") + "\n" + "=" * 120
-    if log.file and source not in (run.folder / "log.txt").read_text(encoding="utf-8"):
-        log(source, terminal=False)
-    log(f"command: {' '.join([sys.executable, *sys.argv])}", terminal=False)
-    log(f"commit:{git_commit()} hardware:{machine['hardware']} " +
-        " ".join(f"{name}:{version}" for name, version in machine["versions"].items()))
-    log(settings_table(run.settings))
-    log("parameters: " + " ".join(f"{name}:{count}" for name, count in count_parameters(setup.network).items())
-        + f" arch_mode: {run.settings.arch_mode} layers: {setup.network.config.layers}")
-    for manifest in manifests:
-        log(f"data: {manifest['name']}, train {manifest['train']['tokens']} tokens, "
-            f"val {manifest['val']['tokens']} tokens, {manifest['val']['decoded_bytes']} bytes, "
-            f"overlap {manifest['overlap_documents']} documents")
-    log(setup.plan.describe())
-    return log
-
-
-def pack(run: Run, setup: SimpleNamespace, tokenizer: Tokenizer) -> dict:
-    """Write the artifact (rank 0) and return its sizes, with the bytes of script and config beside it."""
-    path, settings, config, stats = run.folder / "model.upar", run.settings, setup.network.config, {}
-    if run.runtime.rank == 0:
-        meta = {"steps": run.step, "seed": settings.seed, "tokenizer": tokenizer.file}
-        stats = write_artifact(path, setup.network.state_dict(), setup.table, vars(config), tokenizer.sha256, meta)
-    if run.runtime.distributed:
-        dist.barrier()
-    code = len(Path(__file__).read_bytes()) + (len(Path(settings.config).read_bytes()) if settings.config else 0)
-    size = path.stat().st_size
-    return {"artifact": str(path), "artifact_sha256": sha256_file(path), "artifact_bytes": size, "code_bytes": code,
-            "total_bytes": size + code, "bytes_by_class": stats.get("bytes", {})}
-
-
-def evaluate(run: Run, score: Callable[..., Score], model: Callable, network: GPT, what: str,
+def evaluate(score: Callable[..., Score], model: Callable, network: GPT, settings: Settings, log: Log, what: str,
              sources: tuple[np.ndarray, list[str]] | None = None) -> dict:
     """Score validation in plain windows, by source too if given, and in the ways asked for; the keys of result.json."""
-    plain, settings, log = score(model, sources=sources), run.settings, run.log
+    plain = score(model, sources=sources)
     result = plain.result()
     log(f"{what}: val_{plain}")
     for name, part in plain.sources.items():
@@ -2455,51 +2349,6 @@ def evaluate(run: Run, score: Callable[..., Score], model: Callable, network: GP
     return result
 
 
-def verdict(run: Run, plan: Plan, size: int) -> int:
-    """Exit code of a finished run of `size` bytes: 1, with a line each, for what makes its result no result."""
-    faults = [f"phase {name} was enabled and never fired" for name, phase in plan.phases.items() if not phase.steps]
-    if size > run.settings.artifact_bytes_max:
-        faults.append(f"{size} bytes of code and artifact, more than "
-                      f"ARTIFACT_BYTES_MAX={run.settings.artifact_bytes_max}")
-    if run.settings.profile and not (run.folder / "trace.json").exists():
-        faults.append("PROFILE=1 traced nothing, for it takes six steps")
-    for fault in faults:
-        run.log(f"error: {fault}; everything was saved", terminal=False)
-        sys.stderr.write(f"error: {fault}; everything was saved\n")
-    return 1 if faults else 0
-
-
-def start_run(settings: Settings, runtime: Runtime, setup: SimpleNamespace, data: SimpleNamespace) -> Run:
-    """The run, with folder, log and watch; warmed up, at its first step or where the newest checkpoint stands."""
-    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and not settings.run_id:
-        raise UserError("RUN_ID='': must name the run, for torchrun --max-restarts to find it again")
-    folder = Path(settings.out_dir) / runtime.agree(settings.run_id or time.strftime("run_%Y%m%d_%H%M%S"))
-    parts = {name: getattr(setup, name) for name in ("network", "optimizers", "plan", "clock")} | setup.averages
-    identity = {**vars(setup.network.config), "manifest_sha256": data.manifest_sha256, **{
-        name: getattr(settings, name) for name in ("seed", "train_batch_tokens", "holdout_tokens", "optimizer")}}
-    run, newest, faults = Run(settings, runtime, folder, parts, identity), None, []
-    if runtime.rank == 0 and settings.resume:
-        newest, faults = newest_checkpoint(folder)
-    elif runtime.rank == 0:
-        make_run_folder(settings.out_dir, folder.name)
-    if runtime.rank == 0:
-        data.tokenizer.save(folder)
-    run.log = start_log(run, setup, data.manifests)
-    run.watch = Watch(runtime, folder, settings.hang_seconds, run.log)
-    for fault in faults:
-        run.log(fault)
-    newest, batches = runtime.agree(str(newest or "")), setup.batches
-    warm_up(setup, settings, runtime)
-    micro_steps = batches.rows // batches.micro_rows
-    run.log(f"batch: {batches.tokens} tokens a step = {runtime.world_size} ranks x {micro_steps} micro-steps x "
-            f"{batches.micro_rows} windows x {batches.seq_len} tokens")
-    if newest:
-        run.load(Path(newest))
-    elif run.every:
-        run.save(0.0)  # what would keep the run from saving shows before its first step
-    return run
-
-
 def main() -> int:
     """One run, from settings to result.json; its exit code. Raises UserError before the first step."""
     begin = time.perf_counter()
@@ -2507,12 +2356,43 @@ def main() -> int:
                              lambda given: stored_settings(given, Settings.out_dir))
     if settings.eval_stateful and settings.positions == "learned":
         raise UserError("EVAL_STATEFUL=1: POSITIONS='learned' ends at TRAIN_SEQ_LEN, documents do not; it must be 0")
-    Plan(settings)
-    runtime = start_runtime(settings.device, settings.deterministic)
+    plan, runtime = Plan(settings), start_runtime(settings.device, settings.deterministic)
     data = open_data(settings)
-    setup, tokenizer = build(settings, runtime, data), data.tokenizer
-    run = start_run(settings, runtime, setup, data)
-    network, batches, clock, log, folder = setup.network, setup.batches, setup.clock, run.log, run.folder
+    tokenizer, batches = data.tokenizer, Batches(data, settings, runtime)
+    torch.manual_seed(settings.seed)
+    config = model_config(settings, tokenizer.vocab_size, tokenizer.bos_id)
+    network = GPT(config).to(runtime.device)
+    network.activation_checkpointing = settings.activation_checkpointing
+    model, optimizers = compiled(network, settings), Optimizers(network, settings, runtime)
+    table = {"matrix": (settings.matrix_bits, settings.matrix_clip_sigmas),
+             "embedding": (settings.embed_bits, settings.embed_clip_sigmas)}
+    memory = {"ema": settings.ema_memory_frac, "swa": None}
+    averages = {name: Average(list(network.parameters()), memory[name]) for name in memory if getattr(settings, name)}
+    replay = json.loads((Path(settings.replay) / "progress.json").read_bytes())["progress"] if settings.replay else []
+    budget = max(0.0, settings.max_wallclock_seconds - settings.reserve_seconds)
+    clock = Clock(settings.iterations, budget, runtime, replay)
+    run = Run(settings, runtime, dict(network=network, optimizers=optimizers, plan=plan, clock=clock, **averages), {
+        **vars(config), "manifest_sha256": data.manifest_sha256,
+        **{name: getattr(settings, name) for name in ("seed", "train_batch_tokens", "holdout_tokens", "optimizer")}})
+    checkpoint = run.open()
+    folder, log = run.folder, run.log
+    watch = Watch(runtime, folder, settings.hang_seconds, log)
+    if runtime.rank == 0:
+        tokenizer.save(folder)
+    log("parameters: " + " ".join(f"{name}:{count}" for name, count in count_parameters(network).items())
+        + f" arch_mode: {settings.arch_mode} layers: {config.layers}")
+    for manifest in data.manifests:
+        log(f"data: {manifest['name']}, train {manifest['train']['tokens']} tokens, "
+            f"val {manifest['val']['tokens']} tokens, {manifest['val']['decoded_bytes']} bytes, "
+            f"overlap {manifest['overlap_documents']} documents")
+    log(plan.describe())
+    warm_up(model, network, table, optimizers, batches, settings)
+    log(f"batch: {batches.tokens} tokens a step = {runtime.world_size} ranks x {batches.rows // batches.micro_rows} "
+        f"micro-steps x {batches.micro_rows} windows x {batches.seq_len} tokens")
+    if checkpoint:
+        run.load(checkpoint)
+    elif run.every:
+        run.save(0.0)  # what would keep the run from saving shows before its first step
     log(f"set-up and warm-up: {time.perf_counter() - begin:.1f} s, outside the clock")
     window = torch.from_numpy(data.val[None, : settings.train_seq_len]).to(runtime.device)
 
@@ -2520,36 +2400,113 @@ def main() -> int:
               sources: tuple[np.ndarray, list[str]] | None = None) -> Score:
         return score_tokens(of, tokens, tokenizer, runtime, settings.train_seq_len, stride, batches.micro_rows, sources)
 
-    def validate() -> str:
-        activity = " ".join(f"{name}:{share:.4f}" for name, share in mlp_activity(network, window).items())
-        return f"{score(setup.model)} {activity}"
+    def report(loss: float) -> None:
+        seconds, done = clock.seconds[-1], run.step
+        line = (f"step:{done}/{settings.iterations or '?'} train_loss:{loss:.4f} {state} "
+                f"train_time:{1000 * seconds:.0f}ms step_avg:{1000 * seconds / done:.2f}ms "
+                f"tok_s:{batches.tokens * done / seconds:.0f}")
+        if done % settings.train_log_every == 0 or done <= 5:
+            log(line)
+        else:
+            log.progress((f"{clock.budget - seconds:.0f} s left " if clock.budget < math.inf else "") + line)
 
-    if not train(run, setup, validate):
-        number = signal.Signals(run.watch.signal or signal.SIGTERM)
+    traced, stop, state = settings.profile and runtime.rank == 0, False, ""
+    trace = profile_steps(folder, log) if traced else itertools.repeat(None)
+    batches.waited, watch.looping = 0.0, True
+    clock.start()
+    while True:
+        last_step, stop = clock.is_last(run.step), stop or watch.signal > 0 and not runtime.distributed
+        watch.began = math.inf  # validation and saving take the time they take
+        if settings.val_loss_every and run.step and run.step % settings.val_loss_every == 0 and not (last_step or stop):
+            clock.stop()
+            activity = " ".join(f"{name}:{share:.4f}" for name, share in mlp_activity(network, window).items())
+            log(f"step:{run.step} val_{score(model)} {activity}")
+            clock.start()
+        if stop or run.every and last_step or run.due(clock.seconds[-1]):
+            clock.stop()
+            if stop and clock.packet is not None:
+                clock.packet[2] = 0.0  # or the run would stop again once it is resumed
+            run.save(clock.seconds[-1])
+            clock.start()
+        if last_step or stop:
+            break
+        watch.enter(run.step, clock.median_step())
+        next(trace)
+
+        # Weights are quantized for forward and backward alone; the gradient lands on the masters (straight through).
+        with quantized(network, table) if plan.on("qat") else contextlib.nullcontext():
+            loss = forward_backward(model, batches, run.step + run.skipped)
+        extra = torch.stack([loss, torch.full_like(loss, watch.signal)])
+        norm, (loss, stopping) = optimizers.reduce_gradients(runtime, settings.grad_clip_norm, extra)
+
+        previous = clock.receive()  # of the step before; the device has this step's work queued and does not wait
+        if previous is not None:
+            stop = previous[2]
+            watch.agreed |= stop
+            if run.judge(*previous[:2]):
+                report(previous[0])
+            elif settings.spike_policy == "rewind":
+                optimizers.zero_grad()
+                continue
+        spike = statistics.median(run.losses) + settings.spike_nats if run.losses and settings.spike_nats else math.inf
+        bad = ~(torch.isfinite(norm) & (loss < spike))
+        progress = clock.progress(run.step)
+        begun = plan.advance(run.step, progress)
+        for name in begun:
+            log(f"phase: {name} begins at step {plan.phases[name].start_step}, {progress:.1%} of the run")
+        multiplier, momentum = plan.multiplier(progress), plan.momentum(progress)
+        state = f"lr_mul:{multiplier:.4f} progress:{progress:.4f} data_wait:{batches.waited / clock.elapsed():.2%}"
+        optimizers.step(multiplier, momentum, bad)
+        optimizers.zero_grad()
+        for name, average in averages.items():
+            if "qat" in begun:  # an average of weights that never saw the quantizer does not fit it
+                average.count = 0
+            elif plan.on(name):
+                average.update(progress)
+        clock.send(loss, bad, stopping)
+        run.step += 1
+
+    clock.stop()
+    watch.looping = False
+    if stop:
+        number = signal.Signals(watch.signal or signal.SIGTERM)
         log(f"stopped by {number.name} after step {run.step}; RESUME={folder} goes on")
         runtime.leave()
         return 128 + number
+    if (previous := clock.receive()) and run.judge(*previous[:2], last=True):
+        report(previous[0])
     if runtime.rank == 0:
-        progress = {"settings": asdict(settings), "progress": clock.used}
-        replace_file(folder / "progress.json", json.dumps(progress).encode())
+        kept = {"settings": asdict(settings), "progress": clock.used}
+        replace_file(folder / "progress.json", json.dumps(kept).encode())
 
     clock.start()
-    chosen = choose_weights(run, setup, lambda of: score(of, data.held_out))
+    chosen = choose_weights(model, network, table, averages, lambda of: score(of, data.held_out), log)
     clock.stop()
-    log(setup.plan.describe(ended=True))
+    log(plan.describe(ended=True))
     log(f"clock: {clock.elapsed():.1f} s to train and choose, MAX_WALLCLOCK_SECONDS={settings.max_wallclock_seconds}")
     if settings.replay:
         run.event("replay", of=settings.replay)
     elif 0 < settings.max_wallclock_seconds < clock.elapsed():
         run.event("over_clock", seconds=clock.elapsed(), hint="no record; choosing wants more RESERVE_SECONDS")
 
-    sizes = pack(run, setup, tokenizer)
-    before = evaluate(run, score, setup.model, network, "before quantization")
-    packed = rebuild(folder / "model.upar", runtime)
-    final = evaluate(run, score, compiled(packed, settings), packed, "from the artifact", data.val_sources)
+    artifact, stats = folder / "model.upar", {}
+    if runtime.rank == 0:
+        meta = {"steps": run.step, "seed": settings.seed, "tokenizer": tokenizer.file}
+        stats = write_artifact(artifact, network.state_dict(), table, vars(config), tokenizer.sha256, meta)
+    if runtime.distributed:
+        dist.barrier()
+    code = len(Path(__file__).read_bytes()) + (len(Path(settings.config).read_bytes()) if settings.config else 0)
+    total = code + artifact.stat().st_size
+    before = evaluate(score, model, network, settings, log, "before quantization")
+    packed = rebuild(artifact, runtime)
+    final = evaluate(score, compiled(packed, settings), packed, settings, log, "from the artifact", data.val_sources)
     assert final["val_bytes"] == data.val_bytes, f"{final['val_bytes']} validation bytes scored of {data.val_bytes}"
 
-    code = 0
+    faults = [f"phase {name} was enabled and never fired" for name, phase in plan.phases.items() if not phase.steps]
+    if total > settings.artifact_bytes_max:
+        faults.append(f"{total} bytes of code and artifact, more than ARTIFACT_BYTES_MAX={settings.artifact_bytes_max}")
+    if settings.profile and not (folder / "trace.json").exists():
+        faults.append("PROFILE=1 traced nothing, for it takes seven steps")
     if runtime.rank == 0:
         result = {
             "script": Path(__file__).name, "run_id": folder.name, "seed": settings.seed, "commit": git_commit(),
@@ -2557,16 +2514,20 @@ def main() -> int:
             "tokenizer_sha256": tokenizer.sha256, **describe_machine(runtime), "world_size": runtime.world_size,
             "steps": run.step, "tokens": run.step * batches.tokens, "train_seconds": clock.elapsed(),
             "total_seconds": time.perf_counter() - begin, "data_wait_seconds": batches.waited,
-            "optimizer_state_bytes": setup.optimizers.state_bytes(), "params": count_parameters(network),
-            "weights": chosen, **final, "before_quantization": before, **mlp_activity(packed, window),
-            **data.yardsticks, **sizes, "phases": {name: asdict(phase) for name, phase in setup.plan.phases.items()},
+            "optimizer_state_bytes": optimizers.state_bytes(), "params": count_parameters(network), "weights": chosen,
+            **final, "before_quantization": before, **mlp_activity(packed, window), **data.yardsticks,
+            "artifact": str(artifact), "artifact_sha256": sha256_file(artifact),
+            "artifact_bytes": artifact.stat().st_size, "code_bytes": code, "total_bytes": total,
+            "bytes_by_class": stats["bytes"], "phases": {name: asdict(phase) for name, phase in plan.phases.items()},
             "events": run.events, "settings": asdict(settings),
         }
         replace_file(folder / "result.json", (json.dumps(result, indent=1) + "\n").encode())
         log("---\n" + "\n".join(f"{key}: {value}" for key, value in result.items() if not isinstance(value, dict)))
-        code = verdict(run, setup.plan, sizes["total_bytes"])
+        for fault in faults:
+            log(f"error: {fault}; everything was saved", terminal=False)
+            sys.stderr.write(f"error: {fault}; everything was saved\n")
     runtime.leave()
-    return code
+    return 1 if faults else 0
 
 
 if __name__ == "__main__":

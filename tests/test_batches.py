@@ -82,11 +82,9 @@ def test_micro_batches_shrink_until_they_fit_and_leave_no_gradient(stream, monke
     optimizers = types.SimpleNamespace(
         zero_grad=model.zero_grad, params=list(model.parameters()), load_state_dict=taken.append,
         reduce_gradients=lambda *given: taken.append(model.weight.grad is not None), step=lambda *given: None)
-    weights = types.SimpleNamespace(quantized=contextlib.nullcontext)
 
     def warm_up(of: T.Batches) -> None:
-        setup = types.SimpleNamespace(network=model, model=model, batches=of, optimizers=optimizers, weights=weights)
-        T.warm_up(setup, T.Settings(warmup_steps=2), of.runtime)
+        T.warm_up(model, model, {}, optimizers, of, T.Settings(warmup_steps=2))
 
     of = batches(stream)
     warm_up(of)
@@ -114,16 +112,15 @@ def test_after_the_warm_up_neither_training_nor_evaluation_compiles(stream):
     net = T.GPT(T.model_config(cfg, tokenizer.vocab_size, tokenizer.bos_id))
     model = torch.compile(net, dynamic=False, fullgraph=True)
     optimizers = T.Optimizers(net, cfg, of.runtime)
-    weights = T.QuantizedWeights(net.named_parameters(), {"matrix": (6, 12.85)})
+    table = {"matrix": (6, 12.85)}
     before = [param.detach().clone() for param in net.parameters()]
-    T.warm_up(types.SimpleNamespace(network=net, model=model, batches=of, optimizers=optimizers, weights=weights), cfg,
-              of.runtime)
+    T.warm_up(model, net, table, optimizers, of, cfg)
     assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
     assert all(not optimizer.state for optimizer in optimizers.all)
     tokens = np.concatenate([[tokenizer.bos_id], np.arange(100) % 50 + 4])
     with torch.compiler.set_stance("fail_on_recompile"):
         score = T.score_tokens(model, tokens, tokenizer, of.runtime, 8, 8, of.micro_rows)
-        with weights.quantized():
+        with T.quantized(net, table):
             T.forward_backward(model, of, 3)
     assert score.tokens == 100 and score.bytes == 100
 
