@@ -1,6 +1,5 @@
 """Training batches: the same tokens whatever the ranks and micro-batches; micro-batches fitted to memory."""
 
-import contextlib
 import math
 import subprocess
 import sys
