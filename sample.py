@@ -1373,7 +1373,7 @@ def sample(settings: Settings) -> None:
                         f"model has positions for {network.config.train_seq_len} tokens")
     for row in generate(network, prompt, settings.num_samples, settings.max_new_tokens, settings.temperature,
                         settings.top_k, settings.seed, frozenset([tokenizer.bos_id])):
-        print(tokenizer.decode([*prompt, *row]))
+        print(tokenizer.decode_bytes([*prompt, *row]).decode("utf-8", errors="replace"))
 
 
 def main() -> int:

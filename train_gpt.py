@@ -5,8 +5,8 @@
     RESUME=<RUN_ID> python train_gpt.py                                         # from its newest checkpoint
 
 Every setting below is an environment variable: its name in capitals. A run writes runs/<RUN_ID>/: log.txt, checkpoints,
-model.upar (the artifact) and result.json. Sections between `# === shared:` fences stand byte-identical in other scripts
-(tools/sync.py). At most 2,500 lines; a test holds that.
+model.upar (the artifact) and result.json. Sections between `# === shared:` fences stand in other scripts too, byte for
+byte (tools/sync.py).
 """
 
 import base64
@@ -17,6 +17,7 @@ import datetime
 import difflib
 import faulthandler
 import fnmatch
+import functools
 import hashlib
 import io
 import itertools
@@ -194,16 +195,14 @@ FOREIGN_NAMES = tuple("""
 
 # (pattern of a field name, smallest, largest), the first match counts; a field that matches none must be >= 0.
 RANGES = (
-    ("keep", 1, 1 << 20),
-    ("ema_memory_frac", 1e-6, 1.0), ("*_frac", 0.0, 1.0), ("lr_floor", 0.0, 1.0), ("bio_threshold", 0.0, 1.0),
-    ("beta?", 0.0, 0.9999), ("muon_momentum", 0.0, 0.9999), ("muon_momentum*_start", 0.0, 0.9999),
-    ("adam_eps", 1e-20, 1.0), ("muon_backend_steps", 1, 20), ("*_bits", 2, 8), ("model_dim", 16, 65536),
-    ("num_layers", 0, 512), ("num_*heads", 1, 1024), ("mlp_mult", 0.25, 16.0), ("bigram_dim", 1, 65536),
-    ("bigram_vocab_size", 0, 1 << 24), ("tied_embed_init_std", 1e-6, 10.0), ("rope_base", 1.0, 1e9),
-    ("attn_window", 1, 1 << 20),
-    ("vocab_size", 0, 1 << 20), ("train_seq_len", 2, 1 << 20), ("train_batch_tokens", 2, 1 << 31),
-    ("train_log_every", 1, 1 << 31), ("artifact_bytes_max", 1, 1 << 40), ("max_new_tokens", 1, 1 << 20),
-    ("num_samples", 1, 1 << 16), ("temperature", 0.0, 100.0),
+    ("keep", 1, 1 << 20), ("ema_memory_frac", 1e-6, 1.0), ("*_frac", 0.0, 1.0), ("lr_floor", 0.0, 1.0),
+    ("bio_threshold", 0.0, 1.0), ("beta?", 0.0, 0.9999), ("muon_momentum", 0.0, 0.9999),
+    ("muon_momentum*_start", 0.0, 0.9999), ("adam_eps", 1e-20, 1.0), ("muon_backend_steps", 1, 20), ("*_bits", 2, 8),
+    ("model_dim", 16, 65536), ("num_layers", 0, 512), ("num_*heads", 1, 1024), ("mlp_mult", 0.25, 16.0),
+    ("bigram_dim", 1, 65536), ("bigram_vocab_size", 0, 1 << 24), ("tied_embed_init_std", 1e-6, 10.0),
+    ("rope_base", 1.0, 1e9), ("attn_window", 1, 1 << 20), ("vocab_size", 0, 1 << 20), ("train_seq_len", 2, 1 << 20),
+    ("train_batch_tokens", 2, 1 << 31), ("train_log_every", 1, 1 << 31), ("artifact_bytes_max", 1, 1 << 40),
+    ("max_new_tokens", 1, 1 << 20), ("num_samples", 1, 1 << 16), ("temperature", 0.0, 100.0),
 )
 CHOICES = {
     "lr_schedule": ("linear", "cosine", "wsd", "constant"), "device": ("auto", "cpu", "cuda"),
@@ -388,18 +387,16 @@ def replace_file(path: str | Path, data: bytes) -> None:
     os.replace(beside, path)
 
 
-def make_run_folder(out_dir: str, run_id: str) -> Path:
+def make_run_folder(out_dir: str, run_id: str) -> None:
     """Create out_dir/run_id. Raises UserError if it exists or cannot be written."""
-    folder = Path(out_dir) / run_id
     if not run_id or Path(run_id).name != run_id:
         raise UserError(f"RUN_ID={run_id!r}: must be a plain folder name")
     try:
-        folder.mkdir(parents=True)
+        (Path(out_dir) / run_id).mkdir(parents=True)
     except FileExistsError:
-        raise UserError(f"RUN_ID={run_id!r}: {folder} exists already; RESUME it, or choose another RUN_ID") from None
+        raise UserError(f"RUN_ID={run_id!r}: exists already in {out_dir}; RESUME it, or choose another") from None
     except OSError as error:
         raise UserError(f"OUT_DIR={out_dir!r}: cannot write there ({error.strerror})") from None
-    return folder
 
 
 def describe_machine(runtime: Runtime) -> dict:
@@ -415,11 +412,9 @@ def describe_machine(runtime: Runtime) -> dict:
 
 def git_commit() -> str:
     """Commit of the folder this script stands in (no tag), `+` if the tree has changes, or "unknown"."""
-    folder, words = Path(__file__).resolve().parent, "describe --always --abbrev=40 --exclude=* --dirty=+".split()
-    try:
-        return subprocess.run(["git", "-C", folder, *words], capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+    words = "git describe --always --abbrev=40 --exclude='*' --dirty=+"
+    where = Path(__file__).resolve().parent
+    return subprocess.run(words, cwd=where, shell=True, capture_output=True, text=True).stdout.strip() or "unknown"
 # === end: runtime ===
 
 
@@ -443,10 +438,6 @@ class Watch(threading.Thread):
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)  # the byte that comes through the pipe counts
         self.start()
-
-    def enter(self, step: int, median: float) -> None:
-        """`step` begins; the last ones took `median` seconds."""
-        self.step, self.median, self.began = step, median, time.monotonic()
 
     def run(self) -> None:
         while True:
@@ -483,10 +474,9 @@ class Watch(threading.Thread):
         lines = [path.read_text(encoding="utf-8").partition("\n")[0] if path.exists() else "" for path in self.stacks]
         said = {rank: line.removeprefix(start) for rank, line in enumerate(lines) if line.startswith(start)}
         ranks = [f"rank {rank} {said.get(rank, 'says nothing')}" for rank in range(len(lines))]
-        waiting = "; ".join(text for text in ranks if " waits " in text) or "nobody waits"
-        others = "; ".join(text for text in ranks if " waits " not in text) or "nobody: it is devices or network"
         if self.rank == min(said):
-            text = f"hang: {start}{seconds:.0f} s so far; {waiting}, for {others}; see {self.folder}/stacks_*"
+            text = (f"hang: {start}{seconds:.0f} s so far; {'; '.join(ranks)}; who waits, waits for those who do not; "
+                    f"stacks in {self.folder}/stacks_*")
             self.log(text, terminal=False)
             sys.stderr.write(text + "\n")
 
@@ -547,10 +537,6 @@ class Tokenizer:
         ids = np.asarray(ids, dtype=np.int64)
         drops = self.drops_space[ids] & self.boundary[np.append(self.bos_id, ids)[:-1]]
         return b"".join([self.pieces[i][drop:] for i, drop in zip(ids.tolist(), drops.tolist(), strict=True)])
-
-    def decode(self, ids: list[int] | np.ndarray) -> str:
-        """`decode_bytes` as text; bytes that are not UTF-8 become U+FFFD."""
-        return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -871,6 +857,7 @@ def model_config(settings, vocab_size: int, bos_id: int) -> SimpleNamespace:
          f"ROPE_DIMS={rope_dims}: must be even, at most MODEL_DIM / NUM_HEADS = {dim // heads}"),
         (not norms or set(norms) - set(NORMS), f"NORM={settings.norm!r}: must be one or more of {', '.join(NORMS)}"),
         (not words, f"LAYER_PATTERN={pattern!r}: names no layer; ARCH_MODE names presets"),
+        (settings.bio_events != "off" and settings.mlp != "bio", f"BIO_EVENTS={settings.bio_events!r}: needs MLP=bio"),
         (odd, f"LAYER_PATTERN={pattern!r}: {odd} is not g, k, s or a with an optional number; capitals need one"),
         ("k" in pattern.lower().split("g")[0], f"LAYER_PATTERN={pattern!r}: no g before 'k' whose keys it could take"),
     ):
@@ -1539,8 +1526,6 @@ class Optimizers:
 class Kept:
     """What a checkpoint brings back by the attributes that `kept` names."""
 
-    kept: tuple[str, ...]
-
     def state_dict(self) -> dict:
         return {name: getattr(self, name) for name in self.kept}
 
@@ -1641,13 +1626,15 @@ class Plan:
             raise UserError(f"RESERVE_SECONDS={s.reserve_seconds}: must be below MAX_WALLCLOCK_SECONDS="
                             f"{s.max_wallclock_seconds}")
 
-        def share(name: str, frac: float) -> float:
-            if (steps := getattr(s, name)) > s.iterations:
-                raise UserError(f"{name.upper()}={steps}: must be at most ITERATIONS={s.iterations}; or set a share")
+        def share(name: str, steps: int, frac: float) -> float:
+            if steps > s.iterations:
+                raise UserError(f"{name}={steps}: must be at most ITERATIONS={s.iterations}; or use a share of the run")
             return steps / s.iterations if steps else frac
 
-        self.warmdown = 0.0 if s.lr_schedule == "constant" else share("warmdown_iters", s.warmdown_frac)
-        self.momentum_warmup = share("muon_momentum_warmup_steps", s.muon_momentum_warmup_frac)
+        warmdown = share("WARMDOWN_ITERS", s.warmdown_iters, s.warmdown_frac)
+        self.warmdown = 0.0 if s.lr_schedule == "constant" else warmdown
+        self.momentum_warmup = share("MUON_MOMENTUM_WARMUP_STEPS", s.muon_momentum_warmup_steps,
+                                     s.muon_momentum_warmup_frac)
         if s.warmup_frac + self.warmdown > 1:
             raise UserError(f"WARMUP_FRAC={s.warmup_frac}: must be at most {1 - self.warmdown:.3f} with this warmdown")
         phases = {"warmup": s.warmup_frac and Phase(0.0, s.warmup_frac),
@@ -2157,12 +2144,13 @@ class Run(Kept):
             raise UserError("RUN_ID='': must name the run, for torchrun --max-restarts to find it again")
         self.settings, self.runtime, self.parts, self.identity = settings, runtime, parts, identity
         self.folder = Path(settings.out_dir) / runtime.agree(settings.run_id or time.strftime("run_%Y%m%d_%H%M%S"))
-        self.every, self.timed, self.saved, self.stands = int(every[1]), every[2] == "s", 0.0, -1
+        self.every, self.saved, self.stands = int(every[1]), 0.0, -1
+        self.every_steps, self.every_seconds = (math.inf, self.every) if every[2] else (self.every or 1, math.inf)
         self.step, self.skipped = 0, 0  # step `step` reads the data of step + skipped
         self.losses, self.events, self.log = [], [], Log(None)
 
-    def open(self) -> Path | None:
-        """Make or find the folder and begin the log; the checkpoint to load, if any. Raises UserError."""
+    def open(self) -> str:
+        """Make or find the folder and begin the log; the checkpoint to load, or "". Raises UserError."""
         newest, faults, path = None, [], self.folder / "log.txt"
         if self.runtime.rank == 0:
             if self.settings.resume:
@@ -2170,25 +2158,18 @@ class Run(Kept):
             else:
                 make_run_folder(self.settings.out_dir, self.folder.name)
             self.log = Log(path)
-        source, machine = Path(__file__).read_text(encoding="utf-8") + "\n" + "=" * 120, describe_machine(self.runtime)
-        if self.runtime.rank == 0 and source not in path.read_text(encoding="utf-8"):
-            self.log(source, terminal=False)
-        self.log(f"command: {' '.join([sys.executable, *sys.argv])}", terminal=False)
-        self.log(f"commit:{git_commit()} hardware:{machine['hardware']} " +
-                 " ".join(f"{name}:{version}" for name, version in machine["versions"].items()))
-        self.log("\n".join([settings_table(self.settings), *faults]))
-        found = self.runtime.agree(str(newest or ""))
-        return Path(found) if found else None
+            source = Path(__file__).read_text(encoding="utf-8") + "\n" + "=" * 120
+            if source not in path.read_text(encoding="utf-8"):
+                self.log(source, terminal=False)
+            self.log(f"command: {' '.join([sys.executable, *sys.argv])}", terminal=False)
+            machine = " ".join(f"{key}:{value}" for key, value in describe_machine(self.runtime).items())
+            self.log("\n".join([f"commit:{git_commit()} {machine}", settings_table(self.settings), *faults]))
+        return self.runtime.agree(str(newest or ""))
 
     def event(self, name: str, **found) -> None:
         """For the log and for result.json."""
         self.events.append({"event": name, **found})
         self.log(f"event: {name} " + " ".join(f"{key}:{value}" for key, value in found.items()))
-
-    def due(self, seconds: float) -> bool:
-        """Whether SAVE_EVERY asks for a checkpoint before this step, after `seconds` of training."""
-        ago = seconds - self.saved if self.timed else self.step % (self.every or 1) or self.every
-        return 0 < self.every <= ago
 
     def save(self, seconds: float) -> None:
         """Write a checkpoint (rank 0). That it cannot be written is an event if an older one stands, else UserError."""
@@ -2298,35 +2279,12 @@ def warm_up(model: Callable, network: GPT, table: QuantTable, optimizers: Optimi
     optimizers.load_state_dict({})
 
 
-def choose_weights(model: Callable, network: GPT, table: QuantTable, averages: dict[str, Average],
-                   score: Callable[[Callable], Score], log: Log) -> str:
-    """Load into `network` which of raw, EMA and SWA weights scores best, quantized, on held-out training tokens."""
-    scores, params = {}, [param.detach() for param in network.parameters()]
-    values = {"raw": params, **{name: average.values for name, average in averages.items() if average.count}}
-    for name in values:
-        with swapped(params, values[name]), quantized(network, table):
-            scores[name] = score(model)
-        steps = f" of {averages[name].count} steps" if name != "raw" else ""
-        log(f"weights: {name}{steps}, quantized, on held-out training tokens {scores[name]}")
-    best = min(scores, key=lambda name: scores[name].nats)
-    log(f"weights: {best} chosen")
-    torch._foreach_copy_(params, values[best])
-    return best
-
-
 def rebuild(path: Path, runtime: Runtime) -> GPT:
     """The network that an artifact file holds, from that file alone."""
     header, tensors = read_artifact(path)
     network = GPT(SimpleNamespace(**header["settings"]))
     network.load_state_dict(tensors)
     return network.to(runtime.device)
-
-
-def compiled(network: GPT, settings: Settings) -> Callable:
-    """The network as training and scoring call it."""
-    if not settings.compile:
-        return network
-    return torch.compile(network, dynamic=False, fullgraph=True, mode=settings.compile_mode)
 
 
 def evaluate(score: Callable[..., Score], model: Callable, network: GPT, settings: Settings, log: Log, what: str,
@@ -2363,7 +2321,9 @@ def main() -> int:
     config = model_config(settings, tokenizer.vocab_size, tokenizer.bos_id)
     network = GPT(config).to(runtime.device)
     network.activation_checkpointing = settings.activation_checkpointing
-    model, optimizers = compiled(network, settings), Optimizers(network, settings, runtime)
+    mode = dict(dynamic=False, fullgraph=True, mode=settings.compile_mode)
+    compiled = functools.partial(torch.compile, **mode) if settings.compile else lambda of: of
+    model, optimizers = compiled(network), Optimizers(network, settings, runtime)
     table = {"matrix": (settings.matrix_bits, settings.matrix_clip_sigmas),
              "embedding": (settings.embed_bits, settings.embed_clip_sigmas)}
     memory = {"ema": settings.ema_memory_frac, "swa": None}
@@ -2382,23 +2342,21 @@ def main() -> int:
     log("parameters: " + " ".join(f"{name}:{count}" for name, count in count_parameters(network).items())
         + f" arch_mode: {settings.arch_mode} layers: {config.layers}")
     for manifest in data.manifests:
-        log(f"data: {manifest['name']}, train {manifest['train']['tokens']} tokens, "
-            f"val {manifest['val']['tokens']} tokens, {manifest['val']['decoded_bytes']} bytes, "
-            f"overlap {manifest['overlap_documents']} documents")
+        log("data: {name}, train {train[tokens]} tokens, val {val[tokens]} tokens, {val[decoded_bytes]} bytes, overlap "
+            "{overlap_documents} documents".format(**manifest))
     log(plan.describe())
     warm_up(model, network, table, optimizers, batches, settings)
     log(f"batch: {batches.tokens} tokens a step = {runtime.world_size} ranks x {batches.rows // batches.micro_rows} "
         f"micro-steps x {batches.micro_rows} windows x {batches.seq_len} tokens")
     if checkpoint:
-        run.load(checkpoint)
+        run.load(Path(checkpoint))
     elif run.every:
         run.save(0.0)  # what would keep the run from saving shows before its first step
     log(f"set-up and warm-up: {time.perf_counter() - begin:.1f} s, outside the clock")
     window = torch.from_numpy(data.val[None, : settings.train_seq_len]).to(runtime.device)
 
-    def score(of: Callable, tokens: np.ndarray = data.val, stride: int | None = settings.train_seq_len,
-              sources: tuple[np.ndarray, list[str]] | None = None) -> Score:
-        return score_tokens(of, tokens, tokenizer, runtime, settings.train_seq_len, stride, batches.micro_rows, sources)
+    score = functools.partial(score_tokens, tokens=data.val, tokenizer=tokenizer, runtime=runtime,
+                              seq_len=settings.train_seq_len, stride=settings.train_seq_len, batch=batches.micro_rows)
 
     def report(loss: float) -> None:
         seconds, done = clock.seconds[-1], run.step
@@ -2410,9 +2368,8 @@ def main() -> int:
         else:
             log.progress((f"{clock.budget - seconds:.0f} s left " if clock.budget < math.inf else "") + line)
 
-    traced, stop, state = settings.profile and runtime.rank == 0, False, ""
-    trace = profile_steps(folder, log) if traced else itertools.repeat(None)
-    batches.waited, watch.looping = 0.0, True
+    trace = profile_steps(folder, log) if settings.profile and runtime.rank == 0 else itertools.repeat(None)
+    stop, state, batches.waited, watch.looping = False, "", 0.0, True
     clock.start()
     while True:
         last_step, stop = clock.is_last(run.step), stop or watch.signal > 0 and not runtime.distributed
@@ -2422,7 +2379,8 @@ def main() -> int:
             activity = " ".join(f"{name}:{share:.4f}" for name, share in mlp_activity(network, window).items())
             log(f"step:{run.step} val_{score(model)} {activity}")
             clock.start()
-        if stop or run.every and last_step or run.due(clock.seconds[-1]):
+        due = last_step or run.step % run.every_steps == 0 or clock.seconds[-1] - run.saved >= run.every_seconds
+        if stop or run.every and due:
             clock.stop()
             if stop and clock.packet is not None:
                 clock.packet[2] = 0.0  # or the run would stop again once it is resumed
@@ -2430,7 +2388,7 @@ def main() -> int:
             clock.start()
         if last_step or stop:
             break
-        watch.enter(run.step, clock.median_step())
+        watch.step, watch.median, watch.began = run.step, clock.median_step(), time.monotonic()
         next(trace)
 
         # Weights are quantized for forward and backward alone; the gradient lands on the masters (straight through).
@@ -2480,7 +2438,16 @@ def main() -> int:
         replace_file(folder / "progress.json", json.dumps(kept).encode())
 
     clock.start()
-    chosen = choose_weights(model, network, table, averages, lambda of: score(of, data.held_out), log)
+    params, scores = [param.detach() for param in network.parameters()], {}
+    values = {"raw": params, **{name: average.values for name, average in averages.items() if average.count}}
+    for name in values:
+        with swapped(params, values[name]), quantized(network, table):
+            scores[name] = score(model, tokens=data.held_out)
+        steps = f" of {averages[name].count} steps" if name != "raw" else ""
+        log(f"weights: {name}{steps}, quantized, on held-out training tokens {scores[name]}")
+    chosen = min(scores, key=lambda name: scores[name].nats)
+    log(f"weights: {chosen} chosen")
+    torch._foreach_copy_(params, values[chosen])
     clock.stop()
     log(plan.describe(ended=True))
     log(f"clock: {clock.elapsed():.1f} s to train and choose, MAX_WALLCLOCK_SECONDS={settings.max_wallclock_seconds}")
@@ -2499,7 +2466,7 @@ def main() -> int:
     total = code + artifact.stat().st_size
     before = evaluate(score, model, network, settings, log, "before quantization")
     packed = rebuild(artifact, runtime)
-    final = evaluate(score, compiled(packed, settings), packed, settings, log, "from the artifact", data.val_sources)
+    final = evaluate(score, compiled(packed), packed, settings, log, "from the artifact", data.val_sources)
     assert final["val_bytes"] == data.val_bytes, f"{final['val_bytes']} validation bytes scored of {data.val_bytes}"
 
     faults = [f"phase {name} was enabled and never fired" for name, phase in plan.phases.items() if not phase.steps]

@@ -6,7 +6,6 @@ import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -312,17 +311,14 @@ def test_evaluate_scores_in_the_ways_asked_for():
     def score(of: Callable, stride: int | None = 16, sources: tuple | None = None) -> T.Score:
         return T.score_tokens(of, tokens, BYTES, runtime(), 16, stride, 4, sources)
 
-    def run_of(settings: T.Settings) -> SimpleNamespace:
-        return SimpleNamespace(settings=settings, log=lines.append)
-
     for stride in (0, 16, 64):  # a stride of a whole window is the plain score
         del lines[:]
         off = T.Settings(train_seq_len=16, eval_stride=stride)
-        assert T.evaluate(run_of(off), score, network, network, "here") == score(network).result()
+        assert T.evaluate(score, network, network, off, lines.append, "here") == score(network).result()
     assert [line.split()[:2] for line in lines] == [["here:", f"val_loss:{score(network).loss:.4f}"]]
     del lines[:]
     every = T.Settings(train_seq_len=16, eval_stride=8, eval_stateful=True)
-    found = T.evaluate(run_of(every), score, network, network, "here", sources)
+    found = T.evaluate(score, network, network, every, lines.append, "here", sources)
     assert found == {
         **score(network).result(), "val_bpb_sources": score(network, 16, sources).result()["val_bpb_sources"],
         "val_bpb_sliding": score(network, 8).bpb, "sliding_stride": 8, "sliding_context": 16,
