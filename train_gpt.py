@@ -353,11 +353,6 @@ class Log:
             if terminal:
                 print(self.clear + text, flush=True)
 
-    def progress(self, text: str) -> None:
-        """A line that the next one overwrites, on a terminal only."""
-        if self.clear:
-            print(self.clear + text, end="", flush=True)
-
 
 def exit_code(main: Callable[[], int]) -> int:
     """Run `main` for its exit code; 2 for a UserError, 1 for other faults that one line on stderr can name."""
@@ -1686,11 +1681,11 @@ class Plan:
 
     def describe(self, ended: bool = False) -> str:
         """One line a phase: the plan, or once the run has `ended` when it began, and for how many steps it was on."""
-        rows = [f"plan: {name} from {phase.planned:.1%} to {phase.end:.1%} of the run" if not ended else
-                f"phase: {name:8s} planned {phase.planned:6.1%}, " + (
-                    f"began at step {phase.start_step} ({phase.start_progress:.1%}), on for {phase.steps} steps"
-                    if phase.steps else "NEVER FIRED") for name, phase in self.phases.items()]
-        return "\n".join(rows)
+        return "\n".join(
+            f"plan: {name} from {phase.planned:.1%} to {phase.end:.1%} of the run" if not ended else
+            f"phase: {name:8s} planned {phase.planned:6.1%}, " + (
+                f"began at step {phase.start_step} ({phase.start_progress:.1%}), on for {phase.steps} steps"
+                if phase.steps else "NEVER FIRED") for name, phase in self.phases.items())
 
 
 class Average(Kept):
@@ -2064,7 +2059,8 @@ def newest_checkpoint(folder: Path) -> tuple[Path | None, list[str]]:
         try:
             sums = dict(line.split("  ")[::-1] for line in (path / "SHA256SUMS").read_text().splitlines())
             wrong = [name for name in sums if sha256_file(path / name) != sums[name]]
-            fault = "half-written" if path.suffix or "meta.json" not in sums else ", ".join(wrong)
+            missing = {"meta.json", "model.pt", "training.pt"} - sums.keys()
+            fault = "half-written" if path.suffix or missing else ", ".join(wrong)
         except (OSError, ValueError) as error:
             fault = str(error)
         if not fault:
@@ -2103,11 +2099,11 @@ def save_checkpoint(folder: Path, step: int, parts: dict[str, dict], meta: dict,
 def stored_settings(given: dict[str, str], out_dir: str) -> tuple[dict, dict]:
     """Settings of the run that RESUME or REPLAY names, by RUN_ID in OUT_DIR or by path, and those that say where it is.
 
-    A worker that torchrun has started again resumes its RUN_ID. Raises UserError.
+    Under torchrun --max-restarts a RUN_ID that exists is resumed; only the node that failed counts restarts. UserError.
     """
-    out_dir, resume, replay = given.get("OUT_DIR", out_dir), given.get("RESUME", ""), given.get("REPLAY", "")
-    if given.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and (Path(out_dir) / given.get("RUN_ID", "")).is_dir():
-        resume = given.get("RUN_ID", "")
+    out_dir, replay, run_id = given.get("OUT_DIR", out_dir), given.get("REPLAY", ""), given.get("RUN_ID", "")
+    again = given.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and run_id and (Path(out_dir) / run_id).is_dir()
+    resume = run_id if again else given.get("RESUME", "")
     name = resume or replay
     folder = Path(name) if os.sep in name else Path(out_dir) / name
     if not resume:
@@ -2117,9 +2113,9 @@ def stored_settings(given: dict[str, str], out_dir: str) -> tuple[dict, dict]:
         return below | {"run_id": "", "out_dir": out_dir}, {"replay": str(folder)} if replay else {}
     newest, faults = newest_checkpoint(folder)
     for wrong, said in ((not folder.is_dir(), f"no folder {folder}; must be a RUN_ID in OUT_DIR, or a path"),
-                        (given.get("RUN_ID", folder.name) != folder.name, f"RUN_ID={given.get('RUN_ID')!r} is another"),
+                        (run_id not in ("", folder.name), f"RUN_ID={run_id!r} is another"),
                         ((folder / "result.json").exists(), f"{folder} is finished, its result.json stands"),
-                        (faults and not newest, f"it has no whole checkpoint; {''.join(faults[:1])}")):
+                        (not newest and (faults or not again), " ".join([f"{folder} has no checkpoint", *faults]))):
         if wrong:
             raise UserError(f"RESUME={resume!r}: {said}")
     below = json.loads((newest / "meta.json").read_bytes())["settings"] if newest else {}
@@ -2140,8 +2136,9 @@ class Run(Kept):
         if not every or settings.spike_policy == "rewind" and not int(every[1]):
             raise UserError(f"SAVE_EVERY={settings.save_every!r}: must be steps (500) or seconds of training (120s), 0 "
                             "for none; SPIKE_POLICY=rewind needs some")
-        if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and not settings.run_id:
-            raise UserError("RUN_ID='': must name the run, for torchrun --max-restarts to find it again")
+        shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # pytorch issue 135712: they never meet
+        if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and (shared or not settings.run_id):
+            raise UserError("torchrun --max-restarts: needs RUN_ID, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
         self.settings, self.runtime, self.parts, self.identity = settings, runtime, parts, identity
         self.folder = Path(settings.out_dir) / runtime.agree(settings.run_id or time.strftime("run_%Y%m%d_%H%M%S"))
         self.every, self.saved, self.stands = int(every[1]), 0.0, -1
@@ -2365,8 +2362,9 @@ def main() -> int:
                 f"tok_s:{batches.tokens * done / seconds:.0f}")
         if done % settings.train_log_every == 0 or done <= 5:
             log(line)
-        else:
-            log.progress((f"{clock.budget - seconds:.0f} s left " if clock.budget < math.inf else "") + line)
+        elif log.clear:
+            left = f"{clock.budget - seconds:.0f} s left " if clock.budget < math.inf else ""
+            print(log.clear + left + line, end="", flush=True)
 
     trace = profile_steps(folder, log) if settings.profile and runtime.rank == 0 else itertools.repeat(None)
     stop, state, batches.waited, watch.looping = False, "", 0.0, True
@@ -2434,8 +2432,7 @@ def main() -> int:
     if (previous := clock.receive()) and run.judge(*previous[:2], last=True):
         report(previous[0])
     if runtime.rank == 0:
-        kept = {"settings": asdict(settings), "progress": clock.used}
-        replace_file(folder / "progress.json", json.dumps(kept).encode())
+        replace_file(folder / "progress.json", json.dumps(dict(settings=vars(settings), progress=clock.used)).encode())
 
     clock.start()
     params, scores = [param.detach() for param in network.parameters()], {}
