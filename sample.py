@@ -87,16 +87,14 @@ FOREIGN_NAMES = tuple("""
 
 # (pattern of a field name, smallest, largest), the first match counts; a field that matches none must be >= 0.
 RANGES = (
-    ("keep", 1, 1 << 20),
-    ("ema_memory_frac", 1e-6, 1.0), ("*_frac", 0.0, 1.0), ("lr_floor", 0.0, 1.0), ("bio_threshold", 0.0, 1.0),
-    ("beta?", 0.0, 0.9999), ("muon_momentum", 0.0, 0.9999), ("muon_momentum*_start", 0.0, 0.9999),
-    ("adam_eps", 1e-20, 1.0), ("muon_backend_steps", 1, 20), ("*_bits", 2, 8), ("model_dim", 16, 65536),
-    ("num_layers", 0, 512), ("num_*heads", 1, 1024), ("mlp_mult", 0.25, 16.0), ("bigram_dim", 1, 65536),
-    ("bigram_vocab_size", 0, 1 << 24), ("tied_embed_init_std", 1e-6, 10.0), ("rope_base", 1.0, 1e9),
-    ("attn_window", 1, 1 << 20),
-    ("vocab_size", 0, 1 << 20), ("train_seq_len", 2, 1 << 20), ("train_batch_tokens", 2, 1 << 31),
-    ("train_log_every", 1, 1 << 31), ("artifact_bytes_max", 1, 1 << 40), ("max_new_tokens", 1, 1 << 20),
-    ("num_samples", 1, 1 << 16), ("temperature", 0.0, 100.0),
+    ("keep", 1, 1 << 20), ("ema_memory_frac", 1e-6, 1.0), ("*_frac", 0.0, 1.0), ("lr_floor", 0.0, 1.0),
+    ("bio_threshold", 0.0, 1.0), ("beta?", 0.0, 0.9999), ("muon_momentum", 0.0, 0.9999),
+    ("muon_momentum*_start", 0.0, 0.9999), ("adam_eps", 1e-20, 1.0), ("muon_backend_steps", 1, 20), ("*_bits", 2, 8),
+    ("model_dim", 16, 65536), ("num_layers", 0, 512), ("num_*heads", 1, 1024), ("mlp_mult", 0.25, 16.0),
+    ("bigram_dim", 1, 65536), ("bigram_vocab_size", 0, 1 << 24), ("tied_embed_init_std", 1e-6, 10.0),
+    ("rope_base", 1.0, 1e9), ("attn_window", 1, 1 << 20), ("vocab_size", 0, 1 << 20), ("train_seq_len", 2, 1 << 20),
+    ("train_batch_tokens", 2, 1 << 31), ("train_log_every", 1, 1 << 31), ("artifact_bytes_max", 1, 1 << 40),
+    ("max_new_tokens", 1, 1 << 20), ("num_samples", 1, 1 << 16), ("temperature", 0.0, 100.0),
 )
 CHOICES = {
     "lr_schedule": ("linear", "cosine", "wsd", "constant"), "device": ("auto", "cpu", "cuda"),
@@ -247,11 +245,6 @@ class Log:
             if terminal:
                 print(self.clear + text, flush=True)
 
-    def progress(self, text: str) -> None:
-        """A line that the next one overwrites, on a terminal only."""
-        if self.clear:
-            print(self.clear + text, end="", flush=True)
-
 
 def exit_code(main: Callable[[], int]) -> int:
     """Run `main` for its exit code; 2 for a UserError, 1 for other faults that one line on stderr can name."""
@@ -281,18 +274,16 @@ def replace_file(path: str | Path, data: bytes) -> None:
     os.replace(beside, path)
 
 
-def make_run_folder(out_dir: str, run_id: str) -> Path:
+def make_run_folder(out_dir: str, run_id: str) -> None:
     """Create out_dir/run_id. Raises UserError if it exists or cannot be written."""
-    folder = Path(out_dir) / run_id
     if not run_id or Path(run_id).name != run_id:
         raise UserError(f"RUN_ID={run_id!r}: must be a plain folder name")
     try:
-        folder.mkdir(parents=True)
+        (Path(out_dir) / run_id).mkdir(parents=True)
     except FileExistsError:
-        raise UserError(f"RUN_ID={run_id!r}: {folder} exists already; RESUME it, or choose another RUN_ID") from None
+        raise UserError(f"RUN_ID={run_id!r}: exists already in {out_dir}; RESUME it, or choose another") from None
     except OSError as error:
         raise UserError(f"OUT_DIR={out_dir!r}: cannot write there ({error.strerror})") from None
-    return folder
 
 
 def describe_machine(runtime: Runtime) -> dict:
@@ -308,11 +299,9 @@ def describe_machine(runtime: Runtime) -> dict:
 
 def git_commit() -> str:
     """Commit of the folder this script stands in (no tag), `+` if the tree has changes, or "unknown"."""
-    folder, words = Path(__file__).resolve().parent, "describe --always --abbrev=40 --exclude=* --dirty=+".split()
-    try:
-        return subprocess.run(["git", "-C", folder, *words], capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+    words = "git describe --always --abbrev=40 --exclude='*' --dirty=+"
+    where = Path(__file__).resolve().parent
+    return subprocess.run(words, cwd=where, shell=True, capture_output=True, text=True).stdout.strip() or "unknown"
 # === end: runtime ===
 
 
@@ -354,10 +343,6 @@ class Tokenizer:
         ids = np.asarray(ids, dtype=np.int64)
         drops = self.drops_space[ids] & self.boundary[np.append(self.bos_id, ids)[:-1]]
         return b"".join([self.pieces[i][drop:] for i, drop in zip(ids.tolist(), drops.tolist(), strict=True)])
-
-    def decode(self, ids: list[int] | np.ndarray) -> str:
-        """`decode_bytes` as text; bytes that are not UTF-8 become U+FFFD."""
-        return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -560,6 +545,7 @@ def model_config(settings, vocab_size: int, bos_id: int) -> SimpleNamespace:
          f"ROPE_DIMS={rope_dims}: must be even, at most MODEL_DIM / NUM_HEADS = {dim // heads}"),
         (not norms or set(norms) - set(NORMS), f"NORM={settings.norm!r}: must be one or more of {', '.join(NORMS)}"),
         (not words, f"LAYER_PATTERN={pattern!r}: names no layer; ARCH_MODE names presets"),
+        (settings.bio_events != "off" and settings.mlp != "bio", f"BIO_EVENTS={settings.bio_events!r}: needs MLP=bio"),
         (odd, f"LAYER_PATTERN={pattern!r}: {odd} is not g, k, s or a with an optional number; capitals need one"),
         ("k" in pattern.lower().split("g")[0], f"LAYER_PATTERN={pattern!r}: no g before 'k' whose keys it could take"),
     ):

@@ -93,10 +93,6 @@ class Tokenizer:
         drops = self.drops_space[ids] & self.boundary[np.append(self.bos_id, ids)[:-1]]
         return b"".join([self.pieces[i][drop:] for i, drop in zip(ids.tolist(), drops.tolist(), strict=True)])
 
-    def decode(self, ids: list[int] | np.ndarray) -> str:
-        """`decode_bytes` as text; bytes that are not UTF-8 become U+FFFD."""
-        return self.decode_bytes(ids).decode("utf-8", errors="replace")
-
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Of a SentencePiece file, tiktoken's encoding NAME or its file NAME.tiktoken, or `bytes`. Raises UserError."""
