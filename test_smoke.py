@@ -498,8 +498,8 @@ def test_an_out_dir_that_cannot_be_written(copied, tmp_path, capsys):
 
 
 def test_an_existing_run_is_not_overwritten(place, first, capsys):
-    before = {path.name: path.read_bytes() for path in (place / "first" / "tiny").iterdir()}
+    before = {path: path.read_bytes() for path in (place / "first" / "tiny").rglob("*") if path.is_file()}
     line = refused(environment(DATA_PATH=place / "data", OUT_DIR=place / "first", RUN_ID="tiny"), capsys)
     assert line.startswith("error: RUN_ID='tiny': ") and "exists already" in line
-    assert {path.name: path.read_bytes() for path in (place / "first" / "tiny").iterdir()} == before
+    assert {path: path.read_bytes() for path in (place / "first" / "tiny").rglob("*") if path.is_file()} == before
     assert [path.name for path in (place / "first").iterdir()] == ["tiny"]

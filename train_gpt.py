@@ -1626,8 +1626,8 @@ class Plan:
                 raise UserError(f"{name}={steps}: must be at most ITERATIONS={s.iterations}; or use a share of the run")
             return steps / s.iterations if steps else frac
 
-        warmdown = share("WARMDOWN_ITERS", s.warmdown_iters, s.warmdown_frac)
-        self.warmdown = 0.0 if s.lr_schedule == "constant" else warmdown
+        constant = s.lr_schedule == "constant"
+        self.warmdown = 0.0 if constant else share("WARMDOWN_ITERS", s.warmdown_iters, s.warmdown_frac)
         self.momentum_warmup = share("MUON_MOMENTUM_WARMUP_STEPS", s.muon_momentum_warmup_steps,
                                      s.muon_momentum_warmup_frac)
         if s.warmup_frac + self.warmdown > 1:

@@ -218,7 +218,7 @@ def test_byte_tokenizer_layout() -> None:
     assert tokenizer.encode("A\xff") == [69, 199, 195]
     assert tokenizer.special_ids == {"<|system|>": 260, "<|user|>": 261, "<|assistant|>": 262, "<|end|>": 263}
     assert tokenizer.byte_counts.tolist() == [0] * 4 + [1] * 256 + [0] * 4
-    assert tokenizer.decode([199]) == "\ufffd" and tokenizer.decode_bytes([199, 1, 69]) == b"\xc3A"
+    assert tokenizer.decode_bytes([199, 1, 69]) == b"\xc3A"
 
 
 @needs_shared
