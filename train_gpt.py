@@ -2115,7 +2115,7 @@ def stored_settings(given: dict[str, str], out_dir: str) -> tuple[dict, dict]:
     for wrong, said in ((not folder.is_dir(), f"no folder {folder}; must be a RUN_ID in OUT_DIR, or a path"),
                         (run_id not in ("", folder.name), f"RUN_ID={run_id!r} is another"),
                         ((folder / "result.json").exists(), f"{folder} is finished, its result.json stands"),
-                        (not newest and (faults or not again), " ".join([f"{folder} has no checkpoint", *faults]))):
+                        (not newest and (faults or not again), f"it has no whole checkpoint; {' '.join(faults[:1])}")):
         if wrong:
             raise UserError(f"RESUME={resume!r}: {said}")
     below = json.loads((newest / "meta.json").read_bytes())["settings"] if newest else {}
@@ -2201,8 +2201,9 @@ class Run(Kept):
         if resume:
             torch.set_rng_state(torch.tensor(meta["rng"], dtype=torch.uint8))
             self.load_state_dict({name: meta[name] for name in self.kept})
+            was = meta["settings"] | {name: getattr(self.settings, name) for name in ("resume", "run_id", "out_dir")}
             self.event("resume", step=self.step, ranks=self.runtime.world_size, changed={
-                name: value for name, value in asdict(self.settings).items() if meta["settings"].get(name) != value})
+                name: value for name, value in vars(self.settings).items() if was.get(name) != value})
 
     def judge(self, loss: float, bad: bool, last: bool = False) -> bool:
         """Whether all went well with a step of this loss: `bad` is a spike, or not finite, and its update was masked.

@@ -400,7 +400,6 @@ def test_a_signal_ends_the_step_saves_and_leaves(place, straight, name):
     place.resume(out)
     event, = place.result(out)["events"]
     assert (event["event"], event["step"], event["ranks"], event["changed"]) == ("resume", 10, 1, {})
-    assert event["same_code"] is True
     assert re.findall(r"^step:(\d+)/", place.log(out), re.M) == [str(step) for step in range(1, 17)]
     place.same(out, straight)
 
@@ -454,9 +453,9 @@ def slow(*args, **kwargs):
     time.sleep(60)
 T.NAME = slow
 """
-    child = place.run("set-up", wait.replace("NAME", "warm_up"), -signal.SIGTERM)
+    child = place.run("set-up", wait.replace("NAME", "warm_up"), 143)
     assert time.monotonic() - child.began < 20 and steps_kept(place.of("set-up")) == []
-    child = place.run("packing", wait.replace("NAME", "pack"), 143)
+    child = place.run("packing", wait.replace("NAME", "write_artifact"), 143)
     assert time.monotonic() - child.began < 20 and "SIGTERM ends the run at once" in child.err
     place.resume("packing")
     assert [event["step"] for event in place.result("packing")["events"]] == [16]
@@ -474,8 +473,7 @@ def test_resume_refuses_what_is_no_unfinished_run(place, straight, stopped):
     assert f"RESUME='none': no folder {place.folder}/stopped/none; must be a RUN_ID" in refused(RESUME="none")
     finished = place.of(straight)
     assert f"RESUME='{finished}': {finished} is finished" in refused(RESUME=finished)
-    assert f"RUN_ID='other', OUT_DIR='{place.folder}/stopped': must be those of RESUME='run'" in refused(RUN_ID="other")
-    assert "OUT_DIR='/elsewhere': must be those of RESUME" in refused(OUT_DIR="/elsewhere", RESUME=place.of(stopped))
+    assert "RESUME='run': RUN_ID='other' is another" in refused(RUN_ID="other")
     for name, value, was in (("MODEL_DIM", 64, 32), ("SEED", 5, 1337), ("TRAIN_BATCH_TOKENS", 512, 256)):
         assert re.search(f"RESUME='run': {name}={value}; must stay {was}", refused(**{name: value}))
     files = {path: path.read_bytes() for path in place.of(stopped).rglob("*") if path.is_file()}
@@ -514,12 +512,12 @@ def test_the_clock_goes_on_from_where_it_stood(place):
     clock = {"ITERATIONS": 0, "MAX_WALLCLOCK_SECONDS": 4, "RESERVE_SECONDS": 1}
     place.run("clock", at(12, "time.sleep(2)") + stop_at(15), 143, **clock)
     meta = json.loads((place.of("clock") / "step_000016" / "meta.json").read_bytes())
-    assert 2 < meta["seconds"] < 4
+    assert 2 < meta["saved"] < 4
     place.resume("clock")
     times = [int(value) for value in re.findall(r"train_time:(\d+)ms", place.log("clock"))]
     assert times == sorted(times) and times[12] >= 2000
     result = place.result("clock")
-    assert meta["seconds"] + 0.2 < result["train_seconds"] < 4.5
+    assert meta["saved"] + 0.2 < result["train_seconds"] < 4.5
     progress = json.loads((place.of("clock") / "progress.json").read_text())["progress"]
     assert progress == sorted(progress) and len(progress) == result["steps"]
     assert progress[11] < 1 / 2 < 2 / 3 < progress[14] and progress[-1] == pytest.approx(1, abs=0.05)
@@ -578,11 +576,17 @@ def marked(name, letter):
         before = os.pread(file, 1, 0)
         os.pwrite(file, b"f" if before == b"f" else letter, 0)
         done = inner(*args, **kwargs)
-        os.pwrite(file, before if letter != b"t" else b"f", 0)
+        os.pwrite(file, letter if before != b"f" and letter == b"t" else before, 0)
         return done
     setattr(T, name, outer)
-for name, letter in (("train", b"t"), ("save_checkpoint", b"s"), ("score_tokens", b"v")):
+for name, letter in (("forward_backward", b"t"), ("save_checkpoint", b"s"), ("score_tokens", b"v")):
     marked(name, letter)
+replace_file = T.replace_file
+def replacing(path, data):
+    if str(path).endswith("progress.json"):
+        os.pwrite(file, b"f", 0)
+    replace_file(path, data)
+T.replace_file = replacing
 '''
 KINDS = {"u": "in set-up", "t": "in a step", "s": "in a save", "v": "in a validation", "f": "after training"}
 
@@ -717,9 +721,9 @@ def wrap(forward_backward, judge):
             return len(a) == len(b) and all(map(equal, a, b))
         return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
-    def judging(self, loss, masked):
-        well = judge(self, loss, masked)
-        if not well and self.settings.spike_policy == "rewind":
+    def judging(self, loss, masked, last=False):
+        well = judge(self, loss, masked, last)
+        if not well and self.settings.spike_policy == "rewind" and not last:
             folder = T.newest_checkpoint(self.folder)[0]
             stored = {"network": torch.load(folder / "model.pt"), **torch.load(folder / "training.pt")}
             print("rewound", folder.name, all(equal(dict(part.state_dict()), dict(stored[name]))
@@ -858,7 +862,7 @@ def test_a_token_outside_the_vocabulary(place):
     tokens[3 * (len(tokens) - 2048) // 8 + 9 * 32 + 16] = 60000
     T.write_shard(shard, tokens)
     child = place.run("tokens", code=2, DATA_PATH=data)
-    assert child.err == f"error: shard {shard}: token 60000, expected ids below 400; another tokenizer wrote it\n"
+    assert child.err == f"error: shard {shard}: token 60000, expected ids below 400\n"
     assert T.newest_checkpoint(place.of("tokens"))[0].name == "step_000008"
 
 
@@ -970,11 +974,11 @@ def test_a_hang_names_who_waits_for_whom(place):
     assert [child.wait() for child in children] == [0, 0], [child.err for child in children]
     line, = [line for line in place.log("hang").splitlines() if line.startswith("hang: ")]
     folder = place.of("hang")
-    assert re.fullmatch(r"hang: step 7: \d s so far; rank 0 waits in sum, line \d+, for rank 1 is in forward_backward, "
-                        rf"line \d+; stacks in {folder}/stacks_\*\.txt", line), line
+    assert re.fullmatch(r"hang: step 7: \d s so far; rank 0 waits in sum, line \d+; rank 1 is in forward_backward, line "
+                        rf"\d+; who waits, waits for those who do not; stacks in {folder}/stacks_\*", line), line
     stacks = [(folder / f"stacks_rank{rank}.txt").read_text() for rank in (0, 1)]
     assert stacks[0].startswith("step 7: waits in sum, line ") and " in reduce_gradients\n" in stacks[0]
-    assert "all_reduce" in stacks[0] and " in train\n" in stacks[0]
+    assert "all_reduce" in stacks[0] and " in main\n" in stacks[0]
     assert stacks[1].startswith("step 7: is in forward_backward, line ") and " in stuck\n" in stacks[1]
     assert line in children[0].err and "hang" not in children[1].err
     place.run("no hang", at(3, "time.sleep(1.5)"), HANG_SECONDS=0, ITERATIONS=10)
@@ -984,7 +988,7 @@ def test_a_hang_names_who_waits_for_whom(place):
 def test_a_hang_of_one_process_names_the_place(place, straight):
     child = place.run("alone", STUCK, HANG_SECONDS=1)
     line, = [line for line in place.log("alone").splitlines() if line.startswith("hang: ")]
-    assert re.match(r"hang: step 7: \d s so far; nobody waits, for rank 0 is in forward_backward, line \d+; ", line)
+    assert re.match(r"hang: step 7: \d s so far; rank 0 is in forward_backward, line \d+; who waits", line)
     assert line in child.err and " in stuck\n" in (place.of("alone") / "stacks_rank0.txt").read_text()
     place.same("alone", straight)
 
@@ -1062,9 +1066,9 @@ def test_torchrun_starts_again_and_resumes(place, straight):
 
 def test_a_restart_wants_a_name(place):
     child = place.run("nameless", code=2, RUN_ID=None, TORCHELASTIC_MAX_RESTARTS=1)
-    assert child.err == "error: RUN_ID='': must name the run, for torchrun --max-restarts to find it again\n"
+    assert child.err.startswith("error: torchrun --max-restarts: needs RUN_ID, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
     child = place.run("nameless", code=2, TORCHELASTIC_MAX_RESTARTS=1, TORCHELASTIC_USE_AGENT_STORE="True")
-    assert child.err.startswith("error: TORCH_DISABLE_SHARE_RDZV_TCP_STORE: must be 1, for torchrun --max-restarts")
+    assert child.err.startswith("error: torchrun --max-restarts: needs RUN_ID, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
     assert not (place.folder / "nameless").exists()
 
 
