@@ -475,7 +475,7 @@ def test_resume_refuses_what_is_no_unfinished_run(place, straight, stopped):
     assert f"RESUME='{finished}': {finished} is finished" in refused(RESUME=finished)
     assert "RESUME='run': RUN_ID='other' is another" in refused(RUN_ID="other")
     for name, value, was in (("MODEL_DIM", 64, 32), ("SEED", 5, 1337), ("TRAIN_BATCH_TOKENS", 512, 256)):
-        assert re.search(f"RESUME='run': {name}={value}; must stay {was}", refused(**{name: value}))
+        assert re.search(f"RESUME='.*run': {name}={value}; must stay {was}", refused(**{name: value}))
     files = {path: path.read_bytes() for path in place.of(stopped).rglob("*") if path.is_file()}
     log = place.of(stopped) / "log.txt"
     assert files.pop(log).startswith(before.pop(log)) and files == before
@@ -1126,7 +1126,7 @@ def test_profile_traces_three_steps(place):
     line = f"profile: {place.of('profile')}/trace.json opens at https://ui.perfetto.dev"
     assert line in place.log("profile").splitlines()
     child = place.run("short", code=1, PROFILE=1, ITERATIONS=6, EMA=0, SWA=0, QAT=0, SAVE_EVERY=0)
-    assert child.err.endswith("error: PROFILE=1 traced nothing, for it takes seven steps; everything was saved\n")
+    assert "error: PROFILE=1 traced nothing, for it takes seven steps; everything was saved\n" in child.err
     assert (place.of("short") / "model.upar").exists() and (place.of("short") / "result.json").exists()
 
 
