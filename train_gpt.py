@@ -771,7 +771,8 @@ class Batches:
         self.lanes = [max(1, round(share * self.all_rows)) for share in data.shares]
         for stream, lanes in zip(data.streams, self.lanes, strict=True):
             if len(stream) <= (own := lanes * self.seq_len):
-                raise UserError(f"{stream.paths[0].parent}: {len(stream)} training tokens, a batch takes {own} of them")
+                where = f"{len(stream)} training tokens of {stream.paths[0].parent}"
+                raise UserError(f"TRAIN_BATCH_TOKENS={self.tokens}: takes {own} of the {where}; must be fewer")
         self.rows = self.all_rows // runtime.world_size  # of this rank, a step
         self.fitted, self.cuda = settings.micro_batch_tokens == 0, runtime.device.type == "cuda"
         most = settings.micro_batch_tokens or max(self.seq_len, 131072 if self.cuda else 4096)

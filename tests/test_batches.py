@@ -95,7 +95,7 @@ def test_micro_batches_shrink_until_they_fit_and_leave_no_gradient(stream, monke
 
 @pytest.mark.parametrize("changes, said", [
     (dict(train_batch_tokens=60), "TRAIN_BATCH_TOKENS=60"),
-    (dict(train_batch_tokens=1000), "1000 training tokens, a batch takes 1000"),
+    (dict(train_batch_tokens=1000), "TRAIN_BATCH_TOKENS=1000: takes 1000 of the 1000 training tokens"),
     (dict(micro_batch_tokens=4), "MICRO_BATCH_TOKENS=4"),
 ])
 def test_batches_that_do_not_fit_are_errors(stream, changes, said):
