@@ -235,15 +235,12 @@ def read_config(path: str) -> dict[str, str]:
     """NAME=value lines of a config file; `#` starts a comment. Raises UserError with the line's number."""
     if not Path(path).is_file():
         raise UserError(f"CONFIG={path!r}: no such file")
-    values = {}
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
-        line = line.split("#", 1)[0].strip()
-        if line:
-            name, equals, value = line.partition("=")
-            if not equals:
-                raise UserError(f"{path}:{number}: {line!r} is not NAME=value")
-            values[name.strip()] = value.strip().strip("'\"")
-    return values
+    lines = [line.split("#", 1)[0].strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    for number, line in enumerate(lines, 1):
+        if line and "=" not in line:
+            raise UserError(f"{path}:{number}: {line!r} is not NAME=value")
+    pairs = [line.partition("=") for line in lines if line]
+    return {name.strip(): value.strip().strip("'\"") for name, _, value in pairs}
 
 
 def load_settings(cls: type, environ: dict[str, str], presets: dict[str, dict[str, dict]] | None = None,
@@ -426,7 +423,7 @@ class Watch(threading.Thread):
         self.rank, self.folder, self.hang_seconds, self.log = runtime.rank, folder, hang_seconds or math.inf, log
         self.stacks = [folder / f"stacks_rank{rank}.txt" for rank in range(runtime.world_size)]
         self.signal, self.heard, self.looping, self.agreed = 0, 0.0, False, not runtime.distributed
-        self.step, self.median, self.began = 0, 0.0, math.inf
+        self.step, self.median, self.began, self.told = 0, 0.0, math.inf, -1  # began: inf outside a step
         self.bell, ring = os.pipe()
         os.set_blocking(ring, False)
         signal.set_wakeup_fd(ring)
@@ -441,11 +438,11 @@ class Watch(threading.Thread):
                 if not self.looping or self.signal and now - self.heard > 1:  # torchrun repeats a terminal's Ctrl-C
                     self.leave(number, "at once")
                 self.signal, self.heard = number, self.heard if self.signal else now
-            if self.signal and not self.agreed and now - self.heard > 10 + 2 * self.median:
+            if self.signal and not self.agreed and now - max(self.heard, self.began) > 10 + 2 * self.median:
                 self.leave(self.signal, "unsaved, for the ranks did not agree to stop within 10 s")
-            if now - self.began > max(self.hang_seconds, 20 * self.median):
+            if now - self.began > max(self.hang_seconds, 20 * self.median) and self.told != self.step:
+                self.told = self.step
                 self.report(now - self.began)
-                self.began = math.inf
 
     def leave(self, number: int, how: str) -> None:
         """End the process whatever its main thread does."""
@@ -2105,13 +2102,17 @@ def stored_settings(given: dict[str, str], out_dir: str) -> tuple[dict, dict]:
     out_dir, replay, run_id = given.get("OUT_DIR", out_dir), given.get("REPLAY", ""), given.get("RUN_ID", "")
     again = given.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and run_id and (Path(out_dir) / run_id).is_dir()
     resume = run_id if again else given.get("RESUME", "")
-    name = resume or replay
+    if not (name := resume or replay):
+        return {}, {}
     folder = Path(name) if os.sep in name else Path(out_dir) / name
     if not resume:
-        if replay and not (folder / "progress.json").is_file():
-            raise UserError(f"REPLAY={replay!r}: no {folder}/progress.json; must be a run that has trained to its end")
-        below = json.loads((folder / "progress.json").read_bytes())["settings"] if replay else {}
-        return below | {"run_id": "", "out_dir": out_dir}, {"replay": str(folder)} if replay else {}
+        path = folder / "progress.json"
+        if not path.is_file():
+            raise UserError(f"REPLAY={replay!r}: no {path}; must be a run that has trained to its end")
+        every = (below := json.loads(path.read_bytes())["settings"])["save_every"]
+        if below["spike_policy"] == "rewind" and given.get("SAVE_EVERY", every) != every:
+            raise UserError(f"SAVE_EVERY={given['SAVE_EVERY']!r}: must be {every!r}, for that run could rewind")
+        return below | {"run_id": "", "out_dir": out_dir}, {"replay": str(folder)}
     newest, faults = newest_checkpoint(folder)
     for wrong, said in ((not folder.is_dir(), f"no folder {folder}; must be a RUN_ID in OUT_DIR, or a path"),
                         (run_id not in ("", folder.name), f"RUN_ID={run_id!r} is another"),
@@ -2134,9 +2135,9 @@ class Run(Kept):
 
     def __init__(self, settings, runtime: Runtime, parts: dict, identity: dict):
         every = re.fullmatch(r"(\d+)(s?)", settings.save_every)
-        if not every or settings.spike_policy == "rewind" and not int(every[1]):
-            raise UserError(f"SAVE_EVERY={settings.save_every!r}: must be steps (500) or seconds of training (120s), 0 "
-                            "for none; SPIKE_POLICY=rewind needs some")
+        if not every or settings.spike_policy == "rewind" and (every[2] or not int(every[1])):
+            raise UserError(f"SAVE_EVERY={settings.save_every!r}: must be steps (500), seconds of training (120s) or 0 "
+                            "for none; for SPIKE_POLICY=rewind steps, so that it can be repeated")
         shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # pytorch issue 135712: they never meet
         if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and (shared or not settings.run_id):
             raise UserError("torchrun --max-restarts: needs RUN_ID, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
@@ -2212,18 +2213,17 @@ class Run(Kept):
         If not, SPIKE_POLICY has skipped it, or brought back the newest checkpoint, not after the `last` step, with this
         step's data left out too. Raises FloatingPointError where the run ends with it.
         """
-        policy, step = self.settings.spike_policy, self.step
-        policy = "skip" if last and policy == "rewind" else policy
+        policy = "skip" if last and self.settings.spike_policy == "rewind" else self.settings.spike_policy
         if not bad:
             self.losses = [*self.losses, loss][-64:]
             return True
-        fault = f"step {step}: its loss {loss} is a spike, or it or a gradient is not finite; weights are as before"
+        fault = f"step {self.step}: its loss {loss} is a spike, or it or a gradient is not finite; weights stay"
         if policy == "stop" or sum(event["event"] == policy for event in self.events) >= 10:
             self.log(f"error: {fault}", terminal=False)
             raise FloatingPointError(f"{fault}; RESUME={self.folder} with SPIKE_POLICY=skip or rewind goes on")
-        self.event(policy, step=step, loss=str(loss))
+        self.event(policy, step=self.step, loss=str(loss))
         if policy == "rewind":
-            ahead = step + self.skipped + 1
+            ahead = self.step + self.skipped + 1
             self.load(Path(self.runtime.agree(str(newest_checkpoint(self.folder)[0]))), resume=False)
             self.skipped = ahead - self.step
         return False

@@ -404,17 +404,6 @@ def test_the_activity_of_mlps_is_counted_over_units():
         assert found["mlp_active"] == (1.0 if choice == "bio" else pytest.approx(0.5, abs=0.45))
 
 
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
-def test_the_compile_mode_reaches_the_compiler(monkeypatch, mode):
-    seen = {}
-    monkeypatch.setattr(torch, "compile", lambda net, **words: seen.update(words) or net)
-    net = network()
-    assert T.compiled(net, T.Settings(compile_mode=mode)) is net
-    assert seen == {"dynamic": False, "fullgraph": True, "mode": mode}
-    seen.clear()
-    assert T.compiled(net, T.Settings(compile=False)) is net and not seen
-
-
 @pytest.fixture(scope="module")
 def both() -> tuple[T.GPT, object]:
     """One network, and the same compiled to machine code."""

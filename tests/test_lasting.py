@@ -200,10 +200,12 @@ class Place:
         return (self.of(out) / "model.upar").read_bytes()
 
     def same(self, out: str, other: str) -> None:
-        """Asserts that two runs ended in the same model and score, to the byte."""
+        """Asserts that two runs ended in the same model, to the byte, and had the same averages and phases."""
         assert self.artifact(out) == self.artifact(other)
-        assert self.result(out)["val_nats"] == self.result(other)["val_nats"]
-        assert self.result(out)["steps"] == self.result(other)["steps"]
+        for key in ("val_nats", "steps", "weights", "phases"):
+            assert self.result(out)[key] == self.result(other)[key], key
+        averages = [re.findall(r"^weights: .*", self.log(each), re.M)[-4:] for each in (out, other)]
+        assert averages[0] == averages[1] and len(averages[0]) == 4
 
 
 @pytest.fixture(scope="session")
@@ -386,20 +388,20 @@ def test_a_run_without_a_whole_checkpoint_is_one_line(place, stopped):
 
 
 # ------------------------------------------------------------------------------------------------------------- signals
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_a_signal_ends_the_step_saves_and_leaves(place, straight, name):
+@pytest.mark.parametrize(("name", "step"), [("SIGTERM", 10), ("SIGINT", 15)])
+def test_a_signal_ends_the_step_saves_and_leaves(place, straight, name, step):
+    """With EMA running; and one step before the end, with averages that began again with QAT."""
     out = f"signal {name}"
-    began = time.monotonic()
-    child = place.run(out, stop_at(9, name), 128 + getattr(signal, name))
-    assert time.monotonic() - began < 30 and child.err == ""
+    child = place.run(out, stop_at(step - 1, name), 128 + getattr(signal, name))
+    assert time.monotonic() - child.began < 30 and child.err == ""
     folder = place.of(out)
-    assert T.newest_checkpoint(folder) == (folder / "step_000010", [])
+    assert T.newest_checkpoint(folder) == (folder / f"step_{step:06d}", [])
     lines = place.log(out).splitlines()
-    assert lines[-1] == f"stopped by {name} after step 10; RESUME={folder} goes on"
+    assert lines[-1] == f"stopped by {name} after step {step}; RESUME={folder} goes on"
     assert sum("stopped by" in line for line in lines) == 1 and not (folder / "result.json").exists()
     place.resume(out)
     event, = place.result(out)["events"]
-    assert (event["event"], event["step"], event["ranks"], event["changed"]) == ("resume", 10, 1, {})
+    assert (event["event"], event["step"], event["ranks"], event["changed"]) == ("resume", step, 1, {})
     assert re.findall(r"^step:(\d+)/", place.log(out), re.M) == [str(step) for step in range(1, 17)]
     place.same(out, straight)
 
@@ -597,7 +599,7 @@ def crash(place: Place, out: str, source: str, kinds: str, seed: int) -> dict[st
     A letter is what the kill waits for; when it comes is drawn from `seed`.
     """
     rng, killed, mark = random.Random(seed), dict.fromkeys(KINDS.values(), 0), Path(f"{place.folder / out}.at")
-    first = replay_of(place, source, SAVE_EVERY=2, VAL_LOSS_EVERY=5)
+    first = replay_of(place, source, SAVE_EVERY=2, VAL_LOSS_EVERY=9)
     for kind in kinds:
         mark.write_bytes(b"u")
         stored = T.newest_checkpoint(place.of(out))[0] is not None
@@ -609,7 +611,7 @@ def crash(place: Place, out: str, source: str, kinds: str, seed: int) -> dict[st
             now = mark.read_text()
             seen, last = seen + (now == kind != last), now
             time.sleep(0.0002)
-        time.sleep(rng.uniform(0, {"u": 0.3, "t": 0.15, "s": 0.012, "v": 0.08, "f": 0.3}[kind]))
+        time.sleep(rng.uniform(0, {"u": 0.06, "t": 0.15, "s": 0.005, "v": 0.06, "f": 0.1}[kind]))
         child.send(signal.SIGKILL)
         if child.wait() == -signal.SIGKILL:
             killed[KINDS[mark.read_text()]] += 1
@@ -621,7 +623,7 @@ def crash(place: Place, out: str, source: str, kinds: str, seed: int) -> dict[st
     events = place.result(out)["events"]
     resumes, same = sum(event["event"] == "resume" for event in events), place.artifact(out) == place.artifact(source)
     print(f"{sum(killed.values())} kills ({', '.join(f'{count} {kind}' for kind, count in killed.items())}), {resumes} "
-          f"resumes in the last part's past, {place.result(out)['steps']} steps; artifact "
+          f"resumes that count, {place.result(out)['steps']} steps; artifact "
           f"{'identical' if same else 'DIFFERENT'}")
     return killed
 
@@ -641,7 +643,7 @@ def test_fifty_kills_change_nothing(place):
     kinds = ["u"] * 5 + ["t"] * 18 + ["s"] * 14 + ["v"] * 9
     random.Random(2).shuffle(kinds)
     killed = crash(place, "long crashed", "long", "".join(kinds) + "ffff", seed=3)
-    assert sum(killed.values()) == 50 and min(killed.values()) >= 3, killed
+    assert sum(killed.values()) == 50 and min(killed.values()) >= 1, killed
     place.same("long crashed", "long straight")
 
 
@@ -799,6 +801,33 @@ def test_a_bad_step_goes_back_to_the_checkpoint_with_other_data(place):
     assert result["phases"]["ema"]["start_step"] == 7 and result["phases"]["ema"]["steps"] == 10
 
 
+def test_a_stop_or_a_kill_after_a_rewind_changes_nothing(place):
+    bad = spoil({5: "gradient"})  # known in step 7: back to 4, with data 7
+    place.run("rewound", bad, SPIKE_POLICY="rewind")
+    place.run("rewound and stopped", bad + stop_at(8), 143, SPIKE_POLICY="rewind")
+    place.run("rewound and killed", bad + at(8, "os.kill(os.getpid(), signal.SIGKILL)"), -9, SPIKE_POLICY="rewind")
+    newest = [T.newest_checkpoint(place.of(f"rewound and {how}"))[0].name for how in ("stopped", "killed")]
+    assert newest == ["step_000006", "step_000004"]
+    for out in ("rewound and stopped", "rewound and killed"):
+        child = place.resume(out, bad)
+        assert read_by(child)[0] == [*range(9, 19)] if "stopped" in out else [4, 5, 6, *range(7, 19)]
+        place.same(out, "rewound")
+        assert sorted(event["event"] for event in place.result(out)["events"]) == ["resume", "rewind"]
+
+
+def test_ranks_rewind_together(place):
+    """The gradient turns bad on rank 1 alone."""
+    bad = spoil({5: "gradient"}).replace("bad.get(str(step))", "bad.get(str(step)) if os.environ['RANK'] == '1' else 0")
+    children = place.ranks("ranks rewound", f"import os\n{bad}", SPIKE_POLICY="rewind")
+    assert [child.wait() for child in children] == [0, 0], [child.err for child in children]
+    for child in children:
+        assert read_by(child)[0] == [*range(7), *range(7, 19)] and "rewound step_000004 True" in child.out
+    place.run("rank rewound", spoil({5: "gradient"}), SPIKE_POLICY="rewind")
+    results = [place.result(out) for out in ("ranks rewound", "rank rewound")]
+    assert results[0]["val_nats"] == pytest.approx(results[1]["val_nats"], rel=1e-4)
+    assert [event["step"] for event in results[0]["events"]] == [6]
+
+
 def test_the_eleventh_skip_or_rewind_stops(place):
     child = place.run("skips", spoil(dict.fromkeys(range(3, 14), "loss")), 1, SPIKE_POLICY="skip")
     assert child.err.startswith("error: step 14: its loss nan ")
@@ -826,6 +855,9 @@ def test_a_replay_repeats_skips_and_rewinds(place, policy):
     *events, last = place.result(f"{policy} replay")["events"]
     assert last["event"] == "replay" and events == place.result(out)["events"]
     assert len(events) >= 3 and {event["event"] for event in events} == {policy}
+    if policy == "rewind":  # with other checkpoints it would rewind to other steps
+        child = place.run("rewind elsewhere", code=2, **replay_of(place, out, SAVE_EVERY=5))
+        assert child.err == "error: SAVE_EVERY='5': must be '4', for that run could rewind\n"
 
 
 # --------------------------------------------------------------------------------------------------------- data faults
@@ -974,15 +1006,29 @@ def test_a_hang_names_who_waits_for_whom(place):
     assert [child.wait() for child in children] == [0, 0], [child.err for child in children]
     line, = [line for line in place.log("hang").splitlines() if line.startswith("hang: ")]
     folder = place.of("hang")
-    assert re.fullmatch(r"hang: step 7: \d s so far; rank 0 waits in sum, line \d+; rank 1 is in forward_backward, line "
-                        rf"\d+; who waits, waits for those who do not; stacks in {folder}/stacks_\*", line), line
+    assert re.fullmatch(r"hang: step 7: \d s so far; rank 0 waits in sum, line \d+; rank 1 is in forward_backward, "
+                        rf"line \d+; who waits, waits for those who do not; stacks in {folder}/stacks_\*", line), line
     stacks = [(folder / f"stacks_rank{rank}.txt").read_text() for rank in (0, 1)]
     assert stacks[0].startswith("step 7: waits in sum, line ") and " in reduce_gradients\n" in stacks[0]
     assert "all_reduce" in stacks[0] and " in main\n" in stacks[0]
     assert stacks[1].startswith("step 7: is in forward_backward, line ") and " in stuck\n" in stacks[1]
     assert line in children[0].err and "hang" not in children[1].err
-    place.run("no hang", at(3, "time.sleep(1.5)"), HANG_SECONDS=0, ITERATIONS=10)
-    assert not list(place.of("no hang").glob("stacks*"))
+
+
+def test_what_is_no_hang(place):
+    """A long validation; and a long step with HANG_SECONDS=0."""
+    score = """
+import time
+inner, naps = T.score_tokens, [1.6]
+def slow(*args, **words):
+    time.sleep(naps.pop() if naps else 0)
+    return inner(*args, **words)
+T.score_tokens = slow
+"""
+    place.run("no hang", score, HANG_SECONDS=1, ITERATIONS=6, VAL_LOSS_EVERY=5, EMA=0, SWA=0, QAT=0)
+    place.run("not watched", at(3, "time.sleep(1.6)"), HANG_SECONDS=0, ITERATIONS=6, EMA=0, SWA=0, QAT=0)
+    for out in ("no hang", "not watched"):
+        assert not list(place.of(out).glob("stacks*")) and "hang: " not in place.log(out)
 
 
 def test_a_hang_of_one_process_names_the_place(place, straight):
@@ -1066,9 +1112,9 @@ def test_torchrun_starts_again_and_resumes(place, straight):
 
 def test_a_restart_wants_a_name(place):
     child = place.run("nameless", code=2, RUN_ID=None, TORCHELASTIC_MAX_RESTARTS=1)
-    assert child.err.startswith("error: torchrun --max-restarts: needs RUN_ID, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
+    assert child.err.startswith("error: torchrun --max-restarts: needs RUN_ID, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
     child = place.run("nameless", code=2, TORCHELASTIC_MAX_RESTARTS=1, TORCHELASTIC_USE_AGENT_STORE="True")
-    assert child.err.startswith("error: torchrun --max-restarts: needs RUN_ID, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
+    assert child.err.startswith("error: torchrun --max-restarts: needs RUN_ID, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
     assert not (place.folder / "nameless").exists()
 
 
@@ -1117,6 +1163,24 @@ def test_ranks_that_do_not_agree_leave_unsaved(place):
     assert T.newest_checkpoint(folder) == (folder / "step_000008", []) and "stopped by" not in place.log("disagree")
 
 
+@pytest.mark.full
+def test_a_signal_in_a_long_validation_is_answered(place):
+    """Longer than the 10 s in which the ranks must agree."""
+    patch = """
+import os, signal, time
+inner = T.score_tokens
+def slow(*args):
+    if os.environ["RANK"] == "0":
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(11)
+    return inner(*args)
+T.score_tokens = slow
+"""
+    children = place.ranks("long score", patch, VAL_LOSS_EVERY=5)
+    assert [child.wait() for child in children] == [143, 143], [child.err for child in children]
+    assert T.newest_checkpoint(place.of("long score"))[0].name in ("step_000006", "step_000007")
+
+
 # ----------------------------------------------------------------------------------------------------------- profiling
 def test_profile_traces_three_steps(place):
     place.run("profile", PROFILE=1, ITERATIONS=8, SAVE_EVERY=0, QAT_START_FRAC=0.7)
@@ -1133,3 +1197,11 @@ def test_profile_traces_three_steps(place):
 def test_deterministic_gives_the_same_artifact_on_a_cpu(place, straight):
     place.run("deterministic", DETERMINISTIC=1)
     place.same("deterministic", straight)
+
+
+@pytest.mark.parametrize("mode", T.CHOICES["compile_mode"])
+def test_the_compile_mode_reaches_the_compiler(place, mode):
+    patch = "T.torch.compile = lambda net, **words: print('compile', words, flush=True) or net"
+    child = place.run(f"compile {mode}", patch, COMPILE=1, COMPILE_MODE=mode, ITERATIONS=8, QAT_START_FRAC=0.7)
+    words = {"dynamic": False, "fullgraph": True, "mode": mode}
+    assert [line for line in child.out.splitlines() if line.startswith("compile ")] == [f"compile {words}"] * 2
