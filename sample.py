@@ -127,15 +127,12 @@ def read_config(path: str) -> dict[str, str]:
     """NAME=value lines of a config file; `#` starts a comment. Raises UserError with the line's number."""
     if not Path(path).is_file():
         raise UserError(f"CONFIG={path!r}: no such file")
-    values = {}
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
-        line = line.split("#", 1)[0].strip()
-        if line:
-            name, equals, value = line.partition("=")
-            if not equals:
-                raise UserError(f"{path}:{number}: {line!r} is not NAME=value")
-            values[name.strip()] = value.strip().strip("'\"")
-    return values
+    lines = [line.split("#", 1)[0].strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    for number, line in enumerate(lines, 1):
+        if line and "=" not in line:
+            raise UserError(f"{path}:{number}: {line!r} is not NAME=value")
+    pairs = [line.partition("=") for line in lines if line]
+    return {name.strip(): value.strip().strip("'\"") for name, _, value in pairs}
 
 
 def load_settings(cls: type, environ: dict[str, str], presets: dict[str, dict[str, dict]] | None = None,
