@@ -846,15 +846,15 @@ def test_a_rewind_wants_checkpoints(place, every):
 
 @pytest.mark.parametrize("policy", ["skip", "rewind"])
 def test_a_replay_repeats_skips_and_rewinds(place, policy):
-    out, bad = f"{policy} source", {6: "gradient", 13: "loss", 14: "spike", 30: "loss"}
-    clock = {"ITERATIONS": 0, "MAX_WALLCLOCK_SECONDS": 1.6, "RESERVE_SECONDS": 0.6}
+    out, bad = f"{policy} source", {6: "gradient", 13: "loss", 14: "spike"}
+    clock = {"ITERATIONS": 0, "MAX_WALLCLOCK_SECONDS": 2.6, "RESERVE_SECONDS": 0.6}
     source = place.run(out, spoil(bad), SPIKE_POLICY=policy, SPIKE_NATS=4, **clock)
     replay = place.run(f"{policy} replay", spoil(bad), **replay_of(place, out))
     place.same(f"{policy} replay", out)
     assert read_by(replay) == read_by(source)
     *events, last = place.result(f"{policy} replay")["events"]
     assert last["event"] == "replay" and events == place.result(out)["events"]
-    assert len(events) >= 3 and {event["event"] for event in events} == {policy}
+    assert len(events) >= 2 and {event["event"] for event in events} == {policy}
     if policy == "rewind":  # with other checkpoints it would rewind to other steps
         child = place.run("rewind elsewhere", code=2, **replay_of(place, out, SAVE_EVERY=5))
         assert child.err == "error: SAVE_EVERY='5': must be '4', for that run could rewind\n"
