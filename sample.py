@@ -18,6 +18,7 @@ import json
 import math
 import os
 import platform
+import re
 import resource
 import struct
 import subprocess
@@ -65,35 +66,35 @@ class UserError(Exception):
 FOREIGN_NAMES = tuple("""
     ACTIVATION_CHECKPOINTING ADAM_EPS ADAM_WD ALWAYS_SAVE_CHECKPOINT ARCH_MODE ARTIFACT ARTIFACT_BYTES_MAX
     ATTN_CLIP_SIGMAS ATTN_WINDOW BACKEND BATCH_SIZE BETA1 BETA2 BIAS BIGRAM_DIM BIGRAM_VOCAB_SIZE BIO_EVENTS
-    BIO_THRESHOLD BLOCK_SIZE CAUTIOUS_WD COMPILE COMPILE_MODE COMPRESSOR DATASET DATA_DIR DATA_PATH DECAY_LR DEVICE
-    DROPOUT DTYPE EMA EMA_DECAY EMA_ENABLED EMA_MEMORY_FRAC EMA_START_FRAC EMBED_BITS EMBED_CLIP_SIGMAS EMBED_LR
-    EMBED_WD ENABLE_LOOPING_AT EVAL_INTERVAL EVAL_ITERS EVAL_ONLY EVAL_SEQ_LEN EVAL_STATEFUL EVAL_STRIDE
-    GATED_ATTN_ENABLED GDN_NEG_EIGVAL GPTQ_CALIBRATION_BATCHES GPTQ_RESERVE_SECONDS GRADIENT_ACCUMULATION_STEPS
-    GRAD_ACCUM_STEPS GRAD_CLIP GRAD_CLIP_NORM HEAD_LR HOLDOUT_TOKENS INIT_FROM ITERATIONS LATE_QAT LATE_QAT_THRESHOLD
-    LAYER_PATTERN LEARNING_RATE LN_SCALE LOGIT_SOFTCAP LOG_INTERVAL LOOP_END LOOP_START LR_DECAY_ITERS LR_FLOOR
-    LR_SCHEDULE MATRIX_BITS MATRIX_CLIP_SIGMAS MATRIX_LR MAX_ITERS MAX_NEW_TOKENS MAX_WALLCLOCK_SECONDS
-    MICRO_BATCH_TOKENS MIN_LR MLP MLP_CLIP_SIGMAS MLP_MULT MODEL_DIM MTP_NUM_HEADS MUON_BACKEND_STEPS MUON_BETA2
-    MUON_COEFFICIENTS MUON_MOMENTUM MUON_MOMENTUM_WARMUP_FRAC MUON_MOMENTUM_WARMUP_START MUON_MOMENTUM_WARMUP_STEPS
-    MUON_ROW_NORMALIZE MUON_WD MUON_WEIGHT_DECAY NORM NUM_HEADS NUM_KV_HEADS NUM_LAYERS NUM_LOOPS NUM_SAMPLES N_EMBD
-    N_HEAD N_LAYER OPTIMIZER OUT_DIR PARALLEL_RESIDUAL POSITIONS PROMPT QAT QAT_ENABLED QAT_START_FRAC QK_GAIN_INIT
-    QK_NORM RESERVE_SECONDS RESIDUAL_MIX ROPE_BASE ROPE_DIMS RUN_ID SCALAR_LR SEED SLIDING_WINDOW_ENABLED SMEAR_GATE
-    SMEAR_GATE_ENABLED SWA SWA_ENABLED SWA_EVERY SWA_START_FRAC TEMPERATURE TIED_EMBED_INIT_STD TIED_EMBED_LR
-    TIE_EMBEDDINGS TOKENIZER_PATH TOP_K TRAIN_BATCH_TOKENS TRAIN_LOG_EVERY TRAIN_SEQ_LEN TTT_ENABLED TTT_LR UNET_SKIPS
-    VAL_BATCH_SIZE VAL_BATCH_TOKENS VAL_LOSS_EVERY VE_ENABLED VOCAB_SIZE WARMDOWN_FRAC WARMDOWN_ITERS WARMUP_FRAC
-    WARMUP_ITERS WARMUP_STEPS WEIGHT_DECAY XSA_LAST_N
+    BIO_THRESHOLD BLOCK_SIZE CAUTIOUS_WD COMPILE COMPILE_MODE COMPRESSOR CONFIG DATASET DATA_DIR DATA_PATH DECAY_LR
+    DETERMINISTIC DEVICE DROPOUT DTYPE EMA EMA_DECAY EMA_ENABLED EMA_MEMORY_FRAC EMA_START_FRAC EMBED_BITS
+    EMBED_CLIP_SIGMAS EMBED_LR EMBED_WD ENABLE_LOOPING_AT EVAL_INTERVAL EVAL_ITERS EVAL_ONLY EVAL_SEQ_LEN EVAL_STATEFUL
+    EVAL_STRIDE GATED_ATTN_ENABLED GDN_NEG_EIGVAL GPTQ_CALIBRATION_BATCHES GPTQ_RESERVE_SECONDS
+    GRADIENT_ACCUMULATION_STEPS GRAD_ACCUM_STEPS GRAD_CLIP GRAD_CLIP_NORM HANG_SECONDS HEAD_LR HOLDOUT_TOKENS INIT_FROM
+    ITERATIONS KEEP LATE_QAT LATE_QAT_THRESHOLD LAYER_PATTERN LEARNING_RATE LN_SCALE LOGIT_SOFTCAP LOG_INTERVAL LOOP_END
+    LOOP_START LR_DECAY_ITERS LR_FLOOR LR_SCHEDULE MATRIX_BITS MATRIX_CLIP_SIGMAS MATRIX_LR MAX_ITERS MAX_NEW_TOKENS
+    MAX_WALLCLOCK_SECONDS MICRO_BATCH_TOKENS MIN_LR MLP MLP_CLIP_SIGMAS MLP_MULT MODEL_DIM MTP_NUM_HEADS
+    MUON_BACKEND_STEPS MUON_BETA2 MUON_COEFFICIENTS MUON_MOMENTUM MUON_MOMENTUM_WARMUP_FRAC MUON_MOMENTUM_WARMUP_START
+    MUON_MOMENTUM_WARMUP_STEPS MUON_ROW_NORMALIZE MUON_WD MUON_WEIGHT_DECAY NORM NUM_HEADS NUM_KV_HEADS NUM_LAYERS
+    NUM_LOOPS NUM_SAMPLES N_EMBD N_HEAD N_LAYER OPTIMIZER OUT_DIR PARALLEL_RESIDUAL POSITIONS PROFILE PROMPT QAT
+    QAT_ENABLED QAT_START_FRAC QK_GAIN_INIT QK_NORM REPLAY RESERVE_SECONDS RESIDUAL_MIX RESUME ROPE_BASE ROPE_DIMS
+    RUN_ID SAVE_EVERY SCALAR_LR SEED SLIDING_WINDOW_ENABLED SMEAR_GATE SMEAR_GATE_ENABLED SPIKE_NATS SPIKE_POLICY SWA
+    SWA_ENABLED SWA_EVERY SWA_START_FRAC TEMPERATURE TIED_EMBED_INIT_STD TIED_EMBED_LR TIE_EMBEDDINGS TOKENIZER_PATH
+    TOP_K TRAIN_BATCH_TOKENS TRAIN_LOG_EVERY TRAIN_SEQ_LEN TTT_ENABLED TTT_LR UNET_SKIPS VAL_BATCH_SIZE VAL_BATCH_TOKENS
+    VAL_LOSS_EVERY VE_ENABLED VOCAB_SIZE WARMDOWN_FRAC WARMDOWN_ITERS WARMUP_FRAC WARMUP_ITERS WARMUP_STEPS WEIGHT_DECAY
+    XSA_LAST_N
 """.split())
 
 # (pattern of a field name, smallest, largest), the first match counts; a field that matches none must be >= 0.
 RANGES = (
-    ("ema_memory_frac", 1e-6, 1.0), ("*_frac", 0.0, 1.0), ("lr_floor", 0.0, 1.0), ("bio_threshold", 0.0, 1.0),
-    ("beta?", 0.0, 0.9999), ("muon_momentum", 0.0, 0.9999), ("muon_momentum*_start", 0.0, 0.9999),
-    ("adam_eps", 1e-20, 1.0), ("muon_backend_steps", 1, 20), ("*_bits", 2, 8), ("model_dim", 16, 65536),
-    ("num_layers", 0, 512), ("num_*heads", 1, 1024), ("mlp_mult", 0.25, 16.0), ("bigram_dim", 1, 65536),
-    ("bigram_vocab_size", 0, 1 << 24), ("tied_embed_init_std", 1e-6, 10.0), ("rope_base", 1.0, 1e9),
-    ("attn_window", 1, 1 << 20),
-    ("vocab_size", 0, 1 << 20), ("train_seq_len", 2, 1 << 20), ("train_batch_tokens", 2, 1 << 31),
-    ("train_log_every", 1, 1 << 31), ("artifact_bytes_max", 1, 1 << 40), ("max_new_tokens", 1, 1 << 20),
-    ("num_samples", 1, 1 << 16), ("temperature", 0.0, 100.0),
+    ("keep", 1, 1 << 20), ("ema_memory_frac", 1e-6, 1.0), ("*_frac", 0.0, 1.0), ("lr_floor", 0.0, 1.0),
+    ("bio_threshold", 0.0, 1.0), ("beta?", 0.0, 0.9999), ("muon_momentum", 0.0, 0.9999),
+    ("muon_momentum*_start", 0.0, 0.9999), ("adam_eps", 1e-20, 1.0), ("muon_backend_steps", 1, 20), ("*_bits", 2, 8),
+    ("model_dim", 16, 65536), ("num_layers", 0, 512), ("num_*heads", 1, 1024), ("mlp_mult", 0.25, 16.0),
+    ("bigram_dim", 1, 65536), ("bigram_vocab_size", 0, 1 << 24), ("tied_embed_init_std", 1e-6, 10.0),
+    ("rope_base", 1.0, 1e9), ("attn_window", 1, 1 << 20), ("vocab_size", 0, 1 << 20), ("train_seq_len", 2, 1 << 20),
+    ("train_batch_tokens", 2, 1 << 31), ("train_log_every", 1, 1 << 31), ("artifact_bytes_max", 1, 1 << 40),
+    ("max_new_tokens", 1, 1 << 20), ("num_samples", 1, 1 << 16), ("temperature", 0.0, 100.0),
 )
 CHOICES = {
     "lr_schedule": ("linear", "cosine", "wsd", "constant"), "device": ("auto", "cpu", "cuda"),
@@ -101,20 +102,7 @@ CHOICES = {
     "mlp": ("relu2", "leaky_relu2", "gelu", "swiglu", "bio"), "bio_events": ("off", "soft", "hard"),
     "optimizer": ("muon", "lion", "adamw", "adamw8bit", "adafactor"),
     "arch_mode": ("D", "gdn", "gdn_kv", "hybrid", "baseline", "llama"),
-    "muon_coefficients": ("quintic", "polar_express"),
-}
-
-
-# A setting that is given in the environment has no effect unless another one has one of these values.
-NEEDS = {
-    "bio_events": ("mlp", ("bio",)), "bio_threshold": ("bio_events", ("soft", "hard")),
-    "rope_dims": ("positions", ("rope",)), "rope_base": ("positions", ("rope",)), "qk_gain_init": ("qk_norm", (True,)),
-    "head_lr": ("tie_embeddings", (False,)),
-    "muon_coefficients": ("optimizer", ("muon",)), "muon_row_normalize": ("optimizer", ("muon",)),
-    "muon_backend_steps": ("optimizer", ("muon",)), "cautious_wd": ("optimizer", ("muon", "lion", "adamw8bit")),
-    "compile_mode": ("compile", (True,)), "warmdown_iters": ("lr_schedule", ("linear", "cosine", "wsd")),
-    "warmdown_frac": ("lr_schedule", ("linear", "cosine", "wsd")), "ema_memory_frac": ("ema", (True,)),
-    "ema_start_frac": ("ema", (True,)), "swa_start_frac": ("swa", (True,)), "qat_start_frac": ("qat", (True,)),
+    "muon_coefficients": ("quintic", "polar_express"), "spike_policy": ("stop", "skip", "rewind"),
 }
 
 
@@ -139,23 +127,22 @@ def read_config(path: str) -> dict[str, str]:
     """NAME=value lines of a config file; `#` starts a comment. Raises UserError with the line's number."""
     if not Path(path).is_file():
         raise UserError(f"CONFIG={path!r}: no such file")
-    values = {}
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
-        line = line.split("#", 1)[0].strip()
-        if line:
-            name, equals, value = line.partition("=")
-            if not equals:
-                raise UserError(f"{path}:{number}: {line!r} is not NAME=value")
-            values[name.strip()] = value.strip().strip("'\"")
-    return values
+    lines = [line.split("#", 1)[0].strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    for number, line in enumerate(lines, 1):
+        if line and "=" not in line:
+            raise UserError(f"{path}:{number}: {line!r} is not NAME=value")
+    pairs = [line.partition("=") for line in lines if line]
+    return {name.strip(): value.strip().strip("'\"") for name, _, value in pairs}
 
 
-def load_settings(cls: type, environ: dict[str, str], presets: dict[str, dict[str, dict]] | None = None):
+def load_settings(cls: type, environ: dict[str, str], presets: dict[str, dict[str, dict]] | None = None,
+                  stored: Callable[[dict[str, str]], tuple[dict, dict]] = lambda given: ({}, {})):
     """Settings of dataclass `cls` from the file CONFIG names and from `environ`, which wins.
 
     `presets`: setting -> its value -> values of other settings, below those that stand beside it, so that a preset
-    chosen in the environment is above the file. Raises UserError for a wrong value, an unknown name in the file, a name
-    in the environment that only other scripts read or that is a near miss of a setting, and one without effect.
+    chosen in the environment is above the file. `stored`: what stands below and above both, given both. Raises
+    UserError for a wrong value, an unknown name in the file, and one in the environment that is a near miss or that
+    only other scripts read.
     """
     kinds = {field.name.upper(): field.type for field in fields(cls)}
     config = read_config(environ["CONFIG"]) if environ.get("CONFIG") else {}
@@ -166,7 +153,7 @@ def load_settings(cls: type, environ: dict[str, str], presets: dict[str, dict[st
         return f"; did you mean {near[0]}?" if near else ""
 
     for name in config:
-        if name not in kinds:
+        if name not in kinds or name == "CONFIG":
             raise UserError(f"{environ['CONFIG']}: unknown setting {name}{guess(name, 0.6)}")
     for name in sorted(set(environ) - set(kinds) - ignored):
         hint = guess(name, 0.6) or "; its settings stand at its top." if name in FOREIGN_NAMES else guess(name, 0.85)
@@ -175,17 +162,12 @@ def load_settings(cls: type, environ: dict[str, str], presets: dict[str, dict[st
     here = {name: environ[name] for name in kinds if name in environ}
     file, env = ({name.lower(): parse_setting(name.lower(), text, kinds[name]) for name, text in given.items()}
                  for given in (config, here))
-    values: dict[str, int | float | bool | str] = {}
+    values, last = stored({**config, **environ})
     for own, above in ((file, env), (env, {})):
         for name, choices in (presets or {}).items():
             values |= choices[own[name]] if name in own and name not in above else {}
         values |= own
-    settings = cls(**values)
-    for name, (other, allowed) in NEEDS.items():
-        if name in env and env[name] != getattr(cls, name) and getattr(settings, other) not in allowed:
-            raise UserError(f"{name.upper()}={environ[name.upper()]!r}: has no effect; it needs {other.upper()} to be "
-                            + " or ".join(str(int(one) if isinstance(one, bool) else one) for one in allowed))
-    return settings
+    return cls(**{name: value for name, value in {**values, **last}.items() if name.upper() in kinds})
 
 
 def settings_table(settings) -> str:
@@ -226,13 +208,16 @@ class Runtime:
             dist.destroy_process_group()
 
 
-def start_runtime(device: str) -> Runtime:
+def start_runtime(device: str, deterministic: bool = False) -> Runtime:
     """Join the process group that torchrun describes (NCCL on CUDA, gloo on CPU), or be a single process."""
     cuda = device == "cuda" or device == "auto" and torch.cuda.is_available()
     if cuda and not torch.cuda.is_available():
         raise UserError("DEVICE='cuda': PyTorch sees no CUDA device; DEVICE=cpu runs without")
     place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     torch.set_flush_denormal(not cuda)  # GDN's decays reach denormals, and a CPU is 10 times slower on them
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS may sum in another order
+        torch.use_deterministic_algorithms(True)
     if cuda:
         torch.cuda.set_device(place)
     if "RANK" in os.environ:
@@ -242,47 +227,60 @@ def start_runtime(device: str) -> Runtime:
 
 
 class Log:
-    """The run's log: a file and the terminal, written by rank 0 only. Opened once."""
+    """The run's log: a file, which is gone on with where it stands, and the terminal; written by rank 0 only."""
 
     def __init__(self, path: Path | None):
-        self.file = open(path, "x", encoding="utf-8", buffering=1) if path else None  # each line is written at once
+        self.file = open(path, "ab", buffering=0) if path else None  # each line is written at once
         self.clear = "\r\033[K" if path and sys.stdout.isatty() else ""  # wipes a terminal's line of progress
 
     def __call__(self, text: str, terminal: bool = True) -> None:
         if self.file:
-            self.file.write(text + "\n")
+            try:
+                self.file.write(text.encode() + b"\n")
+            except OSError as error:  # a full disk may have room again before the next checkpoint
+                sys.stderr.write(f"log.txt: {error.strerror}, lost: {text[:200]}\n")
             if terminal:
                 print(self.clear + text, flush=True)
 
-    def progress(self, text: str) -> None:
-        """A line that the next one overwrites, on a terminal only."""
-        if self.clear:
-            print(self.clear + text, end="", flush=True)
-
 
 def exit_code(main: Callable[[], int]) -> int:
-    """Run `main` for its exit code; 2 for a UserError, 1 for a FloatingPointError, each one line on stderr."""
+    """Run `main` for its exit code; 2 for a UserError, 1 for other faults that one line on stderr can name."""
+    rank, hint = int(os.environ.get("RANK", 0)), ""
     try:
         return main()
-    except (UserError, FloatingPointError, torch.OutOfMemoryError) as error:
-        time.sleep(5 if int(os.environ.get("RANK", 0)) else 0)  # torchrun ends this rank first if rank 0 says the same
+    except (UserError, FloatingPointError, OSError, torch.OutOfMemoryError) as error:
+        time.sleep(5 if rank else 0)  # torchrun ends this rank first if rank 0 says the same
         hint = "set MICRO_BATCH_TOKENS to less: " if isinstance(error, torch.OutOfMemoryError) else ""
         sys.stderr.write(f"error: {hint}{str(error).splitlines()[0]}\n")
         return 2 if isinstance(error, UserError) else 1
+    except RuntimeError as error:
+        if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+            raise
+        sys.stderr.write(f"error: rank {rank} lost another rank ({str(error).strip()[-90:]}); RESUME goes on from the "
+                         "newest checkpoint\n")
+        os._exit(1)  # without what waits for the lost rank
 
 
-def make_run_folder(out_dir: str, run_id: str) -> Path:
+def replace_file(path: str | Path, data: bytes) -> None:
+    """Write a file beside and rename it, so that `path` holds the old or the new bytes, whole, whatever happens."""
+    beside = Path(path).with_name(Path(path).name + ".part")
+    with open(beside, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+
+
+def make_run_folder(out_dir: str, run_id: str) -> None:
     """Create out_dir/run_id. Raises UserError if it exists or cannot be written."""
-    folder = Path(out_dir) / run_id
     if not run_id or Path(run_id).name != run_id:
         raise UserError(f"RUN_ID={run_id!r}: must be a plain folder name")
     try:
-        folder.mkdir(parents=True)
+        (Path(out_dir) / run_id).mkdir(parents=True)
     except FileExistsError:
-        raise UserError(f"RUN_ID={run_id!r}: {folder} exists already; choose another RUN_ID or remove it") from None
+        raise UserError(f"RUN_ID={run_id!r}: exists already in {out_dir}; RESUME it, or choose another") from None
     except OSError as error:
         raise UserError(f"OUT_DIR={out_dir!r}: cannot write there ({error.strerror})") from None
-    return folder
 
 
 def describe_machine(runtime: Runtime) -> dict:
@@ -298,11 +296,9 @@ def describe_machine(runtime: Runtime) -> dict:
 
 def git_commit() -> str:
     """Commit of the folder this script stands in (no tag), `+` if the tree has changes, or "unknown"."""
-    folder, words = Path(__file__).resolve().parent, "describe --always --abbrev=40 --exclude=* --dirty=+".split()
-    try:
-        return subprocess.run(["git", "-C", folder, *words], capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+    words = "git describe --always --abbrev=40 --exclude='*' --dirty=+"
+    where = Path(__file__).resolve().parent
+    return subprocess.run(words, cwd=where, shell=True, capture_output=True, text=True).stdout.strip() or "unknown"
 # === end: runtime ===
 
 
@@ -310,30 +306,28 @@ def git_commit() -> str:
 SHARD_KINDS = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}  # llm.c: (magic, version) -> tokens
 SHARD_HEADER_BYTES = 256 * 4  # 256 int32, then the tokens: uint32 for vocabularies above 65,536, else uint16
 ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
-SPACE_MARK = "\u2581"  # SentencePiece writes a space as this character
 ENCODINGS = ("gpt2", "r50k_base", "p50k_base", "cl100k_base", "o200k_base")  # of tiktoken
 
 
 @dataclass
 class Tokenizer:
-    """A tokenizer and the bytes its tokens stand for, from `load_tokenizer`. A token counts the UTF-8 bytes it decodes
-    to; after a boundary (a control, unknown or unused token, itself 0 bytes) without the space that a model puts before
-    every text (add_dummy_prefix). Parameter Golf counts the same (train_gpt.py, build_sentencepiece_luts, eval_val).
+    """From `load_tokenizer`. A token counts the UTF-8 bytes it decodes to; after a boundary (a control, unknown or
+    unused token) without the space put before every text. So does Parameter Golf, build_sentencepiece_luts, eval_val.
     """
 
-    name: str
     file: str  # what `save` writes; "bytes": nothing
     content: bytes  # of that file; its SHA-256 tells tokenizers apart
     bos_id: int
     special_ids: dict[str, int]  # role token -> id; empty where the tokenizer has none
     pieces: list[bytes]  # what each token decodes to, b"" for boundaries
-    drops_space: np.ndarray  # (V,) bool, loses its space after a boundary
     encode: Callable[[str], list[int]]  # ids without BOS; special tokens in the text are ordinary characters
+    drops_space: np.ndarray | bool = False  # (V,) bool, loses its space after a boundary
 
     def __post_init__(self) -> None:
         self.sha256, self.vocab_size = hashlib.sha256(self.content).hexdigest(), len(self.pieces)
         self.byte_counts = np.array([len(piece) for piece in self.pieces])  # (V,) int64
         self.boundary = self.byte_counts == 0  # (V,) bool
+        self.drops_space = np.broadcast_to(self.drops_space, self.vocab_size)
 
     def save(self, folder: str | Path) -> str:
         """Writes the file that gives the tokenizer back into `folder`; its name, or `bytes`, which needs no file."""
@@ -347,67 +341,46 @@ class Tokenizer:
         drops = self.drops_space[ids] & self.boundary[np.append(self.bos_id, ids)[:-1]]
         return b"".join([self.pieces[i][drop:] for i, drop in zip(ids.tolist(), drops.tolist(), strict=True)])
 
-    def decode(self, ids: list[int] | np.ndarray) -> str:
-        """`decode_bytes` as text; bytes that are not UTF-8 become U+FFFD."""
-        return self.decode_bytes(ids).decode("utf-8", errors="replace")
-
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """A SentencePiece `.model` file; a tiktoken encoding (`load_encoding`); or `bytes`, in whatever folder: 0 pad,
-    1 bos, 2 eos, 3 unk, 4..259 the bytes, then the role tokens. Raises UserError for what gives no tokenizer with BOS.
-    """
+    """Of a SentencePiece file, tiktoken's encoding NAME or its file NAME.tiktoken, or `bytes`. Raises UserError."""
     path = Path(path)
     if path.name == "bytes":
-        special_ids = {role: 260 + i for i, role in enumerate(ROLE_TOKENS)}
-        pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4
-        return Tokenizer("bytes", "bytes", b"underpar bytes 264", 1, special_ids, pieces, np.zeros(264, dtype=np.bool_),
-                         lambda text: [byte + 4 for byte in text.encode("utf-8")])
-    if str(path) in ENCODINGS or path.is_dir() or path.suffix == ".tiktoken":
-        return load_encoding(path)
-    if not path.is_file() or not path.stat().st_size:
-        raise UserError(f"tokenizer {path}: no such file, or empty; name a SentencePiece .model file, a tiktoken "
-                        f"encoding ({', '.join(ENCODINGS)}) or its .tiktoken file, or `bytes`")
-    content = path.read_bytes()
+        roles = {role: 260 + i for i, role in enumerate(ROLE_TOKENS)}
+        pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4  # pad, BOS, EOS, unknown; bytes; roles
+        return Tokenizer("bytes", b"underpar bytes 264", 1, roles, pieces, lambda text: [4 + b for b in text.encode()])
+    if str(path) in ENCODINGS or path.suffix == ".tiktoken":
+        public, name, scope = tiktoken_ext.openai_public, path.name.removesuffix(".tiktoken"), {}
+        maker = "r50k_base" if path.name == "gpt2.tiktoken" else name  # the same ranks, pattern and special token
+        if path.suffix:  # tiktoken's own function, with a loader that reads and checks the file given
+            scope["load_tiktoken_bpe"] = lambda url, expected_hash: public.load_tiktoken_bpe(str(path), expected_hash)
+        try:
+            encoding = tiktoken.Encoding(**FunctionType(getattr(public, maker).__code__, vars(public) | scope)())
+        except (AttributeError, OSError, ValueError, AssertionError) as error:
+            raise UserError(f"tokenizer {path}: tiktoken cannot load it ({' '.join(str(error).split())[:160]}); give "
+                            f"one of {ENCODINGS}, which it downloads, or one's rank file NAME.tiktoken") from error
+        tokens = {rank: token for token, rank in encoding._mergeable_ranks.items()}
+        pieces = [tokens.get(rank, b"") for rank in range(encoding.n_vocab)]
+        content = b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in sorted(tokens.items()))
+        return Tokenizer(f"{name}.tiktoken", content, encoding.eot_token, {}, pieces, encoding.encode_ordinary)
     try:
+        content = path.read_bytes()
         model = sentencepiece.SentencePieceProcessor(model_proto=content)
-    except RuntimeError as error:
-        raise UserError(f"tokenizer {path}: not a SentencePiece model ({len(content)} bytes)") from error
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"tokenizer {path}: no SentencePiece model, .tiktoken file, bytes or {ENCODINGS}") from error
     if model.bos_id() < 0:
-        raise UserError(f"tokenizer {path}: has no BOS token; every document must begin with one")
+        raise UserError(f"tokenizer {path}: empty, or without the BOS token with which every document must begin")
     ids = list(range(model.vocab_size()))
     names, control = model.id_to_piece(ids), np.array(model.is_control(ids))
     boundary = control | model.is_unknown(ids) | model.is_unused(ids)
-    pieces = [name.replace(SPACE_MARK, " ").encode("utf-8") for name in names]
+    pieces = [name.replace("\u2581", " ").encode("utf-8") for name in names]  # its mark of a space
     for i in np.flatnonzero(boundary | model.is_byte(ids)):
         pieces[i] = b"" if boundary[i] else bytes.fromhex(names[i][3:5])  # a byte's name is "<0x41>"
     # A leading space that the model's own decoder leaves out is the dummy prefix, no part of the text.
-    drops = np.array([name.startswith(SPACE_MARK) and len(model.decode([i]).encode("utf-8")) < len(pieces[i])
+    drops = np.array([name.startswith("\u2581") and len(model.decode([i]).encode("utf-8")) < len(pieces[i])
                       for i, name in enumerate(names)])
     special_ids = {role: names.index(role) for role in ROLE_TOKENS if model.is_control(model.piece_to_id(role))}
-    return Tokenizer(path.stem, "tokenizer.model", content, model.bos_id(), special_ids, pieces, drops, model.encode)
-
-
-def load_encoding(path: Path) -> Tokenizer:
-    """A tiktoken encoding by name (downloaded once), from its rank file `<name>.tiktoken`, or GPT-2's from a folder of
-    encoder.json and vocab.bpe: tiktoken's own function, with loaders that read and check the files given.
-    """
-    public, name = tiktoken_ext.openai_public, "gpt2" if path.is_dir() else path.name.removesuffix(".tiktoken")
-    loaders = {"load_tiktoken_bpe": lambda url, expected_hash: public.load_tiktoken_bpe(str(path), expected_hash),
-               "data_gym_to_mergeable_bpe_ranks": lambda vocab_bpe_file, encoder_json_file, **hashes: (
-                   public.data_gym_to_mergeable_bpe_ranks(f"{path}/vocab.bpe", f"{path}/encoder.json", **hashes))}
-    maker = "r50k_base" if path.name == "gpt2.tiktoken" else name  # the same ranks, pattern and special token
-    scope = vars(public) | (loaders if path.is_dir() or path.suffix else {})
-    try:
-        encoding = tiktoken.Encoding(**FunctionType(getattr(public, maker).__code__, scope)())
-    except (AttributeError, OSError, ValueError, AssertionError) as error:
-        raise UserError(f"tokenizer {path}: tiktoken cannot load it ({' '.join(str(error).split())[:160]}); expected "
-                        f"a name ({', '.join(ENCODINGS)}) that it can download, its rank file <name>.tiktoken, or a "
-                        "folder of GPT-2's encoder.json and vocab.bpe") from error
-    tokens = {rank: token for token, rank in encoding._mergeable_ranks.items()}
-    pieces = [tokens.get(rank, b"") for rank in range(encoding.n_vocab)]
-    content = b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in sorted(tokens.items()))
-    return Tokenizer(name, f"{name}.tiktoken", content, encoding.eot_token, {}, pieces,
-                     np.zeros(len(pieces), dtype=np.bool_), encoding.encode_ordinary)
+    return Tokenizer("tokenizer.model", content, model.bos_id(), special_ids, pieces, model.encode, drops)
 
 
 def token_bytes(tokenizer: Tokenizer, prev: np.ndarray, ids: np.ndarray) -> np.ndarray:
@@ -433,8 +406,7 @@ def read_shard(path: str | Path) -> np.ndarray:
     magic, version, count, *_ = [*np.fromfile(path, dtype="<i4", count=3).tolist(), 0, 0, 0]
     kind = SHARD_KINDS.get((magic, version))
     if kind is None:
-        raise UserError(f"shard {path}: no token shard: {size} bytes, magic number {magic} and version {version}, "
-                        "expected " + " or ".join(f"{known} and {its}" for known, its in SHARD_KINDS))
+        raise UserError(f"shard {path}: {size} bytes, magic number and version {magic, version}, not {[*SHARD_KINDS]}")
     expected = SHARD_HEADER_BYTES + kind.itemsize * count
     if count <= 0 or size != expected:
         raise UserError(f"shard {path}: truncated or damaged: {size} bytes, its {count} tokens would take {expected}")
@@ -454,23 +426,17 @@ def load_manifest(data_path: str | Path) -> dict:
     except (OSError, ValueError):
         manifest = None
     if not isinstance(manifest, dict) or manifest.get("format") != 1:
-        raise UserError(f"{path}: no such file, or not of format 1; `python data/prepare.py SOURCE --out {data_path}` "
-                        f"makes it, `python data/download.py --manifest {data_path} --tokenizer PATH` does for shards")
+        raise UserError(f"{path}: no manifest of format 1; data/prepare.py makes one, data/download.py --manifest too")
     return manifest
 
 
 def check_dataset(data_path: str | Path, tokenizer: Tokenizer, manifest: dict, hash_train: bool = False) -> list:
-    """The TokenStreams of training and validation. Raises UserError unless they and the tokenizer are those of the
-    manifest: all token counts, SHA-256 of tokenizer and validation shards (with `hash_train` of training shards too);
-    and where validation documents also stand in the training documents of shards made here.
-    """
-    where, recorded, streams = Path(data_path) / "manifest.json", manifest["tokenizer"], []
-    if tokenizer.sha256 != recorded["sha256"]:
-        raise UserError(f"{data_path}: shards were written with another tokenizer: {recorded['file']} of SHA-256 "
-                        f"{recorded['sha256'][:12]}…, given {tokenizer.name} of {tokenizer.sha256[:12]}…")
+    """The TokenStreams of training and validation; UserError unless tokenizer and shards are those of the manifest."""
+    where, sha256, streams = Path(data_path) / "manifest.json", manifest["tokenizer"]["sha256"], []
+    if tokenizer.sha256 != sha256:
+        raise UserError(f"{where}: shards of another tokenizer, SHA-256 {sha256[:12]}…, not {tokenizer.sha256[:12]}…")
     if manifest["overlap_documents"] and not manifest["published"]:
-        raise UserError(f"{where}: {manifest['overlap_documents']} validation documents also stand in training, "
-                        "expected 0; prepare the data again")
+        raise UserError(f"{where}: {manifest['overlap_documents']} validation documents also stand in training, not 0")
     for split in ("train", "val"):
         shards, tokens = manifest[split]["shards"], manifest[split]["tokens"]
         stream = TokenStream([Path(data_path) / shard["file"] for shard in shards], tokenizer.vocab_size)
@@ -486,16 +452,21 @@ def check_dataset(data_path: str | Path, tokenizer: Tokenizer, manifest: dict, h
 
 
 class TokenStream:
-    """Shards as one circular stream of tokens. Raises UserError when a token read is not below `vocab_size`."""
+    """Shards as one circular stream of tokens. UserError if a token is not below `vocab_size` or a shard changes."""
 
     def __init__(self, paths: list[Path], vocab_size: int = 1 << 32) -> None:
-        self.paths, self.vocab_size = paths, vocab_size
+        self.paths, self.vocab_size, self.marks = paths, vocab_size, [self.mark(path) for path in paths]
         self.shards = [read_shard(path) for path in paths]
         self.starts = np.cumsum([0] + [len(shard) for shard in self.shards])  # (shards + 1,)
         self.length = int(self.starts[-1])
 
     def __len__(self) -> int:
         return self.length
+
+    def mark(self, path: Path) -> tuple[int, ...]:
+        """What tells a changed file: size, time of change, inode. To read on in one cut short kills the process."""
+        found = os.stat(path) if path.exists() else None
+        return (found.st_size, found.st_mtime_ns, found.st_ino) if found else ()
 
     def hold_out(self, count: int) -> np.ndarray:
         """Cuts the last `count` tokens off the stream and returns them, int64. Raises UserError if none is left."""
@@ -510,10 +481,11 @@ class TokenStream:
         while done < count:
             position = (start + done) % self.length
             index = int(np.searchsorted(self.starts, position, side="right")) - 1
+            if self.mark(self.paths[index]) != self.marks[index]:
+                raise UserError(f"shard {self.paths[index]}: was changed or removed while in use")
             part = self.shards[index][position - self.starts[index] :][: min(count - done, self.length - position)]
             if part.max() >= self.vocab_size:
-                raise UserError(f"shard {self.paths[index]}: token {part.max()}, expected ids below "
-                                f"{self.vocab_size}; another tokenizer wrote it")
+                raise UserError(f"shard {self.paths[index]}: token {part.max()}, expected ids below {self.vocab_size}")
             out[done : done + len(part)] = part
             done += len(part)
         return out
@@ -524,9 +496,8 @@ def document_hashes(stream: TokenStream, bos_id: int, block: int = 1 << 22) -> I
     rest = np.empty(0, dtype=np.int64)
     for at in range(0, len(stream), block):
         tokens = np.append(rest, stream.read(at, min(block, len(stream) - at)))
-        head, *begun = np.split(tokens, np.flatnonzero(tokens == bos_id))
-        rest = begun.pop() if begun else head
-        yield from (hashlib.blake2b(document, digest_size=16).digest() for document in begun)
+        *whole, rest = np.split(tokens, np.flatnonzero(tokens == bos_id))
+        yield from (hashlib.blake2b(one, digest_size=16).digest() for one in whole if one.size and one[0] == bos_id)
     if rest[0] == bos_id:
         yield hashlib.blake2b(rest, digest_size=16).digest()
 # === end: data ===
@@ -546,8 +517,7 @@ ARCH_PRESETS = {
 CONV_TAPS = 4  # of GDN's short convolution, the current token included
 DOCUMENT_DECAY = -60.0  # log decay at a document's first token: cuts it off (-inf would give NaN, -1e4 costs digits)
 NORMS = ("rms", "rms_weight", "layer")
-# The settings that shape the network. With vocab_size, bos_id (it starts a document: state, convolution and attention
-# do not see past it), layers and norms (both resolved, one word a layer) they rebuild it from an artifact.
+# The settings that shape the network: they rebuild it from an artifact, with vocab_size, bos_id, layers and norms.
 MODEL_SETTINGS = tuple("""
     train_seq_len model_dim num_heads num_kv_heads attn_window mlp mlp_mult bio_events bio_threshold positions rope_base
     rope_dims qk_norm qk_gain_init residual_mix unet_skips parallel_residual smear_gate bigram_vocab_size bigram_dim
@@ -560,35 +530,28 @@ def model_config(settings, vocab_size: int, bos_id: int) -> SimpleNamespace:
 
     LAYER_PATTERN is one word a layer, repeated or cut to NUM_LAYERS: g GDN, k GDN with keys and values of the GDN
     before it, s sliding window, a full attention. Words with the same number share the mixer's weights (s1 ... s1), in
-    capitals the whole layer's (A1 A2 A1 A2: depth recurrence). NORM likewise.
+    capitals the whole layer's (A1 A2 A1 A2: depth recurrence). NORM likewise. Nothing sees beyond a bos_id.
     """
     dim, heads, kv_heads, rope_dims = settings.model_dim, settings.num_heads, settings.num_kv_heads, settings.rope_dims
-    words, norms = settings.layer_pattern.split(), settings.norm.split()
-    pattern = f"LAYER_PATTERN={settings.layer_pattern!r}"
+    words, norms, pattern = settings.layer_pattern.split(), settings.norm.split(), settings.layer_pattern
+    odd = ", ".join(repr(word) for word in words if not re.fullmatch("[gksa][0-9]*|[GKSA][0-9]+", word))
     for wrong, said in (
         (dim % (2 * heads), f"MODEL_DIM={dim}: must be a multiple of 2 x NUM_HEADS = {2 * heads}"),
         (heads % kv_heads, f"NUM_HEADS={heads}: must be a multiple of NUM_KV_HEADS = {kv_heads}"),
         (rope_dims % 2 or rope_dims > dim // heads,
          f"ROPE_DIMS={rope_dims}: must be even, at most MODEL_DIM / NUM_HEADS = {dim // heads}"),
-        (not words, f"{pattern}: names no layer; ARCH_MODE names presets"),
         (not norms or set(norms) - set(NORMS), f"NORM={settings.norm!r}: must be one or more of {', '.join(NORMS)}"),
+        (not words, f"LAYER_PATTERN={pattern!r}: names no layer; ARCH_MODE names presets"),
+        (settings.bio_events != "off" and settings.mlp != "bio", f"BIO_EVENTS={settings.bio_events!r}: needs MLP=bio"),
+        (odd, f"LAYER_PATTERN={pattern!r}: {odd} is not g, k, s or a with an optional number; capitals need one"),
+        ("k" in pattern.lower().split("g")[0], f"LAYER_PATTERN={pattern!r}: no g before 'k' whose keys it could take"),
     ):
         if wrong:
             raise UserError(said)
-    for at, word in enumerate(words):
-        if word[0] not in "gksaGKSA" or not (word[1:].isdigit() or len(word) == 1 and word.islower()):
-            raise UserError(f"{pattern}: {word!r} is not g, k, s or a, with an optional number; capitals need one")
-        if word[0] in "kK" and not any(before[0] in "gG" for before in words[:at]):
-            raise UserError(f"{pattern}: no g before {word!r} whose keys it could take")
     count = settings.num_layers or len(words)
     layers, norms = (" ".join((each * count)[:count]) for each in (words, norms))
     return SimpleNamespace(vocab_size=vocab_size, bos_id=bos_id, layers=layers, norms=norms,
                            **{name: getattr(settings, name) for name in MODEL_SETTINGS})
-
-
-def rms_norm(x: Tensor, weight: Tensor | None = None) -> Tensor:
-    """x over its root mean square (arXiv 1910.07467), times a weight per channel where there is one."""
-    return F.rms_norm(x, (x.size(-1),), None if weight is None else weight.to(x.dtype))
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -609,7 +572,7 @@ def matrix(splits: tuple[int, ...], cols: int, std: float) -> nn.Parameter:
 
 
 class Norm(nn.Module):
-    """One of NORMS, of x (..., dim): RMSNorm without or with a weight per channel, LayerNorm with weight and bias."""
+    """One of NORMS: RMSNorm (arXiv 1910.07467), plain or with a weight per channel; LayerNorm with weight and bias."""
 
     def __init__(self, kind: str, dim: int):
         super().__init__()
@@ -617,34 +580,16 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(dim)) if kind == "layer" else None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.bias is None:
-            return rms_norm(x, self.weight)
-        return F.layer_norm(x, (x.size(-1),), self.weight.to(x.dtype), self.bias.to(x.dtype))
-
-
-def gdn_recurrent(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
-                  state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Gated DeltaNet (arXiv 2412.06464, section 3), token by token: slow, and the reference for every other form.
-
-    Each head: S_t = a_t S_{t-1} + b_t k_t (v_t - a_t S_{t-1}^T k_t)^T and o_t = S_t^T q_t, with a_t = exp(g_t).
-    q, k (B, T, H, K), L2-normed, q scaled by K**-0.5 too; v (B, T, H, V); g, beta (B, T, H), g in nats, <= 0; state S
-    (B, H, K, V) or None for zeros. Returns o (B, T, H, V) in v's dtype and the last state, float32 at least.
-    """
-    dtype, outs = torch.promote_types(v.dtype, torch.float32), []
-    state = (v.new_zeros(v.shape[0], v.shape[2], k.shape[-1], v.shape[-1]) if state is None else state).to(dtype)
-    # unbind, not x[:, t]: the backward of each select fills a tensor of full size, which makes training O(T^2).
-    for q_t, k_t, v_t, g_t, beta_t in zip(*(x.to(dtype).unbind(1) for x in (q, k, v, g, beta)), strict=True):
-        state = state * g_t.exp()[..., None, None]
-        delta = beta_t[..., None] * (v_t - torch.einsum("bhk,bhkv->bhv", k_t, state))
-        state = state + k_t[..., None] * delta[..., None, :]
-        outs.append(torch.einsum("bhk,bhkv->bhv", q_t, state))
-    return torch.stack(outs, 1).to(v.dtype), state
+        dim, weight = x.shape[-1:], None if self.weight is None else self.weight.to(x.dtype)
+        return F.rms_norm(x, dim, weight) if self.bias is None else F.layer_norm(x, dim, weight, self.bias.to(x.dtype))
 
 
 def gdn_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """One token of `gdn_recurrent`: q, k (B, H, K); v (B, H, V); g, beta (B, H); state (B, H, K, V) -> o, new state.
+    """Gated DeltaNet (arXiv 2412.06464, section 3) for one token, by head: the state is float32 at least.
 
-    The old state is read once: with r_k = S^T k and r_q = S^T q, delta = b (v - a r_k) and o = a r_q + (q . k) delta.
+    S' = a S + b k (v - a S^T k)^T and o = S'^T q, with a = exp(g): q, k (B, H, K), L2-normed, q scaled by K**-0.5 too;
+    v (B, H, V); g, beta (B, H), g in nats, <= 0; S (B, H, K, V). The old state is read once: with r_k = S^T k and
+    r_q = S^T q, delta = b (v - a r_k) and o = a r_q + (q . k) delta. Returns o in v's dtype and S'.
     """
     dtype = torch.promote_types(v.dtype, torch.float32)
     q, k, beta, decay = q.to(dtype), k.to(dtype), beta.to(dtype), g.to(dtype).exp()
@@ -654,86 +599,40 @@ def gdn_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Te
     return o.to(v.dtype), torch.addcmul(state * decay[..., None, None], k[..., None], delta[..., None, :])
 
 
-def opaque(body: Callable, fake: Callable) -> Callable:
-    """The custom op `underpar::<name of body>`, which torch.compile does not trace into; `fake` gives outputs' shapes.
-
-    The first script imported into a process registers it for all: registered again it is freed, and old handles crash.
-    """
-    if not hasattr(torch.ops.underpar, body.__name__):
-        torch.library.custom_op(f"underpar::{body.__name__}", body, mutates_args=()).register_fake(fake)
-    return getattr(torch.ops.underpar, body.__name__).default
-
-
-def add_product(total: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) -> None:
+def add_product(total: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) -> Tensor:
     """total += alpha * a @ b, in place (batched); the product has the operands' dtype, the sum has that of total."""
-    if total.dtype == a.dtype:
-        total.baddbmm_(a, b, alpha=alpha)
-    else:
-        total.add_(torch.bmm(a, b), alpha=alpha)
+    return total.baddbmm_(a, b, alpha=alpha) if total.dtype == a.dtype else total.add_(torch.bmm(a, b), alpha=alpha)
 
 
-@lambda body: opaque(body, lambda a: torch.empty_like(a, memory_format=torch.contiguous_format))
-def gdn_inverse(a: Tensor) -> Tensor:
-    """(I + tril(a, -1))^-1 for a (M, C, C), C a power of two; reads only what lies below the diagonal.
+def gdn_scan(w: Tensor, u: Tensor, k: Tensor, decay: Tensor, state: Tensor,
+             extra: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The sequential part: per chunk n, new_n = U_n - W_n S_n and S_{n+1} = decay_n S_n + K_n^T new_n.
 
-    Diagonal blocks of 1, 2, 4 ... rows: [[X, 0], [Y, Z]]^-1 = [[X^-1, 0], [-Z^-1 Y X^-1, Z^-1]]. Neumann's product and
-    Newton's iteration are shorter, but powers of A grow without bound when keys are correlated (1e6 to NaN).
+    Given `extra`, its adjoint, from the last chunk to the first, which is the same with W and K in each other's place:
+    new_n = U_n + W_n R_{n+1} and R_n = extra_n + decay_n R_{n+1} - K_n^T new_n, where R is dL/dS, U and extra what the
+    outputs contribute to dL/dnew and dL/dS. w, k (N*M, C, K); u (N*M, C, V); decay (N*M,); state, S_0 or R_N,
+    (M, K, V); extra (N*M, K, V), with M = B*H rows and N chunks, chunk-major. Returns all N + 1 states and new.
     """
-    (m, c, _), size = a.shape, 1
-    inverse = a.new_ones(m * c, 1, 1)
-    while size < c:
-        pairs = a.reshape(m, c // (2 * size), 2 * size, c // (2 * size), 2 * size).diagonal(dim1=1, dim2=3)
-        y = pairs[:, size:, :size].movedim(-1, 1).reshape(-1, size, size)
-        x_inv, z_inv = inverse[0::2], inverse[1::2]
-        inverse = a.new_zeros(y.shape[0], 2 * size, 2 * size)
-        inverse[:, :size, :size], inverse[:, size:, size:] = x_inv, z_inv
-        torch.neg(torch.bmm(torch.bmm(z_inv, y), x_inv), out=inverse[:, size:, :size])
-        size *= 2
-    return inverse
-
-
-def empty_scan(w: Tensor, state: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for a scan's results: all states, ((N+1)*M, K, V), and a tensor like u."""
-    return state.new_empty(w.shape[0] + state.shape[0], *state.shape[1:]), torch.empty_like(u)
-
-
-@lambda body: opaque(body, lambda w, u, k_end, decay, state: empty_scan(w, state, u))
-def gdn_scan(w: Tensor, u: Tensor, k_end: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The sequential part: per chunk n, new_n = U_n - W_n S_n and S_{n+1} = decay_n S_n + K_end_n^T new_n.
-
-    w, k_end (N*M, C, K); u (N*M, C, V); decay (N*M,); state (M, K, V), with M = B*H rows and N chunks, chunk-major.
-    Returns all N + 1 states ((N+1)*M, K, V) and new (N*M, C, V).
-    """
-    states, new = empty_scan(w, state, u)
-    s, *after = states.split(len(state))
+    way = 1 if extra is None else -1
+    states, new = state.new_empty(len(w) + len(state), *state.shape[1:]), torch.empty_like(u)
+    s, *after = states.split(len(state))[::way]
     s.copy_(state)
-    parts = [x.split(len(state)) for x in (w, u, k_end.mT, decay[:, None, None], new)]
-    for w_n, u_n, k_n, decay_n, new_n, s_next in zip(*parts, after, strict=True):
-        torch.baddbmm(u_n, w_n, s.to(w.dtype), alpha=-1, out=new_n)
-        torch.mul(s, decay_n, out=s_next)
-        add_product(s_next, k_n, new_n)
+    parts = [x.split(len(state))[::way] for x in (w, u, k.mT, decay[:, None, None], new)]
+    extras = [None] * len(after) if extra is None else extra.split(len(state))[::way]
+    for w_n, u_n, k_n, decay_n, new_n, extra_n, s_next in zip(*parts, extras, after, strict=True):
+        torch.baddbmm(u_n, w_n, s.to(w.dtype), alpha=-way, out=new_n)
+        torch.mul(s, decay_n, out=s_next) if extra_n is None else torch.addcmul(extra_n, s, decay_n, out=s_next)
+        add_product(s_next, k_n, new_n, alpha=way)
         s = s_next
     return states, new
 
 
-@lambda body: opaque(body, lambda d_new, d_state, w, k_end, decay, d_last: empty_scan(w, d_last, d_new))
-def gdn_scan_backward(d_new: Tensor, d_state: Tensor, w: Tensor, k_end: Tensor, decay: Tensor,
-                      d_last: Tensor) -> tuple[Tensor, Tensor]:
-    """Adjoint of `gdn_scan`, from the last chunk to the first, R_n = dL/dS_n:
-
-    d_new_n += K_end_n R_{n+1} and R_n = d_state_n + decay_n R_{n+1} - W_n^T d_new_n. d_new (N*M, C, V) and d_state
-    (N*M, K, V) come with what the outputs contribute; d_last (M, K, V) is R_N. Returns R ((N+1)*M, K, V) and d_new.
-    """
-    grads, d_sum = empty_scan(w, d_last, d_new)
-    *before, r = grads.split(len(d_last))
-    r.copy_(d_last)
-    parts = [x.split(len(d_last))[::-1] for x in (d_new, d_state, w.mT, k_end, decay[:, None, None], d_sum)]
-    for d_new_n, d_state_n, w_n, k_n, decay_n, d_sum_n, r_prev in zip(*parts, before[::-1], strict=True):
-        torch.baddbmm(d_new_n, k_n, r.to(w.dtype), out=d_sum_n)
-        torch.addcmul(d_state_n, r, decay_n, out=r_prev)
-        add_product(r_prev, w_n, d_sum_n, alpha=-1)
-        r = r_prev
-    return grads, d_sum
+# An op, into which torch.compile does not trace: its loop would unroll. The first script imported into a process
+# registers it for all: registered again it would be freed, and old handles crash.
+if not hasattr(torch.ops.underpar, "gdn_scan"):
+    torch.library.custom_op("underpar::gdn_scan", gdn_scan, mutates_args=()).register_fake(
+        lambda w, u, k, decay, s, extra: (s.new_empty(len(w) + len(s), *s.shape[1:]), torch.empty_like(u)))
+gdn_scan = torch.ops.underpar.gdn_scan.default
 
 
 class GatedDeltaChunks(torch.autograd.Function):
@@ -755,11 +654,13 @@ class GatedDeltaChunks(torch.autograd.Function):
         d = (total[..., None] - total[..., None, :]).to(g.dtype).clamp_(max=0).exp_().tril_()  # (N*M, C, C)
         kk = torch.bmm(k, k.mT).to(d.dtype).mul_(d)
         p = torch.bmm(q, k.mT).mul_(d)
-        t = gdn_inverse(beta[..., None] * kk)
+        # Neumann's product and Newton's iteration would not do: powers of A grow to NaN when keys are correlated.
+        eye = torch.eye(d.shape[-1], dtype=d.dtype, device=d.device)
+        t = torch.linalg.solve_triangular(beta[..., None] * kk, eye, upper=False, unitriangular=True)
         u = torch.bmm((t * beta[..., None, :]).to(dtype), v)
         w = torch.bmm((t * (beta * grow)[..., None, :]).to(dtype), k)
         k_end = (k * shrink[..., None]).to(dtype)
-        states, new = gdn_scan(w, u, k_end, grow[..., -1], state)
+        states, new = gdn_scan(w, u, k_end, grow[..., -1], state, None)
         t, s = t.to(dtype), states[:-m].to(dtype)
         o = torch.baddbmm(torch.bmm(p, new), (q * grow[..., None]).to(dtype), s)
         ctx.save_for_backward(q, k, v, grow, shrink, beta, d, kk, p, t, u, w, k_end, s, new)
@@ -770,7 +671,7 @@ class GatedDeltaChunks(torch.autograd.Function):
         q, k, v, grow, shrink, beta, d, kk, p, t, u, w, k_end, s, new = ctx.saved_tensors
         dtype, m = v.dtype, d_last.shape[0]
         decay, d_o, q_grow = grow[:, -1].contiguous(), d_o.contiguous(), (q * grow[..., None]).to(dtype)
-        r, d_new = gdn_scan_backward(torch.bmm(p.mT, d_o), torch.bmm(q_grow.mT, d_o), w, k_end, decay, d_last)
+        r, d_new = gdn_scan(k_end, torch.bmm(p.mT, d_o), w, decay, d_last, torch.bmm(q_grow.mT, d_o))
         r_next = r[m:].to(dtype)
         d_bv = torch.bmm(t.mT, d_new)  # gradient of beta V
         d_bk = torch.bmm(t.mT, torch.bmm(d_new, s.mT)).neg_()  # gradient of beta exp(G) K
@@ -787,47 +688,40 @@ class GatedDeltaChunks(torch.autograd.Function):
         d_total = (q * d_q).sum(-1) + beta * read - write + pairs.sum(-1) - pairs.sum(-2)
         d_total[:, -1] += write.sum(-1) + decay * (r_next * s).sum((-1, -2), dtype=d.dtype)
         d_qk, d_kk = d_p.mul_(d), d_a.mul_(d).mul_(beta[..., None])
-        add_product(d_q, d_qk, k)
-        add_product(d_k, d_qk.mT, q)
-        add_product(d_k, (d_kk + d_kk.mT).to(dtype), k)
-        d_k.addcmul_(d_bk, (beta * grow)[..., None])
+        d_q, d_k = add_product(d_q, d_qk, k), add_product(d_k, d_qk.mT, q)
+        d_k = add_product(d_k, (d_kk + d_kk.mT).to(dtype), k).addcmul_(d_bk, (beta * grow)[..., None])
         d_g = d_total.flip(-1).cumsum(-1).flip(-1)
         return d_q.to(dtype), d_k.to(dtype), (d_bv * beta[..., None]).to(dtype), d_g, d_beta, r[:m].clone()
 
 
 def gdn_chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None,
               chunk: int = 32) -> tuple[Tensor, Tensor]:
-    """`gdn_recurrent` by chunks of tokens, in matrix products, for training; q, k, v: float64, float32 or bfloat16.
+    """`gdn_step` for T tokens, by chunks of them (32 is the fastest on CPU), in matrix products.
 
-    ValueError for a chunk that is no power of two >= 16: 32 is the fastest on CPU, 64 halves the sequential steps.
+    q, k (B, T, H, K); v (B, T, H, V), all three float64, float32 or bfloat16; g, beta (B, T, H); state (B, H, K, V) or
+    None for zeros. Returns o (B, T, H, V) and the last state.
     """
-    if chunk < 16 or chunk & (chunk - 1):
-        raise ValueError(f"chunk is {chunk}; it must be a power of two >= 16")
     (b, t, h, dim_k), dim_v, dtype = q.shape, v.shape[-1], torch.promote_types(v.dtype, torch.float32)
-    pad = -t % chunk  # a padded token has k = 0, beta = 0 and g = 0, and leaves the state as it is
-
-    def split(x: Tensor) -> Tensor:  # (B, T, H, ...) -> (N*B*H, C, ...)
-        x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, pad)) if pad else x
-        return x.unflatten(1, (-1, chunk)).movedim((1, 3), (0, 2)).flatten(0, 2)
-
+    if pad := -t % chunk:  # a padded token has k = 0, beta = 0 and g = 0, and leaves the state as it is
+        q, k, v, g, beta = (F.pad(x, (0, 0) * (x.ndim - 2) + (0, pad)) for x in (q, k, v, g, beta))
+    parts = [x.unflatten(1, (-1, chunk)).movedim((1, 3), (0, 2)).flatten(0, 2)  # (B, T, H, ...) -> (N*B*H, C, ...)
+             for x in (q, k, v, g.to(dtype), beta.to(dtype))]
     state = v.new_zeros(b, h, dim_k, dim_v, dtype=dtype) if state is None else state.to(dtype)
     with torch.autocast(v.device.type, enabled=False):  # autocast would round the inverse and the state to bfloat16
-        o, last = GatedDeltaChunks.apply(*map(split, (q, k, v, g.to(dtype), beta.to(dtype))), state.flatten(0, 1))
-    o = o.view(-1, b, h, chunk, dim_v).movedim((0, 2), (1, 3)).flatten(1, 2)
-    return o[:, :t], last.view(b, h, dim_k, dim_v)
+        o, last = GatedDeltaChunks.apply(*parts, state.flatten(0, 1))
+    return o.view(-1, b, h, chunk, dim_v).movedim((0, 2), (1, 3)).flatten(1, 2)[:, :t], last.view(b, h, dim_k, dim_v)
 
 
-def short_conv(x: Tensor, weight: Tensor, doc: Tensor, tail: Tensor, tail_doc: Tensor) -> Tensor:
-    """Causal depthwise convolution and SiLU. x (B, T, C), weight (C, taps), doc (B, T); before x tail (B, taps-1, C).
+def short_conv(x: Tensor, weight: Tensor, doc: Tensor) -> Tensor:
+    """Causal depthwise convolution and SiLU of the last T tokens: x (B, taps-1 + T, C), weight (C, taps), doc as x.
 
     Shifted sums beat F.conv1d(groups=C) on the CPU, and let a tap that would reach into another document be zero.
     """
-    T, weight = x.size(1), weight.to(x.dtype)
-    past, past_doc = torch.cat([tail, x], dim=1), torch.cat([tail_doc, doc], dim=1)  # (B, taps - 1 + T, C), without C
-    y = x * weight[:, -1]
-    for at in reversed(range(weight.size(1) - 1)):
-        same = (past_doc[:, at : at + T] == doc).unsqueeze(-1)
-        y = y + past[:, at : at + T] * weight[:, at] * same
+    reach, weight = weight.size(1) - 1, weight.to(x.dtype)
+    y = x[:, reach:] * weight[:, -1]
+    for at in range(1, reach + 1):
+        same = (doc[:, reach - at : -at] == doc[:, reach:]).unsqueeze(-1)
+        y = y + x[:, reach - at : -at] * weight[:, reach - at] * same
     return F.silu(y)
 
 
@@ -840,9 +734,8 @@ class GatedDeltaNet(nn.Module):
     def __init__(self, config: SimpleNamespace, owner: "GatedDeltaNet | None" = None):
         super().__init__()
         dim, heads = config.model_dim, config.num_heads
-        self.heads, self.head_dim = heads, dim // heads
+        self.heads, self.head_dim, self.beta_scale = heads, dim // heads, 2.0 if config.gdn_neg_eigval else 1.0
         self.owner = (owner,)  # in a tuple: its weights are counted and stored once, with the owner
-        self.beta_scale = 2.0 if config.gdn_neg_eigval else 1.0
         self.w_qkvg = matrix((dim,) * (2 if owner else 4), dim, 0.5 * dim**-0.5)
         self.w_o = nn.Parameter(torch.zeros(dim, dim))
         self.ab = matrix((2 * heads,), dim, 0.5 * dim**-0.5)  # decay and step size, one number a head each
@@ -861,25 +754,21 @@ class GatedDeltaNet(nn.Module):
             w_q, w_gate = w_qkvg.split(dim)
             w_qkvg, conv = torch.cat([w_q, owner.w_qkvg[dim : 3 * dim], w_gate]), torch.cat([conv, owner.conv[dim:]])
         qkv, gate = linear(x, w_qkvg).split([3 * dim, dim], dim=-1)
-        tail = kept.get("tail", qkv.new_zeros(B, CONV_TAPS - 1, 3 * dim))
-        tail_doc = kept.get("tail_doc", doc.new_full((B, CONV_TAPS - 1), -1))
-        q, k, v = short_conv(qkv, conv, doc, tail, tail_doc).view(B, T, 3, H, D).unbind(2)  # (B, T, H, D)
-        wide = self.ab.dtype  # float32: a key longer than 1 would let the state grow
-        # eps inside the root: F.normalize has a gradient of 1e12 at zero
+        qkv = torch.cat([kept.get("tail", qkv.new_zeros(B, CONV_TAPS - 1, 3 * dim)), qkv], dim=1)
+        doc = torch.cat([kept.get("tail_doc", doc.new_full((B, CONV_TAPS - 1), -1)), doc], dim=1)
+        q, k, v = short_conv(qkv, conv, doc).view(B, T, 3, H, D).unbind(2)  # (B, T, H, D)
+        wide = self.ab.dtype  # float32: a key longer than 1 lets the state grow; eps: else zeros get gradients of 1e12
         q, k = ((t * torch.rsqrt(t.to(wide).square().sum(-1, keepdim=True) + 1e-6)).to(t.dtype) for t in (q, k))
         a, b = F.linear(x.to(wide), self.ab).split(H, dim=-1)  # (B, T, H), float32
         g = torch.where(first.unsqueeze(-1), DOCUMENT_DECAY, -self.A_log.exp() * F.softplus(a + self.dt_bias))
-        beta = self.beta_scale * torch.sigmoid(b)
-        q = q * D**-0.5
+        q, beta = q * D**-0.5, self.beta_scale * torch.sigmoid(b)
         if T == 1 and cache:
             o, state = gdn_step(*(t[:, 0] for t in (q, k, v, g, beta)), cache["state"])
-            o = o.unsqueeze(1)
         else:
             o, state = gdn_chunk(q, k, v, g, beta, kept.get("state"), chunk=64 if x.is_cuda else 32)
         if cache is not None:
-            tail, tail_doc = torch.cat([tail, qkv], dim=1), torch.cat([tail_doc, doc], dim=1)
-            cache.update(state=state, tail=tail[:, 1 - CONV_TAPS :], tail_doc=tail_doc[:, 1 - CONV_TAPS :])
-        o = rms_norm(o) * self.norm.to(o.dtype) * F.silu(gate.view(B, T, H, D))
+            cache.update(state=state, tail=qkv[:, 1 - CONV_TAPS :], tail_doc=doc[:, 1 - CONV_TAPS :])
+        o = F.rms_norm(o, (D,), self.norm.to(o.dtype)) * F.silu(gate.view(o.shape))
         return linear(o.reshape(B, T, dim), self.w_o)
 
 
@@ -931,19 +820,17 @@ class Attention(nn.Module):
         (B, T, dim), H, Hkv, D = x.shape, self.heads, self.kv_heads, self.head_dim
         q, k, v = linear(x, self.w_qkv).view(B, T, H + 2 * Hkv, D).split([H, Hkv, Hkv], dim=2)  # (B, T, H, D)
         if self.q_gain is not None:
-            q, k = rms_norm(q) * self.q_gain.to(x.dtype)[:, None], rms_norm(k)
+            q, k = F.rms_norm(q, (D,)) * self.q_gain.to(x.dtype)[:, None], F.rms_norm(k, (D,))
         seen, key_doc = cache["seen"] if cache else 0, doc
         if self.rope_dims:
             positions = torch.arange(seen, seen + T, device=x.device)
             q, k = (rotate(t, positions, self.rope_base, self.rope_dims) for t in (q, k))
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
+        if cache:
+            k, v, key_doc = (torch.cat([cache[name], t], dim=1) for name, t in (("k", k), ("v", v), ("doc", doc)))
         if cache is not None:
-            if cache:
-                k, v = torch.cat([cache["k"], k], dim=2), torch.cat([cache["v"], v], dim=2)
-                key_doc = torch.cat([cache["doc"], doc], dim=1)
-            keep = max(0, k.size(2) - self.window + 1)  # the next query sees itself and window - 1 keys before it
-            cache.update(k=k[:, :, keep:], v=v[:, :, keep:], doc=key_doc[:, keep:], seen=seen + T)
-        o = attend(q, k, v, doc, key_doc, self.window)
+            keep = max(0, k.size(1) - self.window + 1)  # the next query sees itself and window - 1 keys before it
+            cache.update(k=k[:, keep:], v=v[:, keep:], doc=key_doc[:, keep:], seen=seen + T)
+        o = attend(*(t.transpose(1, 2) for t in (q, k, v)), doc, key_doc, self.window)
         return linear(o.transpose(1, 2).reshape(B, T, dim), self.w_o)
 
 
@@ -953,16 +840,8 @@ def oscillate(x: Tensor, wave: Tensor) -> Tensor:
     return torch.sin(omega * x + phi) * torch.tanh(x) + level
 
 
-def wave(units: int) -> nn.Parameter:
-    """omega ~ N(1, 0.1), phi ~ N(0, 0.1), b = 0, as the seed draws them: (3, units)."""
-    return nn.Parameter(torch.stack([1 + 0.1 * torch.randn(units), 0.1 * torch.randn(units), torch.zeros(units)]))
-
-
-ACTIVATIONS = {
-    "relu2": lambda h: F.relu(h).square(),  # arXiv 2109.08668
-    "leaky_relu2": lambda h: F.leaky_relu(h, 0.5).square(),
-    "gelu": F.gelu,
-}
+ACTIVATIONS = {"relu2": lambda h: F.relu(h).square(),  # arXiv 2109.08668
+               "leaky_relu2": lambda h: F.leaky_relu(h, 0.5).square(), "gelu": F.gelu}
 
 
 class MLP(nn.Module):
@@ -975,14 +854,14 @@ class MLP(nn.Module):
     def __init__(self, config: SimpleNamespace):
         super().__init__()
         dim, hidden = config.model_dim, int(config.mlp_mult * config.model_dim)
-        self.kind, self.threshold = config.mlp, config.bio_threshold
-        self.events = config.bio_events if self.kind == "bio" else "off"
+        self.kind, self.events, self.threshold = config.mlp, config.bio_events, config.bio_threshold
         self.w_up = matrix((hidden,) * (2 if self.kind == "swiglu" else 1), dim, 0.5 * dim**-0.5)
+        start, spread = torch.tensor([[1.0], [0.0], [0.0]]), torch.tensor([[0.1], [0.1], [0.0]])  # omega, phi, b
         if self.kind == "bio":
-            self.wave = wave(hidden)
+            self.wave = nn.Parameter(start + spread * torch.randn(3, hidden))
         if self.events != "off":
             self.w_gate, self.w_mix = (matrix((hidden,), hidden, 0.5 * hidden**-0.5) for _ in range(2))
-            self.mix_wave = wave(hidden)
+            self.mix_wave = nn.Parameter(start + spread * torch.randn(3, hidden))
         self.w_down = nn.Parameter(torch.zeros(dim, hidden))
 
     def hidden(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -1019,8 +898,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, x0: Tensor, mixer: nn.Module, *context) -> Tensor:
         """x and x0 (the embedding) (B, T, dim); context: the mixer's further arguments."""
         if self.mix is not None:
-            mix = self.mix.to(x.dtype)
-            x = mix[0] * x + mix[1] * x0
+            x = scaled(x, self.mix[0]) + scaled(x0, self.mix[1])
         mixed = x + scaled(mixer(self.mixer_norm(x), *context), self.mixer_scale)
         return mixed + scaled(self.mlp(self.mlp_norm(x if self.parallel else mixed)), self.mlp_scale)
 
@@ -1028,10 +906,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """The language model: embedding, layers by pattern, head with a soft cap."""
 
-    activation_checkpointing = False  # recompute each layer in the backward pass; training's choice, not the shape's
-
     def __init__(self, config: SimpleNamespace):
         super().__init__()
+        self.activation_checkpointing = False  # compute each layer again in the backward pass, to save memory
         self.config, dim, std = config, config.model_dim, config.tied_embed_init_std
         self.embed = matrix((config.vocab_size,), dim, std)
         self.head = None if config.tie_embeddings else nn.Parameter(torch.zeros(config.vocab_size, dim))
@@ -1045,21 +922,17 @@ class GPT(nn.Module):
             self.w_bigram = nn.Parameter(torch.zeros(dim, config.bigram_dim))
         if config.unet_skips:
             self.skip = nn.Parameter(torch.ones(len(words) // 2, dim))
-        # a numbered word names one set of weights, whatever layer it stands in; caches are per layer, never shared
-        names = [word if word[1:] else f"{word}@{at}" for at, word in enumerate(words)]
-        mixers, owner = {}, None
-        for name in names:
-            if name in mixers:
-                pass
-            elif name[0] in "gGkK":
-                mixers[name] = GatedDeltaNet(config, owner if name[0] in "kK" else None)
-            else:
-                mixers[name] = Attention(config, config.attn_window if name[0] in "sS" else 1 << 30)
-            owner = mixers[name] if name[0] in "gG" else owner
-        blocks = [name if name[0].isupper() else at for at, name in enumerate(names)]
-        self.mixers = nn.ModuleList(mixers.values())
-        self.mixer_of_layer = [list(mixers).index(name) for name in names]
+        # layers that share a mixer, or a block, have one name; caches are per layer, never shared
+        mixers = [word if word[1:] else at for at, word in enumerate(words)]
+        blocks = [word if word[0].isupper() else at for at, word in enumerate(words)]
+        self.mixer_of_layer = [list(dict.fromkeys(mixers)).index(name) for name in mixers]
         self.block_of_layer = [list(dict.fromkeys(blocks)).index(name) for name in blocks]
+        self.mixers, owner = nn.ModuleList(), None
+        for word, at in zip(words, self.mixer_of_layer, strict=True):
+            if at == len(self.mixers):  # its first layer
+                self.mixers.append(Attention(config, config.attn_window if word[0] in "sS" else 1 << 30)
+                                   if word[0] in "sSaA" else GatedDeltaNet(config, owner if word[0] in "kK" else None))
+            owner = self.mixers[at] if word[0] in "gG" else owner
         self.blocks = nn.ModuleList(Block(config, norms[blocks.index(name)]) for name in dict.fromkeys(blocks))
         self.final_norm = Norm(norms[-1], dim)
 
@@ -1071,7 +944,7 @@ class GPT(nn.Module):
         """Rows of the embedding (B, T, dim), bfloat16 on CUDA; of length 1 per channel where x0 is mixed in later."""
         x = F.embedding(ids, self.embed)
         x = x.bfloat16() if ids.is_cuda else x  # weights stay float32 everywhere
-        return rms_norm(x) if self.config.residual_mix else x
+        return F.rms_norm(x, x.shape[-1:]) if self.config.residual_mix else x
 
     def embed_tokens(self, ids: Tensor, first: Tensor, whole: dict) -> Tensor:
         """What the first layer reads (B, T, dim): token, position, and the token before. `whole`: see `forward`."""
@@ -1082,14 +955,13 @@ class GPT(nn.Module):
                 raise UserError(f"POSITIONS='learned': none for token {longest + 1} of a text; "
                                 f"TRAIN_SEQ_LEN={longest} was the longest in training")
             x = x + self.positions_embed[seen:end].to(x.dtype)
-        if config.smear_gate or config.bigram_vocab_size:
-            last = whole.get("last", torch.full_like(ids[:, :1], config.bos_id))
-            before = torch.cat([last, ids[:, :-1]], dim=1).masked_fill(first, config.bos_id)  # never another document's
-            if config.smear_gate:  # some of the token before, as in modded-nanogpt, by a weight per channel
-                x = x + self.smear.to(x.dtype) * self.embedding(before)
-            if config.bigram_vocab_size:  # hash of Parameter Golf's BigramHashEmbedding
-                pair = ((36313 * ids) ^ (27191 * before)) % config.bigram_vocab_size
-                x = x + linear(F.embedding(pair, self.bigram_embed).to(x.dtype), self.w_bigram)
+        last = whole.get("last", torch.full_like(ids[:, :1], config.bos_id))
+        before = torch.cat([last, ids[:, :-1]], dim=1).masked_fill(first, config.bos_id)  # no other document's token
+        if config.smear_gate:  # some of the token before, as in modded-nanogpt, by a weight per channel
+            x = x + scaled(self.embedding(before), self.smear)
+        if config.bigram_vocab_size:  # hash of Parameter Golf's BigramHashEmbedding
+            pair = ((36313 * ids) ^ (27191 * before)) % config.bigram_vocab_size
+            x = x + linear(F.embedding(pair, self.bigram_embed).to(x.dtype), self.w_bigram)
         whole.update(seen=end, last=ids[:, -1:])
         return x
 
@@ -1104,7 +976,7 @@ class GPT(nn.Module):
         recompute, skips = self.activation_checkpointing and torch.is_grad_enabled(), []
         for layer, (block, mixer) in enumerate(zip(self.block_of_layer, self.mixer_of_layer, strict=True)):
             if layer >= half and skips:
-                x = x + self.skip[len(skips) - 1].to(x.dtype) * skips.pop()
+                x = x + scaled(skips.pop(), self.skip[len(skips)])
             run = self.blocks[block], x, x0, self.mixers[mixer], doc, first, caches[layer]
             x = checkpoint(*run, use_reentrant=False) if recompute else run[0](*run[1:])
             if config.unet_skips and layer < half:
@@ -1122,25 +994,24 @@ class GPT(nn.Module):
 @torch.no_grad()
 def mlp_activity(network: GPT, ids: Tensor) -> dict[str, float]:
     """Shares of MLP units on ids (B, T), over all layers: with an event (without events: not zero), and below 0.05."""
-    shares: list[Tensor] = []
+    shares = []
 
     def measure(mlp: MLP, inputs: tuple[Tensor]) -> None:
-        hidden, fired = mlp.hidden(inputs[0])
+        hidden, fired = mlp.hidden(*inputs)
         active = hidden != 0 if fired is None else fired
-        shares.append(torch.stack([active.double().mean(), (hidden.abs() < 0.05).double().mean()]))
+        shares.append([active.double().mean().item(), (hidden.abs() < 0.05).double().mean().item()])
 
-    hooks = [module.register_forward_pre_hook(measure) for module in network.modules() if isinstance(module, MLP)]
-    network(ids)
-    for hook in hooks:
-        hook.remove()
-    active, small = torch.stack(shares).mean(0).tolist()
+    with contextlib.ExitStack() as hooks:
+        for block in network.blocks:
+            hooks.enter_context(block.mlp.register_forward_pre_hook(measure))
+        network(ids)
+    active, small = torch.tensor(shares, dtype=torch.float64).mean(0).tolist()
     return {"mlp_active": active, "mlp_small": small}
 # === end: model ===
 
 
 # === shared: quantization ===
 FLOAT32_CONTROLS = ("A_log", "dt_bias")  # they pass through exp and softplus into a decay that is taken T times
-MIN_QUANTIZED_DIM = 16
 QuantTable = dict[str, tuple[int, float]]  # tensor class -> (bits, clip_sigmas)
 
 
@@ -1151,88 +1022,62 @@ def tensor_class(name: str, tensor: Tensor) -> str:
     weights that scale whole channels, and so is what has, seen as (shape[0], the rest), under 16 rows or columns.
     """
     rows, last = tensor.shape[0] if tensor.ndim > 1 else 0, name.rsplit(".", 1)[-1]
-    if rows < MIN_QUANTIZED_DIM or tensor.numel() < MIN_QUANTIZED_DIM * rows:
+    if rows < 16 or tensor.numel() < 16 * rows:
         return "control"
     if last.startswith("w_"):
         return "matrix"
     return "embedding" if "embed" in last or last in ("head", "ab") else "control"
 
 
-def control_dtype(name: str) -> torch.dtype:
-    """Storage type of a control tensor: float32 for the names in FLOAT32_CONTROLS, float16 for all others."""
-    return torch.float32 if name.rsplit(".", 1)[-1] in FLOAT32_CONTROLS else torch.float16
-
-
 def quantize_rows(w: Tensor, bits: int, clip_sigmas: float) -> tuple[Tensor, Tensor]:
-    """Quantize w (R, ...), seen as (R, C), symmetrically: codes int8 (R, C) and scales float16 (R,), one step a row.
+    """Codes int8 (R, C), up to qmax = 2**(bits-1) - 1, and scales float16 (R,) of w (R, ...): w is code * scale.
 
-    The weight is code * scale, codes are within qmax = 2**(bits-1) - 1. The clip, qmax * scale, is the row's largest
-    magnitude if clip_sigmas is 0, else clip_sigmas times its root mean square (SDClip of the Parameter Golf records),
-    also where that is more: a wide step makes the codes cheap. The standard deviation would lose a constant row. The
-    scale is rounded to float16 before the codes are computed and has no floor: up to 2**-25 it becomes 0, as do they.
-    Runs in every QAT step, so it checks nothing (export_tensor does); what is not finite stays not finite.
+    A row's clip, qmax * scale, is its largest magnitude if clip_sigmas is 0, else clip_sigmas times its root mean
+    square (SDClip of the Parameter Golf records; a deviation would lose a constant row), also where that is more: a
+    wide step makes codes cheap. The scale is float16 before codes are computed; up to 2**-25 it is 0, as are they.
+    Checks nothing, for it runs in every QAT step (write_artifact does); what is not finite stays not finite.
     """
-    rows = w.reshape(w.shape[0], -1).float()  # (R, C)
-    if clip_sigmas > 0:
-        clip = torch.linalg.vector_norm(rows, dim=1) * (clip_sigmas / math.sqrt(rows.shape[1]))  # (R,)
-    else:
-        clip = rows.abs().amax(dim=1)
-    qmax = 2 ** (bits - 1) - 1
+    rows, qmax = w.reshape(w.shape[0], -1).float(), 2 ** (bits - 1) - 1  # rows: (R, C)
+    sigmas = clip_sigmas / math.sqrt(rows.shape[1])
+    clip = torch.linalg.vector_norm(rows, dim=1) * sigmas if clip_sigmas > 0 else rows.abs().amax(dim=1)  # (R,)
     scales = (clip / qmax).to(torch.float16)
     step = scales.float().unsqueeze(1)
     codes = (rows / torch.where(step > 0, step, 1.0)).round_().clamp_(-qmax, qmax).to(torch.int8)
     return codes, scales
 
 
-def dequantize_rows(codes: Tensor, scales: Tensor, shape: Iterable[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return code * scale in `shape`. An 8-bit code times an 11-bit significand is exact in float32, everywhere."""
-    return (codes.float() * scales.float().unsqueeze(1)).reshape(tuple(shape)).to(dtype)
+def dequantize_rows(codes: Tensor, scales: Tensor) -> Tensor:
+    """code * scale, float32 (R, C): an 8-bit code times an 11-bit significand is exact, on every machine."""
+    return codes.float() * scales.float().unsqueeze(1)
 
 
 def fake_quant(w: Tensor, bits: int, clip_sigmas: float) -> Tensor:
-    """Return w as the artifact would give it back, in w's shape and dtype: the exporter's own two functions."""
-    return dequantize_rows(*quantize_rows(w, bits, clip_sigmas), w.shape, w.dtype)
-
-
-def check_quant_table(table: QuantTable) -> None:
-    """Raise ValueError unless every class is known and has 2 to 8 bits and a finite clip of 0 or more sigmas."""
-    for name, (bits, clip_sigmas) in table.items():
-        if name not in ("matrix", "embedding") or not (2 <= bits <= 8 and 0 <= clip_sigmas < math.inf):
-            raise ValueError(f"quantization of {name}: {bits} bits, {clip_sigmas} sigmas; must be matrix or embedding, "
-                             "2 to 8 bits, 0 or more")
+    """w as the artifact would give it back, by the same two functions, in w's shape and dtype."""
+    return dequantize_rows(*quantize_rows(w, bits, clip_sigmas)).reshape(w.shape).to(w.dtype)
 
 
 @contextlib.contextmanager
 def swapped(params: list[Tensor], values: Iterable[Tensor]) -> Iterator[None]:
     """`params` hold `values` inside, and their own values again, bit for bit, after, even after an exception."""
-    params = [param.detach() for param in params]  # the same memory
-    own = [param.clone() for param in params]
-    for param, value in zip(params, values, strict=True):
+    pairs = [(param.detach(), param.detach().clone()) for param in params]  # the same memory, and its values
+    for (param, _), value in zip(pairs, values, strict=True):
         param.copy_(value)
     try:
         yield
     finally:
-        for param, value in zip(params, own, strict=True):
-            param.copy_(value)
+        for param, own in pairs:
+            param.copy_(own)
 
 
-class QuantizedWeights:
-    """Quantization-aware training by swapping weights: no flag in the model, so compiled code is not traced again.
+def quantized(network: nn.Module, table: QuantTable) -> contextlib.AbstractContextManager[None]:
+    """Quantization-aware training: inside, for forward and backward, weights of the table's classes are fake_quant.
 
-    Inside `with weights.quantized():` parameters of the table's classes hold fake_quant of themselves, for forward and
-    backward (autograd refuses a weight changed in between); then the masters return. The gradient at q(w) lands on w
-    as it is: exactly the straight-through estimator (Bengio et al., arXiv:1308.3432), w + (q(w) - w).detach().
+    No flag in the model, so compiled code is not traced again. The gradient at q(w) lands on w as it is: exactly the
+    straight-through estimator (Bengio et al., arXiv:1308.3432), w + (q(w) - w).detach().
     """
-
-    def __init__(self, named_parameters: Iterable[tuple[str, Tensor]], table: QuantTable) -> None:
-        check_quant_table(table)
-        classes = [(parameter, tensor_class(name, parameter)) for name, parameter in named_parameters]
-        self.entries = [(parameter, *table[kind]) for parameter, kind in classes if kind in table]
-
-    def quantized(self) -> contextlib.AbstractContextManager[None]:
-        """The quantized values in the parameters' place, one made after the other; the masters return at the end."""
-        values = (fake_quant(parameter.detach(), bits, clip_sigmas) for parameter, bits, clip_sigmas in self.entries)
-        return swapped([parameter for parameter, _, _ in self.entries], values)
+    named = [(param, tensor_class(name, param)) for name, param in network.named_parameters()]
+    chosen = [(param, table[kind]) for param, kind in named if kind in table]
+    return swapped([param for param, _ in chosen], (fake_quant(param.detach(), *own) for param, own in chosen))
 
 
 def count_parameters(network: nn.Module) -> dict[str, int]:
@@ -1246,12 +1091,10 @@ def count_parameters(network: nn.Module) -> dict[str, int]:
 
 # === shared: artifact ===
 # One file, little endian: magic, version u32, header length u32, zstd(JSON header), data area, SHA-256 of the rest.
-# The header is what `header` is in write_artifact. Offsets count from the data area's start; a crc32 is of the unpacked
-# array; codes are int8. The k-th tensor with coder "rans" uses the k-th frequency table of section "tables"; the lane
-# states, which section "states" starts, run on from tensor to tensor. Section "scales": float16, of all rows in turn.
-ARTIFACT_PREFIX = struct.Struct("<8sII")
-ARTIFACT_MAGIC, ARTIFACT_VERSION = b"UNDERPAR", 2
-MAX_HEADER_BYTES = 1 << 24
+# The header: see write_artifact. Offsets count from the data area's start; a crc32 is of the unpacked array. The k-th
+# tensor of coder "rans" has the k-th frequency table of section "tables"; lane states begin as in section "states" and
+# run on from tensor to tensor. Section "scales": float16, of all rows in turn. Codes are int8.
+ARTIFACT_PREFIX, ARTIFACT_MAGIC, ARTIFACT_VERSION = struct.Struct("<8sII"), b"UNDERPAR", 2
 RANS_BITS = 14  # at 14 bits the rounding of frequencies costs about 20 bytes per million codes, at 12 bits 150
 RANS_TOTAL = 1 << RANS_BITS
 RANS_LOW = 1 << 16  # every state stays in [2**16, 2**32), so a step moves at most one 16-bit word
@@ -1268,17 +1111,15 @@ def require(condition: bool, message: str) -> None:
 
 
 def rans_table(counts: np.ndarray) -> np.ndarray:
-    """Scale counts, int64 (256,), with at least two symbols present, to frequencies uint16 (256,) that sum to 2**14.
-
-    Every occurring symbol gets at least 1. What rounding leaves goes, one at a time, where it saves the most or costs
-    the fewest bits: the derivative of sum(counts * log2(f)) at the middle of the step is counts / (f +- 1/2).
-    """
+    """Frequencies uint16 (256,) that sum to 2**14, at least 1 where counts (256,) are not 0: in two places or more."""
+    # What rounding leaves goes, one at a time, where it saves the most or costs the fewest bits: the derivative of
+    # sum(counts * log2(f)) at the middle of the step is counts / (f +- 1/2).
     table = np.where(counts > 0, np.maximum(1, np.rint(counts * (RANS_TOTAL / counts.sum()))), 0)
-    while (excess := int(table.sum()) - RANS_TOTAL) != 0:
+    while excess := int(table.sum()) - RANS_TOTAL:
         if excess < 0:
             table[np.argmax(counts / (table + 0.5))] += 1
         else:
-            table[np.argmin(np.where(table > 1, counts / np.maximum(table - 0.5, 0.5), np.inf))] -= 1
+            table[np.argmin(np.where(table > 1, counts / (table - 0.5), np.inf))] -= 1
     return table.astype(np.uint16)
 
 
@@ -1288,11 +1129,10 @@ def rans_lanes(symbols: int) -> int:
 
 
 def rans_encode(states: np.ndarray, table: np.ndarray, symbols: np.ndarray) -> np.ndarray:
-    """Code symbols uint8 (n,) by their table uint16 (256,); returns words uint16 (W,) in the order they are read.
+    """Words uint16 (W,), in the order they are read, of symbols uint8 (n,) by their table uint16 (256,).
 
     Symbol i belongs to lane i % lanes of `states`, uint32 (lanes,), which are moved in place: from all RANS_LOW over
     every tensor, the last one first, since range ANS (Duda, arXiv:1311.2540) is a stack, to where decoding starts.
-    No table may give one symbol all of 2**14: f << 18 would overflow 32 bits.
     """
     lanes, chunks = len(states), [np.empty(0, np.uint16)]
     frequency = table.astype(np.uint32)[symbols]
@@ -1300,7 +1140,7 @@ def rans_encode(states: np.ndarray, table: np.ndarray, symbols: np.ndarray) -> n
     for begin in range((len(symbols) - 1) // lanes * lanes, -1, -lanes):
         here = slice(begin, min(begin + lanes, len(symbols)))
         x, f = states[: here.stop - begin], frequency[here]  # x is a view; the last symbols may need only a few lanes
-        full = x >= f << (32 - RANS_BITS)
+        full = x >= f << (32 - RANS_BITS)  # would overflow if one symbol had all of 2**14
         chunks.append(x[full].astype(np.uint16))
         x >>= full.astype(np.uint32) << 4
         # x becomes (x // f << 14) + x % f + start, where x % f = x - x // f * f
@@ -1328,90 +1168,77 @@ def rans_decode(states: np.ndarray, table: np.ndarray, words: np.ndarray, count:
 
 
 def pack_array(record: dict, array: np.ndarray) -> list:
-    """[record, payload]: the array as it is or as a zstd frame, the shorter; sets the record's coder and crc32."""
+    """[record with coder and crc32, payload]: the array as it is or as a zstd frame, the shorter."""
+    array = array.astype(array.dtype.newbyteorder("<"), copy=False)
     raw = array.reshape(-1, 1).view(np.uint8).T.tobytes()  # by byte planes, in which float16 and tables compress better
     frame = zstandard.ZstdCompressor(level=19 if array.size < 1 << 16 else 1).compress(raw)
     coder, payload = ("zstd", frame) if len(frame) < len(raw) else ("stored", raw)
-    record.update(coder=coder, crc32=zlib.crc32(array))
-    return [record, payload]
+    return [{**record, "coder": coder, "crc32": zlib.crc32(array)}, payload]
 
 
-def unpack_array(record: dict, area: bytes, dtype: str, count: int, rans: tuple = ()) -> np.ndarray:
-    """The (count,) array of a little-endian dtype, in native order, that `record` of the header places in `area`.
-
-    rans: lane states, iterator of tables. ArtifactError if the CRC-32 is wrong; any error if the record is nonsense.
-    """
+def unpack_array(record: dict, area: bytes, dtype: str, count: int, states=None, tables=None) -> np.ndarray:
+    """The array (count,) that `record` places in `area`; states, tables: of rANS. Any error if it is damaged."""
     coder, width = record["coder"], np.dtype(dtype).itemsize
-    require(coder in ("stored", "zstd", "rans"), f"coder {coder!r} is unknown")
     payload = area[record["offset"] : record["offset"] + record["length"]]
     if coder == "rans":
-        payload = rans_decode(rans[0], next(rans[1]), np.frombuffer(payload, "<u2"), count)
+        payload = rans_decode(states, next(tables), np.frombuffer(payload, "<u2"), count)
     elif coder == "zstd":
         payload = zstandard.ZstdDecompressor().stream_reader(payload).read(count * width)  # not what it declares
+    else:
+        require(coder == "stored", f"coder {coder!r} is unknown")
     array = np.frombuffer(payload, np.uint8).reshape(width, -1).T.copy().view(dtype).reshape(count)
     require(zlib.crc32(array) == record["crc32"], f"CRC-32 of {record['name']!r} is wrong")
-    return array.astype(dtype[1:], copy=False)
-
-
-def export_tensor(name: str, tensor: Tensor, table: QuantTable) -> tuple[dict, np.ndarray, np.ndarray]:
-    """Header record, codes uint8 (n,), row scales float16 (R,); of control tensors values, no scales. ValueError."""
-    kind, w = tensor_class(name, tensor), tensor.detach()
-    codes, values = quantize_rows(w, *table[kind]) if kind in table else (None, w.to(control_dtype(name)))
-    if not (w.is_floating_point() and torch.isfinite(values).all()):
-        raise ValueError(f"tensor {name}: is {w.dtype}, up to {w.abs().max():.3g}; must be floating, its values or "
-                         f"row scales finite as {values.dtype}")
-    record = {"name": name, "shape": list(w.shape), "class": kind, "quantizer": "rows" if kind in table else "none"}
-    values = values.cpu().contiguous().numpy().astype(f"<f{values.element_size()}")
-    if codes is None:
-        return {**record, "bits": 8 * values.itemsize}, values, np.empty(0, "<f2")
-    return {**record, "bits": table[kind][0]}, codes.cpu().numpy().reshape(-1).view(np.uint8), values
+    return array.astype(dtype[1:], copy=False)  # native
 
 
 def write_artifact(path: str | Path, tensors: dict[str, Tensor], table: QuantTable, settings: dict,
                    tokenizer_sha256: str, meta: dict) -> dict:
-    """Quantize the tensors by class and pack them into one file, the same bytes for the same input; its statistics.
+    """Quantize the tensors of the table's classes and pack all into one file, the same bytes for the same input.
 
-    settings: what rebuilds the model; meta: anything else; both JSON. A class outside the table is stored as control.
-    Statistics: bytes (class or part of the file -> bytes), entropy_bytes (order-0, of the tensors' codes, summed).
+    settings: what rebuilds the model; meta: anything else; both JSON. Returns {"bytes": class or part -> its bytes}.
+    Raises ValueError where a tensor is not finite as it would be stored.
     """
-    check_quant_table(table)
-    parts, coded, scales, entropy_bytes = [], [], [np.empty(0, "<f2")], 0.0
+    parts, coded, scales = [], [], [np.empty(0, np.float16)]
     for name, tensor in tensors.items():
-        record, array, own_scales = export_tensor(name, tensor, table)
+        kind, w = tensor_class(name, tensor), tensor.detach()
+        rows, dtype = kind in table, torch.float32 if name.endswith(FLOAT32_CONTROLS) else torch.float16
+        codes, values = quantize_rows(w, *table[kind]) if rows else (None, w.to(dtype))
+        if not (w.is_floating_point() and torch.isfinite(values).all()):
+            raise ValueError(f"tensor {name}: {w.dtype} up to {w.abs().max():.3g}; must be floating, finite as {dtype}")
+        values = values.cpu().contiguous().numpy()
+        record = {"name": name, "shape": list(w.shape), "class": kind, "quantizer": "rows" if rows else "none",
+                  "bits": table[kind][0] if rows else 8 * values.itemsize}
+        array = codes.cpu().numpy().reshape(-1).view(np.uint8) if rows else values
         parts.append(pack_array(record, array))
-        if record["quantizer"] == "rows":
+        if rows:
+            scales.append(values)
             counts = np.bincount(array, minlength=256)
             seen = counts[counts > 0]
-            own_entropy = float((seen * np.log2(array.size / seen)).sum() / 8)
-            if len(seen) > 1 and own_entropy + 2 * len(seen) < len(parts[-1][1]):  # about its words and its table
-                record["coder"] = "rans"
+            entropy = (seen * np.log2(array.size / seen)).sum() / 8  # bytes
+            if len(seen) > 1 and entropy + 2 * len(seen) < len(parts[-1][1]):  # about its words and its table
+                parts[-1][0]["coder"] = "rans"
                 coded.append((parts[-1], array, rans_table(counts)))
-            scales.append(own_scales)
-            entropy_bytes += own_entropy
     states = np.full(rans_lanes(sum(symbols.size for _, symbols, _ in coded)), RANS_LOW, np.uint32)
     for part, symbols, frequencies in reversed(coded):
         part[1] = rans_encode(states, frequencies, symbols).astype("<u2").tobytes()
-    by_symbol = np.array([frequencies for _, _, frequencies in coded], "<u2").reshape(-1, 256).T  # alike ones together
-    sections = {"states": states.astype("<u4"), "tables": by_symbol.copy(), "scales": np.concatenate(scales)}
-    parts += [pack_array({"name": name, "class": name}, array) for name, array in sections.items()]
+    by_symbol = np.array([frequencies for _, _, frequencies in coded], np.uint16).reshape(-1, 256).T.copy()
+    for name, array in (("states", states), ("tables", by_symbol), ("scales", np.concatenate(scales))):
+        parts.append(pack_array({"name": name, "class": name}, array))
     sizes = collections.Counter()  # class -> bytes
     for record, payload in parts:
         record.update(offset=sizes.total(), length=len(payload))
         sizes[record["class"]] += len(payload)
-    header = {"settings": settings, "tokenizer_sha256": tokenizer_sha256, "meta": meta,
-              "tensors": [record for record, _ in parts[:-3]],
-              "sections": {record["name"]: record for record, _ in parts[-3:]}}
+    records, payloads = zip(*parts, strict=True)
+    header = {"settings": settings, "tokenizer_sha256": tokenizer_sha256, "meta": meta, "tensors": records[:-3],
+              "sections": {record["name"]: record for record in records[-3:]}}
     text = zstandard.ZstdCompressor(level=19).compress(json.dumps(header, allow_nan=False).encode())
-    prefix = ARTIFACT_PREFIX.pack(ARTIFACT_MAGIC, ARTIFACT_VERSION, len(text))
-    data = b"".join([prefix, text, *(payload for _, payload in parts)])
-    beside = Path(path).with_name(Path(path).name + ".part")
-    beside.write_bytes(data + hashlib.sha256(data).digest())
-    os.replace(beside, path)
-    return {"bytes": {**sizes, "header": len(data) + 32 - sizes.total()}, "entropy_bytes": entropy_bytes}
+    data = b"".join([ARTIFACT_PREFIX.pack(ARTIFACT_MAGIC, ARTIFACT_VERSION, len(text)), text, *payloads])
+    replace_file(path, data + hashlib.sha256(data).digest())
+    return {"bytes": {**sizes, "header": len(data) + 32 - sizes.total()}}
 
 
 def read_artifact(path: str | Path, max_weights: int = 1 << 30) -> tuple[dict, dict[str, Tensor]]:
-    """Return (header, name -> float32 tensor) of an artifact file, bit-exact on every machine.
+    """(header, name -> float32 tensor) of an artifact file, bit-exact on every machine.
 
     Memory is bounded by the file, at most max_weights float32 weights, and the decoding of one tensor at a time.
     ArtifactError, one line naming the file and the damaged part, if anything is not as it was written.
@@ -1425,7 +1252,7 @@ def read_artifact(path: str | Path, max_weights: int = 1 << 30) -> tuple[dict, d
     start, what, tensors = ARTIFACT_PREFIX.size + length, "header", {}
     try:
         frame, area = data[ARTIFACT_PREFIX.size : start], data[start:-32]
-        header = json.loads(zstandard.ZstdDecompressor().stream_reader(frame).read(MAX_HEADER_BYTES))
+        header = json.loads(zstandard.ZstdDecompressor().stream_reader(frame).read(1 << 24))  # at most
         require({"settings", "tokenizer_sha256", "meta"} <= header.keys(), "settings, tokenizer_sha256 or meta missing")
         records, sections = header["tensors"], header["sections"]
         # These two bound all that is allocated below; a size of 0 counts as 1, or the others would have no bound.
@@ -1441,9 +1268,9 @@ def read_artifact(path: str | Path, max_weights: int = 1 << 30) -> tuple[dict, d
         for record, own_scales in zip(records, scales, strict=True):
             what, shape = f"tensor {record['name']!r}", record["shape"]
             dtype = {16: "<f2", 32: "<f4"}.get(record["bits"], "|i1")
-            values = torch.from_numpy(unpack_array(record, area, dtype, math.prod(shape), (states, tables)))
+            values = torch.from_numpy(unpack_array(record, area, dtype, math.prod(shape), states, tables))
             if record["quantizer"] == "rows":
-                values = dequantize_rows(values.view(len(own_scales), -1), own_scales, shape)
+                values = dequantize_rows(values.view(len(own_scales), -1), own_scales)
             tensors[record["name"]] = values.float().reshape(shape)
         what = "digest"
         require(intact, "every part unpacks as it was written")
@@ -1529,7 +1356,7 @@ def sample(settings: Settings) -> None:
                         f"model has positions for {network.config.train_seq_len} tokens")
     for row in generate(network, prompt, settings.num_samples, settings.max_new_tokens, settings.temperature,
                         settings.top_k, settings.seed, frozenset([tokenizer.bos_id])):
-        print(tokenizer.decode([*prompt, *row]))
+        print(tokenizer.decode_bytes([*prompt, *row]).decode("utf-8", errors="replace"))
 
 
 def main() -> int:

@@ -41,12 +41,12 @@ root, out, bad_rank, bad_step = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:]
 sys.path.insert(0, root)
 import train_gpt as T
 
-rank, report, forward_backward = os.environ.get("RANK", "0"), T.report, T.forward_backward
+rank, judge, forward_backward = os.environ.get("RANK", "0"), T.Run.judge, T.forward_backward
 
-def recording(log, settings, clock, step, result, state):
+def recording(run, loss, bad, last=False):
     with open(f"{out}.{rank}", "a") as file:
-        print(step, repr(result[0]), file=file)
-    report(log, settings, clock, step, result, state)
+        print(run.step - 1, repr(loss), file=file)
+    return judge(run, loss, bad, last)
 
 def poisoned(model, batches, step):
     loss = forward_backward(model, batches, step)
@@ -54,7 +54,7 @@ def poisoned(model, batches, step):
         next(model.parameters()).grad.fill_(float("nan"))
     return loss
 
-T.report, T.forward_backward = recording, poisoned
+T.Run.judge, T.forward_backward = recording, poisoned
 sys.exit(T.exit_code(T.main))
 '''
 
@@ -441,24 +441,24 @@ MISTAKES = {
     "wrong type": (leave, {"ITERATIONS": "ten"}, "ITERATIONS='ten': must be a whole number"),
     "out of range": (leave, {"MATRIX_BITS": 9}, "MATRIX_BITS='9': must be from 2 to 8"),
     "missing config": (leave, {"CONFIG": "none.env"}, "CONFIG='none.env': no such file"),
-    "missing data": (shutil.rmtree, {}, "data/manifest.json: no such file.*data/prepare.py"),
+    "missing data": (shutil.rmtree, {}, "data/manifest.json: no manifest of format 1.*data/prepare.py"),
     "missing shard": (lambda folder: next(folder.glob("*_train_*.bin")).unlink(), {}, "train_000000.bin: no such file"),
     "truncated training shard": (lambda folder: shorten(folder, "train"), {}, "train_000000.bin: truncated or "),
     "truncated validation shard": (lambda folder: shorten(folder, "val"), {}, "val_000000.bin: truncated or "),
     "changed validation shard": (swap_token, {}, "_val_000000.bin: its SHA-256 is not"),
-    "another tokenizer": (leave, {"TOKENIZER_PATH": "bytes"}, "written with another tokenizer"),
-    "missing tokenizer": (leave, {"TOKENIZER_PATH": "none.model"}, "none.model: no such file"),
+    "another tokenizer": (leave, {"TOKENIZER_PATH": "bytes"}, "manifest.json: shards of another tokenizer"),
+    "missing tokenizer": (leave, {"TOKENIZER_PATH": "none.model"}, "none.model: no SentencePiece model"),
     "vocabulary": (leave, {"VOCAB_SIZE": 1024}, f"VOCAB_SIZE=1024: .* has {VOCAB} tokens"),
     "one byte more": (lambda folder: add(folder, "val", "decoded_bytes", 1), {}, "bytes.*manifest.json"),
     "one byte fewer": (lambda folder: add(folder, "val", "decoded_bytes", -1), {}, "bytes.*manifest.json"),
     "one token more": (lambda folder: add(folder, "train", "tokens", 1), {}, "train has .* tokens, its shards"),
     "short validation": (leave, {"TRAIN_SEQ_LEN": 32768, "TRAIN_BATCH_TOKENS": 32768, "HOLDOUT_TOKENS": 32768},
-                         "validation has .* TRAIN_SEQ_LEN=32768"),
+                         "TRAIN_SEQ_LEN=32768: .* less than"),
     "short holdout": (leave, {"HOLDOUT_TOKENS": 31}, "HOLDOUT_TOKENS"),
     "no holdout": (leave, {"HOLDOUT_TOKENS": 0}, "HOLDOUT_TOKENS"),
     "holdout of everything": (leave, {"HOLDOUT_TOKENS": 10**8}, "held-out 100000000"),
     "uneven batch": (leave, {"TRAIN_BATCH_TOKENS": 500}, "TRAIN_BATCH_TOKENS=500: must be a multiple of .*32"),
-    "batch beyond the data": (leave, {"TRAIN_BATCH_TOKENS": 1 << 20}, "fewer than .*TRAIN_BATCH_TOKENS=1048576"),
+    "batch beyond the data": (leave, {"TRAIN_BATCH_TOKENS": 1 << 20}, "TRAIN_BATCH_TOKENS=1048576: takes 1048576 of"),
     "micro-batch below a window": (leave, {"MICRO_BATCH_TOKENS": 16}, "MICRO_BATCH_TOKENS=16: must be at least"),
     "endless run": (leave, {"ITERATIONS": 0}, "the run would never end"),
     "shape": (leave, {"NUM_HEADS": 3}, "MODEL_DIM=32: must be a multiple"),
@@ -498,8 +498,8 @@ def test_an_out_dir_that_cannot_be_written(copied, tmp_path, capsys):
 
 
 def test_an_existing_run_is_not_overwritten(place, first, capsys):
-    before = {path.name: path.read_bytes() for path in (place / "first" / "tiny").iterdir()}
+    before = {path: path.read_bytes() for path in (place / "first" / "tiny").rglob("*") if path.is_file()}
     line = refused(environment(DATA_PATH=place / "data", OUT_DIR=place / "first", RUN_ID="tiny"), capsys)
     assert line.startswith("error: RUN_ID='tiny': ") and "exists already" in line
-    assert {path.name: path.read_bytes() for path in (place / "first" / "tiny").iterdir()} == before
+    assert {path: path.read_bytes() for path in (place / "first" / "tiny").rglob("*") if path.is_file()} == before
     assert [path.name for path in (place / "first").iterdir()] == ["tiny"]

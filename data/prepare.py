@@ -58,30 +58,28 @@ class UserError(Exception):
 SHARD_KINDS = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}  # llm.c: (magic, version) -> tokens
 SHARD_HEADER_BYTES = 256 * 4  # 256 int32, then the tokens: uint32 for vocabularies above 65,536, else uint16
 ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
-SPACE_MARK = "\u2581"  # SentencePiece writes a space as this character
 ENCODINGS = ("gpt2", "r50k_base", "p50k_base", "cl100k_base", "o200k_base")  # of tiktoken
 
 
 @dataclass
 class Tokenizer:
-    """A tokenizer and the bytes its tokens stand for, from `load_tokenizer`. A token counts the UTF-8 bytes it decodes
-    to; after a boundary (a control, unknown or unused token, itself 0 bytes) without the space that a model puts before
-    every text (add_dummy_prefix). Parameter Golf counts the same (train_gpt.py, build_sentencepiece_luts, eval_val).
+    """From `load_tokenizer`. A token counts the UTF-8 bytes it decodes to; after a boundary (a control, unknown or
+    unused token) without the space put before every text. So does Parameter Golf, build_sentencepiece_luts, eval_val.
     """
 
-    name: str
     file: str  # what `save` writes; "bytes": nothing
     content: bytes  # of that file; its SHA-256 tells tokenizers apart
     bos_id: int
     special_ids: dict[str, int]  # role token -> id; empty where the tokenizer has none
     pieces: list[bytes]  # what each token decodes to, b"" for boundaries
-    drops_space: np.ndarray  # (V,) bool, loses its space after a boundary
     encode: Callable[[str], list[int]]  # ids without BOS; special tokens in the text are ordinary characters
+    drops_space: np.ndarray | bool = False  # (V,) bool, loses its space after a boundary
 
     def __post_init__(self) -> None:
         self.sha256, self.vocab_size = hashlib.sha256(self.content).hexdigest(), len(self.pieces)
         self.byte_counts = np.array([len(piece) for piece in self.pieces])  # (V,) int64
         self.boundary = self.byte_counts == 0  # (V,) bool
+        self.drops_space = np.broadcast_to(self.drops_space, self.vocab_size)
 
     def save(self, folder: str | Path) -> str:
         """Writes the file that gives the tokenizer back into `folder`; its name, or `bytes`, which needs no file."""
@@ -95,67 +93,46 @@ class Tokenizer:
         drops = self.drops_space[ids] & self.boundary[np.append(self.bos_id, ids)[:-1]]
         return b"".join([self.pieces[i][drop:] for i, drop in zip(ids.tolist(), drops.tolist(), strict=True)])
 
-    def decode(self, ids: list[int] | np.ndarray) -> str:
-        """`decode_bytes` as text; bytes that are not UTF-8 become U+FFFD."""
-        return self.decode_bytes(ids).decode("utf-8", errors="replace")
-
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """A SentencePiece `.model` file; a tiktoken encoding (`load_encoding`); or `bytes`, in whatever folder: 0 pad,
-    1 bos, 2 eos, 3 unk, 4..259 the bytes, then the role tokens. Raises UserError for what gives no tokenizer with BOS.
-    """
+    """Of a SentencePiece file, tiktoken's encoding NAME or its file NAME.tiktoken, or `bytes`. Raises UserError."""
     path = Path(path)
     if path.name == "bytes":
-        special_ids = {role: 260 + i for i, role in enumerate(ROLE_TOKENS)}
-        pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4
-        return Tokenizer("bytes", "bytes", b"underpar bytes 264", 1, special_ids, pieces, np.zeros(264, dtype=np.bool_),
-                         lambda text: [byte + 4 for byte in text.encode("utf-8")])
-    if str(path) in ENCODINGS or path.is_dir() or path.suffix == ".tiktoken":
-        return load_encoding(path)
-    if not path.is_file() or not path.stat().st_size:
-        raise UserError(f"tokenizer {path}: no such file, or empty; name a SentencePiece .model file, a tiktoken "
-                        f"encoding ({', '.join(ENCODINGS)}) or its .tiktoken file, or `bytes`")
-    content = path.read_bytes()
+        roles = {role: 260 + i for i, role in enumerate(ROLE_TOKENS)}
+        pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4  # pad, BOS, EOS, unknown; bytes; roles
+        return Tokenizer("bytes", b"underpar bytes 264", 1, roles, pieces, lambda text: [4 + b for b in text.encode()])
+    if str(path) in ENCODINGS or path.suffix == ".tiktoken":
+        public, name, scope = tiktoken_ext.openai_public, path.name.removesuffix(".tiktoken"), {}
+        maker = "r50k_base" if path.name == "gpt2.tiktoken" else name  # the same ranks, pattern and special token
+        if path.suffix:  # tiktoken's own function, with a loader that reads and checks the file given
+            scope["load_tiktoken_bpe"] = lambda url, expected_hash: public.load_tiktoken_bpe(str(path), expected_hash)
+        try:
+            encoding = tiktoken.Encoding(**FunctionType(getattr(public, maker).__code__, vars(public) | scope)())
+        except (AttributeError, OSError, ValueError, AssertionError) as error:
+            raise UserError(f"tokenizer {path}: tiktoken cannot load it ({' '.join(str(error).split())[:160]}); give "
+                            f"one of {ENCODINGS}, which it downloads, or one's rank file NAME.tiktoken") from error
+        tokens = {rank: token for token, rank in encoding._mergeable_ranks.items()}
+        pieces = [tokens.get(rank, b"") for rank in range(encoding.n_vocab)]
+        content = b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in sorted(tokens.items()))
+        return Tokenizer(f"{name}.tiktoken", content, encoding.eot_token, {}, pieces, encoding.encode_ordinary)
     try:
+        content = path.read_bytes()
         model = sentencepiece.SentencePieceProcessor(model_proto=content)
-    except RuntimeError as error:
-        raise UserError(f"tokenizer {path}: not a SentencePiece model ({len(content)} bytes)") from error
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"tokenizer {path}: no SentencePiece model, .tiktoken file, bytes or {ENCODINGS}") from error
     if model.bos_id() < 0:
-        raise UserError(f"tokenizer {path}: has no BOS token; every document must begin with one")
+        raise UserError(f"tokenizer {path}: empty, or without the BOS token with which every document must begin")
     ids = list(range(model.vocab_size()))
     names, control = model.id_to_piece(ids), np.array(model.is_control(ids))
     boundary = control | model.is_unknown(ids) | model.is_unused(ids)
-    pieces = [name.replace(SPACE_MARK, " ").encode("utf-8") for name in names]
+    pieces = [name.replace("\u2581", " ").encode("utf-8") for name in names]  # its mark of a space
     for i in np.flatnonzero(boundary | model.is_byte(ids)):
         pieces[i] = b"" if boundary[i] else bytes.fromhex(names[i][3:5])  # a byte's name is "<0x41>"
     # A leading space that the model's own decoder leaves out is the dummy prefix, no part of the text.
-    drops = np.array([name.startswith(SPACE_MARK) and len(model.decode([i]).encode("utf-8")) < len(pieces[i])
+    drops = np.array([name.startswith("\u2581") and len(model.decode([i]).encode("utf-8")) < len(pieces[i])
                       for i, name in enumerate(names)])
     special_ids = {role: names.index(role) for role in ROLE_TOKENS if model.is_control(model.piece_to_id(role))}
-    return Tokenizer(path.stem, "tokenizer.model", content, model.bos_id(), special_ids, pieces, drops, model.encode)
-
-
-def load_encoding(path: Path) -> Tokenizer:
-    """A tiktoken encoding by name (downloaded once), from its rank file `<name>.tiktoken`, or GPT-2's from a folder of
-    encoder.json and vocab.bpe: tiktoken's own function, with loaders that read and check the files given.
-    """
-    public, name = tiktoken_ext.openai_public, "gpt2" if path.is_dir() else path.name.removesuffix(".tiktoken")
-    loaders = {"load_tiktoken_bpe": lambda url, expected_hash: public.load_tiktoken_bpe(str(path), expected_hash),
-               "data_gym_to_mergeable_bpe_ranks": lambda vocab_bpe_file, encoder_json_file, **hashes: (
-                   public.data_gym_to_mergeable_bpe_ranks(f"{path}/vocab.bpe", f"{path}/encoder.json", **hashes))}
-    maker = "r50k_base" if path.name == "gpt2.tiktoken" else name  # the same ranks, pattern and special token
-    scope = vars(public) | (loaders if path.is_dir() or path.suffix else {})
-    try:
-        encoding = tiktoken.Encoding(**FunctionType(getattr(public, maker).__code__, scope)())
-    except (AttributeError, OSError, ValueError, AssertionError) as error:
-        raise UserError(f"tokenizer {path}: tiktoken cannot load it ({' '.join(str(error).split())[:160]}); expected "
-                        f"a name ({', '.join(ENCODINGS)}) that it can download, its rank file <name>.tiktoken, or a "
-                        "folder of GPT-2's encoder.json and vocab.bpe") from error
-    tokens = {rank: token for token, rank in encoding._mergeable_ranks.items()}
-    pieces = [tokens.get(rank, b"") for rank in range(encoding.n_vocab)]
-    content = b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in sorted(tokens.items()))
-    return Tokenizer(name, f"{name}.tiktoken", content, encoding.eot_token, {}, pieces,
-                     np.zeros(len(pieces), dtype=np.bool_), encoding.encode_ordinary)
+    return Tokenizer("tokenizer.model", content, model.bos_id(), special_ids, pieces, model.encode, drops)
 
 
 def token_bytes(tokenizer: Tokenizer, prev: np.ndarray, ids: np.ndarray) -> np.ndarray:
@@ -181,8 +158,7 @@ def read_shard(path: str | Path) -> np.ndarray:
     magic, version, count, *_ = [*np.fromfile(path, dtype="<i4", count=3).tolist(), 0, 0, 0]
     kind = SHARD_KINDS.get((magic, version))
     if kind is None:
-        raise UserError(f"shard {path}: no token shard: {size} bytes, magic number {magic} and version {version}, "
-                        "expected " + " or ".join(f"{known} and {its}" for known, its in SHARD_KINDS))
+        raise UserError(f"shard {path}: {size} bytes, magic number and version {magic, version}, not {[*SHARD_KINDS]}")
     expected = SHARD_HEADER_BYTES + kind.itemsize * count
     if count <= 0 or size != expected:
         raise UserError(f"shard {path}: truncated or damaged: {size} bytes, its {count} tokens would take {expected}")
@@ -202,23 +178,17 @@ def load_manifest(data_path: str | Path) -> dict:
     except (OSError, ValueError):
         manifest = None
     if not isinstance(manifest, dict) or manifest.get("format") != 1:
-        raise UserError(f"{path}: no such file, or not of format 1; `python data/prepare.py SOURCE --out {data_path}` "
-                        f"makes it, `python data/download.py --manifest {data_path} --tokenizer PATH` does for shards")
+        raise UserError(f"{path}: no manifest of format 1; data/prepare.py makes one, data/download.py --manifest too")
     return manifest
 
 
 def check_dataset(data_path: str | Path, tokenizer: Tokenizer, manifest: dict, hash_train: bool = False) -> list:
-    """The TokenStreams of training and validation. Raises UserError unless they and the tokenizer are those of the
-    manifest: all token counts, SHA-256 of tokenizer and validation shards (with `hash_train` of training shards too);
-    and where validation documents also stand in the training documents of shards made here.
-    """
-    where, recorded, streams = Path(data_path) / "manifest.json", manifest["tokenizer"], []
-    if tokenizer.sha256 != recorded["sha256"]:
-        raise UserError(f"{data_path}: shards were written with another tokenizer: {recorded['file']} of SHA-256 "
-                        f"{recorded['sha256'][:12]}…, given {tokenizer.name} of {tokenizer.sha256[:12]}…")
+    """The TokenStreams of training and validation; UserError unless tokenizer and shards are those of the manifest."""
+    where, sha256, streams = Path(data_path) / "manifest.json", manifest["tokenizer"]["sha256"], []
+    if tokenizer.sha256 != sha256:
+        raise UserError(f"{where}: shards of another tokenizer, SHA-256 {sha256[:12]}…, not {tokenizer.sha256[:12]}…")
     if manifest["overlap_documents"] and not manifest["published"]:
-        raise UserError(f"{where}: {manifest['overlap_documents']} validation documents also stand in training, "
-                        "expected 0; prepare the data again")
+        raise UserError(f"{where}: {manifest['overlap_documents']} validation documents also stand in training, not 0")
     for split in ("train", "val"):
         shards, tokens = manifest[split]["shards"], manifest[split]["tokens"]
         stream = TokenStream([Path(data_path) / shard["file"] for shard in shards], tokenizer.vocab_size)
@@ -234,16 +204,21 @@ def check_dataset(data_path: str | Path, tokenizer: Tokenizer, manifest: dict, h
 
 
 class TokenStream:
-    """Shards as one circular stream of tokens. Raises UserError when a token read is not below `vocab_size`."""
+    """Shards as one circular stream of tokens. UserError if a token is not below `vocab_size` or a shard changes."""
 
     def __init__(self, paths: list[Path], vocab_size: int = 1 << 32) -> None:
-        self.paths, self.vocab_size = paths, vocab_size
+        self.paths, self.vocab_size, self.marks = paths, vocab_size, [self.mark(path) for path in paths]
         self.shards = [read_shard(path) for path in paths]
         self.starts = np.cumsum([0] + [len(shard) for shard in self.shards])  # (shards + 1,)
         self.length = int(self.starts[-1])
 
     def __len__(self) -> int:
         return self.length
+
+    def mark(self, path: Path) -> tuple[int, ...]:
+        """What tells a changed file: size, time of change, inode. To read on in one cut short kills the process."""
+        found = os.stat(path) if path.exists() else None
+        return (found.st_size, found.st_mtime_ns, found.st_ino) if found else ()
 
     def hold_out(self, count: int) -> np.ndarray:
         """Cuts the last `count` tokens off the stream and returns them, int64. Raises UserError if none is left."""
@@ -258,10 +233,11 @@ class TokenStream:
         while done < count:
             position = (start + done) % self.length
             index = int(np.searchsorted(self.starts, position, side="right")) - 1
+            if self.mark(self.paths[index]) != self.marks[index]:
+                raise UserError(f"shard {self.paths[index]}: was changed or removed while in use")
             part = self.shards[index][position - self.starts[index] :][: min(count - done, self.length - position)]
             if part.max() >= self.vocab_size:
-                raise UserError(f"shard {self.paths[index]}: token {part.max()}, expected ids below "
-                                f"{self.vocab_size}; another tokenizer wrote it")
+                raise UserError(f"shard {self.paths[index]}: token {part.max()}, expected ids below {self.vocab_size}")
             out[done : done + len(part)] = part
             done += len(part)
         return out
@@ -272,9 +248,8 @@ def document_hashes(stream: TokenStream, bos_id: int, block: int = 1 << 22) -> I
     rest = np.empty(0, dtype=np.int64)
     for at in range(0, len(stream), block):
         tokens = np.append(rest, stream.read(at, min(block, len(stream) - at)))
-        head, *begun = np.split(tokens, np.flatnonzero(tokens == bos_id))
-        rest = begun.pop() if begun else head
-        yield from (hashlib.blake2b(document, digest_size=16).digest() for document in begun)
+        *whole, rest = np.split(tokens, np.flatnonzero(tokens == bos_id))
+        yield from (hashlib.blake2b(one, digest_size=16).digest() for one in whole if one.size and one[0] == bos_id)
     if rest[0] == bos_id:
         yield hashlib.blake2b(rest, digest_size=16).digest()
 # === end: data ===

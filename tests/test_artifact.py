@@ -228,7 +228,7 @@ def test_a_scalar_decoder_reads_the_same_codes_from_the_file(small):
 
 def test_file_gives_back_every_tensor_and_the_header(tmp_path):
     model = small_model()
-    statistics = write(tmp_path / "a.bin", model, meta={"note": "ü", "list": [1, 2.5, None]})
+    sizes = write(tmp_path / "a.bin", model, meta={"note": "ü", "list": [1, 2.5, None]})["bytes"]
     header, tensors = script.read_artifact(tmp_path / "a.bin")
     assert list(tensors) == list(model)
     for name, w in model.items():
@@ -243,17 +243,10 @@ def test_file_gives_back_every_tensor_and_the_header(tmp_path):
     assert bits["blocks.0.w_up"] == 6 and bits["embed"] == bits["blocks.0.ab"] == 8
     assert bits["blocks.0.A_log"] == 32 and bits["blocks.0.norm"] == bits["blocks.0.conv"] == 16
     size = (tmp_path / "a.bin").stat().st_size
-    assert size == sum(statistics["bytes"].values())
-    quantized = [name for name, w in model.items() if script.tensor_class(name, w) != "control"]
-    entropy = 0.0
-    for name in quantized:
-        codes, _ = script.quantize_rows(model[name], *TABLE[script.tensor_class(name, model[name])])
-        share = torch.unique(codes, return_counts=True)[1].double() / codes.numel()
-        entropy += float(-(share * share.log2()).sum()) * codes.numel() / 8
-    assert abs(statistics["entropy_bytes"] - entropy) < 1e-6
+    assert size == sum(sizes.values())
     for kind in ("matrix", "embedding", "control"):
         own = [record["length"] for record in header["tensors"] if record["class"] == kind]
-        assert statistics["bytes"][kind] == sum(own) > 0
+        assert sizes[kind] == sum(own) > 0
     assert os.listdir(tmp_path) == ["a.bin"]
 
 
@@ -300,21 +293,19 @@ def test_same_input_same_bytes_and_an_old_file_is_replaced(tmp_path, small):
 @pytest.mark.parametrize(
     ("name", "tensor", "message"),
     [
-        ("w_bad", torch.full((20, 20), float("nan")), "up to nan; .*scales finite as torch.float16"),
-        ("w_bad", torch.full((20, 20), float("inf")), "up to inf; .*scales finite as torch.float16"),
-        ("w_bad", torch.full((20, 20), 1e9), "up to 1e.09; .*scales finite as torch.float16"),
+        ("w_bad", torch.full((20, 20), float("nan")), "up to nan; .* finite as torch.float16"),
+        ("w_bad", torch.full((20, 20), float("inf")), "up to inf; .* finite as torch.float16"),
+        ("w_bad", torch.full((20, 20), 1e9), "up to 1e.09; .* finite as torch.float16"),
         ("bad", torch.full((20,), float("nan")), "up to nan; .* finite as torch.float16"),
         ("bad", torch.full((20,), 7e4), "up to 7e.04; .* finite as torch.float16"),
         ("A_log", torch.full((20,), float("inf")), "up to inf; .* finite as torch.float32"),
-        ("bad", torch.zeros(20, dtype=torch.int64), "is torch.int64"),
-        ("w_bad", torch.ones(20, 20, dtype=torch.int64), "is torch.int64"),
+        ("bad", torch.zeros(20, dtype=torch.int64), "torch.int64 up to .*; must be floating"),
+        ("w_bad", torch.ones(20, 20, dtype=torch.int64), "torch.int64 up to .*; must be floating"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name_and_nothing_is_written(tmp_path, name, tensor, message):
     with pytest.raises(ValueError, match=rf"^tensor some\.{name}: [^\n]*{message}[^\n]*$"):
         write(tmp_path / "a.bin", {"fine": torch.ones(3), f"some.{name}": tensor})
-    with pytest.raises(ValueError, match="3000 bits"):
-        write(tmp_path / "a.bin", {}, {"matrix": (3000, 0.0)})
     assert os.listdir(tmp_path) == []
 
 
@@ -330,32 +321,37 @@ def twenty_million(kind):
     return tensors
 
 
+def entropy_bytes(codes):
+    """Order-0 entropy of an array of codes."""
+    share = np.unique(codes, return_counts=True)[1] / codes.size
+    return -(share * np.log2(share)).sum() / 8 * codes.size
+
+
 @pytest.mark.parametrize(("kind", "clip_sigmas"), [("gauss", 12.85), ("gauss", 0.0), ("laplace", 0.0)])
 def test_twenty_million_codes_pack_within_9000_bytes_of_their_entropy(tmp_path, kind, clip_sigmas):
     tensors, path = twenty_million(kind), tmp_path / "a.bin"
     begin, begin_cpu = time.perf_counter(), time.process_time()
-    statistics = write(path, tensors, {"matrix": (6, clip_sigmas)})
+    sizes = write(path, tensors, {"matrix": (6, clip_sigmas)})["bytes"]
     middle, middle_cpu = time.perf_counter(), time.process_time()
     _, back = script.read_artifact(path)
     end, end_cpu = time.perf_counter(), time.process_time()
-    excess = path.stat().st_size - statistics["bytes"]["scales"] - statistics["entropy_bytes"]
+    quantized = [script.quantize_rows(w, 6, clip_sigmas)[0].numpy().reshape(-1) for w in tensors.values()]
+    excess = path.stat().st_size - sizes["scales"] - sum(entropy_bytes(codes) for codes in quantized)
     print(
         f"{kind} clip {clip_sigmas}: {path.stat().st_size} bytes, "
         f"{excess:.0f} bytes over the entropy (header, tables, flush included; scales "
-        f"{statistics['bytes']['scales']} apart); quantize and write {middle - begin:.2f} s "
+        f"{sizes['scales']} apart); quantize and write {middle - begin:.2f} s "
         f"(CPU {middle_cpu - begin_cpu:.2f}), read {end - middle:.2f} s (CPU {end_cpu - middle_cpu:.2f})"
     )
     assert excess <= 9000
     assert end_cpu - middle_cpu < 3  # CPU seconds: a busy machine stretches the others
-    codes = np.concatenate([script.quantize_rows(w, 6, clip_sigmas)[0].numpy().reshape(-1) for w in tensors.values()])
+    codes = np.concatenate(quantized)
     assert abs(codes).max() <= 31 and codes.size > 20_000_000
     for name in list(tensors)[::7]:
         assert torch.equal(back[name], script.fake_quant(tensors[name], 6, clip_sigmas))
     sample = codes[:1_000_000]  # and the byte compressors lose: zstd at its strongest, on part of it
-    share = np.unique(sample, return_counts=True)[1] / sample.size
-    entropy = -(share * np.log2(share)).sum() / 8 * sample.size
     if kind == "laplace":
-        assert len(zstandard.ZstdCompressor(level=22).compress(sample.tobytes())) > 1.005 * entropy
+        assert len(zstandard.ZstdCompressor(level=22).compress(sample.tobytes())) > 1.005 * entropy_bytes(sample)
 
 
 SEEN = re.compile(r"SHA-256 is wrong, damaged or truncated, (\d+) bytes, first seen in ([^:]+): .+")
@@ -437,7 +433,7 @@ def first(header):
         (lambda header: header["sections"].pop("tables") and None, "sections: KeyError: 'tables'"),
         (lambda header: header["sections"]["states"].update(length=10**15), "sections"),
         (lambda header: header["sections"]["scales"].update(offset=-5), "sections"),
-        (lambda header: header["sections"]["states"].update(coder="rans"), "sections: IndexError"),
+        (lambda header: header["sections"]["states"].update(coder="rans"), "sections: TypeError"),
         (lambda header: header["tensors"].append(7), "header: TypeError"),
         (lambda header: first(header).pop("crc32") and None, "tensor 'blocks.0.w_up': KeyError: 'crc32'"),
         (lambda header: first(header).update(crc32=1), "tensor 'blocks.0.w_up': CRC-32 of 'blocks.0.w_up' is wrong"),

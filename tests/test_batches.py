@@ -64,8 +64,10 @@ def test_ranks_and_micro_batches_share_one_global_batch(stream, world, micro):
         assert torch.equal(torch.cat(parts), rows(batches(stream), step))
 
 
-def test_micro_batches_shrink_until_they_fit_and_leave_no_gradient(stream):
+def test_micro_batches_shrink_until_they_fit_and_leave_no_gradient(stream, monkeypatch):
     tried = []
+    compilers = []
+    monkeypatch.setattr(T.torch.compiler, "reset", lambda: compilers.append(len(tried)))
 
     class Scarce(torch.nn.Linear):
         def forward(self, ids, targets):
@@ -75,17 +77,25 @@ def test_micro_batches_shrink_until_they_fit_and_leave_no_gradient(stream):
             return super().forward(ids.float()) * targets
 
     model = Scarce(8, 8)
+    taken = []
+    optimizers = types.SimpleNamespace(
+        zero_grad=model.zero_grad, params=list(model.parameters()), load_state_dict=taken.append,
+        reduce_gradients=lambda *given: taken.append(model.weight.grad is not None), step=lambda *given: None)
+
+    def warm_up(of: T.Batches) -> None:
+        T.warm_up(model, model, {}, optimizers, of, T.Settings(warmup_steps=2))
+
     of = batches(stream)
-    optimizers = types.SimpleNamespace(zero_grad=model.zero_grad, params=list(model.parameters()))
-    T.fit_micro_batch(model, optimizers, of)
-    assert tried == [8, 4, 2] and of.micro_rows == 2 and model.weight.grad is None
-    with pytest.raises(T.UserError, match="MICRO_BATCH_TOKENS"):
-        T.fit_micro_batch(model, optimizers, batches(stream, micro_batch_tokens=64))
+    warm_up(of)
+    assert tried == [8, 4] + [2] * 9 and of.micro_rows == 2 and model.weight.grad is None  # 2 steps of 4, evaluation
+    assert compilers == [1, 2] and taken == [True, True, {}]
+    with pytest.raises(T.UserError, match="out of memory with 64 tokens a forward; set MICRO_BATCH_TOKENS to less"):
+        warm_up(batches(stream, micro_batch_tokens=64))
 
 
 @pytest.mark.parametrize("changes, said", [
     (dict(train_batch_tokens=60), "TRAIN_BATCH_TOKENS=60"),
-    (dict(train_batch_tokens=1000), "1000 training tokens"),
+    (dict(train_batch_tokens=1000), "TRAIN_BATCH_TOKENS=1000: takes 1000 of the 1000 training tokens"),
     (dict(micro_batch_tokens=4), "MICRO_BATCH_TOKENS=4"),
 ])
 def test_batches_that_do_not_fit_are_errors(stream, changes, said):
@@ -101,16 +111,15 @@ def test_after_the_warm_up_neither_training_nor_evaluation_compiles(stream):
     net = T.GPT(T.model_config(cfg, tokenizer.vocab_size, tokenizer.bos_id))
     model = torch.compile(net, dynamic=False, fullgraph=True)
     optimizers = T.Optimizers(net, cfg, of.runtime)
-    weights = T.QuantizedWeights(net.named_parameters(), {"matrix": (6, 12.85)})
+    table = {"matrix": (6, 12.85)}
     before = [param.detach().clone() for param in net.parameters()]
-    T.fit_micro_batch(model, optimizers, of)
-    T.warm_up(model, net, optimizers, weights, of, cfg)
+    T.warm_up(model, net, table, optimizers, of, cfg)
     assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
     assert all(not optimizer.state for optimizer in optimizers.all)
     tokens = np.concatenate([[tokenizer.bos_id], np.arange(100) % 50 + 4])
     with torch.compiler.set_stance("fail_on_recompile"):
         score = T.score_tokens(model, tokens, tokenizer, of.runtime, 8, 8, of.micro_rows)
-        with weights.quantized():
+        with T.quantized(net, table):
             T.forward_backward(model, of, 3)
     assert score.tokens == 100 and score.bytes == 100
 
@@ -169,7 +178,7 @@ def test_ranks_share_one_batch_of_a_mixture(mixed, world, micro):
 
 
 def test_a_part_too_short_for_its_share_is_an_error(mixed):
-    with pytest.raises(T.UserError, match=r"700 training tokens beside the held-out ones are fewer than its 760 of"):
+    with pytest.raises(T.UserError, match=r"700 training tokens, a batch takes 760 of them"):
         batches(data_of(mixed, [0.04, 0.01, 0.95]), train_batch_tokens=800)
 
 

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import statistics
+import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -21,6 +22,25 @@ ROOT = Path(__file__).resolve().parents[1]
 spec = importlib.util.spec_from_file_location("bench", ROOT / "tools" / "bench.py")
 bench = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(bench)
+
+
+# -------------------------------------------------------------------------------------------------------------- ops
+def test_ops_without_transformers_says_what_to_install(tmp_path):
+    (tmp_path / "transformers.py").write_text("raise ImportError('hidden')")
+    done = subprocess.run([sys.executable, ROOT / "tools" / "bench.py", "ops"], capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 1
+    assert done.stderr == f"transformers is missing: pip install transformers=={bench.TRANSFORMERS}\n"
+
+
+def test_ops_times_both_rules_and_finds_them_equal(monkeypatch, capsys):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    monkeypatch.setattr(sys, "argv", ["bench.py", "ops", "--shapes", "1x40x2x8", "--rounds", "2"])
+    with pytest.raises(SystemExit) as ended:
+        bench.main()
+    out = capsys.readouterr().out
+    assert ended.value.code == 0 and "gdn_chunk(32)" in out and "\n  transformers " in out
+    assert float(out.split("largest relative difference ")[1]) < 1e-5
 
 
 # ---------------------------------------------------------------------------------------------------------- figures

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sentencepiece
-from test_data import GPT2, HARD_TEXTS, data, needs_shared, train_model
+from test_data import HARD_TEXTS, data, gpt2_file, needs_shared, train_model
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "data" / "download.py"
@@ -384,12 +384,13 @@ def test_other_published_tokenizers(variant: str, server: Server, tmp_path: Path
 
 @needs_shared
 def test_gpt2_shards_and_their_tokenizer(server: Server, tmp_path: Path) -> None:
-    tokenizer, out, files = data.load_tokenizer(GPT2), tmp_path / "out", {}
+    ranks, out, files = gpt2_file(tmp_path), tmp_path / "out", {}
+    tokenizer = data.load_tokenizer(ranks)
     for name, texts in (("val_000000", HARD_TEXTS), ("train_000001", ["one text"]), ("train_000002", HARD_TEXTS[:2])):
         data.write_shard(tmp_path / "shard", np.array([t for text in texts for t in (50256, *tokenizer.encode(text))]))
         files[f"/fineweb_{name}.bin"] = (tmp_path / "shard").read_bytes()
     server.files = files
-    request = ["--variant", "gpt2", "--out", str(out), "--base-url", server.url, "--tokenizer", str(GPT2)]
+    request = ["--variant", "gpt2", "--out", str(out), "--base-url", server.url, "--tokenizer", str(ranks)]
     download.run([*request, "--train-shards", "2"])
     assert sorted(path.name for path in out.iterdir()) == sorted(
         ["gpt2.tiktoken", "manifest.json", *(path[1:] for path in files)])

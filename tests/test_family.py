@@ -125,9 +125,8 @@ def test_the_artifact_gives_back_the_network_that_qat_trained(choice, tmp_path):
     with torch.no_grad():
         for name, param in net.named_parameters():  # control tensors as the file will hold them
             if T.tensor_class(name, param) == "control":
-                param.copy_(param.to(T.control_dtype(name)))
-    weights = T.QuantizedWeights(net.named_parameters(), table)
-    with weights.quantized(), torch.no_grad():
+                param.copy_(param.float() if name.endswith(T.FLOAT32_CONTROLS) else param.half())
+    with T.quantized(net, table), torch.no_grad():
         trained = net(ids)
         values = {name: param.clone() for name, param in net.named_parameters()}
     T.write_artifact(tmp_path / "m.upar", net.state_dict(), table, vars(net.config), "0" * 64, {})
@@ -191,10 +190,15 @@ def test_the_bio_mlp_against_the_seeds_formulas(events):
     assert mlp.w_gate.grad.abs().max() > 1e-6
 
 
+def wave_of(units: int) -> torch.Tensor:
+    """omega, phi and b of some units as the bio-MLP draws them: (3, units)."""
+    return T.MLP(T.model_config(dataclasses.replace(SETTINGS, mlp="bio"), 64, 1)).wave.detach()[:, :units].clone()
+
+
 def test_oscillation_and_its_gradients_in_closed_form():
     torch.manual_seed(6)
-    x, wave = torch.randn(50, 3, dtype=torch.float64, requires_grad=True), T.wave(3).double()
-    wave = wave.detach().requires_grad_()
+    x, wave = torch.randn(50, 3, dtype=torch.float64, requires_grad=True), wave_of(3).double()
+    wave.requires_grad_()
     T.oscillate(x, wave).sum().backward()
     angle = wave[0] * x + wave[1]
     assert (x.grad - (wave[0] * angle.cos() * x.tanh() + angle.sin() * (1 - x.tanh() ** 2))).abs().max() < 1e-12
@@ -208,7 +212,7 @@ def single_unit(unit, weights: torch.Tensor) -> float:
     points = torch.tensor([[0.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 1.0]])
     labels, best = torch.tensor([0.0, 1.0, 1.0, 0.0]), 0.0
     for start in weights:
-        line, wave = start.clone().requires_grad_(), T.wave(1).detach().requires_grad_()
+        line, wave = start.clone().requires_grad_(), wave_of(1).requires_grad_()
         optimizer = torch.optim.Adam([line, wave], lr=0.05)
         for _ in range(400):
             out = unit((points @ line[:2] + line[2])[:, None], wave)[:, 0] * line[3] + line[4]
@@ -400,17 +404,6 @@ def test_the_activity_of_mlps_is_counted_over_units():
         assert found["mlp_active"] == (1.0 if choice == "bio" else pytest.approx(0.5, abs=0.45))
 
 
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
-def test_the_compile_mode_reaches_the_compiler(monkeypatch, mode):
-    seen = {}
-    monkeypatch.setattr(torch, "compile", lambda net, **words: seen.update(words) or net)
-    net = network()
-    assert T.compiled(net, T.Settings(compile_mode=mode)) is net
-    assert seen == {"dynamic": False, "fullgraph": True, "mode": mode}
-    seen.clear()
-    assert T.compiled(net, T.Settings(compile=False)) is net and not seen
-
-
 @pytest.fixture(scope="module")
 def both() -> tuple[T.GPT, object]:
     """One network, and the same compiled to machine code."""
@@ -429,11 +422,11 @@ def test_each_optimizer_trains_alike_compiled_and_eager(both, kind):
     for name, run in (("eager", net), ("compiled", model)):
         net.load_state_dict(start)
         optimizers = T.Optimizers(net, settings, T.Runtime(0, 1, torch.device("cpu"), False))
-        weights = T.QuantizedWeights(net.named_parameters(), {"matrix": (6, 12.85), "embedding": (8, 20.0)})
+        table = {"matrix": (6, 12.85), "embedding": (8, 20.0)}
         losses[name] = []
         for step in range(6):
             ids = tokens(step)
-            with weights.quantized() if step >= 4 else contextlib.nullcontext():
+            with T.quantized(net, table) if step >= 4 else contextlib.nullcontext():
                 loss = run(ids, ids.roll(-1, 1)).mean()
                 loss.backward()
             optimizers.step(1.0, 0.9, good)

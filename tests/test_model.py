@@ -7,6 +7,7 @@ import types
 
 import pytest
 import torch
+from reference import gdn_recurrent
 
 import train_gpt as T
 
@@ -89,12 +90,16 @@ def test_short_conv_against_conv1d_and_across_documents():
     torch.manual_seed(4)
     x, weight = torch.randn(2, 10, 6, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
     one = torch.zeros(2, 10, dtype=torch.int64)
-    none, no_doc = x.new_zeros(2, 3, 6), one.new_full((2, 3), -1)
+
+    def conv(tokens: torch.Tensor, doc: torch.Tensor) -> torch.Tensor:  # nothing before the first token
+        pad = torch.nn.functional.pad
+        return T.short_conv(pad(tokens, (0, 0, 3, 0)), weight, pad(doc, (3, 0), value=-1))
+
     expected = torch.nn.functional.conv1d(x.mT, weight[:, None], padding=3, groups=6)[..., :10].mT
-    assert (T.short_conv(x, weight, one, none, no_doc) - torch.nn.functional.silu(expected)).abs().max() < 1e-12
+    assert (conv(x, one) - torch.nn.functional.silu(expected)).abs().max() < 1e-12
     two = torch.tensor([0] * 4 + [1] * 6).expand(2, 10)
-    apart = torch.cat([T.short_conv(x[:, a:b], weight, two[:, a:b], none, no_doc) for a, b in ((0, 4), (4, 10))], dim=1)
-    assert (T.short_conv(x, weight, two, none, no_doc) - apart).abs().max() == 0
+    apart = torch.cat([conv(x[:, a:b], two[:, a:b]) for a, b in ((0, 4), (4, 10))], dim=1)
+    assert (conv(x, two) - apart).abs().max() == 0
 
 
 def test_gdn_layer_against_the_recurrence():
@@ -121,7 +126,7 @@ def test_gdn_layer_against_the_recurrence():
     a, b = torch.nn.functional.linear(x, layer.ab).chunk(2, dim=-1)
     g = -layer.A_log.exp() * torch.log1p(torch.exp(a + layer.dt_bias))
     g = torch.where(first[..., None], -60.0, g)
-    o, _ = T.gdn_recurrent(q / 8**0.5, k, v, g, 2 * torch.sigmoid(b))
+    o, _ = gdn_recurrent(q / 8**0.5, k, v, g, 2 * torch.sigmoid(b))
     o = o / (o.square().mean(-1, keepdim=True) + torch.finfo(torch.float64).eps).sqrt() * layer.norm
     expected = torch.nn.functional.linear((o * torch.nn.functional.silu(gate.view(2, 40, 4, 8))).flatten(2), layer.w_o)
     assert (layer(x, doc, first, None) - expected).abs().max() < 1e-9
@@ -162,7 +167,7 @@ def test_prefill_and_steps_are_the_full_forward(prompt):
     parts = [net(ids[:, :prompt], cache=cache)]
     parts += [net(ids[:, at : at + 1], cache=cache) for at in range(prompt, 45)]
     assert (torch.cat(parts, dim=1) - full).abs().max() < 1e-9
-    assert cache[1]["k"].size(2) == 6 and cache[3]["k"].size(2) == 45  # the window bounds the cache of s, not of a
+    assert cache[1]["k"].size(1) == 6 and cache[3]["k"].size(1) == 45  # the window bounds the cache of s, not of a
     cache = net.new_cache()
     pieces = [net(part, cache=cache) for part in ids.split(13, dim=1)]
     assert (torch.cat(pieces, dim=1) - full).abs().max() < 1e-9
@@ -241,12 +246,12 @@ def train_through_the_switch(compiled: bool) -> list[float]:
         for param in net.parameters():
             param.add_(0.05 * torch.randn_like(param))
     model = torch.compile(net, dynamic=False, fullgraph=True) if compiled else net
-    weights = T.QuantizedWeights(net.named_parameters(), {"matrix": (3, 0.0), "embedding": (8, 20.0)})
+    table = {"matrix": (3, 0.0), "embedding": (8, 20.0)}
     optimizer = torch.optim.SGD(net.parameters(), lr=0.001)
     losses = []
     for at in range(7):
         steady = torch.compiler.set_stance("fail_on_recompile") if compiled and at else contextlib.nullcontext()
-        with steady, weights.quantized() if at >= 4 else contextlib.nullcontext():
+        with steady, T.quantized(net, table) if at >= 4 else contextlib.nullcontext():
             loss = model(tokens(17, 2, 32), tokens(18, 2, 32)).mean()
             loss.backward()
         optimizer.step()

@@ -327,21 +327,44 @@ def test_a_bad_step_changes_nothing_and_a_good_one_everything(kind, fill):
     assert all(not torch.equal(a, b) for a, b in zip(before, everything(optimizers), strict=True))
 
 
+@pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_state_survives_saving(kind, tmp_path):
-    one, two = (T.Optimizers(Bare().float(), T.Settings(optimizer=kind, **RATES), ALONE) for _ in range(2))
+def test_steps_after_a_saved_state_are_those_of_a_run_without_a_break(kind, used, tmp_path):
+    settings, net = T.Settings(optimizer=kind, **RATES), Bare().float()
+    whole = T.Optimizers(net, settings, ALONE)
+    for seed in range(5):
+        random_step(whole, seed)
+    torch.save({"network": net.state_dict(), "optimizers": whole.state_dict()}, tmp_path / "five.pt")
+    for seed in range(5, 10):
+        random_step(whole, seed)
+    saved = torch.load(tmp_path / "five.pt", weights_only=True)
+    assert set(saved["optimizers"]) == {name for name, _ in net.named_parameters()}
+    fresh = Bare().float()
+    resumed = T.Optimizers(fresh, settings, ALONE)
+    if used:  # has weights and a state of its own, which are replaced
+        random_step(resumed, 99)
+    fresh.load_state_dict(saved["network"])
+    resumed.load_state_dict(saved["optimizers"])
+    for seed in range(5, 10):
+        random_step(resumed, seed)
+    for one, two in zip(everything(whole), everything(resumed), strict=True):
+        assert one.dtype == two.dtype and torch.equal(one, two)
+    assert whole.state_bytes() == resumed.state_bytes() > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_empty_state_is_that_before_the_first_step(kind):
+    settings, nets = T.Settings(optimizer=kind, **RATES), [Bare().float(), Bare().float()]
+    used, new = (T.Optimizers(net, settings, ALONE) for net in nets)
     for seed in range(3):
-        random_step(one, seed)
-    torch.save([optimizer.state_dict() for optimizer in one.all], tmp_path / "state.pt")
-    saved = torch.load(tmp_path / "state.pt", weights_only=True)
-    for optimizer, state in zip(two.all, saved, strict=True):
-        optimizer.load_state_dict(state)
-    with torch.no_grad():
-        torch._foreach_copy_([p.detach() for p in two.params], [p.detach() for p in one.params])
-    random_step(one, 3)
-    random_step(two, 3)
-    assert all(torch.equal(a, b) for a, b in zip(everything(one), everything(two), strict=True))
-    assert one.state_bytes() == two.state_bytes()
+        random_step(used, seed)
+    used.load_state_dict({})
+    assert used.state_dict() == {} and used.state_bytes() == 0
+    nets[0].load_state_dict(nets[1].state_dict())
+    for seed in range(3, 6):
+        random_step(used, seed)
+        random_step(new, seed)
+    assert all(torch.equal(a, b) for a, b in zip(everything(used), everything(new), strict=True))
 
 
 def test_state_bytes():
@@ -351,7 +374,7 @@ def test_state_bytes():
         assert optimizers.state_bytes() == 0
         random_step(optimizers, 0)
         found[kind] = optimizers.state_bytes()
-        optimizers.reset()
+        optimizers.load_state_dict({})
         assert optimizers.state_bytes() == 0
 
     def adam(*names: str) -> int:
@@ -439,8 +462,8 @@ def test_clipping_bounds_the_global_norm():
     for param in optimizers.params:
         param.grad = torch.randn_like(param)
     expected = torch.cat([param.grad.flatten() for param in optimizers.params]).norm()
-    norm, loss = optimizers.reduce_gradients(ALONE, 0.1, torch.tensor(1.5))
-    assert (norm.item(), loss.item()) == (pytest.approx(expected.item(), rel=1e-5), 1.5)
+    norm, extra = optimizers.reduce_gradients(ALONE, 0.1, torch.tensor([1.5, 0.0, 3.0]))
+    assert (norm.item(), extra.tolist()) == (pytest.approx(expected.item(), rel=1e-5), [1.5, 0.0, 3.0])
     clipped = torch.cat([param.grad.flatten() for param in optimizers.params]).norm()
     assert clipped.item() == pytest.approx(0.1, rel=1e-4)
 
@@ -460,7 +483,8 @@ for step in range(4):
     for at, param in enumerate(optimizers.params):
         full = torch.randn(2, *param.shape, generator=torch.Generator().manual_seed(100 * step + at))
         param.grad = full[runtime.rank] if runtime.world_size == 2 else full.sum(0)
-    optimizers.reduce_gradients(runtime, 0.0, torch.tensor(1.0))
+    _, extra = optimizers.reduce_gradients(runtime, 0.0, torch.tensor([1.0, 2.0 + runtime.rank]))
+    assert extra.tolist() == ([2.0, 5.0] if runtime.world_size == 2 else [1.0, 2.0])
     optimizers.step(1.0, 0.9, torch.tensor(False))
 own = torch.cat([param.detach().flatten() for param in optimizers.params])
 if runtime.world_size == 2:

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zstandard
-from test_data import GPT2, HARD_TEXTS, fake_encoding, needs_shared
+from test_data import HARD_TEXTS, fake_encoding, gpt2_file, needs_shared
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "data" / "prepare.py"
@@ -190,7 +190,7 @@ def test_many_sources_are_counted_by_folder() -> None:
 def test_gpt2_tokens_and_the_folder_is_enough_to_read_them(tmp_path: Path) -> None:
     texts = [words(i) for i in range(30)] + HARD_TEXTS
     source, out = write_jsonl(tmp_path / "a.jsonl", texts), tmp_path / "out"
-    manifest = run(source, "--out", out, "--tokenizer", GPT2, "--val-frac", 0.3)
+    manifest = run(source, "--out", out, "--tokenizer", gpt2_file(tmp_path), "--val-frac", 0.3)
     assert manifest["lossless"] and manifest["dropped"]["not_lossless"] == 0
     assert manifest["tokenizer"]["file"] == "gpt2.tiktoken" and manifest["tokenizer"]["bos_id"] == 50256
     assert (set(documents(out, "train")) | set(documents(out, "val"))
@@ -388,7 +388,7 @@ def test_option_errors(tmp_path: Path) -> None:
     refuses("--name a_b: expected", source, "--name", "a_b")
     refuses("--val .*: expected a SOURCE of training text", "--val", source)
     refuses("--val-max-bytes 5: expected no --val", source, "--val", source, "--val-max-bytes", 5)
-    refuses("tokenizer .*no.model: no such file", source, "--out", out, "--tokenizer", tmp_path / "no.model")
+    refuses("tokenizer .*no.model: no SentencePiece model", source, "--out", out, "--tokenizer", tmp_path / "no.model")
     refuses("no validation document among 3 documents", source, "--out", out, "--val-frac", 1e-9, "--name", "x")
     same = tmp_path / "same"
     refuses("no training document is left of 6", source, "--val", source, "--out", same, "--tokenizer", "bytes")

@@ -77,7 +77,7 @@ def test_rows_of_zeros_tiny_rows_and_constant_rows():
     for clip_sigmas in (0.0, 12.85):
         codes, scales = script.quantize_rows(w, 6, clip_sigmas)
         assert scales[:2].tolist() == [0, 0] and not codes[:2].any()
-        back = script.dequantize_rows(codes, scales, w.shape)
+        back = script.dequantize_rows(codes, scales)
         assert torch.allclose(back[2], w[2], rtol=0.21)
         assert abs(back[3, 0].item() - 2e-3) < 2e-4 and not back[3, 1:].any()
 
@@ -97,7 +97,7 @@ def test_product_of_code_and_scale_is_exact_in_float32():
     scales = torch.arange(1, 31744, dtype=torch.int32).to(torch.int16).view(torch.float16)  # every positive float16
     for code in (-127, 31, 113):
         codes = torch.full((len(scales), 1), code, dtype=torch.int8)
-        back = script.dequantize_rows(codes, scales, codes.shape)
+        back = script.dequantize_rows(codes, scales)
         assert torch.equal(back.double()[:, 0], scales.double() * code)
 
 
@@ -108,7 +108,7 @@ def test_what_is_not_finite_stays_not_finite_and_the_exporter_names_it():
         for clip_sigmas in (0.0, 12.85):
             assert not torch.isfinite(script.fake_quant(w, 6, clip_sigmas)[3]).all()
             with pytest.raises(ValueError, match=r"^tensor blocks\.0\.w_up: [^\n]*$"):
-                script.export_tensor("blocks.0.w_up", w, {"matrix": (6, clip_sigmas)})
+                script.write_artifact("not written", {"blocks.0.w_up": w}, {"matrix": (6, clip_sigmas)}, {}, "", {})
 
 
 @pytest.mark.parametrize(
@@ -145,24 +145,21 @@ def test_tensor_class(name, shape, kind):
     assert script.tensor_class(name, torch.zeros(shape)) == kind
 
 
-def test_control_dtype():
-    assert script.control_dtype("blocks.3.gdn.A_log") == script.control_dtype("dt_bias") == torch.float32
-    assert script.control_dtype("blocks.3.A_log.weight") == script.control_dtype("norm") == torch.float16
+@pytest.mark.parametrize(("name", "bits"), [
+    ("blocks.3.gdn.A_log", 32), ("dt_bias", 32), ("blocks.3.A_log.weight", 16), ("norm", 16)])
+def test_bits_of_control_tensors(tmp_path, name, bits):
+    script.write_artifact(tmp_path / "a.bin", {name: torch.ones(8)}, TABLE, {}, "", {})
+    header, _ = script.read_artifact(tmp_path / "a.bin")
+    assert [record["bits"] for record in header["tensors"]] == [bits]
 
 
-@pytest.mark.parametrize(
-    ("table", "message"),
-    [
-        ({"matrix": (1, 0.0)}, "matrix: 1 bits, 0.0 sigmas; must be"),
-        ({"embedding": (9, 0.0)}, "embedding: 9 bits"),
-        ({"matrix": (6, -1.0)}, "-1.0 sigmas"),
-        ({"matrix": (6, float("nan"))}, "nan sigmas"),
-        ({"control": (6, 0.0)}, "control: 6 bits, 0.0 sigmas; must be matrix or embedding"),
-    ],
-)
-def test_wrong_tables_are_refused(table, message):
-    with pytest.raises(ValueError, match=message):
-        script.QuantizedWeights([], table)
+@pytest.mark.parametrize(("name", "value"), [
+    ("matrix_bits", "1"), ("embed_bits", "9"), ("matrix_clip_sigmas", "-1.0"), ("matrix_clip_sigmas", "nan"),
+    ("matrix_bits", "3000")])
+def test_wrong_tables_are_refused_as_settings(name, value):
+    kind = int if name.endswith("bits") else float
+    with pytest.raises(script.UserError, match=f"^{name.upper()}='{value}': must be from "):
+        script.parse_setting(name, value, kind)
 
 
 class Net(torch.nn.Module):
@@ -198,12 +195,11 @@ def test_swapping_is_the_straight_through_estimator():
     tokens = torch.randint(32, (65,), generator=torch.Generator().manual_seed(4))
     swapped, explicit, plain = Net().double(), Net(explicit=True).double(), Net().double()
     masters = {name: parameter.detach().clone() for name, parameter in swapped.named_parameters()}
-    weights = script.QuantizedWeights(swapped.named_parameters(), TABLE)
-    assert len(weights.entries) == 3
-    with weights.quantized():
+    with script.quantized(swapped, TABLE):
         for name in ("embed", "w_up", "w_down"):
             table = TABLE["embedding" if name == "embed" else "matrix"]
             assert torch.equal(getattr(swapped, name), script.fake_quant(masters[name], *table))
+        assert torch.equal(swapped.gain, masters["gain"])
         loss = swapped(tokens)
         loss.backward()
     for name, parameter in swapped.named_parameters():
@@ -227,28 +223,26 @@ def test_swapping_is_the_straight_through_estimator():
 def test_masters_return_after_an_exception_and_backward_outside_is_refused():
     net = Net()
     before = [parameter.detach().clone() for parameter in net.parameters()]
-    weights = script.QuantizedWeights(net.named_parameters(), TABLE)
-    with pytest.raises(ZeroDivisionError), weights.quantized():
+    with pytest.raises(ZeroDivisionError), script.quantized(net, TABLE):
         assert not torch.equal(net.w_up, before[1])
         raise ZeroDivisionError
     assert all(torch.equal(parameter, old) for parameter, old in zip(net.parameters(), before, strict=True))
-    with weights.quantized():
+    with script.quantized(net, TABLE):
         loss = net(torch.arange(32))
     assert all(torch.equal(parameter, old) for parameter, old in zip(net.parameters(), before, strict=True))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-    with script.QuantizedWeights(net.named_parameters(), {}).quantized():  # no class, no change
+    with script.quantized(net, {}):  # no class, no change
         assert all(torch.equal(parameter, old) for parameter, old in zip(net.parameters(), before, strict=True))
 
 
 def test_compiled_code_is_not_traced_again_when_weights_are_swapped():
     net, tokens = Net(), torch.arange(32)
     compiled = torch.compile(net, backend="eager", fullgraph=True)
-    weights = script.QuantizedWeights(net.named_parameters(), TABLE)
     plain = compiled(tokens).item()
     torch.compiler.set_stance("fail_on_recompile")
     try:
-        with weights.quantized():
+        with script.quantized(net, TABLE):
             quantized, eager = compiled(tokens).item(), net(tokens).item()
         again = compiled(tokens).item()
     finally:

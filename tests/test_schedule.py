@@ -33,7 +33,7 @@ def settings(**changes) -> T.Settings:
 def run(cfg: T.Settings, step_seconds, rank_clocks: int = 1):
     """The loop of train() without a network: (plan, clock, multipliers, seconds when it stopped)."""
     now, plan = FakeTime(), T.Plan(cfg)
-    clock = T.Clock(cfg.iterations, max(0.0, cfg.max_wallclock_seconds - cfg.reserve_seconds), runtime(), now)
+    clock = T.Clock(cfg.iterations, max(0.0, cfg.max_wallclock_seconds - cfg.reserve_seconds), runtime(), now=now)
     multipliers, step = [], 0
     clock.start()
     while not clock.is_last(step):
@@ -42,7 +42,7 @@ def run(cfg: T.Settings, step_seconds, rank_clocks: int = 1):
         plan.advance(step, progress)
         multipliers.append(plan.multiplier(progress))
         now.seconds += step_seconds(step, now.seconds - 100.0)
-        clock.send(torch.tensor(1.0), torch.tensor(False))
+        clock.send(torch.tensor(1.0), torch.tensor(False), torch.tensor(0.0))
         step += 1
         assert step < 100_000
     return plan, clock, multipliers, now.seconds - 100.0
@@ -181,15 +181,15 @@ def test_a_phase_that_never_fired_is_named():
 
 def test_bad_steps_and_losses_arrive_one_step_late():
     now = FakeTime()
-    clock = T.Clock(0, 100.0, runtime(), now)
+    clock = T.Clock(0, 100.0, runtime(), now=now)
     clock.start()
     assert clock.receive() is None
     now.seconds += 2.0
-    clock.send(torch.tensor(3.5), torch.tensor(True))
+    clock.send(torch.tensor(3.5), torch.tensor(True), torch.tensor(15.0))
     clock.stop()
     now.seconds += 50.0  # validation: the clock stands still
     clock.start()
-    assert clock.receive() == (3.5, True)
+    assert clock.receive() == (3.5, True, True)
     assert clock.seconds[-1] == 2.0
     assert clock.receive() is None
     assert clock.elapsed() == 2.0
@@ -225,13 +225,13 @@ class Time:
     seconds = 100.0
     def __call__(self): return self.seconds
 now, plan = Time(), T.Plan(T.Settings(max_wallclock_seconds=22.0, reserve_seconds=2.0))
-clock, step = T.Clock(0, 20.0, runtime, now), 0
+clock, step = T.Clock(0, 20.0, runtime, now=now), 0
 clock.start()
 while not clock.is_last(step):
     clock.receive()
     plan.advance(step, clock.progress(step))
     now.seconds += [0.25, 0.9][runtime.rank] * (1 + step % 3)  # rank 1's own clock would stop far earlier
-    clock.send(torch.tensor(1.0), torch.tensor(False))
+    clock.send(torch.tensor(1.0), torch.tensor(False), torch.tensor(0.0))
     step += 1
 with open(os.path.join(sys.argv[1], str(runtime.rank)), "w") as file:
     json.dump([step, clock.used, {{name: vars(phase) for name, phase in plan.phases.items()}}], file)

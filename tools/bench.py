@@ -61,12 +61,12 @@ def load_script(path: Path) -> ModuleType:
     return module
 
 
-def transformers_rule() -> tuple[str, Rule] | None:
-    """Name and function of transformers' pure-PyTorch chunk rule, or None where transformers is not installed."""
+def transformers_rule() -> tuple[str, Rule]:
+    """Name and function of transformers' pure-PyTorch chunk rule. SystemExit where transformers is not installed."""
     try:
         import transformers
     except ImportError:
-        return None
+        raise SystemExit(f"transformers is missing: pip install transformers=={TRANSFORMERS}") from None
     transformers.utils.logging.set_verbosity_error()
     from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
@@ -109,19 +109,15 @@ def relative_error(a: list[Tensor], b: list[Tensor]) -> float:
 
 
 def bench_ops(args: argparse.Namespace) -> None:
-    """Time gdn_chunk and the reference in turn, forward and backward, and print one table line for each shape."""
+    """Time gdn_chunk and transformers' rule in turn, forward and backward, and print the times for each shape."""
     if args.threads:
         torch.set_num_threads(args.threads)
-    script = load_script(SCRIPT)
-    reference = transformers_rule()
-    if reference is None:
-        print(f"transformers is missing: pip install transformers=={TRANSFORMERS}; timed against gdn_recurrent instead")
-        reference = "gdn_recurrent", lambda q, k, *x: script.gdn_recurrent(q * k.shape[-1] ** -0.5, k, *x)[0]
+    (name, theirs), script = transformers_rule(), load_script(SCRIPT)
 
     def ours(q: Tensor, k: Tensor, *rest: Tensor) -> Tensor:  # transformers scales q itself
         return script.gdn_chunk(q * k.shape[-1] ** -0.5, k, *rest, chunk=args.chunk)[0]
 
-    rules = {f"gdn_chunk({args.chunk})": ours, reference[0]: reference[1]}
+    rules = {f"gdn_chunk({args.chunk})": ours, name: theirs}
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, float32, {args.rounds} rounds in turn")
     for b, t, h, d in args.shapes:
         inputs, weight = random_inputs(b, t, h, d), torch.randn(b, t, h, d)

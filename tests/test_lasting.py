@@ -1,0 +1,1207 @@
+"""Nothing is lost: kills, signals, hangs, spikes, damaged files, full disks, provoked; resumes and replays."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import train_gpt as T
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "train_gpt.py"
+TINY = {
+    "DEVICE": "cpu", "COMPILE": "0", "LAYER_PATTERN": "g s1 g s1", "MODEL_DIM": "32", "NUM_HEADS": "2",
+    "NUM_KV_HEADS": "1", "ATTN_WINDOW": "16", "TRAIN_SEQ_LEN": "32", "TRAIN_BATCH_TOKENS": "256",
+    "HOLDOUT_TOKENS": "2048", "EVAL_STRIDE": "0", "ITERATIONS": "16", "MAX_WALLCLOCK_SECONDS": "0",
+    "RESERVE_SECONDS": "0", "TRAIN_LOG_EVERY": "1", "WARMUP_STEPS": "0", "SAVE_EVERY": "4",
+}
+UNSET = dict.fromkeys([*TINY, "RUN_ID", "DATA_PATH"])  # what a run takes from the one it resumes or repeats
+KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV")
+
+# Forks a process for each line of its input, {"env", "patch", "out", "err"}: T.main() behind the code of `patch`, which
+# may change functions of T. To import torch anew takes ten times as long as a run. A line with "poll" asks for the exit
+# code of a process, null while it runs. Whole processes of the script are started in the tests of torchrun.
+SERVER = '''
+import json, os, sys, traceback
+sys.path.insert(0, sys.argv[1])
+import numpy, torch
+import torch._dynamo, torch.profiler
+import train_gpt as T
+
+for line in sys.stdin:
+    order = json.loads(line)
+    if "poll" in order:
+        done, status = os.waitpid(order["poll"], os.WNOHANG)
+        print(json.dumps(os.waitstatus_to_exitcode(status) if done else None), flush=True)
+        continue
+    child = os.fork()
+    if child:
+        print(child, flush=True)
+        continue
+    os.setsid()
+    for number, path in ((1, order["out"]), (2, order["err"])):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), number)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.environ.clear()
+    os.environ.update(order["env"])
+    sys.argv = ["train_gpt.py"]
+    try:
+        exec(order["patch"], {"T": T})
+        code = T.exit_code(T.main)
+    except BaseException:
+        traceback.print_exc()
+        code = 99
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+'''
+
+
+def environment(**changes: object) -> dict[str, str]:
+    """Of a run: TINY and `changes`; None leaves a setting out."""
+    kept = {name: os.environ[name] for name in KEPT if name in os.environ}
+    settings = {**TINY, **{name: str(value) for name, value in changes.items()}}
+    return {**kept, "OMP_NUM_THREADS": "1", **{name: text for name, text in settings.items() if text != "None"}}
+
+
+def at(step: int, code: str) -> str:
+    """A patch that runs `code` at the begin of data step `step`, counted from 0; it may use T and rank."""
+    return f"""
+import os, signal, time
+rank = int(os.environ.get("RANK", 0))
+def wrap(inner):
+    def forward_backward(model, batches, step):
+        if step == {step}:
+{textwrap.indent(textwrap.dedent(code).strip(), " " * 12)}
+        return inner(model, batches, step)
+    return forward_backward
+T.forward_backward = wrap(T.forward_backward)
+"""
+
+
+def stop_at(step: int, name: str = "SIGTERM") -> str:
+    """A patch that sends the process a signal in the middle of data step `step`."""
+    return at(step, f"os.kill(os.getpid(), signal.{name}); time.sleep(0.3)")
+
+
+class Child:
+    """A run in a process of its own; `code` is its exit code once it has ended, -n where signal n ended it."""
+
+    def __init__(self, server: subprocess.Popen, folder: Path, name: str, patch: str, environ: dict[str, str]):
+        self.server, self.code, self.began = server, None, time.monotonic()
+        self.paths = [folder / f"{name}.{kind}" for kind in ("out", "err")]
+        order = {"env": environ, "patch": patch, "out": str(self.paths[0]), "err": str(self.paths[1])}
+        self.pid = self.ask(order)
+
+    def ask(self, order: dict):
+        self.server.stdin.write(json.dumps(order) + "\n")
+        self.server.stdin.flush()
+        return json.loads(self.server.stdout.readline())
+
+    def poll(self) -> int | None:
+        if self.code is None:
+            self.code = self.ask({"poll": self.pid})
+        return self.code
+
+    def wait(self, seconds: float = 60) -> int:
+        end = time.monotonic() + seconds
+        while self.poll() is None and time.monotonic() < end:
+            time.sleep(0.01)
+        if self.code is None:
+            os.kill(self.pid, signal.SIGKILL)
+            pytest.fail(f"still running after {seconds} s: {self.out[-500:]} {self.err[-500:]}")
+        return self.code
+
+    def send(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    @property
+    def out(self) -> str:
+        return self.paths[0].read_text(encoding="utf-8") if self.paths[0].exists() else ""
+
+    @property
+    def err(self) -> str:
+        return self.paths[1].read_text(encoding="utf-8") if self.paths[1].exists() else ""
+
+
+class Place:
+    """A folder with `data` and the runs of the tests, each in <out>/run of it."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.data, self.count = folder, folder / "data", 0
+        words = [sys.executable, "-c", SERVER, str(ROOT)]
+        self.server = subprocess.Popen(words, env=environment(), text=True, stdin=subprocess.PIPE,
+                                       stdout=subprocess.PIPE)
+
+    def environment(self, out: str, **changes: object) -> dict[str, str]:
+        own = {"DATA_PATH": self.data, "OUT_DIR": self.folder / out, "RUN_ID": "run"}
+        return environment(**{**own, **changes})
+
+    def begin(self, out: str, patch: str = "", **changes: object) -> Child:
+        """Start a run in the folder `out`."""
+        self.count += 1
+        return Child(self.server, self.folder, f"{out}_{self.count}", patch, self.environment(out, **changes))
+
+    def run(self, out: str, patch: str = "", code: int = 0, **changes: object) -> Child:
+        """A run from beginning to end, which must have this exit code."""
+        child = self.begin(out, patch, **changes)
+        assert child.wait() == code, child.out[-800:] + child.err[-2000:]
+        assert "Traceback" not in child.err, child.err
+        return child
+
+    def ranks(self, out: str, patch: str = "", ranks: int = 2, **changes: object) -> list[Child]:
+        """Start a run on gloo ranks."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        shared = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        return [self.begin(out, patch, **{**shared, "RANK": rank, "LOCAL_RANK": rank, **changes})
+                for rank in range(ranks)]
+
+    def torchrun(self, out: str, patch: str = "", *options: str, **changes: object) -> subprocess.Popen:
+        """Start whole processes: two ranks of torchrun."""
+        driver = self.folder / f"{out}.py"
+        driver.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport train_gpt as T\n{patch}\n"
+                          "sys.exit(T.exit_code(T.main))\n")
+        words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *options, driver]
+        return subprocess.Popen(list(map(str, words)), env=self.environment(out, **changes), text=True,
+                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    def resume(self, out: str, patch: str = "", code: int = 0, **changes: object) -> Child:
+        """Go on with the run of `out`, with its settings."""
+        return self.run(out, patch, code, **{**UNSET, "RESUME": "run", **changes})
+
+    def of(self, out: str) -> Path:
+        return self.folder / out / "run"
+
+    def log(self, out: str) -> str:
+        """Behind the script's source."""
+        text = (self.of(out) / "log.txt").read_text(encoding="utf-8")
+        return text.replace(SCRIPT.read_text(encoding="utf-8"), "")
+
+    def result(self, out: str) -> dict:
+        return json.loads((self.of(out) / "result.json").read_text())
+
+    def artifact(self, out: str) -> bytes:
+        return (self.of(out) / "model.upar").read_bytes()
+
+    def same(self, out: str, other: str) -> None:
+        """Asserts that two runs ended in the same model, to the byte, and had the same averages and phases."""
+        assert self.artifact(out) == self.artifact(other)
+        for key in ("val_nats", "steps", "weights", "phases"):
+            assert self.result(out)[key] == self.result(other)[key], key
+        averages = [re.findall(r"^weights: .*", self.log(each), re.M)[-4:] for each in (out, other)]
+        assert averages[0] == averages[1] and len(averages[0]) == 4
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    folder, rng = tmp_path_factory.mktemp("lasting"), random.Random(0)
+    words = ["".join(rng.choices("abcdefghijklmnop", k=rng.randint(2, 8))) for _ in range(120)]
+    lines = [" ".join(rng.choices(words, k=rng.randint(4, 12))) for _ in range(2500)]
+    documents = ["\n".join(lines[at : at + 10]) for at in range(0, len(lines), 10)]
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    command = [sys.executable, ROOT / "data" / "prepare.py", folder / "text.jsonl", "--out", folder / "data",
+               "--vocab-size", "400", "--workers", "1"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    made = Place(folder)
+    yield made
+    made.server.stdin.close()
+    made.server.wait(10)
+
+
+@pytest.fixture(scope="session")
+def straight(place: Place) -> str:
+    """The run without faults that others are compared with: 16 steps, a checkpoint each 4."""
+    place.run("straight")
+    return "straight"
+
+
+@pytest.fixture(scope="session")
+def stopped(place: Place) -> str:
+    """The same run, ended by SIGTERM in its sixth step."""
+    place.run("stopped", stop_at(5), 128 + signal.SIGTERM)
+    return "stopped"
+
+
+def copied(place: Place, out: str, name: str) -> Path:
+    """The folder of a copy of a run, as <name>/run."""
+    return Path(shutil.copytree(place.of(out), place.of(name)))
+
+
+def steps_kept(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("step_*"))
+
+
+# --------------------------------------------------------------------------------------------------------- checkpoints
+def save(folder: Path, step: int, keep: int = 2) -> Path:
+    parts = {"model": {"w": torch.arange(5.0) + step}, "training": {"clock": {"before": 0.1 * step}, "plan": {}}}
+    T.save_checkpoint(folder, step, parts, {"step": step, "settings": {"seed": step}}, keep)
+    return folder / f"step_{step:06d}"
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path]:
+    """Two checkpoints of the run tmp_path/run, the older one first."""
+    (tmp_path / "run").mkdir()
+    return save(tmp_path / "run", 4), save(tmp_path / "run", 8)
+
+
+def test_a_checkpoint_has_its_files_and_their_hashes(pair):
+    for folder, step in zip(pair, (4, 8), strict=True):
+        assert {path.name for path in folder.iterdir()} == {"meta.json", "model.pt", "training.pt", "SHA256SUMS"}
+        done = subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=folder, capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (0, "meta.json: OK\nmodel.pt: OK\ntraining.pt: OK\n")
+        assert json.loads((folder / "meta.json").read_bytes()) == {"step": step, "settings": {"seed": step}}
+        assert torch.equal(torch.load(folder / "model.pt", weights_only=True)["w"], torch.arange(5.0) + step)
+        assert torch.load(folder / "training.pt", weights_only=True)["clock"] == {"before": 0.1 * step}
+    assert T.newest_checkpoint(pair[0].parent) == (pair[1], [])
+
+
+def flip(path: Path, bit: int = 99) -> None:
+    data = bytearray(path.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-2])
+
+
+@pytest.mark.parametrize("harm", [flip, cut, Path.unlink], ids=["flipped bit", "truncated", "missing"])
+@pytest.mark.parametrize("name", ["model.pt", "training.pt", "meta.json", "SHA256SUMS"])
+def test_a_damaged_checkpoint_is_named_and_skipped(pair, name, harm):
+    older, newer = pair
+    harm(newer / name)
+    found, (fault,) = T.newest_checkpoint(older.parent)
+    assert found == older
+    assert fault.startswith(f"checkpoint {newer} is damaged and skipped: ")
+    assert name in fault or name == "SHA256SUMS" and len(fault) > len(f"checkpoint {newer} is damaged and skipped: ")
+    harm(older / name)
+    found, faults = T.newest_checkpoint(older.parent)
+    assert found is None and [str(path) in fault for path, fault in zip((newer, older), faults, strict=True)] == [1, 1]
+    with pytest.raises(T.UserError, match=f"RESUME='run': it has no whole checkpoint; checkpoint {newer} is damaged"):
+        T.stored_settings({"RESUME": "run"}, str(older.parent.parent))
+
+
+def test_every_byte_of_the_list_of_hashes_counts(pair):
+    """But that a line may also end in a vertical tab, which lists the same."""
+    older, newer = pair
+    whole = (newer / "SHA256SUMS").read_bytes()
+    for bit in (8 * place + place % 8 for place in range(len(whole))):
+        (newer / "SHA256SUMS").write_bytes(whole)
+        flip(newer / "SHA256SUMS", bit)
+        same = (newer / "SHA256SUMS").read_bytes()[bit // 8] == ord("\v")
+        assert T.newest_checkpoint(older.parent)[0] == (newer if same else older), bit
+    lines = [match.end() for match in re.finditer(b"\n", whole)]
+    for size in [*range(0, len(whole) - 1, 10), *lines[:-1], lines[0] + 1]:
+        (newer / "SHA256SUMS").write_bytes(whole[:size])
+        assert T.newest_checkpoint(older.parent)[0] == older, whole[:size]
+
+
+def test_a_half_written_checkpoint_is_skipped_and_cleared_away(pair):
+    older, newer = pair
+    part = older.parent / "step_000012.part"
+    shutil.copytree(newer, part)
+    found, (fault,) = T.newest_checkpoint(older.parent)
+    assert found == newer and fault == f"checkpoint {part} is damaged and skipped: half-written"
+    save(older.parent, 16)
+    assert steps_kept(older.parent) == ["step_000008", "step_000016"]
+
+
+def test_keep_counts_and_a_failed_save_leaves_the_rest(tmp_path, monkeypatch):
+    for step in range(1, 6):
+        save(tmp_path, step, keep=3)
+    assert steps_kept(tmp_path) == ["step_000003", "step_000004", "step_000005"]
+    monkeypatch.setattr(T.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space left"):
+        save(tmp_path, 6, keep=1)
+    assert steps_kept(tmp_path) == ["step_000003", "step_000004", "step_000005"]
+    assert T.newest_checkpoint(tmp_path) == (tmp_path / "step_000005", [])
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    T.replace_file(path, b"old")
+    for call in ("fsync", "replace"):
+        with monkeypatch.context() as patch:
+            patch.setattr(T.os, call, lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+            with pytest.raises(OSError):
+                T.replace_file(path, b"new, longer")
+        assert path.read_bytes() == b"old"
+    T.replace_file(str(path), b"new")
+    assert path.read_bytes() == b"new" and [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+def test_what_a_run_leaves(place, straight):
+    """KEEP=2 of 16 steps; weights_only loads all of it; no file is half-written."""
+    folder = place.of(straight)
+    assert steps_kept(folder) == ["step_000012", "step_000016"] and not list(folder.rglob("*.part"))
+    meta = json.loads((folder / "step_000016" / "meta.json").read_bytes())
+    assert (meta["step"], meta["skipped"], len(meta["losses"]), meta["events"]) == (16, 0, 15, [])
+    assert meta["settings"] == place.result(straight)["settings"]
+    training = torch.load(folder / "step_000016" / "training.pt", weights_only=True)
+    assert set(training) == {"optimizers", "plan", "clock", "ema", "swa"} and training["ema"]["count"] == 2
+    assert training["clock"]["used"] == [step / 16 for step in range(1, 17)]
+    model = torch.load(folder / "step_000012" / "model.pt", weights_only=True)
+    assert sum(value.numel() for value in model.values()) == place.result(straight)["params"]["total"]
+    assert [line for line in place.log(straight).splitlines() if " saved in " in line][0].startswith("step:0 saved in ")
+    assert re.findall(r"^step:(\d+) saved in \d+ms$", place.log(straight), re.M) == ["0", "4", "8", "12", "16"]
+
+
+def test_a_run_goes_on_from_the_newest_whole_checkpoint(place, straight, stopped):
+    folder = copied(place, stopped, "damaged")
+    assert steps_kept(folder) == ["step_000004", "step_000006"]
+    flip(folder / "step_000006" / "training.pt")
+    (folder / "step_000008.part").mkdir()
+    place.resume("damaged")
+    log = place.log("damaged")
+    assert f"checkpoint {folder}/step_000006 is damaged and skipped: training.pt\n" in log
+    assert f"checkpoint {folder}/step_000008.part is damaged and skipped: " in log
+    assert [event["step"] for event in place.result("damaged")["events"]] == [4]
+    place.same("damaged", straight)
+    assert not list(folder.rglob("*.part"))
+
+
+def test_a_run_without_a_whole_checkpoint_is_one_line(place, stopped):
+    folder = copied(place, stopped, "hopeless")
+    for path in folder.glob("step_*"):
+        cut(path / "model.pt")
+    child = place.resume("hopeless", code=2)
+    said = r"RESUME='run': it has no whole checkpoint; checkpoint .*step_000006 is damaged and skipped: model.pt"
+    assert re.fullmatch(f"error: {said}\n", child.err), child.err
+
+
+# ------------------------------------------------------------------------------------------------------------- signals
+@pytest.mark.parametrize(("name", "step"), [("SIGTERM", 10), ("SIGINT", 15)])
+def test_a_signal_ends_the_step_saves_and_leaves(place, straight, name, step):
+    """With EMA running; and one step before the end, with averages that began again with QAT."""
+    out = f"signal {name}"
+    child = place.run(out, stop_at(step - 1, name), 128 + getattr(signal, name))
+    assert time.monotonic() - child.began < 30 and child.err == ""
+    folder = place.of(out)
+    assert T.newest_checkpoint(folder) == (folder / f"step_{step:06d}", [])
+    lines = place.log(out).splitlines()
+    assert lines[-1] == f"stopped by {name} after step {step}; RESUME={folder} goes on"
+    assert sum("stopped by" in line for line in lines) == 1 and not (folder / "result.json").exists()
+    place.resume(out)
+    event, = place.result(out)["events"]
+    assert (event["event"], event["step"], event["ranks"], event["changed"]) == ("resume", step, 1, {})
+    assert re.findall(r"^step:(\d+)/", place.log(out), re.M) == [str(step) for step in range(1, 17)]
+    place.same(out, straight)
+
+
+def test_a_signal_during_a_save_lets_it_end(place, straight):
+    patch = """
+import os, signal, time
+inner = T.save_checkpoint
+def slow(folder, step, *rest):
+    if step == 8:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.5)
+    inner(folder, step, *rest)
+    if step == 8:
+        time.sleep(0.5)
+T.save_checkpoint = slow
+"""
+    place.run("in a save", patch, 143)
+    folder = place.of("in a save")
+    assert T.newest_checkpoint(folder) == (folder / "step_000009", [])
+    assert steps_kept(folder) == ["step_000008", "step_000009"]
+    shutil.rmtree(folder / "step_000009")
+    assert T.newest_checkpoint(folder) == (folder / "step_000008", [])
+    place.resume("in a save")
+    place.same("in a save", straight)
+
+
+def test_a_second_signal_ends_at_once(place, straight):
+    """More than a second after the first; torchrun repeats a terminal's Ctrl-C at once, which must not end the save."""
+    early = at(5, "os.kill(os.getpid(), signal.SIGINT); time.sleep(0.4); os.kill(os.getpid(), signal.SIGTERM)\n"
+                  "time.sleep(0.4)")
+    place.run("twice", early, 143)
+    assert T.newest_checkpoint(place.of("twice"))[0].name == "step_000006"
+    late = at(5, "os.kill(os.getpid(), signal.SIGTERM); time.sleep(1.4); os.kill(os.getpid(), signal.SIGTERM)\n"
+                 "time.sleep(60)")
+    child = place.run("at once", late, 143)
+    assert time.monotonic() - child.began < 20
+    assert child.err == (f"rank 0: SIGTERM ends the run at once; RESUME={place.of('at once')} goes on from its newest "
+                         "checkpoint\n")
+    assert T.newest_checkpoint(place.of("at once"))[0].name == "step_000004"
+    place.resume("at once")
+    place.same("at once", straight)
+
+
+def test_a_signal_in_set_up_or_in_the_final_evaluation_ends_at_once(place, straight):
+    wait = """
+import os, signal, time
+inner = T.NAME
+def slow(*args, **kwargs):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+T.NAME = slow
+"""
+    child = place.run("set-up", wait.replace("NAME", "warm_up"), 143)
+    assert time.monotonic() - child.began < 20 and steps_kept(place.of("set-up")) == []
+    child = place.run("packing", wait.replace("NAME", "write_artifact"), 143)
+    assert time.monotonic() - child.began < 20 and "SIGTERM ends the run at once" in child.err
+    place.resume("packing")
+    assert [event["step"] for event in place.result("packing")["events"]] == [16]
+    place.same("packing", straight)
+
+
+# -------------------------------------------------------------------------------------------------------- RESUME rules
+def test_resume_refuses_what_is_no_unfinished_run(place, straight, stopped):
+    def refused(**changes) -> str:
+        child = place.resume(stopped, code=2, **changes)
+        assert re.fullmatch(r"error: .*\n", child.err), child.err
+        return child.err
+
+    before = {path: path.read_bytes() for path in place.of(stopped).rglob("*") if path.is_file()}
+    assert f"RESUME='none': no folder {place.folder}/stopped/none; must be a RUN_ID" in refused(RESUME="none")
+    finished = place.of(straight)
+    assert f"RESUME='{finished}': {finished} is finished" in refused(RESUME=finished)
+    assert "RESUME='run': RUN_ID='other' is another" in refused(RUN_ID="other")
+    for name, value, was in (("MODEL_DIM", 64, 32), ("SEED", 5, 1337), ("TRAIN_BATCH_TOKENS", 512, 256)):
+        assert re.search(f"RESUME='.*run': {name}={value}; must stay {was}", refused(**{name: value}))
+    files = {path: path.read_bytes() for path in place.of(stopped).rglob("*") if path.is_file()}
+    log = place.of(stopped) / "log.txt"
+    assert files.pop(log).startswith(before.pop(log)) and files == before
+    assert not (place.folder / "stopped" / "none").exists()
+
+
+def test_resume_of_a_run_that_never_saved_is_refused(place, stopped):
+    """With RESUME alone its settings would be the defaults: those of another run."""
+    folder = place.folder / "bare" / "run"
+    folder.mkdir(parents=True)
+    child = place.resume("bare", code=2)
+    assert re.fullmatch(r"error: RESUME='run': it has no whole checkpoint.*\n", child.err), child.err
+    assert list(folder.iterdir()) == []
+
+
+def test_resume_takes_the_stored_settings_and_lists_those_changed(place, straight, stopped):
+    """By path, from another folder of runs; the checkpoint that it starts from is not written again."""
+    folder = copied(place, stopped, "changed")
+    here = {**UNSET, "OUT_DIR": None, "RESUME": folder}
+    place.run("elsewhere", **{**here, "MATRIX_LR": 0.01, "KEEP": 9})
+    event, = place.result("changed")["events"]
+    assert event["changed"] == {"matrix_lr": 0.01, "keep": 9}
+    assert "event: resume step:6 ranks:1 changed:{" in place.log("changed")
+    expected = {**place.result(straight)["settings"], "matrix_lr": 0.01, "keep": 9, "resume": str(folder),
+                "out_dir": str(folder.parent)}
+    assert place.result("changed")["settings"] == expected
+    assert place.artifact("changed") != place.artifact(straight)
+    saves = place.log("changed").split("event: resume")[1]
+    assert re.findall(r"^step:(\d+) saved", saves, re.M) == ["8", "12", "16"]
+
+
+def test_the_clock_goes_on_from_where_it_stood(place):
+    """2 s of a clock of 4 are gone when the run is stopped; what is left is trained."""
+    clock = {"ITERATIONS": 0, "MAX_WALLCLOCK_SECONDS": 4, "RESERVE_SECONDS": 1}
+    place.run("clock", at(12, "time.sleep(2)") + stop_at(15), 143, **clock)
+    meta = json.loads((place.of("clock") / "step_000016" / "meta.json").read_bytes())
+    assert 2 < meta["saved"] < 4
+    place.resume("clock")
+    times = [int(value) for value in re.findall(r"train_time:(\d+)ms", place.log("clock"))]
+    assert times == sorted(times) and times[12] >= 2000
+    result = place.result("clock")
+    assert meta["saved"] + 0.2 < result["train_seconds"] < 4.5
+    progress = json.loads((place.of("clock") / "progress.json").read_text())["progress"]
+    assert progress == sorted(progress) and len(progress) == result["steps"]
+    assert progress[11] < 1 / 2 < 2 / 3 < progress[14] and progress[-1] == pytest.approx(1, abs=0.05)
+
+
+# -------------------------------------------------------------------------------------------------- replay and crashes
+@pytest.fixture(scope="session")
+def source(place: Place) -> str:
+    """A run against the clock, to be repeated; it validates and saves on its way."""
+    place.run("source", ITERATIONS=0, MAX_WALLCLOCK_SECONDS=3, RESERVE_SECONDS=1, SAVE_EVERY="1s", VAL_LOSS_EVERY=50)
+    assert place.result("source")["steps"] > 20
+    return "source"
+
+
+@pytest.fixture(scope="session")
+def replayed(place: Place, source: str) -> str:
+    """The straight run that crashed ones are compared with: a replay."""
+    place.run("replayed", **replay_of(place, source, SAVE_EVERY=7))
+    return "replayed"
+
+
+def replay_of(place: Place, source: str, **changes: object) -> dict[str, object]:
+    return {**UNSET, "RUN_ID": "run", "REPLAY": place.of(source), **changes}
+
+
+def test_replays_of_a_wallclock_run_are_the_same_to_the_byte(place, source, replayed):
+    place.run("again", **replay_of(place, source, SAVE_EVERY=0, VAL_LOSS_EVERY=9, WARMUP_STEPS=1))
+    for out in (replayed, "again"):
+        place.same(out, source)
+        assert place.result(out)["events"] == [{"event": "replay", "of": str(place.of(source))}]
+        found, asked = ({name: phase["start_step"] for name, phase in place.result(each)["phases"].items()}
+                        for each in (out, source))
+        assert found == asked and all(found.values())
+    assert steps_kept(place.of("again")) == []
+    stored, again = (json.loads((place.of(out) / "progress.json").read_text()) for out in (source, "again"))
+    assert again["progress"] == stored["progress"]
+    losses = [re.findall(r"^step:\d+/\S+ train_loss:(\S+)", place.log(out), re.M) for out in (source, "again")]
+    assert losses[0] == losses[1] and len(losses[0]) == len(stored["progress"])
+
+
+def test_a_replay_of_an_unfinished_run_is_refused(place, stopped):
+    child = place.run("refused", **replay_of(place, stopped), code=2)
+    file = place.of(stopped) / "progress.json"
+    assert child.err == f"error: REPLAY='{file.parent}': no {file}; must be a run that has trained to its end\n"
+    assert not (place.folder / "refused").exists()
+
+
+# What a run is at: a letter in the file `at`: u set-up, t a step, s a save, v a score on the way, f the final part.
+MARKED = '''
+import os
+file = os.open(os.environ["OUT_DIR"] + ".at", os.O_RDWR | os.O_CREAT)
+os.pwrite(file, b"u", 0)
+def marked(name, letter):
+    inner = getattr(T, name)
+    def outer(*args, **kwargs):
+        before = os.pread(file, 1, 0)
+        os.pwrite(file, b"f" if before == b"f" else letter, 0)
+        done = inner(*args, **kwargs)
+        os.pwrite(file, letter if before != b"f" and letter == b"t" else before, 0)
+        return done
+    setattr(T, name, outer)
+for name, letter in (("forward_backward", b"t"), ("save_checkpoint", b"s"), ("score_tokens", b"v")):
+    marked(name, letter)
+replace_file = T.replace_file
+def replacing(path, data):
+    if str(path).endswith("progress.json"):
+        os.pwrite(file, b"f", 0)
+    replace_file(path, data)
+T.replace_file = replacing
+'''
+KINDS = {"u": "in set-up", "t": "in a step", "s": "in a save", "v": "in a validation", "f": "after training"}
+
+
+def crash(place: Place, out: str, source: str, kinds: str, seed: int) -> dict[str, int]:
+    """Replay `source` under kill -9, once for each letter of `kinds`, and to its end; the kills by what they hit.
+
+    A letter is what the kill waits for; when it comes is drawn from `seed`.
+    """
+    rng, killed, mark = random.Random(seed), dict.fromkeys(KINDS.values(), 0), Path(f"{place.folder / out}.at")
+    first = replay_of(place, source, SAVE_EVERY=2, VAL_LOSS_EVERY=9)
+    for kind in kinds:
+        mark.write_bytes(b"u")
+        stored = T.newest_checkpoint(place.of(out))[0] is not None
+        if not stored:  # killed before its first checkpoint: there is nothing to go on with
+            shutil.rmtree(place.folder / out, ignore_errors=True)
+        child = place.begin(out, MARKED, **({**UNSET, "RESUME": "run"} if stored else first))
+        seen, last, wanted = 0, "", rng.randint(1, 3) if kind in "sv" else 1
+        while seen < wanted and child.poll() is None:
+            now = mark.read_text()
+            seen, last = seen + (now == kind != last), now
+            time.sleep(0.0002)
+        time.sleep(rng.uniform(0, {"u": 0.06, "t": 0.15, "s": 0.005, "v": 0.06, "f": 0.1}[kind]))
+        child.send(signal.SIGKILL)
+        if child.wait() == -signal.SIGKILL:
+            killed[KINDS[mark.read_text()]] += 1
+        else:
+            assert child.code == 0, child.err
+            break
+    if not (place.of(out) / "result.json").exists():
+        place.resume(out)
+    events = place.result(out)["events"]
+    resumes, same = sum(event["event"] == "resume" for event in events), place.artifact(out) == place.artifact(source)
+    print(f"{sum(killed.values())} kills ({', '.join(f'{count} {kind}' for kind, count in killed.items())}), {resumes} "
+          f"resumes that count, {place.result(out)['steps']} steps; artifact "
+          f"{'identical' if same else 'DIFFERENT'}")
+    return killed
+
+
+def test_kills_change_nothing(place, replayed, source):
+    """The short form: a kill in a step, a save, a validation and behind the last step."""
+    killed = crash(place, "crashed", source, "tsvf", seed=1)
+    assert sum(killed.values()) == 4 and killed["after training"] == 1
+    place.same("crashed", replayed)
+    place.same("crashed", source)
+
+
+@pytest.mark.full
+def test_fifty_kills_change_nothing(place):
+    place.run("long", ITERATIONS=0, MAX_WALLCLOCK_SECONDS=7, RESERVE_SECONDS=1, SAVE_EVERY="2s")
+    place.run("long straight", **replay_of(place, "long"))
+    kinds = ["u"] * 5 + ["t"] * 18 + ["s"] * 14 + ["v"] * 9
+    random.Random(2).shuffle(kinds)
+    killed = crash(place, "long crashed", "long", "".join(kinds) + "ffff", seed=3)
+    assert sum(killed.values()) == 50 and min(killed.values()) >= 1, killed
+    place.same("long crashed", "long straight")
+
+
+# ----------------------------------------------------------------------------------------------------- numbers of ranks
+RECORD = """
+import json, os
+name = os.environ["OUT_DIR"] + ".rows." + os.environ.get("RANK", "0")
+inner_read = T.Batches.read
+def read(self, step):
+    rows = inner_read(self, step)
+    with open(name, "a") as file:
+        file.write(json.dumps([step, rows.tolist()]) + "\\n")
+    return rows
+T.Batches.read = read
+"""
+
+
+def rows_read(place: Place, out: str) -> dict[int, list]:
+    """Data step -> its windows, of all ranks, from RECORD; two parts of a run that read the same must agree."""
+    rows: dict[int, list] = {}
+    ranks = []
+    for path in sorted(place.folder.glob(f"{out}.rows.*")):
+        ranks.append([json.loads(line) for line in path.read_text().splitlines()])
+    alone = ranks[0]
+    for step, part in alone:
+        other = [their for at, their in ranks[1] if at == step] if len(ranks) > 1 and len(part) == 4 else [[]]
+        assert rows.setdefault(step, part + other[0]) == part + other[0], step
+    return rows
+
+
+def losses_of(place: Place, out: str) -> list[float]:
+    newest, _ = T.newest_checkpoint(place.of(out))
+    return json.loads((newest / "meta.json").read_bytes())["losses"]
+
+
+def test_one_rank_two_ranks_one_rank(place):
+    """Losses as in the straight run: within 1e-5 until the weights are quantized, then 2e-4 (see test_smoke.py)."""
+    long = {"ITERATIONS": 30, "GRAD_CLIP_NORM": 1}
+    place.run("ranks straight", RECORD, **long)
+    place.run("ranks", RECORD + stop_at(9), 143, **long)
+    stop = at(17, "if rank == 0: os.kill(os.getpid(), signal.SIGTERM); time.sleep(0.3)")
+    children = place.ranks("ranks", RECORD + stop, **UNSET, RESUME="run")
+    assert [child.wait() for child in children] == [143, 143], [child.err for child in children]
+    step = int(re.findall(r"stopped by SIGTERM after step (\d+)", place.log("ranks"))[-1])
+    assert 18 <= step <= 20 and T.newest_checkpoint(place.of("ranks"))[0].name == f"step_{step:06d}"
+    place.resume("ranks", RECORD)
+    events = place.result("ranks")["events"]
+    assert [(event["step"], event["ranks"]) for event in events] == [(10, 2), (step, 1)]
+    straight, found = losses_of(place, "ranks straight"), losses_of(place, "ranks")
+    assert len(straight) == len(found) == 29 and found != straight
+    quantized = place.result("ranks straight")["phases"]["qat"]["start_step"] - 1
+    assert quantized >= 25 and found[:quantized] == pytest.approx(straight[:quantized], rel=1e-5)
+    assert found == pytest.approx(straight, rel=2e-4)
+    assert place.result("ranks")["val_nats"] == pytest.approx(place.result("ranks straight")["val_nats"], rel=1e-4)
+    rows, asked = rows_read(place, "ranks"), rows_read(place, "ranks straight")
+    assert all(rows[step] == asked[step] for step in range(30))
+
+
+# -------------------------------------------------------------------------------------------------------------- spikes
+# Data step s turns bad as bad["s"] says: "loss", NaN; "gradient", one of NaN; "spike", a loss 9 nats higher. Prints
+# each data step with a hash of the weights that it saw; after a rewind whether all but the clock is the checkpoint's.
+SPOIL = '''
+import hashlib, torch
+def wrap(forward_backward, judge):
+    def poisoned(model, batches, step):
+        weights = b"".join(param.detach().numpy().tobytes() for param in model.parameters())
+        print("read", step, hashlib.sha256(weights).hexdigest()[:12], flush=True)
+        loss, how = forward_backward(model, batches, step), bad.get(str(step))
+        if how == "gradient":
+            next(model.parameters()).grad.fill_(float("nan"))
+        return loss * float("nan") if how == "loss" else loss + 9 if how == "spike" else loss
+
+    def equal(a, b):
+        if isinstance(a, dict):
+            return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+        if isinstance(a, (list, tuple)):
+            return len(a) == len(b) and all(map(equal, a, b))
+        return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+    def judging(self, loss, masked, last=False):
+        well = judge(self, loss, masked, last)
+        if not well and self.settings.spike_policy == "rewind" and not last:
+            folder = T.newest_checkpoint(self.folder)[0]
+            stored = {"network": torch.load(folder / "model.pt"), **torch.load(folder / "training.pt")}
+            print("rewound", folder.name, all(equal(dict(part.state_dict()), dict(stored[name]))
+                                              for name, part in self.parts.items() if name != "clock"))
+        return well
+
+    return poisoned, judging
+T.forward_backward, T.Run.judge = wrap(T.forward_backward, T.Run.judge)
+'''
+
+
+def spoil(bad: dict[int, str]) -> str:
+    return f"bad = {json.dumps(bad)}\n{SPOIL}"
+
+
+def read_by(child: Child) -> tuple[list[int], dict[int, str]]:
+    """Data steps in the order of their reading, and the hash of the weights that each saw last."""
+    found = re.findall(r"^read (\d+) (\w+)$", child.out, re.M)
+    return [int(step) for step, _ in found], {int(step): seen for step, seen in found}
+
+
+@pytest.mark.parametrize("how", ["loss", "gradient"])
+def test_a_bad_step_stops_the_run_with_the_weights_as_before(place, straight, how):
+    out = f"stop {how}"
+    child = place.run(out, spoil({6: how}), 1)
+    assert re.fullmatch(r"error: step 7: its loss \S+ is a spike, or it or a gradient is not finite; weights are as "
+                        rf"before; RESUME={place.of(out)} with SPIKE_POLICY=skip or rewind goes on\n", child.err)
+    steps, seen = read_by(child)
+    assert steps == list(range(8)) and seen[7] == seen[6] != seen[5]
+    assert re.search(r"^error: step 7: ", place.log(out), re.M) and not (place.of(out) / "result.json").exists()
+    assert T.newest_checkpoint(place.of(out))[0].name == "step_000004"
+    place.resume(out)  # the batch is good now
+    place.same(out, straight)
+
+
+def test_bad_steps_are_skipped_and_counted(place):
+    child = place.run("skip", spoil({6: "loss", 9: "gradient", 11: "spike"}), SPIKE_POLICY="skip", SPIKE_NATS=3)
+    steps, seen = read_by(child)
+    assert steps == list(range(16)) and child.err == ""
+    still = [step for step in range(14) if seen[step] == seen[step + 1]]
+    assert still == [6, 9, 11]
+    result, log = place.result("skip"), place.log("skip")
+    events = result["events"]
+    assert [(event["event"], event["step"]) for event in events] == [("skip", 7), ("skip", 10), ("skip", 12)]
+    assert events[0]["loss"] == "nan" and 3 < float(events[1]["loss"]) < 6 < float(events[2]["loss"]) < 15
+    assert re.findall(r"^event: skip step:(\d+) loss:", log, re.M) == ["7", "10", "12"]
+    logged = [int(step) for step in re.findall(r"^step:(\d+)/", log, re.M)]
+    assert logged == [step for step in range(1, 17) if step not in (7, 10, 12)]
+    assert result["steps"] == 16 and len(losses_of(place, "skip")) == 12
+    place.run("no nats", spoil({11: "spike"}), SPIKE_POLICY="skip")  # SPIKE_NATS=0: a finite loss is no spike
+    assert place.result("no nats")["events"] == []
+
+
+def test_a_bad_last_step_is_skipped(place):
+    place.run("last", spoil({15: "gradient"}), SPIKE_POLICY="skip")
+    assert [event["step"] for event in place.result("last")["events"]] == [16]
+    assert place.result("last")["steps"] == 16
+
+
+def test_a_bad_step_goes_back_to_the_checkpoint_with_other_data(place):
+    """Data 2 is bad, known once 3 has been read: step 1 again, with 4. Then step s reads s + 3: 14, of step 11."""
+    child = place.run("rewind", spoil({2: "gradient", 14: "loss"}), SPIKE_POLICY="rewind", EMA_START_FRAC=0.4)
+    steps, seen = read_by(child)
+    assert re.findall("^rewound .*", child.out, re.M) == ["rewound step_000000 True", "rewound step_000008 True"]
+    assert steps == [*range(16), *range(16, 24)] and seen[4] == seen[0] and seen[16] == seen[12] != seen[14]
+    result, log = place.result("rewind"), place.log("rewind")
+    events = result["events"]
+    assert [(event["event"], event["step"]) for event in events] == [("rewind", 3), ("rewind", 11)]
+    assert re.findall(r"^event: rewind step:(\d+) loss:", log, re.M) == ["3", "11"]
+    assert result["steps"] == 16 and steps_kept(place.of("rewind")) == ["step_000012", "step_000016"]
+    meta = json.loads((place.of("rewind") / "step_000016" / "meta.json").read_bytes())
+    assert meta["skipped"] == 8
+    assert result["phases"]["ema"]["start_step"] == 7 and result["phases"]["ema"]["steps"] == 10
+
+
+def test_a_stop_or_a_kill_after_a_rewind_changes_nothing(place):
+    bad = spoil({5: "gradient"})  # known in step 7: back to 4, with data 7
+    place.run("rewound", bad, SPIKE_POLICY="rewind")
+    place.run("rewound and stopped", bad + stop_at(8), 143, SPIKE_POLICY="rewind")
+    place.run("rewound and killed", bad + at(8, "os.kill(os.getpid(), signal.SIGKILL)"), -9, SPIKE_POLICY="rewind")
+    newest = [T.newest_checkpoint(place.of(f"rewound and {how}"))[0].name for how in ("stopped", "killed")]
+    assert newest == ["step_000006", "step_000004"]
+    for out in ("rewound and stopped", "rewound and killed"):
+        child = place.resume(out, bad)
+        assert read_by(child)[0] == [*range(9, 19)] if "stopped" in out else [4, 5, 6, *range(7, 19)]
+        place.same(out, "rewound")
+        assert sorted(event["event"] for event in place.result(out)["events"]) == ["resume", "rewind"]
+
+
+def test_ranks_rewind_together(place):
+    """The gradient turns bad on rank 1 alone."""
+    bad = spoil({5: "gradient"}).replace("bad.get(str(step))", "bad.get(str(step)) if os.environ['RANK'] == '1' else 0")
+    children = place.ranks("ranks rewound", f"import os\n{bad}", SPIKE_POLICY="rewind")
+    assert [child.wait() for child in children] == [0, 0], [child.err for child in children]
+    for child in children:
+        assert read_by(child)[0] == [*range(7), *range(7, 19)] and "rewound step_000004 True" in child.out
+    place.run("rank rewound", spoil({5: "gradient"}), SPIKE_POLICY="rewind")
+    results = [place.result(out) for out in ("ranks rewound", "rank rewound")]
+    assert results[0]["val_nats"] == pytest.approx(results[1]["val_nats"], rel=1e-4)
+    assert [event["step"] for event in results[0]["events"]] == [6]
+
+
+def test_the_eleventh_skip_or_rewind_stops(place):
+    child = place.run("skips", spoil(dict.fromkeys(range(3, 14), "loss")), 1, SPIKE_POLICY="skip")
+    assert child.err.startswith("error: step 14: its loss nan ")
+    assert place.log("skips").count("event: skip ") == 10
+    child = place.run("rewinds", spoil(dict.fromkeys(range(5, 99), "gradient")), 1, SPIKE_POLICY="rewind")
+    assert child.err.startswith("error: step 6: its loss ") or child.err.startswith("error: step 5: its loss ")
+    assert place.log("rewinds").count("event: rewind ") == 10
+
+
+@pytest.mark.parametrize("every", ["0", "0s", "soon"])
+def test_a_rewind_wants_checkpoints(place, every):
+    child = place.run("none", code=2, SPIKE_POLICY="rewind", SAVE_EVERY=every)
+    assert re.fullmatch(rf"error: SAVE_EVERY='{every}': must be steps .*\n", child.err)
+    assert not (place.folder / "none").exists()
+
+
+@pytest.mark.parametrize("policy", ["skip", "rewind"])
+def test_a_replay_repeats_skips_and_rewinds(place, policy):
+    out, bad = f"{policy} source", {6: "gradient", 13: "loss", 14: "spike"}
+    clock = {"ITERATIONS": 0, "MAX_WALLCLOCK_SECONDS": 2.6, "RESERVE_SECONDS": 0.6}
+    source = place.run(out, spoil(bad), SPIKE_POLICY=policy, SPIKE_NATS=4, **clock)
+    replay = place.run(f"{policy} replay", spoil(bad), **replay_of(place, out))
+    place.same(f"{policy} replay", out)
+    assert read_by(replay) == read_by(source)
+    *events, last = place.result(f"{policy} replay")["events"]
+    assert last["event"] == "replay" and events == place.result(out)["events"]
+    assert len(events) >= 2 and {event["event"] for event in events} == {policy}
+    if policy == "rewind":  # with other checkpoints it would rewind to other steps
+        child = place.run("rewind elsewhere", code=2, **replay_of(place, out, SAVE_EVERY=5))
+        assert child.err == "error: SAVE_EVERY='5': must be '4', for that run could rewind\n"
+
+
+# --------------------------------------------------------------------------------------------------------- data faults
+HARMS = {
+    "truncated": "data = path.read_bytes(); path.write_bytes(data[:-1000])",
+    "removed": "path.unlink()",
+    "rewritten": "data = path.read_bytes(); path.write_bytes(data)",
+    "replaced": "path.with_suffix('.new').write_bytes(path.read_bytes()); path.with_suffix('.new').replace(path)",
+}
+
+
+@pytest.mark.parametrize("how", HARMS)
+def test_a_shard_that_changes_during_the_run(place, straight, how):
+    data = shutil.copytree(place.data, place.folder / f"data {how}")
+    shard, = data.glob("*_train_*.bin")
+    whole = shard.read_bytes()
+    harm = at(6, f"from pathlib import Path\npath = Path({str(shard)!r})\n{HARMS[how]}")
+    child = place.run(how, harm, 2, DATA_PATH=data)
+    assert child.err == f"error: shard {shard}: was changed or removed while in use\n"
+    assert T.newest_checkpoint(place.of(how))[0].name == "step_000004"
+    if how == "truncated":
+        child = place.resume(how, code=2)
+        assert re.fullmatch(rf"error: shard {shard}: truncated or damaged: .*\n", child.err)
+    shard.write_bytes(whole)
+    place.resume(how)
+    place.same(how, straight)
+
+
+def test_a_token_outside_the_vocabulary(place):
+    """In the last window of lane 3: read by step 9, of lanes of 60611 - 2048 tokens / 8."""
+    data = shutil.copytree(place.data, place.folder / "data tokens")
+    shard, = data.glob("*_train_*.bin")
+    tokens = T.read_shard(shard).copy()
+    tokens[3 * (len(tokens) - 2048) // 8 + 9 * 32 + 16] = 60000
+    T.write_shard(shard, tokens)
+    child = place.run("tokens", code=2, DATA_PATH=data)
+    assert child.err == f"error: shard {shard}: token 60000, expected ids below 400\n"
+    assert T.newest_checkpoint(place.of("tokens"))[0].name == "step_000008"
+
+
+# ---------------------------------------------------------------------------------------------------------------- disk
+def limit(size: int) -> str:
+    """No file may become larger than `size` bytes; more fails as a full disk does."""
+    return f"import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, ({size}, resource.RLIM_INFINITY))"
+
+
+NO_LIMIT = limit(-1)
+
+
+def test_a_save_that_fails_is_an_event(place, straight):
+    """A limit between the sizes of the log and of a checkpoint, while the saves of steps 8 and 12 fall due."""
+    look = f"from pathlib import Path\nfolder = Path({str(place.of('full'))!r})\n" \
+           "print('stands', sorted(path.name for path in folder.glob('step_*')), T.newest_checkpoint(folder)[0].name)"
+    size = (place.of(straight) / "log.txt").stat().st_size + 20000
+    assert size < (place.of(straight) / "step_000016" / "model.pt").stat().st_size
+    child = place.run("full", at(6, limit(size)) + at(13, f"{look}\n{NO_LIMIT}"))
+    assert "stands ['step_000000', 'step_000004'] step_000004\n" in child.out
+    events = place.result("full")["events"]
+    assert [(event["event"], event["step"]) for event in events] == [("save_failed", 8), ("save_failed", 12)]
+    assert all("File too large" in event["error"] for event in events)
+    assert re.findall(r"^event: save_failed step:(\d+) error:.*File too large", place.log("full"), re.M) == ["8", "12"]
+    assert steps_kept(place.of("full")) == ["step_000004", "step_000016"]
+    place.same("full", straight)
+
+
+def test_a_disk_that_is_full_at_the_end_loses_nothing(place, straight):
+    child = place.run("end", at(13, limit(20000)), 1)
+    assert re.search(r"^error: \[Errno 27\] File too large", child.err, re.M)
+    assert T.newest_checkpoint(place.of("end"))[0].name == "step_000012"
+    assert not (place.of("end") / "model.upar").exists()
+    place.resume("end")
+    place.same("end", straight)
+
+
+def test_a_disk_that_is_full_at_the_start_is_one_line(place):
+    child = place.run("start", limit(190000), 2)
+    said = rf"OUT_DIR='{place.folder}/start': no checkpoint can be written \(.*File too large.*\)"
+    assert re.fullmatch(f"error: {said}\n", child.err), child.err
+    assert steps_kept(place.of("start")) == []
+
+
+def test_a_log_that_cannot_be_written_does_not_end_the_run(place, straight):
+    child = place.run("no log", at(6, limit(20000)) + at(13, NO_LIMIT), SAVE_EVERY=0)
+    steps = [str(step) for step in range(1, 17)]  # step 6 is logged in the middle of step 7
+    assert re.findall(r"^log.txt: File too large, lost: step:(\d+)/", child.err, re.M) == steps[5:12]
+    assert re.findall(r"^step:(\d+)/", place.log("no log"), re.M) == steps[:5] + steps[12:]
+    assert re.findall(r"^step:(\d+)/", child.out, re.M) == steps
+    place.same("no log", straight)
+
+
+def test_a_folder_that_may_not_be_written(place, straight):
+    """During the saves of steps 8 and 12 it is read-only, and the process is not root's."""
+    patch = """
+import os
+inner = T.save_checkpoint
+def refused(folder, step, *rest):
+    if step in (8, 12):
+        os.chmod(folder, 0o555)
+        os.seteuid(65534) if os.getuid() == 0 else None
+    try:
+        inner(folder, step, *rest)
+    finally:
+        os.seteuid(os.getuid())
+        os.chmod(folder, 0o755)
+T.save_checkpoint = refused
+"""
+    place.run("refused saves", patch)
+    events = place.result("refused saves")["events"]
+    assert [(event["event"], event["step"]) for event in events] == [("save_failed", 8), ("save_failed", 12)]
+    assert all("Permission denied" in event["error"] for event in events)
+    assert steps_kept(place.of("refused saves")) == ["step_000004", "step_000016"]
+    place.same("refused saves", straight)
+
+
+def test_the_exit_code_of_each_fault(capsys, monkeypatch):
+    def end(error: Exception | int) -> tuple[int, str]:
+        def main() -> int:
+            if isinstance(error, int):
+                return error
+            raise error
+        return T.exit_code(main), capsys.readouterr().err
+
+    assert [end(code) for code in (0, 1, 143)] == [(0, ""), (1, ""), (143, "")]
+    assert end(T.UserError("wrong\nmore")) == (2, "error: wrong\n")
+    assert end(FloatingPointError("nan")) == (1, "error: nan\n")
+    assert end(OSError(28, "No space left on device")) == (1, "error: [Errno 28] No space left on device\n")
+    assert end(torch.OutOfMemoryError("much")) == (1, "error: set MICRO_BATCH_TOKENS to less: much\n")
+    with pytest.raises(RuntimeError, match="a bug"):
+        end(RuntimeError("a bug"))
+
+
+# --------------------------------------------------------------------------------------------------------------- hangs
+STUCK = """
+import os, time
+inner = T.Batches.micro_batches
+def stuck(self, step):
+    if step == 6 and int(os.environ.get("RANK", 0)) == int(os.environ.get("WORLD_SIZE", 1)) - 1:
+        time.sleep(4.8)
+    yield from inner(self, step)
+T.Batches.micro_batches = stuck
+"""
+
+
+def test_a_hang_names_who_waits_for_whom(place):
+    children = place.ranks("hang", STUCK, HANG_SECONDS=1, ITERATIONS=10)
+    assert [child.wait() for child in children] == [0, 0], [child.err for child in children]
+    line, = [line for line in place.log("hang").splitlines() if line.startswith("hang: ")]
+    folder = place.of("hang")
+    assert re.fullmatch(r"hang: step 7: \d s so far; rank 0 waits in sum, line \d+; rank 1 is in forward_backward, "
+                        rf"line \d+; who waits, waits for those who do not; stacks in {folder}/stacks_\*", line), line
+    stacks = [(folder / f"stacks_rank{rank}.txt").read_text() for rank in (0, 1)]
+    assert stacks[0].startswith("step 7: waits in sum, line ") and " in reduce_gradients\n" in stacks[0]
+    assert "all_reduce" in stacks[0] and " in main\n" in stacks[0]
+    assert stacks[1].startswith("step 7: is in forward_backward, line ") and " in stuck\n" in stacks[1]
+    assert line in children[0].err and "hang" not in children[1].err
+
+
+def test_what_is_no_hang(place):
+    """A long validation; and a long step with HANG_SECONDS=0."""
+    score = """
+import time
+inner, naps = T.score_tokens, [1.6]
+def slow(*args, **words):
+    time.sleep(naps.pop() if naps else 0)
+    return inner(*args, **words)
+T.score_tokens = slow
+"""
+    place.run("no hang", score, HANG_SECONDS=1, ITERATIONS=6, VAL_LOSS_EVERY=5, EMA=0, SWA=0, QAT=0)
+    place.run("not watched", at(3, "time.sleep(1.6)"), HANG_SECONDS=0, ITERATIONS=6, EMA=0, SWA=0, QAT=0)
+    for out in ("no hang", "not watched"):
+        assert not list(place.of(out).glob("stacks*")) and "hang: " not in place.log(out)
+
+
+def test_a_hang_of_one_process_names_the_place(place, straight):
+    child = place.run("alone", STUCK, HANG_SECONDS=1)
+    line, = [line for line in place.log("alone").splitlines() if line.startswith("hang: ")]
+    assert re.match(r"hang: step 7: \d s so far; rank 0 is in forward_backward, line \d+; who waits", line)
+    assert line in child.err and " in stuck\n" in (place.of("alone") / "stacks_rank0.txt").read_text()
+    place.same("alone", straight)
+
+
+# ------------------------------------------------------------------------------------------------------------ torchrun
+def ended(process: subprocess.Popen, seconds: float) -> str:
+    """What a torchrun has said on stderr; it must end by itself within this time."""
+    try:
+        return process.communicate(timeout=seconds)[1]
+    finally:
+        if process.poll() is None:
+            process.terminate()  # it ends its ranks
+            process.communicate()
+
+
+def wait_for(path: Path, text: str, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not (path.exists() and text in path.read_text(encoding="utf-8", errors="replace")):
+        assert time.monotonic() < end, f"no {text!r} in {path}"
+        time.sleep(0.02)
+
+
+# Rank 0 comes two seconds late to the reduction of step 7; rank 1 dies in it a second before, once.
+DIE = """
+import os, signal, threading, time
+inner = T.forward_backward
+def dying(model, batches, step):
+    loss, flag = inner(model, batches, step), os.environ["OUT_DIR"] + ".died"
+    if step == 6 and not os.path.exists(flag):
+        if os.environ["RANK"] == "0":
+            time.sleep(2)
+            open(flag, "w").close()
+        else:
+            threading.Timer(1, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    return loss
+T.forward_backward = dying
+"""
+
+
+def test_sigterm_to_torchrun_saves_once(place):
+    process = place.torchrun("term", at(1000, "pass"), ITERATIONS=3000, SAVE_EVERY=0)
+    log = place.of("term") / "log.txt"
+    wait_for(log, "step:9/")
+    process.send_signal(signal.SIGTERM)
+    said = ended(process, 30)
+    assert process.returncode != 0 and "ends the run" not in said and "rank 0 lost" not in said
+    lines = place.log("term").splitlines()
+    step, = (int(match[1]) for line in lines if (match := re.match(r"stopped by SIGTERM after step (\d+)", line)))
+    assert [line.split()[0] for line in lines if " saved in " in line] == [f"step:{step}"]
+    assert T.newest_checkpoint(place.of("term")) == (place.of("term") / f"step_{step:06d}", [])
+    assert json.loads((place.of("term") / f"step_{step:06d}" / "meta.json").read_bytes())["step"] == step
+
+
+def test_a_rank_killed_inside_a_collective_ends_the_other(place):
+    process = place.torchrun("killed", DIE)
+    began = time.monotonic()
+    said = ended(process, 90)
+    assert process.returncode != 0 and time.monotonic() - began < 60
+    assert re.search(r"^error: rank 0 lost another rank \(.*\); RESUME goes on from the newest ch", said, re.M), said
+    folder = place.of("killed")
+    assert T.newest_checkpoint(folder) == (folder / "step_000004", []) and not (folder / "result.json").exists()
+    assert "step:5/16" in place.log("killed") and "step:6/16" not in place.log("killed")  # 6 is logged in step 7
+
+
+@pytest.mark.full
+def test_torchrun_starts_again_and_resumes(place, straight):
+    process = place.torchrun("elastic", DIE, "--max-restarts=1", TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)
+    said = ended(process, 120)
+    assert process.returncode == 0, said
+    event, = place.result("elastic")["events"]
+    assert (event["event"], event["step"], event["ranks"]) == ("resume", 4, 2)
+    assert place.result("elastic")["steps"] == 16 and place.result("elastic")["world_size"] == 2
+    assert place.result("elastic")["val_nats"] == pytest.approx(place.result(straight)["val_nats"], rel=1e-4)
+
+
+def test_a_restart_wants_a_name(place):
+    child = place.run("nameless", code=2, RUN_ID=None, TORCHELASTIC_MAX_RESTARTS=1)
+    assert child.err.startswith("error: torchrun --max-restarts: needs RUN_ID, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
+    child = place.run("nameless", code=2, TORCHELASTIC_MAX_RESTARTS=1, TORCHELASTIC_USE_AGENT_STORE="True")
+    assert child.err.startswith("error: torchrun --max-restarts: needs RUN_ID, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
+    assert not (place.folder / "nameless").exists()
+
+
+def test_a_restarted_worker_resumes_its_run(place, straight, stopped):
+    """With the environment of its first start, on another node than the one that failed with the same restart count."""
+    copied(place, stopped, "restarted")
+    elastic = {"TORCHELASTIC_MAX_RESTARTS": 1, "TORCHELASTIC_RESTART_COUNT": 0}
+    place.run("restarted", **elastic)
+    assert [event["step"] for event in place.result("restarted")["events"]] == [6]
+    place.same("restarted", straight)
+    place.of("early").mkdir(parents=True)  # it failed before its first checkpoint
+    place.run("early", **elastic)
+    place.same("early", straight)
+    copied(place, stopped, "resumed")
+    place.resume("resumed", TORCHELASTIC_MAX_RESTARTS=1, TORCHELASTIC_RESTART_COUNT=1)  # RESUME and no RUN_ID
+    place.same("resumed", straight)
+
+
+def test_ranks_that_are_signalled_save_once(place, straight):
+    """The signal reaches rank 1 alone; both end after the same step, and one process goes on."""
+    stop = at(9, "if rank == 1: os.kill(os.getpid(), signal.SIGTERM); time.sleep(0.3)")
+    children = place.ranks("both", stop)
+    assert [child.wait() for child in children] == [143, 143], [child.err for child in children]
+    step, = (int(step) for step in re.findall(r"^stopped by SIGTERM after step (\d+);", place.log("both"), re.M))
+    assert 10 <= step <= 12 and T.newest_checkpoint(place.of("both"))[0].name == f"step_{step:06d}"
+    place.resume("both")
+    assert [(event["step"], event["ranks"]) for event in place.result("both")["events"]] == [(step, 1)]
+    assert place.result("both")["val_nats"] == pytest.approx(place.result(straight)["val_nats"], rel=1e-4)
+
+
+@pytest.mark.full
+def test_ranks_that_do_not_agree_leave_unsaved(place):
+    children = place.ranks("disagree", at(9, "if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)"))
+    try:
+        wait_for(place.of("disagree") / "log.txt", "step:8/")
+        time.sleep(1)
+        began = time.monotonic()
+        children[0].send(signal.SIGTERM)
+        assert children[0].wait(30) == 143
+        assert 9 < time.monotonic() - began < 15
+    finally:
+        os.kill(children[1].pid, signal.SIGKILL)
+    said = "rank 0: SIGTERM ends the run unsaved, for the ranks did not agree to stop within 10 s; RESUME="
+    assert children[0].err.splitlines()[-1].startswith(said)
+    folder = place.of("disagree")
+    assert T.newest_checkpoint(folder) == (folder / "step_000008", []) and "stopped by" not in place.log("disagree")
+
+
+@pytest.mark.full
+def test_a_signal_in_a_long_validation_is_answered(place):
+    """Longer than the 10 s in which the ranks must agree."""
+    patch = """
+import os, signal, time
+inner = T.score_tokens
+def slow(*args):
+    if os.environ["RANK"] == "0":
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(11)
+    return inner(*args)
+T.score_tokens = slow
+"""
+    children = place.ranks("long score", patch, VAL_LOSS_EVERY=5)
+    assert [child.wait() for child in children] == [143, 143], [child.err for child in children]
+    assert T.newest_checkpoint(place.of("long score"))[0].name in ("step_000006", "step_000007")
+
+
+# ----------------------------------------------------------------------------------------------------------- profiling
+def test_profile_traces_three_steps(place):
+    place.run("profile", PROFILE=1, ITERATIONS=8, SAVE_EVERY=0, QAT_START_FRAC=0.7)
+    trace = json.loads((place.of("profile") / "trace.json").read_text())
+    steps = [event for event in trace["traceEvents"] if event.get("name", "").startswith("Optimizer.step#Muon")]
+    assert len(steps) == 3 and {"forward_backward", "aten::embedding"} & {e.get("name") for e in trace["traceEvents"]}
+    line = f"profile: {place.of('profile')}/trace.json opens at https://ui.perfetto.dev"
+    assert line in place.log("profile").splitlines()
+    child = place.run("short", code=1, PROFILE=1, ITERATIONS=6, EMA=0, SWA=0, QAT=0, SAVE_EVERY=0)
+    assert "error: PROFILE=1 traced nothing, for it takes seven steps; everything was saved\n" in child.err
+    assert (place.of("short") / "model.upar").exists() and (place.of("short") / "result.json").exists()
+
+
+def test_deterministic_gives_the_same_artifact_on_a_cpu(place, straight):
+    place.run("deterministic", DETERMINISTIC=1)
+    place.same("deterministic", straight)
+
+
+@pytest.mark.parametrize("mode", T.CHOICES["compile_mode"])
+def test_the_compile_mode_reaches_the_compiler(place, mode):
+    patch = "T.torch.compile = lambda net, **words: print('compile', words, flush=True) or net"
+    child = place.run(f"compile {mode}", patch, COMPILE=1, COMPILE_MODE=mode, ITERATIONS=8, QAT_START_FRAC=0.7)
+    words = {"dynamic": False, "fullgraph": True, "mode": mode}
+    assert [line for line in child.out.splitlines() if line.startswith("compile ")] == [f"compile {words}"] * 2
