@@ -751,8 +751,8 @@ def read_by(child: Child) -> tuple[list[int], dict[int, str]]:
 def test_a_bad_step_stops_the_run_with_the_weights_as_before(place, straight, how):
     out = f"stop {how}"
     child = place.run(out, spoil({6: how}), 1)
-    assert re.fullmatch(r"error: step 7: its loss \S+ is a spike, or it or a gradient is not finite; weights are as "
-                        rf"before; RESUME={place.of(out)} with SPIKE_POLICY=skip or rewind goes on\n", child.err)
+    assert re.fullmatch(r"error: step 7: its loss \S+ is a spike, or it or a gradient is not finite; weights stay; "
+                        rf"RESUME={place.of(out)} with SPIKE_POLICY=skip or rewind goes on\n", child.err)
     steps, seen = read_by(child)
     assert steps == list(range(8)) and seen[7] == seen[6] != seen[5]
     assert re.search(r"^error: step 7: ", place.log(out), re.M) and not (place.of(out) / "result.json").exists()
