@@ -1169,11 +1169,11 @@ def test_a_signal_in_a_long_validation_is_answered(place):
     patch = """
 import os, signal, time
 inner = T.score_tokens
-def slow(*args):
+def slow(*args, **words):
     if os.environ["RANK"] == "0":
         os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(11)
-    return inner(*args)
+    return inner(*args, **words)
 T.score_tokens = slow
 """
     children = place.ranks("long score", patch, VAL_LOSS_EVERY=5)
