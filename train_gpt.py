@@ -1388,7 +1388,7 @@ class Muon(torch.optim.Optimizer):
             update = orthogonalize(torch.where(bad, 0.0, update), s.muon_backend_steps, s.muon_coefficients)
             if runtime.distributed:
                 own, update = update, update.new_empty(share * runtime.world_size, rows, cols)
-                dist.all_gather_into_tensor(update, own)
+                getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(update, own)  # renamed after torch 2.11
             scale = lr * max(1.0, rows / cols) ** 0.5
             for at, (param, span) in enumerate(pieces):
                 descend(param[span], update[at], scale, lr * group["weight_decay"], group["cautious"])
