@@ -1110,6 +1110,25 @@ def test_torchrun_starts_again_and_resumes(place, straight):
     assert place.result("elastic")["val_nats"] == pytest.approx(place.result(straight)["val_nats"], rel=1e-4)
 
 
+@pytest.mark.full
+def test_two_nodes_meet_by_the_command_of_the_readme(place, straight):
+    """Both on this machine, a rank each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = re.search(r"^RUN_ID=big (torchrun .*) train_gpt.py$", (ROOT / "README.md").read_text(), re.M).group(1)
+    command = command.replace("HOST:29400", f"127.0.0.1:{port}").replace("--nproc_per_node=8", "--nproc_per_node=1")
+    words = command.split()
+    assert words[:3] == ["torchrun", "--nnodes=2", "--nproc_per_node=1"]
+    environ = place.environment("nodes", SAVE_EVERY=4)
+    nodes = [subprocess.Popen([sys.executable, "-m", "torch.distributed.run", *words[1:], SCRIPT], env=environ,
+                              text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)]
+    said = [ended(node, 120) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], said
+    assert place.result("nodes")["world_size"] == 2 and place.result("nodes")["steps"] == 16
+    assert place.result("nodes")["val_nats"] == pytest.approx(place.result(straight)["val_nats"], rel=1e-4)
+
+
 def test_a_restart_wants_a_name(place):
     child = place.run("nameless", code=2, RUN_ID=None, TORCHELASTIC_MAX_RESTARTS=1)
     assert child.err.startswith("error: torchrun --max-restarts: needs RUN_ID, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
