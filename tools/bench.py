@@ -1,20 +1,14 @@
 """Measurements on this machine: of a function, of a run, of one choice against another.
 
-python tools/bench.py ops        the Gated DeltaNet chunk form against transformers' PyTorch rule, in turn, on the CPU
-python tools/bench.py train configs/cpu.env --seconds 20 --set COMPILE=0
-                                 a short run of each config: tokens/s, step time, peak memory, parameters, MFU
-python tools/bench.py options --write-readme
-                                 norms, positions, compiling, checkpointing, optimizers, beside the seed's claims
-python tools/bench.py arms --data data/web --seconds 120 --seeds 3 --jobs 2 --threads 1
-                                 architectures and MLPs at equal seconds, data and parameters; goes on where it stopped
+python tools/bench.py ops|train|options|arms --help
 
-The last three start train_gpt.py with settings in its environment and read its result.json and log.txt. Settings that
+All but ops start train_gpt.py with settings in its environment and read its result.json and log.txt. Settings that
 the shell exports are not passed on: `--set NAME=VALUE` is. Step time is the median over the run, tokens/s is the batch
 over that time. Without --data the text is Python's own standard library, with little of it for validation.
 """
 
 import argparse
-import importlib.util
+import importlib
 import json
 import math
 import os
@@ -35,11 +29,6 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-try:
-    from tqdm import tqdm
-except ImportError:
-    tqdm = None
-
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "train_gpt.py"  # the file that is measured
 TRANSFORMERS = "5.23.0"  # its rule became 1.2 to 1.7 times faster between 4.57 and this version: a ratio names one
@@ -52,13 +41,8 @@ Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 def load_script(path: Path) -> ModuleType:
     """Import a script of this repository by its path."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None or not path.is_file():
-        raise SystemExit(f"{path}: no such Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses look their module up by name
-    spec.loader.exec_module(module)
-    return module
+    sys.path.insert(0, str(path.parent))
+    return importlib.import_module(path.stem)
 
 
 def transformers_rule() -> tuple[str, Rule]:
@@ -77,18 +61,9 @@ def transformers_rule() -> tuple[str, Rule]:
 
 def parse_shape(text: str) -> tuple[int, int, int, int]:
     """B, T, H, D from text such as 4x512x8x64."""
-    parts = text.split("x")
-    if len(parts) != 4 or not all(part.isdigit() and int(part) > 0 for part in parts):
+    if not re.fullmatch(r"0*[1-9]\d*(x0*[1-9]\d*){3}", text):
         raise argparse.ArgumentTypeError(f"shape is {text!r}; it must be BxTxHxD, such as 4x512x8x64")
-    return tuple(map(int, parts))
-
-
-def random_inputs(b: int, t: int, h: int, d: int) -> list[Tensor]:
-    """Leaves q, k (unit length), v, g, beta in float32, with a decay and a write strength as at initialisation."""
-    torch.manual_seed(0)
-    q, k = (torch.nn.functional.normalize(torch.randn(b, t, h, d), dim=-1) for _ in range(2))
-    g, beta = -0.2 * torch.rand(b, t, h), torch.rand(b, t, h)
-    return [x.requires_grad_() for x in (q, k, torch.randn(b, t, h, d), g, beta)]
+    return tuple(map(int, text.split("x")))
 
 
 def forward_backward(rule: Rule, inputs: list[Tensor], weight: Tensor) -> tuple[float, float, list[Tensor]]:
@@ -103,11 +78,6 @@ def forward_backward(rule: Rule, inputs: list[Tensor], weight: Tensor) -> tuple[
     return 1e3 * (middle - start), 1e3 * (end - start), [out.detach(), *(x.grad for x in inputs)]
 
 
-def relative_error(a: list[Tensor], b: list[Tensor]) -> float:
-    """Largest over the pairs of max|a - b| / max(max|b|, 1e-3)."""
-    return max(((x - y).abs().max() / y.abs().max().clamp(min=1e-3)).item() for x, y in zip(a, b, strict=True))
-
-
 def bench_ops(args: argparse.Namespace) -> None:
     """Time gdn_chunk and transformers' rule in turn, forward and backward, and print the times for each shape."""
     if args.threads:
@@ -120,22 +90,23 @@ def bench_ops(args: argparse.Namespace) -> None:
     rules = {f"gdn_chunk({args.chunk})": ours, name: theirs}
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, float32, {args.rounds} rounds in turn")
     for b, t, h, d in args.shapes:
-        inputs, weight = random_inputs(b, t, h, d), torch.randn(b, t, h, d)
-        results = {key: forward_backward(f, inputs, weight)[2] for key, f in rules.items()}  # warms up as well
-        times: dict[str, list[tuple[float, float]]] = {key: [] for key in rules}
-        for _ in range(args.rounds):
-            for key, f in rules.items():
-                times[key].append(forward_backward(f, inputs, weight)[:2])
+        torch.manual_seed(0)  # decay and write strength as at initialisation
+        q, k = (torch.nn.functional.normalize(torch.randn(b, t, h, d), dim=-1) for _ in range(2))
+        g, beta, v, weight = -0.2 * torch.rand(b, t, h), torch.rand(b, t, h), *torch.randn(2, b, t, h, d)
+        inputs, times, results = [x.requires_grad_() for x in (q, k, v, g, beta)], {key: [] for key in rules}, {}
+        for _ in range(1 + args.rounds):
+            for key, rule in rules.items():
+                *pair, results[key] = forward_backward(rule, inputs, weight)
+                times[key].append(pair)
         print(f"B{b} T{t} H{h} D{d}")
-        for key, pairs in times.items():
-            forward, both = zip(*pairs, strict=True)
-            print(
-                f"  {key:<24} forward+backward min {min(both):8.1f} ms  median {statistics.median(both):8.1f} ms"
-                f"   forward min {min(forward):7.1f} ms"
-            )
-        mine, other = ([both for _, both in pairs] for pairs in times.values())
+        columns = {key: list(zip(*pairs[1:], strict=True)) for key, pairs in times.items()}  # the first warmed up
+        for key, (forward, both) in columns.items():
+            print(f"  {key:<24} forward+backward min {min(both):8.1f} ms  median {statistics.median(both):8.1f} ms"
+                  f"   forward min {min(forward):7.1f} ms")
+        (_, mine), (_, other) = columns.values()
         ratios = f"min {min(other) / min(mine):.2f}  median {statistics.median(other) / statistics.median(mine):.2f}"
-        print(f"  ratio {ratios}  largest relative difference {relative_error(*results.values()):.1e}")
+        worst = max((x - y).abs().max() / y.abs().max().clamp(min=1e-3) for x, y in zip(*results.values(), strict=True))
+        print(f"  ratio {ratios}  largest relative difference {worst:.1e}")
 
 
 # ------------------------------------------------------------------------------------------------ runs of the script
@@ -211,7 +182,12 @@ def figures(run: dict) -> dict:
 
 def progress(items: Iterable, total: int) -> Iterable:
     """`items` behind a progress bar where tqdm is installed."""
-    return items if tqdm is None else tqdm(items, total=total, desc="runs", disable=None)
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        print("no progress bar: tqdm is not installed (pip install tqdm)")
+        return items
+    return tqdm(items, total=total, desc="runs", disable=None)
 
 
 def open_data(script: ModuleType, path: str) -> tuple[str, dict]:
@@ -584,8 +560,6 @@ def main() -> None:
     ops.set_defaults(run=bench_ops)
     add_run_commands(commands)
     args = parser.parse_args()
-    if tqdm is None:
-        print("no progress bar: tqdm is not installed (pip install tqdm)")
     failures = args.run(args) or []
     for failure in failures:
         sys.stderr.write(f"failed: {failure}\n")
