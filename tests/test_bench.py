@@ -340,7 +340,8 @@ class Clock:
 class Plan:
     advance, multiplier, momentum = nap(0), nap(0.005), nap(0)
 class Run:
-    judge = nap(0)
+    def judge(self, loss=0.0, bad=False, last=False):
+        return True
     def __init__(self):
         self.folder, self.step, self.stands = Path(os.environ["OUT_DIR"]) / os.environ["RUN_ID"], 0, -1
     def save(self, seconds):
@@ -361,6 +362,7 @@ def main():
         plan.advance(), plan.multiplier(), plan.momentum(), clock.send(), time.sleep(0.02)
         run.step += 1
     run.save(0)
+    run.judge(0.0, False, last=True)
     result = {"tokens": 5, "steps": 5, "params": {"total": 1}, "optimizer_state_bytes": 8, "hardware": "1 x CPU"}
     (run.folder / "result.json").write_text(json.dumps(result))
     lines = [f"step:{i}/5 train_loss:1 train_time:{50 * i}ms\\n" for i in range(1, 6)]

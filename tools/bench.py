@@ -225,7 +225,7 @@ def flops_per_token(network: torch.nn.Module, seq_len: int) -> float:
     """FLOPs of training that the model asks for, per token (as PaLM counts, arXiv 2204.02311, appendix B).
 
     Products with weights: as torch counts them, forward and backward. Attention: 12 H D L, for q k^T and the sum of
-    values, 2 H D L each forward and twice that backward, L = mean number of keys that a position sees. Gated DeltaNet:
+    values, 2 H D L each forward and twice that backward, L = mean number of keys a position sees. Gated DeltaNet:
     18 H D^2, for reading at the key, writing, reading at the query, 2 D^2 a head each forward (the recurrence; the chunk
     form does more). Convolutions, norms, gates and recomputation are left out.
     """
@@ -289,10 +289,10 @@ def timed_main(script_path: str, out: str) -> int:
     def time_calls(holder: object, name: str) -> None:
         inner = getattr(holder, name)
 
-        def outer(run, *args):
+        def outer(run, *args, **more):
             saves = name == "save" and run.stands != run.step
             begin = time.perf_counter()
-            result = inner(run, *args)
+            result = inner(run, *args, **more)
             end = time.perf_counter()
             files = run.folder.glob(f"step_{run.step:06d}/*") if saves else ()
             calls.append((name, begin, end, sum(file.stat().st_size for file in files)))
