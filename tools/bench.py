@@ -226,8 +226,8 @@ def flops_per_token(network: torch.nn.Module, seq_len: int) -> float:
 
     Products with weights: as torch counts them, forward and backward. Attention: 12 H D L, for q k^T and the sum of
     values, 2 H D L each forward and twice that backward, L = mean number of keys a position sees. Gated DeltaNet:
-    18 H D^2, for reading at the key, writing, reading at the query, 2 D^2 a head each forward (the recurrence; the chunk
-    form does more). Convolutions, norms, gates and recomputation are left out.
+    18 H D^2, for reading at the key, writing, reading at the query: 2 D^2 a head each forward (the recurrence;
+    the chunk form does more). Convolutions, norms, gates and recomputation are left out.
     """
     ids = torch.zeros(1, seq_len, dtype=torch.long)
     with FlopCounterMode(display=False) as counter:
