@@ -14,7 +14,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 import train_gpt as T
 
@@ -84,17 +83,24 @@ def test_flops_of_attention_by_hand():
     {"layer_pattern": "g g", "bigram_vocab_size": 64, "positions": "learned"},
 ], ids=str)
 def test_flops_of_weights_are_those_that_torch_counts(changes):
-    """torch's counter of aten.mm over forward and backward, against the formula without its attention and GDN terms."""
-    network, tokens = network_of(**changes), 2 * 64
-    ids = torch.randint(2, 48, (2, 65))
-    with FlopCounterMode(display=False) as counter:
-        network(ids[:, :-1], ids[:, 1:]).sum().backward()
-    counted = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
+    """6 for each weight of a product that a token meets, shared ones at each use, beside attention and GDN terms."""
+    network = network_of(**changes)
+
+    def weights(module: torch.nn.Module) -> int:
+        named = module.named_parameters()
+        return sum(param.numel() for name, param in named if name.split(".")[-1].startswith(("w_", "ab")))
+
+    own = (param.numel() for name, param in network.named_parameters(recurse=False) if name.startswith("w_"))
+    used = network.embed.numel() + sum(own) + sum(weights(network.blocks[at]) for at in network.block_of_layer)
+    for at in network.mixer_of_layer:  # k takes keys and values by the owner's half of its matrix
+        used += weights(network.mixers[at])
+        if not hasattr(network.mixers[at], "window") and network.mixers[at].owner[0]:
+            used += network.mixers[at].w_qkvg.numel()
     state = 0.0
     for word in network.config.layers.lower().split():
         keys = 65 / 2 if word[0] == "a" else (16 * 17 / 2 + 48 * 16) / 64
         state += 12 * 32 * keys if word[0] in "as" else 18 * 2 * 16**2
-    assert bench.flops_per_token(network, 64) - state == pytest.approx(counted / tokens, rel=1e-12)
+    assert bench.flops_per_token(network, 64) - state == pytest.approx(6 * used, rel=1e-12)
 
 
 def test_the_peak_is_of_a_product(monkeypatch):
@@ -286,6 +292,118 @@ def test_jobs_are_pinned_to_cores_of_their_own():
     assert sorted(os.sched_getaffinity(0)) == here
     with pytest.raises(SystemExit, match="more than the"):
         bench.run_pinned(make, [], len(here) + 1, 1)
+
+
+# ------------------------------------------------------------------------------------------------------------- cost
+CALLS = [  # (name, begin, end, bytes): steps begin at 0, 10, 20 and 40, the loop ends at 50
+    ("save", -9.0, -5.0, 500),
+    ("median_step", 0.1, 0.2, 0), ("is_last", 0.0, 0.4, 0), ("save", 0.5, 0.5, 0), ("receive", 5.0, 5.6, 0),
+    ("median_step", 6.1, 6.4, 0), ("progress", 6.0, 6.5, 0),
+    ("is_last", 10.0, 10.1, 0), ("is_last", 20.0, 20.2, 0), ("save", 21.0, 26.0, 700), ("receive", 30.0, 30.3, 0),
+    ("is_last", 40.0, 40.4, 0), ("is_last", 50.0, 50.5, 0), ("save", 51.0, 55.0, 900), ("receive", 60.0, 69.0, 0),
+]
+
+
+def test_costs_of_known_calls():
+    found = bench.costs(CALLS, overhead=0.01, waits=False)
+    assert (found["steps"], found["wall_seconds"]) == (4, 50.0)
+    assert found["saves"] == [{"seconds": 5.0, "bytes": 700, "next_step_seconds": 15.0}]
+    assert (found["median_step_seconds"], found["median_other_seconds"]) == (10.0, 10.0)  # of 10, 10, 15, 10
+    by_function = {"is_last": 1.1 / 4, "receive": 0.9 / 4, "progress": 0.5 / 4}  # median_step was called by others
+    assert found["seconds_by_function"] == pytest.approx(by_function)
+    assert {what: total["share"] for what, total in found["totals"].items()} == pytest.approx(
+        {"saving": 0.1, "bookkeeping": 2.5 / 50, "waiting for the device": 0.0, "timing": 11 * 0.01 / 50})
+    assert found["totals"]["bookkeeping"]["seconds_per_step"] == pytest.approx(2.5 / 4)
+
+
+def test_costs_on_cuda_leave_out_the_wait():
+    found = bench.costs(CALLS, overhead=0.0, waits=True)
+    assert found["totals"]["bookkeeping"]["share"] == pytest.approx(1.6 / 50)
+    assert found["totals"]["waiting for the device"]["seconds_per_step"] == pytest.approx(0.9 / 4)
+    assert "receive" not in found["seconds_by_function"]
+
+
+# A train_gpt.py whose loop has five steps of 50 ms, 30 of them bookkeeping, and one save of 0.2 s.
+LOOP = '''
+import json, os, time
+from pathlib import Path
+from types import SimpleNamespace
+def nap(seconds):
+    return lambda self, *rest: time.sleep(seconds)
+class Clock:
+    median_step, receive, send = nap(0.005), nap(0), nap(0.005)
+    def is_last(self, step):
+        return self.median_step() or step == 5
+    def progress(self, step):
+        self.median_step()
+        time.sleep(0.005)
+class Plan:
+    advance, multiplier, momentum = nap(0), nap(0.005), nap(0)
+class Run:
+    def judge(self, loss=0.0, bad=False, last=False):
+        return True
+    def __init__(self):
+        self.folder, self.step, self.stands = Path(os.environ["OUT_DIR"]) / os.environ["RUN_ID"], 0, -1
+    def save(self, seconds):
+        if self.stands != self.step:
+            self.stands = self.step
+            time.sleep(0.2)
+            (self.folder / f"step_{self.step:06d}").mkdir(parents=True)
+            (self.folder / f"step_{self.step:06d}" / "model.pt").write_bytes(bytes(1234))
+def main():
+    if os.environ["SEED"] == "9":
+        raise SystemExit("error: no seed")
+    run, clock, plan = Run(), Clock(), Plan()
+    run.save(0)
+    while not clock.is_last(run.step):
+        if run.step in (0, int(os.environ["SEED"])):
+            run.save(0)
+        clock.median_step(), run.judge(), clock.receive(), clock.progress(run.step)
+        plan.advance(), plan.multiplier(), plan.momentum(), clock.send(), time.sleep(0.02)
+        run.step += 1
+    run.save(0)
+    run.judge(0.0, False, last=True)
+    result = {"tokens": 5, "steps": 5, "params": {"total": 1}, "optimizer_state_bytes": 8, "hardware": "1 x CPU"}
+    (run.folder / "result.json").write_text(json.dumps(result))
+    lines = [f"step:{i}/5 train_loss:1 train_time:{50 * i}ms\\n" for i in range(1, 6)]
+    (run.folder / "log.txt").write_text("".join(lines))
+    return 0
+def exit_code(main):
+    return main()
+'''
+
+
+def test_cost_measures_a_run_of_known_times(tmp_path, monkeypatch, capsys):
+    (tmp_path / "train_gpt.py").write_text(LOOP)
+    (tmp_path / "c.env").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bench, "ROOT", tmp_path)
+    monkeypatch.setattr(bench, "SCRIPT", tmp_path / "train_gpt.py")
+    monkeypatch.setattr(bench, "load_script", lambda path: T)
+    monkeypatch.setattr(bench, "open_data", lambda script, path: ("data/x", {}))
+
+    def call(seed: int) -> tuple[int, str, str]:
+        words = ["cost", "c.env", "--set", f"SEED={seed}", "--out", "c.json", "--runs", f"runs/{seed}"]
+        monkeypatch.setattr(sys, "argv", ["bench.py", *words])
+        with pytest.raises(SystemExit) as ended:
+            bench.main()
+        return ended.value.code, *capsys.readouterr()
+
+    code, out, err = call(3)
+    assert (code, err) == (0, "")
+    found = json.loads((tmp_path / "c.json").read_text())
+    save, = found["saves"]
+    assert 0.2 <= save["seconds"] < 0.4 and save["bytes"] == 1234 and found["steps"] == 5
+    assert 0.05 <= found["median_step_seconds"] < 0.1 and 0.05 <= save["next_step_seconds"] < 0.15
+    assert 0.03 <= found["totals"]["bookkeeping"]["seconds_per_step"] < 0.08
+    wall = found["wall_seconds"]
+    assert 0.45 <= wall < 1 and found["totals"]["saving"]["share"] == pytest.approx(save["seconds"] / wall, rel=0.01)
+    assert 0 < found["totals"]["timing"]["seconds_per_step"] < 1e-3
+    assert f"| saving | {1e6 * found['totals']['saving']['seconds_per_step']:,.1f} | " in out
+    assert "SAVE_EVERY=30s: 5 steps" in out and " ms for 1,234 bytes." in out and "waiting" not in out
+    assert call(7)[::2] == (1, "failed: c.env: no checkpoint was saved in the loop; use more --seconds, or --set "
+                               "SAVE_EVERY=5s\n")
+    assert call(9)[::2] == (1, "failed: c.env: error: no seed\n")
 
 
 # ---------------------------------------------------------------------------------------------------- arms and options

@@ -1,20 +1,12 @@
 """Measurements on this machine: of a function, of a run, of one choice against another.
 
-python tools/bench.py ops        the Gated DeltaNet chunk form against transformers' PyTorch rule, in turn, on the CPU
-python tools/bench.py train configs/cpu.env --seconds 20 --set COMPILE=0
-                                 a short run of each config: tokens/s, step time, peak memory, parameters, MFU
-python tools/bench.py options --write-readme
-                                 norms, positions, compiling, checkpointing, optimizers, beside the seed's claims
-python tools/bench.py arms --data data/web --seconds 120 --seeds 3 --jobs 2 --threads 1
-                                 architectures and MLPs at equal seconds, data and parameters; goes on where it stopped
-
-The last three start train_gpt.py with settings in its environment and read its result.json and log.txt. Settings that
+All but ops start train_gpt.py with settings in its environment and read its result.json and log.txt. Settings that
 the shell exports are not passed on: `--set NAME=VALUE` is. Step time is the median over the run, tokens/s is the batch
 over that time. Without --data the text is Python's own standard library, with little of it for validation.
 """
 
 import argparse
-import importlib.util
+import importlib
 import json
 import math
 import os
@@ -26,19 +18,16 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+import timeit
+from collections import Counter
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import torch
-from torch import Tensor
-
-try:
-    from tqdm import tqdm
-except ImportError:
-    tqdm = None
+from torch.utils.flop_counter import FlopCounterMode
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "train_gpt.py"  # the file that is measured
@@ -47,22 +36,22 @@ SHAPES = [(4, 512, 8, 64), (4, 2048, 8, 64), (16, 256, 4, 32)]  # (B, T, H, D)
 BENCH_DATA = "data/bench"  # made at the first use
 OPTIONS, ARMS = ROOT / "configs" / "options.json", ROOT / "configs" / "arms.json"  # what `options` and `arms` run
 
-Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-
 
 def load_script(path: Path) -> ModuleType:
     """Import a script of this repository by its path."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None or not path.is_file():
-        raise SystemExit(f"{path}: no such Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses look their module up by name
-    spec.loader.exec_module(module)
-    return module
+    sys.path.insert(0, str(path.parent))
+    return importlib.import_module(path.stem)
 
 
-def transformers_rule() -> tuple[str, Rule]:
-    """Name and function of transformers' pure-PyTorch chunk rule. SystemExit where transformers is not installed."""
+def parse_shape(text: str) -> tuple[int, int, int, int]:
+    """B, T, H, D from text such as 4x512x8x64."""
+    if not re.fullmatch(r"0*[1-9]\d*(x0*[1-9]\d*){3}", text):
+        raise argparse.ArgumentTypeError(f"shape is {text!r}; it must be BxTxHxD, such as 4x512x8x64")
+    return tuple(map(int, text.split("x")))
+
+
+def bench_ops(args: argparse.Namespace) -> None:
+    """Time gdn_chunk and transformers' rule in turn, forward and backward, and print the times for each shape."""
     try:
         import transformers
     except ImportError:
@@ -72,83 +61,48 @@ def transformers_rule() -> tuple[str, Rule]:
 
     if transformers.__version__ != TRANSFORMERS:
         print(f"note: transformers is {transformers.__version__}; the project's figures name {TRANSFORMERS}")
-    return f"transformers {transformers.__version__}", lambda *x: torch_chunk_gated_delta_rule(*x)[0]
-
-
-def parse_shape(text: str) -> tuple[int, int, int, int]:
-    """B, T, H, D from text such as 4x512x8x64."""
-    parts = text.split("x")
-    if len(parts) != 4 or not all(part.isdigit() and int(part) > 0 for part in parts):
-        raise argparse.ArgumentTypeError(f"shape is {text!r}; it must be BxTxHxD, such as 4x512x8x64")
-    return tuple(map(int, parts))
-
-
-def random_inputs(b: int, t: int, h: int, d: int) -> list[Tensor]:
-    """Leaves q, k (unit length), v, g, beta in float32, with a decay and a write strength as at initialisation."""
-    torch.manual_seed(0)
-    q, k = (torch.nn.functional.normalize(torch.randn(b, t, h, d), dim=-1) for _ in range(2))
-    g, beta = -0.2 * torch.rand(b, t, h), torch.rand(b, t, h)
-    return [x.requires_grad_() for x in (q, k, torch.randn(b, t, h, d), g, beta)]
-
-
-def forward_backward(rule: Rule, inputs: list[Tensor], weight: Tensor) -> tuple[float, float, list[Tensor]]:
-    """Milliseconds of the forward pass, of both passes, and [output, gradients of the inputs]."""
-    for x in inputs:
-        x.grad = None
-    start = time.perf_counter()
-    out = rule(*inputs)
-    middle = time.perf_counter()
-    out.backward(weight)
-    end = time.perf_counter()
-    return 1e3 * (middle - start), 1e3 * (end - start), [out.detach(), *(x.grad for x in inputs)]
-
-
-def relative_error(a: list[Tensor], b: list[Tensor]) -> float:
-    """Largest over the pairs of max|a - b| / max(max|b|, 1e-3)."""
-    return max(((x - y).abs().max() / y.abs().max().clamp(min=1e-3)).item() for x, y in zip(a, b, strict=True))
-
-
-def bench_ops(args: argparse.Namespace) -> None:
-    """Time gdn_chunk and transformers' rule in turn, forward and backward, and print the times for each shape."""
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    (name, theirs), script = transformers_rule(), load_script(SCRIPT)
-
-    def ours(q: Tensor, k: Tensor, *rest: Tensor) -> Tensor:  # transformers scales q itself
-        return script.gdn_chunk(q * k.shape[-1] ** -0.5, k, *rest, chunk=args.chunk)[0]
-
-    rules = {f"gdn_chunk({args.chunk})": ours, name: theirs}
+    torch.set_num_threads(args.threads or torch.get_num_threads())
+    script, size = load_script(SCRIPT), args.chunk
+    rules = {  # transformers scales q itself
+        f"gdn_chunk({size})": lambda q, k, *x: script.gdn_chunk(q * k.shape[-1] ** -0.5, k, *x, chunk=size)[0],
+        f"transformers {transformers.__version__}": lambda *x: torch_chunk_gated_delta_rule(*x)[0],
+    }
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, float32, {args.rounds} rounds in turn")
     for b, t, h, d in args.shapes:
-        inputs, weight = random_inputs(b, t, h, d), torch.randn(b, t, h, d)
-        results = {key: forward_backward(f, inputs, weight)[2] for key, f in rules.items()}  # warms up as well
-        times: dict[str, list[tuple[float, float]]] = {key: [] for key in rules}
-        for _ in range(args.rounds):
-            for key, f in rules.items():
-                times[key].append(forward_backward(f, inputs, weight)[:2])
+        torch.manual_seed(0)  # decay and write strength as at initialisation
+        q, k = (torch.nn.functional.normalize(torch.randn(b, t, h, d), dim=-1) for _ in range(2))
+        g, beta, v, weight = -0.2 * torch.rand(b, t, h), torch.rand(b, t, h), *torch.randn(2, b, t, h, d)
+        inputs, times, results = [x.requires_grad_() for x in (q, k, v, g, beta)], {key: [] for key in rules}, {}
+        for _ in range(1 + args.rounds):
+            for key, rule in rules.items():
+                begin = time.perf_counter()
+                out = rule(*inputs)
+                middle = time.perf_counter()
+                results[key] = [out.detach(), *torch.autograd.grad(out, inputs, weight)]
+                times[key].append((1e3 * (middle - begin), 1e3 * (time.perf_counter() - begin)))
         print(f"B{b} T{t} H{h} D{d}")
-        for key, pairs in times.items():
-            forward, both = zip(*pairs, strict=True)
-            print(
-                f"  {key:<24} forward+backward min {min(both):8.1f} ms  median {statistics.median(both):8.1f} ms"
-                f"   forward min {min(forward):7.1f} ms"
-            )
-        mine, other = ([both for _, both in pairs] for pairs in times.values())
+        columns = {key: list(zip(*pairs[1:], strict=True)) for key, pairs in times.items()}  # the first warmed up
+        for key, (forward, both) in columns.items():
+            print(f"  {key:<24} forward+backward min {min(both):8.1f} ms  median {statistics.median(both):8.1f} ms"
+                  f"   forward min {min(forward):7.1f} ms")
+        (_, mine), (_, other) = columns.values()
         ratios = f"min {min(other) / min(mine):.2f}  median {statistics.median(other) / statistics.median(mine):.2f}"
-        print(f"  ratio {ratios}  largest relative difference {relative_error(*results.values()):.1e}")
+        worst = max((x - y).abs().max() / y.abs().max().clamp(min=1e-3) for x, y in zip(*results.values(), strict=True))
+        print(f"  ratio {ratios}  largest relative difference {worst:.1e}")
 
 
 # ------------------------------------------------------------------------------------------------ runs of the script
 def setting_names(script: ModuleType) -> set[str]:
     """The names that train_gpt.py reads from its environment, CONFIG aside."""
-    return {field.name.upper() for field in fields(script.Settings)}
+    return {name.upper() for name in script.Settings.__dataclass_fields__}
 
 
-def run_script(script: ModuleType, place: Path, config: str, settings: dict[str, str], threads: int = 0) -> dict:
+def run_script(script: ModuleType, place: Path, config: str, settings: dict[str, str], threads: int = 0,
+               words: Sequence[str] = ()) -> dict:
     """Make a run in the folder `place` unless it stands there finished: its result and speed, or {"failed": why}.
 
-    `config` is a CONFIG file seen from the repository, or "". Raises SystemExit where the folder holds a finished run
-    of other settings, config or code.
+    `config` is a CONFIG file seen from the repository, or ""; `words` go to Python in place of the script. Raises
+    SystemExit where the folder holds a finished run of other settings, config or code.
     """
     unknown = sorted(set(settings) - setting_names(script))
     if unknown:  # train_gpt.py would not look at them: two arms would be one
@@ -165,7 +119,9 @@ def run_script(script: ModuleType, place: Path, config: str, settings: dict[str,
         environ = {name: value for name, value in os.environ.items() if name not in ours}
         environ |= {"OMP_NUM_THREADS": str(threads)} if threads else {}
         environ |= {**settings, "CONFIG": config, "OUT_DIR": str(place.parent), "RUN_ID": place.name}
-        ended = subprocess.run([sys.executable, str(SCRIPT)], cwd=ROOT, env=environ, capture_output=True, text=True)
+        print(f"run: {place}", flush=True)
+        ended = subprocess.run([sys.executable, *(words or [str(SCRIPT)])], cwd=ROOT, env=environ,
+                               capture_output=True, text=True)
         if ended.returncode:
             said = ended.stderr.strip().splitlines()
             return {"failed": said[-1] if said else f"exit code {ended.returncode}, nothing on stderr"}
@@ -180,8 +136,7 @@ def run_script(script: ModuleType, place: Path, config: str, settings: dict[str,
         return {"failed": f"{result['steps']} steps are too few to time; use more --seconds"}
     result["parameters"], result["step_ms"] = result["params"]["total"], milliseconds
     result["tokens_per_second"] = 1000 * result["tokens"] / result["steps"] / milliseconds
-    if "optimizer_state_bytes" in result:
-        result["state_bytes_per_parameter"] = result["optimizer_state_bytes"] / result["parameters"]
+    result["state_bytes_per_parameter"] = result["optimizer_state_bytes"] / result["parameters"]
     return result
 
 
@@ -204,14 +159,9 @@ def step_ms(log: str) -> float:
 
 def figures(run: dict) -> dict:
     """What a JSON document keeps of a run."""
-    keys = ("failed", "parameters", "steps", "tokens", "step_ms", "tokens_per_second", "peak_memory_mib", "data_wait",
+    keys = ("failed", "parameters", "steps", "tokens", "step_ms", "tokens_per_second", "peak_memory_mib",
             "optimizer_state_bytes", "state_bytes_per_parameter", "train_seconds", "val_bpb", "events")
     return {key: run[key] for key in keys if key in run}
-
-
-def progress(items: Iterable, total: int) -> Iterable:
-    """`items` behind a progress bar where tqdm is installed."""
-    return items if tqdm is None else tqdm(items, total=total, desc="runs", disable=None)
 
 
 def open_data(script: ModuleType, path: str) -> tuple[str, dict]:
@@ -227,12 +177,29 @@ def open_data(script: ModuleType, path: str) -> tuple[str, dict]:
         raise SystemExit(f"error: {error}") from None
 
 
-def publish(args: argparse.Namespace, path: str, runs: list[dict], rows: list[list[str]], notes: str, /, **body) -> str:
-    """Print a Markdown table of `rows` (the first is its head), command, date, machine and notes; return that text.
+def replace_between(text: str, tag: str, body: str) -> str:
+    """`text` with `body` between <!-- tag --> and <!-- /tag -->. Raises SystemExit unless both stand in it once."""
+    parts = re.split(f"<!-- (/?){tag} -->", text)
+    if parts[1::2] != ["", "/"]:
+        raise SystemExit(f"error: README.md must have <!-- {tag} --> and then <!-- /{tag} -->, once each")
+    return f"{parts[0]}<!-- {tag} -->\n{body}\n<!-- /{tag} -->{parts[-1]}"
+
+
+def short_run(script: ModuleType, args: argparse.Namespace, **more: str) -> tuple[dict[str, str], dict]:
+    """Settings of a run of --seconds without validation, `more` and --set above them; the manifest of its data."""
+    data, manifest = open_data(script, args.data)
+    return {"DATA_PATH": data, "MAX_WALLCLOCK_SECONDS": f"{args.seconds + 5:g}", "RESERVE_SECONDS": "5",
+            "ITERATIONS": "0", "WARMDOWN_ITERS": "0", "VAL_LOSS_EVERY": "0", "EVAL_STRIDE": "0",
+            **more, **dict(args.set)}, manifest
+
+
+def publish(args: argparse.Namespace, path: str, runs: list[tuple[str, dict]], rows: list[list[str]], notes: str, /,
+            **body) -> list[str]:
+    """Print a Markdown table of `rows` (the first is its head), command, date, machine and notes. Returns failures.
 
     `body` goes with command, date and machine into a JSON file: --out, or `path` with the date put in.
     """
-    first, info = next((run for run in runs if "failed" not in run), {}), Path("/proc/cpuinfo")
+    first, info = next((run for _, run in runs if "failed" not in run), {}), Path("/proc/cpuinfo")
     names = re.findall(r"^model name\s*: (.*)$", info.read_text(), re.MULTILINE) if info.is_file() else []
     about = {
         "date": time.strftime("%Y-%m-%d"), "command": shlex.join(["python", "tools/bench.py", *sys.argv[1:]]),
@@ -243,69 +210,54 @@ def publish(args: argparse.Namespace, path: str, runs: list[dict], rows: list[li
     text = (f"{table}\n\n`{about['command']}`, {about['date']}, {about['cores']} cores of {about['cpu']}, a run on "
             f"{about['hardware']}, torch {torch.__version__}. {notes}")
     print(text)
-    out = ROOT / (args.out or path.format(date=about["date"]))
+    out, readme = ROOT / (args.out or path.format(date=about["date"])), ROOT / "README.md"
     out.parent.mkdir(parents=True, exist_ok=True)
     content = json.dumps({**about, "seconds": args.seconds, "set": dict(args.set), **body}, indent=1)
     out.write_text(content.replace(": Infinity", ": null") + "\n", encoding="utf-8")  # JSON has no infinity
     print(f"written: {out}")
-    return text
+    if args.write_readme:
+        readme.write_text(replace_between(readme.read_text(encoding="utf-8"), args.command, text), encoding="utf-8")
+    return [f"{name}: {run['failed']}" for name, run in runs if "failed" in run]
 
 
 # ------------------------------------------------------------------------------------------------------------ train
 def flops_per_token(network: torch.nn.Module, seq_len: int) -> float:
     """FLOPs of training that the model asks for, per token (as PaLM counts, arXiv 2204.02311, appendix B).
 
-    6 for each weight of a matrix product that the token meets, shared ones at each use, the head too; looking up a row
-    is free. Attention: 12 H D L, which is q k^T and the sum of values, 2 H D L each forward and twice that backward,
-    L = mean number of keys that a position sees. Gated DeltaNet: 18 H D^2, which is reading the state at the key,
-    writing, reading at the query, 2 D^2 a head each forward (the recurrence; the chunk form does more). Convolutions,
-    norms, gates and recomputation are left out.
+    Products with weights: as torch counts them, forward and backward. Attention: 12 H D L, for q k^T and the sum of
+    values, 2 H D L each forward and twice that backward, L = mean number of keys a position sees. Gated DeltaNet:
+    18 H D^2, for reading at the key, writing, reading at the query: 2 D^2 a head each forward (the recurrence;
+    the chunk form does more). Convolutions, norms, gates and recomputation are left out.
     """
-
-    def weights(module: torch.nn.Module) -> int:
-        named = module.named_parameters()
-        return sum(param.numel() for name, param in named if name.split(".")[-1].startswith(("w_", "ab")))
-
-    own = (param.numel() for name, param in network.named_parameters(recurse=False) if name.startswith("w_"))
-    used = network.embed.numel() + sum(own) + sum(weights(network.blocks[at]) for at in network.block_of_layer)
-    total = 0.0  # the embedding's size is the head's
-    for at in network.mixer_of_layer:
-        mixer = network.mixers[at]
-        used += weights(mixer)
-        if hasattr(mixer, "window"):
-            keys = sum(min(i + 1, mixer.window) for i in range(seq_len)) / seq_len
-            total += 12 * mixer.heads * mixer.head_dim * keys
-        else:
-            used += mixer.w_qkvg.numel() if mixer.owner[0] else 0  # keys and values by the owner's half
-            total += 18 * mixer.heads * mixer.head_dim**2
-    return total + 6 * used
+    ids = torch.zeros(1, seq_len, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        network(ids, ids).sum().backward()
+    total = counter.get_flop_counts()["Global"][torch.ops.aten.mm] / seq_len
+    for mixer in (network.mixers[at] for at in network.mixer_of_layer):
+        window = getattr(mixer, "window", None)
+        keys = sum(min(i + 1, window) for i in range(seq_len)) / seq_len if window else 0.0
+        total += mixer.heads * mixer.head_dim * (12 * keys if window else 18 * mixer.head_dim)
+    return total
 
 
 def matmul_peak(device: str) -> float:
     """FLOP/s of the best of 20 square products in the dtype of runs on `device`: bfloat16 on CUDA, else float32."""
     size, dtype = (8192, torch.bfloat16) if device == "cuda" else (1024, torch.float32)
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    best = math.inf
-    for _ in range(20):
-        start = time.perf_counter()
-        (a @ b)[0, 0].item()  # waits for the device
-        best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best
+    seconds = timeit.repeat(lambda: (a @ b)[0, 0].item(), number=1, repeat=20, timer=time.perf_counter)  # item: waits
+    return 2 * size**3 / min(seconds)
 
 
 def bench_train(args: argparse.Namespace) -> list[str]:
     """Run each config for some seconds: tokens/s, step time, peak memory, parameters, MFU. Returns failures."""
     script = load_script(SCRIPT)
-    data, manifest = open_data(script, args.data)
-    short = {"DATA_PATH": data, "MAX_WALLCLOCK_SECONDS": f"{args.seconds + 5:g}", "RESERVE_SECONDS": "5",
-             "ITERATIONS": "0", "WARMDOWN_ITERS": "0", "TRAIN_LOG_EVERY": "1", "VAL_LOSS_EVERY": "0",
-             "EVAL_STRIDE": "0", **dict(args.set)}
+    short, manifest = short_run(script, args, TRAIN_LOG_EVERY="1")
     folder = ROOT / args.runs / time.strftime("train_%Y%m%d_%H%M%S")
     rows = [["config", "tokens/s", "step, ms", "peak memory, MiB", "parameters", "MFLOP/token", "MFU"]]
-    entries, results = {}, []
-    for config in progress(args.configs, len(args.configs)):
+    entries, runs = {}, []
+    for config in args.configs:
         run = run_script(script, folder / Path(config).stem, os.path.relpath(config, ROOT), short)
-        results.append(run)
+        runs.append((config, run))
         entries[config] = figures(run)
         if "failed" in run:
             continue
@@ -320,8 +272,94 @@ def bench_train(args: argparse.Namespace) -> list[str]:
                      f"{mfu:.1%} of {peak / 1e9:,.0f} GFLOP/s"])
     notes = (f"{args.seconds:g} s a run. MFU is of the best of 20 square matrix products on this machine right after "
              "the run, in the run's dtype and with as many threads.")
-    publish(args, args.runs + "/train_{date}.json", results, rows, notes, configs=entries)
-    return [f"{config}: {entry['failed']}" for config, entry in entries.items() if "failed" in entry]
+    return publish(args, args.runs + "/train_{date}.json", runs, rows, notes, configs=entries)
+
+
+# ------------------------------------------------------------------------------------------------------------- cost
+# The clock's and the plan's part of a step. The thread Watch runs beside the loop and is left out.
+BOOKKEEPING = ("Clock.is_last", "Clock.median_step", "Clock.progress", "Clock.receive", "Clock.send", "Run.judge",
+               "Plan.advance", "Plan.momentum", "Plan.multiplier")
+TIMED = "import sys; sys.path.insert(0, sys.argv[1]); import bench; sys.exit(bench.timed_main(*sys.argv[2:]))"
+
+
+def timed_main(script_path: str, out: str) -> int:
+    """Run a script's main in this process and write into `out` when its functions were called; its exit code."""
+    script, calls, probe = load_script(Path(script_path)), [], SimpleNamespace(empty=lambda run: None)
+
+    def time_calls(holder: object, name: str) -> None:
+        inner = getattr(holder, name)
+
+        def outer(run, *args, **more):
+            saves = name == "save" and run.stands != run.step
+            begin = time.perf_counter()
+            result = inner(run, *args, **more)
+            end = time.perf_counter()
+            files = run.folder.glob(f"step_{run.step:06d}/*") if saves else ()
+            calls.append((name, begin, end, sum(file.stat().st_size for file in files)))
+            return result
+
+        setattr(holder, name, outer)
+
+    for path in (*BOOKKEEPING, "Run.save"):
+        time_calls(getattr(script, path.split(".")[0]), path.split(".")[1])
+    if code := script.exit_code(script.main):
+        return code
+    seen, bare = list(calls), timeit.timeit(lambda: probe.empty(None), number=100_000)
+    time_calls(probe, "empty")
+    overhead = (timeit.timeit(lambda: probe.empty(None), number=100_000) - bare) / 100_000
+    Path(out).write_text(json.dumps({"calls": seen, "overhead": overhead}), encoding="utf-8")
+    return 0
+
+
+def costs(calls: list[tuple], overhead: float, waits: bool) -> dict:
+    """Of calls (name, begin, end, bytes saved), from the loop's first step to its last; a nested call is its caller's.
+
+    overhead: seconds that timing adds to a call. waits: Clock.receive waits for the device and is no bookkeeping.
+    """
+    begins = [begin for name, begin, *_ in calls if name == "is_last"]  # of the steps, and the loop's end
+    inside = [call for call in sorted(calls, key=lambda call: call[1]) if begins[0] <= call[1] < begins[-1]]
+    steps, saves, spent, until, at = [b - a for a, b in pairwise(begins)], {}, Counter(), 0.0, -1
+    for name, begin, end, size in inside:
+        if begin >= until:
+            until, at = end, at + (name == "is_last")
+            spent[name] += end - begin
+            steps[at] -= end - begin if name == "save" else 0.0
+            if size:
+                saves[at] = {"seconds": end - begin, "bytes": size}
+    wall, totals = begins[-1] - begins[0], {"saving": spent.pop("save", 0.0), "timing": overhead * len(inside)}
+    totals["waiting for the device"] = spent.pop("receive", 0.0) if waits else 0.0
+    totals["bookkeeping"] = sum(spent.values())
+    return {"steps": len(steps), "wall_seconds": wall, "median_step_seconds": statistics.median(steps),
+            "median_other_seconds": statistics.median(step for at, step in enumerate(steps) if at not in saves),
+            "saves": [{**save, "next_step_seconds": steps[at]} for at, save in saves.items()],
+            "seconds_by_function": {name: seconds / len(steps) for name, seconds in spent.items()},
+            "totals": {what: {"seconds_per_step": seconds / len(steps), "share": seconds / wall}
+                       for what, seconds in totals.items()}}
+
+
+def bench_cost(args: argparse.Namespace) -> list[str]:
+    """One run that saves every 30 s: what checkpoints and bookkeeping take of its time. Returns failures."""
+    script, place = load_script(SCRIPT), ROOT / args.runs / time.strftime("cost_%Y%m%d_%H%M%S")
+    settings = {**short_run(script, args, SAVE_EVERY="30s")[0], "VAL_LOSS_EVERY": "0"}
+    words = ["-c", TIMED, str(Path(__file__).parent), str(SCRIPT), str(place / "calls.json")]
+    run = run_script(script, place, os.path.relpath(args.config, ROOT), settings, words=words)
+    if "failed" in run:
+        return [f"{args.config}: {run['failed']}"]
+    calls = json.loads((place / "calls.json").read_text(encoding="utf-8"))
+    cost = costs(**calls, waits="CPU" not in run["hardware"])
+    if not cost["saves"]:
+        return [f"{args.config}: no checkpoint was saved in the loop; use more --seconds, or --set SAVE_EVERY=5s"]
+    rows = [["", "a step, µs", "share of the wall time"]]
+    rows += [[what, f"{1e6 * total['seconds_per_step']:,.1f}", f"{total['share']:.3%}"]
+             for what, total in cost["totals"].items() if total["share"]]
+    each = ", ".join(f"{1e3 * save['seconds']:.0f} ms for {save['bytes']:,} bytes" for save in cost["saves"])
+    after = statistics.median(save["next_step_seconds"] for save in cost["saves"])
+    notes = (f"{args.config}, SAVE_EVERY={settings['SAVE_EVERY']}: {cost['steps']} steps, no validation, in "
+             f"{cost['wall_seconds']:.1f} s, median {1e3 * cost['median_step_seconds']:.2f} ms. {len(cost['saves'])} "
+             f"checkpoints: {each}. Median of the steps right after one {1e3 * after:.2f} ms, of the others "
+             f"{1e3 * cost['median_other_seconds']:.2f} ms. Bookkeeping: {', '.join(BOOKKEEPING)}; on CUDA without "
+             "Clock.receive, which waits; the thread Watch is in no row. Timing: what measuring added.")
+    return publish(args, args.runs + "/cost_{date}.json", [(args.config, run)], rows, notes, config=args.config, **cost)
 
 
 # ---------------------------------------------------------------------------------------------------------- options
@@ -352,36 +390,25 @@ def compare(base: list[float], other: list[float], less: str, more: str) -> str:
 def option_row(base: tuple[str, list[dict]], other: tuple[str, list[dict]], kind: str, claim: str,
                libraries: float) -> list[str]:
     """The table's row of two arms (label, runs), compared by a `kind` of COMPARED; `libraries` in MiB."""
-    cells = [f"{base[0]} → {other[0]}"]
+    cells, sides = [f"{base[0]} → {other[0]}"], (base[1], other[1])
     failed = next((run["failed"] for run in base[1] + other[1] if "failed" in run), None)
     if failed:
         return [*cells, *[""] * len(OPTION_COLUMNS), claim, f"failed: {failed}"]
-
-    def values(key: str) -> list[list[float]]:
-        return [[run.get(key, math.nan) for run in side] for side in (base[1], other[1])]
-
+    values = {key: [[run.get(key, math.nan) for run in side] for side in sides] for key, _ in OPTION_COLUMNS.values()}
     for key, form in OPTION_COLUMNS.values():
-        a, b = map(statistics.median, values(key))
+        a, b = map(statistics.median, values[key])
         cells.append("not reported" if math.isnan(a + b) else f"{a:{form}} → {b:{form}} (×{b / a:.2f})")
     key, *words = COMPARED[kind]
-    said = compare(*values(key), *words)
-    if key == "peak_memory_mib":
-        net = [[value - libraries for value in side] for side in values(key)]
+    said = compare(*values[key], *words)
+    if kind == "memory":
+        net = [[value - libraries for value in side] for side in values[key]]
         said += f"; without the libraries {compare(*net, *words)}"
     return [*cells, claim, said]
 
 
-def replace_between(text: str, tag: str, body: str) -> str:
-    """`text` with `body` between <!-- tag --> and <!-- /tag -->. Raises SystemExit unless both stand in it once."""
-    start, end = f"<!-- {tag} -->", f"<!-- /{tag} -->"
-    if text.count(start) != 1 or text.count(end) != 1 or text.index(start) > text.index(end):
-        raise SystemExit(f"error: README.md must have {start} and then {end}, once each")
-    return text[: text.index(start) + len(start)] + "\n" + body + "\n" + text[text.index(end) :]
-
-
 def bench_options(args: argparse.Namespace) -> list[str]:
     """Run the arms of each choice in turn, again and again, and tell what they differ by. Returns failures."""
-    script, libraries, readme = load_script(SCRIPT), library_memory(), ROOT / "README.md"
+    script, libraries = load_script(SCRIPT), library_memory()
     options = json.loads(OPTIONS.read_text(encoding="utf-8"))
     model = {**options["model"], "MAX_WALLCLOCK_SECONDS": f"{args.seconds + 1:g}", **dict(args.set)}
     common = {**model, "DATA_PATH": open_data(script, args.data)[0]}
@@ -390,13 +417,13 @@ def bench_options(args: argparse.Namespace) -> list[str]:
         raise SystemExit(f"error: --only {' '.join(names)}: there are {', '.join(options['choices'])}")
     choices = {name: options["choices"][name] for name in names}
     plan = [(name, arm, again) for name in names for again in range(args.repeats) for arm in choices[name]["arms"]]
-    folder, done = ROOT / args.runs / time.strftime("options_%Y%m%d_%H%M%S"), []
-    for name, arm, again in progress(plan, len(plan)):
+    folder, runs = ROOT / args.runs / time.strftime("options_%Y%m%d_%H%M%S"), {}
+    for name, arm, again in plan:
         place = folder / re.sub(r"\W+", "_", f"{name}_{arm}_{again + 1}")
-        done.append((name, arm, run_script(script, place, "", {**common, **choices[name]["arms"][arm]})))
+        runs[name, arm, again] = run_script(script, place, "", {**common, **choices[name]["arms"][arm]})
     rows = [["choice", *OPTION_COLUMNS, "the seed's claim", "measured"]]
     for name, choice in choices.items():
-        arms = [(arm, [run for *at, run in done if at == [name, arm]]) for arm in choice["arms"]]
+        arms = [(arm, [runs[name, arm, again] for again in range(args.repeats)]) for arm in choice["arms"]]
         rows += [option_row(arms[0], arm, choice["compare"], claim, libraries)
                  for arm, claim in zip(arms[1:], choice["claims"], strict=True)]
     notes = (f"ARCH_MODE={model['ARCH_MODE']}, {model['NUM_LAYERS']} layers, {model['MODEL_DIM']} wide, "
@@ -404,12 +431,10 @@ def bench_options(args: argparse.Namespace) -> list[str]:
              f"{args.seconds:g} s, {args.repeats} of each arm in turn; medians, and in brackets each repeat's change "
              f"in percent. Memory is the most that the process held: {libraries:,.0f} MiB of it are Python and its "
              "libraries, and where compiled the compiler.")
-    text = publish(args, "docs/lab/options_{date}.json", [run for *_, run in done], rows, notes, model=model,
-                   choices=choices, repeats=args.repeats, libraries_mib=libraries,
-                   runs=[{"choice": name, "arm": arm, **figures(run)} for name, arm, run in done])
-    if args.write_readme:
-        readme.write_text(replace_between(readme.read_text(encoding="utf-8"), "options", text), encoding="utf-8")
-    return [f"{name}, {arm}: {run['failed']}" for name, arm, run in done if "failed" in run]
+    named = [(f"{name}, {arm}", run) for (name, arm, _), run in runs.items()]
+    return publish(args, "docs/lab/options_{date}.json", named, rows, notes, model=model, choices=choices,
+                   repeats=args.repeats, libraries_mib=libraries,
+                   runs=[{"choice": name, "arm": arm, **figures(run)} for (name, arm, _), run in runs.items()])
 
 
 # ------------------------------------------------------------------------------------------------------------- arms
@@ -420,10 +445,9 @@ T_QUANTILES = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 
 
 def interval(values: list[float]) -> tuple[float, float]:
     """Mean and half-width of its 95% interval (Student), infinite for a single value."""
-    if len(values) < 2:
-        return statistics.fmean(values), math.inf
     quantile = T_QUANTILES[min(len(values) - 1, len(T_QUANTILES)) - 1]
-    return statistics.fmean(values), quantile * statistics.stdev(values) / len(values) ** 0.5
+    half = quantile * statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else math.inf
+    return statistics.fmean(values), half
 
 
 def read_arms(words: list[str]) -> dict[str, dict[str, str]]:
@@ -431,32 +455,28 @@ def read_arms(words: list[str]) -> dict[str, dict[str, str]]:
     from_file = bool(words) and words[0].endswith(".json")
     arms = json.loads(Path(words[0] if from_file else ARMS).read_text(encoding="utf-8"))
     names = list(arms) if from_file or not words else words
-    for name in names:
-        if name not in arms:
-            raise SystemExit(f"error: {name!r} is no arm; there are {', '.join(arms)}, or a .json file with others")
+    if wrong := [name for name in names if name not in arms]:
+        raise SystemExit(f"error: {wrong[0]!r} is no arm; there are {', '.join(arms)}, or a .json file with others")
     return {name: {setting: str(value) for setting, value in arms[name].items()} for name in names}
 
 
 def check_arms(script: ModuleType, config: str, arms: dict[str, dict[str, str]], tokenizer: dict) -> None:
     """Print the parameters of every arm; SystemExit if one cannot be built or is not near enough to the first one's."""
-    wrong, first = [], 0
+    first = 0
     for name, settings in arms.items():
         try:
             resolved = script.load_settings(script.Settings, {"CONFIG": str(ROOT / config), **settings},
                                             {"arch_mode": script.ARCH_PRESETS})
             shape = script.model_config(resolved, tokenizer["vocab_size"], tokenizer["bos_id"])
         except script.UserError as error:
-            wrong.append(f"error: arm {name}: {error}")
-            continue
+            raise SystemExit(f"error: arm {name}: {error}") from None
         count = sum(param.numel() for param in script.GPT(shape).parameters())
         first = first or count
         print(f"arm {name}: {count:,} parameters, {100 * (count / first - 1):+.1f}%")
         if not set(settings) <= setting_names(script):
-            wrong.append(f"error: arm {name}: {', '.join(settings)}: not all are settings of {SCRIPT.name}")
-        elif abs(count / first - 1) > TOLERANCE:
-            wrong.append(f"error: arm {name}: {count:,} parameters are more than {TOLERANCE:.0%} from {first:,}")
-    if wrong:
-        raise SystemExit("\n".join(wrong))
+            raise SystemExit(f"error: arm {name}: {', '.join(settings)}: not all are settings of {SCRIPT.name}")
+        if abs(count / first - 1) > TOLERANCE:
+            raise SystemExit(f"error: arm {name}: {count:,} parameters are more than {TOLERANCE:.0%} from {first:,}")
 
 
 def run_pinned(make: Callable[[tuple], dict], runs: list[tuple], jobs: int, threads: int) -> list[dict]:
@@ -466,16 +486,9 @@ def run_pinned(make: Callable[[tuple], dict], runs: list[tuple], jobs: int, thre
     if jobs * threads > len(cores):
         raise SystemExit(f"error: --jobs {jobs} x --threads {threads} are more than the {len(cores)} cores here")
     slots = iter([cores[job * threads : (job + 1) * threads] for job in range(jobs)])
-
-    def pin() -> None:  # 0: this thread, whose child processes inherit it
-        if pinning:
-            os.sched_setaffinity(0, next(slots))
-
-    pool = ThreadPoolExecutor(jobs, initializer=pin)
-    try:
-        return list(progress(pool.map(make, runs), len(runs)))
-    finally:
-        pool.shutdown(cancel_futures=True)
+    pin = (lambda: os.sched_setaffinity(0, next(slots))) if pinning else None  # 0: this thread; its children inherit it
+    with ThreadPoolExecutor(jobs, initializer=pin) as pool:
+        return list(pool.map(make, runs))
 
 
 def summarize(runs: dict[int, dict], first: dict[int, dict]) -> dict:
@@ -483,8 +496,8 @@ def summarize(runs: dict[int, dict], first: dict[int, dict]) -> dict:
     good = {seed: run for seed, run in runs.items() if "failed" not in run}
     if not good:
         return {}
-    keys = ("tokens", "steps", "parameters")
-    summary = {key: round(statistics.fmean(run[key] for run in good.values())) for key in keys}
+    means = {key: statistics.fmean(run[key] for run in good.values()) for key in ("tokens", "steps", "parameters")}
+    summary = {key: round(mean) for key, mean in means.items()}
     summary["val_bpb"], summary["half_width"] = interval([run["val_bpb"] for run in good.values()])
     pairs = [run["val_bpb"] - first[seed]["val_bpb"] for seed, run in good.items() if "failed" not in first[seed]]
     if runs is not first and pairs:
@@ -515,13 +528,11 @@ def bench_arms(args: argparse.Namespace) -> list[str]:
 
     def make(run: tuple[int, str]) -> dict:
         seed, name = run
-        settings = {**common, **arms[name], "SEED": str(seed)}
-        return run_script(script, ROOT / args.runs / f"{name}_s{seed}", config, settings, args.threads)
+        place, settings = ROOT / args.runs / f"{name}_s{seed}", {**common, **arms[name], "SEED": str(seed)}
+        return run_script(script, place, config, settings, args.threads)
 
-    results = run_pinned(make, plan, args.jobs, args.threads)
-    by_arm: dict[str, dict[int, dict]] = {name: {} for name in arms}
-    for (seed, name), run in zip(plan, results, strict=True):
-        by_arm[name][seed] = run
+    runs = dict(zip(plan, run_pinned(make, plan, args.jobs, args.threads), strict=True))
+    by_arm = {name: {seed: runs[seed, name] for seed in range(1, args.seeds + 1)} for name in arms}
     base = next(iter(arms))
     summaries = {name: summarize(by_arm[name], by_arm[base]) for name in arms}
     rows = [["arm", "parameters", "tokens", "steps", "bits per byte", f"less {base}", "verdict"],
@@ -529,13 +540,12 @@ def bench_arms(args: argparse.Namespace) -> list[str]:
     notes = (f"{manifest['name']}, {args.seconds:g} s a run, seeds 1 to {args.seeds}, {args.jobs} at a time on "
              f"{args.threads} cores each. 95% intervals: of the mean, and of the difference seed by seed, without a "
              f"correction for {len(arms) - 1} comparisons. "
-             f"Runs that chose their weights past the clock: {sum(bool(run.get('events')) for run in results)}.")
-    publish(args, "docs/lab/arms_{date}.json", results, rows, notes, config=args.config, data=manifest["name"],
-            jobs=args.jobs, threads=args.threads,
-            arms={name: {"settings": arms[name], **summaries[name],
-                         "runs": {seed: figures(run) for seed, run in by_arm[name].items()}} for name in arms})
-    return [f"{name}, seed {seed}: {run['failed']}" for (seed, name), run in zip(plan, results, strict=True)
-            if "failed" in run]
+             f"Runs that chose their weights past the clock: {sum(bool(run.get('events')) for run in runs.values())}.")
+    named = [(f"{name}, seed {seed}", run) for (seed, name), run in runs.items()]
+    return publish(args, "docs/lab/arms_{date}.json", named, rows, notes, config=args.config, data=manifest["name"],
+                   jobs=args.jobs, threads=args.threads,
+                   arms={name: {"settings": arms[name], **summaries[name],
+                                "runs": {seed: figures(run) for seed, run in by_arm[name].items()}} for name in arms})
 
 
 def parse_set(text: str) -> tuple[str, str]:
@@ -544,33 +554,6 @@ def parse_set(text: str) -> tuple[str, str]:
     if not name or not equals:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
     return name, value
-
-
-def add_run_commands(commands: argparse._SubParsersAction) -> None:
-    """The arguments of train, options and arms."""
-    texts = {"train": ("short runs of configs: speed, memory, MFU", bench_train, 20.0, "runs/bench"),
-             "options": ("pairs of options in turn, beside what was claimed", bench_options, 20.0, "runs/bench"),
-             "arms": ("architectures and MLPs at equal seconds, with intervals", bench_arms, 120.0, "runs/arms")}
-    for name, (text, function, seconds, runs) in texts.items():
-        parser = commands.add_parser(name, help=text)
-        parser.add_argument("--seconds", type=float, default=seconds, help=f"of training, each run ({seconds:g})")
-        parser.add_argument("--data", default="", help=f"data folder ({BENCH_DATA}, made if missing)")
-        parser.add_argument("--set", type=parse_set, action="append", default=[], metavar="NAME=VALUE",
-                            help="a setting of every run; may be repeated")
-        parser.add_argument("--runs", default=runs, help=f"folder for the runs ({runs})")
-        parser.add_argument("--out", default="", help="the JSON file")
-        parser.set_defaults(run=function)
-    number = {"type": int, "choices": range(1, 100), "metavar": "N"}
-    train, options, arms = (commands.choices[name] for name in texts)
-    train.add_argument("configs", nargs="*", default=["configs/cpu.env"], metavar="CONFIG")
-    options.add_argument("--repeats", **number, default=2, help="runs of each arm (2)")
-    options.add_argument("--only", nargs="+", default=[], metavar="CHOICE", help="of configs/options.json (all)")
-    options.add_argument("--write-readme", action="store_true", help="put the table into README.md")
-    arms.add_argument("--arms", nargs="*", default=[], help="names of arms, or a .json file {name: {SETTING: value}}")
-    arms.add_argument("--config", default="configs/cpu.env", help="what the arms change (configs/cpu.env)")
-    arms.add_argument("--seeds", **number, default=3, help="seeds 1 to this (3)")
-    arms.add_argument("--jobs", **number, default=1, help="runs at a time (1)")
-    arms.add_argument("--threads", **number, default=1, help="cores of each run (1)")
 
 
 def main() -> None:
@@ -582,13 +565,34 @@ def main() -> None:
     ops.add_argument("--chunk", type=int, default=32)
     ops.add_argument("--threads", type=int, default=0, help="0: as PyTorch chooses")
     ops.set_defaults(run=bench_ops)
-    add_run_commands(commands)
+    texts = {"train": ("short runs of configs: tokens/s, step time, memory, MFU", bench_train, 20.0, "runs/bench"),
+             "cost": ("what checkpoints and bookkeeping take of a run's time", bench_cost, 65.0, "runs/bench"),
+             "options": ("pairs of options in turn, beside what was claimed", bench_options, 20.0, "runs/bench"),
+             "arms": ("arms at equal seconds, intervals; goes on where it stopped", bench_arms, 120.0, "runs/arms")}
+    for name, (text, function, seconds, runs) in texts.items():
+        parser_of = commands.add_parser(name, help=text)
+        parser_of.add_argument("--seconds", type=float, default=seconds, help=f"of training, each run ({seconds:g})")
+        parser_of.add_argument("--data", default="", help=f"data folder ({BENCH_DATA}, made if missing)")
+        parser_of.add_argument("--set", type=parse_set, action="append", default=[], metavar="NAME=VALUE",
+                               help="a setting of every run; may be repeated")
+        parser_of.add_argument("--runs", default=runs, help=f"folder for the runs ({runs})")
+        parser_of.add_argument("--out", default="", help="the JSON file")
+        parser_of.set_defaults(run=function, write_readme=False)
+    number = {"type": int, "choices": range(1, 100), "metavar": "N"}
+    train, cost, options, arms = (commands.choices[name] for name in texts)
+    train.add_argument("configs", nargs="*", default=["configs/cpu.env"], metavar="CONFIG")
+    cost.add_argument("config", nargs="?", default="configs/cpu.env", metavar="CONFIG")
+    options.add_argument("--repeats", **number, default=2, help="runs of each arm (2)")
+    options.add_argument("--only", nargs="+", default=[], metavar="CHOICE", help="of configs/options.json (all)")
+    options.add_argument("--write-readme", action="store_true", help="put the table into README.md")
+    arms.add_argument("--arms", nargs="*", default=[], help="names of arms, or a .json file {name: {SETTING: value}}")
+    arms.add_argument("--config", default="configs/cpu.env", help="what the arms change (configs/cpu.env)")
+    arms.add_argument("--seeds", **number, default=3, help="seeds 1 to this (3)")
+    arms.add_argument("--jobs", **number, default=1, help="runs at a time (1)")
+    arms.add_argument("--threads", **number, default=1, help="cores of each run (1)")
     args = parser.parse_args()
-    if tqdm is None:
-        print("no progress bar: tqdm is not installed (pip install tqdm)")
     failures = args.run(args) or []
-    for failure in failures:
-        sys.stderr.write(f"failed: {failure}\n")
+    sys.stderr.writelines(f"failed: {failure}\n" for failure in failures)
     sys.exit(1 if failures else 0)
 
 
