@@ -453,7 +453,7 @@ MISTAKES = {
     "one byte fewer": (lambda folder: add(folder, "val", "decoded_bytes", -1), {}, "bytes.*manifest.json"),
     "one token more": (lambda folder: add(folder, "train", "tokens", 1), {}, "train has .* tokens, its shards"),
     "short validation": (leave, {"TRAIN_SEQ_LEN": 32768, "TRAIN_BATCH_TOKENS": 32768, "HOLDOUT_TOKENS": 32768},
-                         "TRAIN_SEQ_LEN=32768: .* less than"),
+                         "TRAIN_SEQ_LEN=32768: .*validation"),
     "short holdout": (leave, {"HOLDOUT_TOKENS": 31}, "HOLDOUT_TOKENS"),
     "no holdout": (leave, {"HOLDOUT_TOKENS": 0}, "HOLDOUT_TOKENS"),
     "holdout of everything": (leave, {"HOLDOUT_TOKENS": 10**8}, "held-out 100000000"),

@@ -84,7 +84,7 @@ class Settings:
     train_seq_len: int = 2048  # tokens in a window, in training and in evaluation
     micro_batch_tokens: int = 0  # per forward and rank; 0: fitted to memory. Never changes the global batch
     # checkpoints and faults
-    save_every: str = "120s"  # between checkpoints: steps, or seconds of training; 0: only when a signal stops it
+    save_every: str = "120s"  # between checkpoints: steps, or seconds of training; 0: only at the end or a signal
     keep: int = 2  # newest checkpoints that stay
     spike_policy: str = "stop"  # stop, skip the batch, or rewind to the newest checkpoint and go on with other data
     spike_nats: float = 0.0  # a loss this far above the median of the last 64 is a spike; 0: only a non-finite one is
@@ -174,7 +174,7 @@ class UserError(Exception):
 FOREIGN_NAMES = tuple("""
     ACTIVATION_CHECKPOINTING ADAM_EPS ADAM_WD ALWAYS_SAVE_CHECKPOINT ARCH_MODE ARTIFACT ARTIFACT_BYTES_MAX
     ATTN_CLIP_SIGMAS ATTN_WINDOW BACKEND BATCH_SIZE BETA1 BETA2 BIAS BIGRAM_DIM BIGRAM_VOCAB_SIZE BIO_EVENTS
-    BIO_THRESHOLD BLOCK_SIZE CAUTIOUS_WD COMPILE COMPILE_MODE COMPRESSOR CONFIG DATASET DATA_DIR DATA_PATH DECAY_LR
+    BIO_THRESHOLD BLOCK_SIZE CAUTIOUS_WD COMPILE COMPILE_MODE COMPRESSOR DATASET DATA_DIR DATA_PATH DECAY_LR
     DETERMINISTIC DEVICE DROPOUT DTYPE EMA EMA_DECAY EMA_ENABLED EMA_MEMORY_FRAC EMA_START_FRAC EMBED_BITS
     EMBED_CLIP_SIGMAS EMBED_LR EMBED_WD ENABLE_LOOPING_AT EVAL_INTERVAL EVAL_ITERS EVAL_ONLY EVAL_SEQ_LEN EVAL_STATEFUL
     EVAL_STRIDE GATED_ATTN_ENABLED GDN_NEG_EIGVAL GPTQ_CALIBRATION_BATCHES GPTQ_RESERVE_SECONDS
@@ -345,10 +345,11 @@ class Log:
         if self.file:
             try:
                 self.file.write(text.encode() + b"\n")
+                if terminal:
+                    print(self.clear + text, flush=True)
             except OSError as error:  # a full disk may have room again before the next checkpoint
-                sys.stderr.write(f"log.txt: {error.strerror}, lost: {text[:200]}\n")
-            if terminal:
-                print(self.clear + text, flush=True)
+                with contextlib.suppress(OSError):
+                    sys.stderr.write(f"log.txt: {error.strerror}, lost: {text[:200]}\n")
 
 
 def exit_code(main: Callable[[], int]) -> int:
@@ -437,17 +438,17 @@ class Watch(threading.Thread):
             for number in os.read(self.bell, 64) if ready else b"":
                 if not self.looping or self.signal and now - self.heard > 1:  # torchrun repeats a terminal's Ctrl-C
                     self.leave(number, "at once")
-                self.signal, self.heard = number, self.heard if self.signal else now
+                self.signal, self.heard = number, self.heard or now
             if self.signal and not self.agreed and now - max(self.heard, self.began) > 10 + 2 * self.median:
                 self.leave(self.signal, "unsaved, for the ranks did not agree to stop within 10 s")
             if now - self.began > max(self.hang_seconds, 20 * self.median) and self.told != self.step:
                 self.told = self.step
-                self.report(now - self.began)
+                with contextlib.suppress(OSError):  # a full disk, a folder that is gone
+                    self.report(now - self.began)
 
     def leave(self, number: int, how: str) -> None:
         """End the process whatever its main thread does."""
-        sys.stderr.write(f"rank {self.rank}: {signal.Signals(number).name} ends the run {how}; "
-                         f"RESUME={self.folder} goes on from its newest checkpoint\n")
+        sys.stderr.write(f"rank {self.rank}: {signal.Signals(number).name} ends the run {how}; RESUME={self.folder}\n")
         os._exit(128 + number)
 
     def report(self, seconds: float) -> None:
@@ -726,8 +727,7 @@ def open_data(settings: Settings) -> SimpleNamespace:
         check_overlap(train, val, tokenizer.bos_id)
     tokens = np.concatenate([stream.read(0, len(stream)) for stream in val])
     if min(settings.holdout_tokens, len(tokens) - 1) < settings.train_seq_len:
-        raise UserError(f"TRAIN_SEQ_LEN={settings.train_seq_len}: must be at most HOLDOUT_TOKENS="
-                        f"{settings.holdout_tokens} and less than validation's {len(tokens)} tokens")
+        raise UserError(f"TRAIN_SEQ_LEN={settings.train_seq_len}: above HOLDOUT_TOKENS or validation's {len(tokens)}")
     val_bytes = sum(manifest["val"]["decoded_bytes"] for manifest in manifests.values())
     if (found := int(token_bytes(tokenizer, tokens[:-1], tokens[1:]).sum())) != val_bytes:
         raise UserError(f"validation bytes: the tokenizer's table counts {found}, manifest.json says {val_bytes}")
@@ -738,7 +738,7 @@ def open_data(settings: Settings) -> SimpleNamespace:
         own = manifest["sources"] if numbers else [manifest["name"]]
         names += own if len(shares) == 1 else [f"{folder}/{name}" for name in own]
     documents = np.cumsum(tokens == tokenizer.bos_id)
-    if len(sources) != documents[-1]:
+    if len(sources) != documents[-1] or documents[0] != 1:
         raise UserError(f"DATA_PATH: {documents[-1]} validation documents, in manifest.json {len(sources)}")
     held_out = [np.append(tokenizer.bos_id, stream.hold_out(round(share * settings.holdout_tokens)))
                 for stream, share in zip(train, shares.values(), strict=True)]
@@ -850,6 +850,8 @@ def model_config(settings, vocab_size: int, bos_id: int) -> SimpleNamespace:
          f"ROPE_DIMS={rope_dims}: must be even, at most MODEL_DIM / NUM_HEADS = {dim // heads}"),
         (not norms or set(norms) - set(NORMS), f"NORM={settings.norm!r}: must be one or more of {', '.join(NORMS)}"),
         (not words, f"LAYER_PATTERN={pattern!r}: names no layer; ARCH_MODE names presets"),
+        (getattr(settings, "eval_stateful", 0) and settings.positions == "learned",
+         "EVAL_STATEFUL=1: POSITIONS='learned' ends at TRAIN_SEQ_LEN, documents do not; it must be 0"),
         (settings.bio_events != "off" and settings.mlp != "bio", f"BIO_EVENTS={settings.bio_events!r}: needs MLP=bio"),
         (odd, f"LAYER_PATTERN={pattern!r}: {odd} is not g, k, s or a with an optional number; capitals need one"),
         ("k" in pattern.lower().split("g")[0], f"LAYER_PATTERN={pattern!r}: no g before 'k' whose keys it could take"),
@@ -956,7 +958,7 @@ class GatedDeltaChunks(torch.autograd.Function):
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         dtype, m = v.dtype, state.shape[0]
         # float64: a long run of strong decay, or a reset, would leave few digits in the differences of a float32 sum.
-        total = g.double().cumsum(-1)
+        total = g.double() @ g.new_ones(g.shape[-1:] * 2, dtype=torch.float64).triu()  # cumsum, deterministic on CUDA
         grow, shrink = total.to(g.dtype).exp(), (total[:, -1:] - total).to(g.dtype).exp()  # (N*M, C)
         # Clamped, since exp would overflow above the diagonal; below it nothing is positive.
         d = (total[..., None] - total[..., None, :]).to(g.dtype).clamp_(max=0).exp_().tril_()  # (N*M, C, C)
@@ -998,7 +1000,7 @@ class GatedDeltaChunks(torch.autograd.Function):
         d_qk, d_kk = d_p.mul_(d), d_a.mul_(d).mul_(beta[..., None])
         d_q, d_k = add_product(d_q, d_qk, k), add_product(d_k, d_qk.mT, q)
         d_k = add_product(d_k, (d_kk + d_kk.mT).to(dtype), k).addcmul_(d_bk, (beta * grow)[..., None])
-        d_g = d_total.flip(-1).cumsum(-1).flip(-1)
+        d_g = d_total @ torch.ones_like(d[0], dtype=d_total.dtype).tril()
         return d_q.to(dtype), d_k.to(dtype), (d_bv * beta[..., None]).to(dtype), d_g, d_beta, r[:m].clone()
 
 
@@ -1412,8 +1414,7 @@ class Lion(torch.optim.Optimizer):
 class AdamW8bit(torch.optim.Optimizer):
     """AdamW (arXiv 1711.05101) with two bytes of state a weight, in blocks of 256 with two scales each (2110.02861).
 
-    Kept are r = sqrt(v), as a level 2**(-n / 16) below the block's largest, and m / r in linear codes, at most 1.2 at
-    betas 0.9 and 0.95. With linear codes of m and v a small v becomes 0 beside an m that does not: a step of m / eps.
+    Kept are r = sqrt(v), a level 2**(-n / 16) below the block's largest, and m / r, linear: a linear v would be 0.
     """
 
     @torch.no_grad()
@@ -1493,10 +1494,6 @@ class Optimizers:
                 optimizer.step(bad)
             elif not (isinstance(optimizer, torch.optim.Adafactor) and bad):  # waits for the device, as Adafactor does
                 optimizer.step()
-
-    def state_bytes(self) -> int:
-        """Bytes of all moments, scales and counters now held."""
-        return sum(value.nbytes for each in self.all for state in each.state.values() for value in state.values())
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Moments, scales and counters of each parameter, by its name."""
@@ -1675,7 +1672,7 @@ class Plan:
 
     def load_state_dict(self, saved: dict) -> None:
         for name, phase in self.phases.items():  # what is planned may have changed since
-            vars(phase).update({**saved.get(name, asdict(Phase(0.0))), "planned": phase.planned, "end": phase.end})
+            vars(phase).update(saved.get(name, {}) | {"planned": phase.planned, "end": phase.end})
 
     def describe(self, ended: bool = False) -> str:
         """One line a phase: the plan, or once the run has `ended` when it began, and for how many steps it was on."""
@@ -1729,8 +1726,7 @@ def quantize_rows(w: Tensor, bits: int, clip_sigmas: float) -> tuple[Tensor, Ten
 
     A row's clip, qmax * scale, is its largest magnitude if clip_sigmas is 0, else clip_sigmas times its root mean
     square (SDClip of the Parameter Golf records; a deviation would lose a constant row), also where that is more: a
-    wide step makes codes cheap. The scale is float16 before codes are computed; up to 2**-25 it is 0, as are they.
-    Checks nothing, for it runs in every QAT step (write_artifact does); what is not finite stays not finite.
+    wide step makes codes cheap. The scale is float16 before codes are computed. What is not finite stays so.
     """
     rows, qmax = w.reshape(w.shape[0], -1).float(), 2 ** (bits - 1) - 1  # rows: (R, C)
     sigmas = clip_sigmas / math.sqrt(rows.shape[1])
@@ -2090,7 +2086,9 @@ def save_checkpoint(folder: Path, step: int, parts: dict[str, dict], meta: dict,
         os.close(handle)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
-    for old in checkpoints(folder)[keep:]:
+    found = checkpoints(folder)
+    at = found.index(final)  # what is newer was damaged, or the run would have gone on from there
+    for old in found[:at] + found[at + keep :]:
         shutil.rmtree(old, ignore_errors=True)
 
 
@@ -2109,26 +2107,30 @@ def stored_settings(given: dict[str, str], out_dir: str) -> tuple[dict, dict]:
         path = folder / "progress.json"
         if not path.is_file():
             raise UserError(f"REPLAY={replay!r}: no {path}; must be a run that has trained to its end")
-        every = (below := json.loads(path.read_bytes())["settings"])["save_every"]
+        stored = json.loads(path.read_bytes())
+        below, every = stored["settings"], stored["settings"]["save_every"]
         if below["spike_policy"] == "rewind" and given.get("SAVE_EVERY", every) != every:
             raise UserError(f"SAVE_EVERY={given['SAVE_EVERY']!r}: must be {every!r}, for that run could rewind")
-        return below | {"run_id": "", "out_dir": out_dir}, {"replay": str(folder)}
+        if changed := [event["changed"] for event in stored["events"] if event.get("changed")]:
+            raise UserError(f"REPLAY={replay!r}: that run was resumed with other settings on its way, {changed}")
+        return below | {"run_id": "", "resume": "", "out_dir": out_dir}, {"replay": str(folder)}
     newest, faults = newest_checkpoint(folder)
     for wrong, said in ((not folder.is_dir(), f"no folder {folder}; must be a RUN_ID in OUT_DIR, or a path"),
                         (run_id not in ("", folder.name), f"RUN_ID={run_id!r} is another"),
                         ((folder / "result.json").exists(), f"{folder} is finished, its result.json stands"),
-                        (not newest and (faults or not again), f"it has no whole checkpoint; {' '.join(faults[:1])}")):
+                        (not newest and (not again or any(not path.suffix for path in checkpoints(folder))),
+                         f"it has no whole checkpoint; {' '.join(faults[:1])}")):
         if wrong:
             raise UserError(f"RESUME={resume!r}: {said}")
     below = json.loads((newest / "meta.json").read_bytes())["settings"] if newest else {}
-    return below, {"resume": str(folder), "run_id": folder.name, "out_dir": str(folder.parent)}
+    above = {"replay": below["replay"]} if newest else {}
+    return below, above | {"resume": str(folder), "run_id": folder.name, "out_dir": str(folder.parent)}
 
 
 class Run(Kept):
-    """A training run: folder, log and events, how far it is, and the parts that a checkpoint brings back.
+    """A training run: folder, log, events, how far it is, and the parts that a checkpoint brings back.
 
-    parts: name -> object with state_dict and load_state_dict; `network` has a file of its own. identity: JSON, what a
-    resumed run must have in common with what it was.
+    parts: name -> object with state_dict and load_state_dict, "network" among them. identity: what may not change.
     """
 
     kept = ("step", "saved", "skipped", "losses", "events")
@@ -2136,15 +2138,14 @@ class Run(Kept):
     def __init__(self, settings, runtime: Runtime, parts: dict, identity: dict):
         every = re.fullmatch(r"(\d+)(s?)", settings.save_every)
         if not every or settings.spike_policy == "rewind" and (every[2] or not int(every[1])):
-            raise UserError(f"SAVE_EVERY={settings.save_every!r}: must be steps (500), seconds of training (120s) or 0 "
-                            "for none; for SPIKE_POLICY=rewind steps, so that it can be repeated")
+            raise UserError(f"SAVE_EVERY={settings.save_every!r}: must be 500 (steps), 120s, or 0; to rewind, steps")
         shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # pytorch issue 135712: they never meet
         if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and (shared or not settings.run_id):
             raise UserError("torchrun --max-restarts: needs RUN_ID, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
         self.settings, self.runtime, self.parts, self.identity = settings, runtime, parts, identity
         self.folder = Path(settings.out_dir) / runtime.agree(settings.run_id or time.strftime("run_%Y%m%d_%H%M%S"))
-        self.every, self.saved, self.stands = int(every[1]), 0.0, -1
-        self.every_steps, self.every_seconds = (math.inf, self.every) if every[2] else (self.every or 1, math.inf)
+        often, self.saved, self.stands = int(every[1]) or math.inf, 0.0, -1
+        self.every_steps, self.every_seconds = (math.inf, often) if every[2] else (often, math.inf)
         self.step, self.skipped = 0, 0  # step `step` reads the data of step + skipped
         self.losses, self.events, self.log = [], [], Log(None)
 
@@ -2254,7 +2255,7 @@ def warm_up(model: Callable, network: GPT, table: QuantTable, optimizers: Optimi
     while step < settings.warmup_steps:
         failed, room = torch.zeros(1, device=runtime.device), None
         try:
-            room = torch.empty(7 * sum(param.numel() for param in optimizers.params), device=runtime.device)
+            room = torch.empty(0 if step else 7 * sum(map(Tensor.numel, optimizers.params)), device=runtime.device)
             with quantized(network, table):
                 forward_backward(model, batches, step)
         except torch.OutOfMemoryError:
@@ -2262,8 +2263,7 @@ def warm_up(model: Callable, network: GPT, table: QuantTable, optimizers: Optimi
         del room
         if runtime.sum(failed):
             if not batches.fitted or batches.micro_rows == 1:
-                raise UserError(f"out of memory with {batches.micro_rows * batches.seq_len} tokens a forward; set "
-                                f"MICRO_BATCH_TOKENS to less (the global batch stays the same), or TRAIN_SEQ_LEN")
+                raise UserError(f"out of memory with {batches.micro_rows} windows a step; set MICRO_BATCH_TOKENS lower")
             batches.limit_rows(batches.micro_rows // 2)
             torch.compiler.reset()  # each size is another graph, and dynamo makes only so many
         else:
@@ -2311,8 +2311,6 @@ def main() -> int:
     begin = time.perf_counter()
     settings = load_settings(Settings, dict(os.environ), {"arch_mode": ARCH_PRESETS, "optimizer": OPTIMIZER_PRESETS},
                              lambda given: stored_settings(given, Settings.out_dir))
-    if settings.eval_stateful and settings.positions == "learned":
-        raise UserError("EVAL_STATEFUL=1: POSITIONS='learned' ends at TRAIN_SEQ_LEN, documents do not; it must be 0")
     plan, runtime = Plan(settings), start_runtime(settings.device, settings.deterministic)
     data = open_data(settings)
     tokenizer, batches = data.tokenizer, Batches(data, settings, runtime)
@@ -2320,9 +2318,8 @@ def main() -> int:
     config = model_config(settings, tokenizer.vocab_size, tokenizer.bos_id)
     network = GPT(config).to(runtime.device)
     network.activation_checkpointing = settings.activation_checkpointing
-    mode = dict(dynamic=False, fullgraph=True, mode=settings.compile_mode)
-    compiled = functools.partial(torch.compile, **mode) if settings.compile else lambda of: of
-    model, optimizers = compiled(network), Optimizers(network, settings, runtime)
+    compiled = functools.partial(torch.compile, dynamic=False, fullgraph=True, mode=settings.compile_mode)
+    model, optimizers = compiled(network) if settings.compile else network, Optimizers(network, settings, runtime)
     table = {"matrix": (settings.matrix_bits, settings.matrix_clip_sigmas),
              "embedding": (settings.embed_bits, settings.embed_clip_sigmas)}
     memory = {"ema": settings.ema_memory_frac, "swa": None}
@@ -2331,10 +2328,11 @@ def main() -> int:
     budget = max(0.0, settings.max_wallclock_seconds - settings.reserve_seconds)
     clock = Clock(settings.iterations, budget, runtime, replay)
     run = Run(settings, runtime, dict(network=network, optimizers=optimizers, plan=plan, clock=clock, **averages), {
-        **vars(config), "manifest_sha256": data.manifest_sha256,
+        **vars(config), "manifest_sha256": data.manifest_sha256, "data_shares": data.shares,
         **{name: getattr(settings, name) for name in ("seed", "train_batch_tokens", "holdout_tokens", "optimizer")}})
     checkpoint = run.open()
     folder, log = run.folder, run.log
+    code = len(Path(__file__).read_bytes()) + (len(Path(settings.config).read_bytes()) if settings.config else 0)
     watch = Watch(runtime, folder, settings.hang_seconds, log)
     if runtime.rank == 0:
         tokenizer.save(folder)
@@ -2349,7 +2347,9 @@ def main() -> int:
         f"micro-steps x {batches.micro_rows} windows x {batches.seq_len} tokens")
     if checkpoint:
         run.load(Path(checkpoint))
-    elif run.every:
+        if clock.packet is not None:
+            clock.packet[2] = 0.0  # a stop that was asked for then
+    elif min(run.every_steps, run.every_seconds) < math.inf:
         run.save(0.0)  # what would keep the run from saving shows before its first step
     log(f"set-up and warm-up: {time.perf_counter() - begin:.1f} s, outside the clock")
     window = torch.from_numpy(data.val[None, : settings.train_seq_len]).to(runtime.device)
@@ -2372,19 +2372,18 @@ def main() -> int:
     stop, state, batches.waited, watch.looping = False, "", 0.0, True
     clock.start()
     while True:
-        last_step, stop = clock.is_last(run.step), stop or watch.signal > 0 and not runtime.distributed
-        watch.began = math.inf  # validation and saving take the time they take
+        last_step, watch.began = clock.is_last(run.step), math.inf  # no limit for validation and saving
+        stop |= watch.signal > 0 and not runtime.distributed
         if settings.val_loss_every and run.step and run.step % settings.val_loss_every == 0 and not (last_step or stop):
             clock.stop()
             activity = " ".join(f"{name}:{share:.4f}" for name, share in mlp_activity(network, window).items())
             log(f"step:{run.step} val_{score(model)} {activity}")
             clock.start()
-        due = last_step or run.step % run.every_steps == 0 or clock.seconds[-1] - run.saved >= run.every_seconds
-        if stop or run.every and due:
+        due = run.step % run.every_steps == 0 or clock.seconds[-1] - run.saved >= run.every_seconds
+        if stop or last_step or run.step and due:
             clock.stop()
-            if stop and clock.packet is not None:
-                clock.packet[2] = 0.0  # or the run would stop again once it is resumed
             run.save(clock.seconds[-1])
+            runtime.agree("")  # all wait here, where the watch does not count the seconds
             clock.start()
         if last_step or stop:
             break
@@ -2425,16 +2424,18 @@ def main() -> int:
         run.step += 1
 
     clock.stop()
-    watch.looping = False
-    if stop:
+    previous = None if stop else clock.receive()
+    if stop or previous and previous[2] or watch.signal and not runtime.distributed:
         number = signal.Signals(watch.signal or signal.SIGTERM)
         log(f"stopped by {number.name} after step {run.step}; RESUME={folder} goes on")
         runtime.leave()
         return 128 + number
-    if (previous := clock.receive()) and run.judge(*previous[:2], last=True):
+    watch.looping = False
+    if previous and run.judge(*previous[:2], last=True):
         report(previous[0])
     if runtime.rank == 0:
-        replace_file(folder / "progress.json", json.dumps(dict(settings=vars(settings), progress=clock.used)).encode())
+        kept = {"settings": vars(settings), "progress": clock.used, "events": run.events}
+        replace_file(folder / "progress.json", json.dumps(kept).encode())
 
     clock.start()
     params, scores = [param.detach() for param in network.parameters()], {}
@@ -2442,8 +2443,7 @@ def main() -> int:
     for name in values:
         with swapped(params, values[name]), quantized(network, table):
             scores[name] = score(model, tokens=data.held_out)
-        steps = f" of {averages[name].count} steps" if name != "raw" else ""
-        log(f"weights: {name}{steps}, quantized, on held-out training tokens {scores[name]}")
+        log(f"weights: {name}, quantized, on held-out training tokens {scores[name]}")
     chosen = min(scores, key=lambda name: scores[name].nats)
     log(f"weights: {chosen} chosen")
     torch._foreach_copy_(params, values[chosen])
@@ -2459,13 +2459,12 @@ def main() -> int:
     if runtime.rank == 0:
         meta = {"steps": run.step, "seed": settings.seed, "tokenizer": tokenizer.file}
         stats = write_artifact(artifact, network.state_dict(), table, vars(config), tokenizer.sha256, meta)
-    if runtime.distributed:
-        dist.barrier()
-    code = len(Path(__file__).read_bytes()) + (len(Path(settings.config).read_bytes()) if settings.config else 0)
+    runtime.agree("")  # rank 0 has written it
     total = code + artifact.stat().st_size
     before = evaluate(score, model, network, settings, log, "before quantization")
     packed = rebuild(artifact, runtime)
-    final = evaluate(score, compiled(packed), packed, settings, log, "from the artifact", data.val_sources)
+    final = evaluate(score, compiled(packed) if settings.compile else packed, packed, settings, log,
+                     "from the artifact", data.val_sources)
     assert final["val_bytes"] == data.val_bytes, f"{final['val_bytes']} validation bytes scored of {data.val_bytes}"
 
     faults = [f"phase {name} was enabled and never fired" for name, phase in plan.phases.items() if not phase.steps]
@@ -2480,8 +2479,9 @@ def main() -> int:
             "tokenizer_sha256": tokenizer.sha256, **describe_machine(runtime), "world_size": runtime.world_size,
             "steps": run.step, "tokens": run.step * batches.tokens, "train_seconds": clock.elapsed(),
             "total_seconds": time.perf_counter() - begin, "data_wait_seconds": batches.waited,
-            "optimizer_state_bytes": optimizers.state_bytes(), "params": count_parameters(network), "weights": chosen,
-            **final, "before_quantization": before, **mlp_activity(packed, window), **data.yardsticks,
+            "optimizer_state_bytes": sum(t.nbytes for own in optimizers.state_dict().values() for t in own.values()),
+            "params": count_parameters(network), "weights": chosen, **final, "before_quantization": before,
+            **mlp_activity(packed, window), **data.yardsticks,
             "artifact": str(artifact), "artifact_sha256": sha256_file(artifact),
             "artifact_bytes": artifact.stat().st_size, "code_bytes": code, "total_bytes": total,
             "bytes_by_class": stats["bytes"], "phases": {name: asdict(phase) for name, phase in plan.phases.items()},

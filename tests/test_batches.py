@@ -89,7 +89,7 @@ def test_micro_batches_shrink_until_they_fit_and_leave_no_gradient(stream, monke
     warm_up(of)
     assert tried == [8, 4] + [2] * 9 and of.micro_rows == 2 and model.weight.grad is None  # 2 steps of 4, evaluation
     assert compilers == [1, 2] and taken == [True, True, {}]
-    with pytest.raises(T.UserError, match="out of memory with 64 tokens a forward; set MICRO_BATCH_TOKENS to less"):
+    with pytest.raises(T.UserError, match="out of memory with 8 windows a step; set MICRO_BATCH_TOKENS lower"):
         warm_up(batches(stream, micro_batch_tokens=64))
 
 

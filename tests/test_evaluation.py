@@ -329,11 +329,9 @@ def test_evaluate_scores_in_the_ways_asked_for():
     assert f"bpb:{found['val_bpb_stateful']:.4f}" in lines[4]
 
 
-def test_whole_documents_want_positions_without_an_end(monkeypatch):
-    """Refused before the run: at its end, where the score stands, the weights would be lost."""
-    monkeypatch.setattr(T.os, "environ", {"EVAL_STATEFUL": "1", "POSITIONS": "learned", "DATA_PATH": "nowhere"})
-    with pytest.raises(T.UserError, match="EVAL_STATEFUL=1: POSITIONS='learned'"):
-        T.main()
+def test_whole_documents_want_positions_without_an_end():
+    with pytest.raises(T.UserError, match="EVAL_STATEFUL=1: POSITIONS='learned' ends"):
+        T.model_config(T.Settings(eval_stateful=True, positions="learned"), 300, 1)
 
 
 def test_score_bytes_are_those_of_the_text(tmp_path: Path):

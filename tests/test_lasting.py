@@ -553,7 +553,7 @@ def test_replays_of_a_wallclock_run_are_the_same_to_the_byte(place, source, repl
         found, asked = ({name: phase["start_step"] for name, phase in place.result(each)["phases"].items()}
                         for each in (out, source))
         assert found == asked and all(found.values())
-    assert steps_kept(place.of("again")) == []
+    assert len(steps_kept(place.of("again"))) == 1  # the end, whatever SAVE_EVERY says
     stored, again = (json.loads((place.of(out) / "progress.json").read_text()) for out in (source, "again"))
     assert again["progress"] == stored["progress"]
     losses = [re.findall(r"^step:\d+/\S+ train_loss:(\S+)", place.log(out), re.M) for out in (source, "again")]
