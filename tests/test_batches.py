@@ -178,7 +178,7 @@ def test_ranks_share_one_batch_of_a_mixture(mixed, world, micro):
 
 
 def test_a_part_too_short_for_its_share_is_an_error(mixed):
-    with pytest.raises(T.UserError, match=r"700 training tokens, a batch takes 760 of them"):
+    with pytest.raises(T.UserError, match=r"takes 760 of the 700 training tokens"):
         batches(data_of(mixed, [0.04, 0.01, 0.95]), train_batch_tokens=800)
 
 

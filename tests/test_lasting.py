@@ -439,8 +439,7 @@ def test_a_second_signal_ends_at_once(place, straight):
                  "time.sleep(60)")
     child = place.run("at once", late, 143)
     assert time.monotonic() - child.began < 20
-    assert child.err == (f"rank 0: SIGTERM ends the run at once; RESUME={place.of('at once')} goes on from its newest "
-                         "checkpoint\n")
+    assert child.err == f"rank 0: SIGTERM ends the run at once; RESUME={place.of('at once')}\n"
     assert T.newest_checkpoint(place.of("at once"))[0].name == "step_000004"
     place.resume("at once")
     place.same("at once", straight)
@@ -634,6 +633,34 @@ def test_kills_change_nothing(place, replayed, source):
     assert sum(killed.values()) == 4 and killed["after training"] == 1
     place.same("crashed", replayed)
     place.same("crashed", source)
+
+
+def test_a_replay_of_a_resumed_run(place, source):
+    """Its stored settings name the run that it was resumed from; with other settings on the way it cannot be repeated."""
+    place.run("halved", stop_at(9), 143)
+    place.resume("halved")
+    place.run("halved again", **replay_of(place, "halved"))
+    place.same("halved again", "halved")
+    place.run("bent", stop_at(9), 143)
+    place.resume("bent", MATRIX_LR=0.01)
+    child = place.run("bent again", code=2, **replay_of(place, "bent"))
+    assert re.match("error: REPLAY=.*: that run was resumed with other settings on its way, .*matrix_lr", child.err)
+
+
+def test_a_damaged_newer_checkpoint_does_not_count_as_kept(place, straight):
+    place.run("pruned", stop_at(9), 143, KEEP=3)
+    newest = T.newest_checkpoint(place.of("pruned"))[0]
+    assert newest.name == "step_000010"
+    (newest / "model.pt").write_bytes(b"")
+    place.resume("pruned", stop_at(8), 143, KEEP=1, SAVE_EVERY=9)
+    assert steps_kept(place.of("pruned")) == [9]
+    place.resume("pruned")
+    place.same("pruned", straight)
+
+
+def test_a_full_disk_under_the_terminal_does_not_end_the_run(place, straight):
+    place.run("full", "import os\nos.dup2(os.open('/dev/full', os.O_WRONLY), 1)")
+    place.same("full", straight)
 
 
 @pytest.mark.full
@@ -840,7 +867,7 @@ def test_the_eleventh_skip_or_rewind_stops(place):
 @pytest.mark.parametrize("every", ["0", "0s", "soon"])
 def test_a_rewind_wants_checkpoints(place, every):
     child = place.run("none", code=2, SPIKE_POLICY="rewind", SAVE_EVERY=every)
-    assert re.fullmatch(rf"error: SAVE_EVERY='{every}': must be steps .*\n", child.err)
+    assert re.fullmatch(rf"error: SAVE_EVERY='{every}': must be 500 .steps.*\n", child.err)
     assert not (place.folder / "none").exists()
 
 
