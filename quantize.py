@@ -1402,7 +1402,7 @@ def rebuild(source: SimpleNamespace) -> GPT:
         with torch.device("meta"):  # takes no memory
             network = GPT(SimpleNamespace(**source.shape))
         network.load_state_dict(source.tensors, assign=True)
-    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise ArtifactError(f"{source.path}: its settings rebuild no model: {' '.join(str(error).split())}") from None
     return network
 
@@ -1515,16 +1515,16 @@ LLAMA_LAYER = ("self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_p
 
 def export(args: argparse.Namespace) -> None:
     """model.safetensors and config.json, which transformers loads as LlamaForCausalLM; other layouts are refused."""
+    source, out = read_weights(args.model, args.weights), Path(args.out)
+    net, shape = rebuild(source), SimpleNamespace(**source.shape)
+    count, kv_rows = len(shape.layers.split()), shape.num_kv_heads * shape.model_dim // shape.num_heads
+    right = {"layers": " ".join("a" * count), "norms": " ".join(["rms_weight"] * count), **LLAMA}
+    if odd := [f"{name}={source.shape[name]!r}" for name, value in right.items() if source.shape[name] != value]:
+        raise UserError(f"{source.path}: transformers' LlamaForCausalLM has no {', '.join(odd)}")
     try:
         from safetensors.torch import save_file
     except ImportError:
         raise UserError("export needs safetensors: pip install safetensors") from None
-    source, out = read_weights(args.model, args.weights), Path(args.out)
-    net, shape = rebuild(source), SimpleNamespace(**source.shape)
-    count, kv_rows = len(net.mixers), shape.num_kv_heads * shape.model_dim // shape.num_heads
-    right = {"layers": " ".join("a" * count), "norms": " ".join(["rms_weight"] * count), **LLAMA}
-    if odd := [f"{name}={source.shape[name]!r}" for name, value in right.items() if source.shape[name] != value]:
-        raise UserError(f"{source.path}: transformers' LlamaForCausalLM has no {', '.join(odd)}")
     state = {"model.embed_tokens.weight": net.embed, "model.norm.weight": net.final_norm.weight}
     state |= {} if net.head is None else {"lm_head.weight": net.head}
     for at, (block, mixer) in enumerate(zip(net.blocks, net.mixers, strict=True)):
