@@ -1366,9 +1366,14 @@ def write(source: SimpleNamespace, out: Path) -> dict[str, int]:
     Settings of the quantizer not in CONFIG or environment are the checkpoint's. Returns bytes by class. UserError.
     """
     global quantize_rows
-    below = {name: source.run[name] for name in QUANTIZER if name in source.run}
-    settings = load_settings(Settings, dict(os.environ), stored=lambda given: (below, {}))
     table, header = source.table, source.header
+
+    def stored(given: dict[str, str]) -> tuple[dict, dict]:
+        if header and (named := [name.upper() for name in QUANTIZER if name.upper() in given]):
+            raise UserError(f"{named[0]}: the weights of {source.path} are quantized already; give their checkpoint")
+        return {name: source.run[name] for name in QUANTIZER if name in source.run}, {}
+
+    settings = load_settings(Settings, dict(os.environ), stored=stored)
     if not header:
         table = {"matrix": (settings.matrix_bits, settings.matrix_clip_sigmas),
                  "embedding": (settings.embed_bits, settings.embed_clip_sigmas)}
@@ -1379,8 +1384,6 @@ def write(source: SimpleNamespace, out: Path) -> dict[str, int]:
                             f"tokens; must be the tokenizer of {source.path}, with {source.shape['vocab_size']}")
         meta = {"steps": source.run["steps"], "seed": source.run["seed"], "tokenizer": tokenizer.file}
         header = {"tokenizer_sha256": tokenizer.sha256, "meta": meta}
-    elif given := [name.upper() for name in QUANTIZER if name.upper() in os.environ]:
-        raise UserError(f"{given[0]}: the weights of {source.path} are quantized already; give their checkpoint")
     fenced, scales, device = quantize_rows, iter(source.scales.values()), start_runtime(settings.device).device
 
     def again(w: Tensor, bits: int, clip_sigmas: float) -> tuple[Tensor, Tensor]:
@@ -1397,11 +1400,13 @@ def write(source: SimpleNamespace, out: Path) -> dict[str, int]:
 
 
 def rebuild(source: SimpleNamespace) -> GPT:
-    """The network that these settings and weights are. Raises ArtifactError where they do not fit."""
+    """The network that these settings and weights are. ArtifactError where they do not fit, or it gives no logits."""
     try:
         with torch.device("meta"):  # takes no memory
             network = GPT(SimpleNamespace(**source.shape))
         network.load_state_dict(source.tensors, assign=True)
+        with torch.no_grad():
+            require(network(torch.tensor([[network.config.bos_id]])).isfinite().all(), "its logits are not finite")
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise ArtifactError(f"{source.path}: its settings rebuild no model: {' '.join(str(error).split())}") from None
     return network

@@ -312,8 +312,9 @@ def test_damaged_artifacts_are_named_in_one_line(call, place, tmp_path):
 
 def test_verify_says_no(call, place, tmp_path):
     artifact, net = tmp_path / "m.upar", network()
-    for settings, said in ((dict(mlp_mult=3.0), "size mismatch"), (dict(num_heads=0), "division"), (dict(mlp=0), "Missing"),
-                           (dict(layers="g s g", norms="rms rms rms"), "Missing"), (dict(mlp="swiglu"), "mismatch")):
+    for settings, said in (
+            (dict(mlp_mult=3.0), "size mismatch"), (dict(layers="g s g", norms="rms rms rms"), "Missing key"),
+            (dict(num_heads=0), "division"), (dict(mlp="relu3"), "relu3"), (dict(logit_softcap=1e39), "not finite")):
         write(artifact, net, **settings)
         code, _, error = call("verify", artifact)
         assert code == 1 and f"{artifact}: its settings rebuild no model: " in error and said in error
@@ -334,7 +335,7 @@ def test_verify_says_no(call, place, tmp_path):
 
 @pytest.mark.parametrize(("words", "changes", "said"), [
     ([], {}, "the following arguments are required: COMMAND"), (["inof"], {}, "invalid choice: 'inof'"),
-    (["info"], {}, "the following arguments are required: artifact"), (["info", "a", "b"], {}, "unrecognized arguments"),
+    (["info"], {}, "arguments are required: artifact"), (["info", "a", "b"], {}, "unrecognized arguments: b; "),
     (["info", "{artifact}", "--weights", "ema"], {}, "unrecognized arguments: --weights ema"),
     (["pack", "{run}", "{new}", "--weights", "best"], {}, "invalid choice: 'best'"),
     (["info", "{run}"], {}, "no such file; a run's artifact is runs/<RUN_ID>/model.upar"),
@@ -345,9 +346,10 @@ def test_verify_says_no(call, place, tmp_path):
     (["pack", "{run}", "{new}", "--weights", "ema"], {}, "no checkpoint with ema weights"),
     (["pack", "{place}", "{new}"], {}, "no whole checkpoint"),
     (["pack", "{run}", "{new}"], {"MATRIX_BITS": 9}, "MATRIX_BITS='9': must be from 2 to 8"),
-    (["info", "{artifact}"], {"MATRIX_BIT": 4}, "MATRIX_BIT='4': no setting of this script; did you mean MATRIX"),
+    (["info", "{artifact}"], {"MATRIX_BIT": 4}, "no setting of this script; did you mean MATRIX_BITS?"),
     (["info", "{artifact}"], {"MODEL_DIM": 4}, "MODEL_DIM='4': no setting of this script"),
-    (["pack", "{artifact}", "{new}"], {"EMBED_BITS": 4}, "EMBED_BITS: the weights of {artifact} are quantized already"),
+    (["pack", "{artifact}", "{new}"], {"EMBED_BITS": 4}, "EMBED_BITS: the weights of {artifact} are quantized"),
+    (["pack", "{artifact}", "{new}"], {"CONFIG": "{config}"}, "MATRIX_BITS: the weights of {artifact} are quantized"),
     (["pack", "{run}", "{new}"], {"TOKENIZER_PATH": "nowhere.model"}, "tokenizer nowhere.model: no SentencePiece"),
     (["pack", "{foreign}", "{new}"], {}, "TOKENIZER_PATH='': bytes has 264 tokens; must be the tokenizer of"),
     (["pack", "{broken}", "{new}"], {}, "tensor embed: torch.float32 up to nan; must be floating, finite"),
@@ -360,6 +362,9 @@ def test_mistakes_are_one_line_and_exit_code_2(call, place, tmp_path, words, cha
             save(tmp_path / name, net)
     names = {"artifact": place / "run" / "model.upar", "run": place / "run", "place": place, "new": tmp_path / "new",
              "foreign": tmp_path / "foreign", "broken": tmp_path / "broken"}
+    names["config"] = tmp_path / "c.env"
+    names["config"].write_text("MATRIX_BITS=4\n")
+    changes = {name: str(value).format(**names) for name, value in changes.items()}
     code, _, error = call(*(word.format(**names) for word in words), **changes)
     assert code == 2 and said.format(**names) in error
     assert not (tmp_path / "new").exists()
