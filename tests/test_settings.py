@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import quantize as Q
 import sample as S
 import train_gpt as T
 
@@ -114,7 +115,7 @@ def test_wrong_values_are_refused(name, text, kind, said):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("module", [T, S], ids=["train_gpt", "sample"])
+@pytest.mark.parametrize("module", [T, S, Q], ids=["train_gpt", "sample", "quantize"])
 def test_defaults_are_values_that_the_environment_may_give(module):
     for field in fields(module.Settings):
         text = str(int(field.default)) if field.type is bool else str(field.default)
@@ -208,7 +209,7 @@ def test_ignore_env_takes_several_names():
     assert refusal(T, {**environ, "IGNORE_ENV": "NUM_LAYER"}).startswith("PROMPT='$ '")
 
 
-@pytest.mark.parametrize("module", [T, S], ids=["train_gpt", "sample"])
+@pytest.mark.parametrize("module", [T, S, Q], ids=["train_gpt", "sample", "quantize"])
 def test_an_ordinary_environment_is_left_alone(module):
     assert len(ORDINARY) == len(set(ORDINARY))
     environ = dict.fromkeys(ORDINARY, "1")

@@ -1,0 +1,1590 @@
+"""The artifact file: pack, unpack, look inside, verify, compare, export.
+
+    python quantize.py info runs/<RUN_ID>/model.upar --tensors           # what its bytes are spent on
+    python quantize.py verify runs/<RUN_ID>/model.upar runs/<RUN_ID> --weights ema
+    MATRIX_BITS=4 python quantize.py pack runs/<RUN_ID> small.upar       # as the run would have written it with 4 bits
+
+MODEL is an artifact, a checkpoint's folder, a run's folder (its newest whole checkpoint), or what `unpack` wrote. Every
+setting below is an environment variable: its name in capitals; those of quantization default to the checkpoint's. The
+sections between `# === shared:` fences are those of train_gpt.py (tools/sync.py).
+"""
+
+import argparse
+import base64
+import collections
+import contextlib
+import datetime
+import difflib
+import fnmatch
+import hashlib
+import json
+import math
+import os
+import pickle
+import platform
+import re
+import resource
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import FunctionType, SimpleNamespace
+
+import numpy as np
+import sentencepiece
+import tiktoken
+import tiktoken_ext.openai_public
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import zstandard
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+try:  # optional: progress bars
+    from tqdm import tqdm
+except ImportError:
+    tqdm = None
+
+
+# ---------------------------------------------------------------------------------------------------------- settings
+@dataclass(frozen=True)
+class Settings:
+    tokenizer_path: str = ""  # .model file, tiktoken name, .tiktoken file or "bytes"; empty: that of data or artifact
+    device: str = "auto"  # auto, cpu or cuda
+    matrix_bits: int = 6  # matrices of the layers
+    matrix_clip_sigmas: float = 12.85  # clip at this many standard deviations of a row; 0: at its largest weight
+    embed_bits: int = 8  # embedding
+    embed_clip_sigmas: float = 20.0  # the same for the embedding
+
+
+# === shared: settings ===
+class UserError(Exception):
+    """A mistake of the user's: printed as one line, exit code 2."""
+
+
+# Names that another script of ours, Parameter Golf or nanoGPT reads. Set for a script that does not read them they
+# would be ignored in silence, which is how runs of this field were lost; here they are errors.
+FOREIGN_NAMES = tuple("""
+    ACTIVATION_CHECKPOINTING ADAM_EPS ADAM_WD ALWAYS_SAVE_CHECKPOINT ARCH_MODE ARTIFACT ARTIFACT_BYTES_MAX
+    ATTN_CLIP_SIGMAS ATTN_WINDOW BACKEND BATCH_SIZE BETA1 BETA2 BIAS BIGRAM_DIM BIGRAM_VOCAB_SIZE BIO_EVENTS
+    BIO_THRESHOLD BLOCK_SIZE CAUTIOUS_WD COMPILE COMPILE_MODE COMPRESSOR CONFIG DATASET DATA_DIR DATA_PATH DECAY_LR
+    DETERMINISTIC DEVICE DROPOUT DTYPE EMA EMA_DECAY EMA_ENABLED EMA_MEMORY_FRAC EMA_START_FRAC EMBED_BITS
+    EMBED_CLIP_SIGMAS EMBED_LR EMBED_WD ENABLE_LOOPING_AT EVAL_INTERVAL EVAL_ITERS EVAL_ONLY EVAL_SEQ_LEN EVAL_STATEFUL
+    EVAL_STRIDE GATED_ATTN_ENABLED GDN_NEG_EIGVAL GPTQ_CALIBRATION_BATCHES GPTQ_RESERVE_SECONDS
+    GRADIENT_ACCUMULATION_STEPS GRAD_ACCUM_STEPS GRAD_CLIP GRAD_CLIP_NORM HANG_SECONDS HEAD_LR HOLDOUT_TOKENS INIT_FROM
+    ITERATIONS KEEP LATE_QAT LATE_QAT_THRESHOLD LAYER_PATTERN LEARNING_RATE LN_SCALE LOGIT_SOFTCAP LOG_INTERVAL LOOP_END
+    LOOP_START LR_DECAY_ITERS LR_FLOOR LR_SCHEDULE MATRIX_BITS MATRIX_CLIP_SIGMAS MATRIX_LR MAX_ITERS MAX_NEW_TOKENS
+    MAX_WALLCLOCK_SECONDS MICRO_BATCH_TOKENS MIN_LR MLP MLP_CLIP_SIGMAS MLP_MULT MODEL_DIM MTP_NUM_HEADS
+    MUON_BACKEND_STEPS MUON_BETA2 MUON_COEFFICIENTS MUON_MOMENTUM MUON_MOMENTUM_WARMUP_FRAC MUON_MOMENTUM_WARMUP_START
+    MUON_MOMENTUM_WARMUP_STEPS MUON_ROW_NORMALIZE MUON_WD MUON_WEIGHT_DECAY NORM NUM_HEADS NUM_KV_HEADS NUM_LAYERS
+    NUM_LOOPS NUM_SAMPLES N_EMBD N_HEAD N_LAYER OPTIMIZER OUT_DIR PARALLEL_RESIDUAL POSITIONS PROFILE PROMPT QAT
+    QAT_ENABLED QAT_START_FRAC QK_GAIN_INIT QK_NORM REPLAY RESERVE_SECONDS RESIDUAL_MIX RESUME ROPE_BASE ROPE_DIMS
+    RUN_ID SAVE_EVERY SCALAR_LR SEED SLIDING_WINDOW_ENABLED SMEAR_GATE SMEAR_GATE_ENABLED SPIKE_NATS SPIKE_POLICY SWA
+    SWA_ENABLED SWA_EVERY SWA_START_FRAC TEMPERATURE TIED_EMBED_INIT_STD TIED_EMBED_LR TIE_EMBEDDINGS TOKENIZER_PATH
+    TOP_K TRAIN_BATCH_TOKENS TRAIN_LOG_EVERY TRAIN_SEQ_LEN TTT_ENABLED TTT_LR UNET_SKIPS VAL_BATCH_SIZE VAL_BATCH_TOKENS
+    VAL_LOSS_EVERY VE_ENABLED VOCAB_SIZE WARMDOWN_FRAC WARMDOWN_ITERS WARMUP_FRAC WARMUP_ITERS WARMUP_STEPS WEIGHT_DECAY
+    XSA_LAST_N
+""".split())
+
+# (pattern of a field name, smallest, largest), the first match counts; a field that matches none must be >= 0.
+RANGES = (
+    ("keep", 1, 1 << 20), ("ema_memory_frac", 1e-6, 1.0), ("*_frac", 0.0, 1.0), ("lr_floor", 0.0, 1.0),
+    ("bio_threshold", 0.0, 1.0), ("beta?", 0.0, 0.9999), ("muon_momentum", 0.0, 0.9999),
+    ("muon_momentum*_start", 0.0, 0.9999), ("adam_eps", 1e-20, 1.0), ("muon_backend_steps", 1, 20), ("*_bits", 2, 8),
+    ("model_dim", 16, 65536), ("num_layers", 0, 512), ("num_*heads", 1, 1024), ("mlp_mult", 0.25, 16.0),
+    ("bigram_dim", 1, 65536), ("bigram_vocab_size", 0, 1 << 24), ("tied_embed_init_std", 1e-6, 10.0),
+    ("rope_base", 1.0, 1e9), ("attn_window", 1, 1 << 20), ("vocab_size", 0, 1 << 20), ("train_seq_len", 2, 1 << 20),
+    ("train_batch_tokens", 2, 1 << 31), ("train_log_every", 1, 1 << 31), ("artifact_bytes_max", 1, 1 << 40),
+    ("max_new_tokens", 1, 1 << 20), ("num_samples", 1, 1 << 16), ("temperature", 0.0, 100.0),
+)
+CHOICES = {
+    "lr_schedule": ("linear", "cosine", "wsd", "constant"), "device": ("auto", "cpu", "cuda"),
+    "compile_mode": ("default", "reduce-overhead", "max-autotune"), "positions": ("rope", "learned", "none"),
+    "mlp": ("relu2", "leaky_relu2", "gelu", "swiglu", "bio"), "bio_events": ("off", "soft", "hard"),
+    "optimizer": ("muon", "lion", "adamw", "adamw8bit", "adafactor"),
+    "arch_mode": ("D", "gdn", "gdn_kv", "hybrid", "baseline", "llama"),
+    "muon_coefficients": ("quintic", "polar_express"), "spike_policy": ("stop", "skip", "rewind"),
+}
+
+
+def parse_setting(name: str, text: str, kind: type) -> int | float | bool | str:
+    """The value of setting `name` (a field name) written as `text`. Raises UserError for a wrong type or range."""
+    what = f"{name.upper()}={text!r}"
+    try:
+        value = {"0": False, "1": True}[text] if kind is bool else kind(text)
+    except (KeyError, ValueError):
+        right = {bool: "0 or 1", int: "a whole number", float: "a number"}[kind]
+        raise UserError(f"{what}: must be {right}") from None
+    if kind in (int, float):
+        low, high = next(((lo, hi) for glob, lo, hi in RANGES if fnmatch.fnmatch(name, glob)), (0, math.inf))
+        if not (low <= value <= high and math.isfinite(value)):
+            raise UserError(f"{what}: must be from {low} to {high}")
+    if value not in CHOICES.get(name, (value,)):
+        raise UserError(f"{what}: must be one of {', '.join(CHOICES[name])}")
+    return value
+
+
+def read_config(path: str) -> dict[str, str]:
+    """NAME=value lines of a config file; `#` starts a comment. Raises UserError with the line's number."""
+    if not Path(path).is_file():
+        raise UserError(f"CONFIG={path!r}: no such file")
+    lines = [line.split("#", 1)[0].strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    for number, line in enumerate(lines, 1):
+        if line and "=" not in line:
+            raise UserError(f"{path}:{number}: {line!r} is not NAME=value")
+    pairs = [line.partition("=") for line in lines if line]
+    return {name.strip(): value.strip().strip("'\"") for name, _, value in pairs}
+
+
+def load_settings(cls: type, environ: dict[str, str], presets: dict[str, dict[str, dict]] | None = None,
+                  stored: Callable[[dict[str, str]], tuple[dict, dict]] = lambda given: ({}, {})):
+    """Settings of dataclass `cls` from the file CONFIG names and from `environ`, which wins.
+
+    `presets`: setting -> its value -> values of other settings, below those that stand beside it, so that a preset
+    chosen in the environment is above the file. `stored`: what stands below and above both, given both. Raises
+    UserError for a wrong value, an unknown name in the file, and one in the environment that is a near miss or that
+    only other scripts read.
+    """
+    kinds = {field.name.upper(): field.type for field in fields(cls)}
+    config = read_config(environ["CONFIG"]) if environ.get("CONFIG") else {}
+    ignored = {name.strip() for name in environ.get("IGNORE_ENV", "").split(",")} | {"CONFIG", "IGNORE_ENV"}
+
+    def guess(name: str, cutoff: float) -> str:
+        near = difflib.get_close_matches(name, kinds, 1, cutoff)
+        return f"; did you mean {near[0]}?" if near else ""
+
+    for name in config:
+        if name not in kinds or name == "CONFIG":
+            raise UserError(f"{environ['CONFIG']}: unknown setting {name}{guess(name, 0.6)}")
+    for name in sorted(set(environ) - set(kinds) - ignored):
+        hint = guess(name, 0.6) or "; its settings stand at its top." if name in FOREIGN_NAMES else guess(name, 0.85)
+        if hint:
+            raise UserError(f"{name}={environ[name]!r}: no setting of this script{hint} IGNORE_ENV={name} lets it be")
+    here = {name: environ[name] for name in kinds if name in environ}
+    file, env = ({name.lower(): parse_setting(name.lower(), text, kinds[name]) for name, text in given.items()}
+                 for given in (config, here))
+    values, last = stored({**config, **environ})
+    for own, above in ((file, env), (env, {})):
+        for name, choices in (presets or {}).items():
+            values |= choices[own[name]] if name in own and name not in above else {}
+        values |= own
+    return cls(**{name: value for name, value in {**values, **last}.items() if name.upper() in kinds})
+
+
+def settings_table(settings) -> str:
+    """Every resolved setting, one a line; `*` marks those that differ from the default."""
+    values = [(field, getattr(settings, field.name)) for field in fields(settings)]
+    return "\n".join(f"{'*' if value != field.default else ' '} {field.name.upper()}="
+                     f"{int(value) if field.type is bool else value}" for field, value in values)
+# === end: settings ===
+
+
+# === shared: runtime ===
+@dataclass
+class Runtime:
+    """Who this process is among the ranks, and where tensors live."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    distributed: bool
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Sum over ranks, in place."""
+        if self.distributed:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def agree(self, value: str) -> str:
+        """Rank 0's value, on every rank."""
+        values = [value]
+        if self.distributed:
+            dist.broadcast_object_list(values, src=0, device=self.device)
+        return values[0]
+
+    def leave(self) -> None:
+        """End of the process: all ranks together, for one that left early aborted in gloo's threads (1 run in 10)."""
+        if self.distributed:
+            dist.barrier()
+            dist.destroy_process_group()
+
+
+def start_runtime(device: str, deterministic: bool = False) -> Runtime:
+    """Join the process group that torchrun describes (NCCL on CUDA, gloo on CPU), or be a single process."""
+    cuda = device == "cuda" or device == "auto" and torch.cuda.is_available()
+    if cuda and not torch.cuda.is_available():
+        raise UserError("DEVICE='cuda': PyTorch sees no CUDA device; DEVICE=cpu runs without")
+    place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    torch.set_flush_denormal(not cuda)  # GDN's decays reach denormals, and a CPU is 10 times slower on them
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS may sum in another order
+        torch.use_deterministic_algorithms(True)
+    if cuda:
+        torch.cuda.set_device(place)
+    if "RANK" in os.environ:
+        patience = datetime.timedelta(minutes=60)  # rank 0's compressors and count models at the end take minutes
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=patience, device_id=place if cuda else None)
+    return Runtime(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)), place, "RANK" in os.environ)
+
+
+class Log:
+    """The run's log: a file, which is gone on with where it stands, and the terminal; written by rank 0 only."""
+
+    def __init__(self, path: Path | None):
+        self.file = open(path, "ab", buffering=0) if path else None  # each line is written at once
+        self.clear = "\r\033[K" if path and sys.stdout.isatty() else ""  # wipes a terminal's line of progress
+
+    def __call__(self, text: str, terminal: bool = True) -> None:
+        if self.file:
+            try:
+                self.file.write(text.encode() + b"\n")
+            except OSError as error:  # a full disk may have room again before the next checkpoint
+                sys.stderr.write(f"log.txt: {error.strerror}, lost: {text[:200]}\n")
+            if terminal:
+                print(self.clear + text, flush=True)
+
+
+def exit_code(main: Callable[[], int]) -> int:
+    """Run `main` for its exit code; 2 for a UserError, 1 for other faults that one line on stderr can name."""
+    rank, hint = int(os.environ.get("RANK", 0)), ""
+    try:
+        return main()
+    except (UserError, FloatingPointError, OSError, torch.OutOfMemoryError) as error:
+        time.sleep(5 if rank else 0)  # torchrun ends this rank first if rank 0 says the same
+        hint = "set MICRO_BATCH_TOKENS to less: " if isinstance(error, torch.OutOfMemoryError) else ""
+        sys.stderr.write(f"error: {hint}{str(error).splitlines()[0]}\n")
+        return 2 if isinstance(error, UserError) else 1
+    except RuntimeError as error:
+        if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+            raise
+        sys.stderr.write(f"error: rank {rank} lost another rank ({str(error).strip()[-90:]}); RESUME goes on from the "
+                         "newest checkpoint\n")
+        os._exit(1)  # without what waits for the lost rank
+
+
+def replace_file(path: str | Path, data: bytes) -> None:
+    """Write a file beside and rename it, so that `path` holds the old or the new bytes, whole, whatever happens."""
+    beside = Path(path).with_name(Path(path).name + ".part")
+    with open(beside, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+
+
+def make_run_folder(out_dir: str, run_id: str) -> None:
+    """Create out_dir/run_id. Raises UserError if it exists or cannot be written."""
+    if not run_id or Path(run_id).name != run_id:
+        raise UserError(f"RUN_ID={run_id!r}: must be a plain folder name")
+    try:
+        (Path(out_dir) / run_id).mkdir(parents=True)
+    except FileExistsError:
+        raise UserError(f"RUN_ID={run_id!r}: exists already in {out_dir}; RESUME it, or choose another") from None
+    except OSError as error:
+        raise UserError(f"OUT_DIR={out_dir!r}: cannot write there ({error.strerror})") from None
+
+
+def describe_machine(runtime: Runtime) -> dict:
+    """For log and result.json: hardware, versions, most memory held so far (allocator on CUDA, process on a CPU)."""
+    cuda = runtime.device.type == "cuda"
+    hardware = torch.cuda.get_device_name() if cuda else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__,
+                "cuda": torch.version.cuda if cuda else None}
+    process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peak = torch.cuda.max_memory_allocated() if cuda else process  # bytes
+    return {"hardware": f"{runtime.world_size} x {hardware}", "versions": versions, "peak_memory_mib": peak / 2**20}
+
+
+def git_commit() -> str:
+    """Commit of the folder this script stands in (no tag), `+` if the tree has changes, or "unknown"."""
+    words = "git describe --always --abbrev=40 --exclude='*' --dirty=+"
+    where = Path(__file__).resolve().parent
+    return subprocess.run(words, cwd=where, shell=True, capture_output=True, text=True).stdout.strip() or "unknown"
+# === end: runtime ===
+
+
+# === shared: data ===
+SHARD_KINDS = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}  # llm.c: (magic, version) -> tokens
+SHARD_HEADER_BYTES = 256 * 4  # 256 int32, then the tokens: uint32 for vocabularies above 65,536, else uint16
+ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+ENCODINGS = ("gpt2", "r50k_base", "p50k_base", "cl100k_base", "o200k_base")  # of tiktoken
+
+
+@dataclass
+class Tokenizer:
+    """From `load_tokenizer`. A token counts the UTF-8 bytes it decodes to; after a boundary (a control, unknown or
+    unused token) without the space put before every text. So does Parameter Golf, build_sentencepiece_luts, eval_val.
+    """
+
+    file: str  # what `save` writes; "bytes": nothing
+    content: bytes  # of that file; its SHA-256 tells tokenizers apart
+    bos_id: int
+    special_ids: dict[str, int]  # role token -> id; empty where the tokenizer has none
+    pieces: list[bytes]  # what each token decodes to, b"" for boundaries
+    encode: Callable[[str], list[int]]  # ids without BOS; special tokens in the text are ordinary characters
+    drops_space: np.ndarray | bool = False  # (V,) bool, loses its space after a boundary
+
+    def __post_init__(self) -> None:
+        self.sha256, self.vocab_size = hashlib.sha256(self.content).hexdigest(), len(self.pieces)
+        self.byte_counts = np.array([len(piece) for piece in self.pieces])  # (V,) int64
+        self.boundary = self.byte_counts == 0  # (V,) bool
+        self.drops_space = np.broadcast_to(self.drops_space, self.vocab_size)
+
+    def save(self, folder: str | Path) -> str:
+        """Writes the file that gives the tokenizer back into `folder`; its name, or `bytes`, which needs no file."""
+        if self.file != "bytes":
+            (Path(folder) / self.file).write_bytes(self.content)
+        return self.file
+
+    def decode_bytes(self, ids: list[int] | np.ndarray) -> bytes:
+        """The bytes of a token sequence that starts a document; `token_bytes` counts exactly these."""
+        ids = np.asarray(ids, dtype=np.int64)
+        drops = self.drops_space[ids] & self.boundary[np.append(self.bos_id, ids)[:-1]]
+        return b"".join([self.pieces[i][drop:] for i, drop in zip(ids.tolist(), drops.tolist(), strict=True)])
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Of a SentencePiece file, tiktoken's encoding NAME or its file NAME.tiktoken, or `bytes`. Raises UserError."""
+    path = Path(path)
+    if path.name == "bytes":
+        roles = {role: 260 + i for i, role in enumerate(ROLE_TOKENS)}
+        pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4  # pad, BOS, EOS, unknown; bytes; roles
+        return Tokenizer("bytes", b"underpar bytes 264", 1, roles, pieces, lambda text: [4 + b for b in text.encode()])
+    if str(path) in ENCODINGS or path.suffix == ".tiktoken":
+        public, name, scope = tiktoken_ext.openai_public, path.name.removesuffix(".tiktoken"), {}
+        maker = "r50k_base" if path.name == "gpt2.tiktoken" else name  # the same ranks, pattern and special token
+        if path.suffix:  # tiktoken's own function, with a loader that reads and checks the file given
+            scope["load_tiktoken_bpe"] = lambda url, expected_hash: public.load_tiktoken_bpe(str(path), expected_hash)
+        try:
+            encoding = tiktoken.Encoding(**FunctionType(getattr(public, maker).__code__, vars(public) | scope)())
+        except (AttributeError, OSError, ValueError, AssertionError) as error:
+            raise UserError(f"tokenizer {path}: tiktoken cannot load it ({' '.join(str(error).split())[:160]}); give "
+                            f"one of {ENCODINGS}, which it downloads, or one's rank file NAME.tiktoken") from error
+        tokens = {rank: token for token, rank in encoding._mergeable_ranks.items()}
+        pieces = [tokens.get(rank, b"") for rank in range(encoding.n_vocab)]
+        content = b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in sorted(tokens.items()))
+        return Tokenizer(f"{name}.tiktoken", content, encoding.eot_token, {}, pieces, encoding.encode_ordinary)
+    try:
+        content = path.read_bytes()
+        model = sentencepiece.SentencePieceProcessor(model_proto=content)
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"tokenizer {path}: no SentencePiece model, .tiktoken file, bytes or {ENCODINGS}") from error
+    if model.bos_id() < 0:
+        raise UserError(f"tokenizer {path}: empty, or without the BOS token with which every document must begin")
+    ids = list(range(model.vocab_size()))
+    names, control = model.id_to_piece(ids), np.array(model.is_control(ids))
+    boundary = control | model.is_unknown(ids) | model.is_unused(ids)
+    pieces = [name.replace("\u2581", " ").encode("utf-8") for name in names]  # its mark of a space
+    for i in np.flatnonzero(boundary | model.is_byte(ids)):
+        pieces[i] = b"" if boundary[i] else bytes.fromhex(names[i][3:5])  # a byte's name is "<0x41>"
+    # A leading space that the model's own decoder leaves out is the dummy prefix, no part of the text.
+    drops = np.array([name.startswith("\u2581") and len(model.decode([i]).encode("utf-8")) < len(pieces[i])
+                      for i, name in enumerate(names)])
+    special_ids = {role: names.index(role) for role in ROLE_TOKENS if model.is_control(model.piece_to_id(role))}
+    return Tokenizer("tokenizer.model", content, model.bos_id(), special_ids, pieces, model.encode, drops)
+
+
+def token_bytes(tokenizer: Tokenizer, prev: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Bytes of each token of `ids` given the token before it, int64, same shape."""
+    return tokenizer.byte_counts[ids] - (tokenizer.drops_space[ids] & tokenizer.boundary[prev])
+
+
+def write_shard(path: str | Path, tokens: np.ndarray, vocab_size: int = 1 << 16) -> None:
+    """Writes `tokens` (N,) as one shard, uint32 for a vocabulary above 65,536. Raises UserError for ids too large."""
+    (magic, version), kind = list(SHARD_KINDS.items())[vocab_size > 1 << 16]
+    packed = np.asarray(tokens).astype(kind)
+    if not np.array_equal(packed, tokens):
+        raise UserError(f"{path}: token ids {tokens.min()}..{tokens.max()} do not fit {packed.dtype}")
+    header = np.array([magic, version, len(tokens)] + [0] * 253, dtype="<i4")
+    np.concatenate([header.view(kind), packed]).tofile(path)
+
+
+def read_shard(path: str | Path) -> np.ndarray:
+    """The tokens of a shard, a memory map (N,). Raises UserError naming file, found and expected."""
+    if not Path(path).is_file():
+        raise UserError(f"shard {path}: no such file")
+    size = Path(path).stat().st_size
+    magic, version, count, *_ = [*np.fromfile(path, dtype="<i4", count=3).tolist(), 0, 0, 0]
+    kind = SHARD_KINDS.get((magic, version))
+    if kind is None:
+        raise UserError(f"shard {path}: {size} bytes, magic number and version {magic, version}, not {[*SHARD_KINDS]}")
+    expected = SHARD_HEADER_BYTES + kind.itemsize * count
+    if count <= 0 or size != expected:
+        raise UserError(f"shard {path}: truncated or damaged: {size} bytes, its {count} tokens would take {expected}")
+    return np.memmap(path, dtype=kind, mode="r", offset=SHARD_HEADER_BYTES, shape=(count,))
+
+
+def sha256_file(path: str | Path) -> str:
+    """SHA-256 of a file as hex digits; the file is mapped, not read into memory."""
+    return hashlib.sha256(np.memmap(path, mode="r") if os.path.getsize(path) else b"").hexdigest()
+
+
+def load_manifest(data_path: str | Path) -> dict:
+    """`manifest.json` of a data folder. Raises UserError naming the command that writes one."""
+    path = Path(data_path) / "manifest.json"
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        manifest = None
+    if not isinstance(manifest, dict) or manifest.get("format") != 1:
+        raise UserError(f"{path}: no manifest of format 1; data/prepare.py makes one, data/download.py --manifest too")
+    return manifest
+
+
+def check_dataset(data_path: str | Path, tokenizer: Tokenizer, manifest: dict, hash_train: bool = False) -> list:
+    """The TokenStreams of training and validation; UserError unless tokenizer and shards are those of the manifest."""
+    where, sha256, streams = Path(data_path) / "manifest.json", manifest["tokenizer"]["sha256"], []
+    if tokenizer.sha256 != sha256:
+        raise UserError(f"{where}: shards of another tokenizer, SHA-256 {sha256[:12]}…, not {tokenizer.sha256[:12]}…")
+    if manifest["overlap_documents"] and not manifest["published"]:
+        raise UserError(f"{where}: {manifest['overlap_documents']} validation documents also stand in training, not 0")
+    for split in ("train", "val"):
+        shards, tokens = manifest[split]["shards"], manifest[split]["tokens"]
+        stream = TokenStream([Path(data_path) / shard["file"] for shard in shards], tokenizer.vocab_size)
+        for path, found, shard in zip(stream.paths, stream.shards, shards, strict=True):
+            if len(found) != shard["tokens"]:
+                raise UserError(f"shard {path}: {len(found)} tokens, {where} says {shard['tokens']}")
+            if (split == "val" or hash_train) and sha256_file(path) != shard["sha256"]:
+                raise UserError(f"shard {path}: its SHA-256 is not the {shard['sha256'][:12]}… of {where}")
+        if len(stream) != tokens:
+            raise UserError(f"{where}: {split} has {tokens} tokens, its shards {len(stream)}")
+        streams.append(stream)
+    return streams
+
+
+class TokenStream:
+    """Shards as one circular stream of tokens. UserError if a token is not below `vocab_size` or a shard changes."""
+
+    def __init__(self, paths: list[Path], vocab_size: int = 1 << 32) -> None:
+        self.paths, self.vocab_size, self.marks = paths, vocab_size, [self.mark(path) for path in paths]
+        self.shards = [read_shard(path) for path in paths]
+        self.starts = np.cumsum([0] + [len(shard) for shard in self.shards])  # (shards + 1,)
+        self.length = int(self.starts[-1])
+
+    def __len__(self) -> int:
+        return self.length
+
+    def mark(self, path: Path) -> tuple[int, ...]:
+        """What tells a changed file: size, time of change, inode. To read on in one cut short kills the process."""
+        found = os.stat(path) if path.exists() else None
+        return (found.st_size, found.st_mtime_ns, found.st_ino) if found else ()
+
+    def hold_out(self, count: int) -> np.ndarray:
+        """Cuts the last `count` tokens off the stream and returns them, int64. Raises UserError if none is left."""
+        if count >= self.length:
+            raise UserError(f"{self.paths[0].parent}: {self.length} tokens, more than the held-out {count} are needed")
+        tail, self.length = self.read(self.length - count, count), self.length - count
+        return tail
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """`count` tokens from position `start` on, int64 (count,), going on at 0 after the last one."""
+        out, done = np.empty(count, dtype=np.int64), 0
+        while done < count:
+            position = (start + done) % self.length
+            index = int(np.searchsorted(self.starts, position, side="right")) - 1
+            if self.mark(self.paths[index]) != self.marks[index]:
+                raise UserError(f"shard {self.paths[index]}: was changed or removed while in use")
+            part = self.shards[index][position - self.starts[index] :][: min(count - done, self.length - position)]
+            if part.max() >= self.vocab_size:
+                raise UserError(f"shard {self.paths[index]}: token {part.max()}, expected ids below {self.vocab_size}")
+            out[done : done + len(part)] = part
+            done += len(part)
+        return out
+
+
+def document_hashes(stream: TokenStream, bos_id: int, block: int = 1 << 22) -> Iterator[bytes]:
+    """A hash of the tokens of every document, in order; what stands before the first BOS belongs to none."""
+    rest = np.empty(0, dtype=np.int64)
+    for at in range(0, len(stream), block):
+        tokens = np.append(rest, stream.read(at, min(block, len(stream) - at)))
+        *whole, rest = np.split(tokens, np.flatnonzero(tokens == bos_id))
+        yield from (hashlib.blake2b(one, digest_size=16).digest() for one in whole if one.size and one[0] == bos_id)
+    if rest[0] == bos_id:
+        yield hashlib.blake2b(rest, digest_size=16).digest()
+# === end: data ===
+
+
+# === shared: model ===
+# What ARCH_MODE stands for: values of settings, below CONFIG and environment.
+ARCH_PRESETS = {
+    "D": {},  # the defaults: the seed's GDN-hybrid, with one attention's weights in two layers
+    "gdn": dict(layer_pattern="g", num_layers=10),
+    "gdn_kv": dict(layer_pattern="g k", num_layers=10, model_dim=544),  # neighbours share keys and values: wider
+    "hybrid": dict(layer_pattern="g g a a a a a a a a g"),  # of openai/parameter-golf PR 1895
+    "baseline": dict(layer_pattern="a", num_layers=9, mlp_mult=2.0, unet_skips=True, qk_gain_init=1.5),
+    "llama": dict(layer_pattern="a", num_layers=12, mlp="swiglu", mlp_mult=2.75, norm="rms_weight", logit_softcap=0.0,
+                  qk_norm=False, residual_mix=False, tied_embed_init_std=0.02),
+}
+CONV_TAPS = 4  # of GDN's short convolution, the current token included
+DOCUMENT_DECAY = -60.0  # log decay at a document's first token: cuts it off (-inf would give NaN, -1e4 costs digits)
+NORMS = ("rms", "rms_weight", "layer")
+# The settings that shape the network: they rebuild it from an artifact, with vocab_size, bos_id, layers and norms.
+MODEL_SETTINGS = tuple("""
+    train_seq_len model_dim num_heads num_kv_heads attn_window mlp mlp_mult bio_events bio_threshold positions rope_base
+    rope_dims qk_norm qk_gain_init residual_mix unet_skips parallel_residual smear_gate bigram_vocab_size bigram_dim
+    tie_embeddings tied_embed_init_std logit_softcap gdn_neg_eigval
+""".split())
+
+
+def model_config(settings, vocab_size: int, bos_id: int) -> SimpleNamespace:
+    """Checked shape of the model that `settings` ask for. Raises UserError where the numbers do not fit together.
+
+    LAYER_PATTERN is one word a layer, repeated or cut to NUM_LAYERS: g GDN, k GDN with keys and values of the GDN
+    before it, s sliding window, a full attention. Words with the same number share the mixer's weights (s1 ... s1), in
+    capitals the whole layer's (A1 A2 A1 A2: depth recurrence). NORM likewise. Nothing sees beyond a bos_id.
+    """
+    dim, heads, kv_heads, rope_dims = settings.model_dim, settings.num_heads, settings.num_kv_heads, settings.rope_dims
+    words, norms, pattern = settings.layer_pattern.split(), settings.norm.split(), settings.layer_pattern
+    odd = ", ".join(repr(word) for word in words if not re.fullmatch("[gksa][0-9]*|[GKSA][0-9]+", word))
+    for wrong, said in (
+        (dim % (2 * heads), f"MODEL_DIM={dim}: must be a multiple of 2 x NUM_HEADS = {2 * heads}"),
+        (heads % kv_heads, f"NUM_HEADS={heads}: must be a multiple of NUM_KV_HEADS = {kv_heads}"),
+        (rope_dims % 2 or rope_dims > dim // heads,
+         f"ROPE_DIMS={rope_dims}: must be even, at most MODEL_DIM / NUM_HEADS = {dim // heads}"),
+        (not norms or set(norms) - set(NORMS), f"NORM={settings.norm!r}: must be one or more of {', '.join(NORMS)}"),
+        (not words, f"LAYER_PATTERN={pattern!r}: names no layer; ARCH_MODE names presets"),
+        (settings.bio_events != "off" and settings.mlp != "bio", f"BIO_EVENTS={settings.bio_events!r}: needs MLP=bio"),
+        (odd, f"LAYER_PATTERN={pattern!r}: {odd} is not g, k, s or a with an optional number; capitals need one"),
+        ("k" in pattern.lower().split("g")[0], f"LAYER_PATTERN={pattern!r}: no g before 'k' whose keys it could take"),
+    ):
+        if wrong:
+            raise UserError(said)
+    count = settings.num_layers or len(words)
+    layers, norms = (" ".join((each * count)[:count]) for each in (words, norms))
+    return SimpleNamespace(vocab_size=vocab_size, bos_id=bos_id, layers=layers, norms=norms,
+                           **{name: getattr(settings, name) for name in MODEL_SETTINGS})
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x W^T in x's dtype; weights are kept in float32."""
+    return F.linear(x, weight.to(x.dtype))
+
+
+def scaled(x: Tensor, scale: Tensor | None) -> Tensor:
+    """x times a learned scale per channel, where there is one."""
+    return x if scale is None else x * scale.to(x.dtype)
+
+
+def matrix(splits: tuple[int, ...], cols: int, std: float) -> nn.Parameter:
+    """Matrices of `splits` rows, one below the other (Muon takes them one by one); normal with deviation `std`."""
+    weight = nn.Parameter(torch.randn(sum(splits), cols) * std)
+    weight.splits = splits
+    return weight
+
+
+class Norm(nn.Module):
+    """One of NORMS: RMSNorm (arXiv 1910.07467), plain or with a weight per channel; LayerNorm with weight and bias."""
+
+    def __init__(self, kind: str, dim: int):
+        super().__init__()
+        self.weight = None if kind == "rms" else nn.Parameter(torch.ones(dim))
+        self.bias = nn.Parameter(torch.zeros(dim)) if kind == "layer" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        dim, weight = x.shape[-1:], None if self.weight is None else self.weight.to(x.dtype)
+        return F.rms_norm(x, dim, weight) if self.bias is None else F.layer_norm(x, dim, weight, self.bias.to(x.dtype))
+
+
+def gdn_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Gated DeltaNet (arXiv 2412.06464, section 3) for one token, by head: the state is float32 at least.
+
+    S' = a S + b k (v - a S^T k)^T and o = S'^T q, with a = exp(g): q, k (B, H, K), L2-normed, q scaled by K**-0.5 too;
+    v (B, H, V); g, beta (B, H), g in nats, <= 0; S (B, H, K, V). The old state is read once: with r_k = S^T k and
+    r_q = S^T q, delta = b (v - a r_k) and o = a r_q + (q . k) delta. Returns o in v's dtype and S'.
+    """
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    q, k, beta, decay = q.to(dtype), k.to(dtype), beta.to(dtype), g.to(dtype).exp()
+    read_k, read_q = (decay[..., None, None] * (torch.stack((k, q), -2) @ state)).unbind(-2)  # (B, H, V) each
+    delta = beta[..., None] * (v - read_k)
+    o = read_q + (q * k).sum(-1, keepdim=True) * delta
+    return o.to(v.dtype), torch.addcmul(state * decay[..., None, None], k[..., None], delta[..., None, :])
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) -> Tensor:
+    """total += alpha * a @ b, in place (batched); the product has the operands' dtype, the sum has that of total."""
+    return total.baddbmm_(a, b, alpha=alpha) if total.dtype == a.dtype else total.add_(torch.bmm(a, b), alpha=alpha)
+
+
+def gdn_scan(w: Tensor, u: Tensor, k: Tensor, decay: Tensor, state: Tensor,
+             extra: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The sequential part: per chunk n, new_n = U_n - W_n S_n and S_{n+1} = decay_n S_n + K_n^T new_n.
+
+    Given `extra`, its adjoint, from the last chunk to the first, which is the same with W and K in each other's place:
+    new_n = U_n + W_n R_{n+1} and R_n = extra_n + decay_n R_{n+1} - K_n^T new_n, where R is dL/dS, U and extra what the
+    outputs contribute to dL/dnew and dL/dS. w, k (N*M, C, K); u (N*M, C, V); decay (N*M,); state, S_0 or R_N,
+    (M, K, V); extra (N*M, K, V), with M = B*H rows and N chunks, chunk-major. Returns all N + 1 states and new.
+    """
+    way = 1 if extra is None else -1
+    states, new = state.new_empty(len(w) + len(state), *state.shape[1:]), torch.empty_like(u)
+    s, *after = states.split(len(state))[::way]
+    s.copy_(state)
+    parts = [x.split(len(state))[::way] for x in (w, u, k.mT, decay[:, None, None], new)]
+    extras = [None] * len(after) if extra is None else extra.split(len(state))[::way]
+    for w_n, u_n, k_n, decay_n, new_n, extra_n, s_next in zip(*parts, extras, after, strict=True):
+        torch.baddbmm(u_n, w_n, s.to(w.dtype), alpha=-way, out=new_n)
+        torch.mul(s, decay_n, out=s_next) if extra_n is None else torch.addcmul(extra_n, s, decay_n, out=s_next)
+        add_product(s_next, k_n, new_n, alpha=way)
+        s = s_next
+    return states, new
+
+
+# An op, into which torch.compile does not trace: its loop would unroll. The first script imported into a process
+# registers it for all: registered again it would be freed, and old handles crash.
+if not hasattr(torch.ops.underpar, "gdn_scan"):
+    torch.library.custom_op("underpar::gdn_scan", gdn_scan, mutates_args=()).register_fake(
+        lambda w, u, k, decay, s, extra: (s.new_empty(len(w) + len(s), *s.shape[1:]), torch.empty_like(u)))
+gdn_scan = torch.ops.underpar.gdn_scan.default
+
+
+class GatedDeltaChunks(torch.autograd.Function):
+    """Chunk form with a hand-written backward (arXiv:2412.06464, section 3).
+
+    Per chunk of C tokens, with G the running sum of g from the chunk's start and D_ij = exp(G_i - G_j) for i >= j:
+    A = tril(beta KK^T D, -1), T = (I + A)^-1, U = T beta V, W = T beta exp(G) K, P = QK^T D; after the scan over
+    chunks O = exp(G) Q S + P new. Inputs are chunk-major: q, k (N*M, C, K); v (N*M, C, V); g, beta (N*M, C);
+    state (M, K, V). Matrix products take operands of v's dtype; D, T and S have the dtype of g.
+    """
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        dtype, m = v.dtype, state.shape[0]
+        # float64: a long run of strong decay, or a reset, would leave few digits in the differences of a float32 sum.
+        total = g.double().cumsum(-1)
+        grow, shrink = total.to(g.dtype).exp(), (total[:, -1:] - total).to(g.dtype).exp()  # (N*M, C)
+        # Clamped, since exp would overflow above the diagonal; below it nothing is positive.
+        d = (total[..., None] - total[..., None, :]).to(g.dtype).clamp_(max=0).exp_().tril_()  # (N*M, C, C)
+        kk = torch.bmm(k, k.mT).to(d.dtype).mul_(d)
+        p = torch.bmm(q, k.mT).mul_(d)
+        # Neumann's product and Newton's iteration would not do: powers of A grow to NaN when keys are correlated.
+        eye = torch.eye(d.shape[-1], dtype=d.dtype, device=d.device)
+        t = torch.linalg.solve_triangular(beta[..., None] * kk, eye, upper=False, unitriangular=True)
+        u = torch.bmm((t * beta[..., None, :]).to(dtype), v)
+        w = torch.bmm((t * (beta * grow)[..., None, :]).to(dtype), k)
+        k_end = (k * shrink[..., None]).to(dtype)
+        states, new = gdn_scan(w, u, k_end, grow[..., -1], state, None)
+        t, s = t.to(dtype), states[:-m].to(dtype)
+        o = torch.baddbmm(torch.bmm(p, new), (q * grow[..., None]).to(dtype), s)
+        ctx.save_for_backward(q, k, v, grow, shrink, beta, d, kk, p, t, u, w, k_end, s, new)
+        return o, states[-m:].clone()
+
+    @staticmethod
+    def backward(ctx, d_o: Tensor, d_last: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, grow, shrink, beta, d, kk, p, t, u, w, k_end, s, new = ctx.saved_tensors
+        dtype, m = v.dtype, d_last.shape[0]
+        decay, d_o, q_grow = grow[:, -1].contiguous(), d_o.contiguous(), (q * grow[..., None]).to(dtype)
+        r, d_new = gdn_scan(k_end, torch.bmm(p.mT, d_o), w, decay, d_last, torch.bmm(q_grow.mT, d_o))
+        r_next = r[m:].to(dtype)
+        d_bv = torch.bmm(t.mT, d_new)  # gradient of beta V
+        d_bk = torch.bmm(t.mT, torch.bmm(d_new, s.mT)).neg_()  # gradient of beta exp(G) K
+        d_a = torch.baddbmm(torch.bmm(d_bv, u.mT), d_bk, w.mT, beta=-1, alpha=-1).to(d.dtype).tril(-1)
+        d_p = torch.bmm(d_o, new.mT)
+        a_kk, p_qk, read = d_a * kk, d_p * p, (d_bk * k).sum(-1, dtype=d.dtype) * grow
+        d_beta = a_kk.sum(-1) + (d_bv * v).sum(-1, dtype=d.dtype) + read
+        d_q = torch.bmm(d_o, s.mT) * grow[..., None]
+        d_k = torch.bmm(new, r_next.mT) * shrink[..., None]
+        # G_i enters by exp(G_i - G_j) of earlier tokens j, exp(G_i) and exp(G_C - G_i). The terms with i = j and
+        # i = C are exp(0): left out, since they would only cancel, at the cost of the digits of g's gradient.
+        pairs, write = p_qk.tril(-1) + a_kk * beta[..., None], (k * d_k).sum(-1)
+        write[:, -1] = 0
+        d_total = (q * d_q).sum(-1) + beta * read - write + pairs.sum(-1) - pairs.sum(-2)
+        d_total[:, -1] += write.sum(-1) + decay * (r_next * s).sum((-1, -2), dtype=d.dtype)
+        d_qk, d_kk = d_p.mul_(d), d_a.mul_(d).mul_(beta[..., None])
+        d_q, d_k = add_product(d_q, d_qk, k), add_product(d_k, d_qk.mT, q)
+        d_k = add_product(d_k, (d_kk + d_kk.mT).to(dtype), k).addcmul_(d_bk, (beta * grow)[..., None])
+        d_g = d_total.flip(-1).cumsum(-1).flip(-1)
+        return d_q.to(dtype), d_k.to(dtype), (d_bv * beta[..., None]).to(dtype), d_g, d_beta, r[:m].clone()
+
+
+def gdn_chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None,
+              chunk: int = 32) -> tuple[Tensor, Tensor]:
+    """`gdn_step` for T tokens, by chunks of them (32 is the fastest on CPU), in matrix products.
+
+    q, k (B, T, H, K); v (B, T, H, V), all three float64, float32 or bfloat16; g, beta (B, T, H); state (B, H, K, V) or
+    None for zeros. Returns o (B, T, H, V) and the last state.
+    """
+    (b, t, h, dim_k), dim_v, dtype = q.shape, v.shape[-1], torch.promote_types(v.dtype, torch.float32)
+    if pad := -t % chunk:  # a padded token has k = 0, beta = 0 and g = 0, and leaves the state as it is
+        q, k, v, g, beta = (F.pad(x, (0, 0) * (x.ndim - 2) + (0, pad)) for x in (q, k, v, g, beta))
+    parts = [x.unflatten(1, (-1, chunk)).movedim((1, 3), (0, 2)).flatten(0, 2)  # (B, T, H, ...) -> (N*B*H, C, ...)
+             for x in (q, k, v, g.to(dtype), beta.to(dtype))]
+    state = v.new_zeros(b, h, dim_k, dim_v, dtype=dtype) if state is None else state.to(dtype)
+    with torch.autocast(v.device.type, enabled=False):  # autocast would round the inverse and the state to bfloat16
+        o, last = GatedDeltaChunks.apply(*parts, state.flatten(0, 1))
+    return o.view(-1, b, h, chunk, dim_v).movedim((0, 2), (1, 3)).flatten(1, 2)[:, :t], last.view(b, h, dim_k, dim_v)
+
+
+def short_conv(x: Tensor, weight: Tensor, doc: Tensor) -> Tensor:
+    """Causal depthwise convolution and SiLU of the last T tokens: x (B, taps-1 + T, C), weight (C, taps), doc as x.
+
+    Shifted sums beat F.conv1d(groups=C) on the CPU, and let a tap that would reach into another document be zero.
+    """
+    reach, weight = weight.size(1) - 1, weight.to(x.dtype)
+    y = x[:, reach:] * weight[:, -1]
+    for at in range(1, reach + 1):
+        same = (doc[:, reach - at : -at] == doc[:, reach:]).unsqueeze(-1)
+        y = y + x[:, reach - at : -at] * weight[:, reach - at] * same
+    return F.silu(y)
+
+
+class GatedDeltaNet(nn.Module):
+    """Gated DeltaNet mixer (arXiv 2412.06464) with expand_v = 1: linear attention whose state forgets and corrects.
+
+    With an `owner` it projects and convolves queries and gates only; keys and values are made by the owner's weights.
+    """
+
+    def __init__(self, config: SimpleNamespace, owner: "GatedDeltaNet | None" = None):
+        super().__init__()
+        dim, heads = config.model_dim, config.num_heads
+        self.heads, self.head_dim, self.beta_scale = heads, dim // heads, 2.0 if config.gdn_neg_eigval else 1.0
+        self.owner = (owner,)  # in a tuple: its weights are counted and stored once, with the owner
+        self.w_qkvg = matrix((dim,) * (2 if owner else 4), dim, 0.5 * dim**-0.5)
+        self.w_o = nn.Parameter(torch.zeros(dim, dim))
+        self.ab = matrix((2 * heads,), dim, 0.5 * dim**-0.5)  # decay and step size, one number a head each
+        # Initialised as PyTorch's depthwise Conv1d, then as fla's. 0.01 keeps A_log finite: -inf is a dead head.
+        self.conv = nn.Parameter(torch.empty((1 if owner else 3) * dim, CONV_TAPS).uniform_(-1, 1) / CONV_TAPS**0.5)
+        self.A_log = nn.Parameter(torch.empty(heads).uniform_(0.01, 16.0).log())
+        dt = torch.exp(torch.empty(heads).uniform_(math.log(1e-3), math.log(0.1))).clamp_min(1e-4)
+        self.dt_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))  # softplus(dt_bias) = dt
+        self.norm = nn.Parameter(torch.ones(self.head_dim))
+
+    def forward(self, x: Tensor, doc: Tensor, first: Tensor, cache: dict | None) -> Tensor:
+        """x (B, T, dim); doc (B, T) counts documents; first (B, T) marks their first tokens; cache is updated."""
+        (B, T, dim), H, D = x.shape, self.heads, self.head_dim
+        w_qkvg, conv, (owner,), kept = self.w_qkvg, self.conv, self.owner, cache or {}
+        if owner is not None:
+            w_q, w_gate = w_qkvg.split(dim)
+            w_qkvg, conv = torch.cat([w_q, owner.w_qkvg[dim : 3 * dim], w_gate]), torch.cat([conv, owner.conv[dim:]])
+        qkv, gate = linear(x, w_qkvg).split([3 * dim, dim], dim=-1)
+        qkv = torch.cat([kept.get("tail", qkv.new_zeros(B, CONV_TAPS - 1, 3 * dim)), qkv], dim=1)
+        doc = torch.cat([kept.get("tail_doc", doc.new_full((B, CONV_TAPS - 1), -1)), doc], dim=1)
+        q, k, v = short_conv(qkv, conv, doc).view(B, T, 3, H, D).unbind(2)  # (B, T, H, D)
+        wide = self.ab.dtype  # float32: a key longer than 1 lets the state grow; eps: else zeros get gradients of 1e12
+        q, k = ((t * torch.rsqrt(t.to(wide).square().sum(-1, keepdim=True) + 1e-6)).to(t.dtype) for t in (q, k))
+        a, b = F.linear(x.to(wide), self.ab).split(H, dim=-1)  # (B, T, H), float32
+        g = torch.where(first.unsqueeze(-1), DOCUMENT_DECAY, -self.A_log.exp() * F.softplus(a + self.dt_bias))
+        q, beta = q * D**-0.5, self.beta_scale * torch.sigmoid(b)
+        if T == 1 and cache:
+            o, state = gdn_step(*(t[:, 0] for t in (q, k, v, g, beta)), cache["state"])
+        else:
+            o, state = gdn_chunk(q, k, v, g, beta, kept.get("state"), chunk=64 if x.is_cuda else 32)
+        if cache is not None:
+            cache.update(state=state, tail=qkv[:, 1 - CONV_TAPS :], tail_doc=doc[:, 1 - CONV_TAPS :])
+        o = F.rms_norm(o, (D,), self.norm.to(o.dtype)) * F.silu(gate.view(o.shape))
+        return linear(o.reshape(B, T, dim), self.w_o)
+
+
+def rotate(x: Tensor, positions: Tensor, base: float, dims: int) -> Tensor:
+    """Rotary positions (T,) (arXiv 2104.09864) in the first `dims` dimensions of x (B, T, H, D), as in GPT-NeoX."""
+    half = dims // 2
+    frequency = base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+    angle = positions.float()[:, None] * frequency  # (T, dims/2)
+    cos, sin = angle.cos()[:, None].to(x.dtype), angle.sin()[:, None].to(x.dtype)  # (T, 1, dims/2)
+    left, right, rest = x.split([half, half, x.size(-1) - dims], dim=-1)
+    return torch.cat([left * cos - right * sin, left * sin + right * cos, rest], dim=-1)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, doc: Tensor, key_doc: Tensor, window: int) -> Tensor:
+    """Causal attention inside a document: query i sees key j if 0 <= i - j < window and both are of one document.
+
+    q (B, H, T, D), k and v (B, Hkv, L, D), the queries being the last T of the L positions; doc (B, T), key_doc (B, L).
+    Blocks of queries skip the keys that none of them sees: 3x faster on the CPU than one masked call at T = 4 windows.
+    """
+    T, past = q.size(2), k.size(2) - q.size(2)
+    if q.is_cuda:  # the kernels that take a mask do not take grouped heads there
+        k, v = (t.repeat_interleave(q.size(1) // k.size(1), dim=1) for t in (k, v))
+    out, block, at = [], max(64, min(window, T) // 4), torch.arange(k.size(2), device=q.device)
+    for start in range(0, T, block):
+        end = min(start + block, T)
+        low, high = max(0, past + start - window + 1), past + end
+        gap = at[past + start : high, None] - at[low:high]  # (t, l)
+        mask = (gap >= 0) & (gap < window) & (doc[:, start:end, None] == key_doc[:, None, low:high])  # (B, t, l)
+        out.append(F.scaled_dot_product_attention(
+            q[:, :, start:end], k[:, :, low:high], v[:, :, low:high], mask[:, None], enable_gqa=not q.is_cuda))
+    return torch.cat(out, dim=2)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions; `qk_norm`: queries and keys RMS-normed, a gain per head."""
+
+    def __init__(self, config: SimpleNamespace, window: int):
+        super().__init__()
+        dim, self.heads, self.kv_heads = config.model_dim, config.num_heads, config.num_kv_heads
+        self.head_dim, self.window, self.rope_base = dim // config.num_heads, window, config.rope_base
+        self.rope_dims = (config.rope_dims or self.head_dim) if config.positions == "rope" else 0
+        rows = self.kv_heads * self.head_dim
+        self.w_qkv = matrix((dim, rows, rows), dim, 0.5 * dim**-0.5)
+        self.w_o = nn.Parameter(torch.zeros(dim, dim))
+        self.q_gain = nn.Parameter(torch.full((self.heads,), config.qk_gain_init)) if config.qk_norm else None
+
+    def forward(self, x: Tensor, doc: Tensor, first: Tensor, cache: dict | None) -> Tensor:
+        """x (B, T, dim); doc (B, T) counts documents; `first` is for GDN alone; cache is updated."""
+        (B, T, dim), H, Hkv, D = x.shape, self.heads, self.kv_heads, self.head_dim
+        q, k, v = linear(x, self.w_qkv).view(B, T, H + 2 * Hkv, D).split([H, Hkv, Hkv], dim=2)  # (B, T, H, D)
+        if self.q_gain is not None:
+            q, k = F.rms_norm(q, (D,)) * self.q_gain.to(x.dtype)[:, None], F.rms_norm(k, (D,))
+        seen, key_doc = cache["seen"] if cache else 0, doc
+        if self.rope_dims:
+            positions = torch.arange(seen, seen + T, device=x.device)
+            q, k = (rotate(t, positions, self.rope_base, self.rope_dims) for t in (q, k))
+        if cache:
+            k, v, key_doc = (torch.cat([cache[name], t], dim=1) for name, t in (("k", k), ("v", v), ("doc", doc)))
+        if cache is not None:
+            keep = max(0, k.size(1) - self.window + 1)  # the next query sees itself and window - 1 keys before it
+            cache.update(k=k[:, keep:], v=v[:, keep:], doc=key_doc[:, keep:], seen=seen + T)
+        o = attend(*(t.transpose(1, 2) for t in (q, k, v)), doc, key_doc, self.window)
+        return linear(o.transpose(1, 2).reshape(B, T, dim), self.w_o)
+
+
+def oscillate(x: Tensor, wave: Tensor) -> Tensor:
+    """sin(omega x + phi) tanh(x) + b per unit (WiggleGPT, Eden-Eldith/WiggleGPT). x (..., U), wave (3, U)."""
+    omega, phi, level = wave.to(x.dtype)
+    return torch.sin(omega * x + phi) * torch.tanh(x) + level
+
+
+ACTIVATIONS = {"relu2": lambda h: F.relu(h).square(),  # arXiv 2109.08668
+               "leaky_relu2": lambda h: F.leaky_relu(h, 0.5).square(), "gelu": F.gelu}
+
+
+class MLP(nn.Module):
+    """Two matrices with an activation between them; SwiGLU (arXiv 2002.05202) has a gate, the bio-MLP sparse events.
+
+    Events are WiggleGPT's SparseEventLayer (model_bio_optimized.py, without biases). The seed's are soft: no spike is
+    ever zero. Hard events spike with 1 where volt > threshold, else 0, with the soft ones' gradient (straight through).
+    """
+
+    def __init__(self, config: SimpleNamespace):
+        super().__init__()
+        dim, hidden = config.model_dim, int(config.mlp_mult * config.model_dim)
+        self.kind, self.events, self.threshold = config.mlp, config.bio_events, config.bio_threshold
+        self.w_up = matrix((hidden,) * (2 if self.kind == "swiglu" else 1), dim, 0.5 * dim**-0.5)
+        start, spread = torch.tensor([[1.0], [0.0], [0.0]]), torch.tensor([[0.1], [0.1], [0.0]])  # omega, phi, b
+        if self.kind == "bio":
+            self.wave = nn.Parameter(start + spread * torch.randn(3, hidden))
+        if self.events != "off":
+            self.w_gate, self.w_mix = (matrix((hidden,), hidden, 0.5 * hidden**-0.5) for _ in range(2))
+            self.mix_wave = nn.Parameter(start + spread * torch.randn(3, hidden))
+        self.w_down = nn.Parameter(torch.zeros(dim, hidden))
+
+    def hidden(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What w_down reads (B, T, hidden) of x (B, T, dim), and which units had an event (None: the kind has none)."""
+        h = linear(x, self.w_up)
+        if self.kind == "swiglu":
+            gate, h = h.chunk(2, dim=-1)
+            return F.silu(gate) * h, None
+        h = oscillate(h, self.wave) if self.kind == "bio" else ACTIVATIONS[self.kind](h)
+        if self.events == "off":
+            return h, None
+        volt = torch.sigmoid(linear(h, self.w_gate))
+        spike, fired = torch.sigmoid(5.0 * (volt - self.threshold)), volt > self.threshold
+        if self.events == "hard":
+            spike = fired.to(h.dtype) + (spike - spike.detach())
+        return oscillate(linear(h * spike, self.w_mix), self.mix_wave), fired
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(self.hidden(x)[0], self.w_down)
+
+
+class Block(nn.Module):
+    """Residual layer: mix with the embedding, a mixer, an MLP; `parallel_residual`: both read the same input."""
+
+    def __init__(self, config: SimpleNamespace, norm: str):
+        super().__init__()
+        dim, self.parallel = config.model_dim, config.parallel_residual
+        self.mixer_norm, self.mlp_norm, self.mlp = Norm(norm, dim), Norm(norm, dim), MLP(config)
+        self.mix = self.mixer_scale = self.mlp_scale = None
+        if config.residual_mix:
+            self.mix = nn.Parameter(torch.stack([torch.ones(dim), torch.zeros(dim)]))
+            self.mixer_scale, self.mlp_scale = nn.Parameter(torch.ones(dim)), nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor, x0: Tensor, mixer: nn.Module, *context) -> Tensor:
+        """x and x0 (the embedding) (B, T, dim); context: the mixer's further arguments."""
+        if self.mix is not None:
+            x = scaled(x, self.mix[0]) + scaled(x0, self.mix[1])
+        mixed = x + scaled(mixer(self.mixer_norm(x), *context), self.mixer_scale)
+        return mixed + scaled(self.mlp(self.mlp_norm(x if self.parallel else mixed)), self.mlp_scale)
+
+
+class GPT(nn.Module):
+    """The language model: embedding, layers by pattern, head with a soft cap."""
+
+    def __init__(self, config: SimpleNamespace):
+        super().__init__()
+        self.activation_checkpointing = False  # compute each layer again in the backward pass, to save memory
+        self.config, dim, std = config, config.model_dim, config.tied_embed_init_std
+        self.embed = matrix((config.vocab_size,), dim, std)
+        self.head = None if config.tie_embeddings else nn.Parameter(torch.zeros(config.vocab_size, dim))
+        words, norms = config.layers.split(), config.norms.split()
+        if config.positions == "learned":
+            self.positions_embed = matrix((config.train_seq_len,), dim, 0.1 if config.residual_mix else std)
+        if config.smear_gate:
+            self.smear = nn.Parameter(torch.zeros(dim))
+        if config.bigram_vocab_size:
+            self.bigram_embed = matrix((config.bigram_vocab_size,), config.bigram_dim, 0.1)
+            self.w_bigram = nn.Parameter(torch.zeros(dim, config.bigram_dim))
+        if config.unet_skips:
+            self.skip = nn.Parameter(torch.ones(len(words) // 2, dim))
+        # layers that share a mixer, or a block, have one name; caches are per layer, never shared
+        mixers = [word if word[1:] else at for at, word in enumerate(words)]
+        blocks = [word if word[0].isupper() else at for at, word in enumerate(words)]
+        self.mixer_of_layer = [list(dict.fromkeys(mixers)).index(name) for name in mixers]
+        self.block_of_layer = [list(dict.fromkeys(blocks)).index(name) for name in blocks]
+        self.mixers, owner = nn.ModuleList(), None
+        for word, at in zip(words, self.mixer_of_layer, strict=True):
+            if at == len(self.mixers):  # its first layer
+                self.mixers.append(Attention(config, config.attn_window if word[0] in "sS" else 1 << 30)
+                                   if word[0] in "sSaA" else GatedDeltaNet(config, owner if word[0] in "kK" else None))
+            owner = self.mixers[at] if word[0] in "gG" else owner
+        self.blocks = nn.ModuleList(Block(config, norms[blocks.index(name)]) for name in dict.fromkeys(blocks))
+        self.final_norm = Norm(norms[-1], dim)
+
+    def new_cache(self) -> list[dict]:
+        """An empty cache, by which calls of `forward` continue each other: one dict a layer, the last for the whole."""
+        return [{} for _ in range(len(self.mixer_of_layer) + 1)]
+
+    def embedding(self, ids: Tensor) -> Tensor:
+        """Rows of the embedding (B, T, dim), bfloat16 on CUDA; of length 1 per channel where x0 is mixed in later."""
+        x = F.embedding(ids, self.embed)
+        x = x.bfloat16() if ids.is_cuda else x  # weights stay float32 everywhere
+        return F.rms_norm(x, x.shape[-1:]) if self.config.residual_mix else x
+
+    def embed_tokens(self, ids: Tensor, first: Tensor, whole: dict) -> Tensor:
+        """What the first layer reads (B, T, dim): token, position, and the token before. `whole`: see `forward`."""
+        x, config, seen = self.embedding(ids), self.config, whole.get("seen", 0)
+        end, longest = seen + ids.size(1), config.train_seq_len
+        if config.positions == "learned":
+            if end > longest:
+                raise UserError(f"POSITIONS='learned': none for token {longest + 1} of a text; "
+                                f"TRAIN_SEQ_LEN={longest} was the longest in training")
+            x = x + self.positions_embed[seen:end].to(x.dtype)
+        last = whole.get("last", torch.full_like(ids[:, :1], config.bos_id))
+        before = torch.cat([last, ids[:, :-1]], dim=1).masked_fill(first, config.bos_id)  # no other document's token
+        if config.smear_gate:  # some of the token before, as in modded-nanogpt, by a weight per channel
+            x = x + scaled(self.embedding(before), self.smear)
+        if config.bigram_vocab_size:  # hash of Parameter Golf's BigramHashEmbedding
+            pair = ((36313 * ids) ^ (27191 * before)) % config.bigram_vocab_size
+            x = x + linear(F.embedding(pair, self.bigram_embed).to(x.dtype), self.w_bigram)
+        whole.update(seen=end, last=ids[:, -1:])
+        return x
+
+    def forward(self, ids: Tensor, targets: Tensor | None = None, cache: list[dict] | None = None) -> Tensor:
+        """ids (B, T) to nats of each token (B, T), 0 where its target is -1; without targets to logits (B, T, V)."""
+        config, half = self.config, len(self.mixer_of_layer) // 2
+        caches = [*[None] * len(self.mixer_of_layer), {}] if cache is None else cache
+        first = ids == config.bos_id
+        doc = first.int().cumsum(dim=1) + caches[-1].get("doc", 0)  # (B, T)
+        x = x0 = self.embed_tokens(ids, first, caches[-1])
+        caches[-1]["doc"] = doc[:, -1:]
+        recompute, skips = self.activation_checkpointing and torch.is_grad_enabled(), []
+        for layer, (block, mixer) in enumerate(zip(self.block_of_layer, self.mixer_of_layer, strict=True)):
+            if layer >= half and skips:
+                x = x + scaled(skips.pop(), self.skip[len(skips)])
+            run = self.blocks[block], x, x0, self.mixers[mixer], doc, first, caches[layer]
+            x = checkpoint(*run, use_reentrant=False) if recompute else run[0](*run[1:])
+            if config.unet_skips and layer < half:
+                skips.append(x)
+        logits = linear(self.final_norm(x), self.embed if self.head is None else self.head)
+        logits = logits.float() if logits.dtype == torch.bfloat16 else logits
+        if config.logit_softcap:
+            logits = config.logit_softcap * torch.tanh(logits / config.logit_softcap)
+        if targets is None:
+            return logits
+        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none")
+        return losses.view_as(targets)
+
+
+@torch.no_grad()
+def mlp_activity(network: GPT, ids: Tensor) -> dict[str, float]:
+    """Shares of MLP units on ids (B, T), over all layers: with an event (without events: not zero), and below 0.05."""
+    shares = []
+
+    def measure(mlp: MLP, inputs: tuple[Tensor]) -> None:
+        hidden, fired = mlp.hidden(*inputs)
+        active = hidden != 0 if fired is None else fired
+        shares.append([active.double().mean().item(), (hidden.abs() < 0.05).double().mean().item()])
+
+    with contextlib.ExitStack() as hooks:
+        for block in network.blocks:
+            hooks.enter_context(block.mlp.register_forward_pre_hook(measure))
+        network(ids)
+    active, small = torch.tensor(shares, dtype=torch.float64).mean(0).tolist()
+    return {"mlp_active": active, "mlp_small": small}
+# === end: model ===
+
+
+# === shared: quantization ===
+FLOAT32_CONTROLS = ("A_log", "dt_bias")  # they pass through exp and softplus into a decay that is taken T times
+QuantTable = dict[str, tuple[int, float]]  # tensor class -> (bits, clip_sigmas)
+
+
+def tensor_class(name: str, tensor: Tensor) -> str:
+    """How the artifact stores a tensor, by the last part of its dotted name: as "matrix", "embedding" or "control".
+
+    "w_*" is a matrix; "*embed*", "head" and "ab" (GDN's decay and step size) are embeddings; all else is control, few
+    weights that scale whole channels, and so is what has, seen as (shape[0], the rest), under 16 rows or columns.
+    """
+    rows, last = tensor.shape[0] if tensor.ndim > 1 else 0, name.rsplit(".", 1)[-1]
+    if rows < 16 or tensor.numel() < 16 * rows:
+        return "control"
+    if last.startswith("w_"):
+        return "matrix"
+    return "embedding" if "embed" in last or last in ("head", "ab") else "control"
+
+
+def quantize_rows(w: Tensor, bits: int, clip_sigmas: float) -> tuple[Tensor, Tensor]:
+    """Codes int8 (R, C), up to qmax = 2**(bits-1) - 1, and scales float16 (R,) of w (R, ...): w is code * scale.
+
+    A row's clip, qmax * scale, is its largest magnitude if clip_sigmas is 0, else clip_sigmas times its root mean
+    square (SDClip of the Parameter Golf records; a deviation would lose a constant row), also where that is more: a
+    wide step makes codes cheap. The scale is float16 before codes are computed; up to 2**-25 it is 0, as are they.
+    Checks nothing, for it runs in every QAT step (write_artifact does); what is not finite stays not finite.
+    """
+    rows, qmax = w.reshape(w.shape[0], -1).float(), 2 ** (bits - 1) - 1  # rows: (R, C)
+    sigmas = clip_sigmas / math.sqrt(rows.shape[1])
+    clip = torch.linalg.vector_norm(rows, dim=1) * sigmas if clip_sigmas > 0 else rows.abs().amax(dim=1)  # (R,)
+    scales = (clip / qmax).to(torch.float16)
+    step = scales.float().unsqueeze(1)
+    codes = (rows / torch.where(step > 0, step, 1.0)).round_().clamp_(-qmax, qmax).to(torch.int8)
+    return codes, scales
+
+
+def dequantize_rows(codes: Tensor, scales: Tensor) -> Tensor:
+    """code * scale, float32 (R, C): an 8-bit code times an 11-bit significand is exact, on every machine."""
+    return codes.float() * scales.float().unsqueeze(1)
+
+
+def fake_quant(w: Tensor, bits: int, clip_sigmas: float) -> Tensor:
+    """w as the artifact would give it back, by the same two functions, in w's shape and dtype."""
+    return dequantize_rows(*quantize_rows(w, bits, clip_sigmas)).reshape(w.shape).to(w.dtype)
+
+
+@contextlib.contextmanager
+def swapped(params: list[Tensor], values: Iterable[Tensor]) -> Iterator[None]:
+    """`params` hold `values` inside, and their own values again, bit for bit, after, even after an exception."""
+    pairs = [(param.detach(), param.detach().clone()) for param in params]  # the same memory, and its values
+    for (param, _), value in zip(pairs, values, strict=True):
+        param.copy_(value)
+    try:
+        yield
+    finally:
+        for param, own in pairs:
+            param.copy_(own)
+
+
+def quantized(network: nn.Module, table: QuantTable) -> contextlib.AbstractContextManager[None]:
+    """Quantization-aware training: inside, for forward and backward, weights of the table's classes are fake_quant.
+
+    No flag in the model, so compiled code is not traced again. The gradient at q(w) lands on w as it is: exactly the
+    straight-through estimator (Bengio et al., arXiv:1308.3432), w + (q(w) - w).detach().
+    """
+    named = [(param, tensor_class(name, param)) for name, param in network.named_parameters()]
+    chosen = [(param, table[kind]) for param, kind in named if kind in table]
+    return swapped([param for param, _ in chosen], (fake_quant(param.detach(), *own) for param, own in chosen))
+
+
+def count_parameters(network: nn.Module) -> dict[str, int]:
+    """Parameters by the class the exporter puts them in, and all of them."""
+    counts = {"matrix": 0, "embedding": 0, "control": 0}
+    for name, param in network.named_parameters():
+        counts[tensor_class(name, param)] += param.numel()
+    return {**counts, "total": sum(counts.values())}
+# === end: quantization ===
+
+
+# === shared: artifact ===
+# One file, little endian: magic, version u32, header length u32, zstd(JSON header), data area, SHA-256 of the rest.
+# The header: see write_artifact. Offsets count from the data area's start; a crc32 is of the unpacked array. The k-th
+# tensor of coder "rans" has the k-th frequency table of section "tables"; lane states begin as in section "states" and
+# run on from tensor to tensor. Section "scales": float16, of all rows in turn. Codes are int8.
+ARTIFACT_PREFIX, ARTIFACT_MAGIC, ARTIFACT_VERSION = struct.Struct("<8sII"), b"UNDERPAR", 2
+RANS_BITS = 14  # at 14 bits the rounding of frequencies costs about 20 bytes per million codes, at 12 bits 150
+RANS_TOTAL = 1 << RANS_BITS
+RANS_LOW = 1 << 16  # every state stays in [2**16, 2**32), so a step moves at most one 16-bit word
+
+
+class ArtifactError(ValueError):
+    """An artifact file is damaged or is none; the message is one line that names what is wrong."""
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ArtifactError(message) unless the condition holds."""
+    if not condition:
+        raise ArtifactError(message)
+
+
+def rans_table(counts: np.ndarray) -> np.ndarray:
+    """Frequencies uint16 (256,) that sum to 2**14, at least 1 where counts (256,) are not 0: in two places or more."""
+    # What rounding leaves goes, one at a time, where it saves the most or costs the fewest bits: the derivative of
+    # sum(counts * log2(f)) at the middle of the step is counts / (f +- 1/2).
+    table = np.where(counts > 0, np.maximum(1, np.rint(counts * (RANS_TOTAL / counts.sum()))), 0)
+    while excess := int(table.sum()) - RANS_TOTAL:
+        if excess < 0:
+            table[np.argmax(counts / (table + 0.5))] += 1
+        else:
+            table[np.argmin(np.where(table > 1, counts / (table - 0.5), np.inf))] -= 1
+    return table.astype(np.uint16)
+
+
+def rans_lanes(symbols: int) -> int:
+    """Number of interleaved coders: a power of two, 1 per 8,192 symbols (a flush of 3 bytes each), 8 to 1,024."""
+    return min(1024, max(8, 1 << (symbols // 8192).bit_length() >> 1))
+
+
+def rans_encode(states: np.ndarray, table: np.ndarray, symbols: np.ndarray) -> np.ndarray:
+    """Words uint16 (W,), in the order they are read, of symbols uint8 (n,) by their table uint16 (256,).
+
+    Symbol i belongs to lane i % lanes of `states`, uint32 (lanes,), which are moved in place: from all RANS_LOW over
+    every tensor, the last one first, since range ANS (Duda, arXiv:1311.2540) is a stack, to where decoding starts.
+    """
+    lanes, chunks = len(states), [np.empty(0, np.uint16)]
+    frequency = table.astype(np.uint32)[symbols]
+    start = (np.cumsum(table, dtype=np.uint32) - table)[symbols]
+    for begin in range((len(symbols) - 1) // lanes * lanes, -1, -lanes):
+        here = slice(begin, min(begin + lanes, len(symbols)))
+        x, f = states[: here.stop - begin], frequency[here]  # x is a view; the last symbols may need only a few lanes
+        full = x >= f << (32 - RANS_BITS)  # would overflow if one symbol had all of 2**14
+        chunks.append(x[full].astype(np.uint16))
+        x >>= full.astype(np.uint32) << 4
+        # x becomes (x // f << 14) + x % f + start, where x % f = x - x // f * f
+        x += x // f * (RANS_TOTAL - f) + start[here]
+    return np.concatenate(chunks[::-1])
+
+
+def rans_decode(states: np.ndarray, table: np.ndarray, words: np.ndarray, count: int) -> np.ndarray:
+    """The inverse, in integers only: the next `count` symbols, uint8 (count,). ArtifactError unless `words` fit."""
+    table = table.astype(np.uint32)
+    frequency = np.repeat(table, table)  # (2**14,), by slot
+    offset = np.arange(RANS_TOTAL, dtype=np.uint32) - np.repeat(np.cumsum(table, dtype=np.uint32) - table, table)
+    slots, position, lanes = np.empty(count, np.uint16), 0, len(states)
+    for begin in range(0, count, lanes):
+        x = states[: count - begin]  # a view; the last symbols of a tensor may need only the first lanes
+        slot = x & (RANS_TOTAL - 1)
+        slots[begin : begin + lanes] = slot
+        x[:] = (x >> RANS_BITS) * frequency[slot] + offset[slot]
+        low = np.flatnonzero(x < RANS_LOW)
+        require(position + len(low) <= len(words), "more rANS words are asked for than stored")
+        x[low] = x[low] << 16 | words[position : position + len(low)]
+        position += len(low)
+    require(position == len(words), f"{len(words) - position} rANS words are left over")
+    return np.repeat(np.arange(256, dtype=np.uint8), table)[slots]
+
+
+def pack_array(record: dict, array: np.ndarray) -> list:
+    """[record with coder and crc32, payload]: the array as it is or as a zstd frame, the shorter."""
+    array = array.astype(array.dtype.newbyteorder("<"), copy=False)
+    raw = array.reshape(-1, 1).view(np.uint8).T.tobytes()  # by byte planes, in which float16 and tables compress better
+    frame = zstandard.ZstdCompressor(level=19 if array.size < 1 << 16 else 1).compress(raw)
+    coder, payload = ("zstd", frame) if len(frame) < len(raw) else ("stored", raw)
+    return [{**record, "coder": coder, "crc32": zlib.crc32(array)}, payload]
+
+
+def unpack_array(record: dict, area: bytes, dtype: str, count: int, states=None, tables=None) -> np.ndarray:
+    """The array (count,) that `record` places in `area`; states, tables: of rANS. Any error if it is damaged."""
+    coder, width = record["coder"], np.dtype(dtype).itemsize
+    payload = area[record["offset"] : record["offset"] + record["length"]]
+    if coder == "rans":
+        payload = rans_decode(states, next(tables), np.frombuffer(payload, "<u2"), count)
+    elif coder == "zstd":
+        payload = zstandard.ZstdDecompressor().stream_reader(payload).read(count * width)  # not what it declares
+    else:
+        require(coder == "stored", f"coder {coder!r} is unknown")
+    array = np.frombuffer(payload, np.uint8).reshape(width, -1).T.copy().view(dtype).reshape(count)
+    require(zlib.crc32(array) == record["crc32"], f"CRC-32 of {record['name']!r} is wrong")
+    return array.astype(dtype[1:], copy=False)  # native
+
+
+def write_artifact(path: str | Path, tensors: dict[str, Tensor], table: QuantTable, settings: dict,
+                   tokenizer_sha256: str, meta: dict) -> dict:
+    """Quantize the tensors of the table's classes and pack all into one file, the same bytes for the same input.
+
+    settings: what rebuilds the model; meta: anything else; both JSON. Returns {"bytes": class or part -> its bytes}.
+    Raises ValueError where a tensor is not finite as it would be stored.
+    """
+    parts, coded, scales = [], [], [np.empty(0, np.float16)]
+    for name, tensor in tensors.items():
+        kind, w = tensor_class(name, tensor), tensor.detach()
+        rows, dtype = kind in table, torch.float32 if name.endswith(FLOAT32_CONTROLS) else torch.float16
+        codes, values = quantize_rows(w, *table[kind]) if rows else (None, w.to(dtype))
+        if not (w.is_floating_point() and torch.isfinite(values).all()):
+            raise ValueError(f"tensor {name}: {w.dtype} up to {w.abs().max():.3g}; must be floating, finite as {dtype}")
+        values = values.cpu().contiguous().numpy()
+        record = {"name": name, "shape": list(w.shape), "class": kind, "quantizer": "rows" if rows else "none",
+                  "bits": table[kind][0] if rows else 8 * values.itemsize}
+        array = codes.cpu().numpy().reshape(-1).view(np.uint8) if rows else values
+        parts.append(pack_array(record, array))
+        if rows:
+            scales.append(values)
+            counts = np.bincount(array, minlength=256)
+            seen = counts[counts > 0]
+            entropy = (seen * np.log2(array.size / seen)).sum() / 8  # bytes
+            if len(seen) > 1 and entropy + 2 * len(seen) < len(parts[-1][1]):  # about its words and its table
+                parts[-1][0]["coder"] = "rans"
+                coded.append((parts[-1], array, rans_table(counts)))
+    states = np.full(rans_lanes(sum(symbols.size for _, symbols, _ in coded)), RANS_LOW, np.uint32)
+    for part, symbols, frequencies in reversed(coded):
+        part[1] = rans_encode(states, frequencies, symbols).astype("<u2").tobytes()
+    by_symbol = np.array([frequencies for _, _, frequencies in coded], np.uint16).reshape(-1, 256).T.copy()
+    for name, array in (("states", states), ("tables", by_symbol), ("scales", np.concatenate(scales))):
+        parts.append(pack_array({"name": name, "class": name}, array))
+    sizes = collections.Counter()  # class -> bytes
+    for record, payload in parts:
+        record.update(offset=sizes.total(), length=len(payload))
+        sizes[record["class"]] += len(payload)
+    records, payloads = zip(*parts, strict=True)
+    header = {"settings": settings, "tokenizer_sha256": tokenizer_sha256, "meta": meta, "tensors": records[:-3],
+              "sections": {record["name"]: record for record in records[-3:]}}
+    text = zstandard.ZstdCompressor(level=19).compress(json.dumps(header, allow_nan=False).encode())
+    data = b"".join([ARTIFACT_PREFIX.pack(ARTIFACT_MAGIC, ARTIFACT_VERSION, len(text)), text, *payloads])
+    replace_file(path, data + hashlib.sha256(data).digest())
+    return {"bytes": {**sizes, "header": len(data) + 32 - sizes.total()}}
+
+
+def read_artifact(path: str | Path, max_weights: int = 1 << 30) -> tuple[dict, dict[str, Tensor]]:
+    """(header, name -> float32 tensor) of an artifact file, bit-exact on every machine.
+
+    Memory is bounded by the file, at most max_weights float32 weights, and the decoding of one tensor at a time.
+    ArtifactError, one line naming the file and the damaged part, if anything is not as it was written.
+    """
+    data = Path(path).read_bytes()
+    whole = len(data) >= ARTIFACT_PREFIX.size + 32 and data[:8] == ARTIFACT_MAGIC
+    require(whole, f"{path}: is no underpar artifact, or cut short: {len(data)} bytes that begin with {data[:8]!r}")
+    _, version, length = ARTIFACT_PREFIX.unpack_from(data)
+    require(version == ARTIFACT_VERSION, f"{path}: version {version}, this code reads {ARTIFACT_VERSION}")
+    intact = hashlib.sha256(data[:-32]).digest() == data[-32:]
+    start, what, tensors = ARTIFACT_PREFIX.size + length, "header", {}
+    try:
+        frame, area = data[ARTIFACT_PREFIX.size : start], data[start:-32]
+        header = json.loads(zstandard.ZstdDecompressor().stream_reader(frame).read(1 << 24))  # at most
+        require({"settings", "tokenizer_sha256", "meta"} <= header.keys(), "settings, tokenizer_sha256 or meta missing")
+        records, sections = header["tensors"], header["sections"]
+        # These two bound all that is allocated below; a size of 0 counts as 1, or the others would have no bound.
+        require(all(size >= 0 for record in records for size in record["shape"]), "a tensor's shape is negative")
+        weights = sum(math.prod(max(1, size) for size in record["shape"]) for record in records)
+        require(weights <= max_weights, f"{weights} weights, the limit is {max_weights}")
+        rows = [record["shape"][0] if record["quantizer"] == "rows" else 0 for record in records]
+        coded = [math.prod(record["shape"]) for record in records if record["coder"] == "rans"]
+        what = "sections"
+        states = unpack_array(sections["states"], area, "<u4", rans_lanes(sum(coded)))
+        tables = iter(unpack_array(sections["tables"], area, "<u2", 256 * len(coded)).reshape(256, -1).T)
+        scales = torch.from_numpy(unpack_array(sections["scales"], area, "<f2", sum(rows))).split(rows)
+        for record, own_scales in zip(records, scales, strict=True):
+            what, shape = f"tensor {record['name']!r}", record["shape"]
+            dtype = {16: "<f2", 32: "<f4"}.get(record["bits"], "|i1")
+            values = torch.from_numpy(unpack_array(record, area, dtype, math.prod(shape), states, tables))
+            if record["quantizer"] == "rows":
+                values = dequantize_rows(values.view(len(own_scales), -1), own_scales)
+            tensors[record["name"]] = values.float().reshape(shape)
+        what = "digest"
+        require(intact, "every part unpacks as it was written")
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError, zstandard.ZstdError) as error:
+        damage = "" if intact else f"SHA-256 is wrong, damaged or truncated, {len(data)} bytes, first seen in "
+        text = str(error) if isinstance(error, ArtifactError) else f"{type(error).__name__}: {error}"
+        raise ArtifactError(f"{path}: {damage}{what}: {text}") from None
+    return header, tensors
+# === end: artifact ===
+
+
+# ----------------------------------------------------------------------------------------------------------- weights
+QUANTIZER = ("matrix_bits", "matrix_clip_sigmas", "embed_bits", "embed_clip_sigmas")
+SHAPE = ("vocab_size", "bos_id", "layers", "norms", *MODEL_SETTINGS)  # what rebuilds a network, in the exporter's order
+
+
+def progress(items: Iterable, label: str) -> Iterable:
+    """`items` behind a progress bar where tqdm is installed, on a terminal."""
+    return items if tqdm is None else tqdm(items, desc=label, leave=False, disable=None)
+
+
+def find_checkpoint(path: Path) -> Path:
+    """`path` if it is a checkpoint, else a run's newest whole one, damaged ones named on stderr. UserError if none."""
+    folders, faults = sorted(path.glob("step_*[0-9]"), key=lambda each: int(each.name[5:]), reverse=True), []
+    for folder in folders or [path]:
+        try:
+            sums = dict(line.split("  ")[::-1] for line in (folder / "SHA256SUMS").read_text().splitlines())
+            wrong = {name for name in sums if sha256_file(folder / name) != sums[name]}
+            wrong |= {"meta.json", "model.pt"} - sums.keys()
+        except (OSError, ValueError) as error:
+            wrong = {str(error)}
+        if not wrong:
+            sys.stderr.write("".join(f"{each}\n" for each in faults))
+            return folder
+        faults.append(f"checkpoint {folder} is damaged: {', '.join(sorted(wrong))}")
+    raise UserError(f"{path}: no whole checkpoint; {'; '.join(faults)}")
+
+
+def read_checkpoint(folder: Path, average: str) -> SimpleNamespace:
+    """See read_weights; of a folder whose SHA-256 sums are right. Raises UserError."""
+    def load(name: str) -> dict:
+        return torch.load(folder / name, map_location="cpu", weights_only=True, mmap=True)
+
+    try:
+        meta, tensors = json.loads((folder / "meta.json").read_bytes()), load("model.pt")
+        if "header" in meta:  # of `unpack`
+            return SimpleNamespace(path=folder, tensors=tensors, scales=load("scales.pt"), run={}, **meta)
+        shape, run = {name: meta["identity"][name] for name in SHAPE}, {**meta["settings"], "steps": meta["step"]}
+        if average != "raw":  # a network's state is its parameters, in their order
+            tensors = dict(zip(tensors, load("training.pt")[average]["values"], strict=True))
+    except (LookupError, RuntimeError, TypeError, ValueError, pickle.UnpicklingError) as error:
+        raise UserError(f"{folder}: no checkpoint with {average} weights: {str(error).splitlines()[0]}") from None
+    return SimpleNamespace(path=folder, tensors=tensors, scales={}, run=run, shape=shape, table={}, header={})
+
+
+def read_weights(path: str, average: str = "") -> SimpleNamespace:
+    """A MODEL: path, tensors (name -> float32, on the CPU), shape (the settings that rebuild the network);
+
+    of a checkpoint `run`, its settings and steps, the weights being raw, ema or swa; of an artifact `header`, `scales`
+    (name -> float16 (R,)) and `table` (class -> bits and 0), all empty elsewhere. Without `average` it is an artifact.
+    Raises UserError; ArtifactError where an artifact is not as it was written.
+    """
+    if average and Path(path).is_dir():
+        return read_checkpoint(find_checkpoint(Path(path)), average)
+    if not Path(path).is_file():
+        raise UserError(f"{path}: no such file; a run's artifact is runs/<RUN_ID>/model.upar")
+    header, tensors = read_artifact(path)  # checks all of it; below nothing is left to check
+    data, records = Path(path).read_bytes(), [each for each in header["tensors"] if each["quantizer"] == "rows"]
+    area, rows = data[ARTIFACT_PREFIX.size + ARTIFACT_PREFIX.unpack_from(data)[2] :], [e["shape"][0] for e in records]
+    values = torch.from_numpy(unpack_array(header["sections"]["scales"], area, "<f2", sum(rows)))
+    scales = {each["name"]: own.clone() for each, own in zip(records, values.split(rows), strict=True)}
+    table = {tensor_class(each["name"], tensors[each["name"]]): (each["bits"], 0.0) for each in records}
+    return SimpleNamespace(path=Path(path), tensors=tensors, scales=scales, run={}, shape=header["settings"],
+                           table=table, header=header)
+
+
+def codes_of(w: Tensor, scales: Tensor) -> Tensor:
+    """The codes int8 (R, C) of weights (R, ...) that are code * scale exactly, given the scales float16 (R,)."""
+    step = scales.float().unsqueeze(1)
+    return (w.reshape(len(scales), -1) / torch.where(step > 0, step, 1.0)).round().to(torch.int8)
+
+
+def write(source: SimpleNamespace, out: Path) -> dict[str, int]:
+    """Write the artifact of a model: as train_gpt.py's exporter does on the same kind of hardware, byte for byte.
+
+    Settings of the quantizer not in CONFIG or environment are the checkpoint's. Returns bytes by class. UserError.
+    """
+    global quantize_rows
+    table, header = source.table, source.header
+
+    def stored(given: dict[str, str]) -> tuple[dict, dict]:
+        if header and (named := [name.upper() for name in QUANTIZER if name.upper() in given]):
+            raise UserError(f"{named[0]}: the weights of {source.path} are quantized already; give their checkpoint")
+        return {name: source.run[name] for name in QUANTIZER if name in source.run}, {}
+
+    settings = load_settings(Settings, dict(os.environ), stored=stored)
+    if not header:
+        table = {"matrix": (settings.matrix_bits, settings.matrix_clip_sigmas),
+                 "embedding": (settings.embed_bits, settings.embed_clip_sigmas)}
+        beside = [path for name in ("tokenizer.model", "*.tiktoken") for path in source.path.parent.glob(name)]
+        tokenizer = load_tokenizer(settings.tokenizer_path or (beside or ["bytes"])[0])  # bytes: a run leaves no file
+        if (tokenizer.vocab_size, tokenizer.bos_id) != (source.shape["vocab_size"], source.shape["bos_id"]):
+            raise UserError(f"TOKENIZER_PATH={settings.tokenizer_path!r}: {tokenizer.file} has {tokenizer.vocab_size} "
+                            f"tokens; must be the tokenizer of {source.path}, with {source.shape['vocab_size']}")
+        meta = {"steps": source.run["steps"], "seed": source.run["seed"], "tokenizer": tokenizer.file}
+        header = {"tokenizer_sha256": tokenizer.sha256, "meta": meta}
+    fenced, scales, device = quantize_rows, iter(source.scales.values()), start_runtime(settings.device).device
+
+    def again(w: Tensor, bits: int, clip_sigmas: float) -> tuple[Tensor, Tensor]:
+        return codes_of(w, own := next(scales).to(device)), own
+
+    quantize_rows = again if source.scales else fenced  # write_artifact's, so that codes come out as they came in
+    try:
+        return write_artifact(out, {name: w.to(device) for name, w in source.tensors.items()}, table, source.shape,
+                              header["tokenizer_sha256"], header["meta"])["bytes"]
+    except ValueError as error:
+        raise UserError(f"{source.path}: {error}") from None
+    finally:
+        quantize_rows = fenced
+
+
+def rebuild(source: SimpleNamespace) -> GPT:
+    """The network that these settings and weights are. ArtifactError where they do not fit, or it gives no logits."""
+    try:
+        with torch.device("meta"):  # takes no memory
+            network = GPT(SimpleNamespace(**source.shape))
+        network.load_state_dict(source.tensors, assign=True)
+        with torch.no_grad():
+            require(network(torch.tensor([[network.config.bos_id]])).isfinite().all(), "its logits are not finite")
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise ArtifactError(f"{source.path}: its settings rebuild no model: {' '.join(str(error).split())}") from None
+    return network
+
+
+# ---------------------------------------------------------------------------------------------------------- commands
+def show(rows: list[list]) -> None:
+    """Print rows as a table; floats with five digits, NaN as a dash."""
+    texts = [["-" if x != x else f"{x:.5g}" if isinstance(x, float) else str(x) for x in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    for row in texts:
+        print("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip())
+
+
+def distances(a: SimpleNamespace, b: SimpleNamespace) -> list[list]:
+    """Rows of a table, by tensor class and of all: how far b's weights are from a's. ArtifactError if shapes differ.
+
+    ||b - a|| / ||a||, mean (b - a)^2, max |b - a|, a.b / (||a|| ||b||), 10 log10(||a||^2 / ||b - a||^2), in float64.
+    """
+    for name in [*a.tensors, *b.tensors]:
+        one, two = (list(each.tensors[name].shape) if name in each.tensors else "missing" for each in (a, b))
+        require(one == two, f"tensor {name!r}: {one} in {a.path}, {two} in {b.path}")
+    sums = {key: np.zeros(6) for key in ("matrix", "embedding", "control", "all")}
+    for name, w in progress(a.tensors.items(), "distances"):
+        x, y = (each.double().flatten().numpy() for each in (w, b.tensors[name]))
+        error, most = y - x, np.abs(y - x).max(initial=0)
+        for total in (sums[tensor_class(name, w)], sums["all"]):
+            total[:] = [*total[:5] + [w.numel(), error @ error, x @ x, y @ y, x @ y], max(total[5], most)]
+    rows = [["class", "weights", "rel_frobenius", "mse", "max", "cosine", "snr_db"]]
+    with np.errstate(divide="ignore", invalid="ignore"):  # equal: an SNR of inf; all zero: nan
+        for key, (count, error, x, y, product, most) in sums.items():
+            found = np.sqrt(error / x), error / count, most, product / np.sqrt(x * y), 10 * np.log10(x / error)
+            rows += [[key, int(count), *map(float, found)]] if count else []
+    return rows
+
+
+def info(args: argparse.Namespace) -> None:
+    """What an artifact's bytes are spent on; entropy: of the codes, order 0, by tensor, in bits a weight."""
+    source, tensors, parts = read_weights(args.artifact), {}, collections.defaultdict(collections.Counter)
+    for record in progress(source.header["tensors"], "info"):
+        name, w = record["name"], source.tensors[record["name"]]
+        tensors[name] = sums = collections.Counter(tensors=1, weights=w.numel(), bytes=record["length"])
+        if name in source.scales:
+            counts = np.unique(codes_of(w, source.scales[name]).numpy(), return_counts=True)[1]
+            sums["entropy"] = float((counts * np.log2(w.numel() / counts)).sum())
+        sums[f"{record['bits']}-bit {record['coder']}"] = 1
+        parts[tensor_class(name, w)].update(sums)
+    for name, record in source.header["sections"].items():
+        parts[f"({name})"].update({"bytes": record["length"], record["coder"]: 1})
+    size, weights = source.path.stat().st_size, sum(w.numel() for w in source.tensors.values())
+    parts["(header)"] = collections.Counter(bytes=size - sum(sums["bytes"] for sums in parts.values()))
+    parts["total"] = collections.Counter(tensors=len(tensors), weights=weights, bytes=size)
+    rows = [["class", "tensors", "weights", "bytes", "bits/weight", "entropy", "coders"]]
+    for name, sums in [*(tensors.items() if args.tensors else ()), *parts.items()]:
+        coders = [f"{key}:{count}" for key, count in sums.items() if key.endswith(("rans", "zstd", "stored"))]
+        weights = sums["weights"] or math.nan
+        rows.append([name, sums["tensors"], sums["weights"], sums["bytes"], 8 * sums["bytes"] / weights,
+                     sums.get("entropy", math.nan) / weights, " ".join(coders)])
+    print(f"{source.path}: settings {source.shape} meta {source.header['meta']}")
+    show(rows)
+
+
+def unpack(args: argparse.Namespace) -> None:
+    """An artifact's weights in a folder, model.pt in float32 and their scales, of which `pack` makes the same file."""
+    source, out = read_weights(args.artifact), Path(args.out)
+    header = {name: source.header[name] for name in ("tokenizer_sha256", "meta")}
+    out.mkdir()
+    torch.save(source.tensors, out / "model.pt")
+    torch.save(source.scales, out / "scales.pt")
+    replace_file(out / "meta.json", json.dumps(dict(shape=source.shape, table=source.table, header=header)).encode())
+    sums = [f"{sha256_file(path)}  {path.name}\n" for path in sorted(out.iterdir())]
+    replace_file(out / "SHA256SUMS", "".join(sums).encode())  # the last: without it the folder is none
+    print(f"{out}: {len(source.tensors)} tensors")
+
+
+def pack(args: argparse.Namespace) -> None:
+    """A checkpoint's artifact, as train_gpt.py writes it."""
+    sizes = write(read_weights(args.model, args.weights), Path(args.out))
+    print(f"{args.out}: {sum(sizes.values())} bytes; " + " ".join(f"{name}:{size}" for name, size in sizes.items()))
+
+
+def verify(args: argparse.Namespace) -> None:
+    """Is an artifact whole, and is it what `pack` makes of a checkpoint? Exit code 1 where it is not."""
+    source = read_weights(args.artifact)
+    rebuild(source)
+    if args.checkpoint:
+        model = read_weights(args.checkpoint, args.weights)
+        rows, of = distances(model, source), f"what `pack` makes of the {args.weights} weights of {model.path}"
+        with tempfile.TemporaryDirectory() as folder:
+            write(model, Path(folder) / "model.upar")
+            packed = read_weights(f"{folder}/model.upar")
+        wrong = [name for name, w in packed.tensors.items() if not torch.equal(w, source.tensors[name])]
+        wrong += [name for name in ("settings", "tokenizer_sha256") if packed.header[name] != source.header[name]]
+        require(not wrong, f"{source.path}: {len(wrong)} parts, {wrong[:1]} the first, are not {of}")
+        show(rows)
+        print(f"{source.path}: {of}")
+    print(f"{source.path}: whole, {len(source.tensors)} tensors, SHA-256 {sha256_file(source.path)}")
+
+
+def compare(args: argparse.Namespace) -> None:
+    """How far the weights of model B are from those of A."""
+    show(distances(read_weights(args.a, args.weights), read_weights(args.b, args.weights)))
+
+
+# What LlamaForCausalLM of transformers is, and its names of a layer's tensors in the order of `export`.
+LLAMA = dict(mlp="swiglu", positions="rope", rope_dims=0, qk_norm=False, residual_mix=False, unet_skips=False,
+             parallel_residual=False, smear_gate=False, bigram_vocab_size=0, logit_softcap=0.0)
+LLAMA_LAYER = ("self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj mlp.gate_proj mlp.up_proj "
+               "mlp.down_proj input_layernorm post_attention_layernorm").split()
+
+
+def export(args: argparse.Namespace) -> None:
+    """model.safetensors and config.json, which transformers loads as LlamaForCausalLM; other layouts are refused."""
+    source, out = read_weights(args.model, args.weights), Path(args.out)
+    net, shape = rebuild(source), SimpleNamespace(**source.shape)
+    count, kv_rows = len(shape.layers.split()), shape.num_kv_heads * shape.model_dim // shape.num_heads
+    right = {"layers": " ".join("a" * count), "norms": " ".join(["rms_weight"] * count), **LLAMA}
+    if odd := [f"{name}={source.shape[name]!r}" for name, value in right.items() if source.shape[name] != value]:
+        raise UserError(f"{source.path}: transformers' LlamaForCausalLM has no {', '.join(odd)}")
+    try:
+        from safetensors.torch import save_file
+    except ImportError:
+        raise UserError("export needs safetensors: pip install safetensors") from None
+    state = {"model.embed_tokens.weight": net.embed, "model.norm.weight": net.final_norm.weight}
+    state |= {} if net.head is None else {"lm_head.weight": net.head}
+    for at, (block, mixer) in enumerate(zip(net.blocks, net.mixers, strict=True)):
+        values = [*mixer.w_qkv.split([shape.model_dim, kv_rows, kv_rows]), mixer.w_o, *block.mlp.w_up.chunk(2),
+                  block.mlp.w_down, block.mixer_norm.weight, block.mlp_norm.weight]
+        state |= {f"model.layers.{at}.{name}.weight": w for name, w in zip(LLAMA_LAYER, values, strict=True)}
+    config = dict(
+        architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=shape.vocab_size,
+        hidden_size=shape.model_dim, intermediate_size=int(shape.mlp_mult * shape.model_dim), num_hidden_layers=count,
+        num_attention_heads=shape.num_heads, num_key_value_heads=shape.num_kv_heads, rope_theta=shape.rope_base,
+        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_base},  # transformers 5's name for it
+        max_position_embeddings=shape.train_seq_len, rms_norm_eps=torch.finfo(torch.float32).eps,
+        tie_word_embeddings=shape.tie_embeddings, bos_token_id=shape.bos_id, eos_token_id=shape.bos_id)
+    out.mkdir()
+    save_file({name: w.detach().clone() for name, w in state.items()}, out / "model.safetensors", {"format": "pt"})
+    replace_file(out / "config.json", (json.dumps(config, indent=1) + "\n").encode())
+    print(f"{out}: {len(state)} tensors; transformers loads them as LlamaForCausalLM, a text begins with BOS")
+
+
+# -------------------------------------------------------------------------------------------------------------- main
+COMMANDS = {info: "artifact --tensors", unpack: "artifact out", pack: "model out --weights", compare: "a b --weights",
+            verify: "artifact checkpoint --weights", export: "model out --weights"}
+WORDS = {"--tensors": dict(action="store_true", help="a line for each tensor too"), "checkpoint": dict(nargs="?"),
+         "--weights": dict(choices=("raw", "ema", "swa"), default="raw", help="which weights of a checkpoint")}
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with mistakes as UserError: one line."""
+
+    def error(self, message: str) -> None:
+        raise UserError(f"{message}; {self.prog} --help says more")
+
+
+def main() -> int:
+    """One command; its exit code: 1 where `verify` says no, 2 for a mistake."""
+    parser = Parser(prog="quantize.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for run, words in COMMANDS.items():
+        command = commands.add_parser(run.__name__, help=run.__doc__, description=run.__doc__)
+        command.set_defaults(run=run)
+        for word in words.split():
+            command.add_argument(word, **WORDS.get(word, {}))
+    args = parser.parse_args()
+    load_settings(Settings, dict(os.environ))  # a wrong name is an error of every command
+    if "out" in args and (Path(args.out).exists() or not Path(args.out).absolute().parent.is_dir()):
+        raise UserError(f"OUT {args.out!r}: exists already, or the folder that it would be in does not")
+    try:
+        args.run(args)
+    except ArtifactError as error:
+        if args.run is not verify:
+            raise UserError(str(error)) from None
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

@@ -1,0 +1,428 @@
+"""quantize.py: every command by values, against the exporter, numpy and transformers; damage and mistakes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+import quantize as Q
+import train_gpt as T
+
+ROOT = Path(__file__).resolve().parents[1]
+SETTINGS = T.Settings(layer_pattern="g s", model_dim=32, num_heads=4, num_kv_heads=2, mlp_mult=2.0, attn_window=7,
+                      train_seq_len=64, tied_embed_init_std=0.5, matrix_bits=5, matrix_clip_sigmas=4.0, embed_bits=7,
+                      embed_clip_sigmas=0.0, device="cpu")
+LLAMA = dict(layer_pattern="a", num_layers=3, mlp="swiglu", mlp_mult=2.75, norm="rms_weight", logit_softcap=0.0,
+             qk_norm=False, residual_mix=False, rope_base=500.0)
+OWN = {"matrix": (5, 4.0), "embedding": (7, 0.0)}  # SETTINGS' table
+KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV")
+BYTES = T.load_tokenizer("bytes")
+CLASSES = ("matrix", "embedding", "control")
+
+
+def environment(**changes: object) -> dict[str, str]:
+    kept = {name: os.environ[name] for name in KEPT if name in os.environ}
+    return {**kept, "OMP_NUM_THREADS": "1", "DEVICE": "cpu", **{name: str(text) for name, text in changes.items()}}
+
+
+@pytest.fixture(autouse=True)
+def denormals():
+    yield
+    torch.set_flush_denormal(False)  # start_runtime sets it, as in training
+
+
+@pytest.fixture
+def call(capsys):
+    """Function: run one command line in this process; its exit code, output and what stands on stderr."""
+
+    def run(*words: object, **changes: object) -> tuple[int, str, str]:
+        with (mock.patch.dict(os.environ, environment(**changes), clear=True),
+              mock.patch.object(sys, "argv", ["quantize.py", *map(str, words)])):
+            code = Q.exit_code(Q.main)
+        out, err = capsys.readouterr()
+        assert code == 0 or out == "" and err.count("\n") == 1 and err.startswith("error: "), err
+        return code, out, err
+
+    return run
+
+
+def network(seed: int = 0, **changes) -> T.GPT:
+    """A network none of whose parameters is at a special value."""
+    torch.manual_seed(seed)
+    net = T.GPT(T.model_config(dataclasses.replace(SETTINGS, **changes), BYTES.vocab_size, BYTES.bos_id))
+    with torch.no_grad():
+        for param in net.parameters():
+            param.add_(0.05 * torch.randn_like(param))
+    return net
+
+
+def save(folder: Path, net: T.GPT, step: int = 20, **parts: dict) -> Path:
+    """A checkpoint of a run in `folder`, as train_gpt.py writes it; the run's folder."""
+    folder.mkdir(exist_ok=True)
+    meta = {"script": "train_gpt.py", "settings": dataclasses.asdict(SETTINGS), "step": step,
+            "identity": {**vars(net.config), "manifest_sha256": "x", "seed": 1, "optimizer": "muon"}}
+    T.save_checkpoint(folder, step, {"model": net.state_dict(), "training": parts}, meta, keep=9)
+    return folder
+
+
+def write(path: Path, net: T.GPT, table: T.QuantTable = OWN, step: int = 20, **settings) -> dict:
+    """What train_gpt.main() does at its end; write_artifact's bytes by class."""
+    meta = {"steps": step, "seed": 1337, "tokenizer": "bytes"}
+    return T.write_artifact(path, net.state_dict(), table, {**vars(net.config), **settings}, BYTES.sha256,
+                            meta)["bytes"]
+
+
+def table_of(output: str) -> dict[str, dict[str, str]]:
+    """Rows of the table in a command's output, by first column; columns by head."""
+    lines = [line.split() for line in output.splitlines()]
+    begin = next(at for at, words in enumerate(lines) if words[0] == "class")
+    return {words[0]: dict(zip(lines[begin], words[: len(lines[begin])], strict=False)) for words in lines[begin + 1 :]}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A run's folder with a checkpoint of `network()`, and its artifact beside."""
+    folder = tmp_path_factory.mktemp("quantize")
+    save(folder / "run", network())
+    write(folder / "run" / "model.upar", network())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """The folder of a whole run of train_gpt.py: 12 steps, a checkpoint each 6, EMA, SWA, QAT, 5 bits."""
+    folder, rng = tmp_path_factory.mktemp("trained"), random.Random(0)
+    words = ["".join(rng.choices("abcdefghijklmnop", k=rng.randint(2, 8))) for _ in range(120)]
+    lines = [" ".join(rng.choices(words, k=rng.randint(4, 12))) for _ in range(2500)]
+    texts = ["\n".join(lines[at : at + 10]) for at in range(0, len(lines), 10)]
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    settings = environment(
+        DATA_PATH=folder / "data", OUT_DIR=folder, RUN_ID="run", COMPILE=0, LAYER_PATTERN="g s1 g s1", MODEL_DIM=32,
+        NUM_HEADS=2, NUM_KV_HEADS=1, ATTN_WINDOW=16, TRAIN_SEQ_LEN=32, TRAIN_BATCH_TOKENS=256, HOLDOUT_TOKENS=2048,
+        EVAL_STRIDE=0, ITERATIONS=12, MAX_WALLCLOCK_SECONDS=0, RESERVE_SECONDS=0, WARMUP_STEPS=0, SAVE_EVERY=6,
+        MATRIX_BITS=5, MATRIX_CLIP_SIGMAS=6, EMBED_BITS=7, QAT_START_FRAC=0.5, SWA_START_FRAC=0.6, SEED=7)
+    prepare = [ROOT / "data/prepare.py", folder / "text.jsonl", "--out", folder / "data", "--vocab-size", "300",
+               "--workers", "1"]
+    for command, environ in ((prepare, environment()), ([ROOT / "train_gpt.py"], settings)):
+        done = subprocess.run([sys.executable, *map(str, command)], env=environ, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    return folder / "run"
+
+
+def test_pack_is_the_exporter_on_a_run_of_train_gpt(call, trained, tmp_path):
+    """The run's own artifact, byte for byte, of the weights that it chose; the others by its functions."""
+    chosen = json.loads((trained / "result.json").read_text())["weights"]
+    header, _ = T.read_artifact(trained / "model.upar")
+    training = torch.load(trained / "step_000012" / "training.pt", weights_only=True)
+    table = {"matrix": (5, 6.0), "embedding": (7, 20.0)}
+    files = set()
+    for weights in ("raw", "ema", "swa"):
+        out = tmp_path / f"{weights}.upar"
+        assert call("pack", trained, out, "--weights", weights)[0] == 0
+        tensors = torch.load(trained / "step_000012" / "model.pt", weights_only=True)
+        if weights != "raw":
+            assert training[weights]["count"] > 1
+            tensors = dict(zip(tensors, training[weights]["values"], strict=True))
+        T.write_artifact(tmp_path / "expected", tensors, table, header["settings"], header["tokenizer_sha256"],
+                         {"steps": 12, "seed": 7, "tokenizer": "tokenizer.model"})
+        assert out.read_bytes() == (tmp_path / "expected").read_bytes()
+        assert (out.read_bytes() == (trained / "model.upar").read_bytes()) == (weights == chosen)
+        code, output, error = call("verify", trained / "model.upar", trained, "--weights", weights)
+        assert code == (0 if weights == chosen else 1)
+        assert weights == chosen or f"are not what `pack` makes of the {weights} weights" in error
+        files.add(out.read_bytes())
+    assert len(files) == 3
+
+
+def test_pack_takes_settings_of_the_environment_above_the_checkpoints(call, place, tmp_path):
+    for at, (changes, table) in enumerate([
+            ({}, OWN), (dict(MATRIX_BITS=3), {**OWN, "matrix": (3, 4.0)}),
+            (dict(MATRIX_BITS=8, MATRIX_CLIP_SIGMAS=0, EMBED_BITS=2, EMBED_CLIP_SIGMAS=2.5),
+             {"matrix": (8, 0.0), "embedding": (2, 2.5)})]):
+        (tmp_path / "c.env").write_text("MATRIX_BITS=6\n" if at == 2 else "")  # the environment is above the file too
+        code, output, _ = call("pack", place / "run", tmp_path / f"{at}.upar", CONFIG=tmp_path / "c.env", **changes)
+        sizes = write(tmp_path / "expected", network(), table)
+        assert code == 0 and (tmp_path / f"{at}.upar").read_bytes() == (tmp_path / "expected").read_bytes()
+        said = f"{sum(sizes.values())} bytes; " + " ".join(f"{name}:{size}" for name, size in sizes.items())
+        assert output == f"{tmp_path / f'{at}.upar'}: {said}\n"
+    (tmp_path / "c.env").write_text("EMBED_BITS=4\n")
+    assert call("pack", place / "run" / "step_000020", tmp_path / "file.upar", CONFIG=tmp_path / "c.env")[0] == 0
+    write(tmp_path / "expected", network(), {**OWN, "embedding": (4, 0.0)})
+    assert (tmp_path / "file.upar").read_bytes() == (tmp_path / "expected").read_bytes()
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("sigmas", [0.0, 3.0, 12.85])
+def test_unpacked_and_packed_again_is_the_same_file(call, tmp_path, bits, sigmas):
+    net = network()
+    with torch.no_grad():
+        net.blocks[0].mlp.w_up[3:5] = 0  # scales of 0
+        net.blocks[0].mlp.w_down.zero_()
+    first, second, folder = tmp_path / "a.upar", tmp_path / "b.upar", tmp_path / "folder"
+    write(first, net, {"matrix": (bits, sigmas), "embedding": (10 - bits, 0.0)})
+    assert call("unpack", first, folder)[:2] == (0, f"{folder}: {len(net.state_dict())} tensors\n")
+    held = torch.load(folder / "model.pt", weights_only=True)
+    _, expected = T.read_artifact(first)
+    assert list(held) == list(expected) and all(torch.equal(held[name], expected[name]) for name in expected)
+    net.load_state_dict(held)
+    assert call("pack", folder, second)[0] == 0
+    assert second.read_bytes() == first.read_bytes()
+    code, output, _ = call("verify", second, folder)
+    assert code == 0 and table_of(output)["all"]["rel_frobenius"] == "0"
+    assert Q.quantize_rows.__module__ == "quantize" and Q.quantize_rows.__name__ == "quantize_rows"
+
+
+def test_info_against_numbers_by_hand(call, place, tmp_path):
+    """Bytes by write_artifact's own count, entropy by numpy over the quantizer's codes, the table's sums."""
+    net, path = network(), tmp_path / "m.upar"
+    sizes = write(path, net)
+    code, output, error = call("info", path, "--tensors")
+    rows, (header, _) = table_of(output), T.read_artifact(path)
+    assert (code, error) == (0, "") and str(vars(net.config)) in output
+    records = {record["name"]: record for record in header["tensors"]}
+    assert set(rows) == {*records, *CLASSES, "(states)", "(tables)", "(scales)", "(header)", "total"}
+    parts = {name: row for name, row in rows.items() if name not in {*records, "total"}}
+    assert {name.strip("()"): int(row["bytes"]) for name, row in parts.items()} == sizes
+    entropies = dict.fromkeys(CLASSES, 0.0)
+    for name, record in records.items():
+        row, w = rows[name], net.state_dict()[name]
+        assert (row["tensors"], row["weights"], row["bytes"]) == ("1", str(w.numel()), str(record["length"]))
+        assert float(row["bits/weight"]) == pytest.approx(8 * record["length"] / w.numel(), rel=1e-4)
+        assert f"{record['bits']}-bit {record['coder']}:1" in next(
+            line for line in output.splitlines() if line.startswith(f"{name} "))
+        if record["quantizer"] == "rows":
+            counts = np.bincount(T.quantize_rows(w, *OWN[record["class"]])[0].ravel().int() + 128)
+            share = counts[counts > 0] / w.numel()
+            bits = -(share * np.log2(share)).sum()
+            entropies[record["class"]] += bits * w.numel()
+            assert float(row["entropy"]) == pytest.approx(bits, rel=1e-4)
+        else:
+            assert row["entropy"] == "-"
+    for kind in CLASSES:
+        own = [record for record in records.values() if record["class"] == kind]
+        weights = sum(math.prod(record["shape"]) for record in own)
+        assert (rows[kind]["tensors"], rows[kind]["weights"]) == (str(len(own)), str(weights))
+        assert float(rows[kind]["bits/weight"]) == pytest.approx(8 * sizes[kind] / weights, rel=1e-4)
+        if kind != "control":
+            assert float(rows[kind]["entropy"]) == pytest.approx(entropies[kind] / weights, rel=1e-4)
+    assert "5-bit rans:" in next(line for line in output.splitlines() if line.startswith("matrix "))
+    assert int(rows["total"]["bytes"]) == path.stat().st_size == sum(sizes.values())
+    assert int(rows["total"]["weights"]) == sum(param.numel() for param in net.parameters())
+    short = table_of(call("info", path)[1])
+    assert short == {name: row for name, row in rows.items() if name not in records}
+
+
+def distance(a: dict, b: dict, kind: str) -> list[float]:
+    """Relative Frobenius norm, MSE, max, cosine, SNR of a class, from the definitions."""
+    names = [name for name in a if kind in ("all", T.tensor_class(name, a[name]))]
+    x, y = (np.concatenate([each[name].double().numpy().ravel() for name in names]) for each in (a, b))
+    norm = np.linalg.norm
+    return [norm(y - x) / norm(x), np.mean((y - x) ** 2), np.abs(y - x).max(), x @ y / norm(x) / norm(y),
+            20 * np.log10(norm(x) / norm(y - x))]
+
+
+COLUMNS = ("rel_frobenius", "mse", "max", "cosine", "snr_db")
+
+
+def test_compare_and_verify_print_distances(call, place, tmp_path):
+    write(tmp_path / "b.upar", network(), {"matrix": (3, 2.0), "embedding": (4, 0.0)})
+    first, (_, second) = network().state_dict(), T.read_artifact(tmp_path / "b.upar")
+    rows = table_of(call("compare", place / "run", tmp_path / "b.upar")[1])
+    assert list(rows) == [*CLASSES, "all"]
+    for kind, row in rows.items():
+        assert [float(row[column]) for column in COLUMNS] == pytest.approx(distance(first, second, kind), rel=2e-4)
+    back = table_of(call("compare", tmp_path / "b.upar", place / "run")[1])
+    assert back["all"]["mse"] == rows["all"]["mse"] and back["all"]["rel_frobenius"] != rows["all"]["rel_frobenius"]
+    _, packed = T.read_artifact(place / "run" / "model.upar")
+    code, output, _ = call("verify", place / "run" / "model.upar", place / "run")
+    assert code == 0
+    lines = "".join(line + "\n" for line in output.splitlines() if "model.upar" not in line)
+    for kind, row in table_of(lines).items():
+        assert [float(row[column]) for column in COLUMNS] == pytest.approx(distance(first, packed, kind), rel=2e-4)
+    assert T.sha256_file(place / "run" / "model.upar") in output and "what `pack` makes of the raw weights" in output
+    same = table_of(call("compare", tmp_path / "b.upar", tmp_path / "b.upar")[1])
+    assert all([row[column] for column in COLUMNS] == ["0", "0", "0", "1", "inf"] for row in same.values())
+
+
+def test_compare_of_zeros_and_of_other_shapes(call, tmp_path):
+    nets = network(), network()
+    with torch.no_grad():
+        for net, level in zip(nets, (0.0, 0.5), strict=True):
+            for name, param in net.named_parameters():
+                if T.tensor_class(name, param) == "matrix":
+                    param.fill_(level)
+    zero, half = (save(tmp_path / name, net) for name, net in zip("zh", nets, strict=True))
+    rows = table_of(call("compare", zero, half)[1])
+    assert [rows["matrix"][column] for column in COLUMNS] == ["inf", "0.25", "0.5", "-", "-inf"]
+    rows = table_of(call("compare", zero, zero)[1])
+    assert [rows["matrix"][column] for column in COLUMNS] == ["-", "0", "0", "-", "-"]
+    wide = save(tmp_path / "wide", network(mlp_mult=3.0))
+    code, _, error = call("compare", zero, wide)
+    assert code == 2 and "tensor 'blocks.0.mlp.w_up': [64, 32] in " in error and ", [96, 32] in " in error
+    code, _, error = call("compare", save(tmp_path / "layer", network(norm="layer")), zero)
+    assert code == 2 and "tensor 'blocks.0.mixer_norm.weight': [32] in " in error and ", missing in " in error
+
+
+def test_the_newest_whole_checkpoint_is_taken(call, tmp_path):
+    run = save(tmp_path / "run", network(1), 8)
+    save(run, network(2), 1000000)
+    save(run, network(3), 16)
+    (run / "step_000099.part").mkdir()
+    for step, damaged in ((1000000, "model.pt"), (16, "SHA256SUMS"), (8, "meta.json"), (0, "")):
+        code, output, error = call("pack", run, tmp_path / f"{step}.upar") if step else (2, "", "")
+        if step:
+            write(tmp_path / "expected", network({8: 1, 1000000: 2, 16: 3}[step]), step=step)
+            assert (tmp_path / f"{step}.upar").read_bytes() == (tmp_path / "expected").read_bytes()
+            path = run / f"step_{step:06d}" / damaged
+            path.unlink() if damaged == "SHA256SUMS" else path.write_bytes(path.read_bytes()[:-1] + b"?")
+    code, _, error = call("pack", run, tmp_path / "none.upar")
+    assert code == 2 and "no whole checkpoint; checkpoint " in error
+    assert "step_1000000 is damaged: model.pt; " in error and "step_000008 is damaged: meta.json\n" in error
+    assert "SHA256SUMS" in error and not (tmp_path / "none.upar").exists()
+    code, _, error = call("pack", run / "step_000008", tmp_path / "none.upar")
+    assert code == 2 and "step_000008 is damaged: meta.json\n" in error
+
+
+def test_damaged_artifacts_are_named_in_one_line(call, place, tmp_path):
+    data, rng, path = (place / "run" / "model.upar").read_bytes(), random.Random(1), tmp_path / "damaged.upar"
+    damaged = [data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]
+               for at in [*range(0, 40, 5), *(rng.randrange(len(data)) for _ in range(40))]]
+    for each in [*damaged, data[:-1], data[:100], b"", data + b"\0", b"text\n"]:
+        path.write_bytes(each)
+        code, _, error = call("verify", path)
+        assert code == 1 and str(path) in error
+    for command in (["info", path], ["unpack", path, tmp_path / "u"], ["compare", path, place / "run"],
+                    ["export", path, tmp_path / "e"], ["pack", path, tmp_path / "p"]):
+        code, _, error = call(*command)
+        assert code == 2 and "is no underpar artifact" in error
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_verify_says_no(call, place, tmp_path):
+    artifact, net = tmp_path / "m.upar", network()
+    for settings, said in (
+            (dict(mlp_mult=3.0), "size mismatch"), (dict(layers="g s g", norms="rms rms rms"), "Missing key"),
+            (dict(num_heads=0), "division"), (dict(mlp="relu3"), "relu3"), (dict(logit_softcap=1e39), "not finite")):
+        write(artifact, net, **settings)
+        code, _, error = call("verify", artifact)
+        assert code == 1 and f"{artifact}: its settings rebuild no model: " in error and said in error
+    write(artifact, net)
+    assert call("verify", artifact)[1].startswith(f"{artifact}: whole, {len(net.state_dict())} tensors, SHA-256 ")
+    assert call("verify", artifact, place / "run", MATRIX_BITS=4)[0] == 1
+    write(artifact, net, rope_base=9.0)
+    assert "['settings'] the first" in call("verify", artifact, place / "run")[2]
+    with torch.no_grad():
+        net.mixers[1].w_o[0, 0] += 1.0
+    write(artifact, net)
+    code, _, error = call("verify", artifact, place / "run")
+    assert code == 1 and "1 parts, ['mixers.1.w_o'] the first, are not what `pack` makes of the raw weights" in error
+    write(artifact, network(mlp_mult=3.0))
+    code, _, error = call("verify", artifact, place / "run")
+    assert code == 1 and "tensor 'blocks.0.mlp.w_up': [64, 32]" in error
+
+
+@pytest.mark.parametrize(("words", "changes", "said"), [
+    ([], {}, "the following arguments are required: COMMAND"), (["inof"], {}, "invalid choice: 'inof'"),
+    (["info"], {}, "arguments are required: artifact"), (["info", "a", "b"], {}, "unrecognized arguments: b; "),
+    (["info", "{artifact}", "--weights", "ema"], {}, "unrecognized arguments: --weights ema"),
+    (["pack", "{run}", "{new}", "--weights", "best"], {}, "invalid choice: 'best'"),
+    (["info", "{run}"], {}, "no such file; a run's artifact is runs/<RUN_ID>/model.upar"),
+    (["info", "{new}"], {}, "no such file"), (["verify", "{new}"], {}, "no such file"),
+    (["pack", "{new}", "{new}"], {}, "no such file"),
+    (["pack", "{run}", "{artifact}"], {}, "exists already, or the folder that it would be in does not"),
+    (["unpack", "{artifact}", "{new}/x"], {}, "exists already, or the folder"),
+    (["pack", "{run}", "{new}", "--weights", "ema"], {}, "no checkpoint with ema weights"),
+    (["pack", "{place}", "{new}"], {}, "no whole checkpoint"),
+    (["pack", "{run}", "{new}"], {"MATRIX_BITS": 9}, "MATRIX_BITS='9': must be from 2 to 8"),
+    (["info", "{artifact}"], {"MATRIX_BIT": 4}, "no setting of this script; did you mean MATRIX_BITS?"),
+    (["info", "{artifact}"], {"MODEL_DIM": 4}, "MODEL_DIM='4': no setting of this script"),
+    (["pack", "{artifact}", "{new}"], {"EMBED_BITS": 4}, "EMBED_BITS: the weights of {artifact} are quantized"),
+    (["pack", "{artifact}", "{new}"], {"CONFIG": "{config}"}, "MATRIX_BITS: the weights of {artifact} are quantized"),
+    (["pack", "{run}", "{new}"], {"TOKENIZER_PATH": "nowhere.model"}, "tokenizer nowhere.model: no SentencePiece"),
+    (["pack", "{foreign}", "{new}"], {}, "TOKENIZER_PATH='': bytes has 264 tokens; must be the tokenizer of"),
+    (["pack", "{broken}", "{new}"], {}, "tensor embed: torch.float32 up to nan; must be floating, finite"),
+])
+def test_mistakes_are_one_line_and_exit_code_2(call, place, tmp_path, words, changes, said):
+    for name, net in (("foreign", T.GPT(T.model_config(SETTINGS, 300, 1))), ("broken", network())):
+        if "{" + name + "}" in words:
+            with torch.no_grad():
+                net.embed[5, 5] = math.nan
+            save(tmp_path / name, net)
+    names = {"artifact": place / "run" / "model.upar", "run": place / "run", "place": place, "new": tmp_path / "new",
+             "foreign": tmp_path / "foreign", "broken": tmp_path / "broken"}
+    names["config"] = tmp_path / "c.env"
+    names["config"].write_text("MATRIX_BITS=4\n")
+    changes = {name: str(value).format(**names) for name, value in changes.items()}
+    code, _, error = call(*(word.format(**names) for word in words), **changes)
+    assert code == 2 and said.format(**names) in error
+    assert not (tmp_path / "new").exists()
+
+
+def test_as_a_process_without_the_optional_packages(place, tmp_path):
+    (tmp_path / "tqdm.py").write_text("raise ImportError\n")
+    shutil.copy(tmp_path / "tqdm.py", tmp_path / "safetensors.py")
+    save(tmp_path / "llama", network(**LLAMA))
+    environ = {**environment(), "PYTHONPATH": str(tmp_path)}
+    for words, code, said in ((["--help"], 0, "which weights"), (["info", place / "run" / "model.upar"], 0, "(header)"),
+                              (["export", tmp_path / "llama", tmp_path / "x"], 2, "pip install safetensors")):
+        done = subprocess.run([sys.executable, ROOT / "quantize.py", *map(str, words)], env=environ, text=True,
+                              capture_output=True, cwd=tmp_path)
+        assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
+        if words != ["--help"]:
+            assert said in done.stdout + done.stderr
+        else:
+            assert all(command in done.stdout for command in "info unpack pack verify compare export".split())
+
+
+@pytest.mark.parametrize("changes", [{}, dict(tie_embeddings=False, num_kv_heads=4), dict(num_kv_heads=1)])
+@pytest.mark.parametrize("kind", ["checkpoint", "artifact"])
+def test_transformers_computes_the_same_logits_from_an_export(call, tmp_path, changes, kind):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    net, model = network(**{**LLAMA, **changes}), tmp_path / "m.upar"
+    if kind == "artifact":
+        write(model, net)
+        net.load_state_dict(T.read_artifact(model)[1])
+    else:
+        save(model, net)
+    code, output, error = call("export", model, tmp_path / "hf")
+    assert code == 0 and "transformers loads them as LlamaForCausalLM" in output, error
+    theirs, loading = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32,
+                                                                        output_loading_info=True)
+    assert type(theirs) is transformers.LlamaForCausalLM
+    assert not any(loading[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), loading
+    assert sum(param.numel() for param in theirs.parameters()) == sum(param.numel() for param in net.parameters())
+    ids = torch.randint(2, 260, (2, 50), generator=torch.Generator().manual_seed(3))
+    ids[:, 0] = BYTES.bos_id
+    with torch.no_grad():
+        ours = net(ids)
+        assert (ours - theirs(ids).logits).abs().max() < 1e-4 < ours.std() / 100
+    assert theirs.generation_config.eos_token_id == BYTES.bos_id
+
+
+@pytest.mark.parametrize(("changes", "said"), [
+    (dict(layer_pattern="a s"), "layers='a s a'"), (dict(layer_pattern="g"), "layers='g g g'"),
+    (dict(layer_pattern="A1"), "layers='A1 A1 A1'"), (dict(norm="rms"), "norms='rms rms rms'"),
+    (dict(mlp="gelu"), "mlp='gelu'"),
+    (dict(qk_norm=True), "qk_norm=True"), (dict(residual_mix=True), "residual_mix=True"),
+    (dict(logit_softcap=30.0), "logit_softcap=30.0"), (dict(positions="none"), "positions='none'"),
+    (dict(rope_dims=4), "rope_dims=4"), (dict(unet_skips=True), "unet_skips=True"),
+    (dict(parallel_residual=True), "parallel_residual=True"), (dict(smear_gate=True), "smear_gate=True"),
+    (dict(bigram_vocab_size=50), "bigram_vocab_size=50"),
+])
+def test_other_layouts_are_refused_by_name(call, tmp_path, changes, said):
+    write(tmp_path / "m.upar", network(**{**LLAMA, **changes}))
+    code, _, error = call("export", tmp_path / "m.upar", tmp_path / "hf")
+    assert code == 2 and error.endswith(f"transformers' LlamaForCausalLM has no {said}\n")
+    assert not (tmp_path / "hf").exists()
