@@ -236,9 +236,9 @@ class Log:
     def __call__(self, text: str, terminal: bool = True) -> None:
         if self.file:
             try:
-                self.file.write(text.encode() + b"\n")
                 if terminal:
                     print(self.clear + text, flush=True)
+                self.file.write(text.encode() + b"\n")
             except OSError as error:  # a full disk may have room again before the next checkpoint
                 with contextlib.suppress(OSError):
                     sys.stderr.write(f"log.txt: {error.strerror}, lost: {text[:200]}\n")

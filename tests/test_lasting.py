@@ -636,7 +636,7 @@ def test_kills_change_nothing(place, replayed, source):
 
 
 def test_a_replay_of_a_resumed_run(place, source):
-    """Its stored settings name the run that it was resumed from; with other settings on the way it cannot be repeated."""
+    """Its stored settings name what it was resumed from; with other settings on its way it cannot be repeated."""
     place.run("halved", stop_at(9), 143)
     place.resume("halved")
     place.run("halved again", **replay_of(place, "halved"))
@@ -653,13 +653,14 @@ def test_a_damaged_newer_checkpoint_does_not_count_as_kept(place, straight):
     assert newest.name == "step_000010"
     (newest / "model.pt").write_bytes(b"")
     place.resume("pruned", stop_at(8), 143, KEEP=1, SAVE_EVERY=9)
-    assert steps_kept(place.of("pruned")) == [9]
+    assert [path.name for path in place.of("pruned").glob("step_*")] == ["step_000009"]
     place.resume("pruned")
     place.same("pruned", straight)
 
 
 def test_a_full_disk_under_the_terminal_does_not_end_the_run(place, straight):
-    place.run("full", "import os\nos.dup2(os.open('/dev/full', os.O_WRONLY), 1)")
+    """Python's own exit code for a stdout that it cannot flush at the end is 120; all is saved by then."""
+    place.run("full", "import os\nos.dup2(os.open('/dev/full', os.O_WRONLY), 1)", 120)
     place.same("full", straight)
 
 
