@@ -73,7 +73,7 @@ class UserError(Exception):
 FOREIGN_NAMES = tuple("""
     ACTIVATION_CHECKPOINTING ADAM_EPS ADAM_WD ALWAYS_SAVE_CHECKPOINT ARCH_MODE ARTIFACT ARTIFACT_BYTES_MAX
     ATTN_CLIP_SIGMAS ATTN_WINDOW BACKEND BATCH_SIZE BETA1 BETA2 BIAS BIGRAM_DIM BIGRAM_VOCAB_SIZE BIO_EVENTS
-    BIO_THRESHOLD BLOCK_SIZE CAUTIOUS_WD COMPILE COMPILE_MODE COMPRESSOR CONFIG DATASET DATA_DIR DATA_PATH DECAY_LR
+    BIO_THRESHOLD BLOCK_SIZE CAUTIOUS_WD COMPILE COMPILE_MODE COMPRESSOR DATASET DATA_DIR DATA_PATH DECAY_LR
     DETERMINISTIC DEVICE DROPOUT DTYPE EMA EMA_DECAY EMA_ENABLED EMA_MEMORY_FRAC EMA_START_FRAC EMBED_BITS
     EMBED_CLIP_SIGMAS EMBED_LR EMBED_WD ENABLE_LOOPING_AT EVAL_INTERVAL EVAL_ITERS EVAL_ONLY EVAL_SEQ_LEN EVAL_STATEFUL
     EVAL_STRIDE GATED_ATTN_ENABLED GDN_NEG_EIGVAL GPTQ_CALIBRATION_BATCHES GPTQ_RESERVE_SECONDS
@@ -243,11 +243,12 @@ class Log:
     def __call__(self, text: str, terminal: bool = True) -> None:
         if self.file:
             try:
+                if terminal:
+                    print(self.clear + text, flush=True)
                 self.file.write(text.encode() + b"\n")
             except OSError as error:  # a full disk may have room again before the next checkpoint
-                sys.stderr.write(f"log.txt: {error.strerror}, lost: {text[:200]}\n")
-            if terminal:
-                print(self.clear + text, flush=True)
+                with contextlib.suppress(OSError):
+                    sys.stderr.write(f"log.txt: {error.strerror}, lost: {text[:200]}\n")
 
 
 def exit_code(main: Callable[[], int]) -> int:
@@ -549,6 +550,8 @@ def model_config(settings, vocab_size: int, bos_id: int) -> SimpleNamespace:
          f"ROPE_DIMS={rope_dims}: must be even, at most MODEL_DIM / NUM_HEADS = {dim // heads}"),
         (not norms or set(norms) - set(NORMS), f"NORM={settings.norm!r}: must be one or more of {', '.join(NORMS)}"),
         (not words, f"LAYER_PATTERN={pattern!r}: names no layer; ARCH_MODE names presets"),
+        (getattr(settings, "eval_stateful", 0) and settings.positions == "learned",
+         "EVAL_STATEFUL=1: POSITIONS='learned' ends at TRAIN_SEQ_LEN, documents do not; it must be 0"),
         (settings.bio_events != "off" and settings.mlp != "bio", f"BIO_EVENTS={settings.bio_events!r}: needs MLP=bio"),
         (odd, f"LAYER_PATTERN={pattern!r}: {odd} is not g, k, s or a with an optional number; capitals need one"),
         ("k" in pattern.lower().split("g")[0], f"LAYER_PATTERN={pattern!r}: no g before 'k' whose keys it could take"),
@@ -655,7 +658,7 @@ class GatedDeltaChunks(torch.autograd.Function):
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         dtype, m = v.dtype, state.shape[0]
         # float64: a long run of strong decay, or a reset, would leave few digits in the differences of a float32 sum.
-        total = g.double().cumsum(-1)
+        total = g.double() @ g.new_ones(g.shape[-1:] * 2, dtype=torch.float64).triu()  # cumsum, deterministic on CUDA
         grow, shrink = total.to(g.dtype).exp(), (total[:, -1:] - total).to(g.dtype).exp()  # (N*M, C)
         # Clamped, since exp would overflow above the diagonal; below it nothing is positive.
         d = (total[..., None] - total[..., None, :]).to(g.dtype).clamp_(max=0).exp_().tril_()  # (N*M, C, C)
@@ -697,7 +700,7 @@ class GatedDeltaChunks(torch.autograd.Function):
         d_qk, d_kk = d_p.mul_(d), d_a.mul_(d).mul_(beta[..., None])
         d_q, d_k = add_product(d_q, d_qk, k), add_product(d_k, d_qk.mT, q)
         d_k = add_product(d_k, (d_kk + d_kk.mT).to(dtype), k).addcmul_(d_bk, (beta * grow)[..., None])
-        d_g = d_total.flip(-1).cumsum(-1).flip(-1)
+        d_g = d_total @ torch.ones_like(d[0], dtype=d_total.dtype).tril()
         return d_q.to(dtype), d_k.to(dtype), (d_bv * beta[..., None]).to(dtype), d_g, d_beta, r[:m].clone()
 
 
@@ -1041,8 +1044,7 @@ def quantize_rows(w: Tensor, bits: int, clip_sigmas: float) -> tuple[Tensor, Ten
 
     A row's clip, qmax * scale, is its largest magnitude if clip_sigmas is 0, else clip_sigmas times its root mean
     square (SDClip of the Parameter Golf records; a deviation would lose a constant row), also where that is more: a
-    wide step makes codes cheap. The scale is float16 before codes are computed; up to 2**-25 it is 0, as are they.
-    Checks nothing, for it runs in every QAT step (write_artifact does); what is not finite stays not finite.
+    wide step makes codes cheap. The scale is float16 before codes are computed. What is not finite stays so.
     """
     rows, qmax = w.reshape(w.shape[0], -1).float(), 2 ** (bits - 1) - 1  # rows: (R, C)
     sigmas = clip_sigmas / math.sqrt(rows.shape[1])

@@ -277,8 +277,8 @@ def test_compare_of_zeros_and_of_other_shapes(call, tmp_path):
 
 def test_the_newest_whole_checkpoint_is_taken(call, tmp_path):
     run = save(tmp_path / "run", network(1), 8)
-    save(run, network(2), 1000000)
     save(run, network(3), 16)
+    save(run, network(2), 1000000)
     (run / "step_000099.part").mkdir()
     for step, damaged in ((1000000, "model.pt"), (16, "SHA256SUMS"), (8, "meta.json"), (0, "")):
         code, output, error = call("pack", run, tmp_path / f"{step}.upar") if step else (2, "", "")
