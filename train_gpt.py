@@ -727,7 +727,8 @@ def open_data(settings: Settings) -> SimpleNamespace:
         check_overlap(train, val, tokenizer.bos_id)
     tokens = np.concatenate([stream.read(0, len(stream)) for stream in val])
     if min(settings.holdout_tokens, len(tokens) - 1) < settings.train_seq_len:
-        raise UserError(f"TRAIN_SEQ_LEN={settings.train_seq_len}: above HOLDOUT_TOKENS or validation's {len(tokens)}")
+        limit = f"HOLDOUT_TOKENS={settings.holdout_tokens} and validation's {len(tokens)} tokens"
+        raise UserError(f"TRAIN_SEQ_LEN={settings.train_seq_len}: must be at most {limit}")
     val_bytes = sum(manifest["val"]["decoded_bytes"] for manifest in manifests.values())
     if (found := int(token_bytes(tokenizer, tokens[:-1], tokens[1:]).sum())) != val_bytes:
         raise UserError(f"validation bytes: the tokenizer's table counts {found}, manifest.json says {val_bytes}")
@@ -2330,8 +2331,7 @@ def main() -> int:
     run = Run(settings, runtime, dict(network=network, optimizers=optimizers, plan=plan, clock=clock, **averages), {
         **vars(config), "manifest_sha256": data.manifest_sha256, "data_shares": data.shares,
         **{name: getattr(settings, name) for name in ("seed", "train_batch_tokens", "holdout_tokens", "optimizer")}})
-    checkpoint = run.open()
-    folder, log = run.folder, run.log
+    checkpoint, folder, log = run.open(), run.folder, run.log
     code = len(Path(__file__).read_bytes()) + (len(Path(settings.config).read_bytes()) if settings.config else 0)
     watch = Watch(runtime, folder, settings.hang_seconds, log)
     if runtime.rank == 0:
