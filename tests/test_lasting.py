@@ -660,8 +660,10 @@ def test_a_damaged_newer_checkpoint_does_not_count_as_kept(place, straight):
 
 def test_a_full_disk_under_the_terminal_does_not_end_the_run(place, straight):
     """Python's own exit code for a stdout that it cannot flush at the end is 120; all is saved by then."""
-    assert place.begin("full terminal", "import os\nos.dup2(os.open('/dev/full', os.O_WRONLY), 1)").wait() == 120
-    assert place.artifact("full terminal") == place.artifact(straight) and (place.of("full terminal") / "result.json").exists()
+    patch = "import os\nos.dup2(os.open('/dev/full', os.O_WRONLY), 1)"
+    assert place.begin("full terminal", patch).wait() == 120
+    assert place.artifact("full terminal") == place.artifact(straight)
+    assert (place.of("full terminal") / "result.json").exists()
 
 
 @pytest.mark.full
