@@ -2196,11 +2196,11 @@ class Run(Kept):
         for name, value in self.identity.items():
             if (was := meta["identity"].get(name)) != value:
                 raise UserError(f"RESUME={self.settings.resume!r}: {name.upper()}={value!r}; must stay {was!r}")
-        model, training = (torch.load(folder / f"{name}.pt", map_location=self.runtime.device, weights_only=True)
-                           for name in ("model", "training"))
+        load = functools.partial(torch.load, map_location=self.runtime.device, weights_only=True)
+        states = {"network": load(folder / "model.pt"), **load(folder / "training.pt")}
         for name, part in self.parts.items():
-            if name == "network" or name in training and (resume or name != "clock"):
-                part.load_state_dict(model if name == "network" else training[name])
+            if name in states and (resume or name != "clock"):
+                part.load_state_dict(states[name])
         self.step = self.stands = meta["step"]
         if resume:
             torch.set_rng_state(torch.tensor(meta["rng"], dtype=torch.uint8))
