@@ -41,6 +41,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import sentencepiece
@@ -157,11 +158,14 @@ class Settings:
     qat: bool = True  # late quantization-aware training of every tensor that the exporter quantizes
     qat_start_frac: float = 0.85  # when it starts; EMA and SWA start again then
     # artifact
-    matrix_bits: int = 6  # matrices of the layers
-    matrix_clip_sigmas: float = 12.85  # clip at this many standard deviations of a row; 0: at its largest weight
-    embed_bits: int = 8  # embedding
-    embed_clip_sigmas: float = 20.0  # the same for the embedding
-    artifact_bytes_max: int = 16000000  # script + config + artifact, decimal bytes
+    matrix_bits: int = 6  # matrices of the layers: codes up to 2**(bits-1) - 1
+    matrix_clip_sigmas: float = 8.0  # the largest code, in root mean squares; 0: the largest weight; -1: least error
+    matrix_step: str = "tensor"  # what has a step of its own: tensor, row, or grid (a row, steps 2**(1/16) apart)
+    embed_bits: int = 8  # the same for embeddings and head
+    embed_clip_sigmas: float = 20.0  # the same
+    embed_step: str = "tensor"  # the same
+    gptq_calibration_batches: int = 16  # training batches by which GPTQ rounds at the end; 0: to the nearest code
+    artifact_bytes_max: int = 16000000  # script + config + artifact, decimal bytes; steps are widened to meet it
 
 
 # === shared: settings ===
@@ -198,6 +202,7 @@ RANGES = (
     ("keep", 1, 1 << 20), ("ema_memory_frac", 1e-6, 1.0), ("*_frac", 0.0, 1.0), ("lr_floor", 0.0, 1.0),
     ("bio_threshold", 0.0, 1.0), ("beta?", 0.0, 0.9999), ("muon_momentum", 0.0, 0.9999),
     ("muon_momentum*_start", 0.0, 0.9999), ("adam_eps", 1e-20, 1.0), ("muon_backend_steps", 1, 20), ("*_bits", 2, 8),
+    ("*_clip_sigmas", -1.0, 1e6),
     ("model_dim", 16, 65536), ("num_layers", 0, 512), ("num_*heads", 1, 1024), ("mlp_mult", 0.25, 16.0),
     ("bigram_dim", 1, 65536), ("bigram_vocab_size", 0, 1 << 24), ("tied_embed_init_std", 1e-6, 10.0),
     ("rope_base", 1.0, 1e9), ("attn_window", 1, 1 << 20), ("vocab_size", 0, 1 << 20), ("train_seq_len", 2, 1 << 20),
@@ -211,6 +216,7 @@ CHOICES = {
     "optimizer": ("muon", "lion", "adamw", "adamw8bit", "adafactor"),
     "arch_mode": ("D", "gdn", "gdn_kv", "hybrid", "baseline", "llama"),
     "muon_coefficients": ("quintic", "polar_express"), "spike_policy": ("stop", "skip", "rewind"),
+    "matrix_step": ("tensor", "row", "grid"), "embed_step": ("tensor", "row", "grid"),
 }
 
 
@@ -1705,7 +1711,25 @@ class Average(Kept):
 
 # === shared: quantization ===
 FLOAT32_CONTROLS = ("A_log", "dt_bias")  # they pass through exp and softplus into a decay that is taken T times
-QuantTable = dict[str, tuple[int, float]]  # tensor class -> (bits, clip_sigmas)
+
+
+class Quantizer(NamedTuple):
+    """How a tensor class is quantized, as code * scale."""
+
+    bits: int  # 1 to 8; see round_to
+    clip_sigmas: float  # largest code, in root mean squares (Parameter Golf's SDClip); 0: largest weight; -1: least MSE
+    step: str  # what has a scale of its own: a "row", a row on a "grid" of 16 an octave, or the whole "tensor"
+    widen: float = 1.0  # factor on the scale, by which the solver meets a size
+
+
+class QuantTable(dict[str, Quantizer]):
+    """Tensor class -> quantizer; kept in checkpoints, for the solver may widen steps during a run."""
+
+    def state_dict(self) -> dict:
+        return {kind: tuple(quantizer) for kind, quantizer in self.items()}
+
+    def load_state_dict(self, saved: dict) -> None:
+        self.update({kind: Quantizer(*values) for kind, values in saved.items()})
 
 
 def tensor_class(name: str, tensor: Tensor) -> str:
@@ -1722,30 +1746,105 @@ def tensor_class(name: str, tensor: Tensor) -> str:
     return "embedding" if "embed" in last or last in ("head", "ab") else "control"
 
 
-def quantize_rows(w: Tensor, bits: int, clip_sigmas: float) -> tuple[Tensor, Tensor]:
-    """Codes int8 (R, C), up to qmax = 2**(bits-1) - 1, and scales float16 (R,) of w (R, ...): w is code * scale.
+def largest_code(bits: int) -> int:
+    """Codes run from minus this to this: all integers, or the odd ones with 3 bits and fewer."""
+    return 2 ** (bits - 1) - 1 if bits > 3 else 2**bits - 1
 
-    A row's clip, qmax * scale, is its largest magnitude if clip_sigmas is 0, else clip_sigmas times its root mean
-    square (SDClip of the Parameter Golf records; a deviation would lose a constant row), also where that is more: a
-    wide step makes codes cheap. The scale is float16 before codes are computed. What is not finite stays so.
+
+def round_to(w: Tensor, scales: Tensor, bits: int) -> Tensor:
+    """Nearest codes, as floats, of w by scales, which broadcast; without a 0 where it would be one of 7 or fewer."""
+    x = w / torch.where(scales > 0, scales, 1.0)
+    x = x.round_() if bits > 3 else x.div_(2).floor_().mul_(2).add_(1)
+    return x.clamp_(-largest_code(bits), largest_code(bits))
+
+
+def choose_scales(w: Tensor, quantizer: Quantizer) -> Tensor:
+    """Scales float16 (R,), or (1,) of a whole tensor, of w (R, ...). What is not finite stays so.
+
+    The clip is a multiple of the root mean square (of the deviation a constant row would be lost), even beyond the
+    largest weight: a wide step makes codes cheap.
     """
-    rows, qmax = w.reshape(w.shape[0], -1).float(), 2 ** (bits - 1) - 1  # rows: (R, C)
-    sigmas = clip_sigmas / math.sqrt(rows.shape[1])
-    clip = torch.linalg.vector_norm(rows, dim=1) * sigmas if clip_sigmas > 0 else rows.abs().amax(dim=1)  # (R,)
-    scales = (clip / qmax).to(torch.float16)
-    step = scales.float().unsqueeze(1)
-    codes = (rows / torch.where(step > 0, step, 1.0)).round_().clamp_(-qmax, qmax).to(torch.int8)
-    return codes, scales
+    bits, sigmas, step, widen = quantizer
+    rows = w.reshape(1 if step == "tensor" else w.shape[0], -1).float()  # (R, C)
+    clip = rows.abs().amax(1) if sigmas <= 0 else torch.linalg.vector_norm(rows, dim=1) * sigmas / rows.shape[1] ** 0.5
+    scales = clip / largest_code(bits)  # (R,)
+    if sigmas < 0:
+        least = torch.full_like(scales, math.inf)
+        for trial in scales * torch.linspace(0.05, 1, 39, device=w.device)[:, None]:
+            codes = round_to(rows, trial[:, None], bits)
+            fitted = (codes * rows).sum(1) / codes.square().sum(1).clamp_min(1)  # least squares, given the codes
+            error = (codes * fitted[:, None] - rows).square().sum(1)
+            scales, least = torch.where(error < least, fitted, scales), torch.minimum(error, least)
+    scales = scales * widen
+    return ((scales.log2() * 16).round() / 16).exp2().half() if step == "grid" else scales.half()
 
 
-def dequantize_rows(codes: Tensor, scales: Tensor) -> Tensor:
+def quantize(w: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
+    """Codes int8 (R, C) and scales float16 (R,) or (1,) of w (R, ...), rounded to nearest."""
+    scales = choose_scales(w, quantizer)
+    return round_to(w.reshape(w.shape[0], -1).float(), scales.float()[:, None], quantizer.bits).to(torch.int8), scales
+
+
+def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
     """code * scale, float32 (R, C): an 8-bit code times an 11-bit significand is exact, on every machine."""
-    return codes.float() * scales.float().unsqueeze(1)
+    return codes.float() * scales.float()[:, None]
 
 
-def fake_quant(w: Tensor, bits: int, clip_sigmas: float) -> Tensor:
+def fake_quant(w: Tensor, quantizer: Quantizer) -> Tensor:
     """w as the artifact would give it back, by the same two functions, in w's shape and dtype."""
-    return dequantize_rows(*quantize_rows(w, bits, clip_sigmas)).reshape(w.shape).to(w.dtype)
+    return dequantize(*quantize(w, quantizer)).reshape(w.shape).to(w.dtype)
+
+
+class Hessians(torch.overrides.TorchFunctionMode):
+    """Inside, adds up x x^T over the inputs x of F.linear, by the parameter that meets them: `sums`, name -> (C, C)."""
+
+    def __init__(self, network: nn.Module):
+        super().__init__()
+        self.sums, self.names = {}, {param: [name] for name, param in network.named_parameters()}
+
+    def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None):
+        out = func(*args, **(kwargs or {}))
+        if func in (Tensor.to, torch.cat):  # a copy of a parameter, or of parts of some, stands for them
+            parts = args[0] if func is torch.cat else args[:1]
+            names = [self.names.get(part if part._base is None else part._base, []) for part in parts]
+            self.names.setdefault(out, sum(names, []))
+        elif func is F.linear:
+            x = args[0].detach().flatten(0, -2).float()
+            for name in self.names.get(args[1], []):
+                self.sums[name] = self.sums.get(name, 0) + x.mT @ x
+        return out
+
+
+def gptq(w: Tensor, scales: Tensor, bits: int, hessian: Tensor) -> Tensor:
+    """Codes int8 (R, C) of w (R, ...) by scales (R,) or (1,) that make tr(E H E^T) small, E (R, C) being their error.
+
+    GPTQ (arXiv 2210.17323, algorithm 1), in float64: column by column, an error is spread over the columns to come, as
+    H (C, C) = sum x x^T over inputs x says, damped by 0.01 of its mean; columns of large inputs come first.
+    """
+    order = hessian.diagonal().argsort(descending=True)
+    h, w, steps = hessian.double()[order][:, order], w.flatten(1).double()[:, order], scales.double()[:, None]
+    h.diagonal().add_(0.01 * h.diagonal().mean() + 1e-9)
+    spread = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(h)), upper=True)
+    codes = torch.empty_like(w)
+    for begin in range(0, len(h), 128):  # the errors of a block reach later blocks at its end
+        block, to, errors = w[:, begin : begin + 128], spread[begin : begin + 128], torch.empty_like(w[:, :128])
+        for at in range(block.shape[1]):
+            code = round_to(block[:, at : at + 1], steps, bits)
+            codes[:, begin + at : begin + at + 1] = code
+            errors[:, at : at + 1] = (block[:, at : at + 1] - code * steps) / to[at, begin + at]
+            block[:, at + 1 :] -= errors[:, at : at + 1] * to[at, begin + at + 1 : begin + 128]
+        w[:, begin + 128 :] -= errors[:, : block.shape[1]] @ to[:, begin + 128 :]
+    return codes[:, order.argsort()].to(torch.int8)
+
+
+def quantize_all(tensors: dict[str, Tensor], table: QuantTable, hessians: dict[str, Tensor]) -> dict[str, tuple]:
+    """name -> (codes, scales, bits) of the tensors that the table quantizes: by GPTQ those with a Hessian."""
+    coded = {}
+    for name, w in tensors.items():
+        if own := table.get(tensor_class(name, w)):
+            codes, scales = quantize(w, own)
+            coded[name] = gptq(w, scales, own.bits, hessians[name]) if name in hessians else codes, scales, own.bits
+    return coded
 
 
 @contextlib.contextmanager
@@ -1769,7 +1868,31 @@ def quantized(network: nn.Module, table: QuantTable) -> contextlib.AbstractConte
     """
     named = [(param, tensor_class(name, param)) for name, param in network.named_parameters()]
     chosen = [(param, table[kind]) for param, kind in named if kind in table]
-    return swapped([param for param, _ in chosen], (fake_quant(param.detach(), *own) for param, own in chosen))
+    return swapped([param for param, _ in chosen], (fake_quant(param.detach(), own) for param, own in chosen))
+
+
+def fit_steps(tensors: dict[str, Tensor], table: QuantTable, excess: float, ratios: dict[str, float],
+              least: float, most: float) -> QuantTable:
+    """The table, its steps wider by ratios times a common factor, each within least..most, for `excess` bytes fewer.
+
+    Bytes: the order-0 entropy of each tensor's codes. The rest of a file hardly changes, and contexts save a share.
+    """
+    def entropy(table: QuantTable) -> float:
+        total = 0.0
+        for codes, *_ in quantize_all(tensors, table, {}).values():
+            share = torch.bincount(codes.flatten().int() + 128).double() / codes.numel()
+            total += torch.special.entr(share).sum() * codes.numel() / math.log(2) / 8
+        return float(total)
+
+    def wider(power: float) -> QuantTable:
+        return QuantTable({kind: own._replace(widen=own.widen * min(most, max(least, 2**power * ratios[kind])))
+                           for kind, own in table.items()})
+
+    target, low, high = entropy(table) - excess, -8.0, 8.0
+    for _ in range(16):
+        middle = (low + high) / 2
+        low, high = (low, middle) if entropy(wider(middle)) <= target else (middle, high)
+    return wider(high)
 
 
 def count_parameters(network: nn.Module) -> dict[str, int]:
@@ -1783,10 +1906,12 @@ def count_parameters(network: nn.Module) -> dict[str, int]:
 
 # === shared: artifact ===
 # One file, little endian: magic, version u32, header length u32, zstd(JSON header), data area, SHA-256 of the rest.
-# The header: see write_artifact. Offsets count from the data area's start; a crc32 is of the unpacked array. The k-th
-# tensor of coder "rans" has the k-th frequency table of section "tables"; lane states begin as in section "states" and
-# run on from tensor to tensor. Section "scales": float16, of all rows in turn. Codes are int8.
-ARTIFACT_PREFIX, ARTIFACT_MAGIC, ARTIFACT_VERSION = struct.Struct("<8sII"), b"UNDERPAR", 2
+# The data area, without gaps: sections "states", "tables", "numbers"; the words of the tensors of coder rans; section
+# "scales", float16, of all tensors in turn; the other tensors. A crc32 is of the unpacked array. Codes are int8. rANS
+# codes them by table `table`, plus the numbers of their row and column if `contexts` is "row" or "cell". Its lane
+# states begin as in "states", run on from tensor to tensor, and end in 2**16 plus two bytes each: the first ones of
+# what follows the words, which stand nowhere else. So a lane costs about a byte.
+ARTIFACT_PREFIX, ARTIFACT_MAGIC, ARTIFACT_VERSION = struct.Struct("<8sII"), b"UNDERPAR", 3
 RANS_BITS = 14  # at 14 bits the rounding of frequencies costs about 20 bytes per million codes, at 12 bits 150
 RANS_TOTAL = 1 << RANS_BITS
 RANS_LOW = 1 << 16  # every state stays in [2**16, 2**32), so a step moves at most one 16-bit word
@@ -1803,7 +1928,10 @@ def require(condition: bool, message: str) -> None:
 
 
 def rans_table(counts: np.ndarray) -> np.ndarray:
-    """Frequencies uint16 (256,) that sum to 2**14, at least 1 where counts (256,) are not 0: in two places or more."""
+    """Frequencies uint16 (256,) that sum to 2**14, at least 1 where counts (256,) are not 0, and in two places."""
+    counts = counts.astype(np.float64)
+    if np.count_nonzero(counts) < 2:  # one symbol with all of 2**14 would overflow a state
+        counts[:2] += 1e-9
     # What rounding leaves goes, one at a time, where it saves the most or costs the fewest bits: the derivative of
     # sum(counts * log2(f)) at the middle of the step is counts / (f +- 1/2).
     table = np.where(counts > 0, np.maximum(1, np.rint(counts * (RANS_TOTAL / counts.sum()))), 0)
@@ -1816,15 +1944,15 @@ def rans_table(counts: np.ndarray) -> np.ndarray:
 
 
 def rans_lanes(symbols: int) -> int:
-    """Number of interleaved coders: a power of two, 1 per 8,192 symbols (a flush of 3 bytes each), 8 to 1,024."""
+    """Number of interleaved coders: a power of two, 1 per 8,192 symbols (each costs about 1 byte), 8 to 1,024."""
     return min(1024, max(8, 1 << (symbols // 8192).bit_length() >> 1))
 
 
 def rans_encode(states: np.ndarray, table: np.ndarray, symbols: np.ndarray) -> np.ndarray:
     """Words uint16 (W,), in the order they are read, of symbols uint8 (n,) by their table uint16 (256,).
 
-    Symbol i belongs to lane i % lanes of `states`, uint32 (lanes,), which are moved in place: from all RANS_LOW over
-    every tensor, the last one first, since range ANS (Duda, arXiv:1311.2540) is a stack, to where decoding starts.
+    Symbol i belongs to lane i % lanes of `states`, uint32 (lanes,), which are moved in place: over all arrays of
+    symbols, the last one first, since range ANS (Duda, arXiv:1311.2540) is a stack, to where decoding starts.
     """
     lanes, chunks = len(states), [np.empty(0, np.uint16)]
     frequency = table.astype(np.uint32)[symbols]
@@ -1840,14 +1968,15 @@ def rans_encode(states: np.ndarray, table: np.ndarray, symbols: np.ndarray) -> n
     return np.concatenate(chunks[::-1])
 
 
-def rans_decode(states: np.ndarray, table: np.ndarray, words: np.ndarray, count: int) -> np.ndarray:
-    """The inverse, in integers only: the next `count` symbols, uint8 (count,). ArtifactError unless `words` fit."""
+def rans_decode(states: np.ndarray, table: np.ndarray, words: np.ndarray, count: int) -> tuple[np.ndarray, int]:
+    """The inverse, in integers only: the next symbols, uint8 (count,), and how many words they took. ArtifactError."""
+    require(int(table.sum(dtype=np.int64)) == RANS_TOTAL, "a frequency table is not whole")
     table = table.astype(np.uint32)
     frequency = np.repeat(table, table)  # (2**14,), by slot
     offset = np.arange(RANS_TOTAL, dtype=np.uint32) - np.repeat(np.cumsum(table, dtype=np.uint32) - table, table)
     slots, position, lanes = np.empty(count, np.uint16), 0, len(states)
     for begin in range(0, count, lanes):
-        x = states[: count - begin]  # a view; the last symbols of a tensor may need only the first lanes
+        x = states[: count - begin]  # a view; the last symbols may need only the first lanes
         slot = x & (RANS_TOTAL - 1)
         slots[begin : begin + lanes] = slot
         x[:] = (x >> RANS_BITS) * frequency[slot] + offset[slot]
@@ -1855,85 +1984,162 @@ def rans_decode(states: np.ndarray, table: np.ndarray, words: np.ndarray, count:
         require(position + len(low) <= len(words), "more rANS words are asked for than stored")
         x[low] = x[low] << 16 | words[position : position + len(low)]
         position += len(low)
-    require(position == len(words), f"{len(words) - position} rANS words are left over")
-    return np.repeat(np.arange(256, dtype=np.uint8), table)[slots]
+    return np.repeat(np.arange(256, dtype=np.uint8), table)[slots], position
+
+
+def entropy_bytes(counts: np.ndarray, pool: np.ndarray) -> float:
+    """Bytes of symbols with `counts`, (N, 256) or (N,), coded by the shares of `pool` along the last dimension."""
+    return float((counts * np.log2(np.maximum(1, pool.sum(-1, keepdims=True)) / np.maximum(1, pool))).sum() / 8)
+
+
+def size_numbers(codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers of rows (R, 1) and columns (C,) of codes int8 (R, C), uint8: quarter octaves of their root mean square.
+
+    A row's and a column's number add up to a code's. Trained rows differ in size, and so do columns that read hidden
+    units; given both, codes are near to normal (docs/lab.md, 2026-11-21).
+    """
+    power = np.square(codes, dtype=np.float32)
+    sides = power.mean(1, keepdims=True), power.mean(0) / max(power.mean(), 1e-9)
+    return tuple(np.rint(2 * np.log2(np.clip(side, 2**-8, 2**16)) + 16).astype(np.uint8) for side in sides)
+
+
+def choose_tables(tensors: list[tuple[str, np.ndarray]]) -> tuple[np.ndarray, list[tuple[str, int, np.ndarray]]]:
+    """Tables uint16 (K, 256) for (class, codes int8 (R, C)), and of each tensor (contexts, first table, numbers).
+
+    Contexts: one table for the "tensor" or its "class", or one for all "row"s or "cell"s of a size, with size_numbers
+    uint8 (R,) or (R + C,). Each tensor has what takes the fewest bytes, its part of the tables included.
+    """
+    options = []  # of each tensor: contexts -> (key of the tables, counts (N, 256), numbers)
+    for at, (kind, codes) in enumerate(tensors):
+        (rows, columns), own = size_numbers(codes), {}
+        for contexts, table, numbers in (("row", rows, rows), ("cell", rows + columns, np.append(rows, columns))):
+            counts = np.bincount((table.astype(np.int32) << 8 | codes.view(np.uint8)).reshape(-1), minlength=1 << 16)
+            own[contexts] = contexts, counts.reshape(256, 256), numbers.reshape(-1)
+        total = counts.reshape(1, 256, 256).sum(1)
+        options.append({**own, "class": (kind, total, numbers[:0]), "tensor": (at, total, numbers[:0])})
+
+    def size(pools: dict, key: str | int, counts: np.ndarray, numbers: np.ndarray) -> float:
+        own, (pool, members) = np.bincount(numbers, minlength=1), pools.get(key, (0, 0))
+        if not members:
+            return math.inf
+        table = 0.7 * np.count_nonzero(pool) / members  # about what a table's entry takes, packed
+        return entropy_bytes(counts, pool) + entropy_bytes(own, own) + table
+
+    picks = [list(own) for own in options]  # first as if each tensor took all of them, then by those who do
+    for last in (False, False, True):
+        pools = {}  # key -> counts, members
+        for own, taken in zip(options, picks, strict=True):
+            for key, counts, _ in map(own.get, taken):
+                pool, members = pools.get(key, (0, 0))
+                pools[key] = pool + counts, members + 1
+        if not last:
+            picks = [[min(own, key=lambda pick: size(pools, *own[pick]))] for own in options]
+    tables, first = [], {}
+    for key, (pool, _) in pools.items():
+        used = np.flatnonzero(pool.sum(1))
+        first[key] = len(tables) - int(used[0])
+        tables += map(rans_table, pool[used[0] : used[-1] + 1])
+    chosen = [(pick, first[own[pick][0]], own[pick][2]) for own, (pick,) in zip(options, picks, strict=True)]
+    return np.array(tables, np.uint16).reshape(-1, 256), chosen
+
+
+def code_runs(shape: list[int], first: int, numbers: np.ndarray) -> tuple[np.ndarray | slice, list[tuple[int, int]]]:
+    """By tables, as rANS takes the codes of a tensor: their order, and runs of (table, number of codes)."""
+    if not len(numbers):
+        return slice(None), [(first, math.prod(shape))]
+    columns = numbers[shape[0] :] if len(numbers) > shape[0] else np.zeros(math.prod(shape[1:]), np.uint8)
+    table = (numbers[: shape[0], None].astype(np.uint16) + columns).reshape(-1)
+    runs = zip(*(array.tolist() for array in np.unique(table, return_counts=True)), strict=True)
+    return np.argsort(table, kind="stable"), [(first + number, count) for number, count in runs]
 
 
 def pack_array(record: dict, array: np.ndarray) -> list:
-    """[record with coder and crc32, payload]: the array as it is or as a zstd frame, the shorter."""
+    """[record with coder and crc32, payload]: the array as it is, as a zstd frame, or its one value, the shortest."""
     array = array.astype(array.dtype.newbyteorder("<"), copy=False)
     raw = array.reshape(-1, 1).view(np.uint8).T.tobytes()  # by byte planes, in which float16 and tables compress better
     frame = zstandard.ZstdCompressor(level=19 if array.size < 1 << 16 else 1).compress(raw)
-    coder, payload = ("zstd", frame) if len(frame) < len(raw) else ("stored", raw)
-    return [{**record, "coder": coder, "crc32": zlib.crc32(array)}, payload]
+    payloads = {"stored": raw, "zstd": frame}
+    if array.size and (array == array.flat[0]).all():
+        payloads["constant"] = array.flat[0].tobytes()
+    coder = min(payloads, key=lambda name: len(payloads[name]))
+    return [{**record, "coder": coder, "crc32": zlib.crc32(array)}, payloads[coder]]
 
 
-def unpack_array(record: dict, area: bytes, dtype: str, count: int, states=None, tables=None) -> np.ndarray:
-    """The array (count,) that `record` places in `area`; states, tables: of rANS. Any error if it is damaged."""
-    coder, width = record["coder"], np.dtype(dtype).itemsize
-    payload = area[record["offset"] : record["offset"] + record["length"]]
-    if coder == "rans":
-        payload = rans_decode(states, next(tables), np.frombuffer(payload, "<u2"), count)
-    elif coder == "zstd":
-        payload = zstandard.ZstdDecompressor().stream_reader(payload).read(count * width)  # not what it declares
-    else:
-        require(coder == "stored", f"coder {coder!r} is unknown")
+def unpack_array(record: dict, area: io.BytesIO, dtype: str, count: int) -> np.ndarray:
+    """The array (count,) of `record`, next in `area`, if it is not of coder rans. Any error if it is damaged."""
+    payload, width = area.read(record["length"]), np.dtype(dtype).itemsize
+    match record["coder"]:
+        case "zstd":
+            payload = zstandard.ZstdDecompressor().stream_reader(payload).read(count * width)  # not what it declares
+        case "constant":
+            payload = np.repeat(np.frombuffer(payload, np.uint8), count)
+        case coder:
+            require(coder == "stored", f"coder {coder!r} is unknown")
     array = np.frombuffer(payload, np.uint8).reshape(width, -1).T.copy().view(dtype).reshape(count)
     require(zlib.crc32(array) == record["crc32"], f"CRC-32 of {record['name']!r} is wrong")
     return array.astype(dtype[1:], copy=False)  # native
 
 
-def write_artifact(path: str | Path, tensors: dict[str, Tensor], table: QuantTable, settings: dict,
-                   tokenizer_sha256: str, meta: dict) -> dict:
-    """Quantize the tensors of the table's classes and pack all into one file, the same bytes for the same input.
+def pack_artifact(tensors: dict[str, Tensor], coded: dict[str, tuple[Tensor, Tensor, int]], settings: dict,
+                  tokenizer_sha256: str, meta: dict) -> tuple[bytes, dict[str, int]]:
+    """An artifact file of tensors, those of `coded` as codes int8 (R, C), scales float16 (R,) or (1,), and bits.
 
-    settings: what rebuilds the model; meta: anything else; both JSON. Returns {"bytes": class or part -> its bytes}.
-    Raises ValueError where a tensor is not finite as it would be stored.
+    settings: what rebuilds the model; meta: anything else; both JSON. The same bytes for the same input, and how many
+    by class and part. Raises ValueError where a tensor is not finite as it would be stored.
     """
-    parts, coded, scales = [], [], [np.empty(0, np.float16)]
+    parts, streams, scales = [], [], [np.empty(0, np.float16)]
     for name, tensor in tensors.items():
-        kind, w = tensor_class(name, tensor), tensor.detach()
-        rows, dtype = kind in table, torch.float32 if name.endswith(FLOAT32_CONTROLS) else torch.float16
-        codes, values = quantize_rows(w, *table[kind]) if rows else (None, w.to(dtype))
-        if not (w.is_floating_point() and torch.isfinite(values).all()):
-            raise ValueError(f"tensor {name}: {w.dtype} up to {w.abs().max():.3g}; must be floating, finite as {dtype}")
+        dtype = torch.float32 if name.endswith(FLOAT32_CONTROLS) else torch.float16
+        codes, values, bits = coded.get(name) or (None, tensor.detach().to(dtype), 8 * dtype.itemsize)
+        if not (tensor.is_floating_point() and torch.isfinite(values).all()):
+            most = f"{tensor.dtype} up to {tensor.abs().max():.3g}"
+            raise ValueError(f"tensor {name}: {most}; must be floating, finite as {dtype}")
         values = values.cpu().contiguous().numpy()
-        record = {"name": name, "shape": list(w.shape), "class": kind, "quantizer": "rows" if rows else "none",
-                  "bits": table[kind][0] if rows else 8 * values.itemsize}
-        array = codes.cpu().numpy().reshape(-1).view(np.uint8) if rows else values
-        parts.append(pack_array(record, array))
-        if rows:
+        array = values if codes is None else codes.cpu().numpy()
+        parts.append(pack_array({"name": name, "shape": list(tensor.shape), "class": tensor_class(name, tensor),
+                                 "bits": bits, "scales": 0 if codes is None else len(values)}, array))
+        if codes is not None:
             scales.append(values)
-            counts = np.bincount(array, minlength=256)
-            seen = counts[counts > 0]
-            entropy = (seen * np.log2(array.size / seen)).sum() / 8  # bytes
-            if len(seen) > 1 and entropy + 2 * len(seen) < len(parts[-1][1]):  # about its words and its table
-                parts[-1][0]["coder"] = "rans"
-                coded.append((parts[-1], array, rans_table(counts)))
-    states = np.full(rans_lanes(sum(symbols.size for _, symbols, _ in coded)), RANS_LOW, np.uint32)
-    for part, symbols, frequencies in reversed(coded):
-        part[1] = rans_encode(states, frequencies, symbols).astype("<u2").tobytes()
-    by_symbol = np.array([frequencies for _, _, frequencies in coded], np.uint16).reshape(-1, 256).T.copy()
-    for name, array in (("states", states), ("tables", by_symbol), ("scales", np.concatenate(scales))):
-        parts.append(pack_array({"name": name, "class": name}, array))
-    sizes = collections.Counter()  # class -> bytes
-    for record, payload in parts:
-        record.update(offset=sizes.total(), length=len(payload))
+            counts = np.bincount(array.view(np.uint8).reshape(-1), minlength=256)
+            if entropy_bytes(counts, counts) + 2 * np.count_nonzero(counts) < len(parts[-1][1]):  # with a table, about
+                streams.append((parts[-1], array))
+    tables, chosen = choose_tables([(part[0]["class"], codes) for part, codes in streams])
+    for (part, _), (contexts, table, _) in zip(streams, chosen, strict=True):
+        part[0].update(coder="rans", contexts=contexts, table=table)
+    late = [pack_array({"name": "scales", "class": "scales"}, np.concatenate(scales)),
+            *(part for part in parts if part[0]["coder"] != "rans")]
+    tail = b"".join(payload for _, payload in late)
+    heads = 2 * rans_lanes(sum(codes.size for _, codes in streams))  # bytes of it that lane states carry
+    states = RANS_LOW + np.frombuffer(tail[:heads].ljust(heads, b"\0"), "<u2").astype(np.uint32)
+    for (part, codes), (_, table, numbers) in zip(streams[::-1], chosen[::-1], strict=True):
+        order, runs = code_runs(codes.shape, table, numbers)
+        symbols, part[1], end = codes.view(np.uint8).reshape(-1)[order], b"", codes.size
+        for number, count in reversed(runs):
+            part[1] = rans_encode(states, tables[number], symbols[end - count : end]).astype("<u2").tobytes() + part[1]
+            end -= count
+    numbers = np.concatenate([np.empty(0, np.uint8), *(numbers for *_, numbers in chosen)])
+    early = [pack_array({"name": name, "class": name}, array) for name, array in (
+        ("states", states), ("tables", np.ascontiguousarray(tables.T)), ("numbers", numbers))]
+    sizes = collections.Counter(states=-min(heads, len(tail)))  # class -> bytes
+    area = [*early, *(part for part, _ in streams), *late]
+    for record, payload in area:
+        record["length"] = len(payload)
         sizes[record["class"]] += len(payload)
-    records, payloads = zip(*parts, strict=True)
-    header = {"settings": settings, "tokenizer_sha256": tokenizer_sha256, "meta": meta, "tensors": records[:-3],
-              "sections": {record["name"]: record for record in records[-3:]}}
+    header = {"settings": settings, "tokenizer_sha256": tokenizer_sha256, "meta": meta, "tables": len(tables),
+              "tensors": [record for record, _ in parts],
+              "sections": {record["name"]: record for record, _ in [*early, late[0]]}}
     text = zstandard.ZstdCompressor(level=19).compress(json.dumps(header, allow_nan=False).encode())
-    data = b"".join([ARTIFACT_PREFIX.pack(ARTIFACT_MAGIC, ARTIFACT_VERSION, len(text)), text, *payloads])
-    replace_file(path, data + hashlib.sha256(data).digest())
-    return {"bytes": {**sizes, "header": len(data) + 32 - sizes.total()}}
+    prefix = ARTIFACT_PREFIX.pack(ARTIFACT_MAGIC, ARTIFACT_VERSION, len(text))
+    data = b"".join([prefix, text, *(payload for _, payload in area[: -len(late)]), tail[heads:]])
+    data += hashlib.sha256(data).digest()
+    return data, {**sizes, "header": len(data) - sizes.total()}
 
 
-def read_artifact(path: str | Path, max_weights: int = 1 << 30) -> tuple[dict, dict[str, Tensor]]:
-    """(header, name -> float32 tensor) of an artifact file, bit-exact on every machine.
+def read_artifact(path: str | Path, max_weights: int = 1 << 30) -> tuple[dict, dict[str, Tensor], dict[str, tuple]]:
+    """(header, name -> float32 tensor, name -> `coded` as it was written) of an artifact, bit-exact on every machine.
 
-    Memory is bounded by the file, at most max_weights float32 weights, and the decoding of one tensor at a time.
-    ArtifactError, one line naming the file and the damaged part, if anything is not as it was written.
+    Memory is bounded by the file, at most max_weights codes and float32 weights, and the decoding of one tensor at a
+    time. ArtifactError, one line naming the file and the damaged part, if anything is not as it was written.
     """
     data = Path(path).read_bytes()
     whole = len(data) >= ARTIFACT_PREFIX.size + 32 and data[:8] == ARTIFACT_MAGIC
@@ -1941,36 +2147,131 @@ def read_artifact(path: str | Path, max_weights: int = 1 << 30) -> tuple[dict, d
     _, version, length = ARTIFACT_PREFIX.unpack_from(data)
     require(version == ARTIFACT_VERSION, f"{path}: version {version}, this code reads {ARTIFACT_VERSION}")
     intact = hashlib.sha256(data[:-32]).digest() == data[-32:]
-    start, what, tensors = ARTIFACT_PREFIX.size + length, "header", {}
+    start, what = ARTIFACT_PREFIX.size + length, "header"
     try:
-        frame, area = data[ARTIFACT_PREFIX.size : start], data[start:-32]
+        frame, area = data[ARTIFACT_PREFIX.size : start], io.BytesIO(data[start:-32])
         header = json.loads(zstandard.ZstdDecompressor().stream_reader(frame).read(1 << 24))  # at most
         require({"settings", "tokenizer_sha256", "meta"} <= header.keys(), "settings, tokenizer_sha256 or meta missing")
-        records, sections = header["tensors"], header["sections"]
-        # These two bound all that is allocated below; a size of 0 counts as 1, or the others would have no bound.
+        records, sections, arrays = header["tensors"], header["sections"], {}
+        # These bound all that is allocated below; a size of 0 counts as 1, or the others would have no bound.
         require(all(size >= 0 for record in records for size in record["shape"]), "a tensor's shape is negative")
         weights = sum(math.prod(max(1, size) for size in record["shape"]) for record in records)
         require(weights <= max_weights, f"{weights} weights, the limit is {max_weights}")
-        rows = [record["shape"][0] if record["quantizer"] == "rows" else 0 for record in records]
-        coded = [math.prod(record["shape"]) for record in records if record["coder"] == "rans"]
+        streams = [record for record in records if record["coder"] == "rans"]
+        sides = [(rows, math.prod(columns)) for rows, *columns in (record["shape"] for record in streams)]
+        needs = [{"row": rows, "cell": rows + columns}.get(record["contexts"], 0)
+                 for record, (rows, columns) in zip(streams, sides, strict=True)]
+        require(header["tables"] <= len(streams) + 512, f"{header['tables']} tables for {len(streams)} tensors")
         what = "sections"
-        states = unpack_array(sections["states"], area, "<u4", rans_lanes(sum(coded)))
-        tables = iter(unpack_array(sections["tables"], area, "<u2", 256 * len(coded)).reshape(256, -1).T)
-        scales = torch.from_numpy(unpack_array(sections["scales"], area, "<f2", sum(rows))).split(rows)
-        for record, own_scales in zip(records, scales, strict=True):
-            what, shape = f"tensor {record['name']!r}", record["shape"]
-            dtype = {16: "<f2", 32: "<f4"}.get(record["bits"], "|i1")
-            values = torch.from_numpy(unpack_array(record, area, dtype, math.prod(shape), states, tables))
-            if record["quantizer"] == "rows":
-                values = dequantize_rows(values.view(len(own_scales), -1), own_scales)
-            tensors[record["name"]] = values.float().reshape(shape)
+        lanes = rans_lanes(sum(rows * columns for rows, columns in sides))
+        states = unpack_array(sections["states"], area, "<u4", lanes)
+        tables = unpack_array(sections["tables"], area, "<u2", 256 * header["tables"]).reshape(256, -1).T.copy()
+        numbers = np.split(unpack_array(sections["numbers"], area, "|u1", sum(needs)), np.cumsum(needs))
+        for record, own in zip(streams, numbers, strict=False):
+            what, symbols, position = f"tensor {record['name']!r}", [], 0
+            words = np.frombuffer(area.read(record["length"]), "<u2")
+            order, runs = code_runs(record["shape"], record["table"], own)
+            for number, count in runs:
+                require(0 <= number < len(tables), f"table {number} of {len(tables)}")
+                decoded, taken = rans_decode(states, tables[number], words[position:], count)
+                symbols, position = [*symbols, decoded], position + taken
+            require(position == len(words), f"{len(words) - position} rANS words are left over")
+            codes = np.empty(math.prod(record["shape"]), np.int8)
+            codes[order] = np.concatenate(symbols).view(np.int8)
+            require(zlib.crc32(codes) == record["crc32"], f"CRC-32 of {record['name']!r} is wrong")
+            arrays[record["name"]] = codes
+        what = "states"
+        require((states >> 16 == 1).all(), "lanes do not end where they began")
+        area = io.BytesIO(states.astype("<u2").tobytes() + area.read())
+        counts = [record["scales"] for record in records]
+        scales = torch.from_numpy(unpack_array(sections["scales"], area, "<f2", sum(counts))).split(counts)
+        tensors, coded = {}, {}
+        for record, own in zip(records, scales, strict=True):
+            name, shape, bits = record["name"], record["shape"], record["bits"]
+            what, dtype = f"tensor {name!r}", "|i1" if len(own) else {16: "<f2", 32: "<f4"}[bits]
+            array = arrays.pop(name) if name in arrays else unpack_array(record, area, dtype, math.prod(shape))
+            values = torch.from_numpy(array)
+            if len(own):
+                coded[name] = values.view(shape[0], -1), own, bits
+                values = dequantize(*coded[name][:2])
+            tensors[name] = values.float().reshape(shape)
         what = "digest"
         require(intact, "every part unpacks as it was written")
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError, zstandard.ZstdError) as error:
         damage = "" if intact else f"SHA-256 is wrong, damaged or truncated, {len(data)} bytes, first seen in "
         text = str(error) if isinstance(error, ArtifactError) else f"{type(error).__name__}: {error}"
         raise ArtifactError(f"{path}: {damage}{what}: {text}") from None
-    return header, tensors
+    return header, tensors, coded
+
+
+class Exporter:
+    """From weights to an artifact of at most `limit` bytes. score: () -> Score of the network on held-out tokens.
+
+    `table` is changed in place; rest: further arguments of pack_artifact.
+    """
+
+    def __init__(self, network: nn.Module, table: QuantTable, limit: int, score: Callable, runtime: Runtime,
+                 log: Callable, **rest):
+        self.network, self.tensors, self.table, self.limit = network, network.state_dict(), table, limit
+        self.score, self.runtime, self.log, self.rest = score, runtime, log, rest
+
+    def excess(self, coded: dict[str, tuple]) -> int:
+        """Bytes of the artifact with these codes, over the limit."""
+        return len(pack_artifact(self.tensors, coded, **self.rest)[0]) - self.limit
+
+    def loss(self, coded: dict[str, tuple]) -> float:
+        """Nats on held-out tokens, with the weights that these codes stand for."""
+        values = (dequantize(codes, scales).view_as(self.tensors[name]) for name, (codes, scales, _) in coded.items())
+        with swapped([self.tensors[name] for name in coded], values):
+            return self.score().nats
+
+    def fit_table(self) -> None:
+        """Where the artifact would be too long: wider steps, by class, for fake quantization and export alike.
+
+        The loss is measured with all classes widened alike, and each alone. It grows as the square of a step, and n
+        weights save n/8 bytes if theirs doubles, so the least loss has steps by the root of n / rise.
+        """
+        def loss(table: QuantTable) -> float:
+            return self.loss(quantize_all(self.tensors, table, {}))
+
+        excess = int(self.runtime.agree(str(self.excess(quantize_all(self.tensors, self.table, {})))))
+        if excess > 0:
+            alike = fit_steps(self.tensors, self.table, excess, dict.fromkeys(self.table, 1.0), 1.0, 256.0)
+            plain, counts = self.score().nats, count_parameters(self.network)
+            rises = {kind: max(1e-4, loss(QuantTable({kind: own})) / plain - 1) for kind, own in alike.items()}
+            ratios = {kind: math.sqrt(counts[kind] / counts["total"] / rises[kind]) for kind in rises}
+            by_class = fit_steps(self.tensors, self.table, excess, ratios, 1.0, 256.0)
+            self.table.update(min(alike, by_class, key=loss))
+            self.table.load_state_dict(json.loads(self.runtime.agree(json.dumps(self.table))))
+        self.log(f"sizes: {-excess} bytes left, " + " ".join(
+            f"{kind} {own.bits} bits, step {own.step} x {own.widen:.4f}" for kind, own in self.table.items()))
+
+    @torch.no_grad()
+    def codes(self, calibration: Iterable[Tensor]) -> dict[str, tuple]:
+        """Codes of the weights: the nearest, or GPTQ's by token ids (B, T) of `calibration` if they score better.
+
+        Where steps were widened, they change by up to 5% more, so that the artifact meets the limit.
+        """
+        with Hessians(self.network) as taps:
+            for ids in calibration:
+                self.network(ids)
+        hessians, tried = {name: self.runtime.sum(own) for name, own in taps.sums.items()}, {}
+        for way, own in {"nearest": {}, **({"gptq": hessians} if hessians else {})}.items():
+            coded = quantize_all(self.tensors, self.table, own)
+            tried[way] = self.loss(coded), way, own, coded
+            self.log(f"codes: {way}, on held-out training tokens nats:{tried[way][0]:.1f}")
+        _, way, own, coded = min(tried.values(), key=lambda each: each[0])
+        table, excess, fitted = self.table, 0, all(each.widen == 1 for each in self.table.values())
+        for _ in range(4):
+            over = self.excess(coded)
+            if fitted and over <= 0:
+                break
+            fitted, excess = True, excess + over + self.limit // 4096
+            table = fit_steps(self.tensors, self.table, excess, dict.fromkeys(table, 1.0), 1 / 1.05, 1.05)
+            coded = quantize_all(self.tensors, table, own)
+        change = {kind: table[kind].widen / each.widen - 1 for kind, each in self.table.items()}
+        self.log(f"codes: {way} taken; steps wider by " + " ".join(f"{kind}:{by:+.2%}" for kind, by in change.items()))
+        return coded
 # === end: artifact ===
 
 
@@ -2281,7 +2582,7 @@ def warm_up(model: Callable, network: GPT, table: QuantTable, optimizers: Optimi
 
 def rebuild(path: Path, runtime: Runtime) -> GPT:
     """The network that an artifact file holds, from that file alone."""
-    header, tensors = read_artifact(path)
+    header, tensors, _ = read_artifact(path)
     network = GPT(SimpleNamespace(**header["settings"]))
     network.load_state_dict(tensors)
     return network.to(runtime.device)
@@ -2321,14 +2622,15 @@ def main() -> int:
     network.activation_checkpointing = settings.activation_checkpointing
     compiled = functools.partial(torch.compile, dynamic=False, fullgraph=True, mode=settings.compile_mode)
     model, optimizers = compiled(network) if settings.compile else network, Optimizers(network, settings, runtime)
-    table = {"matrix": (settings.matrix_bits, settings.matrix_clip_sigmas),
-             "embedding": (settings.embed_bits, settings.embed_clip_sigmas)}
+    table = QuantTable(matrix=Quantizer(settings.matrix_bits, settings.matrix_clip_sigmas, settings.matrix_step),
+                       embedding=Quantizer(settings.embed_bits, settings.embed_clip_sigmas, settings.embed_step))
     memory = {"ema": settings.ema_memory_frac, "swa": None}
     averages = {name: Average(list(network.parameters()), memory[name]) for name in memory if getattr(settings, name)}
     replay = json.loads((Path(settings.replay) / "progress.json").read_bytes())["progress"] if settings.replay else []
     budget = max(0.0, settings.max_wallclock_seconds - settings.reserve_seconds)
     clock = Clock(settings.iterations, budget, runtime, replay)
-    run = Run(settings, runtime, dict(network=network, optimizers=optimizers, plan=plan, clock=clock, **averages), {
+    parts = dict(network=network, optimizers=optimizers, plan=plan, clock=clock, table=table, **averages)
+    run = Run(settings, runtime, parts, {
         **vars(config), "manifest_sha256": data.manifest_sha256, "data_shares": data.shares,
         **{name: getattr(settings, name) for name in ("seed", "train_batch_tokens", "holdout_tokens", "optimizer")}})
     checkpoint, folder, log = run.open(), run.folder, run.log
@@ -2356,6 +2658,10 @@ def main() -> int:
 
     score = functools.partial(score_tokens, tokens=data.val, tokenizer=tokenizer, runtime=runtime,
                               seq_len=settings.train_seq_len, stride=settings.train_seq_len, batch=batches.micro_rows)
+
+    exporter = Exporter(network, table, settings.artifact_bytes_max - code, functools.partial(
+        score, model, tokens=data.held_out), runtime, log, settings=vars(config), tokenizer_sha256=tokenizer.sha256,
+        meta={"seed": settings.seed, "tokenizer": tokenizer.file})
 
     def report(loss: float) -> None:
         seconds, done = clock.seconds[-1], run.step
@@ -2411,6 +2717,9 @@ def main() -> int:
         begun = plan.advance(run.step, progress)
         for name in begun:
             log(f"phase: {name} begins at step {plan.phases[name].start_step}, {progress:.1%} of the run")
+        if "qat" in begun:
+            watch.began = math.inf
+            exporter.fit_table()
         multiplier, momentum = plan.multiplier(progress), plan.momentum(progress)
         state = f"lr_mul:{multiplier:.4f} progress:{progress:.4f} data_wait:{batches.waited / clock.elapsed():.2%}"
         optimizers.step(multiplier, momentum, bad)
@@ -2447,6 +2756,10 @@ def main() -> int:
     chosen = min(scores, key=lambda name: scores[name].nats)
     log(f"weights: {chosen} chosen")
     torch._foreach_copy_(params, values[chosen])
+    if not settings.qat:
+        exporter.fit_table()
+    steps = range(run.step + run.skipped, run.step + run.skipped + settings.gptq_calibration_batches)
+    coded = exporter.codes(ids for step in steps for ids, _ in batches.micro_batches(step))
     clock.stop()
     log(plan.describe(ended=True))
     log(f"clock: {clock.elapsed():.1f} s to train and choose, MAX_WALLCLOCK_SECONDS={settings.max_wallclock_seconds}")
@@ -2455,10 +2768,10 @@ def main() -> int:
     elif 0 < settings.max_wallclock_seconds < clock.elapsed():
         run.event("over_clock", seconds=clock.elapsed(), hint="no record; choosing wants more RESERVE_SECONDS")
 
-    artifact, stats = folder / "model.upar", {}
+    artifact = folder / "model.upar"
+    packed, sizes = pack_artifact(network.state_dict(), coded, **exporter.rest)
     if runtime.rank == 0:
-        meta = {"steps": run.step, "seed": settings.seed, "tokenizer": tokenizer.file}
-        stats = write_artifact(artifact, network.state_dict(), table, vars(config), tokenizer.sha256, meta)
+        replace_file(artifact, packed)
     runtime.agree("")  # rank 0 has written it
     total = code + artifact.stat().st_size
     before = evaluate(score, model, network, settings, log, "before quantization")
@@ -2484,7 +2797,7 @@ def main() -> int:
             **mlp_activity(packed, window), **data.yardsticks,
             "artifact": str(artifact), "artifact_sha256": sha256_file(artifact),
             "artifact_bytes": artifact.stat().st_size, "code_bytes": code, "total_bytes": total,
-            "bytes_by_class": stats["bytes"], "phases": {name: asdict(phase) for name, phase in plan.phases.items()},
+            "bytes_by_class": sizes, "phases": {name: asdict(phase) for name, phase in plan.phases.items()},
             "events": run.events, "settings": asdict(settings),
         }
         replace_file(folder / "result.json", (json.dumps(result, indent=1) + "\n").encode())
