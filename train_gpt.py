@@ -16,7 +16,6 @@ import contextlib
 import datetime
 import difflib
 import faulthandler
-import fnmatch
 import functools
 import hashlib
 import io
@@ -169,8 +168,7 @@ class UserError(Exception):
     """A mistake of the user's: printed as one line, exit code 2."""
 
 
-# Names that another script of ours, Parameter Golf or nanoGPT reads. Set for a script that does not read them they
-# would be ignored in silence, which is how runs of this field were lost; here they are errors.
+# Read by another script of ours, Parameter Golf or nanoGPT: set for one that would ignore them they are errors.
 FOREIGN_NAMES = tuple("""
     ACTIVATION_CHECKPOINTING ADAM_EPS ADAM_WD ALWAYS_SAVE_CHECKPOINT ARCH_MODE ARTIFACT ARTIFACT_BYTES_MAX
     ATTN_CLIP_SIGMAS ATTN_WINDOW BACKEND BATCH_SIZE BETA1 BETA2 BIAS BIGRAM_DIM BIGRAM_VOCAB_SIZE BIO_EVENTS
@@ -193,16 +191,15 @@ FOREIGN_NAMES = tuple("""
     XSA_LAST_N
 """.split())
 
-# (pattern of a field name, smallest, largest), the first match counts; a field that matches none must be >= 0.
+# (regular expression of field names, smallest, largest), the first match counts; where none matches: >= 0.
 RANGES = (
-    ("keep", 1, 1 << 20), ("ema_memory_frac", 1e-6, 1.0), ("*_frac", 0.0, 1.0), ("lr_floor", 0.0, 1.0),
-    ("bio_threshold", 0.0, 1.0), ("beta?", 0.0, 0.9999), ("muon_momentum", 0.0, 0.9999),
-    ("muon_momentum*_start", 0.0, 0.9999), ("adam_eps", 1e-20, 1.0), ("muon_backend_steps", 1, 20), ("*_bits", 2, 8),
-    ("model_dim", 16, 65536), ("num_layers", 0, 512), ("num_*heads", 1, 1024), ("mlp_mult", 0.25, 16.0),
-    ("bigram_dim", 1, 65536), ("bigram_vocab_size", 0, 1 << 24), ("tied_embed_init_std", 1e-6, 10.0),
-    ("rope_base", 1.0, 1e9), ("attn_window", 1, 1 << 20), ("vocab_size", 0, 1 << 20), ("train_seq_len", 2, 1 << 20),
+    ("ema_memory_frac", 1e-6, 1.0), (".*_frac|lr_floor|bio_threshold", 0.0, 1.0), ("adam_eps", 1e-20, 1.0),
+    ("beta.|muon_momentum|muon_momentum_warmup_start", 0.0, 0.9999), ("tied_embed_init_std", 1e-6, 10.0),
+    ("muon_backend_steps", 1, 20), (".*_bits", 2, 8), ("model_dim", 16, 65536), ("num_layers", 0, 512),
+    ("num_heads|num_kv_heads", 1, 1024), ("mlp_mult", 0.25, 16.0), ("rope_base", 1.0, 1e9),
+    ("bigram_dim|num_samples", 1, 1 << 16), ("bigram_vocab_size", 0, 1 << 24), ("vocab_size", 0, 1 << 20),
+    ("keep|attn_window|max_new_tokens", 1, 1 << 20), ("train_seq_len", 2, 1 << 20), ("temperature", 0.0, 100.0),
     ("train_batch_tokens", 2, 1 << 31), ("train_log_every", 1, 1 << 31), ("artifact_bytes_max", 1, 1 << 40),
-    ("max_new_tokens", 1, 1 << 20), ("num_samples", 1, 1 << 16), ("temperature", 0.0, 100.0),
 )
 CHOICES = {
     "lr_schedule": ("linear", "cosine", "wsd", "constant"), "device": ("auto", "cpu", "cuda"),
@@ -216,18 +213,17 @@ CHOICES = {
 
 def parse_setting(name: str, text: str, kind: type) -> int | float | bool | str:
     """The value of setting `name` (a field name) written as `text`. Raises UserError for a wrong type or range."""
-    what = f"{name.upper()}={text!r}"
+    what = f"{name.upper()}={text!r}: must be"
     try:
         value = {"0": False, "1": True}[text] if kind is bool else kind(text)
     except (KeyError, ValueError):
         right = {bool: "0 or 1", int: "a whole number", float: "a number"}[kind]
-        raise UserError(f"{what}: must be {right}") from None
-    if kind in (int, float):
-        low, high = next(((lo, hi) for glob, lo, hi in RANGES if fnmatch.fnmatch(name, glob)), (0, math.inf))
-        if not (low <= value <= high and math.isfinite(value)):
-            raise UserError(f"{what}: must be from {low} to {high}")
+        raise UserError(f"{what} {right}") from None
+    low, high = next(((low, high) for names, low, high in RANGES if re.fullmatch(names, name)), (0, math.inf))
+    if kind in (int, float) and not (low <= value <= high and math.isfinite(value)):
+        raise UserError(f"{what} from {low} to {high}")
     if value not in CHOICES.get(name, (value,)):
-        raise UserError(f"{what}: must be one of {', '.join(CHOICES[name])}")
+        raise UserError(f"{what} one of {', '.join(CHOICES[name])}")
     return value
 
 
@@ -249,27 +245,22 @@ def load_settings(cls: type, environ: dict[str, str], presets: dict[str, dict[st
 
     `presets`: setting -> its value -> values of other settings, below those that stand beside it, so that a preset
     chosen in the environment is above the file. `stored`: what stands below and above both, given both. Raises
-    UserError for a wrong value, an unknown name in the file, and one in the environment that is a near miss or that
-    only other scripts read.
+    UserError: a wrong value, a name unknown in the file, a near miss in the environment or another script's name there.
     """
     kinds = {field.name.upper(): field.type for field in fields(cls)}
     config = read_config(environ["CONFIG"]) if environ.get("CONFIG") else {}
     ignored = {name.strip() for name in environ.get("IGNORE_ENV", "").split(",")} | {"CONFIG", "IGNORE_ENV"}
-
-    def guess(name: str, cutoff: float) -> str:
-        near = difflib.get_close_matches(name, kinds, 1, cutoff)
-        return f"; did you mean {near[0]}?" if near else ""
-
-    for name in config:
-        if name not in kinds or name == "CONFIG":
-            raise UserError(f"{environ['CONFIG']}: unknown setting {name}{guess(name, 0.6)}")
-    for name in sorted(set(environ) - set(kinds) - ignored):
-        hint = guess(name, 0.6) or "; its settings stand at its top." if name in FOREIGN_NAMES else guess(name, 0.85)
-        if hint:
-            raise UserError(f"{name}={environ[name]!r}: no setting of this script{hint} IGNORE_ENV={name} lets it be")
-    here = {name: environ[name] for name in kinds if name in environ}
-    file, env = ({name.lower(): parse_setting(name.lower(), text, kinds[name]) for name, text in given.items()}
-                 for given in (config, here))
+    strange = [name for name in config if name not in kinds or name == "CONFIG"]
+    for name in strange + sorted(set(environ) - set(kinds) - ignored):
+        sure = name in strange or name in FOREIGN_NAMES
+        near = difflib.get_close_matches(name, kinds, 1, 0.6 if sure else 0.85)
+        hint = f"did you mean {near[0]}?" if near else "settings stand at the script's top."
+        if name in strange:
+            raise UserError(f"{environ['CONFIG']}: unknown setting {name}; {hint}")
+        if near or sure:
+            raise UserError(f"{name}={environ[name]!r}: no setting of this script; {hint} IGNORE_ENV={name} lets it be")
+    file, env = ({name.lower(): parse_setting(name.lower(), given[name], kind) for name, kind in kinds.items()
+                  if name in given} for given in (config, environ))
     values, last = stored({**config, **environ})
     for own, above in ((file, env), (env, {})):
         for name, choices in (presets or {}).items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -126,8 +127,9 @@ def test_defaults_are_values_that_the_environment_may_give(module):
 def test_every_range_and_choice_belongs_to_a_setting():
     """A range that matches no field would be a misspelt name, and that field would go unchecked."""
     known = [field.name for module in (T, S) for field in fields(module.Settings)]
-    for glob, low, high in T.RANGES:
-        assert any(T.fnmatch.fnmatch(name, glob) for name in known), glob
+    for names, low, high in T.RANGES:
+        for each in names.split("|"):
+            assert any(re.fullmatch(each, name) for name in known), each
         assert low < high
     assert set(T.CHOICES) <= set(known)
 
