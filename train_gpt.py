@@ -23,7 +23,6 @@ import itertools
 import json
 import math
 import os
-import platform
 import re
 import resource
 import select
@@ -201,14 +200,11 @@ RANGES = (
     ("keep|attn_window|max_new_tokens", 1, 1 << 20), ("train_seq_len", 2, 1 << 20), ("temperature", 0.0, 100.0),
     ("train_batch_tokens", 2, 1 << 31), ("train_log_every", 1, 1 << 31), ("artifact_bytes_max", 1, 1 << 40),
 )
-CHOICES = {
-    "lr_schedule": ("linear", "cosine", "wsd", "constant"), "device": ("auto", "cpu", "cuda"),
-    "compile_mode": ("default", "reduce-overhead", "max-autotune"), "positions": ("rope", "learned", "none"),
-    "mlp": ("relu2", "leaky_relu2", "gelu", "swiglu", "bio"), "bio_events": ("off", "soft", "hard"),
-    "optimizer": ("muon", "lion", "adamw", "adamw8bit", "adafactor"),
-    "arch_mode": ("D", "gdn", "gdn_kv", "hybrid", "baseline", "llama"),
-    "muon_coefficients": ("quintic", "polar_express"), "spike_policy": ("stop", "skip", "rewind"),
-}
+CHOICES = {name: tuple(words.split()) for name, words in dict(
+    lr_schedule="linear cosine wsd constant", device="auto cpu cuda", positions="rope learned none",
+    compile_mode="default reduce-overhead max-autotune", mlp="relu2 leaky_relu2 gelu swiglu bio",
+    optimizer="muon lion adamw adamw8bit adafactor", arch_mode="D gdn gdn_kv hybrid baseline llama",
+    muon_coefficients="quintic polar_express", spike_policy="stop skip rewind", bio_events="off soft hard").items()}
 
 
 def parse_setting(name: str, text: str, kind: type) -> int | float | bool | str:
@@ -371,23 +367,11 @@ def replace_file(path: str | Path, data: bytes) -> None:
     os.replace(beside, path)
 
 
-def make_run_folder(out_dir: str, run_id: str) -> None:
-    """Create out_dir/run_id. Raises UserError if it exists or cannot be written."""
-    if not run_id or Path(run_id).name != run_id:
-        raise UserError(f"RUN_ID={run_id!r}: must be a plain folder name")
-    try:
-        (Path(out_dir) / run_id).mkdir(parents=True)
-    except FileExistsError:
-        raise UserError(f"RUN_ID={run_id!r}: exists already in {out_dir}; RESUME it, or choose another") from None
-    except OSError as error:
-        raise UserError(f"OUT_DIR={out_dir!r}: cannot write there ({error.strerror})") from None
-
-
 def describe_machine(runtime: Runtime) -> dict:
     """For log and result.json: hardware, versions, most memory held so far (allocator on CUDA, process on a CPU)."""
     cuda = runtime.device.type == "cuda"
-    hardware = torch.cuda.get_device_name() if cuda else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__,
+    hardware = torch.cuda.get_device_name() if cuda else f"{os.uname().machine} CPU, {torch.get_num_threads()} threads"
+    versions = {"python": sys.version.split()[0], "torch": torch.__version__, "numpy": np.__version__,
                 "cuda": torch.version.cuda if cuda else None}
     process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     peak = torch.cuda.max_memory_allocated() if cuda else process  # bytes
@@ -399,6 +383,29 @@ def git_commit() -> str:
     words = "git describe --always --abbrev=40 --exclude='*' --dirty=+"
     where = Path(__file__).resolve().parent
     return subprocess.run(words, cwd=where, shell=True, capture_output=True, text=True).stdout.strip() or "unknown"
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """The checkpoints in a run's folder, whole or not, newest first."""
+    found = {path: re.fullmatch(r"step_(\d+)(\.part)?", path.name) for path in run.glob("step_*")}
+    return sorted(filter(found.get, found), key=lambda path: (int(found[path][1]), path.name), reverse=True)
+
+
+def first_whole(folders: list[Path], files: tuple[str, ...] = ("meta.json", "model.pt", "training.pt")
+                ) -> tuple[Path | None, list[str]]:
+    """The first checkpoint that has these files, as its SHA256SUMS say, or None; a line on each one before it."""
+    faults = []
+    for folder in folders:
+        try:
+            sums = dict(line.split("  ")[::-1] for line in (folder / "SHA256SUMS").read_text().splitlines())
+            wrong = [name for name in dict.fromkeys([*files, *sums]) if sums.get(name) != sha256_file(folder / name)]
+            fault = "half-written" if folder.suffix else ", ".join(wrong)
+        except (OSError, ValueError) as error:
+            fault = str(error)
+        if not fault:
+            return folder, faults
+        faults.append(f"checkpoint {folder} is damaged and skipped: {fault}")
+    return None, faults
 # === end: runtime ===
 
 
@@ -2032,34 +2039,8 @@ def score_tokens(model: Callable, tokens: np.ndarray, tokenizer: Tokenizer, runt
 
 
 # === shared: checkpoint ===
-def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in a run's folder, whole or not, newest first."""
-    found = {path: re.fullmatch(r"step_(\d+)(\.part)?", path.name) for path in folder.glob("step_*")}
-    return sorted(filter(found.get, found), key=lambda path: (int(found[path][1]), path.name), reverse=True)
-
-
-def newest_checkpoint(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest whole checkpoint of a run, or None, and a line on each newer one that is not whole."""
-    faults = []
-    for path in checkpoints(folder):
-        try:
-            sums = dict(line.split("  ")[::-1] for line in (path / "SHA256SUMS").read_text().splitlines())
-            wrong = [name for name in sums if sha256_file(path / name) != sums[name]]
-            missing = {"meta.json", "model.pt", "training.pt"} - sums.keys()
-            fault = "half-written" if path.suffix or missing else ", ".join(wrong)
-        except (OSError, ValueError) as error:
-            fault = str(error)
-        if not fault:
-            return path, faults
-        faults.append(f"checkpoint {path} is damaged and skipped: {fault}")
-    return None, faults
-
-
 def save_checkpoint(folder: Path, step: int, parts: dict[str, dict], meta: dict, keep: int) -> None:
-    """Write folder/step_<step>: <part>.pt of each part, meta.json and SHA256SUMS; drop all but the `keep` newest.
-
-    It has its name only when all of it is on the disk. Raises OSError, and leaves nothing half-written.
-    """
+    """Write folder/step_<step>, all of it or, where it raises OSError, nothing; then drop all but the `keep` newest."""
     final = folder / f"step_{step:06d}"
     beside, files = final.with_suffix(".part"), {"meta.json": json.dumps(meta).encode()}
     try:
@@ -2085,11 +2066,9 @@ def save_checkpoint(folder: Path, step: int, parts: dict[str, dict], meta: dict,
 
 
 def stored_settings(given: dict[str, str], out_dir: str) -> tuple[dict, dict]:
-    """Settings of the run that RESUME or REPLAY names, by RUN_ID in OUT_DIR or by path, and those that say where it is.
-
-    Under torchrun --max-restarts a RUN_ID that exists is resumed; only the node that failed counts restarts. UserError.
-    """
+    """Settings of the run that RESUME or REPLAY names, by RUN_ID or path, and those that say where it is. UserError."""
     out_dir, replay, run_id = given.get("OUT_DIR", out_dir), given.get("REPLAY", ""), given.get("RUN_ID", "")
+    # Under torchrun --max-restarts a RUN_ID that exists is resumed; only the node that failed counts restarts.
     again = given.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and run_id and (Path(out_dir) / run_id).is_dir()
     resume = run_id if again else given.get("RESUME", "")
     if not (name := resume or replay):
@@ -2106,7 +2085,7 @@ def stored_settings(given: dict[str, str], out_dir: str) -> tuple[dict, dict]:
         if changed := [event["changed"] for event in stored["events"] if event.get("changed")]:
             raise UserError(f"REPLAY={replay!r}: that run was resumed with other settings on its way, {changed}")
         return below | {"run_id": "", "resume": "", "out_dir": out_dir}, {"replay": str(folder)}
-    newest, faults = newest_checkpoint(folder)
+    newest, faults = first_whole(checkpoints(folder))
     for wrong, said in ((not folder.is_dir(), f"no folder {folder}; must be a RUN_ID in OUT_DIR, or a path"),
                         (run_id not in ("", folder.name), f"RUN_ID={run_id!r} is another"),
                         ((folder / "result.json").exists(), f"{folder} is finished, its result.json stands"),
@@ -2114,16 +2093,13 @@ def stored_settings(given: dict[str, str], out_dir: str) -> tuple[dict, dict]:
                          f"it has no whole checkpoint; {' '.join(faults[:1])}")):
         if wrong:
             raise UserError(f"RESUME={resume!r}: {said}")
-    below = json.loads((newest / "meta.json").read_bytes())["settings"] if newest else {}
-    above = {"replay": below["replay"]} if newest else {}
-    return below, above | {"resume": str(folder), "run_id": folder.name, "out_dir": str(folder.parent)}
+    below = json.loads((newest / "meta.json").read_bytes())["settings"] if newest else {"replay": replay}
+    place = {"resume": str(folder), "run_id": folder.name, "out_dir": str(folder.parent)}
+    return below, {"replay": below["replay"], **place}
 
 
 class Run(Kept):
-    """A training run: folder, log, events, how far it is, and the parts that a checkpoint brings back.
-
-    parts: name -> object with state_dict and load_state_dict, "network" among them. identity: what may not change.
-    """
+    """A training run: folder, log, events, how far it is; `parts`, with state_dict; `identity`, what may not change."""
 
     kept = ("step", "saved", "skipped", "losses", "events")
 
@@ -2143,19 +2119,25 @@ class Run(Kept):
 
     def open(self) -> str:
         """Make or find the folder and begin the log; the checkpoint to load, or "". Raises UserError."""
-        newest, faults, path = None, [], self.folder / "log.txt"
+        newest, faults, path, settings = None, [], self.folder / "log.txt", self.settings
         if self.runtime.rank == 0:
-            if self.settings.resume:
-                newest, faults = newest_checkpoint(self.folder)
+            if settings.resume:
+                newest, faults = first_whole(checkpoints(self.folder))
+            elif self.folder.exists() or Path(settings.run_id).name != settings.run_id:
+                found = f"exists already in {settings.out_dir}, or is no plain name"
+                raise UserError(f"RUN_ID={settings.run_id!r}: {found}; RESUME it, or choose another")
             else:
-                make_run_folder(self.settings.out_dir, self.folder.name)
+                try:
+                    self.folder.mkdir(parents=True)
+                except OSError as error:
+                    raise UserError(f"OUT_DIR={settings.out_dir!r}: cannot write there ({error.strerror})") from None
             self.log = Log(path)
             source = Path(__file__).read_text(encoding="utf-8") + "\n" + "=" * 120
             if source not in path.read_text(encoding="utf-8"):
                 self.log(source, terminal=False)
             self.log(f"command: {' '.join([sys.executable, *sys.argv])}", terminal=False)
             machine = " ".join(f"{key}:{value}" for key, value in describe_machine(self.runtime).items())
-            self.log("\n".join([f"commit:{git_commit()} {machine}", settings_table(self.settings), *faults]))
+            self.log("\n".join([f"commit:{git_commit()} {machine}", settings_table(settings), *faults]))
         return self.runtime.agree(str(newest or ""))
 
     def event(self, name: str, **found) -> None:
@@ -2175,7 +2157,7 @@ class Run(Kept):
             files = {"model": states.pop("network"), "training": states}
             save_checkpoint(self.folder, self.step, files, meta, self.settings.keep)
         except OSError as error:
-            if newest_checkpoint(self.folder)[0] is None:
+            if first_whole(checkpoints(self.folder))[0] is None:
                 raise UserError(f"OUT_DIR={self.settings.out_dir!r}: no checkpoint can be written ({error})") from None
             self.event("save_failed", step=self.step, error=str(error))
         else:
@@ -2201,11 +2183,7 @@ class Run(Kept):
                 name: value for name, value in vars(self.settings).items() if was.get(name) != value})
 
     def judge(self, loss: float, bad: bool, last: bool = False) -> bool:
-        """Whether all went well with a step of this loss: `bad` is a spike, or not finite, and its update was masked.
-
-        If not, SPIKE_POLICY has skipped it, or brought back the newest checkpoint, not after the `last` step, with this
-        step's data left out too. Raises FloatingPointError where the run ends with it.
-        """
+        """Whether a step was good; a `bad` one's update is masked, SPIKE_POLICY does the rest or FloatingPointError."""
         policy = "skip" if last and self.settings.spike_policy == "rewind" else self.settings.spike_policy
         if not bad:
             self.losses = [*self.losses, loss][-64:]
@@ -2217,8 +2195,8 @@ class Run(Kept):
         self.event(policy, step=self.step, loss=str(loss))
         if policy == "rewind":
             ahead = self.step + self.skipped + 1
-            self.load(Path(self.runtime.agree(str(newest_checkpoint(self.folder)[0]))), resume=False)
-            self.skipped = ahead - self.step
+            self.load(Path(self.runtime.agree(str(first_whole(checkpoints(self.folder))[0]))), resume=False)
+            self.skipped = ahead - self.step  # this step's data is left out too
         return False
 # === end: checkpoint ===
 
