@@ -703,15 +703,6 @@ def parse_mixture(data_path: str) -> dict[str, float]:
     return {folder: weight / sum(weights.values()) for folder, weight in weights.items()}
 
 
-def check_overlap(train: list[TokenStream], val: list[TokenStream], bos_id: int) -> None:
-    """Raises UserError when a validation document of one part also stands, token for token, in another's training."""
-    documents = [set(document_hashes(stream, bos_id)) for stream in val]
-    for part, stream in enumerate(train):
-        others = set().union(*documents[:part], *documents[part + 1 :])
-        if found := others.intersection(document_hashes(stream, bos_id)):
-            raise UserError(f"{stream.paths[0].parent}: {len(found)} training documents are in another's validation")
-
-
 def open_data(settings: Settings) -> SimpleNamespace:
     """The parts of DATA_PATH, checked, each without its share of HOLDOUT_TOKENS at its end. Raises UserError."""
     shares = parse_mixture(settings.data_path)
@@ -721,8 +712,11 @@ def open_data(settings: Settings) -> SimpleNamespace:
     if settings.vocab_size not in (0, tokenizer.vocab_size):
         raise UserError(f"VOCAB_SIZE={settings.vocab_size}: {tokenizer.file} has {tokenizer.vocab_size} tokens")
     train, val = zip(*(check_dataset(folder, tokenizer, manifests[folder]) for folder in shares), strict=True)
-    if len(shares) > 1:
-        check_overlap(train, val, tokenizer.bos_id)
+    hashes = [set(document_hashes(stream, tokenizer.bos_id)) for stream in val if len(val) > 1]  # of their documents
+    for part, stream in enumerate(train[: len(hashes)]):
+        others = set().union(*hashes[:part], *hashes[part + 1 :])
+        if found := others.intersection(document_hashes(stream, tokenizer.bos_id)):
+            raise UserError(f"{stream.paths[0].parent}: {len(found)} training documents are in another's validation")
     tokens = np.concatenate([stream.read(0, len(stream)) for stream in val])
     if min(settings.holdout_tokens, len(tokens) - 1) < settings.train_seq_len:
         limit = f"HOLDOUT_TOKENS={settings.holdout_tokens} and validation's {len(tokens)} tokens"

@@ -760,7 +760,7 @@ def wrap(forward_backward, judge):
     def judging(self, loss, masked, last=False):
         well = judge(self, loss, masked, last)
         if not well and self.settings.spike_policy == "rewind" and not last:
-            folder = newest(self.folder)[0]
+            folder = T.first_whole(T.checkpoints(self.folder))[0]
             stored = {"network": torch.load(folder / "model.pt"), **torch.load(folder / "training.pt")}
             print("rewound", folder.name, all(equal(dict(part.state_dict()), dict(stored[name]))
                                               for name, part in self.parts.items() if name != "clock"))
