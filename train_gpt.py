@@ -391,8 +391,7 @@ def checkpoints(run: Path) -> list[Path]:
     return sorted(filter(found.get, found), key=lambda path: (int(found[path][1]), path.name), reverse=True)
 
 
-def first_whole(folders: list[Path], files: tuple[str, ...] = ("meta.json", "model.pt", "training.pt")
-                ) -> tuple[Path | None, list[str]]:
+def first_whole(folders: list[Path], files=("meta.json", "model.pt", "training.pt")) -> tuple[Path | None, list[str]]:
     """The first checkpoint that has these files, as its SHA256SUMS say, or None; a line on each one before it."""
     faults = []
     for folder in folders:
@@ -576,16 +575,6 @@ def token_bytes(tokenizer: Tokenizer, prev: np.ndarray, ids: np.ndarray) -> np.n
     return tokenizer.byte_counts[ids] - (tokenizer.drops_space[ids] & tokenizer.boundary[prev])
 
 
-def write_shard(path: str | Path, tokens: np.ndarray, vocab_size: int = 1 << 16) -> None:
-    """Writes `tokens` (N,) as one shard, uint32 for a vocabulary above 65,536. Raises UserError for ids too large."""
-    (magic, version), kind = list(SHARD_KINDS.items())[vocab_size > 1 << 16]
-    packed = np.asarray(tokens).astype(kind)
-    if not np.array_equal(packed, tokens):
-        raise UserError(f"{path}: token ids {tokens.min()}..{tokens.max()} do not fit {packed.dtype}")
-    header = np.array([magic, version, len(tokens)] + [0] * 253, dtype="<i4")
-    np.concatenate([header.view(kind), packed]).tofile(path)
-
-
 def read_shard(path: str | Path) -> np.ndarray:
     """The tokens of a shard, a memory map (N,). Raises UserError naming file, found and expected."""
     if not Path(path).is_file():
@@ -712,7 +701,8 @@ def open_data(settings: Settings) -> SimpleNamespace:
     if settings.vocab_size not in (0, tokenizer.vocab_size):
         raise UserError(f"VOCAB_SIZE={settings.vocab_size}: {tokenizer.file} has {tokenizer.vocab_size} tokens")
     train, val = zip(*(check_dataset(folder, tokenizer, manifests[folder]) for folder in shares), strict=True)
-    hashes = [set(document_hashes(stream, tokenizer.bos_id)) for stream in val if len(val) > 1]  # of their documents
+    # No document of a part's validation may stand, token for token, in another part's training.
+    hashes = [set(document_hashes(stream, tokenizer.bos_id)) for stream in val] if len(val) > 1 else []
     for part, stream in enumerate(train[: len(hashes)]):
         others = set().union(*hashes[:part], *hashes[part + 1 :])
         if found := others.intersection(document_hashes(stream, tokenizer.bos_id)):

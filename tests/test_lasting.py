@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_data import write_shard
 
 import train_gpt as T
 
@@ -926,7 +927,7 @@ def test_a_token_outside_the_vocabulary(place):
     shard, = data.glob("*_train_*.bin")
     tokens = T.read_shard(shard).copy()
     tokens[3 * (len(tokens) - 2048) // 8 + 9 * 32 + 16] = 60000
-    T.write_shard(shard, tokens)
+    write_shard(shard, tokens)
     child = place.run("tokens", code=2, DATA_PATH=data)
     assert child.err == f"error: shard {shard}: token 60000, expected ids below 400\n"
     assert newest(place.of("tokens"))[0].name == "step_000008"
