@@ -2107,7 +2107,7 @@ class Run(Kept):
         if self.runtime.rank == 0:
             if settings.resume:
                 newest, faults = first_whole(checkpoints(self.folder))
-            elif self.folder.exists() or Path(settings.run_id).name != settings.run_id:
+            elif os.path.exists(self.folder) or Path(settings.run_id).name != settings.run_id:
                 found = f"exists already in {settings.out_dir}, or is no plain name"
                 raise UserError(f"RUN_ID={settings.run_id!r}: {found}; RESUME it, or choose another")
             else:
