@@ -15,13 +15,11 @@ import collections
 import contextlib
 import datetime
 import difflib
-import fnmatch
 import hashlib
 import json
 import math
 import os
 import pickle
-import platform
 import re
 import resource
 import struct
@@ -1303,19 +1301,11 @@ def progress(items: Iterable, label: str) -> Iterable:
 
 def find_checkpoint(path: Path) -> Path:
     """`path` if it is a checkpoint, else a run's newest whole one, damaged ones named on stderr. UserError if none."""
-    folders, faults = sorted(path.glob("step_*[0-9]"), key=lambda each: int(each.name[5:]), reverse=True), []
-    for folder in folders or [path]:
-        try:
-            sums = dict(line.split("  ")[::-1] for line in (folder / "SHA256SUMS").read_text().splitlines())
-            wrong = {name for name in sums if sha256_file(folder / name) != sums[name]}
-            wrong |= {"meta.json", "model.pt"} - sums.keys()
-        except (OSError, ValueError) as error:
-            wrong = {str(error)}
-        if not wrong:
-            sys.stderr.write("".join(f"{each}\n" for each in faults))
-            return folder
-        faults.append(f"checkpoint {folder} is damaged: {', '.join(sorted(wrong))}")
-    raise UserError(f"{path}: no whole checkpoint; {'; '.join(faults)}")
+    found, faults = first_whole(checkpoints(path) or [path], ("meta.json", "model.pt"))
+    if found is None:
+        raise UserError(f"{path}: no whole checkpoint; {'; '.join(faults)}")
+    sys.stderr.write("".join(f"{each}\n" for each in faults))
+    return found
 
 
 def read_checkpoint(folder: Path, average: str) -> SimpleNamespace:

@@ -12,12 +12,10 @@ import collections
 import contextlib
 import datetime
 import difflib
-import fnmatch
 import hashlib
 import json
 import math
 import os
-import platform
 import re
 import resource
 import struct

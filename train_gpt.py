@@ -16,7 +16,6 @@ import contextlib
 import datetime
 import difflib
 import faulthandler
-import fnmatch
 import functools
 import hashlib
 import io
@@ -24,7 +23,6 @@ import itertools
 import json
 import math
 import os
-import platform
 import re
 import resource
 import select
@@ -173,8 +171,7 @@ class UserError(Exception):
     """A mistake of the user's: printed as one line, exit code 2."""
 
 
-# Names that another script of ours, Parameter Golf or nanoGPT reads. Set for a script that does not read them they
-# would be ignored in silence, which is how runs of this field were lost; here they are errors.
+# Read by another script of ours, Parameter Golf or nanoGPT: set for one that would ignore them they are errors.
 FOREIGN_NAMES = tuple("""
     ACTIVATION_CHECKPOINTING ADAM_EPS ADAM_WD ALWAYS_SAVE_CHECKPOINT ARCH_MODE ARTIFACT ARTIFACT_BYTES_MAX
     ATTN_CLIP_SIGMAS ATTN_WINDOW BACKEND BATCH_SIZE BETA1 BETA2 BIAS BIGRAM_DIM BIGRAM_VOCAB_SIZE BIO_EVENTS
@@ -197,43 +194,38 @@ FOREIGN_NAMES = tuple("""
     XSA_LAST_N
 """.split())
 
-# (pattern of a field name, smallest, largest), the first match counts; a field that matches none must be >= 0.
+# (regular expression of field names, smallest, largest), the first match counts; where none matches: >= 0.
 RANGES = (
-    ("keep", 1, 1 << 20), ("ema_memory_frac", 1e-6, 1.0), ("*_frac", 0.0, 1.0), ("lr_floor", 0.0, 1.0),
-    ("bio_threshold", 0.0, 1.0), ("beta?", 0.0, 0.9999), ("muon_momentum", 0.0, 0.9999),
-    ("muon_momentum*_start", 0.0, 0.9999), ("adam_eps", 1e-20, 1.0), ("muon_backend_steps", 1, 20), ("*_bits", 2, 8),
-    ("*_clip_sigmas", -1.0, 1e6),
-    ("model_dim", 16, 65536), ("num_layers", 0, 512), ("num_*heads", 1, 1024), ("mlp_mult", 0.25, 16.0),
-    ("bigram_dim", 1, 65536), ("bigram_vocab_size", 0, 1 << 24), ("tied_embed_init_std", 1e-6, 10.0),
-    ("rope_base", 1.0, 1e9), ("attn_window", 1, 1 << 20), ("vocab_size", 0, 1 << 20), ("train_seq_len", 2, 1 << 20),
+    ("ema_memory_frac", 1e-6, 1.0), (".*_frac|lr_floor|bio_threshold", 0.0, 1.0), ("adam_eps", 1e-20, 1.0),
+    ("beta.|muon_momentum|muon_momentum_warmup_start", 0.0, 0.9999), ("tied_embed_init_std", 1e-6, 10.0),
+    ("muon_backend_steps", 1, 20), (".*_bits", 2, 8), ("model_dim", 16, 65536), ("num_layers", 0, 512),
+    ("num_heads|num_kv_heads", 1, 1024), ("mlp_mult", 0.25, 16.0), ("rope_base", 1.0, 1e9),
+    ("bigram_dim|num_samples", 1, 1 << 16), ("bigram_vocab_size", 0, 1 << 24), ("vocab_size", 0, 1 << 20),
+    ("keep|attn_window|max_new_tokens", 1, 1 << 20), ("train_seq_len", 2, 1 << 20), ("temperature", 0.0, 100.0),
     ("train_batch_tokens", 2, 1 << 31), ("train_log_every", 1, 1 << 31), ("artifact_bytes_max", 1, 1 << 40),
-    ("max_new_tokens", 1, 1 << 20), ("num_samples", 1, 1 << 16), ("temperature", 0.0, 100.0),
+    (".*_clip_sigmas", -1.0, 1e6),
 )
-CHOICES = {
-    "lr_schedule": ("linear", "cosine", "wsd", "constant"), "device": ("auto", "cpu", "cuda"),
-    "compile_mode": ("default", "reduce-overhead", "max-autotune"), "positions": ("rope", "learned", "none"),
-    "mlp": ("relu2", "leaky_relu2", "gelu", "swiglu", "bio"), "bio_events": ("off", "soft", "hard"),
-    "optimizer": ("muon", "lion", "adamw", "adamw8bit", "adafactor"),
-    "arch_mode": ("D", "gdn", "gdn_kv", "hybrid", "baseline", "llama"),
-    "muon_coefficients": ("quintic", "polar_express"), "spike_policy": ("stop", "skip", "rewind"),
-    "matrix_step": ("tensor", "row", "grid"), "embed_step": ("tensor", "row", "grid"),
-}
+CHOICES = {name: tuple(words.split()) for name, words in dict(
+    lr_schedule="linear cosine wsd constant", device="auto cpu cuda", positions="rope learned none",
+    compile_mode="default reduce-overhead max-autotune", mlp="relu2 leaky_relu2 gelu swiglu bio",
+    optimizer="muon lion adamw adamw8bit adafactor", arch_mode="D gdn gdn_kv hybrid baseline llama",
+    muon_coefficients="quintic polar_express", spike_policy="stop skip rewind", bio_events="off soft hard",
+    matrix_step="tensor row grid", embed_step="tensor row grid").items()}
 
 
 def parse_setting(name: str, text: str, kind: type) -> int | float | bool | str:
     """The value of setting `name` (a field name) written as `text`. Raises UserError for a wrong type or range."""
-    what = f"{name.upper()}={text!r}"
+    what = f"{name.upper()}={text!r}: must be"
     try:
         value = {"0": False, "1": True}[text] if kind is bool else kind(text)
     except (KeyError, ValueError):
         right = {bool: "0 or 1", int: "a whole number", float: "a number"}[kind]
-        raise UserError(f"{what}: must be {right}") from None
-    if kind in (int, float):
-        low, high = next(((lo, hi) for glob, lo, hi in RANGES if fnmatch.fnmatch(name, glob)), (0, math.inf))
-        if not (low <= value <= high and math.isfinite(value)):
-            raise UserError(f"{what}: must be from {low} to {high}")
+        raise UserError(f"{what} {right}") from None
+    low, high = next(((low, high) for names, low, high in RANGES if re.fullmatch(names, name)), (0, math.inf))
+    if kind in (int, float) and not (low <= value <= high and math.isfinite(value)):
+        raise UserError(f"{what} from {low} to {high}")
     if value not in CHOICES.get(name, (value,)):
-        raise UserError(f"{what}: must be one of {', '.join(CHOICES[name])}")
+        raise UserError(f"{what} one of {', '.join(CHOICES[name])}")
     return value
 
 
@@ -255,27 +247,22 @@ def load_settings(cls: type, environ: dict[str, str], presets: dict[str, dict[st
 
     `presets`: setting -> its value -> values of other settings, below those that stand beside it, so that a preset
     chosen in the environment is above the file. `stored`: what stands below and above both, given both. Raises
-    UserError for a wrong value, an unknown name in the file, and one in the environment that is a near miss or that
-    only other scripts read.
+    UserError: a wrong value, a name unknown in the file, a near miss in the environment or another script's name there.
     """
     kinds = {field.name.upper(): field.type for field in fields(cls)}
     config = read_config(environ["CONFIG"]) if environ.get("CONFIG") else {}
     ignored = {name.strip() for name in environ.get("IGNORE_ENV", "").split(",")} | {"CONFIG", "IGNORE_ENV"}
-
-    def guess(name: str, cutoff: float) -> str:
-        near = difflib.get_close_matches(name, kinds, 1, cutoff)
-        return f"; did you mean {near[0]}?" if near else ""
-
-    for name in config:
-        if name not in kinds or name == "CONFIG":
-            raise UserError(f"{environ['CONFIG']}: unknown setting {name}{guess(name, 0.6)}")
-    for name in sorted(set(environ) - set(kinds) - ignored):
-        hint = guess(name, 0.6) or "; its settings stand at its top." if name in FOREIGN_NAMES else guess(name, 0.85)
-        if hint:
-            raise UserError(f"{name}={environ[name]!r}: no setting of this script{hint} IGNORE_ENV={name} lets it be")
-    here = {name: environ[name] for name in kinds if name in environ}
-    file, env = ({name.lower(): parse_setting(name.lower(), text, kinds[name]) for name, text in given.items()}
-                 for given in (config, here))
+    strange = [name for name in config if name not in kinds or name == "CONFIG"]
+    for name in strange + sorted(set(environ) - set(kinds) - ignored):
+        sure = name in strange or name in FOREIGN_NAMES
+        near = difflib.get_close_matches(name, kinds, 1, 0.6 if sure else 0.85)
+        hint = f"did you mean {near[0]}?" if near else "settings stand at the script's top."
+        if name in strange:
+            raise UserError(f"{environ['CONFIG']}: unknown setting {name}; {hint}")
+        if near or sure:
+            raise UserError(f"{name}={environ[name]!r}: no setting of this script; {hint} IGNORE_ENV={name} lets it be")
+    file, env = ({name.lower(): parse_setting(name.lower(), given[name], kind) for name, kind in kinds.items()
+                  if name in given} for given in (config, environ))
     values, last = stored({**config, **environ})
     for own, above in ((file, env), (env, {})):
         for name, choices in (presets or {}).items():
@@ -386,23 +373,11 @@ def replace_file(path: str | Path, data: bytes) -> None:
     os.replace(beside, path)
 
 
-def make_run_folder(out_dir: str, run_id: str) -> None:
-    """Create out_dir/run_id. Raises UserError if it exists or cannot be written."""
-    if not run_id or Path(run_id).name != run_id:
-        raise UserError(f"RUN_ID={run_id!r}: must be a plain folder name")
-    try:
-        (Path(out_dir) / run_id).mkdir(parents=True)
-    except FileExistsError:
-        raise UserError(f"RUN_ID={run_id!r}: exists already in {out_dir}; RESUME it, or choose another") from None
-    except OSError as error:
-        raise UserError(f"OUT_DIR={out_dir!r}: cannot write there ({error.strerror})") from None
-
-
 def describe_machine(runtime: Runtime) -> dict:
     """For log and result.json: hardware, versions, most memory held so far (allocator on CUDA, process on a CPU)."""
     cuda = runtime.device.type == "cuda"
-    hardware = torch.cuda.get_device_name() if cuda else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__,
+    hardware = torch.cuda.get_device_name() if cuda else f"{os.uname().machine} CPU, {torch.get_num_threads()} threads"
+    versions = {"python": sys.version.split()[0], "torch": torch.__version__, "numpy": np.__version__,
                 "cuda": torch.version.cuda if cuda else None}
     process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     peak = torch.cuda.max_memory_allocated() if cuda else process  # bytes
@@ -414,6 +389,28 @@ def git_commit() -> str:
     words = "git describe --always --abbrev=40 --exclude='*' --dirty=+"
     where = Path(__file__).resolve().parent
     return subprocess.run(words, cwd=where, shell=True, capture_output=True, text=True).stdout.strip() or "unknown"
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """The checkpoints in a run's folder, whole or not, newest first."""
+    found = {path: re.fullmatch(r"step_(\d+)(\.part)?", path.name) for path in run.glob("step_*")}
+    return sorted(filter(found.get, found), key=lambda path: (int(found[path][1]), path.name), reverse=True)
+
+
+def first_whole(folders: list[Path], files=("meta.json", "model.pt", "training.pt")) -> tuple[Path | None, list[str]]:
+    """The first checkpoint that has these files, as its SHA256SUMS say, or None; a line on each one before it."""
+    faults = []
+    for folder in folders:
+        try:
+            sums = dict(line.split("  ")[::-1] for line in (folder / "SHA256SUMS").read_text().splitlines())
+            wrong = [name for name in dict.fromkeys([*files, *sums]) if sums.get(name) != sha256_file(folder / name)]
+            fault = "half-written" if folder.suffix else ", ".join(wrong)
+        except (OSError, ValueError) as error:
+            fault = str(error)
+        if not fault:
+            return folder, faults
+        faults.append(f"checkpoint {folder} is damaged and skipped: {fault}")
+    return None, faults
 # === end: runtime ===
 
 
@@ -584,16 +581,6 @@ def token_bytes(tokenizer: Tokenizer, prev: np.ndarray, ids: np.ndarray) -> np.n
     return tokenizer.byte_counts[ids] - (tokenizer.drops_space[ids] & tokenizer.boundary[prev])
 
 
-def write_shard(path: str | Path, tokens: np.ndarray, vocab_size: int = 1 << 16) -> None:
-    """Writes `tokens` (N,) as one shard, uint32 for a vocabulary above 65,536. Raises UserError for ids too large."""
-    (magic, version), kind = list(SHARD_KINDS.items())[vocab_size > 1 << 16]
-    packed = np.asarray(tokens).astype(kind)
-    if not np.array_equal(packed, tokens):
-        raise UserError(f"{path}: token ids {tokens.min()}..{tokens.max()} do not fit {packed.dtype}")
-    header = np.array([magic, version, len(tokens)] + [0] * 253, dtype="<i4")
-    np.concatenate([header.view(kind), packed]).tofile(path)
-
-
 def read_shard(path: str | Path) -> np.ndarray:
     """The tokens of a shard, a memory map (N,). Raises UserError naming file, found and expected."""
     if not Path(path).is_file():
@@ -711,15 +698,6 @@ def parse_mixture(data_path: str) -> dict[str, float]:
     return {folder: weight / sum(weights.values()) for folder, weight in weights.items()}
 
 
-def check_overlap(train: list[TokenStream], val: list[TokenStream], bos_id: int) -> None:
-    """Raises UserError when a validation document of one part also stands, token for token, in another's training."""
-    documents = [set(document_hashes(stream, bos_id)) for stream in val]
-    for part, stream in enumerate(train):
-        others = set().union(*documents[:part], *documents[part + 1 :])
-        if found := others.intersection(document_hashes(stream, bos_id)):
-            raise UserError(f"{stream.paths[0].parent}: {len(found)} training documents are in another's validation")
-
-
 def open_data(settings: Settings) -> SimpleNamespace:
     """The parts of DATA_PATH, checked, each without its share of HOLDOUT_TOKENS at its end. Raises UserError."""
     shares = parse_mixture(settings.data_path)
@@ -729,8 +707,12 @@ def open_data(settings: Settings) -> SimpleNamespace:
     if settings.vocab_size not in (0, tokenizer.vocab_size):
         raise UserError(f"VOCAB_SIZE={settings.vocab_size}: {tokenizer.file} has {tokenizer.vocab_size} tokens")
     train, val = zip(*(check_dataset(folder, tokenizer, manifests[folder]) for folder in shares), strict=True)
-    if len(shares) > 1:
-        check_overlap(train, val, tokenizer.bos_id)
+    # No document of a part's validation may stand, token for token, in another part's training.
+    hashes = [set(document_hashes(stream, tokenizer.bos_id)) for stream in val] if len(val) > 1 else []
+    for part, stream in enumerate(train[: len(hashes)]):
+        others = set().union(*hashes[:part], *hashes[part + 1 :])
+        if found := others.intersection(document_hashes(stream, tokenizer.bos_id)):
+            raise UserError(f"{stream.paths[0].parent}: {len(found)} training documents are in another's validation")
     tokens = np.concatenate([stream.read(0, len(stream)) for stream in val])
     if min(settings.holdout_tokens, len(tokens) - 1) < settings.train_seq_len:
         limit = f"HOLDOUT_TOKENS={settings.holdout_tokens} and validation's {len(tokens)} tokens"
@@ -2342,34 +2324,8 @@ def score_tokens(model: Callable, tokens: np.ndarray, tokenizer: Tokenizer, runt
 
 
 # === shared: checkpoint ===
-def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in a run's folder, whole or not, newest first."""
-    found = {path: re.fullmatch(r"step_(\d+)(\.part)?", path.name) for path in folder.glob("step_*")}
-    return sorted(filter(found.get, found), key=lambda path: (int(found[path][1]), path.name), reverse=True)
-
-
-def newest_checkpoint(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest whole checkpoint of a run, or None, and a line on each newer one that is not whole."""
-    faults = []
-    for path in checkpoints(folder):
-        try:
-            sums = dict(line.split("  ")[::-1] for line in (path / "SHA256SUMS").read_text().splitlines())
-            wrong = [name for name in sums if sha256_file(path / name) != sums[name]]
-            missing = {"meta.json", "model.pt", "training.pt"} - sums.keys()
-            fault = "half-written" if path.suffix or missing else ", ".join(wrong)
-        except (OSError, ValueError) as error:
-            fault = str(error)
-        if not fault:
-            return path, faults
-        faults.append(f"checkpoint {path} is damaged and skipped: {fault}")
-    return None, faults
-
-
 def save_checkpoint(folder: Path, step: int, parts: dict[str, dict], meta: dict, keep: int) -> None:
-    """Write folder/step_<step>: <part>.pt of each part, meta.json and SHA256SUMS; drop all but the `keep` newest.
-
-    It has its name only when all of it is on the disk. Raises OSError, and leaves nothing half-written.
-    """
+    """Write folder/step_<step>, all of it or, where it raises OSError, nothing; then drop all but the `keep` newest."""
     final = folder / f"step_{step:06d}"
     beside, files = final.with_suffix(".part"), {"meta.json": json.dumps(meta).encode()}
     try:
@@ -2395,11 +2351,9 @@ def save_checkpoint(folder: Path, step: int, parts: dict[str, dict], meta: dict,
 
 
 def stored_settings(given: dict[str, str], out_dir: str) -> tuple[dict, dict]:
-    """Settings of the run that RESUME or REPLAY names, by RUN_ID in OUT_DIR or by path, and those that say where it is.
-
-    Under torchrun --max-restarts a RUN_ID that exists is resumed; only the node that failed counts restarts. UserError.
-    """
+    """Settings of the run that RESUME or REPLAY names, by RUN_ID or path, and those that say where it is. UserError."""
     out_dir, replay, run_id = given.get("OUT_DIR", out_dir), given.get("REPLAY", ""), given.get("RUN_ID", "")
+    # Under torchrun --max-restarts a RUN_ID that exists is resumed; only the node that failed counts restarts.
     again = given.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and run_id and (Path(out_dir) / run_id).is_dir()
     resume = run_id if again else given.get("RESUME", "")
     if not (name := resume or replay):
@@ -2416,7 +2370,7 @@ def stored_settings(given: dict[str, str], out_dir: str) -> tuple[dict, dict]:
         if changed := [event["changed"] for event in stored["events"] if event.get("changed")]:
             raise UserError(f"REPLAY={replay!r}: that run was resumed with other settings on its way, {changed}")
         return below | {"run_id": "", "resume": "", "out_dir": out_dir}, {"replay": str(folder)}
-    newest, faults = newest_checkpoint(folder)
+    newest, faults = first_whole(checkpoints(folder))
     for wrong, said in ((not folder.is_dir(), f"no folder {folder}; must be a RUN_ID in OUT_DIR, or a path"),
                         (run_id not in ("", folder.name), f"RUN_ID={run_id!r} is another"),
                         ((folder / "result.json").exists(), f"{folder} is finished, its result.json stands"),
@@ -2424,16 +2378,13 @@ def stored_settings(given: dict[str, str], out_dir: str) -> tuple[dict, dict]:
                          f"it has no whole checkpoint; {' '.join(faults[:1])}")):
         if wrong:
             raise UserError(f"RESUME={resume!r}: {said}")
-    below = json.loads((newest / "meta.json").read_bytes())["settings"] if newest else {}
-    above = {"replay": below["replay"]} if newest else {}
-    return below, above | {"resume": str(folder), "run_id": folder.name, "out_dir": str(folder.parent)}
+    below = json.loads((newest / "meta.json").read_bytes())["settings"] if newest else {"replay": replay}
+    place = {"resume": str(folder), "run_id": folder.name, "out_dir": str(folder.parent)}
+    return below, {"replay": below["replay"], **place}
 
 
 class Run(Kept):
-    """A training run: folder, log, events, how far it is, and the parts that a checkpoint brings back.
-
-    parts: name -> object with state_dict and load_state_dict, "network" among them. identity: what may not change.
-    """
+    """A training run: folder, log, events, how far it is; `parts`, with state_dict; `identity`, what may not change."""
 
     kept = ("step", "saved", "skipped", "losses", "events")
 
@@ -2453,19 +2404,25 @@ class Run(Kept):
 
     def open(self) -> str:
         """Make or find the folder and begin the log; the checkpoint to load, or "". Raises UserError."""
-        newest, faults, path = None, [], self.folder / "log.txt"
+        newest, faults, path, settings = None, [], self.folder / "log.txt", self.settings
         if self.runtime.rank == 0:
-            if self.settings.resume:
-                newest, faults = newest_checkpoint(self.folder)
+            if settings.resume:
+                newest, faults = first_whole(checkpoints(self.folder))
+            elif os.path.exists(self.folder) or Path(settings.run_id).name != settings.run_id:
+                found = f"exists already in {settings.out_dir}, or is no plain name"
+                raise UserError(f"RUN_ID={settings.run_id!r}: {found}; RESUME it, or choose another")
             else:
-                make_run_folder(self.settings.out_dir, self.folder.name)
+                try:
+                    self.folder.mkdir(parents=True)
+                except OSError as error:
+                    raise UserError(f"OUT_DIR={settings.out_dir!r}: cannot write there ({error.strerror})") from None
             self.log = Log(path)
             source = Path(__file__).read_text(encoding="utf-8") + "\n" + "=" * 120
             if source not in path.read_text(encoding="utf-8"):
                 self.log(source, terminal=False)
             self.log(f"command: {' '.join([sys.executable, *sys.argv])}", terminal=False)
             machine = " ".join(f"{key}:{value}" for key, value in describe_machine(self.runtime).items())
-            self.log("\n".join([f"commit:{git_commit()} {machine}", settings_table(self.settings), *faults]))
+            self.log("\n".join([f"commit:{git_commit()} {machine}", settings_table(settings), *faults]))
         return self.runtime.agree(str(newest or ""))
 
     def event(self, name: str, **found) -> None:
@@ -2485,7 +2442,7 @@ class Run(Kept):
             files = {"model": states.pop("network"), "training": states}
             save_checkpoint(self.folder, self.step, files, meta, self.settings.keep)
         except OSError as error:
-            if newest_checkpoint(self.folder)[0] is None:
+            if first_whole(checkpoints(self.folder))[0] is None:
                 raise UserError(f"OUT_DIR={self.settings.out_dir!r}: no checkpoint can be written ({error})") from None
             self.event("save_failed", step=self.step, error=str(error))
         else:
@@ -2511,11 +2468,7 @@ class Run(Kept):
                 name: value for name, value in vars(self.settings).items() if was.get(name) != value})
 
     def judge(self, loss: float, bad: bool, last: bool = False) -> bool:
-        """Whether all went well with a step of this loss: `bad` is a spike, or not finite, and its update was masked.
-
-        If not, SPIKE_POLICY has skipped it, or brought back the newest checkpoint, not after the `last` step, with this
-        step's data left out too. Raises FloatingPointError where the run ends with it.
-        """
+        """Whether a step was good; a `bad` one's update is masked, SPIKE_POLICY does the rest or FloatingPointError."""
         policy = "skip" if last and self.settings.spike_policy == "rewind" else self.settings.spike_policy
         if not bad:
             self.losses = [*self.losses, loss][-64:]
@@ -2527,8 +2480,8 @@ class Run(Kept):
         self.event(policy, step=self.step, loss=str(loss))
         if policy == "rewind":
             ahead = self.step + self.skipped + 1
-            self.load(Path(self.runtime.agree(str(newest_checkpoint(self.folder)[0]))), resume=False)
-            self.skipped = ahead - self.step
+            self.load(Path(self.runtime.agree(str(first_whole(checkpoints(self.folder))[0]))), resume=False)
+            self.skipped = ahead - self.step  # this step's data is left out too
         return False
 # === end: checkpoint ===
 

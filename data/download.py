@@ -136,16 +136,6 @@ def token_bytes(tokenizer: Tokenizer, prev: np.ndarray, ids: np.ndarray) -> np.n
     return tokenizer.byte_counts[ids] - (tokenizer.drops_space[ids] & tokenizer.boundary[prev])
 
 
-def write_shard(path: str | Path, tokens: np.ndarray, vocab_size: int = 1 << 16) -> None:
-    """Writes `tokens` (N,) as one shard, uint32 for a vocabulary above 65,536. Raises UserError for ids too large."""
-    (magic, version), kind = list(SHARD_KINDS.items())[vocab_size > 1 << 16]
-    packed = np.asarray(tokens).astype(kind)
-    if not np.array_equal(packed, tokens):
-        raise UserError(f"{path}: token ids {tokens.min()}..{tokens.max()} do not fit {packed.dtype}")
-    header = np.array([magic, version, len(tokens)] + [0] * 253, dtype="<i4")
-    np.concatenate([header.view(kind), packed]).tofile(path)
-
-
 def read_shard(path: str | Path) -> np.ndarray:
     """The tokens of a shard, a memory map (N,). Raises UserError naming file, found and expected."""
     if not Path(path).is_file():
@@ -251,8 +241,18 @@ def document_hashes(stream: TokenStream, bos_id: int, block: int = 1 << 22) -> I
 # === end: data ===
 
 
-# === shared: yardsticks ===
+# === shared: preparation ===
 YARDSTICK_TOKENS = 20_000_000  # training tokens the count models see at most: they take up to 100 bytes a token
+
+
+def write_shard(path: str | Path, tokens: np.ndarray, vocab_size: int = 1 << 16) -> None:
+    """Writes `tokens` (N,) as one shard, uint32 for a vocabulary above 65,536. Raises UserError for ids too large."""
+    (magic, version), kind = list(SHARD_KINDS.items())[vocab_size > 1 << 16]
+    packed = np.asarray(tokens).astype(kind)
+    if not np.array_equal(packed, tokens):
+        raise UserError(f"{path}: token ids {tokens.min()}..{tokens.max()} do not fit {packed.dtype}")
+    header = np.array([magic, version, len(tokens)] + [0] * 253, dtype="<i4")
+    np.concatenate([header.view(kind), packed]).tofile(path)
 
 
 def count_model_nats(train: np.ndarray, val: np.ndarray, vocab_size: int) -> tuple[float, float]:
@@ -294,7 +294,7 @@ def yardsticks(train: TokenStream, val: TokenStream, tokenizer: Tokenizer) -> di
     zstd = zstandard.ZstdCompressor(level=22).compress(text)
     return {"bigram_bpb": bigram * to_bpb, "trigram_bpb": trigram * to_bpb,
             "zstd22_bpb": 8 * len(zstd) / len(text), "xz_bpb": 8 * len(lzma.compress(text, preset=9)) / len(text)}
-# === end: yardsticks ===
+# === end: preparation ===
 
 
 HUB = "https://huggingface.co/datasets"

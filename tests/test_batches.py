@@ -12,13 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from test_data import write_shard
 
 import train_gpt as T
 
 
 def make_stream(folder, name: str, *shards: np.ndarray, tail: int = 31) -> T.TokenStream:
     for at, tokens in enumerate(shards):
-        T.write_shard(folder / f"{name}_train_{at:06d}.bin", tokens)
+        write_shard(folder / f"{name}_train_{at:06d}.bin", tokens)
     stream = T.TokenStream(sorted(folder.glob(f"{name}_train_*.bin")), 64)
     assert len(stream.hold_out(tail)) == tail
     return stream

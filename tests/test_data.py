@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import importlib.util
 import io
 import json
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,11 @@ import tiktoken_ext.openai_public
 import zstandard
 
 import train_gpt as data
+
+spec = importlib.util.spec_from_file_location("prepare", Path(data.__file__).parent / "data" / "prepare.py")
+prepare = sys.modules["prepare"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(prepare)
+write_shard = prepare.write_shard
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 needs_shared = pytest.mark.skipif(not (SHARED / "tokenizers").is_dir(), reason="needs ../shared/data")
@@ -255,7 +262,7 @@ def test_tokenizer_errors(tmp_path: Path) -> None:
 
 def test_shard_bytes_and_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "a.bin"
-    data.write_shard(path, np.array([1, 2, 65535]))
+    write_shard(path, np.array([1, 2, 65535]))
     raw = path.read_bytes()
     assert len(raw) == 1024 + 6
     assert np.frombuffer(raw[:1024], "<i4")[:4].tolist() == [20240520, 1, 3, 0]
@@ -263,13 +270,13 @@ def test_shard_bytes_and_round_trip(tmp_path: Path) -> None:
     tokens = data.read_shard(path)
     assert isinstance(tokens, np.memmap) and tokens.dtype == np.uint16 and tokens.tolist() == [1, 2, 65535]
     for bad in ([-1], [65536]):
-        with pytest.raises(data.UserError, match="do not fit uint16"):
-            data.write_shard(path, np.array(bad))
+        with pytest.raises(prepare.UserError, match="do not fit uint16"):
+            write_shard(path, np.array(bad))
 
 
 def test_large_vocabularies_take_llm_c_uint32_shards(tmp_path: Path) -> None:
     path = tmp_path / "a.bin"
-    data.write_shard(path, np.array([1, 65536, 199999]), vocab_size=200019)
+    write_shard(path, np.array([1, 65536, 199999]), vocab_size=200019)
     raw = path.read_bytes()
     assert np.frombuffer(raw[:1024], "<i4")[:4].tolist() == [20240801, 7, 3, 0]
     assert raw[1024:] == b"\x01\x00\x00\x00\x00\x00\x01\x00\x3f\x0d\x03\x00"
@@ -280,15 +287,15 @@ def test_large_vocabularies_take_llm_c_uint32_shards(tmp_path: Path) -> None:
     with pytest.raises(data.UserError, match=r"truncated or damaged: 1034 bytes, its 3 tokens would take 1036"):
         data.read_shard(path)
     for bad in ([-1], [1 << 32]):
-        with pytest.raises(data.UserError, match="do not fit uint32"):
-            data.write_shard(path, np.array(bad), 65537)
-    data.write_shard(path, np.array([65535]), 65536)
+        with pytest.raises(prepare.UserError, match="do not fit uint32"):
+            write_shard(path, np.array(bad), 65537)
+    write_shard(path, np.array([65535]), 65536)
     assert path.stat().st_size == 1026  # 65,536 tokens still fit uint16
 
 
 def test_shard_errors_name_file_found_and_expected(tmp_path: Path) -> None:
     path = tmp_path / "a.bin"
-    data.write_shard(path, np.arange(10))
+    write_shard(path, np.arange(10))
     raw = path.read_bytes()
     magic, version, empty = (np.frombuffer(raw[:1024], "<i4").copy() for _ in range(3))
     magic[0], version[1], empty[2] = 7, 2, 0
@@ -315,7 +322,7 @@ def make_dataset(folder: Path) -> dict:
                 "tokenizer": {"file": "bytes", "sha256": tokenizer.sha256, "vocab_size": 264, "bos_id": 1}}
     for split in ("train", "val"):
         file = f"x_{split}_000000.bin"
-        data.write_shard(folder / file, np.array([1, *tokenizer.encode(f"the {split} text")]))
+        write_shard(folder / file, np.array([1, *tokenizer.encode(f"the {split} text")]))
         count = len(f"the {split} text") + 1
         sha256 = hashlib.sha256((folder / file).read_bytes()).hexdigest()
         manifest[split] = {"shards": [{"file": file, "tokens": count, "sha256": sha256}], "tokens": count}
@@ -349,7 +356,7 @@ def test_check_dataset(tmp_path: Path) -> None:
         refuses(f"{path.name}: its SHA-256 is not the", hash_train=path is train)
         if path is train:
             data.check_dataset(tmp_path, tokenizer, manifest)
-        data.write_shard(path, data.read_shard(path)[:-1].copy())
+        write_shard(path, data.read_shard(path)[:-1].copy())
         refuses(r"tokens, .*manifest.json says", hash_train=True)
         path.write_bytes(raw[:-2])
         refuses(f"{path.name}: truncated or damaged")
@@ -372,7 +379,7 @@ def test_token_stream_is_the_concatenation_read_round(tmp_path: Path) -> None:
     for i, size in enumerate((5, 1, 12, 7)):
         paths.append(tmp_path / f"{i}.bin")
         flat.append(rng.integers(0, 300, size))
-        data.write_shard(paths[-1], flat[-1])
+        write_shard(paths[-1], flat[-1])
     flat = np.concatenate(flat)
     for skip_tail in (0, 3, 9):
         stream = data.TokenStream(paths)
@@ -390,7 +397,7 @@ def test_token_stream_is_the_concatenation_read_round(tmp_path: Path) -> None:
 
 def test_token_stream_names_the_shard_of_a_foreign_token(tmp_path: Path) -> None:
     for name, tokens in (("a", [1, 2, 3]), ("b", [4, 5, 264, 6])):
-        data.write_shard(tmp_path / f"{name}.bin", np.array(tokens))
+        write_shard(tmp_path / f"{name}.bin", np.array(tokens))
     stream = data.TokenStream([tmp_path / "a.bin", tmp_path / "b.bin"], vocab_size=264)
     assert stream.read(0, 5).tolist() == [1, 2, 3, 4, 5]
     with pytest.raises(data.UserError, match=r"b\.bin: token 264, expected ids below 264"):
@@ -402,7 +409,7 @@ def test_token_stream_refuses_a_shard_that_changes(change: str, tmp_path: Path) 
     """What has been mapped is read on from the file as it is now: cut short, it would kill the process (SIGBUS)."""
     paths = [tmp_path / f"{i}.bin" for i in range(2)]
     for path in paths:
-        data.write_shard(path, np.arange(10_000))
+        write_shard(path, np.arange(10_000))
         os.utime(path, ns=(1, 1))
     stream, raw = data.TokenStream(paths), paths[1].read_bytes()
     assert stream.read(9_998, 4).tolist() == [9_998, 9_999, 0, 1]
@@ -463,13 +470,13 @@ def test_document_hashes_across_blocks_and_shards(tmp_path: Path) -> None:
     expected = reference_hashes(tokens.tolist(), 1)
     assert len(set(expected)) == len(expected) - 5  # [1] five times, and one more twice
     for i, part in enumerate(np.array_split(tokens, 3)):
-        data.write_shard(tmp_path / f"{i}.bin", part)
+        write_shard(tmp_path / f"{i}.bin", part)
     stream = data.TokenStream(sorted(tmp_path.glob("*.bin")))
     assert list(data.document_hashes(stream, 1)) == expected
     for block in (1, 7, 64, len(tokens), len(tokens) + 1):
         assert list(data.document_hashes(stream, 1, block)) == expected
     for start in (1, 2, 7):  # begun inside a document: its head belongs to none, the last document counts
-        data.write_shard(tmp_path / "headless", tokens[start:])
+        write_shard(tmp_path / "headless", tokens[start:])
         begun = int(np.flatnonzero(tokens[start:] == 1)[0]) + start
         headless = data.TokenStream([tmp_path / "headless"])
         for block in (1, 64, len(tokens)):
@@ -484,7 +491,7 @@ def make_part(folder: Path, train: list[str], val: list[str], tail: str = "", **
                 "tokenizer": {"file": "bytes", "sha256": tokenizer.sha256}}
     for split, texts in (("train", train), ("val", val)):
         file, tokens = folder / f"x_{split}_000000.bin", [t for text in texts for t in (1, *tokenizer.encode(text))]
-        data.write_shard(file, np.array(tokens))
+        write_shard(file, np.array(tokens))
         manifest[split] = {"shards": [{"file": file.name, "tokens": len(tokens), "sha256": data.sha256_file(file)}],
                            "tokens": len(tokens), "documents": len(texts),
                            "decoded_bytes": sum(len(text.encode()) for text in texts)}
@@ -515,7 +522,7 @@ def test_validation_that_begins_inside_a_document_is_refused(tmp_path: Path) -> 
     """Nothing scores the first token, whose bytes the manifest counts."""
     part = make_part(tmp_path / "a", ["training text"] * 9, ["one two", "three"])
     stored = json.loads((part / "manifest.json").read_text())
-    data.write_shard(part / "x_val_000000.bin", data.read_shard(part / "x_val_000000.bin")[1:].copy())
+    write_shard(part / "x_val_000000.bin", data.read_shard(part / "x_val_000000.bin")[1:].copy())
     stored["val"]["shards"][0] |= {"tokens": 13, "sha256": data.sha256_file(part / "x_val_000000.bin")}
     (part / "manifest.json").write_text(json.dumps(stored | {"val": stored["val"] | {"tokens": 13}}))
     with pytest.raises(data.UserError, match=r"^validation bytes: the tokenizer's table counts 11, .* says 12$"):

@@ -112,7 +112,7 @@ def server(model: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     one, shard = Server(), tmp_path / "shard"
     rng = np.random.default_rng(0)
     for i, name in enumerate(["val_000000", "train_000000", "train_000001", "train_000002"]):
-        data.write_shard(shard, np.concatenate([[1], rng.integers(8, 400, 3000 + i)]))
+        download.write_shard(shard, np.concatenate([[1], rng.integers(8, 400, 3000 + i)]))
         one.files[f"{DATASET}/fineweb_{name}.bin"] = shard.read_bytes()
     one.files["/tokenizers/fineweb_1024_bpe.model"] = model
     one.files["/manifest.json"] = json.dumps({
@@ -387,7 +387,8 @@ def test_gpt2_shards_and_their_tokenizer(server: Server, tmp_path: Path) -> None
     ranks, out, files = gpt2_file(tmp_path), tmp_path / "out", {}
     tokenizer = data.load_tokenizer(ranks)
     for name, texts in (("val_000000", HARD_TEXTS), ("train_000001", ["one text"]), ("train_000002", HARD_TEXTS[:2])):
-        data.write_shard(tmp_path / "shard", np.array([t for text in texts for t in (50256, *tokenizer.encode(text))]))
+        tokens = [token for text in texts for token in (50256, *tokenizer.encode(text))]
+        download.write_shard(tmp_path / "shard", np.array(tokens))
         files[f"/fineweb_{name}.bin"] = (tmp_path / "shard").read_bytes()
     server.files = files
     request = ["--variant", "gpt2", "--out", str(out), "--base-url", server.url, "--tokenizer", str(ranks)]

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_data import write_shard
 
 import train_gpt as T
 
@@ -244,6 +245,11 @@ def copied(place: Place, out: str, name: str) -> Path:
     return Path(shutil.copytree(place.of(out), place.of(name)))
 
 
+def newest(folder: Path) -> tuple[Path | None, list[str]]:
+    """The newest whole checkpoint of a run, and a line on each newer one."""
+    return T.first_whole(T.checkpoints(folder))
+
+
 def steps_kept(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("step_*"))
 
@@ -270,7 +276,7 @@ def test_a_checkpoint_has_its_files_and_their_hashes(pair):
         assert json.loads((folder / "meta.json").read_bytes()) == {"step": step, "settings": {"seed": step}}
         assert torch.equal(torch.load(folder / "model.pt", weights_only=True)["w"], torch.arange(5.0) + step)
         assert torch.load(folder / "training.pt", weights_only=True)["clock"] == {"before": 0.1 * step}
-    assert T.newest_checkpoint(pair[0].parent) == (pair[1], [])
+    assert newest(pair[0].parent) == (pair[1], [])
 
 
 def flip(path: Path, bit: int = 99) -> None:
@@ -288,12 +294,12 @@ def cut(path: Path) -> None:
 def test_a_damaged_checkpoint_is_named_and_skipped(pair, name, harm):
     older, newer = pair
     harm(newer / name)
-    found, (fault,) = T.newest_checkpoint(older.parent)
+    found, (fault,) = newest(older.parent)
     assert found == older
     assert fault.startswith(f"checkpoint {newer} is damaged and skipped: ")
     assert name in fault or name == "SHA256SUMS" and len(fault) > len(f"checkpoint {newer} is damaged and skipped: ")
     harm(older / name)
-    found, faults = T.newest_checkpoint(older.parent)
+    found, faults = newest(older.parent)
     assert found is None and [str(path) in fault for path, fault in zip((newer, older), faults, strict=True)] == [1, 1]
     with pytest.raises(T.UserError, match=f"RESUME='run': it has no whole checkpoint; checkpoint {newer} is damaged"):
         T.stored_settings({"RESUME": "run"}, str(older.parent.parent))
@@ -307,18 +313,18 @@ def test_every_byte_of_the_list_of_hashes_counts(pair):
         (newer / "SHA256SUMS").write_bytes(whole)
         flip(newer / "SHA256SUMS", bit)
         same = (newer / "SHA256SUMS").read_bytes()[bit // 8] == ord("\v")
-        assert T.newest_checkpoint(older.parent)[0] == (newer if same else older), bit
+        assert newest(older.parent)[0] == (newer if same else older), bit
     lines = [match.end() for match in re.finditer(b"\n", whole)]
     for size in [*range(0, len(whole) - 1, 10), *lines[:-1], lines[0] + 1]:
         (newer / "SHA256SUMS").write_bytes(whole[:size])
-        assert T.newest_checkpoint(older.parent)[0] == older, whole[:size]
+        assert newest(older.parent)[0] == older, whole[:size]
 
 
 def test_a_half_written_checkpoint_is_skipped_and_cleared_away(pair):
     older, newer = pair
     part = older.parent / "step_000012.part"
     shutil.copytree(newer, part)
-    found, (fault,) = T.newest_checkpoint(older.parent)
+    found, (fault,) = newest(older.parent)
     assert found == newer and fault == f"checkpoint {part} is damaged and skipped: half-written"
     save(older.parent, 16)
     assert steps_kept(older.parent) == ["step_000008", "step_000016"]
@@ -332,7 +338,7 @@ def test_keep_counts_and_a_failed_save_leaves_the_rest(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         save(tmp_path, 6, keep=1)
     assert steps_kept(tmp_path) == ["step_000003", "step_000004", "step_000005"]
-    assert T.newest_checkpoint(tmp_path) == (tmp_path / "step_000005", [])
+    assert newest(tmp_path) == (tmp_path / "step_000005", [])
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -395,7 +401,7 @@ def test_a_signal_ends_the_step_saves_and_leaves(place, straight, name, step):
     child = place.run(out, stop_at(step - 1, name), 128 + getattr(signal, name))
     assert time.monotonic() - child.began < 30 and child.err == ""
     folder = place.of(out)
-    assert T.newest_checkpoint(folder) == (folder / f"step_{step:06d}", [])
+    assert newest(folder) == (folder / f"step_{step:06d}", [])
     lines = place.log(out).splitlines()
     assert lines[-1] == f"stopped by {name} after step {step}; RESUME={folder} goes on"
     assert sum("stopped by" in line for line in lines) == 1 and not (folder / "result.json").exists()
@@ -421,10 +427,10 @@ T.save_checkpoint = slow
 """
     place.run("in a save", patch, 143)
     folder = place.of("in a save")
-    assert T.newest_checkpoint(folder) == (folder / "step_000009", [])
+    assert newest(folder) == (folder / "step_000009", [])
     assert steps_kept(folder) == ["step_000008", "step_000009"]
     shutil.rmtree(folder / "step_000009")
-    assert T.newest_checkpoint(folder) == (folder / "step_000008", [])
+    assert newest(folder) == (folder / "step_000008", [])
     place.resume("in a save")
     place.same("in a save", straight)
 
@@ -434,13 +440,13 @@ def test_a_second_signal_ends_at_once(place, straight):
     early = at(5, "os.kill(os.getpid(), signal.SIGINT); time.sleep(0.4); os.kill(os.getpid(), signal.SIGTERM)\n"
                   "time.sleep(0.4)")
     place.run("twice", early, 143)
-    assert T.newest_checkpoint(place.of("twice"))[0].name == "step_000006"
+    assert newest(place.of("twice"))[0].name == "step_000006"
     late = at(5, "os.kill(os.getpid(), signal.SIGTERM); time.sleep(1.4); os.kill(os.getpid(), signal.SIGTERM)\n"
                  "time.sleep(60)")
     child = place.run("at once", late, 143)
     assert time.monotonic() - child.began < 20
     assert child.err == f"rank 0: SIGTERM ends the run at once; RESUME={place.of('at once')}\n"
-    assert T.newest_checkpoint(place.of("at once"))[0].name == "step_000004"
+    assert newest(place.of("at once"))[0].name == "step_000004"
     place.resume("at once")
     place.same("at once", straight)
 
@@ -601,7 +607,7 @@ def crash(place: Place, out: str, source: str, kinds: str, seed: int) -> dict[st
     first = replay_of(place, source, SAVE_EVERY=2, VAL_LOSS_EVERY=9)
     for kind in kinds:
         mark.write_bytes(b"u")
-        stored = T.newest_checkpoint(place.of(out))[0] is not None
+        stored = newest(place.of(out))[0] is not None
         if not stored:  # killed before its first checkpoint: there is nothing to go on with
             shutil.rmtree(place.folder / out, ignore_errors=True)
         child = place.begin(out, MARKED, **({**UNSET, "RESUME": "run"} if stored else first))
@@ -649,9 +655,9 @@ def test_a_replay_of_a_resumed_run(place, source):
 
 def test_a_damaged_newer_checkpoint_does_not_count_as_kept(place, straight):
     place.run("pruned", stop_at(9), 143, KEEP=3)
-    newest = T.newest_checkpoint(place.of("pruned"))[0]
-    assert newest.name == "step_000010"
-    (newest / "model.pt").write_bytes(b"")
+    last = newest(place.of("pruned"))[0]
+    assert last.name == "step_000010"
+    (last / "model.pt").write_bytes(b"")
     place.resume("pruned", stop_at(8), 143, KEEP=1, SAVE_EVERY=9)
     assert [path.name for path in place.of("pruned").glob("step_*")] == ["step_000009"]
     place.resume("pruned")
@@ -705,8 +711,7 @@ def rows_read(place: Place, out: str) -> dict[int, list]:
 
 
 def losses_of(place: Place, out: str) -> list[float]:
-    newest, _ = T.newest_checkpoint(place.of(out))
-    return json.loads((newest / "meta.json").read_bytes())["losses"]
+    return json.loads((newest(place.of(out))[0] / "meta.json").read_bytes())["losses"]
 
 
 def test_one_rank_two_ranks_one_rank(place):
@@ -718,7 +723,7 @@ def test_one_rank_two_ranks_one_rank(place):
     children = place.ranks("ranks", RECORD + stop, **UNSET, RESUME="run")
     assert [child.wait() for child in children] == [143, 143], [child.err for child in children]
     step = int(re.findall(r"stopped by SIGTERM after step (\d+)", place.log("ranks"))[-1])
-    assert 18 <= step <= 20 and T.newest_checkpoint(place.of("ranks"))[0].name == f"step_{step:06d}"
+    assert 18 <= step <= 20 and newest(place.of("ranks"))[0].name == f"step_{step:06d}"
     place.resume("ranks", RECORD)
     events = place.result("ranks")["events"]
     assert [(event["step"], event["ranks"]) for event in events] == [(10, 2), (step, 1)]
@@ -756,7 +761,7 @@ def wrap(forward_backward, judge):
     def judging(self, loss, masked, last=False):
         well = judge(self, loss, masked, last)
         if not well and self.settings.spike_policy == "rewind" and not last:
-            folder = T.newest_checkpoint(self.folder)[0]
+            folder = T.first_whole(T.checkpoints(self.folder))[0]
             stored = {"network": torch.load(folder / "model.pt"), **torch.load(folder / "training.pt")}
             print("rewound", folder.name, all(equal(dict(part.state_dict()), dict(stored[name]))
                                               for name, part in self.parts.items() if name != "clock"))
@@ -786,7 +791,7 @@ def test_a_bad_step_stops_the_run_with_the_weights_as_before(place, straight, ho
     steps, seen = read_by(child)
     assert steps == list(range(8)) and seen[7] == seen[6] != seen[5]
     assert re.search(r"^error: step 7: ", place.log(out), re.M) and not (place.of(out) / "result.json").exists()
-    assert T.newest_checkpoint(place.of(out))[0].name == "step_000004"
+    assert newest(place.of(out))[0].name == "step_000004"
     place.resume(out)  # the batch is good now
     place.same(out, straight)
 
@@ -836,8 +841,8 @@ def test_a_stop_or_a_kill_after_a_rewind_changes_nothing(place):
     place.run("rewound", bad, SPIKE_POLICY="rewind")
     place.run("rewound and stopped", bad + stop_at(8), 143, SPIKE_POLICY="rewind")
     place.run("rewound and killed", bad + at(8, "os.kill(os.getpid(), signal.SIGKILL)"), -9, SPIKE_POLICY="rewind")
-    newest = [T.newest_checkpoint(place.of(f"rewound and {how}"))[0].name for how in ("stopped", "killed")]
-    assert newest == ["step_000006", "step_000004"]
+    names = [newest(place.of(f"rewound and {how}"))[0].name for how in ("stopped", "killed")]
+    assert names == ["step_000006", "step_000004"]
     for out in ("rewound and stopped", "rewound and killed"):
         child = place.resume(out, bad)
         assert read_by(child)[0] == [*range(9, 19)] if "stopped" in out else [4, 5, 6, *range(7, 19)]
@@ -907,7 +912,7 @@ def test_a_shard_that_changes_during_the_run(place, straight, how):
     harm = at(6, f"from pathlib import Path\npath = Path({str(shard)!r})\n{HARMS[how]}")
     child = place.run(how, harm, 2, DATA_PATH=data)
     assert child.err == f"error: shard {shard}: was changed or removed while in use\n"
-    assert T.newest_checkpoint(place.of(how))[0].name == "step_000004"
+    assert newest(place.of(how))[0].name == "step_000004"
     if how == "truncated":
         child = place.resume(how, code=2)
         assert re.fullmatch(rf"error: shard {shard}: truncated or damaged: .*\n", child.err)
@@ -922,10 +927,10 @@ def test_a_token_outside_the_vocabulary(place):
     shard, = data.glob("*_train_*.bin")
     tokens = T.read_shard(shard).copy()
     tokens[3 * (len(tokens) - 2048) // 8 + 9 * 32 + 16] = 60000
-    T.write_shard(shard, tokens)
+    write_shard(shard, tokens)
     child = place.run("tokens", code=2, DATA_PATH=data)
     assert child.err == f"error: shard {shard}: token 60000, expected ids below 400\n"
-    assert T.newest_checkpoint(place.of("tokens"))[0].name == "step_000008"
+    assert newest(place.of("tokens"))[0].name == "step_000008"
 
 
 # ---------------------------------------------------------------------------------------------------------------- disk
@@ -939,8 +944,8 @@ NO_LIMIT = limit(-1)
 
 def test_a_save_that_fails_is_an_event(place, straight):
     """A limit between the sizes of the log and of a checkpoint, while the saves of steps 8 and 12 fall due."""
-    look = f"from pathlib import Path\nfolder = Path({str(place.of('full'))!r})\n" \
-           "print('stands', sorted(path.name for path in folder.glob('step_*')), T.newest_checkpoint(folder)[0].name)"
+    look = f"from pathlib import Path\nfolder = Path({str(place.of('full'))!r})\nfound = T.checkpoints(folder)\n" \
+           "print('stands', sorted(path.name for path in folder.glob('step_*')), T.first_whole(found)[0].name)"
     size = (place.of(straight) / "log.txt").stat().st_size + 20000
     assert size < (place.of(straight) / "step_000016" / "model.pt").stat().st_size
     child = place.run("full", at(6, limit(size)) + at(13, f"{look}\n{NO_LIMIT}"))
@@ -956,7 +961,7 @@ def test_a_save_that_fails_is_an_event(place, straight):
 def test_a_disk_that_is_full_at_the_end_loses_nothing(place, straight):
     child = place.run("end", at(13, limit(20000)), 1)
     assert re.search(r"^error: \[Errno 27\] File too large", child.err, re.M)
-    assert T.newest_checkpoint(place.of("end"))[0].name == "step_000012"
+    assert newest(place.of("end"))[0].name == "step_000012"
     assert not (place.of("end") / "model.upar").exists()
     place.resume("end")
     place.same("end", straight)
@@ -1114,7 +1119,7 @@ def test_sigterm_to_torchrun_saves_once(place):
     lines = place.log("term").splitlines()
     step, = (int(match[1]) for line in lines if (match := re.match(r"stopped by SIGTERM after step (\d+)", line)))
     assert [line.split()[0] for line in lines if " saved in " in line] == [f"step:{step}"]
-    assert T.newest_checkpoint(place.of("term")) == (place.of("term") / f"step_{step:06d}", [])
+    assert newest(place.of("term")) == (place.of("term") / f"step_{step:06d}", [])
     assert json.loads((place.of("term") / f"step_{step:06d}" / "meta.json").read_bytes())["step"] == step
 
 
@@ -1125,7 +1130,7 @@ def test_a_rank_killed_inside_a_collective_ends_the_other(place):
     assert process.returncode != 0 and time.monotonic() - began < 60
     assert re.search(r"^error: rank 0 lost another rank \(.*\); RESUME goes on from the newest ch", said, re.M), said
     folder = place.of("killed")
-    assert T.newest_checkpoint(folder) == (folder / "step_000004", []) and not (folder / "result.json").exists()
+    assert newest(folder) == (folder / "step_000004", []) and not (folder / "result.json").exists()
     assert "step:5/16" in place.log("killed") and "step:6/16" not in place.log("killed")  # 6 is logged in step 7
 
 
@@ -1188,7 +1193,7 @@ def test_ranks_that_are_signalled_save_once(place, straight):
     children = place.ranks("both", stop)
     assert [child.wait() for child in children] == [143, 143], [child.err for child in children]
     step, = (int(step) for step in re.findall(r"^stopped by SIGTERM after step (\d+);", place.log("both"), re.M))
-    assert 10 <= step <= 12 and T.newest_checkpoint(place.of("both"))[0].name == f"step_{step:06d}"
+    assert 10 <= step <= 12 and newest(place.of("both"))[0].name == f"step_{step:06d}"
     place.resume("both")
     assert [(event["step"], event["ranks"]) for event in place.result("both")["events"]] == [(step, 1)]
     assert place.result("both")["val_nats"] == pytest.approx(place.result(straight)["val_nats"], rel=1e-4)
@@ -1209,7 +1214,7 @@ def test_ranks_that_do_not_agree_leave_unsaved(place):
     said = "rank 0: SIGTERM ends the run unsaved, for the ranks did not agree to stop within 10 s; RESUME="
     assert children[0].err.splitlines()[-1].startswith(said)
     folder = place.of("disagree")
-    assert T.newest_checkpoint(folder) == (folder / "step_000008", []) and "stopped by" not in place.log("disagree")
+    assert newest(folder) == (folder / "step_000008", []) and "stopped by" not in place.log("disagree")
 
 
 @pytest.mark.full
@@ -1227,7 +1232,7 @@ T.score_tokens = slow
 """
     children = place.ranks("long score", patch, VAL_LOSS_EVERY=5)
     assert [child.wait() for child in children] == [143, 143], [child.err for child in children]
-    assert T.newest_checkpoint(place.of("long score"))[0].name in ("step_000006", "step_000007")
+    assert newest(place.of("long score"))[0].name in ("step_000006", "step_000007")
 
 
 # ----------------------------------------------------------------------------------------------------------- profiling

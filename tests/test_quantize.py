@@ -289,10 +289,11 @@ def test_the_newest_whole_checkpoint_is_taken(call, tmp_path):
             path.unlink() if damaged == "SHA256SUMS" else path.write_bytes(path.read_bytes()[:-1] + b"?")
     code, _, error = call("pack", run, tmp_path / "none.upar")
     assert code == 2 and "no whole checkpoint; checkpoint " in error
-    assert "step_1000000 is damaged: model.pt; " in error and "step_000008 is damaged: meta.json\n" in error
+    assert "step_1000000 is damaged and skipped: model.pt; " in error
+    assert "step_000008 is damaged and skipped: meta.json\n" in error
     assert "SHA256SUMS" in error and not (tmp_path / "none.upar").exists()
     code, _, error = call("pack", run / "step_000008", tmp_path / "none.upar")
-    assert code == 2 and "step_000008 is damaged: meta.json\n" in error
+    assert code == 2 and "step_000008 is damaged and skipped: meta.json\n" in error
 
 
 def test_damaged_artifacts_are_named_in_one_line(call, place, tmp_path):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import quantize as Q
 import sample as S
@@ -126,8 +128,9 @@ def test_defaults_are_values_that_the_environment_may_give(module):
 def test_every_range_and_choice_belongs_to_a_setting():
     """A range that matches no field would be a misspelt name, and that field would go unchecked."""
     known = [field.name for module in (T, S) for field in fields(module.Settings)]
-    for glob, low, high in T.RANGES:
-        assert any(T.fnmatch.fnmatch(name, glob) for name in known), glob
+    for names, low, high in T.RANGES:
+        for each in names.split("|"):
+            assert any(re.fullmatch(each, name) for name in known), each
         assert low < high
     assert set(T.CHOICES) <= set(known)
 
@@ -255,28 +258,39 @@ def test_the_table_shows_every_setting_and_marks_changes():
     assert load(dict(row[2:].split("=", 1) for row in rows)) == settings
 
 
+def open_run(out_dir: Path, run_id: str) -> Path:
+    """The folder of a new run."""
+    run = T.Run(T.Settings(out_dir=str(out_dir), run_id=run_id), T.Runtime(0, 1, torch.device("cpu"), False), {}, {})
+    assert run.open() == ""
+    return run.folder
+
+
 def test_a_run_folder_is_made_once(tmp_path):
-    folder = tmp_path / "deep" / "runs" / "first"
-    T.make_run_folder(str(tmp_path / "deep" / "runs"), "first")
-    assert folder.is_dir()
-    (folder / "log.txt").write_text("kept")
-    with pytest.raises(T.UserError, match="^RUN_ID='first': exists already in .*runs; RESUME it, or choose another"):
-        T.make_run_folder(str(tmp_path / "deep" / "runs"), "first")
-    assert (folder / "log.txt").read_text() == "kept"
+    runs = tmp_path / "deep" / "runs"
+    assert open_run(runs, "first") == runs / "first"
+    (runs / "first" / "log.txt").write_text("kept")
+    with pytest.raises(T.UserError, match="^RUN_ID='first': exists already in .*runs, .*; RESUME it, or choose anoth"):
+        open_run(runs, "first")
+    assert (runs / "first" / "log.txt").read_text() == "kept"
 
 
-@pytest.mark.parametrize("run_id", ["", ".", "..", "a/b", "../a", "/a", "a/"])
+def test_a_run_without_a_name_is_named_after_the_date(tmp_path):
+    folder = open_run(tmp_path, "")
+    assert re.fullmatch(r"run_\d{8}_\d{6}", folder.name) and [*tmp_path.iterdir()] == [folder]
+
+
+@pytest.mark.parametrize("run_id", [".", "..", "a/b", "../a", "/a", "a/"])
 def test_a_run_id_is_a_plain_name(tmp_path, run_id):
     (tmp_path / "runs").mkdir()
     with pytest.raises(T.UserError, match="^RUN_ID="):
-        T.make_run_folder(str(tmp_path / "runs"), run_id)
+        open_run(tmp_path / "runs", run_id)
     assert [path.name for path in tmp_path.rglob("*")] == ["runs"]
 
 
 def test_a_file_in_place_of_the_out_dir(tmp_path):
     (tmp_path / "runs").write_text("a file")
     with pytest.raises(T.UserError, match="^OUT_DIR='.*runs': cannot write there"):
-        T.make_run_folder(str(tmp_path / "runs"), "x")
+        open_run(tmp_path / "runs", "x")
 
 
 @pytest.mark.parametrize(("changes", "layers"), [
