@@ -289,7 +289,7 @@ CHOICES = {
     **{f"positions {kind}": dict(POSITIONS=kind) for kind in ("learned", "none")},
     "partial rope": dict(ROPE_DIMS=8), "untied": dict(TIE_EMBEDDINGS=0), "no gain": dict(QK_NORM=0),
     "no mix": dict(RESIDUAL_MIX=0, TIED_EMBED_INIT_STD=0.02), "u-net": dict(UNET_SKIPS=1),
-    "parallel": dict(PARALLEL_RESIDUAL=1), "smear": dict(SMEAR_GATE=1), "bigram": dict(BIGRAM_VOCAB_SIZE=64),
+    "smear": dict(SMEAR_GATE=1), "bigram": dict(BIGRAM_VOCAB_SIZE=64),
     "no softcap": dict(LOGIT_SOFTCAP=0.0), "recurrence": dict(LAYER_PATTERN="A1 g A1"),
     "negative eigenvalues": dict(GDN_NEG_EIGVAL=1), "checkpointing": dict(ACTIVATION_CHECKPOINTING=1),
     **{f"optimizer {kind}": dict(OPTIMIZER=kind) for kind in ("lion", "adamw", "adamw8bit", "adafactor")},

@@ -114,7 +114,6 @@ class Settings:
     qk_gain_init: float = 4.0  # initial scale of attention logits, per head, learned
     residual_mix: bool = True  # normed embedding mixed into each layer's input; learned scales of mixer and MLP
     unet_skips: bool = False  # the second half of the layers adds the outputs of the first half, last first
-    parallel_residual: bool = False  # mixer and MLP of a layer read the same input
     smear_gate: bool = False  # some of the previous token's embedding in each token's
     bigram_vocab_size: int = 0  # rows of a hashed embedding of token pairs; 0: none
     bigram_dim: int = 64  # its width
@@ -817,8 +816,8 @@ NORMS = ("rms", "rms_weight", "layer")
 # The settings that shape the network: they rebuild it from an artifact, with vocab_size, bos_id, layers and norms.
 MODEL_SETTINGS = tuple("""
     train_seq_len model_dim num_heads num_kv_heads attn_window mlp mlp_mult bio_events bio_threshold positions rope_base
-    rope_dims qk_norm qk_gain_init residual_mix unet_skips parallel_residual smear_gate bigram_vocab_size bigram_dim
-    tie_embeddings tied_embed_init_std logit_softcap gdn_neg_eigval
+    rope_dims qk_norm qk_gain_init residual_mix unet_skips smear_gate bigram_vocab_size bigram_dim tie_embeddings
+    tied_embed_init_std logit_softcap gdn_neg_eigval
 """.split())
 
 
@@ -830,20 +829,20 @@ def model_config(settings, vocab_size: int, bos_id: int) -> SimpleNamespace:
     capitals the whole layer's (A1 A2 A1 A2: depth recurrence). NORM likewise. Nothing sees beyond a bos_id.
     """
     dim, heads, kv_heads, rope_dims = settings.model_dim, settings.num_heads, settings.num_kv_heads, settings.rope_dims
-    words, norms, pattern = settings.layer_pattern.split(), settings.norm.split(), settings.layer_pattern
-    odd = ", ".join(repr(word) for word in words if not re.fullmatch("[gksa][0-9]*|[GKSA][0-9]+", word))
+    width, words, norms = dim // heads, settings.layer_pattern.split(), settings.norm.split()
+    pattern = f"LAYER_PATTERN={settings.layer_pattern!r}"
+    odd = ", ".join(repr(word) for word in words or [""] if not re.fullmatch("[gksa][0-9]*|[GKSA][0-9]+", word))
     for wrong, said in (
         (dim % (2 * heads), f"MODEL_DIM={dim}: must be a multiple of 2 x NUM_HEADS = {2 * heads}"),
         (heads % kv_heads, f"NUM_HEADS={heads}: must be a multiple of NUM_KV_HEADS = {kv_heads}"),
-        (rope_dims % 2 or rope_dims > dim // heads,
-         f"ROPE_DIMS={rope_dims}: must be even, at most MODEL_DIM / NUM_HEADS = {dim // heads}"),
+        (rope_dims % 2 or rope_dims > width,
+         f"ROPE_DIMS={rope_dims}: must be even, at most MODEL_DIM / NUM_HEADS = {width}"),
         (not norms or set(norms) - set(NORMS), f"NORM={settings.norm!r}: must be one or more of {', '.join(NORMS)}"),
-        (not words, f"LAYER_PATTERN={pattern!r}: names no layer; ARCH_MODE names presets"),
+        (odd, f"{pattern}: {odd} is not g, k, s or a with an optional number; capitals need one"),
+        ("k" in settings.layer_pattern.lower().split("g")[0], f"{pattern}: no g before 'k' whose keys it could take"),
+        (settings.bio_events != "off" and settings.mlp != "bio", f"BIO_EVENTS={settings.bio_events!r}: needs MLP=bio"),
         (getattr(settings, "eval_stateful", 0) and settings.positions == "learned",
          "EVAL_STATEFUL=1: POSITIONS='learned' ends at TRAIN_SEQ_LEN, documents do not; it must be 0"),
-        (settings.bio_events != "off" and settings.mlp != "bio", f"BIO_EVENTS={settings.bio_events!r}: needs MLP=bio"),
-        (odd, f"LAYER_PATTERN={pattern!r}: {odd} is not g, k, s or a with an optional number; capitals need one"),
-        ("k" in pattern.lower().split("g")[0], f"LAYER_PATTERN={pattern!r}: no g before 'k' whose keys it could take"),
     ):
         if wrong:
             raise UserError(said)
@@ -884,11 +883,10 @@ class Norm(nn.Module):
 
 
 def gdn_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Gated DeltaNet (arXiv 2412.06464, section 3) for one token, by head: the state is float32 at least.
+    """Gated DeltaNet (arXiv 2412.06464, section 3) for one token, by head: o (B, H, V) in v's dtype, and S'.
 
     S' = a S + b k (v - a S^T k)^T and o = S'^T q, with a = exp(g): q, k (B, H, K), L2-normed, q scaled by K**-0.5 too;
-    v (B, H, V); g, beta (B, H), g in nats, <= 0; S (B, H, K, V). The old state is read once: with r_k = S^T k and
-    r_q = S^T q, delta = b (v - a r_k) and o = a r_q + (q . k) delta. Returns o in v's dtype and S'.
+    v (B, H, V); g, beta (B, H), g <= 0; S (B, H, K, V), float32 at least and read once: o = a S^T q + (q . k) delta.
     """
     dtype = torch.promote_types(v.dtype, torch.float32)
     q, k, beta, decay = q.to(dtype), k.to(dtype), beta.to(dtype), g.to(dtype).exp()
@@ -995,10 +993,9 @@ class GatedDeltaChunks(torch.autograd.Function):
 
 def gdn_chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None,
               chunk: int = 32) -> tuple[Tensor, Tensor]:
-    """`gdn_step` for T tokens, by chunks of them (32 is the fastest on CPU), in matrix products.
+    """`gdn_step` for T tokens, in matrix products over chunks of them (32 is the fastest on CPU).
 
-    q, k (B, T, H, K); v (B, T, H, V), all three float64, float32 or bfloat16; g, beta (B, T, H); state (B, H, K, V) or
-    None for zeros. Returns o (B, T, H, V) and the last state.
+    q, k (B, T, H, K), v (B, T, H, V): float64, float32 or bfloat16; g, beta (B, T, H); state (B, H, K, V), None: zeros.
     """
     (b, t, h, dim_k), dim_v, dtype = q.shape, v.shape[-1], torch.promote_types(v.dtype, torch.float32)
     if pad := -t % chunk:  # a padded token has k = 0, beta = 0 and g = 0, and leaves the state as it is
@@ -1045,8 +1042,8 @@ class GatedDeltaNet(nn.Module):
         self.dt_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))  # softplus(dt_bias) = dt
         self.norm = nn.Parameter(torch.ones(self.head_dim))
 
-    def forward(self, x: Tensor, doc: Tensor, first: Tensor, cache: dict | None) -> Tensor:
-        """x (B, T, dim); doc (B, T) counts documents; first (B, T) marks their first tokens; cache is updated."""
+    def forward(self, x: Tensor, doc: Tensor, cache: dict | None) -> Tensor:
+        """x (B, T, dim); doc, the documents of all tokens so far, see GPT.forward; cache is updated."""
         (B, T, dim), H, D = x.shape, self.heads, self.head_dim
         w_qkvg, conv, (owner,), kept = self.w_qkvg, self.conv, self.owner, cache or {}
         if owner is not None:
@@ -1054,11 +1051,12 @@ class GatedDeltaNet(nn.Module):
             w_qkvg, conv = torch.cat([w_q, owner.w_qkvg[dim : 3 * dim], w_gate]), torch.cat([conv, owner.conv[dim:]])
         qkv, gate = linear(x, w_qkvg).split([3 * dim, dim], dim=-1)
         qkv = torch.cat([kept.get("tail", qkv.new_zeros(B, CONV_TAPS - 1, 3 * dim)), qkv], dim=1)
-        doc = torch.cat([kept.get("tail_doc", doc.new_full((B, CONV_TAPS - 1), -1)), doc], dim=1)
+        doc = doc[:, -qkv.size(1) :]
         q, k, v = short_conv(qkv, conv, doc).view(B, T, 3, H, D).unbind(2)  # (B, T, H, D)
         wide = self.ab.dtype  # float32: a key longer than 1 lets the state grow; eps: else zeros get gradients of 1e12
         q, k = ((t * torch.rsqrt(t.to(wide).square().sum(-1, keepdim=True) + 1e-6)).to(t.dtype) for t in (q, k))
         a, b = F.linear(x.to(wide), self.ab).split(H, dim=-1)  # (B, T, H), float32
+        first = doc[:, CONV_TAPS - 1 :] != doc[:, CONV_TAPS - 2 : -1]  # (B, T)
         g = torch.where(first.unsqueeze(-1), DOCUMENT_DECAY, -self.A_log.exp() * F.softplus(a + self.dt_bias))
         q, beta = q * D**-0.5, self.beta_scale * torch.sigmoid(b)
         if T == 1 and cache:
@@ -1066,7 +1064,7 @@ class GatedDeltaNet(nn.Module):
         else:
             o, state = gdn_chunk(q, k, v, g, beta, kept.get("state"), chunk=64 if x.is_cuda else 32)
         if cache is not None:
-            cache.update(state=state, tail=qkv[:, 1 - CONV_TAPS :], tail_doc=doc[:, 1 - CONV_TAPS :])
+            cache.update(state=state, tail=qkv[:, 1 - CONV_TAPS :])
         o = F.rms_norm(o, (D,), self.norm.to(o.dtype)) * F.silu(gate.view(o.shape))
         return linear(o.reshape(B, T, dim), self.w_o)
 
@@ -1081,23 +1079,22 @@ def rotate(x: Tensor, positions: Tensor, base: float, dims: int) -> Tensor:
     return torch.cat([left * cos - right * sin, left * sin + right * cos, rest], dim=-1)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, doc: Tensor, key_doc: Tensor, window: int) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, doc: Tensor, window: int) -> Tensor:
     """Causal attention inside a document: query i sees key j if 0 <= i - j < window and both are of one document.
 
-    q (B, H, T, D), k and v (B, Hkv, L, D), the queries being the last T of the L positions; doc (B, T), key_doc (B, L).
+    q (B, H, T, D), k and v (B, Hkv, L, D), the queries being the last T of the L positions; doc (B, L).
     Blocks of queries skip the keys that none of them sees: 3x faster on the CPU than one masked call at T = 4 windows.
     """
-    T, past = q.size(2), k.size(2) - q.size(2)
+    T, past, length = q.size(2), k.size(2) - q.size(2), k.size(2)
     if q.is_cuda:  # the kernels that take a mask do not take grouped heads there
         k, v = (t.repeat_interleave(q.size(1) // k.size(1), dim=1) for t in (k, v))
-    out, block, at = [], max(64, min(window, T) // 4), torch.arange(k.size(2), device=q.device)
-    for start in range(0, T, block):
-        end = min(start + block, T)
-        low, high = max(0, past + start - window + 1), past + end
-        gap = at[past + start : high, None] - at[low:high]  # (t, l)
-        mask = (gap >= 0) & (gap < window) & (doc[:, start:end, None] == key_doc[:, None, low:high])  # (B, t, l)
-        out.append(F.scaled_dot_product_attention(
-            q[:, :, start:end], k[:, :, low:high], v[:, :, low:high], mask[:, None], enable_gqa=not q.is_cuda))
+    out, block, at = [], max(64, min(window, T) // 4), torch.arange(length, device=q.device)
+    for start in range(past, length, block):  # queries start..end, keys low..end
+        end, low = min(start + block, length), max(0, start - window + 1)
+        gap = at[start:end, None] - at[low:end]  # (t, l)
+        mask = (gap >= 0) & (gap < window) & (doc[:, start:end, None] == doc[:, None, low:end])  # (B, t, l)
+        parts = q[:, :, start - past : end - past], k[:, :, low:end], v[:, :, low:end]
+        out.append(F.scaled_dot_product_attention(*parts, mask[:, None], enable_gqa=not q.is_cuda))
     return torch.cat(out, dim=2)
 
 
@@ -1114,22 +1111,20 @@ class Attention(nn.Module):
         self.w_o = nn.Parameter(torch.zeros(dim, dim))
         self.q_gain = nn.Parameter(torch.full((self.heads,), config.qk_gain_init)) if config.qk_norm else None
 
-    def forward(self, x: Tensor, doc: Tensor, first: Tensor, cache: dict | None) -> Tensor:
-        """x (B, T, dim); doc (B, T) counts documents; `first` is for GDN alone; cache is updated."""
+    def forward(self, x: Tensor, doc: Tensor, cache: dict | None) -> Tensor:
+        """x (B, T, dim); doc, the documents of all tokens so far, see GPT.forward; cache is updated."""
         (B, T, dim), H, Hkv, D = x.shape, self.heads, self.kv_heads, self.head_dim
         q, k, v = linear(x, self.w_qkv).view(B, T, H + 2 * Hkv, D).split([H, Hkv, Hkv], dim=2)  # (B, T, H, D)
         if self.q_gain is not None:
             q, k = F.rms_norm(q, (D,)) * self.q_gain.to(x.dtype)[:, None], F.rms_norm(k, (D,))
-        seen, key_doc = cache["seen"] if cache else 0, doc
         if self.rope_dims:
-            positions = torch.arange(seen, seen + T, device=x.device)
+            positions = torch.arange(doc.size(1) - CONV_TAPS + 1, device=x.device)[-T:]
             q, k = (rotate(t, positions, self.rope_base, self.rope_dims) for t in (q, k))
-        if cache:
-            k, v, key_doc = (torch.cat([cache[name], t], dim=1) for name, t in (("k", k), ("v", v), ("doc", doc)))
         if cache is not None:
+            k, v = (torch.cat([cache.get(name, t[:, :0]), t], dim=1) for name, t in (("k", k), ("v", v)))
             keep = max(0, k.size(1) - self.window + 1)  # the next query sees itself and window - 1 keys before it
-            cache.update(k=k[:, keep:], v=v[:, keep:], doc=key_doc[:, keep:], seen=seen + T)
-        o = attend(*(t.transpose(1, 2) for t in (q, k, v)), doc, key_doc, self.window)
+            cache.update(k=k[:, keep:], v=v[:, keep:])
+        o = attend(*(t.transpose(1, 2) for t in (q, k, v)), doc[:, -k.size(1) :], self.window)
         return linear(o.transpose(1, 2).reshape(B, T, dim), self.w_o)
 
 
@@ -1139,15 +1134,15 @@ def oscillate(x: Tensor, wave: Tensor) -> Tensor:
     return torch.sin(omega * x + phi) * torch.tanh(x) + level
 
 
-ACTIVATIONS = {"relu2": lambda h: F.relu(h).square(),  # arXiv 2109.08668
-               "leaky_relu2": lambda h: F.leaky_relu(h, 0.5).square(), "gelu": F.gelu}
+ACTIVATIONS = {"relu2": lambda h: F.relu(h).square(), "leaky_relu2": lambda h: F.leaky_relu(h, 0.5).square(),
+               "gelu": F.gelu, "swiglu": lambda h: F.silu(h.chunk(2, dim=-1)[0]) * h.chunk(2, dim=-1)[1]}
 
 
 class MLP(nn.Module):
-    """Two matrices with an activation between them; SwiGLU (arXiv 2002.05202) has a gate, the bio-MLP sparse events.
+    """Two matrices around an activation: ReLU^2 (arXiv 2109.08668), SwiGLU (2002.05202, with a gate), or the bio-MLP's.
 
-    Events are WiggleGPT's SparseEventLayer (model_bio_optimized.py, without biases). The seed's are soft: no spike is
-    ever zero. Hard events spike with 1 where volt > threshold, else 0, with the soft ones' gradient (straight through).
+    Its events are WiggleGPT's SparseEventLayer (model_bio_optimized.py, without biases): soft, no spike ever zero, or
+    hard, a spike of 1 where volt > threshold, else 0, with the gradient of the soft one (straight through).
     """
 
     def __init__(self, config: SimpleNamespace):
@@ -1166,9 +1161,6 @@ class MLP(nn.Module):
     def hidden(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """What w_down reads (B, T, hidden) of x (B, T, dim), and which units had an event (None: the kind has none)."""
         h = linear(x, self.w_up)
-        if self.kind == "swiglu":
-            gate, h = h.chunk(2, dim=-1)
-            return F.silu(gate) * h, None
         h = oscillate(h, self.wave) if self.kind == "bio" else ACTIVATIONS[self.kind](h)
         if self.events == "off":
             return h, None
@@ -1183,11 +1175,11 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Residual layer: mix with the embedding, a mixer, an MLP; `parallel_residual`: both read the same input."""
+    """Residual layer: mix with the embedding, a mixer, an MLP."""
 
     def __init__(self, config: SimpleNamespace, norm: str):
         super().__init__()
-        dim, self.parallel = config.model_dim, config.parallel_residual
+        dim = config.model_dim
         self.mixer_norm, self.mlp_norm, self.mlp = Norm(norm, dim), Norm(norm, dim), MLP(config)
         self.mix = self.mixer_scale = self.mlp_scale = None
         if config.residual_mix:
@@ -1198,8 +1190,8 @@ class Block(nn.Module):
         """x and x0 (the embedding) (B, T, dim); context: the mixer's further arguments."""
         if self.mix is not None:
             x = scaled(x, self.mix[0]) + scaled(x0, self.mix[1])
-        mixed = x + scaled(mixer(self.mixer_norm(x), *context), self.mixer_scale)
-        return mixed + scaled(self.mlp(self.mlp_norm(x if self.parallel else mixed)), self.mlp_scale)
+        x = x + scaled(mixer(self.mixer_norm(x), *context), self.mixer_scale)
+        return x + scaled(self.mlp(self.mlp_norm(x)), self.mlp_scale)
 
 
 class GPT(nn.Module):
@@ -1245,38 +1237,35 @@ class GPT(nn.Module):
         x = x.bfloat16() if ids.is_cuda else x  # weights stay float32 everywhere
         return F.rms_norm(x, x.shape[-1:]) if self.config.residual_mix else x
 
-    def embed_tokens(self, ids: Tensor, first: Tensor, whole: dict) -> Tensor:
-        """What the first layer reads (B, T, dim): token, position, and the token before. `whole`: see `forward`."""
-        x, config, seen = self.embedding(ids), self.config, whole.get("seen", 0)
-        end, longest = seen + ids.size(1), config.train_seq_len
+    def embed_tokens(self, ids: Tensor, text: Tensor) -> Tensor:
+        """What the first layer reads (B, T, dim): token, position, and the token before. `text`: see `forward`."""
+        x, config, end = self.embedding(ids), self.config, text.size(1) - (CONV_TAPS - 1)
         if config.positions == "learned":
-            if end > longest:
-                raise UserError(f"POSITIONS='learned': none for token {longest + 1} of a text; "
-                                f"TRAIN_SEQ_LEN={longest} was the longest in training")
-            x = x + self.positions_embed[seen:end].to(x.dtype)
-        last = whole.get("last", torch.full_like(ids[:, :1], config.bos_id))
-        before = torch.cat([last, ids[:, :-1]], dim=1).masked_fill(first, config.bos_id)  # no other document's token
+            if end > config.train_seq_len:
+                raise UserError(f"POSITIONS='learned': {end} tokens in a text, TRAIN_SEQ_LEN={config.train_seq_len}")
+            x = x + self.positions_embed[end - ids.size(1) : end].to(x.dtype)
+        before = text[:, -1 - ids.size(1) : -1].masked_fill(ids == config.bos_id, config.bos_id)  # of no other document
         if config.smear_gate:  # some of the token before, as in modded-nanogpt, by a weight per channel
             x = x + scaled(self.embedding(before), self.smear)
         if config.bigram_vocab_size:  # hash of Parameter Golf's BigramHashEmbedding
             pair = ((36313 * ids) ^ (27191 * before)) % config.bigram_vocab_size
             x = x + linear(F.embedding(pair, self.bigram_embed).to(x.dtype), self.w_bigram)
-        whole.update(seen=end, last=ids[:, -1:])
         return x
 
     def forward(self, ids: Tensor, targets: Tensor | None = None, cache: list[dict] | None = None) -> Tensor:
         """ids (B, T) to nats of each token (B, T), 0 where its target is -1; without targets to logits (B, T, V)."""
         config, half = self.config, len(self.mixer_of_layer) // 2
         caches = [*[None] * len(self.mixer_of_layer), {}] if cache is None else cache
-        first = ids == config.bos_id
-        doc = first.int().cumsum(dim=1) + caches[-1].get("doc", 0)  # (B, T)
-        x = x0 = self.embed_tokens(ids, first, caches[-1])
-        caches[-1]["doc"] = doc[:, -1:]
+        # All L tokens so far, behind as many BOS as the convolution reaches back; doc numbers the documents of them.
+        before = caches[-1].get("text", ids.new_full((len(ids), CONV_TAPS - 1), config.bos_id))
+        text = caches[-1]["text"] = torch.cat([before, ids], dim=1)
+        doc = (text == config.bos_id).cumsum(dim=1)  # (B, CONV_TAPS - 1 + L)
+        x = x0 = self.embed_tokens(ids, text)
         recompute, skips = self.activation_checkpointing and torch.is_grad_enabled(), []
         for layer, (block, mixer) in enumerate(zip(self.block_of_layer, self.mixer_of_layer, strict=True)):
             if layer >= half and skips:
                 x = x + scaled(skips.pop(), self.skip[len(skips)])
-            run = self.blocks[block], x, x0, self.mixers[mixer], doc, first, caches[layer]
+            run = self.blocks[block], x, x0, self.mixers[mixer], doc, caches[layer]
             x = checkpoint(*run, use_reentrant=False) if recompute else run[0](*run[1:])
             if config.unet_skips and layer < half:
                 skips.append(x)
@@ -1295,16 +1284,15 @@ def mlp_activity(network: GPT, ids: Tensor) -> dict[str, float]:
     """Shares of MLP units on ids (B, T), over all layers: with an event (without events: not zero), and below 0.05."""
     shares = []
 
-    def measure(mlp: MLP, inputs: tuple[Tensor]) -> None:
-        hidden, fired = mlp.hidden(*inputs)
-        active = hidden != 0 if fired is None else fired
-        shares.append([active.double().mean().item(), (hidden.abs() < 0.05).double().mean().item()])
+    def measure(module: nn.Module, inputs: tuple[Tensor]) -> None:
+        if isinstance(module, MLP):
+            hidden, fired = module.hidden(*inputs)
+            active = hidden != 0 if fired is None else fired
+            shares.append(torch.stack([active.double().mean(), (hidden.abs() < 0.05).double().mean()]))
 
-    with contextlib.ExitStack() as hooks:
-        for block in network.blocks:
-            hooks.enter_context(block.mlp.register_forward_pre_hook(measure))
+    with nn.modules.module.register_module_forward_pre_hook(measure):
         network(ids)
-    active, small = torch.tensor(shares, dtype=torch.float64).mean(0).tolist()
+    active, small = torch.stack(shares).mean(0).tolist()
     return {"mlp_active": active, "mlp_small": small}
 # === end: model ===
 
@@ -1356,10 +1344,9 @@ class Muon(torch.optim.Optimizer):
         super().__init__(groups, {})
         self.batches: dict[tuple, list] = {}  # shape -> [(parameter, its rows)]
         for param in self.param_groups[0]["params"]:
-            row = 0
-            for rows in getattr(param, "splits", (param.size(0),)):
-                self.batches.setdefault((rows, param.size(1)), []).append((param, slice(row, row + rows)))
-                row += rows
+            edges = itertools.accumulate(getattr(param, "splits", (param.size(0),)), initial=0)
+            for begin, end in itertools.pairwise(edges):
+                self.batches.setdefault((end - begin, param.size(1)), []).append((param, slice(begin, end)))
 
     @torch.no_grad()
     def step(self, bad: Tensor) -> None:
@@ -2501,12 +2488,13 @@ def forward_backward(model: Callable, batches: Batches, step: int) -> Tensor:
 
 def warm_up(model: Callable, network: GPT, table: QuantTable, optimizers: Optimizers, batches: Batches,
             settings: Settings) -> None:
-    """Run untimed steps that compile and allocate everything, then put weights and optimizer back as they were.
+    """Run untimed steps that compile and allocate everything, and leave weights and optimizer as they were.
 
-    Where memory is short on any rank the micro-batch is halved or, if the user has set its size, UserError. Room is
-    kept for what comes later: momentum, two moments, masters, two averages and a gradient sum.
+    Where memory is short on any rank, with room for momentum, two moments, masters, two averages and a gradient sum to
+    come, the micro-batch is halved or, if the user has set its size, UserError.
     """
-    before, runtime, step = [param.detach().clone() for param in network.parameters()], batches.runtime, 0
+    runtime, step = batches.runtime, 0
+    bad = torch.tensor(True, device=runtime.device)  # of each step, so that no weight moves
     while step < settings.warmup_steps:
         failed, room = torch.zeros(1, device=runtime.device), None
         try:
@@ -2523,13 +2511,12 @@ def warm_up(model: Callable, network: GPT, table: QuantTable, optimizers: Optimi
             torch.compiler.reset()  # each size is another graph, and dynamo makes only so many
         else:
             optimizers.reduce_gradients(runtime, settings.grad_clip_norm, failed)
-            optimizers.step(0.0, settings.muon_momentum, failed[0] > 0)
+            optimizers.step(0.0, settings.muon_momentum, bad)
             step += 1
         optimizers.zero_grad()
-    with torch.no_grad():
-        if step:
+    if step:
+        with torch.no_grad():
             model(*next(batches.micro_batches(0)))
-        torch._foreach_copy_([param.detach() for param in network.parameters()], before)
     optimizers.load_state_dict({})
 
 

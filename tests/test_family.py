@@ -19,13 +19,13 @@ CHOICES = {
     "layer": dict(norm="layer"), "norms by layer": dict(norm="layer rms", num_layers=3),
     "learned": dict(positions="learned"), "none": dict(positions="none"), "rope_dims": dict(rope_dims=4),
     "untied": dict(tie_embeddings=False), "no qk_norm": dict(qk_norm=False), "no mix": dict(residual_mix=False),
-    "u-net": dict(unet_skips=True, num_layers=5), "parallel": dict(parallel_residual=True),
-    "smear": dict(smear_gate=True), "bigram": dict(bigram_vocab_size=50, bigram_dim=16),
+    "u-net": dict(unet_skips=True, num_layers=5), "smear": dict(smear_gate=True),
+    "bigram": dict(bigram_vocab_size=50, bigram_dim=16),
     "no softcap": dict(logit_softcap=0.0), "shared keys": dict(layer_pattern="g k s k"),
     "full": dict(layer_pattern="a"),
     "shared layers": dict(layer_pattern="g S1 g S1 s1"), "negative eigenvalues": dict(gdn_neg_eigval=True),
 }
-EVERYTHING = dict(layer_pattern="g k A1 s A1", unet_skips=True, parallel_residual=True, smear_gate=True, mlp="swiglu",
+EVERYTHING = dict(layer_pattern="g k A1 s A1", unet_skips=True, smear_gate=True, mlp="swiglu",
                   bigram_vocab_size=50, bigram_dim=16, norm="layer rms_weight", positions="learned",
                   tie_embeddings=False)
 by_choice = pytest.mark.parametrize("choice", [*CHOICES, "everything"])
@@ -340,9 +340,8 @@ def test_shared_keys_are_the_owners():
             if name == "w_qkvg":
                 full = torch.cat([full[:32], full[-32:]])
             param.copy_(full[:32] if name == "conv" else full)
-    x, doc = torch.randn(2, 9, 32, dtype=torch.float64), torch.ones(2, 9, dtype=torch.int64)
-    first = torch.zeros(2, 9, dtype=torch.bool)
-    assert torch.equal(borrower(x, doc, first, None), owner(x, doc, first, None))
+    x, doc = torch.randn(2, 9, 32, dtype=torch.float64), torch.ones(2, 3 + 9, dtype=torch.int64)
+    assert torch.equal(borrower(x, doc, None), owner(x, doc, None))
 
 
 def test_keys_are_those_of_the_gdn_before_in_layer_order():
@@ -353,7 +352,7 @@ def test_keys_are_those_of_the_gdn_before_in_layer_order():
 
 def test_learned_positions_end_with_an_error():
     net = network("learned")
-    with pytest.raises(T.UserError, match="^POSITIONS='learned': none for token 65 of a text; TRAIN_SEQ_LEN=64 was"):
+    with pytest.raises(T.UserError, match="^POSITIONS='learned': 65 tokens in a text, TRAIN_SEQ_LEN=64$"):
         net(tokens(length=65))
 
 
