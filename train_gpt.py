@@ -10,6 +10,7 @@ byte (tools/sync.py).
 """
 
 import base64
+import bisect
 import collections
 import concurrent.futures
 import contextlib
@@ -39,7 +40,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
-from typing import NamedTuple
 
 import numpy as np
 import sentencepiece
@@ -1680,25 +1680,10 @@ class Average(Kept):
 
 # === shared: quantization ===
 FLOAT32_CONTROLS = ("A_log", "dt_bias")  # they pass through exp and softplus into a decay that is taken T times
-
-
-class Quantizer(NamedTuple):
-    """How a tensor class is quantized, as code * scale."""
-
-    bits: int  # 1 to 8; see round_to
-    clip_sigmas: float  # largest code, in root mean squares (Parameter Golf's SDClip); 0: largest weight; -1: least MSE
-    step: str  # what has a scale of its own: a "row", a row on a "grid" of 16 an octave, or the whole "tensor"
-    widen: float = 1.0  # factor on the scale, by which the solver meets a size
-
-
-class QuantTable(dict[str, Quantizer]):
-    """Tensor class -> quantizer; kept in checkpoints, for the solver may widen steps during a run."""
-
-    def state_dict(self) -> dict:
-        return {kind: tuple(quantizer) for kind, quantizer in self.items()}
-
-    def load_state_dict(self, saved: dict) -> None:
-        self.update({kind: Quantizer(*values) for kind, values in saved.items()})
+# Tensor class -> arguments of `quantize`: bits, codes being up to qmax = 2**(bits-1) - 1; clip_sigmas, what qmax stands
+# for in root mean squares (Parameter Golf's SDClip; 0: the largest weight; -1: what has the least squared error); step,
+# what has a scale of its own: a "row", a row on a "grid" of 16 an octave, or the whole "tensor"; widen, a factor on it.
+QuantTable, QUANTIZER = dict[str, dict], ("bits", "clip_sigmas", "step")
 
 
 def tensor_class(name: str, tensor: Tensor) -> str:
@@ -1715,53 +1700,33 @@ def tensor_class(name: str, tensor: Tensor) -> str:
     return "embedding" if "embed" in last or last in ("head", "ab") else "control"
 
 
-def largest_code(bits: int) -> int:
-    """Codes run from minus this to this: all integers, or the odd ones with 3 bits and fewer."""
-    return 2 ** (bits - 1) - 1 if bits > 3 else 2**bits - 1
-
-
 def round_to(w: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """Nearest codes, as floats, of w by scales, which broadcast; without a 0 where it would be one of 7 or fewer."""
-    x = w / torch.where(scales > 0, scales, 1.0)
-    x = x.round_() if bits > 3 else x.div_(2).floor_().mul_(2).add_(1)
-    return x.clamp_(-largest_code(bits), largest_code(bits))
+    """The nearest codes, as floats, of w by scales that broadcast."""
+    qmax = 2 ** (bits - 1) - 1
+    return (w / torch.where(scales > 0, scales, 1.0)).round_().clamp_(-qmax, qmax)
 
 
-def choose_scales(w: Tensor, quantizer: Quantizer) -> Tensor:
-    """Scales float16 (R,), or (1,) of a whole tensor, of w (R, ...). What is not finite stays so.
+def quantize(w: Tensor, bits: int, clip_sigmas: float, step: str, widen: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Codes int8 (R, C) and scales float16 (R,) or (1,) of w (R, ...), see QuantTable. What is not finite stays so.
 
-    The clip is a multiple of the root mean square (of the deviation a constant row would be lost), even beyond the
-    largest weight: a wide step makes codes cheap.
+    A clip may lie beyond the largest weight: a wide step makes codes cheap. The root mean square is not about the mean,
+    or a constant row would be lost.
     """
-    bits, sigmas, step, widen = quantizer
-    rows = w.reshape(1 if step == "tensor" else w.shape[0], -1).float()  # (R, C)
-    clip = rows.abs().amax(1) if sigmas <= 0 else torch.linalg.vector_norm(rows, dim=1) * sigmas / rows.shape[1] ** 0.5
-    scales = clip / largest_code(bits)  # (R,)
-    if sigmas < 0:
-        least = torch.full_like(scales, math.inf)
-        for trial in scales * torch.linspace(0.05, 1, 39, device=w.device)[:, None]:
-            codes = round_to(rows, trial[:, None], bits)
-            fitted = (codes * rows).sum(1) / codes.square().sum(1).clamp_min(1)  # least squares, given the codes
-            error = (codes * fitted[:, None] - rows).square().sum(1)
-            scales, least = torch.where(error < least, fitted, scales), torch.minimum(error, least)
-    scales = scales * widen
-    return ((scales.log2() * 16).round() / 16).exp2().half() if step == "grid" else scales.half()
-
-
-def quantize(w: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
-    """Codes int8 (R, C) and scales float16 (R,) or (1,) of w (R, ...), rounded to nearest."""
-    scales = choose_scales(w, quantizer)
-    return round_to(w.reshape(w.shape[0], -1).float(), scales.float()[:, None], quantizer.bits).to(torch.int8), scales
+    rows = w.reshape(w.shape[0], -1).float()  # (R, C)
+    alike = rows.reshape(1, -1) if step == "tensor" else rows  # those of one scale
+    clip = alike.square().mean(1).sqrt() * clip_sigmas if clip_sigmas > 0 else alike.abs().amax(1)  # (R,) or (1,)
+    scales = clip * (widen / (2 ** (bits - 1) - 1))
+    if clip_sigmas < 0:
+        tried = (scales * torch.linspace(0.1, 1.0, 37, device=w.device)[:, None])[..., None]  # (37, R, 1)
+        errors = [(round_to(alike, own, bits) * own - alike).square().sum(1) for own in tried]
+        scales = tried[..., 0].gather(0, torch.stack(errors).argmin(0, keepdim=True))[0]
+    scales = (((scales.log2() * 16).round() / 16).exp2() if step == "grid" else scales).half()
+    return round_to(rows, scales.float()[:, None], bits).to(torch.int8), scales
 
 
 def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
     """code * scale, float32 (R, C): an 8-bit code times an 11-bit significand is exact, on every machine."""
     return codes.float() * scales.float()[:, None]
-
-
-def fake_quant(w: Tensor, quantizer: Quantizer) -> Tensor:
-    """w as the artifact would give it back, by the same two functions, in w's shape and dtype."""
-    return dequantize(*quantize(w, quantizer)).reshape(w.shape).to(w.dtype)
 
 
 class Hessians(torch.overrides.TorchFunctionMode):
@@ -1811,9 +1776,16 @@ def quantize_all(tensors: dict[str, Tensor], table: QuantTable, hessians: dict[s
     coded = {}
     for name, w in tensors.items():
         if own := table.get(tensor_class(name, w)):
-            codes, scales = quantize(w, own)
-            coded[name] = gptq(w, scales, own.bits, hessians[name]) if name in hessians else codes, scales, own.bits
+            codes, scales = quantize(w, **own)
+            codes = gptq(w, scales, own["bits"], hessians[name]) if name in hessians else codes
+            coded[name] = codes, scales, own["bits"]
     return coded
+
+
+def quant_table(settings) -> QuantTable:
+    """The classes and their quantizers that the settings ask for."""
+    return {kind: {"widen": 1.0, **{part: getattr(settings, f"{word}_{part}") for part in QUANTIZER}}
+            for kind, word in (("matrix", "matrix"), ("embedding", "embed"))}
 
 
 @contextlib.contextmanager
@@ -1830,38 +1802,35 @@ def swapped(params: list[Tensor], values: Iterable[Tensor]) -> Iterator[None]:
 
 
 def quantized(network: nn.Module, table: QuantTable) -> contextlib.AbstractContextManager[None]:
-    """Quantization-aware training: inside, for forward and backward, weights of the table's classes are fake_quant.
+    """Quantization-aware training: inside, for forward and backward, weights are as the artifact would give them back.
 
     No flag in the model, so compiled code is not traced again. The gradient at q(w) lands on w as it is: exactly the
     straight-through estimator (Bengio et al., arXiv:1308.3432), w + (q(w) - w).detach().
     """
     named = [(param, tensor_class(name, param)) for name, param in network.named_parameters()]
     chosen = [(param, table[kind]) for param, kind in named if kind in table]
-    return swapped([param for param, _ in chosen], (fake_quant(param.detach(), own) for param, own in chosen))
+    values = (dequantize(*quantize(param.detach(), **own)).view_as(param) for param, own in chosen)
+    return swapped([param for param, _ in chosen], values)
 
 
-def fit_steps(tensors: dict[str, Tensor], table: QuantTable, excess: float, ratios: dict[str, float],
-              least: float, most: float) -> QuantTable:
-    """The table, its steps wider by ratios times a common factor, each within least..most, for `excess` bytes fewer.
+def fit_steps(tensors: dict[str, Tensor], table: QuantTable, excess: float, least: float, most: float,
+              ratio: float = 1.0) -> QuantTable:
+    """The table with steps wider, by a factor within least..most, for `excess` bytes fewer; embeddings' `ratio` more.
 
-    Bytes: the order-0 entropy of each tensor's codes. The rest of a file hardly changes, and contexts save a share.
+    Bytes: the order-0 entropy of each tensor's codes, which is nearly all that a file holds.
     """
-    def entropy(table: QuantTable) -> float:
-        total = 0.0
-        for codes, *_ in quantize_all(tensors, table, {}).values():
-            share = torch.bincount(codes.flatten().int() + 128).double() / codes.numel()
-            total += torch.special.entr(share).sum() * codes.numel() / math.log(2) / 8
-        return float(total)
-
     def wider(power: float) -> QuantTable:
-        return QuantTable({kind: own._replace(widen=own.widen * min(most, max(least, 2**power * ratios[kind])))
-                           for kind, own in table.items()})
+        factors = {"matrix": 2**power, "embedding": ratio * 2**power}
+        factors = {kind: min(most, max(least, factors[kind])) for kind in table}
+        return {kind: {**own, "widen": own["widen"] * factors[kind]} for kind, own in table.items()}
 
-    target, low, high = entropy(table) - excess, -8.0, 8.0
-    for _ in range(16):
-        middle = (low + high) / 2
-        low, high = (low, middle) if entropy(wider(middle)) <= target else (middle, high)
-    return wider(high)
+    def size(table: QuantTable) -> float:
+        shares = [(torch.bincount(codes.flatten().int() + 128).double() / codes.numel(), codes.numel())
+                  for codes, *_ in quantize_all(tensors, table, {}).values()]
+        return sum(torch.special.entr(share).sum().item() * count for share, count in shares) / math.log(256)
+
+    target, powers = size(table) - excess, np.linspace(-8, 8, 1 << 14).tolist()
+    return wider(powers[bisect.bisect_left(powers[:-1], -target, key=lambda power: -size(wider(power)))])
 
 
 def count_parameters(network: nn.Module) -> dict[str, int]:
@@ -1876,10 +1845,10 @@ def count_parameters(network: nn.Module) -> dict[str, int]:
 # === shared: artifact ===
 # One file, little endian: magic, version u32, header length u32, zstd(JSON header), data area, SHA-256 of the rest.
 # The data area, without gaps: sections "states", "tables", "numbers"; the words of the tensors of coder rans; section
-# "scales", float16, of all tensors in turn; the other tensors. A crc32 is of the unpacked array. Codes are int8. rANS
-# codes them by table `table`, plus the numbers of their row and column if `contexts` is "row" or "cell". Its lane
-# states begin as in "states", run on from tensor to tensor, and end in 2**16 plus two bytes each: the first ones of
-# what follows the words, which stand nowhere else. So a lane costs about a byte.
+# "scales", float16, of all tensors in turn; the other tensors. A crc32 is of the unpacked array. Codes are int8; rANS
+# takes the one at (r, c) by table `table` plus number r and R + c of its tensor. Lane states begin as in "states", run
+# on from tensor to tensor, and end in 2**16 plus two bytes each: the first ones of what follows the words, which stand
+# nowhere else. So a lane costs about a byte.
 ARTIFACT_PREFIX, ARTIFACT_MAGIC, ARTIFACT_VERSION = struct.Struct("<8sII"), b"UNDERPAR", 3
 RANS_BITS = 14  # at 14 bits the rounding of frequencies costs about 20 bytes per million codes, at 12 bits 150
 RANS_TOTAL = 1 << RANS_BITS
@@ -1937,8 +1906,8 @@ def rans_encode(states: np.ndarray, table: np.ndarray, symbols: np.ndarray) -> n
     return np.concatenate(chunks[::-1])
 
 
-def rans_decode(states: np.ndarray, table: np.ndarray, words: np.ndarray, count: int) -> tuple[np.ndarray, int]:
-    """The inverse, in integers only: the next symbols, uint8 (count,), and how many words they took. ArtifactError."""
+def rans_decode(states: np.ndarray, table: np.ndarray, words: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """The inverse, in integers only: the next symbols, uint8 (count,), and the words after theirs. ArtifactError."""
     require(int(table.sum(dtype=np.int64)) == RANS_TOTAL, "a frequency table is not whole")
     table = table.astype(np.uint32)
     frequency = np.repeat(table, table)  # (2**14,), by slot
@@ -1953,7 +1922,7 @@ def rans_decode(states: np.ndarray, table: np.ndarray, words: np.ndarray, count:
         require(position + len(low) <= len(words), "more rANS words are asked for than stored")
         x[low] = x[low] << 16 | words[position : position + len(low)]
         position += len(low)
-    return np.repeat(np.arange(256, dtype=np.uint8), table)[slots], position
+    return np.repeat(np.arange(256, dtype=np.uint8), table)[slots], words[position:]
 
 
 def entropy_bytes(counts: np.ndarray, pool: np.ndarray) -> float:
@@ -1962,71 +1931,69 @@ def entropy_bytes(counts: np.ndarray, pool: np.ndarray) -> float:
 
 
 def size_numbers(codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers of rows (R, 1) and columns (C,) of codes int8 (R, C), uint8: quarter octaves of their root mean square.
+    """Numbers of rows (R,) and columns (C,) of codes int8 (R, C), uint8: quarter octaves of their root mean square.
 
     A row's and a column's number add up to a code's. Trained rows differ in size, and so do columns that read hidden
     units; given both, codes are near to normal (docs/lab.md, 2026-11-21).
     """
     power = np.square(codes, dtype=np.float32)
-    sides = power.mean(1, keepdims=True), power.mean(0) / max(power.mean(), 1e-9)
+    sides = power.mean(1), power.mean(0) / max(power.mean(), 1e-9)
     return tuple(np.rint(2 * np.log2(np.clip(side, 2**-8, 2**16)) + 16).astype(np.uint8) for side in sides)
 
 
-def choose_tables(tensors: list[tuple[str, np.ndarray]]) -> tuple[np.ndarray, list[tuple[str, int, np.ndarray]]]:
-    """Tables uint16 (K, 256) for (class, codes int8 (R, C)), and of each tensor (contexts, first table, numbers).
+def choose_tables(tensors: list[tuple[str, np.ndarray]]) -> tuple[np.ndarray, list[tuple[str, int, tuple]]]:
+    """Tables uint16 (K, 256) for (class, codes int8 (R, C)); of each tensor (contexts, first table, its numbers).
 
-    Contexts: one table for the "tensor" or its "class", or one for all "row"s or "cell"s of a size, with size_numbers
-    uint8 (R,) or (R + C,). Each tensor has what takes the fewest bytes, its part of the tables included.
+    Contexts: one table for the "tensor" or its "class" (numbers are 0), or one for all codes of a size by "row" or
+    "cell", see size_numbers. Each tensor has what takes the fewest bytes, its part of the tables included.
     """
-    options = []  # of each tensor: contexts -> (key of the tables, counts (N, 256), numbers)
+    offers = []  # of each tensor: contexts -> (key of the tables, counts (N, 256) by table and code, numbers)
     for at, (kind, codes) in enumerate(tensors):
         (rows, columns), own = size_numbers(codes), {}
-        for contexts, table, numbers in (("row", rows, rows), ("cell", rows + columns, np.append(rows, columns))):
-            counts = np.bincount((table.astype(np.int32) << 8 | codes.view(np.uint8)).reshape(-1), minlength=1 << 16)
-            own[contexts] = contexts, counts.reshape(256, 256), numbers.reshape(-1)
-        total = counts.reshape(1, 256, 256).sum(1)
-        options.append({**own, "class": (kind, total, numbers[:0]), "tensor": (at, total, numbers[:0])})
+        for contexts, other in (("row", 0 * columns), ("cell", columns)):
+            table = np.add.outer(rows, other, dtype=np.int32)
+            counts = np.bincount((table << 8 | codes.view(np.uint8)).reshape(-1), minlength=1 << 16).reshape(256, 256)
+            own[contexts] = contexts, counts, (rows, other)
+        alike = counts.sum(0, keepdims=True), (0 * rows, 0 * columns)
+        offers.append({**own, "class": (kind, *alike), "tensor": (str(at), *alike)})
 
-    def size(pools: dict, key: str | int, counts: np.ndarray, numbers: np.ndarray) -> float:
-        own, (pool, members) = np.bincount(numbers, minlength=1), pools.get(key, (0, 0))
-        if not members:
-            return math.inf
-        table = 0.7 * np.count_nonzero(pool) / members  # about what a table's entry takes, packed
-        return entropy_bytes(counts, pool) + entropy_bytes(own, own) + table
+    def pool(picks: list[Iterable[str]]) -> dict[str, tuple[np.ndarray, int]]:  # key -> counts of all, how many
+        pools = {}
+        for own, names in zip(offers, picks, strict=True):
+            for key, counts, _ in map(own.get, names):
+                before, members = pools.get(key, (0, 0))
+                pools[key] = before + counts, members + 1
+        return pools
 
-    picks = [list(own) for own in options]  # first as if each tensor took all of them, then by those who do
-    for last in (False, False, True):
-        pools = {}  # key -> counts, members
-        for own, taken in zip(options, picks, strict=True):
-            for key, counts, _ in map(own.get, taken):
-                pool, members = pools.get(key, (0, 0))
-                pools[key] = pool + counts, members + 1
-        if not last:
-            picks = [[min(own, key=lambda pick: size(pools, *own[pick]))] for own in options]
+    def size(key: str, counts: np.ndarray, numbers: tuple[np.ndarray, np.ndarray]) -> float:
+        every, members = pools[key]
+        kinds = [np.bincount(side, minlength=256) for side in numbers]
+        table = 0.7 * np.count_nonzero(every) / members  # about what an entry takes, packed
+        return entropy_bytes(counts, every) + entropy_bytes(np.array(kinds), np.array(kinds)) + table
+
+    pools = pool(offers)  # as if each tensor took all of them
+    picks = [min(own, key=lambda name: size(*own[name])) for own in offers]  # noqa: B023
     tables, first = [], {}
-    for key, (pool, _) in pools.items():
-        used = np.flatnonzero(pool.sum(1))
+    for key, (counts, _) in pool([[name] for name in picks]).items():
+        used = np.flatnonzero(counts.sum(1))
         first[key] = len(tables) - int(used[0])
-        tables += map(rans_table, pool[used[0] : used[-1] + 1])
-    chosen = [(pick, first[own[pick][0]], own[pick][2]) for own, (pick,) in zip(options, picks, strict=True)]
+        tables += map(rans_table, counts[used[0] : used[-1] + 1])
+    chosen = [(name, first[own[name][0]], own[name][2]) for name, own in zip(picks, offers, strict=True)]
     return np.array(tables, np.uint16).reshape(-1, 256), chosen
 
 
-def code_runs(shape: list[int], first: int, numbers: np.ndarray) -> tuple[np.ndarray | slice, list[tuple[int, int]]]:
+def code_runs(first: int, rows: np.ndarray, columns: np.ndarray) -> tuple[np.ndarray, list[tuple[int, int]]]:
     """By tables, as rANS takes the codes of a tensor: their order, and runs of (table, number of codes)."""
-    if not len(numbers):
-        return slice(None), [(first, math.prod(shape))]
-    columns = numbers[shape[0] :] if len(numbers) > shape[0] else np.zeros(math.prod(shape[1:]), np.uint8)
-    table = (numbers[: shape[0], None].astype(np.uint16) + columns).reshape(-1)
-    runs = zip(*(array.tolist() for array in np.unique(table, return_counts=True)), strict=True)
-    return np.argsort(table, kind="stable"), [(first + number, count) for number, count in runs]
+    table = np.add.outer(rows, columns, dtype=np.uint16).reshape(-1)
+    return np.argsort(table, kind="stable"), [
+        (first + number, count) for number, count in enumerate(np.bincount(table).tolist()) if count]
 
 
 def pack_array(record: dict, array: np.ndarray) -> list:
     """[record with coder and crc32, payload]: the array as it is, as a zstd frame, or its one value, the shortest."""
     array = array.astype(array.dtype.newbyteorder("<"), copy=False)
     raw = array.reshape(-1, 1).view(np.uint8).T.tobytes()  # by byte planes, in which float16 and tables compress better
-    frame = zstandard.ZstdCompressor(level=19 if array.size < 1 << 16 else 1).compress(raw)
+    frame = zstandard.ZstdCompressor(level=1 if array.dtype == np.int8 else 19).compress(raw)  # rANS suits codes
     payloads = {"stored": raw, "zstd": frame}
     if array.size and (array == array.flat[0]).all():
         payloads["constant"] = array.flat[0].tobytes()
@@ -2081,12 +2048,12 @@ def pack_artifact(tensors: dict[str, Tensor], coded: dict[str, tuple[Tensor, Ten
     heads = 2 * rans_lanes(sum(codes.size for _, codes in streams))  # bytes of it that lane states carry
     states = RANS_LOW + np.frombuffer(tail[:heads].ljust(heads, b"\0"), "<u2").astype(np.uint32)
     for (part, codes), (_, table, numbers) in zip(streams[::-1], chosen[::-1], strict=True):
-        order, runs = code_runs(codes.shape, table, numbers)
+        order, runs = code_runs(table, *numbers)
         symbols, part[1], end = codes.view(np.uint8).reshape(-1)[order], b"", codes.size
         for number, count in reversed(runs):
             part[1] = rans_encode(states, tables[number], symbols[end - count : end]).astype("<u2").tobytes() + part[1]
             end -= count
-    numbers = np.concatenate([np.empty(0, np.uint8), *(numbers for *_, numbers in chosen)])
+    numbers = np.concatenate([np.empty(0, np.uint8), *(own[side] for side in (0, 1) for *_, own in chosen)])
     early = [pack_array({"name": name, "class": name}, array) for name, array in (
         ("states", states), ("tables", np.ascontiguousarray(tables.T)), ("numbers", numbers))]
     sizes = collections.Counter(states=-min(heads, len(tail)))  # class -> bytes
@@ -2126,29 +2093,24 @@ def read_artifact(path: str | Path, max_weights: int = 1 << 30) -> tuple[dict, d
         require(all(size >= 0 for record in records for size in record["shape"]), "a tensor's shape is negative")
         weights = sum(math.prod(max(1, size) for size in record["shape"]) for record in records)
         require(weights <= max_weights, f"{weights} weights, the limit is {max_weights}")
-        streams = [record for record in records if record["coder"] == "rans"]
-        sides = [(rows, math.prod(columns)) for rows, *columns in (record["shape"] for record in streams)]
-        needs = [{"row": rows, "cell": rows + columns}.get(record["contexts"], 0)
-                 for record, (rows, columns) in zip(streams, sides, strict=True)]
-        require(header["tables"] <= len(streams) + 512, f"{header['tables']} tables for {len(streams)} tensors")
-        what = "sections"
-        lanes = rans_lanes(sum(rows * columns for rows, columns in sides))
+        streams, count = [record for record in records if record["coder"] == "rans"], header["tables"]
+        require(count <= len(streams) + 1024, f"{count} tables for {len(streams)} tensors")
+        sides = [record["shape"][0] for record in streams] + [math.prod(record["shape"][1:]) for record in streams]
+        what, lanes = "sections", rans_lanes(sum(math.prod(record["shape"]) for record in streams))
         states = unpack_array(sections["states"], area, "<u4", lanes)
-        tables = unpack_array(sections["tables"], area, "<u2", 256 * header["tables"]).reshape(256, -1).T.copy()
-        numbers = np.split(unpack_array(sections["numbers"], area, "|u1", sum(needs)), np.cumsum(needs))
-        for record, own in zip(streams, numbers, strict=False):
-            what, symbols, position = f"tensor {record['name']!r}", [], 0
-            words = np.frombuffer(area.read(record["length"]), "<u2")
-            order, runs = code_runs(record["shape"], record["table"], own)
+        tables = unpack_array(sections["tables"], area, "<u2", 256 * count).reshape(256, -1).T.copy()
+        numbers = np.split(unpack_array(sections["numbers"], area, "|u1", sum(sides)), np.cumsum(sides)[:-1])
+        for at, record in enumerate(streams):
+            what, words = f"tensor {record['name']!r}", np.frombuffer(area.read(record["length"]), "<u2")
+            arrays[record["name"]] = codes = np.empty(math.prod(record["shape"]), np.int8)
+            order, runs = code_runs(record["table"], numbers[at], numbers[len(streams) + at])
             for number, count in runs:
                 require(0 <= number < len(tables), f"table {number} of {len(tables)}")
-                decoded, taken = rans_decode(states, tables[number], words[position:], count)
-                symbols, position = [*symbols, decoded], position + taken
-            require(position == len(words), f"{len(words) - position} rANS words are left over")
-            codes = np.empty(math.prod(record["shape"]), np.int8)
-            codes[order] = np.concatenate(symbols).view(np.int8)
-            require(zlib.crc32(codes) == record["crc32"], f"CRC-32 of {record['name']!r} is wrong")
-            arrays[record["name"]] = codes
+                here, order = np.split(order, [count])
+                symbols, words = rans_decode(states, tables[number], words, count)
+                codes[here] = symbols.view(np.int8)
+            require(not len(words), f"{len(words)} rANS words are left over")
+            require(zlib.crc32(codes) == record["crc32"], "its CRC-32 is wrong")
         what = "states"
         require((states >> 16 == 1).all(), "lanes do not end where they began")
         area = io.BytesIO(states.astype("<u2").tobytes() + area.read())
@@ -2174,13 +2136,13 @@ def read_artifact(path: str | Path, max_weights: int = 1 << 30) -> tuple[dict, d
 
 
 class Exporter:
-    """From weights to an artifact of at most `limit` bytes. score: () -> Score of the network on held-out tokens.
+    """From a network's weights to the codes of an artifact of at most `limit` bytes; `table` is changed in place.
 
-    `table` is changed in place; rest: further arguments of pack_artifact.
+    score: () -> Score of the network, as it is, on held-out tokens; rest: further arguments of pack_artifact.
     """
 
     def __init__(self, network: nn.Module, table: QuantTable, limit: int, score: Callable, runtime: Runtime,
-                 log: Callable, **rest):
+                 log: Callable, rest: dict):
         self.network, self.tensors, self.table, self.limit = network, network.state_dict(), table, limit
         self.score, self.runtime, self.log, self.rest = score, runtime, log, rest
 
@@ -2190,56 +2152,50 @@ class Exporter:
 
     def loss(self, coded: dict[str, tuple]) -> float:
         """Nats on held-out tokens, with the weights that these codes stand for."""
-        values = (dequantize(codes, scales).view_as(self.tensors[name]) for name, (codes, scales, _) in coded.items())
+        values = [dequantize(codes, scales).view_as(self.tensors[name]) for name, (codes, scales, _) in coded.items()]
         with swapped([self.tensors[name] for name in coded], values):
             return self.score().nats
 
     def fit_table(self) -> None:
-        """Where the artifact would be too long: wider steps, by class, for fake quantization and export alike.
+        """Steps for fake quantization and export alike: the table's or, if the artifact were too long, wider ones.
 
-        The loss is measured with all classes widened alike, and each alone. It grows as the square of a step, and n
-        weights save n/8 bytes if theirs doubles, so the least loss has steps by the root of n / rise.
+        Of several ratios between the classes the one with the least loss; a hundredth of the limit is kept for later.
         """
-        def loss(table: QuantTable) -> float:
-            return self.loss(quantize_all(self.tensors, table, {}))
-
         excess = int(self.runtime.agree(str(self.excess(quantize_all(self.tensors, self.table, {})))))
         if excess > 0:
-            alike = fit_steps(self.tensors, self.table, excess, dict.fromkeys(self.table, 1.0), 1.0, 256.0)
-            plain, counts = self.score().nats, count_parameters(self.network)
-            rises = {kind: max(1e-4, loss(QuantTable({kind: own})) / plain - 1) for kind, own in alike.items()}
-            ratios = {kind: math.sqrt(counts[kind] / counts["total"] / rises[kind]) for kind in rises}
-            by_class = fit_steps(self.tensors, self.table, excess, ratios, 1.0, 256.0)
-            self.table.update(min(alike, by_class, key=loss))
-            self.table.load_state_dict(json.loads(self.runtime.agree(json.dumps(self.table))))
-        self.log(f"sizes: {-excess} bytes left, " + " ".join(
-            f"{kind} {own.bits} bits, step {own.step} x {own.widen:.4f}" for kind, own in self.table.items()))
+            tried = [fit_steps(self.tensors, self.table, excess + self.limit / 100, 1.0, 256.0, ratio)
+                     for ratio in (0.5, 0.71, 1.0, 1.41)]
+            best = min(tried, key=lambda table: self.loss(quantize_all(self.tensors, table, {})))
+            self.table.update(json.loads(self.runtime.agree(json.dumps(best))))
+        self.log(f"sizes: {-excess} bytes below the limit; {self.table}")
 
     @torch.no_grad()
     def codes(self, calibration: Iterable[Tensor]) -> dict[str, tuple]:
-        """Codes of the weights: the nearest, or GPTQ's by token ids (B, T) of `calibration` if they score better.
+        """See quantize_all: the nearest, or by GPTQ with token ids (B, T) of `calibration` where these score better.
 
-        Where steps were widened, they change by up to 5% more, so that the artifact meets the limit.
+        Where steps were widened they change by up to 5% again, so that the artifact just meets the limit.
         """
+        begin, table, total = time.perf_counter(), self.table, 0.0
         with Hessians(self.network) as taps:
             for ids in calibration:
                 self.network(ids)
-        hessians, tried = {name: self.runtime.sum(own) for name, own in taps.sums.items()}, {}
-        for way, own in {"nearest": {}, **({"gptq": hessians} if hessians else {})}.items():
-            coded = quantize_all(self.tensors, self.table, own)
-            tried[way] = self.loss(coded), way, own, coded
-            self.log(f"codes: {way}, on held-out training tokens nats:{tried[way][0]:.1f}")
-        _, way, own, coded = min(tried.values(), key=lambda each: each[0])
-        table, excess, fitted = self.table, 0, all(each.widen == 1 for each in self.table.values())
-        for _ in range(4):
+        hessians = {name: self.runtime.sum(own) for name, own in taps.sums.items()}
+        ways = [{}, hessians] if hessians else [{}]
+        coded = [quantize_all(self.tensors, table, way) for way in ways]
+        nats = [self.loss(own) for own in coded]
+        best = nats.index(min(nats))
+        self.log(f"codes: {nats} nats held out, to nearest and by GPTQ of {len(hessians)} weights")
+        coded = coded[best]
+        over, widened = self.excess(coded), any(own["widen"] != 1 for own in table.values())
+        for _ in range(4 if over > 0 or widened else 0):
+            total += over + self.limit / 2000
+            table = fit_steps(self.tensors, self.table, total, 1 / 1.05, 1.05)
+            coded = quantize_all(self.tensors, table, ways[best])
             over = self.excess(coded)
-            if fitted and over <= 0:
+            if over <= 0:
                 break
-            fitted, excess = True, excess + over + self.limit // 4096
-            table = fit_steps(self.tensors, self.table, excess, dict.fromkeys(table, 1.0), 1 / 1.05, 1.05)
-            coded = quantize_all(self.tensors, table, own)
-        change = {kind: table[kind].widen / each.widen - 1 for kind, each in self.table.items()}
-        self.log(f"codes: {way} taken; steps wider by " + " ".join(f"{kind}:{by:+.2%}" for kind, by in change.items()))
+        change = {kind: f"{own['widen'] / self.table[kind]['widen'] - 1:+.2%}" for kind, own in table.items()}
+        self.log(f"codes: {-over} bytes below the limit, steps wider by {change}, {time.perf_counter() - begin:.1f} s")
         return coded
 # === end: artifact ===
 
@@ -2562,14 +2518,14 @@ def main() -> int:
     network.activation_checkpointing = settings.activation_checkpointing
     compiled = functools.partial(torch.compile, dynamic=False, fullgraph=True, mode=settings.compile_mode)
     model, optimizers = compiled(network) if settings.compile else network, Optimizers(network, settings, runtime)
-    table = QuantTable(matrix=Quantizer(settings.matrix_bits, settings.matrix_clip_sigmas, settings.matrix_step),
-                       embedding=Quantizer(settings.embed_bits, settings.embed_clip_sigmas, settings.embed_step))
+    table = quant_table(settings)
     memory = {"ema": settings.ema_memory_frac, "swa": None}
     averages = {name: Average(list(network.parameters()), memory[name]) for name in memory if getattr(settings, name)}
     replay = json.loads((Path(settings.replay) / "progress.json").read_bytes())["progress"] if settings.replay else []
     budget = max(0.0, settings.max_wallclock_seconds - settings.reserve_seconds)
     clock = Clock(settings.iterations, budget, runtime, replay)
-    parts = dict(network=network, optimizers=optimizers, plan=plan, clock=clock, table=table, **averages)
+    widened = SimpleNamespace(state_dict=lambda: table, load_state_dict=table.update)
+    parts = dict(network=network, optimizers=optimizers, plan=plan, clock=clock, table=widened, **averages)
     run = Run(settings, runtime, parts, {
         **vars(config), "manifest_sha256": data.manifest_sha256, "data_shares": data.shares,
         **{name: getattr(settings, name) for name in ("seed", "train_batch_tokens", "holdout_tokens", "optimizer")}})
@@ -2599,9 +2555,10 @@ def main() -> int:
     score = functools.partial(score_tokens, tokens=data.val, tokenizer=tokenizer, runtime=runtime,
                               seq_len=settings.train_seq_len, stride=settings.train_seq_len, batch=batches.micro_rows)
 
-    exporter = Exporter(network, table, settings.artifact_bytes_max - code, functools.partial(
-        score, model, tokens=data.held_out), runtime, log, settings=vars(config), tokenizer_sha256=tokenizer.sha256,
-        meta={"seed": settings.seed, "tokenizer": tokenizer.file})
+    rest = {"settings": vars(config), "tokenizer_sha256": tokenizer.sha256,
+            "meta": {"seed": settings.seed, "tokenizer": tokenizer.file}}
+    exporter = Exporter(network, table, settings.artifact_bytes_max - code,
+                        functools.partial(score, model, tokens=data.held_out), runtime, log, rest)
 
     def report(loss: float) -> None:
         seconds, done = clock.seconds[-1], run.step
@@ -2709,7 +2666,7 @@ def main() -> int:
         run.event("over_clock", seconds=clock.elapsed(), hint="no record; choosing wants more RESERVE_SECONDS")
 
     artifact = folder / "model.upar"
-    packed, sizes = pack_artifact(network.state_dict(), coded, **exporter.rest)
+    packed, sizes = pack_artifact(network.state_dict(), coded, **rest)
     if runtime.rank == 0:
         replace_file(artifact, packed)
     runtime.agree("")  # rank 0 has written it
