@@ -159,7 +159,7 @@ class Settings:
     matrix_clip_sigmas: float = 8.0  # the largest code, in root mean squares; 0: the largest weight; -1: least error
     matrix_step: str = "tensor"  # what has a step of its own: tensor, row, or grid (a row, steps 2**(1/16) apart)
     embed_bits: int = 8  # the same for embeddings and head
-    embed_clip_sigmas: float = 20.0  # the same
+    embed_clip_sigmas: float = 6.0  # the same
     embed_step: str = "tensor"  # the same
     gptq_calibration_batches: int = 16  # training batches by which GPTQ rounds at the end; 0: to the nearest code
     artifact_bytes_max: int = 16000000  # script + config + artifact, decimal bytes; steps are widened to meet it
@@ -1753,22 +1753,23 @@ def gptq(w: Tensor, scales: Tensor, bits: int, hessian: Tensor) -> Tensor:
     """Codes int8 (R, C) of w (R, ...) by scales (R,) or (1,) that make tr(E H E^T) small, E (R, C) being their error.
 
     GPTQ (arXiv 2210.17323, algorithm 1), in float64: column by column, an error is spread over the columns to come, as
-    H (C, C) = sum x x^T over inputs x says, damped by 0.01 of its mean; columns of large inputs come first.
+    H (C, C) = sum x x^T over inputs x says; those of large inputs come first. Damping of 0.01 did worse (docs/lab.md).
     """
     order = hessian.diagonal().argsort(descending=True)
     h, w, steps = hessian.double()[order][:, order], w.flatten(1).double()[:, order], scales.double()[:, None]
-    h.diagonal().add_(0.01 * h.diagonal().mean() + 1e-9)
+    h.diagonal().add_(0.1 * h.diagonal().mean() + 1e-9)
     spread = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(h)), upper=True)
-    codes = torch.empty_like(w)
     for begin in range(0, len(h), 128):  # the errors of a block reach later blocks at its end
-        block, to, errors = w[:, begin : begin + 128], spread[begin : begin + 128], torch.empty_like(w[:, :128])
+        block, to = w[:, begin : begin + 128], spread[begin : begin + 128, begin:]  # codes take the weights' place
+        errors = torch.empty_like(block)
         for at in range(block.shape[1]):
-            code = round_to(block[:, at : at + 1], steps, bits)
-            codes[:, begin + at : begin + at + 1] = code
-            errors[:, at : at + 1] = (block[:, at : at + 1] - code * steps) / to[at, begin + at]
-            block[:, at + 1 :] -= errors[:, at : at + 1] * to[at, begin + at + 1 : begin + 128]
-        w[:, begin + 128 :] -= errors[:, : block.shape[1]] @ to[:, begin + 128 :]
-    return codes[:, order.argsort()].to(torch.int8)
+            column = block[:, at : at + 1].clone()
+            code = round_to(column, steps, bits)
+            errors[:, at : at + 1] = (column - code * steps) / to[at, at]
+            block[:, at:] -= errors[:, at : at + 1] * to[at, at : block.shape[1]]
+            block[:, at : at + 1] = code
+        w[:, begin + 128 :] -= errors @ to[:, 128:]
+    return w[:, order.argsort()].to(torch.int8)
 
 
 def quantize_all(tensors: dict[str, Tensor], table: QuantTable, hessians: dict[str, Tensor]) -> dict[str, tuple]:
@@ -1801,16 +1802,20 @@ def swapped(params: list[Tensor], values: Iterable[Tensor]) -> Iterator[None]:
             param.copy_(own)
 
 
+def decoded(tensors: dict[str, Tensor], coded: dict[str, tuple]) -> contextlib.AbstractContextManager[None]:
+    """Inside, tensors hold what their codes stand for."""
+    values = (dequantize(codes, scales).view_as(tensors[name]) for name, (codes, scales, _) in coded.items())
+    return swapped([tensors[name] for name in coded], values)
+
+
 def quantized(network: nn.Module, table: QuantTable) -> contextlib.AbstractContextManager[None]:
     """Quantization-aware training: inside, for forward and backward, weights are as the artifact would give them back.
 
     No flag in the model, so compiled code is not traced again. The gradient at q(w) lands on w as it is: exactly the
     straight-through estimator (Bengio et al., arXiv:1308.3432), w + (q(w) - w).detach().
     """
-    named = [(param, tensor_class(name, param)) for name, param in network.named_parameters()]
-    chosen = [(param, table[kind]) for param, kind in named if kind in table]
-    values = (dequantize(*quantize(param.detach(), **own)).view_as(param) for param, own in chosen)
-    return swapped([param for param, _ in chosen], values)
+    tensors = network.state_dict()
+    return decoded(tensors, quantize_all(tensors, table, {}))
 
 
 def fit_steps(tensors: dict[str, Tensor], table: QuantTable, excess: float, least: float, most: float,
@@ -2115,6 +2120,8 @@ def read_artifact(path: str | Path, max_weights: int = 1 << 30) -> tuple[dict, d
         require((states >> 16 == 1).all(), "lanes do not end where they began")
         area = io.BytesIO(states.astype("<u2").tobytes() + area.read())
         counts = [record["scales"] for record in records]
+        fit = all(count in (0, 1, *record["shape"][:1]) for count, record in zip(counts, records, strict=True))
+        require(fit, "a tensor has neither one scale nor one a row")
         scales = torch.from_numpy(unpack_array(sections["scales"], area, "<f2", sum(counts))).split(counts)
         tensors, coded = {}, {}
         for record, own in zip(records, scales, strict=True):
@@ -2152,8 +2159,7 @@ class Exporter:
 
     def loss(self, coded: dict[str, tuple]) -> float:
         """Nats on held-out tokens, with the weights that these codes stand for."""
-        values = [dequantize(codes, scales).view_as(self.tensors[name]) for name, (codes, scales, _) in coded.items()]
-        with swapped([self.tensors[name] for name in coded], values):
+        with decoded(self.tensors, coded):
             return self.score().nats
 
     def fit_table(self) -> None:
