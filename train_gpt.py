@@ -114,7 +114,6 @@ class Settings:
     qk_gain_init: float = 4.0  # initial scale of attention logits, per head, learned
     residual_mix: bool = True  # normed embedding mixed into each layer's input; learned scales of mixer and MLP
     unet_skips: bool = False  # the second half of the layers adds the outputs of the first half, last first
-    smear_gate: bool = False  # some of the previous token's embedding in each token's
     bigram_vocab_size: int = 0  # rows of a hashed embedding of token pairs; 0: none
     bigram_dim: int = 64  # its width
     tie_embeddings: bool = True  # the embedding is the output head
@@ -816,7 +815,7 @@ NORMS = ("rms", "rms_weight", "layer")
 # The settings that shape the network: they rebuild it from an artifact, with vocab_size, bos_id, layers and norms.
 MODEL_SETTINGS = tuple("""
     train_seq_len model_dim num_heads num_kv_heads attn_window mlp mlp_mult bio_events bio_threshold positions rope_base
-    rope_dims qk_norm qk_gain_init residual_mix unet_skips smear_gate bigram_vocab_size bigram_dim tie_embeddings
+    rope_dims qk_norm qk_gain_init residual_mix unet_skips bigram_vocab_size bigram_dim tie_embeddings
     tied_embed_init_std logit_softcap gdn_neg_eigval
 """.split())
 
@@ -1206,8 +1205,6 @@ class GPT(nn.Module):
         words, norms = config.layers.split(), config.norms.split()
         if config.positions == "learned":
             self.positions_embed = matrix((config.train_seq_len,), dim, 0.1 if config.residual_mix else std)
-        if config.smear_gate:
-            self.smear = nn.Parameter(torch.zeros(dim))
         if config.bigram_vocab_size:
             self.bigram_embed = matrix((config.bigram_vocab_size,), config.bigram_dim, 0.1)
             self.w_bigram = nn.Parameter(torch.zeros(dim, config.bigram_dim))
@@ -1231,23 +1228,17 @@ class GPT(nn.Module):
         """An empty cache, by which calls of `forward` continue each other: one dict a layer, the last for the whole."""
         return [{} for _ in range(len(self.mixer_of_layer) + 1)]
 
-    def embedding(self, ids: Tensor) -> Tensor:
-        """Rows of the embedding (B, T, dim), bfloat16 on CUDA; of length 1 per channel where x0 is mixed in later."""
-        x = F.embedding(ids, self.embed)
-        x = x.bfloat16() if ids.is_cuda else x  # weights stay float32 everywhere
-        return F.rms_norm(x, x.shape[-1:]) if self.config.residual_mix else x
-
     def embed_tokens(self, ids: Tensor, text: Tensor) -> Tensor:
         """What the first layer reads (B, T, dim): token, position, and the token before. `text`: see `forward`."""
-        x, config, end = self.embedding(ids), self.config, text.size(1) - (CONV_TAPS - 1)
+        x, config, end = F.embedding(ids, self.embed), self.config, text.size(1) - (CONV_TAPS - 1)
+        x = x.bfloat16() if ids.is_cuda else x  # weights stay float32 everywhere
+        x = F.rms_norm(x, x.shape[-1:]) if config.residual_mix else x
         if config.positions == "learned":
             if end > config.train_seq_len:
                 raise UserError(f"POSITIONS='learned': {end} tokens in a text, TRAIN_SEQ_LEN={config.train_seq_len}")
             x = x + self.positions_embed[end - ids.size(1) : end].to(x.dtype)
-        before = text[:, -1 - ids.size(1) : -1].masked_fill(ids == config.bos_id, config.bos_id)  # of no other document
-        if config.smear_gate:  # some of the token before, as in modded-nanogpt, by a weight per channel
-            x = x + scaled(self.embedding(before), self.smear)
-        if config.bigram_vocab_size:  # hash of Parameter Golf's BigramHashEmbedding
+        if config.bigram_vocab_size:  # Parameter Golf's BigramHashEmbedding; a pair is of one document
+            before = text[:, -1 - ids.size(1) : -1].masked_fill(ids == config.bos_id, config.bos_id)
             pair = ((36313 * ids) ^ (27191 * before)) % config.bigram_vocab_size
             x = x + linear(F.embedding(pair, self.bigram_embed).to(x.dtype), self.w_bigram)
         return x
