@@ -1561,19 +1561,12 @@ class Clock(Kept):
         return step >= self.iterations or self.budget - self.seconds[-1] - flying < self.median_step()
 
 
-@dataclass
-class Phase:
-    """A stretch of the run, in progress from `planned` to `end`, and what became of it."""
-
-    planned: float
-    end: float = 1.0
-    start_step: int = 0  # counted from 1, as in the log; 0: not yet
-    start_progress: float = 0.0
-    steps: int = 0
-
-
 class Plan:
-    """The phases of a run, each from a share of progress on, whatever the step time."""
+    """The phases of a run, each from a share of progress on, whatever the step time.
+
+    phases: name -> namespace of planned and end, in progress, and what became of it: start_step, counted from 1 as in
+    the log (0: not yet), start_progress, steps.
+    """
 
     def __init__(self, settings):
         self.settings = s = settings
@@ -1594,10 +1587,11 @@ class Plan:
                                      s.muon_momentum_warmup_frac)
         if s.warmup_frac + self.warmdown > 1:
             raise UserError(f"WARMUP_FRAC={s.warmup_frac}: must be at most {1 - self.warmdown:.3f} with this warmdown")
-        phases = {"warmup": s.warmup_frac and Phase(0.0, s.warmup_frac),
-                  "warmdown": self.warmdown and Phase(1 - self.warmdown), "ema": s.ema and Phase(s.ema_start_frac),
-                  "swa": s.swa and Phase(s.swa_start_frac), "qat": s.qat and Phase(s.qat_start_frac)}
-        self.phases = {name: phase for name, phase in phases.items() if phase}
+        phases = {"warmup": (s.warmup_frac, 0.0, s.warmup_frac), "warmdown": (self.warmdown, 1 - self.warmdown, 1.0),
+                  "ema": (s.ema, s.ema_start_frac, 1.0), "swa": (s.swa, s.swa_start_frac, 1.0),
+                  "qat": (s.qat, s.qat_start_frac, 1.0)}
+        self.phases = {name: SimpleNamespace(planned=begin, end=end, start_step=0, start_progress=0.0, steps=0)
+                       for name, (enabled, begin, end) in phases.items() if enabled}
         for name, phase in self.phases.items():
             last = 1 - 1 / s.iterations if s.iterations and name == "qat" else 1.0  # QAT begins with the step after
             if phase.planned >= last:
@@ -1635,7 +1629,7 @@ class Plan:
         return name in self.phases and self.phases[name].start_step > 0
 
     def state_dict(self) -> dict:
-        return {name: asdict(phase) for name, phase in self.phases.items()}
+        return {name: vars(phase) for name, phase in self.phases.items()}
 
     def load_state_dict(self, saved: dict) -> None:
         for name, phase in self.phases.items():  # what is planned may have changed since
@@ -2685,7 +2679,7 @@ def main() -> int:
             **mlp_activity(packed, window), **data.yardsticks,
             "artifact": str(artifact), "artifact_sha256": sha256_file(artifact),
             "artifact_bytes": artifact.stat().st_size, "code_bytes": code, "total_bytes": total,
-            "bytes_by_class": sizes, "phases": {name: asdict(phase) for name, phase in plan.phases.items()},
+            "bytes_by_class": sizes, "phases": plan.state_dict(),
             "events": run.events, "settings": asdict(settings),
         }
         replace_file(folder / "result.json", (json.dumps(result, indent=1) + "\n").encode())
