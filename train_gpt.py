@@ -372,21 +372,19 @@ def replace_file(path: str | Path, data: bytes) -> None:
 
 
 def describe_machine(runtime: Runtime) -> dict:
-    """For log and result.json: hardware, versions, most memory held so far (allocator on CUDA, process on a CPU)."""
+    """For log and result.json: commit of the script's folder, `+` if it was changed since, or "unknown"; hardware,
+    versions; most memory held so far (allocator on CUDA, process on a CPU).
+    """
+    git, where = "git describe --always --abbrev=40 --exclude='*' --dirty=+", Path(__file__).resolve().parent
+    commit = subprocess.run(git, cwd=where, shell=True, capture_output=True, text=True).stdout.strip() or "unknown"
     cuda = runtime.device.type == "cuda"
     hardware = torch.cuda.get_device_name() if cuda else f"{os.uname().machine} CPU, {torch.get_num_threads()} threads"
     versions = {"python": sys.version.split()[0], "torch": torch.__version__, "numpy": np.__version__,
                 "cuda": torch.version.cuda if cuda else None}
     process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     peak = torch.cuda.max_memory_allocated() if cuda else process  # bytes
-    return {"hardware": f"{runtime.world_size} x {hardware}", "versions": versions, "peak_memory_mib": peak / 2**20}
-
-
-def git_commit() -> str:
-    """Commit of the folder this script stands in (no tag), `+` if the tree has changes, or "unknown"."""
-    words = "git describe --always --abbrev=40 --exclude='*' --dirty=+"
-    where = Path(__file__).resolve().parent
-    return subprocess.run(words, cwd=where, shell=True, capture_output=True, text=True).stdout.strip() or "unknown"
+    return {"commit": commit, "hardware": f"{runtime.world_size} x {hardware}", "versions": versions,
+            "peak_memory_mib": peak / 2**20}
 
 
 def checkpoints(run: Path) -> list[Path]:
@@ -2350,7 +2348,7 @@ class Run(Kept):
                 self.log(source, terminal=False)
             self.log(f"command: {' '.join([sys.executable, *sys.argv])}", terminal=False)
             machine = " ".join(f"{key}:{value}" for key, value in describe_machine(self.runtime).items())
-            self.log("\n".join([f"commit:{git_commit()} {machine}", settings_table(settings), *faults]))
+            self.log("\n".join([machine, settings_table(settings), *faults]))
         return self.runtime.agree(str(newest or ""))
 
     def event(self, name: str, **found) -> None:
@@ -2669,7 +2667,7 @@ def main() -> int:
         faults.append("PROFILE=1 traced nothing, for it takes seven steps")
     if runtime.rank == 0:
         result = {
-            "script": Path(__file__).name, "run_id": folder.name, "seed": settings.seed, "commit": git_commit(),
+            "script": Path(__file__).name, "run_id": folder.name, "seed": settings.seed,
             "code_sha256": sha256_file(__file__), "manifest_sha256": data.manifest_sha256,
             "tokenizer_sha256": tokenizer.sha256, **describe_machine(runtime), "world_size": runtime.world_size,
             "steps": run.step, "tokens": run.step * batches.tokens, "train_seconds": clock.elapsed(),
