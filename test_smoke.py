@@ -137,9 +137,11 @@ def test_the_log_has_its_parts_in_order(place, first):
     assert text.startswith(source + "\n" + "=" * 120 + "\ncommand: ")
     log = log_of(place, "first")
     settings = replace(T.Settings(), **result_of(place, "first")["settings"])
+    table = [f"{' *'[value != getattr(T.Settings, name)]} {name.upper()}="
+             f"{int(value) if isinstance(value, bool) else value}" for name, value in vars(settings).items()]
     names = ("warmup", "warmdown", "ema", "swa", "qat")
     parts = [
-        "command: ", "\ncommit:", T.settings_table(settings), "\nparameters: ", "\ndata: text",
+        "command: ", "\ncommit:", "\n".join(table), "\nparameters: ", "\ndata: text",
         *(f"\nplan: {name} from " for name in names), "\nbatch: 512 tokens", "\nset-up and warm-up: ",
         "\nphase: warmup begins at step 1", "\nstep:1/30 train_loss:", "\nstep:10 val_loss:",
         "\nphase: warmdown begins at step 16", "\nphase: qat begins at step 27", "\nphase: swa begins at step 28",

@@ -267,13 +267,6 @@ def load_settings(cls: type, environ: dict[str, str], presets: dict[str, dict[st
             values |= choices[own[name]] if name in own and name not in above else {}
         values |= own
     return cls(**{name: value for name, value in {**values, **last}.items() if name.upper() in kinds})
-
-
-def settings_table(settings) -> str:
-    """Every resolved setting, one a line; `*` marks those that differ from the default."""
-    values = [(field, getattr(settings, field.name)) for field in fields(settings)]
-    return "\n".join(f"{'*' if value != field.default else ' '} {field.name.upper()}="
-                     f"{int(value) if field.type is bool else value}" for field, value in values)
 # === end: settings ===
 
 
@@ -2348,7 +2341,10 @@ class Run(Kept):
                 self.log(source, terminal=False)
             self.log(f"command: {' '.join([sys.executable, *sys.argv])}", terminal=False)
             machine = " ".join(f"{key}:{value}" for key, value in describe_machine(self.runtime).items())
-            self.log("\n".join([machine, settings_table(settings), *faults]))
+            values = [(field, getattr(settings, field.name)) for field in fields(settings)]
+            table = [f"{'*' if value != field.default else ' '} {field.name.upper()}="  # *: not the default
+                     f"{int(value) if field.type is bool else value}" for field, value in values]
+            self.log("\n".join([machine, *table, *faults]))
         return self.runtime.agree(str(newest or ""))
 
     def event(self, name: str, **found) -> None:

@@ -248,11 +248,15 @@ def test_every_setting_of_every_script_is_a_foreign_name():
     assert sorted(missing) == []
 
 
-def test_the_table_shows_every_setting_and_marks_changes():
-    settings = replace(T.Settings(), iterations=5, qat=False, run_id="x")
-    rows = T.settings_table(settings).splitlines()
+def test_the_log_shows_every_setting_and_marks_changes(tmp_path):
+    settings = replace(T.Settings(), iterations=5, qat=False, run_id="x", out_dir=str(tmp_path))
+    T.Run(settings, T.Runtime(0, 1, torch.device("cpu"), False), {}, {}).open()
+    log = (tmp_path / "x" / "log.txt").read_text().split("\n" + "=" * 120 + "\n")[1].splitlines()
+    assert log[0].startswith("command: ") and log[1].startswith("commit:")
+    rows = log[2:]
     assert [row[2:].split("=")[0] for row in rows] == [field.name.upper() for field in fields(T.Settings)]
-    assert {row for row in rows if row[0] == "*"} == {"* ITERATIONS=5", "* QAT=0", "* RUN_ID=x"}
+    assert {row for row in rows if row[0] == "*"} == {
+        "* ITERATIONS=5", "* QAT=0", "* RUN_ID=x", f"* OUT_DIR={tmp_path}"}
     assert all(row[:2] in ("* ", "  ") for row in rows)
     assert "  MAX_WALLCLOCK_SECONDS=600.0" in rows and "  EMA=1" in rows
     assert load(dict(row[2:].split("=", 1) for row in rows)) == settings
