@@ -227,28 +227,23 @@ def parse_setting(name: str, text: str, kind: type) -> int | float | bool | str:
     return value
 
 
-def read_config(path: str) -> dict[str, str]:
-    """NAME=value lines of a config file; `#` starts a comment. Raises UserError with the line's number."""
-    if not Path(path).is_file():
-        raise UserError(f"CONFIG={path!r}: no such file")
-    lines = [line.split("#", 1)[0].strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
-    for number, line in enumerate(lines, 1):
-        if line and "=" not in line:
-            raise UserError(f"{path}:{number}: {line!r} is not NAME=value")
-    pairs = [line.partition("=") for line in lines if line]
-    return {name.strip(): value.strip().strip("'\"") for name, _, value in pairs}
-
-
 def load_settings(cls: type, environ: dict[str, str], presets: dict[str, dict[str, dict]] | None = None,
                   stored: Callable[[dict[str, str]], tuple[dict, dict]] = lambda given: ({}, {})):
-    """Settings of dataclass `cls` from the file CONFIG names and from `environ`, which wins.
+    """Settings of dataclass `cls` from the NAME=value lines of the file CONFIG names and from `environ`, which wins.
 
     `presets`: setting -> its value -> values of other settings, below those that stand beside it, so that a preset
     chosen in the environment is above the file. `stored`: what stands below and above both, given both. Raises
     UserError: a wrong value, a name unknown in the file, a near miss in the environment or another script's name there.
     """
-    kinds = {field.name.upper(): field.type for field in fields(cls)}
-    config = read_config(environ["CONFIG"]) if environ.get("CONFIG") else {}
+    kinds, config, path = {field.name.upper(): field.type for field in fields(cls)}, {}, environ.get("CONFIG", "")
+    if path and not Path(path).is_file():
+        raise UserError(f"CONFIG={path!r}: no such file")
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines() if path else [], 1):
+        name, equals, value = (part.strip() for part in line.split("#", 1)[0].partition("="))
+        if name and not equals:
+            raise UserError(f"{path}:{number}: {name!r} is not NAME=value")
+        if equals:
+            config[name] = value.strip("'\"")
     ignored = {name.strip() for name in environ.get("IGNORE_ENV", "").split(",")} | {"CONFIG", "IGNORE_ENV"}
     strange = [name for name in config if name not in kinds or name == "CONFIG"]
     for name in strange + sorted(set(environ) - set(kinds) - ignored):
@@ -256,7 +251,7 @@ def load_settings(cls: type, environ: dict[str, str], presets: dict[str, dict[st
         near = difflib.get_close_matches(name, kinds, 1, 0.6 if sure else 0.85)
         hint = f"did you mean {near[0]}?" if near else "settings stand at the script's top."
         if name in strange:
-            raise UserError(f"{environ['CONFIG']}: unknown setting {name}; {hint}")
+            raise UserError(f"{path}: unknown setting {name}; {hint}")
         if near or sure:
             raise UserError(f"{name}={environ[name]!r}: no setting of this script; {hint} IGNORE_ENV={name} lets it be")
     file, env = ({name.lower(): parse_setting(name.lower(), given[name], kind) for name, kind in kinds.items()
