@@ -1736,7 +1736,7 @@ def compare(args: argparse.Namespace) -> None:
 
 # What LlamaForCausalLM of transformers is, and its names of a layer's tensors in the order of `export`.
 LLAMA = dict(mlp="swiglu", positions="rope", rope_dims=0, qk_norm=False, residual_mix=False, unet_skips=False,
-             smear_gate=False, bigram_vocab_size=0, logit_softcap=0.0)
+             bigram_vocab_size=0, logit_softcap=0.0)
 LLAMA_LAYER = ("self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj mlp.gate_proj mlp.up_proj "
                "mlp.down_proj input_layernorm post_attention_layernorm").split()
 
