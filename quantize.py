@@ -1035,11 +1035,12 @@ def quantize(w: Tensor, bits: int, clip_sigmas: float, step: str, widen: float =
     rows = w.reshape(w.shape[0], -1).float()  # (R, C)
     alike = rows.reshape(1, -1) if step == "tensor" else rows  # those of one scale
     clip = alike.square().mean(1).sqrt() * clip_sigmas if clip_sigmas > 0 else alike.abs().amax(1)  # (R,) or (1,)
-    scales = clip * (widen / (2 ** (bits - 1) - 1))
+    scales = clip / (2 ** (bits - 1) - 1)
     if clip_sigmas < 0:
         tried = (scales * torch.linspace(0.1, 1.0, 37, device=w.device)[:, None])[..., None]  # (37, R, 1)
         errors = [(round_to(alike, own, bits) * own - alike).square().sum(1) for own in tried]
         scales = tried[..., 0].gather(0, torch.stack(errors).argmin(0, keepdim=True))[0]
+    scales = scales * widen
     scales = (((scales.log2() * 16).round() / 16).exp2() if step == "grid" else scales).half()
     return round_to(rows, scales.float()[:, None], bits).to(torch.int8), scales
 
