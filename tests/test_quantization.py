@@ -7,7 +7,6 @@ import torch
 import train_gpt as script
 
 
-
 def rule(bits, clip_sigmas=0.0, step="row", widen=1.0):
     """An entry of a QuantTable."""
     return {"bits": bits, "clip_sigmas": clip_sigmas, "step": step, "widen": widen}
