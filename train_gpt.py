@@ -2143,7 +2143,8 @@ class Exporter:
                      for ratio in (0.5, 0.71, 1.0, 1.41)]
             best = min(tried, key=lambda table: self.loss(quantize_all(self.tensors, table, {})))
             self.table.update(json.loads(self.runtime.agree(json.dumps(best))))
-        self.log(f"sizes: {-excess} bytes below the limit; {self.table}")
+        wider = " ".join(f"{kind}:{own['widen']:.4f}" for kind, own in self.table.items())
+        self.log(f"sizes: {abs(excess)} bytes {'above' if excess > 0 else 'below'} the limit; steps wider by {wider}")
 
     @torch.no_grad()
     def codes(self, calibration: Iterable[Tensor]) -> dict[str, tuple]:
@@ -2160,7 +2161,8 @@ class Exporter:
         coded = [quantize_all(self.tensors, table, way) for way in ways]
         nats = [self.loss(own) for own in coded]
         best = nats.index(min(nats))
-        self.log(f"codes: {nats} nats held out, to nearest and by GPTQ of {len(hessians)} weights")
+        for way, loss in zip(("to nearest", f"by GPTQ of {len(hessians)} tensors"), nats, strict=False):
+            self.log(f"codes: {way}, on held-out training tokens nats:{loss:.1f}")
         coded = coded[best]
         over, widened = self.excess(coded), any(own["widen"] != 1 for own in table.values())
         for _ in range(4 if over > 0 or widened else 0):
@@ -2170,8 +2172,9 @@ class Exporter:
             over = self.excess(coded)
             if over <= 0:
                 break
-        change = {kind: f"{own['widen'] / self.table[kind]['widen'] - 1:+.2%}" for kind, own in table.items()}
-        self.log(f"codes: {-over} bytes below the limit, steps wider by {change}, {time.perf_counter() - begin:.1f} s")
+        change = " ".join(f"{kind}:{own['widen'] / self.table[kind]['widen'] - 1:+.2%}" for kind, own in table.items())
+        self.log(f"codes: {('to nearest', 'by GPTQ')[best]}, {-over} bytes below the limit, steps wider by {change}, in "
+                 f"{time.perf_counter() - begin:.1f} s")
         return coded
 # === end: artifact ===
 
