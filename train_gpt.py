@@ -2156,25 +2156,22 @@ class Exporter:
         with Hessians(self.network) as taps:
             for ids in calibration:
                 self.network(ids)
-        hessians = {name: self.runtime.sum(own) for name, own in taps.sums.items()}
-        ways = [{}, hessians] if hessians else [{}]
-        coded = [quantize_all(self.tensors, table, way) for way in ways]
-        nats = [self.loss(own) for own in coded]
-        best = nats.index(min(nats))
-        for way, loss in zip(("to nearest", f"by GPTQ of {len(hessians)} tensors"), nats, strict=False):
-            self.log(f"codes: {way}, on held-out training tokens nats:{loss:.1f}")
-        coded = coded[best]
-        over, widened = self.excess(coded), any(own["widen"] != 1 for own in table.values())
-        for _ in range(4 if over > 0 or widened else 0):
+        ways = {"nearest": {}, "gptq": {name: self.runtime.sum(own) for name, own in taps.sums.items()}}
+        coded = {way: quantize_all(self.tensors, table, own) for way, own in ways.items() if own or way == "nearest"}
+        nats = {way: self.loss(own) for way, own in coded.items()}
+        way = min(nats, key=nats.get)
+        coded, over = coded[way], self.excess(coded[way])
+        for _ in range(4 if over > 0 or any(own["widen"] != 1 for own in table.values()) else 0):
             total += over + self.limit / 2000
             table = fit_steps(self.tensors, self.table, total, 1 / 1.05, 1.05)
-            coded = quantize_all(self.tensors, table, ways[best])
+            coded = quantize_all(self.tensors, table, ways[way])
             over = self.excess(coded)
             if over <= 0:
                 break
-        change = " ".join(f"{kind}:{own['widen'] / self.table[kind]['widen'] - 1:+.2%}" for kind, own in table.items())
-        self.log(f"codes: {('to nearest', 'by GPTQ')[best]}, {-over} bytes below the limit, steps wider by {change}, in "
-                 f"{time.perf_counter() - begin:.1f} s")
+        wider = table["matrix"]["widen"] / self.table["matrix"]["widen"] - 1
+        held_out = " ".join(f"{name}:{loss:.1f}" for name, loss in nats.items())
+        self.log(f"codes: {way}, nats on held-out training tokens {held_out}; steps wider by {wider:+.2%}, {-over} bytes "
+                 f"below the limit; {time.perf_counter() - begin:.1f} s")
         return coded
 # === end: artifact ===
 
