@@ -2170,8 +2170,8 @@ class Exporter:
                 break
         wider = table["matrix"]["widen"] / self.table["matrix"]["widen"] - 1
         held_out = " ".join(f"{name}:{loss:.1f}" for name, loss in nats.items())
-        self.log(f"codes: {way}, nats on held-out training tokens {held_out}; steps wider by {wider:+.2%}, {-over} bytes "
-                 f"below the limit; {time.perf_counter() - begin:.1f} s")
+        self.log(f"codes: {way}, nats on held-out training tokens {held_out}; steps wider by {wider:+.2%}, "
+                 f"{-over} bytes below the limit; {time.perf_counter() - begin:.1f} s")
         return coded
 # === end: artifact ===
 
