@@ -1704,8 +1704,8 @@ class Hessians(torch.overrides.TorchFunctionMode):
         out = func(*args, **(kwargs or {}))
         if func in (Tensor.to, torch.cat):  # a copy of a parameter, or of parts of some, stands for them
             parts = args[0] if func is torch.cat else args[:1]
-            names = [self.names.get(part if part._base is None else part._base, []) for part in parts]
-            self.names.setdefault(out, sum(names, []))
+            if names := sum((self.names.get(part if part._base is None else part._base, []) for part in parts), []):
+                self.names[out] = names
         elif func is F.linear:
             x = args[0].detach().flatten(0, -2).float()
             for name in self.names.get(args[1], []):
