@@ -1450,10 +1450,6 @@ class Optimizers:
             each.state.clear()
             for group in each.param_groups:
                 each.state.update((p, saved[self.names[p]]) for p in group["params"] if self.names[p] in saved)
-
-    def zero_grad(self) -> None:
-        """Zeros into the gradients, which keep their memory: a CUDA graph's own would be overwritten by the next."""
-        torch._foreach_zero_([param.grad for param in self.params])
 # === end: optimizer ===
 
 
@@ -2400,6 +2396,8 @@ class Run(Kept):
 
 def forward_backward(model: Callable, batches: Batches, step: int) -> Tensor:
     """Gradients of the mean loss over the global batch, this rank's part; returns this rank's part of that mean."""
+    # They keep their memory: what a CUDA graph makes itself is overwritten by its next call.
+    torch._foreach_zero_([param.grad for param in model.parameters()])
     loss = torch.zeros((), device=batches.runtime.device)
     for ids, targets in batches.micro_batches(step):
         part = model(ids, targets).sum() / batches.tokens
@@ -2435,7 +2433,6 @@ def warm_up(model: Callable, network: GPT, table: QuantTable, optimizers: Optimi
             optimizers.reduce_gradients(runtime, settings.grad_clip_norm, failed)
             optimizers.step(0.0, settings.muon_momentum, bad)
             step += 1
-        optimizers.zero_grad()
     if step:
         with torch.no_grad():
             model(*next(batches.micro_batches(0)))
@@ -2572,7 +2569,6 @@ def main() -> int:
             if run.judge(*previous[:2]):
                 report(previous[0])
             elif settings.spike_policy == "rewind":
-                optimizers.zero_grad()
                 continue
         spike = statistics.median(run.losses) + settings.spike_nats if run.losses and settings.spike_nats else math.inf
         bad = ~(torch.isfinite(norm) & (loss < spike))
@@ -2586,7 +2582,6 @@ def main() -> int:
         multiplier, momentum = plan.multiplier(progress), plan.momentum(progress)
         state = f"lr_mul:{multiplier:.4f} progress:{progress:.4f} data_wait:{batches.waited / clock.elapsed():.2%}"
         optimizers.step(multiplier, momentum, bad)
-        optimizers.zero_grad()
         for name, average in averages.items():
             if "qat" in begun:  # an average of weights that never saw the quantizer does not fit it
                 average.count = 0
