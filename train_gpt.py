@@ -1206,21 +1206,6 @@ class GPT(nn.Module):
         """An empty cache, by which calls of `forward` continue each other: one dict a layer, the last for the whole."""
         return [{} for _ in range(len(self.mixer_of_layer) + 1)]
 
-    def embed_tokens(self, ids: Tensor, text: Tensor) -> Tensor:
-        """What the first layer reads (B, T, dim): token, position, and the token before. `text`: see `forward`."""
-        x, config, end = F.embedding(ids, self.embed), self.config, text.size(1) - (CONV_TAPS - 1)
-        x = x.bfloat16() if ids.is_cuda else x  # weights stay float32 everywhere
-        x = F.rms_norm(x, x.shape[-1:]) if config.residual_mix else x
-        if config.positions == "learned":
-            if end > config.train_seq_len:
-                raise UserError(f"POSITIONS='learned': {end} tokens in a text, TRAIN_SEQ_LEN={config.train_seq_len}")
-            x = x + self.positions_embed[end - ids.size(1) : end].to(x.dtype)
-        if config.bigram_vocab_size:  # Parameter Golf's BigramHashEmbedding; a pair is of one document
-            before = text[:, -1 - ids.size(1) : -1].masked_fill(ids == config.bos_id, config.bos_id)
-            pair = ((36313 * ids) ^ (27191 * before)) % config.bigram_vocab_size
-            x = x + linear(F.embedding(pair, self.bigram_embed).to(x.dtype), self.w_bigram)
-        return x
-
     def forward(self, ids: Tensor, targets: Tensor | None = None, cache: list[dict] | None = None) -> Tensor:
         """ids (B, T) to nats of each token (B, T), 0 where its target is -1; without targets to logits (B, T, V)."""
         config, half = self.config, len(self.mixer_of_layer) // 2
@@ -1229,8 +1214,20 @@ class GPT(nn.Module):
         before = caches[-1].get("text", ids.new_full((len(ids), CONV_TAPS - 1), config.bos_id))
         text = caches[-1]["text"] = torch.cat([before, ids], dim=1)
         doc = (text == config.bos_id).cumsum(dim=1)  # (B, CONV_TAPS - 1 + L)
-        x = x0 = self.embed_tokens(ids, text)
-        recompute, skips = self.activation_checkpointing and torch.is_grad_enabled(), []
+
+        x = F.embedding(ids, self.embed)
+        x = x.bfloat16() if ids.is_cuda else x  # weights stay float32 everywhere
+        x = F.rms_norm(x, x.shape[-1:]) if config.residual_mix else x
+        if config.positions == "learned":
+            if (end := doc.size(1) - (CONV_TAPS - 1)) > config.train_seq_len:
+                raise UserError(f"POSITIONS='learned': {end} tokens in a text, TRAIN_SEQ_LEN={config.train_seq_len}")
+            x = x + self.positions_embed[end - ids.size(1) : end].to(x.dtype)
+        if config.bigram_vocab_size:  # Parameter Golf's BigramHashEmbedding; a pair is of one document
+            before = text[:, -1 - ids.size(1) : -1].masked_fill(ids == config.bos_id, config.bos_id)
+            pair = ((36313 * ids) ^ (27191 * before)) % config.bigram_vocab_size
+            x = x + linear(F.embedding(pair, self.bigram_embed).to(x.dtype), self.w_bigram)
+
+        x0, skips, recompute = x, [], self.activation_checkpointing and torch.is_grad_enabled()
         for layer, (block, mixer) in enumerate(zip(self.block_of_layer, self.mixer_of_layer, strict=True)):
             if layer >= half and skips:
                 x = x + scaled(skips.pop(), self.skip[len(skips)])
