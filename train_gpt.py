@@ -305,24 +305,6 @@ def start_runtime(device: str, deterministic: bool = False) -> Runtime:
     return Runtime(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)), place, "RANK" in os.environ)
 
 
-class Log:
-    """The run's log: a file, which is gone on with where it stands, and the terminal; written by rank 0 only."""
-
-    def __init__(self, path: Path | None):
-        self.file = open(path, "ab", buffering=0) if path else None  # each line is written at once
-        self.clear = "\r\033[K" if path and sys.stdout.isatty() else ""  # wipes a terminal's line of progress
-
-    def __call__(self, text: str, terminal: bool = True) -> None:
-        if self.file:
-            try:
-                if terminal:
-                    print(self.clear + text, flush=True)
-                self.file.write(text.encode() + b"\n")
-            except OSError as error:  # a full disk may have room again before the next checkpoint
-                with contextlib.suppress(OSError):
-                    sys.stderr.write(f"log.txt: {error.strerror}, lost: {text[:200]}\n")
-
-
 def exit_code(main: Callable[[], int]) -> int:
     """Run `main` for its exit code; 2 for a UserError, 1 for other faults that one line on stderr can name."""
     rank, hint = int(os.environ.get("RANK", 0)), ""
@@ -398,7 +380,7 @@ class Watch(threading.Thread):
     unsaved on a second one, outside the loop (`looping`), and where the ranks do not agree to stop (`agreed`).
     """
 
-    def __init__(self, runtime: Runtime, folder: Path, hang_seconds: float, log: Log):
+    def __init__(self, runtime: Runtime, folder: Path, hang_seconds: float, log: Callable):
         super().__init__(daemon=True)
         self.rank, self.folder, self.hang_seconds, self.log = runtime.rank, folder, hang_seconds or math.inf, log
         self.stacks = [folder / f"stacks_rank{rank}.txt" for rank in range(runtime.world_size)]
@@ -453,7 +435,7 @@ class Watch(threading.Thread):
             sys.stderr.write(text + "\n")
 
 
-def profile_steps(folder: Path, log: Log) -> Iterator[None]:
+def profile_steps(folder: Path, log: Callable[[str], None]) -> Iterator[None]:
     """Advanced once a step: traces the fourth to the sixth into `folder`, on CUDA with the memory's history."""
     cuda = torch.cuda.is_available()
     yield from [None] * 3
@@ -2299,7 +2281,7 @@ class Run(Kept):
         often, self.saved, self.stands = int(every[1]) or math.inf, 0.0, -1
         self.every_steps, self.every_seconds = (math.inf, often) if every[2] else (often, math.inf)
         self.step, self.skipped = 0, 0  # step `step` reads the data of step + skipped
-        self.losses, self.events, self.log = [], [], Log(None)
+        self.losses, self.events, self.file, self.clear = [], [], None, ""
 
     def open(self) -> str:
         """Make or find the folder and begin the log; the checkpoint to load, or "". Raises UserError."""
@@ -2315,7 +2297,8 @@ class Run(Kept):
                     self.folder.mkdir(parents=True)
                 except OSError as error:
                     raise UserError(f"OUT_DIR={settings.out_dir!r}: cannot write there ({error.strerror})") from None
-            self.log = Log(path)
+            self.file = open(path, "ab", buffering=0)  # each line is written at once
+            self.clear = "\r\033[K" if sys.stdout.isatty() else ""  # wipes a terminal's line of progress
             source = Path(__file__).read_text(encoding="utf-8") + "\n" + "=" * 120
             if source not in path.read_text(encoding="utf-8"):
                 self.log(source, terminal=False)
@@ -2326,6 +2309,17 @@ class Run(Kept):
                      f"{int(value) if field.type is bool else value}" for field, value in values]
             self.log("\n".join([machine, *table, *faults]))
         return self.runtime.agree(str(newest or ""))
+
+    def log(self, text: str, terminal: bool = True) -> None:
+        """To log.txt, which is gone on with where it stands, and to the terminal; nothing but on rank 0."""
+        if self.file:
+            try:
+                if terminal:
+                    print(self.clear + text, flush=True)
+                self.file.write(text.encode() + b"\n")
+            except OSError as error:  # a full disk may have room again before the next checkpoint
+                with contextlib.suppress(OSError):
+                    sys.stderr.write(f"log.txt: {error.strerror}, lost: {text[:200]}\n")
 
     def event(self, name: str, **found) -> None:
         """For the log and for result.json."""
@@ -2444,7 +2438,7 @@ def rebuild(path: Path, runtime: Runtime) -> GPT:
     return network.to(runtime.device)
 
 
-def evaluate(score: Callable[..., Score], model: Callable, network: GPT, settings: Settings, log: Log, what: str,
+def evaluate(score: Callable[..., Score], model: Callable, network: GPT, settings: Settings, log: Callable, what: str,
              sources: tuple[np.ndarray, list[str]] | None = None) -> dict:
     """Score validation in plain windows, by source too if given, and in the ways asked for; the keys of result.json."""
     plain = score(model, sources=sources)
@@ -2527,9 +2521,9 @@ def main() -> int:
                 f"tok_s:{batches.tokens * done / seconds:.0f}")
         if done % settings.train_log_every == 0 or done <= 5:
             log(line)
-        elif log.clear:
+        elif run.clear:
             left = f"{clock.budget - seconds:.0f} s left " if clock.budget < math.inf else ""
-            print(log.clear + left + line, end="", flush=True)
+            print(run.clear + left + line, end="", flush=True)
 
     trace = profile_steps(folder, log) if settings.profile and runtime.rank == 0 else itertools.repeat(None)
     stop, state, batches.waited, watch.looping = False, "", 0.0, True
