@@ -2430,14 +2430,6 @@ def warm_up(model: Callable, network: GPT, table: QuantTable, optimizers: Optimi
     optimizers.load_state_dict({})
 
 
-def rebuild(path: Path, runtime: Runtime) -> GPT:
-    """The network that an artifact file holds, from that file alone."""
-    header, tensors, _ = read_artifact(path)
-    network = GPT(SimpleNamespace(**header["settings"]))
-    network.load_state_dict(tensors)
-    return network.to(runtime.device)
-
-
 def evaluate(score: Callable[..., Score], model: Callable, network: GPT, settings: Settings, log: Callable, what: str,
              sources: tuple[np.ndarray, list[str]] | None = None) -> dict:
     """Score validation in plain windows, by source too if given, and in the ways asked for; the keys of result.json."""
@@ -2624,7 +2616,9 @@ def main() -> int:
     runtime.agree("")  # rank 0 has written it
     total = code + artifact.stat().st_size
     before = evaluate(score, model, network, settings, log, "before quantization")
-    packed = rebuild(artifact, runtime)
+    header, tensors, _ = read_artifact(artifact)  # from here on the network that the file holds, by that file alone
+    packed = GPT(SimpleNamespace(**header["settings"])).to(runtime.device)
+    packed.load_state_dict(tensors)
     final = evaluate(score, compiled(packed) if settings.compile else packed, packed, settings, log,
                      "from the artifact", data.val_sources)
     assert final["val_bytes"] == data.val_bytes, f"{final['val_bytes']} validation bytes scored of {data.val_bytes}"
