@@ -305,24 +305,6 @@ def start_runtime(device: str, deterministic: bool = False) -> Runtime:
     return Runtime(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)), place, "RANK" in os.environ)
 
 
-class Log:
-    """The run's log: a file, which is gone on with where it stands, and the terminal; written by rank 0 only."""
-
-    def __init__(self, path: Path | None):
-        self.file = open(path, "ab", buffering=0) if path else None  # each line is written at once
-        self.clear = "\r\033[K" if path and sys.stdout.isatty() else ""  # wipes a terminal's line of progress
-
-    def __call__(self, text: str, terminal: bool = True) -> None:
-        if self.file:
-            try:
-                if terminal:
-                    print(self.clear + text, flush=True)
-                self.file.write(text.encode() + b"\n")
-            except OSError as error:  # a full disk may have room again before the next checkpoint
-                with contextlib.suppress(OSError):
-                    sys.stderr.write(f"log.txt: {error.strerror}, lost: {text[:200]}\n")
-
-
 def exit_code(main: Callable[[], int]) -> int:
     """Run `main` for its exit code; 2 for a UserError, 1 for other faults that one line on stderr can name."""
     rank, hint = int(os.environ.get("RANK", 0)), ""
@@ -398,7 +380,7 @@ class Watch(threading.Thread):
     unsaved on a second one, outside the loop (`looping`), and where the ranks do not agree to stop (`agreed`).
     """
 
-    def __init__(self, runtime: Runtime, folder: Path, hang_seconds: float, log: Log):
+    def __init__(self, runtime: Runtime, folder: Path, hang_seconds: float, log: Callable):
         super().__init__(daemon=True)
         self.rank, self.folder, self.hang_seconds, self.log = runtime.rank, folder, hang_seconds or math.inf, log
         self.stacks = [folder / f"stacks_rank{rank}.txt" for rank in range(runtime.world_size)]
@@ -453,7 +435,7 @@ class Watch(threading.Thread):
             sys.stderr.write(text + "\n")
 
 
-def profile_steps(folder: Path, log: Log) -> Iterator[None]:
+def profile_steps(folder: Path, log: Callable[[str], None]) -> Iterator[None]:
     """Advanced once a step: traces the fourth to the sixth into `folder`, on CUDA with the memory's history."""
     cuda = torch.cuda.is_available()
     yield from [None] * 3
@@ -1206,21 +1188,6 @@ class GPT(nn.Module):
         """An empty cache, by which calls of `forward` continue each other: one dict a layer, the last for the whole."""
         return [{} for _ in range(len(self.mixer_of_layer) + 1)]
 
-    def embed_tokens(self, ids: Tensor, text: Tensor) -> Tensor:
-        """What the first layer reads (B, T, dim): token, position, and the token before. `text`: see `forward`."""
-        x, config, end = F.embedding(ids, self.embed), self.config, text.size(1) - (CONV_TAPS - 1)
-        x = x.bfloat16() if ids.is_cuda else x  # weights stay float32 everywhere
-        x = F.rms_norm(x, x.shape[-1:]) if config.residual_mix else x
-        if config.positions == "learned":
-            if end > config.train_seq_len:
-                raise UserError(f"POSITIONS='learned': {end} tokens in a text, TRAIN_SEQ_LEN={config.train_seq_len}")
-            x = x + self.positions_embed[end - ids.size(1) : end].to(x.dtype)
-        if config.bigram_vocab_size:  # Parameter Golf's BigramHashEmbedding; a pair is of one document
-            before = text[:, -1 - ids.size(1) : -1].masked_fill(ids == config.bos_id, config.bos_id)
-            pair = ((36313 * ids) ^ (27191 * before)) % config.bigram_vocab_size
-            x = x + linear(F.embedding(pair, self.bigram_embed).to(x.dtype), self.w_bigram)
-        return x
-
     def forward(self, ids: Tensor, targets: Tensor | None = None, cache: list[dict] | None = None) -> Tensor:
         """ids (B, T) to nats of each token (B, T), 0 where its target is -1; without targets to logits (B, T, V)."""
         config, half = self.config, len(self.mixer_of_layer) // 2
@@ -1229,8 +1196,20 @@ class GPT(nn.Module):
         before = caches[-1].get("text", ids.new_full((len(ids), CONV_TAPS - 1), config.bos_id))
         text = caches[-1]["text"] = torch.cat([before, ids], dim=1)
         doc = (text == config.bos_id).cumsum(dim=1)  # (B, CONV_TAPS - 1 + L)
-        x = x0 = self.embed_tokens(ids, text)
-        recompute, skips = self.activation_checkpointing and torch.is_grad_enabled(), []
+
+        x = F.embedding(ids, self.embed)
+        x = x.bfloat16() if ids.is_cuda else x  # weights stay float32 everywhere
+        x = F.rms_norm(x, x.shape[-1:]) if config.residual_mix else x
+        if config.positions == "learned":
+            if (end := doc.size(1) - (CONV_TAPS - 1)) > config.train_seq_len:
+                raise UserError(f"POSITIONS='learned': {end} tokens in a text, TRAIN_SEQ_LEN={config.train_seq_len}")
+            x = x + self.positions_embed[end - ids.size(1) : end].to(x.dtype)
+        if config.bigram_vocab_size:  # Parameter Golf's BigramHashEmbedding; a pair is of one document
+            before = text[:, -1 - ids.size(1) : -1].masked_fill(ids == config.bos_id, config.bos_id)
+            pair = ((36313 * ids) ^ (27191 * before)) % config.bigram_vocab_size
+            x = x + linear(F.embedding(pair, self.bigram_embed).to(x.dtype), self.w_bigram)
+
+        x0, skips, recompute = x, [], self.activation_checkpointing and torch.is_grad_enabled()
         for layer, (block, mixer) in enumerate(zip(self.block_of_layer, self.mixer_of_layer, strict=True)):
             if layer >= half and skips:
                 x = x + scaled(skips.pop(), self.skip[len(skips)])
@@ -1450,10 +1429,6 @@ class Optimizers:
             each.state.clear()
             for group in each.param_groups:
                 each.state.update((p, saved[self.names[p]]) for p in group["params"] if self.names[p] in saved)
-
-    def zero_grad(self) -> None:
-        """Zeros into the gradients, which keep their memory: a CUDA graph's own would be overwritten by the next."""
-        torch._foreach_zero_([param.grad for param in self.params])
 # === end: optimizer ===
 
 
@@ -2319,7 +2294,7 @@ class Run(Kept):
         often, self.saved, self.stands = int(every[1]) or math.inf, 0.0, -1
         self.every_steps, self.every_seconds = (math.inf, often) if every[2] else (often, math.inf)
         self.step, self.skipped = 0, 0  # step `step` reads the data of step + skipped
-        self.losses, self.events, self.log = [], [], Log(None)
+        self.losses, self.events, self.file, self.clear = [], [], None, ""
 
     def open(self) -> str:
         """Make or find the folder and begin the log; the checkpoint to load, or "". Raises UserError."""
@@ -2335,7 +2310,8 @@ class Run(Kept):
                     self.folder.mkdir(parents=True)
                 except OSError as error:
                     raise UserError(f"OUT_DIR={settings.out_dir!r}: cannot write there ({error.strerror})") from None
-            self.log = Log(path)
+            self.file = open(path, "ab", buffering=0)  # each line is written at once
+            self.clear = "\r\033[K" if sys.stdout.isatty() else ""  # wipes a terminal's line of progress
             source = Path(__file__).read_text(encoding="utf-8") + "\n" + "=" * 120
             if source not in path.read_text(encoding="utf-8"):
                 self.log(source, terminal=False)
@@ -2346,6 +2322,17 @@ class Run(Kept):
                      f"{int(value) if field.type is bool else value}" for field, value in values]
             self.log("\n".join([machine, *table, *faults]))
         return self.runtime.agree(str(newest or ""))
+
+    def log(self, text: str, terminal: bool = True) -> None:
+        """To log.txt, which is gone on with where it stands, and to the terminal; nothing but on rank 0."""
+        if self.file:
+            try:
+                if terminal:
+                    print(self.clear + text, flush=True)
+                self.file.write(text.encode() + b"\n")
+            except OSError as error:  # a full disk may have room again before the next checkpoint
+                with contextlib.suppress(OSError):
+                    sys.stderr.write(f"log.txt: {error.strerror}, lost: {text[:200]}\n")
 
     def event(self, name: str, **found) -> None:
         """For the log and for result.json."""
@@ -2413,6 +2400,8 @@ class Run(Kept):
 
 def forward_backward(model: Callable, batches: Batches, step: int) -> Tensor:
     """Gradients of the mean loss over the global batch, this rank's part; returns this rank's part of that mean."""
+    # They keep their memory: what a CUDA graph makes itself is overwritten by its next call.
+    torch._foreach_zero_([param.grad for param in model.parameters()])
     loss = torch.zeros((), device=batches.runtime.device)
     for ids, targets in batches.micro_batches(step):
         part = model(ids, targets).sum() / batches.tokens
@@ -2448,22 +2437,13 @@ def warm_up(model: Callable, network: GPT, table: QuantTable, optimizers: Optimi
             optimizers.reduce_gradients(runtime, settings.grad_clip_norm, failed)
             optimizers.step(0.0, settings.muon_momentum, bad)
             step += 1
-        optimizers.zero_grad()
     if step:
         with torch.no_grad():
             model(*next(batches.micro_batches(0)))
     optimizers.load_state_dict({})
 
 
-def rebuild(path: Path, runtime: Runtime) -> GPT:
-    """The network that an artifact file holds, from that file alone."""
-    header, tensors, _ = read_artifact(path)
-    network = GPT(SimpleNamespace(**header["settings"]))
-    network.load_state_dict(tensors)
-    return network.to(runtime.device)
-
-
-def evaluate(score: Callable[..., Score], model: Callable, network: GPT, settings: Settings, log: Log, what: str,
+def evaluate(score: Callable[..., Score], model: Callable, network: GPT, settings: Settings, log: Callable, what: str,
              sources: tuple[np.ndarray, list[str]] | None = None) -> dict:
     """Score validation in plain windows, by source too if given, and in the ways asked for; the keys of result.json."""
     plain = score(model, sources=sources)
@@ -2546,9 +2526,9 @@ def main() -> int:
                 f"tok_s:{batches.tokens * done / seconds:.0f}")
         if done % settings.train_log_every == 0 or done <= 5:
             log(line)
-        elif log.clear:
+        elif run.clear:
             left = f"{clock.budget - seconds:.0f} s left " if clock.budget < math.inf else ""
-            print(log.clear + left + line, end="", flush=True)
+            print(run.clear + left + line, end="", flush=True)
 
     trace = profile_steps(folder, log) if settings.profile and runtime.rank == 0 else itertools.repeat(None)
     stop, state, batches.waited, watch.looping = False, "", 0.0, True
@@ -2585,7 +2565,6 @@ def main() -> int:
             if run.judge(*previous[:2]):
                 report(previous[0])
             elif settings.spike_policy == "rewind":
-                optimizers.zero_grad()
                 continue
         spike = statistics.median(run.losses) + settings.spike_nats if run.losses and settings.spike_nats else math.inf
         bad = ~(torch.isfinite(norm) & (loss < spike))
@@ -2599,7 +2578,6 @@ def main() -> int:
         multiplier, momentum = plan.multiplier(progress), plan.momentum(progress)
         state = f"lr_mul:{multiplier:.4f} progress:{progress:.4f} data_wait:{batches.waited / clock.elapsed():.2%}"
         optimizers.step(multiplier, momentum, bad)
-        optimizers.zero_grad()
         for name, average in averages.items():
             if "qat" in begun:  # an average of weights that never saw the quantizer does not fit it
                 average.count = 0
@@ -2651,7 +2629,9 @@ def main() -> int:
     runtime.agree("")  # rank 0 has written it
     total = code + artifact.stat().st_size
     before = evaluate(score, model, network, settings, log, "before quantization")
-    packed = rebuild(artifact, runtime)
+    header, tensors, _ = read_artifact(artifact)  # from here on the network that the file holds, by that file alone
+    packed = GPT(SimpleNamespace(**header["settings"])).to(runtime.device)
+    packed.load_state_dict(tensors)
     final = evaluate(score, compiled(packed) if settings.compile else packed, packed, settings, log,
                      "from the artifact", data.val_sources)
     assert final["val_bytes"] == data.val_bytes, f"{final['val_bytes']} validation bytes scored of {data.val_bytes}"
