@@ -1574,10 +1574,6 @@ class Plan:
                 phase.steps += 1
         return begun
 
-    def on(self, name: str) -> bool:
-        """Whether phase `name` is enabled and has begun."""
-        return name in self.phases and self.phases[name].start_step > 0
-
     def state_dict(self) -> dict:
         return {name: vars(phase) for name, phase in self.phases.items()}
 
@@ -2430,20 +2426,17 @@ def warm_up(model: Callable, network: GPT, table: QuantTable, optimizers: Optimi
 def evaluate(score: Callable[..., Score], model: Callable, network: GPT, settings: Settings, log: Callable, what: str,
              sources: tuple[np.ndarray, list[str]] | None = None) -> dict:
     """Score validation in plain windows, by source too if given, and in the ways asked for; the keys of result.json."""
-    plain = score(model, sources=sources)
+    plain, stride, window = score(model, sources=sources), settings.eval_stride, settings.train_seq_len
+    found = {"": plain, **{f"source {name} ": part for name, part in plain.sources.items()}}
     result = plain.result()
-    log(f"{what}: val_{plain}")
-    for name, part in plain.sources.items():
-        log(f"{what}: source {name} val_{part}")
-    if 0 < settings.eval_stride < settings.train_seq_len:  # else it is the plain score again
-        sliding = score(model, stride=settings.eval_stride)
-        log(f"{what}: sliding val_{sliding} stride:{settings.eval_stride} context:{settings.train_seq_len}")
-        result |= {"val_bpb_sliding": sliding.bpb, "sliding_stride": settings.eval_stride,
-                   "sliding_context": settings.train_seq_len}
+    if 0 < stride < window:  # else it is the plain score again
+        sliding = found["sliding "] = score(model, stride=stride)
+        result |= {"val_bpb_sliding": sliding.bpb, "sliding_stride": stride, "sliding_context": window}
     if settings.eval_stateful:
-        stateful = score(network, stride=None)
-        log(f"{what}: stateful val_{stateful} context:document")
+        stateful = found["stateful "] = score(network, stride=None)
         result |= {"val_bpb_stateful": stateful.bpb, "stateful_context": "document"}
+    for way, each in found.items():
+        log(f"{what}: {way}val_{each}")
     return result
 
 
@@ -2537,7 +2530,8 @@ def main() -> int:
         next(trace)
 
         # Weights are quantized for forward and backward alone; the gradient lands on the masters (straight through).
-        with quantized(network, table) if plan.on("qat") else contextlib.nullcontext():
+        qat = settings.qat and plan.phases["qat"].start_step
+        with quantized(network, table) if qat else contextlib.nullcontext():
             loss = forward_backward(model, batches, run.step + run.skipped)
         extra = torch.stack([loss, torch.full_like(loss, watch.signal)])
         norm, (loss, stopping) = optimizers.reduce_gradients(runtime, settings.grad_clip_norm, extra)
@@ -2565,7 +2559,7 @@ def main() -> int:
         for name, average in averages.items():
             if "qat" in begun:  # an average of weights that never saw the quantizer does not fit it
                 average.count = 0
-            elif plan.on(name):
+            elif plan.phases[name].start_step:
                 average.update(progress)
         clock.send(loss, bad, stopping)
         run.step += 1
