@@ -1181,17 +1181,12 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config, norms[blocks.index(name)]) for name in dict.fromkeys(blocks))
         self.final_norm = Norm(norms[-1], dim)
 
-    def new_cache(self) -> list[dict]:
-        """An empty cache, by which calls of `forward` continue each other: one dict a layer, the last for the whole."""
-        return [{} for _ in range(len(self.mixer_of_layer) + 1)]
-
-    def forward(self, ids: Tensor, targets: Tensor | None = None, cache: list[dict] | None = None) -> Tensor:
-        """ids (B, T) to nats of each token (B, T), 0 where its target is -1; without targets to logits (B, T, V)."""
-        config, half = self.config, len(self.mixer_of_layer) // 2
-        caches = [*[None] * len(self.mixer_of_layer), {}] if cache is None else cache
+    def forward(self, ids: Tensor, targets: Tensor | None = None, cache: dict | None = None) -> Tensor:
+        """ids (B, T) to nats of targets (B, T), 0 for -1, or logits (B, T, V); by a cache, at first {}, calls go on."""
+        config, half, kept = self.config, len(self.mixer_of_layer) // 2, {} if cache is None else cache
         # All L tokens so far, behind as many BOS as the convolution reaches back; doc numbers the documents of them.
-        before = caches[-1].get("text", ids.new_full((len(ids), CONV_TAPS - 1), config.bos_id))
-        text = caches[-1]["text"] = torch.cat([before, ids], dim=1)
+        before = kept.get("text", ids.new_full((len(ids), CONV_TAPS - 1), config.bos_id))
+        text = kept["text"] = torch.cat([before, ids], dim=1)
         doc = (text == config.bos_id).cumsum(dim=1)  # (B, CONV_TAPS - 1 + L)
 
         x = F.embedding(ids, self.embed)
@@ -1210,7 +1205,7 @@ class GPT(nn.Module):
         for layer, (block, mixer) in enumerate(zip(self.block_of_layer, self.mixer_of_layer, strict=True)):
             if layer >= half and skips:
                 x = x + scaled(skips.pop(), self.skip[len(skips)])
-            run = self.blocks[block], x, x0, self.mixers[mixer], doc, caches[layer]
+            run = self.blocks[block], x, x0, self.mixers[mixer], doc, cache and cache.setdefault(layer, {})
             x = checkpoint(*run, use_reentrant=False) if recompute else run[0](*run[1:])
             if config.unet_skips and layer < half:
                 skips.append(x)
@@ -2180,7 +2175,7 @@ def score_tokens(model: Callable, tokens: np.ndarray, tokenizer: Tokenizer, runt
     sums = torch.zeros(len(names) or 1, 3, dtype=torch.float64, device=runtime.device)  # nats, tokens, bytes
     for group in groups:
         begin, first, end = np.hsplit(group, 3)  # (batch, 1) each
-        longest, cache = int((end - begin).max()), {} if stride else {"cache": model.new_cache()}
+        longest, cache = int((end - begin).max()), {} if stride else {"cache": {}}
         for start in range(0, longest, seq_len):
             at = begin + start + np.arange(seq_len if stride else min(seq_len, longest - start))  # (batch, T)
             scored, at = (first <= at) & (at < end), np.where(at < end, at, 0)  # BOS fills up what a row leaves
