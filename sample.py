@@ -11,7 +11,6 @@ import base64
 import bisect
 import collections
 import contextlib
-import datetime
 import difflib
 import hashlib
 import io

@@ -14,7 +14,6 @@ import bisect
 import collections
 import concurrent.futures
 import contextlib
-import datetime
 import difflib
 import faulthandler
 import functools
@@ -300,8 +299,7 @@ def start_runtime(device: str, deterministic: bool = False) -> Runtime:
     if cuda:
         torch.cuda.set_device(place)
     if "RANK" in os.environ:
-        patience = datetime.timedelta(minutes=60)  # rank 0's compressors and count models at the end take minutes
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=patience, device_id=place if cuda else None)
+        dist.init_process_group("nccl" if cuda else "gloo", device_id=place if cuda else None)
     return Runtime(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)), place, "RANK" in os.environ)
 
 
