@@ -2369,8 +2369,6 @@ class Run(Kept):
 
 
 # -------------------------------------------------------------------------------------------------------------- main
-
-
 def forward_backward(model: Callable, batches: Batches, step: int) -> Tensor:
     """Gradients of the mean loss over the global batch, this rank's part; returns this rank's part of that mean."""
     # They keep their memory: what a CUDA graph makes itself is overwritten by its next call.
