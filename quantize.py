@@ -13,7 +13,6 @@ import argparse
 import base64
 import collections
 import contextlib
-import datetime
 import difflib
 import hashlib
 import json

@@ -11,7 +11,6 @@ import base64
 import bisect
 import collections
 import contextlib
-import datetime
 import difflib
 import hashlib
 import io
@@ -1523,10 +1522,10 @@ class Exporter:
 
 
 # === shared: generation ===
-def repeat_cache(cache: list[dict], count: int) -> list[dict]:
+def repeat_cache(cache: dict, count: int) -> dict:
     """The cache of one sequence, cloned for `count` samples that go on from it."""
-    return [{name: value.repeat_interleave(count, dim=0) if isinstance(value, Tensor) else value
-             for name, value in layer.items()} for layer in cache]
+    return {name: repeat_cache(value, count) if isinstance(value, dict) else value.repeat_interleave(count, dim=0)
+            for name, value in cache.items()}
 
 
 def draw(logits: Tensor, temperature: float, top_k: int, generators: list[torch.Generator]) -> Tensor:
@@ -1549,8 +1548,7 @@ def generate(network: GPT, prompt: list[int], count: int, max_new_tokens: int, t
     The prompt is read once; its cache (attention keys and values, GDN state and convolution tail) is cloned for the
     samples. Sample i depends on (seed, i) alone. `prompt` must not be empty: a document begins with BOS.
     """
-    device = network.embed.device
-    cache = network.new_cache()
+    device, cache = network.embed.device, {}
     logits = network(torch.tensor([prompt], device=device), cache=cache)[:, -1].expand(count, -1)
     cache = repeat_cache(cache, count)
     seeds = [int(np.random.SeedSequence((seed, row)).generate_state(1)[0]) for row in range(count)]

@@ -14,7 +14,6 @@ import bisect
 import collections
 import concurrent.futures
 import contextlib
-import datetime
 import difflib
 import faulthandler
 import functools
@@ -300,8 +299,7 @@ def start_runtime(device: str, deterministic: bool = False) -> Runtime:
     if cuda:
         torch.cuda.set_device(place)
     if "RANK" in os.environ:
-        patience = datetime.timedelta(minutes=60)  # rank 0's compressors and count models at the end take minutes
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=patience, device_id=place if cuda else None)
+        dist.init_process_group("nccl" if cuda else "gloo", device_id=place if cuda else None)
     return Runtime(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)), place, "RANK" in os.environ)
 
 
@@ -645,20 +643,17 @@ def document_hashes(stream: TokenStream, bos_id: int, block: int = 1 << 22) -> I
 
 
 # === shared: batches ===
-def parse_mixture(data_path: str) -> dict[str, float]:
-    """Folder -> share of DATA_PATH: a folder, or `a:0.7,b:0.3`, weights that are normalised. Raises UserError."""
-    if not {":", ","} & set(data_path) or Path(data_path).exists():
-        return {data_path: 1.0}
-    parts = [re.fullmatch(r"\s*(.+?)/?:(\d+\.?\d*|\.\d+)\s*", part) for part in data_path.split(",")]
-    weights = {part[1]: float(part[2]) for part in parts if part}
-    if len(weights) < len(parts) or not all(weights.values()):
-        raise UserError(f"DATA_PATH={data_path!r}: neither a folder nor FOLDER:WEIGHT,… of new folders and more than 0")
-    return {folder: weight / sum(weights.values()) for folder, weight in weights.items()}
-
-
 def open_data(settings: Settings) -> SimpleNamespace:
-    """The parts of DATA_PATH, checked, each without its share of HOLDOUT_TOKENS at its end. Raises UserError."""
-    shares = parse_mixture(settings.data_path)
+    """The parts of DATA_PATH, a folder or `a:0.7,b:0.3` with weights that are normalised, all checked, each without its
+    share of HOLDOUT_TOKENS at its end. Raises UserError.
+    """
+    path, shares = settings.data_path, {settings.data_path: 1.0}
+    if {":", ","} & set(path) and not Path(path).exists():
+        parts = [re.fullmatch(r"\s*(.+?)/?:(\d+\.?\d*|\.\d+)\s*", part) for part in path.split(",")]
+        weights = {part[1]: float(part[2]) for part in parts if part}
+        if len(weights) < len(parts) or not all(weights.values()):
+            raise UserError(f"DATA_PATH={path!r}: neither a folder nor FOLDER:WEIGHT,… of new folders and more than 0")
+        shares = {folder: weight / sum(weights.values()) for folder, weight in weights.items()}
     manifests = {folder: load_manifest(folder) for folder in shares}
     folder, manifest = next(iter(manifests.items()))
     tokenizer = load_tokenizer(settings.tokenizer_path or Path(folder) / manifest["tokenizer"]["file"])
@@ -1184,17 +1179,12 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config, norms[blocks.index(name)]) for name in dict.fromkeys(blocks))
         self.final_norm = Norm(norms[-1], dim)
 
-    def new_cache(self) -> list[dict]:
-        """An empty cache, by which calls of `forward` continue each other: one dict a layer, the last for the whole."""
-        return [{} for _ in range(len(self.mixer_of_layer) + 1)]
-
-    def forward(self, ids: Tensor, targets: Tensor | None = None, cache: list[dict] | None = None) -> Tensor:
-        """ids (B, T) to nats of each token (B, T), 0 where its target is -1; without targets to logits (B, T, V)."""
-        config, half = self.config, len(self.mixer_of_layer) // 2
-        caches = [*[None] * len(self.mixer_of_layer), {}] if cache is None else cache
+    def forward(self, ids: Tensor, targets: Tensor | None = None, cache: dict | None = None) -> Tensor:
+        """ids (B, T) to nats of targets (B, T), 0 for -1, or logits (B, T, V); by a cache, at first {}, calls go on."""
+        config, half, kept = self.config, len(self.mixer_of_layer) // 2, {} if cache is None else cache
         # All L tokens so far, behind as many BOS as the convolution reaches back; doc numbers the documents of them.
-        before = caches[-1].get("text", ids.new_full((len(ids), CONV_TAPS - 1), config.bos_id))
-        text = caches[-1]["text"] = torch.cat([before, ids], dim=1)
+        before = kept.get("text", ids.new_full((len(ids), CONV_TAPS - 1), config.bos_id))
+        text = kept["text"] = torch.cat([before, ids], dim=1)
         doc = (text == config.bos_id).cumsum(dim=1)  # (B, CONV_TAPS - 1 + L)
 
         x = F.embedding(ids, self.embed)
@@ -1213,7 +1203,7 @@ class GPT(nn.Module):
         for layer, (block, mixer) in enumerate(zip(self.block_of_layer, self.mixer_of_layer, strict=True)):
             if layer >= half and skips:
                 x = x + scaled(skips.pop(), self.skip[len(skips)])
-            run = self.blocks[block], x, x0, self.mixers[mixer], doc, caches[layer]
+            run = self.blocks[block], x, x0, self.mixers[mixer], doc, cache and cache.setdefault(layer, {})
             x = checkpoint(*run, use_reentrant=False) if recompute else run[0](*run[1:])
             if config.unet_skips and layer < half:
                 skips.append(x)
@@ -1576,10 +1566,6 @@ class Plan:
             elif phase.start_step and progress <= phase.end:
                 phase.steps += 1
         return begun
-
-    def on(self, name: str) -> bool:
-        """Whether phase `name` is enabled and has begun."""
-        return name in self.phases and self.phases[name].start_step > 0
 
     def state_dict(self) -> dict:
         return {name: vars(phase) for name, phase in self.phases.items()}
@@ -2200,7 +2186,7 @@ def score_tokens(model: Callable, tokens: np.ndarray, tokenizer: Tokenizer, runt
     sums = torch.zeros(len(names) or 1, 3, dtype=torch.float64, device=runtime.device)  # nats, tokens, bytes
     for group in groups:
         begin, first, end = np.hsplit(group, 3)  # (batch, 1) each
-        longest, cache = int((end - begin).max()), {} if stride else {"cache": model.new_cache()}
+        longest, cache = int((end - begin).max()), {} if stride else {"cache": {}}
         for start in range(0, longest, seq_len):
             at = begin + start + np.arange(seq_len if stride else min(seq_len, longest - start))  # (batch, T)
             scored, at = (first <= at) & (at < end), np.where(at < end, at, 0)  # BOS fills up what a row leaves
@@ -2396,8 +2382,6 @@ class Run(Kept):
 
 
 # -------------------------------------------------------------------------------------------------------------- main
-
-
 def forward_backward(model: Callable, batches: Batches, step: int) -> Tensor:
     """Gradients of the mean loss over the global batch, this rank's part; returns this rank's part of that mean."""
     # They keep their memory: what a CUDA graph makes itself is overwritten by its next call.
@@ -2446,20 +2430,17 @@ def warm_up(model: Callable, network: GPT, table: QuantTable, optimizers: Optimi
 def evaluate(score: Callable[..., Score], model: Callable, network: GPT, settings: Settings, log: Callable, what: str,
              sources: tuple[np.ndarray, list[str]] | None = None) -> dict:
     """Score validation in plain windows, by source too if given, and in the ways asked for; the keys of result.json."""
-    plain = score(model, sources=sources)
+    plain, stride, window = score(model, sources=sources), settings.eval_stride, settings.train_seq_len
+    found = {"": plain, **{f"source {name} ": part for name, part in plain.sources.items()}}
     result = plain.result()
-    log(f"{what}: val_{plain}")
-    for name, part in plain.sources.items():
-        log(f"{what}: source {name} val_{part}")
-    if 0 < settings.eval_stride < settings.train_seq_len:  # else it is the plain score again
-        sliding = score(model, stride=settings.eval_stride)
-        log(f"{what}: sliding val_{sliding} stride:{settings.eval_stride} context:{settings.train_seq_len}")
-        result |= {"val_bpb_sliding": sliding.bpb, "sliding_stride": settings.eval_stride,
-                   "sliding_context": settings.train_seq_len}
+    if 0 < stride < window:  # else it is the plain score again
+        sliding = found["sliding "] = score(model, stride=stride)
+        result |= {"val_bpb_sliding": sliding.bpb, "sliding_stride": stride, "sliding_context": window}
     if settings.eval_stateful:
-        stateful = score(network, stride=None)
-        log(f"{what}: stateful val_{stateful} context:document")
+        stateful = found["stateful "] = score(network, stride=None)
         result |= {"val_bpb_stateful": stateful.bpb, "stateful_context": "document"}
+    for way, each in found.items():
+        log(f"{what}: {way}val_{each}")
     return result
 
 
@@ -2553,7 +2534,8 @@ def main() -> int:
         next(trace)
 
         # Weights are quantized for forward and backward alone; the gradient lands on the masters (straight through).
-        with quantized(network, table) if plan.on("qat") else contextlib.nullcontext():
+        qat = settings.qat and plan.phases["qat"].start_step
+        with quantized(network, table) if qat else contextlib.nullcontext():
             loss = forward_backward(model, batches, run.step + run.skipped)
         extra = torch.stack([loss, torch.full_like(loss, watch.signal)])
         norm, (loss, stopping) = optimizers.reduce_gradients(runtime, settings.grad_clip_norm, extra)
@@ -2581,7 +2563,7 @@ def main() -> int:
         for name, average in averages.items():
             if "qat" in begun:  # an average of weights that never saw the quantizer does not fit it
                 average.count = 0
-            elif plan.on(name):
+            elif plan.phases[name].start_step:
                 average.update(progress)
         clock.send(loss, bad, stopping)
         run.step += 1
