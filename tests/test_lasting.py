@@ -28,6 +28,7 @@ TINY = {
     "NUM_KV_HEADS": "1", "ATTN_WINDOW": "16", "TRAIN_SEQ_LEN": "32", "TRAIN_BATCH_TOKENS": "256",
     "HOLDOUT_TOKENS": "2048", "EVAL_STRIDE": "0", "ITERATIONS": "16", "MAX_WALLCLOCK_SECONDS": "0",
     "RESERVE_SECONDS": "0", "TRAIN_LOG_EVERY": "1", "WARMUP_STEPS": "0", "SAVE_EVERY": "4",
+    "GPTQ_CALIBRATION_BATCHES": "2",
 }
 UNSET = dict.fromkeys([*TINY, "RUN_ID", "DATA_PATH"])  # what a run takes from the one it resumes or repeats
 KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV")
@@ -362,7 +363,7 @@ def test_what_a_run_leaves(place, straight):
     assert (meta["step"], meta["skipped"], len(meta["losses"]), meta["events"]) == (16, 0, 15, [])
     assert meta["settings"] == place.result(straight)["settings"]
     training = torch.load(folder / "step_000016" / "training.pt", weights_only=True)
-    assert set(training) == {"optimizers", "plan", "clock", "ema", "swa"} and training["ema"]["count"] == 2
+    assert set(training) == {"optimizers", "plan", "clock", "table", "ema", "swa"} and training["ema"]["count"] == 2
     assert training["clock"]["used"] == [step / 16 for step in range(1, 17)]
     model = torch.load(folder / "step_000012" / "model.pt", weights_only=True)
     assert sum(value.numel() for value in model.values()) == place.result(straight)["params"]["total"]
