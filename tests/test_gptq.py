@@ -1,4 +1,4 @@
-"""Section quantization, what reads data: GPTQ against a textbook second form, Hessians against hooks, steps that fit."""
+"""Section quantization, what reads data: GPTQ against a textbook's form, Hessians against hooks, steps that fit."""
 
 import collections
 import gc
@@ -130,7 +130,7 @@ def test_quantize_all_gives_gptq_to_those_with_a_hessian():
         assert torch.equal(some[name][0], want)
 
 
-# -------------------------------------------------------------------------------------------------------------- Hessians
+# ------------------------------------------------------------------------------------------------------------ Hessians
 def hook_sums(net, batches):
     """name -> sum x x^T, float64, by hooks that know where each weight of the model is used."""
     names, sums = {id(param): name for name, param in net.named_parameters()}, collections.defaultdict(float)
@@ -219,7 +219,7 @@ def test_hessians_keep_no_activations_and_no_copies_of_weights():
     net = network("plain", torch.float32, layer_pattern="g k s")
     inner = net.embedding
     net.embedding = lambda ids: inner(ids).bfloat16()
-    with script.Hessians(net) as taps:
+    with script.Hessians(net):
         kept = []
         for seed in range(3):
             net(tokens(seed))
@@ -228,7 +228,7 @@ def test_hessians_keep_no_activations_and_no_copies_of_weights():
     assert kept[0] == kept[1] == kept[2]
 
 
-# ------------------------------------------------------------------------------------------------------------- fit_steps
+# ----------------------------------------------------------------------------------------------------------- fit_steps
 def entropy_of(tensors, table):
     """Bytes by the order-0 entropy of each tensor's codes, in numpy."""
     total = 0.0
