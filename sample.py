@@ -1049,14 +1049,15 @@ class Hessians(torch.overrides.TorchFunctionMode):
 
     def __init__(self, network: nn.Module):
         super().__init__()
-        self.sums, self.names = {}, {param: [name] for name, param in network.named_parameters()}
+        self.sums, names = {}, {param: [name] for name, param in network.named_parameters()}
+        self.names = torch.utils.weak.WeakTensorKeyDictionary(names)  # what is freed in the network is freed here
 
     def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None):
         out = func(*args, **(kwargs or {}))
         if func in (Tensor.to, torch.cat):  # a copy of a parameter, or of parts of some, stands for them
             parts = args[0] if func is torch.cat else args[:1]
             names = [self.names.get(part if part._base is None else part._base, []) for part in parts]
-            self.names.setdefault(out, sum(names, []))
+            self.names.setdefault(out, list(dict.fromkeys(sum(names, []))))
         elif func is F.linear:
             x = args[0].detach().flatten(0, -2).float()
             for name in self.names.get(args[1], []):
