@@ -2148,27 +2148,22 @@ class Score:
                 f"bytes_per_token:{self.bytes / self.tokens:.4f}")
 
 
-def score_rows(tokens: np.ndarray, bos_id: int, seq_len: int, stride: int | None) -> np.ndarray:
-    """Rows (begin, first scored, end) that score each prediction once, longest first: plain windows (stride = seq_len);
-    sliding ones, each but the first scoring its last `stride` positions; or documents and the BOS after (no stride).
-    """
-    count = len(tokens) - 1
-    cuts = np.arange(seq_len, count, stride) if stride else np.flatnonzero(tokens == bos_id)
-    edges = np.unique(np.concatenate([[0], cuts, [count]]))
-    first, end = edges[:-1], edges[1:]
-    begin = np.maximum(0, end - seq_len) if stride and stride < seq_len else first
-    return np.stack([begin, first, end], axis=1)[np.argsort(begin - end, kind="stable")]
-
-
 @torch.no_grad()
 def score_tokens(model: Callable, tokens: np.ndarray, tokenizer: Tokenizer, runtime: Runtime, seq_len: int,
                  stride: int | None, batch: int, sources: tuple[np.ndarray, list[str]] | None = None) -> Score:
     """Score tokens[1:], each once, given what its row shows before it: tokens (N,) int64, BOS first; `batch` rows each.
-    Documents are fed in pieces of seq_len with the cache of a GPT that is not compiled (full attention keeps each key).
+
+    Rows: plain windows (stride = seq_len); sliding ones, each but the first scoring its last `stride` positions; or
+    documents and the BOS after (no stride), fed in pieces of seq_len with the cache of a GPT that is not compiled.
     sources: (index into the names (N,), names); a prediction counts for the source of the token that it predicts.
     """
     source_of, names = sources or (np.broadcast_to(0, len(tokens)), [])
-    rows = score_rows(tokens, tokenizer.bos_id, seq_len, stride)[runtime.rank :: runtime.world_size]
+    cuts = np.arange(seq_len, len(tokens) - 1, stride) if stride else np.flatnonzero(tokens == tokenizer.bos_id)
+    edges = np.unique(np.concatenate([[0], cuts, [len(tokens) - 1]]))
+    first, end = edges[:-1], edges[1:]
+    begin = np.maximum(0, end - seq_len) if stride and stride < seq_len else first
+    rows = np.stack([begin, first, end], axis=1)[np.argsort(begin - end, kind="stable")]  # longest first
+    rows = rows[runtime.rank :: runtime.world_size]
     groups = np.pad(rows, ((0, -len(rows) % batch), (0, 0))).reshape(-1, batch, 3)  # rows of nothing fill the last one
     sums = torch.zeros(len(names) or 1, 3, dtype=torch.float64, device=runtime.device)  # nats, tokens, bytes
     for group in groups:
