@@ -726,18 +726,15 @@ class Batches:
         """Take the largest micro-batch of at most `most` windows that divides this rank's share of a step."""
         self.micro_rows = max(rows for rows in range(1, min(most, self.rows) + 1) if self.rows % rows == 0)
 
-    def starts(self, step: int) -> list[tuple[TokenStream, int]]:
-        """Where each row of a step reads, of all ranks: (stream, position), the streams one after the other."""
+    def read(self, step: int) -> Tensor:
+        """This rank's windows of step `step`, each with its last target, (rows, seq_len + 1)."""
         shifts = (self.seed + 0.5 + np.arange(step + 1)) * (5**0.5 - 1) / 2 % 1.0
         ends = np.append(np.cumsum(self.data.shares)[:-1], 1.0) * self.all_rows
         counts = np.diff(np.ceil(ends[:, None] - shifts), axis=0, prepend=0).astype(int)  # (streams, step + 1) rows
-        return [(stream, row % lanes * len(stream) // lanes + row // lanes * self.seq_len)
-                for stream, lanes, rows in zip(self.data.streams, self.lanes, counts, strict=True)
-                for row in range(rows[:-1].sum(), rows.sum())]
-
-    def read(self, step: int) -> Tensor:
-        """This rank's windows of step `step`, each with its last target, (rows, seq_len + 1)."""
-        own = self.starts(step)[self.runtime.rank * self.rows :][: self.rows]
+        starts = [(stream, row % lanes * len(stream) // lanes + row // lanes * self.seq_len)  # of the rows of all ranks
+                  for stream, lanes, rows in zip(self.data.streams, self.lanes, counts, strict=True)
+                  for row in range(rows[:-1].sum(), rows.sum())]
+        own = starts[self.runtime.rank * self.rows :][: self.rows]
         tokens = torch.from_numpy(np.stack([stream.read(start, self.seq_len + 1) for stream, start in own]))
         return tokens.pin_memory() if self.cuda else tokens
 
