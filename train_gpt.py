@@ -484,12 +484,6 @@ class Tokenizer:
             (Path(folder) / self.file).write_bytes(self.content)
         return self.file
 
-    def decode_bytes(self, ids: list[int] | np.ndarray) -> bytes:
-        """The bytes of a token sequence that starts a document; `token_bytes` counts exactly these."""
-        ids = np.asarray(ids, dtype=np.int64)
-        drops = self.drops_space[ids] & self.boundary[np.append(self.bos_id, ids)[:-1]]
-        return b"".join([self.pieces[i][drop:] for i, drop in zip(ids.tolist(), drops.tolist(), strict=True)])
-
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Of a SentencePiece file, tiktoken's encoding NAME or its file NAME.tiktoken, or `bytes`. Raises UserError."""

@@ -241,6 +241,15 @@ def document_hashes(stream: TokenStream, bos_id: int, block: int = 1 << 22) -> I
 # === end: data ===
 
 
+# === shared: text ===
+def decode_bytes(tokenizer: Tokenizer, ids: list[int] | np.ndarray) -> bytes:
+    """The bytes of a token sequence that starts a document; `token_bytes` counts exactly these."""
+    ids = np.asarray(ids, dtype=np.int64)
+    drops = tokenizer.drops_space[ids] & tokenizer.boundary[np.append(tokenizer.bos_id, ids)[:-1]]
+    return b"".join([tokenizer.pieces[i][drop:] for i, drop in zip(ids.tolist(), drops.tolist(), strict=True)])
+# === end: text ===
+
+
 # === shared: preparation ===
 YARDSTICK_TOKENS = 20_000_000  # training tokens the count models see at most: they take up to 100 bytes a token
 
@@ -288,7 +297,7 @@ def yardsticks(train: TokenStream, val: TokenStream, tokenizer: Tokenizer) -> di
     tokens = val.read(0, len(val))
     print(f"count models and compressors on {len(tokens):,} validation tokens; minutes where they are many", flush=True)
     starts = np.flatnonzero(tokens == tokenizer.bos_id)[::1000]  # whole documents at a time: decoding takes memory
-    text = b"".join(tokenizer.decode_bytes(part) for part in np.split(tokens, starts[1:]))
+    text = b"".join(decode_bytes(tokenizer, part) for part in np.split(tokens, starts[1:]))
     to_bpb = 1 / math.log(2) / len(text)
     bigram, trigram = count_model_nats(train.read(0, min(len(train), YARDSTICK_TOKENS)), tokens, tokenizer.vocab_size)
     zstd = zstandard.ZstdCompressor(level=22).compress(text)

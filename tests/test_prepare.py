@@ -51,7 +51,7 @@ def documents(folder: Path, split: str) -> list[bytes]:
     tokens = np.concatenate(shards).astype(np.int64)
     starts = np.flatnonzero(tokens == tokenizer.bos_id)
     assert starts[0] == 0
-    return [tokenizer.decode_bytes(part[1:]) for part in np.split(tokens, starts[1:])]
+    return [prepare.decode_bytes(tokenizer, part[1:]) for part in np.split(tokens, starts[1:])]
 
 
 def shard_bytes(folder: Path) -> dict[str, bytes]:
