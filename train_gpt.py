@@ -332,9 +332,7 @@ def replace_file(path: str | Path, data: bytes) -> None:
 
 
 def describe_machine(runtime: Runtime) -> dict:
-    """For log and result.json: commit of the script's folder, `+` if it was changed since, or "unknown"; hardware,
-    versions; most memory held so far (allocator on CUDA, process on a CPU).
-    """
+    """For log and result.json: commit (`+`: changed since), hardware, versions, most memory held so far."""
     git, where = "git describe --always --abbrev=40 --exclude='*' --dirty=+", Path(__file__).resolve().parent
     commit = subprocess.run(git, cwd=where, shell=True, capture_output=True, text=True).stdout.strip() or "unknown"
     cuda = runtime.device.type == "cuda"
@@ -342,7 +340,7 @@ def describe_machine(runtime: Runtime) -> dict:
     versions = {"python": sys.version.split()[0], "torch": torch.__version__, "numpy": np.__version__,
                 "cuda": torch.version.cuda if cuda else None}
     process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    peak = torch.cuda.max_memory_allocated() if cuda else process  # bytes
+    peak = torch.cuda.max_memory_allocated() if cuda else process  # bytes, of the allocator or the process
     return {"commit": commit, "hardware": f"{runtime.world_size} x {hardware}", "versions": versions,
             "peak_memory_mib": peak / 2**20}
 
@@ -638,9 +636,7 @@ def document_hashes(stream: TokenStream, bos_id: int, block: int = 1 << 22) -> I
 
 # === shared: batches ===
 def open_data(settings: Settings) -> SimpleNamespace:
-    """The parts of DATA_PATH, a folder or `a:0.7,b:0.3` with weights that are normalised, all checked, each without its
-    share of HOLDOUT_TOKENS at its end. Raises UserError.
-    """
+    """The parts of DATA_PATH, a folder or `a:0.7,b:0.3`, less their shares of HOLDOUT_TOKENS, checked. UserError."""
     path, shares = settings.data_path, {settings.data_path: 1.0}
     if {":", ","} & set(path) and not Path(path).exists():
         parts = [re.fullmatch(r"\s*(.+?)/?:(\d+\.?\d*|\.\d+)\s*", part) for part in path.split(",")]
@@ -1496,11 +1492,7 @@ class Clock(Kept):
 
 
 class Plan:
-    """The phases of a run, each from a share of progress on, whatever the step time.
-
-    phases: name -> namespace of planned and end, in progress, and what became of it: start_step, counted from 1 as in
-    the log (0: not yet), start_progress, steps.
-    """
+    """The phases of a run, each from a share of progress on, whatever the step time."""
 
     def __init__(self, settings):
         self.settings = s = settings
@@ -1521,6 +1513,7 @@ class Plan:
                                      s.muon_momentum_warmup_frac)
         if s.warmup_frac + self.warmdown > 1:
             raise UserError(f"WARMUP_FRAC={s.warmup_frac}: must be at most {1 - self.warmdown:.3f} with this warmdown")
+        # Enabled, and from where to where, in progress. A phase's start_step counts from 1, as in the log; 0: not yet.
         phases = {"warmup": (s.warmup_frac, 0.0, s.warmup_frac), "warmdown": (self.warmdown, 1 - self.warmdown, 1.0),
                   "ema": (s.ema, s.ema_start_frac, 1.0), "swa": (s.swa, s.swa_start_frac, 1.0),
                   "qat": (s.qat, s.qat_start_frac, 1.0)}
