@@ -1525,19 +1525,15 @@ class Plan:
                 raise UserError(f"{name.upper()}_START_FRAC={phase.planned}: {name} could not fire; must be less than "
                                 f"{last:.4f}, or set {name.upper()}=0")
 
-    def multiplier(self, progress: float) -> float:
-        """Of the learning rates: up to 1, then down to the floor (wsd: Hägele et al., arXiv:2405.18392, section 3)."""
+    def rates(self, progress: float) -> tuple[float, float]:
+        """Multiplier of the learning rates, up to 1, then down to the floor; Muon's momentum, after its warm-up."""
         s = self.settings
         up = min(1.0, progress / s.warmup_frac) if s.warmup_frac else 1.0
         left = min(1.0, (1 - progress) / self.warmdown) if self.warmdown else 1.0
-        shapes = {"cosine": 0.5 - 0.5 * math.cos(math.pi * left), "wsd": 1 - math.sqrt(1 - left)}
-        return up * (s.lr_floor + (1 - s.lr_floor) * shapes.get(s.lr_schedule, left))
-
-    def momentum(self, progress: float) -> float:
-        """Of Muon, after its warm-up."""
-        begin, full = self.settings.muon_momentum_warmup_start, self.settings.muon_momentum
+        shapes = {"cosine": 0.5 - 0.5 * math.cos(math.pi * left), "wsd": 1 - math.sqrt(1 - left)}  # arXiv 2405.18392
         share = min(1.0, progress / self.momentum_warmup) if self.momentum_warmup else 1.0
-        return begin + share * (full - begin)
+        momentum = s.muon_momentum_warmup_start + share * (s.muon_momentum - s.muon_momentum_warmup_start)
+        return up * (s.lr_floor + (1 - s.lr_floor) * shapes.get(s.lr_schedule, left)), momentum
 
     def advance(self, step: int, progress: float) -> list[str]:
         """Count `step` for each phase that is on at `progress`; the names of those that begin (QAT: the step after)."""
@@ -2523,7 +2519,7 @@ def main() -> int:
         if "qat" in begun:
             watch.began = math.inf
             exporter.fit_table()
-        multiplier, momentum = plan.multiplier(progress), plan.momentum(progress)
+        multiplier, momentum = plan.rates(progress)
         state = f"lr_mul:{multiplier:.4f} progress:{progress:.4f} data_wait:{batches.waited / clock.elapsed():.2%}"
         optimizers.step(multiplier, momentum, bad)
         for name, average in averages.items():
