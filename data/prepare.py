@@ -19,7 +19,6 @@ import itertools
 import json
 import lzma
 import math
-import multiprocessing
 import multiprocessing.connection
 import os
 import re
