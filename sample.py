@@ -495,6 +495,18 @@ def document_hashes(stream: TokenStream, bos_id: int, block: int = 1 << 22) -> I
 
 
 # === shared: text ===
+ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+
+
+def role_ids(tokenizer: Tokenizer) -> dict[str, int]:
+    """Role token -> id; empty where the tokenizer has none."""
+    if tokenizer.file != "tokenizer.model":  # the byte tokenizer's are its last ones, tiktoken's encodings have none
+        return {role: 260 + i for i, role in enumerate(ROLE_TOKENS) if tokenizer.file == "bytes"}
+    model = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.content)
+    ids = {role: model.piece_to_id(role) for role in ROLE_TOKENS}
+    return {role: i for role, i in ids.items() if model.is_control(i)}
+
+
 def decode_bytes(tokenizer: Tokenizer, ids: list[int] | np.ndarray) -> bytes:
     """The bytes of a token sequence that starts a document; `token_bytes` counts exactly these."""
     ids = np.asarray(ids, dtype=np.int64)
