@@ -461,7 +461,7 @@ class Tokenizer:
     unused token) without the space put before every text. So does Parameter Golf, build_sentencepiece_luts, eval_val.
     """
 
-    file: str  # what `save` writes; "bytes": nothing
+    file: str  # name of a file that gives it back; "bytes" needs none
     content: bytes  # of that file; its SHA-256 tells tokenizers apart
     bos_id: int
     pieces: list[bytes]  # what each token decodes to, b"" for boundaries
@@ -473,12 +473,6 @@ class Tokenizer:
         self.byte_counts = np.array([len(piece) for piece in self.pieces])  # (V,) int64
         self.boundary = self.byte_counts == 0  # (V,) bool
         self.drops_space = np.broadcast_to(self.drops_space, self.vocab_size)
-
-    def save(self, folder: str | Path) -> str:
-        """Writes the file that gives the tokenizer back into `folder`; its name, or `bytes`, which needs no file."""
-        if self.file != "bytes":
-            (Path(folder) / self.file).write_bytes(self.content)
-        return self.file
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -2430,8 +2424,8 @@ def main() -> int:
     checkpoint, folder, log = run.open(), run.folder, run.log
     code = len(Path(__file__).read_bytes()) + (len(Path(settings.config).read_bytes()) if settings.config else 0)
     watch = Watch(runtime, folder, settings.hang_seconds, log)
-    if runtime.rank == 0:
-        tokenizer.save(folder)
+    if runtime.rank == 0 and tokenizer.file != "bytes":
+        (folder / tokenizer.file).write_bytes(tokenizer.content)
     log("parameters: " + " ".join(f"{name}:{count}" for name, count in count_parameters(network).items())
         + f" arch_mode: {settings.arch_mode} layers: {config.layers}")
     for manifest in data.manifests:

@@ -266,6 +266,13 @@ def decode_bytes(tokenizer: Tokenizer, ids: list[int] | np.ndarray) -> bytes:
 YARDSTICK_TOKENS = 20_000_000  # training tokens the count models see at most: they take up to 100 bytes a token
 
 
+def save_tokenizer(tokenizer: Tokenizer, folder: str | Path) -> str:
+    """Writes the file that gives the tokenizer back into `folder`; its name, or `bytes`, which needs no file."""
+    if tokenizer.file != "bytes":
+        (Path(folder) / tokenizer.file).write_bytes(tokenizer.content)
+    return tokenizer.file
+
+
 def write_shard(path: str | Path, tokens: np.ndarray, vocab_size: int = 1 << 16) -> None:
     """Writes `tokens` (N,) as one shard, uint32 for a vocabulary above 65,536. Raises UserError for ids too large."""
     (magic, version), kind = list(SHARD_KINDS.items())[vocab_size > 1 << 16]
@@ -571,8 +578,8 @@ def describe(folder: Path, tokenizer_path: str) -> None:
     overlap = sum(digest in repeated for digest in val)
     manifest = {
         "format": 1, "name": names[0], "published": True,
-        "tokenizer": {"file": tokenizer.save(folder), "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size,
-                      "bos_id": tokenizer.bos_id},
+        "tokenizer": {"file": save_tokenizer(tokenizer, folder), "sha256": tokenizer.sha256,
+                      "vocab_size": tokenizer.vocab_size, "bos_id": tokenizer.bos_id},
         "lossless": False, **splits, "overlap_documents": overlap, "dropped": None, "seed": None, "sources": None,
         "yardsticks": yardsticks(streams["train"], streams["val"], tokenizer),
     }

@@ -269,6 +269,13 @@ def decode_bytes(tokenizer: Tokenizer, ids: list[int] | np.ndarray) -> bytes:
 YARDSTICK_TOKENS = 20_000_000  # training tokens the count models see at most: they take up to 100 bytes a token
 
 
+def save_tokenizer(tokenizer: Tokenizer, folder: str | Path) -> str:
+    """Writes the file that gives the tokenizer back into `folder`; its name, or `bytes`, which needs no file."""
+    if tokenizer.file != "bytes":
+        (Path(folder) / tokenizer.file).write_bytes(tokenizer.content)
+    return tokenizer.file
+
+
 def write_shard(path: str | Path, tokens: np.ndarray, vocab_size: int = 1 << 16) -> None:
     """Writes `tokens` (N,) as one shard, uint32 for a vocabulary above 65,536. Raises UserError for ids too large."""
     (magic, version), kind = list(SHARD_KINDS.items())[vocab_size > 1 << 16]
@@ -777,7 +784,7 @@ def prepare(request: Request, workers: int) -> dict:
     if overlap:
         raise UserError(f"{request.out}: {overlap} documents stand in training and validation, expected 0; not written")
     tokenizer = load_tokenizer(request.tokenizer or train_tokenizer(work, request.vocab_size))
-    tokenizer.save(request.out)
+    save_tokenizer(tokenizer, request.out)
     lossless = decode_bytes(tokenizer, tokenizer.encode(LOSSLESS_PROBE)) == LOSSLESS_PROBE.encode("utf-8")
     splits = {split: write_split(request, work, split, tokenizer, workers, lossless) for split in ("train", "val")}
     counts["not_lossless"] += sum(part.pop("not_lossless") for part in splits.values())

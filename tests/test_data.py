@@ -154,7 +154,7 @@ def gpt2_file(folder: Path) -> Path:
 def test_gpt2_from_its_rank_file_is_tiktokens(tmp_path: Path) -> None:
     (tmp_path / "given").mkdir()
     tokenizer = data.load_tokenizer(gpt2_file(tmp_path / "given"))
-    again = [data.load_tokenizer(tmp_path / tokenizer.save(tmp_path))]
+    again = [data.load_tokenizer(tmp_path / prepare.save_tokenizer(tokenizer, tmp_path))]
     (tmp_path / "r50k_base.tiktoken").write_bytes((tmp_path / "gpt2.tiktoken").read_bytes())
     again.append(data.load_tokenizer(tmp_path / "r50k_base.tiktoken"))
     # The SHA-256 that tiktoken pins for r50k_base.tiktoken: the file written is the published one.
@@ -196,7 +196,7 @@ def test_any_encoding_comes_from_its_rank_file_and_no_other(tmp_path: Path, monk
     assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.sha256) == (303, 300, hashlib.sha256(lines).hexdigest())
     assert np.flatnonzero(tokenizer.boundary).tolist() == list(range(258, 303))  # gaps and specials: no bytes
     assert tokenizer.encode("the<|fim|>") == [257, *b"<|fim|>"]
-    assert tokenizer.save(tmp_path) == "cl100k_base.tiktoken"
+    assert prepare.save_tokenizer(tokenizer, tmp_path) == "cl100k_base.tiktoken"
     assert (tmp_path / "cl100k_base.tiktoken").read_bytes() == lines
     (tmp_path / "b").mkdir()
     refused = [("cl100k_base", r"tokenizer cl100k_base: tiktoken cannot load it \(.*give one of \('gpt2', "),
@@ -213,10 +213,10 @@ def test_any_encoding_comes_from_its_rank_file_and_no_other(tmp_path: Path, monk
 
 def test_saved_tokenizers_come_back_as_they_were(lossless_model: Path, tmp_path: Path) -> None:
     one = data.load_tokenizer(lossless_model)
-    assert one.save(tmp_path) == "tokenizer.model"
+    assert prepare.save_tokenizer(one, tmp_path) == "tokenizer.model"
     assert (tmp_path / "tokenizer.model").read_bytes() == lossless_model.read_bytes()
     assert data.load_tokenizer(tmp_path / "tokenizer.model").sha256 == one.sha256 == data.sha256_file(lossless_model)
-    assert data.load_tokenizer("bytes").save(tmp_path / "nowhere") == "bytes"
+    assert prepare.save_tokenizer(data.load_tokenizer("bytes"), tmp_path / "nowhere") == "bytes"
     assert data.load_tokenizer(tmp_path / "bytes").sha256 == hashlib.sha256(b"underpar bytes 264").hexdigest()
 
 
