@@ -589,13 +589,6 @@ class TokenStream:
         found = os.stat(path) if path.exists() else None
         return (found.st_size, found.st_mtime_ns, found.st_ino) if found else ()
 
-    def hold_out(self, count: int) -> np.ndarray:
-        """Cuts the last `count` tokens off the stream and returns them, int64. Raises UserError if none is left."""
-        if count >= self.length:
-            raise UserError(f"{self.paths[0].parent}: {self.length} tokens, more than the held-out {count} are needed")
-        tail, self.length = self.read(self.length - count, count), self.length - count
-        return tail
-
     def read(self, start: int, count: int) -> np.ndarray:
         """`count` tokens from position `start` on, int64 (count,), going on at 0 after the last one."""
         out, done = np.empty(count, dtype=np.int64), 0
@@ -662,8 +655,12 @@ def open_data(settings: Settings) -> SimpleNamespace:
     documents = np.cumsum(tokens == tokenizer.bos_id)
     if len(sources) != documents[-1] or documents[0] != 1:
         raise UserError(f"DATA_PATH: {documents[-1]} validation documents, in manifest.json {len(sources)}")
-    held_out = [np.append(tokenizer.bos_id, stream.hold_out(round(share * settings.holdout_tokens)))
-                for stream, share in zip(train, shares.values(), strict=True)]
+    held_out = []
+    for folder, stream in zip(shares, train, strict=True):
+        if (count := round(shares[folder] * settings.holdout_tokens)) >= len(stream):
+            raise UserError(f"{folder}: {len(stream)} tokens, more than the held-out {count} are needed")
+        held_out.append(np.append(tokenizer.bos_id, stream.read(len(stream) - count, count)))
+        stream.length -= count
     return SimpleNamespace(
         tokenizer=tokenizer, manifests=list(manifests.values()),
         manifest_sha256=" + ".join(sha256_file(Path(folder) / "manifest.json") for folder in shares),
