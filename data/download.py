@@ -241,8 +241,36 @@ def document_hashes(stream: TokenStream, bos_id: int, block: int = 1 << 22) -> I
 # === end: data ===
 
 
+# === shared: text ===
+ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+
+
+def role_ids(tokenizer: Tokenizer) -> dict[str, int]:
+    """Role token -> id; empty where the tokenizer has none."""
+    if tokenizer.file != "tokenizer.model":  # the byte tokenizer's are its last ones, tiktoken's encodings have none
+        return {role: 260 + i for i, role in enumerate(ROLE_TOKENS) if tokenizer.file == "bytes"}
+    model = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.content)
+    ids = {role: model.piece_to_id(role) for role in ROLE_TOKENS}
+    return {role: i for role, i in ids.items() if model.is_control(i)}
+
+
+def decode_bytes(tokenizer: Tokenizer, ids: list[int] | np.ndarray) -> bytes:
+    """The bytes of a token sequence that starts a document; `token_bytes` counts exactly these."""
+    ids = np.asarray(ids, dtype=np.int64)
+    drops = tokenizer.drops_space[ids] & tokenizer.boundary[np.append(tokenizer.bos_id, ids)[:-1]]
+    return b"".join([tokenizer.pieces[i][drop:] for i, drop in zip(ids.tolist(), drops.tolist(), strict=True)])
+# === end: text ===
+
+
 # === shared: preparation ===
 YARDSTICK_TOKENS = 20_000_000  # training tokens the count models see at most: they take up to 100 bytes a token
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: str | Path) -> str:
+    """Writes the file that gives the tokenizer back into `folder`; its name, or `bytes`, which needs no file."""
+    if tokenizer.file != "bytes":
+        (Path(folder) / tokenizer.file).write_bytes(tokenizer.content)
+    return tokenizer.file
 
 
 def write_shard(path: str | Path, tokens: np.ndarray, vocab_size: int = 1 << 16) -> None:
@@ -288,7 +316,7 @@ def yardsticks(train: TokenStream, val: TokenStream, tokenizer: Tokenizer) -> di
     tokens = val.read(0, len(val))
     print(f"count models and compressors on {len(tokens):,} validation tokens; minutes where they are many", flush=True)
     starts = np.flatnonzero(tokens == tokenizer.bos_id)[::1000]  # whole documents at a time: decoding takes memory
-    text = b"".join(tokenizer.decode_bytes(part) for part in np.split(tokens, starts[1:]))
+    text = b"".join(decode_bytes(tokenizer, part) for part in np.split(tokens, starts[1:]))
     to_bpb = 1 / math.log(2) / len(text)
     bigram, trigram = count_model_nats(train.read(0, min(len(train), YARDSTICK_TOKENS)), tokens, tokenizer.vocab_size)
     zstd = zstandard.ZstdCompressor(level=22).compress(text)
@@ -550,8 +578,8 @@ def describe(folder: Path, tokenizer_path: str) -> None:
     overlap = sum(digest in repeated for digest in val)
     manifest = {
         "format": 1, "name": names[0], "published": True,
-        "tokenizer": {"file": tokenizer.save(folder), "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size,
-                      "bos_id": tokenizer.bos_id},
+        "tokenizer": {"file": save_tokenizer(tokenizer, folder), "sha256": tokenizer.sha256,
+                      "vocab_size": tokenizer.vocab_size, "bos_id": tokenizer.bos_id},
         "lossless": False, **splits, "overlap_documents": overlap, "dropped": None, "seed": None, "sources": None,
         "yardsticks": yardsticks(streams["train"], streams["val"], tokenizer),
     }

@@ -19,7 +19,6 @@ import itertools
 import json
 import lzma
 import math
-import multiprocessing
 import multiprocessing.connection
 import os
 import re
@@ -245,8 +244,36 @@ def document_hashes(stream: TokenStream, bos_id: int, block: int = 1 << 22) -> I
 # === end: data ===
 
 
+# === shared: text ===
+ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+
+
+def role_ids(tokenizer: Tokenizer) -> dict[str, int]:
+    """Role token -> id; empty where the tokenizer has none."""
+    if tokenizer.file != "tokenizer.model":  # the byte tokenizer's are its last ones, tiktoken's encodings have none
+        return {role: 260 + i for i, role in enumerate(ROLE_TOKENS) if tokenizer.file == "bytes"}
+    model = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.content)
+    ids = {role: model.piece_to_id(role) for role in ROLE_TOKENS}
+    return {role: i for role, i in ids.items() if model.is_control(i)}
+
+
+def decode_bytes(tokenizer: Tokenizer, ids: list[int] | np.ndarray) -> bytes:
+    """The bytes of a token sequence that starts a document; `token_bytes` counts exactly these."""
+    ids = np.asarray(ids, dtype=np.int64)
+    drops = tokenizer.drops_space[ids] & tokenizer.boundary[np.append(tokenizer.bos_id, ids)[:-1]]
+    return b"".join([tokenizer.pieces[i][drop:] for i, drop in zip(ids.tolist(), drops.tolist(), strict=True)])
+# === end: text ===
+
+
 # === shared: preparation ===
 YARDSTICK_TOKENS = 20_000_000  # training tokens the count models see at most: they take up to 100 bytes a token
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: str | Path) -> str:
+    """Writes the file that gives the tokenizer back into `folder`; its name, or `bytes`, which needs no file."""
+    if tokenizer.file != "bytes":
+        (Path(folder) / tokenizer.file).write_bytes(tokenizer.content)
+    return tokenizer.file
 
 
 def write_shard(path: str | Path, tokens: np.ndarray, vocab_size: int = 1 << 16) -> None:
@@ -292,7 +319,7 @@ def yardsticks(train: TokenStream, val: TokenStream, tokenizer: Tokenizer) -> di
     tokens = val.read(0, len(val))
     print(f"count models and compressors on {len(tokens):,} validation tokens; minutes where they are many", flush=True)
     starts = np.flatnonzero(tokens == tokenizer.bos_id)[::1000]  # whole documents at a time: decoding takes memory
-    text = b"".join(tokenizer.decode_bytes(part) for part in np.split(tokens, starts[1:]))
+    text = b"".join(decode_bytes(tokenizer, part) for part in np.split(tokens, starts[1:]))
     to_bpb = 1 / math.log(2) / len(text)
     bigram, trigram = count_model_nats(train.read(0, min(len(train), YARDSTICK_TOKENS)), tokens, tokenizer.vocab_size)
     zstd = zstandard.ZstdCompressor(level=22).compress(text)
@@ -680,7 +707,7 @@ def tokenize(job: tuple[Path, bool]) -> tuple[np.ndarray, list[int], Counter]:
     tokens, sources, counts = [], [], Counter()
     for _, text, source in read_records([path]):
         ids = LOADED.encode(text.decode("utf-8"))
-        decoded = LOADED.decode_bytes(ids)
+        decoded = decode_bytes(LOADED, ids)
         if not decoded or lossless and decoded != text:
             counts["not_lossless"] += 1
             continue
@@ -757,8 +784,8 @@ def prepare(request: Request, workers: int) -> dict:
     if overlap:
         raise UserError(f"{request.out}: {overlap} documents stand in training and validation, expected 0; not written")
     tokenizer = load_tokenizer(request.tokenizer or train_tokenizer(work, request.vocab_size))
-    tokenizer.save(request.out)
-    lossless = tokenizer.decode_bytes(tokenizer.encode(LOSSLESS_PROBE)) == LOSSLESS_PROBE.encode("utf-8")
+    save_tokenizer(tokenizer, request.out)
+    lossless = decode_bytes(tokenizer, tokenizer.encode(LOSSLESS_PROBE)) == LOSSLESS_PROBE.encode("utf-8")
     splits = {split: write_split(request, work, split, tokenizer, workers, lossless) for split in ("train", "val")}
     counts["not_lossless"] += sum(part.pop("not_lossless") for part in splits.values())
     manifest = {
