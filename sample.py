@@ -1486,9 +1486,17 @@ class Exporter:
         """
         excess = int(self.runtime.agree(str(self.excess(quantize_all(self.tensors, self.table, {})))))
         if excess > 0:
-            tried = [fit_steps(self.tensors, self.table, excess + self.limit / 100, 1.0, 256.0, ratio)
-                     for ratio in (0.5, 0.71, 1.0, 1.41)]
-            best = min(tried, key=lambda table: self.loss(quantize_all(self.tensors, table, {})))
+            fit = functools.partial(fit_steps, self.tensors, self.table, least=1.0, most=256.0)
+            target, best = self.limit / 100, self.table
+            total = excess + target
+            ratio = min((0.5, 0.71, 1.0, 1.41), key=lambda ratio: self.loss(
+                quantize_all(self.tensors, fit(excess=total, ratio=ratio), {})))
+            for _ in range(4):  # a file is not just the entropy of its codes
+                best = fit(excess=total, ratio=ratio)
+                over = self.excess(quantize_all(self.tensors, best, {})) + target
+                if abs(over) < self.limit / 400:
+                    break
+                total += over
             self.table.update(json.loads(self.runtime.agree(json.dumps(best))))
         self.log(f"sizes: {-excess} bytes below the limit; {self.table}")
 
@@ -1498,23 +1506,25 @@ class Exporter:
 
         Where steps were widened they change by up to 5% again, so that the artifact just meets the limit.
         """
-        begin, table, total = time.perf_counter(), self.table, 0.0
+        begin = time.perf_counter()
         with Hessians(self.network) as taps:
             for ids in calibration:
                 self.network(ids)
         hessians = {name: self.runtime.sum(own) for name, own in taps.sums.items()}
-        ways = [{}, hessians] if hessians else [{}]
-        coded = [quantize_all(self.tensors, table, way) for way in ways]
-        nats = [self.loss(own) for own in coded]
-        best = nats.index(min(nats))
+        ways = [(quantize_all(self.tensors, self.table, way), way) for way in ([{}, hessians] if hessians else [{}])]
+        nats = [self.loss(coded) for coded, _ in ways]
         self.log(f"codes: {nats} nats held out, to nearest and by GPTQ of {len(hessians)} weights")
-        coded = coded[best]
-        over, widened = self.excess(coded), any(own["widen"] != 1 for own in table.values())
-        for _ in range(4 if over > 0 or widened else 0):
-            total += over + self.limit / 2000
-            table = fit_steps(self.tensors, self.table, total, 1 / 1.05, 1.05)
-            coded = quantize_all(self.tensors, table, ways[best])
+        widened = any(own["widen"] != 1 for own in self.table.values())
+        for at in sorted(range(len(ways)), key=nats.__getitem__):  # GPTQ's codes may be too long for 5% to make good
+            (coded, way), table, total = ways[at], self.table, 0.0
             over = self.excess(coded)
+            for _ in range(4 if over > 0 or widened else 0):
+                total += over + self.limit / 2000
+                table = fit_steps(self.tensors, self.table, total, 1 / 1.05, 1.05)
+                coded = quantize_all(self.tensors, table, way)
+                over = self.excess(coded)
+                if over <= 0:
+                    break
             if over <= 0:
                 break
         change = {kind: f"{own['widen'] / self.table[kind]['widen'] - 1:+.2%}" for kind, own in table.items()}
