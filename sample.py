@@ -1285,7 +1285,7 @@ def choose_tables(tensors: list[tuple[str, np.ndarray]]) -> tuple[np.ndarray, li
     def size(key: str, counts: np.ndarray, numbers: tuple[np.ndarray, np.ndarray]) -> float:
         every, members = pools[key]
         kinds = [np.bincount(side, minlength=256) for side in numbers]
-        table = 0.7 * np.count_nonzero(every) / members  # about what an entry takes, packed
+        table = 1.6 * np.count_nonzero(every) / members  # about what an entry takes, packed
         return entropy_bytes(counts, every) + entropy_bytes(np.array(kinds), np.array(kinds)) + table
 
     pools = pool(offers)  # as if each tensor took all of them
@@ -1309,10 +1309,11 @@ def code_runs(first: int, rows: np.ndarray, columns: np.ndarray) -> tuple[np.nda
 def pack_array(record: dict, array: np.ndarray) -> list:
     """[record with coder and crc32, payload]: the array as it is, as a zstd frame, or its one value, the shortest."""
     array = array.astype(array.dtype.newbyteorder("<"), copy=False)
-    raw = array.reshape(-1, 1).view(np.uint8).T.tobytes()  # by byte planes, in which float16 and tables compress better
+    each = array.reshape(-1, 1).view(np.uint8)  # (n, bytes)
+    raw = each.T.tobytes()  # by byte planes, in which float16 and tables compress better
     frame = zstandard.ZstdCompressor(level=1 if array.dtype == np.int8 else 19).compress(raw)  # rANS suits codes
     payloads = {"stored": raw, "zstd": frame}
-    if array.size and (array == array.flat[0]).all():
+    if array.size and (each == each[0]).all():  # 0.0 is not -0.0
         payloads["constant"] = array.flat[0].tobytes()
     coder = min(payloads, key=lambda name: len(payloads[name]))
     return [{**record, "coder": coder, "crc32": zlib.crc32(array)}, payloads[coder]]
