@@ -1867,7 +1867,7 @@ def choose_tables(tensors: list[tuple[str, np.ndarray]]) -> tuple[np.ndarray, li
     def size(key: str, counts: np.ndarray, numbers: tuple[np.ndarray, np.ndarray]) -> float:
         every, members = pools[key]
         kinds = [np.bincount(side, minlength=256) for side in numbers]
-        table = 0.7 * np.count_nonzero(every) / members  # about what an entry takes, packed
+        table = 1.6 * np.count_nonzero(every) / members  # about what an entry takes, packed
         return entropy_bytes(counts, every) + entropy_bytes(np.array(kinds), np.array(kinds)) + table
 
     pools = pool(offers)  # as if each tensor took all of them
@@ -1891,10 +1891,11 @@ def code_runs(first: int, rows: np.ndarray, columns: np.ndarray) -> tuple[np.nda
 def pack_array(record: dict, array: np.ndarray) -> list:
     """[record with coder and crc32, payload]: the array as it is, as a zstd frame, or its one value, the shortest."""
     array = array.astype(array.dtype.newbyteorder("<"), copy=False)
-    raw = array.reshape(-1, 1).view(np.uint8).T.tobytes()  # by byte planes, in which float16 and tables compress better
+    each = array.reshape(-1, 1).view(np.uint8)  # (n, bytes)
+    raw = each.T.tobytes()  # by byte planes, in which float16 and tables compress better
     frame = zstandard.ZstdCompressor(level=1 if array.dtype == np.int8 else 19).compress(raw)  # rANS suits codes
     payloads = {"stored": raw, "zstd": frame}
-    if array.size and (array == array.flat[0]).all():
+    if array.size and (each == each[0]).all():  # 0.0 is not -0.0
         payloads["constant"] = array.flat[0].tobytes()
     coder = min(payloads, key=lambda name: len(payloads[name]))
     return [{**record, "coder": coder, "crc32": zlib.crc32(array)}, payloads[coder]]
@@ -2018,8 +2019,6 @@ def read_artifact(path: str | Path, max_weights: int = 1 << 30) -> tuple[dict, d
         require((states >> 16 == 1).all(), "lanes do not end where they began")
         area = io.BytesIO(states.astype("<u2").tobytes() + area.read())
         counts = [record["scales"] for record in records]
-        fit = all(count in (0, 1, *record["shape"][:1]) for count, record in zip(counts, records, strict=True))
-        require(fit, "a tensor has neither one scale nor one a row")
         scales = torch.from_numpy(unpack_array(sections["scales"], area, "<f2", sum(counts))).split(counts)
         tensors, coded = {}, {}
         for record, own in zip(records, scales, strict=True):
@@ -2062,19 +2061,36 @@ class Exporter:
         with decoded(self.tensors, coded):
             return self.score().nats
 
+    def fit(self, hessians: dict[str, Tensor], over: int, margin: int, least: float, most: float,
+            ratio: float = 1.0) -> tuple[QuantTable, dict[str, tuple], int]:
+        """Table and codes whose artifact is a `margin` below the limit, give or take one, and by how much it is over.
+
+        over: that of the present table. Steps change by a factor in least..most, those of embeddings by `ratio` more.
+        """
+        total = 0
+        for _ in range(4):  # a file is not just the entropy of its codes
+            total += over + margin
+            table = fit_steps(self.tensors, self.table, total, least, most, ratio)
+            coded = quantize_all(self.tensors, table, hessians)
+            over = self.excess(coded)
+            if abs(over + margin) <= margin:
+                break
+        return table, coded, over
+
     def fit_table(self) -> None:
         """Steps for fake quantization and export alike: the table's or, if the artifact were too long, wider ones.
 
         Of several ratios between the classes the one with the least loss; a hundredth of the limit is kept for later.
         """
-        excess = int(self.runtime.agree(str(self.excess(quantize_all(self.tensors, self.table, {})))))
-        if excess > 0:
-            tried = [fit_steps(self.tensors, self.table, excess + self.limit / 100, 1.0, 256.0, ratio)
-                     for ratio in (0.5, 0.71, 1.0, 1.41)]
-            best = min(tried, key=lambda table: self.loss(quantize_all(self.tensors, table, {})))
-            self.table.update(json.loads(self.runtime.agree(json.dumps(best))))
+        over = int(self.runtime.agree(str(self.excess(quantize_all(self.tensors, self.table, {})))))
+        if over > 0:
+            tried = {ratio: quantize_all(self.tensors, fit_steps(self.tensors, self.table, over, 1.0, 256.0, ratio), {})
+                     for ratio in (0.5, 0.71, 1.0, 1.41)}
+            ratio = min(tried, key=lambda ratio: self.loss(tried[ratio]))
+            table, *_ = self.fit({}, over, self.limit // 100, 1.0, 256.0, ratio)
+            self.table.update(json.loads(self.runtime.agree(json.dumps(table))))
         wider = " ".join(f"{kind}:{own['widen']:.4f}" for kind, own in self.table.items())
-        self.log(f"sizes: {abs(excess)} bytes {'above' if excess > 0 else 'below'} the limit; steps wider by {wider}")
+        self.log(f"sizes: {abs(over)} bytes {'above' if over > 0 else 'below'} the limit; steps wider by {wider}")
 
     @torch.no_grad()
     def codes(self, calibration: Iterable[Tensor]) -> dict[str, tuple]:
@@ -2082,20 +2098,18 @@ class Exporter:
 
         Where steps were widened they change by up to 5% again, so that the artifact just meets the limit.
         """
-        begin, table, total = time.perf_counter(), self.table, 0.0
+        begin, widened = time.perf_counter(), any(own["widen"] != 1 for own in self.table.values())
         with Hessians(self.network) as taps:
             for ids in calibration:
                 self.network(ids)
-        ways = {"nearest": {}, "gptq": {name: self.runtime.sum(own) for name, own in taps.sums.items()}}
-        coded = {way: quantize_all(self.tensors, table, own) for way, own in ways.items() if own or way == "nearest"}
-        nats = {way: self.loss(own) for way, own in coded.items()}
-        way = min(nats, key=nats.get)
-        coded, over = coded[way], self.excess(coded[way])
-        for _ in range(4 if over > 0 or any(own["widen"] != 1 for own in table.values()) else 0):
-            total += over + self.limit / 2000
-            table = fit_steps(self.tensors, self.table, total, 1 / 1.05, 1.05)
-            coded = quantize_all(self.tensors, table, ways[way])
-            over = self.excess(coded)
+        hessians = {name: self.runtime.sum(own) for name, own in taps.sums.items()}
+        ways = {"nearest": {}, **({"gptq": hessians} if hessians else {})}
+        found = {way: quantize_all(self.tensors, self.table, own) for way, own in ways.items()}
+        nats = {way: self.loss(coded) for way, coded in found.items()}
+        for way in sorted(nats, key=nats.get):  # GPTQ's codes may be too long for 5% to make good
+            table, coded, over = self.table, found[way], self.excess(found[way])
+            if over > 0 or widened:
+                table, coded, over = self.fit(ways[way], over, self.limit // 1000, 1 / 1.05, 1.05)
             if over <= 0:
                 break
         wider = table["matrix"]["widen"] / self.table["matrix"]["widen"] - 1
