@@ -2,7 +2,7 @@
 
     python quantize.py info runs/<RUN_ID>/model.upar --tensors           # what its bytes are spent on
     python quantize.py verify runs/<RUN_ID>/model.upar runs/<RUN_ID> --weights ema
-    MATRIX_BITS=4 python quantize.py pack runs/<RUN_ID> small.upar       # as the run would have written it with 4 bits
+    MATRIX_BITS=4 python quantize.py pack runs/<RUN_ID> small.upar       # the same with 4 bits, to nearest
 
 MODEL is an artifact, a checkpoint's folder, a run's folder (its newest whole checkpoint), or what `unpack` wrote. Every
 setting below is an environment variable: its name in capitals; those of quantization default to the checkpoint's. The
@@ -11,11 +11,13 @@ sections between `# === shared:` fences are those of train_gpt.py (tools/sync.py
 
 import argparse
 import base64
+import bisect
 import collections
 import contextlib
 import datetime
 import difflib
 import hashlib
+import io
 import json
 import math
 import os
@@ -25,7 +27,6 @@ import resource
 import struct
 import subprocess
 import sys
-import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -55,10 +56,12 @@ except ImportError:
 class Settings:
     tokenizer_path: str = ""  # .model file, tiktoken name, .tiktoken file or "bytes"; empty: that of data or artifact
     device: str = "auto"  # auto, cpu or cuda
-    matrix_bits: int = 6  # matrices of the layers
-    matrix_clip_sigmas: float = 12.85  # clip at this many standard deviations of a row; 0: at its largest weight
-    embed_bits: int = 8  # embedding
-    embed_clip_sigmas: float = 20.0  # the same for the embedding
+    matrix_bits: int = 6  # matrices of the layers: codes up to 2**(bits-1) - 1
+    matrix_clip_sigmas: float = 8.0  # the largest code, in root mean squares; 0: the largest weight; -1: least error
+    matrix_step: str = "tensor"  # what has a step of its own: tensor, row, or grid (a row, steps 2**(1/16) apart)
+    embed_bits: int = 8  # the same for embeddings and head
+    embed_clip_sigmas: float = 20.0  # the same
+    embed_step: str = "tensor"  # the same
 
 
 # === shared: settings ===
@@ -1521,8 +1524,8 @@ class Exporter:
 
 
 # ----------------------------------------------------------------------------------------------------------- weights
-QUANTIZER = ("matrix_bits", "matrix_clip_sigmas", "embed_bits", "embed_clip_sigmas")
 SHAPE = ("vocab_size", "bos_id", "layers", "norms", *MODEL_SETTINGS)  # what rebuilds a network, in the exporter's order
+QUANT_SETTINGS = tuple(f"{word}_{part}" for word in ("matrix", "embed") for part in QUANTIZER)
 
 
 def progress(items: Iterable, label: str) -> Iterable:
@@ -1546,80 +1549,90 @@ def read_checkpoint(folder: Path, average: str) -> SimpleNamespace:
 
     try:
         meta, tensors = json.loads((folder / "meta.json").read_bytes()), load("model.pt")
-        if "header" in meta:  # of `unpack`
-            return SimpleNamespace(path=folder, tensors=tensors, scales=load("scales.pt"), run={}, **meta)
+        if "header" in meta:  # of `unpack` or `apply`
+            return SimpleNamespace(path=folder, tensors=tensors, coded=load("coded.pt"), run={}, table={}, **meta)
         shape, run = {name: meta["identity"][name] for name in SHAPE}, {**meta["settings"], "steps": meta["step"]}
+        training = load("training.pt")
         if average != "raw":  # a network's state is its parameters, in their order
-            tensors = dict(zip(tensors, load("training.pt")[average]["values"], strict=True))
+            tensors = dict(zip(tensors, training[average]["values"], strict=True))
+        table = {kind: {**own} for kind, own in training.get("table", {}).items()}
     except (LookupError, RuntimeError, TypeError, ValueError, pickle.UnpicklingError) as error:
         raise UserError(f"{folder}: no checkpoint with {average} weights: {str(error).splitlines()[0]}") from None
-    return SimpleNamespace(path=folder, tensors=tensors, scales={}, run=run, shape=shape, table={}, header={})
+    return SimpleNamespace(path=folder, tensors=tensors, coded={}, run=run, shape=shape, table=table, header={})
 
 
 def read_weights(path: str, average: str = "") -> SimpleNamespace:
     """A MODEL: path, tensors (name -> float32, on the CPU), shape (the settings that rebuild the network);
 
-    of a checkpoint `run`, its settings and steps, the weights being raw, ema or swa; of an artifact `header`, `scales`
-    (name -> float16 (R,)) and `table` (class -> bits and 0), all empty elsewhere. Without `average` it is an artifact.
-    Raises UserError; ArtifactError where an artifact is not as it was written.
+    of a checkpoint `run`, its settings and steps, and `table` (QuantTable, as training left it), the weights being raw,
+    ema or swa; of an artifact `header` and `coded` (name -> codes, scales, bits); all empty elsewhere. Without
+    `average` it is an artifact. Raises UserError; ArtifactError where an artifact is not as it was written.
     """
     if average and Path(path).is_dir():
         return read_checkpoint(find_checkpoint(Path(path)), average)
     if not Path(path).is_file():
         raise UserError(f"{path}: no such file; a run's artifact is runs/<RUN_ID>/model.upar")
-    header, tensors = read_artifact(path)  # checks all of it; below nothing is left to check
-    data, records = Path(path).read_bytes(), [each for each in header["tensors"] if each["quantizer"] == "rows"]
-    area, rows = data[ARTIFACT_PREFIX.size + ARTIFACT_PREFIX.unpack_from(data)[2] :], [e["shape"][0] for e in records]
-    values = torch.from_numpy(unpack_array(header["sections"]["scales"], area, "<f2", sum(rows)))
-    scales = {each["name"]: own.clone() for each, own in zip(records, values.split(rows), strict=True)}
-    table = {tensor_class(each["name"], tensors[each["name"]]): (each["bits"], 0.0) for each in records}
-    return SimpleNamespace(path=Path(path), tensors=tensors, scales=scales, run={}, shape=header["settings"],
-                           table=table, header=header)
+    header, tensors, coded = read_artifact(path)
+    return SimpleNamespace(path=Path(path), tensors=tensors, coded=coded, run={}, shape=header["settings"], table={},
+                           header=header)
 
 
-def codes_of(w: Tensor, scales: Tensor) -> Tensor:
-    """The codes int8 (R, C) of weights (R, ...) that are code * scale exactly, given the scales float16 (R,)."""
-    step = scales.float().unsqueeze(1)
-    return (w.reshape(len(scales), -1) / torch.where(step > 0, step, 1.0)).round().to(torch.int8)
+def write_folder(out: Path, source: SimpleNamespace) -> None:
+    """A MODEL as a folder: float32 weights, the codes that they are if any, what rebuilds the network, SHA-256 sums."""
+    header = {name: source.header[name] for name in ("tokenizer_sha256", "meta")}
+    out.mkdir()
+    torch.save({name: w.clone() for name, w in source.tensors.items()}, out / "model.pt")
+    torch.save(source.coded, out / "coded.pt")
+    replace_file(out / "meta.json", json.dumps(dict(shape=source.shape, header=header)).encode())
+    sums = [f"{sha256_file(path)}  {path.name}\n" for path in sorted(out.iterdir())]
+    replace_file(out / "SHA256SUMS", "".join(sums).encode())  # the last: without it the folder is none
 
 
-def write(source: SimpleNamespace, out: Path) -> dict[str, int]:
-    """Write the artifact of a model: as train_gpt.py's exporter does on the same kind of hardware, byte for byte.
+def read_header(source: SimpleNamespace, tokenizer_path: str) -> dict:
+    """tokenizer_sha256 and meta for an artifact; of a checkpoint by its tokenizer, which lies beside. UserError."""
+    if source.header:
+        return source.header
+    beside = [path for name in ("tokenizer.model", "*.tiktoken") for path in source.path.parent.glob(name)]
+    tokenizer = load_tokenizer(tokenizer_path or (beside or ["bytes"])[0])  # bytes: a run leaves no file
+    if (tokenizer.vocab_size, tokenizer.bos_id) != (source.shape["vocab_size"], source.shape["bos_id"]):
+        raise UserError(f"TOKENIZER_PATH={tokenizer_path!r}: {tokenizer.file} has {tokenizer.vocab_size} "
+                        f"tokens; must be the tokenizer of {source.path}, with {source.shape['vocab_size']}")
+    return {"tokenizer_sha256": tokenizer.sha256, "meta": {"seed": source.run["seed"], "tokenizer": tokenizer.file}}
 
-    Settings of the quantizer not in CONFIG or environment are the checkpoint's. Returns bytes by class. UserError.
-    """
-    global quantize_rows
-    table, header = source.table, source.header
 
+def own_settings(source: SimpleNamespace) -> Settings:
+    """The settings, those of the quantizer from the checkpoint unless given. UserError: given for what has codes."""
     def stored(given: dict[str, str]) -> tuple[dict, dict]:
-        if header and (named := [name.upper() for name in QUANTIZER if name.upper() in given]):
+        if source.coded and (named := [name.upper() for name in QUANT_SETTINGS if name.upper() in given]):
             raise UserError(f"{named[0]}: the weights of {source.path} are quantized already; give their checkpoint")
-        return {name: source.run[name] for name in QUANTIZER if name in source.run}, {}
+        return {name: source.run[name] for name in QUANT_SETTINGS if name in source.run}, {}
 
-    settings = load_settings(Settings, dict(os.environ), stored=stored)
-    if not header:
-        table = {"matrix": (settings.matrix_bits, settings.matrix_clip_sigmas),
-                 "embedding": (settings.embed_bits, settings.embed_clip_sigmas)}
-        beside = [path for name in ("tokenizer.model", "*.tiktoken") for path in source.path.parent.glob(name)]
-        tokenizer = load_tokenizer(settings.tokenizer_path or (beside or ["bytes"])[0])  # bytes: a run leaves no file
-        if (tokenizer.vocab_size, tokenizer.bos_id) != (source.shape["vocab_size"], source.shape["bos_id"]):
-            raise UserError(f"TOKENIZER_PATH={settings.tokenizer_path!r}: {tokenizer.file} has {tokenizer.vocab_size} "
-                            f"tokens; must be the tokenizer of {source.path}, with {source.shape['vocab_size']}")
-        meta = {"steps": source.run["steps"], "seed": source.run["seed"], "tokenizer": tokenizer.file}
-        header = {"tokenizer_sha256": tokenizer.sha256, "meta": meta}
-    fenced, scales, device = quantize_rows, iter(source.scales.values()), start_runtime(settings.device).device
+    return load_settings(Settings, dict(os.environ), stored=stored)
 
-    def again(w: Tensor, bits: int, clip_sigmas: float) -> tuple[Tensor, Tensor]:
-        return codes_of(w, own := next(scales).to(device)), own
 
-    quantize_rows = again if source.scales else fenced  # write_artifact's, so that codes come out as they came in
+def code_weights(source: SimpleNamespace, settings: Settings) -> dict[str, tuple]:
+    """`coded` of a model: what it has, or its weights to the nearest code. A class whose settings are the checkpoint's
+    has its steps too, as they were widened when quantization-aware training began.
+    """
+    if source.coded:
+        return source.coded
+    table, device = quant_table(settings), start_runtime(settings.device).device
+    for kind, own in table.items():
+        if {**own, "widen": 0} == {**source.table.get(kind, {}), "widen": 0}:
+            own["widen"] = source.table[kind]["widen"]
+    coded = {}
+    for name, w in progress(source.tensors.items(), "quantize"):
+        coded |= quantize_all({name: w.to(device)}, table, {})
+    return {name: (codes.cpu(), scales.cpu(), bits) for name, (codes, scales, bits) in coded.items()}
+
+
+def pack_model(source: SimpleNamespace, settings: Settings, coded: dict[str, tuple]) -> tuple[bytes, dict[str, int]]:
+    """See pack_artifact. Raises UserError."""
+    header = read_header(source, settings.tokenizer_path)
     try:
-        return write_artifact(out, {name: w.to(device) for name, w in source.tensors.items()}, table, source.shape,
-                              header["tokenizer_sha256"], header["meta"])["bytes"]
+        return pack_artifact(source.tensors, coded, source.shape, header["tokenizer_sha256"], header["meta"])
     except ValueError as error:
         raise UserError(f"{source.path}: {error}") from None
-    finally:
-        quantize_rows = fenced
 
 
 def rebuild(source: SimpleNamespace) -> GPT:
@@ -1644,14 +1657,19 @@ def show(rows: list[list]) -> None:
         print("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip())
 
 
+def match_tensors(a: SimpleNamespace, b: SimpleNamespace) -> None:
+    """Raise ArtifactError, which names the first tensor that one has and the other has not, or in another shape."""
+    for name in [*a.tensors, *b.tensors]:
+        one, two = (list(each.tensors[name].shape) if name in each.tensors else "missing" for each in (a, b))
+        require(one == two, f"tensor {name!r}: {one} in {a.path}, {two} in {b.path}")
+
+
 def distances(a: SimpleNamespace, b: SimpleNamespace) -> list[list]:
     """Rows of a table, by tensor class and of all: how far b's weights are from a's. ArtifactError if shapes differ.
 
     ||b - a|| / ||a||, mean (b - a)^2, max |b - a|, a.b / (||a|| ||b||), 10 log10(||a||^2 / ||b - a||^2), in float64.
     """
-    for name in [*a.tensors, *b.tensors]:
-        one, two = (list(each.tensors[name].shape) if name in each.tensors else "missing" for each in (a, b))
-        require(one == two, f"tensor {name!r}: {one} in {a.path}, {two} in {b.path}")
+    match_tensors(a, b)
     sums = {key: np.zeros(6) for key in ("matrix", "embedding", "control", "all")}
     for name, w in progress(a.tensors.items(), "distances"):
         x, y = (each.double().flatten().numpy() for each in (w, b.tensors[name]))
@@ -1666,66 +1684,126 @@ def distances(a: SimpleNamespace, b: SimpleNamespace) -> list[list]:
     return rows
 
 
+def judge_codes(source: SimpleNamespace, model: SimpleNamespace, settings: Settings) -> dict[str, list[float]]:
+    """Class -> [steps of an artifact over those of the settings, share of codes that are the nearest to the model's
+    weights, error over that of the nearest]. ArtifactError, naming a tensor, where it cannot be of these weights.
+
+    The exporter widens the steps of a class by one factor; a row's (or a tensor's) share of them says whose they are.
+    GPTQ trades error in a weight for error in the output; measured, it is up to 1.6 times the error of the nearest.
+    """
+    table, found = quant_table(settings), collections.defaultdict(list)
+    for name, w in progress(model.tensors.items(), "verify"):
+        what, kind, stored = f"{source.path}: tensor {name!r}", tensor_class(name, w), source.tensors[name]
+        require((kind in table) == (name in source.coded), f"{what}: its coding is not that of class {kind}")
+        if kind not in table:
+            dtype = torch.float32 if name.endswith(FLOAT32_CONTROLS) else torch.float16
+            require(torch.equal(w.to(dtype).float(), stored), f"{what}: is not that of {model.path} as {dtype}")
+            continue
+        (codes, scales, bits), own = source.coded[name], table[kind]
+        require(bits == own["bits"], f"{what}: {bits} bits, {own['bits']} by the settings of {model.path}")
+        usual = quantize(w, **own)[1].float()
+        require(len(usual) == len(scales), f"{what}: {len(scales)} steps, {len(usual)} by the settings")
+        nearest = round_to(w.flatten(1), scales.float()[:, None], bits)
+        error = (w - stored).double().norm().item()
+        least = (w.flatten(1) - nearest * scales.float()[:, None]).double().norm().item()
+        require(error <= 4 * least + 1e-12, f"{what}: {error / max(least, 1e-12):.3g} times the error of the nearest "
+                f"codes to the weights of {model.path}")
+        large = usual > 2**-13  # below, float16 is coarse
+        found[kind].append((w.numel(), (nearest == codes).sum().item(), error**2, least**2, name,
+                            (scales.float() / usual)[large].tolist()))
+    judged = {}
+    for kind, rows in found.items():
+        count, same, error, least = (sum(row[at] for row in rows) for at in range(4))
+        ratios = {row[4]: row[5] for row in rows if row[5]}
+        middle = float(np.median(sum(ratios.values(), []))) if ratios else math.nan
+        spread = {"grid": 2 ** (1 / 16)}.get(table[kind]["step"], 1.0) * 1.004  # roundings, to the grid and to float16
+        for name, own in ratios.items() if table[kind]["clip_sigmas"] >= 0 else ():
+            wrong = max(own + [middle]) / min(own + [middle])
+            require(wrong <= spread, f"{source.path}: tensor {name!r}: its steps are not those of {model.path}, by a "
+                    f"factor of {wrong:.4g} when the class's are equal")
+        judged[kind] = [middle, same / count, math.sqrt(error / least) if least else 1.0]
+    return judged
+
+
+def entropy(codes: Tensor) -> float:
+    """Bits of all codes by the shares that they have, order 0."""
+    counts = np.bincount(codes.numpy().view(np.uint8).reshape(-1), minlength=256)
+    return 8 * entropy_bytes(counts, counts)
+
+
 def info(args: argparse.Namespace) -> None:
-    """What an artifact's bytes are spent on; entropy: of the codes, order 0, by tensor, in bits a weight."""
+    """What an artifact's bytes are spent on; entropy: of the codes, order 0, by tensor, in bits a weight.
+
+    With --checkpoint, error: ||artifact - checkpoint|| / ||checkpoint||.
+    """
     source, tensors, parts = read_weights(args.artifact), {}, collections.defaultdict(collections.Counter)
+    model = read_weights(args.checkpoint, args.weights) if args.checkpoint else None
+    if model:
+        match_tensors(model, source)
     for record in progress(source.header["tensors"], "info"):
         name, w = record["name"], source.tensors[record["name"]]
         tensors[name] = sums = collections.Counter(tensors=1, weights=w.numel(), bytes=record["length"])
-        if name in source.scales:
-            counts = np.unique(codes_of(w, source.scales[name]).numpy(), return_counts=True)[1]
-            sums["entropy"] = float((counts * np.log2(w.numel() / counts)).sum())
-        sums[f"{record['bits']}-bit {record['coder']}"] = 1
+        if name in source.coded:
+            sums["entropy"] = entropy(source.coded[name][0])
+        if model:
+            own = model.tensors[name].double()
+            sums.update(error=(w.double() - own).square().sum().item(), power=own.square().sum().item())
+        sums[f"{record['bits']}-bit {' '.join(filter(None, (record['coder'], record.get('contexts'))))}"] = 1
         parts[tensor_class(name, w)].update(sums)
     for name, record in source.header["sections"].items():
         parts[f"({name})"].update({"bytes": record["length"], record["coder"]: 1})
+    streams = [record["coder"] == "rans" for record in source.header["tensors"]]
+    heads = 2 * rans_lanes(sum(w.numel() for w, own in zip(source.tensors.values(), streams, strict=True) if own))
+    late = [record["length"] for record, own in zip(source.header["tensors"], streams, strict=True) if not own]
+    parts["(states)"]["bytes"] -= min(heads, sum(late) + source.header["sections"]["scales"]["length"])  # they carry
     size, weights = source.path.stat().st_size, sum(w.numel() for w in source.tensors.values())
     parts["(header)"] = collections.Counter(bytes=size - sum(sums["bytes"] for sums in parts.values()))
     parts["total"] = collections.Counter(tensors=len(tensors), weights=weights, bytes=size)
-    rows = [["class", "tensors", "weights", "bytes", "bits/weight", "entropy", "coders"]]
+    rows = [["class", "tensors", "weights", "bytes", "bits/weight", "entropy", "error", "coders"]]
     for name, sums in [*(tensors.items() if args.tensors else ()), *parts.items()]:
-        coders = [f"{key}:{count}" for key, count in sums.items() if key.endswith(("rans", "zstd", "stored"))]
-        weights = sums["weights"] or math.nan
+        coders = [f"{key}:{count}" for key, count in sums.items() if re.search("rans|zstd|stored|constant", key)]
+        weights, power = sums["weights"] or math.nan, sums["power"] or math.nan
         rows.append([name, sums["tensors"], sums["weights"], sums["bytes"], 8 * sums["bytes"] / weights,
-                     sums.get("entropy", math.nan) / weights, " ".join(coders)])
+                     sums.get("entropy", math.nan) / weights, math.sqrt(sums["error"] / power), ", ".join(coders)])
     print(f"{source.path}: settings {source.shape} meta {source.header['meta']}")
     show(rows)
 
 
 def unpack(args: argparse.Namespace) -> None:
-    """An artifact's weights in a folder, model.pt in float32 and their scales, of which `pack` makes the same file."""
+    """An artifact's weights in a folder, in float32 and as codes, of which `pack` makes the same file."""
     source, out = read_weights(args.artifact), Path(args.out)
-    header = {name: source.header[name] for name in ("tokenizer_sha256", "meta")}
-    out.mkdir()
-    torch.save(source.tensors, out / "model.pt")
-    torch.save(source.scales, out / "scales.pt")
-    replace_file(out / "meta.json", json.dumps(dict(shape=source.shape, table=source.table, header=header)).encode())
-    sums = [f"{sha256_file(path)}  {path.name}\n" for path in sorted(out.iterdir())]
-    replace_file(out / "SHA256SUMS", "".join(sums).encode())  # the last: without it the folder is none
+    write_folder(out, source)
     print(f"{out}: {len(source.tensors)} tensors")
 
 
 def pack(args: argparse.Namespace) -> None:
-    """A checkpoint's artifact, as train_gpt.py writes it."""
-    sizes = write(read_weights(args.model, args.weights), Path(args.out))
-    print(f"{args.out}: {sum(sizes.values())} bytes; " + " ".join(f"{name}:{size}" for name, size in sizes.items()))
+    """A checkpoint's artifact, every weight at the nearest code."""
+    source = read_weights(args.model, args.weights)
+    settings = own_settings(source)
+    data, sizes = pack_model(source, settings, code_weights(source, settings))
+    replace_file(args.out, data)
+    print(f"{args.out}: {len(data)} bytes; " + " ".join(f"{name}:{size}" for name, size in sizes.items()))
 
 
 def verify(args: argparse.Namespace) -> None:
-    """Is an artifact whole, and is it what `pack` makes of a checkpoint? Exit code 1 where it is not."""
+    """Is an artifact whole, and is it of a checkpoint? Exit code 1 where it is not."""
     source = read_weights(args.artifact)
     rebuild(source)
     if args.checkpoint:
         model = read_weights(args.checkpoint, args.weights)
-        rows, of = distances(model, source), f"what `pack` makes of the {args.weights} weights of {model.path}"
-        with tempfile.TemporaryDirectory() as folder:
-            write(model, Path(folder) / "model.upar")
-            packed = read_weights(f"{folder}/model.upar")
-        wrong = [name for name, w in packed.tensors.items() if not torch.equal(w, source.tensors[name])]
-        wrong += [name for name in ("settings", "tokenizer_sha256") if packed.header[name] != source.header[name]]
-        require(not wrong, f"{source.path}: {len(wrong)} parts, {wrong[:1]} the first, are not {of}")
-        show(rows)
-        print(f"{source.path}: {of}")
+        rows, settings = distances(model, source), own_settings(model)
+        require(model.shape == source.shape, f"{source.path}: its settings are not those of {model.path}")
+        tokenizer = read_header(model, settings.tokenizer_path)["tokenizer_sha256"]
+        require(tokenizer == source.header["tokenizer_sha256"], f"{source.path}: its tokenizer is not {model.path}'s")
+        judged = {} if model.coded else judge_codes(source, model, settings)
+        wrong = [name for name, w in model.tensors.items() if model.coded and not torch.equal(w, source.tensors[name])]
+        require(not wrong, f"{source.path}: tensor {wrong[:1]} is not that of {model.path}")
+        rows[0] += ["steps", "nearest", "over_nearest"]
+        show([rows[0], *(row + judged.get(row[0], [math.nan] * 3) for row in rows[1:])])
+        packed = pack_model(model, settings, code_weights(model, settings))[0]
+        what = f"what `pack` makes of the {args.weights} weights of {model.path}, byte for byte"
+        other = f"of the {args.weights} weights of {model.path}, by GPTQ or with steps fitted at the end of training"
+        print(f"{source.path}: {what if packed == source.path.read_bytes() else other}")
     print(f"{source.path}: whole, {len(source.tensors)} tensors, SHA-256 {sha256_file(source.path)}")
 
 
@@ -1773,10 +1851,11 @@ def export(args: argparse.Namespace) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------- main
-COMMANDS = {info: "artifact --tensors", unpack: "artifact out", pack: "model out --weights", compare: "a b --weights",
-            verify: "artifact checkpoint --weights", export: "model out --weights"}
+COMMANDS = {info: "artifact --tensors --checkpoint --weights", unpack: "artifact out", pack: "model out --weights",
+            verify: "artifact checkpoint --weights", compare: "a b --weights", export: "model out --weights"}
 WORDS = {"--tensors": dict(action="store_true", help="a line for each tensor too"), "checkpoint": dict(nargs="?"),
-         "--weights": dict(choices=("raw", "ema", "swa"), default="raw", help="which weights of a checkpoint")}
+         "--weights": dict(choices=("raw", "ema", "swa"), default="raw", help="which weights of a checkpoint"),
+         "--checkpoint": dict(help="of the same weights, for the error")}
 
 
 class Parser(argparse.ArgumentParser):
