@@ -1689,7 +1689,7 @@ def judge_codes(source: SimpleNamespace, model: SimpleNamespace, settings: Setti
     weights, error over that of the nearest]. ArtifactError, naming a tensor, where it cannot be of these weights.
 
     The exporter widens the steps of a class by one factor; a row's (or a tensor's) share of them says whose they are.
-    GPTQ trades error in a weight for error in the output; measured, it is up to 1.6 times the error of the nearest.
+    GPTQ trades error in weights for error in outputs: up to 2.8 times that of the nearest codes was measured.
     """
     table, found = quant_table(settings), collections.defaultdict(list)
     for name, w in progress(model.tensors.items(), "verify"):
@@ -1706,7 +1706,7 @@ def judge_codes(source: SimpleNamespace, model: SimpleNamespace, settings: Setti
         nearest = round_to(w.flatten(1), scales.float()[:, None], bits)
         error = (w - stored).double().norm().item()
         least = (w.flatten(1) - nearest * scales.float()[:, None]).double().norm().item()
-        require(error <= 4 * least + 1e-12, f"{what}: {error / max(least, 1e-12):.3g} times the error of the nearest "
+        require(error <= 10 * least + 1e-12, f"{what}: {error / max(least, 1e-12):.3g} times the error of the nearest "
                 f"codes to the weights of {model.path}")
         large = usual > 2**-13  # below, float16 is coarse
         found[kind].append((w.numel(), (nearest == codes).sum().item(), error**2, least**2, name,
@@ -1758,7 +1758,8 @@ def info(args: argparse.Namespace) -> None:
     parts["(states)"]["bytes"] -= min(heads, sum(late) + source.header["sections"]["scales"]["length"])  # they carry
     size, weights = source.path.stat().st_size, sum(w.numel() for w in source.tensors.values())
     parts["(header)"] = collections.Counter(bytes=size - sum(sums["bytes"] for sums in parts.values()))
-    parts["total"] = collections.Counter(tensors=len(tensors), weights=weights, bytes=size)
+    sums = {part: sum(own[part] for own in tensors.values()) for part in ("error", "power")}
+    parts["total"] = collections.Counter(tensors=len(tensors), weights=weights, bytes=size, **sums)
     rows = [["class", "tensors", "weights", "bytes", "bits/weight", "entropy", "error", "coders"]]
     for name, sums in [*(tensors.items() if args.tensors else ()), *parts.items()]:
         coders = [f"{key}:{count}" for key, count in sums.items() if re.search("rans|zstd|stored|constant", key)]
