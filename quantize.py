@@ -1038,11 +1038,12 @@ def quantize(w: Tensor, bits: int, clip_sigmas: float, step: str, widen: float =
     rows = w.reshape(w.shape[0], -1).float()  # (R, C)
     alike = rows.reshape(1, -1) if step == "tensor" else rows  # those of one scale
     clip = alike.square().mean(1).sqrt() * clip_sigmas if clip_sigmas > 0 else alike.abs().amax(1)  # (R,) or (1,)
-    scales = clip * (widen / (2 ** (bits - 1) - 1))
+    scales = clip / (2 ** (bits - 1) - 1)
     if clip_sigmas < 0:
         tried = (scales * torch.linspace(0.1, 1.0, 37, device=w.device)[:, None])[..., None]  # (37, R, 1)
         errors = [(round_to(alike, own, bits) * own - alike).square().sum(1) for own in tried]
         scales = tried[..., 0].gather(0, torch.stack(errors).argmin(0, keepdim=True))[0]
+    scales = scales * widen
     scales = (((scales.log2() * 16).round() / 16).exp2() if step == "grid" else scales).half()
     return round_to(rows, scales.float()[:, None], bits).to(torch.int8), scales
 
@@ -1354,7 +1355,7 @@ def pack_artifact(tensors: dict[str, Tensor], coded: dict[str, tuple[Tensor, Ten
             most = f"{tensor.dtype} up to {tensor.abs().max():.3g}"
             raise ValueError(f"tensor {name}: {most}; must be floating, finite as {dtype}")
         values = values.cpu().contiguous().numpy()
-        array = values if codes is None else codes.cpu().numpy()
+        array = values if codes is None else codes.cpu().contiguous().numpy()
         parts.append(pack_array({"name": name, "shape": list(tensor.shape), "class": tensor_class(name, tensor),
                                  "bits": bits, "scales": 0 if codes is None else len(values)}, array))
         if codes is not None:
@@ -1416,15 +1417,19 @@ def read_artifact(path: str | Path, max_weights: int = 1 << 30) -> tuple[dict, d
         require(all(size >= 0 for record in records for size in record["shape"]), "a tensor's shape is negative")
         weights = sum(math.prod(max(1, size) for size in record["shape"]) for record in records)
         require(weights <= max_weights, f"{weights} weights, the limit is {max_weights}")
+        for record in records:
+            allowed = 0, 1, *record["shape"][:1]
+            require(record["scales"] in allowed, f"{record['scales']} scales of {record['name']!r}")
         streams, count = [record for record in records if record["coder"] == "rans"], header["tables"]
-        require(count <= len(streams) + 1024, f"{count} tables for {len(streams)} tensors")
+        require(0 <= count <= len(streams) + 1024, f"{count} tables for {len(streams)} tensors")
         sides = [record["shape"][0] for record in streams] + [math.prod(record["shape"][1:]) for record in streams]
         what, lanes = "sections", rans_lanes(sum(math.prod(record["shape"]) for record in streams))
         states = unpack_array(sections["states"], area, "<u4", lanes)
         tables = unpack_array(sections["tables"], area, "<u2", 256 * count).reshape(256, -1).T.copy()
         numbers = np.split(unpack_array(sections["numbers"], area, "|u1", sum(sides)), np.cumsum(sides)[:-1])
         for at, record in enumerate(streams):
-            what, words = f"tensor {record['name']!r}", np.frombuffer(area.read(record["length"]), "<u2")
+            what = f"tensor {record['name']!r}"
+            words = np.frombuffer(area.read(record["length"]), "<u2")
             arrays[record["name"]] = codes = np.empty(math.prod(record["shape"]), np.int8)
             order, runs = code_runs(record["table"], numbers[at], numbers[len(streams) + at])
             for number, count in runs:
@@ -1442,7 +1447,8 @@ def read_artifact(path: str | Path, max_weights: int = 1 << 30) -> tuple[dict, d
         tensors, coded = {}, {}
         for record, own in zip(records, scales, strict=True):
             name, shape, bits = record["name"], record["shape"], record["bits"]
-            what, dtype = f"tensor {name!r}", "|i1" if len(own) else {16: "<f2", 32: "<f4"}[bits]
+            what = f"tensor {name!r}"
+            dtype = "|i1" if len(own) else {16: "<f2", 32: "<f4"}[bits]
             array = arrays.pop(name) if name in arrays else unpack_array(record, area, dtype, math.prod(shape))
             values = torch.from_numpy(array)
             if len(own):
@@ -1451,7 +1457,8 @@ def read_artifact(path: str | Path, max_weights: int = 1 << 30) -> tuple[dict, d
             tensors[name] = values.float().reshape(shape)
         what = "digest"
         require(intact, "every part unpacks as it was written")
-    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError, zstandard.ZstdError) as error:
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
+            zstandard.ZstdError) as error:
         damage = "" if intact else f"SHA-256 is wrong, damaged or truncated, {len(data)} bytes, first seen in "
         text = str(error) if isinstance(error, ArtifactError) else f"{type(error).__name__}: {error}"
         raise ArtifactError(f"{path}: {damage}{what}: {text}") from None
@@ -1815,7 +1822,7 @@ def compare(args: argparse.Namespace) -> None:
 
 # What LlamaForCausalLM of transformers is, and its names of a layer's tensors in the order of `export`.
 LLAMA = dict(mlp="swiglu", positions="rope", rope_dims=0, qk_norm=False, residual_mix=False, unet_skips=False,
-             smear_gate=False, bigram_vocab_size=0, logit_softcap=0.0)
+             bigram_vocab_size=0, logit_softcap=0.0)
 LLAMA_LAYER = ("self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj mlp.gate_proj mlp.up_proj "
                "mlp.down_proj input_layernorm post_attention_layernorm").split()
 

@@ -137,9 +137,11 @@ def test_the_log_has_its_parts_in_order(place, first):
     assert text.startswith(source + "\n" + "=" * 120 + "\ncommand: ")
     log = log_of(place, "first")
     settings = replace(T.Settings(), **result_of(place, "first")["settings"])
+    table = [f"{' *'[value != getattr(T.Settings, name)]} {name.upper()}="
+             f"{int(value) if isinstance(value, bool) else value}" for name, value in vars(settings).items()]
     names = ("warmup", "warmdown", "ema", "swa", "qat")
     parts = [
-        "command: ", "\ncommit:", T.settings_table(settings), "\nparameters: ", "\ndata: text",
+        "command: ", "\ncommit:", "\n".join(table), "\nparameters: ", "\ndata: text",
         *(f"\nplan: {name} from " for name in names), "\nbatch: 512 tokens", "\nset-up and warm-up: ",
         "\nphase: warmup begins at step 1", "\nstep:1/30 train_loss:", "\nstep:10 val_loss:",
         "\nphase: warmdown begins at step 16", "\nphase: qat begins at step 27", "\nphase: swa begins at step 28",
@@ -289,8 +291,8 @@ CHOICES = {
     **{f"positions {kind}": dict(POSITIONS=kind) for kind in ("learned", "none")},
     "partial rope": dict(ROPE_DIMS=8), "untied": dict(TIE_EMBEDDINGS=0), "no gain": dict(QK_NORM=0),
     "no mix": dict(RESIDUAL_MIX=0, TIED_EMBED_INIT_STD=0.02), "u-net": dict(UNET_SKIPS=1),
-    "smear": dict(SMEAR_GATE=1), "bigram": dict(BIGRAM_VOCAB_SIZE=64),
-    "no softcap": dict(LOGIT_SOFTCAP=0.0), "recurrence": dict(LAYER_PATTERN="A1 g A1"),
+    "bigram": dict(BIGRAM_VOCAB_SIZE=64), "no softcap": dict(LOGIT_SOFTCAP=0.0),
+    "recurrence": dict(LAYER_PATTERN="A1 g A1"),
     "negative eigenvalues": dict(GDN_NEG_EIGVAL=1), "checkpointing": dict(ACTIVATION_CHECKPOINTING=1),
     **{f"optimizer {kind}": dict(OPTIMIZER=kind) for kind in ("lion", "adamw", "adamw8bit", "adafactor")},
     "polar express": dict(MUON_COEFFICIENTS="polar_express"), "rows": dict(MUON_ROW_NORMALIZE=1),

@@ -114,7 +114,6 @@ class Settings:
     qk_gain_init: float = 4.0  # initial scale of attention logits, per head, learned
     residual_mix: bool = True  # normed embedding mixed into each layer's input; learned scales of mixer and MLP
     unet_skips: bool = False  # the second half of the layers adds the outputs of the first half, last first
-    smear_gate: bool = False  # some of the previous token's embedding in each token's
     bigram_vocab_size: int = 0  # rows of a hashed embedding of token pairs; 0: none
     bigram_dim: int = 64  # its width
     tie_embeddings: bool = True  # the embedding is the output head
@@ -159,7 +158,7 @@ class Settings:
     matrix_clip_sigmas: float = 8.0  # the largest code, in root mean squares; 0: the largest weight; -1: least error
     matrix_step: str = "tensor"  # what has a step of its own: tensor, row, or grid (a row, steps 2**(1/16) apart)
     embed_bits: int = 8  # the same for embeddings and head
-    embed_clip_sigmas: float = 20.0  # the same
+    embed_clip_sigmas: float = 6.0  # the same
     embed_step: str = "tensor"  # the same
     gptq_calibration_batches: int = 16  # training batches by which GPTQ rounds at the end; 0: to the nearest code
     artifact_bytes_max: int = 16000000  # script + config + artifact, decimal bytes; steps are widened to meet it
@@ -170,27 +169,19 @@ class UserError(Exception):
     """A mistake of the user's: printed as one line, exit code 2."""
 
 
-# Read by another script of ours, Parameter Golf or nanoGPT: set for one that would ignore them they are errors.
+# What another script of ours, Parameter Golf or nanoGPT reads (regular expressions): an error for one that does not.
 FOREIGN_NAMES = tuple("""
-    ACTIVATION_CHECKPOINTING ADAM_EPS ADAM_WD ALWAYS_SAVE_CHECKPOINT ARCH_MODE ARTIFACT ARTIFACT_BYTES_MAX
-    ATTN_CLIP_SIGMAS ATTN_WINDOW BACKEND BATCH_SIZE BETA1 BETA2 BIAS BIGRAM_DIM BIGRAM_VOCAB_SIZE BIO_EVENTS
-    BIO_THRESHOLD BLOCK_SIZE CAUTIOUS_WD COMPILE COMPILE_MODE COMPRESSOR DATASET DATA_DIR DATA_PATH DECAY_LR
-    DETERMINISTIC DEVICE DROPOUT DTYPE EMA EMA_DECAY EMA_ENABLED EMA_MEMORY_FRAC EMA_START_FRAC EMBED_BITS
-    EMBED_CLIP_SIGMAS EMBED_LR EMBED_WD ENABLE_LOOPING_AT EVAL_INTERVAL EVAL_ITERS EVAL_ONLY EVAL_SEQ_LEN EVAL_STATEFUL
-    EVAL_STRIDE GATED_ATTN_ENABLED GDN_NEG_EIGVAL GPTQ_CALIBRATION_BATCHES GPTQ_RESERVE_SECONDS
-    GRADIENT_ACCUMULATION_STEPS GRAD_ACCUM_STEPS GRAD_CLIP GRAD_CLIP_NORM HANG_SECONDS HEAD_LR HOLDOUT_TOKENS INIT_FROM
-    ITERATIONS KEEP LATE_QAT LATE_QAT_THRESHOLD LAYER_PATTERN LEARNING_RATE LN_SCALE LOGIT_SOFTCAP LOG_INTERVAL LOOP_END
-    LOOP_START LR_DECAY_ITERS LR_FLOOR LR_SCHEDULE MATRIX_BITS MATRIX_CLIP_SIGMAS MATRIX_LR MAX_ITERS MAX_NEW_TOKENS
-    MAX_WALLCLOCK_SECONDS MICRO_BATCH_TOKENS MIN_LR MLP MLP_CLIP_SIGMAS MLP_MULT MODEL_DIM MTP_NUM_HEADS
-    MUON_BACKEND_STEPS MUON_BETA2 MUON_COEFFICIENTS MUON_MOMENTUM MUON_MOMENTUM_WARMUP_FRAC MUON_MOMENTUM_WARMUP_START
-    MUON_MOMENTUM_WARMUP_STEPS MUON_ROW_NORMALIZE MUON_WD MUON_WEIGHT_DECAY NORM NUM_HEADS NUM_KV_HEADS NUM_LAYERS
-    NUM_LOOPS NUM_SAMPLES N_EMBD N_HEAD N_LAYER OPTIMIZER OUT_DIR PARALLEL_RESIDUAL POSITIONS PROFILE PROMPT QAT
-    QAT_ENABLED QAT_START_FRAC QK_GAIN_INIT QK_NORM REPLAY RESERVE_SECONDS RESIDUAL_MIX RESUME ROPE_BASE ROPE_DIMS
-    RUN_ID SAVE_EVERY SCALAR_LR SEED SLIDING_WINDOW_ENABLED SMEAR_GATE SMEAR_GATE_ENABLED SPIKE_NATS SPIKE_POLICY SWA
-    SWA_ENABLED SWA_EVERY SWA_START_FRAC TEMPERATURE TIED_EMBED_INIT_STD TIED_EMBED_LR TIE_EMBEDDINGS TOKENIZER_PATH
-    TOP_K TRAIN_BATCH_TOKENS TRAIN_LOG_EVERY TRAIN_SEQ_LEN TTT_ENABLED TTT_LR UNET_SKIPS VAL_BATCH_SIZE VAL_BATCH_TOKENS
-    VAL_LOSS_EVERY VE_ENABLED VOCAB_SIZE WARMDOWN_FRAC WARMDOWN_ITERS WARMUP_FRAC WARMUP_ITERS WARMUP_STEPS WEIGHT_DECAY
-    XSA_LAST_N
+    ACTIVATION_CHECKPOINTING ADAM_.* ALWAYS_SAVE_CHECKPOINT ARCH_MODE ARTIFACT ARTIFACT_BYTES_MAX ATTN_.* BACKEND
+    BATCH_SIZE BETA1 BETA2 BIAS BIGRAM_.* BIO_.* BLOCK_SIZE CAUTIOUS_WD COMPILE COMPILE_MODE COMPRESSOR DATASET
+    DATA_DIR DATA_PATH DECAY_LR DETERMINISTIC DEVICE DROPOUT DTYPE EMA EMA_.* EMBED_.* ENABLE_LOOPING_AT EVAL_.*
+    GATED_ATTN_ENABLED GDN_NEG_EIGVAL GPTQ_.* GRADIENT_ACCUMULATION_STEPS GRAD_.* HANG_SECONDS HEAD_LR
+    HOLDOUT_TOKENS INIT_FROM ITERATIONS KEEP LATE_QAT LATE_QAT_.* LAYER_PATTERN LEARNING_RATE LN_SCALE LOGIT_SOFTCAP
+    LOG_INTERVAL LOOP_.* LR_.* MATRIX_.* MAX_ITERS MAX_NEW_TOKENS MAX_WALLCLOCK_SECONDS MICRO_BATCH_TOKENS MIN_LR
+    MLP MLP_.* MODEL_DIM MTP_NUM_HEADS MUON_.* NORM NUM_HEADS NUM_KV_HEADS NUM_LAYERS NUM_LOOPS NUM_SAMPLES N_EMBD
+    N_HEAD N_LAYER OPTIMIZER OUT_DIR PARALLEL_RESIDUAL POSITIONS PROFILE PROMPT QAT QAT_.* QK_.* REPLAY
+    RESERVE_SECONDS RESIDUAL_MIX RESUME ROPE_.* RUN_ID SAVE_EVERY SCALAR_LR SEED SLIDING_WINDOW_ENABLED SMEAR_.*
+    SPIKE_.* SWA SWA_.* TEMPERATURE TIED_.* TIE_EMBEDDINGS TOKENIZER_PATH TOP_K TRAIN_.* TTT_.* UNET_SKIPS VAL_.*
+    VE_ENABLED VOCAB_SIZE WARMDOWN_.* WARMUP_.* WEIGHT_DECAY XSA_LAST_N
 """.split())
 
 # (regular expression of field names, smallest, largest), the first match counts; where none matches: >= 0.
@@ -228,36 +219,31 @@ def parse_setting(name: str, text: str, kind: type) -> int | float | bool | str:
     return value
 
 
-def read_config(path: str) -> dict[str, str]:
-    """NAME=value lines of a config file; `#` starts a comment. Raises UserError with the line's number."""
-    if not Path(path).is_file():
-        raise UserError(f"CONFIG={path!r}: no such file")
-    lines = [line.split("#", 1)[0].strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
-    for number, line in enumerate(lines, 1):
-        if line and "=" not in line:
-            raise UserError(f"{path}:{number}: {line!r} is not NAME=value")
-    pairs = [line.partition("=") for line in lines if line]
-    return {name.strip(): value.strip().strip("'\"") for name, _, value in pairs}
-
-
 def load_settings(cls: type, environ: dict[str, str], presets: dict[str, dict[str, dict]] | None = None,
                   stored: Callable[[dict[str, str]], tuple[dict, dict]] = lambda given: ({}, {})):
-    """Settings of dataclass `cls` from the file CONFIG names and from `environ`, which wins.
+    """Settings of dataclass `cls` from the NAME=value lines of the file CONFIG names and from `environ`, which wins.
 
     `presets`: setting -> its value -> values of other settings, below those that stand beside it, so that a preset
     chosen in the environment is above the file. `stored`: what stands below and above both, given both. Raises
     UserError: a wrong value, a name unknown in the file, a near miss in the environment or another script's name there.
     """
-    kinds = {field.name.upper(): field.type for field in fields(cls)}
-    config = read_config(environ["CONFIG"]) if environ.get("CONFIG") else {}
+    kinds, config, path = {field.name.upper(): field.type for field in fields(cls)}, {}, environ.get("CONFIG", "")
+    if path and not Path(path).is_file():
+        raise UserError(f"CONFIG={path!r}: no such file")
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines() if path else [], 1):
+        name, equals, value = (part.strip() for part in line.split("#", 1)[0].partition("="))
+        if name and not equals:
+            raise UserError(f"{path}:{number}: {name!r} is not NAME=value")
+        if equals:
+            config[name] = value.strip("'\"")
     ignored = {name.strip() for name in environ.get("IGNORE_ENV", "").split(",")} | {"CONFIG", "IGNORE_ENV"}
     strange = [name for name in config if name not in kinds or name == "CONFIG"]
     for name in strange + sorted(set(environ) - set(kinds) - ignored):
-        sure = name in strange or name in FOREIGN_NAMES
+        sure = name in strange or re.fullmatch("|".join(FOREIGN_NAMES), name)
         near = difflib.get_close_matches(name, kinds, 1, 0.6 if sure else 0.85)
         hint = f"did you mean {near[0]}?" if near else "settings stand at the script's top."
         if name in strange:
-            raise UserError(f"{environ['CONFIG']}: unknown setting {name}; {hint}")
+            raise UserError(f"{path}: unknown setting {name}; {hint}")
         if near or sure:
             raise UserError(f"{name}={environ[name]!r}: no setting of this script; {hint} IGNORE_ENV={name} lets it be")
     file, env = ({name.lower(): parse_setting(name.lower(), given[name], kind) for name, kind in kinds.items()
@@ -268,13 +254,6 @@ def load_settings(cls: type, environ: dict[str, str], presets: dict[str, dict[st
             values |= choices[own[name]] if name in own and name not in above else {}
         values |= own
     return cls(**{name: value for name, value in {**values, **last}.items() if name.upper() in kinds})
-
-
-def settings_table(settings) -> str:
-    """Every resolved setting, one a line; `*` marks those that differ from the default."""
-    values = [(field, getattr(settings, field.name)) for field in fields(settings)]
-    return "\n".join(f"{'*' if value != field.default else ' '} {field.name.upper()}="
-                     f"{int(value) if field.type is bool else value}" for field, value in values)
 # === end: settings ===
 
 
@@ -373,21 +352,19 @@ def replace_file(path: str | Path, data: bytes) -> None:
 
 
 def describe_machine(runtime: Runtime) -> dict:
-    """For log and result.json: hardware, versions, most memory held so far (allocator on CUDA, process on a CPU)."""
+    """For log and result.json: commit of the script's folder, `+` if it was changed since, or "unknown"; hardware,
+    versions; most memory held so far (allocator on CUDA, process on a CPU).
+    """
+    git, where = "git describe --always --abbrev=40 --exclude='*' --dirty=+", Path(__file__).resolve().parent
+    commit = subprocess.run(git, cwd=where, shell=True, capture_output=True, text=True).stdout.strip() or "unknown"
     cuda = runtime.device.type == "cuda"
     hardware = torch.cuda.get_device_name() if cuda else f"{os.uname().machine} CPU, {torch.get_num_threads()} threads"
     versions = {"python": sys.version.split()[0], "torch": torch.__version__, "numpy": np.__version__,
                 "cuda": torch.version.cuda if cuda else None}
     process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     peak = torch.cuda.max_memory_allocated() if cuda else process  # bytes
-    return {"hardware": f"{runtime.world_size} x {hardware}", "versions": versions, "peak_memory_mib": peak / 2**20}
-
-
-def git_commit() -> str:
-    """Commit of the folder this script stands in (no tag), `+` if the tree has changes, or "unknown"."""
-    words = "git describe --always --abbrev=40 --exclude='*' --dirty=+"
-    where = Path(__file__).resolve().parent
-    return subprocess.run(words, cwd=where, shell=True, capture_output=True, text=True).stdout.strip() or "unknown"
+    return {"commit": commit, "hardware": f"{runtime.world_size} x {hardware}", "versions": versions,
+            "peak_memory_mib": peak / 2**20}
 
 
 def checkpoints(run: Path) -> list[Path]:
@@ -816,7 +793,7 @@ NORMS = ("rms", "rms_weight", "layer")
 # The settings that shape the network: they rebuild it from an artifact, with vocab_size, bos_id, layers and norms.
 MODEL_SETTINGS = tuple("""
     train_seq_len model_dim num_heads num_kv_heads attn_window mlp mlp_mult bio_events bio_threshold positions rope_base
-    rope_dims qk_norm qk_gain_init residual_mix unet_skips smear_gate bigram_vocab_size bigram_dim tie_embeddings
+    rope_dims qk_norm qk_gain_init residual_mix unet_skips bigram_vocab_size bigram_dim tie_embeddings
     tied_embed_init_std logit_softcap gdn_neg_eigval
 """.split())
 
@@ -1206,8 +1183,6 @@ class GPT(nn.Module):
         words, norms = config.layers.split(), config.norms.split()
         if config.positions == "learned":
             self.positions_embed = matrix((config.train_seq_len,), dim, 0.1 if config.residual_mix else std)
-        if config.smear_gate:
-            self.smear = nn.Parameter(torch.zeros(dim))
         if config.bigram_vocab_size:
             self.bigram_embed = matrix((config.bigram_vocab_size,), config.bigram_dim, 0.1)
             self.w_bigram = nn.Parameter(torch.zeros(dim, config.bigram_dim))
@@ -1231,23 +1206,17 @@ class GPT(nn.Module):
         """An empty cache, by which calls of `forward` continue each other: one dict a layer, the last for the whole."""
         return [{} for _ in range(len(self.mixer_of_layer) + 1)]
 
-    def embedding(self, ids: Tensor) -> Tensor:
-        """Rows of the embedding (B, T, dim), bfloat16 on CUDA; of length 1 per channel where x0 is mixed in later."""
-        x = F.embedding(ids, self.embed)
-        x = x.bfloat16() if ids.is_cuda else x  # weights stay float32 everywhere
-        return F.rms_norm(x, x.shape[-1:]) if self.config.residual_mix else x
-
     def embed_tokens(self, ids: Tensor, text: Tensor) -> Tensor:
         """What the first layer reads (B, T, dim): token, position, and the token before. `text`: see `forward`."""
-        x, config, end = self.embedding(ids), self.config, text.size(1) - (CONV_TAPS - 1)
+        x, config, end = F.embedding(ids, self.embed), self.config, text.size(1) - (CONV_TAPS - 1)
+        x = x.bfloat16() if ids.is_cuda else x  # weights stay float32 everywhere
+        x = F.rms_norm(x, x.shape[-1:]) if config.residual_mix else x
         if config.positions == "learned":
             if end > config.train_seq_len:
                 raise UserError(f"POSITIONS='learned': {end} tokens in a text, TRAIN_SEQ_LEN={config.train_seq_len}")
             x = x + self.positions_embed[end - ids.size(1) : end].to(x.dtype)
-        before = text[:, -1 - ids.size(1) : -1].masked_fill(ids == config.bos_id, config.bos_id)  # of no other document
-        if config.smear_gate:  # some of the token before, as in modded-nanogpt, by a weight per channel
-            x = x + scaled(self.embedding(before), self.smear)
-        if config.bigram_vocab_size:  # hash of Parameter Golf's BigramHashEmbedding
+        if config.bigram_vocab_size:  # Parameter Golf's BigramHashEmbedding; a pair is of one document
+            before = text[:, -1 - ids.size(1) : -1].masked_fill(ids == config.bos_id, config.bos_id)
             pair = ((36313 * ids) ^ (27191 * before)) % config.bigram_vocab_size
             x = x + linear(F.embedding(pair, self.bigram_embed).to(x.dtype), self.w_bigram)
         return x
@@ -1570,19 +1539,12 @@ class Clock(Kept):
         return step >= self.iterations or self.budget - self.seconds[-1] - flying < self.median_step()
 
 
-@dataclass
-class Phase:
-    """A stretch of the run, in progress from `planned` to `end`, and what became of it."""
-
-    planned: float
-    end: float = 1.0
-    start_step: int = 0  # counted from 1, as in the log; 0: not yet
-    start_progress: float = 0.0
-    steps: int = 0
-
-
 class Plan:
-    """The phases of a run, each from a share of progress on, whatever the step time."""
+    """The phases of a run, each from a share of progress on, whatever the step time.
+
+    phases: name -> namespace of planned and end, in progress, and what became of it: start_step, counted from 1 as in
+    the log (0: not yet), start_progress, steps.
+    """
 
     def __init__(self, settings):
         self.settings = s = settings
@@ -1603,10 +1565,11 @@ class Plan:
                                      s.muon_momentum_warmup_frac)
         if s.warmup_frac + self.warmdown > 1:
             raise UserError(f"WARMUP_FRAC={s.warmup_frac}: must be at most {1 - self.warmdown:.3f} with this warmdown")
-        phases = {"warmup": s.warmup_frac and Phase(0.0, s.warmup_frac),
-                  "warmdown": self.warmdown and Phase(1 - self.warmdown), "ema": s.ema and Phase(s.ema_start_frac),
-                  "swa": s.swa and Phase(s.swa_start_frac), "qat": s.qat and Phase(s.qat_start_frac)}
-        self.phases = {name: phase for name, phase in phases.items() if phase}
+        phases = {"warmup": (s.warmup_frac, 0.0, s.warmup_frac), "warmdown": (self.warmdown, 1 - self.warmdown, 1.0),
+                  "ema": (s.ema, s.ema_start_frac, 1.0), "swa": (s.swa, s.swa_start_frac, 1.0),
+                  "qat": (s.qat, s.qat_start_frac, 1.0)}
+        self.phases = {name: SimpleNamespace(planned=begin, end=end, start_step=0, start_progress=0.0, steps=0)
+                       for name, (enabled, begin, end) in phases.items() if enabled}
         for name, phase in self.phases.items():
             last = 1 - 1 / s.iterations if s.iterations and name == "qat" else 1.0  # QAT begins with the step after
             if phase.planned >= last:
@@ -1644,7 +1607,7 @@ class Plan:
         return name in self.phases and self.phases[name].start_step > 0
 
     def state_dict(self) -> dict:
-        return {name: asdict(phase) for name, phase in self.phases.items()}
+        return {name: vars(phase) for name, phase in self.phases.items()}
 
     def load_state_dict(self, saved: dict) -> None:
         for name, phase in self.phases.items():  # what is planned may have changed since
@@ -1715,11 +1678,12 @@ def quantize(w: Tensor, bits: int, clip_sigmas: float, step: str, widen: float =
     rows = w.reshape(w.shape[0], -1).float()  # (R, C)
     alike = rows.reshape(1, -1) if step == "tensor" else rows  # those of one scale
     clip = alike.square().mean(1).sqrt() * clip_sigmas if clip_sigmas > 0 else alike.abs().amax(1)  # (R,) or (1,)
-    scales = clip * (widen / (2 ** (bits - 1) - 1))
+    scales = clip / (2 ** (bits - 1) - 1)
     if clip_sigmas < 0:
         tried = (scales * torch.linspace(0.1, 1.0, 37, device=w.device)[:, None])[..., None]  # (37, R, 1)
         errors = [(round_to(alike, own, bits) * own - alike).square().sum(1) for own in tried]
         scales = tried[..., 0].gather(0, torch.stack(errors).argmin(0, keepdim=True))[0]
+    scales = scales * widen
     scales = (((scales.log2() * 16).round() / 16).exp2() if step == "grid" else scales).half()
     return round_to(rows, scales.float()[:, None], bits).to(torch.int8), scales
 
@@ -1753,22 +1717,23 @@ def gptq(w: Tensor, scales: Tensor, bits: int, hessian: Tensor) -> Tensor:
     """Codes int8 (R, C) of w (R, ...) by scales (R,) or (1,) that make tr(E H E^T) small, E (R, C) being their error.
 
     GPTQ (arXiv 2210.17323, algorithm 1), in float64: column by column, an error is spread over the columns to come, as
-    H (C, C) = sum x x^T over inputs x says, damped by 0.01 of its mean; columns of large inputs come first.
+    H (C, C) = sum x x^T over inputs x says; those of large inputs come first. Damping of 0.01 did worse (docs/lab.md).
     """
     order = hessian.diagonal().argsort(descending=True)
     h, w, steps = hessian.double()[order][:, order], w.flatten(1).double()[:, order], scales.double()[:, None]
-    h.diagonal().add_(0.01 * h.diagonal().mean() + 1e-9)
+    h.diagonal().add_(0.1 * h.diagonal().mean() + 1e-9)
     spread = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(h)), upper=True)
-    codes = torch.empty_like(w)
     for begin in range(0, len(h), 128):  # the errors of a block reach later blocks at its end
-        block, to, errors = w[:, begin : begin + 128], spread[begin : begin + 128], torch.empty_like(w[:, :128])
+        block, to = w[:, begin : begin + 128], spread[begin : begin + 128, begin:]  # codes take the weights' place
+        errors = torch.empty_like(block)
         for at in range(block.shape[1]):
-            code = round_to(block[:, at : at + 1], steps, bits)
-            codes[:, begin + at : begin + at + 1] = code
-            errors[:, at : at + 1] = (block[:, at : at + 1] - code * steps) / to[at, begin + at]
-            block[:, at + 1 :] -= errors[:, at : at + 1] * to[at, begin + at + 1 : begin + 128]
-        w[:, begin + 128 :] -= errors[:, : block.shape[1]] @ to[:, begin + 128 :]
-    return codes[:, order.argsort()].to(torch.int8)
+            column = block[:, at : at + 1].clone()
+            code = round_to(column, steps, bits)
+            errors[:, at : at + 1] = (column - code * steps) / to[at, at]
+            block[:, at:] -= errors[:, at : at + 1] * to[at, at : block.shape[1]]
+            block[:, at : at + 1] = code
+        w[:, begin + 128 :] -= errors @ to[:, 128:]
+    return w[:, order.argsort()].to(torch.int8)
 
 
 def quantize_all(tensors: dict[str, Tensor], table: QuantTable, hessians: dict[str, Tensor]) -> dict[str, tuple]:
@@ -1801,16 +1766,20 @@ def swapped(params: list[Tensor], values: Iterable[Tensor]) -> Iterator[None]:
             param.copy_(own)
 
 
+def decoded(tensors: dict[str, Tensor], coded: dict[str, tuple]) -> contextlib.AbstractContextManager[None]:
+    """Inside, tensors hold what their codes stand for."""
+    values = (dequantize(codes, scales).view_as(tensors[name]) for name, (codes, scales, _) in coded.items())
+    return swapped([tensors[name] for name in coded], values)
+
+
 def quantized(network: nn.Module, table: QuantTable) -> contextlib.AbstractContextManager[None]:
     """Quantization-aware training: inside, for forward and backward, weights are as the artifact would give them back.
 
     No flag in the model, so compiled code is not traced again. The gradient at q(w) lands on w as it is: exactly the
     straight-through estimator (Bengio et al., arXiv:1308.3432), w + (q(w) - w).detach().
     """
-    named = [(param, tensor_class(name, param)) for name, param in network.named_parameters()]
-    chosen = [(param, table[kind]) for param, kind in named if kind in table]
-    values = (dequantize(*quantize(param.detach(), **own)).view_as(param) for param, own in chosen)
-    return swapped([param for param, _ in chosen], values)
+    tensors = network.state_dict()
+    return decoded(tensors, quantize_all(tensors, table, {}))
 
 
 def fit_steps(tensors: dict[str, Tensor], table: QuantTable, excess: float, least: float, most: float,
@@ -2031,7 +2000,7 @@ def pack_artifact(tensors: dict[str, Tensor], coded: dict[str, tuple[Tensor, Ten
             most = f"{tensor.dtype} up to {tensor.abs().max():.3g}"
             raise ValueError(f"tensor {name}: {most}; must be floating, finite as {dtype}")
         values = values.cpu().contiguous().numpy()
-        array = values if codes is None else codes.cpu().numpy()
+        array = values if codes is None else codes.cpu().contiguous().numpy()
         parts.append(pack_array({"name": name, "shape": list(tensor.shape), "class": tensor_class(name, tensor),
                                  "bits": bits, "scales": 0 if codes is None else len(values)}, array))
         if codes is not None:
@@ -2093,15 +2062,19 @@ def read_artifact(path: str | Path, max_weights: int = 1 << 30) -> tuple[dict, d
         require(all(size >= 0 for record in records for size in record["shape"]), "a tensor's shape is negative")
         weights = sum(math.prod(max(1, size) for size in record["shape"]) for record in records)
         require(weights <= max_weights, f"{weights} weights, the limit is {max_weights}")
+        for record in records:
+            allowed = 0, 1, *record["shape"][:1]
+            require(record["scales"] in allowed, f"{record['scales']} scales of {record['name']!r}")
         streams, count = [record for record in records if record["coder"] == "rans"], header["tables"]
-        require(count <= len(streams) + 1024, f"{count} tables for {len(streams)} tensors")
+        require(0 <= count <= len(streams) + 1024, f"{count} tables for {len(streams)} tensors")
         sides = [record["shape"][0] for record in streams] + [math.prod(record["shape"][1:]) for record in streams]
         what, lanes = "sections", rans_lanes(sum(math.prod(record["shape"]) for record in streams))
         states = unpack_array(sections["states"], area, "<u4", lanes)
         tables = unpack_array(sections["tables"], area, "<u2", 256 * count).reshape(256, -1).T.copy()
         numbers = np.split(unpack_array(sections["numbers"], area, "|u1", sum(sides)), np.cumsum(sides)[:-1])
         for at, record in enumerate(streams):
-            what, words = f"tensor {record['name']!r}", np.frombuffer(area.read(record["length"]), "<u2")
+            what = f"tensor {record['name']!r}"
+            words = np.frombuffer(area.read(record["length"]), "<u2")
             arrays[record["name"]] = codes = np.empty(math.prod(record["shape"]), np.int8)
             order, runs = code_runs(record["table"], numbers[at], numbers[len(streams) + at])
             for number, count in runs:
@@ -2115,11 +2088,14 @@ def read_artifact(path: str | Path, max_weights: int = 1 << 30) -> tuple[dict, d
         require((states >> 16 == 1).all(), "lanes do not end where they began")
         area = io.BytesIO(states.astype("<u2").tobytes() + area.read())
         counts = [record["scales"] for record in records]
+        fit = all(count in (0, 1, *record["shape"][:1]) for count, record in zip(counts, records, strict=True))
+        require(fit, "a tensor has neither one scale nor one a row")
         scales = torch.from_numpy(unpack_array(sections["scales"], area, "<f2", sum(counts))).split(counts)
         tensors, coded = {}, {}
         for record, own in zip(records, scales, strict=True):
             name, shape, bits = record["name"], record["shape"], record["bits"]
-            what, dtype = f"tensor {name!r}", "|i1" if len(own) else {16: "<f2", 32: "<f4"}[bits]
+            what = f"tensor {name!r}"
+            dtype = "|i1" if len(own) else {16: "<f2", 32: "<f4"}[bits]
             array = arrays.pop(name) if name in arrays else unpack_array(record, area, dtype, math.prod(shape))
             values = torch.from_numpy(array)
             if len(own):
@@ -2128,7 +2104,8 @@ def read_artifact(path: str | Path, max_weights: int = 1 << 30) -> tuple[dict, d
             tensors[name] = values.float().reshape(shape)
         what = "digest"
         require(intact, "every part unpacks as it was written")
-    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError, zstandard.ZstdError) as error:
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
+            zstandard.ZstdError) as error:
         damage = "" if intact else f"SHA-256 is wrong, damaged or truncated, {len(data)} bytes, first seen in "
         text = str(error) if isinstance(error, ArtifactError) else f"{type(error).__name__}: {error}"
         raise ArtifactError(f"{path}: {damage}{what}: {text}") from None
@@ -2152,8 +2129,7 @@ class Exporter:
 
     def loss(self, coded: dict[str, tuple]) -> float:
         """Nats on held-out tokens, with the weights that these codes stand for."""
-        values = [dequantize(codes, scales).view_as(self.tensors[name]) for name, (codes, scales, _) in coded.items()]
-        with swapped([self.tensors[name] for name in coded], values):
+        with decoded(self.tensors, coded):
             return self.score().nats
 
     def fit_table(self) -> None:
@@ -2365,7 +2341,10 @@ class Run(Kept):
                 self.log(source, terminal=False)
             self.log(f"command: {' '.join([sys.executable, *sys.argv])}", terminal=False)
             machine = " ".join(f"{key}:{value}" for key, value in describe_machine(self.runtime).items())
-            self.log("\n".join([f"commit:{git_commit()} {machine}", settings_table(settings), *faults]))
+            values = [(field, getattr(settings, field.name)) for field in fields(settings)]
+            table = [f"{'*' if value != field.default else ' '} {field.name.upper()}="  # *: not the default
+                     f"{int(value) if field.type is bool else value}" for field, value in values]
+            self.log("\n".join([machine, *table, *faults]))
         return self.runtime.agree(str(newest or ""))
 
     def event(self, name: str, **found) -> None:
@@ -2684,7 +2663,7 @@ def main() -> int:
         faults.append("PROFILE=1 traced nothing, for it takes seven steps")
     if runtime.rank == 0:
         result = {
-            "script": Path(__file__).name, "run_id": folder.name, "seed": settings.seed, "commit": git_commit(),
+            "script": Path(__file__).name, "run_id": folder.name, "seed": settings.seed,
             "code_sha256": sha256_file(__file__), "manifest_sha256": data.manifest_sha256,
             "tokenizer_sha256": tokenizer.sha256, **describe_machine(runtime), "world_size": runtime.world_size,
             "steps": run.step, "tokens": run.step * batches.tokens, "train_seconds": clock.elapsed(),
@@ -2694,7 +2673,7 @@ def main() -> int:
             **mlp_activity(packed, window), **data.yardsticks,
             "artifact": str(artifact), "artifact_sha256": sha256_file(artifact),
             "artifact_bytes": artifact.stat().st_size, "code_bytes": code, "total_bytes": total,
-            "bytes_by_class": sizes, "phases": {name: asdict(phase) for name, phase in plan.phases.items()},
+            "bytes_by_class": sizes, "phases": plan.state_dict(),
             "events": run.events, "settings": asdict(settings),
         }
         replace_file(folder / "result.json", (json.dumps(result, indent=1) + "\n").encode())

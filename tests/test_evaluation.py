@@ -244,7 +244,7 @@ def test_ranks_share_out_the_documents(world_size):
 def tiny_network() -> T.GPT:
     """GDN, sliding window and full attention in float64; no weight is zero, so that every layer matters."""
     settings = T.Settings(layer_pattern="g s a", model_dim=32, num_heads=2, num_kv_heads=1, attn_window=24,
-                          smear_gate=True)
+                          bigram_vocab_size=50)
     torch.manual_seed(0)
     network = T.GPT(T.model_config(settings, BYTES.vocab_size, BOS)).double()
     with torch.no_grad():

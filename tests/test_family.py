@@ -19,13 +19,12 @@ CHOICES = {
     "layer": dict(norm="layer"), "norms by layer": dict(norm="layer rms", num_layers=3),
     "learned": dict(positions="learned"), "none": dict(positions="none"), "rope_dims": dict(rope_dims=4),
     "untied": dict(tie_embeddings=False), "no qk_norm": dict(qk_norm=False), "no mix": dict(residual_mix=False),
-    "u-net": dict(unet_skips=True, num_layers=5), "smear": dict(smear_gate=True),
-    "bigram": dict(bigram_vocab_size=50, bigram_dim=16),
+    "u-net": dict(unet_skips=True, num_layers=5), "bigram": dict(bigram_vocab_size=50, bigram_dim=16),
     "no softcap": dict(logit_softcap=0.0), "shared keys": dict(layer_pattern="g k s k"),
     "full": dict(layer_pattern="a"),
     "shared layers": dict(layer_pattern="g S1 g S1 s1"), "negative eigenvalues": dict(gdn_neg_eigval=True),
 }
-EVERYTHING = dict(layer_pattern="g k A1 s A1", unet_skips=True, smear_gate=True, mlp="swiglu",
+EVERYTHING = dict(layer_pattern="g k A1 s A1", unet_skips=True, mlp="swiglu",
                   bigram_vocab_size=50, bigram_dim=16, norm="layer rms_weight", positions="learned",
                   tie_embeddings=False)
 by_choice = pytest.mark.parametrize("choice", [*CHOICES, "everything"])

@@ -493,7 +493,6 @@ def test_transformers_computes_the_same_logits_from_an_export(call, tmp_path, ch
     (dict(qk_norm=True), "qk_norm=True"), (dict(residual_mix=True), "residual_mix=True"),
     (dict(logit_softcap=30.0), "logit_softcap=30.0"), (dict(positions="none"), "positions='none'"),
     (dict(rope_dims=4), "rope_dims=4"), (dict(unet_skips=True), "unet_skips=True"),
-    (dict(smear_gate=True), "smear_gate=True"),
     (dict(bigram_vocab_size=50), "bigram_vocab_size=50"),
 ])
 def test_other_layouts_are_refused_by_name(call, tmp_path, changes, said):

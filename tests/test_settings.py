@@ -181,8 +181,17 @@ def test_near_misses_name_the_setting(name, meant):
     assert load({name: "1", "IGNORE_ENV": name}) == T.Settings()
 
 
+# Of families of names, which FOREIGN_NAMES holds as one regular expression each.
+FOREIGN = """
+    ATTN_CLIP_SIGMAS EMA_DECAY EMA_ENABLED EMBED_LR EMBED_WD EVAL_INTERVAL EVAL_ITERS EVAL_ONLY EVAL_SEQ_LEN
+    GPTQ_RESERVE_SECONDS GRAD_ACCUM_STEPS GRAD_CLIP LATE_QAT_THRESHOLD LOOP_END LOOP_START LR_DECAY_ITERS
+    MLP_CLIP_SIGMAS MUON_BETA2 MUON_WEIGHT_DECAY QAT_ENABLED SMEAR_GATE SMEAR_GATE_ENABLED SWA_ENABLED SWA_EVERY
+    TTT_ENABLED TTT_LR VAL_BATCH_SIZE VAL_BATCH_TOKENS WARMUP_ITERS
+""".split()
+
+
 def test_names_that_only_other_scripts_read_are_refused():
-    foreign = set(T.FOREIGN_NAMES) - NAMES
+    foreign = {name for name in T.FOREIGN_NAMES if name.isidentifier()} - NAMES | set(FOREIGN)
     assert len(foreign) > 50
     for name in foreign:
         assert refusal(T, {name: "1"}).startswith(f"{name}='1': ")
@@ -194,6 +203,11 @@ def test_sample_refuses_a_training_setting():
     assert S.load_settings(S.Settings, {"PROMPT": "hello"}).prompt == "hello"
 
 
+def unknown(names: set[str]) -> set[str]:
+    """Those of the names that are none of FOREIGN_NAMES."""
+    return {name for name in names if not re.fullmatch("|".join(T.FOREIGN_NAMES), name)}
+
+
 def test_foreign_names_hold_those_the_field_knows():
     """Of nanoGPT's train.py, of Parameter Golf's baseline and later records, each read there and not here."""
     expected = set("""
@@ -201,9 +215,11 @@ def test_foreign_names_hold_those_the_field_knows():
         EVAL_INTERVAL WARMUP_ITERS WEIGHT_DECAY EMBED_LR VAL_BATCH_SIZE EMA_DECAY EMA_ENABLED
         SWA_ENABLED SWA_EVERY LATE_QAT QAT_ENABLED EVAL_SEQ_LEN XSA_LAST_N TTT_ENABLED MUON_BETA2
     """.split())
-    assert expected - set(T.FOREIGN_NAMES) == set()
+    assert unknown(expected) == set()
     assert expected & NAMES == set()
     assert list(T.FOREIGN_NAMES) == sorted(set(T.FOREIGN_NAMES))
+    for name in T.FOREIGN_NAMES:  # none stands in a family too
+        assert not re.fullmatch("|".join(set(T.FOREIGN_NAMES) - {name}), name), name
 
 
 def test_ignore_env_takes_several_names():
@@ -244,15 +260,18 @@ def test_every_setting_of_every_script_is_a_foreign_name():
     """A setting missing here would be ignored in silence by the scripts that do not have it."""
     found = {path.name: script_settings(path) for path in ROOT.glob("*.py")}
     assert len(found["train_gpt.py"]) == len(NAMES) and found["sample.py"]
-    missing = {name.upper() for names in found.values() for name in names} - {*T.FOREIGN_NAMES, "CONFIG"}
-    assert sorted(missing) == []
+    assert unknown({name.upper() for names in found.values() for name in names}) == {"CONFIG"}
 
 
-def test_the_table_shows_every_setting_and_marks_changes():
-    settings = replace(T.Settings(), iterations=5, qat=False, run_id="x")
-    rows = T.settings_table(settings).splitlines()
+def test_the_log_shows_every_setting_and_marks_changes(tmp_path):
+    settings = replace(T.Settings(), iterations=5, qat=False, run_id="x", out_dir=str(tmp_path))
+    T.Run(settings, T.Runtime(0, 1, torch.device("cpu"), False), {}, {}).open()
+    log = (tmp_path / "x" / "log.txt").read_text().split("\n" + "=" * 120 + "\n")[1].splitlines()
+    assert log[0].startswith("command: ") and log[1].startswith("commit:")
+    rows = log[2:]
     assert [row[2:].split("=")[0] for row in rows] == [field.name.upper() for field in fields(T.Settings)]
-    assert {row for row in rows if row[0] == "*"} == {"* ITERATIONS=5", "* QAT=0", "* RUN_ID=x"}
+    assert {row for row in rows if row[0] == "*"} == {
+        "* ITERATIONS=5", "* QAT=0", "* RUN_ID=x", f"* OUT_DIR={tmp_path}"}
     assert all(row[:2] in ("* ", "  ") for row in rows)
     assert "  MAX_WALLCLOCK_SECONDS=600.0" in rows and "  EMA=1" in rows
     assert load(dict(row[2:].split("=", 1) for row in rows)) == settings

@@ -115,8 +115,8 @@ def run_script(script: ModuleType, place: Path, config: str, settings: dict[str,
     if not done.is_file():
         if place.exists():  # it failed or was broken off
             shutil.rmtree(place)
-        ours = setting_names(script) | set(script.FOREIGN_NAMES) | {"CONFIG", "IGNORE_ENV", "RANK", "WORLD_SIZE"}
-        environ = {name: value for name, value in os.environ.items() if name not in ours}
+        ours = "|".join([*setting_names(script), *script.FOREIGN_NAMES, "CONFIG", "IGNORE_ENV", "RANK", "WORLD_SIZE"])
+        environ = {name: value for name, value in os.environ.items() if not re.fullmatch(ours, name)}
         environ |= {"OMP_NUM_THREADS": str(threads)} if threads else {}
         environ |= {**settings, "CONFIG": config, "OUT_DIR": str(place.parent), "RUN_ID": place.name}
         print(f"run: {place}", flush=True)
