@@ -61,36 +61,29 @@ class UserError(Exception):
     """A mistake of the user's: printed as one line, exit code 2."""
 
 
-# Read by another script of ours, Parameter Golf or nanoGPT: set for one that would ignore them they are errors.
+# What another script of ours, Parameter Golf or nanoGPT reads (regular expressions): an error for one that does not.
 FOREIGN_NAMES = tuple("""
-    ACTIVATION_CHECKPOINTING ADAM_EPS ADAM_WD ALWAYS_SAVE_CHECKPOINT ARCH_MODE ARTIFACT ARTIFACT_BYTES_MAX
-    ATTN_CLIP_SIGMAS ATTN_WINDOW BACKEND BATCH_SIZE BETA1 BETA2 BIAS BIGRAM_DIM BIGRAM_VOCAB_SIZE BIO_EVENTS
-    BIO_THRESHOLD BLOCK_SIZE CAUTIOUS_WD COMPILE COMPILE_MODE COMPRESSOR DATASET DATA_DIR DATA_PATH DECAY_LR
-    DETERMINISTIC DEVICE DROPOUT DTYPE EMA EMA_DECAY EMA_ENABLED EMA_MEMORY_FRAC EMA_START_FRAC EMBED_BITS
-    EMBED_CLIP_SIGMAS EMBED_LR EMBED_WD ENABLE_LOOPING_AT EVAL_INTERVAL EVAL_ITERS EVAL_ONLY EVAL_SEQ_LEN EVAL_STATEFUL
-    EVAL_STRIDE GATED_ATTN_ENABLED GDN_NEG_EIGVAL GPTQ_CALIBRATION_BATCHES GPTQ_RESERVE_SECONDS
-    GRADIENT_ACCUMULATION_STEPS GRAD_ACCUM_STEPS GRAD_CLIP GRAD_CLIP_NORM HANG_SECONDS HEAD_LR HOLDOUT_TOKENS INIT_FROM
-    ITERATIONS KEEP LATE_QAT LATE_QAT_THRESHOLD LAYER_PATTERN LEARNING_RATE LN_SCALE LOGIT_SOFTCAP LOG_INTERVAL LOOP_END
-    LOOP_START LR_DECAY_ITERS LR_FLOOR LR_SCHEDULE MATRIX_BITS MATRIX_CLIP_SIGMAS MATRIX_LR MAX_ITERS MAX_NEW_TOKENS
-    MAX_WALLCLOCK_SECONDS MICRO_BATCH_TOKENS MIN_LR MLP MLP_CLIP_SIGMAS MLP_MULT MODEL_DIM MTP_NUM_HEADS
-    MUON_BACKEND_STEPS MUON_BETA2 MUON_COEFFICIENTS MUON_MOMENTUM MUON_MOMENTUM_WARMUP_FRAC MUON_MOMENTUM_WARMUP_START
-    MUON_MOMENTUM_WARMUP_STEPS MUON_ROW_NORMALIZE MUON_WD MUON_WEIGHT_DECAY NORM NUM_HEADS NUM_KV_HEADS NUM_LAYERS
-    NUM_LOOPS NUM_SAMPLES N_EMBD N_HEAD N_LAYER OPTIMIZER OUT_DIR PARALLEL_RESIDUAL POSITIONS PROFILE PROMPT QAT
-    QAT_ENABLED QAT_START_FRAC QK_GAIN_INIT QK_NORM REPLAY RESERVE_SECONDS RESIDUAL_MIX RESUME ROPE_BASE ROPE_DIMS
-    RUN_ID SAVE_EVERY SCALAR_LR SEED SLIDING_WINDOW_ENABLED SMEAR_GATE SMEAR_GATE_ENABLED SPIKE_NATS SPIKE_POLICY SWA
-    SWA_ENABLED SWA_EVERY SWA_START_FRAC TEMPERATURE TIED_EMBED_INIT_STD TIED_EMBED_LR TIE_EMBEDDINGS TOKENIZER_PATH
-    TOP_K TRAIN_BATCH_TOKENS TRAIN_LOG_EVERY TRAIN_SEQ_LEN TTT_ENABLED TTT_LR UNET_SKIPS VAL_BATCH_SIZE VAL_BATCH_TOKENS
-    VAL_LOSS_EVERY VE_ENABLED VOCAB_SIZE WARMDOWN_FRAC WARMDOWN_ITERS WARMUP_FRAC WARMUP_ITERS WARMUP_STEPS WEIGHT_DECAY
-    XSA_LAST_N
+    ACTIVATION_CHECKPOINTING ADAM_.* ALWAYS_SAVE_CHECKPOINT ARCH_MODE ARTIFACT ARTIFACT_BYTES_MAX ATTN_.* BACKEND
+    BATCH_SIZE BETA1 BETA2 BIAS BIGRAM_.* BIO_.* BLOCK_SIZE CAUTIOUS_WD COMPILE COMPILE_MODE COMPRESSOR DATASET DATA_DIR
+    DATA_PATH DECAY_LR DELTA_.* DETERMINISTIC DEVICE DISTILL_.* DROPOUT DTYPE EMA EMA_.* EMBED_.* ENABLE_LOOPING_AT
+    EVAL_.* GATED_ATTN_ENABLED GDN_NEG_EIGVAL GPTQ_.* GRADIENT_ACCUMULATION_STEPS GRAD_.* HANG_SECONDS HEAD_LR
+    HOLDOUT_TOKENS INIT_FROM ITERATIONS KEEP LATE_QAT LATE_QAT_.* LAYER_PATTERN LEARNING_RATE LN_SCALE LOGIT_SOFTCAP
+    LOG_INTERVAL LOOP_.* LR_.* MATRIX_.* MAX_ITERS MAX_NEW_TOKENS MAX_WALLCLOCK_SECONDS MICRO_BATCH_TOKENS MIN_LR MLP
+    MLP_.* MODEL_DIM MTP_NUM_HEADS MUON_.* NORM NUM_HEADS NUM_KV_HEADS NUM_LAYERS NUM_LOOPS NUM_SAMPLES N_EMBD N_HEAD
+    N_LAYER OPTIMIZER OUT_DIR PARALLEL_RESIDUAL POSITIONS PROFILE PROMPT QAT QAT_.* QK_.* REPLAY RESERVE_SECONDS
+    RESIDUAL_MIX RESUME ROPE_.* RUN_ID SAVE_EVERY SCALAR_LR SEED SLIDING_WINDOW_ENABLED SMEAR_.* SPIKE_.* SWA SWA_.*
+    TEMPERATURE TIED_.* TIE_EMBEDDINGS TOKENIZER_PATH TOP_K TRAIN_.* TTT_.* UNET_SKIPS VAL_.* VE_ENABLED VOCAB_SIZE
+    WARMDOWN_.* WARMUP_.* WEIGHT_DECAY XSA_LAST_N
 """.split())
 
 # (regular expression of field names, smallest, largest), the first match counts; where none matches: >= 0.
 RANGES = (
     ("ema_memory_frac", 1e-6, 1.0), (".*_frac|lr_floor|bio_threshold", 0.0, 1.0), ("adam_eps", 1e-20, 1.0),
     ("beta.|muon_momentum|muon_momentum_warmup_start", 0.0, 0.9999), ("tied_embed_init_std", 1e-6, 10.0),
-    ("muon_backend_steps", 1, 20), (".*_bits", 2, 8), ("model_dim", 16, 65536), ("num_layers", 0, 512),
-    ("num_heads|num_kv_heads", 1, 1024), ("mlp_mult", 0.25, 16.0), ("rope_base", 1.0, 1e9),
-    ("bigram_dim|num_samples", 1, 1 << 16), ("bigram_vocab_size", 0, 1 << 24), ("vocab_size", 0, 1 << 20),
+    ("muon_backend_steps", 1, 20), ("delta_bits", 1, 8), ("delta_group", -1, 1 << 20), ("delta_.*_bits", 16, 32),
+    (".*_bits", 2, 8), ("model_dim", 16, 65536), ("num_layers", 0, 512), ("num_heads|num_kv_heads", 1, 1024),
+    ("mlp_mult", 0.25, 16.0), ("rope_base", 1.0, 1e9), ("bigram_dim|num_samples", 1, 1 << 16),
+    ("bigram_vocab_size", 0, 1 << 24), ("vocab_size", 0, 1 << 20),
     ("keep|attn_window|max_new_tokens", 1, 1 << 20), ("train_seq_len", 2, 1 << 20), ("temperature", 0.0, 100.0),
     ("train_batch_tokens", 2, 1 << 31), ("train_log_every", 1, 1 << 31), ("artifact_bytes_max", 1, 1 << 40),
     (".*_clip_sigmas", -1.0, 1e6),
@@ -100,7 +93,7 @@ CHOICES = {name: tuple(words.split()) for name, words in dict(
     compile_mode="default reduce-overhead max-autotune", mlp="relu2 leaky_relu2 gelu swiglu bio",
     optimizer="muon lion adamw adamw8bit adafactor", arch_mode="D gdn gdn_kv hybrid baseline llama",
     muon_coefficients="quintic polar_express", spike_policy="stop skip rewind", bio_events="off soft hard",
-    matrix_step="tensor row grid", embed_step="tensor row grid").items()}
+    matrix_step="tensor row grid", embed_step="tensor row grid", delta_step="tensor row group").items()}
 
 
 def parse_setting(name: str, text: str, kind: type) -> int | float | bool | str:
@@ -119,36 +112,31 @@ def parse_setting(name: str, text: str, kind: type) -> int | float | bool | str:
     return value
 
 
-def read_config(path: str) -> dict[str, str]:
-    """NAME=value lines of a config file; `#` starts a comment. Raises UserError with the line's number."""
-    if not Path(path).is_file():
-        raise UserError(f"CONFIG={path!r}: no such file")
-    lines = [line.split("#", 1)[0].strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
-    for number, line in enumerate(lines, 1):
-        if line and "=" not in line:
-            raise UserError(f"{path}:{number}: {line!r} is not NAME=value")
-    pairs = [line.partition("=") for line in lines if line]
-    return {name.strip(): value.strip().strip("'\"") for name, _, value in pairs}
-
-
 def load_settings(cls: type, environ: dict[str, str], presets: dict[str, dict[str, dict]] | None = None,
                   stored: Callable[[dict[str, str]], tuple[dict, dict]] = lambda given: ({}, {})):
-    """Settings of dataclass `cls` from the file CONFIG names and from `environ`, which wins.
+    """Settings of dataclass `cls` from the NAME=value lines of the file CONFIG names and from `environ`, which wins.
 
     `presets`: setting -> its value -> values of other settings, below those that stand beside it, so that a preset
     chosen in the environment is above the file. `stored`: what stands below and above both, given both. Raises
     UserError: a wrong value, a name unknown in the file, a near miss in the environment or another script's name there.
     """
-    kinds = {field.name.upper(): field.type for field in fields(cls)}
-    config = read_config(environ["CONFIG"]) if environ.get("CONFIG") else {}
+    kinds, config, path = {field.name.upper(): field.type for field in fields(cls)}, {}, environ.get("CONFIG", "")
+    if path and not Path(path).is_file():
+        raise UserError(f"CONFIG={path!r}: no such file")
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines() if path else [], 1):
+        name, equals, value = (part.strip() for part in line.split("#", 1)[0].partition("="))
+        if name and not equals:
+            raise UserError(f"{path}:{number}: {name!r} is not NAME=value")
+        if equals:
+            config[name] = value.strip("'\"")
     ignored = {name.strip() for name in environ.get("IGNORE_ENV", "").split(",")} | {"CONFIG", "IGNORE_ENV"}
     strange = [name for name in config if name not in kinds or name == "CONFIG"]
     for name in strange + sorted(set(environ) - set(kinds) - ignored):
-        sure = name in strange or name in FOREIGN_NAMES
+        sure = name in strange or re.fullmatch("|".join(FOREIGN_NAMES), name)
         near = difflib.get_close_matches(name, kinds, 1, 0.6 if sure else 0.85)
         hint = f"did you mean {near[0]}?" if near else "settings stand at the script's top."
         if name in strange:
-            raise UserError(f"{environ['CONFIG']}: unknown setting {name}; {hint}")
+            raise UserError(f"{path}: unknown setting {name}; {hint}")
         if near or sure:
             raise UserError(f"{name}={environ[name]!r}: no setting of this script; {hint} IGNORE_ENV={name} lets it be")
     file, env = ({name.lower(): parse_setting(name.lower(), given[name], kind) for name, kind in kinds.items()
@@ -159,13 +147,6 @@ def load_settings(cls: type, environ: dict[str, str], presets: dict[str, dict[st
             values |= choices[own[name]] if name in own and name not in above else {}
         values |= own
     return cls(**{name: value for name, value in {**values, **last}.items() if name.upper() in kinds})
-
-
-def settings_table(settings) -> str:
-    """Every resolved setting, one a line; `*` marks those that differ from the default."""
-    values = [(field, getattr(settings, field.name)) for field in fields(settings)]
-    return "\n".join(f"{'*' if value != field.default else ' '} {field.name.upper()}="
-                     f"{int(value) if field.type is bool else value}" for field, value in values)
 # === end: settings ===
 
 
