@@ -13,9 +13,11 @@ import argparse
 import base64
 import bisect
 import collections
+import concurrent.futures
 import contextlib
 import datetime
 import difflib
+import functools
 import hashlib
 import io
 import json
@@ -55,6 +57,8 @@ except ImportError:
 @dataclass(frozen=True)
 class Settings:
     tokenizer_path: str = ""  # .model file, tiktoken name, .tiktoken file or "bytes"; empty: that of data or artifact
+    data_path: str = ""  # folder of shards and manifest.json; or several with weights: a:0.7,b:0.3
+    seed: int = 1337  # of every random draw
     device: str = "auto"  # auto, cpu or cuda
     matrix_bits: int = 6  # matrices of the layers: codes up to 2**(bits-1) - 1
     matrix_clip_sigmas: float = 8.0  # the largest code, in root mean squares; 0: the largest weight; -1: least error
@@ -62,6 +66,14 @@ class Settings:
     embed_bits: int = 8  # the same for embeddings and head
     embed_clip_sigmas: float = 20.0  # the same
     embed_step: str = "tensor"  # the same
+    delta_group: int = 128  # weights of a matrix that share a delta's scale; -1: a row, 0: the matrix
+    delta_scale_bits: int = 32  # of a scale of bitdelta: 32 or 16
+    delta_keep_bits: int = 16  # of what a delta holds whole, all but matrices: 16 or 32 (as they are)
+    delta_bits: int = 4  # of a code of deltaquant, 1 to 8
+    delta_step: str = "row"  # what has a step of deltaquant of its own: tensor, row, or group (of DELTA_GROUP weights)
+    distill_steps: int = 100  # of bitdelta's scales against the tuned model's logits; 0: none
+    distill_lr: float = 1e-4  # AdamW, to 0 by a cosine
+    distill_batch_tokens: int = 0  # a step; 0: four windows of the model's TRAIN_SEQ_LEN
 
 
 # === shared: settings ===
@@ -482,6 +494,120 @@ def document_hashes(stream: TokenStream, bos_id: int, block: int = 1 << 22) -> I
     if rest[0] == bos_id:
         yield hashlib.blake2b(rest, digest_size=16).digest()
 # === end: data ===
+
+
+# === shared: batches ===
+def parse_mixture(data_path: str) -> dict[str, float]:
+    """Folder -> share of DATA_PATH: a folder, or `a:0.7,b:0.3`, weights that are normalised. Raises UserError."""
+    if not {":", ","} & set(data_path) or Path(data_path).exists():
+        return {data_path: 1.0}
+    parts = [re.fullmatch(r"\s*(.+?)/?:(\d+\.?\d*|\.\d+)\s*", part) for part in data_path.split(",")]
+    weights = {part[1]: float(part[2]) for part in parts if part}
+    if len(weights) < len(parts) or not all(weights.values()):
+        raise UserError(f"DATA_PATH={data_path!r}: neither a folder nor FOLDER:WEIGHT,… of new folders and more than 0")
+    return {folder: weight / sum(weights.values()) for folder, weight in weights.items()}
+
+
+def open_data(settings: Settings) -> SimpleNamespace:
+    """The parts of DATA_PATH, checked, each without its share of HOLDOUT_TOKENS at its end. Raises UserError."""
+    shares = parse_mixture(settings.data_path)
+    manifests = {folder: load_manifest(folder) for folder in shares}
+    folder, manifest = next(iter(manifests.items()))
+    tokenizer = load_tokenizer(settings.tokenizer_path or Path(folder) / manifest["tokenizer"]["file"])
+    if settings.vocab_size not in (0, tokenizer.vocab_size):
+        raise UserError(f"VOCAB_SIZE={settings.vocab_size}: {tokenizer.file} has {tokenizer.vocab_size} tokens")
+    train, val = zip(*(check_dataset(folder, tokenizer, manifests[folder]) for folder in shares), strict=True)
+    # No document of a part's validation may stand, token for token, in another part's training.
+    hashes = [set(document_hashes(stream, tokenizer.bos_id)) for stream in val] if len(val) > 1 else []
+    for part, stream in enumerate(train[: len(hashes)]):
+        others = set().union(*hashes[:part], *hashes[part + 1 :])
+        if found := others.intersection(document_hashes(stream, tokenizer.bos_id)):
+            raise UserError(f"{stream.paths[0].parent}: {len(found)} training documents are in another's validation")
+    tokens = np.concatenate([stream.read(0, len(stream)) for stream in val])
+    if min(settings.holdout_tokens, len(tokens) - 1) < settings.train_seq_len:
+        limit = f"HOLDOUT_TOKENS={settings.holdout_tokens} and validation's {len(tokens)} tokens"
+        raise UserError(f"TRAIN_SEQ_LEN={settings.train_seq_len}: must be at most {limit}")
+    val_bytes = sum(manifest["val"]["decoded_bytes"] for manifest in manifests.values())
+    if (found := int(token_bytes(tokenizer, tokens[:-1], tokens[1:]).sum())) != val_bytes:
+        raise UserError(f"validation bytes: the tokenizer's table counts {found}, manifest.json says {val_bytes}")
+    sources, names = [], []  # of the validation documents
+    for folder, manifest in manifests.items():
+        numbers = manifest["val"].get("document_sources")  # published shards have none
+        sources += [len(names) + number for number in numbers or [0] * manifest["val"]["documents"]]
+        own = manifest["sources"] if numbers else [manifest["name"]]
+        names += own if len(shares) == 1 else [f"{folder}/{name}" for name in own]
+    documents = np.cumsum(tokens == tokenizer.bos_id)
+    if len(sources) != documents[-1] or documents[0] != 1:
+        raise UserError(f"DATA_PATH: {documents[-1]} validation documents, in manifest.json {len(sources)}")
+    held_out = [np.append(tokenizer.bos_id, stream.hold_out(round(share * settings.holdout_tokens)))
+                for stream, share in zip(train, shares.values(), strict=True)]
+    return SimpleNamespace(
+        tokenizer=tokenizer, manifests=list(manifests.values()),
+        manifest_sha256=" + ".join(sha256_file(Path(folder) / "manifest.json") for folder in shares),
+        yardsticks=manifest.get("yardsticks", {}) if len(shares) == 1 else {},
+        streams=train, shares=list(shares.values()),  # by part: TokenStream without the held-out end, share of rows
+        held_out=np.concatenate(held_out),  # int64, the ends of all training streams, each behind a BOS
+        val=tokens, val_bytes=val_bytes,  # (N,) int64, of all parts; what tokens 1 to N decode to
+        val_sources=(np.array(sources)[documents - 1], names))  # (N,) into the names
+
+
+class Batches:
+    """The training streams as micro-batches. Step s reads the same tokens whatever the ranks and micro-batches: each
+    stream's share of the rows by systematic sampling (row j stands at (j + shift) / rows of the summed shares; shifts
+    are multiples of the golden ratio modulo 1, so that shares are exact over steps, Weyl 1916). A stream's rows go
+    round its lanes, evenly spaced, by one window a round. A thread reads one step ahead, no more.
+    """
+
+    def __init__(self, data: SimpleNamespace, settings: Settings, runtime: Runtime):
+        self.data, self.runtime, self.seed = data, runtime, settings.seed
+        self.seq_len, self.tokens = settings.train_seq_len, settings.train_batch_tokens
+        self.all_rows, unit = self.tokens // self.seq_len, self.seq_len * runtime.world_size
+        if self.tokens % unit:
+            raise UserError(f"TRAIN_BATCH_TOKENS={self.tokens}: must be a multiple of TRAIN_SEQ_LEN x ranks = {unit}")
+        self.lanes = [max(1, round(share * self.all_rows)) for share in data.shares]
+        for stream, lanes in zip(data.streams, self.lanes, strict=True):
+            if len(stream) <= (own := lanes * self.seq_len):
+                where = f"{len(stream)} training tokens of {stream.paths[0].parent}"
+                raise UserError(f"TRAIN_BATCH_TOKENS={self.tokens}: takes {own} of the {where}; must be fewer")
+        self.rows = self.all_rows // runtime.world_size  # of this rank, a step
+        self.fitted, self.cuda = settings.micro_batch_tokens == 0, runtime.device.type == "cuda"
+        most = settings.micro_batch_tokens or max(self.seq_len, 131072 if self.cuda else 4096)
+        if most < self.seq_len:
+            raise UserError(f"MICRO_BATCH_TOKENS={most}: must be at least TRAIN_SEQ_LEN={self.seq_len}")
+        self.limit_rows(most // self.seq_len)
+        start = (torch.cuda.set_device, (runtime.device,)) if self.cuda else ()  # else the thread pins on device 0
+        self.reader = concurrent.futures.ThreadPoolExecutor(1, "reader", *start)
+        self.ahead, self.waited = {}, 0.0  # step -> Future of its tokens; seconds that the loop stood waiting for them
+
+    def limit_rows(self, most: int) -> None:
+        """Take the largest micro-batch of at most `most` windows that divides this rank's share of a step."""
+        self.micro_rows = max(rows for rows in range(1, min(most, self.rows) + 1) if self.rows % rows == 0)
+
+    def starts(self, step: int) -> list[tuple[TokenStream, int]]:
+        """Where each row of a step reads, of all ranks: (stream, position), the streams one after the other."""
+        shifts = (self.seed + 0.5 + np.arange(step + 1)) * (5**0.5 - 1) / 2 % 1.0
+        ends = np.append(np.cumsum(self.data.shares)[:-1], 1.0) * self.all_rows
+        counts = np.diff(np.ceil(ends[:, None] - shifts), axis=0, prepend=0).astype(int)  # (streams, step + 1) rows
+        return [(stream, row % lanes * len(stream) // lanes + row // lanes * self.seq_len)
+                for stream, lanes, rows in zip(self.data.streams, self.lanes, counts, strict=True)
+                for row in range(rows[:-1].sum(), rows.sum())]
+
+    def read(self, step: int) -> Tensor:
+        """This rank's windows of step `step`, each with its last target, (rows, seq_len + 1)."""
+        own = self.starts(step)[self.runtime.rank * self.rows :][: self.rows]
+        tokens = torch.from_numpy(np.stack([stream.read(start, self.seq_len + 1) for stream, start in own]))
+        return tokens.pin_memory() if self.cuda else tokens
+
+    def micro_batches(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """(ids, targets) of this rank's share of step `step`, each (micro_rows, seq_len)."""
+        begin = time.perf_counter()
+        tokens = (self.ahead.pop(step, None) or self.reader.submit(self.read, step)).result()
+        self.waited += time.perf_counter() - begin
+        self.ahead = {step + 1: self.reader.submit(self.read, step + 1)}
+        for part in tokens.split(self.micro_rows):
+            part = part.to(self.runtime.device, non_blocking=True)
+            yield part[:, :-1].contiguous(), part[:, 1:].contiguous()  # as in evaluation: one compiled graph
+# === end: batches ===
 
 
 # === shared: model ===
@@ -1511,6 +1637,261 @@ class Exporter:
 # === end: artifact ===
 
 
+# === shared: deltas ===
+# One file, little endian: magic, version u32, header length u32, zstd(JSON header); for "deltaquant" rANS lane states
+# u32; by tensor, in the order of the base, codes and scales of a matrix, the weights of any other; SHA-256 of the rest.
+# Codes of "bitdelta" are signs, 8 in a byte; of "deltaquant" frequencies u16 of all codes from the lowest on, number of
+# words u32, words u16. What else a reader needs is in the header's "settings" and in the base, whose SHA-256 is there.
+DELTA_MAGIC, DELTA_VERSION = b"UPARDELT", 1
+DELTA_FLOATS = {16: "<f2", 32: "<f4"}
+
+
+def group_size(shape: tuple[int, ...], group: int) -> int:
+    """Weights that share a scale: `group` of the flattened ones (the last may be fewer), a row's (-1), all (0)."""
+    return group if group > 0 else math.prod(shape[1:] if group else shape)
+
+
+def unpack_signs(signs: Tensor, count: int) -> Tensor:
+    """int8 (count,), -1 or 1, of bits uint8 (ceil(count / 8),), lowest first."""
+    return 2 * torch.from_numpy(np.unpackbits(signs.numpy(), count=count, bitorder="little")).to(torch.int8) - 1
+
+
+def add_delta(base: Tensor, codes: Tensor, scales: Tensor, group: int) -> Tensor:
+    """base + code * scale, float32; codes (n,), scales float32 (groups,), in which it is differentiable."""
+    spread = scales.repeat_interleave(group_size(base.shape, group))[: codes.numel()]
+    return base.float() + (codes.to(scales.device) * spread).view(base.shape)
+
+
+class BitDeltaQuantizer:
+    """A sign a weight and a scale a group (BitDelta, arXiv 2402.10193): a fine-tuned weight is base + scale * sign.
+
+    group_size: see group_size(). The scale is mean |delta|, which has the least squared error.
+    """
+
+    def __init__(self, group_size: int = 128):
+        self.group = group_size
+
+    def quantize(self, weight: Tensor, base_weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Signs, a bit a weight (1: delta >= 0), see unpack_signs; scales float32 (groups,)."""
+        delta = (weight.float() - base_weight.float()).flatten()
+        *whole, last = delta.abs().split(group_size(weight.shape, self.group))
+        parts = [torch.stack(whole), last] if whole else [last]
+        scales = torch.cat([part.mean(-1, dtype=torch.float64).view(-1) for part in parts]).float()
+        return torch.from_numpy(np.packbits((delta >= 0).numpy(), bitorder="little")), scales
+
+    def dequantize(self, base_weight: Tensor, signs: Tensor, scales: Tensor) -> Tensor:
+        """base + scale * sign, float32 in the shape of the base."""
+        return add_delta(base_weight, unpack_signs(signs, base_weight.numel()), scales.float(), self.group)
+
+
+def largest_code(bits: int) -> int:
+    """Up to 3 bits codes are odd (mid-rise; 1 bit is a sign), above all whole numbers (mid-tread), up to this one."""
+    return 2**bits - 1 if bits < 4 else 2 ** (bits - 1) - 1
+
+
+def quantize_delta(delta: Tensor, size: int, bits: int) -> tuple[Tensor, Tensor]:
+    """Codes int8 (n,) and scales float16 (groups of `size`,) of delta float32 (n,), by scales of least squared error.
+
+    The same scales are tried for any number of bits, 8 an octave, and the codes of a number of bits hold those of one
+    fewer, so each further bit lessens the error.
+    """
+    if (rest := len(delta) % size) and len(delta) > size:
+        parts = [quantize_delta(part, size, bits) for part in (delta[:-rest], delta[-rest:])]
+        return tuple(torch.cat(both) for both in zip(*parts, strict=True))
+    rows, most = delta.view(-1, min(size, len(delta))), largest_code(bits)
+    mean, largest = rows.abs().mean(1).half(), rows.abs().amax(1)
+    begin = round(8 * math.log2(largest_code(bits - 1))) if bits > 1 else 0  # a wider step would serve fewer bits too
+    tried = [mean, *((largest * 2 ** (-step / 8)).half() for step in range(begin, begin + (48 if bits > 1 else 0)))]
+    least = torch.full(mean.shape, math.inf, dtype=torch.float64)
+    codes, scales = torch.zeros(rows.shape, dtype=torch.int8), torch.zeros_like(mean)
+    for own in tried:
+        step = own.float()[:, None]
+        new = rows / torch.where(step > 0, step, 1.0)
+        new = (new.div_(2).floor_().mul_(2).add_(1) if bits < 4 else new.round_()).clamp_(-most, most)
+        error = (new * step).sub_(rows).square_().sum(1, dtype=torch.float64)
+        better = error < least
+        least, scales = error.minimum(least), torch.where(better, own, scales)
+        codes[better] = new[better].to(torch.int8)
+    return codes.flatten(), scales
+
+
+def hash_weights(tensors: dict[str, Tensor]) -> str:
+    """SHA-256 of float32 weights with their names and shapes, in order."""
+    digest = hashlib.sha256()
+    for name, w in tensors.items():
+        digest.update(f"{name} {list(w.shape)} ".encode() + w.float().contiguous().numpy().astype("<f4").tobytes())
+    return digest.hexdigest()
+
+
+def delta_dtype(name: str, keep_bits: int) -> str:
+    """What a tensor without codes is held in."""
+    return DELTA_FLOATS[32 if name.endswith(FLOAT32_CONTROLS) else keep_bits]
+
+
+def pack_delta(base: dict[str, Tensor], tuned: dict[str, Tensor], header: dict, scales: dict[str, Tensor],
+               bar: Callable[[Iterable], Iterable] = iter) -> bytes:
+    """A delta file. The header has tokenizer_sha256, meta, and settings: base (hash_weights), shape (what rebuilds the
+    tuned network), method, bits, group, scale_bits, keep_bits, and scale, a power of two near the largest delta, in
+    which scales are. `scales` of bitdelta: name -> better ones. ArtifactError by name: too large for the bits.
+    """
+    own, parts, streams = header["settings"], [], []
+
+    def floats(name: str, values: Tensor, dtype: str) -> bytes:
+        array = values.detach().float().numpy()
+        with np.errstate(over="ignore"):
+            stored = array.astype(dtype)
+        most = np.abs(array).max(initial=0)
+        require(bool(np.isfinite(stored).all()), f"tensor {name!r}: {most:.3g} is too large for {stored.dtype}")
+        return stored.tobytes()
+
+    for name, before in bar(base.items()):
+        w = tuned[name]
+        if tensor_class(name, w) != "matrix":
+            parts.append(floats(name, w, delta_dtype(name, own["keep_bits"])))
+            continue
+        if own["method"] == "bitdelta":
+            signs, found = BitDeltaQuantizer(own["group"]).quantize(w, before)
+            parts.append(signs.numpy().tobytes())
+            found = scales.get(name, found) / own["scale"]
+        else:
+            delta = (w.float() - before.float()).flatten() / own["scale"]
+            codes, found = quantize_delta(delta, group_size(w.shape, own["group"]), own["bits"])
+            streams.append((len(parts), codes.numpy().view(np.uint8)))
+            parts.append(b"")
+        parts.append(floats(name, found, DELTA_FLOATS[own["scale_bits"]]))
+    states = np.full(rans_lanes(sum(len(symbols) for _, symbols in streams)) if streams else 0, RANS_LOW, np.uint32)
+    for at, symbols in reversed(streams):  # lanes run on from tensor to tensor, so that many cost little
+        table, most = rans_table(np.bincount(symbols, minlength=256)), largest_code(own["bits"])
+        words = rans_encode(states, table, symbols)
+        parts[at] = b"".join([table[np.arange(-most, most + 1)].astype("<u2").tobytes(), struct.pack("<I", len(words)),
+                              words.astype("<u2").tobytes()])
+    text = zstandard.ZstdCompressor(level=19).compress(json.dumps(header, allow_nan=False).encode())
+    prefix = ARTIFACT_PREFIX.pack(DELTA_MAGIC, DELTA_VERSION, len(text))
+    data = b"".join([prefix, text, states.astype("<u4").tobytes(), *parts])
+    return data + hashlib.sha256(data).digest()
+
+
+def read_delta(path: str | Path, base: dict[str, Tensor],
+               bar: Callable[[Iterable], Iterable] = iter) -> tuple[dict, dict[str, Tensor], int]:
+    """(header, name -> float32 weights of the tuned model, bytes of what is held whole) of a delta of `base`.
+
+    Memory is bounded by file and base, whose shapes all lengths follow from. ArtifactError, one line naming the file,
+    if anything is not as it was written, or the base is another.
+    """
+    data, tensors, kept = Path(path).read_bytes(), {}, 0
+    require(data[:8] == DELTA_MAGIC, f"{path}: is no delta: {len(data)} bytes that begin with {data[:8]!r}")
+    intact = len(data) >= ARTIFACT_PREFIX.size + 32 and hashlib.sha256(data[:-32]).digest() == data[-32:]
+    require(intact, f"{path}: SHA-256 is wrong, damaged or truncated, {len(data)} bytes")
+    _, version, length = ARTIFACT_PREFIX.unpack_from(data)
+    area = io.BytesIO(data[ARTIFACT_PREFIX.size : -32])
+
+    def take(dtype: str, count: int) -> np.ndarray:
+        array = np.frombuffer(area.read(count * np.dtype(dtype).itemsize), dtype)
+        require(len(array) == count, f"{count} numbers are {len(array)}")
+        return array.astype(dtype[1:])  # native
+
+    try:
+        require(version == DELTA_VERSION, f"version {version}, this code reads {DELTA_VERSION}")
+        header = json.loads(zstandard.ZstdDecompressor().stream_reader(area.read(length)).read(1 << 20))  # at most
+        own, digest = header["settings"], hash_weights(base)
+        require({"tokenizer_sha256", "meta"} <= header.keys() and "shape" in own, "tokenizer, meta or shape missing")
+        require(own["base"] == digest, f"of another base, SHA-256 {own['base'][:12]}, this one's is {digest[:12]}")
+        require(own["bits"] in range(1, 9) and math.isfinite(own["scale"]), "its settings are out of range")
+        coded = sum(w.numel() for name, w in base.items() if tensor_class(name, w) == "matrix")
+        states = take("<u4", rans_lanes(coded) if coded and own["method"] != "bitdelta" else 0)
+        for name, w in bar(base.items()):
+            if tensor_class(name, w) != "matrix":
+                array = take(delta_dtype(name, own["keep_bits"]), w.numel())
+                tensors[name], kept = torch.from_numpy(array).float().view(w.shape), kept + array.nbytes
+                continue
+            if own["method"] == "bitdelta":
+                codes = unpack_signs(torch.from_numpy(take("|u1", -(-w.numel() // 8))), w.numel())
+            else:
+                order, table = np.arange(-(most := largest_code(own["bits"])), most + 1), np.zeros(256, np.uint16)
+                table[order] = take("<u2", len(order))
+                symbols, rest = rans_decode(states, table, take("<u2", int(take("<u4", 1)[0])), w.numel())
+                require(not len(rest), f"tensor {name!r}: rANS words are left over")
+                codes = torch.from_numpy(symbols.view(np.int8))
+            scales = take(DELTA_FLOATS[own["scale_bits"]], -(-w.numel() // group_size(w.shape, own["group"])))
+            scales = torch.from_numpy(scales).float() * own["scale"]
+            tensors[name] = add_delta(w, codes, scales, own["group"])
+        require(not area.read(1) and (states == RANS_LOW).all(), "bytes are left over, or lanes end wrong")
+        bad = [name for name, w in tensors.items() if not w.isfinite().all()]
+        require(not bad, f"tensors {bad[:1]} are not finite")
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
+            zstandard.ZstdError) as error:
+        text = str(error) if isinstance(error, ArtifactError) else f"{type(error).__name__}: {error}"
+        raise ArtifactError(f"{path}: {text}") from None
+    return header, tensors, kept
+# === end: deltas ===
+
+
+# === shared: evaluation ===
+@dataclass
+class Score:
+    """A model's score on a token sequence: `loss` in nats per token, `bpb` in bits per byte, over all of them."""
+
+    nats: float
+    tokens: int
+    bytes: int
+    sources: dict[str, "Score"]  # its parts; no source without bytes
+
+    def __post_init__(self) -> None:
+        self.loss, self.bpb = self.nats / self.tokens, self.nats / math.log(2) / self.bytes
+
+    def result(self) -> dict:
+        """Its keys in result.json."""
+        parts = {"val_bpb_sources": {name: part.bpb for name, part in self.sources.items()}} if self.sources else {}
+        return {"val_loss": self.loss, "val_bpb": self.bpb, "val_nats": self.nats, "val_tokens": self.tokens,
+                "val_bytes": self.bytes, "bytes_per_token": self.bytes / self.tokens, **parts}
+
+    def __str__(self) -> str:
+        return (f"loss:{self.loss:.4f} bpb:{self.bpb:.4f} nats:{self.nats:.1f} tokens:{self.tokens} bytes:{self.bytes} "
+                f"bytes_per_token:{self.bytes / self.tokens:.4f}")
+
+
+def score_rows(tokens: np.ndarray, bos_id: int, seq_len: int, stride: int | None) -> np.ndarray:
+    """Rows (begin, first scored, end) that score each prediction once, longest first: plain windows (stride = seq_len);
+    sliding ones, each but the first scoring its last `stride` positions; or documents and the BOS after (no stride).
+    """
+    count = len(tokens) - 1
+    cuts = np.arange(seq_len, count, stride) if stride else np.flatnonzero(tokens == bos_id)
+    edges = np.unique(np.concatenate([[0], cuts, [count]]))
+    first, end = edges[:-1], edges[1:]
+    begin = np.maximum(0, end - seq_len) if stride and stride < seq_len else first
+    return np.stack([begin, first, end], axis=1)[np.argsort(begin - end, kind="stable")]
+
+
+@torch.no_grad()
+def score_tokens(model: Callable, tokens: np.ndarray, tokenizer: Tokenizer, runtime: Runtime, seq_len: int,
+                 stride: int | None, batch: int, sources: tuple[np.ndarray, list[str]] | None = None) -> Score:
+    """Score tokens[1:], each once, given what its row shows before it: tokens (N,) int64, BOS first; `batch` rows each.
+    Documents are fed in pieces of seq_len with the cache of a GPT that is not compiled (full attention keeps each key).
+    sources: (index into the names (N,), names); a prediction counts for the source of the token that it predicts.
+    """
+    source_of, names = sources or (np.broadcast_to(0, len(tokens)), [])
+    rows = score_rows(tokens, tokenizer.bos_id, seq_len, stride)[runtime.rank :: runtime.world_size]
+    groups = np.pad(rows, ((0, -len(rows) % batch), (0, 0))).reshape(-1, batch, 3)  # rows of nothing fill the last one
+    sums = torch.zeros(len(names) or 1, 3, dtype=torch.float64, device=runtime.device)  # nats, tokens, bytes
+    for group in groups:
+        begin, first, end = np.hsplit(group, 3)  # (batch, 1) each
+        longest, cache = int((end - begin).max()), {} if stride else {"cache": model.new_cache()}
+        for start in range(0, longest, seq_len):
+            at = begin + start + np.arange(seq_len if stride else min(seq_len, longest - start))  # (batch, T)
+            scored, at = (first <= at) & (at < end), np.where(at < end, at, 0)  # BOS fills up what a row leaves
+            arrays = (tokens[at], np.where(scored, tokens[at + 1], -1), source_of[at + 1].astype(np.int64),
+                      token_bytes(tokenizer, tokens[at], tokens[at + 1]) * scored)
+            ids, targets, source, size = (torch.from_numpy(array).to(runtime.device) for array in arrays)
+            columns = model(ids, targets, **cache), targets >= 0, size  # (batch, T) each
+            member = source.flatten() == torch.arange(len(sums), device=runtime.device)[:, None]  # (sources, batch * T)
+            sums += member.double() @ torch.stack([column.flatten().double() for column in columns], dim=1)
+    nats, count, size = runtime.sum(sums).sum(0).tolist()
+    assert int(count) == len(tokens) - 1, f"scored {count:.0f} of {len(tokens) - 1} predictions"
+    parts = zip(names, sums.tolist(), strict=False)
+    return Score(nats, int(count), int(size), {name: Score(a, int(b), int(c), {}) for name, (a, b, c) in parts if c})
+# === end: evaluation ===
+
+
 # ----------------------------------------------------------------------------------------------------------- weights
 SHAPE = ("vocab_size", "bos_id", "layers", "norms", *MODEL_SETTINGS)  # what rebuilds a network, in the exporter's order
 QUANT_SETTINGS = tuple(f"{word}_{part}" for word in ("matrix", "embed") for part in QUANTIZER)
@@ -1636,6 +2017,74 @@ def rebuild(source: SimpleNamespace) -> GPT:
     return network
 
 
+def read_data(tuned: SimpleNamespace, settings: Settings) -> SimpleNamespace:
+    """What open_data reads, for a model, and `options` for Batches. UserError: no DATA_PATH, another tokenizer."""
+    if not settings.data_path:
+        raise UserError("DATA_PATH='': distillation and --score read shards; DISTILL_STEPS=0 is without distillation")
+    length = tuned.shape["train_seq_len"]
+    options = SimpleNamespace(
+        data_path=settings.data_path, tokenizer_path=settings.tokenizer_path, vocab_size=tuned.shape["vocab_size"],
+        holdout_tokens=length, train_seq_len=length, seed=settings.seed, micro_batch_tokens=0,
+        train_batch_tokens=settings.distill_batch_tokens or 4 * length)
+    data = open_data(options)
+    if data.tokenizer.sha256 != read_header(tuned, settings.tokenizer_path)["tokenizer_sha256"]:
+        raise UserError(f"DATA_PATH={settings.data_path!r}: has another tokenizer than {tuned.path}")
+    data.options = options
+    return data
+
+
+def distill(base: SimpleNamespace, tuned: SimpleNamespace, settings: Settings) -> dict[str, Tensor]:
+    """Scales by which the logits of base + delta come near to the tuned model's, in mean squares (arXiv 2402.10193).
+
+    Those that the quantizer gives, if the logits of the first batch are not nearer in the end.
+    """
+    data, runtime, group = read_data(tuned, settings), start_runtime(settings.device), settings.delta_group
+    device, batches, fixed, codes, scales = runtime.device, Batches(data, data.options, runtime), {}, {}, {}
+    teacher = rebuild(tuned).to(device)
+    for name, w in tuned.tensors.items():
+        if tensor_class(name, w) == "matrix":
+            signs, own = BitDeltaQuantizer(group).quantize(w, base.tensors[name])
+            codes[name], scales[name] = unpack_signs(signs, w.numel()).to(device), own.to(device).requires_grad_()
+            fixed[name] = base.tensors[name].float().to(device)
+        else:
+            stored = w.numpy().astype(delta_dtype(name, settings.delta_keep_bits)).astype("f4")
+            fixed[name] = torch.from_numpy(stored).to(device)
+    usual = {name: own.detach().clone() for name, own in scales.items()}
+    optimizer = torch.optim.AdamW(scales.values(), lr=settings.distill_lr, weight_decay=0.0)
+
+    def losses(step: int) -> Iterator[Tensor]:  # a batch's mean, in parts
+        for ids, _ in batches.micro_batches(step):
+            weights = {name: add_delta(fixed[name], own, scales[name], group) for name, own in codes.items()}
+            with torch.no_grad():
+                right = teacher(ids)
+            found = torch.func.functional_call(teacher, {**fixed, **weights}, (ids,))
+            yield (found - right).square().mean() * (len(ids) / batches.rows)
+
+    def first_loss() -> float:
+        with torch.no_grad():
+            return sum(part.item() for part in losses(0))
+
+    begin = first_loss()
+    for step in progress(range(settings.distill_steps), "distill"):
+        cosine = (1 + math.cos(math.pi * step / settings.distill_steps)) / 2
+        optimizer.param_groups[0]["lr"] = settings.distill_lr * cosine
+        optimizer.zero_grad()
+        for part in losses(step):
+            part.backward()
+        optimizer.step()
+    end = first_loss()
+    print(f"distillation: {settings.distill_steps} steps, mean squared error of logits on the first batch {begin:.6g} "
+          f"before, {end:.6g} after" + ("" if end < begin else "; scales stay as they were, another DISTILL_LR?"))
+    return {name: own.detach().cpu() for name, own in (scales if end < begin else usual).items()}
+
+
+def read_tuned(path: str, base: SimpleNamespace) -> SimpleNamespace:
+    """The MODEL that a delta file makes of its base; `kept`: bytes of the file for tensors that it holds whole."""
+    header, tensors, kept = read_delta(path, base.tensors, functools.partial(progress, label="delta"))
+    return SimpleNamespace(path=Path(path), tensors=tensors, coded={}, run={}, table={}, header=header, kept=kept,
+                           shape=header["settings"]["shape"])
+
+
 # ---------------------------------------------------------------------------------------------------------- commands
 def show(rows: list[list]) -> None:
     """Print rows as a table; floats with five digits, NaN as a dash."""
@@ -1652,15 +2101,17 @@ def match_tensors(a: SimpleNamespace, b: SimpleNamespace) -> None:
         require(one == two, f"tensor {name!r}: {one} in {a.path}, {two} in {b.path}")
 
 
-def distances(a: SimpleNamespace, b: SimpleNamespace) -> list[list]:
-    """Rows of a table, by tensor class and of all: how far b's weights are from a's. ArtifactError if shapes differ.
+def distances(a: SimpleNamespace, b: SimpleNamespace, base: SimpleNamespace | None = None) -> list[list]:
+    """Rows of a table, by tensor class and of all: how far b's weights are from a's, or what both add to a base's.
 
     ||b - a|| / ||a||, mean (b - a)^2, max |b - a|, a.b / (||a|| ||b||), 10 log10(||a||^2 / ||b - a||^2), in float64.
+    ArtifactError where shapes differ.
     """
     match_tensors(a, b)
     sums = {key: np.zeros(6) for key in ("matrix", "embedding", "control", "all")}
     for name, w in progress(a.tensors.items(), "distances"):
-        x, y = (each.double().flatten().numpy() for each in (w, b.tensors[name]))
+        zero = base.tensors[name].double() if base else 0.0
+        x, y = ((each.double() - zero).flatten().numpy() for each in (w, b.tensors[name]))
         error, most = y - x, np.abs(y - x).max(initial=0)
         for total in (sums[tensor_class(name, w)], sums["all"]):
             total[:] = [*total[:5] + [w.numel(), error @ error, x @ x, y @ y, x @ y], max(total[5], most)]
@@ -1801,6 +2252,87 @@ def compare(args: argparse.Namespace) -> None:
     show(distances(read_weights(args.a, args.weights), read_weights(args.b, args.weights)))
 
 
+def report_delta(path: str, base: SimpleNamespace, tuned: SimpleNamespace, variants: dict[str, int]) -> SimpleNamespace:
+    """Print what a delta's file takes, against files of the same weights, and what it loses; the model read from it."""
+    model, kinds = read_tuned(path, base), {name: tensor_class(name, w) for name, w in base.tensors.items()}
+    weights = {kind: sum(w.numel() for name, w in base.tensors.items() if kind in (kinds[name], "all"))
+               for kind in ("all", "matrix")}
+    rest = weights["all"] - weights["matrix"]
+    sizes = {"weights in fp32": (4 * weights["all"], 4 * rest), "weights in bf16": (2 * weights["all"], 2 * rest),
+             **{name: (size, model.kept) for name, size in {path: Path(path).stat().st_size, **variants}.items()}}
+    rows = [["file", "bytes", "x_fp32", "x_bf16", "matrices", "x_fp32", "x_bf16"]]  # matrices: without the rest, kept
+    for name, (size, kept) in sizes.items():
+        pairs = (size, weights["all"]), (size - kept, weights["matrix"])
+        rows.append([name, *(each for own, count in pairs for each in (own, 4 * count / own, 2 * count / own))])
+    show(rows)
+    print("\nof what the tuned model's weights are beyond the base's:")
+    show(distances(tuned, model, base))
+    return model
+
+
+def make_delta(args: argparse.Namespace, method: str) -> None:
+    """Write the delta of two models by settings of the environment, and report on it."""
+    base, tuned = read_weights(args.base, args.weights), read_weights(args.tuned, args.weights)
+    below = {name: tuned.run[name] for name in ("data_path",) if name in tuned.run}
+    settings, most = load_settings(Settings, dict(os.environ), stored=lambda given: (below, {})), 0.0
+    group, bits = settings.delta_group, {"bitdelta": 1, "deltaquant": settings.delta_bits}[method]
+    scale_bits = settings.delta_scale_bits if method == "bitdelta" else 16
+    if method == "deltaquant" and settings.delta_step != "group":
+        group = {"row": -1, "tensor": 0}[settings.delta_step]
+    for name, right in (("delta_scale_bits", (16, 32)), ("delta_keep_bits", (16, 32))):
+        if getattr(settings, name) not in right:
+            raise UserError(f"{name.upper()}={getattr(settings, name)}: must be 16 or 32")
+    match_tensors(base, tuned)
+    if list(base.tensors) != list(tuned.tensors):
+        raise UserError(f"{tuned.path}: has the tensors of {base.path} in another order")
+    for name, w in progress(base.tensors.items(), "compare"):
+        for model, own in ((base, w), (tuned, tuned.tensors[name])):
+            if not own.isfinite().all():
+                raise UserError(f"{model.path}: tensor {name!r}: its weights are not finite")
+        if tensor_class(name, w) == "matrix":
+            most = max(most, (tuned.tensors[name].double() - w.double()).abs().max().item())
+    header = {key: read_header(tuned, settings.tokenizer_path)[key] for key in ("tokenizer_sha256", "meta")}
+    header["settings"] = dict(
+        method=method, base=hash_weights(base.tensors), bits=bits, group=group, scale_bits=scale_bits,
+        keep_bits=settings.delta_keep_bits, scale=2.0 ** math.frexp(most)[1], shape=tuned.shape)
+    scales = distill(base, tuned, settings) if method == "bitdelta" and settings.distill_steps else {}
+
+    def packed(**changes: int) -> bytes:
+        own = {**header, "settings": {**header["settings"], **changes}}
+        return pack_delta(base.tensors, tuned.tensors, own, {} if changes else scales,
+                          functools.partial(progress, label=method))
+
+    replace_file(args.out, packed())
+    variants = {"16-bit scales": dict(scale_bits=16), "a 32-bit scale a matrix": dict(scale_bits=32, group=0)}
+    sizes = {f"with {name}": len(packed(**own)) for name, own in variants.items() if method == "bitdelta"}
+    model = report_delta(args.out, base, tuned, sizes)
+    if args.score:
+        data, runtime = read_data(tuned, settings), start_runtime(settings.device)
+        length = tuned.shape["train_seq_len"]
+        before, best, own = (
+            score_tokens(rebuild(each).to(runtime.device), data.val, data.tokenizer, runtime, length, length,
+                         max(1, 4096 // length)).bpb for each in progress((base, tuned, model), "score"))
+        share = f"{(before - own) / (before - best):.2%} of the gain" if best < before else "there is no gain"
+        print(f"\nbits per byte of validation: base {before:.4f}, tuned {best:.4f}, base + delta {own:.4f}, {share}")
+
+
+def bitdelta(args: argparse.Namespace) -> None:
+    """What makes BASE into TUNED, one bit a weight of the matrices."""
+    make_delta(args, "bitdelta")
+
+
+def deltaquant(args: argparse.Namespace) -> None:
+    """What makes BASE into TUNED, 1 to 8 bits a weight of the matrices, entropy coded."""
+    make_delta(args, "deltaquant")
+
+
+def apply(args: argparse.Namespace) -> None:
+    """The tuned model that a delta makes of BASE: a folder as `unpack` writes it, in float32."""
+    model = read_tuned(args.delta, read_weights(args.base, args.weights))
+    write_folder(Path(args.out), model)
+    print(f"{args.out}: {len(model.tensors)} tensors")
+
+
 # What LlamaForCausalLM of transformers is, and its names of a layer's tensors in the order of `export`.
 LLAMA = dict(mlp="swiglu", positions="rope", rope_dims=0, qk_norm=False, residual_mix=False, unet_skips=False,
              bigram_vocab_size=0, logit_softcap=0.0)
@@ -1841,9 +2373,12 @@ def export(args: argparse.Namespace) -> None:
 
 # -------------------------------------------------------------------------------------------------------------- main
 COMMANDS = {info: "artifact --tensors --checkpoint --weights", unpack: "artifact out", pack: "model out --weights",
-            verify: "artifact checkpoint --weights", compare: "a b --weights", export: "model out --weights"}
+            verify: "artifact checkpoint --weights", compare: "a b --weights", export: "model out --weights",
+            bitdelta: "base tuned out --weights --score", deltaquant: "base tuned out --weights --score",
+            apply: "base delta out --weights"}
 WORDS = {"--tensors": dict(action="store_true", help="a line for each tensor too"), "checkpoint": dict(nargs="?"),
          "--weights": dict(choices=("raw", "ema", "swa"), default="raw", help="which weights of a checkpoint"),
+         "--score": dict(action="store_true", help="bits per byte on DATA_PATH's validation"),
          "--checkpoint": dict(help="of the same weights, for the error")}
 
 
