@@ -1,12 +1,15 @@
-"""The artifact file: pack, unpack, look inside, verify, compare, export.
+"""The artifact file: pack, unpack, look inside, verify, compare, export; deltas, which make one model into another.
 
     python quantize.py info runs/<RUN_ID>/model.upar --tensors           # what its bytes are spent on
     python quantize.py verify runs/<RUN_ID>/model.upar runs/<RUN_ID> --weights ema
     MATRIX_BITS=4 python quantize.py pack runs/<RUN_ID> small.upar       # the same with 4 bits, to nearest
+    python quantize.py bitdelta runs/<BASE> runs/<TUNED> tuned.delta     # 1 bit a weight; deltaquant: 1 to 8
+    python quantize.py apply runs/<BASE> tuned.delta tuned               # a folder, of which `pack` makes an artifact
 
-MODEL is an artifact, a checkpoint's folder, a run's folder (its newest whole checkpoint), or what `unpack` wrote. Every
-setting below is an environment variable: its name in capitals; those of quantization default to the checkpoint's. The
-sections between `# === shared:` fences are those of train_gpt.py (tools/sync.py).
+MODEL, BASE and TUNED are an artifact, a checkpoint's folder, a run's folder (its newest whole checkpoint), or what
+`unpack` or `apply` wrote. Every setting below is an environment variable: its name in capitals; those of quantization
+and DATA_PATH default to the checkpoint's. The sections between `# === shared:` fences are kept equal
+by tools/sync.py.
 """
 
 import argparse
@@ -1902,15 +1905,6 @@ def progress(items: Iterable, label: str) -> Iterable:
     return items if tqdm is None else tqdm(items, desc=label, leave=False, disable=None)
 
 
-def find_checkpoint(path: Path) -> Path:
-    """`path` if it is a checkpoint, else a run's newest whole one, damaged ones named on stderr. UserError if none."""
-    found, faults = first_whole(checkpoints(path) or [path], ("meta.json", "model.pt"))
-    if found is None:
-        raise UserError(f"{path}: no whole checkpoint; {'; '.join(faults)}")
-    sys.stderr.write("".join(f"{each}\n" for each in faults))
-    return found
-
-
 def read_checkpoint(folder: Path, average: str) -> SimpleNamespace:
     """See read_weights; of a folder whose SHA-256 sums are right. Raises UserError."""
     def load(name: str) -> dict:
@@ -1937,8 +1931,12 @@ def read_weights(path: str, average: str = "") -> SimpleNamespace:
     ema or swa; of an artifact `header` and `coded` (name -> codes, scales, bits); all empty elsewhere. Without
     `average` it is an artifact. Raises UserError; ArtifactError where an artifact is not as it was written.
     """
-    if average and Path(path).is_dir():
-        return read_checkpoint(find_checkpoint(Path(path)), average)
+    if average and Path(path).is_dir():  # a checkpoint, or a run, of which it is the newest whole one
+        found, faults = first_whole(checkpoints(Path(path)) or [Path(path)], ("meta.json", "model.pt"))
+        if found is None:
+            raise UserError(f"{path}: no whole checkpoint; {'; '.join(faults)}")
+        sys.stderr.write("".join(f"{each}\n" for each in faults))
+        return read_checkpoint(found, average)
     if not Path(path).is_file():
         raise UserError(f"{path}: no such file; a run's artifact is runs/<RUN_ID>/model.upar")
     header, tensors, coded = read_artifact(path)
@@ -1970,11 +1968,11 @@ def read_header(source: SimpleNamespace, tokenizer_path: str) -> dict:
 
 
 def own_settings(source: SimpleNamespace) -> Settings:
-    """The settings, those of the quantizer from the checkpoint unless given. UserError: given for what has codes."""
+    """The settings; quantizer and data are the checkpoint's unless given. UserError: given for what has codes."""
     def stored(given: dict[str, str]) -> tuple[dict, dict]:
         if source.coded and (named := [name.upper() for name in QUANT_SETTINGS if name.upper() in given]):
             raise UserError(f"{named[0]}: the weights of {source.path} are quantized already; give their checkpoint")
-        return {name: source.run[name] for name in QUANT_SETTINGS if name in source.run}, {}
+        return {name: source.run[name] for name in (*QUANT_SETTINGS, "data_path") if name in source.run}, {}
 
     return load_settings(Settings, dict(os.environ), stored=stored)
 
@@ -2127,10 +2125,10 @@ def judge_codes(source: SimpleNamespace, model: SimpleNamespace, settings: Setti
     """Class -> [steps of an artifact over those of the settings, share of codes that are the nearest to the model's
     weights, error over that of the nearest]. ArtifactError, naming a tensor, where it cannot be of these weights.
 
-    The exporter widens the steps of a class by one factor; a row's (or a tensor's) share of them says whose they are.
-    GPTQ trades error in weights for error in outputs: up to 2.8 times that of the nearest codes was measured.
+    The exporter widens all steps of a class by one factor, so that they say whose they are. GPTQ trades error in
+    weights for error in outputs: up to 2.8 times that of the nearest codes was measured.
     """
-    table, found = quant_table(settings), collections.defaultdict(list)
+    table, found, judged = quant_table(settings), collections.defaultdict(list), {}
     for name, w in progress(model.tensors.items(), "verify"):
         what, kind, stored = f"{source.path}: tensor {name!r}", tensor_class(name, w), source.tensors[name]
         require((kind in table) == (name in source.coded), f"{what}: its coding is not that of class {kind}")
@@ -2139,35 +2137,26 @@ def judge_codes(source: SimpleNamespace, model: SimpleNamespace, settings: Setti
             require(torch.equal(w.to(dtype).float(), stored), f"{what}: is not that of {model.path} as {dtype}")
             continue
         (codes, scales, bits), own = source.coded[name], table[kind]
-        require(bits == own["bits"], f"{what}: {bits} bits, {own['bits']} by the settings of {model.path}")
-        usual = quantize(w, **own)[1].float()
-        require(len(usual) == len(scales), f"{what}: {len(scales)} steps, {len(usual)} by the settings")
-        nearest = round_to(w.flatten(1), scales.float()[:, None], bits)
-        error = (w - stored).double().norm().item()
-        least = (w.flatten(1) - nearest * scales.float()[:, None]).double().norm().item()
+        usual, steps = quantize(w, **own)[1].float(), scales.float()[:, None]
+        require((bits, len(scales)) == (own["bits"], len(usual)), f"{what}: {bits} bits, {len(scales)} steps; by the "
+                f"settings of {model.path} {own['bits']} bits, {len(usual)} steps")
+        nearest = round_to(w.flatten(1), steps, bits)
+        error, least = ((w.flatten(1) - each * steps).double().norm().item() for each in (codes, nearest))
         require(error <= 10 * least + 1e-12, f"{what}: {error / max(least, 1e-12):.3g} times the error of the nearest "
                 f"codes to the weights of {model.path}")
-        large = usual > 2**-13  # below, float16 is coarse
-        found[kind].append((w.numel(), (nearest == codes).sum().item(), error**2, least**2, name,
-                            (scales.float() / usual)[large].tolist()))
-    judged = {}
+        ratios = (scales.float() / usual)[usual > 2**-13].tolist()  # below, float16 is coarse
+        found[kind].append((w.numel(), (nearest == codes).sum().item(), error**2, least**2, ratios, what))
     for kind, rows in found.items():
-        count, same, error, least = (sum(row[at] for row in rows) for at in range(4))
-        ratios = {row[4]: row[5] for row in rows if row[5]}
-        middle = float(np.median(sum(ratios.values(), []))) if ratios else math.nan
-        spread = {"grid": 2 ** (1 / 16)}.get(table[kind]["step"], 1.0) * 1.004  # roundings, to the grid and to float16
-        for name, own in ratios.items() if table[kind]["clip_sigmas"] >= 0 else ():
-            wrong = max(own + [middle]) / min(own + [middle])
-            require(wrong <= spread, f"{source.path}: tensor {name!r}: its steps are not those of {model.path}, by a "
-                    f"factor of {wrong:.4g} when the class's are equal")
+        count, same, error, least, ratios = (sum(column, start) for column, start in zip(
+            list(zip(*rows, strict=True))[:5], (0, 0, 0.0, 0.0, []), strict=True))
+        middle, own = float(np.median(ratios or [math.nan])), table[kind]
+        spread = math.inf if own["clip_sigmas"] < 0 else 1.004 * 2 ** (own["step"] == "grid" and 1 / 16)  # by rounding
+        for *_, ratios, what in rows:
+            wrong = max([middle, *ratios]) / min([middle, *ratios])
+            require(not wrong > spread, f"{what}: its steps are not those of {model.path}, by a factor of {wrong:.4g} "
+                    "when the class's are equal")
         judged[kind] = [middle, same / count, math.sqrt(error / least) if least else 1.0]
     return judged
-
-
-def entropy(codes: Tensor) -> float:
-    """Bits of all codes by the shares that they have, order 0."""
-    counts = np.bincount(codes.numpy().view(np.uint8).reshape(-1), minlength=256)
-    return 8 * entropy_bytes(counts, counts)
 
 
 def info(args: argparse.Namespace) -> None:
@@ -2183,7 +2172,8 @@ def info(args: argparse.Namespace) -> None:
         name, w = record["name"], source.tensors[record["name"]]
         tensors[name] = sums = collections.Counter(tensors=1, weights=w.numel(), bytes=record["length"])
         if name in source.coded:
-            sums["entropy"] = entropy(source.coded[name][0])
+            counts = np.bincount(source.coded[name][0].numpy().view(np.uint8).reshape(-1), minlength=256)
+            sums["entropy"] = 8 * entropy_bytes(counts, counts)
         if model:
             own = model.tensors[name].double()
             sums.update(error=(w.double() - own).square().sum().item(), power=own.square().sum().item())
@@ -2191,12 +2181,11 @@ def info(args: argparse.Namespace) -> None:
         parts[tensor_class(name, w)].update(sums)
     for name, record in source.header["sections"].items():
         parts[f"({name})"].update({"bytes": record["length"], record["coder"]: 1})
-    streams = [record["coder"] == "rans" for record in source.header["tensors"]]
-    heads = 2 * rans_lanes(sum(w.numel() for w, own in zip(source.tensors.values(), streams, strict=True) if own))
-    late = [record["length"] for record, own in zip(source.header["tensors"], streams, strict=True) if not own]
-    parts["(states)"]["bytes"] -= min(heads, sum(late) + source.header["sections"]["scales"]["length"])  # they carry
     size, weights = source.path.stat().st_size, sum(w.numel() for w in source.tensors.values())
-    parts["(header)"] = collections.Counter(bytes=size - sum(sums["bytes"] for sums in parts.values()))
+    _, _, length = ARTIFACT_PREFIX.unpack_from(source.path.read_bytes())
+    parts["(header)"] = collections.Counter(bytes=ARTIFACT_PREFIX.size + length + 32)
+    # Lane states carry the first bytes of what follows the words, which stand nowhere else.
+    parts["(states)"]["bytes"] += size - sum(sums["bytes"] for sums in parts.values())
     sums = {part: sum(own[part] for own in tensors.values()) for part in ("error", "power")}
     parts["total"] = collections.Counter(tensors=len(tensors), weights=weights, bytes=size, **sums)
     rows = [["class", "tensors", "weights", "bytes", "bits/weight", "entropy", "error", "coders"]]
@@ -2254,15 +2243,13 @@ def compare(args: argparse.Namespace) -> None:
 
 def report_delta(path: str, base: SimpleNamespace, tuned: SimpleNamespace, variants: dict[str, int]) -> SimpleNamespace:
     """Print what a delta's file takes, against files of the same weights, and what it loses; the model read from it."""
-    model, kinds = read_tuned(path, base), {name: tensor_class(name, w) for name, w in base.tensors.items()}
-    weights = {kind: sum(w.numel() for name, w in base.tensors.items() if kind in (kinds[name], "all"))
-               for kind in ("all", "matrix")}
-    rest = weights["all"] - weights["matrix"]
-    sizes = {"weights in fp32": (4 * weights["all"], 4 * rest), "weights in bf16": (2 * weights["all"], 2 * rest),
-             **{name: (size, model.kept) for name, size in {path: Path(path).stat().st_size, **variants}.items()}}
-    rows = [["file", "bytes", "x_fp32", "x_bf16", "matrices", "x_fp32", "x_bf16"]]  # matrices: without the rest, kept
-    for name, (size, kept) in sizes.items():
-        pairs = (size, weights["all"]), (size - kept, weights["matrix"])
+    model, every = read_tuned(path, base), sum(w.numel() for w in base.tensors.values())
+    coded = sum(w.numel() for name, w in base.tensors.items() if tensor_class(name, w) == "matrix")
+    rows = [["file", "bytes", "x_fp32", "x_bf16", "of_matrices", "their_x_fp32", "their_x_bf16"],
+            *([f"weights in {name}", width * every, 4 / width, 2 / width, width * coded, 4 / width, 2 / width]
+              for name, width in (("fp32", 4), ("bf16", 2)))]
+    for name, size in {path: Path(path).stat().st_size, **variants}.items():
+        pairs = (size, every), (size - model.kept, coded)  # without what is held whole, and all of the matrices
         rows.append([name, *(each for own, count in pairs for each in (own, 4 * count / own, 2 * count / own))])
     show(rows)
     print("\nof what the tuned model's weights are beyond the base's:")
@@ -2273,29 +2260,24 @@ def report_delta(path: str, base: SimpleNamespace, tuned: SimpleNamespace, varia
 def make_delta(args: argparse.Namespace, method: str) -> None:
     """Write the delta of two models by settings of the environment, and report on it."""
     base, tuned = read_weights(args.base, args.weights), read_weights(args.tuned, args.weights)
-    below = {name: tuned.run[name] for name in ("data_path",) if name in tuned.run}
-    settings, most = load_settings(Settings, dict(os.environ), stored=lambda given: (below, {})), 0.0
-    group, bits = settings.delta_group, {"bitdelta": 1, "deltaquant": settings.delta_bits}[method]
-    scale_bits = settings.delta_scale_bits if method == "bitdelta" else 16
-    if method == "deltaquant" and settings.delta_step != "group":
-        group = {"row": -1, "tensor": 0}[settings.delta_step]
-    for name, right in (("delta_scale_bits", (16, 32)), ("delta_keep_bits", (16, 32))):
-        if getattr(settings, name) not in right:
+    settings, most = own_settings(tuned), 0.0
+    group, bits, scale_bits = settings.delta_group, 1, settings.delta_scale_bits
+    if method == "deltaquant":
+        group, bits, scale_bits = {"row": -1, "tensor": 0, "group": group}[settings.delta_step], settings.delta_bits, 16
+    for name in ("delta_scale_bits", "delta_keep_bits"):
+        if getattr(settings, name) not in DELTA_FLOATS:
             raise UserError(f"{name.upper()}={getattr(settings, name)}: must be 16 or 32")
     match_tensors(base, tuned)
-    if list(base.tensors) != list(tuned.tensors):
-        raise UserError(f"{tuned.path}: has the tensors of {base.path} in another order")
     for name, w in progress(base.tensors.items(), "compare"):
         for model, own in ((base, w), (tuned, tuned.tensors[name])):
-            if not own.isfinite().all():
-                raise UserError(f"{model.path}: tensor {name!r}: its weights are not finite")
+            require(bool(own.isfinite().all()), f"{model.path}: tensor {name!r}: its weights are not finite")
         if tensor_class(name, w) == "matrix":
             most = max(most, (tuned.tensors[name].double() - w.double()).abs().max().item())
     header = {key: read_header(tuned, settings.tokenizer_path)[key] for key in ("tokenizer_sha256", "meta")}
     header["settings"] = dict(
         method=method, base=hash_weights(base.tensors), bits=bits, group=group, scale_bits=scale_bits,
         keep_bits=settings.delta_keep_bits, scale=2.0 ** math.frexp(most)[1], shape=tuned.shape)
-    scales = distill(base, tuned, settings) if method == "bitdelta" and settings.distill_steps else {}
+    scales = distill(base, tuned, settings) if method == "bitdelta" and settings.distill_steps and most else {}
 
     def packed(**changes: int) -> bytes:
         own = {**header, "settings": {**header["settings"], **changes}}
