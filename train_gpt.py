@@ -14,7 +14,6 @@ import bisect
 import collections
 import concurrent.futures
 import contextlib
-import datetime
 import difflib
 import faulthandler
 import functools
@@ -301,27 +300,8 @@ def start_runtime(device: str, deterministic: bool = False) -> Runtime:
     if cuda:
         torch.cuda.set_device(place)
     if "RANK" in os.environ:
-        patience = datetime.timedelta(minutes=60)  # rank 0's compressors and count models at the end take minutes
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=patience, device_id=place if cuda else None)
+        dist.init_process_group("nccl" if cuda else "gloo", device_id=place if cuda else None)
     return Runtime(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)), place, "RANK" in os.environ)
-
-
-class Log:
-    """The run's log: a file, which is gone on with where it stands, and the terminal; written by rank 0 only."""
-
-    def __init__(self, path: Path | None):
-        self.file = open(path, "ab", buffering=0) if path else None  # each line is written at once
-        self.clear = "\r\033[K" if path and sys.stdout.isatty() else ""  # wipes a terminal's line of progress
-
-    def __call__(self, text: str, terminal: bool = True) -> None:
-        if self.file:
-            try:
-                if terminal:
-                    print(self.clear + text, flush=True)
-                self.file.write(text.encode() + b"\n")
-            except OSError as error:  # a full disk may have room again before the next checkpoint
-                with contextlib.suppress(OSError):
-                    sys.stderr.write(f"log.txt: {error.strerror}, lost: {text[:200]}\n")
 
 
 def exit_code(main: Callable[[], int]) -> int:
@@ -399,7 +379,7 @@ class Watch(threading.Thread):
     unsaved on a second one, outside the loop (`looping`), and where the ranks do not agree to stop (`agreed`).
     """
 
-    def __init__(self, runtime: Runtime, folder: Path, hang_seconds: float, log: Log):
+    def __init__(self, runtime: Runtime, folder: Path, hang_seconds: float, log: Callable):
         super().__init__(daemon=True)
         self.rank, self.folder, self.hang_seconds, self.log = runtime.rank, folder, hang_seconds or math.inf, log
         self.stacks = [folder / f"stacks_rank{rank}.txt" for rank in range(runtime.world_size)]
@@ -454,7 +434,7 @@ class Watch(threading.Thread):
             sys.stderr.write(text + "\n")
 
 
-def profile_steps(folder: Path, log: Log) -> Iterator[None]:
+def profile_steps(folder: Path, log: Callable[[str], None]) -> Iterator[None]:
     """Advanced once a step: traces the fourth to the sixth into `folder`, on CUDA with the memory's history."""
     cuda = torch.cuda.is_available()
     yield from [None] * 3
@@ -664,20 +644,17 @@ def document_hashes(stream: TokenStream, bos_id: int, block: int = 1 << 22) -> I
 
 
 # === shared: batches ===
-def parse_mixture(data_path: str) -> dict[str, float]:
-    """Folder -> share of DATA_PATH: a folder, or `a:0.7,b:0.3`, weights that are normalised. Raises UserError."""
-    if not {":", ","} & set(data_path) or Path(data_path).exists():
-        return {data_path: 1.0}
-    parts = [re.fullmatch(r"\s*(.+?)/?:(\d+\.?\d*|\.\d+)\s*", part) for part in data_path.split(",")]
-    weights = {part[1]: float(part[2]) for part in parts if part}
-    if len(weights) < len(parts) or not all(weights.values()):
-        raise UserError(f"DATA_PATH={data_path!r}: neither a folder nor FOLDER:WEIGHT,… of new folders and more than 0")
-    return {folder: weight / sum(weights.values()) for folder, weight in weights.items()}
-
-
 def open_data(settings: Settings) -> SimpleNamespace:
-    """The parts of DATA_PATH, checked, each without its share of HOLDOUT_TOKENS at its end. Raises UserError."""
-    shares = parse_mixture(settings.data_path)
+    """The parts of DATA_PATH, a folder or `a:0.7,b:0.3` with weights that are normalised, all checked, each without its
+    share of HOLDOUT_TOKENS at its end. Raises UserError.
+    """
+    path, shares = settings.data_path, {settings.data_path: 1.0}
+    if {":", ","} & set(path) and not Path(path).exists():
+        parts = [re.fullmatch(r"\s*(.+?)/?:(\d+\.?\d*|\.\d+)\s*", part) for part in path.split(",")]
+        weights = {part[1]: float(part[2]) for part in parts if part}
+        if len(weights) < len(parts) or not all(weights.values()):
+            raise UserError(f"DATA_PATH={path!r}: neither a folder nor FOLDER:WEIGHT,… of new folders and more than 0")
+        shares = {folder: weight / sum(weights.values()) for folder, weight in weights.items()}
     manifests = {folder: load_manifest(folder) for folder in shares}
     folder, manifest = next(iter(manifests.items()))
     tokenizer = load_tokenizer(settings.tokenizer_path or Path(folder) / manifest["tokenizer"]["file"])
@@ -1203,39 +1180,31 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config, norms[blocks.index(name)]) for name in dict.fromkeys(blocks))
         self.final_norm = Norm(norms[-1], dim)
 
-    def new_cache(self) -> list[dict]:
-        """An empty cache, by which calls of `forward` continue each other: one dict a layer, the last for the whole."""
-        return [{} for _ in range(len(self.mixer_of_layer) + 1)]
+    def forward(self, ids: Tensor, targets: Tensor | None = None, cache: dict | None = None) -> Tensor:
+        """ids (B, T) to nats of targets (B, T), 0 for -1, or logits (B, T, V); by a cache, at first {}, calls go on."""
+        config, half, kept = self.config, len(self.mixer_of_layer) // 2, {} if cache is None else cache
+        # All L tokens so far, behind as many BOS as the convolution reaches back; doc numbers the documents of them.
+        before = kept.get("text", ids.new_full((len(ids), CONV_TAPS - 1), config.bos_id))
+        text = kept["text"] = torch.cat([before, ids], dim=1)
+        doc = (text == config.bos_id).cumsum(dim=1)  # (B, CONV_TAPS - 1 + L)
 
-    def embed_tokens(self, ids: Tensor, text: Tensor) -> Tensor:
-        """What the first layer reads (B, T, dim): token, position, and the token before. `text`: see `forward`."""
-        x, config, end = F.embedding(ids, self.embed), self.config, text.size(1) - (CONV_TAPS - 1)
+        x = F.embedding(ids, self.embed)
         x = x.bfloat16() if ids.is_cuda else x  # weights stay float32 everywhere
         x = F.rms_norm(x, x.shape[-1:]) if config.residual_mix else x
         if config.positions == "learned":
-            if end > config.train_seq_len:
+            if (end := doc.size(1) - (CONV_TAPS - 1)) > config.train_seq_len:
                 raise UserError(f"POSITIONS='learned': {end} tokens in a text, TRAIN_SEQ_LEN={config.train_seq_len}")
             x = x + self.positions_embed[end - ids.size(1) : end].to(x.dtype)
         if config.bigram_vocab_size:  # Parameter Golf's BigramHashEmbedding; a pair is of one document
             before = text[:, -1 - ids.size(1) : -1].masked_fill(ids == config.bos_id, config.bos_id)
             pair = ((36313 * ids) ^ (27191 * before)) % config.bigram_vocab_size
             x = x + linear(F.embedding(pair, self.bigram_embed).to(x.dtype), self.w_bigram)
-        return x
 
-    def forward(self, ids: Tensor, targets: Tensor | None = None, cache: list[dict] | None = None) -> Tensor:
-        """ids (B, T) to nats of each token (B, T), 0 where its target is -1; without targets to logits (B, T, V)."""
-        config, half = self.config, len(self.mixer_of_layer) // 2
-        caches = [*[None] * len(self.mixer_of_layer), {}] if cache is None else cache
-        # All L tokens so far, behind as many BOS as the convolution reaches back; doc numbers the documents of them.
-        before = caches[-1].get("text", ids.new_full((len(ids), CONV_TAPS - 1), config.bos_id))
-        text = caches[-1]["text"] = torch.cat([before, ids], dim=1)
-        doc = (text == config.bos_id).cumsum(dim=1)  # (B, CONV_TAPS - 1 + L)
-        x = x0 = self.embed_tokens(ids, text)
-        recompute, skips = self.activation_checkpointing and torch.is_grad_enabled(), []
+        x0, skips, recompute = x, [], self.activation_checkpointing and torch.is_grad_enabled()
         for layer, (block, mixer) in enumerate(zip(self.block_of_layer, self.mixer_of_layer, strict=True)):
             if layer >= half and skips:
                 x = x + scaled(skips.pop(), self.skip[len(skips)])
-            run = self.blocks[block], x, x0, self.mixers[mixer], doc, caches[layer]
+            run = self.blocks[block], x, x0, self.mixers[mixer], doc, cache and cache.setdefault(layer, {})
             x = checkpoint(*run, use_reentrant=False) if recompute else run[0](*run[1:])
             if config.unet_skips and layer < half:
                 skips.append(x)
@@ -1451,10 +1420,6 @@ class Optimizers:
             each.state.clear()
             for group in each.param_groups:
                 each.state.update((p, saved[self.names[p]]) for p in group["params"] if self.names[p] in saved)
-
-    def zero_grad(self) -> None:
-        """Zeros into the gradients, which keep their memory: a CUDA graph's own would be overwritten by the next."""
-        torch._foreach_zero_([param.grad for param in self.params])
 # === end: optimizer ===
 
 
@@ -1603,10 +1568,6 @@ class Plan:
                 phase.steps += 1
         return begun
 
-    def on(self, name: str) -> bool:
-        """Whether phase `name` is enabled and has begun."""
-        return name in self.phases and self.phases[name].start_step > 0
-
     def state_dict(self) -> dict:
         return {name: vars(phase) for name, phase in self.phases.items()}
 
@@ -1699,14 +1660,16 @@ class Hessians(torch.overrides.TorchFunctionMode):
 
     def __init__(self, network: nn.Module):
         super().__init__()
-        self.sums, self.names = {}, {param: [name] for name, param in network.named_parameters()}
+        self.sums, names = {}, {param: [name] for name, param in network.named_parameters()}
+        self.names = torch.utils.weak.WeakTensorKeyDictionary(names)  # what is freed in the network is freed here
 
     def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None):
         out = func(*args, **(kwargs or {}))
         if func in (Tensor.to, torch.cat):  # a copy of a parameter, or of parts of some, stands for them
             parts = args[0] if func is torch.cat else args[:1]
-            names = [self.names.get(part if part._base is None else part._base, []) for part in parts]
-            self.names.setdefault(out, sum(names, []))
+            whole = [part if part._base is None else part._base for part in parts]
+            if names := dict.fromkeys(name for each in whole for name in self.names.get(each, [])):
+                self.names[out] = list(names)
         elif func is F.linear:
             x = args[0].detach().flatten(0, -2).float()
             for name in self.names.get(args[1], []):
@@ -2144,7 +2107,8 @@ class Exporter:
                      for ratio in (0.5, 0.71, 1.0, 1.41)]
             best = min(tried, key=lambda table: self.loss(quantize_all(self.tensors, table, {})))
             self.table.update(json.loads(self.runtime.agree(json.dumps(best))))
-        self.log(f"sizes: {-excess} bytes below the limit; {self.table}")
+        wider = " ".join(f"{kind}:{own['widen']:.4f}" for kind, own in self.table.items())
+        self.log(f"sizes: {abs(excess)} bytes {'above' if excess > 0 else 'below'} the limit; steps wider by {wider}")
 
     @torch.no_grad()
     def codes(self, calibration: Iterable[Tensor]) -> dict[str, tuple]:
@@ -2156,23 +2120,22 @@ class Exporter:
         with Hessians(self.network) as taps:
             for ids in calibration:
                 self.network(ids)
-        hessians = {name: self.runtime.sum(own) for name, own in taps.sums.items()}
-        ways = [{}, hessians] if hessians else [{}]
-        coded = [quantize_all(self.tensors, table, way) for way in ways]
-        nats = [self.loss(own) for own in coded]
-        best = nats.index(min(nats))
-        self.log(f"codes: {nats} nats held out, to nearest and by GPTQ of {len(hessians)} weights")
-        coded = coded[best]
-        over, widened = self.excess(coded), any(own["widen"] != 1 for own in table.values())
-        for _ in range(4 if over > 0 or widened else 0):
+        ways = {"nearest": {}, "gptq": {name: self.runtime.sum(own) for name, own in taps.sums.items()}}
+        coded = {way: quantize_all(self.tensors, table, own) for way, own in ways.items() if own or way == "nearest"}
+        nats = {way: self.loss(own) for way, own in coded.items()}
+        way = min(nats, key=nats.get)
+        coded, over = coded[way], self.excess(coded[way])
+        for _ in range(4 if over > 0 or any(own["widen"] != 1 for own in table.values()) else 0):
             total += over + self.limit / 2000
             table = fit_steps(self.tensors, self.table, total, 1 / 1.05, 1.05)
-            coded = quantize_all(self.tensors, table, ways[best])
+            coded = quantize_all(self.tensors, table, ways[way])
             over = self.excess(coded)
             if over <= 0:
                 break
-        change = {kind: f"{own['widen'] / self.table[kind]['widen'] - 1:+.2%}" for kind, own in table.items()}
-        self.log(f"codes: {-over} bytes below the limit, steps wider by {change}, {time.perf_counter() - begin:.1f} s")
+        wider = table["matrix"]["widen"] / self.table["matrix"]["widen"] - 1
+        held_out = " ".join(f"{name}:{loss:.1f}" for name, loss in nats.items())
+        self.log(f"codes: {way}, nats on held-out training tokens {held_out}; steps wider by {wider:+.2%}, "
+                 f"{-over} bytes below the limit; {time.perf_counter() - begin:.1f} s")
         return coded
 # === end: artifact ===
 
@@ -2226,7 +2189,7 @@ def score_tokens(model: Callable, tokens: np.ndarray, tokenizer: Tokenizer, runt
     sums = torch.zeros(len(names) or 1, 3, dtype=torch.float64, device=runtime.device)  # nats, tokens, bytes
     for group in groups:
         begin, first, end = np.hsplit(group, 3)  # (batch, 1) each
-        longest, cache = int((end - begin).max()), {} if stride else {"cache": model.new_cache()}
+        longest, cache = int((end - begin).max()), {} if stride else {"cache": {}}
         for start in range(0, longest, seq_len):
             at = begin + start + np.arange(seq_len if stride else min(seq_len, longest - start))  # (batch, T)
             scored, at = (first <= at) & (at < end), np.where(at < end, at, 0)  # BOS fills up what a row leaves
@@ -2320,7 +2283,7 @@ class Run(Kept):
         often, self.saved, self.stands = int(every[1]) or math.inf, 0.0, -1
         self.every_steps, self.every_seconds = (math.inf, often) if every[2] else (often, math.inf)
         self.step, self.skipped = 0, 0  # step `step` reads the data of step + skipped
-        self.losses, self.events, self.log = [], [], Log(None)
+        self.losses, self.events, self.file, self.clear = [], [], None, ""
 
     def open(self) -> str:
         """Make or find the folder and begin the log; the checkpoint to load, or "". Raises UserError."""
@@ -2336,7 +2299,8 @@ class Run(Kept):
                     self.folder.mkdir(parents=True)
                 except OSError as error:
                     raise UserError(f"OUT_DIR={settings.out_dir!r}: cannot write there ({error.strerror})") from None
-            self.log = Log(path)
+            self.file = open(path, "ab", buffering=0)  # each line is written at once
+            self.clear = "\r\033[K" if sys.stdout.isatty() else ""  # wipes a terminal's line of progress
             source = Path(__file__).read_text(encoding="utf-8") + "\n" + "=" * 120
             if source not in path.read_text(encoding="utf-8"):
                 self.log(source, terminal=False)
@@ -2347,6 +2311,17 @@ class Run(Kept):
                      f"{int(value) if field.type is bool else value}" for field, value in values]
             self.log("\n".join([machine, *table, *faults]))
         return self.runtime.agree(str(newest or ""))
+
+    def log(self, text: str, terminal: bool = True) -> None:
+        """To log.txt, which is gone on with where it stands, and to the terminal; nothing but on rank 0."""
+        if self.file:
+            try:
+                if terminal:
+                    print(self.clear + text, flush=True)
+                self.file.write(text.encode() + b"\n")
+            except OSError as error:  # a full disk may have room again before the next checkpoint
+                with contextlib.suppress(OSError):
+                    sys.stderr.write(f"log.txt: {error.strerror}, lost: {text[:200]}\n")
 
     def event(self, name: str, **found) -> None:
         """For the log and for result.json."""
@@ -2410,10 +2385,10 @@ class Run(Kept):
 
 
 # -------------------------------------------------------------------------------------------------------------- main
-
-
 def forward_backward(model: Callable, batches: Batches, step: int) -> Tensor:
     """Gradients of the mean loss over the global batch, this rank's part; returns this rank's part of that mean."""
+    # They keep their memory: what a CUDA graph makes itself is overwritten by its next call.
+    torch._foreach_zero_([param.grad for param in model.parameters()])
     loss = torch.zeros((), device=batches.runtime.device)
     for ids, targets in batches.micro_batches(step):
         part = model(ids, targets).sum() / batches.tokens
@@ -2449,38 +2424,26 @@ def warm_up(model: Callable, network: GPT, table: QuantTable, optimizers: Optimi
             optimizers.reduce_gradients(runtime, settings.grad_clip_norm, failed)
             optimizers.step(0.0, settings.muon_momentum, bad)
             step += 1
-        optimizers.zero_grad()
     if step:
         with torch.no_grad():
             model(*next(batches.micro_batches(0)))
     optimizers.load_state_dict({})
 
 
-def rebuild(path: Path, runtime: Runtime) -> GPT:
-    """The network that an artifact file holds, from that file alone."""
-    header, tensors, _ = read_artifact(path)
-    network = GPT(SimpleNamespace(**header["settings"]))
-    network.load_state_dict(tensors)
-    return network.to(runtime.device)
-
-
-def evaluate(score: Callable[..., Score], model: Callable, network: GPT, settings: Settings, log: Log, what: str,
+def evaluate(score: Callable[..., Score], model: Callable, network: GPT, settings: Settings, log: Callable, what: str,
              sources: tuple[np.ndarray, list[str]] | None = None) -> dict:
     """Score validation in plain windows, by source too if given, and in the ways asked for; the keys of result.json."""
-    plain = score(model, sources=sources)
+    plain, stride, window = score(model, sources=sources), settings.eval_stride, settings.train_seq_len
+    found = {"": plain, **{f"source {name} ": part for name, part in plain.sources.items()}}
     result = plain.result()
-    log(f"{what}: val_{plain}")
-    for name, part in plain.sources.items():
-        log(f"{what}: source {name} val_{part}")
-    if 0 < settings.eval_stride < settings.train_seq_len:  # else it is the plain score again
-        sliding = score(model, stride=settings.eval_stride)
-        log(f"{what}: sliding val_{sliding} stride:{settings.eval_stride} context:{settings.train_seq_len}")
-        result |= {"val_bpb_sliding": sliding.bpb, "sliding_stride": settings.eval_stride,
-                   "sliding_context": settings.train_seq_len}
+    if 0 < stride < window:  # else it is the plain score again
+        sliding = found["sliding "] = score(model, stride=stride)
+        result |= {"val_bpb_sliding": sliding.bpb, "sliding_stride": stride, "sliding_context": window}
     if settings.eval_stateful:
-        stateful = score(network, stride=None)
-        log(f"{what}: stateful val_{stateful} context:document")
+        stateful = found["stateful "] = score(network, stride=None)
         result |= {"val_bpb_stateful": stateful.bpb, "stateful_context": "document"}
+    for way, each in found.items():
+        log(f"{what}: {way}val_{each}")
     return result
 
 
@@ -2547,9 +2510,9 @@ def main() -> int:
                 f"tok_s:{batches.tokens * done / seconds:.0f}")
         if done % settings.train_log_every == 0 or done <= 5:
             log(line)
-        elif log.clear:
+        elif run.clear:
             left = f"{clock.budget - seconds:.0f} s left " if clock.budget < math.inf else ""
-            print(log.clear + left + line, end="", flush=True)
+            print(run.clear + left + line, end="", flush=True)
 
     trace = profile_steps(folder, log) if settings.profile and runtime.rank == 0 else itertools.repeat(None)
     stop, state, batches.waited, watch.looping = False, "", 0.0, True
@@ -2574,7 +2537,8 @@ def main() -> int:
         next(trace)
 
         # Weights are quantized for forward and backward alone; the gradient lands on the masters (straight through).
-        with quantized(network, table) if plan.on("qat") else contextlib.nullcontext():
+        qat = settings.qat and plan.phases["qat"].start_step
+        with quantized(network, table) if qat else contextlib.nullcontext():
             loss = forward_backward(model, batches, run.step + run.skipped)
         extra = torch.stack([loss, torch.full_like(loss, watch.signal)])
         norm, (loss, stopping) = optimizers.reduce_gradients(runtime, settings.grad_clip_norm, extra)
@@ -2586,7 +2550,6 @@ def main() -> int:
             if run.judge(*previous[:2]):
                 report(previous[0])
             elif settings.spike_policy == "rewind":
-                optimizers.zero_grad()
                 continue
         spike = statistics.median(run.losses) + settings.spike_nats if run.losses and settings.spike_nats else math.inf
         bad = ~(torch.isfinite(norm) & (loss < spike))
@@ -2600,11 +2563,10 @@ def main() -> int:
         multiplier, momentum = plan.multiplier(progress), plan.momentum(progress)
         state = f"lr_mul:{multiplier:.4f} progress:{progress:.4f} data_wait:{batches.waited / clock.elapsed():.2%}"
         optimizers.step(multiplier, momentum, bad)
-        optimizers.zero_grad()
         for name, average in averages.items():
             if "qat" in begun:  # an average of weights that never saw the quantizer does not fit it
                 average.count = 0
-            elif plan.on(name):
+            elif plan.phases[name].start_step:
                 average.update(progress)
         clock.send(loss, bad, stopping)
         run.step += 1
@@ -2652,7 +2614,9 @@ def main() -> int:
     runtime.agree("")  # rank 0 has written it
     total = code + artifact.stat().st_size
     before = evaluate(score, model, network, settings, log, "before quantization")
-    packed = rebuild(artifact, runtime)
+    header, tensors, _ = read_artifact(artifact)  # from here on the network that the file holds, by that file alone
+    packed = GPT(SimpleNamespace(**header["settings"])).to(runtime.device)
+    packed.load_state_dict(tensors)
     final = evaluate(score, compiled(packed) if settings.compile else packed, packed, settings, log,
                      "from the artifact", data.val_sources)
     assert final["val_bytes"] == data.val_bytes, f"{final['val_bytes']} validation bytes scored of {data.val_bytes}"

@@ -65,7 +65,7 @@ def test_ranks_and_micro_batches_share_one_global_batch(stream, world, micro):
         assert torch.equal(torch.cat(parts), rows(batches(stream), step))
 
 
-def test_micro_batches_shrink_until_they_fit_and_leave_no_gradient(stream, monkeypatch):
+def test_micro_batches_shrink_until_they_fit_and_gradients_are_of_one_step(stream, monkeypatch):
     tried = []
     compilers = []
     monkeypatch.setattr(T.torch.compiler, "reset", lambda: compilers.append(len(tried)))
@@ -78,18 +78,22 @@ def test_micro_batches_shrink_until_they_fit_and_leave_no_gradient(stream, monke
             return super().forward(ids.float()) * targets
 
     model = Scarce(8, 8)
+    for param in model.parameters():
+        param.grad = torch.full_like(param, 7.0)
     taken = []
     optimizers = types.SimpleNamespace(
-        zero_grad=model.zero_grad, params=list(model.parameters()), load_state_dict=taken.append,
-        reduce_gradients=lambda *given: taken.append(model.weight.grad is not None), step=lambda *given: None)
+        params=list(model.parameters()), load_state_dict=taken.append,
+        reduce_gradients=lambda *given: taken.append(model.bias.grad.clone()), step=lambda *given: None)
 
     def warm_up(of: T.Batches) -> None:
         T.warm_up(model, model, {}, optimizers, of, T.Settings(warmup_steps=2))
 
     of = batches(stream)
     warm_up(of)
-    assert tried == [8, 4] + [2] * 9 and of.micro_rows == 2 and model.weight.grad is None  # 2 steps of 4, evaluation
-    assert compilers == [1, 2] and taken == [True, True, {}]
+    assert tried == [8, 4] + [2] * 9 and of.micro_rows == 2  # 2 steps of 4, evaluation
+    means = [sum(targets.sum(0) for _, targets in of.micro_batches(step)) / 64 for step in range(2)]  # of a step alone
+    assert compilers == [1, 2] and taken[2:] == [{}]
+    assert [grad.tolist() for grad in taken[:2]] == [pytest.approx(mean.tolist()) for mean in means]
     with pytest.raises(T.UserError, match="out of memory with 8 windows a step; set MICRO_BATCH_TOKENS lower"):
         warm_up(batches(stream, micro_batch_tokens=64))
 
@@ -112,7 +116,7 @@ def test_after_the_warm_up_neither_training_nor_evaluation_compiles(stream):
     net = T.GPT(T.model_config(cfg, tokenizer.vocab_size, tokenizer.bos_id))
     model = torch.compile(net, dynamic=False, fullgraph=True)
     optimizers = T.Optimizers(net, cfg, of.runtime)
-    table = {"matrix": (6, 12.85)}
+    table = {"matrix": {"bits": 6, "clip_sigmas": 12.85, "step": "tensor", "widen": 1.0}}
     before = [param.detach().clone() for param in net.parameters()]
     T.warm_up(model, net, table, optimizers, of, cfg)
     assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))

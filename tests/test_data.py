@@ -432,27 +432,6 @@ def test_token_stream_refuses_a_shard_that_changes(change: str, tmp_path: Path) 
             stream.read(start, count)
 
 
-@pytest.mark.parametrize(("text", "expected"), [
-    ("data/x", {"data/x": 1.0}), ("a:0.7,b:0.3", {"a": 0.7, "b": 0.3}), ("a:3, b:1", {"a": 0.75, "b": 0.25}),
-    ("only:2", {"only": 1.0}), ("c:d:1,e:1", {"c:d": 0.5, "e": 0.5}),
-])
-def test_mixtures_are_parsed_and_normalised(text: str, expected: dict) -> None:
-    assert data.parse_mixture(text) == pytest.approx(expected)
-
-
-def test_a_folder_with_a_colon_that_exists_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert data.parse_mixture("run:1") == {"run": 1.0}
-    (tmp_path / "run:1").mkdir()
-    assert data.parse_mixture("run:1") == {"run:1": 1.0}
-
-
-@pytest.mark.parametrize("text", ["a:x", "a:0.5,b", "a:0", "a:-1,b:2", "a:1,a:2", ":1", "a:1,", "a:nan", "a:inf,b:1"])
-def test_mixtures_that_are_none_are_one_line(text: str) -> None:
-    with pytest.raises(data.UserError, match="^DATA_PATH=.*: neither a folder nor FOLDER:WEIGHT"):
-        data.parse_mixture(text)
-
-
 def reference_hashes(tokens: list[int], bos_id: int) -> list[bytes]:
     """The hash of each document's tokens as 64-bit integers."""
     documents: list[list[int]] = []
@@ -503,6 +482,36 @@ def make_part(folder: Path, train: list[str], val: list[str], tail: str = "", **
 def opened(path: object, **changes: object) -> data.SimpleNamespace:
     changes = {"train_seq_len": 4, "holdout_tokens": 10, **changes}
     return data.open_data(data.Settings(data_path=str(path), **changes))
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    ("data/x", {"data/x": 1.0}), ("a:0.7,b:0.3", {"a": 0.7, "b": 0.3}), ("a:3, b:1", {"a": 0.75, "b": 0.25}),
+    ("only:2", {"only": 1.0}), ("c:d:1,e:1", {"c:d": 0.5, "e": 0.5}), ("a/:1,b/:.5", {"a": 2 / 3, "b": 1 / 3}),
+])
+def test_mixtures_are_parsed_and_normalised(text: str, expected: dict, tmp_path: Path,
+                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    for at, folder in enumerate(expected):
+        make_part(tmp_path / folder, [f"text of {folder}"] * 9, [f"five {at}"])
+    found = opened(text)
+    names = [manifest["name"].removesuffix("_name") for manifest in found.manifests]
+    assert names == [Path(folder).name for folder in expected]
+    assert found.shares == pytest.approx(list(expected.values()))
+
+
+def test_a_folder_with_a_colon_that_exists_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("run", "run:1"):
+        make_part(tmp_path / name, ["training text"] * 9, ["five"])
+        found = opened("run:1")
+        assert found.shares == [1.0] and [manifest["name"] for manifest in found.manifests] == [f"{name}_name"]
+
+
+@pytest.mark.parametrize("text", ["a:x", "a:0.5,b", "a:0", "a:-1,b:2", "a:1,a:2", ":1", "a:1,", "a:nan", "a:inf,b:1"])
+def test_mixtures_that_are_none_are_one_line(text: str) -> None:
+    with pytest.raises(data.UserError, match="^DATA_PATH=.*: neither a folder nor FOLDER:WEIGHT"):
+        opened(text)
 
 
 def test_a_wrong_count_of_validation_bytes_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -51,6 +52,11 @@ def network(choice: str = "plain", dtype: torch.dtype = torch.float64, **changes
     return net
 
 
+def quantizer(bits: int, clip_sigmas: float, step: str) -> dict:
+    """An entry of a QuantTable."""
+    return {"bits": bits, "clip_sigmas": clip_sigmas, "step": step, "widen": 1.0}
+
+
 def tokens(seed: int = 0, batch: int = 2, length: int = 40) -> torch.Tensor:
     torch.manual_seed(seed)
     ids = torch.randint(2, 64, (batch, length))
@@ -67,7 +73,7 @@ def gradients(net: T.GPT, ids: torch.Tensor) -> dict[str, torch.Tensor]:
 @by_choice
 def test_steps_with_a_cache_are_the_forward_pass(choice):
     net, ids = network(choice), tokens()
-    cache = net.new_cache()
+    cache = {}
     pieces = [net(part, cache=cache) for part in ids.split([9, 1, 1, 12, 17], dim=1)]
     assert (torch.cat(pieces, dim=1) - net(ids)).abs().max() < 1e-9
 
@@ -120,7 +126,7 @@ def test_gradients_are_finite_differences(choice):
 def test_the_artifact_gives_back_the_network_that_qat_trained(choice, tmp_path):
     """QAT's forward pass, the rebuilt network's forward pass, and the quantizer applied to each tensor by hand."""
     net, ids = network(choice, torch.float32), tokens()
-    table = {"matrix": (4, 0.0), "embedding": (6, 0.0)}
+    table = {"matrix": quantizer(4, 0.0, "row"), "embedding": quantizer(6, 0.0, "tensor")}
     with torch.no_grad():
         for name, param in net.named_parameters():  # control tensors as the file will hold them
             if T.tensor_class(name, param) == "control":
@@ -128,8 +134,11 @@ def test_the_artifact_gives_back_the_network_that_qat_trained(choice, tmp_path):
     with T.quantized(net, table), torch.no_grad():
         trained = net(ids)
         values = {name: param.clone() for name, param in net.named_parameters()}
-    T.write_artifact(tmp_path / "m.upar", net.state_dict(), table, vars(net.config), "0" * 64, {})
-    packed = T.rebuild(tmp_path / "m.upar", T.Runtime(0, 1, torch.device("cpu"), False))
+    coded = T.quantize_all(net.state_dict(), table, {})
+    (tmp_path / "m.upar").write_bytes(T.pack_artifact(net.state_dict(), coded, vars(net.config), "0" * 64, {})[0])
+    header, tensors, _ = T.read_artifact(tmp_path / "m.upar")
+    packed = T.GPT(SimpleNamespace(**header["settings"]))
+    packed.load_state_dict(tensors)
     assert {name for name, _ in packed.named_parameters()} == set(values)
     for name, param in packed.named_parameters():
         assert torch.equal(param, values[name]), name
@@ -358,7 +367,8 @@ def test_learned_positions_end_with_an_error():
 def test_capitals_share_whole_layers():
     net = network("shared layers")
     assert net.block_of_layer == [0, 1, 2, 1, 3] and net.mixer_of_layer == [0, 1, 2, 1, 3]
-    assert len(net.blocks) == 4 and len(net.new_cache()) == 6
+    net(tokens(), cache=(cache := {}))
+    assert len(net.blocks) == 4 and set(cache) == {"text", 0, 1, 2, 3, 4}
 
 
 @by_graph
@@ -420,7 +430,7 @@ def test_each_optimizer_trains_alike_compiled_and_eager(both, kind):
     for name, run in (("eager", net), ("compiled", model)):
         net.load_state_dict(start)
         optimizers = T.Optimizers(net, settings, T.Runtime(0, 1, torch.device("cpu"), False))
-        table = {"matrix": (6, 12.85), "embedding": (8, 20.0)}
+        table = {"matrix": quantizer(6, 12.85, "tensor"), "embedding": quantizer(8, 20.0, "tensor")}
         losses[name] = []
         for step in range(6):
             ids = tokens(step)
@@ -428,7 +438,7 @@ def test_each_optimizer_trains_alike_compiled_and_eager(both, kind):
                 loss = run(ids, ids.roll(-1, 1)).mean()
                 loss.backward()
             optimizers.step(1.0, 0.9, good)
-            optimizers.zero_grad()
+            net.zero_grad(set_to_none=False)
             losses[name].append(loss.item())
     assert losses["compiled"] == pytest.approx(losses["eager"], rel=2e-3)
     assert losses["compiled"][:4] == pytest.approx(losses["eager"][:4], rel=2e-5)

@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import io
+import itertools
 import os
 import re
 import subprocess
@@ -187,7 +188,23 @@ def unread_fields(source: str) -> list[str]:
     tree = ast.parse(source)
     tree.body = [node for node in tree.body if not (isinstance(node, ast.ClassDef) and node.name == "Settings")]
     read = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
+    for function in (node for node in tree.body if isinstance(node, ast.FunctionDef)):
+        read |= built_names(function, tree)
     return sorted(set(settings_fields(source)) - read)
+
+
+def built_names(function: ast.FunctionDef, tree: ast.Module) -> set[str]:
+    """Names that `getattr(x, f"{a}_{b}")` in a function may read: parts are strings of it or of constants it names."""
+    patterns = [node.args[1].values for node in ast.walk(function)
+                if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "getattr"
+                and isinstance(node.args[1], ast.JoinedStr)]
+    used = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
+    places = [function, *(node for node in tree.body if isinstance(node, ast.Assign)
+                          and used & {name.id for name in ast.walk(node) if isinstance(name, ast.Name)})]
+    words = {node.value for place in places for node in ast.walk(place)
+             if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return {"".join(parts) for values in patterns for parts in itertools.product(
+        *([value.value] if isinstance(value, ast.Constant) else words for value in values))}
 
 
 SAMPLE = "class Settings:\n    a: int = 1  # one\n    b: str = ''  # two\n    def f(self):\n        return self.b\n"
@@ -198,6 +215,10 @@ def test_settings_are_parsed() -> None:
     assert unread_fields(SAMPLE + "x = s.a\n") == ["b"]
     assert unread_fields(SAMPLE + "x = s.a\ns.b = 1\n") == ["b"]
     assert unread_fields(SAMPLE + "x = s.a + s.b\n") == []
+    built = "K = ('c', 'b')\nL = 'a'\ndef g(s):\n    return getattr(s, f'{L}_{p}'), "
+    built = SAMPLE.replace("    a:", "    a_b:") + built
+    assert unread_fields(built + "K, s.b\n") == []
+    assert unread_fields(built + "s.b\n") == ["a_b"]
 
 
 @scripts

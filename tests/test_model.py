@@ -164,12 +164,12 @@ def test_no_token_sees_the_future_or_another_document():
 @pytest.mark.parametrize("prompt", [1, 2, 7, 20, 33])
 def test_prefill_and_steps_are_the_full_forward(prompt):
     net, ids = network(8), tokens(8, 2, 45)
-    full, cache = net(ids), net.new_cache()
+    full, cache = net(ids), {}
     parts = [net(ids[:, :prompt], cache=cache)]
     parts += [net(ids[:, at : at + 1], cache=cache) for at in range(prompt, 45)]
     assert (torch.cat(parts, dim=1) - full).abs().max() < 1e-9
     assert cache[1]["k"].size(1) == 6 and cache[3]["k"].size(1) == 45  # the window bounds the cache of s, not of a
-    cache = net.new_cache()
+    cache = {}
     pieces = [net(part, cache=cache) for part in ids.split(13, dim=1)]
     assert (torch.cat(pieces, dim=1) - full).abs().max() < 1e-9
 
@@ -177,7 +177,7 @@ def test_prefill_and_steps_are_the_full_forward(prompt):
 def test_numbered_layers_share_weights_and_never_the_cache():
     net = network(9)
     assert net.mixer_of_layer == [0, 1, 2, 3, 1] and len(net.mixers) == 4
-    cache = net.new_cache()
+    cache = {}
     net(tokens(9, 1, 5), cache=cache)
     assert (cache[1]["k"] - cache[4]["k"]).abs().max() > 1e-6
     names = [name for name, _ in net.named_parameters()]
@@ -247,7 +247,8 @@ def train_through_the_switch(compiled: bool) -> list[float]:
         for param in net.parameters():
             param.add_(0.05 * torch.randn_like(param))
     model = torch.compile(net, dynamic=False, fullgraph=True) if compiled else net
-    table = {"matrix": (3, 0.0), "embedding": (8, 20.0)}
+    table = {"matrix": {"bits": 3, "clip_sigmas": 0.0, "step": "row"},
+             "embedding": {"bits": 8, "clip_sigmas": 20.0, "step": "row"}}
     optimizer = torch.optim.SGD(net.parameters(), lr=0.001)
     losses = []
     for at in range(7):

@@ -412,7 +412,7 @@ def fit(kind: str) -> tuple[float, float, int]:
         loss = net(ids[:, :-1], ids[:, 1:]).mean()
         loss.backward()
         optimizers.step(min(1.0, 2 - step / 40), 0.9, GOOD)
-        optimizers.zero_grad()
+        net.zero_grad(set_to_none=False)
         losses.append(loss.item())
     return losses[0], sum(losses[-10:]) / 10, state_bytes(optimizers)
 
