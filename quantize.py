@@ -478,20 +478,17 @@ def document_hashes(stream: TokenStream, bos_id: int, block: int = 1 << 22) -> I
 
 
 # === shared: batches ===
-def parse_mixture(data_path: str) -> dict[str, float]:
-    """Folder -> share of DATA_PATH: a folder, or `a:0.7,b:0.3`, weights that are normalised. Raises UserError."""
-    if not {":", ","} & set(data_path) or Path(data_path).exists():
-        return {data_path: 1.0}
-    parts = [re.fullmatch(r"\s*(.+?)/?:(\d+\.?\d*|\.\d+)\s*", part) for part in data_path.split(",")]
-    weights = {part[1]: float(part[2]) for part in parts if part}
-    if len(weights) < len(parts) or not all(weights.values()):
-        raise UserError(f"DATA_PATH={data_path!r}: neither a folder nor FOLDER:WEIGHT,… of new folders and more than 0")
-    return {folder: weight / sum(weights.values()) for folder, weight in weights.items()}
-
-
 def open_data(settings: Settings) -> SimpleNamespace:
-    """The parts of DATA_PATH, checked, each without its share of HOLDOUT_TOKENS at its end. Raises UserError."""
-    shares = parse_mixture(settings.data_path)
+    """The parts of DATA_PATH, a folder or `a:0.7,b:0.3` with weights that are normalised, all checked, each without its
+    share of HOLDOUT_TOKENS at its end. Raises UserError.
+    """
+    path, shares = settings.data_path, {settings.data_path: 1.0}
+    if {":", ","} & set(path) and not Path(path).exists():
+        parts = [re.fullmatch(r"\s*(.+?)/?:(\d+\.?\d*|\.\d+)\s*", part) for part in path.split(",")]
+        weights = {part[1]: float(part[2]) for part in parts if part}
+        if len(weights) < len(parts) or not all(weights.values()):
+            raise UserError(f"DATA_PATH={path!r}: neither a folder nor FOLDER:WEIGHT,… of new folders and more than 0")
+        shares = {folder: weight / sum(weights.values()) for folder, weight in weights.items()}
     manifests = {folder: load_manifest(folder) for folder in shares}
     folder, manifest = next(iter(manifests.items()))
     tokenizer = load_tokenizer(settings.tokenizer_path or Path(folder) / manifest["tokenizer"]["file"])
@@ -1848,7 +1845,7 @@ def score_tokens(model: Callable, tokens: np.ndarray, tokenizer: Tokenizer, runt
     sums = torch.zeros(len(names) or 1, 3, dtype=torch.float64, device=runtime.device)  # nats, tokens, bytes
     for group in groups:
         begin, first, end = np.hsplit(group, 3)  # (batch, 1) each
-        longest, cache = int((end - begin).max()), {} if stride else {"cache": model.new_cache()}
+        longest, cache = int((end - begin).max()), {} if stride else {"cache": {}}
         for start in range(0, longest, seq_len):
             at = begin + start + np.arange(seq_len if stride else min(seq_len, longest - start))  # (batch, T)
             scored, at = (first <= at) & (at < end), np.where(at < end, at, 0)  # BOS fills up what a row leaves
