@@ -66,7 +66,7 @@ class Settings:
     matrix_clip_sigmas: float = 8.0  # the largest code, in root mean squares; 0: the largest weight; -1: least error
     matrix_step: str = "tensor"  # what has a step of its own: tensor, row, or grid (a row, steps 2**(1/16) apart)
     embed_bits: int = 8  # the same for embeddings and head
-    embed_clip_sigmas: float = 20.0  # the same
+    embed_clip_sigmas: float = 6.0  # the same
     embed_step: str = "tensor"  # the same
     delta_group: int = 128  # weights of a matrix that share a delta's scale; -1: a row, 0: the matrix
     delta_scale_bits: int = 32  # of a scale of bitdelta: 32 or 16

@@ -120,7 +120,7 @@ def trained(tmp_path_factory) -> Path:
         NUM_HEADS=2, NUM_KV_HEADS=1, ATTN_WINDOW=16, TRAIN_SEQ_LEN=32, TRAIN_BATCH_TOKENS=256, HOLDOUT_TOKENS=2048,
         EVAL_STRIDE=0, ITERATIONS=12, MAX_WALLCLOCK_SECONDS=0, RESERVE_SECONDS=0, WARMUP_STEPS=0, SAVE_EVERY=6,
         MATRIX_BITS=5, MATRIX_CLIP_SIGMAS=6, EMBED_BITS=7, QAT_START_FRAC=0.5, SWA_START_FRAC=0.6, SEED=7,
-        GPTQ_CALIBRATION_BATCHES=0)
+        EMBED_CLIP_SIGMAS=20, GPTQ_CALIBRATION_BATCHES=0)
     prepare = [ROOT / "data/prepare.py", folder / "text.jsonl", "--out", folder / "data", "--vocab-size", "300",
                "--workers", "1"]
     for command, environ in ((prepare, environment()), ([ROOT / "train_gpt.py"], settings)):
@@ -382,8 +382,8 @@ def test_verify_says_no(call, place, tmp_path):
         assert code == 1 and f"{artifact}: its settings rebuild no model: " in error and said in error
     write(artifact, net)
     assert call("verify", artifact)[1].startswith(f"{artifact}: whole, {len(net.state_dict())} tensors, SHA-256 ")
-    for changes, said in ((dict(MATRIX_BITS=4), "5 bits, 4 by the settings"),
-                          (dict(MATRIX_STEP="row"), "tensor 'mixers.0.w_qkvg': 1 steps, 128 by the settings")):
+    for changes, said in ((dict(MATRIX_BITS=4), "5 bits, 1 steps; by the settings of"),
+                          (dict(MATRIX_STEP="row"), "tensor 'mixers.0.w_qkvg': 5 bits, 1 steps; by the settings of")):
         code, _, error = call("verify", artifact, place / "run", **changes)
         assert code and said in error, error
     write(artifact, net, rope_base=9.0)
