@@ -1662,16 +1662,16 @@ def largest_code(bits: int) -> int:
 def quantize_delta(delta: Tensor, size: int, bits: int) -> tuple[Tensor, Tensor]:
     """Codes int8 (n,) and scales float16 (groups of `size`,) of delta float32 (n,), by scales of least squared error.
 
-    The same scales are tried for any number of bits, 8 an octave, and the codes of a number of bits hold those of one
-    fewer, so each further bit lessens the error.
+    Scales are tried 8 an octave, from the largest |delta| down. Those of one bit fewer are among them, and its codes
+    among the codes, so that a further bit never adds to the error.
     """
     if (rest := len(delta) % size) and len(delta) > size:
         parts = [quantize_delta(part, size, bits) for part in (delta[:-rest], delta[-rest:])]
         return tuple(torch.cat(both) for both in zip(*parts, strict=True))
     rows, most = delta.view(-1, min(size, len(delta))), largest_code(bits)
     mean, largest = rows.abs().mean(1).half(), rows.abs().amax(1)
-    begin = round(8 * math.log2(largest_code(bits - 1))) if bits > 1 else 0  # a wider step would serve fewer bits too
-    tried = [mean, *((largest * 2 ** (-step / 8)).half() for step in range(begin, begin + (48 if bits > 1 else 0)))]
+    count = 40 + round(8 * math.log2(most)) if bits > 1 else 0  # to where 31/32 of the range is cut off
+    tried = [mean, *((largest * 2 ** (-step / 8)).half() for step in range(count))]
     least = torch.full(mean.shape, math.inf, dtype=torch.float64)
     codes, scales = torch.zeros(rows.shape, dtype=torch.int8), torch.zeros_like(mean)
     for own in tried:
@@ -1748,6 +1748,7 @@ def read_delta(path: str | Path, base: dict[str, Tensor],
     Memory is bounded by file and base, whose shapes all lengths follow from. ArtifactError, one line naming the file,
     if anything is not as it was written, or the base is another.
     """
+    require(Path(path).is_file(), f"{path}: no such file")
     data, tensors, kept = Path(path).read_bytes(), {}, 0
     require(data[:8] == DELTA_MAGIC, f"{path}: is no delta: {len(data)} bytes that begin with {data[:8]!r}")
     intact = len(data) >= ARTIFACT_PREFIX.size + 32 and hashlib.sha256(data[:-32]).digest() == data[-32:]
