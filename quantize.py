@@ -1,21 +1,27 @@
-"""The artifact file: pack, unpack, look inside, verify, compare, export.
+"""The artifact file: pack, unpack, look inside, verify, compare, export; deltas, which make one model into another.
 
     python quantize.py info runs/<RUN_ID>/model.upar --tensors           # what its bytes are spent on
     python quantize.py verify runs/<RUN_ID>/model.upar runs/<RUN_ID> --weights ema
-    MATRIX_BITS=4 python quantize.py pack runs/<RUN_ID> small.upar       # as the run would have written it with 4 bits
+    MATRIX_BITS=4 python quantize.py pack runs/<RUN_ID> small.upar       # the same with 4 bits, to nearest
+    python quantize.py bitdelta runs/<BASE> runs/<TUNED> tuned.delta     # 1 bit a weight; deltaquant: 1 to 8
+    python quantize.py apply runs/<BASE> tuned.delta tuned               # a folder, of which `pack` makes an artifact
 
-MODEL is an artifact, a checkpoint's folder, a run's folder (its newest whole checkpoint), or what `unpack` wrote. Every
-setting below is an environment variable: its name in capitals; those of quantization default to the checkpoint's. The
-sections between `# === shared:` fences are those of train_gpt.py (tools/sync.py).
+MODEL, BASE and TUNED are an artifact, a checkpoint's folder, a run's folder (its newest whole checkpoint), or what
+`unpack` or `apply` wrote. Every setting below is an environment variable: its name in capitals; those of quantization
+and DATA_PATH default to the checkpoint's. The sections between `# === shared:` fences are kept equal
+by tools/sync.py.
 """
 
 import argparse
 import base64
+import bisect
 import collections
+import concurrent.futures
 import contextlib
-import datetime
 import difflib
+import functools
 import hashlib
+import io
 import json
 import math
 import os
@@ -25,7 +31,6 @@ import resource
 import struct
 import subprocess
 import sys
-import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -54,11 +59,23 @@ except ImportError:
 @dataclass(frozen=True)
 class Settings:
     tokenizer_path: str = ""  # .model file, tiktoken name, .tiktoken file or "bytes"; empty: that of data or artifact
+    data_path: str = ""  # folder of shards and manifest.json; or several with weights: a:0.7,b:0.3
+    seed: int = 1337  # of every random draw
     device: str = "auto"  # auto, cpu or cuda
-    matrix_bits: int = 6  # matrices of the layers
-    matrix_clip_sigmas: float = 12.85  # clip at this many standard deviations of a row; 0: at its largest weight
-    embed_bits: int = 8  # embedding
-    embed_clip_sigmas: float = 20.0  # the same for the embedding
+    matrix_bits: int = 6  # matrices of the layers: codes up to 2**(bits-1) - 1
+    matrix_clip_sigmas: float = 8.0  # the largest code, in root mean squares; 0: the largest weight; -1: least error
+    matrix_step: str = "tensor"  # what has a step of its own: tensor, row, or grid (a row, steps 2**(1/16) apart)
+    embed_bits: int = 8  # the same for embeddings and head
+    embed_clip_sigmas: float = 6.0  # the same
+    embed_step: str = "tensor"  # the same
+    delta_group: int = 128  # weights of a matrix that share a delta's scale; -1: a row, 0: the matrix
+    delta_scale_bits: int = 32  # of a scale of bitdelta: 32 or 16
+    delta_keep_bits: int = 16  # of what a delta holds whole, all but matrices: 16 or 32 (as they are)
+    delta_bits: int = 4  # of a code of deltaquant, 1 to 8
+    delta_step: str = "row"  # what has a step of deltaquant of its own: tensor, row, or group (of DELTA_GROUP weights)
+    distill_steps: int = 100  # of bitdelta's scales against the tuned model's logits; 0: none
+    distill_lr: float = 1e-4  # AdamW, to 0 by a cosine
+    distill_batch_tokens: int = 0  # a step; 0: four windows of the model's TRAIN_SEQ_LEN
 
 
 # === shared: settings ===
@@ -66,36 +83,29 @@ class UserError(Exception):
     """A mistake of the user's: printed as one line, exit code 2."""
 
 
-# Read by another script of ours, Parameter Golf or nanoGPT: set for one that would ignore them they are errors.
+# What another script of ours, Parameter Golf or nanoGPT reads (regular expressions): an error for one that does not.
 FOREIGN_NAMES = tuple("""
-    ACTIVATION_CHECKPOINTING ADAM_EPS ADAM_WD ALWAYS_SAVE_CHECKPOINT ARCH_MODE ARTIFACT ARTIFACT_BYTES_MAX
-    ATTN_CLIP_SIGMAS ATTN_WINDOW BACKEND BATCH_SIZE BETA1 BETA2 BIAS BIGRAM_DIM BIGRAM_VOCAB_SIZE BIO_EVENTS
-    BIO_THRESHOLD BLOCK_SIZE CAUTIOUS_WD COMPILE COMPILE_MODE COMPRESSOR DATASET DATA_DIR DATA_PATH DECAY_LR
-    DETERMINISTIC DEVICE DROPOUT DTYPE EMA EMA_DECAY EMA_ENABLED EMA_MEMORY_FRAC EMA_START_FRAC EMBED_BITS
-    EMBED_CLIP_SIGMAS EMBED_LR EMBED_WD ENABLE_LOOPING_AT EVAL_INTERVAL EVAL_ITERS EVAL_ONLY EVAL_SEQ_LEN EVAL_STATEFUL
-    EVAL_STRIDE GATED_ATTN_ENABLED GDN_NEG_EIGVAL GPTQ_CALIBRATION_BATCHES GPTQ_RESERVE_SECONDS
-    GRADIENT_ACCUMULATION_STEPS GRAD_ACCUM_STEPS GRAD_CLIP GRAD_CLIP_NORM HANG_SECONDS HEAD_LR HOLDOUT_TOKENS INIT_FROM
-    ITERATIONS KEEP LATE_QAT LATE_QAT_THRESHOLD LAYER_PATTERN LEARNING_RATE LN_SCALE LOGIT_SOFTCAP LOG_INTERVAL LOOP_END
-    LOOP_START LR_DECAY_ITERS LR_FLOOR LR_SCHEDULE MATRIX_BITS MATRIX_CLIP_SIGMAS MATRIX_LR MAX_ITERS MAX_NEW_TOKENS
-    MAX_WALLCLOCK_SECONDS MICRO_BATCH_TOKENS MIN_LR MLP MLP_CLIP_SIGMAS MLP_MULT MODEL_DIM MTP_NUM_HEADS
-    MUON_BACKEND_STEPS MUON_BETA2 MUON_COEFFICIENTS MUON_MOMENTUM MUON_MOMENTUM_WARMUP_FRAC MUON_MOMENTUM_WARMUP_START
-    MUON_MOMENTUM_WARMUP_STEPS MUON_ROW_NORMALIZE MUON_WD MUON_WEIGHT_DECAY NORM NUM_HEADS NUM_KV_HEADS NUM_LAYERS
-    NUM_LOOPS NUM_SAMPLES N_EMBD N_HEAD N_LAYER OPTIMIZER OUT_DIR PARALLEL_RESIDUAL POSITIONS PROFILE PROMPT QAT
-    QAT_ENABLED QAT_START_FRAC QK_GAIN_INIT QK_NORM REPLAY RESERVE_SECONDS RESIDUAL_MIX RESUME ROPE_BASE ROPE_DIMS
-    RUN_ID SAVE_EVERY SCALAR_LR SEED SLIDING_WINDOW_ENABLED SMEAR_GATE SMEAR_GATE_ENABLED SPIKE_NATS SPIKE_POLICY SWA
-    SWA_ENABLED SWA_EVERY SWA_START_FRAC TEMPERATURE TIED_EMBED_INIT_STD TIED_EMBED_LR TIE_EMBEDDINGS TOKENIZER_PATH
-    TOP_K TRAIN_BATCH_TOKENS TRAIN_LOG_EVERY TRAIN_SEQ_LEN TTT_ENABLED TTT_LR UNET_SKIPS VAL_BATCH_SIZE VAL_BATCH_TOKENS
-    VAL_LOSS_EVERY VE_ENABLED VOCAB_SIZE WARMDOWN_FRAC WARMDOWN_ITERS WARMUP_FRAC WARMUP_ITERS WARMUP_STEPS WEIGHT_DECAY
-    XSA_LAST_N
+    ACTIVATION_CHECKPOINTING ADAM_.* ALWAYS_SAVE_CHECKPOINT ARCH_MODE ARTIFACT ARTIFACT_BYTES_MAX ATTN_.* BACKEND
+    BATCH_SIZE BETA1 BETA2 BIAS BIGRAM_.* BIO_.* BLOCK_SIZE CAUTIOUS_WD COMPILE COMPILE_MODE COMPRESSOR DATASET DATA_DIR
+    DATA_PATH DECAY_LR DELTA_.* DETERMINISTIC DEVICE DISTILL_.* DROPOUT DTYPE EMA EMA_.* EMBED_.* ENABLE_LOOPING_AT
+    EVAL_.* GATED_ATTN_ENABLED GDN_NEG_EIGVAL GPTQ_.* GRADIENT_ACCUMULATION_STEPS GRAD_.* HANG_SECONDS HEAD_LR
+    HOLDOUT_TOKENS INIT_FROM ITERATIONS KEEP LATE_QAT LATE_QAT_.* LAYER_PATTERN LEARNING_RATE LN_SCALE LOGIT_SOFTCAP
+    LOG_INTERVAL LOOP_.* LR_.* MATRIX_.* MAX_ITERS MAX_NEW_TOKENS MAX_WALLCLOCK_SECONDS MICRO_BATCH_TOKENS MIN_LR MLP
+    MLP_.* MODEL_DIM MTP_NUM_HEADS MUON_.* NORM NUM_HEADS NUM_KV_HEADS NUM_LAYERS NUM_LOOPS NUM_SAMPLES N_EMBD N_HEAD
+    N_LAYER OPTIMIZER OUT_DIR PARALLEL_RESIDUAL POSITIONS PROFILE PROMPT QAT QAT_.* QK_.* REPLAY RESERVE_SECONDS
+    RESIDUAL_MIX RESUME ROPE_.* RUN_ID SAVE_EVERY SCALAR_LR SEED SLIDING_WINDOW_ENABLED SMEAR_.* SPIKE_.* SWA SWA_.*
+    TEMPERATURE TIED_.* TIE_EMBEDDINGS TOKENIZER_PATH TOP_K TRAIN_.* TTT_.* UNET_SKIPS VAL_.* VE_ENABLED VOCAB_SIZE
+    WARMDOWN_.* WARMUP_.* WEIGHT_DECAY XSA_LAST_N
 """.split())
 
 # (regular expression of field names, smallest, largest), the first match counts; where none matches: >= 0.
 RANGES = (
     ("ema_memory_frac", 1e-6, 1.0), (".*_frac|lr_floor|bio_threshold", 0.0, 1.0), ("adam_eps", 1e-20, 1.0),
     ("beta.|muon_momentum|muon_momentum_warmup_start", 0.0, 0.9999), ("tied_embed_init_std", 1e-6, 10.0),
-    ("muon_backend_steps", 1, 20), (".*_bits", 2, 8), ("model_dim", 16, 65536), ("num_layers", 0, 512),
-    ("num_heads|num_kv_heads", 1, 1024), ("mlp_mult", 0.25, 16.0), ("rope_base", 1.0, 1e9),
-    ("bigram_dim|num_samples", 1, 1 << 16), ("bigram_vocab_size", 0, 1 << 24), ("vocab_size", 0, 1 << 20),
+    ("muon_backend_steps", 1, 20), ("delta_bits", 1, 8), ("delta_group", -1, 1 << 20), ("delta_.*_bits", 16, 32),
+    (".*_bits", 2, 8), ("model_dim", 16, 65536), ("num_layers", 0, 512), ("num_heads|num_kv_heads", 1, 1024),
+    ("mlp_mult", 0.25, 16.0), ("rope_base", 1.0, 1e9), ("bigram_dim|num_samples", 1, 1 << 16),
+    ("bigram_vocab_size", 0, 1 << 24), ("vocab_size", 0, 1 << 20),
     ("keep|attn_window|max_new_tokens", 1, 1 << 20), ("train_seq_len", 2, 1 << 20), ("temperature", 0.0, 100.0),
     ("train_batch_tokens", 2, 1 << 31), ("train_log_every", 1, 1 << 31), ("artifact_bytes_max", 1, 1 << 40),
     (".*_clip_sigmas", -1.0, 1e6),
@@ -105,7 +115,7 @@ CHOICES = {name: tuple(words.split()) for name, words in dict(
     compile_mode="default reduce-overhead max-autotune", mlp="relu2 leaky_relu2 gelu swiglu bio",
     optimizer="muon lion adamw adamw8bit adafactor", arch_mode="D gdn gdn_kv hybrid baseline llama",
     muon_coefficients="quintic polar_express", spike_policy="stop skip rewind", bio_events="off soft hard",
-    matrix_step="tensor row grid", embed_step="tensor row grid").items()}
+    matrix_step="tensor row grid", embed_step="tensor row grid", delta_step="tensor row group").items()}
 
 
 def parse_setting(name: str, text: str, kind: type) -> int | float | bool | str:
@@ -124,36 +134,31 @@ def parse_setting(name: str, text: str, kind: type) -> int | float | bool | str:
     return value
 
 
-def read_config(path: str) -> dict[str, str]:
-    """NAME=value lines of a config file; `#` starts a comment. Raises UserError with the line's number."""
-    if not Path(path).is_file():
-        raise UserError(f"CONFIG={path!r}: no such file")
-    lines = [line.split("#", 1)[0].strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
-    for number, line in enumerate(lines, 1):
-        if line and "=" not in line:
-            raise UserError(f"{path}:{number}: {line!r} is not NAME=value")
-    pairs = [line.partition("=") for line in lines if line]
-    return {name.strip(): value.strip().strip("'\"") for name, _, value in pairs}
-
-
 def load_settings(cls: type, environ: dict[str, str], presets: dict[str, dict[str, dict]] | None = None,
                   stored: Callable[[dict[str, str]], tuple[dict, dict]] = lambda given: ({}, {})):
-    """Settings of dataclass `cls` from the file CONFIG names and from `environ`, which wins.
+    """Settings of dataclass `cls` from the NAME=value lines of the file CONFIG names and from `environ`, which wins.
 
     `presets`: setting -> its value -> values of other settings, below those that stand beside it, so that a preset
     chosen in the environment is above the file. `stored`: what stands below and above both, given both. Raises
     UserError: a wrong value, a name unknown in the file, a near miss in the environment or another script's name there.
     """
-    kinds = {field.name.upper(): field.type for field in fields(cls)}
-    config = read_config(environ["CONFIG"]) if environ.get("CONFIG") else {}
+    kinds, config, path = {field.name.upper(): field.type for field in fields(cls)}, {}, environ.get("CONFIG", "")
+    if path and not Path(path).is_file():
+        raise UserError(f"CONFIG={path!r}: no such file")
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines() if path else [], 1):
+        name, equals, value = (part.strip() for part in line.split("#", 1)[0].partition("="))
+        if name and not equals:
+            raise UserError(f"{path}:{number}: {name!r} is not NAME=value")
+        if equals:
+            config[name] = value.strip("'\"")
     ignored = {name.strip() for name in environ.get("IGNORE_ENV", "").split(",")} | {"CONFIG", "IGNORE_ENV"}
     strange = [name for name in config if name not in kinds or name == "CONFIG"]
     for name in strange + sorted(set(environ) - set(kinds) - ignored):
-        sure = name in strange or name in FOREIGN_NAMES
+        sure = name in strange or re.fullmatch("|".join(FOREIGN_NAMES), name)
         near = difflib.get_close_matches(name, kinds, 1, 0.6 if sure else 0.85)
         hint = f"did you mean {near[0]}?" if near else "settings stand at the script's top."
         if name in strange:
-            raise UserError(f"{environ['CONFIG']}: unknown setting {name}; {hint}")
+            raise UserError(f"{path}: unknown setting {name}; {hint}")
         if near or sure:
             raise UserError(f"{name}={environ[name]!r}: no setting of this script; {hint} IGNORE_ENV={name} lets it be")
     file, env = ({name.lower(): parse_setting(name.lower(), given[name], kind) for name, kind in kinds.items()
@@ -164,13 +169,6 @@ def load_settings(cls: type, environ: dict[str, str], presets: dict[str, dict[st
             values |= choices[own[name]] if name in own and name not in above else {}
         values |= own
     return cls(**{name: value for name, value in {**values, **last}.items() if name.upper() in kinds})
-
-
-def settings_table(settings) -> str:
-    """Every resolved setting, one a line; `*` marks those that differ from the default."""
-    values = [(field, getattr(settings, field.name)) for field in fields(settings)]
-    return "\n".join(f"{'*' if value != field.default else ' '} {field.name.upper()}="
-                     f"{int(value) if field.type is bool else value}" for field, value in values)
 # === end: settings ===
 
 
@@ -217,27 +215,8 @@ def start_runtime(device: str, deterministic: bool = False) -> Runtime:
     if cuda:
         torch.cuda.set_device(place)
     if "RANK" in os.environ:
-        patience = datetime.timedelta(minutes=60)  # rank 0's compressors and count models at the end take minutes
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=patience, device_id=place if cuda else None)
+        dist.init_process_group("nccl" if cuda else "gloo", device_id=place if cuda else None)
     return Runtime(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)), place, "RANK" in os.environ)
-
-
-class Log:
-    """The run's log: a file, which is gone on with where it stands, and the terminal; written by rank 0 only."""
-
-    def __init__(self, path: Path | None):
-        self.file = open(path, "ab", buffering=0) if path else None  # each line is written at once
-        self.clear = "\r\033[K" if path and sys.stdout.isatty() else ""  # wipes a terminal's line of progress
-
-    def __call__(self, text: str, terminal: bool = True) -> None:
-        if self.file:
-            try:
-                if terminal:
-                    print(self.clear + text, flush=True)
-                self.file.write(text.encode() + b"\n")
-            except OSError as error:  # a full disk may have room again before the next checkpoint
-                with contextlib.suppress(OSError):
-                    sys.stderr.write(f"log.txt: {error.strerror}, lost: {text[:200]}\n")
 
 
 def exit_code(main: Callable[[], int]) -> int:
@@ -269,21 +248,19 @@ def replace_file(path: str | Path, data: bytes) -> None:
 
 
 def describe_machine(runtime: Runtime) -> dict:
-    """For log and result.json: hardware, versions, most memory held so far (allocator on CUDA, process on a CPU)."""
+    """For log and result.json: commit of the script's folder, `+` if it was changed since, or "unknown"; hardware,
+    versions; most memory held so far (allocator on CUDA, process on a CPU).
+    """
+    git, where = "git describe --always --abbrev=40 --exclude='*' --dirty=+", Path(__file__).resolve().parent
+    commit = subprocess.run(git, cwd=where, shell=True, capture_output=True, text=True).stdout.strip() or "unknown"
     cuda = runtime.device.type == "cuda"
     hardware = torch.cuda.get_device_name() if cuda else f"{os.uname().machine} CPU, {torch.get_num_threads()} threads"
     versions = {"python": sys.version.split()[0], "torch": torch.__version__, "numpy": np.__version__,
                 "cuda": torch.version.cuda if cuda else None}
     process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     peak = torch.cuda.max_memory_allocated() if cuda else process  # bytes
-    return {"hardware": f"{runtime.world_size} x {hardware}", "versions": versions, "peak_memory_mib": peak / 2**20}
-
-
-def git_commit() -> str:
-    """Commit of the folder this script stands in (no tag), `+` if the tree has changes, or "unknown"."""
-    words = "git describe --always --abbrev=40 --exclude='*' --dirty=+"
-    where = Path(__file__).resolve().parent
-    return subprocess.run(words, cwd=where, shell=True, capture_output=True, text=True).stdout.strip() or "unknown"
+    return {"commit": commit, "hardware": f"{runtime.world_size} x {hardware}", "versions": versions,
+            "peak_memory_mib": peak / 2**20}
 
 
 def checkpoints(run: Path) -> list[Path]:
@@ -500,6 +477,117 @@ def document_hashes(stream: TokenStream, bos_id: int, block: int = 1 << 22) -> I
 # === end: data ===
 
 
+# === shared: batches ===
+def open_data(settings: Settings) -> SimpleNamespace:
+    """The parts of DATA_PATH, a folder or `a:0.7,b:0.3` with weights that are normalised, all checked, each without its
+    share of HOLDOUT_TOKENS at its end. Raises UserError.
+    """
+    path, shares = settings.data_path, {settings.data_path: 1.0}
+    if {":", ","} & set(path) and not Path(path).exists():
+        parts = [re.fullmatch(r"\s*(.+?)/?:(\d+\.?\d*|\.\d+)\s*", part) for part in path.split(",")]
+        weights = {part[1]: float(part[2]) for part in parts if part}
+        if len(weights) < len(parts) or not all(weights.values()):
+            raise UserError(f"DATA_PATH={path!r}: neither a folder nor FOLDER:WEIGHT,… of new folders and more than 0")
+        shares = {folder: weight / sum(weights.values()) for folder, weight in weights.items()}
+    manifests = {folder: load_manifest(folder) for folder in shares}
+    folder, manifest = next(iter(manifests.items()))
+    tokenizer = load_tokenizer(settings.tokenizer_path or Path(folder) / manifest["tokenizer"]["file"])
+    if settings.vocab_size not in (0, tokenizer.vocab_size):
+        raise UserError(f"VOCAB_SIZE={settings.vocab_size}: {tokenizer.file} has {tokenizer.vocab_size} tokens")
+    train, val = zip(*(check_dataset(folder, tokenizer, manifests[folder]) for folder in shares), strict=True)
+    # No document of a part's validation may stand, token for token, in another part's training.
+    hashes = [set(document_hashes(stream, tokenizer.bos_id)) for stream in val] if len(val) > 1 else []
+    for part, stream in enumerate(train[: len(hashes)]):
+        others = set().union(*hashes[:part], *hashes[part + 1 :])
+        if found := others.intersection(document_hashes(stream, tokenizer.bos_id)):
+            raise UserError(f"{stream.paths[0].parent}: {len(found)} training documents are in another's validation")
+    tokens = np.concatenate([stream.read(0, len(stream)) for stream in val])
+    if min(settings.holdout_tokens, len(tokens) - 1) < settings.train_seq_len:
+        limit = f"HOLDOUT_TOKENS={settings.holdout_tokens} and validation's {len(tokens)} tokens"
+        raise UserError(f"TRAIN_SEQ_LEN={settings.train_seq_len}: must be at most {limit}")
+    val_bytes = sum(manifest["val"]["decoded_bytes"] for manifest in manifests.values())
+    if (found := int(token_bytes(tokenizer, tokens[:-1], tokens[1:]).sum())) != val_bytes:
+        raise UserError(f"validation bytes: the tokenizer's table counts {found}, manifest.json says {val_bytes}")
+    sources, names = [], []  # of the validation documents
+    for folder, manifest in manifests.items():
+        numbers = manifest["val"].get("document_sources")  # published shards have none
+        sources += [len(names) + number for number in numbers or [0] * manifest["val"]["documents"]]
+        own = manifest["sources"] if numbers else [manifest["name"]]
+        names += own if len(shares) == 1 else [f"{folder}/{name}" for name in own]
+    documents = np.cumsum(tokens == tokenizer.bos_id)
+    if len(sources) != documents[-1] or documents[0] != 1:
+        raise UserError(f"DATA_PATH: {documents[-1]} validation documents, in manifest.json {len(sources)}")
+    held_out = [np.append(tokenizer.bos_id, stream.hold_out(round(share * settings.holdout_tokens)))
+                for stream, share in zip(train, shares.values(), strict=True)]
+    return SimpleNamespace(
+        tokenizer=tokenizer, manifests=list(manifests.values()),
+        manifest_sha256=" + ".join(sha256_file(Path(folder) / "manifest.json") for folder in shares),
+        yardsticks=manifest.get("yardsticks", {}) if len(shares) == 1 else {},
+        streams=train, shares=list(shares.values()),  # by part: TokenStream without the held-out end, share of rows
+        held_out=np.concatenate(held_out),  # int64, the ends of all training streams, each behind a BOS
+        val=tokens, val_bytes=val_bytes,  # (N,) int64, of all parts; what tokens 1 to N decode to
+        val_sources=(np.array(sources)[documents - 1], names))  # (N,) into the names
+
+
+class Batches:
+    """The training streams as micro-batches. Step s reads the same tokens whatever the ranks and micro-batches: each
+    stream's share of the rows by systematic sampling (row j stands at (j + shift) / rows of the summed shares; shifts
+    are multiples of the golden ratio modulo 1, so that shares are exact over steps, Weyl 1916). A stream's rows go
+    round its lanes, evenly spaced, by one window a round. A thread reads one step ahead, no more.
+    """
+
+    def __init__(self, data: SimpleNamespace, settings: Settings, runtime: Runtime):
+        self.data, self.runtime, self.seed = data, runtime, settings.seed
+        self.seq_len, self.tokens = settings.train_seq_len, settings.train_batch_tokens
+        self.all_rows, unit = self.tokens // self.seq_len, self.seq_len * runtime.world_size
+        if self.tokens % unit:
+            raise UserError(f"TRAIN_BATCH_TOKENS={self.tokens}: must be a multiple of TRAIN_SEQ_LEN x ranks = {unit}")
+        self.lanes = [max(1, round(share * self.all_rows)) for share in data.shares]
+        for stream, lanes in zip(data.streams, self.lanes, strict=True):
+            if len(stream) <= (own := lanes * self.seq_len):
+                where = f"{len(stream)} training tokens of {stream.paths[0].parent}"
+                raise UserError(f"TRAIN_BATCH_TOKENS={self.tokens}: takes {own} of the {where}; must be fewer")
+        self.rows = self.all_rows // runtime.world_size  # of this rank, a step
+        self.fitted, self.cuda = settings.micro_batch_tokens == 0, runtime.device.type == "cuda"
+        most = settings.micro_batch_tokens or max(self.seq_len, 131072 if self.cuda else 4096)
+        if most < self.seq_len:
+            raise UserError(f"MICRO_BATCH_TOKENS={most}: must be at least TRAIN_SEQ_LEN={self.seq_len}")
+        self.limit_rows(most // self.seq_len)
+        start = (torch.cuda.set_device, (runtime.device,)) if self.cuda else ()  # else the thread pins on device 0
+        self.reader = concurrent.futures.ThreadPoolExecutor(1, "reader", *start)
+        self.ahead, self.waited = {}, 0.0  # step -> Future of its tokens; seconds that the loop stood waiting for them
+
+    def limit_rows(self, most: int) -> None:
+        """Take the largest micro-batch of at most `most` windows that divides this rank's share of a step."""
+        self.micro_rows = max(rows for rows in range(1, min(most, self.rows) + 1) if self.rows % rows == 0)
+
+    def starts(self, step: int) -> list[tuple[TokenStream, int]]:
+        """Where each row of a step reads, of all ranks: (stream, position), the streams one after the other."""
+        shifts = (self.seed + 0.5 + np.arange(step + 1)) * (5**0.5 - 1) / 2 % 1.0
+        ends = np.append(np.cumsum(self.data.shares)[:-1], 1.0) * self.all_rows
+        counts = np.diff(np.ceil(ends[:, None] - shifts), axis=0, prepend=0).astype(int)  # (streams, step + 1) rows
+        return [(stream, row % lanes * len(stream) // lanes + row // lanes * self.seq_len)
+                for stream, lanes, rows in zip(self.data.streams, self.lanes, counts, strict=True)
+                for row in range(rows[:-1].sum(), rows.sum())]
+
+    def read(self, step: int) -> Tensor:
+        """This rank's windows of step `step`, each with its last target, (rows, seq_len + 1)."""
+        own = self.starts(step)[self.runtime.rank * self.rows :][: self.rows]
+        tokens = torch.from_numpy(np.stack([stream.read(start, self.seq_len + 1) for stream, start in own]))
+        return tokens.pin_memory() if self.cuda else tokens
+
+    def micro_batches(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """(ids, targets) of this rank's share of step `step`, each (micro_rows, seq_len)."""
+        begin = time.perf_counter()
+        tokens = (self.ahead.pop(step, None) or self.reader.submit(self.read, step)).result()
+        self.waited += time.perf_counter() - begin
+        self.ahead = {step + 1: self.reader.submit(self.read, step + 1)}
+        for part in tokens.split(self.micro_rows):
+            part = part.to(self.runtime.device, non_blocking=True)
+            yield part[:, :-1].contiguous(), part[:, 1:].contiguous()  # as in evaluation: one compiled graph
+# === end: batches ===
+
+
 # === shared: model ===
 # What ARCH_MODE stands for: values of settings, below CONFIG and environment.
 ARCH_PRESETS = {
@@ -517,7 +605,7 @@ NORMS = ("rms", "rms_weight", "layer")
 # The settings that shape the network: they rebuild it from an artifact, with vocab_size, bos_id, layers and norms.
 MODEL_SETTINGS = tuple("""
     train_seq_len model_dim num_heads num_kv_heads attn_window mlp mlp_mult bio_events bio_threshold positions rope_base
-    rope_dims qk_norm qk_gain_init residual_mix unet_skips smear_gate bigram_vocab_size bigram_dim tie_embeddings
+    rope_dims qk_norm qk_gain_init residual_mix unet_skips bigram_vocab_size bigram_dim tie_embeddings
     tied_embed_init_std logit_softcap gdn_neg_eigval
 """.split())
 
@@ -907,8 +995,6 @@ class GPT(nn.Module):
         words, norms = config.layers.split(), config.norms.split()
         if config.positions == "learned":
             self.positions_embed = matrix((config.train_seq_len,), dim, 0.1 if config.residual_mix else std)
-        if config.smear_gate:
-            self.smear = nn.Parameter(torch.zeros(dim))
         if config.bigram_vocab_size:
             self.bigram_embed = matrix((config.bigram_vocab_size,), config.bigram_dim, 0.1)
             self.w_bigram = nn.Parameter(torch.zeros(dim, config.bigram_dim))
@@ -928,45 +1014,31 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config, norms[blocks.index(name)]) for name in dict.fromkeys(blocks))
         self.final_norm = Norm(norms[-1], dim)
 
-    def new_cache(self) -> list[dict]:
-        """An empty cache, by which calls of `forward` continue each other: one dict a layer, the last for the whole."""
-        return [{} for _ in range(len(self.mixer_of_layer) + 1)]
+    def forward(self, ids: Tensor, targets: Tensor | None = None, cache: dict | None = None) -> Tensor:
+        """ids (B, T) to nats of targets (B, T), 0 for -1, or logits (B, T, V); by a cache, at first {}, calls go on."""
+        config, half, kept = self.config, len(self.mixer_of_layer) // 2, {} if cache is None else cache
+        # All L tokens so far, behind as many BOS as the convolution reaches back; doc numbers the documents of them.
+        before = kept.get("text", ids.new_full((len(ids), CONV_TAPS - 1), config.bos_id))
+        text = kept["text"] = torch.cat([before, ids], dim=1)
+        doc = (text == config.bos_id).cumsum(dim=1)  # (B, CONV_TAPS - 1 + L)
 
-    def embedding(self, ids: Tensor) -> Tensor:
-        """Rows of the embedding (B, T, dim), bfloat16 on CUDA; of length 1 per channel where x0 is mixed in later."""
         x = F.embedding(ids, self.embed)
         x = x.bfloat16() if ids.is_cuda else x  # weights stay float32 everywhere
-        return F.rms_norm(x, x.shape[-1:]) if self.config.residual_mix else x
-
-    def embed_tokens(self, ids: Tensor, text: Tensor) -> Tensor:
-        """What the first layer reads (B, T, dim): token, position, and the token before. `text`: see `forward`."""
-        x, config, end = self.embedding(ids), self.config, text.size(1) - (CONV_TAPS - 1)
+        x = F.rms_norm(x, x.shape[-1:]) if config.residual_mix else x
         if config.positions == "learned":
-            if end > config.train_seq_len:
+            if (end := doc.size(1) - (CONV_TAPS - 1)) > config.train_seq_len:
                 raise UserError(f"POSITIONS='learned': {end} tokens in a text, TRAIN_SEQ_LEN={config.train_seq_len}")
             x = x + self.positions_embed[end - ids.size(1) : end].to(x.dtype)
-        before = text[:, -1 - ids.size(1) : -1].masked_fill(ids == config.bos_id, config.bos_id)  # of no other document
-        if config.smear_gate:  # some of the token before, as in modded-nanogpt, by a weight per channel
-            x = x + scaled(self.embedding(before), self.smear)
-        if config.bigram_vocab_size:  # hash of Parameter Golf's BigramHashEmbedding
+        if config.bigram_vocab_size:  # Parameter Golf's BigramHashEmbedding; a pair is of one document
+            before = text[:, -1 - ids.size(1) : -1].masked_fill(ids == config.bos_id, config.bos_id)
             pair = ((36313 * ids) ^ (27191 * before)) % config.bigram_vocab_size
             x = x + linear(F.embedding(pair, self.bigram_embed).to(x.dtype), self.w_bigram)
-        return x
 
-    def forward(self, ids: Tensor, targets: Tensor | None = None, cache: list[dict] | None = None) -> Tensor:
-        """ids (B, T) to nats of each token (B, T), 0 where its target is -1; without targets to logits (B, T, V)."""
-        config, half = self.config, len(self.mixer_of_layer) // 2
-        caches = [*[None] * len(self.mixer_of_layer), {}] if cache is None else cache
-        # All L tokens so far, behind as many BOS as the convolution reaches back; doc numbers the documents of them.
-        before = caches[-1].get("text", ids.new_full((len(ids), CONV_TAPS - 1), config.bos_id))
-        text = caches[-1]["text"] = torch.cat([before, ids], dim=1)
-        doc = (text == config.bos_id).cumsum(dim=1)  # (B, CONV_TAPS - 1 + L)
-        x = x0 = self.embed_tokens(ids, text)
-        recompute, skips = self.activation_checkpointing and torch.is_grad_enabled(), []
+        x0, skips, recompute = x, [], self.activation_checkpointing and torch.is_grad_enabled()
         for layer, (block, mixer) in enumerate(zip(self.block_of_layer, self.mixer_of_layer, strict=True)):
             if layer >= half and skips:
                 x = x + scaled(skips.pop(), self.skip[len(skips)])
-            run = self.blocks[block], x, x0, self.mixers[mixer], doc, caches[layer]
+            run = self.blocks[block], x, x0, self.mixers[mixer], doc, cache and cache.setdefault(layer, {})
             x = checkpoint(*run, use_reentrant=False) if recompute else run[0](*run[1:])
             if config.unet_skips and layer < half:
                 skips.append(x)
@@ -1062,8 +1134,9 @@ class Hessians(torch.overrides.TorchFunctionMode):
         out = func(*args, **(kwargs or {}))
         if func in (Tensor.to, torch.cat):  # a copy of a parameter, or of parts of some, stands for them
             parts = args[0] if func is torch.cat else args[:1]
-            names = [self.names.get(part if part._base is None else part._base, []) for part in parts]
-            self.names.setdefault(out, list(dict.fromkeys(sum(names, []))))
+            whole = [part if part._base is None else part._base for part in parts]
+            if names := dict.fromkeys(name for each in whole for name in self.names.get(each, [])):
+                self.names[out] = list(names)
         elif func is F.linear:
             x = args[0].detach().flatten(0, -2).float()
             for name in self.names.get(args[1], []):
@@ -1075,22 +1148,23 @@ def gptq(w: Tensor, scales: Tensor, bits: int, hessian: Tensor) -> Tensor:
     """Codes int8 (R, C) of w (R, ...) by scales (R,) or (1,) that make tr(E H E^T) small, E (R, C) being their error.
 
     GPTQ (arXiv 2210.17323, algorithm 1), in float64: column by column, an error is spread over the columns to come, as
-    H (C, C) = sum x x^T over inputs x says, damped by 0.01 of its mean; columns of large inputs come first.
+    H (C, C) = sum x x^T over inputs x says; those of large inputs come first. Damping of 0.01 did worse (docs/lab.md).
     """
     order = hessian.diagonal().argsort(descending=True)
     h, w, steps = hessian.double()[order][:, order], w.flatten(1).double()[:, order], scales.double()[:, None]
-    h.diagonal().add_(0.01 * h.diagonal().mean() + 1e-9)
+    h.diagonal().add_(0.1 * h.diagonal().mean() + 1e-9)
     spread = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(h)), upper=True)
-    codes = torch.empty_like(w)
     for begin in range(0, len(h), 128):  # the errors of a block reach later blocks at its end
-        block, to, errors = w[:, begin : begin + 128], spread[begin : begin + 128], torch.empty_like(w[:, :128])
+        block, to = w[:, begin : begin + 128], spread[begin : begin + 128, begin:]  # codes take the weights' place
+        errors = torch.empty_like(block)
         for at in range(block.shape[1]):
-            code = round_to(block[:, at : at + 1], steps, bits)
-            codes[:, begin + at : begin + at + 1] = code
-            errors[:, at : at + 1] = (block[:, at : at + 1] - code * steps) / to[at, begin + at]
-            block[:, at + 1 :] -= errors[:, at : at + 1] * to[at, begin + at + 1 : begin + 128]
-        w[:, begin + 128 :] -= errors[:, : block.shape[1]] @ to[:, begin + 128 :]
-    return codes[:, order.argsort()].to(torch.int8)
+            column = block[:, at : at + 1].clone()
+            code = round_to(column, steps, bits)
+            errors[:, at : at + 1] = (column - code * steps) / to[at, at]
+            block[:, at:] -= errors[:, at : at + 1] * to[at, at : block.shape[1]]
+            block[:, at : at + 1] = code
+        w[:, begin + 128 :] -= errors @ to[:, 128:]
+    return w[:, order.argsort()].to(torch.int8)
 
 
 def quantize_all(tensors: dict[str, Tensor], table: QuantTable, hessians: dict[str, Tensor]) -> dict[str, tuple]:
@@ -1123,16 +1197,20 @@ def swapped(params: list[Tensor], values: Iterable[Tensor]) -> Iterator[None]:
             param.copy_(own)
 
 
+def decoded(tensors: dict[str, Tensor], coded: dict[str, tuple]) -> contextlib.AbstractContextManager[None]:
+    """Inside, tensors hold what their codes stand for."""
+    values = (dequantize(codes, scales).view_as(tensors[name]) for name, (codes, scales, _) in coded.items())
+    return swapped([tensors[name] for name in coded], values)
+
+
 def quantized(network: nn.Module, table: QuantTable) -> contextlib.AbstractContextManager[None]:
     """Quantization-aware training: inside, for forward and backward, weights are as the artifact would give them back.
 
     No flag in the model, so compiled code is not traced again. The gradient at q(w) lands on w as it is: exactly the
     straight-through estimator (Bengio et al., arXiv:1308.3432), w + (q(w) - w).detach().
     """
-    named = [(param, tensor_class(name, param)) for name, param in network.named_parameters()]
-    chosen = [(param, table[kind]) for param, kind in named if kind in table]
-    values = (dequantize(*quantize(param.detach(), **own)).view_as(param) for param, own in chosen)
-    return swapped([param for param, _ in chosen], values)
+    tensors = network.state_dict()
+    return decoded(tensors, quantize_all(tensors, table, {}))
 
 
 def fit_steps(tensors: dict[str, Tensor], table: QuantTable, excess: float, least: float, most: float,
@@ -1290,7 +1368,7 @@ def choose_tables(tensors: list[tuple[str, np.ndarray]]) -> tuple[np.ndarray, li
     def size(key: str, counts: np.ndarray, numbers: tuple[np.ndarray, np.ndarray]) -> float:
         every, members = pools[key]
         kinds = [np.bincount(side, minlength=256) for side in numbers]
-        table = 1.6 * np.count_nonzero(every) / members  # about what an entry takes, packed
+        table = 0.7 * np.count_nonzero(every) / members  # about what an entry takes, packed
         return entropy_bytes(counts, every) + entropy_bytes(np.array(kinds), np.array(kinds)) + table
 
     pools = pool(offers)  # as if each tensor took all of them
@@ -1314,11 +1392,10 @@ def code_runs(first: int, rows: np.ndarray, columns: np.ndarray) -> tuple[np.nda
 def pack_array(record: dict, array: np.ndarray) -> list:
     """[record with coder and crc32, payload]: the array as it is, as a zstd frame, or its one value, the shortest."""
     array = array.astype(array.dtype.newbyteorder("<"), copy=False)
-    each = array.reshape(-1, 1).view(np.uint8)  # (n, bytes)
-    raw = each.T.tobytes()  # by byte planes, in which float16 and tables compress better
+    raw = array.reshape(-1, 1).view(np.uint8).T.tobytes()  # by byte planes, in which float16 and tables compress better
     frame = zstandard.ZstdCompressor(level=1 if array.dtype == np.int8 else 19).compress(raw)  # rANS suits codes
     payloads = {"stored": raw, "zstd": frame}
-    if array.size and (each == each[0]).all():  # 0.0 is not -0.0
+    if array.size and (array == array.flat[0]).all():
         payloads["constant"] = array.flat[0].tobytes()
     coder = min(payloads, key=lambda name: len(payloads[name]))
     return [{**record, "coder": coder, "crc32": zlib.crc32(array)}, payloads[coder]]
@@ -1442,6 +1519,8 @@ def read_artifact(path: str | Path, max_weights: int = 1 << 30) -> tuple[dict, d
         require((states >> 16 == 1).all(), "lanes do not end where they began")
         area = io.BytesIO(states.astype("<u2").tobytes() + area.read())
         counts = [record["scales"] for record in records]
+        fit = all(count in (0, 1, *record["shape"][:1]) for count, record in zip(counts, records, strict=True))
+        require(fit, "a tensor has neither one scale nor one a row")
         scales = torch.from_numpy(unpack_array(sections["scales"], area, "<f2", sum(counts))).split(counts)
         tensors, coded = {}, {}
         for record, own in zip(records, scales, strict=True):
@@ -1481,8 +1560,7 @@ class Exporter:
 
     def loss(self, coded: dict[str, tuple]) -> float:
         """Nats on held-out tokens, with the weights that these codes stand for."""
-        values = [dequantize(codes, scales).view_as(self.tensors[name]) for name, (codes, scales, _) in coded.items()]
-        with swapped([self.tensors[name] for name in coded], values):
+        with decoded(self.tensors, coded):
             return self.score().nats
 
     def fit_table(self) -> None:
@@ -1492,19 +1570,12 @@ class Exporter:
         """
         excess = int(self.runtime.agree(str(self.excess(quantize_all(self.tensors, self.table, {})))))
         if excess > 0:
-            fit = functools.partial(fit_steps, self.tensors, self.table, least=1.0, most=256.0)
-            target, best = self.limit / 100, self.table
-            total = excess + target
-            ratio = min((0.5, 0.71, 1.0, 1.41), key=lambda ratio: self.loss(
-                quantize_all(self.tensors, fit(excess=total, ratio=ratio), {})))
-            for _ in range(4):  # a file is not just the entropy of its codes
-                best = fit(excess=total, ratio=ratio)
-                over = self.excess(quantize_all(self.tensors, best, {})) + target
-                if abs(over) < self.limit / 400:
-                    break
-                total += over
+            tried = [fit_steps(self.tensors, self.table, excess + self.limit / 100, 1.0, 256.0, ratio)
+                     for ratio in (0.5, 0.71, 1.0, 1.41)]
+            best = min(tried, key=lambda table: self.loss(quantize_all(self.tensors, table, {})))
             self.table.update(json.loads(self.runtime.agree(json.dumps(best))))
-        self.log(f"sizes: {-excess} bytes below the limit; {self.table}")
+        wider = " ".join(f"{kind}:{own['widen']:.4f}" for kind, own in self.table.items())
+        self.log(f"sizes: {abs(excess)} bytes {'above' if excess > 0 else 'below'} the limit; steps wider by {wider}")
 
     @torch.no_grad()
     def codes(self, calibration: Iterable[Tensor]) -> dict[str, tuple]:
@@ -1512,50 +1583,294 @@ class Exporter:
 
         Where steps were widened they change by up to 5% again, so that the artifact just meets the limit.
         """
-        begin = time.perf_counter()
+        begin, table, total = time.perf_counter(), self.table, 0.0
         with Hessians(self.network) as taps:
             for ids in calibration:
                 self.network(ids)
-        hessians = {name: self.runtime.sum(own) for name, own in taps.sums.items()}
-        ways = [(quantize_all(self.tensors, self.table, way), way) for way in ([{}, hessians] if hessians else [{}])]
-        nats = [self.loss(coded) for coded, _ in ways]
-        self.log(f"codes: {nats} nats held out, to nearest and by GPTQ of {len(hessians)} weights")
-        widened = any(own["widen"] != 1 for own in self.table.values())
-        for at in sorted(range(len(ways)), key=nats.__getitem__):  # GPTQ's codes may be too long for 5% to make good
-            (coded, way), table, total = ways[at], self.table, 0.0
+        ways = {"nearest": {}, "gptq": {name: self.runtime.sum(own) for name, own in taps.sums.items()}}
+        coded = {way: quantize_all(self.tensors, table, own) for way, own in ways.items() if own or way == "nearest"}
+        nats = {way: self.loss(own) for way, own in coded.items()}
+        way = min(nats, key=nats.get)
+        coded, over = coded[way], self.excess(coded[way])
+        for _ in range(4 if over > 0 or any(own["widen"] != 1 for own in table.values()) else 0):
+            total += over + self.limit / 2000
+            table = fit_steps(self.tensors, self.table, total, 1 / 1.05, 1.05)
+            coded = quantize_all(self.tensors, table, ways[way])
             over = self.excess(coded)
-            for _ in range(4 if over > 0 or widened else 0):
-                total += over + self.limit / 2000
-                table = fit_steps(self.tensors, self.table, total, 1 / 1.05, 1.05)
-                coded = quantize_all(self.tensors, table, way)
-                over = self.excess(coded)
-                if over <= 0:
-                    break
             if over <= 0:
                 break
-        change = {kind: f"{own['widen'] / self.table[kind]['widen'] - 1:+.2%}" for kind, own in table.items()}
-        self.log(f"codes: {-over} bytes below the limit, steps wider by {change}, {time.perf_counter() - begin:.1f} s")
+        wider = table["matrix"]["widen"] / self.table["matrix"]["widen"] - 1
+        held_out = " ".join(f"{name}:{loss:.1f}" for name, loss in nats.items())
+        self.log(f"codes: {way}, nats on held-out training tokens {held_out}; steps wider by {wider:+.2%}, "
+                 f"{-over} bytes below the limit; {time.perf_counter() - begin:.1f} s")
         return coded
 # === end: artifact ===
 
 
+# === shared: deltas ===
+# One file, little endian: magic, version u32, header length u32, zstd(JSON header); for "deltaquant" rANS lane states
+# u32; by tensor, in the order of the base, codes and scales of a matrix, the weights of any other; SHA-256 of the rest.
+# Codes of "bitdelta" are signs, 8 in a byte; of "deltaquant" frequencies u16 of all codes from the lowest on, number of
+# words u32, words u16. What else a reader needs is in the header's "settings" and in the base, whose SHA-256 is there.
+DELTA_MAGIC, DELTA_VERSION = b"UPARDELT", 1
+DELTA_FLOATS = {16: "<f2", 32: "<f4"}
+
+
+def group_size(shape: tuple[int, ...], group: int) -> int:
+    """Weights that share a scale: `group` of the flattened ones (the last may be fewer), a row's (-1), all (0)."""
+    return group if group > 0 else math.prod(shape[1:] if group else shape)
+
+
+def unpack_signs(signs: Tensor, count: int) -> Tensor:
+    """int8 (count,), -1 or 1, of bits uint8 (ceil(count / 8),), lowest first."""
+    return 2 * torch.from_numpy(np.unpackbits(signs.numpy(), count=count, bitorder="little")).to(torch.int8) - 1
+
+
+def add_delta(base: Tensor, codes: Tensor, scales: Tensor, group: int) -> Tensor:
+    """base + code * scale, float32; codes (n,), scales float32 (groups,), in which it is differentiable."""
+    spread = scales.repeat_interleave(group_size(base.shape, group))[: codes.numel()]
+    return base.float() + (codes.to(scales.device) * spread).view(base.shape)
+
+
+class BitDeltaQuantizer:
+    """A sign a weight and a scale a group (BitDelta, arXiv 2402.10193): a fine-tuned weight is base + scale * sign.
+
+    group_size: see group_size(). The scale is mean |delta|, which has the least squared error.
+    """
+
+    def __init__(self, group_size: int = 128):
+        self.group = group_size
+
+    def quantize(self, weight: Tensor, base_weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Signs, a bit a weight (1: delta >= 0), see unpack_signs; scales float32 (groups,)."""
+        delta = (weight.float() - base_weight.float()).flatten()
+        *whole, last = delta.abs().split(group_size(weight.shape, self.group))
+        parts = [torch.stack(whole), last] if whole else [last]
+        scales = torch.cat([part.mean(-1, dtype=torch.float64).view(-1) for part in parts]).float()
+        return torch.from_numpy(np.packbits((delta >= 0).numpy(), bitorder="little")), scales
+
+    def dequantize(self, base_weight: Tensor, signs: Tensor, scales: Tensor) -> Tensor:
+        """base + scale * sign, float32 in the shape of the base."""
+        return add_delta(base_weight, unpack_signs(signs, base_weight.numel()), scales.float(), self.group)
+
+
+def largest_code(bits: int) -> int:
+    """Up to 3 bits codes are odd (mid-rise; 1 bit is a sign), above all whole numbers (mid-tread), up to this one."""
+    return 2**bits - 1 if bits < 4 else 2 ** (bits - 1) - 1
+
+
+def quantize_delta(delta: Tensor, size: int, bits: int) -> tuple[Tensor, Tensor]:
+    """Codes int8 (n,) and scales float16 (groups of `size`,) of delta float32 (n,), by scales of least squared error.
+
+    Scales are tried 8 an octave, from the largest |delta| down. Those of one bit fewer are among them, and its codes
+    among the codes, so that a further bit never adds to the error.
+    """
+    if (rest := len(delta) % size) and len(delta) > size:
+        parts = [quantize_delta(part, size, bits) for part in (delta[:-rest], delta[-rest:])]
+        return tuple(torch.cat(both) for both in zip(*parts, strict=True))
+    rows, most = delta.view(-1, min(size, len(delta))), largest_code(bits)
+    mean, largest = rows.abs().mean(1).half(), rows.abs().amax(1)
+    count = 40 + round(8 * math.log2(most)) if bits > 1 else 0  # to where 31/32 of the range is cut off
+    tried = [mean, *((largest * 2 ** (-step / 8)).half() for step in range(count))]
+    least = torch.full(mean.shape, math.inf, dtype=torch.float64)
+    codes, scales = torch.zeros(rows.shape, dtype=torch.int8), torch.zeros_like(mean)
+    for own in tried:
+        step = own.float()[:, None]
+        new = rows / torch.where(step > 0, step, 1.0)
+        new = (new.div_(2).floor_().mul_(2).add_(1) if bits < 4 else new.round_()).clamp_(-most, most)
+        error = (new * step).sub_(rows).square_().sum(1, dtype=torch.float64)
+        better = error < least
+        least, scales = error.minimum(least), torch.where(better, own, scales)
+        codes[better] = new[better].to(torch.int8)
+    return codes.flatten(), scales
+
+
+def hash_weights(tensors: dict[str, Tensor]) -> str:
+    """SHA-256 of float32 weights with their names and shapes, in order."""
+    digest = hashlib.sha256()
+    for name, w in tensors.items():
+        digest.update(f"{name} {list(w.shape)} ".encode() + w.float().contiguous().numpy().astype("<f4").tobytes())
+    return digest.hexdigest()
+
+
+def delta_dtype(name: str, keep_bits: int) -> str:
+    """What a tensor without codes is held in."""
+    return DELTA_FLOATS[32 if name.endswith(FLOAT32_CONTROLS) else keep_bits]
+
+
+def pack_delta(base: dict[str, Tensor], tuned: dict[str, Tensor], header: dict, scales: dict[str, Tensor],
+               bar: Callable[[Iterable], Iterable] = iter) -> bytes:
+    """A delta file. The header has tokenizer_sha256, meta, and settings: base (hash_weights), shape (what rebuilds the
+    tuned network), method, bits, group, scale_bits, keep_bits, and scale, a power of two near the largest delta, in
+    which scales are. `scales` of bitdelta: name -> better ones. ArtifactError by name: too large for the bits.
+    """
+    own, parts, streams = header["settings"], [], []
+
+    def floats(name: str, values: Tensor, dtype: str) -> bytes:
+        array = values.detach().float().numpy()
+        with np.errstate(over="ignore"):
+            stored = array.astype(dtype)
+        most = np.abs(array).max(initial=0)
+        require(bool(np.isfinite(stored).all()), f"tensor {name!r}: {most:.3g} is too large for {stored.dtype}")
+        return stored.tobytes()
+
+    for name, before in bar(base.items()):
+        w = tuned[name]
+        if tensor_class(name, w) != "matrix":
+            parts.append(floats(name, w, delta_dtype(name, own["keep_bits"])))
+            continue
+        if own["method"] == "bitdelta":
+            signs, found = BitDeltaQuantizer(own["group"]).quantize(w, before)
+            parts.append(signs.numpy().tobytes())
+            found = scales.get(name, found) / own["scale"]
+        else:
+            delta = (w.float() - before.float()).flatten() / own["scale"]
+            codes, found = quantize_delta(delta, group_size(w.shape, own["group"]), own["bits"])
+            streams.append((len(parts), codes.numpy().view(np.uint8)))
+            parts.append(b"")
+        parts.append(floats(name, found, DELTA_FLOATS[own["scale_bits"]]))
+    states = np.full(rans_lanes(sum(len(symbols) for _, symbols in streams)) if streams else 0, RANS_LOW, np.uint32)
+    for at, symbols in reversed(streams):  # lanes run on from tensor to tensor, so that many cost little
+        table, most = rans_table(np.bincount(symbols, minlength=256)), largest_code(own["bits"])
+        words = rans_encode(states, table, symbols)
+        parts[at] = b"".join([table[np.arange(-most, most + 1)].astype("<u2").tobytes(), struct.pack("<I", len(words)),
+                              words.astype("<u2").tobytes()])
+    text = zstandard.ZstdCompressor(level=19).compress(json.dumps(header, allow_nan=False).encode())
+    prefix = ARTIFACT_PREFIX.pack(DELTA_MAGIC, DELTA_VERSION, len(text))
+    data = b"".join([prefix, text, states.astype("<u4").tobytes(), *parts])
+    return data + hashlib.sha256(data).digest()
+
+
+def read_delta(path: str | Path, base: dict[str, Tensor],
+               bar: Callable[[Iterable], Iterable] = iter) -> tuple[dict, dict[str, Tensor], int]:
+    """(header, name -> float32 weights of the tuned model, bytes of what is held whole) of a delta of `base`.
+
+    Memory is bounded by file and base, whose shapes all lengths follow from. ArtifactError, one line naming the file,
+    if anything is not as it was written, or the base is another.
+    """
+    require(Path(path).is_file(), f"{path}: no such file")
+    data, tensors, kept = Path(path).read_bytes(), {}, 0
+    require(data[:8] == DELTA_MAGIC, f"{path}: is no delta: {len(data)} bytes that begin with {data[:8]!r}")
+    intact = len(data) >= ARTIFACT_PREFIX.size + 32 and hashlib.sha256(data[:-32]).digest() == data[-32:]
+    require(intact, f"{path}: SHA-256 is wrong, damaged or truncated, {len(data)} bytes")
+    _, version, length = ARTIFACT_PREFIX.unpack_from(data)
+    area = io.BytesIO(data[ARTIFACT_PREFIX.size : -32])
+
+    def take(dtype: str, count: int) -> np.ndarray:
+        array = np.frombuffer(area.read(count * np.dtype(dtype).itemsize), dtype)
+        require(len(array) == count, f"{count} numbers are {len(array)}")
+        return array.astype(dtype[1:])  # native
+
+    try:
+        require(version == DELTA_VERSION, f"version {version}, this code reads {DELTA_VERSION}")
+        header = json.loads(zstandard.ZstdDecompressor().stream_reader(area.read(length)).read(1 << 20))  # at most
+        own, digest = header["settings"], hash_weights(base)
+        require({"tokenizer_sha256", "meta"} <= header.keys() and "shape" in own, "tokenizer, meta or shape missing")
+        require(own["base"] == digest, f"of another base, SHA-256 {own['base'][:12]}, this one's is {digest[:12]}")
+        require(own["bits"] in range(1, 9) and math.isfinite(own["scale"]), "its settings are out of range")
+        coded = sum(w.numel() for name, w in base.items() if tensor_class(name, w) == "matrix")
+        states = take("<u4", rans_lanes(coded) if coded and own["method"] != "bitdelta" else 0)
+        for name, w in bar(base.items()):
+            if tensor_class(name, w) != "matrix":
+                array = take(delta_dtype(name, own["keep_bits"]), w.numel())
+                tensors[name], kept = torch.from_numpy(array).float().view(w.shape), kept + array.nbytes
+                continue
+            if own["method"] == "bitdelta":
+                codes = unpack_signs(torch.from_numpy(take("|u1", -(-w.numel() // 8))), w.numel())
+            else:
+                order, table = np.arange(-(most := largest_code(own["bits"])), most + 1), np.zeros(256, np.uint16)
+                table[order] = take("<u2", len(order))
+                symbols, rest = rans_decode(states, table, take("<u2", int(take("<u4", 1)[0])), w.numel())
+                require(not len(rest), f"tensor {name!r}: rANS words are left over")
+                codes = torch.from_numpy(symbols.view(np.int8))
+            scales = take(DELTA_FLOATS[own["scale_bits"]], -(-w.numel() // group_size(w.shape, own["group"])))
+            scales = torch.from_numpy(scales).float() * own["scale"]
+            tensors[name] = add_delta(w, codes, scales, own["group"])
+        require(not area.read(1) and (states == RANS_LOW).all(), "bytes are left over, or lanes end wrong")
+        bad = [name for name, w in tensors.items() if not w.isfinite().all()]
+        require(not bad, f"tensors {bad[:1]} are not finite")
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
+            zstandard.ZstdError) as error:
+        text = str(error) if isinstance(error, ArtifactError) else f"{type(error).__name__}: {error}"
+        raise ArtifactError(f"{path}: {text}") from None
+    return header, tensors, kept
+# === end: deltas ===
+
+
+# === shared: evaluation ===
+@dataclass
+class Score:
+    """A model's score on a token sequence: `loss` in nats per token, `bpb` in bits per byte, over all of them."""
+
+    nats: float
+    tokens: int
+    bytes: int
+    sources: dict[str, "Score"]  # its parts; no source without bytes
+
+    def __post_init__(self) -> None:
+        self.loss, self.bpb = self.nats / self.tokens, self.nats / math.log(2) / self.bytes
+
+    def result(self) -> dict:
+        """Its keys in result.json."""
+        parts = {"val_bpb_sources": {name: part.bpb for name, part in self.sources.items()}} if self.sources else {}
+        return {"val_loss": self.loss, "val_bpb": self.bpb, "val_nats": self.nats, "val_tokens": self.tokens,
+                "val_bytes": self.bytes, "bytes_per_token": self.bytes / self.tokens, **parts}
+
+    def __str__(self) -> str:
+        return (f"loss:{self.loss:.4f} bpb:{self.bpb:.4f} nats:{self.nats:.1f} tokens:{self.tokens} bytes:{self.bytes} "
+                f"bytes_per_token:{self.bytes / self.tokens:.4f}")
+
+
+def score_rows(tokens: np.ndarray, bos_id: int, seq_len: int, stride: int | None) -> np.ndarray:
+    """Rows (begin, first scored, end) that score each prediction once, longest first: plain windows (stride = seq_len);
+    sliding ones, each but the first scoring its last `stride` positions; or documents and the BOS after (no stride).
+    """
+    count = len(tokens) - 1
+    cuts = np.arange(seq_len, count, stride) if stride else np.flatnonzero(tokens == bos_id)
+    edges = np.unique(np.concatenate([[0], cuts, [count]]))
+    first, end = edges[:-1], edges[1:]
+    begin = np.maximum(0, end - seq_len) if stride and stride < seq_len else first
+    return np.stack([begin, first, end], axis=1)[np.argsort(begin - end, kind="stable")]
+
+
+@torch.no_grad()
+def score_tokens(model: Callable, tokens: np.ndarray, tokenizer: Tokenizer, runtime: Runtime, seq_len: int,
+                 stride: int | None, batch: int, sources: tuple[np.ndarray, list[str]] | None = None) -> Score:
+    """Score tokens[1:], each once, given what its row shows before it: tokens (N,) int64, BOS first; `batch` rows each.
+    Documents are fed in pieces of seq_len with the cache of a GPT that is not compiled (full attention keeps each key).
+    sources: (index into the names (N,), names); a prediction counts for the source of the token that it predicts.
+    """
+    source_of, names = sources or (np.broadcast_to(0, len(tokens)), [])
+    rows = score_rows(tokens, tokenizer.bos_id, seq_len, stride)[runtime.rank :: runtime.world_size]
+    groups = np.pad(rows, ((0, -len(rows) % batch), (0, 0))).reshape(-1, batch, 3)  # rows of nothing fill the last one
+    sums = torch.zeros(len(names) or 1, 3, dtype=torch.float64, device=runtime.device)  # nats, tokens, bytes
+    for group in groups:
+        begin, first, end = np.hsplit(group, 3)  # (batch, 1) each
+        longest, cache = int((end - begin).max()), {} if stride else {"cache": {}}
+        for start in range(0, longest, seq_len):
+            at = begin + start + np.arange(seq_len if stride else min(seq_len, longest - start))  # (batch, T)
+            scored, at = (first <= at) & (at < end), np.where(at < end, at, 0)  # BOS fills up what a row leaves
+            arrays = (tokens[at], np.where(scored, tokens[at + 1], -1), source_of[at + 1].astype(np.int64),
+                      token_bytes(tokenizer, tokens[at], tokens[at + 1]) * scored)
+            ids, targets, source, size = (torch.from_numpy(array).to(runtime.device) for array in arrays)
+            columns = model(ids, targets, **cache), targets >= 0, size  # (batch, T) each
+            member = source.flatten() == torch.arange(len(sums), device=runtime.device)[:, None]  # (sources, batch * T)
+            sums += member.double() @ torch.stack([column.flatten().double() for column in columns], dim=1)
+    nats, count, size = runtime.sum(sums).sum(0).tolist()
+    assert int(count) == len(tokens) - 1, f"scored {count:.0f} of {len(tokens) - 1} predictions"
+    parts = zip(names, sums.tolist(), strict=False)
+    return Score(nats, int(count), int(size), {name: Score(a, int(b), int(c), {}) for name, (a, b, c) in parts if c})
+# === end: evaluation ===
+
+
 # ----------------------------------------------------------------------------------------------------------- weights
-QUANTIZER = ("matrix_bits", "matrix_clip_sigmas", "embed_bits", "embed_clip_sigmas")
 SHAPE = ("vocab_size", "bos_id", "layers", "norms", *MODEL_SETTINGS)  # what rebuilds a network, in the exporter's order
+QUANT_SETTINGS = tuple(f"{word}_{part}" for word in ("matrix", "embed") for part in QUANTIZER)
 
 
 def progress(items: Iterable, label: str) -> Iterable:
     """`items` behind a progress bar where tqdm is installed, on a terminal."""
     return items if tqdm is None else tqdm(items, desc=label, leave=False, disable=None)
-
-
-def find_checkpoint(path: Path) -> Path:
-    """`path` if it is a checkpoint, else a run's newest whole one, damaged ones named on stderr. UserError if none."""
-    found, faults = first_whole(checkpoints(path) or [path], ("meta.json", "model.pt"))
-    if found is None:
-        raise UserError(f"{path}: no whole checkpoint; {'; '.join(faults)}")
-    sys.stderr.write("".join(f"{each}\n" for each in faults))
-    return found
 
 
 def read_checkpoint(folder: Path, average: str) -> SimpleNamespace:
@@ -1565,80 +1880,94 @@ def read_checkpoint(folder: Path, average: str) -> SimpleNamespace:
 
     try:
         meta, tensors = json.loads((folder / "meta.json").read_bytes()), load("model.pt")
-        if "header" in meta:  # of `unpack`
-            return SimpleNamespace(path=folder, tensors=tensors, scales=load("scales.pt"), run={}, **meta)
+        if "header" in meta:  # of `unpack` or `apply`
+            return SimpleNamespace(path=folder, tensors=tensors, coded=load("coded.pt"), run={}, table={}, **meta)
         shape, run = {name: meta["identity"][name] for name in SHAPE}, {**meta["settings"], "steps": meta["step"]}
+        training = load("training.pt")
         if average != "raw":  # a network's state is its parameters, in their order
-            tensors = dict(zip(tensors, load("training.pt")[average]["values"], strict=True))
+            tensors = dict(zip(tensors, training[average]["values"], strict=True))
+        table = {kind: {**own} for kind, own in training.get("table", {}).items()}
     except (LookupError, RuntimeError, TypeError, ValueError, pickle.UnpicklingError) as error:
         raise UserError(f"{folder}: no checkpoint with {average} weights: {str(error).splitlines()[0]}") from None
-    return SimpleNamespace(path=folder, tensors=tensors, scales={}, run=run, shape=shape, table={}, header={})
+    return SimpleNamespace(path=folder, tensors=tensors, coded={}, run=run, shape=shape, table=table, header={})
 
 
 def read_weights(path: str, average: str = "") -> SimpleNamespace:
     """A MODEL: path, tensors (name -> float32, on the CPU), shape (the settings that rebuild the network);
 
-    of a checkpoint `run`, its settings and steps, the weights being raw, ema or swa; of an artifact `header`, `scales`
-    (name -> float16 (R,)) and `table` (class -> bits and 0), all empty elsewhere. Without `average` it is an artifact.
-    Raises UserError; ArtifactError where an artifact is not as it was written.
+    of a checkpoint `run`, its settings and steps, and `table` (QuantTable, as training left it), the weights being raw,
+    ema or swa; of an artifact `header` and `coded` (name -> codes, scales, bits); all empty elsewhere. Without
+    `average` it is an artifact. Raises UserError; ArtifactError where an artifact is not as it was written.
     """
-    if average and Path(path).is_dir():
-        return read_checkpoint(find_checkpoint(Path(path)), average)
+    if average and Path(path).is_dir():  # a checkpoint, or a run, of which it is the newest whole one
+        found, faults = first_whole(checkpoints(Path(path)) or [Path(path)], ("meta.json", "model.pt"))
+        if found is None:
+            raise UserError(f"{path}: no whole checkpoint; {'; '.join(faults)}")
+        sys.stderr.write("".join(f"{each}\n" for each in faults))
+        return read_checkpoint(found, average)
     if not Path(path).is_file():
         raise UserError(f"{path}: no such file; a run's artifact is runs/<RUN_ID>/model.upar")
-    header, tensors = read_artifact(path)  # checks all of it; below nothing is left to check
-    data, records = Path(path).read_bytes(), [each for each in header["tensors"] if each["quantizer"] == "rows"]
-    area, rows = data[ARTIFACT_PREFIX.size + ARTIFACT_PREFIX.unpack_from(data)[2] :], [e["shape"][0] for e in records]
-    values = torch.from_numpy(unpack_array(header["sections"]["scales"], area, "<f2", sum(rows)))
-    scales = {each["name"]: own.clone() for each, own in zip(records, values.split(rows), strict=True)}
-    table = {tensor_class(each["name"], tensors[each["name"]]): (each["bits"], 0.0) for each in records}
-    return SimpleNamespace(path=Path(path), tensors=tensors, scales=scales, run={}, shape=header["settings"],
-                           table=table, header=header)
+    header, tensors, coded = read_artifact(path)
+    return SimpleNamespace(path=Path(path), tensors=tensors, coded=coded, run={}, shape=header["settings"], table={},
+                           header=header)
 
 
-def codes_of(w: Tensor, scales: Tensor) -> Tensor:
-    """The codes int8 (R, C) of weights (R, ...) that are code * scale exactly, given the scales float16 (R,)."""
-    step = scales.float().unsqueeze(1)
-    return (w.reshape(len(scales), -1) / torch.where(step > 0, step, 1.0)).round().to(torch.int8)
+def write_folder(out: Path, source: SimpleNamespace) -> None:
+    """A MODEL as a folder: float32 weights, the codes that they are if any, what rebuilds the network, SHA-256 sums."""
+    header = {name: source.header[name] for name in ("tokenizer_sha256", "meta")}
+    out.mkdir()
+    torch.save({name: w.clone() for name, w in source.tensors.items()}, out / "model.pt")
+    torch.save(source.coded, out / "coded.pt")
+    replace_file(out / "meta.json", json.dumps(dict(shape=source.shape, header=header)).encode())
+    sums = [f"{sha256_file(path)}  {path.name}\n" for path in sorted(out.iterdir())]
+    replace_file(out / "SHA256SUMS", "".join(sums).encode())  # the last: without it the folder is none
 
 
-def write(source: SimpleNamespace, out: Path) -> dict[str, int]:
-    """Write the artifact of a model: as train_gpt.py's exporter does on the same kind of hardware, byte for byte.
+def read_header(source: SimpleNamespace, tokenizer_path: str) -> dict:
+    """tokenizer_sha256 and meta for an artifact; of a checkpoint by its tokenizer, which lies beside. UserError."""
+    if source.header:
+        return source.header
+    beside = [path for name in ("tokenizer.model", "*.tiktoken") for path in source.path.parent.glob(name)]
+    tokenizer = load_tokenizer(tokenizer_path or (beside or ["bytes"])[0])  # bytes: a run leaves no file
+    if (tokenizer.vocab_size, tokenizer.bos_id) != (source.shape["vocab_size"], source.shape["bos_id"]):
+        raise UserError(f"TOKENIZER_PATH={tokenizer_path!r}: {tokenizer.file} has {tokenizer.vocab_size} "
+                        f"tokens; must be the tokenizer of {source.path}, with {source.shape['vocab_size']}")
+    return {"tokenizer_sha256": tokenizer.sha256, "meta": {"seed": source.run["seed"], "tokenizer": tokenizer.file}}
 
-    Settings of the quantizer not in CONFIG or environment are the checkpoint's. Returns bytes by class. UserError.
-    """
-    global quantize_rows
-    table, header = source.table, source.header
 
+def own_settings(source: SimpleNamespace) -> Settings:
+    """The settings; quantizer and data are the checkpoint's unless given. UserError: given for what has codes."""
     def stored(given: dict[str, str]) -> tuple[dict, dict]:
-        if header and (named := [name.upper() for name in QUANTIZER if name.upper() in given]):
+        if source.coded and (named := [name.upper() for name in QUANT_SETTINGS if name.upper() in given]):
             raise UserError(f"{named[0]}: the weights of {source.path} are quantized already; give their checkpoint")
-        return {name: source.run[name] for name in QUANTIZER if name in source.run}, {}
+        return {name: source.run[name] for name in (*QUANT_SETTINGS, "data_path") if name in source.run}, {}
 
-    settings = load_settings(Settings, dict(os.environ), stored=stored)
-    if not header:
-        table = {"matrix": (settings.matrix_bits, settings.matrix_clip_sigmas),
-                 "embedding": (settings.embed_bits, settings.embed_clip_sigmas)}
-        beside = [path for name in ("tokenizer.model", "*.tiktoken") for path in source.path.parent.glob(name)]
-        tokenizer = load_tokenizer(settings.tokenizer_path or (beside or ["bytes"])[0])  # bytes: a run leaves no file
-        if (tokenizer.vocab_size, tokenizer.bos_id) != (source.shape["vocab_size"], source.shape["bos_id"]):
-            raise UserError(f"TOKENIZER_PATH={settings.tokenizer_path!r}: {tokenizer.file} has {tokenizer.vocab_size} "
-                            f"tokens; must be the tokenizer of {source.path}, with {source.shape['vocab_size']}")
-        meta = {"steps": source.run["steps"], "seed": source.run["seed"], "tokenizer": tokenizer.file}
-        header = {"tokenizer_sha256": tokenizer.sha256, "meta": meta}
-    fenced, scales, device = quantize_rows, iter(source.scales.values()), start_runtime(settings.device).device
+    return load_settings(Settings, dict(os.environ), stored=stored)
 
-    def again(w: Tensor, bits: int, clip_sigmas: float) -> tuple[Tensor, Tensor]:
-        return codes_of(w, own := next(scales).to(device)), own
 
-    quantize_rows = again if source.scales else fenced  # write_artifact's, so that codes come out as they came in
+def code_weights(source: SimpleNamespace, settings: Settings) -> dict[str, tuple]:
+    """`coded` of a model: what it has, or its weights to the nearest code. A class whose settings are the checkpoint's
+    has its steps too, as they were widened when quantization-aware training began.
+    """
+    if source.coded:
+        return source.coded
+    table, device = quant_table(settings), start_runtime(settings.device).device
+    for kind, own in table.items():
+        if {**own, "widen": 0} == {**source.table.get(kind, {}), "widen": 0}:
+            own["widen"] = source.table[kind]["widen"]
+    coded = {}
+    for name, w in progress(source.tensors.items(), "quantize"):
+        coded |= quantize_all({name: w.to(device)}, table, {})
+    return {name: (codes.cpu(), scales.cpu(), bits) for name, (codes, scales, bits) in coded.items()}
+
+
+def pack_model(source: SimpleNamespace, settings: Settings, coded: dict[str, tuple]) -> tuple[bytes, dict[str, int]]:
+    """See pack_artifact. Raises UserError."""
+    header = read_header(source, settings.tokenizer_path)
     try:
-        return write_artifact(out, {name: w.to(device) for name, w in source.tensors.items()}, table, source.shape,
-                              header["tokenizer_sha256"], header["meta"])["bytes"]
+        return pack_artifact(source.tensors, coded, source.shape, header["tokenizer_sha256"], header["meta"])
     except ValueError as error:
         raise UserError(f"{source.path}: {error}") from None
-    finally:
-        quantize_rows = fenced
 
 
 def rebuild(source: SimpleNamespace) -> GPT:
@@ -1654,6 +1983,74 @@ def rebuild(source: SimpleNamespace) -> GPT:
     return network
 
 
+def read_data(tuned: SimpleNamespace, settings: Settings) -> SimpleNamespace:
+    """What open_data reads, for a model, and `options` for Batches. UserError: no DATA_PATH, another tokenizer."""
+    if not settings.data_path:
+        raise UserError("DATA_PATH='': distillation and --score read shards; DISTILL_STEPS=0 is without distillation")
+    length = tuned.shape["train_seq_len"]
+    options = SimpleNamespace(
+        data_path=settings.data_path, tokenizer_path=settings.tokenizer_path, vocab_size=tuned.shape["vocab_size"],
+        holdout_tokens=length, train_seq_len=length, seed=settings.seed, micro_batch_tokens=0,
+        train_batch_tokens=settings.distill_batch_tokens or 4 * length)
+    data = open_data(options)
+    if data.tokenizer.sha256 != read_header(tuned, settings.tokenizer_path)["tokenizer_sha256"]:
+        raise UserError(f"DATA_PATH={settings.data_path!r}: has another tokenizer than {tuned.path}")
+    data.options = options
+    return data
+
+
+def distill(base: SimpleNamespace, tuned: SimpleNamespace, settings: Settings) -> dict[str, Tensor]:
+    """Scales by which the logits of base + delta come near to the tuned model's, in mean squares (arXiv 2402.10193).
+
+    Those that the quantizer gives, if the logits of the first batch are not nearer in the end.
+    """
+    data, runtime, group = read_data(tuned, settings), start_runtime(settings.device), settings.delta_group
+    device, batches, fixed, codes, scales = runtime.device, Batches(data, data.options, runtime), {}, {}, {}
+    teacher = rebuild(tuned).to(device)
+    for name, w in tuned.tensors.items():
+        if tensor_class(name, w) == "matrix":
+            signs, own = BitDeltaQuantizer(group).quantize(w, base.tensors[name])
+            codes[name], scales[name] = unpack_signs(signs, w.numel()).to(device), own.to(device).requires_grad_()
+            fixed[name] = base.tensors[name].float().to(device)
+        else:
+            stored = w.numpy().astype(delta_dtype(name, settings.delta_keep_bits)).astype("f4")
+            fixed[name] = torch.from_numpy(stored).to(device)
+    usual = {name: own.detach().clone() for name, own in scales.items()}
+    optimizer = torch.optim.AdamW(scales.values(), lr=settings.distill_lr, weight_decay=0.0)
+
+    def losses(step: int) -> Iterator[Tensor]:  # a batch's mean, in parts
+        for ids, _ in batches.micro_batches(step):
+            weights = {name: add_delta(fixed[name], own, scales[name], group) for name, own in codes.items()}
+            with torch.no_grad():
+                right = teacher(ids)
+            found = torch.func.functional_call(teacher, {**fixed, **weights}, (ids,))
+            yield (found - right).square().mean() * (len(ids) / batches.rows)
+
+    def first_loss() -> float:
+        with torch.no_grad():
+            return sum(part.item() for part in losses(0))
+
+    begin = first_loss()
+    for step in progress(range(settings.distill_steps), "distill"):
+        cosine = (1 + math.cos(math.pi * step / settings.distill_steps)) / 2
+        optimizer.param_groups[0]["lr"] = settings.distill_lr * cosine
+        optimizer.zero_grad()
+        for part in losses(step):
+            part.backward()
+        optimizer.step()
+    end = first_loss()
+    print(f"distillation: {settings.distill_steps} steps, mean squared error of logits on the first batch {begin:.6g} "
+          f"before, {end:.6g} after" + ("" if end < begin else "; scales stay as they were, another DISTILL_LR?"))
+    return {name: own.detach().cpu() for name, own in (scales if end < begin else usual).items()}
+
+
+def read_tuned(path: str, base: SimpleNamespace) -> SimpleNamespace:
+    """The MODEL that a delta file makes of its base; `kept`: bytes of the file for tensors that it holds whole."""
+    header, tensors, kept = read_delta(path, base.tensors, functools.partial(progress, label="delta"))
+    return SimpleNamespace(path=Path(path), tensors=tensors, coded={}, run={}, table={}, header=header, kept=kept,
+                           shape=header["settings"]["shape"])
+
+
 # ---------------------------------------------------------------------------------------------------------- commands
 def show(rows: list[list]) -> None:
     """Print rows as a table; floats with five digits, NaN as a dash."""
@@ -1663,17 +2060,24 @@ def show(rows: list[list]) -> None:
         print("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip())
 
 
-def distances(a: SimpleNamespace, b: SimpleNamespace) -> list[list]:
-    """Rows of a table, by tensor class and of all: how far b's weights are from a's. ArtifactError if shapes differ.
-
-    ||b - a|| / ||a||, mean (b - a)^2, max |b - a|, a.b / (||a|| ||b||), 10 log10(||a||^2 / ||b - a||^2), in float64.
-    """
+def match_tensors(a: SimpleNamespace, b: SimpleNamespace) -> None:
+    """Raise ArtifactError, which names the first tensor that one has and the other has not, or in another shape."""
     for name in [*a.tensors, *b.tensors]:
         one, two = (list(each.tensors[name].shape) if name in each.tensors else "missing" for each in (a, b))
         require(one == two, f"tensor {name!r}: {one} in {a.path}, {two} in {b.path}")
+
+
+def distances(a: SimpleNamespace, b: SimpleNamespace, base: SimpleNamespace | None = None) -> list[list]:
+    """Rows of a table, by tensor class and of all: how far b's weights are from a's, or what both add to a base's.
+
+    ||b - a|| / ||a||, mean (b - a)^2, max |b - a|, a.b / (||a|| ||b||), 10 log10(||a||^2 / ||b - a||^2), in float64.
+    ArtifactError where shapes differ.
+    """
+    match_tensors(a, b)
     sums = {key: np.zeros(6) for key in ("matrix", "embedding", "control", "all")}
     for name, w in progress(a.tensors.items(), "distances"):
-        x, y = (each.double().flatten().numpy() for each in (w, b.tensors[name]))
+        zero = base.tensors[name].double() if base else 0.0
+        x, y = ((each.double() - zero).flatten().numpy() for each in (w, b.tensors[name]))
         error, most = y - x, np.abs(y - x).max(initial=0)
         for total in (sums[tensor_class(name, w)], sums["all"]):
             total[:] = [*total[:5] + [w.numel(), error @ error, x @ x, y @ y, x @ y], max(total[5], most)]
@@ -1685,66 +2089,118 @@ def distances(a: SimpleNamespace, b: SimpleNamespace) -> list[list]:
     return rows
 
 
+def judge_codes(source: SimpleNamespace, model: SimpleNamespace, settings: Settings) -> dict[str, list[float]]:
+    """Class -> [steps of an artifact over those of the settings, share of codes that are the nearest to the model's
+    weights, error over that of the nearest]. ArtifactError, naming a tensor, where it cannot be of these weights.
+
+    The exporter widens all steps of a class by one factor, so that they say whose they are. GPTQ trades error in
+    weights for error in outputs: up to 2.8 times that of the nearest codes was measured.
+    """
+    table, found, judged = quant_table(settings), collections.defaultdict(list), {}
+    for name, w in progress(model.tensors.items(), "verify"):
+        what, kind, stored = f"{source.path}: tensor {name!r}", tensor_class(name, w), source.tensors[name]
+        require((kind in table) == (name in source.coded), f"{what}: its coding is not that of class {kind}")
+        if kind not in table:
+            dtype = torch.float32 if name.endswith(FLOAT32_CONTROLS) else torch.float16
+            require(torch.equal(w.to(dtype).float(), stored), f"{what}: is not that of {model.path} as {dtype}")
+            continue
+        (codes, scales, bits), own = source.coded[name], table[kind]
+        usual, steps = quantize(w, **own)[1].float(), scales.float()[:, None]
+        require((bits, len(scales)) == (own["bits"], len(usual)), f"{what}: {bits} bits, {len(scales)} steps; by the "
+                f"settings of {model.path} {own['bits']} bits, {len(usual)} steps")
+        nearest = round_to(w.flatten(1), steps, bits)
+        error, least = ((w.flatten(1) - each * steps).double().norm().item() for each in (codes, nearest))
+        require(error <= 10 * least + 1e-12, f"{what}: {error / max(least, 1e-12):.3g} times the error of the nearest "
+                f"codes to the weights of {model.path}")
+        ratios = (scales.float() / usual)[usual > 2**-13].tolist()  # below, float16 is coarse
+        found[kind].append((w.numel(), (nearest == codes).sum().item(), error**2, least**2, ratios, what))
+    for kind, rows in found.items():
+        count, same, error, least, ratios = (sum(column, start) for column, start in zip(
+            list(zip(*rows, strict=True))[:5], (0, 0, 0.0, 0.0, []), strict=True))
+        middle, own = float(np.median(ratios or [math.nan])), table[kind]
+        spread = math.inf if own["clip_sigmas"] < 0 else 1.004 * 2 ** (own["step"] == "grid" and 1 / 16)  # by rounding
+        for *_, ratios, what in rows:
+            wrong = max([middle, *ratios]) / min([middle, *ratios])
+            require(not wrong > spread, f"{what}: its steps are not those of {model.path}, by a factor of {wrong:.4g} "
+                    "when the class's are equal")
+        judged[kind] = [middle, same / count, math.sqrt(error / least) if least else 1.0]
+    return judged
+
+
 def info(args: argparse.Namespace) -> None:
-    """What an artifact's bytes are spent on; entropy: of the codes, order 0, by tensor, in bits a weight."""
+    """What an artifact's bytes are spent on; entropy: of the codes, order 0, by tensor, in bits a weight.
+
+    With --checkpoint, error: ||artifact - checkpoint|| / ||checkpoint||.
+    """
     source, tensors, parts = read_weights(args.artifact), {}, collections.defaultdict(collections.Counter)
+    model = read_weights(args.checkpoint, args.weights) if args.checkpoint else None
+    if model:
+        match_tensors(model, source)
     for record in progress(source.header["tensors"], "info"):
         name, w = record["name"], source.tensors[record["name"]]
         tensors[name] = sums = collections.Counter(tensors=1, weights=w.numel(), bytes=record["length"])
-        if name in source.scales:
-            counts = np.unique(codes_of(w, source.scales[name]).numpy(), return_counts=True)[1]
-            sums["entropy"] = float((counts * np.log2(w.numel() / counts)).sum())
-        sums[f"{record['bits']}-bit {record['coder']}"] = 1
+        if name in source.coded:
+            counts = np.bincount(source.coded[name][0].numpy().view(np.uint8).reshape(-1), minlength=256)
+            sums["entropy"] = 8 * entropy_bytes(counts, counts)
+        if model:
+            own = model.tensors[name].double()
+            sums.update(error=(w.double() - own).square().sum().item(), power=own.square().sum().item())
+        sums[f"{record['bits']}-bit {' '.join(filter(None, (record['coder'], record.get('contexts'))))}"] = 1
         parts[tensor_class(name, w)].update(sums)
     for name, record in source.header["sections"].items():
         parts[f"({name})"].update({"bytes": record["length"], record["coder"]: 1})
     size, weights = source.path.stat().st_size, sum(w.numel() for w in source.tensors.values())
-    parts["(header)"] = collections.Counter(bytes=size - sum(sums["bytes"] for sums in parts.values()))
-    parts["total"] = collections.Counter(tensors=len(tensors), weights=weights, bytes=size)
-    rows = [["class", "tensors", "weights", "bytes", "bits/weight", "entropy", "coders"]]
+    _, _, length = ARTIFACT_PREFIX.unpack_from(source.path.read_bytes())
+    parts["(header)"] = collections.Counter(bytes=ARTIFACT_PREFIX.size + length + 32)
+    # Lane states carry the first bytes of what follows the words, which stand nowhere else.
+    parts["(states)"]["bytes"] += size - sum(sums["bytes"] for sums in parts.values())
+    sums = {part: sum(own[part] for own in tensors.values()) for part in ("error", "power")}
+    parts["total"] = collections.Counter(tensors=len(tensors), weights=weights, bytes=size, **sums)
+    rows = [["class", "tensors", "weights", "bytes", "bits/weight", "entropy", "error", "coders"]]
     for name, sums in [*(tensors.items() if args.tensors else ()), *parts.items()]:
-        coders = [f"{key}:{count}" for key, count in sums.items() if key.endswith(("rans", "zstd", "stored"))]
-        weights = sums["weights"] or math.nan
+        coders = [f"{key}:{count}" for key, count in sums.items() if re.search("rans|zstd|stored|constant", key)]
+        weights, power = sums["weights"] or math.nan, sums["power"] or math.nan
         rows.append([name, sums["tensors"], sums["weights"], sums["bytes"], 8 * sums["bytes"] / weights,
-                     sums.get("entropy", math.nan) / weights, " ".join(coders)])
+                     sums.get("entropy", math.nan) / weights, math.sqrt(sums["error"] / power), ", ".join(coders)])
     print(f"{source.path}: settings {source.shape} meta {source.header['meta']}")
     show(rows)
 
 
 def unpack(args: argparse.Namespace) -> None:
-    """An artifact's weights in a folder, model.pt in float32 and their scales, of which `pack` makes the same file."""
+    """An artifact's weights in a folder, in float32 and as codes, of which `pack` makes the same file."""
     source, out = read_weights(args.artifact), Path(args.out)
-    header = {name: source.header[name] for name in ("tokenizer_sha256", "meta")}
-    out.mkdir()
-    torch.save(source.tensors, out / "model.pt")
-    torch.save(source.scales, out / "scales.pt")
-    replace_file(out / "meta.json", json.dumps(dict(shape=source.shape, table=source.table, header=header)).encode())
-    sums = [f"{sha256_file(path)}  {path.name}\n" for path in sorted(out.iterdir())]
-    replace_file(out / "SHA256SUMS", "".join(sums).encode())  # the last: without it the folder is none
+    write_folder(out, source)
     print(f"{out}: {len(source.tensors)} tensors")
 
 
 def pack(args: argparse.Namespace) -> None:
-    """A checkpoint's artifact, as train_gpt.py writes it."""
-    sizes = write(read_weights(args.model, args.weights), Path(args.out))
-    print(f"{args.out}: {sum(sizes.values())} bytes; " + " ".join(f"{name}:{size}" for name, size in sizes.items()))
+    """A checkpoint's artifact, every weight at the nearest code."""
+    source = read_weights(args.model, args.weights)
+    settings = own_settings(source)
+    data, sizes = pack_model(source, settings, code_weights(source, settings))
+    replace_file(args.out, data)
+    print(f"{args.out}: {len(data)} bytes; " + " ".join(f"{name}:{size}" for name, size in sizes.items()))
 
 
 def verify(args: argparse.Namespace) -> None:
-    """Is an artifact whole, and is it what `pack` makes of a checkpoint? Exit code 1 where it is not."""
+    """Is an artifact whole, and is it of a checkpoint? Exit code 1 where it is not."""
     source = read_weights(args.artifact)
     rebuild(source)
     if args.checkpoint:
         model = read_weights(args.checkpoint, args.weights)
-        rows, of = distances(model, source), f"what `pack` makes of the {args.weights} weights of {model.path}"
-        with tempfile.TemporaryDirectory() as folder:
-            write(model, Path(folder) / "model.upar")
-            packed = read_weights(f"{folder}/model.upar")
-        wrong = [name for name, w in packed.tensors.items() if not torch.equal(w, source.tensors[name])]
-        wrong += [name for name in ("settings", "tokenizer_sha256") if packed.header[name] != source.header[name]]
-        require(not wrong, f"{source.path}: {len(wrong)} parts, {wrong[:1]} the first, are not {of}")
-        show(rows)
-        print(f"{source.path}: {of}")
+        rows, settings = distances(model, source), own_settings(model)
+        require(model.shape == source.shape, f"{source.path}: its settings are not those of {model.path}")
+        tokenizer = read_header(model, settings.tokenizer_path)["tokenizer_sha256"]
+        require(tokenizer == source.header["tokenizer_sha256"], f"{source.path}: its tokenizer is not {model.path}'s")
+        judged = {} if model.coded else judge_codes(source, model, settings)
+        wrong = [name for name, w in model.tensors.items() if model.coded and not torch.equal(w, source.tensors[name])]
+        require(not wrong, f"{source.path}: tensor {wrong[:1]} is not that of {model.path}")
+        rows[0] += ["steps", "nearest", "over_nearest"]
+        show([rows[0], *(row + judged.get(row[0], [math.nan] * 3) for row in rows[1:])])
+        packed = pack_model(model, settings, code_weights(model, settings))[0]
+        what = f"what `pack` makes of the {args.weights} weights of {model.path}, byte for byte"
+        other = f"of the {args.weights} weights of {model.path}, by GPTQ or with steps fitted at the end of training"
+        print(f"{source.path}: {what if packed == source.path.read_bytes() else other}")
     print(f"{source.path}: whole, {len(source.tensors)} tensors, SHA-256 {sha256_file(source.path)}")
 
 
@@ -1753,9 +2209,83 @@ def compare(args: argparse.Namespace) -> None:
     show(distances(read_weights(args.a, args.weights), read_weights(args.b, args.weights)))
 
 
+def report_delta(path: str, base: SimpleNamespace, tuned: SimpleNamespace, variants: dict[str, int]) -> SimpleNamespace:
+    """Print what a delta's file takes, against files of the same weights, and what it loses; the model read from it."""
+    model, every = read_tuned(path, base), sum(w.numel() for w in base.tensors.values())
+    coded = sum(w.numel() for name, w in base.tensors.items() if tensor_class(name, w) == "matrix")
+    rows = [["file", "bytes", "x_fp32", "x_bf16", "of_matrices", "their_x_fp32", "their_x_bf16"],
+            *([f"weights in {name}", width * every, 4 / width, 2 / width, width * coded, 4 / width, 2 / width]
+              for name, width in (("fp32", 4), ("bf16", 2)))]
+    for name, size in {path: Path(path).stat().st_size, **variants}.items():
+        pairs = (size, every), (size - model.kept, coded)  # without what is held whole, and all of the matrices
+        rows.append([name, *(each for own, count in pairs for each in (own, 4 * count / own, 2 * count / own))])
+    show(rows)
+    print("\nof what the tuned model's weights are beyond the base's:")
+    show(distances(tuned, model, base))
+    return model
+
+
+def make_delta(args: argparse.Namespace, method: str) -> None:
+    """Write the delta of two models by settings of the environment, and report on it."""
+    base, tuned = read_weights(args.base, args.weights), read_weights(args.tuned, args.weights)
+    settings, most = own_settings(tuned), 0.0
+    group, bits, scale_bits = settings.delta_group, 1, settings.delta_scale_bits
+    if method == "deltaquant":
+        group, bits, scale_bits = {"row": -1, "tensor": 0, "group": group}[settings.delta_step], settings.delta_bits, 16
+    for name in ("delta_scale_bits", "delta_keep_bits"):
+        if getattr(settings, name) not in DELTA_FLOATS:
+            raise UserError(f"{name.upper()}={getattr(settings, name)}: must be 16 or 32")
+    match_tensors(base, tuned)
+    for name, w in progress(base.tensors.items(), "compare"):
+        for model, own in ((base, w), (tuned, tuned.tensors[name])):
+            require(bool(own.isfinite().all()), f"{model.path}: tensor {name!r}: its weights are not finite")
+        if tensor_class(name, w) == "matrix":
+            most = max(most, (tuned.tensors[name].double() - w.double()).abs().max().item())
+    header = {key: read_header(tuned, settings.tokenizer_path)[key] for key in ("tokenizer_sha256", "meta")}
+    header["settings"] = dict(
+        method=method, base=hash_weights(base.tensors), bits=bits, group=group, scale_bits=scale_bits,
+        keep_bits=settings.delta_keep_bits, scale=2.0 ** math.frexp(most)[1], shape=tuned.shape)
+    scales = distill(base, tuned, settings) if method == "bitdelta" and settings.distill_steps and most else {}
+
+    def packed(**changes: int) -> bytes:
+        own = {**header, "settings": {**header["settings"], **changes}}
+        return pack_delta(base.tensors, tuned.tensors, own, {} if changes else scales,
+                          functools.partial(progress, label=method))
+
+    replace_file(args.out, packed())
+    variants = {"16-bit scales": dict(scale_bits=16), "a 32-bit scale a matrix": dict(scale_bits=32, group=0)}
+    sizes = {f"with {name}": len(packed(**own)) for name, own in variants.items() if method == "bitdelta"}
+    model = report_delta(args.out, base, tuned, sizes)
+    if args.score:
+        data, runtime = read_data(tuned, settings), start_runtime(settings.device)
+        length = tuned.shape["train_seq_len"]
+        before, best, own = (
+            score_tokens(rebuild(each).to(runtime.device), data.val, data.tokenizer, runtime, length, length,
+                         max(1, 4096 // length)).bpb for each in progress((base, tuned, model), "score"))
+        share = f"{(before - own) / (before - best):.2%} of the gain" if best < before else "there is no gain"
+        print(f"\nbits per byte of validation: base {before:.4f}, tuned {best:.4f}, base + delta {own:.4f}, {share}")
+
+
+def bitdelta(args: argparse.Namespace) -> None:
+    """What makes BASE into TUNED, one bit a weight of the matrices."""
+    make_delta(args, "bitdelta")
+
+
+def deltaquant(args: argparse.Namespace) -> None:
+    """What makes BASE into TUNED, 1 to 8 bits a weight of the matrices, entropy coded."""
+    make_delta(args, "deltaquant")
+
+
+def apply(args: argparse.Namespace) -> None:
+    """The tuned model that a delta makes of BASE: a folder as `unpack` writes it, in float32."""
+    model = read_tuned(args.delta, read_weights(args.base, args.weights))
+    write_folder(Path(args.out), model)
+    print(f"{args.out}: {len(model.tensors)} tensors")
+
+
 # What LlamaForCausalLM of transformers is, and its names of a layer's tensors in the order of `export`.
 LLAMA = dict(mlp="swiglu", positions="rope", rope_dims=0, qk_norm=False, residual_mix=False, unet_skips=False,
-             smear_gate=False, bigram_vocab_size=0, logit_softcap=0.0)
+             bigram_vocab_size=0, logit_softcap=0.0)
 LLAMA_LAYER = ("self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj mlp.gate_proj mlp.up_proj "
                "mlp.down_proj input_layernorm post_attention_layernorm").split()
 
@@ -1792,10 +2322,14 @@ def export(args: argparse.Namespace) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------- main
-COMMANDS = {info: "artifact --tensors", unpack: "artifact out", pack: "model out --weights", compare: "a b --weights",
-            verify: "artifact checkpoint --weights", export: "model out --weights"}
+COMMANDS = {info: "artifact --tensors --checkpoint --weights", unpack: "artifact out", pack: "model out --weights",
+            verify: "artifact checkpoint --weights", compare: "a b --weights", export: "model out --weights",
+            bitdelta: "base tuned out --weights --score", deltaquant: "base tuned out --weights --score",
+            apply: "base delta out --weights"}
 WORDS = {"--tensors": dict(action="store_true", help="a line for each tensor too"), "checkpoint": dict(nargs="?"),
-         "--weights": dict(choices=("raw", "ema", "swa"), default="raw", help="which weights of a checkpoint")}
+         "--weights": dict(choices=("raw", "ema", "swa"), default="raw", help="which weights of a checkpoint"),
+         "--score": dict(action="store_true", help="bits per byte on DATA_PATH's validation"),
+         "--checkpoint": dict(help="of the same weights, for the error")}
 
 
 class Parser(argparse.ArgumentParser):

@@ -11,7 +11,6 @@ import base64
 import bisect
 import collections
 import contextlib
-import datetime
 import difflib
 import hashlib
 import io
@@ -61,36 +60,29 @@ class UserError(Exception):
     """A mistake of the user's: printed as one line, exit code 2."""
 
 
-# Read by another script of ours, Parameter Golf or nanoGPT: set for one that would ignore them they are errors.
+# What another script of ours, Parameter Golf or nanoGPT reads (regular expressions): an error for one that does not.
 FOREIGN_NAMES = tuple("""
-    ACTIVATION_CHECKPOINTING ADAM_EPS ADAM_WD ALWAYS_SAVE_CHECKPOINT ARCH_MODE ARTIFACT ARTIFACT_BYTES_MAX
-    ATTN_CLIP_SIGMAS ATTN_WINDOW BACKEND BATCH_SIZE BETA1 BETA2 BIAS BIGRAM_DIM BIGRAM_VOCAB_SIZE BIO_EVENTS
-    BIO_THRESHOLD BLOCK_SIZE CAUTIOUS_WD COMPILE COMPILE_MODE COMPRESSOR DATASET DATA_DIR DATA_PATH DECAY_LR
-    DETERMINISTIC DEVICE DROPOUT DTYPE EMA EMA_DECAY EMA_ENABLED EMA_MEMORY_FRAC EMA_START_FRAC EMBED_BITS
-    EMBED_CLIP_SIGMAS EMBED_LR EMBED_WD ENABLE_LOOPING_AT EVAL_INTERVAL EVAL_ITERS EVAL_ONLY EVAL_SEQ_LEN EVAL_STATEFUL
-    EVAL_STRIDE GATED_ATTN_ENABLED GDN_NEG_EIGVAL GPTQ_CALIBRATION_BATCHES GPTQ_RESERVE_SECONDS
-    GRADIENT_ACCUMULATION_STEPS GRAD_ACCUM_STEPS GRAD_CLIP GRAD_CLIP_NORM HANG_SECONDS HEAD_LR HOLDOUT_TOKENS INIT_FROM
-    ITERATIONS KEEP LATE_QAT LATE_QAT_THRESHOLD LAYER_PATTERN LEARNING_RATE LN_SCALE LOGIT_SOFTCAP LOG_INTERVAL LOOP_END
-    LOOP_START LR_DECAY_ITERS LR_FLOOR LR_SCHEDULE MATRIX_BITS MATRIX_CLIP_SIGMAS MATRIX_LR MAX_ITERS MAX_NEW_TOKENS
-    MAX_WALLCLOCK_SECONDS MICRO_BATCH_TOKENS MIN_LR MLP MLP_CLIP_SIGMAS MLP_MULT MODEL_DIM MTP_NUM_HEADS
-    MUON_BACKEND_STEPS MUON_BETA2 MUON_COEFFICIENTS MUON_MOMENTUM MUON_MOMENTUM_WARMUP_FRAC MUON_MOMENTUM_WARMUP_START
-    MUON_MOMENTUM_WARMUP_STEPS MUON_ROW_NORMALIZE MUON_WD MUON_WEIGHT_DECAY NORM NUM_HEADS NUM_KV_HEADS NUM_LAYERS
-    NUM_LOOPS NUM_SAMPLES N_EMBD N_HEAD N_LAYER OPTIMIZER OUT_DIR PARALLEL_RESIDUAL POSITIONS PROFILE PROMPT QAT
-    QAT_ENABLED QAT_START_FRAC QK_GAIN_INIT QK_NORM REPLAY RESERVE_SECONDS RESIDUAL_MIX RESUME ROPE_BASE ROPE_DIMS
-    RUN_ID SAVE_EVERY SCALAR_LR SEED SLIDING_WINDOW_ENABLED SMEAR_GATE SMEAR_GATE_ENABLED SPIKE_NATS SPIKE_POLICY SWA
-    SWA_ENABLED SWA_EVERY SWA_START_FRAC TEMPERATURE TIED_EMBED_INIT_STD TIED_EMBED_LR TIE_EMBEDDINGS TOKENIZER_PATH
-    TOP_K TRAIN_BATCH_TOKENS TRAIN_LOG_EVERY TRAIN_SEQ_LEN TTT_ENABLED TTT_LR UNET_SKIPS VAL_BATCH_SIZE VAL_BATCH_TOKENS
-    VAL_LOSS_EVERY VE_ENABLED VOCAB_SIZE WARMDOWN_FRAC WARMDOWN_ITERS WARMUP_FRAC WARMUP_ITERS WARMUP_STEPS WEIGHT_DECAY
-    XSA_LAST_N
+    ACTIVATION_CHECKPOINTING ADAM_.* ALWAYS_SAVE_CHECKPOINT ARCH_MODE ARTIFACT ARTIFACT_BYTES_MAX ATTN_.* BACKEND
+    BATCH_SIZE BETA1 BETA2 BIAS BIGRAM_.* BIO_.* BLOCK_SIZE CAUTIOUS_WD COMPILE COMPILE_MODE COMPRESSOR DATASET DATA_DIR
+    DATA_PATH DECAY_LR DELTA_.* DETERMINISTIC DEVICE DISTILL_.* DROPOUT DTYPE EMA EMA_.* EMBED_.* ENABLE_LOOPING_AT
+    EVAL_.* GATED_ATTN_ENABLED GDN_NEG_EIGVAL GPTQ_.* GRADIENT_ACCUMULATION_STEPS GRAD_.* HANG_SECONDS HEAD_LR
+    HOLDOUT_TOKENS INIT_FROM ITERATIONS KEEP LATE_QAT LATE_QAT_.* LAYER_PATTERN LEARNING_RATE LN_SCALE LOGIT_SOFTCAP
+    LOG_INTERVAL LOOP_.* LR_.* MATRIX_.* MAX_ITERS MAX_NEW_TOKENS MAX_WALLCLOCK_SECONDS MICRO_BATCH_TOKENS MIN_LR MLP
+    MLP_.* MODEL_DIM MTP_NUM_HEADS MUON_.* NORM NUM_HEADS NUM_KV_HEADS NUM_LAYERS NUM_LOOPS NUM_SAMPLES N_EMBD N_HEAD
+    N_LAYER OPTIMIZER OUT_DIR PARALLEL_RESIDUAL POSITIONS PROFILE PROMPT QAT QAT_.* QK_.* REPLAY RESERVE_SECONDS
+    RESIDUAL_MIX RESUME ROPE_.* RUN_ID SAVE_EVERY SCALAR_LR SEED SLIDING_WINDOW_ENABLED SMEAR_.* SPIKE_.* SWA SWA_.*
+    TEMPERATURE TIED_.* TIE_EMBEDDINGS TOKENIZER_PATH TOP_K TRAIN_.* TTT_.* UNET_SKIPS VAL_.* VE_ENABLED VOCAB_SIZE
+    WARMDOWN_.* WARMUP_.* WEIGHT_DECAY XSA_LAST_N
 """.split())
 
 # (regular expression of field names, smallest, largest), the first match counts; where none matches: >= 0.
 RANGES = (
     ("ema_memory_frac", 1e-6, 1.0), (".*_frac|lr_floor|bio_threshold", 0.0, 1.0), ("adam_eps", 1e-20, 1.0),
     ("beta.|muon_momentum|muon_momentum_warmup_start", 0.0, 0.9999), ("tied_embed_init_std", 1e-6, 10.0),
-    ("muon_backend_steps", 1, 20), (".*_bits", 2, 8), ("model_dim", 16, 65536), ("num_layers", 0, 512),
-    ("num_heads|num_kv_heads", 1, 1024), ("mlp_mult", 0.25, 16.0), ("rope_base", 1.0, 1e9),
-    ("bigram_dim|num_samples", 1, 1 << 16), ("bigram_vocab_size", 0, 1 << 24), ("vocab_size", 0, 1 << 20),
+    ("muon_backend_steps", 1, 20), ("delta_bits", 1, 8), ("delta_group", -1, 1 << 20), ("delta_.*_bits", 16, 32),
+    (".*_bits", 2, 8), ("model_dim", 16, 65536), ("num_layers", 0, 512), ("num_heads|num_kv_heads", 1, 1024),
+    ("mlp_mult", 0.25, 16.0), ("rope_base", 1.0, 1e9), ("bigram_dim|num_samples", 1, 1 << 16),
+    ("bigram_vocab_size", 0, 1 << 24), ("vocab_size", 0, 1 << 20),
     ("keep|attn_window|max_new_tokens", 1, 1 << 20), ("train_seq_len", 2, 1 << 20), ("temperature", 0.0, 100.0),
     ("train_batch_tokens", 2, 1 << 31), ("train_log_every", 1, 1 << 31), ("artifact_bytes_max", 1, 1 << 40),
     (".*_clip_sigmas", -1.0, 1e6),
@@ -100,7 +92,7 @@ CHOICES = {name: tuple(words.split()) for name, words in dict(
     compile_mode="default reduce-overhead max-autotune", mlp="relu2 leaky_relu2 gelu swiglu bio",
     optimizer="muon lion adamw adamw8bit adafactor", arch_mode="D gdn gdn_kv hybrid baseline llama",
     muon_coefficients="quintic polar_express", spike_policy="stop skip rewind", bio_events="off soft hard",
-    matrix_step="tensor row grid", embed_step="tensor row grid").items()}
+    matrix_step="tensor row grid", embed_step="tensor row grid", delta_step="tensor row group").items()}
 
 
 def parse_setting(name: str, text: str, kind: type) -> int | float | bool | str:
@@ -119,36 +111,31 @@ def parse_setting(name: str, text: str, kind: type) -> int | float | bool | str:
     return value
 
 
-def read_config(path: str) -> dict[str, str]:
-    """NAME=value lines of a config file; `#` starts a comment. Raises UserError with the line's number."""
-    if not Path(path).is_file():
-        raise UserError(f"CONFIG={path!r}: no such file")
-    lines = [line.split("#", 1)[0].strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
-    for number, line in enumerate(lines, 1):
-        if line and "=" not in line:
-            raise UserError(f"{path}:{number}: {line!r} is not NAME=value")
-    pairs = [line.partition("=") for line in lines if line]
-    return {name.strip(): value.strip().strip("'\"") for name, _, value in pairs}
-
-
 def load_settings(cls: type, environ: dict[str, str], presets: dict[str, dict[str, dict]] | None = None,
                   stored: Callable[[dict[str, str]], tuple[dict, dict]] = lambda given: ({}, {})):
-    """Settings of dataclass `cls` from the file CONFIG names and from `environ`, which wins.
+    """Settings of dataclass `cls` from the NAME=value lines of the file CONFIG names and from `environ`, which wins.
 
     `presets`: setting -> its value -> values of other settings, below those that stand beside it, so that a preset
     chosen in the environment is above the file. `stored`: what stands below and above both, given both. Raises
     UserError: a wrong value, a name unknown in the file, a near miss in the environment or another script's name there.
     """
-    kinds = {field.name.upper(): field.type for field in fields(cls)}
-    config = read_config(environ["CONFIG"]) if environ.get("CONFIG") else {}
+    kinds, config, path = {field.name.upper(): field.type for field in fields(cls)}, {}, environ.get("CONFIG", "")
+    if path and not Path(path).is_file():
+        raise UserError(f"CONFIG={path!r}: no such file")
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines() if path else [], 1):
+        name, equals, value = (part.strip() for part in line.split("#", 1)[0].partition("="))
+        if name and not equals:
+            raise UserError(f"{path}:{number}: {name!r} is not NAME=value")
+        if equals:
+            config[name] = value.strip("'\"")
     ignored = {name.strip() for name in environ.get("IGNORE_ENV", "").split(",")} | {"CONFIG", "IGNORE_ENV"}
     strange = [name for name in config if name not in kinds or name == "CONFIG"]
     for name in strange + sorted(set(environ) - set(kinds) - ignored):
-        sure = name in strange or name in FOREIGN_NAMES
+        sure = name in strange or re.fullmatch("|".join(FOREIGN_NAMES), name)
         near = difflib.get_close_matches(name, kinds, 1, 0.6 if sure else 0.85)
         hint = f"did you mean {near[0]}?" if near else "settings stand at the script's top."
         if name in strange:
-            raise UserError(f"{environ['CONFIG']}: unknown setting {name}; {hint}")
+            raise UserError(f"{path}: unknown setting {name}; {hint}")
         if near or sure:
             raise UserError(f"{name}={environ[name]!r}: no setting of this script; {hint} IGNORE_ENV={name} lets it be")
     file, env = ({name.lower(): parse_setting(name.lower(), given[name], kind) for name, kind in kinds.items()
@@ -159,13 +146,6 @@ def load_settings(cls: type, environ: dict[str, str], presets: dict[str, dict[st
             values |= choices[own[name]] if name in own and name not in above else {}
         values |= own
     return cls(**{name: value for name, value in {**values, **last}.items() if name.upper() in kinds})
-
-
-def settings_table(settings) -> str:
-    """Every resolved setting, one a line; `*` marks those that differ from the default."""
-    values = [(field, getattr(settings, field.name)) for field in fields(settings)]
-    return "\n".join(f"{'*' if value != field.default else ' '} {field.name.upper()}="
-                     f"{int(value) if field.type is bool else value}" for field, value in values)
 # === end: settings ===
 
 
@@ -212,27 +192,8 @@ def start_runtime(device: str, deterministic: bool = False) -> Runtime:
     if cuda:
         torch.cuda.set_device(place)
     if "RANK" in os.environ:
-        patience = datetime.timedelta(minutes=60)  # rank 0's compressors and count models at the end take minutes
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=patience, device_id=place if cuda else None)
+        dist.init_process_group("nccl" if cuda else "gloo", device_id=place if cuda else None)
     return Runtime(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)), place, "RANK" in os.environ)
-
-
-class Log:
-    """The run's log: a file, which is gone on with where it stands, and the terminal; written by rank 0 only."""
-
-    def __init__(self, path: Path | None):
-        self.file = open(path, "ab", buffering=0) if path else None  # each line is written at once
-        self.clear = "\r\033[K" if path and sys.stdout.isatty() else ""  # wipes a terminal's line of progress
-
-    def __call__(self, text: str, terminal: bool = True) -> None:
-        if self.file:
-            try:
-                if terminal:
-                    print(self.clear + text, flush=True)
-                self.file.write(text.encode() + b"\n")
-            except OSError as error:  # a full disk may have room again before the next checkpoint
-                with contextlib.suppress(OSError):
-                    sys.stderr.write(f"log.txt: {error.strerror}, lost: {text[:200]}\n")
 
 
 def exit_code(main: Callable[[], int]) -> int:
@@ -264,21 +225,19 @@ def replace_file(path: str | Path, data: bytes) -> None:
 
 
 def describe_machine(runtime: Runtime) -> dict:
-    """For log and result.json: hardware, versions, most memory held so far (allocator on CUDA, process on a CPU)."""
+    """For log and result.json: commit of the script's folder, `+` if it was changed since, or "unknown"; hardware,
+    versions; most memory held so far (allocator on CUDA, process on a CPU).
+    """
+    git, where = "git describe --always --abbrev=40 --exclude='*' --dirty=+", Path(__file__).resolve().parent
+    commit = subprocess.run(git, cwd=where, shell=True, capture_output=True, text=True).stdout.strip() or "unknown"
     cuda = runtime.device.type == "cuda"
     hardware = torch.cuda.get_device_name() if cuda else f"{os.uname().machine} CPU, {torch.get_num_threads()} threads"
     versions = {"python": sys.version.split()[0], "torch": torch.__version__, "numpy": np.__version__,
                 "cuda": torch.version.cuda if cuda else None}
     process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     peak = torch.cuda.max_memory_allocated() if cuda else process  # bytes
-    return {"hardware": f"{runtime.world_size} x {hardware}", "versions": versions, "peak_memory_mib": peak / 2**20}
-
-
-def git_commit() -> str:
-    """Commit of the folder this script stands in (no tag), `+` if the tree has changes, or "unknown"."""
-    words = "git describe --always --abbrev=40 --exclude='*' --dirty=+"
-    where = Path(__file__).resolve().parent
-    return subprocess.run(words, cwd=where, shell=True, capture_output=True, text=True).stdout.strip() or "unknown"
+    return {"commit": commit, "hardware": f"{runtime.world_size} x {hardware}", "versions": versions,
+            "peak_memory_mib": peak / 2**20}
 
 
 def checkpoints(run: Path) -> list[Path]:
@@ -512,7 +471,7 @@ NORMS = ("rms", "rms_weight", "layer")
 # The settings that shape the network: they rebuild it from an artifact, with vocab_size, bos_id, layers and norms.
 MODEL_SETTINGS = tuple("""
     train_seq_len model_dim num_heads num_kv_heads attn_window mlp mlp_mult bio_events bio_threshold positions rope_base
-    rope_dims qk_norm qk_gain_init residual_mix unet_skips smear_gate bigram_vocab_size bigram_dim tie_embeddings
+    rope_dims qk_norm qk_gain_init residual_mix unet_skips bigram_vocab_size bigram_dim tie_embeddings
     tied_embed_init_std logit_softcap gdn_neg_eigval
 """.split())
 
@@ -902,8 +861,6 @@ class GPT(nn.Module):
         words, norms = config.layers.split(), config.norms.split()
         if config.positions == "learned":
             self.positions_embed = matrix((config.train_seq_len,), dim, 0.1 if config.residual_mix else std)
-        if config.smear_gate:
-            self.smear = nn.Parameter(torch.zeros(dim))
         if config.bigram_vocab_size:
             self.bigram_embed = matrix((config.bigram_vocab_size,), config.bigram_dim, 0.1)
             self.w_bigram = nn.Parameter(torch.zeros(dim, config.bigram_dim))
@@ -923,45 +880,31 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config, norms[blocks.index(name)]) for name in dict.fromkeys(blocks))
         self.final_norm = Norm(norms[-1], dim)
 
-    def new_cache(self) -> list[dict]:
-        """An empty cache, by which calls of `forward` continue each other: one dict a layer, the last for the whole."""
-        return [{} for _ in range(len(self.mixer_of_layer) + 1)]
+    def forward(self, ids: Tensor, targets: Tensor | None = None, cache: dict | None = None) -> Tensor:
+        """ids (B, T) to nats of targets (B, T), 0 for -1, or logits (B, T, V); by a cache, at first {}, calls go on."""
+        config, half, kept = self.config, len(self.mixer_of_layer) // 2, {} if cache is None else cache
+        # All L tokens so far, behind as many BOS as the convolution reaches back; doc numbers the documents of them.
+        before = kept.get("text", ids.new_full((len(ids), CONV_TAPS - 1), config.bos_id))
+        text = kept["text"] = torch.cat([before, ids], dim=1)
+        doc = (text == config.bos_id).cumsum(dim=1)  # (B, CONV_TAPS - 1 + L)
 
-    def embedding(self, ids: Tensor) -> Tensor:
-        """Rows of the embedding (B, T, dim), bfloat16 on CUDA; of length 1 per channel where x0 is mixed in later."""
         x = F.embedding(ids, self.embed)
         x = x.bfloat16() if ids.is_cuda else x  # weights stay float32 everywhere
-        return F.rms_norm(x, x.shape[-1:]) if self.config.residual_mix else x
-
-    def embed_tokens(self, ids: Tensor, text: Tensor) -> Tensor:
-        """What the first layer reads (B, T, dim): token, position, and the token before. `text`: see `forward`."""
-        x, config, end = self.embedding(ids), self.config, text.size(1) - (CONV_TAPS - 1)
+        x = F.rms_norm(x, x.shape[-1:]) if config.residual_mix else x
         if config.positions == "learned":
-            if end > config.train_seq_len:
+            if (end := doc.size(1) - (CONV_TAPS - 1)) > config.train_seq_len:
                 raise UserError(f"POSITIONS='learned': {end} tokens in a text, TRAIN_SEQ_LEN={config.train_seq_len}")
             x = x + self.positions_embed[end - ids.size(1) : end].to(x.dtype)
-        before = text[:, -1 - ids.size(1) : -1].masked_fill(ids == config.bos_id, config.bos_id)  # of no other document
-        if config.smear_gate:  # some of the token before, as in modded-nanogpt, by a weight per channel
-            x = x + scaled(self.embedding(before), self.smear)
-        if config.bigram_vocab_size:  # hash of Parameter Golf's BigramHashEmbedding
+        if config.bigram_vocab_size:  # Parameter Golf's BigramHashEmbedding; a pair is of one document
+            before = text[:, -1 - ids.size(1) : -1].masked_fill(ids == config.bos_id, config.bos_id)
             pair = ((36313 * ids) ^ (27191 * before)) % config.bigram_vocab_size
             x = x + linear(F.embedding(pair, self.bigram_embed).to(x.dtype), self.w_bigram)
-        return x
 
-    def forward(self, ids: Tensor, targets: Tensor | None = None, cache: list[dict] | None = None) -> Tensor:
-        """ids (B, T) to nats of each token (B, T), 0 where its target is -1; without targets to logits (B, T, V)."""
-        config, half = self.config, len(self.mixer_of_layer) // 2
-        caches = [*[None] * len(self.mixer_of_layer), {}] if cache is None else cache
-        # All L tokens so far, behind as many BOS as the convolution reaches back; doc numbers the documents of them.
-        before = caches[-1].get("text", ids.new_full((len(ids), CONV_TAPS - 1), config.bos_id))
-        text = caches[-1]["text"] = torch.cat([before, ids], dim=1)
-        doc = (text == config.bos_id).cumsum(dim=1)  # (B, CONV_TAPS - 1 + L)
-        x = x0 = self.embed_tokens(ids, text)
-        recompute, skips = self.activation_checkpointing and torch.is_grad_enabled(), []
+        x0, skips, recompute = x, [], self.activation_checkpointing and torch.is_grad_enabled()
         for layer, (block, mixer) in enumerate(zip(self.block_of_layer, self.mixer_of_layer, strict=True)):
             if layer >= half and skips:
                 x = x + scaled(skips.pop(), self.skip[len(skips)])
-            run = self.blocks[block], x, x0, self.mixers[mixer], doc, caches[layer]
+            run = self.blocks[block], x, x0, self.mixers[mixer], doc, cache and cache.setdefault(layer, {})
             x = checkpoint(*run, use_reentrant=False) if recompute else run[0](*run[1:])
             if config.unet_skips and layer < half:
                 skips.append(x)
@@ -1057,8 +1000,9 @@ class Hessians(torch.overrides.TorchFunctionMode):
         out = func(*args, **(kwargs or {}))
         if func in (Tensor.to, torch.cat):  # a copy of a parameter, or of parts of some, stands for them
             parts = args[0] if func is torch.cat else args[:1]
-            names = [self.names.get(part if part._base is None else part._base, []) for part in parts]
-            self.names.setdefault(out, list(dict.fromkeys(sum(names, []))))
+            whole = [part if part._base is None else part._base for part in parts]
+            if names := dict.fromkeys(name for each in whole for name in self.names.get(each, [])):
+                self.names[out] = list(names)
         elif func is F.linear:
             x = args[0].detach().flatten(0, -2).float()
             for name in self.names.get(args[1], []):
@@ -1070,22 +1014,23 @@ def gptq(w: Tensor, scales: Tensor, bits: int, hessian: Tensor) -> Tensor:
     """Codes int8 (R, C) of w (R, ...) by scales (R,) or (1,) that make tr(E H E^T) small, E (R, C) being their error.
 
     GPTQ (arXiv 2210.17323, algorithm 1), in float64: column by column, an error is spread over the columns to come, as
-    H (C, C) = sum x x^T over inputs x says, damped by 0.01 of its mean; columns of large inputs come first.
+    H (C, C) = sum x x^T over inputs x says; those of large inputs come first. Damping of 0.01 did worse (docs/lab.md).
     """
     order = hessian.diagonal().argsort(descending=True)
     h, w, steps = hessian.double()[order][:, order], w.flatten(1).double()[:, order], scales.double()[:, None]
-    h.diagonal().add_(0.01 * h.diagonal().mean() + 1e-9)
+    h.diagonal().add_(0.1 * h.diagonal().mean() + 1e-9)
     spread = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(h)), upper=True)
-    codes = torch.empty_like(w)
     for begin in range(0, len(h), 128):  # the errors of a block reach later blocks at its end
-        block, to, errors = w[:, begin : begin + 128], spread[begin : begin + 128], torch.empty_like(w[:, :128])
+        block, to = w[:, begin : begin + 128], spread[begin : begin + 128, begin:]  # codes take the weights' place
+        errors = torch.empty_like(block)
         for at in range(block.shape[1]):
-            code = round_to(block[:, at : at + 1], steps, bits)
-            codes[:, begin + at : begin + at + 1] = code
-            errors[:, at : at + 1] = (block[:, at : at + 1] - code * steps) / to[at, begin + at]
-            block[:, at + 1 :] -= errors[:, at : at + 1] * to[at, begin + at + 1 : begin + 128]
-        w[:, begin + 128 :] -= errors[:, : block.shape[1]] @ to[:, begin + 128 :]
-    return codes[:, order.argsort()].to(torch.int8)
+            column = block[:, at : at + 1].clone()
+            code = round_to(column, steps, bits)
+            errors[:, at : at + 1] = (column - code * steps) / to[at, at]
+            block[:, at:] -= errors[:, at : at + 1] * to[at, at : block.shape[1]]
+            block[:, at : at + 1] = code
+        w[:, begin + 128 :] -= errors @ to[:, 128:]
+    return w[:, order.argsort()].to(torch.int8)
 
 
 def quantize_all(tensors: dict[str, Tensor], table: QuantTable, hessians: dict[str, Tensor]) -> dict[str, tuple]:
@@ -1118,16 +1063,20 @@ def swapped(params: list[Tensor], values: Iterable[Tensor]) -> Iterator[None]:
             param.copy_(own)
 
 
+def decoded(tensors: dict[str, Tensor], coded: dict[str, tuple]) -> contextlib.AbstractContextManager[None]:
+    """Inside, tensors hold what their codes stand for."""
+    values = (dequantize(codes, scales).view_as(tensors[name]) for name, (codes, scales, _) in coded.items())
+    return swapped([tensors[name] for name in coded], values)
+
+
 def quantized(network: nn.Module, table: QuantTable) -> contextlib.AbstractContextManager[None]:
     """Quantization-aware training: inside, for forward and backward, weights are as the artifact would give them back.
 
     No flag in the model, so compiled code is not traced again. The gradient at q(w) lands on w as it is: exactly the
     straight-through estimator (Bengio et al., arXiv:1308.3432), w + (q(w) - w).detach().
     """
-    named = [(param, tensor_class(name, param)) for name, param in network.named_parameters()]
-    chosen = [(param, table[kind]) for param, kind in named if kind in table]
-    values = (dequantize(*quantize(param.detach(), **own)).view_as(param) for param, own in chosen)
-    return swapped([param for param, _ in chosen], values)
+    tensors = network.state_dict()
+    return decoded(tensors, quantize_all(tensors, table, {}))
 
 
 def fit_steps(tensors: dict[str, Tensor], table: QuantTable, excess: float, least: float, most: float,
@@ -1285,7 +1234,7 @@ def choose_tables(tensors: list[tuple[str, np.ndarray]]) -> tuple[np.ndarray, li
     def size(key: str, counts: np.ndarray, numbers: tuple[np.ndarray, np.ndarray]) -> float:
         every, members = pools[key]
         kinds = [np.bincount(side, minlength=256) for side in numbers]
-        table = 1.6 * np.count_nonzero(every) / members  # about what an entry takes, packed
+        table = 0.7 * np.count_nonzero(every) / members  # about what an entry takes, packed
         return entropy_bytes(counts, every) + entropy_bytes(np.array(kinds), np.array(kinds)) + table
 
     pools = pool(offers)  # as if each tensor took all of them
@@ -1309,11 +1258,10 @@ def code_runs(first: int, rows: np.ndarray, columns: np.ndarray) -> tuple[np.nda
 def pack_array(record: dict, array: np.ndarray) -> list:
     """[record with coder and crc32, payload]: the array as it is, as a zstd frame, or its one value, the shortest."""
     array = array.astype(array.dtype.newbyteorder("<"), copy=False)
-    each = array.reshape(-1, 1).view(np.uint8)  # (n, bytes)
-    raw = each.T.tobytes()  # by byte planes, in which float16 and tables compress better
+    raw = array.reshape(-1, 1).view(np.uint8).T.tobytes()  # by byte planes, in which float16 and tables compress better
     frame = zstandard.ZstdCompressor(level=1 if array.dtype == np.int8 else 19).compress(raw)  # rANS suits codes
     payloads = {"stored": raw, "zstd": frame}
-    if array.size and (each == each[0]).all():  # 0.0 is not -0.0
+    if array.size and (array == array.flat[0]).all():
         payloads["constant"] = array.flat[0].tobytes()
     coder = min(payloads, key=lambda name: len(payloads[name]))
     return [{**record, "coder": coder, "crc32": zlib.crc32(array)}, payloads[coder]]
@@ -1437,6 +1385,8 @@ def read_artifact(path: str | Path, max_weights: int = 1 << 30) -> tuple[dict, d
         require((states >> 16 == 1).all(), "lanes do not end where they began")
         area = io.BytesIO(states.astype("<u2").tobytes() + area.read())
         counts = [record["scales"] for record in records]
+        fit = all(count in (0, 1, *record["shape"][:1]) for count, record in zip(counts, records, strict=True))
+        require(fit, "a tensor has neither one scale nor one a row")
         scales = torch.from_numpy(unpack_array(sections["scales"], area, "<f2", sum(counts))).split(counts)
         tensors, coded = {}, {}
         for record, own in zip(records, scales, strict=True):
@@ -1476,8 +1426,7 @@ class Exporter:
 
     def loss(self, coded: dict[str, tuple]) -> float:
         """Nats on held-out tokens, with the weights that these codes stand for."""
-        values = [dequantize(codes, scales).view_as(self.tensors[name]) for name, (codes, scales, _) in coded.items()]
-        with swapped([self.tensors[name] for name in coded], values):
+        with decoded(self.tensors, coded):
             return self.score().nats
 
     def fit_table(self) -> None:
@@ -1487,19 +1436,12 @@ class Exporter:
         """
         excess = int(self.runtime.agree(str(self.excess(quantize_all(self.tensors, self.table, {})))))
         if excess > 0:
-            fit = functools.partial(fit_steps, self.tensors, self.table, least=1.0, most=256.0)
-            target, best = self.limit / 100, self.table
-            total = excess + target
-            ratio = min((0.5, 0.71, 1.0, 1.41), key=lambda ratio: self.loss(
-                quantize_all(self.tensors, fit(excess=total, ratio=ratio), {})))
-            for _ in range(4):  # a file is not just the entropy of its codes
-                best = fit(excess=total, ratio=ratio)
-                over = self.excess(quantize_all(self.tensors, best, {})) + target
-                if abs(over) < self.limit / 400:
-                    break
-                total += over
+            tried = [fit_steps(self.tensors, self.table, excess + self.limit / 100, 1.0, 256.0, ratio)
+                     for ratio in (0.5, 0.71, 1.0, 1.41)]
+            best = min(tried, key=lambda table: self.loss(quantize_all(self.tensors, table, {})))
             self.table.update(json.loads(self.runtime.agree(json.dumps(best))))
-        self.log(f"sizes: {-excess} bytes below the limit; {self.table}")
+        wider = " ".join(f"{kind}:{own['widen']:.4f}" for kind, own in self.table.items())
+        self.log(f"sizes: {abs(excess)} bytes {'above' if excess > 0 else 'below'} the limit; steps wider by {wider}")
 
     @torch.no_grad()
     def codes(self, calibration: Iterable[Tensor]) -> dict[str, tuple]:
@@ -1507,38 +1449,35 @@ class Exporter:
 
         Where steps were widened they change by up to 5% again, so that the artifact just meets the limit.
         """
-        begin = time.perf_counter()
+        begin, table, total = time.perf_counter(), self.table, 0.0
         with Hessians(self.network) as taps:
             for ids in calibration:
                 self.network(ids)
-        hessians = {name: self.runtime.sum(own) for name, own in taps.sums.items()}
-        ways = [(quantize_all(self.tensors, self.table, way), way) for way in ([{}, hessians] if hessians else [{}])]
-        nats = [self.loss(coded) for coded, _ in ways]
-        self.log(f"codes: {nats} nats held out, to nearest and by GPTQ of {len(hessians)} weights")
-        widened = any(own["widen"] != 1 for own in self.table.values())
-        for at in sorted(range(len(ways)), key=nats.__getitem__):  # GPTQ's codes may be too long for 5% to make good
-            (coded, way), table, total = ways[at], self.table, 0.0
+        ways = {"nearest": {}, "gptq": {name: self.runtime.sum(own) for name, own in taps.sums.items()}}
+        coded = {way: quantize_all(self.tensors, table, own) for way, own in ways.items() if own or way == "nearest"}
+        nats = {way: self.loss(own) for way, own in coded.items()}
+        way = min(nats, key=nats.get)
+        coded, over = coded[way], self.excess(coded[way])
+        for _ in range(4 if over > 0 or any(own["widen"] != 1 for own in table.values()) else 0):
+            total += over + self.limit / 2000
+            table = fit_steps(self.tensors, self.table, total, 1 / 1.05, 1.05)
+            coded = quantize_all(self.tensors, table, ways[way])
             over = self.excess(coded)
-            for _ in range(4 if over > 0 or widened else 0):
-                total += over + self.limit / 2000
-                table = fit_steps(self.tensors, self.table, total, 1 / 1.05, 1.05)
-                coded = quantize_all(self.tensors, table, way)
-                over = self.excess(coded)
-                if over <= 0:
-                    break
             if over <= 0:
                 break
-        change = {kind: f"{own['widen'] / self.table[kind]['widen'] - 1:+.2%}" for kind, own in table.items()}
-        self.log(f"codes: {-over} bytes below the limit, steps wider by {change}, {time.perf_counter() - begin:.1f} s")
+        wider = table["matrix"]["widen"] / self.table["matrix"]["widen"] - 1
+        held_out = " ".join(f"{name}:{loss:.1f}" for name, loss in nats.items())
+        self.log(f"codes: {way}, nats on held-out training tokens {held_out}; steps wider by {wider:+.2%}, "
+                 f"{-over} bytes below the limit; {time.perf_counter() - begin:.1f} s")
         return coded
 # === end: artifact ===
 
 
 # === shared: generation ===
-def repeat_cache(cache: list[dict], count: int) -> list[dict]:
+def repeat_cache(cache: dict, count: int) -> dict:
     """The cache of one sequence, cloned for `count` samples that go on from it."""
-    return [{name: value.repeat_interleave(count, dim=0) if isinstance(value, Tensor) else value
-             for name, value in layer.items()} for layer in cache]
+    return {name: repeat_cache(value, count) if isinstance(value, dict) else value.repeat_interleave(count, dim=0)
+            for name, value in cache.items()}
 
 
 def draw(logits: Tensor, temperature: float, top_k: int, generators: list[torch.Generator]) -> Tensor:
@@ -1561,8 +1500,7 @@ def generate(network: GPT, prompt: list[int], count: int, max_new_tokens: int, t
     The prompt is read once; its cache (attention keys and values, GDN state and convolution tail) is cloned for the
     samples. Sample i depends on (seed, i) alone. `prompt` must not be empty: a document begins with BOS.
     """
-    device = network.embed.device
-    cache = network.new_cache()
+    device, cache = network.embed.device, {}
     logits = network(torch.tensor([prompt], device=device), cache=cache)[:, -1].expand(count, -1)
     cache = repeat_cache(cache, count)
     seeds = [int(np.random.SeedSequence((seed, row)).generate_state(1)[0]) for row in range(count)]

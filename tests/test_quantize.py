@@ -26,7 +26,7 @@ SETTINGS = T.Settings(layer_pattern="g s", model_dim=32, num_heads=4, num_kv_hea
                       embed_clip_sigmas=0.0, device="cpu")
 LLAMA = dict(layer_pattern="a", num_layers=3, mlp="swiglu", mlp_mult=2.75, norm="rms_weight", logit_softcap=0.0,
              qk_norm=False, residual_mix=False, rope_base=500.0)
-OWN = {"matrix": (5, 4.0), "embedding": (7, 0.0)}  # SETTINGS' table
+OWN = T.quant_table(SETTINGS)
 KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV")
 BYTES = T.load_tokenizer("bytes")
 CLASSES = ("matrix", "embedding", "control")
@@ -77,11 +77,18 @@ def save(folder: Path, net: T.GPT, step: int = 20, **parts: dict) -> Path:
     return folder
 
 
-def write(path: Path, net: T.GPT, table: T.QuantTable = OWN, step: int = 20, **settings) -> dict:
-    """What train_gpt.main() does at its end; write_artifact's bytes by class."""
-    meta = {"steps": step, "seed": 1337, "tokenizer": "bytes"}
-    return T.write_artifact(path, net.state_dict(), table, {**vars(net.config), **settings}, BYTES.sha256,
-                            meta)["bytes"]
+def table(**changes) -> T.QuantTable:
+    """The table of SETTINGS with changes of the kind matrix_bits=3."""
+    return T.quant_table(dataclasses.replace(SETTINGS, **changes))
+
+
+def write(path: Path, net: T.GPT, own: T.QuantTable = OWN, coded: dict | None = None, **settings) -> dict:
+    """What train_gpt.main() does at its end; pack_artifact's bytes by class."""
+    tensors = net.state_dict()
+    data, sizes = T.pack_artifact(tensors, T.quantize_all(tensors, own, {}) if coded is None else coded,
+                                  {**vars(net.config), **settings}, BYTES.sha256, {"seed": 1337, "tokenizer": "bytes"})
+    path.write_bytes(data)
+    return sizes
 
 
 def table_of(output: str) -> dict[str, dict[str, str]]:
@@ -112,7 +119,8 @@ def trained(tmp_path_factory) -> Path:
         DATA_PATH=folder / "data", OUT_DIR=folder, RUN_ID="run", COMPILE=0, LAYER_PATTERN="g s1 g s1", MODEL_DIM=32,
         NUM_HEADS=2, NUM_KV_HEADS=1, ATTN_WINDOW=16, TRAIN_SEQ_LEN=32, TRAIN_BATCH_TOKENS=256, HOLDOUT_TOKENS=2048,
         EVAL_STRIDE=0, ITERATIONS=12, MAX_WALLCLOCK_SECONDS=0, RESERVE_SECONDS=0, WARMUP_STEPS=0, SAVE_EVERY=6,
-        MATRIX_BITS=5, MATRIX_CLIP_SIGMAS=6, EMBED_BITS=7, QAT_START_FRAC=0.5, SWA_START_FRAC=0.6, SEED=7)
+        MATRIX_BITS=5, MATRIX_CLIP_SIGMAS=6, EMBED_BITS=7, QAT_START_FRAC=0.5, SWA_START_FRAC=0.6, SEED=7,
+        EMBED_CLIP_SIGMAS=20, GPTQ_CALIBRATION_BATCHES=0)
     prepare = [ROOT / "data/prepare.py", folder / "text.jsonl", "--out", folder / "data", "--vocab-size", "300",
                "--workers", "1"]
     for command, environ in ((prepare, environment()), ([ROOT / "train_gpt.py"], settings)):
@@ -124,9 +132,8 @@ def trained(tmp_path_factory) -> Path:
 def test_pack_is_the_exporter_on_a_run_of_train_gpt(call, trained, tmp_path):
     """The run's own artifact, byte for byte, of the weights that it chose; the others by its functions."""
     chosen = json.loads((trained / "result.json").read_text())["weights"]
-    header, _ = T.read_artifact(trained / "model.upar")
+    header, *_ = T.read_artifact(trained / "model.upar")
     training = torch.load(trained / "step_000012" / "training.pt", weights_only=True)
-    table = {"matrix": (5, 6.0), "embedding": (7, 20.0)}
     files = set()
     for weights in ("raw", "ema", "swa"):
         out = tmp_path / f"{weights}.upar"
@@ -135,64 +142,112 @@ def test_pack_is_the_exporter_on_a_run_of_train_gpt(call, trained, tmp_path):
         if weights != "raw":
             assert training[weights]["count"] > 1
             tensors = dict(zip(tensors, training[weights]["values"], strict=True))
-        T.write_artifact(tmp_path / "expected", tensors, table, header["settings"], header["tokenizer_sha256"],
-                         {"steps": 12, "seed": 7, "tokenizer": "tokenizer.model"})
-        assert out.read_bytes() == (tmp_path / "expected").read_bytes()
-        assert (out.read_bytes() == (trained / "model.upar").read_bytes()) == (weights == chosen)
+        coded = T.quantize_all(tensors, table(matrix_clip_sigmas=6.0, embed_clip_sigmas=20.0), {})
+        expected = T.pack_artifact(tensors, coded, header["settings"], header["tokenizer_sha256"],
+                                   {"seed": 7, "tokenizer": "tokenizer.model"})[0]
+        assert out.read_bytes() == expected
+        assert (expected == (trained / "model.upar").read_bytes()) == (weights == chosen)
         code, output, error = call("verify", trained / "model.upar", trained, "--weights", weights)
         assert code == (0 if weights == chosen else 1)
-        assert weights == chosen or f"are not what `pack` makes of the {weights} weights" in error
-        files.add(out.read_bytes())
+        assert ("byte for byte" in output) == (weights == chosen)
+        assert weights == chosen or "is not that of" in error or "times the error" in error or "by a factor" in error
+        files.add(expected)
     assert len(files) == 3
 
 
 def test_pack_takes_settings_of_the_environment_above_the_checkpoints(call, place, tmp_path):
-    for at, (changes, table) in enumerate([
-            ({}, OWN), (dict(MATRIX_BITS=3), {**OWN, "matrix": (3, 4.0)}),
-            (dict(MATRIX_BITS=8, MATRIX_CLIP_SIGMAS=0, EMBED_BITS=2, EMBED_CLIP_SIGMAS=2.5),
-             {"matrix": (8, 0.0), "embedding": (2, 2.5)})]):
+    for at, changes in enumerate([{}, dict(matrix_bits=3), dict(matrix_bits=8, matrix_clip_sigmas=0.0, embed_bits=2,
+                                                                embed_clip_sigmas=2.5),
+                                  dict(matrix_step="grid", embed_step="row", matrix_clip_sigmas=-1.0)]):
         (tmp_path / "c.env").write_text("MATRIX_BITS=6\n" if at == 2 else "")  # the environment is above the file too
-        code, output, _ = call("pack", place / "run", tmp_path / f"{at}.upar", CONFIG=tmp_path / "c.env", **changes)
-        sizes = write(tmp_path / "expected", network(), table)
+        code, output, _ = call("pack", place / "run", tmp_path / f"{at}.upar", CONFIG=tmp_path / "c.env",
+                               **{name.upper(): value for name, value in changes.items()})
+        sizes = write(tmp_path / "expected", network(), table(**changes))
         assert code == 0 and (tmp_path / f"{at}.upar").read_bytes() == (tmp_path / "expected").read_bytes()
         said = f"{sum(sizes.values())} bytes; " + " ".join(f"{name}:{size}" for name, size in sizes.items())
         assert output == f"{tmp_path / f'{at}.upar'}: {said}\n"
     (tmp_path / "c.env").write_text("EMBED_BITS=4\n")
     assert call("pack", place / "run" / "step_000020", tmp_path / "file.upar", CONFIG=tmp_path / "c.env")[0] == 0
-    write(tmp_path / "expected", network(), {**OWN, "embedding": (4, 0.0)})
+    write(tmp_path / "expected", network(), table(embed_bits=4))
     assert (tmp_path / "file.upar").read_bytes() == (tmp_path / "expected").read_bytes()
 
 
+def test_pack_takes_the_steps_that_training_widened_unless_their_settings_are_others(call, tmp_path):
+    wide = {kind: {**own, "widen": widen} for (kind, own), widen in zip(OWN.items(), (1.7, 1.3), strict=True)}
+    run = save(tmp_path / "run", network(), table=wide)
+    for changes, expected in (
+            ({}, wide), (dict(matrix_bits=4), {**wide, "matrix": table(matrix_bits=4)["matrix"]}),
+            (dict(embed_step="row"), {**wide, "embedding": table(embed_step="row")["embedding"]})):
+        out = tmp_path / f"{len(changes)}{changes}.upar"
+        assert call("pack", run, out, **{name.upper(): value for name, value in changes.items()})[0] == 0
+        write(tmp_path / "expected", network(), expected)
+        assert out.read_bytes() == (tmp_path / "expected").read_bytes()
+
+
 @pytest.mark.parametrize("bits", range(2, 9))
-@pytest.mark.parametrize("sigmas", [0.0, 3.0, 12.85])
-def test_unpacked_and_packed_again_is_the_same_file(call, tmp_path, bits, sigmas):
+@pytest.mark.parametrize(("sigmas", "step"), [(0.0, "row"), (3.0, "tensor"), (12.85, "grid")])
+def test_unpacked_and_packed_again_is_the_same_file(call, tmp_path, bits, sigmas, step):
     net = network()
     with torch.no_grad():
         net.blocks[0].mlp.w_up[3:5] = 0  # scales of 0
         net.blocks[0].mlp.w_down.zero_()
     first, second, folder = tmp_path / "a.upar", tmp_path / "b.upar", tmp_path / "folder"
-    write(first, net, {"matrix": (bits, sigmas), "embedding": (10 - bits, 0.0)})
+    write(first, net, table(matrix_bits=bits, matrix_clip_sigmas=sigmas, matrix_step=step, embed_bits=10 - bits))
     assert call("unpack", first, folder)[:2] == (0, f"{folder}: {len(net.state_dict())} tensors\n")
     held = torch.load(folder / "model.pt", weights_only=True)
-    _, expected = T.read_artifact(first)
+    _, expected, _ = T.read_artifact(first)
     assert list(held) == list(expected) and all(torch.equal(held[name], expected[name]) for name in expected)
     net.load_state_dict(held)
     assert call("pack", folder, second)[0] == 0
     assert second.read_bytes() == first.read_bytes()
     code, output, _ = call("verify", second, folder)
-    assert code == 0 and table_of(output)["all"]["rel_frobenius"] == "0"
-    assert Q.quantize_rows.__module__ == "quantize" and Q.quantize_rows.__name__ == "quantize_rows"
+    assert code == 0 and table_of(output)["all"]["rel_frobenius"] == "0" and "byte for byte" in output
+
+
+def hessians(net: T.GPT) -> dict[str, torch.Tensor]:
+    ids = torch.randint(2, 260, (16, 64), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad(), T.Hessians(net) as taps:
+        net(ids)
+    return taps.sums
+
+
+def test_codes_by_gptq_stay_as_they_are(call, place, tmp_path):
+    """They are not what `pack` makes of the checkpoint; the artifact hands them on, verify knows them."""
+    net, tensors = network(), network().state_dict()
+    wide = {kind: {**own, "widen": 1.23} for kind, own in OWN.items()}
+    coded = T.quantize_all(tensors, wide, hessians(net))
+    write(tmp_path / "g.upar", net, coded=coded)
+    for model in ("g.upar", "folder"):
+        if model == "folder":
+            assert call("unpack", tmp_path / "g.upar", tmp_path / model)[0] == 0
+        assert call("pack", tmp_path / model, tmp_path / f"{model}.again")[0] == 0
+        assert (tmp_path / f"{model}.again").read_bytes() == (tmp_path / "g.upar").read_bytes()
+    code, output, _ = call("verify", tmp_path / "g.upar", place / "run")
+    assert code == 0 and "byte for byte" not in output and "by GPTQ or with steps fitted" in output
+    rows = table_of("".join(line + "\n" for line in output.splitlines() if ".upar" not in line))
+    nearest = T.quantize_all(tensors, wide, {})
+    for kind in ("matrix", "embedding"):
+        names = [name for name in coded if T.tensor_class(name, tensors[name]) == kind]
+        pairs = [[(own[name][0].float() * own[name][1].float()[:, None] - tensors[name].flatten(1)).double().square()
+                  .sum().item() for name in names] for own in (coded, nearest)]
+        same = sum((coded[name][0] == nearest[name][0]).sum().item() for name in names)
+        row = rows[kind]
+        assert float(row["steps"]) == pytest.approx(1.23, rel=2e-3)
+        assert float(row["nearest"]) == pytest.approx(same / int(row["weights"]), rel=1e-3)
+        assert float(row["over_nearest"]) == pytest.approx(math.sqrt(sum(pairs[0]) / sum(pairs[1])), rel=1e-3)
+    assert rows["control"]["steps"] == "-" and float(rows["matrix"]["nearest"]) < 0.95
 
 
 def test_info_against_numbers_by_hand(call, place, tmp_path):
     """Bytes by write_artifact's own count, entropy by numpy over the quantizer's codes, the table's sums."""
     net, path = network(), tmp_path / "m.upar"
     sizes = write(path, net)
-    code, output, error = call("info", path, "--tensors")
-    rows, (header, _) = table_of(output), T.read_artifact(path)
+    code, output, error = call("info", path, "--tensors", "--checkpoint", place / "run")
+    rows, (header, read, coded) = table_of(output), T.read_artifact(path)
     assert (code, error) == (0, "") and str(vars(net.config)) in output
     records = {record["name"]: record for record in header["tensors"]}
-    assert set(rows) == {*records, *CLASSES, "(states)", "(tables)", "(scales)", "(header)", "total"}
+    assert set(rows) == {*records, *CLASSES, "(states)", "(tables)", "(numbers)", "(scales)",
+                         "(header)", "total"}
     parts = {name: row for name, row in rows.items() if name not in {*records, "total"}}
     assert {name.strip("()"): int(row["bytes"]) for name, row in parts.items()} == sizes
     entropies = dict.fromkeys(CLASSES, 0.0)
@@ -200,10 +255,12 @@ def test_info_against_numbers_by_hand(call, place, tmp_path):
         row, w = rows[name], net.state_dict()[name]
         assert (row["tensors"], row["weights"], row["bytes"]) == ("1", str(w.numel()), str(record["length"]))
         assert float(row["bits/weight"]) == pytest.approx(8 * record["length"] / w.numel(), rel=1e-4)
-        assert f"{record['bits']}-bit {record['coder']}:1" in next(
+        coder = " ".join([record["coder"], record["contexts"]] if record["coder"] == "rans" else [record["coder"]])
+        assert f"{record['bits']}-bit {coder}:1" in next(
             line for line in output.splitlines() if line.startswith(f"{name} "))
-        if record["quantizer"] == "rows":
-            counts = np.bincount(T.quantize_rows(w, *OWN[record["class"]])[0].ravel().int() + 128)
+        assert float(row["error"]) == pytest.approx(((read[name] - w).norm() / w.norm()).item(), rel=1e-3)
+        if name in coded:
+            counts = np.bincount(T.quantize(w, **OWN[record["class"]])[0].ravel().int() + 128)
             share = counts[counts > 0] / w.numel()
             bits = -(share * np.log2(share)).sum()
             entropies[record["class"]] += bits * w.numel()
@@ -217,11 +274,15 @@ def test_info_against_numbers_by_hand(call, place, tmp_path):
         assert float(rows[kind]["bits/weight"]) == pytest.approx(8 * sizes[kind] / weights, rel=1e-4)
         if kind != "control":
             assert float(rows[kind]["entropy"]) == pytest.approx(entropies[kind] / weights, rel=1e-4)
-    assert "5-bit rans:" in next(line for line in output.splitlines() if line.startswith("matrix "))
+    assert "5-bit rans " in next(line for line in output.splitlines() if line.startswith("matrix "))
     assert int(rows["total"]["bytes"]) == path.stat().st_size == sum(sizes.values())
     assert int(rows["total"]["weights"]) == sum(param.numel() for param in net.parameters())
+    for kind in CLASSES:
+        error = distance(net.state_dict(), read, kind)[0]
+        assert float(rows[kind]["error"]) == pytest.approx(error, rel=1e-3)
+    assert float(rows["total"]["error"]) == pytest.approx(distance(net.state_dict(), read, "all")[0], rel=1e-3)
     short = table_of(call("info", path)[1])
-    assert short == {name: row for name, row in rows.items() if name not in records}
+    assert short == {name: {**row, "error": "-"} for name, row in rows.items() if name not in records}
 
 
 def distance(a: dict, b: dict, kind: str) -> list[float]:
@@ -237,15 +298,15 @@ COLUMNS = ("rel_frobenius", "mse", "max", "cosine", "snr_db")
 
 
 def test_compare_and_verify_print_distances(call, place, tmp_path):
-    write(tmp_path / "b.upar", network(), {"matrix": (3, 2.0), "embedding": (4, 0.0)})
-    first, (_, second) = network().state_dict(), T.read_artifact(tmp_path / "b.upar")
+    write(tmp_path / "b.upar", network(), table(matrix_bits=3, matrix_clip_sigmas=2.0, embed_bits=4))
+    first, (_, second, _) = network().state_dict(), T.read_artifact(tmp_path / "b.upar")
     rows = table_of(call("compare", place / "run", tmp_path / "b.upar")[1])
     assert list(rows) == [*CLASSES, "all"]
     for kind, row in rows.items():
         assert [float(row[column]) for column in COLUMNS] == pytest.approx(distance(first, second, kind), rel=2e-4)
     back = table_of(call("compare", tmp_path / "b.upar", place / "run")[1])
     assert back["all"]["mse"] == rows["all"]["mse"] and back["all"]["rel_frobenius"] != rows["all"]["rel_frobenius"]
-    _, packed = T.read_artifact(place / "run" / "model.upar")
+    _, packed, _ = T.read_artifact(place / "run" / "model.upar")
     code, output, _ = call("verify", place / "run" / "model.upar", place / "run")
     assert code == 0
     lines = "".join(line + "\n" for line in output.splitlines() if "model.upar" not in line)
@@ -283,7 +344,7 @@ def test_the_newest_whole_checkpoint_is_taken(call, tmp_path):
     for step, damaged in ((1000000, "model.pt"), (16, "SHA256SUMS"), (8, "meta.json"), (0, "")):
         code, output, error = call("pack", run, tmp_path / f"{step}.upar") if step else (2, "", "")
         if step:
-            write(tmp_path / "expected", network({8: 1, 1000000: 2, 16: 3}[step]), step=step)
+            write(tmp_path / "expected", network({8: 1, 1000000: 2, 16: 3}[step]))
             assert (tmp_path / f"{step}.upar").read_bytes() == (tmp_path / "expected").read_bytes()
             path = run / f"step_{step:06d}" / damaged
             path.unlink() if damaged == "SHA256SUMS" else path.write_bytes(path.read_bytes()[:-1] + b"?")
@@ -321,14 +382,27 @@ def test_verify_says_no(call, place, tmp_path):
         assert code == 1 and f"{artifact}: its settings rebuild no model: " in error and said in error
     write(artifact, net)
     assert call("verify", artifact)[1].startswith(f"{artifact}: whole, {len(net.state_dict())} tensors, SHA-256 ")
-    assert call("verify", artifact, place / "run", MATRIX_BITS=4)[0] == 1
+    for changes, said in ((dict(MATRIX_BITS=4), "5 bits, 1 steps; by the settings of"),
+                          (dict(MATRIX_STEP="row"), "tensor 'mixers.0.w_qkvg': 5 bits, 1 steps; by the settings of")):
+        code, _, error = call("verify", artifact, place / "run", **changes)
+        assert code and said in error, error
     write(artifact, net, rope_base=9.0)
-    assert "['settings'] the first" in call("verify", artifact, place / "run")[2]
-    with torch.no_grad():
-        net.mixers[1].w_o[0, 0] += 1.0
-    write(artifact, net)
-    code, _, error = call("verify", artifact, place / "run")
-    assert code == 1 and "1 parts, ['mixers.1.w_o'] the first, are not what `pack` makes of the raw weights" in error
+    assert "its settings are not those of" in call("verify", artifact, place / "run")[2]
+    with mock.patch.object(BYTES, "sha256", "0" * 64):
+        write(artifact, net)
+    assert "its tokenizer is not " in call("verify", artifact, place / "run")[2]
+    for name, change, said in (
+            ("mixers.1.w_o", lambda w: w * 1.01, "tensor 'mixers.1.w_o': its steps are not those of"),
+            ("mixers.1.w_o", lambda w: w.flip(0), "times the error of the nearest codes to the weights of"),
+            ("embed", lambda w: w.roll(1, 0), "times the error of the nearest codes"),
+            ("mixers.0.dt_bias", lambda w: w + 1e-6, "tensor 'mixers.0.dt_bias': is not that of"),
+            ("blocks.1.mlp_scale", lambda w: w * 1.001, "tensor 'blocks.1.mlp_scale': is not that of")):
+        net = network()
+        with torch.no_grad():
+            (param := net.get_parameter(name)).copy_(change(param.clone()))
+        write(artifact, net)
+        code, _, error = call("verify", artifact, place / "run")
+        assert code == 1 and said in error, error
     write(artifact, network(mlp_mult=3.0))
     code, _, error = call("verify", artifact, place / "run")
     assert code == 1 and "tensor 'blocks.0.mlp.w_up': [64, 32]" in error
@@ -337,7 +411,7 @@ def test_verify_says_no(call, place, tmp_path):
 @pytest.mark.parametrize(("words", "changes", "said"), [
     ([], {}, "the following arguments are required: COMMAND"), (["inof"], {}, "invalid choice: 'inof'"),
     (["info"], {}, "arguments are required: artifact"), (["info", "a", "b"], {}, "unrecognized arguments: b; "),
-    (["info", "{artifact}", "--weights", "ema"], {}, "unrecognized arguments: --weights ema"),
+    (["compare", "{artifact}", "{run}", "--tensors"], {}, "unrecognized arguments: --tensors"),
     (["pack", "{run}", "{new}", "--weights", "best"], {}, "invalid choice: 'best'"),
     (["info", "{run}"], {}, "no such file; a run's artifact is runs/<RUN_ID>/model.upar"),
     (["info", "{new}"], {}, "no such file"), (["verify", "{new}"], {}, "no such file"),

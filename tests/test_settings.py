@@ -127,7 +127,7 @@ def test_defaults_are_values_that_the_environment_may_give(module):
 
 def test_every_range_and_choice_belongs_to_a_setting():
     """A range that matches no field would be a misspelt name, and that field would go unchecked."""
-    known = [field.name for module in (T, S) for field in fields(module.Settings)]
+    known = [field.name for module in (T, S, Q) for field in fields(module.Settings)]
     for names, low, high in T.RANGES:
         for each in names.split("|"):
             assert any(re.fullmatch(each, name) for name in known), each

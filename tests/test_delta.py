@@ -1,0 +1,568 @@
+"""Deltas: quantizers against closed forms and float64, files by their sizes, damage, and the three commands."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import quantize as Q
+import train_gpt as T
+
+ROOT = Path(__file__).resolve().parents[1]
+KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV")
+BYTES = T.load_tokenizer("bytes")
+SETTINGS = T.Settings(layer_pattern="g s", model_dim=32, num_heads=4, num_kv_heads=2, mlp_mult=2.0, attn_window=16,
+                      train_seq_len=32, tied_embed_init_std=0.1, device="cpu")
+DISTRIBUTIONS = {
+    "gaussian": lambda rng, shape: rng.standard_normal(shape),
+    "student_t": lambda rng, shape: rng.standard_t(5, shape),
+    "lognormal": lambda rng, shape: rng.standard_normal(shape) * np.exp(0.4 * rng.standard_normal((shape[0], 1))),
+}
+
+
+def environment(**changes: object) -> dict[str, str]:
+    kept = {name: os.environ[name] for name in KEPT if name in os.environ}
+    return {**kept, "OMP_NUM_THREADS": "1", "DEVICE": "cpu", **{name: str(text) for name, text in changes.items()}}
+
+
+@pytest.fixture(autouse=True)
+def denormals():
+    yield
+    torch.set_flush_denormal(False)  # start_runtime sets it, as in training
+
+
+@pytest.fixture
+def call(capsys):
+    """Function: run one command line in this process; its exit code, output and what stands on stderr."""
+
+    def run(*words: object, **changes: object) -> tuple[int, str, str]:
+        with (mock.patch.dict(os.environ, environment(**changes), clear=True),
+              mock.patch.object(sys, "argv", ["quantize.py", *map(str, words)])):
+            code = Q.exit_code(Q.main)
+        out, err = capsys.readouterr()
+        assert code == 0 or err.count("\n") == 1 and err.startswith("error: "), err
+        return code, out, err
+
+    return run
+
+
+def draw(kind: str, shape: tuple[int, ...], seed: int = 0, size: float = 0.01) -> torch.Tensor:
+    return torch.from_numpy(DISTRIBUTIONS[kind](np.random.default_rng(seed), shape) * size).float()
+
+
+def header(base: dict, method: str = "bitdelta", **changes: object) -> dict:
+    own = dict(method=method, base=Q.hash_weights(base), bits=1, group=128, scale_bits=32, keep_bits=16, scale=0.125,
+               shape={})
+    return {"tokenizer_sha256": "t", "meta": {}, "settings": {**own, **changes}}
+
+
+def pair(shapes: dict[str, tuple[int, ...]], kind: str = "gaussian") -> tuple[dict, dict]:
+    """Base and tuned weights by name."""
+    base = {name: draw("gaussian", shape, at, 0.05) for at, (name, shape) in enumerate(shapes.items())}
+    return base, {name: w + draw(kind, w.shape, 100 + at) for at, (name, w) in enumerate(base.items())}
+
+
+# ------------------------------------------------------------------------------------------------------- quantizers
+@pytest.mark.parametrize("count", [1, 127, 128, 129, 1000])
+@pytest.mark.parametrize("group", [128, -1, 0, 7])
+def test_bitdelta_against_numpy(count, group):
+    """Signs, 8 a byte, 0 being +1; mean |delta| over the real values of each group; base + scale * sign, exactly."""
+    weight, base = draw("student_t", (5, count), 1), draw("gaussian", (5, count), 2)
+    weight[0, 0] = base[0, 0]
+    quantizer = Q.BitDeltaQuantizer(group_size=group)
+    signs, scales = quantizer.quantize(weight, base)
+    delta = (weight - base).numpy().ravel()
+    size = {-1: count, 0: 5 * count}.get(group, group)
+    starts = np.arange(0, 5 * count, size)
+    expected = np.array([np.abs(delta[at : at + size].astype(np.float64)).mean() for at in starts])
+    assert signs.dtype == torch.uint8 and signs.shape == (math.ceil(5 * count / 8),)
+    assert scales.dtype == torch.float32 and np.allclose(scales.numpy(), expected, rtol=1e-7, atol=0)
+    bits = [(signs[at // 8].item() >> at % 8) & 1 for at in range(5 * count)]
+    assert bits == [int(value >= 0) for value in delta] and bits[0] == 1
+    sign = np.where(delta >= 0, np.float32(1), np.float32(-1)).reshape(5, count)
+    spread = np.repeat(scales.numpy(), size)[: 5 * count].reshape(5, count)
+    assert np.array_equal(quantizer.dequantize(base, signs, scales).numpy(), base.numpy() + sign * spread)
+
+
+@pytest.mark.parametrize("group", [128, -1, 0])
+def test_bitdeltas_scale_has_the_least_error(group):
+    weight, base = draw("lognormal", (16, 256), 1), torch.zeros(16, 256)
+    quantizer = Q.BitDeltaQuantizer(group)
+    signs, scales = quantizer.quantize(weight, base)
+    error = [(quantizer.dequantize(base, signs, scales * factor) - weight).double().square().sum()
+             for factor in (0.99, 1.0, 1.01)]
+    assert error[1] < error[0] and error[1] < error[2]
+    assert Q.BitDeltaQuantizer().group == 128
+
+
+@pytest.mark.parametrize("group", [128, -1, 0])
+def test_no_difference_gives_the_base(group):
+    base = draw("gaussian", (16, 129))
+    quantizer = Q.BitDeltaQuantizer(group)
+    signs, scales = quantizer.quantize(base, base)
+    assert torch.equal(quantizer.dequantize(base, signs, scales), base) and not scales.any()
+    for bits in range(1, 9):
+        codes, scales = Q.quantize_delta(torch.zeros(129), 128, bits)
+        assert torch.equal(Q.add_delta(base[0], codes, scales.float(), 128), base[0])
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_codes_of_deltaquant(bits):
+    """Up to 3 bits odd, above all whole numbers; every one the nearest to its weight by its scale."""
+    delta = draw("gaussian", (40, 100), bits).flatten()
+    codes, scales = Q.quantize_delta(delta, 128, bits)
+    most = {1: 1, 2: 3, 3: 7}.get(bits, 2 ** (bits - 1) - 1)
+    allowed = np.arange(-most, most + 1, 2 if bits < 4 else 1)
+    assert codes.shape == (4000,) and scales.shape == (32,) and scales.dtype == torch.float16
+    assert set(codes.tolist()) <= set(allowed.tolist()) and codes.abs().max() == most
+    step = scales.double().repeat_interleave(128)[:4000].numpy()
+    away = np.abs(delta.double().numpy()[:, None] - step[:, None] * allowed)
+    chosen = np.abs(delta.double().numpy() - step * codes.numpy())
+    assert (chosen <= away.min(1) * (1 + 1e-5) + 1e-9).all()
+    if bits == 1:
+        assert torch.equal(scales[:-1], delta[:3968].view(-1, 128).abs().mean(1).half())
+
+
+@pytest.mark.parametrize("kind", DISTRIBUTIONS)
+@pytest.mark.parametrize("size", [128, 512, 64 * 512])
+def test_the_error_falls_with_every_bit(kind, size):
+    delta, found = draw(kind, (64, 512), 3).flatten(), []
+    for bits in range(1, 9):
+        codes, scales = Q.quantize_delta(delta, size, bits)
+        found.append(((Q.add_delta(0 * delta, codes, scales.float(), size) - delta).norm() / delta.norm()).item())
+    assert all(after < 0.9 * before for before, after in zip(found, found[1:], strict=False)), found
+    if (kind, size) == ("gaussian", 512):  # 1 bit: sqrt(1 - 2 / pi); the others: the best uniform quantizers
+        expected = [math.sqrt(1 - 2 / math.pi), 0.3449, 0.1929, 0.1116, 0.0585, 0.0298, 0.0149, 0.0075]
+        assert found == pytest.approx(expected, rel=0.08) and found[0] == pytest.approx(expected[0], rel=0.005)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**6), tail=st.floats(1.2, 30), columns=st.integers(2, 300), size=st.floats(1e-4, 1e4))
+def test_a_further_bit_never_hurts(seed, tail, columns, size):
+    """Heavy tails, few weights: the codes of a number of bits hold those of one fewer, at the same scales."""
+    delta = torch.from_numpy(np.random.default_rng(seed).standard_t(tail, 3 * columns)).float()
+    delta *= size / delta.abs().max()
+    errors = []
+    for bits in range(1, 9):
+        codes, scales = Q.quantize_delta(delta, columns, bits)
+        errors.append((Q.add_delta(0 * delta, codes, scales.float(), columns) - delta).double().norm().item())
+    assert all(after <= before * 1.00001 + 1e-12 for before, after in zip(errors, errors[1:], strict=False)), errors
+    assert errors[7] < 0.06 * errors[0] + 1e-12
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_scales_are_near_the_best_of_a_dense_search(bits):
+    for kind in DISTRIBUTIONS:
+        delta = draw(kind, (1, 4000), bits).flatten()
+        codes, scales = Q.quantize_delta(delta, 4000, bits)
+        x, most = delta.double().numpy(), Q.largest_code(bits)
+        allowed = np.arange(-most, most + 1, 2 if bits < 4 else 1)
+        errors = []
+        for step in np.abs(x).max() / most * np.linspace(0.1, 1.2, 400):
+            near = allowed[np.clip(np.rint((x / step - allowed[0]) / (allowed[1] - allowed[0])), 0,
+                                   len(allowed) - 1).astype(int)]
+            errors.append(((x - step * near) ** 2).sum())
+        error = ((x - codes.numpy() * scales.item()) ** 2).sum()
+        assert error < 1.07 * min(errors), kind  # a scale may be 4% off, at 7 bits that shows
+
+
+# ------------------------------------------------------------------------------------------------------------ files
+@pytest.fixture(scope="module")
+def large() -> tuple[dict, dict]:
+    """20.5 million weights in 62 matrices, as a model of ten layers has them, some not a multiple of 128."""
+    shapes = {}
+    for layer in range(10):
+        shapes |= {f"{layer}.w_qkv": (1024, 512), f"{layer}.w_g": (512, 511), f"{layer}.w_o": (512, 512),
+                   f"{layer}.w_a": (256, 512), f"{layer}.w_up": (1024, 512), f"{layer}.w_down": (511, 700)}
+    shapes |= {"w_x": (512, 1030), "w_y": (1030, 512)}
+    return pair(shapes)
+
+
+@pytest.mark.parametrize(("changes", "ratio"), [
+    ({}, 25.6), ({"scale_bits": 16}, 32 / 1.125), ({"group": 0}, 32.0), ({"group": 0, "scale_bits": 16}, 32.0)])
+def test_the_file_of_bitdelta_is_as_small_as_promised(large, changes, ratio, tmp_path):
+    base, tuned = large
+    (tmp_path / "d").write_bytes(Q.pack_delta(base, tuned, header(base, **changes), {}))
+    weights, size = sum(w.numel() for w in base.values()), (tmp_path / "d").stat().st_size
+    assert weights > 20_000_000 and len(base) == 62
+    assert 4 * weights / size == pytest.approx(ratio, rel=1e-3)
+    assert 2 * weights / size == pytest.approx(ratio / 2, rel=1e-3)
+    if not changes:
+        bound = sum(math.ceil(w.numel() / 8) + 4 * math.ceil(w.numel() / 128) for w in base.values())
+        assert bound <= size <= bound + 1024
+
+
+def test_the_file_of_deltaquant_is_near_the_entropy_of_its_codes(large, tmp_path):
+    base, tuned = ({name: w for name, w in each.items() if name[0] == "0"} for each in large)
+    for bits in (1, 4, 8):
+        data = Q.pack_delta(base, tuned, header(base, "deltaquant", bits=bits, group=-1, scale_bits=16), {})
+        least = 0.0
+        for name, w in base.items():
+            codes, _ = Q.quantize_delta((tuned[name] - w).flatten() / 0.125, w.shape[1], bits)
+            share = np.unique(codes.numpy(), return_counts=True)[1] / w.numel()
+            least += -(share * np.log2(share)).sum() * w.numel() / 8 + 2 * len(w)
+        assert least < len(data) < 1.002 * least + 2048
+
+
+SHAPES = {"embed": (40, 32), "w_one": (17, 16), "w_two": (16, 129), "a.w_three": (64, 65), "norm": (7,),
+          "gdn.A_log": (4,), "w_small": (8, 300)}
+WAYS = [("bitdelta", dict(group=128)), ("bitdelta", dict(group=-1, scale_bits=16)), ("bitdelta", dict(group=0)),
+        *(("deltaquant", dict(bits=bits, group=group, scale_bits=16)) for bits in range(1, 9) for group in (64, -1, 0))]
+
+
+@pytest.mark.parametrize("keep_bits", [16, 32])
+@pytest.mark.parametrize(("method", "changes"), WAYS)
+def test_a_file_gives_back_what_was_quantized(tmp_path, method, changes, keep_bits):
+    base, tuned = pair(SHAPES)
+    own = header(base, method, keep_bits=keep_bits, **changes)
+    (tmp_path / "d").write_bytes(Q.pack_delta(base, tuned, own, {}))
+    found, tensors, kept = Q.read_delta(tmp_path / "d", base)
+    assert found == own and list(tensors) == list(SHAPES)
+    assert Q.pack_delta(base, tuned, own, {}) == (tmp_path / "d").read_bytes()
+    assert kept == (40 * 32 + 7 + 2400) * keep_bits // 8 + 16  # A_log is float32 always
+    for name, w in base.items():
+        if name not in ("w_one", "w_two", "a.w_three"):
+            full = keep_bits == 32 or name == "gdn.A_log"
+            assert torch.equal(tensors[name], tuned[name] if full else tuned[name].half().float())
+            continue
+        size = Q.group_size(w.shape, changes["group"])
+        if method == "bitdelta":
+            signs, scales = Q.BitDeltaQuantizer(changes["group"]).quantize(tuned[name], w)
+            scales = scales if "scale_bits" not in changes else (scales * 8).half().float() / 8
+            expected = Q.BitDeltaQuantizer(changes["group"]).dequantize(w, signs, scales)
+        else:
+            codes, scales = Q.quantize_delta((tuned[name] - w).flatten() * 8, size, changes["bits"])
+            expected = w + (codes * scales.float().repeat_interleave(size)[: w.numel()] / 8).view(w.shape)
+        assert tensors[name].dtype == torch.float32 and torch.equal(tensors[name], expected)
+
+
+@pytest.mark.parametrize(("method", "changes"), [WAYS[0], WAYS[12]])
+def test_scales_and_sizes_at_the_edges(tmp_path, method, changes):
+    """Constant differences, none at all, and the largest that a float32 scale's power of two brings into float16."""
+    base = {"w_x": torch.zeros(16, 129), "w_y": torch.ones(20, 16)}
+    for delta, scale in ((0.0, 1.0), (3e-9, 2.0**-28), (1e9, 2.0**30), (-0.5, 1.0)):
+        tuned = {name: w + delta for name, w in base.items()}
+        own = header(base, method, scale=scale, **changes)
+        (tmp_path / "d").write_bytes(Q.pack_delta(base, tuned, own, {}))
+        _, tensors, _ = Q.read_delta(tmp_path / "d", base)
+        for name, w in tuned.items():
+            error = (tensors[name] - w).abs().max().item()
+            assert error == 0 if delta in (0.0, -0.5) else error <= 1e-3 * abs(delta) + 1e-7 * w.abs().max().item()
+
+
+def test_what_does_not_fit_is_named():
+    base, tuned = pair(SHAPES)
+    tuned["norm"][3] = 1e6
+    with pytest.raises(Q.ArtifactError, match=r"^tensor 'norm': 1e\+06 is too large for float16$"):
+        Q.pack_delta(base, tuned, header(base), {})
+    Q.pack_delta(base, tuned, header(base, keep_bits=32), {})
+
+
+def test_the_hash_is_of_names_shapes_order_and_weights():
+    base, _ = pair(SHAPES)
+    digest = hashlib.sha256()
+    for name, w in base.items():
+        digest.update(f"{name} {list(w.shape)} ".encode() + w.numpy().tobytes())
+    assert Q.hash_weights(base) == digest.hexdigest()
+    others = [dict(reversed(base.items())), {**base, "norm": -base["norm"]}, {**base, "norm": base["norm"].view(1, 7)},
+              {name.replace("one", "1"): w for name, w in base.items()}]
+    assert len({Q.hash_weights(each) for each in [base, *others]}) == 5
+
+
+def read(data: bytes, base: dict, path: Path) -> str:
+    """The one line that read_delta refuses these bytes with, or "" where it reads them."""
+    path.write_bytes(data)
+    try:
+        _, tensors, _ = Q.read_delta(path, base)
+    except Q.ArtifactError as error:
+        assert str(error).startswith(f"{path}: ") and "\n" not in str(error)
+        return str(error)
+    assert all(w.isfinite().all() for w in tensors.values())
+    return ""
+
+
+def change(data: bytes, draw: st.DrawFn) -> bytes:
+    """One byte changed, the end or a part cut off or put in twice, or zeros or noise written over a part."""
+    at, other = sorted(draw(st.tuples(*[st.integers(0, len(data) - 1)] * 2)))
+    part = data[at : other + 1]
+    noise = random.Random(at).randbytes(len(part))
+    middles = bytes([data[at] ^ draw(st.integers(1, 255))]), b"", 2 * part, bytes(len(part)), noise
+    way = draw(st.integers(0, 7))
+    if way < 5:
+        return data[:at] + middles[way] + data[at + 1 if way == 0 else other + 1 :]
+    return (data[:at], data[other:], data + part)[way - 5]
+
+
+def corruptions(files: list[bytes], base: dict, path: Path, count: int, sealed: bool) -> None:
+    @settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @given(st.data())
+    def run(data: st.DataObject) -> None:
+        file = files[data.draw(st.integers(0, len(files) - 1))]
+        damaged = change(file[: -32 if sealed else None], data.draw)
+        if sealed:  # as one who means harm would: the sum is right, the rest is not
+            read(damaged + hashlib.sha256(damaged).digest(), base, path)
+        elif damaged != file:
+            assert read(damaged, base, path)
+
+    run()
+
+
+@pytest.mark.parametrize("sealed", [False, True], ids=["damaged", "forged"])
+@pytest.mark.parametrize("count", [150, pytest.param(2000, marks=pytest.mark.full)])
+def test_damaged_files_are_refused_in_one_line(tmp_path, sealed, count):
+    """Damage always; what is forged is refused too, or gives finite weights, and no other exception."""
+    base, tuned = pair(SHAPES)
+    ways = WAYS[:3] + WAYS[9:15]
+    files = [Q.pack_delta(base, tuned, header(base, method, **changes), {}) for method, changes in ways]
+    assert not any(read(file, base, tmp_path / "d") for file in files)
+    corruptions(files, base, tmp_path / "d", count, sealed)
+
+
+def test_forged_headers_are_refused(tmp_path):
+    base, tuned = pair(SHAPES)
+    for changes in (dict(bits=60), dict(bits=0), dict(bits=-3), dict(group=1 << 62), dict(group=0.5), dict(group="a"),
+                    dict(scale=1e300), dict(scale="x"), dict(scale_bits=8), dict(keep_bits=64), dict(method=[])):
+        own = header(base, "deltaquant", bits=3, group=-1, scale_bits=16)
+        data = Q.pack_delta(base, tuned, own, {})
+        length = T.ARTIFACT_PREFIX.unpack_from(data)[2]
+        text = json.dumps({**own, "settings": {**own["settings"], **changes}}).encode()
+        text = Q.zstandard.ZstdCompressor().compress(text)
+        forged = T.ARTIFACT_PREFIX.pack(Q.DELTA_MAGIC, 1, len(text)) + text + data[16 + length : -32]
+        said = read(forged + hashlib.sha256(forged).digest(), base, tmp_path / "d")
+        assert said or changes == dict(method=[]), changes  # whatever is not bitdelta is read as deltaquant
+
+
+# --------------------------------------------------------------------------------------------------------- commands
+def save(folder: Path, net: T.GPT, data: Path) -> Path:
+    """A checkpoint of a run in `folder`, as train_gpt.py writes it; the run's folder."""
+    folder.mkdir()
+    meta = {"script": "train_gpt.py", "settings": {**dataclasses.asdict(SETTINGS), "data_path": str(data)}, "step": 9,
+            "identity": vars(net.config)}
+    T.save_checkpoint(folder, 9, {"model": net.state_dict(), "training": {}}, meta, keep=9)
+    return folder
+
+
+def network(seed: int = 0, **changes) -> T.GPT:
+    torch.manual_seed(seed)
+    net = T.GPT(T.model_config(dataclasses.replace(SETTINGS, **changes), BYTES.vocab_size, BYTES.bos_id))
+    with torch.no_grad():
+        for param in net.parameters():
+            param.add_(0.03 * torch.randn_like(param))
+    return net
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A folder: data, shards of bytes; base, a network; tuned, the same after 40 steps on the shards."""
+    folder, rng = tmp_path_factory.mktemp("delta"), random.Random(0)
+    words = ["".join(rng.choices("abcdefghij", k=rng.randint(2, 6))) for _ in range(40)]
+    texts = [" ".join(rng.choices(words, k=80)) for _ in range(150)]
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    command = [ROOT / "data/prepare.py", folder / "text.jsonl", "--out", folder / "data", "--tokenizer", "bytes",
+               "--workers", "1"]
+    done = subprocess.run([sys.executable, *map(str, command)], env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    net = network()
+    save(folder / "base", net, folder / "data")
+    batches = batches_of(folder / "data")
+    optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
+    for step in range(40):
+        for ids, targets in batches.micro_batches(step):
+            net(ids, targets).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    save(folder / "tuned", net, folder / "data")
+    return folder
+
+
+def batches_of(data: Path) -> T.Batches:
+    """The batches that distillation reads: four windows of the model's length, by seed."""
+    options = dataclasses.replace(SETTINGS, data_path=str(data), holdout_tokens=32, train_batch_tokens=128)
+    return T.Batches(T.open_data(options), options, T.start_runtime("cpu"))
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return torch.load(folder / "step_000009" / "model.pt", weights_only=True)
+
+
+def rebuilt(tensors: dict[str, torch.Tensor]) -> T.GPT:
+    net = network()
+    net.load_state_dict(tensors)
+    return net
+
+
+def tables_of(output: str) -> list[dict[str, dict[str, str]]]:
+    """The tables in a command's output: rows by first column (of two words or more its last), columns by head."""
+    tables = []
+    for line in output.splitlines():
+        words = line.split("  ")
+        words = [word.strip() for word in words if word.strip()]
+        if words and words[0] in ("file", "class"):
+            head = words
+            tables.append({})
+        elif tables and len(words) == len(head):
+            tables[-1][words[0]] = dict(zip(head, words, strict=True))
+    return tables
+
+
+def bits_per_byte(tensors: dict[str, torch.Tensor], data: Path) -> float:
+    own = T.open_data(dataclasses.replace(SETTINGS, data_path=str(data), holdout_tokens=32))
+    return T.score_tokens(rebuilt(tensors), own.val, own.tokenizer, T.start_runtime("cpu"), 32, 32, 16).bpb
+
+
+@pytest.mark.parametrize(("command", "changes"), [
+    ("bitdelta", dict(DISTILL_STEPS=0)), ("bitdelta", dict(DISTILL_STEPS=0, DELTA_GROUP=-1, DELTA_SCALE_BITS=16)),
+    ("deltaquant", {}), ("deltaquant", dict(DELTA_BITS=2, DELTA_STEP="group", DELTA_GROUP=32, DELTA_KEEP_BITS=32))])
+def test_what_the_commands_print_and_write(call, place, tmp_path, command, changes):
+    """Sizes are of the file, errors by their definitions, bits per byte by evaluation; `apply` in a process of its own
+    gives the tensors of memory, bit for bit, of which `pack` and `compare` read the folder.
+    """
+    base, tuned, out = weights(place / "base"), weights(place / "tuned"), tmp_path / "d"
+    code, output, error = call(command, place / "base", place / "tuned", out, "--score", **changes)
+    assert code == 0, error
+    found, tensors, kept = Q.read_delta(out, base)
+    own = found["settings"]
+    default = dict(bits=1, group=128, scale_bits=32) if command == "bitdelta" else dict(bits=4, group=-1, scale_bits=16)
+    given = {name.removeprefix("DELTA_").lower(): value for name, value in changes.items()}
+    expected = {"keep_bits": 16, **default, **{name: value for name, value in given.items() if name in own}}
+    assert {name: own[name] for name in expected} == expected and own["base"] == Q.hash_weights(base)
+    assert own["shape"] == vars(network().config) and found["tokenizer_sha256"] == BYTES.sha256
+    matrices = [name for name, w in base.items() if T.tensor_class(name, w) == "matrix"]
+    largest = max((tuned[name] - base[name]).abs().max().item() for name in matrices)
+    assert 1 <= own["scale"] / largest <= 2 and math.frexp(own["scale"])[0] == 0.5
+
+    sizes, errors = tables_of(output)
+    every = sum(w.numel() for w in base.values())
+    coded = sum(base[name].numel() for name in matrices)
+    assert [sizes["weights in fp32"][key] for key in ("bytes", "of_matrices")] == [str(4 * every), str(4 * coded)]
+    assert [sizes["weights in bf16"][key] for key in ("bytes", "x_fp32", "x_bf16")] == [str(2 * every), "2", "1"]
+    row = sizes[str(out)]
+    assert [int(row["bytes"]), int(row["of_matrices"])] == [out.stat().st_size, out.stat().st_size - kept]
+    assert float(row["x_fp32"]) == pytest.approx(4 * every / out.stat().st_size, rel=1e-4)
+    assert float(row["their_x_bf16"]) == pytest.approx(2 * coded / (out.stat().st_size - kept), rel=1e-4)
+    if command == "bitdelta":
+        for name, change in (("with 16-bit scales", dict(scale_bits=16)),
+                             ("with a 32-bit scale a matrix", dict(scale_bits=32, group=0))):
+            other = {**found, "settings": {**own, **change}}
+            assert int(sizes[name]["bytes"]) == len(Q.pack_delta(base, tuned, other, {}))
+    for kind, row in errors.items():
+        chosen = [name for name, w in base.items() if kind in ("all", T.tensor_class(name, w))]
+        x, y = (np.concatenate([(each[name].double() - base[name].double()).numpy().ravel() for name in chosen])
+                for each in (tuned, tensors))
+        norm = np.linalg.norm
+        values = [norm(y - x) / norm(x), np.mean((y - x) ** 2), np.abs(y - x).max(), x @ y / norm(x) / norm(y),
+                  20 * np.log10(norm(x) / max(norm(y - x), 1e-300))]
+        if norm(y - x) > 0:
+            assert [float(row[key]) for key in ("rel_frobenius", "mse", "max", "cosine", "snr_db")] == pytest.approx(
+                values, rel=2e-4)
+    before, best, after = (bits_per_byte(each, place / "data") for each in (base, tuned, tensors))
+    assert best < before - 0.5 and (before - after) / (before - best) > 0.5
+    assert output.splitlines()[-1] == (
+        f"bits per byte of validation: base {before:.4f}, tuned {best:.4f}, base + delta {after:.4f}, "
+        f"{(before - after) / (before - best):.2%} of the gain")
+
+    done = subprocess.run([sys.executable, str(ROOT / "quantize.py"), "apply", str(place / "base"), str(out),
+                           str(tmp_path / "m")], env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    again = torch.load(tmp_path / "m" / "model.pt", weights_only=True)
+    assert list(again) == list(base) and all(torch.equal(again[name], tensors[name]) for name in base)
+    assert call("pack", tmp_path / "m", tmp_path / "m.upar")[0] == call("verify", tmp_path / "m.upar")[0] == 0
+    same = tables_of(call("compare", tmp_path / "m", place / "tuned")[1])[0]["matrix"]
+    assert 0 < float(same["rel_frobenius"]) < 0.5
+
+
+def test_distillation(call, place, tmp_path):
+    """The scales bring the logits of the first batch nearer, by as much as is printed; signs and the rest stay."""
+    base, tuned = weights(place / "base"), weights(place / "tuned")
+    lines = {}
+    for steps in (0, 60):
+        code, output, error = call("bitdelta", place / "base", place / "tuned", tmp_path / str(steps),
+                                   DISTILL_STEPS=steps, DISTILL_LR=1e-3)
+        assert code == 0, error
+        lines[steps] = output.splitlines()[0]
+    assert lines[0].startswith("file") and lines[60].startswith("distillation: 60 steps, mean squared error of logits")
+    ids = torch.cat([ids for ids, _ in batches_of(place / "data").micro_batches(0)])
+    read = {steps: Q.read_delta(tmp_path / str(steps), base)[1] for steps in lines}
+    with torch.no_grad():
+        right = rebuilt(tuned)(ids)
+        losses = [(rebuilt(each)(ids) - right).square().mean().item() for each in read.values()]
+    words = lines[60].split()
+    assert ids.shape == (4, 32) and losses[1] < 0.8 * losses[0]
+    assert [float(words[words.index(word) - 1]) for word in ("before,", "after")] == pytest.approx(losses, rel=1e-3)
+    for name, w in base.items():
+        one, two = (each[name] - w for each in read.values())
+        coded = T.tensor_class(name, w) == "matrix"
+        assert torch.equal(one > 0, two > 0) and torch.equal(one, two) != coded
+    size = {(tmp_path / str(steps)).stat().st_size for steps in lines}
+    assert max(size) - min(size) < 8  # the header's
+    words = "bitdelta", place / "base", place / "tuned", tmp_path / "wild"
+    code, output, _ = call(*words, DISTILL_LR=10, DISTILL_STEPS=2)
+    assert code == 0 and "scales stay as they were" in output
+    assert torch.equal(Q.read_delta(tmp_path / "wild", base)[1]["mixers.0.w_o"], read[0]["mixers.0.w_o"])
+
+
+def test_the_printed_error_falls_with_the_bits(call, place, tmp_path):
+    found = []
+    for bits in (1, 2, 3, 4, 8):
+        code, output, _ = call("deltaquant", place / "base", place / "tuned", tmp_path / str(bits), DELTA_BITS=bits)
+        assert code == 0
+        found.append((float(tables_of(output)[1]["matrix"]["rel_frobenius"]), (tmp_path / str(bits)).stat().st_size))
+    assert all(a[0] > 1.5 * b[0] and a[1] < b[1] for a, b in zip(found, found[1:], strict=False)), found
+
+
+@pytest.mark.parametrize(("words", "changes", "said"), [
+    (["apply", "{tuned}", "{delta}", "{new}"], {}, "{delta}: of another base, SHA-256 "),
+    (["apply", "{base}", "{artifact}", "{new}"], {}, "{artifact}: is no delta: "),
+    (["apply", "{delta}", "{delta}", "{new}"], {}, "{delta}: is no underpar artifact"),
+    (["apply", "{base}", "{damaged}", "{new}"], {}, "{damaged}: SHA-256 is wrong, damaged or truncated"),
+    (["apply", "{base}", "{missing}", "{new}"], {}, "{missing}: no such file"),
+    (["bitdelta", "{base}", "{wide}", "{new}"], {}, "tensor 'blocks.0.mlp.w_up': [64, 32] in "),
+    (["deltaquant", "{base}", "{layer}", "{new}"], {}, "tensor 'blocks.0.mixer_norm.weight': missing in "),
+    (["deltaquant", "{base}", "{nan}", "{new}"], {}, "tensor 'mixers.1.w_o': its weights are not finite"),
+    (["bitdelta", "{nan}", "{tuned}", "{new}"], {}, "tensor 'mixers.1.w_o': its weights are not finite"),
+    (["deltaquant", "{base}", "{loud}", "{new}"], {}, "tensor 'embed': 1e+06 is too large for float16"),
+    (["deltaquant", "{base}", "{tuned}", "{new}"], {"DELTA_BITS": 9}, "DELTA_BITS='9': must be from 1 to 8"),
+    (["deltaquant", "{base}", "{tuned}", "{new}"], {"DELTA_BITS": 0}, "DELTA_BITS='0': must be from 1 to 8"),
+    (["deltaquant", "{base}", "{tuned}", "{new}"], {"DELTA_STEP": "grid"}, "must be one of tensor, row, group"),
+    (["bitdelta", "{base}", "{tuned}", "{new}"], {"DELTA_SCALE_BITS": 24}, "DELTA_SCALE_BITS=24: must be 16 or 32"),
+    (["bitdelta", "{base}", "{tuned}", "{new}"], {"DELTA_KEEP_BITS": 8}, "DELTA_KEEP_BITS='8': must be from 16 to 32"),
+    (["bitdelta", "{base}", "{tuned}", "{new}"], {"DELTA_GROUP": -2}, "DELTA_GROUP='-2': must be from -1"),
+    (["bitdelta", "{base}", "{tuned}", "{new}"], {"DATA_PATH": ""}, "DATA_PATH='': distillation and --score"),
+    (["bitdelta", "{base}", "{tuned}", "{new}"], {"DATA_PATH": "nowhere"}, "nowhere"),
+    (["bitdelta", "{base}", "{tuned}", "{new}"], {"DISTILL_BATCH_TOKENS": 33}, "must be a multiple of TRAIN_SEQ_LEN"),
+    (["bitdelta", "{base}", "{tuned}", "{delta}"], {}, "exists already"),
+])
+def test_mistakes_are_one_line_and_exit_code_2(call, place, tmp_path, words, changes, said):
+    names = {name: place / name for name in ("base", "tuned")}
+    names |= {name: tmp_path / name for name in ("new", "delta", "damaged", "missing", "artifact")}
+    base, tuned = (weights(place / name) for name in ("base", "tuned"))
+    names["delta"].write_bytes(Q.pack_delta(base, tuned, header(base), {}))
+    names["damaged"].write_bytes(names["delta"].read_bytes()[:-40])
+    names["artifact"].write_bytes(T.pack_artifact(base, {}, {}, "", {})[0])
+    for name, net in (("wide", network(mlp_mult=3.0)), ("layer", network(norm="layer")), ("nan", network()),
+                      ("loud", network())):
+        names[name] = tmp_path / name
+        with torch.no_grad():
+            if name == "nan":
+                net.mixers[1].w_o[2, 2] = math.nan
+            if name == "loud":
+                net.embed[2, 2] = 1e6
+        if "{" + name + "}" in words:
+            save(names[name], net, place / "data")
+    code, output, error = call(*(word.format(**names) for word in words), **{"DISTILL_STEPS": 1, **changes})
+    assert code == 2 and said.format(**names) in error and not output, error
+    assert not names["new"].exists()
