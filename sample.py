@@ -1487,13 +1487,15 @@ class Exporter:
         """
         excess = int(self.runtime.agree(str(self.excess(quantize_all(self.tensors, self.table, {})))))
         if excess > 0:
-            fit = functools.partial(fit_steps, self.tensors, self.table, least=1.0, most=256.0)
+            def fit(excess: float, ratio: float) -> QuantTable:
+                return fit_steps(self.tensors, self.table, excess, 1.0, 256.0, ratio)
+
             target, best = self.limit / 100, self.table
             total = excess + target
             ratio = min((0.5, 0.71, 1.0, 1.41), key=lambda ratio: self.loss(
-                quantize_all(self.tensors, fit(excess=total, ratio=ratio), {})))
+                quantize_all(self.tensors, fit(total, ratio), {})))
             for _ in range(4):  # a file is not just the entropy of its codes
-                best = fit(excess=total, ratio=ratio)
+                best = fit(total, ratio)
                 over = self.excess(quantize_all(self.tensors, best, {})) + target
                 if abs(over) < self.limit / 400:
                     break
