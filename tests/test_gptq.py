@@ -196,7 +196,7 @@ def test_hessians_are_the_sums_that_hooks_make(kind, dtype, monkeypatch):
     """bfloat16: what the layers read, and so the copies of the weights, which are what F.linear meets on a GPU."""
     net = network("plain", torch.float32, **NETS[kind])
     looked_up = F.embedding
-    monkeypatch.setattr(F, "embedding", lambda ids, table: looked_up(ids, table).to(dtype))
+    monkeypatch.setattr(F, "embedding", lambda ids, table, **rest: looked_up(ids, table, **rest).to(dtype))
     batches = [tokens(seed) for seed in range(3)]
     plain = [net(ids) for ids in batches]
     with script.Hessians(net) as taps:
@@ -217,7 +217,7 @@ def test_hessians_are_the_sums_that_hooks_make(kind, dtype, monkeypatch):
 def test_hessians_keep_no_activations_and_no_copies_of_weights(monkeypatch):
     net = network("plain", torch.float32, layer_pattern="g k s")
     looked_up = F.embedding
-    monkeypatch.setattr(F, "embedding", lambda ids, table: looked_up(ids, table).bfloat16())
+    monkeypatch.setattr(F, "embedding", lambda ids, table, **rest: looked_up(ids, table, **rest).bfloat16())
     with script.Hessians(net):
         kept = []
         for seed in range(3):
