@@ -429,6 +429,27 @@ def document_hashes(stream: TokenStream, bos_id: int, block: int = 1 << 22) -> I
 # === end: data ===
 
 
+# === shared: text ===
+ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+
+
+def role_ids(tokenizer: Tokenizer) -> dict[str, int]:
+    """Role token -> id; empty where the tokenizer has none."""
+    if tokenizer.file != "tokenizer.model":  # the byte tokenizer's are its last ones, tiktoken's encodings have none
+        return {role: 260 + i for i, role in enumerate(ROLE_TOKENS) if tokenizer.file == "bytes"}
+    model = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.content)
+    ids = {role: model.piece_to_id(role) for role in ROLE_TOKENS}
+    return {role: i for role, i in ids.items() if model.is_control(i)}
+
+
+def decode_bytes(tokenizer: Tokenizer, ids: list[int] | np.ndarray) -> bytes:
+    """The bytes of a token sequence that starts a document; `token_bytes` counts exactly these."""
+    ids = np.asarray(ids, dtype=np.int64)
+    drops = tokenizer.drops_space[ids] & tokenizer.boundary[np.append(tokenizer.bos_id, ids)[:-1]]
+    return b"".join([tokenizer.pieces[i][drop:] for i, drop in zip(ids.tolist(), drops.tolist(), strict=True)])
+# === end: text ===
+
+
 # === shared: model ===
 # What ARCH_MODE stands for: values of settings, below CONFIG and environment.
 ARCH_PRESETS = {
@@ -1535,7 +1556,7 @@ def sample(settings: Settings) -> None:
                         f"model has positions for {network.config.train_seq_len} tokens")
     for row in generate(network, prompt, settings.num_samples, settings.max_new_tokens, settings.temperature,
                         settings.top_k, settings.seed, frozenset([tokenizer.bos_id])):
-        print(tokenizer.decode_bytes([*prompt, *row]).decode("utf-8", errors="replace"))
+        print(decode_bytes(tokenizer, [*prompt, *row]).decode("utf-8", errors="replace"))
 
 
 def main() -> int:

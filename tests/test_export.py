@@ -262,6 +262,7 @@ sys.exit(T.exit_code(T.main))
 LOADED = """
 import os, sys
 from pathlib import Path
+from types import SimpleNamespace
 root, artifact, out = sys.argv[1:]
 sys.path.insert(0, root)
 import torch
@@ -271,7 +272,10 @@ import train_gpt as T
 logits, ids = [], torch.arange(96).view(2, 48) * 7 % 400
 S.generate = lambda network, *rest: logits.append(network(ids)) or []
 with torch.no_grad():
-    logits.append(T.rebuild(Path(artifact), T.start_runtime("cpu"))(ids))
+    header, tensors, _ = T.read_artifact(Path(artifact))
+    packed = T.GPT(SimpleNamespace(**header["settings"]))
+    packed.load_state_dict(tensors)
+    logits.append(packed(ids))
     S.sample(S.Settings(artifact=artifact, device="cpu"))
 torch.save(logits, out)
 """
