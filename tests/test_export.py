@@ -343,8 +343,8 @@ def test_a_run_meets_a_limit_and_uses_it(free, tight, limit):
 
 def test_without_qat_a_run_meets_the_limit_too(run, limit):
     folder = run("no qat", ARTIFACT_BYTES_MAX=limit, QAT=0)
-    result = result_of(folder)
-    assert 0.99 * (limit - result["code_bytes"]) <= result["artifact_bytes"] <= limit - result["code_bytes"]
+    result, room = result_of(folder), limit - result_of(folder)["code_bytes"]
+    assert 0.98 * room <= result["artifact_bytes"] <= room  # of 20 KB, one tensor's other contexts are 1 %
     log = log_of(folder)
     assert log.find("\nweights: ") < log.find("\nsizes: -") < log.find("\ncodes: ") and "qat begins" not in log
 
