@@ -225,9 +225,7 @@ def replace_file(path: str | Path, data: bytes) -> None:
 
 
 def describe_machine(runtime: Runtime) -> dict:
-    """For log and result.json: commit of the script's folder, `+` if it was changed since, or "unknown"; hardware,
-    versions; most memory held so far (allocator on CUDA, process on a CPU).
-    """
+    """For log and result.json: commit (`+`: changed since), hardware, versions, most memory held so far."""
     git, where = "git describe --always --abbrev=40 --exclude='*' --dirty=+", Path(__file__).resolve().parent
     commit = subprocess.run(git, cwd=where, shell=True, capture_output=True, text=True).stdout.strip() or "unknown"
     cuda = runtime.device.type == "cuda"
@@ -235,7 +233,7 @@ def describe_machine(runtime: Runtime) -> dict:
     versions = {"python": sys.version.split()[0], "torch": torch.__version__, "numpy": np.__version__,
                 "cuda": torch.version.cuda if cuda else None}
     process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    peak = torch.cuda.max_memory_allocated() if cuda else process  # bytes
+    peak = torch.cuda.max_memory_allocated() if cuda else process  # bytes, of the allocator or the process
     return {"commit": commit, "hardware": f"{runtime.world_size} x {hardware}", "versions": versions,
             "peak_memory_mib": peak / 2**20}
 
@@ -266,7 +264,6 @@ def first_whole(folders: list[Path], files=("meta.json", "model.pt", "training.p
 # === shared: data ===
 SHARD_KINDS = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}  # llm.c: (magic, version) -> tokens
 SHARD_HEADER_BYTES = 256 * 4  # 256 int32, then the tokens: uint32 for vocabularies above 65,536, else uint16
-ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 ENCODINGS = ("gpt2", "r50k_base", "p50k_base", "cl100k_base", "o200k_base")  # of tiktoken
 
 
@@ -276,10 +273,9 @@ class Tokenizer:
     unused token) without the space put before every text. So does Parameter Golf, build_sentencepiece_luts, eval_val.
     """
 
-    file: str  # what `save` writes; "bytes": nothing
+    file: str  # name of a file that gives it back; "bytes" needs none
     content: bytes  # of that file; its SHA-256 tells tokenizers apart
     bos_id: int
-    special_ids: dict[str, int]  # role token -> id; empty where the tokenizer has none
     pieces: list[bytes]  # what each token decodes to, b"" for boundaries
     encode: Callable[[str], list[int]]  # ids without BOS; special tokens in the text are ordinary characters
     drops_space: np.ndarray | bool = False  # (V,) bool, loses its space after a boundary
@@ -290,26 +286,13 @@ class Tokenizer:
         self.boundary = self.byte_counts == 0  # (V,) bool
         self.drops_space = np.broadcast_to(self.drops_space, self.vocab_size)
 
-    def save(self, folder: str | Path) -> str:
-        """Writes the file that gives the tokenizer back into `folder`; its name, or `bytes`, which needs no file."""
-        if self.file != "bytes":
-            (Path(folder) / self.file).write_bytes(self.content)
-        return self.file
-
-    def decode_bytes(self, ids: list[int] | np.ndarray) -> bytes:
-        """The bytes of a token sequence that starts a document; `token_bytes` counts exactly these."""
-        ids = np.asarray(ids, dtype=np.int64)
-        drops = self.drops_space[ids] & self.boundary[np.append(self.bos_id, ids)[:-1]]
-        return b"".join([self.pieces[i][drop:] for i, drop in zip(ids.tolist(), drops.tolist(), strict=True)])
-
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Of a SentencePiece file, tiktoken's encoding NAME or its file NAME.tiktoken, or `bytes`. Raises UserError."""
     path = Path(path)
     if path.name == "bytes":
-        roles = {role: 260 + i for i, role in enumerate(ROLE_TOKENS)}
         pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4  # pad, BOS, EOS, unknown; bytes; roles
-        return Tokenizer("bytes", b"underpar bytes 264", 1, roles, pieces, lambda text: [4 + b for b in text.encode()])
+        return Tokenizer("bytes", b"underpar bytes 264", 1, pieces, lambda text: [4 + b for b in text.encode()])
     if str(path) in ENCODINGS or path.suffix == ".tiktoken":
         public, name, scope = tiktoken_ext.openai_public, path.name.removesuffix(".tiktoken"), {}
         maker = "r50k_base" if path.name == "gpt2.tiktoken" else name  # the same ranks, pattern and special token
@@ -323,7 +306,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         tokens = {rank: token for token, rank in encoding._mergeable_ranks.items()}
         pieces = [tokens.get(rank, b"") for rank in range(encoding.n_vocab)]
         content = b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in sorted(tokens.items()))
-        return Tokenizer(f"{name}.tiktoken", content, encoding.eot_token, {}, pieces, encoding.encode_ordinary)
+        return Tokenizer(f"{name}.tiktoken", content, encoding.eot_token, pieces, encoding.encode_ordinary)
     try:
         content = path.read_bytes()
         model = sentencepiece.SentencePieceProcessor(model_proto=content)
@@ -340,8 +323,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     # A leading space that the model's own decoder leaves out is the dummy prefix, no part of the text.
     drops = np.array([name.startswith("\u2581") and len(model.decode([i]).encode("utf-8")) < len(pieces[i])
                       for i, name in enumerate(names)])
-    special_ids = {role: names.index(role) for role in ROLE_TOKENS if model.is_control(model.piece_to_id(role))}
-    return Tokenizer("tokenizer.model", content, model.bos_id(), special_ids, pieces, model.encode, drops)
+    return Tokenizer("tokenizer.model", content, model.bos_id(), pieces, model.encode, drops)
 
 
 def token_bytes(tokenizer: Tokenizer, prev: np.ndarray, ids: np.ndarray) -> np.ndarray:
@@ -418,13 +400,6 @@ class TokenStream:
         """What tells a changed file: size, time of change, inode. To read on in one cut short kills the process."""
         found = os.stat(path) if path.exists() else None
         return (found.st_size, found.st_mtime_ns, found.st_ino) if found else ()
-
-    def hold_out(self, count: int) -> np.ndarray:
-        """Cuts the last `count` tokens off the stream and returns them, int64. Raises UserError if none is left."""
-        if count >= self.length:
-            raise UserError(f"{self.paths[0].parent}: {self.length} tokens, more than the held-out {count} are needed")
-        tail, self.length = self.read(self.length - count, count), self.length - count
-        return tail
 
     def read(self, start: int, count: int) -> np.ndarray:
         """`count` tokens from position `start` on, int64 (count,), going on at 0 after the last one."""
@@ -1234,7 +1209,7 @@ def choose_tables(tensors: list[tuple[str, np.ndarray]]) -> tuple[np.ndarray, li
     def size(key: str, counts: np.ndarray, numbers: tuple[np.ndarray, np.ndarray]) -> float:
         every, members = pools[key]
         kinds = [np.bincount(side, minlength=256) for side in numbers]
-        table = 0.7 * np.count_nonzero(every) / members  # about what an entry takes, packed
+        table = 1.6 * np.count_nonzero(every) / members  # about what an entry takes, packed
         return entropy_bytes(counts, every) + entropy_bytes(np.array(kinds), np.array(kinds)) + table
 
     pools = pool(offers)  # as if each tensor took all of them
@@ -1258,10 +1233,11 @@ def code_runs(first: int, rows: np.ndarray, columns: np.ndarray) -> tuple[np.nda
 def pack_array(record: dict, array: np.ndarray) -> list:
     """[record with coder and crc32, payload]: the array as it is, as a zstd frame, or its one value, the shortest."""
     array = array.astype(array.dtype.newbyteorder("<"), copy=False)
-    raw = array.reshape(-1, 1).view(np.uint8).T.tobytes()  # by byte planes, in which float16 and tables compress better
+    each = array.reshape(-1, 1).view(np.uint8)  # (n, bytes)
+    raw = each.T.tobytes()  # by byte planes, in which float16 and tables compress better
     frame = zstandard.ZstdCompressor(level=1 if array.dtype == np.int8 else 19).compress(raw)  # rANS suits codes
     payloads = {"stored": raw, "zstd": frame}
-    if array.size and (array == array.flat[0]).all():
+    if array.size and (each == each[0]).all():  # 0.0 is not -0.0
         payloads["constant"] = array.flat[0].tobytes()
     coder = min(payloads, key=lambda name: len(payloads[name]))
     return [{**record, "coder": coder, "crc32": zlib.crc32(array)}, payloads[coder]]
@@ -1385,8 +1361,6 @@ def read_artifact(path: str | Path, max_weights: int = 1 << 30) -> tuple[dict, d
         require((states >> 16 == 1).all(), "lanes do not end where they began")
         area = io.BytesIO(states.astype("<u2").tobytes() + area.read())
         counts = [record["scales"] for record in records]
-        fit = all(count in (0, 1, *record["shape"][:1]) for count, record in zip(counts, records, strict=True))
-        require(fit, "a tensor has neither one scale nor one a row")
         scales = torch.from_numpy(unpack_array(sections["scales"], area, "<f2", sum(counts))).split(counts)
         tensors, coded = {}, {}
         for record, own in zip(records, scales, strict=True):
@@ -1429,19 +1403,36 @@ class Exporter:
         with decoded(self.tensors, coded):
             return self.score().nats
 
+    def fit(self, hessians: dict[str, Tensor], over: int, margin: int, least: float, most: float,
+            ratio: float = 1.0) -> tuple[QuantTable, dict[str, tuple], int]:
+        """Table and codes whose artifact is a `margin` below the limit, give or take one, and by how much it is over.
+
+        over: that of the present table. Steps change by a factor in least..most, those of embeddings by `ratio` more.
+        """
+        total = 0
+        for _ in range(4):  # a file is not just the entropy of its codes
+            total += over + margin
+            table = fit_steps(self.tensors, self.table, total, least, most, ratio)
+            coded = quantize_all(self.tensors, table, hessians)
+            over = self.excess(coded)
+            if abs(over + margin) <= margin:
+                break
+        return table, coded, over
+
     def fit_table(self) -> None:
         """Steps for fake quantization and export alike: the table's or, if the artifact were too long, wider ones.
 
         Of several ratios between the classes the one with the least loss; a hundredth of the limit is kept for later.
         """
-        excess = int(self.runtime.agree(str(self.excess(quantize_all(self.tensors, self.table, {})))))
-        if excess > 0:
-            tried = [fit_steps(self.tensors, self.table, excess + self.limit / 100, 1.0, 256.0, ratio)
-                     for ratio in (0.5, 0.71, 1.0, 1.41)]
-            best = min(tried, key=lambda table: self.loss(quantize_all(self.tensors, table, {})))
-            self.table.update(json.loads(self.runtime.agree(json.dumps(best))))
+        over = int(self.runtime.agree(str(self.excess(quantize_all(self.tensors, self.table, {})))))
+        if over > 0:
+            tried = {ratio: quantize_all(self.tensors, fit_steps(self.tensors, self.table, over, 1.0, 256.0, ratio), {})
+                     for ratio in (0.5, 0.71, 1.0, 1.41)}
+            ratio = min(tried, key=lambda ratio: self.loss(tried[ratio]))
+            table, *_ = self.fit({}, over, self.limit // 100, 1.0, 256.0, ratio)
+            self.table.update(json.loads(self.runtime.agree(json.dumps(table))))
         wider = " ".join(f"{kind}:{own['widen']:.4f}" for kind, own in self.table.items())
-        self.log(f"sizes: {abs(excess)} bytes {'above' if excess > 0 else 'below'} the limit; steps wider by {wider}")
+        self.log(f"sizes: {abs(over)} bytes {'above' if over > 0 else 'below'} the limit; steps wider by {wider}")
 
     @torch.no_grad()
     def codes(self, calibration: Iterable[Tensor]) -> dict[str, tuple]:
@@ -1449,20 +1440,18 @@ class Exporter:
 
         Where steps were widened they change by up to 5% again, so that the artifact just meets the limit.
         """
-        begin, table, total = time.perf_counter(), self.table, 0.0
+        begin, widened = time.perf_counter(), any(own["widen"] != 1 for own in self.table.values())
         with Hessians(self.network) as taps:
             for ids in calibration:
                 self.network(ids)
-        ways = {"nearest": {}, "gptq": {name: self.runtime.sum(own) for name, own in taps.sums.items()}}
-        coded = {way: quantize_all(self.tensors, table, own) for way, own in ways.items() if own or way == "nearest"}
-        nats = {way: self.loss(own) for way, own in coded.items()}
-        way = min(nats, key=nats.get)
-        coded, over = coded[way], self.excess(coded[way])
-        for _ in range(4 if over > 0 or any(own["widen"] != 1 for own in table.values()) else 0):
-            total += over + self.limit / 2000
-            table = fit_steps(self.tensors, self.table, total, 1 / 1.05, 1.05)
-            coded = quantize_all(self.tensors, table, ways[way])
-            over = self.excess(coded)
+        hessians = {name: self.runtime.sum(own) for name, own in taps.sums.items()}
+        ways = {"nearest": {}, **({"gptq": hessians} if hessians else {})}
+        found = {way: quantize_all(self.tensors, self.table, own) for way, own in ways.items()}
+        nats = {way: self.loss(coded) for way, coded in found.items()}
+        for way in sorted(nats, key=nats.get):  # GPTQ's codes may be too long for 5% to make good
+            table, coded, over = self.table, found[way], self.excess(found[way])
+            if over > 0 or widened:
+                table, coded, over = self.fit(ways[way], over, self.limit // 1000, 1 / 1.05, 1.05)
             if over <= 0:
                 break
         wider = table["matrix"]["widen"] / self.table["matrix"]["widen"] - 1

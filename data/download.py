@@ -53,7 +53,6 @@ class UserError(Exception):
 # === shared: data ===
 SHARD_KINDS = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}  # llm.c: (magic, version) -> tokens
 SHARD_HEADER_BYTES = 256 * 4  # 256 int32, then the tokens: uint32 for vocabularies above 65,536, else uint16
-ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 ENCODINGS = ("gpt2", "r50k_base", "p50k_base", "cl100k_base", "o200k_base")  # of tiktoken
 
 
@@ -63,10 +62,9 @@ class Tokenizer:
     unused token) without the space put before every text. So does Parameter Golf, build_sentencepiece_luts, eval_val.
     """
 
-    file: str  # what `save` writes; "bytes": nothing
+    file: str  # name of a file that gives it back; "bytes" needs none
     content: bytes  # of that file; its SHA-256 tells tokenizers apart
     bos_id: int
-    special_ids: dict[str, int]  # role token -> id; empty where the tokenizer has none
     pieces: list[bytes]  # what each token decodes to, b"" for boundaries
     encode: Callable[[str], list[int]]  # ids without BOS; special tokens in the text are ordinary characters
     drops_space: np.ndarray | bool = False  # (V,) bool, loses its space after a boundary
@@ -77,26 +75,13 @@ class Tokenizer:
         self.boundary = self.byte_counts == 0  # (V,) bool
         self.drops_space = np.broadcast_to(self.drops_space, self.vocab_size)
 
-    def save(self, folder: str | Path) -> str:
-        """Writes the file that gives the tokenizer back into `folder`; its name, or `bytes`, which needs no file."""
-        if self.file != "bytes":
-            (Path(folder) / self.file).write_bytes(self.content)
-        return self.file
-
-    def decode_bytes(self, ids: list[int] | np.ndarray) -> bytes:
-        """The bytes of a token sequence that starts a document; `token_bytes` counts exactly these."""
-        ids = np.asarray(ids, dtype=np.int64)
-        drops = self.drops_space[ids] & self.boundary[np.append(self.bos_id, ids)[:-1]]
-        return b"".join([self.pieces[i][drop:] for i, drop in zip(ids.tolist(), drops.tolist(), strict=True)])
-
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Of a SentencePiece file, tiktoken's encoding NAME or its file NAME.tiktoken, or `bytes`. Raises UserError."""
     path = Path(path)
     if path.name == "bytes":
-        roles = {role: 260 + i for i, role in enumerate(ROLE_TOKENS)}
         pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4  # pad, BOS, EOS, unknown; bytes; roles
-        return Tokenizer("bytes", b"underpar bytes 264", 1, roles, pieces, lambda text: [4 + b for b in text.encode()])
+        return Tokenizer("bytes", b"underpar bytes 264", 1, pieces, lambda text: [4 + b for b in text.encode()])
     if str(path) in ENCODINGS or path.suffix == ".tiktoken":
         public, name, scope = tiktoken_ext.openai_public, path.name.removesuffix(".tiktoken"), {}
         maker = "r50k_base" if path.name == "gpt2.tiktoken" else name  # the same ranks, pattern and special token
@@ -110,7 +95,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         tokens = {rank: token for token, rank in encoding._mergeable_ranks.items()}
         pieces = [tokens.get(rank, b"") for rank in range(encoding.n_vocab)]
         content = b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in sorted(tokens.items()))
-        return Tokenizer(f"{name}.tiktoken", content, encoding.eot_token, {}, pieces, encoding.encode_ordinary)
+        return Tokenizer(f"{name}.tiktoken", content, encoding.eot_token, pieces, encoding.encode_ordinary)
     try:
         content = path.read_bytes()
         model = sentencepiece.SentencePieceProcessor(model_proto=content)
@@ -127,8 +112,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     # A leading space that the model's own decoder leaves out is the dummy prefix, no part of the text.
     drops = np.array([name.startswith("\u2581") and len(model.decode([i]).encode("utf-8")) < len(pieces[i])
                       for i, name in enumerate(names)])
-    special_ids = {role: names.index(role) for role in ROLE_TOKENS if model.is_control(model.piece_to_id(role))}
-    return Tokenizer("tokenizer.model", content, model.bos_id(), special_ids, pieces, model.encode, drops)
+    return Tokenizer("tokenizer.model", content, model.bos_id(), pieces, model.encode, drops)
 
 
 def token_bytes(tokenizer: Tokenizer, prev: np.ndarray, ids: np.ndarray) -> np.ndarray:
@@ -206,13 +190,6 @@ class TokenStream:
         found = os.stat(path) if path.exists() else None
         return (found.st_size, found.st_mtime_ns, found.st_ino) if found else ()
 
-    def hold_out(self, count: int) -> np.ndarray:
-        """Cuts the last `count` tokens off the stream and returns them, int64. Raises UserError if none is left."""
-        if count >= self.length:
-            raise UserError(f"{self.paths[0].parent}: {self.length} tokens, more than the held-out {count} are needed")
-        tail, self.length = self.read(self.length - count, count), self.length - count
-        return tail
-
     def read(self, start: int, count: int) -> np.ndarray:
         """`count` tokens from position `start` on, int64 (count,), going on at 0 after the last one."""
         out, done = np.empty(count, dtype=np.int64), 0
@@ -241,8 +218,36 @@ def document_hashes(stream: TokenStream, bos_id: int, block: int = 1 << 22) -> I
 # === end: data ===
 
 
+# === shared: text ===
+ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+
+
+def role_ids(tokenizer: Tokenizer) -> dict[str, int]:
+    """Role token -> id; empty where the tokenizer has none."""
+    if tokenizer.file != "tokenizer.model":  # the byte tokenizer's are its last ones, tiktoken's encodings have none
+        return {role: 260 + i for i, role in enumerate(ROLE_TOKENS) if tokenizer.file == "bytes"}
+    model = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.content)
+    ids = {role: model.piece_to_id(role) for role in ROLE_TOKENS}
+    return {role: i for role, i in ids.items() if model.is_control(i)}
+
+
+def decode_bytes(tokenizer: Tokenizer, ids: list[int] | np.ndarray) -> bytes:
+    """The bytes of a token sequence that starts a document; `token_bytes` counts exactly these."""
+    ids = np.asarray(ids, dtype=np.int64)
+    drops = tokenizer.drops_space[ids] & tokenizer.boundary[np.append(tokenizer.bos_id, ids)[:-1]]
+    return b"".join([tokenizer.pieces[i][drop:] for i, drop in zip(ids.tolist(), drops.tolist(), strict=True)])
+# === end: text ===
+
+
 # === shared: preparation ===
 YARDSTICK_TOKENS = 20_000_000  # training tokens the count models see at most: they take up to 100 bytes a token
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: str | Path) -> str:
+    """Writes the file that gives the tokenizer back into `folder`; its name, or `bytes`, which needs no file."""
+    if tokenizer.file != "bytes":
+        (Path(folder) / tokenizer.file).write_bytes(tokenizer.content)
+    return tokenizer.file
 
 
 def write_shard(path: str | Path, tokens: np.ndarray, vocab_size: int = 1 << 16) -> None:
@@ -288,7 +293,7 @@ def yardsticks(train: TokenStream, val: TokenStream, tokenizer: Tokenizer) -> di
     tokens = val.read(0, len(val))
     print(f"count models and compressors on {len(tokens):,} validation tokens; minutes where they are many", flush=True)
     starts = np.flatnonzero(tokens == tokenizer.bos_id)[::1000]  # whole documents at a time: decoding takes memory
-    text = b"".join(tokenizer.decode_bytes(part) for part in np.split(tokens, starts[1:]))
+    text = b"".join(decode_bytes(tokenizer, part) for part in np.split(tokens, starts[1:]))
     to_bpb = 1 / math.log(2) / len(text)
     bigram, trigram = count_model_nats(train.read(0, min(len(train), YARDSTICK_TOKENS)), tokens, tokenizer.vocab_size)
     zstd = zstandard.ZstdCompressor(level=22).compress(text)
@@ -550,8 +555,8 @@ def describe(folder: Path, tokenizer_path: str) -> None:
     overlap = sum(digest in repeated for digest in val)
     manifest = {
         "format": 1, "name": names[0], "published": True,
-        "tokenizer": {"file": tokenizer.save(folder), "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size,
-                      "bos_id": tokenizer.bos_id},
+        "tokenizer": {"file": save_tokenizer(tokenizer, folder), "sha256": tokenizer.sha256,
+                      "vocab_size": tokenizer.vocab_size, "bos_id": tokenizer.bos_id},
         "lossless": False, **splits, "overlap_documents": overlap, "dropped": None, "seed": None, "sources": None,
         "yardsticks": yardsticks(streams["train"], streams["val"], tokenizer),
     }

@@ -377,6 +377,13 @@ def test_all_64_values_and_bytes_of_all_256(tmp_path):
     assert torch.equal(script.read_artifact(tmp_path / "a.bin")[1]["w_all"], w)
 
 
+def test_zeros_of_both_signs_come_back(tmp_path):
+    zeros = torch.zeros(40)
+    zeros[::3] = -0.0
+    write(tmp_path / "a.bin", {"gain": zeros})
+    assert script.read_artifact(tmp_path / "a.bin")[1]["gain"].numpy().tobytes() == zeros.numpy().tobytes()
+
+
 def test_same_input_same_bytes_and_nothing_else_is_changed(tmp_path, small):
     model = small_model()
     coded = script.quantize_all(model, TABLE, {})

@@ -338,7 +338,7 @@ class Clock:
         self.median_step()
         time.sleep(0.005)
 class Plan:
-    advance, multiplier, momentum = nap(0), nap(0.005), nap(0)
+    advance, rates = nap(0), nap(0.005)
 class Run:
     def judge(self, loss=0.0, bad=False, last=False):
         return True
@@ -359,7 +359,7 @@ def main():
         if run.step in (0, int(os.environ["SEED"])):
             run.save(0)
         clock.median_step(), run.judge(), clock.receive(), clock.progress(run.step)
-        plan.advance(), plan.multiplier(), plan.momentum(), clock.send(), time.sleep(0.02)
+        plan.advance(), plan.rates(), clock.send(), time.sleep(0.02)
         run.step += 1
     run.save(0)
     run.judge(0.0, False, last=True)

@@ -47,7 +47,7 @@ def train_model(path: Path, **changes: object) -> Path:
     """A small SentencePiece model; the defaults are those of data/prepare.py."""
     options = {"model_type": "bpe", "vocab_size": 400, "byte_fallback": True, "normalization_rule_name": "identity",
                "add_dummy_prefix": False, "remove_extra_whitespaces": False, "allow_whitespace_only_pieces": True,
-               "user_defined_symbols": ["\n"], "control_symbols": list(data.ROLE_TOKENS), "pad_id": 0, "bos_id": 1,
+               "user_defined_symbols": ["\n"], "control_symbols": list(prepare.ROLE_TOKENS), "pad_id": 0, "bos_id": 1,
                "eos_id": 2, "unk_id": 3, "minloglevel": 2, "num_threads": 1}
     model = io.BytesIO()
     lines = [line for text in HARD_TEXTS for line in text.split("\n")] * 3 + ["the cat sat on the mat  and  the hat"]
@@ -99,8 +99,8 @@ def test_own_tokenizers_count_the_utf8_bytes_of_every_document(kind: str, lossle
     tokenizer = data.load_tokenizer("bytes" if kind == "bytes" else lossless_model)
     for text in HARD_TEXTS:
         ids = tokenizer.encode(text)
-        assert tokenizer.decode_bytes(ids) == text.encode("utf-8"), text
-        assert tokenizer.decode_bytes(ids).decode() == text
+        assert prepare.decode_bytes(tokenizer, ids) == text.encode("utf-8"), text
+        assert prepare.decode_bytes(tokenizer, ids).decode() == text
         assert counted(tokenizer, ids) == len(text.encode("utf-8")), text
 
 
@@ -113,7 +113,7 @@ def test_byte_table_equals_sentencepieces_own_decoding(lossless_model: Path, pre
             assert counted(tokenizer, ids) == len(processor.decode(ids).encode("utf-8")), (path.name, text)
     text = "the cat \u2581 sat"  # the one character no SentencePiece model gives back
     tokenizer = data.load_tokenizer(lossless_model)
-    assert tokenizer.decode_bytes(tokenizer.encode(text)) == b"the cat   sat"
+    assert prepare.decode_bytes(tokenizer, tokenizer.encode(text)) == b"the cat   sat"
 
 
 def test_table_flags_of_a_dummy_prefix_model(prefix_model: Path, lossless_model: Path) -> None:
@@ -121,7 +121,7 @@ def test_table_flags_of_a_dummy_prefix_model(prefix_model: Path, lossless_model:
     starts = [processor.id_to_piece(i).startswith("\u2581") for i in range(400)]
     assert tokenizer.drops_space.tolist() == starts and sum(starts) > 5
     assert np.flatnonzero(tokenizer.boundary).tolist() == [0, 1, 2, 3]
-    assert tokenizer.special_ids == {} and tokenizer.bos_id == 1 and tokenizer.vocab_size == 400
+    assert prepare.role_ids(tokenizer) == {} and tokenizer.bos_id == 1 and tokenizer.vocab_size == 400
     byte_ids = [i for i in range(400) if processor.is_byte(i)]
     assert len(byte_ids) == 256 and (tokenizer.byte_counts[byte_ids] == 1).all()
     ids = tokenizer.encode("the cat sat on the mat")
@@ -131,7 +131,7 @@ def test_table_flags_of_a_dummy_prefix_model(prefix_model: Path, lossless_model:
     assert int(data.token_bytes(tokenizer, np.concatenate([[ids[0]], after[:-1]]), after).sum()) == 23
     own = data.load_tokenizer(lossless_model)
     assert not own.drops_space.any()
-    assert own.special_ids == {role: 4 + i for i, role in enumerate(data.ROLE_TOKENS)}
+    assert prepare.role_ids(own) == {role: 4 + i for i, role in enumerate(prepare.ROLE_TOKENS)}
     assert np.flatnonzero(own.boundary).tolist() == list(range(8))
 
 
@@ -154,7 +154,7 @@ def gpt2_file(folder: Path) -> Path:
 def test_gpt2_from_its_rank_file_is_tiktokens(tmp_path: Path) -> None:
     (tmp_path / "given").mkdir()
     tokenizer = data.load_tokenizer(gpt2_file(tmp_path / "given"))
-    again = [data.load_tokenizer(tmp_path / tokenizer.save(tmp_path))]
+    again = [data.load_tokenizer(tmp_path / prepare.save_tokenizer(tokenizer, tmp_path))]
     (tmp_path / "r50k_base.tiktoken").write_bytes((tmp_path / "gpt2.tiktoken").read_bytes())
     again.append(data.load_tokenizer(tmp_path / "r50k_base.tiktoken"))
     # The SHA-256 that tiktoken pins for r50k_base.tiktoken: the file written is the published one.
@@ -163,7 +163,7 @@ def test_gpt2_from_its_rank_file_is_tiktokens(tmp_path: Path) -> None:
     reference = tiktoken.Encoding("gpt2", pat_str=tiktoken_ext.openai_public.r50k_pat_str,
                                   mergeable_ranks=gpt2_ranks(), special_tokens={"<|endoftext|>": 50256})
     for one in (tokenizer, *again):
-        assert (one.sha256, one.vocab_size, one.bos_id, one.special_ids) == (expected, 50257, 50256, {})
+        assert (one.sha256, one.vocab_size, one.bos_id, prepare.role_ids(one)) == (expected, 50257, 50256, {})
         assert one.pieces[:50256] == [reference.decode_single_token_bytes(i) for i in range(50256)]
         assert np.flatnonzero(one.boundary).tolist() == [50256] and not one.drops_space.any()
         assert one.byte_counts.tolist() == [len(piece) for piece in one.pieces]
@@ -171,7 +171,8 @@ def test_gpt2_from_its_rank_file_is_tiktokens(tmp_path: Path) -> None:
     for text in [*HARD_TEXTS, "a<|endoftext|>b"]:
         ids = tokenizer.encode(text)
         assert ids == reference.encode(text, disallowed_special=()) and 50256 not in ids
-        assert tokenizer.decode_bytes(ids) == text.encode("utf-8") and counted(tokenizer, ids) == len(text.encode())
+        assert prepare.decode_bytes(tokenizer, ids) == text.encode("utf-8")
+        assert counted(tokenizer, ids) == len(text.encode())
     assert tokenizer.encode("hello world") == [31373, 995]
 
 
@@ -195,7 +196,7 @@ def test_any_encoding_comes_from_its_rank_file_and_no_other(tmp_path: Path, monk
     assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.sha256) == (303, 300, hashlib.sha256(lines).hexdigest())
     assert np.flatnonzero(tokenizer.boundary).tolist() == list(range(258, 303))  # gaps and specials: no bytes
     assert tokenizer.encode("the<|fim|>") == [257, *b"<|fim|>"]
-    assert tokenizer.save(tmp_path) == "cl100k_base.tiktoken"
+    assert prepare.save_tokenizer(tokenizer, tmp_path) == "cl100k_base.tiktoken"
     assert (tmp_path / "cl100k_base.tiktoken").read_bytes() == lines
     (tmp_path / "b").mkdir()
     refused = [("cl100k_base", r"tokenizer cl100k_base: tiktoken cannot load it \(.*give one of \('gpt2', "),
@@ -212,10 +213,10 @@ def test_any_encoding_comes_from_its_rank_file_and_no_other(tmp_path: Path, monk
 
 def test_saved_tokenizers_come_back_as_they_were(lossless_model: Path, tmp_path: Path) -> None:
     one = data.load_tokenizer(lossless_model)
-    assert one.save(tmp_path) == "tokenizer.model"
+    assert prepare.save_tokenizer(one, tmp_path) == "tokenizer.model"
     assert (tmp_path / "tokenizer.model").read_bytes() == lossless_model.read_bytes()
     assert data.load_tokenizer(tmp_path / "tokenizer.model").sha256 == one.sha256 == data.sha256_file(lossless_model)
-    assert data.load_tokenizer("bytes").save(tmp_path / "nowhere") == "bytes"
+    assert prepare.save_tokenizer(data.load_tokenizer("bytes"), tmp_path / "nowhere") == "bytes"
     assert data.load_tokenizer(tmp_path / "bytes").sha256 == hashlib.sha256(b"underpar bytes 264").hexdigest()
 
 
@@ -223,9 +224,9 @@ def test_byte_tokenizer_layout() -> None:
     tokenizer = data.load_tokenizer("bytes")
     assert tokenizer.vocab_size == 264 and tokenizer.bos_id == 1
     assert tokenizer.encode("A\xff") == [69, 199, 195]
-    assert tokenizer.special_ids == {"<|system|>": 260, "<|user|>": 261, "<|assistant|>": 262, "<|end|>": 263}
+    assert prepare.role_ids(tokenizer) == {"<|system|>": 260, "<|user|>": 261, "<|assistant|>": 262, "<|end|>": 263}
     assert tokenizer.byte_counts.tolist() == [0] * 4 + [1] * 256 + [0] * 4
-    assert tokenizer.decode_bytes([199, 1, 69]) == b"\xc3A"
+    assert prepare.decode_bytes(tokenizer, [199, 1, 69]) == b"\xc3A"
 
 
 @needs_shared
@@ -335,7 +336,7 @@ def test_check_dataset(tmp_path: Path) -> None:
     tokenizer, manifest = data.load_tokenizer("bytes"), data.load_manifest(tmp_path)
     for split, stream in zip(("train", "val"), data.check_dataset(tmp_path, tokenizer, manifest, True), strict=True):
         assert stream.paths == [tmp_path / f"x_{split}_000000.bin"] and stream.vocab_size == 264
-        assert tokenizer.decode_bytes(stream.read(1, len(stream) - 1)).decode() == f"the {split} text"
+        assert prepare.decode_bytes(tokenizer, stream.read(1, len(stream) - 1)).decode() == f"the {split} text"
 
     def refuses(message: str, hash_train: bool = False, **changes: object) -> None:
         with pytest.raises(data.UserError, match=message):
@@ -384,16 +385,13 @@ def test_token_stream_is_the_concatenation_read_round(tmp_path: Path) -> None:
     for skip_tail in (0, 3, 9):
         stream = data.TokenStream(paths)
         kept = flat[: 25 - skip_tail]
-        assert stream.hold_out(skip_tail).tolist() == flat[25 - skip_tail :].tolist()
+        stream.length -= skip_tail  # as open_data holds it out
         assert len(stream) == len(kept)
         for start in range(40):
             for count in (0, 1, 4, 13, 60):
                 out = stream.read(start, count)
                 assert out.dtype == np.int64
                 assert out.tolist() == [kept[(start + i) % len(kept)] for i in range(count)]
-    with pytest.raises(data.UserError, match=f"{tmp_path}: 25 tokens, more than the held-out 25 are needed"):
-        data.TokenStream(paths).hold_out(25)
-
 
 def test_token_stream_names_the_shard_of_a_foreign_token(tmp_path: Path) -> None:
     for name, tokens in (("a", [1, 2, 3]), ("b", [4, 5, 264, 6])):
@@ -557,6 +555,10 @@ def test_open_data_of_one_folder(tmp_path: Path) -> None:
         with pytest.raises(data.UserError, match="^TRAIN_SEQ_LEN=.* at most HOLDOUT_TOKENS=.* validation's 15 tokens"):
             opened(part, **{kind: count})
     assert len(opened(part, train_seq_len=10).val) == 15
+    for count in (42, 43):
+        with pytest.raises(data.UserError, match=f"^{part}: 42 tokens, more than the held-out {count} are needed"):
+            opened(part, holdout_tokens=count)
+    assert len(opened(part, holdout_tokens=41).streams[0]) == 1
     with pytest.raises(data.UserError, match=r"^VOCAB_SIZE=7: bytes has 264 tokens"):
         opened(part, vocab_size=7)
     wrong = make_part(tmp_path / "w", ["training text"] * 3, ["one", "two"], of=[0], sources=["x"])

@@ -66,14 +66,23 @@ def slow_nats(tokens: list[int], seq_len: int, stride: int) -> float:
 
 
 def windows(count: int, seq_len: int, stride: int) -> list[tuple[int, int, int]]:
-    """The rows of `count` predictions; where documents begin is nothing to them."""
-    return [tuple(row) for row in T.score_rows(np.full(count + 1, BOS), BOS, seq_len, stride).tolist()]
+    """The rows (begin, first scored, end) of `count` predictions; where documents begin is nothing to them."""
+    rows = []
+
+    def model(ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        begin, at = ids[0, 0].item() - 4, (targets[0] >= 0).nonzero()[:, 0]  # token n is n + 4
+        assert ids.tolist() == [[begin + 4 + i if begin + i <= begin + at[-1] else 4 for i in range(seq_len)]]
+        rows.append((begin, begin + at[0].item(), begin + at[-1].item() + 1))
+        return torch.zeros(targets.shape)
+
+    T.score_tokens(model, np.arange(4, count + 5), BYTES, runtime(), seq_len, stride, 1)
+    return rows
 
 
 @pytest.mark.parametrize("seq_len", [1, 2, 5, 8])
 def test_windows_score_each_prediction_once_in_context(seq_len):
     for stride in range(1, seq_len + 1):
-        for count in range(30):
+        for count in range(1, 30):
             found = windows(count, seq_len, stride)
             assert [at for _, first, end in found for at in range(first, end)] == list(range(count))
             for number, (begin, first, end) in enumerate(found):
@@ -85,14 +94,13 @@ def test_windows_score_each_prediction_once_in_context(seq_len):
                 else:
                     assert (begin, first, end) == (0, 0, min(count, seq_len))
             if stride < seq_len:
-                assert len(found) == (0 if not count else 1 + max(0, -(-(count - seq_len) // stride)))
+                assert len(found) == 1 + max(0, -(-(count - seq_len) // stride))
 
 
 def test_windows_by_hand():
     assert windows(10, 4, 4) == [(0, 0, 4), (4, 4, 8), (8, 8, 10)]
     assert windows(10, 4, 3) == [(0, 0, 4), (3, 4, 7), (6, 7, 10)]
     assert windows(9, 4, 3) == [(0, 0, 4), (3, 4, 7), (5, 7, 9)]
-    assert windows(0, 4, 4) == []
 
 
 @pytest.mark.parametrize("batch", [1, 3, 8])
@@ -183,13 +191,15 @@ LENGTHS = [30, 1, 64, 65, 2, 150, 7, 1, 17, 40]  # with pieces of 16 and 64 one 
 
 
 class CachedTableModel:
-    """`loss_of` for rows that go on with the cache; wants a GPT's arguments. Notes the shape of each call."""
+    """`loss_of` for rows that go on with the cache; wants a GPT's arguments. Notes each call's shape and first row."""
 
     def __init__(self):
         self.shapes: list[tuple[int, int]] = []
+        self.fed: list[list[int]] = []
 
     def __call__(self, ids: torch.Tensor, targets: torch.Tensor, cache: dict) -> torch.Tensor:
         self.shapes.append(tuple(ids.shape))
+        self.fed.append(ids[0].tolist())
         seen, before = cache.get("seen", 0), cache.get("mixed", 0)
         mixed = before + (torch.arange(seen + 1, seen + ids.size(1) + 1) * (ids + 3)).cumsum(1)
         cache.update(seen=seen + ids.size(1), mixed=mixed[:, -1:])
@@ -199,8 +209,9 @@ class CachedTableModel:
 
 def test_documents_by_hand():
     tokens = np.array([BOS, 70, 71, BOS, BOS, 72, 73, 74, 75])
-    assert T.score_rows(tokens, BOS, 2, None).tolist() == [[4, 4, 8], [0, 0, 3], [3, 3, 4]]
-    assert T.score_rows(np.append(tokens, BOS), BOS, 2, None).tolist() == [[4, 4, 9], [0, 0, 3], [3, 3, 4]]
+    for stream, last in ((tokens, [BOS, 72, 73, 74]), (np.append(tokens, BOS), [BOS, 72, 73, 74, 75])):
+        T.score_tokens(model := CachedTableModel(), stream, BYTES, runtime(), 9, None, 1)
+        assert model.fed == [last, [BOS, 70, 71], [BOS]]  # longest first
     score = T.score_tokens(CachedTableModel(), tokens, BYTES, runtime(), 2, None, 2)
     assert (score.tokens, score.bytes) == (8, 6)  # two of the predictions are BOS
     rows = [[BOS, 70, 71, BOS], [BOS, BOS], [BOS, 72, 73, 74, 75]]

@@ -51,7 +51,7 @@ def documents(folder: Path, split: str) -> list[bytes]:
     tokens = np.concatenate(shards).astype(np.int64)
     starts = np.flatnonzero(tokens == tokenizer.bos_id)
     assert starts[0] == 0
-    return [tokenizer.decode_bytes(part[1:]) for part in np.split(tokens, starts[1:])]
+    return [prepare.decode_bytes(tokenizer, part[1:]) for part in np.split(tokens, starts[1:])]
 
 
 def shard_bytes(folder: Path) -> dict[str, bytes]:
@@ -93,7 +93,7 @@ def test_own_tokenizer_gives_every_document_back(tmp_path: Path) -> None:
     tokenizer = prepare.load_tokenizer(out / "tokenizer.model")
     assert manifest["tokenizer"] == {"file": "tokenizer.model", "sha256": tokenizer.sha256, "vocab_size": 400,
                                      "bos_id": 1}
-    assert tokenizer.special_ids == {role: 4 + i for i, role in enumerate(prepare.ROLE_TOKENS)}
+    assert prepare.role_ids(tokenizer) == {role: 4 + i for i, role in enumerate(prepare.ROLE_TOKENS)}
     assert not tokenizer.drops_space.any() and b"\n" in tokenizer.pieces
     prepare.check_dataset(out, tokenizer, manifest, hash_train=True)
     manifest["val"]["shards"][0]["tokens"] -= 1

@@ -40,7 +40,7 @@ def run(cfg: T.Settings, step_seconds, rank_clocks: int = 1):
         clock.receive()
         progress = clock.progress(step)
         plan.advance(step, progress)
-        multipliers.append(plan.multiplier(progress))
+        multipliers.append(plan.rates(progress)[0])
         now.seconds += step_seconds(step, now.seconds - 100.0)
         clock.send(torch.tensor(1.0), torch.tensor(False), torch.tensor(0.0))
         step += 1
@@ -117,26 +117,26 @@ def test_iterations_alone_end_the_run_at_the_floor():
 
 def test_multiplier_against_closed_forms():
     plan = T.Plan(settings(warmup_frac=0.1, warmdown_frac=0.4, lr_floor=0.2))
-    assert plan.multiplier(0.05) == pytest.approx(0.5)
-    assert plan.multiplier(0.5) == 1.0
-    assert plan.multiplier(0.8) == pytest.approx(0.2 + 0.8 * 0.5)
-    assert plan.multiplier(1.0) == pytest.approx(0.2)
+    assert plan.rates(0.05)[0] == pytest.approx(0.5)
+    assert plan.rates(0.5)[0] == 1.0
+    assert plan.rates(0.8)[0] == pytest.approx(0.2 + 0.8 * 0.5)
+    assert plan.rates(1.0)[0] == pytest.approx(0.2)
     cosine = T.Plan(settings(warmup_frac=0.1, warmdown_frac=0.4, lr_floor=0.2, lr_schedule="cosine"))
-    assert cosine.multiplier(0.9) == pytest.approx(0.2 + 0.8 * (1 + math.cos(math.pi * 0.75)) / 2)
+    assert cosine.rates(0.9)[0] == pytest.approx(0.2 + 0.8 * (1 + math.cos(math.pi * 0.75)) / 2)
     wsd = T.Plan(settings(warmup_frac=0.1, warmdown_frac=0.4, lr_floor=0.2, lr_schedule="wsd"))
-    assert [wsd.multiplier(at) for at in (0.05, 0.1, 0.35, 0.6)] == pytest.approx([0.5, 1.0, 1.0, 1.0])
-    assert wsd.multiplier(0.7) == pytest.approx(0.2 + 0.8 * 0.5)  # a quarter of the warmdown: 1 - sqrt(1/4)
-    assert wsd.multiplier(0.6 + 0.4 * 0.81) == pytest.approx(0.2 + 0.8 * 0.1)  # 1 - sqrt(0.81)
-    assert wsd.multiplier(1.0) == pytest.approx(0.2)
-    assert plan.momentum(0.025) == pytest.approx(0.90)
-    assert plan.momentum(0.5) == pytest.approx(0.95)
+    assert [wsd.rates(at)[0] for at in (0.05, 0.1, 0.35, 0.6)] == pytest.approx([0.5, 1.0, 1.0, 1.0])
+    assert wsd.rates(0.7)[0] == pytest.approx(0.2 + 0.8 * 0.5)  # a quarter of the warmdown: 1 - sqrt(1/4)
+    assert wsd.rates(0.6 + 0.4 * 0.81)[0] == pytest.approx(0.2 + 0.8 * 0.1)  # 1 - sqrt(0.81)
+    assert wsd.rates(1.0)[0] == pytest.approx(0.2)
+    assert plan.rates(0.025)[1] == pytest.approx(0.90)
+    assert plan.rates(0.5)[1] == pytest.approx(0.95)
 
 
 def test_constant_has_no_warmdown_whatever_its_length_says():
     for changes in ({}, {"warmdown_frac": 1.0}, {"warmdown_iters": 400}):  # 400 steps of no ITERATIONS: not read
         plan, _, multipliers, _ = run(settings(lr_schedule="constant", warmup_frac=0.1, **changes), SPEEDS["steady"])
         assert set(plan.phases) == {"warmup", "ema", "swa", "qat"} and never_fired(plan) == []
-        assert [plan.multiplier(at) for at in (0.05, 0.1, 0.5, 1.0)] == pytest.approx([0.5, 1.0, 1.0, 1.0])
+        assert [plan.rates(at)[0] for at in (0.05, 0.1, 0.5, 1.0)] == pytest.approx([0.5, 1.0, 1.0, 1.0])
         assert multipliers[-1] == 1.0 and "warmdown" not in plan.describe() + plan.describe(ended=True)
 
 

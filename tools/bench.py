@@ -278,7 +278,7 @@ def bench_train(args: argparse.Namespace) -> list[str]:
 # ------------------------------------------------------------------------------------------------------------- cost
 # The clock's and the plan's part of a step. The thread Watch runs beside the loop and is left out.
 BOOKKEEPING = ("Clock.is_last", "Clock.median_step", "Clock.progress", "Clock.receive", "Clock.send", "Run.judge",
-               "Plan.advance", "Plan.momentum", "Plan.multiplier")
+               "Plan.advance", "Plan.rates")
 TIMED = "import sys; sys.path.insert(0, sys.argv[1]); import bench; sys.exit(bench.timed_main(*sys.argv[2:]))"
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ORDER = (
-    "settings runtime watch data preparation batches model lora optimizer schedule quantization artifact deltas "
+    "settings runtime watch data text preparation batches model lora optimizer schedule quantization artifact deltas "
     "evaluation checkpoint generation tasks"
 ).split()
 FENCE = re.compile(r"# === (shared|end): (\w+) ===\n?")

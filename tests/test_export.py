@@ -1,0 +1,394 @@
+"""The size solver and GPTQ at a run's end: files that just fit, weights that stay; runs resumed, repeated, loaded."""
+
+import json
+import os
+import re
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+import test_smoke as smoke
+import train_gpt as T
+
+ROOT = Path(__file__).resolve().parents[1]
+TABLE = {"matrix": {"bits": 6, "clip_sigmas": 8.0, "step": "tensor", "widen": 1.0},
+         "embedding": {"bits": 8, "clip_sigmas": 20.0, "step": "tensor", "widen": 1.0}}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def text(seed, batch=4, length=64):
+    """Token ids (B, T) of a text in which a token says much about the next."""
+    random = torch.Generator().manual_seed(seed)
+    ids = torch.randint(2, 64, (batch, length), generator=random)
+    for at in range(2, length):
+        known = torch.rand(batch, generator=random) < 0.85
+        ids[:, at] = torch.where(known, 2 + 3 * ids[:, at - 1] % 61, ids[:, at])
+    ids[:, 0] = 1
+    return ids
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """The state of a network of every kind of layer that has learned something."""
+    torch.manual_seed(0)
+    net, loss = make(), None
+    optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
+    for step in range(150):
+        ids = text(step)
+        loss = net(ids[:, :-1], ids[:, 1:]).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loss < 3.9  # 4.1 would be nothing
+    return {name: w.clone() for name, w in net.state_dict().items()}
+
+
+def make(state=None):
+    settings = T.Settings(layer_pattern="g k s", model_dim=64, num_heads=4, num_kv_heads=2, mlp_mult=2.0,
+                          attn_window=16, train_seq_len=64)
+    net = T.GPT(T.model_config(settings, 64, 1))
+    if state:
+        net.load_state_dict(state)
+    return net
+
+
+class Bench:
+    """An exporter with what it needs; `lines` is its log, `size` the artifact's by the table as it is."""
+
+    def __init__(self, state, share, worth=1.0, **changes):
+        self.net, self.lines = make(state), []
+        self.table = {kind: {**own, **changes} for kind, own in TABLE.items()}
+        self.rest = {"settings": vars(self.net.config), "tokenizer_sha256": "0" * 64, "meta": {"seed": 1}}
+        self.size = len(self.pack(T.quantize_all(self.net.state_dict(), self.table, {})))
+        self.limit = int(share * self.size)
+        runtime = T.Runtime(0, 1, torch.device("cpu"), False)
+        self.exporter = T.Exporter(self.net, self.table, self.limit, self.score, runtime, self.lines.append, self.rest)
+        self.worth, self.held_out = worth, text(10**6, 16)
+
+    @torch.no_grad()
+    def score(self):
+        return types.SimpleNamespace(nats=self.worth * self.net(self.held_out[:, :-1], self.held_out[:, 1:])
+                                     .double().sum().item())
+
+    def pack(self, coded):
+        return T.pack_artifact(self.net.state_dict(), coded, **self.rest)[0]
+
+    def loss(self, coded):
+        """By a network of its own."""
+        values = {name: T.dequantize(*coded[name][:2]).view_as(w) if name in coded else w
+                  for name, w in self.net.state_dict().items()}
+        with torch.no_grad():
+            return make(values)(self.held_out[:, :-1], self.held_out[:, 1:]).double().sum().item()
+
+    def hessians(self, batches):
+        with T.Hessians(self.net) as taps, torch.no_grad():
+            for ids in batches:
+                self.net(ids)
+        return taps.sums
+
+
+def calibration(batches=4):
+    return [text(2 * 10**6 + each, 8) for each in range(batches)]
+
+
+def steps_of(coded):
+    return {name: scales.float() for name, (_, scales, _) in coded.items()}
+
+
+def same(one, other):
+    return list(one) == list(other) and all(
+        torch.equal(a, b) for name in one for a, b in zip(one[name][:2], other[name][:2], strict=True))
+
+
+@pytest.mark.parametrize("gptq", [True, False], ids=["gptq", "nearest"])
+@pytest.mark.parametrize(("share", "step", "clip_sigmas"), [
+    (0.9, "tensor", 8.0), (0.7, "tensor", 8.0), (0.45, "tensor", 8.0), (0.7, "row", 8.0), (0.7, "grid", 12.0),
+    (0.7, "tensor", 0.0), (0.7, "tensor", -1.0)])
+def test_the_artifact_meets_a_limit_and_uses_it(trained, tmp_path, share, step, clip_sigmas, gptq):
+    bench = Bench(trained, share, step=step, clip_sigmas=clip_sigmas)
+    bench.exporter.fit_table()
+    table = json.loads(json.dumps(bench.table))
+    assert all(own["widen"] >= 1 for own in table.values()) and any(own["widen"] > 1 for own in table.values())
+    assert {kind: {**own, "widen": 1.0} for kind, own in table.items()} == {
+        kind: {**own, "step": step, "clip_sigmas": clip_sigmas} for kind, own in TABLE.items()}
+    with torch.no_grad():  # training goes on for a while
+        for param in bench.net.parameters():
+            param.add_(0.02 * param.std().nan_to_num() * torch.randn_like(param))
+    before = {name: w.clone() for name, w in bench.net.state_dict().items()}
+    coded = bench.exporter.codes(calibration() if gptq else [])
+    assert bench.table == table  # what fake quantization used stays
+    packed = bench.pack(coded)
+    assert 0.99 * bench.limit <= len(packed) <= bench.limit
+    nearest = T.quantize_all(before, table, {})
+    for name, own in steps_of(coded).items():
+        change = own / steps_of(nearest)[name]
+        bound = 1.05 if step != "grid" else 1.05 * 2 ** (1 / 16)
+        assert (change <= bound * 1.002).all() and (change >= 1 / bound / 1.002).all(), name
+    assert all(torch.equal(w, before[name]) for name, w in bench.net.state_dict().items())
+    fitted, chosen, done = bench.lines
+    assert re.fullmatch(r"sizes: -\d+ bytes below the limit; \{.*\}", fitted)  # those of the settings are above it
+    assert f"{bench.size - bench.limit}" == fitted.split()[1][1:] and str(table) in fitted
+    assert done.startswith(f"codes: {bench.limit - len(packed)} bytes below the limit, steps wider by {{'matrix': '")
+    changes = [float(each) for each in re.findall(r"'([+-]\d+\.\d\d)%'", done)]
+    assert len(changes) == 2 and all(-4.77 <= each <= 5.0 for each in changes)
+    (tmp_path / "a.upar").write_bytes(packed)
+    _, tensors, back = T.read_artifact(tmp_path / "a.upar")
+    assert same(back, coded) and all(torch.equal(T.dequantize(*coded[name][:2]).view_as(w), w)
+                                     for name, w in tensors.items() if name in coded)
+
+
+def test_a_limit_that_the_settings_meet_changes_nothing(trained):
+    bench = Bench(trained, 1.0)
+    bench.exporter.limit = bench.limit = bench.size
+    bench.exporter.fit_table()
+    assert bench.table == TABLE
+    coded = bench.exporter.codes([])
+    assert same(coded, T.quantize_all(bench.net.state_dict(), TABLE, {}))
+    assert bench.lines[0].startswith("sizes: 0 bytes below the limit; ")
+    assert bench.lines[2].startswith("codes: 0 bytes below the limit, steps wider by {'matrix': '+0.00%', ")
+
+
+def test_a_limit_that_nothing_meets_is_told_and_ends(trained):
+    bench = Bench(trained, 0.01)
+    bench.exporter.fit_table()
+    assert all(own["widen"] <= 256 for own in bench.table.values())
+    coded = bench.exporter.codes(calibration(1))
+    over = len(bench.pack(coded)) - bench.limit
+    assert over > 0 and bench.lines[-1].startswith(f"codes: -{over} bytes below the limit, ")
+
+
+def test_of_the_ratios_between_classes_the_one_with_the_least_loss_is_taken(trained):
+    """With losses turned round, the one with the most. A hundredth of the limit is kept for what is yet to come."""
+    bench = Bench(trained, 0.6)
+    state, start = bench.net.state_dict(), json.loads(json.dumps(bench.table))
+    excess, ratios = bench.size - bench.limit + bench.limit / 100, (0.5, 0.71, 1.0, 1.41)
+    tried = [T.fit_steps(state, start, excess, 1.0, 256.0, ratio) for ratio in ratios]
+    losses = [bench.loss(T.quantize_all(state, each, {})) for each in tried]
+    assert len(set(losses)) == 4
+    for worth, pick in ((1.0, min), (-1.0, max)):
+        bench = Bench(trained, 0.6, worth)
+        bench.exporter.fit_table()
+        matrix, embedding = (bench.table[kind]["widen"] for kind in ("matrix", "embedding"))
+        assert max(1.0, ratios[losses.index(pick(losses))] * matrix) == pytest.approx(embedding)
+        size = len(bench.pack(T.quantize_all(state, bench.table, {})))
+        assert size == pytest.approx(0.99 * bench.limit, abs=bench.limit / 400)
+
+
+def test_without_calibration_codes_are_the_nearest(trained):
+    bench = Bench(trained, 0.6)
+    bench.exporter.fit_table()
+    coded = bench.exporter.codes([])
+    assert re.fullmatch(r"codes: \[[\d.]+\] nats held out, to nearest and by GPTQ of 0 weights", bench.lines[1])
+    for name, (codes, scales, bits) in coded.items():
+        w = bench.net.state_dict()[name]
+        assert torch.equal(codes, T.round_to(w, scales.float()[:, None], bits).char())
+
+
+@pytest.mark.parametrize("worth", [1.0, -1.0])
+@pytest.mark.parametrize("share", [0.995, 2.0])
+def test_gptq_is_taken_where_its_held_out_loss_is_lower(trained, share, worth):
+    """With losses turned round the other way is taken; also where steps change to meet the limit."""
+    bench = Bench(trained, 1.0, worth)
+    bench.table["matrix"].update(clip_sigmas=40.0)
+    state, hessians = bench.net.state_dict(), bench.hessians(calibration())
+    ways = [T.quantize_all(state, bench.table, each) for each in ({}, hessians)]
+    losses = [bench.loss(way) for way in ways]
+    assert losses[1] < losses[0] - 5  # it is of use here
+    bench.exporter.limit = int(share * len(bench.pack(ways[worth > 0])))
+    coded = bench.exporter.codes(calibration())
+    said = re.fullmatch(r"codes: \[(.*), (.*)\] nats held out, .* by GPTQ of (\d+) weights", bench.lines[0])
+    assert [float(each) for each in said.groups()[:2]] == pytest.approx([worth * loss for loss in losses], rel=1e-9)
+    assert int(said[3]) == len(hessians)
+    assert len(bench.pack(coded)) <= bench.exporter.limit
+    name = "blocks.0.mlp.w_up"
+    codes, scales, bits = coded[name]
+    nearest = T.round_to(state[name], scales.float()[:, None], bits).char()
+    by_gptq = T.gptq(state[name], scales, bits, hessians[name])
+    assert torch.equal(codes, by_gptq if worth > 0 else nearest) and not torch.equal(nearest, by_gptq)
+    assert same(coded, ways[worth > 0]) == (share == 2.0)
+
+
+def test_the_nearest_codes_are_taken_where_gptq_cannot_meet_the_limit(trained):
+    """Wide steps: GPTQ moves weights to codes other than 0, which costs more bytes than 5 % of the steps save."""
+    bench = Bench(trained, 1.0)
+    bench.table["matrix"].update(clip_sigmas=60.0)
+    state, hessians = bench.net.state_dict(), bench.hessians(calibration())
+    ways = [T.quantize_all(state, bench.table, each) for each in ({}, hessians)]
+    sizes = [len(bench.pack(way)) for way in ways]
+    assert bench.loss(ways[1]) < bench.loss(ways[0]) and sizes[0] < 0.9 * sizes[1]
+    bench.exporter.limit = sizes[0] - 20
+    coded = bench.exporter.codes(calibration())
+    assert len(bench.pack(coded)) <= sizes[0] - 20
+    for name, (codes, scales, bits) in coded.items():
+        assert torch.equal(codes, T.round_to(state[name], scales.float()[:, None], bits).char())
+
+
+# ---------------------------------------------------------------------------------------------------- whole runs
+# Runs T.main(). At step `stop` the process gets SIGTERM; logits of the network that the end of the run evaluates go to
+# a file.
+DRIVER = """
+import os, signal, sys
+root, out, stop = sys.argv[1], sys.argv[2], int(sys.argv[3])
+sys.path.insert(0, root)
+import torch
+import train_gpt as T
+
+forward_backward, evaluate = T.forward_backward, T.evaluate
+
+def stopping(model, batches, step):
+    if step == stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return forward_backward(model, batches, step)
+
+def keeping(score, model, network, settings, log, what, *rest):
+    if what == "from the artifact":
+        with torch.no_grad():
+            torch.save(network(torch.arange(96).view(2, 48) * 7 % 400), out)
+    return evaluate(score, model, network, settings, log, what, *rest)
+
+T.forward_backward, T.evaluate = stopping, keeping
+sys.exit(T.exit_code(T.main))
+"""
+# Logits of the same tokens in a process that knows the artifact alone: by train_gpt.rebuild, and as sample.py loads it.
+LOADED = """
+import os, sys
+from pathlib import Path
+root, artifact, out = sys.argv[1:]
+sys.path.insert(0, root)
+import torch
+import sample as S
+import train_gpt as T
+
+logits, ids = [], torch.arange(96).view(2, 48) * 7 % 400
+S.generate = lambda network, *rest: logits.append(network(ids)) or []
+with torch.no_grad():
+    logits.append(T.rebuild(Path(artifact), T.start_runtime("cpu"))(ids))
+    S.sample(S.Settings(artifact=artifact, device="cpu"))
+torch.save(logits, out)
+"""
+place = smoke.place  # the folder of tiny data; each module has its own
+
+
+@pytest.fixture(scope="module")
+def run(place):
+    """Function: a run by the driver in the folder of that name; its folder and the exit code that was expected."""
+    (place / "export.py").write_text(DRIVER)
+    (place / "loaded.py").write_text(LOADED)
+
+    def start(name, stop=-1, code=0, **changes):
+        own = {"DATA_PATH": place / "data", "OUT_DIR": place / name, "RUN_ID": "tiny", "VAL_LOSS_EVERY": 0, **changes}
+        environ = {key: text for key, text in smoke.environment(**own).items() if text != "None"}
+        done = smoke.start([place / "export.py", ROOT, place / f"{name}.pt", stop], environ)
+        assert done.returncode == code, done.stderr
+        return place / name / "tiny"
+
+    return start
+
+
+def result_of(folder):
+    return json.loads((folder / "result.json").read_text())
+
+
+def log_of(folder):
+    return (folder / "log.txt").read_text(encoding="utf-8").split("=" * 120 + "\n")[-1]
+
+
+@pytest.fixture(scope="module")
+def free(run):
+    """A run whose artifact is as large as the settings make it."""
+    return run("free")
+
+
+@pytest.fixture(scope="module")
+def limit(free):
+    """ARTIFACT_BYTES_MAX a little above the code: the artifact has three quarters of what it would take."""
+    result = result_of(free)
+    assert result["total_bytes"] == result["code_bytes"] + result["artifact_bytes"] < 16_000_000
+    return result["code_bytes"] + int(0.75 * result["artifact_bytes"])
+
+
+@pytest.fixture(scope="module")
+def tight(run, limit):
+    return run("tight", ARTIFACT_BYTES_MAX=limit)
+
+
+def test_a_run_meets_a_limit_and_uses_it(free, tight, limit):
+    result, whole = result_of(tight), result_of(free)
+    room = limit - result["code_bytes"]
+    assert 0.99 * room <= result["artifact_bytes"] <= room == int(0.75 * whole["artifact_bytes"])
+    assert result["total_bytes"] <= limit
+    log = log_of(tight)
+    parts = ["phase: qat begins at step 27", "sizes: -", "step:30/30 train_loss:", "weights: raw", "codes: [",
+             "] nats held out, to nearest and by GPTQ of ", " weights\ncodes: "]
+    places = [log.find(part) for part in parts]
+    assert -1 not in places and places == sorted(places) and log.count("\nsizes: ") == 1
+    changes = [float(each) for each in re.findall(r"'([+-]\d+\.\d\d)%'", log)]
+    assert len(changes) == 2 and all(-4.77 <= each <= 5.0 for each in changes)
+    assert re.search(r"^sizes: \d+ bytes below the limit; .*'widen': 1.0", log_of(free), re.M)
+    assert result["val_bpb"] == pytest.approx(result["before_quantization"]["val_bpb"], rel=0.05)
+
+
+def test_without_qat_a_run_meets_the_limit_too(run, limit):
+    folder = run("no qat", ARTIFACT_BYTES_MAX=limit, QAT=0)
+    result = result_of(folder)
+    assert 0.99 * (limit - result["code_bytes"]) <= result["artifact_bytes"] <= limit - result["code_bytes"]
+    log = log_of(folder)
+    assert log.find("\nweights: ") < log.find("\nsizes: -") < log.find("\ncodes: ") and "qat begins" not in log
+
+
+def test_a_limit_below_the_code_fails_and_everything_is_saved(run):
+    folder = run("hopeless", code=1, ARTIFACT_BYTES_MAX=1000, ITERATIONS=10)
+    assert result_of(folder)["total_bytes"] > 1000 and (folder / "model.upar").is_file()
+
+
+def table_of(folder):
+    """The table of the newest checkpoint."""
+    newest = max(folder.glob("step_*"))
+    states = [torch.load(path, weights_only=True) for path in sorted(newest.glob("*.pt"))]
+    return next(state["table"] for state in states if "table" in state)
+
+
+def test_a_resume_after_qat_began_keeps_the_widened_table(run, tight, limit):
+    """Stopped in step 29 of 30, with QAT since step 27: table and artifact are those of the run that was not."""
+    folder = run("stopped", stop=28, code=143, ARTIFACT_BYTES_MAX=limit)
+    table = table_of(folder)
+    assert all(own["widen"] > 1 for own in table.values()) and table == table_of(tight)
+    assert not (folder / "model.upar").exists()
+    names = [*smoke.TINY, "RUN_ID", "DATA_PATH", "OUT_DIR", "VAL_LOSS_EVERY"]
+    again = run("stopped", **{**dict.fromkeys(names), "RESUME": folder})
+    assert again == folder and table_of(folder) == table
+    assert log_of(folder).count("\nsizes: ") == 1  # it is not fitted again
+    assert (folder / "model.upar").read_bytes() == (tight / "model.upar").read_bytes()
+    assert result_of(folder)["val_nats"] == result_of(tight)["val_nats"]
+
+
+def test_a_replay_gives_the_same_artifact(run, tight, place):
+    names = [*smoke.TINY, "DATA_PATH", "VAL_LOSS_EVERY"]
+    folder = run("replayed", **{**dict.fromkeys(names), "RUN_ID": "tiny", "OUT_DIR": place / "replayed",
+                                "REPLAY": tight})
+    assert (folder / "model.upar").read_bytes() == (tight / "model.upar").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["free", "tight"])
+def test_a_fresh_process_has_the_logits_that_were_evaluated(request, place, name):
+    """Bit for bit, by rebuild and as sample.py loads, from a copy of the artifact and its tokenizer alone."""
+    folder, alone = request.getfixturevalue(name), place / f"alone {name}"
+    alone.mkdir()
+    for path in (folder / "model.upar", *folder.glob("tokenizer*")):
+        os.link(path, alone / path.name)
+    kept = {key: value for key, value in smoke.environment().items() if key not in smoke.TINY}
+    done = smoke.start([place / "loaded.py", ROOT, alone / "model.upar", place / f"loaded {name}.pt"], kept)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    evaluated = torch.load(place / f"{name}.pt", weights_only=True)
+    loaded = torch.load(place / f"loaded {name}.pt", weights_only=True)
+    assert len(loaded) == 2 and evaluated.shape == (2, 48, 400) and evaluated.std() > 0.1
+    assert all(each.numpy().tobytes() == evaluated.numpy().tobytes() for each in loaded)
