@@ -74,7 +74,7 @@ class Settings:
     delta_bits: int = 4  # of a code of deltaquant, 1 to 8
     delta_step: str = "row"  # what has a step of deltaquant of its own: tensor, row, or group (of DELTA_GROUP weights)
     distill_steps: int = 100  # of bitdelta's scales against the tuned model's logits; 0: none
-    distill_lr: float = 1e-4  # AdamW, to 0 by a cosine
+    distill_lr: float = 0.1  # AdamW, on scales in units of their matrix's mean, to 0 by a cosine
     distill_batch_tokens: int = 0  # a step; 0: four windows of the model's TRAIN_SEQ_LEN
 
 
@@ -1606,18 +1606,18 @@ DELTA_FLOATS = {16: "<f2", 32: "<f4"}
 
 def group_size(shape: tuple[int, ...], group: int) -> int:
     """Weights that share a scale: `group` of the flattened ones (the last may be fewer), a row's (-1), all (0)."""
-    return group if group > 0 else math.prod(shape[1:] if group else shape)
+    return group if group > 0 else math.prod(shape[1:] if group and len(shape) > 1 else shape)
 
 
 def unpack_signs(signs: Tensor, count: int) -> Tensor:
     """int8 (count,), -1 or 1, of bits uint8 (ceil(count / 8),), lowest first."""
-    return 2 * torch.from_numpy(np.unpackbits(signs.numpy(), count=count, bitorder="little")).to(torch.int8) - 1
+    return 2 * torch.from_numpy(np.unpackbits(signs.cpu().numpy(), count=count, bitorder="little")).to(torch.int8) - 1
 
 
 def add_delta(base: Tensor, codes: Tensor, scales: Tensor, group: int) -> Tensor:
     """base + code * scale, float32; codes (n,), scales float32 (groups,), in which it is differentiable."""
-    spread = scales.repeat_interleave(group_size(base.shape, group))[: codes.numel()]
-    return base.float() + (codes.to(scales.device) * spread).view(base.shape)
+    spread = scales.to(base.device).repeat_interleave(group_size(base.shape, group))[: codes.numel()]
+    return base.float() + (codes.to(base.device) * spread).view(base.shape)
 
 
 class BitDeltaQuantizer:
@@ -1635,7 +1635,7 @@ class BitDeltaQuantizer:
         *whole, last = delta.abs().split(group_size(weight.shape, self.group))
         parts = [torch.stack(whole), last] if whole else [last]
         scales = torch.cat([part.mean(-1, dtype=torch.float64).view(-1) for part in parts]).float()
-        return torch.from_numpy(np.packbits((delta >= 0).numpy(), bitorder="little")), scales
+        return torch.from_numpy(np.packbits((delta >= 0).cpu().numpy(), bitorder="little")), scales
 
     def dequantize(self, base_weight: Tensor, signs: Tensor, scales: Tensor) -> Tensor:
         """base + scale * sign, float32 in the shape of the base."""
@@ -1985,28 +1985,28 @@ def read_data(tuned: SimpleNamespace, settings: Settings) -> SimpleNamespace:
 def distill(base: SimpleNamespace, tuned: SimpleNamespace, settings: Settings) -> dict[str, Tensor]:
     """Scales by which the logits of base + delta come near to the tuned model's, in mean squares (arXiv 2402.10193).
 
-    Those that the quantizer gives, if the logits of the first batch are not nearer in the end.
+    They are learned in units of their matrix's mean, so that DISTILL_LR suits large deltas and small ones. None, if
+    the logits of the first batch are not nearer in the end.
     """
     data, runtime, group = read_data(tuned, settings), start_runtime(settings.device), settings.delta_group
-    device, batches, fixed, codes, scales = runtime.device, Batches(data, data.options, runtime), {}, {}, {}
-    teacher = rebuild(tuned).to(device)
+    device, batches, teacher = runtime.device, Batches(data, data.options, runtime), rebuild(tuned).to(runtime.device)
+    held, codes, units, ratios = {}, {}, {}, {}
     for name, w in tuned.tensors.items():
         if tensor_class(name, w) == "matrix":
             signs, own = BitDeltaQuantizer(group).quantize(w, base.tensors[name])
-            codes[name], scales[name] = unpack_signs(signs, w.numel()).to(device), own.to(device).requires_grad_()
-            fixed[name] = base.tensors[name].float().to(device)
-        else:
-            stored = w.numpy().astype(delta_dtype(name, settings.delta_keep_bits)).astype("f4")
-            fixed[name] = torch.from_numpy(stored).to(device)
-    usual = {name: own.detach().clone() for name, own in scales.items()}
-    optimizer = torch.optim.AdamW(scales.values(), lr=settings.distill_lr, weight_decay=0.0)
+            codes[name], units[name] = unpack_signs(signs, w.numel()).to(device), own.mean().to(device)
+            ratios[name] = (own.to(device) / units[name].clamp(min=1e-30)).requires_grad_()
+        stored = w.numpy().astype(delta_dtype(name, settings.delta_keep_bits)).astype("f4")
+        held[name] = (base.tensors[name].float() if name in codes else torch.from_numpy(stored)).to(device)
+    optimizer = torch.optim.AdamW(ratios.values(), lr=settings.distill_lr, weight_decay=0.0)
 
     def losses(step: int) -> Iterator[Tensor]:  # a batch's mean, in parts
         for ids, _ in batches.micro_batches(step):
-            weights = {name: add_delta(fixed[name], own, scales[name], group) for name, own in codes.items()}
+            weights = {name: add_delta(held[name], codes[name], own * units[name], group)
+                       for name, own in ratios.items()}
             with torch.no_grad():
                 right = teacher(ids)
-            found = torch.func.functional_call(teacher, {**fixed, **weights}, (ids,))
+            found = torch.func.functional_call(teacher, {**held, **weights}, (ids,))
             yield (found - right).square().mean() * (len(ids) / batches.rows)
 
     def first_loss() -> float:
@@ -2024,7 +2024,7 @@ def distill(base: SimpleNamespace, tuned: SimpleNamespace, settings: Settings) -
     end = first_loss()
     print(f"distillation: {settings.distill_steps} steps, mean squared error of logits on the first batch {begin:.6g} "
           f"before, {end:.6g} after" + ("" if end < begin else "; scales stay as they were, another DISTILL_LR?"))
-    return {name: own.detach().cpu() for name, own in (scales if end < begin else usual).items()}
+    return {name: (own.detach() * units[name]).cpu() for name, own in ratios.items()} if end < begin else {}
 
 
 def read_tuned(path: str, base: SimpleNamespace) -> SimpleNamespace:

@@ -107,6 +107,8 @@ def test_bitdeltas_scale_has_the_least_error(group):
              for factor in (0.99, 1.0, 1.01)]
     assert error[1] < error[0] and error[1] < error[2]
     assert Q.BitDeltaQuantizer().group == 128
+    sizes = [Q.group_size(shape, group) for shape, group in (((7,), -1), ((7,), 0), ((3, 4, 5), -1), ((3, 4, 5), 0))]
+    assert sizes == [7, 7, 20, 60]
 
 
 @pytest.mark.parametrize("group", [128, -1, 0])
@@ -491,7 +493,7 @@ def test_distillation(call, place, tmp_path):
     lines = {}
     for steps in (0, 60):
         code, output, error = call("bitdelta", place / "base", place / "tuned", tmp_path / str(steps),
-                                   DISTILL_STEPS=steps, DISTILL_LR=1e-3)
+                                   DISTILL_STEPS=steps, DISTILL_LR=0.01)
         assert code == 0, error
         lines[steps] = output.splitlines()[0]
     assert lines[0].startswith("file") and lines[60].startswith("distillation: 60 steps, mean squared error of logits")

@@ -450,15 +450,22 @@ def test_as_a_process_without_the_optional_packages(place, tmp_path):
     shutil.copy(tmp_path / "tqdm.py", tmp_path / "safetensors.py")
     save(tmp_path / "llama", network(**LLAMA))
     environ = {**environment(), "PYTHONPATH": str(tmp_path)}
-    for words, code, said in ((["--help"], 0, "which weights"), (["info", place / "run" / "model.upar"], 0, "(header)"),
+    for words, code, said in ((["info", place / "run" / "model.upar"], 0, "(header)"),
                               (["export", tmp_path / "llama", tmp_path / "x"], 2, "pip install safetensors")):
         done = subprocess.run([sys.executable, ROOT / "quantize.py", *map(str, words)], env=environ, text=True,
                               capture_output=True, cwd=tmp_path)
         assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
-        if words != ["--help"]:
-            assert said in done.stdout + done.stderr
-        else:
-            assert all(command in done.stdout for command in "info unpack pack verify compare export".split())
+        assert said in done.stdout + done.stderr
+
+
+def test_help_names_every_command_and_says_what_it_does(capsys):
+    with mock.patch.object(sys, "argv", ["quantize.py", "--help"]), pytest.raises(SystemExit) as exit:
+        Q.main()
+    output = capsys.readouterr().out
+    commands = "info unpack pack verify compare export bitdelta deltaquant apply".split()
+    assert exit.value.code == 0 and [run.__name__ for run in Q.COMMANDS] == commands
+    words = " ".join(output.split())
+    assert all(f"{run.__name__} {' '.join(run.__doc__.split())[:60]}" in words for run in Q.COMMANDS)
 
 
 @pytest.mark.parametrize("changes", [{}, dict(tie_embeddings=False, num_kv_heads=4), dict(num_kv_heads=1)])
