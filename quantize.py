@@ -1537,20 +1537,20 @@ class Exporter:
             return self.score().nats
 
     def fit(self, hessians: dict[str, Tensor], over: int, margin: int, least: float, most: float,
-            ratio: float = 1.0) -> tuple[QuantTable, dict[str, tuple], int]:
-        """Table and codes whose artifact is a `margin` below the limit, give or take one, and by how much it is over.
+            ratio: float = 1.0) -> tuple[int, QuantTable, dict[str, tuple]]:
+        """How much an artifact is over the limit, its table and codes; meant to be a `margin` below, give or take one.
 
         over: that of the present table. Steps change by a factor in least..most, those of embeddings by `ratio` more.
         """
-        total = 0
-        for _ in range(4):  # a file is not just the entropy of its codes
+        total, found = 0, []
+        for _ in range(5):  # a file is not just the entropy of its codes
             total += over + margin
             table = fit_steps(self.tensors, self.table, total, least, most, ratio)
             coded = quantize_all(self.tensors, table, hessians)
-            over = self.excess(coded)
+            found.append((over := self.excess(coded), table, coded))
             if abs(over + margin) <= margin:
                 break
-        return table, coded, over
+        return min(found, key=lambda each: (each[0] > 0, abs(each[0])))
 
     def fit_table(self) -> None:
         """Steps for fake quantization and export alike: the table's or, if the artifact were too long, wider ones.
@@ -1562,7 +1562,7 @@ class Exporter:
             tried = {ratio: quantize_all(self.tensors, fit_steps(self.tensors, self.table, over, 1.0, 256.0, ratio), {})
                      for ratio in (0.5, 0.71, 1.0, 1.41)}
             ratio = min(tried, key=lambda ratio: self.loss(tried[ratio]))
-            table, *_ = self.fit({}, over, self.limit // 100, 1.0, 256.0, ratio)
+            _, table, _ = self.fit({}, over, self.limit // 100, 1.0, 256.0, ratio)
             self.table.update(json.loads(self.runtime.agree(json.dumps(table))))
         wider = " ".join(f"{kind}:{own['widen']:.4f}" for kind, own in self.table.items())
         self.log(f"sizes: {abs(over)} bytes {'above' if over > 0 else 'below'} the limit; steps wider by {wider}")
@@ -1577,14 +1577,15 @@ class Exporter:
         with Hessians(self.network) as taps:
             for ids in calibration:
                 self.network(ids)
-        hessians = {name: self.runtime.sum(own) for name, own in taps.sums.items()}
-        ways = {"nearest": {}, **({"gptq": hessians} if hessians else {})}
+        every = {name: self.runtime.sum(own) for name, own in taps.sums.items()}
+        matrices = {name: own for name, own in every.items() if tensor_class(name, self.tensors[name]) == "matrix"}
+        ways = {"nearest": {}, **({"gptq": every, "gptq_of_matrices": matrices} if every else {})}
         found = {way: quantize_all(self.tensors, self.table, own) for way, own in ways.items()}
         nats = {way: self.loss(coded) for way, coded in found.items()}
         for way in sorted(nats, key=nats.get):  # GPTQ's codes may be too long for 5% to make good
-            table, coded, over = self.table, found[way], self.excess(found[way])
+            over, table, coded = self.excess(found[way]), self.table, found[way]
             if over > 0 or widened:
-                table, coded, over = self.fit(ways[way], over, self.limit // 1000, 1 / 1.05, 1.05)
+                over, table, coded = self.fit(ways[way], over, self.limit // 1000, 1 / 1.05, 1.05)
             if over <= 0:
                 break
         wider = table["matrix"]["widen"] / self.table["matrix"]["widen"] - 1
