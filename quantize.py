@@ -1284,18 +1284,21 @@ def rans_decode(states: np.ndarray, table: np.ndarray, words: np.ndarray, count:
     """The inverse, in integers only: the next symbols, uint8 (count,), and the words after theirs. ArtifactError."""
     require(int(table.sum(dtype=np.int64)) == RANS_TOTAL, "a frequency table is not whole")
     table = table.astype(np.uint32)
-    frequency = np.repeat(table, table)  # (2**14,), by slot
     offset = np.arange(RANS_TOTAL, dtype=np.uint32) - np.repeat(np.cumsum(table, dtype=np.uint32) - table, table)
-    slots, position, lanes = np.empty(count, np.uint16), 0, len(states)
+    both = np.repeat(table, table) << 16 | offset  # (2**14,), by slot: frequency and offset, for one look-up
+    slots, position, lanes = np.empty(count, np.intp), 0, len(states)
     for begin in range(0, count, lanes):
-        x = states[: count - begin]  # a view; the last symbols may need only the first lanes
-        slot = x & (RANS_TOTAL - 1)
-        slots[begin : begin + lanes] = slot
-        x[:] = (x >> RANS_BITS) * frequency[slot] + offset[slot]
+        x, slot = states[: count - begin], slots[begin : begin + lanes]  # views; the last may need only a few lanes
+        np.bitwise_and(x, RANS_TOTAL - 1, out=slot)
+        found = both.take(slot, mode="clip")
+        x >>= RANS_BITS
+        x *= found >> 16
+        x += found & 0xFFFF
         low = np.flatnonzero(x < RANS_LOW)
-        require(position + len(low) <= len(words), "more rANS words are asked for than stored")
-        x[low] = x[low] << 16 | words[position : position + len(low)]
-        position += len(low)
+        end = position + len(low)
+        require(end <= len(words), "more rANS words are asked for than stored")
+        x[low] = x[low] << 16 | words[position:end]
+        position = end
     return np.repeat(np.arange(256, dtype=np.uint8), table)[slots], words[position:]
 
 
