@@ -1429,7 +1429,7 @@ class Exporter:
 
     def fit(self, hessians: dict[str, Tensor], over: int, margin: int, least: float, most: float,
             ratio: float = 1.0) -> tuple[int, QuantTable, dict[str, tuple]]:
-        """How much an artifact is over the limit, its table and codes; meant to be a `margin` below, give or take one.
+        """How much an artifact is over the limit, its table and codes; meant to be a `margin` below it.
 
         over: that of the present table. Steps change by a factor in least..most, those of embeddings by `ratio` more.
         """
@@ -1439,7 +1439,7 @@ class Exporter:
             table = fit_steps(self.tensors, self.table, total, least, most, ratio)
             coded = quantize_all(self.tensors, table, hessians)
             found.append((over := self.excess(coded), table, coded))
-            if abs(over + margin) <= margin:
+            if over <= 0 and abs(over + margin) <= self.limit // 400:
                 break
         return min(found, key=lambda each: (each[0] > 0, abs(each[0])))
 
@@ -1450,10 +1450,12 @@ class Exporter:
         """
         over = int(self.runtime.agree(str(self.excess(quantize_all(self.tensors, self.table, {})))))
         if over > 0:
-            tried = {ratio: quantize_all(self.tensors, fit_steps(self.tensors, self.table, over, 1.0, 256.0, ratio), {})
-                     for ratio in (0.5, 0.71, 1.0, 1.41)}
+            margin, tried = self.limit // 100, {}
+            for ratio in (0.5, 0.71, 1.0, 1.41):
+                table = fit_steps(self.tensors, self.table, over + margin, 1.0, 256.0, ratio)
+                tried[ratio] = quantize_all(self.tensors, table, {})
             ratio = min(tried, key=lambda ratio: self.loss(tried[ratio]))
-            _, table, _ = self.fit({}, over, self.limit // 100, 1.0, 256.0, ratio)
+            _, table, _ = self.fit({}, over, margin, 1.0, 256.0, ratio)
             self.table.update(json.loads(self.runtime.agree(json.dumps(table))))
         wider = " ".join(f"{kind}:{own['widen']:.4f}" for kind, own in self.table.items())
         self.log(f"sizes: {abs(over)} bytes {'above' if over > 0 else 'below'} the limit; steps wider by {wider}")
