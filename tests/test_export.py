@@ -219,7 +219,7 @@ def test_gptq_is_taken_where_its_held_out_loss_is_lower(trained, share, worth):
 def test_the_nearest_codes_are_taken_where_gptq_cannot_meet_the_limit(trained):
     """Wide steps: GPTQ moves weights to codes other than 0, which costs more bytes than 5 % of the steps save."""
     bench = Bench(trained, 1.0)
-    bench.table["matrix"].update(clip_sigmas=60.0)
+    bench.table["matrix"].update(clip_sigmas=80.0)
     state, hessians = bench.net.state_dict(), bench.hessians(calibration())
     ways = [T.quantize_all(state, bench.table, each) for each in ({}, hessians)]
     sizes = [len(bench.pack(way)) for way in ways]
@@ -331,7 +331,7 @@ def test_a_run_meets_a_limit_and_uses_it(free, tight, limit):
     assert result["total_bytes"] <= limit
     log = log_of(tight)
     parts = ["phase: qat begins at step 27", "bytes above the limit; steps wider by ", "step:30/30 train_loss:",
-             "weights: raw", "\ncodes: ", " nats on held-out training tokens nearest:", "; steps wider by "]
+             "weights: raw", "\ncodes: ", " nats on held-out training tokens nearest:"]
     places = [log.find(part) for part in parts]
     assert -1 not in places and places == sorted(places) and log.count("\nsizes: ") == 1
     (change,) = re.findall(r"; steps wider by ([+-]\d+\.\d\d)%, ", log)
