@@ -75,7 +75,7 @@ class Settings:
     # clock
     iterations: int = 0  # optimizer steps; 0: no limit in steps
     max_wallclock_seconds: float = 600.0  # training clock; 0: no limit in time
-    reserve_seconds: float = 8.0  # end of the clock kept for choosing among the averages
+    reserve_seconds: float = 12.0  # end of the clock kept for choosing among the averages, GPTQ and packing
     warmup_steps: int = 2  # untimed steps that compile; weights, optimizer and data are left as they were
     # batch
     train_batch_tokens: int = 524288  # per optimizer step, over all ranks
