@@ -224,7 +224,7 @@ def test_hessians_keep_no_activations_and_no_copies_of_weights(monkeypatch):
             net(tokens(seed))
             gc.collect()
             kept.append(sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects()))
-    assert kept[0] == kept[1] == kept[2]
+    assert kept == sorted(kept, reverse=True)  # others of the process may go meanwhile
 
 
 # ----------------------------------------------------------------------------------------------------------- fit_steps

@@ -463,7 +463,7 @@ T.NAME = slow
 """
     child = place.run("set-up", wait.replace("NAME", "warm_up"), 143)
     assert time.monotonic() - child.began < 20 and steps_kept(place.of("set-up")) == []
-    child = place.run("packing", wait.replace("NAME", "rebuild"), 143)
+    child = place.run("packing", wait.replace("NAME", "read_artifact"), 143)
     assert time.monotonic() - child.began < 20 and "SIGTERM ends the run at once" in child.err
     place.resume("packing")
     assert [event["step"] for event in place.result("packing")["events"]] == [16]
