@@ -257,7 +257,7 @@ def keeping(score, model, network, settings, log, what, *rest):
 T.forward_backward, T.evaluate = stopping, keeping
 sys.exit(T.exit_code(T.main))
 """
-# Logits of the same tokens in a process that knows the artifact alone: as main() rebuilds it, and as sample.py loads it.
+# Logits of the same tokens by a process that knows the artifact alone: as main() rebuilds it, as sample.py loads it.
 LOADED = """
 import os, sys
 from pathlib import Path
@@ -383,7 +383,7 @@ def test_a_replay_gives_the_same_artifact(run, tight, place):
 
 @pytest.mark.parametrize("name", ["free", "tight"])
 def test_a_fresh_process_has_the_logits_that_were_evaluated(request, place, name):
-    """Bit for bit, as main() rebuilds it and as sample.py loads it, from a copy of the artifact and its tokenizer alone."""
+    """Bit for bit, as main() rebuilds it and as sample.py loads it, from copies of artifact and tokenizer alone."""
     folder, alone = request.getfixturevalue(name), place / f"alone {name}"
     alone.mkdir()
     for path in (folder / "model.upar", *folder.glob("tokenizer*")):
