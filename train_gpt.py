@@ -2111,7 +2111,9 @@ class Exporter:
         every = {name: self.runtime.sum(own) for name, own in taps.sums.items()}
         matrices = {name: own for name, own in every.items() if tensor_class(name, self.tensors[name]) == "matrix"}
         ways = {"nearest": {}, **({"gptq": every, "gptq_of_matrices": matrices} if every else {})}
-        found = {way: quantize_all(self.tensors, self.table, own) for way, own in ways.items()}
+        found = {way: quantize_all(self.tensors, self.table, ways[way]) for way in ("nearest", "gptq") if way in ways}
+        if every:
+            found["gptq_of_matrices"] = found["nearest"] | {name: found["gptq"][name] for name in matrices}
         nats = {way: self.loss(coded) for way, coded in found.items()}
         for way in sorted(nats, key=nats.get):  # GPTQ's codes may be too long for 5% to make good
             over, table, coded = self.excess(found[way]), self.table, found[way]
@@ -2590,8 +2592,8 @@ def main() -> int:
         run.event("over_clock", seconds=clock.elapsed(), hint="no record; choosing wants more RESERVE_SECONDS")
 
     artifact = folder / "model.upar"
-    packed, sizes = pack_artifact(network.state_dict(), coded, **rest)
     if runtime.rank == 0:
+        packed, sizes = pack_artifact(network.state_dict(), coded, **rest)
         replace_file(artifact, packed)
     runtime.agree("")  # rank 0 has written it
     total = code + artifact.stat().st_size
