@@ -1585,7 +1585,9 @@ class Exporter:
         every = {name: self.runtime.sum(own) for name, own in taps.sums.items()}
         matrices = {name: own for name, own in every.items() if tensor_class(name, self.tensors[name]) == "matrix"}
         ways = {"nearest": {}, **({"gptq": every, "gptq_of_matrices": matrices} if every else {})}
-        found = {way: quantize_all(self.tensors, self.table, own) for way, own in ways.items()}
+        found = {way: quantize_all(self.tensors, self.table, ways[way]) for way in ("nearest", "gptq") if way in ways}
+        if every:
+            found["gptq_of_matrices"] = found["nearest"] | {name: found["gptq"][name] for name in matrices}
         nats = {way: self.loss(coded) for way, coded in found.items()}
         for way in sorted(nats, key=nats.get):  # GPTQ's codes may be too long for 5% to make good
             over, table, coded = self.excess(found[way]), self.table, found[way]
