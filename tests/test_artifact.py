@@ -25,12 +25,7 @@ def rule(bits, clip_sigmas=0.0, step="row"):
 TABLE = {"matrix": rule(6, 60.0), "embedding": rule(8)}  # few small codes, so that rANS pays in small tensors too
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def randn(*shape, seed=0):

@@ -19,12 +19,7 @@ often = settings(few, max_examples=2000)
 SECONDS, BYTES = 1.0, 64 << 20  # that a damaged file of some KB may take to be refused
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def randn(*shape, seed=0):

@@ -6,16 +6,15 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 import random
 import subprocess
 import sys
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from conftest import environment
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -23,7 +22,6 @@ import quantize as Q
 import train_gpt as T
 
 ROOT = Path(__file__).resolve().parents[1]
-KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV")
 BYTES = T.load_tokenizer("bytes")
 SETTINGS = T.Settings(layer_pattern="g s", model_dim=32, num_heads=4, num_kv_heads=2, mlp_mult=2.0, attn_window=16,
                       train_seq_len=32, tied_embed_init_std=0.1, device="cpu")
@@ -32,32 +30,6 @@ DISTRIBUTIONS = {
     "student_t": lambda rng, shape: rng.standard_t(5, shape),
     "lognormal": lambda rng, shape: rng.standard_normal(shape) * np.exp(0.4 * rng.standard_normal((shape[0], 1))),
 }
-
-
-def environment(**changes: object) -> dict[str, str]:
-    kept = {name: os.environ[name] for name in KEPT if name in os.environ}
-    return {**kept, "OMP_NUM_THREADS": "1", "DEVICE": "cpu", **{name: str(text) for name, text in changes.items()}}
-
-
-@pytest.fixture(autouse=True)
-def denormals():
-    yield
-    torch.set_flush_denormal(False)  # start_runtime sets it, as in training
-
-
-@pytest.fixture
-def call(capsys):
-    """Function: run one command line in this process; its exit code, output and what stands on stderr."""
-
-    def run(*words: object, **changes: object) -> tuple[int, str, str]:
-        with (mock.patch.dict(os.environ, environment(**changes), clear=True),
-              mock.patch.object(sys, "argv", ["quantize.py", *map(str, words)])):
-            code = Q.exit_code(Q.main)
-        out, err = capsys.readouterr()
-        assert code == 0 or err.count("\n") == 1 and err.startswith("error: "), err
-        return code, out, err
-
-    return run
 
 
 def draw(kind: str, shape: tuple[int, ...], seed: int = 0, size: float = 0.01) -> torch.Tensor:

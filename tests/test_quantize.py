@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import random
 import shutil
 import subprocess
@@ -16,6 +15,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from conftest import environment
 
 import quantize as Q
 import train_gpt as T
@@ -27,35 +27,8 @@ SETTINGS = T.Settings(layer_pattern="g s", model_dim=32, num_heads=4, num_kv_hea
 LLAMA = dict(layer_pattern="a", num_layers=3, mlp="swiglu", mlp_mult=2.75, norm="rms_weight", logit_softcap=0.0,
              qk_norm=False, residual_mix=False, rope_base=500.0)
 OWN = T.quant_table(SETTINGS)
-KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV")
 BYTES = T.load_tokenizer("bytes")
 CLASSES = ("matrix", "embedding", "control")
-
-
-def environment(**changes: object) -> dict[str, str]:
-    kept = {name: os.environ[name] for name in KEPT if name in os.environ}
-    return {**kept, "OMP_NUM_THREADS": "1", "DEVICE": "cpu", **{name: str(text) for name, text in changes.items()}}
-
-
-@pytest.fixture(autouse=True)
-def denormals():
-    yield
-    torch.set_flush_denormal(False)  # start_runtime sets it, as in training
-
-
-@pytest.fixture
-def call(capsys):
-    """Function: run one command line in this process; its exit code, output and what stands on stderr."""
-
-    def run(*words: object, **changes: object) -> tuple[int, str, str]:
-        with (mock.patch.dict(os.environ, environment(**changes), clear=True),
-              mock.patch.object(sys, "argv", ["quantize.py", *map(str, words)])):
-            code = Q.exit_code(Q.main)
-        out, err = capsys.readouterr()
-        assert code == 0 or out == "" and err.count("\n") == 1 and err.startswith("error: "), err
-        return code, out, err
-
-    return run
 
 
 def network(seed: int = 0, **changes) -> T.GPT:
