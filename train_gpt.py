@@ -332,6 +332,11 @@ def replace_file(path: str | Path, data: bytes) -> None:
     os.replace(beside, path)
 
 
+def sha256_file(path: str | Path) -> str:
+    """SHA-256 of a file as hex digits; the file is mapped, not read into memory."""
+    return hashlib.sha256(np.memmap(path, mode="r") if os.path.getsize(path) else b"").hexdigest()
+
+
 def describe_machine(runtime: Runtime) -> dict:
     """For log and result.json: commit (`+`: changed since), hardware, versions, most memory held so far."""
     git, where = "git describe --always --abbrev=40 --exclude='*' --dirty=+", Path(__file__).resolve().parent
@@ -450,9 +455,7 @@ def profile_steps(folder: Path, log: Callable[[str], None]) -> Iterator[None]:
 # === end: watch ===
 
 
-# === shared: data ===
-SHARD_KINDS = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}  # llm.c: (magic, version) -> tokens
-SHARD_HEADER_BYTES = 256 * 4  # 256 int32, then the tokens: uint32 for vocabularies above 65,536, else uint16
+# === shared: tokenizer ===
 ENCODINGS = ("gpt2", "r50k_base", "p50k_base", "cl100k_base", "o200k_base")  # of tiktoken
 
 
@@ -513,6 +516,12 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     drops = np.array([name.startswith("\u2581") and len(model.decode([i]).encode("utf-8")) < len(pieces[i])
                       for i, name in enumerate(names)])
     return Tokenizer("tokenizer.model", content, model.bos_id(), pieces, model.encode, drops)
+# === end: tokenizer ===
+
+
+# === shared: data ===
+SHARD_KINDS = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}  # llm.c: (magic, version) -> tokens
+SHARD_HEADER_BYTES = 256 * 4  # 256 int32, then the tokens: uint32 for vocabularies above 65,536, else uint16
 
 
 def token_bytes(tokenizer: Tokenizer, prev: np.ndarray, ids: np.ndarray) -> np.ndarray:
@@ -533,11 +542,6 @@ def read_shard(path: str | Path) -> np.ndarray:
     if count <= 0 or size != expected:
         raise UserError(f"shard {path}: truncated or damaged: {size} bytes, its {count} tokens would take {expected}")
     return np.memmap(path, dtype=kind, mode="r", offset=SHARD_HEADER_BYTES, shape=(count,))
-
-
-def sha256_file(path: str | Path) -> str:
-    """SHA-256 of a file as hex digits; the file is mapped, not read into memory."""
-    return hashlib.sha256(np.memmap(path, mode="r") if os.path.getsize(path) else b"").hexdigest()
 
 
 def load_manifest(data_path: str | Path) -> dict:
@@ -1622,60 +1626,10 @@ def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
     return codes.float() * scales.float()[:, None]
 
 
-class Hessians(torch.overrides.TorchFunctionMode):
-    """Inside, adds up x x^T over the inputs x of F.linear, by the parameter that meets them: `sums`, name -> (C, C)."""
-
-    def __init__(self, network: nn.Module):
-        super().__init__()
-        self.sums, names = {}, {param: [name] for name, param in network.named_parameters()}
-        self.names = torch.utils.weak.WeakTensorKeyDictionary(names)  # what is freed in the network is freed here
-
-    def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None):
-        out = func(*args, **(kwargs or {}))
-        if func in (Tensor.to, torch.cat):  # a copy of a parameter, or of parts of some, stands for them
-            parts = args[0] if func is torch.cat else args[:1]
-            whole = [part if part._base is None else part._base for part in parts]
-            if names := dict.fromkeys(name for each in whole for name in self.names.get(each, [])):
-                self.names[out] = list(names)
-        elif func is F.linear:
-            x = args[0].detach().flatten(0, -2).float()
-            for name in self.names.get(args[1], []):
-                self.sums[name] = self.sums.get(name, 0) + x.mT @ x
-        return out
-
-
-def gptq(w: Tensor, scales: Tensor, bits: int, hessian: Tensor) -> Tensor:
-    """Codes int8 (R, C) of w (R, ...) by scales (R,) or (1,) that make tr(E H E^T) small, E (R, C) being their error.
-
-    GPTQ (arXiv 2210.17323, algorithm 1), in float64: column by column, an error is spread over the columns to come, as
-    H (C, C) = sum x x^T over inputs x says; those of large inputs come first. Damping of 0.01 did worse (docs/lab.md).
-    """
-    order = hessian.diagonal().argsort(descending=True)
-    h, w, steps = hessian.double()[order][:, order], w.flatten(1).double()[:, order], scales.double()[:, None]
-    h.diagonal().add_(0.1 * h.diagonal().mean() + 1e-9)
-    spread = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(h)), upper=True)
-    for begin in range(0, len(h), 128):  # the errors of a block reach later blocks at its end
-        block, to = w[:, begin : begin + 128], spread[begin : begin + 128, begin:]  # codes take the weights' place
-        errors = torch.empty_like(block)
-        for at in range(block.shape[1]):
-            column = block[:, at : at + 1].clone()
-            code = round_to(column, steps, bits)
-            errors[:, at : at + 1] = (column - code * steps) / to[at, at]
-            block[:, at:] -= errors[:, at : at + 1] * to[at, at : block.shape[1]]
-            block[:, at : at + 1] = code
-        w[:, begin + 128 :] -= errors @ to[:, 128:]
-    return w[:, order.argsort()].to(torch.int8)
-
-
-def quantize_all(tensors: dict[str, Tensor], table: QuantTable, hessians: dict[str, Tensor]) -> dict[str, tuple]:
-    """name -> (codes, scales, bits) of the tensors that the table quantizes: by GPTQ those with a Hessian."""
-    coded = {}
-    for name, w in tensors.items():
-        if own := table.get(tensor_class(name, w)):
-            codes, scales = quantize(w, **own)
-            codes = gptq(w, scales, own["bits"], hessians[name]) if name in hessians else codes
-            coded[name] = codes, scales, own["bits"]
-    return coded
+def quantize_all(tensors: dict[str, Tensor], table: QuantTable) -> dict[str, tuple]:
+    """name -> (codes, scales, bits) of the tensors that the table quantizes, each weight by its nearest code."""
+    tables = {name: table[kind] for name, w in tensors.items() if (kind := tensor_class(name, w)) in table}
+    return {name: (*quantize(tensors[name], **own), own["bits"]) for name, own in tables.items()}
 
 
 def quant_table(settings) -> QuantTable:
@@ -1710,27 +1664,7 @@ def quantized(network: nn.Module, table: QuantTable) -> contextlib.AbstractConte
     straight-through estimator (Bengio et al., arXiv:1308.3432), w + (q(w) - w).detach().
     """
     tensors = network.state_dict()
-    return decoded(tensors, quantize_all(tensors, table, {}))
-
-
-def fit_steps(tensors: dict[str, Tensor], table: QuantTable, excess: float, least: float, most: float,
-              ratio: float = 1.0) -> QuantTable:
-    """The table with steps wider, by a factor within least..most, for `excess` bytes fewer; embeddings' `ratio` more.
-
-    Bytes: the order-0 entropy of each tensor's codes, which is nearly all that a file holds.
-    """
-    def wider(power: float) -> QuantTable:
-        factors = {"matrix": 2**power, "embedding": ratio * 2**power}
-        factors = {kind: min(most, max(least, factors[kind])) for kind in table}
-        return {kind: {**own, "widen": own["widen"] * factors[kind]} for kind, own in table.items()}
-
-    def size(table: QuantTable) -> float:
-        shares = [(torch.bincount(codes.flatten().int() + 128).double() / codes.numel(), codes.numel())
-                  for codes, *_ in quantize_all(tensors, table, {}).values()]
-        return sum(torch.special.entr(share).sum().item() * count for share, count in shares) / math.log(256)
-
-    target, powers = size(table) - excess, np.linspace(-8, 8, 1 << 14).tolist()
-    return wider(powers[bisect.bisect_left(powers[:-1], -target, key=lambda power: -size(wider(power)))])
+    return decoded(tensors, quantize_all(tensors, table))
 
 
 def count_parameters(network: nn.Module) -> dict[str, int]:
@@ -2043,6 +1977,79 @@ def read_artifact(path: str | Path, max_weights: int = 1 << 30) -> tuple[dict, d
         text = str(error) if isinstance(error, ArtifactError) else f"{type(error).__name__}: {error}"
         raise ArtifactError(f"{path}: {damage}{what}: {text}") from None
     return header, tensors, coded
+# === end: artifact ===
+
+
+# === shared: export ===
+class Hessians(torch.overrides.TorchFunctionMode):
+    """Inside, adds up x x^T over the inputs x of F.linear, by the parameter that meets them: `sums`, name -> (C, C)."""
+
+    def __init__(self, network: nn.Module):
+        super().__init__()
+        self.sums, names = {}, {param: [name] for name, param in network.named_parameters()}
+        self.names = torch.utils.weak.WeakTensorKeyDictionary(names)  # what is freed in the network is freed here
+
+    def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None):
+        out = func(*args, **(kwargs or {}))
+        if func in (Tensor.to, torch.cat):  # a copy of a parameter, or of parts of some, stands for them
+            parts = args[0] if func is torch.cat else args[:1]
+            whole = [part if part._base is None else part._base for part in parts]
+            if names := dict.fromkeys(name for each in whole for name in self.names.get(each, [])):
+                self.names[out] = list(names)
+        elif func is F.linear:
+            x = args[0].detach().flatten(0, -2).float()
+            for name in self.names.get(args[1], []):
+                self.sums[name] = self.sums.get(name, 0) + x.mT @ x
+        return out
+
+
+def gptq(w: Tensor, scales: Tensor, bits: int, hessian: Tensor) -> Tensor:
+    """Codes int8 (R, C) of w (R, ...) by scales (R,) or (1,) that make tr(E H E^T) small, E (R, C) being their error.
+
+    GPTQ (arXiv 2210.17323, algorithm 1), in float64: column by column, an error is spread over the columns to come, as
+    H (C, C) = sum x x^T over inputs x says; those of large inputs come first. Damping of 0.01 did worse (docs/lab.md).
+    """
+    order = hessian.diagonal().argsort(descending=True)
+    h, w, steps = hessian.double()[order][:, order], w.flatten(1).double()[:, order], scales.double()[:, None]
+    h.diagonal().add_(0.1 * h.diagonal().mean() + 1e-9)
+    spread = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(h)), upper=True)
+    for begin in range(0, len(h), 128):  # the errors of a block reach later blocks at its end
+        block, to = w[:, begin : begin + 128], spread[begin : begin + 128, begin:]  # codes take the weights' place
+        errors = torch.empty_like(block)
+        for at in range(block.shape[1]):
+            column = block[:, at : at + 1].clone()
+            code = round_to(column, steps, bits)
+            errors[:, at : at + 1] = (column - code * steps) / to[at, at]
+            block[:, at:] -= errors[:, at : at + 1] * to[at, at : block.shape[1]]
+            block[:, at : at + 1] = code
+        w[:, begin + 128 :] -= errors @ to[:, 128:]
+    return w[:, order.argsort()].to(torch.int8)
+
+
+def gptq_all(tensors: dict[str, Tensor], table: QuantTable, hessians: dict[str, Tensor]) -> dict[str, tuple]:
+    """As `quantize_all`, with codes by GPTQ for those that have a Hessian."""
+    return {name: (gptq(tensors[name], scales, bits, hessians[name]) if name in hessians else codes, scales, bits)
+            for name, (codes, scales, bits) in quantize_all(tensors, table).items()}
+
+
+def fit_steps(tensors: dict[str, Tensor], table: QuantTable, excess: float, least: float, most: float,
+              ratio: float = 1.0) -> QuantTable:
+    """The table with steps wider, by a factor within least..most, for `excess` bytes fewer; embeddings' `ratio` more.
+
+    Bytes: the order-0 entropy of each tensor's codes, which is nearly all that a file holds.
+    """
+    def wider(power: float) -> QuantTable:
+        factors = {"matrix": 2**power, "embedding": ratio * 2**power}
+        factors = {kind: min(most, max(least, factors[kind])) for kind in table}
+        return {kind: {**own, "widen": own["widen"] * factors[kind]} for kind, own in table.items()}
+
+    def size(table: QuantTable) -> float:
+        shares = [(torch.bincount(codes.flatten().int() + 128).double() / codes.numel(), codes.numel())
+                  for codes, *_ in quantize_all(tensors, table).values()]
+        return sum(torch.special.entr(share).sum().item() * count for share, count in shares) / math.log(256)
+
+    target, powers = size(table) - excess, np.linspace(-8, 8, 1 << 14).tolist()
+    return wider(powers[bisect.bisect_left(powers[:-1], -target, key=lambda power: -size(wider(power)))])
 
 
 class Exporter:
@@ -2075,7 +2082,7 @@ class Exporter:
         for _ in range(5):  # a file is not just the entropy of its codes
             total += over + margin
             table = fit_steps(self.tensors, self.table, total, least, most, ratio)
-            coded = quantize_all(self.tensors, table, hessians)
+            coded = gptq_all(self.tensors, table, hessians)
             found.append((over := self.excess(coded), table, coded))
             if over <= 0 and abs(over + margin) <= self.limit // 400:
                 break
@@ -2086,12 +2093,12 @@ class Exporter:
 
         Of several ratios between the classes the one with the least loss; a hundredth of the limit is kept for later.
         """
-        over = int(self.runtime.agree(str(self.excess(quantize_all(self.tensors, self.table, {})))))
+        over = int(self.runtime.agree(str(self.excess(quantize_all(self.tensors, self.table)))))
         if over > 0:
             margin, tried = self.limit // 100, {}
             for ratio in (0.5, 0.71, 1.0, 1.41):
                 table = fit_steps(self.tensors, self.table, over + margin, 1.0, 256.0, ratio)
-                tried[ratio] = quantize_all(self.tensors, table, {})
+                tried[ratio] = quantize_all(self.tensors, table)
             ratio = min(tried, key=lambda ratio: self.loss(tried[ratio]))
             _, table, _ = self.fit({}, over, margin, 1.0, 256.0, ratio)
             self.table.update(json.loads(self.runtime.agree(json.dumps(table))))
@@ -2111,7 +2118,7 @@ class Exporter:
         every = {name: self.runtime.sum(own) for name, own in taps.sums.items()}
         matrices = {name: own for name, own in every.items() if tensor_class(name, self.tensors[name]) == "matrix"}
         ways = {"nearest": {}, **({"gptq": every, "gptq_of_matrices": matrices} if every else {})}
-        found = {way: quantize_all(self.tensors, self.table, ways[way]) for way in ("nearest", "gptq") if way in ways}
+        found = {way: gptq_all(self.tensors, self.table, ways[way]) for way in ("nearest", "gptq") if way in ways}
         if every:
             found["gptq_of_matrices"] = found["nearest"] | {name: found["gptq"][name] for name in matrices}
         nats = {way: self.loss(coded) for way, coded in found.items()}
@@ -2126,7 +2133,7 @@ class Exporter:
         self.log(f"codes: {way}, nats on held-out training tokens {held_out}; steps wider by {wider:+.2%}, "
                  f"{-over} bytes below the limit; {time.perf_counter() - begin:.1f} s")
         return coded
-# === end: artifact ===
+# === end: export ===
 
 
 # === shared: evaluation ===

@@ -62,7 +62,7 @@ def expected(name, w, table):
 
 def write(path, tensors, table=TABLE, meta=None):
     """The file, as train_gpt.main() writes it; bytes by class."""
-    coded = script.quantize_all(tensors, table, {})
+    coded = script.quantize_all(tensors, table)
     data, sizes = script.pack_artifact(tensors, coded, {"dim": 24, "name": "é"}, "ab" * 32, meta or {"steps": 3})
     path.write_bytes(data)
     return sizes
@@ -381,7 +381,7 @@ def test_zeros_of_both_signs_come_back(tmp_path):
 
 def test_same_input_same_bytes_and_nothing_else_is_changed(tmp_path, small):
     model = small_model()
-    coded = script.quantize_all(model, TABLE, {})
+    coded = script.quantize_all(model, TABLE)
     copies = {name: tuple(part.clone() for part in parts[:2]) for name, parts in coded.items()}
     for _ in range(2):
         write(tmp_path / "a.bin", model)

@@ -27,7 +27,7 @@ def randn(*shape, seed=0):
 
 
 def pack(tensors, coded=None, table=None, meta=None):
-    coded = script.quantize_all(tensors, table, {}) if coded is None else coded
+    coded = script.quantize_all(tensors, table) if coded is None else coded
     return script.pack_artifact(tensors, coded, {"dim": 24}, "ab" * 32, meta or {})[0]
 
 

@@ -48,7 +48,7 @@ def kind(request):
     distribution, clip_sigmas, step, _ = KINDS[request.param]
     tensors = twenty_million(distribution)
     table = {"matrix": {"bits": 6, "clip_sigmas": clip_sigmas, "step": step}}
-    coded = script.quantize_all(tensors, table, {})
+    coded = script.quantize_all(tensors, table)
     begin, begin_cpu = time.perf_counter(), time.process_time()
     data, sizes = script.pack_artifact(tensors, coded, {}, "", {})
     return (request.param, tensors, coded, data, sizes,

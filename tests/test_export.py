@@ -68,7 +68,7 @@ class Bench:
         self.net, self.lines = make(state), []
         self.table = {kind: {**own, **changes} for kind, own in TABLE.items()}
         self.rest = {"settings": vars(self.net.config), "tokenizer_sha256": "0" * 64, "meta": {"seed": 1}}
-        self.size = len(self.pack(T.quantize_all(self.net.state_dict(), self.table, {})))
+        self.size = len(self.pack(T.quantize_all(self.net.state_dict(), self.table)))
         self.limit = int(share * self.size)
         runtime = T.Runtime(0, 1, torch.device("cpu"), False)
         self.exporter = T.Exporter(self.net, self.table, self.limit, self.score, runtime, self.lines.append, self.rest)
@@ -128,7 +128,7 @@ def test_the_artifact_meets_a_limit_and_uses_it(trained, tmp_path, share, step, 
     assert bench.table == table  # what fake quantization used stays
     packed = bench.pack(coded)
     assert 0.99 * bench.limit <= len(packed) <= bench.limit
-    nearest = T.quantize_all(before, table, {})
+    nearest = T.quantize_all(before, table)
     for name, own in steps_of(coded).items():
         change = own / steps_of(nearest)[name]
         bound = 1.05 if step != "grid" else 1.05 * 2 ** (1 / 16)
@@ -152,7 +152,7 @@ def test_a_limit_that_the_settings_meet_changes_nothing(trained):
     bench.exporter.fit_table()
     assert bench.table == TABLE
     coded = bench.exporter.codes([])
-    assert same(coded, T.quantize_all(bench.net.state_dict(), TABLE, {}))
+    assert same(coded, T.quantize_all(bench.net.state_dict(), TABLE))
     assert bench.lines[0] == "sizes: 0 bytes below the limit; steps wider by matrix:1.0000 embedding:1.0000"
     assert bench.lines[1].startswith("codes: nearest, ") and "; steps wider by +0.00%, 0 bytes below" in bench.lines[1]
 
@@ -172,14 +172,14 @@ def test_of_the_ratios_between_classes_the_one_with_the_least_loss_is_taken(trai
     state, start = bench.net.state_dict(), json.loads(json.dumps(bench.table))
     excess, ratios = bench.size - bench.limit + bench.limit / 100, (0.5, 0.71, 1.0, 1.41)
     tried = [T.fit_steps(state, start, excess, 1.0, 256.0, ratio) for ratio in ratios]
-    losses = [bench.loss(T.quantize_all(state, each, {})) for each in tried]
+    losses = [bench.loss(T.quantize_all(state, each)) for each in tried]
     assert len(set(losses)) == 4
     for worth, pick in ((1.0, min), (-1.0, max)):
         bench = Bench(trained, 0.6, worth)
         bench.exporter.fit_table()
         matrix, embedding = (bench.table[kind]["widen"] for kind in ("matrix", "embedding"))
         assert max(1.0, ratios[losses.index(pick(losses))] * matrix) == pytest.approx(embedding)
-        size = len(bench.pack(T.quantize_all(state, bench.table, {})))
+        size = len(bench.pack(T.quantize_all(state, bench.table)))
         assert size == pytest.approx(0.99 * bench.limit, abs=bench.limit / 400)
 
 
@@ -200,7 +200,7 @@ def test_gptq_is_taken_where_its_held_out_loss_is_lower(trained, share, worth):
     bench = Bench(trained, 1.0, worth)
     bench.table["matrix"].update(clip_sigmas=40.0)
     state, hessians = bench.net.state_dict(), bench.hessians(calibration())
-    ways = [T.quantize_all(state, bench.table, each) for each in ({}, hessians)]
+    ways = [T.gptq_all(state, bench.table, each) for each in ({}, hessians)]
     losses = [bench.loss(way) for way in ways]
     assert losses[1] < losses[0] - 5  # it is of use here
     bench.exporter.limit = int(share * len(bench.pack(ways[worth > 0])))
@@ -221,7 +221,7 @@ def test_the_nearest_codes_are_taken_where_gptq_cannot_meet_the_limit(trained):
     bench = Bench(trained, 1.0)
     bench.table["matrix"].update(clip_sigmas=80.0)
     state, hessians = bench.net.state_dict(), bench.hessians(calibration())
-    ways = [T.quantize_all(state, bench.table, each) for each in ({}, hessians)]
+    ways = [T.gptq_all(state, bench.table, each) for each in ({}, hessians)]
     sizes = [len(bench.pack(way)) for way in ways]
     assert bench.loss(ways[1]) < bench.loss(ways[0]) and sizes[0] < 0.9 * sizes[1]
     bench.exporter.limit = sizes[0] - 20

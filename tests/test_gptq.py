@@ -114,12 +114,12 @@ def test_gptq_takes_shapes_of_more_dimensions_and_scales_of_zero():
     assert scales[5] == 0 and not script.gptq(w, scales, 4, hessian)[5].any()
 
 
-def test_quantize_all_gives_gptq_to_those_with_a_hessian():
+def test_gptq_all_gives_gptq_to_those_with_a_hessian():
     tensors = {"w_a": weights(20, 30), "w_b": weights(20, 30, 2), "embed": weights(40, 30, 3), "norm": torch.ones(30)}
     table = {"matrix": {"bits": 4, "clip_sigmas": 3.0, "step": "tensor", "widen": 1.5},
              "embedding": {"bits": 6, "clip_sigmas": 0.0, "step": "row", "widen": 1.0}}
     hessian = correlated(100, 30)
-    plain, some = (script.quantize_all(tensors, table, each) for each in ({}, {"w_b": hessian, "embed": hessian}))
+    plain, some = (script.gptq_all(tensors, table, each) for each in ({}, {"w_b": hessian, "embed": hessian}))
     assert list(plain) == list(some) == ["w_a", "w_b", "embed"]
     for name, (codes, scales, bits) in plain.items():
         own = table[script.tensor_class(name, tensors[name])]
@@ -231,7 +231,7 @@ def test_hessians_keep_no_activations_and_no_copies_of_weights(monkeypatch):
 def entropy_of(tensors, table):
     """Bytes by the order-0 entropy of each tensor's codes, in numpy."""
     total = 0.0
-    for codes, *_ in script.quantize_all(tensors, table, {}).values():
+    for codes, *_ in script.quantize_all(tensors, table).values():
         share = np.unique(codes.numpy(), return_counts=True)[1] / codes.numel()
         total -= (share * np.log2(share)).sum() * codes.numel() / 8
     return total

@@ -146,7 +146,7 @@ def test_qat_and_the_exporter_have_the_same_weights_bit_for_bit():
     net = torch.nn.Module()
     net.params = torch.nn.ParameterDict(weights)
     for table in (TABLE, {"matrix": rule(8, -1.0, "grid"), "embedding": rule(4, 0.0, "row", 1.3)}):
-        coded = script.quantize_all(net.state_dict(), table, {})
+        coded = script.quantize_all(net.state_dict(), table)
         with script.quantized(net, table):
             for name, w in weights.items():
                 codes, scales, bits = coded[f"params.{name}"]
@@ -166,7 +166,7 @@ def test_product_of_code_and_scale_is_exact_in_float32():
 
 
 def pack(tensors, table):
-    return script.pack_artifact(tensors, script.quantize_all(tensors, table, {}), {}, "", {})[0]
+    return script.pack_artifact(tensors, script.quantize_all(tensors, table), {}, "", {})[0]
 
 
 @pytest.mark.parametrize("step", ["row", "grid", "tensor"])

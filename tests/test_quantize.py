@@ -58,7 +58,7 @@ def table(**changes) -> T.QuantTable:
 def write(path: Path, net: T.GPT, own: T.QuantTable = OWN, coded: dict | None = None, **settings) -> dict:
     """What train_gpt.main() does at its end; pack_artifact's bytes by class."""
     tensors = net.state_dict()
-    data, sizes = T.pack_artifact(tensors, T.quantize_all(tensors, own, {}) if coded is None else coded,
+    data, sizes = T.pack_artifact(tensors, T.quantize_all(tensors, own) if coded is None else coded,
                                   {**vars(net.config), **settings}, BYTES.sha256, {"seed": 1337, "tokenizer": "bytes"})
     path.write_bytes(data)
     return sizes
@@ -115,7 +115,7 @@ def test_pack_is_the_exporter_on_a_run_of_train_gpt(call, trained, tmp_path):
         if weights != "raw":
             assert training[weights]["count"] > 1
             tensors = dict(zip(tensors, training[weights]["values"], strict=True))
-        coded = T.quantize_all(tensors, table(matrix_clip_sigmas=6.0, embed_clip_sigmas=20.0), {})
+        coded = T.quantize_all(tensors, table(matrix_clip_sigmas=6.0, embed_clip_sigmas=20.0))
         expected = T.pack_artifact(tensors, coded, header["settings"], header["tokenizer_sha256"],
                                    {"seed": 7, "tokenizer": "tokenizer.model"})[0]
         assert out.read_bytes() == expected
@@ -188,7 +188,7 @@ def test_codes_by_gptq_stay_as_they_are(call, place, tmp_path):
     """They are not what `pack` makes of the checkpoint; the artifact hands them on, verify knows them."""
     net, tensors = network(), network().state_dict()
     wide = {kind: {**own, "widen": 1.23} for kind, own in OWN.items()}
-    coded = T.quantize_all(tensors, wide, hessians(net))
+    coded = T.gptq_all(tensors, wide, hessians(net))
     write(tmp_path / "g.upar", net, coded=coded)
     for model in ("g.upar", "folder"):
         if model == "folder":
@@ -198,7 +198,7 @@ def test_codes_by_gptq_stay_as_they_are(call, place, tmp_path):
     code, output, _ = call("verify", tmp_path / "g.upar", place / "run")
     assert code == 0 and "byte for byte" not in output and "by GPTQ or with steps fitted" in output
     rows = table_of("".join(line + "\n" for line in output.splitlines() if ".upar" not in line))
-    nearest = T.quantize_all(tensors, wide, {})
+    nearest = T.quantize_all(tensors, wide)
     for kind in ("matrix", "embedding"):
         names = [name for name in coded if T.tensor_class(name, tensors[name]) == kind]
         pairs = [[(own[name][0].float() * own[name][1].float()[:, None] - tensors[name].flatten(1)).double().square()

@@ -88,7 +88,7 @@ def measure(script: ModuleType, model: SimpleNamespace, args: argparse.Namespace
             if "bits" in change:
                 table["embedding"]["bits"] = min(8, change["bits"] + 2)
             for way, hessians in ((False, {}), (True, taps.sums)):
-                coded = script.quantize_all(tensors, table, hessians)
+                coded = script.gptq_all(tensors, table, hessians)
                 data, sizes = script.pack_artifact(tensors, coded, **header)
                 with script.decoded(tensors, coded):
                     bpb = score()
