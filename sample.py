@@ -8,7 +8,6 @@ those of train_gpt.py (tools/sync.py).
 """
 
 import base64
-import bisect
 import collections
 import contextlib
 import difflib
@@ -224,6 +223,11 @@ def replace_file(path: str | Path, data: bytes) -> None:
     os.replace(beside, path)
 
 
+def sha256_file(path: str | Path) -> str:
+    """SHA-256 of a file as hex digits; the file is mapped, not read into memory."""
+    return hashlib.sha256(np.memmap(path, mode="r") if os.path.getsize(path) else b"").hexdigest()
+
+
 def describe_machine(runtime: Runtime) -> dict:
     """For log and result.json: commit (`+`: changed since), hardware, versions, most memory held so far."""
     git, where = "git describe --always --abbrev=40 --exclude='*' --dirty=+", Path(__file__).resolve().parent
@@ -262,6 +266,66 @@ def first_whole(folders: list[Path], files=("meta.json", "model.pt", "training.p
 
 
 # === shared: tokenizer ===
+ENCODINGS = ("gpt2", "r50k_base", "p50k_base", "cl100k_base", "o200k_base")  # of tiktoken
+
+
+@dataclass
+class Tokenizer:
+    """From `load_tokenizer`. A token counts the UTF-8 bytes it decodes to; after a boundary (a control, unknown or
+    unused token) without the space put before every text. So does Parameter Golf, build_sentencepiece_luts, eval_val.
+    """
+
+    file: str  # name of a file that gives it back; "bytes" needs none
+    content: bytes  # of that file; its SHA-256 tells tokenizers apart
+    bos_id: int
+    pieces: list[bytes]  # what each token decodes to, b"" for boundaries
+    encode: Callable[[str], list[int]]  # ids without BOS; special tokens in the text are ordinary characters
+    drops_space: np.ndarray | bool = False  # (V,) bool, loses its space after a boundary
+
+    def __post_init__(self) -> None:
+        self.sha256, self.vocab_size = hashlib.sha256(self.content).hexdigest(), len(self.pieces)
+        self.byte_counts = np.array([len(piece) for piece in self.pieces])  # (V,) int64
+        self.boundary = self.byte_counts == 0  # (V,) bool
+        self.drops_space = np.broadcast_to(self.drops_space, self.vocab_size)
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Of a SentencePiece file, tiktoken's encoding NAME or its file NAME.tiktoken, or `bytes`. Raises UserError."""
+    path = Path(path)
+    if path.name == "bytes":
+        pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4  # pad, BOS, EOS, unknown; bytes; roles
+        return Tokenizer("bytes", b"underpar bytes 264", 1, pieces, lambda text: [4 + b for b in text.encode()])
+    if str(path) in ENCODINGS or path.suffix == ".tiktoken":
+        public, name, scope = tiktoken_ext.openai_public, path.name.removesuffix(".tiktoken"), {}
+        maker = "r50k_base" if path.name == "gpt2.tiktoken" else name  # the same ranks, pattern and special token
+        if path.suffix:  # tiktoken's own function, with a loader that reads and checks the file given
+            scope["load_tiktoken_bpe"] = lambda url, expected_hash: public.load_tiktoken_bpe(str(path), expected_hash)
+        try:
+            encoding = tiktoken.Encoding(**FunctionType(getattr(public, maker).__code__, vars(public) | scope)())
+        except (AttributeError, OSError, ValueError, AssertionError) as error:
+            raise UserError(f"tokenizer {path}: tiktoken cannot load it ({' '.join(str(error).split())[:160]}); give "
+                            f"one of {ENCODINGS}, which it downloads, or one's rank file NAME.tiktoken") from error
+        tokens = {rank: token for token, rank in encoding._mergeable_ranks.items()}
+        pieces = [tokens.get(rank, b"") for rank in range(encoding.n_vocab)]
+        content = b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in sorted(tokens.items()))
+        return Tokenizer(f"{name}.tiktoken", content, encoding.eot_token, pieces, encoding.encode_ordinary)
+    try:
+        content = path.read_bytes()
+        model = sentencepiece.SentencePieceProcessor(model_proto=content)
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"tokenizer {path}: no SentencePiece model, .tiktoken file, bytes or {ENCODINGS}") from error
+    if model.bos_id() < 0:
+        raise UserError(f"tokenizer {path}: empty, or without the BOS token with which every document must begin")
+    ids = list(range(model.vocab_size()))
+    names, control = model.id_to_piece(ids), np.array(model.is_control(ids))
+    boundary = control | model.is_unknown(ids) | model.is_unused(ids)
+    pieces = [name.replace("\u2581", " ").encode("utf-8") for name in names]  # its mark of a space
+    for i in np.flatnonzero(boundary | model.is_byte(ids)):
+        pieces[i] = b"" if boundary[i] else bytes.fromhex(names[i][3:5])  # a byte's name is "<0x41>"
+    # A leading space that the model's own decoder leaves out is the dummy prefix, no part of the text.
+    drops = np.array([name.startswith("\u2581") and len(model.decode([i]).encode("utf-8")) < len(pieces[i])
+                      for i, name in enumerate(names)])
+    return Tokenizer("tokenizer.model", content, model.bos_id(), pieces, model.encode, drops)
 # === end: tokenizer ===
 
 
@@ -820,60 +884,10 @@ def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
     return codes.float() * scales.float()[:, None]
 
 
-class Hessians(torch.overrides.TorchFunctionMode):
-    """Inside, adds up x x^T over the inputs x of F.linear, by the parameter that meets them: `sums`, name -> (C, C)."""
-
-    def __init__(self, network: nn.Module):
-        super().__init__()
-        self.sums, names = {}, {param: [name] for name, param in network.named_parameters()}
-        self.names = torch.utils.weak.WeakTensorKeyDictionary(names)  # what is freed in the network is freed here
-
-    def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None):
-        out = func(*args, **(kwargs or {}))
-        if func in (Tensor.to, torch.cat):  # a copy of a parameter, or of parts of some, stands for them
-            parts = args[0] if func is torch.cat else args[:1]
-            whole = [part if part._base is None else part._base for part in parts]
-            if names := dict.fromkeys(name for each in whole for name in self.names.get(each, [])):
-                self.names[out] = list(names)
-        elif func is F.linear:
-            x = args[0].detach().flatten(0, -2).float()
-            for name in self.names.get(args[1], []):
-                self.sums[name] = self.sums.get(name, 0) + x.mT @ x
-        return out
-
-
-def gptq(w: Tensor, scales: Tensor, bits: int, hessian: Tensor) -> Tensor:
-    """Codes int8 (R, C) of w (R, ...) by scales (R,) or (1,) that make tr(E H E^T) small, E (R, C) being their error.
-
-    GPTQ (arXiv 2210.17323, algorithm 1), in float64: column by column, an error is spread over the columns to come, as
-    H (C, C) = sum x x^T over inputs x says; those of large inputs come first. Damping of 0.01 did worse (docs/lab.md).
-    """
-    order = hessian.diagonal().argsort(descending=True)
-    h, w, steps = hessian.double()[order][:, order], w.flatten(1).double()[:, order], scales.double()[:, None]
-    h.diagonal().add_(0.1 * h.diagonal().mean() + 1e-9)
-    spread = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(h)), upper=True)
-    for begin in range(0, len(h), 128):  # the errors of a block reach later blocks at its end
-        block, to = w[:, begin : begin + 128], spread[begin : begin + 128, begin:]  # codes take the weights' place
-        errors = torch.empty_like(block)
-        for at in range(block.shape[1]):
-            column = block[:, at : at + 1].clone()
-            code = round_to(column, steps, bits)
-            errors[:, at : at + 1] = (column - code * steps) / to[at, at]
-            block[:, at:] -= errors[:, at : at + 1] * to[at, at : block.shape[1]]
-            block[:, at : at + 1] = code
-        w[:, begin + 128 :] -= errors @ to[:, 128:]
-    return w[:, order.argsort()].to(torch.int8)
-
-
-def quantize_all(tensors: dict[str, Tensor], table: QuantTable, hessians: dict[str, Tensor]) -> dict[str, tuple]:
-    """name -> (codes, scales, bits) of the tensors that the table quantizes: by GPTQ those with a Hessian."""
-    coded = {}
-    for name, w in tensors.items():
-        if own := table.get(tensor_class(name, w)):
-            codes, scales = quantize(w, **own)
-            codes = gptq(w, scales, own["bits"], hessians[name]) if name in hessians else codes
-            coded[name] = codes, scales, own["bits"]
-    return coded
+def quantize_all(tensors: dict[str, Tensor], table: QuantTable) -> dict[str, tuple]:
+    """name -> (codes, scales, bits) of the tensors that the table quantizes, each weight by its nearest code."""
+    tables = {name: table[kind] for name, w in tensors.items() if (kind := tensor_class(name, w)) in table}
+    return {name: (*quantize(tensors[name], **own), own["bits"]) for name, own in tables.items()}
 
 
 def quant_table(settings) -> QuantTable:
@@ -908,27 +922,7 @@ def quantized(network: nn.Module, table: QuantTable) -> contextlib.AbstractConte
     straight-through estimator (Bengio et al., arXiv:1308.3432), w + (q(w) - w).detach().
     """
     tensors = network.state_dict()
-    return decoded(tensors, quantize_all(tensors, table, {}))
-
-
-def fit_steps(tensors: dict[str, Tensor], table: QuantTable, excess: float, least: float, most: float,
-              ratio: float = 1.0) -> QuantTable:
-    """The table with steps wider, by a factor within least..most, for `excess` bytes fewer; embeddings' `ratio` more.
-
-    Bytes: the order-0 entropy of each tensor's codes, which is nearly all that a file holds.
-    """
-    def wider(power: float) -> QuantTable:
-        factors = {"matrix": 2**power, "embedding": ratio * 2**power}
-        factors = {kind: min(most, max(least, factors[kind])) for kind in table}
-        return {kind: {**own, "widen": own["widen"] * factors[kind]} for kind, own in table.items()}
-
-    def size(table: QuantTable) -> float:
-        shares = [(torch.bincount(codes.flatten().int() + 128).double() / codes.numel(), codes.numel())
-                  for codes, *_ in quantize_all(tensors, table, {}).values()]
-        return sum(torch.special.entr(share).sum().item() * count for share, count in shares) / math.log(256)
-
-    target, powers = size(table) - excess, np.linspace(-8, 8, 1 << 14).tolist()
-    return wider(powers[bisect.bisect_left(powers[:-1], -target, key=lambda power: -size(wider(power)))])
+    return decoded(tensors, quantize_all(tensors, table))
 
 
 def count_parameters(network: nn.Module) -> dict[str, int]:
@@ -1241,89 +1235,6 @@ def read_artifact(path: str | Path, max_weights: int = 1 << 30) -> tuple[dict, d
         text = str(error) if isinstance(error, ArtifactError) else f"{type(error).__name__}: {error}"
         raise ArtifactError(f"{path}: {damage}{what}: {text}") from None
     return header, tensors, coded
-
-
-class Exporter:
-    """From a network's weights to the codes of an artifact of at most `limit` bytes; `table` is changed in place.
-
-    score: () -> Score of the network, as it is, on held-out tokens; rest: further arguments of pack_artifact.
-    """
-
-    def __init__(self, network: nn.Module, table: QuantTable, limit: int, score: Callable, runtime: Runtime,
-                 log: Callable, rest: dict):
-        self.network, self.tensors, self.table, self.limit = network, network.state_dict(), table, limit
-        self.score, self.runtime, self.log, self.rest = score, runtime, log, rest
-
-    def excess(self, coded: dict[str, tuple]) -> int:
-        """Bytes of the artifact with these codes, over the limit."""
-        return len(pack_artifact(self.tensors, coded, **self.rest)[0]) - self.limit
-
-    def loss(self, coded: dict[str, tuple]) -> float:
-        """Nats on held-out tokens, with the weights that these codes stand for."""
-        with decoded(self.tensors, coded):
-            return self.score().nats
-
-    def fit(self, hessians: dict[str, Tensor], over: int, margin: int, least: float, most: float,
-            ratio: float = 1.0) -> tuple[int, QuantTable, dict[str, tuple]]:
-        """How much an artifact is over the limit, its table and codes; meant to be a `margin` below it.
-
-        over: that of the present table. Steps change by a factor in least..most, those of embeddings by `ratio` more.
-        """
-        total, found = 0, []
-        for _ in range(5):  # a file is not just the entropy of its codes
-            total += over + margin
-            table = fit_steps(self.tensors, self.table, total, least, most, ratio)
-            coded = quantize_all(self.tensors, table, hessians)
-            found.append((over := self.excess(coded), table, coded))
-            if over <= 0 and abs(over + margin) <= self.limit // 400:
-                break
-        return min(found, key=lambda each: (each[0] > 0, abs(each[0])))
-
-    def fit_table(self) -> None:
-        """Steps for fake quantization and export alike: the table's or, if the artifact were too long, wider ones.
-
-        Of several ratios between the classes the one with the least loss; a hundredth of the limit is kept for later.
-        """
-        over = int(self.runtime.agree(str(self.excess(quantize_all(self.tensors, self.table, {})))))
-        if over > 0:
-            margin, tried = self.limit // 100, {}
-            for ratio in (0.5, 0.71, 1.0, 1.41):
-                table = fit_steps(self.tensors, self.table, over + margin, 1.0, 256.0, ratio)
-                tried[ratio] = quantize_all(self.tensors, table, {})
-            ratio = min(tried, key=lambda ratio: self.loss(tried[ratio]))
-            _, table, _ = self.fit({}, over, margin, 1.0, 256.0, ratio)
-            self.table.update(json.loads(self.runtime.agree(json.dumps(table))))
-        wider = " ".join(f"{kind}:{own['widen']:.4f}" for kind, own in self.table.items())
-        self.log(f"sizes: {abs(over)} bytes {'above' if over > 0 else 'below'} the limit; steps wider by {wider}")
-
-    @torch.no_grad()
-    def codes(self, calibration: Iterable[Tensor]) -> dict[str, tuple]:
-        """See quantize_all: the nearest, or by GPTQ with token ids (B, T) of `calibration` where these score better.
-
-        Where steps were widened they change by up to 5% again, so that the artifact just meets the limit.
-        """
-        begin, widened = time.perf_counter(), any(own["widen"] != 1 for own in self.table.values())
-        with Hessians(self.network) as taps:
-            for ids in calibration:
-                self.network(ids)
-        every = {name: self.runtime.sum(own) for name, own in taps.sums.items()}
-        matrices = {name: own for name, own in every.items() if tensor_class(name, self.tensors[name]) == "matrix"}
-        ways = {"nearest": {}, **({"gptq": every, "gptq_of_matrices": matrices} if every else {})}
-        found = {way: quantize_all(self.tensors, self.table, ways[way]) for way in ("nearest", "gptq") if way in ways}
-        if every:
-            found["gptq_of_matrices"] = found["nearest"] | {name: found["gptq"][name] for name in matrices}
-        nats = {way: self.loss(coded) for way, coded in found.items()}
-        for way in sorted(nats, key=nats.get):  # GPTQ's codes may be too long for 5% to make good
-            over, table, coded = self.excess(found[way]), self.table, found[way]
-            if over > 0 or widened:
-                over, table, coded = self.fit(ways[way], over, self.limit // 1000, 1 / 1.05, 1.05)
-            if over <= 0:
-                break
-        wider = table["matrix"]["widen"] / self.table["matrix"]["widen"] - 1
-        held_out = " ".join(f"{name}:{loss:.1f}" for name, loss in nats.items())
-        self.log(f"codes: {way}, nats on held-out training tokens {held_out}; steps wider by {wider:+.2%}, "
-                 f"{-over} bytes below the limit; {time.perf_counter() - begin:.1f} s")
-        return coded
 # === end: artifact ===
 
 

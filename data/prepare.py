@@ -54,10 +54,169 @@ class UserError(Exception):
 
 
 # === shared: tokenizer ===
+ENCODINGS = ("gpt2", "r50k_base", "p50k_base", "cl100k_base", "o200k_base")  # of tiktoken
+
+
+@dataclass
+class Tokenizer:
+    """From `load_tokenizer`. A token counts the UTF-8 bytes it decodes to; after a boundary (a control, unknown or
+    unused token) without the space put before every text. So does Parameter Golf, build_sentencepiece_luts, eval_val.
+    """
+
+    file: str  # name of a file that gives it back; "bytes" needs none
+    content: bytes  # of that file; its SHA-256 tells tokenizers apart
+    bos_id: int
+    pieces: list[bytes]  # what each token decodes to, b"" for boundaries
+    encode: Callable[[str], list[int]]  # ids without BOS; special tokens in the text are ordinary characters
+    drops_space: np.ndarray | bool = False  # (V,) bool, loses its space after a boundary
+
+    def __post_init__(self) -> None:
+        self.sha256, self.vocab_size = hashlib.sha256(self.content).hexdigest(), len(self.pieces)
+        self.byte_counts = np.array([len(piece) for piece in self.pieces])  # (V,) int64
+        self.boundary = self.byte_counts == 0  # (V,) bool
+        self.drops_space = np.broadcast_to(self.drops_space, self.vocab_size)
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Of a SentencePiece file, tiktoken's encoding NAME or its file NAME.tiktoken, or `bytes`. Raises UserError."""
+    path = Path(path)
+    if path.name == "bytes":
+        pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4  # pad, BOS, EOS, unknown; bytes; roles
+        return Tokenizer("bytes", b"underpar bytes 264", 1, pieces, lambda text: [4 + b for b in text.encode()])
+    if str(path) in ENCODINGS or path.suffix == ".tiktoken":
+        public, name, scope = tiktoken_ext.openai_public, path.name.removesuffix(".tiktoken"), {}
+        maker = "r50k_base" if path.name == "gpt2.tiktoken" else name  # the same ranks, pattern and special token
+        if path.suffix:  # tiktoken's own function, with a loader that reads and checks the file given
+            scope["load_tiktoken_bpe"] = lambda url, expected_hash: public.load_tiktoken_bpe(str(path), expected_hash)
+        try:
+            encoding = tiktoken.Encoding(**FunctionType(getattr(public, maker).__code__, vars(public) | scope)())
+        except (AttributeError, OSError, ValueError, AssertionError) as error:
+            raise UserError(f"tokenizer {path}: tiktoken cannot load it ({' '.join(str(error).split())[:160]}); give "
+                            f"one of {ENCODINGS}, which it downloads, or one's rank file NAME.tiktoken") from error
+        tokens = {rank: token for token, rank in encoding._mergeable_ranks.items()}
+        pieces = [tokens.get(rank, b"") for rank in range(encoding.n_vocab)]
+        content = b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in sorted(tokens.items()))
+        return Tokenizer(f"{name}.tiktoken", content, encoding.eot_token, pieces, encoding.encode_ordinary)
+    try:
+        content = path.read_bytes()
+        model = sentencepiece.SentencePieceProcessor(model_proto=content)
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"tokenizer {path}: no SentencePiece model, .tiktoken file, bytes or {ENCODINGS}") from error
+    if model.bos_id() < 0:
+        raise UserError(f"tokenizer {path}: empty, or without the BOS token with which every document must begin")
+    ids = list(range(model.vocab_size()))
+    names, control = model.id_to_piece(ids), np.array(model.is_control(ids))
+    boundary = control | model.is_unknown(ids) | model.is_unused(ids)
+    pieces = [name.replace("\u2581", " ").encode("utf-8") for name in names]  # its mark of a space
+    for i in np.flatnonzero(boundary | model.is_byte(ids)):
+        pieces[i] = b"" if boundary[i] else bytes.fromhex(names[i][3:5])  # a byte's name is "<0x41>"
+    # A leading space that the model's own decoder leaves out is the dummy prefix, no part of the text.
+    drops = np.array([name.startswith("\u2581") and len(model.decode([i]).encode("utf-8")) < len(pieces[i])
+                      for i, name in enumerate(names)])
+    return Tokenizer("tokenizer.model", content, model.bos_id(), pieces, model.encode, drops)
 # === end: tokenizer ===
 
 
 # === shared: data ===
+SHARD_KINDS = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}  # llm.c: (magic, version) -> tokens
+SHARD_HEADER_BYTES = 256 * 4  # 256 int32, then the tokens: uint32 for vocabularies above 65,536, else uint16
+
+
+def token_bytes(tokenizer: Tokenizer, prev: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Bytes of each token of `ids` given the token before it, int64, same shape."""
+    return tokenizer.byte_counts[ids] - (tokenizer.drops_space[ids] & tokenizer.boundary[prev])
+
+
+def read_shard(path: str | Path) -> np.ndarray:
+    """The tokens of a shard, a memory map (N,). Raises UserError naming file, found and expected."""
+    if not Path(path).is_file():
+        raise UserError(f"shard {path}: no such file")
+    size = Path(path).stat().st_size
+    magic, version, count, *_ = [*np.fromfile(path, dtype="<i4", count=3).tolist(), 0, 0, 0]
+    kind = SHARD_KINDS.get((magic, version))
+    if kind is None:
+        raise UserError(f"shard {path}: {size} bytes, magic number and version {magic, version}, not {[*SHARD_KINDS]}")
+    expected = SHARD_HEADER_BYTES + kind.itemsize * count
+    if count <= 0 or size != expected:
+        raise UserError(f"shard {path}: truncated or damaged: {size} bytes, its {count} tokens would take {expected}")
+    return np.memmap(path, dtype=kind, mode="r", offset=SHARD_HEADER_BYTES, shape=(count,))
+
+
+def load_manifest(data_path: str | Path) -> dict:
+    """`manifest.json` of a data folder. Raises UserError naming the command that writes one."""
+    path = Path(data_path) / "manifest.json"
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        manifest = None
+    if not isinstance(manifest, dict) or manifest.get("format") != 1:
+        raise UserError(f"{path}: no manifest of format 1; data/prepare.py makes one, data/download.py --manifest too")
+    return manifest
+
+
+def check_dataset(data_path: str | Path, tokenizer: Tokenizer, manifest: dict, hash_train: bool = False) -> list:
+    """The TokenStreams of training and validation; UserError unless tokenizer and shards are those of the manifest."""
+    where, sha256, streams = Path(data_path) / "manifest.json", manifest["tokenizer"]["sha256"], []
+    if tokenizer.sha256 != sha256:
+        raise UserError(f"{where}: shards of another tokenizer, SHA-256 {sha256[:12]}…, not {tokenizer.sha256[:12]}…")
+    if manifest["overlap_documents"] and not manifest["published"]:
+        raise UserError(f"{where}: {manifest['overlap_documents']} validation documents also stand in training, not 0")
+    for split in ("train", "val"):
+        shards, tokens = manifest[split]["shards"], manifest[split]["tokens"]
+        stream = TokenStream([Path(data_path) / shard["file"] for shard in shards], tokenizer.vocab_size)
+        for path, found, shard in zip(stream.paths, stream.shards, shards, strict=True):
+            if len(found) != shard["tokens"]:
+                raise UserError(f"shard {path}: {len(found)} tokens, {where} says {shard['tokens']}")
+            if (split == "val" or hash_train) and sha256_file(path) != shard["sha256"]:
+                raise UserError(f"shard {path}: its SHA-256 is not the {shard['sha256'][:12]}… of {where}")
+        if len(stream) != tokens:
+            raise UserError(f"{where}: {split} has {tokens} tokens, its shards {len(stream)}")
+        streams.append(stream)
+    return streams
+
+
+class TokenStream:
+    """Shards as one circular stream of tokens. UserError if a token is not below `vocab_size` or a shard changes."""
+
+    def __init__(self, paths: list[Path], vocab_size: int = 1 << 32) -> None:
+        self.paths, self.vocab_size, self.marks = paths, vocab_size, [self.mark(path) for path in paths]
+        self.shards = [read_shard(path) for path in paths]
+        self.starts = np.cumsum([0] + [len(shard) for shard in self.shards])  # (shards + 1,)
+        self.length = int(self.starts[-1])
+
+    def __len__(self) -> int:
+        return self.length
+
+    def mark(self, path: Path) -> tuple[int, ...]:
+        """What tells a changed file: size, time of change, inode. To read on in one cut short kills the process."""
+        found = os.stat(path) if path.exists() else None
+        return (found.st_size, found.st_mtime_ns, found.st_ino) if found else ()
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """`count` tokens from position `start` on, int64 (count,), going on at 0 after the last one."""
+        out, done = np.empty(count, dtype=np.int64), 0
+        while done < count:
+            position = (start + done) % self.length
+            index = int(np.searchsorted(self.starts, position, side="right")) - 1
+            if self.mark(self.paths[index]) != self.marks[index]:
+                raise UserError(f"shard {self.paths[index]}: was changed or removed while in use")
+            part = self.shards[index][position - self.starts[index] :][: min(count - done, self.length - position)]
+            if part.max() >= self.vocab_size:
+                raise UserError(f"shard {self.paths[index]}: token {part.max()}, expected ids below {self.vocab_size}")
+            out[done : done + len(part)] = part
+            done += len(part)
+        return out
+
+
+def document_hashes(stream: TokenStream, bos_id: int, block: int = 1 << 22) -> Iterator[bytes]:
+    """A hash of the tokens of every document, in order; what stands before the first BOS belongs to none."""
+    rest = np.empty(0, dtype=np.int64)
+    for at in range(0, len(stream), block):
+        tokens = np.append(rest, stream.read(at, min(block, len(stream) - at)))
+        *whole, rest = np.split(tokens, np.flatnonzero(tokens == bos_id))
+        yield from (hashlib.blake2b(one, digest_size=16).digest() for one in whole if one.size and one[0] == bos_id)
+    if rest[0] == bos_id:
+        yield hashlib.blake2b(rest, digest_size=16).digest()
 # === end: data ===
 
 
