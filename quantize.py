@@ -246,11 +246,6 @@ def replace_file(path: str | Path, data: bytes) -> None:
     os.replace(beside, path)
 
 
-def sha256_file(path: str | Path) -> str:
-    """SHA-256 of a file as hex digits; the file is mapped, not read into memory."""
-    return hashlib.sha256(np.memmap(path, mode="r") if os.path.getsize(path) else b"").hexdigest()
-
-
 def describe_machine(runtime: Runtime) -> dict:
     """For log and result.json: commit (`+`: changed since), hardware, versions, most memory held so far."""
     git, where = "git describe --always --abbrev=40 --exclude='*' --dirty=+", Path(__file__).resolve().parent
@@ -349,6 +344,11 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     drops = np.array([name.startswith("\u2581") and len(model.decode([i]).encode("utf-8")) < len(pieces[i])
                       for i, name in enumerate(names)])
     return Tokenizer("tokenizer.model", content, model.bos_id(), pieces, model.encode, drops)
+
+
+def sha256_file(path: str | Path) -> str:
+    """SHA-256 of a file as hex digits; the file is mapped, not read into memory."""
+    return hashlib.sha256(np.memmap(path, mode="r") if os.path.getsize(path) else b"").hexdigest()
 # === end: tokenizer ===
 
 

@@ -43,7 +43,7 @@ from torch.utils.checkpoint import checkpoint
 # ---------------------------------------------------------------------------------------------------------- settings
 @dataclass(frozen=True)
 class Settings:
-    artifact: str = ""  # the model: a model.upar file, or a run's folder
+    artifact: str = ""  # the model: a run, a checkpoint or an artifact (model.upar)
     tokenizer_path: str = ""  # .model file, tiktoken name, .tiktoken file or "bytes"; empty: that of data or artifact
     prompt: str = ""  # text to go on from; empty: a document's beginning
     num_samples: int = 1  # how many continuations
@@ -223,11 +223,6 @@ def replace_file(path: str | Path, data: bytes) -> None:
     os.replace(beside, path)
 
 
-def sha256_file(path: str | Path) -> str:
-    """SHA-256 of a file as hex digits; the file is mapped, not read into memory."""
-    return hashlib.sha256(np.memmap(path, mode="r") if os.path.getsize(path) else b"").hexdigest()
-
-
 def describe_machine(runtime: Runtime) -> dict:
     """For log and result.json: commit (`+`: changed since), hardware, versions, most memory held so far."""
     git, where = "git describe --always --abbrev=40 --exclude='*' --dirty=+", Path(__file__).resolve().parent
@@ -326,6 +321,11 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     drops = np.array([name.startswith("\u2581") and len(model.decode([i]).encode("utf-8")) < len(pieces[i])
                       for i, name in enumerate(names)])
     return Tokenizer("tokenizer.model", content, model.bos_id(), pieces, model.encode, drops)
+
+
+def sha256_file(path: str | Path) -> str:
+    """SHA-256 of a file as hex digits; the file is mapped, not read into memory."""
+    return hashlib.sha256(np.memmap(path, mode="r") if os.path.getsize(path) else b"").hexdigest()
 # === end: tokenizer ===
 
 
@@ -1238,6 +1238,39 @@ def read_artifact(path: str | Path, max_weights: int = 1 << 30) -> tuple[dict, d
 # === end: artifact ===
 
 
+# === shared: weights ===
+def load_model(name: str, path: str, tokenizer_path: str = "") -> tuple["GPT", Tokenizer, str]:
+    """Network (on the CPU), tokenizer and the file taken of `path`: an artifact, a checkpoint, or a run, of which it is
+    the artifact or, while it has none, the newest whole checkpoint. UserError naming the setting `name`, or the file.
+    """
+    where = Path(path)
+    file = where / "model.upar" if (where / "model.upar").is_file() else where
+    if file.is_dir():
+        found, faults = first_whole(checkpoints(file) or [file], ("meta.json", "model.pt"))
+        if found is None:
+            raise UserError(f"{name}={path!r}: neither model.upar nor a whole checkpoint; {'; '.join(faults)}")
+        file, identity = found, json.loads((found / "meta.json").read_bytes())["identity"]
+        shape = {key: identity[key] for key in ("vocab_size", "bos_id", "layers", "norms", *MODEL_SETTINGS)}
+        tensors, sha256 = torch.load(file / "model.pt", map_location="cpu", weights_only=True), None
+        beside = [one for kind in ("tokenizer.model", "*.tiktoken") for one in file.parent.glob(kind)] or ["bytes"]
+    elif path and file.is_file():
+        try:
+            header, tensors, _ = read_artifact(file)
+        except ArtifactError as error:
+            raise UserError(f"{name}={path!r}: {error}") from None
+        shape, sha256, beside = header["settings"], header["tokenizer_sha256"], [file.parent / header["meta"]["tokenizer"]]
+    else:
+        raise UserError(f"{name}={path!r}: no such file; must be a run, a checkpoint or an artifact (model.upar)")
+    tokenizer = load_tokenizer(tokenizer_path or beside[0])
+    if (sha256 or tokenizer.sha256) != tokenizer.sha256 or tokenizer.vocab_size != shape["vocab_size"]:
+        raise UserError(f"TOKENIZER_PATH={tokenizer_path!r}: {tokenizer.vocab_size} tokens of {tokenizer.file}; must be "
+                        f"the tokenizer of {file}, with {shape['vocab_size']}")
+    network = GPT(SimpleNamespace(**shape))
+    network.load_state_dict(tensors)
+    return network, tokenizer, str(file)
+# === end: weights ===
+
+
 # === shared: generation ===
 def repeat_cache(cache: dict, count: int) -> dict:
     """The cache of one sequence, cloned for `count` samples that go on from it."""
@@ -1289,20 +1322,8 @@ def generate(network: GPT, prompt: list[int], count: int, max_new_tokens: int, t
 # -------------------------------------------------------------------------------------------------------------- main
 def sample(settings: Settings) -> None:
     """Load, generate, print. Raises UserError for a missing artifact or another tokenizer."""
-    path = Path(settings.artifact)
-    path = path / "model.upar" if path.is_dir() else path
-    if not settings.artifact or not path.is_file():
-        raise UserError(f"ARTIFACT={settings.artifact!r}: no such file; a run writes runs/<RUN_ID>/model.upar")
     runtime = start_runtime(settings.device)
-    try:
-        header, tensors, _ = read_artifact(path)
-    except ArtifactError as error:
-        raise UserError(f"ARTIFACT={settings.artifact!r}: {error}") from None
-    tokenizer = load_tokenizer(settings.tokenizer_path or path.with_name(header["meta"]["tokenizer"]))
-    if tokenizer.sha256 != header["tokenizer_sha256"]:
-        raise UserError(f"TOKENIZER_PATH={settings.tokenizer_path!r}: not the tokenizer that {path} was trained with")
-    network = GPT(SimpleNamespace(**header["settings"]))
-    network.load_state_dict(tensors)
+    network, tokenizer, _ = load_model("ARTIFACT", settings.artifact, settings.tokenizer_path)
     network.to(runtime.device)
     prompt = [tokenizer.bos_id, *tokenizer.encode(settings.prompt)]
     most = network.config.train_seq_len + 1 - len(prompt)
