@@ -240,6 +240,22 @@ def decode_bytes(tokenizer: Tokenizer, ids: list[int] | np.ndarray) -> bytes:
     ids = np.asarray(ids, dtype=np.int64)
     drops = tokenizer.drops_space[ids] & tokenizer.boundary[np.append(tokenizer.bos_id, ids)[:-1]]
     return b"".join([tokenizer.pieces[i][drop:] for i, drop in zip(ids.tolist(), drops.tolist(), strict=True)])
+
+
+def chat_ids(tokenizer: Tokenizer, prompt: str) -> tuple[list[int], int]:
+    """The ids of a prompt, a document from its start, and the token that ends the answer to it: a user's turn where the
+    tokenizer has role tokens; else a line, and a BOS, which begins another document, ends the answer.
+    """
+    roles = role_ids(tokenizer)
+    if not roles:
+        return [tokenizer.bos_id, *tokenizer.encode(prompt + "\n")], tokenizer.bos_id
+    turn = roles["<|user|>"], *tokenizer.encode(prompt), roles["<|end|>"], roles["<|assistant|>"]
+    return [tokenizer.bos_id, *turn], roles["<|end|>"]
+
+
+def completion(tokenizer: Tokenizer, prompt: list[int], ids: list[int]) -> str:
+    """The text of `ids`, sampled after the ids of a prompt; role tokens and BOS are no text."""
+    return decode_bytes(tokenizer, [*prompt, *ids])[len(decode_bytes(tokenizer, prompt)):].decode(errors="replace")
 # === end: text ===
 
 
