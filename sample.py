@@ -899,11 +899,16 @@ def count_trainable(model: nn.Module) -> dict[str, int]:
     return {"trainable": sum(p.numel() for p in params if p.requires_grad), "all": sum(p.numel() for p in params)}
 
 
+@torch.no_grad()
 def merge_lora(model: nn.Module) -> nn.Module:
     """Add the adapter to the weights and remove it; the model, plain again, as QAT and export need it."""
-    for module in list(model.modules()):
-        for name in list(getattr(module, "parametrizations", ())):
-            parametrize.remove_parametrizations(module, name)
+    for module in filter(parametrize.is_parametrized, list(model.modules())):
+        parts = {name: (part.original, part()) for name, part in module.parametrizations.items()}
+        module.__class__ = type(module).__base__  # torch's own removal would break copies, which share this class
+        del module.parametrizations
+        for name, (weight, merged) in parts.items():
+            setattr(module, name, weight)
+            weight.copy_(merged)
     return model
 
 
