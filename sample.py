@@ -1361,8 +1361,8 @@ def load_model(name: str, path: str, tokenizer_path: str = "") -> tuple["GPT", T
         raise UserError(f"{name}={path!r}: no such file; must be a run, a checkpoint or an artifact (model.upar)")
     tokenizer = load_tokenizer(tokenizer_path or (beside or ["bytes"])[0])
     if (sha256 or tokenizer.sha256) != tokenizer.sha256 or tokenizer.vocab_size != shape["vocab_size"]:
-        raise UserError(f"TOKENIZER_PATH={tokenizer_path!r}: {tokenizer.vocab_size} tokens of {tokenizer.file}; must "
-                        f"be the tokenizer of {file}, with {shape['vocab_size']}")
+        raise UserError(f"TOKENIZER_PATH={tokenizer_path!r}: {tokenizer.file} with {tokenizer.vocab_size} tokens "
+                        f"is not the one of {file}, which has {shape['vocab_size']}")
     network, adapter = GPT(SimpleNamespace(**shape)), [key for key in tensors if key.endswith(".lora_a")]
     if adapter:
         names = [re.escape(key.replace("parametrizations.", "").removesuffix(".0.lora_a")) for key in adapter]
