@@ -843,9 +843,8 @@ class Lora(nn.Module):
 
     def __init__(self, weight: Tensor, rank: int, alpha: float):
         super().__init__()
-        rows, cols = weight.shape
-        self.lora_a = nn.Parameter((torch.randn(rank, cols) * cols**-0.5).to(weight))
-        self.lora_b = nn.Parameter(weight.new_zeros(rows, rank))
+        self.lora_a = nn.Parameter((torch.randn(rank, weight.size(1)) * weight.size(1)**-0.5).to(weight))
+        self.lora_b = nn.Parameter(weight.new_zeros(weight.size(0), rank))
         self.register_buffer("scale", weight.new_tensor(alpha / rank))
 
     def forward(self, weight: Tensor) -> Tensor:
@@ -920,8 +919,7 @@ def reference_policy(model: nn.Module, frozen: bool) -> Callable[[], contextlib.
     """
     params = [w for name, w in model.named_parameters() if (w.requires_grad if frozen else name.endswith(".lora_b"))]
     if not params:
-        what = "nothing is trained" if frozen else "the model has no adapter"
-        raise UserError(f"reference_policy(frozen={frozen}): {what}; call setup_lora_adapter(model) first")
+        raise UserError("reference_policy: nothing is trained, or no adapter is there to turn off; set one up first")
     return functools.partial(swapped, params, [w.detach().clone() if frozen else w.new_zeros(()) for w in params])
 # === end: lora ===
 

@@ -351,9 +351,9 @@ def test_mistakes_are_named_and_leave_the_network_alone():
         assert refused(S.setup_lora_adapter, net, rank) == said
     assert refused(S.freeze_model, net) == (
         "trainable_layers=('lora',): part of no name; for 'lora', setup_lora_adapter comes first")
-    assert refused(S.reference_policy, net, False) == (
-        "reference_policy(frozen=False): the model has no adapter; call setup_lora_adapter(model) first")
-    assert refused(S.reference_policy, net, True).startswith("reference_policy(frozen=True): nothing is trained;")
+    for frozen in (False, True):  # the base of no adapter; a copy of nothing
+        assert refused(S.reference_policy, net, frozen) == (
+            "reference_policy: nothing is trained, or no adapter is there to turn off; set one up first")
     assert net.state_dict().keys() == before.keys()
     S.setup_lora_adapter(net, 32)
     said = "LORA_RANK=4: the model has an adapter already; train it, or merge_lora(model) first"
