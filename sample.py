@@ -11,6 +11,7 @@ import base64
 import collections
 import contextlib
 import difflib
+import functools
 import hashlib
 import io
 import json
@@ -37,6 +38,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import zstandard
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 
@@ -853,6 +855,96 @@ def mlp_activity(network: GPT, ids: Tensor) -> dict[str, float]:
 # === end: model ===
 
 
+# === shared: lora ===
+class Lora(nn.Module):
+    """W + alpha / rank B A, for W (out, in): LoRA (arXiv 2106.09685) as a parametrization, which keeps W as `original`.
+
+    A (rank, in) is normal with deviation in**-0.5, B (out, rank) is 0: a fresh adapter changes nothing, bit for bit.
+    """
+
+    def __init__(self, weight: Tensor, rank: int, alpha: float):
+        super().__init__()
+        self.lora_a = nn.Parameter((torch.randn(rank, weight.size(1)) * weight.size(1)**-0.5).to(weight))
+        self.lora_b = nn.Parameter(weight.new_zeros(weight.size(0), rank))
+        self.register_buffer("scale", weight.new_tensor(alpha / rank))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return torch.addmm(weight, self.scale * self.lora_b, self.lora_a)
+
+
+def setup_lora_adapter(model: nn.Module, rank: int = 8, alpha: float = 16.0,
+                       targets: str = r"^(mixers|blocks)\.") -> nn.Module:
+    """Put an adapter on every w_* in whose dotted name the regular expression `targets` is found; returns the model.
+
+    By default all of mixers and MLPs; "w_qkv|mlp" leaves out the mixers' outputs. Matrices in one parameter share A.
+    Each forward makes the sums anew: generate under torch.no_grad() and parametrize.cached(). Raises UserError.
+    """
+    weights = {name: w for name, w in model.named_parameters() if name.rpartition(".")[2].startswith("w_")}
+    if any(isinstance(module, Lora) for module in model.modules()):
+        raise UserError(f"LORA_RANK={rank}: the model has an adapter already; train it, or merge_lora(model) first")
+    try:
+        found = {name: w for name, w in weights.items() if re.search(targets, name)}
+    except re.error as error:
+        raise UserError(f"LORA_TARGETS={targets!r}: must be a regular expression ({error})") from None
+    if not found:
+        kinds = ", ".join(dict.fromkeys(re.sub(r"\d+", "0", name) for name in weights))
+        raise UserError(f"LORA_TARGETS={targets!r}: found in no name of a matrix; must be part of such as {kinds}")
+    most, name = min((min(w.shape), name) for name, w in found.items())
+    if not 1 <= rank <= most:
+        raise UserError(f"LORA_RANK={rank}: must be from 1 to {most}, the smaller side of {name}")
+    for name, weight in found.items():
+        path, _, last = name.rpartition(".")
+        parametrize.register_parametrization(model.get_submodule(path), last, Lora(weight, rank, alpha))
+    return model
+
+
+def freeze_model(model: nn.Module, trainable_layers: Iterable[str] = ("lora",)) -> nn.Module:
+    """Let only parameters be trained whose dotted name contains one of these; the model. UserError where none does."""
+    parts = (trainable_layers,) if isinstance(trainable_layers, str) else trainable_layers
+    for name, param in model.named_parameters():
+        param.requires_grad_(any(part in name for part in parts))
+    if not count_trainable(model)["trainable"]:
+        raise UserError(f"trainable_layers={parts!r}: part of no name; for 'lora', setup_lora_adapter comes first")
+    return model
+
+
+def unfreeze_model(model: nn.Module) -> nn.Module:
+    """Let every parameter be trained; the model."""
+    return model.requires_grad_(True)
+
+
+def count_trainable(model: nn.Module) -> dict[str, int]:
+    """Parameters that are trained, and all of them, those of adapters included."""
+    params = list(model.parameters())
+    return {"trainable": sum(p.numel() for p in params if p.requires_grad), "all": sum(p.numel() for p in params)}
+
+
+@torch.no_grad()
+def merge_lora(model: nn.Module) -> nn.Module:
+    """Add the adapter to the weights and remove it; the model, plain again, as QAT and export need it."""
+    for module in filter(parametrize.is_parametrized, list(model.modules())):
+        parts = {name: (part.original, part()) for name, part in module.parametrizations.items()}
+        module.__class__ = type(module).__base__  # torch's own removal would break copies, which share this class
+        del module.parametrizations
+        for name, (weight, merged) in parts.items():
+            setattr(module, name, weight)
+            weight.copy_(merged)
+    return model
+
+
+def reference_policy(model: nn.Module, frozen: bool) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """reference(): a context in which the model, compiled or not, is the reference policy; not under cached().
+
+    That is, `frozen`, the model as it is now, by a copy of what is trained: a loaded adapter's KL begins at 0. Or its
+    base, with the adapter off, which takes no memory, and is the same for a fresh adapter. Raises UserError.
+    """
+    params = [w for name, w in model.named_parameters() if (w.requires_grad if frozen else name.endswith(".lora_b"))]
+    if not params:
+        raise UserError("reference_policy: nothing is trained, or no adapter is there to turn off; set one up first")
+    return functools.partial(swapped, params, [w.detach().clone() if frozen else w.new_zeros(()) for w in params])
+# === end: lora ===
+
+
 # === shared: quantization ===
 FLOAT32_CONTROLS = ("A_log", "dt_bias")  # they pass through exp and softplus into a decay that is taken T times
 # Tensor class -> arguments of `quantize`: bits, codes being up to qmax = 2**(bits-1) - 1; clip_sigmas, what qmax stands
@@ -867,7 +959,7 @@ def tensor_class(name: str, tensor: Tensor) -> str:
     "w_*" is a matrix; "*embed*", "head" and "ab" (GDN's decay and step size) are embeddings; all else is control, few
     weights that scale whole channels, and so is what has, seen as (shape[0], the rest), under 16 rows or columns.
     """
-    rows, last = tensor.shape[0] if tensor.ndim > 1 else 0, name.rsplit(".", 1)[-1]
+    rows, last = tensor.shape[0] if tensor.ndim > 1 else 0, name.removesuffix(".original").rsplit(".", 1)[-1]
     if rows < 16 or tensor.numel() < 16 * rows:
         return "control"
     if last.startswith("w_"):
@@ -940,9 +1032,11 @@ def quantized(network: nn.Module, table: QuantTable) -> contextlib.AbstractConte
     """Quantization-aware training: inside, for forward and backward, weights are as the artifact would give them back.
 
     No flag in the model, so compiled code is not traced again. The gradient at q(w) lands on w as it is: exactly the
-    straight-through estimator (Bengio et al., arXiv:1308.3432), w + (q(w) - w).detach().
+    straight-through estimator (Bengio et al., arXiv:1308.3432), w + (q(w) - w).detach(). UserError under an adapter.
     """
     tensors = network.state_dict()
+    if any(name.endswith(".lora_a") for name in tensors):
+        raise UserError("QAT=1: the artifact holds sums of weight and adapter; merge_lora(network) first, or QAT=0")
     return decoded(tensors, quantize_all(tensors, table))
 
 
@@ -1266,27 +1360,32 @@ def load_model(name: str, path: str, tokenizer_path: str = "") -> tuple["GPT", T
     """
     where = Path(path)
     file = where / "model.upar" if (where / "model.upar").is_file() else where
-    if file.is_dir():
+    if path and file.is_dir():
         found, faults = first_whole(checkpoints(file) or [file], ("meta.json", "model.pt"))
         if found is None:
             raise UserError(f"{name}={path!r}: neither model.upar nor a whole checkpoint; {'; '.join(faults)}")
         file, identity = found, json.loads((found / "meta.json").read_bytes())["identity"]
         shape = {key: identity[key] for key in ("vocab_size", "bos_id", "layers", "norms", *MODEL_SETTINGS)}
-        tensors, sha256 = torch.load(file / "model.pt", map_location="cpu", weights_only=True), None
-        beside = [one for kind in ("tokenizer.model", "*.tiktoken") for one in file.parent.glob(kind)] or ["bytes"]
+        tensors = torch.load(file / "model.pt", map_location="cpu", weights_only=True)
+        beside = [one for kind in ("tokenizer.model", "*.tiktoken") for one in file.parent.glob(kind)]
+        sha256 = load_tokenizer(beside[0]).sha256 if beside else None
     elif path and file.is_file():
         try:
             header, tensors, _ = read_artifact(file)
         except ArtifactError as error:
             raise UserError(f"{name}={path!r}: {error}") from None
-        shape, sha256, beside = header["settings"], header["tokenizer_sha256"], [file.parent / header["meta"]["tokenizer"]]
+        shape, sha256 = header["settings"], header["tokenizer_sha256"]
+        beside = [file.parent / header["meta"]["tokenizer"]]
     else:
         raise UserError(f"{name}={path!r}: no such file; must be a run, a checkpoint or an artifact (model.upar)")
-    tokenizer = load_tokenizer(tokenizer_path or beside[0])
+    tokenizer = load_tokenizer(tokenizer_path or (beside or ["bytes"])[0])
     if (sha256 or tokenizer.sha256) != tokenizer.sha256 or tokenizer.vocab_size != shape["vocab_size"]:
-        raise UserError(f"TOKENIZER_PATH={tokenizer_path!r}: {tokenizer.vocab_size} tokens of {tokenizer.file}; must be "
-                        f"the tokenizer of {file}, with {shape['vocab_size']}")
-    network = GPT(SimpleNamespace(**shape))
+        raise UserError(f"TOKENIZER_PATH={tokenizer_path!r}: {tokenizer.file} with {tokenizer.vocab_size} tokens "
+                        f"is not the one of {file}, which has {shape['vocab_size']}")
+    network, adapter = GPT(SimpleNamespace(**shape)), [key for key in tensors if key.endswith(".lora_a")]
+    if adapter:
+        names = [re.escape(key.replace("parametrizations.", "").removesuffix(".0.lora_a")) for key in adapter]
+        setup_lora_adapter(network, len(tensors[adapter[0]]), targets="|".join(names))
     network.load_state_dict(tensors)
     return network, tokenizer, str(file)
 # === end: weights ===
@@ -1345,7 +1444,7 @@ def sample(settings: Settings) -> None:
     """Load, generate, print. Raises UserError for a missing artifact or another tokenizer."""
     runtime = start_runtime(settings.device)
     network, tokenizer, _ = load_model("ARTIFACT", settings.artifact, settings.tokenizer_path)
-    network.to(runtime.device)
+    merge_lora(network).to(runtime.device)
     prompt = [tokenizer.bos_id, *tokenizer.encode(settings.prompt)]
     most = network.config.train_seq_len + 1 - len(prompt)
     if network.config.positions == "learned" and settings.max_new_tokens > most:

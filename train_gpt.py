@@ -1347,11 +1347,12 @@ class Optimizers:
         self.names = {param: name for name, param in model.named_parameters() if param.requires_grad}
         rates = {"matrix": (settings.matrix_lr, settings.muon_wd), "head": (settings.head_lr, settings.adam_wd),
                  "embedding": (settings.tied_embed_lr, settings.adam_wd), "control": (settings.scalar_lr, 0.0)}
-        owned = {"muon": ["matrix"], "adamw": []}.get(settings.optimizer, ["matrix", "head", "embedding"])
+        rates["lora"], kinds = rates["matrix"], {"head": "head", "ab": "control", "lora_a": "lora", "lora_b": "lora"}
+        owned = {"muon": ["matrix"], "adamw": []}.get(settings.optimizer, ["matrix", "lora", "head", "embedding"])
         least = 4096 if settings.optimizer == "adamw8bit" else 0  # weights; what has fewer is AdamW's
         own, rest = {}, {}  # kind -> group, of the named optimizer and of AdamW
         for param, name in self.names.items():
-            kind = {"head": "head", "ab": "control"}.get(name.rsplit(".", 1)[-1], tensor_class(name, param))
+            kind = kinds.get(name.rsplit(".", 1)[-1], tensor_class(name, param))
             lr, decay = rates[kind]
             group = dict(params=[], lr=torch.tensor(lr, device=runtime.device), base_lr=lr, weight_decay=decay,
                          cautious=settings.cautious_wd)
@@ -1593,7 +1594,7 @@ def tensor_class(name: str, tensor: Tensor) -> str:
     "w_*" is a matrix; "*embed*", "head" and "ab" (GDN's decay and step size) are embeddings; all else is control, few
     weights that scale whole channels, and so is what has, seen as (shape[0], the rest), under 16 rows or columns.
     """
-    rows, last = tensor.shape[0] if tensor.ndim > 1 else 0, name.rsplit(".", 1)[-1]
+    rows, last = tensor.shape[0] if tensor.ndim > 1 else 0, name.removesuffix(".original").rsplit(".", 1)[-1]
     if rows < 16 or tensor.numel() < 16 * rows:
         return "control"
     if last.startswith("w_"):
@@ -1666,9 +1667,11 @@ def quantized(network: nn.Module, table: QuantTable) -> contextlib.AbstractConte
     """Quantization-aware training: inside, for forward and backward, weights are as the artifact would give them back.
 
     No flag in the model, so compiled code is not traced again. The gradient at q(w) lands on w as it is: exactly the
-    straight-through estimator (Bengio et al., arXiv:1308.3432), w + (q(w) - w).detach().
+    straight-through estimator (Bengio et al., arXiv:1308.3432), w + (q(w) - w).detach(). UserError under an adapter.
     """
     tensors = network.state_dict()
+    if any(name.endswith(".lora_a") for name in tensors):
+        raise UserError("QAT=1: the artifact holds sums of weight and adapter; merge_lora(network) first, or QAT=0")
     return decoded(tensors, quantize_all(tensors, table))
 
 

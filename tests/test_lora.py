@@ -1,0 +1,360 @@
+"""Section lora: what an adapter computes and what trains it, counts, merging, the reference policy, what is refused."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from test_model import SETTINGS, config, tokens
+
+import sample as S
+import train_gpt as T
+
+ALONE = T.Runtime(rank=0, world_size=1, device=torch.device("cpu"), distributed=False)
+
+
+def network(dtype: torch.dtype = torch.float64, **changes) -> T.GPT:
+    """A network whose zero-initialised projections are not zero, so that every path counts."""
+    torch.manual_seed(0)
+    net = T.GPT(config(**changes)).to(dtype)
+    with torch.no_grad():
+        for param in net.parameters():
+            param.add_(0.05 * torch.randn_like(param))
+    return net
+
+
+def trained(net: T.GPT, seed: int = 1, size: float = 0.1) -> T.GPT:
+    """The network with an adapter that is not zero, the adapter alone to be trained."""
+    torch.manual_seed(seed)
+    if not any(name.endswith("lora_b") for name, _ in net.named_parameters()):
+        S.setup_lora_adapter(net, rank=4, alpha=6.0)
+    for name, param in net.named_parameters():
+        if name.endswith("lora_b"):
+            param.data.normal_(std=size)
+    return S.freeze_model(net)
+
+
+def dense(net: T.GPT) -> dict[str, torch.Tensor]:
+    """The state of a plain network with the same function, each sum by loops over A's rows, in float64."""
+    tensors, state = net.state_dict(), {}
+    for name, w in tensors.items():
+        if name.endswith(".original"):
+            place = name.removesuffix("original") + "0."
+            a, b, scale = (tensors[place + part].double() for part in ("lora_a", "lora_b", "scale"))
+            w = w.double() + sum(scale * torch.outer(b[:, row], a[row]) for row in range(len(a)))
+            state[name.removesuffix(".original").replace("parametrizations.", "")] = w
+        elif ".0.lora_" not in name and not name.endswith(".0.scale"):
+            state[name] = w
+    return state
+
+
+def plain(state: dict[str, torch.Tensor], **changes) -> T.GPT:
+    net = T.GPT(config(**changes)).to(state["embed"].dtype)
+    net.load_state_dict(state)
+    return net
+
+
+def nats(net: T.GPT, ids: torch.Tensor) -> torch.Tensor:
+    return net(ids[:, :-1], ids[:, 1:]).mean()
+
+
+KINDS = {"hybrid": {}, "owner": dict(layer_pattern="g k k"), "shared layers": dict(layer_pattern="A1 G2 A1 G2"),
+         "bio": dict(mlp="bio", bio_events="soft"), "swiglu": dict(mlp="swiglu", tie_embeddings=False)}
+kinds = pytest.mark.parametrize("changes", KINDS.values(), ids=KINDS)
+
+
+@kinds
+def test_a_fresh_adapter_changes_nothing(changes):
+    for dtype in (torch.float32, torch.float64):
+        net, ids = network(dtype, **changes), tokens(0, 2, 40)
+        expected = net(ids)
+        assert S.setup_lora_adapter(net) is net
+        assert torch.equal(net(ids), expected)
+
+
+@kinds
+def test_logits_against_dense_sums(changes):
+    untouched, net, ids = network(**changes), trained(network(**changes)), tokens(0, 2, 40)
+    expected = plain(dense(net), **changes)(ids)
+    assert (net(ids) - expected).abs().max() < 1e-12 < 0.1 < (untouched(ids) - expected).abs().max()
+    copied = S.merge_lora(copy.deepcopy(net).float())
+    assert (net.float()(ids) - copied(ids)).abs().max() < 1e-6  # and the copy's merging leaves the adapter here
+    exact = dense(net)
+    assert all((w - exact[name]).abs().max() < 1e-6 for name, w in copied.state_dict().items())
+
+
+def test_scale_rank_and_first_values():
+    net = S.setup_lora_adapter(network(torch.float32, model_dim=64), rank=8, alpha=2.0)
+    a, b = (net.state_dict()[f"mixers.0.parametrizations.w_qkvg.0.lora_{part}"] for part in "ab")
+    assert a.shape == (8, 64) and b.shape == (256, 8) and (b == 0).all()
+    every = torch.cat([w.flatten() * w.shape[1]**0.5 for name, w in net.named_parameters() if name.endswith("lora_a")])
+    assert abs(every.std() - 1) < 5 / (2 * len(every))**0.5 and abs(every.mean()) < 5 / len(every)**0.5
+    weight = net.mixers[0].parametrizations.w_qkvg
+    weight[0].lora_b.data.fill_(1.0)
+    assert torch.allclose(net.mixers[0].w_qkvg, weight.original + 0.25 * a.sum(0), atol=1e-6)
+
+
+def test_counts_against_the_closed_form():
+    dim, hidden, rank = 32, 64, 3
+    net = network()
+    before = sum(param.numel() for param in net.parameters())
+    assert S.count_trainable(net) == {"trainable": before, "all": before}
+    S.setup_lora_adapter(net, rank=rank)
+    gdn, attention = (4 * dim + dim) + (dim + dim), (2 * dim + dim) + (dim + dim)  # rows + columns of w_qkvg, w_o
+    added = rank * (2 * gdn + 2 * attention + 5 * 2 * (dim + hidden))  # of g s1 g a s1: four mixers, five MLPs
+    assert S.count_trainable(net) == {"trainable": before + added, "all": before + added}
+    assert S.count_trainable(S.freeze_model(net, ["lora"])) == {"trainable": added, "all": before + added}
+    assert S.count_trainable(S.freeze_model(net, "lora"))["trainable"] == added  # and no name with one of l, o, r, a
+    mlps = 5 * (2 * dim * hidden + rank * 2 * (dim + hidden))
+    assert S.count_trainable(S.freeze_model(net, ["mlp.", "final_norm"]))["trainable"] == mlps
+    assert S.count_trainable(S.unfreeze_model(net))["trainable"] == before + added
+    assert S.count_trainable(S.merge_lora(net)) == {"trainable": before, "all": before}
+
+
+@pytest.mark.parametrize(("targets", "changes", "expected"), [
+    ("w_qkv", {}, "mixers.0.w_qkvg mixers.1.w_qkv mixers.2.w_qkvg mixers.3.w_qkv"),
+    (r"mixers\.0|1\.mlp", {}, "mixers.0.w_qkvg mixers.0.w_o blocks.1.mlp.w_up blocks.1.mlp.w_down"),
+    ("w_gate|w_bigram", dict(mlp="bio", bio_events="hard", layer_pattern="a", bigram_vocab_size=64),
+     "blocks.0.mlp.w_gate w_bigram")])
+def test_targets_are_found_by_name(targets, changes, expected):
+    net = S.setup_lora_adapter(network(**changes), 2, targets=targets)
+    found = [name for name, _ in net.named_parameters() if name.endswith("lora_b")]
+    assert [name.replace("parametrizations.", "").removesuffix(".0.lora_b") for name in found] == expected.split()
+
+
+@kinds
+def test_gradients_against_those_of_the_dense_sums(changes):
+    """With W' = W + s B A: dL/dA = s B^T dL/dW', dL/dB = s dL/dW' A^T; nothing else has one."""
+    net, ids = trained(network(**changes)), tokens(1, 2, 24)
+    reference = plain(dense(net), **changes)
+    nats(net, ids).backward()
+    nats(reference, ids).backward()
+    tensors, wanted = net.state_dict(), {}
+    for name, param in reference.named_parameters():
+        path, _, last = name.rpartition(".")
+        place = f"{path}.parametrizations.{last}.0."
+        if place + "lora_a" in tensors:
+            wanted[place + "lora_a"] = 1.5 * tensors[place + "lora_b"].mT @ param.grad
+            wanted[place + "lora_b"] = 1.5 * param.grad @ tensors[place + "lora_a"].mT
+    found = {name: param.grad for name, param in net.named_parameters() if param.grad is not None}
+    assert found.keys() == wanted.keys() and len(found) == 2 * sum(name.endswith("original") for name in tensors)
+    assert all((found[name] - grad).abs().max() < 1e-12 + 1e-9 * grad.abs().max() for name, grad in wanted.items())
+    assert min(grad.abs().max() for grad in found.values()) > 1e-7
+
+
+@kinds
+def test_gradients_against_finite_differences(changes):
+    net, ids = trained(network(**changes)), tokens(1, 2, 24)
+    params = [param for param in net.parameters() if param.requires_grad]
+    ways = [torch.randn_like(param) for param in params]
+    grads = torch.autograd.grad(nats(net, ids), params)
+    expected, values = sum((grad * way).sum() for grad, way in zip(grads, ways, strict=True)), []
+    for step in (1e-6, -2e-6):
+        for param, way in zip(params, ways, strict=True):
+            param.data.add_(step * way)
+        values.append(nats(net, ids).item())
+    assert (values[0] - values[1]) / 2e-6 == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_checkpointing_gives_the_same_gradients():
+    net, ids = trained(network(layer_pattern="g k s1 A2 A2 s1")), tokens(1, 2, 24)
+    params = [param for param in net.parameters() if param.requires_grad]
+    expected = torch.autograd.grad(nats(net, ids), params)
+    net.activation_checkpointing = True
+    found = torch.autograd.grad(nats(net, ids), params)
+    assert all((one - other).abs().max() < 1e-12 for one, other in zip(found, expected, strict=True))
+
+
+@kinds
+def test_merging(changes):
+    untouched, net, ids = network(**changes), trained(network(**changes)), tokens(0, 2, 40)
+    expected, own = dense(net), {id(param) for name, param in net.named_parameters() if "lora" not in name}
+    logits = net(ids)
+    assert S.merge_lora(net) is net and type(net.mixers[0]) is type(untouched.mixers[0])
+    state = net.state_dict()
+    assert state.keys() == untouched.state_dict().keys()
+    assert all((state[name] - w).abs().max() < 1e-15 for name, w in expected.items())
+    moved = {name.rpartition(".")[2] for name, w in untouched.state_dict().items() if not torch.equal(w, state[name])}
+    assert moved == {name.rpartition(".")[2] for name in state if ".w_" in name}
+    assert {id(param) for param in net.parameters()} == own  # the same parameters, Muon's splits with them
+    assert (net(ids) - logits).abs().max() < 1e-12 and (plain(state, **changes)(ids) - logits).abs().max() < 1e-12
+    assert torch.equal(S.merge_lora(net)(ids), net(ids))  # nothing is left to merge
+    assert S.setup_lora_adapter(net, 2) is net  # and there is room again
+
+
+def kl(net: T.GPT, policy: torch.Tensor, reference, ids: torch.Tensor) -> float:
+    """Mean KL(policy, reference) over positions."""
+    with torch.no_grad(), reference():
+        other = net(ids).log_softmax(-1)
+    return (policy.exp() * (policy - other)).sum(-1).mean().item()
+
+
+def test_the_reference_of_a_fresh_and_of_a_trained_adapter():
+    """A fresh adapter's reference is its base; a trained one's a copy of it: the base would begin with a KL."""
+    net, ids = S.freeze_model(S.setup_lora_adapter(network())), tokens(0, 2, 40)
+    base = net(ids).log_softmax(-1).detach()
+    references = [S.reference_policy(net, frozen) for frozen in (False, True)]
+    assert [kl(net, base, each, ids) for each in references] == [0.0, 0.0]
+    loaded = copy.deepcopy(trained(net)).state_dict()
+    net = S.setup_lora_adapter(network(), alpha=1.0)
+    net.load_state_dict(loaded)
+    S.freeze_model(net)
+    policy, off, copied = net(ids).log_softmax(-1).detach(), *(S.reference_policy(net, each) for each in (False, True))
+    assert kl(net, policy, copied, ids) == 0.0
+    expected = (policy.exp() * (policy - base)).sum(-1).mean().item()
+    assert kl(net, policy, off, ids) == pytest.approx(expected, rel=1e-9) and expected > 0.01
+    trained(net, seed=2)  # it learns: the references stay
+    later = net(ids).log_softmax(-1).detach()
+    for each, kept in ((off, base), (copied, policy)):
+        expected = (later.exp() * (later - kept)).sum(-1).mean().item()
+        assert kl(net, later, each, ids) == pytest.approx(expected, rel=1e-9) and expected > 0.01
+        assert torch.equal(net(ids).log_softmax(-1), later)  # after it, the policy again
+    with pytest.raises(ZeroDivisionError), off():
+        raise ZeroDivisionError
+    assert torch.equal(net(ids).log_softmax(-1), later)
+
+
+def test_a_frozen_reference_keeps_all_that_is_trained():
+    net, ids = trained(network()), tokens(0, 2, 40)
+    S.freeze_model(net, ["lora", "final_norm", "scale", "mix"])
+    before, reference = net(ids).log_softmax(-1).detach(), S.reference_policy(net, True)
+    optimizer = torch.optim.Adam([param for param in net.parameters() if param.requires_grad], lr=0.05)
+    nats(net, ids).backward()
+    optimizer.step()
+    later = net(ids).log_softmax(-1).detach()
+    assert (later - before).abs().max() > 0.1
+    with reference(), torch.no_grad():
+        assert torch.equal(net(ids).log_softmax(-1), before)
+    kept = reference.args[1]
+    assert sum(value.numel() for value in kept) == S.count_trainable(net)["trainable"]
+    assert sum(value.numel() for value in S.reference_policy(net, False).args[1]) == 18  # a zero each
+
+
+def test_a_compiled_network_has_adapter_and_reference_in_one_graph():
+    """The tracer alone, without code generation: no graph break, and no new graph for the reference."""
+    torch.compiler.reset()
+    net, ids = trained(network(layer_pattern="g k s")), tokens(0, 2, 40)
+    graphs = []
+    compiled = torch.compile(net, fullgraph=True, dynamic=False, backend=lambda graph, _: graphs.append(1) or graph)
+    with torch.no_grad():
+        expected = net(ids)
+        assert (compiled(ids) - expected).abs().max() < 1e-12
+        for seed, frozen in ((5, False), (6, True)):
+            reference = S.reference_policy(net, frozen)
+            trained(net, seed)
+            with reference():
+                assert (compiled(ids) - net(ids)).abs().max() < 1e-12
+                assert (compiled(ids) - expected).abs().max() < 1e-12 or not frozen
+            assert (compiled(ids) - net(ids)).abs().max() < 1e-12 < (compiled(ids) - expected).abs().max()
+            expected = net(ids)
+        assert len(graphs) == 1
+        with S.parametrize.cached():
+            assert (compiled(ids) - expected).abs().max() < 1e-12 and (net(ids) - expected).abs().max() < 1e-12
+
+
+def test_cached_generation_makes_each_sum_once(monkeypatch):
+    net, made = trained(network(torch.float32)), []
+    expected = S.merge_lora(copy.deepcopy(net))
+    forward = S.Lora.forward
+    monkeypatch.setattr(S.Lora, "forward", lambda self, weight: made.append(1) or forward(self, weight))
+    rest = (2, 20, 1.0, 0, 7, frozenset())
+    with torch.no_grad(), S.parametrize.cached():
+        found = S.generate(net, [1, 5, 9], *rest)
+    assert len(made) == 18 and net.mixers[0].parametrizations.w_o[0].lora_b.std() > 0.05
+    assert found == S.generate(expected, [1, 5, 9], *rest)
+
+
+# ----------------------------------------------------------------------------------------- optimizer and quantization
+@pytest.mark.parametrize(("name", "owner"), [("muon", "AdamW"), ("adamw", "AdamW"), ("adamw8bit", "AdamW8bit"),
+                                             ("lion", "Lion"), ("adafactor", "Adafactor")])
+def test_adapters_have_the_rates_of_matrices(name, owner):
+    settings = dataclasses.replace(SETTINGS, model_dim=256, optimizer=name, matrix_lr=0.011, muon_wd=0.07)
+    net = trained(T.GPT(T.model_config(settings, 64, 1)))
+    for part in ("original", "lora"):  # all of the network, then the adapter alone
+        S.unfreeze_model(net) if part == "original" else S.freeze_model(net)
+        optimizers = T.Optimizers(net, settings, ALONE)
+        groups = {param: (type(each).__name__, group) for each in optimizers.all for group in each.param_groups
+                  for param in group["params"]}
+        names = {param: name for name, param in net.named_parameters()}
+        rated = {names[param]: (kind if param.numel() >= 4096 or name != "adamw8bit" else owner, group["base_lr"],
+                                group["weight_decay"]) for param, (kind, group) in groups.items()}
+        matrix = {"muon": "Muon"}.get(name, owner)
+        for param, found in rated.items():
+            if ".lora_" in param:
+                assert found == (owner, 0.011, 0.07), param
+            elif param.endswith("original"):
+                assert found == (matrix, 0.011, 0.07), param
+        assert sum(".lora_" in param for param in rated) == 36
+        assert len(rated) == (36 if part == "lora" else len(names))
+    assert sum(param.grad.numel() for param in optimizers.params) == S.count_trainable(net)["trainable"]
+
+
+@pytest.mark.parametrize("name", ["muon", "adamw8bit"])
+def test_steps_move_the_adapter_alone(name):
+    settings = dataclasses.replace(SETTINGS, optimizer=name, matrix_lr=0.003)
+    net, ids = S.freeze_model(S.setup_lora_adapter(network(torch.float32), rank=4)), tokens(3, 4, 40)
+    before = {key: w.clone() for key, w in net.state_dict().items()}
+    optimizers, losses = T.Optimizers(net, settings, ALONE), []
+    for _ in range(20):
+        for param in optimizers.params:
+            param.grad.zero_()
+        loss = nats(net, ids)
+        loss.backward()
+        losses.append(loss.item())
+        optimizers.step(1.0, 0.9, torch.tensor(False))
+    assert losses[-1] < losses[0] - 0.5
+    moved = {key for key, w in net.state_dict().items() if not torch.equal(w, before[key])}
+    assert moved == {key for key in before if ".lora_" in key}
+
+
+def test_an_adapted_matrix_is_counted_as_one_and_qat_refuses_it():
+    net = network(torch.float32)
+    before, table = T.count_parameters(net), T.quant_table(T.Settings())
+    S.setup_lora_adapter(net)
+    counts = T.count_parameters(net)
+    added = S.count_trainable(S.freeze_model(net))["trainable"]
+    assert counts == {**before, "control": before["control"] + added, "total": before["total"] + added}
+    with pytest.raises(T.UserError, match="^QAT=1: the artifact holds sums .* merge_lora.* QAT=0$"):
+        T.quantized(net, table)
+    trained(net)
+    expected = {name: T.dequantize(*T.quantize(w.float(), **table["matrix"])) for name, w in dense(net).items()
+                if ".w_" in name}
+    with T.quantized(S.merge_lora(net), table):
+        assert all((net.state_dict()[name] - w).abs().max() <= 1.01 * step(w) for name, w in expected.items())
+        assert sum(torch.equal(net.state_dict()[name], w) for name, w in expected.items()) > len(expected) / 2
+
+
+def step(w: torch.Tensor) -> float:
+    """The distance of neighbouring values: sums in float32 and in float64 may lie on two sides of a boundary."""
+    values = w.unique()
+    return values.diff().min().item()
+
+
+# ------------------------------------------------------------------------------------------------------------- errors
+def refused(function, *args, **kwargs) -> str:
+    with pytest.raises(S.UserError) as error:
+        function(*args, **kwargs)
+    return str(error.value)
+
+
+def test_mistakes_are_named_and_leave_the_network_alone():
+    net = network()
+    before = dict(net.state_dict())
+    assert refused(S.setup_lora_adapter, net, targets="w_query") == (
+        "LORA_TARGETS='w_query': found in no name of a matrix; must be part of such as mixers.0.w_qkvg, mixers.0.w_o, "
+        "mixers.0.w_qkv, blocks.0.mlp.w_up, blocks.0.mlp.w_down")
+    assert refused(S.setup_lora_adapter, net, targets="embed").startswith("LORA_TARGETS='embed': found in no name")
+    assert refused(S.setup_lora_adapter, net, targets="(w_") == (
+        "LORA_TARGETS='(w_': must be a regular expression (missing ), unterminated subpattern at position 0)")
+    for rank in (0, -1, 33):
+        said = f"LORA_RANK={rank}: must be from 1 to 32, the smaller side of blocks.0.mlp.w_down"
+        assert refused(S.setup_lora_adapter, net, rank) == said
+    assert refused(S.freeze_model, net) == (
+        "trainable_layers=('lora',): part of no name; for 'lora', setup_lora_adapter comes first")
+    for frozen in (False, True):  # the base of no adapter; a copy of nothing
+        assert refused(S.reference_policy, net, frozen) == (
+            "reference_policy: nothing is trained, or no adapter is there to turn off; set one up first")
+    assert net.state_dict().keys() == before.keys()
+    S.setup_lora_adapter(net, 32)
+    said = "LORA_RANK=4: the model has an adapter already; train it, or merge_lora(model) first"
+    assert refused(S.setup_lora_adapter, net, 4) == said
