@@ -201,7 +201,7 @@ def final_number(text: str, lenient: bool) -> Decimal | None:
     own grader reads it. Lenient: the last number of the text, `It costs $18.` -> 18."""
     number = r"(?:(?<![0-9])-)?\$?(?:[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?|\.[0-9]+)" if lenient else r"#### (-?[0-9.,]+)"
     found = re.findall(number, text) or [""]  # leniently, a minus after a digit is a subtraction
-    digits = re.sub(r"[,$]|\.$", "", found[-1 if lenient else 0])
+    digits = re.sub("[,$]", "", found[-1 if lenient else 0]).removesuffix(".")
     return Decimal(digits) if re.fullmatch(r"-?([0-9]+(\.[0-9]+)?|\.[0-9]+)", digits) else None
 
 
