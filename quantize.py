@@ -2061,7 +2061,8 @@ def verify(args: argparse.Namespace) -> None:
         show([rows[0], *(row + judged.get(row[0], [math.nan] * 3) for row in rows[1:])])
         packed = pack_model(model, settings, code_weights(model, settings))[0]
         what = f"what `pack` makes of the {args.weights} weights of {model.path}, byte for byte"
-        other = f"of the {args.weights} weights of {model.path}, by GPTQ or with steps fitted at the end of training"
+        other = (f"of the {args.weights} weights of {model.path}, by GPTQ or with steps fitted at the end of training, "
+                 "or on another machine")  # where sums of floats and zstd's frames may differ
         print(f"{source.path}: {what if packed == source.path.read_bytes() else other}")
     print(f"{source.path}: whole, {len(source.tensors)} tensors, SHA-256 {sha256_file(source.path)}")
 
