@@ -6,10 +6,10 @@
     python quantize.py bitdelta runs/<BASE> runs/<TUNED> tuned.delta     # 1 bit a weight; deltaquant: 1 to 8
     python quantize.py apply runs/<BASE> tuned.delta tuned               # a folder, of which `pack` makes an artifact
 
-MODEL, BASE and TUNED are an artifact, a checkpoint's folder, a run's folder (its newest whole checkpoint), or what
-`unpack` or `apply` wrote. Every setting below is an environment variable: its name in capitals; those of quantization
-and DATA_PATH default to the checkpoint's. The sections between `# === shared:` fences are kept equal
-by tools/sync.py.
+MODEL, BASE, TUNED, A, B and CHECKPOINT are an artifact, a checkpoint's folder, a run's folder (its newest whole
+checkpoint), or what `unpack` or `apply` wrote. Settings stand at the top of this file and are environment variables:
+their names in capitals; those of quantization and DATA_PATH default to the checkpoint's. The sections between
+`# === shared:` fences are kept equal by tools/sync.py.
 """
 
 import argparse
@@ -27,6 +27,7 @@ import os
 import pickle
 import re
 import resource
+import shutil
 import struct
 import subprocess
 import sys
@@ -1471,7 +1472,8 @@ DELTA_FLOATS = {16: "<f2", 32: "<f4"}
 
 def group_size(shape: tuple[int, ...], group: int) -> int:
     """Weights that share a scale: `group` of the flattened ones (the last may be fewer), a row's (-1), all (0)."""
-    return group if group > 0 else math.prod(shape[1:] if group and len(shape) > 1 else shape)
+    row = math.prod(shape[1:] if len(shape) > 1 else shape)
+    return row if group < 0 else min(group or math.inf, math.prod(shape))
 
 
 def unpack_signs(signs: Tensor, count: int) -> Tensor:
@@ -1525,8 +1527,8 @@ def quantize_delta(delta: Tensor, size: int, bits: int) -> tuple[Tensor, Tensor]
     mean, largest = rows.abs().mean(1).half(), rows.abs().amax(1)
     count = 40 + round(8 * math.log2(most)) if bits > 1 else 0  # to where 31/32 of the range is cut off
     tried = [mean, *((largest * 2 ** (-step / 8)).half() for step in range(count))]
-    least = torch.full(mean.shape, math.inf, dtype=torch.float64)
-    codes, scales = torch.zeros(rows.shape, dtype=torch.int8), torch.zeros_like(mean)
+    least = torch.full_like(mean, math.inf, dtype=torch.float64)
+    codes, scales = torch.zeros_like(rows, dtype=torch.int8), torch.zeros_like(mean)
     for own in tried:
         step = own.float()[:, None]
         new = rows / torch.where(step > 0, step, 1.0)
@@ -1733,6 +1735,7 @@ def read_checkpoint(folder: Path, average: str) -> SimpleNamespace:
         shape, run = {name: meta["identity"][name] for name in SHAPE}, {**meta["settings"], "steps": meta["step"]}
         training = load("training.pt")
         if average != "raw":  # a network's state is its parameters, in their order
+            require(training[average]["count"] > 0, "none had been collected when it was saved")
             tensors = dict(zip(tensors, training[average]["values"], strict=True))
         table = {kind: {**own} for kind, own in training.get("table", {}).items()}
     except (LookupError, RuntimeError, TypeError, ValueError, pickle.UnpicklingError) as error:
@@ -1760,15 +1763,24 @@ def read_weights(path: str, average: str = "") -> SimpleNamespace:
                            header=header)
 
 
-def write_folder(out: Path, source: SimpleNamespace) -> None:
-    """A MODEL as a folder: float32 weights, the codes that they are if any, what rebuilds the network, SHA-256 sums."""
-    header = {name: source.header[name] for name in ("tokenizer_sha256", "meta")}
+def write_folder(out: Path, files: dict[str, object]) -> None:
+    """A new folder of files, bytes or what torch.save takes, and their SHA-256 sums. OSError: then there is none."""
     out.mkdir()
-    torch.save({name: w.clone() for name, w in source.tensors.items()}, out / "model.pt")
-    torch.save(source.coded, out / "coded.pt")
-    replace_file(out / "meta.json", json.dumps(dict(shape=source.shape, header=header)).encode())
-    sums = [f"{sha256_file(path)}  {path.name}\n" for path in sorted(out.iterdir())]
-    replace_file(out / "SHA256SUMS", "".join(sums).encode())  # the last: without it the folder is none
+    try:
+        for name, content in files.items():
+            replace_file(out / name, content) if isinstance(content, bytes) else torch.save(content, out / name)
+        sums = [f"{sha256_file(out / name)}  {name}\n" for name in sorted(files)]
+        replace_file(out / "SHA256SUMS", "".join(sums).encode())  # the last: without it the folder is none
+    except (OSError, RuntimeError) as error:  # torch.save's, of a full disk
+        shutil.rmtree(out, ignore_errors=True)
+        raise OSError(f"{out}: cannot be written: {str(error).splitlines()[0]}") from None
+
+
+def write_model(out: Path, source: SimpleNamespace) -> None:
+    """A MODEL as a folder: float32 weights, the codes that they are if any, what rebuilds the network."""
+    header = {name: source.header[name] for name in ("tokenizer_sha256", "meta")}
+    meta = json.dumps(dict(shape=source.shape, header=header)).encode()
+    write_folder(out, {"model.pt": source.tensors, "coded.pt": source.coded, "meta.json": meta})
 
 
 def read_header(source: SimpleNamespace, tokenizer_path: str) -> dict:
@@ -1778,8 +1790,9 @@ def read_header(source: SimpleNamespace, tokenizer_path: str) -> dict:
     beside = [path for name in ("tokenizer.model", "*.tiktoken") for path in source.path.parent.glob(name)]
     tokenizer = load_tokenizer(tokenizer_path or (beside or ["bytes"])[0])  # bytes: a run leaves no file
     if (tokenizer.vocab_size, tokenizer.bos_id) != (source.shape["vocab_size"], source.shape["bos_id"]):
-        raise UserError(f"TOKENIZER_PATH={tokenizer_path!r}: {tokenizer.file} has {tokenizer.vocab_size} "
-                        f"tokens; must be the tokenizer of {source.path}, with {source.shape['vocab_size']}")
+        none = "" if tokenizer_path or beside else f", for none lies in {source.path.parent}"
+        raise UserError(f"TOKENIZER_PATH={tokenizer_path!r}: {tokenizer.file} has {tokenizer.vocab_size} tokens{none}; "
+                        f"must be the tokenizer of {source.path}, with {source.shape['vocab_size']}")
     return {"tokenizer_sha256": tokenizer.sha256, "meta": {"seed": source.run["seed"], "tokenizer": tokenizer.file}}
 
 
@@ -1838,7 +1851,7 @@ def read_data(tuned: SimpleNamespace, settings: Settings) -> SimpleNamespace:
     length = tuned.shape["train_seq_len"]
     options = SimpleNamespace(
         data_path=settings.data_path, tokenizer_path=settings.tokenizer_path, vocab_size=tuned.shape["vocab_size"],
-        holdout_tokens=length, train_seq_len=length, seed=settings.seed, micro_batch_tokens=0,
+        holdout_tokens=length, train_seq_len=length, seed=settings.seed, micro_batch_tokens=max(length, 4096),
         train_batch_tokens=settings.distill_batch_tokens or 4 * length)
     data = open_data(options)
     if data.tokenizer.sha256 != read_header(tuned, settings.tokenizer_path)["tokenizer_sha256"]:
@@ -1854,7 +1867,11 @@ def distill(base: SimpleNamespace, tuned: SimpleNamespace, settings: Settings) -
     the logits of the first batch are not nearer in the end.
     """
     data, runtime, group = read_data(tuned, settings), start_runtime(settings.device), settings.delta_group
-    device, batches, teacher = runtime.device, Batches(data, data.options, runtime), rebuild(tuned).to(runtime.device)
+    try:
+        batches = Batches(data, data.options, runtime)
+    except UserError as error:  # it says what training's setting is called
+        raise UserError(str(error).replace("TRAIN_BATCH_TOKENS", "DISTILL_BATCH_TOKENS")) from None
+    device, teacher = runtime.device, rebuild(tuned).to(runtime.device)
     held, codes, units, ratios = {}, {}, {}, {}
     for name, w in tuned.tensors.items():
         if tensor_class(name, w) == "matrix":
@@ -2016,9 +2033,9 @@ def info(args: argparse.Namespace) -> None:
 
 def unpack(args: argparse.Namespace) -> None:
     """An artifact's weights in a folder, in float32 and as codes, of which `pack` makes the same file."""
-    source, out = read_weights(args.artifact), Path(args.out)
-    write_folder(out, source)
-    print(f"{out}: {len(source.tensors)} tensors")
+    source = read_weights(args.artifact)
+    write_model(args.out, source)
+    print(f"{args.out}: {len(source.tensors)} tensors")
 
 
 def pack(args: argparse.Namespace) -> None:
@@ -2040,14 +2057,19 @@ def verify(args: argparse.Namespace) -> None:
         require(model.shape == source.shape, f"{source.path}: its settings are not those of {model.path}")
         tokenizer = read_header(model, settings.tokenizer_path)["tokenizer_sha256"]
         require(tokenizer == source.header["tokenizer_sha256"], f"{source.path}: its tokenizer is not {model.path}'s")
-        judged = {} if model.coded else judge_codes(source, model, settings)
+        try:
+            judged = {} if model.coded else judge_codes(source, model, settings)
+        except ArtifactError as error:
+            raise ArtifactError(f"{error}; compared are its {args.weights} weights, the log says which were chosen "
+                                "(--weights)") from None
         wrong = [name for name, w in model.tensors.items() if model.coded and not torch.equal(w, source.tensors[name])]
         require(not wrong, f"{source.path}: tensor {wrong[:1]} is not that of {model.path}")
         rows[0] += ["steps", "nearest", "over_nearest"]
         show([rows[0], *(row + judged.get(row[0], [math.nan] * 3) for row in rows[1:])])
         packed = pack_model(model, settings, code_weights(model, settings))[0]
         what = f"what `pack` makes of the {args.weights} weights of {model.path}, byte for byte"
-        other = f"of the {args.weights} weights of {model.path}, by GPTQ or with steps fitted at the end of training"
+        other = (f"of the {args.weights} weights of {model.path}, by GPTQ or with steps fitted at the end of training, "
+                 "or on another machine")  # where sums of floats and zstd's frames may differ
         print(f"{source.path}: {what if packed == source.path.read_bytes() else other}")
     print(f"{source.path}: whole, {len(source.tensors)} tensors, SHA-256 {sha256_file(source.path)}")
 
@@ -2127,7 +2149,7 @@ def deltaquant(args: argparse.Namespace) -> None:
 def apply(args: argparse.Namespace) -> None:
     """The tuned model that a delta makes of BASE: a folder as `unpack` writes it, in float32."""
     model = read_tuned(args.delta, read_weights(args.base, args.weights))
-    write_folder(Path(args.out), model)
+    write_model(args.out, model)
     print(f"{args.out}: {len(model.tensors)} tensors")
 
 
@@ -2140,14 +2162,14 @@ LLAMA_LAYER = ("self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_p
 
 def export(args: argparse.Namespace) -> None:
     """model.safetensors and config.json, which transformers loads as LlamaForCausalLM; other layouts are refused."""
-    source, out = read_weights(args.model, args.weights), Path(args.out)
+    source = read_weights(args.model, args.weights)
     net, shape = rebuild(source), SimpleNamespace(**source.shape)
     count, kv_rows = len(shape.layers.split()), shape.num_kv_heads * shape.model_dim // shape.num_heads
     right = {"layers": " ".join("a" * count), "norms": " ".join(["rms_weight"] * count), **LLAMA}
     if odd := [f"{name}={source.shape[name]!r}" for name, value in right.items() if source.shape[name] != value]:
         raise UserError(f"{source.path}: transformers' LlamaForCausalLM has no {', '.join(odd)}")
     try:
-        from safetensors.torch import save_file
+        from safetensors.torch import save
     except ImportError:
         raise UserError("export needs safetensors: pip install safetensors") from None
     state = {"model.embed_tokens.weight": net.embed, "model.norm.weight": net.final_norm.weight}
@@ -2163,10 +2185,9 @@ def export(args: argparse.Namespace) -> None:
         rope_parameters={"rope_type": "default", "rope_theta": shape.rope_base},  # transformers 5's name for it
         max_position_embeddings=shape.train_seq_len, rms_norm_eps=torch.finfo(torch.float32).eps,
         tie_word_embeddings=shape.tie_embeddings, bos_token_id=shape.bos_id, eos_token_id=shape.bos_id)
-    out.mkdir()
-    save_file({name: w.detach().clone() for name, w in state.items()}, out / "model.safetensors", {"format": "pt"})
-    replace_file(out / "config.json", (json.dumps(config, indent=1) + "\n").encode())
-    print(f"{out}: {len(state)} tensors; transformers loads them as LlamaForCausalLM, a text begins with BOS")
+    data = save({name: w.detach().clone() for name, w in state.items()}, {"format": "pt"})
+    write_folder(args.out, {"model.safetensors": data, "config.json": (json.dumps(config, indent=1) + "\n").encode()})
+    print(f"{args.out}: {len(state)} tensors; transformers loads them as LlamaForCausalLM, a text begins with BOS")
 
 
 # -------------------------------------------------------------------------------------------------------------- main
@@ -2176,7 +2197,7 @@ COMMANDS = {info: "artifact --tensors --checkpoint --weights", unpack: "artifact
             apply: "base delta out --weights"}
 WORDS = {"--tensors": dict(action="store_true", help="a line for each tensor too"), "checkpoint": dict(nargs="?"),
          "--weights": dict(choices=("raw", "ema", "swa"), default="raw", help="which weights of a checkpoint"),
-         "--score": dict(action="store_true", help="bits per byte on DATA_PATH's validation"),
+         "out": dict(type=Path), "--score": dict(action="store_true", help="bits per byte on DATA_PATH's validation"),
          "--checkpoint": dict(help="of the same weights, for the error")}
 
 
@@ -2195,11 +2216,11 @@ def main() -> int:
         command = commands.add_parser(run.__name__, help=run.__doc__, description=run.__doc__)
         command.set_defaults(run=run)
         for word in words.split():
-            command.add_argument(word, **WORDS.get(word, {}))
+            command.add_argument(word, **({} if word[0] == "-" else {"metavar": word.upper()}), **WORDS.get(word, {}))
     args = parser.parse_args()
     load_settings(Settings, dict(os.environ))  # a wrong name is an error of every command
-    if "out" in args and (Path(args.out).exists() or not Path(args.out).absolute().parent.is_dir()):
-        raise UserError(f"OUT {args.out!r}: exists already, or the folder that it would be in does not")
+    if "out" in args and (args.out.exists() or not args.out.absolute().parent.is_dir()):
+        raise UserError(f"OUT {str(args.out)!r}: exists already, or the folder that it would be in does not")
     try:
         args.run(args)
     except ArtifactError as error:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import random
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -79,8 +80,9 @@ def test_bitdeltas_scale_has_the_least_error(group):
              for factor in (0.99, 1.0, 1.01)]
     assert error[1] < error[0] and error[1] < error[2]
     assert Q.BitDeltaQuantizer().group == 128
-    sizes = [Q.group_size(shape, group) for shape, group in (((7,), -1), ((7,), 0), ((3, 4, 5), -1), ((3, 4, 5), 0))]
-    assert sizes == [7, 7, 20, 60]
+    sizes = [Q.group_size(shape, group) for shape, group in (((7,), -1), ((7,), 0), ((3, 4, 5), -1), ((3, 4, 5), 0),
+                                                             ((3, 4, 5), 59), ((3, 4, 5), 60), ((3, 4, 5), 1 << 40))]
+    assert sizes == [7, 7, 20, 60, 59, 60, 60]
 
 
 @pytest.mark.parametrize("group", [128, -1, 0])
@@ -175,6 +177,7 @@ def test_the_file_of_bitdelta_is_as_small_as_promised(large, changes, ratio, tmp
     assert weights > 20_000_000 and len(base) == 62
     assert 4 * weights / size == pytest.approx(ratio, rel=1e-3)
     assert 2 * weights / size == pytest.approx(ratio / 2, rel=1e-3)
+    print(f"{weights} weights, {changes}: {size} bytes, {4 * weights / size:.3f} times smaller than in float32")
     if not changes:
         bound = sum(math.ceil(w.numel() / 8) + 4 * math.ceil(w.numel() / 128) for w in base.values())
         assert bound <= size <= bound + 1024
@@ -318,6 +321,17 @@ def test_forged_headers_are_refused(tmp_path):
         forged = T.ARTIFACT_PREFIX.pack(Q.DELTA_MAGIC, 1, len(text)) + text + data[16 + length : -32]
         said = read(forged + hashlib.sha256(forged).digest(), base, tmp_path / "d")
         assert said or changes == dict(method=[]), changes  # whatever is not bitdelta is read as deltaquant
+
+
+def test_a_forged_group_takes_no_memory(tmp_path):
+    """Scales are spread over the weights that there are: 2**28 a group would take 1 GiB for each matrix."""
+    base, tuned = pair(SHAPES)
+    own = header(base, group=1 << 28)
+    data = Q.pack_delta(base, tuned, own, {})
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert read(data, base, tmp_path / "d") == ""
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024  # KiB
+    assert len(data) < len(Q.pack_delta(base, tuned, {**own, "settings": {**own["settings"], "group": 0}}, {})) + 16
 
 
 # --------------------------------------------------------------------------------------------------------- commands
@@ -489,6 +503,27 @@ def test_distillation(call, place, tmp_path):
     assert torch.equal(Q.read_delta(tmp_path / "wild", base)[1]["mixers.0.w_o"], read[0]["mixers.0.w_o"])
 
 
+def test_distillation_in_many_micro_batches(call, place, tmp_path, monkeypatch):
+    """However long a step is, windows come 4,096 tokens at a time; the loss is the whole step's."""
+    shapes, data = [], place / "data"
+    micro_batches = Q.Batches.micro_batches
+    monkeypatch.setattr(Q.Batches, "micro_batches", lambda own, step: (
+        (shapes.append(tuple(ids.shape)) or (ids, targets)) for ids, targets in micro_batches(own, step)))
+    code, output, error = call("bitdelta", place / "base", place / "tuned", tmp_path / "d", DISTILL_STEPS=1,
+                               DISTILL_BATCH_TOKENS=3 * 4096)
+    assert code == 0 and shapes == [(128, 32)] * 9, error  # before, the step, after
+    options = dataclasses.replace(SETTINGS, data_path=str(data), holdout_tokens=32, train_batch_tokens=3 * 4096)
+    own = T.Batches(T.open_data(options), options, T.start_runtime("cpu"))
+    ids = torch.cat([ids for ids, _ in micro_batches(own, 0)])
+    base, tuned = weights(place / "base"), weights(place / "tuned")
+    delta = {name: Q.BitDeltaQuantizer().dequantize(w, *Q.BitDeltaQuantizer().quantize(tuned[name], w))
+             if T.tensor_class(name, w) == "matrix" else tuned[name] for name, w in base.items()}
+    with torch.no_grad():
+        loss = (rebuilt(delta)(ids) - rebuilt(tuned)(ids)).square().mean().item()
+    words = output.splitlines()[0].split()
+    assert float(words[words.index("before,") - 1]) == pytest.approx(loss, rel=0.01)
+
+
 def test_the_printed_error_falls_with_the_bits(call, place, tmp_path):
     found = []
     for bits in (1, 2, 3, 4, 8):
@@ -517,7 +552,10 @@ def test_the_printed_error_falls_with_the_bits(call, place, tmp_path):
     (["bitdelta", "{base}", "{tuned}", "{new}"], {"DELTA_GROUP": -2}, "DELTA_GROUP='-2': must be from -1"),
     (["bitdelta", "{base}", "{tuned}", "{new}"], {"DATA_PATH": ""}, "DATA_PATH='': distillation and --score"),
     (["bitdelta", "{base}", "{tuned}", "{new}"], {"DATA_PATH": "nowhere"}, "nowhere"),
-    (["bitdelta", "{base}", "{tuned}", "{new}"], {"DISTILL_BATCH_TOKENS": 33}, "must be a multiple of TRAIN_SEQ_LEN"),
+    (["bitdelta", "{base}", "{tuned}", "{new}"], {"DISTILL_BATCH_TOKENS": 33},
+     "error: DISTILL_BATCH_TOKENS=33: must be a multiple of TRAIN_SEQ_LEN"),
+    (["bitdelta", "{base}", "{tuned}", "{new}"], {"DISTILL_BATCH_TOKENS": 1 << 20},
+     "error: DISTILL_BATCH_TOKENS=1048576: takes 1048576 of the "),
     (["bitdelta", "{base}", "{tuned}", "{delta}"], {}, "exists already"),
 ])
 def test_mistakes_are_one_line_and_exit_code_2(call, place, tmp_path, words, changes, said):

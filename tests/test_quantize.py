@@ -124,6 +124,7 @@ def test_pack_is_the_exporter_on_a_run_of_train_gpt(call, trained, tmp_path):
         assert code == (0 if weights == chosen else 1)
         assert ("byte for byte" in output) == (weights == chosen)
         assert weights == chosen or "is not that of" in error or "times the error" in error or "by a factor" in error
+        assert weights == chosen or f"compared are its {weights} weights, the log says which were chosen" in error
         files.add(expected)
     assert len(files) == 3
 
@@ -383,7 +384,7 @@ def test_verify_says_no(call, place, tmp_path):
 
 @pytest.mark.parametrize(("words", "changes", "said"), [
     ([], {}, "the following arguments are required: COMMAND"), (["inof"], {}, "invalid choice: 'inof'"),
-    (["info"], {}, "arguments are required: artifact"), (["info", "a", "b"], {}, "unrecognized arguments: b; "),
+    (["info"], {}, "arguments are required: ARTIFACT"), (["info", "a", "b"], {}, "unrecognized arguments: b; "),
     (["compare", "{artifact}", "{run}", "--tensors"], {}, "unrecognized arguments: --tensors"),
     (["pack", "{run}", "{new}", "--weights", "best"], {}, "invalid choice: 'best'"),
     (["info", "{run}"], {}, "no such file; a run's artifact is runs/<RUN_ID>/model.upar"),
@@ -392,6 +393,8 @@ def test_verify_says_no(call, place, tmp_path):
     (["pack", "{run}", "{artifact}"], {}, "exists already, or the folder that it would be in does not"),
     (["unpack", "{artifact}", "{new}/x"], {}, "exists already, or the folder"),
     (["pack", "{run}", "{new}", "--weights", "ema"], {}, "no checkpoint with ema weights"),
+    (["pack", "{early}", "{new}", "--weights", "ema"], {}, "with ema weights: none had been collected when it was"),
+    (["compare", "{run}", "{early}", "--weights", "swa"], {}, "no checkpoint with swa weights"),
     (["pack", "{place}", "{new}"], {}, "no whole checkpoint"),
     (["pack", "{run}", "{new}"], {"MATRIX_BITS": 9}, "MATRIX_BITS='9': must be from 2 to 8"),
     (["info", "{artifact}"], {"MATRIX_BIT": 4}, "no setting of this script; did you mean MATRIX_BITS?"),
@@ -399,7 +402,8 @@ def test_verify_says_no(call, place, tmp_path):
     (["pack", "{artifact}", "{new}"], {"EMBED_BITS": 4}, "EMBED_BITS: the weights of {artifact} are quantized"),
     (["pack", "{artifact}", "{new}"], {"CONFIG": "{config}"}, "MATRIX_BITS: the weights of {artifact} are quantized"),
     (["pack", "{run}", "{new}"], {"TOKENIZER_PATH": "nowhere.model"}, "tokenizer nowhere.model: no SentencePiece"),
-    (["pack", "{foreign}", "{new}"], {}, "TOKENIZER_PATH='': bytes has 264 tokens; must be the tokenizer of"),
+    (["pack", "{foreign}", "{new}"], {}, "TOKENIZER_PATH='': bytes has 264 tokens, for none lies in {foreign}; "),
+    (["pack", "{foreign}", "{new}"], {"TOKENIZER_PATH": "bytes"}, "'bytes': bytes has 264 tokens; must be the token"),
     (["pack", "{broken}", "{new}"], {}, "tensor embed: torch.float32 up to nan; must be floating, finite"),
 ])
 def test_mistakes_are_one_line_and_exit_code_2(call, place, tmp_path, words, changes, said):
@@ -408,8 +412,10 @@ def test_mistakes_are_one_line_and_exit_code_2(call, place, tmp_path, words, cha
             with torch.no_grad():
                 net.embed[5, 5] = math.nan
             save(tmp_path / name, net)
+    before_qat = dict(values=[*network(5).parameters()], count=0)  # what had been collected is of no use since
+    save(tmp_path / "early", network(), ema=before_qat, swa=dict(values=[], count=0))
     names = {"artifact": place / "run" / "model.upar", "run": place / "run", "place": place, "new": tmp_path / "new",
-             "foreign": tmp_path / "foreign", "broken": tmp_path / "broken"}
+             "foreign": tmp_path / "foreign", "broken": tmp_path / "broken", "early": tmp_path / "early"}
     names["config"] = tmp_path / "c.env"
     names["config"].write_text("MATRIX_BITS=4\n")
     changes = {name: str(value).format(**names) for name, value in changes.items()}
@@ -429,6 +435,32 @@ def test_as_a_process_without_the_optional_packages(place, tmp_path):
                               capture_output=True, cwd=tmp_path)
         assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
         assert said in done.stdout + done.stderr
+
+
+def test_what_cannot_be_written_is_one_line_and_leaves_nothing(place, tmp_path):
+    """A disk that is full after 20 kB: no folder that would be taken for a model, and none that is in the way."""
+    save(tmp_path / "llama", network(**LLAMA))
+    out, artifact = tmp_path / "new", place / "run" / "model.upar"
+    for words, blocks in ((["unpack", artifact, out], 20), (["export", tmp_path / "llama", out], 20),
+                          (["unpack", artifact, out], 100)):
+        if words[0] == "export":
+            pytest.importorskip("safetensors")
+        command = [sys.executable, str(ROOT / "quantize.py"), *map(str, words)]
+        done = subprocess.run(["bash", "-c", f'ulimit -f {blocks} && "$@"', "bash", *command], env=environment(),
+                              capture_output=True, text=True)
+        assert done.returncode == 1 and not out.exists() and done.stderr.count("\n") == 1, done.stderr
+        assert done.stderr.startswith(f"error: {out}: cannot be written: "), done.stderr
+
+
+def test_an_out_with_a_slash_at_its_end(call, place, tmp_path):
+    for words in (["pack", place / "run", f"{tmp_path}/a.upar/"], ["unpack", tmp_path / "a.upar", f"{tmp_path}/b/"]):
+        assert call(*words)[0] == 0
+    assert (tmp_path / "a.upar").read_bytes() == (place / "run" / "model.upar").read_bytes()
+    names = ["SHA256SUMS", "coded.pt", "meta.json", "model.pt"]
+    assert sorted(path.name for path in (tmp_path / "b").iterdir()) == names
+    # a view would be stored with all that it is a view of
+    weights, tensors = sum(param.numel() for param in network().parameters()), len(network().state_dict())
+    assert 4 * weights < (tmp_path / "b" / "model.pt").stat().st_size < 4 * weights + 400 * tensors
 
 
 def test_help_names_every_command_and_says_what_it_does(capsys):

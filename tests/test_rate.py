@@ -65,6 +65,14 @@ def test_the_table_of_a_run(tmp_path):
         for way in (False, True):
             own = [row["bytes"] for row in rows if (row["quantizer"], row["gptq"]) == (name, way)]
             assert len(own) == len(varied) and own == sorted(own, reverse=True)
+    for words, said in ((["nowhere"], "error: nowhere: no whole checkpoint"),
+                        (["run", "--data", "nowhere"], "error: nowhere/manifest.json: no manifest of format 1"),
+                        (["run/step_000000"], "run/step_000000: it has no ema weights; --weights raw"),
+                        (["run", "--tokens", "0"], "error: --tokens 0: must be at least 1"),
+                        (["run", "--write", "no/rate.json"], "error: --write no/rate.json: the folder")):
+        ran = subprocess.run([sys.executable, str(ROOT / "tools/rate.py"), *words], cwd=tmp_path, env=env,
+                             capture_output=True, text=True, check=False)
+        assert ran.returncode == 2 and said in ran.stderr and ran.stderr.count("\n") == 1, ran.stderr
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     packed = [row for row in rows if row["quantizer"] == "one step a tensor" and row.get("widen") == 1.0]
     assert min(abs(row["bytes"] - result["artifact_bytes"]) for row in packed) < 200  # all but meta, header's digits

@@ -35,21 +35,25 @@ REFERENCE, DEFAULT = ("SDClip a row", False), ("one step a tensor", True)
 
 
 def load_model(script: ModuleType, args: argparse.Namespace) -> SimpleNamespace:
-    """The run's network with the weights asked for, its settings, and data."""
+    """The run's network with the weights asked for, its settings, and data. UserError where one of them is missing."""
     folder, faults = script.first_whole([args.run] if (args.run / "meta.json").exists() else
                                         script.checkpoints(args.run))
     if folder is None:
-        raise SystemExit(f"{args.run}: no whole checkpoint {faults}")
+        raise script.UserError(f"{args.run}: no whole checkpoint; {'; '.join(faults)}")
     meta = json.loads((folder / "meta.json").read_bytes())
     known = {field: value for field, value in meta["settings"].items() if hasattr(script.Settings, field)}
-    settings = script.Settings(**known | {"data_path": args.data or known["data_path"],
-                                          "tokenizer_path": args.tokenizer or known["tokenizer_path"]})
+    # Where the run fitted its micro-batches to memory, these are small: nothing is fitted here.
+    settings = script.Settings(**known | {
+        "data_path": args.data or known["data_path"], "tokenizer_path": args.tokenizer or known["tokenizer_path"],
+        "micro_batch_tokens": known["micro_batch_tokens"] or max(known["train_seq_len"], 4096)})
     data, runtime = script.open_data(settings), script.start_runtime(args.device)
     config = script.model_config(settings, data.tokenizer.vocab_size, data.tokenizer.bos_id)
     network = script.GPT(config).to(runtime.device)
     network.load_state_dict(torch.load(folder / "model.pt", map_location=runtime.device, weights_only=True))
     if args.weights != "raw":
-        saved = torch.load(folder / "training.pt", map_location=runtime.device, weights_only=True)
+        saved = torch.load(folder / "training.pt", map_location="cpu", weights_only=True, mmap=True)
+        if not saved.get(args.weights, {}).get("count"):
+            raise script.UserError(f"{folder}: it has no {args.weights} weights; --weights raw has those of training")
         for param, value in zip(network.parameters(), saved[args.weights]["values"], strict=True):
             param.data.copy_(value)
     return SimpleNamespace(network=network, settings=settings, config=config, data=data, runtime=runtime,
@@ -107,8 +111,8 @@ def bytes_at(rows: list[dict], name: str, way: bool, key: str, gap: float) -> fl
     return math.exp(np.interp(math.log(gap), x, y)) if x[0] <= math.log(gap) <= x[-1] else math.nan
 
 
-def main() -> None:
-    """Measure, print, and write where asked to."""
+def main(script: ModuleType) -> int:
+    """Measure, print, and write where asked to; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="a run's folder, or a checkpoint's")
     parser.add_argument("--weights", choices=("raw", "ema", "swa"), default="ema")
@@ -119,8 +123,10 @@ def main() -> None:
     parser.add_argument("--calibration", type=int, default=16, help="training batches that GPTQ sees")
     parser.add_argument("--write", type=Path, help="a JSON file for the rows")
     args = parser.parse_args()
-    sys.path.insert(0, str(ROOT))
-    script = importlib.import_module("train_gpt")
+    if args.tokens < 1:
+        raise script.UserError(f"--tokens {args.tokens}: must be at least 1")
+    if args.write and not args.write.absolute().parent.is_dir():
+        raise script.UserError(f"--write {args.write}: the folder that it would be in does not exist")
     rows = measure(script, load_model(script, args), args)
     print("\nbytes at equal gap, over those of one step a tensor by GPTQ with tables by row and column:")
     equal = []
@@ -137,7 +143,10 @@ def main() -> None:
         found = {"command": " ".join(["python", "tools/rate.py", *map(str, sys.argv[1:])]), "torch": torch.__version__,
                  "hardware": platform.machine(), "rows": rows, "equal_gap": equal}
         args.write.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.path.insert(0, str(ROOT))
+    train_gpt = importlib.import_module("train_gpt")
+    sys.exit(train_gpt.exit_code(lambda: main(train_gpt)))
