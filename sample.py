@@ -52,6 +52,7 @@ class Settings:
     max_new_tokens: int = 100  # length of each, at most
     temperature: float = 0.8  # of the distribution; 0: always the likeliest token
     top_k: int = 50  # draw from this many likeliest tokens; 0: from all
+    top_p: float = 1.0  # draw from the likeliest tokens that hold this share of probability; 1: from all
     seed: int = 1337  # of every random draw
     device: str = "auto"  # auto, cpu or cuda
 
@@ -1392,50 +1393,106 @@ def load_model(name: str, path: str, tokenizer_path: str = "") -> tuple["GPT", T
 
 
 # === shared: generation ===
-def repeat_cache(cache: dict, count: int) -> dict:
-    """The cache of one sequence, cloned for `count` samples that go on from it."""
-    return {name: repeat_cache(value, count) if isinstance(value, dict) else value.repeat_interleave(count, dim=0)
-            for name, value in cache.items()}
+@dataclass
+class Sample:
+    """What followed a prompt: ids, a stop token included, their log-probabilities where they were drawn, and whether
+    a stop token ended it. Greedy tokens have a log-probability of 0.
+    """
+
+    ids: list[int]
+    logps: list[float]
+    finished: bool
 
 
-def draw(logits: Tensor, temperature: float, top_k: int, generators: list[torch.Generator]) -> Tensor:
-    """One token a row (B,) from logits (B, V); each row has its own generator, so it does not depend on its batch."""
+def cache_rows(cache: dict, rows: Tensor) -> dict:
+    """The cache of rows (n,) of a batch, which may name one several times."""
+    def pick(value):
+        if isinstance(value, dict):
+            return cache_rows(value, rows)
+        if isinstance(value, tuple):  # of `remember`
+            return value[0].index_select(0, rows), value[1]
+        return value.index_select(0, rows) if isinstance(value, Tensor) else value
+
+    return {name: pick(value) for name, value in cache.items()}
+
+
+def join_caches(caches: list[dict]) -> dict:
+    """One cache of all rows of several; shorter texts end where the longest ends, behind tokens of document -1."""
+    def join(name: str, values: list):
+        if isinstance(values[0], dict):
+            return {key: join(key, [value[key] for value in values]) for key in values[0]}
+        if isinstance(values[0], tuple):
+            most = max(used for _, used in values)
+            return torch.cat([F.pad(room[:, :, :used], (0, 0, most - used, 0)) for room, used in values]), most
+        if name == "doc":
+            most = max(value.size(1) for value in values)
+            return torch.cat([F.pad(value, (most - value.size(1), 0), value=-1) for value in values])
+        return torch.cat(values) if isinstance(values[0], Tensor) else max(values)
+
+    return join("", caches)
+
+
+def draw(logits: Tensor, temperature: float, top_k: int, top_p: float, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens (B,) and their log-probabilities from logits (B, V), by uniform (B,) in [0, 1) each: the inverse CDF."""
     if temperature == 0:
-        return logits.argmax(dim=-1)
+        return logits.argmax(-1), logits.new_zeros(len(logits))
+    logps = (logits / temperature).log_softmax(-1)
     if top_k:
-        lowest = logits.topk(min(top_k, logits.size(-1)), dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < lowest, -math.inf)
-    probabilities = (logits.float() / temperature).softmax(dim=-1).cpu()
-    picks = [torch.multinomial(row, 1, generator=own) for row, own in zip(probabilities, generators, strict=True)]
-    return torch.cat(picks).to(logits.device)
+        logps = logps.masked_fill(logps < logps.topk(min(top_k, logps.size(-1))).values[:, -1:], -math.inf)
+    if top_p < 1:  # the likeliest tokens that together hold at least top_p (arXiv 1904.09751)
+        ordered, order = logps.log_softmax(-1).sort(descending=True)
+        beyond = ordered.exp().cumsum(-1) - ordered.exp() >= top_p
+        logps = logps.masked_fill(torch.zeros_like(beyond).scatter(1, order, beyond), -math.inf)
+    logps = logps.log_softmax(-1) if top_k or top_p < 1 else logps
+    total = logps.exp().cumsum(-1, dtype=torch.float64)
+    picks = torch.searchsorted(total, uniform[:, None] * total[:, -1:], right=True).clamp_(max=logps.size(-1) - 1)
+    return picks[:, 0], logps.gather(1, picks)[:, 0]
 
 
 @torch.no_grad()
-def generate(network: GPT, prompt: list[int], count: int, max_new_tokens: int, temperature: float, top_k: int,
-             seed: int, stop: frozenset[int]) -> list[list[int]]:
-    """`count` continuations of `prompt`: token ids up to and without the first of `stop`.
+def generate(network: GPT, prompts: list[list[int]], count: int, max_new_tokens: int, temperature: float, top_k: int,
+             top_p: float, seeds: list[tuple[int, ...]], stop: frozenset[int], rows: int = 4096) -> list[Sample]:
+    """`count` continuations of each prompt, prompt by prompt, at most `rows` at once; a prompt is at least one token.
 
-    The prompt is read once; its cache (attention keys and values, GDN state and convolution tail) is cloned for the
-    samples. Sample i depends on (seed, i) alone. `prompt` must not be empty: a document begins with BOS.
+    A prompt is read once, with the others of its length, so that no padding enters a recurrent state; its cache is
+    cloned for its samples. Sample i of prompt p depends on (seeds[p], i) alone, up to the last digits of the batch's
+    matrix products. temperature 0: the likeliest token; top_k 0, top_p 1: all tokens.
     """
-    device, cache = network.embed.device, {}
-    logits = network(torch.tensor([prompt], device=device), cache=cache)[:, -1].expand(count, -1)
-    cache = repeat_cache(cache, count)
-    seeds = [int(np.random.SeedSequence((seed, row)).generate_state(1)[0]) for row in range(count)]
-    generators = [torch.Generator().manual_seed(own) for own in seeds]
-    rows: list[list[int]] = [[] for _ in range(count)]
-    running = set(range(count))
+    share = max(1, rows // count)
+    if len(prompts) > share:
+        parts = [slice(begin, begin + share) for begin in range(0, len(prompts), share)]
+        return [sample for part in parts for sample in generate(
+            network, prompts[part], count, max_new_tokens, temperature, top_k, top_p, seeds[part], stop, rows)]
+    if not prompts:
+        return []
+    device, caches, lasts, order = network.embed.device, [], [], []
+    for length in sorted({len(prompt) for prompt in prompts}):
+        alike = [number for number, prompt in enumerate(prompts) if len(prompt) == length]
+        ids = torch.tensor([prompts[number] for number in alike], device=device)
+        caches.append({})
+        lasts.append(network.features(ids, caches[-1])[:, -1])  # (n, dim)
+        order += alike
+    place = torch.tensor(order).argsort().repeat_interleave(count).to(device)  # row of the prompt of each sample
+    cache, logits = cache_rows(join_caches(caches), place), network.logits(torch.cat(lasts))[place]
+    uniforms = torch.from_numpy(np.stack([np.random.default_rng([*seed, sample]).random(max_new_tokens)
+                                          for seed in seeds for sample in range(count)])).to(device)
+    live, ends = torch.arange(len(place), device=device), torch.tensor(sorted(stop), device=device)
+    tokens = torch.full(uniforms.shape, -1, device=device)
+    logps, done = torch.zeros(uniforms.shape, device=device), torch.zeros(len(place), dtype=torch.bool, device=device)
     for step in range(max_new_tokens):
-        ids = draw(logits, temperature, top_k, generators)
-        for row, token in enumerate(ids.tolist()):
-            if row in running and token in stop:
-                running.discard(row)
-            elif row in running:
-                rows[row].append(token)
-        if not running or step + 1 == max_new_tokens:
+        picks, found = draw(logits, temperature, top_k, top_p, uniforms[live, step])
+        tokens[live, step], logps[live, step] = torch.where(done, -1, picks), found.float()
+        done = done | torch.isin(picks, ends)
+        left = int((~done).sum())
+        if not left or step + 1 == max_new_tokens:
             break
-        logits = network(ids[:, None], cache=cache)[:, -1]
-    return rows
+        if left < 0.8 * len(live):  # finished rows leave
+            keep = (~done).nonzero()[:, 0]
+            live, picks, done, cache = live[keep], picks[keep], done[keep], cache_rows(cache, keep)
+        logits = network.logits(network.features(picks[:, None], cache)[:, 0])
+    lengths = (tokens >= 0).sum(1).tolist()
+    return [Sample(ids[:length], own[:length], ids[length - 1] in stop)
+            for ids, own, length in zip(tokens.tolist(), logps.tolist(), lengths, strict=True)]
 # === end: generation ===
 
 
@@ -1450,9 +1507,9 @@ def sample(settings: Settings) -> None:
     if network.config.positions == "learned" and settings.max_new_tokens > most:
         raise UserError(f"MAX_NEW_TOKENS={settings.max_new_tokens}: must be at most {most} after this prompt, for the "
                         f"model has positions for {network.config.train_seq_len} tokens")
-    for row in generate(network, prompt, settings.num_samples, settings.max_new_tokens, settings.temperature,
-                        settings.top_k, settings.seed, frozenset([tokenizer.bos_id])):
-        print(decode_bytes(tokenizer, [*prompt, *row]).decode("utf-8", errors="replace"))
+    for one in generate(network, [prompt], settings.num_samples, settings.max_new_tokens, settings.temperature,
+                        settings.top_k, settings.top_p, [(settings.seed,)], frozenset([tokenizer.bos_id])):
+        print(decode_bytes(tokenizer, [*prompt, *one.ids]).decode("utf-8", errors="replace"))
 
 
 def main() -> int:
