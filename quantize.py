@@ -96,7 +96,7 @@ FOREIGN_NAMES = tuple("""
     OUT_DIR OVERLONG_BUFFER PARALLEL_RESIDUAL POSITIONS PROFILE PROMPT PROMPTS_PER_STEP QAT QAT_.* QK_.* RATIO_LIMIT
     REDUCTION REFERENCE REPLAY RESERVE_SECONDS RESIDUAL_MIX RESUME REWARD REWARD_SECONDS RIGHT_CLIP_RANGE ROPE_.* RUN_ID
     SAVE_EVERY SCALAR_LR SCALE_REWARDS SEED SFT_.* SLIDING_WINDOW_ENABLED SMEAR_.* SPIKE_.* SWA SWA_.* TASK TASK_PATH
-    TEMPERATURE TIED_.* TIE_EMBEDDINGS TOKENIZER_PATH TOP_K TRAIN_.* TTT_.* UNET_SKIPS VAL_.* VE_ENABLED VOCAB_SIZE
+    TEMPERATURE TIED_.* TIE_EMBEDDINGS TOKENIZER_PATH TOP_K TOP_P TRAIN_.* TTT_.* UNET_SKIPS VAL_.* VE_ENABLED VOCAB_SIZE
     WARMDOWN_.* WARMUP_.* WEIGHT_DECAY XSA_LAST_N
 """.split())
 
@@ -109,7 +109,7 @@ RANGES = (
     ("mlp_mult", 0.25, 16.0), ("rope_base", 1.0, 1e9), ("bigram_dim|num_samples", 1, 1 << 16),
     ("bigram_vocab_size", 0, 1 << 24), ("vocab_size", 0, 1 << 20),
     ("keep|attn_window|max_new_tokens|prompts_per_step|group_size|mini_batches|epochs|eval_.*s", 1, 1 << 20),
-    ("train_seq_len", 2, 1 << 20), ("temperature", 0.0, 100.0),
+    ("train_seq_len", 2, 1 << 20), ("temperature", 0.0, 100.0), ("top_p", 1e-9, 1.0),
     ("train_batch_tokens", 2, 1 << 31), ("train_log_every", 1, 1 << 31), ("artifact_bytes_max", 1, 1 << 40),
     (".*_clip_sigmas", -1.0, 1e6),
 )
@@ -814,8 +814,8 @@ class GatedDeltaNet(nn.Module):
         self.dt_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))  # softplus(dt_bias) = dt
         self.norm = nn.Parameter(torch.ones(self.head_dim))
 
-    def forward(self, x: Tensor, doc: Tensor, cache: dict | None) -> Tensor:
-        """x (B, T, dim); doc, the documents of all tokens so far, see GPT.forward; cache is updated."""
+    def forward(self, x: Tensor, doc: Tensor, cache: dict | None, *positions: Tensor) -> Tensor:
+        """x (B, T, dim); doc, the documents of all tokens so far, see GPT.features; cache is updated."""
         (B, T, dim), H, D = x.shape, self.heads, self.head_dim
         w_qkvg, conv, (owner,), kept = self.w_qkvg, self.conv, self.owner, cache or {}
         if owner is not None:
@@ -841,14 +841,43 @@ class GatedDeltaNet(nn.Module):
         return linear(o.reshape(B, T, dim), self.w_o)
 
 
-def rotate(x: Tensor, positions: Tensor, base: float, dims: int) -> Tensor:
-    """Rotary positions (T,) (arXiv 2104.09864) in the first `dims` dimensions of x (B, T, H, D), as in GPT-NeoX."""
+def turns(positions: Tensor, base: float, dims: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (B, T, 1, dims/2) of rotary positions (B, T) (arXiv 2104.09864), as in GPT-NeoX."""
     half = dims // 2
-    frequency = base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-    angle = positions.float()[:, None] * frequency  # (T, dims/2)
-    cos, sin = angle.cos()[:, None].to(x.dtype), angle.sin()[:, None].to(x.dtype)  # (T, 1, dims/2)
-    left, right, rest = x.split([half, half, x.size(-1) - dims], dim=-1)
+    frequency = base ** (-torch.arange(half, device=positions.device, dtype=torch.float32) / half)
+    angle = (positions.float()[..., None] * frequency)[:, :, None]
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x (B, T, H, D) with its first dimensions, twice as many as there are `turns`, rotated by these."""
+    half, cos, sin = cos.size(-1), cos.to(x.dtype), sin.to(x.dtype)
+    left, right, rest = x.split([half, half, x.size(-1) - 2 * half], dim=-1)
     return torch.cat([left * cos - right * sin, left * sin + right * cos, rest], dim=-1)
+
+
+def remember(cache: dict, name: str, new: Tensor, window: int) -> Tensor:
+    """`new` (B, H, T, D) behind up to window - 1 tokens before it: what its queries may see, of a cache that grows.
+
+    The room doubles when it is used up, so that a token is moved about once; what left the window goes then.
+    """
+    room, used = cache.get(name, (new[:, :, :0], 0))
+    begin, end = max(0, used - window + 1), used + new.size(2)
+    if end > room.size(2):
+        before, begin, end = room[:, :, begin:used], 0, end - begin
+        room = new.new_empty(*new.shape[:2], 2 * end, new.size(3))
+        room[:, :, : before.size(2)] = before
+    room[:, :, end - new.size(2) : end] = new
+    cache[name] = room, end
+    return room[:, :, begin:end]
+
+
+def attend_one(q: Tensor, k: Tensor, v: Tensor, doc: Tensor) -> Tensor:
+    """`attend` of one query a row, q (B, H, 1, D), to keys that are all in its window: few operations, no copies."""
+    scores = q.reshape(-1, q.size(1) // k.size(1), q.size(3)) @ k.flatten(0, 1).mT * q.size(3) ** -0.5  # (B*Hkv, G, L)
+    other = (doc != doc[:, -1:])[:, None, None]  # (B, 1, 1, L)
+    scores = scores.view(len(q), k.size(1), -1, k.size(2)).masked_fill(other, -math.inf).softmax(-1)
+    return (scores.flatten(0, 1) @ v.flatten(0, 1)).view(q.shape)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, doc: Tensor, window: int) -> Tensor:
@@ -876,27 +905,25 @@ class Attention(nn.Module):
     def __init__(self, config: SimpleNamespace, window: int):
         super().__init__()
         dim, self.heads, self.kv_heads = config.model_dim, config.num_heads, config.num_kv_heads
-        self.head_dim, self.window, self.rope_base = dim // config.num_heads, window, config.rope_base
-        self.rope_dims = (config.rope_dims or self.head_dim) if config.positions == "rope" else 0
+        self.head_dim, self.window = dim // config.num_heads, window
         rows = self.kv_heads * self.head_dim
         self.w_qkv = matrix((dim, rows, rows), dim, 0.5 * dim**-0.5)
         self.w_o = nn.Parameter(torch.zeros(dim, dim))
         self.q_gain = nn.Parameter(torch.full((self.heads,), config.qk_gain_init)) if config.qk_norm else None
 
-    def forward(self, x: Tensor, doc: Tensor, cache: dict | None) -> Tensor:
-        """x (B, T, dim); doc, the documents of all tokens so far, see GPT.forward; cache is updated."""
+    def forward(self, x: Tensor, doc: Tensor, cache: dict | None, cos: Tensor, sin: Tensor) -> Tensor:
+        """x (B, T, dim); doc, the documents of all tokens so far, see GPT.features; cos and sin of `turns`."""
         (B, T, dim), H, Hkv, D = x.shape, self.heads, self.kv_heads, self.head_dim
         q, k, v = linear(x, self.w_qkv).view(B, T, H + 2 * Hkv, D).split([H, Hkv, Hkv], dim=2)  # (B, T, H, D)
         if self.q_gain is not None:
             q, k = F.rms_norm(q, (D,)) * self.q_gain.to(x.dtype)[:, None], F.rms_norm(k, (D,))
-        if self.rope_dims:
-            positions = torch.arange(doc.size(1) - CONV_TAPS + 1, device=x.device)[-T:]
-            q, k = (rotate(t, positions, self.rope_base, self.rope_dims) for t in (q, k))
+        if cos.size(-1):
+            q, k = rotate(torch.cat([q, k], dim=2), cos, sin).split([H, Hkv], dim=2)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         if cache is not None:
-            k, v = (torch.cat([cache.get(name, t[:, :0]), t], dim=1) for name, t in (("k", k), ("v", v)))
-            keep = max(0, k.size(1) - self.window + 1)  # the next query sees itself and window - 1 keys before it
-            cache.update(k=k[:, keep:], v=v[:, keep:])
-        o = attend(*(t.transpose(1, 2) for t in (q, k, v)), doc[:, -k.size(1) :], self.window)
+            k, v = (remember(cache, name, t, self.window) for name, t in (("k", k), ("v", v)))
+        doc = doc[:, -k.size(2) :]
+        o = attend_one(q, k, v, doc) if T == 1 and cache is not None else attend(q, k, v, doc, self.window)
         return linear(o.transpose(1, 2).reshape(B, T, dim), self.w_o)
 
 
@@ -996,39 +1023,58 @@ class GPT(nn.Module):
             owner = self.mixers[at] if word[0] in "gG" else owner
         self.blocks = nn.ModuleList(Block(config, norms[blocks.index(name)]) for name in dict.fromkeys(blocks))
         self.final_norm = Norm(norms[-1], dim)
+        self.rope_dims = (config.rope_dims or dim // config.num_heads) if config.positions == "rope" else 0
+        windows = [mixer.window for mixer in self.mixers if isinstance(mixer, Attention)]
+        self.reach = max(windows, default=0) + CONV_TAPS - 1  # tokens back whose documents attention, convolution ask
 
-    def forward(self, ids: Tensor, targets: Tensor | None = None, cache: dict | None = None) -> Tensor:
-        """ids (B, T) to nats of targets (B, T), 0 for -1, or logits (B, T, V); by a cache, at first {}, calls go on."""
+    def features(self, ids: Tensor, cache: dict | None = None) -> Tensor:
+        """ids (B, T) to what the head reads (B, T, dim); by a cache, at first {}, calls go on.
+
+        Each row has its own position, and rows whose texts differ in length end together: what stands before a shorter
+        one in keys, values and documents is of document -1, which no token sees.
+        """
         config, half, kept = self.config, len(self.mixer_of_layer) // 2, {} if cache is None else cache
-        # All L tokens so far, behind as many BOS as the convolution reaches back; doc numbers the documents of them.
-        before = kept.get("text", ids.new_full((len(ids), CONV_TAPS - 1), config.bos_id))
-        text = kept["text"] = torch.cat([before, ids], dim=1)
-        doc = (text == config.bos_id).cumsum(dim=1)  # (B, CONV_TAPS - 1 + L)
+        # Documents of all L tokens so far, numbered, behind as many BOS as the convolution reaches back.
+        before = kept.get("doc", torch.arange(1, CONV_TAPS, device=ids.device).expand(len(ids), -1))
+        doc = torch.cat([before, before[:, -1:] + (ids == config.bos_id).cumsum(dim=1)], dim=1)  # (B, CONV_TAPS-1 + L)
+        positions = torch.arange(ids.size(1), device=ids.device)[None]  # (1, T), or of rows (B, T)
+        positions, end = positions + kept.get("position", 0), kept.get("end", 0) + ids.size(1)
 
         x = F.embedding(ids, self.embed)
         x = x.bfloat16() if ids.is_cuda else x  # weights stay float32 everywhere
         x = F.rms_norm(x, x.shape[-1:]) if config.residual_mix else x
         if config.positions == "learned":
-            if (end := doc.size(1) - (CONV_TAPS - 1)) > config.train_seq_len:
+            if end > config.train_seq_len:
                 raise UserError(f"POSITIONS='learned': {end} tokens in a text, TRAIN_SEQ_LEN={config.train_seq_len}")
-            x = x + self.positions_embed[end - ids.size(1) : end].to(x.dtype)
+            x = x + F.embedding(positions, self.positions_embed).to(x.dtype)
         if config.bigram_vocab_size:  # Parameter Golf's BigramHashEmbedding; a pair is of one document
-            before = text[:, -1 - ids.size(1) : -1].masked_fill(ids == config.bos_id, config.bos_id)
+            before = torch.cat([kept.get("last", torch.full_like(ids[:, :1], config.bos_id)), ids[:, :-1]], dim=1)
+            before = before.masked_fill(ids == config.bos_id, config.bos_id)
             pair = ((36313 * ids) ^ (27191 * before)) % config.bigram_vocab_size
             x = x + linear(F.embedding(pair, self.bigram_embed).to(x.dtype), self.w_bigram)
 
+        cos, sin = turns(positions, config.rope_base, self.rope_dims)
         x0, skips, recompute = x, [], self.activation_checkpointing and torch.is_grad_enabled()
         for layer, (block, mixer) in enumerate(zip(self.block_of_layer, self.mixer_of_layer, strict=True)):
             if layer >= half and skips:
                 x = x + scaled(skips.pop(), self.skip[len(skips)])
-            run = self.blocks[block], x, x0, self.mixers[mixer], doc, cache and cache.setdefault(layer, {})
+            own = None if cache is None else cache.setdefault(layer, {})
+            run = self.blocks[block], x, x0, self.mixers[mixer], doc, own, cos, sin
             x = checkpoint(*run, use_reentrant=False) if recompute else run[0](*run[1:])
             if config.unet_skips and layer < half:
                 skips.append(x)
-        logits = linear(self.final_norm(x), self.embed if self.head is None else self.head)
+        kept.update(doc=doc[:, -self.reach :], position=positions[:, -1:] + 1, end=end, last=ids[:, -1:])
+        return self.final_norm(x)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Of features (..., dim): (..., V), float32 at least."""
+        logits, cap = linear(x, self.embed if self.head is None else self.head), self.config.logit_softcap
         logits = logits.float() if logits.dtype == torch.bfloat16 else logits
-        if config.logit_softcap:
-            logits = config.logit_softcap * torch.tanh(logits / config.logit_softcap)
+        return cap * torch.tanh(logits / cap) if cap else logits
+
+    def forward(self, ids: Tensor, targets: Tensor | None = None, cache: dict | None = None) -> Tensor:
+        """ids (B, T) to nats of targets (B, T), 0 for -1, or logits (B, T, V); with a cache see `features`."""
+        logits = self.logits(self.features(ids, cache))
         if targets is None:
             return logits
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none")

@@ -30,14 +30,16 @@ class UserError(Exception):
 FOREIGN_NAMES = tuple("""
     ACTIVATION_CHECKPOINTING ADAM_.* ALWAYS_SAVE_CHECKPOINT ARCH_MODE ARTIFACT ARTIFACT_BYTES_MAX ATTN_.* BACKEND
     BATCH_SIZE BETA1 BETA2 BIAS BIGRAM_.* BIO_.* BLOCK_SIZE CAUTIOUS_WD COMPILE COMPILE_MODE COMPRESSOR DATASET DATA_DIR
-    DATA_PATH DECAY_LR DELTA_.* DETERMINISTIC DEVICE DISTILL_.* DROPOUT DTYPE EMA EMA_.* EMBED_.* ENABLE_LOOPING_AT
-    EVAL_.* GATED_ATTN_ENABLED GDN_NEG_EIGVAL GPTQ_.* GRADIENT_ACCUMULATION_STEPS GRAD_.* HANG_SECONDS HEAD_LR
-    HOLDOUT_TOKENS INIT_FROM ITERATIONS KEEP LATE_QAT LATE_QAT_.* LAYER_PATTERN LEARNING_RATE LN_SCALE LOGIT_SOFTCAP
-    LOG_INTERVAL LOOP_.* LR_.* MATRIX_.* MAX_ITERS MAX_NEW_TOKENS MAX_WALLCLOCK_SECONDS MICRO_BATCH_TOKENS MIN_LR MLP
-    MLP_.* MODEL_DIM MTP_NUM_HEADS MUON_.* NORM NUM_HEADS NUM_KV_HEADS NUM_LAYERS NUM_LOOPS NUM_SAMPLES N_EMBD N_HEAD
-    N_LAYER OPTIMIZER OUT_DIR PARALLEL_RESIDUAL POSITIONS PROFILE PROMPT QAT QAT_.* QK_.* REPLAY RESERVE_SECONDS
-    RESIDUAL_MIX RESUME ROPE_.* RUN_ID SAVE_EVERY SCALAR_LR SEED SLIDING_WINDOW_ENABLED SMEAR_.* SPIKE_.* SWA SWA_.*
-    TEMPERATURE TIED_.* TIE_EMBEDDINGS TOKENIZER_PATH TOP_K TRAIN_.* TTT_.* UNET_SKIPS VAL_.* VE_ENABLED VOCAB_SIZE
+    DATA_PATH DECAY_LR DELTA_.* DETERMINISTIC DEVICE DISTILL_.* DROPOUT DTYPE DYNAMIC_ROUNDS EMA EMA_.* EMBED_.*
+    ENABLE_LOOPING_AT EPOCHS EVAL_.* GATED_ATTN_ENABLED GDN_NEG_EIGVAL GPTQ_.* GRADIENT_ACCUMULATION_STEPS GRAD_.*
+    GROUP_SIZE HANG_SECONDS HEAD_LR HOLDOUT_TOKENS IMPORTANCE INIT_FROM ITERATIONS KEEP KL_BETA LATE_QAT LATE_QAT_.*
+    LAYER_PATTERN LEARNING_RATE LEFT_CLIP_RANGE LN_SCALE LOGIT_SOFTCAP LOG_INTERVAL LOOP_.* LORA_.* LR_.* MATRIX_.*
+    MAX_ITERS MAX_NEW_TOKENS MAX_WALLCLOCK_SECONDS MICRO_BATCH_TOKENS MINI_BATCHES MIN_LR MLP MLP_.* MODEL_DIM
+    MTP_NUM_HEADS MUON_.* NORM NUM_HEADS NUM_KV_HEADS NUM_LAYERS NUM_LOOPS NUM_SAMPLES N_EMBD N_HEAD N_LAYER OPTIMIZER
+    OUT_DIR OVERLONG_BUFFER PARALLEL_RESIDUAL POSITIONS PROFILE PROMPT PROMPTS_PER_STEP QAT QAT_.* QK_.* RATIO_LIMIT
+    REDUCTION REFERENCE REPLAY RESERVE_SECONDS RESIDUAL_MIX RESUME REWARD REWARD_SECONDS RIGHT_CLIP_RANGE ROPE_.* RUN_ID
+    SAVE_EVERY SCALAR_LR SCALE_REWARDS SEED SFT_.* SLIDING_WINDOW_ENABLED SMEAR_.* SPIKE_.* SWA SWA_.* TASK TASK_PATH
+    TEMPERATURE TIED_.* TIE_EMBEDDINGS TOKENIZER_PATH TOP_K TOP_P TRAIN_.* TTT_.* UNET_SKIPS VAL_.* VE_ENABLED VOCAB_SIZE
     WARMDOWN_.* WARMUP_.* WEIGHT_DECAY XSA_LAST_N
 """.split())
 
@@ -49,7 +51,8 @@ RANGES = (
     (".*_bits", 2, 8), ("model_dim", 16, 65536), ("num_layers", 0, 512), ("num_heads|num_kv_heads", 1, 1024),
     ("mlp_mult", 0.25, 16.0), ("rope_base", 1.0, 1e9), ("bigram_dim|num_samples", 1, 1 << 16),
     ("bigram_vocab_size", 0, 1 << 24), ("vocab_size", 0, 1 << 20),
-    ("keep|attn_window|max_new_tokens", 1, 1 << 20), ("train_seq_len", 2, 1 << 20), ("temperature", 0.0, 100.0),
+    ("keep|attn_window|max_new_tokens|prompts_per_step|group_size|mini_batches|epochs|eval_.*s", 1, 1 << 20),
+    ("train_seq_len", 2, 1 << 20), ("temperature", 0.0, 100.0), ("top_p", 1e-9, 1.0),
     ("train_batch_tokens", 2, 1 << 31), ("train_log_every", 1, 1 << 31), ("artifact_bytes_max", 1, 1 << 40),
     (".*_clip_sigmas", -1.0, 1e6),
 )
@@ -58,7 +61,9 @@ CHOICES = {name: tuple(words.split()) for name, words in dict(
     compile_mode="default reduce-overhead max-autotune", mlp="relu2 leaky_relu2 gelu swiglu bio",
     optimizer="muon lion adamw adamw8bit adafactor", arch_mode="D gdn gdn_kv hybrid baseline llama",
     muon_coefficients="quintic polar_express", spike_policy="stop skip rewind", bio_events="off soft hard",
-    matrix_step="tensor row grid", embed_step="tensor row grid", delta_step="tensor row group").items()}
+    matrix_step="tensor row grid", embed_step="tensor row grid", delta_step="tensor row group",
+    reduction="sequence dapo bnpo dr_grpo", scale_rewards="group batch none", reference="start base",
+    importance="sequence token").items()}
 
 
 def parse_setting(name: str, text: str, kind: type) -> int | float | bool | str:
