@@ -1999,7 +1999,7 @@ def info(args: argparse.Namespace) -> None:
     parts["total"] = collections.Counter(tensors=len(tensors), weights=weights, bytes=size, **sums)
     rows = [["class", "tensors", "weights", "bytes", "bits/weight", "entropy", "error", "coders"]]
     for name, sums in [*(tensors.items() if args.tensors else ()), *parts.items()]:
-        coders = [f"{key}:{count}" for key, count in sums.items() if re.search("rans|zstd|stored|constant", key)]
+        coders = [f"{key}:{count}" for key, count in sums.items() if re.search("rans|zstd|stored", key)]
         weights, power = sums["weights"] or math.nan, sums["power"] or math.nan
         rows.append([name, sums["tensors"], sums["weights"], sums["bytes"], 8 * sums["bytes"] / weights,
                      sums.get("entropy", math.nan) / weights, math.sqrt(sums["error"] / power), ", ".join(coders)])
