@@ -1468,11 +1468,9 @@ class Clock(Kept):
 
     def progress(self, step: int) -> float:
         """Where the run stands at the end of `step`, so that the last lands near 1; once a step, after `receive`."""
-        if self.replay:
-            self.used.append(self.replay[len(self.used)])
-            return self.used[-1]
         by_step, by_time = (step + 1) / self.iterations, (self.seconds[-1] + self.median_step()) / self.budget
-        self.used.append(min(1.0, max(by_step, by_time, *self.used[-1:])))
+        own = min(1.0, max(by_step, by_time, *self.used[-1:]))
+        self.used.append(self.replay[len(self.used)] if self.replay else own)
         return self.used[-1]
 
     def is_last(self, step: int) -> bool:
@@ -1669,10 +1667,10 @@ def quantized(network: nn.Module, table: QuantTable) -> contextlib.AbstractConte
 
 def count_parameters(network: nn.Module) -> dict[str, int]:
     """Parameters by the class the exporter puts them in, and all of them."""
-    counts = {"matrix": 0, "embedding": 0, "control": 0}
+    counts = collections.Counter(matrix=0, embedding=0, control=0, total=0)
     for name, param in network.named_parameters():
-        counts[tensor_class(name, param)] += param.numel()
-    return {**counts, "total": sum(counts.values())}
+        counts.update({tensor_class(name, param): param.numel(), "total": param.numel()})
+    return counts
 # === end: quantization ===
 
 
@@ -2079,11 +2077,10 @@ class Exporter:
         """
         over = int(self.runtime.agree(str(self.excess(quantize_all(self.tensors, self.table)))))
         if over > 0:
-            margin, tried = self.limit // 100, {}
-            for ratio in (0.5, 0.71, 1.0, 1.41):
-                table = fit_steps(self.tensors, self.table, over + margin, 1.0, 256.0, ratio)
-                tried[ratio] = quantize_all(self.tensors, table)
-            ratio = min(tried, key=lambda ratio: self.loss(tried[ratio]))
+            margin = self.limit // 100
+            tables = {ratio: fit_steps(self.tensors, self.table, over + margin, 1.0, 256.0, ratio)
+                      for ratio in (0.5, 0.71, 1.0, 1.41)}
+            ratio = min(tables, key=lambda ratio: self.loss(quantize_all(self.tensors, tables[ratio])))
             _, table, _ = self.fit({}, over, margin, 1.0, 256.0, ratio)
             self.table.update(json.loads(self.runtime.agree(json.dumps(table))))
         wider = " ".join(f"{kind}:{own['widen']:.4f}" for kind, own in self.table.items())
