@@ -273,8 +273,8 @@ class Runtime:
             dist.all_reduce(tensor)
         return tensor
 
-    def agree(self, value: str) -> str:
-        """Rank 0's value, on every rank."""
+    def agree(self, value):
+        """Rank 0's value, of any type that pickle takes, on every rank."""
         values = [value]
         if self.distributed:
             dist.broadcast_object_list(values, src=0, device=self.device)
@@ -1601,13 +1601,11 @@ def round_to(w: Tensor, scales: Tensor, bits: int) -> Tensor:
 
 
 def quantize(w: Tensor, bits: int, clip_sigmas: float, step: str, widen: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Codes int8 (R, C) and scales float16 (R,) or (1,) of w (R, ...), see QuantTable. What is not finite stays so.
-
-    A clip may lie beyond the largest weight: a wide step makes codes cheap. The root mean square is not about the mean,
-    or a constant row would be lost.
-    """
+    """Codes int8 (R, C) and scales float16 (R,) or (1,) of w (R, ...), see QuantTable. What is not finite stays so."""
     rows = w.reshape(w.shape[0], -1).float()  # (R, C)
     alike = rows.reshape(1, -1) if step == "tensor" else rows  # those of one scale
+    # A clip may lie beyond the largest weight: a wide step makes codes cheap. The root mean square is not about the mean,
+    # or a constant row would be lost.
     clip = alike.square().mean(1).sqrt() * clip_sigmas if clip_sigmas > 0 else alike.abs().amax(1)  # (R,) or (1,)
     scales = clip / (2 ** (bits - 1) - 1)
     if clip_sigmas < 0:
@@ -1678,7 +1676,7 @@ def count_parameters(network: nn.Module) -> dict[str, int]:
 # One file, little endian: magic, version u32, header length u32, zstd(JSON header), data area, SHA-256 of the rest.
 # The data area, without gaps: sections "states", "tables", "numbers"; the words of the tensors of coder rans; section
 # "scales", float16, of all tensors in turn; the other tensors. A crc32 is of the unpacked array. Codes are int8; rANS
-# takes the one at (r, c) by table `table` plus numbers r and R + c of its tensor. Lane states begin as in "states", run
+# takes the one at (r, c) by table `table` plus number r and R + c of its tensor. Lane states begin as in "states", run
 # on from tensor to tensor, and end in 2**16 plus two bytes each: the first ones of what follows the words, which stand
 # nowhere else. So a lane costs about a byte.
 ARTIFACT_PREFIX, ARTIFACT_MAGIC, ARTIFACT_VERSION = struct.Struct("<8sII"), b"UNDERPAR", 4
@@ -1909,10 +1907,9 @@ def read_artifact(path: str | Path, max_weights: int = 1 << 30) -> tuple[dict, d
     _, version, length = ARTIFACT_PREFIX.unpack_from(data)
     require(version == ARTIFACT_VERSION, f"{path}: version {version}, this code reads {ARTIFACT_VERSION}")
     intact = hashlib.sha256(data[:-32]).digest() == data[-32:]
-    start, what = ARTIFACT_PREFIX.size + length, "header"
+    area, what = io.BytesIO(data[ARTIFACT_PREFIX.size : -32]), "header"
     try:
-        frame, area = data[ARTIFACT_PREFIX.size : start], io.BytesIO(data[start:-32])
-        header = json.loads(zstandard.ZstdDecompressor().stream_reader(frame).read(1 << 24))  # at most
+        header = json.loads(zstandard.ZstdDecompressor().stream_reader(area.read(length)).read(1 << 24))  # at most
         require({"settings", "tokenizer_sha256", "meta"} <= header.keys(), "settings, tokenizer_sha256 or meta missing")
         records, sections, arrays, tensors, coded = header["tensors"], header["sections"], {}, {}, {}
         # These bound all that is allocated below; a size of 0 counts as 1, or the others would have no bound.
@@ -2016,16 +2013,13 @@ def gptq_all(tensors: dict[str, Tensor], table: QuantTable, hessians: dict[str, 
 
 def fit_steps(tensors: dict[str, Tensor], table: QuantTable, excess: float, least: float, most: float,
               ratio: float = 1.0) -> QuantTable:
-    """The table with steps wider, by a factor within least..most, for `excess` bytes fewer; embeddings' `ratio` more.
-
-    Bytes: the order-0 entropy of each tensor's codes, which is nearly all that a file holds.
-    """
+    """The table with steps wider, by a factor in least..most, for `excess` bytes fewer; embeddings' by `ratio` more."""
     def wider(power: float) -> QuantTable:
         factors = {"matrix": 2**power, "embedding": ratio * 2**power}
         factors = {kind: min(most, max(least, factors[kind])) for kind in table}
         return {kind: {**own, "widen": own["widen"] * factors[kind]} for kind, own in table.items()}
 
-    def size(table: QuantTable) -> float:
+    def size(table: QuantTable) -> float:  # bytes by order-0 entropy, nearly all that a file holds
         shares = [(torch.bincount(codes.flatten().int() + 128).double() / codes.numel(), codes.numel())
                   for codes, *_ in quantize_all(tensors, table).values()]
         return sum(torch.special.entr(share).sum().item() * count for share, count in shares) / math.log(256)
@@ -2071,27 +2065,21 @@ class Exporter:
         return min(found, key=lambda each: (each[0] > 0, abs(each[0])))
 
     def fit_table(self) -> None:
-        """Steps for fake quantization and export alike: the table's or, if the artifact were too long, wider ones.
-
-        Of several ratios between the classes the one with the least loss; a hundredth of the limit is kept for later.
-        """
-        over = int(self.runtime.agree(str(self.excess(quantize_all(self.tensors, self.table)))))
+        """Steps for fake quantization and export alike: the table's or, if the artifact were too long, wider ones."""
+        over = self.runtime.agree(self.excess(quantize_all(self.tensors, self.table)))
         if over > 0:
-            margin = self.limit // 100
+            margin = self.limit // 100  # kept for later
             tables = {ratio: fit_steps(self.tensors, self.table, over + margin, 1.0, 256.0, ratio)
                       for ratio in (0.5, 0.71, 1.0, 1.41)}
             ratio = min(tables, key=lambda ratio: self.loss(quantize_all(self.tensors, tables[ratio])))
             _, table, _ = self.fit({}, over, margin, 1.0, 256.0, ratio)
-            self.table.update(json.loads(self.runtime.agree(json.dumps(table))))
+            self.table.update(self.runtime.agree(table))
         wider = " ".join(f"{kind}:{own['widen']:.4f}" for kind, own in self.table.items())
         self.log(f"sizes: {abs(over)} bytes {'above' if over > 0 else 'below'} the limit; steps wider by {wider}")
 
     @torch.no_grad()
     def codes(self, calibration: Iterable[Tensor]) -> dict[str, tuple]:
-        """See quantize_all: the nearest, or by GPTQ with token ids (B, T) of `calibration` where these score better.
-
-        Where steps were widened they change by up to 5% again, so that the artifact just meets the limit.
-        """
+        """See quantize_all: the nearest, or by GPTQ with token ids (B, T) of `calibration` where these score better."""
         begin, widened = time.perf_counter(), any(own["widen"] != 1 for own in self.table.values())
         with Hessians(self.network) as taps:
             for ids in calibration:
@@ -2099,13 +2087,12 @@ class Exporter:
         every = {name: self.runtime.sum(own) for name, own in taps.sums.items()}
         matrices = {name: own for name, own in every.items() if tensor_class(name, self.tensors[name]) == "matrix"}
         ways = {"nearest": {}, **({"gptq": every, "gptq_of_matrices": matrices} if every else {})}
-        found = {way: gptq_all(self.tensors, self.table, ways[way]) for way in ("nearest", "gptq") if way in ways}
-        if every:
-            found["gptq_of_matrices"] = found["nearest"] | {name: found["gptq"][name] for name in matrices}
+        nearest, best = (gptq_all(self.tensors, self.table, hessians) for hessians in ({}, every))
+        found = {way: nearest | {name: best[name] for name in best if name in ways[way]} for way in ways}
         nats = {way: self.loss(coded) for way, coded in found.items()}
         for way in sorted(nats, key=nats.get):  # GPTQ's codes may be too long for 5% to make good
             over, table, coded = self.excess(found[way]), self.table, found[way]
-            if over > 0 or widened:
+            if over > 0 or widened:  # by up to 5% again, so that the artifact just meets the limit
                 over, table, coded = self.fit(ways[way], over, self.limit // 1000, 1 / 1.05, 1.05)
             if over <= 0:
                 break
