@@ -187,8 +187,8 @@ class Runtime:
             dist.all_reduce(tensor)
         return tensor
 
-    def agree(self, value: str) -> str:
-        """Rank 0's value, on every rank."""
+    def agree(self, value):
+        """Rank 0's value, of any type that pickle takes, on every rank."""
         values = [value]
         if self.distributed:
             dist.broadcast_object_list(values, src=0, device=self.device)
@@ -1076,13 +1076,11 @@ def round_to(w: Tensor, scales: Tensor, bits: int) -> Tensor:
 
 
 def quantize(w: Tensor, bits: int, clip_sigmas: float, step: str, widen: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Codes int8 (R, C) and scales float16 (R,) or (1,) of w (R, ...), see QuantTable. What is not finite stays so.
-
-    A clip may lie beyond the largest weight: a wide step makes codes cheap. The root mean square is not about the mean,
-    or a constant row would be lost.
-    """
+    """Codes int8 (R, C) and scales float16 (R,) or (1,) of w (R, ...), see QuantTable. What is not finite stays so."""
     rows = w.reshape(w.shape[0], -1).float()  # (R, C)
     alike = rows.reshape(1, -1) if step == "tensor" else rows  # those of one scale
+    # A clip may lie beyond the largest weight: a wide step makes codes cheap. The root mean square is not about the mean,
+    # or a constant row would be lost.
     clip = alike.square().mean(1).sqrt() * clip_sigmas if clip_sigmas > 0 else alike.abs().amax(1)  # (R,) or (1,)
     scales = clip / (2 ** (bits - 1) - 1)
     if clip_sigmas < 0:
@@ -1142,10 +1140,10 @@ def quantized(network: nn.Module, table: QuantTable) -> contextlib.AbstractConte
 
 def count_parameters(network: nn.Module) -> dict[str, int]:
     """Parameters by the class the exporter puts them in, and all of them."""
-    counts = {"matrix": 0, "embedding": 0, "control": 0}
+    counts = collections.Counter(matrix=0, embedding=0, control=0, total=0)
     for name, param in network.named_parameters():
-        counts[tensor_class(name, param)] += param.numel()
-    return {**counts, "total": sum(counts.values())}
+        counts.update({tensor_class(name, param): param.numel(), "total": param.numel()})
+    return counts
 # === end: quantization ===
 
 
@@ -1153,7 +1151,7 @@ def count_parameters(network: nn.Module) -> dict[str, int]:
 # One file, little endian: magic, version u32, header length u32, zstd(JSON header), data area, SHA-256 of the rest.
 # The data area, without gaps: sections "states", "tables", "numbers"; the words of the tensors of coder rans; section
 # "scales", float16, of all tensors in turn; the other tensors. A crc32 is of the unpacked array. Codes are int8; rANS
-# takes the one at (r, c) by table `table` plus numbers r and R + c of its tensor. Lane states begin as in "states", run
+# takes the one at (r, c) by table `table` plus number r and R + c of its tensor. Lane states begin as in "states", run
 # on from tensor to tensor, and end in 2**16 plus two bytes each: the first ones of what follows the words, which stand
 # nowhere else. So a lane costs about a byte.
 ARTIFACT_PREFIX, ARTIFACT_MAGIC, ARTIFACT_VERSION = struct.Struct("<8sII"), b"UNDERPAR", 4
@@ -1384,10 +1382,9 @@ def read_artifact(path: str | Path, max_weights: int = 1 << 30) -> tuple[dict, d
     _, version, length = ARTIFACT_PREFIX.unpack_from(data)
     require(version == ARTIFACT_VERSION, f"{path}: version {version}, this code reads {ARTIFACT_VERSION}")
     intact = hashlib.sha256(data[:-32]).digest() == data[-32:]
-    start, what = ARTIFACT_PREFIX.size + length, "header"
+    area, what = io.BytesIO(data[ARTIFACT_PREFIX.size : -32]), "header"
     try:
-        frame, area = data[ARTIFACT_PREFIX.size : start], io.BytesIO(data[start:-32])
-        header = json.loads(zstandard.ZstdDecompressor().stream_reader(frame).read(1 << 24))  # at most
+        header = json.loads(zstandard.ZstdDecompressor().stream_reader(area.read(length)).read(1 << 24))  # at most
         require({"settings", "tokenizer_sha256", "meta"} <= header.keys(), "settings, tokenizer_sha256 or meta missing")
         records, sections, arrays, tensors, coded = header["tensors"], header["sections"], {}, {}, {}
         # These bound all that is allocated below; a size of 0 counts as 1, or the others would have no bound.
