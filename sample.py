@@ -864,8 +864,8 @@ def quantize(w: Tensor, bits: int, clip_sigmas: float, step: str, widen: float =
     """Codes int8 (R, C) and scales float16 (R,) or (1,) of w (R, ...), see QuantTable. What is not finite stays so."""
     rows = w.reshape(w.shape[0], -1).float()  # (R, C)
     alike = rows.reshape(1, -1) if step == "tensor" else rows  # those of one scale
-    # A clip may lie beyond the largest weight: a wide step makes codes cheap. The root mean square is not about the mean,
-    # or a constant row would be lost.
+    # A clip may lie beyond the largest weight: a wide step makes codes cheap. The root mean square is not about the
+    # mean, or a constant row would be lost.
     clip = alike.square().mean(1).sqrt() * clip_sigmas if clip_sigmas > 0 else alike.abs().amax(1)  # (R,) or (1,)
     scales = clip / (2 ** (bits - 1) - 1)
     if clip_sigmas < 0:
