@@ -193,8 +193,8 @@ class Runtime:
             dist.all_reduce(tensor)
         return tensor
 
-    def agree(self, value: str) -> str:
-        """Rank 0's value, on every rank."""
+    def agree(self, value):
+        """Rank 0's value, of any type that pickle takes, on every rank."""
         values = [value]
         if self.distributed:
             dist.broadcast_object_list(values, src=0, device=self.device)
@@ -1128,13 +1128,11 @@ def round_to(w: Tensor, scales: Tensor, bits: int) -> Tensor:
 
 
 def quantize(w: Tensor, bits: int, clip_sigmas: float, step: str, widen: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Codes int8 (R, C) and scales float16 (R,) or (1,) of w (R, ...), see QuantTable. What is not finite stays so.
-
-    A clip may lie beyond the largest weight: a wide step makes codes cheap. The root mean square is not about the mean,
-    or a constant row would be lost.
-    """
+    """Codes int8 (R, C) and scales float16 (R,) or (1,) of w (R, ...), see QuantTable. What is not finite stays so."""
     rows = w.reshape(w.shape[0], -1).float()  # (R, C)
     alike = rows.reshape(1, -1) if step == "tensor" else rows  # those of one scale
+    # A clip may lie beyond the largest weight: a wide step makes codes cheap. The root mean square is not about the
+    # mean, or a constant row would be lost.
     clip = alike.square().mean(1).sqrt() * clip_sigmas if clip_sigmas > 0 else alike.abs().amax(1)  # (R,) or (1,)
     scales = clip / (2 ** (bits - 1) - 1)
     if clip_sigmas < 0:
@@ -1196,10 +1194,10 @@ def quantized(network: nn.Module, table: QuantTable) -> contextlib.AbstractConte
 
 def count_parameters(network: nn.Module) -> dict[str, int]:
     """Parameters by the class the exporter puts them in, and all of them."""
-    counts = {"matrix": 0, "embedding": 0, "control": 0}
+    counts = collections.Counter(matrix=0, embedding=0, control=0, total=0)
     for name, param in network.named_parameters():
-        counts[tensor_class(name, param)] += param.numel()
-    return {**counts, "total": sum(counts.values())}
+        counts.update({tensor_class(name, param): param.numel(), "total": param.numel()})
+    return counts
 # === end: quantization ===
 
 
@@ -1210,7 +1208,7 @@ def count_parameters(network: nn.Module) -> dict[str, int]:
 # takes the one at (r, c) by table `table` plus number r and R + c of its tensor. Lane states begin as in "states", run
 # on from tensor to tensor, and end in 2**16 plus two bytes each: the first ones of what follows the words, which stand
 # nowhere else. So a lane costs about a byte.
-ARTIFACT_PREFIX, ARTIFACT_MAGIC, ARTIFACT_VERSION = struct.Struct("<8sII"), b"UNDERPAR", 3
+ARTIFACT_PREFIX, ARTIFACT_MAGIC, ARTIFACT_VERSION = struct.Struct("<8sII"), b"UNDERPAR", 4
 RANS_BITS = 14  # at 14 bits the rounding of frequencies costs about 20 bytes per million codes, at 12 bits 150
 RANS_TOTAL = 1 << RANS_BITS
 RANS_LOW = 1 << 16  # every state stays in [2**16, 2**32), so a step moves at most one 16-bit word
@@ -1346,36 +1344,28 @@ def choose_tables(tensors: list[tuple[str, np.ndarray]]) -> tuple[np.ndarray, li
     return np.array(tables, np.uint16).reshape(-1, 256), chosen
 
 
-def code_runs(first: int, rows: np.ndarray, columns: np.ndarray) -> tuple[np.ndarray, list[tuple[int, int]]]:
-    """By tables, as rANS takes the codes of a tensor: their order, and runs of (table, number of codes)."""
+def code_runs(first: int, rows: np.ndarray, columns: np.ndarray) -> list[tuple[int, np.ndarray]]:
+    """(table, places in the flat tensor of the codes that it is for), as rANS takes them."""
     table = np.add.outer(rows, columns, dtype=np.uint16).reshape(-1)
-    return np.argsort(table, kind="stable"), [
-        (first + number, count) for number, count in enumerate(np.bincount(table).tolist()) if count]
+    runs = np.split(np.argsort(table, kind="stable"), np.cumsum(np.bincount(table))[:-1])
+    return [(first + number, places) for number, places in enumerate(runs) if len(places)]
 
 
 def pack_array(record: dict, array: np.ndarray) -> list:
-    """[record with coder and crc32, payload]: the array as it is, as a zstd frame, or its one value, the shortest."""
-    array = array.astype(array.dtype.newbyteorder("<"), copy=False)
-    each = array.reshape(-1, 1).view(np.uint8)  # (n, bytes)
-    raw = each.T.tobytes()  # by byte planes, in which float16 and tables compress better
+    """[record with shape, coder and crc32, payload]: the array as it is or as a zstd frame, the shorter."""
+    array = np.asarray(array, array.dtype.newbyteorder("<"), order="C")
+    raw = array.reshape(-1, 1).view(np.uint8).T.tobytes()  # by byte planes, in which float16 and tables compress better
     frame = zstandard.ZstdCompressor(level=1 if array.dtype == np.int8 else 19).compress(raw)  # rANS suits codes
-    payloads = {"stored": raw, "zstd": frame}
-    if array.size and (each == each[0]).all():  # 0.0 is not -0.0
-        payloads["constant"] = array.flat[0].tobytes()
-    coder = min(payloads, key=lambda name: len(payloads[name]))
-    return [{**record, "coder": coder, "crc32": zlib.crc32(array)}, payloads[coder]]
+    coder = "zstd" if len(frame) < len(raw) else "stored"
+    return [{**record, "shape": array.shape, "coder": coder, "crc32": zlib.crc32(array)}, min(raw, frame, key=len)]
 
 
-def unpack_array(record: dict, area: io.BytesIO, dtype: str, count: int) -> np.ndarray:
-    """The array (count,) of `record`, next in `area`, if it is not of coder rans. Any error if it is damaged."""
-    payload, width = area.read(record["length"]), np.dtype(dtype).itemsize
-    match record["coder"]:
-        case "zstd":
-            payload = zstandard.ZstdDecompressor().stream_reader(payload).read(count * width)  # not what it declares
-        case "constant":
-            payload = np.repeat(np.frombuffer(payload, np.uint8), count)
-        case coder:
-            require(coder == "stored", f"coder {coder!r} is unknown")
+def unpack_array(record: dict, area: io.BytesIO, dtype: str) -> np.ndarray:
+    """The flat array of `record`, next in `area`, if it is not of coder rans. Any error if it is damaged."""
+    payload, count, width = area.read(record["length"]), math.prod(record["shape"]), np.dtype(dtype).itemsize
+    require(record["coder"] in ("stored", "zstd"), f"coder {record['coder']!r} is unknown")
+    if record["coder"] == "zstd":
+        payload = zstandard.ZstdDecompressor().stream_reader(payload).read(count * width)  # not what it declares
     array = np.frombuffer(payload, np.uint8).reshape(width, -1).T.copy().view(dtype).reshape(count)
     require(zlib.crc32(array) == record["crc32"], f"CRC-32 of {record['name']!r} is wrong")
     return array.astype(dtype[1:], copy=False)  # native
@@ -1395,38 +1385,36 @@ def pack_artifact(tensors: dict[str, Tensor], coded: dict[str, tuple[Tensor, Ten
         if not (tensor.is_floating_point() and torch.isfinite(values).all()):
             most = f"{tensor.dtype} up to {tensor.abs().max():.3g}"
             raise ValueError(f"tensor {name}: {most}; must be floating, finite as {dtype}")
-        values = values.cpu().contiguous().numpy()
-        array = values if codes is None else codes.cpu().contiguous().numpy()
-        parts.append(pack_array({"name": name, "shape": list(tensor.shape), "class": tensor_class(name, tensor),
-                                 "bits": bits, "scales": 0 if codes is None else len(values)}, array))
+        values = values.cpu().numpy()
+        array = values if codes is None else codes.cpu().reshape(tensor.shape).numpy()
+        parts.append(pack_array({"name": name, "class": tensor_class(name, tensor), "bits": bits,
+                                 "scales": 0 if codes is None else len(values)}, array))
         if codes is not None:
             scales.append(values)
             counts = np.bincount(array.view(np.uint8).reshape(-1), minlength=256)
-            if entropy_bytes(counts, counts) + 2 * np.count_nonzero(counts) < len(parts[-1][1]):  # with a table, about
-                streams.append((parts[-1], array))
+            if 0 < entropy_bytes(counts, counts) < len(parts[-1][1]) - 2 * np.count_nonzero(counts):  # about a table
+                streams.append((parts[-1], array.reshape(len(array), -1)))
     tables, chosen = choose_tables([(part[0]["class"], codes) for part, codes in streams])
     for (part, _), (contexts, table, _) in zip(streams, chosen, strict=True):
         part[0].update(coder="rans", contexts=contexts, table=table)
-    late = [pack_array({"name": "scales", "class": "scales"}, np.concatenate(scales)),
+    late = [pack_array({"name": "scales"}, np.concatenate(scales)),
             *(part for part in parts if part[0]["coder"] != "rans")]
     tail = b"".join(payload for _, payload in late)
     heads = 2 * rans_lanes(sum(codes.size for _, codes in streams))  # bytes of it that lane states carry
     states = RANS_LOW + np.frombuffer(tail[:heads].ljust(heads, b"\0"), "<u2").astype(np.uint32)
     for (part, codes), (_, table, numbers) in zip(streams[::-1], chosen[::-1], strict=True):
-        order, runs = code_runs(table, *numbers)
-        symbols, part[1], end = codes.view(np.uint8).reshape(-1)[order], b"", codes.size
-        for number, count in reversed(runs):
-            part[1] = rans_encode(states, tables[number], symbols[end - count : end]).astype("<u2").tobytes() + part[1]
-            end -= count
+        symbols, runs = codes.view(np.uint8).reshape(-1), code_runs(table, *numbers)
+        words = [rans_encode(states, tables[number], symbols[places]) for number, places in reversed(runs)]
+        part[1] = np.concatenate(words[::-1]).astype("<u2").tobytes()
     numbers = np.concatenate([np.empty(0, np.uint8), *(own[side] for side in (0, 1) for *_, own in chosen)])
-    early = [pack_array({"name": name, "class": name}, array) for name, array in (
-        ("states", states), ("tables", np.ascontiguousarray(tables.T)), ("numbers", numbers))]
+    early = [pack_array({"name": name}, array) for name, array in (
+        ("states", states), ("tables", tables.T), ("numbers", numbers))]
     sizes = collections.Counter(states=-min(heads, len(tail)))  # class -> bytes
     area = [*early, *(part for part, _ in streams), *late]
     for record, payload in area:
         record["length"] = len(payload)
-        sizes[record["class"]] += len(payload)
-    header = {"settings": settings, "tokenizer_sha256": tokenizer_sha256, "meta": meta, "tables": len(tables),
+        sizes[record.get("class", record["name"])] += len(payload)
+    header = {"settings": settings, "tokenizer_sha256": tokenizer_sha256, "meta": meta,
               "tensors": [record for record, _ in parts],
               "sections": {record["name"]: record for record, _ in [*early, late[0]]}}
     text = zstandard.ZstdCompressor(level=19).compress(json.dumps(header, allow_nan=False).encode())
@@ -1439,7 +1427,7 @@ def pack_artifact(tensors: dict[str, Tensor], coded: dict[str, tuple[Tensor, Ten
 def read_artifact(path: str | Path, max_weights: int = 1 << 30) -> tuple[dict, dict[str, Tensor], dict[str, tuple]]:
     """(header, name -> float32 tensor, name -> `coded` as it was written) of an artifact, bit-exact on every machine.
 
-    Memory is bounded by the file, at most max_weights codes and float32 weights, and the decoding of one tensor at a
+    Memory is bounded by the file, at most max_weights numbers and float32 weights, and the decoding of one tensor at a
     time. ArtifactError, one line naming the file and the damaged part, if anything is not as it was written.
     """
     data = Path(path).read_bytes()
@@ -1448,50 +1436,43 @@ def read_artifact(path: str | Path, max_weights: int = 1 << 30) -> tuple[dict, d
     _, version, length = ARTIFACT_PREFIX.unpack_from(data)
     require(version == ARTIFACT_VERSION, f"{path}: version {version}, this code reads {ARTIFACT_VERSION}")
     intact = hashlib.sha256(data[:-32]).digest() == data[-32:]
-    start, what = ARTIFACT_PREFIX.size + length, "header"
+    area, what = io.BytesIO(data[ARTIFACT_PREFIX.size : -32]), "header"
     try:
-        frame, area = data[ARTIFACT_PREFIX.size : start], io.BytesIO(data[start:-32])
-        header = json.loads(zstandard.ZstdDecompressor().stream_reader(frame).read(1 << 24))  # at most
+        header = json.loads(zstandard.ZstdDecompressor().stream_reader(area.read(length)).read(1 << 24))  # at most
         require({"settings", "tokenizer_sha256", "meta"} <= header.keys(), "settings, tokenizer_sha256 or meta missing")
-        records, sections, arrays = header["tensors"], header["sections"], {}
+        records, sections, arrays, tensors, coded = header["tensors"], header["sections"], {}, {}, {}
         # These bound all that is allocated below; a size of 0 counts as 1, or the others would have no bound.
-        require(all(size >= 0 for record in records for size in record["shape"]), "a tensor's shape is negative")
-        weights = sum(math.prod(max(1, size) for size in record["shape"]) for record in records)
+        shapes = [record["shape"] for record in [*sections.values(), *records]]
+        require(all(size >= 0 for shape in shapes for size in shape), "a shape is negative")
+        weights = sum(math.prod(max(1, size) for size in shape) for shape in shapes)
         require(weights <= max_weights, f"{weights} weights, the limit is {max_weights}")
-        for record in records:
-            allowed = 0, 1, *record["shape"][:1]
-            require(record["scales"] in allowed, f"{record['scales']} scales of {record['name']!r}")
-        streams, count = [record for record in records if record["coder"] == "rans"], header["tables"]
-        require(0 <= count <= len(streams) + 1024, f"{count} tables for {len(streams)} tensors")
+        what = "sections"
+        states, tables, numbers = (unpack_array(sections[name], area, dtype) for name, dtype in (
+            ("states", "<u4"), ("tables", "<u2"), ("numbers", "|u1")))
+        tables = tables.reshape(256, -1).T.copy()
+        streams = [record for record in records if record["coder"] == "rans"]
         sides = [record["shape"][0] for record in streams] + [math.prod(record["shape"][1:]) for record in streams]
-        what, lanes = "sections", rans_lanes(sum(math.prod(record["shape"]) for record in streams))
-        states = unpack_array(sections["states"], area, "<u4", lanes)
-        tables = unpack_array(sections["tables"], area, "<u2", 256 * count).reshape(256, -1).T.copy()
-        numbers = np.split(unpack_array(sections["numbers"], area, "|u1", sum(sides)), np.cumsum(sides)[:-1])
+        numbers = np.split(numbers, np.cumsum(sides)[:-1])
         for at, record in enumerate(streams):
-            what = f"tensor {record['name']!r}"
-            words = np.frombuffer(area.read(record["length"]), "<u2")
-            arrays[record["name"]] = codes = np.empty(math.prod(record["shape"]), np.int8)
-            order, runs = code_runs(record["table"], numbers[at], numbers[len(streams) + at])
-            for number, count in runs:
+            what, shape = f"tensor {record['name']!r}", record["shape"]
+            words, codes = np.frombuffer(area.read(record["length"]), "<u2"), np.zeros(math.prod(shape), np.int8)
+            for number, places in code_runs(record["table"], numbers[at], numbers[at + len(streams)]):
                 require(0 <= number < len(tables), f"table {number} of {len(tables)}")
-                here, order = np.split(order, [count])
-                symbols, words = rans_decode(states, tables[number], words, count)
-                codes[here] = symbols.view(np.int8)
+                symbols, words = rans_decode(states, tables[number], words, len(places))
+                codes[places] = symbols.view(np.int8)
             require(not len(words), f"{len(words)} rANS words are left over")
             require(zlib.crc32(codes) == record["crc32"], "its CRC-32 is wrong")
+            arrays[record["name"]] = codes
         what = "states"
         require((states >> 16 == 1).all(), "lanes do not end where they began")
         area = io.BytesIO(states.astype("<u2").tobytes() + area.read())
-        counts = [record["scales"] for record in records]
-        scales = torch.from_numpy(unpack_array(sections["scales"], area, "<f2", sum(counts))).split(counts)
-        tensors, coded = {}, {}
-        for record, own in zip(records, scales, strict=True):
+        scales = torch.from_numpy(unpack_array(sections["scales"], area, "<f2"))
+        for record, own in zip(records, scales.split([record["scales"] for record in records]), strict=True):
             name, shape, bits = record["name"], record["shape"], record["bits"]
             what = f"tensor {name!r}"
+            require(len(own) in (0, 1, *shape[:1]), f"{len(own)} scales")
             dtype = "|i1" if len(own) else {16: "<f2", 32: "<f4"}[bits]
-            array = arrays.pop(name) if name in arrays else unpack_array(record, area, dtype, math.prod(shape))
-            values = torch.from_numpy(array)
+            values = torch.from_numpy(arrays.pop(name) if name in arrays else unpack_array(record, area, dtype))
             if len(own):
                 coded[name] = values.view(shape[0], -1), own, bits
                 values = dequantize(*coded[name][:2])
@@ -1501,7 +1482,7 @@ def read_artifact(path: str | Path, max_weights: int = 1 << 30) -> tuple[dict, d
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
             zstandard.ZstdError) as error:
         damage = "" if intact else f"SHA-256 is wrong, damaged or truncated, {len(data)} bytes, first seen in "
-        text = str(error) if isinstance(error, ArtifactError) else f"{type(error).__name__}: {error}"
+        text = (f"{type(error).__name__}: " if not isinstance(error, ArtifactError) else "") + str(error).split("\n")[0]
         raise ArtifactError(f"{path}: {damage}{what}: {text}") from None
     return header, tensors, coded
 # === end: artifact ===
@@ -2069,7 +2050,7 @@ def info(args: argparse.Namespace) -> None:
     parts["total"] = collections.Counter(tensors=len(tensors), weights=weights, bytes=size, **sums)
     rows = [["class", "tensors", "weights", "bytes", "bits/weight", "entropy", "error", "coders"]]
     for name, sums in [*(tensors.items() if args.tensors else ()), *parts.items()]:
-        coders = [f"{key}:{count}" for key, count in sums.items() if re.search("rans|zstd|stored|constant", key)]
+        coders = [f"{key}:{count}" for key, count in sums.items() if re.search("rans|zstd|stored", key)]
         weights, power = sums["weights"] or math.nan, sums["power"] or math.nan
         rows.append([name, sums["tensors"], sums["weights"], sums["bytes"], 8 * sums["bytes"] / weights,
                      sums.get("entropy", math.nan) / weights, math.sqrt(sums["error"] / power), ", ".join(coders)])

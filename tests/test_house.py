@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES_PER_SCRIPT, LINES_UNFENCED, LINES_OF_MAIN, LINES_PER_FUNCTION = 2640, 600, 250, 80  # see docs/lab.md
+LINES_PER_SCRIPT, LINES_UNFENCED, LINES_OF_MAIN, LINES_PER_FUNCTION = 2615, 600, 250, 80  # see docs/lab.md
 LINES_PER_CONFIG, COLUMNS = 15, 120
 
 spec = importlib.util.spec_from_file_location("sync", ROOT / "tools" / "sync.py")
