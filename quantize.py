@@ -96,7 +96,7 @@ FOREIGN_NAMES = tuple("""
     OUT_DIR OVERLONG_BUFFER PARALLEL_RESIDUAL POSITIONS PROFILE PROMPT PROMPTS_PER_STEP QAT QAT_.* QK_.* RATIO_LIMIT
     REDUCTION REFERENCE REPLAY RESERVE_SECONDS RESIDUAL_MIX RESUME REWARD REWARD_SECONDS RIGHT_CLIP_RANGE ROPE_.* RUN_ID
     SAVE_EVERY SCALAR_LR SCALE_REWARDS SEED SFT_.* SLIDING_WINDOW_ENABLED SMEAR_.* SPIKE_.* SWA SWA_.* TASK TASK_PATH
-    TEMPERATURE TIED_.* TIE_EMBEDDINGS TOKENIZER_PATH TOP_K TOP_P TRAIN_.* TTT_.* UNET_SKIPS VAL_.* VE_ENABLED VOCAB_SIZE
+    TEMPERATURE TIED_.* TIE_EMBEDDINGS TOKENIZER_PATH TOP_[KP] TRAIN_.* TTT_.* UNET_SKIPS VAL_.* VE_ENABLED VOCAB_SIZE
     WARMDOWN_.* WARMUP_.* WEIGHT_DECAY XSA_LAST_N
 """.split())
 
@@ -279,7 +279,7 @@ def first_whole(folders: list[Path], files=("meta.json", "model.pt", "training.p
         try:
             sums = dict(line.split("  ")[::-1] for line in (folder / "SHA256SUMS").read_text().splitlines())
             wrong = [name for name in dict.fromkeys([*files, *sums]) if sums.get(name) != sha256_file(folder / name)]
-            fault = "half-written" if folder.suffix else ", ".join(wrong)
+            fault = "half-written" if folder.suffix == ".part" else ", ".join(wrong)
         except (OSError, ValueError) as error:
             fault = str(error)
         if not fault:
@@ -1303,14 +1303,15 @@ def size_numbers(codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return tuple(np.rint(2 * np.log2(np.clip(side, 2**-8, 2**16)) + 16).astype(np.uint8) for side in sides)
 
 
-def choose_tables(tensors: list[tuple[str, np.ndarray]]) -> tuple[np.ndarray, list[tuple[str, int, tuple]]]:
-    """Tables uint16 (K, 256) for (class, codes int8 (R, C)); of each tensor (contexts, first table, its numbers).
+def choose_tables(tensors: list[tuple[str, np.ndarray, int]]) -> tuple[np.ndarray, list[tuple[str, int, tuple] | None]]:
+    """Tables uint16 (K, 256) for (class, codes int8 (R, C), bytes without rANS); of each tensor (contexts, first table,
+    its numbers), or None where rANS is not shorter.
 
     Contexts: one table for the "tensor" or its "class" (numbers are 0), or one for all codes of a size by "row" or
     "cell", see size_numbers. Each tensor has what takes the fewest bytes, its part of the tables included.
     """
     offers = []  # of each tensor: contexts -> (key of the tables, counts (N, 256) by table and code, numbers)
-    for at, (kind, codes) in enumerate(tensors):
+    for at, (kind, codes, _) in enumerate(tensors):
         (rows, columns), own = size_numbers(codes), {}
         for contexts, other in (("row", 0 * columns), ("cell", columns)):
             table = np.add.outer(rows, other, dtype=np.int32)
@@ -1334,13 +1335,15 @@ def choose_tables(tensors: list[tuple[str, np.ndarray]]) -> tuple[np.ndarray, li
         return entropy_bytes(counts, every) + entropy_bytes(np.array(kinds), np.array(kinds)) + table
 
     pools = pool(offers)  # as if each tensor took all of them
-    picks = [min(own, key=lambda name: size(*own[name])) for own in offers]  # noqa: B023
+    sizes = [{size(*offer): name for name, offer in own.items()} for own in offers]
+    picks = [[own[min(own)]] if min(own) < most else [] for own, (*_, most) in zip(sizes, tensors, strict=True)]
     tables, first = [], {}
-    for key, (counts, _) in pool([[name] for name in picks]).items():
+    for key, (counts, _) in pool(picks).items():
         used = np.flatnonzero(counts.sum(1))
         first[key] = len(tables) - int(used[0])
         tables += map(rans_table, counts[used[0] : used[-1] + 1])
-    chosen = [(name, first[own[name][0]], own[name][2]) for name, own in zip(picks, offers, strict=True)]
+    chosen = [(*names, first[own[names[0]][0]], own[names[0]][2]) if names else None
+              for names, own in zip(picks, offers, strict=True)]
     return np.array(tables, np.uint16).reshape(-1, 256), chosen
 
 
@@ -1352,20 +1355,29 @@ def code_runs(first: int, rows: np.ndarray, columns: np.ndarray) -> list[tuple[i
 
 
 def pack_array(record: dict, array: np.ndarray) -> list:
-    """[record with shape, coder and crc32, payload]: the array as it is or as a zstd frame, the shorter."""
+    """[record with shape, coder and crc32, payload]: the array as it is, as a zstd frame or its one value, the shortest."""
     array = np.asarray(array, array.dtype.newbyteorder("<"), order="C")
-    raw = array.reshape(-1, 1).view(np.uint8).T.tobytes()  # by byte planes, in which float16 and tables compress better
+    each = array.reshape(-1, 1).view(np.uint8)  # (n, bytes)
+    raw = each.T.tobytes()  # by byte planes, in which float16 and tables compress better
     frame = zstandard.ZstdCompressor(level=1 if array.dtype == np.int8 else 19).compress(raw)  # rANS suits codes
-    coder = "zstd" if len(frame) < len(raw) else "stored"
-    return [{**record, "shape": array.shape, "coder": coder, "crc32": zlib.crc32(array)}, min(raw, frame, key=len)]
+    payloads = {"stored": raw, "zstd": frame}
+    if array.size and (each == each[0]).all():  # 0.0 is not -0.0
+        payloads["constant"] = each[0].tobytes()
+    coder = min(payloads, key=lambda name: len(payloads[name]))
+    return [{**record, "shape": array.shape, "coder": coder, "crc32": zlib.crc32(array)}, payloads[coder]]
 
 
 def unpack_array(record: dict, area: io.BytesIO, dtype: str) -> np.ndarray:
     """The flat array of `record`, next in `area`, if it is not of coder rans. Any error if it is damaged."""
     payload, count, width = area.read(record["length"]), math.prod(record["shape"]), np.dtype(dtype).itemsize
-    require(record["coder"] in ("stored", "zstd"), f"coder {record['coder']!r} is unknown")
-    if record["coder"] == "zstd":
-        payload = zstandard.ZstdDecompressor().stream_reader(payload).read(count * width)  # not what it declares
+    match record["coder"]:
+        case "zstd":
+            payload = zstandard.ZstdDecompressor().stream_reader(payload).read(count * width)  # not what it declares
+        case "constant":
+            require(len(payload) == width, f"{len(payload)} bytes for one value")  # or a short file fills memory
+            payload = np.repeat(np.frombuffer(payload, np.uint8), count)
+        case coder:
+            require(coder == "stored", f"coder {coder!r} is unknown")
     array = np.frombuffer(payload, np.uint8).reshape(width, -1).T.copy().view(dtype).reshape(count)
     require(zlib.crc32(array) == record["crc32"], f"CRC-32 of {record['name']!r} is wrong")
     return array.astype(dtype[1:], copy=False)  # native
@@ -1391,10 +1403,9 @@ def pack_artifact(tensors: dict[str, Tensor], coded: dict[str, tuple[Tensor, Ten
                                  "scales": 0 if codes is None else len(values)}, array))
         if codes is not None:
             scales.append(values)
-            counts = np.bincount(array.view(np.uint8).reshape(-1), minlength=256)
-            if 0 < entropy_bytes(counts, counts) < len(parts[-1][1]) - 2 * np.count_nonzero(counts):  # about a table
-                streams.append((parts[-1], array.reshape(len(array), -1)))
-    tables, chosen = choose_tables([(part[0]["class"], codes) for part, codes in streams])
+            streams += [(parts[-1], array.reshape(len(array), -1))] if array.size else []
+    tables, chosen = choose_tables([(part[0]["class"], codes, len(part[1])) for part, codes in streams])
+    streams, chosen = [each for each, own in zip(streams, chosen, strict=True) if own], list(filter(None, chosen))
     for (part, _), (contexts, table, _) in zip(streams, chosen, strict=True):
         part[0].update(coder="rans", contexts=contexts, table=table)
     late = [pack_array({"name": "scales"}, np.concatenate(scales)),
