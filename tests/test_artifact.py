@@ -552,6 +552,7 @@ def first(header):
         (lambda header: first(header).update(coder="stored"), "tensor 'blocks.0.w_down': more rANS"),
         (lambda header: header["tensors"][2].update(coder="lzma"), "tensor 'blocks.0.w_zeros': coder 'lzma' is"),
         (lambda header: header["tensors"][1].update(coder="zstd"), "tensor 'blocks.0.w_down': more rANS"),
+        (lambda header: header["tensors"][2].update(length=2), "tensor 'blocks.0.w_zeros': 2 bytes for one value"),
         (lambda header: header["tensors"][3].update(shape=[24, 63]), "tensor 'blocks.0.w_repeated': CRC-32"),
         (lambda header: header["tensors"][3].update(shape=[24, 65]), "tensor 'blocks.0.w_repeated': "),
         (lambda header: header["tensors"][3].update(name="a\nb", crc32=0), r"tensor 'a\nb': CRC-32"),

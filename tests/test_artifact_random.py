@@ -258,12 +258,28 @@ def test_a_tensor_has_the_contexts_that_take_the_fewest_bytes(tmp_path, side, oc
         assert contexts == what and record["length"] + spent < 0.99 * entropy(codes)
 
 
+@pytest.mark.parametrize("share", [0.1, 0.4, 0.6])
+def test_rows_of_zeros_leave_rans_the_shortest(tmp_path, share):
+    """Embeddings of tokens that never came: without rows zstd beats the entropy of all codes, with rows it does not."""
+    random = np.random.default_rng(0)
+    codes = np.clip(np.rint(random.normal(size=(2048, 128)) * 21), -127, 127).astype(np.int8)
+    codes[random.random(2048) < share] = 0
+    held = torch.from_numpy(codes)
+    data = pack({"embed": held.float()}, {"embed": (held, torch.ones(1).half(), 8)})
+    header, _, back = read(data, tmp_path / "a.upar")
+    zstd = len(script.zstandard.ZstdCompressor(level=1).compress(codes.tobytes()))
+    assert np.array_equal(back["embed"][0], codes) and zstd < entropy(codes)
+    assert header["tensors"][0]["coder"] == "rans" and len(data) < 0.995 * zstd
+    ideal = by_context(codes, np.add.outer((codes != 0).any(1), 0 * codes[0]))
+    assert ideal < len(data) < 1.01 * ideal + 1500
+
+
 def test_tensors_of_a_class_share_a_table_and_others_do_not():
     random, coded, tensors = np.random.default_rng(0), {}, {}
     for name, spread in (("a.w_up", 3), ("b.w_up", 3), ("c.w_up", 3), ("head", 9), ("d.embed", 9)):
         codes = torch.from_numpy(np.clip(np.rint(random.normal(size=(64, 64)) * spread), -31, 31).astype(np.int8))
         tensors[name], coded[name] = codes.float(), (codes, torch.ones(1).half(), 6)
-    tables, chosen = script.choose_tables([(script.tensor_class(name, tensors[name]), codes.numpy())
+    tables, chosen = script.choose_tables([(script.tensor_class(name, tensors[name]), codes.numpy(), 4096)
                                            for name, (codes, *_) in coded.items()])
     assert [contexts for contexts, *_ in chosen] == ["class"] * 5 and len(tables) == 2
     assert [table for _, table, _ in chosen] == [chosen[0][1]] * 3 + [chosen[3][1]] * 2

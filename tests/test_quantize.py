@@ -458,6 +458,11 @@ def test_an_out_with_a_slash_at_its_end(call, place, tmp_path):
     assert (tmp_path / "a.upar").read_bytes() == (place / "run" / "model.upar").read_bytes()
     names = ["SHA256SUMS", "coded.pt", "meta.json", "model.pt"]
     assert sorted(path.name for path in (tmp_path / "b").iterdir()) == names
+    (tmp_path / "b").rename(tmp_path / "b.v2")  # a dot in its name does not make it half-written
+    assert call("compare", tmp_path / "b.v2", tmp_path / "a.upar")[0] == 0
+    (tmp_path / "b.v2").rename(tmp_path / "b.part")
+    assert "is damaged and skipped: half-written" in call("compare", tmp_path / "b.part", tmp_path / "a.upar")[2]
+    (tmp_path / "b.part").rename(tmp_path / "b")
     # a view would be stored with all that it is a view of
     weights, tensors = sum(param.numel() for param in network().parameters()), len(network().state_dict())
     assert 4 * weights < (tmp_path / "b" / "model.pt").stat().st_size < 4 * weights + 400 * tensors
