@@ -1355,7 +1355,7 @@ def code_runs(first: int, rows: np.ndarray, columns: np.ndarray) -> list[tuple[i
 
 
 def pack_array(record: dict, array: np.ndarray) -> list:
-    """[record with shape, coder and crc32, payload]: the array as it is, as a zstd frame or its one value, the shortest."""
+    """[record with shape, coder and crc32, payload], the shortest: the array, a zstd frame of it, or its one value."""
     array = np.asarray(array, array.dtype.newbyteorder("<"), order="C")
     each = array.reshape(-1, 1).view(np.uint8)  # (n, bytes)
     raw = each.T.tobytes()  # by byte planes, in which float16 and tables compress better
