@@ -251,10 +251,12 @@ class Book:
         return self.unpack(self.header["sections"][name], size)
 
     def unpack(self, record, size):
-        """Numbers of `size` bytes: byte planes, whole or as a zstd frame."""
+        """Numbers of `size` bytes: byte planes, whole, as a zstd frame or, if all are one number, of that."""
         raw = self.take(record["length"])
         if record["coder"] == "zstd":
             raw = zstandard.ZstdDecompressor().decompress(raw)
+        elif record["coder"] == "constant":
+            raw = b"".join(raw[plane : plane + 1] * math.prod(record["shape"]) for plane in range(size))
         else:
             assert record["coder"] == "stored"
         count = len(raw) // size
@@ -316,7 +318,7 @@ def test_file_gives_back_every_tensor_and_the_header(tmp_path):
     assert header["settings"] == {"dim": 24, "name": "é"} and header["tokenizer_sha256"] == "ab" * 32
     assert header["meta"] == {"note": "ü", "list": [1, 2.5, None]}
     coders = {record["name"]: record["coder"] for record in header["tensors"]}
-    assert coders["blocks.0.w_zeros"] == coders["blocks.0.w_repeated"] == coders["zero_init_gain"] == "zstd"
+    assert coders["blocks.0.w_zeros"] == coders["zero_init_gain"] == "constant" and coders["blocks.0.w_repeated"] == "zstd"
     assert coders["blocks.0.w_up"] == "rans" and coders["gain"] == "stored"
     bits = {record["name"]: record["bits"] for record in header["tensors"]}
     assert bits["blocks.0.w_up"] == 6 and bits["embed"] == bits["blocks.0.ab"] == 8
@@ -579,7 +581,7 @@ def test_nonsense_in_any_place_of_the_header_is_an_artifact_error_or_harmless(tm
     write(path, {"w_rans": randn(32, 24).clamp(-0.1, 0.1), "norm": randn(5), "w_zeros": torch.zeros(16, 16)})
     data = path.read_bytes()
     header, start = header_of(data)
-    assert [record["coder"] for record in header["tensors"]] == ["rans", "stored", "zstd"]
+    assert [record["coder"] for record in header["tensors"]] == ["rans", "stored", "constant"]
     junk = [None, True, -1, 0, 1, 2.5, 10**6, 1 << 29, 1 << 70, -(1 << 70), math.nan, math.inf, "", "rans", "zstd", [],
             [[]], [1 << 40, 0], {}, {"a": 1}]  # fmt: skip
     read = 0
