@@ -1335,8 +1335,9 @@ def choose_tables(tensors: list[tuple[str, np.ndarray, int]]) -> tuple[np.ndarra
         return entropy_bytes(counts, every) + entropy_bytes(np.array(kinds), np.array(kinds)) + table
 
     pools = pool(offers)  # as if each tensor took all of them
-    sizes = [{size(*offer): name for name, offer in own.items()} for own in offers]
-    picks = [[own[min(own)]] if min(own) < most else [] for own, (*_, most) in zip(sizes, tensors, strict=True)]
+    sizes = [{name: size(*offer) for name, offer in own.items()} for own in offers]
+    least = [min(own, key=own.get) for own in sizes]
+    picks = [[name] if own[name] < most else [] for name, own, (*_, most) in zip(least, sizes, tensors, strict=True)]
     tables, first = [], {}
     for key, (counts, _) in pool(picks).items():
         used = np.flatnonzero(counts.sum(1))
