@@ -318,8 +318,8 @@ def test_file_gives_back_every_tensor_and_the_header(tmp_path):
     assert header["settings"] == {"dim": 24, "name": "é"} and header["tokenizer_sha256"] == "ab" * 32
     assert header["meta"] == {"note": "ü", "list": [1, 2.5, None]}
     coders = {record["name"]: record["coder"] for record in header["tensors"]}
-    assert coders["blocks.0.w_zeros"] == coders["zero_init_gain"] == "constant" and coders["blocks.0.w_repeated"] == "zstd"
-    assert coders["blocks.0.w_up"] == "rans" and coders["gain"] == "stored"
+    assert coders["blocks.0.w_zeros"] == coders["zero_init_gain"] == "constant"
+    assert coders["blocks.0.w_repeated"] == "zstd" and coders["blocks.0.w_up"] == "rans" and coders["gain"] == "stored"
     bits = {record["name"]: record["bits"] for record in header["tensors"]}
     assert bits["blocks.0.w_up"] == 6 and bits["embed"] == bits["blocks.0.ab"] == 8
     assert bits["blocks.0.A_log"] == 32 and bits["blocks.0.norm"] == bits["blocks.0.conv"] == 16
