@@ -2634,16 +2634,17 @@ class GRPOTrainer:
     Raises UserError where the numbers do not fit together.
     """
 
-    def __init__(self, model: GPT, tokenizer: Tokenizer, config: Settings | None = None, *, args: Settings | None = None,
-                 ref_model: GPT | None = None, train_dataset: list | None = None, runtime: Runtime | None = None):
+    def __init__(self, model: GPT, tokenizer: Tokenizer, config: Settings | None = None, *,
+                 args: Settings | None = None, ref_model: GPT | None = None, train_dataset: list | None = None,
+                 runtime: Runtime | None = None):
         self.settings = s = config or args or Settings()
         self.network, self.tokenizer, self.dataset = model, tokenizer, train_dataset
         self.runtime = runtime or Runtime(0, 1, model.embed.device, False)
         self.unit = s.mini_batches * self.runtime.world_size
         for wrong, said in (
             (s.group_size < 2, f"GROUP_SIZE={s.group_size}: must be at least 2, for a group's rewards are compared"),
-            (s.prompts_per_step % self.unit, f"PROMPTS_PER_STEP={s.prompts_per_step}: must be a multiple of MINI_BATCHES "
-                                             f"x ranks = {self.unit}"),
+            (s.prompts_per_step % self.unit,
+             f"PROMPTS_PER_STEP={s.prompts_per_step}: must be a multiple of MINI_BATCHES x ranks = {self.unit}"),
             (s.temperature <= 0, f"TEMPERATURE={s.temperature}: must be above 0, or all samples of a group are one"),
         ):
             if wrong:
@@ -2669,13 +2670,12 @@ class GRPOTrainer:
     def sample(self, queries: list, count: int, temperature: float, seeds: list[tuple]) -> list[SimpleNamespace]:
         """`count` completions of each query: a group with query, prompt (its ids), samples and texts."""
         prompts = [chat_ids(self.tokenizer, getattr(query, "prompt", query))[0] for query in queries]
-        longest = max(map(len, prompts), default=0)
-        if longest + self.settings.max_new_tokens > (most := self.network.config.train_seq_len):
-            raise UserError(f"MAX_NEW_TOKENS={self.settings.max_new_tokens}: after a prompt of {longest} tokens the model's "
-                            f"context of {most} has no room; must be at most {most - longest}")
+        longest, most = max(map(len, prompts), default=0), self.settings.max_new_tokens
+        if longest + most > (context := self.network.config.train_seq_len):
+            raise UserError(f"MAX_NEW_TOKENS={most}: a prompt has {longest} tokens, the model's context {context}; must "
+                            f"be at most {context - longest}, or the prompt shorter")
         with torch.no_grad(), self.weights(), parametrize.cached():
-            found = iter(generate(self.network, prompts, count, self.settings.max_new_tokens, temperature, 0, 1.0, seeds,
-                                  self.stop))
+            found = iter(generate(self.network, prompts, count, most, temperature, 0, 1.0, seeds, self.stop))
         groups = []
         for query, prompt in zip(queries, prompts, strict=True):
             samples = list(itertools.islice(found, count))
@@ -2704,7 +2704,7 @@ class GRPOTrainer:
     @torch.no_grad()
     def rollout(self, queries: Callable[[int, int], object], count: int, reward: Callable,
                 step: int) -> SimpleNamespace:
-        """Samples of this rank's share of `count` prompts, as rows of make_batches by mini-batch; metrics of all ranks'.
+        """Samples of this rank's share of `count` prompts: `rows` of make_batches by mini-batch, all ranks' `metrics`.
 
         queries(number, draw): prompt `number` of a step; another one for each draw, see DYNAMIC_ROUNDS. reward: from
         lists of queries, each GROUP_SIZE times, and of completions to a list of numbers.
@@ -2762,7 +2762,8 @@ class GRPOTrainer:
             seen.append(torch.cat([torch.stack([norm, bad]), sums]))
         norm, bad, loss, tokens, *sums = torch.stack(seen).double().cpu().T  # (updates,) each
         names = "entropy clip_active clip_outside log_ratio kl sampler_gap".split()
-        return {"loss": loss.mean().item(), **{name: (each.sum() / tokens.sum()).item() for name, each in zip(names, sums)},
+        means = {name: (each.sum() / tokens.sum()).item() for name, each in zip(names, sums, strict=True)}
+        return {"loss": loss.mean().item(), **means,
                 "grad_norm": norm.mean().item(), "bad": bad.sum().item(),
                 "train_tok_s": tokens.sum().item() / (time.perf_counter() - begin),
                 "clips": (torch.stack(sums[1:3]) / tokens).T.tolist()}  # of each update: active, outside
@@ -2773,7 +2774,7 @@ class GRPOTrainer:
         reward_function: from lists of queries, each GROUP_SIZE times, and of completions to a list of numbers.
         """
         if not queries or len(queries) % self.unit:
-            raise UserError(f"train_step: {len(queries)} queries; must be a multiple of MINI_BATCHES x ranks = {self.unit}")
+            raise UserError(f"train_step: {len(queries)} queries; not a multiple of MINI_BATCHES x ranks = {self.unit}")
         rollout = self.rollout(lambda number, draw: queries[number], len(queries), reward_function, step)
         return {**rollout.metrics, **self.update(rollout, multiplier)}
 
@@ -2801,7 +2802,8 @@ def main() -> int:
     """One run, from settings to result.json; its exit code. Raises UserError before the first step."""
     begin = time.perf_counter()
     settings = load_settings(Settings, dict(os.environ), stored=lambda given: stored_settings(given, Settings.out_dir))
-    plan, runtime = Plan(SimpleNamespace(**MUON, **vars(settings))), start_runtime(settings.device, settings.deterministic)
+    plan = Plan(SimpleNamespace(**MUON, **vars(settings)))
+    runtime = start_runtime(settings.device, settings.deterministic)
     task = make_task(settings.task, settings.task_path, settings.seed)
     reward, problems = load_reward(settings.reward, task, settings.reward_seconds), task.held_out(settings.eval_prompts)
     network, tokenizer, source = start_policy(settings, runtime)
@@ -2832,12 +2834,12 @@ def main() -> int:
     log("parameters: " + " ".join(f"{name}:{count}" for name, count in count_parameters(network).items())
         + f" trained:{sum(map(Tensor.numel, trainer.trained))} layers: {config.layers}")
     log(plan.describe())
-    s, share = settings, settings.prompts_per_step // settings.mini_batches
-    log(f"batch: a step is {s.prompts_per_step} prompts x {s.group_size} samples = {s.prompts_per_step * s.group_size}; "
-        f"{s.mini_batches} mini-batches x {s.epochs} epochs = {s.mini_batches * s.epochs} updates of {share} x "
-        f"{s.group_size} = {share * s.group_size} samples, over {runtime.world_size} ranks")
-    log("note: the first mini-batch of a step has a loss of 0 and no clips, for its ratios are 1 and the advantages of a "
-        "group add up to 0; its gradient is not 0. Rewards and the held-out scores say whether the policy learns")
+    s, size = settings, settings.prompts_per_step * settings.group_size
+    log(f"batch: a step is {s.prompts_per_step} prompts x {s.group_size} samples = {size}; {s.mini_batches} mini-batches "
+        f"x {s.epochs} epochs = {s.mini_batches * s.epochs} updates of {size // s.mini_batches} samples each, over "
+        f"{runtime.world_size} ranks")
+    log("note: the first mini-batch of a step has a loss of 0 and no clips, for its ratios are 1 and the advantages of "
+        "a group add up to 0; its gradient is not 0. Rewards and the held-out scores say whether the policy learns")
     score = functools.partial(solve, trainer, task, problems)
     if checkpoint_path:
         run.load(Path(checkpoint_path))
@@ -2918,8 +2920,8 @@ def main() -> int:
         if len(history["reward"]) == 10 and min(history["zero_variance"]) == 1:
             run.save(clock.elapsed())
             raise UserError(f"REWARD={s.reward!r}: in the first 10 steps each group has one reward (mean "
-                            f"{statistics.mean(history['reward']):.3f}), so nothing can be learned; needs another start "
-                            "(INIT_FROM, SFT_STEPS) or TASK")
+                            f"{statistics.mean(history['reward']):.3f}), so nothing can be learned; needs another "
+                            "start (INIT_FROM, SFT_STEPS) or TASK")
 
     clock.stop()
     previous = None if stop else clock.receive()
