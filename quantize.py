@@ -1063,7 +1063,8 @@ class GPT(nn.Module):
             x = checkpoint(*run, use_reentrant=False) if recompute else run[0](*run[1:])
             if config.unet_skips and layer < half:
                 skips.append(x)
-        kept.update(doc=doc[:, -self.reach :], position=positions[:, -1:] + 1, end=end, last=ids[:, -1:])
+        kept.update(doc=doc[:, -self.reach :], position=(positions[:, -1:] + 1).expand(len(ids), 1), end=end,
+                    last=ids[:, -1:])
         return self.final_norm(x)
 
     def logits(self, x: Tensor) -> Tensor:
