@@ -2457,15 +2457,15 @@ def load_reward(spec: str, task: Task, seconds: float) -> Callable[[list[Problem
 def token_logps(network: GPT, batch: SimpleNamespace, temperature: float) -> tuple[Tensor, Tensor]:
     """Log-probabilities (B, T) of batch.targets, 0 where these are -1, and the entropies there, without a gradient.
 
-    Logits are made, and in the backward pass made again, for 4,096 tokens at a time: all of them, (B, T, vocabulary),
-    would take more memory than the network.
+    Logits of more than 4,096 tokens are made, and in the backward pass made again, for so many at a time: all of them,
+    (B, T, vocabulary), would take more memory than the network.
     """
     def some(features: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
         logps = (network.logits(features) / temperature).log_softmax(-1)  # (n, V)
         return logps.gather(1, wanted[:, None])[:, 0], torch.special.entr(logps.detach().exp()).sum(-1)
 
     features, wanted = network.features(batch.ids)[batch.mask], batch.targets[batch.mask]  # (tokens, dim), (tokens,)
-    parts = [checkpoint(some, *part, use_reentrant=False)
+    parts = [checkpoint(some, *part, use_reentrant=False) if len(wanted) > 4096 else some(*part)
              for part in zip(features.split(4096), wanted.split(4096), strict=True)]
     return tuple(torch.zeros(batch.mask.shape, device=wanted.device).masked_scatter(batch.mask, torch.cat(each))
                  for each in zip(*parts, strict=True))
@@ -2673,8 +2673,8 @@ class GRPOTrainer:
         prompts = [chat_ids(self.tokenizer, getattr(query, "prompt", query))[0] for query in queries]
         longest, most = max(map(len, prompts), default=0), self.settings.max_new_tokens
         if longest + most > (context := self.network.config.train_seq_len):
-            raise UserError(f"MAX_NEW_TOKENS={most}: a prompt has {longest} tokens, the model's context {context}; must "
-                            f"be at most {context - longest}, or the prompt shorter")
+            raise UserError(f"MAX_NEW_TOKENS={most}: a prompt has {longest} tokens, the model's context {context}; "
+                            f"must be at most {context - longest}, or the prompt shorter")
         with torch.no_grad(), self.weights(), parametrize.cached():
             found = iter(generate(self.network, prompts, count, most, temperature, 0, 1.0, seeds, self.stop))
         groups = []
@@ -2738,7 +2738,7 @@ class GRPOTrainer:
         s, begin, runtime = self.settings, time.perf_counter(), self.runtime
         minis = [make_batches(rows, runtime.device, self.micro_tokens) for rows in rollout.rows]
         with torch.no_grad(), self.weights():  # by the training forward: a sampler's last digits count in a narrow band
-            for batch in itertools.chain(*minis):
+            for batch in itertools.chain(*minis[1:]):  # the first mini-batch has them from its own forward
                 batch.old, _ = token_logps(self.network, batch, s.temperature)
         with torch.no_grad(), self.reference() if self.reference else contextlib.nullcontext():
             for batch in itertools.chain(*minis) if self.reference else ():
@@ -2753,6 +2753,7 @@ class GRPOTrainer:
             with self.weights():
                 for batch in batches:
                     logps, entropy = token_logps(self.network, batch, s.temperature)
+                    batch.old = logps.detach() if batch.old is None else batch.old
                     losses, logged = policy_loss(logps, batch, s)
                     loss = (losses * token_weights(batch.mask, total, s, runtime.world_size)).sum()
                     loss.backward()
@@ -2836,9 +2837,9 @@ def main() -> int:
         + f" trained:{sum(map(Tensor.numel, trainer.trained))} layers: {config.layers}")
     log(plan.describe())
     s, size = settings, settings.prompts_per_step * settings.group_size
-    log(f"batch: a step is {s.prompts_per_step} prompts x {s.group_size} samples = {size}; {s.mini_batches} mini-batches "
-        f"x {s.epochs} epochs = {s.mini_batches * s.epochs} updates of {size // s.mini_batches} samples each, over "
-        f"{runtime.world_size} ranks")
+    log(f"batch: a step is {s.prompts_per_step} prompts x {s.group_size} samples = {size}; {s.mini_batches} "
+        f"mini-batches x {s.epochs} epochs = {s.mini_batches * s.epochs} updates of {size // s.mini_batches} samples "
+        f"each, over {runtime.world_size} ranks")
     log("note: the first mini-batch of a step has a loss of 0 and no clips, for its ratios are 1 and the advantages of "
         "a group add up to 0; its gradient is not 0. Rewards and the held-out scores say whether the policy learns")
     score = functools.partial(solve, trainer, task, problems)
@@ -2992,7 +2993,8 @@ def main() -> int:
             "task": task.name, "init_from": source, "steps": run.step,
             "samples": run.step * s.prompts_per_step * s.group_size, "train_seconds": clock.elapsed(),
             "total_seconds": time.perf_counter() - begin, "params": count_parameters(network), "weights": chosen,
-            "optimizer_state_bytes": sum(t.nbytes for own in trainer.optimizers.state_dict().values() for t in own.values()),
+            "optimizer_state_bytes": sum(t.nbytes for own in trainer.optimizers.state_dict().values()
+                                         for t in own.values()),
             "before": {**start, "pass1_by_temperature": {name: before[name].mean().item() for name in before
                                                          if name != "greedy"}},
             "after": after, "gain": gain, "last": {name: value for name, value in metrics.items() if name != "clips"},
