@@ -424,23 +424,6 @@ class Watch(threading.Thread):
                     f"stacks in {self.folder}/stacks_*")
             self.log(text, terminal=False)
             sys.stderr.write(text + "\n")
-
-
-def profile_steps(folder: Path, log: Callable[[str], None]) -> Iterator[None]:
-    """Advanced once a step: traces the fourth to the sixth into `folder`, on CUDA with the memory's history."""
-    cuda = torch.cuda.is_available()
-    yield from [None] * 3
-    if cuda:
-        torch.cuda.memory._record_memory_history()
-    with torch.profiler.profile() as trace:
-        yield from [None] * 3
-    trace.export_chrome_trace(str(folder / "trace.json"))
-    log(f"profile: {folder}/trace.json opens at https://ui.perfetto.dev")
-    if cuda:
-        torch.cuda.memory._dump_snapshot(str(folder / "memory.pickle"))
-        torch.cuda.memory._record_memory_history(enabled=None)
-        log(f"profile: {folder}/memory.pickle opens at https://docs.pytorch.org/memory_viz")
-    yield from itertools.repeat(None)
 # === end: watch ===
 
 
@@ -1931,8 +1914,9 @@ def read_artifact(path: str | Path, max_weights: int = 1 << 30) -> tuple[dict, d
 
 # === shared: weights ===
 def load_model(name: str, path: str, tokenizer_path: str = "") -> tuple["GPT", Tokenizer, str]:
-    """Network (on the CPU), tokenizer and the file taken of `path`: an artifact, a checkpoint, or a run, of which it is
-    the artifact or, while it has none, the newest whole checkpoint. UserError naming the setting `name`, or the file.
+    """Network (on the CPU), tokenizer and the file taken of `path`: an artifact, a checkpoint (its raw weights), or a
+    run, of which it is the artifact or, while it has none, the newest whole checkpoint. UserError naming the setting
+    `name`, or the file.
     """
     where = Path(path)
     file = where / "model.upar" if (where / "model.upar").is_file() else where
@@ -1940,8 +1924,9 @@ def load_model(name: str, path: str, tokenizer_path: str = "") -> tuple["GPT", T
         found, faults = first_whole(checkpoints(file) or [file], ("meta.json", "model.pt"))
         if found is None:
             raise UserError(f"{name}={path!r}: neither model.upar nor a whole checkpoint; {'; '.join(faults)}")
-        file, identity = found, json.loads((found / "meta.json").read_bytes())["identity"]
-        shape = {key: identity[key] for key in ("vocab_size", "bos_id", "layers", "norms", *MODEL_SETTINGS)}
+        file, meta = found, json.loads((found / "meta.json").read_bytes())
+        whole = meta.get("identity") or meta["shape"]  # of a run, or of what quantize.py unpacked
+        shape = {key: whole[key] for key in ("vocab_size", "bos_id", "layers", "norms", *MODEL_SETTINGS)}
         tensors = torch.load(file / "model.pt", map_location="cpu", weights_only=True)
         beside = [one for kind in ("tokenizer.model", "*.tiktoken") for one in file.parent.glob(kind)]
         sha256 = load_tokenizer(beside[0]).sha256 if beside else None
