@@ -1,4 +1,4 @@
-"""tools/bench.py: its figures by closed forms, runs with a stand-in for train_gpt.py, tables and files whole."""
+"""tools/bench.py, tools/arms.py: figures by closed forms, runs with a stand-in for train_gpt.py, tables and files."""
 
 import importlib.util
 import json
@@ -18,9 +18,16 @@ import torch
 import train_gpt as T
 
 ROOT = Path(__file__).resolve().parents[1]
-spec = importlib.util.spec_from_file_location("bench", ROOT / "tools" / "bench.py")
-bench = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(bench)
+
+
+def load_tool(name: str):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+bench, arms = load_tool("bench"), load_tool("arms")
 
 
 # -------------------------------------------------------------------------------------------------------------- ops
@@ -119,16 +126,16 @@ def student_tail(t: float, freedom: int) -> float:
 
 
 def test_quantiles_of_student():
-    assert [student_tail(t, freedom) for freedom, t in enumerate(bench.T_QUANTILES, 1)] == pytest.approx(
+    assert [student_tail(t, freedom) for freedom, t in enumerate(arms.T_QUANTILES, 1)] == pytest.approx(
         [0.975] * 10, abs=3e-6)
 
 
 def test_interval():
-    assert bench.interval([1.0, 3.0]) == pytest.approx((2.0, 12.7062))
-    assert bench.interval([1.0, 2.0, 3.0]) == pytest.approx((2.0, 4.3027 / 3**0.5))
-    assert bench.interval([2.5]) == (2.5, math.inf)
+    assert arms.interval([1.0, 3.0]) == pytest.approx((2.0, 12.7062))
+    assert arms.interval([1.0, 2.0, 3.0]) == pytest.approx((2.0, 4.3027 / 3**0.5))
+    assert arms.interval([2.5]) == (2.5, math.inf)
     many = [float(at % 2) for at in range(20)]
-    assert bench.interval(many)[1] == pytest.approx(2.2281 * statistics.stdev(many) / 20**0.5)
+    assert arms.interval(many)[1] == pytest.approx(2.2281 * statistics.stdev(many) / 20**0.5)
 
 
 def arm_runs(*scores: float | str) -> dict[int, dict]:
@@ -139,25 +146,25 @@ def arm_runs(*scores: float | str) -> dict[int, dict]:
 
 def test_an_arm_is_compared_seed_by_seed():
     first = arm_runs(2.0, 2.2, 2.4)
-    own = bench.summarize(first, first)
+    own = arms.summarize(first, first)
     assert own == {"tokens": 2000, "steps": 10, "parameters": 7, "val_bpb": pytest.approx(2.2),
                    "half_width": pytest.approx(4.3027 * 0.2 / 3**0.5)}
-    better = bench.summarize(arm_runs(1.9, 2.11, 2.29), first)  # the seeds differ more than the arms
+    better = arms.summarize(arm_runs(1.9, 2.11, 2.29), first)  # the seeds differ more than the arms
     assert better["difference"] == pytest.approx(-0.1)
     assert better["difference_half_width"] == pytest.approx(4.3027 * 0.01 / 3**0.5)
     assert better["verdict"] == "wins"
-    assert bench.summarize(arm_runs(2.1, 2.31, 2.49), first)["verdict"] == "loses"
-    assert bench.summarize(arm_runs(2.1, 2.1, 2.4), first)["verdict"] == "tie"
-    part = bench.summarize(arm_runs(1.9, "killed", 2.29), first)
+    assert arms.summarize(arm_runs(2.1, 2.31, 2.49), first)["verdict"] == "loses"
+    assert arms.summarize(arm_runs(2.1, 2.1, 2.4), first)["verdict"] == "tie"
+    part = arms.summarize(arm_runs(1.9, "killed", 2.29), first)
     assert (part["val_bpb"], part["difference"]) == (pytest.approx(2.095), pytest.approx(-0.105))
-    assert bench.summarize(arm_runs("x", "y", "z"), first) == {}
-    assert bench.arm_row("b", better) == ["b", "7", "2,000", "10", "2.1000 ± 0.4849", "-0.1000 ± 0.0248", "wins"]
-    assert bench.arm_row("a", own) == ["a", "7", "2,000", "10", "2.2000 ± 0.4968", "", ""]
+    assert arms.summarize(arm_runs("x", "y", "z"), first) == {}
+    assert arms.arm_row("b", better) == ["b", "7", "2,000", "10", "2.1000 ± 0.4849", "-0.1000 ± 0.0248", "wins"]
+    assert arms.arm_row("a", own) == ["a", "7", "2,000", "10", "2.2000 ± 0.4968", "", ""]
 
 
 def test_compare_tells_the_medians_and_every_repeat():
-    assert bench.compare([100, 110], [120, 121], "slower", "faster") == "14.8% faster (+20.0, +10.0)"
-    assert bench.compare([200], [50], "less", "more") == "75.0% less (-75.0)"
+    assert arms.compare([100, 110], [120, 121], "slower", "faster") == "14.8% faster (+20.0, +10.0)"
+    assert arms.compare([200], [50], "less", "more") == "75.0% less (-75.0)"
 
 
 def option_run(speed: float, memory: float, **more: float) -> dict:
@@ -167,15 +174,15 @@ def option_run(speed: float, memory: float, **more: float) -> dict:
 def test_option_rows():
     a = "kept", [option_run(1000, 900), option_run(1000, 1000)]
     b = "again", [option_run(500, 600), option_run(800, 700)]
-    row = bench.option_row(a, b, "memory", "40-60% less", 400)
+    row = arms.option_row(a, b, "memory", "40-60% less", 400)
     assert row == ["kept → again", "1,000 → 650 (×0.65)", "100 → 162 (×1.62)", "950 → 650 (×0.68)",
                    "not reported", "not reported", "40-60% less",
                    "31.6% less memory (-33.3, -30.0); without the libraries 54.5% less memory (-60.0, -50.0)"]
     a = "AdamW", [option_run(1000, 900, optimizer_state_bytes=800, state_bytes_per_parameter=8.0)]
     b = "Lion", [option_run(1000, 900, optimizer_state_bytes=400, state_bytes_per_parameter=4.0)]
-    assert bench.option_row(a, b, "state", "half", 0)[4:] == [
+    assert arms.option_row(a, b, "state", "half", 0)[4:] == [
         "800 → 400 (×0.50)", "8.00 → 4.00 (×0.50)", "half", "50.0% less state (-50.0)"]
-    failed = bench.option_row(a, ("Lion", [{"failed": "error: x"}]), "state", "half", 0)
+    failed = arms.option_row(a, ("Lion", [{"failed": "error: x"}]), "state", "half", 0)
     assert failed == ["AdamW → Lion", "", "", "", "", "", "half", "failed: error: x"]
 
 
@@ -286,12 +293,12 @@ def test_jobs_are_pinned_to_cores_of_their_own():
         time.sleep(0.05)
         return run, tuple(os.sched_getaffinity(0))
 
-    found = bench.run_pinned(make, [(at,) for at in range(6)], jobs, 1)
+    found = arms.run_pinned(make, [(at,) for at in range(6)], jobs, 1)
     assert [run for run, _ in found] == [(at,) for at in range(6)]
     assert {cores for _, cores in found} == {(core,) for core in here[:jobs]}
     assert sorted(os.sched_getaffinity(0)) == here
     with pytest.raises(SystemExit, match="more than the"):
-        bench.run_pinned(make, [], len(here) + 1, 1)
+        arms.run_pinned(make, [], len(here) + 1, 1)
 
 
 # ------------------------------------------------------------------------------------------------------------- cost
@@ -406,16 +413,79 @@ def test_cost_measures_a_run_of_known_times(tmp_path, monkeypatch, capsys):
     assert call(9)[::2] == (1, "failed: c.env: error: no seed\n")
 
 
+# --------------------------------------------------------------------------------------------------------------- rl
+def test_both_generators_sample_as_many_tokens_by_models_of_one_size():
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    config = {"ARCH_MODE": "llama", "VOCAB_SIZE": "64", "TRAIN_SEQ_LEN": "64", "NUM_LAYERS": "2", "MODEL_DIM": "32"}
+    settings = T.load_settings(T.Settings, config, {"arch_mode": T.ARCH_PRESETS})
+    torch.manual_seed(0)
+    makes = bench.make_generators(settings, 3, 40)
+    for make in makes.values():  # at the start the distribution is nearly even: 120 draws of 64 tokens
+        ids = make()
+        assert ids.shape == (3, 40) and 0 <= ids.min() and ids.max() < 64 and len(ids.unique()) > 35
+    assert list(makes)[0] == "ours" and list(makes)[1].startswith("transformers ")
+
+
+def test_rl_times_in_turn_and_tells_the_ratio(tmp_path, monkeypatch, capsys):
+    made, short = [], False
+
+    def generator(name: str, seconds: float):
+        def make() -> torch.Tensor:
+            made.append(name)
+            time.sleep(seconds if len(made) > 2 else 0.2)  # the first of each warms up
+            return torch.zeros(4, 9 if short else 10)
+        return make
+
+    monkeypatch.setattr(bench, "ROOT", tmp_path)
+    monkeypatch.setattr(bench, "load_script", lambda path: T)
+    monkeypatch.setattr(bench, "make_generators", lambda settings, batch, new: {
+        "ours": generator("ours", 0.02), "theirs": generator("theirs", 0.08)})
+    monkeypatch.setattr(bench, "policy_speed", lambda rounds: {"rollout": [5.0] * rounds, "update": [7.0] * rounds})
+    for name in ("sample.py", "train_grpo.py"):
+        (tmp_path / name).touch()
+    words = "rl --rounds 3 --batch 4 --new 10 --threads 1 --out o.json"
+    monkeypatch.setattr(sys, "argv", ["bench.py", *words.split()])
+    with pytest.raises(SystemExit) as ended:
+        bench.main()
+    out = capsys.readouterr().out
+    assert ended.value.code == 0 and made == ["ours", "theirs"] * 4
+    saved = json.loads((tmp_path / "o.json").read_text())
+    speeds = saved["tokens_per_second"]
+    assert [len(values) for values in speeds.values()] == [3] * 4 and speeds["update"] == [7.0] * 3
+    assert 1000 < statistics.median(speeds["ours"]) <= 2000 and 300 < statistics.median(speeds["theirs"]) <= 500
+    assert saved["ratio"] == statistics.median(speeds["ours"]) / statistics.median(speeds["theirs"])
+    assert f"ours / transformers' = {saved['ratio']:.2f} (rounds: " in out and "| update | 7 | 7 | 7 |" in out
+    assert saved["command"] == f"python tools/bench.py {words}" and "seconds" not in saved
+    short = True
+    with pytest.raises(SystemExit, match=r"error: ours made \(4, 9\) tokens, not \(4, 10\)"):
+        bench.main()
+
+
+def test_a_step_of_the_policy_is_timed_after_one_that_warms_up(monkeypatch):
+    import train_grpo
+    ticks, seen, tokens = iter(range(100)), [], []
+
+    def update(trainer, rollout, multiplier):
+        seen.append(multiplier)
+        tokens.append(sum(len(row[1]) for rows in rollout.rows for row in rows))
+
+    monkeypatch.setattr(train_grpo.GRPOTrainer, "update", update)
+    monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: 0.5 * next(ticks)))
+    speeds = bench.policy_speed(2)
+    assert seen == [0.0] * 3 and all(3000 < count <= 32 * 8 * 16 for count in tokens)
+    assert speeds == {"rollout": [2.0 * count for count in tokens[1:]], "update": [2.0 * count for count in tokens[1:]]}
+
+
 # ---------------------------------------------------------------------------------------------------- arms and options
 TOKENIZER = {"vocab_size": 1024, "bos_id": 1}
 
 
 def test_the_arms_have_equal_parameters(capsys):
-    arms = bench.read_arms([])
-    bench.check_arms(T, "configs/cpu.env", arms, TOKENIZER)
+    found = arms.read_arms([])
+    arms.check_arms(T, "configs/cpu.env", found, TOKENIZER)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "arm hybrid: 793,688 parameters, +0.0%"  # docs/lab.md
-    assert len(lines) == len(arms) >= 10
+    assert len(lines) == len(found) >= 10
 
 
 @pytest.mark.parametrize(("settings", "message"), [
@@ -426,23 +496,23 @@ def test_the_arms_have_equal_parameters(capsys):
 ])
 def test_an_arm_that_is_wrong_or_unequal_is_refused(settings, message, tmp_path):
     (tmp_path / "arms.json").write_text(json.dumps({"a": {}, "b": settings}))
-    arms = bench.read_arms([str(tmp_path / "arms.json")])
+    found = arms.read_arms([str(tmp_path / "arms.json")])
     with pytest.raises(SystemExit, match=message):
-        bench.check_arms(T, "configs/cpu.env", arms, TOKENIZER)
+        arms.check_arms(T, "configs/cpu.env", found, TOKENIZER)
 
 
 def test_arms_by_name():
-    assert list(bench.read_arms(["swiglu", "hybrid"])) == ["swiglu", "hybrid"]
+    assert list(arms.read_arms(["swiglu", "hybrid"])) == ["swiglu", "hybrid"]
     with pytest.raises(SystemExit, match="'x' is no arm; there are hybrid, "):
-        bench.read_arms(["x"])
+        arms.read_arms(["x"])
 
 
 def test_options_name_settings_and_a_claim_for_every_arm():
-    options = json.loads(bench.OPTIONS.read_text())
+    options = json.loads(arms.OPTIONS.read_text())
     names = set(options["model"])
     for choice in options["choices"].values():
         assert len(choice["claims"]) == len(choice["arms"]) - 1
-        assert choice["compare"] in bench.COMPARED
+        assert choice["compare"] in arms.COMPARED
         names |= {name for settings in choice["arms"].values() for name in settings}
     assert names - bench.setting_names(T) <= {"OPTIMIZER"}
 
@@ -450,12 +520,14 @@ def test_options_name_settings_and_a_claim_for_every_arm():
 # ------------------------------------------------------------------------------------------------------- whole commands
 @pytest.fixture
 def command(tmp_path, monkeypatch, capsys):
-    """Calls bench with words of a command line and a stub in place of runs: (exit code, out, err, the stub's calls)."""
-    monkeypatch.setattr(bench, "ROOT", tmp_path)
-    monkeypatch.setattr(bench, "load_script", lambda path: T)
-    monkeypatch.setattr(bench, "library_memory", lambda: 300.0)
+    """Calls a tool with words of a command line and a stub in place of runs: (exit code, out, err, its calls)."""
+    manifest = {"name": "text", "tokenizer": TOKENIZER}
+    for tool in (bench, arms):
+        monkeypatch.setattr(tool, "ROOT", tmp_path)
+        monkeypatch.setattr(tool, "load_script", lambda path: T)
+        monkeypatch.setattr(tool, "open_data", lambda script, path: ("data/x", manifest))
+    monkeypatch.setattr(arms, "library_memory", lambda: 300.0)
     monkeypatch.setattr(bench, "matmul_peak", lambda device: 1e11)
-    monkeypatch.setattr(bench, "open_data", lambda script, path: ("data/x", {"name": "text", "tokenizer": TOKENIZER}))
     (tmp_path / "README.md").write_text("top\n<!-- options -->\n<!-- /options -->\nend\n")
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "cpu.env").write_text((ROOT / "configs" / "cpu.env").read_text())
@@ -471,10 +543,11 @@ def command(tmp_path, monkeypatch, capsys):
                      "manifest_sha256": "m", "events": []}
             return found if "failed" in found else {**about, **found}
 
-        monkeypatch.setattr(bench, "run_script", run)
-        monkeypatch.setattr(sys, "argv", ["bench.py", *words])
+        tool = bench if words[0] == "train" else arms
+        monkeypatch.setattr(tool, "run_script", run)
+        monkeypatch.setattr(sys, "argv", ["x.py", *words])
         with pytest.raises(SystemExit) as ended:
-            bench.main()
+            tool.main()
         said = capsys.readouterr()
         return ended.value.code, said.out, said.err, made
 
@@ -498,7 +571,7 @@ def test_options_runs_in_turn_and_writes_table_and_json(command, tmp_path):
     row = next(line for line in readme.splitlines() if line.startswith("| eager"))
     assert row.startswith("| eager → compiled | 1,000 → 1,150 (×1.15) | ")
     assert row.endswith("| 20-30% faster | 15.0% faster (+0.0, +30.0) |")
-    assert "`python tools/bench.py options --only compile --write-readme" in readme and "64 wide" in readme
+    assert "`python tools/arms.py options --only compile --write-readme" in readme and "64 wide" in readme
     assert readme.startswith("top\n<!-- options -->\n| choice |") and readme.endswith("<!-- /options -->\nend\n")
     assert row in out
     saved = json.loads((tmp_path / "o.json").read_text())

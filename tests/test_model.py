@@ -222,24 +222,6 @@ def test_gradients_reach_every_parameter():
         assert param.grad is not None and param.grad.abs().max() > 0, name
 
 
-def test_generation_does_not_depend_on_its_batch_and_stops():
-    torch.manual_seed(15)
-    import sample as S
-    net = S.GPT(config())
-    net.load_state_dict({name: value + 0.05 * torch.randn_like(value) for name, value in net.state_dict().items()})
-    together = S.generate(net, [1, 5, 9], 4, 12, 1.0, 0, 7, frozenset([1]))
-    alone = S.generate(net, [1, 5, 9], 2, 12, 1.0, 0, 7, frozenset([1]))
-    assert together[:2] == alone
-    assert len(set(map(tuple, together))) > 1
-    assert all(1 not in row for row in together)
-    greedy = S.generate(net, [1, 5, 9], 1, 3, 0.0, 0, 7, frozenset())[0]
-    ids = torch.tensor([[1, 5, 9]])
-    for _ in range(3):
-        ids = torch.cat([ids, net(ids)[:, -1].argmax(-1, keepdim=True)], dim=1)
-    assert greedy == ids[0, 3:].tolist()
-    assert S.generate(net, [1, 5], 1, 5, 0.0, 0, 7, frozenset(range(64))) == [[]]
-
-
 def train_through_the_switch(compiled: bool) -> list[float]:
     """Losses of seven steps; from the fifth on the weights are quantized to 3 bits."""
     torch.manual_seed(16)

@@ -1,6 +1,6 @@
-"""Measurements on this machine: of a function, of a run, of one choice against another.
+"""Measurements on this machine: of a function, of generation and its training, of a run (tools/arms.py: of choices).
 
-All but ops start train_gpt.py with settings in its environment and read its result.json and log.txt. Settings that
+train and cost start train_gpt.py with settings in its environment and read its result.json and log.txt. Settings that
 the shell exports are not passed on: `--set NAME=VALUE` is. Step time is the median over the run, tokens/s is the batch
 over that time. Without --data the text is Python's own standard library, with little of it for validation.
 """
@@ -21,7 +21,6 @@ import time
 import timeit
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -31,67 +30,18 @@ from torch.utils.flop_counter import FlopCounterMode
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "train_gpt.py"  # the file that is measured
+BENCH_DATA = "data/bench"  # made at the first use
 TRANSFORMERS = "5.23.0"  # its rule became 1.2 to 1.7 times faster between 4.57 and this version: a ratio names one
 SHAPES = [(4, 512, 8, 64), (4, 2048, 8, 64), (16, 256, 4, 32)]  # (B, T, H, D)
-BENCH_DATA = "data/bench"  # made at the first use
-OPTIONS, ARMS = ROOT / "configs" / "options.json", ROOT / "configs" / "arms.json"  # what `options` and `arms` run
 
 
+# === shared: runs ===
 def load_script(path: Path) -> ModuleType:
     """Import a script of this repository by its path."""
     sys.path.insert(0, str(path.parent))
     return importlib.import_module(path.stem)
 
 
-def parse_shape(text: str) -> tuple[int, int, int, int]:
-    """B, T, H, D from text such as 4x512x8x64."""
-    if not re.fullmatch(r"0*[1-9]\d*(x0*[1-9]\d*){3}", text):
-        raise argparse.ArgumentTypeError(f"shape is {text!r}; it must be BxTxHxD, such as 4x512x8x64")
-    return tuple(map(int, text.split("x")))
-
-
-def bench_ops(args: argparse.Namespace) -> None:
-    """Time gdn_chunk and transformers' rule in turn, forward and backward, and print the times for each shape."""
-    try:
-        import transformers
-    except ImportError:
-        raise SystemExit(f"transformers is missing: pip install transformers=={TRANSFORMERS}") from None
-    transformers.utils.logging.set_verbosity_error()
-    from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
-
-    if transformers.__version__ != TRANSFORMERS:
-        print(f"note: transformers is {transformers.__version__}; the project's figures name {TRANSFORMERS}")
-    torch.set_num_threads(args.threads or torch.get_num_threads())
-    script, size = load_script(SCRIPT), args.chunk
-    rules = {  # transformers scales q itself
-        f"gdn_chunk({size})": lambda q, k, *x: script.gdn_chunk(q * k.shape[-1] ** -0.5, k, *x, chunk=size)[0],
-        f"transformers {transformers.__version__}": lambda *x: torch_chunk_gated_delta_rule(*x)[0],
-    }
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, float32, {args.rounds} rounds in turn")
-    for b, t, h, d in args.shapes:
-        torch.manual_seed(0)  # decay and write strength as at initialisation
-        q, k = (torch.nn.functional.normalize(torch.randn(b, t, h, d), dim=-1) for _ in range(2))
-        g, beta, v, weight = -0.2 * torch.rand(b, t, h), torch.rand(b, t, h), *torch.randn(2, b, t, h, d)
-        inputs, times, results = [x.requires_grad_() for x in (q, k, v, g, beta)], {key: [] for key in rules}, {}
-        for _ in range(1 + args.rounds):
-            for key, rule in rules.items():
-                begin = time.perf_counter()
-                out = rule(*inputs)
-                middle = time.perf_counter()
-                results[key] = [out.detach(), *torch.autograd.grad(out, inputs, weight)]
-                times[key].append((1e3 * (middle - begin), 1e3 * (time.perf_counter() - begin)))
-        print(f"B{b} T{t} H{h} D{d}")
-        columns = {key: list(zip(*pairs[1:], strict=True)) for key, pairs in times.items()}  # the first warmed up
-        for key, (forward, both) in columns.items():
-            print(f"  {key:<24} forward+backward min {min(both):8.1f} ms  median {statistics.median(both):8.1f} ms"
-                  f"   forward min {min(forward):7.1f} ms")
-        (_, mine), (_, other) = columns.values()
-        ratios = f"min {min(other) / min(mine):.2f}  median {statistics.median(other) / statistics.median(mine):.2f}"
-        worst = max((x - y).abs().max() / y.abs().max().clamp(min=1e-3) for x, y in zip(*results.values(), strict=True))
-        print(f"  ratio {ratios}  largest relative difference {worst:.1e}")
-
-
-# ------------------------------------------------------------------------------------------------ runs of the script
 def setting_names(script: ModuleType) -> set[str]:
     """The names that train_gpt.py reads from its environment, CONFIG aside."""
     return {name.upper() for name in script.Settings.__dataclass_fields__}
@@ -202,7 +152,8 @@ def publish(args: argparse.Namespace, path: str, runs: list[tuple[str, dict]], r
     first, info = next((run for _, run in runs if "failed" not in run), {}), Path("/proc/cpuinfo")
     names = re.findall(r"^model name\s*: (.*)$", info.read_text(), re.MULTILINE) if info.is_file() else []
     about = {
-        "date": time.strftime("%Y-%m-%d"), "command": shlex.join(["python", "tools/bench.py", *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%d"),
+        "command": shlex.join(["python", f"tools/{Path(__file__).name}", *sys.argv[1:]]),
         "cpu": names[0] if names else platform.processor(), "cores": os.cpu_count(),
         **{key: first.get(key) for key in ("hardware", "versions", "commit", "code_sha256", "manifest_sha256")},
     }
@@ -212,12 +163,99 @@ def publish(args: argparse.Namespace, path: str, runs: list[tuple[str, dict]], r
     print(text)
     out, readme = ROOT / (args.out or path.format(date=about["date"])), ROOT / "README.md"
     out.parent.mkdir(parents=True, exist_ok=True)
-    content = json.dumps({**about, "seconds": args.seconds, "set": dict(args.set), **body}, indent=1)
+    given = {"seconds": args.seconds, "set": dict(args.set)} if "seconds" in args else {}
+    content = json.dumps({**about, **given, **body}, indent=1)
     out.write_text(content.replace(": Infinity", ": null") + "\n", encoding="utf-8")  # JSON has no infinity
     print(f"written: {out}")
     if args.write_readme:
         readme.write_text(replace_between(readme.read_text(encoding="utf-8"), args.command, text), encoding="utf-8")
     return [f"{name}: {run['failed']}" for name, run in runs if "failed" in run]
+
+
+def parse_set(text: str) -> tuple[str, str]:
+    """NAME and VALUE of NAME=VALUE."""
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    return name, value
+
+
+def add_run_command(commands, name: str, text: str, function: Callable, seconds: float,
+                    runs: str) -> argparse.ArgumentParser:
+    """A command of `commands`, argparse's subparsers, that starts runs of some seconds in a folder."""
+    parser = commands.add_parser(name, help=text)
+    parser.add_argument("--seconds", type=float, default=seconds, help=f"of training, each run ({seconds:g})")
+    parser.add_argument("--data", default="", help=f"data folder ({BENCH_DATA}, made if missing)")
+    parser.add_argument("--set", type=parse_set, action="append", default=[], metavar="NAME=VALUE",
+                        help="a setting of every run; may be repeated")
+    parser.add_argument("--runs", default=runs, help=f"folder for the runs ({runs})")
+    parser.add_argument("--out", default="", help="the JSON file")
+    parser.set_defaults(run=function, write_readme=False)
+    return parser
+
+
+def run_command(parser: argparse.ArgumentParser) -> None:
+    """Do what the command line says; failures go to stderr, and the exit code is 1 if there are any."""
+    args = parser.parse_args()
+    failures = args.run(args) or []
+    sys.stderr.writelines(f"failed: {failure}\n" for failure in failures)
+    sys.exit(1 if failures else 0)
+# === end: runs ===
+
+
+# -------------------------------------------------------------------------------------------------------------- ops
+def parse_shape(text: str) -> tuple[int, int, int, int]:
+    """B, T, H, D from text such as 4x512x8x64."""
+    if not re.fullmatch(r"0*[1-9]\d*(x0*[1-9]\d*){3}", text):
+        raise argparse.ArgumentTypeError(f"shape is {text!r}; it must be BxTxHxD, such as 4x512x8x64")
+    return tuple(map(int, text.split("x")))
+
+
+def load_transformers() -> ModuleType:
+    """The library that is compared with. Raises SystemExit where it is missing."""
+    try:
+        import transformers
+    except ImportError:
+        raise SystemExit(f"transformers is missing: pip install transformers=={TRANSFORMERS}") from None
+    transformers.utils.logging.set_verbosity_error()
+    if transformers.__version__ != TRANSFORMERS:
+        print(f"note: transformers is {transformers.__version__}; the project's figures name {TRANSFORMERS}")
+    return transformers
+
+
+def bench_ops(args: argparse.Namespace) -> None:
+    """Time gdn_chunk and transformers' rule in turn, forward and backward, and print the times for each shape."""
+    transformers = load_transformers()
+    from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+
+    torch.set_num_threads(args.threads or torch.get_num_threads())
+    script, size = load_script(SCRIPT), args.chunk
+    rules = {  # transformers scales q itself
+        f"gdn_chunk({size})": lambda q, k, *x: script.gdn_chunk(q * k.shape[-1] ** -0.5, k, *x, chunk=size)[0],
+        f"transformers {transformers.__version__}": lambda *x: torch_chunk_gated_delta_rule(*x)[0],
+    }
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, float32, {args.rounds} rounds in turn")
+    for b, t, h, d in args.shapes:
+        torch.manual_seed(0)  # decay and write strength as at initialisation
+        q, k = (torch.nn.functional.normalize(torch.randn(b, t, h, d), dim=-1) for _ in range(2))
+        g, beta, v, weight = -0.2 * torch.rand(b, t, h), torch.rand(b, t, h), *torch.randn(2, b, t, h, d)
+        inputs, times, results = [x.requires_grad_() for x in (q, k, v, g, beta)], {key: [] for key in rules}, {}
+        for _ in range(1 + args.rounds):
+            for key, rule in rules.items():
+                begin = time.perf_counter()
+                out = rule(*inputs)
+                middle = time.perf_counter()
+                results[key] = [out.detach(), *torch.autograd.grad(out, inputs, weight)]
+                times[key].append((1e3 * (middle - begin), 1e3 * (time.perf_counter() - begin)))
+        print(f"B{b} T{t} H{h} D{d}")
+        columns = {key: list(zip(*pairs[1:], strict=True)) for key, pairs in times.items()}  # the first warmed up
+        for key, (forward, both) in columns.items():
+            print(f"  {key:<24} forward+backward min {min(both):8.1f} ms  median {statistics.median(both):8.1f} ms"
+                  f"   forward min {min(forward):7.1f} ms")
+        (_, mine), (_, other) = columns.values()
+        ratios = f"min {min(other) / min(mine):.2f}  median {statistics.median(other) / statistics.median(mine):.2f}"
+        worst = max((x - y).abs().max() / y.abs().max().clamp(min=1e-3) for x, y in zip(*results.values(), strict=True))
+        print(f"  ratio {ratios}  largest relative difference {worst:.1e}")
 
 
 # ------------------------------------------------------------------------------------------------------------ train
@@ -362,198 +400,90 @@ def bench_cost(args: argparse.Namespace) -> list[str]:
     return publish(args, args.runs + "/cost_{date}.json", [(args.config, run)], rows, notes, config=args.config, **cost)
 
 
-# ---------------------------------------------------------------------------------------------------------- options
-# What a choice's last column compares: key, word where it is less, word where it is more.
-COMPARED = {"speed": ("tokens_per_second", "slower", "faster"),
-            "memory": ("peak_memory_mib", "less memory", "more memory"),
-            "state": ("optimizer_state_bytes", "less state", "more state")}
-OPTION_COLUMNS = {"tokens/s": ("tokens_per_second", ",.0f"), "step, ms": ("step_ms", ",.0f"),
-                  "peak memory, MiB": ("peak_memory_mib", ",.0f"),
-                  "optimizer state, bytes": ("optimizer_state_bytes", ",.0f"),
-                  "bytes per parameter": ("state_bytes_per_parameter", ".2f")}
+# --------------------------------------------------------------------------------------------------------------- rl
+def make_generators(settings: SimpleNamespace, batch: int, new: int) -> dict[str, Callable[[], torch.Tensor]]:
+    """Two that sample `new` tokens after each of `batch` prompts of 16, by models of one shape: ours, transformers'.
+
+    Each gives ids (batch, new); no token ends a text, the whole distribution is drawn from at temperature 1.
+    """
+    transformers, ours = load_transformers(), load_script(ROOT / "sample.py")
+    network = ours.GPT(ours.model_config(settings, settings.vocab_size, 1))
+    shape = transformers.LlamaConfig(
+        vocab_size=settings.vocab_size, hidden_size=settings.model_dim, num_hidden_layers=settings.num_layers,
+        intermediate_size=int(settings.mlp_mult * settings.model_dim), num_attention_heads=settings.num_heads,
+        num_key_value_heads=settings.num_kv_heads, max_position_embeddings=settings.train_seq_len,
+        tie_word_embeddings=True, bos_token_id=1, eos_token_id=None, pad_token_id=0)
+    other, prompts = transformers.LlamaForCausalLM(shape).eval(), torch.randint(2, settings.vocab_size, (batch, 16))
+    sizes = [sum(param.numel() for param in model.parameters()) for model in (network, other)]
+    if sizes[0] != sizes[1]:
+        raise SystemExit(f"error: the models differ: {sizes[0]:,} and {sizes[1]:,} parameters")
+
+    def own() -> torch.Tensor:
+        found = ours.generate(network, prompts.tolist(), 1, new, 1.0, 0, 1.0, [(at,) for at in range(batch)],
+                              frozenset())
+        return torch.tensor([sample.ids for sample in found])
+
+    def library() -> torch.Tensor:
+        ids = other.generate(prompts, attention_mask=torch.ones_like(prompts), do_sample=True, temperature=1.0,
+                             top_k=0, top_p=1.0, max_new_tokens=new, use_cache=True)
+        return ids[:, 16:]
+
+    return {"ours": own, f"transformers {transformers.__version__}": library}
 
 
-def library_memory() -> float:
-    """MiB that a process holds which has imported train_gpt.py and done nothing."""
-    code = "import resource, train_gpt; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
-    said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    return int(said) / (2**20 if sys.platform == "darwin" else 2**10)
+def policy_speed(rounds: int) -> dict[str, list[float]]:
+    """Tokens of responses a second of train_grpo.py's default policy, not trained: sampled, and trained on, by round.
+
+    The learning rate is 0, so that each round has the same work.
+    """
+    script = load_script(ROOT / "train_grpo.py")
+    settings, runtime = script.Settings(device="cpu"), script.Runtime(0, 1, torch.device("cpu"), False)
+    network, tokenizer, _ = script.start_policy(settings, runtime)
+    trainer, task = (script.GRPOTrainer(network, tokenizer, settings, runtime=runtime),
+                     script.make_task(settings.task, settings.task_path, settings.seed))
+    reward, speeds = script.load_reward(settings.reward, task, settings.reward_seconds), {"rollout": [], "update": []}
+    for step in range(1 + rounds):
+        times = [time.perf_counter()]
+        rollout = trainer.rollout(lambda number, draw, step=step: trainer.query(task, step, number, draw),
+                                  settings.prompts_per_step, reward, step)
+        times.append(time.perf_counter())
+        trainer.update(rollout, 0.0)
+        times.append(time.perf_counter())
+        tokens = sum(len(row[1]) for rows in rollout.rows for row in rows)
+        for name, (begin, end) in zip(speeds, pairwise(times), strict=True):
+            speeds[name].append(tokens / (end - begin))
+    return {name: values[1:] for name, values in speeds.items()}  # the first warmed up
 
 
-def compare(base: list[float], other: list[float], less: str, more: str) -> str:
-    """How far `other`'s median is from `base`'s, in words, and how far that of each repeat is, signed, in brackets."""
-    change = 100 * (statistics.median(other) / statistics.median(base) - 1)
-    each = ", ".join(f"{100 * (b / a - 1):+.1f}" for a, b in zip(base, other, strict=True))
-    return f"{abs(change):.1f}% {less if change < 0 else more} ({each})"
-
-
-def option_row(base: tuple[str, list[dict]], other: tuple[str, list[dict]], kind: str, claim: str,
-               libraries: float) -> list[str]:
-    """The table's row of two arms (label, runs), compared by a `kind` of COMPARED; `libraries` in MiB."""
-    cells, sides = [f"{base[0]} → {other[0]}"], (base[1], other[1])
-    failed = next((run["failed"] for run in base[1] + other[1] if "failed" in run), None)
-    if failed:
-        return [*cells, *[""] * len(OPTION_COLUMNS), claim, f"failed: {failed}"]
-    values = {key: [[run.get(key, math.nan) for run in side] for side in sides] for key, _ in OPTION_COLUMNS.values()}
-    for key, form in OPTION_COLUMNS.values():
-        a, b = map(statistics.median, values[key])
-        cells.append("not reported" if math.isnan(a + b) else f"{a:{form}} → {b:{form}} (×{b / a:.2f})")
-    key, *words = COMPARED[kind]
-    said = compare(*values[key], *words)
-    if kind == "memory":
-        net = [[value - libraries for value in side] for side in values[key]]
-        said += f"; without the libraries {compare(*net, *words)}"
-    return [*cells, claim, said]
-
-
-def bench_options(args: argparse.Namespace) -> list[str]:
-    """Run the arms of each choice in turn, again and again, and tell what they differ by. Returns failures."""
-    script, libraries = load_script(SCRIPT), library_memory()
-    options = json.loads(OPTIONS.read_text(encoding="utf-8"))
-    model = {**options["model"], "MAX_WALLCLOCK_SECONDS": f"{args.seconds + 1:g}", **dict(args.set)}
-    common = {**model, "DATA_PATH": open_data(script, args.data)[0]}
-    names = args.only or list(options["choices"])
-    if not set(names) <= set(options["choices"]):
-        raise SystemExit(f"error: --only {' '.join(names)}: there are {', '.join(options['choices'])}")
-    choices = {name: options["choices"][name] for name in names}
-    plan = [(name, arm, again) for name in names for again in range(args.repeats) for arm in choices[name]["arms"]]
-    folder, runs = ROOT / args.runs / time.strftime("options_%Y%m%d_%H%M%S"), {}
-    for name, arm, again in plan:
-        place = folder / re.sub(r"\W+", "_", f"{name}_{arm}_{again + 1}")
-        runs[name, arm, again] = run_script(script, place, "", {**common, **choices[name]["arms"][arm]})
-    rows = [["choice", *OPTION_COLUMNS, "the seed's claim", "measured"]]
-    for name, choice in choices.items():
-        arms = [(arm, [runs[name, arm, again] for again in range(args.repeats)]) for arm in choice["arms"]]
-        rows += [option_row(arms[0], arm, choice["compare"], claim, libraries)
-                 for arm, claim in zip(arms[1:], choice["claims"], strict=True)]
-    notes = (f"ARCH_MODE={model['ARCH_MODE']}, {model['NUM_LAYERS']} layers, {model['MODEL_DIM']} wide, "
-             f"{model['TRAIN_BATCH_TOKENS']} tokens a step in windows of {model['TRAIN_SEQ_LEN']}; runs of "
-             f"{args.seconds:g} s, {args.repeats} of each arm in turn; medians, and in brackets each repeat's change "
-             f"in percent. Memory is the most that the process held: {libraries:,.0f} MiB of it are Python and its "
-             "libraries, and where compiled the compiler.")
-    named = [(f"{name}, {arm}", run) for (name, arm, _), run in runs.items()]
-    return publish(args, "docs/lab/options_{date}.json", named, rows, notes, model=model, choices=choices,
-                   repeats=args.repeats, libraries_mib=libraries,
-                   runs=[{"choice": name, "arm": arm, **figures(run)} for (name, arm, _), run in runs.items()])
-
-
-# ------------------------------------------------------------------------------------------------------------- arms
-TOLERANCE = 0.05  # of the first arm's parameters
-# Student's t, 97.5%, for 1 to 10 degrees of freedom (any table); the last one serves for more, on the safe side.
-T_QUANTILES = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)
-
-
-def interval(values: list[float]) -> tuple[float, float]:
-    """Mean and half-width of its 95% interval (Student), infinite for a single value."""
-    quantile = T_QUANTILES[min(len(values) - 1, len(T_QUANTILES)) - 1]
-    half = quantile * statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else math.inf
-    return statistics.fmean(values), half
-
-
-def read_arms(words: list[str]) -> dict[str, dict[str, str]]:
-    """Arms {name: {SETTING: value}} from a .json file, or those of the names from ARMS. Raises SystemExit if wrong."""
-    from_file = bool(words) and words[0].endswith(".json")
-    arms = json.loads(Path(words[0] if from_file else ARMS).read_text(encoding="utf-8"))
-    names = list(arms) if from_file or not words else words
-    if wrong := [name for name in names if name not in arms]:
-        raise SystemExit(f"error: {wrong[0]!r} is no arm; there are {', '.join(arms)}, or a .json file with others")
-    return {name: {setting: str(value) for setting, value in arms[name].items()} for name in names}
-
-
-def check_arms(script: ModuleType, config: str, arms: dict[str, dict[str, str]], tokenizer: dict) -> None:
-    """Print the parameters of every arm; SystemExit if one cannot be built or is not near enough to the first one's."""
-    first = 0
-    for name, settings in arms.items():
-        try:
-            resolved = script.load_settings(script.Settings, {"CONFIG": str(ROOT / config), **settings},
-                                            {"arch_mode": script.ARCH_PRESETS})
-            shape = script.model_config(resolved, tokenizer["vocab_size"], tokenizer["bos_id"])
-        except script.UserError as error:
-            raise SystemExit(f"error: arm {name}: {error}") from None
-        count = sum(param.numel() for param in script.GPT(shape).parameters())
-        first = first or count
-        print(f"arm {name}: {count:,} parameters, {100 * (count / first - 1):+.1f}%")
-        if not set(settings) <= setting_names(script):
-            raise SystemExit(f"error: arm {name}: {', '.join(settings)}: not all are settings of {SCRIPT.name}")
-        if abs(count / first - 1) > TOLERANCE:
-            raise SystemExit(f"error: arm {name}: {count:,} parameters are more than {TOLERANCE:.0%} from {first:,}")
-
-
-def run_pinned(make: Callable[[tuple], dict], runs: list[tuple], jobs: int, threads: int) -> list[dict]:
-    """`make` of each of `runs`, `jobs` at a time, each job on its own `threads` cores; results in their order."""
-    pinning = hasattr(os, "sched_setaffinity")  # Linux
-    cores = sorted(os.sched_getaffinity(0)) if pinning else list(range(os.cpu_count() or 1))
-    if jobs * threads > len(cores):
-        raise SystemExit(f"error: --jobs {jobs} x --threads {threads} are more than the {len(cores)} cores here")
-    slots = iter([cores[job * threads : (job + 1) * threads] for job in range(jobs)])
-    pin = (lambda: os.sched_setaffinity(0, next(slots))) if pinning else None  # 0: this thread; its children inherit it
-    with ThreadPoolExecutor(jobs, initializer=pin) as pool:
-        return list(pool.map(make, runs))
-
-
-def summarize(runs: dict[int, dict], first: dict[int, dict]) -> dict:
-    """Means of an arm (seed -> run) with intervals, and of its difference to the first arm, seed by seed."""
-    good = {seed: run for seed, run in runs.items() if "failed" not in run}
-    if not good:
-        return {}
-    means = {key: statistics.fmean(run[key] for run in good.values()) for key in ("tokens", "steps", "parameters")}
-    summary = {key: round(mean) for key, mean in means.items()}
-    summary["val_bpb"], summary["half_width"] = interval([run["val_bpb"] for run in good.values()])
-    pairs = [run["val_bpb"] - first[seed]["val_bpb"] for seed, run in good.items() if "failed" not in first[seed]]
-    if runs is not first and pairs:
-        difference, half = interval(pairs)
-        verdict = "wins" if difference + half < 0 else "loses" if difference - half > 0 else "tie"
-        summary.update(difference=difference, difference_half_width=half, verdict=verdict)
-    return summary
-
-
-def arm_row(name: str, summary: dict) -> list[str]:
-    """The table's row of an arm."""
-    if not summary:
-        return [name, *[""] * 5, "failed"]
-    difference = "{difference:+.4f} ± {difference_half_width:.4f}" if "verdict" in summary else ""
-    form = "{parameters:,}|{tokens:,}|{steps:,}|{val_bpb:.4f} ± {half_width:.4f}|" + difference
-    return [name, *form.format(**summary).split("|"), summary.get("verdict", "")]
-
-
-def bench_arms(args: argparse.Namespace) -> list[str]:
-    """Train every arm with every seed for the same seconds: bits per byte with intervals. Returns failures."""
-    script = load_script(SCRIPT)
-    arms, config = read_arms(args.arms), os.path.relpath(args.config, ROOT)
-    data, manifest = open_data(script, args.data)
-    check_arms(script, config, arms, manifest["tokenizer"])
-    common = {"DATA_PATH": data, "MAX_WALLCLOCK_SECONDS": f"{args.seconds:g}", "EVAL_STRIDE": "0",
-              "VAL_LOSS_EVERY": "0", **dict(args.set)}
-    plan = [(seed, name) for seed in range(1, args.seeds + 1) for name in arms]  # a drift of speed meets every arm
-
-    def make(run: tuple[int, str]) -> dict:
-        seed, name = run
-        place, settings = ROOT / args.runs / f"{name}_s{seed}", {**common, **arms[name], "SEED": str(seed)}
-        return run_script(script, place, config, settings, args.threads)
-
-    runs = dict(zip(plan, run_pinned(make, plan, args.jobs, args.threads), strict=True))
-    by_arm = {name: {seed: runs[seed, name] for seed in range(1, args.seeds + 1)} for name in arms}
-    base = next(iter(arms))
-    summaries = {name: summarize(by_arm[name], by_arm[base]) for name in arms}
-    rows = [["arm", "parameters", "tokens", "steps", "bits per byte", f"less {base}", "verdict"],
-            *(arm_row(name, summary) for name, summary in summaries.items())]
-    notes = (f"{manifest['name']}, {args.seconds:g} s a run, seeds 1 to {args.seeds}, {args.jobs} at a time on "
-             f"{args.threads} cores each. 95% intervals: of the mean, and of the difference seed by seed, without a "
-             f"correction for {len(arms) - 1} comparisons. "
-             f"Runs that chose their weights past the clock: {sum(bool(run.get('events')) for run in runs.values())}.")
-    named = [(f"{name}, seed {seed}", run) for (seed, name), run in runs.items()]
-    return publish(args, "docs/lab/arms_{date}.json", named, rows, notes, config=args.config, data=manifest["name"],
-                   jobs=args.jobs, threads=args.threads,
-                   arms={name: {"settings": arms[name], **summaries[name],
-                                "runs": {seed: figures(run) for seed, run in by_arm[name].items()}} for name in arms})
-
-
-def parse_set(text: str) -> tuple[str, str]:
-    """NAME and VALUE of NAME=VALUE."""
-    name, equals, value = text.partition("=")
-    if not name or not equals:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
-    return name, value
+def bench_rl(args: argparse.Namespace) -> None:
+    """Time generation, ours and transformers' in turn, and a GRPO step; print tokens/s and their ratio."""
+    torch.set_num_threads(args.threads or torch.get_num_threads())
+    script, config = load_script(SCRIPT), {"ARCH_MODE": "llama", "VOCAB_SIZE": "1024", "TRAIN_SEQ_LEN": "256",
+                                           "NUM_LAYERS": str(args.layers), "MODEL_DIM": str(args.dim)}
+    settings = script.load_settings(script.Settings, config, {"arch_mode": script.ARCH_PRESETS})
+    torch.manual_seed(0)
+    generators, speeds = make_generators(settings, args.batch, args.new), {}
+    for _ in range(1 + args.rounds):
+        for name, make in generators.items():
+            begin = time.perf_counter()
+            shape = tuple(make().shape)
+            seconds = time.perf_counter() - begin
+            if shape != (args.batch, args.new):
+                raise SystemExit(f"error: {name} made {shape} tokens, not {(args.batch, args.new)}")
+            speeds.setdefault(name, []).append(args.batch * args.new / seconds)
+    speeds = {name: values[1:] for name, values in speeds.items()} | policy_speed(args.rounds)
+    mine, other = list(speeds.values())[:2]
+    ratio, each = statistics.median(mine) / statistics.median(other), [a / b for a, b in zip(mine, other, strict=True)]
+    about = script.describe_machine(script.Runtime(0, 1, torch.device("cpu"), False))
+    about["code_sha256"] = {name: script.sha256_file(ROOT / name) for name in ("sample.py", "train_grpo.py")}
+    rows = [["", "tokens/s, median", "least", "most"], *(
+        [name, *(f"{pick(values):,.0f}" for pick in (statistics.median, min, max))] for name, values in speeds.items())]
+    notes = (f"Generation: {args.new} tokens after each of {args.batch} prompts of 16, {args.layers} layers x "
+             f"{args.dim}, {settings.vocab_size} tokens, {args.rounds} rounds in turn; ours / transformers' = "
+             f"{ratio:.2f} (rounds: {', '.join(f'{value:.2f}' for value in each)}). rollout, update: tokens of "
+             "responses in train_grpo.py's default step, rewards included.")
+    publish(args, "runs/bench/rl_{date}.json", [("rl", about)], rows, notes, tokens_per_second=speeds, ratio=ratio,
+            ratios=each, shape={key: vars(args)[key] for key in ("layers", "dim", "batch", "new")})
 
 
 def main() -> None:
@@ -565,35 +495,19 @@ def main() -> None:
     ops.add_argument("--chunk", type=int, default=32)
     ops.add_argument("--threads", type=int, default=0, help="0: as PyTorch chooses")
     ops.set_defaults(run=bench_ops)
-    texts = {"train": ("short runs of configs: tokens/s, step time, memory, MFU", bench_train, 20.0, "runs/bench"),
-             "cost": ("what checkpoints and bookkeeping take of a run's time", bench_cost, 65.0, "runs/bench"),
-             "options": ("pairs of options in turn, beside what was claimed", bench_options, 20.0, "runs/bench"),
-             "arms": ("arms at equal seconds, intervals; goes on where it stopped", bench_arms, 120.0, "runs/arms")}
-    for name, (text, function, seconds, runs) in texts.items():
-        parser_of = commands.add_parser(name, help=text)
-        parser_of.add_argument("--seconds", type=float, default=seconds, help=f"of training, each run ({seconds:g})")
-        parser_of.add_argument("--data", default="", help=f"data folder ({BENCH_DATA}, made if missing)")
-        parser_of.add_argument("--set", type=parse_set, action="append", default=[], metavar="NAME=VALUE",
-                               help="a setting of every run; may be repeated")
-        parser_of.add_argument("--runs", default=runs, help=f"folder for the runs ({runs})")
-        parser_of.add_argument("--out", default="", help="the JSON file")
-        parser_of.set_defaults(run=function, write_readme=False)
-    number = {"type": int, "choices": range(1, 100), "metavar": "N"}
-    train, cost, options, arms = (commands.choices[name] for name in texts)
+    rl = commands.add_parser("rl", help="generation against transformers', and a GRPO step, on the CPU: tokens/s")
+    for name, value in {"layers": 4, "dim": 128, "batch": 32, "new": 128, "rounds": 5}.items():
+        rl.add_argument(f"--{name}", type=int, default=value, help=f"{value}")
+    rl.add_argument("--threads", type=int, default=0, help="0: as PyTorch chooses")
+    rl.add_argument("--out", default="", help="the JSON file")
+    rl.set_defaults(run=bench_rl, write_readme=False)
+    train = add_run_command(commands, "train", "short runs of configs: tokens/s, step time, memory, MFU", bench_train,
+                            20.0, "runs/bench")
     train.add_argument("configs", nargs="*", default=["configs/cpu.env"], metavar="CONFIG")
+    cost = add_run_command(commands, "cost", "what checkpoints and bookkeeping take of a run's time", bench_cost, 65.0,
+                           "runs/bench")
     cost.add_argument("config", nargs="?", default="configs/cpu.env", metavar="CONFIG")
-    options.add_argument("--repeats", **number, default=2, help="runs of each arm (2)")
-    options.add_argument("--only", nargs="+", default=[], metavar="CHOICE", help="of configs/options.json (all)")
-    options.add_argument("--write-readme", action="store_true", help="put the table into README.md")
-    arms.add_argument("--arms", nargs="*", default=[], help="names of arms, or a .json file {name: {SETTING: value}}")
-    arms.add_argument("--config", default="configs/cpu.env", help="what the arms change (configs/cpu.env)")
-    arms.add_argument("--seeds", **number, default=3, help="seeds 1 to this (3)")
-    arms.add_argument("--jobs", **number, default=1, help="runs at a time (1)")
-    arms.add_argument("--threads", **number, default=1, help="cores of each run (1)")
-    args = parser.parse_args()
-    failures = args.run(args) or []
-    sys.stderr.writelines(f"failed: {failure}\n" for failure in failures)
-    sys.exit(1 if failures else 0)
+    run_command(parser)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
     python tools/sync.py FILE [SECTION…]    copy FILE's sections (all, or the named ones) into the other scripts
     python tools/sync.py --check            list every difference and malformed fence; exit code 1 if there is one
 
-A section stands between `# === shared: NAME ===` and `# === end: NAME ===`. The scripts are the top-level *.py and
-data/*.py. Only a script that carries the fence receives the section; an empty fence is an invitation. A section that
-was itself edited since HEAD is never overwritten: commit it, revert it, or name its file as the source.
+A section stands between `# === shared: NAME ===` and `# === end: NAME ===`. The scripts are the top-level *.py,
+data/*.py and tools/*.py. Only a script that carries the fence receives the section; an empty fence is an invitation. A
+section that was itself edited since HEAD is never overwritten: commit it, revert it, or name its file as the source.
 """
 
 import os
@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 ORDER = (
     "settings runtime watch tokenizer data text preparation batches model lora optimizer schedule quantization "
-    "artifact export deltas weights evaluation checkpoint generation tasks responses policy"
+    "artifact export deltas weights evaluation checkpoint generation tasks responses policy runs"
 ).split()
 FENCE = re.compile(r"# === (shared|end): (\w+) ===\n?")
 NEARLY_FENCE = re.compile(r"\s*#\W*(shared|end)\b\W*\w+\W*=\s*$|\s*#\s*=+\s*(shared|end)\b", re.IGNORECASE)
@@ -57,7 +57,7 @@ def parse(text: str, name: str) -> dict[str, tuple[int, list[str]]]:
 
 def load(root: Path) -> dict[str, str]:
     """The scripts that may carry fences: name relative to root -> text, line ends as they are."""
-    paths = sorted([*root.glob("*.py"), *root.glob("data/*.py")])
+    paths = sorted(path for folder in ("", "data/", "tools/") for path in root.glob(folder + "*.py"))
     return {path.relative_to(root).as_posix(): path.read_bytes().decode("utf-8") for path in paths}
 
 

@@ -1,0 +1,368 @@
+"""Generation: steps with a cache against the whole forward pass, ragged batches, the sampler against plain ones."""
+
+import dataclasses
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+import sample as S
+import train_gpt as T
+
+BOS, VOCAB, LENGTH, LAST_UNIFORM = 1, 48, 70, 1 - 2**-53
+BASE = T.Settings(layer_pattern="g s a", model_dim=32, num_heads=4, num_kv_heads=2, mlp_mult=2.0, attn_window=5,
+                  rope_base=100.0, qk_gain_init=1.5, tied_embed_init_std=0.1, train_seq_len=96)
+CHOICES = {
+    "g": dict(layer_pattern="g"), "g k": dict(layer_pattern="g k k"), "s": dict(layer_pattern="s"),
+    "a": dict(layer_pattern="a"), "whole layers shared": dict(layer_pattern="A1 A1"),
+    "mixer shared": dict(layer_pattern="s1 g s1"), "GDN shared": dict(layer_pattern="G1 G1 a"),
+    "learned": dict(layer_pattern="g s a", positions="learned"),
+    "bigram": dict(layer_pattern="s", bigram_vocab_size=50, bigram_dim=8),
+    "bio": dict(layer_pattern="g a", mlp="bio", bio_events="soft", bio_threshold=0.5),
+    "part of a head turned": dict(layer_pattern="a", rope_dims=4), "layer norm": dict(layer_pattern="s", norm="layer"),
+}
+TINY = dict(model_dim=32, num_heads=4, num_kv_heads=2, attn_window=5, train_seq_len=96, tied_embed_init_std=0.1)
+MIXED = dict(layer_pattern="g s a k", bigram_vocab_size=50, bigram_dim=8)
+
+
+def settings_of(choice: str) -> T.Settings:
+    if choice not in T.ARCH_PRESETS:
+        return dataclasses.replace(BASE, **CHOICES[choice])
+    preset = dict(T.ARCH_PRESETS[choice])
+    words = preset.get("layer_pattern", T.Settings.layer_pattern).split()
+    short = " ".join(dict.fromkeys(words))  # each kind once; those that share weights meet themselves again
+    layers = " ".join([short, *(word for word in words[-1:] if word[1:])])
+    return dataclasses.replace(T.Settings(), **{**preset, **TINY, "layer_pattern": layers, "num_layers": 5})
+
+
+def network(settings: T.Settings, dtype: torch.dtype = torch.float64, vocab: int = VOCAB) -> S.GPT:
+    """A network none of whose parameters is at a special value, so that every path counts."""
+    torch.manual_seed(1)
+    net = S.GPT(S.model_config(settings, vocab, BOS)).to(dtype)
+    with torch.no_grad():
+        for param in net.parameters():
+            param.add_((0.15 if param.ndim == 2 else 0.05) * torch.randn_like(param))
+    return net.requires_grad_(False)
+
+
+def mixed(dtype: torch.dtype = torch.float64, **changes: object) -> S.GPT:
+    return network(dataclasses.replace(BASE, **{**MIXED, **changes}), dtype)
+
+
+def texts(seed: int, rows: int, length: int) -> torch.Tensor:
+    """ids (rows, length), BOS at the beginning and, at places of each row's own, inside."""
+    rng = np.random.default_rng(seed)
+    ids = torch.from_numpy(rng.integers(2, VOCAB, (rows, length)))
+    ids[torch.from_numpy(rng.random((rows, length)) < 0.04)] = BOS
+    ids[:, 0] = BOS
+    return ids
+
+
+def prompts_of(seed: int, *lengths: int) -> list[list[int]]:
+    return [texts(seed + at, 1, length)[0].tolist() for at, length in enumerate(lengths)]
+
+
+def generate(net: S.GPT, prompts: list[list[int]], count: int = 3, most: int = 12, temperature: float = 1.0,
+             top_k: int = 0, top_p: float = 1.0, seeds: list | None = None, stop: frozenset = frozenset(),
+             **more: int) -> list[S.Sample]:
+    """S.generate; prompt p has the seed (7, its ids' sum, its length) unless `seeds` says otherwise."""
+    seeds = seeds or [(7, sum(prompt), len(prompt)) for prompt in prompts]
+    return S.generate(net, prompts, count, most, temperature, top_k, top_p, seeds, stop, **more)
+
+
+def same(found: list[S.Sample], wanted: list[S.Sample]) -> None:
+    """Tokens and ends are equal; log-probabilities up to the last digits of float32, in which a Sample is made."""
+    assert [one.ids for one in found] == [one.ids for one in wanted]
+    assert [one.finished for one in found] == [one.finished for one in wanted]
+    for one, other in zip(found, wanted, strict=True):
+        assert one.logps == pytest.approx(other.logps, abs=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------------------ caches
+@pytest.mark.parametrize("choice", [*CHOICES, *T.ARCH_PRESETS])
+def test_cached_steps_are_the_forward_pass(choice):
+    """A prompt read whole or in chunks, then token by token; BOS inside both; a window much shorter than the prompt."""
+    settings, ids = settings_of(choice), texts(2, 3, LENGTH)
+    ids[0, 67] = ids[1, 30] = ids[2, 64] = BOS
+    for dtype, chunks, tolerance in ((torch.float64, (1, 7, 64, LENGTH), 1e-9), (torch.float32, (7, 64), 1e-4)):
+        net = network(settings, dtype)
+        full = net(ids).log_softmax(-1)
+        assert full.dtype == dtype and full.std(-1).min() > 0.1  # not a network that says the same of everything
+        for chunk in chunks:
+            cache, parts = {}, list(ids.split(chunk, 1) if chunk == LENGTH else ids[:, :64].split(chunk, 1))
+            parts += ids[:, 64:].split(1, 1) if chunk < LENGTH else []
+            found = torch.cat([net(part, cache=cache) for part in parts], 1).log_softmax(-1)
+            torch.testing.assert_close(found, full, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("changes", [
+    {}, dict(layer_pattern="s"), dict(layer_pattern="a"), dict(layer_pattern="g"), dict(layer_pattern="A1 s1 A1 s1"),
+    dict(positions="learned"), dict(positions="none")], ids=str)
+def test_rows_of_different_lengths_go_on_as_each_alone(changes):
+    """Caches of texts of 1 to 29 tokens joined: their windows of 5 end before the longest's begin. BOS stands inside;
+    what follows is read at once, in chunks and token by token, and some caches have been gone on with before.
+    """
+    net, prompts = mixed(**changes), prompts_of(3, 1, 3, 9, 17, 29)
+    prompts[3][8] = prompts[4][20] = prompts[4][28] = BOS
+    more = texts(9, len(prompts), 24)
+    more[:, 0] = 5
+    alone = torch.cat([net(torch.tensor([[*prompt, *row.tolist()]]))[:, -24:]
+                       for prompt, row in zip(prompts, more, strict=True)])
+    for chunks in ([24], [1] * 24, [1, 6, 1, 15, 1]):
+        caches = []
+        for prompt in prompts:
+            head, tail = torch.tensor([prompt[: len(prompt) // 2]]), torch.tensor([prompt[len(prompt) // 2 :]])
+            caches.append({})
+            for part in (head, *tail.split(1, 1)):
+                if part.numel():
+                    net(part, cache=caches[-1])
+        for order in ([0, 1, 2, 3, 4], [4, 1, 3, 0, 2]):
+            cache, rows = S.join_caches([caches[at] for at in order]), more[order]
+            found = torch.cat([net(part, cache=cache) for part in rows.split(chunks, 1)], 1)
+            torch.testing.assert_close(found, alone[order], rtol=0, atol=1e-9)
+
+
+def test_a_joined_batch_is_joined_again():
+    net, (a, b, c), more = mixed(), prompts_of(4, 2, 11, 23), texts(5, 3, 9)
+    caches = [{}, {}, {}]
+    for prompt, cache in zip((a, b, c), caches, strict=True):
+        net(torch.tensor([prompt]), cache=cache)
+    pair = S.join_caches(caches[:2])
+    net(more[:2, :4], cache=pair)
+    net(more[2:, :4], cache=caches[2])
+    found = net(more[:, 4:], cache=S.join_caches([pair, caches[2]]))
+    for row, prompt in enumerate((a, b, c)):
+        wanted = net(torch.tensor([[*prompt, *more[row].tolist()]]))[0, -5:]
+        torch.testing.assert_close(found[row], wanted, rtol=0, atol=1e-9)
+
+
+def tensors_of(cache: dict) -> list[torch.Tensor]:
+    found = []
+    for value in cache.values():
+        value = value[0] if isinstance(value, tuple) else value
+        found += tensors_of(value) if isinstance(value, dict) else [value] if isinstance(value, torch.Tensor) else []
+    return found
+
+
+def test_rows_of_a_cache_are_copies():
+    """Repeated rows go on with different tokens without seeing each other, and the cache that they are of stays."""
+    net, ids, cache = mixed(), texts(6, 2, 11), {}
+    net(ids, cache=cache)
+    net(ids[:, :1], cache=cache)  # now there is room behind the last key: the next step writes in place
+    before = [one.clone() for one in tensors_of(cache)]
+    picked = S.cache_rows(cache, torch.tensor([0, 1, 0, 0]))
+    copies = [one.clone() for one in tensors_of(picked)]
+    for one, copy in zip(tensors_of(picked), copies, strict=True):
+        one[0] = 17  # of every tensor, whatever the network would write
+        assert torch.equal(one[1:], copy[1:])
+        one.copy_(copy)
+    more = texts(7, 4, 6)
+    more[2] = more[0]
+    found = torch.cat([net(part, cache=picked) for part in more.split(1, 1)], 1)
+    assert torch.equal(found[2], found[0]) and not torch.equal(found[3], found[0])
+    for row, of in enumerate((0, 1, 0, 0)):
+        wanted = net(torch.cat([ids[of], ids[of, :1], more[row]])[None])[0, -6:]
+        torch.testing.assert_close(found[row], wanted, rtol=0, atol=1e-9)
+    assert all(torch.equal(*pair) for pair in zip(tensors_of(cache), before, strict=True))
+
+
+def test_a_window_bounds_the_memory_of_its_layer():
+    """Numbers that a cache keeps: at most two windows of keys in s, all of them in a, a state that never grows in g."""
+    net = mixed(layer_pattern="s a g", bigram_vocab_size=0)
+    for prompt in (1, 3, 40):
+        cache, ids = {}, texts(8, 2, 96)
+        net(ids[:, :prompt], cache=cache)
+        state = sum(one.numel() for one in tensors_of(cache[2]))
+        for at in range(prompt, 96):
+            net(ids[:, at : at + 1], cache=cache)
+            kept = [sum(one.numel() for one in tensors_of(cache[layer])) // (2 * 2 * 2 * 8) for layer in (0, 1)]
+            assert kept[0] <= 2 * max(5, prompt) and at + 1 <= kept[1] <= 2 * max(prompt, at + 1)
+        assert kept[0] <= 10 and sum(one.numel() for one in tensors_of(cache[2])) == state
+
+
+# ----------------------------------------------------------------------------------------------------------- batches
+PROMPTS = prompts_of(10, 6, 1, 19, 6, 3, 19, 30)
+PROMPTS[2][11] = PROMPTS[6][9] = BOS
+
+
+@pytest.mark.parametrize("changes", [{}, dict(positions="learned", layer_pattern="s1 A1 s1 A1")], ids=str)
+def test_a_sample_does_not_change_with_its_batch(changes):
+    """Each prompt alone, the prompts in another order, at most so many rows at once, fewer samples of each."""
+    net = mixed(**changes)
+    wanted = generate(net, PROMPTS, stop=frozenset([BOS, 2, 3, 4]))
+    assert len(wanted) == 21 and len({tuple(one.ids) for one in wanted}) > 15
+    same([one for prompt in PROMPTS for one in generate(net, [prompt], stop=frozenset([BOS, 2, 3, 4]))], wanted)
+    order = [3, 6, 0, 5, 1, 4, 2]
+    found = generate(net, [PROMPTS[at] for at in order], stop=frozenset([BOS, 2, 3, 4]))
+    same([one for at in range(7) for one in found[3 * order.index(at) : 3 * order.index(at) + 3]], wanted)
+    for rows in (1, 3, 7, 12):
+        same(generate(net, PROMPTS, stop=frozenset([BOS, 2, 3, 4]), rows=rows), wanted)
+    two = generate(net, PROMPTS, count=2, stop=frozenset([BOS, 2, 3, 4]))
+    same(two, [one for at, one in enumerate(wanted) if at % 3 < 2])
+    shorter = generate(net, PROMPTS, most=5)
+    assert [one.ids for one in shorter] == [one.ids[:5] for one in generate(net, PROMPTS)]
+
+
+def test_seeds_make_the_samples():
+    net, prompt = mixed(), PROMPTS[2]
+    first, again, other = (generate(net, [prompt] * 2, seeds=[(1, 2), seed]) for seed in ((1, 2), (1, 2), (1, 3)))
+    assert first == again and first[:3] == other[:3] == first[3:]
+    assert not {tuple(one.ids) for one in other[:3]} & {tuple(one.ids) for one in other[3:]}
+    assert generate(net, []) == []
+
+
+def test_rows_bound_the_batch():
+    net, seen, inner = mixed(), [], S.GPT.features
+    net.features = lambda ids, cache=None: seen.append(len(ids)) or inner(net, ids, cache)
+    generate(net, PROMPTS, count=3, rows=7)
+    assert max(seen) <= 7
+    one_batch = len(seen)
+    seen.clear()
+    generate(net, PROMPTS, count=3)
+    assert max(seen) == 21 and len(seen) < one_batch
+
+
+# ------------------------------------------------------------------------------------------------------------- ends
+def test_a_stop_token_is_kept_and_ends_the_sample():
+    net, stop = mixed(), frozenset([BOS, 5, 9])
+    free, found = generate(net, PROMPTS, most=20), generate(net, PROMPTS, most=20, stop=stop)
+    ends = []
+    for whole, one in zip(free, found, strict=True):
+        length = next((at + 1 for at, token in enumerate(whole.ids) if token in stop), 20)
+        ends.append((length, one.finished))
+        assert len(whole.ids) == 20 and not whole.finished
+        assert one.ids == whole.ids[:length] and one.finished == (one.ids[-1] in stop)
+        assert one.logps == pytest.approx(whole.logps[:length], abs=1e-6) and len(one.logps) == length
+    assert {finished for _, finished in ends} == {True, False} and len({length for length, _ in ends}) > 4
+    last = next(at for at, (length, finished) in enumerate(ends) if finished and length > 1)
+    prompt, length = PROMPTS[last // 3], ends[last][0]
+    one = generate(net, [prompt], most=length, stop=stop)[last % 3]  # by the very last token
+    assert one.finished and len(one.ids) == length
+    assert not generate(net, [prompt], most=length - 1, stop=stop)[last % 3].finished
+    everything = generate(net, PROMPTS, stop=frozenset(range(VOCAB)))
+    assert all(one.finished and len(one.ids) == 1 for one in everything)
+
+
+def test_finished_rows_leave_the_batch():
+    """A step's batch is never more than a fourth larger than what is left to make, and nothing is computed at the end;
+    what the others draw is theirs (the test above).
+    """
+    net, seen, stop, inner = mixed(), [], frozenset(range(0, VOCAB, 4)), S.GPT.features
+    net.features = lambda ids, cache=None: seen.append(len(ids)) or inner(net, ids, cache)
+    found = generate(net, [PROMPTS[0]], count=64, most=30, stop=stop)
+    lengths = [len(one.ids) for one in found]
+    assert seen[0] == 1 and len(seen) == max(lengths)
+    for step, rows in enumerate(seen[1:], 1):
+        left = sum(length > step for length in lengths)
+        assert left <= rows <= left / 0.8
+    assert seen[-1] < 10 < 40 < seen[1]
+
+
+def test_greedy_is_the_likeliest_token_of_the_whole_forward_pass():
+    net = mixed()
+    found = generate(net, PROMPTS, count=2, most=6, temperature=0.0, top_k=3, top_p=0.5)
+    assert [one.ids for one in found[::2]] == [one.ids for one in found[1::2]]
+    for prompt, one in zip(PROMPTS, found[::2], strict=True):
+        ids = list(prompt)
+        for _ in range(6):
+            ids.append(int(net(torch.tensor([ids]))[0, -1].argmax()))
+        assert one.ids == ids[len(prompt) :] and one.logps == [0.0] * 6
+
+
+# ----------------------------------------------------------------------------------------------------------- sampler
+def kept_log_probabilities(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
+    """Of one row (V,), float64, -inf outside the kept set: plainly, token by token from the likeliest on."""
+    scores = [float(value) / temperature for value in logits]
+    order = sorted(range(len(scores)), key=lambda token: -scores[token])[: top_k or None]
+    weights = {token: math.exp(scores[token] - scores[order[0]]) for token in order}
+    order = [token for token in order if weights[token] > 0]
+    total, held, kept = math.fsum(weights.values()), 0.0, []
+    for token in order:
+        if held / total >= top_p:
+            break
+        kept.append(token)
+        held += weights[token]
+    mass = math.fsum(weights[token] for token in kept)
+    return np.array([math.log(weights[at] / mass) if at in kept else -math.inf for at in range(len(scores))])
+
+
+WAYS = [(1.0, 0, 1.0), (0.6, 0, 1.0), (1.7, 5, 1.0), (1.0, 1, 1.0), (0.8, 0, 0.7), (1.3, 9, 0.6), (1.0, 0, 1e-9),
+        (1.0, 100, 0.95)]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_the_drawn_tokens_are_those_of_a_plain_sampler(way):
+    """Kept set, log-probability and inverse CDF of every draw, for 40 distributions and 300 uniform numbers each; and
+    the frequencies of 20,000 draws: Pearson's X^2 below the 1 - 1e-6 quantile of its distribution, about.
+    """
+    rng = np.random.default_rng(11)
+    for _ in range(40):
+        logits, uniform = 2.5 * rng.standard_normal(17), rng.random(300)
+        wanted = kept_log_probabilities(logits, *way)
+        picks, logps = S.draw(torch.from_numpy(logits).expand(300, -1), *way, torch.from_numpy(uniform))
+        total = np.cumsum(np.exp(wanted))
+        assert picks.tolist() == np.searchsorted(total / total[-1], uniform, side="right").tolist()
+        np.testing.assert_allclose(logps, wanted[picks], rtol=0, atol=1e-12)
+    uniform = torch.from_numpy(rng.random(20_000))
+    picks, logps = S.draw(torch.from_numpy(logits).float().expand(20_000, -1), *way, uniform)
+    np.testing.assert_allclose(logps, wanted[picks], rtol=0, atol=1e-5)
+    expected = 20_000 * np.exp(wanted)
+    counts = np.bincount(picks, minlength=17)
+    assert counts[expected == 0].sum() == 0
+    kept = expected > 0
+    freedom = kept.sum() - 1
+    chi_square = ((counts - expected)[kept] ** 2 / expected[kept]).sum()
+    assert chi_square <= freedom + 4.75 * math.sqrt(2 * freedom) + 15
+
+
+@pytest.mark.parametrize("way", [(1.0, 0, 1.0), (0.7, 4, 1.0), (1.5, 6, 0.8)], ids=str)
+def test_samples_carry_the_log_probabilities_they_were_drawn_by(way):
+    """Each by a forward pass over prompt and sample, and a plain reading of temperature, top-k and top-p."""
+    net, ranks = mixed(), []
+    for prompt, one in zip(np.repeat(np.array(PROMPTS, dtype=object), 3),
+                           generate(net, PROMPTS, 3, 8, *way, stop=frozenset([BOS])), strict=True):
+        logits = net(torch.tensor([[*prompt, *one.ids]]))[0, len(prompt) - 1 : -1].numpy()
+        wanted = [kept_log_probabilities(row, *way)[token] for row, token in zip(logits, one.ids, strict=True)]
+        assert one.logps == pytest.approx(wanted, abs=1e-6)
+        ranks += [(row > row[token]).sum() for row, token in zip(logits, one.ids, strict=True)]
+    assert 0 < max(ranks) < (way[1] or VOCAB)
+
+
+def test_pairs_of_tokens_have_the_frequencies_of_the_model():
+    """3,000 samples of two tokens from a vocabulary of 6: each pair as often as its product of probabilities says,
+    which draws that repeat over steps or samples would not give.
+    """
+    net, prompt, count = network(dataclasses.replace(BASE, layer_pattern="g a"), vocab=6), [1, 3, 5], 3000
+    pairs = list(product(range(6), repeat=2))
+    logps = net(torch.tensor([[*prompt, *pair] for pair in pairs])).log_softmax(-1)[:, 2:4]  # (36, 2, V)
+    chances = np.array([logps[at, 0, a] + logps[at, 1, b] for at, (a, b) in enumerate(pairs)])
+    found = generate(net, [prompt], count, 2)
+    counts = np.bincount([6 * one.ids[0] + one.ids[1] for one in found], minlength=36)
+    expected = count * np.exp(chances)
+    assert expected.sum() == pytest.approx(count) and expected.max() < count / 2
+    assert ((counts - expected) ** 2 / expected).sum() < 35 + 4.75 * math.sqrt(70) + 15
+    for one in found[:200]:
+        assert sum(one.logps) == pytest.approx(chances[6 * one.ids[0] + one.ids[1]], abs=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("way", [(1.0, 0, 1.0), (0.9, 3, 1.0), (1.0, 0, 0.9), (1.1, 4, 0.9)], ids=str)
+def test_what_has_no_probability_is_never_drawn(way, dtype):
+    """By the smallest and the largest uniform number there is, at the vocabulary's ends and inside it: where logits are
+    -inf, where their exponential is 0, and outside the kept set.
+    """
+    rng = np.random.default_rng(12)
+    for size, low in product((6, 50, 1024), (-math.inf, -2000.0)):
+        for _ in range(20):
+            logits = torch.from_numpy(rng.standard_normal(size)).to(dtype)
+            dead = torch.from_numpy(rng.random(size) < 0.4)
+            dead[[0, -1]] = True
+            dead[size // 2] = False
+            logits[dead] = low
+            ends = torch.tensor([0.0, LAST_UNIFORM], dtype=torch.float64)
+            picks, logps = S.draw(logits.expand(2, -1), *way, ends)
+            wanted = np.isfinite(kept_log_probabilities(logits.double().numpy(), *way)) & ~dead.numpy()
+            assert picks.tolist() == [wanted.nonzero()[0][0], wanted.nonzero()[0][-1]]
+            assert torch.isfinite(logps).all()
