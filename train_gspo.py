@@ -2494,7 +2494,9 @@ SFT_PROBLEMS, CHOICE_PROBLEMS, EVAL_STEP = 1 << 40, 1 << 41, 1 << 31  # numbers 
 
 
 def start_policy(settings: Settings, runtime: Runtime) -> tuple[GPT, Tokenizer, str]:
-    """Network, on the runtime's device, and tokenizer: those of INIT_FROM, or new; and where they are from, as text."""
+    """Network, on the runtime's device, and tokenizer: those of INIT_FROM, or "new"; and where they are from."""
+    if settings.lora_rank and settings.qat:
+        raise UserError("QAT=1: adapters are not quantized; must be 0 with LORA_RANK")
     if settings.init_from:
         network, tokenizer, source = load_model("INIT_FROM", settings.init_from, settings.tokenizer_path)
     else:
@@ -2502,17 +2504,20 @@ def start_policy(settings: Settings, runtime: Runtime) -> tuple[GPT, Tokenizer, 
         tokenizer, source = load_tokenizer(settings.tokenizer_path or "bytes"), "new"
         shape = SimpleNamespace(**{**POLICY, **vars(settings)}, num_kv_heads=settings.num_heads)
         network = GPT(model_config(shape, tokenizer.vocab_size, tokenizer.bos_id))
-    adapted = any(name.endswith("lora_a") for name, _ in network.named_parameters())
-    if adapted and not settings.lora_rank:
-        raise UserError(f"LORA_RANK=0: {source} has adapters; must be their rank, to train them on")
-    if settings.lora_rank:
-        if settings.qat:
-            raise UserError("QAT=1: adapters are not quantized; must be 0 with LORA_RANK")
-        if not adapted:
-            setup_lora_adapter(network, settings.lora_rank, settings.lora_alpha)
-        freeze_model(network)
+    ranks = {len(param) for name, param in network.named_parameters() if name.endswith("lora_a")}
+    if ranks - {settings.lora_rank}:
+        raise UserError(f"LORA_RANK={settings.lora_rank}: {source} has adapters of rank {min(ranks)}; must be that")
     network.activation_checkpointing = settings.activation_checkpointing
     return network.to(runtime.device), tokenizer, source
+
+
+def adapt(network: GPT, settings: Settings) -> None:
+    """Put adapters of LORA_RANK, if any, on the network unless INIT_FROM brought some; train these alone."""
+    if settings.lora_rank:
+        torch.manual_seed(settings.seed)
+        if not any(name.endswith("lora_a") for name, _ in network.named_parameters()):
+            setup_lora_adapter(network, settings.lora_rank, settings.lora_alpha)
+        freeze_model(network)
 
 
 def warm_start(network: GPT, tokenizer: Tokenizer, task: Task, settings: Settings, runtime: Runtime) -> float:
@@ -2834,6 +2839,7 @@ def main() -> int:
             f"last loss {loss:.4f}")
     elif source != "new":
         log(f"policy: {source}")
+    adapt(network, settings)
     trainer = GSPOTrainer(network, tokenizer, settings, runtime=runtime)
     memory = {"ema": settings.ema_memory_frac, "swa": None}
     averages = {name: Average(trainer.trained, memory[name]) for name in memory if getattr(settings, name)}

@@ -288,6 +288,7 @@ def policy(M=G, **changes) -> G.GPT:
     """A small network, random in every weight."""
     settings = M.Settings(**{**dict(layer_pattern="g a", model_dim=16, num_heads=2), **changes})
     network, *_ = M.start_policy(settings, ALONE)
+    M.adapt(network, settings)
     if settings.lora_rank and not any(name.endswith("lora_a") for name, _ in network.named_parameters()):
         M.freeze_model(M.setup_lora_adapter(network, settings.lora_rank, settings.lora_alpha))
     generator = torch.Generator().manual_seed(5)
