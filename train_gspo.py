@@ -2,7 +2,7 @@
 
     TASK=sort python train_gspo.py                                          # makes its own small policy, on a CPU
     INIT_FROM=runs/<RUN_ID> TASK=gsm8k TASK_PATH=gsm8k.jsonl torchrun --standalone --nproc_per_node=8 train_gspo.py
-    REWARD=mine.py:score TASK=prompts.jsonl python train_gspo.py            # score(prompts, completions, answers)
+    REWARD=mine.py:score TASK=jsonl TASK_PATH=prompts.jsonl python train_gspo.py    # score(prompts, texts, answers)
 
 A step: GROUP_SIZE samples of each of PROMPTS_PER_STEP prompts, their rewards, then MINI_BATCHES x EPOCHS updates.
 Every setting below is an environment variable: its name in capitals. A run writes runs/<RUN_ID>/: log.txt, checkpoints,
@@ -2523,6 +2523,7 @@ def adapt(network: GPT, settings: Settings) -> None:
 def warm_start(network: GPT, tokenizer: Tokenizer, task: Task, settings: Settings, runtime: Runtime) -> float:
     """SFT_STEPS of AdamW on batches of 64 demonstrations, of the answers alone; the last loss, in nats a token."""
     optimizer, size = torch.optim.AdamW(network.parameters(), betas=(0.9, 0.95), weight_decay=0.0), 64
+    loss = torch.tensor(math.nan)  # of no steps
     for step in range(settings.sft_steps):
         rows = []
         for at in range(step * size, (step + 1) * size):
@@ -2681,13 +2682,18 @@ class GSPOTrainer:
         """The weights that sample and are scored: in quantization-aware training, as the artifact gives them back."""
         return quantized(self.network, self.table) if self.qat else contextlib.nullcontext()
 
-    def sample(self, queries: list, count: int, temperature: float, seeds: list[tuple]) -> list[SimpleNamespace]:
-        """`count` completions of each query: a group with query, prompt (its ids), samples and texts."""
-        prompts = [chat_ids(self.tokenizer, getattr(query, "prompt", query))[0] for query in queries]
+    def check_room(self, prompts: list[list[int]]) -> int:
+        """MAX_NEW_TOKENS. Raises UserError where the context has no room for so many after one of these prompts."""
         longest, most = max(map(len, prompts), default=0), self.settings.max_new_tokens
         if longest + most > (context := self.network.config.train_seq_len):
             raise UserError(f"MAX_NEW_TOKENS={most}: a prompt has {longest} tokens, the model's context {context}; "
                             f"must be at most {max(0, context - longest)}, or the prompt shorter")
+        return most
+
+    def sample(self, queries: list, count: int, temperature: float, seeds: list[tuple]) -> list[SimpleNamespace]:
+        """`count` completions of each query: a group with query, prompt (its ids), samples and texts."""
+        prompts = [chat_ids(self.tokenizer, getattr(query, "prompt", query))[0] for query in queries]
+        most = self.check_room(prompts)
         with torch.no_grad(), self.weights(), parametrize.cached():
             found = iter(generate(self.network, prompts, count, most, temperature, 0, 1.0, seeds, self.stop))
         groups = []
@@ -2822,6 +2828,8 @@ def main() -> int:
     runtime = start_runtime(settings.device, settings.deterministic)
     task = make_task(settings.task, settings.task_path, settings.seed)
     reward, problems = load_reward(settings.reward, task, settings.reward_seconds), task.held_out(settings.eval_prompts)
+    if len(problems) < 2:
+        raise UserError(f"EVAL_PROMPTS={settings.eval_prompts}: {len(problems)} held out; an interval needs at least 2")
     network, tokenizer, source = start_policy(settings, runtime)
     config = network.config
     replay = json.loads((Path(settings.replay) / "progress.json").read_bytes())["progress"] if settings.replay else []
@@ -2841,6 +2849,7 @@ def main() -> int:
         log(f"policy: {source}")
     adapt(network, settings)
     trainer = GSPOTrainer(network, tokenizer, settings, runtime=runtime)
+    trainer.check_room([chat_ids(tokenizer, problem.prompt)[0] for problem in itertools.chain(*task.rows)])
     memory = {"ema": settings.ema_memory_frac, "swa": None}
     averages = {name: Average(trainer.trained, memory[name]) for name in memory if getattr(settings, name)}
     before, history = {}, {"reward": [], "zero_variance": []}

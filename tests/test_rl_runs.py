@@ -414,8 +414,10 @@ def test_adapters_alone_are_trained_and_the_artifact_has_none(place, grpo):
     assert not any("lora" in name or "parametrizations" in name for name in tensors)
     kl = [step["kl"] for step in steps_of(log)]
     assert kl[0] < kl[-1] and kl[-1] > 0  # from a fresh adapter the base is the start
-    line = place.refused("gspo", "lora again", INIT_FROM=place.of("lora") / "step_000010", **SHORT)
-    assert line.startswith("error: LORA_RANK=0: ") and "has adapters already" not in line
+    for rank in (0, 8):
+        changes = {**SHORT, "INIT_FROM": place.of("lora") / "step_000010", "LORA_RANK": rank}
+        line = place.refused("gspo", f"lora of rank {rank}", **changes)
+        assert line.startswith(f"error: LORA_RANK={rank}: ") and "has adapters of rank 4" in line
 
 
 def test_a_new_policy_is_warmed_up_before_it_gets_adapters(place):
@@ -449,6 +451,13 @@ def test_a_generated_task_and_a_random_reward(place):
     rewards = [step["reward"] for step in steps_of(place.log("reverse"))]
     assert len(rewards) == 8 and abs(sum(rewards) / 8 - 0.5) < 4 * 0.5 / 128**0.5
     assert place.result("reverse")["task"] == "reverse" and place.result("reverse")["before"]["n"] == 16
+
+
+def test_a_new_policy_without_a_warm_up(place):
+    """A coin gives rewards even to a policy that knows nothing."""
+    place.run("gspo", "cold", SFT_STEPS=0, REWARD="random", **SHORT)
+    result = place.result("cold")
+    assert result["before"]["greedy"] == [0.0, 0.0, 0.0] and result["steps"] == 2
 
 
 def words_model(folder: Path) -> Path:
@@ -500,6 +509,9 @@ def test_ten_steps_without_any_reward_end_the_run(place):
 LONG = [{"prompt": "ab" * 70 + letter, "answer": "x"} for letter in "abcdefghijklmnopqrst"]
 FAULTS = {
     "prompt beyond the context": (LONG, {}, "MAX_NEW_TOKENS=3: a prompt has 14[0-9] tokens, the model's context 128; "),
+    "one long prompt": ([{"prompt": f"{i}" + "z" * 130 * (i == 77), "answer": "x"} for i in range(90)], {},
+                        "MAX_NEW_TOKENS=3: a prompt has 13[0-9] tokens, the model's context 128; must be"),
+    "no interval": (None, {"EVAL_PROMPTS": 1}, "EVAL_PROMPTS=1: 1 held out; an interval needs at least 2"),
     "empty task": ([], {}, r"task.jsonl: 0 of 0 problems"),
     "row without an answer": ([{"prompt": "ab"}], {}, r"task.jsonl:1: must be JSON with texts 'prompt' and 'answer'"),
     "group of one": (None, {"GROUP_SIZE": 1}, "GROUP_SIZE=1: must be at least 2"),
@@ -510,7 +522,7 @@ FAULTS = {
     "unknown task": (None, {"TASK": "sorting"}, "TASK='sorting': must be one of sort, "),
     "no such start": (None, {"INIT_FROM": "none"}, "INIT_FROM='none': no such file"),
     "adapters and QAT": (None, {"LORA_RANK": 4, "QAT": 1, "ITERATIONS": 10}, "QAT=1: adapters are not quantized"),
-    "base without adapters": (None, {"KL_BETA": 0.1, "REFERENCE": "base"}, "no adapters to switch off"),
+    "base without adapters": (None, {"KL_BETA": 0.1, "REFERENCE": "base"}, "REFERENCE='base': there are no adapters"),
     "endless run": (None, {"ITERATIONS": 0}, "the run would never end"),
 }
 
