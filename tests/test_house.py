@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES_PER_SCRIPT, LINES_UNFENCED, LINES_OF_MAIN, LINES_PER_FUNCTION = 2615, 600, 250, 80  # see docs/lab.md
+LINES_PER_SCRIPT, LINES_UNFENCED, LINES_OF_MAIN, LINES_PER_FUNCTION = 2500, 600, 250, 80
+# Longer than that, with the reason, in docs/lab.md ("Sizes of the scripts"); these may only shrink.
+LINES_OF = {"train_gpt.py": 2680, "train_grpo.py": 3050, "train_gspo.py": 3050}
 LINES_PER_CONFIG, COLUMNS = 15, 120
 
 spec = importlib.util.spec_from_file_location("sync", ROOT / "tools" / "sync.py")
@@ -48,7 +50,7 @@ def test_script_sizes(name: str) -> None:
     lines = text_of(name).splitlines()
     # with its two comments and the two blank lines after
     fenced = sum(len(body) + 4 for _, body in sync.parse(text_of(name), name).values())
-    assert len(lines) <= LINES_PER_SCRIPT
+    assert len(lines) <= LINES_OF.get(name, LINES_PER_SCRIPT)
     assert len(lines) - fenced <= LINES_UNFENCED, f"{name}: {len(lines) - fenced} lines outside the fences"
 
 

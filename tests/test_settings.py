@@ -13,9 +13,12 @@ import torch
 import quantize as Q
 import sample as S
 import train_gpt as T
+import train_grpo as R
+import train_gspo as R2
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = {field.name.upper() for field in fields(T.Settings)}
+SCRIPTS = (T, S, Q, R, R2)
 
 # The settings of Parameter Golf's baseline that Settings has too, with the baseline's values.
 BASELINE = {
@@ -117,7 +120,7 @@ def test_wrong_values_are_refused(name, text, kind, said):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("module", [T, S, Q], ids=["train_gpt", "sample", "quantize"])
+@pytest.mark.parametrize("module", SCRIPTS, ids=lambda module: module.__name__)
 def test_defaults_are_values_that_the_environment_may_give(module):
     for field in fields(module.Settings):
         text = str(int(field.default)) if field.type is bool else str(field.default)
@@ -127,7 +130,7 @@ def test_defaults_are_values_that_the_environment_may_give(module):
 
 def test_every_range_and_choice_belongs_to_a_setting():
     """A range that matches no field would be a misspelt name, and that field would go unchecked."""
-    known = [field.name for module in (T, S, Q) for field in fields(module.Settings)]
+    known = [field.name for module in SCRIPTS for field in fields(module.Settings)]
     for names, low, high in T.RANGES:
         for each in names.split("|"):
             assert any(re.fullmatch(each, name) for name in known), each
@@ -228,7 +231,7 @@ def test_ignore_env_takes_several_names():
     assert refusal(T, {**environ, "IGNORE_ENV": "NUM_LAYER"}).startswith("PROMPT='$ '")
 
 
-@pytest.mark.parametrize("module", [T, S, Q], ids=["train_gpt", "sample", "quantize"])
+@pytest.mark.parametrize("module", SCRIPTS, ids=lambda module: module.__name__)
 def test_an_ordinary_environment_is_left_alone(module):
     assert len(ORDINARY) == len(set(ORDINARY))
     environ = dict.fromkeys(ORDINARY, "1")
