@@ -1039,7 +1039,7 @@ def remember(cache: dict, name: str, new: Tensor, window: int) -> Tensor:
 
 
 def attend_one(q: Tensor, k: Tensor, v: Tensor, doc: Tensor) -> Tensor:
-    """`attend` of one query a row, q (B, H, 1, D), to keys that are all in its window: no copies of these, for the heads
+    """`attend` of one query a row, q (B, H, 1, D), to keys that are all in its window: no copies of these, for heads
     that share a key stand as queries beside each other.
     """
     own, groups = (doc == doc[:, -1:])[:, None, None], q.reshape(len(q), k.size(1), -1, q.size(3))  # (B, 1, 1, L)
