@@ -1,4 +1,4 @@
-"""Write text with a model from its artifact.
+"""Write text with a model from a run, a checkpoint or an artifact.
 
     ARTIFACT=runs/<RUN_ID>/model.upar PROMPT="Once upon a time" python sample.py
     ARTIFACT=runs/<RUN_ID>/model.upar TEMPERATURE=0.7 NUM_SAMPLES=4 MAX_NEW_TOKENS=200 python sample.py
@@ -1396,8 +1396,9 @@ def read_artifact(path: str | Path, max_weights: int = 1 << 30) -> tuple[dict, d
 
 # === shared: weights ===
 def load_model(name: str, path: str, tokenizer_path: str = "") -> tuple["GPT", Tokenizer, str]:
-    """Network (on the CPU), tokenizer and the file taken of `path`: an artifact, a checkpoint, or a run, of which it is
-    the artifact or, while it has none, the newest whole checkpoint. UserError naming the setting `name`, or the file.
+    """Network (on the CPU), tokenizer and the file taken of `path`: an artifact, a checkpoint (its raw weights), or a
+    run, of which it is the artifact or, while it has none, the newest whole checkpoint. UserError naming the setting
+    `name`, or the file.
     """
     where = Path(path)
     file = where / "model.upar" if (where / "model.upar").is_file() else where
@@ -1405,8 +1406,9 @@ def load_model(name: str, path: str, tokenizer_path: str = "") -> tuple["GPT", T
         found, faults = first_whole(checkpoints(file) or [file], ("meta.json", "model.pt"))
         if found is None:
             raise UserError(f"{name}={path!r}: neither model.upar nor a whole checkpoint; {'; '.join(faults)}")
-        file, identity = found, json.loads((found / "meta.json").read_bytes())["identity"]
-        shape = {key: identity[key] for key in ("vocab_size", "bos_id", "layers", "norms", *MODEL_SETTINGS)}
+        file, meta = found, json.loads((found / "meta.json").read_bytes())
+        whole = meta.get("identity") or meta["shape"]  # of a run, or of what quantize.py unpacked
+        shape = {key: whole[key] for key in ("vocab_size", "bos_id", "layers", "norms", *MODEL_SETTINGS)}
         tensors = torch.load(file / "model.pt", map_location="cpu", weights_only=True)
         beside = [one for kind in ("tokenizer.model", "*.tiktoken") for one in file.parent.glob(kind)]
         sha256 = load_tokenizer(beside[0]).sha256 if beside else None

@@ -435,23 +435,6 @@ class Watch(threading.Thread):
                     f"stacks in {self.folder}/stacks_*")
             self.log(text, terminal=False)
             sys.stderr.write(text + "\n")
-
-
-def profile_steps(folder: Path, log: Callable[[str], None]) -> Iterator[None]:
-    """Advanced once a step: traces the fourth to the sixth into `folder`, on CUDA with the memory's history."""
-    cuda = torch.cuda.is_available()
-    yield from [None] * 3
-    if cuda:
-        torch.cuda.memory._record_memory_history()
-    with torch.profiler.profile() as trace:
-        yield from [None] * 3
-    trace.export_chrome_trace(str(folder / "trace.json"))
-    log(f"profile: {folder}/trace.json opens at https://ui.perfetto.dev")
-    if cuda:
-        torch.cuda.memory._dump_snapshot(str(folder / "memory.pickle"))
-        torch.cuda.memory._record_memory_history(enabled=None)
-        log(f"profile: {folder}/memory.pickle opens at https://docs.pytorch.org/memory_viz")
-    yield from itertools.repeat(None)
 # === end: watch ===
 
 
@@ -2421,6 +2404,23 @@ def forward_backward(model: Callable, batches: Batches, step: int) -> Tensor:
         part.backward()
         loss += part.detach()
     return loss
+
+
+def profile_steps(folder: Path, log: Callable[[str], None]) -> Iterator[None]:
+    """Advanced once a step: traces the fourth to the sixth into `folder`, on CUDA with the memory's history."""
+    cuda = torch.cuda.is_available()
+    yield from [None] * 3
+    if cuda:
+        torch.cuda.memory._record_memory_history()
+    with torch.profiler.profile() as trace:
+        yield from [None] * 3
+    trace.export_chrome_trace(str(folder / "trace.json"))
+    log(f"profile: {folder}/trace.json opens at https://ui.perfetto.dev")
+    if cuda:
+        torch.cuda.memory._dump_snapshot(str(folder / "memory.pickle"))
+        torch.cuda.memory._record_memory_history(enabled=None)
+        log(f"profile: {folder}/memory.pickle opens at https://docs.pytorch.org/memory_viz")
+    yield from itertools.repeat(None)
 
 
 def warm_up(model: Callable, network: GPT, table: QuantTable, optimizers: Optimizers, batches: Batches,

@@ -13,6 +13,7 @@ stand in other scripts too, byte for byte (tools/sync.py).
 import base64
 import collections
 import contextlib
+import copy
 import difflib
 import faulthandler
 import functools
@@ -424,23 +425,6 @@ class Watch(threading.Thread):
                     f"stacks in {self.folder}/stacks_*")
             self.log(text, terminal=False)
             sys.stderr.write(text + "\n")
-
-
-def profile_steps(folder: Path, log: Callable[[str], None]) -> Iterator[None]:
-    """Advanced once a step: traces the fourth to the sixth into `folder`, on CUDA with the memory's history."""
-    cuda = torch.cuda.is_available()
-    yield from [None] * 3
-    if cuda:
-        torch.cuda.memory._record_memory_history()
-    with torch.profiler.profile() as trace:
-        yield from [None] * 3
-    trace.export_chrome_trace(str(folder / "trace.json"))
-    log(f"profile: {folder}/trace.json opens at https://ui.perfetto.dev")
-    if cuda:
-        torch.cuda.memory._dump_snapshot(str(folder / "memory.pickle"))
-        torch.cuda.memory._record_memory_history(enabled=None)
-        log(f"profile: {folder}/memory.pickle opens at https://docs.pytorch.org/memory_viz")
-    yield from itertools.repeat(None)
 # === end: watch ===
 
 
@@ -1931,8 +1915,9 @@ def read_artifact(path: str | Path, max_weights: int = 1 << 30) -> tuple[dict, d
 
 # === shared: weights ===
 def load_model(name: str, path: str, tokenizer_path: str = "") -> tuple["GPT", Tokenizer, str]:
-    """Network (on the CPU), tokenizer and the file taken of `path`: an artifact, a checkpoint, or a run, of which it is
-    the artifact or, while it has none, the newest whole checkpoint. UserError naming the setting `name`, or the file.
+    """Network (on the CPU), tokenizer and the file taken of `path`: an artifact, a checkpoint (its raw weights), or a
+    run, of which it is the artifact or, while it has none, the newest whole checkpoint. UserError naming the setting
+    `name`, or the file.
     """
     where = Path(path)
     file = where / "model.upar" if (where / "model.upar").is_file() else where
@@ -1940,8 +1925,9 @@ def load_model(name: str, path: str, tokenizer_path: str = "") -> tuple["GPT", T
         found, faults = first_whole(checkpoints(file) or [file], ("meta.json", "model.pt"))
         if found is None:
             raise UserError(f"{name}={path!r}: neither model.upar nor a whole checkpoint; {'; '.join(faults)}")
-        file, identity = found, json.loads((found / "meta.json").read_bytes())["identity"]
-        shape = {key: identity[key] for key in ("vocab_size", "bos_id", "layers", "norms", *MODEL_SETTINGS)}
+        file, meta = found, json.loads((found / "meta.json").read_bytes())
+        whole = meta.get("identity") or meta["shape"]  # of a run, or of what quantize.py unpacked
+        shape = {key: whole[key] for key in ("vocab_size", "bos_id", "layers", "norms", *MODEL_SETTINGS)}
         tensors = torch.load(file / "model.pt", map_location="cpu", weights_only=True)
         beside = [one for kind in ("tokenizer.model", "*.tiktoken") for one in file.parent.glob(kind)]
         sha256 = load_tokenizer(beside[0]).sha256 if beside else None
@@ -2509,7 +2495,9 @@ SFT_PROBLEMS, CHOICE_PROBLEMS, EVAL_STEP = 1 << 40, 1 << 41, 1 << 31  # numbers 
 
 
 def start_policy(settings: Settings, runtime: Runtime) -> tuple[GPT, Tokenizer, str]:
-    """Network, on the runtime's device, and tokenizer: those of INIT_FROM, or new; and where they are from, as text."""
+    """Network, on the runtime's device, and tokenizer: those of INIT_FROM, or "new"; and where they are from."""
+    if settings.lora_rank and settings.qat:
+        raise UserError("QAT=1: adapters are not quantized; must be 0 with LORA_RANK")
     if settings.init_from:
         network, tokenizer, source = load_model("INIT_FROM", settings.init_from, settings.tokenizer_path)
     else:
@@ -2517,17 +2505,20 @@ def start_policy(settings: Settings, runtime: Runtime) -> tuple[GPT, Tokenizer, 
         tokenizer, source = load_tokenizer(settings.tokenizer_path or "bytes"), "new"
         shape = SimpleNamespace(**{**POLICY, **vars(settings)}, num_kv_heads=settings.num_heads)
         network = GPT(model_config(shape, tokenizer.vocab_size, tokenizer.bos_id))
-    adapted = any(name.endswith("lora_a") for name, _ in network.named_parameters())
-    if adapted and not settings.lora_rank:
-        raise UserError(f"LORA_RANK=0: {source} has adapters; must be their rank, to train them on")
-    if settings.lora_rank:
-        if settings.qat:
-            raise UserError("QAT=1: adapters are not quantized; must be 0 with LORA_RANK")
-        if not adapted:
-            setup_lora_adapter(network, settings.lora_rank, settings.lora_alpha)
-        freeze_model(network)
+    ranks = {len(param) for name, param in network.named_parameters() if name.endswith("lora_a")}
+    if ranks - {settings.lora_rank}:
+        raise UserError(f"LORA_RANK={settings.lora_rank}: {source} has adapters of rank {min(ranks)}; must be that")
     network.activation_checkpointing = settings.activation_checkpointing
     return network.to(runtime.device), tokenizer, source
+
+
+def adapt(network: GPT, settings: Settings) -> None:
+    """Put adapters of LORA_RANK, if any, on the network unless INIT_FROM brought some; train these alone."""
+    if settings.lora_rank:
+        torch.manual_seed(settings.seed)
+        if not any(name.endswith("lora_a") for name, _ in network.named_parameters()):
+            setup_lora_adapter(network, settings.lora_rank, settings.lora_alpha)
+        freeze_model(network)
 
 
 def warm_start(network: GPT, tokenizer: Tokenizer, task: Task, settings: Settings, runtime: Runtime) -> float:
@@ -2584,7 +2575,8 @@ def group_advantages(rewards: Tensor, scale: str, batch_std: Tensor) -> Tensor:
 
     arXiv 2402.03300, section 4.1.2; "none" is Dr. GRPO's (2503.20783). A group of one reward has advantages of 0.
     """
-    centred = rewards - rewards.mean(1, keepdim=True)
+    apart = rewards - rewards[:, :1]  # or equal rewards could differ from their mean in the last digit
+    centred = apart - apart.mean(1, keepdim=True)
     if scale == "none":
         return centred
     return centred / ((rewards.std(1, keepdim=True) if scale == "group" else batch_std) + 1e-4)
@@ -2619,12 +2611,27 @@ def policy_loss(logps: Tensor, batch: SimpleNamespace, settings: Settings) -> tu
     limited = ratio.clamp(max=settings.ratio_limit) if settings.ratio_limit else ratio
     loss = -torch.minimum(limited * advantages, ratio.clamp(low, high) * advantages)
     below, above, kl = ratio < low, ratio > high, away.exp() - away - 1
-    active = below & (advantages < 0) | above & (advantages > 0)
+    active = below & (advantages < 0) | above & (advantages > 0) | (limited < ratio) & (advantages < 0)
     logged = torch.stack([active, below | above, delta.abs(), kl, (batch.old - batch.sampled).abs()]).detach() * mask
     return loss + settings.kl_beta * kl, logged
 
 
 GRPOConfig = Settings  # GRPOConfig(learning_rate=1e-4, group_size=16)
+
+
+def checked_rewards(given: object, asked: list[tuple]) -> list[float]:
+    """What a reward function returned for (query, completion)s, a number for each. UserError for anything else."""
+    try:
+        values = torch.as_tensor(given, dtype=torch.float64).tolist()
+    except (TypeError, ValueError, RuntimeError):
+        values = given
+    values = values if isinstance(values, list) and len(values) == len(asked) else [repr(given)] * len(asked)
+    for value, (query, text) in zip(values, asked, strict=True):
+        if not (isinstance(value, float) and abs(value) < 1e15):
+            sample = f"prompt {getattr(query, 'prompt', query)!r:.80}, completion {text!r:.80}"
+            raise UserError(f"reward: must be a list of {len(asked)} numbers, finite and below 1e15; it is, or holds, "
+                            f"{value!r:.60}; sample: {sample}")
+    return values
 
 
 class GRPOTrainer:
@@ -2647,6 +2654,11 @@ class GRPOTrainer:
             (s.prompts_per_step % self.unit,
              f"PROMPTS_PER_STEP={s.prompts_per_step}: must be a multiple of MINI_BATCHES x ranks = {self.unit}"),
             (s.temperature <= 0, f"TEMPERATURE={s.temperature}: must be above 0, or all samples of a group are one"),
+            (0 < s.ratio_limit <= 1 + s.right_clip_range, f"RATIO_LIMIT={s.ratio_limit}: must be 0, or above the band, "
+                                                          f"{1 + s.right_clip_range}"),
+            (s.kl_beta and s.reference == "base" and ref_model is None
+             and not any(name.endswith("lora_b") for name, _ in model.named_parameters()),
+             "REFERENCE='base': there are no adapters to switch off; needs LORA_RANK, or REFERENCE=start"),
         ):
             if wrong:
                 raise UserError(said)
@@ -2657,12 +2669,12 @@ class GRPOTrainer:
         activations = 100 * model.config.model_dim * len(model.block_of_layer)  # bytes a token, about
         self.micro_tokens = s.micro_batch_tokens or max(4096, free // 2 // activations)
         self.table, self.qat, self.stop = quant_table(s), False, frozenset([chat_ids(tokenizer, "")[1]])
-        self.trained, self.reference = [param for param in model.parameters() if param.requires_grad], None
-        if s.kl_beta:
-            self.reference = reference_policy(model, s.reference == "start")
+        self.trained, self.steps = [param for param in model.parameters() if param.requires_grad], 0
+        self.reference, self.ref_model = None, model  # a context in which ref_model is the reference policy
         if s.kl_beta and ref_model is not None:
-            self.reference = functools.partial(swapped, self.trained, [
-                dict(ref_model.named_parameters())[name].detach().clone() for name in self.optimizers.names.values()])
+            self.reference, self.ref_model = contextlib.nullcontext, copy.deepcopy(ref_model)
+        elif s.kl_beta:
+            self.reference = reference_policy(model, s.reference == "start")
 
     def weights(self) -> contextlib.AbstractContextManager[None]:
         """The weights that sample and are scored: in quantization-aware training, as the artifact gives them back."""
@@ -2674,7 +2686,7 @@ class GRPOTrainer:
         longest, most = max(map(len, prompts), default=0), self.settings.max_new_tokens
         if longest + most > (context := self.network.config.train_seq_len):
             raise UserError(f"MAX_NEW_TOKENS={most}: a prompt has {longest} tokens, the model's context {context}; "
-                            f"must be at most {context - longest}, or the prompt shorter")
+                            f"must be at most {max(0, context - longest)}, or the prompt shorter")
         with torch.no_grad(), self.weights(), parametrize.cached():
             found = iter(generate(self.network, prompts, count, most, temperature, 0, 1.0, seeds, self.stop))
         groups = []
@@ -2695,9 +2707,7 @@ class GRPOTrainer:
             groups = self.sample([queries(number, draw) for number in wanted], s.group_size, s.temperature,
                                  [(s.seed, step, draw, number) for number in wanted])
             asked = [(group.query, text) for group in groups for text in group.texts]
-            rewards = list(map(float, reward(*map(list, zip(*asked, strict=True))))) if asked else []
-            if len(rewards) != len(asked) or not all(map(math.isfinite, rewards)):
-                raise UserError(f"reward: {len(rewards)} numbers for {len(asked)} completions, or one is not finite")
+            rewards = checked_rewards(reward(*map(list, zip(*asked, strict=True))), asked) if asked else []
             for at, (number, group) in enumerate(zip(wanted, groups, strict=True)):
                 group.rewards, found[number] = rewards[at * s.group_size : (at + 1) * s.group_size], group
         return list(found.values())
@@ -2710,7 +2720,7 @@ class GRPOTrainer:
         queries(number, draw): prompt `number` of a step; another one for each draw, see DYNAMIC_ROUNDS. reward: from
         lists of queries, each GROUP_SIZE times, and of completions to a list of numbers.
         """
-        s, begin = self.settings, time.perf_counter()
+        s, begin, self.steps = self.settings, time.perf_counter(), self.steps + 1
         groups = self.groups(queries, count, reward, step)
         rewards = torch.tensor([group.rewards for group in groups], dtype=torch.float64)  # (P, G)
         lengths = torch.tensor([[len(sample.ids) for sample in group.samples] for group in groups]).double()
@@ -2742,7 +2752,7 @@ class GRPOTrainer:
                 batch.old, _ = token_logps(self.network, batch, s.temperature)
         with torch.no_grad(), self.reference() if self.reference else contextlib.nullcontext():
             for batch in itertools.chain(*minis) if self.reference else ():
-                batch.reference, _ = token_logps(self.network, batch, s.temperature)
+                batch.reference, _ = token_logps(self.ref_model, batch, s.temperature)
         seen = []
         for batches in minis * s.epochs:
             size = torch.tensor([sum(len(batch.ids) for batch in batches),
@@ -2770,13 +2780,16 @@ class GRPOTrainer:
                 "train_tok_s": tokens.sum().item() / (time.perf_counter() - begin),
                 "clips": (torch.stack(sums[1:3]) / tokens).T.tolist()}  # of each update: active, outside
 
-    def train_step(self, queries: list, reward_function: Callable, step: int = 0, multiplier: float = 1.0) -> dict:
+    def train_step(self, queries: list, reward_function: Callable, step: int | None = None,
+                   multiplier: float = 1.0) -> dict:
         """A rollout of `queries`, strings or objects with `prompt`, and its updates; the metrics of both.
 
-        reward_function: from lists of queries, each GROUP_SIZE times, and of completions to a list of numbers.
+        reward_function: from lists of queries, each GROUP_SIZE times, and of completions to a list of numbers. step: of
+        the samples' seeds; by default the number of rollouts so far.
         """
         if not queries or len(queries) % self.unit:
             raise UserError(f"train_step: {len(queries)} queries; not a multiple of MINI_BATCHES x ranks = {self.unit}")
+        step = self.steps if step is None else step
         rollout = self.rollout(lambda number, draw: queries[number], len(queries), reward_function, step)
         return {**rollout.metrics, **self.update(rollout, multiplier)}
 
@@ -2825,6 +2838,7 @@ def main() -> int:
             f"last loss {loss:.4f}")
     elif source != "new":
         log(f"policy: {source}")
+    adapt(network, settings)
     trainer = GRPOTrainer(network, tokenizer, settings, runtime=runtime)
     memory = {"ema": settings.ema_memory_frac, "swa": None}
     averages = {name: Average(trainer.trained, memory[name]) for name in memory if getattr(settings, name)}
