@@ -2164,7 +2164,8 @@ def join_caches(caches: list[dict]) -> dict:
             return torch.cat([F.pad(room[:, :, :used], (0, 0, most - used, 0)) for room, used in values]), most
         if name == "doc":
             most = max(value.size(1) for value in values)
-            return torch.cat([F.pad(value, (most - value.size(1), 0), value=-1) for value in values])
+            owned = [value[:, -cache["end"] :] for value, cache in zip(values, caches, strict=True)]  # of its tokens
+            return torch.cat([F.pad(value, (most - value.size(1), 0), value=-1) for value in owned])
         return torch.cat(values) if isinstance(values[0], Tensor) else max(values)
 
     return join("", caches)
