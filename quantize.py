@@ -873,11 +873,11 @@ def remember(cache: dict, name: str, new: Tensor, window: int) -> Tensor:
 
 
 def attend_one(q: Tensor, k: Tensor, v: Tensor, doc: Tensor) -> Tensor:
-    """`attend` of one query a row, q (B, H, 1, D), to keys that are all in its window: few operations, no copies."""
-    scores = q.reshape(-1, q.size(1) // k.size(1), q.size(3)) @ k.flatten(0, 1).mT * q.size(3) ** -0.5  # (B*Hkv, G, L)
-    other = (doc != doc[:, -1:])[:, None, None]  # (B, 1, 1, L)
-    scores = scores.view(len(q), k.size(1), -1, k.size(2)).masked_fill(other, -math.inf).softmax(-1)
-    return (scores.flatten(0, 1) @ v.flatten(0, 1)).view(q.shape)
+    """`attend` of one query a row, q (B, H, 1, D), to keys that are all in its window: no copies of these, for heads
+    that share a key stand as queries beside each other.
+    """
+    own, groups = (doc == doc[:, -1:])[:, None, None], q.reshape(len(q), k.size(1), -1, q.size(3))  # (B, 1, 1, L)
+    return F.scaled_dot_product_attention(groups, k, v, own).view(q.shape)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, doc: Tensor, window: int) -> Tensor:

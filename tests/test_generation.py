@@ -106,6 +106,7 @@ def test_rows_of_different_lengths_go_on_as_each_alone(changes):
     """
     net, prompts = mixed(**changes), prompts_of(3, 1, 3, 9, 17, 29)
     prompts[3][8] = prompts[4][20] = prompts[4][28] = BOS
+    prompts[2][0] = prompts[1][0] = 7  # texts that no BOS begins
     more = texts(9, len(prompts), 24)
     more[:, 0] = 5
     alone = torch.cat([net(torch.tensor([[*prompt, *row.tolist()]]))[:, -24:]

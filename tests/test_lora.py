@@ -257,11 +257,11 @@ def test_cached_generation_makes_each_sum_once(monkeypatch):
     expected = S.merge_lora(copy.deepcopy(net))
     forward = S.Lora.forward
     monkeypatch.setattr(S.Lora, "forward", lambda self, weight: made.append(1) or forward(self, weight))
-    rest = (2, 20, 1.0, 0, 7, frozenset())
+    rest = ([[1, 5, 9]], 2, 20, 1.0, 0, 1.0, [(7,)], frozenset())
     with torch.no_grad(), S.parametrize.cached():
-        found = S.generate(net, [1, 5, 9], *rest)
+        found = S.generate(net, *rest)
     assert len(made) == 18 and net.mixers[0].parametrizations.w_o[0].lora_b.std() > 0.05
-    assert found == S.generate(expected, [1, 5, 9], *rest)
+    assert found == S.generate(expected, *rest)
 
 
 # ----------------------------------------------------------------------------------------- optimizer and quantization
