@@ -113,7 +113,7 @@ class Settings:
     micro_batch_tokens: int = 0  # per forward and rank; 0: fitted to memory. Never changes the global batch
     # clock
     iterations: int = 0  # steps; 0: no limit in steps
-    max_wallclock_seconds: float = 120.0  # training clock; 0: no limit in time
+    max_wallclock_seconds: float = 150.0  # training clock; 0: no limit in time
     reserve_seconds: float = 5.0  # end of the clock kept for choosing among the averages and packing
     # checkpoints and faults
     save_every: str = "120s"  # between checkpoints: steps, or seconds of training; 0: only at the end or a signal
@@ -2479,6 +2479,21 @@ def make_batches(rows: list[tuple], device: torch.device, tokens: int) -> list[S
                                                         advantages=advantages).items()}
         found.append(SimpleNamespace(**parts, old=None, reference=None))
     return found
+
+
+def checked_rewards(given: object, asked: list[tuple]) -> list[float]:
+    """What a reward function returned for (query, completion)s, a number for each. UserError for anything else."""
+    try:
+        values = torch.as_tensor(given, dtype=torch.float64).tolist()
+    except (TypeError, ValueError, RuntimeError):
+        values = given
+    values = values if isinstance(values, list) and len(values) == len(asked) else [repr(given)] * len(asked)
+    for value, (query, text) in zip(values, asked, strict=True):
+        if not (isinstance(value, float) and abs(value) < 1e15):
+            sample = f"prompt {getattr(query, 'prompt', query)!r:.80}, completion {text!r:.80}"
+            raise UserError(f"reward: must be a list of {len(asked)} numbers, finite and below 1e15; it is, or holds, "
+                            f"{value!r:.60}; sample: {sample}")
+    return values
 # === end: responses ===
 
 
@@ -2520,6 +2535,19 @@ def adapt(network: GPT, settings: Settings) -> None:
         if not any(name.endswith("lora_a") for name, _ in network.named_parameters()):
             setup_lora_adapter(network, settings.lora_rank, settings.lora_alpha)
         freeze_model(network)
+
+
+def policy_optimizers(network: GPT, settings: Settings, runtime: Runtime) -> Optimizers:
+    """Of what is trained, all of it at LEARNING_RATE and, but for scalars, WEIGHT_DECAY."""
+    rates = dict.fromkeys(("matrix_lr", "tied_embed_lr", "head_lr", "scalar_lr"), settings.learning_rate)
+    decay = dict.fromkeys(("muon_wd", "adam_wd"), settings.weight_decay)
+    return Optimizers(network, SimpleNamespace(**MUON, **vars(settings), **rates, **decay), runtime)
+
+
+def fitting_tokens(network: GPT, device: torch.device) -> int:
+    """Tokens whose activations, roughly, take half of the memory that is free now; on a CPU of 1 GiB."""
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 1 << 30
+    return max(4096, free // 2 // (100 * network.config.model_dim * len(network.block_of_layer)))
 
 
 def warm_start(network: GPT, tokenizer: Tokenizer, task: Task, settings: Settings, runtime: Runtime) -> float:
@@ -2568,6 +2596,17 @@ def policy_scores(greedy: Tensor, sampled: Tensor) -> dict:
     """For result.json, of held-out problems: greedy (n, 1), sampled (n, k); each share with its 95% interval."""
     found = {"greedy": greedy[:, 0], "pass1": sampled.mean(1), f"pass{sampled.size(1)}": sampled.amax(1)}
     return {"n": len(greedy), **{name: mean_interval(values) for name, values in found.items()}}
+
+
+def policy_gain(before: dict[str, Tensor], greedy: Tensor, sampled: Tensor, temperature: float) -> tuple[dict, str]:
+    """Paired gains with 95% intervals, as in `policy_scores`; and pass1 over the start's at its best temperature, which
+    that is. before: "greedy" and the start's samples by temperature, shaped as greedy (n, 1) and sampled (n, k).
+    """
+    best, was = max(before.keys() - {"greedy"}, key=lambda name: before[name].mean()), before[str(temperature)]
+    gain = {"greedy": (greedy - before["greedy"])[:, 0], "pass1": sampled.mean(1) - was.mean(1),
+            f"pass{sampled.size(1)}": sampled.amax(1) - was.amax(1),
+            "pass1_over_best": sampled.mean(1) - before[best].mean(1)}
+    return {name: mean_interval(values) for name, values in gain.items()}, best
 # === end: policy ===
 
 
@@ -2618,22 +2657,23 @@ def policy_loss(logps: Tensor, batch: SimpleNamespace, settings: Settings) -> tu
     return loss + settings.kl_beta * kl, logged
 
 
+def update_unit(s: Settings, ranks: int) -> int:
+    """MINI_BATCHES x ranks, which divides the prompts of a step. Raises UserError: settings that do not fit."""
+    unit = s.mini_batches * ranks
+    for wrong, said in (
+        (s.group_size < 2, f"GROUP_SIZE={s.group_size}: must be at least 2, for a group's rewards are compared"),
+        (s.prompts_per_step % unit,
+         f"PROMPTS_PER_STEP={s.prompts_per_step}: must be a multiple of MINI_BATCHES x ranks = {unit}"),
+        (s.temperature <= 0, f"TEMPERATURE={s.temperature}: must be above 0, or all samples of a group are one"),
+        (0 < s.ratio_limit <= 1 + s.right_clip_range, f"RATIO_LIMIT={s.ratio_limit}: must be 0, or above the band, "
+                                                      f"{1 + s.right_clip_range}"),
+    ):
+        if wrong:
+            raise UserError(said)
+    return unit
+
+
 GRPOConfig = Settings  # GRPOConfig(learning_rate=1e-4, group_size=16)
-
-
-def checked_rewards(given: object, asked: list[tuple]) -> list[float]:
-    """What a reward function returned for (query, completion)s, a number for each. UserError for anything else."""
-    try:
-        values = torch.as_tensor(given, dtype=torch.float64).tolist()
-    except (TypeError, ValueError, RuntimeError):
-        values = given
-    values = values if isinstance(values, list) and len(values) == len(asked) else [repr(given)] * len(asked)
-    for value, (query, text) in zip(values, asked, strict=True):
-        if not (isinstance(value, float) and abs(value) < 1e15):
-            sample = f"prompt {getattr(query, 'prompt', query)!r:.80}, completion {text!r:.80}"
-            raise UserError(f"reward: must be a list of {len(asked)} numbers, finite and below 1e15; it is, or holds, "
-                            f"{value!r:.60}; sample: {sample}")
-    return values
 
 
 class GRPOTrainer:
@@ -2650,26 +2690,12 @@ class GRPOTrainer:
         self.settings = s = config or args or Settings()
         self.network, self.tokenizer, self.dataset = model, tokenizer, train_dataset
         self.runtime = runtime or Runtime(0, 1, model.embed.device, False)
-        self.unit = s.mini_batches * self.runtime.world_size
-        for wrong, said in (
-            (s.group_size < 2, f"GROUP_SIZE={s.group_size}: must be at least 2, for a group's rewards are compared"),
-            (s.prompts_per_step % self.unit,
-             f"PROMPTS_PER_STEP={s.prompts_per_step}: must be a multiple of MINI_BATCHES x ranks = {self.unit}"),
-            (s.temperature <= 0, f"TEMPERATURE={s.temperature}: must be above 0, or all samples of a group are one"),
-            (0 < s.ratio_limit <= 1 + s.right_clip_range, f"RATIO_LIMIT={s.ratio_limit}: must be 0, or above the band, "
-                                                          f"{1 + s.right_clip_range}"),
-            (s.kl_beta and s.reference == "base" and ref_model is None
-             and not any(name.endswith("lora_b") for name, _ in model.named_parameters()),
-             "REFERENCE='base': there are no adapters to switch off; needs LORA_RANK, or REFERENCE=start"),
-        ):
-            if wrong:
-                raise UserError(said)
-        rates = dict.fromkeys(("matrix_lr", "tied_embed_lr", "head_lr", "scalar_lr"), s.learning_rate)
-        decay = dict.fromkeys(("muon_wd", "adam_wd"), s.weight_decay)
-        self.optimizers = Optimizers(model, SimpleNamespace(**MUON, **vars(s), **rates, **decay), self.runtime)
-        free = torch.cuda.mem_get_info()[0] if self.runtime.device.type == "cuda" else 1 << 30
-        activations = 100 * model.config.model_dim * len(model.block_of_layer)  # bytes a token, about
-        self.micro_tokens = s.micro_batch_tokens or max(4096, free // 2 // activations)
+        self.unit = update_unit(s, self.runtime.world_size)
+        if (s.kl_beta and s.reference == "base" and ref_model is None
+                and not any(name.endswith("lora_b") for name, _ in model.named_parameters())):
+            raise UserError("REFERENCE='base': no adapters to switch off; needs LORA_RANK, or REFERENCE=start")
+        self.optimizers = policy_optimizers(model, s, self.runtime)
+        self.micro_tokens = s.micro_batch_tokens or fitting_tokens(model, self.runtime.device)
         self.table, self.qat, self.stop = quant_table(s), False, frozenset([chat_ids(tokenizer, "")[1]])
         self.trained, self.steps = [param for param in model.parameters() if param.requires_grad], 0
         self.reference, self.ref_model = None, model  # a context in which ref_model is the reference policy
@@ -2826,6 +2852,7 @@ def main() -> int:
     settings = load_settings(Settings, dict(os.environ), stored=lambda given: stored_settings(given, Settings.out_dir))
     plan = Plan(SimpleNamespace(**MUON, **vars(settings)))
     runtime = start_runtime(settings.device, settings.deterministic)
+    update_unit(settings, runtime.world_size)
     task = make_task(settings.task, settings.task_path, settings.seed)
     reward, problems = load_reward(settings.reward, task, settings.reward_seconds), task.held_out(settings.eval_prompts)
     if len(problems) < 2:
@@ -2864,8 +2891,9 @@ def main() -> int:
     log(f"batch: a step is {s.prompts_per_step} prompts x {s.group_size} samples = {size}; {s.mini_batches} "
         f"mini-batches x {s.epochs} epochs = {s.mini_batches * s.epochs} updates of {size // s.mini_batches} samples "
         f"each, over {runtime.world_size} ranks")
-    log("note: the first mini-batch of a step has a loss of 0 and no clips, for its ratios are 1 and the advantages of "
-        "a group add up to 0; its gradient is not 0. Rewards and the held-out scores say whether the policy learns")
+    log("note: the first mini-batch of a step has no clips, for its ratios are 1, and where each sample counts "
+        "alike a loss of 0, for the advantages of a group add up to 0; its gradient is not 0. Rewards and held-out scores say "
+        "whether the policy learns")
     score = functools.partial(solve, trainer, task, problems)
     if checkpoint_path:
         run.load(Path(checkpoint_path))
@@ -2997,12 +3025,8 @@ def main() -> int:
     trainer.qat = False  # from here on the network that the file holds, by that file alone
     greedy, sampled = score(1, 0.0), score(s.eval_samples, s.temperature)
     after = policy_scores(greedy, sampled)
-    best = max((name for name in before if name != "greedy"), key=lambda name: before[name].mean())
     log(f"after: {after}")
-    was, k = before[str(s.temperature)], s.eval_samples
-    gain = {"greedy": greedy[:, 0] - before["greedy"][:, 0], "pass1": sampled.mean(1) - was.mean(1),
-            f"pass{k}": sampled.amax(1) - was.amax(1), "pass1_over_best": sampled.mean(1) - before[best].mean(1)}
-    gain = {name: mean_interval(values) for name, values in gain.items()}
+    gain, best = policy_gain(before, greedy, sampled, s.temperature)
     log(f"gain: {gain}, paired; best: of the start at temperature {best}")
 
     code = len(Path(__file__).read_bytes()) + (len(Path(s.config).read_bytes()) if s.config else 0)

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import KEPT
 from torch import nn
 
 import train_grpo as G
@@ -289,8 +290,6 @@ def policy(M=G, **changes) -> G.GPT:
     settings = M.Settings(**{**dict(layer_pattern="g a", model_dim=16, num_heads=2), **changes})
     network, *_ = M.start_policy(settings, ALONE)
     M.adapt(network, settings)
-    if settings.lora_rank and not any(name.endswith("lora_a") for name, _ in network.named_parameters()):
-        M.freeze_model(M.setup_lora_adapter(network, settings.lora_rank, settings.lora_alpha))
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, param in network.named_parameters():
@@ -683,8 +682,12 @@ def test_two_ranks_are_one(tmp_path, float32):
         "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"})
         for rank in range(2)]
     torch.set_flush_denormal(True)  # as start_runtime does
-    one = ranked_updates(ALONE)
-    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    try:
+        one = ranked_updates(ALONE)
+        assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
     first, second = (torch.load(tmp_path / str(rank)) for rank in range(2))
     for name, (weights, samples, metrics, bad) in one.items():
         assert bad == first[name][3] == second[name][3] == (2, 0)  # updates; and no weight moved, on no rank
@@ -839,6 +842,17 @@ def test_a_ratio_limit_inside_the_band_is_refused():
 
 
 @each_script
+def test_settings_that_do_not_fit_are_refused_before_anything_is_written(M, tmp_path, monkeypatch, capsys):
+    for name in os.environ:
+        monkeypatch.delenv(name) if name not in KEPT else None
+    for name, text in dict(GROUP_SIZE=1, OUT_DIR=tmp_path / "runs", SFT_STEPS=1, DEVICE="cpu").items():
+        monkeypatch.setenv(name, str(text))
+    monkeypatch.setattr(M.Run, "open", lambda run: pytest.fail("the run has begun"))
+    assert M.exit_code(M.main) == 2 and not (tmp_path / "runs").exists()
+    assert capsys.readouterr().err.startswith("error: GROUP_SIZE=1: must be at least 2")
+
+
+@each_script
 def test_a_prompt_that_is_longer_than_the_context_is_refused(M, float32):
     network = policy(M, train_seq_len=20)  # a prompt of n bytes has n + 4 tokens
     own = trainer(M, network, max_new_tokens=6)
@@ -884,6 +898,34 @@ def test_the_reference_of_a_trained_adapter_is_a_copy_or_the_base(M, monkeypatch
 
 
 @each_script
+def test_a_new_policy_is_warmed_up_whole_and_then_adapted_by_the_seed(M, float32):
+    settings = M.Settings(lora_rank=2, qat=False, sft_steps=2, layer_pattern="a", model_dim=16, num_heads=2)
+    found = []
+    for noise in (1, 2):
+        network, tokenizer, source = M.start_policy(settings, ALONE)
+        before = copy.deepcopy(network.state_dict())
+        torch.manual_seed(noise)  # what another rank drew
+        M.warm_start(network, tokenizer, M.make_task("sort", "", 0), settings, ALONE)
+        assert source == "new" and all(not torch.equal(before[name], w) for name, w in network.named_parameters())
+        M.adapt(network, settings)
+        M.adapt(network, settings)  # adapters that are there, of INIT_FROM, stay
+        found.append(network.state_dict())
+        trained = {name for name, param in network.named_parameters() if param.requires_grad}
+        assert trained and all("lora_" in name for name in trained)
+    assert all(map(torch.equal, found[0].values(), found[1].values()))
+
+
+@each_script
+def test_adapters_of_another_rank_are_refused(M, monkeypatch):
+    network = policy(M, lora_rank=2, qat=False)
+    monkeypatch.setattr(M, "load_model", lambda *given: (network, BYTES, "runs/x/model.upar"))
+    for rank in (0, 3):
+        said = refused(M.start_policy, M.Settings(init_from="runs/x", lora_rank=rank, qat=False), ALONE)
+        assert f"LORA_RANK={rank}" in said and "runs/x/model.upar" in said and "2" in said
+    assert M.start_policy(M.Settings(init_from="runs/x", lora_rank=2, qat=False), ALONE)[0] is network
+
+
+@each_script
 @pytest.mark.parametrize("adapted", [False, True])
 def test_a_model_given_as_reference_is_what_the_policy_stays_near_to(M, adapted, monkeypatch):
     scripted(monkeypatch, M)
@@ -909,17 +951,17 @@ def test_a_model_given_as_reference_is_what_the_policy_stays_near_to(M, adapted,
 @each_script
 def test_quantization_aware_training_samples_and_learns_by_quantized_weights(M, monkeypatch):
     scripted(monkeypatch, M)
-    calls, own, sampled, original = recorded(monkeypatch, M), trainer(M), [], M.generate
+    calls, own, sampled, original = recorded(monkeypatch, M), trainer(M, mini_batches=2), [], M.generate
     monkeypatch.setattr(M, "generate", lambda *given: sampled.append(state(given[0])) or original(*given))
     own.qat, start, twin = True, state(own.network), copy.deepcopy(own.network)
     own.train_step(QUERIES, lengths_score, multiplier=0.0)
     assert all(map(torch.equal, start, state(own.network)))  # the weights themselves, bit for bit
-    logps, batch = calls.pop()
-    with M.quantized(twin, own.table):
-        expected = M.token_logps(twin, batch, 1.0)[0]
-        assert furthest(sampled[0], state(twin)) == 0
-    assert torch.equal(logps, batch.old) and (logps - expected).abs().max() < 1e-12
-    assert (M.token_logps(twin, batch, 1.0)[0] - logps).abs().max() > 1e-4
+    for logps, batch in calls:
+        with M.quantized(twin, own.table):
+            expected = M.token_logps(twin, batch, 1.0)[0]
+            assert furthest(sampled[0], state(twin)) == 0
+        assert torch.equal(logps, batch.old) and (logps - expected).abs().max() < 1e-12
+        assert (M.token_logps(twin, batch, 1.0)[0] - logps).abs().max() > 1e-4
 
 
 # ------------------------------------------------------------------------------------------------- programmatic use
