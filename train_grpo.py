@@ -2550,6 +2550,14 @@ def fitting_tokens(network: GPT, device: torch.device) -> int:
     return max(4096, free // 2 // (100 * network.config.model_dim * len(network.block_of_layer)))
 
 
+def check_room(network: GPT, prompts: list[list[int]], most: int) -> None:
+    """Raise UserError where the context has no room for MAX_NEW_TOKENS=`most` after one of these prompts."""
+    longest, context = max(map(len, prompts), default=0), network.config.train_seq_len
+    if longest + most > context:
+        raise UserError(f"MAX_NEW_TOKENS={most}: a prompt has {longest} tokens, the model's context {context}; "
+                        f"must be at most {max(0, context - longest)}, or the prompt shorter")
+
+
 def warm_start(network: GPT, tokenizer: Tokenizer, task: Task, settings: Settings, runtime: Runtime) -> float:
     """SFT_STEPS of AdamW on batches of 64 demonstrations, of the answers alone; the last loss, in nats a token."""
     optimizer, size = torch.optim.AdamW(network.parameters(), betas=(0.9, 0.95), weight_decay=0.0), 64
@@ -2708,18 +2716,11 @@ class GRPOTrainer:
         """The weights that sample and are scored: in quantization-aware training, as the artifact gives them back."""
         return quantized(self.network, self.table) if self.qat else contextlib.nullcontext()
 
-    def check_room(self, prompts: list[list[int]]) -> int:
-        """MAX_NEW_TOKENS. Raises UserError where the context has no room for so many after one of these prompts."""
-        longest, most = max(map(len, prompts), default=0), self.settings.max_new_tokens
-        if longest + most > (context := self.network.config.train_seq_len):
-            raise UserError(f"MAX_NEW_TOKENS={most}: a prompt has {longest} tokens, the model's context {context}; "
-                            f"must be at most {max(0, context - longest)}, or the prompt shorter")
-        return most
-
     def sample(self, queries: list, count: int, temperature: float, seeds: list[tuple]) -> list[SimpleNamespace]:
         """`count` completions of each query: a group with query, prompt (its ids), samples and texts."""
         prompts = [chat_ids(self.tokenizer, getattr(query, "prompt", query))[0] for query in queries]
-        most = self.check_room(prompts)
+        most = self.settings.max_new_tokens
+        check_room(self.network, prompts, most)
         with torch.no_grad(), self.weights(), parametrize.cached():
             found = iter(generate(self.network, prompts, count, most, temperature, 0, 1.0, seeds, self.stop))
         groups = []
@@ -2876,7 +2877,8 @@ def main() -> int:
         log(f"policy: {source}")
     adapt(network, settings)
     trainer = GRPOTrainer(network, tokenizer, settings, runtime=runtime)
-    trainer.check_room([chat_ids(tokenizer, problem.prompt)[0] for problem in itertools.chain(*task.rows)])
+    rows = [chat_ids(tokenizer, problem.prompt)[0] for problem in itertools.chain(*task.rows)]
+    check_room(network, rows, settings.max_new_tokens)
     memory = {"ema": settings.ema_memory_frac, "swa": None}
     averages = {name: Average(trainer.trained, memory[name]) for name in memory if getattr(settings, name)}
     before, history = {}, {"reward": [], "zero_variance": []}
@@ -2892,8 +2894,7 @@ def main() -> int:
         f"mini-batches x {s.epochs} epochs = {s.mini_batches * s.epochs} updates of {size // s.mini_batches} samples "
         f"each, over {runtime.world_size} ranks")
     log("note: the first mini-batch of a step has no clips, for its ratios are 1, and where each sample counts "
-        "alike a loss of 0, for the advantages of a group add up to 0; its gradient is not 0. Rewards and held-out scores say "
-        "whether the policy learns")
+        "alike a loss of 0, for the advantages of a group add up to 0; its gradient is not 0: look at the rewards")
     score = functools.partial(solve, trainer, task, problems)
     if checkpoint_path:
         run.load(Path(checkpoint_path))
