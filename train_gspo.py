@@ -83,7 +83,8 @@ class Settings:
     # policy at the start
     init_from: str = ""  # a run, a checkpoint or an artifact; empty: a small model, warmed up on demonstrations
     tokenizer_path: str = ""  # .model file, tiktoken name, .tiktoken file or "bytes"; empty: that of data or artifact
-    sft_steps: int = 180  # of that warm-up
+    sft_steps: int = 400  # of that warm-up, at most
+    sft_loss: float = 0.25  # nats a token, mean of its last ten batches, at which it ends: partial skill; 0: never
     sft_lr: float = 0.003  # its AdamW's
     layer_pattern: str = "g a g"  # g GDN, k GDN with another's keys, s sliding, a full attention
     num_layers: int = 0  # the pattern is repeated or cut to this many layers; 0: as long as it is
@@ -2557,11 +2558,13 @@ def check_room(network: GPT, prompts: list[list[int]], most: int) -> None:
                         f"must be at most {max(0, context - longest)}, or the prompt shorter")
 
 
-def warm_start(network: GPT, tokenizer: Tokenizer, task: Task, settings: Settings, runtime: Runtime) -> float:
-    """SFT_STEPS of AdamW on batches of 64 demonstrations, of the answers alone; the last loss, in nats a token."""
+def warm_start(network: GPT, tokenizer: Tokenizer, task: Task, settings: Settings, runtime: Runtime) -> list[float]:
+    """Up to SFT_STEPS of AdamW on batches of 64 demonstrations, of the answers alone; each loss, in nats a token."""
     optimizer, size = torch.optim.AdamW(network.parameters(), betas=(0.9, 0.95), weight_decay=0.0), 64
-    loss = torch.tensor(math.nan)  # of no steps
+    losses = []
     for step in range(settings.sft_steps):
+        if len(losses) >= 10 and statistics.mean(losses[-10:]) < settings.sft_loss:
+            break
         rows = []
         for at in range(step * size, (step + 1) * size):
             problem = task.problem(SFT_PROBLEMS + at, False)
@@ -2574,9 +2577,10 @@ def warm_start(network: GPT, tokenizer: Tokenizer, task: Task, settings: Setting
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        losses.append(loss.item())
     for param in network.parameters() if runtime.distributed else ():
         dist.broadcast(param.detach(), src=0)
-    return loss.item()
+    return losses
 
 
 def solve(trainer, task: Task, problems: list[Problem], count: int, temperature: float) -> Tensor:
@@ -2871,9 +2875,9 @@ def main() -> int:
     if runtime.rank == 0 and tokenizer.file != "bytes":
         (folder / tokenizer.file).write_bytes(tokenizer.content)
     if source == "new" and not checkpoint_path:
-        loss = warm_start(network, tokenizer, task, settings, runtime)
-        log(f"policy: new, {settings.sft_steps} supervised steps on demonstrations of {task.name}, outside the clock; "
-            f"last loss {loss:.4f}")
+        losses = warm_start(network, tokenizer, task, settings, runtime)
+        log(f"policy: new, {len(losses)} supervised steps on demonstrations of {task.name}, outside the clock; last "
+            f"losses {' '.join(f'{loss:.3f}' for loss in losses[-10:])}")
     elif source != "new":
         log(f"policy: {source}")
     adapt(network, settings)
