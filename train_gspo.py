@@ -2839,11 +2839,10 @@ class GSPOTrainer:
 
     def train(self, reward_function: Callable | None = None) -> list[dict]:
         """ITERATIONS steps over train_dataset, or over TASK with its own reward; the metrics of each."""
-        s, task = self.settings, None
+        s = self.settings
         if not s.iterations or self.dataset and not reward_function:
             raise UserError(f"ITERATIONS={s.iterations}: train needs some, and for a train_dataset a reward_function")
-        if not self.dataset:
-            task = make_task(s.task, s.task_path, s.seed)
+        task = None if self.dataset else make_task(s.task, s.task_path, s.seed)
         reward, found = reward_function or load_reward(s.reward, task, s.reward_seconds), []
         for step in range(s.iterations):
             rollout = self.rollout(functools.partial(self.query, task, step), s.prompts_per_step, reward, step)
@@ -2876,8 +2875,8 @@ def main() -> int:
         (folder / tokenizer.file).write_bytes(tokenizer.content)
     if source == "new" and not checkpoint_path:
         losses = warm_start(network, tokenizer, task, settings, runtime)
-        log(f"policy: new, {len(losses)} supervised steps on demonstrations of {task.name}, outside the clock; last "
-            f"losses {' '.join(f'{loss:.3f}' for loss in losses[-10:])}")
+        last = " ".join(f"{loss:.3f}" for loss in losses[-5:])
+        log(f"policy: new, {len(losses)} supervised steps on demonstrations of {task.name}, last losses {last}")
     elif source != "new":
         log(f"policy: {source}")
     adapt(network, settings)
@@ -2917,7 +2916,7 @@ def main() -> int:
     log(f"set-up and first scores: {time.perf_counter() - begin:.1f} s, outside the clock")
     metrics, stop, watch.looping = {}, False, True
 
-    def report(loss: float) -> None:
+    def report() -> None:
         if not metrics:
             return  # a step from before the run was resumed
         seconds, done = clock.seconds[-1], run.step
@@ -2957,7 +2956,7 @@ def main() -> int:
             stop = previous[2]
             watch.agreed |= stop
             if run.judge(*previous[:2]):
-                report(previous[0])
+                report()
             elif s.spike_policy == "rewind":
                 continue
         progress = clock.progress(run.step)
@@ -2992,7 +2991,7 @@ def main() -> int:
         return 128 + number
     watch.looping = False
     if previous and run.judge(*previous[:2], last=True):
-        report(previous[0])
+        report()
     if runtime.rank == 0:
         used = {"settings": vars(settings), "progress": clock.used, "events": run.events}
         replace_file(folder / "progress.json", json.dumps(used).encode())
