@@ -777,38 +777,47 @@ class GatedDeltaNet(nn.Module):
         self.dt_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))  # softplus(dt_bias) = dt
         self.norm = nn.Parameter(torch.ones(self.head_dim))
 
+    def weights(self) -> tuple[Tensor, Tensor]:
+        """w_qkvg (4 dim, dim) and conv (3 dim, taps), the owner's rows among them."""
+        (owner,), dim = self.owner, self.w_o.size(0)
+        if owner is None:
+            return self.w_qkvg, self.conv
+        w_q, w_gate = self.w_qkvg.split(dim)
+        return torch.cat([w_q, owner.w_qkvg[dim : 3 * dim], w_gate]), torch.cat([self.conv, owner.conv[dim:]])
+
+    def inputs(self, x: Tensor, qkv: Tensor, first: Tensor) -> tuple[Tensor, ...]:
+        """Of gdn_step: x (..., dim); qkv (..., 3 dim), convolved; first (...): whether a token begins a document."""
+        q, k, v = qkv.unflatten(-1, (3, self.heads, self.head_dim)).unbind(-3)  # (..., H, D)
+        wide = self.ab.dtype  # float32: a key longer than 1 lets the state grow; eps: else zeros get gradients of 1e12
+        q, k = ((t * torch.rsqrt(t.to(wide).square().sum(-1, keepdim=True) + 1e-6)).to(t.dtype) for t in (q, k))
+        a, b = F.linear(x.to(wide), self.ab).split(self.heads, dim=-1)  # (..., H), float32
+        g = torch.where(first.unsqueeze(-1), DOCUMENT_DECAY, -self.A_log.exp() * F.softplus(a + self.dt_bias))
+        return q * self.head_dim**-0.5, k, v, g, self.beta_scale * torch.sigmoid(b)
+
+    def gated(self, o: Tensor, gate: Tensor) -> Tensor:
+        """What w_o reads (..., dim) of outputs (..., H, D) and gate (..., dim)."""
+        o = F.rms_norm(o, (self.head_dim,), self.norm.to(o.dtype)) * F.silu(gate.view(o.shape))
+        return o.reshape(gate.shape)
+
     def forward(self, x: Tensor, doc: Tensor, cache: dict | None, *positions: Tensor) -> Tensor:
         """x (B, T, dim); doc, the documents of all tokens so far, see GPT.features; cache is updated."""
-        (B, T, dim), H, D = x.shape, self.heads, self.head_dim
-        w_qkvg, conv, (owner,), kept = self.w_qkvg, self.conv, self.owner, cache or {}
-        if owner is not None:
-            w_q, w_gate = w_qkvg.split(dim)
-            w_qkvg, conv = torch.cat([w_q, owner.w_qkvg[dim : 3 * dim], w_gate]), torch.cat([conv, owner.conv[dim:]])
+        (B, _, dim), (w_qkvg, conv), kept = x.shape, self.weights(), cache or {}
         qkv, gate = linear(x, w_qkvg).split([3 * dim, dim], dim=-1)
         qkv = torch.cat([kept.get("tail", qkv.new_zeros(B, CONV_TAPS - 1, 3 * dim)), qkv], dim=1)
         doc = doc[:, -qkv.size(1) :]
-        q, k, v = short_conv(qkv, conv, doc).view(B, T, 3, H, D).unbind(2)  # (B, T, H, D)
-        wide = self.ab.dtype  # float32: a key longer than 1 lets the state grow; eps: else zeros get gradients of 1e12
-        q, k = ((t * torch.rsqrt(t.to(wide).square().sum(-1, keepdim=True) + 1e-6)).to(t.dtype) for t in (q, k))
-        a, b = F.linear(x.to(wide), self.ab).split(H, dim=-1)  # (B, T, H), float32
         first = doc[:, CONV_TAPS - 1 :] != doc[:, CONV_TAPS - 2 : -1]  # (B, T)
-        g = torch.where(first.unsqueeze(-1), DOCUMENT_DECAY, -self.A_log.exp() * F.softplus(a + self.dt_bias))
-        q, beta = q * D**-0.5, self.beta_scale * torch.sigmoid(b)
-        if T == 1 and cache:
-            o, state = gdn_step(*(t[:, 0] for t in (q, k, v, g, beta)), cache["state"])
-        else:
-            o, state = gdn_chunk(q, k, v, g, beta, kept.get("state"), chunk=64 if x.is_cuda else 32)
+        inputs = self.inputs(x, short_conv(qkv, conv, doc), first)
+        o, state = gdn_chunk(*inputs, kept.get("state"), chunk=64 if x.is_cuda else 32)
         if cache is not None:
             cache.update(state=state, tail=qkv[:, 1 - CONV_TAPS :])
-        o = F.rms_norm(o, (D,), self.norm.to(o.dtype)) * F.silu(gate.view(o.shape))
-        return linear(o.reshape(B, T, dim), self.w_o)
+        return linear(self.gated(o, gate), self.w_o)
 
 
 def turns(positions: Tensor, base: float, dims: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (B, T, 1, dims/2) of rotary positions (B, T) (arXiv 2104.09864), as in GPT-NeoX."""
+    """Cosines and sines (..., T, 1, dims/2) of rotary positions (..., T) (arXiv 2104.09864), as in GPT-NeoX."""
     half = dims // 2
     frequency = base ** (-torch.arange(half, device=positions.device, dtype=torch.float32) / half)
-    angle = (positions.float()[..., None] * frequency)[:, :, None]
+    angle = (positions.float()[..., None] * frequency).unsqueeze(-2)
     return angle.cos(), angle.sin()
 
 
@@ -817,30 +826,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half, cos, sin = cos.size(-1), cos.to(x.dtype), sin.to(x.dtype)
     left, right, rest = x.split([half, half, x.size(-1) - 2 * half], dim=-1)
     return torch.cat([left * cos - right * sin, left * sin + right * cos, rest], dim=-1)
-
-
-def remember(cache: dict, name: str, new: Tensor, window: int) -> Tensor:
-    """`new` (B, H, T, D) behind up to window - 1 tokens before it: what its queries may see, of a cache that grows.
-
-    The room doubles when it is used up, so that a token is moved about once; what left the window goes then.
-    """
-    room, used = cache.get(name, (new[:, :, :0], 0))
-    begin, end = max(0, used - window + 1), used + new.size(2)
-    if end > room.size(2):
-        before, begin, end = room[:, :, begin:used], 0, end - begin
-        room = new.new_empty(*new.shape[:2], 2 * end, new.size(3))
-        room[:, :, : before.size(2)] = before
-    room[:, :, end - new.size(2) : end] = new
-    cache[name] = room, end
-    return room[:, :, begin:end]
-
-
-def attend_one(q: Tensor, k: Tensor, v: Tensor, doc: Tensor) -> Tensor:
-    """`attend` of one query a row, q (B, H, 1, D), to keys that are all in its window: no copies of these, for heads
-    that share a key stand as queries beside each other.
-    """
-    own, groups = (doc == doc[:, -1:])[:, None, None], q.reshape(len(q), k.size(1), -1, q.size(3))  # (B, 1, 1, L)
-    return F.scaled_dot_product_attention(groups, k, v, own).view(q.shape)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, doc: Tensor, window: int) -> Tensor:
@@ -884,9 +869,10 @@ class Attention(nn.Module):
             q, k = rotate(torch.cat([q, k], dim=2), cos, sin).split([H, Hkv], dim=2)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         if cache is not None:
-            k, v = (remember(cache, name, t, self.window) for name, t in (("k", k), ("v", v)))
-        doc = doc[:, -k.size(2) :]
-        o = attend_one(q, k, v, doc) if T == 1 and cache is not None else attend(q, k, v, doc, self.window)
+            k, v = (torch.cat([cache.get(name, t[:, :, :0]), t], dim=2) for name, t in (("k", k), ("v", v)))
+            keep = max(0, k.size(2) - self.window + 1)  # the next query sees itself and window - 1 keys before it
+            cache.update(k=k[:, :, keep:], v=v[:, :, keep:])
+        o = attend(q, k, v, doc[:, -k.size(2) :], self.window)
         return linear(o.transpose(1, 2).reshape(B, T, dim), self.w_o)
 
 
@@ -990,32 +976,32 @@ class GPT(nn.Module):
         windows = [mixer.window for mixer in self.mixers if isinstance(mixer, Attention)]
         self.reach = max(windows, default=0) + CONV_TAPS - 1  # tokens back whose documents attention, convolution ask
 
-    def features(self, ids: Tensor, cache: dict | None = None) -> Tensor:
-        """ids (B, T) to what the head reads (B, T, dim); by a cache, at first {}, calls go on.
+    def embedded(self, ids: Tensor, before: Tensor, positions: Tensor) -> Tensor:
+        """What the first layer reads (..., dim) of ids (...), the ids before them, and their positions."""
+        config, x = self.config, F.embedding(ids, self.embed)
+        x = x.bfloat16() if ids.is_cuda else x  # weights stay float32 everywhere
+        x = F.rms_norm(x, x.shape[-1:]) if config.residual_mix else x
+        if config.positions == "learned":
+            x = x + F.embedding(positions, self.positions_embed).to(x.dtype)
+        if config.bigram_vocab_size:  # Parameter Golf's BigramHashEmbedding; a pair is of one document
+            before = before.masked_fill(ids == config.bos_id, config.bos_id)
+            pair = ((36313 * ids) ^ (27191 * before)) % config.bigram_vocab_size
+            x = x + linear(F.embedding(pair, self.bigram_embed).to(x.dtype), self.w_bigram)
+        return x
 
-        Each row has its own position, and rows whose texts differ in length end together: what stands before a shorter
-        one in keys, values and documents is of document -1, which no token sees.
-        """
+    def features(self, ids: Tensor, cache: dict | None = None) -> Tensor:
+        """ids (B, T) to what the head reads (B, T, dim); by a cache, at first {}, calls go on."""
         config, half, kept = self.config, len(self.mixer_of_layer) // 2, {} if cache is None else cache
         # Documents of all L tokens so far, numbered, behind as many BOS as the convolution reaches back.
         before = kept.get("doc", torch.arange(1, CONV_TAPS, device=ids.device).expand(len(ids), -1))
         doc = torch.cat([before, before[:, -1:] + (ids == config.bos_id).cumsum(dim=1)], dim=1)  # (B, CONV_TAPS-1 + L)
-        positions = torch.arange(ids.size(1), device=ids.device)[None]  # (1, T), or of rows (B, T)
-        positions, end = positions + kept.get("position", 0), kept.get("end", 0) + ids.size(1)
+        end = kept.get("end", 0) + ids.size(1)
+        positions = torch.arange(end - ids.size(1), end, device=ids.device)
 
-        x = F.embedding(ids, self.embed)
-        x = x.bfloat16() if ids.is_cuda else x  # weights stay float32 everywhere
-        x = F.rms_norm(x, x.shape[-1:]) if config.residual_mix else x
-        if config.positions == "learned":
-            if end > config.train_seq_len:
-                raise UserError(f"POSITIONS='learned': {end} tokens in a text, TRAIN_SEQ_LEN={config.train_seq_len}")
-            x = x + F.embedding(positions, self.positions_embed).to(x.dtype)
-        if config.bigram_vocab_size:  # Parameter Golf's BigramHashEmbedding; a pair is of one document
-            before = torch.cat([kept.get("last", torch.full_like(ids[:, :1], config.bos_id)), ids[:, :-1]], dim=1)
-            before = before.masked_fill(ids == config.bos_id, config.bos_id)
-            pair = ((36313 * ids) ^ (27191 * before)) % config.bigram_vocab_size
-            x = x + linear(F.embedding(pair, self.bigram_embed).to(x.dtype), self.w_bigram)
-
+        if config.positions == "learned" and end > config.train_seq_len:
+            raise UserError(f"POSITIONS='learned': {end} tokens in a text, TRAIN_SEQ_LEN={config.train_seq_len}")
+        last = kept.get("last", torch.full_like(ids[:, :1], config.bos_id))
+        x = self.embedded(ids, torch.cat([last, ids[:, :-1]], dim=1), positions)
         cos, sin = turns(positions, config.rope_base, self.rope_dims)
         x0, skips, recompute = x, [], self.activation_checkpointing and torch.is_grad_enabled()
         for layer, (block, mixer) in enumerate(zip(self.block_of_layer, self.mixer_of_layer, strict=True)):
@@ -1026,8 +1012,7 @@ class GPT(nn.Module):
             x = checkpoint(*run, use_reentrant=False) if recompute else run[0](*run[1:])
             if config.unet_skips and layer < half:
                 skips.append(x)
-        kept.update(doc=doc[:, -self.reach :], position=(positions[:, -1:] + 1).expand(len(ids), 1), end=end,
-                    last=ids[:, -1:])
+        kept.update(doc=doc[:, -self.reach :], end=end, last=ids[:, -1:])
         return self.final_norm(x)
 
     def logits(self, x: Tensor) -> Tensor:
