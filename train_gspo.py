@@ -2128,50 +2128,208 @@ class Sample:
     finished: bool
 
 
-def cache_rows(cache: dict, rows: Tensor) -> dict:
-    """The cache of rows (n,) of a batch, which may name one several times."""
-    def pick(value):
-        if isinstance(value, dict):
-            return cache_rows(value, rows)
-        if isinstance(value, tuple):  # of `remember`
-            return value[0].index_select(0, rows), value[1]
-        return value.index_select(0, rows) if isinstance(value, Tensor) else value
-
-    return {name: pick(value) for name, value in cache.items()}
+def plain(module: nn.Module) -> SimpleNamespace:
+    """What a module's methods read: its settings, and its tensors as they are now, adapters added."""
+    names = [*module._parameters, *getattr(module, "parametrizations", ())]
+    return SimpleNamespace(**{name: value for name, value in vars(module).items() if name[0] != "_"},
+                           **{name: getattr(module, name) for name in names})
 
 
-def join_caches(caches: list[dict]) -> dict:
-    """One cache of all rows of several; shorter texts end where the longest ends, behind tokens of document -1."""
-    def join(name: str, values: list):
-        if isinstance(values[0], dict):
-            return {key: join(key, [value[key] for value in values]) for key in values[0]}
-        if isinstance(values[0], tuple):
-            most = max(used for _, used in values)
-            return torch.cat([F.pad(room[:, :, :used], (0, 0, most - used, 0)) for room, used in values]), most
-        if name == "doc":
-            most = max(value.size(1) for value in values)
-            owned = [value[:, -cache["end"] :] for value, cache in zip(values, caches, strict=True)]  # of its tokens
-            return torch.cat([F.pad(value, (most - value.size(1), 0), value=-1) for value in owned])
-        return torch.cat(values) if isinstance(values[0], Tensor) else max(values)
+def put(room: Tensor, dim: int, slot: int | Tensor, value: Tensor) -> None:
+    """Write `value` into room's place `slot` of dimension `dim`; for a graph a tensor (1,) says where."""
+    if isinstance(slot, int):
+        room.select(dim, slot).copy_(value)
+    else:
+        place = room.movedim(dim, 0)
+        place.index_copy_(0, slot, value.expand(place.shape[1:])[None])
 
-    return join("", caches)
+
+class Decoder:
+    """`count` texts a prompt that go on token by token: GPT.features and GPT.logits of one token a row.
+
+    A prompt is read once, with the others of its length, so that no padding enters a recurrent state. A small network's
+    step is all overhead on a CPU: hence few operations, weights laid out beforehand, caches written in place. A new key
+    takes the same slot in all rows; `bias` hides slots from rows. On CUDA a graph of the step is replayed.
+    """
+
+    def __init__(self, network: GPT, prompts: list[list[int]], count: int):
+        """The rows stand prompt by prompt. What changes in the network later is not seen."""
+        device, config, caches, lasts, order = network.embed.device, network.config, [], [], []
+        for length in sorted({len(prompt) for prompt in prompts}):
+            alike = [number for number, prompt in enumerate(prompts) if len(prompt) == length]
+            ids = torch.tensor([prompts[number] for number in alike], device=device)
+            caches.append({})
+            lasts.append(network.features(ids, caches[-1])[:, -1])  # (n, dim)
+            order += alike
+        place = torch.tensor(order, device=device).argsort().repeat_interleave(count)  # row of each sample's prompt
+        self.network, self.graph, self.room, self.steps = network, None, 0, 0
+        self.wide = torch.promote_types(network.embed.dtype, torch.float32)  # of caches and logits
+        self.narrow = torch.bfloat16 if ids.is_cuda else self.wide  # of the residual stream and of weights
+        self.at = torch.zeros(1, dtype=torch.int64, device=device) if ids.is_cuda else 0  # steps: a graph counts them
+        self.logits = network.logits(torch.cat(lasts))[place]  # (R, V), of what comes first
+        self.last = torch.cat([cache["last"][:, 0] for cache in caches])[place]
+        self.position = torch.tensor([len(prompts[number]) for number in order], device=device)[place]
+        seen = [(cache["doc"] == cache["doc"][:, -1:])[:, -cache["end"] :] for cache in caches]  # by the next token
+        seen = torch.cat([F.pad(part, (length + CONV_TAPS - part.size(1), 0)) for part in seen])[place]
+        half, width = network.rope_dims // 2, config.model_dim // config.num_heads
+        near = torch.arange(width, device=device)  # of a head's dimensions: two that turn together become neighbours
+        near = torch.cat([near[: 2 * half].view(2, half).T.flatten(), near[2 * half :]])
+        frequency = config.rope_base ** (-torch.arange(half, device=device, dtype=torch.float32) / half)
+        self.frequency, self.bias, self.past, self.layers = F.pad(frequency, (0, width // 2 - half)), {}, {}, []
+        self.root = torch.tensor((config.model_dim * torch.finfo(self.wide).eps) ** 0.5, dtype=self.wide)
+        self.zero = torch.zeros((), dtype=self.wide, device=device)
+        self.head = self.laid(network.embed if network.head is None else network.head, norm=network.final_norm)
+        for at, (block, mixer) in enumerate(zip(network.block_of_layer, network.mixer_of_layer, strict=True)):
+            block, mixer = network.blocks[block], network.mixers[mixer]
+            layer = SimpleNamespace(
+                block=block, own=plain(mixer), mlp=plain(block.mlp), window=getattr(mixer, "window", 0),
+                w_o=self.laid(mixer.w_o, block.mixer_scale), w_down=self.laid(block.mlp.w_down, block.mlp_scale))
+            layer.mlp.w_up = self.laid(block.mlp.w_up, norm=block.mlp_norm).mT
+            slots = self.past[layer.window] = max(0, min(length, layer.window - 1))
+            parts = {name: [cache[at][name] for cache in caches] for name in caches[0][at]}
+            if layer.window:
+                parts = {name: [F.pad(part, (0, 0, slots - part.size(2), 0)) for part in parts[name]] for name in parts}
+            kept = {name: torch.cat(parts[name])[place] for name in parts}
+            if layer.window:
+                k, v = (kept[name].to(self.wide).flatten(0, 1) for name in ("k", "v"))
+                layer.kept = {"k": k[..., near].mT, "v": v}  # (R * Hkv, D, slots), (R * Hkv, slots, D)
+                hidden = ~seen[:, None, seen.size(1) - slots :].repeat_interleave(mixer.kv_heads, dim=0)
+                self.bias[layer.window] = torch.zeros_like(hidden, dtype=self.wide).masked_fill_(hidden, -math.inf)
+                q, k, v = (w.unflatten(0, (mixer.kv_heads, -1, width)) for w in mixer.w_qkv.split(
+                    [mixer.heads * width, mixer.kv_heads * width, mixer.kv_heads * width]))
+                layer.w_in = torch.cat([q[:, :, near], k[:, :, near], v], dim=1).flatten(0, 2)  # by key's head
+                if mixer.q_gain is not None:
+                    layer.gain = F.pad(mixer.q_gain.view(mixer.kv_heads, -1, 1), (0, 0, 0, 1), value=1.0)
+            else:
+                layer.kept = {**kept, "tail": kept["tail"] * seen[:, 1 - CONV_TAPS :, None]}
+                layer.w_in, layer.conv = mixer.weights()
+                layer.own.ab = self.laid(mixer.ab, norm=block.mixer_norm, dtype=self.wide).mT
+            layer.w_in = self.laid(layer.w_in, norm=block.mixer_norm)
+            self.layers.append(layer)
+
+    def laid(self, weight: Tensor, scale: Tensor | None = None, norm: Norm | None = None,
+             dtype: torch.dtype | None = None) -> Tensor:
+        """weight (out, in), transposed in memory, times what its outputs, or the inputs that `normed` gives, lack."""
+        weight = weight if scale is None else weight * scale[:, None]
+        if norm is not None and norm.bias is None and not weight.is_cuda:
+            weight = weight * (weight.size(1) ** 0.5 if norm.weight is None else norm.weight * weight.size(1) ** 0.5)
+        return weight.to(dtype or self.narrow).mT.contiguous()
+
+    def normed(self, x: Tensor, norm: Norm) -> Tensor:
+        """norm(x), or on a CPU for RMSNorm, whose own operation takes twice the time, what `laid` makes up for."""
+        if norm.bias is not None or x.is_cuda:
+            return norm(x)
+        return x / torch.hypot(torch.linalg.vector_norm(x, dim=1, keepdim=True), self.root)
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with rows (n,) alone."""
+        self.graph, count = None, len(self.last)
+        self.last, self.position = self.last[rows], self.position[rows]
+        for tensors in (self.bias, *(layer.kept for layer in self.layers)):
+            tensors.update({name: value.unflatten(0, (count, -1))[rows].flatten(0, 1)
+                            for name, value in tensors.items()})
+
+    def grow(self, steps: int) -> None:
+        """Make room for `steps` more tokens, where a window does not end before."""
+        self.graph, self.room, more = None, self.room + steps, {}
+        for window, bias in self.bias.items():
+            more[window] = min(window, self.past[window] + self.room) - bias.size(2)
+            self.bias[window] = F.pad(bias, (0, more[window]), value=-math.inf)
+        for layer in self.layers:
+            if layer.window:
+                layer.kept = {"k": F.pad(layer.kept["k"], (0, more[layer.window])),
+                              "v": F.pad(layer.kept["v"], (0, 0, 0, more[layer.window]))}
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Logits (R, V) of what comes after ids (R,)."""
+        if self.steps == self.room:
+            self.grow(64 if isinstance(self.at, int) else 512)
+        self.steps += 1
+        if not ids.is_cuda:
+            return self.step(ids)
+        if self.graph is None:  # this step warms up; the next ones are recorded here, and replayed
+            logits, self.ids, self.graph = self.step(ids), ids.clone(), torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.logits = self.step(self.ids)
+            return logits
+        self.ids.copy_(ids)
+        self.graph.replay()
+        return self.logits
+
+    def step(self, ids: Tensor) -> Tensor:
+        """The network: in a graph the same operations on the same memory at every call; else of used slots alone."""
+        config, whole, skips, self.views = self.network.config, isinstance(self.at, Tensor), [], {}
+        first = ids == config.bos_id
+        for window, bias in self.bias.items():
+            slot, used = (self.past[window] + self.at) % bias.size(2), bias.size(2)
+            if whole or first.any():
+                bias.view(len(ids), -1, used).masked_fill_(first[:, None, None], -math.inf)
+            put(bias, 2, slot, self.zero)
+            used = used if whole else min(used, self.past[window] + self.at + 1)
+            self.views[window] = slot, used, bias[..., :used]
+        angle = (self.position[:, None] * self.frequency)[:, None, None]
+        turn = torch.complex(angle.cos().to(self.wide), angle.sin().to(self.wide))  # (R, 1, 1, D / 2)
+        x = x0 = self.network.embedded(ids, self.last, self.position)
+        for at, layer in enumerate(self.layers):
+            block, half = layer.block, len(self.layers) // 2
+            if at >= half and skips:
+                x = x + scaled(skips.pop(), self.network.skip[len(skips)])
+            if block.mix is not None:
+                x = scaled(x, block.mix[0]) + scaled(x0, block.mix[1])
+            y = self.normed(x, block.mixer_norm)
+            y = self.attend(layer, y, turn) if layer.window else self.recur(layer, y, first)
+            x = torch.addmm(x, y.to(x.dtype), layer.w_o)
+            x = torch.addmm(x, MLP.hidden(layer.mlp, self.normed(x, block.mlp_norm))[0], layer.w_down)
+            if config.unet_skips and at < half:
+                skips.append(x)
+        self.last.copy_(ids)
+        self.position.add_(1)
+        self.at += 1
+        logits, cap = torch.mm(self.normed(x, self.network.final_norm), self.head).to(self.wide), config.logit_softcap
+        return cap * torch.tanh(logits / cap) if cap else logits
+
+    def attend(self, layer: SimpleNamespace, x: Tensor, turn: Tensor) -> Tensor:
+        """Attention up to what w_o reads (R, dim), of x (R, dim)."""
+        width, (slot, used, bias), keys, values = layer.own.head_dim, self.views[layer.window], *layer.kept.values()
+        qkv = torch.mm(x, layer.w_in).view(len(x), layer.own.kv_heads, -1, width)  # (R, Hkv, H / Hkv + 2, D)
+        if layer.own.q_gain is not None:
+            qkv[:, :, :-1] = F.rms_norm(qkv[:, :, :-1], (width,)) * layer.gain.to(x.dtype)
+        qkv = qkv.to(self.wide)
+        if self.network.rope_dims:
+            torch.view_as_complex(qkv.view(*qkv.shape[:3], -1, 2))[:, :, :-1].mul_(turn)
+        qkv = qkv.flatten(0, 1)
+        put(keys, 2, slot, qkv[:, -2])
+        put(values, 1, slot, qkv[:, -1])
+        scores = torch.baddbmm(bias, qkv[:, :-2], keys[..., :used], alpha=width**-0.5)
+        return torch.bmm(scores.softmax(-1), values[:, :used]).view(len(x), -1)
+
+    def recur(self, layer: SimpleNamespace, x: Tensor, first: Tensor) -> Tensor:
+        """GatedDeltaNet up to what w_o reads (R, dim), of x (R, dim)."""
+        kept, dim = layer.kept, x.size(1)
+        qkv, gate = torch.mm(x, layer.w_in).split([3 * dim, dim], dim=1)
+        taps = torch.cat([kept["tail"] * ~first[:, None, None], qkv[:, None]], dim=1)  # (R, taps, 3 dim)
+        kept["tail"].copy_(taps[:, 1:])
+        inputs = GatedDeltaNet.inputs(layer.own, x, F.silu((taps * layer.conv.T.to(x.dtype)).sum(1)), first)
+        o, state = gdn_step(*inputs, kept["state"])
+        kept["state"].copy_(state)
+        return GatedDeltaNet.gated(layer.own, o, gate)
 
 
 def draw(logits: Tensor, temperature: float, top_k: int, top_p: float, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """Tokens (B,) and their log-probabilities from logits (B, V), by uniform (B,) in [0, 1) each: the inverse CDF."""
     if temperature == 0:
         return logits.argmax(-1), logits.new_zeros(len(logits))
-    logps = (logits / temperature).log_softmax(-1)
+    logits = logits if temperature == 1 else logits / temperature
     if top_k:
-        logps = logps.masked_fill(logps < logps.topk(min(top_k, logps.size(-1))).values[:, -1:], -math.inf)
+        logits = logits.masked_fill(logits < logits.topk(min(top_k, logits.size(-1))).values[:, -1:], -math.inf)
     if top_p < 1:  # the likeliest tokens that together hold at least top_p (arXiv 1904.09751)
-        ordered, order = logps.log_softmax(-1).sort(descending=True)
-        beyond = ordered.exp().cumsum(-1) - ordered.exp() >= top_p
-        logps = logps.masked_fill(torch.zeros_like(beyond).scatter(1, order, beyond), -math.inf)
-    logps = logps.log_softmax(-1) if top_k or top_p < 1 else logps
-    total = logps.exp().cumsum(-1, dtype=torch.float64)
-    picks = torch.searchsorted(total, uniform[:, None] * total[:, -1:], right=True).clamp_(max=logps.size(-1) - 1)
-    return picks[:, 0], logps.gather(1, picks)[:, 0]
+        ordered, order = logits.softmax(-1).sort(descending=True)
+        beyond = ordered.cumsum(-1) - ordered >= top_p
+        logits = logits.masked_fill(torch.zeros_like(beyond).scatter(1, order, beyond), -math.inf)
+    chances = logits.softmax(-1)
+    total = chances.cumsum(-1, dtype=torch.float64)
+    picks = torch.searchsorted(total, uniform[:, None] * total[:, -1:], right=True).clamp_(max=logits.size(-1) - 1)
+    return picks[:, 0], chances.gather(1, picks)[:, 0].log()
 
 
 @torch.inference_mode()  # a tenth faster on a CPU than no_grad
@@ -2179,9 +2337,8 @@ def generate(network: GPT, prompts: list[list[int]], count: int, max_new_tokens:
              top_p: float, seeds: list[tuple[int, ...]], stop: frozenset[int], rows: int = 4096) -> list[Sample]:
     """`count` continuations of each prompt, prompt by prompt, at most `rows` at once; a prompt is at least one token.
 
-    A prompt is read once, with the others of its length, so that no padding enters a recurrent state; its cache is
-    cloned for its samples. Sample i of prompt p depends on (seeds[p], i) alone, up to the last digits of the batch's
-    matrix products. temperature 0: the likeliest token; top_k 0, top_p 1: all tokens.
+    Sample i of prompt p depends on (seeds[p], i) alone, up to the last digits of the batch's matrix products.
+    temperature 0: the likeliest token; top_k 0, top_p 1: all tokens.
     """
     share = max(1, rows // count)
     if len(prompts) > share:
@@ -2190,34 +2347,31 @@ def generate(network: GPT, prompts: list[list[int]], count: int, max_new_tokens:
             network, prompts[part], count, max_new_tokens, temperature, top_k, top_p, seeds[part], stop, rows)]
     if not prompts:
         return []
-    device, caches, lasts, order = network.embed.device, [], [], []
-    for length in sorted({len(prompt) for prompt in prompts}):
-        alike = [number for number, prompt in enumerate(prompts) if len(prompt) == length]
-        ids = torch.tensor([prompts[number] for number in alike], device=device)
-        caches.append({})
-        lasts.append(network.features(ids, caches[-1])[:, -1])  # (n, dim)
-        order += alike
-    place = torch.tensor(order).argsort().repeat_interleave(count).to(device)  # row of the prompt of each sample
-    cache, logits = cache_rows(join_caches(caches), place), network.logits(torch.cat(lasts))[place]
+    decoder, device = Decoder(network, prompts, count), network.embed.device
     uniforms = torch.from_numpy(np.stack([np.random.default_rng([*seed, sample]).random(max_new_tokens)
-                                          for seed in seeds for sample in range(count)])).to(device)
-    live, ends = torch.arange(len(place), device=device), torch.tensor(sorted(stop), device=device)
-    tokens = torch.full(uniforms.shape, -1, device=device)
-    logps, done = torch.zeros(uniforms.shape, device=device), torch.zeros(len(place), dtype=torch.bool, device=device)
+                                          for seed in seeds for sample in range(count)], axis=1)).to(device)
+    live, ends = torch.arange(uniforms.size(1), device=device), torch.tensor(sorted(stop), device=device)
+    tokens, logps = (torch.zeros(uniforms.shape, dtype=dtype, device=device) for dtype in (torch.int64, torch.float32))
+    done, drawn, logits = torch.zeros_like(live, dtype=torch.bool), [], decoder.logits
     for step in range(max_new_tokens):
-        picks, found = draw(logits, temperature, top_k, top_p, uniforms[live, step])
-        tokens[live, step], logps[live, step] = torch.where(done, -1, picks), found.float()
-        done = done | torch.isin(picks, ends)
-        left = int((~done).sum())
-        if not left or step + 1 == max_new_tokens:
-            break
-        if left < 0.8 * len(live):  # finished rows leave
-            keep = (~done).nonzero()[:, 0]
-            live, picks, done, cache = live[keep], picks[keep], done[keep], cache_rows(cache, keep)
-        logits = network.logits(network.features(picks[:, None], cache)[:, 0])
-    lengths = (tokens >= 0).sum(1).tolist()
-    return [Sample(ids[:length], own[:length], ids[length - 1] in stop)
-            for ids, own, length in zip(tokens.tolist(), logps.tolist(), lengths, strict=True)]
+        drawn.append(draw(logits, temperature, top_k, top_p, uniforms[step]))
+        picks = drawn[-1][0]
+        done, last = done | (picks[:, None] == ends).any(1), step + 1 == max_new_tokens
+        left = int((~done).sum()) if stop else len(live)
+        if not left or last or left < 0.8 * len(live):  # finished rows leave
+            for into, parts in zip((tokens, logps), zip(*drawn, strict=True), strict=True):
+                into[step + 1 - len(drawn) : step + 1, live] = torch.stack(parts).to(into.dtype)
+            if not left or last:
+                break
+            keep, drawn = (~done).nonzero()[:, 0], []
+            live, picks, done, uniforms = live[keep], picks[keep], done[keep], uniforms[:, keep]
+            decoder.keep(keep)
+        logits = decoder(picks)
+    found = []
+    for ids, own in zip(tokens[: step + 1].T.tolist(), logps[: step + 1].T.tolist(), strict=True):
+        length = next((at + 1 for at, token in enumerate(ids) if token in stop), len(ids))
+        found.append(Sample(ids[:length], own[:length], ids[length - 1] in stop))
+    return found
 # === end: generation ===
 
 
