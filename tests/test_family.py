@@ -368,7 +368,7 @@ def test_capitals_share_whole_layers():
     net = network("shared layers")
     assert net.block_of_layer == [0, 1, 2, 1, 3] and net.mixer_of_layer == [0, 1, 2, 1, 3]
     net(tokens(), cache=(cache := {}))
-    assert len(net.blocks) == 4 and set(cache) == {"doc", "position", "end", "last", 0, 1, 2, 3, 4}
+    assert len(net.blocks) == 4 and set(cache) == {"doc", "end", "last", 0, 1, 2, 3, 4}
 
 
 @by_graph
