@@ -2163,7 +2163,7 @@ class Decoder:
             lasts.append(network.features(ids, caches[-1])[:, -1])  # (n, dim)
             order += alike
         place = torch.tensor(order, device=device).argsort().repeat_interleave(count)  # row of each sample's prompt
-        self.network, self.graph, self.room, self.steps = network, None, 0, 0
+        self.network, self.graph, self.room, self.steps, self.end = network, None, 0, 0, length
         self.wide = torch.promote_types(network.embed.dtype, torch.float32)  # of caches and logits
         self.narrow = torch.bfloat16 if ids.is_cuda else self.wide  # of the residual stream and of weights
         self.at = torch.zeros(1, dtype=torch.int64, device=device) if ids.is_cuda else 0  # steps: a graph counts them
@@ -2233,6 +2233,8 @@ class Decoder:
     def grow(self, steps: int) -> None:
         """Make room for `steps` more tokens, where a window does not end before."""
         self.graph, self.room, more = None, self.room + steps, {}
+        angle = torch.arange(self.end + self.room, device=self.last.device)[:, None] * self.frequency
+        self.turns = torch.complex(angle.cos().to(self.wide), angle.sin().to(self.wide))[:, None, None]
         for window, bias in self.bias.items():
             more[window] = min(window, self.past[window] + self.room) - bias.size(2)
             self.bias[window] = F.pad(bias, (0, more[window]), value=-math.inf)
@@ -2268,8 +2270,7 @@ class Decoder:
             put(bias, 2, slot, self.zero)
             used = used if whole else min(used, self.past[window] + self.at + 1)
             self.views[window] = slot, used, bias[..., :used]
-        angle = (self.position[:, None] * self.frequency)[:, None, None]
-        turn = torch.complex(angle.cos().to(self.wide), angle.sin().to(self.wide))  # (R, 1, 1, D / 2)
+        turn = self.turns[self.position]  # (R, 1, 1, D / 2)
         x = x0 = self.network.embedded(ids, self.last, self.position)
         for at, layer in enumerate(self.layers):
             block, half = layer.block, len(self.layers) // 2
@@ -2357,7 +2358,7 @@ def generate(network: GPT, prompts: list[list[int]], count: int, max_new_tokens:
     for step in range(max_new_tokens):
         drawn.append(draw(logits, temperature, top_k, top_p, uniforms[step]))
         picks = drawn[-1][0]
-        done, last = done | (picks[:, None] == ends).any(1), step + 1 == max_new_tokens
+        done, last = done | (picks[:, None] == ends).any(1) if stop else done, step + 1 == max_new_tokens
         left = int((~done).sum()) if stop else len(live)
         if not left or last or left < 0.8 * len(live):  # finished rows leave
             for into, parts in zip((tokens, logps), zip(*drawn, strict=True), strict=True):
