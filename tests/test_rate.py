@@ -42,6 +42,7 @@ def test_bytes_alone_are_order_0_entropies_and_tables():
     assert 10 < alone < 120  # two tables, one of seven entries and one of two, packed
 
 
+@pytest.mark.full
 def test_the_table_of_a_run(tmp_path):
     """All quantizers of a run of 12 steps: bytes fall and the files are what pack_artifact writes; JSON as printed."""
     words = ["".join(random.Random(at).choices("abcdefgh", k=4)) for at in range(60)]
