@@ -25,7 +25,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
 
@@ -284,6 +284,7 @@ class Tokenizer:
     pieces: list[bytes]  # what each token decodes to, b"" for boundaries
     encode: Callable[[str], list[int]]  # ids without BOS; special tokens in the text are ordinary characters
     drops_space: np.ndarray | bool = False  # (V,) bool, loses its space after a boundary
+    roles_last: bool = False  # the last tokens are ROLE_TOKENS; SentencePiece models made here name theirs
 
     def __post_init__(self) -> None:
         self.sha256, self.vocab_size = hashlib.sha256(self.content).hexdigest(), len(self.pieces)
@@ -297,7 +298,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     path = Path(path)
     if path.name == "bytes":
         pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4  # pad, BOS, EOS, unknown; bytes; roles
-        return Tokenizer("bytes", b"underpar bytes 264", 1, pieces, lambda text: [4 + b for b in text.encode()])
+        return Tokenizer("bytes", b"underpar bytes 264", 1, pieces, lambda text: [4 + b for b in text.encode()],
+                         roles_last=True)
     if str(path) in ENCODINGS or path.suffix == ".tiktoken":
         public, name, scope = tiktoken_ext.openai_public, path.name.removesuffix(".tiktoken"), {}
         maker = "r50k_base" if path.name == "gpt2.tiktoken" else name  # the same ranks, pattern and special token
@@ -343,11 +345,21 @@ ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 
 def role_ids(tokenizer: Tokenizer) -> dict[str, int]:
     """Role token -> id; empty where the tokenizer has none."""
-    if tokenizer.file != "tokenizer.model":  # the byte tokenizer's are its last ones, tiktoken's encodings have none
-        return {role: 260 + i for i, role in enumerate(ROLE_TOKENS) if tokenizer.file == "bytes"}
+    if tokenizer.roles_last:
+        return {role: tokenizer.vocab_size - len(ROLE_TOKENS) + i for i, role in enumerate(ROLE_TOKENS)}
+    if tokenizer.file != "tokenizer.model":
+        return {}
     model = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.content)
     ids = {role: model.piece_to_id(role) for role in ROLE_TOKENS}
     return {role: i for role, i in ids.items() if model.is_control(i)}
+
+
+def with_roles(tokenizer: Tokenizer) -> Tokenizer:
+    """The tokenizer, and where it has no role tokens four more for them; its file and SHA-256 stay."""
+    if role_ids(tokenizer):
+        return tokenizer
+    pieces, drops = [*tokenizer.pieces, *[b""] * len(ROLE_TOKENS)], np.append(tokenizer.drops_space, [False] * 4)
+    return replace(tokenizer, pieces=pieces, drops_space=drops, roles_last=True)
 
 
 def decode_bytes(tokenizer: Tokenizer, ids: list[int] | np.ndarray) -> bytes:
@@ -372,6 +384,158 @@ def completion(tokenizer: Tokenizer, prompt: list[int], ids: list[int]) -> str:
     """The text of `ids`, sampled after the ids of a prompt; role tokens and BOS are no text."""
     return decode_bytes(tokenizer, [*prompt, *ids])[len(decode_bytes(tokenizer, prompt)):].decode(errors="replace")
 # === end: text ===
+
+
+# === shared: chat ===
+# What data sets call the roles; what a tool says is read like a user's turn.
+ROLES = {name: role for role, names in (
+    ("<|system|>", "system"), ("<|user|>", "user human tool function observation"),
+    ("<|assistant|>", "assistant gpt model bot function_call")) for name in names.split()}
+LISTS = {"messages": "messages", "conversations": "ShareGPT"}  # field -> format
+# format -> the field that tells it and begins the user's turn, one that may go on with it, those that may answer
+FORMATS = {"Alpaca": ("instruction", "input", ("output",)), "question/answer": ("question", "", ("answer",)),
+           "prompt/completion": ("prompt", "", ("completion", "response", "answer"))}
+
+
+class RowError(Exception):
+    """What is wrong with a row of data, in the same few words for all rows of the kind."""
+
+
+def text_of(row: dict, *names: str) -> str:
+    """The text that the first of these fields in a row holds. Raises RowError."""
+    name = next((name for name in names if name in row), None)
+    if name is None:
+        raise RowError(f"missing field {' or '.join(map(repr, names))}")
+    if not isinstance(row[name], str):
+        raise RowError(f"field {name!r} is no text")
+    if not row[name].isascii() and row[name].encode(errors="replace").decode() != row[name]:
+        raise RowError("half a surrogate pair, which is no Unicode")
+    return row[name]
+
+
+def listed_turns(messages: object, field: str) -> list[tuple[str, str]]:
+    """Turns, (role token, text), of a list of {"role", "content"} or {"from", "value"}. Raises RowError."""
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise RowError(f"field {field!r} is no list of messages")
+    turns = []
+    for message in messages:
+        role = text_of(message, "role", "from")
+        if role not in ROLES:
+            raise RowError(f"unknown role {role!r:.30}")
+        turns.append((ROLES[role], text_of(message, "content", "value")))
+    return turns
+
+
+def row_turns(row: dict) -> tuple[str, list[tuple[str, str]]]:
+    """A row's format and its turns, (role token, text), of which one at least is the assistant's and not empty; plain
+    text is a single turn without a role. Raises RowError.
+    """
+    listed = {field: name for field, name in LISTS.items() if field in row}
+    if listed:
+        field, name = listed.popitem()
+        turns = listed_turns(row[field], field)
+    elif name := next((name for name, (field, *_) in FORMATS.items() if field in row), ""):
+        field, more, answers = FORMATS[name]
+        parts = [text_of(row, key) for key in (field, more) if row.get(key)]
+        turns = [("<|user|>", "\n\n".join(parts)), ("<|assistant|>", text_of(row, *answers))]
+    elif "text" in row:
+        name, turns = "text", [("", text_of(row, "text"))]
+    else:
+        raise RowError(f"no known format, fields {', '.join(sorted(map(str, row)))!r:.80}")
+    answers = [text for role, text in turns if role in ("<|assistant|>", "")]
+    if not answers:
+        raise RowError("no turn of the assistant")
+    if not all(answer.strip() for answer in answers):
+        raise RowError("empty answer")
+    return name, turns
+
+
+def row_pair(row: dict) -> tuple[str, tuple[list[tuple[str, str]], str, str]]:
+    """A row's format and (turns before the answers, chosen, rejected): `prompt`, text or messages, and both answers,
+    text or a message each; or two conversations that are one until their last turns. Raises RowError.
+    """
+    prompt, answers = row.get("prompt", []), []
+    before = listed_turns(prompt, "prompt") if isinstance(prompt, list) else [("<|user|>", text_of(row, "prompt"))]
+    sides = [listed_turns(row[name], name) if isinstance(row.get(name), list) else
+             [("<|assistant|>", text_of(row, name))] for name in ("chosen", "rejected")]
+    if len(sides[0]) != len(sides[1]) or sides[0][:-1] != sides[1][:-1]:
+        raise RowError("chosen and rejected differ before their last turn")
+    for side in sides:
+        if not side or side[-1][0] != "<|assistant|>":
+            raise RowError("chosen or rejected does not end with the assistant's turn")
+        if not side[-1][1].strip():
+            raise RowError("empty answer")
+        answers.append(side[-1][1])
+    before = [*before, *sides[0][:-1]]
+    if not before:
+        raise RowError("missing field 'prompt'")
+    if answers[0] == answers[1]:
+        raise RowError("identical chosen and rejected")
+    return "messages" if isinstance(prompt, list) else "prompt/chosen/rejected", (before, *answers)
+
+
+def turn_ids(tokenizer: Tokenizer, turns: list[tuple[str, str]]) -> tuple[list[int], list[bool]]:
+    """Ids of a conversation, and which of them are what an assistant says, the token that ends it included.
+
+    BOS, then of each turn its role token, the text and <|end|>. Plain text is all to be learned but its BOS, and ends
+    with the BOS of what would come next, as in pretraining. Needs role tokens (`with_roles`).
+    """
+    ids, said, roles = [tokenizer.bos_id], [False], role_ids(tokenizer)
+    for role, text in turns:
+        own = [*([roles[role]] if role else []), *tokenizer.encode(text), roles["<|end|>"] if role else ids[0]]
+        ids += own
+        said += [role != "<|user|>" and role != "<|system|>"] * len(own)
+        if role:
+            said[-len(own)] = False  # the role token is given, not said
+    return ids, said
+
+
+def turns_of(tokenizer: Tokenizer, ids: list[int]) -> list[tuple[str, str]]:
+    """The turns that `turn_ids` made ids of; the last one may lack its <|end|>."""
+    names, turns, role, begin = {i: role for role, i in role_ids(tokenizer).items()}, [], None, 0
+    for at, token in enumerate([*ids, tokenizer.bos_id]):
+        if token == tokenizer.bos_id or token in names:
+            if role or role == "" and at > begin:
+                turns.append((role, completion(tokenizer, ids[:begin], ids[begin:at])))
+            role, begin = None if names.get(token) == "<|end|>" else names.get(token, ""), at + 1
+    return turns
+
+
+def read_rows(path: str, parse: Callable[[dict], tuple[str, object]], log: Callable[[str], None]) -> list:
+    """What `parse` makes of the rows of a file: JSON lines, or one JSON list, compressed if its name ends in .zst.
+
+    parse: from a row to its format and an item; it raises RowError. Rows that are none are left out, counted and named
+    in the log by kind. Raises UserError: no such file, or no usable row.
+    """
+    try:
+        with open(path, "rb") as file:
+            reader = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
+            content = reader.read() if path.endswith(".zst") else file.read()
+        whole = json.loads(content) if content.lstrip()[:1] == b"[" else None
+    except (OSError, zstandard.ZstdError, ValueError) as error:
+        raise UserError(f"{path}: must be a file of JSON lines, or one JSON list, maybe .zst; {error!s:.200}") from None
+    items, formats, faults = [], collections.Counter(), {}
+    for number, line in enumerate(content.splitlines() if whole is None else whole, 1):
+        try:
+            if whole is None and not line.strip():
+                continue
+            row = json.loads(line.decode()) if whole is None else line
+            if not isinstance(row, dict):
+                raise RowError("no JSON object")
+            kind, item = parse(row)
+            formats[kind] += 1
+            items.append(item)
+        except (UnicodeDecodeError, ValueError, RecursionError, RowError) as error:
+            kinds = {UnicodeDecodeError: "invalid UTF-8", RowError: str(error)}
+            faults.setdefault(kinds.get(type(error), "no JSON"), []).append(number)
+    left = "; ".join(f"{kind}: {len(rows)} (the first is row {rows[0]})" for kind, rows in faults.items())
+    used = ", ".join(f"{count} {kind}" for kind, count in formats.items()) or "none"
+    said = f"{path}: {sum(map(len, faults.values())) + len(items)} rows, used {used}; left out {left or 'none'}"
+    if not items:
+        raise UserError(f"{said}; must hold one usable row at least")
+    log(f"data: {said}")
+    return items
+# === end: chat ===
 
 
 # === shared: model ===
@@ -1407,6 +1571,8 @@ def load_model(name: str, path: str, tokenizer_path: str = "") -> tuple["GPT", T
     else:
         raise UserError(f"{name}={path!r}: no such file; must be a run, a checkpoint or an artifact (model.upar)")
     tokenizer = load_tokenizer(tokenizer_path or (beside or ["bytes"])[0])
+    if shape["vocab_size"] == tokenizer.vocab_size + len(ROLE_TOKENS):  # post-training has added them
+        tokenizer = with_roles(tokenizer)
     if (sha256 or tokenizer.sha256) != tokenizer.sha256 or tokenizer.vocab_size != shape["vocab_size"]:
         raise UserError(f"TOKENIZER_PATH={tokenizer_path!r}: {tokenizer.file} with {tokenizer.vocab_size} tokens "
                         f"is not the one of {file}, which has {shape['vocab_size']}")
@@ -1416,6 +1582,20 @@ def load_model(name: str, path: str, tokenizer_path: str = "") -> tuple["GPT", T
         setup_lora_adapter(network, len(tensors[adapter[0]]), targets="|".join(names))
     network.load_state_dict(tensors)
     return network, tokenizer, str(file)
+
+
+def grow_roles(network: "GPT", tokenizer: Tokenizer) -> Tokenizer:
+    """The tokenizer with role tokens; where it had none the embedding, and a head, grow by the mean of their rows."""
+    grown = with_roles(tokenizer)
+    for name in ("embed", "head") if grown is not tokenizer else ():
+        weight = getattr(network, name, None)
+        if weight is not None:
+            rows = weight.detach().mean(0, keepdim=True).expand(len(ROLE_TOKENS), -1)
+            grew = nn.Parameter(torch.cat([weight.detach(), rows]))
+            grew.splits = (len(grew),)
+            setattr(network, name, grew)
+    network.config.vocab_size = grown.vocab_size
+    return grown
 # === end: weights ===
 
 
