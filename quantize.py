@@ -305,6 +305,7 @@ class Tokenizer:
     pieces: list[bytes]  # what each token decodes to, b"" for boundaries
     encode: Callable[[str], list[int]]  # ids without BOS; special tokens in the text are ordinary characters
     drops_space: np.ndarray | bool = False  # (V,) bool, loses its space after a boundary
+    roles_last: bool = False  # the last tokens are ROLE_TOKENS; SentencePiece models made here name theirs
 
     def __post_init__(self) -> None:
         self.sha256, self.vocab_size = hashlib.sha256(self.content).hexdigest(), len(self.pieces)
@@ -318,7 +319,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     path = Path(path)
     if path.name == "bytes":
         pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4  # pad, BOS, EOS, unknown; bytes; roles
-        return Tokenizer("bytes", b"underpar bytes 264", 1, pieces, lambda text: [4 + b for b in text.encode()])
+        return Tokenizer("bytes", b"underpar bytes 264", 1, pieces, lambda text: [4 + b for b in text.encode()],
+                         roles_last=True)
     if str(path) in ENCODINGS or path.suffix == ".tiktoken":
         public, name, scope = tiktoken_ext.openai_public, path.name.removesuffix(".tiktoken"), {}
         maker = "r50k_base" if path.name == "gpt2.tiktoken" else name  # the same ranks, pattern and special token

@@ -40,7 +40,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from decimal import Decimal
 from fractions import Fraction
 from numbers import Real
@@ -445,6 +445,7 @@ class Tokenizer:
     pieces: list[bytes]  # what each token decodes to, b"" for boundaries
     encode: Callable[[str], list[int]]  # ids without BOS; special tokens in the text are ordinary characters
     drops_space: np.ndarray | bool = False  # (V,) bool, loses its space after a boundary
+    roles_last: bool = False  # the last tokens are ROLE_TOKENS; SentencePiece models made here name theirs
 
     def __post_init__(self) -> None:
         self.sha256, self.vocab_size = hashlib.sha256(self.content).hexdigest(), len(self.pieces)
@@ -458,7 +459,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     path = Path(path)
     if path.name == "bytes":
         pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4  # pad, BOS, EOS, unknown; bytes; roles
-        return Tokenizer("bytes", b"underpar bytes 264", 1, pieces, lambda text: [4 + b for b in text.encode()])
+        return Tokenizer("bytes", b"underpar bytes 264", 1, pieces, lambda text: [4 + b for b in text.encode()],
+                         roles_last=True)
     if str(path) in ENCODINGS or path.suffix == ".tiktoken":
         public, name, scope = tiktoken_ext.openai_public, path.name.removesuffix(".tiktoken"), {}
         maker = "r50k_base" if path.name == "gpt2.tiktoken" else name  # the same ranks, pattern and special token
@@ -504,11 +506,21 @@ ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 
 def role_ids(tokenizer: Tokenizer) -> dict[str, int]:
     """Role token -> id; empty where the tokenizer has none."""
-    if tokenizer.file != "tokenizer.model":  # the byte tokenizer's are its last ones, tiktoken's encodings have none
-        return {role: 260 + i for i, role in enumerate(ROLE_TOKENS) if tokenizer.file == "bytes"}
+    if tokenizer.roles_last:
+        return {role: tokenizer.vocab_size - len(ROLE_TOKENS) + i for i, role in enumerate(ROLE_TOKENS)}
+    if tokenizer.file != "tokenizer.model":
+        return {}
     model = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.content)
     ids = {role: model.piece_to_id(role) for role in ROLE_TOKENS}
     return {role: i for role, i in ids.items() if model.is_control(i)}
+
+
+def with_roles(tokenizer: Tokenizer) -> Tokenizer:
+    """The tokenizer, and where it has no role tokens four more for them; its file and SHA-256 stay."""
+    if role_ids(tokenizer):
+        return tokenizer
+    pieces, drops = [*tokenizer.pieces, *[b""] * len(ROLE_TOKENS)], np.append(tokenizer.drops_space, [False] * 4)
+    return replace(tokenizer, pieces=pieces, drops_space=drops, roles_last=True)
 
 
 def decode_bytes(tokenizer: Tokenizer, ids: list[int] | np.ndarray) -> bytes:
@@ -1927,6 +1939,8 @@ def load_model(name: str, path: str, tokenizer_path: str = "") -> tuple["GPT", T
     else:
         raise UserError(f"{name}={path!r}: no such file; must be a run, a checkpoint or an artifact (model.upar)")
     tokenizer = load_tokenizer(tokenizer_path or (beside or ["bytes"])[0])
+    if shape["vocab_size"] == tokenizer.vocab_size + len(ROLE_TOKENS):  # post-training has added them
+        tokenizer = with_roles(tokenizer)
     if (sha256 or tokenizer.sha256) != tokenizer.sha256 or tokenizer.vocab_size != shape["vocab_size"]:
         raise UserError(f"TOKENIZER_PATH={tokenizer_path!r}: {tokenizer.file} with {tokenizer.vocab_size} tokens "
                         f"is not the one of {file}, which has {shape['vocab_size']}")
@@ -1936,6 +1950,20 @@ def load_model(name: str, path: str, tokenizer_path: str = "") -> tuple["GPT", T
         setup_lora_adapter(network, len(tensors[adapter[0]]), targets="|".join(names))
     network.load_state_dict(tensors)
     return network, tokenizer, str(file)
+
+
+def grow_roles(network: "GPT", tokenizer: Tokenizer) -> Tokenizer:
+    """The tokenizer with role tokens; where it had none the embedding, and a head, grow by the mean of their rows."""
+    grown = with_roles(tokenizer)
+    for name in ("embed", "head") if grown is not tokenizer else ():
+        weight = getattr(network, name, None)
+        if weight is not None:
+            rows = weight.detach().mean(0, keepdim=True).expand(len(ROLE_TOKENS), -1)
+            grew = nn.Parameter(torch.cat([weight.detach(), rows]))
+            grew.splits = (len(grew),)
+            setattr(network, name, grew)
+    network.config.vocab_size = grown.vocab_size
+    return grown
 # === end: weights ===
 
 

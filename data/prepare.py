@@ -31,7 +31,7 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -69,6 +69,7 @@ class Tokenizer:
     pieces: list[bytes]  # what each token decodes to, b"" for boundaries
     encode: Callable[[str], list[int]]  # ids without BOS; special tokens in the text are ordinary characters
     drops_space: np.ndarray | bool = False  # (V,) bool, loses its space after a boundary
+    roles_last: bool = False  # the last tokens are ROLE_TOKENS; SentencePiece models made here name theirs
 
     def __post_init__(self) -> None:
         self.sha256, self.vocab_size = hashlib.sha256(self.content).hexdigest(), len(self.pieces)
@@ -82,7 +83,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     path = Path(path)
     if path.name == "bytes":
         pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4  # pad, BOS, EOS, unknown; bytes; roles
-        return Tokenizer("bytes", b"underpar bytes 264", 1, pieces, lambda text: [4 + b for b in text.encode()])
+        return Tokenizer("bytes", b"underpar bytes 264", 1, pieces, lambda text: [4 + b for b in text.encode()],
+                         roles_last=True)
     if str(path) in ENCODINGS or path.suffix == ".tiktoken":
         public, name, scope = tiktoken_ext.openai_public, path.name.removesuffix(".tiktoken"), {}
         maker = "r50k_base" if path.name == "gpt2.tiktoken" else name  # the same ranks, pattern and special token
@@ -231,11 +233,21 @@ ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 
 def role_ids(tokenizer: Tokenizer) -> dict[str, int]:
     """Role token -> id; empty where the tokenizer has none."""
-    if tokenizer.file != "tokenizer.model":  # the byte tokenizer's are its last ones, tiktoken's encodings have none
-        return {role: 260 + i for i, role in enumerate(ROLE_TOKENS) if tokenizer.file == "bytes"}
+    if tokenizer.roles_last:
+        return {role: tokenizer.vocab_size - len(ROLE_TOKENS) + i for i, role in enumerate(ROLE_TOKENS)}
+    if tokenizer.file != "tokenizer.model":
+        return {}
     model = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.content)
     ids = {role: model.piece_to_id(role) for role in ROLE_TOKENS}
     return {role: i for role, i in ids.items() if model.is_control(i)}
+
+
+def with_roles(tokenizer: Tokenizer) -> Tokenizer:
+    """The tokenizer, and where it has no role tokens four more for them; its file and SHA-256 stay."""
+    if role_ids(tokenizer):
+        return tokenizer
+    pieces, drops = [*tokenizer.pieces, *[b""] * len(ROLE_TOKENS)], np.append(tokenizer.drops_space, [False] * 4)
+    return replace(tokenizer, pieces=pieces, drops_space=drops, roles_last=True)
 
 
 def decode_bytes(tokenizer: Tokenizer, ids: list[int] | np.ndarray) -> bytes:
