@@ -1948,8 +1948,15 @@ def load_model(name: str, path: str, tokenizer_path: str = "") -> tuple["GPT", T
     if adapter:
         names = [re.escape(key.replace("parametrizations.", "").removesuffix(".0.lora_a")) for key in adapter]
         setup_lora_adapter(network, len(tensors[adapter[0]]), targets="|".join(names))
+    if "w_value" in tensors:
+        add_value_head(network)
     network.load_state_dict(tensors)
     return network, tokenizer, str(file)
+
+
+def add_value_head(network: "GPT") -> None:
+    """Give the network `w_value` (dim,), zeros: a reward or a value is its product with what the head reads."""
+    network.w_value = nn.Parameter(torch.zeros_like(network.embed[0]))
 
 
 def grow_roles(network: "GPT", tokenizer: Tokenizer) -> Tokenizer:
