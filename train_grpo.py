@@ -2670,10 +2670,16 @@ def checked_rewards(given: object, asked: list[tuple]) -> list[float]:
             raise UserError(f"reward: must be a list of {len(asked)} numbers, finite and below 1e15; it is, or holds, "
                             f"{value!r:.60}; sample: {sample}")
     return values
+
+
+def mean_interval(values: Tensor) -> list[float]:
+    """Mean of (n,) values of different prompts and the ends of its 95% interval, by the normal approximation."""
+    mean, half = values.mean().item(), 1.96 * values.std().item() / len(values) ** 0.5
+    return [mean, mean - half, mean + half]
 # === end: responses ===
 
 
-# === shared: policy ===
+# === shared: start ===
 # What sections ask of settings that this script leaves alone: the small policy's shape; Muon.
 POLICY = dict(norm="rms", mlp_mult=3.0, attn_window=1 << 20, bio_events="off", bio_threshold=0.3, positions="rope",
               rope_base=10000.0, rope_dims=0, qk_norm=True, qk_gain_init=4.0, residual_mix=True, unet_skips=False,
@@ -2682,8 +2688,6 @@ POLICY = dict(norm="rms", mlp_mult=3.0, attn_window=1 << 20, bio_events="off", b
 MUON = dict(muon_momentum=0.95, muon_momentum_warmup_start=0.95, muon_momentum_warmup_frac=0.0,
             muon_momentum_warmup_steps=0, muon_backend_steps=5, muon_coefficients="quintic", muon_row_normalize=False,
             cautious_wd=False)
-START_TEMPERATURES = (0.3, 0.5, 0.7, 1.0)  # sharpening alone must not look like learning
-SFT_PROBLEMS, CHOICE_PROBLEMS, EVAL_STEP = 1 << 40, 1 << 41, 1 << 31  # numbers beyond those of problems and steps
 
 
 def start_policy(settings: Settings, runtime: Runtime) -> tuple[GPT, Tokenizer, str]:
@@ -2724,6 +2728,12 @@ def fitting_tokens(network: GPT, device: torch.device) -> int:
     """Tokens whose activations, roughly, take half of the memory that is free now; on a CPU of 1 GiB."""
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 1 << 30
     return max(4096, free // 2 // (100 * network.config.model_dim * len(network.block_of_layer)))
+# === end: start ===
+
+
+# === shared: policy ===
+START_TEMPERATURES = (0.3, 0.5, 0.7, 1.0)  # sharpening alone must not look like learning
+SFT_PROBLEMS, CHOICE_PROBLEMS, EVAL_STEP = 1 << 40, 1 << 41, 1 << 31  # numbers beyond those of problems and steps
 
 
 def check_room(network: GPT, prompts: list[list[int]], most: int) -> None:
@@ -2771,12 +2781,6 @@ def solve(trainer, task: Task, problems: list[Problem], count: int, temperature:
     for at, group in zip(own, groups, strict=True):
         right[at] = torch.tensor([float(task.reward(problems[at], text) >= 1) for text in group.texts])
     return runtime.sum(right.to(runtime.device)).cpu()
-
-
-def mean_interval(values: Tensor) -> list[float]:
-    """Mean of (n,) values of different prompts and the ends of its 95% interval, by the normal approximation."""
-    mean, half = values.mean().item(), 1.96 * values.std().item() / len(values) ** 0.5
-    return [mean, mean - half, mean + half]
 
 
 def policy_scores(greedy: Tensor, sampled: Tensor) -> dict:
