@@ -65,6 +65,76 @@ def holds(gain: dict) -> bool:
 
 
 # === shared: jobs ===
+T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's t, two-sided, by degrees of freedom
+KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "CUDA_VISIBLE_DEVICES")
+
+
+def read_run(run: SimpleNamespace, out: Path, summarize: Callable[[str, dict], dict]) -> dict | None:
+    """`summarize` of log and result of a run; None if it has not ended. SystemExit if it was made in another way.
+
+    run: name, of its folder in `out`; script; settings, {field: value}; start, the name of the run whose step_000000 it
+    begins from, or "".
+    """
+    folder = out / run.name
+    if not (folder / "result.json").exists():
+        return None
+    result = json.loads((folder / "result.json").read_bytes())
+    stored = {**result["settings"], "code": result["code_sha256"]}
+    asked = {**run.settings, "code": hashlib.sha256((ROOT / run.script).read_bytes()).hexdigest()}
+    if wrong := [key for key, value in asked.items() if type(stored[key])(value) != stored[key]]:
+        raise SystemExit(f"error: {folder}: made with another {', '.join(wrong)}; remove it, or name another --out")
+    return summarize((folder / "log.txt").read_text(encoding="utf-8"), result)
+
+
+def start_run(run: SimpleNamespace, out: Path) -> subprocess.Popen:
+    """Start a run in a folder of its own; stderr goes to NAME.err."""
+    shutil.rmtree(out / run.name, ignore_errors=True)  # one that was broken off
+    settings = {"OUT_DIR": out, "RUN_ID": run.name, "OMP_NUM_THREADS": 1, **run.settings}
+    if run.start:
+        settings["INIT_FROM"] = out / run.start / "step_000000"
+    environ = {name: os.environ[name] for name in KEPT if name in os.environ}
+    environ |= {name.upper(): str(value) for name, value in settings.items()}
+    with open(out / f"{run.name}.err", "wb") as errors:  # a session of its own: Ctrl-C is for this process
+        return subprocess.Popen([sys.executable, str(ROOT / run.script)], env=environ, stdout=subprocess.DEVNULL,
+                                stderr=errors, start_new_session=True)
+
+
+def run_all(runs: list[SimpleNamespace], out: Path, jobs: int, summarize: Callable[[str, dict], dict],
+            tell: Callable[[dict], str]) -> dict[str, dict | None]:
+    """By name what read_run gives, after `jobs` at a time have made what had not ended; None where that failed.
+
+    tell: of a summary, what is printed when the run has ended.
+    """
+    found = {run.name: read_run(run, out, summarize) for run in runs}
+    left, active, done, began = [run for run in runs if found[run.name] is None], [], 0, time.time()
+    total = len(left)
+    try:
+        while left or active:
+            while left and len(active) < jobs:
+                active.append((left[0], start_run(left.pop(0), out)))
+            time.sleep(0.1)
+            for run, process in [pair for pair in active if pair[1].poll() is not None]:
+                active.remove((run, process))
+                summary = found[run.name] = read_run(run, out, summarize)
+                last = (out / f"{run.name}.err").read_text(encoding="utf-8").splitlines() or [""]
+                said = tell(summary) if summary else f"FAILED, exit code {process.returncode}: {last[-1]}"
+                done, minutes = done + 1, (time.time() - began) / 60
+                print(f"[{done}/{total}] {run.name}: {said}; {minutes:.1f} min, "
+                      f"about {minutes / done * (total - done):.0f} left", flush=True)
+    finally:
+        for _, process in active:
+            process.kill()
+            process.wait()
+    return found
+
+
+def interval(values: list[float]) -> list[float]:
+    """Mean of values, one a seed, and the ends of its 95% interval, by Student's t; of a single value that alone."""
+    if len(values) == 1:
+        return values
+    t = T95[len(values) - 2] if len(values) - 2 < len(T95) else 1.96
+    mean, half = statistics.fmean(values), t * statistics.stdev(values) / len(values) ** 0.5
+    return [mean, mean - half, mean + half]
 # === end: jobs ===
 
 
