@@ -152,7 +152,9 @@ def test_the_plan_differs_in_nothing_else():
     starts, rows = clip.make_plan(3, 256, {})
     assert [run.name for run in starts] == ["start_seed_1", "start_seed_2", "start_seed_3"]
     assert [row["arm"] for row in rows[:4]] == list(clip.ARMS)
-    assert all([run.seed for run in row["runs"]] == [1, 2, 3] for row in rows[:4])
+    assert all([(run.settings["seed"], run.start) for run in row["runs"]] ==
+               [(seed, f"start_seed_{seed}") for seed in (1, 2, 3)] for row in rows[:4])
+    assert [run.start for run in starts] == [""] * 3
     runs = {run.name: run for row in rows for run in row["runs"]}
     assert len(runs) == 12 + 2 * (2 + 3 + 3) and len(rows) == 4 + 2 * (3 + 4 + 4)
     assert all(re.fullmatch(r"[a-z0-9._]+", name) for name in runs)

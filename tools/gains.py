@@ -174,9 +174,9 @@ def markdown(rows: list[dict], note: str) -> str:
             lines.append([*cells, "", "failed", *[""] * (len(head) - 5)])
             continue
         for seed, (before, gain) in enumerate(zip(row["before"], row["gain"], strict=True)):
-            lines.append([*cells, str(seed + 1), score(before["greedy"][:1], ""), *(score(gain[name]) for name in GAINS),
-                          "yes" if row["holds"][seed] else "no", str(row["steps"][seed]),
-                          f"{row['seconds'][seed]:.0f}"])
+            numbers = [score(before["greedy"][:1], ""), *(score(gain[name]) for name in GAINS)]
+            lines.append([*cells, str(seed + 1), *numbers, "yes" if row["holds"][seed] else "no",
+                          str(row["steps"][seed]), f"{row['seconds'][seed]:.0f}"])
         share = f"{row['share']:.2f} of the real gain" if "share" in row else ""
         lines.append([*cells, "mean", share, *(score(row["mean"][name]) for name in GAINS), *[""] * 3])
     return f"{note}\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
