@@ -2765,7 +2765,7 @@ def check_room(network: GPT, prompts: list[list[int]], most: int) -> None:
 def warm_start(network: GPT, tokenizer: Tokenizer, task: Task, settings: Settings, runtime: Runtime) -> list[float]:
     """Up to SFT_STEPS of Muon on batches of 64 demonstrations, of the answers alone; each loss, in nats a token.
 
-    Every rank takes the same steps. AdamW learns to sort so in 1.5 times the steps, and not to reverse.
+    Every rank takes the same steps. AdamW learns to sort as soon (170 steps), but not, in 400, to reverse (Muon: 300).
     """
     alone, size, losses = Runtime(0, 1, runtime.device, False), 64, []
     rates = {**dict.fromkeys(("tied_embed_lr", "head_lr", "scalar_lr"), settings.sft_lr / 20), "muon_wd": 0.0,
