@@ -1,0 +1,126 @@
+"""The whole chain, script by script as a user types it: pretrain, SFT, reward model, DPO, PPO, distil, pack, chat.
+
+The everyday form is too short to learn much and asserts that each link reads what the one before wrote; the `full` form
+trains every link for its share of ten minutes on two cores and asserts what each gains on held-out rows.
+"""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV")
+SHAPE = dict(LAYER_PATTERN="g a g", MODEL_DIM=64, NUM_HEADS=4, TRAIN_SEQ_LEN=128)
+
+
+class Chain:
+    """Runs in a folder, one a link; each takes settings and has a result."""
+
+    def __init__(self, folder: Path, threads: int, **always: object):
+        self.folder, self.threads, self.always, self.seconds = folder, threads, always, {}
+
+    def call(self, script: str, *words: object, given: str = "", **settings: object) -> str:
+        """What a script prints, which must end well."""
+        kept = {name: os.environ[name] for name in KEPT if name in os.environ}
+        environ = {**kept, "OMP_NUM_THREADS": str(self.threads), "DEVICE": "cpu",
+                   **{name: str(value) for name, value in settings.items()}}
+        done = subprocess.run([sys.executable, ROOT / script, *map(str, words)], env=environ, cwd=self.folder,
+                              input=given, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stdout[-800:] + done.stderr[-2000:]
+        assert "Traceback" not in done.stderr, done.stderr
+        return done.stdout
+
+    def train(self, name: str, script: str, seconds: float, **settings: object) -> dict:
+        """The result of a run with so many seconds on its clock."""
+        begin = time.perf_counter()
+        clock = dict(MAX_WALLCLOCK_SECONDS=seconds, RESERVE_SECONDS=min(3.0, 0.3 * seconds))
+        self.call(script, RUN_ID=name, OUT_DIR=self.folder / "runs", **{**self.always, **clock, **settings})
+        self.seconds[name] = time.perf_counter() - begin
+        result = json.loads((self.of(name) / "result.json").read_text())
+        assert all(phase["steps"] for phase in result["phases"].values()), (name, result["phases"])
+        return result
+
+    def of(self, name: str) -> Path:
+        return self.folder / "runs" / name
+
+    def score(self, name: str, **settings: object) -> dict:
+        """What sample.py writes of a model."""
+        path = self.folder / "score.json"
+        self.call("sample.py", MODE="score", ARTIFACT=self.of(name), SCORE_FILE=path, **settings)
+        return json.loads(path.read_text())
+
+
+def pretrain(chain: Chain, seconds: float) -> dict:
+    """A model of arithmetic-looking text, over bytes."""
+    lines = [f"{at * 7919 % 100003:05d} and {at * 104729 % 99991:05d} make {at * 7 % 10007:04d}." for at in range(6000)]
+    text = "\n".join(json.dumps({"text": "\n".join(lines[at : at + 20])}) for at in range(0, len(lines), 20))
+    (chain.folder / "text.jsonl").write_text(text)
+    chain.call("data/prepare.py", chain.folder / "text.jsonl", "--out", chain.folder / "data", "--tokenizer", "bytes",
+               "--workers", 1)
+    return chain.train("base", "train_gpt.py", seconds, DATA_PATH=chain.folder / "data", **SHAPE, NUM_KV_HEADS=4,
+                       TRAIN_BATCH_TOKENS=2048, COMPILE=0, EVAL_STRIDE=0, VAL_LOSS_EVERY=0, HOLDOUT_TOKENS=4096,
+                       POSITIONS="rope", ROPE_DIMS=0, BIGRAM_VOCAB_SIZE=0)
+
+
+def chat(chain: Chain, name: str, lines: str) -> str:
+    return chain.call("sample.py", given=lines, MODE="chat", ARTIFACT=chain.of(name) / "model.upar", TEMPERATURE=0,
+                      MAX_NEW_TOKENS=16)
+
+
+def test_each_link_reads_what_the_one_before_wrote(tmp_path):
+    tiny = dict(EVAL_PROMPTS=32, SAVE_EVERY=0)
+    chain = Chain(tmp_path, 1, SAVE_EVERY=0)
+    base = pretrain(chain, 5)
+    assert base["val_bpb"] < 5
+    sft = chain.train("sft", "train_sft.py", 6, INIT_FROM=chain.of("base"), DEMONSTRATIONS=2000, **tiny)
+    assert sft["after"]["loss"][0] < sft["before"]["loss"][0]
+    judge = chain.train("judge", "train_dpo.py", 4, INIT_FROM=chain.of("sft"), OBJECTIVE="reward", TRAIN_PAIRS=512,
+                        **tiny)
+    dpo = chain.train("dpo", "train_dpo.py", 4, INIT_FROM=chain.of("sft"), TRAIN_PAIRS=512, **tiny)
+    assert 0 <= judge["after"]["accuracy"][0] <= 1 and dpo["init_from"] == str(chain.of("sft") / "model.upar")
+    ppo = chain.train("ppo", "train_ppo.py", 5, INIT_FROM=chain.of("dpo"), REWARD_MODEL=chain.of("judge"),
+                      EVAL_SAMPLES=2, PROMPTS_PER_STEP=8, GROUP_SIZE=4, **tiny)
+    assert ppo["init_from"] == str(chain.of("dpo") / "model.upar")
+    half = dict(MODEL_DIM=32, NUM_HEADS=2, LAYER_PATTERN="g a", DEMONSTRATIONS=2000)
+    small = chain.train("small", "train_sft.py", 5, TEACHER=chain.of("ppo"), **half, **tiny)
+    assert small["params"]["total"] < 0.5 * ppo["params"]["total"]
+    chain.call("quantize.py", "pack", chain.of("small"), tmp_path / "runs" / "small4.upar", MATRIX_BITS=4)
+    assert (tmp_path / "runs" / "small4.upar").stat().st_size < (chain.of("small") / "model.upar").stat().st_size
+    assert chat(chain, "small", "52713\n/reset\n9081\n").strip()
+
+
+@pytest.mark.full
+def test_the_chain_learns_within_ten_minutes(tmp_path):
+    """What every link gains, by its own held-out figures, and what all of it takes; -s prints them."""
+    begin, chain = time.perf_counter(), Chain(tmp_path, 2, SAVE_EVERY=0)
+    base = pretrain(chain, 15)
+    sft = chain.train("sft", "train_sft.py", 30, INIT_FROM=chain.of("base"), OPTIMIZER="muon", LEARNING_RATE=0.005)
+    assert sft["gain"]["loss"][1] > 0
+    judge = chain.train("judge", "train_dpo.py", 40, INIT_FROM=chain.of("sft"), OBJECTIVE="reward")
+    assert judge["after"]["accuracy"][1] > 0.75
+    dpo = chain.train("dpo", "train_dpo.py", 30, INIT_FROM=chain.of("sft"))
+    assert dpo["after"]["accuracy"][1] > 0.75
+    by_model = chain.train("by_model", "train_ppo.py", 45, INIT_FROM=chain.of("sft"), REWARD_MODEL=chain.of("judge"))
+    ppo = chain.train("ppo", "train_ppo.py", 60, INIT_FROM=chain.of("sft"))
+    assert ppo["gain"]["pass1"][1] > 0
+    half, better = dict(MODEL_DIM=32, NUM_HEADS=2, LAYER_PATTERN="g a", VAL_LOSS_EVERY=0), []
+    for seed in (1, 2, 3):
+        taught = chain.train(f"taught_{seed}", "train_sft.py", 25, SEED=seed, TEACHER=chain.of("ppo"), **half)
+        alone = chain.train(f"alone_{seed}", "train_sft.py", 25, SEED=seed, **half)
+        better.append((alone["after"]["loss"][0], taught["after"]["loss"][0]))
+    chain.call("quantize.py", "pack", chain.of("taught_1"), tmp_path / "small.upar", MATRIX_BITS=5)
+    said = chat(chain, "ppo", "52713\n")
+    seconds = time.perf_counter() - begin
+    print(json.dumps({
+        "seconds": seconds, "each": chain.seconds, "bpb": base["val_bpb"], "sft": sft["gain"],
+        "judge": judge["after"]["accuracy"], "dpo": dpo["after"]["accuracy"], "ppo by model": by_model["gain"],
+        "ppo": ppo["gain"], "alone, taught": better, "chat": said}, indent=1))
+    assert all(taught < alone for alone, taught in better)
+    assert re.search(r"[0-9]{5}", said) and seconds < 600 and math.isfinite(seconds)
