@@ -257,7 +257,7 @@ def test_the_defaults_are_those_of_the_field():
 # ------------------------------------------------------------------------------------------------ values, and a trainer
 SMALL = dict(prompts_per_step=4, group_size=3, max_new_tokens=6, mini_batches=1, epochs=1, learning_rate=0.01,
              critic_lr=0.01, grad_clip_norm=0.0, layer_pattern="g a", model_dim=16, num_heads=2, adam_eps=1e-4,
-             kl_beta=0.0)
+             kl_beta=0.0, temperature=1.0)
 UPDATED = ("gen_tok_s", "train_tok_s", "clips")
 
 
