@@ -103,7 +103,7 @@ class Settings:
     temperature: float = 0.5  # of the distribution; 0: always the likeliest token
     # objective
     critic: str = "head"  # values: a head on the policy's layers, or separate: a copy of the reward model or the start
-    critic_lr: float = 0.0003  # of all weights of a separate critic
+    critic_lr: float = 0.001  # of all weights of a separate critic
     value_coef: float = 0.1  # weight of the value loss
     value_clip_range: float = 0.2  # of a value about the rollout's; 0: no clipping
     gamma: float = 1.0  # discount of what a token later is worth
