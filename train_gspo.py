@@ -161,18 +161,18 @@ class UserError(Exception):
 # What another script of ours, Parameter Golf or nanoGPT reads (regular expressions): an error for one that does not.
 FOREIGN_NAMES = tuple("""
     ACTIVATION_CHECKPOINTING ADAM_.* ALWAYS_SAVE_CHECKPOINT ARCH_MODE ARTIFACT ARTIFACT_BYTES_MAX ATTN_.* BACKEND
-    BATCH_SIZE BETA1 BETA2 BIAS BIGRAM_.* BIO_.* BLOCK_SIZE CAUTIOUS_WD COMPILE COMPILE_MODE COMPRESSOR DATASET DATA_DIR
-    DATA_PATH DECAY_LR DELTA_.* DETERMINISTIC DEVICE DISTILL_.* DROPOUT DTYPE DYNAMIC_ROUNDS EMA EMA_.* EMBED_.*
-    ENABLE_LOOPING_AT EPOCHS EVAL_.* GATED_ATTN_ENABLED GDN_NEG_EIGVAL GPTQ_.* GRADIENT_ACCUMULATION_STEPS GRAD_.*
-    GROUP_SIZE HANG_SECONDS HEAD_LR HOLDOUT_TOKENS IMPORTANCE INIT_FROM ITERATIONS KEEP KL_BETA LATE_QAT LATE_QAT_.*
-    LAYER_PATTERN LEARNING_RATE LEFT_CLIP_RANGE LN_SCALE LOGIT_SOFTCAP LOG_INTERVAL LOOP_.* LORA_.* LR_.* MATRIX_.*
-    MAX_ITERS MAX_NEW_TOKENS MAX_WALLCLOCK_SECONDS MICRO_BATCH_TOKENS MINI_BATCHES MIN_LR MLP MLP_.* MODEL_DIM
-    MTP_NUM_HEADS MUON_.* NORM NUM_HEADS NUM_KV_HEADS NUM_LAYERS NUM_LOOPS NUM_SAMPLES N_EMBD N_HEAD N_LAYER OPTIMIZER
-    OUT_DIR OVERLONG_BUFFER PARALLEL_RESIDUAL POSITIONS PROFILE PROMPT PROMPTS_PER_STEP QAT QAT_.* QK_.* RATIO_LIMIT
-    REDUCTION REFERENCE REPLAY RESERVE_SECONDS RESIDUAL_MIX RESUME REWARD REWARD_SECONDS RIGHT_CLIP_RANGE ROPE_.* RUN_ID
-    SAVE_EVERY SCALAR_LR SCALE_REWARDS SEED SFT_.* SLIDING_WINDOW_ENABLED SMEAR_.* SPIKE_.* SWA SWA_.* TASK TASK_PATH
-    TEMPERATURE TIED_.* TIE_EMBEDDINGS TOKENIZER_PATH TOP_[KP] TRAIN_.* TTT_.* UNET_SKIPS VAL_.* VE_ENABLED VOCAB_SIZE
-    WARMDOWN_.* WARMUP_.* WEIGHT_DECAY XSA_LAST_N
+    BATCH_SIZE BETA1 BETA2 BIAS BIGRAM_.* BIO_.* BLOCK_SIZE CAUTIOUS_WD COMPILE COMPILE_MODE COMPRESSOR CRITIC CRITIC_LR
+    DATASET DATA_DIR DATA_PATH DECAY_LR DELTA_.* DETERMINISTIC DEVICE DISTILL_.* DROPOUT DTYPE DYNAMIC_ROUNDS EMA EMA_.*
+    EMBED_.* ENABLE_LOOPING_AT EPOCHS EVAL_.* GAE_LAMBDA GAMMA GATED_ATTN_ENABLED GDN_NEG_EIGVAL GPTQ_.*
+    GRADIENT_ACCUMULATION_STEPS GRAD_.* GROUP_SIZE HANG_SECONDS HEAD_LR HOLDOUT_TOKENS IMPORTANCE INIT_FROM ITERATIONS
+    KEEP KL_.* LATE_QAT LATE_QAT_.* LAYER_PATTERN LEARNING_RATE LEFT_CLIP_RANGE LN_SCALE LOGIT_SOFTCAP LOG_INTERVAL
+    LOOP_.* LORA_.* LR_.* MATRIX_.* MAX_ITERS MAX_NEW_TOKENS MAX_WALLCLOCK_SECONDS MICRO_BATCH_TOKENS MINI_BATCHES
+    MIN_LR MLP MLP_.* MODEL_DIM MTP_NUM_HEADS MUON_.* NORM NUM_HEADS NUM_KV_HEADS NUM_LAYERS NUM_LOOPS NUM_SAMPLES
+    N_EMBD N_HEAD N_LAYER OPTIMIZER OUT_DIR OVERLONG_BUFFER PARALLEL_RESIDUAL POSITIONS PROFILE PROMPT PROMPTS_PER_STEP
+    QAT QAT_.* QK_.* RATIO_LIMIT REDUCTION REFERENCE REPLAY RESERVE_SECONDS RESIDUAL_MIX RESUME REWARD REWARD_.*
+    RIGHT_CLIP_RANGE ROPE_.* RUN_ID SAVE_EVERY SCALAR_LR SCALE_REWARDS SEED SFT_.* SLIDING_WINDOW_ENABLED SMEAR_.*
+    SPIKE_.* SWA SWA_.* TASK TASK_PATH TEMPERATURE TIED_.* TIE_EMBEDDINGS TOKENIZER_PATH TOP_[KP] TRAIN_.* TTT_.*
+    UNET_SKIPS VALUE_.* VAL_.* VE_ENABLED VOCAB_SIZE WARMDOWN_.* WARMUP_.* WEIGHT_DECAY XSA_LAST_N
 """.split())
 
 # (regular expression of field names, smallest, largest), the first match counts; where none matches: >= 0.
@@ -186,7 +186,7 @@ RANGES = (
     ("keep|attn_window|max_new_tokens|prompts_per_step|group_size|mini_batches|epochs|eval_.*s", 1, 1 << 20),
     ("train_seq_len", 2, 1 << 20), ("temperature", 0.0, 100.0), ("top_p", 1e-9, 1.0),
     ("train_batch_tokens", 2, 1 << 31), ("train_log_every", 1, 1 << 31), ("artifact_bytes_max", 1, 1 << 40),
-    (".*_clip_sigmas", -1.0, 1e6),
+    (".*_clip_sigmas", -1.0, 1e6), ("gamma|gae_lambda", 0.0, 1.0),
 )
 CHOICES = {name: tuple(words.split()) for name, words in dict(
     lr_schedule="linear cosine wsd constant", device="auto cpu cuda", positions="rope learned none",
@@ -195,7 +195,7 @@ CHOICES = {name: tuple(words.split()) for name, words in dict(
     muon_coefficients="quintic polar_express", spike_policy="stop skip rewind", bio_events="off soft hard",
     matrix_step="tensor row grid", embed_step="tensor row grid", delta_step="tensor row group",
     reduction="sequence dapo bnpo dr_grpo", scale_rewards="group batch none", reference="start base",
-    importance="sequence token").items()}
+    importance="sequence token", critic="head separate", kl_shaping="k1 k3").items()}
 
 
 def parse_setting(name: str, text: str, kind: type) -> int | float | bool | str:
@@ -2792,10 +2792,60 @@ def warm_start(network: GPT, tokenizer: Tokenizer, task: Task, settings: Setting
     return solved
 
 
-def solve(trainer, task: Task, problems: list[Problem], count: int, temperature: float) -> Tensor:
-    """Whether `count` samples of each problem are right by the task's own checker, (n, count) of 0 and 1, float64.
+class PolicyTrainer:
+    """What trainers of a policy have in common; their own: settings, network, tokenizer, runtime, table, qat, dataset,
+    steps (so far), stop (tokens that end an answer), unit (what divides a step's prompts), query, rollout and update.
+    """
 
-    trainer: has settings, runtime and `sample`; the ranks share out the problems.
+    reward_model = None  # a GPT that scores in place of reward functions
+
+    def weights(self) -> contextlib.AbstractContextManager[None]:
+        """The weights that sample and are scored: in quantization-aware training, as the artifact gives them back."""
+        return quantized(self.network, self.table) if self.qat else contextlib.nullcontext()
+
+    def sample(self, queries: list, count: int, temperature: float, seeds: list[tuple]) -> list[SimpleNamespace]:
+        """`count` completions of each query: a group with query, prompt (its ids), samples and texts."""
+        prompts = [chat_ids(self.tokenizer, prompt_of(query))[0] for query in queries]
+        most = self.settings.max_new_tokens
+        check_room(self.network, prompts, most)
+        with torch.no_grad(), self.weights(), parametrize.cached():
+            found = iter(generate(self.network, prompts, count, most, temperature, 0, 1.0, seeds, self.stop))
+        groups = []
+        for query, prompt in zip(queries, prompts, strict=True):
+            samples = list(itertools.islice(found, count))
+            texts = [completion(self.tokenizer, prompt, sample.ids) for sample in samples]
+            groups.append(SimpleNamespace(query=query, prompt=prompt, samples=samples, texts=texts, rewards=[]))
+        return groups
+
+    def train_step(self, queries: list, reward_function: Callable | None, step: int | None = None,
+                   multiplier: float = 1.0) -> dict:
+        """A rollout of `queries`, strings, or objects or dicts with `prompt`, and its updates; the metrics of both.
+
+        reward_function: from lists of queries, each GROUP_SIZE times, and of completions to a list of numbers. step: of
+        the samples' seeds; by default the number of rollouts so far.
+        """
+        if not queries or len(queries) % self.unit:
+            raise UserError(f"train_step: {len(queries)} queries; not a multiple of MINI_BATCHES x ranks = {self.unit}")
+        step = self.steps if step is None else step
+        rollout = self.rollout(lambda number, draw: queries[number], len(queries), reward_function, step)
+        return {**rollout.metrics, **self.update(rollout, multiplier)}
+
+    def train(self, reward_function: Callable | None = None) -> list[dict]:
+        """ITERATIONS steps over train_dataset, or over TASK with its own reward; the metrics of each."""
+        s = self.settings
+        if not s.iterations or self.dataset and not (reward_function or self.reward_model):
+            raise UserError(f"ITERATIONS={s.iterations}: train needs some, and for a train_dataset a reward_function")
+        task = None if self.dataset else make_task(s.task, s.task_path, s.seed)
+        reward, found = reward_function or load_reward(s.reward, task, s.reward_seconds), []
+        for step in range(s.iterations):
+            rollout = self.rollout(functools.partial(self.query, task, step), s.prompts_per_step, reward, step)
+            found.append({**rollout.metrics, **self.update(rollout)})
+        return found
+
+
+def solve(trainer: PolicyTrainer, task: Task, problems: list[Problem], count: int, temperature: float) -> Tensor:
+    """Whether `count` samples of each problem are right by the task's own checker, (n, count) of 0 and 1, float64;
+    the ranks share them out.
     """
     runtime, right = trainer.runtime, torch.zeros(len(problems), count, dtype=torch.float64)
     own = range(runtime.rank, len(problems), runtime.world_size)
@@ -2821,6 +2871,39 @@ def policy_gain(before: dict[str, Tensor], greedy: Tensor, sampled: Tensor, temp
             f"pass{sampled.size(1)}": sampled.amax(1) - was.amax(1),
             "pass1_over_best": sampled.mean(1) - before[best].mean(1)}
     return {name: mean_interval(values) for name, values in gain.items()}, best
+
+
+def report_step(run: Run, clock: Clock, metrics: dict) -> None:
+    """Write a step's line: some to the log, all, cut off, to a terminal. metrics: numbers, and of updates `clips`."""
+    if not metrics:
+        return  # a step from before the run was resumed
+    s, seconds, done = run.settings, clock.seconds[-1], run.step
+    clips = " ".join(f"{active:.3f}/{outside:.3f}" for active, outside in metrics["clips"])
+    line = (f"step:{done}/{s.iterations or '?'} " + " ".join(
+        f"{name}:{value:.4g}" for name, value in metrics.items() if name not in ("bad", "clips"))
+        + f" clips_by_update:[{clips}] train_time:{1000 * seconds:.0f}ms step_avg:{1000 * seconds / done:.0f}ms")
+    if done % s.train_log_every == 0 or done <= 5:
+        run.log(line)
+    elif run.clear:
+        left = f"{clock.budget - seconds:.0f} s left " if clock.budget < math.inf else ""
+        print(run.clear + left + line[:100], end="", flush=True)
+
+
+def choose_weights(trainer: PolicyTrainer, averages: dict[str, Average], task: Task, log: Callable) -> str:
+    """Give the policy those of raw and averaged weights that answer 256 unseen training problems best; their name."""
+    s, shares = trainer.settings, {}
+    values = {"raw": [param.detach() for param in trainer.trained],
+              **{name: average.values for name, average in averages.items() if average.count}}
+    trainer.qat = not s.lora_rank  # adapters are quantized as parts of the weights that they change
+    problems = [task.problem(CHOICE_PROBLEMS + at, False) for at in range(256)]
+    for name in values if len(values) > 1 else ():
+        with swapped(trainer.trained, values[name]):
+            shares[name] = solve(trainer, task, problems, 1, s.temperature).mean().item()
+        log(f"weights: {name}, pass1 {shares[name]:.4f} on {len(problems)} training problems")
+    chosen = max(shares, key=shares.get, default="raw")
+    log(f"weights: {chosen} chosen")
+    torch._foreach_copy_(values["raw"], values[chosen])
+    return chosen
 # === end: policy ===
 
 
@@ -2892,7 +2975,7 @@ def update_unit(s: Settings, ranks: int) -> int:
 GSPOConfig = Settings  # GSPOConfig(learning_rate=1e-4, group_size=16)
 
 
-class GSPOTrainer:
+class GSPOTrainer(PolicyTrainer):
     """A policy that learns from rewards: `train_step` is a rollout and its updates, `train` many of them.
 
     model: a GPT; tokenizer: of load_tokenizer; config: Settings, which other trainers call args. train_dataset: prompts
@@ -2919,24 +3002,6 @@ class GSPOTrainer:
             self.reference, self.ref_model = contextlib.nullcontext, copy.deepcopy(ref_model)
         elif s.kl_beta:
             self.reference = reference_policy(model, s.reference == "start")
-
-    def weights(self) -> contextlib.AbstractContextManager[None]:
-        """The weights that sample and are scored: in quantization-aware training, as the artifact gives them back."""
-        return quantized(self.network, self.table) if self.qat else contextlib.nullcontext()
-
-    def sample(self, queries: list, count: int, temperature: float, seeds: list[tuple]) -> list[SimpleNamespace]:
-        """`count` completions of each query: a group with query, prompt (its ids), samples and texts."""
-        prompts = [chat_ids(self.tokenizer, prompt_of(query))[0] for query in queries]
-        most = self.settings.max_new_tokens
-        check_room(self.network, prompts, most)
-        with torch.no_grad(), self.weights(), parametrize.cached():
-            found = iter(generate(self.network, prompts, count, most, temperature, 0, 1.0, seeds, self.stop))
-        groups = []
-        for query, prompt in zip(queries, prompts, strict=True):
-            samples = list(itertools.islice(found, count))
-            texts = [completion(self.tokenizer, prompt, sample.ids) for sample in samples]
-            groups.append(SimpleNamespace(query=query, prompt=prompt, samples=samples, texts=texts, rewards=[]))
-        return groups
 
     def groups(self, queries: Callable[[int, int], object], count: int, reward: Callable,
                step: int) -> list[SimpleNamespace]:
@@ -3022,35 +3087,10 @@ class GSPOTrainer:
                 "train_tok_s": tokens.sum().item() / (time.perf_counter() - begin),
                 "clips": (torch.stack(sums[1:3]) / tokens).T.tolist()}  # of each update: active, outside
 
-    def train_step(self, queries: list, reward_function: Callable, step: int | None = None,
-                   multiplier: float = 1.0) -> dict:
-        """A rollout of `queries`, strings or objects with `prompt`, and its updates; the metrics of both.
-
-        reward_function: from lists of queries, each GROUP_SIZE times, and of completions to a list of numbers. step: of
-        the samples' seeds; by default the number of rollouts so far.
-        """
-        if not queries or len(queries) % self.unit:
-            raise UserError(f"train_step: {len(queries)} queries; not a multiple of MINI_BATCHES x ranks = {self.unit}")
-        step = self.steps if step is None else step
-        rollout = self.rollout(lambda number, draw: queries[number], len(queries), reward_function, step)
-        return {**rollout.metrics, **self.update(rollout, multiplier)}
-
     def query(self, task: Task | None, step: int, number: int, draw: int) -> object:
         """Prompt `number` of a step, at the `draw`-th time: of the task's training problems, or of train_dataset."""
         at = (step * (self.settings.dynamic_rounds + 1) + draw) * self.settings.prompts_per_step + number
         return task.problem(at, False) if task else self.dataset[at % len(self.dataset)]
-
-    def train(self, reward_function: Callable | None = None) -> list[dict]:
-        """ITERATIONS steps over train_dataset, or over TASK with its own reward; the metrics of each."""
-        s = self.settings
-        if not s.iterations or self.dataset and not reward_function:
-            raise UserError(f"ITERATIONS={s.iterations}: train needs some, and for a train_dataset a reward_function")
-        task = None if self.dataset else make_task(s.task, s.task_path, s.seed)
-        reward, found = reward_function or load_reward(s.reward, task, s.reward_seconds), []
-        for step in range(s.iterations):
-            rollout = self.rollout(functools.partial(self.query, task, step), s.prompts_per_step, reward, step)
-            found.append({**rollout.metrics, **self.update(rollout)})
-        return found
 
 
 # -------------------------------------------------------------------------------------------------------------- main
@@ -3119,20 +3159,6 @@ def main() -> int:
     log(f"set-up and first scores: {time.perf_counter() - begin:.1f} s, outside the clock")
     metrics, stop, watch.looping = {}, False, True
 
-    def report() -> None:
-        if not metrics:
-            return  # a step from before the run was resumed
-        seconds, done = clock.seconds[-1], run.step
-        clips = " ".join(f"{active:.3f}/{outside:.3f}" for active, outside in metrics["clips"])
-        line = (f"step:{done}/{s.iterations or '?'} " + " ".join(
-            f"{name}:{value:.4g}" for name, value in metrics.items() if name not in ("bad", "clips"))
-            + f" clips_by_update:[{clips}] train_time:{1000 * seconds:.0f}ms step_avg:{1000 * seconds / done:.0f}ms")
-        if done % s.train_log_every == 0 or done <= 5:
-            log(line)
-        elif run.clear:
-            left = f"{clock.budget - seconds:.0f} s left " if clock.budget < math.inf else ""
-            print(run.clear + left + line[:100], end="", flush=True)
-
     clock.start()
     while True:
         last_step, watch.began = clock.is_last(run.step), math.inf  # no limit for validation and saving
@@ -3159,7 +3185,7 @@ def main() -> int:
             stop = previous[2]
             watch.agreed |= stop
             if run.judge(*previous[:2]):
-                report()
+                report_step(run, clock, metrics)
             elif s.spike_policy == "rewind":
                 continue
         progress = clock.progress(run.step)
@@ -3194,23 +3220,13 @@ def main() -> int:
         return 128 + number
     watch.looping = False
     if previous and run.judge(*previous[:2], last=True):
-        report()
+        report_step(run, clock, metrics)
     if runtime.rank == 0:
         used = {"settings": vars(settings), "progress": clock.used, "events": run.events}
         replace_file(folder / "progress.json", json.dumps(used).encode())
 
     clock.start()
-    values = {"raw": [param.detach() for param in trainer.trained],
-              **{name: average.values for name, average in averages.items() if average.count}}
-    trainer.qat, shares = not s.lora_rank, {}  # adapters are quantized as parts of the weights that they change
-    seen = [task.problem(CHOICE_PROBLEMS + at, False) for at in range(256)]
-    for name in values if len(values) > 1 else ():
-        with swapped(trainer.trained, values[name]):
-            shares[name] = solve(trainer, task, seen, 1, s.temperature).mean().item()
-        log(f"weights: {name}, pass1 {shares[name]:.4f} on {len(seen)} training problems")
-    chosen = max(shares, key=shares.get, default="raw")
-    log(f"weights: {chosen} chosen")
-    torch._foreach_copy_(values["raw"], values[chosen])
+    chosen = choose_weights(trainer, averages, task, log)
     if s.lora_rank:
         merge_lora(network)
     state = network.state_dict()

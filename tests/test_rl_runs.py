@@ -40,7 +40,7 @@ import json, os, sys, traceback
 sys.path.insert(0, sys.argv[1])
 import numpy, torch
 import torch._dynamo
-import train_grpo, train_gspo
+import train_grpo, train_gspo, train_ppo
 
 for line in sys.stdin:
     order = json.loads(line)
@@ -56,13 +56,14 @@ for line in sys.stdin:
     for number, path in ((1, order["out"]), (2, order["err"])):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), number)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    T = {"grpo": train_grpo, "gspo": train_gspo}[order["env"].pop("SCRIPT")]
+    name = order["env"].pop("SCRIPT")
+    T = {"grpo": train_grpo, "gspo": train_gspo, "ppo": train_ppo}[name]
     os.environ.clear()
     os.environ.update(order["env"])
     sys.argv = [T.__file__]
     torch.seed()  # a fresh process has a seed of its own
     try:
-        exec(order["patch"], {"T": T, "Trainer": T.GRPOTrainer if T is train_grpo else T.GSPOTrainer})
+        exec(order["patch"], {"T": T, "Trainer": getattr(T, f"{name.upper()}Trainer")})
         code = T.exit_code(T.main)
     except BaseException:
         traceback.print_exc()
