@@ -2886,12 +2886,14 @@ class DPOTrainer:
                 found[[own[at] for at in batch.where]] = pair_scores(self.network, batch, self.reward).cpu()
         return self.runtime.sum(found.to(self.runtime.device)).cpu()
 
-    def reference(self, pairs: list[Pair], sha256: str, folder: Path) -> tuple[Tensor, str]:
-        """The reference's scores of pairs, and what the log says: made, or read from the cache in `folder`, which has
-        a file for each pair of weights and data (`sha256`), by hash. A reward model has no reference: zeros.
+    def reference(self, parts: list[list[Pair]], sha256: str, folder: Path) -> tuple[Tensor, str]:
+        """The reference's scores of the pairs of parts, one behind the other, each part batched on its own, and what
+        the log says: made, or read from the cache in `folder`, a file for each hash of weights and data (`sha256`). A
+        reward model has no reference: zeros.
         """
+        count = sum(map(len, parts))
         if self.reward:
-            return torch.zeros(len(pairs), 2, dtype=torch.float64), "none, for OBJECTIVE=reward"
+            return torch.zeros(count, 2, dtype=torch.float64), "none, for OBJECTIVE=reward"
         digest, begin, found = hashlib.sha256(sha256.encode()), time.perf_counter(), None
         for name, tensor in self.network.state_dict().items():
             digest.update(name.encode() + tensor.cpu().contiguous().numpy().tobytes())
@@ -2902,12 +2904,12 @@ class DPOTrainer:
             with contextlib.suppress(OSError, ValueError, EOFError):  # none there, or damaged
                 found = np.load(path)
         found = self.runtime.agree(found)
-        if found is not None and found.shape == (len(pairs), 2) and np.isfinite(found).all():
-            return torch.from_numpy(found), f"log-probabilities of {len(pairs)} pairs read from {path}"
+        if found is not None and found.shape == (count, 2) and np.isfinite(found).all():
+            return torch.from_numpy(found), f"log-probabilities of {count} pairs read from {path}"
         base = self.settings.reference == "base"
         with torch.no_grad(), reference_policy(self.network, False)() if base else contextlib.nullcontext():
-            scores = self.scores(pairs)
-        said = f"log-probabilities of {len(pairs)} pairs made in {time.perf_counter() - begin:.1f} s, kept in {path}"
+            scores = torch.cat([self.scores(part) for part in parts])
+        said = f"log-probabilities of {count} pairs made in {time.perf_counter() - begin:.1f} s, kept in {path}"
         if self.runtime.rank == 0:
             np.save(buffer := io.BytesIO(), scores.numpy())
             try:
@@ -2985,13 +2987,14 @@ def main() -> int:
     memory = {"ema": settings.ema_memory_frac, "swa": None}
     averages = {name: Average(trainer.trained, memory[name]) for name in memory if getattr(settings, name)}
     kept = {}  # of the start: the reference's scores of all pairs, metrics of the held-out ones
-    states = SimpleNamespace(state_dict=functools.partial(dict, kept), load_state_dict=kept.update)
+    states = SimpleNamespace(state_dict=functools.partial(dict, kept), load_state_dict=lambda saved: kept.update({
+        name: value.cpu() for name, value in saved.items()}))
     run.parts = dict(network=network, optimizers=trainer.optimizers, plan=plan, clock=clock, **averages, start=states)
     log("parameters: " + " ".join(f"{name}:{count}" for name, count in count_parameters(network).items())
         + f" trained:{sum(map(Tensor.numel, trainer.trained))} layers: {config.layers}")
     log(plan.describe())
     log(f"batch: a step is {s.pairs_per_step} pairs, over {runtime.world_size} ranks, chosen and rejected in one "
-        f"forward of about {trainer.micro_tokens} tokens; a pass over the data {total / s.pairs_per_step:.1f} steps")
+        f"forward of at most {trainer.micro_tokens} tokens; a pass over the data {total / s.pairs_per_step:.1f} steps")
     at_0 = 1 / (2 * s.beta) ** 2 if s.objective == "ipo" else math.log(2)
     log("note: accuracy counts pairs whose chosen reward is greater, not equal; at the start policy and reference are "
         f"one (a new reward head is 0), so rewards are 0, margins 0, accuracy 0 and the loss {at_0:.4g}: no fault. The "
@@ -3001,7 +3004,7 @@ def main() -> int:
         if clock.packet is not None:
             clock.packet[2] = 0.0  # a stop that was asked for then
     else:
-        kept["reference"], how = trainer.reference(data.pairs + data.held_out, data.sha256, folder.parent / "cache")
+        kept["reference"], how = trainer.reference([data.pairs, data.held_out], data.sha256, folder.parent / "cache")
         log(f"reference: {how}")
         kept["before"] = trainer.measure(data.held_out, kept["reference"][len(data.pairs) :])
         if min(run.every_steps, run.every_seconds) < math.inf:
