@@ -769,6 +769,7 @@ def test_every_command_of_the_guide(tmp_path):
         assert done.returncode == 0, f"{command}: {done.stdout[-500:]} {done.stderr[-1500:]}"
     assert len([*tmp_path.glob("runs/*/result.json")]) == len(commands)
     [program] = re.findall(r"^```python\n(.*?)^```", GUIDE.read_text(encoding="utf-8"), re.M | re.S)
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env={**environ, "PYTHONPATH": str(ROOT)}, text=True,
+    own = {**environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=own, text=True,
                           capture_output=True, timeout=100)
     assert re.fullmatch(r"(123(57|75) -?[\d.e-]+\n){2}", done.stdout), done.stdout + done.stderr
