@@ -85,7 +85,7 @@ class Settings:
     tokenizer_path: str = ""  # .model file, tiktoken name, .tiktoken file or "bytes"; empty: that of data or artifact
     sft_steps: int = 400  # of that warm-up, at most
     sft_loss: float = 0.25  # nats a token, mean of its last ten batches, at which it ends: partial skill; 0: never
-    sft_lr: float = 0.003  # its AdamW's
+    sft_lr: float = 0.02  # its Muon's, of matrices; of all else AdamW's is a twentieth
     layer_pattern: str = "g a g"  # g GDN, k GDN with another's keys, s sliding, a full attention
     num_layers: int = 0  # the pattern is repeated or cut to this many layers; 0: as long as it is
     model_dim: int = 64  # width
@@ -2543,6 +2543,14 @@ def make_batches(rows: list[tuple], device: torch.device, tokens: int) -> list[S
     return found
 
 
+def prompt_of(query: object) -> str:
+    """The prompt of a query: a string, or an object or a dict that has `prompt`. Raises UserError."""
+    prompt = query.get("prompt") if isinstance(query, dict) else getattr(query, "prompt", query)
+    if not isinstance(prompt, str):
+        raise UserError(f"prompts: must be strings, or objects or dicts with a string `prompt`, not {query!r:.80}")
+    return prompt
+
+
 def checked_rewards(given: object, asked: list[tuple]) -> list[float]:
     """What a reward function returned for (query, completion)s, a number for each. UserError for anything else."""
     try:
@@ -2552,7 +2560,7 @@ def checked_rewards(given: object, asked: list[tuple]) -> list[float]:
     values = values if isinstance(values, list) and len(values) == len(asked) else [repr(given)] * len(asked)
     for value, (query, text) in zip(values, asked, strict=True):
         if not (isinstance(value, float) and abs(value) < 1e15):
-            sample = f"prompt {getattr(query, 'prompt', query)!r:.80}, completion {text!r:.80}"
+            sample = f"prompt {prompt_of(query)!r:.80}, completion {text!r:.80}"
             raise UserError(f"reward: must be a list of {len(asked)} numbers, finite and below 1e15; it is, or holds, "
                             f"{value!r:.60}; sample: {sample}")
     return values
@@ -2590,6 +2598,9 @@ def start_policy(settings: Settings, runtime: Runtime) -> tuple[GPT, Tokenizer, 
     ranks = {len(param) for name, param in network.named_parameters() if name.endswith("lora_a")}
     if ranks - {settings.lora_rank}:
         raise UserError(f"LORA_RANK={settings.lora_rank}: {source} has adapters of rank {min(ranks)}; must be that")
+    alphas = {module.scale.item() * settings.lora_rank for module in network.modules() if isinstance(module, Lora)}
+    if any(not math.isclose(alpha, settings.lora_alpha, rel_tol=1e-6) for alpha in alphas):
+        raise UserError(f"LORA_ALPHA={settings.lora_alpha}: {source} has adapters of alpha {min(alphas):g}; must be so")
     network.activation_checkpointing = settings.activation_checkpointing
     return network.to(runtime.device), tokenizer, source
 
@@ -2831,19 +2842,22 @@ def pair_summary(values: Tensor, reward: bool) -> dict:
 
 
 def warm_start(network: GPT, pairs: list[Pair], s: Settings, runtime: Runtime) -> list[float]:
-    """Up to SFT_STEPS of AdamW on batches of 64 chosen answers, as section policy's of demonstrations; the losses."""
-    optimizer, losses = torch.optim.AdamW(network.parameters(), betas=(0.9, 0.95), weight_decay=0.0), []
+    """Up to SFT_STEPS of Muon on batches of 64 chosen answers, as train_grpo.py's on demonstrations; the losses."""
+    alone, losses = Runtime(0, 1, runtime.device, False), []  # every rank takes the same steps
+    rates = {**dict.fromkeys(("tied_embed_lr", "head_lr", "scalar_lr"), s.sft_lr / 20), "muon_wd": 0.0, "adam_wd": 0.0,
+             "matrix_lr": s.sft_lr, "optimizer": "muon"}
+    optimizers = Optimizers(network, SimpleNamespace(**{**MUON, **vars(s), **rates}), alone)
     for step in range(s.sft_steps):
         if len(losses) >= 10 and statistics.mean(losses[-10:]) < s.sft_loss:
             break
         own = [pairs[at % len(pairs)] for at in range(64 * step, 64 * step + 64)]
         rows = [(pair.prompt, pair.answers[0], [0.0] * len(pair.answers[0]), 0.0) for pair in own]
         [batch] = make_batches(rows, runtime.device, 1 << 30)
-        optimizer.param_groups[0]["lr"] = s.sft_lr * min(1.0, (step + 1) / 10, 2 - 2 * step / s.sft_steps)
+        torch._foreach_zero_([param.grad for param in optimizers.params])
         loss = -token_logps(network, batch, 1.0)[0].sum() / batch.mask.sum()
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        norm, _ = optimizers.reduce_gradients(alone, 1.0, torch.zeros(1, device=runtime.device))
+        optimizers.step(min(1.0, (step + 1) / 10, 2 - 2 * step / s.sft_steps), 0.95, ~torch.isfinite(norm))
         losses.append(loss.item())
     for param in network.parameters() if runtime.distributed else ():
         dist.broadcast(param.detach(), src=0)
