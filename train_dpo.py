@@ -84,7 +84,7 @@ class Settings:
     init_from: str = ""  # a run, a checkpoint or an artifact; empty: a small model, warmed up on demonstrations
     tokenizer_path: str = ""  # .model file, tiktoken name, .tiktoken file or "bytes"; empty: that of data or artifact
     sft_steps: int = 400  # of that warm-up, at most
-    sft_loss: float = 0.25  # nats a token, mean of its last ten batches, at which it ends: partial skill; 0: never
+    sft_accuracy: float = 0.5  # share answered greedily in its last ten batches, at which it ends; 0: never
     sft_lr: float = 0.02  # its Muon's, of matrices; of all else AdamW's is a twentieth
     layer_pattern: str = "g a g"  # g GDN, k GDN with another's keys, s sliding, a full attention
     num_layers: int = 0  # the pattern is repeated or cut to this many layers; 0: as long as it is
@@ -2842,26 +2842,29 @@ def pair_summary(values: Tensor, reward: bool) -> dict:
 
 
 def warm_start(network: GPT, pairs: list[Pair], s: Settings, runtime: Runtime) -> list[float]:
-    """Up to SFT_STEPS of Muon on batches of 64 chosen answers, as train_grpo.py's on demonstrations; the losses."""
-    alone, losses = Runtime(0, 1, runtime.device, False), []  # every rank takes the same steps
+    """Up to SFT_STEPS of Muon on batches of 64 chosen answers, as train_grpo.py's on demonstrations; its course."""
+    alone, solved = Runtime(0, 1, runtime.device, False), []  # every rank takes the same steps
     rates = {**dict.fromkeys(("tied_embed_lr", "head_lr", "scalar_lr"), s.sft_lr / 20), "muon_wd": 0.0, "adam_wd": 0.0,
              "matrix_lr": s.sft_lr, "optimizer": "muon"}
     optimizers = Optimizers(network, SimpleNamespace(**{**MUON, **vars(s), **rates}), alone)
     for step in range(s.sft_steps):
-        if len(losses) >= 10 and statistics.mean(losses[-10:]) < s.sft_loss:
+        if len(solved) >= 10 and 0 < s.sft_accuracy <= statistics.mean(solved[-10:]):
             break
         own = [pairs[at % len(pairs)] for at in range(64 * step, 64 * step + 64)]
         rows = [(pair.prompt, pair.answers[0], [0.0] * len(pair.answers[0]), 0.0) for pair in own]
-        [batch] = make_batches(rows, runtime.device, 1 << 30)
         torch._foreach_zero_([param.grad for param in optimizers.params])
-        loss = -token_logps(network, batch, 1.0)[0].sum() / batch.mask.sum()
-        loss.backward()
+        tokens, right = sum(len(pair.answers[0]) for pair in own), 0.0
+        for batch in make_batches(rows, runtime.device, 8192):
+            wanted, logits = batch.targets[batch.mask], network.logits(network.features(batch.ids)[batch.mask])
+            (F.cross_entropy(logits, wanted, reduction="sum") / tokens).backward()
+            hit = (~batch.mask).masked_scatter(batch.mask, logits.argmax(-1) == wanted)
+            right += hit.all(1).sum().item()
         norm, _ = optimizers.reduce_gradients(alone, 1.0, torch.zeros(1, device=runtime.device))
         optimizers.step(min(1.0, (step + 1) / 10, 2 - 2 * step / s.sft_steps), 0.95, ~torch.isfinite(norm))
-        losses.append(loss.item())
+        solved.append(right / 64)
     for param in network.parameters() if runtime.distributed else ():
         dist.broadcast(param.detach(), src=0)
-    return losses
+    return solved
 
 
 class DPOTrainer:
@@ -2989,9 +2992,9 @@ def main() -> int:
     orders = functools.lru_cache(2)(functools.partial(pass_order, data.parts, s.seed))
     total = len(orders(0))
     if source == "new" and not checkpoint_path:
-        losses = warm_start(network, [data.pairs[at] for at in orders(0)], settings, runtime)
-        last = " ".join(f"{loss:.3f}" for loss in losses[-5:])
-        log(f"policy: new, {len(losses)} supervised steps on chosen answers, last losses {last}")
+        solved = warm_start(network, [data.pairs[at] for at in orders(0)], settings, runtime)
+        last = " ".join(f"{share:.2f}" for share in solved[-5:])
+        log(f"policy: new, {len(solved)} supervised steps on chosen answers, last accuracies {last}")
     elif source != "new":
         log(f"policy: {source}")
     adapt(network, settings)
