@@ -2647,7 +2647,7 @@ def parse_pair(row: dict, tokenizer: Tokenizer, context: int, margin: float) -> 
     """A row's format and its pair; `margin` is that of a row without one. Raises RowError."""
     kind, (before, *texts) = row_pair(row)
     own = row.get("margin", margin)
-    if not (isinstance(own, Real) and math.isfinite(own)):
+    if not (isinstance(own, Real) and abs(own) < 1e15):
         raise RowError("field 'margin' is no number")
     begin = len(turn_ids(tokenizer, before)[0]) + 1  # the role token of an answer is given
     ids = [np.array(turn_ids(tokenizer, [*before, ("<|assistant|>", text)])[0], np.int32) for text in texts]
@@ -2688,12 +2688,12 @@ def task_pairs(task: Task, problems: list[Problem], parse: Callable, log: Callab
     return pairs
 
 
-def weighted_files(name: str, value: str) -> dict[str, float]:
-    """Path -> weight, 1 where none is given, of `a.jsonl,b.jsonl.zst:0.5`. UserError naming the setting `name`."""
+def weighted_files(value: str) -> dict[str, float]:
+    """Path -> weight, 1 where none is given, of TRAIN_FILES=`value`, such as a.jsonl,b.jsonl.zst:0.5. UserError."""
     found = [re.fullmatch(r"\s*(.+?)(?::(\d+\.?\d*|\.\d+))?\s*", part) for part in value.split(",") if value]
     weights = {part[1]: float(part[2] or 1) for part in found if part}
     if len(weights) < len(found) or not all(weights.values()):
-        raise UserError(f"{name}={value!r}: must be FILE or FILE:WEIGHT,… of different files and more than 0")
+        raise UserError(f"TRAIN_FILES={value!r}: must be FILE or FILE:WEIGHT,… of different files and more than 0")
     return weights
 
 
@@ -2702,8 +2702,8 @@ def load_pairs(s: Settings, tokenizer: Tokenizer, context: int, log: Callable) -
     them, up to 256 more, choose among the averages; held_out; sha256 of all. Raises UserError.
     """
     parse = functools.partial(parse_pair, tokenizer=tokenizer, context=context, margin=s.margin)
-    held = [pair for path in weighted_files("VAL_FILES", s.val_files) for pair in read_rows(path, parse, log)]
-    weights = weighted_files("TRAIN_FILES", s.train_files)
+    held = [pair for path in s.val_files.split(",") if path for pair in read_rows(path.strip(), parse, log)]
+    weights = weighted_files(s.train_files)
     files = [read_rows(path, parse, log) for path in weights]
     if not files:
         task, weights = make_task(s.task, s.task_path, s.seed), {s.task: 1.0}

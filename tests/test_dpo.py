@@ -251,7 +251,8 @@ def test_held_out_prompts_are_never_trained(tmp_path):
     data = D.load_pairs(settings(train_files=path, eval_prompts=500), BYTES, 64, said.append)
     keys = [{pair.key for pair in own} for own in (data.pairs, data.held_out)]
     assert not keys[0] & keys[1] and len(keys[0] | keys[1]) == 200 and 10 <= len(keys[1]) <= 32
-    assert len(data.held_out) == 4 * len(keys[1]) and "0 left out of training" not in said[1]
+    assert len(data.held_out) == 4 * len(keys[1])
+    assert said[1].endswith(f" held out; {len(data.held_out)} left out of training with a held-out prompt")
     assert [len(data.choice), len(set(data.choice))] == [len(data.pairs) // 10] * 2
     [(own, weight)] = data.parts
     assert weight == 1 and sorted([*own, *data.choice]) == list(range(len(data.pairs)))
