@@ -78,7 +78,7 @@ class Settings:
     val_files: str = ""  # files of held-out rows; empty: one prompt in ten, by a hash
     task: str = "sort"  # sort, reverse, add, countdown, zebra, gsm8k, or jsonl: lines with prompt and answer
     task_path: str = ""  # file of gsm8k or jsonl
-    train_pairs: int = 8192  # pairs made of TASK to train on
+    train_pairs: int = 4096  # pairs made of TASK to train on
     eval_prompts: int = 512  # held-out prompts that score the policy
     # policy at the start
     init_from: str = ""  # a run, a checkpoint or an artifact; empty: a small model, warmed up on demonstrations
@@ -117,7 +117,7 @@ class Settings:
     val_loss_every: int = 0  # steps between validations, outside the clock; 0: only at the end
     # optimizer
     optimizer: str = "adamw"  # muon, lion, adamw, adamw8bit, adafactor: of matrices, without muon of embeddings too
-    learning_rate: float = 0.0003  # of all weights
+    learning_rate: float = 0.001  # of all weights
     weight_decay: float = 0.0  # decoupled, of all but scalars
     beta1: float = 0.9  # AdamW, 8-bit AdamW, Lion
     beta2: float = 0.95  # AdamW, 8-bit AdamW, Lion

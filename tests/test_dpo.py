@@ -281,7 +281,7 @@ def text_of(ids: np.ndarray) -> str:
 @pytest.mark.parametrize("name", ["sort", "reverse", "add", "countdown", "zebra"])
 def test_synthetic_pairs_are_right_and_wrong_and_length_tells_little(name):
     said, s = [], settings(task=name, train_pairs=600, eval_prompts=100)
-    data, task = D.load_pairs(s, BYTES, 128, said.append), D.make_task(name, "", s.seed)
+    data, task = D.load_pairs(s, BYTES, 256, said.append), D.make_task(name, "", s.seed)
     problems = {problem.prompt: problem for problem in (task.problem(at, False) for at in range(600))}
     problems |= {problem.prompt: problem for problem in task.held_out(100)}
     assert len(data.pairs) == 600 and len(data.held_out) == 100
@@ -294,8 +294,8 @@ def test_synthetic_pairs_are_right_and_wrong_and_length_tells_little(name):
         for side in (0, 1):
             longer[side] += len((right, wrong)[side]) > len((right, wrong)[1 - side])
     assert 0.35 < longer[0] / sum(longer) < 0.65 and sum(longer) > 150
-    again = D.load_pairs(s, BYTES, 128, print)
-    assert again.sha256 == data.sha256 != D.load_pairs(dataclasses.replace(s, seed=2), BYTES, 128, print).sha256
+    again = D.load_pairs(s, BYTES, 256, print)
+    assert again.sha256 == data.sha256 != D.load_pairs(dataclasses.replace(s, seed=2), BYTES, 256, print).sha256
 
 
 def test_slips_of_short_and_foreign_answers():
@@ -343,10 +343,10 @@ def by_hand(network: nn.Module, pair: D.Pair, reward: bool) -> list[float]:
     found = []
     for answer in pair.answers:
         ids = torch.tensor([[*pair.prompt.tolist(), *answer.tolist()]])
-        x = network.features(ids)[0]
-        logps = network.logits(x).log_softmax(-1)
+        x = network.features(ids)[0].detach()
+        logps = network.logits(x).detach().log_softmax(-1)
         begin = len(pair.prompt)
-        found.append(float(x[-1] @ network.w_value) if reward else
+        found.append(float(x[-1] @ network.w_value.detach()) if reward else
                      sum(float(logps[at - 1, ids[0, at]]) for at in range(begin, ids.size(1))))
     return found
 
