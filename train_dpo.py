@@ -2788,7 +2788,7 @@ def wilson(right: float, n: float) -> list[float]:
         return [0.0, 0.0, 1.0]
     z2 = 1.96**2
     centre, half = (right + z2 / 2) / (n + z2), 1.96 / (n + z2) * math.sqrt(right * (n - right) / n + z2 / 4)
-    return [right / n, centre - half, centre + half]
+    return [right / n, max(0.0, centre - half), min(1.0, centre + half)]
 # === end: pairs ===
 
 
