@@ -117,7 +117,7 @@ class Settings:
     val_loss_every: int = 0  # steps between validations, outside the clock; 0: only at the end
     # optimizer
     optimizer: str = "adamw"  # muon, lion, adamw, adamw8bit, adafactor: of matrices, without muon of embeddings too
-    learning_rate: float = 0.001  # of all weights
+    learning_rate: float = 0.0003  # of all weights
     weight_decay: float = 0.0  # decoupled, of all but scalars
     beta1: float = 0.9  # AdamW, 8-bit AdamW, Lion
     beta2: float = 0.95  # AdamW, 8-bit AdamW, Lion
