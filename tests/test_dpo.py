@@ -280,11 +280,11 @@ def text_of(ids: np.ndarray) -> str:
 
 @pytest.mark.parametrize("name", ["sort", "reverse", "add", "countdown", "zebra"])
 def test_synthetic_pairs_are_right_and_wrong_and_length_tells_little(name):
-    said, s = [], settings(task=name, train_pairs=600, eval_prompts=100)
+    said, s = [], settings(task=name, train_pairs=300, eval_prompts=100)
     data, task = D.load_pairs(s, BYTES, 256, said.append), D.make_task(name, "", s.seed)
-    problems = {problem.prompt: problem for problem in (task.problem(at, False) for at in range(600))}
+    problems = {problem.prompt: problem for problem in (task.problem(at, False) for at in range(300))}
     problems |= {problem.prompt: problem for problem in task.held_out(100)}
-    assert len(data.pairs) == 600 and len(data.held_out) == 100
+    assert len(data.pairs) == 300 and len(data.held_out) == 100
     longer = [0, 0]
     for pair in (*data.pairs, *data.held_out):
         problem = problems[text_of(pair.prompt)]
@@ -293,7 +293,7 @@ def test_synthetic_pairs_are_right_and_wrong_and_length_tells_little(name):
         assert abs(len(right) - len(wrong)) <= 1
         for side in (0, 1):
             longer[side] += len((right, wrong)[side]) > len((right, wrong)[1 - side])
-    assert 0.35 < longer[0] / sum(longer) < 0.65 and sum(longer) > 150
+    assert 0.35 < longer[0] / sum(longer) < 0.65 and sum(longer) > 70
     again = D.load_pairs(s, BYTES, 256, print)
     assert again.sha256 == data.sha256 != D.load_pairs(dataclasses.replace(s, seed=2), BYTES, 256, print).sha256
 
@@ -684,7 +684,7 @@ def test_a_second_run_reads_the_cache_and_is_the_same(place, straight):
     place.same("again", straight)
 
 
-@pytest.mark.parametrize("step", [8, 16])
+@pytest.mark.parametrize("step", [8])
 def test_a_resumed_run_is_the_same_to_the_byte(place, straight, step):
     out = f"resumed{step}"
     shutil.copytree(place.of(straight), place.of(out))
