@@ -12,6 +12,7 @@ import torch
 
 import quantize as Q
 import sample as S
+import train_dpo as D
 import train_gpt as T
 import train_grpo as R
 import train_gspo as R2
@@ -19,7 +20,7 @@ import train_ppo as R3
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = {field.name.upper() for field in fields(T.Settings)}
-SCRIPTS = (T, S, Q, R, R2, R3)
+SCRIPTS = (T, S, Q, R, R2, R3, D)
 
 # The settings of Parameter Golf's baseline that Settings has too, with the baseline's values.
 BASELINE = {
