@@ -2573,7 +2573,7 @@ def read_data(s, tokenizer: Tokenizer, say: Callable[[str], None]) -> SimpleName
             raise UserError(f"{path}: {len(rows)} rows to train on, and {len(held_out)} held out of all; must be 1 and "
                             "2 at least; VAL_FILES names others to hold out")
         say(f"data: {path}, {len(rows)} rows to train on with weight {weight:g}, {sum(len(row.ids) for row in rows)} "
-            f"tokens, {sum(int(row.learned.sum()) for row in rows)} of them learned; held out of all: {len(held_out)} rows")
+            f"tokens, {sum(int(row.learned.sum()) for row in rows)} of them learned; {len(held_out)} held out of all")
     held_out = random.Random(s.seed).sample(held_out, min(s.eval_rows, len(held_out)))
     ends = [0, *itertools.accumulate(len(rows) for _, rows, _ in files)]
     parts = [(range(*pair), weight) for pair, (_, _, weight) in zip(itertools.pairwise(ends), files, strict=True)]
@@ -2817,14 +2817,15 @@ def divergence(student: Tensor, teacher: Tensor, s: Settings) -> Tensor:
 def attention_distance(student: Tensor, teacher: Tensor, batch: SimpleNamespace) -> Tensor:
     """Activation-based attention transfer (arXiv 1612.03928, equation 2, squared) of x (B, T, dim), dims may differ.
 
-    A token's attention is the sum of the squares of x there; a row's map, that of its tokens, is divided by its norm.
+    A token's attention is the sum of the squares of x there; a row's map, that of its tokens, is divided by its norm,
+    with 1e-6 under the root, for a new mixer puts out zeros.
     Returns of each target the squared distance of the maps of its row, (n,).
     """
     real, maps = batch.row >= 0, []
     of, none = batch.row[real], student.new_zeros(len(batch.numbers), dtype=wide(student).dtype)
     for x in (student, teacher):
         energy = wide(x).square().sum(-1)[real]  # (tokens,)
-        norms = none.index_add(0, of, energy.square()).clamp(min=1e-30).sqrt()  # a new mixer puts out zeros
+        norms = (none.index_add(0, of, energy.square()) + 1e-6).sqrt()
         maps.append(energy / norms[of])
     return none.index_add(0, of, (maps[0] - maps[1]).square())[batch.row[batch.mask]]
 
