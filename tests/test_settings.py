@@ -15,10 +15,11 @@ import sample as S
 import train_gpt as T
 import train_grpo as R
 import train_gspo as R2
+import train_sft as F
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = {field.name.upper() for field in fields(T.Settings)}
-SCRIPTS = (T, S, Q, R, R2)
+SCRIPTS = (T, S, Q, R, R2, F)
 
 # The settings of Parameter Golf's baseline that Settings has too, with the baseline's values.
 BASELINE = {
