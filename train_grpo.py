@@ -2371,22 +2371,29 @@ def draw(logits: Tensor, temperature: float, top_k: int, top_p: float, uniform: 
 
 @torch.inference_mode()  # a tenth faster on a CPU than no_grad
 def generate(network: GPT, prompts: list[list[int]], count: int, max_new_tokens: int, temperature: float, top_k: int,
-             top_p: float, seeds: list[tuple[int, ...]], stop: frozenset[int], rows: int = 4096) -> list[Sample]:
+             top_p: float, seeds: list[tuple[int, ...]], stop: frozenset[int], rows: int = 4096,
+             first: int = 0) -> list[Sample]:
     """`count` continuations of each prompt, prompt by prompt, at most `rows` at once; a prompt is at least one token.
 
-    Sample i of prompt p depends on (seeds[p], i) alone, up to the last digits of the batch's matrix products.
+    Sample i of prompt p depends on (seeds[p], first + i) alone, up to the last digits of the batch's matrix products.
     temperature 0: the likeliest token; top_k 0, top_p 1: all tokens.
     """
-    share = max(1, rows // count)
-    if len(prompts) > share:
+    rest = max_new_tokens, temperature, top_k, top_p
+    if len(prompts) > 1 and len(prompts) * count > rows:
+        share = max(1, rows // count)
         parts = [slice(begin, begin + share) for begin in range(0, len(prompts), share)]
-        return [sample for part in parts for sample in generate(
-            network, prompts[part], count, max_new_tokens, temperature, top_k, top_p, seeds[part], stop, rows)]
+        return [sample for part in parts
+                for sample in generate(network, prompts[part], count, *rest, seeds[part], stop, rows, first)]
+    if prompts and count > rows:
+        parts = [(begin, min(rows, count - begin)) for begin in range(0, count, rows)]
+        return [sample for begin, some in parts
+                for sample in generate(network, prompts, some, *rest, seeds, stop, rows, first + begin)]
     if not prompts:
         return []
     decoder, device = Decoder(network, prompts, count), network.embed.device
-    uniforms = torch.from_numpy(np.stack([np.random.default_rng([*seed, sample]).random(max_new_tokens)
-                                          for seed in seeds for sample in range(count)], axis=1)).to(device)
+    draws = [np.random.default_rng([*seed, first + sample]).random(max_new_tokens)
+             for seed in seeds for sample in range(count)]
+    uniforms = torch.from_numpy(np.stack(draws, axis=1)).to(device)
     live, ends = torch.arange(uniforms.size(1), device=device), torch.tensor(sorted(stop), device=device)
     tokens, logps = (torch.zeros(uniforms.shape, dtype=dtype, device=device) for dtype in (torch.int64, torch.float32))
     done, drawn, logits = torch.zeros_like(live, dtype=torch.bool), [], decoder.logits
@@ -2657,6 +2664,14 @@ def make_batches(rows: list[tuple], device: torch.device, tokens: int) -> list[S
     return found
 
 
+def prompt_of(query: object) -> str:
+    """The prompt of a query: a string, or an object or a dict that has `prompt`. Raises UserError."""
+    prompt = query.get("prompt") if isinstance(query, dict) else getattr(query, "prompt", query)
+    if not isinstance(prompt, str):
+        raise UserError(f"prompts: must be strings, or objects or dicts with a string `prompt`, not {query!r:.80}")
+    return prompt
+
+
 def checked_rewards(given: object, asked: list[tuple]) -> list[float]:
     """What a reward function returned for (query, completion)s, a number for each. UserError for anything else."""
     try:
@@ -2666,7 +2681,7 @@ def checked_rewards(given: object, asked: list[tuple]) -> list[float]:
     values = values if isinstance(values, list) and len(values) == len(asked) else [repr(given)] * len(asked)
     for value, (query, text) in zip(values, asked, strict=True):
         if not (isinstance(value, float) and abs(value) < 1e15):
-            sample = f"prompt {getattr(query, 'prompt', query)!r:.80}, completion {text!r:.80}"
+            sample = f"prompt {prompt_of(query)!r:.80}, completion {text!r:.80}"
             raise UserError(f"reward: must be a list of {len(asked)} numbers, finite and below 1e15; it is, or holds, "
                             f"{value!r:.60}; sample: {sample}")
     return values
@@ -2704,6 +2719,9 @@ def start_policy(settings: Settings, runtime: Runtime) -> tuple[GPT, Tokenizer, 
     ranks = {len(param) for name, param in network.named_parameters() if name.endswith("lora_a")}
     if ranks - {settings.lora_rank}:
         raise UserError(f"LORA_RANK={settings.lora_rank}: {source} has adapters of rank {min(ranks)}; must be that")
+    alphas = {module.scale.item() * settings.lora_rank for module in network.modules() if isinstance(module, Lora)}
+    if any(not math.isclose(alpha, settings.lora_alpha, rel_tol=1e-6) for alpha in alphas):
+        raise UserError(f"LORA_ALPHA={settings.lora_alpha}: {source} has adapters of alpha {min(alphas):g}; must be so")
     network.activation_checkpointing = settings.activation_checkpointing
     return network.to(runtime.device), tokenizer, source
 
@@ -2871,8 +2889,8 @@ class GRPOTrainer:
     """A policy that learns from rewards: `train_step` is a rollout and its updates, `train` many of them.
 
     model: a GPT; tokenizer: of load_tokenizer; config: Settings, which other trainers call args. train_dataset: prompts
-    for `train`, strings or objects with `prompt`. ref_model: a GPT to stay near to by KL_BETA, in place of REFERENCE.
-    Raises UserError where the numbers do not fit together.
+    for `train`, strings, or objects or dicts with `prompt`. ref_model: a GPT to stay near to by KL_BETA, in place of
+    REFERENCE. Raises UserError where the numbers do not fit together.
     """
 
     def __init__(self, model: GPT, tokenizer: Tokenizer, config: Settings | None = None, *,
@@ -2901,7 +2919,7 @@ class GRPOTrainer:
 
     def sample(self, queries: list, count: int, temperature: float, seeds: list[tuple]) -> list[SimpleNamespace]:
         """`count` completions of each query: a group with query, prompt (its ids), samples and texts."""
-        prompts = [chat_ids(self.tokenizer, getattr(query, "prompt", query))[0] for query in queries]
+        prompts = [chat_ids(self.tokenizer, prompt_of(query))[0] for query in queries]
         most = self.settings.max_new_tokens
         check_room(self.network, prompts, most)
         with torch.no_grad(), self.weights(), parametrize.cached():

@@ -2711,6 +2711,14 @@ def make_batches(rows: list[tuple], device: torch.device, tokens: int) -> list[S
     return found
 
 
+def prompt_of(query: object) -> str:
+    """The prompt of a query: a string, or an object or a dict that has `prompt`. Raises UserError."""
+    prompt = query.get("prompt") if isinstance(query, dict) else getattr(query, "prompt", query)
+    if not isinstance(prompt, str):
+        raise UserError(f"prompts: must be strings, or objects or dicts with a string `prompt`, not {query!r:.80}")
+    return prompt
+
+
 def checked_rewards(given: object, asked: list[tuple]) -> list[float]:
     """What a reward function returned for (query, completion)s, a number for each. UserError for anything else."""
     try:
@@ -2720,7 +2728,7 @@ def checked_rewards(given: object, asked: list[tuple]) -> list[float]:
     values = values if isinstance(values, list) and len(values) == len(asked) else [repr(given)] * len(asked)
     for value, (query, text) in zip(values, asked, strict=True):
         if not (isinstance(value, float) and abs(value) < 1e15):
-            sample = f"prompt {getattr(query, 'prompt', query)!r:.80}, completion {text!r:.80}"
+            sample = f"prompt {prompt_of(query)!r:.80}, completion {text!r:.80}"
             raise UserError(f"reward: must be a list of {len(asked)} numbers, finite and below 1e15; it is, or holds, "
                             f"{value!r:.60}; sample: {sample}")
     return values
@@ -2758,6 +2766,9 @@ def start_policy(settings: Settings, runtime: Runtime) -> tuple[GPT, Tokenizer, 
     ranks = {len(param) for name, param in network.named_parameters() if name.endswith("lora_a")}
     if ranks - {settings.lora_rank}:
         raise UserError(f"LORA_RANK={settings.lora_rank}: {source} has adapters of rank {min(ranks)}; must be that")
+    alphas = {module.scale.item() * settings.lora_rank for module in network.modules() if isinstance(module, Lora)}
+    if any(not math.isclose(alpha, settings.lora_alpha, rel_tol=1e-6) for alpha in alphas):
+        raise UserError(f"LORA_ALPHA={settings.lora_alpha}: {source} has adapters of alpha {min(alphas):g}; must be so")
     network.activation_checkpointing = settings.activation_checkpointing
     return network.to(runtime.device), tokenizer, source
 
