@@ -75,13 +75,13 @@ class Settings:
     deterministic: bool = False  # PyTorch's deterministic algorithms: slower on CUDA; on a CPU runs repeat without
     activation_checkpointing: bool = False  # keep each layer's input alone and compute the rest again: less memory
     # data
-    train_files: str = ""  # FILE or FILE:WEIGHT, by blanks; an epoch holds a row WEIGHT times; empty: TASK's answers
-    val_files: str = ""  # files of held-out rows; empty: one prompt in ten of TRAIN_FILES, by a hash
+    train_files: str = ""  # files of rows, each maybe :WEIGHT; empty: TASK
+    val_files: str = ""  # files of held-out rows; empty: one prompt in ten, by a hash
     train_on: str = "assistant"  # tokens that are learned: what the assistant says, its end included, or all
     task: str = "sort"  # sort, reverse, add, countdown, zebra, gsm8k, or jsonl: lines with prompt and answer
     task_path: str = ""  # file of gsm8k or jsonl
     demonstrations: int = 20000  # of TASK, where there are no TRAIN_FILES
-    eval_rows: int = 512  # held-out rows that score the model, at most
+    eval_prompts: int = 512  # held-out prompts that score the policy
     # model at the start
     init_from: str = ""  # a run, a checkpoint or an artifact; empty: a small model, warmed up on demonstrations
     tokenizer_path: str = ""  # .model file, tiktoken name, .tiktoken file or "bytes"; empty: that of data or artifact
@@ -2561,7 +2561,7 @@ def read_data(s, tokenizer: Tokenizer, say: Callable[[str], None]) -> SimpleName
     else:
         task = make_task(s.task, s.task_path, s.seed)
         count = min(s.demonstrations, len(task.rows[False]) or s.demonstrations)
-        problems = [task.problem(DEMONSTRATION + at, False) for at in range(count)], task.held_out(s.eval_rows)
+        problems = [task.problem(DEMONSTRATION + at, False) for at in range(count)], task.held_out(s.eval_prompts)
         try:
             rows, held_out = ([parse({"prompt": problem.prompt, "completion": problem.answer})[1] for problem in some]
                               for some in problems)
@@ -2574,7 +2574,7 @@ def read_data(s, tokenizer: Tokenizer, say: Callable[[str], None]) -> SimpleName
                             "2 at least; VAL_FILES names others to hold out")
         say(f"data: {path}, {len(rows)} rows to train on with weight {weight:g}, {sum(len(row.ids) for row in rows)} "
             f"tokens, {sum(int(row.learned.sum()) for row in rows)} of them learned; {len(held_out)} held out of all")
-    held_out = random.Random(s.seed).sample(held_out, min(s.eval_rows, len(held_out)))
+    held_out = random.Random(s.seed).sample(held_out, min(s.eval_prompts, len(held_out)))
     ends = [0, *itertools.accumulate(len(rows) for _, rows, _ in files)]
     parts = [(range(*pair), weight) for pair, (_, _, weight) in zip(itertools.pairwise(ends), files, strict=True)]
     return SimpleNamespace(rows=[row for _, rows, _ in files for row in rows], parts=parts, held_out=held_out)

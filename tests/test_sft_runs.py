@@ -284,7 +284,7 @@ def test_two_ranks_learn_the_same(place):
 
 def test_epochs_set_the_steps_where_iterations_do_not(place):
     """A task's demonstrations, with a clock that does not end the run; AdamW in 8 bits, layers computed twice."""
-    place.run("epochs", TRAIN_FILES=None, TASK="reverse", DEMONSTRATIONS=90, EPOCHS=3, ITERATIONS=0, EVAL_ROWS=30,
+    place.run("epochs", TRAIN_FILES=None, TASK="reverse", DEMONSTRATIONS=90, EPOCHS=3, ITERATIONS=0, EVAL_PROMPTS=30,
               MAX_WALLCLOCK_SECONDS=60, OPTIMIZER="adamw8bit", ACTIVATION_CHECKPOINTING=1, VAL_LOSS_EVERY=3)
     result, log = place.result("epochs"), place.log("epochs")
     steps = int(re.search(r"in (\d+) steps of at most 512 tokens", log)[1])
