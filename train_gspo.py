@@ -98,7 +98,7 @@ class Settings:
     prompts_per_step: int = 32  # over all ranks
     group_size: int = 8  # samples of a prompt
     max_new_tokens: int = 16  # length of each, at most
-    temperature: float = 1.0  # of the distribution; 0: always the likeliest token
+    temperature: float = 0.5  # of the distribution; 0: always the likeliest token
     dynamic_rounds: int = 0  # times that a group of one reward is drawn again, by another prompt (arXiv 2503.14476)
     overlong_buffer: int = 0  # last tokens of MAX_NEW_TOKENS that cost up to 1 of reward, evenly; 0: they cost nothing
     # objective
