@@ -396,7 +396,7 @@ def gradients_of(made: S.GPT, rows: list[S.Row], teacher: S.GPT | None = None, *
     trainer = S.SFTTrainer(made, S.Settings(train_seq_len=64, **changes), teacher)
     total = sum(int(row.learned.sum()) for row in rows)
     sums = trainer.forward_backward(trainer.batches(rows, windows_of(rows), "learned"), total)
-    return sums, [param.grad.clone() for param in trainer.optimizers.params]
+    return sums, [param.grad.clone() for param in (*made.parameters(), *trainer.projections)]
 
 
 def test_the_loss_is_the_mean_over_all_targets():
