@@ -3160,7 +3160,8 @@ def main() -> int:
     values = {"raw": [param.detach() for param in trainer.trained],
               **{name: average.values for name, average in averages.items() if average.count}}
     trainer.qat, losses = not s.lora_rank, {}  # adapters are quantized as parts of the weights that they change
-    seen = random.Random(s.seed).sample(data.rows, min(256, len(data.rows)))
+    count = 2 * s.train_batch_tokens * len(data.rows) // sum(epochs.lengths)  # of rows: two batches
+    seen = random.Random(s.seed).sample(data.rows, max(1, min(count, len(data.rows))))
     for name in values if len(values) > 1 else ():
         with swapped(trainer.trained, values[name]):
             losses[name] = row_scores(trainer.score(seen))["loss"][0]
