@@ -418,9 +418,11 @@ def test_every_command_of_the_guides(tmp_path, guide, least):
     found = commands(guide)
     assert len(found) >= least
     for command in found:
-        own = {**plain, **tiny, "DEMONSTRATIONS": "200", "EVAL_PROMPTS": "16"} if "train_sft" in command else {**plain, **{
-            name: value for name, value in tiny.items() if name != "TRAIN_BATCH_TOKENS"}, **grpo} if (
-                "train_grpo" in command) else plain
+        own = plain
+        if "train_sft" in command:
+            own = {**plain, **tiny, "DEMONSTRATIONS": "200", "EVAL_PROMPTS": "16"}
+        elif "train_grpo" in command:
+            own = {**plain, **{name: tiny[name] for name in tiny if name != "TRAIN_BATCH_TOKENS"}, **grpo}
         done = subprocess.run(["bash", "-euo", "pipefail", "-c", command], cwd=tmp_path, env=own, capture_output=True,
                               text=True, timeout=300)
         assert done.returncode == 0, f"{command}: {done.stdout[-500:]} {done.stderr[-1500:]}"
