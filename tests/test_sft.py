@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "float64")
 
 @pytest.fixture
 def float64(monkeypatch):
-    """All in float64, the angles of rotary positions too: in float32 they cost a row 1e-6 where it begins late."""
+    """All in float64, the angles of rotary positions too: in float32 a place costs a row its last digits."""
     def turns(positions: torch.Tensor, base: float, dims: int) -> tuple[torch.Tensor, torch.Tensor]:
         half = dims // 2
         angle = (positions.double()[..., None] * base ** (-torch.arange(half).double() / half)).unsqueeze(-2)
