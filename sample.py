@@ -2124,6 +2124,9 @@ def check_settings(settings: Settings) -> None:
     s, scores = settings, settings.mode == "score"
     kind, what = (s.score, f"SCORE={s.score}") if scores else (s.mode, f"MODE={s.mode}")
     used = f"{ALWAYS} {SCORING if scores else ''} {USES[kind]}".split()
+    if "layout" in used:
+        what += f" with LAYOUT={s.layout}"
+        used = [name for name in used if name != {"text": "system", "chat": "score_delimiter"}[s.layout]]
     for field in fields(s):
         if field.name not in used and getattr(s, field.name) != field.default:
             raise UserError(f"{field.name.upper()}={getattr(s, field.name)!r}: {what} does not read it; must be left "
@@ -2134,8 +2137,6 @@ def check_settings(settings: Settings) -> None:
             s.task != Settings.task or kind in ("task", "win") and not s.score_judge)):
         raise UserError(f"SCORE_PATH={s.score_path!r}: with it TASK_PATH must be empty, and TASK gsm8k or jsonl, whose "
                         "rows a checker knows; or TASK unset, for SCORE=win with SCORE_JUDGE")
-    if s.system and s.mode == "generate" and s.layout == "text":
-        raise UserError(f"SYSTEM={s.system!r}: must be empty unless LAYOUT=chat")
 
 
 def open_model(name: str, settings: Settings, runtime: Runtime) -> SimpleNamespace:
@@ -2179,8 +2180,7 @@ def answered(tokenizer: Tokenizer, turns: list[tuple[str, str]], answers: list[s
 # ----------------------------------------------------------------------------------------------------- probabilities
 def padded(model: SimpleNamespace, rows: list[list[int]]) -> Iterator[tuple[list[int], Tensor]]:
     """Batches of rows of ids: their numbers, and them (B, T), longest first, at most model.tokens tokens or one row.
-    What fills a row up stands behind it, so that nothing of it enters a state.
-    """
+    What fills a row up stands behind it, so that nothing of it enters a state."""
     order, begin = sorted(range(len(rows)), key=lambda at: -len(rows[at])), 0
     while begin < len(order):
         width = len(rows[order[begin]])
@@ -2212,8 +2212,7 @@ def token_scores(model: SimpleNamespace, rows: list[tuple[list[int], list[int]]]
 def item_scores(model: SimpleNamespace, items: list[list[tuple[list[int], list[int]]]]) -> tuple[list, dict[str, int]]:
     """`token_scores` of the rows of each item, and how many contexts were cut and items left out: a context that leaves
     no room gives way behind its BOS; an item with an answer that is empty or longer than the model's context is None.
-    Raises UserError if all are.
-    """
+    Raises UserError if all are."""
     rows, fits, cut = [], [], 0
     for item in items:
         fits.append(all(0 < len(follows) <= model.context for _, follows in item))
@@ -2471,13 +2470,13 @@ def score_win(models: SimpleNamespace, path: str, settings: Settings) -> dict:
     """Share of prompts whose one answer is judged better than SCORE_MODEL's, a tie being half a win, and the mean
     difference of the marks: each paired, by prompts.
     """
-    both, judge, marks = [models.artifact, models.score_model], models.score_judge, []
-    task, asking, left = questions(both, path, settings, "chat")
-    for model in both:
-        answers = answer(model, asking, settings, 1, settings.temperature, "chat")
-        pairs = [(one, sample.text) for one, [sample] in zip(asking, answers, strict=True)]
-        marks.append(rewards(judge, [[*one.turns, ("<|assistant|>", text)] for one, text in pairs]) if judge else
-                     [task.reward(one.problem, text) for one, text in pairs])
+    s, both, judge = settings, [models.artifact, models.score_model], models.score_judge
+    task, asking, left = questions(both, path, s, "chat")
+    texts = [[one.text for [one] in answer(model, asking, s, 1, s.temperature, "chat")] for model in both]
+    talks = {(at, text): [*asking[at].turns, ("<|assistant|>", text)] for own in texts for at, text in enumerate(own)}
+    given = (dict(zip(talks, rewards(judge, [*talks.values()]), strict=True)) if judge else
+             {(at, text): task.reward(asking[at].problem, text) for at, text in talks})
+    marks = [[given[key] for key in enumerate(own)] for own in texts]  # equal answers have one mark, to the last digit
     apart = [own - other for own, other in zip(*marks, strict=True)]
     wins, ties = sum(margin > 0 for margin in apart), apart.count(0)
     return {"win_rate": interval([(margin > 0) + (margin == 0) / 2 for margin in apart]), "wins": wins, "ties": ties,

@@ -495,16 +495,18 @@ def test_prompts_are_the_turns_before_the_last_answer():
 
 
 @pytest.mark.parametrize(("given", "said"), [
-    (dict(score="choices"), "SCORE='choices': MODE=generate does not read it; must be left at 'text'"),
-    (dict(score_path="x"), "SCORE_PATH='x': MODE=generate does not read it"),
-    (dict(system="x"), "SYSTEM='x': must be empty unless LAYOUT=chat"),
+    (dict(score="choices"), "SCORE='choices': MODE=generate with LAYOUT=text does not read it; must be left at 'text'"),
+    (dict(score_path="x"), "SCORE_PATH='x': MODE=generate with LAYOUT=text does not"),
+    (dict(system="x"), "SYSTEM='x': MODE=generate with LAYOUT=text does not read it; must be left at ''"),
+    (dict(mode="score", score="lambada", score_path="x", layout="chat", score_delimiter=""),
+     "SCORE_DELIMITER='': SCORE=lambada with LAYOUT=chat does not read it; must be left at ' '"),
     (dict(mode="chat", prompt="x"), "PROMPT='x': MODE=chat does not read it; must be left at ''"),
     (dict(mode="chat", layout="chat"), "LAYOUT='chat': MODE=chat does not read it"),
     (dict(mode="score"), "SCORE_PATH='': must be given for SCORE=text"),
     (dict(mode="score", score_path="x", prompt="y"), "PROMPT='y': SCORE=text does not read it"),
     (dict(mode="score", score_path="x", top_k=3), "TOP_K=3: SCORE=text does not read it; must be left at 50"),
     (dict(mode="score", score_path="x", score_model="y"), "SCORE_MODEL='y': SCORE=text does not read it"),
-    (dict(mode="score", score="lambada", score_path="x", eval_stride=3), "EVAL_STRIDE=3: SCORE=lambada does not"),
+    (dict(mode="score", score="lambada", score_path="x", eval_stride=3), "EVAL_STRIDE=3: SCORE=lambada with LAY"),
     (dict(mode="score", score="preference"), "SCORE_PATH='': must be given for SCORE=preference"),
     (dict(mode="score", score="win"), "SCORE_MODEL='': must be given for SCORE=win"),
     (dict(mode="score", score="win", score_model="x", score_path="y"), "SCORE_PATH='y': with it TASK_PATH"),
@@ -590,11 +592,8 @@ def test_the_guides_commands_run(tmp_path, monkeypatch, capsys):
         *changes, python, script = shlex.split(command)
         assert (python, script) == ("python", "sample.py")
         monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
-        given = {**dict(change.split("=", 1) for change in changes), "EVAL_SAMPLES": "2", "EVAL_PROMPTS": "8"}
-        given = {name: value for name, value in given.items() if not name.startswith("EVAL_") or "TASK" in given}
-        given |= {name: value for name, value in dict(change.split("=", 1) for change in changes).items()
-                  if name == "EVAL_STRIDE"}
-        given.pop("EVAL_SAMPLES" if given.get("SCORE") == "win" else "", None)
+        given = dict(change.split("=", 1) for change in changes)
+        given |= {"EVAL_PROMPTS": "8"} if "TASK" in given else {}
         with mock.patch.dict(os.environ, environment(**given), clear=True):
             assert S.exit_code(S.main) == 0, (command, capsys.readouterr().err)
         assert capsys.readouterr().out.strip()
