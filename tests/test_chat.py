@@ -240,7 +240,7 @@ def test_a_network_grows_by_role_tokens_and_is_found_again(tied, tmp_path):
     grown = S.grow_roles(net, bare)
     assert grown.vocab_size == net.config.vocab_size == bare.vocab_size + 4 == len(net.embed)
     assert torch.equal(net.embed[:-4], embed) and torch.allclose(net.embed[-4:], embed.mean(0).expand(4, -1))
-    assert torch.equal(net(ids)[..., :-4], before)
+    torch.testing.assert_close(net(ids)[..., :-4], before, rtol=0, atol=1e-6)
     assert (net.head is None) == tied and (tied or len(net.head) == grown.vocab_size)
     assert S.grow_roles(net, grown) is grown and len(net.embed) == grown.vocab_size
     place = save(tmp_path / "run", 5, net, grown)
@@ -359,20 +359,19 @@ def test_the_oldest_turns_give_way_when_the_context_is_full(monkeypatch, capsys,
 
 def test_an_answer_is_what_generate_draws(monkeypatch, capsys, tmp_path):
     """By a real network: token by token the same text as all at once, for two turns."""
-    out, err, _ = talk(monkeypatch, capsys, tmp_path, ["hello", "again"], seed=5, max_new_tokens=12, temperature=1.0)
+    out, err, _ = talk(monkeypatch, capsys, tmp_path, ["hello", "again"], seed=5, max_new_tokens=6, temperature=1.0)
     net, *_ = S.load_model("ARTIFACT", str(tmp_path / "model.upar"))
     turns = []
     for number, line_ in enumerate(["hello", "again"]):
         prompt, end = S.asked(BYTES, [*turns, (USER, line_)], "chat")
-        [one] = S.generate(net, [prompt], 1, 12, 1.0, 50, 1.0, [(5, number)], frozenset([end, 1]))
+        [one] = S.generate(net, [prompt], 1, 6, 1.0, 50, 1.0, [(5, number)], frozenset([end, 1]))
         ids = one.ids[:-1] if one.finished else one.ids
         turns += [(USER, line_), (ASSISTANT, S.completion(BYTES, prompt, ids))]
-    assert (out, err) == (turns[1][1] + "\n" + turns[3][1] + "\n", "") and len(out) > 10
+    assert (out, err) == (turns[1][1] + "\n" + turns[3][1] + "\n", "") and len(out) > 4
 
 
-def test_chat_of_a_tokenizer_without_roles_has_lines(monkeypatch, capsys, tmp_path):
+def test_a_tokenizer_without_roles_has_lines(tmp_path):
     bare = S.load_tokenizer(train_model(tmp_path / "bare.model", control_symbols=[]))
-    pack(tmp_path, network(0, bare), bare)
     assert S.asked(bare, [(USER, "the cat"), (ASSISTANT, "sat"), (USER, "on")], "chat") == (
         [1, *bare.encode("the cat\nsat\non\n")], 1)
 

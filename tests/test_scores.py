@@ -536,12 +536,13 @@ def test_settings_that_fit_are_taken(given):
 def test_faults_of_files_and_models_are_one_line(place, tmp_path):
     (tmp_path / "latin.txt").write_bytes("größer".encode("latin-1"))
     (tmp_path / "blank.txt").write_bytes(b" \n")
+    (tmp_path / "good.txt").write_bytes(b"good")
     for changes, said in (
             (dict(score_path=f"{tmp_path}/latin.txt"), r"^SCORE_PATH='.*latin.txt': must be a file of UTF-8 text or"),
             (dict(score_path=f"{tmp_path}/blank.txt"), r"^SCORE_PATH='.*blank.txt': .*empty text$"),
             (dict(score_path=f"{tmp_path}/none.txt"), r"^SCORE_PATH='.*none.txt': .*No such file"),
             (dict(score_path=f"{tmp_path}/none.jsonl"), r"none.jsonl: must be a file of JSON lines"),
-            (dict(score_path=f"{tmp_path}/blank.txt", eval_stride=64), "^EVAL_STRIDE=64: must be less than the")):
+            (dict(score_path=f"{tmp_path}/good.txt", eval_stride=64), "^EVAL_STRIDE=64: must be less than the")):
         with pytest.raises(S.UserError, match=said) as error:
             S.score(settings(place, "text", **changes))
         assert "\n" not in str(error.value)
