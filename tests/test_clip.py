@@ -49,7 +49,7 @@ def test_a_log_is_read():
 
 
 def test_a_run_in_numbers():
-    found = clip.summarize(clip.read_log(LOG), RESULT)
+    found = clip.summarize(LOG, RESULT)
     assert found["means"]["entropy"] == pytest.approx(1.6 / 3) and found["means"]["grad_norm"] == 3.0
     assert found["means"]["clip_active"] == pytest.approx(0.7 / 3) and found["bad"] == 1 and found["made"] == MADE
     assert found["curves"]["entropy"] == [[2, pytest.approx(0.7)], [4, 0.2]]  # steps 1 and 2, then 3 (skipped) and 4
@@ -152,7 +152,9 @@ def test_the_plan_differs_in_nothing_else():
     starts, rows = clip.make_plan(3, 256, {})
     assert [run.name for run in starts] == ["start_seed_1", "start_seed_2", "start_seed_3"]
     assert [row["arm"] for row in rows[:4]] == list(clip.ARMS)
-    assert all([run.seed for run in row["runs"]] == [1, 2, 3] for row in rows[:4])
+    assert all([(run.settings["seed"], run.start) for run in row["runs"]] ==
+               [(seed, f"start_seed_{seed}") for seed in (1, 2, 3)] for row in rows[:4])
+    assert [run.start for run in starts] == [""] * 3
     runs = {run.name: run for row in rows for run in row["runs"]}
     assert len(runs) == 12 + 2 * (2 + 3 + 3) and len(rows) == 4 + 2 * (3 + 4 + 4)
     assert all(re.fullmatch(r"[a-z0-9._]+", name) for name in runs)
@@ -194,12 +196,13 @@ def test_runs_go_on_where_they_stopped(tmp_path, monkeypatch, capsys):
 
     def run(name: str, rate: float) -> SimpleNamespace:
         settings = {"learning_rate": rate, "qat": 0, "save_every": 0, "seed": 2}
-        return SimpleNamespace(name=name, seed=2, script="stub.py", settings=settings)
+        start = "" if name == "start_seed_2" else "start_seed_2"
+        return SimpleNamespace(name=name, script="stub.py", settings=settings, start=start)
 
     out = tmp_path / "out"
     (out / "b").mkdir(parents=True)  # broken off: no result
     runs = [run("start_seed_2", 0.0), run("a", 3e-4), run("b", 1e-3), run("c", 0.5)]
-    found = clip.run_all(runs, out, 2)
+    found = clip.run_all(runs, out, 2, clip.summarize, clip.tell)
     assert {name: each and each["end"]["pass1"][0] for name, each in found.items()} == {
         "start_seed_2": 0.4, "a": 0.4, "b": 0.4, "c": None}
     said = capsys.readouterr().out
@@ -211,14 +214,15 @@ def test_runs_go_on_where_they_stopped(tmp_path, monkeypatch, capsys):
     assert "INIT_FROM" not in json.loads((out / "start_seed_2" / "env.json").read_text())
 
     times = {name: (out / name / "result.json").stat().st_mtime_ns for name in "ab"}
-    assert clip.run_all(runs[:3], out, 2) == {name: found[name] for name in ("start_seed_2", "a", "b")}
+    again = clip.run_all(runs[:3], out, 2, clip.summarize, clip.tell)
+    assert again == {name: found[name] for name in ("start_seed_2", "a", "b")}
     assert {name: (out / name / "result.json").stat().st_mtime_ns for name in "ab"} == times
     assert capsys.readouterr().out == ""
     with pytest.raises(SystemExit, match="a: made with another learning_rate; remove it, or name another --out"):
-        clip.run_all([run("a", 2e-4)], out, 1)
+        clip.run_all([run("a", 2e-4)], out, 1, clip.summarize, clip.tell)
     (tmp_path / "stub.py").write_text("")
     with pytest.raises(SystemExit, match="made with another code"):
-        clip.run_all([run("a", 3e-4)], out, 1)
+        clip.run_all([run("a", 3e-4)], out, 1, clip.summarize, clip.tell)
 
 
 def test_an_interruption_leaves_no_process(tmp_path, monkeypatch):
@@ -231,9 +235,9 @@ def test_an_interruption_leaves_no_process(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(clip.time, "sleep", interrupt)
-    runs = [SimpleNamespace(name=name, seed=1, script="stub.py", settings={"seed": 1}) for name in "abc"]
+    runs = [SimpleNamespace(name=name, script="stub.py", settings={"seed": 1}, start="") for name in "abc"]
     with pytest.raises(KeyboardInterrupt):
-        clip.run_all(runs, tmp_path, 2)
+        clip.run_all(runs, tmp_path, 2, clip.summarize, clip.tell)
     assert [process.returncode for process in started] == [-9, -9]
 
 
@@ -251,8 +255,8 @@ def test_real_runs_of_a_seed_have_one_start(tmp_path):
     """Two arms by the scripts themselves: what they write is read, and they score the same before their first step."""
     tiny = dict(iterations=2, val_loss_every=1, eval_prompts=16, sft_steps=12, group_size=2, mini_batches=2)
     starts, rows = clip.make_plan(1, 8, tiny)
-    assert all(clip.run_all(starts, tmp_path, 1).values())
-    found = clip.run_all([row["runs"][0] for row in rows[:2]], tmp_path, 2)
+    assert all(clip.run_all(starts, tmp_path, 1, clip.summarize, clip.tell).values())
+    found = clip.run_all([row["runs"][0] for row in rows[:2]], tmp_path, 2, clip.summarize, clip.tell)
     assert len(found) == 2 and all(found.values())
     for name, run in found.items():
         assert f"policy: {tmp_path / 'start_seed_1' / 'step_000000'}\n" in (tmp_path / name / "log.txt").read_text()

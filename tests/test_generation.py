@@ -225,6 +225,9 @@ def test_rows_bound_the_batch(monkeypatch):
     seen.clear()
     generate(net, PROMPTS, count=3)
     assert max(seen) == 21 and len(seen) < one_batch
+    seen.clear()
+    parts = generate(net, PROMPTS[:2], count=5, rows=2)  # a prompt has more samples than that
+    assert max(seen) == 2 and [one.ids for one in parts] == [one.ids for one in generate(net, PROMPTS[:2], count=5)]
 
 
 # ------------------------------------------------------------------------------------------------------------- ends

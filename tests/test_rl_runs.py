@@ -286,7 +286,7 @@ def test_scores_are_shares_with_their_intervals(place, straight):
         assert low <= mean <= high
     by_temperature = result["before"]["pass1_by_temperature"]
     assert sorted(by_temperature) == ["0.3", "0.5", "0.7", "1.0"]
-    assert by_temperature["1.0"] == result["before"]["pass1"][0]
+    assert by_temperature[str(result["settings"]["temperature"])] == result["before"]["pass1"][0]
     assert result["gain"]["pass1_over_best"][0] == pytest.approx(
         result["after"]["pass1"][0] - max(by_temperature.values()), abs=1e-12)
 

@@ -26,6 +26,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -46,8 +47,80 @@ START = dict(iterations=1, learning_rate=0, save_every=1, prompts_per_step=2, gr
              eval_prompts=2, eval_samples=1)  # a run whose step_000000 the others of its seed start from
 SAMPLES = 256  # of a step
 MEASURED = ("reward", "entropy", "clip_active", "clip_outside", "log_ratio", "grad_norm", "zero_variance", "length")
+
+
+# === shared: jobs ===
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's t, two-sided, by degrees of freedom
 KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "CUDA_VISIBLE_DEVICES")
+
+
+def read_run(run: SimpleNamespace, out: Path, summarize: Callable[[str, dict], dict]) -> dict | None:
+    """`summarize` of log and result of a run; None if it has not ended. SystemExit if it was made in another way.
+
+    run: name, of its folder in `out`; script; settings, {field: value}; start, the name of the run whose step_000000 it
+    begins from, or "".
+    """
+    folder = out / run.name
+    if not (folder / "result.json").exists():
+        return None
+    result = json.loads((folder / "result.json").read_bytes())
+    stored = {**result["settings"], "code": result["code_sha256"]}
+    asked = {**run.settings, "code": hashlib.sha256((ROOT / run.script).read_bytes()).hexdigest()}
+    if wrong := [key for key, value in asked.items() if type(stored[key])(value) != stored[key]]:
+        raise SystemExit(f"error: {folder}: made with another {', '.join(wrong)}; remove it, or name another --out")
+    return summarize((folder / "log.txt").read_text(encoding="utf-8"), result)
+
+
+def start_run(run: SimpleNamespace, out: Path) -> subprocess.Popen:
+    """Start a run in a folder of its own; stderr goes to NAME.err."""
+    shutil.rmtree(out / run.name, ignore_errors=True)  # one that was broken off
+    settings = {"OUT_DIR": out, "RUN_ID": run.name, "OMP_NUM_THREADS": 1, **run.settings}
+    if run.start:
+        settings["INIT_FROM"] = out / run.start / "step_000000"
+    environ = {name: os.environ[name] for name in KEPT if name in os.environ}
+    environ |= {name.upper(): str(value) for name, value in settings.items()}
+    with open(out / f"{run.name}.err", "wb") as errors:  # a session of its own: Ctrl-C is for this process
+        return subprocess.Popen([sys.executable, str(ROOT / run.script)], env=environ, stdout=subprocess.DEVNULL,
+                                stderr=errors, start_new_session=True)
+
+
+def run_all(runs: list[SimpleNamespace], out: Path, jobs: int, summarize: Callable[[str, dict], dict],
+            tell: Callable[[dict], str]) -> dict[str, dict | None]:
+    """By name what read_run gives, after `jobs` at a time have made what had not ended; None where that failed.
+
+    tell: of a summary, what is printed when the run has ended.
+    """
+    found = {run.name: read_run(run, out, summarize) for run in runs}
+    left, active, done, began = [run for run in runs if found[run.name] is None], [], 0, time.time()
+    total = len(left)
+    try:
+        while left or active:
+            while left and len(active) < jobs:
+                active.append((left[0], start_run(left.pop(0), out)))
+            time.sleep(0.1)
+            for run, process in [pair for pair in active if pair[1].poll() is not None]:
+                active.remove((run, process))
+                summary = found[run.name] = read_run(run, out, summarize)
+                last = (out / f"{run.name}.err").read_text(encoding="utf-8").splitlines() or [""]
+                said = tell(summary) if summary else f"FAILED, exit code {process.returncode}: {last[-1]}"
+                done, minutes = done + 1, (time.time() - began) / 60
+                print(f"[{done}/{total}] {run.name}: {said}; {minutes:.1f} min, "
+                      f"about {minutes / done * (total - done):.0f} left", flush=True)
+    finally:
+        for _, process in active:
+            process.kill()
+            process.wait()
+    return found
+
+
+def interval(values: list[float]) -> list[float]:
+    """Mean of values, one a seed, and the ends of its 95% interval, by Student's t; of a single value that alone."""
+    if len(values) == 1:
+        return values
+    t = T95[len(values) - 2] if len(values) - 2 < len(T95) else 1.96
+    mean, half = statistics.fmean(values), t * statistics.stdev(values) / len(values) ** 0.5
+    return [mean, mean - half, mean + half]
+# === end: jobs ===
 
 
 def make_plan(seeds: int, samples: int, changes: dict) -> tuple[list[SimpleNamespace], list[dict]]:
@@ -56,7 +129,8 @@ def make_plan(seeds: int, samples: int, changes: dict) -> tuple[list[SimpleNames
 
     def run(seed: int, script: str, settings: dict, *names: object) -> SimpleNamespace:
         name = re.sub(r"[^a-z0-9.]+", "_", " ".join(map(str, (*names, "seed", seed))).lower())
-        return SimpleNamespace(name=name, seed=seed, script=script, settings={**settings, "seed": seed})
+        start = "" if names == ("start",) else f"start_seed_{seed}"
+        return SimpleNamespace(name=name, script=script, settings={**settings, "seed": seed}, start=start)
 
     def of_arm(arm: str, seed: int, key: str = "epochs", value: float = 1) -> SimpleNamespace:
         settings = {**base, key: value, **ARMS[arm][1]}
@@ -94,11 +168,12 @@ def is_stable(curve: list, bad: int) -> bool:
     return not bad and mean >= max(scores["pass1"][0] for _, scores in curve) - (high - low) / 1.96
 
 
-def summarize(log: SimpleNamespace, result: dict) -> dict:
-    """A run in numbers: `means` over steps; `curves`, [x, y], by mini-batch and over time, every so many steps the mean
-    of those before, or the held-out scores; `end`, the last, with intervals; `bad`; `stable`; how it was `made`.
+def summarize(text: str, result: dict) -> dict:
+    """A run in numbers, from its log and result: `means` over steps; `curves`, [x, y], by mini-batch and over time,
+    every so many steps the mean of those before, or the held-out scores; `end`, the last, with intervals; `bad`;
+    `stable`; how it was `made`.
     """
-    end = {name: score for name, score in result["after"].items() if name != "n"}
+    log, end = read_log(text), {name: score for name, score in result["after"].items() if name != "n"}
     curve, curves = [*log.curve, [result["steps"], end]], {name: [] for name in MEASURED}
     every = result["settings"]["val_loss_every"]
     for part, steps in itertools.groupby(log.steps, lambda step: -(-step["step"] // every) * every):
@@ -113,60 +188,11 @@ def summarize(log: SimpleNamespace, result: dict) -> dict:
             "made": {key: result[key] for key in ("code_sha256", "commit", "hardware", "versions", "total_seconds")}}
 
 
-def read_run(run: SimpleNamespace, out: Path) -> dict | None:
-    """`summarize` of a run's folder; None if it has not ended there. SystemExit if it was made in another way."""
-    folder = out / run.name
-    if not (folder / "result.json").exists():
-        return None
-    result = json.loads((folder / "result.json").read_bytes())
-    stored = {**result["settings"], "code": result["code_sha256"]}
-    asked = {**run.settings, "code": hashlib.sha256((ROOT / run.script).read_bytes()).hexdigest()}
-    if wrong := [key for key, value in asked.items() if type(stored[key])(value) != stored[key]]:
-        raise SystemExit(f"error: {folder}: made with another {', '.join(wrong)}; remove it, or name another --out")
-    return summarize(read_log((folder / "log.txt").read_text(encoding="utf-8")), result)
-
-
-def start_run(run: SimpleNamespace, out: Path) -> subprocess.Popen:
-    """Start a run in a folder of its own, from the start of its seed unless it makes that; stderr goes to NAME.err."""
-    shutil.rmtree(out / run.name, ignore_errors=True)  # one that was broken off
-    settings = {"OUT_DIR": out, "RUN_ID": run.name, "OMP_NUM_THREADS": 1, **run.settings}
-    if not run.name.startswith("start"):
-        settings["INIT_FROM"] = out / f"start_seed_{run.seed}" / "step_000000"
-    environ = {name: os.environ[name] for name in KEPT if name in os.environ}
-    environ |= {name.upper(): str(value) for name, value in settings.items()}
-    with open(out / f"{run.name}.err", "wb") as errors:  # a session of its own: Ctrl-C is for this process
-        return subprocess.Popen([sys.executable, str(ROOT / run.script)], env=environ, stdout=subprocess.DEVNULL,
-                                stderr=errors, start_new_session=True)
-
-
-def run_all(runs: list[SimpleNamespace], out: Path, jobs: int) -> dict[str, dict | None]:
-    """By name what read_run gives, after `jobs` at a time have made what had not ended; None where that failed."""
-    found = {run.name: read_run(run, out) for run in runs}
-    left, active, done, began = [run for run in runs if found[run.name] is None], [], 0, time.time()
-    total = len(left)
-    try:
-        while left or active:
-            while left and len(active) < jobs:
-                active.append((left[0], start_run(left.pop(0), out)))
-            time.sleep(0.1)
-            for run, process in [pair for pair in active if pair[1].poll() is not None]:
-                active.remove((run, process))
-                summary = found[run.name] = read_run(run, out)
-                if summary:
-                    first, *_, last = (f"{y:.3f}" for _, y in summary["curves"]["pass1"])
-                    shares = [f"{name} {summary['means'][f'clip_{name}']:.3f}" for name in ("active", "outside")]
-                    said = f"pass1 {first} -> {last}, clipped: {', '.join(shares)}"
-                else:
-                    said = (out / f"{run.name}.err").read_text(encoding="utf-8").splitlines() or [""]
-                    said = f"FAILED, exit code {process.returncode}: {said[-1]}"
-                done, minutes = done + 1, (time.time() - began) / 60
-                print(f"[{done}/{total}] {run.name}: {said}; {minutes:.1f} min, "
-                      f"about {minutes / done * (total - done):.0f} left", flush=True)
-    finally:
-        for _, process in active:
-            process.kill()
-            process.wait()
-    return found
+def tell(summary: dict) -> str:
+    """A run in a few words."""
+    first, *_, last = (f"{y:.3f}" for _, y in summary["curves"]["pass1"])
+    shares = [f"{name} {summary['means'][f'clip_{name}']:.3f}" for name in ("active", "outside")]
+    return f"pass1 {first} -> {last}, clipped: {', '.join(shares)}"
 
 
 def mean_of(values: list):
@@ -176,15 +202,6 @@ def mean_of(values: list):
     if isinstance(values[0], list):
         return [mean_of(list(each)) for each in zip(*values, strict=True)]
     return statistics.fmean(values)
-
-
-def interval(values: list[float]) -> list[float]:
-    """Mean of values, one a seed, and the ends of its 95% interval, by Student's t; of a single value that alone."""
-    if len(values) == 1:
-        return values
-    t = T95[len(values) - 2] if len(values) - 2 < len(T95) else 1.96
-    mean, half = statistics.fmean(values), t * statistics.stdev(values) / len(values) ** 0.5
-    return [mean, mean - half, mean + half]
 
 
 def fill_rows(rows: list[dict], found: dict[str, dict | None]) -> list[dict]:
@@ -279,9 +296,9 @@ def main() -> int:
     starts, rows = make_plan(1, 64, QUICK) if args.quick else make_plan(args.seeds, SAMPLES, steps)
     runs = list({run.name: run for row in rows for run in row["runs"]}.values())
     try:
-        if not all(run_all(starts, out, args.jobs).values()):
+        if not all(run_all(starts, out, args.jobs, summarize, tell).values()):
             return 1
-        found = run_all(runs, out, args.jobs)
+        found = run_all(runs, out, args.jobs, summarize, tell)
     except KeyboardInterrupt:
         print(f"stopped; the same command goes on, and leaves alone what has ended in {args.out}")
         return 130
