@@ -1,31 +1,44 @@
-"""Write text with a model from a run, a checkpoint or an artifact.
+"""Write text, chat, and score, with a model from a run, a checkpoint or an artifact.
 
     ARTIFACT=runs/<RUN_ID>/model.upar PROMPT="Once upon a time" python sample.py
     ARTIFACT=runs/<RUN_ID>/model.upar TEMPERATURE=0.7 NUM_SAMPLES=4 MAX_NEW_TOKENS=200 python sample.py
+    ARTIFACT=runs/<RUN_ID> MODE=chat SYSTEM="Answer briefly." python sample.py  # /reset forgets; Ctrl-C ends an answer
+    ARTIFACT=runs/<RUN_ID> MODE=score SCORE=choices SCORE_PATH=piqa.jsonl,copa.jsonl.zst python sample.py
 
-Every setting below is an environment variable: its name in capitals. The sections between `# === shared:` fences are
-those of train_gpt.py (tools/sync.py).
+Every setting below is an environment variable: its name in capitals. What SCORE measures is in docs/scoring.md. The
+sections between `# === shared:` fences stand in other scripts too, byte for byte (tools/sync.py).
 """
 
 import base64
+import codecs
 import collections
 import contextlib
 import difflib
 import functools
 import hashlib
+import importlib.util
 import io
+import itertools
 import json
 import math
+import operator
 import os
+import random
 import re
 import resource
+import statistics
+import string
 import struct
 import subprocess
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
+from decimal import Decimal
+from fractions import Fraction
+from numbers import Real
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
 
@@ -45,9 +58,12 @@ from torch.utils.checkpoint import checkpoint
 # ---------------------------------------------------------------------------------------------------------- settings
 @dataclass(frozen=True)
 class Settings:
+    mode: str = "generate"  # generate: go on from PROMPT; chat: answer line by line; score: measure SCORE
     artifact: str = ""  # the model: a run, a checkpoint or an artifact (model.upar)
     tokenizer_path: str = ""  # .model file, tiktoken name, .tiktoken file or "bytes"; empty: that of data or artifact
     prompt: str = ""  # text to go on from; empty: a document's beginning
+    layout: str = "text"  # of a prompt: text to go on from, or chat: a user's turn, as post-training has it
+    system: str = ""  # first turn of a chat: what the model is to be; empty: none
     num_samples: int = 1  # how many continuations
     max_new_tokens: int = 100  # length of each, at most
     temperature: float = 0.8  # of the distribution; 0: always the likeliest token
@@ -55,6 +71,19 @@ class Settings:
     top_p: float = 1.0  # draw from the likeliest tokens that hold this share of probability; 1: from all
     seed: int = 1337  # of every random draw
     device: str = "auto"  # auto, cpu or cuda
+    # score
+    score: str = "text"  # text (bits per byte), choices, lambada, task, preference, win or quality
+    score_path: str = ""  # files to score, with commas between them; of task, win and quality in TASK_PATH's place
+    score_model: str = ""  # another model: win's opponent, the reference of preference, the reader of quality
+    score_judge: str = ""  # a reward model that decides win; empty: TASK's checker
+    score_delimiter: str = " "  # between a context and what may follow it, of choices and lambada
+    score_file: str = ""  # file to write the scores to, as JSON; empty: none
+    task: str = "sort"  # sort, reverse, add, countdown, zebra, gsm8k, or jsonl: lines with prompt and answer
+    task_path: str = ""  # file of gsm8k or jsonl
+    eval_prompts: int = 512  # held-out prompts that score the policy
+    eval_samples: int = 8  # of each, for pass@1 and pass@EVAL_SAMPLES
+    eval_stride: int = 0  # of the sliding-window score; 0: leave that score out
+    micro_batch_tokens: int = 0  # per forward and rank; 0: fitted to memory. Never changes the global batch
 
 
 # === shared: settings ===
@@ -69,15 +98,16 @@ FOREIGN_NAMES = tuple("""
     CRITIC CRITIC_LR DATASET DATA_DIR DATA_PATH DECAY_LR DELTA_.* DEMONSTRATIONS DETERMINISTIC DEVICE DISTILL_.* DROPOUT
     DTYPE DYNAMIC_ROUNDS EMA EMA_.* EMBED_.* ENABLE_LOOPING_AT EPOCHS EVAL_.* GAE_LAMBDA GAMMA GATED_ATTN_ENABLED
     GDN_NEG_EIGVAL GPTQ_.* GRADIENT_ACCUMULATION_STEPS GRAD_.* GROUP_SIZE HANG_SECONDS HEAD_LR HOLDOUT_TOKENS IMPORTANCE
-    INIT_FROM ITERATIONS KD_.* KEEP KL_.* KL_BETA LABEL_SMOOTHING LATE_QAT LATE_QAT_.* LAYER_PATTERN LEARNING_RATE
-    LEFT_CLIP_RANGE LN_SCALE LOGIT_SOFTCAP LOG_INTERVAL LOOP_.* LORA_.* LR_.* MARGIN MATRIX_.* MAX_ITERS MAX_NEW_TOKENS
-    MAX_WALLCLOCK_SECONDS MICRO_BATCH_TOKENS MINI_BATCHES MIN_LR MLP MLP_.* MODEL_DIM MTP_NUM_HEADS MUON_.* NORM
-    NUM_HEADS NUM_KV_HEADS NUM_LAYERS NUM_LOOPS NUM_SAMPLES N_EMBD N_HEAD N_LAYER OBJECTIVE OPTIMIZER OUT_DIR
-    OVERLONG_BUFFER PAIRS_PER_STEP PARALLEL_RESIDUAL POSITIONS PROFILE PROMPT PROMPTS_PER_STEP QAT QAT_.* QK_.*
+    INIT_FROM ITERATIONS KD_.* KEEP KL_.* KL_BETA LABEL_SMOOTHING LATE_QAT LATE_QAT_.* LAYER_PATTERN LAYOUT
+    LEARNING_RATE LEFT_CLIP_RANGE LN_SCALE LOGIT_SOFTCAP LOG_INTERVAL LOOP_.* LORA_.* LR_.* MARGIN MATRIX_.* MAX_ITERS
+    MAX_NEW_TOKENS MAX_WALLCLOCK_SECONDS MICRO_BATCH_TOKENS MINI_BATCHES MIN_LR MLP MLP_.* MODE MODEL_DIM MTP_NUM_HEADS
+    MUON_.* NORM NUM_HEADS NUM_KV_HEADS NUM_LAYERS NUM_LOOPS NUM_SAMPLES N_EMBD N_HEAD N_LAYER OBJECTIVE OPTIMIZER
+    OUT_DIR OVERLONG_BUFFER PAIRS_PER_STEP PARALLEL_RESIDUAL POSITIONS PROFILE PROMPT PROMPTS_PER_STEP QAT QAT_.* QK_.*
     RATIO_LIMIT REDUCTION REFERENCE REPLAY RESERVE_SECONDS RESIDUAL_MIX RESUME REWARD REWARD_.* REWARD_SECONDS
-    RIGHT_CLIP_RANGE ROPE_.* RUN_ID SAVE_EVERY SCALAR_LR SCALE_REWARDS SEED SFT_.* SLIDING_WINDOW_ENABLED SMEAR_.*
-    SPIKE_.* SWA SWA_.* TASK TASK_PATH TEACHER TEMPERATURE TIED_.* TIE_EMBEDDINGS TOKENIZER_PATH TOP_[KP] TRAIN_.*
-    TTT_.* UNET_SKIPS VALUE_.* VAL_.* VE_ENABLED VOCAB_SIZE WARMDOWN_.* WARMUP_.* WEIGHT_DECAY XSA_LAST_N
+    RIGHT_CLIP_RANGE ROPE_.* RUN_ID SAVE_EVERY SCALAR_LR SCALE_REWARDS SCORE.* SEED SFT_.* SLIDING_WINDOW_ENABLED
+    SMEAR_.* SPIKE_.* SWA SWA_.* SYSTEM TASK TASK_PATH TEACHER TEMPERATURE TIED_.* TIE_EMBEDDINGS TOKENIZER_PATH
+    TOP_[KP] TRAIN_.* TTT_.* UNET_SKIPS VALUE_.* VAL_.* VE_ENABLED VOCAB_SIZE WARMDOWN_.* WARMUP_.* WEIGHT_DECAY
+    XSA_LAST_N
 """.split())
 
 # (regular expression of field names, smallest, largest), the first match counts; where none matches: >= 0.
@@ -104,7 +134,8 @@ CHOICES = {name: tuple(words.split()) for name, words in dict(
     objective="dpo ipo cdpo robust reward",
     reduction="sequence dapo bnpo dr_grpo", scale_rewards="group batch none", reference="start base",
     importance="sequence token", critic="head separate", kl_shaping="k1 k3", train_on="assistant all",
-    kd_layers="last all", kd_loss="forward reverse jsd attention pool projection").items()}
+    kd_layers="last all", kd_loss="forward reverse jsd attention pool projection", mode="generate chat score",
+    layout="text chat", score="text choices lambada task preference win quality").items()}
 
 
 def parse_setting(name: str, text: str, kind: type) -> int | float | bool | str:
@@ -517,8 +548,10 @@ def read_rows(path: str, parse: Callable[[dict], tuple[str, object]], log: Calla
         with open(path, "rb") as file:
             reader = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
             content = reader.read() if path.endswith(".zst") else file.read()
-        whole = json.loads(content) if content.lstrip()[:1] == b"[" else None
-    except (OSError, zstandard.ZstdError, ValueError) as error:
+        whole = None
+        with contextlib.suppress(ValueError, RecursionError):  # or lines of which the first is a list, and no row
+            whole = json.loads(content) if content.lstrip()[:1] == b"[" else None
+    except (OSError, zstandard.ZstdError) as error:
         raise UserError(f"{path}: must be a file of JSON lines, or one JSON list, maybe .zst; {error!s:.200}") from None
     items, formats, faults = [], collections.Counter(), {}
     for number, line in enumerate(content.splitlines() if whole is None else whole, 1):
@@ -1879,25 +1912,716 @@ def generate(network: GPT, prompts: list[list[int]], count: int, max_new_tokens:
 # === end: generation ===
 
 
+# === shared: tasks ===
+GENERATED = ("sort", "reverse", "add", "countdown", "zebra")
+FROM_FILE = {"gsm8k": ("question", "answer"), "jsonl": ("prompt", "answer")}  # keys of a line
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A question, a right answer (a warm start's demonstration; of most tasks the only one), and a checker's data."""
+
+    prompt: str
+    answer: str
+    data: dict
+
+
+def is_held_out(prompt: str) -> bool:
+    """Whether a prompt is kept from training: one in five, by a hash, whatever task, seed and index it came from."""
+    return int.from_bytes(hashlib.blake2b(prompt.encode(), digest_size=8).digest(), "big") % 5 == 0
+
+
+def expression_value(text: str) -> Fraction | None:
+    """Exact value of whole numbers, + - * / and parentheses; None of any other text, and where it divides by 0. A sign
+    before a number is none. At most 100 characters bound time and depth, whatever a model writes."""
+    operators = {"+": (1, operator.add), "-": (1, operator.sub), "*": (2, operator.mul), "/": (2, operator.truediv)}
+    tokens = ["", *re.findall(r"[0-9]+|\S", text)[::-1]]  # the next one stands last
+
+    def value_from(least: int) -> Fraction:  # an operand, and what follows by operators that bind at least so strongly
+        token = tokens.pop()
+        value = value_from(1) if token == "(" else Fraction(token)  # ValueError where it is no number
+        if token == "(" and tokens.pop() != ")":
+            raise ValueError("a parenthesis stays open")
+        while operators.get(tokens[-1], (0,))[0] >= least:
+            strength, apply = operators[tokens.pop()]
+            value = apply(value, value_from(strength + 1))
+        return value
+
+    with contextlib.suppress(ValueError, ZeroDivisionError):
+        value = value_from(1) if len(text) <= 100 and text.isascii() else None
+        return value if tokens == [""] else None
+
+
+def zebra_problem(rng: random.Random) -> Problem:
+    """Who lives in houses 1 to 3, with which pet (and drink): `Ann<dog, Bob~cat, Cid=2`, clues that leave one world.
+
+    = same house, < left of, > right of, ~ beside. The answer, house by house: `Ann eel, Cid cat, Bob dog`.
+    """
+    relations = {"=": operator.eq, "<": operator.lt, ">": operator.gt, "~": lambda x, y: abs(x - y) == 1}
+    names = "Ann Bob Cid cat dog eel ale gin tea".split()[:rng.choice((6, 9))] + ["1", "2", "3"]
+    orders = itertools.product(itertools.permutations((1, 2, 3)), repeat=len(names) // 3 - 1)
+    worlds = [dict(zip(names, itertools.chain(*order, (1, 2, 3)), strict=True)) for order in orders]  # name -> house
+    world, clues = rng.choice(worlds), []
+    while len(worlds) > 1:
+        (a, b), relation = sorted(rng.sample(names, 2), key=names.index), rng.choice("=<>~")
+        left = [other for other in worlds if relations[relation](other[a], other[b])]
+        if world in left and len(left) < len(worlds):
+            worlds = left
+            clues.append(f"{a}{relation}{b}")
+    answer = ", ".join(" ".join(name for name in names[:-3] if world[name] == house) for house in (1, 2, 3))
+    return Problem(", ".join(sorted(clues)), answer, {})
+
+
+def draw_problem(name: str, rng: random.Random) -> Problem | None:
+    """A problem of a generated task, as `prompt` and `answer` below or in `zebra_problem`; None: draw again.
+
+    sort, 5 to 9 digits: `52713`, `12357`. reverse, 5 to 9 letters: `abcde`, `edcba`. add, 3 digits: `123+456`, `579`.
+    countdown, three numbers up to 20 and a target below 100: `3 7 20=41`, `(3*7)+20` or what else uses each one once.
+    """
+    if name == "zebra":
+        return zebra_problem(rng)
+    if name == "add":
+        a, b = rng.randint(100, 999), rng.randint(100, 999)
+        return Problem(f"{a}+{b}", str(a + b), {})
+    if name in ("sort", "reverse"):
+        letters = rng.choices(string.digits if name == "sort" else string.ascii_lowercase, k=rng.randint(5, 9))
+        return Problem("".join(letters), "".join(sorted(letters) if name == "sort" else letters[::-1]), {})
+    given = sorted(rng.randint(1, 20) for _ in range(3))  # or one problem could stand on both sides of the split
+    (a, b, c), (p, q) = rng.sample(given, 3), rng.choices("+-*/", k=2)
+    answer = rng.choice((f"({a}{p}{b}){q}{c}", f"{a}{p}({b}{q}{c})"))  # every tree of three leaves
+    if (target := expression_value(answer)) in range(1, 100):
+        return Problem(f"{given[0]} {given[1]} {given[2]}={target}", answer, {"numbers": given, "target": int(target)})
+
+
+def final_number(text: str, lenient: bool) -> Decimal | None:
+    """The number that a GSM8K answer ends with, None without one. Strict: after the first `#### `, as the data set's
+    own grader reads it. Lenient: the last number of the text, `It costs $18.` -> 18."""
+    number = r"(?:(?<![0-9])-)?\$?(?:[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?|\.[0-9]+)" if lenient else r"#### (-?[0-9.,]+)"
+    found = re.findall(number, text) or [""]  # leniently, a minus after a digit is a subtraction
+    digits = re.sub("[,$]", "", found[-1 if lenient else 0]).removesuffix(".")
+    return Decimal(digits) if re.fullmatch(r"-?([0-9]+(\.[0-9]+)?|\.[0-9]+)", digits) else None
+
+
+@dataclass(frozen=True)
+class Task:
+    """Problems of one kind, split by `is_held_out`; problem i depends on name, file, seed and i alone."""
+
+    name: str
+    seed: int
+    rows: tuple[list[Problem], list[Problem]]  # of a file: to train on, held out
+
+    def problem(self, index: int, held_out: bool) -> Problem:
+        """Problem `index` of a split: a draw of its own, or a row of the file, which begins again at its end."""
+        if self.name in FROM_FILE:
+            return self.rows[held_out][index % len(self.rows[held_out])]
+        rng, problem = random.Random(f"{self.name} {self.seed} {held_out} {index}"), None
+        while problem is None or is_held_out(problem.prompt) != held_out:
+            problem = draw_problem(self.name, rng)
+        return problem
+
+    def held_out(self, n: int) -> list[Problem]:
+        """The first n held-out problems with different prompts; all there are, if they are fewer."""
+        found: dict[str, Problem] = {}
+        for index in range(len(self.rows[True]) or 50 * n):
+            if len(found) < n:
+                problem = self.problem(index, held_out=True)
+                found.setdefault(problem.prompt, problem)
+        return list(found.values())
+
+    def reward(self, problem: Problem, text: str, lenient: bool = False) -> float:
+        """1.0 for a right answer, else 0.0. `lenient`: gsm8k by the last number, for evaluation beside the strict."""
+        if self.name == "gsm8k":
+            return float(final_number(text, lenient) == final_number(problem.answer, lenient=False))
+        if self.name == "countdown":
+            used = sorted(map(int, re.findall("[0-9]+", text[:100])))
+            return float(used == problem.data["numbers"] and expression_value(text) == problem.data["target"])
+        return float(text.strip() == problem.answer)
+
+
+def make_task(name: str, path: str, seed: int) -> Task:
+    """The task of this name; gsm8k and jsonl read the JSON lines of `path`, where of equal prompts the first counts.
+
+    Raises UserError: an unknown name, a file missing or not wanted, a row that is no problem, a split without any.
+    """
+    keys, problems, rows = FROM_FILE.get(name, ()), {}, ([], [])
+    if name not in (*GENERATED, *FROM_FILE):
+        raise UserError(f"TASK={name!r}: must be one of {', '.join((*GENERATED, *FROM_FILE))}")
+    if bool(path) != bool(keys) or path and not Path(path).is_file():
+        raise UserError(f"TASK_PATH={path!r}: must be {'a file of JSON lines' if keys else 'empty'} for TASK={name}")
+    for number, line in enumerate(Path(path).read_bytes().splitlines() if path else (), 1):
+        try:
+            prompt, answer = (json.loads(line)[key].strip() for key in keys)
+            (prompt + answer).encode()  # JSON can hold half a surrogate pair, UTF-8 cannot
+            if not (prompt and answer) or name == "gsm8k" and final_number(answer, lenient=False) is None:
+                raise ValueError("blank, or without a number")
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            raise UserError(f"{path}:{number}: must be JSON with texts {keys[0]!r} and {keys[1]!r}, not blank (gsm8k's "
+                            "with #### and a number)") from None
+        problems.setdefault(prompt, Problem(prompt, answer, {}))
+    for problem in random.Random(seed).sample([*problems.values()], len(problems)):
+        rows[is_held_out(problem.prompt)].append(problem)
+    if path and not all(rows):
+        raise UserError(f"{path}: {len(rows[1])} of {len(problems)} problems held out by a hash; must be some, not all")
+    return Task(name, seed, rows)
+
+
+def load_reward(spec: str, task: Task, seconds: float) -> Callable[[list[Problem], list[str]], list[float]]:
+    """The function from problems, and a text that answers each, to rewards that REWARD=`spec` names.
+
+    Empty: the task's checker. random, for control runs: a fair coin by a hash of seed, prompt, text and how often the
+    call had both before, so that neither batch nor rank nor resume changes it. path.py:function: a user's, called as
+    function(prompts, completions, answers) in a daemon thread; one that hangs does not keep the process. UserError: a
+    file or function that is none; later, with a sample, if the user's raises, takes over `seconds` (0: no limit) or
+    returns anything but a list of numbers below 1e15, one a text.
+    """
+    def coins(problems: list[Problem], texts: list[str]) -> list[float]:
+        pairs = [(problem.prompt, text) for problem, text in zip(problems, texts, strict=True)]
+        return [float(random.Random(f"{task.seed} {pair} {pairs[:i].count(pair)}").getrandbits(1))
+                for i, pair in enumerate(pairs)]
+
+    def called(problems: list[Problem], texts: list[str]) -> list[float]:
+        outcome = []
+
+        def call() -> None:
+            try:
+                outcome.extend((function([p.prompt for p in problems], texts[:], [p.answer for p in problems]), ""))
+            except BaseException as error:  # SystemExit too
+                frame = error.__traceback__.tb_next  # None: the call itself failed
+                outcome.extend((error, f" in line {frame.tb_lineno}" if frame else ""))
+
+        thread = threading.Thread(target=call, daemon=True)
+        thread.start()
+        thread.join(seconds or None)
+        scores, line = outcome or (TimeoutError(f"over {seconds} seconds"), "")
+        listed = isinstance(scores, list | tuple) and len(scores) == len(texts)
+        for i, score in enumerate(scores if listed else [scores]):
+            if not (listed and isinstance(score, Real) and abs(score) < 1e15):
+                raise UserError(f"REWARD={spec!r}: must return a list of {len(texts)} numbers, not {score!r:.99}{line}"
+                                f" for prompt {problems[i].prompt!r:.80}, completion {texts[i]!r:.80}")
+        return [float(score) for score in scores]
+
+    if spec in ("", "random"):
+        return coins if spec else lambda problems, texts: [*map(task.reward, problems, texts)]
+    path, _, name = spec.rpartition(":")
+    if not (path.endswith(".py") and Path(path).is_file()):
+        raise UserError(f"REWARD={spec!r}: must be empty, random, or path.py:function with a file that exists")
+    source = importlib.util.spec_from_file_location(f"reward_{Path(path).stem}", path)
+    module = sys.modules[source.name] = importlib.util.module_from_spec(source)  # there dataclasses look for it
+    try:
+        source.loader.exec_module(module)
+        function = getattr(module, name).__call__  # or AttributeError
+    except (Exception, SystemExit) as error:
+        raise UserError(f"REWARD={spec!r}: must be a function that can be imported; {error!r:.200}") from error
+    return called
+# === end: tasks ===
+
+
+# ------------------------------------------------------------------------------------------------------------ models
+EVAL_STEP = 1 << 31  # in the seeds of scored samples, as in train_grpo.py: a task's scores are those of its result.json
+# What MODE or SCORE reads beside what all of them do, and needs; other settings must be left at their defaults.
+DRAWN, ASKED = "max_new_tokens temperature top_k top_p", "score_path task task_path eval_prompts"
+USES = {
+    "generate": f"prompt layout system num_samples {DRAWN}", "chat": f"system {DRAWN}",
+    "text": "score_path eval_stride", "preference": "score_path score_model",
+    "choices": "score_path layout score_delimiter", "lambada": "score_path layout score_delimiter",
+    "task": f"eval_samples {ASKED} {DRAWN}", "win": f"score_model score_judge {ASKED} {DRAWN}",
+    "quality": f"score_model layout num_samples {ASKED} {DRAWN}"}
+NEEDS = {"win": "score_model", **dict.fromkeys(("text", "choices", "lambada", "preference"), "score_path")}
+ALWAYS, SCORING = "mode artifact tokenizer_path seed device", "score score_file micro_batch_tokens"
+
+
+def check_settings(settings: Settings) -> None:
+    """Raises UserError for a setting that MODE and SCORE do not read, or one that they need and that is empty."""
+    s, scores = settings, settings.mode == "score"
+    kind, what = (s.score, f"SCORE={s.score}") if scores else (s.mode, f"MODE={s.mode}")
+    used = f"{ALWAYS} {SCORING if scores else ''} {USES[kind]}".split()
+    if "layout" in used:
+        what += f" with LAYOUT={s.layout}"
+        used = [name for name in used if name != {"text": "system", "chat": "score_delimiter"}[s.layout]]
+    for field in fields(s):
+        if field.name not in used and getattr(s, field.name) != field.default:
+            raise UserError(f"{field.name.upper()}={getattr(s, field.name)!r}: {what} does not read it; must be left "
+                            f"at {field.default!r}")
+    if kind in NEEDS and not getattr(s, NEEDS[kind]):
+        raise UserError(f"{NEEDS[kind].upper()}='': must be given for {what}")
+    if s.score_path and (s.task_path or s.task not in FROM_FILE and (
+            s.task != Settings.task or kind in ("task", "win") and not s.score_judge)):
+        raise UserError(f"SCORE_PATH={s.score_path!r}: with it TASK_PATH must be empty, and TASK gsm8k or jsonl, whose "
+                        "rows a checker knows; or TASK unset, for SCORE=win with SCORE_JUDGE")
+
+
+def open_model(name: str, settings: Settings, runtime: Runtime) -> SimpleNamespace:
+    """The model that setting `name` says: its network, tokenizer, file, and how many tokens a batch of it may have."""
+    own = settings.tokenizer_path if name == "artifact" else ""
+    network, tokenizer, source = load_model(name.upper(), getattr(settings, name), own)
+    network = merge_lora(network).to(runtime.device).requires_grad_(False)
+    tokens = settings.micro_batch_tokens or (1 << 16 if runtime.device.type == "cuda" else 4096)
+    return SimpleNamespace(network=network, tokenizer=tokenizer, source=source, tokens=tokens, device=runtime.device,
+                           context=network.config.train_seq_len)
+
+
+def asked(tokenizer: Tokenizer, turns: list[tuple[str, str]], layout: str) -> tuple[list[int], int]:
+    """Ids of a prompt, (role token, text)s, and the token that ends the answer: in layout chat turns, after which the
+    assistant's begins (of a tokenizer without role tokens lines, as in `chat_ids`); in layout text their bare text.
+    """
+    roles, text = role_ids(tokenizer), "\n".join(text for _, text in turns)
+    if layout == "text":
+        return [tokenizer.bos_id, *tokenizer.encode(text)], tokenizer.bos_id
+    if not roles:
+        return chat_ids(tokenizer, text)
+    return [*turn_ids(tokenizer, turns)[0], roles["<|assistant|>"]], roles["<|end|>"]
+
+
+def answered(tokenizer: Tokenizer, turns: list[tuple[str, str]], answers: list[str],
+             layout: str) -> list[tuple[list[int], list[int]]]:
+    """Ids of a prompt and of each answer to it; in layout chat with the token that ends an answer.
+
+    In layout text context and answer are encoded together, and a token may stand on both sides of where the answer
+    begins: what follows the tokens that all of them and the context begin with is scored.
+    """
+    if layout == "chat":
+        prompt, end = asked(tokenizer, turns, layout)
+        return [(prompt, [*tokenizer.encode(answer), end]) for answer in answers]
+    context = "\n".join(text for _, text in turns)
+    wholes = [tokenizer.encode(context + answer) for answer in answers]
+    shared = len(os.path.commonprefix([tokenizer.encode(context), *wholes]))
+    return [([tokenizer.bos_id, *whole[:shared]], whole[shared:]) for whole in wholes]
+
+
+# ----------------------------------------------------------------------------------------------------- probabilities
+def padded(model: SimpleNamespace, rows: list[list[int]]) -> Iterator[tuple[list[int], Tensor]]:
+    """Batches of rows of ids: their numbers, and them (B, T), longest first, at most model.tokens tokens or one row.
+    What fills a row up stands behind it, so that nothing of it enters a state."""
+    order, begin = sorted(range(len(rows)), key=lambda at: -len(rows[at])), 0
+    while begin < len(order):
+        width = len(rows[order[begin]])
+        here = order[begin : begin + max(1, model.tokens // width)]
+        begin += len(here)
+        yield here, torch.tensor([rows[at] + [0] * (width - len(rows[at])) for at in here], device=model.device)
+
+
+@torch.inference_mode()
+def token_scores(model: SimpleNamespace, rows: list[tuple[list[int], list[int]]]) -> list[tuple[Tensor, Tensor]]:
+    """Of each row, ids of a context (one at least) and the n that follow: their log-probabilities (n,), float64, and
+    whether each was the likeliest token (n,).
+    """
+    found = {}
+    for here, ids in padded(model, [[*context, *follows[:-1]] for context, follows in rows]):
+        features, sizes = model.network.features(ids), [len(rows[at][1]) for at in here]
+        picked = torch.cat([row[len(rows[at][0]) - 1 :][: len(rows[at][1])]
+                            for row, at in zip(features, here, strict=True)])
+        wanted = torch.tensor([token for at in here for token in rows[at][1]], device=model.device)
+        logps, hits = [], []
+        for part, tokens in zip(picked.split(1024), wanted.split(1024), strict=True):  # or logits would take all memory
+            logits = model.network.logits(part)
+            logps.append(logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0].double().cpu())
+            hits.append((logits.argmax(-1) == tokens).cpu())
+        found |= zip(here, zip(torch.cat(logps).split(sizes), torch.cat(hits).split(sizes), strict=True), strict=True)
+    return [found[at] for at in range(len(rows))]
+
+
+def item_scores(model: SimpleNamespace, items: list[list[tuple[list[int], list[int]]]]) -> tuple[list, dict[str, int]]:
+    """`token_scores` of the rows of each item, and how many contexts were cut and items left out: a context that leaves
+    no room gives way behind its BOS; an item with an answer that is empty or longer than the model's context is None.
+    Raises UserError if all are."""
+    rows, fits, cut = [], [], 0
+    for item in items:
+        fits.append(all(0 < len(follows) <= model.context for _, follows in item))
+        for context, follows in item if fits[-1] else ():
+            over = max(0, len(context) + len(follows) - 1 - model.context)
+            rows.append(([context[0], *context[1 + over :]], follows))
+            cut += over > 0
+    if not any(fits):
+        raise UserError(f"{len(items)} rows with answers that are empty or longer than the context of {model.source}, "
+                        f"{model.context} tokens; must be one that fits")
+    scores = iter(token_scores(model, rows))
+    return ([[*itertools.islice(scores, len(item))] if fit else None for item, fit in zip(items, fits, strict=True)],
+            {"contexts_cut": cut, "left_out": fits.count(False)})
+
+
+@torch.inference_mode()
+def rewards(model: SimpleNamespace, talks: list[list[tuple[str, str]]]) -> list[float]:
+    """What a reward model gives conversations, by their last token; of one longer than its context the end."""
+    rows, found = [turn_ids(model.tokenizer, turns)[0] for turns in talks], {}
+    rows = [[ids[0], *ids[1 + max(0, len(ids) - model.context) :]] for ids in rows]
+    for here, ids in padded(model, rows):
+        last = model.network.features(ids)[range(len(here)), [len(rows[at]) - 1 for at in here]]
+        found |= zip(here, (last.float() @ model.network.w_value.float()).tolist(), strict=True)
+    return [found[at] for at in range(len(rows))]
+
+
+def interval(values: list[float]) -> list[float | None]:
+    """Mean of values of independent rows, and the ends of its 95% interval: Wilson's of a share, where every value is 0
+    or 1 (JASA 22, 1927), else the normal approximation; None of one value.
+    """
+    n, mean, z = len(values), statistics.fmean(values), 1.959964
+    if set(values) <= {0, 1}:
+        centre, half = mean + z * z / (2 * n), z * math.sqrt(mean * (1 - mean) / n + z * z / (4 * n * n))
+        return [mean, *(end / (1 + z * z / n) for end in (centre - half, centre + half))]
+    half = z * statistics.stdev(values) / math.sqrt(n) if n > 1 else math.inf
+    return [mean, mean - half, mean + half] if n > 1 else [mean, None, None]
+
+
+# -------------------------------------------------------------------------------------------------------------- rows
+def row_text(row: dict) -> tuple[str, str]:
+    """A document. Raises RowError, as do the next ones; `read_rows` counts what they raise."""
+    text = text_of(row, "text")
+    if not text.strip():
+        raise RowError("empty text")
+    return "text", text
+
+
+def row_options(row: dict) -> tuple[str, tuple[list[tuple[str, str]], int]]:
+    """Kind, and (context, continuation) of each option, and which is right. Choices: `query` or `ctx`, `choices` or
+    `endings`, `gold` or `label`; contexts, for one continuation: `context_options`, `continuation`, `gold`; sentences:
+    `sentence_good`, `sentence_bad`.
+    """
+    gold, lists = row.get("gold", row.get("label")), {"context_options": "contexts", "choices": "choices",
+                                                      "endings": "choices"}
+    name = next((name for name in lists if name in row), "choices")
+    if kind := "sentences" * ("sentence_good" in row):
+        gold, options = 0, [("", text_of(row, name)) for name in ("sentence_good", "sentence_bad")]
+    elif not isinstance(row.get(name), list) or len(row[name]) < 2:
+        raise RowError(f"field {name!r} is no list of two texts or more")
+    else:
+        kind, texts = lists[name], [text_of({name: text}, name) for text in row[name]]
+        options = ([(text, text_of(row, "continuation")) for text in texts] if kind == "contexts" else
+                   [(text_of(row, "query", "ctx"), text) for text in texts])
+    if not all(text.strip() for _, text in options):
+        raise RowError("empty answer")
+    if isinstance(gold, bool) or not str(gold).isdecimal() or int(gold) >= len(options):
+        raise RowError("gold is not the number of a choice")
+    return kind, (options, int(gold))
+
+
+def row_last(row: dict) -> tuple[str, tuple[str, str]]:
+    """A context and what follows it: `context` and `continuation` or `answer`, or a `text` and its last word."""
+    if "context" in row:
+        kind, context, word = "context", text_of(row, "context"), text_of(row, "continuation", "answer")
+    else:
+        kind, (context, _, word) = "text", text_of(row, "text").rstrip().rpartition(" ")
+    if not (context.strip() and word.strip()):
+        raise RowError("empty context or answer")
+    return kind, (context.rstrip(), word.strip())
+
+
+def row_prompt(row: dict) -> tuple[str, list[tuple[str, str]]]:
+    """The turns before an assistant's last answer, of any format of `row_turns` and `row_pair`, or of a `prompt`."""
+    if "chosen" in row:
+        kind, (turns, *_) = row_pair(row)
+    elif isinstance(row.get("prompt"), str):
+        kind, turns = "prompt", [("<|user|>", text_of(row, "prompt"))]
+    else:
+        kind, turns = row_turns(row)
+        while turns and turns.pop()[0] != "<|assistant|>":
+            pass
+    if not any(text.strip() for _, text in turns):
+        raise RowError("no prompt")
+    return kind, turns
+
+
+def row_problem(name: str, row: dict) -> tuple[str, Problem]:
+    """A problem of the task gsm8k or jsonl."""
+    prompt, answer = (text_of(row, key).strip() for key in FROM_FILE[name])
+    if not (prompt and answer) or name == "gsm8k" and final_number(answer, lenient=False) is None:
+        raise RowError("empty prompt or answer, or none with #### and a number")
+    return name, Problem(prompt, answer, {})
+
+
+def read_text(path: str) -> list[str]:
+    """The documents of a file: JSON lines with `text` where its name ends in .jsonl or .json, else one; .zst or not."""
+    if re.search(r"\.jsonl?(\.zst)?$", path):
+        return read_rows(path, row_text, print)
+    try:
+        content = Path(path).read_bytes()
+        if path.endswith(".zst"):
+            content = zstandard.ZstdDecompressor().stream_reader(content, read_across_frames=True).read()
+        return [row_text({"text": content.decode()})[1]]
+    except (OSError, zstandard.ZstdError, UnicodeDecodeError, RowError) as error:
+        raise UserError(f"SCORE_PATH={path!r}: must be a file of UTF-8 text or of JSON lines; {error!s:.200}") from None
+
+
+def questions(models: list[SimpleNamespace], path: str, settings: Settings, layout: str) -> tuple[Task, list, int]:
+    """The task, EVAL_PROMPTS prompts at most, of `path` or the task's held-out ones, each with its turns and problem,
+    and how many were left out because MAX_NEW_TOKENS more exceed the context of one of the models. UserError if all.
+    """
+    s, task = settings, None
+    if path and s.task not in FROM_FILE:
+        turns = read_rows(path, row_prompt, print)[: s.eval_prompts]
+        found = [SimpleNamespace(turns=own, problem=None) for own in turns]
+    else:
+        task = (Task(s.task, s.seed, ([], read_rows(path, functools.partial(row_problem, s.task), print))) if path else
+                make_task(s.task, s.task_path, s.seed))
+        found = [SimpleNamespace(turns=[("<|user|>", problem.prompt)], problem=problem)
+                 for problem in task.held_out(s.eval_prompts)]
+    fit = [one for one in found if all(len(asked(model.tokenizer, one.turns, layout)[0]) + s.max_new_tokens
+                                       <= model.context for model in models)]
+    if not fit:
+        raise UserError(f"MAX_NEW_TOKENS={s.max_new_tokens}: exceeds with each of {len(found)} prompts the context of "
+                        f"{min(model.context for model in models)} tokens; must be less")
+    return task, fit, len(found) - len(fit)
+
+
+def answer(model: SimpleNamespace, asking: list, settings: Settings, count: int, temperature: float,
+           layout: str) -> list[list[SimpleNamespace]]:
+    """`count` answers to each of `questions`: their ids, text, and whether the model ended them."""
+    s, prompts = settings, [asked(model.tokenizer, one.turns, layout) for one in asking]
+    seeds = [(s.seed, EVAL_STEP, at) for at in range(len(prompts))]
+    found = iter(generate(model.network, [ids for ids, _ in prompts], count, s.max_new_tokens, temperature, s.top_k,
+                          s.top_p, seeds, frozenset([prompts[0][1]])))
+    return [[SimpleNamespace(text=completion(model.tokenizer, ids, one.ids), ids=one.ids, finished=one.finished)
+             for one in itertools.islice(found, count)] for ids, _ in prompts]
+
+
+# ------------------------------------------------------------------------------------------------------------ scores
+def score_text(models: SimpleNamespace, path: str, settings: Settings) -> dict:
+    """Bits per byte of the bytes that the tokens decode to, over windows of the model's context, as train_gpt.py's
+    val_bpb; where these are not the text's own bytes, by those too.
+    """
+    model, stream, size, source = models.artifact, [], 0, 0
+    context, stride, documents = model.context, settings.eval_stride, read_text(path)
+    if stride >= context:
+        raise UserError(f"EVAL_STRIDE={stride}: must be less than the model's context, {context}")
+    for text in documents:
+        ids = model.tokenizer.encode(text)
+        stream += [model.tokenizer.bos_id, *ids]
+        size, source = size + len(decode_bytes(model.tokenizer, ids)), source + len(text.encode())
+    if not size:
+        raise UserError(f"SCORE_PATH={path!r}: {model.tokenizer.file} knows nothing of it; must be other text")
+    found = {"documents": len(documents), "tokens": len(stream) - 1, "bytes": size, "source_bytes": source}
+    for name, step in {"": context, **({"_sliding": stride} if stride else {})}.items():
+        ends = [*range(context, len(stream) - 1, step), len(stream) - 1]
+        rows = [(stream[first if step == context else max(0, end - context) : first + 1], stream[first + 1 : end + 1])
+                for first, end in zip([0, *ends], ends, strict=False)]
+        nats = -sum(logps.sum().item() for logps, _ in token_scores(model, rows))
+        found |= {f"bpb{name}": nats / math.log(2) / size, f"nats{name}": nats}
+        found |= {f"bpb{name}_of_source": nats / math.log(2) / source} if source != size else {}
+    return found
+
+
+def score_choices(models: SimpleNamespace, path: str, settings: Settings) -> dict:
+    """Accuracy of the option with the highest log-probability: its sum, per token scored, and per byte of the option;
+    of options level with each other each counts its share.
+    """
+    rows, items, right = read_rows(path, row_options, print), [], collections.defaultdict(list)
+    tokenizer, layout, chance = models.artifact.tokenizer, settings.layout, []
+    for options, _ in rows:
+        joined = [(context.rstrip(), settings.score_delimiter + text) if context.strip() and layout == "text"
+                  else (context, text) for context, text in options]
+        groups = [[text for _, text in joined]] if len(dict(joined)) == 1 else [[text] for _, text in joined]
+        items.append([row for (context, _), texts in zip(joined, groups, strict=False)
+                      for row in answered(tokenizer, [("<|user|>", context)], texts, layout)])
+    scores, left = item_scores(models.artifact, items)
+    for (options, gold), item in zip(rows, scores, strict=True):
+        ways = {"accuracy": [1] * len(options), "accuracy_per_token": [len(logps) for logps, _ in item or ()],
+                "accuracy_per_byte": [len(text.encode()) for _, text in options]}
+        for name, sizes in ways.items() if item else ():
+            values = [logps.sum().item() / size for (logps, _), size in zip(item, sizes, strict=True)]
+            right[name].append((values[gold] == max(values)) / values.count(max(values)))
+        chance += [1 / len(options)] if item else []
+    shares = {name: interval(values) for name, values in right.items()}
+    return {**shares, "chance": statistics.fmean(chance), "n": len(chance), **left}
+
+
+def score_lambada(models: SimpleNamespace, path: str, settings: Settings) -> dict:
+    """Share of rows whose answer is the likeliest token by token; perplexity of an answer, exp(mean of its nats)."""
+    s, tokenizer = settings, models.artifact.tokenizer
+    items = [answered(tokenizer, [("<|user|>", context)], [s.score_delimiter * (s.layout == "text") + word], s.layout)
+             for context, word in read_rows(path, row_last, print)]
+    scores, left = item_scores(models.artifact, items)
+    kept = [item[0] for item in scores if item]
+    nats, tokens = [-logps.sum().item() for logps, _ in kept], sum(len(logps) for logps, _ in kept)
+    return {"accuracy": interval([float(hits.all()) for _, hits in kept]), "n": len(kept), **left,
+            "perplexity": math.exp(statistics.fmean(nats)), "nats_per_token": sum(nats) / tokens, "tokens": tokens}
+
+
+def score_task(models: SimpleNamespace, path: str, settings: Settings) -> dict:
+    """Shares of right answers by the task's checker: greedy, and pass@k, whether one of k samples is right, without
+    bias from n samples of which c are: 1 - C(n - c, k) / C(n, k) (arXiv 2107.03374, equation 1).
+    """
+    s, n = settings, settings.eval_samples
+    task, asking, left = questions([models.artifact], path, s, "chat")
+
+    def right(count: int, temperature: float, *ways: bool) -> list[list[int]]:
+        answers = answer(models.artifact, asking, s, count, temperature, "chat")
+        return [[sum(task.reward(one.problem, sample.text, lenient) >= 1 for sample in samples)
+                 for one, samples in zip(asking, answers, strict=True)] for lenient in ways]
+
+    greedy, lenient = right(1, 0.0, False, True)
+    [counts] = right(n, s.temperature, False)
+    found = {"greedy": interval(greedy), **({"greedy_lenient": interval(lenient)} if s.task == "gsm8k" else {})}
+    for k in sorted({n, *(1 << power for power in range(n.bit_length()))}):
+        found[f"pass{k}"] = interval([1 - math.comb(n - c, k) / math.comb(n, k) for c in counts])
+    return {**found, "n": len(asking), "samples": n, "left_out": left}
+
+
+def score_preference(models: SimpleNamespace, path: str, settings: Settings) -> dict:
+    """Share of pairs in which the chosen answer has the higher log-probability (with SCORE_MODEL over that model's), as
+    a sum and per token, and, of a model with a value head, the higher reward. Level pairs count as wrong.
+    """
+    pairs, own, sides, found = read_rows(path, row_pair, print), models.artifact, [], {}
+    for model in filter(None, (own, models.score_model)):
+        items = [answered(model.tokenizer, turns, texts, "chat") for turns, *texts in pairs]
+        scores, left = item_scores(model, items)
+        sides.append([item and [torch.stack([logps.sum(), logps.mean()]) for logps, _ in item] for item in scores])
+    kept = [at for at in range(len(pairs)) if all(side[at] for side in sides)]
+    margins = torch.stack([sum(sign * (side[at][0] - side[at][1]) for sign, side in zip((1, -1), sides, strict=False))
+                           for at in kept]).T.tolist()
+    if hasattr(own.network, "w_value"):
+        both = rewards(own, [[*pairs[at][0], ("<|assistant|>", text)] for at in kept for text in pairs[at][1:]])
+        margins.append([chosen - rejected for chosen, rejected in zip(both[::2], both[1::2], strict=True)])
+    for name, values in zip(("", "_per_token", "_reward"), margins, strict=False):
+        found |= {f"accuracy{name}": interval([float(value > 0) for value in values]),
+                  f"margin{name}": interval(values), f"ties{name}": values.count(0)}
+    longer = [float(len(pairs[at][1].encode()) > len(pairs[at][2].encode())) for at in kept]
+    return {**found, "chosen_longer": interval(longer), "n": len(kept), **left, "left_out": len(pairs) - len(kept)}
+
+
+def score_win(models: SimpleNamespace, path: str, settings: Settings) -> dict:
+    """Share of prompts whose one answer is judged better than SCORE_MODEL's, a tie being half a win, and the mean
+    difference of the marks: each paired, by prompts.
+    """
+    s, both, judge = settings, [models.artifact, models.score_model], models.score_judge
+    task, asking, left = questions(both, path, s, "chat")
+    texts = [[one.text for [one] in answer(model, asking, s, 1, s.temperature, "chat")] for model in both]
+    talks = {(at, text): [*asking[at].turns, ("<|assistant|>", text)] for own in texts for at, text in enumerate(own)}
+    given = (dict(zip(talks, rewards(judge, [*talks.values()]), strict=True)) if judge else
+             {(at, text): task.reward(asking[at].problem, text) for at, text in talks})
+    marks = [[given[key] for key in enumerate(own)] for own in texts]  # equal answers have one mark, to the last digit
+    apart = [own - other for own, other in zip(*marks, strict=True)]
+    wins, ties = sum(margin > 0 for margin in apart), apart.count(0)
+    return {"win_rate": interval([(margin > 0) + (margin == 0) / 2 for margin in apart]), "wins": wins, "ties": ties,
+            "losses": len(apart) - wins - ties, "mark": statistics.fmean(marks[0]),
+            "mark_of_other": statistics.fmean(marks[1]), "difference": interval(apart), "n": len(apart),
+            "judge": judge.source if judge else f"checker of {task.name}", "left_out": left}
+
+
+def score_quality(models: SimpleNamespace, path: str, settings: Settings) -> dict:
+    """Of NUM_SAMPLES answers to each prompt: distinct words, pairs and triples of words among all of them (arXiv
+    1510.03055), the mean share of an answer's four words in a row that it has had before (1908.04319), lengths, and
+    with SCORE_MODEL that model's perplexity of a token and bits per byte.
+    """
+    s, reader, found = settings, models.score_model, {}
+    _, asking, left = questions([models.artifact], path, s, s.layout)
+    answers = answer(models.artifact, asking, s, s.num_samples, s.temperature, s.layout)
+    pairs = [(one.turns, sample) for one, samples in zip(asking, answers, strict=True) for sample in samples]
+    words = [sample.text.split() for _, sample in pairs]
+    runs = {n: [[tuple(own[at : at + n]) for at in range(len(own) - n + 1)] for own in words] for n in (1, 2, 3, 4)}
+    for n in (1, 2, 3):
+        grams = [gram for own in runs[n] for gram in own]
+        found[f"distinct{n}"] = len(set(grams)) / len(grams) if grams else None
+    repeated = [1 - len(set(own)) / len(own) for own in runs[4] if own]
+    found |= {"repetition": statistics.fmean(repeated or [0.0]), "words": statistics.fmean(map(len, words)),
+              "tokens": statistics.fmean(len(sample.ids) for _, sample in pairs),
+              "finished": statistics.fmean(sample.finished for _, sample in pairs)}
+    if reader:  # of the text alone: the token that ends an answer in layout chat is none
+        rows = [answered(reader.tokenizer, turns, [sample.text], s.layout)[0] for turns, sample in pairs]
+        rows = [[(prompt, follows[: len(follows) - (s.layout == "chat")])] for prompt, follows in rows]
+        scores, cut = item_scores(reader, rows)
+        read = [(item[0][0], sample.text) for item, (_, sample) in zip(scores, pairs, strict=True) if item]
+        nats = -sum(logps.sum().item() for logps, _ in read)
+        found |= {"perplexity": math.exp(nats / sum(len(logps) for logps, _ in read)), "read": len(read),
+                  "read_bpb": nats / math.log(2) / sum(len(text.encode()) for _, text in read), **cut}
+    return {**found, "n": len(pairs), "prompts": len(asking), "left_out": left}
+
+
+def score(settings: Settings) -> dict[str, dict]:
+    """SCORE of each of SCORE_PATH, or of TASK: printed, and written to SCORE_FILE. Raises UserError."""
+    s, runtime, found = settings, start_runtime(settings.device), {}
+    models = SimpleNamespace(**{name: open_model(name, s, runtime) if getattr(s, name) or name == "artifact" else None
+                                for name in ("artifact", "score_model", "score_judge")})
+    if models.score_judge and not hasattr(models.score_judge.network, "w_value"):
+        raise UserError(f"SCORE_JUDGE={s.score_judge!r}: has no value head; must be a reward model")
+    measure = {"text": score_text, "choices": score_choices, "lambada": score_lambada, "task": score_task,
+               "preference": score_preference, "win": score_win, "quality": score_quality}[s.score]
+    for path in s.score_path.split(","):
+        found[path or s.task] = measure(models, path, s)
+        shown = json.loads(json.dumps(found[path or s.task]), parse_float=lambda text: float(f"{float(text):.5g}"))
+        print(f"{s.score} {path or s.task}:", *(f"{name}:{value}" for name, value in shown.items()), flush=True)
+    if s.score_file:
+        result = {"script": Path(__file__).name, "model": models.artifact.source, "score": s.score, "scores": found,
+                  **describe_machine(runtime), "settings": asdict(s)}
+        replace_file(s.score_file, (json.dumps(result, indent=1) + "\n").encode())
+    return found
+
+
 # -------------------------------------------------------------------------------------------------------------- main
+@torch.inference_mode()
+def stream(model: SimpleNamespace, prompt: list[int], stop: frozenset[int], settings: Settings, most: int,
+           seed: tuple[int, ...]) -> str:
+    """An answer of `most` tokens at most, written as it grows: what `generate` draws by the same seed. The bytes of a
+    character are held back until it is whole; Ctrl-C ends the answer.
+    """
+    s, last, text, characters = settings, prompt[-1], "", codecs.getincrementaldecoder("utf-8")("replace")
+    uniform = torch.from_numpy(np.random.default_rng([*seed, 0]).random(most)).to(model.device)
+    try:
+        decoder = Decoder(model.network, [prompt], 1)
+        logits = decoder.logits
+        for step in range(most):
+            token, _ = draw(logits, s.temperature, s.top_k, s.top_p, uniform[step : step + 1])
+            if int(token) in stop:
+                break
+            before = len(decode_bytes(model.tokenizer, [last]))
+            piece = characters.decode(decode_bytes(model.tokenizer, [last, int(token)])[before:])
+            text, last = text + piece, int(token)
+            print(piece, end="", flush=True)
+            logits = decoder(token)
+    except KeyboardInterrupt:
+        print(" [stopped]", end="", file=sys.stderr, flush=True)
+    rest = characters.decode(b"", final=True)
+    print(rest, flush=True)
+    return text + rest
+
+
+def chat(settings: Settings) -> None:
+    """Answer the lines of standard input, each a user's turn, until it ends or Ctrl-C comes between two answers."""
+    s, note = settings, functools.partial(print, file=sys.stderr, flush=True)
+    model, system = open_model("artifact", s, start_runtime(s.device)), [("<|system|>", s.system)] if s.system else []
+    turns, most = system, min(s.max_new_tokens, model.context // 2)
+    if hasattr(sys.stdin, "reconfigure"):
+        sys.stdin.reconfigure(errors="replace")  # bytes that are no UTF-8 do not end the program
+    for number in itertools.count():
+        try:
+            line = input("> " if sys.stdin.isatty() else "")
+        except (EOFError, KeyboardInterrupt):
+            return
+        if line.strip() == "/reset":
+            turns = system
+            note("[what was said is forgotten]")
+        if line.strip() in ("", "/reset"):
+            continue
+        talk = [*turns, ("<|user|>", line)]
+        while len((ids := asked(model.tokenizer, talk, "chat"))[0]) + most > model.context and talk != system:
+            del talk[len(system) : len(system) + 2]  # the oldest question and its answer
+        if talk == system:
+            note(f"[left out: with {most} tokens to answer it exceeds the context of {model.context}]")
+            continue
+        if len(talk) <= len(turns):
+            note(f"[the context is full: the oldest {len(turns) + 1 - len(talk)} turns are forgotten]")
+        text = stream(model, ids[0], frozenset([ids[1], model.tokenizer.bos_id]), s, most, (s.seed, number))
+        turns = [*talk, ("<|assistant|>", text)]
+
+
 def sample(settings: Settings) -> None:
     """Load, generate, print. Raises UserError for a missing artifact or another tokenizer."""
-    runtime = start_runtime(settings.device)
-    network, tokenizer, _ = load_model("ARTIFACT", settings.artifact, settings.tokenizer_path)
-    merge_lora(network).to(runtime.device)
-    prompt = [tokenizer.bos_id, *tokenizer.encode(settings.prompt)]
-    most = network.config.train_seq_len + 1 - len(prompt)
-    if network.config.positions == "learned" and settings.max_new_tokens > most:
-        raise UserError(f"MAX_NEW_TOKENS={settings.max_new_tokens}: must be at most {most} after this prompt, for the "
-                        f"model has positions for {network.config.train_seq_len} tokens")
-    for one in generate(network, [prompt], settings.num_samples, settings.max_new_tokens, settings.temperature,
-                        settings.top_k, settings.top_p, [(settings.seed,)], frozenset([tokenizer.bos_id])):
-        print(decode_bytes(tokenizer, [*prompt, *one.ids]).decode("utf-8", errors="replace"))
+    s, model = settings, open_model("artifact", settings, start_runtime(settings.device))
+    tokenizer, system = model.tokenizer, [("<|system|>", s.system)] if s.system else []
+    prompt, end = asked(tokenizer, [*system, ("<|user|>", s.prompt)], s.layout)
+    most = model.context + 1 - len(prompt)
+    if model.network.config.positions == "learned" and s.max_new_tokens > most:
+        raise UserError(f"MAX_NEW_TOKENS={s.max_new_tokens}: must be at most {most} after this prompt, for the "
+                        f"model has positions for {model.context} tokens")
+    for one in generate(model.network, [prompt], s.num_samples, s.max_new_tokens, s.temperature, s.top_k, s.top_p,
+                        [(s.seed,)], frozenset([end, tokenizer.bos_id])):
+        print(completion(tokenizer, prompt, one.ids) if s.layout == "chat" else
+              decode_bytes(tokenizer, [*prompt, *one.ids]).decode("utf-8", errors="replace"))
 
 
 def main() -> int:
-    """Settings, then `sample`; the exit code."""
-    sample(load_settings(Settings, dict(os.environ)))
+    """Settings, then what MODE says; the exit code."""
+    settings = load_settings(Settings, dict(os.environ))
+    check_settings(settings)
+    {"generate": sample, "chat": chat, "score": score}[settings.mode](settings)
     return 0
 
 

@@ -234,6 +234,28 @@ def test_sample_writes_text_from_the_artifact(place, first):
     assert all(len(text.strip()) > 10 for text in texts[:2])
 
 
+def test_sample_scores_text_as_the_run_did(place, first):
+    """The validation documents as JSON lines give val_bpb and val_bpb_sliding of result.json, nats and bytes."""
+    manifest, result = T.load_manifest(place / "data"), result_of(place, "first")
+    tokenizer = T.load_tokenizer(place / "data" / manifest["tokenizer"]["file"])
+    _, val = T.check_dataset(place / "data", tokenizer, manifest)
+    tokens = val.read(0, len(val))
+    with open(place / "val.jsonl", "w", encoding="utf-8") as file:
+        for document in np.split(tokens, np.flatnonzero(tokens == tokenizer.bos_id))[1:]:
+            text = b"".join(tokenizer.pieces[i] for i in document).decode()
+            file.write(json.dumps({"text": text}) + "\n")
+    kept = {name: value for name, value in environment().items() if name not in TINY}
+    asked = {"MODE": "score", "SCORE_PATH": str(place / "val.jsonl"), "SCORE_FILE": str(place / "scores.json"),
+             "ARTIFACT": str(place / "first" / "tiny"), "EVAL_STRIDE": "16", "DEVICE": "cpu"}
+    done = start([ROOT / "sample.py"], {**kept, **asked})
+    assert (done.returncode, done.stderr) == (0, "")
+    [found] = json.loads((place / "scores.json").read_text())["scores"].values()
+    assert (found["tokens"], found["bytes"]) == (result["val_tokens"], result["val_bytes"])
+    assert found["source_bytes"] == found["bytes"] and found["documents"] == manifest["val"]["documents"]
+    for own, name in (("bpb", "val_bpb"), ("bpb_sliding", "val_bpb_sliding"), ("nats", "val_nats")):
+        assert found[own] == pytest.approx(result[name], rel=1e-6)
+
+
 # ------------------------------------------------------------------------------------------------- the same run again
 @pytest.mark.parametrize("changes", [{}, {"WARMUP_STEPS": 0, "VAL_LOSS_EVERY": 0}], ids=["same seed", "no warm-up"])
 def test_the_artifact_is_the_same_to_the_byte(place, first, changes, request):
