@@ -16,13 +16,12 @@ import train_dpo as D
 import train_gpt as T
 import train_grpo as R
 import train_gspo as R2
+import train_ppo as R3
+import train_sft as F
 
 NAMES = {field.name.upper() for field in fields(T.Settings)}
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = (T, S, Q, R, R2, F)
-SCRIPTS = (T, S, Q, R, R2, R3, D)
-import train_ppo as R3
-import train_sft as F
+SCRIPTS = (T, S, Q, R, R2, R3, D, F)
 
 # The settings of Parameter Golf's baseline that Settings has too, with the baseline's values.
 BASELINE = {
