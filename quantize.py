@@ -90,16 +90,15 @@ FOREIGN_NAMES = tuple("""
     CRITIC CRITIC_LR DATASET DATA_DIR DATA_PATH DECAY_LR DELTA_.* DEMONSTRATIONS DETERMINISTIC DEVICE DISTILL_.* DROPOUT
     DTYPE DYNAMIC_ROUNDS EMA EMA_.* EMBED_.* ENABLE_LOOPING_AT EPOCHS EVAL_.* GAE_LAMBDA GAMMA GATED_ATTN_ENABLED
     GDN_NEG_EIGVAL GPTQ_.* GRADIENT_ACCUMULATION_STEPS GRAD_.* GROUP_SIZE HANG_SECONDS HEAD_LR HOLDOUT_TOKENS IMPORTANCE
-    INIT_FROM ITERATIONS KD_.* KEEP KL_.* KL_BETA LABEL_SMOOTHING LATE_QAT LATE_QAT_.* LAYER_PATTERN LAYOUT
-    LEARNING_RATE LEFT_CLIP_RANGE LN_SCALE LOGIT_SOFTCAP LOG_INTERVAL LOOP_.* LORA_.* LR_.* MARGIN MATRIX_.* MAX_ITERS
-    MAX_NEW_TOKENS MAX_WALLCLOCK_SECONDS MICRO_BATCH_TOKENS MINI_BATCHES MIN_LR MLP MLP_.* MODE MODEL_DIM MTP_NUM_HEADS
-    MUON_.* NORM NUM_HEADS NUM_KV_HEADS NUM_LAYERS NUM_LOOPS NUM_SAMPLES N_EMBD N_HEAD N_LAYER OBJECTIVE OPTIMIZER
-    OUT_DIR OVERLONG_BUFFER PAIRS_PER_STEP PARALLEL_RESIDUAL POSITIONS PROFILE PROMPT PROMPTS_PER_STEP QAT QAT_.* QK_.*
-    RATIO_LIMIT REDUCTION REFERENCE REPLAY RESERVE_SECONDS RESIDUAL_MIX RESUME REWARD REWARD_.* REWARD_SECONDS
-    RIGHT_CLIP_RANGE ROPE_.* RUN_ID SAVE_EVERY SCALAR_LR SCALE_REWARDS SCORE.* SEED SFT_.* SLIDING_WINDOW_ENABLED
-    SMEAR_.* SPIKE_.* SWA SWA_.* SYSTEM TASK TASK_PATH TEACHER TEMPERATURE TIED_.* TIE_EMBEDDINGS TOKENIZER_PATH
-    TOP_[KP] TRAIN_.* TTT_.* UNET_SKIPS VALUE_.* VAL_.* VE_ENABLED VOCAB_SIZE WARMDOWN_.* WARMUP_.* WEIGHT_DECAY
-    XSA_LAST_N
+    INIT_FROM ITERATIONS KD_.* KEEP KL_.* LABEL_SMOOTHING LATE_QAT LATE_QAT_.* LAYER_PATTERN LAYOUT LEARNING_RATE
+    LEFT_CLIP_RANGE LN_SCALE LOGIT_SOFTCAP LOG_INTERVAL LOOP_.* LORA_.* LR_.* MARGIN MATRIX_.* MAX_ITERS MAX_NEW_TOKENS
+    MAX_WALLCLOCK_SECONDS MICRO_BATCH_TOKENS MINI_BATCHES MIN_LR MLP MLP_.* MODE MODEL_DIM MTP_NUM_HEADS MUON_.* NORM
+    NUM_HEADS NUM_KV_HEADS NUM_LAYERS NUM_LOOPS NUM_SAMPLES N_EMBD N_HEAD N_LAYER OBJECTIVE OPTIMIZER OUT_DIR
+    OVERLONG_BUFFER PAIRS_PER_STEP PARALLEL_RESIDUAL POSITIONS PROFILE PROMPT PROMPTS_PER_STEP QAT QAT_.* QK_.*
+    RATIO_LIMIT REDUCTION REFERENCE REPLAY RESERVE_SECONDS RESIDUAL_MIX RESUME REWARD REWARD_.* RIGHT_CLIP_RANGE ROPE_.*
+    RUN_ID SAVE_EVERY SCALAR_LR SCALE_REWARDS SCORE.* SEED SFT_.* SLIDING_WINDOW_ENABLED SMEAR_.* SPIKE_.* SWA SWA_.*
+    SYSTEM TASK TASK_PATH TEACHER TEMPERATURE TIED_.* TIE_EMBEDDINGS TOKENIZER_PATH TOP_[KP] TRAIN_.* TTT_.* UNET_SKIPS
+    VALUE_.* VAL_.* VE_ENABLED VOCAB_SIZE WARMDOWN_.* WARMUP_.* WEIGHT_DECAY XSA_LAST_N
 """.split())
 
 # (regular expression of field names, smallest, largest), the first match counts; where none matches: >= 0.
@@ -114,7 +113,8 @@ RANGES = (
     ("keep|attn_window|max_new_tokens|prompts_per_step|group_size|mini_batches|epochs|eval_.*s", 1, 1 << 20),
     ("train_seq_len", 2, 1 << 20), ("temperature", 0.0, 100.0), ("top_p", 1e-9, 1.0),
     ("train_batch_tokens", 2, 1 << 31), ("train_log_every", 1, 1 << 31), ("artifact_bytes_max", 1, 1 << 40),
-    (".*_clip_sigmas", -1.0, 1e6), ("gamma|gae_lambda", 0.0, 1.0),
+    (".*_clip_sigmas", -1.0, 1e6), ("gamma|gae_lambda", 0.0, 1.0), ("kd_alpha|kd_beta", 0.0, 1.0),
+    ("kd_temperature", 0.01, 1000.0),
 )
 CHOICES = {name: tuple(words.split()) for name, words in dict(
     lr_schedule="linear cosine wsd constant", device="auto cpu cuda", positions="rope learned none",
@@ -124,7 +124,9 @@ CHOICES = {name: tuple(words.split()) for name, words in dict(
     matrix_step="tensor row grid", embed_step="tensor row grid", delta_step="tensor row group",
     objective="dpo ipo cdpo robust reward",
     reduction="sequence dapo bnpo dr_grpo", scale_rewards="group batch none", reference="start base",
-    importance="sequence token", critic="head separate", kl_shaping="k1 k3").items()}
+    importance="sequence token", critic="head separate", kl_shaping="k1 k3", train_on="assistant all",
+    kd_layers="last all", kd_loss="forward reverse jsd attention pool projection", mode="generate chat score",
+    layout="text chat", score="text choices lambada task preference win quality").items()}
 
 
 def parse_setting(name: str, text: str, kind: type) -> int | float | bool | str:

@@ -167,32 +167,35 @@ class UserError(Exception):
 # What another script of ours, Parameter Golf or nanoGPT reads (regular expressions): an error for one that does not.
 FOREIGN_NAMES = tuple("""
     ACTIVATION_CHECKPOINTING ADAM_.* ALWAYS_SAVE_CHECKPOINT ARCH_MODE ARTIFACT ARTIFACT_BYTES_MAX ATTN_.* BACKEND
-    BATCH_SIZE BETA1 BETA2 BIAS BIGRAM_.* BIO_.* BLOCK_SIZE CAUTIOUS_WD COMPILE COMPILE_MODE COMPRESSOR CRITIC CRITIC_LR
-    DATASET DATA_DIR DATA_PATH DECAY_LR DELTA_.* DETERMINISTIC DEVICE DISTILL_.* DROPOUT DTYPE DYNAMIC_ROUNDS EMA EMA_.*
-    EMBED_.* ENABLE_LOOPING_AT EPOCHS EVAL_.* GAE_LAMBDA GAMMA GATED_ATTN_ENABLED GDN_NEG_EIGVAL GPTQ_.*
-    GRADIENT_ACCUMULATION_STEPS GRAD_.* GROUP_SIZE HANG_SECONDS HEAD_LR HOLDOUT_TOKENS IMPORTANCE INIT_FROM ITERATIONS
-    KEEP KL_.* LATE_QAT LATE_QAT_.* LAYER_PATTERN LEARNING_RATE LEFT_CLIP_RANGE LN_SCALE LOGIT_SOFTCAP LOG_INTERVAL
-    LOOP_.* LORA_.* LR_.* MATRIX_.* MAX_ITERS MAX_NEW_TOKENS MAX_WALLCLOCK_SECONDS MICRO_BATCH_TOKENS MINI_BATCHES
-    MIN_LR MLP MLP_.* MODEL_DIM MTP_NUM_HEADS MUON_.* NORM NUM_HEADS NUM_KV_HEADS NUM_LAYERS NUM_LOOPS NUM_SAMPLES
-    N_EMBD N_HEAD N_LAYER OPTIMIZER OUT_DIR OVERLONG_BUFFER PARALLEL_RESIDUAL POSITIONS PROFILE PROMPT PROMPTS_PER_STEP
-    QAT QAT_.* QK_.* RATIO_LIMIT REDUCTION REFERENCE REPLAY RESERVE_SECONDS RESIDUAL_MIX RESUME REWARD REWARD_.*
-    RIGHT_CLIP_RANGE ROPE_.* RUN_ID SAVE_EVERY SCALAR_LR SCALE_REWARDS SEED SFT_.* SLIDING_WINDOW_ENABLED SMEAR_.*
-    SPIKE_.* SWA SWA_.* TASK TASK_PATH TEMPERATURE TIED_.* TIE_EMBEDDINGS TOKENIZER_PATH TOP_[KP] TRAIN_.* TTT_.*
-    UNET_SKIPS VALUE_.* VAL_.* VE_ENABLED VOCAB_SIZE WARMDOWN_.* WARMUP_.* WEIGHT_DECAY XSA_LAST_N
+    BATCH_SIZE BETA BETA1 BETA2 BIAS BIGRAM_.* BIO_.* BLOCK_SIZE CAUTIOUS_WD CENTERING COMPILE COMPILE_MODE COMPRESSOR
+    CRITIC CRITIC_LR DATASET DATA_DIR DATA_PATH DECAY_LR DELTA_.* DEMONSTRATIONS DETERMINISTIC DEVICE DISTILL_.* DROPOUT
+    DTYPE DYNAMIC_ROUNDS EMA EMA_.* EMBED_.* ENABLE_LOOPING_AT EPOCHS EVAL_.* GAE_LAMBDA GAMMA GATED_ATTN_ENABLED
+    GDN_NEG_EIGVAL GPTQ_.* GRADIENT_ACCUMULATION_STEPS GRAD_.* GROUP_SIZE HANG_SECONDS HEAD_LR HOLDOUT_TOKENS IMPORTANCE
+    INIT_FROM ITERATIONS KD_.* KEEP KL_.* LABEL_SMOOTHING LATE_QAT LATE_QAT_.* LAYER_PATTERN LAYOUT LEARNING_RATE
+    LEFT_CLIP_RANGE LN_SCALE LOGIT_SOFTCAP LOG_INTERVAL LOOP_.* LORA_.* LR_.* MARGIN MATRIX_.* MAX_ITERS MAX_NEW_TOKENS
+    MAX_WALLCLOCK_SECONDS MICRO_BATCH_TOKENS MINI_BATCHES MIN_LR MLP MLP_.* MODE MODEL_DIM MTP_NUM_HEADS MUON_.* NORM
+    NUM_HEADS NUM_KV_HEADS NUM_LAYERS NUM_LOOPS NUM_SAMPLES N_EMBD N_HEAD N_LAYER OBJECTIVE OPTIMIZER OUT_DIR
+    OVERLONG_BUFFER PAIRS_PER_STEP PARALLEL_RESIDUAL POSITIONS PROFILE PROMPT PROMPTS_PER_STEP QAT QAT_.* QK_.*
+    RATIO_LIMIT REDUCTION REFERENCE REPLAY RESERVE_SECONDS RESIDUAL_MIX RESUME REWARD REWARD_.* RIGHT_CLIP_RANGE ROPE_.*
+    RUN_ID SAVE_EVERY SCALAR_LR SCALE_REWARDS SCORE.* SEED SFT_.* SLIDING_WINDOW_ENABLED SMEAR_.* SPIKE_.* SWA SWA_.*
+    SYSTEM TASK TASK_PATH TEACHER TEMPERATURE TIED_.* TIE_EMBEDDINGS TOKENIZER_PATH TOP_[KP] TRAIN_.* TTT_.* UNET_SKIPS
+    VALUE_.* VAL_.* VE_ENABLED VOCAB_SIZE WARMDOWN_.* WARMUP_.* WEIGHT_DECAY XSA_LAST_N
 """.split())
 
 # (regular expression of field names, smallest, largest), the first match counts; where none matches: >= 0.
 RANGES = (
     ("ema_memory_frac", 1e-6, 1.0), (".*_frac|lr_floor|bio_threshold", 0.0, 1.0), ("adam_eps", 1e-20, 1.0),
+    ("label_smoothing", 0.0, 0.499), ("pairs_per_step|train_pairs", 1, 1 << 24),
     ("beta.|muon_momentum|muon_momentum_warmup_start", 0.0, 0.9999), ("tied_embed_init_std", 1e-6, 10.0),
     ("muon_backend_steps", 1, 20), ("delta_bits", 1, 8), ("delta_group", -1, 1 << 20), ("delta_.*_bits", 16, 32),
     (".*_bits", 2, 8), ("model_dim", 16, 65536), ("num_layers", 0, 512), ("num_heads|num_kv_heads", 1, 1024),
     ("mlp_mult", 0.25, 16.0), ("rope_base", 1.0, 1e9), ("bigram_dim|num_samples", 1, 1 << 16),
-    ("bigram_vocab_size", 0, 1 << 24), ("vocab_size", 0, 1 << 20),
+    ("bigram_vocab_size", 0, 1 << 24), ("vocab_size", 0, 1 << 20), ("demonstrations", 1, 1 << 24),
     ("keep|attn_window|max_new_tokens|prompts_per_step|group_size|mini_batches|epochs|eval_.*s", 1, 1 << 20),
     ("train_seq_len", 2, 1 << 20), ("temperature", 0.0, 100.0), ("top_p", 1e-9, 1.0),
     ("train_batch_tokens", 2, 1 << 31), ("train_log_every", 1, 1 << 31), ("artifact_bytes_max", 1, 1 << 40),
-    (".*_clip_sigmas", -1.0, 1e6), ("gamma|gae_lambda", 0.0, 1.0),
+    (".*_clip_sigmas", -1.0, 1e6), ("gamma|gae_lambda", 0.0, 1.0), ("kd_alpha|kd_beta", 0.0, 1.0),
+    ("kd_temperature", 0.01, 1000.0),
 )
 CHOICES = {name: tuple(words.split()) for name, words in dict(
     lr_schedule="linear cosine wsd constant", device="auto cpu cuda", positions="rope learned none",
@@ -200,8 +203,11 @@ CHOICES = {name: tuple(words.split()) for name, words in dict(
     optimizer="muon lion adamw adamw8bit adafactor", arch_mode="D gdn gdn_kv hybrid baseline llama",
     muon_coefficients="quintic polar_express", spike_policy="stop skip rewind", bio_events="off soft hard",
     matrix_step="tensor row grid", embed_step="tensor row grid", delta_step="tensor row group",
+    objective="dpo ipo cdpo robust reward",
     reduction="sequence dapo bnpo dr_grpo", scale_rewards="group batch none", reference="start base",
-    importance="sequence token", critic="head separate", kl_shaping="k1 k3").items()}
+    importance="sequence token", critic="head separate", kl_shaping="k1 k3", train_on="assistant all",
+    kd_layers="last all", kd_loss="forward reverse jsd attention pool projection", mode="generate chat score",
+    layout="text chat", score="text choices lambada task preference win quality").items()}
 
 
 def parse_setting(name: str, text: str, kind: type) -> int | float | bool | str:
