@@ -573,6 +573,15 @@ def read_rows(path: str, parse: Callable[[dict], tuple[str, object]], log: Calla
         raise UserError(f"{said}; must hold one usable row at least")
     log(f"data: {said}")
     return items
+
+
+def weighted_files(name: str, text: str) -> dict[str, float]:
+    """File -> weight, 1 where none is given, of a setting's `FILE,FILE:WEIGHT`. Raises UserError."""
+    parts = [re.fullmatch(r"(.+?)(?::(\d+\.?\d*|\.\d+))?", part.strip()) for part in text.split(",") if text]
+    files = {part[1]: float(part[2] or 1) for part in parts if part}
+    if len(files) < len(parts) or not all(files.values()):
+        raise UserError(f"{name}={text!r}: must be FILE or FILE:WEIGHT with commas between, each once, above 0")
+    return files
 # === end: chat ===
 
 

@@ -2694,22 +2694,13 @@ def task_pairs(task: Task, problems: list[Problem], parse: Callable, log: Callab
     return pairs
 
 
-def weighted_files(value: str) -> dict[str, float]:
-    """Path -> weight, 1 where none is given, of TRAIN_FILES=`value`, such as a.jsonl,b.jsonl.zst:0.5. UserError."""
-    found = [re.fullmatch(r"\s*(.+?)(?::(\d+\.?\d*|\.\d+))?\s*", part) for part in value.split(",") if value]
-    weights = {part[1]: float(part[2] or 1) for part in found if part}
-    if len(weights) < len(found) or not all(weights.values()):
-        raise UserError(f"TRAIN_FILES={value!r}: must be FILE or FILE:WEIGHT,… of different files and more than 0")
-    return weights
-
-
 def load_pairs(s: Settings, tokenizer: Tokenizer, context: int, log: Callable) -> SimpleNamespace:
     """pairs: all but the held-out ones; parts: which of them to train on, and their weight, by file; choice: which of
     them, up to 256 more, choose among the averages; held_out; sha256 of all. Raises UserError.
     """
     parse = functools.partial(parse_pair, tokenizer=tokenizer, context=context, margin=s.margin)
     held = [pair for path in s.val_files.split(",") if path for pair in read_rows(path.strip(), parse, log)]
-    weights = weighted_files(s.train_files)
+    weights = weighted_files("TRAIN_FILES", s.train_files)
     files = [read_rows(path, parse, log) for path in weights]
     if not files:
         task, weights = make_task(s.task, s.task_path, s.seed), {s.task: 1.0}
@@ -3010,9 +3001,8 @@ def main() -> int:
     memory = {"ema": settings.ema_memory_frac, "swa": None}
     averages = {name: Average(trainer.trained, memory[name]) for name in memory if getattr(settings, name)}
     kept = {}  # of the start: the reference's scores of all pairs, metrics of the held-out ones
-    states = SimpleNamespace(state_dict=functools.partial(dict, kept), load_state_dict=lambda saved: kept.update({
-        name: value.cpu() for name, value in saved.items()}))
-    run.parts = dict(network=network, optimizers=trainer.optimizers, plan=plan, clock=clock, **averages, start=states)
+    run.parts = dict(network=network, optimizers=trainer.optimizers, plan=plan, clock=clock, **averages,
+                     start=checkpointed(kept))
     log("parameters: " + " ".join(f"{name}:{count}" for name, count in count_parameters(network).items())
         + f" trained:{sum(map(Tensor.numel, trainer.trained))} layers: {config.layers}")
     log(plan.describe())

@@ -2748,6 +2748,14 @@ def policy_optimizers(network: GPT, settings: Settings, runtime: Runtime) -> Opt
     return Optimizers(network, SimpleNamespace(**MUON, **vars(settings), **rates, **decay), runtime)
 
 
+def checkpointed(own: dict) -> SimpleNamespace:
+    """A dict as a part of checkpoints, out of which its tensors come back on the CPU, as scores are."""
+    def load(saved: dict) -> None:
+        own.update({name: value.cpu() if isinstance(value, Tensor) else value for name, value in saved.items()})
+
+    return SimpleNamespace(state_dict=functools.partial(dict, own), load_state_dict=load)
+
+
 def fitting_tokens(network: GPT, device: torch.device) -> int:
     """Tokens whose activations, roughly, take half of the memory that is free now; on a CPU of 1 GiB."""
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 1 << 30
@@ -3135,7 +3143,7 @@ def main() -> int:
     averages = {name: Average(trainer.trained, memory[name]) for name in memory if getattr(settings, name)}
     before, history = {}, {"reward": [], "zero_variance": []}
     kept = dict(enumerate(trainer.reference.args[1] if trainer.reference else []))
-    states = {name: SimpleNamespace(state_dict=functools.partial(dict, own), load_state_dict=own.update)
+    states = {name: checkpointed(own)
               for name, own in (("before", before), ("history", history), ("reference", kept))}
     run.parts = dict(network=network, optimizers=trainer.optimizers, plan=plan, clock=clock, **averages, **states)
     log("parameters: " + " ".join(f"{name}:{count}" for name, count in count_parameters(network).items())

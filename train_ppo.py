@@ -3242,7 +3242,7 @@ def main() -> int:
     averages = {name: Average(trainer.trained, memory[name]) for name in memory if getattr(settings, name)}
     before, opinion, history = {}, {}, {"reward": [], "reward_std": []}
     kept = dict(enumerate(trainer.reference.args[1] if trainer.reference else []))
-    states = {name: SimpleNamespace(state_dict=functools.partial(dict, own), load_state_dict=own.update)
+    states = {name: checkpointed(own)
               for name, own in (("before", before), ("opinion", opinion), ("history", history), ("reference", kept),
                                 ("control", trainer.control))}
     run.parts = dict(network=network, **trainer.optimizers, plan=plan, clock=clock, **averages, **states,

@@ -1,7 +1,7 @@
 """Supervised fine-tuning, and distillation from a teacher: train a language model on conversations.
 
     python train_sft.py                                       # demonstrations of TASK=sort, a small new model, on a CPU
-    INIT_FROM=runs/<RUN_ID> TRAIN_FILES="a.jsonl b.jsonl.zst:0.5" torchrun --standalone --nproc_per_node=8 train_sft.py
+    INIT_FROM=runs/<RUN_ID> TRAIN_FILES=a.jsonl,b.jsonl.zst:0.5 torchrun --standalone --nproc_per_node=8 train_sft.py
     TEACHER=runs/<RUN_ID> LAYER_PATTERN="g a" MODEL_DIM=32 NUM_HEADS=2 python train_sft.py      # a student half as wide
 
 Rows are Alpaca, ShareGPT, chat messages, prompt and completion, or text. The loss is of what the assistant says alone.
@@ -2536,15 +2536,6 @@ def make_row(turns: list[tuple[str, str]], tokenizer: Tokenizer, s) -> Row:
     return Row(int.from_bytes(key, "big"), ids, said, said | (s.train_on == "all") & (np.arange(len(ids)) > 0))
 
 
-def weighted_files(name: str, text: str) -> dict[str, float]:
-    """File -> weight of a setting's `FILE FILE:WEIGHT`. Raises UserError."""
-    parts = [re.fullmatch(r"(.+?)(?::(\d+\.?\d*|\.\d+))?", word) for word in text.split()]
-    files = {part[1]: float(part[2] or 1) for part in parts}
-    if len(files) < len(parts) or not all(files.values()):
-        raise UserError(f"{name}={text!r}: must be files, each once, with weights above 0")
-    return files
-
-
 def read_data(s, tokenizer: Tokenizer, say: Callable[[str], None]) -> SimpleNamespace:
     """rows to train on, of all files; parts, a file's numbers of rows and its weight; held_out rows. Raises UserError.
 
@@ -2558,7 +2549,8 @@ def read_data(s, tokenizer: Tokenizer, say: Callable[[str], None]) -> SimpleName
     if s.train_files:
         files = [(path, read_rows(path, parse, say), weight)
                  for path, weight in weighted_files("TRAIN_FILES", s.train_files).items()]
-        held_out = [row for path in s.val_files.split() for row in read_rows(path, parse, say)]
+        held_out = [row for path in s.val_files.split(",") if path
+                    for row in read_rows(path.strip(), parse, say)]
         held_out = held_out or [row for _, rows, _ in files for row in rows if row.key % 10 == 0]
         keys = {row.key for row in held_out}
         files = [(path, [row for row in rows if row.key not in keys], weight) for path, rows, weight in files]
@@ -3059,8 +3051,7 @@ def main() -> int:
     memory = {"ema": settings.ema_memory_frac, "swa": None}
     averages = {name: Average(trainer.trained, memory[name]) for name in memory if getattr(settings, name)}
     before, counted = {}, {"tokens": 0, "targets": 0}
-    states = {name: SimpleNamespace(state_dict=functools.partial(dict, own), load_state_dict=own.update)
-              for name, own in (("before", before), ("counted", counted))}
+    states = {name: checkpointed(own) for name, own in (("before", before), ("counted", counted))}
     run.parts = dict(network=network, projections=trainer.projections, optimizers=trainer.optimizers, plan=plan,
                      clock=clock, **averages, **states)
     log("\n".join([f"model: {source}{', its vocabulary grown by the role tokens' * grown}", *notes]))
