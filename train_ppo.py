@@ -2753,6 +2753,14 @@ def policy_optimizers(network: GPT, settings: Settings, runtime: Runtime) -> Opt
     return Optimizers(network, SimpleNamespace(**MUON, **vars(settings), **rates, **decay), runtime)
 
 
+def checkpointed(own: dict) -> SimpleNamespace:
+    """A dict as a part of checkpoints, out of which its tensors come back on the CPU, as scores are."""
+    def load(saved: dict) -> None:
+        own.update({name: value.cpu() if isinstance(value, Tensor) else value for name, value in saved.items()})
+
+    return SimpleNamespace(state_dict=functools.partial(dict, own), load_state_dict=load)
+
+
 def fitting_tokens(network: GPT, device: torch.device) -> int:
     """Tokens whose activations, roughly, take half of the memory that is free now; on a CPU of 1 GiB."""
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 1 << 30

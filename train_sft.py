@@ -698,6 +698,15 @@ def read_rows(path: str, parse: Callable[[dict], tuple[str, object]], log: Calla
         raise UserError(f"{said}; must hold one usable row at least")
     log(f"data: {said}")
     return items
+
+
+def weighted_files(name: str, text: str) -> dict[str, float]:
+    """File -> weight, 1 where none is given, of a setting's `FILE,FILE:WEIGHT`. Raises UserError."""
+    parts = [re.fullmatch(r"(.+?)(?::(\d+\.?\d*|\.\d+))?", part.strip()) for part in text.split(",") if text]
+    files = {part[1]: float(part[2] or 1) for part in parts if part}
+    if len(files) < len(parts) or not all(files.values()):
+        raise UserError(f"{name}={text!r}: must be FILE or FILE:WEIGHT with commas between, each once, above 0")
+    return files
 # === end: chat ===
 
 
@@ -2783,6 +2792,14 @@ def policy_optimizers(network: GPT, settings: Settings, runtime: Runtime) -> Opt
     rates = dict.fromkeys(("matrix_lr", "tied_embed_lr", "head_lr", "scalar_lr"), settings.learning_rate)
     decay = dict.fromkeys(("muon_wd", "adam_wd"), settings.weight_decay)
     return Optimizers(network, SimpleNamespace(**MUON, **vars(settings), **rates, **decay), runtime)
+
+
+def checkpointed(own: dict) -> SimpleNamespace:
+    """A dict as a part of checkpoints, out of which its tensors come back on the CPU, as scores are."""
+    def load(saved: dict) -> None:
+        own.update({name: value.cpu() if isinstance(value, Tensor) else value for name, value in saved.items()})
+
+    return SimpleNamespace(state_dict=functools.partial(dict, own), load_state_dict=load)
 
 
 def fitting_tokens(network: GPT, device: torch.device) -> int:
