@@ -398,7 +398,8 @@ def test_logits_are_made_for_4096_tokens_at_most(M):
 
 
 # ------------------------------------------------------------------------------------------------- updates of a trainer
-SMALL = dict(temperature=1.0, prompts_per_step=4, group_size=3, max_new_tokens=6, mini_batches=1, learning_rate=0.01, grad_clip_norm=0.0,
+SMALL = dict(temperature=1.0,
+             prompts_per_step=4, group_size=3, max_new_tokens=6, mini_batches=1, learning_rate=0.01, grad_clip_norm=0.0,
              layer_pattern="g a", model_dim=16, num_heads=2, adam_eps=1e-4, **BAND)  # a smooth AdamW
 
 

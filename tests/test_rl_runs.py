@@ -25,7 +25,8 @@ import train_grpo as G
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV")
 TINY = {
-    "DEVICE": "cpu", "LAYER_PATTERN": "g a", "MODEL_DIM": "32", "NUM_HEADS": "2", "SFT_STEPS": "20", "SFT_LR": "0.4", "TEMPERATURE": "1",
+    "DEVICE": "cpu", "LAYER_PATTERN": "g a", "MODEL_DIM": "32", "NUM_HEADS": "2", "SFT_STEPS": "20",
+    "SFT_LR": "0.4", "TEMPERATURE": "1",
     "TASK": "jsonl", "PROMPTS_PER_STEP": "4", "GROUP_SIZE": "4", "MINI_BATCHES": "2", "MAX_NEW_TOKENS": "3",
     "EVAL_PROMPTS": "16", "EVAL_SAMPLES": "2", "ITERATIONS": "10", "MAX_WALLCLOCK_SECONDS": "0", "RESERVE_SECONDS": "0",
     "TRAIN_LOG_EVERY": "1", "SAVE_EVERY": "4", "LEARNING_RATE": "0.003",
