@@ -21,7 +21,7 @@ def run(*numbers: float) -> dict:
 
 
 def test_plan():
-    rows = gains.make_plan(["sort", "add"], 2, {"model_dim": "32"}, True)
+    rows = gains.make_plan(["sort", "add"], ["GRPO", "GSPO"], 2, {"model_dim": "32"}, True)
     assert [(row["task"], row["name"], row["reward"]) for row in rows] == [
         (task, name, reward) for task in ("sort", "add") for reward in ("", "random") for name in ("GRPO", "GSPO")]
     one = rows[3]["runs"][1]
@@ -29,7 +29,7 @@ def test_plan():
     assert one.settings == {"model_dim": "32", "task": "sort", "reward": "random", "seed": 2}
     assert "reward" not in rows[0]["runs"][0].settings
     assert len({each.name for row in rows for each in row["runs"]}) == 16
-    assert len(gains.make_plan(["sort"], 3, {}, False)) == 2
+    assert len(gains.make_plan(["sort"], ["PPO", "GRPO"], 3, {}, False)) == 2
 
 
 @pytest.mark.parametrize(("numbers", "wanted"), [
@@ -40,7 +40,7 @@ def test_what_holds(numbers, wanted):
 
 
 def test_rows_and_table():
-    rows = gains.make_plan(["sort"], 3, {}, True)
+    rows = gains.make_plan(["sort"], ["GRPO", "GSPO"], 3, {}, True)
     found = dict(zip([each.name for row in rows for each in row["runs"]],
                      [run(0.1), run(0.2), run(0.3), run(0.3), run(0.01), run(0.2),
                       run(0.06), run(0.0), run(0.03), run(-0.5), run(-0.6), None], strict=True))

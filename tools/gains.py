@@ -1,7 +1,7 @@
 """What the reinforcement-learning scripts gain on held-out prompts, seed by seed, with a control; a table and a plot.
 
     python tools/gains.py [--tasks sort reverse] [--seeds 3] [--jobs 1] [--write docs/lab/gains]
-    python tools/gains.py --tasks sort --set MAX_WALLCLOCK_SECONDS=60 --no-control
+    python tools/gains.py --tasks sort --scripts GRPO PPO --set MAX_WALLCLOCK_SECONDS=60 --no-control
 
 Each script runs each task by the clock, from a start that is the seed's (the same for all scripts), at its defaults but
 for --set; the control's rewards are coins. Runs are subprocesses of one thread that see no settings of the environment.
@@ -27,17 +27,18 @@ from pathlib import Path
 from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = {"GRPO": "train_grpo.py", "GSPO": "train_gspo.py"}
+SCRIPTS = {"GRPO": "train_grpo.py", "GSPO": "train_gspo.py", "PPO": "train_ppo.py"}
 CONTROL = "random"  # REWARD of the control
 GAINS = ("greedy", "pass1", "pass1_over_best", "pass8")
 
 
-def make_plan(tasks: list[str], seeds: int, settings: dict, control: bool) -> list[dict]:
+def make_plan(tasks: list[str], names: list[str], seeds: int, settings: dict, control: bool) -> list[dict]:
     """Rows of the table: task, name of the script, reward ("" is the task's own) and runs, one a seed."""
     rows = []
     for task in tasks:
         for reward in ("", CONTROL)[: 1 + control]:
-            for name, script in SCRIPTS.items():
+            for name in names:
+                script = SCRIPTS[name]
                 given = {**settings, "task": task, **({"reward": reward} if reward else {})}
                 runs = [SimpleNamespace(name=f"{script[6:-3]}_{task}_{reward or 'task'}_seed_{seed}", script=script,
                                         settings={**given, "seed": seed}, start="") for seed in range(1, seeds + 1)]
@@ -217,6 +218,7 @@ def main() -> int:
     """Make the runs, write table, JSON and plot; 1 if a run failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", default=["sort", "reverse"])
+    parser.add_argument("--scripts", nargs="+", choices=SCRIPTS, default=list(SCRIPTS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--set", type=parse_set, action="append", default=[], metavar="NAME=VALUE", help="of every run")
     parser.add_argument("--no-control", action="store_true", help="leave out the runs whose rewards are coins")
@@ -225,7 +227,7 @@ def main() -> int:
     parser.add_argument("--write", type=Path, help="what is written, without .md, .json, .png; else OUT/gains")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    rows, out = make_plan(args.tasks, args.seeds, dict(args.set), not args.no_control), args.out.resolve()
+    rows, out = make_plan(args.tasks, args.scripts, args.seeds, dict(args.set), not args.no_control), args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     try:
         found = run_all([run for row in rows for run in row["runs"]], out, args.jobs, summarize, tell)
