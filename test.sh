@@ -19,4 +19,5 @@ else
 fi
 .venv/bin/ruff check .
 .venv/bin/python tools/sync.py --check
-.venv/bin/python -m pytest -rs ${chosen[@]+"${chosen[@]}"} "$@"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"  # one process of pytest a core, so one thread each
+.venv/bin/python -m pytest -rs -n auto --dist loadfile ${chosen[@]+"${chosen[@]}"} "$@"

@@ -37,10 +37,10 @@ class Chain:
         assert "Traceback" not in done.stderr, done.stderr
         return done.stdout
 
-    def train(self, name: str, script: str, seconds: float, **settings: object) -> dict:
-        """The result of a run with so many seconds on its clock."""
+    def train(self, name: str, script: str, seconds: float = 0, steps: int = 0, **settings: object) -> dict:
+        """The result of a run of so many steps, or with so many seconds on its clock."""
         begin = time.perf_counter()
-        clock = dict(MAX_WALLCLOCK_SECONDS=seconds, RESERVE_SECONDS=min(3.0, 0.3 * seconds))
+        clock = dict(MAX_WALLCLOCK_SECONDS=seconds, RESERVE_SECONDS=min(3.0, 0.3 * seconds), ITERATIONS=steps)
         self.call(script, RUN_ID=name, OUT_DIR=self.folder / "runs", **{**self.always, **clock, **settings})
         self.seconds[name] = time.perf_counter() - begin
         result = json.loads((self.of(name) / "result.json").read_text())
@@ -57,14 +57,14 @@ class Chain:
         return json.loads(path.read_text())
 
 
-def pretrain(chain: Chain, seconds: float) -> dict:
+def pretrain(chain: Chain, **clock: float) -> dict:
     """A model of arithmetic-looking text, over bytes."""
     lines = [f"{at * 7919 % 100003:05d} and {at * 104729 % 99991:05d} make {at * 7 % 10007:04d}." for at in range(6000)]
     text = "\n".join(json.dumps({"text": "\n".join(lines[at : at + 20])}) for at in range(0, len(lines), 20))
     (chain.folder / "text.jsonl").write_text(text)
     chain.call("data/prepare.py", chain.folder / "text.jsonl", "--out", chain.folder / "data", "--tokenizer", "bytes",
                "--workers", 1)
-    return chain.train("base", "train_gpt.py", seconds, DATA_PATH=chain.folder / "data", **SHAPE, NUM_KV_HEADS=4,
+    return chain.train("base", "train_gpt.py", **clock, DATA_PATH=chain.folder / "data", **SHAPE, NUM_KV_HEADS=4,
                        TRAIN_BATCH_TOKENS=2048, COMPILE=0, EVAL_STRIDE=0, VAL_LOSS_EVERY=0, HOLDOUT_TOKENS=4096,
                        POSITIONS="rope", ROPE_DIMS=0, BIGRAM_VOCAB_SIZE=0)
 
@@ -77,19 +77,19 @@ def chat(chain: Chain, name: str, lines: str) -> str:
 def test_each_link_reads_what_the_one_before_wrote(tmp_path):
     tiny = dict(EVAL_PROMPTS=32, SAVE_EVERY=0)
     chain = Chain(tmp_path, 1, SAVE_EVERY=0)
-    base = pretrain(chain, 5)
+    base = pretrain(chain, steps=30)
     assert base["val_bpb"] < 5
-    sft = chain.train("sft", "train_sft.py", 6, INIT_FROM=chain.of("base"), DEMONSTRATIONS=2000, **tiny)
+    sft = chain.train("sft", "train_sft.py", steps=30, INIT_FROM=chain.of("base"), DEMONSTRATIONS=2000, **tiny)
     assert sft["after"]["loss"][0] < sft["before"]["loss"][0]
-    judge = chain.train("judge", "train_dpo.py", 4, INIT_FROM=chain.of("sft"), OBJECTIVE="reward", TRAIN_PAIRS=512,
-                        **tiny)
-    dpo = chain.train("dpo", "train_dpo.py", 4, INIT_FROM=chain.of("sft"), TRAIN_PAIRS=512, **tiny)
+    judge = chain.train("judge", "train_dpo.py", steps=20, INIT_FROM=chain.of("sft"), OBJECTIVE="reward",
+                        TRAIN_PAIRS=512, **tiny)
+    dpo = chain.train("dpo", "train_dpo.py", steps=20, INIT_FROM=chain.of("sft"), TRAIN_PAIRS=512, **tiny)
     assert 0 <= judge["after"]["accuracy"][0] <= 1 and dpo["init_from"] == str(chain.of("sft") / "model.upar")
-    ppo = chain.train("ppo", "train_ppo.py", 5, INIT_FROM=chain.of("dpo"), REWARD_MODEL=chain.of("judge"),
+    ppo = chain.train("ppo", "train_ppo.py", steps=12, INIT_FROM=chain.of("dpo"), REWARD_MODEL=chain.of("judge"),
                       EVAL_SAMPLES=2, PROMPTS_PER_STEP=8, GROUP_SIZE=4, **tiny)
     assert ppo["init_from"] == str(chain.of("dpo") / "model.upar")
     half = dict(MODEL_DIM=32, NUM_HEADS=2, LAYER_PATTERN="g a", DEMONSTRATIONS=2000)
-    small = chain.train("small", "train_sft.py", 5, TEACHER=chain.of("ppo"), **half, **tiny)
+    small = chain.train("small", "train_sft.py", steps=20, TEACHER=chain.of("ppo"), **half, **tiny)
     assert small["params"]["total"] < 0.5 * ppo["params"]["total"]
     chain.call("quantize.py", "pack", chain.of("small"), tmp_path / "runs" / "small4.upar", MATRIX_BITS=4)
     assert (tmp_path / "runs" / "small4.upar").stat().st_size < (chain.of("small") / "model.upar").stat().st_size
@@ -100,20 +100,21 @@ def test_each_link_reads_what_the_one_before_wrote(tmp_path):
 def test_the_chain_learns_within_ten_minutes(tmp_path):
     """What every link gains, by its own held-out figures, and what all of it takes; -s prints them."""
     begin, chain = time.perf_counter(), Chain(tmp_path, 2, SAVE_EVERY=0)
-    base = pretrain(chain, 15)
-    sft = chain.train("sft", "train_sft.py", 30, INIT_FROM=chain.of("base"), OPTIMIZER="muon", LEARNING_RATE=0.005)
+    base = pretrain(chain, seconds=15)
+    sft = chain.train("sft", "train_sft.py", seconds=30, INIT_FROM=chain.of("base"))
     assert sft["gain"]["loss"][1] > 0
-    judge = chain.train("judge", "train_dpo.py", 40, INIT_FROM=chain.of("sft"), OBJECTIVE="reward")
+    judge = chain.train("judge", "train_dpo.py", seconds=40, INIT_FROM=chain.of("sft"), OBJECTIVE="reward")
     assert judge["after"]["accuracy"][1] > 0.75
-    dpo = chain.train("dpo", "train_dpo.py", 30, INIT_FROM=chain.of("sft"))
+    dpo = chain.train("dpo", "train_dpo.py", seconds=30, INIT_FROM=chain.of("sft"))
     assert dpo["after"]["accuracy"][1] > 0.75
-    by_model = chain.train("by_model", "train_ppo.py", 45, INIT_FROM=chain.of("sft"), REWARD_MODEL=chain.of("judge"))
-    ppo = chain.train("ppo", "train_ppo.py", 60, INIT_FROM=chain.of("sft"))
+    by_model = chain.train("by_model", "train_ppo.py", seconds=45, INIT_FROM=chain.of("sft"),
+                           REWARD_MODEL=chain.of("judge"))
+    ppo = chain.train("ppo", "train_ppo.py", seconds=60, INIT_FROM=chain.of("sft"))
     assert ppo["gain"]["pass1"][1] > 0
     half, better = dict(MODEL_DIM=32, NUM_HEADS=2, LAYER_PATTERN="g a", VAL_LOSS_EVERY=0), []
     for seed in (1, 2, 3):
-        taught = chain.train(f"taught_{seed}", "train_sft.py", 25, SEED=seed, TEACHER=chain.of("ppo"), **half)
-        alone = chain.train(f"alone_{seed}", "train_sft.py", 25, SEED=seed, **half)
+        taught = chain.train(f"taught_{seed}", "train_sft.py", seconds=25, SEED=seed, TEACHER=chain.of("ppo"), **half)
+        alone = chain.train(f"alone_{seed}", "train_sft.py", seconds=25, SEED=seed, **half)
         better.append((alone["after"]["loss"][0], taught["after"]["loss"][0]))
     chain.call("quantize.py", "pack", chain.of("taught_1"), tmp_path / "small.upar", MATRIX_BITS=5)
     said = chat(chain, "ppo", "52713\n")

@@ -228,15 +228,15 @@ def test_equal_prompts_stand_on_one_side(tmp_path):
     first = write(tmp_path / "a.jsonl", [good(at) for at in range(3000)])
     second = tmp_path / "b.jsonl.zst"
     second.write_bytes(zstandard.compress(write(tmp_path / "b", [good(at, "no") for at in range(3000)]).read_bytes()))
-    data, _ = read(tmp_path, train_files=f"{first} {second}", eval_prompts=10000)
+    data, _ = read(tmp_path, train_files=f"{first},{second}", eval_prompts=10000)
     keys = [{row.key for row in rows} for rows in (data.rows, data.held_out)]
     assert not keys[0] & keys[1] and len(keys[0] | keys[1]) == 3000
     assert len(data.rows) == 2 * len(keys[0]) and len(data.held_out) == 2 * len(keys[1])
     assert abs(len(keys[1]) - 300) < 4 * 270**0.5
     assert [len(numbers) for numbers, _ in data.parts] == [len(keys[0])] * 2
-    again, _ = read(tmp_path, train_files=f"{second} {first}", eval_prompts=10000)
+    again, _ = read(tmp_path, train_files=f"{second},{first}", eval_prompts=10000)
     assert {row.key for row in again.held_out} == keys[1]
-    fewer, _ = read(tmp_path, train_files=f"{first} {second}", eval_prompts=7)
+    fewer, _ = read(tmp_path, train_files=f"{first},{second}", eval_prompts=7)
     assert len(fewer.held_out) == 7 and {row.key for row in fewer.held_out} <= keys[1]
     assert len(fewer.rows) == len(data.rows)  # what is held out is not trained on, scored or not
 
