@@ -20,4 +20,4 @@ fi
 .venv/bin/ruff check .
 .venv/bin/python tools/sync.py --check
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"  # one process of pytest a core, so one thread each
-.venv/bin/python -m pytest -rs -n auto --dist loadfile ${chosen[@]+"${chosen[@]}"} "$@"
+.venv/bin/python -m pytest -rs -n logical --maxprocesses 8 --dist loadfile ${chosen[@]+"${chosen[@]}"} "$@"
