@@ -3029,7 +3029,7 @@ def prepare_student(s: Settings, runtime: Runtime) -> tuple[GPT, Tokenizer, str,
                         f"{unit}")
     network, tokenizer, source = start_policy(s, runtime)
     config, known = network.config, tokenizer.vocab_size
-    if s.lora_rank and not role_ids(tokenizer):
+    if s.lora_rank and not tokenizer.roles:
         raise UserError(f"LORA_RANK={s.lora_rank}: {source} has no role tokens, and adapters would not learn their "
                         "embeddings; must be 0 here, adapters can come after")
     if config.positions == "learned" and s.train_seq_len > config.train_seq_len:

@@ -196,7 +196,7 @@ def tokenizer(request, tmp_path, monkeypatch) -> S.Tokenizer:
 
 
 def test_turns_come_back_from_their_ids(tokenizer):
-    roles = S.role_ids(tokenizer)
+    roles = tokenizer.roles
     assert [*roles] == list(S.ROLE_TOKENS) and len({*roles.values(), tokenizer.bos_id}) == 5
     texts = [text for text in HARD_TEXTS if not {"\n", "\r"} & {*text} or not tokenizer.file.endswith("tiktoken")]
     talks = [TALK, *([(USER, text), (ASSISTANT, text), (USER, "then")] for text in texts), [("", "the cat")]]
@@ -219,12 +219,12 @@ def test_turns_come_back_from_their_ids(tokenizer):
 
 def test_roles_are_added_once(tokenizer):
     assert S.with_roles(tokenizer) is tokenizer
-    grown = tokenizer.roles_last and tokenizer.file != "bytes"
+    grown = tokenizer.roles[SYSTEM] == tokenizer.vocab_size - 4 and tokenizer.file != "bytes"
     bare = S.load_tokenizer("bytes") if not grown else S.replace(
-        tokenizer, pieces=tokenizer.pieces[:-4], drops_space=tokenizer.drops_space[:-4], roles_last=False)
+        tokenizer, pieces=tokenizer.pieces[:-4], drops_space=tokenizer.drops_space[:-4], roles=None)
     if grown:
-        assert S.role_ids(bare) == {} and bare.vocab_size == tokenizer.vocab_size - 4
-        assert [*S.role_ids(tokenizer).values()] == [*range(bare.vocab_size, bare.vocab_size + 4)]
+        assert bare.roles == {} and bare.vocab_size == tokenizer.vocab_size - 4
+        assert [*tokenizer.roles.values()] == [*range(bare.vocab_size, bare.vocab_size + 4)]
         assert tokenizer.sha256 == bare.sha256 and tokenizer.boundary[-4:].all()
         assert not tokenizer.drops_space[-4:].any()
         assert np.array_equal(tokenizer.drops_space[:-4], bare.drops_space)
@@ -247,10 +247,10 @@ def test_a_network_grows_by_role_tokens_and_is_found_again(tied, tmp_path):
     artifact, values = pack(tmp_path / "packed", net, grown)
     for path in (place, artifact, tmp_path / "run", tmp_path / "packed"):
         found, tokenizer, _ = S.load_model("ARTIFACT", str(path))
-        assert tokenizer.pieces == grown.pieces and tokenizer.roles_last and tokenizer.sha256 == bare.sha256
+        assert tokenizer.pieces == grown.pieces and tokenizer.roles and tokenizer.sha256 == bare.sha256
         assert not hasattr(found, "w_value")
         assert torch.equal(found.embed, values["embed"] if path in (artifact, tmp_path / "packed") else net.embed)
-        assert S.role_ids(tokenizer) == S.role_ids(grown)
+        assert tokenizer.roles == grown.roles
 
 
 def test_a_tokenizer_with_roles_grows_nothing():

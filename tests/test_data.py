@@ -121,7 +121,7 @@ def test_table_flags_of_a_dummy_prefix_model(prefix_model: Path, lossless_model:
     starts = [processor.id_to_piece(i).startswith("\u2581") for i in range(400)]
     assert tokenizer.drops_space.tolist() == starts and sum(starts) > 5
     assert np.flatnonzero(tokenizer.boundary).tolist() == [0, 1, 2, 3]
-    assert prepare.role_ids(tokenizer) == {} and tokenizer.bos_id == 1 and tokenizer.vocab_size == 400
+    assert tokenizer.roles == {} and tokenizer.bos_id == 1 and tokenizer.vocab_size == 400
     byte_ids = [i for i in range(400) if processor.is_byte(i)]
     assert len(byte_ids) == 256 and (tokenizer.byte_counts[byte_ids] == 1).all()
     ids = tokenizer.encode("the cat sat on the mat")
@@ -131,7 +131,7 @@ def test_table_flags_of_a_dummy_prefix_model(prefix_model: Path, lossless_model:
     assert int(data.token_bytes(tokenizer, np.concatenate([[ids[0]], after[:-1]]), after).sum()) == 23
     own = data.load_tokenizer(lossless_model)
     assert not own.drops_space.any()
-    assert prepare.role_ids(own) == {role: 4 + i for i, role in enumerate(prepare.ROLE_TOKENS)}
+    assert own.roles == {role: 4 + i for i, role in enumerate(prepare.ROLE_TOKENS)}
     assert np.flatnonzero(own.boundary).tolist() == list(range(8))
 
 
@@ -163,7 +163,7 @@ def test_gpt2_from_its_rank_file_is_tiktokens(tmp_path: Path) -> None:
     reference = tiktoken.Encoding("gpt2", pat_str=tiktoken_ext.openai_public.r50k_pat_str,
                                   mergeable_ranks=gpt2_ranks(), special_tokens={"<|endoftext|>": 50256})
     for one in (tokenizer, *again):
-        assert (one.sha256, one.vocab_size, one.bos_id, prepare.role_ids(one)) == (expected, 50257, 50256, {})
+        assert (one.sha256, one.vocab_size, one.bos_id, one.roles) == (expected, 50257, 50256, {})
         assert one.pieces[:50256] == [reference.decode_single_token_bytes(i) for i in range(50256)]
         assert np.flatnonzero(one.boundary).tolist() == [50256] and not one.drops_space.any()
         assert one.byte_counts.tolist() == [len(piece) for piece in one.pieces]
@@ -224,7 +224,7 @@ def test_byte_tokenizer_layout() -> None:
     tokenizer = data.load_tokenizer("bytes")
     assert tokenizer.vocab_size == 264 and tokenizer.bos_id == 1
     assert tokenizer.encode("A\xff") == [69, 199, 195]
-    assert prepare.role_ids(tokenizer) == {"<|system|>": 260, "<|user|>": 261, "<|assistant|>": 262, "<|end|>": 263}
+    assert tokenizer.roles == {"<|system|>": 260, "<|user|>": 261, "<|assistant|>": 262, "<|end|>": 263}
     assert tokenizer.byte_counts.tolist() == [0] * 4 + [1] * 256 + [0] * 4
     assert prepare.decode_bytes(tokenizer, [199, 1, 69]) == b"\xc3A"
 

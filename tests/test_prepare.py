@@ -93,7 +93,7 @@ def test_own_tokenizer_gives_every_document_back(tmp_path: Path) -> None:
     tokenizer = prepare.load_tokenizer(out / "tokenizer.model")
     assert manifest["tokenizer"] == {"file": "tokenizer.model", "sha256": tokenizer.sha256, "vocab_size": 400,
                                      "bos_id": 1}
-    assert prepare.role_ids(tokenizer) == {role: 4 + i for i, role in enumerate(prepare.ROLE_TOKENS)}
+    assert tokenizer.roles == {role: 4 + i for i, role in enumerate(prepare.ROLE_TOKENS)}
     assert not tokenizer.drops_space.any() and b"\n" in tokenizer.pieces
     prepare.check_dataset(out, tokenizer, manifest, hash_train=True)
     manifest["val"]["shards"][0]["tokens"] -= 1

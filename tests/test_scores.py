@@ -338,7 +338,7 @@ BAD_PAIRS = [{"prompt": "a", "chosen": "b", "rejected": "b"}, {"prompt": "a", "c
 
 
 def plain_sides(net: S.GPT, turns: list[tuple[str, str]], text: str) -> list[float]:
-    roles, ids = S.role_ids(BYTES), [BOS]
+    roles, ids = BYTES.roles, [BOS]
     for role, words in turns:
         ids += [roles[role], *ids_of(words), 263]
     return plain_logps(net, [*ids, 262], [*ids_of(text), 263])
