@@ -296,6 +296,7 @@ def first_whole(folders: list[Path], files=("meta.json", "model.pt", "training.p
 
 
 # === shared: tokenizer ===
+ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 ENCODINGS = ("gpt2", "r50k_base", "p50k_base", "cl100k_base", "o200k_base")  # of tiktoken
 
 
@@ -311,13 +312,13 @@ class Tokenizer:
     pieces: list[bytes]  # what each token decodes to, b"" for boundaries
     encode: Callable[[str], list[int]]  # ids without BOS; special tokens in the text are ordinary characters
     drops_space: np.ndarray | bool = False  # (V,) bool, loses its space after a boundary
-    roles_last: bool = False  # the last tokens are ROLE_TOKENS; SentencePiece models made here name theirs
+    roles: dict[str, int] | None = None  # ids of ROLE_TOKENS; None or {}: it has none
 
     def __post_init__(self) -> None:
         self.sha256, self.vocab_size = hashlib.sha256(self.content).hexdigest(), len(self.pieces)
         self.byte_counts = np.array([len(piece) for piece in self.pieces])  # (V,) int64
         self.boundary = self.byte_counts == 0  # (V,) bool
-        self.drops_space = np.broadcast_to(self.drops_space, self.vocab_size)
+        self.drops_space, self.roles = np.broadcast_to(self.drops_space, self.vocab_size), self.roles or {}
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -326,7 +327,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if path.name == "bytes":
         pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4  # pad, BOS, EOS, unknown; bytes; roles
         return Tokenizer("bytes", b"underpar bytes 264", 1, pieces, lambda text: [4 + b for b in text.encode()],
-                         roles_last=True)
+                         roles=dict(zip(ROLE_TOKENS, range(260, 264), strict=True)))
     if str(path) in ENCODINGS or path.suffix == ".tiktoken":
         public, name, scope = tiktoken_ext.openai_public, path.name.removesuffix(".tiktoken"), {}
         maker = "r50k_base" if path.name == "gpt2.tiktoken" else name  # the same ranks, pattern and special token
@@ -357,7 +358,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     # A leading space that the model's own decoder leaves out is the dummy prefix, no part of the text.
     drops = np.array([name.startswith("\u2581") and len(model.decode([i]).encode("utf-8")) < len(pieces[i])
                       for i, name in enumerate(names)])
-    return Tokenizer("tokenizer.model", content, model.bos_id(), pieces, model.encode, drops)
+    roles = {role: names.index(role) for role in ROLE_TOKENS if role in names and control[names.index(role)]}
+    return Tokenizer("tokenizer.model", content, model.bos_id(), pieces, model.encode, drops, roles)
 
 
 def sha256_file(path: str | Path) -> str:

@@ -429,6 +429,7 @@ class Watch(threading.Thread):
 
 
 # === shared: tokenizer ===
+ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 ENCODINGS = ("gpt2", "r50k_base", "p50k_base", "cl100k_base", "o200k_base")  # of tiktoken
 
 
@@ -444,13 +445,13 @@ class Tokenizer:
     pieces: list[bytes]  # what each token decodes to, b"" for boundaries
     encode: Callable[[str], list[int]]  # ids without BOS; special tokens in the text are ordinary characters
     drops_space: np.ndarray | bool = False  # (V,) bool, loses its space after a boundary
-    roles_last: bool = False  # the last tokens are ROLE_TOKENS; SentencePiece models made here name theirs
+    roles: dict[str, int] | None = None  # ids of ROLE_TOKENS; None or {}: it has none
 
     def __post_init__(self) -> None:
         self.sha256, self.vocab_size = hashlib.sha256(self.content).hexdigest(), len(self.pieces)
         self.byte_counts = np.array([len(piece) for piece in self.pieces])  # (V,) int64
         self.boundary = self.byte_counts == 0  # (V,) bool
-        self.drops_space = np.broadcast_to(self.drops_space, self.vocab_size)
+        self.drops_space, self.roles = np.broadcast_to(self.drops_space, self.vocab_size), self.roles or {}
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -459,7 +460,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if path.name == "bytes":
         pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4  # pad, BOS, EOS, unknown; bytes; roles
         return Tokenizer("bytes", b"underpar bytes 264", 1, pieces, lambda text: [4 + b for b in text.encode()],
-                         roles_last=True)
+                         roles=dict(zip(ROLE_TOKENS, range(260, 264), strict=True)))
     if str(path) in ENCODINGS or path.suffix == ".tiktoken":
         public, name, scope = tiktoken_ext.openai_public, path.name.removesuffix(".tiktoken"), {}
         maker = "r50k_base" if path.name == "gpt2.tiktoken" else name  # the same ranks, pattern and special token
@@ -490,7 +491,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     # A leading space that the model's own decoder leaves out is the dummy prefix, no part of the text.
     drops = np.array([name.startswith("\u2581") and len(model.decode([i]).encode("utf-8")) < len(pieces[i])
                       for i, name in enumerate(names)])
-    return Tokenizer("tokenizer.model", content, model.bos_id(), pieces, model.encode, drops)
+    roles = {role: names.index(role) for role in ROLE_TOKENS if role in names and control[names.index(role)]}
+    return Tokenizer("tokenizer.model", content, model.bos_id(), pieces, model.encode, drops, roles)
 
 
 def sha256_file(path: str | Path) -> str:
@@ -500,26 +502,13 @@ def sha256_file(path: str | Path) -> str:
 
 
 # === shared: text ===
-ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
-
-
-def role_ids(tokenizer: Tokenizer) -> dict[str, int]:
-    """Role token -> id; empty where the tokenizer has none."""
-    if tokenizer.roles_last:
-        return {role: tokenizer.vocab_size - len(ROLE_TOKENS) + i for i, role in enumerate(ROLE_TOKENS)}
-    if tokenizer.file != "tokenizer.model":
-        return {}
-    model = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.content)
-    ids = {role: model.piece_to_id(role) for role in ROLE_TOKENS}
-    return {role: i for role, i in ids.items() if model.is_control(i)}
-
-
 def with_roles(tokenizer: Tokenizer) -> Tokenizer:
     """The tokenizer, and where it has no role tokens four more for them; its file and SHA-256 stay."""
-    if role_ids(tokenizer):
+    if tokenizer.roles:
         return tokenizer
     pieces, drops = [*tokenizer.pieces, *[b""] * len(ROLE_TOKENS)], np.append(tokenizer.drops_space, [False] * 4)
-    return replace(tokenizer, pieces=pieces, drops_space=drops, roles_last=True)
+    roles = {role: tokenizer.vocab_size + i for i, role in enumerate(ROLE_TOKENS)}
+    return replace(tokenizer, pieces=pieces, drops_space=drops, roles=roles)
 
 
 def decode_bytes(tokenizer: Tokenizer, ids: list[int] | np.ndarray) -> bytes:
@@ -533,7 +522,7 @@ def chat_ids(tokenizer: Tokenizer, prompt: str) -> tuple[list[int], int]:
     """The ids of a prompt, a document from its start, and the token that ends the answer to it: a user's turn where the
     tokenizer has role tokens; else a line, and a BOS, which begins another document, ends the answer.
     """
-    roles = role_ids(tokenizer)
+    roles = tokenizer.roles
     if not roles:
         return [tokenizer.bos_id, *tokenizer.encode(prompt + "\n")], tokenizer.bos_id
     turn = roles["<|user|>"], *tokenizer.encode(prompt), roles["<|end|>"], roles["<|assistant|>"]
@@ -641,7 +630,7 @@ def turn_ids(tokenizer: Tokenizer, turns: list[tuple[str, str]]) -> tuple[list[i
     BOS, then of each turn its role token, the text and <|end|>. Plain text is all to be learned but its BOS, and ends
     with the BOS of what would come next, as in pretraining. Needs role tokens (`with_roles`).
     """
-    ids, said, roles = [tokenizer.bos_id], [False], role_ids(tokenizer)
+    ids, said, roles = [tokenizer.bos_id], [False], tokenizer.roles
     for role, text in turns:
         own = [*([roles[role]] if role else []), *tokenizer.encode(text), roles["<|end|>"] if role else ids[0]]
         ids += own
@@ -653,7 +642,7 @@ def turn_ids(tokenizer: Tokenizer, turns: list[tuple[str, str]]) -> tuple[list[i
 
 def turns_of(tokenizer: Tokenizer, ids: list[int]) -> list[tuple[str, str]]:
     """The turns that `turn_ids` made ids of; the last one may lack its <|end|>."""
-    names, turns, role, begin = {i: role for role, i in role_ids(tokenizer).items()}, [], None, 0
+    names, turns, role, begin = {i: role for role, i in tokenizer.roles.items()}, [], None, 0
     for at, token in enumerate([*ids, tokenizer.bos_id]):
         if token == tokenizer.bos_id or token in names:
             if role or role == "" and at > begin:

@@ -54,6 +54,7 @@ class UserError(Exception):
 
 
 # === shared: tokenizer ===
+ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 ENCODINGS = ("gpt2", "r50k_base", "p50k_base", "cl100k_base", "o200k_base")  # of tiktoken
 
 
@@ -69,13 +70,13 @@ class Tokenizer:
     pieces: list[bytes]  # what each token decodes to, b"" for boundaries
     encode: Callable[[str], list[int]]  # ids without BOS; special tokens in the text are ordinary characters
     drops_space: np.ndarray | bool = False  # (V,) bool, loses its space after a boundary
-    roles_last: bool = False  # the last tokens are ROLE_TOKENS; SentencePiece models made here name theirs
+    roles: dict[str, int] | None = None  # ids of ROLE_TOKENS; None or {}: it has none
 
     def __post_init__(self) -> None:
         self.sha256, self.vocab_size = hashlib.sha256(self.content).hexdigest(), len(self.pieces)
         self.byte_counts = np.array([len(piece) for piece in self.pieces])  # (V,) int64
         self.boundary = self.byte_counts == 0  # (V,) bool
-        self.drops_space = np.broadcast_to(self.drops_space, self.vocab_size)
+        self.drops_space, self.roles = np.broadcast_to(self.drops_space, self.vocab_size), self.roles or {}
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -84,7 +85,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if path.name == "bytes":
         pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4  # pad, BOS, EOS, unknown; bytes; roles
         return Tokenizer("bytes", b"underpar bytes 264", 1, pieces, lambda text: [4 + b for b in text.encode()],
-                         roles_last=True)
+                         roles=dict(zip(ROLE_TOKENS, range(260, 264), strict=True)))
     if str(path) in ENCODINGS or path.suffix == ".tiktoken":
         public, name, scope = tiktoken_ext.openai_public, path.name.removesuffix(".tiktoken"), {}
         maker = "r50k_base" if path.name == "gpt2.tiktoken" else name  # the same ranks, pattern and special token
@@ -115,7 +116,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     # A leading space that the model's own decoder leaves out is the dummy prefix, no part of the text.
     drops = np.array([name.startswith("\u2581") and len(model.decode([i]).encode("utf-8")) < len(pieces[i])
                       for i, name in enumerate(names)])
-    return Tokenizer("tokenizer.model", content, model.bos_id(), pieces, model.encode, drops)
+    roles = {role: names.index(role) for role in ROLE_TOKENS if role in names and control[names.index(role)]}
+    return Tokenizer("tokenizer.model", content, model.bos_id(), pieces, model.encode, drops, roles)
 
 
 def sha256_file(path: str | Path) -> str:
@@ -228,26 +230,13 @@ def document_hashes(stream: TokenStream, bos_id: int, block: int = 1 << 22) -> I
 
 
 # === shared: text ===
-ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
-
-
-def role_ids(tokenizer: Tokenizer) -> dict[str, int]:
-    """Role token -> id; empty where the tokenizer has none."""
-    if tokenizer.roles_last:
-        return {role: tokenizer.vocab_size - len(ROLE_TOKENS) + i for i, role in enumerate(ROLE_TOKENS)}
-    if tokenizer.file != "tokenizer.model":
-        return {}
-    model = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.content)
-    ids = {role: model.piece_to_id(role) for role in ROLE_TOKENS}
-    return {role: i for role, i in ids.items() if model.is_control(i)}
-
-
 def with_roles(tokenizer: Tokenizer) -> Tokenizer:
     """The tokenizer, and where it has no role tokens four more for them; its file and SHA-256 stay."""
-    if role_ids(tokenizer):
+    if tokenizer.roles:
         return tokenizer
     pieces, drops = [*tokenizer.pieces, *[b""] * len(ROLE_TOKENS)], np.append(tokenizer.drops_space, [False] * 4)
-    return replace(tokenizer, pieces=pieces, drops_space=drops, roles_last=True)
+    roles = {role: tokenizer.vocab_size + i for i, role in enumerate(ROLE_TOKENS)}
+    return replace(tokenizer, pieces=pieces, drops_space=drops, roles=roles)
 
 
 def decode_bytes(tokenizer: Tokenizer, ids: list[int] | np.ndarray) -> bytes:
@@ -261,7 +250,7 @@ def chat_ids(tokenizer: Tokenizer, prompt: str) -> tuple[list[int], int]:
     """The ids of a prompt, a document from its start, and the token that ends the answer to it: a user's turn where the
     tokenizer has role tokens; else a line, and a BOS, which begins another document, ends the answer.
     """
-    roles = role_ids(tokenizer)
+    roles = tokenizer.roles
     if not roles:
         return [tokenizer.bos_id, *tokenizer.encode(prompt + "\n")], tokenizer.bos_id
     turn = roles["<|user|>"], *tokenizer.encode(prompt), roles["<|end|>"], roles["<|assistant|>"]
