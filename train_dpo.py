@@ -2661,14 +2661,16 @@ def parse_pair(row: dict, tokenizer: Tokenizer, context: int, margin: float) -> 
     own = row.get("margin", margin)
     if not (isinstance(own, Real) and abs(own) < 1e15):
         raise RowError("field 'margin' is no number")
-    begin = len(turn_ids(tokenizer, before)[0]) + 1  # the role token of an answer is given
-    ids = [np.array(turn_ids(tokenizer, [*before, ("<|assistant|>", text)])[0], np.int32) for text in texts]
-    if np.array_equal(*ids):
-        raise RowError("chosen and rejected are the same tokens")
-    if max(map(len, ids)) > context:
-        raise RowError("answer longer than the context")
+    roles = tokenizer.roles
+    prompt = np.array([*turn_ids(tokenizer, before)[0], roles["<|assistant|>"]], np.int32)
+    answers = tuple(np.array([*tokenizer.encode(text), roles["<|end|>"]], np.int32) for text in texts)
     key = hashlib.blake2b(json.dumps(before).encode(), digest_size=8).digest()
-    return kind, Pair(ids[0][:begin], tuple(own[begin:] for own in ids), float(own), int.from_bytes(key, "big"))
+    pair = Pair(prompt, answers, float(own), int.from_bytes(key, "big"))
+    if np.array_equal(*answers):
+        raise RowError("chosen and rejected are the same tokens")
+    if pair.width() > context:
+        raise RowError("answer longer than the context")
+    return kind, pair
 
 
 def slip(task: Task, problem: Problem, rng: random.Random) -> str:
