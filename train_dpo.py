@@ -2640,6 +2640,10 @@ def fitting_tokens(network: GPT, device: torch.device) -> int:
 # === end: start ===
 
 
+# === shared: supervision ===
+# === end: supervision ===
+
+
 # === shared: pairs ===
 @dataclass(frozen=True)
 class Pair:
@@ -2846,32 +2850,6 @@ def pair_summary(values: Tensor, reward: bool) -> dict:
     return {"n": n, "n_of_different_lengths": int(differ), **shown(found, reward)}
 
 
-def warm_start(network: GPT, pairs: list[Pair], s: Settings, runtime: Runtime) -> list[float]:
-    """Up to SFT_STEPS of Muon on batches of 64 chosen answers, as train_grpo.py's on demonstrations; its course."""
-    alone, solved = Runtime(0, 1, runtime.device, False), []  # every rank takes the same steps
-    rates = {**dict.fromkeys(("tied_embed_lr", "head_lr", "scalar_lr"), s.sft_lr / 20), "muon_wd": 0.0, "adam_wd": 0.0,
-             "matrix_lr": s.sft_lr, "optimizer": "muon"}
-    optimizers = Optimizers(network, SimpleNamespace(**{**MUON, **vars(s), **rates}), alone)
-    for step in range(s.sft_steps):
-        if len(solved) >= 10 and 0 < s.sft_accuracy <= statistics.mean(solved[-10:]):
-            break
-        own = [pairs[at % len(pairs)] for at in range(64 * step, 64 * step + 64)]
-        rows = [(pair.prompt, pair.answers[0], [0.0] * len(pair.answers[0]), 0.0) for pair in own]
-        torch._foreach_zero_([param.grad for param in optimizers.params])
-        tokens, right = sum(len(pair.answers[0]) for pair in own), 0.0
-        for batch in make_batches(rows, runtime.device, 8192):
-            wanted, logits = batch.targets[batch.mask], network.logits(network.features(batch.ids)[batch.mask])
-            (F.cross_entropy(logits, wanted, reduction="sum") / tokens).backward()
-            hit = (~batch.mask).masked_scatter(batch.mask, logits.argmax(-1) == wanted)
-            right += hit.all(1).sum().item()
-        norm, _ = optimizers.reduce_gradients(alone, 1.0, torch.zeros(1, device=runtime.device))
-        optimizers.step(min(1.0, (step + 1) / 10, 2 - 2 * step / s.sft_steps), 0.95, ~torch.isfinite(norm))
-        solved.append(right / 64)
-    for param in network.parameters() if runtime.distributed else ():
-        dist.broadcast(param.detach(), src=0)
-    return solved
-
-
 class DPOTrainer:
     """A policy, or with OBJECTIVE=reward a reward model, that learns from pairs. UserError: settings do not fit."""
 
@@ -2997,7 +2975,9 @@ def main() -> int:
     orders = functools.lru_cache(2)(functools.partial(pass_order, data.parts, s.seed))
     total = len(orders(0))
     if source == "new" and not checkpoint_path:
-        solved = warm_start(network, [data.pairs[at] for at in orders(0)], settings, runtime)
+        first = [data.pairs[at] for at in orders(0)]
+        solved = supervise(network, lambda numbers: [(pair.prompt, pair.answers[0]) for pair in (
+            first[at % total] for at in numbers)], settings, runtime)
         last = " ".join(f"{share:.2f}" for share in solved[-5:])
         log(f"policy: new, {len(solved)} supervised steps on chosen answers, last accuracies {last}")
     elif source != "new":

@@ -18,8 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 ORDER = (
     "settings runtime watch tokenizer data text chat preparation batches model lora optimizer schedule quantization "
-    "artifact export deltas weights evaluation checkpoint generation tasks rows responses start pairs policy "
-    "judge runs jobs"
+    "artifact export deltas weights evaluation checkpoint generation tasks rows responses start "
+    "supervision pairs policy judge runs jobs"
 ).split()
 FENCE = re.compile(r"# === (shared|end): (\w+) ===\n?")
 NEARLY_FENCE = re.compile(r"\s*#\W*(shared|end)\b\W*\w+\W*=\s*$|\s*#\s*=+\s*(shared|end)\b", re.IGNORECASE)
