@@ -2758,6 +2758,34 @@ def fitting_tokens(network: GPT, device: torch.device) -> int:
 
 
 # === shared: supervision ===
+def supervise(network: GPT, rows: Callable[[range], list[tuple]], settings: Settings, runtime: Runtime) -> list[float]:
+    """Up to SFT_STEPS of Muon on 64 answers each, until SFT_ACCURACY; of each step the share that was greedily right.
+
+    rows: from numbers to as many (prompt ids, answer ids). Every rank takes the same steps. AdamW learns to sort as
+    soon (170 steps), but not, in 400, to reverse (Muon: 300).
+    """
+    alone, size, solved = Runtime(0, 1, runtime.device, False), 64, []
+    rates = {**dict.fromkeys(("tied_embed_lr", "head_lr", "scalar_lr"), settings.sft_lr / 20), "muon_wd": 0.0,
+             "adam_wd": 0.0, "matrix_lr": settings.sft_lr, "optimizer": "muon"}
+    optimizers = Optimizers(network, SimpleNamespace(**{**MUON, **vars(settings), **rates}), alone)
+    for step in range(settings.sft_steps):
+        if len(solved) >= 10 and 0 < settings.sft_accuracy <= statistics.mean(solved[-10:]):
+            break
+        own, right = rows(range(step * size, (step + 1) * size)), 0
+        tokens = sum(len(answer) for _, answer in own)
+        torch._foreach_zero_([param.grad for param in optimizers.params])
+        whole = [(prompt, answer, [0.0] * len(answer), 0.0) for prompt, answer in own]
+        for batch in make_batches(whole, runtime.device, 8192):
+            wanted, logits = batch.targets[batch.mask], network.logits(network.features(batch.ids)[batch.mask])
+            (F.cross_entropy(logits, wanted, reduction="sum") / tokens).backward()
+            hits = (~batch.mask).masked_scatter(batch.mask, logits.argmax(-1) == wanted)
+            right += hits.all(1).sum().item()
+        norm, _ = optimizers.reduce_gradients(alone, 1.0, torch.zeros(1, device=runtime.device))
+        optimizers.step(min(1.0, (step + 1) / 10, 2 - 2 * step / settings.sft_steps), 0.95, ~torch.isfinite(norm))
+        solved.append(right / size)
+    for param in network.parameters() if runtime.distributed else ():
+        dist.broadcast(param.detach(), src=0)
+    return solved
 # === end: supervision ===
 
 
@@ -2775,34 +2803,16 @@ def check_room(network: GPT, prompts: list[list[int]], most: int) -> None:
 
 
 def warm_start(network: GPT, tokenizer: Tokenizer, task: Task, settings: Settings, runtime: Runtime) -> list[float]:
-    """Up to SFT_STEPS of Muon on batches of 64 demonstrations, of the answers alone, until SFT_ACCURACY; its course.
-
-    Every rank takes the same steps. AdamW learns to sort as soon (170 steps), but not, in 400, to reverse (Muon: 300).
-    """
-    alone, size, solved = Runtime(0, 1, runtime.device, False), 64, []
-    rates = {**dict.fromkeys(("tied_embed_lr", "head_lr", "scalar_lr"), settings.sft_lr / 20), "muon_wd": 0.0,
-             "adam_wd": 0.0, "matrix_lr": settings.sft_lr, "optimizer": "muon"}
-    optimizers = Optimizers(network, SimpleNamespace(**{**MUON, **vars(settings), **rates}), alone)
-    for step in range(settings.sft_steps):
-        if len(solved) >= 10 and 0 < settings.sft_accuracy <= statistics.mean(solved[-10:]):
-            break
-        rows = []
-        for at in range(step * size, (step + 1) * size):
+    """`supervise` by demonstrations of the task."""
+    def rows(numbers: range) -> list[tuple]:
+        found = []
+        for at in numbers:
             problem = task.problem(SFT_PROBLEMS + at, False)
             prompt, end = chat_ids(tokenizer, problem.prompt)
-            response = [*tokenizer.encode(problem.answer), end]
-            rows.append((prompt, response, [0.0] * len(response), 0.0))
-        [batch] = make_batches(rows, runtime.device, 1 << 30)
-        torch._foreach_zero_([param.grad for param in optimizers.params])
-        wanted, logits = batch.targets[batch.mask], network.logits(network.features(batch.ids)[batch.mask])  # (n, V)
-        F.cross_entropy(logits, wanted).backward()
-        right = (~batch.mask).masked_scatter(batch.mask, logits.argmax(-1) == wanted)
-        norm, _ = optimizers.reduce_gradients(alone, 1.0, torch.zeros(1, device=runtime.device))
-        optimizers.step(min(1.0, (step + 1) / 10, 2 - 2 * step / settings.sft_steps), 0.95, ~torch.isfinite(norm))
-        solved.append(right.all(1).float().mean().item())
-    for param in network.parameters() if runtime.distributed else ():
-        dist.broadcast(param.detach(), src=0)
-    return solved
+            found.append((prompt, [*tokenizer.encode(problem.answer), end]))
+        return found
+
+    return supervise(network, rows, settings, runtime)
 
 
 class PolicyTrainer:
