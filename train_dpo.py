@@ -3060,6 +3060,7 @@ def main() -> int:
     clock.start()
     while True:
         last_step, watch.began = clock.is_last(run.step), math.inf  # no limit for validation and saving
+        trainer.qat = s.qat and plan.phases["qat"].start_step > 0  # of a run that was resumed, too
         stop |= watch.signal > 0 and not runtime.distributed
         if s.val_loss_every and run.step and run.step % s.val_loss_every == 0 and not (last_step or stop):
             clock.stop()
@@ -3092,7 +3093,6 @@ def main() -> int:
         multiplier, _ = plan.rates(progress)
         metrics = {**trainer.update([data.pairs[at] for at in own], kept["reference"][own], multiplier),
                    "lr_mul": multiplier, "progress": progress, "passes": numbers.stop / total}
-        trainer.qat = s.qat and plan.phases["qat"].start_step > 0
         for name, average in averages.items():
             if "qat" in begun:  # an average of weights that never saw the quantizer does not fit it
                 average.count = 0

@@ -3290,6 +3290,7 @@ def main() -> int:
     clock.start()
     while True:
         last_step, watch.began = clock.is_last(run.step), math.inf  # no limit for validation and saving
+        trainer.qat = s.qat and plan.phases["qat"].start_step > 0  # of a run that was resumed, too
         stop |= watch.signal > 0 and not runtime.distributed
         if s.val_loss_every and run.step and run.step % s.val_loss_every == 0 and not (last_step or stop):
             clock.stop()
@@ -3322,7 +3323,6 @@ def main() -> int:
             log(f"phase: {name} begins at step {plan.phases[name].start_step}, {progress:.1%} of the run")
         multiplier, _ = plan.rates(progress)
         metrics = {**rollout.metrics, **trainer.update(rollout, multiplier), "lr_mul": multiplier, "progress": progress}
-        trainer.qat = s.qat and plan.phases["qat"].start_step > 0
         for name, average in averages.items():
             if "qat" in begun:  # an average of weights that never saw the quantizer does not fit it
                 average.count = 0

@@ -532,7 +532,7 @@ def test_a_reward_head_survives_packing(float32, tmp_path):
 TINY = {
     "DEVICE": "cpu", "LAYER_PATTERN": "g a", "MODEL_DIM": "32", "NUM_HEADS": "2", "SFT_STEPS": "20", "SFT_LR": "0.02",
     "PAIRS_PER_STEP": "16", "ITERATIONS": "24", "MAX_WALLCLOCK_SECONDS": "0", "RESERVE_SECONDS": "0",
-    "TRAIN_LOG_EVERY": "1", "SAVE_EVERY": "8", "KEEP": "9", "LEARNING_RATE": "0.01",
+    "TRAIN_LOG_EVERY": "1", "SAVE_EVERY": "11", "KEEP": "9", "LEARNING_RATE": "0.01",
 }
 # Forks a process, or some ranks, for each line of its input: to import torch takes longer than a run.
 SERVER = '''
@@ -684,7 +684,7 @@ def test_a_second_run_reads_the_cache_and_is_the_same(place, straight):
     place.same("again", straight)
 
 
-@pytest.mark.parametrize("step", [8])
+@pytest.mark.parametrize("step", [11, 22])  # before QAT, and in it
 def test_a_resumed_run_is_the_same_to_the_byte(place, straight, step):
     out = f"resumed{step}"
     shutil.copytree(place.of(straight), place.of(out))

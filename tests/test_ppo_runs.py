@@ -125,7 +125,8 @@ def test_the_start_is_that_of_grpo(place, straight):
 
 def test_stopped_by_sigterm_and_resumed_to_the_same_byte(place, straight):
     out = f"{straight} stopped"
-    place.run("ppo", out, STOPPED, 128 + signal.SIGTERM, **RUNS[straight])
+    at = {"head": 6, "separate": 9}[straight]  # the tenth step is quantization-aware
+    place.run("ppo", out, STOPPED.replace("== 6", f"== {at}"), 128 + signal.SIGTERM, **RUNS[straight])
     assert not (place.of(out) / "result.json").exists()
     place.run("ppo", out, **{**UNSET, "RESUME": "run"})
     place.same(out, straight)
