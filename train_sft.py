@@ -2524,10 +2524,10 @@ class Row:
 
 
 def make_row(turns: list[tuple[str, str]], tokenizer: Tokenizer, s) -> Row:
-    """Of turns as in `row_turns`; its prompt is what comes before the last answer, or a text. Raises RowError."""
-    answers = [at for at, (role, _) in enumerate(turns) if role == "<|assistant|>"]
-    prompt = turns[: answers[-1]] if answers else []
-    key = hashlib.blake2b(json.dumps(prompt or turns).encode(), digest_size=8).digest()
+    """Of turns as in `row_turns`. Its prompt is what comes before the first answer to a user, or else all: the earlier
+    answers of a conversation are learned and scored too. Raises RowError."""
+    ends = [at for at, (role, _) in enumerate(turns) if role == "<|assistant|>" and "<|user|>" in dict(turns[:at])]
+    key = hashlib.blake2b(json.dumps(turns[: ends[0]] if ends else turns).encode(), digest_size=8).digest()
     ids, said = map(np.array, turn_ids(tokenizer, turns))
     if len(ids) > s.train_seq_len:
         raise RowError(f"answer longer than the context, TRAIN_SEQ_LEN={s.train_seq_len}")
