@@ -2991,6 +2991,9 @@ class SFTTrainer:
 
 def load_teacher(s: Settings, tokenizer: Tokenizer, runtime: Runtime) -> GPT | None:
     """The network that TEACHER names, adapters merged, or None. Raises UserError where it does not fit."""
+    given = [name for name, value in vars(s).items() if name[:3] == "kd_" and value != getattr(Settings, name)]
+    if given and not s.teacher:
+        raise UserError(f"{given[0].upper()}={getattr(s, given[0])!r}: needs a TEACHER to learn from")
     if not s.teacher:
         return None
     network, own, file = load_model("TEACHER", s.teacher)

@@ -361,6 +361,7 @@ FAULTS = {
                                      r"TEACHER='.*': .*model.upar has the tokenizer bytes with 264 tokens, the student "
                                      r"tokenizer.model with 400; must be the same, see TOKENIZER_PATH"),
     "no such teacher": ({"TEACHER": "none"}, "TEACHER='none': no such file"),
+    "nothing to distil from": ({"KD_ALPHA": 0.9}, "KD_ALPHA=0.9: needs a TEACHER"),
     "nothing trains the head": ({"TEACHER": "STRAIGHT", "KD_LOSS": "pool", "KD_ALPHA": 1}, "KD_ALPHA=1 with KD_LOSS"),
     "top one": ({"TEACHER": "STRAIGHT", "KD_TOP_K": 1}, "KD_TOP_K=1 leaves nothing"),
     "no such loss": ({"KD_LOSS": "hinton"}, "KD_LOSS='hinton': must be one of forward, reverse, jsd, attention, "),
