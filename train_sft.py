@@ -2544,24 +2544,23 @@ def read_data(s, tokenizer: Tokenizer, say: Callable[[str], None]) -> SimpleName
         name, turns = row_turns(row)
         return name, make_row(turns, tokenizer, s)
 
+    held_out = [row for path in s.val_files.split(",") if path for row in read_rows(path.strip(), parse, say)]
     if s.train_files:
         files = [(path, read_rows(path, parse, say), weight)
                  for path, weight in weighted_files("TRAIN_FILES", s.train_files).items()]
-        held_out = [row for path in s.val_files.split(",") if path
-                    for row in read_rows(path.strip(), parse, say)]
         held_out = held_out or [row for _, rows, _ in files for row in rows if row.key % 10 == 0]
-        keys = {row.key for row in held_out}
-        files = [(path, [row for row in rows if row.key not in keys], weight) for path, rows, weight in files]
     else:
         task = make_task(s.task, s.task_path, s.seed)
         count = min(s.demonstrations, len(task.rows[False]) or s.demonstrations)
         problems = [task.problem(DEMONSTRATION + at, False) for at in range(count)], task.held_out(s.eval_prompts)
         try:
-            rows, held_out = ([parse({"prompt": problem.prompt, "completion": problem.answer})[1] for problem in some]
-                              for some in problems)
+            rows, own = ([parse({"prompt": problem.prompt, "completion": problem.answer})[1] for problem in some]
+                         for some in problems)
         except RowError as error:
             raise UserError(f"TASK={s.task!r}: a demonstration is an {error}; must be longer") from None
-        files = [(f"TASK={s.task}", rows, 1.0)]
+        files, held_out = [(f"TASK={s.task}", rows, 1.0)], held_out or own
+    keys = {row.key for row in held_out}
+    files = [(path, [row for row in rows if row.key not in keys], weight) for path, rows, weight in files]
     for path, rows, weight in files:
         if not rows or len(held_out) < 2:
             raise UserError(f"{path}: {len(rows)} rows to train on, and {len(held_out)} held out of all; must be 1 and "

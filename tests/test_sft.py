@@ -271,6 +271,9 @@ def test_val_files_are_held_out_with_their_prompts(tmp_path):
     val = write(tmp_path / "v.jsonl", [good(at, "maybe") for at in range(90, 120)])
     data, said = read(tmp_path, train_files=str(train), val_files=str(val))
     assert len(data.rows) == 90 and len(data.held_out) == 30 and "90 rows to train on" in said[-1]
+    data, _ = read(tmp_path, task="sort", demonstrations=50, val_files=str(val))  # of a task, too
+    assert len(data.rows) == 50 and len(data.held_out) == 30
+    assert {S.turns_of(BYTES, row.ids.tolist())[-1][1] for row in data.held_out} == {"maybe"}
 
 
 def test_demonstrations_of_a_task(tmp_path):
