@@ -2429,7 +2429,8 @@ def score_lambada(models: SimpleNamespace, path: str, settings: Settings) -> dic
     kept = [item[0] for item in scores if item]
     nats, tokens = [-logps.sum().item() for logps, _ in kept], sum(len(logps) for logps, _ in kept)
     return {"accuracy": interval([float(hits.all()) for _, hits in kept]), "n": len(kept), **left,
-            "perplexity": math.exp(statistics.fmean(nats)), "nats_per_token": sum(nats) / tokens, "tokens": tokens}
+            "perplexity": torch.tensor(statistics.fmean(nats), dtype=torch.float64).exp().item(),  # or inf
+            "nats_per_token": sum(nats) / tokens, "tokens": tokens}
 
 
 def score_task(models: SimpleNamespace, path: str, settings: Settings) -> dict:

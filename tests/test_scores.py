@@ -266,6 +266,13 @@ def test_lambada_is_greedy_and_its_perplexity_that_of_words(place, tmp_path):
         assert (found["n"], found["tokens"]) == (len(expected), tokens)
 
 
+def test_a_perplexity_beyond_floats_is_infinite(place, tmp_path, monkeypatch):
+    scores = [[(torch.tensor([-800.0]), torch.tensor([False]))]]
+    monkeypatch.setattr(S, "item_scores", lambda model, items: (scores, {"contexts_cut": 0, "left_out": 0}))
+    path = write(tmp_path, "rows.jsonl", {"context": "a", "continuation": "b"})
+    assert S.score(settings(place, "lambada", score_path=path))[path]["perplexity"] == math.inf
+
+
 # ------------------------------------------------------------------------------------------------------------- tasks
 def scripted(monkeypatch, *texts: list[list[str]]) -> None:
     """`answer` gives these in turn: a list for each call, of a list of texts for each prompt."""
