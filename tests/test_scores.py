@@ -371,6 +371,23 @@ def test_preferences_by_hand(place, tmp_path, reference):
     assert found["chosen_longer"] == S.interval([1.0, 0.0, 0.0, 1.0])
 
 
+def test_pairs_that_fit_one_of_two_models_each_are_one_line(place, tmp_path):
+    tokenizer = S.load_tokenizer(train_model(tmp_path / "own.model"))
+    pack(tmp_path / "short", lively(7, tokenizer, train_seq_len=40), tokenizer)
+    path = write(tmp_path, "pairs.jsonl", *({"prompt": "p", "chosen": text, "rejected": text[1:]} for text in (
+        "the cat sat on the mat " * 3, "qzxj" * 12)))  # 69 bytes of few pieces, 48 of as many
+    with pytest.raises(S.UserError, match="^SCORE_PATH=.*: no pair fits .*own.* and .*short.*, contexts of 64 and 40"):
+        S.score(settings(place, "preference", score_path=path, score_model=str(tmp_path / "short")))
+
+
+def test_prompts_that_are_cut_are_counted_for_both_models(place, tmp_path):
+    pack(tmp_path / "long", lively(8, train_seq_len=128))
+    path = write(tmp_path, "pairs.jsonl", {"prompt": "q" * 80, "chosen": "x", "rejected": "y"}, *PAIRS)
+    for other, count in ((str(tmp_path / "long"), 2), (str(place / "other"), 4), ("", 2)):
+        found = S.score(settings(place, "preference", score_path=path, score_model=other))[path]
+        assert found["contexts_cut"] == count
+
+
 def plain_reward(net: S.GPT, turns: list[tuple[str, str]]) -> float:
     with torch.no_grad():
         ids = S.turn_ids(BYTES, turns)[0]
