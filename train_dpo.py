@@ -2701,7 +2701,7 @@ def parse_pair(row: dict, tokenizer: Tokenizer, context: int, margin: float) -> 
     if np.array_equal(*answers):
         raise RowError("chosen and rejected are the same tokens")
     if pair.width() > context:
-        raise RowError("answer longer than the context")
+        raise RowError(f"answer longer than the context, TRAIN_SEQ_LEN={context}")
     return kind, pair
 
 
@@ -2986,6 +2986,8 @@ def main() -> int:
     runtime = start_runtime(settings.device, settings.deterministic)
     network, tokenizer, source = start_policy(settings, runtime)
     tokenizer, config, reward = grow_roles(network, tokenizer), network.config, s.objective == "reward"
+    if config.positions != "learned":  # these end where they do
+        config.train_seq_len = max(config.train_seq_len, s.train_seq_len)
     if reward and not hasattr(network, "w_value"):
         add_value_head(network)
     data = load_pairs(settings, tokenizer, config.train_seq_len, said.append)

@@ -200,7 +200,7 @@ BAD = {  # what the log calls it -> a row, or a line
     "missing field 'prompt'": {"chosen": "c", "rejected": "d"},
     "empty answer": {**GOOD, "rejected": " \n"}, "identical chosen and rejected": {**GOOD, "rejected": "c"},
     "unknown role 'narrator'": {**GOOD, "prompt": [{"role": "narrator", "content": "x"}]},
-    "answer longer than the context": {**GOOD, "rejected": "d" * 200},
+    "answer longer than the context, TRAIN_SEQ_LEN=64": {**GOOD, "rejected": "d" * 200},
     "field 'margin' is no number": {**GOOD, "margin": "1"},
     "chosen or rejected does not end with the assistant's turn": {**GOOD, "chosen": [{"role": "user", "content": "x"}]},
     "chosen and rejected differ before their last turn": {
@@ -727,8 +727,9 @@ def test_other_runs_end_well(place, changes):
 
 
 def test_a_start_from_a_run_and_other_data_at_a_resume(place, straight):
-    """The reward model starts from the policy's artifact; a checkpoint does not go on with other rows."""
-    assert place.run("onward", OBJECTIVE="reward", INIT_FROM=place.of(straight), ITERATIONS=8) == ""
+    """A reward model starts from a policy's artifact, with a longer context; no checkpoint goes on with other rows."""
+    assert place.run("onward", OBJECTIVE="reward", INIT_FROM=place.of(straight), ITERATIONS=8, TRAIN_SEQ_LEN=200) == ""
+    assert P.load_model("ARTIFACT", str(place.of("onward")))[0].config.train_seq_len == 200
     assert f"policy: {place.of(straight) / 'model.upar'}" in place.log("onward")
     shutil.copytree(place.of(straight), place.of("changed"))
     (place.of("changed") / "result.json").unlink()
