@@ -41,7 +41,7 @@ import json, os, sys, traceback
 sys.path.insert(0, sys.argv[1])
 import numpy, torch
 import torch._dynamo
-import train_grpo, train_gspo, train_ppo
+import train_grpo, train_gspo, train_ppo, train_sft
 
 for line in sys.stdin:
     order = json.loads(line)
@@ -58,7 +58,7 @@ for line in sys.stdin:
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), number)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     name = order["env"].pop("SCRIPT")
-    T = {"grpo": train_grpo, "gspo": train_gspo, "ppo": train_ppo}[name]
+    T = sys.modules[f"train_{name}"]
     os.environ.clear()
     os.environ.update(order["env"])
     sys.argv = [T.__file__]
@@ -135,6 +135,8 @@ few = third(lambda: [0.0] * 15)
 class Place:
     """A folder with a task, rewards, and the runs of the tests, each in <out>/run of it."""
 
+    tiny, rows = TINY, ("TASK_PATH", "task.jsonl")  # settings of all runs, and which of them names a file, and it
+
     def __init__(self, folder: Path):
         self.folder, self.count = folder, 0
         words = [sys.executable, "-c", SERVER, str(ROOT)]
@@ -142,9 +144,10 @@ class Place:
                                        stdout=subprocess.PIPE)
 
     def environment(self, **changes: object) -> dict[str, str]:
-        """TINY and `changes`; None leaves a setting out."""
+        """`tiny` and `changes`; None leaves a setting out."""
         kept = {name: os.environ[name] for name in KEPT if name in os.environ}
-        settings = {**TINY, "TASK_PATH": str(self.folder / "task.jsonl"), **{k: str(v) for k, v in changes.items()}}
+        name, file = self.rows
+        settings = {**self.tiny, name: str(self.folder / file), **{k: str(v) for k, v in changes.items()}}
         return {**kept, "OMP_NUM_THREADS": "1", **{name: text for name, text in settings.items() if text != "None"}}
 
     def begin(self, script: str, out: str, patch: str = "", **changes: object) -> Child:
