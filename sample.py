@@ -536,7 +536,7 @@ def read_rows(path: str, parse: Callable[[dict], tuple[str, object]], log: Calla
         with open(path, "rb") as file:
             reader = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
             content = reader.read() if path.endswith(".zst") else file.read()
-        whole = None
+        content, whole = content.removeprefix(b"\xef\xbb\xbf"), None  # a mark that some editors put before UTF-8
         with contextlib.suppress(ValueError, RecursionError):  # or lines of which the first is a list, and no row
             whole = json.loads(content) if content.lstrip()[:1] == b"[" else None
     except (OSError, zstandard.ZstdError) as error:

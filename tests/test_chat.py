@@ -141,7 +141,8 @@ def test_files_of_every_kind_give_the_same_rows(tmp_path):
     kinds = {"a.jsonl": lines, "b.json": json.dumps(rows, indent=1).encode(),
              "c.json": b" \n" + json.dumps(rows).encode(),
              "d.jsonl.zst": zstandard.compress(lines), "e.json.zst": zstandard.compress(json.dumps(rows).encode()),
-             "f.jsonl.zst": zstandard.compress(lines[:100]) + zstandard.compress(lines[100:])}
+             "f.jsonl.zst": zstandard.compress(lines[:100]) + zstandard.compress(lines[100:]),
+             "h.jsonl": b"\xef\xbb\xbf" + lines, "i.json": b"\xef\xbb\xbf" + json.dumps(rows).encode()}
     for name, content in kinds.items():
         (tmp_path / name).write_bytes(content)
         found = S.read_rows(str(tmp_path / name), S.row_turns, log.append)
