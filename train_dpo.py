@@ -2889,6 +2889,8 @@ class DPOTrainer:
             (s.pairs_per_step % runtime.world_size,
              f"PAIRS_PER_STEP={s.pairs_per_step}: must be a multiple of the {runtime.world_size} ranks"),
             (not s.beta and not self.reward, "BETA=0: must be above 0, or nothing is learned"),
+            (s.label_smoothing != Settings.label_smoothing and s.objective not in ("cdpo", "robust"),
+             f"LABEL_SMOOTHING={s.label_smoothing}: OBJECTIVE={s.objective} does not read it; cdpo and robust do"),
             (s.reference == "base" and not adapted,
              "REFERENCE='base': no adapters to switch off; needs LORA_RANK, or REFERENCE=start"),
         ):
