@@ -2428,9 +2428,8 @@ def score_lambada(models: SimpleNamespace, path: str, settings: Settings) -> dic
     scores, left = item_scores(models.artifact, items)
     kept = [item[0] for item in scores if item]
     nats, tokens = [-logps.sum().item() for logps, _ in kept], sum(len(logps) for logps, _ in kept)
-    return {"accuracy": interval([float(hits.all()) for _, hits in kept]), "n": len(kept), **left,
-            "perplexity": torch.tensor(statistics.fmean(nats), dtype=torch.float64).exp().item(),  # or inf
-            "nats_per_token": sum(nats) / tokens, "tokens": tokens}
+    return {"accuracy": interval([float(hits.all()) for _, hits in kept]), "n": len(kept), **left, "tokens": tokens,
+            "perplexity": math.exp(min(709, statistics.fmean(nats))), "nats_per_token": sum(nats) / tokens}
 
 
 def score_task(models: SimpleNamespace, path: str, settings: Settings) -> dict:
@@ -2455,18 +2454,15 @@ def score_task(models: SimpleNamespace, path: str, settings: Settings) -> dict:
 
 def score_preference(models: SimpleNamespace, path: str, settings: Settings) -> dict:
     """Share of pairs in which the chosen answer has the higher log-probability (with SCORE_MODEL over that model's), as
-    a sum and per token, and, of a model with a value head, the higher reward. Level pairs count as wrong.
-    """
-    pairs, own, sides, found, cut = read_rows(path, row_pair, print), models.artifact, [], {}, 0
+    a sum and per token, and, of a model with a value head, the higher reward. Level pairs count as wrong."""
+    pairs, own, sides, found = read_rows(path, row_pair, print), models.artifact, [], {}
     for model in filter(None, (own, models.score_model)):
-        items = [answered(model.tokenizer, turns, texts, "chat") for turns, *texts in pairs]
-        scores, left = item_scores(model, items)
-        cut += left["contexts_cut"]
+        scores, left = item_scores(model, [answered(model.tokenizer, turns, texts, "chat") for turns, *texts in pairs])
+        found["contexts_cut"] = found.get("contexts_cut", 0) + left["contexts_cut"]
         sides.append([item and [torch.stack([logps.sum(), logps.mean()]) for logps, _ in item] for item in scores])
     kept = [at for at in range(len(pairs)) if all(side[at] for side in sides)]
     if not kept:
-        raise UserError(f"SCORE_PATH={path!r}: no pair fits {own.source} and {models.score_model.source}, contexts of "
-                        f"{own.context} and {models.score_model.context} tokens; must be one that fits both")
+        raise UserError(f"SCORE_PATH={path!r}: no pair fits both {own.source} and {models.score_model.source}")
     margins = torch.stack([sum(sign * (side[at][0] - side[at][1]) for sign, side in zip((1, -1), sides, strict=False))
                            for at in kept]).T.tolist()
     if hasattr(own.network, "w_value"):
@@ -2476,8 +2472,7 @@ def score_preference(models: SimpleNamespace, path: str, settings: Settings) -> 
         found |= {f"accuracy{name}": interval([float(value > 0) for value in values]),
                   f"margin{name}": interval(values), f"ties{name}": values.count(0)}
     longer = [float(len(pairs[at][1].encode()) > len(pairs[at][2].encode())) for at in kept]
-    return {**found, "chosen_longer": interval(longer), "n": len(kept), "contexts_cut": cut,
-            "left_out": len(pairs) - len(kept)}
+    return {**found, "chosen_longer": interval(longer), "n": len(kept), "left_out": len(pairs) - len(kept)}
 
 
 def score_win(models: SimpleNamespace, path: str, settings: Settings) -> dict:
