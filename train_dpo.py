@@ -2997,8 +2997,8 @@ def main() -> int:
     budget = max(0.0, settings.max_wallclock_seconds - settings.reserve_seconds)
     clock = Clock(settings.iterations, budget, runtime, replay)
     run = Run(settings, runtime, {}, {
-        **vars(config), "tokenizer_sha256": tokenizer.sha256, "data_sha256": data.sha256,
-        **{name: getattr(settings, name) for name in ("seed", "objective", "pairs_per_step", "lora_rank")}})
+        **vars(config), "tokenizer_sha256": tokenizer.sha256, "data_sha256": data.sha256, **{
+            name: getattr(s, name) for name in ("seed", "objective", "pairs_per_step", "lora_rank", "train_files")}})
     checkpoint_path, folder, log = run.open(), run.folder, run.log
     watch = Watch(runtime, folder, settings.hang_seconds, log)
     log("\n".join(said))

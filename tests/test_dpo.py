@@ -739,6 +739,8 @@ def test_a_start_from_a_run_and_other_data_at_a_resume(place, straight):
     names = dict.fromkeys([*TINY, "TRAIN_FILES", "RUN_ID", "OUT_DIR"])
     err = place.run("changed", 2, RESUME=place.of("changed"), **{**names, "TRAIN_FILES": few})
     assert re.fullmatch(r"error: RESUME='.*': DATA_SHA256='\w+'; must stay '\w+'\n", err), err
+    err = place.run("changed", 2, RESUME=place.of("changed"), **{**names, "TRAIN_FILES": f"{place.pairs}:0.5"})
+    assert re.fullmatch(r"error: RESUME='.*': TRAIN_FILES='.*:0.5'; must stay '.*'\n", err), err
 
 
 # ------------------------------------------------------------------------------------------------------------ the guide
