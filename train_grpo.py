@@ -2875,9 +2875,9 @@ def solve(trainer: PolicyTrainer, task: Task, problems: list[Problem], count: in
 
 
 def policy_scores(greedy: Tensor, sampled: Tensor) -> dict:
-    """For result.json, of held-out problems: greedy (n, 1), sampled (n, k); each share with its 95% interval."""
+    """For result.json, of held-out problems: greedy (n, 1), sampled (n, k); shares and 95% intervals, in [0, 1]."""
     found = {"greedy": greedy[:, 0], "pass1": sampled.mean(1), f"pass{sampled.size(1)}": sampled.amax(1)}
-    return {"n": len(greedy), **{name: mean_interval(values) for name, values in found.items()}}
+    return {"n": len(greedy), **{name: np.clip(mean_interval(each), 0, 1).tolist() for name, each in found.items()}}
 
 
 def policy_gain(before: dict[str, Tensor], greedy: Tensor, sampled: Tensor, temperature: float) -> tuple[dict, str]:

@@ -2916,7 +2916,7 @@ def row_scores(found: Tensor) -> dict:
     """For result.json, of held-out rows' nats, tokens and likeliest tokens (n, 3); the answers' tokens alone."""
     nats, tokens, right = found.T
     return {"rows": len(found), "tokens": int(tokens.sum()), "loss": ratio_interval(nats, tokens),
-            "accuracy": ratio_interval(right, tokens)}
+            "accuracy": np.clip(ratio_interval(right, tokens), 0, 1).tolist()}
 
 
 class SFTTrainer:

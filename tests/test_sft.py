@@ -730,3 +730,9 @@ def test_the_whole_gradient_by_finite_differences():
                     param.sub_(sign * 1e-6 * way)
         assert (ends[0] - ends[1]) / 2e-6 == pytest.approx(slope, rel=1e-5)
         assert all(param.grad is None for param in teacher.parameters())
+
+
+def test_the_interval_of_an_accuracy_ends_at_1():
+    found = S.row_scores(torch.tensor([[0.1, 5.0, 5.0]] * 9 + [[0.1, 5.0, 4.0]]))
+    share, low, high = found["accuracy"]
+    assert share == pytest.approx(0.98) and 0.93 < low < 0.95 and high == 1 and found["rows"] == 10
