@@ -2247,16 +2247,16 @@ def rewards(model: SimpleNamespace, talks: list[list[tuple[str, str]]]) -> list[
     return [found[at] for at in range(len(rows))]
 
 
-def interval(values: list[float]) -> list[float | None]:
-    """Mean of values of independent rows, and the ends of its 95% interval: Wilson's of a share, where every value is 0
-    or 1 (JASA 22, 1927), else the normal approximation; None of one value.
-    """
+def interval(values: list[float], share: bool = True) -> list[float | None]:
+    """Mean of values of independent rows and the ends of its 95% interval, None of one value: Wilson's (JASA 22, 1927)
+    of a share whose values are all 0 or 1, else the normal approximation, for a share no further than 0 and 1."""
     n, mean, z = len(values), statistics.fmean(values), 1.959964
-    if set(values) <= {0, 1}:
+    if share and set(values) <= {0, 1}:
         centre, half = mean + z * z / (2 * n), z * math.sqrt(mean * (1 - mean) / n + z * z / (4 * n * n))
         return [mean, *(end / (1 + z * z / n) for end in (centre - half, centre + half))]
-    half = z * statistics.stdev(values) / math.sqrt(n) if n > 1 else math.inf
-    return [mean, mean - half, mean + half] if n > 1 else [mean, None, None]
+    half = z * statistics.stdev(values) / math.sqrt(n) if n > 1 else math.nan
+    ends = (max(0.0, mean - half), min(1.0, mean + half)) if share else (mean - half, mean + half)
+    return [mean, *(ends if n > 1 else (None, None))]
 
 
 # -------------------------------------------------------------------------------------------------------------- rows
@@ -2470,7 +2470,7 @@ def score_preference(models: SimpleNamespace, path: str, settings: Settings) -> 
         margins.append([chosen - rejected for chosen, rejected in zip(both[::2], both[1::2], strict=True)])
     for name, values in zip(("", "_per_token", "_reward"), margins, strict=False):
         found |= {f"accuracy{name}": interval([float(value > 0) for value in values]),
-                  f"margin{name}": interval(values), f"ties{name}": values.count(0)}
+                  f"margin{name}": interval(values, share=False), f"ties{name}": values.count(0)}
     longer = [float(len(pairs[at][1].encode()) > len(pairs[at][2].encode())) for at in kept]
     return {**found, "chosen_longer": interval(longer), "n": len(kept), "left_out": len(pairs) - len(kept)}
 
@@ -2490,8 +2490,8 @@ def score_win(models: SimpleNamespace, path: str, settings: Settings) -> dict:
     wins, ties = sum(margin > 0 for margin in apart), apart.count(0)
     return {"win_rate": interval([(margin > 0) + (margin == 0) / 2 for margin in apart]), "wins": wins, "ties": ties,
             "losses": len(apart) - wins - ties, "mark": statistics.fmean(marks[0]),
-            "mark_of_other": statistics.fmean(marks[1]), "difference": interval(apart), "n": len(apart),
-            "judge": judge.source if judge else f"checker of {task.name}", "left_out": left}
+            "mark_of_other": statistics.fmean(marks[1]), "difference": interval(apart, share=False),
+            "n": len(apart), "judge": judge.source if judge else f"checker of {task.name}", "left_out": left}
 
 
 def score_quality(models: SimpleNamespace, path: str, settings: Settings) -> dict:

@@ -365,8 +365,8 @@ def test_preferences_by_hand(place, tmp_path, reference):
                 sum(ref[0]) / size(ref[0]) - sum(ref[1]) / size(ref[1])))
     assert found["accuracy"] == S.interval([float(value > 0) for value in sums])
     assert found["accuracy_per_token"] == S.interval([float(value > 0) for value in means])
-    assert found["margin"] == pytest.approx(S.interval(sums), abs=1e-4)
-    assert found["margin_per_token"] == pytest.approx(S.interval(means), abs=1e-4)
+    assert found["margin"] == pytest.approx(S.interval(sums, share=False), abs=1e-4)
+    assert found["margin_per_token"] == pytest.approx(S.interval(means, share=False), abs=1e-4)
     assert (found["n"], found["left_out"], found["ties"]) == (4, 1, 0) and "accuracy_reward" not in found
     assert found["chosen_longer"] == S.interval([1.0, 0.0, 0.0, 1.0])
 
@@ -403,7 +403,7 @@ def test_a_reward_model_prefers_by_its_value_head(place, tmp_path):
         rewards = [plain_reward(net, [*turns, (ASSISTANT, text)]) for text in (chosen, rejected)]
         margins.append(rewards[0] - rewards[1])
     assert found["accuracy_reward"] == S.interval([float(value > 0) for value in margins])
-    assert found["margin_reward"] == pytest.approx(S.interval(margins), abs=1e-4)
+    assert found["margin_reward"] == pytest.approx(S.interval(margins, share=False), abs=1e-4)
 
 
 # --------------------------------------------------------------------------------------------------------------- win
@@ -440,7 +440,7 @@ def test_win_rate_by_a_reward_model(place, tmp_path):
     assert found["mark"] == pytest.approx(statistics.fmean(marks[0]), abs=1e-4)
     assert found["difference"][0] == pytest.approx(statistics.fmean(marks[0]) - statistics.fmean(marks[1]), abs=1e-4)
     found = S.score(settings(place, "win", score_model=str(place / "own"), **changes))[path]
-    assert (found["ties"], found["win_rate"]) == (5, [0.5, 0.5, 0.5])
+    assert (found["ties"], found["win_rate"]) == (5, [0.5, 0.5, 0.5]) and found["difference"] == [0, 0, 0]
 
 
 # ----------------------------------------------------------------------------------------------------------- quality
@@ -479,8 +479,12 @@ def test_wilson_ends_are_where_the_score_test_turns(right, n):
 def test_other_means_have_normal_intervals():
     values = [0.5, 1.0, -2.0, 0.25]
     half = 1.959964 * np.std(values, ddof=1) / 2
-    assert S.interval(values) == pytest.approx([-0.0625, -0.0625 - half, -0.0625 + half], abs=1e-12)
-    assert S.interval([0.3]) == [0.3, None, None]
+    assert S.interval(values, share=False) == pytest.approx([-0.0625, -0.0625 - half, -0.0625 + half], abs=1e-12)
+    assert S.interval([0.3]) == [0.3, None, None] == S.interval([0.3], share=False)
+    half = 1.959964 * np.std([0.0, 1.0, 1.0], ddof=1) / 3**0.5
+    assert S.interval([0.0, 1.0, 1.0], share=False) == pytest.approx([2 / 3, 2 / 3 - half, 2 / 3 + half], abs=1e-12)
+    low, high = S.interval([1.0, 1.0, 0.75, 1.0])[1:]  # a share of shares
+    assert 0.8 < low < 0.82 and high == 1 and S.interval([0.0, 0.25, 0.0, 0.0])[1] == 0
 
 
 # ------------------------------------------------------------------------------------------------ rows and settings
