@@ -585,8 +585,8 @@ def row_turns(row: dict) -> tuple[str, list[tuple[str, str]]]:
         turns = listed_turns(row[field], field)
     elif name := next((name for name, (field, *_) in FORMATS.items() if field in row), ""):
         field, more, answers = FORMATS[name]
-        parts = [text_of(row, key) for key in (field, more) if row.get(key)]
-        turns = [("<|user|>", "\n\n".join(parts)), ("<|assistant|>", text_of(row, *answers))]
+        parts = [text_of(row, key) for key in (field, more) if key == field or row.get(key)]
+        turns = [("<|user|>", "\n\n".join(filter(None, parts))), ("<|assistant|>", text_of(row, *answers))]
     elif "text" in row:
         name, turns = "text", [("", text_of(row, "text"))]
     else:
