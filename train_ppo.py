@@ -3052,8 +3052,7 @@ def update_unit(s: Settings, ranks: int) -> int:
         (s.prompts_per_step % unit,
          f"PROMPTS_PER_STEP={s.prompts_per_step}: must be a multiple of MINI_BATCHES x ranks = {unit}"),
         (s.temperature <= 0, f"TEMPERATURE={s.temperature}: must be above 0, or nothing is explored"),
-        (s.critic == "head" and s.critic_lr != Settings.critic_lr,
-         f"CRITIC_LR={s.critic_lr}: CRITIC=head learns at LEARNING_RATE; must be left, or CRITIC=separate"),
+        (s.critic == "head" and s.critic_lr != Settings.critic_lr, f"CRITIC_LR={s.critic_lr}: needs CRITIC=separate"),
         (s.kl_target and not s.kl_beta, f"KL_TARGET={s.kl_target}: needs a KL_BETA above 0 to begin with"),
         (s.reward and s.reward_model, f"REWARD={s.reward!r}: must be empty with REWARD_MODEL"),
     ):

@@ -176,7 +176,7 @@ FAULTS = {
     "unknown critic": ({"CRITIC": "shared"}, "CRITIC='shared': must be one of head, separate"),
     "no such reward model": ({"REWARD_MODEL": "none"}, "REWARD_MODEL='none': no such file"),
     "base without adapters": ({"REFERENCE": "base"}, "REFERENCE='base': no adapters"),
-    "rate of no network": ({"CRITIC_LR": 0.01}, "CRITIC_LR=0.01: CRITIC=head learns at LEARNING_RATE; must be left"),
+    "rate of no network": ({"CRITIC_LR": 0.01}, "CRITIC_LR=0.01: needs CRITIC=separate"),
     "target without a price": ({"KL_BETA": 0, "KL_TARGET": 6}, "KL_TARGET=6.0: needs a KL_BETA above 0"),
     "no reward at all": ({"SFT_STEPS": 0, "ITERATIONS": 12, "SAVE_EVERY": 0},
                          "first 10 steps all samples have one reward .mean 0.000"),
