@@ -3029,8 +3029,8 @@ def main() -> int:
     log(f"batch: a step is {s.pairs_per_step} pairs, over {runtime.world_size} ranks, chosen and rejected in one "
         f"forward of at most {trainer.micro_tokens} tokens; a pass over the data {total / s.pairs_per_step:.1f} steps")
     at_0 = 1 / (2 * s.beta) ** 2 if s.objective == "ipo" else math.log(2)
-    log("note: accuracy counts pairs whose chosen reward is greater, not equal; at the start policy and reference are "
-        f"one (a new reward head is 0), so rewards are 0, margins 0, accuracy 0 and the loss {at_0:.4g}: no fault. The "
+    log("note: accuracy counts pairs whose chosen reward is greater, not equal; while policy and reference are one, "
+        f"or a reward head is new, rewards are 0, accuracy 0 and the loss, without margins, {at_0:.4g}: no fault. The "
         "first step's line may show either share instead, for its rewards are 0 but for float32's last digits")
     if checkpoint_path:
         run.load(Path(checkpoint_path))
