@@ -601,6 +601,14 @@ def test_the_guides_other_commands_run(trained, named):
     assert len(others) == 4 and json.loads((named / "rate.json").read_bytes())["rows"]
 
 
+def test_the_guide_names_settings_that_exist():
+    text = (ROOT / "docs" / "quantization.md").read_text(encoding="utf-8")
+    names = set(re.findall(r"(?:`|\b)([A-Z][A-Z_]{2,}[A-Z])(?:`|=)", text))
+    known = {name.upper() for module in (Q, T) for name in module.Settings.__dataclass_fields__}
+    others = {name for name in names - known if re.fullmatch("|".join(T.FOREIGN_NAMES), name)}
+    assert len(names) > 20 and names - known - others == set() and others == {"ARTIFACT", "LORA_RANK", "MODE"}
+
+
 def test_bits_of_a_normal_tensor_are_those_of_the_guide():
     """Entropy of a normal variable in steps of d sigmas: log2(2 pi e) / 2 - log2(d)."""
     defaults, normal = T.quant_table(T.Settings()), torch.randn(512, 1024, generator=torch.Generator().manual_seed(0))
