@@ -174,6 +174,18 @@ def test_run_sh_names_configs_that_exist():
     assert {name for name in named if not (ROOT / name).is_file()} == set()
 
 
+@pytest.mark.parametrize(("gpus", "given", "config"), [
+    (0, "", "configs/cpu.env"), (1, "", "configs/golf_1gpu.env"), (3, "", "configs/golf_1gpu.env"),
+    (4, "", "configs/golf_8gpu.env"), (8, "", "configs/golf_8gpu.env"), (16, "", "configs/golf_8gpu.env"),
+    (0, "x.env", "x.env"), (1, "x.env", "x.env"), (8, "x.env", "x.env")])
+def test_run_sh_picks_by_gpus_unless_config_is_given(gpus, given, config):
+    text, given = (ROOT / "run.sh").read_text(encoding="utf-8"), {"CONFIG": given} if given else {}
+    choice, = re.findall(r'^  case "\$gpus" in\n.*?^  esac\n', text, re.M | re.S)
+    done = subprocess.run(["bash", "-euc", f'gpus={gpus}\n{choice}echo "$CONFIG"'], env=given, capture_output=True,
+                          text=True)
+    assert (done.stdout, done.stderr) == (f"{config}\n", "")
+
+
 # ----------------------------------------------------------------------------------------------------------- tiny runs
 SHAPE = dict(DEVICE="cpu", MODEL_DIM=32, NUM_HEADS=2, ITERATIONS=8, MAX_WALLCLOCK_SECONDS=0, SAVE_EVERY=0,
              TRAIN_LOG_EVERY=1)
@@ -237,8 +249,8 @@ def test_a_tiny_run(place, runs, name):  # noqa: F811
     module, settings = load(script, path)
     result = json.loads((folder / "result.json").read_text())
     assert (result["script"], result["steps"], result["settings"]["config"]) == (f"{script}.py", 8, str(path))
-    left = {key: value for key, value in vars(settings).items()
-            if key.upper() in parts(path)[1] and key.upper() not in sizes}
+    left = {key.lower(): module.parse_setting(key.lower(), text, type(getattr(settings, key.lower())))
+            for key, text in parts(path)[1].items() if key not in sizes}
     assert left and {key: result["settings"][key] for key in left} == left
     assert all(phase["steps"] for phase in result["phases"].values())
     header, tensors, _ = module.read_artifact(folder / "model.upar")
