@@ -463,11 +463,13 @@ def check_scores(folder: Path, track: Path, data: str) -> list[str]:
     """Faults of the artifacts, each scored again by the record's script in a clean process on the CPU."""
     (rules, _), found, script = read_track(track), [], next(folder.glob("*.py"))
     data, paths = Path(data or ROOT / rules["data"]["path"]).resolve(), sorted(folder.glob("seed_*.upar"))
+    if not paths:
+        return wrong("artifacts", ("to score again", "none", "seed_<n>.upar, also where git does not keep them", False))
     try:
         scores = run_script(script, folder / "config.env", rules["score"], tuple(map(str, paths)), DATA_PATH=str(data))
     except RecordError as error:
         return [f"artifacts: cannot be scored on {data} ({error})"]
-    for path, again in zip(paths, scores, strict=True) if paths else ():
+    for path, again in zip(paths, scores, strict=True):
         log = read_log(path.with_suffix(".txt"))
         score = log.facts[rules["score"]]
         found += wrong(path.name, ("its score is not reproduced", again["score"], f"{score} to 1e-6",
