@@ -12,7 +12,6 @@ in its track.json. `check` prints a line for every fault, and exits with 1 if th
 
 import argparse
 import ast
-import datetime
 import functools
 import hashlib
 import json
@@ -24,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,12 +37,16 @@ WHOLE = "script code_sha256 manifest_sha256 tokenizer_sha256 hardware world_size
 KINDS = {**dict.fromkeys([*WHOLE, "commit", "artifact_sha256"], str), "events": ast.literal_eval,
          **dict.fromkeys("seed steps tokens val_tokens val_bytes artifact_bytes code_bytes total_bytes".split(), int),
          **dict.fromkeys("train_seconds total_seconds val_loss val_nats val_bpb bytes_per_token".split(), float)}
+# What tells validation texts apart in a manifest, whatever their tokens.
+TEXT = "documents source_bytes decoded_bytes sources_sha256 seed val_frac val_max_bytes".split()
 SLIDING = "val_bpb_sliding"  # read where it is there
 EVENTS = ("skip", "rewind", "save_failed")  # what may happen to a record's run: masked steps, a full disk
 SMALL = 1 << 20  # bytes: artifacts below are committed, and no log is longer
 SECTIONS, UNWRITTEN = ("What changed", "Why", "What did not help"), "To be written."
 # Names that would let a script run what cannot be read in it.
 STRANGE = {"exec", "eval", "__import__", "builtins", "importlib", "marshal", "runpy", "pickle"}
+# What reading a file that anybody may have edited can raise.
+UNREADABLE = (ArithmeticError, LookupError, OSError, SyntaxError, TypeError, ValueError)
 KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV")
 
 # In a clean process: a script's own main, stopped once it has its settings; then, of an artifact, the score.
@@ -120,20 +124,17 @@ def read_log(path: Path) -> Log:
     pairs = dict(line.split(": ", 1) for line in end.splitlines() if ": " in line)
     kinds = KINDS | ({SLIDING: float} if SLIDING in pairs else {})
     try:
-        facts = {key: kind(pairs[key]) for key, kind in kinds.items()}
-    except (KeyError, SyntaxError, ValueError) as error:
+        facts, versions = {key: kind(pairs[key]) for key, kind in kinds.items()}, ast.literal_eval(versions[1])
+    except UNREADABLE as error:
         raise RecordError(f"{path.name}: its results cannot be read ({type(error).__name__}: {error})") from None
     text += "".join(f"\n{line}" for line in end.splitlines() if line.startswith("error: "))
-    return Log(path.name, data, source, settings, text, facts, ast.literal_eval(versions[1]))
+    return Log(path.name, data, source, settings, text, facts, versions)
 
 
 # --------------------------------------------------------------------------------------------------------- statistics
 def student_tail(t: float, df: float) -> float:
-    """P(T > t) of Student's distribution. With t = sqrt(df) tan(a) the density is cos(a)**(df - 1) up to a factor,
-    integrated by 200 Gauss-Legendre nodes: eight digits and more from one to hundreds of degrees of freedom.
-    """
-    if t < 0:
-        return 1 - student_tail(-t, df)
+    """P(T > t) of Student's distribution: with t = sqrt(df) tan(a) its density is cos(a)**(df - 1) but for a factor;
+    by 200 Gauss-Legendre nodes to eight digits and more, from one to hundreds of degrees of freedom."""
     nodes, weights = np.polynomial.legendre.leggauss(200)
     low = math.atan(t / math.sqrt(df))
     half = (math.pi / 2 - low) / 2
@@ -292,7 +293,8 @@ def check_run(log: Log, rules: dict) -> list[str]:
     planned = re.findall(r"^plan: (\w+) from ", log.text, re.MULTILINE)
     ended = dict(re.findall(r"^phase: (\w+) +planned +[\d.]+%, (.*)$", log.text, re.MULTILINE))
     begun = dict(re.findall(r"^phase: (\w+) begins at step (\d+),", log.text, re.MULTILINE))
-    rows.append(("phases at the end", [*ended], planned, planned and planned == [*ended]))
+    wanted = [*planned, *(name for name in ("ema", "swa", "qat") if log.settings.get(name.upper()) == "1")]
+    rows.append(("phases at the end", [*ended], [*dict.fromkeys(wanted)]))
     for name in planned:
         on = re.fullmatch(r"began at step (\d+) \(.*\), on for (\d+) steps", said := ended.get(name, "nothing"))
         rows.append((f"phase {name} never fired", said, f"to begin at step {begun.get(name, '?')}, for 1 step or more",
@@ -358,12 +360,8 @@ def find_manifest(folder: Path, log: Log, rules: dict, manifest: dict) -> tuple[
         return manifest, wrong(log.name, ("manifest_sha256: other data than the track's", sha, rules["data"][
             "manifest_sha256"] + ", or that of a manifest.json here", False))
     own = json.loads(path.read_bytes())
-
-    def text(of: dict) -> dict:  # what tells texts apart, whatever their tokens
-        request = {key: value for key, value in (of.get("request") or {}).items() if not re.match("tok|voc|name", key)}
-        return {key: of["val"].get(key) for key in ("documents", "source_bytes", "decoded_bytes")} | request
-
-    return own, wrong(path.name, ("not the track's validation text", text(own), text(manifest)),
+    texts = [{key: {**of["val"], **(of.get("request") or {})}.get(key) for key in TEXT} for of in (own, manifest)]
+    return own, wrong(path.name, ("not the track's validation text", *texts),
                       ("overlap_documents", own["overlap_documents"], manifest["overlap_documents"]))
 
 
@@ -396,10 +394,10 @@ def check_old(track: Path, names: list[str], first: Log, baselines: list[Log]) -
         own_manifest, _ = find_manifest(track / name, own[0], rules, manifest)
         for log in again:
             found += check_run(log, rules) + check_score(log, own_manifest, rules)
-        found += compare(old[name]) + wrong(f"claim against {name}", (
-            "runs of it", len(old[name]), f"at least {rules['seeds']}", len(old[name]) >= rules["seeds"]), (
-            "hardware and versions; run it again beside these", (own_facts := old[name][0]).facts["hardware"] + " "
-            + str(own_facts.versions), first.facts["hardware"] + " " + str(first.versions)))
+        machines = [(log.facts["hardware"], log.versions) for log in (old[name][0], first)]
+        found += compare(old[name]) + wrong(
+            f"claim against {name}", ("machine; run it again beside these", *machines),
+            ("runs of it", len(old[name]), f"at least {rules['seeds']}", len(old[name]) >= rules["seeds"]))
     return old, found + wrong("baselines", ("not of a record that this one claims to beat",
                                             [log.name for log in left], "its script and config", not left))
 
@@ -447,16 +445,19 @@ def check_folder(folder: Path, track: Path, written: bool = True) -> list[str]:
     own_manifest, faults = find_manifest(folder, logs[0], rules, manifest)
     found += check_script(name, script, rules) + compare(logs) + faults
     for log in logs:
-        found += check_code(log, name, script, config) + check_run(log, rules) + check_score(log, own_manifest, rules)
-        found += check_artifact(log, folder / f"{Path(log.name).stem}.upar")
+        found += check_code(log, name, script, config) + check_artifact(log, folder / f"{Path(log.name).stem}.upar")
+        try:
+            found += check_run(log, rules) + check_score(log, own_manifest, rules)
+        except UNREADABLE as error:
+            found.append(f"{log.name}: cannot be followed ({type(error).__name__}: {error})")
     try:
         stored = json.loads((folder / "result.json").read_bytes())
         baselines = [read_log(path) for path in sorted(folder.glob("baseline_*.txt"))]
         old, faults = check_old(track, [claim["against"] for claim in stored["claims"]], logs[0], baselines)
         result = summarize(track.name, folder.name, rules["score"], logs, config, old)
-    except (KeyError, OSError, RecordError, ValueError) as error:
+        return [*found, *faults, *check_pages(folder, result, rules, written)]
+    except (RecordError, *UNREADABLE) as error:
         return [*found, f"result.json: it or its claims cannot be followed ({type(error).__name__}: {error})"]
-    return [*found, *faults, *check_pages(folder, result, rules, written)]
 
 
 def check_scores(folder: Path, track: Path, data: str) -> list[str]:
@@ -520,7 +521,7 @@ def write_tables(records: Path, write: bool) -> list[str]:
 def new(args: argparse.Namespace) -> Path:
     """Makes a record of finished runs and checks it; its folder. Raises RecordError, OSError."""
     track, against = args.records / args.track, [Path(folder).resolve().name for folder in args.against]
-    (rules, _), folder = read_track(track), track / f"{datetime.date.today().isoformat()}_{args.name}"
+    (rules, _), folder = read_track(track), track / f"{time.strftime('%Y-%m-%d')}_{args.name}"
     logs, baselines = ([read_log(run / "log.txt") for run in runs] for runs in (args.runs, args.baseline))
     for run, log in zip(args.runs, logs, strict=True):
         log.name = str(run)
@@ -550,7 +551,7 @@ def new(args: argparse.Namespace) -> Path:
         result = summarize(track.name, folder.name, rules["score"], logs, config, old)
         (part / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         parts = [f"# {args.name}", result_block(result), *(f"## {title}\n\n{UNWRITTEN}" for title in SECTIONS),
-                 f"## Again\n\nIn this folder, with the track's data:\n\n```bash\nDATA_PATH={rules['data']['path']} "
+                 f"## Again\n\nIn this folder, with the track's data:\n\n```bash\nDATA_PATH=../../../{rules['data']['path']} "
                  f"CONFIG=config.env SEED={logs[0].facts['seed']} python {result['script']}\n```\n"]
         (part / "README.md").write_text("\n\n".join(parts), encoding="utf-8")
         if faults := check_folder(part, track, written=False):
@@ -587,7 +588,7 @@ def main() -> int:
                 if args.artifact and not own:
                     own = check_scores(folder.resolve(), folder.resolve().parent, args.data)
                 faults += [f"{folder}: {fault}" for fault in own]
-            faults += [] if args.folders else write_tables(args.records, write=False)
+            faults += [] if args.folders or faults else write_tables(args.records, write=False)
     except (OSError, RecordError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
