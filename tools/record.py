@@ -293,9 +293,9 @@ def check_run(log: Log, rules: dict) -> list[str]:
     planned = re.findall(r"^plan: (\w+) from ", log.text, re.MULTILINE)
     ended = dict(re.findall(r"^phase: (\w+) +planned +[\d.]+%, (.*)$", log.text, re.MULTILINE))
     begun = dict(re.findall(r"^phase: (\w+) begins at step (\d+),", log.text, re.MULTILINE))
-    wanted = [*planned, *(name for name in ("ema", "swa", "qat") if log.settings.get(name.upper()) == "1")]
-    rows.append(("phases at the end", [*ended], [*dict.fromkeys(wanted)]))
-    for name in planned:
+    rows.append(("phases at the end", [*ended], planned))
+    averages = [name for name in ("ema", "swa", "qat") if log.settings.get(name.upper()) == "1"]
+    for name in dict.fromkeys([*planned, *averages]):
         on = re.fullmatch(r"began at step (\d+) \(.*\), on for (\d+) steps", said := ended.get(name, "nothing"))
         rows.append((f"phase {name} never fired", said, f"to begin at step {begun.get(name, '?')}, for 1 step or more",
                      on and int(on[2]) > 0 and on[1] == begun.get(name)))
@@ -551,8 +551,8 @@ def new(args: argparse.Namespace) -> Path:
         result = summarize(track.name, folder.name, rules["score"], logs, config, old)
         (part / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         parts = [f"# {args.name}", result_block(result), *(f"## {title}\n\n{UNWRITTEN}" for title in SECTIONS),
-                 f"## Again\n\nIn this folder, with the track's data:\n\n```bash\nDATA_PATH=../../../{rules['data']['path']} "
-                 f"CONFIG=config.env SEED={logs[0].facts['seed']} python {result['script']}\n```\n"]
+                 f"## Again\n\nHere, with the track's data:\n\n```bash\nDATA_PATH=../../../{rules['data']['path']} CONFIG="
+                 f"config.env SEED={logs[0].facts['seed']} python {result['script']}\n```\n"]
         (part / "README.md").write_text("\n\n".join(parts), encoding="utf-8")
         if faults := check_folder(part, track, written=False):
             raise RecordError("nothing was written, it would fail: " + "\n  ".join(faults))
