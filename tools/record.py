@@ -551,8 +551,8 @@ def new(args: argparse.Namespace) -> Path:
         result = summarize(track.name, folder.name, rules["score"], logs, config, old)
         (part / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         parts = [f"# {args.name}", result_block(result), *(f"## {title}\n\n{UNWRITTEN}" for title in SECTIONS),
-                 f"## Again\n\nHere, with the track's data:\n\n```bash\nDATA_PATH=../../../{rules['data']['path']} CONFIG="
-                 f"config.env SEED={logs[0].facts['seed']} python {result['script']}\n```\n"]
+                 "## Again\n\nIn this folder, with the track's data:\n\n```bash\nCONFIG=config.env DATA_PATH=../../../"
+                 f"{rules['data']['path']} SEED={logs[0].facts['seed']} python {result['script']}\n```\n"]
         (part / "README.md").write_text("\n\n".join(parts), encoding="utf-8")
         if faults := check_folder(part, track, written=False):
             raise RecordError("nothing was written, it would fail: " + "\n  ".join(faults))
