@@ -100,8 +100,20 @@ def test_a_script_is_read(source, fault):
 
 
 def test_train_gpt_can_be_a_record():
-    """The shipped script holds the rules of the shipped track."""
-    rules = json.loads((ROOT / "records" / "track_cpu_3min" / "track.json").read_text())
+    """The shipped script holds the rules of the shipped track, whose page and manifest say the same as its track.json."""
+    track = ROOT / "records" / "track_cpu_3min"
+    rules, manifest = R.read_track(track)
+    page = (track / "README.md").read_text()
+    pinned = [rules["data"]["val_text_sha256"], manifest["tokenizer"]["sha256"], f"{rules['bytes']:,} bytes",
+              f"{rules['seconds']} s", f"p < {rules['p']}", f"{rules['script_lines']:,} lines", f"`{rules['score']}`"]
+    for split in ("train", "val"):
+        part = manifest[split]
+        pinned += [f"{part[key]:,}" for key in ("documents", "tokens", "decoded_bytes")] + [part["shards"][0]["sha256"]]
+    assert [words for words in pinned if words not in page] == []
+    for hardware, allowed in (("1 x x86_64 CPU, 2 threads", True), ("2 x arm64 CPU, 1 threads", True),
+                              ("2 x x86_64 CPU, 2 threads", False), ("1 x x86_64 CPU, 8 threads", False),
+                              ("1 x NVIDIA H100 80GB HBM3", False)):
+        assert bool(R.re.fullmatch(rules["hardware"], hardware)) == allowed
     assert R.check_script("train_gpt.py", (ROOT / "train_gpt.py").read_bytes(), rules) == []
 
 
@@ -495,6 +507,34 @@ def test_runs_that_differ_are_refused(place, first, tmp_path, edits, said):
 def arguments(place, runs, name):
     return R.argparse.Namespace(records=place / "records", track="track_tiny", name=name, runs=runs, against=[],
                                 baseline=[])
+
+
+def test_a_new_record_against_an_old_one(place, copy, tmp_path, monkeypatch):
+    """With the old one's runs beside it, or by the old one's logs; nothing is written where it is not better."""
+    monkeypatch.chdir(place)
+    track, old = copy.parent, Path(shutil.copytree(copy, copy.parent / "2026-01-01_Old"))
+    runs, again = [place / "runs" / f"run_{seed}" for seed in (1, 2, 3)], []
+    for seed in (1, 2, 3):
+        rescore(old / f"seed_{seed}.txt", 1.05)
+        again.append(tmp_path / f"again_{seed}")
+        again[-1].mkdir()
+        shutil.copyfile(old / f"seed_{seed}.txt", again[-1] / "log.txt")
+        rescore(again[-1] / "log.txt", 1.01)
+    for name, baseline, better in (("Second", again, 1.0605), ("Third", [], 1.05)):
+        args = arguments(tmp_path, runs, name)
+        args.against, args.baseline = [old], baseline
+        folder = R.new(args)
+        claim = json.loads((folder / "result.json").read_text())["claims"][0]
+        scores = [seed["val_bpb"] for seed in json.loads((folder / "result.json").read_text())["seeds"]]
+        assert claim["mean"] == pytest.approx(better * statistics.fmean(scores), rel=1e-9)
+        assert len(list(folder.glob("baseline_*.txt"))) == len(baseline)
+        assert R.check_folder(folder, track, written=False) == []
+        assert ("made again beside these" if baseline else "its own logs") in (folder / "README.md").read_text()
+    args = arguments(tmp_path, runs, "Fourth")
+    args.against = [copy]
+    with pytest.raises(R.RecordError, match=r"it would fail: claim against .*_First: not significant \(found p = 0\.5 at "):
+        R.new(args)
+    assert not list(track.glob("*_Fourth")) and not list(track.glob(".new_*"))
 
 
 def test_what_was_set_beside_the_config_is_refused(place, first, tmp_path, monkeypatch):
