@@ -100,7 +100,7 @@ def test_a_script_is_read(source, fault):
 
 
 def test_train_gpt_can_be_a_record():
-    """The shipped script holds the rules of the shipped track, whose page and manifest say the same as its track.json."""
+    """The shipped script holds the rules of the shipped track; its page says what track.json and manifest say."""
     track = ROOT / "records" / "track_cpu_3min"
     rules, manifest = R.read_track(track)
     page = (track / "README.md").read_text()
@@ -532,7 +532,7 @@ def test_a_new_record_against_an_old_one(place, copy, tmp_path, monkeypatch):
         assert ("made again beside these" if baseline else "its own logs") in (folder / "README.md").read_text()
     args = arguments(tmp_path, runs, "Fourth")
     args.against = [copy]
-    with pytest.raises(R.RecordError, match=r"it would fail: claim against .*_First: not significant \(found p = 0\.5 at "):
+    with pytest.raises(R.RecordError, match=r"would fail: claim against .*_First: not significant \(found p = 0\.5 "):
         R.new(args)
     assert not list(track.glob("*_Fourth")) and not list(track.glob(".new_*"))
 
