@@ -47,7 +47,7 @@ SECTIONS, UNWRITTEN = ("What changed", "Why", "What did not help"), "To be writt
 STRANGE = {"exec", "eval", "__import__", "builtins", "importlib", "marshal", "runpy", "pickle"}
 # What reading a file that anybody may have edited can raise.
 UNREADABLE = (ArithmeticError, LookupError, OSError, SyntaxError, TypeError, ValueError)
-KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV")
+KEPT = "PATH HOME TMPDIR LANG LD_LIBRARY_PATH PYTHONPATH VIRTUAL_ENV OMP_NUM_THREADS CUDA_VISIBLE_DEVICES".split()
 
 # In a clean process: a script's own main, stopped once it has its settings; then, of an artifact, the score.
 PROCESS = '''
@@ -68,17 +68,20 @@ except SystemExit:
 found = [{field.name.upper(): str(int(getattr(s, field.name)) if field.type is bool else getattr(s, field.name))
              for field in fields(s)}]
 if artifacts:
-    data, runtime, found = script.open_data(s), script.start_runtime("cpu"), []
+    data, runtime, found, digest = script.open_data(s), script.start_runtime(s.device), [], hashlib.sha256()
     tokens, tokenizer = data.val, data.tokenizer
-    drops = tokenizer.drops_space[tokens[1:]] & tokenizer.boundary[tokens[:-1]]
-    text = b"".join(tokenizer.pieces[i][drop:] for i, drop in zip(tokens[1:].tolist(), drops.tolist()))
+    for at in range(1, len(tokens), 1 << 20):
+        ids = tokens[at : at + (1 << 20)]
+        drops = tokenizer.drops_space[ids] & tokenizer.boundary[tokens[at - 1 :][: len(ids)]]
+        digest.update(b"".join(tokenizer.pieces[i][drop:] for i, drop in zip(ids.tolist(), drops.tolist())))
 for artifact in artifacts:
     header, tensors, _ = script.read_artifact(artifact)
-    network = script.GPT(SimpleNamespace(**header["settings"]))
+    network = script.GPT(SimpleNamespace(**header["settings"])).to(runtime.device)
     network.load_state_dict(tensors)
     stride = s.eval_stride if way == "val_bpb_sliding" else s.train_seq_len
-    score = script.score_tokens(network, tokens, tokenizer, runtime, s.train_seq_len, stride, 8)
-    found.append({"score": score.bpb, "val_bytes": score.bytes, "val_text_sha256": hashlib.sha256(text).hexdigest(),
+    score = script.score_tokens(network, tokens, tokenizer, runtime, s.train_seq_len, stride,
+                                max(1, 16384 // s.train_seq_len))
+    found.append({"score": score.bpb, "val_bytes": score.bytes, "val_text_sha256": digest.hexdigest(),
                   "tokenizer_sha256": header["tokenizer_sha256"]})
 print(json.dumps(found))
 '''
@@ -215,8 +218,7 @@ def summarize(track: str, record: str, score: str, logs: list[Log], config: byte
 
 def find_block(name: str, text: str) -> str:
     """A block of a page, markers included; "" where there is none."""
-    found = re.search(f"<!-- {name} -->.*?<!-- /{name} -->", text, re.DOTALL)
-    return found[0] if found else ""
+    return "".join(re.findall(f"<!-- {name} -->.*?<!-- /{name} -->", text, re.DOTALL)[:1])
 
 
 def table(header: list[str], rows: list[list]) -> str:
@@ -461,7 +463,7 @@ def check_folder(folder: Path, track: Path, written: bool = True) -> list[str]:
 
 
 def check_scores(folder: Path, track: Path, data: str) -> list[str]:
-    """Faults of the artifacts, each scored again by the record's script in a clean process on the CPU."""
+    """Faults of the artifacts, scored again by the record's script in a clean process."""
     (rules, _), found, script = read_track(track), [], next(folder.glob("*.py"))
     data, paths = Path(data or ROOT / rules["data"]["path"]).resolve(), sorted(folder.glob("seed_*.upar"))
     if not paths:
@@ -492,9 +494,8 @@ def write_tables(records: Path, write: bool) -> list[str]:
     parts, found = [], []
     for track in sorted(path.parent for path in records.glob("*/track.json")):
         rules, rows = read_track(track)[0], []
-        results = [json.loads((folder / "result.json").read_bytes()) for folder in folders(records)
-                   if folder.parent == track]
-        for result in sorted(results, key=lambda each: each["mean"]):
+        own = [folder / "result.json" for folder in folders(records) if folder.parent == track]
+        for result in sorted((json.loads(path.read_bytes()) for path in own), key=lambda each: each["mean"]):
             page = track / result["record"] / "README.md"
             changed = re.search(r"^## What changed\n+(.+)", page.read_text(encoding="utf-8"), re.MULTILINE)
             claims = "; ".join(f"{claim['against'][11:]} by {claim['margin']:.4f}, p = {claim['p']:.1g}"
@@ -503,25 +504,25 @@ def write_tables(records: Path, write: bool) -> list[str]:
             rows.append([f"{result['mean']:.4f} ± {result['interval95']:.4f}", len(result["seeds"]),
                          f"[{result['record']}](records/{track.name}/{result['record']}/README.md)",
                          changed[1] if changed else "", claims, f"{most:,}"])
-        parts.append(f"{rules['title']} ([{track.name}](records/{track.name}/README.md)):\n\n" + (table(
-            ["bits per byte", "seeds", "record", "what changed", "better than", "bytes"], rows) if rows else
-            "no record yet."))
+        header = ["bits per byte", "seeds", "record", "what changed", "better than", "bytes"]
+        parts.append(f"{rules['title']} ([{track.name}](records/{track.name}/README.md)):\n\n{table(header, rows)}")
     for page in (records / "README.md", records.parent / "README.md"):
         right = "\n".join(["<!-- records -->", "\n\n".join(parts), "<!-- /records -->"])
         right = right.replace("](records/", "](") if page.parent == records else right
         text = page.read_text(encoding="utf-8")
-        if (there := find_block("records", text)) and write:
+        there = find_block("records", text)
+        if write and there:
             page.write_text(text.replace(there, right), encoding="utf-8")
-        found += wrong(str(page), ("table of records", "another" if there else "none", "that of the records; `table` "
-                                   "writes it between <!-- records --> and <!-- /records -->", there == right
-                                   or there and write))
+        elif there != right:
+            found += wrong(str(page), ("<!-- records --> to <!-- /records -->", "an old table" if there else "none",
+                                       "what `table` writes", False))
     return found
 
 
 def new(args: argparse.Namespace) -> Path:
     """Makes a record of finished runs and checks it; its folder. Raises RecordError, OSError."""
     track, against = args.records / args.track, [Path(folder).resolve().name for folder in args.against]
-    (rules, _), folder = read_track(track), track / f"{time.strftime('%Y-%m-%d')}_{args.name}"
+    rules, folder = read_track(track)[0], track / f"{time.strftime('%Y-%m-%d')}_{args.name}"
     logs, baselines = ([read_log(run / "log.txt") for run in runs] for runs in (args.runs, args.baseline))
     for run, log in zip(args.runs, logs, strict=True):
         log.name = str(run)
@@ -580,7 +581,8 @@ def main() -> int:
     try:
         if args.command == "new":
             print(f"{new(args)}: now write the sections of its README.md; then check, and table")
-        elif args.command == "table":
+            return 0
+        if args.command == "table":
             faults = write_tables(args.records, write=True)
         else:
             for folder in args.folders or folders(args.records):
@@ -592,7 +594,7 @@ def main() -> int:
     except (OSError, RecordError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    print("\n".join(faults) if faults else "" if args.command == "new" else "no fault")
+    print("\n".join(faults) or "no fault")
     return 1 if faults else 0
 
 
