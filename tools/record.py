@@ -43,10 +43,8 @@ SLIDING = "val_bpb_sliding"  # read where it is there
 EVENTS = ("skip", "rewind", "save_failed")  # what may happen to a record's run: masked steps, a full disk
 SMALL = 1 << 20  # bytes: artifacts below are committed, and no log is longer
 SECTIONS, UNWRITTEN = ("What changed", "Why", "What did not help"), "To be written."
-# Names that would let a script run what cannot be read in it.
-STRANGE = {"exec", "eval", "__import__", "builtins", "importlib", "marshal", "runpy", "pickle"}
-# What reading a file that anybody may have edited can raise.
-UNREADABLE = (ArithmeticError, LookupError, OSError, SyntaxError, TypeError, ValueError)
+STRANGE = {"exec", "eval", "__import__", "builtins", "importlib", "marshal", "runpy", "pickle"}  # ways to hidden code
+UNREADABLE = (ArithmeticError, LookupError, OSError, SyntaxError, TypeError, ValueError)  # what an edited file can raise
 KEPT = "PATH HOME TMPDIR LANG LD_LIBRARY_PATH PYTHONPATH VIRTUAL_ENV OMP_NUM_THREADS CUDA_VISIBLE_DEVICES".split()
 
 # In a clean process: a script's own main, stopped once it has its settings; then, of an artifact, the score.
@@ -255,10 +253,9 @@ def check_script(name: str, source: bytes, rules: dict) -> list[str]:
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
         strange += [f"{own} at line {node.lineno}" for own in names if own.split(".")[0] in STRANGE]
-        if isinstance(node, ast.Constant) and isinstance(node.value, str | bytes) and len(node.value) > 400:
-            words = len(node.value.split())
-            packed += [f"{len(node.value)} characters in {words} words at line {node.lineno}"] \
-                if len(node.value) > 40 * words else []
+        text = getattr(node, "value", None)
+        if isinstance(text, str | bytes) and len(text) > max(400, 40 * len(text.split())):
+            packed.append(f"{len(text)} characters in {len(text.split())} words at line {node.lineno}")
         if isinstance(node, ast.List | ast.Tuple | ast.Set) and len(node.elts) > 256:
             packed.append(f"{len(node.elts)} elements at line {node.lineno}")
     return wrong(name, ("lines", len(lines), f"at most {rules['script_lines']}", len(lines) <= rules["script_lines"]),
