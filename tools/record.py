@@ -43,7 +43,7 @@ SLIDING = "val_bpb_sliding"  # read where it is there
 EVENTS = ("skip", "rewind", "save_failed")  # what may happen to a record's run: masked steps, a full disk
 SMALL = 1 << 20  # bytes: artifacts below are committed, and no log is longer
 SECTIONS, UNWRITTEN = ("What changed", "Why", "What did not help"), "To be written."
-STRANGE = {"exec", "eval", "__import__", "builtins", "importlib", "marshal", "runpy", "pickle"}  # ways to hidden code
+STRANGE = {"exec", "eval", "__import__", "builtins", "importlib", "marshal", "runpy", "pickle"}  # ways to hide code
 UNREADABLE = (ArithmeticError, LookupError, OSError, SyntaxError, TypeError, ValueError)  # what an edited file can raise
 KEPT = "PATH HOME TMPDIR LANG LD_LIBRARY_PATH PYTHONPATH VIRTUAL_ENV OMP_NUM_THREADS CUDA_VISIBLE_DEVICES".split()
 
