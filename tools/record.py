@@ -44,7 +44,7 @@ EVENTS = ("skip", "rewind", "save_failed")  # what may happen to a record's run:
 SMALL = 1 << 20  # bytes: artifacts below are committed, and no log is longer
 SECTIONS, UNWRITTEN = ("What changed", "Why", "What did not help"), "To be written."
 STRANGE = {"exec", "eval", "__import__", "builtins", "importlib", "marshal", "runpy", "pickle"}  # ways to hide code
-UNREADABLE = (ArithmeticError, LookupError, OSError, SyntaxError, TypeError, ValueError)  # what an edited file can raise
+UNREADABLE = (ArithmeticError, LookupError, OSError, SyntaxError, TypeError, ValueError)  # of edited files
 KEPT = "PATH HOME TMPDIR LANG LD_LIBRARY_PATH PYTHONPATH VIRTUAL_ENV OMP_NUM_THREADS CUDA_VISIBLE_DEVICES".split()
 
 # In a clean process: a script's own main, stopped once it has its settings; then, of an artifact, the score.
