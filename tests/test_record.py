@@ -173,7 +173,7 @@ def place(tmp_path_factory):
     """A folder with data, a track, three finished runs of 20 steps (a few seconds each), and a written record."""
     place, rng = tmp_path_factory.mktemp("record"), random.Random(0)
     words = ["".join(rng.choices("abcdefghijklmnop", k=rng.randint(2, 8))) for _ in range(60)]
-    texts = ["\n".join(" ".join(rng.choices(words, k=9)) for _ in range(8)) for _ in range(200)]
+    texts = ["\n".join(" ".join(rng.choices(words, k=9)) for _ in range(8)) for _ in range(140)]
     (place / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     (place / "tiny.env").write_text(CONFIG)
     env = environment(CONFIG="tiny.env", DATA_PATH="data")
@@ -583,7 +583,6 @@ def test_a_forged_score_is_found_by_the_artifact(copy):
     found = R.check_scores(copy, copy.parent, "")
     assert len(found) == 1
     assert re.match(r"seed_2\.upar: its score is not reproduced \(found [\d.]+, expected [\d.]+ to 1e-6\)", found[0])
-    assert R.check_scores(copy, copy.parent, "nowhere")[0].startswith("artifacts: cannot be scored on ")
 
 
 def test_the_shipped_records_pass():

@@ -40,6 +40,7 @@ KINDS = {**dict.fromkeys([*WHOLE, "commit", "artifact_sha256"], str), "events": 
 # What tells validation texts apart in a manifest, whatever their tokens.
 TEXT = "documents source_bytes decoded_bytes sources_sha256 seed val_frac val_max_bytes".split()
 SLIDING = "val_bpb_sliding"  # read where it is there
+LEGENDRE = functools.lru_cache(np.polynomial.legendre.leggauss)  # it takes longer than all else in a check
 EVENTS = ("skip", "rewind", "save_failed")  # what may happen to a record's run: masked steps, a full disk
 SMALL = 1 << 20  # bytes: artifacts below are committed, and no log is longer
 SECTIONS, UNWRITTEN = ("What changed", "Why", "What did not help"), "To be written."
@@ -136,7 +137,7 @@ def read_log(path: Path) -> Log:
 def student_tail(t: float, df: float) -> float:
     """P(T > t) of Student's distribution: with t = sqrt(df) tan(a) its density is cos(a)**(df - 1) but for a factor;
     by 200 Gauss-Legendre nodes to eight digits and more, from one to hundreds of degrees of freedom."""
-    nodes, weights = np.polynomial.legendre.leggauss(200)
+    nodes, weights = LEGENDRE(200)
     low = math.atan(t / math.sqrt(df))
     half = (math.pi / 2 - low) / 2
     area = half * float(weights @ np.cos(low + half * (nodes + 1)) ** (df - 1))
