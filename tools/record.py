@@ -37,8 +37,7 @@ WHOLE = "script code_sha256 manifest_sha256 tokenizer_sha256 hardware world_size
 KINDS = {**dict.fromkeys([*WHOLE, "commit", "artifact_sha256"], str), "events": ast.literal_eval,
          **dict.fromkeys("seed steps tokens val_tokens val_bytes artifact_bytes code_bytes total_bytes".split(), int),
          **dict.fromkeys("train_seconds total_seconds val_loss val_nats val_bpb bytes_per_token".split(), float)}
-# What tells validation texts apart in a manifest, whatever their tokens.
-TEXT = "documents source_bytes decoded_bytes sources_sha256 seed val_frac val_max_bytes".split()
+TEXT = "documents source_bytes decoded_bytes sources_sha256 seed val_frac val_max_bytes".split()  # in a manifest
 SLIDING = "val_bpb_sliding"  # read where it is there
 LEGENDRE = functools.lru_cache(np.polynomial.legendre.leggauss)  # it takes longer than all else in a check
 EVENTS = ("skip", "rewind", "save_failed")  # what may happen to a record's run: masked steps, a full disk
@@ -78,8 +77,7 @@ for artifact in artifacts:
     network = script.GPT(SimpleNamespace(**header["settings"])).to(runtime.device)
     network.load_state_dict(tensors)
     stride = s.eval_stride if way == "val_bpb_sliding" else s.train_seq_len
-    score = script.score_tokens(network, tokens, tokenizer, runtime, s.train_seq_len, stride,
-                                max(1, 16384 // s.train_seq_len))
+    score = script.score_tokens(network, tokens, tokenizer, runtime, s.train_seq_len, stride, 4)
     found.append({"score": score.bpb, "val_bytes": score.bytes, "val_text_sha256": digest.hexdigest(),
                   "tokenizer_sha256": header["tokenizer_sha256"]})
 print(json.dumps(found))
@@ -114,7 +112,7 @@ def wrong(name: str, *rows: tuple) -> list[str]:
 
 
 def read_log(path: Path) -> Log:
-    """The log of a run that came to its end; RecordError says what it lacks."""
+    """The log of a run that came to its end. Raises OSError, RecordError."""
     data = path.read_bytes()
     source, _, rest = data.partition(RULE)
     text, _, end = rest.decode("utf-8", errors="replace").rpartition("\n---\n")
@@ -169,8 +167,8 @@ def read_track(track: Path) -> tuple[dict, dict]:
     """A track's rules and the manifest of its data. Raises RecordError where they are missing or do not agree."""
     try:
         rules, text = json.loads((track / "track.json").read_bytes()), (track / "manifest.json").read_bytes()
-    except (OSError, ValueError) as error:
-        raise RecordError(f"{track}: no track, {error} (expected track.json and manifest.json)") from None
+    except (OSError, ValueError):
+        raise RecordError(f"{track}: no track that can be read (expected track.json and manifest.json)") from None
     manifest, pinned = json.loads(text), rules["data"]
     if faults := wrong(f"{track}/track.json", *((f"data.{key}", pinned[key], value) for key, value in {
             "manifest_sha256": sha256(text), "val_bytes": manifest["val"]["decoded_bytes"],
@@ -549,9 +547,10 @@ def new(args: argparse.Namespace) -> Path:
         old, _ = check_old(track, against, logs[0], baselines)
         result = summarize(track.name, folder.name, rules["score"], logs, config, old)
         (part / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        again = (f"OUT_DIR=../../../runs DATA_PATH=../../../{rules['data']['path']} CONFIG=config.env "
+                 f"SEED={logs[0].facts['seed']} python {result['script']}")
         parts = [f"# {args.name}", result_block(result), *(f"## {title}\n\n{UNWRITTEN}" for title in SECTIONS),
-                 "## Again\n\nIn this folder, with the track's data:\n\n```bash\nCONFIG=config.env DATA_PATH=../../../"
-                 f"{rules['data']['path']} SEED={logs[0].facts['seed']} python {result['script']}\n```\n"]
+                 f"## Again, in this folder\n\n```bash\n{again}\n```\n"]
         (part / "README.md").write_text("\n\n".join(parts), encoding="utf-8")
         if faults := check_folder(part, track, written=False):
             raise RecordError("nothing was written, it would fail: " + "\n  ".join(faults))
@@ -590,7 +589,8 @@ def main() -> int:
                 faults += [f"{folder}: {fault}" for fault in own]
             faults += [] if args.folders or faults else write_tables(args.records, write=False)
     except (OSError, RecordError) as error:
-        sys.stderr.write(f"error: {error}\n")
+        said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error
+        sys.stderr.write(f"error: {said}\n")
         return 2
     print("\n".join(faults) or "no fault")
     return 1 if faults else 0
