@@ -132,7 +132,7 @@ def read_log(path: Path) -> SimpleNamespace:
 
 
 def read_run(name: str) -> SimpleNamespace:
-    """A run: folder, log (see read_log), result (result.json or {}), notes, and what read_artifact fills. SystemExit."""
+    """A run: folder, log (see read_log), result (result.json or {}), notes; and read_artifact's. SystemExit."""
     folder = next((path for path in (Path(name), Path("runs", name)) if path.is_dir()), None)
     if folder is None:
         raise SystemExit(f"error: {name}: no such run; must be a run's folder, or its name in runs/")
