@@ -102,11 +102,11 @@ def read_log(path: Path) -> SimpleNamespace:
         if (found := re.match(r"step:(\d+)/", line)) and "train_time" in values:
             log.last = int(found[1])
             add(log.last, {**values, "step": float(log.last), "seconds": values["train_time"] / 1000}, "")
-        elif found := re.match(r"step:(\d+) (?:saved|val_loss|held_out ({.*}))", line):
+        elif found := re.match(r"step:(\d+) (?:saved|val_loss|held_out ({.*})$)", line):
             log.last = max(log.last, int(found[1]))
             add(int(found[1]), found[2] or scores)
-        elif line.startswith("before: {") and not log.series:  # a resumed run says it again
-            add(0, line[8:])
+        elif (found := re.match("before: ({.*})$", line)) and not log.series:  # a resumed run says it again
+            add(0, found[1])
         elif line.startswith(("after: {", "from the artifact: val_loss:")):
             log.ended = True
             add(log.last, scores or line[7:])
@@ -258,7 +258,8 @@ def draw_series(page: list[str], runs: list[SimpleNamespace], name: str, axis: s
                 steps, value, low, high = zip(*run.log.series[name], strict=True)
                 x = along(run.log, steps, axis)
                 axes.plot(x, value, color=run.color, linewidth=1.6, marker="." if len(x) < 60 else "")
-                axes.fill_between(x, low, high, color=run.color, alpha=0.15, linewidth=0)
+                if low != high:
+                    axes.fill_between(x, low, high, color=run.color, alpha=0.15, linewidth=0)
                 if name.startswith("held-out ") and run.log.ended:
                     axes.plot(x[-1], value[-1], color=run.color, marker="D")
                 late += [y for at, *ys in zip(x, low, high, strict=True) for y in ys if at > x[-1] / 10 and y - y == 0]
@@ -274,7 +275,7 @@ def draw_run(page: list[str], run: SimpleNamespace) -> None:
     colors = dict(zip(phases, COLORS, strict=False))
     progress, rates = ([point[1] for point in run.log.series[name]] for name in ("progress", "lr_mul"))
     with plot(page, f"{run.name}: learning-rate multiplier and phases", "share of the run, %", colors) as axes:
-        axes.plot([100 * each for each in progress], rates, ".-", color=TEXT)
+        axes.plot([100 * each for each in progress], rates, color=TEXT, marker="." if len(rates) < 60 else "")
         for at, (name, span) in enumerate(phases.items()):
             axes.axvspan(*(100 * each for each in span), color=colors[name], alpha=0.13, linewidth=1)
             axes.plot([100 * each for each in span], [1.08 + 0.06 * at] * 2, color=colors[name], linewidth=4)
@@ -282,7 +283,7 @@ def draw_run(page: list[str], run: SimpleNamespace) -> None:
     times, median, slow = step_times(run.log)
     title = f"{run.name}: step time, ms; median {median:.4g}; {len(slow)} of {len(times)} over {OUTLIER} medians"
     with plot(page, title, AXES["step"]) as axes:
-        axes.plot(*zip(*times, strict=True), color=run.color, linewidth=1, marker=".")
+        axes.plot(*zip(*times, strict=True), color=run.color, linewidth=1, marker="." if len(times) < 60 else "")
         axes.axhline(median, color=TEXT, linewidth=1, linestyle="--")
         axes.plot([step for step, _ in slow], [time for _, time in slow], "o", color="#d62728")
         axes.set_ylim(bottom=0)
