@@ -292,7 +292,7 @@ def draw_run(page: list[str], run: SimpleNamespace) -> None:
 def draw_artifacts(page: list[str], runs: list[SimpleNamespace]) -> None:
     """What the artifacts' bytes are, and how far their weights are from those of training."""
     colors = dict(zip(PARTS, COLORS, strict=False))
-    page.append('<div class="plots">')
+    page.append('<h2>Artifact</h2>\n<div class="plots">')
     with plot(page, "Bytes of the artifact by tensor class and part of the file", "bytes", colors) as axes:
         axes.figure.set_figheight(max(1.5, 0.8 + 0.3 * len(runs)))
         for at, run in enumerate(runs):
@@ -348,7 +348,8 @@ def render(runs: list[SimpleNamespace]) -> str:
     page += [f"<p>{html.escape(f'{run.name}: {note}')}</p>\n" for run in runs for note in run.notes]
     if len({run.result["manifest_sha256"] for run in runs if "manifest_sha256" in run.result}) > 1:
         page.append("<p>The validation data of these runs differ: their bits per byte cannot be compared.</p>\n")
-    page.append(key({run.name: run.color for run in runs}, "runs"))
+    page.append(key({run.name: run.color for run in runs}, "runs")
+                + "<p>Diamonds: the model that was read back from the artifact. Bands: 95% intervals.</p>\n")
     page.append("<h2>Results</h2>\n" + table(runs, [facts(run) for run in runs]))
     for family, (heading, chief) in FAMILIES.items():
         own = [run for run in runs if run.family == family]
@@ -366,10 +367,9 @@ def render(runs: list[SimpleNamespace]) -> str:
         draw_run(page, run)
     page.append("</div>\n<p>Step times are means of the steps from one logged line to the next.</p>\n")
     if held := [run for run in runs if run.bytes]:
-        page.append("<h2>Artifact</h2>\n")
         draw_artifacts(page, held)
-    which = "in which the runs differ" if len(runs) > 1 else "that are not the default"
-    return "".join([*page, f"<h2>Settings {which}</h2>\n", table(runs, settings(runs)), "</body></html>\n"])
+    page.append(f"<h2>Settings {'in which the runs differ' if len(runs) > 1 else 'that are not the default'}</h2>\n")
+    return "".join([*page, table(runs, settings(runs)), "</body></html>\n"])
 
 
 def main() -> None:
