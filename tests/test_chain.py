@@ -58,8 +58,10 @@ class Chain:
 
 
 def pretrain(chain: Chain, **clock: float) -> dict:
-    """A model of arithmetic-looking text, over bytes."""
-    lines = [f"{at * 7919 % 100003:05d} and {at * 104729 % 99991:05d} make {at * 7 % 10007:04d}." for at in range(6000)]
+    """A model of text about digits, over bytes, which has seen them sorted but never asked for. Where text said nothing
+    of the task, tuning was slower from the base than from nothing (docs/lab.md, 2026-11-22)."""
+    numbers = [f"{at * 7919 % 100003:05d}" for at in range(6000)]
+    lines = [f"{number} in order is {''.join(sorted(number))}, backwards {number[::-1]}." for number in numbers]
     text = "\n".join(json.dumps({"text": "\n".join(lines[at : at + 20])}) for at in range(0, len(lines), 20))
     (chain.folder / "text.jsonl").write_text(text)
     chain.call("data/prepare.py", chain.folder / "text.jsonl", "--out", chain.folder / "data", "--tokenizer", "bytes",
@@ -101,7 +103,7 @@ def test_the_chain_learns_within_ten_minutes(tmp_path):
     """What every link gains, by its own held-out figures, and what all of it takes; -s prints them."""
     begin, chain = time.perf_counter(), Chain(tmp_path, 2, SAVE_EVERY=0)
     base = pretrain(chain, seconds=15)
-    sft = chain.train("sft", "train_sft.py", seconds=30, INIT_FROM=chain.of("base"))
+    sft = chain.train("sft", "train_sft.py", seconds=14, INIT_FROM=chain.of("base"))
     assert sft["gain"]["loss"][1] > 0
     judge = chain.train("judge", "train_dpo.py", seconds=40, INIT_FROM=chain.of("sft"), OBJECTIVE="reward")
     assert judge["after"]["accuracy"][1] > 0.75
@@ -109,19 +111,23 @@ def test_the_chain_learns_within_ten_minutes(tmp_path):
     assert dpo["after"]["accuracy"][1] > 0.75
     by_model = chain.train("by_model", "train_ppo.py", seconds=45, INIT_FROM=chain.of("sft"),
                            REWARD_MODEL=chain.of("judge"))
-    ppo = chain.train("ppo", "train_ppo.py", seconds=60, INIT_FROM=chain.of("sft"))
+    ppo = chain.train("ppo", "train_ppo.py", seconds=120, INIT_FROM=chain.of("sft"))
     assert ppo["gain"]["pass1"][1] > 0
-    half, better = dict(MODEL_DIM=32, NUM_HEADS=2, LAYER_PATTERN="g a", VAL_LOSS_EVERY=0), []
+    # A hundred rows: with 20,000 the labels say what the teacher says, and its forward costs steps (docs/distillation.md).
+    half, students = dict(MODEL_DIM=32, NUM_HEADS=2, LAYER_PATTERN="g a", DEMONSTRATIONS=100, EPOCHS=1000), {}
     for seed in (1, 2, 3):
-        taught = chain.train(f"taught_{seed}", "train_sft.py", seconds=25, SEED=seed, TEACHER=chain.of("ppo"), **half)
-        alone = chain.train(f"alone_{seed}", "train_sft.py", seconds=25, SEED=seed, **half)
-        better.append((alone["after"]["loss"][0], taught["after"]["loss"][0]))
+        for name, given in (("alone", {}), ("taught", dict(TEACHER=chain.of("ppo"), KD_ALPHA=0.9))):
+            done = chain.train(f"{name}_{seed}", "train_sft.py", seconds=25, SEED=seed, **half, **given)
+            students[name, seed] = {key: done["after"][key][0] for key in ("loss", "accuracy")}
+    assert done["params"]["total"] < 0.5 * ppo["params"]["total"]
     chain.call("quantize.py", "pack", chain.of("taught_1"), tmp_path / "small.upar", MATRIX_BITS=5)
     said = chat(chain, "ppo", "52713\n")
     seconds = time.perf_counter() - begin
     print(json.dumps({
         "seconds": seconds, "each": chain.seconds, "bpb": base["val_bpb"], "sft": sft["gain"],
         "judge": judge["after"]["accuracy"], "dpo": dpo["after"]["accuracy"], "ppo by model": by_model["gain"],
-        "ppo": ppo["gain"], "alone, taught": better, "chat": said}, indent=1))
-    assert all(taught < alone for alone, taught in better)
+        "ppo": ppo["gain"], "students": [*map(str, students.items())], "chat": said}, indent=1))
+    for seed in (1, 2, 3):
+        assert students["taught", seed]["loss"] < students["alone", seed]["loss"]
+        assert students["taught", seed]["accuracy"] > students["alone", seed]["accuracy"]
     assert re.search(r"[0-9]{5}", said) and seconds < 600 and math.isfinite(seconds)
