@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # A fresh machine to a trained, packed and scored model: .venv -> data -> training -> a sample from the artifact.
 #
-#   ./run.sh                              every GPU here, or one CPU process with configs/cpu.env
+#   ./run.sh                              every GPU here with configs/golf_1gpu.env (of four or more golf_8gpu.env),
+#                                         or one CPU process with configs/cpu.env
+#   CONFIG=configs/gdn_pure.env ./run.sh  another config
 #   MAX_WALLCLOCK_SECONDS=60 ./run.sh     train_gpt.py's settings pass through
 #   DATA=embedded ./run.sh                no download: Python's own standard library (the default without a GPU)
 #   DATA=fineweb SHARDS=2 ./run.sh        so many published FineWeb training shards (the default with a GPU: 10)
@@ -115,14 +117,18 @@ train() {
   if [ -z "$(setting DATA_PATH)" ]; then
     prepare_data "${DATA:-$([ "$gpus" = 0 ] && echo embedded || echo fineweb)}"
   fi
-  [ "$gpus" != 0 ] || export CONFIG="${CONFIG:-configs/cpu.env}"
+  case "$gpus" in
+    0) export CONFIG="${CONFIG:-configs/cpu.env}" ;;
+    [1-3]) export CONFIG="${CONFIG:-configs/golf_1gpu.env}" ;;
+    *) export CONFIG="${CONFIG:-configs/golf_8gpu.env}" ;;
+  esac
   export RUN_ID="${RUN_ID:-run_$(date +%Y%m%d_%H%M%S)}"
   check_compiler
   if [ "$gpus" = 0 ]; then
     say "Training: one CPU process with $CONFIG -> $(run_folder)"
     $RUN train_gpt.py
   else
-    say "Training: $gpus GPUs -> $(run_folder)"
+    say "Training: $gpus GPUs with $CONFIG -> $(run_folder)"
     .venv/bin/torchrun --standalone --nproc_per_node="$gpus" train_gpt.py
   fi
 }

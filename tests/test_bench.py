@@ -190,9 +190,9 @@ def test_the_text_between_two_marks_is_replaced():
     text = "a\n<!-- t -->\nold\n<!-- /t -->\nb\n"
     assert bench.replace_between(text, "t", "new") == "a\n<!-- t -->\nnew\n<!-- /t -->\nb\n"
     for wrong in ("a", "<!-- /t --><!-- t -->", "<!-- t -->" * 2 + "<!-- /t -->"):
-        with pytest.raises(SystemExit, match="README.md must have <!-- t -->"):
+        with pytest.raises(SystemExit, match="docs/choices.md must have <!-- t -->"):
             bench.replace_between(wrong, "t", "new")
-    assert bench.replace_between((ROOT / "README.md").read_text(), "options", "x").count("\nx\n") == 1
+    assert bench.replace_between((ROOT / "docs" / "choices.md").read_text(), "options", "x").count("\nx\n") == 1
 
 
 # ------------------------------------------------------------------------------------------------------------- runs
@@ -528,7 +528,8 @@ def command(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(tool, "open_data", lambda script, path: ("data/x", manifest))
     monkeypatch.setattr(arms, "library_memory", lambda: 300.0)
     monkeypatch.setattr(bench, "matmul_peak", lambda device: 1e11)
-    (tmp_path / "README.md").write_text("top\n<!-- options -->\n<!-- /options -->\nend\n")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "choices.md").write_text("top\n<!-- options -->\n<!-- /options -->\nend\n")
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "cpu.env").write_text((ROOT / "configs" / "cpu.env").read_text())
     monkeypatch.chdir(tmp_path)
@@ -560,19 +561,19 @@ def test_options_runs_in_turn_and_writes_table_and_json(command, tmp_path):
             return option_run(1300, 900, parameters=10)
         return option_run(1000, 800, parameters=10)
 
-    code, out, err, made = command(["options", "--only", "compile", "--write-readme", "--out", "o.json", "--seconds",
+    code, out, err, made = command(["options", "--only", "compile", "--write-docs", "--out", "o.json", "--seconds",
                                     "3", "--set", "MODEL_DIM=64"], stub)
     assert (code, err) == (0, "")
     assert [name for name, _ in made] == ["compile_eager_1", "compile_compiled_1", "compile_eager_2",
                                           "compile_compiled_2"]
     assert [settings["COMPILE"] for _, settings in made] == ["0", "1", "0", "1"]
     assert {(settings["MODEL_DIM"], settings["MAX_WALLCLOCK_SECONDS"]) for _, settings in made} == {("64", "4")}
-    readme = (tmp_path / "README.md").read_text()
-    row = next(line for line in readme.splitlines() if line.startswith("| eager"))
+    page = (tmp_path / "docs" / "choices.md").read_text()
+    row = next(line for line in page.splitlines() if line.startswith("| eager"))
     assert row.startswith("| eager → compiled | 1,000 → 1,150 (×1.15) | ")
     assert row.endswith("| 20-30% faster | 15.0% faster (+0.0, +30.0) |")
-    assert "`python tools/arms.py options --only compile --write-readme" in readme and "64 wide" in readme
-    assert readme.startswith("top\n<!-- options -->\n| choice |") and readme.endswith("<!-- /options -->\nend\n")
+    assert "`python tools/arms.py options --only compile --write-docs" in page and "64 wide" in page
+    assert page.startswith("top\n<!-- options -->\n| choice |") and page.endswith("<!-- /options -->\nend\n")
     assert row in out
     saved = json.loads((tmp_path / "o.json").read_text())
     assert [run["tokens_per_second"] for run in saved["runs"]] == [1000, 1000, 1000, 1300]

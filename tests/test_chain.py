@@ -113,7 +113,8 @@ def test_the_chain_learns_within_ten_minutes(tmp_path):
                            REWARD_MODEL=chain.of("judge"))
     ppo = chain.train("ppo", "train_ppo.py", seconds=120, INIT_FROM=chain.of("sft"))
     assert ppo["gain"]["pass1"][1] > 0
-    # A hundred rows: with 20,000 the labels say what the teacher says, and its forward costs steps (docs/distillation.md).
+    # A hundred rows: with 20,000 the labels say what the teacher says, and its forward costs steps
+    # (docs/distillation.md).
     half, students = dict(MODEL_DIM=32, NUM_HEADS=2, LAYER_PATTERN="g a", DEMONSTRATIONS=100, EPOCHS=1000), {}
     for seed in (1, 2, 3):
         for name, given in (("alone", {}), ("taught", dict(TEACHER=chain.of("ppo"), KD_ALPHA=0.9))):

@@ -23,6 +23,7 @@ import train_gpt as T
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "train_gpt.py"
+GUIDE = ROOT / "docs" / "runs.md"
 TINY = {
     "DEVICE": "cpu", "COMPILE": "0", "LAYER_PATTERN": "g s1 g s1", "MODEL_DIM": "32", "NUM_HEADS": "2",
     "NUM_KV_HEADS": "1", "ATTN_WINDOW": "16", "TRAIN_SEQ_LEN": "32", "TRAIN_BATCH_TOKENS": "256",
@@ -1147,12 +1148,12 @@ def test_torchrun_starts_again_and_resumes(place, straight):
 
 
 @pytest.mark.full
-def test_two_nodes_meet_by_the_command_of_the_readme(place, straight):
+def test_two_nodes_meet_by_the_command_of_the_guide(place, straight):
     """Both on this machine, a rank each."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = re.search(r"^RUN_ID=big (torchrun .*) train_gpt.py$", (ROOT / "README.md").read_text(), re.M).group(1)
+    command = re.search(r"^RUN_ID=big (torchrun .*) train_gpt.py$", GUIDE.read_text(encoding="utf-8"), re.M).group(1)
     command = command.replace("HOST:29400", f"127.0.0.1:{port}").replace("--nproc_per_node=8", "--nproc_per_node=1")
     words = command.split()
     assert words[:3] == ["torchrun", "--nnodes=2", "--nproc_per_node=1"]
@@ -1163,6 +1164,21 @@ def test_two_nodes_meet_by_the_command_of_the_readme(place, straight):
     assert [node.returncode for node in nodes] == [0, 0], said
     assert place.result("nodes")["world_size"] == 2 and place.result("nodes")["steps"] == 16
     assert place.result("nodes")["val_nats"] == pytest.approx(place.result(straight)["val_nats"], rel=1e-4)
+
+
+def test_the_guides_commands_on_one_process(place):
+    """Those of docs/runs.md, in its order; the first is stopped in its seventh step, settings make all tiny."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", GUIDE.read_text(encoding="utf-8"), re.M | re.S)
+    lines = [line.split("#")[0].split() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    commands = [dict(word.split("=", 1) for word in words[:-2]) for words in lines if words[-2] == "python"]
+    assert [*map(list, commands)] == [["RUN_ID", "CONFIG"], ["RESUME"], ["REPLAY"], ["PROFILE", "CONFIG"]]
+    for changes, patch, code in zip(commands, (stop_at(6), "", "", ""), (143, 0, 0, 0), strict=True):
+        if "CONFIG" in changes:
+            changes |= {"CONFIG": ROOT / changes["CONFIG"]}
+        place.run("guide", patch, code, **{**({"RUN_ID": "profile"} if "CONFIG" in changes else UNSET), **changes})
+    again, = place.folder.glob("guide/run_*/model.upar")
+    assert again.read_bytes() == (place.folder / "guide" / "first" / "model.upar").read_bytes()
+    assert (place.folder / "guide" / "profile" / "trace.json").is_file()
 
 
 def test_a_restart_wants_a_name(place):

@@ -227,8 +227,8 @@ def test_every_command_of_the_guide(place, judge, tmp_path):
     (tmp_path / "runs" / "judge" / "model.upar").write_bytes(judge.read_bytes())
     kept = {name: os.environ[name] for name in KEPT if name in os.environ}
     tiny = {name: value for name, value in TINY.items() if name not in ("TASK", "LEARNING_RATE")}
-    environ = {**kept, **tiny, "ITERATIONS": "8", "MAX_NEW_TOKENS": "10", "OMP_NUM_THREADS": "1",
-               "PATH": f"{bin_}:{os.environ['PATH']}"}
+    environ = {**kept, **tiny, "ITERATIONS": "8", "SFT_STEPS": "5", "EVAL_PROMPTS": "8", "SAVE_EVERY": "0",
+               "MAX_NEW_TOKENS": "10", "OMP_NUM_THREADS": "1", "PATH": f"{bin_}:{os.environ['PATH']}"}
     commands = [line for block in blocks("bash") for line in block.replace("\\\n", " ").splitlines()]
     assert len(commands) >= 6
     for command in commands:

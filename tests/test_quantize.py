@@ -6,6 +6,8 @@ import dataclasses
 import json
 import math
 import random
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -517,3 +519,102 @@ def test_other_layouts_are_refused_by_name(call, tmp_path, changes, said):
     code, _, error = call("export", tmp_path / "m.upar", tmp_path / "hf")
     assert code == 2 and error.endswith(f"transformers' LlamaForCausalLM has no {said}\n")
     assert not (tmp_path / "hf").exists()
+
+
+# ------------------------------------------------------------------------------------------------------------ the guide
+def guide() -> list[str]:
+    """The command lines of docs/quantization.md."""
+    text = (ROOT / "docs" / "quantization.md").read_text(encoding="utf-8")
+    return [line for block in re.findall(r"^```bash\n(.*?)^```", text, re.M | re.S) for line in block.splitlines()]
+
+
+@pytest.fixture
+def named(trained, tmp_path, monkeypatch) -> Path:
+    """The present folder, with what the guide's commands name: data/mine, runs/base, runs/tuned and runs/llama.
+
+    Base is the run of train_gpt.py, tuned the same with noise on its weights, both packed from their EMA.
+    """
+    (tmp_path / "data").mkdir()
+    (tmp_path / "runs").mkdir()
+    shutil.copytree(trained.parent / "data", tmp_path / "data" / "mine")
+    base, tuned = (shutil.copytree(trained, tmp_path / "runs" / name) for name in ("base", "tuned"))
+    last = base / "step_000012"
+    tensors, training = (torch.load(last / name, weights_only=True) for name in ("model.pt", "training.pt"))
+    torch.manual_seed(0)
+    for each in (*tensors.values(), *training["ema"]["values"]):
+        each.add_(0.02 * torch.randn_like(each))
+    shutil.rmtree(tuned / last.name)
+    meta = json.loads((last / "meta.json").read_bytes())
+    T.save_checkpoint(tuned, 12, {"model": tensors, "training": training}, meta, keep=9)
+    save(tmp_path / "runs" / "llama", network(**LLAMA))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_guides_commands_run(call, named):
+    """Every `python quantize.py` of docs/quantization.md, in its order; what the guide says of some of them."""
+    pytest.importorskip("safetensors")
+    (named / "runs" / "base" / "model.upar").unlink()
+    assert call("pack", "runs/base", "runs/base/model.upar", "--weights", "ema")[0] == 0
+    said = {}
+    for command in guide():
+        words = shlex.split(command)
+        script = words.index("python") + 1
+        if words[script] == "quantize.py":
+            changes = dict(word.split("=", 1) for word in words[: script - 1])
+            code, output, error = call(*words[script + 1 :], **{**changes, "DISTILL_STEPS": 5})
+            assert code == 0 and output, (command, error)
+            said[words[script + 1], words[-1]] = output
+    assert len(said) == 13 and {command for command, _ in said} == {run.__name__ for run in Q.COMMANDS}
+    assert (named / "again.upar").read_bytes() == (named / "int4.upar").read_bytes()
+    assert "4-bit rans" in call("info", "int4.upar")[1] and "4-bit rans" in call("info", "tuned.upar")[1]
+    assert "byte for byte" in said["verify", "ema"]
+    assert "bits per byte of validation: base " in said["bitdelta", "--score"]
+    assert sorted(path.name for path in (named / "huggingface").iterdir()) == [
+        "SHA256SUMS", "config.json", "model.safetensors"]
+    sizes = [(named / f"tuned{each}.delta").stat().st_size for each in ("2", "3")]
+    assert (named / "tuned.delta").exists() and sizes[0] < sizes[1]
+
+
+@pytest.mark.full
+def test_the_guides_other_commands_run(trained, named):
+    """Those of train_gpt.py and tools/rate.py, as they stand there, by bash; the environment makes them tiny."""
+    (named / "bin").mkdir()
+    (named / "bin" / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    (named / "bin" / "python").chmod(0o755)
+    for name in ("train_gpt.py", "tools", "configs"):
+        (named / name).symlink_to(ROOT / name)
+    sizes = {name: json.loads((trained / "result.json").read_bytes())["settings"][name.lower()] for name in """
+        LAYER_PATTERN MODEL_DIM NUM_HEADS NUM_KV_HEADS ATTN_WINDOW TRAIN_SEQ_LEN TRAIN_BATCH_TOKENS HOLDOUT_TOKENS
+        EVAL_STRIDE ITERATIONS MAX_WALLCLOCK_SECONDS RESERVE_SECONDS""".split()}
+    environ = environment(**sizes, COMPILE=0)
+    environ["PATH"] = f"{named / 'bin'}:{environ['PATH']}"
+    others = [command for command in guide() if "quantize.py" not in command]
+    for command in others:
+        done = subprocess.run(["bash", "-euo", "pipefail", "-c", command], cwd=named, env=environ, capture_output=True,
+                              text=True, timeout=300)
+        assert done.returncode == 0, f"{command}: {done.stdout[-500:]} {done.stderr[-1500:]}"
+    small, coarse, nearest = (json.loads((named / "runs" / name / "result.json").read_bytes())
+                              for name in ("small", "coarse", "nearest"))
+    assert small["total_bytes"] <= 400000 and small["settings"]["artifact_bytes_max"] == 400000
+    assert coarse["artifact_bytes"] < nearest["artifact_bytes"] and "qat" not in nearest["phases"]
+    assert len(others) == 4 and json.loads((named / "rate.json").read_bytes())["rows"]
+
+
+def test_the_guide_names_settings_that_exist():
+    text = (ROOT / "docs" / "quantization.md").read_text(encoding="utf-8")
+    names = set(re.findall(r"(?:`|\b)([A-Z][A-Z_]{2,}[A-Z])(?:`|=)", text))
+    known = {name.upper() for module in (Q, T) for name in module.Settings.__dataclass_fields__}
+    others = {name for name in names - known if re.fullmatch("|".join(T.FOREIGN_NAMES), name)}
+    assert len(names) > 15 and names - known - others == set() and others == {"ARTIFACT", "LORA_RANK", "MODE"}
+
+
+def test_bits_of_a_normal_tensor_are_those_of_the_guide():
+    """Entropy of a normal variable in steps of d sigmas: log2(2 pi e) / 2 - log2(d)."""
+    defaults, normal = T.quant_table(T.Settings()), torch.randn(512, 1024, generator=torch.Generator().manual_seed(0))
+    for kind, step, bits in (("matrix", 0.258, 4.0), ("embedding", 0.047, 6.5)):
+        codes, scales = T.quantize(normal, **defaults[kind])
+        share = np.bincount(codes.numpy().ravel().astype(int) + 128) / normal.numel()
+        entropy = -(share[share > 0] * np.log2(share[share > 0])).sum()
+        assert scales.item() == pytest.approx(step, rel=0.01) and entropy == pytest.approx(bits, abs=0.06)
+        assert entropy == pytest.approx(2.05 - math.log2(scales.item()), abs=0.01)

@@ -625,8 +625,8 @@ def test_every_command_of_the_guide(tmp_path):
     kept = {name: os.environ[name] for name in KEPT if name in os.environ}
     tiny = {name: value for name, value in TINY.items() if name not in ("TASK", "LEARNING_RATE")}
     # 8 steps: a tiny policy never sorts, and after 10 steps without any reward a run ends
-    environ = {**kept, **tiny, "ITERATIONS": "8", "MAX_NEW_TOKENS": "10", "OMP_NUM_THREADS": "1",
-               "PATH": f"{bin_}:{os.environ['PATH']}"}
+    environ = {**kept, **tiny, "ITERATIONS": "8", "SFT_STEPS": "5", "EVAL_PROMPTS": "8", "SAVE_EVERY": "0",
+               "MAX_NEW_TOKENS": "10", "OMP_NUM_THREADS": "1", "PATH": f"{bin_}:{os.environ['PATH']}"}
     commands = [line for block in blocks("bash") for line in block.replace("\\\n", " ").splitlines()]
     assert len(commands) >= 8
     for command in commands:

@@ -131,7 +131,7 @@ def replace_between(text: str, tag: str, body: str) -> str:
     """`text` with `body` between <!-- tag --> and <!-- /tag -->. Raises SystemExit unless both stand in it once."""
     parts = re.split(f"<!-- (/?){tag} -->", text)
     if parts[1::2] != ["", "/"]:
-        raise SystemExit(f"error: README.md must have <!-- {tag} --> and then <!-- /{tag} -->, once each")
+        raise SystemExit(f"error: docs/choices.md must have <!-- {tag} --> and then <!-- /{tag} -->, once each")
     return f"{parts[0]}<!-- {tag} -->\n{body}\n<!-- /{tag} -->{parts[-1]}"
 
 
@@ -161,14 +161,14 @@ def publish(args: argparse.Namespace, path: str, runs: list[tuple[str, dict]], r
     text = (f"{table}\n\n`{about['command']}`, {about['date']}, {about['cores']} cores of {about['cpu']}, a run on "
             f"{about['hardware']}, torch {torch.__version__}. {notes}")
     print(text)
-    out, readme = ROOT / (args.out or path.format(date=about["date"])), ROOT / "README.md"
+    out, page = ROOT / (args.out or path.format(date=about["date"])), ROOT / "docs" / "choices.md"
     out.parent.mkdir(parents=True, exist_ok=True)
     given = {"seconds": args.seconds, "set": dict(args.set)} if "seconds" in args else {}
     content = json.dumps({**about, **given, **body}, indent=1)
     out.write_text(content.replace(": Infinity", ": null") + "\n", encoding="utf-8")  # JSON has no infinity
     print(f"written: {out}")
-    if args.write_readme:
-        readme.write_text(replace_between(readme.read_text(encoding="utf-8"), args.command, text), encoding="utf-8")
+    if args.write_docs:
+        page.write_text(replace_between(page.read_text(encoding="utf-8"), args.command, text), encoding="utf-8")
     return [f"{name}: {run['failed']}" for name, run in runs if "failed" in run]
 
 
@@ -190,7 +190,7 @@ def add_run_command(commands, name: str, text: str, function: Callable, seconds:
                         help="a setting of every run; may be repeated")
     parser.add_argument("--runs", default=runs, help=f"folder for the runs ({runs})")
     parser.add_argument("--out", default="", help="the JSON file")
-    parser.set_defaults(run=function, write_readme=False)
+    parser.set_defaults(run=function, write_docs=False)
     return parser
 
 
@@ -500,7 +500,7 @@ def main() -> None:
         rl.add_argument(f"--{name}", type=int, default=value, help=f"{value}")
     rl.add_argument("--threads", type=int, default=0, help="0: as PyTorch chooses")
     rl.add_argument("--out", default="", help="the JSON file")
-    rl.set_defaults(run=bench_rl, write_readme=False)
+    rl.set_defaults(run=bench_rl, write_docs=False)
     train = add_run_command(commands, "train", "short runs of configs: tokens/s, step time, memory, MFU", bench_train,
                             20.0, "runs/bench")
     train.add_argument("configs", nargs="*", default=["configs/cpu.env"], metavar="CONFIG")
