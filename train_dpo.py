@@ -2884,14 +2884,14 @@ class DPOTrainer:
     def __init__(self, network: GPT, settings: Settings, runtime: Runtime):
         self.network, self.settings, self.runtime = network, settings, runtime
         s, self.reward = settings, settings.objective == "reward"
-        adapted = any(name.endswith("lora_b") for name, _ in network.named_parameters())
         for wrong, said in (
             (s.pairs_per_step % runtime.world_size,
              f"PAIRS_PER_STEP={s.pairs_per_step}: must be a multiple of the {runtime.world_size} ranks"),
             (not s.beta and not self.reward, "BETA=0: must be above 0, or nothing is learned"),
-            (s.label_smoothing != Settings.label_smoothing and s.objective not in ("cdpo", "robust"),
-             f"LABEL_SMOOTHING={s.label_smoothing}: OBJECTIVE={s.objective} does not read it; cdpo and robust do"),
-            (s.reference == "base" and not adapted,
+            *((getattr(s, name) != getattr(Settings, name) and s.objective not in readers.split(),
+               f"{name.upper()}={getattr(s, name)}: OBJECTIVE={s.objective} does not read it; it is for {readers}") for
+              name, readers in (("label_smoothing", "cdpo and robust"), ("margin", "reward"), ("centering", "reward"))),
+            (s.reference == "base" and not any(name.endswith("lora_b") for name, _ in network.named_parameters()),
              "REFERENCE='base': no adapters to switch off; needs LORA_RANK, or REFERENCE=start"),
         ):
             if wrong:

@@ -447,7 +447,10 @@ def test_micro_batches_and_ranks_give_the_gradient_of_one_batch(objective):
 def test_wrong_settings_are_refused():
     for changes, said in ((dict(beta=0.0), "BETA=0: must be above"), (dict(reference="base"), "REFERENCE='base': no "),
                           (dict(pairs_per_step=7), "PAIRS_PER_STEP=7: must be a multiple of the 2 ranks"),
-                          (dict(label_smoothing=0.2), "LABEL_SMOOTHING=0.2: OBJECTIVE=dpo does not read it; cdpo")):
+                          (dict(label_smoothing=0.2),
+                           "LABEL_SMOOTHING=0.2: OBJECTIVE=dpo does not read it; it is for cdpo and robust"),
+                          (dict(margin=0.5, objective="ipo"), "MARGIN=0.5: OBJECTIVE=ipo does not read it"),
+                          (dict(centering=0.0), "CENTERING=0.0: OBJECTIVE=dpo does not read it; it is for reward")):
         with pytest.raises(D.UserError, match=f"^{re.escape(said)}"):
             D.DPOTrainer(network_of(), settings(qat=False, **changes), D.Runtime(0, 2, CPU, False))
     for name, text in (("label_smoothing", "0.5"), ("objective", "kto"), ("pairs_per_step", "0"), ("beta", "-1")):
