@@ -734,7 +734,7 @@ def main() -> None:
     gpu.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="cpu: a rehearsal at toy size")
     gpu.add_argument("--data", default="", help=f"data folder of the part train ({BENCH_DATA}, made if missing)")
     gpu.add_argument("--runs", default="runs/bench", help="folder (runs/bench)")
-    gpu.set_defaults(run=lambda args: load_script(Path(__file__).with_name("gpu.py")).bench_gpu(args))
+    gpu.set_defaults(run=lambda args: load_script(Path(__file__).with_name("gpu.py")).bench_gpu(args), set=[])
     rl = commands.add_parser("rl", help="generation against transformers', and a GRPO step, on the CPU: tokens/s")
     for name, value in {"layers": 4, "dim": 128, "batch": 32, "new": 128, "rounds": 5}.items():
         rl.add_argument(f"--{name}", type=int, default=value, help=f"{value}")

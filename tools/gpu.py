@@ -35,9 +35,9 @@ def load_bench() -> ModuleType:
 
 
 def make_network(suite: SimpleNamespace, name: str, script: ModuleType) -> tuple:
-    """(settings, network on the CPU) of a shape of RUNS. What begins at 0 does not here, or it would do nothing."""
+    """(settings, network of `script`, on the CPU) of a shape of RUNS; weights that would begin at 0 do not."""
     given = {**RUNS[name], **({} if suite.cuda else TOY)}
-    settings = script.load_settings(script.Settings, given, {"arch_mode": script.ARCH_PRESETS})
+    settings = suite.script.load_settings(suite.script.Settings, given, {"arch_mode": script.ARCH_PRESETS})
     torch.manual_seed(0)
     network = script.GPT(script.model_config(settings, 1024, 1))
     for param in network.parameters():
@@ -162,7 +162,7 @@ def precision_part(suite: SimpleNamespace) -> list[dict]:
         wide = Wide(network.config)
         wide.load_state_dict(network.state_dict())
         small = torch.randint(2, 1024, (1, min(512, settings.train_seq_len)))
-        exact = network.double()(small, small)
+        exact = network.double()(small, small).detach()
         network.float().to(suite.device)
         wide.to(suite.device)
         rows = max(1, (16384 if suite.cuda else 128) // settings.train_seq_len)
