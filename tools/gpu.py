@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RUNS = {"cpu.env": {"CONFIG": str(ROOT / "configs" / "cpu.env")}, "defaults": {}, "baseline": {"ARCH_MODE": "baseline"}}
 TOY = {"MODEL_DIM": "32", "NUM_HEADS": "2", "NUM_KV_HEADS": "1", "NUM_LAYERS": "2", "TRAIN_SEQ_LEN": "64",
        "ATTN_WINDOW": "16"}
+BATCH = {"cuda": 65536, "cpu": 256}  # tokens of a step, as the part train has: what that compiled is in the cache
 
 
 def load_bench() -> ModuleType:
@@ -65,20 +66,21 @@ def machine_part(suite: SimpleNamespace) -> list[dict]:
 
 
 def steps_part(suite: SimpleNamespace, name: str, compiled: bool) -> list[dict]:
-    """Forward, backward and optimizer step of one shape, the micro-batch of a run or half of it."""
-    script, tokens = suite.script, 65536 if suite.cuda else 256
+    """Forward, backward and optimizer step of one shape, with tokens/s, MFU (as in `train`) and peak memory."""
+    script = suite.script
     settings, network = make_network(suite, name, script)
     flops = suite.bench.flops_per_token(network, settings.train_seq_len)
     network.to(suite.device)
     optimizers, bad = script.Optimizers(network, settings, suite.runtime), torch.tensor(False, device=suite.device)
     model = torch.compile(network, dynamic=False, fullgraph=True) if compiled else network
-    ids = torch.randint(2, 1024, (tokens // settings.train_seq_len, settings.train_seq_len), device=suite.device)
+    rows = BATCH[suite.device] // settings.train_seq_len
+    ids, targets = (torch.randint(2, 1024, (rows, settings.train_seq_len), device=suite.device) for _ in range(2))
     if suite.cuda:
         torch.cuda.reset_peak_memory_stats()
     marks = []
     for _ in range(13):
         marks.append([suite.bench.mark(suite.cuda)])
-        loss = model(ids, ids).mean()
+        loss = model(ids, targets).mean()
         marks[-1].append(suite.bench.mark(suite.cuda))
         loss.backward()
         marks[-1].append(suite.bench.mark(suite.cuda))
@@ -184,11 +186,12 @@ def precision_part(suite: SimpleNamespace) -> list[dict]:
 
 def train_part(suite: SimpleNamespace) -> list[dict]:
     """A run of train_gpt.py's defaults, scored from the artifact that it wrote."""
-    script, given = suite.script, {"TRAIN_BATCH_TOKENS": "131072", "HOLDOUT_TOKENS": "65536"}
+    script, given = suite.script, {"HOLDOUT_TOKENS": "65536"}
     if not suite.cuda:
-        given = {**TOY, "COMPILE": "0", "TRAIN_BATCH_TOKENS": "1024", "HOLDOUT_TOKENS": "4096"}
+        given = {**TOY, "COMPILE": "0", "HOLDOUT_TOKENS": "4096"}
     args = SimpleNamespace(seconds=60 if suite.cuda else 3, data=suite.data, set=[])
-    settings, manifest = suite.bench.short_run(script, args, DEVICE=suite.device, TRAIN_LOG_EVERY="5", **given)
+    settings, manifest = suite.bench.short_run(script, args, DEVICE=suite.device, TRAIN_LOG_EVERY="5",
+                                               TRAIN_BATCH_TOKENS=str(BATCH[suite.device]), **given)
     run = suite.bench.run_script(script, suite.folder / "run", "", settings)
     if "failed" in run:
         raise SystemExit(run["failed"])
@@ -208,12 +211,14 @@ def ops_part(suite: SimpleNamespace, only: str) -> list[dict]:
     return list(suite.bench.op_records(ops, suite.device))
 
 
-# By worth: name -> (what measures it, seconds that it may take on an H100 or H200, not yet run there, and as a toy).
+# By worth: name -> (what measures it; seconds that must be left: on an H100 or H200, a guess, not yet run there; of a
+# toy on the CPU). It is ended after half as many again.
 PARTS = {
     "machine": (machine_part, 15, 10), "eager": (eager_part, 40, 15), "logits": (logits_part, 25, 12),
-    "train": (train_part, 150, 40), "generation": (generation_part, 30, 12),
+    "train": (train_part, 180, 60), "generation": (generation_part, 30, 12),
     "ops": (functools.partial(ops_part, only="gdn attention muon"), 45, 15),
-    **{f"compiled_{name}": (functools.partial(steps_part, name=name, compiled=True), 45, 60) for name in RUNS},
+    **{f"compiled_{name}": (functools.partial(steps_part, name=name, compiled=True), 45, 90)
+       for name in ("defaults", "cpu.env", "baseline")},
     "precision": (precision_part, 25, 12), "rans": (functools.partial(ops_part, only="rans"), 20, 10),
 }
 
@@ -265,7 +270,7 @@ def bench_gpu(args: argparse.Namespace) -> list[str]:
             left_out.append(name)
             continue
         try:
-            parts[name] = start_part(name, args.device, folder, data if args.data else "", min(left, 2 * need))
+            parts[name] = start_part(name, args.device, folder, data if args.data else "", min(left, 1.5 * need))
         except KeyboardInterrupt:
             parts["interrupted"] = {"failed": f"in the part {name}"}
             left_out.append(name)
@@ -273,7 +278,7 @@ def bench_gpu(args: argparse.Namespace) -> list[str]:
         print(f"{name}: {parts[name].get('failed') or bench.cell(parts[name]['seconds']) + ' s'}", flush=True)
     rows = [["part", "what", "figures"]]
     for name, part in parts.items():
-        for record in part.get("records", [{"what": "failed"}]):
+        for record in part.get("records") or [{"what": f"failed: {part['failed']}"}]:
             words = ", ".join(value for value in record.values() if isinstance(value, str))
             numbers = (f"{key} {bench.cell(value)}" for key, value in record.items() if isinstance(value, int | float))
             rows.append([name, words, ", ".join(numbers)])
