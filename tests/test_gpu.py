@@ -71,7 +71,7 @@ def suite_of(tmp_path, monkeypatch, capsys):
                 return {"failed": parts[name]}
             now[0] += parts[name]
             record = {"what": name, "way": "w", "ms": 2.5, "count": 1000, "none": None}
-            return {"records": [record], "seconds": parts[name]}
+            return {"records": [record], "seconds": parts[name], "hardware": "a toy", "versions": {"torch": "2"}}
 
         clock = SimpleNamespace(monotonic=lambda: now[0], strftime=lambda text: f"run{len(list(tmp_path.iterdir()))}")
         monkeypatch.setattr(gpu, "time", clock)
@@ -95,7 +95,8 @@ def test_parts_that_do_not_fit_are_left_out_and_named(suite_of):
     """40 s: a leaves 28, of which b may take 1.5 times its 10; that leaves 8 for c, which asks for 10."""
     code, out, err, saved, limits = suite_of("--seconds 40", {"a": 12.0, "b": 20.0, "c": 1.0})
     assert limits == {"a": 15.0, "b": 15.0} and (code, err) == (0, "")
-    assert saved["left_out"] == ["c"] and list(saved["parts"]) == ["a", "b"] and "versions" in saved
+    assert saved["left_out"] == ["c"] and list(saved["parts"]) == ["a", "b"]
+    assert saved["versions"] == {"torch": "2"} and "a run on a toy" in out
     assert "a: 12 s\nb: 20 s\n" in out and "| a | a, w | ms 2.5, count 1,000 |" in out
     assert "32 s of 40; left out: c. A rehearsal at toy size." in out
     assert suite_of("--seconds 22", {"a": 9.0, "b": 1.0})[4] == {"a": 15.0, "b": 13.0}  # never longer than what is left

@@ -421,8 +421,13 @@ def coders(script: ModuleType, codes: np.ndarray) -> dict[str, tuple[Callable, C
 def coding_records(ops: SimpleNamespace) -> list[dict]:
     """Times and bytes of ops.codes int6 codes of normal weights, or of those of the artifact ops.artifact."""
     if ops.artifact:
-        every = [codes.numpy().reshape(-1) for codes, _, bits in ops.script.read_artifact(ops.artifact)[2].values()
-                 if bits == 6]
+        try:
+            coded = ops.script.read_artifact(ops.artifact)[2].values()
+        except (OSError, ops.script.ArtifactError) as error:
+            raise SystemExit(f"error: --artifact: {error}") from None
+        every = [codes.numpy().reshape(-1) for codes, _, bits in coded if bits == 6]
+        if not every:
+            raise SystemExit(f"error: --artifact {ops.artifact}: none of its tensors has 6 bits")
         codes = np.concatenate(every)
     else:
         torch.manual_seed(0)
@@ -461,19 +466,18 @@ def cell(value) -> str:
     return "" if value is None else f"{value:,}" if isinstance(value, int) else value
 
 
-def about_run(script: ModuleType, device: str) -> dict:
-    """describe_machine of this process, for `publish`. Raises SystemExit where the device is not there."""
+def check_device(device: str) -> None:
+    """Raises SystemExit where the device is not there."""
     if device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("error: --device cuda: PyTorch sees no CUDA device; --device cpu runs without")
-    machine = script.describe_machine(script.start_runtime(device))
-    return {**machine, "code_sha256": script.sha256_file(SCRIPT)}
 
 
 def bench_ops(args: argparse.Namespace) -> None:
     """Time operations of the script and of libraries in turn: a table and JSON."""
     torch.set_num_threads(args.threads or torch.get_num_threads())
+    check_device(args.device)
     script = load_script(SCRIPT)
-    about = about_run(script, args.device)
+    about = {**script.describe_machine(script.start_runtime(args.device)), "code_sha256": script.sha256_file(SCRIPT)}
     ops, records = SimpleNamespace(**vars(args), script=script, models=MODELS_OF_OPS), []
     for record in op_records(ops, args.device):
         records.append(record)

@@ -224,12 +224,13 @@ PARTS = {
 
 
 def run_part(name: str, device: str, folder: str, data: str) -> None:
-    """Measure one part in this process, and write its seconds and records into `folder`."""
+    """Measure one part in this process, and write its records, seconds and machine into `folder`."""
     begin, bench = time.perf_counter(), load_bench()
     script = bench.load_script(bench.SCRIPT)
     suite = SimpleNamespace(bench=bench, script=script, runtime=script.start_runtime(device), device=device,
                             cuda=device == "cuda", folder=Path(folder), data=data)
-    found = {"records": PARTS[name][0](suite), "seconds": time.perf_counter() - begin}
+    found = {"records": PARTS[name][0](suite), "seconds": time.perf_counter() - begin,
+             **script.describe_machine(suite.runtime), "code_sha256": script.sha256_file(bench.SCRIPT)}
     script.replace_file(suite.folder / f"{name}.json", json.dumps(found, indent=1).encode())
 
 
@@ -259,7 +260,7 @@ def bench_gpu(args: argparse.Namespace) -> list[str]:
     begin, bench = time.monotonic(), load_bench()
     if strange := sorted(set(args.only) - set(PARTS)):
         raise SystemExit(f"error: --only {strange[0]}: there are {', '.join(PARTS)}")
-    about = bench.about_run(bench.load_script(bench.SCRIPT), args.device)
+    bench.check_device(args.device)
     folder, data = ROOT / args.runs / time.strftime("gpu_%Y%m%d_%H%M%S"), str(Path(args.data).resolve())
     folder.mkdir(parents=True)
     parts, left_out = {}, []
@@ -284,8 +285,8 @@ def bench_gpu(args: argparse.Namespace) -> list[str]:
             rows.append([name, words, ", ".join(numbers)])
     notes = (f"{time.monotonic() - begin:.0f} s of {args.seconds:g}; left out: {', '.join(left_out) or 'nothing'}."
              + " A rehearsal at toy size." * (args.device == "cpu"))
-    return bench.publish(args, args.runs + "/gpu_{date}.json", [("gpu", about), *parts.items()], rows, notes,
-                         parts=parts, left_out=left_out)
+    return bench.publish(args, args.runs + "/gpu_{date}.json", list(parts.items()), rows, notes, parts=parts,
+                         left_out=left_out)
 
 
 if __name__ == "__main__":
