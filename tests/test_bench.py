@@ -141,6 +141,8 @@ def test_rans_takes_the_six_bit_codes_of_an_artifact(tmp_path, monkeypatch, one_
     records = op_records("rans", artifact=str(tmp_path / "a.upar"))
     assert records[0]["shape"] == f"1,024 int6 codes of {tmp_path}/a.upar" and records[0]["bytes"] == 1024
     assert np.array_equal(seen[0], coded["w_a"][0].numpy().reshape(-1))
+    with pytest.raises(SystemExit, match="error: --artifact: .*No such file or directory: 'no.upar'"):
+        op_records("rans", artifact="no.upar")
 
 
 def test_cells():
