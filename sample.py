@@ -460,8 +460,8 @@ def row_turns(row: dict) -> tuple[str, list[tuple[str, str]]]:
         turns = listed_turns(row[field], field)
     elif name := next((name for name, (field, *_) in FORMATS.items() if field in row), ""):
         field, more, answers = FORMATS[name]
-        parts = [text_of(row, key) for key in (field, more) if row.get(key)]
-        turns = [("<|user|>", "\n\n".join(parts)), ("<|assistant|>", text_of(row, *answers))]
+        parts = [text_of(row, key) for key in (field, more) if key == field or row.get(key)]
+        turns = [("<|user|>", "\n\n".join(filter(None, parts))), ("<|assistant|>", text_of(row, *answers))]
     elif "text" in row:
         name, turns = "text", [("", text_of(row, "text"))]
     else:
@@ -536,7 +536,7 @@ def read_rows(path: str, parse: Callable[[dict], tuple[str, object]], log: Calla
         with open(path, "rb") as file:
             reader = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
             content = reader.read() if path.endswith(".zst") else file.read()
-        whole = None
+        content, whole = content.removeprefix(b"\xef\xbb\xbf"), None  # a mark that some editors put before UTF-8
         with contextlib.suppress(ValueError, RecursionError):  # or lines of which the first is a list, and no row
             whole = json.loads(content) if content.lstrip()[:1] == b"[" else None
     except (OSError, zstandard.ZstdError) as error:
@@ -2247,16 +2247,16 @@ def rewards(model: SimpleNamespace, talks: list[list[tuple[str, str]]]) -> list[
     return [found[at] for at in range(len(rows))]
 
 
-def interval(values: list[float]) -> list[float | None]:
-    """Mean of values of independent rows, and the ends of its 95% interval: Wilson's of a share, where every value is 0
-    or 1 (JASA 22, 1927), else the normal approximation; None of one value.
-    """
+def interval(values: list[float], share: bool = True) -> list[float | None]:
+    """Mean of values of independent rows and the ends of its 95% interval, None of one value: Wilson's (JASA 22, 1927)
+    of a share whose values are all 0 or 1, else the normal approximation, for a share no further than 0 and 1."""
     n, mean, z = len(values), statistics.fmean(values), 1.959964
-    if set(values) <= {0, 1}:
+    if share and set(values) <= {0, 1}:
         centre, half = mean + z * z / (2 * n), z * math.sqrt(mean * (1 - mean) / n + z * z / (4 * n * n))
         return [mean, *(end / (1 + z * z / n) for end in (centre - half, centre + half))]
-    half = z * statistics.stdev(values) / math.sqrt(n) if n > 1 else math.inf
-    return [mean, mean - half, mean + half] if n > 1 else [mean, None, None]
+    half = z * statistics.stdev(values) / math.sqrt(n) if n > 1 else math.nan
+    ends = (max(0.0, mean - half), min(1.0, mean + half)) if share else (mean - half, mean + half)
+    return [mean, *(ends if n > 1 else (None, None))]
 
 
 # -------------------------------------------------------------------------------------------------------------- rows
@@ -2428,8 +2428,8 @@ def score_lambada(models: SimpleNamespace, path: str, settings: Settings) -> dic
     scores, left = item_scores(models.artifact, items)
     kept = [item[0] for item in scores if item]
     nats, tokens = [-logps.sum().item() for logps, _ in kept], sum(len(logps) for logps, _ in kept)
-    return {"accuracy": interval([float(hits.all()) for _, hits in kept]), "n": len(kept), **left,
-            "perplexity": math.exp(statistics.fmean(nats)), "nats_per_token": sum(nats) / tokens, "tokens": tokens}
+    return {"accuracy": interval([float(hits.all()) for _, hits in kept]), "n": len(kept), **left, "tokens": tokens,
+            "perplexity": math.exp(min(709, statistics.fmean(nats))), "nats_per_token": sum(nats) / tokens}
 
 
 def score_task(models: SimpleNamespace, path: str, settings: Settings) -> dict:
@@ -2454,14 +2454,15 @@ def score_task(models: SimpleNamespace, path: str, settings: Settings) -> dict:
 
 def score_preference(models: SimpleNamespace, path: str, settings: Settings) -> dict:
     """Share of pairs in which the chosen answer has the higher log-probability (with SCORE_MODEL over that model's), as
-    a sum and per token, and, of a model with a value head, the higher reward. Level pairs count as wrong.
-    """
+    a sum and per token, and, of a model with a value head, the higher reward. Level pairs count as wrong."""
     pairs, own, sides, found = read_rows(path, row_pair, print), models.artifact, [], {}
     for model in filter(None, (own, models.score_model)):
-        items = [answered(model.tokenizer, turns, texts, "chat") for turns, *texts in pairs]
-        scores, left = item_scores(model, items)
+        scores, left = item_scores(model, [answered(model.tokenizer, turns, texts, "chat") for turns, *texts in pairs])
+        found["contexts_cut"] = found.get("contexts_cut", 0) + left["contexts_cut"]
         sides.append([item and [torch.stack([logps.sum(), logps.mean()]) for logps, _ in item] for item in scores])
     kept = [at for at in range(len(pairs)) if all(side[at] for side in sides)]
+    if not kept:
+        raise UserError(f"SCORE_PATH={path!r}: no pair fits both {own.source} and {models.score_model.source}")
     margins = torch.stack([sum(sign * (side[at][0] - side[at][1]) for sign, side in zip((1, -1), sides, strict=False))
                            for at in kept]).T.tolist()
     if hasattr(own.network, "w_value"):
@@ -2469,9 +2470,9 @@ def score_preference(models: SimpleNamespace, path: str, settings: Settings) -> 
         margins.append([chosen - rejected for chosen, rejected in zip(both[::2], both[1::2], strict=True)])
     for name, values in zip(("", "_per_token", "_reward"), margins, strict=False):
         found |= {f"accuracy{name}": interval([float(value > 0) for value in values]),
-                  f"margin{name}": interval(values), f"ties{name}": values.count(0)}
+                  f"margin{name}": interval(values, share=False), f"ties{name}": values.count(0)}
     longer = [float(len(pairs[at][1].encode()) > len(pairs[at][2].encode())) for at in kept]
-    return {**found, "chosen_longer": interval(longer), "n": len(kept), **left, "left_out": len(pairs) - len(kept)}
+    return {**found, "chosen_longer": interval(longer), "n": len(kept), "left_out": len(pairs) - len(kept)}
 
 
 def score_win(models: SimpleNamespace, path: str, settings: Settings) -> dict:
@@ -2489,8 +2490,8 @@ def score_win(models: SimpleNamespace, path: str, settings: Settings) -> dict:
     wins, ties = sum(margin > 0 for margin in apart), apart.count(0)
     return {"win_rate": interval([(margin > 0) + (margin == 0) / 2 for margin in apart]), "wins": wins, "ties": ties,
             "losses": len(apart) - wins - ties, "mark": statistics.fmean(marks[0]),
-            "mark_of_other": statistics.fmean(marks[1]), "difference": interval(apart), "n": len(apart),
-            "judge": judge.source if judge else f"checker of {task.name}", "left_out": left}
+            "mark_of_other": statistics.fmean(marks[1]), "difference": interval(apart, share=False),
+            "n": len(apart), "judge": judge.source if judge else f"checker of {task.name}", "left_out": left}
 
 
 def score_quality(models: SimpleNamespace, path: str, settings: Settings) -> dict:

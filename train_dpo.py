@@ -583,8 +583,8 @@ def row_turns(row: dict) -> tuple[str, list[tuple[str, str]]]:
         turns = listed_turns(row[field], field)
     elif name := next((name for name, (field, *_) in FORMATS.items() if field in row), ""):
         field, more, answers = FORMATS[name]
-        parts = [text_of(row, key) for key in (field, more) if row.get(key)]
-        turns = [("<|user|>", "\n\n".join(parts)), ("<|assistant|>", text_of(row, *answers))]
+        parts = [text_of(row, key) for key in (field, more) if key == field or row.get(key)]
+        turns = [("<|user|>", "\n\n".join(filter(None, parts))), ("<|assistant|>", text_of(row, *answers))]
     elif "text" in row:
         name, turns = "text", [("", text_of(row, "text"))]
     else:
@@ -659,7 +659,7 @@ def read_rows(path: str, parse: Callable[[dict], tuple[str, object]], log: Calla
         with open(path, "rb") as file:
             reader = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
             content = reader.read() if path.endswith(".zst") else file.read()
-        whole = None
+        content, whole = content.removeprefix(b"\xef\xbb\xbf"), None  # a mark that some editors put before UTF-8
         with contextlib.suppress(ValueError, RecursionError):  # or lines of which the first is a list, and no row
             whole = json.loads(content) if content.lstrip()[:1] == b"[" else None
     except (OSError, zstandard.ZstdError) as error:
@@ -2701,7 +2701,7 @@ def parse_pair(row: dict, tokenizer: Tokenizer, context: int, margin: float) -> 
     if np.array_equal(*answers):
         raise RowError("chosen and rejected are the same tokens")
     if pair.width() > context:
-        raise RowError("answer longer than the context")
+        raise RowError(f"answer longer than the context, TRAIN_SEQ_LEN={context}")
     return kind, pair
 
 
@@ -2884,12 +2884,14 @@ class DPOTrainer:
     def __init__(self, network: GPT, settings: Settings, runtime: Runtime):
         self.network, self.settings, self.runtime = network, settings, runtime
         s, self.reward = settings, settings.objective == "reward"
-        adapted = any(name.endswith("lora_b") for name, _ in network.named_parameters())
         for wrong, said in (
             (s.pairs_per_step % runtime.world_size,
              f"PAIRS_PER_STEP={s.pairs_per_step}: must be a multiple of the {runtime.world_size} ranks"),
             (not s.beta and not self.reward, "BETA=0: must be above 0, or nothing is learned"),
-            (s.reference == "base" and not adapted,
+            *((getattr(s, name) != getattr(Settings, name) and s.objective not in readers.split(),
+               f"{name.upper()}={getattr(s, name)}: OBJECTIVE={s.objective} does not read it; it is for {readers}") for
+              name, readers in (("label_smoothing", "cdpo and robust"), ("margin", "reward"), ("centering", "reward"))),
+            (s.reference == "base" and not any(name.endswith("lora_b") for name, _ in network.named_parameters()),
              "REFERENCE='base': no adapters to switch off; needs LORA_RANK, or REFERENCE=start"),
         ):
             if wrong:
@@ -2986,6 +2988,8 @@ def main() -> int:
     runtime = start_runtime(settings.device, settings.deterministic)
     network, tokenizer, source = start_policy(settings, runtime)
     tokenizer, config, reward = grow_roles(network, tokenizer), network.config, s.objective == "reward"
+    if config.positions != "learned":  # these end where they do
+        config.train_seq_len = max(config.train_seq_len, s.train_seq_len)
     if reward and not hasattr(network, "w_value"):
         add_value_head(network)
     data = load_pairs(settings, tokenizer, config.train_seq_len, said.append)
@@ -2993,8 +2997,8 @@ def main() -> int:
     budget = max(0.0, settings.max_wallclock_seconds - settings.reserve_seconds)
     clock = Clock(settings.iterations, budget, runtime, replay)
     run = Run(settings, runtime, {}, {
-        **vars(config), "tokenizer_sha256": tokenizer.sha256, "data_sha256": data.sha256,
-        **{name: getattr(settings, name) for name in ("seed", "objective", "pairs_per_step", "lora_rank")}})
+        **vars(config), "tokenizer_sha256": tokenizer.sha256, "data_sha256": data.sha256, **{
+            name: getattr(s, name) for name in ("seed", "objective", "pairs_per_step", "lora_rank", "train_files")}})
     checkpoint_path, folder, log = run.open(), run.folder, run.log
     watch = Watch(runtime, folder, settings.hang_seconds, log)
     log("\n".join(said))
@@ -3025,8 +3029,8 @@ def main() -> int:
     log(f"batch: a step is {s.pairs_per_step} pairs, over {runtime.world_size} ranks, chosen and rejected in one "
         f"forward of at most {trainer.micro_tokens} tokens; a pass over the data {total / s.pairs_per_step:.1f} steps")
     at_0 = 1 / (2 * s.beta) ** 2 if s.objective == "ipo" else math.log(2)
-    log("note: accuracy counts pairs whose chosen reward is greater, not equal; at the start policy and reference are "
-        f"one (a new reward head is 0), so rewards are 0, margins 0, accuracy 0 and the loss {at_0:.4g}: no fault. The "
+    log("note: accuracy counts pairs whose chosen reward is greater, not equal; while policy and reference are one, "
+        f"or a reward head is new, rewards are 0, accuracy 0 and the loss, without margins, {at_0:.4g}: no fault. The "
         "first step's line may show either share instead, for its rewards are 0 but for float32's last digits")
     if checkpoint_path:
         run.load(Path(checkpoint_path))
@@ -3060,6 +3064,7 @@ def main() -> int:
     clock.start()
     while True:
         last_step, watch.began = clock.is_last(run.step), math.inf  # no limit for validation and saving
+        trainer.qat = s.qat and plan.phases["qat"].start_step > 0  # of a run that was resumed, too
         stop |= watch.signal > 0 and not runtime.distributed
         if s.val_loss_every and run.step and run.step % s.val_loss_every == 0 and not (last_step or stop):
             clock.stop()
@@ -3092,7 +3097,6 @@ def main() -> int:
         multiplier, _ = plan.rates(progress)
         metrics = {**trainer.update([data.pairs[at] for at in own], kept["reference"][own], multiplier),
                    "lr_mul": multiplier, "progress": progress, "passes": numbers.stop / total}
-        trainer.qat = s.qat and plan.phases["qat"].start_step > 0
         for name, average in averages.items():
             if "qat" in begun:  # an average of weights that never saw the quantizer does not fit it
                 average.count = 0

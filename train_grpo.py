@@ -2875,9 +2875,9 @@ def solve(trainer: PolicyTrainer, task: Task, problems: list[Problem], count: in
 
 
 def policy_scores(greedy: Tensor, sampled: Tensor) -> dict:
-    """For result.json, of held-out problems: greedy (n, 1), sampled (n, k); each share with its 95% interval."""
+    """For result.json, of held-out problems: greedy (n, 1), sampled (n, k); shares and 95% intervals, in [0, 1]."""
     found = {"greedy": greedy[:, 0], "pass1": sampled.mean(1), f"pass{sampled.size(1)}": sampled.amax(1)}
-    return {"n": len(greedy), **{name: mean_interval(values) for name, values in found.items()}}
+    return {"n": len(greedy), **{name: np.clip(mean_interval(each), 0, 1).tolist() for name, each in found.items()}}
 
 
 def policy_gain(before: dict[str, Tensor], greedy: Tensor, sampled: Tensor, temperature: float) -> tuple[dict, str]:
@@ -3178,6 +3178,7 @@ def main() -> int:
     clock.start()
     while True:
         last_step, watch.began = clock.is_last(run.step), math.inf  # no limit for validation and saving
+        trainer.qat = s.qat and plan.phases["qat"].start_step > 0  # of a run that was resumed, too
         stop |= watch.signal > 0 and not runtime.distributed
         if s.val_loss_every and run.step and run.step % s.val_loss_every == 0 and not (last_step or stop):
             clock.stop()
@@ -3210,7 +3211,6 @@ def main() -> int:
             log(f"phase: {name} begins at step {plan.phases[name].start_step}, {progress:.1%} of the run")
         multiplier, _ = plan.rates(progress)
         metrics = {**rollout.metrics, **trainer.update(rollout, multiplier), "lr_mul": multiplier, "progress": progress}
-        trainer.qat = s.qat and plan.phases["qat"].start_step > 0
         for name, average in averages.items():
             if "qat" in begun:  # an average of weights that never saw the quantizer does not fit it
                 average.count = 0

@@ -585,8 +585,8 @@ def row_turns(row: dict) -> tuple[str, list[tuple[str, str]]]:
         turns = listed_turns(row[field], field)
     elif name := next((name for name, (field, *_) in FORMATS.items() if field in row), ""):
         field, more, answers = FORMATS[name]
-        parts = [text_of(row, key) for key in (field, more) if row.get(key)]
-        turns = [("<|user|>", "\n\n".join(parts)), ("<|assistant|>", text_of(row, *answers))]
+        parts = [text_of(row, key) for key in (field, more) if key == field or row.get(key)]
+        turns = [("<|user|>", "\n\n".join(filter(None, parts))), ("<|assistant|>", text_of(row, *answers))]
     elif "text" in row:
         name, turns = "text", [("", text_of(row, "text"))]
     else:
@@ -661,7 +661,7 @@ def read_rows(path: str, parse: Callable[[dict], tuple[str, object]], log: Calla
         with open(path, "rb") as file:
             reader = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
             content = reader.read() if path.endswith(".zst") else file.read()
-        whole = None
+        content, whole = content.removeprefix(b"\xef\xbb\xbf"), None  # a mark that some editors put before UTF-8
         with contextlib.suppress(ValueError, RecursionError):  # or lines of which the first is a list, and no row
             whole = json.loads(content) if content.lstrip()[:1] == b"[" else None
     except (OSError, zstandard.ZstdError) as error:
@@ -2524,10 +2524,10 @@ class Row:
 
 
 def make_row(turns: list[tuple[str, str]], tokenizer: Tokenizer, s) -> Row:
-    """Of turns as in `row_turns`; its prompt is what comes before the last answer, or a text. Raises RowError."""
-    answers = [at for at, (role, _) in enumerate(turns) if role == "<|assistant|>"]
-    prompt = turns[: answers[-1]] if answers else []
-    key = hashlib.blake2b(json.dumps(prompt or turns).encode(), digest_size=8).digest()
+    """Of turns as in `row_turns`. Its prompt is what comes before the first answer to a user, or else all: the earlier
+    answers of a conversation are learned and scored too. Raises RowError."""
+    ends = [at for at, (role, _) in enumerate(turns) if role == "<|assistant|>" and "<|user|>" in dict(turns[:at])]
+    key = hashlib.blake2b(json.dumps(turns[: ends[0]] if ends else turns).encode(), digest_size=8).digest()
     ids, said = map(np.array, turn_ids(tokenizer, turns))
     if len(ids) > s.train_seq_len:
         raise RowError(f"answer longer than the context, TRAIN_SEQ_LEN={s.train_seq_len}")
@@ -2544,24 +2544,23 @@ def read_data(s, tokenizer: Tokenizer, say: Callable[[str], None]) -> SimpleName
         name, turns = row_turns(row)
         return name, make_row(turns, tokenizer, s)
 
+    held_out = [row for path in s.val_files.split(",") if path for row in read_rows(path.strip(), parse, say)]
     if s.train_files:
         files = [(path, read_rows(path, parse, say), weight)
                  for path, weight in weighted_files("TRAIN_FILES", s.train_files).items()]
-        held_out = [row for path in s.val_files.split(",") if path
-                    for row in read_rows(path.strip(), parse, say)]
         held_out = held_out or [row for _, rows, _ in files for row in rows if row.key % 10 == 0]
-        keys = {row.key for row in held_out}
-        files = [(path, [row for row in rows if row.key not in keys], weight) for path, rows, weight in files]
     else:
         task = make_task(s.task, s.task_path, s.seed)
         count = min(s.demonstrations, len(task.rows[False]) or s.demonstrations)
         problems = [task.problem(DEMONSTRATION + at, False) for at in range(count)], task.held_out(s.eval_prompts)
         try:
-            rows, held_out = ([parse({"prompt": problem.prompt, "completion": problem.answer})[1] for problem in some]
-                              for some in problems)
+            rows, own = ([parse({"prompt": problem.prompt, "completion": problem.answer})[1] for problem in some]
+                         for some in problems)
         except RowError as error:
             raise UserError(f"TASK={s.task!r}: a demonstration is an {error}; must be longer") from None
-        files = [(f"TASK={s.task}", rows, 1.0)]
+        files, held_out = [(f"TASK={s.task}", rows, 1.0)], held_out or own
+    keys = {row.key for row in held_out}
+    files = [(path, [row for row in rows if row.key not in keys], weight) for path, rows, weight in files]
     for path, rows, weight in files:
         if not rows or len(held_out) < 2:
             raise UserError(f"{path}: {len(rows)} rows to train on, and {len(held_out)} held out of all; must be 1 and "
@@ -2917,7 +2916,7 @@ def row_scores(found: Tensor) -> dict:
     """For result.json, of held-out rows' nats, tokens and likeliest tokens (n, 3); the answers' tokens alone."""
     nats, tokens, right = found.T
     return {"rows": len(found), "tokens": int(tokens.sum()), "loss": ratio_interval(nats, tokens),
-            "accuracy": ratio_interval(right, tokens)}
+            "accuracy": np.clip(ratio_interval(right, tokens), 0, 1).tolist()}
 
 
 class SFTTrainer:
@@ -2991,6 +2990,9 @@ class SFTTrainer:
 
 def load_teacher(s: Settings, tokenizer: Tokenizer, runtime: Runtime) -> GPT | None:
     """The network that TEACHER names, adapters merged, or None. Raises UserError where it does not fit."""
+    given = [name for name, value in vars(s).items() if name[:3] == "kd_" and value != getattr(Settings, name)]
+    if given and not s.teacher:
+        raise UserError(f"{given[0].upper()}={getattr(s, given[0])!r}: needs a TEACHER to learn from")
     if not s.teacher:
         return None
     network, own, file = load_model("TEACHER", s.teacher)
@@ -3099,6 +3101,7 @@ def main() -> int:
     clock.start()
     while True:
         last_step, watch.began = clock.is_last(run.step), math.inf  # no limit for validation and saving
+        trainer.qat = s.qat and plan.phases["qat"].start_step > 0  # of a run that was resumed, too
         stop |= watch.signal > 0 and not runtime.distributed
         if s.val_loss_every and run.step and run.step % s.val_loss_every == 0 and not (last_step or stop):
             clock.stop()
@@ -3135,7 +3138,6 @@ def main() -> int:
             log(f"phase: {name} begins at step {plan.phases[name].start_step}, {progress:.1%} of the run")
         multiplier, momentum = plan.rates(progress)
         trainer.optimizers.step(multiplier, momentum, bad)
-        trainer.qat = s.qat and plan.phases["qat"].start_step > 0
         for name, average in averages.items():
             if "qat" in begun:  # an average of weights that never saw the quantizer does not fit it
                 average.count = 0

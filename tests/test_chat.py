@@ -31,6 +31,8 @@ IDS = dict(zip(S.ROLE_TOKENS, range(260, 264), strict=True))  # of BYTES; a byte
 @pytest.mark.parametrize(("row", "kind", "turns"), [
     ({"instruction": "Add.", "input": "1 2", "output": "3"}, "Alpaca", [(USER, "Add.\n\n1 2"), (ASSISTANT, "3")]),
     ({"instruction": "Add 1 2.", "input": "", "output": "3"}, "Alpaca", [(USER, "Add 1 2."), (ASSISTANT, "3")]),
+    ({"instruction": "", "input": "1 2", "output": "3"}, "Alpaca", [(USER, "1 2"), (ASSISTANT, "3")]),
+    ({"instruction": "Hi", "input": None, "output": "3"}, "Alpaca", [(USER, "Hi"), (ASSISTANT, "3")]),
     ({"instruction": "Hi", "output": " Ho ", "id": 7}, "Alpaca", [(USER, "Hi"), (ASSISTANT, " Ho ")]),
     ({"question": "1+1?", "answer": "2 #### 2"}, "question/answer", [(USER, "1+1?"), (ASSISTANT, "2 #### 2")]),
     ({"prompt": "a", "completion": "b"}, "prompt/completion", [(USER, "a"), (ASSISTANT, "b")]),
@@ -88,6 +90,7 @@ BAD_TURNS = {
     "no turn of the assistant": [line(messages=[U]), line(conversations=[])],
     "field 'messages' is no list of messages": [line(messages="x"), line(messages=[["user", "x"]])],
     "field 'completion' is no text": [line(prompt="x", completion=3), line(prompt="x", completion=None)],
+    "field 'prompt' is no text": [line(prompt=None, completion="x"), line(prompt=[], completion="x")],
     "no known format, fields 'a, b'": [line(b=1, a=2)],
     "invalid UTF-8": [b'{"text": "caf\xe9"}', b"\xff\xfe"],
     "half a surrogate pair, which is no Unicode": [b'{"text": "x \\ud83d y"}', line(prompt="\udc00", completion="y")],
@@ -141,7 +144,8 @@ def test_files_of_every_kind_give_the_same_rows(tmp_path):
     kinds = {"a.jsonl": lines, "b.json": json.dumps(rows, indent=1).encode(),
              "c.json": b" \n" + json.dumps(rows).encode(),
              "d.jsonl.zst": zstandard.compress(lines), "e.json.zst": zstandard.compress(json.dumps(rows).encode()),
-             "f.jsonl.zst": zstandard.compress(lines[:100]) + zstandard.compress(lines[100:])}
+             "f.jsonl.zst": zstandard.compress(lines[:100]) + zstandard.compress(lines[100:]),
+             "h.jsonl": b"\xef\xbb\xbf" + lines, "i.json": b"\xef\xbb\xbf" + json.dumps(rows).encode()}
     for name, content in kinds.items():
         (tmp_path / name).write_bytes(content)
         found = S.read_rows(str(tmp_path / name), S.row_turns, log.append)

@@ -200,7 +200,7 @@ BAD = {  # what the log calls it -> a row, or a line
     "missing field 'prompt'": {"chosen": "c", "rejected": "d"},
     "empty answer": {**GOOD, "rejected": " \n"}, "identical chosen and rejected": {**GOOD, "rejected": "c"},
     "unknown role 'narrator'": {**GOOD, "prompt": [{"role": "narrator", "content": "x"}]},
-    "answer longer than the context": {**GOOD, "rejected": "d" * 200},
+    "answer longer than the context, TRAIN_SEQ_LEN=64": {**GOOD, "rejected": "d" * 200},
     "field 'margin' is no number": {**GOOD, "margin": "1"},
     "chosen or rejected does not end with the assistant's turn": {**GOOD, "chosen": [{"role": "user", "content": "x"}]},
     "chosen and rejected differ before their last turn": {
@@ -446,7 +446,11 @@ def test_micro_batches_and_ranks_give_the_gradient_of_one_batch(objective):
 
 def test_wrong_settings_are_refused():
     for changes, said in ((dict(beta=0.0), "BETA=0: must be above"), (dict(reference="base"), "REFERENCE='base': no "),
-                          (dict(pairs_per_step=7), "PAIRS_PER_STEP=7: must be a multiple of the 2 ranks")):
+                          (dict(pairs_per_step=7), "PAIRS_PER_STEP=7: must be a multiple of the 2 ranks"),
+                          (dict(label_smoothing=0.2),
+                           "LABEL_SMOOTHING=0.2: OBJECTIVE=dpo does not read it; it is for cdpo and robust"),
+                          (dict(margin=0.5, objective="ipo"), "MARGIN=0.5: OBJECTIVE=ipo does not read it"),
+                          (dict(centering=0.0), "CENTERING=0.0: OBJECTIVE=dpo does not read it; it is for reward")):
         with pytest.raises(D.UserError, match=f"^{re.escape(said)}"):
             D.DPOTrainer(network_of(), settings(qat=False, **changes), D.Runtime(0, 2, CPU, False))
     for name, text in (("label_smoothing", "0.5"), ("objective", "kto"), ("pairs_per_step", "0"), ("beta", "-1")):
@@ -532,7 +536,7 @@ def test_a_reward_head_survives_packing(float32, tmp_path):
 TINY = {
     "DEVICE": "cpu", "LAYER_PATTERN": "g a", "MODEL_DIM": "32", "NUM_HEADS": "2", "SFT_STEPS": "20", "SFT_LR": "0.02",
     "PAIRS_PER_STEP": "16", "ITERATIONS": "24", "MAX_WALLCLOCK_SECONDS": "0", "RESERVE_SECONDS": "0",
-    "TRAIN_LOG_EVERY": "1", "SAVE_EVERY": "8", "KEEP": "9", "LEARNING_RATE": "0.01",
+    "TRAIN_LOG_EVERY": "1", "SAVE_EVERY": "11", "KEEP": "9", "LEARNING_RATE": "0.01",
 }
 # Forks a process, or some ranks, for each line of its input: to import torch takes longer than a run.
 SERVER = '''
@@ -684,7 +688,7 @@ def test_a_second_run_reads_the_cache_and_is_the_same(place, straight):
     place.same("again", straight)
 
 
-@pytest.mark.parametrize("step", [8])
+@pytest.mark.parametrize("step", [11, 22])  # before QAT, and in it
 def test_a_resumed_run_is_the_same_to_the_byte(place, straight, step):
     out = f"resumed{step}"
     shutil.copytree(place.of(straight), place.of(out))
@@ -727,8 +731,9 @@ def test_other_runs_end_well(place, changes):
 
 
 def test_a_start_from_a_run_and_other_data_at_a_resume(place, straight):
-    """The reward model starts from the policy's artifact; a checkpoint does not go on with other rows."""
-    assert place.run("onward", OBJECTIVE="reward", INIT_FROM=place.of(straight), ITERATIONS=8) == ""
+    """A reward model starts from a policy's artifact, with a longer context; no checkpoint goes on with other rows."""
+    assert place.run("onward", OBJECTIVE="reward", INIT_FROM=place.of(straight), ITERATIONS=8, TRAIN_SEQ_LEN=200) == ""
+    assert P.load_model("ARTIFACT", str(place.of("onward")))[0].config.train_seq_len == 200
     assert f"policy: {place.of(straight) / 'model.upar'}" in place.log("onward")
     shutil.copytree(place.of(straight), place.of("changed"))
     (place.of("changed") / "result.json").unlink()
@@ -737,6 +742,8 @@ def test_a_start_from_a_run_and_other_data_at_a_resume(place, straight):
     names = dict.fromkeys([*TINY, "TRAIN_FILES", "RUN_ID", "OUT_DIR"])
     err = place.run("changed", 2, RESUME=place.of("changed"), **{**names, "TRAIN_FILES": few})
     assert re.fullmatch(r"error: RESUME='.*': DATA_SHA256='\w+'; must stay '\w+'\n", err), err
+    err = place.run("changed", 2, RESUME=place.of("changed"), **{**names, "TRAIN_FILES": f"{place.pairs}:0.5"})
+    assert re.fullmatch(r"error: RESUME='.*': TRAIN_FILES='.*:0.5'; must stay '.*'\n", err), err
 
 
 # ------------------------------------------------------------------------------------------------------------ the guide

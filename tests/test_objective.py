@@ -1028,3 +1028,11 @@ def test_train_on_a_task_uses_its_problems_and_its_checker(M, monkeypatch):
     answers = {divmod(index, 4): task.problem(index, False).answer for index in range(8)}  # by step and number
     scripted(monkeypatch, M, lambda seed, s: ([*BYTES.encode(answers[seed[1], seed[3]] if s else "?"), END], True))
     assert [step["reward"] for step in own.train()] == pytest.approx([2 / 3, 2 / 3])
+
+
+@each_script
+def test_intervals_of_shares_end_at_0_and_1(M):
+    greedy, sampled = [[1.0]] * 39 + [[0.0]], [[0.0, 0.0]] * 39 + [[1.0, 0.0]]
+    found = M.policy_scores(*(torch.tensor(each, dtype=torch.float64) for each in (greedy, sampled)))
+    assert found["greedy"][0] == pytest.approx(0.975) and 0.9 < found["greedy"][1] < 0.975 and found["greedy"][2] == 1
+    assert found["pass2"][0] == pytest.approx(0.025) and found["pass2"][1] == 0 < found["pass1"][0] < found["pass1"][2]

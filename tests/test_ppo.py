@@ -256,7 +256,7 @@ def test_the_defaults_are_those_of_the_field():
 
 # ------------------------------------------------------------------------------------------------ values, and a trainer
 SMALL = dict(prompts_per_step=4, group_size=3, max_new_tokens=6, mini_batches=1, epochs=1, learning_rate=0.01,
-             critic_lr=0.01, grad_clip_norm=0.0, layer_pattern="g a", model_dim=16, num_heads=2, adam_eps=1e-4,
+             grad_clip_norm=0.0, layer_pattern="g a", model_dim=16, num_heads=2, adam_eps=1e-4,
              kl_beta=0.0, temperature=1.0)
 UPDATED = ("gen_tok_s", "train_tok_s", "clips")
 
@@ -285,7 +285,8 @@ def valued(seed: int = 3, **changes) -> P.GPT:
 def trainer(network=None, **changes) -> P.PPOTrainer:
     more = {name: changes.pop(name) for name in ("ref_model", "reward_model", "runtime") if name in changes}
     network = policy() if network is None else network
-    return P.PPOTrainer(network, BYTES, P.Settings(**{**SMALL, **changes}), **more)
+    rate = {"critic_lr": 0.01} if changes.get("critic") == "separate" else {}
+    return P.PPOTrainer(network, BYTES, P.Settings(**{**SMALL, **rate, **changes}), **more)
 
 
 def buffered(own: P.PPOTrainer, reward=lengths_score, step: int = 0) -> tuple[list, dict, SimpleNamespace]:

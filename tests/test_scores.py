@@ -266,6 +266,13 @@ def test_lambada_is_greedy_and_its_perplexity_that_of_words(place, tmp_path):
         assert (found["n"], found["tokens"]) == (len(expected), tokens)
 
 
+def test_a_perplexity_beyond_floats_is_their_largest(place, tmp_path, monkeypatch):
+    scores = [[(torch.tensor([-800.0]), torch.tensor([False]))]]
+    monkeypatch.setattr(S, "item_scores", lambda model, items: (scores, {"contexts_cut": 0, "left_out": 0}))
+    path = write(tmp_path, "rows.jsonl", {"context": "a", "continuation": "b"})
+    assert S.score(settings(place, "lambada", score_path=path))[path]["perplexity"] == math.exp(709)
+
+
 # ------------------------------------------------------------------------------------------------------------- tasks
 def scripted(monkeypatch, *texts: list[list[str]]) -> None:
     """`answer` gives these in turn: a list for each call, of a list of texts for each prompt."""
@@ -358,10 +365,27 @@ def test_preferences_by_hand(place, tmp_path, reference):
                 sum(ref[0]) / size(ref[0]) - sum(ref[1]) / size(ref[1])))
     assert found["accuracy"] == S.interval([float(value > 0) for value in sums])
     assert found["accuracy_per_token"] == S.interval([float(value > 0) for value in means])
-    assert found["margin"] == pytest.approx(S.interval(sums), abs=1e-4)
-    assert found["margin_per_token"] == pytest.approx(S.interval(means), abs=1e-4)
+    assert found["margin"] == pytest.approx(S.interval(sums, share=False), abs=1e-4)
+    assert found["margin_per_token"] == pytest.approx(S.interval(means, share=False), abs=1e-4)
     assert (found["n"], found["left_out"], found["ties"]) == (4, 1, 0) and "accuracy_reward" not in found
     assert found["chosen_longer"] == S.interval([1.0, 0.0, 0.0, 1.0])
+
+
+def test_pairs_that_fit_one_of_two_models_each_are_one_line(place, tmp_path):
+    tokenizer = S.load_tokenizer(train_model(tmp_path / "own.model"))
+    pack(tmp_path / "short", lively(7, tokenizer, train_seq_len=40), tokenizer)
+    path = write(tmp_path, "pairs.jsonl", *({"prompt": "p", "chosen": text, "rejected": text[1:]} for text in (
+        "the cat sat on the mat " * 3, "qzxj" * 12)))  # 69 bytes of few pieces, 48 of as many
+    with pytest.raises(S.UserError, match="^SCORE_PATH=.*: no pair fits both .*own.* and .*short"):
+        S.score(settings(place, "preference", score_path=path, score_model=str(tmp_path / "short")))
+
+
+def test_prompts_that_are_cut_are_counted_for_both_models(place, tmp_path):
+    pack(tmp_path / "long", lively(8, train_seq_len=128))
+    path = write(tmp_path, "pairs.jsonl", {"prompt": "q" * 80, "chosen": "x", "rejected": "y"}, *PAIRS)
+    for other, count in ((str(tmp_path / "long"), 2), (str(place / "other"), 4), ("", 2)):
+        found = S.score(settings(place, "preference", score_path=path, score_model=other))[path]
+        assert found["contexts_cut"] == count
 
 
 def plain_reward(net: S.GPT, turns: list[tuple[str, str]]) -> float:
@@ -379,7 +403,7 @@ def test_a_reward_model_prefers_by_its_value_head(place, tmp_path):
         rewards = [plain_reward(net, [*turns, (ASSISTANT, text)]) for text in (chosen, rejected)]
         margins.append(rewards[0] - rewards[1])
     assert found["accuracy_reward"] == S.interval([float(value > 0) for value in margins])
-    assert found["margin_reward"] == pytest.approx(S.interval(margins), abs=1e-4)
+    assert found["margin_reward"] == pytest.approx(S.interval(margins, share=False), abs=1e-4)
 
 
 # --------------------------------------------------------------------------------------------------------------- win
@@ -416,7 +440,7 @@ def test_win_rate_by_a_reward_model(place, tmp_path):
     assert found["mark"] == pytest.approx(statistics.fmean(marks[0]), abs=1e-4)
     assert found["difference"][0] == pytest.approx(statistics.fmean(marks[0]) - statistics.fmean(marks[1]), abs=1e-4)
     found = S.score(settings(place, "win", score_model=str(place / "own"), **changes))[path]
-    assert (found["ties"], found["win_rate"]) == (5, [0.5, 0.5, 0.5])
+    assert (found["ties"], found["win_rate"]) == (5, [0.5, 0.5, 0.5]) and found["difference"] == [0, 0, 0]
 
 
 # ----------------------------------------------------------------------------------------------------------- quality
@@ -455,8 +479,12 @@ def test_wilson_ends_are_where_the_score_test_turns(right, n):
 def test_other_means_have_normal_intervals():
     values = [0.5, 1.0, -2.0, 0.25]
     half = 1.959964 * np.std(values, ddof=1) / 2
-    assert S.interval(values) == pytest.approx([-0.0625, -0.0625 - half, -0.0625 + half], abs=1e-12)
-    assert S.interval([0.3]) == [0.3, None, None]
+    assert S.interval(values, share=False) == pytest.approx([-0.0625, -0.0625 - half, -0.0625 + half], abs=1e-12)
+    assert S.interval([0.3]) == [0.3, None, None] == S.interval([0.3], share=False)
+    half = 1.959964 * np.std([0.0, 1.0, 1.0], ddof=1) / 3**0.5
+    assert S.interval([0.0, 1.0, 1.0], share=False) == pytest.approx([2 / 3, 2 / 3 - half, 2 / 3 + half], abs=1e-12)
+    low, high = S.interval([1.0, 1.0, 0.75, 1.0])[1:]  # a share of shares
+    assert 0.8 < low < 0.82 and high == 1 and S.interval([0.0, 0.25, 0.0, 0.0])[1] == 0
 
 
 # ------------------------------------------------------------------------------------------------ rows and settings

@@ -386,12 +386,3 @@ def test_shapes_that_do_not_fit_are_refused(changes, said):
     with pytest.raises(T.UserError) as error:
         T.model_config(replace(T.Settings(), **changes), 300, 1)
     assert str(error.value).startswith(said)
-
-
-@pytest.mark.parametrize("config", sorted((ROOT / "configs").glob("*.env")), ids=lambda path: path.name)
-def test_every_config_loads_and_plans(config):
-    """Names, values and phases of each config hold for train_gpt.py, whose command stands at the config's top."""
-    settings = T.load_settings(T.Settings, {"CONFIG": str(config)}, {"arch_mode": T.ARCH_PRESETS})
-    T.Plan(settings)
-    T.model_config(settings, 1024, 1)
-    assert "train_gpt.py" in config.read_text(encoding="utf-8")

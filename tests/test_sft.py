@@ -241,14 +241,29 @@ def test_equal_prompts_stand_on_one_side(tmp_path):
     assert len(fewer.rows) == len(data.rows)  # what is held out is not trained on, scored or not
 
 
-def test_the_key_is_of_all_turns_before_the_last_answer():
+def test_the_key_is_of_all_turns_before_the_first_answer():
+    """So that no answer of a held-out conversation is learned from one that goes on longer, or ends before."""
     def key(*turns):
         return row_of(*turns).key
 
     turns = [("<|system|>", "S"), ("<|user|>", "u"), ("<|assistant|>", "a"), ("<|user|>", "v"), ("<|assistant|>", "b")]
-    assert key(*turns) == key(*turns[:-1], ("<|assistant|>", "other")) == key(*turns, ("<|user|>", "w"))
-    assert len({key(*turns), key(*turns[1:]), key(*turns[:-2], ("<|user|>", "w"), turns[-1]), key(("", "x")),
-                key(("", "y"))}) == 5
+    assert key(*turns) == key(*turns[:3]) == key(*turns[:2], ("<|assistant|>", "other")) == key(*turns, turns[1])
+    greeted = [turns[2], *turns[1:]]  # greetings are no answers: other users go on otherwise
+    assert key(*greeted) == key(*greeted[:3]) != key(turns[2], *turns[3:])
+    assert len({key(*turns), key(*turns[1:]), key(*greeted), key(turns[0], ("<|user|>", "w"), turns[-1]), key(turns[2]),
+                key(turns[-1]), key(("", "x")), key(("", "y"))}) == 8
+
+
+def test_no_answer_of_a_held_out_conversation_is_learned(tmp_path):
+    """Each conversation stands there as often as it has answers, up to each of them, as dialogue data often has it."""
+    turns = [[{"role": role, "content": f"{role} {at} {number}"} for at in range(3) for role in ("user", "assistant")]
+             for number in range(60)]
+    path = write(tmp_path / "a.jsonl", [{"messages": own[:end]} for own in turns for end in (2, 4, 6)])
+    settings = dict(train_files=str(path), eval_prompts=10000)
+    data = S.read_data(S.Settings(train_seq_len=256, **settings), BYTES, [].append)
+    answers = [{text for row in rows for role, text in S.turns_of(BYTES, row.ids.tolist()) if role == "<|assistant|>"}
+               for rows in (data.rows, data.held_out)]
+    assert not answers[0] & answers[1] and len(answers[0] | answers[1]) == 180 and len(data.held_out) >= 3
 
 
 def test_val_files_are_held_out_with_their_prompts(tmp_path):
@@ -256,6 +271,9 @@ def test_val_files_are_held_out_with_their_prompts(tmp_path):
     val = write(tmp_path / "v.jsonl", [good(at, "maybe") for at in range(90, 120)])
     data, said = read(tmp_path, train_files=str(train), val_files=str(val))
     assert len(data.rows) == 90 and len(data.held_out) == 30 and "90 rows to train on" in said[-1]
+    data, _ = read(tmp_path, task="sort", demonstrations=50, val_files=str(val))  # of a task, too
+    assert len(data.rows) == 50 and len(data.held_out) == 30
+    assert {S.turns_of(BYTES, row.ids.tolist())[-1][1] for row in data.held_out} == {"maybe"}
 
 
 def test_demonstrations_of_a_task(tmp_path):
@@ -712,3 +730,9 @@ def test_the_whole_gradient_by_finite_differences():
                     param.sub_(sign * 1e-6 * way)
         assert (ends[0] - ends[1]) / 2e-6 == pytest.approx(slope, rel=1e-5)
         assert all(param.grad is None for param in teacher.parameters())
+
+
+def test_the_interval_of_an_accuracy_ends_at_1():
+    found = S.row_scores(torch.tensor([[0.1, 5.0, 5.0]] * 9 + [[0.1, 5.0, 4.0]]))
+    share, low, high = found["accuracy"]
+    assert share == pytest.approx(0.98) and 0.93 < low < 0.95 and high == 1 and found["rows"] == 10

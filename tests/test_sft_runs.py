@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import socket
 import string
 import subprocess
 import sys
@@ -19,58 +18,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_data import train_model
-from test_lasting import Child
+from test_rl_runs import KEPT, SHORT, Place
 
 import sample as P
 import train_grpo as G
 import train_sft as S
 
 ROOT = Path(__file__).resolve().parents[1]
-KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV")
 TINY = {
     "DEVICE": "cpu", "LAYER_PATTERN": "g a", "MODEL_DIM": "32", "NUM_HEADS": "2", "TRAIN_SEQ_LEN": "64",
     "TRAIN_BATCH_TOKENS": "512", "ITERATIONS": "20", "MAX_WALLCLOCK_SECONDS": "0", "RESERVE_SECONDS": "0",
     "TRAIN_LOG_EVERY": "1", "SAVE_EVERY": "8", "LEARNING_RATE": "0.01",
 }
-SHORT = {"ITERATIONS": "2", "EMA": "0", "SWA": "0", "QAT": "0", "SAVE_EVERY": "1"}
 UNSET = dict.fromkeys([*TINY, "TRAIN_FILES", "RUN_ID"])  # what a run takes from the one it resumes or repeats
 
-# Forks a process for each line of its input, as test_lasting's does: to import torch takes longer than a run.
-SERVER = '''
-import json, os, sys, traceback
-sys.path.insert(0, sys.argv[1])
-import numpy, torch
-import torch._dynamo
-import train_sft as T
-
-for line in sys.stdin:
-    order = json.loads(line)
-    if "poll" in order:
-        done, status = os.waitpid(order["poll"], os.WNOHANG)
-        print(json.dumps(os.waitstatus_to_exitcode(status) if done else None), flush=True)
-        continue
-    child = os.fork()
-    if child:
-        print(child, flush=True)
-        continue
-    os.setsid()
-    for number, path in ((1, order["out"]), (2, order["err"])):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), number)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.environ.clear()
-    os.environ.update(order["env"])
-    sys.argv = [T.__file__]
-    torch.seed()  # a fresh process has a seed of its own
-    try:
-        exec(order["patch"], {"T": T, "Trainer": T.SFTTrainer})
-        code = T.exit_code(T.main)
-    except BaseException:
-        traceback.print_exc()
-        code = 99
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-'''
 # Sends SIGTERM in the middle of a step.
 STOPPED = """
 import os, signal, time
@@ -85,63 +46,19 @@ Trainer.forward_backward = stopped
 """
 
 
-class Place:
+class SftPlace(Place):
     """A folder with rows and the runs of the tests, each in <out>/run of it."""
 
-    def __init__(self, folder: Path):
-        self.folder, self.count = folder, 0
-        words = [sys.executable, "-c", SERVER, str(ROOT)]
-        self.server = subprocess.Popen(words, env=self.environment(), text=True, stdin=subprocess.PIPE,
-                                       stdout=subprocess.PIPE)
+    tiny, rows = TINY, ("TRAIN_FILES", "rows.jsonl")
 
-    def environment(self, **changes: object) -> dict[str, str]:
-        """TINY and `changes`; None leaves a setting out."""
-        kept = {name: os.environ[name] for name in KEPT if name in os.environ}
-        settings = {**TINY, "TRAIN_FILES": str(self.folder / "rows.jsonl"), **{k: str(v) for k, v in changes.items()}}
-        return {**kept, "OMP_NUM_THREADS": "1", **{name: text for name, text in settings.items() if text != "None"}}
-
-    def begin(self, out: str, patch: str = "", **changes: object) -> Child:
-        self.count += 1
-        environ = self.environment(**{"OUT_DIR": self.folder / out, "RUN_ID": "run", **changes})
-        return Child(self.server, self.folder, f"{out}_{self.count}", patch, environ)
-
-    def run(self, out: str, patch: str = "", code: int = 0, **changes: object) -> Child:
-        """A run from beginning to end, which must have this exit code."""
-        child = self.begin(out, patch, **changes)
-        assert child.wait() == code, child.out[-800:] + child.err[-2000:]
-        assert "Traceback" not in child.err, child.err
-        return child
-
-    def refused(self, out: str, **changes: object) -> str:
-        """The one line on stderr of a run that ends so, before it began."""
-        err = self.run(out, "", 2, **changes).err
-        assert re.fullmatch(r"error: .+\n", err), err
+    def refused(self, script: str, out: str, code: int = 2, **changes: object) -> str:
+        err = super().refused(script, out, code, **changes)
         assert not (self.of(out) / "result.json").exists()
         return err
 
-    def ranks(self, out: str, ranks: int, **changes: object) -> None:
-        """A run on gloo ranks."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        shared = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        children = [self.begin(out, "", **shared, RANK=rank, LOCAL_RANK=rank, **changes) for rank in range(ranks)]
-        assert [child.wait() for child in children] == [0] * ranks, children[0].err[-2000:] + children[-1].err[-2000:]
-
-    def of(self, out: str) -> Path:
-        return self.folder / out / "run"
-
-    def log(self, out: str) -> str:
-        """Behind the script's source."""
-        return (self.of(out) / "log.txt").read_text(encoding="utf-8").rpartition("=" * 120 + "\n")[2]
-
-    def result(self, out: str) -> dict:
-        return json.loads((self.of(out) / "result.json").read_text())
-
     def same(self, out: str, other: str) -> None:
-        """Asserts that two runs ended in the same model, to the byte, with the same scores and phases."""
-        assert (self.of(out) / "model.upar").read_bytes() == (self.of(other) / "model.upar").read_bytes()
-        for key in ("before", "after", "gain", "steps", "tokens", "targets", "weights", "phases"):
+        super().same(out, other)
+        for key in ("tokens", "targets"):
             assert self.result(out)[key] == self.result(other)[key], key
 
     def steps(self, out: str) -> list[dict]:
@@ -158,19 +75,19 @@ def rows_of(count: int) -> list[dict]:
 
 
 @pytest.fixture(scope="session")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+def place(tmp_path_factory: pytest.TempPathFactory) -> SftPlace:
     folder = tmp_path_factory.mktemp("sft")
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_of(300)))
-    made = Place(folder)
+    made = SftPlace(folder)
     yield made
     made.server.stdin.close()
     made.server.wait(10)
 
 
 @pytest.fixture(scope="session")
-def straight(place: Place) -> str:
+def straight(place: SftPlace) -> str:
     """A run without faults, which others are compared with; its folder's name."""
-    assert place.run("straight").err == ""
+    assert place.run("sft", "straight").err == ""
     return "straight"
 
 
@@ -246,26 +163,26 @@ def test_grpo_goes_on_from_here(place, straight):
 
 # ---------------------------------------------------------------------------------------------- stopped, and once more
 def test_stopped_by_sigterm_and_resumed_to_the_same_byte(place, straight):
-    child = place.run("stopped", STOPPED, 128 + signal.SIGTERM)
+    child = place.run("sft", "stopped", STOPPED, 128 + signal.SIGTERM)
     assert child.err == "" and re.search(r"stopped by SIGTERM after step 1[34]; RESUME=\S+ goes on", child.out)
     assert not (place.of("stopped") / "result.json").exists()
-    place.run("stopped", **{**UNSET, "OUT_DIR": place.folder / "stopped", "RESUME": "run"})
+    place.run("sft", "stopped", **{**UNSET, "OUT_DIR": place.folder / "stopped", "RESUME": "run"})
     place.same("stopped", straight)
     assert [event["event"] for event in place.result("stopped")["events"]] == ["resume"]
 
 
 def test_replayed_to_the_same_byte(place, straight):
-    place.run("replayed", **{**UNSET, "REPLAY": place.of(straight), "RUN_ID": "run", "SAVE_EVERY": 0})
+    place.run("sft", "replayed", **{**UNSET, "REPLAY": place.of(straight), "RUN_ID": "run", "SAVE_EVERY": 0})
     place.same("replayed", straight)
 
 
 def test_resumed_with_other_rows_is_an_error(place, tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in rows_of(100)))
-    place.run("other rows", STOPPED, 128 + signal.SIGTERM, TRAIN_FILES=rows)
+    place.run("sft", "other rows", STOPPED, 128 + signal.SIGTERM, TRAIN_FILES=rows)
     rows.write_text("".join(json.dumps(row) + "\n" for row in rows_of(101)))
     out = {"OUT_DIR": place.folder / "other rows", "RESUME": "run"}
-    assert ": DATA_SHA256='" in place.refused("other rows", **{**UNSET, **out})
+    assert ": DATA_SHA256='" in place.refused("sft", "other rows", **{**UNSET, **out})
 
 
 def test_two_ranks_learn_the_same(place):
@@ -273,9 +190,9 @@ def test_two_ranks_learn_the_same(place):
     for ranks in (1, 2):
         changes = {"TEACHER": "", "ITERATIONS": 4, **{name: 0 for name in ("EMA", "SWA", "QAT")}}
         if ranks == 1:
-            place.run("on 1", **changes)
+            place.run("sft", "on 1", **changes)
         else:
-            place.ranks("on 2", 2, **changes)
+            place.ranks("sft", "on 2", "", 2, **changes)
         found.append((place.steps(f"on {ranks}"), place.result(f"on {ranks}")))
     for one, two in zip(found[0][0], found[1][0], strict=True):
         assert two["targets"] == one["targets"] and two["loss"] == pytest.approx(one["loss"], rel=1e-3)
@@ -287,8 +204,9 @@ def test_two_ranks_learn_the_same(place):
 
 def test_epochs_set_the_steps_where_iterations_do_not(place):
     """A task's demonstrations, with a clock that does not end the run; AdamW in 8 bits, layers computed twice."""
-    place.run("epochs", TRAIN_FILES=None, TASK="reverse", DEMONSTRATIONS=90, EPOCHS=3, ITERATIONS=0, EVAL_PROMPTS=30,
-              MAX_WALLCLOCK_SECONDS=60, OPTIMIZER="adamw8bit", ACTIVATION_CHECKPOINTING=1, VAL_LOSS_EVERY=3)
+    place.run("sft", "epochs", TRAIN_FILES=None, TASK="reverse", DEMONSTRATIONS=90, EPOCHS=3, ITERATIONS=0,
+              EVAL_PROMPTS=30, MAX_WALLCLOCK_SECONDS=60, OPTIMIZER="adamw8bit", ACTIVATION_CHECKPOINTING=1,
+              VAL_LOSS_EVERY=3)
     result, log = place.result("epochs"), place.log("epochs")
     steps = int(re.search(r"in (\d+) steps of at most 512 tokens", log)[1])
     assert result["steps"] == 3 * steps and result["rows"] == 90 and result["before"]["rows"] == 30
@@ -301,7 +219,7 @@ def test_epochs_set_the_steps_where_iterations_do_not(place):
 
 # ---------------------------------------------------------------------------------------------- where a run starts from
 def test_adapters_alone_are_trained_and_the_artifact_has_none(place, straight):
-    place.run("lora", INIT_FROM=place.of(straight), LORA_RANK=4, QAT=0, KEEP=9)
+    place.run("sft", "lora", INIT_FROM=place.of(straight), LORA_RANK=4, QAT=0, KEEP=9)
     before, after = (torch.load(place.of("lora") / f"step_{step:06d}" / "model.pt", weights_only=True)
                      for step in (0, 20))
     moved = {name for name in before if not torch.equal(before[name], after[name])}
@@ -315,17 +233,17 @@ def test_adapters_alone_are_trained_and_the_artifact_has_none(place, straight):
 
 def test_a_vocabulary_grows_by_role_tokens(place, tmp_path):
     model = train_model(tmp_path / "plain.model", control_symbols=[])
-    place.run("grown", TOKENIZER_PATH=model)
+    place.run("sft", "grown", TOKENIZER_PATH=model)
     result, tokenizer = place.result("grown"), S.load_tokenizer(model)
     header, tensors, _ = S.read_artifact(place.of("grown") / "model.upar")
     assert result["grown"] and header["meta"]["grown"] and len(tensors["embed"]) == tokenizer.vocab_size + 4
     assert result["gain"]["loss"][1] > 0.5 and "grown by the role tokens" in place.log("grown")
     rows = tensors["embed"][-4:]
     assert (rows[1] - rows[2]).abs().max() > 0.01  # they began alike
-    place.run("grown further", INIT_FROM=place.of("grown"), **SHORT)
+    place.run("sft", "grown further", INIT_FROM=place.of("grown"), **SHORT)
     assert not place.result("grown further")["grown"] and place.result("grown further")["before"] == result["after"]
-    assert "has no role tokens, and adapters would not learn" in place.refused("grown lora", TOKENIZER_PATH=model,
-                                                                              LORA_RANK=2, QAT=0)
+    line = place.refused("sft", "grown lora", TOKENIZER_PATH=model, LORA_RANK=2, QAT=0)
+    assert "has no role tokens, and adapters would not learn" in line
 
 
 # -------------------------------------------------------------------------------------------------------- distillation
@@ -336,7 +254,7 @@ HALF = {"LAYER_PATTERN": "g", "MODEL_DIM": "16"}
 def test_a_half_size_student_learns_from_a_teacher(place, straight, kind):
     """Stopped, resumed to the same byte, with a projection that is kept and not exported."""
     changes = {**HALF, "TEACHER": place.of(straight), "KD_LOSS": kind, "KD_LAYERS": "all", "KD_TEMPERATURE": 2}
-    place.run(kind, **changes)
+    place.run("sft", kind, **changes)
     result, steps = place.result(kind), place.steps(kind)
     assert result["gain"]["loss"][1] > 0.3 and steps[-1]["kd"] < steps[0]["kd"]
     for step in steps:
@@ -344,11 +262,12 @@ def test_a_half_size_student_learns_from_a_teacher(place, straight, kind):
     teacher = place.result(straight)["after"]
     assert {name: result["teacher"][name] for name in teacher} == teacher
     assert f"\nteacher: {teacher}" in place.log(kind)
-    place.run(f"{kind} stopped", STOPPED, 128 + signal.SIGTERM, **changes)
+    later = STOPPED.replace("== 13", "== 18")  # what goes on is quantization-aware
+    place.run("sft", f"{kind} stopped", later, 128 + signal.SIGTERM, **changes)
     training = torch.load(S.first_whole(S.checkpoints(place.of(f"{kind} stopped")))[0] / "training.pt",
                           weights_only=True)
     assert [list(w.shape) for w in training["projections"].values()] == ([[32, 16]] if kind == "projection" else [])
-    place.run(f"{kind} stopped", **{**UNSET, "OUT_DIR": place.folder / f"{kind} stopped", "RESUME": "run"})
+    place.run("sft", f"{kind} stopped", **{**UNSET, "OUT_DIR": place.folder / f"{kind} stopped", "RESUME": "run"})
     place.same(f"{kind} stopped", kind)
     _, tensors, _ = S.read_artifact(place.of(kind) / "model.upar")
     network, *_ = P.load_model("ARTIFACT", str(place.of(kind)))
@@ -360,6 +279,7 @@ FAULTS = {
                                      r"TEACHER='.*': .*model.upar has the tokenizer bytes with 264 tokens, the student "
                                      r"tokenizer.model with 400; must be the same, see TOKENIZER_PATH"),
     "no such teacher": ({"TEACHER": "none"}, "TEACHER='none': no such file"),
+    "nothing to distil from": ({"KD_ALPHA": 0.9}, "KD_ALPHA=0.9: needs a TEACHER"),
     "nothing trains the head": ({"TEACHER": "STRAIGHT", "KD_LOSS": "pool", "KD_ALPHA": 1}, "KD_ALPHA=1 with KD_LOSS"),
     "top one": ({"TEACHER": "STRAIGHT", "KD_TOP_K": 1}, "KD_TOP_K=1 leaves nothing"),
     "no such loss": ({"KD_LOSS": "hinton"}, "KD_LOSS='hinton': must be one of forward, reverse, jsd, attention, "),
@@ -381,7 +301,7 @@ def test_a_fault_is_one_line(place, straight, name, tmp_path):
     words = {"STRAIGHT": place.of(straight), "MODEL": tmp_path / "own.model"}
     if "MODEL" in changes.values():
         train_model(tmp_path / "own.model")
-    line = place.refused(f"fault {name}", **{**SHORT, "QAT": int("QAT" in name or name == "adapters and QAT"),
+    line = place.refused("sft", f"fault {name}", **{**SHORT, "QAT": int("QAT" in name or name == "adapters and QAT"),
                                             **{key: words.get(value, value) for key, value in changes.items()}})
     assert re.search(said, line), line
 
