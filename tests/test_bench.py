@@ -5,13 +5,13 @@ import json
 import math
 import os
 import statistics
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -31,22 +31,136 @@ bench, arms = load_tool("bench"), load_tool("arms")
 
 
 # -------------------------------------------------------------------------------------------------------------- ops
-def test_ops_without_transformers_says_what_to_install(tmp_path):
-    (tmp_path / "transformers.py").write_text("raise ImportError('hidden')")
-    done = subprocess.run([sys.executable, ROOT / "tools" / "bench.py", "ops"], capture_output=True, text=True,
-                          env={**os.environ, "PYTHONPATH": str(tmp_path)})
-    assert done.returncode == 1
-    assert done.stderr == f"transformers is missing: pip install transformers=={bench.TRANSFORMERS}\n"
+@pytest.fixture
+def clock(monkeypatch) -> list[float]:
+    """The seconds that bench's perf_counter tells, in a list of one."""
+    now = [100.0]
+    monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    return now
 
 
-def test_ops_times_both_rules_and_finds_them_equal(monkeypatch, capsys):
+def test_ways_run_in_turn_for_as_many_calls_as_fill_a_stretch(clock):
+    called = []
+
+    def way(name: str, seconds: float):
+        def run() -> None:
+            called.append(name)
+            clock[0] += seconds
+        return run
+
+    times = bench.in_turn({"a": way("a", 0.004), "b": way("b", 0.02)}, 2, False)
+    assert "".join(called) == "ab" + "aaab" * 2  # 3 x 4 ms are the first to fill 10 ms
+    assert times == {"a": pytest.approx([0.004] * 2), "b": pytest.approx([0.02] * 2)}
+
+
+def test_records_tell_medians_ratio_and_difference(clock):
+    seconds = {"mine": iter([0, 0.02, 0.02, 0.01, 0.03]), "other": iter([0, 0.05, 0.04, 0.06, 0.08])}
+
+    def way(name: str, last: float):
+        def run() -> list[torch.Tensor]:
+            clock[0] += next(seconds[name])
+            return [torch.tensor([2.0, last]), torch.empty(0)]
+        return run
+
+    mine, other = bench.compare("sum", "B1", {"mine": way("mine", -4.0), "other": way("other", -3.0)}, 3, False)
+    assert mine == {"operation": "sum", "shape": "B1", "way": "mine", "ms": pytest.approx(20), "times ours": 1.0,
+                    "least": pytest.approx(10), "most": pytest.approx(30), "difference": None}
+    assert (other["ms"], other["times ours"], other["difference"]) == (pytest.approx(60), pytest.approx(3.0), 0.25)
+
+
+def test_what_is_missing_is_said_with_how_to_install_it(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "brotli", None)
+    assert bench.load_library("brotli") is None
+    assert capsys.readouterr().out == "brotli is missing and not measured: pip install brotli==1.2.1\n"
+    monkeypatch.setitem(sys.modules, "constriction", SimpleNamespace(__version__="0.4.0"))
+    assert bench.load_library("constriction").__version__ == "0.4.0"
+    assert capsys.readouterr().out == "note: constriction is 0.4.0; the project's figures name 0.5.0\n"
+    names = [line.split("==")[0] for line in bench.LIBRARIES.values()]
+    required = (ROOT / "requirements-test.txt").read_text()
+    assert all(line.split(";")[0] in required for line in bench.LIBRARIES.values() if "==" in line) and len(names) == 4
+
+
+def op_records(only: str, **changes: object) -> list[dict]:
+    ops = {"shapes": [(1, 40, 2, 8)], "chunk": 32, "rounds": 1, "codes": 20000, "artifact": "",
+           "models": {"tiny": {"MODEL_DIM": "32", "NUM_HEADS": "2", "NUM_KV_HEADS": "1", "LAYER_PATTERN": "g a"}}}
+    return list(bench.op_records(SimpleNamespace(script=T, only=[only], **{**ops, **changes}), "cpu"))
+
+
+def test_gdn_equals_the_rules_of_transformers(one_thread):
     pytest.importorskip("transformers", reason="transformers is not installed")
-    monkeypatch.setattr(sys, "argv", ["bench.py", "ops", "--shapes", "1x40x2x8", "--rounds", "2"])
+    records = op_records("gdn")
+    assert [(each["operation"], each["way"].split()[0]) for each in records] == [
+        (what, way) for what in ("GDN, forward", "GDN, forward+backward", "GDN, a token")
+        for way in ("gdn_step" if "token" in what else "gdn_chunk(32)", "transformers")]
+    assert [each["shape"] for each in records[::2]] == ["B1 T40 H2 D8", "B1 T40 H2 D8", "B32 H2 D8"]
+    assert all(0 < each["difference"] < 1e-5 and each["ms"] > 0 for each in records[1::2])
+
+
+def test_attention_equals_that_of_torch(one_thread):
+    records = op_records("attention")
+    assert [each["operation"] for each in records[::2]] == [
+        f"attention, window {window}, {how}" for window in (10, 40) for how in ("forward", "forward+backward")]
+    assert all(each["difference"] < 1e-5 for each in records[1::2])
+
+
+def test_muon_makes_the_step_of_torch(one_thread):
+    """From zero weights; torch's products are bfloat16, of 8 bits. Matrices: GDN 4 + 1, attention 3 + 1, MLPs 4."""
+    mine, other = op_records("muon")
+    assert mine["shape"] == "tiny, 13 matrices" and 1e-4 < other["difference"] < 0.1
+
+
+def test_coders_give_the_codes_back_in_the_bytes_that_they_need(one_thread):
+    records = op_records("rans")
+    torch.manual_seed(0)
+    codes = T.quantize(torch.randn(1, 20000), 6, 8.0, "tensor")[0].numpy()
+    counts = np.unique(codes, return_counts=True)[1]
+    entropy = -(counts * np.log2(counts / 20000)).sum() / 8
+    sizes = {each["way"]: each["bytes"] for each in records}
+    assert [each["operation"] for each in records] == ["write"] * len(sizes) + ["read"] * len(sizes)
+    assert entropy + 512 <= sizes["rANS"] < 1.001 * entropy + 512 + 8 * 8  # its table, and lanes that end somewhere
+    assert all(entropy < size < 1.2 * entropy for size in sizes.values())
+    assert all(each["difference"] == 0 for each in records if each["operation"] == "read" and each["way"] != "rANS")
+
+
+def test_a_coder_that_reads_something_else_is_an_error(monkeypatch):
+    monkeypatch.setattr(bench, "coders", lambda script, codes: {
+        "rANS": (lambda: [codes.tobytes()], lambda data: data[:-1] + b"\x07")})
+    with pytest.raises(SystemExit, match="error: rANS: codes are read back otherwise than they were written"):
+        op_records("rans")
+
+
+def test_rans_takes_the_six_bit_codes_of_an_artifact(tmp_path, monkeypatch, one_thread):
+    coded = {"w_a": T.quantize(torch.randn(32, 32), 6, 8.0, "tensor"), "embed": T.quantize(torch.randn(32, 32), 8, 6.0,
+                                                                                         "tensor")}
+    packed, _ = T.pack_artifact({name: torch.zeros(32, 32) for name in coded},
+                                {name: (*coded[name], bits) for name, bits in (("w_a", 6), ("embed", 8))}, {}, "", {})
+    (tmp_path / "a.upar").write_bytes(packed)
+    seen = []
+    monkeypatch.setattr(bench, "coders", lambda script, codes: seen.append(codes) or {
+        "rANS": (lambda: [codes.tobytes()], lambda data: data)})
+    records = op_records("rans", artifact=str(tmp_path / "a.upar"))
+    assert records[0]["shape"] == f"1,024 int6 codes of {tmp_path}/a.upar" and records[0]["bytes"] == 1024
+    assert np.array_equal(seen[0], coded["w_a"][0].numpy().reshape(-1))
+    with pytest.raises(SystemExit, match="error: --artifact: .*No such file or directory: 'no.upar'"):
+        op_records("rans", artifact="no.upar")
+
+
+def test_cells():
+    assert [bench.cell(value) for value in (0.012344, 12.0, 1234.5, -9876.0, 12345, None, "a", 0)] == [
+        "0.01234", "12", "1,234", "-9,876", "12,345", "", "a", "0"]
+
+
+def test_ops_writes_table_and_json(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "op_records", lambda ops, device: iter([
+        {"operation": "a", "ms": 2.0, "difference": None}, {"operation": "b", "ms": 4.5, "bytes": 1000}]))
+    monkeypatch.setattr(sys, "argv", ["bench.py", "ops", "--only", "muon", "--out", str(tmp_path / "o.json")])
     with pytest.raises(SystemExit) as ended:
         bench.main()
     out = capsys.readouterr().out
-    assert ended.value.code == 0 and "gdn_chunk(32)" in out and "\n  transformers " in out
-    assert float(out.split("largest relative difference ")[1]) < 1e-5
+    assert ended.value.code == 0 and "operation a, ms 2\noperation b, ms 4.5, bytes 1,000\n| operation | ms |" in out
+    assert "| a | 2 |  |  |\n| b | 4.5 |  | 1,000 |\n" in out
+    saved = json.loads((tmp_path / "o.json").read_text())
+    assert saved["records"][1] == {"operation": "b", "ms": 4.5, "bytes": 1000} and "torch" in saved["versions"]
 
 
 # ---------------------------------------------------------------------------------------------------------- figures

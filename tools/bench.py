@@ -1,4 +1,5 @@
-"""Measurements on this machine: of a function, of generation and its training, of a run (tools/arms.py: of choices).
+"""Measurements on this machine: of functions, of generation and its training, of a run (tools/arms.py: of choices), and
+of one GPU (tools/gpu.py). What is compared runs in turn in one process, on CUDA by the times of events.
 
 train and cost start train_gpt.py with settings in its environment and read its result.json and log.txt. Settings that
 the shell exports are not passed on: `--set NAME=VALUE` is. Step time is the median over the run, tokens/s is the batch
@@ -6,8 +7,11 @@ over that time. Without --data the text is Python's own standard library, with l
 """
 
 import argparse
+import functools
 import importlib
+import inspect
 import json
+import lzma
 import math
 import os
 import platform
@@ -20,19 +24,27 @@ import sys
 import time
 import timeit
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import torch
+import torch.nn.functional as F
+import zstandard
 from torch.utils.flop_counter import FlopCounterMode
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "train_gpt.py"  # the file that is measured
 BENCH_DATA = "data/bench"  # made at the first use
-TRANSFORMERS = "5.23.0"  # its rule became 1.2 to 1.7 times faster between 4.57 and this version: a ratio names one
+# What is compared with, as pip takes it: transformers' rule became 1.2 to 1.7 times faster from 4.57 to this version.
+LIBRARIES = {"transformers": "transformers==5.23.0", "fla": "flash-linear-attention", "brotli": "brotli==1.2.1",
+             "constriction": "constriction==0.5.0"}
 SHAPES = [(4, 512, 8, 64), (4, 2048, 8, 64), (16, 256, 4, 32)]  # (B, T, H, D)
+# Settings of the models whose matrices Muon takes a step with.
+MODELS_OF_OPS = {"configs/cpu.env": {"CONFIG": str(ROOT / "configs" / "cpu.env")},
+                 "512 wide, g a g a": {"LAYER_PATTERN": "g a g a"}}
 
 
 # === shared: runs ===
@@ -211,51 +223,270 @@ def parse_shape(text: str) -> tuple[int, int, int, int]:
     return tuple(map(int, text.split("x")))
 
 
-def load_transformers() -> ModuleType:
-    """The library that is compared with. Raises SystemExit where it is missing."""
+def load_library(name: str) -> ModuleType | None:
+    """A library to compare with; None where it is missing, which one line says."""
     try:
-        import transformers
+        library = importlib.import_module(name)
     except ImportError:
-        raise SystemExit(f"transformers is missing: pip install transformers=={TRANSFORMERS}") from None
-    transformers.utils.logging.set_verbosity_error()
-    if transformers.__version__ != TRANSFORMERS:
-        print(f"note: transformers is {transformers.__version__}; the project's figures name {TRANSFORMERS}")
-    return transformers
+        print(f"{name} is missing and not measured: pip install {LIBRARIES[name]}", flush=True)
+        return None
+    if name == "transformers":
+        library.utils.logging.set_verbosity_error()
+    wanted, found = LIBRARIES[name].partition("==")[2], getattr(library, "__version__", "")
+    if wanted and found and found != wanted:
+        print(f"note: {name} is {found}; the project's figures name {wanted}")
+    return library
+
+
+def mark(cuda: bool):
+    """This moment, for `between`: perf_counter's, on CUDA an event among the work that was asked for."""
+    if not cuda:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def between(first, last) -> float:
+    """Seconds from one mark to a later one; on CUDA this waits for the later one."""
+    if isinstance(first, float):
+        return last - first
+    last.synchronize()
+    return first.elapsed_time(last) / 1000
+
+
+def in_turn(ways: dict[str, Callable], rounds: int, cuda: bool, stretch: float = 0.01) -> dict[str, list[float]]:
+    """Seconds that a call of each takes, by round: all ways in turn, each for as many calls as fill `stretch` seconds.
+
+    How many those are is found by one call before the rounds; what must warm up should have been called already.
+    """
+    def run(name: str, count: int) -> float:
+        begin = mark(cuda)
+        for _ in range(count):
+            ways[name]()
+        return between(begin, mark(cuda)) / count
+
+    counts = {name: max(1, math.ceil(stretch / max(run(name, 1), 1e-7))) for name in ways}
+    times = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name in ways:
+            times[name].append(run(name, counts[name]))
+    return times
+
+
+def compare(operation: str, shape: str, ways: dict[str, Callable], rounds: int, cuda: bool) -> list[dict]:
+    """A record of each way, ours first: milliseconds, how many times ours that is by the medians, and how far the
+    tensors that it returned at first are from ours, at most, in shares of the largest of ours.
+    """
+    results = {name: [torch.as_tensor(x).detach().clone() for x in way()] for name, way in ways.items()}
+    times = {name: [1e3 * each for each in seconds] for name, seconds in in_turn(ways, rounds, cuda).items()}
+    (first, own), *_ = times.items()
+    records = []
+    for name, ms in times.items():
+        apart = [((x.double() - y.double()).abs().max() / y.double().abs().max().clamp(min=1e-30)).item()
+                 for x, y in zip(results[name], results[first], strict=True) if y.numel()]
+        records.append({"operation": operation, "shape": shape, "way": name, "ms": statistics.median(ms),
+                        "least": min(ms), "most": max(ms), "times ours": statistics.median(ms) / statistics.median(own),
+                        "difference": max(apart) if apart and name != first else None})
+    return records
+
+
+def with_gradients(what: str, shape: str, rules: dict[str, Callable], inputs: list[torch.Tensor]) -> Iterator[tuple]:
+    """Two cases for `compare`: what each rule makes of the inputs, and that with the gradients of all inputs."""
+    weight = torch.randn_like(next(iter(rules.values()))(*inputs))
+    inputs = [x.detach().requires_grad_() for x in inputs]
+
+    @torch.no_grad()
+    def forward(rule: Callable) -> list[torch.Tensor]:
+        return [rule(*inputs)]
+
+    def both(rule: Callable) -> list[torch.Tensor]:
+        out = rule(*inputs)
+        return [out.detach(), *torch.autograd.grad(out, inputs, weight)]
+
+    for how, run in (("forward", forward), ("forward+backward", both)):
+        yield f"{what}, {how}", shape, {name: functools.partial(run, rule) for name, rule in rules.items()}
+
+
+def gdn_cases(ops: SimpleNamespace, device: str) -> Iterator[tuple[str, str, dict]]:
+    """(operation, shape, ways) of Gated DeltaNet: over ops.shapes, and for one token a row, as in generation."""
+    script, size, dtype = ops.script, ops.chunk, torch.bfloat16 if device == "cuda" else torch.float32
+    chunks = {f"gdn_chunk({size})": lambda q, k, *x: script.gdn_chunk(q * k.shape[-1] ** -0.5, k, *x, chunk=size)[0]}
+    steps = {"gdn_step": lambda state, q, *x: script.gdn_step(*(y[:, 0] for y in (q * q.shape[-1] ** -0.5, *x)), state)}
+    if library := load_library("transformers"):
+        from transformers.models.qwen3_next import modeling_qwen3_next as qwen
+        # unwrapped: where fla is installed, the wrapper takes that; the library scales q itself
+        chunk, token = map(inspect.unwrap, (qwen.torch_chunk_gated_delta_rule, qwen.torch_recurrent_gated_delta_rule))
+        name = f"transformers {library.__version__}"
+        chunks[name] = lambda *x: chunk(*x)[0]
+        steps[name] = lambda state, *x: token(*x, initial_state=state, output_final_state=True)
+    if device == "cuda" and (library := load_library("fla")):  # its kernels are Triton's
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+        name = f"fla {library.__version__}"
+        chunks[name] = lambda q, k, v, g, beta: chunk_gated_delta_rule(q, k, v, g=g, beta=beta)[0]
+        steps[name] = lambda state, q, k, v, g, beta: fused_recurrent_gated_delta_rule(
+            q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True)
+
+    def inputs(b: int, t: int, h: int, d: int) -> list[torch.Tensor]:  # decay and write strength as at initialisation
+        torch.manual_seed(0)
+        q, k = (F.normalize(torch.randn(b, t, h, d, device=device), dim=-1).to(dtype) for _ in range(2))
+        v, (g, beta) = torch.randn(b, t, h, d, device=device, dtype=dtype), torch.rand(2, b, t, h, device=device)
+        return [q, k, v, -0.2 * g, beta]
+
+    for b, t, h, d in ops.shapes:
+        yield from with_gradients("GDN", f"B{b} T{t} H{h} D{d}", chunks, inputs(b, t, h, d))
+    for h, d in dict.fromkeys(shape[2:] for shape in ops.shapes):
+        one, state = inputs(32, 1, h, d), torch.randn(32, h, d, d, device=device)
+        ways = {name: lambda step=step, one=one, state=state: [x.flatten() for x in step(state, *one)]
+                for name, step in steps.items()}
+        yield "GDN, a token", f"B32 H{h} D{d}", ways
+
+
+def attention_cases(ops: SimpleNamespace, device: str) -> Iterator[tuple[str, str, dict]]:
+    """Attention in a window of a quarter of the text, and full; two query heads share keys and values."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+
+    def library(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        if mask is not None:  # its fast kernels on CUDA take no mask and shared heads together
+            k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=mask is None)
+
+    for b, t, h, d in ops.shapes:
+        few = max(1, h // 2)
+        inputs = [torch.randn(b, heads, t, d, device=device, dtype=dtype) for heads in (h, few, few)]
+        doc, at = torch.zeros(b, t, dtype=torch.long, device=device), torch.arange(t, device=device)
+        gap = at[:, None] - at
+        for window in (max(1, t // 4), t):
+            mask = (gap >= 0) & (gap < window) if window < t else None
+            rules = {"attend": functools.partial(ops.script.attend, doc=doc, window=window),
+                     "scaled_dot_product_attention": functools.partial(library, mask=mask)}
+            yield from with_gradients(f"attention, window {window}", f"B{b} T{t} H{h} D{d}", rules, inputs)
+
+
+def muon_cases(ops: SimpleNamespace, device: str) -> Iterator[tuple[str, str, dict]]:
+    """A step of Muon, from zero weights and gradients of noise: that of the script, and torch's on each matrix."""
+    script, runtime = ops.script, ops.script.Runtime(0, 1, torch.device(device), False)
+    for name, given in ops.models.items():
+        settings = script.load_settings(script.Settings, given, {"arch_mode": script.ARCH_PRESETS})
+        network = script.GPT(script.model_config(settings, 1024, 1)).to(device)
+        own, bad = script.Optimizers(network, settings, runtime).all[0], torch.tensor(False, device=device)
+        own.param_groups[0]["momentum"] = settings.muon_momentum
+        for param in own.param_groups[0]["params"]:
+            torch.nn.init.zeros_(param)
+            param.grad.normal_()
+        pieces = [piece for batch in own.batches.values() for piece in batch]  # (parameter, its rows)
+        copies = [torch.nn.Parameter(param[rows].detach().clone()) for param, rows in pieces]
+        for copy, (param, rows) in zip(copies, pieces, strict=True):
+            copy.grad = param.grad[rows].clone()
+        other = torch.optim.Muon(copies, lr=settings.matrix_lr, momentum=settings.muon_momentum,
+                                 weight_decay=settings.muon_wd, ns_steps=settings.muon_backend_steps)
+        spans = [param[rows] for param, rows in pieces]  # views, which steps change
+        ways = {"Muon": lambda own=own, spans=spans, bad=bad: own.step(bad) or spans,
+                "torch.optim.Muon, bfloat16": lambda other=other, copies=copies: other.step() or copies}
+        yield "Muon, a step", f"{name}, {len(pieces)} matrices", ways
+
+
+def coders(script: ModuleType, codes: np.ndarray) -> dict[str, tuple[Callable, Callable]]:
+    """Name -> (what gives a list of bytes or arrays that hold codes int8 (n,), what reads these), ours first."""
+    symbols, raw = codes.view(np.uint8), codes.tobytes()
+    counts = np.bincount(symbols, minlength=256)
+
+    def write() -> list:
+        table, states = script.rans_table(counts), np.full(script.rans_lanes(codes.size), script.RANS_LOW, np.uint32)
+        words = script.rans_encode(states, table, symbols)
+        return [table, states, words]
+
+    zstd = zstandard.ZstdCompressor(level=22)
+    found = {
+        "rANS": (write, lambda table, states, words: script.rans_decode(states.copy(), table, words, codes.size)[0]),
+        "zstd 22": (lambda: [zstd.compress(raw)], zstandard.ZstdDecompressor().decompress),
+        "lzma 9e": (lambda: [lzma.compress(raw, preset=9 | lzma.PRESET_EXTREME)], lzma.decompress)}
+    if brotli := load_library("brotli"):
+        found["brotli 11"] = lambda: [brotli.compress(raw, quality=11, lgwin=24)], brotli.decompress
+    if load_library("constriction"):
+        from constriction import stream
+        low, shares = int(codes.min()), np.bincount(codes.astype(np.int64) - int(codes.min())) / codes.size
+        model, shifted = stream.model.Categorical(shares, perfect=False), codes.astype(np.int32) - low
+
+        def encode() -> list:
+            coder = stream.stack.AnsCoder()
+            coder.encode_reverse(shifted, model)
+            return [coder.get_compressed(), shares.astype(np.float32)]
+
+        found["constriction"] = (encode, lambda words, _: (stream.stack.AnsCoder(words).decode(model, codes.size)
+                                                           + low).astype(np.int8))
+    return found
+
+
+def coding_records(ops: SimpleNamespace) -> list[dict]:
+    """Times and bytes of ops.codes int6 codes of normal weights, or of those of the artifact ops.artifact."""
+    if ops.artifact:
+        try:
+            coded = ops.script.read_artifact(ops.artifact)[2].values()
+        except (OSError, ops.script.ArtifactError) as error:
+            raise SystemExit(f"error: --artifact: {error}") from None
+        every = [codes.numpy().reshape(-1) for codes, _, bits in coded if bits == 6]
+        if not every:
+            raise SystemExit(f"error: --artifact {ops.artifact}: none of its tensors has 6 bits")
+        codes = np.concatenate(every)
+    else:
+        torch.manual_seed(0)
+        codes = ops.script.quantize(torch.randn(1, ops.codes), 6, 8.0, "tensor")[0].numpy().reshape(-1)
+    ways = coders(ops.script, codes)
+    packed = {name: write() for name, (write, _) in ways.items()}
+    sizes = {name: sum(memoryview(part).nbytes for part in parts) for name, parts in packed.items()}
+
+    def read(name: str) -> list[np.ndarray]:
+        return [np.frombuffer(ways[name][1](*packed[name]), np.int8).copy()]
+
+    for name in ways:
+        if not np.array_equal(read(name)[0], codes):
+            raise SystemExit(f"error: {name}: codes are read back otherwise than they were written")
+    shape = f"{codes.size:,} int6 codes" + f" of {ops.artifact}" * bool(ops.artifact)
+    writers = {name: lambda write=write: write() and [] for name, (write, _) in ways.items()}
+    records = compare("write", shape, writers, ops.rounds, False)
+    records += compare("read", shape, {name: functools.partial(read, name) for name in ways}, ops.rounds, False)
+    return [{**record, "bytes": sizes[record["way"]]} for record in records]
+
+
+def op_records(ops: SimpleNamespace, device: str) -> Iterator[dict]:
+    """Records of the operations that ops.only names, as each is measured."""
+    for name in ops.only:
+        if name == "rans":
+            yield from coding_records(ops)
+        else:
+            for case in {"gdn": gdn_cases, "attention": attention_cases, "muon": muon_cases}[name](ops, device):
+                yield from compare(*case, ops.rounds, device == "cuda")
+
+
+def cell(value) -> str:
+    """A figure for people: thousands apart, four digits."""
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return "" if value is None else f"{value:,}" if isinstance(value, int) else value
+
+
+def check_device(device: str) -> None:
+    """Raises SystemExit where the device is not there."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("error: --device cuda: PyTorch sees no CUDA device; --device cpu runs without")
 
 
 def bench_ops(args: argparse.Namespace) -> None:
-    """Time gdn_chunk and transformers' rule in turn, forward and backward, and print the times for each shape."""
-    transformers = load_transformers()
-    from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
-
+    """Time operations of the script and of libraries in turn: a table and JSON."""
     torch.set_num_threads(args.threads or torch.get_num_threads())
-    script, size = load_script(SCRIPT), args.chunk
-    rules = {  # transformers scales q itself
-        f"gdn_chunk({size})": lambda q, k, *x: script.gdn_chunk(q * k.shape[-1] ** -0.5, k, *x, chunk=size)[0],
-        f"transformers {transformers.__version__}": lambda *x: torch_chunk_gated_delta_rule(*x)[0],
-    }
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, float32, {args.rounds} rounds in turn")
-    for b, t, h, d in args.shapes:
-        torch.manual_seed(0)  # decay and write strength as at initialisation
-        q, k = (torch.nn.functional.normalize(torch.randn(b, t, h, d), dim=-1) for _ in range(2))
-        g, beta, v, weight = -0.2 * torch.rand(b, t, h), torch.rand(b, t, h), *torch.randn(2, b, t, h, d)
-        inputs, times, results = [x.requires_grad_() for x in (q, k, v, g, beta)], {key: [] for key in rules}, {}
-        for _ in range(1 + args.rounds):
-            for key, rule in rules.items():
-                begin = time.perf_counter()
-                out = rule(*inputs)
-                middle = time.perf_counter()
-                results[key] = [out.detach(), *torch.autograd.grad(out, inputs, weight)]
-                times[key].append((1e3 * (middle - begin), 1e3 * (time.perf_counter() - begin)))
-        print(f"B{b} T{t} H{h} D{d}")
-        columns = {key: list(zip(*pairs[1:], strict=True)) for key, pairs in times.items()}  # the first warmed up
-        for key, (forward, both) in columns.items():
-            print(f"  {key:<24} forward+backward min {min(both):8.1f} ms  median {statistics.median(both):8.1f} ms"
-                  f"   forward min {min(forward):7.1f} ms")
-        (_, mine), (_, other) = columns.values()
-        ratios = f"min {min(other) / min(mine):.2f}  median {statistics.median(other) / statistics.median(mine):.2f}"
-        worst = max((x - y).abs().max() / y.abs().max().clamp(min=1e-3) for x, y in zip(*results.values(), strict=True))
-        print(f"  ratio {ratios}  largest relative difference {worst:.1e}")
+    check_device(args.device)
+    script = load_script(SCRIPT)
+    about = {**script.describe_machine(script.start_runtime(args.device)), "code_sha256": script.sha256_file(SCRIPT)}
+    ops, records = SimpleNamespace(**vars(args), script=script, models=MODELS_OF_OPS), []
+    for record in op_records(ops, args.device):
+        records.append(record)
+        print(", ".join(f"{key} {cell(value)}" for key, value in record.items() if value is not None), flush=True)
+    head = list(dict.fromkeys(key for record in records for key in record))
+    rows = [head, *([cell(record.get(key)) for key in head] for record in records)]
+    notes = (f"{torch.get_num_threads()} threads, {args.rounds} rounds in turn, medians; times ours: by the medians; "
+             "difference: the largest from ours, over the largest number of ours.")
+    publish(args, "runs/bench/ops_{date}.json", [("ops", about)], rows, notes, records=records)
 
 
 # ------------------------------------------------------------------------------------------------------------ train
@@ -278,9 +509,10 @@ def flops_per_token(network: torch.nn.Module, seq_len: int) -> float:
     return total
 
 
-def matmul_peak(device: str) -> float:
-    """FLOP/s of the best of 20 square products in the dtype of runs on `device`: bfloat16 on CUDA, else float32."""
-    size, dtype = (8192, torch.bfloat16) if device == "cuda" else (1024, torch.float32)
+def matmul_peak(device: str, dtype: torch.dtype | None = None) -> float:
+    """FLOP/s of the best of 20 square products in `dtype`; None: that of runs, bfloat16 on CUDA and else float32."""
+    size, usual = (8192, torch.bfloat16) if device == "cuda" else (1024, torch.float32)
+    dtype = dtype or usual
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     seconds = timeit.repeat(lambda: (a @ b)[0, 0].item(), number=1, repeat=20, timer=time.perf_counter)  # item: waits
     return 2 * size**3 / min(seconds)
@@ -406,7 +638,9 @@ def make_generators(settings: SimpleNamespace, batch: int, new: int) -> dict[str
 
     Each gives ids (batch, new); no token ends a text, the whole distribution is drawn from at temperature 1.
     """
-    transformers, ours = load_transformers(), load_script(ROOT / "sample.py")
+    transformers, ours = load_library("transformers"), load_script(ROOT / "sample.py")
+    if transformers is None:
+        raise SystemExit("error: rl compares with transformers")
     network = ours.GPT(ours.model_config(settings, settings.vocab_size, 1))
     shape = transformers.LlamaConfig(
         vocab_size=settings.vocab_size, hidden_size=settings.model_dim, num_hidden_layers=settings.num_layers,
@@ -489,18 +723,32 @@ def bench_rl(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    ops = commands.add_parser("ops", help="gdn_chunk against transformers' PyTorch chunk rule, on the CPU")
+    ops = commands.add_parser("ops", help="GDN, attention, Muon and rANS against what libraries offer")
+    kinds = ("gdn", "attention", "muon", "rans")
+    ops.add_argument("--only", nargs="+", choices=kinds, default=kinds, help="all")
     ops.add_argument("--shapes", nargs="+", type=parse_shape, default=SHAPES, metavar="BxTxHxD")
     ops.add_argument("--rounds", type=int, default=8)
-    ops.add_argument("--chunk", type=int, default=32)
-    ops.add_argument("--threads", type=int, default=0, help="0: as PyTorch chooses")
-    ops.set_defaults(run=bench_ops)
+    ops.add_argument("--chunk", type=int, default=32, help="of GDN; a run takes 32 on a CPU and 64 on CUDA")
+    ops.add_argument("--codes", type=int, default=1 << 20, help="for rANS, of normal weights")
+    ops.add_argument("--artifact", default="", help="a model.upar whose 6-bit codes rANS takes in their place")
+    ops.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    gpu = commands.add_parser("gpu", help="what is worth knowing of one H100 or H200, in under 9 minutes")
+    gpu.add_argument("--seconds", type=float, default=540, help="for all parts; what does not fit is left out (540)")
+    gpu.add_argument("--only", nargs="+", default=(), metavar="PART", help="all")
+    gpu.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="cpu: a rehearsal at toy size")
+    gpu.add_argument("--data", default="", help=f"data folder of the part train ({BENCH_DATA}, made if missing)")
+    gpu.add_argument("--runs", default="runs/bench", help="folder (runs/bench)")
+    gpu.set_defaults(run=lambda args: load_script(Path(__file__).with_name("gpu.py")).bench_gpu(args), set=[])
     rl = commands.add_parser("rl", help="generation against transformers', and a GRPO step, on the CPU: tokens/s")
     for name, value in {"layers": 4, "dim": 128, "batch": 32, "new": 128, "rounds": 5}.items():
         rl.add_argument(f"--{name}", type=int, default=value, help=f"{value}")
-    rl.add_argument("--threads", type=int, default=0, help="0: as PyTorch chooses")
-    rl.add_argument("--out", default="", help="the JSON file")
-    rl.set_defaults(run=bench_rl, write_docs=False)
+    rl.set_defaults(run=bench_rl)
+    ops.set_defaults(run=bench_ops)
+    for parser_of in (ops, rl):
+        parser_of.add_argument("--threads", type=int, default=0, help="0: as PyTorch chooses")
+    for parser_of in (ops, gpu, rl):
+        parser_of.add_argument("--out", default="", help="the JSON file")
+        parser_of.set_defaults(write_docs=False)
     train = add_run_command(commands, "train", "short runs of configs: tokens/s, step time, memory, MFU", bench_train,
                             20.0, "runs/bench")
     train.add_argument("configs", nargs="*", default=["configs/cpu.env"], metavar="CONFIG")
