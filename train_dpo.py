@@ -104,7 +104,7 @@ class Settings:
     pairs_per_step: int = 32  # over all ranks
     micro_batch_tokens: int = 0  # per forward and rank; 0: fitted to memory. Never changes the global batch
     # clock
-    iterations: int = 0  # steps; 0: no limit in steps
+    iterations: int = 128  # steps; 0: no limit in steps
     max_wallclock_seconds: float = 60.0  # training clock; 0: no limit in time
     reserve_seconds: float = 5.0  # end of the clock kept for choosing among the averages and packing
     # checkpoints and faults
