@@ -1,7 +1,10 @@
 """Fixtures of several test files."""
 
+import importlib.util
 import os
 import sys
+from pathlib import Path
+from types import ModuleType
 from unittest import mock
 
 import pytest
@@ -16,6 +19,15 @@ def environment(**changes: object) -> dict[str, str]:
     """What a command line of a test finds in its environment."""
     kept = {name: os.environ[name] for name in KEPT if name in os.environ}
     return {**kept, "OMP_NUM_THREADS": "1", "DEVICE": "cpu", **{name: str(text) for name, text in changes.items()}}
+
+
+def load_tool(name: str) -> ModuleType:
+    """tools/NAME.py, under a name that no import of it has."""
+    path = Path(__file__).resolve().parents[1] / "tools" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"{name}_under_test", path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where dataclasses look
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(autouse=True)

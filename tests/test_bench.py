@@ -1,6 +1,5 @@
 """tools/bench.py, tools/arms.py: figures by closed forms, runs with a stand-in for train_gpt.py, tables and files."""
 
-import importlib.util
 import json
 import math
 import os
@@ -14,17 +13,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from conftest import load_tool
 
 import train_gpt as T
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-def load_tool(name: str):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 bench, arms = load_tool("bench"), load_tool("arms")

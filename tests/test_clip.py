@@ -9,11 +9,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from conftest import load_tool
 
 ROOT = Path(__file__).resolve().parents[1]
-spec = importlib.util.spec_from_file_location("clip", ROOT / "tools" / "clip.py")
-clip = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(clip)
+clip = load_tool("clip")
 
 # As a run writes it: the script's own source, which has such lines too, then settings, scores and steps.
 LOG = '''    line = (f"step:{done}/{s.iterations or '?'} " + " ".join(

@@ -1,14 +1,12 @@
 """tools/gains.py: its plan, the rule by which gains hold, means, the control's share and the table, by values."""
 
-import importlib.util
 from pathlib import Path
 
 import pytest
+from conftest import load_tool
 
 ROOT = Path(__file__).resolve().parents[1]
-spec = importlib.util.spec_from_file_location("gains", ROOT / "tools" / "gains.py")
-gains = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(gains)
+gains = load_tool("gains")
 
 
 def gain(greedy: float, over: float = 0.1, pass8: float = 0.1, half: float = 0.04) -> dict:

@@ -1,6 +1,5 @@
 """tools/gpu.py: what starts the parts, with stand-ins; the parts themselves, as toys on the CPU."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -10,17 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import load_tool
 
 import train_gpt as T
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-def load_tool(name: str):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 bench, gpu = load_tool("bench"), load_tool("gpu")

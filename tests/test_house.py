@@ -1,7 +1,6 @@
 """The rules of the house, held over every script: fences, sizes, imports without effects, settings, docs, paths."""
 
 import ast
-import importlib.util
 import io
 import itertools
 import os
@@ -12,6 +11,7 @@ import tokenize
 from pathlib import Path
 
 import pytest
+from conftest import load_tool
 
 ROOT = Path(__file__).resolve().parents[1]
 LINES_PER_SCRIPT, LINES_UNFENCED, LINES_OF_MAIN, LINES_PER_FUNCTION = 2500, 600, 250, 80
@@ -20,9 +20,7 @@ LINES_OF = {"sample.py": 2640, "train_gpt.py": 2675, "train_sft.py": 3250, "trai
             "train_grpo.py": 3305, "train_gspo.py": 3305}
 LINES_PER_CONFIG, COLUMNS = 15, 120
 
-spec = importlib.util.spec_from_file_location("sync", ROOT / "tools" / "sync.py")
-sync = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(sync)
+sync = load_tool("sync")
 
 # Every script of the house: those at the top (the smoke test is a test), the data scripts, the tools.
 NAMES = sorted(path.relative_to(ROOT).as_posix() for pattern in ("*.py", "data/*.py", "tools/*.py")

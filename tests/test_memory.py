@@ -1,6 +1,5 @@
 """tools/memory.py: bytes counted by hand, bytes of real tensors, what it prints and refuses."""
 
-import importlib.util
 import json
 import re
 import subprocess
@@ -9,15 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import environment
+from conftest import environment, load_tool
 
 import sample as S
 import train_gpt as T
 
 ROOT = Path(__file__).resolve().parents[1]
-spec = importlib.util.spec_from_file_location("memory", ROOT / "tools" / "memory.py")
-memory = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(memory)
+memory = load_tool("memory")
 
 # One attention layer: an embedding of 32 x 64; matrices of 128 x 64 (queries, keys, values), 64 x 64, 128 x 64 and
 # 64 x 128; a gain for each of two heads.

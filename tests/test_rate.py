@@ -1,6 +1,5 @@
 """tools/rate.py: its interpolation by a closed form, its bytes by entropies, and the table of a small run."""
 
-import importlib.util
 import json
 import math
 import os
@@ -12,13 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import load_tool
 
 import train_gpt as T
 
 ROOT = Path(__file__).resolve().parents[1]
-spec = importlib.util.spec_from_file_location("rate", ROOT / "tools" / "rate.py")
-rate = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(rate)
+rate = load_tool("rate")
 
 
 def test_bytes_at_a_gap_lie_on_a_power_law():

@@ -1,7 +1,6 @@
 """tools/record.py: statistics by closed forms; a record of three tiny runs; each of many tampered copies is named."""
 
 import hashlib
-import importlib.util
 import json
 import math
 import random
@@ -15,13 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sentencepiece
-from conftest import environment
+from conftest import environment, load_tool
 
 ROOT = Path(__file__).resolve().parents[1]
-spec = importlib.util.spec_from_file_location("record", ROOT / "tools" / "record.py")
-R = importlib.util.module_from_spec(spec)
-sys.modules["record"] = R
-spec.loader.exec_module(R)
+R = load_tool("record")
 
 CONFIG = """DEVICE=cpu
 COMPILE=0

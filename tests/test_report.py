@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import importlib.util
 import json
 import math
 import os
@@ -16,15 +15,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import environment
+from conftest import environment, load_tool
 
 import quantize as Q
 
 pytest.importorskip("matplotlib", reason="tools/report.py draws with matplotlib, which is not installed")
 ROOT = Path(__file__).resolve().parents[1]
-spec = importlib.util.spec_from_file_location("report", ROOT / "tools" / "report.py")
-report = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(report)
+report = load_tool("report")
 
 BOTH = dict(MODEL_DIM=32, NUM_HEADS=2, LAYER_PATTERN="g a", MAX_WALLCLOCK_SECONDS=0, RESERVE_SECONDS=0,
             TRAIN_LOG_EVERY=1, SAVE_EVERY=0, WARMUP_FRAC=0.25, WARMDOWN_FRAC=0.5)
