@@ -2490,7 +2490,8 @@ def main() -> int:
     network = GPT(config).to(runtime.device)
     network.activation_checkpointing = settings.activation_checkpointing
     narrow = runtime.device.type == "cuda" or torch.cpu._is_amx_tile_supported()  # units that multiply bfloat16
-    network.dtype = getattr(torch, settings.dtype if settings.dtype != "auto" else "bfloat16" if narrow else "float32")
+    dtype = settings.dtype if settings.dtype != "auto" else "bfloat16" if narrow else "float32"
+    network.dtype = getattr(torch, dtype)
     compiled = functools.partial(torch.compile, dynamic=False, fullgraph=True, mode=settings.compile_mode)
     model = compiled(network) if settings.compile else network
     optimizers = Optimizers(network, settings, runtime, network.dtype)
@@ -2511,7 +2512,7 @@ def main() -> int:
     if runtime.rank == 0 and tokenizer.file != "bytes":
         (folder / tokenizer.file).write_bytes(tokenizer.content)
     log("parameters: " + " ".join(f"{name}:{count}" for name, count in count_parameters(network).items())
-        + f" arch_mode: {settings.arch_mode} layers: {config.layers}")
+        + f" arch_mode: {settings.arch_mode} layers: {config.layers} dtype: {dtype}")
     for manifest in data.manifests:
         log("data: {name}, train {train[tokens]} tokens, val {val[tokens]} tokens, {val[decoded_bytes]} bytes, overlap "
             "{overlap_documents} documents".format(**manifest))
@@ -2668,8 +2669,8 @@ def main() -> int:
             "steps": run.step, "tokens": run.step * batches.tokens, "train_seconds": clock.elapsed(),
             "total_seconds": time.perf_counter() - begin, "data_wait_seconds": batches.waited,
             "optimizer_state_bytes": sum(t.nbytes for own in optimizers.state_dict().values() for t in own.values()),
-            "params": count_parameters(network), "weights": chosen, **final, "before_quantization": before,
-            **mlp_activity(packed, window), **data.yardsticks,
+            "params": count_parameters(network), "dtype": dtype, "weights": chosen, **final,
+            "before_quantization": before, **mlp_activity(packed, window), **data.yardsticks,
             "artifact": str(artifact), "artifact_sha256": sha256_file(artifact),
             "artifact_bytes": artifact.stat().st_size, "code_bytes": code, "total_bytes": total,
             "bytes_by_class": sizes, "phases": plan.state_dict(),

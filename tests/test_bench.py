@@ -297,7 +297,7 @@ def test_the_text_between_two_marks_is_replaced():
     text = "a\n<!-- t -->\nold\n<!-- /t -->\nb\n"
     assert bench.replace_between(text, "t", "new") == "a\n<!-- t -->\nnew\n<!-- /t -->\nb\n"
     for wrong in ("a", "<!-- /t --><!-- t -->", "<!-- t -->" * 2 + "<!-- /t -->"):
-        with pytest.raises(SystemExit, match="docs/choices.md must have <!-- t -->"):
+        with pytest.raises(SystemExit, match="the page must have <!-- t -->"):
             bench.replace_between(wrong, "t", "new")
     assert bench.replace_between((ROOT / "docs" / "choices.md").read_text(), "options", "x").count("\nx\n") == 1
 
@@ -634,7 +634,7 @@ def command(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(tool, "load_script", lambda path: T)
         monkeypatch.setattr(tool, "open_data", lambda script, path: ("data/x", manifest))
     monkeypatch.setattr(arms, "library_memory", lambda: 300.0)
-    monkeypatch.setattr(bench, "matmul_peak", lambda device: 1e11)
+    monkeypatch.setattr(bench, "matmul_peak", lambda device, dtype: 1e11)
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "choices.md").write_text("top\n<!-- options -->\n<!-- /options -->\nend\n")
     (tmp_path / "configs").mkdir()
@@ -647,7 +647,7 @@ def command(tmp_path, monkeypatch, capsys):
         def run(script, place, config, settings, threads=0):
             made.append((place.name, {"CONFIG": config, **settings}))
             found = stub(place.name, settings)
-            about = {"hardware": "1 x CPU", "versions": {"torch": "2"}, "commit": "c", "code_sha256": "s",
+            about = {"hardware": "1 x CPU", "versions": {"torch": "2"}, "commit": "c", "code_sha256": "s", "dtype": "float32",
                      "manifest_sha256": "m", "events": []}
             return found if "failed" in found else {**about, **found}
 

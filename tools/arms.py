@@ -127,7 +127,7 @@ def replace_between(text: str, tag: str, body: str) -> str:
     """`text` with `body` between <!-- tag --> and <!-- /tag -->. Raises SystemExit unless both stand in it once."""
     parts = re.split(f"<!-- (/?){tag} -->", text)
     if parts[1::2] != ["", "/"]:
-        raise SystemExit(f"error: docs/choices.md must have <!-- {tag} --> and then <!-- /{tag} -->, once each")
+        raise SystemExit(f"error: the page must have <!-- {tag} --> and then <!-- /{tag} -->, once each")
     return f"{parts[0]}<!-- {tag} -->\n{body}\n<!-- /{tag} -->{parts[-1]}"
 
 

@@ -143,7 +143,7 @@ def replace_between(text: str, tag: str, body: str) -> str:
     """`text` with `body` between <!-- tag --> and <!-- /tag -->. Raises SystemExit unless both stand in it once."""
     parts = re.split(f"<!-- (/?){tag} -->", text)
     if parts[1::2] != ["", "/"]:
-        raise SystemExit(f"error: docs/choices.md must have <!-- {tag} --> and then <!-- /{tag} -->, once each")
+        raise SystemExit(f"error: the page must have <!-- {tag} --> and then <!-- /{tag} -->, once each")
     return f"{parts[0]}<!-- {tag} -->\n{body}\n<!-- /{tag} -->{parts[-1]}"
 
 
@@ -531,7 +531,8 @@ def bench_train(args: argparse.Namespace) -> list[str]:
         entries[config] = figures(run)
         if "failed" in run:
             continue
-        peak = matmul_peak("cpu" if "CPU" in run["hardware"] else "cuda")  # now: a machine's speed drifts
+        device = "cpu" if "CPU" in run["hardware"] else "cuda"
+        peak = matmul_peak(device, getattr(torch, run["dtype"]))  # now: a machine's speed drifts
         settings, tokenizer = script.Settings(**run["settings"]), manifest["tokenizer"]
         network = script.GPT(script.model_config(settings, tokenizer["vocab_size"], tokenizer["bos_id"]))
         flops = flops_per_token(network, settings.train_seq_len)
@@ -743,6 +744,10 @@ def main() -> None:
     for name, value in {"layers": 4, "dim": 128, "batch": 32, "new": 128, "rounds": 5}.items():
         rl.add_argument(f"--{name}", type=int, default=value, help=f"{value}")
     rl.set_defaults(run=bench_rl)
+    readme = commands.add_parser("readme", help="the README's table of figures, from files of ops, rl and train")
+    readme.add_argument("files", nargs="*", metavar="FILE", help="kept in docs/lab; none: those kept there")
+    readme.set_defaults(run=lambda args: load_script(Path(__file__).with_name("figures.py")).bench_readme(
+        args, replace_between))
     ops.set_defaults(run=bench_ops)
     for parser_of in (ops, rl):
         parser_of.add_argument("--threads", type=int, default=0, help="0: as PyTorch chooses")
