@@ -647,8 +647,8 @@ def command(tmp_path, monkeypatch, capsys):
         def run(script, place, config, settings, threads=0):
             made.append((place.name, {"CONFIG": config, **settings}))
             found = stub(place.name, settings)
-            about = {"hardware": "1 x CPU", "versions": {"torch": "2"}, "commit": "c", "code_sha256": "s", "dtype": "float32",
-                     "manifest_sha256": "m", "events": []}
+            about = {"hardware": "1 x CPU", "versions": {"torch": "2"}, "commit": "c", "code_sha256": "s",
+                     "dtype": "float32", "manifest_sha256": "m", "events": []}
             return found if "failed" in found else {**about, **found}
 
         tool = bench if words[0] == "train" else arms

@@ -144,7 +144,7 @@ def find_runs(name: str) -> list[tuple[Path, Path, dict]]:
         return [(folder / "log.txt", folder / "model.upar", result)]
     seeds = [(folder / f"seed_{own['seed']}", {**result, **own}) for own in result.get("seeds", [])]
     if not seeds:
-        raise SystemExit(f"error: {folder}: no log.txt in it; must be the folder of one run, runs/<RUN_ID>, or a record")
+        raise SystemExit(f"error: {folder}: no log.txt in it; must be the folder of a run, runs/<RUN_ID>, or a record")
     return [(path.with_suffix(".txt"), path.with_suffix(".upar"), own) for path, own in seeds]
 
 
@@ -162,9 +162,9 @@ def read_run(path: Path, artifact: Path, result: dict) -> SimpleNamespace:
         tokens = np.cumsum(np.diff(steps, prepend=0) * each * (lengths if family == "reward" else 1))
         log.series["tokens"] = [[step, *[total] * 3] for step, total in zip(steps, tokens.tolist(), strict=True)]
     last = f"the last step in its log is {log.last}, {log.series['progress'][-1][1]:.0%} of the run"
+    notes = [] if result else [f"has not ended, or ended early: no result.json; {last}"]
     return SimpleNamespace(name=folder.resolve().name + seed, folder=folder, artifact=artifact, log=log, result=result,
-                           family=family, notes=[] if result else [f"has not ended, or ended early: no result.json; {last}"],
-                           bytes={}, errors={})
+                           family=family, notes=notes, bytes={}, errors={})
 
 
 def along(log: SimpleNamespace, steps: list[int], axis: str) -> np.ndarray:
