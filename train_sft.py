@@ -187,12 +187,11 @@ RANGES = (
 )
 CHOICES = {name: tuple(words.split()) for name, words in dict(
     lr_schedule="linear cosine wsd constant", device="auto cpu cuda", dtype="auto bfloat16 float32",
-    positions="rope learned none",
     compile_mode="default reduce-overhead max-autotune", mlp="relu2 leaky_relu2 gelu swiglu bio",
     optimizer="muon lion adamw adamw8bit adafactor", arch_mode="D gdn gdn_kv hybrid baseline llama",
     muon_coefficients="quintic polar_express", spike_policy="stop skip rewind", bio_events="off soft hard",
     matrix_step="tensor row grid", embed_step="tensor row grid", delta_step="tensor row group",
-    objective="dpo ipo cdpo robust reward", tracker="none tensorboard wandb",
+    objective="dpo ipo cdpo robust reward", tracker="none tensorboard wandb", positions="rope learned none",
     reduction="sequence dapo bnpo dr_grpo", scale_rewards="group batch none", reference="start base",
     importance="sequence token", critic="head separate", kl_shaping="k1 k3", train_on="assistant all",
     kd_layers="last all", kd_loss="forward reverse jsd attention pool projection", mode="generate chat score",
@@ -896,9 +895,8 @@ def gdn_chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: T
               chunk: int = 32) -> tuple[Tensor, Tensor]:
     """Gated DeltaNet (arXiv 2412.06464, section 3), in matrix products over chunks of tokens (32 is fastest on CPU).
 
-    By token and head: S' = a S + b k (v - a S^T k)^T and o = S'^T q, with a = exp(g), g <= 0, q and k L2-normed, and q
-    scaled by K**-0.5 too. q, k (B, T, H, K), v (B, T, H, V): float64, float32 or bfloat16; g, beta (B, T, H);
-    S (B, H, K, V), None: zeros. Returns o (B, T, H, V) and the last S.
+    By token S' = a S + b k (v - a S^T k)^T and o = S'^T q, where a = exp(g) <= 1; q, k L2-normed, q times K**-0.5 too.
+    q, k (B, T, H, K), v, o (B, T, H, V): float64, float32 or bfloat16; g, beta (B, T, H); S (B, H, K, V), None: zeros.
     """
     (b, t, h, dim_k), dim_v, dtype = q.shape, v.shape[-1], torch.promote_types(v.dtype, torch.float32)
     if pad := -t % chunk:  # a padded token has k = 0, beta = 0 and g = 0, and leaves the state as it is
@@ -2224,13 +2222,17 @@ class Run(Kept):
                 if terminal:
                     print(self.clear + text, flush=True)
                 self.file.write(text.encode() + b"\n")
+                self.mirror(text)
             except OSError as error:  # a full disk may have room again before the next checkpoint
                 with contextlib.suppress(OSError):
                     sys.stderr.write(f"log.txt: {error.strerror}, lost: {text[:200]}\n")
-        of = self.tracker and re.match(r"step:(\d+)(/?)|before: |after: |from the artifact: val", text)
-        if of:
+
+    def mirror(self, text: str) -> None:
+        """To TRACKER the numbers of a step's line, and as held_out/NAME a validation's, of an interval its mean."""
+        of = re.match(r"step:(\d+)(/?)|before: |after: |from the artifact: val", text)
+        if self.tracker and of:
             found = re.findall(r"(\w+)(?::|': \[?)(-?(?:\d[\d.e+-]*|nan|inf))", text.removeprefix(f"step:{of[1]}"))
-            kind = "" if of[2] else "held_out/"  # of [mean, low, high] the mean
+            kind = "" if of[2] else "held_out/"
             step = int(of[1] or (0 if text.startswith("before") else self.step))  # a resumed run says `before` again
             numbers = {kind + name: float(value) for name, value in found}
             if self.settings.tracker == "wandb":
