@@ -1,12 +1,17 @@
 """TRACKER: the numbers of the log, and no others, reach a stand-in for TensorBoard or W&B; what is refused."""
 
 import importlib.machinery
+import json
+import re
+import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from conftest import environment
 
 import train_dpo as D
 import train_gpt as T
@@ -15,6 +20,24 @@ import train_gspo as R2
 import train_ppo as R3
 import train_sft as F
 
+ROOT = Path(__file__).resolve().parents[1]
+TINY = dict(TASK="sort", SFT_STEPS=2, PROMPTS_PER_STEP=4, GROUP_SIZE=4, MINI_BATCHES=2, MAX_NEW_TOKENS=6,
+            EVAL_PROMPTS=8, EVAL_SAMPLES=2, ITERATIONS=8, VAL_LOSS_EVERY=4, MODEL_DIM=32, NUM_HEADS=2,
+            LAYER_PATTERN="g a", MAX_WALLCLOCK_SECONDS=0, RESERVE_SECONDS=0, TRAIN_LOG_EVERY=1, SAVE_EVERY=0,
+            WARMUP_FRAC=0.25)
+# A wandb that writes what it is given to wandb.jsonl, beside the folder of runs.
+WANDB = '''
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+def init(**own):
+    path = Path(own["dir"]).parents[1] / "wandb.jsonl"
+    def log(numbers, step):
+        with open(path, "a") as file:
+            file.write(json.dumps([step, numbers]) + "\\n")
+    return SimpleNamespace(log=log)
+'''
 # As scripts write them -> (name, value, step); `before` is said again by a run that was resumed.
 LINES = {
     "parameters: matrix:131072 total:151348 arch_mode: D layers: g a": [],
@@ -113,3 +136,23 @@ def test_other_ranks_mirror_nothing(monkeypatch, tmp_path):
     run.open()
     run.log("step:1/2 train_loss:5 train_time:1ms")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_whole_run_is_mirrored(tmp_path):
+    """Validations are the means of result.json, to the last bit, and steps what log.txt says."""
+    (tmp_path / "wandb.py").write_text(WANDB)
+    done = subprocess.run([sys.executable, ROOT / "train_grpo.py"], capture_output=True, text=True, env=environment(
+        PYTHONPATH=tmp_path, OUT_DIR=tmp_path / "runs", RUN_ID="a", TRACKER="wandb", **TINY))
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "wandb.jsonl").read_text().splitlines()]
+    result = json.loads((tmp_path / "runs" / "a" / "result.json").read_text())
+    held_out = {step: numbers for step, numbers in rows if "held_out/n" in numbers}
+    assert list(held_out) == [0, 4, 8]
+    for which, step in (("before", 0), ("after", 8)):
+        means = {f"held_out/{name}": value[0] for name, value in result[which].items() if isinstance(value, list)}
+        assert held_out[step] == {"held_out/n": 8, **means} and held_out[step].keys() == held_out[4].keys()
+        assert list(means) == ["held_out/greedy", "held_out/pass1", "held_out/pass2"]
+    rewards = {step: numbers["reward"] for step, numbers in rows if "reward" in numbers}
+    text = (tmp_path / "runs" / "a" / "log.txt").read_text(encoding="utf-8")
+    lines = re.findall(r"^step:(\d+)/8.* reward:(\S+)", text, re.MULTILINE)
+    assert rewards == {int(step): float(value) for step, value in lines} and list(rewards) == list(range(1, 9))
