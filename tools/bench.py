@@ -312,7 +312,8 @@ def gdn_cases(ops: SimpleNamespace, device: str) -> Iterator[tuple[str, str, dic
     """(operation, shape, ways) of Gated DeltaNet: over ops.shapes, and for one token a row, as in generation."""
     script, size, dtype = ops.script, ops.chunk, torch.bfloat16 if device == "cuda" else torch.float32
     chunks = {f"gdn_chunk({size})": lambda q, k, *x: script.gdn_chunk(q * k.shape[-1] ** -0.5, k, *x, chunk=size)[0]}
-    steps = {"gdn_step": lambda state, q, *x: script.gdn_step(*(y[:, 0] for y in (q * q.shape[-1] ** -0.5, *x)), state)}
+    recur = load_script(ROOT / "sample.py").gdn_step
+    steps = {"gdn_step": lambda state, q, *x: recur(*(y[:, 0] for y in (q * q.shape[-1] ** -0.5, *x)), state)}
     if library := load_library("transformers"):
         from transformers.models.qwen3_next import modeling_qwen3_next as qwen
         # unwrapped: where fla is installed, the wrapper takes that; the library scales q itself
