@@ -509,6 +509,13 @@ def flops_per_token(network: torch.nn.Module, seq_len: int) -> float:
     return total
 
 
+def run_flops(script: ModuleType, run: dict, tokenizer: dict) -> float:
+    """`flops_per_token` of a run's model; tokenizer: of its manifest."""
+    settings = script.Settings(**run["settings"])
+    network = script.GPT(script.model_config(settings, tokenizer["vocab_size"], tokenizer["bos_id"]))
+    return flops_per_token(network, settings.train_seq_len)
+
+
 def matmul_peak(device: str, dtype: torch.dtype | None = None) -> float:
     """FLOP/s of the best of 20 square products in `dtype`; None: that of runs, bfloat16 on CUDA and else float32."""
     size, usual = (8192, torch.bfloat16) if device == "cuda" else (1024, torch.float32)
@@ -532,9 +539,7 @@ def bench_train(args: argparse.Namespace) -> list[str]:
         if "failed" in run:
             continue
         peak = matmul_peak("cpu" if "CPU" in run["hardware"] else "cuda")  # now: a machine's speed drifts
-        settings, tokenizer = script.Settings(**run["settings"]), manifest["tokenizer"]
-        network = script.GPT(script.model_config(settings, tokenizer["vocab_size"], tokenizer["bos_id"]))
-        flops = flops_per_token(network, settings.train_seq_len)
+        flops = run_flops(script, run, manifest["tokenizer"])
         mfu = run["tokens_per_second"] * flops / peak
         entries[config].update(flops_per_token=flops, matmul_flops=peak, mfu=mfu)
         rows.append([config, f"{run['tokens_per_second']:,.0f}", f"{run['step_ms']:.1f}",
