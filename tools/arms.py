@@ -288,7 +288,7 @@ def interval(values: list[float]) -> tuple[float, float]:
 
 
 def read_arms(words: list[str]) -> dict[str, dict[str, str]]:
-    """Arms {name: {SETTING: value}}: CONFIG files, those of a .json file, or of ARMS by name. SystemExit if one is wrong."""
+    """Arms {name: {SETTING: value}}: CONFIG files, those of a .json file, or of ARMS by name. Raises SystemExit."""
     if words and words[0].endswith(".env"):
         return {Path(word).stem: {"CONFIG": os.path.relpath(word, ROOT)} for word in words}
     from_file = bool(words) and words[0].endswith(".json")
@@ -300,7 +300,7 @@ def read_arms(words: list[str]) -> dict[str, dict[str, str]]:
 
 
 def check_arms(script: ModuleType, config: str, arms: dict[str, dict[str, str]], tokenizer: dict) -> None:
-    """Print the parameters of every arm; SystemExit if one cannot be built, or is too far from the first and no CONFIG."""
+    """Print the parameters of every arm; SystemExit if one cannot be built, or has too many or few and is no CONFIG."""
     first = 0
     for name, settings in arms.items():
         own = {**settings, "CONFIG": str(ROOT / settings.get("CONFIG", config))}
