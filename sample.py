@@ -125,7 +125,8 @@ RANGES = (
     ("kd_temperature", 0.01, 1000.0),
 )
 CHOICES = {name: tuple(words.split()) for name, words in dict(
-    lr_schedule="linear cosine wsd constant", device="auto cpu cuda", positions="rope learned none",
+    lr_schedule="linear cosine wsd constant", device="auto cpu cuda", dtype="auto bfloat16 float32",
+    positions="rope learned none",
     compile_mode="default reduce-overhead max-autotune", mlp="relu2 leaky_relu2 gelu swiglu bio",
     optimizer="muon lion adamw adamw8bit adafactor", arch_mode="D gdn gdn_kv hybrid baseline llama",
     muon_coefficients="quintic polar_express", spike_policy="stop skip rewind", bio_events="off soft hard",
@@ -874,7 +875,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, doc: Tensor, window: int) -> Tensor:
     q (B, H, T, D), k and v (B, Hkv, L, D), the queries being the last T of the L positions; doc (B, L).
     Blocks of queries skip the keys that none of them sees: 3x faster on the CPU than one masked call at T = 4 windows.
     """
-    T, past, length = q.size(2), k.size(2) - q.size(2), k.size(2)
+    T, past, length, dtype = q.size(2), k.size(2) - q.size(2), k.size(2), q.dtype
+    if not q.is_cuda:  # its backward pass takes 4 times as long in bfloat16
+        q, k, v = (t.to(torch.promote_types(dtype, torch.float32)) for t in (q, k, v))
     if q.is_cuda:  # the kernels that take a mask do not take grouped heads there
         k, v = (t.repeat_interleave(q.size(1) // k.size(1), dim=1) for t in (k, v))
     out, block, at = [], max(64, min(window, T) // 4), torch.arange(length, device=q.device)
@@ -884,7 +887,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, doc: Tensor, window: int) -> Tensor:
         mask = (gap >= 0) & (gap < window) & (doc[:, start:end, None] == doc[:, None, low:end])  # (B, t, l)
         parts = q[:, :, start - past : end - past], k[:, :, low:end], v[:, :, low:end]
         out.append(F.scaled_dot_product_attention(*parts, mask[:, None], enable_gqa=not q.is_cuda))
-    return torch.cat(out, dim=2)
+    return torch.cat(out, dim=2).to(dtype)
 
 
 class Attention(nn.Module):
@@ -988,6 +991,7 @@ class GPT(nn.Module):
     def __init__(self, config: SimpleNamespace):
         super().__init__()
         self.activation_checkpointing = False  # compute each layer again in the backward pass, to save memory
+        self.dtype = None  # of activations, weights are float32; None: bfloat16 on CUDA, on a CPU the weights' own
         self.config, dim, std = config, config.model_dim, config.tied_embed_init_std
         self.embed = matrix((config.vocab_size,), dim, std)
         self.head = None if config.tie_embeddings else nn.Parameter(torch.zeros(config.vocab_size, dim))
@@ -1019,7 +1023,7 @@ class GPT(nn.Module):
     def embedded(self, ids: Tensor, before: Tensor, positions: Tensor) -> Tensor:
         """What the first layer reads (..., dim) of ids (...), the ids before them, and their positions."""
         config, x = self.config, F.embedding(ids, self.embed)
-        x = x.bfloat16() if ids.is_cuda else x  # weights stay float32 everywhere
+        x = x.to(self.dtype or (torch.bfloat16 if ids.is_cuda else x.dtype))
         x = F.rms_norm(x, x.shape[-1:]) if config.residual_mix else x
         if config.positions == "learned":
             x = x + F.embedding(positions, self.positions_embed).to(x.dtype)

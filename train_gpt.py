@@ -64,6 +64,7 @@ class Settings:
     dry_run: bool = False  # print the plan (bytes, FLOPs, memory, steps, phases) and end; writes nothing
     seed: int = 1337  # of every random draw
     device: str = "auto"  # auto, cpu or cuda
+    dtype: str = "auto"  # of activations: bfloat16, float32; auto: bfloat16 on CUDA and on CPUs with AMX, else float32
     compile: bool = True  # torch.compile; on a CPU it needs a C++ compiler
     compile_mode: str = "default"  # default, reduce-overhead or max-autotune
     deterministic: bool = False  # PyTorch's deterministic algorithms: slower on CUDA; on a CPU runs repeat without
@@ -203,7 +204,8 @@ RANGES = (
     ("kd_temperature", 0.01, 1000.0),
 )
 CHOICES = {name: tuple(words.split()) for name, words in dict(
-    lr_schedule="linear cosine wsd constant", device="auto cpu cuda", positions="rope learned none",
+    lr_schedule="linear cosine wsd constant", device="auto cpu cuda", dtype="auto bfloat16 float32",
+    positions="rope learned none",
     compile_mode="default reduce-overhead max-autotune", mlp="relu2 leaky_relu2 gelu swiglu bio",
     optimizer="muon lion adamw adamw8bit adafactor", arch_mode="D gdn gdn_kv hybrid baseline llama",
     muon_coefficients="quintic polar_express", spike_policy="stop skip rewind", bio_events="off soft hard",
@@ -1031,7 +1033,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, doc: Tensor, window: int) -> Tensor:
     q (B, H, T, D), k and v (B, Hkv, L, D), the queries being the last T of the L positions; doc (B, L).
     Blocks of queries skip the keys that none of them sees: 3x faster on the CPU than one masked call at T = 4 windows.
     """
-    T, past, length = q.size(2), k.size(2) - q.size(2), k.size(2)
+    T, past, length, dtype = q.size(2), k.size(2) - q.size(2), k.size(2), q.dtype
+    if not q.is_cuda:  # its backward pass takes 4 times as long in bfloat16
+        q, k, v = (t.to(torch.promote_types(dtype, torch.float32)) for t in (q, k, v))
     if q.is_cuda:  # the kernels that take a mask do not take grouped heads there
         k, v = (t.repeat_interleave(q.size(1) // k.size(1), dim=1) for t in (k, v))
     out, block, at = [], max(64, min(window, T) // 4), torch.arange(length, device=q.device)
@@ -1041,7 +1045,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, doc: Tensor, window: int) -> Tensor:
         mask = (gap >= 0) & (gap < window) & (doc[:, start:end, None] == doc[:, None, low:end])  # (B, t, l)
         parts = q[:, :, start - past : end - past], k[:, :, low:end], v[:, :, low:end]
         out.append(F.scaled_dot_product_attention(*parts, mask[:, None], enable_gqa=not q.is_cuda))
-    return torch.cat(out, dim=2)
+    return torch.cat(out, dim=2).to(dtype)
 
 
 class Attention(nn.Module):
@@ -1145,6 +1149,7 @@ class GPT(nn.Module):
     def __init__(self, config: SimpleNamespace):
         super().__init__()
         self.activation_checkpointing = False  # compute each layer again in the backward pass, to save memory
+        self.dtype = None  # of activations, weights are float32; None: bfloat16 on CUDA, on a CPU the weights' own
         self.config, dim, std = config, config.model_dim, config.tied_embed_init_std
         self.embed = matrix((config.vocab_size,), dim, std)
         self.head = None if config.tie_embeddings else nn.Parameter(torch.zeros(config.vocab_size, dim))
@@ -1176,7 +1181,7 @@ class GPT(nn.Module):
     def embedded(self, ids: Tensor, before: Tensor, positions: Tensor) -> Tensor:
         """What the first layer reads (..., dim) of ids (...), the ids before them, and their positions."""
         config, x = self.config, F.embedding(ids, self.embed)
-        x = x.bfloat16() if ids.is_cuda else x  # weights stay float32 everywhere
+        x = x.to(self.dtype or (torch.bfloat16 if ids.is_cuda else x.dtype))
         x = F.rms_norm(x, x.shape[-1:]) if config.residual_mix else x
         if config.positions == "learned":
             x = x + F.embedding(positions, self.positions_embed).to(x.dtype)
@@ -1262,11 +1267,14 @@ MUON_COEFFICIENTS = {  # (divisor of the norm, coefficients (a, b, c) of each st
 }
 
 
-def orthogonalize(G: Tensor, steps: int, coefficients: str = "quintic") -> Tensor:
-    """Each matrix of G (N, R, C) with its singular values pushed to about 1, by Newton-Schulz steps, in G's dtype."""
+def orthogonalize(G: Tensor, steps: int, coefficients: str = "quintic", dtype: torch.dtype | None = None) -> Tensor:
+    """Each matrix of G (N, R, C) with its singular values pushed to about 1, by Newton-Schulz steps in `dtype`.
+
+    None: bfloat16 on CUDA, else that of G, which is also what comes back.
+    """
     margin, triples = MUON_COEFFICIENTS[coefficients]
     tall = G.size(1) > G.size(2)
-    X = (G.mT if tall else G).to(torch.bfloat16 if G.is_cuda else G.dtype)
+    X = (G.mT if tall else G).to(dtype or (torch.bfloat16 if G.is_cuda else G.dtype))
     X = X / (X.norm(dim=(1, 2), keepdim=True) * margin + 1e-7)
     for a, b, c in triples[:steps] + triples[-1:] * (steps - len(triples)):
         A = X @ X.mT
@@ -1287,8 +1295,8 @@ class Muon(torch.optim.Optimizer):
     A parameter's `splits` are matrices of their own. Ranks share out those of one shape, and each keeps all momentum.
     """
 
-    def __init__(self, groups: list[dict], settings, runtime: Runtime):
-        self.runtime, self.settings = runtime, settings
+    def __init__(self, groups: list[dict], settings, runtime: Runtime, dtype: torch.dtype | None = None):
+        self.runtime, self.settings, self.dtype = runtime, settings, dtype
         super().__init__(groups, {})
         self.batches: dict[tuple, list] = {}  # shape -> [(parameter, its rows)]
         for param in self.param_groups[0]["params"]:
@@ -1311,7 +1319,8 @@ class Muon(torch.optim.Optimizer):
             for at, (param, span) in enumerate(pieces[runtime.rank * share :][:share]):
                 torch.lerp(param.grad[span], self.state[param]["momentum_buffer"][span], momentum, out=update[at])
             update = F.normalize(update, dim=2, eps=1e-7) if s.muon_row_normalize else update  # MuonEq-R
-            update = orthogonalize(torch.where(bad, 0.0, update), s.muon_backend_steps, s.muon_coefficients)
+            update = torch.where(bad, 0.0, update)
+            update = orthogonalize(update, s.muon_backend_steps, s.muon_coefficients, self.dtype)
             if runtime.distributed:
                 own, update = update, update.new_empty(share * runtime.world_size, rows, cols)
                 getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(update, own)  # renamed after torch 2.11
@@ -1367,9 +1376,9 @@ class AdamW8bit(torch.optim.Optimizer):
 
 
 class Optimizers:
-    """The optimizer that settings.optimizer names, for what it owns, and fused AdamW for the rest."""
+    """The optimizer that settings.optimizer names, for what it owns (`dtype`: see orthogonalize), and fused AdamW."""
 
-    def __init__(self, model: nn.Module, settings, runtime: Runtime):
+    def __init__(self, model: nn.Module, settings, runtime: Runtime, dtype: torch.dtype | None = None):
         self.names = {param: name for name, param in model.named_parameters() if param.requires_grad}
         rates = {"matrix": (settings.matrix_lr, settings.muon_wd), "head": (settings.head_lr, settings.adam_wd),
                  "embedding": (settings.tied_embed_lr, settings.adam_wd), "control": (settings.scalar_lr, 0.0)}
@@ -1386,8 +1395,8 @@ class Optimizers:
             groups.setdefault(kind, group)["params"].append(param)
         adam = dict(betas=(settings.beta1, settings.beta2), eps=settings.adam_eps)
         # Its step is a share of max(eps[1], RMS(w)): at torch's 1e-3 what begins at 0 crawls. eps[0]**2 is the paper's.
-        make = {"muon": lambda groups: Muon(groups, settings, runtime), "lion": lambda groups: Lion(groups, adam),
-                "adamw8bit": lambda groups: AdamW8bit(groups, adam),
+        make = {"muon": lambda groups: Muon(groups, settings, runtime, dtype),
+                "lion": lambda groups: Lion(groups, adam), "adamw8bit": lambda groups: AdamW8bit(groups, adam),
                 "adafactor": lambda groups: torch.optim.Adafactor(groups, eps=(1e-15, 0.02))}
         self.all = [make[settings.optimizer](own.values())] if own else []
         self.all += [torch.optim.AdamW(rest.values(), **adam, fused=True)] if rest else []
@@ -2533,8 +2542,11 @@ def main() -> int:
     config = model_config(settings, tokenizer.vocab_size, tokenizer.bos_id)
     network = GPT(config).to(runtime.device)
     network.activation_checkpointing = settings.activation_checkpointing
+    narrow = runtime.device.type == "cuda" or torch.cpu._is_amx_tile_supported()  # units that multiply bfloat16
+    network.dtype = getattr(torch, settings.dtype if settings.dtype != "auto" else "bfloat16" if narrow else "float32")
     compiled = functools.partial(torch.compile, dynamic=False, fullgraph=True, mode=settings.compile_mode)
-    model, optimizers = compiled(network) if settings.compile else network, Optimizers(network, settings, runtime)
+    model = compiled(network) if settings.compile else network
+    optimizers = Optimizers(network, settings, runtime, network.dtype)
     table = quant_table(settings)
     memory = {"ema": settings.ema_memory_frac, "swa": None}
     averages = {name: Average(list(network.parameters()), memory[name]) for name in memory if getattr(settings, name)}
@@ -2687,6 +2699,7 @@ def main() -> int:
         replace_file(artifact, packed)
     runtime.agree("")  # rank 0 has written it
     total = code + artifact.stat().st_size
+    network.dtype = None  # scores do not depend on which units a CPU has
     before = evaluate(score, model, network, settings, log, "before quantization")
     header, tensors, _ = read_artifact(artifact)  # from here on the network that the file holds, by that file alone
     packed = GPT(SimpleNamespace(**header["settings"])).to(runtime.device)

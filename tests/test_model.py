@@ -74,6 +74,33 @@ def test_attention_in_blocks_is_attention_in_one(window, length):
     assert (T.attend(q, k, v, doc, window) - expected).abs().max() < 1e-12
 
 
+def test_attention_of_bfloat16_on_a_cpu_is_that_of_float32_rounded_once():
+    torch.manual_seed(2)
+    q, k, v = (torch.randn(2, heads, 40, 8).bfloat16() for heads in (4, 2, 2))
+    doc = (tokens(2, 2, 40) == 1).cumsum(1)
+    found, wide = T.attend(q, k, v, doc, 9), T.attend(q.float(), k.float(), v.float(), doc, 9)
+    assert found.dtype == torch.bfloat16 and torch.equal(found, wide.bfloat16())
+
+
+@pytest.mark.parametrize("pattern", ["g s1 g a s1", "a"])
+def test_activations_in_bfloat16_leave_weights_gradients_and_logits_in_float32(pattern):
+    """Near to float32's, and not the same: the dtype reaches what lies between; None is the weights' own on a CPU."""
+    ids, found = tokens(3, 2, 40), {}
+    for dtype in (None, torch.float32, torch.bfloat16):
+        net = network(layer_pattern=pattern).float()
+        net.dtype, seen = dtype, []
+        hook = net.blocks[0].register_forward_hook(lambda module, inputs, out, seen=seen: seen.append(out.dtype))
+        loss = net(ids[:, :-1], ids[:, 1:]).mean()
+        hook.remove()
+        loss.backward()
+        assert seen == [dtype or torch.float32]
+        assert {t.dtype for p in net.parameters() for t in (p, p.grad)} | {loss.dtype} == {torch.float32}
+        found[dtype] = torch.cat([loss.detach()[None], *(p.grad.flatten() for p in net.parameters())])
+    assert torch.equal(found[None], found[torch.float32])
+    off = (found[torch.bfloat16] - found[None]).norm() / found[None].norm()
+    assert 1e-5 < off < 0.03
+
+
 def test_rotary_positions_are_relative_and_keep_norms():
     torch.manual_seed(3)
     q, k = torch.randn(2, 1, 6, 1, 8, dtype=torch.float64)

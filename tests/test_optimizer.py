@@ -49,6 +49,12 @@ def test_orthogonalize_against_polynomials_of_the_singular_values(shape, coeffic
         assert (single[at] - found[at]).abs().max() < 1e-4
 
 
+def test_newton_schulz_in_bfloat16_returns_the_dtype_of_the_gradient():
+    G = torch.randn(2, 32, 48, generator=torch.Generator().manual_seed(0))
+    found, wide = T.orthogonalize(G, 5, dtype=torch.bfloat16), T.orthogonalize(G, 5)
+    assert found.dtype == torch.float32 and 1e-4 < (found - wide).norm() / wide.norm() < 0.03
+
+
 def test_polar_express_is_nearer_to_orthogonal():
     G = torch.randn(1, 64, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     off = {name: (torch.linalg.svdvals(T.orthogonalize(G, 5, name)) - 1).abs().mean().item() for name in TRIPLES}
