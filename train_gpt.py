@@ -2482,48 +2482,43 @@ def dry_run(s: Settings) -> int:
     """Print what a run on WORLD_SIZE ranks of DEVICE, here or not, would be, and end: no step, no file, no weights."""
     plan, device = Plan(s), s.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
     runtime = Runtime(0, int(os.environ.get("WORLD_SIZE", 1)), torch.device(device), False)
-    found = Path(s.data_path).exists() or ":" in s.data_path
-    data = open_data(s) if found else SimpleNamespace(tokenizer=SimpleNamespace(
-        vocab_size=s.vocab_size or 1024, bos_id=1), shares=[1.0], streams=[range(1 << 40)])
+    data = open_data(s) if (found := Path(s.data_path).exists() or ":" in s.data_path) else SimpleNamespace(
+        tokenizer=SimpleNamespace(vocab_size=s.vocab_size or 1024, bos_id=1), shares=[1.0], streams=[range(1 << 40)])
     batches, vocab_size, dim = Batches(data, s, runtime), data.tokenizer.vocab_size, s.model_dim
     with torch.device("meta"):
         network = GPT(model_config(s, vocab_size, data.tokenizer.bos_id))
     counts = count_parameters(network)
-    total = counts.pop("total")
-    # As PaLM counts (arXiv 2204.02311, appendix B): 6 a weight of a product, 12 a channel and key of attention.
     flops = collections.Counter(head=6 * vocab_size * dim, matrices=6 * s.bigram_dim * dim * (s.bigram_vocab_size > 0))
-    for at, block in zip(network.mixer_of_layer, network.block_of_layer, strict=True):
+    for at, block in zip(network.mixer_of_layer, network.block_of_layer, strict=True):  # as in arXiv 2204.02311, B
         mixer, keys = network.mixers[at], np.arange(1, s.train_seq_len + 1)
         flops["matrices"] += 6 * sum(count_parameters(part)["matrix"] for part in (mixer, network.blocks[block]))
         if isinstance(mixer, Attention):
             flops["attention"] += 12 * dim * float(np.minimum(keys, mixer.window).mean())
         else:  # the recurrence (the chunk form does more), decays and step sizes, keys and values by an owner's matrix
             flops["GDN"] += 18 * dim * mixer.head_dim + 6 * mixer.ab.numel() + 12 * dim**2 * bool(mixer.owner[0])
-    # A normal weight takes 2.047 - log2(step) bits, the step in deviations. Rows that differ in size, with codes of
-    # their own, took 0.06 to 0.12 less in matrices and 0.4 to 0.9 in embeddings (configs/cpu.env, docs/lab.md).
     sizes = {"control": 2 * counts["control"], "header and tables": 1500 + 30 * len(network.state_dict())}
-    for (kind, own), less in zip(quant_table(s).items(), (0.1, 0.75), strict=True):
-        step = (max(0.0, own["clip_sigmas"]) or 4.5) / (2 ** (own["bits"] - 1) - 1)  # 4.5: of the largest, about
-        sizes[kind] = counts[kind] / 8 * max(0.0, 2.047 - math.log2(step) - less * (own["step"] == "tensor"))
+    for (kind, own), less in zip(quant_table(s).items(), (0.1, 0.75), strict=True):  # bits saved: docs/lab.md
+        step = (max(0.0, own["clip_sigmas"]) or 4.5) / (2 ** (own["bits"] - 1) - 1)  # in root mean squares
+        sizes[kind] = counts[kind] / 8 * max(0.0, 2.047 - math.log2(step) - less)  # normal, in rows of all sizes
     sizes["code"] = sum(os.path.getsize(path) for path in (__file__, s.config) if path)
     state = {"muon": (4, 8), "adamw": (8, 8), "adamw8bit": (2, 2), "adafactor": (0, 0)}.get(s.optimizer, (4, 4))
-    memory = {"weights, gradients, averages, weights behind QAT": 4 * total * (2 + s.ema + s.swa + s.qat),
-              "optimizer": state[0] * counts["matrix"] + state[1] * counts["embedding"] + 8 * counts["control"]}
-    seconds = max(0.0, s.max_wallclock_seconds - s.reserve_seconds)
-    length, unit = (seconds, "s") if seconds else (s.iterations, "steps")
-    tokens = min(s.iterations * batches.tokens or math.inf, 1e6 * (seconds or math.inf))  # at a million a second
-    lines = [f"data: {s.data_path}, vocabulary {vocab_size:,}" + ", both assumed: there are none" * (not found)]
-    for what, parts in (("parameters", counts), (f"estimated bytes, at most {s.artifact_bytes_max:,} allowed", sizes),
-                        ("FLOPs a token, both ways", flops), ("memory a rank, bytes, without activations", memory)):
-        each = " + ".join(f"{name} {part:,.0f}" for name, part in parts.items())
-        lines.append(f"{what}: {sum(parts.values()):,.0f} = {each}")
-    lines += [
-        f"batch: {batches.tokens:,} tokens = {runtime.world_size} ranks x {batches.rows // batches.micro_rows} "
-        f"micro-steps x {batches.micro_rows} windows x {batches.seq_len} tokens, on {device}",
-        f"clock: {length:,g} {unit} to train, then {s.reserve_seconds:g} s to choose, calibrate and pack",
-        *(f"phase: {n} from {p.planned * length:,.1f} to {p.end * length:,.1f} {unit}" for n, p in plan.phases.items()),
-        f"at 1,000,000 tokens/s, {sum(flops.values()) / 1e6:,.2f} TFLOP/s: {tokens / batches.tokens:,.0f} steps, "
-        f"{tokens:,.0f} tokens" + f", {tokens / sum(map(len, data.streams)):.3f} epochs" * found]
+    memory = {"optimizer": state[0] * counts["matrix"] + state[1] * counts["embedding"] + 8 * counts["control"],
+              "weights, gradients, averages, QAT": 4 * counts.pop("total") * (2 + s.ema + s.swa + s.qat)}
+    length, unit = (s.max_wallclock_seconds - s.reserve_seconds, "s") if s.max_wallclock_seconds else (
+        s.iterations, "steps")
+    tokens = min(s.iterations * batches.tokens or math.inf, 1e6 * length if unit == "s" else math.inf)  # at 1e6/s
+    parts = (("parameters", counts), (f"estimated bytes, at most {s.artifact_bytes_max:,} allowed", sizes),
+             ("FLOPs a token, both ways", flops), ("memory a rank, bytes, without activations", memory))
+    lines = [f"data: {s.data_path}, vocabulary {vocab_size:,}" + ", both assumed: there are none" * (not found),
+             *(f"{what}: {sum(own.values()):,.0f} = " + " + ".join(f"{name} {n:,.0f}" for name, n in own.items())
+               for what, own in parts),
+             f"batch: {batches.tokens:,} tokens = {runtime.world_size} ranks x {batches.rows // batches.micro_rows} "
+             f"micro-steps x {batches.micro_rows} windows x {batches.seq_len} tokens, on {device}",
+             f"clock: {length:,g} {unit} to train, then {s.reserve_seconds:g} s to choose, calibrate and pack",
+             *(f"phase: {name} from {phase.planned * length:,.1f} to {phase.end * length:,.1f} {unit}"
+               for name, phase in plan.phases.items()),
+             f"at 1,000,000 tokens/s, {sum(flops.values()) / 1e6:,.2f} TFLOP/s: {tokens / batches.tokens:,.0f} steps, "
+             f"{tokens:,.0f} tokens" + f", {tokens / sum(map(len, data.streams)):.3f} epochs" * found]
     print("\n".join(f"dry run: {line}" for line in lines))
     return 0
 
