@@ -1,4 +1,4 @@
-"""DRY_RUN=1 of train_gpt.py: every pretraining config; FLOPs, bytes, memory by hand counts and runs; nothing written."""
+"""DRY_RUN=1 of train_gpt.py: every pretraining config; FLOPs, bytes, memory by hand counts and runs; writes nothing."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_memory_is_that_of_optimizers(plan, optimizer, one_thread):
 
 
 def test_seconds_steps_and_tokens(plan):
-    """A million tokens a second for 180 - 8 s; ITERATIONS, where fewer, end it before; without a clock all is in steps."""
+    """A million tokens a second for 180 - 8 s; ITERATIONS, where fewer, end it before; without a clock in steps."""
     clock = dict(MAX_WALLCLOCK_SECONDS=180, RESERVE_SECONDS=8)
     found = plan(**SMALL, **clock)
     assert found["clock"] == "172 s to train, then 8 s to choose, calibrate and pack"

@@ -365,7 +365,8 @@ def write_configs(arms: dict[str, dict[str, str]], folder: Path, common: dict[st
     for name, path in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = "".join(f"{key}={value}\n" for key, value in common.items())
-        path.write_text((ROOT / arms[name]["CONFIG"]).read_text(encoding="utf-8") + lines, encoding="utf-8")
+        text = (ROOT / arms[name]["CONFIG"]).read_text(encoding="utf-8").rstrip("\n")
+        path.write_text(f"{text}\n{lines}", encoding="utf-8")
     return {name: os.path.relpath(path, ROOT) for name, path in files.items()}
 
 
