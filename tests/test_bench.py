@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import statistics
 import sys
 import time
