@@ -2499,7 +2499,7 @@ def dry_run(s: Settings) -> int:
     sizes = {"control": 2 * counts["control"], "header and tables": 1500 + 30 * len(network.state_dict())}
     for (kind, own), less in zip(quant_table(s).items(), (0.1, 0.75), strict=True):  # bits saved: docs/lab.md
         step = (max(0.0, own["clip_sigmas"]) or 4.5) / (2 ** (own["bits"] - 1) - 1)  # in root mean squares
-        sizes[kind] = counts[kind] / 8 * max(0.0, 2.047 - math.log2(step) - less)  # normal, in rows of all sizes
+        sizes[kind] = counts[kind] / 8 * max(0.0, 2.047 - math.log2(step) - less)  # normal weights; rows differ: less
     sizes["code"] = sum(os.path.getsize(path) for path in (__file__, s.config) if path)
     state = {"muon": (4, 8), "adamw": (8, 8), "adamw8bit": (2, 2), "adafactor": (0, 0)}.get(s.optimizer, (4, 4))
     memory = {"optimizer": state[0] * counts["matrix"] + state[1] * counts["embedding"] + 8 * counts["control"],
