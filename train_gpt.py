@@ -62,6 +62,7 @@ class Settings:
     config: str = ""  # file of NAME=value lines, below the environment
     resume: str = ""  # a run to go on with from its newest whole checkpoint, with its settings: RUN_ID or folder
     replay: str = ""  # a finished run to repeat step by step, with its settings, by its progress and not by the clock
+    dry_run: bool = False  # print the plan (bytes, FLOPs, memory, steps, phases) and end; writes nothing
     seed: int = 1337  # of every random draw
     device: str = "auto"  # auto, cpu or cuda
     dtype: str = "auto"  # of activations: bfloat16, float32; auto: bfloat16 on CUDA and on CPUs with AMX, else float32
@@ -176,7 +177,7 @@ FOREIGN_NAMES = tuple("""
     ACTIVATION_CHECKPOINTING ADAM_.* ALWAYS_SAVE_CHECKPOINT ARCH_MODE ARTIFACT ARTIFACT_BYTES_MAX ATTN_.* BACKEND
     BATCH_SIZE BETA BETA1 BETA2 BIAS BIGRAM_.* BIO_.* BLOCK_SIZE CAUTIOUS_WD CENTERING COMPILE COMPILE_MODE COMPRESSOR
     CRITIC CRITIC_LR DATASET DATA_DIR DATA_PATH DECAY_LR DELTA_.* DEMONSTRATIONS DETERMINISTIC DEVICE DISTILL_.* DROPOUT
-    DTYPE DYNAMIC_ROUNDS EMA EMA_.* EMBED_.* ENABLE_LOOPING_AT EPOCHS EVAL_.* GAE_LAMBDA GAMMA GATED_ATTN_ENABLED
+    DRY_RUN DTYPE DYNAMIC_ROUNDS EMA EMA_.* EMBED_.* ENABLE_LOOPING_AT EPOCHS EVAL_.* GAE_LAMBDA GAMMA GATED_.*
     GDN_NEG_EIGVAL GPTQ_.* GRADIENT_ACCUMULATION_STEPS GRAD_.* GROUP_SIZE HANG_SECONDS HEAD_LR HOLDOUT_TOKENS IMPORTANCE
     INIT_FROM ITERATIONS KD_.* KEEP KL_.* LABEL_SMOOTHING LATE_QAT LATE_QAT_.* LAYER_PATTERN LAYOUT LEARNING_RATE
     LEFT_CLIP_RANGE LN_SCALE LOGIT_SOFTCAP LOG_INTERVAL LOOP_.* LORA_.* LR_.* MARGIN MATRIX_.* MAX_ITERS MAX_NEW_TOKENS
@@ -2481,11 +2482,58 @@ def evaluate(score: Callable[..., Score], model: Callable, network: GPT, setting
     return result
 
 
+def dry_run(s: Settings) -> int:
+    """Print what a run on WORLD_SIZE ranks of DEVICE, here or not, would be, and end: no step, no file, no weights."""
+    plan, device = Plan(s), s.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
+    runtime = Runtime(0, int(os.environ.get("WORLD_SIZE", 1)), torch.device(device), False)
+    data = open_data(s) if (found := Path(s.data_path).exists() or ":" in s.data_path) else SimpleNamespace(
+        tokenizer=SimpleNamespace(vocab_size=s.vocab_size or 1024, bos_id=1), shares=[1.0], streams=[range(1 << 40)])
+    batches, vocab_size, dim = Batches(data, s, runtime), data.tokenizer.vocab_size, s.model_dim
+    with torch.device("meta"):
+        network = GPT(model_config(s, vocab_size, data.tokenizer.bos_id))
+    counts = count_parameters(network)
+    flops = collections.Counter(head=6 * vocab_size * dim, matrices=6 * s.bigram_dim * dim * (s.bigram_vocab_size > 0))
+    for at, block in zip(network.mixer_of_layer, network.block_of_layer, strict=True):  # as in arXiv 2204.02311, B
+        mixer, keys = network.mixers[at], np.arange(1, s.train_seq_len + 1)
+        flops["matrices"] += 6 * sum(count_parameters(part)["matrix"] for part in (mixer, network.blocks[block]))
+        if isinstance(mixer, Attention):
+            flops["attention"] += 12 * dim * float(np.minimum(keys, mixer.window).mean())
+        else:  # the recurrence (the chunk form does more), decays and step sizes, keys and values by an owner's matrix
+            flops["GDN"] += 18 * dim * mixer.head_dim + 6 * mixer.ab.numel() + 12 * dim**2 * bool(mixer.owner[0])
+    sizes = {"control": 2 * counts["control"], "header and tables": 1500 + 30 * len(network.state_dict())}
+    for (kind, own), less in zip(quant_table(s).items(), (0.1, 0.75), strict=True):  # bits saved: docs/lab.md
+        step = (max(0.0, own["clip_sigmas"]) or 4.5) / (2 ** (own["bits"] - 1) - 1)  # in root mean squares
+        sizes[kind] = counts[kind] / 8 * max(0.0, 2.047 - math.log2(step) - less)  # normal weights; rows differ: less
+    sizes["code"] = sum(os.path.getsize(path) for path in (__file__, s.config) if path)
+    state = {"muon": (4, 8), "adamw": (8, 8), "adamw8bit": (2, 2), "adafactor": (0, 0)}.get(s.optimizer, (4, 4))
+    memory = {"optimizer": state[0] * counts["matrix"] + state[1] * counts["embedding"] + 8 * counts["control"],
+              "weights, gradients, averages, QAT": 4 * counts.pop("total") * (2 + s.ema + s.swa + s.qat)}
+    length, unit = (s.max_wallclock_seconds - s.reserve_seconds, "s") if s.max_wallclock_seconds else (
+        s.iterations, "steps")
+    tokens = min(s.iterations * batches.tokens or math.inf, 1e6 * length if unit == "s" else math.inf)  # at 1e6/s
+    parts = (("parameters", counts), (f"estimated bytes, at most {s.artifact_bytes_max:,} allowed", sizes),
+             ("FLOPs a token, both ways", flops), ("memory a rank, bytes, without activations", memory))
+    lines = [f"data: {s.data_path}, vocabulary {vocab_size:,}" + ", both assumed: there are none" * (not found),
+             *(f"{what}: {sum(own.values()):,.0f} = " + " + ".join(f"{name} {n:,.0f}" for name, n in own.items())
+               for what, own in parts),
+             f"batch: {batches.tokens:,} tokens = {runtime.world_size} ranks x {batches.rows // batches.micro_rows} "
+             f"micro-steps x {batches.micro_rows} windows x {batches.seq_len} tokens, on {device}",
+             f"clock: {length:,g} {unit} to train, then {s.reserve_seconds:g} s to choose, calibrate and pack",
+             *(f"phase: {name} from {phase.planned * length:,.1f} to {phase.end * length:,.1f} {unit}"
+               for name, phase in plan.phases.items()),
+             f"at 1,000,000 tokens/s, {sum(flops.values()) / 1e6:,.2f} TFLOP/s: {tokens / batches.tokens:,.0f} steps, "
+             f"{tokens:,.0f} tokens" + f", {tokens / sum(map(len, data.streams)):.3f} epochs" * found]
+    print("\n".join(f"dry run: {line}" for line in lines))
+    return 0
+
+
 def main() -> int:
     """One run, from settings to result.json; its exit code. Raises UserError before the first step."""
     begin = time.perf_counter()
     settings = load_settings(Settings, dict(os.environ), {"arch_mode": ARCH_PRESETS, "optimizer": OPTIMIZER_PRESETS},
                              lambda given: stored_settings(given, Settings.out_dir))
+    if settings.dry_run:
+        return dry_run(settings)
     plan, runtime = Plan(settings), start_runtime(settings.device, settings.deterministic)
     data = open_data(settings)
     tokenizer, batches = data.tokenizer, Batches(data, settings, runtime)

@@ -1,12 +1,12 @@
 """tools/figures.py: rows of the README's table from files of bench.py, to the letter; what is no such file."""
 
 import json
-from types import SimpleNamespace
+import sys
 
 import pytest
 from conftest import load_tool
 
-figures, bench = load_tool("figures"), load_tool("bench")
+figures = load_tool("figures")
 ABOUT = {"date": "2026-01-02", "command": "python tools/bench.py x", "cpu": "A CPU", "cores": 2,
          "versions": {"torch": "2.0"}}
 
@@ -42,14 +42,19 @@ def test_rows_are_ours_and_what_stands_beside_them():
         ["training, `a.env`", "20,000 tokens/s, 100 ms a step", "600 MiB, MFU 25% of 1,500 GFLOP/s"]]
 
 
+def write(monkeypatch, *files: object) -> None:
+    monkeypatch.setattr(sys, "argv", ["figures.py", *map(str, files)])
+    assert figures.main() == 0
+
+
 def test_the_readme_is_written_from_files_that_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "ROOT", tmp_path)
     (tmp_path / "docs" / "lab").mkdir(parents=True)
     (tmp_path / "README.md").write_text("top\n<!-- bench -->\nold\n<!-- /bench -->\nend\n")
-    (tmp_path / "t.json").write_text(json.dumps(TRAIN))
-    (tmp_path / "r.json").write_text(json.dumps(RL))
-    figures.bench_readme(SimpleNamespace(files=[str(tmp_path / "t.json")]), bench.replace_between)
-    figures.bench_readme(SimpleNamespace(files=[str(tmp_path / "r.json")]), bench.replace_between)
+    for name, found in {"t": TRAIN, "r": RL, "x": {}}.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(found))
+    write(monkeypatch, tmp_path / "t.json")
+    write(monkeypatch, tmp_path / "r.json")
     page = (tmp_path / "README.md").read_text()
     assert page == ("top\n<!-- bench -->\n|  | here | beside it |\n| --- | --- | --- |\n"
                     "| generation, 32 rows, 4 layers x 128 | 10,000 tokens/s | lib 5 5,000 (ours ×2.00) |\n"
@@ -58,12 +63,16 @@ def test_the_readme_is_written_from_files_that_are_kept(tmp_path, monkeypatch):
                     "2 cores of A CPU, torch 2.0. `python tools/bench.py x`, 2026-01-02; `python tools/bench.py x`, "
                     "2026-01-02.\n<!-- /bench -->\nend\n")
     assert sorted(path.name for path in (tmp_path / "docs" / "lab").iterdir()) == ["bench_rl.json", "bench_train.json"]
-    (tmp_path / "x.json").write_text("{}")
+    write(monkeypatch)
+    assert (tmp_path / "README.md").read_text() == page
     with pytest.raises(SystemExit, match="x.json: has none of records, tokens_per_second, configs"):
-        figures.bench_readme(SimpleNamespace(files=[str(tmp_path / "x.json")]), bench.replace_between)
+        write(monkeypatch, tmp_path / "x.json")
+    (tmp_path / "README.md").write_text("no marks")
+    with pytest.raises(SystemExit, match="must have <!-- bench --> and then"):
+        write(monkeypatch)
 
 
 def test_without_any_file_it_says_what_to_run(tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "ROOT", tmp_path)
     with pytest.raises(SystemExit, match="no FILE, and none in docs/lab; run bench.py ops, rl or train first"):
-        figures.bench_readme(SimpleNamespace(files=[]), bench.replace_between)
+        write(monkeypatch)

@@ -510,6 +510,13 @@ def flops_per_token(network: torch.nn.Module, seq_len: int) -> float:
     return total
 
 
+def run_flops(script: ModuleType, run: dict, tokenizer: dict) -> float:
+    """`flops_per_token` of a run's model; tokenizer: of its manifest."""
+    settings = script.Settings(**run["settings"])
+    network = script.GPT(script.model_config(settings, tokenizer["vocab_size"], tokenizer["bos_id"]))
+    return flops_per_token(network, settings.train_seq_len)
+
+
 def matmul_peak(device: str, dtype: torch.dtype | None = None) -> float:
     """FLOP/s of the best of 20 square products in `dtype`; None: that of runs, bfloat16 on CUDA and else float32."""
     size, usual = (8192, torch.bfloat16) if device == "cuda" else (1024, torch.float32)
@@ -534,9 +541,7 @@ def bench_train(args: argparse.Namespace) -> list[str]:
             continue
         device = "cpu" if "CPU" in run["hardware"] else "cuda"
         peak = matmul_peak(device, getattr(torch, run["dtype"]))  # now: a machine's speed drifts
-        settings, tokenizer = script.Settings(**run["settings"]), manifest["tokenizer"]
-        network = script.GPT(script.model_config(settings, tokenizer["vocab_size"], tokenizer["bos_id"]))
-        flops = flops_per_token(network, settings.train_seq_len)
+        flops = run_flops(script, run, manifest["tokenizer"])
         mfu = run["tokens_per_second"] * flops / peak
         entries[config].update(flops_per_token=flops, matmul_flops=peak, mfu=mfu)
         rows.append([config, f"{run['tokens_per_second']:,.0f}", f"{run['step_ms']:.1f}",
@@ -745,10 +750,6 @@ def main() -> None:
     for name, value in {"layers": 4, "dim": 128, "batch": 32, "new": 128, "rounds": 5}.items():
         rl.add_argument(f"--{name}", type=int, default=value, help=f"{value}")
     rl.set_defaults(run=bench_rl)
-    readme = commands.add_parser("readme", help="the README's table of figures, from files of ops, rl and train")
-    readme.add_argument("files", nargs="*", metavar="FILE", help="kept in docs/lab; none: those kept there")
-    readme.set_defaults(run=lambda args: load_script(Path(__file__).with_name("figures.py")).bench_readme(
-        args, replace_between))
     ops.set_defaults(run=bench_ops)
     for parser_of in (ops, rl):
         parser_of.add_argument("--threads", type=int, default=0, help="0: as PyTorch chooses")

@@ -1,7 +1,15 @@
-"""The README's table of what this machine does, from files that tools/bench.py wrote: `bench.py readme FILE…`."""
+"""The README's table of what a machine does, from files that tools/bench.py wrote.
+
+    python tools/bench.py ops; python tools/bench.py rl; python tools/bench.py train configs/cpu.env
+    python tools/figures.py runs/bench/ops_DATE.json runs/bench/rl_DATE.json runs/bench/train_DATE.json
+
+The files are kept as docs/lab/bench_<kind>.json; without a FILE the table is written again from those kept there.
+"""
 
 import argparse
 import json
+import statistics
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,12 +38,12 @@ def of_ops(found: dict) -> list[list[str]]:
 
 def of_rl(found: dict) -> list[list[str]]:
     """Generation against the library's; the two halves of a GRPO step."""
-    (ours, own), (theirs, other), *halves = found["tokens_per_second"].items()
-    median = {name: sorted(values)[len(values) // 2] for name, values in found["tokens_per_second"].items()}
+    ours, theirs, *halves = found["tokens_per_second"]
+    median = {name: statistics.median(values) for name, values in found["tokens_per_second"].items()}
     shape = found["shape"]
     rows = [[f"generation, {shape['batch']} rows, {shape['layers']} layers x {shape['dim']}",
              f"{median[ours]:,.0f} tokens/s", f"{theirs} {median[theirs]:,.0f} (ours ×{found['ratio']:.2f})"]]
-    parts = ", ".join(f"{name} {median[name]:,.0f}" for name, _ in halves)
+    parts = ", ".join(f"{name} {median[name]:,.0f}" for name in halves)
     return [*rows, ["GRPO at its defaults", f"{parts} tokens/s", ""]]
 
 
@@ -57,13 +65,12 @@ def table(found: dict[str, dict]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows) + f"\n\n{machine}. {said}."
 
 
-def bench_readme(args: argparse.Namespace, replace_between) -> None:
-    """Keep the files as docs/lab/bench_<kind>.json, and write the README's table from all that stand there.
-
-    Raises SystemExit for a file that is none of bench.py's.
-    """
+def main() -> int:
+    """Keep the files given, write README.md. Raises SystemExit for a file of no command of bench.py."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", metavar="FILE", help="of bench.py ops, rl or train")
     kept = {kind: ROOT / "docs" / "lab" / f"bench_{kind}.json" for kind in KINDS.values()}
-    for name in args.files:
+    for name in parser.parse_args().files:
         text = Path(name).read_text(encoding="utf-8")
         kind = next((KINDS[key] for key in KINDS if key in json.loads(text)), "")
         if not kind:
@@ -72,7 +79,16 @@ def bench_readme(args: argparse.Namespace, replace_between) -> None:
         kept[kind].write_text(text, encoding="utf-8")
     found = {kind: json.loads(path.read_text(encoding="utf-8")) for kind, path in kept.items() if path.is_file()}
     if not found:
-        raise SystemExit("error: bench.py readme: no FILE, and none in docs/lab; run bench.py ops, rl or train first")
+        raise SystemExit("error: no FILE, and none in docs/lab; run bench.py ops, rl or train first")
     page = ROOT / "README.md"
-    page.write_text(replace_between(page.read_text(encoding="utf-8"), "bench", table(found)), encoding="utf-8")
+    before, begin, rest = page.read_text(encoding="utf-8").partition("<!-- bench -->\n")
+    _, end, after = rest.partition("<!-- /bench -->")
+    if not end:
+        raise SystemExit(f"error: {page}: must have <!-- bench --> and then <!-- /bench -->")
+    page.write_text(before + begin + table(found) + "\n" + end + after, encoding="utf-8")
     print(f"written: {page}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
