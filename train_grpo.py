@@ -2036,7 +2036,7 @@ class Run(Kept):
             source = Path(__file__).read_text(encoding="utf-8") + "\n" + "=" * 120
             if source not in path.read_text(encoding="utf-8"):
                 self.log(source, terminal=False)
-            self.log(f"command: {' '.join([sys.executable, *sys.argv])}", terminal=False)
+            self.log(f"command: {' '.join([Path(sys.executable).name, *sys.argv])}", terminal=False)
             machine = " ".join(f"{key}:{value}" for key, value in describe_machine(self.runtime).items())
             values = [(field, getattr(settings, field.name)) for field in fields(settings)]
             table = [f"{'*' if value != field.default else ' '} {field.name.upper()}="  # *: not the default
