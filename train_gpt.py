@@ -18,6 +18,7 @@ import difflib
 import faulthandler
 import functools
 import hashlib
+import importlib.util
 import io
 import itertools
 import json
@@ -61,6 +62,7 @@ class Settings:
     config: str = ""  # file of NAME=value lines, below the environment
     resume: str = ""  # a run to go on with from its newest whole checkpoint, with its settings: RUN_ID or folder
     replay: str = ""  # a finished run to repeat step by step, with its settings, by its progress and not by the clock
+    dry_run: bool = False  # print the plan (bytes, FLOPs, memory, steps, phases) and end; writes nothing
     seed: int = 1337  # of every random draw
     device: str = "auto"  # auto, cpu or cuda
     dtype: str = "auto"  # of activations: bfloat16, float32; auto: bfloat16 on CUDA and on CPUs with AMX, else float32
@@ -91,6 +93,7 @@ class Settings:
     profile: bool = False  # trace three steps, and on CUDA the memory
     # log and validation
     train_log_every: int = 50  # steps between log lines
+    tracker: str = "none"  # where the log's numbers go too: none, tensorboard or wandb
     val_loss_every: int = 1000  # steps between validations, outside the clock; 0: only at the end
     eval_stride: int = 512  # of the sliding-window score; 0: leave that score out
     eval_stateful: bool = False  # also score with state carried over whole documents; not compiled, slower
@@ -174,7 +177,7 @@ FOREIGN_NAMES = tuple("""
     ACTIVATION_CHECKPOINTING ADAM_.* ALWAYS_SAVE_CHECKPOINT ARCH_MODE ARTIFACT ARTIFACT_BYTES_MAX ATTN_.* BACKEND
     BATCH_SIZE BETA BETA1 BETA2 BIAS BIGRAM_.* BIO_.* BLOCK_SIZE CAUTIOUS_WD CENTERING COMPILE COMPILE_MODE COMPRESSOR
     CRITIC CRITIC_LR DATASET DATA_DIR DATA_PATH DECAY_LR DELTA_.* DEMONSTRATIONS DETERMINISTIC DEVICE DISTILL_.* DROPOUT
-    DTYPE DYNAMIC_ROUNDS EMA EMA_.* EMBED_.* ENABLE_LOOPING_AT EPOCHS EVAL_.* GAE_LAMBDA GAMMA GATED_ATTN_ENABLED
+    DRY_RUN DTYPE DYNAMIC_ROUNDS EMA EMA_.* EMBED_.* ENABLE_LOOPING_AT EPOCHS EVAL_.* GAE_LAMBDA GAMMA GATED_.*
     GDN_NEG_EIGVAL GPTQ_.* GRADIENT_ACCUMULATION_STEPS GRAD_.* GROUP_SIZE HANG_SECONDS HEAD_LR HOLDOUT_TOKENS IMPORTANCE
     INIT_FROM ITERATIONS KD_.* KEEP KL_.* LABEL_SMOOTHING LATE_QAT LATE_QAT_.* LAYER_PATTERN LAYOUT LEARNING_RATE
     LEFT_CLIP_RANGE LN_SCALE LOGIT_SOFTCAP LOG_INTERVAL LOOP_.* LORA_.* LR_.* MARGIN MATRIX_.* MAX_ITERS MAX_NEW_TOKENS
@@ -183,33 +186,31 @@ FOREIGN_NAMES = tuple("""
     OVERLONG_BUFFER PAIRS_PER_STEP PARALLEL_RESIDUAL POSITIONS PROFILE PROMPT PROMPTS_PER_STEP QAT QAT_.* QK_.*
     RATIO_LIMIT REDUCTION REFERENCE REPLAY RESERVE_SECONDS RESIDUAL_MIX RESUME REWARD REWARD_.* RIGHT_CLIP_RANGE ROPE_.*
     RUN_ID SAVE_EVERY SCALAR_LR SCALE_REWARDS SCORE.* SEED SFT_.* SLIDING_WINDOW_ENABLED SMEAR_.* SPIKE_.* SWA SWA_.*
-    SYSTEM TASK TASK_PATH TEACHER TEMPERATURE TIED_.* TIE_EMBEDDINGS TOKENIZER_PATH TOP_[KP] TRAIN_.* TTT_.* UNET_SKIPS
-    VALUE_.* VAL_.* VE_ENABLED VOCAB_SIZE WARMDOWN_.* WARMUP_.* WEIGHT_DECAY XSA_LAST_N
+    SYSTEM TASK TASK_PATH TEACHER TEMPERATURE TIED_.* TIE_EMBEDDINGS TOKENIZER_PATH TOP_[KP] TRACKER TRAIN_.* TTT_.*
+    UNET_SKIPS VALUE_.* VAL_.* VE_ENABLED VOCAB_SIZE WARMDOWN_.* WARMUP_.* WEIGHT_DECAY XSA_LAST_N
 """.split())
 
 # (regular expression of field names, smallest, largest), the first match counts; where none matches: >= 0.
 RANGES = (
-    ("ema_memory_frac", 1e-6, 1.0), (".*_frac|lr_floor|bio_threshold", 0.0, 1.0), ("adam_eps", 1e-20, 1.0),
-    ("label_smoothing", 0.0, 0.499), ("pairs_per_step|train_pairs", 1, 1 << 24),
+    ("ema_memory_frac", 1e-6, 1.0), (".*_frac|lr_floor|bio_threshold|gamma|gae_lambda|kd_alpha|kd_beta", 0.0, 1.0),
+    ("adam_eps", 1e-20, 1.0), ("label_smoothing", 0.0, 0.499), ("kd_temperature", 0.01, 1000.0),
     ("beta.|muon_momentum|muon_momentum_warmup_start", 0.0, 0.9999), ("tied_embed_init_std", 1e-6, 10.0),
     ("muon_backend_steps", 1, 20), ("delta_bits", 1, 8), ("delta_group", -1, 1 << 20), ("delta_.*_bits", 16, 32),
     (".*_bits", 2, 8), ("model_dim", 16, 65536), ("num_layers", 0, 512), ("num_heads|num_kv_heads", 1, 1024),
     ("mlp_mult", 0.25, 16.0), ("rope_base", 1.0, 1e9), ("bigram_dim|num_samples", 1, 1 << 16),
-    ("bigram_vocab_size", 0, 1 << 24), ("vocab_size", 0, 1 << 20), ("demonstrations", 1, 1 << 24),
+    ("bigram_vocab_size", 0, 1 << 24), ("vocab_size", 0, 1 << 20), (".*_clip_sigmas", -1.0, 1e6),
+    ("pairs_per_step|train_pairs|demonstrations", 1, 1 << 24), ("top_p", 1e-9, 1.0), ("temperature", 0.0, 100.0),
     ("keep|attn_window|max_new_tokens|prompts_per_step|group_size|mini_batches|epochs|eval_.*s", 1, 1 << 20),
-    ("train_seq_len", 2, 1 << 20), ("temperature", 0.0, 100.0), ("top_p", 1e-9, 1.0),
-    ("train_batch_tokens", 2, 1 << 31), ("train_log_every", 1, 1 << 31), ("artifact_bytes_max", 1, 1 << 40),
-    (".*_clip_sigmas", -1.0, 1e6), ("gamma|gae_lambda", 0.0, 1.0), ("kd_alpha|kd_beta", 0.0, 1.0),
-    ("kd_temperature", 0.01, 1000.0),
+    ("train_seq_len", 2, 1 << 20), ("train_batch_tokens", 2, 1 << 31), ("train_log_every", 1, 1 << 31),
+    ("artifact_bytes_max", 1, 1 << 40),
 )
 CHOICES = {name: tuple(words.split()) for name, words in dict(
     lr_schedule="linear cosine wsd constant", device="auto cpu cuda", dtype="auto bfloat16 float32",
-    positions="rope learned none",
     compile_mode="default reduce-overhead max-autotune", mlp="relu2 leaky_relu2 gelu swiglu bio",
     optimizer="muon lion adamw adamw8bit adafactor", arch_mode="D gdn gdn_kv hybrid baseline llama",
     muon_coefficients="quintic polar_express", spike_policy="stop skip rewind", bio_events="off soft hard",
     matrix_step="tensor row grid", embed_step="tensor row grid", delta_step="tensor row group",
-    objective="dpo ipo cdpo robust reward",
+    objective="dpo ipo cdpo robust reward", tracker="none tensorboard wandb", positions="rope learned none",
     reduction="sequence dapo bnpo dr_grpo", scale_rewards="group batch none", reference="start base",
     importance="sequence token", critic="head separate", kl_shaping="k1 k3", train_on="assistant all",
     kd_layers="last all", kd_loss="forward reverse jsd attention pool projection", mode="generate chat score",
@@ -815,20 +816,6 @@ class Norm(nn.Module):
         return F.rms_norm(x, dim, weight) if self.bias is None else F.layer_norm(x, dim, weight, self.bias.to(x.dtype))
 
 
-def gdn_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Gated DeltaNet (arXiv 2412.06464, section 3) for one token, by head: o (B, H, V) in v's dtype, and S'.
-
-    S' = a S + b k (v - a S^T k)^T and o = S'^T q, with a = exp(g): q, k (B, H, K), L2-normed, q scaled by K**-0.5 too;
-    v (B, H, V); g, beta (B, H), g <= 0; S (B, H, K, V), float32 at least and read once: o = a S^T q + (q . k) delta.
-    """
-    dtype = torch.promote_types(v.dtype, torch.float32)
-    q, k, beta, decay = q.to(dtype), k.to(dtype), beta.to(dtype), g.to(dtype).exp()
-    read_k, read_q = (decay[..., None, None] * (torch.stack((k, q), -2) @ state)).unbind(-2)  # (B, H, V) each
-    delta = beta[..., None] * (v - read_k)
-    o = read_q + (q * k).sum(-1, keepdim=True) * delta
-    return o.to(v.dtype), torch.addcmul(state * decay[..., None, None], k[..., None], delta[..., None, :])
-
-
 def add_product(total: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) -> Tensor:
     """total += alpha * a @ b, in place (batched); the product has the operands' dtype, the sum has that of total."""
     return total.baddbmm_(a, b, alpha=alpha) if total.dtype == a.dtype else total.add_(torch.bmm(a, b), alpha=alpha)
@@ -926,9 +913,10 @@ class GatedDeltaChunks(torch.autograd.Function):
 
 def gdn_chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None,
               chunk: int = 32) -> tuple[Tensor, Tensor]:
-    """`gdn_step` for T tokens, in matrix products over chunks of them (32 is the fastest on CPU).
+    """Gated DeltaNet (arXiv 2412.06464, section 3), in matrix products over chunks of tokens (32 is fastest on CPU).
 
-    q, k (B, T, H, K), v (B, T, H, V): float64, float32 or bfloat16; g, beta (B, T, H); state (B, H, K, V), None: zeros.
+    By token S' = a S + b k (v - a S^T k)^T and o = S'^T q, where a = exp(g) <= 1; q, k L2-normed, q times K**-0.5 too.
+    q, k (B, T, H, K), v, o (B, T, H, V): float64, float32 or bfloat16; g, beta (B, T, H); S (B, H, K, V), None: zeros.
     """
     (b, t, h, dim_k), dim_v, dtype = q.shape, v.shape[-1], torch.promote_types(v.dtype, torch.float32)
     if pad := -t % chunk:  # a padded token has k = 0, beta = 0 and g = 0, and leaves the state as it is
@@ -984,7 +972,7 @@ class GatedDeltaNet(nn.Module):
         return torch.cat([w_q, owner.w_qkvg[dim : 3 * dim], w_gate]), torch.cat([self.conv, owner.conv[dim:]])
 
     def inputs(self, x: Tensor, qkv: Tensor, first: Tensor) -> tuple[Tensor, ...]:
-        """Of gdn_step: x (..., dim); qkv (..., 3 dim), convolved; first (...): whether a token begins a document."""
+        """Of gdn_chunk: x (..., dim); qkv (..., 3 dim), convolved; first (...): whether a token begins a document."""
         q, k, v = qkv.unflatten(-1, (3, self.heads, self.head_dim)).unbind(-3)  # (..., H, D)
         wide = self.ab.dtype  # float32: a key longer than 1 lets the state grow; eps: else zeros get gradients of 1e12
         q, k = ((t * torch.rsqrt(t.to(wide).square().sum(-1, keepdim=True) + 1e-6)).to(t.dtype) for t in (q, k))
@@ -1198,7 +1186,6 @@ class GPT(nn.Module):
         doc = torch.cat([before, before[:, -1:] + (ids == config.bos_id).cumsum(dim=1)], dim=1)  # (B, CONV_TAPS-1 + L)
         end = kept.get("end", 0) + ids.size(1)
         positions = torch.arange(end - ids.size(1), end, device=ids.device)
-
         if config.positions == "learned" and end > config.train_seq_len:
             raise UserError(f"POSITIONS='learned': {end} tokens in a text, TRAIN_SEQ_LEN={config.train_seq_len}")
         last = kept.get("last", torch.full_like(ids[:, :1], config.bos_id))
@@ -1229,23 +1216,6 @@ class GPT(nn.Module):
             return logits
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none")
         return losses.view_as(targets)
-
-
-@torch.no_grad()
-def mlp_activity(network: GPT, ids: Tensor) -> dict[str, float]:
-    """Shares of MLP units on ids (B, T), over all layers: with an event (without events: not zero), and below 0.05."""
-    shares = []
-
-    def measure(module: nn.Module, inputs: tuple[Tensor]) -> None:
-        if isinstance(module, MLP):
-            hidden, fired = module.hidden(*inputs)
-            active = hidden != 0 if fired is None else fired
-            shares.append(torch.stack([active.double().mean(), (hidden.abs() < 0.05).double().mean()]))
-
-    with nn.modules.module.register_module_forward_pre_hook(measure):
-        network(ids)
-    active, small = torch.stack(shares).mean(0).tolist()
-    return {"mlp_active": active, "mlp_small": small}
 # === end: model ===
 
 
@@ -2291,12 +2261,14 @@ class Run(Kept):
         shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # pytorch issue 135712: they never meet
         if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and (shared or not settings.run_id):
             raise UserError("torchrun --max-restarts: needs RUN_ID, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
+        if settings.tracker != "none" and importlib.util.find_spec(settings.tracker) is None:
+            raise UserError(f"TRACKER={settings.tracker!r}: not installed; pip install {settings.tracker}")
         self.settings, self.runtime, self.parts, self.identity = settings, runtime, parts, identity
         self.folder = Path(settings.out_dir) / runtime.agree(settings.run_id or time.strftime("run_%Y%m%d_%H%M%S"))
         often, self.saved, self.stands = int(every[1]) or math.inf, 0.0, -1
         self.every_steps, self.every_seconds = (math.inf, often) if every[2] else (often, math.inf)
         self.step, self.skipped = 0, 0  # step `step` reads the data of step + skipped
-        self.losses, self.events, self.file, self.clear = [], [], None, ""
+        self.losses, self.events, self.file, self.clear, self.tracker = [], [], None, "", None
 
     def open(self) -> str:
         """Make or find the folder and begin the log; the checkpoint to load, or "". Raises UserError."""
@@ -2314,10 +2286,15 @@ class Run(Kept):
                     raise UserError(f"OUT_DIR={settings.out_dir!r}: cannot write there ({error.strerror})") from None
             self.file = open(path, "ab", buffering=0)  # each line is written at once
             self.clear = "\r\033[K" if sys.stdout.isatty() else ""  # wipes a terminal's line of progress
+            if settings.tracker == "wandb":
+                own = dict(project="underpar", name=self.folder.name, dir=str(self.folder), config=asdict(settings))
+                self.tracker = importlib.import_module("wandb").init(**own)
+            elif settings.tracker == "tensorboard":
+                self.tracker = importlib.import_module("torch.utils.tensorboard").SummaryWriter(self.folder)
             source = Path(__file__).read_text(encoding="utf-8") + "\n" + "=" * 120
             if source not in path.read_text(encoding="utf-8"):
                 self.log(source, terminal=False)
-            self.log(f"command: {' '.join([sys.executable, *sys.argv])}", terminal=False)
+            self.log(f"command: {' '.join([Path(sys.executable).name, *sys.argv])}", terminal=False)
             machine = " ".join(f"{key}:{value}" for key, value in describe_machine(self.runtime).items())
             values = [(field, getattr(settings, field.name)) for field in fields(settings)]
             table = [f"{'*' if value != field.default else ' '} {field.name.upper()}="  # *: not the default
@@ -2326,15 +2303,31 @@ class Run(Kept):
         return self.runtime.agree(str(newest or ""))
 
     def log(self, text: str, terminal: bool = True) -> None:
-        """To log.txt, which is gone on with where it stands, and to the terminal; nothing but on rank 0."""
+        """To log.txt, which is gone on with where it stands, to the terminal and to TRACKER; nothing but on rank 0."""
         if self.file:
             try:
                 if terminal:
                     print(self.clear + text, flush=True)
                 self.file.write(text.encode() + b"\n")
+                self.mirror(text)
             except OSError as error:  # a full disk may have room again before the next checkpoint
                 with contextlib.suppress(OSError):
                     sys.stderr.write(f"log.txt: {error.strerror}, lost: {text[:200]}\n")
+
+    def mirror(self, text: str) -> None:
+        """To TRACKER the numbers of a step's line, and as held_out/NAME a validation's, of an interval its mean."""
+        of = re.match(r"step:(\d+)(/?)|before: |after: |from the artifact: val", text)
+        if self.tracker and of:
+            found = re.findall(r"(\w+)(?::|': \[?)(-?(?:\d[\d.e+-]*|nan|inf))", text.removeprefix(f"step:{of[1]}"))
+            kind = "" if of[2] else "held_out/"
+            step = int(of[1] or (0 if text.startswith("before") else self.step))  # a resumed run says `before` again
+            numbers = {kind + name: float(value) for name, value in found}
+            if self.settings.tracker == "wandb":
+                self.tracker.log(numbers, step)
+            else:
+                for name, value in numbers.items():
+                    self.tracker.add_scalar(name, value, step)
+                self.tracker.flush()  # what a run has said stays, however it ends
 
     def event(self, name: str, **found) -> None:
         """For the log and for result.json."""
@@ -2460,6 +2453,18 @@ def warm_up(model: Callable, network: GPT, table: QuantTable, optimizers: Optimi
     optimizers.load_state_dict({})
 
 
+@torch.no_grad()
+def mlp_activity(network: GPT, ids: Tensor) -> dict[str, float]:
+    """Shares of MLP units on ids (B, T), over all layers: with an event (without events: not zero), and below 0.05."""
+    found = []  # of each MLP that is called, see MLP.hidden
+    with nn.modules.module.register_module_forward_pre_hook(
+            lambda module, inputs: found.append(module.hidden(*inputs)) if isinstance(module, MLP) else None):
+        network(ids)
+    active = [(hidden != 0 if fired is None else fired).double().mean() for hidden, fired in found]
+    small = [(hidden.abs() < 0.05).double().mean() for hidden, _ in found]
+    return {"mlp_active": torch.stack(active).mean().item(), "mlp_small": torch.stack(small).mean().item()}
+
+
 def evaluate(score: Callable[..., Score], model: Callable, network: GPT, settings: Settings, log: Callable, what: str,
              sources: tuple[np.ndarray, list[str]] | None = None) -> dict:
     """Score validation in plain windows, by source too if given, and in the ways asked for; the keys of result.json."""
@@ -2477,11 +2482,58 @@ def evaluate(score: Callable[..., Score], model: Callable, network: GPT, setting
     return result
 
 
+def dry_run(s: Settings) -> int:
+    """Print what a run on WORLD_SIZE ranks of DEVICE, here or not, would be, and end: no step, no file, no weights."""
+    plan, device = Plan(s), s.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
+    runtime = Runtime(0, int(os.environ.get("WORLD_SIZE", 1)), torch.device(device), False)
+    data = open_data(s) if (found := Path(s.data_path).exists() or ":" in s.data_path) else SimpleNamespace(
+        tokenizer=SimpleNamespace(vocab_size=s.vocab_size or 1024, bos_id=1), shares=[1.0], streams=[range(1 << 40)])
+    batches, vocab_size, dim = Batches(data, s, runtime), data.tokenizer.vocab_size, s.model_dim
+    with torch.device("meta"):
+        network = GPT(model_config(s, vocab_size, data.tokenizer.bos_id))
+    counts = count_parameters(network)
+    flops = collections.Counter(head=6 * vocab_size * dim, matrices=6 * s.bigram_dim * dim * (s.bigram_vocab_size > 0))
+    for at, block in zip(network.mixer_of_layer, network.block_of_layer, strict=True):  # as in arXiv 2204.02311, B
+        mixer, keys = network.mixers[at], np.arange(1, s.train_seq_len + 1)
+        flops["matrices"] += 6 * sum(count_parameters(part)["matrix"] for part in (mixer, network.blocks[block]))
+        if isinstance(mixer, Attention):
+            flops["attention"] += 12 * dim * float(np.minimum(keys, mixer.window).mean())
+        else:  # the recurrence (the chunk form does more), decays and step sizes, keys and values by an owner's matrix
+            flops["GDN"] += 18 * dim * mixer.head_dim + 6 * mixer.ab.numel() + 12 * dim**2 * bool(mixer.owner[0])
+    sizes = {"control": 2 * counts["control"], "header and tables": 1500 + 30 * len(network.state_dict())}
+    for (kind, own), less in zip(quant_table(s).items(), (0.1, 0.75), strict=True):  # bits saved: docs/lab.md
+        step = (max(0.0, own["clip_sigmas"]) or 4.5) / (2 ** (own["bits"] - 1) - 1)  # in root mean squares
+        sizes[kind] = counts[kind] / 8 * max(0.0, 2.047 - math.log2(step) - less)  # normal weights; rows differ: less
+    sizes["code"] = sum(os.path.getsize(path) for path in (__file__, s.config) if path)
+    state = {"muon": (4, 8), "adamw": (8, 8), "adamw8bit": (2, 2), "adafactor": (0, 0)}.get(s.optimizer, (4, 4))
+    memory = {"optimizer": state[0] * counts["matrix"] + state[1] * counts["embedding"] + 8 * counts["control"],
+              "weights, gradients, averages, QAT": 4 * counts.pop("total") * (2 + s.ema + s.swa + s.qat)}
+    length, unit = (s.max_wallclock_seconds - s.reserve_seconds, "s") if s.max_wallclock_seconds else (
+        s.iterations, "steps")
+    tokens = min(s.iterations * batches.tokens or math.inf, 1e6 * length if unit == "s" else math.inf)  # at 1e6/s
+    parts = (("parameters", counts), (f"estimated bytes, at most {s.artifact_bytes_max:,} allowed", sizes),
+             ("FLOPs a token, both ways", flops), ("memory a rank, bytes, without activations", memory))
+    lines = [f"data: {s.data_path}, vocabulary {vocab_size:,}" + ", both assumed: there are none" * (not found),
+             *(f"{what}: {sum(own.values()):,.0f} = " + " + ".join(f"{name} {n:,.0f}" for name, n in own.items())
+               for what, own in parts),
+             f"batch: {batches.tokens:,} tokens = {runtime.world_size} ranks x {batches.rows // batches.micro_rows} "
+             f"micro-steps x {batches.micro_rows} windows x {batches.seq_len} tokens, on {device}",
+             f"clock: {length:,g} {unit} to train, then {s.reserve_seconds:g} s to choose, calibrate and pack",
+             *(f"phase: {name} from {phase.planned * length:,.1f} to {phase.end * length:,.1f} {unit}"
+               for name, phase in plan.phases.items()),
+             f"at 1,000,000 tokens/s, {sum(flops.values()) / 1e6:,.2f} TFLOP/s: {tokens / batches.tokens:,.0f} steps, "
+             f"{tokens:,.0f} tokens" + f", {tokens / sum(map(len, data.streams)):.3f} epochs" * found]
+    print("\n".join(f"dry run: {line}" for line in lines))
+    return 0
+
+
 def main() -> int:
     """One run, from settings to result.json; its exit code. Raises UserError before the first step."""
     begin = time.perf_counter()
     settings = load_settings(Settings, dict(os.environ), {"arch_mode": ARCH_PRESETS, "optimizer": OPTIMIZER_PRESETS},
                              lambda given: stored_settings(given, Settings.out_dir))
+    if settings.dry_run:
+        return dry_run(settings)
     plan, runtime = Plan(settings), start_runtime(settings.device, settings.deterministic)
     data = open_data(settings)
     tokenizer, batches = data.tokenizer, Batches(data, settings, runtime)
@@ -2490,7 +2542,8 @@ def main() -> int:
     network = GPT(config).to(runtime.device)
     network.activation_checkpointing = settings.activation_checkpointing
     narrow = runtime.device.type == "cuda" or torch.cpu._is_amx_tile_supported()  # units that multiply bfloat16
-    network.dtype = getattr(torch, settings.dtype if settings.dtype != "auto" else "bfloat16" if narrow else "float32")
+    dtype = settings.dtype if settings.dtype != "auto" else "bfloat16" if narrow else "float32"
+    network.dtype = getattr(torch, dtype)
     compiled = functools.partial(torch.compile, dynamic=False, fullgraph=True, mode=settings.compile_mode)
     model = compiled(network) if settings.compile else network
     optimizers = Optimizers(network, settings, runtime, network.dtype)
@@ -2511,7 +2564,7 @@ def main() -> int:
     if runtime.rank == 0 and tokenizer.file != "bytes":
         (folder / tokenizer.file).write_bytes(tokenizer.content)
     log("parameters: " + " ".join(f"{name}:{count}" for name, count in count_parameters(network).items())
-        + f" arch_mode: {settings.arch_mode} layers: {config.layers}")
+        + f" arch_mode: {settings.arch_mode} layers: {config.layers} dtype: {dtype}")
     for manifest in data.manifests:
         log("data: {name}, train {train[tokens]} tokens, val {val[tokens]} tokens, {val[decoded_bytes]} bytes, overlap "
             "{overlap_documents} documents".format(**manifest))
@@ -2530,7 +2583,6 @@ def main() -> int:
 
     score = functools.partial(score_tokens, tokens=data.val, tokenizer=tokenizer, runtime=runtime,
                               seq_len=settings.train_seq_len, stride=settings.train_seq_len, batch=batches.micro_rows)
-
     rest = {"settings": vars(config), "tokenizer_sha256": tokenizer.sha256,
             "meta": {"seed": settings.seed, "tokenizer": tokenizer.file}}
     exporter = Exporter(network, table, settings.artifact_bytes_max - code,
@@ -2668,8 +2720,8 @@ def main() -> int:
             "steps": run.step, "tokens": run.step * batches.tokens, "train_seconds": clock.elapsed(),
             "total_seconds": time.perf_counter() - begin, "data_wait_seconds": batches.waited,
             "optimizer_state_bytes": sum(t.nbytes for own in optimizers.state_dict().values() for t in own.values()),
-            "params": count_parameters(network), "weights": chosen, **final, "before_quantization": before,
-            **mlp_activity(packed, window), **data.yardsticks,
+            "params": count_parameters(network), "dtype": dtype, "weights": chosen, **final,
+            "before_quantization": before, **mlp_activity(packed, window), **data.yardsticks,
             "artifact": str(artifact), "artifact_sha256": sha256_file(artifact),
             "artifact_bytes": artifact.stat().st_size, "code_bytes": code, "total_bytes": total,
             "bytes_by_class": sizes, "phases": plan.state_dict(),

@@ -123,6 +123,7 @@ class Settings:
     hang_seconds: float = 60.0  # a step that takes longer, and 20 medians: stacks of all ranks; 0: do not watch
     # log and validation
     train_log_every: int = 10  # steps between log lines
+    tracker: str = "none"  # where the log's numbers go too: none, tensorboard or wandb
     val_loss_every: int = 0  # steps between validations, outside the clock; 0: only at the end
     # optimizer
     optimizer: str = "adamw"  # muon, lion, adamw, adamw8bit, adafactor: of matrices, without muon of embeddings too
@@ -164,7 +165,7 @@ FOREIGN_NAMES = tuple("""
     ACTIVATION_CHECKPOINTING ADAM_.* ALWAYS_SAVE_CHECKPOINT ARCH_MODE ARTIFACT ARTIFACT_BYTES_MAX ATTN_.* BACKEND
     BATCH_SIZE BETA BETA1 BETA2 BIAS BIGRAM_.* BIO_.* BLOCK_SIZE CAUTIOUS_WD CENTERING COMPILE COMPILE_MODE COMPRESSOR
     CRITIC CRITIC_LR DATASET DATA_DIR DATA_PATH DECAY_LR DELTA_.* DEMONSTRATIONS DETERMINISTIC DEVICE DISTILL_.* DROPOUT
-    DTYPE DYNAMIC_ROUNDS EMA EMA_.* EMBED_.* ENABLE_LOOPING_AT EPOCHS EVAL_.* GAE_LAMBDA GAMMA GATED_ATTN_ENABLED
+    DRY_RUN DTYPE DYNAMIC_ROUNDS EMA EMA_.* EMBED_.* ENABLE_LOOPING_AT EPOCHS EVAL_.* GAE_LAMBDA GAMMA GATED_.*
     GDN_NEG_EIGVAL GPTQ_.* GRADIENT_ACCUMULATION_STEPS GRAD_.* GROUP_SIZE HANG_SECONDS HEAD_LR HOLDOUT_TOKENS IMPORTANCE
     INIT_FROM ITERATIONS KD_.* KEEP KL_.* LABEL_SMOOTHING LATE_QAT LATE_QAT_.* LAYER_PATTERN LAYOUT LEARNING_RATE
     LEFT_CLIP_RANGE LN_SCALE LOGIT_SOFTCAP LOG_INTERVAL LOOP_.* LORA_.* LR_.* MARGIN MATRIX_.* MAX_ITERS MAX_NEW_TOKENS
@@ -173,33 +174,31 @@ FOREIGN_NAMES = tuple("""
     OVERLONG_BUFFER PAIRS_PER_STEP PARALLEL_RESIDUAL POSITIONS PROFILE PROMPT PROMPTS_PER_STEP QAT QAT_.* QK_.*
     RATIO_LIMIT REDUCTION REFERENCE REPLAY RESERVE_SECONDS RESIDUAL_MIX RESUME REWARD REWARD_.* RIGHT_CLIP_RANGE ROPE_.*
     RUN_ID SAVE_EVERY SCALAR_LR SCALE_REWARDS SCORE.* SEED SFT_.* SLIDING_WINDOW_ENABLED SMEAR_.* SPIKE_.* SWA SWA_.*
-    SYSTEM TASK TASK_PATH TEACHER TEMPERATURE TIED_.* TIE_EMBEDDINGS TOKENIZER_PATH TOP_[KP] TRAIN_.* TTT_.* UNET_SKIPS
-    VALUE_.* VAL_.* VE_ENABLED VOCAB_SIZE WARMDOWN_.* WARMUP_.* WEIGHT_DECAY XSA_LAST_N
+    SYSTEM TASK TASK_PATH TEACHER TEMPERATURE TIED_.* TIE_EMBEDDINGS TOKENIZER_PATH TOP_[KP] TRACKER TRAIN_.* TTT_.*
+    UNET_SKIPS VALUE_.* VAL_.* VE_ENABLED VOCAB_SIZE WARMDOWN_.* WARMUP_.* WEIGHT_DECAY XSA_LAST_N
 """.split())
 
 # (regular expression of field names, smallest, largest), the first match counts; where none matches: >= 0.
 RANGES = (
-    ("ema_memory_frac", 1e-6, 1.0), (".*_frac|lr_floor|bio_threshold", 0.0, 1.0), ("adam_eps", 1e-20, 1.0),
-    ("label_smoothing", 0.0, 0.499), ("pairs_per_step|train_pairs", 1, 1 << 24),
+    ("ema_memory_frac", 1e-6, 1.0), (".*_frac|lr_floor|bio_threshold|gamma|gae_lambda|kd_alpha|kd_beta", 0.0, 1.0),
+    ("adam_eps", 1e-20, 1.0), ("label_smoothing", 0.0, 0.499), ("kd_temperature", 0.01, 1000.0),
     ("beta.|muon_momentum|muon_momentum_warmup_start", 0.0, 0.9999), ("tied_embed_init_std", 1e-6, 10.0),
     ("muon_backend_steps", 1, 20), ("delta_bits", 1, 8), ("delta_group", -1, 1 << 20), ("delta_.*_bits", 16, 32),
     (".*_bits", 2, 8), ("model_dim", 16, 65536), ("num_layers", 0, 512), ("num_heads|num_kv_heads", 1, 1024),
     ("mlp_mult", 0.25, 16.0), ("rope_base", 1.0, 1e9), ("bigram_dim|num_samples", 1, 1 << 16),
-    ("bigram_vocab_size", 0, 1 << 24), ("vocab_size", 0, 1 << 20), ("demonstrations", 1, 1 << 24),
+    ("bigram_vocab_size", 0, 1 << 24), ("vocab_size", 0, 1 << 20), (".*_clip_sigmas", -1.0, 1e6),
+    ("pairs_per_step|train_pairs|demonstrations", 1, 1 << 24), ("top_p", 1e-9, 1.0), ("temperature", 0.0, 100.0),
     ("keep|attn_window|max_new_tokens|prompts_per_step|group_size|mini_batches|epochs|eval_.*s", 1, 1 << 20),
-    ("train_seq_len", 2, 1 << 20), ("temperature", 0.0, 100.0), ("top_p", 1e-9, 1.0),
-    ("train_batch_tokens", 2, 1 << 31), ("train_log_every", 1, 1 << 31), ("artifact_bytes_max", 1, 1 << 40),
-    (".*_clip_sigmas", -1.0, 1e6), ("gamma|gae_lambda", 0.0, 1.0), ("kd_alpha|kd_beta", 0.0, 1.0),
-    ("kd_temperature", 0.01, 1000.0),
+    ("train_seq_len", 2, 1 << 20), ("train_batch_tokens", 2, 1 << 31), ("train_log_every", 1, 1 << 31),
+    ("artifact_bytes_max", 1, 1 << 40),
 )
 CHOICES = {name: tuple(words.split()) for name, words in dict(
     lr_schedule="linear cosine wsd constant", device="auto cpu cuda", dtype="auto bfloat16 float32",
-    positions="rope learned none",
     compile_mode="default reduce-overhead max-autotune", mlp="relu2 leaky_relu2 gelu swiglu bio",
     optimizer="muon lion adamw adamw8bit adafactor", arch_mode="D gdn gdn_kv hybrid baseline llama",
     muon_coefficients="quintic polar_express", spike_policy="stop skip rewind", bio_events="off soft hard",
     matrix_step="tensor row grid", embed_step="tensor row grid", delta_step="tensor row group",
-    objective="dpo ipo cdpo robust reward",
+    objective="dpo ipo cdpo robust reward", tracker="none tensorboard wandb", positions="rope learned none",
     reduction="sequence dapo bnpo dr_grpo", scale_rewards="group batch none", reference="start base",
     importance="sequence token", critic="head separate", kl_shaping="k1 k3", train_on="assistant all",
     kd_layers="last all", kd_loss="forward reverse jsd attention pool projection", mode="generate chat score",
@@ -626,20 +625,6 @@ class Norm(nn.Module):
         return F.rms_norm(x, dim, weight) if self.bias is None else F.layer_norm(x, dim, weight, self.bias.to(x.dtype))
 
 
-def gdn_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Gated DeltaNet (arXiv 2412.06464, section 3) for one token, by head: o (B, H, V) in v's dtype, and S'.
-
-    S' = a S + b k (v - a S^T k)^T and o = S'^T q, with a = exp(g): q, k (B, H, K), L2-normed, q scaled by K**-0.5 too;
-    v (B, H, V); g, beta (B, H), g <= 0; S (B, H, K, V), float32 at least and read once: o = a S^T q + (q . k) delta.
-    """
-    dtype = torch.promote_types(v.dtype, torch.float32)
-    q, k, beta, decay = q.to(dtype), k.to(dtype), beta.to(dtype), g.to(dtype).exp()
-    read_k, read_q = (decay[..., None, None] * (torch.stack((k, q), -2) @ state)).unbind(-2)  # (B, H, V) each
-    delta = beta[..., None] * (v - read_k)
-    o = read_q + (q * k).sum(-1, keepdim=True) * delta
-    return o.to(v.dtype), torch.addcmul(state * decay[..., None, None], k[..., None], delta[..., None, :])
-
-
 def add_product(total: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) -> Tensor:
     """total += alpha * a @ b, in place (batched); the product has the operands' dtype, the sum has that of total."""
     return total.baddbmm_(a, b, alpha=alpha) if total.dtype == a.dtype else total.add_(torch.bmm(a, b), alpha=alpha)
@@ -737,9 +722,10 @@ class GatedDeltaChunks(torch.autograd.Function):
 
 def gdn_chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None,
               chunk: int = 32) -> tuple[Tensor, Tensor]:
-    """`gdn_step` for T tokens, in matrix products over chunks of them (32 is the fastest on CPU).
+    """Gated DeltaNet (arXiv 2412.06464, section 3), in matrix products over chunks of tokens (32 is fastest on CPU).
 
-    q, k (B, T, H, K), v (B, T, H, V): float64, float32 or bfloat16; g, beta (B, T, H); state (B, H, K, V), None: zeros.
+    By token S' = a S + b k (v - a S^T k)^T and o = S'^T q, where a = exp(g) <= 1; q, k L2-normed, q times K**-0.5 too.
+    q, k (B, T, H, K), v, o (B, T, H, V): float64, float32 or bfloat16; g, beta (B, T, H); S (B, H, K, V), None: zeros.
     """
     (b, t, h, dim_k), dim_v, dtype = q.shape, v.shape[-1], torch.promote_types(v.dtype, torch.float32)
     if pad := -t % chunk:  # a padded token has k = 0, beta = 0 and g = 0, and leaves the state as it is
@@ -795,7 +781,7 @@ class GatedDeltaNet(nn.Module):
         return torch.cat([w_q, owner.w_qkvg[dim : 3 * dim], w_gate]), torch.cat([self.conv, owner.conv[dim:]])
 
     def inputs(self, x: Tensor, qkv: Tensor, first: Tensor) -> tuple[Tensor, ...]:
-        """Of gdn_step: x (..., dim); qkv (..., 3 dim), convolved; first (...): whether a token begins a document."""
+        """Of gdn_chunk: x (..., dim); qkv (..., 3 dim), convolved; first (...): whether a token begins a document."""
         q, k, v = qkv.unflatten(-1, (3, self.heads, self.head_dim)).unbind(-3)  # (..., H, D)
         wide = self.ab.dtype  # float32: a key longer than 1 lets the state grow; eps: else zeros get gradients of 1e12
         q, k = ((t * torch.rsqrt(t.to(wide).square().sum(-1, keepdim=True) + 1e-6)).to(t.dtype) for t in (q, k))
@@ -1009,7 +995,6 @@ class GPT(nn.Module):
         doc = torch.cat([before, before[:, -1:] + (ids == config.bos_id).cumsum(dim=1)], dim=1)  # (B, CONV_TAPS-1 + L)
         end = kept.get("end", 0) + ids.size(1)
         positions = torch.arange(end - ids.size(1), end, device=ids.device)
-
         if config.positions == "learned" and end > config.train_seq_len:
             raise UserError(f"POSITIONS='learned': {end} tokens in a text, TRAIN_SEQ_LEN={config.train_seq_len}")
         last = kept.get("last", torch.full_like(ids[:, :1], config.bos_id))
@@ -1040,23 +1025,6 @@ class GPT(nn.Module):
             return logits
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none")
         return losses.view_as(targets)
-
-
-@torch.no_grad()
-def mlp_activity(network: GPT, ids: Tensor) -> dict[str, float]:
-    """Shares of MLP units on ids (B, T), over all layers: with an event (without events: not zero), and below 0.05."""
-    shares = []
-
-    def measure(module: nn.Module, inputs: tuple[Tensor]) -> None:
-        if isinstance(module, MLP):
-            hidden, fired = module.hidden(*inputs)
-            active = hidden != 0 if fired is None else fired
-            shares.append(torch.stack([active.double().mean(), (hidden.abs() < 0.05).double().mean()]))
-
-    with nn.modules.module.register_module_forward_pre_hook(measure):
-        network(ids)
-    active, small = torch.stack(shares).mean(0).tolist()
-    return {"mlp_active": active, "mlp_small": small}
 # === end: model ===
 
 
@@ -1960,20 +1928,6 @@ def load_model(name: str, path: str, tokenizer_path: str = "") -> tuple["GPT", T
 def add_value_head(network: "GPT") -> None:
     """Give the network `w_value` (dim,), zeros: a reward or a value is its product with what the head reads."""
     network.w_value = nn.Parameter(torch.zeros_like(network.embed[0]))
-
-
-def grow_roles(network: "GPT", tokenizer: Tokenizer) -> Tokenizer:
-    """The tokenizer with role tokens; where it had none the embedding, and a head, grow by the mean of their rows."""
-    grown = with_roles(tokenizer)
-    for name in ("embed", "head") if grown is not tokenizer else ():
-        weight = getattr(network, name, None)
-        if weight is not None:
-            rows = weight.detach().mean(0, keepdim=True).expand(len(ROLE_TOKENS), -1)
-            grew = nn.Parameter(torch.cat([weight.detach(), rows]))
-            grew.splits = (len(grew),)
-            setattr(network, name, grew)
-    network.config.vocab_size = grown.vocab_size
-    return grown
 # === end: weights ===
 
 
@@ -2049,12 +2003,14 @@ class Run(Kept):
         shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # pytorch issue 135712: they never meet
         if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and (shared or not settings.run_id):
             raise UserError("torchrun --max-restarts: needs RUN_ID, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
+        if settings.tracker != "none" and importlib.util.find_spec(settings.tracker) is None:
+            raise UserError(f"TRACKER={settings.tracker!r}: not installed; pip install {settings.tracker}")
         self.settings, self.runtime, self.parts, self.identity = settings, runtime, parts, identity
         self.folder = Path(settings.out_dir) / runtime.agree(settings.run_id or time.strftime("run_%Y%m%d_%H%M%S"))
         often, self.saved, self.stands = int(every[1]) or math.inf, 0.0, -1
         self.every_steps, self.every_seconds = (math.inf, often) if every[2] else (often, math.inf)
         self.step, self.skipped = 0, 0  # step `step` reads the data of step + skipped
-        self.losses, self.events, self.file, self.clear = [], [], None, ""
+        self.losses, self.events, self.file, self.clear, self.tracker = [], [], None, "", None
 
     def open(self) -> str:
         """Make or find the folder and begin the log; the checkpoint to load, or "". Raises UserError."""
@@ -2072,10 +2028,15 @@ class Run(Kept):
                     raise UserError(f"OUT_DIR={settings.out_dir!r}: cannot write there ({error.strerror})") from None
             self.file = open(path, "ab", buffering=0)  # each line is written at once
             self.clear = "\r\033[K" if sys.stdout.isatty() else ""  # wipes a terminal's line of progress
+            if settings.tracker == "wandb":
+                own = dict(project="underpar", name=self.folder.name, dir=str(self.folder), config=asdict(settings))
+                self.tracker = importlib.import_module("wandb").init(**own)
+            elif settings.tracker == "tensorboard":
+                self.tracker = importlib.import_module("torch.utils.tensorboard").SummaryWriter(self.folder)
             source = Path(__file__).read_text(encoding="utf-8") + "\n" + "=" * 120
             if source not in path.read_text(encoding="utf-8"):
                 self.log(source, terminal=False)
-            self.log(f"command: {' '.join([sys.executable, *sys.argv])}", terminal=False)
+            self.log(f"command: {' '.join([Path(sys.executable).name, *sys.argv])}", terminal=False)
             machine = " ".join(f"{key}:{value}" for key, value in describe_machine(self.runtime).items())
             values = [(field, getattr(settings, field.name)) for field in fields(settings)]
             table = [f"{'*' if value != field.default else ' '} {field.name.upper()}="  # *: not the default
@@ -2084,15 +2045,31 @@ class Run(Kept):
         return self.runtime.agree(str(newest or ""))
 
     def log(self, text: str, terminal: bool = True) -> None:
-        """To log.txt, which is gone on with where it stands, and to the terminal; nothing but on rank 0."""
+        """To log.txt, which is gone on with where it stands, to the terminal and to TRACKER; nothing but on rank 0."""
         if self.file:
             try:
                 if terminal:
                     print(self.clear + text, flush=True)
                 self.file.write(text.encode() + b"\n")
+                self.mirror(text)
             except OSError as error:  # a full disk may have room again before the next checkpoint
                 with contextlib.suppress(OSError):
                     sys.stderr.write(f"log.txt: {error.strerror}, lost: {text[:200]}\n")
+
+    def mirror(self, text: str) -> None:
+        """To TRACKER the numbers of a step's line, and as held_out/NAME a validation's, of an interval its mean."""
+        of = re.match(r"step:(\d+)(/?)|before: |after: |from the artifact: val", text)
+        if self.tracker and of:
+            found = re.findall(r"(\w+)(?::|': \[?)(-?(?:\d[\d.e+-]*|nan|inf))", text.removeprefix(f"step:{of[1]}"))
+            kind = "" if of[2] else "held_out/"
+            step = int(of[1] or (0 if text.startswith("before") else self.step))  # a resumed run says `before` again
+            numbers = {kind + name: float(value) for name, value in found}
+            if self.settings.tracker == "wandb":
+                self.tracker.log(numbers, step)
+            else:
+                for name, value in numbers.items():
+                    self.tracker.add_scalar(name, value, step)
+                self.tracker.flush()  # what a run has said stays, however it ends
 
     def event(self, name: str, **found) -> None:
         """For the log and for result.json."""
@@ -2181,6 +2158,20 @@ def put(room: Tensor, dim: int, slot: int | Tensor, value: Tensor) -> None:
     else:
         place = room.movedim(dim, 0)
         place.index_copy_(0, slot, value.expand(place.shape[1:])[None])
+
+
+def gdn_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Gated DeltaNet (arXiv 2412.06464, section 3) for one token, by head: o (B, H, V) in v's dtype, and S'.
+
+    S' = a S + b k (v - a S^T k)^T and o = S'^T q, with a = exp(g): q, k (B, H, K), L2-normed, q scaled by K**-0.5 too;
+    v (B, H, V); g, beta (B, H), g <= 0; S (B, H, K, V), float32 at least and read once: o = a S^T q + (q . k) delta.
+    """
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    q, k, beta, decay = q.to(dtype), k.to(dtype), beta.to(dtype), g.to(dtype).exp()
+    read_k, read_q = (decay[..., None, None] * (torch.stack((k, q), -2) @ state)).unbind(-2)  # (B, H, V) each
+    delta = beta[..., None] * (v - read_k)
+    o = read_q + (q * k).sum(-1, keepdim=True) * delta
+    return o.to(v.dtype), torch.addcmul(state * decay[..., None, None], k[..., None], delta[..., None, :])
 
 
 class Decoder:

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import statistics
 import sys
 import time
@@ -247,26 +248,29 @@ def test_interval():
 
 def arm_runs(*scores: float | str) -> dict[int, dict]:
     return {seed: {"failed": score} if isinstance(score, str) else
-            {"val_bpb": score, "tokens": 1000 * seed, "steps": 10, "parameters": 7} for seed, score in
-            enumerate(scores, 1)}
+            {"val_bpb": score, "tokens": 1000 * seed, "steps": 10, "parameters": 7, "tokens_per_second": 4e3,
+             "peak_memory_mib": 511.6} for seed, score in enumerate(scores, 1)}
 
 
 def test_an_arm_is_compared_seed_by_seed():
     first = arm_runs(2.0, 2.2, 2.4)
     own = arms.summarize(first, first)
-    assert own == {"tokens": 2000, "steps": 10, "parameters": 7, "val_bpb": pytest.approx(2.2),
-                   "half_width": pytest.approx(4.3027 * 0.2 / 3**0.5)}
+    assert own == {"tokens": 2000, "steps": 10, "parameters": 7, "tokens_per_second": 4000, "peak_memory_mib": 512,
+                   "val_bpb": pytest.approx(2.2), "half_width": pytest.approx(4.3027 * 0.2 / 3**0.5)}
     better = arms.summarize(arm_runs(1.9, 2.11, 2.29), first)  # the seeds differ more than the arms
     assert better["difference"] == pytest.approx(-0.1)
     assert better["difference_half_width"] == pytest.approx(4.3027 * 0.01 / 3**0.5)
-    assert better["verdict"] == "wins"
+    assert better["verdict"] == "wins" and better["share"] == pytest.approx(-0.1 / 2.2)
     assert arms.summarize(arm_runs(2.1, 2.31, 2.49), first)["verdict"] == "loses"
     assert arms.summarize(arm_runs(2.1, 2.1, 2.4), first)["verdict"] == "tie"
     part = arms.summarize(arm_runs(1.9, "killed", 2.29), first)
     assert (part["val_bpb"], part["difference"]) == (pytest.approx(2.095), pytest.approx(-0.105))
     assert arms.summarize(arm_runs("x", "y", "z"), first) == {}
-    assert arms.arm_row("b", better) == ["b", "7", "2,000", "10", "2.1000 ± 0.4849", "-0.1000 ± 0.0248", "wins"]
-    assert arms.arm_row("a", own) == ["a", "7", "2,000", "10", "2.2000 ± 0.4968", "", ""]
+    speed = ["7", "2,000", "10", "4,000", "25.0%", "512"]
+    assert arms.arm_row("b", {**better, "mfu": 0.25}) == [
+        "b", *speed, "2.1000 ± 0.4849", "-0.1000 ± 0.0248 (-4.5%)", "wins"]
+    assert arms.arm_row("a", {**own, "mfu": 0.25}) == ["a", *speed, "2.2000 ± 0.4968", "", ""]
+    assert arms.arm_row("c", {}) == ["c", *[""] * 8, "failed"]
 
 
 def test_compare_tells_the_medians_and_every_repeat():
@@ -297,7 +301,7 @@ def test_the_text_between_two_marks_is_replaced():
     text = "a\n<!-- t -->\nold\n<!-- /t -->\nb\n"
     assert bench.replace_between(text, "t", "new") == "a\n<!-- t -->\nnew\n<!-- /t -->\nb\n"
     for wrong in ("a", "<!-- /t --><!-- t -->", "<!-- t -->" * 2 + "<!-- /t -->"):
-        with pytest.raises(SystemExit, match="docs/choices.md must have <!-- t -->"):
+        with pytest.raises(SystemExit, match="the page must have <!-- t -->"):
             bench.replace_between(wrong, "t", "new")
     assert bench.replace_between((ROOT / "docs" / "choices.md").read_text(), "options", "x").count("\nx\n") == 1
 
@@ -631,10 +635,11 @@ def command(tmp_path, monkeypatch, capsys):
     manifest = {"name": "text", "tokenizer": TOKENIZER}
     for tool in (bench, arms):
         monkeypatch.setattr(tool, "ROOT", tmp_path)
-        monkeypatch.setattr(tool, "load_script", lambda path: T)
+        monkeypatch.setattr(tool, "load_script", lambda path: bench if path.stem == "bench" else T)
         monkeypatch.setattr(tool, "open_data", lambda script, path: ("data/x", manifest))
     monkeypatch.setattr(arms, "library_memory", lambda: 300.0)
-    monkeypatch.setattr(bench, "matmul_peak", lambda device: 1e11)
+    monkeypatch.setattr(bench, "matmul_peak", lambda device, dtype=None: 1e11)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "choices.md").write_text("top\n<!-- options -->\n<!-- /options -->\nend\n")
     (tmp_path / "configs").mkdir()
@@ -648,7 +653,7 @@ def command(tmp_path, monkeypatch, capsys):
             made.append((place.name, {"CONFIG": config, **settings}))
             found = stub(place.name, settings)
             about = {"hardware": "1 x CPU", "versions": {"torch": "2"}, "commit": "c", "code_sha256": "s",
-                     "manifest_sha256": "m", "events": []}
+                     "dtype": "float32", "manifest_sha256": "m", "events": []}
             return found if "failed" in found else {**about, **found}
 
         tool = bench if words[0] == "train" else arms
@@ -701,6 +706,12 @@ def test_a_failed_option_is_in_the_table_and_the_exit_code(command):
     assert code.startswith("error: --only nothing: there are norm, ")
 
 
+def arm_run(score: float) -> dict:
+    """A run of configs/cpu.env."""
+    settings = T.load_settings(T.Settings, {"CONFIG": str(ROOT / "configs" / "cpu.env")})
+    return option_run(4000, 512, val_bpb=score, tokens=5000, steps=5, parameters=793688, settings=vars(settings))
+
+
 def test_arms_go_by_seed_and_are_judged(command, tmp_path):
     (tmp_path / "arms.json").write_text(json.dumps({"a": {}, "b": {"MLP": "gelu"}, "c": {"SCALAR_LR": 0.01}}))
     scores = {"a": (2.0, 2.2), "b": (1.9, 2.1), "c": (2.1, "killed")}
@@ -708,8 +719,7 @@ def test_arms_go_by_seed_and_are_judged(command, tmp_path):
     def stub(name: str, settings: dict) -> dict:
         arm, seed = name.split("_s")
         score = scores[arm][int(seed) - 1]
-        return {"failed": score} if isinstance(score, str) else {
-            "val_bpb": score, "tokens": 5000, "steps": 5, "parameters": 793688}
+        return {"failed": score} if isinstance(score, str) else arm_run(score)
 
     code, out, err, made = command(["arms", "--arms", "arms.json", "--seeds", "2", "--out", "a.json", "--seconds", "7"],
                                    stub)
@@ -718,16 +728,38 @@ def test_arms_go_by_seed_and_are_judged(command, tmp_path):
                           "EVAL_STRIDE": "0", "VAL_LOSS_EVERY": "0", "MLP": "gelu", "SEED": "1"}
     assert made[2][1]["SCALAR_LR"] == "0.01"
     rows = [line for line in out.splitlines() if line.startswith("| ")]
+    mfu = 4000 * bench.run_flops(T, arm_run(2.0), TOKENIZER) / 1e11
+    speed = f"793,688 | 5,000 | 5 | 4,000 | {mfu:.1%} | 512"
     assert rows[2:] == [
-        "| a | 793,688 | 5,000 | 5 | 2.1000 ± 1.2706 |  |  |",
-        "| b | 793,688 | 5,000 | 5 | 2.0000 ± 1.2706 | -0.1000 ± 0.0000 | wins |",
-        "| c | 793,688 | 5,000 | 5 | 2.1000 ± inf | +0.1000 ± inf | tie |"]
+        f"| a | {speed} | 2.1000 ± 1.2706 |  |  |",
+        f"| b | {speed} | 2.0000 ± 1.2706 | -0.1000 ± 0.0000 (-4.8%) | wins |",
+        f"| c | {speed} | 2.1000 ± inf | +0.1000 ± inf (+5.0%) | tie |"]
     assert code == 1 and err.splitlines()[-1] == "failed: c, seed 2: killed"
     saved = json.loads((tmp_path / "a.json").read_text())
     assert saved["arms"]["b"]["verdict"] == "wins" and saved["arms"]["b"]["settings"] == {"MLP": "gelu"}
     assert saved["arms"]["c"]["runs"]["2"] == {"failed": "killed"}
     assert saved["arms"]["c"]["half_width"] is None  # JSON has no infinity
     assert saved["arms"]["a"]["runs"]["2"]["val_bpb"] == 2.2
+
+
+def test_configs_are_arms_of_any_size(command, tmp_path):
+    """Each run has all its settings by a file, but paths and the seed: so it can be a record's."""
+    (tmp_path / "configs" / "big.env").write_text("MODEL_DIM=256\nMAX_WALLCLOCK_SECONDS=600")
+    words = ["arms", "--arms", "configs/cpu.env", "configs/big.env", "--seeds", "2", "--seconds", "7",
+             "--out", "a.json", "--runs", "race", "--set", "TRAIN_BATCH_TOKENS=4096"]
+    code, out, err, made = command(words, lambda name, settings: arm_run(2.0 if name.startswith("cpu") else 1.9))
+    assert (code, err) == (0, "")
+    assert made == [(f"{name}_s{seed}", {"CONFIG": f"race/{name}.env", "DATA_PATH": "data/x", "SEED": f"{seed}"})
+                    for seed in (1, 2) for name in ("cpu", "big")]
+    assert (tmp_path / "race" / "big.env").read_text() == (
+        "MODEL_DIM=256\nMAX_WALLCLOCK_SECONDS=600\nMAX_WALLCLOCK_SECONDS=7\nEVAL_STRIDE=0\nVAL_LOSS_EVERY=0\n"
+        "TRAIN_BATCH_TOKENS=4096\n")
+    settings = T.load_settings(T.Settings, {"CONFIG": str(tmp_path / "race" / "big.env")})
+    assert (settings.model_dim, settings.max_wallclock_seconds, settings.train_batch_tokens) == (256, 7.0, 4096)
+    assert re.search(r"^arm big: [\d,]+ parameters, \+\d{3,}\.\d%$", out, re.MULTILINE)
+    assert "| -0.1000 ± 0.0000 (-5.0%) | wins |" in out
+    assert json.loads((tmp_path / "a.json").read_text())["arms"]["big"]["settings"] == {"CONFIG": "configs/big.env"}
+    assert command(["arms", "--arms", "configs/no.env"], arm_run)[0].startswith("error: arm no: CONFIG=")
 
 
 def test_train_states_the_share_of_the_peak(command, tmp_path):

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from reference import gdn_recurrent
 from torch import Tensor
 
+import sample as S
+
 SCRIPT = Path(__file__).resolve().parents[1] / "train_gpt.py"
 NAMES = ("o", "last state", "q", "k", "v", "g", "beta", "state")
 
@@ -204,7 +206,7 @@ def test_prefill_then_steps():
     o, state = gdn.gdn_chunk(*(x[:, :50] for x in tokens), state)
     outs = [o]
     for t in range(50, 83):
-        o, state = gdn.gdn_step(*(x[:, t] for x in tokens), state)
+        o, state = S.gdn_step(*(x[:, t] for x in tokens), state)
         outs.append(o[:, None])
     assert_close([torch.cat(outs, 1), state], [want, want_last], 1e-12)
 
@@ -246,7 +248,7 @@ def test_bfloat16_recurrence_and_step():
     o, last = gdn_recurrent(*inputs)
     state, outs = inputs[5].float(), []
     for t in range(20):
-        o_t, state = gdn.gdn_step(*(x[:, t] for x in inputs[:5]), state)
+        o_t, state = S.gdn_step(*(x[:, t] for x in inputs[:5]), state)
         outs.append(o_t)
     for got, got_last in ((o, last), (torch.stack(outs, 1), state)):
         assert (got.dtype, got_last.dtype) == (torch.bfloat16, torch.float32)

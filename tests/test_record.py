@@ -581,6 +581,31 @@ def test_a_forged_score_is_found_by_the_artifact(copy):
     assert re.match(r"seed_2\.upar: its score is not reproduced \(found [\d.]+, expected [\d.]+ to 1e-6\)", found[0])
 
 
+@pytest.mark.full
+def test_a_race_of_configs_ends_in_a_record(place):
+    """docs/choices.md: configs in turn for equal seconds by one command, then a record of the runs of one; as a toy."""
+    (place / "wide.env").write_text(CONFIG.replace("MODEL_DIM=32", "MODEL_DIM=64"))
+    race = ["tools/arms.py", "arms", "--arms", place / "tiny.env", place / "wide.env", "--data", place / "data",
+            "--runs", place / "race", "--out", place / "race.json", "--seconds", "60", "--set",
+            "TRAIN_BATCH_TOKENS=512"]
+    record = ["tools/record.py", "--records", place / "records", "new", *(place / "race" / f"wide_s{seed}" for seed in
+              (1, 2, 3)), "--track", "track_tiny", "--name", "Race"]
+    for words in (race, record):
+        done = subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, env=environment(), capture_output=True,
+                              text=True)
+        assert done.returncode == 0, done.stderr + done.stdout
+    arms = json.loads((place / "race.json").read_text())["arms"]
+    assert list(arms) == ["tiny", "wide"] and arms["wide"]["parameters"] > 2 * arms["tiny"]["parameters"]
+    for arm in arms.values():
+        assert 0 < arm["mfu"] < 1 and arm["tokens_per_second"] > 0 and arm["peak_memory_mib"] > 100
+    folder = next((place / "records" / "track_tiny").glob("*_Race"))
+    scores = [seed["val_bpb"] for seed in json.loads((folder / "result.json").read_text())["seeds"]]
+    assert scores == [run["val_bpb"] for run in arms["wide"]["runs"].values()]
+    config = (folder / "config.env").read_text()
+    assert config.endswith("MAX_WALLCLOCK_SECONDS=60\nEVAL_STRIDE=0\nVAL_LOSS_EVERY=0\nTRAIN_BATCH_TOKENS=512\n")
+    shutil.rmtree(folder)  # the other tests know of one record
+
+
 def test_the_shipped_records_pass():
     done = subprocess.run([sys.executable, str(ROOT / "tools" / "record.py"), "check"], cwd=ROOT, env=environment(),
                           capture_output=True, text=True)

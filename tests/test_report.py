@@ -12,6 +12,7 @@ import sys
 import time
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -55,6 +56,11 @@ step:4 val_loss:4.2500 bpb:1.2500 nats:9.0 tokens:8 bytes:6 bytes_per_token:0.75
 phase: warmdown begins at step 6, 60.0% of the run
 step:6/10 train_loss:4.0000 lr_mul:0.8000 progress:0.6000 data_wait:1.58% train_time:900ms step_avg:150.00ms tok_s:640
 step:7/10 train_loss:3.9000 lr_mul:0.6000 progress:0.7000 data_wait:1.58% train_time:100'''
+
+
+def read_run(folder: Path) -> SimpleNamespace:
+    (found,) = report.find_runs(str(folder))
+    return report.read_run(*found)
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +120,7 @@ def column(log, name: str) -> list[float]:
 
 # ------------------------------------------------------------------------------------------------------------ reading
 def test_a_log_by_hand(by_hand):
-    run = report.read_run(str(by_hand))
+    run = read_run(by_hand)
     log = run.log
     assert log.series["seconds"] == [[1, *[0.1] * 3], [3, *[0.3] * 3], [4, *[0.7] * 3], [6, *[0.9] * 3]]
     assert log.series["train_loss"][0] == [1, 5.5, 5.5, 5.5] and math.isnan(log.series["train_loss"][1][1])
@@ -133,27 +139,27 @@ def test_a_log_by_hand(by_hand):
 
 
 def test_steps_lie_on_the_axes(by_hand):
-    log = report.read_run(str(by_hand)).log
+    log = read_run(by_hand).log
     assert report.along(log, [2, 3, 5, 6, 12], "seconds").tolist() == pytest.approx([0.2, 0.3, 0.8, 0.9, 1.8])
     assert report.along(log, [0, 5, 12], "tokens").tolist() == pytest.approx([0, 320, 768])
     assert report.along(log, [0, 5, 12], "step").tolist() == pytest.approx([0, 5, 12])
 
 
 def test_step_times_and_those_that_stand_out(by_hand):
-    times, median, slow = report.step_times(report.read_run(str(by_hand)).log)
+    times, median, slow = report.step_times(read_run(by_hand).log)
     assert times == [(1, 100.0), (3, 100.0), (4, 400.0), (6, 100.0)] and median == 100.0 and slow == [(4, 400.0)]
 
 
 def test_phases_are_shaded_where_they_were_on(by_hand, runs):
-    assert report.spans(report.read_run(str(by_hand)).log) == {"warmup": (0.1, 0.2), "warmdown": (0.6, 0.6)}
+    assert report.spans(read_run(by_hand).log) == {"warmup": (0.1, 0.2), "warmdown": (0.6, 0.6)}
     # one of 12 steps: a phase begins with the first whose progress is beyond its share; the log has a digit after %
-    own = report.spans(report.read_run(str(runs["gpt"])).log)
+    own = report.spans(read_run(runs["gpt"]).log)
     assert own == {"warmup": (0.083, 0.25), "warmdown": (0.583, 1.0), "qat": (0.917, 1.0)}
-    assert set(report.spans(report.read_run(str(runs["grpo"])).log)) == set(PHASES)
+    assert set(report.spans(read_run(runs["grpo"]).log)) == set(PHASES)
 
 
 def test_the_series_of_a_real_run(runs):
-    run = report.read_run(str(runs["gpt"]))
+    run = read_run(runs["gpt"])
     log, text, result = run.log, after_rule(runs["gpt"]), json.loads((runs["gpt"] / "result.json").read_text())
     lines = re.findall(r"^step:(\d+)/12 train_loss:(\S+) lr_mul:(\S+) progress:(\S+) .*train_time:(\d+)ms", text, re.M)
     steps = list(range(1, 13))
@@ -173,7 +179,7 @@ def test_the_series_of_a_real_run(runs):
 
 
 def test_the_series_of_a_run_that_learns_from_rewards(runs):
-    run = report.read_run(str(runs["grpo"]))
+    run = read_run(runs["grpo"])
     log, result = run.log, run.result
     assert column(log, "step") == list(range(1, 9)) and run.family == "reward"
     total, lengths = 0.0, column(log, "length")
@@ -193,14 +199,14 @@ def test_a_log_that_a_crash_cut_short(runs, copy):
     text = (place / "log.txt").read_text(encoding="utf-8")
     end = text.index("train_time", text.rindex("step:8/12"))
     (place / "log.txt").write_text(text[: end + len("train_time:1")], encoding="utf-8")
-    run = report.read_run(str(place))
+    run = read_run(place)
     assert column(run.log, "step") == list(range(1, 8)) and not run.log.ended and run.log.last == 7
     assert report.spans(run.log)["warmdown"] == pytest.approx((0.583, 0.5833))
     assert report.facts(run)["steps"] == 7 and report.facts(run)["phase warmdown"] == "began at 58.3%"
 
 
 def test_the_facts(runs):
-    run = report.read_run(str(runs["gpt"]))
+    run = read_run(runs["gpt"])
     found, result = report.facts(run), run.result
     for name in ("val_bpb", "artifact_bytes", "steps", "tokens", "hardware", "seed"):
         assert found[name] == result[name]
@@ -218,14 +224,14 @@ def test_the_facts(runs):
 # ----------------------------------------------------------------------------------------------------------- artifact
 @pytest.mark.parametrize("name", ["gpt", "grpo"])
 def test_bytes_by_class_are_the_artifact(runs, name):
-    run = report.read_run(str(runs[name]))
+    run = read_run(runs[name])
     report.read_artifact(run, Q)
     assert sum(run.bytes.values()) == (runs[name] / "model.upar").stat().st_size == run.result["artifact_bytes"]
     assert run.bytes == run.result["bytes_by_class"] and set(run.bytes) == set(report.PARTS)
 
 
 def test_errors_by_layer_are_those_of_the_weights(runs):
-    run = report.read_run(str(runs["gpt"]))
+    run = read_run(runs["gpt"])
     report.read_artifact(run, Q)
     was = torch.load(runs["gpt"] / "step_000012" / "model.pt", weights_only=True)
     _, found, coded = Q.read_artifact(runs["gpt"] / "model.upar")
@@ -241,17 +247,17 @@ def test_errors_by_layer_are_those_of_the_weights(runs):
 
 
 def test_what_cannot_be_compared_is_a_note(runs, copy):
-    run = report.read_run(str(copy("gpt", "bare", "step_*")))
+    run = read_run(copy("gpt", "bare", "step_*"))
     report.read_artifact(run, Q)
     assert run.errors == {} and sum(run.bytes.values()) == run.result["artifact_bytes"]
     assert len(run.notes) == 1 and run.notes[0].startswith("no quantization error")
-    run = report.read_run(str(copy("gpt", "older")))
+    run = read_run(copy("gpt", "older"))
     run.log.last = 11  # as if the checkpoint were of another step than the artifact
     report.read_artifact(run, Q)
     assert run.errors == {} and "step_000012 is not of step 11" in run.notes[0]
     path = copy("gpt", "damaged") / "model.upar"
     path.write_bytes(path.read_bytes()[:-100])
-    run = report.read_run(str(path.parent))
+    run = read_run(path.parent)
     report.read_artifact(run, Q)
     assert run.bytes == {} and re.match(r"artifact: .*damaged\S*: SHA-256 is wrong|artifact: .*SHA-256", run.notes[0])
 
@@ -350,7 +356,7 @@ def test_names_are_escaped(runs, copy, monkeypatch, capsys, tmp_path):
 def test_settings_in_which_runs_differ(by_hand, tmp_path):
     (tmp_path / "y").mkdir()
     (tmp_path / "y" / "log.txt").write_text(LOG.replace("  SEED=1337", "* SEED=3"))
-    runs = [report.read_run(str(by_hand)), report.read_run(str(tmp_path / "y"))]
+    runs = [read_run(by_hand), read_run(tmp_path / "y")]
     assert report.settings(runs[:1]) == [{"MATRIX_LR": "0.25"}]
     assert report.settings(runs) == [{"SEED": "1337"}, {"SEED": "3"}]
 
@@ -471,5 +477,29 @@ def test_in_a_browser(runs, monkeypatch, capsys, tmp_path):
             backs.add(tab.find("getComputedStyle(document.body).backgroundColor"))
             assert tab.faults() == []
         assert backs == {"rgb(255, 255, 255)", "rgb(20, 23, 26)"} and time.monotonic() - begin < 60
+    finally:
+        tab.close()
+
+
+@pytest.mark.full
+@pytest.mark.skipif(find_browser() is None, reason="no Chromium is installed (chromium, google-chrome or playwright's)")
+def test_the_records_in_a_browser(monkeypatch, capsys, tmp_path):
+    """The page of all records: a schedule and step times of each seed, curves of all, bytes; an empty console."""
+    records = sorted(path.parent for path in report.ROOT.glob("records/*/*/result.json"))
+    seeds = sum(len(json.loads((folder / "result.json").read_bytes())["seeds"]) for folder in records)
+    assert len(records) >= 4 and seeds >= 12
+    assert call_main(monkeypatch, *records, "--out", tmp_path / "page.html") is None
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert f"plots of {seeds} runs\n" in capsys.readouterr().out
+    assert all(f"{folder.name} seed_1" in page for folder in records)
+    tab = Tab(find_browser(), tmp_path / "browser")
+    try:
+        for width in (390, 1600):
+            tab.open(tmp_path / "page.html", width, "light")
+            drawn = tab.find("""[...document.querySelectorAll("figure svg")].filter(svg =>
+                svg.querySelectorAll("path").length > 10 && svg.getBoundingClientRect().height > 100).length""")
+            assert drawn == page.count("<svg") > 2 * seeds
+            assert tab.find("document.documentElement.scrollWidth") == width
+            assert tab.faults() == []
     finally:
         tab.close()

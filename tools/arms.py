@@ -127,7 +127,7 @@ def replace_between(text: str, tag: str, body: str) -> str:
     """`text` with `body` between <!-- tag --> and <!-- /tag -->. Raises SystemExit unless both stand in it once."""
     parts = re.split(f"<!-- (/?){tag} -->", text)
     if parts[1::2] != ["", "/"]:
-        raise SystemExit(f"error: docs/choices.md must have <!-- {tag} --> and then <!-- /{tag} -->, once each")
+        raise SystemExit(f"error: the page must have <!-- {tag} --> and then <!-- /{tag} -->, once each")
     return f"{parts[0]}<!-- {tag} -->\n{body}\n<!-- /{tag} -->{parts[-1]}"
 
 
@@ -288,7 +288,9 @@ def interval(values: list[float]) -> tuple[float, float]:
 
 
 def read_arms(words: list[str]) -> dict[str, dict[str, str]]:
-    """Arms {name: {SETTING: value}} from a .json file, or those of the names from ARMS. Raises SystemExit if wrong."""
+    """Arms {name: {SETTING: value}}: CONFIG files, those of a .json file, or of ARMS by name. Raises SystemExit."""
+    if words and words[0].endswith(".env"):
+        return {Path(word).stem: {"CONFIG": os.path.relpath(word, ROOT)} for word in words}
     from_file = bool(words) and words[0].endswith(".json")
     arms = json.loads(Path(words[0] if from_file else ARMS).read_text(encoding="utf-8"))
     names = list(arms) if from_file or not words else words
@@ -298,12 +300,12 @@ def read_arms(words: list[str]) -> dict[str, dict[str, str]]:
 
 
 def check_arms(script: ModuleType, config: str, arms: dict[str, dict[str, str]], tokenizer: dict) -> None:
-    """Print the parameters of every arm; SystemExit if one cannot be built or is not near enough to the first one's."""
+    """Print the parameters of every arm; SystemExit if one cannot be built, or has too many or few and is no CONFIG."""
     first = 0
     for name, settings in arms.items():
+        own = {**settings, "CONFIG": str(ROOT / settings.get("CONFIG", config))}
         try:
-            resolved = script.load_settings(script.Settings, {"CONFIG": str(ROOT / config), **settings},
-                                            {"arch_mode": script.ARCH_PRESETS})
+            resolved = script.load_settings(script.Settings, own, {"arch_mode": script.ARCH_PRESETS})
             shape = script.model_config(resolved, tokenizer["vocab_size"], tokenizer["bos_id"])
         except script.UserError as error:
             raise SystemExit(f"error: arm {name}: {error}") from None
@@ -312,7 +314,7 @@ def check_arms(script: ModuleType, config: str, arms: dict[str, dict[str, str]],
         print(f"arm {name}: {count:,} parameters, {100 * (count / first - 1):+.1f}%")
         if not set(settings) <= setting_names(script):
             raise SystemExit(f"error: arm {name}: {', '.join(settings)}: not all are settings of {SCRIPT.name}")
-        if abs(count / first - 1) > TOLERANCE:
+        if "CONFIG" not in settings and abs(count / first - 1) > TOLERANCE:
             raise SystemExit(f"error: arm {name}: {count:,} parameters are more than {TOLERANCE:.0%} from {first:,}")
 
 
@@ -333,24 +335,54 @@ def summarize(runs: dict[int, dict], first: dict[int, dict]) -> dict:
     good = {seed: run for seed, run in runs.items() if "failed" not in run}
     if not good:
         return {}
-    means = {key: statistics.fmean(run[key] for run in good.values()) for key in ("tokens", "steps", "parameters")}
-    summary = {key: round(mean) for key, mean in means.items()}
+    keys = ("tokens", "steps", "parameters", "tokens_per_second", "peak_memory_mib")
+    summary = {key: round(statistics.fmean(run[key] for run in good.values())) for key in keys}
     summary["val_bpb"], summary["half_width"] = interval([run["val_bpb"] for run in good.values()])
     pairs = [run["val_bpb"] - first[seed]["val_bpb"] for seed, run in good.items() if "failed" not in first[seed]]
     if runs is not first and pairs:
         difference, half = interval(pairs)
         verdict = "wins" if difference + half < 0 else "loses" if difference - half > 0 else "tie"
-        summary.update(difference=difference, difference_half_width=half, verdict=verdict)
+        share = difference / statistics.fmean(first[seed]["val_bpb"] for seed in good if "failed" not in first[seed])
+        summary.update(difference=difference, difference_half_width=half, share=share, verdict=verdict)
     return summary
 
 
 def arm_row(name: str, summary: dict) -> list[str]:
     """The table's row of an arm."""
     if not summary:
-        return [name, *[""] * 5, "failed"]
-    difference = "{difference:+.4f} ± {difference_half_width:.4f}" if "verdict" in summary else ""
-    form = "{parameters:,}|{tokens:,}|{steps:,}|{val_bpb:.4f} ± {half_width:.4f}|" + difference
+        return [name, *[""] * 8, "failed"]
+    form = "{parameters:,}|{tokens:,}|{steps:,}|{tokens_per_second:,}|{mfu:.1%}|{peak_memory_mib:,}|"
+    form += "{val_bpb:.4f} ± {half_width:.4f}|"
+    form += "{difference:+.4f} ± {difference_half_width:.4f} ({share:+.1%})" * ("verdict" in summary)
     return [name, *form.format(**summary).split("|"), summary.get("verdict", "")]
+
+
+def write_configs(arms: dict[str, dict[str, str]], folder: Path, common: dict[str, str]) -> dict[str, str]:
+    """Name -> CONFIG file with the settings of all runs too, of arms that are CONFIG files: so runs can be a record's,
+    whose environment sets paths and the seed alone.
+    """
+    files = {name: folder / f"{name}.env" for name, own in arms.items() if "CONFIG" in own}
+    for name, path in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = "".join(f"{key}={value}\n" for key, value in common.items())
+        text = (ROOT / arms[name]["CONFIG"]).read_text(encoding="utf-8").rstrip("\n")
+        path.write_text(f"{text}\n{lines}", encoding="utf-8")
+    return {name: os.path.relpath(path, ROOT) for name, path in files.items()}
+
+
+def add_mfu(script: ModuleType, runs: dict[str, dict], summaries: dict[str, dict], tokenizer: dict,
+            threads: int) -> dict[str, float]:
+    """Put the MFU of each arm's runs into its summary; dtype -> FLOP/s of which it is a share, of tools/bench.py."""
+    torch.set_num_threads(threads)
+    bench = load_script(Path(__file__).with_name("bench.py"))
+    done = {name: run for name, own in runs.items() for run in own.values() if "failed" not in run}
+    device = "cpu" if all("CPU" in run["hardware"] for run in done.values()) else "cuda"
+    dtypes = sorted({run["dtype"] for run in done.values()})
+    peaks = {dtype: bench.matmul_peak(device, getattr(torch, dtype)) for dtype in dtypes}
+    for name, run in done.items():
+        flops = bench.run_flops(script, run, tokenizer)
+        summaries[name]["mfu"] = summaries[name]["tokens_per_second"] * flops / peaks[run["dtype"]]
+    return peaks
 
 
 def bench_arms(args: argparse.Namespace) -> list[str]:
@@ -358,25 +390,31 @@ def bench_arms(args: argparse.Namespace) -> list[str]:
     script = load_script(SCRIPT)
     arms, config = read_arms(args.arms), os.path.relpath(args.config, ROOT)
     data, manifest = open_data(script, args.data)
-    check_arms(script, config, arms, manifest["tokenizer"])
-    common = {"DATA_PATH": data, "MAX_WALLCLOCK_SECONDS": f"{args.seconds:g}", "EVAL_STRIDE": "0",
+    check_arms(script, config, {name: {**dict(args.set), **own} for name, own in arms.items()}, manifest["tokenizer"])
+    common = {"MAX_WALLCLOCK_SECONDS": f"{args.seconds:g}", "EVAL_STRIDE": "0",
               "VAL_LOSS_EVERY": "0", **dict(args.set)}
+    files = write_configs(arms, ROOT / args.runs, common)
     plan = [(seed, name) for seed in range(1, args.seeds + 1) for name in arms]  # a drift of speed meets every arm
 
     def make(run: tuple[int, str]) -> dict:
         seed, name = run
-        place, settings = ROOT / args.runs / f"{name}_s{seed}", {**common, **arms[name], "SEED": str(seed)}
-        return run_script(script, place, config, settings, args.threads)
+        settings = {"DATA_PATH": data, **({} if name in files else {**common, **arms[name]}), "SEED": str(seed)}
+        place = ROOT / args.runs / f"{name}_s{seed}"
+        return run_script(script, place, files.get(name, config), settings, args.threads)
 
     runs = dict(zip(plan, run_pinned(make, plan, args.jobs, args.threads), strict=True))
     by_arm = {name: {seed: runs[seed, name] for seed in range(1, args.seeds + 1)} for name in arms}
     base = next(iter(arms))
     summaries = {name: summarize(by_arm[name], by_arm[base]) for name in arms}
-    rows = [["arm", "parameters", "tokens", "steps", "bits per byte", f"less {base}", "verdict"],
+    peaks = add_mfu(script, by_arm, summaries, manifest["tokenizer"], args.threads)
+    rows = [["arm", "parameters", "tokens", "steps", "tokens/s", "MFU", "peak memory, MiB", "bits per byte",
+             f"less {base}", "verdict"],
             *(arm_row(name, summary) for name, summary in summaries.items())]
+    speeds = " and ".join(f"{peak / 1e9:,.0f} GFLOP/s in {dtype}" for dtype, peak in peaks.items())
     notes = (f"{manifest['name']}, {args.seconds:g} s a run, seeds 1 to {args.seeds}, {args.jobs} at a time on "
              f"{args.threads} cores each. 95% intervals: of the mean, and of the difference seed by seed, without a "
-             f"correction for {len(arms) - 1} comparisons. "
+             f"correction for {len(arms) - 1} comparisons. MFU is of {speeds}, the best of "
+             "20 square products of matrices here after the runs. "
              f"Runs that chose their weights past the clock: {sum(bool(run.get('events')) for run in runs.values())}.")
     named = [(f"{name}, seed {seed}", run) for (seed, name), run in runs.items()]
     return publish(args, "docs/lab/arms_{date}.json", named, rows, notes, config=args.config, data=manifest["name"],
@@ -396,7 +434,8 @@ def main() -> None:
     options.add_argument("--write-docs", action="store_true", help="put the table into docs/choices.md")
     arms = add_run_command(commands, "arms", "arms at equal seconds, intervals; goes on where it stopped", bench_arms,
                            120.0, "runs/arms")
-    arms.add_argument("--arms", nargs="*", default=[], help="names of arms, or a .json file {name: {SETTING: value}}")
+    arms.add_argument("--arms", nargs="*", default=[], help="names of arms, a .json file {name: {SETTING: value}}, or "
+                      "CONFIG files, each an arm of any size (all of configs/arms.json)")
     arms.add_argument("--config", default="configs/cpu.env", help="what the arms change (configs/cpu.env)")
     arms.add_argument("--seeds", **number, default=3, help="seeds 1 to this (3)")
     arms.add_argument("--jobs", **number, default=1, help="runs at a time (1)")

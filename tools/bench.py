@@ -143,7 +143,7 @@ def replace_between(text: str, tag: str, body: str) -> str:
     """`text` with `body` between <!-- tag --> and <!-- /tag -->. Raises SystemExit unless both stand in it once."""
     parts = re.split(f"<!-- (/?){tag} -->", text)
     if parts[1::2] != ["", "/"]:
-        raise SystemExit(f"error: docs/choices.md must have <!-- {tag} --> and then <!-- /{tag} -->, once each")
+        raise SystemExit(f"error: the page must have <!-- {tag} --> and then <!-- /{tag} -->, once each")
     return f"{parts[0]}<!-- {tag} -->\n{body}\n<!-- /{tag} -->{parts[-1]}"
 
 
@@ -312,7 +312,8 @@ def gdn_cases(ops: SimpleNamespace, device: str) -> Iterator[tuple[str, str, dic
     """(operation, shape, ways) of Gated DeltaNet: over ops.shapes, and for one token a row, as in generation."""
     script, size, dtype = ops.script, ops.chunk, torch.bfloat16 if device == "cuda" else torch.float32
     chunks = {f"gdn_chunk({size})": lambda q, k, *x: script.gdn_chunk(q * k.shape[-1] ** -0.5, k, *x, chunk=size)[0]}
-    steps = {"gdn_step": lambda state, q, *x: script.gdn_step(*(y[:, 0] for y in (q * q.shape[-1] ** -0.5, *x)), state)}
+    recur = load_script(ROOT / "sample.py").gdn_step
+    steps = {"gdn_step": lambda state, q, *x: recur(*(y[:, 0] for y in (q * q.shape[-1] ** -0.5, *x)), state)}
     if library := load_library("transformers"):
         from transformers.models.qwen3_next import modeling_qwen3_next as qwen
         # unwrapped: where fla is installed, the wrapper takes that; the library scales q itself
@@ -509,6 +510,13 @@ def flops_per_token(network: torch.nn.Module, seq_len: int) -> float:
     return total
 
 
+def run_flops(script: ModuleType, run: dict, tokenizer: dict) -> float:
+    """`flops_per_token` of a run's model; tokenizer: of its manifest."""
+    settings = script.Settings(**run["settings"])
+    network = script.GPT(script.model_config(settings, tokenizer["vocab_size"], tokenizer["bos_id"]))
+    return flops_per_token(network, settings.train_seq_len)
+
+
 def matmul_peak(device: str, dtype: torch.dtype | None = None) -> float:
     """FLOP/s of the best of 20 square products in `dtype`; None: that of runs, bfloat16 on CUDA and else float32."""
     size, usual = (8192, torch.bfloat16) if device == "cuda" else (1024, torch.float32)
@@ -531,10 +539,9 @@ def bench_train(args: argparse.Namespace) -> list[str]:
         entries[config] = figures(run)
         if "failed" in run:
             continue
-        peak = matmul_peak("cpu" if "CPU" in run["hardware"] else "cuda")  # now: a machine's speed drifts
-        settings, tokenizer = script.Settings(**run["settings"]), manifest["tokenizer"]
-        network = script.GPT(script.model_config(settings, tokenizer["vocab_size"], tokenizer["bos_id"]))
-        flops = flops_per_token(network, settings.train_seq_len)
+        device = "cpu" if "CPU" in run["hardware"] else "cuda"
+        peak = matmul_peak(device, getattr(torch, run["dtype"]))  # now: a machine's speed drifts
+        flops = run_flops(script, run, manifest["tokenizer"])
         mfu = run["tokens_per_second"] * flops / peak
         entries[config].update(flops_per_token=flops, matmul_flops=peak, mfu=mfu)
         rows.append([config, f"{run['tokens_per_second']:,.0f}", f"{run['step_ms']:.1f}",

@@ -2,9 +2,11 @@
 
     python tools/report.py runs/RUN_ID                       # writes runs/RUN_ID/report.html
     python tools/report.py runs/a runs/b --out both.html     # together: curves in one plot, settings that differ
+    python tools/report.py records/track_cpu_3min/* --out records.html
 
-A RUN is a run's folder, or its name in runs/; without --out the page lies in the first one. Every number is of log.txt,
-result.json, the artifact or, for its error, the checkpoint of the last step; what a run has not is left out and said.
+A RUN is a run's folder, its name in runs/, or a record's folder, which holds a run of each seed; without --out the page
+lies in the first one. Every number is of the log, result.json, the artifact or, for its error, the checkpoint of the
+last step; what a run has not is left out and said.
 Whatever number a script adds to the lines of its steps is drawn too. The page is one file. Needs matplotlib.
 """
 
@@ -131,15 +133,24 @@ def read_log(path: Path) -> SimpleNamespace:
     return log
 
 
-def read_run(name: str) -> SimpleNamespace:
-    """A run: folder, log (see read_log), result (result.json or {}), notes; and read_artifact's. SystemExit."""
+def find_runs(name: str) -> list[tuple[Path, Path, dict]]:
+    """Log, artifact and result ({}: none) of a run, by folder or name, or of each seed of a record. SystemExit."""
     folder = next((path for path in (Path(name), Path("runs", name)) if path.is_dir()), None)
     if folder is None:
-        raise SystemExit(f"error: {name}: no such run; must be a run's folder, or its name in runs/")
-    if not (folder / "log.txt").is_file():
-        raise SystemExit(f"error: {folder}: no log.txt in it; must be the folder of one run, runs/<RUN_ID>")
-    log, path = read_log(folder / "log.txt"), folder / "result.json"
+        raise SystemExit(f"error: {name}: no such run; must be a run's folder, its name in runs/, or a record's folder")
+    path = folder / "result.json"
     result = json.loads(path.read_bytes()) if path.is_file() else {}
+    if (folder / "log.txt").is_file():
+        return [(folder / "log.txt", folder / "model.upar", result)]
+    seeds = [(folder / f"seed_{own['seed']}", {**result, **own}) for own in result.get("seeds", [])]
+    if not seeds:
+        raise SystemExit(f"error: {folder}: no log.txt in it; must be the folder of a run, runs/<RUN_ID>, or a record")
+    return [(path.with_suffix(".txt"), path.with_suffix(".upar"), own) for path, own in seeds]
+
+
+def read_run(path: Path, artifact: Path, result: dict) -> SimpleNamespace:
+    """A run: folder, artifact (its path), log (see read_log), result, notes; and read_artifact's. SystemExit."""
+    log, folder, seed = read_log(path), path.parent, "" if path.stem == "log" else f" {path.stem}"
     family = next((key for key in FAMILIES if {key, "lr_mul", "progress"} <= log.series.keys()), None)
     if family is None:
         raise SystemExit(f"error: {folder}: no log of a training script: has not lr_mul, progress and one of "
@@ -151,9 +162,9 @@ def read_run(name: str) -> SimpleNamespace:
         tokens = np.cumsum(np.diff(steps, prepend=0) * each * (lengths if family == "reward" else 1))
         log.series["tokens"] = [[step, *[total] * 3] for step, total in zip(steps, tokens.tolist(), strict=True)]
     last = f"the last step in its log is {log.last}, {log.series['progress'][-1][1]:.0%} of the run"
-    return SimpleNamespace(name=folder.resolve().name, folder=folder, log=log, result=result, family=family,
-                           notes=[] if result else [f"has not ended, or ended early: no result.json; {last}"],
-                           bytes={}, errors={})
+    notes = [] if result else [f"has not ended, or ended early: no result.json; {last}"]
+    return SimpleNamespace(name=folder.resolve().name + seed, folder=folder, artifact=artifact, log=log, result=result,
+                           family=family, notes=notes, bytes={}, errors={})
 
 
 def along(log: SimpleNamespace, steps: list[int], axis: str) -> np.ndarray:
@@ -178,7 +189,7 @@ def step_times(log: SimpleNamespace) -> tuple[list[tuple[int, float]], float, li
 
 def read_artifact(run: SimpleNamespace, Q: ModuleType) -> None:
     """Fill `bytes`, by part of the file, and `errors`, by layer; what cannot be is a note. Q: quantize.py."""
-    path = run.folder / "model.upar"
+    path = run.artifact
     try:
         source = Q.read_weights(str(path))
     except (Q.UserError, Q.ArtifactError) as fault:
@@ -375,16 +386,16 @@ def render(runs: list[SimpleNamespace]) -> str:
 def main() -> None:
     """Write the page; its path and size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", metavar="RUN", nargs="+", help="folder of a run, or its name in runs/")
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="folder of a run, its name in runs/, or a record")
     parser.add_argument("--out", type=Path, help="the page; else report.html in the first run's folder")
     args = parser.parse_args()
     if importlib.util.find_spec("matplotlib") is None:
         raise SystemExit("error: matplotlib, which draws the plots, is not installed: pip install matplotlib")
-    runs = [read_run(name) for name in dict.fromkeys(args.runs)]
+    runs = [read_run(*found) for name in dict.fromkeys(args.runs) for found in find_runs(name)]
     names = Counter(run.name for run in runs)
     for number, run in enumerate(runs):
         run.name, run.color = run.name if names[run.name] == 1 else str(run.folder), COLORS[number % len(COLORS)]
-        if (run.folder / "model.upar").is_file():
+        if run.artifact.is_file():
             sys.path.insert(0, str(ROOT))
             read_artifact(run, importlib.import_module("quantize"))
     page, out = render(runs), args.out or runs[0].folder / "report.html"

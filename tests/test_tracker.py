@@ -1,0 +1,158 @@
+"""TRACKER: the numbers of the log, and no others, reach a stand-in for TensorBoard or W&B; what is refused."""
+
+import importlib.machinery
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from conftest import environment
+
+import train_dpo as D
+import train_gpt as T
+import train_grpo as R
+import train_gspo as R2
+import train_ppo as R3
+import train_sft as F
+
+ROOT = Path(__file__).resolve().parents[1]
+TINY = dict(TASK="sort", SFT_STEPS=2, PROMPTS_PER_STEP=4, GROUP_SIZE=4, MINI_BATCHES=2, MAX_NEW_TOKENS=6,
+            EVAL_PROMPTS=8, EVAL_SAMPLES=2, ITERATIONS=8, VAL_LOSS_EVERY=4, MODEL_DIM=32, NUM_HEADS=2,
+            LAYER_PATTERN="g a", MAX_WALLCLOCK_SECONDS=0, RESERVE_SECONDS=0, TRAIN_LOG_EVERY=1, SAVE_EVERY=0,
+            WARMUP_FRAC=0.25)
+# A wandb that writes what it is given to wandb.jsonl, beside the folder of runs.
+WANDB = '''
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+def init(**own):
+    path = Path(own["dir"]).parents[1] / "wandb.jsonl"
+    def log(numbers, step):
+        with open(path, "a") as file:
+            file.write(json.dumps([step, numbers]) + "\\n")
+    return SimpleNamespace(log=log)
+'''
+# As scripts write them -> (name, value, step); `before` is said again by a run that was resumed.
+LINES = {
+    "parameters: matrix:131072 total:151348 arch_mode: D layers: g a": [],
+    "plan: warmup from 0.0% to 1.0% of the run": [],
+    "before: {'n': 8, 'loss': [7.5, 7.25, 7.75], 'accuracy': [0.0, 0.0, 0.5]}": [
+        ("held_out/n", 8.0, 0), ("held_out/loss", 7.5, 0), ("held_out/accuracy", 0.0, 0)],
+    "step:3/? train_loss:5.5732 lr_mul:0.5000 data_wait:1.58% train_time:69ms step_avg:23.26ms tok_s:29570": [
+        ("train_loss", 5.5732, 3), ("lr_mul", 0.5, 3), ("data_wait", 1.58, 3), ("train_time", 69.0, 3),
+        ("step_avg", 23.26, 3), ("tok_s", 29570.0, 3)],
+    "step:4/9 reward:1 loss:-1.5e-05 kl:0 clips_by_update:[0.000/0.000 0.200/0.400] train_time:873ms": [
+        ("reward", 1.0, 4), ("loss", -1.5e-05, 4), ("kl", 0.0, 4), ("train_time", 873.0, 4)],
+    "step:4 saved in 30ms": [],
+    "step:4 val_loss:5.25 bpb:1.5 nats:9.0": [
+        ("held_out/val_loss", 5.25, 4), ("held_out/bpb", 1.5, 4), ("held_out/nats", 9.0, 4)],
+    "step:4 held_out {'n': 8, 'pass1': [0.5, 0.25, 0.75]}": [("held_out/n", 8.0, 4), ("held_out/pass1", 0.5, 4)],
+    "weights: raw, quantized, on held-out training tokens loss:1.2198 bpb:1.7628": [],
+    "from the artifact: val_loss:1.25 bpb:1.75": [("held_out/val_loss", 1.25, 7), ("held_out/bpb", 1.75, 7)],
+    "after: {'n': 8, 'loss': [0.5, 0.25, 0.75]}": [("held_out/n", 8.0, 7), ("held_out/loss", 0.5, 7)],
+    "---\nval_bpb: 1.75": [],
+}
+
+
+def stand_in(monkeypatch, name: str, **parts: object) -> None:
+    """A module of this name for imports."""
+    module = ModuleType(name)
+    module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+    vars(module).update(parts)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+def run_of(module, folder, kind: str, run_id: str = "a"):
+    """An open run with this TRACKER at its seventh step."""
+    settings = replace(module.Settings(), tracker=kind, out_dir=str(folder), run_id=run_id)
+    run = module.Run(settings, module.Runtime(0, 1, torch.device("cpu"), False), {}, {})
+    run.open()
+    run.step = 7
+    return run
+
+
+@pytest.mark.parametrize("module", [T, F, D, R, R2, R3])
+@pytest.mark.parametrize("kind", ["tensorboard", "wandb"])
+def test_the_numbers_of_the_log_are_mirrored(monkeypatch, tmp_path, kind, module):
+    found, calls = [], []
+
+    class Writer:
+        def __init__(self, folder):
+            calls.append(str(folder))
+
+        def add_scalar(self, name, value, step):
+            found.append((name, value, step))
+
+        def flush(self):
+            calls.append("flush")
+
+    def init(**own):
+        calls.append(own)
+        return SimpleNamespace(log=lambda numbers, step: found.extend((*pair, step) for pair in numbers.items()))
+
+    stand_in(monkeypatch, "tensorboard")
+    stand_in(monkeypatch, "torch.utils.tensorboard", SummaryWriter=Writer)
+    stand_in(monkeypatch, "wandb", init=init)
+    run = run_of(module, tmp_path, kind)
+    for line, expected in LINES.items():
+        found.clear()
+        run.log(line)
+        assert found == expected, line
+    if kind == "tensorboard":
+        assert calls[0] == str(tmp_path / "a") and calls[-1] == "flush"  # what is written is there, whatever comes
+    else:
+        assert calls == [dict(project="underpar", name="a", dir=str(tmp_path / "a"), config=vars(run.settings))]
+    text = (tmp_path / "a" / "log.txt").read_text(encoding="utf-8")
+    assert text.endswith("".join(f"{line}\n" for line in LINES))
+
+
+def test_without_a_tracker_nothing_is_imported(monkeypatch, tmp_path):
+    for name in ("tensorboard", "wandb", "torch.utils.tensorboard"):
+        monkeypatch.setitem(sys.modules, name, None)
+    run_of(T, tmp_path, "none").log("step:1/2 train_loss:5 train_time:1ms")
+
+
+@pytest.mark.parametrize("kind", ["tensorboard", "wandb"])
+def test_a_package_that_is_missing_is_an_error_at_the_start(monkeypatch, tmp_path, kind):
+    monkeypatch.setitem(sys.modules, kind, None)
+    with pytest.raises(T.UserError) as error:
+        run_of(T, tmp_path, kind)
+    assert str(error.value) == f"TRACKER={kind!r}: not installed; pip install {kind}"
+    assert list(tmp_path.iterdir()) == []  # so the same RUN_ID may be used once it is
+    with pytest.raises(T.UserError, match="must be one of none, tensorboard, wandb"):
+        T.load_settings(T.Settings, {"TRACKER": "mlflow"})
+
+
+def test_other_ranks_mirror_nothing(monkeypatch, tmp_path):
+    stand_in(monkeypatch, "wandb", init=lambda **own: pytest.fail("a rank but the first has begun to mirror"))
+    settings = replace(T.Settings(), tracker="wandb", out_dir=str(tmp_path), run_id="a")
+    run = T.Run(settings, T.Runtime(1, 2, torch.device("cpu"), False), {}, {})
+    run.open()
+    run.log("step:1/2 train_loss:5 train_time:1ms")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_whole_run_is_mirrored(tmp_path):
+    """Validations are the means of result.json, to the last bit, and steps what log.txt says."""
+    (tmp_path / "wandb.py").write_text(WANDB)
+    done = subprocess.run([sys.executable, ROOT / "train_grpo.py"], capture_output=True, text=True, env=environment(
+        PYTHONPATH=tmp_path, OUT_DIR=tmp_path / "runs", RUN_ID="a", TRACKER="wandb", **TINY))
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "wandb.jsonl").read_text().splitlines()]
+    result = json.loads((tmp_path / "runs" / "a" / "result.json").read_text())
+    held_out = {step: numbers for step, numbers in rows if "held_out/n" in numbers}
+    assert list(held_out) == [0, 4, 8]
+    for which, step in (("before", 0), ("after", 8)):
+        means = {f"held_out/{name}": value[0] for name, value in result[which].items() if isinstance(value, list)}
+        assert held_out[step] == {"held_out/n": 8, **means} and held_out[step].keys() == held_out[4].keys()
+        assert list(means) == ["held_out/greedy", "held_out/pass1", "held_out/pass2"]
+    rewards = {step: numbers["reward"] for step, numbers in rows if "reward" in numbers}
+    text = (tmp_path / "runs" / "a" / "log.txt").read_text(encoding="utf-8")
+    lines = re.findall(r"^step:(\d+)/8.* reward:(\S+)", text, re.MULTILINE)
+    assert rewards == {int(step): float(value) for step, value in lines} and list(rewards) == list(range(1, 9))
