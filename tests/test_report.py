@@ -491,7 +491,7 @@ def test_the_records_in_a_browser(monkeypatch, capsys, tmp_path):
     assert call_main(monkeypatch, *records, "--out", tmp_path / "page.html") is None
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert f"plots of {seeds} runs\n" in capsys.readouterr().out
-    assert all(f"{folder.name} seed_1" in page for folder in records)
+    assert all(f"{folder.name.partition('_')[2]} seed 1" in page for folder in records)
     tab = Tab(find_browser(), tmp_path / "browser")
     try:
         for width in (390, 1600):

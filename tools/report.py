@@ -150,7 +150,10 @@ def find_runs(name: str) -> list[tuple[Path, Path, dict]]:
 
 def read_run(path: Path, artifact: Path, result: dict) -> SimpleNamespace:
     """A run: folder, artifact (its path), log (see read_log), result, notes; and read_artifact's. SystemExit."""
-    log, folder, seed = read_log(path), path.parent, "" if path.stem == "log" else f" {path.stem}"
+    log, folder = read_log(path), path.parent
+    name = folder.resolve().name
+    if path.stem != "log":  # a record's: <date>_<Name>, seed_<n>
+        name = f"{name.partition('_')[2]} {path.stem.replace('_', ' ')}"
     family = next((key for key in FAMILIES if {key, "lr_mul", "progress"} <= log.series.keys()), None)
     if family is None:
         raise SystemExit(f"error: {folder}: no log of a training script: has not lr_mul, progress and one of "
@@ -163,8 +166,8 @@ def read_run(path: Path, artifact: Path, result: dict) -> SimpleNamespace:
         log.series["tokens"] = [[step, *[total] * 3] for step, total in zip(steps, tokens.tolist(), strict=True)]
     last = f"the last step in its log is {log.last}, {log.series['progress'][-1][1]:.0%} of the run"
     notes = [] if result else [f"has not ended, or ended early: no result.json; {last}"]
-    return SimpleNamespace(name=folder.resolve().name + seed, folder=folder, artifact=artifact, log=log, result=result,
-                           family=family, notes=notes, bytes={}, errors={})
+    return SimpleNamespace(name=name, folder=folder, artifact=artifact, log=log, result=result, family=family,
+                           notes=notes, bytes={}, errors={})
 
 
 def along(log: SimpleNamespace, steps: list[int], axis: str) -> np.ndarray:
@@ -203,6 +206,8 @@ def read_artifact(run: SimpleNamespace, Q: ModuleType) -> None:
     for name in source.coded:
         found = re.match(r"(?:mixers|blocks)\.(\d+)\.", name)
         layers[f"layer {found[1]}" if found else name].append(name)
+    if path.name != "model.upar":  # a record's, which has no checkpoints
+        return
     try:
         model = Q.read_weights(str(run.folder), run.log.weights or "raw")
         model.tensors = {name: own for name, own in model.tensors.items() if name in source.tensors}  # without a critic
@@ -352,7 +357,7 @@ def settings(runs: list[SimpleNamespace]) -> list[dict[str, str]]:
 
 def render(runs: list[SimpleNamespace]) -> str:
     """The page."""
-    title = html.escape(", ".join(run.name for run in runs))
+    title = html.escape(", ".join(run.name for run in runs) if len(runs) < 6 else f"{len(runs)} runs")
     page = ['<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><link rel="icon" href="data:,">'
             '<meta name="viewport" content="width=device-width, initial-scale=1">'
             f"<title>{title}</title><style>{CSS}</style></head><body>\n<h1>{title}</h1>\n"]
