@@ -539,8 +539,7 @@ def bench_train(args: argparse.Namespace) -> list[str]:
         entries[config] = figures(run)
         if "failed" in run:
             continue
-        device = "cpu" if "CPU" in run["hardware"] else "cuda"
-        peak = matmul_peak(device, getattr(torch, run["dtype"]))  # now: a machine's speed drifts
+        peak = matmul_peak("cpu" if "CPU" in run["hardware"] else "cuda", getattr(torch, run["dtype"]))
         flops = run_flops(script, run, manifest["tokenizer"])
         mfu = run["tokens_per_second"] * flops / peak
         entries[config].update(flops_per_token=flops, matmul_flops=peak, mfu=mfu)
