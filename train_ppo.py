@@ -2007,8 +2007,13 @@ class Run(Kept):
         shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # pytorch issue 135712: they never meet
         if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and (shared or not settings.run_id):
             raise UserError("torchrun --max-restarts: needs RUN_ID, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
-        if settings.tracker != "none" and importlib.util.find_spec(settings.tracker) is None:
-            raise UserError(f"TRACKER={settings.tracker!r}: not installed; pip install {settings.tracker}")
+        try:  # before there is a folder; a run without needs neither
+            if settings.tracker == "wandb":
+                import wandb  # noqa: F401
+            elif settings.tracker == "tensorboard":
+                from torch.utils import tensorboard  # noqa: F401
+        except ImportError:
+            raise UserError(f"TRACKER={settings.tracker!r}: not installed; pip install {settings.tracker}") from None
         self.settings, self.runtime, self.parts, self.identity = settings, runtime, parts, identity
         self.folder = Path(settings.out_dir) / runtime.agree(settings.run_id or time.strftime("run_%Y%m%d_%H%M%S"))
         often, self.saved, self.stands = int(every[1]) or math.inf, 0.0, -1
@@ -2034,9 +2039,9 @@ class Run(Kept):
             self.clear = "\r\033[K" if sys.stdout.isatty() else ""  # wipes a terminal's line of progress
             if settings.tracker == "wandb":
                 own = dict(project="underpar", name=self.folder.name, dir=str(self.folder), config=asdict(settings))
-                self.tracker = importlib.import_module("wandb").init(**own)
+                self.tracker = sys.modules["wandb"].init(**own)
             elif settings.tracker == "tensorboard":
-                self.tracker = importlib.import_module("torch.utils.tensorboard").SummaryWriter(self.folder)
+                self.tracker = torch.utils.tensorboard.SummaryWriter(self.folder)
             source = Path(__file__).read_text(encoding="utf-8") + "\n" + "=" * 120
             if source not in path.read_text(encoding="utf-8"):
                 self.log(source, terminal=False)
