@@ -2036,7 +2036,7 @@ class Run(Kept):
                 own = dict(project="underpar", name=self.folder.name, dir=str(self.folder), config=asdict(settings))
                 self.tracker = sys.modules["wandb"].init(**own)
             elif settings.tracker == "tensorboard":
-                self.tracker = torch.utils.tensorboard.SummaryWriter(self.folder)
+                self.tracker = sys.modules["torch.utils.tensorboard"].SummaryWriter(self.folder)
             source = Path(__file__).read_text(encoding="utf-8") + "\n" + "=" * 120
             if source not in path.read_text(encoding="utf-8"):
                 self.log(source, terminal=False)
