@@ -26,7 +26,8 @@ ROOT = Path(__file__).resolve().parent
 SCRIPT = ROOT / "train_gpt.py"
 VOCAB = 400
 TINY = {
-    "DEVICE": "cpu", "COMPILE": "0", "LAYER_PATTERN": "g s1 g s1", "MODEL_DIM": "32", "NUM_HEADS": "2",
+    "DEVICE": "cpu", "DTYPE": "float32", "COMPILE": "0",
+    "LAYER_PATTERN": "g s1 g s1", "MODEL_DIM": "32", "NUM_HEADS": "2",
     "NUM_KV_HEADS": "1", "ATTN_WINDOW": "16", "TRAIN_SEQ_LEN": "32", "TRAIN_BATCH_TOKENS": "512",
     "HOLDOUT_TOKENS": "2048", "EVAL_STRIDE": "16", "ITERATIONS": "30", "MAX_WALLCLOCK_SECONDS": "0",
     "RESERVE_SECONDS": "0", "TRAIN_LOG_EVERY": "1",
@@ -317,6 +318,7 @@ CHOICES = {
     "partial rope": dict(ROPE_DIMS=8), "untied": dict(TIE_EMBEDDINGS=0), "no gain": dict(QK_NORM=0),
     "no mix": dict(RESIDUAL_MIX=0, TIED_EMBED_INIT_STD=0.02), "u-net": dict(UNET_SKIPS=1),
     "bigram": dict(BIGRAM_VOCAB_SIZE=64), "no softcap": dict(LOGIT_SOFTCAP=0.0),
+    **{f"dtype {kind}": dict(DTYPE=kind) for kind in ("bfloat16", "auto")},
     "recurrence": dict(LAYER_PATTERN="A1 g A1"),
     "negative eigenvalues": dict(GDN_NEG_EIGVAL=1), "checkpointing": dict(ACTIVATION_CHECKPOINTING=1),
     **{f"optimizer {kind}": dict(OPTIMIZER=kind) for kind in ("lion", "adamw", "adamw8bit", "adafactor")},

@@ -25,7 +25,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "train_gpt.py"
 GUIDE = ROOT / "docs" / "runs.md"
 TINY = {
-    "DEVICE": "cpu", "COMPILE": "0", "LAYER_PATTERN": "g s1 g s1", "MODEL_DIM": "32", "NUM_HEADS": "2",
+    "DEVICE": "cpu", "DTYPE": "float32", "COMPILE": "0",
+    "LAYER_PATTERN": "g s1 g s1", "MODEL_DIM": "32", "NUM_HEADS": "2",
     "NUM_KV_HEADS": "1", "ATTN_WINDOW": "16", "TRAIN_SEQ_LEN": "32", "TRAIN_BATCH_TOKENS": "256",
     "HOLDOUT_TOKENS": "2048", "EVAL_STRIDE": "0", "ITERATIONS": "16", "MAX_WALLCLOCK_SECONDS": "0",
     "RESERVE_SECONDS": "0", "TRAIN_LOG_EVERY": "1", "WARMUP_STEPS": "0", "SAVE_EVERY": "4",
