@@ -18,6 +18,7 @@ def timed(operation: str, shape: str, way: str, ms: float, ours: float, **more: 
 OPS = {**ABOUT, "records": [
     timed("GDN, forward", "B1", "gdn", 1.0, 1.0), timed("GDN, forward+backward", "B1", "gdn", 2.345, 1.0),
     timed("GDN, forward+backward", "B1", "lib 5", 9.0, 3.838), timed("GDN, forward+backward", "B2", "gdn", 7.0, 1.0),
+    timed("GDN, a token", "B3", "gdn_step", 0.5, 1.0),
     timed("write", "9 codes", "rANS", 8.0, 1.0, bytes=1000), timed("write", "9 codes", "zstd", 1.0, 0.1, bytes=1025),
     timed("read", "9 codes", "rANS", 6.0, 1.0, bytes=1000), timed("read", "9 codes", "zstd", 3.0, 0.5, bytes=1025),
 ]}
@@ -32,7 +33,7 @@ TRAIN = {**ABOUT, "configs": {
 
 def test_rows_are_ours_and_what_stands_beside_them():
     assert figures.of_ops(OPS) == [
-        ["GDN, forward+backward, B1", "gdn: 2.35 ms", "lib 5 ×3.84"],
+        ["GDN, forward+backward, B1", "gdn: 2.35 ms", "lib 5 ×3.84"], ["GDN, a token, B3", "gdn_step: 0.5 ms", ""],
         ["int6 codes to bytes, 9 codes", "rANS: 1,000 bytes, 8 ms", "zstd +2.5% bytes"],
         ["and back, 9 codes", "rANS: 6 ms", "zstd ×0.50"]]
     assert figures.of_rl(RL) == [
@@ -60,7 +61,7 @@ def test_the_readme_is_written_from_files_that_are_kept(tmp_path, monkeypatch):
                     "| generation, 32 rows, 4 layers x 128 | 10,000 tokens/s | lib 5 5,000 (ours ×2.00) |\n"
                     "| GRPO at its defaults | rollout 800, update 2 tokens/s |  |\n"
                     "| training, `a.env` | 20,000 tokens/s, 100 ms a step | 600 MiB, MFU 25% of 1,500 GFLOP/s |\n\n"
-                    "2 cores of A CPU, torch 2.0. `python tools/bench.py x`, 2026-01-02; `python tools/bench.py x`, "
+                    "×: its time over ours. 2 cores of A CPU, torch 2.0. `python tools/bench.py x`, 2026-01-02; `python tools/bench.py x`, "
                     "2026-01-02.\n<!-- /bench -->\nend\n")
     assert sorted(path.name for path in (tmp_path / "docs" / "lab").iterdir()) == ["bench_rl.json", "bench_train.json"]
     write(monkeypatch)

@@ -17,12 +17,11 @@ KINDS = {"records": "ops", "tokens_per_second": "rl", "configs": "train"}  # the
 
 
 def of_ops(found: dict) -> list[list[str]]:
-    """A row for each operation at its first shape: ours, and each library's time or bytes over ours."""
-    rows, shapes = [], {}
-    for record in found["records"]:
-        shapes.setdefault(record["operation"], record["shape"])
-    for operation, shape in shapes.items():
-        if operation.endswith(", forward"):  # stands in the row with its backward
+    """A row for each operation at its kind's first shape: ours, and each library's time or bytes over ours."""
+    rows, first = [], {}
+    for operation, shape in dict.fromkeys((each["operation"], each["shape"]) for each in found["records"]):
+        kind = "a token" if operation.endswith(", a token") else operation.split(",")[0]
+        if first.setdefault(kind, shape) != shape or operation.endswith(", forward"):  # with its backward, below
             continue
         alike = [each for each in found["records"] if (each["operation"], each["shape"]) == (operation, shape)]
         own, *others = alike
@@ -62,7 +61,7 @@ def table(found: dict[str, dict]) -> str:
     about = [found[kind] for kind in makers if kind in found]
     said = "; ".join(f"`{each['command']}`, {each['date']}" for each in about)
     machine = f"{about[0]['cores']} cores of {about[0]['cpu']}, torch {about[0]['versions']['torch']}"
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + f"\n\n{machine}. {said}."
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + f"\n\n×: its time over ours. {machine}. {said}."
 
 
 def main() -> int:
