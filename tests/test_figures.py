@@ -61,7 +61,8 @@ def test_the_readme_is_written_from_files_that_are_kept(tmp_path, monkeypatch):
                     "| generation, 32 rows, 4 layers x 128 | 10,000 tokens/s | lib 5 5,000 (ours ×2.00) |\n"
                     "| GRPO at its defaults | rollout 800, update 2 tokens/s |  |\n"
                     "| training, `a.env` | 20,000 tokens/s, 100 ms a step | 600 MiB, MFU 25% of 1,500 GFLOP/s |\n\n"
-                    "×: its time over ours. 2 cores of A CPU, torch 2.0. `python tools/bench.py x`, 2026-01-02; `python tools/bench.py x`, "
+                    "×: its time over ours. 2 cores of A CPU, torch 2.0. "
+                    "`python tools/bench.py x`, 2026-01-02; `python tools/bench.py x`, "
                     "2026-01-02.\n<!-- /bench -->\nend\n")
     assert sorted(path.name for path in (tmp_path / "docs" / "lab").iterdir()) == ["bench_rl.json", "bench_train.json"]
     write(monkeypatch)
