@@ -1678,7 +1678,9 @@ class Decoder:
         self.narrow = torch.bfloat16 if ids.is_cuda else self.wide  # of the residual stream and of weights
         self.at = torch.zeros(1, dtype=torch.int64, device=device) if ids.is_cuda else 0  # steps: a graph counts them
         self.logits = network.logits(torch.cat(lasts))[place]  # (R, V), of what comes first
-        self.last = torch.cat([cache["last"][:, 0] for cache in caches])[place]
+        reach = max(1, config.ngram_order - 1)  # of n-grams and pairs; what is not known is -1
+        ends = [F.pad(cache["last"], (reach - cache["last"].size(1), 0), value=-1) for cache in caches]
+        self.last = torch.cat(ends)[place]
         self.position = torch.tensor([len(prompts[number]) for number in order], device=device)[place]
         seen = [(cache["doc"] == cache["doc"][:, -1:])[:, -cache["end"] :] for cache in caches]  # by the next token
         seen = torch.cat([F.pad(part, (length + CONV_TAPS - part.size(1), 0)) for part in seen])[place]
@@ -1758,7 +1760,7 @@ class Decoder:
         if self.steps == self.room:
             self.grow(64 if isinstance(self.at, int) else 512)
         self.steps += 1
-        if not ids.is_cuda:
+        if not ids.is_cuda or self.network.ngrams is not None:  # how many continuations there are differs
             return self.step(ids)
         if self.graph is None:  # this step warms up; the next ones are recorded here, and replayed
             logits, self.ids, self.graph = self.step(ids), ids.clone(), torch.cuda.CUDAGraph()
@@ -1781,7 +1783,8 @@ class Decoder:
             used = used if whole else min(used, self.past[window] + self.at + 1)
             self.views[window] = slot, used, bias[..., :used]
         turn = self.turns[self.position]  # (R, 1, 1, D / 2)
-        x = x0 = self.network.embedded(ids, self.last, self.position)
+        known = torch.cat([self.last, ids[:, None]], dim=1)
+        x = x0 = self.network.embedded(ids, self.last[:, -1], self.position)
         for at, layer in enumerate(self.layers):
             block, half = layer.block, len(self.layers) // 2
             if at >= half and skips:
@@ -1794,11 +1797,12 @@ class Decoder:
             x = torch.addmm(x, MLP.hidden(layer.mlp, self.normed(x, block.mlp_norm))[0], layer.w_down)
             if config.unet_skips and at < half:
                 skips.append(x)
-        self.last.copy_(ids)
+        self.last.copy_(known[:, 1:])
         self.position.add_(1)
         self.at += 1
         logits, cap = torch.mm(self.normed(x, self.network.final_norm), self.head).to(self.wide), config.logit_softcap
-        return cap * torch.tanh(logits / cap) if cap else logits
+        logits = cap * torch.tanh(logits / cap) if cap else logits
+        return logits if self.network.ngrams is None else logits + self.network.ngrams(known)[:, -1]
 
     def attend(self, layer: SimpleNamespace, x: Tensor, turn: Tensor) -> Tensor:
         """Attention up to what w_o reads (R, dim), of x (R, dim)."""
@@ -2228,7 +2232,8 @@ def rewards(model: SimpleNamespace, talks: list[list[tuple[str, str]]]) -> list[
     rows = [[ids[0], *ids[1 + max(0, len(ids) - model.context) :]] for ids in rows]
     for here, ids in padded(model, rows):
         last = model.network.features(ids)[range(len(here)), [len(rows[at]) - 1 for at in here]]
-        found |= zip(here, (last.float() @ model.network.w_value.float()).tolist(), strict=True)
+        values = last[:, : len(model.network.w_value)].float() @ model.network.w_value.float()
+        found |= zip(here, values.tolist(), strict=True)
     return [found[at] for at in range(len(rows))]
 
 
