@@ -118,7 +118,8 @@ class Settings:
     unet_skips: bool = False  # the second half of the layers adds the outputs of the first half, last first
     bigram_vocab_size: int = 0  # rows of a hashed embedding of token pairs; 0: none
     bigram_dim: int = 64  # its width
-    ngram_order: int = 0  # longest n-grams whose counts over the training text the logits begin from; 0: none
+    ngram_order: int = 0  # longest n-grams of the training text whose counts the network is mixed with; 0: none
+    ngram_min_count: int = 2  # those of three tokens and more that are seen less often are left out
     tie_embeddings: bool = True  # the embedding is the output head
     logit_softcap: float = 30.0  # logits = c tanh(z / c); 0: as they are
     gdn_neg_eigval: bool = False  # GDN's beta in (0, 2) instead of (0, 1): negative eigenvalues of the state transition
@@ -156,9 +157,6 @@ class Settings:
     swa_start_frac: float = 0.9  # when it starts
     qat: bool = True  # late quantization-aware training of every tensor that the exporter quantizes
     qat_start_frac: float = 0.85  # when it starts; EMA and SWA start again then
-    # counts of n-grams (NGRAM_ORDER)
-    ngram_min_count: int = 2  # n-grams of three tokens and more that are seen less often are left out
-    ngram_train_frac: float = 0.25  # share of the training text that is trained on, with counts of the rest
     # artifact
     matrix_bits: int = 6  # matrices of the layers: codes up to 2**(bits-1) - 1
     matrix_clip_sigmas: float = 8.0  # the largest code, in root mean squares; 0: the largest weight; -1: least error
@@ -1169,13 +1167,15 @@ class NGrams(nn.Module):
     """Counts of the training text's n-grams as a language model: interpolated Kneser-Ney with three discounts a length
     (Chen and Goodman 1998, section 3): p_n(w | c) = (count - D) / total + left(c) p_(n-1)(w | c less its first token).
 
-    `packed` is the zstd frame of the counts (see ngram_tables) as byte planes; its tables are made at first use.
+    `packed` is the zstd frame of the counts (see ngram_tables) as byte planes, from which tables are made at first use;
+    `trust` the shares that its probabilities get beside a network's, by how many tokens of context they go by.
     """
 
     def __init__(self, config: SimpleNamespace):
         super().__init__()
         self.order, self.vocab_size, self.bos_id = config.ngram_order, config.vocab_size, config.bos_id
         self.register_buffer("packed", torch.zeros(config.ngram_bytes, dtype=torch.int8))
+        self.register_buffer("trust", torch.full((config.ngram_order - 1,), 0.5))
         self.version = -1  # that of `packed` which the tables go by
 
     @staticmethod
@@ -1184,30 +1184,29 @@ class NGrams(nn.Module):
         planes = np.asarray(counts, "<i4").reshape(-1, 1).view(np.uint8).T.tobytes()
         return torch.frombuffer(bytearray(zstandard.ZstdCompressor(level=19).compress(planes)), dtype=torch.int8)
 
-    def use(self, counts: np.ndarray | None) -> None:
-        """Go by `counts` int32 (n,), not by `packed`; None: by that."""
-        if counts is None:
-            planes = zstandard.ZstdDecompressor().decompress(self.packed.cpu().numpy().tobytes())
-            counts = np.ascontiguousarray(np.frombuffer(planes, np.uint8).reshape(4, -1).T).view("<i4")[:, 0]
+    def unpack(self) -> None:
+        """Make the tables: of contexts of one token all (V, V), nine tenths of the work; of longer ones the lists."""
+        planes = zstandard.ZstdDecompressor().decompress(self.packed.cpu().numpy().tobytes())
+        counts = np.ascontiguousarray(np.frombuffer(planes, np.uint8).reshape(4, -1).T).view("<i4")[:, 0]
         counts, size = torch.from_numpy(counts).long().to(self.packed.device), self.vocab_size
         one, (contexts, _, children, left, tokens, weights), *self.tables = ngram_tables(counts, self.order, size)
         alone = (one[3][0] / size).repeat(size).index_add_(0, one[4], one[5])  # (V,)
-        self.pairs = alone.repeat(size, 1)  # (V, V), whole: most of the work
+        self.pairs, self.version = alone.repeat(size, 1), self.packed._version
         self.pairs[contexts] *= left[:-1, None]
-        rows = torch.repeat_interleave(contexts, children[:-1])
-        self.pairs.view(-1).index_add_(0, rows * size + tokens, weights)
-        self.version = self.packed._version
+        self.pairs.view(-1).index_add_(0, torch.repeat_interleave(contexts, children[:-1]) * size + tokens, weights)
 
     @torch.no_grad()
-    def forward(self, ids: Tensor) -> Tensor:
-        """ids (B, T), those of unknown text -1, to log p (B, T, V) of what follows each, float32."""
+    def logps(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Of ids (B, T), those of unknown text -1: log p (B, T, V) of what follows, float32, and how many tokens of
+        context beyond one it goes by (B, T)."""
         if self.version != self.packed._version:
-            self.use(None)
-        context, nodes = ids, []
+            self.unpack()
+        context, nodes, known = ids, [], torch.zeros_like(ids)
         for contexts, *_ in self.tables:
             context = longer_contexts(context, ids, self.vocab_size, self.bos_id)
-            at = torch.searchsorted(contexts, context.flatten()).clamp_(max=len(contexts) - 1)
-            nodes.append(torch.where(contexts[at] == context.flatten(), at, len(contexts)))  # (B * T,)
+            at = torch.searchsorted(contexts, context).clamp_(max=len(contexts) - 1)
+            nodes.append(torch.where(contexts[at] == context, at, len(contexts)).flatten())  # (B * T,)
+            known += contexts[at] == context
         left, sums = torch.ones(ids.numel(), device=ids.device), []  # left for contexts shorter than those done
         for (_, begin, children, rest, tokens, weights), node in zip(self.tables[::-1], nodes[::-1], strict=True):
             count = children[node]
@@ -1218,7 +1217,18 @@ class NGrams(nn.Module):
         p = F.embedding(ids.flatten().clamp(min=0), self.pairs).mul_(left[:, None])
         for places, parts in sums:
             p.view(-1).index_add_(0, places, parts)
-        return p.log_().view(*ids.shape, -1)
+        return p.log_().view(*ids.shape, -1), known
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """The two sides of the mixture (B, T, V + 1): log share p (B, T, V), and log of the network's share."""
+        logps, known = self.logps(ids)
+        share = self.trust.float()[known][..., None]
+        return torch.cat([logps.add_(share.log()), (1 - share).log()], dim=-1)
+
+
+def mixed(logits: Tensor, counted: Tensor) -> Tensor:
+    """Log-probabilities (..., V) of a network's logits (..., V) and what NGrams gives (..., V + 1)."""
+    return torch.logaddexp(logits.log_softmax(-1) + counted[..., -1:], counted[..., :-1].to(logits.dtype))
 
 
 class GPT(nn.Module):
@@ -1270,10 +1280,10 @@ class GPT(nn.Module):
             x = x + linear(F.embedding(pair, self.bigram_embed).to(x.dtype), self.w_bigram)
         return x
 
-    def features(self, ids: Tensor, cache: dict | None = None, prior: Tensor | None = None) -> Tensor:
-        """ids (B, T) to what the head reads (B, T, dim); by a cache, at first {}, calls go on.
+    def features(self, ids: Tensor, cache: dict | None = None) -> Tensor:
+        """ids (B, T) to what the head reads (B, T, dim), with n-grams (B, T, dim + V + 1): theirs follow, in float32.
 
-        With n-grams theirs follow: `prior`, what NGrams gives for ids (a compiled model cannot ask), (B, T, dim + V).
+        By a cache, at first {}, calls go on.
         """
         config, half, kept = self.config, len(self.mixer_of_layer) // 2, {} if cache is None else cache
         # Documents of all L tokens so far, numbered, behind as many BOS as the convolution reaches back.
@@ -1298,22 +1308,19 @@ class GPT(nn.Module):
         kept.update(doc=doc[:, -self.reach :], end=end, last=known[:, -max(1, config.ngram_order - 1) :])
         if self.ngrams is None:
             return self.final_norm(x)
-        prior = self.ngrams(known)[:, -ids.size(1) :] if prior is None else prior
-        return torch.cat([self.final_norm(x).to(prior.dtype), prior], dim=-1)
+        return torch.cat([self.final_norm(x), self.ngrams(known)[:, -ids.size(1) :]], dim=-1)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Of features (..., dim), or with n-grams (..., dim + V): (..., V), float32 at least."""
-        x, prior = x.split([self.config.model_dim, x.size(-1) - self.config.model_dim], dim=-1)
-        x = x if self.ngrams is None else x.to(self.dtype or (torch.bfloat16 if x.is_cuda else x.dtype))
+        """Of features (..., dim): (..., V), float32 at least; with n-grams log-probabilities of the mixture."""
+        x, counted = x.tensor_split([self.config.model_dim], dim=-1)
         logits, cap = linear(x, self.embed if self.head is None else self.head), self.config.logit_softcap
         logits = logits.float() if logits.dtype == torch.bfloat16 else logits
         logits = cap * torch.tanh(logits / cap) if cap else logits
-        return logits if self.ngrams is None else logits + prior
+        return logits if self.ngrams is None else mixed(logits, counted)
 
-    def forward(self, ids: Tensor, targets: Tensor | None = None, cache: dict | None = None,
-                prior: Tensor | None = None) -> Tensor:
-        """ids (B, T) to nats of targets (B, T), 0 for -1, or logits (B, T, V); see `features`."""
-        logits = self.logits(self.features(ids, cache, prior))
+    def forward(self, ids: Tensor, targets: Tensor | None = None, cache: dict | None = None) -> Tensor:
+        """ids (B, T) to nats of targets (B, T), 0 for -1, or logits (B, T, V); with a cache see `features`."""
+        logits = self.logits(self.features(ids, cache))
         if targets is None:
             return logits
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none")
@@ -2536,19 +2543,22 @@ def count_ngrams(tokens: np.ndarray, settings: Settings, tokenizer: Tokenizer) -
     return np.concatenate(parts).astype("<i4")
 
 
-def count_streams(data: SimpleNamespace, settings: Settings) -> list[np.ndarray]:
-    """Counts of all training tokens, and of those that are not trained on: the end of each stream, which is cut off.
-
-    Counts of what is trained on would look better there than they are elsewhere, and be trusted too much.
-    """
-    if (total := sum(map(len, data.streams))) > 1 << 28:
-        raise UserError(f"NGRAM_ORDER={settings.ngram_order}: counts up to {1 << 28} tokens; DATA_PATH has {total}")
-    every = [stream.read(0, len(stream)) for stream in data.streams]
-    for stream in data.streams:
-        stream.length = round(settings.ngram_train_frac * len(stream))
-    rest = [tokens[len(stream) :] for stream, tokens in zip(data.streams, every, strict=True)]
-    with concurrent.futures.ThreadPoolExecutor() as pool:  # numpy sorts outside the interpreter's lock
-        return list(pool.map(lambda part: count_ngrams(np.concatenate(part), settings, data.tokenizer), (every, rest)))
+@torch.no_grad()
+def fit_trust(model: Callable, ngrams: NGrams, tokens: Tensor, seq_len: int, rows: int) -> Tensor:
+    """Shares of the n-grams beside the network `model` (nats of targets) that make tokens (N,) likeliest, in windows
+    of seq_len: by 30 rounds of expectation maximization (Jelinek and Mercer 1980), (order - 1,)."""
+    windows, found = tokens.unfold(0, seq_len + 1, seq_len), []
+    for part in windows[: max(1, len(windows) // rows) * rows].split(rows):
+        ids, targets = part[:, :-1].contiguous(), part[:, 1:].contiguous()
+        logps, known = ngrams.logps(ids)
+        network, counted = -model(ids, targets), logps.gather(-1, targets[..., None])[..., 0]
+        found.append(torch.stack([network, counted, known], dim=-1).flatten(0, 1).double())
+    network, counted, known = torch.cat(found).unbind(1)
+    trust, of = ngrams.trust.double(), known.long()
+    for _ in range(30):
+        share = (counted - network + torch.logit(trust)[of]).sigmoid()
+        trust = (1 + trust.new_zeros(len(trust)).index_add_(0, of, share)) / (2 + of.bincount(minlength=len(trust)))
+    return trust.float()
 
 
 def forward_backward(model: Callable, batches: Batches, step: int) -> Tensor:
@@ -2699,30 +2709,25 @@ def main() -> int:
     config = model_config(settings, tokenizer.vocab_size, tokenizer.bos_id)
     replay = json.loads((Path(settings.replay) / "progress.json").read_bytes())["progress"] if settings.replay else []
     budget = max(0.0, settings.max_wallclock_seconds - settings.reserve_seconds)
-    clock = Clock(settings.iterations, budget, runtime, replay)
-    if settings.ngram_order:
+    clock, ngrams = Clock(settings.iterations, budget, runtime, replay), None
+    if settings.ngram_order:  # they stand beside the network until it is trained
         clock.start()
-        counts, of_rest = count_streams(data, settings)
+        counts = count_ngrams(np.concatenate([part.read(0, len(part)) for part in data.streams]), settings, tokenizer)
         clock.stop()
-        packed = NGrams.pack(counts)
-        config.ngram_bytes = len(packed)
+        counts = NGrams.pack(counts)
+        config.ngram_bytes = len(counts)
+        ngrams = NGrams(config).to(runtime.device)
+        ngrams.packed.copy_(counts)
+    whole, config.ngram_order = SimpleNamespace(**vars(config)), 0
     batches = Batches(data, settings, runtime)
     torch.manual_seed(settings.seed)
     network = GPT(config).to(runtime.device)
-    if settings.ngram_order:
-        network.ngrams.packed.copy_(packed)
-        network.ngrams.use(of_rest)
     network.activation_checkpointing = settings.activation_checkpointing
     narrow = runtime.device.type == "cuda" or torch.cpu._is_amx_tile_supported()  # units that multiply bfloat16
     dtype = settings.dtype if settings.dtype != "auto" else "bfloat16" if narrow else "float32"
     network.dtype = getattr(torch, dtype)
-
-    def runner(network: GPT) -> Callable:
-        run = torch.compile(network, dynamic=False, fullgraph=True, mode=settings.compile_mode)
-        run = run if settings.compile else network
-        return run if network.ngrams is None else lambda ids, targets: run(ids, targets, None, network.ngrams(ids))
-
-    model = runner(network)
+    compiled = functools.partial(torch.compile, dynamic=False, fullgraph=True, mode=settings.compile_mode)
+    model = compiled(network) if settings.compile else network
     optimizers = Optimizers(network, settings, runtime, network.dtype)
     table = quant_table(settings)
     memory = {"ema": settings.ema_memory_frac, "swa": None}
@@ -2730,7 +2735,7 @@ def main() -> int:
     widened = SimpleNamespace(state_dict=lambda: table, load_state_dict=table.update)
     parts = dict(network=network, optimizers=optimizers, plan=plan, clock=clock, table=widened, **averages)
     run = Run(settings, runtime, parts, {
-        **vars(config), "manifest_sha256": data.manifest_sha256, "data_shares": data.shares,
+        **vars(whole), "manifest_sha256": data.manifest_sha256, "data_shares": data.shares,
         **{name: getattr(settings, name) for name in ("seed", "train_batch_tokens", "holdout_tokens", "optimizer")}})
     checkpoint, folder, log = run.open(), run.folder, run.log
     code = len(Path(__file__).read_bytes()) + (len(Path(settings.config).read_bytes()) if settings.config else 0)
@@ -2759,7 +2764,8 @@ def main() -> int:
                               seq_len=settings.train_seq_len, stride=settings.train_seq_len, batch=batches.micro_rows)
     rest = {"settings": vars(config), "tokenizer_sha256": tokenizer.sha256,
             "meta": {"seed": settings.seed, "tokenizer": tokenizer.file}}
-    exporter = Exporter(network, table, settings.artifact_bytes_max - code,
+    counted = 0 if ngrams is None else whole.ngram_bytes + 512
+    exporter = Exporter(network, table, settings.artifact_bytes_max - code - counted,
                         functools.partial(score, model, tokens=data.held_out), runtime, log, rest)
 
     def report(loss: float) -> None:
@@ -2847,8 +2853,6 @@ def main() -> int:
         replace_file(folder / "progress.json", json.dumps(kept).encode())
 
     clock.start()
-    if network.ngrams is not None:
-        network.ngrams.use(None)  # all of the training text, from here on
     params, scores = [param.detach() for param in network.parameters()], {}
     values = {"raw": params, **{name: average.values for name, average in averages.items() if average.count}}
     for name in values:
@@ -2862,6 +2866,11 @@ def main() -> int:
         exporter.fit_table()
     steps = range(run.step + run.skipped, run.step + run.skipped + settings.gptq_calibration_batches)
     coded = exporter.codes(ids for step in steps for ids, _ in batches.micro_batches(step))
+    if ngrams is not None:
+        held_out = torch.from_numpy(data.held_out).to(runtime.device)
+        with decoded(exporter.tensors, coded):
+            ngrams.trust.copy_(fit_trust(model, ngrams, held_out, settings.train_seq_len, batches.micro_rows))
+        log("n-grams: " + " ".join(f"{share:.4f}" for share in ngrams.trust.tolist()) + " of the mixture, by context")
     clock.stop()
     log(plan.describe(ended=True))
     log(f"clock: {clock.elapsed():.1f} s to train and choose, MAX_WALLCLOCK_SECONDS={settings.max_wallclock_seconds}")
@@ -2872,16 +2881,18 @@ def main() -> int:
 
     artifact = folder / "model.upar"
     if runtime.rank == 0:
-        packed, sizes = pack_artifact(network.state_dict(), coded, **rest)
+        tensors = {**network.state_dict(), **(ngrams.state_dict(prefix="ngrams.") if ngrams is not None else {})}
+        packed, sizes = pack_artifact(tensors, coded, **{**rest, "settings": vars(whole)})
         replace_file(artifact, packed)
     runtime.agree("")  # rank 0 has written it
     total = code + artifact.stat().st_size
     network.dtype = None  # scores do not depend on which units a CPU has
-    before = evaluate(score, model, network, settings, log, "before quantization")
+    before = evaluate(score, model, network, settings, log, "before quantization")  # and without counts
     header, tensors, _ = read_artifact(artifact)  # from here on the network that the file holds, by that file alone
     packed = GPT(SimpleNamespace(**header["settings"])).to(runtime.device)
     packed.load_state_dict(tensors)
-    final = evaluate(score, runner(packed), packed, settings, log, "from the artifact", data.val_sources)
+    run_packed = compiled(packed) if settings.compile and ngrams is None else packed  # counts are not for a compiler
+    final = evaluate(score, run_packed, packed, settings, log, "from the artifact", data.val_sources)
     assert final["val_bytes"] == data.val_bytes, f"{final['val_bytes']} validation bytes scored of {data.val_bytes}"
 
     faults = [f"phase {name} was enabled and never fired" for name, phase in plan.phases.items() if not phase.steps]
