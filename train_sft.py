@@ -2745,8 +2745,7 @@ POLICY = dict(norm="rms", mlp_mult=3.0, attn_window=1 << 20, bio_events="off", b
               bigram_vocab_size=0, bigram_dim=0, tie_embeddings=True, tied_embed_init_std=0.02, logit_softcap=30.0,
               gdn_neg_eigval=False)
 MUON = dict(muon_momentum=0.95, muon_momentum_warmup_start=0.95, muon_momentum_warmup_frac=0.0,
-            muon_momentum_warmup_steps=0, muon_backend_steps=5, muon_coefficients="quintic", muon_row_normalize=False,
-            cautious_wd=False)
+            muon_momentum_warmup_steps=0, muon_backend_steps=5)
 
 
 def start_policy(settings: Settings, runtime: Runtime) -> tuple[GPT, Tokenizer, str]:
