@@ -322,8 +322,7 @@ CHOICES = {
     "recurrence": dict(LAYER_PATTERN="A1 g A1"),
     "negative eigenvalues": dict(GDN_NEG_EIGVAL=1), "checkpointing": dict(ACTIVATION_CHECKPOINTING=1),
     **{f"optimizer {kind}": dict(OPTIMIZER=kind) for kind in ("lion", "adamw", "adamw8bit", "adafactor")},
-    "polar express": dict(MUON_COEFFICIENTS="polar_express"), "rows": dict(MUON_ROW_NORMALIZE=1),
-    "cautious": dict(CAUTIOUS_WD=1), "clip": dict(GRAD_CLIP_NORM=0.5),
+    "clip": dict(GRAD_CLIP_NORM=0.5),
     **{f"schedule {kind}": dict(LR_SCHEDULE=kind) for kind in ("cosine", "wsd", "constant")},
     "stateful": dict(EVAL_STATEFUL=1), "raw": dict(EMA=0, SWA=0, QAT=0),
 }

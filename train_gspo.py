@@ -162,15 +162,15 @@ class UserError(Exception):
 # What another script of ours, Parameter Golf or nanoGPT reads (regular expressions): an error for one that does not.
 FOREIGN_NAMES = tuple("""
     ACTIVATION_CHECKPOINTING ADAM_.* ALWAYS_SAVE_CHECKPOINT ARCH_MODE ARTIFACT ARTIFACT_BYTES_MAX ATTN_.* BACKEND
-    BATCH_SIZE BETA BETA1 BETA2 BIAS BIGRAM_.* BIO_.* BLOCK_SIZE CAUTIOUS_WD CENTERING COMPILE COMPILE_MODE COMPRESSOR
+    BATCH_SIZE BETA BETA1 BETA2 BIAS BIGRAM_.* BIO_.* BLOCK_SIZE CENTERING COMPILE COMPILE_MODE COMPRESSOR
     CRITIC CRITIC_LR DATASET DATA_DIR DATA_PATH DECAY_LR DELTA_.* DEMONSTRATIONS DETERMINISTIC DEVICE DISTILL_.* DROPOUT
     DRY_RUN DTYPE DYNAMIC_ROUNDS EMA EMA_.* EMBED_.* ENABLE_LOOPING_AT EPOCHS EVAL_.* GAE_LAMBDA GAMMA GATED_.*
     GDN_NEG_EIGVAL GPTQ_.* GRADIENT_ACCUMULATION_STEPS GRAD_.* GROUP_SIZE HANG_SECONDS HEAD_LR HOLDOUT_TOKENS IMPORTANCE
     INIT_FROM ITERATIONS KD_.* KEEP KL_.* LABEL_SMOOTHING LATE_QAT LATE_QAT_.* LAYER_PATTERN LAYOUT LEARNING_RATE
     LEFT_CLIP_RANGE LN_SCALE LOGIT_SOFTCAP LOG_INTERVAL LOOP_.* LORA_.* LR_.* MARGIN MATRIX_.* MAX_ITERS MAX_NEW_TOKENS
-    MAX_WALLCLOCK_SECONDS MICRO_BATCH_TOKENS MINI_BATCHES MIN_LR MLP MLP_.* MODE MODEL_DIM MTP_NUM_HEADS MUON_.* NORM
-    NUM_HEADS NUM_KV_HEADS NUM_LAYERS NUM_LOOPS NUM_SAMPLES N_EMBD N_HEAD N_LAYER OBJECTIVE OPTIMIZER OUT_DIR
-    OVERLONG_BUFFER PAIRS_PER_STEP PARALLEL_RESIDUAL POSITIONS PROFILE PROMPT PROMPTS_PER_STEP QAT QAT_.* QK_.*
+    MAX_WALLCLOCK_SECONDS MICRO_BATCH_TOKENS MINI_BATCHES MIN_LR MLP MLP_.* MODE MODEL_DIM MTP_NUM_HEADS MUON_.*
+    NGRAM_.* NORM NUM_HEADS NUM_KV_HEADS NUM_LAYERS NUM_LOOPS NUM_SAMPLES N_EMBD N_HEAD N_LAYER OBJECTIVE OPTIMIZER
+    OUT_DIR OVERLONG_BUFFER PAIRS_PER_STEP PARALLEL_RESIDUAL POSITIONS PROFILE PROMPT PROMPTS_PER_STEP QAT QAT_.* QK_.*
     RATIO_LIMIT REDUCTION REFERENCE REPLAY RESERVE_SECONDS RESIDUAL_MIX RESUME REWARD REWARD_.* RIGHT_CLIP_RANGE ROPE_.*
     RUN_ID SAVE_EVERY SCALAR_LR SCALE_REWARDS SCORE.* SEED SFT_.* SLIDING_WINDOW_ENABLED SMEAR_.* SPIKE_.* SWA SWA_.*
     SYSTEM TASK TASK_PATH TEACHER TEMPERATURE TIED_.* TIE_EMBEDDINGS TOKENIZER_PATH TOP_[KP] TRACKER TRAIN_.* TTT_.*
@@ -188,14 +188,14 @@ RANGES = (
     ("bigram_vocab_size", 0, 1 << 24), ("vocab_size", 0, 1 << 20), (".*_clip_sigmas", -1.0, 1e6),
     ("pairs_per_step|train_pairs|demonstrations", 1, 1 << 24), ("top_p", 1e-9, 1.0), ("temperature", 0.0, 100.0),
     ("keep|attn_window|max_new_tokens|prompts_per_step|group_size|mini_batches|epochs|eval_.*s", 1, 1 << 20),
-    ("train_seq_len", 2, 1 << 20), ("train_batch_tokens", 2, 1 << 31), ("train_log_every", 1, 1 << 31),
+    ("ngram_min_count|train_log_every", 1, 1 << 31), ("train_seq_len", 2, 1 << 20), ("train_batch_tokens", 2, 1 << 31),
     ("artifact_bytes_max", 1, 1 << 40),
 )
 CHOICES = {name: tuple(words.split()) for name, words in dict(
     lr_schedule="linear cosine wsd constant", device="auto cpu cuda", dtype="auto bfloat16 float32",
     compile_mode="default reduce-overhead max-autotune", mlp="relu2 leaky_relu2 gelu swiglu bio",
     optimizer="muon lion adamw adamw8bit adafactor", arch_mode="D gdn gdn_kv hybrid baseline llama",
-    muon_coefficients="quintic polar_express", spike_policy="stop skip rewind", bio_events="off soft hard",
+    spike_policy="stop skip rewind", bio_events="off soft hard",
     matrix_step="tensor row grid", embed_step="tensor row grid", delta_step="tensor row group",
     objective="dpo ipo cdpo robust reward", tracker="none tensorboard wandb", positions="rope learned none",
     reduction="sequence dapo bnpo dr_grpo", scale_rewards="group batch none", reference="start base",
@@ -1124,36 +1124,23 @@ OPTIMIZER_PRESETS: dict[str, dict] = {  # below CONFIG and environment; from 60 
     **dict.fromkeys(("adamw", "adamw8bit"), dict(matrix_lr=0.003, tied_embed_lr=0.01)),
     "adafactor": dict(matrix_lr=0.1, tied_embed_lr=0.4, head_lr=0.1),  # shares of a tensor's RMS
 }
-MUON_COEFFICIENTS = {  # (divisor of the norm, coefficients (a, b, c) of each step; further steps take the last)
-    "quintic": (1.0, [(3.4445, -4.7750, 2.0315)]),  # kellerjordan.github.io/posts/muon
-    "polar_express": (1.02, [(8.156554524902461, -22.48329292557795, 15.878769915207462),  # arXiv 2505.16932
-                             (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-                             (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-                             (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-                             (2.3465413258596377, -1.7097828382687081, 0.42323551169305323)]),
-}
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # kellerjordan.github.io/posts/muon
 
 
-def orthogonalize(G: Tensor, steps: int, coefficients: str = "quintic", dtype: torch.dtype | None = None) -> Tensor:
+def orthogonalize(G: Tensor, steps: int, dtype: torch.dtype | None = None) -> Tensor:
     """Each matrix of G (N, R, C) with its singular values pushed to about 1, by Newton-Schulz steps in `dtype`.
 
     None: bfloat16 on CUDA, else that of G, which is also what comes back.
     """
-    margin, triples = MUON_COEFFICIENTS[coefficients]
+    a, b, c = NEWTON_SCHULZ
     tall = G.size(1) > G.size(2)
     X = (G.mT if tall else G).to(dtype or (torch.bfloat16 if G.is_cuda else G.dtype))
-    X = X / (X.norm(dim=(1, 2), keepdim=True) * margin + 1e-7)
-    for a, b, c in triples[:steps] + triples[-1:] * (steps - len(triples)):
+    X = X / (X.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    for _ in range(steps):
         A = X @ X.mT
         B = torch.baddbmm(A, A, A, beta=b, alpha=c)  # b A + c A A
         X = torch.baddbmm(X, B, X, beta=a)  # a X + B X
     return (X.mT if tall else X).to(G.dtype).contiguous()  # NCCL gathers nothing else
-
-
-def descend(weight: Tensor, update: Tensor, lr: Tensor, decay: Tensor, cautious: bool) -> None:
-    """weight = (1 - decay) weight - lr update; cautious (arXiv 2510.12402): decay where the update shrinks it too."""
-    decay = decay * (update * weight >= 0) if cautious else decay
-    weight.mul_(1 - decay).sub_(lr * update)
 
 
 class Muon(torch.optim.Optimizer):
@@ -1174,7 +1161,7 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, bad: Tensor) -> None:
         """One update; where `bad` (0-d bool, on the device) is true, weights and state stay, in all classes here."""
-        group, s, runtime = self.param_groups[0], self.settings, self.runtime
+        group, runtime = self.param_groups[0], self.runtime
         momentum, lr = group["momentum"], torch.where(bad, 0.0, group["lr"])
         for param in group["params"]:
             state = self.state[param]
@@ -1185,15 +1172,13 @@ class Muon(torch.optim.Optimizer):
             update = group["params"][0].new_zeros(share, rows, cols)
             for at, (param, span) in enumerate(pieces[runtime.rank * share :][:share]):
                 torch.lerp(param.grad[span], self.state[param]["momentum_buffer"][span], momentum, out=update[at])
-            update = F.normalize(update, dim=2, eps=1e-7) if s.muon_row_normalize else update  # MuonEq-R
-            update = torch.where(bad, 0.0, update)
-            update = orthogonalize(update, s.muon_backend_steps, s.muon_coefficients, self.dtype)
+            update = orthogonalize(torch.where(bad, 0.0, update), self.settings.muon_backend_steps, self.dtype)
             if runtime.distributed:
                 own, update = update, update.new_empty(share * runtime.world_size, rows, cols)
                 getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(update, own)  # renamed after torch 2.11
             scale = lr * max(1.0, rows / cols) ** 0.5
             for at, (param, span) in enumerate(pieces):
-                descend(param[span], update[at], scale, lr * group["weight_decay"], group["cautious"])
+                param[span].mul_(1 - lr * group["weight_decay"]).sub_(scale * update[at])
 
 
 class Lion(torch.optim.Optimizer):
@@ -1207,7 +1192,7 @@ class Lion(torch.optim.Optimizer):
                 state = self.state[param]
                 buffer = state["momentum_buffer"] if state else torch.zeros_like(param)
                 grad = torch.where(bad, buffer, param.grad)  # leaves the buffer as it is
-                descend(param, buffer.lerp(grad, 1 - beta1).sign_(), lr, lr * group["weight_decay"], group["cautious"])
+                param.mul_(1 - lr * group["weight_decay"]).sub_(lr * buffer.lerp(grad, 1 - beta1).sign_())
                 state["momentum_buffer"] = buffer.lerp_(grad, 1 - beta2)
 
 
@@ -1233,7 +1218,7 @@ class AdamW8bit(torch.optim.Optimizer):
                 root = root.square().lerp(grad.square(), 1 - beta2).sqrt()
                 update = m / (1 - beta1**updates) / (root / (1 - beta2**updates).sqrt() + group["eps"])
                 update = torch.where(bad, 0.0, update).flatten()[:size].view_as(param)
-                descend(param, update, lr, lr * group["weight_decay"], group["cautious"])
+                param.mul_(1 - lr * group["weight_decay"]).sub_(lr * update)
                 ratio = torch.where(root > 0, m / root, 0.0)
                 scales = torch.stack([ratio.abs().amax(1, keepdim=True) / 127, root.amax(1, keepdim=True)])
                 level = (16 * torch.log2(scales[1] / root)).clamp(max=255) - 128
@@ -1256,8 +1241,7 @@ class Optimizers:
         for param, name in self.names.items():
             kind = kinds.get(name.rsplit(".", 1)[-1], tensor_class(name, param))
             lr, decay = rates[kind]
-            group = dict(params=[], lr=torch.tensor(lr, device=runtime.device), base_lr=lr, weight_decay=decay,
-                         cautious=settings.cautious_wd)
+            group = dict(params=[], lr=torch.tensor(lr, device=runtime.device), base_lr=lr, weight_decay=decay)
             groups = own if kind in owned and param.numel() >= least else rest
             groups.setdefault(kind, group)["params"].append(param)
         adam = dict(betas=(settings.beta1, settings.beta2), eps=settings.adam_eps)
@@ -2699,8 +2683,7 @@ POLICY = dict(norm="rms", mlp_mult=3.0, attn_window=1 << 20, bio_events="off", b
               bigram_vocab_size=0, bigram_dim=0, tie_embeddings=True, tied_embed_init_std=0.02, logit_softcap=30.0,
               gdn_neg_eigval=False)
 MUON = dict(muon_momentum=0.95, muon_momentum_warmup_start=0.95, muon_momentum_warmup_frac=0.0,
-            muon_momentum_warmup_steps=0, muon_backend_steps=5, muon_coefficients="quintic", muon_row_normalize=False,
-            cautious_wd=False)
+            muon_momentum_warmup_steps=0, muon_backend_steps=5)
 
 
 def start_policy(settings: Settings, runtime: Runtime) -> tuple[GPT, Tokenizer, str]:
