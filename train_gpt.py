@@ -775,8 +775,6 @@ def model_config(settings, vocab_size: int, bos_id: int) -> SimpleNamespace:
         (settings.bio_events != "off" and settings.mlp != "bio", f"BIO_EVENTS={settings.bio_events!r}: needs MLP=bio"),
         (settings.ngram_order == 1 or vocab_size**settings.ngram_order >= 1 << 63,
          f"NGRAM_ORDER={settings.ngram_order}: must be 0 or from 2 to {int(63 / math.log2(vocab_size + 1))}"),
-        (settings.ngram_order and vocab_size > 1 << 14,
-         f"NGRAM_ORDER={settings.ngram_order}: with {vocab_size} tokens must be 0, with up to 16384 it need not"),
         (getattr(settings, "eval_stateful", 0) and settings.positions == "learned",
          "EVAL_STATEFUL=1: POSITIONS='learned' ends at TRAIN_SEQ_LEN, documents do not; it must be 0"),
     ):
@@ -1138,34 +1136,13 @@ def longer_contexts(contexts: Tensor, ids: Tensor, vocab_size: int, bos_id: int)
     return torch.where((ids == bos_id) | (before < 0), -1, before * vocab_size + ids)
 
 
-def ngram_tables(counts: Tensor, order: int, vocab_size: int) -> list[tuple[Tensor, ...]]:
-    """Of each n-gram length: contexts (L,), packed and sorted; for these and any other one (L + 1,) the place of the
-    first continuation and their number; what is left (L + 1,) for shorter contexts; the continuations' tokens, weights.
-
-    counts (int64), length by length: of each context how many continuations are kept and how often the others were
-    seen; of each kept one its token, less that of the one before, and its count; discounts of 1, 2 and more in 1e-6.
-    """
-    tables, contexts = [], counts.new_zeros(1)
-    for _ in range(order):
-        (children, lost), counts = counts[: 2 * len(contexts)].view(2, -1), counts[2 * len(contexts) :]
-        sizes = [kept := int(children.sum()), kept, 3]
-        steps, count, discounts, counts = counts.split([*sizes, len(counts) - sum(sizes)])
-        begin, parent = children.cumsum(0) - children, torch.repeat_interleave(children)
-        tokens = steps.cumsum(0)
-        tokens -= (tokens - steps)[begin[parent]]
-        weights = (count - 1e-6 * discounts[count.clamp(max=3) - 1]) / lost.index_add(0, parent, count)[parent]
-        left = 1.0 - weights.new_zeros(len(contexts) + 1).index_add_(0, parent, weights)
-        tables.append((contexts, F.pad(begin, (0, 1)), F.pad(children, (0, 1)), left, tokens, weights))
-        contexts = contexts[parent] * vocab_size + tokens
-    return tables
-
-
 class NGrams(nn.Module):
     """Counts of the training text's n-grams as a language model: interpolated Kneser-Ney with three discounts a length
     (Chen and Goodman 1998, section 3): p_n(w | c) = (count - D) / total + left(c) p_(n-1)(w | c less its first token).
 
-    `packed` is the zstd frame of the counts (see ngram_tables) as byte planes, from which tables are made at first use;
-    `trust` the shares that its probabilities get beside a network's, by how many tokens of context they go by.
+    `packed` is a zstd frame of byte planes, int32, length by length: of each context how many continuations are kept
+    and how often the others were seen; of each kept one its token and its count; discounts of 1, 2 and more in 1e-6.
+    `trust`: the shares of its probabilities beside the network's, by how many tokens of context beyond one are known.
     """
 
     def __init__(self, config: SimpleNamespace):
@@ -1175,57 +1152,59 @@ class NGrams(nn.Module):
         self.register_buffer("trust", torch.full((config.ngram_order - 1,), 0.5))
         self.version = -1  # that of `packed` which the tables go by
 
-    @staticmethod
-    def pack(counts: np.ndarray) -> Tensor:
-        """`packed` of counts int32 (n,)."""
-        planes = np.asarray(counts, "<i4").reshape(-1, 1).view(np.uint8).T.tobytes()
-        return torch.frombuffer(bytearray(zstandard.ZstdCompressor(level=19).compress(planes)), dtype=torch.int8)
-
     def unpack(self) -> None:
-        """Make the tables: of contexts of one token all (V, V), nine tenths of the work; of longer ones the lists."""
-        planes = zstandard.ZstdDecompressor().decompress(self.packed.cpu().numpy().tobytes())
-        counts = np.ascontiguousarray(np.frombuffer(planes, np.uint8).reshape(4, -1).T).view("<i4")[:, 0]
-        counts, size = torch.from_numpy(counts).long().to(self.packed.device), self.vocab_size
-        one, (contexts, _, children, left, tokens, weights), *self.tables = ngram_tables(counts, self.order, size)
-        alone = (one[3][0] / size).repeat(size).index_add_(0, one[4], one[5])  # (V,)
-        self.pairs, self.version = alone.repeat(size, 1), self.packed._version
-        self.pairs[contexts] *= left[:-1, None]
-        self.pairs.view(-1).index_add_(0, torch.repeat_interleave(contexts, children[:-1]) * size + tokens, weights)
+        """The tables of each length: sorted contexts (L,); for these and any other (L + 1,) the place of the first
+        continuation, their number, what is left for shorter contexts; the continuations' tokens and weights."""
+        planes = np.frombuffer(zstandard.ZstdDecompressor().decompress(self.packed.cpu().numpy().tobytes()), np.uint8)
+        counts = torch.from_numpy(np.ascontiguousarray(planes.reshape(4, -1).T).view("<i4")[:, 0])
+        counts, self.tables, self.version = counts.to(self.packed.device).long(), [], self.packed._version
+        contexts = counts.new_zeros(1)
+        for _ in range(self.order):
+            children, lost, counts = counts.split([len(contexts), len(contexts), len(counts) - 2 * len(contexts)])
+            kept = int(children.sum())
+            tokens, count, discounts, counts = counts.split([kept, kept, 3, len(counts) - 2 * kept - 3])
+            parent = torch.repeat_interleave(children)
+            less, total = discounts[count.clamp(max=3) - 1], 1_000_000 * lost.index_add(0, parent, count)
+            weights = (1_000_000 * count - less) / total[parent]
+            left = (1_000_000 * lost).index_add(0, parent, less) / total  # as 1 - sum of weights it would lose digits
+            left = F.pad(left.masked_fill(children == 0, 1.0), (0, 1), value=1.0)
+            first, number = F.pad(children.cumsum(0) - children, (0, 1)), F.pad(children, (0, 1))
+            self.tables.append((contexts, first, number, left, tokens, weights))
+            contexts = contexts[parent] * self.vocab_size + tokens
 
     @torch.no_grad()
     def logps(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Of ids (B, T), those of unknown text -1: log p (B, T, V) of what follows, float32, and how many tokens of
-        context beyond one it goes by (B, T)."""
+        context beyond one are known (B, T)."""
         if self.version != self.packed._version:
             self.unpack()
-        context, nodes, known = ids, [], torch.zeros_like(ids)
-        for contexts, *_ in self.tables:
-            context = longer_contexts(context, ids, self.vocab_size, self.bos_id)
-            at = torch.searchsorted(contexts, context).clamp_(max=len(contexts) - 1)
-            nodes.append(torch.where(contexts[at] == context, at, len(contexts)).flatten())  # (B * T,)
-            known += contexts[at] == context
-        left, sums = torch.ones(ids.numel(), device=ids.device), []  # left for contexts shorter than those done
-        for (_, begin, children, rest, tokens, weights), node in zip(self.tables[::-1], nodes[::-1], strict=True):
-            count = children[node]
+        (*_, left, tokens, weights), size = self.tables[0], self.vocab_size
+        alone = (left[0] / size).repeat(size).index_add_(0, tokens, weights)  # (V,)
+        context, nodes, sums = ids, [], []
+        for contexts, *_ in self.tables[1:]:
+            at = torch.searchsorted(contexts, context)
+            nodes.append(torch.where(F.pad(contexts, (0, 1), value=-2)[at] == context, at, len(contexts)).flatten())
+            context = longer_contexts(context, ids, size, self.bos_id)
+        known = sum((node < len(table[0])).long() for node, table in zip(nodes[1:], self.tables[2:], strict=True))
+        left = torch.ones(ids.numel(), device=ids.device)  # for contexts shorter than those done
+        for (_, first, number, rest, tokens, weights), node in zip(self.tables[:0:-1], nodes[::-1], strict=True):
+            count = number[node]
             row = torch.repeat_interleave(count)
-            own = torch.arange(len(row), device=ids.device) + (begin[node] - count.cumsum(0) + count)[row]
-            sums.append((row * self.vocab_size + tokens[own], weights[own] * left[row]))
+            at = torch.arange(len(row), device=ids.device)
+            at += (first[node] - count.cumsum(0) + count).index_select(0, row)  # half the time of [row]
+            parts = weights.index_select(0, at).mul_(left.index_select(0, row))
+            sums.append((tokens.index_select(0, at).add_(row, alpha=size), parts))
             left = left * rest[node]
-        p = F.embedding(ids.flatten().clamp(min=0), self.pairs).mul_(left[:, None])
+        p = alone * left[:, None]
         for places, parts in sums:
             p.view(-1).index_add_(0, places, parts)
-        return p.log_().view(*ids.shape, -1), known
+        return p.log_().view(*ids.shape, -1), (torch.zeros_like(left).long() + known).view_as(ids)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """The two sides of the mixture (B, T, V + 1): log share p (B, T, V), and log of the network's share."""
+        """The sides of the mixture (B, T, V + 1): log of share times p (B, T, V), and log of the network's share."""
         logps, known = self.logps(ids)
         share = self.trust.float()[known][..., None]
         return torch.cat([logps.add_(share.log()), (1 - share).log()], dim=-1)
-
-
-def mixed(logits: Tensor, counted: Tensor) -> Tensor:
-    """Log-probabilities (..., V) of a network's logits (..., V) and what NGrams gives (..., V + 1)."""
-    return torch.logaddexp(logits.log_softmax(-1) + counted[..., -1:], counted[..., :-1].to(logits.dtype))
 
 
 class GPT(nn.Module):
@@ -1313,7 +1292,12 @@ class GPT(nn.Module):
         logits, cap = linear(x, self.embed if self.head is None else self.head), self.config.logit_softcap
         logits = logits.float() if logits.dtype == torch.bfloat16 else logits
         logits = cap * torch.tanh(logits / cap) if cap else logits
-        return logits if self.ngrams is None else mixed(logits, counted)
+        return logits if self.ngrams is None else self.mixed(logits, counted)
+
+    @staticmethod
+    def mixed(logits: Tensor, counted: Tensor) -> Tensor:
+        """Log-probabilities (..., V) by a network's logits (..., V) and what NGrams gives (..., V + 1)."""
+        return torch.logaddexp(logits.log_softmax(-1) + counted[..., -1:], counted[..., :-1].to(logits.dtype))
 
     def forward(self, ids: Tensor, targets: Tensor | None = None, cache: dict | None = None) -> Tensor:
         """ids (B, T) to nats of targets (B, T), 0 for -1, or logits (B, T, V); with a cache see `features`."""
@@ -2065,7 +2049,7 @@ def read_artifact(path: str | Path, max_weights: int = 1 << 30) -> tuple[dict, d
             if len(own):
                 coded[name] = values.view(shape[0], -1), own, bits
                 values = dequantize(*coded[name][:2])
-            tensors[name] = values.float().reshape(shape)
+            tensors[name] = (values if values.dtype == torch.int8 else values.float()).reshape(shape)
         what = "digest"
         require(intact, "every part unpacks as it was written")
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
@@ -2491,54 +2475,50 @@ class Run(Kept):
 
 # -------------------------------------------------------------------------------------------------------------- main
 def count_ngrams(tokens: np.ndarray, settings: Settings, tokenizer: Tokenizer) -> np.ndarray:
-    """What ngram_tables takes, int32 (n,), of int64 tokens (N,); NGRAM_MIN_COUNT does not hold for one and two tokens.
+    """What NGrams keeps packed, int32 (n,), of int64 tokens (N,).
 
     Kneser-Ney's counts: how often the longest n-grams were seen, and after how many tokens the shorter ones were (where
     a document begins, after none, how often). Discounts by how many n-grams have a count of 1 to 4, as in section 3.4.
     """
     ids, size, seen = torch.from_numpy(tokens), tokenizer.vocab_size, [np.unique(tokens, return_counts=True)]
-    context = ids
+    context, parts, contexts = ids, [], np.zeros(1, np.int64)
     for _ in range(1, settings.ngram_order):
         known = context[:-1].numpy()
         seen.append(np.unique((known * size + tokens[1:])[known >= 0], return_counts=True))
         context = longer_contexts(context, ids, size, tokenizer.bos_id)
-    parts, contexts = [], np.zeros(1, np.int64)
     for length, (grams, times) in enumerate(seen, 1):
         count = times.copy()
         if length < len(seen):
             shorter, before = np.unique(seen[length][0] % size**length, return_counts=True)
             count[np.searchsorted(grams, shorter)] = before
-        kinds = np.maximum(1, np.bincount(np.minimum(count, 5), minlength=6)[1:5])
-        order = np.arange(1, 4)
+        kinds, order = np.maximum(1, np.bincount(np.minimum(count, 5), minlength=6)[1:5]), np.arange(1, 4)
         share = kinds[0] / (kinds[0] + 2 * kinds[1])
-        discounts = np.clip(order - (order + 1) * share * kinds[1:] / kinds[:3], 0, order)
+        discounts = np.clip(order - (order + 1) * share * kinds[1:] / kinds[:3], 0.1, order)  # something is left
         parent = np.minimum(np.searchsorted(contexts, grams // size), len(contexts) - 1)
-        own = contexts[parent] == grams // size if length > 1 else np.full(len(grams), True)
+        own = contexts[parent] == grams // size  # else they continue what was left out
         kept = own & (times >= (settings.ngram_min_count if length > 2 else 1))
         children = np.bincount(parent[kept], minlength=len(contexts))
-        lost = np.bincount(parent[own & ~kept], count[own & ~kept], minlength=len(contexts)) * (children > 0)
-        last = grams[kept] % size
-        steps = last - np.where(np.diff(parent[kept], prepend=-1) > 0, 0, np.append(0, last[:-1]))
-        parts += [children, lost, steps, count[kept], np.rint(1e6 * discounts)]
+        lost = np.bincount(parent[own & ~kept], count[own & ~kept], len(contexts)) * (children > 0)
+        parts += [children, lost, grams[kept] % size, count[kept], np.rint(1e6 * discounts)]
         contexts = grams[kept]
     return np.concatenate(parts).astype("<i4")
 
 
 @torch.no_grad()
 def fit_trust(model: Callable, ngrams: NGrams, tokens: Tensor, seq_len: int, rows: int) -> Tensor:
-    """Shares of the n-grams beside the network `model` (nats of targets) that make tokens (N,) likeliest, in windows
-    of seq_len: by 30 rounds of expectation maximization (Jelinek and Mercer 1980), (order - 1,)."""
-    windows, found = tokens.unfold(0, seq_len + 1, seq_len), []
+    """NGrams.trust that makes tokens (N,) likeliest in windows of seq_len beside the network `model` (nats of targets):
+    by 30 rounds of expectation maximization (Jelinek and Mercer 1980), from a half and half."""
+    found, windows = [], tokens.unfold(0, seq_len + 1, seq_len)
     for part in windows[: max(1, len(windows) // rows) * rows].split(rows):
         ids, targets = part[:, :-1].contiguous(), part[:, 1:].contiguous()
         logps, known = ngrams.logps(ids)
-        network, counted = -model(ids, targets), logps.gather(-1, targets[..., None])[..., 0]
-        found.append(torch.stack([network, counted, known], dim=-1).flatten(0, 1).double())
-    network, counted, known = torch.cat(found).unbind(1)
+        ahead = logps.gather(-1, targets[..., None])[..., 0] + model(ids, targets)
+        found.append(torch.stack([ahead, known]).flatten(1))
+    ahead, known = torch.cat(found, dim=1).double()
     trust, of = ngrams.trust.double(), known.long()
     for _ in range(30):
-        share = (counted - network + torch.logit(trust)[of]).sigmoid()
-        trust = (1 + trust.new_zeros(len(trust)).index_add_(0, of, share)) / (2 + of.bincount(minlength=len(trust)))
+        share = (ahead + torch.logit(trust)[of]).sigmoid()
+        trust = (1 + torch.zeros_like(trust).index_add_(0, of, share)) / (2 + of.bincount(minlength=len(trust)))
     return trust.float()
 
 
@@ -2695,10 +2675,10 @@ def main() -> int:
         clock.start()
         counts = count_ngrams(np.concatenate([part.read(0, len(part)) for part in data.streams]), settings, tokenizer)
         clock.stop()
-        counts = NGrams.pack(counts)
-        config.ngram_bytes = len(counts)
+        packed = zstandard.ZstdCompressor(level=19).compress(counts[:, None].view(np.uint8).T.tobytes())
+        config.ngram_bytes = len(packed)
         ngrams = NGrams(config).to(runtime.device)
-        ngrams.packed.copy_(counts)
+        ngrams.packed.copy_(torch.frombuffer(bytearray(packed), dtype=torch.int8))
     whole, config.ngram_order = SimpleNamespace(**vars(config)), 0
     batches = Batches(data, settings, runtime)
     torch.manual_seed(settings.seed)
