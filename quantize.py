@@ -1823,7 +1823,9 @@ def score_tokens(model: Callable, tokens: np.ndarray, tokenizer: Tokenizer, runt
 
 
 # ----------------------------------------------------------------------------------------------------------- weights
-SHAPE = ("vocab_size", "bos_id", "layers", "norms", *MODEL_SETTINGS)  # what rebuilds a network, in the exporter's order
+# What rebuilds a network, in the exporter's order.
+SHAPE = ("vocab_size", "bos_id", "layers", "norms", "ngram_bytes", *MODEL_SETTINGS)
+NEWER = {"ngram_order": 0, "ngram_bytes": 0}  # older files do not say
 QUANT_SETTINGS = tuple(f"{word}_{part}" for word in ("matrix", "embed") for part in QUANTIZER)
 
 
@@ -1841,11 +1843,13 @@ def read_checkpoint(folder: Path, average: str) -> SimpleNamespace:
         meta, tensors = json.loads((folder / "meta.json").read_bytes()), load("model.pt")
         if "header" in meta:  # of `unpack` or `apply`
             return SimpleNamespace(path=folder, tensors=tensors, coded=load("coded.pt"), run={}, table={}, **meta)
-        shape, run = {name: meta["identity"][name] for name in SHAPE}, {**meta["settings"], "steps": meta["step"]}
+        known, run = NEWER | meta["identity"], {**meta["settings"], "steps": meta["step"]}
+        shape = {name: known[name] for name in SHAPE}
         training = load("training.pt")
-        if average != "raw":  # a network's state is its parameters, in their order
+        if average != "raw":  # a network's state is its parameters, in their order, and counts
             require(training[average]["count"] > 0, "none had been collected when it was saved")
-            tensors = dict(zip(tensors, training[average]["values"], strict=True))
+            names = [name for name, w in tensors.items() if w.is_floating_point()]
+            tensors = tensors | dict(zip(names, training[average]["values"], strict=True))
         table = {kind: {**own} for kind, own in training.get("table", {}).items()}
     except (LookupError, RuntimeError, TypeError, ValueError, pickle.UnpicklingError) as error:
         raise UserError(f"{folder}: no checkpoint with {average} weights: {str(error).splitlines()[0]}") from None
@@ -1944,7 +1948,7 @@ def rebuild(source: SimpleNamespace) -> GPT:
     """The network that these settings and weights are. ArtifactError where they do not fit, or it gives no logits."""
     try:
         with torch.device("meta"):  # takes no memory
-            network = GPT(SimpleNamespace(**source.shape))
+            network = GPT(SimpleNamespace(**NEWER | source.shape))
         network.load_state_dict(source.tensors, assign=True)
         with torch.no_grad():
             require(network(torch.tensor([[network.config.bos_id]])).isfinite().all(), "its logits are not finite")
@@ -2264,7 +2268,7 @@ def apply(args: argparse.Namespace) -> None:
 
 # What LlamaForCausalLM of transformers is, and its names of a layer's tensors in the order of `export`.
 LLAMA = dict(mlp="swiglu", positions="rope", rope_dims=0, qk_norm=False, residual_mix=False, unet_skips=False,
-             bigram_vocab_size=0, logit_softcap=0.0)
+             bigram_vocab_size=0, ngram_order=0, logit_softcap=0.0)
 LLAMA_LAYER = ("self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj mlp.gate_proj mlp.up_proj "
                "mlp.down_proj input_layernorm post_attention_layernorm").split()
 
@@ -2272,10 +2276,11 @@ LLAMA_LAYER = ("self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_p
 def export(args: argparse.Namespace) -> None:
     """model.safetensors and config.json, which transformers loads as LlamaForCausalLM; other layouts are refused."""
     source = read_weights(args.model, args.weights)
-    net, shape = rebuild(source), SimpleNamespace(**source.shape)
+    net = rebuild(source)
+    shape = net.config
     count, kv_rows = len(shape.layers.split()), shape.num_kv_heads * shape.model_dim // shape.num_heads
     right = {"layers": " ".join("a" * count), "norms": " ".join(["rms_weight"] * count), **LLAMA}
-    if odd := [f"{name}={source.shape[name]!r}" for name, value in right.items() if source.shape[name] != value]:
+    if odd := [f"{name}={own!r}" for name, value in right.items() if (own := getattr(shape, name)) != value]:
         raise UserError(f"{source.path}: transformers' LlamaForCausalLM has no {', '.join(odd)}")
     try:
         from safetensors.torch import save

@@ -2003,7 +2003,8 @@ def load_model(name: str, path: str, tokenizer_path: str = "") -> tuple["GPT", T
             raise UserError(f"{name}={path!r}: neither model.upar nor a whole checkpoint; {'; '.join(faults)}")
         file, meta = found, json.loads((found / "meta.json").read_bytes())
         whole = meta.get("identity") or meta["shape"]  # of a run, or of what quantize.py unpacked
-        shape = {key: whole[key] for key in ("vocab_size", "bos_id", "layers", "norms", *MODEL_SETTINGS)}
+        names = "vocab_size", "bos_id", "layers", "norms", "ngram_bytes", *MODEL_SETTINGS
+        shape = {key: whole[key] for key in names if key in whole}
         tensors = torch.load(file / "model.pt", map_location="cpu", weights_only=True)
         beside = [one for kind in ("tokenizer.model", "*.tiktoken") for one in file.parent.glob(kind)]
         sha256 = load_tokenizer(beside[0]).sha256 if beside else None
@@ -2022,6 +2023,7 @@ def load_model(name: str, path: str, tokenizer_path: str = "") -> tuple["GPT", T
     if (sha256 or tokenizer.sha256) != tokenizer.sha256 or tokenizer.vocab_size != shape["vocab_size"]:
         raise UserError(f"TOKENIZER_PATH={tokenizer_path!r}: {tokenizer.file} with {tokenizer.vocab_size} tokens "
                         f"is not the one of {file}, which has {shape['vocab_size']}")
+    shape = {"ngram_order": 0, "ngram_bytes": 0, **shape}  # older files do not say
     network, adapter = GPT(SimpleNamespace(**shape)), [key for key in tensors if key.endswith(".lora_a")]
     if adapter:
         names = [re.escape(key.replace("parametrizations.", "").removesuffix(".0.lora_a")) for key in adapter]
@@ -2804,8 +2806,8 @@ def mean_interval(values: Tensor) -> list[float]:
 # What sections ask of settings that this script leaves alone: the small policy's shape; Muon.
 POLICY = dict(norm="rms", mlp_mult=3.0, attn_window=1 << 20, bio_events="off", bio_threshold=0.3, positions="rope",
               rope_base=10000.0, rope_dims=0, qk_norm=True, qk_gain_init=4.0, residual_mix=True, unet_skips=False,
-              bigram_vocab_size=0, bigram_dim=0, tie_embeddings=True, tied_embed_init_std=0.02, logit_softcap=30.0,
-              gdn_neg_eigval=False)
+              bigram_vocab_size=0, bigram_dim=0, ngram_order=0, tie_embeddings=True, tied_embed_init_std=0.02,
+              logit_softcap=30.0, gdn_neg_eigval=False)
 MUON = dict(muon_momentum=0.95, muon_momentum_warmup_start=0.95, muon_momentum_warmup_frac=0.0,
             muon_momentum_warmup_steps=0, muon_backend_steps=5, muon_coefficients="quintic", muon_row_normalize=False,
             cautious_wd=False)
