@@ -1737,7 +1737,7 @@ def read_delta(path: str | Path, base: dict[str, Tensor],
         for name, w in bar(base.items()):
             if tensor_class(name, w) != "matrix":
                 array = take(delta_dtype(name, own["keep_bits"]), w.numel())
-                tensors[name], kept = torch.from_numpy(array).float().view(w.shape), kept + array.nbytes
+                tensors[name], kept = torch.from_numpy(array).to(w.dtype).view(w.shape), kept + array.nbytes
                 continue
             if own["method"] == "bitdelta":
                 codes = unpack_signs(torch.from_numpy(take("|u1", -(-w.numel() // 8))), w.numel())
@@ -1952,7 +1952,8 @@ def rebuild(source: SimpleNamespace) -> GPT:
         network.load_state_dict(source.tensors, assign=True)
         with torch.no_grad():
             require(network(torch.tensor([[network.config.bos_id]])).isfinite().all(), "its logits are not finite")
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
+            zstandard.ZstdError) as error:
         raise ArtifactError(f"{source.path}: its settings rebuild no model: {' '.join(str(error).split())}") from None
     return network
 
@@ -2054,6 +2055,8 @@ def distances(a: SimpleNamespace, b: SimpleNamespace, base: SimpleNamespace | No
     match_tensors(a, b)
     sums = {key: np.zeros(6) for key in ("matrix", "embedding", "control", "all")}
     for name, w in progress(a.tensors.items(), "distances"):
+        if not w.is_floating_point():  # counts
+            continue
         zero = base.tensors[name].double() if base else 0.0
         x, y = ((each.double() - zero).flatten().numpy() for each in (w, b.tensors[name]))
         error, most = y - x, np.abs(y - x).max(initial=0)
@@ -2080,7 +2083,7 @@ def judge_codes(source: SimpleNamespace, model: SimpleNamespace, settings: Setti
         require((kind in table) == (name in source.coded), f"{what}: its coding is not that of class {kind}")
         if kind not in table:
             dtype = torch.float32 if name.endswith(FLOAT32_CONTROLS) else torch.float16
-            require(torch.equal(w.to(dtype).float(), stored), f"{what}: is not that of {model.path} as {dtype}")
+            require(torch.equal(w.to(dtype).to(w.dtype), stored), f"{what}: is not that of {model.path} as {dtype}")
             continue
         (codes, scales, bits), own = source.coded[name], table[kind]
         usual, steps = quantize(w, **own)[1].float(), scales.float()[:, None]
