@@ -2523,7 +2523,7 @@ def count_ngrams(tokens: np.ndarray, settings: Settings, tokenizer: Tokenizer) -
         kinds = np.maximum(1, np.bincount(np.minimum(count, 5), minlength=6)[1:5])
         order = np.arange(1, 4)
         share = kinds[0] / (kinds[0] + 2 * kinds[1])
-        discounts = np.clip(order - (order + 1) * share * kinds[1:] / kinds[:3], 0, order)
+        discounts = np.clip(order - (order + 1) * share * kinds[1:] / kinds[:3], 0.1, order)  # something is left
         parent = np.minimum(np.searchsorted(contexts, grams // size), len(contexts) - 1)
         own = contexts[parent] == grams // size if length > 1 else np.full(len(grams), True)
         kept = own & (times >= (settings.ngram_min_count if length > 2 else 1))
