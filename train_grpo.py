@@ -964,8 +964,10 @@ def ngram_tables(counts: Tensor, order: int, vocab_size: int) -> list[tuple[Tens
         begin, parent = children.cumsum(0) - children, torch.repeat_interleave(children)
         tokens = steps.cumsum(0)
         tokens -= (tokens - steps)[begin[parent]]
-        weights = (count - 1e-6 * discounts[count.clamp(max=3) - 1]) / lost.index_add(0, parent, count)[parent]
-        left = 1.0 - weights.new_zeros(len(contexts) + 1).index_add_(0, parent, weights)
+        less, total = discounts[count.clamp(max=3) - 1], 1_000_000 * lost.index_add(0, parent, count)
+        weights = (1_000_000 * count - less) / total[parent]
+        left = (1_000_000 * lost).index_add(0, parent, less) / total  # as 1 - sum of weights it would lose digits
+        left = F.pad(left.masked_fill(children == 0, 1.0), (0, 1), value=1.0)
         tables.append((contexts, F.pad(begin, (0, 1)), F.pad(children, (0, 1)), left, tokens, weights))
         contexts = contexts[parent] * vocab_size + tokens
     return tables
