@@ -1185,8 +1185,8 @@ class NGrams(nn.Module):
         context, nodes = ids, []
         for contexts, *_ in self.tables:
             context = longer_contexts(context, ids, self.vocab_size, self.bos_id)
-            at = torch.searchsorted(contexts, context.flatten()).clamp_(max=len(contexts) - 1)
-            nodes.append(torch.where(contexts[at] == context.flatten(), at, len(contexts)))  # (B * T,)
+            at, context_of = torch.searchsorted(contexts, context.flatten()), F.pad(contexts, (0, 1), value=-2)
+            nodes.append(torch.where(context_of[at] == context.flatten(), at, len(contexts)))  # (B * T,)
         left, sums = torch.ones(ids.numel(), device=ids.device), []  # left for contexts shorter than those done
         for (_, begin, children, rest, tokens, weights), node in zip(self.tables[::-1], nodes[::-1], strict=True):
             count = children[node]
