@@ -1029,7 +1029,7 @@ class NGrams(nn.Module):
         super().__init__()
         self.order, self.vocab_size, self.bos_id = config.ngram_order, config.vocab_size, config.bos_id
         self.register_buffer("packed", torch.zeros(config.ngram_bytes, dtype=torch.int8))
-        self.version = -1  # that of `packed` which the tables go by
+        self.version = -1  # that of `packed` which the tables go by; None: they do not
 
     @staticmethod
     def pack(counts: np.ndarray) -> Tensor:
@@ -1038,7 +1038,8 @@ class NGrams(nn.Module):
         return torch.frombuffer(bytearray(zstandard.ZstdCompressor(level=19).compress(planes)), dtype=torch.int8)
 
     def use(self, counts: np.ndarray | None) -> None:
-        """Go by `counts` int32 (n,), not by `packed`; None: by that."""
+        """Go by `counts` int32 (n,), whatever is loaded, not by `packed`; None: by that."""
+        self.version = self.packed._version if counts is None else None
         if counts is None:
             planes = zstandard.ZstdDecompressor().decompress(self.packed.cpu().numpy().tobytes())
             counts = np.ascontiguousarray(np.frombuffer(planes, np.uint8).reshape(4, -1).T).view("<i4")[:, 0]
@@ -1049,12 +1050,11 @@ class NGrams(nn.Module):
         self.pairs[contexts] *= left[:-1, None]
         rows = torch.repeat_interleave(contexts, children[:-1])
         self.pairs.view(-1).index_add_(0, rows * size + tokens, weights)
-        self.version = self.packed._version
 
     @torch.no_grad()
     def forward(self, ids: Tensor) -> Tensor:
         """ids (B, T), those of unknown text -1, to log p (B, T, V) of what follows each, float32."""
-        if self.version != self.packed._version:
+        if self.version not in (None, self.packed._version):
             self.use(None)
         context, nodes = ids, []
         for contexts, *_ in self.tables:
