@@ -1111,7 +1111,7 @@ class GPT(nn.Module):
         if self.ngrams is None:
             return self.final_norm(x)
         prior = self.ngrams(known)[:, -ids.size(1) :] if prior is None else prior
-        return torch.cat([self.final_norm(x).to(prior.dtype), prior], dim=-1)
+        return torch.cat([self.final_norm(x), prior], dim=-1)  # float32 at least
 
     def logits(self, x: Tensor) -> Tensor:
         """Of features (..., dim), or with n-grams (..., dim + V): (..., V), float32 at least."""
