@@ -2079,7 +2079,7 @@ def read_artifact(path: str | Path, max_weights: int = 1 << 30) -> tuple[dict, d
             if len(own):
                 coded[name] = values.view(shape[0], -1), own, bits
                 values = dequantize(*coded[name][:2])
-            tensors[name] = values.float().reshape(shape)
+            tensors[name] = (values if values.dtype == torch.int8 else values.float()).reshape(shape)
         what = "digest"
         require(intact, "every part unpacks as it was written")
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
