@@ -1991,6 +1991,8 @@ def distill(base: SimpleNamespace, tuned: SimpleNamespace, settings: Settings) -
     device, teacher = runtime.device, rebuild(tuned).to(runtime.device)
     held, codes, units, ratios = {}, {}, {}, {}
     for name, w in tuned.tensors.items():
+        if not w.is_floating_point():  # counts, the teacher's
+            continue
         if tensor_class(name, w) == "matrix":
             signs, own = BitDeltaQuantizer(group).quantize(w, base.tensors[name])
             codes[name], units[name] = unpack_signs(signs, w.numel()).to(device), own.mean().to(device)
