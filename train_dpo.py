@@ -171,7 +171,8 @@ FOREIGN_NAMES = tuple("""
 
 # (regular expression of field names, smallest, largest), the first match counts; where none matches: >= 0.
 RANGES = (
-    ("ema_memory_frac", 1e-6, 1.0), (".*_frac|lr_floor|bio_threshold|gamma|gae_lambda|kd_alpha|kd_beta", 0.0, 1.0),
+    ("ema_memory_frac", 1e-6, 1.0), ("ngram_order", 0, 63), ("ngram_train_frac", 0.01, 0.99),
+    (".*_frac|lr_floor|bio_threshold|gamma|gae_lambda|kd_alpha|kd_beta", 0.0, 1.0),
     ("adam_eps", 1e-20, 1.0), ("label_smoothing", 0.0, 0.499), ("kd_temperature", 0.01, 1000.0),
     ("beta.|muon_momentum|muon_momentum_warmup_start", 0.0, 0.9999), ("tied_embed_init_std", 1e-6, 10.0),
     ("muon_backend_steps", 1, 20), ("delta_bits", 1, 8), ("delta_group", -1, 1 << 20), ("delta_.*_bits", 16, 32),
@@ -728,7 +729,7 @@ NORMS = ("rms", "rms_weight", "layer")
 # The settings that shape the network: they rebuild it from an artifact, with vocab_size, bos_id, layers and norms.
 MODEL_SETTINGS = tuple("""
     train_seq_len model_dim num_heads num_kv_heads attn_window mlp mlp_mult bio_events bio_threshold positions rope_base
-    rope_dims qk_norm qk_gain_init residual_mix unet_skips bigram_vocab_size bigram_dim tie_embeddings
+    rope_dims qk_norm qk_gain_init residual_mix unet_skips bigram_vocab_size bigram_dim ngram_order tie_embeddings
     tied_embed_init_std logit_softcap gdn_neg_eigval
 """.split())
 
@@ -753,6 +754,10 @@ def model_config(settings, vocab_size: int, bos_id: int) -> SimpleNamespace:
         (odd, f"{pattern}: {odd} is not g, k, s or a with an optional number; capitals need one"),
         ("k" in settings.layer_pattern.lower().split("g")[0], f"{pattern}: no g before 'k' whose keys it could take"),
         (settings.bio_events != "off" and settings.mlp != "bio", f"BIO_EVENTS={settings.bio_events!r}: needs MLP=bio"),
+        (settings.ngram_order == 1 or vocab_size**settings.ngram_order >= 1 << 63,
+         f"NGRAM_ORDER={settings.ngram_order}: must be 0 or from 2 to {int(63 / math.log2(vocab_size + 1))}"),
+        (settings.ngram_order and vocab_size > 1 << 14,
+         f"NGRAM_ORDER={settings.ngram_order}: with {vocab_size} tokens must be 0, with up to 16384 it need not"),
         (getattr(settings, "eval_stateful", 0) and settings.positions == "learned",
          "EVAL_STATEFUL=1: POSITIONS='learned' ends at TRAIN_SEQ_LEN, documents do not; it must be 0"),
     ):
@@ -760,7 +765,7 @@ def model_config(settings, vocab_size: int, bos_id: int) -> SimpleNamespace:
             raise UserError(said)
     count = settings.num_layers or len(words)
     layers, norms = (" ".join((each * count)[:count]) for each in (words, norms))
-    return SimpleNamespace(vocab_size=vocab_size, bos_id=bos_id, layers=layers, norms=norms,
+    return SimpleNamespace(vocab_size=vocab_size, bos_id=bos_id, layers=layers, norms=norms, ngram_bytes=0,
                            **{name: getattr(settings, name) for name in MODEL_SETTINGS})
 
 
@@ -1108,6 +1113,92 @@ class Block(nn.Module):
         return x + scaled(self.mlp(self.mlp_norm(x)), self.mlp_scale)
 
 
+def longer_contexts(contexts: Tensor, ids: Tensor, vocab_size: int, bos_id: int) -> Tensor:
+    """The n tokens up to each position, packed (..., T), made n + 1; -1 if they are not of one row and document."""
+    before = F.pad(contexts[..., :-1], (1, 0), value=-1)
+    return torch.where((ids == bos_id) | (before < 0), -1, before * vocab_size + ids)
+
+
+def ngram_tables(counts: Tensor, order: int, vocab_size: int) -> list[tuple[Tensor, ...]]:
+    """Of each n-gram length: contexts (L,), packed and sorted; for these and any other one (L + 1,) the place of the
+    first continuation and their number; what is left (L + 1,) for shorter contexts; the continuations' tokens, weights.
+
+    counts (int64), length by length: of each context how many continuations are kept and how often the others were
+    seen; of each kept one its token, less that of the one before, and its count; discounts of 1, 2 and more in 1e-6.
+    """
+    tables, contexts = [], counts.new_zeros(1)
+    for _ in range(order):
+        (children, lost), counts = counts[: 2 * len(contexts)].view(2, -1), counts[2 * len(contexts) :]
+        sizes = [kept := int(children.sum()), kept, 3]
+        steps, count, discounts, counts = counts.split([*sizes, len(counts) - sum(sizes)])
+        begin, parent = children.cumsum(0) - children, torch.repeat_interleave(children)
+        tokens = steps.cumsum(0)
+        tokens -= (tokens - steps)[begin[parent]]
+        less, total = discounts[count.clamp(max=3) - 1], 1_000_000 * lost.index_add(0, parent, count)
+        weights = (1_000_000 * count - less) / total[parent]
+        left = (1_000_000 * lost).index_add(0, parent, less) / total  # as 1 - sum of weights it would lose digits
+        left = F.pad(left.masked_fill(children == 0, 1.0), (0, 1), value=1.0)
+        tables.append((contexts, F.pad(begin, (0, 1)), F.pad(children, (0, 1)), left, tokens, weights))
+        contexts = contexts[parent] * vocab_size + tokens
+    return tables
+
+
+class NGrams(nn.Module):
+    """Counts of the training text's n-grams as a language model: interpolated Kneser-Ney with three discounts a length
+    (Chen and Goodman 1998, section 3): p_n(w | c) = (count - D) / total + left(c) p_(n-1)(w | c less its first token).
+
+    `packed` is the zstd frame of the counts (see ngram_tables) as byte planes; its tables are made at first use.
+    """
+
+    def __init__(self, config: SimpleNamespace):
+        super().__init__()
+        self.order, self.vocab_size, self.bos_id = config.ngram_order, config.vocab_size, config.bos_id
+        self.register_buffer("packed", torch.zeros(config.ngram_bytes, dtype=torch.int8))
+        self.version = -1  # that of `packed` which the tables go by; None: they do not
+
+    @staticmethod
+    def pack(counts: np.ndarray) -> Tensor:
+        """`packed` of counts int32 (n,)."""
+        planes = np.asarray(counts, "<i4").reshape(-1, 1).view(np.uint8).T.tobytes()
+        return torch.frombuffer(bytearray(zstandard.ZstdCompressor(level=19).compress(planes)), dtype=torch.int8)
+
+    def use(self, counts: np.ndarray | None) -> None:
+        """Go by `counts` int32 (n,), whatever is loaded, not by `packed`; None: by that."""
+        self.version = self.packed._version if counts is None else None
+        if counts is None:
+            planes = zstandard.ZstdDecompressor().decompress(self.packed.cpu().numpy().tobytes())
+            counts = np.ascontiguousarray(np.frombuffer(planes, np.uint8).reshape(4, -1).T).view("<i4")[:, 0]
+        counts, size = torch.from_numpy(counts).long().to(self.packed.device), self.vocab_size
+        one, (contexts, _, children, left, tokens, weights), *self.tables = ngram_tables(counts, self.order, size)
+        alone = (one[3][0] / size).repeat(size).index_add_(0, one[4], one[5])  # (V,)
+        self.pairs = alone.repeat(size, 1)  # (V, V), whole: most of the work
+        self.pairs[contexts] *= left[:-1, None]
+        rows = torch.repeat_interleave(contexts, children[:-1])
+        self.pairs.view(-1).index_add_(0, rows * size + tokens, weights)
+
+    @torch.no_grad()
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids (B, T), those of unknown text -1, to log p (B, T, V) of what follows each, float32."""
+        if self.version not in (None, self.packed._version):
+            self.use(None)
+        context, nodes = ids, []
+        for contexts, *_ in self.tables:
+            context = longer_contexts(context, ids, self.vocab_size, self.bos_id)
+            at, context_of = torch.searchsorted(contexts, context.flatten()), F.pad(contexts, (0, 1), value=-2)
+            nodes.append(torch.where(context_of[at] == context.flatten(), at, len(contexts)))  # (B * T,)
+        left, sums = torch.ones(ids.numel(), device=ids.device), []  # left for contexts shorter than those done
+        for (_, begin, children, rest, tokens, weights), node in zip(self.tables[::-1], nodes[::-1], strict=True):
+            count = children[node]
+            row = torch.repeat_interleave(count)
+            own = torch.arange(len(row), device=ids.device) + (begin[node] - count.cumsum(0) + count)[row]
+            sums.append((row * self.vocab_size + tokens[own], weights[own] * left[row]))
+            left = left * rest[node]
+        p = F.embedding(ids.flatten().clamp(min=0), self.pairs).mul_(left[:, None])
+        for places, parts in sums:
+            p.view(-1).index_add_(0, places, parts)
+        return p.log_().view(*ids.shape, -1)
+
+
 class GPT(nn.Module):
     """The language model: embedding, layers by pattern, head with a soft cap."""
 
@@ -1124,6 +1215,7 @@ class GPT(nn.Module):
         if config.bigram_vocab_size:
             self.bigram_embed = matrix((config.bigram_vocab_size,), config.bigram_dim, 0.1)
             self.w_bigram = nn.Parameter(torch.zeros(dim, config.bigram_dim))
+        self.ngrams = NGrams(config) if config.ngram_order else None
         if config.unet_skips:
             self.skip = nn.Parameter(torch.ones(len(words) // 2, dim))
         # layers that share a mixer, or a block, have one name; caches are per layer, never shared
@@ -1156,8 +1248,11 @@ class GPT(nn.Module):
             x = x + linear(F.embedding(pair, self.bigram_embed).to(x.dtype), self.w_bigram)
         return x
 
-    def features(self, ids: Tensor, cache: dict | None = None) -> Tensor:
-        """ids (B, T) to what the head reads (B, T, dim); by a cache, at first {}, calls go on."""
+    def features(self, ids: Tensor, cache: dict | None = None, prior: Tensor | None = None) -> Tensor:
+        """ids (B, T) to what the head reads (B, T, dim); by a cache, at first {}, calls go on.
+
+        With n-grams theirs follow: `prior`, what NGrams gives for ids (a compiled model cannot ask), (B, T, dim + V).
+        """
         config, half, kept = self.config, len(self.mixer_of_layer) // 2, {} if cache is None else cache
         # Documents of all L tokens so far, numbered, behind as many BOS as the convolution reaches back.
         before = kept.get("doc", torch.arange(1, CONV_TAPS, device=ids.device).expand(len(ids), -1))
@@ -1166,8 +1261,8 @@ class GPT(nn.Module):
         positions = torch.arange(end - ids.size(1), end, device=ids.device)
         if config.positions == "learned" and end > config.train_seq_len:
             raise UserError(f"POSITIONS='learned': {end} tokens in a text, TRAIN_SEQ_LEN={config.train_seq_len}")
-        last = kept.get("last", torch.full_like(ids[:, :1], config.bos_id))
-        x = self.embedded(ids, torch.cat([last, ids[:, :-1]], dim=1), positions)
+        known = torch.cat([kept.get("last", ids[:, :0]), ids], dim=1)
+        x = self.embedded(ids, F.pad(known, (1, 0), value=config.bos_id)[:, -1 - ids.size(1) : -1], positions)
         cos, sin = turns(positions, config.rope_base, self.rope_dims)
         x0, skips, recompute = x, [], self.activation_checkpointing and torch.is_grad_enabled()
         for layer, (block, mixer) in enumerate(zip(self.block_of_layer, self.mixer_of_layer, strict=True)):
@@ -1178,18 +1273,25 @@ class GPT(nn.Module):
             x = checkpoint(*run, use_reentrant=False) if recompute else run[0](*run[1:])
             if config.unet_skips and layer < half:
                 skips.append(x)
-        kept.update(doc=doc[:, -self.reach :], end=end, last=ids[:, -1:])
-        return self.final_norm(x)
+        kept.update(doc=doc[:, -self.reach :], end=end, last=known[:, -max(1, config.ngram_order - 1) :])
+        if self.ngrams is None:
+            return self.final_norm(x)
+        prior = self.ngrams(known)[:, -ids.size(1) :] if prior is None else prior
+        return torch.cat([self.final_norm(x), prior], dim=-1)  # float32 at least
 
     def logits(self, x: Tensor) -> Tensor:
-        """Of features (..., dim): (..., V), float32 at least."""
+        """Of features (..., dim), or with n-grams (..., dim + V): (..., V), float32 at least."""
+        x, prior = x.split([self.config.model_dim, x.size(-1) - self.config.model_dim], dim=-1)
+        x = x if self.ngrams is None else x.to(self.dtype or (torch.bfloat16 if x.is_cuda else x.dtype))
         logits, cap = linear(x, self.embed if self.head is None else self.head), self.config.logit_softcap
         logits = logits.float() if logits.dtype == torch.bfloat16 else logits
-        return cap * torch.tanh(logits / cap) if cap else logits
+        logits = cap * torch.tanh(logits / cap) if cap else logits
+        return logits if self.ngrams is None else logits + prior
 
-    def forward(self, ids: Tensor, targets: Tensor | None = None, cache: dict | None = None) -> Tensor:
-        """ids (B, T) to nats of targets (B, T), 0 for -1, or logits (B, T, V); with a cache see `features`."""
-        logits = self.logits(self.features(ids, cache))
+    def forward(self, ids: Tensor, targets: Tensor | None = None, cache: dict | None = None,
+                prior: Tensor | None = None) -> Tensor:
+        """ids (B, T) to nats of targets (B, T), 0 for -1, or logits (B, T, V); see `features`."""
+        logits = self.logits(self.features(ids, cache, prior))
         if targets is None:
             return logits
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none")
@@ -1645,9 +1747,12 @@ QuantTable, QUANTIZER = dict[str, dict], ("bits", "clip_sigmas", "step")
 def tensor_class(name: str, tensor: Tensor) -> str:
     """How the artifact stores a tensor, by the last part of its dotted name: as "matrix", "embedding" or "control".
 
+    What is int8 is "counts", of n-grams.
     "w_*" is a matrix; "*embed*", "head" and "ab" (GDN's decay and step size) are embeddings; all else is control, few
     weights that scale whole channels, and so is what has, seen as (shape[0], the rest), under 16 rows or columns.
     """
+    if not tensor.is_floating_point():
+        return "counts"
     rows, last = tensor.shape[0] if tensor.ndim > 1 else 0, name.removesuffix(".original").rsplit(".", 1)[-1]
     if rows < 16 or tensor.numel() < 16 * rows:
         return "control"
@@ -1929,10 +2034,11 @@ def pack_artifact(tensors: dict[str, Tensor], coded: dict[str, tuple[Tensor, Ten
     parts, streams, scales = [], [], [np.empty(0, np.float16)]
     for name, tensor in tensors.items():
         dtype = torch.float32 if name.endswith(FLOAT32_CONTROLS) else torch.float16
+        dtype = dtype if tensor.is_floating_point() else torch.int8  # bytes of counts
         codes, values, bits = coded.get(name) or (None, tensor.detach().to(dtype), 8 * dtype.itemsize)
-        if not (tensor.is_floating_point() and torch.isfinite(values).all()):
+        if tensor.dtype not in (torch.int8, torch.float32, torch.float64) or not torch.isfinite(values).all():
             most = f"{tensor.dtype} up to {tensor.abs().max():.3g}"
-            raise ValueError(f"tensor {name}: {most}; must be floating, finite as {dtype}")
+            raise ValueError(f"tensor {name}: {most}; must be floating, finite as {dtype}, or int8")
         values = values.cpu().numpy()
         array = values if codes is None else codes.cpu().reshape(tensor.shape).numpy()
         parts.append(pack_array({"name": name, "class": tensor_class(name, tensor), "bits": bits,
@@ -2018,12 +2124,12 @@ def read_artifact(path: str | Path, max_weights: int = 1 << 30) -> tuple[dict, d
             name, shape, bits = record["name"], record["shape"], record["bits"]
             what = f"tensor {name!r}"
             require(len(own) in (0, 1, *shape[:1]), f"{len(own)} scales")
-            dtype = "|i1" if len(own) else {16: "<f2", 32: "<f4"}[bits]
+            dtype = "|i1" if len(own) else {8: "|i1", 16: "<f2", 32: "<f4"}[bits]
             values = torch.from_numpy(arrays.pop(name) if name in arrays else unpack_array(record, area, dtype))
             if len(own):
                 coded[name] = values.view(shape[0], -1), own, bits
                 values = dequantize(*coded[name][:2])
-            tensors[name] = values.float().reshape(shape)
+            tensors[name] = (values if values.dtype == torch.int8 else values.float()).reshape(shape)
         what = "digest"
         require(intact, "every part unpacks as it was written")
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
@@ -2049,7 +2155,8 @@ def load_model(name: str, path: str, tokenizer_path: str = "") -> tuple["GPT", T
             raise UserError(f"{name}={path!r}: neither model.upar nor a whole checkpoint; {'; '.join(faults)}")
         file, meta = found, json.loads((found / "meta.json").read_bytes())
         whole = meta.get("identity") or meta["shape"]  # of a run, or of what quantize.py unpacked
-        shape = {key: whole[key] for key in ("vocab_size", "bos_id", "layers", "norms", *MODEL_SETTINGS)}
+        names = "vocab_size", "bos_id", "layers", "norms", "ngram_bytes", *MODEL_SETTINGS
+        shape = {key: whole[key] for key in names if key in whole}
         tensors = torch.load(file / "model.pt", map_location="cpu", weights_only=True)
         beside = [one for kind in ("tokenizer.model", "*.tiktoken") for one in file.parent.glob(kind)]
         sha256 = load_tokenizer(beside[0]).sha256 if beside else None
@@ -2068,6 +2175,7 @@ def load_model(name: str, path: str, tokenizer_path: str = "") -> tuple["GPT", T
     if (sha256 or tokenizer.sha256) != tokenizer.sha256 or tokenizer.vocab_size != shape["vocab_size"]:
         raise UserError(f"TOKENIZER_PATH={tokenizer_path!r}: {tokenizer.file} with {tokenizer.vocab_size} tokens "
                         f"is not the one of {file}, which has {shape['vocab_size']}")
+    shape = {"ngram_order": 0, "ngram_bytes": 0, **shape}  # older files do not say
     network, adapter = GPT(SimpleNamespace(**shape)), [key for key in tensors if key.endswith(".lora_a")]
     if adapter:
         names = [re.escape(key.replace("parametrizations.", "").removesuffix(".0.lora_a")) for key in adapter]
@@ -2569,8 +2677,8 @@ def mean_interval(values: Tensor) -> list[float]:
 # What sections ask of settings that this script leaves alone: the small policy's shape; Muon.
 POLICY = dict(norm="rms", mlp_mult=3.0, attn_window=1 << 20, bio_events="off", bio_threshold=0.3, positions="rope",
               rope_base=10000.0, rope_dims=0, qk_norm=True, qk_gain_init=4.0, residual_mix=True, unet_skips=False,
-              bigram_vocab_size=0, bigram_dim=0, tie_embeddings=True, tied_embed_init_std=0.02, logit_softcap=30.0,
-              gdn_neg_eigval=False)
+              bigram_vocab_size=0, bigram_dim=0, ngram_order=0, tie_embeddings=True, tied_embed_init_std=0.02,
+              logit_softcap=30.0, gdn_neg_eigval=False)
 MUON = dict(muon_momentum=0.95, muon_momentum_warmup_start=0.95, muon_momentum_warmup_frac=0.0,
             muon_momentum_warmup_steps=0, muon_backend_steps=5)
 
