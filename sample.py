@@ -111,8 +111,7 @@ FOREIGN_NAMES = tuple("""
 
 # (regular expression of field names, smallest, largest), the first match counts; where none matches: >= 0.
 RANGES = (
-    ("ema_memory_frac", 1e-6, 1.0), ("ngram_order", 0, 63), ("ngram_train_frac", 0.01, 0.99),
-    (".*_frac|lr_floor|bio_threshold|gamma|gae_lambda|kd_alpha|kd_beta", 0.0, 1.0),
+    ("ema_memory_frac", 1e-6, 1.0), (".*_frac|lr_floor|bio_threshold|gamma|gae_lambda|kd_alpha|kd_beta", 0.0, 1.0),
     ("adam_eps", 1e-20, 1.0), ("label_smoothing", 0.0, 0.499), ("kd_temperature", 0.01, 1000.0),
     ("beta.|muon_momentum|muon_momentum_warmup_start", 0.0, 0.9999), ("tied_embed_init_std", 1e-6, 10.0),
     ("muon_backend_steps", 1, 20), ("delta_bits", 1, 8), ("delta_group", -1, 1 << 20), ("delta_.*_bits", 16, 32),
@@ -632,8 +631,6 @@ def model_config(settings, vocab_size: int, bos_id: int) -> SimpleNamespace:
         (settings.bio_events != "off" and settings.mlp != "bio", f"BIO_EVENTS={settings.bio_events!r}: needs MLP=bio"),
         (settings.ngram_order == 1 or vocab_size**settings.ngram_order >= 1 << 63,
          f"NGRAM_ORDER={settings.ngram_order}: must be 0 or from 2 to {int(63 / math.log2(vocab_size + 1))}"),
-        (settings.ngram_order and vocab_size > 1 << 14,
-         f"NGRAM_ORDER={settings.ngram_order}: with {vocab_size} tokens must be 0, with up to 16384 it need not"),
         (getattr(settings, "eval_stateful", 0) and settings.positions == "learned",
          "EVAL_STATEFUL=1: POSITIONS='learned' ends at TRAIN_SEQ_LEN, documents do not; it must be 0"),
     ):
@@ -995,84 +992,75 @@ def longer_contexts(contexts: Tensor, ids: Tensor, vocab_size: int, bos_id: int)
     return torch.where((ids == bos_id) | (before < 0), -1, before * vocab_size + ids)
 
 
-def ngram_tables(counts: Tensor, order: int, vocab_size: int) -> list[tuple[Tensor, ...]]:
-    """Of each n-gram length: contexts (L,), packed and sorted; for these and any other one (L + 1,) the place of the
-    first continuation and their number; what is left (L + 1,) for shorter contexts; the continuations' tokens, weights.
-
-    counts (int64), length by length: of each context how many continuations are kept and how often the others were
-    seen; of each kept one its token, less that of the one before, and its count; discounts of 1, 2 and more in 1e-6.
-    """
-    tables, contexts = [], counts.new_zeros(1)
-    for _ in range(order):
-        (children, lost), counts = counts[: 2 * len(contexts)].view(2, -1), counts[2 * len(contexts) :]
-        sizes = [kept := int(children.sum()), kept, 3]
-        steps, count, discounts, counts = counts.split([*sizes, len(counts) - sum(sizes)])
-        begin, parent = children.cumsum(0) - children, torch.repeat_interleave(children)
-        tokens = steps.cumsum(0)
-        tokens -= (tokens - steps)[begin[parent]]
-        less, total = discounts[count.clamp(max=3) - 1], 1_000_000 * lost.index_add(0, parent, count)
-        weights = (1_000_000 * count - less) / total[parent]
-        left = (1_000_000 * lost).index_add(0, parent, less) / total  # as 1 - sum of weights it would lose digits
-        left = F.pad(left.masked_fill(children == 0, 1.0), (0, 1), value=1.0)
-        tables.append((contexts, F.pad(begin, (0, 1)), F.pad(children, (0, 1)), left, tokens, weights))
-        contexts = contexts[parent] * vocab_size + tokens
-    return tables
-
-
 class NGrams(nn.Module):
     """Counts of the training text's n-grams as a language model: interpolated Kneser-Ney with three discounts a length
     (Chen and Goodman 1998, section 3): p_n(w | c) = (count - D) / total + left(c) p_(n-1)(w | c less its first token).
 
-    `packed` is the zstd frame of the counts (see ngram_tables) as byte planes; its tables are made at first use.
+    `packed` is a zstd frame of byte planes, int32, length by length: of each context how many continuations are kept
+    and how often the others were seen; of each kept one its token and its count; discounts of 1, 2 and more in 1e-6.
+    `trust`: the shares of its probabilities beside the network's, by how many tokens of context beyond one are known.
     """
 
     def __init__(self, config: SimpleNamespace):
         super().__init__()
         self.order, self.vocab_size, self.bos_id = config.ngram_order, config.vocab_size, config.bos_id
         self.register_buffer("packed", torch.zeros(config.ngram_bytes, dtype=torch.int8))
-        self.version = -1  # that of `packed` which the tables go by; None: they do not
+        self.register_buffer("trust", torch.full((config.ngram_order - 1,), 0.5))
+        self.version = -1  # that of `packed` which the tables go by
 
-    @staticmethod
-    def pack(counts: np.ndarray) -> Tensor:
-        """`packed` of counts int32 (n,)."""
-        planes = np.asarray(counts, "<i4").reshape(-1, 1).view(np.uint8).T.tobytes()
-        return torch.frombuffer(bytearray(zstandard.ZstdCompressor(level=19).compress(planes)), dtype=torch.int8)
-
-    def use(self, counts: np.ndarray | None) -> None:
-        """Go by `counts` int32 (n,), whatever is loaded, not by `packed`; None: by that."""
-        self.version = self.packed._version if counts is None else None
-        if counts is None:
-            planes = zstandard.ZstdDecompressor().decompress(self.packed.cpu().numpy().tobytes())
-            counts = np.ascontiguousarray(np.frombuffer(planes, np.uint8).reshape(4, -1).T).view("<i4")[:, 0]
-        counts, size = torch.from_numpy(counts).long().to(self.packed.device), self.vocab_size
-        one, (contexts, _, children, left, tokens, weights), *self.tables = ngram_tables(counts, self.order, size)
-        alone = (one[3][0] / size).repeat(size).index_add_(0, one[4], one[5])  # (V,)
-        self.pairs = alone.repeat(size, 1)  # (V, V), whole: most of the work
-        self.pairs[contexts] *= left[:-1, None]
-        rows = torch.repeat_interleave(contexts, children[:-1])
-        self.pairs.view(-1).index_add_(0, rows * size + tokens, weights)
+    def unpack(self) -> None:
+        """The tables of each length: sorted contexts (L,); for these and any other (L + 1,) the place of the first
+        continuation, their number, what is left for shorter contexts; the continuations' tokens and weights."""
+        planes = np.frombuffer(zstandard.ZstdDecompressor().decompress(self.packed.cpu().numpy().tobytes()), np.uint8)
+        counts = torch.from_numpy(np.ascontiguousarray(planes.reshape(4, -1).T).view("<i4")[:, 0])
+        counts, self.tables, self.version = counts.to(self.packed.device).long(), [], self.packed._version
+        contexts = counts.new_zeros(1)
+        for _ in range(self.order):
+            children, lost, counts = counts.split([len(contexts), len(contexts), len(counts) - 2 * len(contexts)])
+            kept = int(children.sum())
+            tokens, count, discounts, counts = counts.split([kept, kept, 3, len(counts) - 2 * kept - 3])
+            parent = torch.repeat_interleave(children)
+            less, total = discounts[count.clamp(max=3) - 1], 1_000_000 * lost.index_add(0, parent, count)
+            weights = (1_000_000 * count - less) / total[parent]
+            left = (1_000_000 * lost).index_add(0, parent, less) / total  # as 1 - sum of weights it would lose digits
+            left = F.pad(left.masked_fill(children == 0, 1.0), (0, 1), value=1.0)
+            first, number = F.pad(children.cumsum(0) - children, (0, 1)), F.pad(children, (0, 1))
+            self.tables.append((contexts, first, number, left, tokens, weights))
+            contexts = contexts[parent] * self.vocab_size + tokens
 
     @torch.no_grad()
-    def forward(self, ids: Tensor) -> Tensor:
-        """ids (B, T), those of unknown text -1, to log p (B, T, V) of what follows each, float32."""
-        if self.version not in (None, self.packed._version):
-            self.use(None)
-        context, nodes = ids, []
-        for contexts, *_ in self.tables:
-            context = longer_contexts(context, ids, self.vocab_size, self.bos_id)
-            at, context_of = torch.searchsorted(contexts, context.flatten()), F.pad(contexts, (0, 1), value=-2)
-            nodes.append(torch.where(context_of[at] == context.flatten(), at, len(contexts)))  # (B * T,)
-        left, sums = torch.ones(ids.numel(), device=ids.device), []  # left for contexts shorter than those done
-        for (_, begin, children, rest, tokens, weights), node in zip(self.tables[::-1], nodes[::-1], strict=True):
-            count = children[node]
+    def logps(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Of ids (B, T), those of unknown text -1: log p (B, T, V) of what follows, float32, and how many tokens of
+        context beyond one are known (B, T)."""
+        if self.version != self.packed._version:
+            self.unpack()
+        (*_, left, tokens, weights), size = self.tables[0], self.vocab_size
+        alone = (left[0] / size).repeat(size).index_add_(0, tokens, weights)  # (V,)
+        context, nodes, sums = ids, [], []
+        for contexts, *_ in self.tables[1:]:
+            at = torch.searchsorted(contexts, context)
+            nodes.append(torch.where(F.pad(contexts, (0, 1), value=-2)[at] == context, at, len(contexts)).flatten())
+            context = longer_contexts(context, ids, size, self.bos_id)
+        known = sum((node < len(table[0])).long() for node, table in zip(nodes[1:], self.tables[2:], strict=True))
+        left = torch.ones(ids.numel(), device=ids.device)  # for contexts shorter than those done
+        for (_, first, number, rest, tokens, weights), node in zip(self.tables[:0:-1], nodes[::-1], strict=True):
+            count = number[node]
             row = torch.repeat_interleave(count)
-            own = torch.arange(len(row), device=ids.device) + (begin[node] - count.cumsum(0) + count)[row]
-            sums.append((row * self.vocab_size + tokens[own], weights[own] * left[row]))
+            at = torch.arange(len(row), device=ids.device)
+            at += (first[node] - count.cumsum(0) + count).index_select(0, row)  # half the time of [row]
+            parts = weights.index_select(0, at).mul_(left.index_select(0, row))
+            sums.append((tokens.index_select(0, at).add_(row, alpha=size), parts))
             left = left * rest[node]
-        p = F.embedding(ids.flatten().clamp(min=0), self.pairs).mul_(left[:, None])
+        p = alone * left[:, None]
         for places, parts in sums:
             p.view(-1).index_add_(0, places, parts)
-        return p.log_().view(*ids.shape, -1)
+        return p.log_().view(*ids.shape, -1), (torch.zeros_like(left).long() + known).view_as(ids)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """The sides of the mixture (B, T, V + 1): log of share times p (B, T, V), and log of the network's share."""
+        logps, known = self.logps(ids)
+        share = self.trust.float()[known][..., None]
+        return torch.cat([logps.add_(share.log()), (1 - share).log()], dim=-1)
 
 
 class GPT(nn.Module):
@@ -1124,10 +1112,10 @@ class GPT(nn.Module):
             x = x + linear(F.embedding(pair, self.bigram_embed).to(x.dtype), self.w_bigram)
         return x
 
-    def features(self, ids: Tensor, cache: dict | None = None, prior: Tensor | None = None) -> Tensor:
-        """ids (B, T) to what the head reads (B, T, dim); by a cache, at first {}, calls go on.
+    def features(self, ids: Tensor, cache: dict | None = None) -> Tensor:
+        """ids (B, T) to what the head reads (B, T, dim), with n-grams (B, T, dim + V + 1): theirs follow, in float32.
 
-        With n-grams theirs follow: `prior`, what NGrams gives for ids (a compiled model cannot ask), (B, T, dim + V).
+        By a cache, at first {}, calls go on.
         """
         config, half, kept = self.config, len(self.mixer_of_layer) // 2, {} if cache is None else cache
         # Documents of all L tokens so far, numbered, behind as many BOS as the convolution reaches back.
@@ -1152,22 +1140,24 @@ class GPT(nn.Module):
         kept.update(doc=doc[:, -self.reach :], end=end, last=known[:, -max(1, config.ngram_order - 1) :])
         if self.ngrams is None:
             return self.final_norm(x)
-        prior = self.ngrams(known)[:, -ids.size(1) :] if prior is None else prior
-        return torch.cat([self.final_norm(x), prior], dim=-1)  # float32 at least
+        return torch.cat([self.final_norm(x), self.ngrams(known)[:, -ids.size(1) :]], dim=-1)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Of features (..., dim), or with n-grams (..., dim + V): (..., V), float32 at least."""
-        x, prior = x.split([self.config.model_dim, x.size(-1) - self.config.model_dim], dim=-1)
-        x = x if self.ngrams is None else x.to(self.dtype or (torch.bfloat16 if x.is_cuda else x.dtype))
+        """Of features (..., dim): (..., V), float32 at least; with n-grams log-probabilities of the mixture."""
+        x, counted = x.tensor_split([self.config.model_dim], dim=-1)
         logits, cap = linear(x, self.embed if self.head is None else self.head), self.config.logit_softcap
         logits = logits.float() if logits.dtype == torch.bfloat16 else logits
         logits = cap * torch.tanh(logits / cap) if cap else logits
-        return logits if self.ngrams is None else logits + prior
+        return logits if self.ngrams is None else self.mixed(logits, counted)
 
-    def forward(self, ids: Tensor, targets: Tensor | None = None, cache: dict | None = None,
-                prior: Tensor | None = None) -> Tensor:
-        """ids (B, T) to nats of targets (B, T), 0 for -1, or logits (B, T, V); see `features`."""
-        logits = self.logits(self.features(ids, cache, prior))
+    @staticmethod
+    def mixed(logits: Tensor, counted: Tensor) -> Tensor:
+        """Log-probabilities (..., V) by a network's logits (..., V) and what NGrams gives (..., V + 1)."""
+        return torch.logaddexp(logits.log_softmax(-1) + counted[..., -1:], counted[..., :-1].to(logits.dtype))
+
+    def forward(self, ids: Tensor, targets: Tensor | None = None, cache: dict | None = None) -> Tensor:
+        """ids (B, T) to nats of targets (B, T), 0 for -1, or logits (B, T, V); with a cache see `features`."""
+        logits = self.logits(self.features(ids, cache))
         if targets is None:
             return logits
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none")

@@ -558,7 +558,7 @@ NORMS = ("rms", "rms_weight", "layer")
 # The settings that shape the network: they rebuild it from an artifact, with vocab_size, bos_id, layers and norms.
 MODEL_SETTINGS = tuple("""
     train_seq_len model_dim num_heads num_kv_heads attn_window mlp mlp_mult bio_events bio_threshold positions rope_base
-    rope_dims qk_norm qk_gain_init residual_mix unet_skips bigram_vocab_size bigram_dim tie_embeddings
+    rope_dims qk_norm qk_gain_init residual_mix unet_skips bigram_vocab_size bigram_dim ngram_order tie_embeddings
     tied_embed_init_std logit_softcap gdn_neg_eigval
 """.split())
 
@@ -583,6 +583,8 @@ def model_config(settings, vocab_size: int, bos_id: int) -> SimpleNamespace:
         (odd, f"{pattern}: {odd} is not g, k, s or a with an optional number; capitals need one"),
         ("k" in settings.layer_pattern.lower().split("g")[0], f"{pattern}: no g before 'k' whose keys it could take"),
         (settings.bio_events != "off" and settings.mlp != "bio", f"BIO_EVENTS={settings.bio_events!r}: needs MLP=bio"),
+        (settings.ngram_order == 1 or vocab_size**settings.ngram_order >= 1 << 63,
+         f"NGRAM_ORDER={settings.ngram_order}: must be 0 or from 2 to {int(63 / math.log2(vocab_size + 1))}"),
         (getattr(settings, "eval_stateful", 0) and settings.positions == "learned",
          "EVAL_STATEFUL=1: POSITIONS='learned' ends at TRAIN_SEQ_LEN, documents do not; it must be 0"),
     ):
@@ -590,7 +592,7 @@ def model_config(settings, vocab_size: int, bos_id: int) -> SimpleNamespace:
             raise UserError(said)
     count = settings.num_layers or len(words)
     layers, norms = (" ".join((each * count)[:count]) for each in (words, norms))
-    return SimpleNamespace(vocab_size=vocab_size, bos_id=bos_id, layers=layers, norms=norms,
+    return SimpleNamespace(vocab_size=vocab_size, bos_id=bos_id, layers=layers, norms=norms, ngram_bytes=0,
                            **{name: getattr(settings, name) for name in MODEL_SETTINGS})
 
 
@@ -938,6 +940,83 @@ class Block(nn.Module):
         return x + scaled(self.mlp(self.mlp_norm(x)), self.mlp_scale)
 
 
+def longer_contexts(contexts: Tensor, ids: Tensor, vocab_size: int, bos_id: int) -> Tensor:
+    """The n tokens up to each position, packed (..., T), made n + 1; -1 if they are not of one row and document."""
+    before = F.pad(contexts[..., :-1], (1, 0), value=-1)
+    return torch.where((ids == bos_id) | (before < 0), -1, before * vocab_size + ids)
+
+
+class NGrams(nn.Module):
+    """Counts of the training text's n-grams as a language model: interpolated Kneser-Ney with three discounts a length
+    (Chen and Goodman 1998, section 3): p_n(w | c) = (count - D) / total + left(c) p_(n-1)(w | c less its first token).
+
+    `packed` is a zstd frame of byte planes, int32, length by length: of each context how many continuations are kept
+    and how often the others were seen; of each kept one its token and its count; discounts of 1, 2 and more in 1e-6.
+    `trust`: the shares of its probabilities beside the network's, by how many tokens of context beyond one are known.
+    """
+
+    def __init__(self, config: SimpleNamespace):
+        super().__init__()
+        self.order, self.vocab_size, self.bos_id = config.ngram_order, config.vocab_size, config.bos_id
+        self.register_buffer("packed", torch.zeros(config.ngram_bytes, dtype=torch.int8))
+        self.register_buffer("trust", torch.full((config.ngram_order - 1,), 0.5))
+        self.version = -1  # that of `packed` which the tables go by
+
+    def unpack(self) -> None:
+        """The tables of each length: sorted contexts (L,); for these and any other (L + 1,) the place of the first
+        continuation, their number, what is left for shorter contexts; the continuations' tokens and weights."""
+        planes = np.frombuffer(zstandard.ZstdDecompressor().decompress(self.packed.cpu().numpy().tobytes()), np.uint8)
+        counts = torch.from_numpy(np.ascontiguousarray(planes.reshape(4, -1).T).view("<i4")[:, 0])
+        counts, self.tables, self.version = counts.to(self.packed.device).long(), [], self.packed._version
+        contexts = counts.new_zeros(1)
+        for _ in range(self.order):
+            children, lost, counts = counts.split([len(contexts), len(contexts), len(counts) - 2 * len(contexts)])
+            kept = int(children.sum())
+            tokens, count, discounts, counts = counts.split([kept, kept, 3, len(counts) - 2 * kept - 3])
+            parent = torch.repeat_interleave(children)
+            less, total = discounts[count.clamp(max=3) - 1], 1_000_000 * lost.index_add(0, parent, count)
+            weights = (1_000_000 * count - less) / total[parent]
+            left = (1_000_000 * lost).index_add(0, parent, less) / total  # as 1 - sum of weights it would lose digits
+            left = F.pad(left.masked_fill(children == 0, 1.0), (0, 1), value=1.0)
+            first, number = F.pad(children.cumsum(0) - children, (0, 1)), F.pad(children, (0, 1))
+            self.tables.append((contexts, first, number, left, tokens, weights))
+            contexts = contexts[parent] * self.vocab_size + tokens
+
+    @torch.no_grad()
+    def logps(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Of ids (B, T), those of unknown text -1: log p (B, T, V) of what follows, float32, and how many tokens of
+        context beyond one are known (B, T)."""
+        if self.version != self.packed._version:
+            self.unpack()
+        (*_, left, tokens, weights), size = self.tables[0], self.vocab_size
+        alone = (left[0] / size).repeat(size).index_add_(0, tokens, weights)  # (V,)
+        context, nodes, sums = ids, [], []
+        for contexts, *_ in self.tables[1:]:
+            at = torch.searchsorted(contexts, context)
+            nodes.append(torch.where(F.pad(contexts, (0, 1), value=-2)[at] == context, at, len(contexts)).flatten())
+            context = longer_contexts(context, ids, size, self.bos_id)
+        known = sum((node < len(table[0])).long() for node, table in zip(nodes[1:], self.tables[2:], strict=True))
+        left = torch.ones(ids.numel(), device=ids.device)  # for contexts shorter than those done
+        for (_, first, number, rest, tokens, weights), node in zip(self.tables[:0:-1], nodes[::-1], strict=True):
+            count = number[node]
+            row = torch.repeat_interleave(count)
+            at = torch.arange(len(row), device=ids.device)
+            at += (first[node] - count.cumsum(0) + count).index_select(0, row)  # half the time of [row]
+            parts = weights.index_select(0, at).mul_(left.index_select(0, row))
+            sums.append((tokens.index_select(0, at).add_(row, alpha=size), parts))
+            left = left * rest[node]
+        p = alone * left[:, None]
+        for places, parts in sums:
+            p.view(-1).index_add_(0, places, parts)
+        return p.log_().view(*ids.shape, -1), (torch.zeros_like(left).long() + known).view_as(ids)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """The sides of the mixture (B, T, V + 1): log of share times p (B, T, V), and log of the network's share."""
+        logps, known = self.logps(ids)
+        share = self.trust.float()[known][..., None]
+        return torch.cat([logps.add_(share.log()), (1 - share).log()], dim=-1)
+
+
 class GPT(nn.Module):
     """The language model: embedding, layers by pattern, head with a soft cap."""
 
@@ -954,6 +1033,7 @@ class GPT(nn.Module):
         if config.bigram_vocab_size:
             self.bigram_embed = matrix((config.bigram_vocab_size,), config.bigram_dim, 0.1)
             self.w_bigram = nn.Parameter(torch.zeros(dim, config.bigram_dim))
+        self.ngrams = NGrams(config) if config.ngram_order else None
         if config.unet_skips:
             self.skip = nn.Parameter(torch.ones(len(words) // 2, dim))
         # layers that share a mixer, or a block, have one name; caches are per layer, never shared
@@ -987,7 +1067,10 @@ class GPT(nn.Module):
         return x
 
     def features(self, ids: Tensor, cache: dict | None = None) -> Tensor:
-        """ids (B, T) to what the head reads (B, T, dim); by a cache, at first {}, calls go on."""
+        """ids (B, T) to what the head reads (B, T, dim), with n-grams (B, T, dim + V + 1): theirs follow, in float32.
+
+        By a cache, at first {}, calls go on.
+        """
         config, half, kept = self.config, len(self.mixer_of_layer) // 2, {} if cache is None else cache
         # Documents of all L tokens so far, numbered, behind as many BOS as the convolution reaches back.
         before = kept.get("doc", torch.arange(1, CONV_TAPS, device=ids.device).expand(len(ids), -1))
@@ -996,8 +1079,8 @@ class GPT(nn.Module):
         positions = torch.arange(end - ids.size(1), end, device=ids.device)
         if config.positions == "learned" and end > config.train_seq_len:
             raise UserError(f"POSITIONS='learned': {end} tokens in a text, TRAIN_SEQ_LEN={config.train_seq_len}")
-        last = kept.get("last", torch.full_like(ids[:, :1], config.bos_id))
-        x = self.embedded(ids, torch.cat([last, ids[:, :-1]], dim=1), positions)
+        known = torch.cat([kept.get("last", ids[:, :0]), ids], dim=1)
+        x = self.embedded(ids, F.pad(known, (1, 0), value=config.bos_id)[:, -1 - ids.size(1) : -1], positions)
         cos, sin = turns(positions, config.rope_base, self.rope_dims)
         x0, skips, recompute = x, [], self.activation_checkpointing and torch.is_grad_enabled()
         for layer, (block, mixer) in enumerate(zip(self.block_of_layer, self.mixer_of_layer, strict=True)):
@@ -1008,14 +1091,23 @@ class GPT(nn.Module):
             x = checkpoint(*run, use_reentrant=False) if recompute else run[0](*run[1:])
             if config.unet_skips and layer < half:
                 skips.append(x)
-        kept.update(doc=doc[:, -self.reach :], end=end, last=ids[:, -1:])
-        return self.final_norm(x)
+        kept.update(doc=doc[:, -self.reach :], end=end, last=known[:, -max(1, config.ngram_order - 1) :])
+        if self.ngrams is None:
+            return self.final_norm(x)
+        return torch.cat([self.final_norm(x), self.ngrams(known)[:, -ids.size(1) :]], dim=-1)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Of features (..., dim): (..., V), float32 at least."""
+        """Of features (..., dim): (..., V), float32 at least; with n-grams log-probabilities of the mixture."""
+        x, counted = x.tensor_split([self.config.model_dim], dim=-1)
         logits, cap = linear(x, self.embed if self.head is None else self.head), self.config.logit_softcap
         logits = logits.float() if logits.dtype == torch.bfloat16 else logits
-        return cap * torch.tanh(logits / cap) if cap else logits
+        logits = cap * torch.tanh(logits / cap) if cap else logits
+        return logits if self.ngrams is None else self.mixed(logits, counted)
+
+    @staticmethod
+    def mixed(logits: Tensor, counted: Tensor) -> Tensor:
+        """Log-probabilities (..., V) by a network's logits (..., V) and what NGrams gives (..., V + 1)."""
+        return torch.logaddexp(logits.log_softmax(-1) + counted[..., -1:], counted[..., :-1].to(logits.dtype))
 
     def forward(self, ids: Tensor, targets: Tensor | None = None, cache: dict | None = None) -> Tensor:
         """ids (B, T) to nats of targets (B, T), 0 for -1, or logits (B, T, V); with a cache see `features`."""
@@ -1475,9 +1567,12 @@ QuantTable, QUANTIZER = dict[str, dict], ("bits", "clip_sigmas", "step")
 def tensor_class(name: str, tensor: Tensor) -> str:
     """How the artifact stores a tensor, by the last part of its dotted name: as "matrix", "embedding" or "control".
 
+    What is int8 is "counts", of n-grams.
     "w_*" is a matrix; "*embed*", "head" and "ab" (GDN's decay and step size) are embeddings; all else is control, few
     weights that scale whole channels, and so is what has, seen as (shape[0], the rest), under 16 rows or columns.
     """
+    if not tensor.is_floating_point():
+        return "counts"
     rows, last = tensor.shape[0] if tensor.ndim > 1 else 0, name.removesuffix(".original").rsplit(".", 1)[-1]
     if rows < 16 or tensor.numel() < 16 * rows:
         return "control"
@@ -1759,10 +1854,11 @@ def pack_artifact(tensors: dict[str, Tensor], coded: dict[str, tuple[Tensor, Ten
     parts, streams, scales = [], [], [np.empty(0, np.float16)]
     for name, tensor in tensors.items():
         dtype = torch.float32 if name.endswith(FLOAT32_CONTROLS) else torch.float16
+        dtype = dtype if tensor.is_floating_point() else torch.int8  # bytes of counts
         codes, values, bits = coded.get(name) or (None, tensor.detach().to(dtype), 8 * dtype.itemsize)
-        if not (tensor.is_floating_point() and torch.isfinite(values).all()):
+        if tensor.dtype not in (torch.int8, torch.float32, torch.float64) or not torch.isfinite(values).all():
             most = f"{tensor.dtype} up to {tensor.abs().max():.3g}"
-            raise ValueError(f"tensor {name}: {most}; must be floating, finite as {dtype}")
+            raise ValueError(f"tensor {name}: {most}; must be floating, finite as {dtype}, or int8")
         values = values.cpu().numpy()
         array = values if codes is None else codes.cpu().reshape(tensor.shape).numpy()
         parts.append(pack_array({"name": name, "class": tensor_class(name, tensor), "bits": bits,
@@ -1848,12 +1944,12 @@ def read_artifact(path: str | Path, max_weights: int = 1 << 30) -> tuple[dict, d
             name, shape, bits = record["name"], record["shape"], record["bits"]
             what = f"tensor {name!r}"
             require(len(own) in (0, 1, *shape[:1]), f"{len(own)} scales")
-            dtype = "|i1" if len(own) else {16: "<f2", 32: "<f4"}[bits]
+            dtype = "|i1" if len(own) else {8: "|i1", 16: "<f2", 32: "<f4"}[bits]
             values = torch.from_numpy(arrays.pop(name) if name in arrays else unpack_array(record, area, dtype))
             if len(own):
                 coded[name] = values.view(shape[0], -1), own, bits
                 values = dequantize(*coded[name][:2])
-            tensors[name] = values.float().reshape(shape)
+            tensors[name] = (values if values.dtype == torch.int8 else values.float()).reshape(shape)
         what = "digest"
         require(intact, "every part unpacks as it was written")
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
@@ -1879,7 +1975,8 @@ def load_model(name: str, path: str, tokenizer_path: str = "") -> tuple["GPT", T
             raise UserError(f"{name}={path!r}: neither model.upar nor a whole checkpoint; {'; '.join(faults)}")
         file, meta = found, json.loads((found / "meta.json").read_bytes())
         whole = meta.get("identity") or meta["shape"]  # of a run, or of what quantize.py unpacked
-        shape = {key: whole[key] for key in ("vocab_size", "bos_id", "layers", "norms", *MODEL_SETTINGS)}
+        names = "vocab_size", "bos_id", "layers", "norms", "ngram_bytes", *MODEL_SETTINGS
+        shape = {key: whole[key] for key in names if key in whole}
         tensors = torch.load(file / "model.pt", map_location="cpu", weights_only=True)
         beside = [one for kind in ("tokenizer.model", "*.tiktoken") for one in file.parent.glob(kind)]
         sha256 = load_tokenizer(beside[0]).sha256 if beside else None
@@ -1898,6 +1995,7 @@ def load_model(name: str, path: str, tokenizer_path: str = "") -> tuple["GPT", T
     if (sha256 or tokenizer.sha256) != tokenizer.sha256 or tokenizer.vocab_size != shape["vocab_size"]:
         raise UserError(f"TOKENIZER_PATH={tokenizer_path!r}: {tokenizer.file} with {tokenizer.vocab_size} tokens "
                         f"is not the one of {file}, which has {shape['vocab_size']}")
+    shape = {"ngram_order": 0, "ngram_bytes": 0, **shape}  # older files do not say
     network, adapter = GPT(SimpleNamespace(**shape)), [key for key in tensors if key.endswith(".lora_a")]
     if adapter:
         names = [re.escape(key.replace("parametrizations.", "").removesuffix(".0.lora_a")) for key in adapter]
@@ -2185,7 +2283,9 @@ class Decoder:
         self.narrow = torch.bfloat16 if ids.is_cuda else self.wide  # of the residual stream and of weights
         self.at = torch.zeros(1, dtype=torch.int64, device=device) if ids.is_cuda else 0  # steps: a graph counts them
         self.logits = network.logits(torch.cat(lasts))[place]  # (R, V), of what comes first
-        self.last = torch.cat([cache["last"][:, 0] for cache in caches])[place]
+        reach = max(1, config.ngram_order - 1)  # of n-grams and pairs; what is not known is -1
+        ends = [F.pad(cache["last"], (reach - cache["last"].size(1), 0), value=-1) for cache in caches]
+        self.last = torch.cat(ends)[place]
         self.position = torch.tensor([len(prompts[number]) for number in order], device=device)[place]
         seen = [(cache["doc"] == cache["doc"][:, -1:])[:, -cache["end"] :] for cache in caches]  # by the next token
         seen = torch.cat([F.pad(part, (length + CONV_TAPS - part.size(1), 0)) for part in seen])[place]
@@ -2265,7 +2365,7 @@ class Decoder:
         if self.steps == self.room:
             self.grow(64 if isinstance(self.at, int) else 512)
         self.steps += 1
-        if not ids.is_cuda:
+        if not ids.is_cuda or self.network.ngrams is not None:  # how many continuations there are differs
             return self.step(ids)
         if self.graph is None:  # this step warms up; the next ones are recorded here, and replayed
             logits, self.ids, self.graph = self.step(ids), ids.clone(), torch.cuda.CUDAGraph()
@@ -2288,7 +2388,8 @@ class Decoder:
             used = used if whole else min(used, self.past[window] + self.at + 1)
             self.views[window] = slot, used, bias[..., :used]
         turn = self.turns[self.position]  # (R, 1, 1, D / 2)
-        x = x0 = self.network.embedded(ids, self.last, self.position)
+        known = torch.cat([self.last, ids[:, None]], dim=1)
+        x = x0 = self.network.embedded(ids, self.last[:, -1], self.position)
         for at, layer in enumerate(self.layers):
             block, half = layer.block, len(self.layers) // 2
             if at >= half and skips:
@@ -2301,11 +2402,12 @@ class Decoder:
             x = torch.addmm(x, MLP.hidden(layer.mlp, self.normed(x, block.mlp_norm))[0], layer.w_down)
             if config.unet_skips and at < half:
                 skips.append(x)
-        self.last.copy_(ids)
+        self.last.copy_(known[:, 1:])
         self.position.add_(1)
         self.at += 1
         logits, cap = torch.mm(self.normed(x, self.network.final_norm), self.head).to(self.wide), config.logit_softcap
-        return cap * torch.tanh(logits / cap) if cap else logits
+        logits = cap * torch.tanh(logits / cap) if cap else logits
+        return logits if self.network.ngrams is None else logits + self.network.ngrams(known)[:, -1]
 
     def attend(self, layer: SimpleNamespace, x: Tensor, turn: Tensor) -> Tensor:
         """Attention up to what w_o reads (R, dim), of x (R, dim)."""
@@ -2680,8 +2782,8 @@ def mean_interval(values: Tensor) -> list[float]:
 # What sections ask of settings that this script leaves alone: the small policy's shape; Muon.
 POLICY = dict(norm="rms", mlp_mult=3.0, attn_window=1 << 20, bio_events="off", bio_threshold=0.3, positions="rope",
               rope_base=10000.0, rope_dims=0, qk_norm=True, qk_gain_init=4.0, residual_mix=True, unet_skips=False,
-              bigram_vocab_size=0, bigram_dim=0, tie_embeddings=True, tied_embed_init_std=0.02, logit_softcap=30.0,
-              gdn_neg_eigval=False)
+              bigram_vocab_size=0, bigram_dim=0, ngram_order=0, tie_embeddings=True, tied_embed_init_std=0.02,
+              logit_softcap=30.0, gdn_neg_eigval=False)
 MUON = dict(muon_momentum=0.95, muon_momentum_warmup_start=0.95, muon_momentum_warmup_frac=0.0,
             muon_momentum_warmup_steps=0, muon_backend_steps=5)
 
