@@ -191,7 +191,7 @@ FOREIGN_NAMES = tuple("""
 # (regular expression of field names, smallest, largest), the first match counts; where none matches: >= 0.
 RANGES = (
     ("ema_memory_frac", 1e-6, 1.0), (".*_frac|lr_floor|bio_threshold|gamma|gae_lambda|kd_alpha|kd_beta", 0.0, 1.0),
-    ("adam_eps", 1e-20, 1.0), ("label_smoothing", 0.0, 0.499), ("kd_temperature", 0.01, 1000.0),
+    ("adam_eps", 1e-20, 1.0), ("ngram_order", 0, 63), ("label_smoothing", 0.0, 0.499), ("kd_temperature", 0.01, 1000.0),
     ("beta.|muon_momentum|muon_momentum_warmup_start", 0.0, 0.9999), ("tied_embed_init_std", 1e-6, 10.0),
     ("muon_backend_steps", 1, 20), ("delta_bits", 1, 8), ("delta_group", -1, 1 << 20), ("delta_.*_bits", 16, 32),
     (".*_bits", 2, 8), ("model_dim", 16, 65536), ("num_layers", 0, 512), ("num_heads|num_kv_heads", 1, 1024),
@@ -2474,14 +2474,17 @@ class Run(Kept):
 
 
 # -------------------------------------------------------------------------------------------------------------- main
-def count_ngrams(tokens: np.ndarray, settings: Settings, tokenizer: Tokenizer) -> np.ndarray:
-    """What NGrams keeps packed, int32 (n,), of int64 tokens (N,).
+def count_ngrams(streams: list[TokenStream], settings: Settings, tokenizer: Tokenizer) -> np.ndarray:
+    """Byte planes (4, n) of what NGrams keeps packed, of all training tokens. UserError if these are very many.
 
     Kneser-Ney's counts: how often the longest n-grams were seen, and after how many tokens the shorter ones were (where
     a document begins, after none, how often). Discounts by how many n-grams have a count of 1 to 4, as in section 3.4.
     """
-    ids, size, seen = torch.from_numpy(tokens), tokenizer.vocab_size, [np.unique(tokens, return_counts=True)]
-    context, parts, contexts = ids, [], np.zeros(1, np.int64)
+    if (total := sum(map(len, streams))) > 1 << 28:
+        raise UserError(f"NGRAM_ORDER={settings.ngram_order}: counts {1 << 28} tokens at most, DATA_PATH has {total}")
+    tokens, size = np.concatenate([stream.read(0, len(stream)) for stream in streams]), tokenizer.vocab_size
+    seen, context, ids = [np.unique(tokens, return_counts=True)], torch.from_numpy(tokens), torch.from_numpy(tokens)
+    parts, contexts = [], np.zeros(1, np.int64)
     for _ in range(1, settings.ngram_order):
         known = context[:-1].numpy()
         seen.append(np.unique((known * size + tokens[1:])[known >= 0], return_counts=True))
@@ -2501,7 +2504,7 @@ def count_ngrams(tokens: np.ndarray, settings: Settings, tokenizer: Tokenizer) -
         lost = np.bincount(parent[own & ~kept], count[own & ~kept], len(contexts)) * (children > 0)
         parts += [children, lost, grams[kept] % size, count[kept], np.rint(1e6 * discounts)]
         contexts = grams[kept]
-    return np.concatenate(parts).astype("<i4")
+    return np.concatenate(parts).astype("<i4")[:, None].view(np.uint8).T
 
 
 @torch.no_grad()
@@ -2634,6 +2637,9 @@ def dry_run(s: Settings) -> int:
     for (kind, own), less in zip(quant_table(s).items(), (0.1, 0.75), strict=True):  # bits saved: docs/lab.md
         step = (max(0.0, own["clip_sigmas"]) or 4.5) / (2 ** (own["bits"] - 1) - 1)  # in root mean squares
         sizes[kind] = counts[kind] / 8 * max(0.0, 2.047 - math.log2(step) - less)  # normal weights; rows differ: less
+    if found and s.ngram_order:
+        counted = count_ngrams(data.streams, s, data.tokenizer).tobytes()
+        sizes["counts of n-grams"] = len(zstandard.ZstdCompressor(level=19).compress(counted))
     sizes["code"] = sum(os.path.getsize(path) for path in (__file__, s.config) if path)
     state = {"muon": (4, 8), "adamw": (8, 8), "adamw8bit": (2, 2), "adafactor": (0, 0)}.get(s.optimizer, (4, 4))
     memory = {"optimizer": state[0] * counts["matrix"] + state[1] * counts["embedding"] + 8 * counts["control"],
@@ -2671,11 +2677,11 @@ def main() -> int:
     replay = json.loads((Path(settings.replay) / "progress.json").read_bytes())["progress"] if settings.replay else []
     budget = max(0.0, settings.max_wallclock_seconds - settings.reserve_seconds)
     clock, ngrams = Clock(settings.iterations, budget, runtime, replay), None
-    if settings.ngram_order:  # they stand beside the network until it is trained
+    if settings.ngram_order:  # they stand beside the network, also in checkpoints, until it is trained
         clock.start()
-        counts = count_ngrams(np.concatenate([part.read(0, len(part)) for part in data.streams]), settings, tokenizer)
+        counts = count_ngrams(data.streams, settings, tokenizer)
         clock.stop()
-        packed = zstandard.ZstdCompressor(level=19).compress(counts[:, None].view(np.uint8).T.tobytes())
+        packed = zstandard.ZstdCompressor(level=19).compress(counts.tobytes())
         config.ngram_bytes = len(packed)
         ngrams = NGrams(config).to(runtime.device)
         ngrams.packed.copy_(torch.frombuffer(bytearray(packed), dtype=torch.int8))
@@ -2696,7 +2702,7 @@ def main() -> int:
     widened = SimpleNamespace(state_dict=lambda: table, load_state_dict=table.update)
     parts = dict(network=network, optimizers=optimizers, plan=plan, clock=clock, table=widened, **averages)
     run = Run(settings, runtime, parts, {
-        **vars(whole), "manifest_sha256": data.manifest_sha256, "data_shares": data.shares,
+        **vars(config), "manifest_sha256": data.manifest_sha256, "data_shares": data.shares,
         **{name: getattr(settings, name) for name in ("seed", "train_batch_tokens", "holdout_tokens", "optimizer")}})
     checkpoint, folder, log = run.open(), run.folder, run.log
     code = len(Path(__file__).read_bytes()) + (len(Path(settings.config).read_bytes()) if settings.config else 0)

@@ -25,8 +25,8 @@ import sys, time
 sys.path.insert(0, sys.argv.pop())
 import train_gpt as T
 
-count_streams = T.count_streams
-T.count_streams = lambda *given: time.sleep(2) or count_streams(*given)  # there is little text to count
+count_ngrams = T.count_ngrams
+T.count_ngrams = lambda *given: time.sleep(2) or count_ngrams(*given)  # there is little text to count
 sys.exit(T.exit_code(T.main))
 """
 
@@ -86,14 +86,14 @@ def test_the_artifact_alone_scores_as_the_run_did(place):
         for part in (tokens[at : at + 33] for at in range(0, len(tokens) - 1, 32)):
             nats -= network(part[None, :-1])[0].double().log_softmax(-1).gather(1, part[1:, None]).sum().item()
     assert nats == pytest.approx(result["val_nats"], rel=1e-6)
-    raw, _, _ = S.load_model("ARTIFACT", str(path.parent / "step_000008"))
-    assert torch.equal(raw.ngrams.packed, network.ngrams.packed)
+    alone, _, _ = S.load_model("ARTIFACT", str(path.parent / "step_000008"))
+    assert alone.ngrams is None and len(network.ngrams.trust) == 2  # a checkpoint is the network's
     asked = dict(ARTIFACT=path, PROMPT="ab", MAX_NEW_TOKENS=8, NUM_SAMPLES=2)
     assert place.start(ROOT / "sample.py", **asked).stderr == ""
 
 
 def test_a_resumed_run_is_the_straight_one(place):
-    """Bit for bit: it goes on by counts of the text that it does not train on, not by those that its file holds."""
+    """Bit for bit: it counts again."""
     runs = place.folder / "runs"
     shutil.copytree(runs / "counted", runs / "again")
     shutil.rmtree(runs / "again" / "step_000016")
@@ -106,16 +106,16 @@ def test_a_resumed_run_is_the_straight_one(place):
 
 
 def test_quantize_reads_what_has_counts(place, call):
-    run, (out, delta, applied) = place.folder / "runs" / "counted", (place.folder / name for name in "abc")
+    run, (out, again, delta, applied) = place.folder / "runs" / "counted", (place.folder / name for name in "abcd")
     for words in (["info", run / "model.upar", "--tensors"], ["verify", run / "model.upar"],
-                  ["verify", run / "model.upar", run, "--weights", place.result("counted")["weights"]],
-                  ["pack", run, out, "--weights", "ema"], ["verify", out, run, "--weights", "ema"],
-                  ["compare", run, out], ["bitdelta", run, out, delta], ["apply", run, delta, applied],
-                  ["compare", out, applied], ["verify", out, applied]):
+                  ["pack", run / "model.upar", again], ["verify", again], ["compare", run / "model.upar", again],
+                  ["bitdelta", run / "model.upar", again, delta], ["apply", run / "model.upar", delta, applied],
+                  ["pack", run, out, "--weights", "ema"], ["verify", out, run, "--weights", "ema"]):
         code, _, err = call(*words, DISTILL_STEPS=2, DATA_PATH=place.folder / "data")
         assert code == 0, (words, err)
-    tensors = torch.load(applied / "model.pt")
     network, _, _ = S.load_model("ARTIFACT", str(run / "model.upar"))
-    assert torch.equal(tensors["ngrams.packed"], network.ngrams.packed)
+    assert torch.equal(torch.load(applied / "model.pt")["ngrams.packed"], network.ngrams.packed)
+    code, _, err = call("verify", run / "model.upar", run)
+    assert code == 1 and f"its settings are not those of {run}" in err and "no counts of n-grams" in err
     code, _, err = call("export", run / "model.upar", place.folder / "exported")
     assert code == 2 and "ngram_order=3" in err
