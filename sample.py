@@ -2330,8 +2330,7 @@ def rewards(model: SimpleNamespace, talks: list[list[tuple[str, str]]]) -> list[
     rows = [[ids[0], *ids[1 + max(0, len(ids) - model.context) :]] for ids in rows]
     for here, ids in padded(model, rows):
         last = model.network.features(ids)[range(len(here)), [len(rows[at]) - 1 for at in here]]
-        values = last[:, : len(model.network.w_value)].float() @ model.network.w_value.float()
-        found |= zip(here, values.tolist(), strict=True)
+        found |= zip(here, (last.float() @ model.network.w_value.float()).tolist(), strict=True)
     return [found[at] for at in range(len(rows))]
 
 

@@ -2679,6 +2679,9 @@ def start_policy(settings: Settings, runtime: Runtime) -> tuple[GPT, Tokenizer, 
         raise UserError("QAT=1: adapters are not quantized; must be 0 with LORA_RANK")
     if settings.init_from:
         network, tokenizer, source = load_model("INIT_FROM", settings.init_from, settings.tokenizer_path)
+        if network.ngrams is not None:  # they would say most of what comes next, and cannot be tuned
+            network.ngrams, network.config.ngram_order, network.config.ngram_bytes = None, 0, 0
+            source += ", its network without the counts of n-grams"
     else:
         torch.manual_seed(settings.seed)
         tokenizer, source = load_tokenizer(settings.tokenizer_path or "bytes"), "new"
@@ -2897,8 +2900,7 @@ def pair_scores(network: GPT, batch: SimpleNamespace, reward: bool) -> Tensor:
     reward head reads at that end token."""
     if reward:
         rows = torch.arange(len(batch.ids), device=batch.ids.device)
-        read = network.features(batch.ids)[rows, batch.last, : len(network.w_value)]
-        scores = read.to(network.w_value.dtype) @ network.w_value
+        scores = network.features(batch.ids)[rows, batch.last].to(network.w_value.dtype) @ network.w_value
     else:
         scores = token_logps(network, batch, 1.0)[0].double().sum(1)
     return scores.double().view(2, -1).T

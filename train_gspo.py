@@ -2794,6 +2794,9 @@ def start_policy(settings: Settings, runtime: Runtime) -> tuple[GPT, Tokenizer, 
         raise UserError("QAT=1: adapters are not quantized; must be 0 with LORA_RANK")
     if settings.init_from:
         network, tokenizer, source = load_model("INIT_FROM", settings.init_from, settings.tokenizer_path)
+        if network.ngrams is not None:  # they would say most of what comes next, and cannot be tuned
+            network.ngrams, network.config.ngram_order, network.config.ngram_bytes = None, 0, 0
+            source += ", its network without the counts of n-grams"
     else:
         torch.manual_seed(settings.seed)
         tokenizer, source = load_tokenizer(settings.tokenizer_path or "bytes"), "new"

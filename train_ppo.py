@@ -2799,6 +2799,9 @@ def start_policy(settings: Settings, runtime: Runtime) -> tuple[GPT, Tokenizer, 
         raise UserError("QAT=1: adapters are not quantized; must be 0 with LORA_RANK")
     if settings.init_from:
         network, tokenizer, source = load_model("INIT_FROM", settings.init_from, settings.tokenizer_path)
+        if network.ngrams is not None:  # they would say most of what comes next, and cannot be tuned
+            network.ngrams, network.config.ngram_order, network.config.ngram_bytes = None, 0, 0
+            source += ", its network without the counts of n-grams"
     else:
         torch.manual_seed(settings.seed)
         tokenizer, source = load_tokenizer(settings.tokenizer_path or "bytes"), "new"
@@ -3041,7 +3044,7 @@ def answer_values(network: GPT, rows: list[tuple], tokens: int) -> Tensor:
     found = torch.zeros(len(rows))
     whole = [([*prompt, *response], [0], [0.0], at) for at, (prompt, response) in enumerate(rows)]  # its mask: the last
     for batch in make_batches(whole, network.embed.device, tokens):
-        last = network.features(batch.ids)[batch.mask][:, : len(network.w_value)]  # (rows, dim)
+        last = network.features(batch.ids)[batch.mask]  # (rows, dim)
         found[batch.advantages.cpu()] = (last.to(network.w_value.dtype) @ network.w_value).to(found)
     return found
 
@@ -3232,7 +3235,7 @@ class PPOTrainer(PolicyTrainer):
         trunk = SimpleNamespace(features=lambda ids: features, logits=self.network.logits)  # which has read the ids
         logps, entropy = token_logps(trunk, batch, self.settings.temperature)
         own = features if self.critic is self.network else self.critic.features(batch.ids)
-        values = own[..., : len(self.critic.w_value)].to(self.critic.w_value.dtype) @ self.critic.w_value
+        values = own.to(self.critic.w_value.dtype) @ self.critic.w_value
         return logps, torch.where(batch.mask, values, 0.0), entropy
 
     @torch.no_grad()
