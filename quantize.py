@@ -1158,6 +1158,10 @@ class GPT(nn.Module):
 # === end: model ===
 
 
+# === shared: ngrams ===
+# === end: ngrams ===
+
+
 # === shared: quantization ===
 FLOAT32_CONTROLS = ("A_log", "dt_bias")  # they pass through exp and softplus into a decay that is taken T times
 # Tensor class -> arguments of `quantize`: bits, codes being up to qmax = 2**(bits-1) - 1; clip_sigmas, what qmax stands
@@ -1942,6 +1946,7 @@ def rebuild(source: SimpleNamespace) -> GPT:
     try:
         with torch.device("meta"):  # takes no memory
             network = GPT(SimpleNamespace(**NEWER | source.shape))
+            network.ngrams = NGrams(network.config) if network.config.ngram_order else None
         network.load_state_dict(source.tensors, assign=True)
         with torch.no_grad():
             require(network(torch.tensor([[network.config.bos_id]])).isfinite().all(), "its logits are not finite")

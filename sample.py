@@ -1165,6 +1165,10 @@ class GPT(nn.Module):
 # === end: model ===
 
 
+# === shared: ngrams ===
+# === end: ngrams ===
+
+
 # === shared: lora ===
 class Lora(nn.Module):
     """W + alpha / rank B A, for W (out, in): LoRA (arXiv 2106.09685) as a parametrization, which keeps W as `original`.
@@ -1661,10 +1665,11 @@ def read_artifact(path: str | Path, max_weights: int = 1 << 30) -> tuple[dict, d
 
 
 # === shared: weights ===
-def load_model(name: str, path: str, tokenizer_path: str = "") -> tuple["GPT", Tokenizer, str]:
+def load_model(name: str, path: str, tokenizer_path: str = "", counts: type | None = None) -> tuple:
     """Network (on the CPU), tokenizer and the file taken of `path`: an artifact, a checkpoint (its raw weights), or a
     run, of which it is the artifact or, while it has none, the newest whole checkpoint. UserError naming the setting
-    `name`, or the file.
+    `name`, or the file. Counts of n-grams come along only as `counts`, NGrams: what is trained on other text goes on
+    from the network alone, for they would say most of what comes next.
     """
     where = Path(path)
     file = where / "model.upar" if (where / "model.upar").is_file() else where
@@ -1694,8 +1699,11 @@ def load_model(name: str, path: str, tokenizer_path: str = "") -> tuple["GPT", T
     if (sha256 or tokenizer.sha256) != tokenizer.sha256 or tokenizer.vocab_size != shape["vocab_size"]:
         raise UserError(f"TOKENIZER_PATH={tokenizer_path!r}: {tokenizer.file} with {tokenizer.vocab_size} tokens "
                         f"is not the one of {file}, which has {shape['vocab_size']}")
-    shape = {"ngram_order": 0, "ngram_bytes": 0, **shape}  # older files do not say
+    if counts is None or not shape.get("ngram_order"):  # older files do not say
+        shape.update(ngram_order=0, ngram_bytes=0)
+        tensors = {key: value for key, value in tensors.items() if not key.startswith("ngrams.")}
     network, adapter = GPT(SimpleNamespace(**shape)), [key for key in tensors if key.endswith(".lora_a")]
+    network.ngrams = counts(network.config) if shape["ngram_order"] else None
     if adapter:
         names = [re.escape(key.replace("parametrizations.", "").removesuffix(".0.lora_a")) for key in adapter]
         setup_lora_adapter(network, len(tensors[adapter[0]]), targets="|".join(names))
@@ -1900,7 +1908,7 @@ class Decoder:
         self.at += 1
         logits, cap = torch.mm(self.normed(x, self.network.final_norm), self.head).to(self.wide), config.logit_softcap
         logits = cap * torch.tanh(logits / cap) if cap else logits
-        return logits if self.network.ngrams is None else GPT.mixed(logits, self.network.ngrams(known)[:, -1])
+        return logits if self.network.ngrams is None else self.network.ngrams.mixed(logits, self.network.ngrams(known)[:, -1])
 
     def attend(self, layer: SimpleNamespace, x: Tensor, turn: Tensor) -> Tensor:
         """Attention up to what w_o reads (R, dim), of x (R, dim)."""
@@ -2237,7 +2245,7 @@ def check_settings(settings: Settings) -> None:
 def open_model(name: str, settings: Settings, runtime: Runtime) -> SimpleNamespace:
     """The model that setting `name` says: its network, tokenizer, file, and how many tokens a batch of it may have."""
     own = settings.tokenizer_path if name == "artifact" else ""
-    network, tokenizer, source = load_model(name.upper(), getattr(settings, name), own)
+    network, tokenizer, source = load_model(name.upper(), getattr(settings, name), own, NGrams)
     network = merge_lora(network).to(runtime.device).requires_grad_(False)
     tokens = settings.micro_batch_tokens or (1 << 16 if runtime.device.type == "cuda" else 4096)
     return SimpleNamespace(network=network, tokenizer=tokenizer, source=source, tokens=tokens, device=runtime.device,

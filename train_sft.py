@@ -2836,9 +2836,6 @@ def start_policy(settings: Settings, runtime: Runtime) -> tuple[GPT, Tokenizer, 
         raise UserError("QAT=1: adapters are not quantized; must be 0 with LORA_RANK")
     if settings.init_from:
         network, tokenizer, source = load_model("INIT_FROM", settings.init_from, settings.tokenizer_path)
-        if network.ngrams is not None:  # they would say most of what comes next, and cannot be tuned
-            network.ngrams, network.config.ngram_order, network.config.ngram_bytes = None, 0, 0
-            source += ", its network without the counts of n-grams"
     else:
         torch.manual_seed(settings.seed)
         tokenizer, source = load_tokenizer(settings.tokenizer_path or "bytes"), "new"
@@ -2972,8 +2969,7 @@ def distilled_losses(student: GPT, teacher: GPT, projections: nn.ParameterList, 
         frozen = torch.no_grad() if network is teacher else contextlib.nullcontext()
         with frozen, tapped(network.mixers if s.kd_loss == "attention" else network.blocks) as found:
             features.append(network.features(batch.ids))
-        last = features[-1][..., : network.config.model_dim]
-        layers.append(found if s.kd_loss == "attention" or s.kd_layers == "all" else [last])
+        layers.append(found if s.kd_loss == "attention" or s.kd_layers == "all" else [features[-1]])
 
     def some(x: Tensor, y: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
         logits = student.logits(x)
