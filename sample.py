@@ -986,6 +986,104 @@ class Block(nn.Module):
         return x + scaled(self.mlp(self.mlp_norm(x)), self.mlp_scale)
 
 
+class GPT(nn.Module):
+    """The language model: embedding, layers by pattern, head with a soft cap."""
+
+    def __init__(self, config: SimpleNamespace):
+        super().__init__()
+        self.activation_checkpointing = False  # compute each layer again in the backward pass, to save memory
+        self.dtype = None  # of activations, weights are float32; None: bfloat16 on CUDA, on a CPU the weights' own
+        self.config, dim, std = config, config.model_dim, config.tied_embed_init_std
+        self.embed = matrix((config.vocab_size,), dim, std)
+        self.head = None if config.tie_embeddings else nn.Parameter(torch.zeros(config.vocab_size, dim))
+        words, norms = config.layers.split(), config.norms.split()
+        if config.positions == "learned":
+            self.positions_embed = matrix((config.train_seq_len,), dim, 0.1 if config.residual_mix else std)
+        if config.bigram_vocab_size:
+            self.bigram_embed = matrix((config.bigram_vocab_size,), config.bigram_dim, 0.1)
+            self.w_bigram = nn.Parameter(torch.zeros(dim, config.bigram_dim))
+        self.ngrams = None  # where config.ngram_order says so NGrams, for its maker to put here
+        if config.unet_skips:
+            self.skip = nn.Parameter(torch.ones(len(words) // 2, dim))
+        # layers that share a mixer, or a block, have one name; caches are per layer, never shared
+        mixers = [word if word[1:] else at for at, word in enumerate(words)]
+        blocks = [word if word[0].isupper() else at for at, word in enumerate(words)]
+        self.mixer_of_layer = [list(dict.fromkeys(mixers)).index(name) for name in mixers]
+        self.block_of_layer = [list(dict.fromkeys(blocks)).index(name) for name in blocks]
+        self.mixers, owner = nn.ModuleList(), None
+        for word, at in zip(words, self.mixer_of_layer, strict=True):
+            if at == len(self.mixers):  # its first layer
+                self.mixers.append(Attention(config, config.attn_window if word[0] in "sS" else 1 << 30)
+                                   if word[0] in "sSaA" else GatedDeltaNet(config, owner if word[0] in "kK" else None))
+            owner = self.mixers[at] if word[0] in "gG" else owner
+        self.blocks = nn.ModuleList(Block(config, norms[blocks.index(name)]) for name in dict.fromkeys(blocks))
+        self.final_norm = Norm(norms[-1], dim)
+        self.rope_dims = (config.rope_dims or dim // config.num_heads) if config.positions == "rope" else 0
+        windows = [mixer.window for mixer in self.mixers if isinstance(mixer, Attention)]
+        self.reach = max(windows, default=0) + CONV_TAPS - 1  # tokens back whose documents attention, convolution ask
+
+    def embedded(self, ids: Tensor, before: Tensor, positions: Tensor) -> Tensor:
+        """What the first layer reads (..., dim) of ids (...), the ids before them, and their positions."""
+        config, x = self.config, F.embedding(ids, self.embed)
+        x = x.to(self.dtype or (torch.bfloat16 if ids.is_cuda else x.dtype))
+        x = F.rms_norm(x, x.shape[-1:]) if config.residual_mix else x
+        if config.positions == "learned":
+            x = x + F.embedding(positions, self.positions_embed).to(x.dtype)
+        if config.bigram_vocab_size:  # Parameter Golf's BigramHashEmbedding; a pair is of one document
+            before = before.masked_fill(ids == config.bos_id, config.bos_id)
+            pair = ((36313 * ids) ^ (27191 * before)) % config.bigram_vocab_size
+            x = x + linear(F.embedding(pair, self.bigram_embed).to(x.dtype), self.w_bigram)
+        return x
+
+    def features(self, ids: Tensor, cache: dict | None = None) -> Tensor:
+        """ids (B, T) to what the head reads (B, T, dim), with n-grams (B, T, dim + V + 1): theirs follow, in float32.
+
+        By a cache, at first {}, calls go on.
+        """
+        config, half, kept = self.config, len(self.mixer_of_layer) // 2, {} if cache is None else cache
+        # Documents of all L tokens so far, numbered, behind as many BOS as the convolution reaches back.
+        before = kept.get("doc", torch.arange(1, CONV_TAPS, device=ids.device).expand(len(ids), -1))
+        doc = torch.cat([before, before[:, -1:] + (ids == config.bos_id).cumsum(dim=1)], dim=1)  # (B, CONV_TAPS-1 + L)
+        end = kept.get("end", 0) + ids.size(1)
+        positions = torch.arange(end - ids.size(1), end, device=ids.device)
+        if config.positions == "learned" and end > config.train_seq_len:
+            raise UserError(f"POSITIONS='learned': {end} tokens in a text, TRAIN_SEQ_LEN={config.train_seq_len}")
+        known = torch.cat([kept.get("last", ids[:, :0]), ids], dim=1)
+        x = self.embedded(ids, F.pad(known, (1, 0), value=config.bos_id)[:, -1 - ids.size(1) : -1], positions)
+        cos, sin = turns(positions, config.rope_base, self.rope_dims)
+        x0, skips, recompute = x, [], self.activation_checkpointing and torch.is_grad_enabled()
+        for layer, (block, mixer) in enumerate(zip(self.block_of_layer, self.mixer_of_layer, strict=True)):
+            if layer >= half and skips:
+                x = x + scaled(skips.pop(), self.skip[len(skips)])
+            own = None if cache is None else cache.setdefault(layer, {})
+            run = self.blocks[block], x, x0, self.mixers[mixer], doc, own, cos, sin
+            x = checkpoint(*run, use_reentrant=False) if recompute else run[0](*run[1:])
+            if config.unet_skips and layer < half:
+                skips.append(x)
+        kept.update(doc=doc[:, -self.reach :], end=end, last=known[:, -max(1, config.ngram_order - 1) :])
+        if self.ngrams is None:
+            return self.final_norm(x)
+        return torch.cat([self.final_norm(x), self.ngrams(known)[:, -ids.size(1) :]], dim=-1)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Of features (..., dim): (..., V), float32 at least; with n-grams log-probabilities of the mixture."""
+        x, counted = x.tensor_split([self.config.model_dim], dim=-1)
+        logits, cap = linear(x, self.embed if self.head is None else self.head), self.config.logit_softcap
+        logits = logits.float() if logits.dtype == torch.bfloat16 else logits
+        logits = cap * torch.tanh(logits / cap) if cap else logits
+        return logits if self.ngrams is None else self.ngrams.mixed(logits, counted)
+
+    def forward(self, ids: Tensor, targets: Tensor | None = None, cache: dict | None = None) -> Tensor:
+        """ids (B, T) to nats of targets (B, T), 0 for -1, or logits (B, T, V); with a cache see `features`."""
+        logits = self.logits(self.features(ids, cache))
+        if targets is None:
+            return logits
+        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none")
+        return losses.view_as(targets)
+# === end: model ===
+
+
+# === shared: ngrams ===
 def longer_contexts(contexts: Tensor, ids: Tensor, vocab_size: int, bos_id: int) -> Tensor:
     """The n tokens up to each position, packed (..., T), made n + 1; -1 if they are not of one row and document."""
     before = F.pad(contexts[..., :-1], (1, 0), value=-1)
@@ -1062,110 +1160,27 @@ class NGrams(nn.Module):
         share = self.trust.float()[known][..., None]
         return torch.cat([logps.add_(share.log()), (1 - share).log()], dim=-1)
 
-
-class GPT(nn.Module):
-    """The language model: embedding, layers by pattern, head with a soft cap."""
-
-    def __init__(self, config: SimpleNamespace):
-        super().__init__()
-        self.activation_checkpointing = False  # compute each layer again in the backward pass, to save memory
-        self.dtype = None  # of activations, weights are float32; None: bfloat16 on CUDA, on a CPU the weights' own
-        self.config, dim, std = config, config.model_dim, config.tied_embed_init_std
-        self.embed = matrix((config.vocab_size,), dim, std)
-        self.head = None if config.tie_embeddings else nn.Parameter(torch.zeros(config.vocab_size, dim))
-        words, norms = config.layers.split(), config.norms.split()
-        if config.positions == "learned":
-            self.positions_embed = matrix((config.train_seq_len,), dim, 0.1 if config.residual_mix else std)
-        if config.bigram_vocab_size:
-            self.bigram_embed = matrix((config.bigram_vocab_size,), config.bigram_dim, 0.1)
-            self.w_bigram = nn.Parameter(torch.zeros(dim, config.bigram_dim))
-        self.ngrams = NGrams(config) if config.ngram_order else None
-        if config.unet_skips:
-            self.skip = nn.Parameter(torch.ones(len(words) // 2, dim))
-        # layers that share a mixer, or a block, have one name; caches are per layer, never shared
-        mixers = [word if word[1:] else at for at, word in enumerate(words)]
-        blocks = [word if word[0].isupper() else at for at, word in enumerate(words)]
-        self.mixer_of_layer = [list(dict.fromkeys(mixers)).index(name) for name in mixers]
-        self.block_of_layer = [list(dict.fromkeys(blocks)).index(name) for name in blocks]
-        self.mixers, owner = nn.ModuleList(), None
-        for word, at in zip(words, self.mixer_of_layer, strict=True):
-            if at == len(self.mixers):  # its first layer
-                self.mixers.append(Attention(config, config.attn_window if word[0] in "sS" else 1 << 30)
-                                   if word[0] in "sSaA" else GatedDeltaNet(config, owner if word[0] in "kK" else None))
-            owner = self.mixers[at] if word[0] in "gG" else owner
-        self.blocks = nn.ModuleList(Block(config, norms[blocks.index(name)]) for name in dict.fromkeys(blocks))
-        self.final_norm = Norm(norms[-1], dim)
-        self.rope_dims = (config.rope_dims or dim // config.num_heads) if config.positions == "rope" else 0
-        windows = [mixer.window for mixer in self.mixers if isinstance(mixer, Attention)]
-        self.reach = max(windows, default=0) + CONV_TAPS - 1  # tokens back whose documents attention, convolution ask
-
-    def embedded(self, ids: Tensor, before: Tensor, positions: Tensor) -> Tensor:
-        """What the first layer reads (..., dim) of ids (...), the ids before them, and their positions."""
-        config, x = self.config, F.embedding(ids, self.embed)
-        x = x.to(self.dtype or (torch.bfloat16 if ids.is_cuda else x.dtype))
-        x = F.rms_norm(x, x.shape[-1:]) if config.residual_mix else x
-        if config.positions == "learned":
-            x = x + F.embedding(positions, self.positions_embed).to(x.dtype)
-        if config.bigram_vocab_size:  # Parameter Golf's BigramHashEmbedding; a pair is of one document
-            before = before.masked_fill(ids == config.bos_id, config.bos_id)
-            pair = ((36313 * ids) ^ (27191 * before)) % config.bigram_vocab_size
-            x = x + linear(F.embedding(pair, self.bigram_embed).to(x.dtype), self.w_bigram)
-        return x
-
-    def features(self, ids: Tensor, cache: dict | None = None) -> Tensor:
-        """ids (B, T) to what the head reads (B, T, dim), with n-grams (B, T, dim + V + 1): theirs follow, in float32.
-
-        By a cache, at first {}, calls go on.
-        """
-        config, half, kept = self.config, len(self.mixer_of_layer) // 2, {} if cache is None else cache
-        # Documents of all L tokens so far, numbered, behind as many BOS as the convolution reaches back.
-        before = kept.get("doc", torch.arange(1, CONV_TAPS, device=ids.device).expand(len(ids), -1))
-        doc = torch.cat([before, before[:, -1:] + (ids == config.bos_id).cumsum(dim=1)], dim=1)  # (B, CONV_TAPS-1 + L)
-        end = kept.get("end", 0) + ids.size(1)
-        positions = torch.arange(end - ids.size(1), end, device=ids.device)
-        if config.positions == "learned" and end > config.train_seq_len:
-            raise UserError(f"POSITIONS='learned': {end} tokens in a text, TRAIN_SEQ_LEN={config.train_seq_len}")
-        known = torch.cat([kept.get("last", ids[:, :0]), ids], dim=1)
-        x = self.embedded(ids, F.pad(known, (1, 0), value=config.bos_id)[:, -1 - ids.size(1) : -1], positions)
-        cos, sin = turns(positions, config.rope_base, self.rope_dims)
-        x0, skips, recompute = x, [], self.activation_checkpointing and torch.is_grad_enabled()
-        for layer, (block, mixer) in enumerate(zip(self.block_of_layer, self.mixer_of_layer, strict=True)):
-            if layer >= half and skips:
-                x = x + scaled(skips.pop(), self.skip[len(skips)])
-            own = None if cache is None else cache.setdefault(layer, {})
-            run = self.blocks[block], x, x0, self.mixers[mixer], doc, own, cos, sin
-            x = checkpoint(*run, use_reentrant=False) if recompute else run[0](*run[1:])
-            if config.unet_skips and layer < half:
-                skips.append(x)
-        kept.update(doc=doc[:, -self.reach :], end=end, last=known[:, -max(1, config.ngram_order - 1) :])
-        if self.ngrams is None:
-            return self.final_norm(x)
-        return torch.cat([self.final_norm(x), self.ngrams(known)[:, -ids.size(1) :]], dim=-1)
-
-    def logits(self, x: Tensor) -> Tensor:
-        """Of features (..., dim): (..., V), float32 at least; with n-grams log-probabilities of the mixture."""
-        x, counted = x.tensor_split([self.config.model_dim], dim=-1)
-        logits, cap = linear(x, self.embed if self.head is None else self.head), self.config.logit_softcap
-        logits = logits.float() if logits.dtype == torch.bfloat16 else logits
-        logits = cap * torch.tanh(logits / cap) if cap else logits
-        return logits if self.ngrams is None else self.mixed(logits, counted)
-
     @staticmethod
     def mixed(logits: Tensor, counted: Tensor) -> Tensor:
         """Log-probabilities (..., V) by a network's logits (..., V) and what NGrams gives (..., V + 1)."""
         return torch.logaddexp(logits.log_softmax(-1) + counted[..., -1:], counted[..., :-1].to(logits.dtype))
 
-    def forward(self, ids: Tensor, targets: Tensor | None = None, cache: dict | None = None) -> Tensor:
-        """ids (B, T) to nats of targets (B, T), 0 for -1, or logits (B, T, V); with a cache see `features`."""
-        logits = self.logits(self.features(ids, cache))
-        if targets is None:
-            return logits
-        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none")
-        return losses.view_as(targets)
-# === end: model ===
-
-
-# === shared: ngrams ===
+    @torch.no_grad()
+    def fit(self, model: Callable, tokens: Tensor, seq_len: int, rows: int) -> None:
+        """Set `trust` to what makes tokens (N,) likeliest, in windows of seq_len, beside `model` (nats of targets): by
+        30 rounds of expectation maximization (Jelinek and Mercer 1980)."""
+        found, windows, trust = [], tokens.unfold(0, seq_len + 1, seq_len), self.trust.double()
+        for part in windows[: max(1, len(windows) // rows) * rows].split(rows):
+            ids, targets = part[:, :-1].contiguous(), part[:, 1:].contiguous()
+            logps, known = self.logps(ids)
+            ahead = logps.gather(-1, targets[..., None])[..., 0] + model(ids, targets)
+            found.append(torch.stack([ahead, known]).flatten(1))
+        ahead, known = torch.cat(found, dim=1).double()
+        of = known.long()
+        for _ in range(30):
+            share = (ahead + torch.logit(trust)[of]).sigmoid()
+            trust = (1 + torch.zeros_like(trust).index_add_(0, of, share)) / (2 + of.bincount(minlength=len(trust)))
+        self.trust.copy_(trust)
 # === end: ngrams ===
 
 
@@ -1908,7 +1923,8 @@ class Decoder:
         self.at += 1
         logits, cap = torch.mm(self.normed(x, self.network.final_norm), self.head).to(self.wide), config.logit_softcap
         logits = cap * torch.tanh(logits / cap) if cap else logits
-        return logits if self.network.ngrams is None else self.network.ngrams.mixed(logits, self.network.ngrams(known)[:, -1])
+        counts = self.network.ngrams
+        return logits if counts is None else counts.mixed(logits, counts(known)[:, -1])
 
     def attend(self, layer: SimpleNamespace, x: Tensor, turn: Tensor) -> Tensor:
         """Attention up to what w_o reads (R, dim), of x (R, dim)."""

@@ -941,83 +941,6 @@ class Block(nn.Module):
         return x + scaled(self.mlp(self.mlp_norm(x)), self.mlp_scale)
 
 
-def longer_contexts(contexts: Tensor, ids: Tensor, vocab_size: int, bos_id: int) -> Tensor:
-    """The n tokens up to each position, packed (..., T), made n + 1; -1 if they are not of one row and document."""
-    before = F.pad(contexts[..., :-1], (1, 0), value=-1)
-    return torch.where((ids == bos_id) | (before < 0), -1, before * vocab_size + ids)
-
-
-class NGrams(nn.Module):
-    """Counts of the training text's n-grams as a language model: interpolated Kneser-Ney with three discounts a length
-    (Chen and Goodman 1998, section 3): p_n(w | c) = (count - D) / total + left(c) p_(n-1)(w | c less its first token).
-
-    `packed` is a zstd frame of byte planes, int32, length by length: of each context how many continuations are kept
-    and how often the others were seen; of each kept one its token and its count; discounts of 1, 2 and more in 1e-6.
-    `trust`: the shares of its probabilities beside the network's, by how many tokens of context beyond one are known.
-    """
-
-    def __init__(self, config: SimpleNamespace):
-        super().__init__()
-        self.order, self.vocab_size, self.bos_id = config.ngram_order, config.vocab_size, config.bos_id
-        self.register_buffer("packed", torch.zeros(config.ngram_bytes, dtype=torch.int8))
-        self.register_buffer("trust", torch.full((config.ngram_order - 1,), 0.5))
-        self.version = -1  # that of `packed` which the tables go by
-
-    def unpack(self) -> None:
-        """The tables of each length: sorted contexts (L,); for these and any other (L + 1,) the place of the first
-        continuation, their number, what is left for shorter contexts; the continuations' tokens and weights."""
-        planes = np.frombuffer(zstandard.ZstdDecompressor().decompress(self.packed.cpu().numpy().tobytes()), np.uint8)
-        counts = torch.from_numpy(np.ascontiguousarray(planes.reshape(4, -1).T).view("<i4")[:, 0])
-        counts, self.tables, self.version = counts.to(self.packed.device).long(), [], self.packed._version
-        contexts = counts.new_zeros(1)
-        for _ in range(self.order):
-            children, lost, counts = counts.split([len(contexts), len(contexts), len(counts) - 2 * len(contexts)])
-            kept = int(children.sum())
-            tokens, count, discounts, counts = counts.split([kept, kept, 3, len(counts) - 2 * kept - 3])
-            parent = torch.repeat_interleave(children)
-            less, total = discounts[count.clamp(max=3) - 1], 1_000_000 * lost.index_add(0, parent, count)
-            weights = (1_000_000 * count - less) / total[parent]
-            left = (1_000_000 * lost).index_add(0, parent, less) / total  # as 1 - sum of weights it would lose digits
-            left = F.pad(left.masked_fill(children == 0, 1.0), (0, 1), value=1.0)
-            first, number = F.pad(children.cumsum(0) - children, (0, 1)), F.pad(children, (0, 1))
-            self.tables.append((contexts, first, number, left, tokens, weights))
-            contexts = contexts[parent] * self.vocab_size + tokens
-
-    @torch.no_grad()
-    def logps(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Of ids (B, T), those of unknown text -1: log p (B, T, V) of what follows, float32, and how many tokens of
-        context beyond one are known (B, T)."""
-        if self.version != self.packed._version:
-            self.unpack()
-        (*_, left, tokens, weights), size = self.tables[0], self.vocab_size
-        alone = (left[0] / size).repeat(size).index_add_(0, tokens, weights)  # (V,)
-        context, nodes, sums = ids, [], []
-        for contexts, *_ in self.tables[1:]:
-            at = torch.searchsorted(contexts, context)
-            nodes.append(torch.where(F.pad(contexts, (0, 1), value=-2)[at] == context, at, len(contexts)).flatten())
-            context = longer_contexts(context, ids, size, self.bos_id)
-        known = sum((node < len(table[0])).long() for node, table in zip(nodes[1:], self.tables[2:], strict=True))
-        left = torch.ones(ids.numel(), device=ids.device)  # for contexts shorter than those done
-        for (_, first, number, rest, tokens, weights), node in zip(self.tables[:0:-1], nodes[::-1], strict=True):
-            count = number[node]
-            row = torch.repeat_interleave(count)
-            at = torch.arange(len(row), device=ids.device)
-            at += (first[node] - count.cumsum(0) + count).index_select(0, row)  # half the time of [row]
-            parts = weights.index_select(0, at).mul_(left.index_select(0, row))
-            sums.append((tokens.index_select(0, at).add_(row, alpha=size), parts))
-            left = left * rest[node]
-        p = alone * left[:, None]
-        for places, parts in sums:
-            p.view(-1).index_add_(0, places, parts)
-        return p.log_().view(*ids.shape, -1), (torch.zeros_like(left).long() + known).view_as(ids)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """The sides of the mixture (B, T, V + 1): log of share times p (B, T, V), and log of the network's share."""
-        logps, known = self.logps(ids)
-        share = self.trust.float()[known][..., None]
-        return torch.cat([logps.add_(share.log()), (1 - share).log()], dim=-1)
-
-
 class GPT(nn.Module):
     """The language model: embedding, layers by pattern, head with a soft cap."""
 
@@ -1034,7 +957,7 @@ class GPT(nn.Module):
         if config.bigram_vocab_size:
             self.bigram_embed = matrix((config.bigram_vocab_size,), config.bigram_dim, 0.1)
             self.w_bigram = nn.Parameter(torch.zeros(dim, config.bigram_dim))
-        self.ngrams = NGrams(config) if config.ngram_order else None
+        self.ngrams = None  # where config.ngram_order says so NGrams, for its maker to put here
         if config.unet_skips:
             self.skip = nn.Parameter(torch.ones(len(words) // 2, dim))
         # layers that share a mixer, or a block, have one name; caches are per layer, never shared
@@ -1103,12 +1026,7 @@ class GPT(nn.Module):
         logits, cap = linear(x, self.embed if self.head is None else self.head), self.config.logit_softcap
         logits = logits.float() if logits.dtype == torch.bfloat16 else logits
         logits = cap * torch.tanh(logits / cap) if cap else logits
-        return logits if self.ngrams is None else self.mixed(logits, counted)
-
-    @staticmethod
-    def mixed(logits: Tensor, counted: Tensor) -> Tensor:
-        """Log-probabilities (..., V) by a network's logits (..., V) and what NGrams gives (..., V + 1)."""
-        return torch.logaddexp(logits.log_softmax(-1) + counted[..., -1:], counted[..., :-1].to(logits.dtype))
+        return logits if self.ngrams is None else self.ngrams.mixed(logits, counted)
 
     def forward(self, ids: Tensor, targets: Tensor | None = None, cache: dict | None = None) -> Tensor:
         """ids (B, T) to nats of targets (B, T), 0 for -1, or logits (B, T, V); with a cache see `features`."""
@@ -1963,10 +1881,11 @@ def read_artifact(path: str | Path, max_weights: int = 1 << 30) -> tuple[dict, d
 
 
 # === shared: weights ===
-def load_model(name: str, path: str, tokenizer_path: str = "") -> tuple["GPT", Tokenizer, str]:
+def load_model(name: str, path: str, tokenizer_path: str = "", counts: type | None = None) -> tuple:
     """Network (on the CPU), tokenizer and the file taken of `path`: an artifact, a checkpoint (its raw weights), or a
     run, of which it is the artifact or, while it has none, the newest whole checkpoint. UserError naming the setting
-    `name`, or the file.
+    `name`, or the file. Counts of n-grams come along only as `counts`, NGrams: what is trained on other text goes on
+    from the network alone, for they would say most of what comes next.
     """
     where = Path(path)
     file = where / "model.upar" if (where / "model.upar").is_file() else where
@@ -1996,8 +1915,11 @@ def load_model(name: str, path: str, tokenizer_path: str = "") -> tuple["GPT", T
     if (sha256 or tokenizer.sha256) != tokenizer.sha256 or tokenizer.vocab_size != shape["vocab_size"]:
         raise UserError(f"TOKENIZER_PATH={tokenizer_path!r}: {tokenizer.file} with {tokenizer.vocab_size} tokens "
                         f"is not the one of {file}, which has {shape['vocab_size']}")
-    shape = {"ngram_order": 0, "ngram_bytes": 0, **shape}  # older files do not say
+    if counts is None or not shape.get("ngram_order"):  # older files do not say
+        shape.update(ngram_order=0, ngram_bytes=0)
+        tensors = {key: value for key, value in tensors.items() if not key.startswith("ngrams.")}
     network, adapter = GPT(SimpleNamespace(**shape)), [key for key in tensors if key.endswith(".lora_a")]
+    network.ngrams = counts(network.config) if shape["ngram_order"] else None
     if adapter:
         names = [re.escape(key.replace("parametrizations.", "").removesuffix(".0.lora_a")) for key in adapter]
         setup_lora_adapter(network, len(tensors[adapter[0]]), targets="|".join(names))
@@ -2408,7 +2330,7 @@ class Decoder:
         self.at += 1
         logits, cap = torch.mm(self.normed(x, self.network.final_norm), self.head).to(self.wide), config.logit_softcap
         logits = cap * torch.tanh(logits / cap) if cap else logits
-        return logits if self.network.ngrams is None else GPT.mixed(logits, self.network.ngrams(known)[:, -1])
+        return logits if self.network.ngrams is None else self.network.ngrams.mixed(logits, self.network.ngrams(known)[:, -1])
 
     def attend(self, layer: SimpleNamespace, x: Tensor, turn: Tensor) -> Tensor:
         """Attention up to what w_o reads (R, dim), of x (R, dim)."""
@@ -2795,9 +2717,6 @@ def start_policy(settings: Settings, runtime: Runtime) -> tuple[GPT, Tokenizer, 
         raise UserError("QAT=1: adapters are not quantized; must be 0 with LORA_RANK")
     if settings.init_from:
         network, tokenizer, source = load_model("INIT_FROM", settings.init_from, settings.tokenizer_path)
-        if network.ngrams is not None:  # they would say most of what comes next, and cannot be tuned
-            network.ngrams, network.config.ngram_order, network.config.ngram_bytes = None, 0, 0
-            source += ", its network without the counts of n-grams"
     else:
         torch.manual_seed(settings.seed)
         tokenizer, source = load_tokenizer(settings.tokenizer_path or "bytes"), "new"

@@ -79,15 +79,17 @@ def test_a_run_with_counts_is_better_and_its_clock_counts_them(place):
 
 def test_the_artifact_alone_scores_as_the_run_did(place):
     result, path = place.result("counted"), place.folder / "runs" / "counted" / "model.upar"
-    network, _, _ = S.load_model("ARTIFACT", str(path))
+    network, _, _ = S.load_model("ARTIFACT", str(path), counts=S.NGrams)
     shard, = sorted((place.folder / "data").glob("*_val_*.bin"))
     tokens, nats = torch.from_numpy(np.fromfile(shard, dtype="<u2", offset=1024).astype(np.int64)), 0.0
     with torch.no_grad():
         for part in (tokens[at : at + 33] for at in range(0, len(tokens) - 1, 32)):
             nats -= network(part[None, :-1])[0].double().log_softmax(-1).gather(1, part[1:, None]).sum().item()
     assert nats == pytest.approx(result["val_nats"], rel=1e-6)
-    alone, _, _ = S.load_model("ARTIFACT", str(path.parent / "step_000008"))
+    alone, _, _ = S.load_model("ARTIFACT", str(path.parent / "step_000008"), counts=S.NGrams)
     assert alone.ngrams is None and len(network.ngrams.trust) == 2  # a checkpoint is the network's
+    tuned, _, _ = S.load_model("INIT_FROM", str(path))  # as post-training begins
+    assert tuned.ngrams is None and set(tuned.state_dict()) == set(alone.state_dict())
     asked = dict(ARTIFACT=path, PROMPT="ab", MAX_NEW_TOKENS=8, NUM_SAMPLES=2)
     assert place.start(ROOT / "sample.py", **asked).stderr == ""
 
@@ -113,7 +115,7 @@ def test_quantize_reads_what_has_counts(place, call):
                   ["pack", run, out, "--weights", "ema"], ["verify", out, run, "--weights", "ema"]):
         code, _, err = call(*words, DISTILL_STEPS=2, DATA_PATH=place.folder / "data")
         assert code == 0, (words, err)
-    network, _, _ = S.load_model("ARTIFACT", str(run / "model.upar"))
+    network, _, _ = S.load_model("ARTIFACT", str(run / "model.upar"), counts=S.NGrams)
     assert torch.equal(torch.load(applied / "model.pt")["ngrams.packed"], network.ngrams.packed)
     code, _, err = call("verify", run / "model.upar", run)
     assert code == 1 and f"its settings are not those of {run}" in err and "no counts of n-grams" in err

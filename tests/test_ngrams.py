@@ -181,14 +181,15 @@ def test_forward_gives_the_sides_of_the_mixture():
     torch.testing.assert_close(found[..., -1].exp(), 1 - share)
     logits = torch.randn(*ids.shape, VOCAB)
     wanted = (1 - share)[..., None] * logits.softmax(-1) + share[..., None] * logps.exp()
-    torch.testing.assert_close(T.GPT.mixed(logits, found).exp(), wanted)
+    torch.testing.assert_close(net.mixed(logits, found).exp(), wanted)
 
 
 def test_trust_makes_tokens_likeliest():
     """Against a search: no other share of any context gives the held-out tokens a higher likelihood."""
     net, tokens = ngrams(corpus(2, VOCAB), 4), torch.tensor(corpus(3, VOCAB, 2000)[:1601])
     model = lambda ids, targets: 1.0 + (targets * ids % 7) * 0.5  # noqa: E731 - nats of some network
-    trust = T.fit_trust(model, net, tokens, 16, 4)
+    net.fit(model, tokens, 16, 4)
+    trust = net.trust.tolist()
     ids, targets = tokens[:-1].view(-1, 16), tokens[1:].view(-1, 16)
     logps, known = net.logps(ids)
     counted, other = logps.gather(-1, targets[..., None])[..., 0].exp().double(), (-model(ids, targets)).exp().double()
@@ -242,6 +243,7 @@ def network(order: int, dtype: torch.dtype = torch.float64, **changes: object) -
     config = S.model_config(dataclasses.replace(SETTINGS, ngram_order=order, **changes), VOCAB, BOS)
     config.ngram_bytes = len(counts)
     net = S.GPT(config).to(dtype)
+    net.ngrams = S.NGrams(config)
     net.ngrams.packed.copy_(counts)
     with torch.no_grad():
         for param in net.parameters():
@@ -292,6 +294,7 @@ def test_an_artifact_gives_the_counts_back(tmp_path):
     (tmp_path / "model.upar").write_bytes(data)
     header, tensors, again = S.read_artifact(tmp_path / "model.upar")
     own = S.GPT(SimpleNamespace(**header["settings"]))
+    own.ngrams = S.NGrams(own.config)
     own.load_state_dict(tensors)
     assert tensors["ngrams.packed"].dtype == torch.int8 and torch.equal(own.ngrams.packed, net.ngrams.packed)
     with S.decoded(net.state_dict(), coded):
