@@ -2329,7 +2329,8 @@ class Decoder:
         self.at += 1
         logits, cap = torch.mm(self.normed(x, self.network.final_norm), self.head).to(self.wide), config.logit_softcap
         logits = cap * torch.tanh(logits / cap) if cap else logits
-        return logits if self.network.ngrams is None else self.network.ngrams.mixed(logits, self.network.ngrams(known)[:, -1])
+        counts = self.network.ngrams
+        return logits if counts is None else counts.mixed(logits, counts(known)[:, -1])
 
     def attend(self, layer: SimpleNamespace, x: Tensor, turn: Tensor) -> Tensor:
         """Attention up to what w_o reads (R, dim), of x (R, dim)."""
