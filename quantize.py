@@ -1127,7 +1127,7 @@ class NGrams(nn.Module):
             self.unpack()
         (*_, left, tokens, weights), size = self.tables[0], self.vocab_size
         alone = (left[0] / size).repeat(size).index_add_(0, tokens, weights)  # (V,)
-        context, nodes, sums = ids, [], []
+        context, nodes, sums = ids.contiguous(), [], []
         for contexts, *_ in self.tables[1:]:
             at = torch.searchsorted(contexts, context)
             nodes.append(torch.where(F.pad(contexts, (0, 1), value=-2)[at] == context, at, len(contexts)).flatten())
@@ -1161,7 +1161,7 @@ class NGrams(nn.Module):
     @torch.no_grad()
     def fit(self, model: Callable, tokens: Tensor, seq_len: int, rows: int) -> None:
         """Set `trust` to what makes tokens (N,) likeliest, in windows of seq_len, beside `model` (nats of targets): by
-        30 rounds of expectation maximization (Jelinek and Mercer 1980)."""
+        100 rounds of expectation maximization (Jelinek and Mercer 1980)."""
         found, windows, trust = [], tokens.unfold(0, seq_len + 1, seq_len), self.trust.double()
         for part in windows[: max(1, len(windows) // rows) * rows].split(rows):
             ids, targets = part[:, :-1].contiguous(), part[:, 1:].contiguous()
@@ -1170,7 +1170,7 @@ class NGrams(nn.Module):
             found.append(torch.stack([ahead, known]).flatten(1))
         ahead, known = torch.cat(found, dim=1).double()
         of = known.long()
-        for _ in range(30):
+        for _ in range(100):
             share = (ahead + torch.logit(trust)[of]).sigmoid()
             trust = (1 + torch.zeros_like(trust).index_add_(0, of, share)) / (2 + of.bincount(minlength=len(trust)))
         self.trust.copy_(trust)
