@@ -2686,7 +2686,7 @@ def main() -> int:
         config.ngram_bytes = len(packed)
         ngrams = NGrams(config).to(runtime.device)
         ngrams.packed.copy_(torch.frombuffer(bytearray(packed), dtype=torch.int8))
-    whole, config.ngram_order = SimpleNamespace(**vars(config)), 0
+    whole, config.ngram_order, config.ngram_bytes = SimpleNamespace(**vars(config)), 0, 0
     batches = Batches(data, settings, runtime)
     torch.manual_seed(settings.seed)
     network = GPT(config).to(runtime.device)
