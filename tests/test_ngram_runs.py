@@ -117,7 +117,7 @@ def test_quantize_reads_what_has_counts(place, call):
         assert code == 0, (words, err)
     network, _, _ = S.load_model("ARTIFACT", str(run / "model.upar"), counts=S.NGrams)
     assert torch.equal(torch.load(applied / "model.pt")["ngrams.packed"], network.ngrams.packed)
-    code, out, err = call("verify", run / "model.upar", run, "--weights", place.result("counted")["weights"])
-    assert code == 0 and "its counts of n-grams stand in no checkpoint; compared is its network" in out, err
+    code, _, err = call("verify", run / "model.upar", run, "--weights", place.result("counted")["weights"])
+    assert code == 0, err  # its network; a checkpoint has no counts
     code, _, err = call("export", run / "model.upar", place.folder / "exported")
     assert code == 2 and "ngram_order=3" in err

@@ -369,6 +369,7 @@ def test_model_config_takes_the_shape_from_the_settings():
     shape = dict(vars(config))
     assert (shape.pop("vocab_size"), shape.pop("bos_id"), shape.pop("layers"), shape.pop("norms")) == (
         300, 1, "g s1 g", "rms rms rms")
+    assert shape.pop("ngram_bytes") == 0
     assert shape == {name: getattr(settings, name) for name in shape}
 
 
