@@ -2183,7 +2183,7 @@ def verify(args: argparse.Namespace) -> None:
         try:
             judged = {} if model.coded else judge_codes(source, model, settings)
         except ArtifactError as error:
-            raise ArtifactError(f"{error}; compared are its {args.weights} weights; the log says which it has") from None
+            raise ArtifactError(f"{error}; compared were its {args.weights} weights; the log names its own") from None
         wrong = [name for name, w in model.tensors.items() if model.coded and not torch.equal(w, source.tensors[name])]
         require(not wrong, f"{source.path}: tensor {wrong[:1]} is not that of {model.path}")
         rows[0] += ["steps", "nearest", "over_nearest"]
