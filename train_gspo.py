@@ -1774,7 +1774,7 @@ def pack_artifact(tensors: dict[str, Tensor], coded: dict[str, tuple[Tensor, Ten
         dtype = torch.float32 if name.endswith(FLOAT32_CONTROLS) else torch.float16
         dtype = dtype if tensor.is_floating_point() else torch.int8  # bytes of counts
         codes, values, bits = coded.get(name) or (None, tensor.detach().to(dtype), 8 * dtype.itemsize)
-        if tensor.dtype not in (torch.int8, torch.float32, torch.float64) or not torch.isfinite(values).all():
+        if not (tensor.is_floating_point() or tensor.dtype == torch.int8) or not torch.isfinite(values).all():
             most = f"{tensor.dtype} up to {tensor.abs().max():.3g}"
             raise ValueError(f"tensor {name}: {most}; must be floating, finite as {dtype}, or int8")
         values = values.cpu().numpy()
