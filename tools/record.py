@@ -63,8 +63,7 @@ try:
     script.main()
 except SystemExit:
     s = settings[0]
-found = [{field.name.upper(): str(int(getattr(s, field.name)) if field.type is bool else getattr(s, field.name))
-             for field in fields(s)}]
+found = [{f.name.upper(): str(int(getattr(s, f.name)) if f.type is bool else getattr(s, f.name)) for f in fields(s)}]
 if artifacts:
     data, runtime, found, digest = script.open_data(s), script.start_runtime(s.device), [], hashlib.sha256()
     tokens, tokenizer = data.val, data.tokenizer
@@ -74,7 +73,8 @@ if artifacts:
         digest.update(b"".join(tokenizer.pieces[i][drop:] for i, drop in zip(ids.tolist(), drops.tolist())))
 for artifact in artifacts:
     header, tensors, _ = script.read_artifact(artifact)
-    network = script.GPT(SimpleNamespace(**header["settings"])).to(runtime.device)
+    network = script.GPT(config := SimpleNamespace(**header["settings"])).to(runtime.device)
+    network.ngrams = script.NGrams(config).to(runtime.device) if vars(config).get("ngram_order") else None
     network.load_state_dict(tensors)
     stride = s.eval_stride if way == "val_bpb_sliding" else s.train_seq_len
     score = script.score_tokens(network, tokens, tokenizer, runtime, s.train_seq_len, stride, 4)
