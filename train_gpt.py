@@ -1253,8 +1253,9 @@ class NGrams(nn.Module):
     def unpack(self) -> None:
         """The tables of each length: sorted contexts (L,); for these and any other (L + 1,) the place of the first
         continuation, their number, what is left for shorter contexts; the continuations' tokens and weights."""
-        planes = np.frombuffer(zstandard.ZstdDecompressor().decompress(self.packed.cpu().numpy().tobytes()), np.uint8)
-        counts = torch.from_numpy(np.ascontiguousarray(planes.reshape(4, -1).T).view("<i4")[:, 0])
+        frame = zstandard.ZstdDecompressor().stream_reader(self.packed.cpu().numpy().tobytes())
+        planes = np.frombuffer(frame.read(1 << 31), np.uint8).reshape(4, -1)  # at most, whatever the frame declares
+        counts = torch.from_numpy(np.ascontiguousarray(planes.T).view("<i4")[:, 0])
         counts, self.tables, self.version = counts.to(self.packed.device).long(), [], self.packed._version
         contexts = counts.new_zeros(1)
         for _ in range(self.order):
@@ -2683,6 +2684,8 @@ def main() -> int:
         counts = count_ngrams(data.streams, settings, tokenizer)
         clock.stop()
         packed = zstandard.ZstdCompressor(level=19).compress(counts.tobytes())
+        if (left := settings.artifact_bytes_max - len(packed)) < 1 << 18:
+            raise UserError(f"NGRAM_MIN_COUNT={settings.ngram_min_count}: counts leave {left} bytes; must be higher")
         config.ngram_bytes = len(packed)
         ngrams = NGrams(config).to(runtime.device)
         ngrams.packed.copy_(torch.frombuffer(bytearray(packed), dtype=torch.int8))

@@ -107,6 +107,13 @@ def test_a_resumed_run_is_the_straight_one(place):
     assert again["events"][0]["event"] == "resume" and again["train_seconds"] > 2
 
 
+def test_counts_that_leave_no_room_are_a_mistake_at_once(place):
+    done = place.start("driver.py", ROOT, code=2, **{
+        **TINY, "DATA_PATH": "data", "RUN_ID": "large", "NGRAM_ORDER": 4, "ARTIFACT_BYTES_MAX": (1 << 18) + 500})
+    assert done.stderr.startswith("error: NGRAM_MIN_COUNT=2: counts leave ") and done.stderr.count("\n") == 1
+    assert not (place.folder / "runs" / "large").exists()
+
+
 def test_quantize_reads_what_has_counts(place, call):
     run, (out, again, delta, applied) = place.folder / "runs" / "counted", (place.folder / name for name in "abcd")
     for words in (["info", run / "model.upar", "--tensors"], ["verify", run / "model.upar"],
