@@ -1109,8 +1109,9 @@ class NGrams(nn.Module):
     def unpack(self) -> None:
         """The tables of each length: sorted contexts (L,); for these and any other (L + 1,) the place of the first
         continuation, their number, what is left for shorter contexts; the continuations' tokens and weights."""
-        planes = np.frombuffer(zstandard.ZstdDecompressor().decompress(self.packed.cpu().numpy().tobytes()), np.uint8)
-        counts = torch.from_numpy(np.ascontiguousarray(planes.reshape(4, -1).T).view("<i4")[:, 0])
+        frame = zstandard.ZstdDecompressor().stream_reader(self.packed.cpu().numpy().tobytes())
+        planes = np.frombuffer(frame.read(1 << 31), np.uint8).reshape(4, -1)  # at most, whatever the frame declares
+        counts = torch.from_numpy(np.ascontiguousarray(planes.T).view("<i4")[:, 0])
         counts, self.tables, self.version = counts.to(self.packed.device).long(), [], self.packed._version
         contexts = counts.new_zeros(1)
         for _ in range(self.order):
