@@ -134,7 +134,7 @@ def rows(seed: int, tokens: list[int], vocab: int, length: int = 40) -> torch.Te
 @pytest.mark.parametrize(("order", "least"), [*product(range(2, 6), (1, 2, 3))])
 def test_log_probabilities_are_kneser_neys(order, least):
     """Every token after every place; for contexts that were not seen, in texts that begin in the middle of another."""
-    for seed in range(12):
+    for seed in range(4):
         tokens = corpus(seed, vocab := 5 + seed % 8, (30, 120, 400)[seed % 3])
         ids = rows(seed, tokens, vocab, min(40, len(tokens) - 1))
         found, known = ngrams(tokens, order, least, vocab).logps(ids)
