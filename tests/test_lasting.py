@@ -885,7 +885,7 @@ def test_a_rewind_wants_checkpoints(place, every):
 @pytest.mark.parametrize("policy", ["skip", "rewind"])
 def test_a_replay_repeats_skips_and_rewinds(place, policy):
     out, bad = f"{policy} source", {6: "gradient", 13: "loss", 14: "spike"}
-    clock = {"ITERATIONS": 0, "MAX_WALLCLOCK_SECONDS": 4.5, "RESERVE_SECONDS": 2.5}
+    clock = {"ITERATIONS": 0, "MAX_WALLCLOCK_SECONDS": 9, "RESERVE_SECONDS": 2.5}
     source = place.run(out, spoil(bad), SPIKE_POLICY=policy, SPIKE_NATS=4, **clock)
     replay = place.run(f"{policy} replay", spoil(bad), **replay_of(place, out))
     place.same(f"{policy} replay", out)
