@@ -2529,6 +2529,8 @@ def count_ngrams(streams: list[TokenStream], settings: Settings, tokenizer: Toke
 
 def forward_backward(model: Callable, batches: Batches, step: int) -> Tensor:
     """Gradients of the mean loss over the global batch, this rank's part; returns this rank's part of that mean."""
+    # They keep their memory: what a CUDA graph makes itself is overwritten by its next call.
+    torch._foreach_zero_([param.grad for param in model.parameters()])
     loss = torch.zeros((), device=batches.runtime.device)
     for ids, targets in batches.micro_batches(step):
         part = model(ids, targets).sum() / batches.tokens
@@ -2567,7 +2569,6 @@ def warm_up(model: Callable, network: GPT, table: QuantTable, optimizers: Optimi
         failed, room = torch.zeros(1, device=runtime.device), None
         try:
             room = torch.empty(0 if step else 7 * sum(map(Tensor.numel, optimizers.params)), device=runtime.device)
-            torch._foreach_zero_([param.grad for param in optimizers.params])
             with quantized(network, table):
                 forward_backward(model, batches, step)
         except torch.OutOfMemoryError:
@@ -2774,8 +2775,6 @@ def main() -> int:
 
         # Weights are quantized for forward and backward alone; the gradient lands on the masters (straight through).
         qat = settings.qat and plan.phases["qat"].start_step
-        # Gradients keep their memory: what a CUDA graph makes itself is overwritten by its next call.
-        torch._foreach_zero_([param.grad for param in optimizers.params])
         with quantized(network, table) if qat else contextlib.nullcontext():
             loss = forward_backward(model, batches, run.step + run.skipped)
         extra = torch.stack([loss, torch.full_like(loss, watch.signal)])
