@@ -1251,8 +1251,9 @@ class NGrams(nn.Module):
         self.version = -1  # that of `packed` which the tables go by
 
     def unpack(self) -> None:
-        """The tables of each length: sorted contexts (L,); for these and any other (L + 1,) the place of the first
-        continuation, their number, what is left for shorter contexts; the continuations' tokens and weights."""
+        """The tables of each length: sorted contexts and, for any other, the largest number (L + 1,); of these the
+        first continuation's place, their number, what is left for shorter contexts; the continuations' tokens, weights.
+        """
         frame = zstandard.ZstdDecompressor().stream_reader(self.packed.cpu().numpy().tobytes())
         planes = np.frombuffer(frame.read(1 << 31), np.uint8).reshape(4, -1)  # at most, whatever the frame declares
         counts = torch.from_numpy(np.ascontiguousarray(planes.T).view("<i4")[:, 0])
@@ -1268,7 +1269,8 @@ class NGrams(nn.Module):
             left = (1_000_000 * lost).index_add(0, parent, less) / total  # as 1 - sum of weights it would lose digits
             left = F.pad(left.masked_fill(children == 0, 1.0), (0, 1), value=1.0)
             first, number = F.pad(children.cumsum(0) - children, (0, 1)), F.pad(children, (0, 1))
-            self.tables.append((contexts, first, number, left, tokens, weights))
+            last = torch.iinfo(contexts.dtype).max
+            self.tables.append((F.pad(contexts, (0, 1), value=last), first, number, left, tokens, weights))
             contexts = contexts[parent] * self.vocab_size + tokens
 
     @torch.no_grad()
@@ -1279,12 +1281,12 @@ class NGrams(nn.Module):
             self.unpack()
         (*_, left, tokens, weights), size = self.tables[0], self.vocab_size
         alone = (left[0] / size).repeat(size).index_add_(0, tokens, weights)  # (V,)
-        context, nodes, sums = ids.contiguous(), [], []
+        context, nodes, hits, sums = ids.contiguous(), [], [], []
         for contexts, *_ in self.tables[1:]:
             at = torch.searchsorted(contexts, context)
-            nodes.append(torch.where(F.pad(contexts, (0, 1), value=-2)[at] == context, at, len(contexts)).flatten())
+            hits.append(contexts[at] == context)
+            nodes.append(torch.where(hits[-1], at, len(contexts) - 1).flatten())  # (B * T,)
             context = longer_contexts(context, ids, size, self.bos_id)
-        known = sum((node < len(table[0])).long() for node, table in zip(nodes[1:], self.tables[2:], strict=True))
         left = torch.ones(ids.numel(), device=ids.device)  # for contexts shorter than those done
         for (_, first, number, rest, tokens, weights), node in zip(self.tables[:0:-1], nodes[::-1], strict=True):
             count = number[node]
@@ -1297,7 +1299,7 @@ class NGrams(nn.Module):
         p = alone * left[:, None]
         for places, parts in sums:
             p.view(-1).index_add_(0, places, parts)
-        return p.log_().view(*ids.shape, -1), (torch.zeros_like(left).long() + known).view_as(ids)
+        return p.log_().view(*ids.shape, -1), sum(hits[1:], torch.zeros_like(ids))
 
     def forward(self, ids: Tensor) -> Tensor:
         """The sides of the mixture (B, T, V + 1): log of share times p (B, T, V), and log of the network's share."""
@@ -2503,8 +2505,8 @@ def count_ngrams(streams: list[TokenStream], settings: Settings, tokenizer: Toke
     if (total := sum(map(len, streams))) > 1 << 28:
         raise UserError(f"NGRAM_ORDER={settings.ngram_order}: counts {1 << 28} tokens at most, DATA_PATH has {total}")
     tokens, size = np.concatenate([stream.read(0, len(stream)) for stream in streams]), tokenizer.vocab_size
-    seen, context, ids = [np.unique(tokens, return_counts=True)], torch.from_numpy(tokens), torch.from_numpy(tokens)
-    parts, contexts = [], np.zeros(1, np.int64)
+    seen, parts, contexts = [np.unique(tokens, return_counts=True)], [], np.zeros(1, np.int64)
+    context = ids = torch.from_numpy(tokens)
     for _ in range(1, settings.ngram_order):
         known = context[:-1].numpy()
         seen.append(np.unique((known * size + tokens[1:])[known >= 0], return_counts=True))
