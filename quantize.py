@@ -1958,8 +1958,7 @@ def rebuild(source: SimpleNamespace) -> GPT:
     """The network that these settings and weights are. ArtifactError where they do not fit, or it gives no logits."""
     try:
         with torch.device("meta"):  # takes no memory
-            network = GPT(SimpleNamespace(**BARE | source.shape))  # older files do not say
-            network.ngrams = NGrams(network.config) if network.config.ngram_order else None
+            network = GPT(SimpleNamespace(**BARE | source.shape), NGrams)  # older files do not say
         network.load_state_dict(source.tensors, assign=True)
         with torch.no_grad():
             require(network(torch.tensor([[network.config.bos_id]])).isfinite().all(), "its logits are not finite")
@@ -2184,7 +2183,8 @@ def verify(args: argparse.Namespace) -> None:
         try:
             judged = {} if model.coded else judge_codes(source, model, settings)
         except ArtifactError as error:
-            raise ArtifactError(f"{error}; compared were its {args.weights} weights; the log names its own") from None
+            raise ArtifactError(f"{error}; compared are its {args.weights} weights, the log says which were chosen "
+                                "(--weights)") from None
         wrong = [name for name, w in model.tensors.items() if model.coded and not torch.equal(w, source.tensors[name])]
         require(not wrong, f"{source.path}: tensor {wrong[:1]} is not that of {model.path}")
         rows[0] += ["steps", "nearest", "over_nearest"]

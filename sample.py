@@ -1681,7 +1681,7 @@ def read_artifact(path: str | Path, max_weights: int = 1 << 30) -> tuple[dict, d
 
 
 # === shared: weights ===
-def load_model(name: str, path: str, tokenizer_path: str = "", counts: type | None = None) -> tuple:
+def load_model(name: str, path: str, tokenizer_path: str = "", counts: Callable | None = None) -> tuple:
     """Network (on the CPU), tokenizer and the file taken of `path`: an artifact, a checkpoint (its raw weights), or a
     run, of which it is the artifact or, while it has none, the newest whole checkpoint. UserError naming the setting
     `name`, or the file. Counts of n-grams come along only as `counts`, NGrams: what is trained on other text goes on
@@ -1718,8 +1718,7 @@ def load_model(name: str, path: str, tokenizer_path: str = "", counts: type | No
     if counts is None or not shape.get("ngram_order"):  # older files do not say
         shape.update(ngram_order=0, ngram_bytes=0)
         tensors = {key: value for key, value in tensors.items() if not key.startswith("ngrams.")}
-    network, adapter = GPT(SimpleNamespace(**shape)), [key for key in tensors if key.endswith(".lora_a")]
-    network.ngrams = counts(network.config) if shape["ngram_order"] else None
+    network, adapter = GPT(SimpleNamespace(**shape), counts), [key for key in tensors if key.endswith(".lora_a")]
     if adapter:
         names = [re.escape(key.replace("parametrizations.", "").removesuffix(".0.lora_a")) for key in adapter]
         setup_lora_adapter(network, len(tensors[adapter[0]]), targets="|".join(names))

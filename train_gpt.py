@@ -173,7 +173,7 @@ class UserError(Exception):
 # What another script of ours, Parameter Golf or nanoGPT reads (regular expressions): an error for one that does not.
 FOREIGN_NAMES = tuple("""
     ACTIVATION_CHECKPOINTING ADAM_.* ALWAYS_SAVE_CHECKPOINT ARCH_MODE ARTIFACT ARTIFACT_BYTES_MAX ATTN_.* BACKEND
-    BATCH_SIZE BETA BETA1 BETA2 BIAS BIGRAM_.* BIO_.* BLOCK_SIZE CENTERING COMPILE COMPILE_MODE COMPRESSOR
+    BATCH_SIZE BETA BETA1 BETA2 BIAS BIGRAM_.* BIO_.* BLOCK_SIZE CAUTIOUS_WD CENTERING COMPILE COMPILE_MODE COMPRESSOR
     CRITIC CRITIC_LR DATASET DATA_DIR DATA_PATH DECAY_LR DELTA_.* DEMONSTRATIONS DETERMINISTIC DEVICE DISTILL_.* DROPOUT
     DRY_RUN DTYPE DYNAMIC_ROUNDS EMA EMA_.* EMBED_.* ENABLE_LOOPING_AT EPOCHS EVAL_.* GAE_LAMBDA GAMMA GATED_.*
     GDN_NEG_EIGVAL GPTQ_.* GRADIENT_ACCUMULATION_STEPS GRAD_.* GROUP_SIZE HANG_SECONDS HEAD_LR HOLDOUT_TOKENS IMPORTANCE
@@ -1133,7 +1133,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """The language model: embedding, layers by pattern, head with a soft cap."""
 
-    def __init__(self, config: SimpleNamespace):
+    def __init__(self, config: SimpleNamespace, counts: Callable | None = None):
+        """counts: NGrams, for config.ngram_order; who leaves them out cannot load their tensors."""
         super().__init__()
         self.activation_checkpointing = False  # compute each layer again in the backward pass, to save memory
         self.dtype = None  # of activations, weights are float32; None: bfloat16 on CUDA, on a CPU the weights' own
@@ -1146,7 +1147,7 @@ class GPT(nn.Module):
         if config.bigram_vocab_size:
             self.bigram_embed = matrix((config.bigram_vocab_size,), config.bigram_dim, 0.1)
             self.w_bigram = nn.Parameter(torch.zeros(dim, config.bigram_dim))
-        self.ngrams = None  # where config.ngram_order says so NGrams, for its maker to put here
+        self.ngrams = counts(config) if counts and config.ngram_order else None
         if config.unet_skips:
             self.skip = nn.Parameter(torch.ones(len(words) // 2, dim))
         # layers that share a mixer, or a block, have one name; caches are per layer, never shared
@@ -1689,9 +1690,9 @@ QuantTable, QUANTIZER = dict[str, dict], ("bits", "clip_sigmas", "step")
 def tensor_class(name: str, tensor: Tensor) -> str:
     """How the artifact stores a tensor, by the last part of its dotted name: as "matrix", "embedding" or "control".
 
-    What is int8 is "counts", of n-grams.
     "w_*" is a matrix; "*embed*", "head" and "ab" (GDN's decay and step size) are embeddings; all else is control, few
-    weights that scale whole channels, and so is what has, seen as (shape[0], the rest), under 16 rows or columns.
+    weights that scale whole channels, and so is what has, seen as (shape[0], the rest), under 16 rows or columns. Bytes
+    are "counts", of n-grams.
     """
     if not tensor.is_floating_point():
         return "counts"
@@ -2738,7 +2739,7 @@ def main() -> int:
                               seq_len=settings.train_seq_len, stride=settings.train_seq_len, batch=batches.micro_rows)
     rest = {"settings": vars(config), "tokenizer_sha256": tokenizer.sha256,
             "meta": {"seed": settings.seed, "tokenizer": tokenizer.file}}
-    counted = 0 if ngrams is None else whole.ngram_bytes + 512
+    counted = 0 if ngrams is None else whole.ngram_bytes + 512  # and what the header says of them
     exporter = Exporter(network, table, settings.artifact_bytes_max - code - counted,
                         functools.partial(score, model, tokens=data.held_out), runtime, log, rest)
 
@@ -2861,8 +2862,7 @@ def main() -> int:
     network.dtype = None  # scores do not depend on which units a CPU has
     before = evaluate(score, model, network, settings, log, "before quantization")  # and without counts
     header, tensors, _ = read_artifact(artifact)  # from here on the network that the file holds, by that file alone
-    packed = GPT(SimpleNamespace(**header["settings"])).to(runtime.device)
-    packed.ngrams = NGrams(packed.config).to(runtime.device) if settings.ngram_order else None
+    packed = GPT(SimpleNamespace(**header["settings"]), NGrams).to(runtime.device)
     packed.load_state_dict(tensors)
     run_packed = compiled(packed) if settings.compile and ngrams is None else packed  # counts are not for a compiler
     final = evaluate(score, run_packed, packed, settings, log, "from the artifact", data.val_sources)

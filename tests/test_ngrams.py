@@ -243,8 +243,7 @@ def network(order: int, dtype: torch.dtype = torch.float64, **changes: object) -
     counts, seeded = ngrams(corpus(7, VOCAB), order, module=S).packed, torch.manual_seed(1)
     config = S.model_config(dataclasses.replace(SETTINGS, ngram_order=order, **changes), VOCAB, BOS)
     config.ngram_bytes = len(counts)
-    net = S.GPT(config).to(dtype)
-    net.ngrams = S.NGrams(config)
+    net = S.GPT(config, S.NGrams).to(dtype)
     net.ngrams.packed.copy_(counts)
     with torch.no_grad():
         for param in net.parameters():
@@ -295,8 +294,7 @@ def test_an_artifact_gives_the_counts_back(tmp_path):
     assert 0 < sizes["counts"] <= len(net.ngrams.packed) and "ngrams.packed" not in coded
     (tmp_path / "model.upar").write_bytes(data)
     header, tensors, again = S.read_artifact(tmp_path / "model.upar")
-    own = S.GPT(SimpleNamespace(**header["settings"]))
-    own.ngrams = S.NGrams(own.config)
+    own = S.GPT(SimpleNamespace(**header["settings"]), S.NGrams)
     own.load_state_dict(tensors)
     assert tensors["ngrams.packed"].dtype == torch.int8 and torch.equal(own.ngrams.packed, net.ngrams.packed)
     with S.decoded(net.state_dict(), coded):

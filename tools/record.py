@@ -73,8 +73,8 @@ if artifacts:
         digest.update(b"".join(tokenizer.pieces[i][drop:] for i, drop in zip(ids.tolist(), drops.tolist())))
 for artifact in artifacts:
     header, tensors, _ = script.read_artifact(artifact)
-    network = script.GPT(config := SimpleNamespace(**header["settings"])).to(runtime.device)
-    network.ngrams = script.NGrams(config).to(runtime.device) if vars(config).get("ngram_order") else None
+    counts = [script.NGrams] if header["settings"].get("ngram_order") else []  # older scripts have none
+    network = script.GPT(SimpleNamespace(**header["settings"]), *counts).to(runtime.device)
     network.load_state_dict(tensors)
     stride = s.eval_stride if way == "val_bpb_sliding" else s.train_seq_len
     score = script.score_tokens(network, tokens, tokenizer, runtime, s.train_seq_len, stride, 4)
