@@ -94,7 +94,7 @@ class UserError(Exception):
 # What another script of ours, Parameter Golf or nanoGPT reads (regular expressions): an error for one that does not.
 FOREIGN_NAMES = tuple("""
     ACTIVATION_CHECKPOINTING ADAM_.* ALWAYS_SAVE_CHECKPOINT ARCH_MODE ARTIFACT ARTIFACT_BYTES_MAX ATTN_.* BACKEND
-    BATCH_SIZE BETA BETA1 BETA2 BIAS BIGRAM_.* BIO_.* BLOCK_SIZE CENTERING COMPILE COMPILE_MODE COMPRESSOR
+    BATCH_SIZE BETA BETA1 BETA2 BIAS BIGRAM_.* BIO_.* BLOCK_SIZE CAUTIOUS_WD CENTERING COMPILE COMPILE_MODE COMPRESSOR
     CRITIC CRITIC_LR DATASET DATA_DIR DATA_PATH DECAY_LR DELTA_.* DEMONSTRATIONS DETERMINISTIC DEVICE DISTILL_.* DROPOUT
     DRY_RUN DTYPE DYNAMIC_ROUNDS EMA EMA_.* EMBED_.* ENABLE_LOOPING_AT EPOCHS EVAL_.* GAE_LAMBDA GAMMA GATED_.*
     GDN_NEG_EIGVAL GPTQ_.* GRADIENT_ACCUMULATION_STEPS GRAD_.* GROUP_SIZE HANG_SECONDS HEAD_LR HOLDOUT_TOKENS IMPORTANCE
@@ -989,7 +989,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """The language model: embedding, layers by pattern, head with a soft cap."""
 
-    def __init__(self, config: SimpleNamespace):
+    def __init__(self, config: SimpleNamespace, counts: Callable | None = None):
+        """counts: NGrams, for config.ngram_order; who leaves them out cannot load their tensors."""
         super().__init__()
         self.activation_checkpointing = False  # compute each layer again in the backward pass, to save memory
         self.dtype = None  # of activations, weights are float32; None: bfloat16 on CUDA, on a CPU the weights' own
@@ -1002,7 +1003,7 @@ class GPT(nn.Module):
         if config.bigram_vocab_size:
             self.bigram_embed = matrix((config.bigram_vocab_size,), config.bigram_dim, 0.1)
             self.w_bigram = nn.Parameter(torch.zeros(dim, config.bigram_dim))
-        self.ngrams = None  # where config.ngram_order says so NGrams, for its maker to put here
+        self.ngrams = counts(config) if counts and config.ngram_order else None
         if config.unet_skips:
             self.skip = nn.Parameter(torch.ones(len(words) // 2, dim))
         # layers that share a mixer, or a block, have one name; caches are per layer, never shared
@@ -1107,8 +1108,9 @@ class NGrams(nn.Module):
         self.version = -1  # that of `packed` which the tables go by
 
     def unpack(self) -> None:
-        """The tables of each length: sorted contexts (L,); for these and any other (L + 1,) the place of the first
-        continuation, their number, what is left for shorter contexts; the continuations' tokens and weights."""
+        """The tables of each length: sorted contexts and, for any other, the largest number (L + 1,); of these the
+        first continuation's place, their number, what is left for shorter contexts; the continuations' tokens, weights.
+        """
         frame = zstandard.ZstdDecompressor().stream_reader(self.packed.cpu().numpy().tobytes())
         planes = np.frombuffer(frame.read(1 << 31), np.uint8).reshape(4, -1)  # at most, whatever the frame declares
         counts = torch.from_numpy(np.ascontiguousarray(planes.T).view("<i4")[:, 0])
@@ -1124,7 +1126,8 @@ class NGrams(nn.Module):
             left = (1_000_000 * lost).index_add(0, parent, less) / total  # as 1 - sum of weights it would lose digits
             left = F.pad(left.masked_fill(children == 0, 1.0), (0, 1), value=1.0)
             first, number = F.pad(children.cumsum(0) - children, (0, 1)), F.pad(children, (0, 1))
-            self.tables.append((contexts, first, number, left, tokens, weights))
+            last = torch.iinfo(contexts.dtype).max
+            self.tables.append((F.pad(contexts, (0, 1), value=last), first, number, left, tokens, weights))
             contexts = contexts[parent] * self.vocab_size + tokens
 
     @torch.no_grad()
@@ -1135,12 +1138,12 @@ class NGrams(nn.Module):
             self.unpack()
         (*_, left, tokens, weights), size = self.tables[0], self.vocab_size
         alone = (left[0] / size).repeat(size).index_add_(0, tokens, weights)  # (V,)
-        context, nodes, sums = ids.contiguous(), [], []
+        context, nodes, hits, sums = ids.contiguous(), [], [], []
         for contexts, *_ in self.tables[1:]:
             at = torch.searchsorted(contexts, context)
-            nodes.append(torch.where(F.pad(contexts, (0, 1), value=-2)[at] == context, at, len(contexts)).flatten())
+            hits.append(contexts[at] == context)
+            nodes.append(torch.where(hits[-1], at, len(contexts) - 1).flatten())  # (B * T,)
             context = longer_contexts(context, ids, size, self.bos_id)
-        known = sum((node < len(table[0])).long() for node, table in zip(nodes[1:], self.tables[2:], strict=True))
         left = torch.ones(ids.numel(), device=ids.device)  # for contexts shorter than those done
         for (_, first, number, rest, tokens, weights), node in zip(self.tables[:0:-1], nodes[::-1], strict=True):
             count = number[node]
@@ -1153,7 +1156,7 @@ class NGrams(nn.Module):
         p = alone * left[:, None]
         for places, parts in sums:
             p.view(-1).index_add_(0, places, parts)
-        return p.log_().view(*ids.shape, -1), (torch.zeros_like(left).long() + known).view_as(ids)
+        return p.log_().view(*ids.shape, -1), sum(hits[1:], torch.zeros_like(ids))
 
     def forward(self, ids: Tensor) -> Tensor:
         """The sides of the mixture (B, T, V + 1): log of share times p (B, T, V), and log of the network's share."""
@@ -1286,9 +1289,9 @@ QuantTable, QUANTIZER = dict[str, dict], ("bits", "clip_sigmas", "step")
 def tensor_class(name: str, tensor: Tensor) -> str:
     """How the artifact stores a tensor, by the last part of its dotted name: as "matrix", "embedding" or "control".
 
-    What is int8 is "counts", of n-grams.
     "w_*" is a matrix; "*embed*", "head" and "ab" (GDN's decay and step size) are embeddings; all else is control, few
-    weights that scale whole channels, and so is what has, seen as (shape[0], the rest), under 16 rows or columns.
+    weights that scale whole channels, and so is what has, seen as (shape[0], the rest), under 16 rows or columns. Bytes
+    are "counts", of n-grams.
     """
     if not tensor.is_floating_point():
         return "counts"

@@ -163,7 +163,7 @@ class UserError(Exception):
 # What another script of ours, Parameter Golf or nanoGPT reads (regular expressions): an error for one that does not.
 FOREIGN_NAMES = tuple("""
     ACTIVATION_CHECKPOINTING ADAM_.* ALWAYS_SAVE_CHECKPOINT ARCH_MODE ARTIFACT ARTIFACT_BYTES_MAX ATTN_.* BACKEND
-    BATCH_SIZE BETA BETA1 BETA2 BIAS BIGRAM_.* BIO_.* BLOCK_SIZE CENTERING COMPILE COMPILE_MODE COMPRESSOR
+    BATCH_SIZE BETA BETA1 BETA2 BIAS BIGRAM_.* BIO_.* BLOCK_SIZE CAUTIOUS_WD CENTERING COMPILE COMPILE_MODE COMPRESSOR
     CRITIC CRITIC_LR DATASET DATA_DIR DATA_PATH DECAY_LR DELTA_.* DEMONSTRATIONS DETERMINISTIC DEVICE DISTILL_.* DROPOUT
     DRY_RUN DTYPE DYNAMIC_ROUNDS EMA EMA_.* EMBED_.* ENABLE_LOOPING_AT EPOCHS EVAL_.* GAE_LAMBDA GAMMA GATED_.*
     GDN_NEG_EIGVAL GPTQ_.* GRADIENT_ACCUMULATION_STEPS GRAD_.* GROUP_SIZE HANG_SECONDS HEAD_LR HOLDOUT_TOKENS IMPORTANCE
@@ -944,7 +944,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """The language model: embedding, layers by pattern, head with a soft cap."""
 
-    def __init__(self, config: SimpleNamespace):
+    def __init__(self, config: SimpleNamespace, counts: Callable | None = None):
+        """counts: NGrams, for config.ngram_order; who leaves them out cannot load their tensors."""
         super().__init__()
         self.activation_checkpointing = False  # compute each layer again in the backward pass, to save memory
         self.dtype = None  # of activations, weights are float32; None: bfloat16 on CUDA, on a CPU the weights' own
@@ -957,7 +958,7 @@ class GPT(nn.Module):
         if config.bigram_vocab_size:
             self.bigram_embed = matrix((config.bigram_vocab_size,), config.bigram_dim, 0.1)
             self.w_bigram = nn.Parameter(torch.zeros(dim, config.bigram_dim))
-        self.ngrams = None  # where config.ngram_order says so NGrams, for its maker to put here
+        self.ngrams = counts(config) if counts and config.ngram_order else None
         if config.unet_skips:
             self.skip = nn.Parameter(torch.ones(len(words) // 2, dim))
         # layers that share a mixer, or a block, have one name; caches are per layer, never shared
@@ -1486,9 +1487,9 @@ QuantTable, QUANTIZER = dict[str, dict], ("bits", "clip_sigmas", "step")
 def tensor_class(name: str, tensor: Tensor) -> str:
     """How the artifact stores a tensor, by the last part of its dotted name: as "matrix", "embedding" or "control".
 
-    What is int8 is "counts", of n-grams.
     "w_*" is a matrix; "*embed*", "head" and "ab" (GDN's decay and step size) are embeddings; all else is control, few
-    weights that scale whole channels, and so is what has, seen as (shape[0], the rest), under 16 rows or columns.
+    weights that scale whole channels, and so is what has, seen as (shape[0], the rest), under 16 rows or columns. Bytes
+    are "counts", of n-grams.
     """
     if not tensor.is_floating_point():
         return "counts"
@@ -1881,7 +1882,7 @@ def read_artifact(path: str | Path, max_weights: int = 1 << 30) -> tuple[dict, d
 
 
 # === shared: weights ===
-def load_model(name: str, path: str, tokenizer_path: str = "", counts: type | None = None) -> tuple:
+def load_model(name: str, path: str, tokenizer_path: str = "", counts: Callable | None = None) -> tuple:
     """Network (on the CPU), tokenizer and the file taken of `path`: an artifact, a checkpoint (its raw weights), or a
     run, of which it is the artifact or, while it has none, the newest whole checkpoint. UserError naming the setting
     `name`, or the file. Counts of n-grams come along only as `counts`, NGrams: what is trained on other text goes on
@@ -1918,8 +1919,7 @@ def load_model(name: str, path: str, tokenizer_path: str = "", counts: type | No
     if counts is None or not shape.get("ngram_order"):  # older files do not say
         shape.update(ngram_order=0, ngram_bytes=0)
         tensors = {key: value for key, value in tensors.items() if not key.startswith("ngrams.")}
-    network, adapter = GPT(SimpleNamespace(**shape)), [key for key in tensors if key.endswith(".lora_a")]
-    network.ngrams = counts(network.config) if shape["ngram_order"] else None
+    network, adapter = GPT(SimpleNamespace(**shape), counts), [key for key in tensors if key.endswith(".lora_a")]
     if adapter:
         names = [re.escape(key.replace("parametrizations.", "").removesuffix(".0.lora_a")) for key in adapter]
         setup_lora_adapter(network, len(tensors[adapter[0]]), targets="|".join(names))
