@@ -1108,9 +1108,8 @@ class NGrams(nn.Module):
         self.version = -1  # that of `packed` which the tables go by
 
     def unpack(self) -> None:
-        """The tables of each length: sorted contexts and, for any other, the largest number (L + 1,); of these the
-        first continuation's place, their number, what is left for shorter contexts; the continuations' tokens, weights.
-        """
+        """The tables of each length: sorted contexts and, for any other, 2**62 (L + 1,); of these the first
+        continuation's place, their number, what is left for shorter contexts; the continuations' tokens, weights."""
         frame = zstandard.ZstdDecompressor().stream_reader(self.packed.cpu().numpy().tobytes())
         planes = np.frombuffer(frame.read(1 << 31), np.uint8).reshape(4, -1)  # at most, whatever the frame declares
         counts = torch.from_numpy(np.ascontiguousarray(planes.T).view("<i4")[:, 0])
@@ -1126,8 +1125,7 @@ class NGrams(nn.Module):
             left = (1_000_000 * lost).index_add(0, parent, less) / total  # as 1 - sum of weights it would lose digits
             left = F.pad(left.masked_fill(children == 0, 1.0), (0, 1), value=1.0)
             first, number = F.pad(children.cumsum(0) - children, (0, 1)), F.pad(children, (0, 1))
-            last = torch.iinfo(contexts.dtype).max
-            self.tables.append((F.pad(contexts, (0, 1), value=last), first, number, left, tokens, weights))
+            self.tables.append((F.pad(contexts, (0, 1), value=1 << 62), first, number, left, tokens, weights))
             contexts = contexts[parent] * self.vocab_size + tokens
 
     @torch.no_grad()
