@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import json
 import math
@@ -11,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,8 +32,8 @@ TINY = {
     "DEVICE": "cpu", "DTYPE": "float32", "COMPILE": "0",
     "LAYER_PATTERN": "g s1 g s1", "MODEL_DIM": "32", "NUM_HEADS": "2",
     "NUM_KV_HEADS": "1", "ATTN_WINDOW": "16", "TRAIN_SEQ_LEN": "32", "TRAIN_BATCH_TOKENS": "512",
-    "HOLDOUT_TOKENS": "2048", "EVAL_STRIDE": "16", "ITERATIONS": "30", "MAX_WALLCLOCK_SECONDS": "0",
-    "RESERVE_SECONDS": "0", "TRAIN_LOG_EVERY": "1",
+    "HOLDOUT_TOKENS": "1024", "EVAL_STRIDE": "0", "GPTQ_CALIBRATION_BATCHES": "2",
+    "ITERATIONS": "30", "MAX_WALLCLOCK_SECONDS": "0", "RESERVE_SECONDS": "0", "TRAIN_LOG_EVERY": "1",
 }
 # What processes need of the environment; a setting that the user exported must not reach a test.
 KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV")
@@ -66,9 +69,57 @@ def environment(**changes: object) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", **TINY, **{name: str(value) for name, value in changes.items()}}
 
 
-def start(command: list[object], environ: dict[str, str]) -> subprocess.CompletedProcess:
-    words = [sys.executable, *map(str, command)]
-    return subprocess.run(words, env=environ, capture_output=True, text=True, timeout=300)
+# Forks a process for each line of its input, {"words", "env", "cwd", "given", "out", "err"}: a script with arguments,
+# as `python SCRIPT …` runs it, but that torch is there already: to import it takes longer than most of these runs.
+SERVER = """
+import json, os, runpy, signal, sys
+import numpy, sentencepiece, tiktoken, torch, torch._dynamo, torch.profiler
+
+for line in sys.stdin:
+    order = json.loads(line)
+    child = os.fork()
+    if child:
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        continue
+    for number, name in enumerate(("given", "out", "err")):
+        os.dup2(os.open(order[name], os.O_RDWR), number)
+    signal.alarm(600)
+    os.chdir(order["cwd"])
+    os.environ.clear()
+    os.environ.update(order["env"])
+    sys.argv, sys.path[0] = order["words"], os.path.dirname(os.path.abspath(order["words"][0]))
+    sys.stdin = open(0)
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    sys.exit(0)
+"""
+
+
+@functools.cache
+def server(threads: str) -> subprocess.Popen:
+    """One for all tests of a worker, for torch asks for OMP_NUM_THREADS but once; it ends with its input."""
+    return subprocess.Popen([sys.executable, "-c", SERVER], env=environment(OMP_NUM_THREADS=threads), text=True,
+                            stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+def start(command: list[object], environ: dict[str, str], cwd: Path | str = ".",
+          given: str = "") -> subprocess.CompletedProcess:
+    """What a command line of Python left: `-m` as a new process, a script as a fork of `server`."""
+    words = list(map(str, command))
+    if words[0] == "-m":
+        return subprocess.run([sys.executable, *words], env=environ, capture_output=True, text=True, timeout=300,
+                              cwd=cwd, input=given)
+    with contextlib.ExitStack() as stack:
+        files = {name: stack.enter_context(tempfile.NamedTemporaryFile("w+", encoding="utf-8"))
+                 for name in ("given", "out", "err")}
+        files["given"].write(given)
+        files["given"].flush()
+        order = dict(words=words, env=environ, cwd=str(cwd), **{name: file.name for name, file in files.items()})
+        child = server(environ["OMP_NUM_THREADS"])
+        child.stdin.write(json.dumps(order) + "\n")
+        child.stdin.flush()
+        code = int(child.stdout.readline())
+        return subprocess.CompletedProcess(words, code, *(Path(files[name].name).read_text(encoding="utf-8")
+                                                          for name in ("out", "err")))
 
 
 @pytest.fixture(scope="session")
@@ -82,7 +133,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
     (folder / "driver.py").write_text(DRIVER)
     done = start([ROOT / "data" / "prepare.py", folder / "text.jsonl", "--out", folder / "data", "--vocab-size", VOCAB,
-                  "--workers", 1], environment())
+                  "--val-frac", 0.025, "--workers", 1], environment())
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -109,7 +160,7 @@ def artifact_of(place: Path, out: str) -> bytes:
 @pytest.fixture(scope="session")
 def first(place: Path) -> subprocess.CompletedProcess:
     """The run that most tests look at."""
-    done = train(place, "first", VAL_LOSS_EVERY=10)
+    done = train(place, "first", VAL_LOSS_EVERY=10, EVAL_STRIDE=16)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     return done
@@ -183,8 +234,8 @@ def test_the_result_is_complete_and_consistent(place, first):
     artifact = (run / "model.upar").read_bytes()
     settings = replace(T.Settings(), **{
         name.lower(): T.parse_setting(name.lower(), text, type(getattr(T.Settings(), name.lower())))
-        for name, text in {**TINY, "VAL_LOSS_EVERY": "10"}.items()}, run_id="tiny", out_dir=str(place / "first"),
-        data_path=str(place / "data"))
+        for name, text in {**TINY, "VAL_LOSS_EVERY": "10", "EVAL_STRIDE": "16"}.items()}, run_id="tiny",
+        out_dir=str(place / "first"), data_path=str(place / "data"))
     exact = {
         "script": "train_gpt.py", "run_id": "tiny", "seed": 1337, "world_size": 1, "steps": 30, "tokens": 30 * 512,
         "settings": asdict(settings), "events": [], "artifact": str(run / "model.upar"),
@@ -315,16 +366,15 @@ CHOICES = {
     **{f"events {kind}": dict(MLP="bio", BIO_EVENTS=kind) for kind in ("soft", "hard")},
     **{f"norm {kind}": dict(NORM=kind) for kind in ("rms_weight", "layer", "rms layer")},
     **{f"positions {kind}": dict(POSITIONS=kind) for kind in ("learned", "none")},
-    "partial rope": dict(ROPE_DIMS=8), "untied": dict(TIE_EMBEDDINGS=0), "no gain": dict(QK_NORM=0),
-    "no mix": dict(RESIDUAL_MIX=0, TIED_EMBED_INIT_STD=0.02), "u-net": dict(UNET_SKIPS=1),
-    "bigram": dict(BIGRAM_VOCAB_SIZE=64), "no softcap": dict(LOGIT_SOFTCAP=0.0),
+    "partial rope, untied": dict(ROPE_DIMS=8, TIE_EMBEDDINGS=0), "no gain, u-net": dict(QK_NORM=0, UNET_SKIPS=1),
+    "no mix": dict(RESIDUAL_MIX=0, TIED_EMBED_INIT_STD=0.02), "bigram, no softcap": dict(
+        BIGRAM_VOCAB_SIZE=64, LOGIT_SOFTCAP=0.0),
     **{f"dtype {kind}": dict(DTYPE=kind) for kind in ("bfloat16", "auto")},
-    "recurrence": dict(LAYER_PATTERN="A1 g A1"),
-    "negative eigenvalues": dict(GDN_NEG_EIGVAL=1), "checkpointing": dict(ACTIVATION_CHECKPOINTING=1),
-    **{f"optimizer {kind}": dict(OPTIMIZER=kind) for kind in ("lion", "adamw", "adamw8bit", "adafactor")},
-    "clip": dict(GRAD_CLIP_NORM=0.5),
-    **{f"schedule {kind}": dict(LR_SCHEDULE=kind) for kind in ("cosine", "wsd", "constant")},
-    "stateful": dict(EVAL_STATEFUL=1), "raw": dict(EMA=0, SWA=0, QAT=0),
+    "recurrence, negative eigenvalues": dict(LAYER_PATTERN="A1 g A1", GDN_NEG_EIGVAL=1),
+    "checkpointing": dict(ACTIVATION_CHECKPOINTING=1),
+    **{f"optimizer {kind}": dict(OPTIMIZER=kind, LR_SCHEDULE=schedule) for kind, schedule in dict(
+        lion="cosine", adamw="wsd", adamw8bit="constant", adafactor="linear").items()},
+    "clip": dict(GRAD_CLIP_NORM=0.5), "stateful": dict(EVAL_STATEFUL=1), "raw": dict(EMA=0, SWA=0, QAT=0),
 }
 # One process: importing torch for each choice would take longer than the runs.
 EACH = """
@@ -347,7 +397,7 @@ for name, changes in json.loads(sys.argv[2]).items():
 def choices(place: Path) -> subprocess.CompletedProcess:
     (place / "each.py").write_text(EACH)
     return start([place / "each.py", ROOT, json.dumps(CHOICES)], environment(
-        DATA_PATH=place / "data", OUT_DIR=place / "choices", ITERATIONS=20, LAYER_PATTERN="g s", EVAL_STRIDE=0))
+        DATA_PATH=place / "data", OUT_DIR=place / "choices", ITERATIONS=20, LAYER_PATTERN="g s"))
 
 
 @pytest.mark.parametrize("choice", CHOICES)

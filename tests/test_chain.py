@@ -8,12 +8,12 @@ import json
 import math
 import os
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+
+import test_smoke as smoke
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV")
@@ -31,8 +31,7 @@ class Chain:
         kept = {name: os.environ[name] for name in KEPT if name in os.environ}
         environ = {**kept, "OMP_NUM_THREADS": str(self.threads), "DEVICE": "cpu",
                    **{name: str(value) for name, value in settings.items()}}
-        done = subprocess.run([sys.executable, ROOT / script, *map(str, words)], env=environ, cwd=self.folder,
-                              input=given, capture_output=True, text=True, timeout=600)
+        done = smoke.start([ROOT / script, *words], environ, self.folder, given)
         assert done.returncode == 0, done.stdout[-800:] + done.stderr[-2000:]
         assert "Traceback" not in done.stderr, done.stderr
         return done.stdout
@@ -77,7 +76,7 @@ def chat(chain: Chain, name: str, lines: str) -> str:
 
 
 def test_each_link_reads_what_the_one_before_wrote(tmp_path):
-    tiny = dict(EVAL_PROMPTS=32, SAVE_EVERY=0)
+    tiny = dict(EVAL_PROMPTS=16, SAVE_EVERY=0)
     chain = Chain(tmp_path, 1, SAVE_EVERY=0)
     base = pretrain(chain, steps=30)
     assert base["val_bpb"] < 5

@@ -250,6 +250,7 @@ def test_the_plot_or_how_to_have_it(tmp_path, monkeypatch):
         assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.full
 def test_real_runs_of_a_seed_have_one_start(tmp_path):
     """Two arms by the scripts themselves: what they write is read, and they score the same before their first step."""
     tiny = dict(iterations=2, val_loss_every=1, eval_prompts=16, sft_steps=12, group_size=2, mini_batches=2)

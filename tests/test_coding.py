@@ -42,7 +42,8 @@ def twenty_million(distribution):
     return tensors
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=[
+    pytest.param(name, marks=pytest.mark.full if "absmax" in name else ()) for name in KINDS])
 def kind(request):
     """(name, tensors, coded, the artifact, its bytes by class, seconds to pack and CPU seconds)."""
     distribution, clip_sigmas, step, _ = KINDS[request.param]

@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import quantize as Q
+import test_smoke as smoke
 import train_gpt as T
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -362,7 +363,7 @@ def place(tmp_path_factory) -> Path:
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     command = [ROOT / "data/prepare.py", folder / "text.jsonl", "--out", folder / "data", "--tokenizer", "bytes",
                "--workers", "1"]
-    done = subprocess.run([sys.executable, *map(str, command)], env=environment(), capture_output=True, text=True)
+    done = smoke.start(command, environment())
     assert done.returncode == 0, done.stderr
     net = network()
     save(folder / "base", net, folder / "data")

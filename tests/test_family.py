@@ -419,6 +419,7 @@ def both() -> tuple[T.GPT, object]:
     return net, torch.compile(net, dynamic=False, fullgraph=True)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", T.CHOICES["optimizer"])
 def test_each_optimizer_trains_alike_compiled_and_eager(both, kind):
     """Six steps from the same weights, quantized in the last two; one graph serves all optimizers."""

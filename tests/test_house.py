@@ -92,11 +92,23 @@ def test_columns() -> None:
     assert not long, "\n".join(long)
 
 
-# Imports one script and reports, as lines, whatever it did beyond defining things. The environment and sockets are
-# watched by who asks: modules of the standard library and of packages may read their own variables.
+# Imports scripts, each in a fork inside an empty folder, and reports, as lines, whatever one did beyond defining
+# things. The environment and sockets are watched by who asks: modules of the standard library and of packages may read
+# their own variables. Packages are there already, for to import them takes longer than all else.
 IMPORT = '''
 import importlib.util, os, sys
-script, found = sys.argv[1], []
+import sentencepiece, tiktoken, torch, torch.distributed, zstandard
+for script, folder in zip(sys.argv[1::2], sys.argv[2::2]):
+    if not os.fork():
+        os.chdir(folder)
+        for number in (1, 2):
+            os.dup2(os.open(f"{folder}.{number}", os.O_WRONLY | os.O_CREAT), number)
+        break
+    if os.wait()[1]:
+        sys.exit(open(f"{folder}.2").read())
+else:
+    sys.exit()
+found = []
 
 def asker():
     frame = sys._getframe(2)
@@ -140,23 +152,28 @@ print("\\n".join(found), end="")
 '''
 
 
-def import_effects(script: Path, folder: Path) -> str:
-    """Import a script in a fresh interpreter inside an empty folder, under nonsense settings; what it did, as text."""
+def import_effects(scripts: list[Path], folder: Path) -> list[str]:
+    """Import scripts in processes of their own, under nonsense settings; what each did, as text."""
     nonsense = {"SEED": "notanumber", "CONFIG": "missing.env", "COMPILE": "maybe", "RANK": "x", "WORLD_SIZE": "y",
                 "LOCAL_RANK": "z", "DATA_PATH": "/nonexistent", "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run([sys.executable, "-c", IMPORT, str(script)], cwd=folder, env={**os.environ, **nonsense},
-                          capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    left = "".join(f"\nleft {path.name}" for path in folder.iterdir())
-    return done.stdout + done.stderr + left
+    folders = [folder / str(number) for number in range(len(scripts))]
+    for each in folders:
+        each.mkdir()
+    words = [str(word) for pair in zip(scripts, folders, strict=True) for word in pair]
+    done = subprocess.run([sys.executable, "-c", IMPORT, *words], env={**os.environ, **nonsense}, capture_output=True,
+                          text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    said = ["".join(Path(f"{each}.{number}").read_text() for number in (1, 2)) for each in folders]
+    return [own + "".join(f"\nleft {path.name}" for path in each.iterdir())
+            for own, each in zip(said, folders, strict=True)]
 
 
-@scripts
-def test_import_has_no_effects(name: str, tmp_path: Path) -> None:
-    assert import_effects(ROOT / name, tmp_path) == ""
+def test_import_has_no_effects(tmp_path: Path) -> None:
+    found = import_effects([ROOT / name for name in NAMES], tmp_path)
+    assert {name: effects for name, effects in zip(NAMES, found, strict=True) if effects} == {}
 
 
-@pytest.mark.parametrize(("source", "effect"), [
+EFFECTS = [
     ("import os\nx = os.environ.get('SEED')\n", "reads SEED from the environment"),
     ("import os\nx = os.getenv('SEED', '1')\n", "reads SEED from the environment"),
     ("import os\nx = dict(os.environ)\n", "lists the environment"),
@@ -165,12 +182,15 @@ def test_import_has_no_effects(name: str, tmp_path: Path) -> None:
     ("open('made.txt', 'w').close()\n", "\nleft made.txt"),
     ("import torch\ntorch.set_default_dtype(torch.float64)\n", "torch's defaults are changed"),
     ("import torch\nx = torch.zeros(1)\n", ""),
-])
-def test_import_effects_are_found(source: str, effect: str, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "script.py").write_text(source)
-    found = import_effects(tmp_path / "script.py", tmp_path / "empty")
-    assert effect in found if effect else found == ""
+]
+
+
+def test_import_effects_are_found(tmp_path: Path) -> None:
+    scripts = [tmp_path / f"script_{number}.py" for number in range(len(EFFECTS))]
+    for path, (source, _) in zip(scripts, EFFECTS, strict=True):
+        path.write_text(source)
+    for found, (source, effect) in zip(import_effects(scripts, tmp_path), EFFECTS, strict=True):
+        assert effect in found if effect else found == "", source
 
 
 def settings_fields(source: str) -> dict[str, tuple[str, str]]:

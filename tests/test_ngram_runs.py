@@ -5,7 +5,6 @@ import random
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,7 @@ import torch
 from conftest import environment
 
 import sample as S
+import test_smoke as smoke
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = dict(
@@ -43,8 +43,7 @@ class Place:
         self.start(ROOT / "data/prepare.py", "text.jsonl", "--out", "data", "--tokenizer", "bytes", "--workers", "1")
 
     def start(self, *words: object, code: int = 0, **changes: object) -> subprocess.CompletedProcess:
-        done = subprocess.run([sys.executable, *map(str, words)], cwd=self.folder, env=environment(**changes),
-                              capture_output=True, text=True)
+        done = smoke.start(list(words), environment(**changes), self.folder)
         assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
         return done
 

@@ -20,6 +20,7 @@ import torch
 from conftest import environment
 
 import quantize as Q
+import test_smoke as smoke
 import train_gpt as T
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -99,7 +100,7 @@ def trained(tmp_path_factory) -> Path:
     prepare = [ROOT / "data/prepare.py", folder / "text.jsonl", "--out", folder / "data", "--vocab-size", "300",
                "--workers", "1"]
     for command, environ in ((prepare, environment()), ([ROOT / "train_gpt.py"], settings)):
-        done = subprocess.run([sys.executable, *map(str, command)], env=environ, capture_output=True, text=True)
+        done = smoke.start(command, environ)
         assert done.returncode == 0, done.stderr
     return folder / "run"
 

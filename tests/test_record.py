@@ -16,6 +16,8 @@ import pytest
 import sentencepiece
 from conftest import environment, load_tool
 
+import test_smoke as smoke
+
 ROOT = Path(__file__).resolve().parents[1]
 R = load_tool("record")
 
@@ -160,8 +162,7 @@ def rebuild(folder: Path, track: Path) -> None:
 
 def call(place: Path, *words: object) -> subprocess.CompletedProcess:
     """tools/record.py in a process, on the place's records."""
-    command = [sys.executable, ROOT / "tools" / "record.py", "--records", place / "records", *words]
-    return subprocess.run([str(word) for word in command], cwd=place, env=environment(), capture_output=True, text=True)
+    return smoke.start([ROOT / "tools" / "record.py", "--records", place / "records", *words], environment(), place)
 
 
 @pytest.fixture(scope="module")
@@ -177,8 +178,7 @@ def place(tmp_path_factory):
     commands = [(["data/prepare.py", "text.jsonl", "--out", "data", "--vocab-size", "320", "--workers", "1"], {})]
     commands += [(["train_gpt.py"], {"RUN_ID": f"run_{seed}", "SEED": str(seed)}) for seed in (1, 2, 3)]
     for (script, *rest), own in commands:
-        done = subprocess.run([sys.executable, str(ROOT / script), *rest], cwd=place, env={**env, **own},
-                              capture_output=True, text=True)
+        done = smoke.start([ROOT / script, *rest], {**env, **own}, place)
         assert done.returncode == 0, done.stderr
     track = place / "records" / "track_tiny"
     track.mkdir(parents=True)

@@ -19,6 +19,7 @@ import torch
 from conftest import environment, load_tool
 
 import quantize as Q
+import test_smoke as smoke
 
 pytest.importorskip("matplotlib", reason="tools/report.py draws with matplotlib, which is not installed")
 ROOT = Path(__file__).resolve().parents[1]
@@ -72,8 +73,7 @@ def runs(tmp_path_factory) -> dict[str, Path]:
     (folder / "text.jsonl").write_text(text)
 
     def call(script: str, *words: object, **settings: object) -> None:
-        done = subprocess.run([sys.executable, ROOT / script, *map(str, words)], env=environment(**settings),
-                              capture_output=True, text=True)
+        done = smoke.start([ROOT / script, *words], environment(**settings))
         assert done.returncode == 0, done.stdout[-800:] + done.stderr[-2000:]
 
     call("data/prepare.py", folder / "text.jsonl", "--out", folder / "data", "--tokenizer", "bytes", "--workers", 1)
