@@ -118,7 +118,8 @@ def pack(counts: np.ndarray, room: int = 0) -> torch.Tensor:
 
 def counts_of(tokens: list[int], order: int, least: int = 1, vocab: int = VOCAB) -> np.ndarray:
     settings = SimpleNamespace(ngram_order=order, ngram_min_count=least)
-    planes = T.count_ngrams([Stream(tokens)], settings, SimpleNamespace(vocab_size=vocab, bos_id=BOS))
+    packed = T.count_ngrams([Stream(tokens)], settings, SimpleNamespace(vocab_size=vocab, bos_id=BOS))
+    planes = np.frombuffer(zstandard.decompress(packed), np.uint8).reshape(4, -1)
     return sum(plane.astype(np.int64) << 8 * at for at, plane in enumerate(planes)).astype(np.int32)
 
 
@@ -181,14 +182,16 @@ def test_forward_gives_the_sides_of_the_mixture():
     torch.testing.assert_close(found[..., -1].exp(), 1 - share)
     logits = torch.randn(*ids.shape, VOCAB)
     wanted = (1 - share)[..., None] * logits.softmax(-1) + share[..., None] * logps.exp()
-    torch.testing.assert_close(net.mixed(logits, found).exp(), wanted)
+    config = SimpleNamespace(model_dim=VOCAB, logit_softcap=0)
+    of = SimpleNamespace(config=config, head=None, embed=torch.eye(VOCAB), ngrams=net)  # a head that changes nothing
+    torch.testing.assert_close(T.GPT.logits(of, torch.cat([logits, found], -1)).exp(), wanted)
 
 
 def test_trust_makes_tokens_likeliest():
     """Against a search: no other share of any context gives the held-out tokens a higher likelihood."""
     net, tokens = ngrams(corpus(2, VOCAB), 4), torch.tensor(corpus(2, VOCAB, 2000)[300:1901])
     model = lambda ids, targets: 0.5 + (targets * ids % 7) * 0.7  # noqa: E731 - nats of some network
-    net.fit(model, tokens, 16, 4)
+    net.fit(model, tokens.numpy(), 16, 4)
     trust = net.trust.tolist()
     ids, targets = tokens[:-1].view(-1, 16), tokens[1:].view(-1, 16)
     logps, known = net.logps(ids)
