@@ -1030,10 +1030,8 @@ class GPT(nn.Module):
         return x
 
     def features(self, ids: Tensor, cache: dict | None = None) -> Tensor:
-        """ids (B, T) to what the head reads (B, T, dim), with n-grams (B, T, dim + V + 1): theirs follow, in float32.
-
-        By a cache, at first {}, calls go on.
-        """
+        """ids (B, T) to what the head reads (B, T, dim) and, behind it, what n-grams say (B, T, V + 1), in float32.
+        By a cache, at first {}, calls go on."""
         config, half, kept = self.config, len(self.mixer_of_layer) // 2, {} if cache is None else cache
         # Documents of all L tokens so far, numbered, behind as many BOS as the convolution reaches back.
         before = kept.get("doc", torch.arange(1, CONV_TAPS, device=ids.device).expand(len(ids), -1))
@@ -1055,9 +1053,8 @@ class GPT(nn.Module):
             if config.unet_skips and layer < half:
                 skips.append(x)
         kept.update(doc=doc[:, -self.reach :], end=end, last=known[:, -max(1, config.ngram_order - 1) :])
-        if self.ngrams is None:
-            return self.final_norm(x)
-        return torch.cat([self.final_norm(x), self.ngrams(known)[:, -ids.size(1) :]], dim=-1)
+        x = self.final_norm(x)
+        return x if self.ngrams is None else torch.cat([x, self.ngrams(known)[:, -ids.size(1) :]], dim=-1)
 
     def logits(self, x: Tensor) -> Tensor:
         """Of features (..., dim): (..., V), float32 at least; with n-grams log-probabilities of the mixture."""
@@ -1065,7 +1062,9 @@ class GPT(nn.Module):
         logits, cap = linear(x, self.embed if self.head is None else self.head), self.config.logit_softcap
         logits = logits.float() if logits.dtype == torch.bfloat16 else logits
         logits = cap * torch.tanh(logits / cap) if cap else logits
-        return logits if self.ngrams is None else self.ngrams.mixed(logits, counted)
+        if self.ngrams is None:
+            return logits
+        return torch.logaddexp(logits.log_softmax(-1) + counted[..., -1:], counted[..., :-1].to(logits.dtype))
 
     def forward(self, ids: Tensor, targets: Tensor | None = None, cache: dict | None = None) -> Tensor:
         """ids (B, T) to nats of targets (B, T), 0 for -1, or logits (B, T, V); with a cache see `features`."""
@@ -1089,7 +1088,8 @@ class NGrams(nn.Module):
     (Chen and Goodman 1998, section 3): p_n(w | c) = (count - D) / total + left(c) p_(n-1)(w | c less its first token).
 
     `packed` is a zstd frame of byte planes, int32, length by length: of each context how many continuations are kept
-    and how often the others were seen; of each kept one its token and its count; discounts of 1, 2 and more in 1e-6.
+    and how often the others were seen; of each kept one its token and its count; discounts of 1, 2 and more in 1e-6. A
+    token stands as its place among those kept after the context less its first token, less that of the one before.
     `trust`: the shares of its probabilities beside the network's, by how many tokens of context beyond one are known.
     """
 
@@ -1107,19 +1107,23 @@ class NGrams(nn.Module):
         planes = np.frombuffer(frame.read(1 << 31), np.uint8).reshape(4, -1)  # at most, whatever the frame declares
         counts = torch.from_numpy(np.ascontiguousarray(planes.T).view("<i4")[:, 0])
         counts, self.tables, self.version = counts.to(self.packed.device).long(), [], self.packed._version
-        contexts = counts.new_zeros(1)
-        for _ in range(self.order):
+        contexts = shorter = first = counts.new_zeros(1)
+        tokens = torch.arange(self.vocab_size, device=counts.device)
+        for length in range(self.order):
             children, lost, counts = counts.split([len(contexts), len(contexts), len(counts) - 2 * len(contexts)])
             kept = int(children.sum())
-            tokens, count, discounts, counts = counts.split([kept, kept, 3, len(counts) - 2 * kept - 3])
-            parent = torch.repeat_interleave(children)
+            steps, count, discounts, counts = counts.split([kept, kept, 3, len(counts) - 2 * kept - 3])
+            parent, ends = torch.repeat_interleave(children), steps.cumsum(0)
+            place = first[torch.searchsorted(shorter, contexts[parent] % self.vocab_size ** max(0, length - 1))]
+            first = children.cumsum(0) - children
+            tokens = tokens[place + ends - (ends - steps)[first[parent]]]
             less, total = discounts[count.clamp(max=3) - 1], 1_000_000 * lost.index_add(0, parent, count)
             weights = (1_000_000 * count - less) / total[parent]
             left = (1_000_000 * lost).index_add(0, parent, less) / total  # as 1 - sum of weights it would lose digits
             left = F.pad(left.masked_fill(children == 0, 1.0), (0, 1), value=1.0)
-            first, number = F.pad(children.cumsum(0) - children, (0, 1)), F.pad(children, (0, 1))
-            self.tables.append((F.pad(contexts, (0, 1), value=1 << 62), first, number, left, tokens, weights))
-            contexts = contexts[parent] * self.vocab_size + tokens
+            columns = F.pad(contexts, (0, 1), value=1 << 62), F.pad(first, (0, 1)), F.pad(children, (0, 1))
+            self.tables.append((*columns, left, tokens, weights))
+            contexts, shorter = contexts[parent] * self.vocab_size + tokens, contexts
 
     @torch.no_grad()
     def logps(self, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -1155,23 +1159,18 @@ class NGrams(nn.Module):
         share = self.trust.float()[known][..., None]
         return torch.cat([logps.add_(share.log()), (1 - share).log()], dim=-1)
 
-    @staticmethod
-    def mixed(logits: Tensor, counted: Tensor) -> Tensor:
-        """Log-probabilities (..., V) by a network's logits (..., V) and what NGrams gives (..., V + 1)."""
-        return torch.logaddexp(logits.log_softmax(-1) + counted[..., -1:], counted[..., :-1].to(logits.dtype))
-
     @torch.no_grad()
-    def fit(self, model: Callable, tokens: Tensor, seq_len: int, rows: int) -> None:
+    def fit(self, model: Callable, tokens: np.ndarray, seq_len: int, rows: int) -> None:
         """Set `trust` to what makes tokens (N,) likeliest, in windows of seq_len, beside `model` (nats of targets): by
         100 rounds of expectation maximization (Jelinek and Mercer 1980)."""
-        found, windows, trust = [], tokens.unfold(0, seq_len + 1, seq_len), self.trust.double()
+        found, windows = [], torch.from_numpy(tokens).to(self.trust.device).unfold(0, seq_len + 1, seq_len)
         for part in windows[: max(1, len(windows) // rows) * rows].split(rows):
             ids, targets = part[:, :-1].contiguous(), part[:, 1:].contiguous()
             logps, known = self.logps(ids)
             ahead = logps.gather(-1, targets[..., None])[..., 0] + model(ids, targets)
             found.append(torch.stack([ahead, known]).flatten(1))
         ahead, known = torch.cat(found, dim=1).double()
-        of = known.long()
+        of, trust = known.long(), self.trust.double()
         for _ in range(100):
             share = (ahead + torch.logit(trust)[of]).sigmoid()
             trust = (1 + torch.zeros_like(trust).index_add_(0, of, share)) / (2 + of.bincount(minlength=len(trust)))

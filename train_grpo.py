@@ -992,10 +992,8 @@ class GPT(nn.Module):
         return x
 
     def features(self, ids: Tensor, cache: dict | None = None) -> Tensor:
-        """ids (B, T) to what the head reads (B, T, dim), with n-grams (B, T, dim + V + 1): theirs follow, in float32.
-
-        By a cache, at first {}, calls go on.
-        """
+        """ids (B, T) to what the head reads (B, T, dim) and, behind it, what n-grams say (B, T, V + 1), in float32.
+        By a cache, at first {}, calls go on."""
         config, half, kept = self.config, len(self.mixer_of_layer) // 2, {} if cache is None else cache
         # Documents of all L tokens so far, numbered, behind as many BOS as the convolution reaches back.
         before = kept.get("doc", torch.arange(1, CONV_TAPS, device=ids.device).expand(len(ids), -1))
@@ -1017,9 +1015,8 @@ class GPT(nn.Module):
             if config.unet_skips and layer < half:
                 skips.append(x)
         kept.update(doc=doc[:, -self.reach :], end=end, last=known[:, -max(1, config.ngram_order - 1) :])
-        if self.ngrams is None:
-            return self.final_norm(x)
-        return torch.cat([self.final_norm(x), self.ngrams(known)[:, -ids.size(1) :]], dim=-1)
+        x = self.final_norm(x)
+        return x if self.ngrams is None else torch.cat([x, self.ngrams(known)[:, -ids.size(1) :]], dim=-1)
 
     def logits(self, x: Tensor) -> Tensor:
         """Of features (..., dim): (..., V), float32 at least; with n-grams log-probabilities of the mixture."""
@@ -1027,7 +1024,9 @@ class GPT(nn.Module):
         logits, cap = linear(x, self.embed if self.head is None else self.head), self.config.logit_softcap
         logits = logits.float() if logits.dtype == torch.bfloat16 else logits
         logits = cap * torch.tanh(logits / cap) if cap else logits
-        return logits if self.ngrams is None else self.ngrams.mixed(logits, counted)
+        if self.ngrams is None:
+            return logits
+        return torch.logaddexp(logits.log_softmax(-1) + counted[..., -1:], counted[..., :-1].to(logits.dtype))
 
     def forward(self, ids: Tensor, targets: Tensor | None = None, cache: dict | None = None) -> Tensor:
         """ids (B, T) to nats of targets (B, T), 0 for -1, or logits (B, T, V); with a cache see `features`."""
