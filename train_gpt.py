@@ -1131,10 +1131,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The language model: embedding, layers by pattern, head with a soft cap."""
+    """The language model: embedding, layers by pattern, head with a soft cap; by counts=NGrams, those of its config."""
 
     def __init__(self, config: SimpleNamespace, counts: Callable | None = None):
-        """counts: NGrams, for config.ngram_order; who leaves them out cannot load their tensors."""
         super().__init__()
         self.activation_checkpointing = False  # compute each layer again in the backward pass, to save memory
         self.dtype = None  # of activations, weights are float32; None: bfloat16 on CUDA, on a CPU the weights' own
@@ -1213,9 +1212,7 @@ class GPT(nn.Module):
         logits, cap = linear(x, self.embed if self.head is None else self.head), self.config.logit_softcap
         logits = logits.float() if logits.dtype == torch.bfloat16 else logits
         logits = cap * torch.tanh(logits / cap) if cap else logits
-        if self.ngrams is None:
-            return logits
-        return torch.logaddexp(logits.log_softmax(-1) + counted[..., -1:], counted[..., :-1].to(logits.dtype))
+        return logits if self.ngrams is None else self.ngrams.mixed(logits, counted)
 
     def forward(self, ids: Tensor, targets: Tensor | None = None, cache: dict | None = None) -> Tensor:
         """ids (B, T) to nats of targets (B, T), 0 for -1, or logits (B, T, V); with a cache see `features`."""
@@ -1309,6 +1306,10 @@ class NGrams(nn.Module):
         logps, known = self.logps(ids)
         share = self.trust.float()[known][..., None]
         return torch.cat([logps.add_(share.log()), (1 - share).log()], dim=-1)
+
+    def mixed(self, logits: Tensor, counted: Tensor) -> Tensor:
+        """Log-probabilities (..., V) by a network's logits (..., V) and what `forward` gives (..., V + 1)."""
+        return torch.logaddexp(logits.log_softmax(-1) + counted[..., -1:], counted[..., :-1].to(logits.dtype))
 
     @torch.no_grad()
     def fit(self, model: Callable, tokens: np.ndarray, seq_len: int, rows: int) -> None:
@@ -2641,13 +2642,13 @@ def dry_run(s: Settings) -> int:
             flops["attention"] += 12 * dim * float(np.minimum(keys, mixer.window).mean())
         else:  # the recurrence (the chunk form does more), decays and step sizes, keys and values by an owner's matrix
             flops["GDN"] += 18 * dim * mixer.head_dim + 6 * mixer.ab.numel() + 12 * dim**2 * bool(mixer.owner[0])
-    sizes = {"control": 2 * counts["control"], "header and tables": 1500 + 30 * len(network.state_dict())}
+    sizes = {"code": sum(os.path.getsize(path) for path in (__file__, s.config) if path),
+             "control": 2 * counts["control"], "header and tables": 1500 + 30 * len(network.state_dict())}
     for (kind, own), less in zip(quant_table(s).items(), (0.1, 0.75), strict=True):  # bits saved: docs/lab.md
         step = (max(0.0, own["clip_sigmas"]) or 4.5) / (2 ** (own["bits"] - 1) - 1)  # in root mean squares
         sizes[kind] = counts[kind] / 8 * max(0.0, 2.047 - math.log2(step) - less)  # normal weights; rows differ: less
     if found and s.ngram_order:
         sizes["counts of n-grams"] = len(count_ngrams(data.streams, s, data.tokenizer))
-    sizes["code"] = sum(os.path.getsize(path) for path in (__file__, s.config) if path)
     state = {"muon": (4, 8), "adamw": (8, 8), "adamw8bit": (2, 2), "adafactor": (0, 0)}.get(s.optimizer, (4, 4))
     memory = {"optimizer": state[0] * counts["matrix"] + state[1] * counts["embedding"] + 8 * counts["control"],
               "weights, gradients, averages, QAT": 4 * counts.pop("total") * (2 + s.ema + s.swa + s.qat)}
