@@ -941,10 +941,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The language model: embedding, layers by pattern, head with a soft cap."""
+    """The language model: embedding, layers by pattern, head with a soft cap; by counts=NGrams, those of its config."""
 
     def __init__(self, config: SimpleNamespace, counts: Callable | None = None):
-        """counts: NGrams, for config.ngram_order; who leaves them out cannot load their tensors."""
         super().__init__()
         self.activation_checkpointing = False  # compute each layer again in the backward pass, to save memory
         self.dtype = None  # of activations, weights are float32; None: bfloat16 on CUDA, on a CPU the weights' own
@@ -1023,9 +1022,7 @@ class GPT(nn.Module):
         logits, cap = linear(x, self.embed if self.head is None else self.head), self.config.logit_softcap
         logits = logits.float() if logits.dtype == torch.bfloat16 else logits
         logits = cap * torch.tanh(logits / cap) if cap else logits
-        if self.ngrams is None:
-            return logits
-        return torch.logaddexp(logits.log_softmax(-1) + counted[..., -1:], counted[..., :-1].to(logits.dtype))
+        return logits if self.ngrams is None else self.ngrams.mixed(logits, counted)
 
     def forward(self, ids: Tensor, targets: Tensor | None = None, cache: dict | None = None) -> Tensor:
         """ids (B, T) to nats of targets (B, T), 0 for -1, or logits (B, T, V); with a cache see `features`."""
