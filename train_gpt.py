@@ -2514,8 +2514,8 @@ def count_ngrams(streams: list[TokenStream], settings: Settings, tokenizer: Toke
     for length, (grams, times) in enumerate(seen, 1):
         count = times.copy()
         if length < len(seen):
-            shorter, before = np.unique(seen[length][0] % size**length, return_counts=True)
-            count[np.searchsorted(grams, shorter)] = before
+            tails, before = np.unique(seen[length][0] % size**length, return_counts=True)
+            count[np.searchsorted(grams, tails)] = before
         kinds, order = np.maximum(1, np.bincount(np.minimum(count, 5), minlength=6)[1:5]), np.arange(1, 4)
         share = kinds[0] / (kinds[0] + 2 * kinds[1])
         discounts = np.clip(order - (order + 1) * share * kinds[1:] / kinds[:3], 0.1, order)  # something is left
