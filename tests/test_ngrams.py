@@ -161,6 +161,16 @@ def test_the_reference_by_hand():
         assert p[token] == pytest.approx((own + (first + second) * low) / 3, abs=2e-6)
 
 
+def test_what_is_packed_by_hand():
+    """The same text. Tokens that were seen are BOS, 2, 3, so 2 has place 1 among them; after 2 stand 2 and 3, one on."""
+    one, two = 2 / (2 + 2 * 1), 2 / (2 + 2 * 2)
+    discounts = [[1 - 2 * one / 2, 2 - 3 * one, 3 - 4 * one], [1 - 2 * two, 2 - 3 * two / 2, 3 - 4 * two]]
+    first, second = ([round(1e6 * min(i, max(0.1, own))) for i, own in enumerate(each, 1)] for each in discounts)
+    assert counts_of([BOS, 2, 3, 2, 3, 2, 2], 2, 3, 5).tolist() == [
+        3, 0, 1, 1, 1, 1, 3, 1, *first,  # kept after nothing, left out; tokens, by steps; counts; discounts
+        1, 2, 1, 0, 0, 0, 1, 1, 1, 1, 1, 1, 2, 2, *second]  # the same of the contexts BOS, 2, 3
+
+
 # -------------------------------------------------------------------------------------------------------------- tables
 def test_counts_that_are_loaded_later_are_noticed():
     first, second = (corpus(seed, VOCAB) for seed in (1, 2))
