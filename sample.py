@@ -1036,7 +1036,7 @@ class GPT(nn.Module):
         return x
 
     def features(self, ids: Tensor, cache: dict | None = None) -> Tensor:
-        """ids (B, T) to what the head reads (B, T, dim) and, behind it, what n-grams say (B, T, V + 1), in float32.
+        """ids (B, T) to what the head reads (B, T, dim) and, behind it, what n-grams say (B, T, V), in float32.
         By a cache, at first {}, calls go on."""
         config, half, kept = self.config, len(self.mixer_of_layer) // 2, {} if cache is None else cache
         # Documents of all L tokens so far, numbered, behind as many BOS as the convolution reaches back.
@@ -1094,14 +1094,14 @@ class NGrams(nn.Module):
     `packed` is a zstd frame of byte planes, int32, length by length: of each context how many continuations are kept
     and how often the others were seen; of each kept one its token and its count; discounts of 1, 2 and more in 1e-6. A
     token stands as its place among those kept after the context less its first token, less that of the one before.
-    `trust`: the shares of its probabilities beside the network's, by how many tokens of context beyond one are known.
+    `trust`: what shares out a mixture with the network, see `signs`.
     """
 
     def __init__(self, config: SimpleNamespace):
         super().__init__()
         self.order, self.vocab_size, self.bos_id = config.ngram_order, config.vocab_size, config.bos_id
         self.register_buffer("packed", torch.zeros(config.ngram_bytes, dtype=torch.int8))
-        self.register_buffer("trust", torch.full((config.ngram_order - 1,), 0.5))
+        self.register_buffer("trust", torch.zeros(3))
         self.version = -1  # that of `packed` which the tables go by
 
     def unpack(self) -> None:
@@ -1130,18 +1130,16 @@ class NGrams(nn.Module):
             contexts, shorter = contexts[parent] * self.vocab_size + tokens, contexts
 
     @torch.no_grad()
-    def logps(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Of ids (B, T), those of unknown text -1: log p (B, T, V) of what follows, float32, and how many tokens of
-        context beyond one are known (B, T)."""
+    def forward(self, ids: Tensor) -> Tensor:
+        """Of ids (B, T), those of unknown text -1: log p (B, T, V) of what follows, float32."""
         if self.version != self.packed._version:
             self.unpack()
         (*_, left, tokens, weights), size = self.tables[0], self.vocab_size
         alone = (left[0] / size).repeat(size).index_add_(0, tokens, weights)  # (V,)
-        context, nodes, hits, sums = ids.contiguous(), [], [], []
+        context, nodes, sums = ids.contiguous(), [], []
         for contexts, *_ in self.tables[1:]:
             at = torch.searchsorted(contexts, context)
-            hits.append(contexts[at] == context)
-            nodes.append(torch.where(hits[-1], at, len(contexts) - 1).flatten())  # (B * T,)
+            nodes.append(torch.where(contexts[at] == context, at, len(contexts) - 1).flatten())  # (B * T,)
             context = longer_contexts(context, ids, size, self.bos_id)
         left = torch.ones(ids.numel(), device=ids.device)  # for contexts shorter than those done
         for (_, first, number, rest, tokens, weights), node in zip(self.tables[:0:-1], nodes[::-1], strict=True):
@@ -1155,34 +1153,36 @@ class NGrams(nn.Module):
         p = alone * left[:, None]
         for places, parts in sums:
             p.view(-1).index_add_(0, places, parts)
-        return p.log_().view(*ids.shape, -1), sum(hits[1:], torch.zeros_like(ids))
+        return p.log_().view(*ids.shape, -1)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """The sides of the mixture (B, T, V + 1): log of share times p (B, T, V), and log of the network's share."""
-        logps, known = self.logps(ids)
-        share = self.trust.float()[known][..., None]
-        return torch.cat([logps.add_(share.log()), (1 - share).log()], dim=-1)
+    @staticmethod
+    def signs(own: Tensor, counted: Tensor) -> Tensor:
+        """Of log-probabilities (..., V): 1 and the entropies of counts and network (..., 3). The sigmoid of their
+        product with `trust` is the counts' share."""
+        entropies = [-(logps.exp() * logps).sum(-1) for logps in (counted.to(own.dtype), own)]
+        return torch.stack([torch.ones_like(entropies[0]), *entropies], dim=-1)
 
     def mixed(self, logits: Tensor, counted: Tensor) -> Tensor:
-        """Log-probabilities (..., V) by a network's logits (..., V) and what `forward` gives (..., V + 1)."""
-        return torch.logaddexp(logits.log_softmax(-1) + counted[..., -1:], counted[..., :-1].to(logits.dtype))
+        """Log-probabilities of the mixture by a network's logits and the counts' log-probabilities (..., V)."""
+        own = logits.log_softmax(-1)
+        gate = (self.signs(own, counted) * self.trust.to(own.dtype)).sum(-1, keepdim=True)
+        return torch.logaddexp(own + F.logsigmoid(-gate), counted.to(own.dtype) + F.logsigmoid(gate))
 
     @torch.no_grad()
-    def fit(self, model: Callable, tokens: np.ndarray, seq_len: int, rows: int) -> None:
-        """Set `trust` to what makes tokens (N,) likeliest, in windows of seq_len, beside `model` (nats of targets): by
-        100 rounds of expectation maximization (Jelinek and Mercer 1980)."""
-        found, windows = [], torch.from_numpy(tokens).to(self.trust.device).unfold(0, seq_len + 1, seq_len)
-        for part in windows[: max(1, len(windows) // rows) * rows].split(rows):
-            ids, targets = part[:, :-1].contiguous(), part[:, 1:].contiguous()
-            logps, known = self.logps(ids)
-            ahead = logps.gather(-1, targets[..., None])[..., 0] + model(ids, targets)
-            found.append(torch.stack([ahead, known]).flatten(1))
-        ahead, known = torch.cat(found, dim=1).double()
-        of, trust = known.long(), self.trust.double()
-        for _ in range(100):
-            share = (ahead + torch.logit(trust)[of]).sigmoid()
-            trust = (1 + torch.zeros_like(trust).index_add_(0, of, share)) / (2 + of.bincount(minlength=len(trust)))
-        self.trust.copy_(trust)
+    def fit(self, network: nn.Module, tokens: np.ndarray, seq_len: int, rows: int) -> None:
+        """Set `trust` to what makes tokens (N,) likeliest beside a network without counts, in windows of seq_len: by
+        expectation maximization, each maximum by one step on the bound of Boehning and Lindsay (1988)."""
+        found, trust = [], self.trust.new_zeros(3, 1, dtype=torch.float64)
+        for part in torch.from_numpy(tokens).to(trust.device).unfold(0, seq_len + 1, seq_len).split(rows):
+            sides, targets = (network(part[:, :-1]).log_softmax(-1), self(part[:, :-1])), part[:, 1:, None]
+            found.append(torch.cat([self.signs(*sides), *(side.gather(-1, targets) for side in sides)], dim=-1))
+        signs, own, counted = torch.cat(found).flatten(0, 1).double().split([3, 1, 1], dim=-1)
+        ridge = 1e-4 * len(signs)  # keeps `trust` finite where one side is always the better one
+        bound = signs.mT @ signs / 4 + ridge * torch.eye(3, device=signs.device)
+        for _ in range(200):
+            gate, moved = signs @ trust, signs @ trust + counted - own
+            trust += torch.linalg.solve(bound, signs.mT @ (moved.sigmoid() - gate.sigmoid()) - ridge * trust)
+        self.trust.copy_(trust[:, 0])
 # === end: ngrams ===
 
 

@@ -995,7 +995,7 @@ class GPT(nn.Module):
         return x
 
     def features(self, ids: Tensor, cache: dict | None = None) -> Tensor:
-        """ids (B, T) to what the head reads (B, T, dim) and, behind it, what n-grams say (B, T, V + 1), in float32.
+        """ids (B, T) to what the head reads (B, T, dim) and, behind it, what n-grams say (B, T, V), in float32.
         By a cache, at first {}, calls go on."""
         config, half, kept = self.config, len(self.mixer_of_layer) // 2, {} if cache is None else cache
         # Documents of all L tokens so far, numbered, behind as many BOS as the convolution reaches back.
