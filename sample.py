@@ -1179,7 +1179,7 @@ class NGrams(nn.Module):
         signs, own, counted = torch.cat(found).flatten(0, 1).double().split([3, 1, 1], dim=-1)
         ridge = 1e-4 * len(signs)  # keeps `trust` finite where one side is always the better one
         bound = signs.mT @ signs / 4 + ridge * torch.eye(3, device=signs.device)
-        for _ in range(200):
+        for _ in range(500):
             gate, moved = signs @ trust, signs @ trust + counted - own
             trust += torch.linalg.solve(bound, signs.mT @ (moved.sigmoid() - gate.sigmoid()) - ridge * trust)
         self.trust.copy_(trust[:, 0])
