@@ -2687,13 +2687,13 @@ def main() -> int:
     clock, ngrams = Clock(settings.iterations, budget, runtime, replay), None
     if settings.ngram_order:  # they stand beside the network, also in checkpoints, until it is trained
         clock.start()
-        packed = count_ngrams(data.streams, settings, tokenizer)
+        frame = count_ngrams(data.streams, settings, tokenizer)
         clock.stop()
-        if (left := settings.artifact_bytes_max - len(packed)) < 1 << 18:
+        if (left := settings.artifact_bytes_max - len(frame)) < 1 << 18:
             raise UserError(f"NGRAM_MIN_COUNT={settings.ngram_min_count}: counts leave {left} bytes; must be higher")
-        config.ngram_bytes = len(packed)
+        config.ngram_bytes = len(frame)
         ngrams = NGrams(config).to(runtime.device)
-        ngrams.packed.copy_(torch.frombuffer(bytearray(packed), dtype=torch.int8))
+        ngrams.packed.copy_(torch.frombuffer(bytearray(frame), dtype=torch.int8))
     whole, config.ngram_order, config.ngram_bytes = SimpleNamespace(**vars(config)), 0, 0
     batches = Batches(data, settings, runtime)
     torch.manual_seed(settings.seed)
@@ -2854,8 +2854,8 @@ def main() -> int:
     artifact = folder / "model.upar"
     if runtime.rank == 0:
         tensors = {**network.state_dict(), **(ngrams.state_dict(prefix="ngrams.") if ngrams is not None else {})}
-        packed, sizes = pack_artifact(tensors, coded, **{**rest, "settings": vars(whole)})
-        replace_file(artifact, packed)
+        content, sizes = pack_artifact(tensors, coded, **{**rest, "settings": vars(whole)})
+        replace_file(artifact, content)
     runtime.agree("")  # rank 0 has written it
     total = code + artifact.stat().st_size
     network.dtype = None  # scores do not depend on which units a CPU has
