@@ -16,7 +16,7 @@ from conftest import load_tool
 ROOT = Path(__file__).resolve().parents[1]
 LINES_PER_SCRIPT, LINES_UNFENCED, LINES_OF_MAIN, LINES_PER_FUNCTION = 2500, 600, 250, 80
 # Longer than that, with the reason, in docs/lab.md ("Sizes of the scripts"); these may only shrink.
-LINES_OF = {"sample.py": 2739, "train_gpt.py": 2900, "train_sft.py": 3242, "train_dpo.py": 3197, "train_ppo.py": 3430,
+LINES_OF = {"sample.py": 2739, "train_gpt.py": 2899, "train_sft.py": 3242, "train_dpo.py": 3197, "train_ppo.py": 3430,
             "train_grpo.py": 3315, "train_gspo.py": 3316}
 LINES_PER_CONFIG, COLUMNS = 15, 120
 
@@ -138,14 +138,12 @@ module = importlib.util.module_from_spec(spec)
 sys.modules["imported"] = module
 sys.addaudithook(audit)
 spec.loader.exec_module(module)
-torch = sys.modules.get("torch")
-if torch is not None:
-    if torch.cuda.is_initialized():
-        found.append("CUDA is initialized")
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        found.append("a process group is open")
-    if torch.get_default_dtype() != torch.float32 or not torch.is_grad_enabled():
-        found.append("torch's defaults are changed")
+if torch.cuda.is_initialized():
+    found.append("CUDA is initialized")
+if torch.distributed.is_available() and torch.distributed.is_initialized():
+    found.append("a process group is open")
+if torch.get_default_dtype() != torch.float32 or not torch.is_grad_enabled():
+    found.append("torch's defaults are changed")
 if dict(os.environ) != before:
     found.append("the environment is changed")
 print("\\n".join(found), end="")

@@ -86,7 +86,11 @@ def test_the_artifact_alone_scores_as_the_run_did(place):
             nats -= network(part[None, :-1])[0].double().log_softmax(-1).gather(1, part[1:, None]).sum().item()
     assert nats == pytest.approx(result["val_nats"], rel=1e-6)
     alone, _, _ = S.load_model("ARTIFACT", str(path.parent / "step_000008"), counts=S.NGrams)
-    assert alone.ngrams is None and len(network.ngrams.trust) == 3  # a checkpoint is the network's
+    assert alone.ngrams is None  # a checkpoint is the network's
+    log = (path.parent / "log.txt").read_text(encoding="utf-8")
+    said = re.search(r"^n-grams: log-odds (\S+) (\S+) x their entropy (\S+) x the network's$", log, re.M).groups()
+    gate = network.ngrams.gate
+    assert gate.tolist() == pytest.approx(list(map(float, said)), abs=2e-3) and gate.abs().min() > 1e-3
     tuned, _, _ = S.load_model("INIT_FROM", str(path))  # as post-training begins
     assert tuned.ngrams is None and set(tuned.state_dict()) == set(alone.state_dict())
     asked = dict(ARTIFACT=path, PROMPT="ab", MAX_NEW_TOKENS=8, NUM_SAMPLES=2)

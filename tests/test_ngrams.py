@@ -12,6 +12,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 import zstandard
 from conftest import environment
 
@@ -173,7 +174,7 @@ def test_counts_that_are_loaded_later_are_noticed():
 def test_the_gate_goes_by_both_entropies():
     """A head that changes nothing, so that features are logits; shares in float64 from the formula."""
     net, ids = ngrams(corpus(2, VOCAB), 4), rows(5, corpus(2, VOCAB), VOCAB)
-    net.trust.copy_(torch.tensor([0.5, -1.5, 0.75]))
+    net.gate.copy_(torch.tensor([0.5, -1.5, 0.75]))
     counted, logits = net(ids), 3 * torch.randn(*ids.shape, VOCAB)
     one, other = counted.double().exp(), logits.double().softmax(-1)
     entropy = [-(p * p.log()).sum(-1, keepdim=True) for p in (one, other)]
@@ -185,26 +186,36 @@ def test_the_gate_goes_by_both_entropies():
     torch.testing.assert_close(found.double(), share * one + (1 - share) * other, rtol=1e-5, atol=1e-7)
 
 
-def test_trust_makes_tokens_likeliest():
+def test_the_gate_makes_tokens_likeliest():
     """Against a search: no step of any of the three makes the held-out tokens likelier, but for the ridge."""
     net, tokens = ngrams(corpus(2, VOCAB), 4), torch.tensor(corpus(2, VOCAB, 2000)[300:1901])
     own = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(0)) * torch.linspace(0.2, 4, VOCAB)[:, None]
     network = lambda ids: own[ids]  # noqa: E731 - logits by the last token, of some surer than of others
     ids, targets = tokens[:-1].view(-1, 16), tokens[1:].view(-1, 16)
 
-    def nats(trust: torch.Tensor) -> float:
-        net.trust.copy_(trust)
+    def nats(gate: torch.Tensor) -> float:
+        net.gate.copy_(gate)
         found = net.mixed(network(ids), net(ids)).gather(-1, targets[..., None]).double()
-        return (5e-5 * trust.square().sum() - found.mean()).item()
+        return (5e-5 * gate.square().sum() - found.mean()).item()
 
     net.fit(network, tokens.numpy(), 16, 7)
-    best = net.trust.clone()
+    best = net.gate.clone()
     least, even = nats(best), nats(torch.zeros(3))
     assert least < even - 0.02 and best.abs().min() > 0.1
     for at, step in product(range(3), (-0.1, 0.1)):
-        trust = best.clone()
-        trust[at] += step
-        assert nats(trust) > least, (best, at, step)
+        gate = best.clone()
+        gate[at] += step
+        assert nats(gate) > least, (best, at, step)
+
+
+def test_a_network_that_is_always_right_leaves_a_finite_gate():
+    """With a ridge: the share of the counts is next to nothing, and no weight runs away."""
+    net, tokens = ngrams(corpus(2, VOCAB), 4), torch.tensor(corpus(2, VOCAB, 2000)[300:1901])
+    after = iter(tokens[1:].view(-1, 4, 16))  # the windows of a part
+    net.fit(lambda ids: 30 * F.one_hot(next(after), VOCAB).float(), tokens.numpy(), 16, 4)
+    assert net.gate.abs().max() < 20
+    log_odds = net.gate_inputs(net(tokens[None, :40]), torch.full((1, 40, VOCAB), 1 / VOCAB).log()) @ net.gate
+    assert torch.isfinite(log_odds).all()
 
 
 @pytest.mark.parametrize(("tokens", "least"), [([BOS, 2, 3], 9), ([BOS], 1), ([], 1), ([BOS, 2] * 50, 1)])
