@@ -1087,14 +1087,13 @@ class NGrams(nn.Module):
     `packed` is a zstd frame of byte planes, int32, length by length: of each context how many continuations are kept
     and how often the others were seen; of each kept one its token and its count; discounts of 1, 2 and more in 1e-6. A
     token stands as its place among those kept after the context less its first token, less that of the one before.
-    `trust`: what shares out a mixture with the network, see `signs`.
     """
 
     def __init__(self, config: SimpleNamespace):
         super().__init__()
         self.order, self.vocab_size, self.bos_id = config.ngram_order, config.vocab_size, config.bos_id
         self.register_buffer("packed", torch.zeros(config.ngram_bytes, dtype=torch.int8))
-        self.register_buffer("trust", torch.zeros(3))
+        self.register_buffer("gate", torch.zeros(3))  # weights of gate_inputs
         self.version = -1  # that of `packed` which the tables go by
 
     def unpack(self) -> None:
@@ -1149,33 +1148,33 @@ class NGrams(nn.Module):
         return p.log_().view(*ids.shape, -1)
 
     @staticmethod
-    def signs(own: Tensor, counted: Tensor) -> Tensor:
-        """Of log-probabilities (..., V): 1 and the entropies of counts and network (..., 3). The sigmoid of their
-        product with `trust` is the counts' share."""
-        entropies = [-(logps.exp() * logps).sum(-1) for logps in (counted.to(own.dtype), own)]
-        return torch.stack([torch.ones_like(entropies[0]), *entropies], dim=-1)
+    def gate_inputs(counted: Tensor, own: Tensor) -> Tensor:
+        """Of log-probabilities (..., V) of counts and network: 1 and both entropies (..., 3). Their product with `gate`
+        is the log-odds of the counts' share in the mixture."""
+        entropies = (torch.special.entr(logps.exp()).sum(-1) for logps in (counted, own))
+        return torch.stack([torch.ones_like(own[..., 0]), *entropies], dim=-1)
 
     def mixed(self, logits: Tensor, counted: Tensor) -> Tensor:
         """Log-probabilities of the mixture by a network's logits and the counts' log-probabilities (..., V)."""
-        own = logits.log_softmax(-1)
-        gate = (self.signs(own, counted) * self.trust.to(own.dtype)).sum(-1, keepdim=True)
-        return torch.logaddexp(own + F.logsigmoid(-gate), counted.to(own.dtype) + F.logsigmoid(gate))
+        counted, own = counted.to(logits.dtype), logits.log_softmax(-1)
+        odds = (self.gate_inputs(counted, own) * self.gate.to(own.dtype)).sum(-1, keepdim=True)
+        return torch.logaddexp(own + F.logsigmoid(-odds), counted + F.logsigmoid(odds))
 
     @torch.no_grad()
     def fit(self, network: nn.Module, tokens: np.ndarray, seq_len: int, rows: int) -> None:
-        """Set `trust` to what makes tokens (N,) likeliest beside a network without counts, in windows of seq_len: by
-        expectation maximization, each maximum by one step on the bound of Boehning and Lindsay (1988)."""
-        found, trust = [], self.trust.new_zeros(3, 1, dtype=torch.float64)
-        for part in torch.from_numpy(tokens).to(trust.device).unfold(0, seq_len + 1, seq_len).split(rows):
-            sides, targets = (network(part[:, :-1]).log_softmax(-1), self(part[:, :-1])), part[:, 1:, None]
-            found.append(torch.cat([self.signs(*sides), *(side.gather(-1, targets) for side in sides)], dim=-1))
-        signs, own, counted = torch.cat(found).flatten(0, 1).double().split([3, 1, 1], dim=-1)
-        ridge = 1e-4 * len(signs)  # keeps `trust` finite where one side is always the better one
-        bound = signs.mT @ signs / 4 + ridge * torch.eye(3, device=signs.device)
+        """Set `gate` to what makes tokens (N,) likeliest beside a network without counts, in windows of seq_len: by EM
+        with a step on the bound of Boehning and Lindsay (1988) in place of each maximum."""
+        found, gate = [], torch.zeros_like(self.gate, dtype=torch.float64)[:, None]
+        for part in torch.from_numpy(tokens).to(gate.device).unfold(0, seq_len + 1, seq_len).split(rows):
+            sides, targets = (self(part[:, :-1]), network(part[:, :-1]).log_softmax(-1)), part[:, 1:, None]
+            found.append(torch.cat([self.gate_inputs(*sides), *(side.gather(-1, targets) for side in sides)], dim=-1))
+        inputs, counted, own = torch.cat(found).flatten(0, 1).double().split([3, 1, 1], dim=-1)
+        ridge = 1e-4 * len(inputs) * torch.eye(3, device=inputs.device)  # for where one side is always the better one
+        step = torch.linalg.inv(inputs.mT @ inputs / 4 + ridge)
         for _ in range(500):
-            gate, moved = signs @ trust, signs @ trust + counted - own
-            trust += torch.linalg.solve(bound, signs.mT @ (moved.sigmoid() - gate.sigmoid()) - ridge * trust)
-        self.trust.copy_(trust[:, 0])
+            odds = inputs @ gate
+            gate += step @ (inputs.mT @ ((odds + counted - own).sigmoid() - odds.sigmoid()) - ridge @ gate)
+        self.gate.copy_(gate[:, 0])
 # === end: ngrams ===
 
 
