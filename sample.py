@@ -1176,7 +1176,7 @@ class NGrams(nn.Module):
             sides, targets = (self(part[:, :-1]), network(part[:, :-1]).log_softmax(-1)), part[:, 1:, None]
             found.append(torch.cat([self.gate_inputs(*sides), *(side.gather(-1, targets) for side in sides)], dim=-1))
         inputs, counted, own = torch.cat(found).flatten(0, 1).double().split([3, 1, 1], dim=-1)
-        ridge = 1e-4 * len(inputs) * torch.eye(3, device=inputs.device)  # for where one side is always the better one
+        ridge = 1e-4 * len(inputs) * torch.eye(3).to(inputs)  # for where one side is always the better one
         step = torch.linalg.inv(inputs.mT @ inputs / 4 + ridge)
         for _ in range(500):
             odds = inputs @ gate
