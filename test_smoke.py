@@ -403,14 +403,22 @@ for name, changes in json.loads(sys.argv[2]).items():
 """
 
 
+# Those whose like is run in tests/test_configs.py every day: ./test.sh full runs them here too.
+LONG = ("preset D", "preset gdn", "preset hybrid", "preset baseline")
+
+
 @pytest.fixture(scope="session")
-def choices(place: Path) -> subprocess.CompletedProcess:
+def choices(place: Path, request: pytest.FixtureRequest) -> subprocess.CompletedProcess:
     (place / "each.py").write_text(EACH)
-    return start([place / "each.py", ROOT, json.dumps(CHOICES)], environment(
+    asked = {item.callspec.params["choice"] for item in request.session.items
+             if getattr(item, "originalname", "") == "test_every_choice_trains_and_packs"}
+    wanted = {name: changes for name, changes in CHOICES.items() if name in asked}
+    return start([place / "each.py", ROOT, json.dumps(wanted)], environment(
         DATA_PATH=place / "data", OUT_DIR=place / "choices", ITERATIONS=20, LAYER_PATTERN="g s"))
 
 
-@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("choice", [
+    pytest.param(name, marks=pytest.mark.full if name in LONG else ()) for name in CHOICES])
 def test_every_choice_trains_and_packs(place, choices, choice):
     """20 steps lower the loss, and the artifact gives a score near that of the weights it was made of."""
     assert f"exit {choice} 0" in choices.stdout, choices.stderr[-2000:]

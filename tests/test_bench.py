@@ -491,6 +491,7 @@ def exit_code(main):
 '''
 
 
+@pytest.mark.full
 def test_cost_measures_a_run_of_known_times(tmp_path, monkeypatch, capsys):
     (tmp_path / "train_gpt.py").write_text(LOOP)
     (tmp_path / "c.env").touch()

@@ -19,6 +19,8 @@ from test_smoke import VOCAB, place, start  # noqa: F401 (a fixture)
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = sorted(path.stem for path in ROOT.glob("configs/*.env"))
 configs = pytest.mark.parametrize("name", NAMES)
+# Their tiny runs are made by ./test.sh full alone; others of their kind are made every day.
+LONG = "gdn_pure golf_1gpu reward wiggle_balanced wiggle_best_loss wiggle_low_memory".split()
 LINES = 15
 # A setting (regular expression), and whether the others leave it anything to do.
 EFFECTS = (
@@ -240,7 +242,7 @@ def runs(place: Path, request: pytest.FixtureRequest) -> subprocess.CompletedPro
     return start([place / "each_config.py", ROOT, json.dumps(orders)], environment())
 
 
-@configs
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.full if name in LONG else ()) for name in NAMES])
 def test_a_tiny_run(place, runs, name):  # noqa: F811
     """It learns, packs and scores; the settings that it ran by are the config's, but for the sizes."""
     assert f"exit {name} 0\n" in runs.stdout, runs.stdout[-1000:] + runs.stderr[-3000:]

@@ -111,8 +111,9 @@ def same(one, other):
 
 @pytest.mark.parametrize("gptq", [True, False], ids=["gptq", "nearest"])
 @pytest.mark.parametrize(("share", "step", "clip_sigmas"), [
-    (0.9, "tensor", 8.0), (0.7, "tensor", 8.0), (0.45, "tensor", 8.0), (0.7, "row", 8.0), (0.7, "grid", 12.0),
-    (0.7, "tensor", 0.0), (0.7, "tensor", -1.0)])
+    (0.7, "tensor", 8.0), (0.45, "tensor", 8.0), (0.7, "grid", 12.0),
+    *(pytest.param(*each, marks=pytest.mark.full) for each in (
+        (0.9, "tensor", 8.0), (0.7, "row", 8.0), (0.7, "tensor", 0.0), (0.7, "tensor", -1.0)))])
 def test_the_artifact_meets_a_limit_and_uses_it(trained, tmp_path, share, step, clip_sigmas, gptq):
     bench = Bench(trained, share, step=step, clip_sigmas=clip_sigmas)
     bench.exporter.fit_table()

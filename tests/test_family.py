@@ -37,7 +37,8 @@ GRAPHS = {
     **{f"{kind} alone": dict(mlp=kind, layer_pattern="s") for kind in ("leaky_relu2", "gelu", "bio")},
 }
 by_graph = pytest.mark.parametrize(("choice", "recompute"), [
-    ("plain", False), ("plain", True), ("everything", True), *((graph, False) for graph in GRAPHS),
+    ("plain", False), ("everything", True), *((graph, False) for graph in GRAPHS),
+    pytest.param("plain", True, marks=pytest.mark.full),
     *(pytest.param(choice, False, marks=pytest.mark.full) for choice in [*CHOICES, "everything"] if choice != "plain")])
 
 

@@ -284,7 +284,8 @@ def test_graph_does_not_grow_with_length():
     assert counts[0] == counts[1]
 
 
-@pytest.mark.parametrize("backend,dtype", [("aot_eager", torch.bfloat16), ("inductor", torch.float32)])
+@pytest.mark.parametrize("backend,dtype", [
+    ("aot_eager", torch.bfloat16), pytest.param("inductor", torch.float32, marks=pytest.mark.full)])
 def test_compiled_equals_eager(backend, dtype):
     """One graph, values and gradients of the eager form, and no recompilation once it is warm."""
     if backend == "inductor" and not any(map(shutil.which, ("c++", "g++", "clang++"))):

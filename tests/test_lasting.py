@@ -661,6 +661,7 @@ def test_kills_change_nothing(place, replayed, source):
     place.same("crashed", source)
 
 
+@pytest.mark.full
 def test_a_replay_of_a_resumed_run(place, source):
     """Its stored settings name what it was resumed from; with other settings on its way it cannot be repeated."""
     place.run("halved", stop_at(9), 143)
@@ -856,6 +857,7 @@ def test_a_bad_step_goes_back_to_the_checkpoint_with_other_data(place):
     assert result["phases"]["ema"]["start_step"] == 7 and result["phases"]["ema"]["steps"] == 10
 
 
+@pytest.mark.full
 def test_a_stop_or_a_kill_after_a_rewind_changes_nothing(place):
     bad = spoil({5: "gradient"})  # known in step 7: back to 4, with data 7
     place.run("rewound", bad, SPIKE_POLICY="rewind")
@@ -899,7 +901,7 @@ def test_a_rewind_wants_checkpoints(place, every):
     assert not (place.folder / "none").exists()
 
 
-@pytest.mark.parametrize("policy", ["skip", "rewind"])
+@pytest.mark.parametrize("policy", ["rewind", pytest.param("skip", marks=pytest.mark.full)])
 def test_a_replay_repeats_skips_and_rewinds(place, policy):
     out, bad = f"{policy} source", {6: "gradient", 13: "loss", 14: "spike"}
     clock = {"ITERATIONS": 0, "MAX_WALLCLOCK_SECONDS": 4, "RESERVE_SECONDS": 2.5}
@@ -1070,6 +1072,7 @@ def test_a_hang_names_who_waits_for_whom(place):
     assert line in children[0].err and "hang" not in children[1].err
 
 
+@pytest.mark.full
 def test_what_is_no_hang(place):
     """A long validation; and a long step with HANG_SECONDS=0."""
     score = """
@@ -1184,6 +1187,7 @@ def test_two_nodes_meet_by_the_command_of_the_guide(place, straight):
     assert place.result("nodes")["val_nats"] == pytest.approx(place.result(straight)["val_nats"], rel=1e-4)
 
 
+@pytest.mark.full
 def test_the_guides_commands_on_one_process(place):
     """Those of docs/runs.md, in its order; the first is stopped in its seventh step, settings make all tiny."""
     blocks = re.findall(r"^```bash\n(.*?)^```", GUIDE.read_text(encoding="utf-8"), re.M | re.S)
@@ -1207,6 +1211,7 @@ def test_a_restart_wants_a_name(place):
     assert not (place.folder / "nameless").exists()
 
 
+@pytest.mark.full
 def test_a_restarted_worker_resumes_its_run(place, straight, stopped):
     """With the environment of its first start, on another node than the one that failed with the same restart count."""
     copied(place, stopped, "restarted")

@@ -58,7 +58,8 @@ def test_bytes_by_hand(optimizer, tied):
         assert row["of_value_head"] == row["total"] / totals[head]
 
 
-@pytest.mark.parametrize("optimizer", STATE)
+@pytest.mark.parametrize("optimizer", ["adamw8bit", *(pytest.param(name, marks=pytest.mark.full) for name in
+                                                      ("adamw", "muon"))])
 def test_bytes_of_real_tensors(optimizer):
     settings = T.Settings(layer_pattern="g k s1 A2 s1 A2", model_dim=64, num_heads=4, num_kv_heads=2, vocab_size=64,
                           optimizer=optimizer)
@@ -77,6 +78,7 @@ def test_bytes_of_real_tensors(optimizer):
             sum(t.untyped_storage().nbytes() for t in own) for own in (net.state_dict().values(), grads, state, kept)]
 
 
+@pytest.mark.full
 def test_what_is_saved_at_the_default_settings():
     """Of 36 bytes a weight (16 for each of two trained networks, 4 for the reference) 20 or 16 stay."""
     rows = {row["method"]: row for row in memory.measure(T.Settings(), ["adamw"])}

@@ -397,6 +397,7 @@ def fit(kind: str) -> tuple[float, float, int]:
     return losses[0], sum(losses[-10:]) / 10, state_bytes(optimizers)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_optimizer_learns_by_its_preset(kind):
     first, last, _ = fit(kind)
