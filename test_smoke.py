@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -102,7 +103,7 @@ def server(threads: str) -> subprocess.Popen:
                             stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
-def start(command: list[object], environ: dict[str, str], cwd: Path | str = ".",
+def start(command: Iterable[object], environ: dict[str, str], cwd: Path | str = ".",
           given: str = "") -> subprocess.CompletedProcess:
     """What a command line of Python left: `-m` as a new process, a script as a fork of `server`."""
     words = list(map(str, command))
@@ -146,9 +147,19 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def tiny(place: Path, out: str, **changes: object) -> dict[str, str]:
+    """The environment of a run named "tiny" in the folder `out`."""
+    return environment(DATA_PATH=place / "data", OUT_DIR=place / out, RUN_ID="tiny", **changes)
+
+
 def train(place: Path, out: str, **changes: object) -> subprocess.CompletedProcess:
-    """One run named "tiny" in the folder `out`."""
-    return start([SCRIPT], environment(DATA_PATH=place / "data", OUT_DIR=place / out, RUN_ID="tiny", **changes))
+    return start([SCRIPT], tiny(place, out, **changes))
+
+
+def asked(request: pytest.FixtureRequest, test: str, parameter: str) -> set[str]:
+    """The values of a parameter for which pytest was asked to run a test: what others would need is not made."""
+    return {item.callspec.params[parameter] for item in request.session.items
+            if getattr(item, "originalname", "") == test}
 
 
 def result_of(place: Path, out: str) -> dict:
@@ -321,8 +332,7 @@ def test_sample_scores_text_as_the_run_did(place, first):
 def test_the_artifact_is_the_same_to_the_byte(place, first, changes, request):
     """The warm-up and the validations on the way leave weights, optimizer and data as they were."""
     out = f"again {request.node.callspec.id}"
-    environ = environment(DATA_PATH=place / "data", OUT_DIR=place / out, RUN_ID="tiny", **{
-        "VAL_LOSS_EVERY": 10, "PYTHONHASHSEED": 1, **changes})
+    environ = tiny(place, out, **{"VAL_LOSS_EVERY": 10, "PYTHONHASHSEED": 1, **changes})
     done = subprocess.run([sys.executable, SCRIPT], env=environ, capture_output=True, text=True)  # no fork of a server
     assert done.returncode == 0, done.stderr
     assert artifact_of(place, out) == artifact_of(place, "first")
@@ -338,8 +348,7 @@ def losses_of(place: Path, out: str, rank: int) -> list[float]:
 def drive(place: Path, out: str, ranks: int, bad: tuple[int, int] = (-1, -1), **changes: object):
     """A run under the driver: one process, or `ranks` gloo ranks of torchrun."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-    environ = environment(DATA_PATH=place / "data", OUT_DIR=place / out, RUN_ID="tiny", **changes)
-    return start([*launcher, place / "driver.py", ROOT, place / out, *bad], environ)
+    return start([*launcher, place / "driver.py", ROOT, place / out, *bad], tiny(place, out, **changes))
 
 
 def test_ranks_and_micro_batches_do_not_change_the_losses(place):
@@ -410,9 +419,8 @@ LONG = ("preset D", "preset gdn", "preset hybrid", "preset baseline")
 @pytest.fixture(scope="session")
 def choices(place: Path, request: pytest.FixtureRequest) -> subprocess.CompletedProcess:
     (place / "each.py").write_text(EACH)
-    asked = {item.callspec.params["choice"] for item in request.session.items
-             if getattr(item, "originalname", "") == "test_every_choice_trains_and_packs"}
-    wanted = {name: changes for name, changes in CHOICES.items() if name in asked}
+    names = asked(request, "test_every_choice_trains_and_packs", "choice")
+    wanted = {name: changes for name, changes in CHOICES.items() if name in names}
     return start([place / "each.py", ROOT, json.dumps(wanted)], environment(
         DATA_PATH=place / "data", OUT_DIR=place / "choices", ITERATIONS=20, LAYER_PATTERN="g s"))
 

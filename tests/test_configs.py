@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import environment
 
-from test_smoke import VOCAB, place, start  # noqa: F401 (a fixture)
+from test_smoke import VOCAB, asked, place, start  # noqa: F401 (a fixture)
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = sorted(path.stem for path in ROOT.glob("configs/*.env"))
@@ -230,10 +230,8 @@ def runs(place: Path, request: pytest.FixtureRequest) -> subprocess.CompletedPro
     rows = [{"prompt": str(number), "completion": str(number)[::-1]} for number in range(100, 260)]
     (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (place / "each_config.py").write_text(EACH)
-    asked = {item.callspec.params["name"] for item in request.session.items
-             if getattr(item, "originalname", "") == "test_a_tiny_run"}
     orders = []
-    for name in sorted(asked):
+    for name in sorted(asked(request, "test_a_tiny_run", "name")):
         script, sizes = tiny_settings(name)
         data = {"train_gpt": {"DATA_PATH": place / "data"}, "train_sft": {"TRAIN_FILES": place / "rows.jsonl"}}
         orders.append((name, script, environment(

@@ -43,7 +43,7 @@ class Place:
         self.start(ROOT / "data/prepare.py", "text.jsonl", "--out", "data", "--tokenizer", "bytes", "--workers", "1")
 
     def start(self, *words: object, code: int = 0, **changes: object) -> subprocess.CompletedProcess:
-        done = smoke.start(list(words), environment(**changes), self.folder)
+        done = smoke.start(words, environment(**changes), self.folder)
         assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
         return done
 
