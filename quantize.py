@@ -37,6 +37,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
+from typing import Literal, get_args
 
 import numpy as np
 import sentencepiece
@@ -61,18 +62,18 @@ class Settings:
     tokenizer_path: str = ""  # .model file, tiktoken name, .tiktoken file or "bytes"; empty: that of data or artifact
     data_path: str = ""  # folder of shards and manifest.json; or several with weights: a:0.7,b:0.3
     seed: int = 1337  # of every random draw
-    device: str = "auto"  # auto, cpu or cuda
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA where there is a device
     matrix_bits: int = 6  # matrices of the layers: codes up to 2**(bits-1) - 1
     matrix_clip_sigmas: float = 8.0  # the largest code, in root mean squares; 0: the largest weight; -1: least error
-    matrix_step: str = "tensor"  # what has a step of its own: tensor, row, or grid (a row, steps 2**(1/16) apart)
+    matrix_step: Literal["tensor", "row", "grid"] = "tensor"  # what has its own step; grid: a row, 2**(1/16) apart
     embed_bits: int = 8  # the same for embeddings and head
     embed_clip_sigmas: float = 6.0  # the same
-    embed_step: str = "tensor"  # the same
+    embed_step: Literal["tensor", "row", "grid"] = "tensor"  # the same
     delta_group: int = 128  # weights of a matrix that share a delta's scale; -1: a row, 0: the matrix
     delta_scale_bits: int = 32  # of a scale of bitdelta: 32 or 16
     delta_keep_bits: int = 16  # of what a delta holds whole, all but matrices: 16 or 32 (as they are)
     delta_bits: int = 4  # of a code of deltaquant, 1 to 8
-    delta_step: str = "row"  # what has a step of deltaquant of its own: tensor, row, or group (of DELTA_GROUP weights)
+    delta_step: Literal["tensor", "row", "group"] = "row"  # what has its own step of deltaquant; group: DELTA_GROUP
     distill_steps: int = 100  # of bitdelta's scales against the tuned model's logits; 0: none
     distill_lr: float = 0.1  # AdamW, on scales in units of their matrix's mean, to 0 by a cosine
     distill_batch_tokens: int = 0  # a step; 0: four windows of the model's TRAIN_SEQ_LEN

@@ -41,6 +41,7 @@ from fractions import Fraction
 from numbers import Real
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
+from typing import Literal, get_args
 
 import numpy as np
 import sentencepiece
@@ -58,11 +59,11 @@ from torch.utils.checkpoint import checkpoint
 # ---------------------------------------------------------------------------------------------------------- settings
 @dataclass(frozen=True)
 class Settings:
-    mode: str = "generate"  # generate: go on from PROMPT; chat: answer line by line; score: measure SCORE
+    mode: Literal["generate", "chat", "score"] = "generate"  # go on from PROMPT; answer line by line; measure SCORE
     artifact: str = ""  # the model: a run, a checkpoint or an artifact (model.upar)
     tokenizer_path: str = ""  # .model file, tiktoken name, .tiktoken file or "bytes"; empty: that of data or artifact
     prompt: str = ""  # text to go on from; empty: a document's beginning
-    layout: str = "text"  # of a prompt: text to go on from, or chat: a user's turn, as post-training has it
+    layout: Literal["text", "chat"] = "text"  # of a prompt: to go on from, or a user's turn, as post-training has it
     system: str = ""  # first turn of a chat: what the model is to be; empty: none
     num_samples: int = 1  # how many continuations
     max_new_tokens: int = 100  # length of each, at most
@@ -70,9 +71,9 @@ class Settings:
     top_k: int = 50  # draw from this many likeliest tokens; 0: from all
     top_p: float = 1.0  # draw from the likeliest tokens that hold this share of probability; 1: from all
     seed: int = 1337  # of every random draw
-    device: str = "auto"  # auto, cpu or cuda
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA where there is a device
     # score
-    score: str = "text"  # text (bits per byte), choices, lambada, task, preference, win or quality
+    score: Literal["text", "choices", "lambada", "task", "preference", "win", "quality"] = "text"  # text: bits per byte
     score_path: str = ""  # files to score, with commas between them; of task, win and quality in TASK_PATH's place
     score_model: str = ""  # another model: win's opponent, the reference of preference, the reader of quality
     score_judge: str = ""  # a reward model that decides win; empty: TASK's checker

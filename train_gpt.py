@@ -39,6 +39,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
+from typing import Literal, get_args
 
 import numpy as np
 import sentencepiece
@@ -63,10 +64,10 @@ class Settings:
     replay: str = ""  # a finished run to repeat step by step, with its settings, by its progress and not by the clock
     dry_run: bool = False  # print the plan (bytes, FLOPs, memory, steps, phases) and end; writes nothing
     seed: int = 1337  # of every random draw
-    device: str = "auto"  # auto, cpu or cuda
-    dtype: str = "auto"  # of activations: bfloat16, float32; auto: bfloat16 on CUDA and on CPUs with AMX, else float32
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA where there is a device
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of activations; auto: bfloat16 where CUDA or AMX is
     compile: bool = True  # torch.compile; on a CPU it needs a C++ compiler
-    compile_mode: str = "default"  # default, reduce-overhead or max-autotune
+    compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"  # of torch.compile
     deterministic: bool = False  # PyTorch's deterministic algorithms: slower on CUDA; on a CPU runs repeat without
     activation_checkpointing: bool = False  # keep each layer's input alone and compute the rest again: less memory
     # data
@@ -86,29 +87,29 @@ class Settings:
     # checkpoints and faults
     save_every: str = "120s"  # between checkpoints: steps, or seconds of training; 0: only at the end or a signal
     keep: int = 2  # newest checkpoints that stay
-    spike_policy: str = "stop"  # stop, skip the batch, or rewind to the newest checkpoint and go on with other data
+    spike_policy: Literal["stop", "skip", "rewind"] = "stop"  # rewind: to the newest checkpoint, and on with other data
     spike_nats: float = 0.0  # a loss this far above the median of the last 64 is a spike; 0: only a non-finite one is
     hang_seconds: float = 60.0  # a step that takes longer, and 20 medians: stacks of all ranks; 0: do not watch
     profile: bool = False  # trace three steps, and on CUDA the memory
     # log and validation
     train_log_every: int = 50  # steps between log lines
-    tracker: str = "none"  # where the log's numbers go too: none, tensorboard or wandb
+    tracker: Literal["none", "tensorboard", "wandb"] = "none"  # where the log's numbers go too
     val_loss_every: int = 1000  # steps between validations, outside the clock; 0: only at the end
     eval_stride: int = 512  # of the sliding-window score; 0: leave that score out
     eval_stateful: bool = False  # also score with state carried over whole documents; not compiled, slower
     # model
-    arch_mode: str = "D"  # preset: D (the seed's hybrid), gdn, gdn_kv, hybrid, baseline, llama; see ARCH_PRESETS
+    arch_mode: Literal["D", "gdn", "gdn_kv", "hybrid", "baseline", "llama"] = "D"  # preset; D: the seed's hybrid
     layer_pattern: str = "g g g g g s1 g g g g g s1"  # g GDN, k GDN with another's keys, s sliding, a full attention
     num_layers: int = 0  # the pattern is repeated or cut to this many layers; 0: as long as it is
     model_dim: int = 512  # width
     num_heads: int = 8  # query heads of attention, and heads of GDN
     num_kv_heads: int = 4  # key/value heads of attention
-    mlp: str = "relu2"  # relu2, leaky_relu2, gelu, swiglu or bio
+    mlp: Literal["relu2", "leaky_relu2", "gelu", "swiglu", "bio"] = "relu2"  # its kind
     mlp_mult: float = 3.0  # hidden width of the MLP over model_dim
-    bio_events: str = "off"  # sparse events of the bio-MLP: off, soft (the seed's) or hard
+    bio_events: Literal["off", "soft", "hard"] = "off"  # sparse events of the bio-MLP; soft: the seed's
     bio_threshold: float = 0.3  # of the events, on a voltage in (0, 1)
     norm: str = "rms"  # rms, rms_weight or layer, or one word per layer
-    positions: str = "rope"  # rope, learned or none
+    positions: Literal["rope", "learned", "none"] = "rope"  # how layers tell where a token stands
     rope_base: float = 10000.0  # wavelength base of rotary positions
     rope_dims: int = 0  # dimensions of a head that rotate; 0: all
     attn_window: int = 512  # keys a sliding-window query sees, itself included
@@ -124,7 +125,7 @@ class Settings:
     logit_softcap: float = 30.0  # logits = c tanh(z / c); 0: as they are
     gdn_neg_eigval: bool = False  # GDN's beta in (0, 2) instead of (0, 1): negative eigenvalues of the state transition
     # optimizer
-    optimizer: str = "muon"  # muon, lion, adamw, adamw8bit, adafactor: of matrices, without muon of embeddings too
+    optimizer: Literal["muon", "lion", "adamw", "adamw8bit", "adafactor"] = "muon"  # all but muon: of embeddings too
     matrix_lr: float = 0.02  # matrices of the layers; this and the next two have presets under other optimizers
     tied_embed_lr: float = 0.03  # embeddings; a tied one is the output head too
     head_lr: float = 0.008  # an untied output head
@@ -142,7 +143,7 @@ class Settings:
     adam_wd: float = 0.0  # decoupled weight decay of embeddings and head; scalars are never decayed
     grad_clip_norm: float = 0.0  # global gradient norm; 0: no clipping
     # schedule, in shares of the run (see Clock)
-    lr_schedule: str = "linear"  # warmdown: linear, cosine, wsd (1 - sqrt) or constant (none: WARMDOWN_* is ignored)
+    lr_schedule: Literal["linear", "cosine", "wsd", "constant"] = "linear"  # wsd: 1 - sqrt; constant: no WARMDOWN_*
     warmup_frac: float = 0.01  # learning rate from 0 to 1
     warmdown_frac: float = 0.5  # learning rate from 1 to the floor, at the end
     warmdown_iters: int = 0  # the same in steps of ITERATIONS; 0: use the share
@@ -157,10 +158,10 @@ class Settings:
     # artifact
     matrix_bits: int = 6  # matrices of the layers: codes up to 2**(bits-1) - 1
     matrix_clip_sigmas: float = 8.0  # the largest code, in root mean squares; 0: the largest weight; -1: least error
-    matrix_step: str = "tensor"  # what has a step of its own: tensor, row, or grid (a row, steps 2**(1/16) apart)
+    matrix_step: Literal["tensor", "row", "grid"] = "tensor"  # what has its own step; grid: a row, 2**(1/16) apart
     embed_bits: int = 8  # the same for embeddings and head
     embed_clip_sigmas: float = 6.0  # the same
-    embed_step: str = "tensor"  # the same
+    embed_step: Literal["tensor", "row", "grid"] = "tensor"  # the same
     gptq_calibration_batches: int = 16  # training batches by which GPTQ rounds at the end; 0: to the nearest code
     artifact_bytes_max: int = 16000000  # script + config + artifact, decimal bytes: more is an error at the end
 
@@ -202,32 +203,21 @@ RANGES = (
     ("ngram_min_count|train_log_every", 1, 1 << 31), ("train_seq_len", 2, 1 << 20), ("train_batch_tokens", 2, 1 << 31),
     ("artifact_bytes_max", 1, 1 << 40),
 )
-CHOICES = {name: tuple(words.split()) for name, words in dict(
-    lr_schedule="linear cosine wsd constant", device="auto cpu cuda", dtype="auto bfloat16 float32",
-    compile_mode="default reduce-overhead max-autotune", mlp="relu2 leaky_relu2 gelu swiglu bio",
-    optimizer="muon lion adamw adamw8bit adafactor", arch_mode="D gdn gdn_kv hybrid baseline llama",
-    spike_policy="stop skip rewind", bio_events="off soft hard",
-    matrix_step="tensor row grid", embed_step="tensor row grid", delta_step="tensor row group",
-    objective="dpo ipo cdpo robust reward", tracker="none tensorboard wandb", positions="rope learned none",
-    reduction="sequence dapo bnpo dr_grpo", scale_rewards="group batch none", reference="start base",
-    importance="sequence token", critic="head separate", kl_shaping="k1 k3", train_on="assistant all",
-    kd_layers="last all", kd_loss="forward reverse jsd attention pool projection", mode="generate chat score",
-    layout="text chat", score="text choices lambada task preference win quality").items()}
 
 
 def parse_setting(name: str, text: str, kind: type) -> int | float | bool | str:
     """The value of setting `name` (a field name) written as `text`. Raises UserError for a wrong type or range."""
-    what = f"{name.upper()}={text!r}: must be"
+    what, choices = f"{name.upper()}={text!r}: must be", get_args(kind)
     try:
-        value = {"0": False, "1": True}[text] if kind is bool else kind(text)
+        value = {"0": False, "1": True}[text] if kind is bool else text if choices else kind(text)
     except (KeyError, ValueError):
         right = {bool: "0 or 1", int: "a whole number", float: "a number"}[kind]
         raise UserError(f"{what} {right}") from None
     low, high = next(((low, high) for names, low, high in RANGES if re.fullmatch(names, name)), (0, math.inf))
     if kind in (int, float) and not (low <= value <= high and math.isfinite(value)):
         raise UserError(f"{what} from {low} to {high}")
-    if value not in CHOICES.get(name, (value,)):
-        raise UserError(f"{what} one of {', '.join(CHOICES[name])}")
+    if choices and value not in choices:
+        raise UserError(f"{what} one of {', '.join(choices)}")
     return value
 
 
@@ -1277,26 +1267,19 @@ class NGrams(nn.Module):
         """Of ids (B, T), those of unknown text -1: log p (B, T, V) of what follows, float32."""
         if self.version != self.packed._version:
             self.unpack()
-        (*_, left, tokens, weights), size = self.tables[0], self.vocab_size
-        alone = (left[0] / size).repeat(size).index_add_(0, tokens, weights)  # (V,)
-        context, nodes, sums = ids.contiguous(), [], []
-        for contexts, *_ in self.tables[1:]:
+        ((*_, left, tokens, weights), *longer), size, context = self.tables, self.vocab_size, ids.contiguous()
+        p = (left[0] / size).repeat(size).index_add_(0, tokens, weights).repeat(*ids.shape, 1)  # (B, T, V)
+        for contexts, first, number, left, tokens, weights in longer:
             at = torch.searchsorted(contexts, context)
-            nodes.append(torch.where(contexts[at] == context, at, len(contexts) - 1).flatten())  # (B * T,)
-            context = longer_contexts(context, ids, size, self.bos_id)
-        left = torch.ones(ids.numel(), device=ids.device)  # for contexts shorter than those done
-        for (_, first, number, rest, tokens, weights), node in zip(self.tables[:0:-1], nodes[::-1], strict=True):
+            node = torch.where(contexts[at] == context, at, len(contexts) - 1).flatten()  # (B * T,)
             count = number[node]
             row = torch.repeat_interleave(count)
             at = torch.arange(len(row), device=ids.device)
             at += (first[node] - count.cumsum(0) + count).index_select(0, row)  # half the time of [row]
-            parts = weights.index_select(0, at).mul_(left.index_select(0, row))
-            sums.append((tokens.index_select(0, at).add_(row, alpha=size), parts))
-            left = left * rest[node]
-        p = alone * left[:, None]
-        for places, parts in sums:
-            p.view(-1).index_add_(0, places, parts)
-        return p.log_().view(*ids.shape, -1)
+            p.mul_(left[node].view(*ids.shape, 1)).view(-1).index_add_(
+                0, tokens.index_select(0, at).add_(row, alpha=size), weights.index_select(0, at))
+            context = longer_contexts(context, ids, size, self.bos_id)
+        return p.log_()
 
     @staticmethod
     def gate_inputs(counted: Tensor, own: Tensor) -> Tensor:

@@ -46,6 +46,7 @@ from fractions import Fraction
 from numbers import Real
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
+from typing import Literal, get_args
 
 import numpy as np
 import sentencepiece
@@ -70,7 +71,7 @@ class Settings:
     resume: str = ""  # a run to go on with from its newest whole checkpoint, with its settings: RUN_ID or folder
     replay: str = ""  # a finished run to repeat step by step, with its settings, by its progress and not by the clock
     seed: int = 1337  # of every random draw
-    device: str = "auto"  # auto, cpu or cuda
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA where there is a device
     deterministic: bool = False  # PyTorch's deterministic algorithms: slower on CUDA; on a CPU runs repeat without
     activation_checkpointing: bool = False  # keep each layer's input alone and compute the rest again: less memory
     # task
@@ -91,7 +92,7 @@ class Settings:
     num_layers: int = 0  # the pattern is repeated or cut to this many layers; 0: as long as it is
     model_dim: int = 64  # width
     num_heads: int = 4  # query heads of attention, and heads of GDN
-    mlp: str = "relu2"  # relu2, leaky_relu2, gelu, swiglu or bio
+    mlp: Literal["relu2", "leaky_relu2", "gelu", "swiglu", "bio"] = "relu2"  # its kind
     train_seq_len: int = 128  # tokens in a window, in training and in evaluation
     lora_rank: int = 0  # of adapters, which alone are trained; 0: all weights are
     lora_alpha: float = 16.0  # adapters count by LORA_ALPHA / LORA_RANK
@@ -101,7 +102,7 @@ class Settings:
     max_new_tokens: int = 16  # length of each, at most
     temperature: float = 0.5  # of the distribution; 0: always the likeliest token
     # objective
-    critic: str = "head"  # values: a head on the policy's layers, or separate: a copy of the reward model or the start
+    critic: Literal["head", "separate"] = "head"  # separate: a copy of the reward model or the start, not on its layers
     critic_lr: float = 0.001  # of all weights of a separate critic
     value_coef: float = 0.1  # weight of the value loss
     value_clip_range: float = 0.2  # of a value about the rollout's; 0: no clipping
@@ -110,8 +111,8 @@ class Settings:
     left_clip_range: float = 0.2  # below 1, for the ratio of probabilities
     right_clip_range: float = 0.2  # above 1
     kl_beta: float = 0.05  # weight of the divergence from the reference
-    reference: str = "start"  # of that: the policy as it starts, or the base, which is it without adapters
-    kl_shaping: str = "k1"  # its estimate at a token, which is taken from the rewards: k1, without bias, or k3, above 0
+    reference: Literal["start", "base"] = "start"  # of that: the policy as it starts, or that without adapters
+    kl_shaping: Literal["k1", "k3"] = "k1"  # its estimate at a token, which rewards lose: k1 without bias, k3 above 0
     kl_target: float = 0.0  # nats an answer by k1, to which KL_BETA is steered; 0: it stays
     mini_batches: int = 4  # updates by the samples of a step
     epochs: int = 1  # times that each sample is used
@@ -123,14 +124,14 @@ class Settings:
     # checkpoints and faults
     save_every: str = "120s"  # between checkpoints: steps, or seconds of training; 0: only at the end or a signal
     keep: int = 2  # newest checkpoints that stay
-    spike_policy: str = "stop"  # stop, skip the batch, or rewind to the newest checkpoint and go on with other data
+    spike_policy: Literal["stop", "skip", "rewind"] = "stop"  # rewind: to the newest checkpoint, and on with other data
     hang_seconds: float = 60.0  # a step that takes longer, and 20 medians: stacks of all ranks; 0: do not watch
     # log and validation
     train_log_every: int = 10  # steps between log lines
-    tracker: str = "none"  # where the log's numbers go too: none, tensorboard or wandb
+    tracker: Literal["none", "tensorboard", "wandb"] = "none"  # where the log's numbers go too
     val_loss_every: int = 0  # steps between validations, outside the clock; 0: only at the end
     # optimizer
-    optimizer: str = "adamw"  # muon, lion, adamw, adamw8bit, adafactor: of matrices, without muon of embeddings too
+    optimizer: Literal["muon", "lion", "adamw", "adamw8bit", "adafactor"] = "adamw"  # all but muon: of embeddings too
     learning_rate: float = 0.0003  # of all weights
     weight_decay: float = 0.0  # decoupled, of all but scalars
     beta1: float = 0.9  # AdamW, 8-bit AdamW, Lion
@@ -138,7 +139,7 @@ class Settings:
     adam_eps: float = 1e-8  # AdamW, 8-bit AdamW
     grad_clip_norm: float = 1.0  # global gradient norm; 0: no clipping
     # schedule, in shares of the run (see Clock)
-    lr_schedule: str = "linear"  # warmdown: linear, cosine, wsd (1 - sqrt) or constant (none: WARMDOWN_* is ignored)
+    lr_schedule: Literal["linear", "cosine", "wsd", "constant"] = "linear"  # wsd: 1 - sqrt; constant: no WARMDOWN_*
     warmup_frac: float = 0.02  # learning rate from 0 to 1
     warmdown_frac: float = 0.3  # learning rate from 1 to the floor, at the end
     warmdown_iters: int = 0  # the same in steps of ITERATIONS; 0: use the share
@@ -153,10 +154,10 @@ class Settings:
     # artifact
     matrix_bits: int = 6  # matrices of the layers: codes up to 2**(bits-1) - 1
     matrix_clip_sigmas: float = 8.0  # the largest code, in root mean squares; 0: the largest weight; -1: least error
-    matrix_step: str = "tensor"  # what has a step of its own: tensor, row, or grid (a row, steps 2**(1/16) apart)
+    matrix_step: Literal["tensor", "row", "grid"] = "tensor"  # what has its own step; grid: a row, 2**(1/16) apart
     embed_bits: int = 8  # the same for embeddings and head
     embed_clip_sigmas: float = 6.0  # the same
-    embed_step: str = "tensor"  # the same
+    embed_step: Literal["tensor", "row", "grid"] = "tensor"  # the same
     artifact_bytes_max: int = 16000000  # script + config + artifact, decimal bytes: more is an error at the end
 
 # === shared: settings ===
