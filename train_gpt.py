@@ -2097,16 +2097,10 @@ def gptq(w: Tensor, scales: Tensor, bits: int, hessian: Tensor) -> Tensor:
     h, w, steps = hessian.double()[order][:, order], w.flatten(1).double()[:, order], scales.double()[:, None]
     h.diagonal().add_(0.1 * h.diagonal().mean() + 1e-9)
     spread = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(h)), upper=True)
-    for begin in range(0, len(h), 128):  # the errors of a block reach later blocks at its end
-        block, to = w[:, begin : begin + 128], spread[begin : begin + 128, begin:]  # codes take the weights' place
-        errors = torch.empty_like(block)
-        for at in range(block.shape[1]):
-            column = block[:, at : at + 1].clone()
-            code = round_to(column, steps, bits)
-            errors[:, at : at + 1] = (column - code * steps) / to[at, at]
-            block[:, at:] -= errors[:, at : at + 1] * to[at, at : block.shape[1]]
-            block[:, at : at + 1] = code
-        w[:, begin + 128 :] -= errors @ to[:, 128:]
+    for at in range(len(h)):
+        code = round_to(w[:, at : at + 1], steps, bits)
+        w[:, at:].addmm_(w[:, at : at + 1] - code * steps, spread[at : at + 1, at:] / spread[at, at], alpha=-1)
+        w[:, at : at + 1] = code  # in the weight's place
     return w[:, order.argsort()].to(torch.int8)
 
 
@@ -2190,10 +2184,8 @@ class Exporter:
             for ids in calibration:
                 self.network(ids)
         every = {name: self.runtime.sum(own) for name, own in taps.sums.items()}
-        matrices = {name: own for name, own in every.items() if tensor_class(name, self.tensors[name]) == "matrix"}
-        ways = {"nearest": {}, **({"gptq": every, "gptq_of_matrices": matrices} if every else {})}
-        nearest, best = (gptq_all(self.tensors, self.table, hessians) for hessians in ({}, every))
-        found = {way: nearest | {name: best[name] for name in best if name in ways[way]} for way in ways}
+        ways = {"nearest": {}, **({"gptq": every} if every else {})}
+        found = {way: gptq_all(self.tensors, self.table, hessians) for way, hessians in ways.items()}
         nats = {way: self.loss(coded) for way, coded in found.items()}
         for way in sorted(nats, key=nats.get):  # GPTQ's codes may be too long for 5% to make good
             over, table, coded = self.excess(found[way]), self.table, found[way]

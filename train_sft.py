@@ -186,32 +186,21 @@ RANGES = (
     ("ngram_min_count|train_log_every", 1, 1 << 31), ("train_seq_len", 2, 1 << 20), ("train_batch_tokens", 2, 1 << 31),
     ("artifact_bytes_max", 1, 1 << 40),
 )
-CHOICES = {name: tuple(words.split()) for name, words in dict(
-    lr_schedule="linear cosine wsd constant", device="auto cpu cuda", dtype="auto bfloat16 float32",
-    compile_mode="default reduce-overhead max-autotune", mlp="relu2 leaky_relu2 gelu swiglu bio",
-    optimizer="muon lion adamw adamw8bit adafactor", arch_mode="D gdn gdn_kv hybrid baseline llama",
-    spike_policy="stop skip rewind", bio_events="off soft hard",
-    matrix_step="tensor row grid", embed_step="tensor row grid", delta_step="tensor row group",
-    objective="dpo ipo cdpo robust reward", tracker="none tensorboard wandb", positions="rope learned none",
-    reduction="sequence dapo bnpo dr_grpo", scale_rewards="group batch none", reference="start base",
-    importance="sequence token", critic="head separate", kl_shaping="k1 k3", train_on="assistant all",
-    kd_layers="last all", kd_loss="forward reverse jsd attention pool projection", mode="generate chat score",
-    layout="text chat", score="text choices lambada task preference win quality").items()}
 
 
 def parse_setting(name: str, text: str, kind: type) -> int | float | bool | str:
     """The value of setting `name` (a field name) written as `text`. Raises UserError for a wrong type or range."""
-    what = f"{name.upper()}={text!r}: must be"
+    what, choices = f"{name.upper()}={text!r}: must be", get_args(kind)
     try:
-        value = {"0": False, "1": True}[text] if kind is bool else kind(text)
+        value = {"0": False, "1": True}[text] if kind is bool else text if choices else kind(text)
     except (KeyError, ValueError):
         right = {bool: "0 or 1", int: "a whole number", float: "a number"}[kind]
         raise UserError(f"{what} {right}") from None
     low, high = next(((low, high) for names, low, high in RANGES if re.fullmatch(names, name)), (0, math.inf))
     if kind in (int, float) and not (low <= value <= high and math.isfinite(value)):
         raise UserError(f"{what} from {low} to {high}")
-    if value not in CHOICES.get(name, (value,)):
-        raise UserError(f"{what} one of {', '.join(CHOICES[name])}")
+    if choices and value not in choices:
+        raise UserError(f"{what} one of {', '.join(choices)}")
     return value
 
 

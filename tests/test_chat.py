@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import io
 import json
 import os
@@ -390,8 +391,9 @@ def test_a_whole_process_with_a_signal(tmp_path):
         net.head[as_bytes("xy")] = torch.randn(32) * torch.tensor([[1.0], [-1.0]])
     artifact, _ = pack(tmp_path, net)
     environ = environment(ARTIFACT=artifact, MODE="chat", MAX_NEW_TOKENS=1 << 16, TEMPERATURE=0)
+    heard = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # what runs in the background ignores it
     child = subprocess.Popen([sys.executable, ROOT / "sample.py"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                             stderr=subprocess.PIPE, env=environ)
+                             stderr=subprocess.PIPE, env=environ, preexec_fn=heard)
     try:
         child.stdin.write(b"go \xff on\n")
         child.stdin.flush()

@@ -421,7 +421,7 @@ def both() -> tuple[T.GPT, object]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", T.CHOICES["optimizer"])
+@pytest.mark.parametrize("kind", T.OPTIMIZER_PRESETS)
 def test_each_optimizer_trains_alike_compiled_and_eager(both, kind):
     """Six steps from the same weights, quantized in the last two; one graph serves all optimizers."""
     net, model = both

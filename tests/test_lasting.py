@@ -13,6 +13,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import typing
 from pathlib import Path
 
 import pytest
@@ -1293,7 +1294,7 @@ def test_deterministic_gives_the_same_artifact_on_a_cpu(place, straight):
     place.same("deterministic", straight)
 
 
-@pytest.mark.parametrize("mode", T.CHOICES["compile_mode"])
+@pytest.mark.parametrize("mode", typing.get_args(T.Settings.__annotations__["compile_mode"]))
 def test_the_compile_mode_reaches_the_compiler(place, mode):
     patch = "T.torch.compile = lambda net, **words: print('compile', words, flush=True) or net"
     child = place.run(f"compile {mode}", patch, COMPILE=1, COMPILE_MODE=mode, ITERATIONS=8, QAT_START_FRAC=0.7)
