@@ -171,51 +171,59 @@ def test_counts_that_are_loaded_later_are_noticed():
     assert torch.equal(two(ids), of_one)
 
 
-def test_the_gate_goes_by_both_entropies():
-    """A head that changes nothing, so that features are logits; shares in float64 from the formula."""
+def test_the_mixture_goes_by_both_entropies():
+    """A head that changes nothing, so that features are logits; the formula in float64."""
     net, ids = ngrams(corpus(2, VOCAB), 4), rows(5, corpus(2, VOCAB), VOCAB)
-    net.gate.copy_(torch.tensor([0.5, -1.5, 0.75]))
+    net.mix.copy_(torch.tensor([[0.5, -0.25, 0.125], [0.75, 0.0625, -0.5]]))
     counted, logits = net(ids), 3 * torch.randn(*ids.shape, VOCAB)
-    one, other = counted.double().exp(), logits.double().softmax(-1)
-    entropy = [-(p * p.log()).sum(-1, keepdim=True) for p in (one, other)]
-    share = 1 / (1 + torch.exp(-(0.5 - 1.5 * entropy[0] + 0.75 * entropy[1])))
-    assert share.min() < 0.3 and share.max() > 0.7
+    sides = logits.double().softmax(-1), counted.double().exp()
+    one, other = (-(p * p.log()).sum(-1, keepdim=True) for p in sides)
+    powers = 0.5 - 0.25 * one + 0.125 * other, 0.75 + 0.0625 * one - 0.5 * other
+    wanted = sides[0] ** powers[0] * sides[1] ** powers[1]
     config = SimpleNamespace(model_dim=VOCAB, logit_softcap=0)
     of = SimpleNamespace(config=config, head=None, embed=torch.eye(VOCAB), ngrams=net)
-    found = T.GPT.logits(of, torch.cat([logits, counted], -1)).exp()
-    torch.testing.assert_close(found.double(), share * one + (1 - share) * other, rtol=1e-5, atol=1e-7)
+    found = T.GPT.logits(of, torch.cat([logits, counted], -1)).softmax(-1)
+    torch.testing.assert_close(found.double(), wanted / wanted.sum(-1, keepdim=True), rtol=1e-5, atol=1e-7)
 
 
-def test_the_gate_makes_tokens_likeliest():
-    """Against a search: no step of any of the three makes the held-out tokens likelier, but for the ridge."""
-    net, tokens = ngrams(corpus(2, VOCAB), 4), torch.tensor(corpus(2, VOCAB, 2000)[300:1901])
+def test_until_it_is_fitted_the_mixture_is_the_network():
+    net, ids = ngrams(corpus(2, VOCAB), 4), rows(5, corpus(2, VOCAB), VOCAB)
+    logits = torch.randn(*ids.shape, VOCAB)
+    assert torch.equal(net.mixed(logits, net(ids)), logits.log_softmax(-1))
+
+
+def test_the_mixture_makes_tokens_likeliest():
+    """Against a search: no step of any of the six makes the held-out tokens likelier; every third window is enough."""
+    net, tokens = ngrams(corpus(2, VOCAB), 4), torch.tensor(corpus(2, VOCAB, 2000)[300:1813])
     own = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(0)) * torch.linspace(0.2, 4, VOCAB)[:, None]
-    network = lambda ids: own[ids]  # noqa: E731 - logits by the last token, of some surer than of others
-    ids, targets = tokens[:-1].view(-1, 16), tokens[1:].view(-1, 16)
+    ids, targets = tokens[:-1].view(-1, 16), tokens[1:].view(-1, 16)  # 94 windows
 
-    def nats(gate: torch.Tensor) -> float:
-        net.gate.copy_(gate)
-        found = net.mixed(network(ids), net(ids)).gather(-1, targets[..., None]).double()
-        return (5e-5 * gate.square().sum() - found.mean()).item()
+    def nats(mix: torch.Tensor) -> float:
+        net.mix.copy_(mix)
+        found = net.mixed(own[ids[::3]], net(ids[::3]))
+        return F.cross_entropy(found.double().flatten(0, 1), targets[::3].flatten()).item()
 
-    net.fit(network, tokens.numpy(), 16, 7)
-    best = net.gate.clone()
-    least, even = nats(best), nats(torch.zeros(3))
-    assert least < even - 0.02 and best.abs().min() > 0.1
-    for at, step in product(range(3), (-0.1, 0.1)):
-        gate = best.clone()
-        gate[at] += step
-        assert nats(gate) > least, (best, at, step)
+    def network(ids: torch.Tensor) -> torch.Tensor:  # logits by the last token, of some surer than of others
+        assert len(ids) == 32
+        return own[ids]
+
+    alone = nats(net.mix.clone())
+    net.fit(network, tokens.numpy(), 16)
+    best = net.mix.clone()
+    least = nats(best)
+    assert least < alone - 0.1 and not best.requires_grad and net.mix is net.get_buffer("mix")
+    for at, step in product(product(range(2), range(3)), (-0.1, 0.1)):
+        mix = best.clone()
+        mix[at] += step
+        assert nats(mix) > least, (best, at, step)
 
 
-def test_a_network_that_is_always_right_leaves_a_finite_gate():
-    """With a ridge: the share of the counts is next to nothing, and no weight runs away."""
-    net, tokens = ngrams(corpus(2, VOCAB), 4), torch.tensor(corpus(2, VOCAB, 2000)[300:1901])
-    after = iter(tokens[1:].view(-1, 4, 16))  # the windows of a part
-    net.fit(lambda ids: 30 * F.one_hot(next(after), VOCAB).float(), tokens.numpy(), 16, 4)
-    assert net.gate.abs().max() < 20
-    log_odds = net.gate_inputs(net(tokens[None, :40]), torch.full((1, 40, VOCAB), 1 / VOCAB).log()) @ net.gate
-    assert torch.isfinite(log_odds).all()
+def test_a_network_that_is_always_right_leaves_finite_weights():
+    net, tokens = ngrams(corpus(2, VOCAB), 4), torch.tensor(corpus(2, VOCAB, 2000)[300:813])
+    right = 30 * F.one_hot(tokens[1:].view(-1, 16), VOCAB).float()  # of all 32 windows
+    net.fit(lambda ids: right, tokens.numpy(), 16)
+    ids, targets = tokens[:-1].view(-1, 16), tokens[1:].view(-1, 16, 1)
+    assert net.mix.abs().max() < 100 and net.mixed(right, net(ids)).softmax(-1).gather(-1, targets).min() > 0.999
 
 
 @pytest.mark.parametrize(("tokens", "least"), [([BOS, 2, 3], 9), ([BOS], 1), ([], 1), ([BOS, 2] * 50, 1)])
