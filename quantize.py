@@ -422,7 +422,8 @@ class TokenStream:
         self.paths, self.vocab_size, self.marks = paths, vocab_size, [self.mark(path) for path in paths]
         self.shards = [read_shard(path) for path in paths]
         self.starts = np.cumsum([0] + [len(shard) for shard in self.shards])  # (shards + 1,)
-        self.length = int(self.starts[-1])
+        self.length = self.run = int(self.starts[-1])
+        self.gap = 0  # tokens that are left out after every `run`
 
     def __len__(self) -> int:
         return self.length
@@ -437,10 +438,11 @@ class TokenStream:
         out, done = np.empty(count, dtype=np.int64), 0
         while done < count:
             position = (start + done) % self.length
-            index = int(np.searchsorted(self.starts, position, side="right")) - 1
+            place = position + position // self.run * self.gap
+            index = int(np.searchsorted(self.starts, place, side="right")) - 1
             if self.mark(self.paths[index]) != self.marks[index]:
                 raise UserError(f"shard {self.paths[index]}: was changed or removed while in use")
-            part = self.shards[index][position - self.starts[index] :][: min(count - done, self.length - position)]
+            part = self.shards[index][place - self.starts[index] :][: min(count - done, self.run - position % self.run)]
             if part.max() >= self.vocab_size:
                 raise UserError(f"shard {self.paths[index]}: token {part.max()}, expected ids below {self.vocab_size}")
             out[done : done + len(part)] = part
@@ -502,14 +504,15 @@ def open_data(settings: Settings) -> SimpleNamespace:
     for folder, stream in zip(shares, train, strict=True):
         if (count := round(shares[folder] * settings.holdout_tokens)) >= len(stream):
             raise UserError(f"{folder}: {len(stream)} tokens, more than the held-out {count} are needed")
-        held_out.append(np.append(tokenizer.bos_id, stream.read(len(stream) - count, count)))
-        stream.length -= count
+        gap, every = count // 16, len(stream) // 16  # from all over, for its end may be of one source
+        held_out += [np.append(tokenizer.bos_id, stream.read(n * every - gap, gap)) for n in range(1, 17)]
+        stream.gap, stream.run, stream.length = gap, every - gap, 16 * (every - gap)
     return SimpleNamespace(
         tokenizer=tokenizer, manifests=list(manifests.values()),
         manifest_sha256=" + ".join(sha256_file(Path(folder) / "manifest.json") for folder in shares),
         yardsticks=manifest.get("yardsticks", {}) if len(shares) == 1 else {},
-        streams=train, shares=list(shares.values()),  # by part: TokenStream without the held-out end, share of rows
-        held_out=np.concatenate(held_out),  # int64, the ends of all training streams, each behind a BOS
+        streams=train, shares=list(shares.values()),  # by part: TokenStream without what is held out, share of rows
+        held_out=np.concatenate(held_out),  # int64, pieces of all training streams, each behind a BOS
         val=tokens, val_bytes=val_bytes,  # (N,) int64, of all parts; what tokens 1 to N decode to
         val_sources=(np.array(sources)[documents - 1], names))  # (N,) into the names
 
@@ -1083,7 +1086,7 @@ class NGrams(nn.Module):
         super().__init__()
         self.order, self.vocab_size, self.bos_id = config.ngram_order, config.vocab_size, config.bos_id
         self.register_buffer("packed", torch.zeros(config.ngram_bytes, dtype=torch.int8))
-        self.register_buffer("gate", torch.zeros(3))  # weights of gate_inputs
+        self.register_buffer("mix", torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 0.0]]))  # at first the network alone
         self.version = -1  # that of `packed` which the tables go by
 
     def unpack(self) -> None:
@@ -1128,36 +1131,33 @@ class NGrams(nn.Module):
             p.mul_(left[node].view(*ids.shape, 1)).view(-1).index_add_(
                 0, tokens.index_select(0, at).add_(row, alpha=size), weights.index_select(0, at))
             context = longer_contexts(context, ids, size, self.bos_id)
-        return p.log_()
-
-    @staticmethod
-    def gate_inputs(counted: Tensor, own: Tensor) -> Tensor:
-        """Of log-probabilities (..., V) of counts and network: 1 and both entropies (..., 3). Their product with `gate`
-        is the log-odds of the counts' share in the mixture."""
-        entropies = (torch.special.entr(logps.exp()).sum(-1) for logps in (counted, own))
-        return torch.stack([torch.ones_like(own[..., 0]), *entropies], dim=-1)
+        return p.clamp_(min=1e-37).log_()  # before it underflows: a factor of 0 would be final
 
     def mixed(self, logits: Tensor, counted: Tensor) -> Tensor:
-        """Log-probabilities of the mixture by a network's logits and the counts' log-probabilities (..., V)."""
-        counted, own = counted.to(logits.dtype), logits.log_softmax(-1)
-        odds = (self.gate_inputs(counted, own) * self.gate.to(own.dtype)).sum(-1, keepdim=True)
-        return torch.logaddexp(own + F.logsigmoid(-odds), counted + F.logsigmoid(odds))
+        """Logits (..., V) of the mixture: the log-probabilities of network and counts, each times what `mix` makes of 1
+        and both sides' entropies (Klakow 1998, Log-linear interpolation of language models)."""
+        sides = logits.log_softmax(-1), counted.to(logits.dtype)
+        entropies = [torch.special.entr(side.exp()).sum(-1) for side in sides]
+        weights = torch.stack([torch.ones_like(entropies[0]), *entropies], dim=-1) @ self.mix.mT.to(logits.dtype)
+        return sides[0] * weights[..., :1] + sides[1] * weights[..., 1:]
 
-    @torch.no_grad()
-    def fit(self, network: nn.Module, tokens: np.ndarray, seq_len: int, rows: int) -> None:
-        """Set `gate` to what makes tokens (N,) likeliest beside a network without counts, in windows of seq_len: by EM
-        with a step on the bound of Boehning and Lindsay (1988) in place of each maximum."""
-        found, gate = [], torch.zeros_like(self.gate, dtype=torch.float64)[:, None]
-        for part in torch.from_numpy(tokens).to(gate.device).unfold(0, seq_len + 1, seq_len).split(rows):
-            sides, targets = (self(part[:, :-1]), network(part[:, :-1]).log_softmax(-1)), part[:, 1:, None]
-            found.append(torch.cat([self.gate_inputs(*sides), *(side.gather(-1, targets) for side in sides)], dim=-1))
-        inputs, counted, own = torch.cat(found).flatten(0, 1).double().split([3, 1, 1], dim=-1)
-        ridge = 1e-4 * len(inputs) * torch.eye(3).to(inputs)  # for where one side is always the better one
-        step = torch.linalg.inv(inputs.mT @ inputs / 4 + ridge)
-        for _ in range(500):
-            odds = inputs @ gate
-            gate += step @ (inputs.mT @ ((odds + counted - own).sigmoid() - odds.sigmoid()) - ridge @ gate)
-        self.gate.copy_(gate[:, 0])
+    def fit(self, network: nn.Module, tokens: np.ndarray, seq_len: int) -> None:
+        """Set `mix` to what makes tokens (N,), 32 windows from all over, likeliest beside a network without counts."""
+        windows = torch.from_numpy(tokens).to(self.mix.device).unfold(0, seq_len + 1, seq_len)
+        windows = windows[:: -(-len(windows) // 32)]
+        ids, targets = windows[:, :-1], windows[:, 1:]
+        with torch.no_grad():
+            logits, counted = network(ids), self(ids)
+        optimizer = torch.optim.LBFGS([self.mix.requires_grad_()], line_search_fn="strong_wolfe")
+
+        def loss() -> Tensor:
+            optimizer.zero_grad()
+            nats = F.cross_entropy(self.mixed(logits, counted).flatten(0, 1), targets.flatten())
+            nats.backward()
+            return nats
+
+        optimizer.step(loss)
+        self.mix.requires_grad_(False)
 # === end: ngrams ===
 
 

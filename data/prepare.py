@@ -191,7 +191,8 @@ class TokenStream:
         self.paths, self.vocab_size, self.marks = paths, vocab_size, [self.mark(path) for path in paths]
         self.shards = [read_shard(path) for path in paths]
         self.starts = np.cumsum([0] + [len(shard) for shard in self.shards])  # (shards + 1,)
-        self.length = int(self.starts[-1])
+        self.length = self.run = int(self.starts[-1])
+        self.gap = 0  # tokens that are left out after every `run`
 
     def __len__(self) -> int:
         return self.length
@@ -206,10 +207,11 @@ class TokenStream:
         out, done = np.empty(count, dtype=np.int64), 0
         while done < count:
             position = (start + done) % self.length
-            index = int(np.searchsorted(self.starts, position, side="right")) - 1
+            place = position + position // self.run * self.gap
+            index = int(np.searchsorted(self.starts, place, side="right")) - 1
             if self.mark(self.paths[index]) != self.marks[index]:
                 raise UserError(f"shard {self.paths[index]}: was changed or removed while in use")
-            part = self.shards[index][position - self.starts[index] :][: min(count - done, self.length - position)]
+            part = self.shards[index][place - self.starts[index] :][: min(count - done, self.run - position % self.run)]
             if part.max() >= self.vocab_size:
                 raise UserError(f"shard {self.paths[index]}: token {part.max()}, expected ids below {self.vocab_size}")
             out[done : done + len(part)] = part
