@@ -546,7 +546,8 @@ def test_open_data_of_one_folder(tmp_path: Path) -> None:
     assert found.manifest_sha256 == hashlib.sha256((part / "manifest.json").read_bytes()).hexdigest()
     assert found.shares == [1.0] and [len(stream) for stream in found.streams] == [32]
     whole = np.fromfile(part / "x_train_000000.bin", "<u2", offset=1024).tolist()
-    assert found.held_out.tolist() == [1, *whole[-10:]]
+    assert found.held_out.tolist() == [1, *whole[16:21], 1, *whole[37:]]  # two windows and a half, in two pieces
+    assert found.streams[0].read(0, 33).tolist() == [*whole[:16], *whole[21:37], whole[0]]
     without = opened(make_part(tmp_path / "q", ["training text"] * 3, ["one", "two"]))
     assert without.val_sources[1] == ["q_name"] and without.val_sources[0].tolist() == [0] * 8
     measured = opened(make_part(tmp_path / "m", ["training text"] * 3, ["one", "two"], yardsticks={"xz_bpb": 2.5}))
@@ -558,7 +559,9 @@ def test_open_data_of_one_folder(tmp_path: Path) -> None:
     for count in (42, 43):
         with pytest.raises(data.UserError, match=f"^{part}: 42 tokens, more than the held-out {count} are needed"):
             opened(part, holdout_tokens=count)
-    assert len(opened(part, holdout_tokens=41).streams[0]) == 1
+    with pytest.raises(data.UserError, match=f"^{part}: 42 tokens, more than the held-out 39 are needed"):
+        opened(part, holdout_tokens=39)  # in nine pieces, of which none would leave a token before it
+    assert len(opened(part, holdout_tokens=33).streams[0]) == 8
     with pytest.raises(data.UserError, match=r"^VOCAB_SIZE=7: bytes has 264 tokens"):
         opened(part, vocab_size=7)
     wrong = make_part(tmp_path / "w", ["training text"] * 3, ["one", "two"], of=[0], sources=["x"])
@@ -571,15 +574,16 @@ def test_open_data_of_a_mixture(tmp_path: Path) -> None:
                   yardsticks={"xz_bpb": 2.5})
     b = make_part(tmp_path / "b", ["other text"] * 9, ["four", "fünf"], overlap_documents=2, published=True)
     found = opened(f"{a}:3,{b}:1", holdout_tokens=40)
-    assert [len(stream) for stream in found.streams] == [126 - 30, 99 - 10] and found.shares == [0.75, 0.25]
+    assert [len(stream) for stream in found.streams] == [7 * 13, 2 * 44] and found.shares == [0.75, 0.25]
     assert found.val.tolist() == opened(a).val.tolist() + opened(b).val.tolist()
     assert found.val_sources[0].tolist() == [1] * 4 + [0] * 4 + [2] * 11
     assert found.val_sources[1] == [f"{a}/x", f"{a}/y", f"{b}/b_name"] and found.yardsticks == {}
     assert found.manifests == [json.loads((part / "manifest.json").read_text()) for part in (a, b)]
     hashes = [hashlib.sha256((part / "manifest.json").read_bytes()).hexdigest() for part in (a, b)]
     assert found.manifest_sha256 == " + ".join(hashes)
-    ends = [np.fromfile(part / "x_train_000000.bin", "<u2")[-size:].tolist() for part, size in ((a, 30), (b, 10))]
-    assert found.held_out.tolist() == [1, *ends[0], 1, *ends[1]]
+    first, second = (np.fromfile(part / "x_train_000000.bin", "<u2", offset=1024).tolist() for part in (a, b))
+    pieces = [*(first[17 * n + 13 : 17 * n + 17] for n in range(7)), *(second[49 * n + 44 : 49 * n + 49] for n in (0, 1))]
+    assert found.held_out.tolist() == [token for piece in pieces for token in (1, *piece)]
     other = make_part(tmp_path / "c", ["x" * 30], ["y"], tokenizer={"file": "t.model", "sha256": "0" * 64})
     with pytest.raises(data.UserError, match=r"/c/manifest.json: shards of another tokenizer"):
         opened(f"{a}:1,{other}:1")
