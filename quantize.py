@@ -502,11 +502,13 @@ def open_data(settings: Settings) -> SimpleNamespace:
         raise UserError(f"DATA_PATH: {documents[-1]} validation documents, in manifest.json {len(sources)}")
     held_out = []
     for folder, stream in zip(shares, train, strict=True):
-        if (count := round(shares[folder] * settings.holdout_tokens)) >= len(stream):
+        count = round(shares[folder] * settings.holdout_tokens)
+        pieces = max(1, min(16, count // settings.train_seq_len))  # from all over, for its end may be of one source
+        run, gap = (len(stream) - count) // pieces, count // pieces
+        if run < 1:
             raise UserError(f"{folder}: {len(stream)} tokens, more than the held-out {count} are needed")
-        gap, every = count // 16, len(stream) // 16  # from all over, for its end may be of one source
-        held_out += [np.append(tokenizer.bos_id, stream.read(n * every - gap, gap)) for n in range(1, 17)]
-        stream.gap, stream.run, stream.length = gap, every - gap, 16 * (every - gap)
+        held_out += [np.append(tokenizer.bos_id, stream.read(n * (run + gap) + run, gap)) for n in range(pieces)]
+        stream.run, stream.gap, stream.length = run, gap, pieces * run
     return SimpleNamespace(
         tokenizer=tokenizer, manifests=list(manifests.values()),
         manifest_sha256=" + ".join(sha256_file(Path(folder) / "manifest.json") for folder in shares),
