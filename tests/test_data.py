@@ -582,7 +582,7 @@ def test_open_data_of_a_mixture(tmp_path: Path) -> None:
     hashes = [hashlib.sha256((part / "manifest.json").read_bytes()).hexdigest() for part in (a, b)]
     assert found.manifest_sha256 == " + ".join(hashes)
     first, second = (np.fromfile(part / "x_train_000000.bin", "<u2", offset=1024).tolist() for part in (a, b))
-    pieces = [*(first[17 * n + 13 : 17 * n + 17] for n in range(7)), *(second[49 * n + 44 : 49 * n + 49] for n in (0, 1))]
+    pieces = [*(first[at + 13 : at + 17] for at in range(0, 119, 17)), second[44:49], second[93:98]]
     assert found.held_out.tolist() == [token for piece in pieces for token in (1, *piece)]
     other = make_part(tmp_path / "c", ["x" * 30], ["y"], tokenizer={"file": "t.model", "sha256": "0" * 64})
     with pytest.raises(data.UserError, match=r"/c/manifest.json: shards of another tokenizer"):
