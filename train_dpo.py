@@ -2162,13 +2162,8 @@ class Run(Kept):
         shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # pytorch issue 135712: they never meet
         if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and (shared or not settings.run_id):
             raise UserError("torchrun --max-restarts: needs RUN_ID, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
-        try:  # before there is a folder; a run without needs neither
-            if settings.tracker == "wandb":
-                import wandb  # noqa: F401
-            elif settings.tracker == "tensorboard":
-                from torch.utils import tensorboard  # noqa: F401
-        except ImportError:
-            raise UserError(f"TRACKER={settings.tracker!r}: not installed; pip install {settings.tracker}") from None
+        if settings.tracker != "none" and not importlib.util.find_spec(settings.tracker):
+            raise UserError(f"TRACKER={settings.tracker!r}: not installed; pip install {settings.tracker}")
         self.settings, self.runtime, self.parts, self.identity = settings, runtime, parts, identity
         self.folder = Path(settings.out_dir) / runtime.agree(settings.run_id or time.strftime("run_%Y%m%d_%H%M%S"))
         often, self.saved, self.stands = int(every[1]) or math.inf, 0.0, -1
@@ -2193,10 +2188,13 @@ class Run(Kept):
             self.file = open(path, "ab", buffering=0)  # each line is written at once
             self.clear = "\r\033[K" if sys.stdout.isatty() else ""  # wipes a terminal's line of progress
             if settings.tracker == "wandb":
+                import wandb
                 own = dict(project="underpar", name=self.folder.name, dir=str(self.folder), config=asdict(settings))
-                self.tracker = sys.modules["wandb"].init(**own)
+                tell = wandb.init(**own).log
+                self.tracker = lambda name, value, step: tell({name: value}, step)
             elif settings.tracker == "tensorboard":
-                self.tracker = sys.modules["torch.utils.tensorboard"].SummaryWriter(self.folder)
+                from torch.utils.tensorboard import SummaryWriter
+                self.tracker = SummaryWriter(self.folder, flush_secs=1).add_scalar
             source = Path(__file__).read_text(encoding="utf-8") + "\n" + "=" * 120
             if source not in path.read_text(encoding="utf-8"):
                 self.log(source, terminal=False)
@@ -2227,13 +2225,8 @@ class Run(Kept):
             found = re.findall(r"(\w+)(?::|': \[?)(-?(?:\d[\d.e+-]*|nan|inf))", text.removeprefix(f"step:{of[1]}"))
             kind = "" if of[2] else "held_out/"
             step = int(of[1] or (0 if text.startswith("before") else self.step))  # a resumed run says `before` again
-            numbers = {kind + name: float(value) for name, value in found}
-            if self.settings.tracker == "wandb":
-                self.tracker.log(numbers, step)
-            else:
-                for name, value in numbers.items():
-                    self.tracker.add_scalar(name, value, step)
-                self.tracker.flush()  # what a run has said stays, however it ends
+            for name, value in found:
+                self.tracker(kind + name, float(value), step)
 
     def event(self, name: str, **found) -> None:
         """For the log and for result.json."""
