@@ -1053,12 +1053,12 @@ class GPT(nn.Module):
         return x if self.ngrams is None else torch.cat([x, self.ngrams(known)[:, -ids.size(1) :]], dim=-1)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Of features (..., dim): (..., V), float32 at least; with n-grams log-probabilities of the mixture."""
+        """Of features (..., dim): (..., V), float32 at least; with n-grams those of the mixture."""
         x, counted = x.tensor_split([self.config.model_dim], dim=-1)
         logits, cap = linear(x, self.embed if self.head is None else self.head), self.config.logit_softcap
         logits = logits.float() if logits.dtype == torch.bfloat16 else logits
         logits = cap * torch.tanh(logits / cap) if cap else logits
-        return logits if self.ngrams is None else self.ngrams.mixed(logits, counted)
+        return logits if self.ngrams is None else self.ngrams.mixed(*self.ngrams.sides(logits, counted))
 
     def forward(self, ids: Tensor, targets: Tensor | None = None, cache: dict | None = None) -> Tensor:
         """ids (B, T) to nats of targets (B, T), 0 for -1, or logits (B, T, V); with a cache see `features`."""
@@ -1137,26 +1137,31 @@ class NGrams(nn.Module):
             context = longer_contexts(context, ids, size, self.bos_id)
         return p.clamp_(min=1e-37).log_()  # before it underflows: a factor of 0 would be final
 
-    def mixed(self, logits: Tensor, counted: Tensor) -> Tensor:
-        """Logits (..., V) of the mixture: the log-probabilities of network and counts, each times what `mix` makes of 1
-        and both sides' entropies (Klakow 1998, Log-linear interpolation of language models)."""
-        sides = logits.log_softmax(-1), counted.to(logits.dtype)
-        entropies = [torch.special.entr(side.exp()).sum(-1) for side in sides]
-        weights = torch.stack([torch.ones_like(entropies[0]), *entropies], dim=-1) @ self.mix.mT.to(logits.dtype)
-        return sides[0] * weights[..., :1] + sides[1] * weights[..., 1:]
+    @staticmethod
+    def sides(logits: Tensor, counted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probabilities (..., V) of network and counts; 1 and both sides' entropies (..., 3)."""
+        own, counted = logits.log_softmax(-1), counted.to(logits.dtype)
+        entropies = [torch.special.entr(side.exp()).sum(-1) for side in (own, counted)]
+        return own, counted, torch.stack([torch.ones_like(entropies[0]), *entropies], dim=-1)
+
+    def mixed(self, own: Tensor, counted: Tensor, measures: Tensor) -> Tensor:
+        """Logits (..., V) of the mixture of these: each side times what `mix` makes of the measures (Klakow 1998,
+        Log-linear interpolation of language models)."""
+        weights = measures @ self.mix.mT.to(own.dtype)  # (..., 2)
+        return own * weights[..., :1] + counted * weights[..., 1:]
 
     def fit(self, network: nn.Module, tokens: np.ndarray, seq_len: int) -> None:
-        """Set `mix` to what makes tokens (N,), 32 windows from all over, likeliest beside a network without counts."""
+        """Set `mix` to what makes tokens (N,), 16 windows from all over, likeliest beside a network without counts."""
         windows = torch.from_numpy(tokens).to(self.mix.device).unfold(0, seq_len + 1, seq_len)
-        windows = windows[:: -(-len(windows) // 32)]
+        windows = windows[:: -(-len(windows) // 16)]
         ids, targets = windows[:, :-1], windows[:, 1:]
         with torch.no_grad():
-            logits, counted = network(ids), self(ids)
+            sides = self.sides(network(ids), self(ids))
         optimizer = torch.optim.LBFGS([self.mix.requires_grad_()], line_search_fn="strong_wolfe")
 
         def loss() -> Tensor:
             optimizer.zero_grad()
-            nats = F.cross_entropy(self.mixed(logits, counted).flatten(0, 1), targets.flatten())
+            nats = F.cross_entropy(self.mixed(*sides).flatten(0, 1), targets.flatten())
             nats.backward()
             return nats
 

@@ -1177,12 +1177,12 @@ class GPT(nn.Module):
         return x if self.ngrams is None else torch.cat([x, self.ngrams(known)[:, -ids.size(1) :]], dim=-1)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Of features (..., dim): (..., V), float32 at least; with n-grams log-probabilities of the mixture."""
+        """Of features (..., dim): (..., V), float32 at least; with n-grams those of the mixture."""
         x, counted = x.tensor_split([self.config.model_dim], dim=-1)
         logits, cap = linear(x, self.embed if self.head is None else self.head), self.config.logit_softcap
         logits = logits.float() if logits.dtype == torch.bfloat16 else logits
         logits = cap * torch.tanh(logits / cap) if cap else logits
-        return logits if self.ngrams is None else self.ngrams.mixed(logits, counted)
+        return logits if self.ngrams is None else self.ngrams.mixed(*self.ngrams.sides(logits, counted))
 
     def forward(self, ids: Tensor, targets: Tensor | None = None, cache: dict | None = None) -> Tensor:
         """ids (B, T) to nats of targets (B, T), 0 for -1, or logits (B, T, V); with a cache see `features`."""
