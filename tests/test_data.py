@@ -382,10 +382,10 @@ def test_token_stream_is_the_concatenation_read_round(tmp_path: Path) -> None:
         flat.append(rng.integers(0, 300, size))
         write_shard(paths[-1], flat[-1])
     flat = np.concatenate(flat)
-    for skip_tail in (0, 3, 9):
+    for run, gap, pieces in ((25, 0, 1), (22, 3, 1), (16, 9, 1), (5, 3, 3), (1, 1, 12), (3, 2, 5)):
         stream = data.TokenStream(paths)
-        kept = flat[: 25 - skip_tail]
-        stream.length -= skip_tail  # as open_data holds it out
+        kept = np.concatenate([flat[at : at + run] for at in range(0, pieces * (run + gap), run + gap)])
+        stream.run, stream.gap, stream.length = run, gap, pieces * run  # as open_data leaves pieces out
         assert len(stream) == len(kept)
         for start in range(40):
             for count in (0, 1, 4, 13, 60):

@@ -146,7 +146,8 @@ def test_a_whole_run_is_mirrored(tmp_path):
         step, numbers = json.loads(line)
         rows.setdefault(step, {}).update(numbers)
     result = json.loads((tmp_path / "runs" / "a" / "result.json").read_text())
-    held_out = {step: numbers for step, numbers in rows.items() if "held_out/n" in numbers}
+    held_out = {step: {name: numbers[name] for name in numbers if name.startswith("held_out/")}
+                for step, numbers in rows.items() if "held_out/n" in numbers}
     assert list(held_out) == [0, 4, 8]
     for which, step in (("before", 0), ("after", 8)):
         means = {f"held_out/{name}": value[0] for name, value in result[which].items() if isinstance(value, list)}
