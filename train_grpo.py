@@ -2310,7 +2310,7 @@ class Decoder:
         logits, cap = torch.mm(self.normed(x, self.network.final_norm), self.head).to(self.wide), config.logit_softcap
         logits = cap * torch.tanh(logits / cap) if cap else logits
         counts = self.network.ngrams
-        return logits if counts is None else counts.mixed(logits, counts(known)[:, -1])
+        return logits if counts is None else counts.mixed(*counts.sides(logits, counts(known)[:, -1]))
 
     def attend(self, layer: SimpleNamespace, x: Tensor, turn: Tensor) -> Tensor:
         """Attention up to what w_o reads (R, dim), of x (R, dim)."""
