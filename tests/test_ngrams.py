@@ -108,7 +108,7 @@ def pack(counts: np.ndarray, room: int = 0) -> torch.Tensor:
 
 
 def counts_of(tokens: list[int], order: int, least: int = 1, vocab: int = VOCAB) -> np.ndarray:
-    settings = SimpleNamespace(ngram_order=order, ngram_min_count=least)
+    settings = SimpleNamespace(ngram_order=order, ngram_min_count=least, artifact_bytes_max=1 << 24)
     packed = T.count_ngrams([Stream(tokens)], settings, SimpleNamespace(vocab_size=vocab, bos_id=BOS))
     planes = np.frombuffer(zstandard.decompress(packed), np.uint8).reshape(4, -1)
     return sum(plane.astype(np.int64) << 8 * at for at, plane in enumerate(planes)).astype(np.int32)
@@ -159,6 +159,16 @@ def test_what_is_packed_by_hand():
     assert counts_of([BOS, 2, 3, 2, 3, 2, 2], 2, 3, 5).tolist() == [
         3, 0, 1, 1, 1, 1, 3, 1, *first,  # kept after nothing, left out; tokens, by steps; counts; discounts
         1, 2, 1, 0, 0, 0, 1, 1, 1, 1, 1, 1, 2, 2, *second]  # the same of the contexts BOS, 2, 3
+
+
+def test_where_bytes_are_short_counts_take_fewer():
+    """The same counts, packed harder once they are more than half of the limit."""
+    tokens, tokenizer = Stream(corpus(3, 12, 6000)), SimpleNamespace(vocab_size=12, bos_id=BOS)
+    settings = SimpleNamespace(ngram_order=5, ngram_min_count=1)
+    wide, fits, short = (T.count_ngrams([tokens], SimpleNamespace(**vars(settings), artifact_bytes_max=most), tokenizer)
+                         for most in (1 << 24, 2 * len(pack(counts_of(tokens, 5, 1, 12))) + 2000, 1000))
+    assert len(short) < 0.98 * len(wide) and wide == fits
+    assert zstandard.decompress(short) == zstandard.decompress(wide)
 
 
 # -------------------------------------------------------------------------------------------------------------- tables
