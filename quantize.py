@@ -7,9 +7,8 @@
     python quantize.py apply runs/<BASE> tuned.delta tuned               # a folder, of which `pack` makes an artifact
 
 MODEL, BASE, TUNED, A, B and CHECKPOINT are an artifact, a checkpoint's folder, a run's folder (its newest whole
-checkpoint), or what `unpack` or `apply` wrote. Settings stand at the top of this file and are environment variables:
-their names in capitals; those of quantization and DATA_PATH default to the checkpoint's. The sections between
-`# === shared:` fences are kept equal by tools/sync.py.
+checkpoint), or what `unpack` or `apply` wrote. Settings below are environment variables, in capitals; quantization's and
+DATA_PATH default to the checkpoint's. Sections between `# === shared:` fences stand in other scripts too: tools/sync.py.
 """
 
 import argparse
@@ -65,7 +64,7 @@ class Settings:
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA where there is a device
     matrix_bits: int = 6  # matrices of the layers: codes up to 2**(bits-1) - 1
     matrix_clip_sigmas: float = 8.0  # the largest code, in root mean squares; 0: the largest weight; -1: least error
-    matrix_step: Literal["tensor", "row", "grid"] = "tensor"  # what has its own step; grid: a row, 2**(1/16) apart
+    matrix_step: Literal["tensor", "row", "grid"] = "tensor"  # what has its own; grid: a row, a power of 2**(1/16)
     embed_bits: int = 8  # the same for embeddings and head
     embed_clip_sigmas: float = 6.0  # the same
     embed_step: Literal["tensor", "row", "grid"] = "tensor"  # the same
@@ -73,7 +72,7 @@ class Settings:
     delta_scale_bits: int = 32  # of a scale of bitdelta: 32 or 16
     delta_keep_bits: int = 16  # of what a delta holds whole, all but matrices: 16 or 32 (as they are)
     delta_bits: int = 4  # of a code of deltaquant, 1 to 8
-    delta_step: Literal["tensor", "row", "group"] = "row"  # what has its own step of deltaquant; group: DELTA_GROUP
+    delta_step: Literal["tensor", "row", "group"] = "row"  # what has its own in deltaquant; group: DELTA_GROUP weights
     distill_steps: int = 100  # of bitdelta's scales against the tuned model's logits; 0: none
     distill_lr: float = 0.1  # AdamW, on scales in units of their matrix's mean, to 0 by a cosine
     distill_batch_tokens: int = 0  # a step; 0: four windows of the model's TRAIN_SEQ_LEN

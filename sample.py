@@ -5,8 +5,7 @@
     ARTIFACT=runs/<RUN_ID> MODE=chat SYSTEM="Answer briefly." python sample.py  # /reset forgets; Ctrl-C ends an answer
     ARTIFACT=runs/<RUN_ID> MODE=score SCORE=choices SCORE_PATH=piqa.jsonl,copa.jsonl.zst python sample.py
 
-Every setting below is an environment variable: its name in capitals. What SCORE measures is in docs/scoring.md. The
-sections between `# === shared:` fences stand in other scripts too, byte for byte (tools/sync.py).
+Settings below are environment variables, in capitals. SCORE: docs/scoring.md. `# === shared:` fences: tools/sync.py.
 """
 
 import base64
@@ -59,11 +58,11 @@ from torch.utils.checkpoint import checkpoint
 # ---------------------------------------------------------------------------------------------------------- settings
 @dataclass(frozen=True)
 class Settings:
-    mode: Literal["generate", "chat", "score"] = "generate"  # go on from PROMPT; answer line by line; measure SCORE
+    mode: Literal["generate", "chat", "score"] = "generate"  # go on from PROMPT; chat: by lines; score: measure SCORE
     artifact: str = ""  # the model: a run, a checkpoint or an artifact (model.upar)
     tokenizer_path: str = ""  # .model file, tiktoken name, .tiktoken file or "bytes"; empty: that of data or artifact
     prompt: str = ""  # text to go on from; empty: a document's beginning
-    layout: Literal["text", "chat"] = "text"  # of a prompt: to go on from, or a user's turn, as post-training has it
+    layout: Literal["text", "chat"] = "text"  # of a prompt; chat: a user's turn, as post-training has it
     system: str = ""  # first turn of a chat: what the model is to be; empty: none
     num_samples: int = 1  # how many continuations
     max_new_tokens: int = 100  # length of each, at most

@@ -96,9 +96,9 @@ class Settings:
     lora_rank: int = 0  # of adapters, which alone are trained; 0: all weights are
     lora_alpha: float = 16.0  # adapters count by LORA_ALPHA / LORA_RANK
     # objective
-    objective: Literal["dpo", "ipo", "cdpo", "robust", "reward"] = "dpo"  # reward: a reward model; ipo: a token's mean
+    objective: Literal["dpo", "ipo", "cdpo", "robust", "reward"] = "dpo"  # ipo: token mean; reward: Bradley-Terry
     beta: float = 0.1  # how strongly the reference holds, of all but reward
-    reference: Literal["start", "base"] = "start"  # of that: the policy as it starts, or that without adapters
+    reference: Literal["start", "base"] = "start"  # of that: the policy as it starts; base: that without adapters
     label_smoothing: float = 0.1  # cdpo, robust: the share of pairs that are taken to be the wrong way round
     margin: float = 0.0  # reward: by how much chosen should win, where a row has no margin of its own
     centering: float = 0.01  # reward: weight of the squared sum of a pair's rewards, which holds their mean near 0
@@ -111,14 +111,14 @@ class Settings:
     # checkpoints and faults
     save_every: str = "120s"  # between checkpoints: steps, or seconds of training; 0: only at the end or a signal
     keep: int = 2  # newest checkpoints that stay
-    spike_policy: Literal["stop", "skip", "rewind"] = "stop"  # rewind: to the newest checkpoint, and on with other data
+    spike_policy: Literal["stop", "skip", "rewind"] = "stop"  # skip: the batch; rewind: to a checkpoint, other data
     hang_seconds: float = 60.0  # a step that takes longer, and 20 medians: stacks of all ranks; 0: do not watch
     # log and validation
     train_log_every: int = 10  # steps between log lines
     tracker: Literal["none", "tensorboard", "wandb"] = "none"  # where the log's numbers go too
     val_loss_every: int = 0  # steps between validations, outside the clock; 0: only at the end
     # optimizer
-    optimizer: Literal["muon", "lion", "adamw", "adamw8bit", "adafactor"] = "adamw"  # all but muon: of embeddings too
+    optimizer: Literal["muon", "lion", "adamw", "adamw8bit", "adafactor"] = "adamw"  # of matrices; not muon: embeddings
     learning_rate: float = 0.0003  # of all weights
     weight_decay: float = 0.0  # decoupled, of all but scalars
     beta1: float = 0.9  # AdamW, 8-bit AdamW, Lion
@@ -126,7 +126,7 @@ class Settings:
     adam_eps: float = 1e-8  # AdamW, 8-bit AdamW
     grad_clip_norm: float = 1.0  # global gradient norm; 0: no clipping
     # schedule, in shares of the run (see Clock)
-    lr_schedule: Literal["linear", "cosine", "wsd", "constant"] = "linear"  # wsd: 1 - sqrt; constant: no WARMDOWN_*
+    lr_schedule: Literal["linear", "cosine", "wsd", "constant"] = "linear"  # warmdown; wsd: 1 - sqrt; constant: none
     warmup_frac: float = 0.02  # learning rate from 0 to 1
     warmdown_frac: float = 0.3  # learning rate from 1 to the floor, at the end
     warmdown_iters: int = 0  # the same in steps of ITERATIONS; 0: use the share
@@ -141,7 +141,7 @@ class Settings:
     # artifact
     matrix_bits: int = 6  # matrices of the layers: codes up to 2**(bits-1) - 1
     matrix_clip_sigmas: float = 8.0  # the largest code, in root mean squares; 0: the largest weight; -1: least error
-    matrix_step: Literal["tensor", "row", "grid"] = "tensor"  # what has its own step; grid: a row, 2**(1/16) apart
+    matrix_step: Literal["tensor", "row", "grid"] = "tensor"  # what has its own; grid: a row, a power of 2**(1/16)
     embed_bits: int = 8  # the same for embeddings and head
     embed_clip_sigmas: float = 6.0  # the same
     embed_step: Literal["tensor", "row", "grid"] = "tensor"  # the same

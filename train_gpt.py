@@ -18,7 +18,6 @@ import difflib
 import faulthandler
 import functools
 import hashlib
-import importlib.util
 import io
 import itertools
 import json
@@ -88,7 +87,7 @@ class Settings:
     # checkpoints and faults
     save_every: str = "120s"  # between checkpoints: steps, or seconds of training; 0: only at the end or a signal
     keep: int = 2  # newest checkpoints that stay
-    spike_policy: Literal["stop", "skip", "rewind"] = "stop"  # rewind: to the newest checkpoint, and on with other data
+    spike_policy: Literal["stop", "skip", "rewind"] = "stop"  # skip: the batch; rewind: to a checkpoint, other data
     spike_nats: float = 0.0  # a loss this far above the median of the last 64 is a spike; 0: only a non-finite one is
     hang_seconds: float = 60.0  # a step that takes longer, and 20 medians: stacks of all ranks; 0: do not watch
     profile: bool = False  # trace three steps, and on CUDA the memory
@@ -99,7 +98,7 @@ class Settings:
     eval_stride: int = 512  # of the sliding-window score; 0: leave that score out
     eval_stateful: bool = False  # also score with state carried over whole documents; not compiled, slower
     # model
-    arch_mode: Literal["D", "gdn", "gdn_kv", "hybrid", "baseline", "llama"] = "D"  # preset; D: the seed's hybrid
+    arch_mode: Literal["D", "gdn", "gdn_kv", "hybrid", "baseline", "llama"] = "D"  # D: the seed's; see ARCH_PRESETS
     layer_pattern: str = "g g g g g s1 g g g g g s1"  # g GDN, k GDN with another's keys, s sliding, a full attention
     num_layers: int = 0  # the pattern is repeated or cut to this many layers; 0: as long as it is
     model_dim: int = 512  # width
@@ -126,7 +125,7 @@ class Settings:
     logit_softcap: float = 30.0  # logits = c tanh(z / c); 0: as they are
     gdn_neg_eigval: bool = False  # GDN's beta in (0, 2) instead of (0, 1): negative eigenvalues of the state transition
     # optimizer
-    optimizer: Literal["muon", "lion", "adamw", "adamw8bit", "adafactor"] = "muon"  # all but muon: of embeddings too
+    optimizer: Literal["muon", "lion", "adamw", "adamw8bit", "adafactor"] = "muon"  # of matrices; not muon: embeddings
     matrix_lr: float = 0.02  # matrices of the layers; this and the next two have presets under other optimizers
     tied_embed_lr: float = 0.03  # embeddings; a tied one is the output head too
     head_lr: float = 0.008  # an untied output head
@@ -144,7 +143,7 @@ class Settings:
     adam_wd: float = 0.0  # decoupled weight decay of embeddings and head; scalars are never decayed
     grad_clip_norm: float = 0.0  # global gradient norm; 0: no clipping
     # schedule, in shares of the run (see Clock)
-    lr_schedule: Literal["linear", "cosine", "wsd", "constant"] = "linear"  # wsd: 1 - sqrt; constant: no WARMDOWN_*
+    lr_schedule: Literal["linear", "cosine", "wsd", "constant"] = "linear"  # warmdown; wsd: 1 - sqrt; constant: none
     warmup_frac: float = 0.01  # learning rate from 0 to 1
     warmdown_frac: float = 0.5  # learning rate from 1 to the floor, at the end
     warmdown_iters: int = 0  # the same in steps of ITERATIONS; 0: use the share
@@ -159,7 +158,7 @@ class Settings:
     # artifact
     matrix_bits: int = 6  # matrices of the layers: codes up to 2**(bits-1) - 1
     matrix_clip_sigmas: float = 8.0  # the largest code, in root mean squares; 0: the largest weight; -1: least error
-    matrix_step: Literal["tensor", "row", "grid"] = "tensor"  # what has its own step; grid: a row, 2**(1/16) apart
+    matrix_step: Literal["tensor", "row", "grid"] = "tensor"  # what has its own; grid: a row, a power of 2**(1/16)
     embed_bits: int = 8  # the same for embeddings and head
     embed_clip_sigmas: float = 6.0  # the same
     embed_step: Literal["tensor", "row", "grid"] = "tensor"  # the same
@@ -654,11 +653,11 @@ def open_data(settings: Settings) -> SimpleNamespace:
         raise UserError(f"DATA_PATH: {documents[-1]} validation documents, in manifest.json {len(sources)}")
     held_out = []
     for folder, stream in zip(shares, train, strict=True):
-        count = round(shares[folder] * settings.holdout_tokens)
-        pieces = max(1, min(16, count // settings.train_seq_len))  # from all over, for its end may be of one source
-        run, gap = (len(stream) - count) // pieces, count // pieces
-        if run < 1:
+        if (count := round(shares[folder] * settings.holdout_tokens)) >= len(stream):
             raise UserError(f"{folder}: {len(stream)} tokens, more than the held-out {count} are needed")
+        # From all over, for its end may be of one source; what does not divide, a few tokens, is left out.
+        pieces = max(1, min(16, count // settings.train_seq_len, len(stream) - count))
+        run, gap = (len(stream) - count) // pieces, count // pieces
         held_out += [np.append(tokenizer.bos_id, stream.read(n * (run + gap) + run, gap)) for n in range(pieces)]
         stream.run, stream.gap, stream.length = run, gap, pieces * run
     return SimpleNamespace(
@@ -1297,13 +1296,15 @@ class NGrams(nn.Module):
     def mixed(self, own: Tensor, counted: Tensor, measures: Tensor) -> Tensor:
         """Logits (..., V) of the mixture of these: each side times what `mix` makes of the measures (Klakow 1998,
         Log-linear interpolation of language models)."""
-        weights = measures @ self.mix.mT.to(own.dtype)  # (..., 2)
+        weights = (measures @ self.mix.mT.to(own.dtype)).clamp(min=0)  # (..., 2)
         return own * weights[..., :1] + counted * weights[..., 1:]
 
     def fit(self, network: nn.Module, tokens: np.ndarray, seq_len: int) -> None:
-        """Set `mix` to what makes tokens (N,), 16 windows from all over, likeliest beside a network without counts."""
+        """Set `mix` to what makes tokens (N,) likeliest beside a network without counts, by at most 16 windows of them,
+        fewer of large vocabularies. The square of `mix` keeps it finite where one side is always right."""
         windows = torch.from_numpy(tokens).to(self.mix.device).unfold(0, seq_len + 1, seq_len)
-        windows = windows[:: -(-len(windows) // 16)]
+        step = -(-len(windows) // min(16, max(1, (1 << 24) // (seq_len * self.vocab_size))))
+        windows = windows[step // 2 :: step]
         ids, targets = windows[:, :-1], windows[:, 1:]
         with torch.no_grad():
             sides = self.sides(network(ids), self(ids))
@@ -1312,8 +1313,9 @@ class NGrams(nn.Module):
         def loss() -> Tensor:
             optimizer.zero_grad()
             nats = F.cross_entropy(self.mixed(*sides).flatten(0, 1), targets.flatten())
-            nats.backward()
-            return nats
+            total = nats + 1e-5 * self.mix.square().sum()
+            total.backward()
+            return total
 
         optimizer.step(loss)
         self.mix.requires_grad_(False)
@@ -2342,8 +2344,6 @@ class Run(Kept):
         shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # pytorch issue 135712: they never meet
         if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and (shared or not settings.run_id):
             raise UserError("torchrun --max-restarts: needs RUN_ID, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
-        if settings.tracker != "none" and not importlib.util.find_spec(settings.tracker):
-            raise UserError(f"TRACKER={settings.tracker!r}: not installed; pip install {settings.tracker}")
         self.settings, self.runtime, self.parts, self.identity = settings, runtime, parts, identity
         self.folder = Path(settings.out_dir) / runtime.agree(settings.run_id or time.strftime("run_%Y%m%d_%H%M%S"))
         often, self.saved, self.stands = int(every[1]) or math.inf, 0.0, -1
@@ -2355,6 +2355,13 @@ class Run(Kept):
         """Make or find the folder and begin the log; the checkpoint to load, or "". Raises UserError."""
         newest, faults, path, settings = None, [], self.folder / "log.txt", self.settings
         if self.runtime.rank == 0:
+            try:  # before there is a folder; a run without needs neither
+                if settings.tracker == "wandb":
+                    import wandb
+                elif settings.tracker == "tensorboard":
+                    from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                raise UserError(f"TRACKER={settings.tracker!r}: missing; pip install {settings.tracker}") from None
             if settings.resume:
                 newest, faults = first_whole(checkpoints(self.folder))
             elif os.path.exists(self.folder) or Path(settings.run_id).name != settings.run_id:
@@ -2368,13 +2375,12 @@ class Run(Kept):
             self.file = open(path, "ab", buffering=0)  # each line is written at once
             self.clear = "\r\033[K" if sys.stdout.isatty() else ""  # wipes a terminal's line of progress
             if settings.tracker == "wandb":
-                import wandb
                 own = dict(project="underpar", name=self.folder.name, dir=str(self.folder), config=asdict(settings))
                 tell = wandb.init(**own).log
                 self.tracker = lambda name, value, step: tell({name: value}, step)
             elif settings.tracker == "tensorboard":
-                from torch.utils.tensorboard import SummaryWriter
-                self.tracker = SummaryWriter(self.folder, flush_secs=1).add_scalar
+                writer = SummaryWriter(self.folder)  # what it is told stays, however the run ends
+                self.tracker = lambda name, value, step: (writer.add_scalar(name, value, step), writer.flush())
             source = Path(__file__).read_text(encoding="utf-8") + "\n" + "=" * 120
             if source not in path.read_text(encoding="utf-8"):
                 self.log(source, terminal=False)
@@ -2506,9 +2512,9 @@ def count_ngrams(streams: list[TokenStream], settings: Settings, tokenizer: Toke
         contexts = shorter = grams
     planes = np.concatenate(parts).astype("<i4")[:, None].view(np.uint8).T.tobytes()
     frame = zstandard.ZstdCompressor(level=9).compress(planes)
-    # A tenth fewer bytes take 20 times as long, on the training clock: only where bytes are short.
-    scarce = len(frame) > settings.artifact_bytes_max // 2
-    return zstandard.ZstdCompressor(level=19).compress(planes) if scarce else frame
+    # Level 19 takes 20 times as long, on the training clock, for a tenth fewer bytes: where counts are most of them.
+    many = len(frame) > settings.artifact_bytes_max // 2
+    return zstandard.ZstdCompressor(level=19).compress(planes) if many else frame
 
 
 def forward_backward(model: Callable, batches: Batches, step: int) -> Tensor:
@@ -2820,7 +2826,8 @@ def main() -> int:
     if ngrams is not None:
         with decoded(exporter.tensors, coded):
             ngrams.fit(network, data.held_out, settings.train_seq_len)
-        log(f"n-grams: weights of network and counts, by 1, its entropy and theirs: {ngrams.mix.tolist()}")
+        log("n-grams: weights of network and counts, by 1, its entropy and theirs: "
+            + " ".join(f"{weight:.4f}" for weight in ngrams.mix.flatten().tolist()))
     clock.stop()
     log(plan.describe(ended=True))
     log(f"clock: {clock.elapsed():.1f} s to train and choose, MAX_WALLCLOCK_SECONDS={settings.max_wallclock_seconds}")

@@ -6,8 +6,8 @@
 
 A step: GROUP_SIZE samples of each of PROMPTS_PER_STEP prompts, their rewards, a value for each token, advantages (GAE),
 then MINI_BATCHES x EPOCHS updates of policy and critic. Every setting below is an environment variable, in capitals. A
-run writes runs/<RUN_ID>/: log.txt, checkpoints, model.upar (the policy alone, read back and scored at the end) and
-result.json. Sections between `# === shared:` fences stand in other scripts too, byte for byte (tools/sync.py).
+run writes runs/<RUN_ID>/: log.txt, checkpoints, model.upar (the policy, read back and scored) and result.json. Sections
+between `# === shared:` fences stand in other scripts too, byte for byte (tools/sync.py).
 """
 
 import base64
@@ -102,7 +102,7 @@ class Settings:
     max_new_tokens: int = 16  # length of each, at most
     temperature: float = 0.5  # of the distribution; 0: always the likeliest token
     # objective
-    critic: Literal["head", "separate"] = "head"  # separate: a copy of the reward model or the start, not on its layers
+    critic: Literal["head", "separate"] = "head"  # on the policy's layers, or a copy of the reward model or the start
     critic_lr: float = 0.001  # of all weights of a separate critic
     value_coef: float = 0.1  # weight of the value loss
     value_clip_range: float = 0.2  # of a value about the rollout's; 0: no clipping
@@ -111,7 +111,7 @@ class Settings:
     left_clip_range: float = 0.2  # below 1, for the ratio of probabilities
     right_clip_range: float = 0.2  # above 1
     kl_beta: float = 0.05  # weight of the divergence from the reference
-    reference: Literal["start", "base"] = "start"  # of that: the policy as it starts, or that without adapters
+    reference: Literal["start", "base"] = "start"  # of that: the policy as it starts; base: that without adapters
     kl_shaping: Literal["k1", "k3"] = "k1"  # its estimate at a token, which rewards lose: k1 without bias, k3 above 0
     kl_target: float = 0.0  # nats an answer by k1, to which KL_BETA is steered; 0: it stays
     mini_batches: int = 4  # updates by the samples of a step
@@ -124,14 +124,14 @@ class Settings:
     # checkpoints and faults
     save_every: str = "120s"  # between checkpoints: steps, or seconds of training; 0: only at the end or a signal
     keep: int = 2  # newest checkpoints that stay
-    spike_policy: Literal["stop", "skip", "rewind"] = "stop"  # rewind: to the newest checkpoint, and on with other data
+    spike_policy: Literal["stop", "skip", "rewind"] = "stop"  # skip: the batch; rewind: to a checkpoint, other data
     hang_seconds: float = 60.0  # a step that takes longer, and 20 medians: stacks of all ranks; 0: do not watch
     # log and validation
     train_log_every: int = 10  # steps between log lines
     tracker: Literal["none", "tensorboard", "wandb"] = "none"  # where the log's numbers go too
     val_loss_every: int = 0  # steps between validations, outside the clock; 0: only at the end
     # optimizer
-    optimizer: Literal["muon", "lion", "adamw", "adamw8bit", "adafactor"] = "adamw"  # all but muon: of embeddings too
+    optimizer: Literal["muon", "lion", "adamw", "adamw8bit", "adafactor"] = "adamw"  # of matrices; not muon: embeddings
     learning_rate: float = 0.0003  # of all weights
     weight_decay: float = 0.0  # decoupled, of all but scalars
     beta1: float = 0.9  # AdamW, 8-bit AdamW, Lion
@@ -139,7 +139,7 @@ class Settings:
     adam_eps: float = 1e-8  # AdamW, 8-bit AdamW
     grad_clip_norm: float = 1.0  # global gradient norm; 0: no clipping
     # schedule, in shares of the run (see Clock)
-    lr_schedule: Literal["linear", "cosine", "wsd", "constant"] = "linear"  # wsd: 1 - sqrt; constant: no WARMDOWN_*
+    lr_schedule: Literal["linear", "cosine", "wsd", "constant"] = "linear"  # warmdown; wsd: 1 - sqrt; constant: none
     warmup_frac: float = 0.02  # learning rate from 0 to 1
     warmdown_frac: float = 0.3  # learning rate from 1 to the floor, at the end
     warmdown_iters: int = 0  # the same in steps of ITERATIONS; 0: use the share
@@ -154,7 +154,7 @@ class Settings:
     # artifact
     matrix_bits: int = 6  # matrices of the layers: codes up to 2**(bits-1) - 1
     matrix_clip_sigmas: float = 8.0  # the largest code, in root mean squares; 0: the largest weight; -1: least error
-    matrix_step: Literal["tensor", "row", "grid"] = "tensor"  # what has its own step; grid: a row, 2**(1/16) apart
+    matrix_step: Literal["tensor", "row", "grid"] = "tensor"  # what has its own; grid: a row, a power of 2**(1/16)
     embed_bits: int = 8  # the same for embeddings and head
     embed_clip_sigmas: float = 6.0  # the same
     embed_step: Literal["tensor", "row", "grid"] = "tensor"  # the same

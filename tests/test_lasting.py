@@ -945,11 +945,12 @@ def test_a_shard_that_changes_during_the_run(place, straight, how):
 
 
 def test_a_token_outside_the_vocabulary(place):
-    """In the last window of lane 3: read by step 9, of lanes of 60611 - 2048 tokens / 8."""
+    """In the last window of lane 3 of 8: read by step 9. 16 pieces of 128 tokens are held out."""
     data = shutil.copytree(place.data, place.folder / "data tokens")
     shard, = data.glob("*_train_*.bin")
     tokens = T.read_shard(shard).copy()
-    tokens[3 * (len(tokens) - 2048) // 8 + 9 * 32 + 16] = 60000
+    run = (len(tokens) - 2048) // 16
+    tokens[3 * 16 // 8 * (run + 128) + 9 * 32 + 16] = 60000
     write_shard(shard, tokens)
     child = place.run("tokens", code=2, DATA_PATH=data)
     assert child.err == f"error: shard {shard}: token 60000, expected ids below 400\n"

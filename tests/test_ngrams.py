@@ -165,9 +165,10 @@ def test_where_bytes_are_short_counts_take_fewer():
     """The same counts, packed harder once they are more than half of the limit."""
     tokens, tokenizer = Stream(corpus(3, 12, 6000)), SimpleNamespace(vocab_size=12, bos_id=BOS)
     settings = SimpleNamespace(ngram_order=5, ngram_min_count=1)
-    wide, fits, short = (T.count_ngrams([tokens], SimpleNamespace(**vars(settings), artifact_bytes_max=most), tokenizer)
-                         for most in (1 << 24, 2 * len(pack(counts_of(tokens, 5, 1, 12))) + 2000, 1000))
-    assert len(short) < 0.98 * len(wide) and wide == fits
+    size = len(T.count_ngrams([tokens], SimpleNamespace(**vars(settings), artifact_bytes_max=1 << 24), tokenizer))
+    wide, short = (T.count_ngrams([tokens], SimpleNamespace(**vars(settings), artifact_bytes_max=most), tokenizer)
+                   for most in (2 * size, 2 * size - 1))
+    assert len(short) < 0.98 * len(wide) and len(wide) == size
     assert zstandard.decompress(short) == zstandard.decompress(wide)
 
 
@@ -210,18 +211,18 @@ def test_the_mixture_makes_tokens_likeliest():
 
     def nats(mix: torch.Tensor) -> float:
         net.mix.copy_(mix)
-        found = net.mixed(*net.sides(own[ids[::3]], net(ids[::3])))
-        return F.cross_entropy(found.double().flatten(0, 1), targets[::3].flatten()).item()
+        found = net.mixed(*net.sides(own[ids[1::3]], net(ids[1::3])))  # from the middle of each third on
+        return F.cross_entropy(found.double().flatten(0, 1), targets[1::3].flatten()).item()
 
-    def network(ids: torch.Tensor) -> torch.Tensor:  # logits by the last token, of some surer than of others
-        assert len(ids) == 16
-        return own[ids]
+    def network(given: torch.Tensor) -> torch.Tensor:  # logits by the last token, of some surer than of others
+        assert torch.equal(given, ids[1::3])
+        return own[given]
 
     alone = nats(net.mix.clone())
     net.fit(network, tokens.numpy(), 16)
     best = net.mix.clone()
     least = nats(best)
-    assert least < alone - 0.1 and not best.requires_grad and net.mix is net.get_buffer("mix")
+    assert least < alone - 0.1 and not best.requires_grad
     for at, step in product(product(range(2), range(3)), (-0.1, 0.1)):
         mix = best.clone()
         mix[at] += step
@@ -229,11 +230,13 @@ def test_the_mixture_makes_tokens_likeliest():
 
 
 def test_a_network_that_is_always_right_leaves_finite_weights():
+    """From weights by which the counts alone are heard; without what keeps them finite they would go on to grow."""
     net, tokens = ngrams(corpus(2, VOCAB), 4), torch.tensor(corpus(2, VOCAB, 2000)[300:557])
     right = 30 * F.one_hot(tokens[1:].view(-1, 16), VOCAB).float()  # of all 16 windows
+    net.mix.copy_(torch.tensor([[0.01, 0.0, 0.0], [1.0, 0.0, 0.0]]))
     net.fit(lambda ids: right, tokens.numpy(), 16)
     ids, targets = tokens[:-1].view(-1, 16), tokens[1:].view(-1, 16, 1)
-    assert net.mix.abs().max() < 100
+    assert net.mix.abs().max() < 10
     assert net.mixed(*net.sides(right, net(ids))).softmax(-1).gather(-1, targets).min() > 0.999
 
 
