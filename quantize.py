@@ -501,11 +501,11 @@ def open_data(settings: Settings) -> SimpleNamespace:
         raise UserError(f"DATA_PATH: {documents[-1]} validation documents, in manifest.json {len(sources)}")
     held_out = []
     for folder, stream in zip(shares, train, strict=True):
-        count = round(shares[folder] * settings.holdout_tokens)
-        pieces = max(1, min(16, count // settings.train_seq_len))  # from all over, for its end may be of one source
-        run, gap = (len(stream) - count) // pieces, count // pieces
-        if run < 1:
+        if (count := round(shares[folder] * settings.holdout_tokens)) >= len(stream):
             raise UserError(f"{folder}: {len(stream)} tokens, more than the held-out {count} are needed")
+        # From all over, for its end may be of one source; what does not divide, a few tokens, is left out.
+        pieces = max(1, min(16, count // settings.train_seq_len, len(stream) - count))
+        run, gap = (len(stream) - count) // pieces, count // pieces
         held_out += [np.append(tokenizer.bos_id, stream.read(n * (run + gap) + run, gap)) for n in range(pieces)]
         stream.run, stream.gap, stream.length = run, gap, pieces * run
     return SimpleNamespace(
@@ -1144,13 +1144,15 @@ class NGrams(nn.Module):
     def mixed(self, own: Tensor, counted: Tensor, measures: Tensor) -> Tensor:
         """Logits (..., V) of the mixture of these: each side times what `mix` makes of the measures (Klakow 1998,
         Log-linear interpolation of language models)."""
-        weights = measures @ self.mix.mT.to(own.dtype)  # (..., 2)
+        weights = (measures @ self.mix.mT.to(own.dtype)).clamp(min=0)  # (..., 2)
         return own * weights[..., :1] + counted * weights[..., 1:]
 
     def fit(self, network: nn.Module, tokens: np.ndarray, seq_len: int) -> None:
-        """Set `mix` to what makes tokens (N,), 16 windows from all over, likeliest beside a network without counts."""
+        """Set `mix` to what makes tokens (N,) likeliest beside a network without counts, by at most 16 windows of them,
+        fewer of large vocabularies. The square of `mix` keeps it finite where one side is always right."""
         windows = torch.from_numpy(tokens).to(self.mix.device).unfold(0, seq_len + 1, seq_len)
-        windows = windows[:: -(-len(windows) // 16)]
+        step = -(-len(windows) // min(16, max(1, (1 << 24) // (seq_len * self.vocab_size))))
+        windows = windows[step // 2 :: step]
         ids, targets = windows[:, :-1], windows[:, 1:]
         with torch.no_grad():
             sides = self.sides(network(ids), self(ids))
@@ -1159,8 +1161,9 @@ class NGrams(nn.Module):
         def loss() -> Tensor:
             optimizer.zero_grad()
             nats = F.cross_entropy(self.mixed(*sides).flatten(0, 1), targets.flatten())
-            nats.backward()
-            return nats
+            total = nats + 1e-5 * self.mix.square().sum()
+            total.backward()
+            return total
 
         optimizer.step(loss)
         self.mix.requires_grad_(False)

@@ -1146,13 +1146,15 @@ class NGrams(nn.Module):
     def mixed(self, own: Tensor, counted: Tensor, measures: Tensor) -> Tensor:
         """Logits (..., V) of the mixture of these: each side times what `mix` makes of the measures (Klakow 1998,
         Log-linear interpolation of language models)."""
-        weights = measures @ self.mix.mT.to(own.dtype)  # (..., 2)
+        weights = (measures @ self.mix.mT.to(own.dtype)).clamp(min=0)  # (..., 2)
         return own * weights[..., :1] + counted * weights[..., 1:]
 
     def fit(self, network: nn.Module, tokens: np.ndarray, seq_len: int) -> None:
-        """Set `mix` to what makes tokens (N,), 16 windows from all over, likeliest beside a network without counts."""
+        """Set `mix` to what makes tokens (N,) likeliest beside a network without counts, by at most 16 windows of them,
+        fewer of large vocabularies. The square of `mix` keeps it finite where one side is always right."""
         windows = torch.from_numpy(tokens).to(self.mix.device).unfold(0, seq_len + 1, seq_len)
-        windows = windows[:: -(-len(windows) // 16)]
+        step = -(-len(windows) // min(16, max(1, (1 << 24) // (seq_len * self.vocab_size))))
+        windows = windows[step // 2 :: step]
         ids, targets = windows[:, :-1], windows[:, 1:]
         with torch.no_grad():
             sides = self.sides(network(ids), self(ids))
@@ -1161,8 +1163,9 @@ class NGrams(nn.Module):
         def loss() -> Tensor:
             optimizer.zero_grad()
             nats = F.cross_entropy(self.mixed(*sides).flatten(0, 1), targets.flatten())
-            nats.backward()
-            return nats
+            total = nats + 1e-5 * self.mix.square().sum()
+            total.backward()
+            return total
 
         optimizer.step(loss)
         self.mix.requires_grad_(False)

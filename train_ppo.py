@@ -1997,8 +1997,6 @@ class Run(Kept):
         shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # pytorch issue 135712: they never meet
         if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and (shared or not settings.run_id):
             raise UserError("torchrun --max-restarts: needs RUN_ID, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
-        if settings.tracker != "none" and not importlib.util.find_spec(settings.tracker):
-            raise UserError(f"TRACKER={settings.tracker!r}: not installed; pip install {settings.tracker}")
         self.settings, self.runtime, self.parts, self.identity = settings, runtime, parts, identity
         self.folder = Path(settings.out_dir) / runtime.agree(settings.run_id or time.strftime("run_%Y%m%d_%H%M%S"))
         often, self.saved, self.stands = int(every[1]) or math.inf, 0.0, -1
@@ -2010,6 +2008,13 @@ class Run(Kept):
         """Make or find the folder and begin the log; the checkpoint to load, or "". Raises UserError."""
         newest, faults, path, settings = None, [], self.folder / "log.txt", self.settings
         if self.runtime.rank == 0:
+            try:  # before there is a folder; a run without needs neither
+                if settings.tracker == "wandb":
+                    import wandb
+                elif settings.tracker == "tensorboard":
+                    from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                raise UserError(f"TRACKER={settings.tracker!r}: missing; pip install {settings.tracker}") from None
             if settings.resume:
                 newest, faults = first_whole(checkpoints(self.folder))
             elif os.path.exists(self.folder) or Path(settings.run_id).name != settings.run_id:
@@ -2023,13 +2028,12 @@ class Run(Kept):
             self.file = open(path, "ab", buffering=0)  # each line is written at once
             self.clear = "\r\033[K" if sys.stdout.isatty() else ""  # wipes a terminal's line of progress
             if settings.tracker == "wandb":
-                import wandb
                 own = dict(project="underpar", name=self.folder.name, dir=str(self.folder), config=asdict(settings))
                 tell = wandb.init(**own).log
                 self.tracker = lambda name, value, step: tell({name: value}, step)
             elif settings.tracker == "tensorboard":
-                from torch.utils.tensorboard import SummaryWriter
-                self.tracker = SummaryWriter(self.folder, flush_secs=1).add_scalar
+                writer = SummaryWriter(self.folder)  # what it is told stays, however the run ends
+                self.tracker = lambda name, value, step: (writer.add_scalar(name, value, step), writer.flush())
             source = Path(__file__).read_text(encoding="utf-8") + "\n" + "=" * 120
             if source not in path.read_text(encoding="utf-8"):
                 self.log(source, terminal=False)
