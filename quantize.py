@@ -7,8 +7,8 @@
     python quantize.py apply runs/<BASE> tuned.delta tuned               # a folder, of which `pack` makes an artifact
 
 MODEL, BASE, TUNED, A, B and CHECKPOINT are an artifact, a checkpoint's folder, a run's folder (its newest whole
-checkpoint), or what `unpack` or `apply` wrote. Settings below are environment variables, in capitals; quantization's and
-DATA_PATH default to the checkpoint's. Sections between `# === shared:` fences stand in other scripts too: tools/sync.py.
+checkpoint), or what `unpack` or `apply` wrote. Settings below are environment variables, in capitals; DATA_PATH and
+quantization's default to the checkpoint's. Sections between `# === shared:` fences: tools/sync.py.
 """
 
 import argparse

@@ -90,7 +90,7 @@ def test_the_numbers_of_the_log_are_mirrored(monkeypatch, tmp_path, kind, module
             found.append((name, value, step))
 
         def flush(self):
-            calls.append(len(found))
+            calls.append("flush")
 
     def init(**own):
         calls.append(own)
@@ -105,7 +105,7 @@ def test_the_numbers_of_the_log_are_mirrored(monkeypatch, tmp_path, kind, module
         run.log(line)
         assert found == expected, line
     if kind == "tensorboard":
-        assert calls[0] == str(tmp_path / "a") and calls[-1] == len(found)  # what is written is there, whatever comes
+        assert calls[0] == str(tmp_path / "a") and calls[-1] == "flush"  # what is written is there, whatever comes
     else:
         assert calls == [dict(project="underpar", name="a", dir=str(tmp_path / "a"), config=vars(run.settings))]
     text = (tmp_path / "a" / "log.txt").read_text(encoding="utf-8")
