@@ -4,10 +4,9 @@
     INIT_FROM=runs/<RUN_ID> TASK=gsm8k TASK_PATH=gsm8k.jsonl torchrun --standalone --nproc_per_node=8 train_ppo.py
     REWARD_MODEL=runs/<RUN_ID> INIT_FROM=runs/<RUN_ID> TASK=jsonl TASK_PATH=prompts.jsonl python train_ppo.py
 
-A step: GROUP_SIZE samples of each of PROMPTS_PER_STEP prompts, their rewards, a value for each token, advantages (GAE),
-then MINI_BATCHES x EPOCHS updates of policy and critic. Every setting below is an environment variable, in capitals. A
-run writes runs/<RUN_ID>/: log.txt, checkpoints, model.upar (the policy, read back and scored) and result.json. Sections
-between `# === shared:` fences stand in other scripts too, byte for byte (tools/sync.py).
+A step: GROUP_SIZE samples of each of PROMPTS_PER_STEP prompts, rewards, a value for each token, advantages (GAE), then
+MINI_BATCHES x EPOCHS updates of policy and critic. Settings below are environment variables, in capitals. A run writes
+runs/<RUN_ID>/: log.txt, checkpoints, model.upar (the policy), result.json. `# === shared:` fences: tools/sync.py.
 """
 
 import base64

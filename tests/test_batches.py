@@ -109,6 +109,7 @@ def test_batches_that_do_not_fit_are_errors(stream, changes, said):
         batches(stream, **changes)
 
 
+@pytest.mark.full
 def test_after_the_warm_up_neither_training_nor_evaluation_compiles(stream):
     """What compiles late would do so on the clock: choosing among the averages is the first evaluation of a run."""
     cfg = T.Settings(model_dim=32, num_heads=2, num_kv_heads=1, layer_pattern="s", train_seq_len=8,
