@@ -1144,29 +1144,27 @@ class NGrams(nn.Module):
     def mixed(self, own: Tensor, counted: Tensor, measures: Tensor) -> Tensor:
         """Logits (..., V) of the mixture of these: each side times what `mix` makes of the measures (Klakow 1998,
         Log-linear interpolation of language models)."""
-        weights = (measures @ self.mix.mT.to(own.dtype)).clamp(min=0)  # (..., 2)
+        weights = measures @ self.mix.mT.to(own.dtype)  # (..., 2)
         return own * weights[..., :1] + counted * weights[..., 1:]
 
+    @torch.no_grad()
     def fit(self, network: nn.Module, tokens: np.ndarray, seq_len: int) -> None:
-        """Set `mix` to what makes tokens (N,) likeliest beside a network without counts, by at most 16 windows of them,
-        fewer of large vocabularies. The square of `mix` keeps it finite where one side is always right."""
+        """Set `mix` to what makes tokens (N,) likeliest beside a network without counts, by Newton's method, since the
+        likelihood is log-concave: windows from all over, of 2**24 log-probabilities at most but for the first one."""
         windows = torch.from_numpy(tokens).to(self.mix.device).unfold(0, seq_len + 1, seq_len)
-        step = -(-len(windows) // min(16, max(1, (1 << 24) // (seq_len * self.vocab_size))))
-        windows = windows[step // 2 :: step]
-        ids, targets = windows[:, :-1], windows[:, 1:]
-        with torch.no_grad():
-            sides = self.sides(network(ids), self(ids))
-        optimizer = torch.optim.LBFGS([self.mix.requires_grad_()], line_search_fn="strong_wolfe")
-
-        def loss() -> Tensor:
-            optimizer.zero_grad()
-            nats = F.cross_entropy(self.mixed(*sides).flatten(0, 1), targets.flatten())
-            total = nats + 1e-5 * self.mix.square().sum()
-            total.backward()
-            return total
-
-        optimizer.step(loss)
-        self.mix.requires_grad_(False)
+        step = -(-len(windows) // max(1, (1 << 24) // (seq_len * self.vocab_size)))
+        ids, targets = windows[step // 2 :: step, :-1], windows[step // 2 :: step, 1:, None]
+        own, counted, measures = self.sides(network(ids), self(ids))
+        both = torch.stack([own, counted])  # (2, B, T, V)
+        ridge = 1e-5 * targets.numel() * torch.eye(6).to(both)  # for where one side is always right
+        self.mix.copy_(torch.tensor([[0.5, 0.0, 0.0], [0.5, 0.0, 0.0]]))
+        for _ in range(6):
+            p = self.mixed(own, counted, measures).softmax(-1)
+            rest = both - (p * both).sum(-1, keepdim=True)
+            slope = torch.einsum("abtv,bti->ai", rest.gather(-1, targets.expand(2, -1, -1, 1)), measures).flatten()
+            spread = torch.einsum("abtv,cbtv->acbt", p * rest, rest)
+            curve = torch.einsum("acbt,bti,btj->aicj", spread, measures, measures).reshape(6, 6) + ridge
+            self.mix += torch.linalg.solve(curve, slope - ridge @ self.mix.flatten().to(ridge)).view(2, 3)
 # === end: ngrams ===
 
 
