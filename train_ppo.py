@@ -2028,11 +2028,11 @@ class Run(Kept):
             self.clear = "\r\033[K" if sys.stdout.isatty() else ""  # wipes a terminal's line of progress
             if settings.tracker == "wandb":
                 own = dict(project="underpar", name=self.folder.name, dir=str(self.folder), config=asdict(settings))
-                tell = wandb.init(**own).log
-                self.tracker = lambda name, value, step: tell({name: value}, step)
+                self.tracker = wandb.init(**own).log
             elif settings.tracker == "tensorboard":
                 writer = SummaryWriter(self.folder)  # what it is told stays, however the run ends
-                self.tracker = lambda name, value, step: (writer.add_scalar(name, value, step), writer.flush())
+                self.tracker = lambda numbers, step: (
+                    [writer.add_scalar(*number, step) for number in numbers.items()], writer.flush())
             source = Path(__file__).read_text(encoding="utf-8") + "\n" + "=" * 120
             if source not in path.read_text(encoding="utf-8"):
                 self.log(source, terminal=False)
@@ -2063,8 +2063,7 @@ class Run(Kept):
             found = re.findall(r"(\w+)(?::|': \[?)(-?(?:\d[\d.e+-]*|nan|inf))", text.removeprefix(f"step:{of[1]}"))
             kind = "" if of[2] else "held_out/"
             step = int(of[1] or (0 if text.startswith("before") else self.step))  # a resumed run says `before` again
-            for name, value in found:
-                self.tracker(kind + name, float(value), step)
+            self.tracker({kind + name: float(value) for name, value in found}, step)
 
     def event(self, name: str, **found) -> None:
         """For the log and for result.json."""
