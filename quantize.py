@@ -1055,7 +1055,7 @@ class GPT(nn.Module):
         logits, cap = linear(x, self.embed if self.head is None else self.head), self.config.logit_softcap
         logits = logits.float() if logits.dtype == torch.bfloat16 else logits
         logits = cap * torch.tanh(logits / cap) if cap else logits
-        return logits if self.ngrams is None else self.ngrams.mixed(*self.ngrams.sides(logits, counted))
+        return logits if self.ngrams is None else self.ngrams.mixed(logits, counted)
 
     def forward(self, ids: Tensor, targets: Tensor | None = None, cache: dict | None = None) -> Tensor:
         """ids (B, T) to nats of targets (B, T), 0 for -1, or logits (B, T, V); with a cache see `features`."""
@@ -1135,36 +1135,34 @@ class NGrams(nn.Module):
         return p.clamp_(min=1e-37).log_()  # before it underflows: a factor of 0 would be final
 
     @staticmethod
-    def sides(logits: Tensor, counted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probabilities (..., V) of network and counts; 1 and both sides' entropies (..., 3)."""
-        own, counted = logits.log_softmax(-1), counted.to(logits.dtype)
-        entropies = [torch.special.entr(side.exp()).sum(-1) for side in (own, counted)]
-        return own, counted, torch.stack([torch.ones_like(entropies[0]), *entropies], dim=-1)
+    def sides(logits: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of network and counts (..., 2, V); 1 and the entropy of each (..., 3)."""
+        both = torch.stack([logits.log_softmax(-1), counted.to(logits.dtype)], dim=-2)
+        return both, F.pad(torch.special.entr(both.exp()).sum(-1), (1, 0), value=1.0)
 
-    def mixed(self, own: Tensor, counted: Tensor, measures: Tensor) -> Tensor:
-        """Logits (..., V) of the mixture of these: each side times what `mix` makes of the measures (Klakow 1998,
+    def mixed(self, logits: Tensor, counted: Tensor) -> Tensor:
+        """Logits (..., V) of the mixture: each side times what `mix` makes of 1 and the entropies (Klakow 1998,
         Log-linear interpolation of language models)."""
-        weights = measures @ self.mix.mT.to(own.dtype)  # (..., 2)
-        return own * weights[..., :1] + counted * weights[..., 1:]
+        both, measures = self.sides(logits, counted)
+        weights = measures @ self.mix.mT.to(both.dtype)  # (..., 2)
+        return (both * weights.unsqueeze(-1)).sum(-2)
 
     @torch.no_grad()
     def fit(self, network: nn.Module, tokens: np.ndarray, seq_len: int) -> None:
-        """Set `mix` to what makes tokens (N,) likeliest beside a network without counts, by Newton's method, since the
-        likelihood is log-concave: windows from all over, of 2**24 log-probabilities at most but for the first one."""
+        """Set `mix` to what makes tokens (N,) likeliest beside a network without counts, by Newton's method, since this
+        is a logistic regression: windows from all over, of 2**23 log-probabilities at most but for the first one."""
         windows = torch.from_numpy(tokens).to(self.mix.device).unfold(0, seq_len + 1, seq_len)
-        step = -(-len(windows) // max(1, (1 << 24) // (seq_len * self.vocab_size)))
-        ids, targets = windows[step // 2 :: step, :-1], windows[step // 2 :: step, 1:, None]
-        own, counted, measures = self.sides(network(ids), self(ids))
-        both = torch.stack([own, counted])  # (2, B, T, V)
-        ridge = 1e-5 * targets.numel() * torch.eye(6).to(both)  # for where one side is always right
-        self.mix.copy_(torch.tensor([[0.5, 0.0, 0.0], [0.5, 0.0, 0.0]]))
+        step = -(-len(windows) // max(1, (1 << 23) // (seq_len * self.vocab_size)))
+        ids, targets = windows[step // 2 :: step, :-1], windows[step // 2 :: step, 1:, None, None]
+        both, measures = self.sides(network(ids), self(ids))
+        x = (both.unsqueeze(-2) * measures[..., None, :, None]).flatten(-3, -2)  # (B, T, 6, V)
+        ridge, mix = 1e-5 * targets.numel() * torch.eye(6).to(x), torch.tensor([0.5, 0, 0, 0.5, 0, 0]).to(x)
         for _ in range(6):
-            p = self.mixed(own, counted, measures).softmax(-1)
-            rest = both - (p * both).sum(-1, keepdim=True)
-            slope = torch.einsum("abtv,bti->ai", rest.gather(-1, targets.expand(2, -1, -1, 1)), measures).flatten()
-            spread = torch.einsum("abtv,cbtv->acbt", p * rest, rest)
-            curve = torch.einsum("acbt,bti,btj->aicj", spread, measures, measures).reshape(6, 6) + ridge
-            self.mix += torch.linalg.solve(curve, slope - ridge @ self.mix.flatten().to(ridge)).view(2, 3)
+            p = (mix @ x).softmax(-1)  # (B, T, V)
+            rest = x - x @ p.unsqueeze(-1)
+            slope = rest.take_along_dim(targets, dim=-1).sum((0, 1, 3)) - ridge @ mix
+            mix += torch.linalg.solve(torch.einsum("btv,btiv,btjv->ij", p, rest, rest) + ridge, slope)
+        self.mix.copy_(mix.view(2, 3))  # one side may be always right: the ridge keeps it finite
 # === end: ngrams ===
 
 

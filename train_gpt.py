@@ -62,7 +62,7 @@ class Settings:
     config: str = ""  # file of NAME=value lines, below the environment
     resume: str = ""  # a run to go on with from its newest whole checkpoint, with its settings: RUN_ID or folder
     replay: str = ""  # a finished run to repeat step by step, with its settings, by its progress and not by the clock
-    dry_run: bool = False  # print the plan (bytes, FLOPs, memory, steps, phases) and end; writes nothing
+    dry_run: bool = False  # print the plan (bytes, FLOPs, memory, steps, phases) by tools/plan.py and end
     seed: int = 1337  # of every random draw
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA where there is a device
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of activations; auto: bfloat16 where CUDA or AMX is
@@ -1207,7 +1207,7 @@ class GPT(nn.Module):
         logits, cap = linear(x, self.embed if self.head is None else self.head), self.config.logit_softcap
         logits = logits.float() if logits.dtype == torch.bfloat16 else logits
         logits = cap * torch.tanh(logits / cap) if cap else logits
-        return logits if self.ngrams is None else self.ngrams.mixed(*self.ngrams.sides(logits, counted))
+        return logits if self.ngrams is None else self.ngrams.mixed(logits, counted)
 
     def forward(self, ids: Tensor, targets: Tensor | None = None, cache: dict | None = None) -> Tensor:
         """ids (B, T) to nats of targets (B, T), 0 for -1, or logits (B, T, V); with a cache see `features`."""
@@ -1287,36 +1287,34 @@ class NGrams(nn.Module):
         return p.clamp_(min=1e-37).log_()  # before it underflows: a factor of 0 would be final
 
     @staticmethod
-    def sides(logits: Tensor, counted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probabilities (..., V) of network and counts; 1 and both sides' entropies (..., 3)."""
-        own, counted = logits.log_softmax(-1), counted.to(logits.dtype)
-        entropies = [torch.special.entr(side.exp()).sum(-1) for side in (own, counted)]
-        return own, counted, torch.stack([torch.ones_like(entropies[0]), *entropies], dim=-1)
+    def sides(logits: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of network and counts (..., 2, V); 1 and the entropy of each (..., 3)."""
+        both = torch.stack([logits.log_softmax(-1), counted.to(logits.dtype)], dim=-2)
+        return both, F.pad(torch.special.entr(both.exp()).sum(-1), (1, 0), value=1.0)
 
-    def mixed(self, own: Tensor, counted: Tensor, measures: Tensor) -> Tensor:
-        """Logits (..., V) of the mixture of these: each side times what `mix` makes of the measures (Klakow 1998,
+    def mixed(self, logits: Tensor, counted: Tensor) -> Tensor:
+        """Logits (..., V) of the mixture: each side times what `mix` makes of 1 and the entropies (Klakow 1998,
         Log-linear interpolation of language models)."""
-        weights = measures @ self.mix.mT.to(own.dtype)  # (..., 2)
-        return own * weights[..., :1] + counted * weights[..., 1:]
+        both, measures = self.sides(logits, counted)
+        weights = measures @ self.mix.mT.to(both.dtype)  # (..., 2)
+        return (both * weights.unsqueeze(-1)).sum(-2)
 
     @torch.no_grad()
     def fit(self, network: nn.Module, tokens: np.ndarray, seq_len: int) -> None:
-        """Set `mix` to what makes tokens (N,) likeliest beside a network without counts, by Newton's method, since the
-        likelihood is log-concave: windows from all over, of 2**24 log-probabilities at most but for the first one."""
+        """Set `mix` to what makes tokens (N,) likeliest beside a network without counts, by Newton's method, since this
+        is a logistic regression: windows from all over, of 2**23 log-probabilities at most but for the first one."""
         windows = torch.from_numpy(tokens).to(self.mix.device).unfold(0, seq_len + 1, seq_len)
-        step = -(-len(windows) // max(1, (1 << 24) // (seq_len * self.vocab_size)))
-        ids, targets = windows[step // 2 :: step, :-1], windows[step // 2 :: step, 1:, None]
-        own, counted, measures = self.sides(network(ids), self(ids))
-        both = torch.stack([own, counted])  # (2, B, T, V)
-        ridge = 1e-5 * targets.numel() * torch.eye(6).to(both)  # for where one side is always right
-        self.mix.copy_(torch.tensor([[0.5, 0.0, 0.0], [0.5, 0.0, 0.0]]))
+        step = -(-len(windows) // max(1, (1 << 23) // (seq_len * self.vocab_size)))
+        ids, targets = windows[step // 2 :: step, :-1], windows[step // 2 :: step, 1:, None, None]
+        both, measures = self.sides(network(ids), self(ids))
+        x = (both.unsqueeze(-2) * measures[..., None, :, None]).flatten(-3, -2)  # (B, T, 6, V)
+        ridge, mix = 1e-5 * targets.numel() * torch.eye(6).to(x), torch.tensor([0.5, 0, 0, 0.5, 0, 0]).to(x)
         for _ in range(6):
-            p = self.mixed(own, counted, measures).softmax(-1)
-            rest = both - (p * both).sum(-1, keepdim=True)
-            slope = torch.einsum("abtv,bti->ai", rest.gather(-1, targets.expand(2, -1, -1, 1)), measures).flatten()
-            spread = torch.einsum("abtv,cbtv->acbt", p * rest, rest)
-            curve = torch.einsum("acbt,bti,btj->aicj", spread, measures, measures).reshape(6, 6) + ridge
-            self.mix += torch.linalg.solve(curve, slope - ridge @ self.mix.flatten().to(ridge)).view(2, 3)
+            p = (mix @ x).softmax(-1)  # (B, T, V)
+            rest = x - x @ p.unsqueeze(-1)
+            slope = rest.take_along_dim(targets, dim=-1).sum((0, 1, 3)) - ridge @ mix
+            mix += torch.linalg.solve(torch.einsum("btv,btiv,btjv->ij", p, rest, rest) + ridge, slope)
+        self.mix.copy_(mix.view(2, 3))  # one side may be always right: the ridge keeps it finite
 # === end: ngrams ===
 
 
@@ -2118,13 +2116,11 @@ def gptq_all(tensors: dict[str, Tensor], table: QuantTable, hessians: dict[str, 
             for name, (codes, scales, bits) in quantize_all(tensors, table).items()}
 
 
-def fit_steps(tensors: dict[str, Tensor], table: QuantTable, excess: float, least: float, most: float,
-              ratio: float = 1.0) -> QuantTable:
-    """The table with steps wider, by a factor in least..most, for `excess` bytes fewer; embeddings' by `ratio` more."""
+def fit_steps(tensors: dict[str, Tensor], table: QuantTable, excess: float, least: float, most: float) -> QuantTable:
+    """The table with all steps wider, by a factor in least..most, for `excess` bytes fewer."""
     def wider(power: float) -> QuantTable:
-        factors = {"matrix": 2**power, "embedding": ratio * 2**power}
-        factors = {kind: min(most, max(least, factors[kind])) for kind in table}
-        return {kind: {**own, "widen": own["widen"] * factors[kind]} for kind, own in table.items()}
+        factor = min(most, max(least, 2**power))
+        return {kind: {**own, "widen": own["widen"] * factor} for kind, own in table.items()}
 
     def size(table: QuantTable) -> float:  # bytes by order-0 entropy, nearly all that a file holds
         shares = [(torch.bincount(codes.flatten().int() + 128).double() / codes.numel(), codes.numel())
@@ -2155,16 +2151,14 @@ class Exporter:
         with decoded(self.tensors, coded):
             return self.score().nats
 
-    def fit(self, hessians: dict[str, Tensor], over: int, margin: int, least: float, most: float,
-            ratio: float = 1.0) -> tuple[int, QuantTable, dict[str, tuple]]:
-        """How much an artifact is over the limit, its table and codes; meant to be a `margin` below it.
-
-        over: that of the present table. Steps change by a factor in least..most, those of embeddings by `ratio` more.
-        """
+    def fit(self, hessians: dict[str, Tensor], over: int, margin: int, least: float,
+            most: float) -> tuple[int, QuantTable, dict[str, tuple]]:
+        """How much an artifact is over the limit, its table and codes; meant to be a `margin` below it, by steps wider
+        by a factor in least..most. over: that of the present table."""
         total, found = 0, []
         for _ in range(5):  # a file is not just the entropy of its codes
             total += over + margin
-            table = fit_steps(self.tensors, self.table, total, least, most, ratio)
+            table = fit_steps(self.tensors, self.table, total, least, most)
             coded = gptq_all(self.tensors, table, hessians)
             found.append((over := self.excess(coded), table, coded))
             if over <= 0 and abs(over + margin) <= self.limit // 400:
@@ -2175,11 +2169,7 @@ class Exporter:
         """Steps for fake quantization and export alike: the table's or, if the artifact were too long, wider ones."""
         over = self.runtime.agree(self.excess(quantize_all(self.tensors, self.table)))
         if over > 0:
-            margin = self.limit // 100  # kept for later
-            tables = {ratio: fit_steps(self.tensors, self.table, over + margin, 1.0, 256.0, ratio)
-                      for ratio in (0.5, 0.71, 1.0, 1.41)}
-            ratio = min(tables, key=lambda ratio: self.loss(quantize_all(self.tensors, tables[ratio])))
-            _, table, _ = self.fit({}, over, margin, 1.0, 256.0, ratio)
+            _, table, _ = self.fit({}, over, self.limit // 100, 1.0, 256.0)  # the margin is kept for later
             self.table.update(self.runtime.agree(table))
         wider = " ".join(f"{kind}:{own['widen']:.4f}" for kind, own in self.table.items())
         self.log(f"sizes: {abs(over)} bytes {'above' if over > 0 else 'below'} the limit; steps wider by {wider}")
@@ -2353,13 +2343,6 @@ class Run(Kept):
         """Make or find the folder and begin the log; the checkpoint to load, or "". Raises UserError."""
         newest, faults, path, settings = None, [], self.folder / "log.txt", self.settings
         if self.runtime.rank == 0:
-            try:  # before there is a folder; a run without needs neither
-                if settings.tracker == "wandb":
-                    import wandb
-                elif settings.tracker == "tensorboard":
-                    from torch.utils.tensorboard import SummaryWriter
-            except ImportError:
-                raise UserError(f"TRACKER={settings.tracker!r}: missing; pip install {settings.tracker}") from None
             if settings.resume:
                 newest, faults = first_whole(checkpoints(self.folder))
             elif os.path.exists(self.folder) or Path(settings.run_id).name != settings.run_id:
@@ -2370,15 +2353,22 @@ class Run(Kept):
                     self.folder.mkdir(parents=True)
                 except OSError as error:
                     raise UserError(f"OUT_DIR={settings.out_dir!r}: cannot write there ({error.strerror})") from None
+            try:
+                if settings.tracker == "wandb":
+                    import wandb
+                    own = dict(project="underpar", name=self.folder.name, dir=str(self.folder), config=asdict(settings))
+                    self.tracker = wandb.init(**own).log
+                elif settings.tracker == "tensorboard":
+                    from torch.utils.tensorboard import SummaryWriter
+                    writer = SummaryWriter(self.folder)  # what it is told stays, however the run ends
+                    self.tracker = lambda numbers, step: (
+                        [writer.add_scalar(*number, step) for number in numbers.items()], writer.flush())
+            except ImportError:
+                if not settings.resume:
+                    self.folder.rmdir()
+                raise UserError(f"TRACKER={settings.tracker!r}: missing; pip install {settings.tracker}") from None
             self.file = open(path, "ab", buffering=0)  # each line is written at once
             self.clear = "\r\033[K" if sys.stdout.isatty() else ""  # wipes a terminal's line of progress
-            if settings.tracker == "wandb":
-                own = dict(project="underpar", name=self.folder.name, dir=str(self.folder), config=asdict(settings))
-                self.tracker = wandb.init(**own).log
-            elif settings.tracker == "tensorboard":
-                writer = SummaryWriter(self.folder)  # what it is told stays, however the run ends
-                self.tracker = lambda numbers, step: (
-                    [writer.add_scalar(*number, step) for number in numbers.items()], writer.flush())
             source = Path(__file__).read_text(encoding="utf-8") + "\n" + "=" * 120
             if source not in path.read_text(encoding="utf-8"):
                 self.log(source, terminal=False)
@@ -2605,60 +2595,13 @@ def evaluate(score: Callable[..., Score], model: Callable, network: GPT, setting
     return result
 
 
-def dry_run(s: Settings) -> int:
-    """Print what a run on WORLD_SIZE ranks of DEVICE, here or not, would be, and end: no step, no file, no weights."""
-    plan, device = Plan(s), s.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
-    runtime = Runtime(0, int(os.environ.get("WORLD_SIZE", 1)), torch.device(device), False)
-    data = open_data(s) if (found := Path(s.data_path).exists() or ":" in s.data_path) else SimpleNamespace(
-        tokenizer=SimpleNamespace(vocab_size=s.vocab_size or 1024, bos_id=1), shares=[1.0], streams=[range(1 << 40)])
-    batches, vocab_size, dim = Batches(data, s, runtime), data.tokenizer.vocab_size, s.model_dim
-    with torch.device("meta"):
-        network = GPT(model_config(s, vocab_size, data.tokenizer.bos_id))
-    counts = count_parameters(network)
-    flops = collections.Counter(head=6 * vocab_size * dim, matrices=6 * s.bigram_dim * dim * (s.bigram_vocab_size > 0))
-    for at, block in zip(network.mixer_of_layer, network.block_of_layer, strict=True):  # as in arXiv 2204.02311, B
-        mixer, keys = network.mixers[at], np.arange(1, s.train_seq_len + 1)
-        flops["matrices"] += 6 * sum(count_parameters(part)["matrix"] for part in (mixer, network.blocks[block]))
-        if isinstance(mixer, Attention):
-            flops["attention"] += 12 * dim * float(np.minimum(keys, mixer.window).mean())
-        else:  # the recurrence (the chunk form does more), decays and step sizes, keys and values by an owner's matrix
-            flops["GDN"] += 18 * dim * mixer.head_dim + 6 * mixer.ab.numel() + 12 * dim**2 * bool(mixer.owner[0])
-    sizes = {"code": sum(os.path.getsize(path) for path in (__file__, s.config) if path),
-             "control": 2 * counts["control"], "header and tables": 1500 + 30 * len(network.state_dict())}
-    for (kind, own), less in zip(quant_table(s).items(), (0.1, 0.75), strict=True):  # bits saved: docs/lab.md
-        step = (max(0.0, own["clip_sigmas"]) or 4.5) / (2 ** (own["bits"] - 1) - 1)  # in root mean squares
-        sizes[kind] = counts[kind] / 8 * max(0.0, 2.047 - math.log2(step) - less)  # normal weights; rows differ: less
-    if found and s.ngram_order:
-        sizes["counts of n-grams"] = len(count_ngrams(data.streams, s, data.tokenizer))
-    state = {"muon": (4, 8), "adamw": (8, 8), "adamw8bit": (2, 2), "adafactor": (0, 0)}.get(s.optimizer, (4, 4))
-    memory = {"optimizer": state[0] * counts["matrix"] + state[1] * counts["embedding"] + 8 * counts["control"],
-              "weights, gradients, averages, QAT": 4 * counts.pop("total") * (2 + s.ema + s.swa + s.qat)}
-    length, unit = (s.max_wallclock_seconds - s.reserve_seconds, "s") if s.max_wallclock_seconds else (
-        s.iterations, "steps")
-    tokens = min(s.iterations * batches.tokens or math.inf, 1e6 * length if unit == "s" else math.inf)  # at 1e6/s
-    parts = (("parameters", counts), (f"estimated bytes, at most {s.artifact_bytes_max:,} allowed", sizes),
-             ("FLOPs a token, both ways", flops), ("memory a rank, bytes, without activations", memory))
-    lines = [f"data: {s.data_path}, vocabulary {vocab_size:,}" + ", both assumed: there are none" * (not found),
-             *(f"{what}: {sum(own.values()):,.0f} = " + " + ".join(f"{name} {n:,.0f}" for name, n in own.items())
-               for what, own in parts),
-             f"batch: {batches.tokens:,} tokens = {runtime.world_size} ranks x {batches.rows // batches.micro_rows} "
-             f"micro-steps x {batches.micro_rows} windows x {batches.seq_len} tokens, on {device}",
-             f"clock: {length:,g} {unit} to train, then {s.reserve_seconds:g} s to choose, calibrate and pack",
-             *(f"phase: {name} from {phase.planned * length:,.1f} to {phase.end * length:,.1f} {unit}"
-               for name, phase in plan.phases.items()),
-             f"at 1,000,000 tokens/s, {sum(flops.values()) / 1e6:,.2f} TFLOP/s: {tokens / batches.tokens:,.0f} steps, "
-             f"{tokens:,.0f} tokens" + f", {tokens / sum(map(len, data.streams)):.3f} epochs" * found]
-    print("\n".join(f"dry run: {line}" for line in lines))
-    return 0
-
-
 def main() -> int:
     """One run, from settings to result.json; its exit code. Raises UserError before the first step."""
     begin = time.perf_counter()
     settings = load_settings(Settings, dict(os.environ), {"arch_mode": ARCH_PRESETS, "optimizer": OPTIMIZER_PRESETS},
                              lambda given: stored_settings(given, Settings.out_dir))
     if settings.dry_run:
-        return dry_run(settings)
+        return subprocess.call([sys.executable, Path(__file__).resolve().parent / "tools" / "plan.py", __file__])
     plan, runtime = Plan(settings), start_runtime(settings.device, settings.deterministic)
     data = open_data(settings)
     tokenizer = data.tokenizer

@@ -1,4 +1,4 @@
-"""DRY_RUN=1 of train_gpt.py: every pretraining config; FLOPs, bytes, memory by hand counts and runs; writes nothing."""
+"""DRY_RUN=1, by tools/plan.py: every pretraining config; FLOPs, bytes, memory by hand and by runs; writes nothing."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = sorted(path for path in ROOT.glob("configs/*.env") if "train_gpt.py" in path.read_text(encoding="utf-8"))
 SMALL = dict(MODEL_DIM=32, NUM_HEADS=2, NUM_KV_HEADS=1, TRAIN_SEQ_LEN=64, ATTN_WINDOW=16, VOCAB_SIZE=48,
              TRAIN_BATCH_TOKENS=1024)
-bench = load_tool("bench")
+bench, tool = load_tool("bench"), load_tool("plan")
 
 
 @pytest.fixture
 def plan(tmp_path, monkeypatch, capsys):
-    """Function: what DRY_RUN=1 prints of settings in an empty folder, {what: the rest of its line}, phases by name."""
+    """Function: what is printed of settings in an empty folder, {what: the rest of its line}, phases by name."""
     monkeypatch.chdir(tmp_path)
 
     def run(code: int = 0, **changes: object) -> dict[str, str]:
         with mock.patch.dict(os.environ, environment(**{"DRY_RUN": 1, **changes}), clear=True):
-            assert T.exit_code(T.main) == code
+            assert tool.main(Path(T.__file__)) == code
         out, err = capsys.readouterr()
         lines = [line.removeprefix("dry run: ") for line in out.splitlines() if line.startswith("dry run: ")]
         assert len(lines) == len(out.splitlines()) and bool(lines) == (code == 0) == (err == "")
@@ -79,21 +79,21 @@ def test_flops_of_attention_by_hand(plan):
     matrices, head = 6 * 2 * (32 * 64 + 32 * 32 + 2 * 96 * 32), 6 * 48 * 32
     attention = 12 * 32 * (65 / 2 + (16 * 17 / 2 + 48 * 16) / 64)
     found = plan(**SMALL, LAYER_PATTERN="a s")
-    assert (matrices, head, attention) == (110_592, 9_216, 17_904)
-    assert found["FLOPs a token, both ways"] == "137,712 = head 9,216 + matrices 110,592 + attention 17,904"
+    assert (matrices + head, attention) == (119_808, 17_904)
+    assert found["FLOPs a token, both ways"] == "137,712 = products with weights 119,808 + attention 17,904"
 
 
 @pytest.mark.parametrize("changes", [
-    {"LAYER_PATTERN": "g k s1 s1"}, {"LAYER_PATTERN": "A1 G2 A1 G2"}, {"LAYER_PATTERN": "g a", "MLP": "swiglu"},
+    {"LAYER_PATTERN": "g k s1 s1", "MLP": "swiglu"}, {"LAYER_PATTERN": "A1 G2 A1 G2", "POSITIONS": "learned"},
     {"LAYER_PATTERN": "a", "MLP": "bio", "BIO_EVENTS": "hard", "TIE_EMBEDDINGS": 0},
-    {"LAYER_PATTERN": "g g", "BIGRAM_VOCAB_SIZE": 64, "BIGRAM_DIM": 24, "POSITIONS": "learned"},
 ], ids=str)
-def test_flops_are_those_that_torch_counts(plan, changes):
-    """Products with weights by torch's own counter, beside the terms of attention and GDN: tools/bench.py."""
+def test_flops_are_those_of_a_real_network(plan, changes):
+    """What is counted without weights is what tools/bench.py counts with them, which its tests do by hand."""
     given = {name: str(value) for name, value in {**SMALL, **changes}.items()}
     config = T.model_config(T.load_settings(T.Settings, given), 48, 1)
-    total, _ = parts(plan(**given)["FLOPs a token, both ways"])
+    total, found = parts(plan(**given)["FLOPs a token, both ways"])
     assert total == pytest.approx(bench.flops_per_token(T.GPT(config), 64), abs=1)
+    assert set(found) <= {"products with weights", "attention", "Gated DeltaNet"}
 
 
 # Artifacts of this shape after so many steps of 2,048 tokens (docs/lab.md, 2026-11-22, "A dry run's bytes").

@@ -491,7 +491,7 @@ def bench_ops(args: argparse.Namespace) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ train
-def flops_per_token(network: torch.nn.Module, seq_len: int) -> float:
+def flops_by_part(network: torch.nn.Module, seq_len: int) -> dict[str, float]:
     """FLOPs of training that the model asks for, per token (as PaLM counts, arXiv 2204.02311, appendix B).
 
     Products with weights: as torch counts them, forward and backward. Attention: 12 H D L, for q k^T and the sum of
@@ -502,12 +502,19 @@ def flops_per_token(network: torch.nn.Module, seq_len: int) -> float:
     ids = torch.zeros(1, seq_len, dtype=torch.long)
     with FlopCounterMode(display=False) as counter:
         network(ids, ids).sum().backward()
-    total = counter.get_flop_counts()["Global"][torch.ops.aten.mm] / seq_len
+    parts = Counter({"products with weights": counter.get_flop_counts()["Global"][torch.ops.aten.mm] / seq_len})
     for mixer in (network.mixers[at] for at in network.mixer_of_layer):
-        window = getattr(mixer, "window", None)
-        keys = sum(min(i + 1, window) for i in range(seq_len)) / seq_len if window else 0.0
-        total += mixer.heads * mixer.head_dim * (12 * keys if window else 18 * mixer.head_dim)
-    return total
+        if window := getattr(mixer, "window", None):
+            keys = sum(min(i + 1, window) for i in range(seq_len)) / seq_len
+            parts["attention"] += 12 * mixer.heads * mixer.head_dim * keys
+        else:
+            parts["Gated DeltaNet"] += 18 * mixer.heads * mixer.head_dim**2
+    return dict(parts)
+
+
+def flops_per_token(network: torch.nn.Module, seq_len: int) -> float:
+    """The sum of `flops_by_part`."""
+    return sum(flops_by_part(network, seq_len).values())
 
 
 def run_flops(script: ModuleType, run: dict, tokenizer: dict) -> float:
