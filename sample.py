@@ -1152,18 +1152,18 @@ class NGrams(nn.Module):
     @torch.no_grad()
     def fit(self, network: nn.Module, tokens: np.ndarray, seq_len: int) -> None:
         """Set `mix` to what makes tokens (N,) likeliest beside a network without counts, by Newton's method, since this
-        is a logistic regression: windows from all over, of 2**23 log-probabilities at most but for the first one."""
+        is a logistic regression: windows from all over, of 2**24 log-probabilities at most but for the first one."""
         windows = torch.from_numpy(tokens).to(self.mix.device).unfold(0, seq_len + 1, seq_len)
-        step = -(-len(windows) // max(1, (1 << 23) // (seq_len * self.vocab_size)))
+        step = -(-len(windows) // max(1, (1 << 24) // (seq_len * self.vocab_size)))
         ids, targets = windows[step // 2 :: step, :-1], windows[step // 2 :: step, 1:, None, None]
         both, measures = self.sides(network(ids), self(ids))
-        x = (both.unsqueeze(-2) * measures[..., None, :, None]).flatten(-3, -2)  # (B, T, 6, V)
-        ridge, mix = 1e-5 * targets.numel() * torch.eye(6).to(x), torch.tensor([0.5, 0, 0, 0.5, 0, 0]).to(x)
+        ridge, mix = 1e-5 * targets.numel() * torch.eye(6).to(both), torch.tensor([0.5, 0, 0, 0.5, 0, 0]).to(both)
         for _ in range(6):
-            p = (mix @ x).softmax(-1)  # (B, T, V)
-            rest = x - x @ p.unsqueeze(-1)
-            slope = rest.take_along_dim(targets, dim=-1).sum((0, 1, 3)) - ridge @ mix
-            mix += torch.linalg.solve(torch.einsum("btv,btiv,btjv->ij", p, rest, rest) + ridge, slope)
+            p = (both * (measures @ mix.view(2, 3).mT).unsqueeze(-1)).sum(-2, keepdim=True).softmax(-1)  # (B, T, 1, V)
+            rest = both - (p * both).sum(-1, keepdim=True)
+            slope = torch.einsum("btak,bti->ai", rest.take_along_dim(targets, dim=-1), measures).flatten()
+            curve = torch.einsum("btac,bti,btj->aicj", (p * rest) @ rest.mT, measures, measures).reshape(6, 6)
+            mix += torch.linalg.solve(curve + ridge, slope - ridge @ mix)
         self.mix.copy_(mix.view(2, 3))  # one side may be always right: the ridge keeps it finite
 # === end: ngrams ===
 
