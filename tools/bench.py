@@ -491,8 +491,8 @@ def bench_ops(args: argparse.Namespace) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ train
-def flops_by_part(network: torch.nn.Module, seq_len: int) -> dict[str, float]:
-    """FLOPs of training that the model asks for, per token (as PaLM counts, arXiv 2204.02311, appendix B).
+def flops_per_token(network: torch.nn.Module, seq_len: int) -> Counter:
+    """FLOPs of training that the model asks for, by part (as PaLM counts, arXiv 2204.02311, appendix B).
 
     Products with weights: as torch counts them, forward and backward. Attention: 12 H D L, for q k^T and the sum of
     values, 2 H D L each forward and twice that backward, L = mean number of keys a position sees. Gated DeltaNet:
@@ -504,24 +504,17 @@ def flops_by_part(network: torch.nn.Module, seq_len: int) -> dict[str, float]:
         network(ids, ids).sum().backward()
     parts = Counter({"products with weights": counter.get_flop_counts()["Global"][torch.ops.aten.mm] / seq_len})
     for mixer in (network.mixers[at] for at in network.mixer_of_layer):
-        if window := getattr(mixer, "window", None):
-            keys = sum(min(i + 1, window) for i in range(seq_len)) / seq_len
-            parts["attention"] += 12 * mixer.heads * mixer.head_dim * keys
-        else:
-            parts["Gated DeltaNet"] += 18 * mixer.heads * mixer.head_dim**2
-    return dict(parts)
-
-
-def flops_per_token(network: torch.nn.Module, seq_len: int) -> float:
-    """The sum of `flops_by_part`."""
-    return sum(flops_by_part(network, seq_len).values())
+        width, window = mixer.heads * mixer.head_dim, getattr(mixer, "window", 0)
+        keys = sum(min(i + 1, window) for i in range(seq_len)) / seq_len
+        parts["attention" if window else "Gated DeltaNet"] += width * (12 * keys if window else 18 * mixer.head_dim)
+    return parts
 
 
 def run_flops(script: ModuleType, run: dict, tokenizer: dict) -> float:
-    """`flops_per_token` of a run's model; tokenizer: of its manifest."""
+    """The sum of `flops_per_token` of a run's model; tokenizer: of its manifest."""
     settings = script.Settings(**run["settings"])
     network = script.GPT(script.model_config(settings, tokenizer["vocab_size"], tokenizer["bos_id"]))
-    return flops_per_token(network, settings.train_seq_len)
+    return flops_per_token(network, settings.train_seq_len).total()
 
 
 def matmul_peak(device: str, dtype: torch.dtype | None = None) -> float:

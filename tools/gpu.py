@@ -69,7 +69,7 @@ def steps_part(suite: SimpleNamespace, name: str, compiled: bool) -> list[dict]:
     """Forward, backward and optimizer step of one shape, with tokens/s, MFU (as in `train`) and peak memory."""
     script = suite.script
     settings, network = make_network(suite, name, script)
-    flops = suite.bench.flops_per_token(network, settings.train_seq_len)
+    flops = suite.bench.flops_per_token(network, settings.train_seq_len).total()
     network.to(suite.device)
     optimizers, bad = script.Optimizers(network, settings, suite.runtime), torch.tensor(False, device=suite.device)
     model = torch.compile(network, dynamic=False, fullgraph=True) if compiled else network

@@ -78,7 +78,7 @@ def plan_lines(script: ModuleType, s) -> list[str]:
     batches, vocab_size = script.Batches(data, s, runtime), data.tokenizer.vocab_size
     with FakeTensorMode():  # no weight takes memory, no product takes time
         network = script.GPT(script.model_config(s, vocab_size, data.tokenizer.bos_id))
-        flops = bench.flops_by_part(network, s.train_seq_len)
+        flops = bench.flops_per_token(network, s.train_seq_len)
     counts, sizes = script.count_parameters(network), estimate_bytes(script, s, network)
     counts.pop("total")
     if found and s.ngram_order:
