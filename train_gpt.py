@@ -62,7 +62,7 @@ class Settings:
     config: str = ""  # file of NAME=value lines, below the environment
     resume: str = ""  # a run to go on with from its newest whole checkpoint, with its settings: RUN_ID or folder
     replay: str = ""  # a finished run to repeat step by step, with its settings, by its progress and not by the clock
-    dry_run: bool = False  # print the plan (bytes, FLOPs, memory, steps, phases) by tools/plan.py and end
+    dry_run: bool = False  # print the plan (bytes, FLOPs, memory, steps, phases), by tools/plan.py, and end
     seed: int = 1337  # of every random draw
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA where there is a device
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of activations; auto: bfloat16 where CUDA or AMX is
@@ -1293,11 +1293,9 @@ class NGrams(nn.Module):
         return both, F.pad(torch.special.entr(both.exp()).sum(-1), (1, 0), value=1.0)
 
     def mixed(self, logits: Tensor, counted: Tensor) -> Tensor:
-        """Logits (..., V) of the mixture: each side times what `mix` makes of 1 and the entropies (Klakow 1998,
-        Log-linear interpolation of language models)."""
+        """Logits (..., V): each side times what `mix` makes of 1 and entropies (Klakow 1998, log-linear mixtures)."""
         both, measures = self.sides(logits, counted)
-        weights = measures @ self.mix.mT.to(both.dtype)  # (..., 2)
-        return (both * weights.unsqueeze(-1)).sum(-2)
+        return ((measures @ self.mix.mT.to(both.dtype)).unsqueeze(-2) @ both).squeeze(-2)
 
     @torch.no_grad()
     def fit(self, network: nn.Module, tokens: np.ndarray, seq_len: int) -> None:
@@ -1308,13 +1306,13 @@ class NGrams(nn.Module):
         ids, targets = windows[step // 2 :: step, :-1], windows[step // 2 :: step, 1:, None, None]
         both, measures = self.sides(network(ids), self(ids))
         ridge, mix = 1e-5 * targets.numel() * torch.eye(6).to(both), torch.tensor([0.5, 0, 0, 0.5, 0, 0]).to(both)
-        for _ in range(6):
-            p = (both * (measures @ mix.view(2, 3).mT).unsqueeze(-1)).sum(-2, keepdim=True).softmax(-1)  # (B, T, 1, V)
+        for _ in range(6):  # the ridge keeps it finite where one side is always right
+            p = ((measures @ mix.view(2, 3).mT).unsqueeze(-2) @ both).softmax(-1)  # (B, T, 1, V)
             rest = both - (p * both).sum(-1, keepdim=True)
             slope = torch.einsum("btak,bti->ai", rest.take_along_dim(targets, dim=-1), measures).flatten()
             curve = torch.einsum("btac,bti,btj->aicj", (p * rest) @ rest.mT, measures, measures).reshape(6, 6)
             mix += torch.linalg.solve(curve + ridge, slope - ridge @ mix)
-        self.mix.copy_(mix.view(2, 3))  # one side may be always right: the ridge keeps it finite
+        self.mix.copy_(mix.view(2, 3))
 # === end: ngrams ===
 
 
@@ -2119,8 +2117,7 @@ def gptq_all(tensors: dict[str, Tensor], table: QuantTable, hessians: dict[str, 
 def fit_steps(tensors: dict[str, Tensor], table: QuantTable, excess: float, least: float, most: float) -> QuantTable:
     """The table with all steps wider, by a factor in least..most, for `excess` bytes fewer."""
     def wider(power: float) -> QuantTable:
-        factor = min(most, max(least, 2**power))
-        return {kind: {**own, "widen": own["widen"] * factor} for kind, own in table.items()}
+        return {kind: {**own, "widen": own["widen"] * min(most, max(least, 2**power))} for kind, own in table.items()}
 
     def size(table: QuantTable) -> float:  # bytes by order-0 entropy, nearly all that a file holds
         shares = [(torch.bincount(codes.flatten().int() + 128).double() / codes.numel(), codes.numel())
@@ -2171,8 +2168,8 @@ class Exporter:
         if over > 0:
             _, table, _ = self.fit({}, over, self.limit // 100, 1.0, 256.0)  # the margin is kept for later
             self.table.update(self.runtime.agree(table))
-        wider = " ".join(f"{kind}:{own['widen']:.4f}" for kind, own in self.table.items())
-        self.log(f"sizes: {abs(over)} bytes {'above' if over > 0 else 'below'} the limit; steps wider by {wider}")
+        self.log(f"sizes: {abs(over)} bytes {'above' if over > 0 else 'below'} the limit; steps wider by "
+                 f"{self.table['matrix']['widen'] - 1:+.2%}")
 
     @torch.no_grad()
     def codes(self, calibration: Iterable[Tensor]) -> dict[str, tuple]:
@@ -2343,6 +2340,13 @@ class Run(Kept):
         """Make or find the folder and begin the log; the checkpoint to load, or "". Raises UserError."""
         newest, faults, path, settings = None, [], self.folder / "log.txt", self.settings
         if self.runtime.rank == 0:
+            try:  # before there is a folder; a run without needs neither
+                if settings.tracker == "wandb":
+                    import wandb
+                elif settings.tracker == "tensorboard":
+                    from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                raise UserError(f"TRACKER={settings.tracker!r}: missing; pip install {settings.tracker}") from None
             if settings.resume:
                 newest, faults = first_whole(checkpoints(self.folder))
             elif os.path.exists(self.folder) or Path(settings.run_id).name != settings.run_id:
@@ -2353,22 +2357,15 @@ class Run(Kept):
                     self.folder.mkdir(parents=True)
                 except OSError as error:
                     raise UserError(f"OUT_DIR={settings.out_dir!r}: cannot write there ({error.strerror})") from None
-            try:
-                if settings.tracker == "wandb":
-                    import wandb
-                    own = dict(project="underpar", name=self.folder.name, dir=str(self.folder), config=asdict(settings))
-                    self.tracker = wandb.init(**own).log
-                elif settings.tracker == "tensorboard":
-                    from torch.utils.tensorboard import SummaryWriter
-                    writer = SummaryWriter(self.folder)  # what it is told stays, however the run ends
-                    self.tracker = lambda numbers, step: (
-                        [writer.add_scalar(*number, step) for number in numbers.items()], writer.flush())
-            except ImportError:
-                if not settings.resume:
-                    self.folder.rmdir()
-                raise UserError(f"TRACKER={settings.tracker!r}: missing; pip install {settings.tracker}") from None
             self.file = open(path, "ab", buffering=0)  # each line is written at once
             self.clear = "\r\033[K" if sys.stdout.isatty() else ""  # wipes a terminal's line of progress
+            if settings.tracker == "wandb":
+                own = dict(project="underpar", name=self.folder.name, dir=str(self.folder), config=asdict(settings))
+                self.tracker = wandb.init(**own).log
+            elif settings.tracker == "tensorboard":
+                writer = SummaryWriter(self.folder)  # what it is told stays, however the run ends
+                self.tracker = lambda numbers, step: (
+                    [writer.add_scalar(*number, step) for number in numbers.items()], writer.flush())
             source = Path(__file__).read_text(encoding="utf-8") + "\n" + "=" * 120
             if source not in path.read_text(encoding="utf-8"):
                 self.log(source, terminal=False)
@@ -2601,7 +2598,10 @@ def main() -> int:
     settings = load_settings(Settings, dict(os.environ), {"arch_mode": ARCH_PRESETS, "optimizer": OPTIMIZER_PRESETS},
                              lambda given: stored_settings(given, Settings.out_dir))
     if settings.dry_run:
-        return subprocess.call([sys.executable, Path(__file__).resolve().parent / "tools" / "plan.py", __file__])
+        tool = Path(__file__).resolve().parent / "tools" / "plan.py"
+        if not tool.is_file():
+            raise UserError(f"DRY_RUN=1: no {tool}; must be run in the repository, whose tool makes the plan")
+        os.execv(sys.executable, [sys.executable, "-B", str(tool), __file__])
     plan, runtime = Plan(settings), start_runtime(settings.device, settings.deterministic)
     data = open_data(settings)
     tokenizer = data.tokenizer

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -30,7 +31,7 @@ def plan(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
 
     def run(code: int = 0, **changes: object) -> dict[str, str]:
-        with mock.patch.dict(os.environ, environment(**{"DRY_RUN": 1, **changes}), clear=True):
+        with mock.patch.dict(os.environ, environment(**changes), clear=True):
             assert tool.main(Path(T.__file__)) == code
         out, err = capsys.readouterr()
         lines = [line.removeprefix("dry run: ") for line in out.splitlines() if line.startswith("dry run: ")]
@@ -169,7 +170,7 @@ def test_what_would_stop_a_run_stops_its_dry_run(plan, changes, said):
 
 
 def test_the_data_that_are_there_are_taken(plan, tmp_path):
-    """Their vocabulary and epochs; and a process of its own leaves no folder."""
+    """Their vocabulary and epochs."""
     rng = random.Random(0)
     rows = [{"text": " ".join(str(rng.randrange(10**6)) for _ in range(60))} for _ in range(140)]
     (tmp_path / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -185,10 +186,30 @@ def test_the_data_that_are_there_are_taken(plan, tmp_path):
     epochs = 100 * 1024 / (manifest["train"]["tokens"] - 1024)
     assert line == f"100 steps, 102,400 tokens, {epochs:.3f} epochs"
     assert "VOCAB_SIZE=48: bytes has 264 tokens" in plan(2, **{**given, "VOCAB_SIZE": 48})["error"]
-    done = subprocess.run([sys.executable, str(ROOT / "train_gpt.py")], cwd=tmp_path, capture_output=True, text=True,
-                          env=environment(**given, DRY_RUN=1))
-    assert (done.returncode, done.stderr) == (0, "") and f"dry run: data: {found['data']}\n" in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
+
+
+def test_the_setting_of_the_script(tmp_path):
+    """DRY_RUN=1 hands over to the tool, with its mistakes and exit code; nothing is written, not even bytecode."""
+    (tmp_path / "tools").mkdir()
+    for name in ("train_gpt.py", "tools/plan.py", "tools/bench.py"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "small.env").write_text("".join(f"{name}={value}\n" for name, value in SMALL.items()))
+    before = sorted(tmp_path.rglob("*"))
+
+    def run(**changes: object) -> tuple[int, str, str]:
+        env = environment(DRY_RUN=1, CONFIG="small.env", **changes)
+        done = subprocess.run([sys.executable, "train_gpt.py"], cwd=tmp_path, env=env, capture_output=True, text=True)
+        return done.returncode, done.stdout, done.stderr
+
+    code, out, err = run(WORLD_SIZE=2)
+    assert (code, err) == (0, "") and "dry run: batch: 1,024 tokens = 2 ranks x 1 micro-steps x 8 windows x 64" in out
+    said = "error: TRAIN_BATCH_TOKENS=1000: must be a multiple of TRAIN_SEQ_LEN x ranks = 64\n"
+    assert run(TRAIN_BATCH_TOKENS=1000) == (2, "", said)
+    assert sorted(tmp_path.rglob("*")) == before
+    (tmp_path / "tools" / "plan.py").unlink()
+    code, out, err = run()
+    assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith("error: DRY_RUN=1: no ")
 
 
 @pytest.mark.full

@@ -367,7 +367,7 @@ def test_an_artifact_takes_no_other_integers(dtype):
     (dict(NGRAM_ORDER=3, NGRAM_MIN_COUNT=0), "NGRAM_MIN_COUNT='0': must be from 1 to"),
 ], ids=str)
 def test_mistakes_are_one_line(changes, said, tmp_path, monkeypatch, capsys):
-    """A dry run's too, which takes 1,024 tokens where nothing says otherwise."""
+    """Here the plan's, which takes 1,024 pieces where there are no data."""
     monkeypatch.chdir(tmp_path)
     with mock.patch.dict(os.environ, environment(**changes), clear=True):
         assert load_tool("plan").main(Path(T.__file__)) == 2

@@ -2,10 +2,12 @@
 
     DRY_RUN=1 CONFIG=configs/golf_8gpu.env python train_gpt.py         # calls: tools/plan.py train_gpt.py
 
-Settings come from the environment, as those of a run do, and what would stop the run stops its plan. It writes nothing
-and needs neither data nor GPUs: it plans for WORLD_SIZE ranks of DEVICE, here or not, and for VOCAB_SIZE without data.
+Settings come from the environment, as those of a run do; mistakes in them, in data and in batches end the plan, too. It
+writes nothing and needs neither data nor GPUs: it plans for WORLD_SIZE ranks of DEVICE, here or not, and for VOCAB_SIZE
+where there are no data.
 """
 
+import argparse
 import importlib.util
 import math
 import os
@@ -16,6 +18,7 @@ from types import ModuleType, SimpleNamespace
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+SCRIPT = Path(__file__).resolve().parents[1] / "train_gpt.py"
 TOKENS_PER_SECOND = 1_000_000  # the stated speed
 # Bits that a trained weight takes less than a normal one, for rows and columns differ in size (docs/lab.md).
 LESS_BITS = {"matrix": 0.1, "embedding": 0.75}
@@ -42,15 +45,15 @@ def find_data(script: ModuleType, settings) -> tuple[SimpleNamespace, bool]:
 def estimate_bytes(script: ModuleType, settings, network: torch.nn.Module) -> dict[str, float]:
     """Bytes of code and artifact by class, as if the limit did not bind.
 
-    A weight takes the entropy of a normal one in steps of its quantizer: log2(sigma / step) + log2(sqrt(2 pi e)), less
-    LESS_BITS. Without a clip the largest weight is taken for 4.5 root mean squares.
+    A weight takes the entropy of a normal one, 0.5 log2(2 pi e) - log2(step) with the quantizer's step in root mean
+    squares, less LESS_BITS. Where clip_sigmas is 0 or -1, the clip is taken for 4.5 root mean squares.
     """
     counts = script.count_parameters(network)
     sizes = {"code": sum(os.path.getsize(path) for path in (script.__file__, settings.config) if path),
              "control": 2 * counts["control"], "header and tables": 1500 + 30 * len(network.state_dict())}
     for kind, quantizer in script.quant_table(settings).items():
         clip = quantizer["clip_sigmas"] if quantizer["clip_sigmas"] > 0 else 4.5
-        step = clip / (2 ** (quantizer["bits"] - 1) - 1)  # in root mean squares
+        step = clip / (2 ** (quantizer["bits"] - 1) - 1)
         bits = 0.5 * math.log2(2 * math.pi * math.e) - math.log2(step) - LESS_BITS[kind]
         sizes[kind] = counts[kind] / 8 * max(0.0, bits)
     return sizes
@@ -65,22 +68,22 @@ def estimate_memory(script: ModuleType, settings, network: torch.nn.Module) -> d
 
 
 def listed(parts: dict[str, float]) -> str:
-    """"5 = a 2 + b 3"."""
+    """As in: 5 = a 2 + b 3."""
     return f"{sum(parts.values()):,.0f} = " + " + ".join(f"{name} {number:,.0f}" for name, number in parts.items())
 
 
 def plan_lines(script: ModuleType, s) -> list[str]:
-    """The plan for settings `s`. Raises UserError as a run would."""
+    """The plan for settings `s`. Raises UserError."""
     bench = load(Path(__file__).with_name("bench.py"))
     plan, device = script.Plan(s), s.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
     runtime = script.Runtime(0, int(os.environ.get("WORLD_SIZE", 1)), torch.device(device), False)
     data, found = find_data(script, s)
     batches, vocab_size = script.Batches(data, s, runtime), data.tokenizer.vocab_size
-    with FakeTensorMode():  # no weight takes memory, no product takes time
+    with FakeTensorMode():  # no weight takes memory, no product time; the device meta would do, but autocast refuses it
         network = script.GPT(script.model_config(s, vocab_size, data.tokenizer.bos_id))
         flops = bench.flops_per_token(network, s.train_seq_len)
-    counts, sizes = script.count_parameters(network), estimate_bytes(script, s, network)
-    counts.pop("total")
+    counts = {kind: count for kind, count in script.count_parameters(network).items() if kind != "total"}
+    sizes = estimate_bytes(script, s, network)
     if found and s.ngram_order:
         sizes["counts of n-grams"] = len(script.count_ngrams(data.streams, s, data.tokenizer))
 
@@ -106,18 +109,25 @@ def plan_lines(script: ModuleType, s) -> list[str]:
 
 
 def main(path: Path) -> int:
-    """Print the plan that `train_gpt.py`, or a script made from it, has for the settings in the environment."""
+    """Print the plan of the script in `path` for the settings in the environment, once for all ranks; its exit code."""
     script = load(path)
 
     def run() -> int:
         presets = {"arch_mode": script.ARCH_PRESETS, "optimizer": script.OPTIMIZER_PRESETS}
         settings = script.load_settings(script.Settings, dict(os.environ), presets,
                                         lambda given: script.stored_settings(given, script.Settings.out_dir))
-        print("\n".join(f"dry run: {line}" for line in plan_lines(script, settings)))
+        lines = plan_lines(script, settings)
+        if os.environ.get("RANK", "0") == "0":
+            print("\n".join(f"dry run: {line}" for line in lines))
         return 0
 
     return script.exit_code(run)
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1] if len(sys.argv) > 1 else "train_gpt.py").resolve()))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("script", nargs="?", type=Path, default=SCRIPT, help="train_gpt.py, or a script made from it")
+    given = parser.parse_args().script.resolve()
+    if not given.is_file():
+        parser.error(f"{given}: no such file")
+    sys.exit(main(given))
