@@ -1141,11 +1141,9 @@ class NGrams(nn.Module):
         return both, F.pad(torch.special.entr(both.exp()).sum(-1), (1, 0), value=1.0)
 
     def mixed(self, logits: Tensor, counted: Tensor) -> Tensor:
-        """Logits (..., V) of the mixture: each side times what `mix` makes of 1 and the entropies (Klakow 1998,
-        Log-linear interpolation of language models)."""
+        """Logits (..., V): each side times what `mix` makes of 1 and entropies (Klakow 1998, log-linear mixtures)."""
         both, measures = self.sides(logits, counted)
-        weights = measures @ self.mix.mT.to(both.dtype)  # (..., 2)
-        return (both * weights.unsqueeze(-1)).sum(-2)
+        return ((measures @ self.mix.mT.to(both.dtype)).unsqueeze(-2) @ both).squeeze(-2)
 
     @torch.no_grad()
     def fit(self, network: nn.Module, tokens: np.ndarray, seq_len: int) -> None:
@@ -1156,13 +1154,13 @@ class NGrams(nn.Module):
         ids, targets = windows[step // 2 :: step, :-1], windows[step // 2 :: step, 1:, None, None]
         both, measures = self.sides(network(ids), self(ids))
         ridge, mix = 1e-5 * targets.numel() * torch.eye(6).to(both), torch.tensor([0.5, 0, 0, 0.5, 0, 0]).to(both)
-        for _ in range(6):
-            p = (both * (measures @ mix.view(2, 3).mT).unsqueeze(-1)).sum(-2, keepdim=True).softmax(-1)  # (B, T, 1, V)
+        for _ in range(6):  # the ridge keeps it finite where one side is always right
+            p = ((measures @ mix.view(2, 3).mT).unsqueeze(-2) @ both).softmax(-1)  # (B, T, 1, V)
             rest = both - (p * both).sum(-1, keepdim=True)
             slope = torch.einsum("btak,bti->ai", rest.take_along_dim(targets, dim=-1), measures).flatten()
             curve = torch.einsum("btac,bti,btj->aicj", (p * rest) @ rest.mT, measures, measures).reshape(6, 6)
             mix += torch.linalg.solve(curve + ridge, slope - ridge @ mix)
-        self.mix.copy_(mix.view(2, 3))  # one side may be always right: the ridge keeps it finite
+        self.mix.copy_(mix.view(2, 3))
 # === end: ngrams ===
 
 

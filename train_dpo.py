@@ -2173,6 +2173,13 @@ class Run(Kept):
         """Make or find the folder and begin the log; the checkpoint to load, or "". Raises UserError."""
         newest, faults, path, settings = None, [], self.folder / "log.txt", self.settings
         if self.runtime.rank == 0:
+            try:  # before there is a folder; a run without needs neither
+                if settings.tracker == "wandb":
+                    import wandb
+                elif settings.tracker == "tensorboard":
+                    from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                raise UserError(f"TRACKER={settings.tracker!r}: missing; pip install {settings.tracker}") from None
             if settings.resume:
                 newest, faults = first_whole(checkpoints(self.folder))
             elif os.path.exists(self.folder) or Path(settings.run_id).name != settings.run_id:
@@ -2183,22 +2190,15 @@ class Run(Kept):
                     self.folder.mkdir(parents=True)
                 except OSError as error:
                     raise UserError(f"OUT_DIR={settings.out_dir!r}: cannot write there ({error.strerror})") from None
-            try:
-                if settings.tracker == "wandb":
-                    import wandb
-                    own = dict(project="underpar", name=self.folder.name, dir=str(self.folder), config=asdict(settings))
-                    self.tracker = wandb.init(**own).log
-                elif settings.tracker == "tensorboard":
-                    from torch.utils.tensorboard import SummaryWriter
-                    writer = SummaryWriter(self.folder)  # what it is told stays, however the run ends
-                    self.tracker = lambda numbers, step: (
-                        [writer.add_scalar(*number, step) for number in numbers.items()], writer.flush())
-            except ImportError:
-                if not settings.resume:
-                    self.folder.rmdir()
-                raise UserError(f"TRACKER={settings.tracker!r}: missing; pip install {settings.tracker}") from None
             self.file = open(path, "ab", buffering=0)  # each line is written at once
             self.clear = "\r\033[K" if sys.stdout.isatty() else ""  # wipes a terminal's line of progress
+            if settings.tracker == "wandb":
+                own = dict(project="underpar", name=self.folder.name, dir=str(self.folder), config=asdict(settings))
+                self.tracker = wandb.init(**own).log
+            elif settings.tracker == "tensorboard":
+                writer = SummaryWriter(self.folder)  # what it is told stays, however the run ends
+                self.tracker = lambda numbers, step: (
+                    [writer.add_scalar(*number, step) for number in numbers.items()], writer.flush())
             source = Path(__file__).read_text(encoding="utf-8") + "\n" + "=" * 120
             if source not in path.read_text(encoding="utf-8"):
                 self.log(source, terminal=False)
