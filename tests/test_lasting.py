@@ -136,7 +136,7 @@ class Child:
             self.code = self.ask({"poll": self.pid})
         return self.code
 
-    def wait(self, seconds: float = 60) -> int:
+    def wait(self, seconds: float = 120) -> int:
         end = time.monotonic() + seconds
         while self.poll() is None and time.monotonic() < end:
             time.sleep(0.01)

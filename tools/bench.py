@@ -494,15 +494,15 @@ def bench_ops(args: argparse.Namespace) -> None:
 def flops_per_token(network: torch.nn.Module, seq_len: int) -> Counter:
     """FLOPs of training that the model asks for, by part (as PaLM counts, arXiv 2204.02311, appendix B).
 
-    Products with weights: as torch counts them, forward and backward. Attention: 12 H D L, for q k^T and the sum of
-    values, 2 H D L each forward and twice that backward, L = mean number of keys a position sees. Gated DeltaNet:
+    Products with weights: as torch counts them forward; as of all others, twice that backward. Attention: 12 H D L,
+    for q k^T and the sum of values, 2 H D L each forward, L = mean number of keys a position sees. Gated DeltaNet:
     18 H D^2, for reading at the key, writing, reading at the query: 2 D^2 a head each forward (the recurrence;
     the chunk form does more). Convolutions, norms, gates and recomputation are left out.
     """
     ids = torch.zeros(1, seq_len, dtype=torch.long)
-    with FlopCounterMode(display=False) as counter:
-        network(ids, ids).sum().backward()
-    parts = Counter({"products with weights": counter.get_flop_counts()["Global"][torch.ops.aten.mm] / seq_len})
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        network(ids)
+    parts = Counter({"products with weights": 3 * counter.get_flop_counts()["Global"][torch.ops.aten.mm] / seq_len})
     for mixer in (network.mixers[at] for at in network.mixer_of_layer):
         width, window = mixer.heads * mixer.head_dim, getattr(mixer, "window", 0)
         keys = sum(min(i + 1, window) for i in range(seq_len)) / seq_len
