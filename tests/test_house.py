@@ -16,7 +16,7 @@ from conftest import load_tool
 ROOT = Path(__file__).resolve().parents[1]
 LINES_PER_SCRIPT, LINES_UNFENCED, LINES_OF_MAIN, LINES_PER_FUNCTION = 2500, 600, 250, 80
 # Longer than that, with the reason, in docs/lab.md ("Sizes of the scripts"); these may only shrink.
-LINES_OF = {"sample.py": 2721, "train_gpt.py": 2825, "train_sft.py": 3224, "train_dpo.py": 3179, "train_ppo.py": 3411,
+LINES_OF = {"sample.py": 2719, "train_gpt.py": 2825, "train_sft.py": 3224, "train_dpo.py": 3179, "train_ppo.py": 3411,
             "train_grpo.py": 3297, "train_gspo.py": 3298}
 LINES_PER_CONFIG, COLUMNS = 15, 120
 
