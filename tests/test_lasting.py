@@ -1,4 +1,4 @@
-"""Nothing is lost: kills, signals, hangs, spikes, damaged files, full disks, provoked; resumes and replays."""
+"""Nothing is lost: kills, signals, hangs, bad steps, damaged files, full disks, provoked; resumes and replays."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ TINY = {
     "LAYER_PATTERN": "g s1 g s1", "MODEL_DIM": "32", "NUM_HEADS": "2",
     "NUM_KV_HEADS": "1", "ATTN_WINDOW": "16", "TRAIN_SEQ_LEN": "32", "TRAIN_BATCH_TOKENS": "256",
     "HOLDOUT_TOKENS": "2048", "EVAL_STRIDE": "0", "ITERATIONS": "16", "MAX_WALLCLOCK_SECONDS": "0",
-    "RESERVE_SECONDS": "0", "TRAIN_LOG_EVERY": "1", "WARMUP_STEPS": "0", "SAVE_EVERY": "4",
-    "GPTQ_CALIBRATION_BATCHES": "2",
+    "RESERVE_SECONDS": "0", "SAVE_EVERY": "4", "GPTQ_CALIBRATION_BATCHES": "2",
 }
+# Constants of the script, for all runs here: a line for each step, and no untimed steps.
+CONSTANTS = "T.LOG_SECONDS = 0.0\nT.WARMUP_STEPS = 0\n"
 UNSET = dict.fromkeys([*TINY, "RUN_ID", "DATA_PATH"])  # what a run takes from the one it resumes or repeats
 KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV")
 
@@ -123,7 +124,7 @@ class Child:
     def __init__(self, server: subprocess.Popen, folder: Path, name: str, patch: str, environ: dict[str, str]):
         self.server, self.code, self.began = server, None, time.monotonic()
         self.paths = [folder / f"{name}.{kind}" for kind in ("out", "err")]
-        order = {"env": environ, "patch": patch, "out": str(self.paths[0]), "err": str(self.paths[1])}
+        order = {"env": environ, "patch": CONSTANTS + patch, "out": str(self.paths[0]), "err": str(self.paths[1])}
         self.pid = self.ask(order)
 
     def ask(self, order: dict):
@@ -195,7 +196,7 @@ class Place:
     def torchrun(self, out: str, patch: str = "", *options: str, **changes: object) -> subprocess.Popen:
         """Start whole processes: two ranks of torchrun."""
         driver = self.folder / f"{out}.py"
-        driver.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport train_gpt as T\n{patch}\n"
+        driver.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport train_gpt as T\n{CONSTANTS}{patch}\n"
                           "sys.exit(T.exit_code(T.main))\n")
         words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *options, driver]
         return subprocess.Popen(list(map(str, words)), env=self.environment(out, **changes), text=True,
@@ -266,7 +267,7 @@ def copied(place: Place, out: str, name: str) -> Path:
 
 def newest(folder: Path) -> tuple[Path | None, list[str]]:
     """The newest whole checkpoint of a run, and a line on each newer one."""
-    return T.first_whole(T.checkpoints(folder))
+    return T.newest_checkpoint(T.list_checkpoints(folder))
 
 
 def steps_kept(folder: Path) -> list[str]:
@@ -274,9 +275,9 @@ def steps_kept(folder: Path) -> list[str]:
 
 
 # --------------------------------------------------------------------------------------------------------- checkpoints
-def save(folder: Path, step: int, keep: int = 2) -> Path:
+def save(folder: Path, step: int) -> Path:
     parts = {"model": {"w": torch.arange(5.0) + step}, "training": {"clock": {"before": 0.1 * step}, "plan": {}}}
-    T.save_checkpoint(folder, step, parts, {"step": step, "settings": {"seed": step}}, keep)
+    T.save_checkpoint(folder, step, parts, {"step": step, "settings": {"seed": step}})
     return folder / f"step_{step:06d}"
 
 
@@ -320,7 +321,7 @@ def test_a_damaged_checkpoint_is_named_and_skipped(pair, name, harm):
     harm(older / name)
     found, faults = newest(older.parent)
     assert found is None and [str(path) in fault for path, fault in zip((newer, older), faults, strict=True)] == [1, 1]
-    with pytest.raises(T.UserError, match=f"RESUME='run': it has no whole checkpoint; checkpoint {newer} is damaged"):
+    with pytest.raises(T.UserError, match=f"^RESUME='run': .*run has no whole checkpoint; checkpoint {newer} is dam"):
         T.stored_settings({"RESUME": "run"}, str(older.parent.parent))
 
 
@@ -349,14 +350,14 @@ def test_a_half_written_checkpoint_is_skipped_and_cleared_away(pair):
     assert steps_kept(older.parent) == ["step_000008", "step_000016"]
 
 
-def test_keep_counts_and_a_failed_save_leaves_the_rest(tmp_path, monkeypatch):
+def test_the_two_newest_stay_and_a_failed_save_leaves_them(tmp_path, monkeypatch):
     for step in range(1, 6):
-        save(tmp_path, step, keep=3)
-    assert steps_kept(tmp_path) == ["step_000003", "step_000004", "step_000005"]
+        save(tmp_path, step)
+    assert steps_kept(tmp_path) == ["step_000004", "step_000005"]
     monkeypatch.setattr(T.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space left"):
-        save(tmp_path, 6, keep=1)
-    assert steps_kept(tmp_path) == ["step_000003", "step_000004", "step_000005"]
+        save(tmp_path, 6)
+    assert steps_kept(tmp_path) == ["step_000004", "step_000005"]
     assert newest(tmp_path) == (tmp_path / "step_000005", [])
 
 
@@ -374,11 +375,11 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
 
 
 def test_what_a_run_leaves(place, straight):
-    """KEEP=2 of 16 steps; weights_only loads all of it; no file is half-written."""
+    """Two checkpoints of 16 steps; weights_only loads all of it; no file is half-written."""
     folder = place.of(straight)
     assert steps_kept(folder) == ["step_000012", "step_000016"] and not list(folder.rglob("*.part"))
     meta = json.loads((folder / "step_000016" / "meta.json").read_bytes())
-    assert (meta["step"], meta["skipped"], len(meta["losses"]), meta["events"]) == (16, 0, 15, [])
+    assert (meta["step"], meta["skipped_steps"], meta["events"]) == (16, 0, [])
     assert meta["settings"] == place.result(straight)["settings"]
     training = torch.load(folder / "step_000016" / "training.pt", weights_only=True)
     assert set(training) == {"optimizers", "plan", "clock", "table", "ema", "swa"} and training["ema"]["count"] == 2
@@ -408,7 +409,7 @@ def test_a_run_without_a_whole_checkpoint_is_one_line(place, stopped):
     for path in folder.glob("step_*"):
         cut(path / "model.pt")
     child = place.resume("hopeless", code=2)
-    said = r"RESUME='run': it has no whole checkpoint; checkpoint .*step_000006 is damaged and skipped: model.pt"
+    said = r"RESUME='run': \S+ has no whole checkpoint; checkpoint .*step_000006 is damaged and skipped: model.pt"
     assert re.fullmatch(f"error: {said}\n", child.err), child.err
 
 
@@ -464,7 +465,7 @@ def test_a_second_signal_ends_at_once(place, straight):
                  "time.sleep(60)")
     child = place.run("at once", late, 143)
     assert time.monotonic() - child.began < 20
-    assert child.err == f"rank 0: SIGTERM ends the run at once; RESUME={place.of('at once')}\n"
+    assert child.err == "SIGTERM: ended at once, without a checkpoint\n"
     assert newest(place.of("at once"))[0].name == "step_000004"
     place.resume("at once")
     place.same("at once", straight)
@@ -479,10 +480,10 @@ def slow(*args, **kwargs):
     time.sleep(60)
 T.NAME = slow
 """
-    child = place.run("set-up", wait.replace("NAME", "warm_up"), 143)
+    child = place.run("set-up", wait.replace("NAME", "warm_up"), -signal.SIGTERM)
     assert time.monotonic() - child.began < 20 and steps_kept(place.of("set-up")) == []
-    child = place.run("packing", wait.replace("NAME", "read_artifact"), 143)
-    assert time.monotonic() - child.began < 20 and "SIGTERM ends the run at once" in child.err
+    child = place.run("packing", wait.replace("NAME", "read_artifact"), -signal.SIGTERM)
+    assert time.monotonic() - child.began < 20
     place.resume("packing")
     assert [event["step"] for event in place.result("packing")["events"]] == [16]
     place.same("packing", straight)
@@ -513,7 +514,7 @@ def test_resume_of_a_run_that_never_saved_is_refused(place, stopped):
     folder = place.folder / "bare" / "run"
     folder.mkdir(parents=True)
     child = place.resume("bare", code=2)
-    assert re.fullmatch(r"error: RESUME='run': it has no whole checkpoint.*\n", child.err), child.err
+    assert re.fullmatch(r"error: RESUME='run': \S+ has no whole checkpoint.*\n", child.err), child.err
     assert list(folder.iterdir()) == []
 
 
@@ -521,12 +522,12 @@ def test_resume_takes_the_stored_settings_and_lists_those_changed(place, straigh
     """By path, from another folder of runs; the checkpoint that it starts from is not written again."""
     folder = copied(place, stopped, "changed")
     here = {**UNSET, "OUT_DIR": None, "RESUME": folder}
-    place.run("elsewhere", **{**here, "MATRIX_LR": 0.01, "KEEP": 9})
+    place.run("elsewhere", **{**here, "MATRIX_LR": 0.01, "VAL_LOSS_EVERY": 9})
     event, = place.result("changed")["events"]
-    assert event["changed"] == {"matrix_lr": 0.01, "keep": 9}
+    assert event["changed"] == {"matrix_lr": 0.01, "val_loss_every": 9}
     assert "event: resume step:6 ranks:1 changed:{" in place.log("changed")
-    expected = {**place.result(straight)["settings"], "matrix_lr": 0.01, "keep": 9, "resume": str(folder),
-                "out_dir": str(folder.parent)}
+    expected = {**place.result(straight)["settings"], "matrix_lr": 0.01, "val_loss_every": 9,
+                "resume": str(folder), "out_dir": str(folder.parent)}
     assert place.result("changed")["settings"] == expected
     assert place.artifact("changed") != place.artifact(straight)
     saves = place.log("changed").split("event: resume")[1]
@@ -539,7 +540,7 @@ def test_the_clock_goes_on_from_where_it_stood(place):
     place.run("clock", TICKS + at(12, "Tick.seconds += 2") + stop_at(15), 143, **clock)
     meta = json.loads((place.of("clock") / "step_000016" / "meta.json").read_bytes())
     steps = [0.02 + 0.06 * (0.618 * step % 1) for step in range(1, 16)]  # that of the 16th is on its way
-    assert meta["saved"] == pytest.approx(2 + sum(steps))
+    assert meta["saved_seconds"] == pytest.approx(2 + sum(steps))
     place.resume("clock", TICKS)
     times = [int(value) for value in re.findall(r"train_time:(\d+)ms", place.log("clock"))]
     assert times == sorted(times) and times[11] < 1000 and times[12] >= 2000
@@ -572,7 +573,7 @@ def replay_of(place: Place, source: str, **changes: object) -> dict[str, object]
 
 
 def test_replays_of_a_wallclock_run_are_the_same_to_the_byte(place, source, replayed):
-    place.run("again", **replay_of(place, source, SAVE_EVERY=0, VAL_LOSS_EVERY=9, WARMUP_STEPS=1))
+    place.run("again", "T.WARMUP_STEPS = 1\n", **replay_of(place, source, SAVE_EVERY=0, VAL_LOSS_EVERY=9))
     for out in (replayed, "again"):
         place.same(out, source)
         assert place.result(out)["events"] == [{"event": "replay", "of": str(place.of(source))}]
@@ -598,17 +599,17 @@ MARKED = '''
 import os
 file = os.open(os.environ["OUT_DIR"] + ".at", os.O_RDWR | os.O_CREAT)
 os.pwrite(file, b"u", 0)
-def marked(name, letter):
-    inner = getattr(T, name)
+def marked(place, name, letter):
+    inner = getattr(place, name)
     def outer(*args, **kwargs):
         before = os.pread(file, 1, 0)
         os.pwrite(file, b"f" if before == b"f" else letter, 0)
         done = inner(*args, **kwargs)
         os.pwrite(file, letter if before != b"f" and letter == b"t" else before, 0)
         return done
-    setattr(T, name, outer)
-for name, letter in (("forward_backward", b"t"), ("save_checkpoint", b"s"), ("score_tokens", b"v")):
-    marked(name, letter)
+    setattr(place, name, outer)
+for place, name, letter in ((T, "forward_backward", b"t"), (T, "save_checkpoint", b"s"), (T.Scorer, "score", b"v")):
+    marked(place, name, letter)
 replace_file = T.replace_file
 def replacing(path, data):
     if str(path).endswith("progress.json"):
@@ -676,12 +677,12 @@ def test_a_replay_of_a_resumed_run(place, source):
 
 
 def test_a_damaged_newer_checkpoint_does_not_count_as_kept(place, straight):
-    place.run("pruned", stop_at(9), 143, KEEP=3)
+    place.run("pruned", stop_at(9), 143)
     last = newest(place.of("pruned"))[0]
     assert last.name == "step_000010"
     (last / "model.pt").write_bytes(b"")
-    place.resume("pruned", stop_at(8), 143, KEEP=1, SAVE_EVERY=9)
-    assert [path.name for path in place.of("pruned").glob("step_*")] == ["step_000009"]
+    place.resume("pruned", stop_at(8), 143, SAVE_EVERY=9)
+    assert steps_kept(place.of("pruned")) == ["step_000008", "step_000009"]
     place.resume("pruned")
     place.same("pruned", straight)
 
@@ -733,7 +734,9 @@ def rows_read(place: Place, out: str) -> dict[int, list]:
 
 
 def losses_of(place: Place, out: str) -> list[float]:
-    return json.loads((newest(place.of(out))[0] / "meta.json").read_bytes())["losses"]
+    """Of each step, as the log has them; a step that two parts of a run logged counts once, as the later part says."""
+    losses = dict(re.findall(r"^step:(\d+)/\S+ train_loss:(\S+)", place.log(out), re.M))
+    return [float(losses[str(step)]) for step in range(1, len(losses) + 1)]
 
 
 def test_one_rank_two_ranks_one_rank(place):
@@ -750,47 +753,30 @@ def test_one_rank_two_ranks_one_rank(place):
     events = place.result("ranks")["events"]
     assert [(event["step"], event["ranks"]) for event in events] == [(10, 2), (step, 1)]
     straight, found = losses_of(place, "ranks straight"), losses_of(place, "ranks")
-    assert len(straight) == len(found) == 29 and found != straight
+    assert len(straight) == len(found) == 30
     quantized = place.result("ranks straight")["phases"]["qat"]["start_step"] - 1
-    assert quantized >= 25 and found[:quantized] == pytest.approx(straight[:quantized], rel=1e-5)
-    assert found == pytest.approx(straight, rel=2e-4)
+    assert quantized >= 25 and found[:quantized] == pytest.approx(straight[:quantized], abs=2e-4)
+    assert found == pytest.approx(straight, rel=3e-4)
     assert place.result("ranks")["val_nats"] == pytest.approx(place.result("ranks straight")["val_nats"], rel=1e-4)
     rows, asked = rows_read(place, "ranks"), rows_read(place, "ranks straight")
     assert all(rows[step] == asked[step] for step in range(30))
 
 
-# -------------------------------------------------------------------------------------------------------------- spikes
-# Data step s turns bad as bad["s"] says: "loss", NaN; "gradient", one of NaN; "spike", a loss 9 nats higher. Prints
-# each data step with a hash of the weights that it saw; after a rewind whether all but the clock is the checkpoint's.
+# ----------------------------------------------------------------------------------------------------------- bad steps
+# Step s turns bad as bad["s"] says: "loss", NaN; "gradient", one of NaN. Prints each step with a hash of the weights
+# that it saw.
 SPOIL = '''
-import hashlib, torch
-def wrap(forward_backward, judge):
+import hashlib
+def wrap(forward_backward):
     def poisoned(model, batches, step):
         weights = b"".join(param.detach().numpy().tobytes() for param in model.parameters())
         print("read", step, hashlib.sha256(weights).hexdigest()[:12], flush=True)
         loss, how = forward_backward(model, batches, step), bad.get(str(step))
         if how == "gradient":
             next(model.parameters()).grad.fill_(float("nan"))
-        return loss * float("nan") if how == "loss" else loss + 9 if how == "spike" else loss
-
-    def equal(a, b):
-        if isinstance(a, dict):
-            return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
-        if isinstance(a, (list, tuple)):
-            return len(a) == len(b) and all(map(equal, a, b))
-        return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-
-    def judging(self, loss, masked, last=False):
-        well = judge(self, loss, masked, last)
-        if not well and self.settings.spike_policy == "rewind" and not last:
-            folder = T.first_whole(T.checkpoints(self.folder))[0]
-            stored = {"network": torch.load(folder / "model.pt"), **torch.load(folder / "training.pt")}
-            print("rewound", folder.name, all(equal(dict(part.state_dict()), dict(stored[name]))
-                                              for name, part in self.parts.items() if name != "clock"))
-        return well
-
-    return poisoned, judging
-T.forward_backward, T.Run.judge = wrap(T.forward_backward, T.Run.judge)
+        return loss * float("nan") if how == "loss" else loss
+    return poisoned
+T.forward_backward = wrap(T.forward_backward)
 '''
 
 
@@ -799,123 +785,58 @@ def spoil(bad: dict[int, str]) -> str:
 
 
 def read_by(child: Child) -> tuple[list[int], dict[int, str]]:
-    """Data steps in the order of their reading, and the hash of the weights that each saw last."""
+    """Steps in the order in which they read their data, and the hash of the weights that each saw."""
     found = re.findall(r"^read (\d+) (\w+)$", child.out, re.M)
     return [int(step) for step, _ in found], {int(step): seen for step, seen in found}
 
 
-@pytest.mark.parametrize("how", ["loss", "gradient"])
-def test_a_bad_step_stops_the_run_with_the_weights_as_before(place, straight, how):
-    out = f"stop {how}"
-    child = place.run(out, spoil({6: how}), 1)
-    assert re.fullmatch(r"error: step 7: its loss \S+ is a spike, or it or a gradient is not finite; weights stay; "
-                        rf"RESUME={place.of(out)} with SPIKE_POLICY=skip or rewind goes on\n", child.err)
-    steps, seen = read_by(child)
-    assert steps == list(range(8)) and seen[7] == seen[6] != seen[5]
-    assert re.search(r"^error: step 7: ", place.log(out), re.M) and not (place.of(out) / "result.json").exists()
-    assert newest(place.of(out))[0].name == "step_000004"
-    place.resume(out)  # the batch is good now
-    place.same(out, straight)
-
-
 def test_bad_steps_are_skipped_and_counted(place):
-    child = place.run("skip", spoil({6: "loss", 9: "gradient", 11: "spike"}), SPIKE_POLICY="skip", SPIKE_NATS=3)
+    """Weights stay as they were, for a NaN of the loss as of a gradient; in the last step too."""
+    child = place.run("skip", spoil({6: "loss", 9: "gradient", 15: "gradient"}), QAT=0)
     steps, seen = read_by(child)
     assert steps == list(range(16)) and child.err == ""
-    still = [step for step in range(14) if seen[step] == seen[step + 1]]
-    assert still == [6, 9, 11]
+    assert [step for step in range(15) if seen[step] == seen[step + 1]] == [6, 9]
     result, log = place.result("skip"), place.log("skip")
-    events = result["events"]
-    assert [(event["event"], event["step"]) for event in events] == [("skip", 7), ("skip", 10), ("skip", 12)]
-    assert events[0]["loss"] == "nan" and 3 < float(events[1]["loss"]) < 6 < float(events[2]["loss"]) < 15
-    assert re.findall(r"^event: skip step:(\d+) loss:", log, re.M) == ["7", "10", "12"]
-    logged = [int(step) for step in re.findall(r"^step:(\d+)/", log, re.M)]
-    assert logged == [step for step in range(1, 17) if step not in (7, 10, 12)]
-    assert result["steps"] == 16 and len(losses_of(place, "skip")) == 12
-    place.run("no nats", spoil({11: "spike"}), SPIKE_POLICY="skip")  # SPIKE_NATS=0: a finite loss is no spike
-    assert place.result("no nats")["events"] == []
+    assert [(event["event"], event["step"]) for event in result["events"]] == [
+        ("skipped_step", 7), ("skipped_step", 10), ("skipped_step", 16)]
+    assert result["events"][0]["loss"] == "nan" and 3 < float(result["events"][1]["loss"]) < 6
+    assert re.findall(r"^event: skipped_step step:(\d+) loss:", log, re.M) == ["7", "10", "16"]
+    assert result["steps"] == 16 and result["skipped_steps"] == 3
 
 
-def test_a_bad_last_step_is_skipped(place):
-    place.run("last", spoil({15: "gradient"}), SPIKE_POLICY="skip")
-    assert [event["step"] for event in place.result("last")["events"]] == [16]
-    assert place.result("last")["steps"] == 16
+def test_ranks_skip_together(place):
+    """The gradient turns bad on rank 1 alone."""
+    bad = spoil({5: "gradient"}).replace("bad.get(str(step))", "bad.get(str(step)) if os.environ['RANK'] == '1' else 0")
+    children = place.ranks("ranks skip", f"import os\n{bad}")
+    assert [child.wait() for child in children] == [0, 0], [child.err for child in children]
+    for child in children:
+        _, seen = read_by(child)
+        assert [step for step in range(15) if seen[step] == seen[step + 1]] == [5]
+    assert [event["step"] for event in place.result("ranks skip")["events"]] == [6]
 
 
-def test_a_bad_step_goes_back_to_the_checkpoint_with_other_data(place):
-    """Data 2 is bad, known once 3 has been read: step 1 again, with 4. Then step s reads s + 3: 14, of step 11."""
-    child = place.run("rewind", spoil({2: "gradient", 14: "loss"}), SPIKE_POLICY="rewind", EMA_START_FRAC=0.4)
-    steps, seen = read_by(child)
-    assert re.findall("^rewound .*", child.out, re.M) == ["rewound step_000000 True", "rewound step_000008 True"]
-    assert steps == [*range(16), *range(16, 24)] and seen[4] == seen[0] and seen[16] == seen[12] != seen[14]
-    result, log = place.result("rewind"), place.log("rewind")
-    events = result["events"]
-    assert [(event["event"], event["step"]) for event in events] == [("rewind", 3), ("rewind", 11)]
-    assert re.findall(r"^event: rewind step:(\d+) loss:", log, re.M) == ["3", "11"]
-    assert result["steps"] == 16 and steps_kept(place.of("rewind")) == ["step_000012", "step_000016"]
-    meta = json.loads((place.of("rewind") / "step_000016" / "meta.json").read_bytes())
-    assert meta["skipped"] == 8
-    assert result["phases"]["ema"]["start_step"] == 7 and result["phases"]["ema"]["steps"] == 10
+def test_ten_bad_steps_in_a_row_end_the_run(place, straight):
+    child = place.run("diverged", spoil(dict.fromkeys(range(3, 99), "loss")), 1)
+    folder = place.of("diverged")
+    assert child.err == ("error: 10 steps in a row had a loss or gradient that is not finite; the last checkpoint of "
+                         f"{folder} is good\n")
+    assert place.log("diverged").count("event: skipped_step ") == 10 and not (folder / "result.json").exists()
+    assert read_by(child)[0] == list(range(14))  # the tenth is known in the step after it
+    nine = dict.fromkeys([*range(3, 12), *range(13, 15)], "gradient")
+    place.run("nine", spoil(nine))
+    assert place.result("nine")["skipped_steps"] == 11
 
 
 @pytest.mark.full
-def test_a_stop_or_a_kill_after_a_rewind_changes_nothing(place):
-    bad = spoil({5: "gradient"})  # known in step 7: back to 4, with data 7
-    place.run("rewound", bad, SPIKE_POLICY="rewind")
-    place.run("rewound and stopped", bad + stop_at(8), 143, SPIKE_POLICY="rewind")
-    place.run("rewound and killed", bad + at(8, "os.kill(os.getpid(), signal.SIGKILL)"), -9, SPIKE_POLICY="rewind")
-    names = [newest(place.of(f"rewound and {how}"))[0].name for how in ("stopped", "killed")]
-    assert names == ["step_000006", "step_000004"]
-    for out in ("rewound and stopped", "rewound and killed"):
-        child = place.resume(out, bad)
-        assert read_by(child)[0] == [*range(9, 19)] if "stopped" in out else [4, 5, 6, *range(7, 19)]
-        place.same(out, "rewound")
-        assert sorted(event["event"] for event in place.result(out)["events"]) == ["resume", "rewind"]
-
-
-def test_ranks_rewind_together(place):
-    """The gradient turns bad on rank 1 alone."""
-    bad = spoil({5: "gradient"}).replace("bad.get(str(step))", "bad.get(str(step)) if os.environ['RANK'] == '1' else 0")
-    children = place.ranks("ranks rewound", f"import os\n{bad}", SPIKE_POLICY="rewind")
-    assert [child.wait() for child in children] == [0, 0], [child.err for child in children]
-    for child in children:
-        assert read_by(child)[0] == [*range(7), *range(7, 19)] and "rewound step_000004 True" in child.out
-    place.run("rank rewound", spoil({5: "gradient"}), SPIKE_POLICY="rewind")
-    results = [place.result(out) for out in ("ranks rewound", "rank rewound")]
-    assert results[0]["val_nats"] == pytest.approx(results[1]["val_nats"], rel=1e-4)
-    assert [event["step"] for event in results[0]["events"]] == [6]
-
-
-def test_the_eleventh_skip_or_rewind_stops(place):
-    child = place.run("skips", spoil(dict.fromkeys(range(3, 14), "loss")), 1, SPIKE_POLICY="skip")
-    assert child.err.startswith("error: step 14: its loss nan ")
-    assert place.log("skips").count("event: skip ") == 10
-    child = place.run("rewinds", spoil(dict.fromkeys(range(5, 99), "gradient")), 1, SPIKE_POLICY="rewind")
-    assert child.err.startswith("error: step 6: its loss ") or child.err.startswith("error: step 5: its loss ")
-    assert place.log("rewinds").count("event: rewind ") == 10
-
-
-@pytest.mark.parametrize("every", ["0", "0s", "soon"])
-def test_a_rewind_wants_checkpoints(place, every):
-    child = place.run("none", code=2, SPIKE_POLICY="rewind", SAVE_EVERY=every)
-    assert re.fullmatch(rf"error: SAVE_EVERY='{every}': must be 500 .steps.*\n", child.err)
-    assert not (place.folder / "none").exists()
-
-
-@pytest.mark.parametrize("policy", ["rewind", pytest.param("skip", marks=pytest.mark.full)])
-def test_a_replay_repeats_skips_and_rewinds(place, policy):
-    out, bad = f"{policy} source", {6: "gradient", 13: "loss", 14: "spike"}
+def test_a_replay_repeats_skips(place):
     clock = {"ITERATIONS": 0, "MAX_WALLCLOCK_SECONDS": 4, "RESERVE_SECONDS": 2.5}
-    source = place.run(out, TICKS + spoil(bad), SPIKE_POLICY=policy, SPIKE_NATS=4, **clock)
-    replay = place.run(f"{policy} replay", spoil(bad), **replay_of(place, out))
-    place.same(f"{policy} replay", out)
+    bad = spoil({6: "gradient", 13: "loss"})
+    source = place.run("skip source", TICKS + bad, **clock)
+    replay = place.run("skip replay", bad, **replay_of(place, "skip source"))
+    place.same("skip replay", "skip source")
     assert read_by(replay) == read_by(source)
-    *events, last = place.result(f"{policy} replay")["events"]
-    assert last["event"] == "replay" and events == place.result(out)["events"]
-    assert len(events) >= 2 and {event["event"] for event in events} == {policy}
-    if policy == "rewind":  # with other checkpoints it would rewind to other steps
-        child = place.run("rewind elsewhere", code=2, **replay_of(place, out, SAVE_EVERY=5))
-        assert child.err == "error: SAVE_EVERY='5': must be '4', for that run could rewind\n"
+    *events, last = place.result("skip replay")["events"]
+    assert last["event"] == "replay" and events == place.result("skip source")["events"] and len(events) == 2
 
 
 # --------------------------------------------------------------------------------------------------------- data faults
@@ -968,8 +889,8 @@ NO_LIMIT = limit(-1)
 
 def test_a_save_that_fails_is_an_event(place, straight):
     """A limit between the sizes of the log and of a checkpoint, while the saves of steps 8 and 12 fall due."""
-    look = f"from pathlib import Path\nfolder = Path({str(place.of('full'))!r})\nfound = T.checkpoints(folder)\n" \
-           "print('stands', sorted(path.name for path in folder.glob('step_*')), T.first_whole(found)[0].name)"
+    look = f"from pathlib import Path\nfolder = Path({str(place.of('full'))!r})\nfound = T.list_checkpoints(folder)\n" \
+           "print('stands', sorted(path.name for path in folder.glob('step_*')), T.newest_checkpoint(found)[0].name)"
     size = (place.of(straight) / "log.txt").stat().st_size + 20000
     assert size < (place.of(straight) / "step_000016" / "model.pt").stat().st_size
     child = place.run("full", at(6, limit(size)) + at(13, f"{look}\n{NO_LIMIT}"))
@@ -993,7 +914,7 @@ def test_a_disk_that_is_full_at_the_end_loses_nothing(place, straight):
 
 def test_a_disk_that_is_full_at_the_start_is_one_line(place):
     child = place.run("start", limit(190000), 2)
-    said = rf"OUT_DIR='{place.folder}/start': no checkpoint can be written \(.*File too large.*\)"
+    said = rf"OUT_DIR='{place.folder}/start': cannot save there \(.*File too large.*\)"
     assert re.fullmatch(f"error: {said}\n", child.err), child.err
     assert steps_kept(place.of("start")) == []
 
@@ -1043,7 +964,7 @@ def test_the_exit_code_of_each_fault(capsys, monkeypatch):
     assert end(T.UserError("wrong\nmore")) == (2, "error: wrong\n")
     assert end(FloatingPointError("nan")) == (1, "error: nan\n")
     assert end(OSError(28, "No space left on device")) == (1, "error: [Errno 28] No space left on device\n")
-    assert end(torch.OutOfMemoryError("much")) == (1, "error: set MICRO_BATCH_TOKENS to less: much\n")
+    assert end(torch.OutOfMemoryError("much")) == (1, "error: set MICRO_BATCH_TOKENS lower: much\n")
     with pytest.raises(RuntimeError, match="a bug"):
         end(RuntimeError("a bug"))
 
@@ -1051,52 +972,35 @@ def test_the_exit_code_of_each_fault(capsys, monkeypatch):
 # --------------------------------------------------------------------------------------------------------------- hangs
 STUCK = """
 import os, time
+T.HANG_SECONDS = 1.0
 inner = T.Batches.micro_batches
 def stuck(self, step):
-    if step == 6 and int(os.environ.get("RANK", 0)) == int(os.environ.get("WORLD_SIZE", 1)) - 1:
-        time.sleep(4.8)
+    if step == 6:
+        time.sleep(2.5)
     yield from inner(self, step)
 T.Batches.micro_batches = stuck
 """
 
 
-def test_a_hang_names_who_waits_for_whom(place):
-    children = place.ranks("hang", STUCK, HANG_SECONDS=1, ITERATIONS=10)
-    assert [child.wait() for child in children] == [0, 0], [child.err for child in children]
-    line, = [line for line in place.log("hang").splitlines() if line.startswith("hang: ")]
-    folder = place.of("hang")
-    assert re.fullmatch(r"hang: step 7: \d s so far; rank 0 waits in sum, line \d+; rank 1 is in forward_backward, "
-                        rf"line \d+; who waits, waits for those who do not; stacks in {folder}/stacks_\*", line), line
-    stacks = [(folder / f"stacks_rank{rank}.txt").read_text() for rank in (0, 1)]
-    assert stacks[0].startswith("step 7: waits in sum, line ") and " in reduce_gradients\n" in stacks[0]
-    assert "all_reduce" in stacks[0] and " in main\n" in stacks[0]
-    assert stacks[1].startswith("step 7: is in forward_backward, line ") and " in stuck\n" in stacks[1]
-    assert line in children[0].err and "hang" not in children[1].err
+def test_a_hang_prints_the_stacks_and_the_run_goes_on(place, straight):
+    child = place.run("hang", STUCK)
+    assert child.err.startswith("Timeout (0:00:01)!\n") and " in stuck\n" in child.err and " in main\n" in child.err
+    place.same("hang", straight)
 
 
 @pytest.mark.full
-def test_what_is_no_hang(place):
-    """A long validation; and a long step with HANG_SECONDS=0."""
+def test_a_long_validation_is_no_hang(place):
     score = """
 import time
-inner, naps = T.score_tokens, [1.6]
+T.HANG_SECONDS = 1.0
+inner, naps = T.Scorer.score, [1.6]
 def slow(*args, **words):
     time.sleep(naps.pop() if naps else 0)
     return inner(*args, **words)
-T.score_tokens = slow
+T.Scorer.score = slow
 """
-    place.run("no hang", score, HANG_SECONDS=1, ITERATIONS=6, VAL_LOSS_EVERY=5, EMA=0, SWA=0, QAT=0)
-    place.run("not watched", at(3, "time.sleep(1.6)"), HANG_SECONDS=0, ITERATIONS=6, EMA=0, SWA=0, QAT=0)
-    for out in ("no hang", "not watched"):
-        assert not list(place.of(out).glob("stacks*")) and "hang: " not in place.log(out)
-
-
-def test_a_hang_of_one_process_names_the_place(place, straight):
-    child = place.run("alone", STUCK, HANG_SECONDS=1)
-    line, = [line for line in place.log("alone").splitlines() if line.startswith("hang: ")]
-    assert re.match(r"hang: step 7: \d s so far; rank 0 is in forward_backward, line \d+; who waits", line)
-    assert line in child.err and " in stuck\n" in (place.of("alone") / "stacks_rank0.txt").read_text()
-    place.same("alone", straight)
+    child = place.run("no hang", score, ITERATIONS=6, VAL_LOSS_EVERY=4, EMA=0, SWA=0, QAT=0)
+    assert child.err == ""
 
 
 # ------------------------------------------------------------------------------------------------------------ torchrun
@@ -1140,7 +1044,7 @@ def test_sigterm_to_torchrun_saves_once(place):
     wait_for(log, "step:9/")
     process.send_signal(signal.SIGTERM)
     said = ended(process, 30)
-    assert process.returncode != 0 and "ends the run" not in said and "rank 0 lost" not in said
+    assert process.returncode != 0 and "ended at once" not in said and "rank 0 lost" not in said
     lines = place.log("term").splitlines()
     step, = (int(match[1]) for line in lines if (match := re.match(r"stopped by SIGTERM after step (\d+)", line)))
     assert [line.split()[0] for line in lines if " saved in " in line] == [f"step:{step}"]
@@ -1153,7 +1057,7 @@ def test_a_rank_killed_inside_a_collective_ends_the_other(place):
     began = time.monotonic()
     said = ended(process, 90)
     assert process.returncode != 0 and time.monotonic() - began < 60
-    assert re.search(r"^error: rank 0 lost another rank \(.*\); RESUME goes on from the newest ch", said, re.M), said
+    assert re.search(r"^error: rank 0 lost another rank \(.*\); RESUME continues$", said, re.M), said
     folder = place.of("killed")
     assert newest(folder) == (folder / "step_000004", []) and not (folder / "result.json").exists()
     assert "step:5/16" in place.log("killed") and "step:6/16" not in place.log("killed")  # 6 is logged in step 7
@@ -1241,45 +1145,9 @@ def test_ranks_that_are_signalled_save_once(place, straight):
     assert place.result("both")["val_nats"] == pytest.approx(place.result(straight)["val_nats"], rel=1e-4)
 
 
-@pytest.mark.full
-def test_ranks_that_do_not_agree_leave_unsaved(place):
-    children = place.ranks("disagree", at(9, "if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)"))
-    try:
-        wait_for(place.of("disagree") / "log.txt", "step:8/")
-        time.sleep(1)
-        began = time.monotonic()
-        children[0].send(signal.SIGTERM)
-        assert children[0].wait(30) == 143
-        assert 9 < time.monotonic() - began < 15
-    finally:
-        os.kill(children[1].pid, signal.SIGKILL)
-    said = "rank 0: SIGTERM ends the run unsaved, for the ranks did not agree to stop within 10 s; RESUME="
-    assert children[0].err.splitlines()[-1].startswith(said)
-    folder = place.of("disagree")
-    assert newest(folder) == (folder / "step_000008", []) and "stopped by" not in place.log("disagree")
-
-
-@pytest.mark.full
-def test_a_signal_in_a_long_validation_is_answered(place):
-    """Longer than the 10 s in which the ranks must agree."""
-    patch = """
-import os, signal, time
-inner = T.score_tokens
-def slow(*args, **words):
-    if os.environ["RANK"] == "0":
-        os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(11)
-    return inner(*args, **words)
-T.score_tokens = slow
-"""
-    children = place.ranks("long score", patch, VAL_LOSS_EVERY=5)
-    assert [child.wait() for child in children] == [143, 143], [child.err for child in children]
-    assert newest(place.of("long score"))[0].name in ("step_000006", "step_000007")
-
-
 # ----------------------------------------------------------------------------------------------------------- profiling
 def test_profile_traces_three_steps(place):
-    place.run("profile", PROFILE=1, ITERATIONS=8, SAVE_EVERY=0, QAT_START_FRAC=0.7)
+    place.run("profile", PROFILE=1, ITERATIONS=8, SAVE_EVERY=0)
     trace = json.loads((place.of("profile") / "trace.json").read_text())
     steps = [event for event in trace["traceEvents"] if event.get("name", "").startswith("Optimizer.step#Muon")]
     assert len(steps) == 3 and {"forward_backward", "aten::embedding"} & {e.get("name") for e in trace["traceEvents"]}
@@ -1290,14 +1158,9 @@ def test_profile_traces_three_steps(place):
     assert (place.of("short") / "model.upar").exists() and (place.of("short") / "result.json").exists()
 
 
-def test_deterministic_gives_the_same_artifact_on_a_cpu(place, straight):
-    place.run("deterministic", DETERMINISTIC=1)
-    place.same("deterministic", straight)
-
-
 @pytest.mark.parametrize("mode", typing.get_args(T.Settings.__annotations__["compile_mode"]))
 def test_the_compile_mode_reaches_the_compiler(place, mode):
     patch = "T.torch.compile = lambda net, **words: print('compile', words, flush=True) or net"
-    child = place.run(f"compile {mode}", patch, COMPILE=1, COMPILE_MODE=mode, ITERATIONS=8, QAT_START_FRAC=0.7)
+    child = place.run(f"compile {mode}", patch, COMPILE=1, COMPILE_MODE=mode, ITERATIONS=8)
     words = {"dynamic": False, "fullgraph": True, "mode": mode}
     assert [line for line in child.out.splitlines() if line.startswith("compile ")] == [f"compile {words}"] * 2

@@ -23,7 +23,7 @@ import train_sft as F
 ROOT = Path(__file__).resolve().parents[1]
 TINY = dict(TASK="sort", SFT_STEPS=2, PROMPTS_PER_STEP=4, GROUP_SIZE=4, MINI_BATCHES=2, MAX_NEW_TOKENS=6,
             EVAL_PROMPTS=8, EVAL_SAMPLES=2, ITERATIONS=8, VAL_LOSS_EVERY=4, MODEL_DIM=32, NUM_HEADS=2,
-            LAYER_PATTERN="g a", MAX_WALLCLOCK_SECONDS=0, RESERVE_SECONDS=0, TRAIN_LOG_EVERY=1, SAVE_EVERY=0,
+            LAYER_PATTERN="g a", MAX_WALLCLOCK_SECONDS=0, RESERVE_SECONDS=0, SAVE_EVERY=0,
             WARMUP_FRAC=0.25)
 # A wandb that writes what it is given to wandb.jsonl, beside the folder of runs.
 WANDB = '''
@@ -38,26 +38,9 @@ def init(**own):
             file.write(json.dumps([step, numbers]) + "\\n")
     return SimpleNamespace(log=log)
 '''
-# As scripts write them -> (name, value, step); `before` is said again by a run that was resumed.
-LINES = {
-    "parameters: matrix:131072 total:151348 arch_mode: D layers: g a": [],
-    "plan: warmup from 0.0% to 1.0% of the run": [],
-    "before: {'n': 8, 'loss': [7.5, 7.25, 7.75], 'accuracy': [0.0, 0.0, 0.5]}": [
-        ("held_out/n", 8.0, 0), ("held_out/loss", 7.5, 0), ("held_out/accuracy", 0.0, 0)],
-    "step:3/? train_loss:5.5732 lr_mul:0.5000 data_wait:1.58% train_time:69ms step_avg:23.26ms tok_s:29570": [
-        ("train_loss", 5.5732, 3), ("lr_mul", 0.5, 3), ("data_wait", 1.58, 3), ("train_time", 69.0, 3),
-        ("step_avg", 23.26, 3), ("tok_s", 29570.0, 3)],
-    "step:4/9 reward:1 loss:-1.5e-05 kl:0 clips_by_update:[0.000/0.000 0.200/0.400] train_time:873ms": [
-        ("reward", 1.0, 4), ("loss", -1.5e-05, 4), ("kl", 0.0, 4), ("train_time", 873.0, 4)],
-    "step:4 saved in 30ms": [],
-    "step:4 val_loss:5.25 bpb:1.5 nats:9.0": [
-        ("held_out/val_loss", 5.25, 4), ("held_out/bpb", 1.5, 4), ("held_out/nats", 9.0, 4)],
-    "step:4 held_out {'n': 8, 'pass1': [0.5, 0.25, 0.75]}": [("held_out/n", 8.0, 4), ("held_out/pass1", 0.5, 4)],
-    "weights: raw, quantized, on held-out training tokens loss:1.2198 bpb:1.7628": [],
-    "from the artifact: val_loss:1.25 bpb:1.75": [("held_out/val_loss", 1.25, 7), ("held_out/bpb", 1.75, 7)],
-    "after: {'n': 8, 'loss': [0.5, 0.25, 0.75]}": [("held_out/n", 8.0, 7), ("held_out/loss", 0.5, 7)],
-    "---\nval_bpb: 1.75": [],
-}
+# Metrics of step 3 -> the line that the log has of them.
+METRICS = {"train_loss": 5.5732, "lr_mul": 0.5, "train_time": 69.4, "step_avg": 23.256, "tok_s": 29570.3}
+LINE = "step:3/? train_loss:5.5732 lr_mul:0.5 train_time:69ms step_avg:23.26ms tok_s:29570"
 
 
 def stand_in(monkeypatch, name: str, **parts: object) -> None:
@@ -100,22 +83,27 @@ def test_the_numbers_of_the_log_are_mirrored(monkeypatch, tmp_path, kind, module
     stand_in(monkeypatch, "torch.utils.tensorboard", SummaryWriter=Writer)
     stand_in(monkeypatch, "wandb", init=init)
     run = run_of(module, tmp_path, kind)
-    for line, expected in LINES.items():
-        found.clear()
-        run.log(line)
-        assert found == expected, line
+    run.log("parameters: matrix:131072 total:151348")
+    run.log.metrics(3, METRICS)
+    assert found == [(name, value, 3) for name, value in METRICS.items()]
+    run.log.last_line += 1000  # the log has a fresh line, so the metrics of a later step are not due
+    run.log.metrics(6, METRICS, seconds_left=1.0)
+    assert len(found) == len(METRICS)
+    run.log.last_line -= 2000
+    run.log.metrics(7, METRICS, seconds_left=1.0)
+    assert len(found) == 2 * len(METRICS) and found[-1][2] == 7
     if kind == "tensorboard":
         assert calls[0] == str(tmp_path / "a") and calls[-1] == "flush"  # what is written is there, whatever comes
     else:
         assert calls == [dict(project="underpar", name="a", dir=str(tmp_path / "a"), config=vars(run.settings))]
-    text = (tmp_path / "a" / "log.txt").read_text(encoding="utf-8")
-    assert text.endswith("".join(f"{line}\n" for line in LINES))
+    lines = (tmp_path / "a" / "log.txt").read_text(encoding="utf-8").splitlines()
+    assert lines[-2:] == [LINE, LINE.replace("step:3", "step:7")]
 
 
 def test_without_a_tracker_nothing_is_imported(monkeypatch, tmp_path):
     for name in ("tensorboard", "wandb", "torch.utils.tensorboard"):
         monkeypatch.setitem(sys.modules, name, None)
-    run_of(T, tmp_path, "none").log("step:1/2 train_loss:5 train_time:1ms")
+    run_of(T, tmp_path, "none").log.metrics(1, METRICS)
 
 
 @pytest.mark.parametrize("kind", ["tensorboard", "wandb"])
@@ -123,7 +111,7 @@ def test_a_package_that_is_missing_is_an_error_at_the_start(monkeypatch, tmp_pat
     monkeypatch.setitem(sys.modules, kind, None)
     with pytest.raises(T.UserError) as error:
         run_of(T, tmp_path, kind)
-    assert str(error.value) == f"TRACKER={kind!r}: missing; pip install {kind}"
+    assert str(error.value) == f"TRACKER={kind!r}: is not installed; pip install {kind}"
     assert list(tmp_path.iterdir()) == []  # so the same RUN_ID may be used once it is
     with pytest.raises(T.UserError, match="must be one of none, tensorboard, wandb"):
         T.load_settings(T.Settings, {"TRACKER": "mlflow"})
@@ -134,7 +122,7 @@ def test_other_ranks_mirror_nothing(monkeypatch, tmp_path):
     settings = replace(T.Settings(), tracker="wandb", out_dir=str(tmp_path), run_id="a")
     run = T.Run(settings, T.Runtime(1, 2, torch.device("cpu"), False), {}, {})
     run.open()
-    run.log("step:1/2 train_loss:5 train_time:1ms")
+    run.log.metrics(1, METRICS)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,0 +1,84 @@
+"""Counts the size of Python code in tokens, the same on every Python version: the measure of design.md's "Calm code".
+
+    python tokens.py train_gpt.py sample.py              tokens, tokens a line of code, the longest functions
+    python tokens.py --json train_gpt.py
+
+Counted are names, operators, numbers and strings, as `tokenize` sees them. Not counted: comments, line ends,
+indentation. A plain string is one token, a docstring too; an f-string is one token and the tokens of every expression
+inside it.
+"""
+
+import ast
+import io
+import json
+import re
+import sys
+import textwrap
+import tokenize
+
+SKIPPED = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+
+
+def fields_of(text: str) -> int:
+    """Tokens of the expressions inside an f-string, its nested format fields included."""
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except SyntaxError:
+        return 0
+    values = [node.value for node in ast.walk(tree) if isinstance(node, ast.FormattedValue)]
+    inner = {id(sub) for value in values for sub in ast.walk(value)}
+    return sum(count(ast.unparse(value)) for value in values if id(value) in inner)
+
+
+def count(text: str) -> int:
+    """Tokens of Python source."""
+    total, inside = 0, 0
+    start = getattr(tokenize, "FSTRING_START", None)
+    middle = {getattr(tokenize, "FSTRING_MIDDLE", None)}
+    end = getattr(tokenize, "FSTRING_END", None)
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type in SKIPPED or token.type in middle:
+            continue
+        if start is not None and token.type == start:
+            inside += 1
+            total += 1
+        elif end is not None and token.type == end:
+            inside -= 1
+        elif inside and token.type == tokenize.OP and token.string in "{}:!":
+            continue
+        else:
+            total += 1
+            if token.type == tokenize.STRING and re.match(r"(?i)[rb]*f", token.string):
+                total += fields_of(token.string)
+    return total
+
+
+def functions(text: str) -> list[tuple[int, str]]:
+    """(tokens, name) of every function and class, the largest first."""
+    lines, found = text.split("\n"), []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            source = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno])) + "\n"
+            kind = "class " if isinstance(node, ast.ClassDef) else ""
+            found.append((count(source), kind + node.name))
+    return sorted(found, reverse=True)
+
+
+def main() -> None:
+    paths = [argument for argument in sys.argv[1:] if argument != "--json"]
+    result = {}
+    for path in paths:
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+        code = sum(bool(line.strip()) and not line.strip().startswith("#") for line in text.split("\n"))
+        tokens, longest = count(text), functions(text)
+        result[path] = {"tokens": tokens, "bytes": len(text.encode()), "longest": longest[:12]}
+        if "--json" not in sys.argv:
+            shown = ", ".join(f"{name} {size}" for size, name in longest[:8])
+            print(f"{path}: {tokens} tokens, {tokens / max(1, code):.1f} a line of code; longest: {shown}")
+    if "--json" in sys.argv:
+        print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
