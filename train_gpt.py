@@ -2945,7 +2945,7 @@ def mlp_activity(network: GPT, ids: Tensor) -> dict[str, float]:
 
 def evaluate(scorer: Scorer, model: Callable, network: GPT, settings: Settings, log: Callable, what: str,
              validation: Validation, by_source: bool = False) -> dict:
-    """Score validation in plain windows, by source too if wanted, and in the ways asked for; the keys of result.json."""
+    """Score validation in plain windows, by source too if wanted, and in the ways asked for: keys of result.json."""
     tokens, stride, window = validation.tokens, settings.eval_stride, settings.train_seq_len
     plain = scorer.score(model, tokens, sources=validation if by_source else None)
     found = {"": plain, **{f"source {name} ": part for name, part in plain.sources.items()}}
@@ -3152,7 +3152,7 @@ def main() -> int:
     runtime.agree("")  # rank 0 has written it
     total = code + artifact.stat().st_size
     network.dtype = None  # scores do not depend on which units a CPU has
-    before = evaluate(scorer, model, network, settings, log, "before quantization", data.validation)  # and without counts
+    before = evaluate(scorer, model, network, settings, log, "before quantization", data.validation)  # no counts
     header, tensors, _ = read_artifact(artifact)  # from here on the network that the file holds, by that file alone
     packed = GPT(SimpleNamespace(**header["settings"]), NGrams).to(runtime.device)
     packed.load_state_dict(tensors)

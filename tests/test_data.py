@@ -181,10 +181,12 @@ FAKE_PIECES = [bytes([byte]) for byte in range(256)] + [b"th", b"the"]
 FAKE_RANKS = b"".join(base64.b64encode(piece) + b" %d\n" % rank for rank, piece in enumerate(FAKE_PIECES))
 
 
-def fake_encoding(monkeypatch: pytest.MonkeyPatch, script: ModuleType, folder: Path) -> Path:
-    """cl100k_base with 258 ranks, of which id 300 ends a text, as the script knows it; its rank file in `folder`."""
+def fake_encoding(
+    monkeypatch: pytest.MonkeyPatch, script: ModuleType, folder: Path, end_of_text: int = 300
+) -> Path:
+    """A rank file in `folder` that has 258 ranks and is what the script takes for the published cl100k_base."""
     sha256 = hashlib.sha256(FAKE_RANKS).hexdigest()
-    published = script.PublishedEncoding(sha256, script.CL100K_SPLIT, 300, 303)
+    published = script.PublishedEncoding(sha256, script.CL100K_SPLIT, end_of_text, end_of_text + 3)
     monkeypatch.setitem(script.ENCODINGS, "cl100k_base", published)
     path = folder / "cl100k_base.tiktoken"
     path.write_bytes(FAKE_RANKS)
@@ -219,8 +221,9 @@ def test_any_encoding_comes_from_its_rank_file_and_no_other(tmp_path: Path, monk
     (tmp_path / "b").mkdir()
     refused = [(tmp_path / "p50k.tiktoken", r"p50k\.tiktoken: unknown encoding; must be one of \['gpt2', 'r50k_base'"),
                (tmp_path / "b", r"b: no SentencePiece model, NAME\.tiktoken, bytes or one of \['gpt2', 'r50k_base'"),
-               (tmp_path / "b" / "cl100k_base.tiktoken", r"cl100k_base\.tiktoken: \[Errno 2\] No such file or directory")]
-    damaged = {"longer": FAKE_RANKS + b"eA== 258\n", "shorter": FAKE_RANKS[:-9], "changed": FAKE_RANKS.replace(b"1", b"2", 1)}
+               (tmp_path / "b" / "cl100k_base.tiktoken", r"cl100k_base\.tiktoken: \[Errno 2\] No such file")]
+    damaged = {"longer": FAKE_RANKS + b"eA== 258\n", "shorter": FAKE_RANKS[:-9],
+               "changed": FAKE_RANKS.replace(b"1", b"2", 1)}
     for name, content in damaged.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / path.name).write_bytes(content)
@@ -288,7 +291,8 @@ def test_bytes_per_token_of_the_published_models(size: int, expected: float) -> 
 def test_tokenizer_errors(tmp_path: Path) -> None:
     (tmp_path / "bad.model").write_bytes(b"no model at all")
     for name in ("none.model", "bad.model"):
-        with pytest.raises(data.UserError, match=rf"{name}: no SentencePiece model, NAME\.tiktoken, bytes or one of \["):
+        message = rf"{name}: no SentencePiece model, NAME\.tiktoken, bytes or one of \["
+        with pytest.raises(data.UserError, match=message):
             data.load_tokenizer(tmp_path / name)
     (tmp_path / "empty.model").touch()
     for path in (tmp_path / "empty.model", train_model(tmp_path / "nobos.model", bos_id=-1)):
@@ -580,7 +584,8 @@ def test_open_data_of_one_folder(tmp_path: Path) -> None:
     found = opened(part)
     tokens = [t for text in ("one", "twö", "three") for t in (1, *(byte + 4 for byte in text.encode()))]
     assert found.validation.tokens.tolist() == tokens and found.validation.tokens.dtype == np.int64
-    assert found.validation.source_of.tolist() == [1] * 4 + [0] * 5 + [1] * 6 and found.validation.source_names == ["x", "y"]
+    assert found.validation.source_of.tolist() == [1] * 4 + [0] * 5 + [1] * 6
+    assert found.validation.source_names == ["x", "y"]
     assert found.manifests == [json.loads((part / "manifest.json").read_text())] and found.yardsticks == {}
     assert found.manifest_sha256 == hashlib.sha256((part / "manifest.json").read_bytes()).hexdigest()
     assert found.shares == [1.0] and [len(stream) for stream in found.streams] == [32]
@@ -614,7 +619,8 @@ def test_open_data_of_a_mixture(tmp_path: Path) -> None:
     b = make_part(tmp_path / "b", ["other text"] * 9, ["four", "fünf"], overlap_documents=2, published=True)
     found = opened(f"{a}:3,{b}:1", holdout_tokens=40)
     assert [len(stream) for stream in found.streams] == [7 * 13, 2 * 44] and found.shares == [0.75, 0.25]
-    assert found.validation.tokens.tolist() == opened(a).validation.tokens.tolist() + opened(b).validation.tokens.tolist()
+    parts = [opened(part).validation.tokens for part in (a, b)]
+    assert found.validation.tokens.tolist() == np.concatenate(parts).tolist()
     assert found.validation.source_of.tolist() == [1] * 4 + [0] * 4 + [2] * 11
     assert found.validation.source_names == [f"{a}/x", f"{a}/y", f"{b}/b_name"] and found.yardsticks == {}
     assert found.manifests == [json.loads((part / "manifest.json").read_text()) for part in (a, b)]
@@ -637,5 +643,6 @@ def test_validation_of_one_part_in_the_training_of_another_is_refused(tmp_path: 
     for parts in (f"{a}:1,{b}:2", f"{b}:1,{c}:1,{a}:1"):
         with pytest.raises(data.UserError, match=f"^{b}: 2 training documents are in another's validation$"):
             opened(parts)
-    assert len(opened(f"{a}:1,{c}:1").validation.tokens) == sum(len(text) + 1 for text in val) + 6  # nearly equal is not equal
+    nearly_equal = opened(f"{a}:1,{c}:1")
+    assert len(nearly_equal.validation.tokens) == sum(len(text) + 1 for text in val) + 6
     assert len(opened(b).validation.tokens) == 5  # one part alone: its own manifest counts

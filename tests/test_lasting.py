@@ -598,17 +598,18 @@ MARKED = '''
 import os
 file = os.open(os.environ["OUT_DIR"] + ".at", os.O_RDWR | os.O_CREAT)
 os.pwrite(file, b"u", 0)
-def marked(name, letter):
-    inner = getattr(T, name)
+def marked(place, name, letter):
+    inner = getattr(place, name)
     def outer(*args, **kwargs):
         before = os.pread(file, 1, 0)
         os.pwrite(file, b"f" if before == b"f" else letter, 0)
         done = inner(*args, **kwargs)
         os.pwrite(file, letter if before != b"f" and letter == b"t" else before, 0)
         return done
-    setattr(T, name, outer)
-for name, letter in (("forward_backward", b"t"), ("save_checkpoint", b"s"), ("score_tokens", b"v")):
-    marked(name, letter)
+    setattr(place, name, outer)
+marked(T, "forward_backward", b"t")
+marked(T, "save_checkpoint", b"s")
+marked(T.Scorer, "nats", b"v")
 replace_file = T.replace_file
 def replacing(path, data):
     if str(path).endswith("progress.json"):
@@ -1079,11 +1080,11 @@ def test_what_is_no_hang(place):
     """A long validation; and a long step with HANG_SECONDS=0."""
     score = """
 import time
-inner, naps = T.score_tokens, [1.6]
+inner, naps = T.Scorer.nats, [1.6]
 def slow(*args, **words):
     time.sleep(naps.pop() if naps else 0)
     return inner(*args, **words)
-T.score_tokens = slow
+T.Scorer.nats = slow
 """
     place.run("no hang", score, HANG_SECONDS=1, ITERATIONS=6, VAL_LOSS_EVERY=5, EMA=0, SWA=0, QAT=0)
     place.run("not watched", at(3, "time.sleep(1.6)"), HANG_SECONDS=0, ITERATIONS=6, EMA=0, SWA=0, QAT=0)
@@ -1264,13 +1265,13 @@ def test_a_signal_in_a_long_validation_is_answered(place):
     """Longer than the 10 s in which the ranks must agree."""
     patch = """
 import os, signal, time
-inner = T.score_tokens
+inner = T.Scorer.nats
 def slow(*args, **words):
     if os.environ["RANK"] == "0":
         os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(11)
     return inner(*args, **words)
-T.score_tokens = slow
+T.Scorer.nats = slow
 """
     children = place.ranks("long score", patch, VAL_LOSS_EVERY=5)
     assert [child.wait() for child in children] == [143, 143], [child.err for child in children]
