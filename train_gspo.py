@@ -427,16 +427,18 @@ class Watch(threading.Thread):
 # === shared: tokenizer ===
 ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 
-# OpenAI's encodings split a text by one of these regular expressions and merge bytes within the parts only. They are
-# copied from tiktoken_ext/openai_public.py, because a rank file does not contain them.
+# OpenAI's encodings split a text by one of these regular expressions and merge bytes within the
+# parts only. They are copied from tiktoken_ext/openai_public.py: a rank file does not have them.
 R50K_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 CL100K_SPLIT = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
     r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
 )
 O200K_SPLIT = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 RANK_FILES = "https://openaipublic.blob.core.windows.net/encodings"
@@ -444,9 +446,9 @@ RANK_FILES = "https://openaipublic.blob.core.windows.net/encodings"
 
 @dataclass(frozen=True)
 class PublishedEncoding:
-    """One of OpenAI's encodings: what its rank file does not contain, and the hash by which damage shows."""
+    """One of OpenAI's encodings: the hash of its rank file, and what that file does not contain."""
 
-    sha256: str  # of the rank file
+    sha256: str
     split: str  # regular expression, see above
     end_of_text: int  # id of <|endoftext|>, which begins every document here
     vocab_size: int  # with all special tokens and unused ids
@@ -467,24 +469,20 @@ ENCODINGS = {
 
 @dataclass
 class Tokenizer:
-    """A tokenizer, from `load_tokenizer`, with the bytes that each token stands for.
+    """A tokenizer, from `load_tokenizer`, and the bytes that each token stands for.
 
-    A token counts the UTF-8 bytes that it decodes to. After a boundary (a control, unknown or unused token) it counts
-    them without the space that some SentencePiece models put before every text. Parameter Golf counts in the same way
-    (build_sentencepiece_luts, eval_val).
+    A token counts the UTF-8 bytes that it decodes to. After a boundary (a control, unknown or
+    unused token) it counts them without the space that some SentencePiece models put before every
+    text. Parameter Golf counts in the same way (build_sentencepiece_luts, eval_val).
     """
 
     file: str  # name of the file that holds the tokenizer; "bytes" needs none
     content: bytes  # of that file; its SHA-256 tells tokenizers apart
     bos_id: int
     pieces: list[bytes]  # what each token decodes to, b"" for boundaries
-    encode: Callable[
-        [str], list[int]
-    ]  # ids without BOS; special tokens in a text are ordinary characters
+    encode: Callable[[str], list[int]]  # ids without BOS; special tokens in a text are plain text
     roles: dict[str, int]  # ids of ROLE_TOKENS; {} if the tokenizer has none
-    drops_space: np.ndarray | bool = (
-        False  # (V,) bool, whether a token loses its first space after a boundary
-    )
+    drops_space: np.ndarray | bool = False  # (V,) bool, loses its first space after a boundary
 
     def __post_init__(self) -> None:
         self.sha256 = hashlib.sha256(self.content).hexdigest()
@@ -495,7 +493,7 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer of a SentencePiece file or NAME.tiktoken, one of ENCODINGS by its name, or `bytes`.
+    """The tokenizer of a SentencePiece file or NAME.tiktoken, a NAME in ENCODINGS, or `bytes`.
 
     Raises UserError.
     """
@@ -508,7 +506,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """The built-in tokenizer: four control tokens (pad, BOS, EOS, unknown), the 256 bytes, the role tokens."""
+    """The built-in tokenizer: pad, BOS, EOS and unknown, then the 256 bytes, then the roles."""
     pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4
     roles = dict(zip(ROLE_TOKENS, range(260, 264), strict=True))
     return Tokenizer(
@@ -522,9 +520,10 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def tiktoken_tokenizer(path: Path) -> Tokenizer:
-    """One of OpenAI's encodings, from its rank file NAME.tiktoken or, by its name, from tiktoken's cache or server.
+    """One of OpenAI's encodings, from its rank file NAME.tiktoken or by its NAME alone.
 
-    A line of a rank file is a token in base64, a space, its rank. Raises UserError for another or a damaged file.
+    A line of a rank file is a token in base64, a space, its rank. A name alone means tiktoken's
+    cache or OpenAI's server. Raises UserError for an unknown name and for a damaged file.
     """
     name = path.name.removesuffix(".tiktoken")
     if name not in ENCODINGS:
@@ -538,13 +537,9 @@ def tiktoken_tokenizer(path: Path) -> Tokenizer:
             content = read_file_cached(f"{RANK_FILES}/{rank_file}.tiktoken", published.sha256)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:160]
-        raise UserError(
-            f"tokenizer {path}: {reason}; {name}.tiktoken may be given as a file"
-        ) from error
+        raise UserError(f"tokenizer {path}: {reason}; {name}.tiktoken may be given") from error
     if hashlib.sha256(content).hexdigest() != published.sha256:
-        raise UserError(
-            f"tokenizer {path}: damaged, its SHA-256 must be the published {published.sha256[:12]}…"
-        )
+        raise UserError(f"tokenizer {path}: damaged, its SHA-256 must be {published.sha256[:12]}…")
 
     ranks = {}
     pieces = [b""] * published.vocab_size  # special tokens and unused ids decode to nothing
@@ -556,24 +551,20 @@ def tiktoken_tokenizer(path: Path) -> Tokenizer:
     bpe = tiktoken.Encoding(
         name, pat_str=published.split, mergeable_ranks=ranks, special_tokens=special
     )
-    return Tokenizer(
-        f"{name}.tiktoken", content, published.end_of_text, pieces, bpe.encode_ordinary, {}
-    )
+    file = f"{name}.tiktoken"
+    return Tokenizer(file, content, published.end_of_text, pieces, bpe.encode_ordinary, {})
 
 
 def sentencepiece_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a SentencePiece model file. Raises UserError if it is none or has no BOS token."""
+    """The tokenizer of a SentencePiece model file. Raises UserError if it has no BOS token."""
     try:
         content = path.read_bytes()
         model = sentencepiece.SentencePieceProcessor(model_proto=content)
     except (OSError, RuntimeError) as error:
-        raise UserError(
-            f"tokenizer {path}: no SentencePiece model, NAME.tiktoken, bytes or one of {[*ENCODINGS]}"
-        ) from error
+        kinds = f"SentencePiece model, NAME.tiktoken, bytes or one of {[*ENCODINGS]}"
+        raise UserError(f"tokenizer {path}: no {kinds}") from error
     if model.bos_id() < 0:
-        raise UserError(
-            f"tokenizer {path}: empty, or without the BOS token that begins every document"
-        )
+        raise UserError(f"tokenizer {path}: empty, or without the BOS token of every document")
     pieces = []
     drops_space = []
     for i in range(model.vocab_size()):
@@ -585,19 +576,19 @@ def sentencepiece_tokenizer(path: Path) -> Tokenizer:
         else:
             piece = name.replace("\u2581", " ").encode("utf-8")  # SentencePiece's mark of a space
         pieces.append(piece)
-        # A first space that the model's own decoder leaves out is the dummy prefix, which is not part of the text.
+        # A space that the model's own decoder leaves out is the dummy prefix: it is not in the text.
         decoded = model.decode([i]).encode("utf-8")
         drops_space.append(piece[:1] == b" " and len(decoded) < len(piece))
-    # A role token of another type could be written in a text.
+    # Only control tokens cannot be written in a text, so that no user can forge a role.
     roles = {role: model.piece_to_id(role) for role in ROLE_TOKENS}
     roles = {role: i for role, i in roles.items() if model.is_control(i)}
-    return Tokenizer(
-        "tokenizer.model", content, model.bos_id(), pieces, model.encode, roles, drops_space
-    )
+    file = "tokenizer.model"
+    return Tokenizer(file, content, model.bos_id(), pieces, model.encode, roles, drops_space)
 
 
 def sha256_file(path: str | Path) -> str:
-    """SHA-256 of a file in hexadecimal digits. The file is mapped, not read into memory; an empty one cannot be."""
+    """SHA-256 of a file in hexadecimal digits."""
+    # Shards and checkpoints are mapped, not read into memory. An empty file cannot be mapped.
     content = np.memmap(path, mode="r") if os.path.getsize(path) else b""
     return hashlib.sha256(content).hexdigest()
 # === end: tokenizer ===

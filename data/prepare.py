@@ -55,16 +55,18 @@ class UserError(Exception):
 # === shared: tokenizer ===
 ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 
-# OpenAI's encodings split a text by one of these regular expressions and merge bytes within the parts only. They are
-# copied from tiktoken_ext/openai_public.py, because a rank file does not contain them.
+# OpenAI's encodings split a text by one of these regular expressions and merge bytes within the
+# parts only. They are copied from tiktoken_ext/openai_public.py: a rank file does not have them.
 R50K_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 CL100K_SPLIT = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
     r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
 )
 O200K_SPLIT = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 RANK_FILES = "https://openaipublic.blob.core.windows.net/encodings"
@@ -72,9 +74,9 @@ RANK_FILES = "https://openaipublic.blob.core.windows.net/encodings"
 
 @dataclass(frozen=True)
 class PublishedEncoding:
-    """One of OpenAI's encodings: what its rank file does not contain, and the hash by which damage shows."""
+    """One of OpenAI's encodings: the hash of its rank file, and what that file does not contain."""
 
-    sha256: str  # of the rank file
+    sha256: str
     split: str  # regular expression, see above
     end_of_text: int  # id of <|endoftext|>, which begins every document here
     vocab_size: int  # with all special tokens and unused ids
@@ -95,24 +97,20 @@ ENCODINGS = {
 
 @dataclass
 class Tokenizer:
-    """A tokenizer, from `load_tokenizer`, with the bytes that each token stands for.
+    """A tokenizer, from `load_tokenizer`, and the bytes that each token stands for.
 
-    A token counts the UTF-8 bytes that it decodes to. After a boundary (a control, unknown or unused token) it counts
-    them without the space that some SentencePiece models put before every text. Parameter Golf counts in the same way
-    (build_sentencepiece_luts, eval_val).
+    A token counts the UTF-8 bytes that it decodes to. After a boundary (a control, unknown or
+    unused token) it counts them without the space that some SentencePiece models put before every
+    text. Parameter Golf counts in the same way (build_sentencepiece_luts, eval_val).
     """
 
     file: str  # name of the file that holds the tokenizer; "bytes" needs none
     content: bytes  # of that file; its SHA-256 tells tokenizers apart
     bos_id: int
     pieces: list[bytes]  # what each token decodes to, b"" for boundaries
-    encode: Callable[
-        [str], list[int]
-    ]  # ids without BOS; special tokens in a text are ordinary characters
+    encode: Callable[[str], list[int]]  # ids without BOS; special tokens in a text are plain text
     roles: dict[str, int]  # ids of ROLE_TOKENS; {} if the tokenizer has none
-    drops_space: np.ndarray | bool = (
-        False  # (V,) bool, whether a token loses its first space after a boundary
-    )
+    drops_space: np.ndarray | bool = False  # (V,) bool, loses its first space after a boundary
 
     def __post_init__(self) -> None:
         self.sha256 = hashlib.sha256(self.content).hexdigest()
@@ -123,7 +121,7 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer of a SentencePiece file or NAME.tiktoken, one of ENCODINGS by its name, or `bytes`.
+    """The tokenizer of a SentencePiece file or NAME.tiktoken, a NAME in ENCODINGS, or `bytes`.
 
     Raises UserError.
     """
@@ -136,7 +134,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """The built-in tokenizer: four control tokens (pad, BOS, EOS, unknown), the 256 bytes, the role tokens."""
+    """The built-in tokenizer: pad, BOS, EOS and unknown, then the 256 bytes, then the roles."""
     pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4
     roles = dict(zip(ROLE_TOKENS, range(260, 264), strict=True))
     return Tokenizer(
@@ -150,9 +148,10 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def tiktoken_tokenizer(path: Path) -> Tokenizer:
-    """One of OpenAI's encodings, from its rank file NAME.tiktoken or, by its name, from tiktoken's cache or server.
+    """One of OpenAI's encodings, from its rank file NAME.tiktoken or by its NAME alone.
 
-    A line of a rank file is a token in base64, a space, its rank. Raises UserError for another or a damaged file.
+    A line of a rank file is a token in base64, a space, its rank. A name alone means tiktoken's
+    cache or OpenAI's server. Raises UserError for an unknown name and for a damaged file.
     """
     name = path.name.removesuffix(".tiktoken")
     if name not in ENCODINGS:
@@ -166,13 +165,9 @@ def tiktoken_tokenizer(path: Path) -> Tokenizer:
             content = read_file_cached(f"{RANK_FILES}/{rank_file}.tiktoken", published.sha256)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:160]
-        raise UserError(
-            f"tokenizer {path}: {reason}; {name}.tiktoken may be given as a file"
-        ) from error
+        raise UserError(f"tokenizer {path}: {reason}; {name}.tiktoken may be given") from error
     if hashlib.sha256(content).hexdigest() != published.sha256:
-        raise UserError(
-            f"tokenizer {path}: damaged, its SHA-256 must be the published {published.sha256[:12]}…"
-        )
+        raise UserError(f"tokenizer {path}: damaged, its SHA-256 must be {published.sha256[:12]}…")
 
     ranks = {}
     pieces = [b""] * published.vocab_size  # special tokens and unused ids decode to nothing
@@ -184,24 +179,20 @@ def tiktoken_tokenizer(path: Path) -> Tokenizer:
     bpe = tiktoken.Encoding(
         name, pat_str=published.split, mergeable_ranks=ranks, special_tokens=special
     )
-    return Tokenizer(
-        f"{name}.tiktoken", content, published.end_of_text, pieces, bpe.encode_ordinary, {}
-    )
+    file = f"{name}.tiktoken"
+    return Tokenizer(file, content, published.end_of_text, pieces, bpe.encode_ordinary, {})
 
 
 def sentencepiece_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a SentencePiece model file. Raises UserError if it is none or has no BOS token."""
+    """The tokenizer of a SentencePiece model file. Raises UserError if it has no BOS token."""
     try:
         content = path.read_bytes()
         model = sentencepiece.SentencePieceProcessor(model_proto=content)
     except (OSError, RuntimeError) as error:
-        raise UserError(
-            f"tokenizer {path}: no SentencePiece model, NAME.tiktoken, bytes or one of {[*ENCODINGS]}"
-        ) from error
+        kinds = f"SentencePiece model, NAME.tiktoken, bytes or one of {[*ENCODINGS]}"
+        raise UserError(f"tokenizer {path}: no {kinds}") from error
     if model.bos_id() < 0:
-        raise UserError(
-            f"tokenizer {path}: empty, or without the BOS token that begins every document"
-        )
+        raise UserError(f"tokenizer {path}: empty, or without the BOS token of every document")
     pieces = []
     drops_space = []
     for i in range(model.vocab_size()):
@@ -213,32 +204,28 @@ def sentencepiece_tokenizer(path: Path) -> Tokenizer:
         else:
             piece = name.replace("\u2581", " ").encode("utf-8")  # SentencePiece's mark of a space
         pieces.append(piece)
-        # A first space that the model's own decoder leaves out is the dummy prefix, which is not part of the text.
+        # A space that the model's own decoder leaves out is the dummy prefix: it is not in the text.
         decoded = model.decode([i]).encode("utf-8")
         drops_space.append(piece[:1] == b" " and len(decoded) < len(piece))
-    # A role token of another type could be written in a text.
+    # Only control tokens cannot be written in a text, so that no user can forge a role.
     roles = {role: model.piece_to_id(role) for role in ROLE_TOKENS}
     roles = {role: i for role, i in roles.items() if model.is_control(i)}
-    return Tokenizer(
-        "tokenizer.model", content, model.bos_id(), pieces, model.encode, roles, drops_space
-    )
+    file = "tokenizer.model"
+    return Tokenizer(file, content, model.bos_id(), pieces, model.encode, roles, drops_space)
 
 
 def sha256_file(path: str | Path) -> str:
-    """SHA-256 of a file in hexadecimal digits. The file is mapped, not read into memory; an empty one cannot be."""
+    """SHA-256 of a file in hexadecimal digits."""
+    # Shards and checkpoints are mapped, not read into memory. An empty file cannot be mapped.
     content = np.memmap(path, mode="r") if os.path.getsize(path) else b""
     return hashlib.sha256(content).hexdigest()
 # === end: tokenizer ===
 
 
 # === shared: data ===
-SHARD_KINDS = {
-    (20240520, 1): np.dtype("<u2"),
-    (20240801, 7): np.dtype("<u4"),
-}  # llm.c: (magic, version) -> tokens
-SHARD_HEADER_BYTES = (
-    256 * 4
-)  # 256 int32; then the tokens, uint32 for vocabularies above 65,536, else uint16
+# llm.c's formats: magic number and version -> type of the tokens, uint32 for vocabularies > 65,536
+SHARD_KINDS = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
+SHARD_HEADER_BYTES = 256 * 4  # 256 int32: magic number, version, number of tokens, zeros
 
 
 def token_bytes(tokenizer: Tokenizer, prev: np.ndarray, ids: np.ndarray) -> np.ndarray:
@@ -247,53 +234,48 @@ def token_bytes(tokenizer: Tokenizer, prev: np.ndarray, ids: np.ndarray) -> np.n
 
 
 def read_shard(path: str | Path) -> np.ndarray:
-    """The tokens of a shard, a memory map (N,). Raises UserError for a file that is missing or damaged."""
+    """The tokens of a shard, a memory map (N,). Raises UserError if it is missing or damaged."""
     path = Path(path)
     if not path.is_file():
         raise UserError(f"shard {path}: no such file")
     size = path.stat().st_size
     header = np.fromfile(path, dtype="<i4", count=3)
-    magic, version, count = np.pad(
-        header, (0, 3 - len(header))
-    ).tolist()  # a cut file may end inside its header
+    # A file that was cut short may end inside its header.
+    magic, version, count = np.pad(header, (0, 3 - len(header))).tolist()
     if (magic, version) not in SHARD_KINDS:
-        known = [*SHARD_KINDS]
-        raise UserError(
-            f"shard {path}: {size} bytes, magic number and version {magic, version}, not {known}"
-        )
+        fault = f"{size} bytes, magic number and version {magic, version}, not {[*SHARD_KINDS]}"
+        raise UserError(f"shard {path}: {fault}")
     kind = SHARD_KINDS[magic, version]
     expected = SHARD_HEADER_BYTES + kind.itemsize * count
     if count <= 0 or size != expected:
-        raise UserError(
-            f"shard {path}: truncated or damaged: {size} bytes, its {count} tokens would take {expected}"
-        )
+        fault = f"truncated or damaged: {size} bytes, its {count} tokens would take {expected}"
+        raise UserError(f"shard {path}: {fault}")
     return np.memmap(path, dtype=kind, mode="r", offset=SHARD_HEADER_BYTES, shape=(count,))
 
 
 def load_manifest(data_path: str | Path) -> dict:
-    """`manifest.json` of a data folder. Raises UserError that names the command that writes one."""
+    """`manifest.json` of a data folder. Raises UserError naming the commands that write one."""
     path = Path(data_path) / "manifest.json"
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         manifest = None
     if not isinstance(manifest, dict) or manifest.get("format") != 1:
-        raise UserError(
-            f"{path}: no manifest of format 1; data/prepare.py makes one, data/download.py --manifest too"
-        )
+        commands = "data/prepare.py makes one, data/download.py --manifest too"
+        raise UserError(f"{path}: no manifest of format 1; {commands}")
     return manifest
 
 
 def file_state(path: Path) -> tuple[int, ...]:
-    """Size, time of change and inode of a file: what tells that it was changed. OSError if it is missing."""
+    """Size, time of change and inode of a file, by which a change shows. OSError if it is gone."""
     status = os.stat(path)
     return status.st_size, status.st_mtime_ns, status.st_ino
 
 
 class TokenStream:
-    """Shards read as one circular stream of tokens, of which `open_data` may leave out pieces.
+    """Shards read as one circular stream of tokens, of which `hold_out` may leave out pieces.
 
-    Raises UserError if a token is not below `vocab_size`, or if a shard changes while it is in use.
+    Raises UserError if a token is not below `vocab_size`, or if a shard changes while in use.
     """
 
     def __init__(self, paths: list[Path], vocab_size: int = 1 << 32) -> None:
@@ -303,32 +285,29 @@ class TokenStream:
         self.states = [file_state(path) for path in paths]
         self.starts = np.cumsum([0] + [len(shard) for shard in self.shards])  # (shards + 1,)
         self.length = int(self.starts[-1])
-        self.run = self.length  # after every `run` tokens
-        self.gap = 0  # this many are left out
+        self.run = self.length  # after every `run` tokens,
+        self.gap = 0  # `gap` tokens are left out
 
     def __len__(self) -> int:
         return self.length
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """`count` tokens from position `start` on, int64 (count,); position 0 comes after the last one."""
+        """`count` tokens from position `start` on, int64 (count,); after the last comes the first."""
         out = np.empty(count, dtype=np.int64)
         done = 0
         while done < count:
             position = (start + done) % self.length
-            place = position + position // self.run * self.gap  # counts what is left out, too
+            place = position + position // self.run * self.gap  # with what is left out
             shard = int(np.searchsorted(self.starts, place, side="right")) - 1
-            # Reading on in a mapped file that was cut short would kill the process (SIGBUS).
             path = self.paths[shard]
+            # Reading on in a mapped file that was cut short would kill the process (SIGBUS).
             if file_state(path) != self.states[shard]:
                 raise UserError(f"shard {path}: was changed while in use")
-            longest = min(
-                count - done, self.run - position % self.run
-            )  # up to the next piece left out
+            longest = min(count - done, self.run - position % self.run)  # up to the next gap
             part = self.shards[shard][place - self.starts[shard] :][:longest]
             if part.max() >= self.vocab_size:
-                raise UserError(
-                    f"shard {path}: token {part.max()}, expected ids below {self.vocab_size}"
-                )
+                fault = f"token {part.max()}, expected ids below {self.vocab_size}"
+                raise UserError(f"shard {path}: {fault}")
             out[done : done + len(part)] = part
             done += len(part)
         return out
@@ -337,16 +316,16 @@ class TokenStream:
 def check_dataset(
     data_path: str | Path, tokenizer: Tokenizer, manifest: dict, hash_train: bool = False
 ) -> list[TokenStream]:
-    """The streams of training and validation. Raises UserError unless tokenizer and shards are the manifest's.
+    """The streams of training and validation.
 
-    Training shards are hashed only on request, because they may be many gigabytes.
+    Raises UserError unless tokenizer and shards are the manifest's. Training shards are hashed only
+    on request, because they may be many gigabytes.
     """
     where = Path(data_path) / "manifest.json"
     sha256 = manifest["tokenizer"]["sha256"]
     if tokenizer.sha256 != sha256:
-        raise UserError(
-            f"{where}: shards of another tokenizer, SHA-256 {sha256[:12]}…, not {tokenizer.sha256[:12]}…"
-        )
+        fault = f"shards of another tokenizer, SHA-256 {sha256[:12]}…, not {tokenizer.sha256[:12]}…"
+        raise UserError(f"{where}: {fault}")
     overlap = manifest["overlap_documents"]
     if overlap and not manifest["published"]:
         raise UserError(f"{where}: {overlap} validation documents also stand in training, not 0")
@@ -360,11 +339,10 @@ def check_dataset(
                 raise UserError(
                     f"shard {path}: {len(tokens)} tokens, {where} says {shard['tokens']}"
                 )
+            sha256 = shard["sha256"]
             hashed = hash_train or split == "val"
-            if hashed and sha256_file(path) != shard["sha256"]:
-                raise UserError(
-                    f"shard {path}: its SHA-256 is not the {shard['sha256'][:12]}… of {where}"
-                )
+            if hashed and sha256_file(path) != sha256:
+                raise UserError(f"shard {path}: its SHA-256 is not the {sha256[:12]}… of {where}")
         expected = manifest[split]["tokens"]
         if len(stream) != expected:
             raise UserError(f"{where}: {split} has {expected} tokens, its shards {len(stream)}")
@@ -373,7 +351,10 @@ def check_dataset(
 
 
 def document_hashes(stream: TokenStream, bos_id: int, block: int = 1 << 22) -> Iterator[bytes]:
-    """A hash of the tokens of every document, in order. Tokens before the first BOS belong to no document."""
+    """A hash of the tokens of every document, in order.
+
+    Tokens before the first BOS belong to no document: a published shard may begin inside one.
+    """
     starts = []
     for at in range(0, len(stream), block):
         tokens = stream.read(at, min(block, len(stream) - at))
