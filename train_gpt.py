@@ -963,7 +963,7 @@ class Batches:
             raise UserError(f"{name}: must be a multiple of TRAIN_SEQ_LEN x ranks = {unit}")
         most = sum(len(stream) for stream in data.streams)
         if self.tokens > most:
-            raise UserError(f"{name}: takes {self.tokens} of the {most} training tokens")
+            raise UserError(f"{name}: takes {self.tokens} of the {most} training tokens there are")
         self.rows = self.tokens // unit  # of this rank, per step
 
         self.cuda = runtime.device.type == "cuda"

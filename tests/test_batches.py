@@ -185,7 +185,8 @@ def test_micro_batches_shrink_until_they_fit_and_gradients_are_of_one_step(strea
 
 
 @pytest.mark.parametrize("changes, said", [
-    (dict(train_batch_tokens=60), "TRAIN_BATCH_TOKENS=60"),
+    (dict(train_batch_tokens=60), "TRAIN_BATCH_TOKENS=60: must be a multiple of"),
+    (dict(train_batch_tokens=1008), "TRAIN_BATCH_TOKENS=1008: takes 1008 of the 1000 training tokens"),
     (dict(micro_batch_tokens=4), "MICRO_BATCH_TOKENS=4"),
 ])
 def test_batches_that_do_not_fit_are_errors(stream, changes, said):
@@ -193,10 +194,12 @@ def test_batches_that_do_not_fit_are_errors(stream, changes, said):
         batches(stream, **changes)
 
 
-def test_a_step_of_more_than_an_epoch_goes_on_in_the_next(stream):
-    found = rows(batches(stream, train_batch_tokens=2400), 0)  # 300 windows, of 125 in an epoch
-    starts = [T.window_start(row, 1000, 8, 1337) for row in range(300)]
-    assert found.tolist() == [stream.read(start, 9).tolist() for start in starts]
+def test_a_step_may_read_more_than_an_epoch_of_a_small_part(mixed):
+    data = data_of(mixed[::2], [0.02, 0.98])  # 500 and 87 windows
+    found = rows(batches(data, train_batch_tokens=960), 0)  # two and 118 windows
+    small = mixed[2]
+    starts = [T.window_start(row, 700, 8, 1337) for row in range(118)]
+    assert found[2:].tolist() == [small.read(start, 9).tolist() for start in starts]
 
 
 @pytest.mark.full
