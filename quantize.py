@@ -436,7 +436,7 @@ def sentencepiece_tokenizer(path: Path) -> Tokenizer:
         else:
             piece = name.replace("\u2581", " ").encode("utf-8")  # SentencePiece's mark of a space
         pieces.append(piece)
-        # A space that the model's own decoder leaves out is the dummy prefix: it is not in the text.
+        # A space that the model's own decoder leaves out, the dummy prefix, is not in the text.
         decoded = model.decode([i]).encode("utf-8")
         drops_space.append(piece[:1] == b" " and len(decoded) < len(piece))
     # Only control tokens cannot be written in a text, so that no user can forge a role.
@@ -524,7 +524,7 @@ class TokenStream:
         return self.length
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """`count` tokens from position `start` on, int64 (count,); after the last comes the first."""
+        """`count` tokens from position `start` on, int64 (count,); after the last, the first."""
         out = np.empty(count, dtype=np.int64)
         done = 0
         while done < count:
@@ -762,8 +762,8 @@ def window_start(row: int, length: int, seq_len: int, seed: int) -> int:
     small batches would see the same few documents for dozens of steps: on web text, with 16 windows
     of 256 a step, that cost 0.091 bits per byte. The order is a Feistel network (Luby and Rackoff
     1988), because it needs no table of the windows: any rank and any resumed run computes it from
-    seed and row alone. Its windows are the cells of a square; a round shifts every row of the square
-    by a random number, then every column.
+    seed and row alone. The windows are cells of a square; each of four rounds shifts every row of
+    the square by a random number, then every column.
     """
     windows = length // seq_len  # what does not fill a window is left out
     epoch, cell = divmod(row, windows)
@@ -797,7 +797,7 @@ def rows_before(step: int, rows: int, shares: list[float]) -> list[int]:
 class Batches:
     """The training streams as micro-batches; a thread reads one step ahead.
 
-    A step reads the same windows whatever the ranks, the micro-batches and the step of a resumption.
+    A step reads the same windows whatever the ranks and the micro-batches, resumed or not.
     """
 
     def __init__(self, data: Dataset, settings: Settings, runtime: Runtime):
@@ -812,7 +812,7 @@ class Batches:
             raise UserError(f"{name}: must be a multiple of TRAIN_SEQ_LEN x ranks = {unit}")
         most = sum(len(stream) for stream in data.streams)
         if self.tokens > most:
-            raise UserError(f"{name}: takes {self.tokens} of the {most} training tokens")
+            raise UserError(f"{name}: takes {self.tokens} of the {most} training tokens there are")
         self.rows = self.tokens // unit  # of this rank, per step
 
         self.cuda = runtime.device.type == "cuda"
@@ -2132,7 +2132,7 @@ class Scorer:
     ) -> np.ndarray:
         """The loss of each prediction, from all ranks, float64 (N - 1,).
 
-        spans (S, 3): the model sees tokens `begin` to `end` and scores its predictions from `first`.
+        spans (S, 3): the model sees tokens `begin` to `end` and scores predictions from `first`.
         """
         device = self.runtime.device
         tokens = torch.from_numpy(tokens)

@@ -580,7 +580,7 @@ def sentencepiece_tokenizer(path: Path) -> Tokenizer:
         else:
             piece = name.replace("\u2581", " ").encode("utf-8")  # SentencePiece's mark of a space
         pieces.append(piece)
-        # A space that the model's own decoder leaves out is the dummy prefix: it is not in the text.
+        # A space that the model's own decoder leaves out, the dummy prefix, is not in the text.
         decoded = model.decode([i]).encode("utf-8")
         drops_space.append(piece[:1] == b" " and len(decoded) < len(piece))
     # Only control tokens cannot be written in a text, so that no user can forge a role.

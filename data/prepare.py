@@ -204,7 +204,7 @@ def sentencepiece_tokenizer(path: Path) -> Tokenizer:
         else:
             piece = name.replace("\u2581", " ").encode("utf-8")  # SentencePiece's mark of a space
         pieces.append(piece)
-        # A space that the model's own decoder leaves out is the dummy prefix: it is not in the text.
+        # A space that the model's own decoder leaves out, the dummy prefix, is not in the text.
         decoded = model.decode([i]).encode("utf-8")
         drops_space.append(piece[:1] == b" " and len(decoded) < len(piece))
     # Only control tokens cannot be written in a text, so that no user can forge a role.
@@ -292,7 +292,7 @@ class TokenStream:
         return self.length
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """`count` tokens from position `start` on, int64 (count,); after the last comes the first."""
+        """`count` tokens from position `start` on, int64 (count,); after the last, the first."""
         out = np.empty(count, dtype=np.int64)
         done = 0
         while done < count:
