@@ -20,6 +20,7 @@ import difflib
 import functools
 import hashlib
 import io
+import itertools
 import json
 import math
 import os
@@ -35,17 +36,17 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import FunctionType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Literal, get_args
 
 import numpy as np
 import sentencepiece
 import tiktoken
-import tiktoken_ext.openai_public
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import zstandard
+from tiktoken.load import read_file_cached
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -285,80 +286,178 @@ def first_whole(folders: list[Path], files=("meta.json", "model.pt", "training.p
 
 # === shared: tokenizer ===
 ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
-ENCODINGS = ("gpt2", "r50k_base", "p50k_base", "cl100k_base", "o200k_base")  # of tiktoken
+
+# OpenAI's encodings split a text by one of these regular expressions and merge bytes within the
+# parts only. They are copied from tiktoken_ext/openai_public.py: a rank file does not have them.
+R50K_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+CL100K_SPLIT = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
+    r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+)
+O200K_SPLIT = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+RANK_FILES = "https://openaipublic.blob.core.windows.net/encodings"
+
+
+@dataclass(frozen=True)
+class PublishedEncoding:
+    """One of OpenAI's encodings: the hash of its rank file, and what that file does not contain."""
+
+    sha256: str
+    split: str  # regular expression, see above
+    end_of_text: int  # id of <|endoftext|>, which begins every document here
+    vocab_size: int  # with all special tokens and unused ids
+
+
+R50K_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
+P50K_SHA256 = "94b5ca7dff4d00767bc256fdd1b27e5b17361d7b8a5f968547f9f23eb70d2069"
+CL100K_SHA256 = "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7"
+O200K_SHA256 = "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d"
+ENCODINGS = {
+    "gpt2": PublishedEncoding(R50K_SHA256, R50K_SPLIT, 50256, 50257),  # the ranks of r50k_base
+    "r50k_base": PublishedEncoding(R50K_SHA256, R50K_SPLIT, 50256, 50257),
+    "p50k_base": PublishedEncoding(P50K_SHA256, R50K_SPLIT, 50256, 50281),
+    "cl100k_base": PublishedEncoding(CL100K_SHA256, CL100K_SPLIT, 100257, 100277),
+    "o200k_base": PublishedEncoding(O200K_SHA256, O200K_SPLIT, 199999, 200019),
+}
 
 
 @dataclass
 class Tokenizer:
-    """From `load_tokenizer`. A token counts the UTF-8 bytes it decodes to; after a boundary (a control, unknown or
-    unused token) without the space put before every text. So does Parameter Golf, build_sentencepiece_luts, eval_val.
+    """A tokenizer, from `load_tokenizer`, and the bytes that each token stands for.
+
+    A token counts the UTF-8 bytes that it decodes to. After a boundary (a control, unknown or
+    unused token) it counts them without the space that some SentencePiece models put before every
+    text. Parameter Golf counts in the same way (build_sentencepiece_luts, eval_val).
     """
 
-    file: str  # name of a file that gives it back; "bytes" needs none
+    file: str  # name of the file that holds the tokenizer; "bytes" needs none
     content: bytes  # of that file; its SHA-256 tells tokenizers apart
     bos_id: int
     pieces: list[bytes]  # what each token decodes to, b"" for boundaries
-    encode: Callable[[str], list[int]]  # ids without BOS; special tokens in the text are ordinary characters
-    drops_space: np.ndarray | bool = False  # (V,) bool, loses its space after a boundary
-    roles: dict[str, int] | None = None  # ids of ROLE_TOKENS; None or {}: it has none
+    encode: Callable[[str], list[int]]  # ids without BOS; special tokens in a text are plain text
+    roles: dict[str, int]  # ids of ROLE_TOKENS; {} if the tokenizer has none
+    drops_space: np.ndarray | bool = False  # (V,) bool, loses its first space after a boundary
 
     def __post_init__(self) -> None:
-        self.sha256, self.vocab_size = hashlib.sha256(self.content).hexdigest(), len(self.pieces)
+        self.sha256 = hashlib.sha256(self.content).hexdigest()
+        self.vocab_size = len(self.pieces)
         self.byte_counts = np.array([len(piece) for piece in self.pieces])  # (V,) int64
         self.boundary = self.byte_counts == 0  # (V,) bool
-        self.drops_space, self.roles = np.broadcast_to(self.drops_space, self.vocab_size), self.roles or {}
+        self.drops_space = np.broadcast_to(self.drops_space, self.vocab_size)
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Of a SentencePiece file, tiktoken's encoding NAME or its file NAME.tiktoken, or `bytes`. Raises UserError."""
+    """The tokenizer of a SentencePiece file or NAME.tiktoken, a NAME in ENCODINGS, or `bytes`.
+
+    Raises UserError.
+    """
     path = Path(path)
     if path.name == "bytes":
-        pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4  # pad, BOS, EOS, unknown; bytes; roles
-        return Tokenizer("bytes", b"underpar bytes 264", 1, pieces, lambda text: [4 + b for b in text.encode()],
-                         roles=dict(zip(ROLE_TOKENS, range(260, 264), strict=True)))
-    if str(path) in ENCODINGS or path.suffix == ".tiktoken":
-        public, name, scope = tiktoken_ext.openai_public, path.name.removesuffix(".tiktoken"), {}
-        maker = "r50k_base" if path.name == "gpt2.tiktoken" else name  # the same ranks, pattern and special token
-        if path.suffix:  # tiktoken's own function, with a loader that reads and checks the file given
-            scope["load_tiktoken_bpe"] = lambda url, expected_hash: public.load_tiktoken_bpe(str(path), expected_hash)
-        try:
-            encoding = tiktoken.Encoding(**FunctionType(getattr(public, maker).__code__, vars(public) | scope)())
-        except (AttributeError, OSError, ValueError, AssertionError) as error:
-            raise UserError(f"tokenizer {path}: tiktoken cannot load it ({' '.join(str(error).split())[:160]}); give "
-                            f"one of {ENCODINGS}, which it downloads, or one's rank file NAME.tiktoken") from error
-        tokens = {rank: token for token, rank in encoding._mergeable_ranks.items()}
-        pieces = [tokens.get(rank, b"") for rank in range(encoding.n_vocab)]
-        content = b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in sorted(tokens.items()))
-        return Tokenizer(f"{name}.tiktoken", content, encoding.eot_token, pieces, encoding.encode_ordinary)
+        return byte_tokenizer()
+    if path.suffix == ".tiktoken" or str(path) in ENCODINGS:
+        return tiktoken_tokenizer(path)
+    return sentencepiece_tokenizer(path)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """The built-in tokenizer: pad, BOS, EOS and unknown, then the 256 bytes, then the roles."""
+    pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4
+    roles = dict(zip(ROLE_TOKENS, range(260, 264), strict=True))
+    return Tokenizer(
+        "bytes",
+        b"underpar bytes 264",
+        1,
+        pieces,
+        lambda text: [4 + b for b in text.encode()],
+        roles,
+    )
+
+
+def tiktoken_tokenizer(path: Path) -> Tokenizer:
+    """One of OpenAI's encodings, from its rank file NAME.tiktoken or by its NAME alone.
+
+    A line of a rank file is a token in base64, a space, its rank. A name alone means tiktoken's
+    cache or OpenAI's server. Raises UserError for an unknown name and for a damaged file.
+    """
+    name = path.name.removesuffix(".tiktoken")
+    if name not in ENCODINGS:
+        raise UserError(f"tokenizer {path}: unknown encoding; must be one of {[*ENCODINGS]}")
+    published = ENCODINGS[name]
+    try:
+        if path.suffix:
+            content = path.read_bytes()
+        else:
+            rank_file = name.replace("gpt2", "r50k_base")  # the same ranks
+            content = read_file_cached(f"{RANK_FILES}/{rank_file}.tiktoken", published.sha256)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:160]
+        raise UserError(f"tokenizer {path}: {reason}; {name}.tiktoken may be given") from error
+    if hashlib.sha256(content).hexdigest() != published.sha256:
+        raise UserError(f"tokenizer {path}: damaged, its SHA-256 must be {published.sha256[:12]}…")
+
+    ranks = {}
+    pieces = [b""] * published.vocab_size  # special tokens and unused ids decode to nothing
+    for line in content.splitlines():
+        token, rank = line.split()
+        pieces[int(rank)] = base64.b64decode(token)
+        ranks[pieces[int(rank)]] = int(rank)
+    special = {"<|endoftext|>": published.end_of_text}
+    bpe = tiktoken.Encoding(
+        name, pat_str=published.split, mergeable_ranks=ranks, special_tokens=special
+    )
+    file = f"{name}.tiktoken"
+    return Tokenizer(file, content, published.end_of_text, pieces, bpe.encode_ordinary, {})
+
+
+def sentencepiece_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a SentencePiece model file. Raises UserError if it has no BOS token."""
     try:
         content = path.read_bytes()
         model = sentencepiece.SentencePieceProcessor(model_proto=content)
     except (OSError, RuntimeError) as error:
-        raise UserError(f"tokenizer {path}: no SentencePiece model, .tiktoken file, bytes or {ENCODINGS}") from error
+        kinds = f"SentencePiece model, NAME.tiktoken, bytes or one of {[*ENCODINGS]}"
+        raise UserError(f"tokenizer {path}: no {kinds}") from error
     if model.bos_id() < 0:
-        raise UserError(f"tokenizer {path}: empty, or without the BOS token with which every document must begin")
-    ids = list(range(model.vocab_size()))
-    names, control = model.id_to_piece(ids), np.array(model.is_control(ids))
-    boundary = control | model.is_unknown(ids) | model.is_unused(ids)
-    pieces = [name.replace("\u2581", " ").encode("utf-8") for name in names]  # its mark of a space
-    for i in np.flatnonzero(boundary | model.is_byte(ids)):
-        pieces[i] = b"" if boundary[i] else bytes.fromhex(names[i][3:5])  # a byte's name is "<0x41>"
-    # A leading space that the model's own decoder leaves out is the dummy prefix, no part of the text.
-    drops = np.array([name.startswith("\u2581") and len(model.decode([i]).encode("utf-8")) < len(pieces[i])
-                      for i, name in enumerate(names)])
-    roles = {role: names.index(role) for role in ROLE_TOKENS if role in names and control[names.index(role)]}
-    return Tokenizer("tokenizer.model", content, model.bos_id(), pieces, model.encode, drops, roles)
+        raise UserError(f"tokenizer {path}: empty, or without the BOS token of every document")
+    pieces = []
+    drops_space = []
+    for i in range(model.vocab_size()):
+        name = model.id_to_piece(i)
+        if model.is_control(i) or model.is_unknown(i) or model.is_unused(i):
+            piece = b""
+        elif model.is_byte(i):
+            piece = bytes.fromhex(name[3:5])  # a byte's name is "<0x41>"
+        else:
+            piece = name.replace("\u2581", " ").encode("utf-8")  # SentencePiece's mark of a space
+        pieces.append(piece)
+        # A space that the model's own decoder leaves out, the dummy prefix, is not in the text.
+        decoded = model.decode([i]).encode("utf-8")
+        drops_space.append(piece[:1] == b" " and len(decoded) < len(piece))
+    # Only control tokens cannot be written in a text, so that no user can forge a role.
+    roles = {role: model.piece_to_id(role) for role in ROLE_TOKENS}
+    roles = {role: i for role, i in roles.items() if model.is_control(i)}
+    file = "tokenizer.model"
+    return Tokenizer(file, content, model.bos_id(), pieces, model.encode, roles, drops_space)
 
 
 def sha256_file(path: str | Path) -> str:
-    """SHA-256 of a file as hex digits; the file is mapped, not read into memory."""
-    return hashlib.sha256(np.memmap(path, mode="r") if os.path.getsize(path) else b"").hexdigest()
+    """SHA-256 of a file in hexadecimal digits."""
+    # Shards and checkpoints are mapped, not read into memory. An empty file cannot be mapped.
+    content = np.memmap(path, mode="r") if os.path.getsize(path) else b""
+    return hashlib.sha256(content).hexdigest()
 # === end: tokenizer ===
 
 
 # === shared: data ===
-SHARD_KINDS = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}  # llm.c: (magic, version) -> tokens
-SHARD_HEADER_BYTES = 256 * 4  # 256 int32, then the tokens: uint32 for vocabularies above 65,536, else uint16
+# llm.c's formats: magic number and version -> type of the tokens, uint32 for vocabularies > 65,536
+SHARD_KINDS = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
+SHARD_HEADER_BYTES = 256 * 4  # 256 int32: magic number, version, number of tokens, zeros
 
 
 def token_bytes(tokenizer: Tokenizer, prev: np.ndarray, ids: np.ndarray) -> np.ndarray:
@@ -367,210 +466,401 @@ def token_bytes(tokenizer: Tokenizer, prev: np.ndarray, ids: np.ndarray) -> np.n
 
 
 def read_shard(path: str | Path) -> np.ndarray:
-    """The tokens of a shard, a memory map (N,). Raises UserError naming file, found and expected."""
-    if not Path(path).is_file():
+    """The tokens of a shard, a memory map (N,). Raises UserError if it is missing or damaged."""
+    path = Path(path)
+    if not path.is_file():
         raise UserError(f"shard {path}: no such file")
-    size = Path(path).stat().st_size
-    magic, version, count, *_ = [*np.fromfile(path, dtype="<i4", count=3).tolist(), 0, 0, 0]
-    kind = SHARD_KINDS.get((magic, version))
-    if kind is None:
-        raise UserError(f"shard {path}: {size} bytes, magic number and version {magic, version}, not {[*SHARD_KINDS]}")
+    size = path.stat().st_size
+    header = np.fromfile(path, dtype="<i4", count=3)
+    # A file that was cut short may end inside its header.
+    magic, version, count = np.pad(header, (0, 3 - len(header))).tolist()
+    if (magic, version) not in SHARD_KINDS:
+        fault = f"{size} bytes, magic number and version {magic, version}, not {[*SHARD_KINDS]}"
+        raise UserError(f"shard {path}: {fault}")
+    kind = SHARD_KINDS[magic, version]
     expected = SHARD_HEADER_BYTES + kind.itemsize * count
     if count <= 0 or size != expected:
-        raise UserError(f"shard {path}: truncated or damaged: {size} bytes, its {count} tokens would take {expected}")
+        fault = f"truncated or damaged: {size} bytes, its {count} tokens would take {expected}"
+        raise UserError(f"shard {path}: {fault}")
     return np.memmap(path, dtype=kind, mode="r", offset=SHARD_HEADER_BYTES, shape=(count,))
 
 
 def load_manifest(data_path: str | Path) -> dict:
-    """`manifest.json` of a data folder. Raises UserError naming the command that writes one."""
+    """`manifest.json` of a data folder. Raises UserError naming the commands that write one."""
     path = Path(data_path) / "manifest.json"
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         manifest = None
     if not isinstance(manifest, dict) or manifest.get("format") != 1:
-        raise UserError(f"{path}: no manifest of format 1; data/prepare.py makes one, data/download.py --manifest too")
+        commands = "data/prepare.py makes one, data/download.py --manifest too"
+        raise UserError(f"{path}: no manifest of format 1; {commands}")
     return manifest
 
 
-def check_dataset(data_path: str | Path, tokenizer: Tokenizer, manifest: dict, hash_train: bool = False) -> list:
-    """The TokenStreams of training and validation; UserError unless tokenizer and shards are those of the manifest."""
-    where, sha256, streams = Path(data_path) / "manifest.json", manifest["tokenizer"]["sha256"], []
-    if tokenizer.sha256 != sha256:
-        raise UserError(f"{where}: shards of another tokenizer, SHA-256 {sha256[:12]}…, not {tokenizer.sha256[:12]}…")
-    if manifest["overlap_documents"] and not manifest["published"]:
-        raise UserError(f"{where}: {manifest['overlap_documents']} validation documents also stand in training, not 0")
-    for split in ("train", "val"):
-        shards, tokens = manifest[split]["shards"], manifest[split]["tokens"]
-        stream = TokenStream([Path(data_path) / shard["file"] for shard in shards], tokenizer.vocab_size)
-        for path, found, shard in zip(stream.paths, stream.shards, shards, strict=True):
-            if len(found) != shard["tokens"]:
-                raise UserError(f"shard {path}: {len(found)} tokens, {where} says {shard['tokens']}")
-            if (split == "val" or hash_train) and sha256_file(path) != shard["sha256"]:
-                raise UserError(f"shard {path}: its SHA-256 is not the {shard['sha256'][:12]}… of {where}")
-        if len(stream) != tokens:
-            raise UserError(f"{where}: {split} has {tokens} tokens, its shards {len(stream)}")
-        streams.append(stream)
-    return streams
+def file_state(path: Path) -> tuple[int, ...]:
+    """Size, time of change and inode of a file, by which a change shows. OSError if it is gone."""
+    status = os.stat(path)
+    return status.st_size, status.st_mtime_ns, status.st_ino
 
 
 class TokenStream:
-    """Shards as one circular stream of tokens. UserError if a token is not below `vocab_size` or a shard changes."""
+    """Shards read as one circular stream of tokens, of which `hold_out` may leave out pieces.
+
+    Raises UserError if a token is not below `vocab_size`, or if a shard changes while in use.
+    """
 
     def __init__(self, paths: list[Path], vocab_size: int = 1 << 32) -> None:
-        self.paths, self.vocab_size, self.marks = paths, vocab_size, [self.mark(path) for path in paths]
+        self.paths = paths
+        self.vocab_size = vocab_size
         self.shards = [read_shard(path) for path in paths]
+        self.states = [file_state(path) for path in paths]
         self.starts = np.cumsum([0] + [len(shard) for shard in self.shards])  # (shards + 1,)
-        self.length = self.run = int(self.starts[-1])
-        self.gap = 0  # tokens that are left out after every `run`
+        self.length = int(self.starts[-1])
+        self.run = self.length  # after every `run` tokens,
+        self.gap = 0  # `gap` tokens are left out
 
     def __len__(self) -> int:
         return self.length
 
-    def mark(self, path: Path) -> tuple[int, ...]:
-        """What tells a changed file: size, time of change, inode. To read on in one cut short kills the process."""
-        found = os.stat(path) if path.exists() else None
-        return (found.st_size, found.st_mtime_ns, found.st_ino) if found else ()
-
     def read(self, start: int, count: int) -> np.ndarray:
-        """`count` tokens from position `start` on, int64 (count,), going on at 0 after the last one."""
-        out, done = np.empty(count, dtype=np.int64), 0
+        """`count` tokens from position `start` on, int64 (count,); after the last, the first."""
+        out = np.empty(count, dtype=np.int64)
+        done = 0
         while done < count:
             position = (start + done) % self.length
-            place = position + position // self.run * self.gap
-            index = int(np.searchsorted(self.starts, place, side="right")) - 1
-            if self.mark(self.paths[index]) != self.marks[index]:
-                raise UserError(f"shard {self.paths[index]}: was changed or removed while in use")
-            part = self.shards[index][place - self.starts[index] :][: min(count - done, self.run - position % self.run)]
+            place = position + position // self.run * self.gap  # with what is left out
+            shard = int(np.searchsorted(self.starts, place, side="right")) - 1
+            path = self.paths[shard]
+            # Reading on in a mapped file that was cut short would kill the process (SIGBUS).
+            if file_state(path) != self.states[shard]:
+                raise UserError(f"shard {path}: was changed while in use")
+            longest = min(count - done, self.run - position % self.run)  # up to the next gap
+            part = self.shards[shard][place - self.starts[shard] :][:longest]
             if part.max() >= self.vocab_size:
-                raise UserError(f"shard {self.paths[index]}: token {part.max()}, expected ids below {self.vocab_size}")
+                fault = f"token {part.max()}, expected ids below {self.vocab_size}"
+                raise UserError(f"shard {path}: {fault}")
             out[done : done + len(part)] = part
             done += len(part)
         return out
 
 
+def check_dataset(
+    data_path: str | Path, tokenizer: Tokenizer, manifest: dict, hash_train: bool = False
+) -> list[TokenStream]:
+    """The streams of training and validation.
+
+    Raises UserError unless tokenizer and shards are the manifest's. Training shards are hashed only
+    on request, because they may be many gigabytes.
+    """
+    where = Path(data_path) / "manifest.json"
+    sha256 = manifest["tokenizer"]["sha256"]
+    if tokenizer.sha256 != sha256:
+        fault = f"shards of another tokenizer, SHA-256 {sha256[:12]}…, not {tokenizer.sha256[:12]}…"
+        raise UserError(f"{where}: {fault}")
+    overlap = manifest["overlap_documents"]
+    if overlap and not manifest["published"]:
+        raise UserError(f"{where}: {overlap} validation documents also stand in training, not 0")
+    streams = []
+    for split in ("train", "val"):
+        shards = manifest[split]["shards"]
+        paths = [where.with_name(shard["file"]) for shard in shards]
+        stream = TokenStream(paths, tokenizer.vocab_size)
+        for path, tokens, shard in zip(paths, stream.shards, shards, strict=True):
+            if len(tokens) != shard["tokens"]:
+                raise UserError(
+                    f"shard {path}: {len(tokens)} tokens, {where} says {shard['tokens']}"
+                )
+            sha256 = shard["sha256"]
+            hashed = hash_train or split == "val"
+            if hashed and sha256_file(path) != sha256:
+                raise UserError(f"shard {path}: its SHA-256 is not the {sha256[:12]}… of {where}")
+        expected = manifest[split]["tokens"]
+        if len(stream) != expected:
+            raise UserError(f"{where}: {split} has {expected} tokens, its shards {len(stream)}")
+        streams.append(stream)
+    return streams
+
+
 def document_hashes(stream: TokenStream, bos_id: int, block: int = 1 << 22) -> Iterator[bytes]:
-    """A hash of the tokens of every document, in order; what stands before the first BOS belongs to none."""
-    rest = np.empty(0, dtype=np.int64)
+    """A hash of the tokens of every document, in order.
+
+    Tokens before the first BOS belong to no document: a published shard may begin inside one.
+    """
+    starts = []
     for at in range(0, len(stream), block):
-        tokens = np.append(rest, stream.read(at, min(block, len(stream) - at)))
-        *whole, rest = np.split(tokens, np.flatnonzero(tokens == bos_id))
-        yield from (hashlib.blake2b(one, digest_size=16).digest() for one in whole if one.size and one[0] == bos_id)
-    if rest[0] == bos_id:
-        yield hashlib.blake2b(rest, digest_size=16).digest()
+        tokens = stream.read(at, min(block, len(stream) - at))
+        starts += (at + np.flatnonzero(tokens == bos_id)).tolist()
+    for start, end in itertools.pairwise([*starts, len(stream)]):
+        yield hashlib.blake2b(stream.read(start, end - start), digest_size=16).digest()
 # === end: data ===
 
 
 # === shared: batches ===
-def open_data(settings: Settings) -> SimpleNamespace:
-    """The parts of DATA_PATH, a folder or `a:0.7,b:0.3`, less their shares of HOLDOUT_TOKENS, checked. UserError."""
-    path, shares = settings.data_path, {settings.data_path: 1.0}
-    if {":", ","} & set(path) and not Path(path).exists():
-        parts = [re.fullmatch(r"\s*(.+?)/?:(\d+\.?\d*|\.\d+)\s*", part) for part in path.split(",")]
-        weights = {part[1]: float(part[2]) for part in parts if part}
-        if len(weights) < len(parts) or not all(weights.values()):
-            raise UserError(f"DATA_PATH={path!r}: neither a folder nor FOLDER:WEIGHT,… of new folders and more than 0")
-        shares = {folder: weight / sum(weights.values()) for folder, weight in weights.items()}
+@dataclass
+class Validation:
+    """The validation tokens of all folders of DATA_PATH, and the source of each."""
+
+    tokens: np.ndarray  # (N,) int64, a BOS first
+    byte_count: int  # UTF-8 bytes that tokens 1 to N - 1 decode to
+    source_of: np.ndarray  # (N,) place of a token's source in source_names
+    source_names: list[str]
+
+
+@dataclass
+class Dataset:
+    """What DATA_PATH holds, checked; lists have one entry per folder."""
+
+    tokenizer: Tokenizer
+    manifests: list[dict]
+    manifest_sha256: str
+    yardsticks: dict[str, float]  # scores of count models and compressors; {} for a mixture
+    streams: list[TokenStream]  # training tokens without the held-out ones
+    shares: list[float]  # of the training rows
+    held_out: np.ndarray  # int64, pieces of all training streams, each behind a BOS
+    validation: Validation
+
+
+def parse_mixture(data_path: str) -> dict[str, float]:
+    """Folder -> share of the training rows, for DATA_PATH: one folder, or `a:0.7,b:0.3`.
+
+    Raises UserError.
+    """
+    if Path(data_path).exists() or ":" not in data_path:
+        return {data_path: 1.0}
+    weights = {}
+    for part in data_path.split(","):
+        match = re.fullmatch(r"\s*(.+?)/?:(\d+\.?\d*|\.\d+)\s*", part)
+        if match is None or match[1] in weights or float(match[2]) == 0:
+            right = "neither a folder nor FOLDER:WEIGHT,… of new folders and more than 0"
+            raise UserError(f"DATA_PATH={data_path!r}: {right}")
+        weights[match[1]] = float(match[2])
+    total = sum(weights.values())
+    return {folder: weight / total for folder, weight in weights.items()}
+
+
+def check_overlap(train: list[TokenStream], val: list[TokenStream], bos_id: int) -> None:
+    """Raises UserError if a validation document of a folder is also in another's training."""
+    hashes = [set(document_hashes(stream, bos_id)) for stream in val]
+    for number, stream in enumerate(train):
+        others = set().union(*hashes[:number], *hashes[number + 1 :])
+        shared = others.intersection(document_hashes(stream, bos_id))
+        if shared:
+            where = stream.paths[0].parent
+            raise UserError(
+                f"{where}: {len(shared)} training documents are in another's validation"
+            )
+
+
+def read_validation(
+    streams: list[TokenStream], manifests: dict[str, dict], tokenizer: Tokenizer
+) -> Validation:
+    """The validation tokens of all folders, with their sources.
+
+    Raises UserError unless their bytes and documents are as many as the manifests say.
+    """
+    tokens = np.concatenate([stream.read(0, len(stream)) for stream in streams])
+    byte_count = int(token_bytes(tokenizer, tokens[:-1], tokens[1:]).sum())
+    expected = sum(manifest["val"]["decoded_bytes"] for manifest in manifests.values())
+    if byte_count != expected:
+        counts = f"the tokenizer's table counts {byte_count}, manifest.json says {expected}"
+        raise UserError(f"validation bytes: {counts}")
+
+    document_sources = []  # place of each document's source in source_names
+    source_names = []
+    for folder, manifest in manifests.items():
+        names = manifest.get("sources")
+        numbers = manifest["val"].get("document_sources")
+        if not numbers:  # published shards do not say where their documents come from
+            names = [manifest["name"]]
+            numbers = [0] * manifest["val"]["documents"]
+        document_sources += [len(source_names) + number for number in numbers]
+        if len(manifests) > 1:  # two folders may have a source of the same name
+            names = [f"{folder}/{name}" for name in names]
+        source_names += names
+    document_of = np.cumsum(tokens == tokenizer.bos_id)  # (N,), counted from 1
+    found = document_of[-1]
+    if found != len(document_sources) or document_of[0] != 1:
+        counts = f"{found} validation documents, in manifest.json {len(document_sources)}"
+        raise UserError(f"DATA_PATH: {counts}")
+    source_of = np.array(document_sources)[document_of - 1]
+    return Validation(tokens, byte_count, source_of, source_names)
+
+
+def hold_out(stream: TokenStream, count: int, seq_len: int, bos_id: int) -> np.ndarray:
+    """Takes about `count` tokens out of a training stream; returns them, each piece behind a BOS.
+
+    Up to 16 pieces come from all over the stream, because its end may be of one source. Raises
+    UserError if less than a window would remain before each of them.
+    """
+    pieces = min(16, max(1, count // seq_len))
+    gap = count // pieces
+    run = (len(stream) - count) // pieces  # the few tokens that do not divide are not used at all
+    if run < seq_len:
+        right = f"must be at least the held-out {count} and {pieces} windows of {seq_len}"
+        raise UserError(f"{stream.paths[0].parent}: {len(stream)} tokens, {right}")
+    held_out = []
+    for piece in range(pieces):
+        start = piece * (run + gap) + run
+        held_out.append(np.append(bos_id, stream.read(start, gap)))
+    stream.run = run
+    stream.gap = gap
+    stream.length = pieces * run
+    return np.concatenate(held_out)
+
+
+def open_data(settings: Settings) -> Dataset:
+    """The data of DATA_PATH, checked against its manifests. Raises UserError."""
+    shares = parse_mixture(settings.data_path)
     manifests = {folder: load_manifest(folder) for folder in shares}
     folder, manifest = next(iter(manifests.items()))
-    tokenizer = load_tokenizer(settings.tokenizer_path or Path(folder) / manifest["tokenizer"]["file"])
+    beside = Path(folder) / manifest["tokenizer"]["file"]
+    tokenizer = load_tokenizer(settings.tokenizer_path or beside)
     if settings.vocab_size not in (0, tokenizer.vocab_size):
-        raise UserError(f"VOCAB_SIZE={settings.vocab_size}: {tokenizer.file} has {tokenizer.vocab_size} tokens")
-    train, val = zip(*(check_dataset(folder, tokenizer, manifests[folder]) for folder in shares), strict=True)
-    # No document of a part's validation may stand, token for token, in another part's training.
-    hashes = [set(document_hashes(stream, tokenizer.bos_id)) for stream in val] if len(val) > 1 else []
-    for part, stream in enumerate(train[: len(hashes)]):
-        others = set().union(*hashes[:part], *hashes[part + 1 :])
-        if found := others.intersection(document_hashes(stream, tokenizer.bos_id)):
-            raise UserError(f"{stream.paths[0].parent}: {len(found)} training documents are in another's validation")
-    tokens = np.concatenate([stream.read(0, len(stream)) for stream in val])
-    if min(settings.holdout_tokens, len(tokens) - 1) < settings.train_seq_len:
-        limit = f"HOLDOUT_TOKENS={settings.holdout_tokens} and validation's {len(tokens)} tokens"
+        found = f"{tokenizer.file} has {tokenizer.vocab_size} tokens"
+        raise UserError(f"VOCAB_SIZE={settings.vocab_size}: {found}")
+    pairs = [check_dataset(folder, tokenizer, manifest) for folder, manifest in manifests.items()]
+    train, val = zip(*pairs, strict=True)
+    if len(shares) > 1:  # within one folder, check_dataset has made sure
+        check_overlap(train, val, tokenizer.bos_id)
+
+    # Validation and held-out tokens must fill a window.
+    validation = read_validation(val, manifests, tokenizer)
+    if min(settings.holdout_tokens, len(validation.tokens) - 1) < settings.train_seq_len:
+        held_out = f"HOLDOUT_TOKENS={settings.holdout_tokens}"
+        limit = f"{held_out} and validation's {len(validation.tokens)} tokens"
         raise UserError(f"TRAIN_SEQ_LEN={settings.train_seq_len}: must be at most {limit}")
-    val_bytes = sum(manifest["val"]["decoded_bytes"] for manifest in manifests.values())
-    if (found := int(token_bytes(tokenizer, tokens[:-1], tokens[1:]).sum())) != val_bytes:
-        raise UserError(f"validation bytes: the tokenizer's table counts {found}, manifest.json says {val_bytes}")
-    sources, names = [], []  # of the validation documents
-    for folder, manifest in manifests.items():
-        numbers = manifest["val"].get("document_sources")  # published shards have none
-        sources += [len(names) + number for number in numbers or [0] * manifest["val"]["documents"]]
-        own = manifest["sources"] if numbers else [manifest["name"]]
-        names += own if len(shares) == 1 else [f"{folder}/{name}" for name in own]
-    documents = np.cumsum(tokens == tokenizer.bos_id)
-    if len(sources) != documents[-1] or documents[0] != 1:
-        raise UserError(f"DATA_PATH: {documents[-1]} validation documents, in manifest.json {len(sources)}")
     held_out = []
-    for folder, stream in zip(shares, train, strict=True):
-        if (count := round(shares[folder] * settings.holdout_tokens)) >= len(stream):
-            raise UserError(f"{folder}: {len(stream)} tokens, more than the held-out {count} are needed")
-        # From all over, for its end may be of one source; what does not divide, a few tokens, is left out.
-        pieces = max(1, min(16, count // settings.train_seq_len, len(stream) - count))
-        run, gap = (len(stream) - count) // pieces, count // pieces
-        held_out += [np.append(tokenizer.bos_id, stream.read(n * (run + gap) + run, gap)) for n in range(pieces)]
-        stream.run, stream.gap, stream.length = run, gap, pieces * run
-    return SimpleNamespace(
-        tokenizer=tokenizer, manifests=list(manifests.values()),
-        manifest_sha256=" + ".join(sha256_file(Path(folder) / "manifest.json") for folder in shares),
+    for stream, share in zip(train, shares.values(), strict=True):
+        count = round(share * settings.holdout_tokens)
+        held_out.append(hold_out(stream, count, settings.train_seq_len, tokenizer.bos_id))
+    return Dataset(
+        tokenizer=tokenizer,
+        manifests=list(manifests.values()),
+        manifest_sha256=" + ".join(
+            sha256_file(Path(folder) / "manifest.json") for folder in shares
+        ),
         yardsticks=manifest.get("yardsticks", {}) if len(shares) == 1 else {},
-        streams=train, shares=list(shares.values()),  # by part: TokenStream without what is held out, share of rows
-        held_out=np.concatenate(held_out),  # int64, pieces of all training streams, each behind a BOS
-        val=tokens, val_bytes=val_bytes,  # (N,) int64, of all parts; what tokens 1 to N decode to
-        val_sources=(np.array(sources)[documents - 1], names))  # (N,) into the names
+        streams=train,
+        shares=list(shares.values()),
+        held_out=np.concatenate(held_out),
+        validation=validation,
+    )
+
+
+@functools.lru_cache(maxsize=64)  # a step reads one or two epochs of each stream
+def draw_epoch(seed: int, epoch: int, length: int, side: int) -> tuple[int, list]:
+    """Random numbers of an epoch, for `window_start`: an offset, and shifts (4, 2, side)."""
+    rng = np.random.default_rng([seed, epoch])
+    return int(rng.integers(length)), rng.integers(side, size=(4, 2, side)).tolist()
+
+
+def window_start(row: int, length: int, seq_len: int, seed: int) -> int:
+    """Where the window of training row `row` begins in a circular stream of `length` tokens.
+
+    The windows of an epoch come in a pseudo-random order, every one once. If they came in turn,
+    small batches would see the same few documents for dozens of steps: on web text, with 16 windows
+    of 256 a step, that cost 0.091 bits per byte. The order is a Feistel network (Luby and Rackoff
+    1988), because it needs no table of the windows: any rank and any resumed run computes it from
+    seed and row alone. The windows are cells of a square; each of four rounds shifts every row of
+    the square by a random number, then every column.
+    """
+    windows = length // seq_len  # what does not fill a window is left out
+    epoch, cell = divmod(row, windows)
+    side = math.isqrt(windows - 1) + 1
+    # The offset cuts the stream into other windows in each epoch.
+    offset, shifts = draw_epoch(seed, epoch, length, side)
+    while True:
+        y, x = divmod(cell, side)
+        for row_shifts, column_shifts in shifts:
+            x = (x + row_shifts[y]) % side
+            y = (y + column_shifts[x]) % side
+        cell = y * side + x
+        if cell < windows:  # else it is one of the few cells without a window, and moves on
+            return offset + cell * seq_len
+
+
+def rows_before(step: int, rows: int, shares: list[float]) -> list[int]:
+    """How many rows of each stream come before step `step`, with `rows` rows in a step.
+
+    A stream has its share of what the streams before it have left, rounded. So the counts add up,
+    never shrink from step to step, and follow the shares exactly over steps.
+    """
+    counts = []
+    remaining = step * rows
+    for number, share in enumerate(shares):
+        counts.append(round(remaining * share / sum(shares[number:])))
+        remaining -= counts[-1]
+    return counts
 
 
 class Batches:
-    """The training streams as micro-batches. Step s reads the same tokens whatever the ranks and micro-batches: each
-    stream's share of the rows by systematic sampling (row j stands at (j + shift) / rows of the summed shares; shifts
-    are multiples of the golden ratio modulo 1, so that shares are exact over steps, Weyl 1916). A stream's rows go
-    round its lanes, evenly spaced, by one window a round. A thread reads one step ahead, no more.
+    """The training streams as micro-batches; a thread reads one step ahead.
+
+    A step reads the same windows whatever the ranks and the micro-batches, resumed or not.
     """
 
-    def __init__(self, data: SimpleNamespace, settings: Settings, runtime: Runtime):
-        self.data, self.runtime, self.seed = data, runtime, settings.seed
-        self.seq_len, self.tokens = settings.train_seq_len, settings.train_batch_tokens
-        self.all_rows, unit = self.tokens // self.seq_len, self.seq_len * runtime.world_size
+    def __init__(self, data: Dataset, settings: Settings, runtime: Runtime):
+        self.data = data
+        self.runtime = runtime
+        self.seed = settings.seed
+        self.seq_len = settings.train_seq_len
+        self.tokens = settings.train_batch_tokens
+        name = f"TRAIN_BATCH_TOKENS={self.tokens}"
+        unit = self.seq_len * runtime.world_size
         if self.tokens % unit:
-            raise UserError(f"TRAIN_BATCH_TOKENS={self.tokens}: must be a multiple of TRAIN_SEQ_LEN x ranks = {unit}")
-        self.lanes = [max(1, round(share * self.all_rows)) for share in data.shares]
-        for stream, lanes in zip(data.streams, self.lanes, strict=True):
-            if len(stream) <= (own := lanes * self.seq_len):
-                where = f"{len(stream)} training tokens of {stream.paths[0].parent}"
-                raise UserError(f"TRAIN_BATCH_TOKENS={self.tokens}: takes {own} of the {where}; must be fewer")
-        self.rows = self.all_rows // runtime.world_size  # of this rank, a step
-        self.fitted, self.cuda = settings.micro_batch_tokens == 0, runtime.device.type == "cuda"
-        most = settings.micro_batch_tokens or max(self.seq_len, 131072 if self.cuda else 4096)
-        if most < self.seq_len:
-            raise UserError(f"MICRO_BATCH_TOKENS={most}: must be at least TRAIN_SEQ_LEN={self.seq_len}")
-        self.limit_rows(most // self.seq_len)
-        start = (torch.cuda.set_device, (runtime.device,)) if self.cuda else ()  # else the thread pins on device 0
-        self.reader = concurrent.futures.ThreadPoolExecutor(1, "reader", *start)
-        self.ahead, self.waited = {}, 0.0  # step -> Future of its tokens; seconds that the loop stood waiting for them
+            raise UserError(f"{name}: must be a multiple of TRAIN_SEQ_LEN x ranks = {unit}")
+        most = sum(len(stream) for stream in data.streams)
+        if self.tokens > most:
+            raise UserError(f"{name}: takes {self.tokens} of the {most} training tokens there are")
+        self.rows = self.tokens // unit  # of this rank, per step
+
+        self.cuda = runtime.device.type == "cuda"
+        self.fitted = settings.micro_batch_tokens == 0  # then the warm-up may make it smaller
+        default = 131072 if self.cuda else 4096  # keeps a GPU busy; stays in a CPU's caches
+        micro_batch_tokens = settings.micro_batch_tokens or max(self.seq_len, default)
+        if micro_batch_tokens < self.seq_len:
+            right = f"must be at least TRAIN_SEQ_LEN={self.seq_len}"
+            raise UserError(f"MICRO_BATCH_TOKENS={micro_batch_tokens}: {right}")
+        self.limit_rows(micro_batch_tokens // self.seq_len)
+        self.reader = concurrent.futures.ThreadPoolExecutor(1, "reader")
+        self.ahead = {}  # step -> Future of its windows
+        self.waited = 0.0  # seconds that the loop waited for the reader
 
     def limit_rows(self, most: int) -> None:
-        """Take the largest micro-batch of at most `most` windows that divides this rank's share of a step."""
-        self.micro_rows = max(rows for rows in range(1, min(most, self.rows) + 1) if self.rows % rows == 0)
+        """Take the largest micro-batch of at most `most` windows that divides this rank's rows."""
+        sizes = range(1, min(most, self.rows) + 1)
+        self.micro_rows = max(size for size in sizes if self.rows % size == 0)
 
     def read(self, step: int) -> Tensor:
         """This rank's windows of step `step`, each with its last target, (rows, seq_len + 1)."""
-        shifts = (self.seed + 0.5 + np.arange(step + 1)) * (5**0.5 - 1) / 2 % 1.0
-        ends = np.append(np.cumsum(self.data.shares)[:-1], 1.0) * self.all_rows
-        counts = np.diff(np.ceil(ends[:, None] - shifts), axis=0, prepend=0).astype(int)  # (streams, step + 1) rows
-        starts = [(stream, row % lanes * len(stream) // lanes + row // lanes * self.seq_len)  # of the rows of all ranks
-                  for stream, lanes, rows in zip(self.data.streams, self.lanes, counts, strict=True)
-                  for row in range(rows[:-1].sum(), rows.sum())]
-        own = starts[self.runtime.rank * self.rows :][: self.rows]
-        tokens = torch.from_numpy(np.stack([stream.read(start, self.seq_len + 1) for stream, start in own]))
-        return tokens.pin_memory() if self.cuda else tokens
+        step_rows = self.rows * self.runtime.world_size
+        before = rows_before(step, step_rows, self.data.shares)
+        after = rows_before(step + 1, step_rows, self.data.shares)
+        rows = []  # stream and row of all ranks' windows
+        for stream, first, last in zip(self.data.streams, before, after, strict=True):
+            rows += [(stream, row) for row in range(first, last)]
+        first = self.runtime.rank * self.rows
+        windows = []
+        for stream, row in rows[first : first + self.rows]:
+            start = window_start(row, len(stream), self.seq_len, self.seed)
+            windows.append(stream.read(start, self.seq_len + 1))
+        return torch.from_numpy(np.stack(windows))
 
     def micro_batches(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
         """(ids, targets) of this rank's share of step `step`, each (micro_rows, seq_len)."""
         begin = time.perf_counter()
-        tokens = (self.ahead.pop(step, None) or self.reader.submit(self.read, step)).result()
+        if step not in self.ahead:  # the first step, or another one than was read ahead
+            self.ahead[step] = self.reader.submit(self.read, step)
+        windows = self.ahead.pop(step).result()
         self.waited += time.perf_counter() - begin
         self.ahead = {step + 1: self.reader.submit(self.read, step + 1)}
-        for part in tokens.split(self.micro_rows):
+        if self.cuda:
+            windows = windows.pin_memory()  # a copy from other memory would wait for the GPU
+        for part in windows.split(self.micro_rows):
             part = part.to(self.runtime.device, non_blocking=True)
-            yield part[:, :-1].contiguous(), part[:, 1:].contiguous()  # as in evaluation: one compiled graph
+            # Contiguous, as in evaluation: both run the same compiled graph.
+            yield part[:, :-1].contiguous(), part[:, 1:].contiguous()
 # === end: batches ===
 
 
@@ -1763,61 +2053,122 @@ def read_delta(path: str | Path, base: dict[str, Tensor],
 # === shared: evaluation ===
 @dataclass
 class Score:
-    """A model's score on a token sequence: `loss` in nats per token, `bpb` in bits per byte, over all of them."""
+    """A model's score on a token sequence: `loss` in nats per token, `bpb` in bits per byte."""
 
     nats: float
     tokens: int
     bytes: int
-    sources: dict[str, "Score"]  # its parts; no source without bytes
+    sources: dict[str, "Score"]  # the score of each source that has bytes
 
     def __post_init__(self) -> None:
-        self.loss, self.bpb = self.nats / self.tokens, self.nats / math.log(2) / self.bytes
+        self.loss = self.nats / self.tokens
+        self.bpb = self.nats / math.log(2) / self.bytes
 
     def result(self) -> dict:
-        """Its keys in result.json."""
-        parts = {"val_bpb_sources": {name: part.bpb for name, part in self.sources.items()}} if self.sources else {}
-        return {"val_loss": self.loss, "val_bpb": self.bpb, "val_nats": self.nats, "val_tokens": self.tokens,
-                "val_bytes": self.bytes, "bytes_per_token": self.bytes / self.tokens, **parts}
+        """The score's keys in result.json."""
+        result = {
+            "val_loss": self.loss,
+            "val_bpb": self.bpb,
+            "val_nats": self.nats,
+            "val_tokens": self.tokens,
+            "val_bytes": self.bytes,
+            "bytes_per_token": self.bytes / self.tokens,
+        }
+        if self.sources:
+            result["val_bpb_sources"] = {name: score.bpb for name, score in self.sources.items()}
+        return result
 
     def __str__(self) -> str:
-        return (f"loss:{self.loss:.4f} bpb:{self.bpb:.4f} nats:{self.nats:.1f} tokens:{self.tokens} bytes:{self.bytes} "
-                f"bytes_per_token:{self.bytes / self.tokens:.4f}")
+        return (
+            f"loss:{self.loss:.4f} bpb:{self.bpb:.4f} nats:{self.nats:.1f} tokens:{self.tokens} "
+            f"bytes:{self.bytes} bytes_per_token:{self.bytes / self.tokens:.4f}"
+        )
 
 
-@torch.no_grad()
-def score_tokens(model: Callable, tokens: np.ndarray, tokenizer: Tokenizer, runtime: Runtime, seq_len: int,
-                 stride: int | None, batch: int, sources: tuple[np.ndarray, list[str]] | None = None) -> Score:
-    """Score tokens[1:], each once, given what its row shows before it: tokens (N,) int64, BOS first; `batch` rows each.
+@dataclass
+class Scorer:
+    """Scores models on tokens (N,) int64 that begin with a BOS; each token after it counts once."""
 
-    Rows: plain windows (stride = seq_len); sliding ones, each but the first scoring its last `stride` positions; or
-    documents and the BOS after (no stride), fed in pieces of seq_len with the cache of a GPT that is not compiled.
-    sources: (index into the names (N,), names); a prediction counts for the source of the token that it predicts.
-    """
-    source_of, names = sources or (np.broadcast_to(0, len(tokens)), [])
-    cuts = np.arange(seq_len, len(tokens) - 1, stride) if stride else np.flatnonzero(tokens == tokenizer.bos_id)
-    edges = np.unique(np.concatenate([[0], cuts, [len(tokens) - 1]]))
-    first, end = edges[:-1], edges[1:]
-    begin = np.maximum(0, end - seq_len) if stride and stride < seq_len else first
-    rows = np.stack([begin, first, end], axis=1)[np.argsort(begin - end, kind="stable")]  # longest first
-    rows = rows[runtime.rank :: runtime.world_size]
-    groups = np.pad(rows, ((0, -len(rows) % batch), (0, 0))).reshape(-1, batch, 3)  # rows of nothing fill the last one
-    sums = torch.zeros(len(names) or 1, 3, dtype=torch.float64, device=runtime.device)  # nats, tokens, bytes
-    for group in groups:
-        begin, first, end = np.hsplit(group, 3)  # (batch, 1) each
-        longest, cache = int((end - begin).max()), {} if stride else {"cache": {}}
-        for start in range(0, longest, seq_len):
-            at = begin + start + np.arange(seq_len if stride else min(seq_len, longest - start))  # (batch, T)
-            scored, at = (first <= at) & (at < end), np.where(at < end, at, 0)  # BOS fills up what a row leaves
-            arrays = (tokens[at], np.where(scored, tokens[at + 1], -1), source_of[at + 1].astype(np.int64),
-                      token_bytes(tokenizer, tokens[at], tokens[at + 1]) * scored)
-            ids, targets, source, size = (torch.from_numpy(array).to(runtime.device) for array in arrays)
-            columns = model(ids, targets, **cache), targets >= 0, size  # (batch, T) each
-            member = source.flatten() == torch.arange(len(sums), device=runtime.device)[:, None]  # (sources, batch * T)
-            sums += member.double() @ torch.stack([column.flatten().double() for column in columns], dim=1)
-    nats, count, size = runtime.sum(sums).sum(0).tolist()
-    assert int(count) == len(tokens) - 1, f"scored {count:.0f} of {len(tokens) - 1} predictions"
-    parts = zip(names, sums.tolist(), strict=False)
-    return Score(nats, int(count), int(size), {name: Score(a, int(b), int(c), {}) for name, (a, b, c) in parts if c})
+    tokenizer: Tokenizer
+    runtime: Runtime  # its ranks share out the windows
+    seq_len: int  # tokens in a window
+    rows: int  # windows in a forward
+    note: Callable[[str], None] = lambda progress: None  # is called before each forward
+
+    def score(
+        self,
+        model: Callable,
+        tokens: np.ndarray,
+        stride: int | None = None,
+        sources: Validation | None = None,
+    ) -> Score:
+        """The score of model(ids, targets) -> losses (B, T), by windows of seq_len tokens.
+
+        Without a stride, windows stand side by side. With one, a window ends `stride` tokens after
+        the one before it and scores these tokens only. `sources`: each source has a score, too.
+        """
+        count = len(tokens) - 1  # the last token predicts nothing
+        end = np.append(np.arange(self.seq_len, count, stride or self.seq_len), count)
+        first = np.append(0, end[:-1])
+        begin = np.maximum(0, end - self.seq_len) if stride else first
+        spans = np.stack([begin, first, end], axis=1)
+        return self.total(tokens, self.nats(model, tokens, spans, stateful=False), sources)
+
+    def score_documents(self, model: Callable, tokens: np.ndarray) -> Score:
+        """The score of model(ids, targets, cache=dict), which sees a document from its BOS on.
+
+        It is fed in pieces of at most seq_len tokens; the cache carries the state between them.
+        """
+        starts = np.flatnonzero(tokens[1:-1] == self.tokenizer.bos_id) + 1
+        begin = np.append(0, starts)
+        end = np.append(starts, len(tokens) - 1)
+        longest_first = np.argsort(begin - end, kind="stable")  # similar lengths in a forward
+        spans = np.stack([begin, begin, end], axis=1)[longest_first]
+        return self.total(tokens, self.nats(model, tokens, spans, stateful=True), None)
+
+    @torch.no_grad()
+    def nats(
+        self, model: Callable, tokens: np.ndarray, spans: np.ndarray, stateful: bool
+    ) -> np.ndarray:
+        """The loss of each prediction, from all ranks, float64 (N - 1,).
+
+        spans (S, 3): the model sees tokens `begin` to `end` and scores predictions from `first`.
+        """
+        device = self.runtime.device
+        tokens = torch.from_numpy(tokens)
+        nats = torch.zeros(len(tokens) - 1, dtype=torch.float64)
+        times = torch.zeros(len(tokens) - 1, dtype=torch.uint8)  # that a prediction was scored
+        spans = torch.from_numpy(spans[self.runtime.rank :: self.runtime.world_size])
+        padded = F.pad(spans, (0, 0, 0, -len(spans) % self.rows))  # empty spans fill up a forward
+        for at in range(0, len(padded), self.rows):
+            self.note(f"scored {at:,} of {len(spans):,} windows")
+            begin, first, end = padded[at : at + self.rows].split(1, dim=1)  # (rows, 1) each
+            # Windows have one shape, for one compiled graph; documents are as long as the longest.
+            longest = int((end - begin).max()) if stateful else self.seq_len
+            cache = {"cache": {}} if stateful else {}
+            for start in range(0, longest, self.seq_len):
+                places = begin + torch.arange(start, min(start + self.seq_len, longest))
+                scored = (first <= places) & (places < end)
+                places = torch.where(places < end, places, 0)  # the first token fills short rows
+                targets = torch.where(scored, tokens[places + 1], -1)
+                losses = model(tokens[places].to(device), targets.to(device), **cache)
+                nats[places[scored]] = losses.double().cpu()[scored]
+                times[places[scored]] += 1
+        times = self.runtime.sum(times.to(device))
+        wrong = (times != 1).sum().item()
+        assert wrong == 0, f"{wrong} predictions were not scored exactly once"
+        return self.runtime.sum(nats.to(device)).cpu().numpy()
+
+    def total(self, tokens: np.ndarray, nats: np.ndarray, sources: Validation | None) -> Score:
+        """The score of all predictions, and of those in each source."""
+        byte_counts = token_bytes(self.tokenizer, tokens[:-1], tokens[1:])
+        parts = {}
+        for number, name in enumerate(sources.source_names if sources else []):
+            chosen = sources.source_of[1:] == number  # the source of the token that is predicted
+            part_bytes = int(byte_counts[chosen].sum())
+            if part_bytes:
+                parts[name] = Score(float(nats[chosen].sum()), int(chosen.sum()), part_bytes, {})
+        return Score(float(nats.sum()), len(nats), int(byte_counts.sum()), parts)
 # === end: evaluation ===
 
 
@@ -1953,8 +2304,8 @@ def rebuild(source: SimpleNamespace) -> GPT:
     return network
 
 
-def read_data(tuned: SimpleNamespace, settings: Settings) -> SimpleNamespace:
-    """What open_data reads, for a model, and `options` for Batches. UserError: no DATA_PATH, another tokenizer."""
+def read_data(tuned: SimpleNamespace, settings: Settings) -> tuple[Dataset, SimpleNamespace]:
+    """What open_data reads, for a model, and settings for Batches. UserError: no DATA_PATH, another tokenizer."""
     if not settings.data_path:
         raise UserError("DATA_PATH='': distillation and --score read shards; DISTILL_STEPS=0 is without distillation")
     length = tuned.shape["train_seq_len"]
@@ -1965,8 +2316,7 @@ def read_data(tuned: SimpleNamespace, settings: Settings) -> SimpleNamespace:
     data = open_data(options)
     if data.tokenizer.sha256 != read_header(tuned, settings.tokenizer_path)["tokenizer_sha256"]:
         raise UserError(f"DATA_PATH={settings.data_path!r}: has another tokenizer than {tuned.path}")
-    data.options = options
-    return data
+    return data, options
 
 
 def distill(base: SimpleNamespace, tuned: SimpleNamespace, settings: Settings) -> dict[str, Tensor]:
@@ -1975,9 +2325,9 @@ def distill(base: SimpleNamespace, tuned: SimpleNamespace, settings: Settings) -
     They are learned in units of their matrix's mean, so that DISTILL_LR suits large deltas and small ones. None, if
     the logits of the first batch are not nearer in the end.
     """
-    data, runtime, group = read_data(tuned, settings), start_runtime(settings.device), settings.delta_group
+    (data, options), runtime, group = read_data(tuned, settings), start_runtime(settings.device), settings.delta_group
     try:
-        batches = Batches(data, data.options, runtime)
+        batches = Batches(data, options, runtime)
     except UserError as error:  # it says what training's setting is called
         raise UserError(str(error).replace("TRAIN_BATCH_TOKENS", "DISTILL_BATCH_TOKENS")) from None
     device, teacher = runtime.device, rebuild(tuned).to(runtime.device)
@@ -2235,11 +2585,11 @@ def make_delta(args: argparse.Namespace, method: str) -> None:
     sizes = {f"with {name}": len(packed(**own)) for name, own in variants.items() if method == "bitdelta"}
     model = report_delta(args.out, base, tuned, sizes)
     if args.score:
-        data, runtime = read_data(tuned, settings), start_runtime(settings.device)
+        (data, _), runtime = read_data(tuned, settings), start_runtime(settings.device)
         length = tuned.shape["train_seq_len"]
-        before, best, own = (
-            score_tokens(rebuild(each).to(runtime.device), data.val, data.tokenizer, runtime, length, length,
-                         max(1, 4096 // length)).bpb for each in progress((base, tuned, model), "score"))
+        scorer = Scorer(data.tokenizer, runtime, length, max(1, 4096 // length))
+        before, best, own = (scorer.score(rebuild(each).to(runtime.device), data.validation.tokens).bpb
+                             for each in progress((base, tuned, model), "score"))
         share = f"{(before - own) / (before - best):.2%} of the gain" if best < before else "there is no gain"
         print(f"\nbits per byte of validation: base {before:.4f}, tuned {best:.4f}, base + delta {own:.4f}, {share}")
 

@@ -39,17 +39,17 @@ from decimal import Decimal
 from fractions import Fraction
 from numbers import Real
 from pathlib import Path
-from types import FunctionType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Literal, get_args
 
 import numpy as np
 import sentencepiece
 import tiktoken
-import tiktoken_ext.openai_public
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import zstandard
+from tiktoken.load import read_file_cached
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
@@ -293,74 +293,171 @@ def first_whole(folders: list[Path], files=("meta.json", "model.pt", "training.p
 
 # === shared: tokenizer ===
 ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
-ENCODINGS = ("gpt2", "r50k_base", "p50k_base", "cl100k_base", "o200k_base")  # of tiktoken
+
+# OpenAI's encodings split a text by one of these regular expressions and merge bytes within the
+# parts only. They are copied from tiktoken_ext/openai_public.py: a rank file does not have them.
+R50K_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+CL100K_SPLIT = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
+    r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+)
+O200K_SPLIT = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+RANK_FILES = "https://openaipublic.blob.core.windows.net/encodings"
+
+
+@dataclass(frozen=True)
+class PublishedEncoding:
+    """One of OpenAI's encodings: the hash of its rank file, and what that file does not contain."""
+
+    sha256: str
+    split: str  # regular expression, see above
+    end_of_text: int  # id of <|endoftext|>, which begins every document here
+    vocab_size: int  # with all special tokens and unused ids
+
+
+R50K_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
+P50K_SHA256 = "94b5ca7dff4d00767bc256fdd1b27e5b17361d7b8a5f968547f9f23eb70d2069"
+CL100K_SHA256 = "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7"
+O200K_SHA256 = "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d"
+ENCODINGS = {
+    "gpt2": PublishedEncoding(R50K_SHA256, R50K_SPLIT, 50256, 50257),  # the ranks of r50k_base
+    "r50k_base": PublishedEncoding(R50K_SHA256, R50K_SPLIT, 50256, 50257),
+    "p50k_base": PublishedEncoding(P50K_SHA256, R50K_SPLIT, 50256, 50281),
+    "cl100k_base": PublishedEncoding(CL100K_SHA256, CL100K_SPLIT, 100257, 100277),
+    "o200k_base": PublishedEncoding(O200K_SHA256, O200K_SPLIT, 199999, 200019),
+}
 
 
 @dataclass
 class Tokenizer:
-    """From `load_tokenizer`. A token counts the UTF-8 bytes it decodes to; after a boundary (a control, unknown or
-    unused token) without the space put before every text. So does Parameter Golf, build_sentencepiece_luts, eval_val.
+    """A tokenizer, from `load_tokenizer`, and the bytes that each token stands for.
+
+    A token counts the UTF-8 bytes that it decodes to. After a boundary (a control, unknown or
+    unused token) it counts them without the space that some SentencePiece models put before every
+    text. Parameter Golf counts in the same way (build_sentencepiece_luts, eval_val).
     """
 
-    file: str  # name of a file that gives it back; "bytes" needs none
+    file: str  # name of the file that holds the tokenizer; "bytes" needs none
     content: bytes  # of that file; its SHA-256 tells tokenizers apart
     bos_id: int
     pieces: list[bytes]  # what each token decodes to, b"" for boundaries
-    encode: Callable[[str], list[int]]  # ids without BOS; special tokens in the text are ordinary characters
-    drops_space: np.ndarray | bool = False  # (V,) bool, loses its space after a boundary
-    roles: dict[str, int] | None = None  # ids of ROLE_TOKENS; None or {}: it has none
+    encode: Callable[[str], list[int]]  # ids without BOS; special tokens in a text are plain text
+    roles: dict[str, int]  # ids of ROLE_TOKENS; {} if the tokenizer has none
+    drops_space: np.ndarray | bool = False  # (V,) bool, loses its first space after a boundary
 
     def __post_init__(self) -> None:
-        self.sha256, self.vocab_size = hashlib.sha256(self.content).hexdigest(), len(self.pieces)
+        self.sha256 = hashlib.sha256(self.content).hexdigest()
+        self.vocab_size = len(self.pieces)
         self.byte_counts = np.array([len(piece) for piece in self.pieces])  # (V,) int64
         self.boundary = self.byte_counts == 0  # (V,) bool
-        self.drops_space, self.roles = np.broadcast_to(self.drops_space, self.vocab_size), self.roles or {}
+        self.drops_space = np.broadcast_to(self.drops_space, self.vocab_size)
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Of a SentencePiece file, tiktoken's encoding NAME or its file NAME.tiktoken, or `bytes`. Raises UserError."""
+    """The tokenizer of a SentencePiece file or NAME.tiktoken, a NAME in ENCODINGS, or `bytes`.
+
+    Raises UserError.
+    """
     path = Path(path)
     if path.name == "bytes":
-        pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4  # pad, BOS, EOS, unknown; bytes; roles
-        return Tokenizer("bytes", b"underpar bytes 264", 1, pieces, lambda text: [4 + b for b in text.encode()],
-                         roles=dict(zip(ROLE_TOKENS, range(260, 264), strict=True)))
-    if str(path) in ENCODINGS or path.suffix == ".tiktoken":
-        public, name, scope = tiktoken_ext.openai_public, path.name.removesuffix(".tiktoken"), {}
-        maker = "r50k_base" if path.name == "gpt2.tiktoken" else name  # the same ranks, pattern and special token
-        if path.suffix:  # tiktoken's own function, with a loader that reads and checks the file given
-            scope["load_tiktoken_bpe"] = lambda url, expected_hash: public.load_tiktoken_bpe(str(path), expected_hash)
-        try:
-            encoding = tiktoken.Encoding(**FunctionType(getattr(public, maker).__code__, vars(public) | scope)())
-        except (AttributeError, OSError, ValueError, AssertionError) as error:
-            raise UserError(f"tokenizer {path}: tiktoken cannot load it ({' '.join(str(error).split())[:160]}); give "
-                            f"one of {ENCODINGS}, which it downloads, or one's rank file NAME.tiktoken") from error
-        tokens = {rank: token for token, rank in encoding._mergeable_ranks.items()}
-        pieces = [tokens.get(rank, b"") for rank in range(encoding.n_vocab)]
-        content = b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in sorted(tokens.items()))
-        return Tokenizer(f"{name}.tiktoken", content, encoding.eot_token, pieces, encoding.encode_ordinary)
+        return byte_tokenizer()
+    if path.suffix == ".tiktoken" or str(path) in ENCODINGS:
+        return tiktoken_tokenizer(path)
+    return sentencepiece_tokenizer(path)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """The built-in tokenizer: pad, BOS, EOS and unknown, then the 256 bytes, then the roles."""
+    pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4
+    roles = dict(zip(ROLE_TOKENS, range(260, 264), strict=True))
+    return Tokenizer(
+        "bytes",
+        b"underpar bytes 264",
+        1,
+        pieces,
+        lambda text: [4 + b for b in text.encode()],
+        roles,
+    )
+
+
+def tiktoken_tokenizer(path: Path) -> Tokenizer:
+    """One of OpenAI's encodings, from its rank file NAME.tiktoken or by its NAME alone.
+
+    A line of a rank file is a token in base64, a space, its rank. A name alone means tiktoken's
+    cache or OpenAI's server. Raises UserError for an unknown name and for a damaged file.
+    """
+    name = path.name.removesuffix(".tiktoken")
+    if name not in ENCODINGS:
+        raise UserError(f"tokenizer {path}: unknown encoding; must be one of {[*ENCODINGS]}")
+    published = ENCODINGS[name]
+    try:
+        if path.suffix:
+            content = path.read_bytes()
+        else:
+            rank_file = name.replace("gpt2", "r50k_base")  # the same ranks
+            content = read_file_cached(f"{RANK_FILES}/{rank_file}.tiktoken", published.sha256)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:160]
+        raise UserError(f"tokenizer {path}: {reason}; {name}.tiktoken may be given") from error
+    if hashlib.sha256(content).hexdigest() != published.sha256:
+        raise UserError(f"tokenizer {path}: damaged, its SHA-256 must be {published.sha256[:12]}…")
+
+    ranks = {}
+    pieces = [b""] * published.vocab_size  # special tokens and unused ids decode to nothing
+    for line in content.splitlines():
+        token, rank = line.split()
+        pieces[int(rank)] = base64.b64decode(token)
+        ranks[pieces[int(rank)]] = int(rank)
+    special = {"<|endoftext|>": published.end_of_text}
+    bpe = tiktoken.Encoding(
+        name, pat_str=published.split, mergeable_ranks=ranks, special_tokens=special
+    )
+    file = f"{name}.tiktoken"
+    return Tokenizer(file, content, published.end_of_text, pieces, bpe.encode_ordinary, {})
+
+
+def sentencepiece_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a SentencePiece model file. Raises UserError if it has no BOS token."""
     try:
         content = path.read_bytes()
         model = sentencepiece.SentencePieceProcessor(model_proto=content)
     except (OSError, RuntimeError) as error:
-        raise UserError(f"tokenizer {path}: no SentencePiece model, .tiktoken file, bytes or {ENCODINGS}") from error
+        kinds = f"SentencePiece model, NAME.tiktoken, bytes or one of {[*ENCODINGS]}"
+        raise UserError(f"tokenizer {path}: no {kinds}") from error
     if model.bos_id() < 0:
-        raise UserError(f"tokenizer {path}: empty, or without the BOS token with which every document must begin")
-    ids = list(range(model.vocab_size()))
-    names, control = model.id_to_piece(ids), np.array(model.is_control(ids))
-    boundary = control | model.is_unknown(ids) | model.is_unused(ids)
-    pieces = [name.replace("\u2581", " ").encode("utf-8") for name in names]  # its mark of a space
-    for i in np.flatnonzero(boundary | model.is_byte(ids)):
-        pieces[i] = b"" if boundary[i] else bytes.fromhex(names[i][3:5])  # a byte's name is "<0x41>"
-    # A leading space that the model's own decoder leaves out is the dummy prefix, no part of the text.
-    drops = np.array([name.startswith("\u2581") and len(model.decode([i]).encode("utf-8")) < len(pieces[i])
-                      for i, name in enumerate(names)])
-    roles = {role: names.index(role) for role in ROLE_TOKENS if role in names and control[names.index(role)]}
-    return Tokenizer("tokenizer.model", content, model.bos_id(), pieces, model.encode, drops, roles)
+        raise UserError(f"tokenizer {path}: empty, or without the BOS token of every document")
+    pieces = []
+    drops_space = []
+    for i in range(model.vocab_size()):
+        name = model.id_to_piece(i)
+        if model.is_control(i) or model.is_unknown(i) or model.is_unused(i):
+            piece = b""
+        elif model.is_byte(i):
+            piece = bytes.fromhex(name[3:5])  # a byte's name is "<0x41>"
+        else:
+            piece = name.replace("\u2581", " ").encode("utf-8")  # SentencePiece's mark of a space
+        pieces.append(piece)
+        # A space that the model's own decoder leaves out, the dummy prefix, is not in the text.
+        decoded = model.decode([i]).encode("utf-8")
+        drops_space.append(piece[:1] == b" " and len(decoded) < len(piece))
+    # Only control tokens cannot be written in a text, so that no user can forge a role.
+    roles = {role: model.piece_to_id(role) for role in ROLE_TOKENS}
+    roles = {role: i for role, i in roles.items() if model.is_control(i)}
+    file = "tokenizer.model"
+    return Tokenizer(file, content, model.bos_id(), pieces, model.encode, roles, drops_space)
 
 
 def sha256_file(path: str | Path) -> str:
-    """SHA-256 of a file as hex digits; the file is mapped, not read into memory."""
-    return hashlib.sha256(np.memmap(path, mode="r") if os.path.getsize(path) else b"").hexdigest()
+    """SHA-256 of a file in hexadecimal digits."""
+    # Shards and checkpoints are mapped, not read into memory. An empty file cannot be mapped.
+    content = np.memmap(path, mode="r") if os.path.getsize(path) else b""
+    return hashlib.sha256(content).hexdigest()
 # === end: tokenizer ===
 
 

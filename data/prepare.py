@@ -33,15 +33,14 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import numpy as np
 import sentencepiece
 import tiktoken
-import tiktoken_ext.openai_public
 import zstandard
 from numpy.lib.format import open_memmap
+from tiktoken.load import read_file_cached
 
 try:
     from tqdm import tqdm
@@ -55,80 +54,178 @@ class UserError(Exception):
 
 # === shared: tokenizer ===
 ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
-ENCODINGS = ("gpt2", "r50k_base", "p50k_base", "cl100k_base", "o200k_base")  # of tiktoken
+
+# OpenAI's encodings split a text by one of these regular expressions and merge bytes within the
+# parts only. They are copied from tiktoken_ext/openai_public.py: a rank file does not have them.
+R50K_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+CL100K_SPLIT = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
+    r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+)
+O200K_SPLIT = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+RANK_FILES = "https://openaipublic.blob.core.windows.net/encodings"
+
+
+@dataclass(frozen=True)
+class PublishedEncoding:
+    """One of OpenAI's encodings: the hash of its rank file, and what that file does not contain."""
+
+    sha256: str
+    split: str  # regular expression, see above
+    end_of_text: int  # id of <|endoftext|>, which begins every document here
+    vocab_size: int  # with all special tokens and unused ids
+
+
+R50K_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
+P50K_SHA256 = "94b5ca7dff4d00767bc256fdd1b27e5b17361d7b8a5f968547f9f23eb70d2069"
+CL100K_SHA256 = "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7"
+O200K_SHA256 = "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d"
+ENCODINGS = {
+    "gpt2": PublishedEncoding(R50K_SHA256, R50K_SPLIT, 50256, 50257),  # the ranks of r50k_base
+    "r50k_base": PublishedEncoding(R50K_SHA256, R50K_SPLIT, 50256, 50257),
+    "p50k_base": PublishedEncoding(P50K_SHA256, R50K_SPLIT, 50256, 50281),
+    "cl100k_base": PublishedEncoding(CL100K_SHA256, CL100K_SPLIT, 100257, 100277),
+    "o200k_base": PublishedEncoding(O200K_SHA256, O200K_SPLIT, 199999, 200019),
+}
 
 
 @dataclass
 class Tokenizer:
-    """From `load_tokenizer`. A token counts the UTF-8 bytes it decodes to; after a boundary (a control, unknown or
-    unused token) without the space put before every text. So does Parameter Golf, build_sentencepiece_luts, eval_val.
+    """A tokenizer, from `load_tokenizer`, and the bytes that each token stands for.
+
+    A token counts the UTF-8 bytes that it decodes to. After a boundary (a control, unknown or
+    unused token) it counts them without the space that some SentencePiece models put before every
+    text. Parameter Golf counts in the same way (build_sentencepiece_luts, eval_val).
     """
 
-    file: str  # name of a file that gives it back; "bytes" needs none
+    file: str  # name of the file that holds the tokenizer; "bytes" needs none
     content: bytes  # of that file; its SHA-256 tells tokenizers apart
     bos_id: int
     pieces: list[bytes]  # what each token decodes to, b"" for boundaries
-    encode: Callable[[str], list[int]]  # ids without BOS; special tokens in the text are ordinary characters
-    drops_space: np.ndarray | bool = False  # (V,) bool, loses its space after a boundary
-    roles: dict[str, int] | None = None  # ids of ROLE_TOKENS; None or {}: it has none
+    encode: Callable[[str], list[int]]  # ids without BOS; special tokens in a text are plain text
+    roles: dict[str, int]  # ids of ROLE_TOKENS; {} if the tokenizer has none
+    drops_space: np.ndarray | bool = False  # (V,) bool, loses its first space after a boundary
 
     def __post_init__(self) -> None:
-        self.sha256, self.vocab_size = hashlib.sha256(self.content).hexdigest(), len(self.pieces)
+        self.sha256 = hashlib.sha256(self.content).hexdigest()
+        self.vocab_size = len(self.pieces)
         self.byte_counts = np.array([len(piece) for piece in self.pieces])  # (V,) int64
         self.boundary = self.byte_counts == 0  # (V,) bool
-        self.drops_space, self.roles = np.broadcast_to(self.drops_space, self.vocab_size), self.roles or {}
+        self.drops_space = np.broadcast_to(self.drops_space, self.vocab_size)
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Of a SentencePiece file, tiktoken's encoding NAME or its file NAME.tiktoken, or `bytes`. Raises UserError."""
+    """The tokenizer of a SentencePiece file or NAME.tiktoken, a NAME in ENCODINGS, or `bytes`.
+
+    Raises UserError.
+    """
     path = Path(path)
     if path.name == "bytes":
-        pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4  # pad, BOS, EOS, unknown; bytes; roles
-        return Tokenizer("bytes", b"underpar bytes 264", 1, pieces, lambda text: [4 + b for b in text.encode()],
-                         roles=dict(zip(ROLE_TOKENS, range(260, 264), strict=True)))
-    if str(path) in ENCODINGS or path.suffix == ".tiktoken":
-        public, name, scope = tiktoken_ext.openai_public, path.name.removesuffix(".tiktoken"), {}
-        maker = "r50k_base" if path.name == "gpt2.tiktoken" else name  # the same ranks, pattern and special token
-        if path.suffix:  # tiktoken's own function, with a loader that reads and checks the file given
-            scope["load_tiktoken_bpe"] = lambda url, expected_hash: public.load_tiktoken_bpe(str(path), expected_hash)
-        try:
-            encoding = tiktoken.Encoding(**FunctionType(getattr(public, maker).__code__, vars(public) | scope)())
-        except (AttributeError, OSError, ValueError, AssertionError) as error:
-            raise UserError(f"tokenizer {path}: tiktoken cannot load it ({' '.join(str(error).split())[:160]}); give "
-                            f"one of {ENCODINGS}, which it downloads, or one's rank file NAME.tiktoken") from error
-        tokens = {rank: token for token, rank in encoding._mergeable_ranks.items()}
-        pieces = [tokens.get(rank, b"") for rank in range(encoding.n_vocab)]
-        content = b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in sorted(tokens.items()))
-        return Tokenizer(f"{name}.tiktoken", content, encoding.eot_token, pieces, encoding.encode_ordinary)
+        return byte_tokenizer()
+    if path.suffix == ".tiktoken" or str(path) in ENCODINGS:
+        return tiktoken_tokenizer(path)
+    return sentencepiece_tokenizer(path)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """The built-in tokenizer: pad, BOS, EOS and unknown, then the 256 bytes, then the roles."""
+    pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4
+    roles = dict(zip(ROLE_TOKENS, range(260, 264), strict=True))
+    return Tokenizer(
+        "bytes",
+        b"underpar bytes 264",
+        1,
+        pieces,
+        lambda text: [4 + b for b in text.encode()],
+        roles,
+    )
+
+
+def tiktoken_tokenizer(path: Path) -> Tokenizer:
+    """One of OpenAI's encodings, from its rank file NAME.tiktoken or by its NAME alone.
+
+    A line of a rank file is a token in base64, a space, its rank. A name alone means tiktoken's
+    cache or OpenAI's server. Raises UserError for an unknown name and for a damaged file.
+    """
+    name = path.name.removesuffix(".tiktoken")
+    if name not in ENCODINGS:
+        raise UserError(f"tokenizer {path}: unknown encoding; must be one of {[*ENCODINGS]}")
+    published = ENCODINGS[name]
+    try:
+        if path.suffix:
+            content = path.read_bytes()
+        else:
+            rank_file = name.replace("gpt2", "r50k_base")  # the same ranks
+            content = read_file_cached(f"{RANK_FILES}/{rank_file}.tiktoken", published.sha256)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:160]
+        raise UserError(f"tokenizer {path}: {reason}; {name}.tiktoken may be given") from error
+    if hashlib.sha256(content).hexdigest() != published.sha256:
+        raise UserError(f"tokenizer {path}: damaged, its SHA-256 must be {published.sha256[:12]}…")
+
+    ranks = {}
+    pieces = [b""] * published.vocab_size  # special tokens and unused ids decode to nothing
+    for line in content.splitlines():
+        token, rank = line.split()
+        pieces[int(rank)] = base64.b64decode(token)
+        ranks[pieces[int(rank)]] = int(rank)
+    special = {"<|endoftext|>": published.end_of_text}
+    bpe = tiktoken.Encoding(
+        name, pat_str=published.split, mergeable_ranks=ranks, special_tokens=special
+    )
+    file = f"{name}.tiktoken"
+    return Tokenizer(file, content, published.end_of_text, pieces, bpe.encode_ordinary, {})
+
+
+def sentencepiece_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a SentencePiece model file. Raises UserError if it has no BOS token."""
     try:
         content = path.read_bytes()
         model = sentencepiece.SentencePieceProcessor(model_proto=content)
     except (OSError, RuntimeError) as error:
-        raise UserError(f"tokenizer {path}: no SentencePiece model, .tiktoken file, bytes or {ENCODINGS}") from error
+        kinds = f"SentencePiece model, NAME.tiktoken, bytes or one of {[*ENCODINGS]}"
+        raise UserError(f"tokenizer {path}: no {kinds}") from error
     if model.bos_id() < 0:
-        raise UserError(f"tokenizer {path}: empty, or without the BOS token with which every document must begin")
-    ids = list(range(model.vocab_size()))
-    names, control = model.id_to_piece(ids), np.array(model.is_control(ids))
-    boundary = control | model.is_unknown(ids) | model.is_unused(ids)
-    pieces = [name.replace("\u2581", " ").encode("utf-8") for name in names]  # its mark of a space
-    for i in np.flatnonzero(boundary | model.is_byte(ids)):
-        pieces[i] = b"" if boundary[i] else bytes.fromhex(names[i][3:5])  # a byte's name is "<0x41>"
-    # A leading space that the model's own decoder leaves out is the dummy prefix, no part of the text.
-    drops = np.array([name.startswith("\u2581") and len(model.decode([i]).encode("utf-8")) < len(pieces[i])
-                      for i, name in enumerate(names)])
-    roles = {role: names.index(role) for role in ROLE_TOKENS if role in names and control[names.index(role)]}
-    return Tokenizer("tokenizer.model", content, model.bos_id(), pieces, model.encode, drops, roles)
+        raise UserError(f"tokenizer {path}: empty, or without the BOS token of every document")
+    pieces = []
+    drops_space = []
+    for i in range(model.vocab_size()):
+        name = model.id_to_piece(i)
+        if model.is_control(i) or model.is_unknown(i) or model.is_unused(i):
+            piece = b""
+        elif model.is_byte(i):
+            piece = bytes.fromhex(name[3:5])  # a byte's name is "<0x41>"
+        else:
+            piece = name.replace("\u2581", " ").encode("utf-8")  # SentencePiece's mark of a space
+        pieces.append(piece)
+        # A space that the model's own decoder leaves out, the dummy prefix, is not in the text.
+        decoded = model.decode([i]).encode("utf-8")
+        drops_space.append(piece[:1] == b" " and len(decoded) < len(piece))
+    # Only control tokens cannot be written in a text, so that no user can forge a role.
+    roles = {role: model.piece_to_id(role) for role in ROLE_TOKENS}
+    roles = {role: i for role, i in roles.items() if model.is_control(i)}
+    file = "tokenizer.model"
+    return Tokenizer(file, content, model.bos_id(), pieces, model.encode, roles, drops_space)
 
 
 def sha256_file(path: str | Path) -> str:
-    """SHA-256 of a file as hex digits; the file is mapped, not read into memory."""
-    return hashlib.sha256(np.memmap(path, mode="r") if os.path.getsize(path) else b"").hexdigest()
+    """SHA-256 of a file in hexadecimal digits."""
+    # Shards and checkpoints are mapped, not read into memory. An empty file cannot be mapped.
+    content = np.memmap(path, mode="r") if os.path.getsize(path) else b""
+    return hashlib.sha256(content).hexdigest()
 # === end: tokenizer ===
 
 
 # === shared: data ===
-SHARD_KINDS = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}  # llm.c: (magic, version) -> tokens
-SHARD_HEADER_BYTES = 256 * 4  # 256 int32, then the tokens: uint32 for vocabularies above 65,536, else uint16
+# llm.c's formats: magic number and version -> type of the tokens, uint32 for vocabularies > 65,536
+SHARD_KINDS = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
+SHARD_HEADER_BYTES = 256 * 4  # 256 int32: magic number, version, number of tokens, zeros
 
 
 def token_bytes(tokenizer: Tokenizer, prev: np.ndarray, ids: np.ndarray) -> np.ndarray:
@@ -137,97 +234,133 @@ def token_bytes(tokenizer: Tokenizer, prev: np.ndarray, ids: np.ndarray) -> np.n
 
 
 def read_shard(path: str | Path) -> np.ndarray:
-    """The tokens of a shard, a memory map (N,). Raises UserError naming file, found and expected."""
-    if not Path(path).is_file():
+    """The tokens of a shard, a memory map (N,). Raises UserError if it is missing or damaged."""
+    path = Path(path)
+    if not path.is_file():
         raise UserError(f"shard {path}: no such file")
-    size = Path(path).stat().st_size
-    magic, version, count, *_ = [*np.fromfile(path, dtype="<i4", count=3).tolist(), 0, 0, 0]
-    kind = SHARD_KINDS.get((magic, version))
-    if kind is None:
-        raise UserError(f"shard {path}: {size} bytes, magic number and version {magic, version}, not {[*SHARD_KINDS]}")
+    size = path.stat().st_size
+    header = np.fromfile(path, dtype="<i4", count=3)
+    # A file that was cut short may end inside its header.
+    magic, version, count = np.pad(header, (0, 3 - len(header))).tolist()
+    if (magic, version) not in SHARD_KINDS:
+        fault = f"{size} bytes, magic number and version {magic, version}, not {[*SHARD_KINDS]}"
+        raise UserError(f"shard {path}: {fault}")
+    kind = SHARD_KINDS[magic, version]
     expected = SHARD_HEADER_BYTES + kind.itemsize * count
     if count <= 0 or size != expected:
-        raise UserError(f"shard {path}: truncated or damaged: {size} bytes, its {count} tokens would take {expected}")
+        fault = f"truncated or damaged: {size} bytes, its {count} tokens would take {expected}"
+        raise UserError(f"shard {path}: {fault}")
     return np.memmap(path, dtype=kind, mode="r", offset=SHARD_HEADER_BYTES, shape=(count,))
 
 
 def load_manifest(data_path: str | Path) -> dict:
-    """`manifest.json` of a data folder. Raises UserError naming the command that writes one."""
+    """`manifest.json` of a data folder. Raises UserError naming the commands that write one."""
     path = Path(data_path) / "manifest.json"
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         manifest = None
     if not isinstance(manifest, dict) or manifest.get("format") != 1:
-        raise UserError(f"{path}: no manifest of format 1; data/prepare.py makes one, data/download.py --manifest too")
+        commands = "data/prepare.py makes one, data/download.py --manifest too"
+        raise UserError(f"{path}: no manifest of format 1; {commands}")
     return manifest
 
 
-def check_dataset(data_path: str | Path, tokenizer: Tokenizer, manifest: dict, hash_train: bool = False) -> list:
-    """The TokenStreams of training and validation; UserError unless tokenizer and shards are those of the manifest."""
-    where, sha256, streams = Path(data_path) / "manifest.json", manifest["tokenizer"]["sha256"], []
-    if tokenizer.sha256 != sha256:
-        raise UserError(f"{where}: shards of another tokenizer, SHA-256 {sha256[:12]}…, not {tokenizer.sha256[:12]}…")
-    if manifest["overlap_documents"] and not manifest["published"]:
-        raise UserError(f"{where}: {manifest['overlap_documents']} validation documents also stand in training, not 0")
-    for split in ("train", "val"):
-        shards, tokens = manifest[split]["shards"], manifest[split]["tokens"]
-        stream = TokenStream([Path(data_path) / shard["file"] for shard in shards], tokenizer.vocab_size)
-        for path, found, shard in zip(stream.paths, stream.shards, shards, strict=True):
-            if len(found) != shard["tokens"]:
-                raise UserError(f"shard {path}: {len(found)} tokens, {where} says {shard['tokens']}")
-            if (split == "val" or hash_train) and sha256_file(path) != shard["sha256"]:
-                raise UserError(f"shard {path}: its SHA-256 is not the {shard['sha256'][:12]}… of {where}")
-        if len(stream) != tokens:
-            raise UserError(f"{where}: {split} has {tokens} tokens, its shards {len(stream)}")
-        streams.append(stream)
-    return streams
+def file_state(path: Path) -> tuple[int, ...]:
+    """Size, time of change and inode of a file, by which a change shows. OSError if it is gone."""
+    status = os.stat(path)
+    return status.st_size, status.st_mtime_ns, status.st_ino
 
 
 class TokenStream:
-    """Shards as one circular stream of tokens. UserError if a token is not below `vocab_size` or a shard changes."""
+    """Shards read as one circular stream of tokens, of which `hold_out` may leave out pieces.
+
+    Raises UserError if a token is not below `vocab_size`, or if a shard changes while in use.
+    """
 
     def __init__(self, paths: list[Path], vocab_size: int = 1 << 32) -> None:
-        self.paths, self.vocab_size, self.marks = paths, vocab_size, [self.mark(path) for path in paths]
+        self.paths = paths
+        self.vocab_size = vocab_size
         self.shards = [read_shard(path) for path in paths]
+        self.states = [file_state(path) for path in paths]
         self.starts = np.cumsum([0] + [len(shard) for shard in self.shards])  # (shards + 1,)
-        self.length = self.run = int(self.starts[-1])
-        self.gap = 0  # tokens that are left out after every `run`
+        self.length = int(self.starts[-1])
+        self.run = self.length  # after every `run` tokens,
+        self.gap = 0  # `gap` tokens are left out
 
     def __len__(self) -> int:
         return self.length
 
-    def mark(self, path: Path) -> tuple[int, ...]:
-        """What tells a changed file: size, time of change, inode. To read on in one cut short kills the process."""
-        found = os.stat(path) if path.exists() else None
-        return (found.st_size, found.st_mtime_ns, found.st_ino) if found else ()
-
     def read(self, start: int, count: int) -> np.ndarray:
-        """`count` tokens from position `start` on, int64 (count,), going on at 0 after the last one."""
-        out, done = np.empty(count, dtype=np.int64), 0
+        """`count` tokens from position `start` on, int64 (count,); after the last, the first."""
+        out = np.empty(count, dtype=np.int64)
+        done = 0
         while done < count:
             position = (start + done) % self.length
-            place = position + position // self.run * self.gap
-            index = int(np.searchsorted(self.starts, place, side="right")) - 1
-            if self.mark(self.paths[index]) != self.marks[index]:
-                raise UserError(f"shard {self.paths[index]}: was changed or removed while in use")
-            part = self.shards[index][place - self.starts[index] :][: min(count - done, self.run - position % self.run)]
+            place = position + position // self.run * self.gap  # with what is left out
+            shard = int(np.searchsorted(self.starts, place, side="right")) - 1
+            path = self.paths[shard]
+            # Reading on in a mapped file that was cut short would kill the process (SIGBUS).
+            if file_state(path) != self.states[shard]:
+                raise UserError(f"shard {path}: was changed while in use")
+            longest = min(count - done, self.run - position % self.run)  # up to the next gap
+            part = self.shards[shard][place - self.starts[shard] :][:longest]
             if part.max() >= self.vocab_size:
-                raise UserError(f"shard {self.paths[index]}: token {part.max()}, expected ids below {self.vocab_size}")
+                fault = f"token {part.max()}, expected ids below {self.vocab_size}"
+                raise UserError(f"shard {path}: {fault}")
             out[done : done + len(part)] = part
             done += len(part)
         return out
 
 
+def check_dataset(
+    data_path: str | Path, tokenizer: Tokenizer, manifest: dict, hash_train: bool = False
+) -> list[TokenStream]:
+    """The streams of training and validation.
+
+    Raises UserError unless tokenizer and shards are the manifest's. Training shards are hashed only
+    on request, because they may be many gigabytes.
+    """
+    where = Path(data_path) / "manifest.json"
+    sha256 = manifest["tokenizer"]["sha256"]
+    if tokenizer.sha256 != sha256:
+        fault = f"shards of another tokenizer, SHA-256 {sha256[:12]}…, not {tokenizer.sha256[:12]}…"
+        raise UserError(f"{where}: {fault}")
+    overlap = manifest["overlap_documents"]
+    if overlap and not manifest["published"]:
+        raise UserError(f"{where}: {overlap} validation documents also stand in training, not 0")
+    streams = []
+    for split in ("train", "val"):
+        shards = manifest[split]["shards"]
+        paths = [where.with_name(shard["file"]) for shard in shards]
+        stream = TokenStream(paths, tokenizer.vocab_size)
+        for path, tokens, shard in zip(paths, stream.shards, shards, strict=True):
+            if len(tokens) != shard["tokens"]:
+                raise UserError(
+                    f"shard {path}: {len(tokens)} tokens, {where} says {shard['tokens']}"
+                )
+            sha256 = shard["sha256"]
+            hashed = hash_train or split == "val"
+            if hashed and sha256_file(path) != sha256:
+                raise UserError(f"shard {path}: its SHA-256 is not the {sha256[:12]}… of {where}")
+        expected = manifest[split]["tokens"]
+        if len(stream) != expected:
+            raise UserError(f"{where}: {split} has {expected} tokens, its shards {len(stream)}")
+        streams.append(stream)
+    return streams
+
+
 def document_hashes(stream: TokenStream, bos_id: int, block: int = 1 << 22) -> Iterator[bytes]:
-    """A hash of the tokens of every document, in order; what stands before the first BOS belongs to none."""
-    rest = np.empty(0, dtype=np.int64)
+    """A hash of the tokens of every document, in order.
+
+    Tokens before the first BOS belong to no document: a published shard may begin inside one.
+    """
+    starts = []
     for at in range(0, len(stream), block):
-        tokens = np.append(rest, stream.read(at, min(block, len(stream) - at)))
-        *whole, rest = np.split(tokens, np.flatnonzero(tokens == bos_id))
-        yield from (hashlib.blake2b(one, digest_size=16).digest() for one in whole if one.size and one[0] == bos_id)
-    if rest[0] == bos_id:
-        yield hashlib.blake2b(rest, digest_size=16).digest()
+        tokens = stream.read(at, min(block, len(stream) - at))
+        starts += (at + np.flatnonzero(tokens == bos_id)).tolist()
+    for start, end in itertools.pairwise([*starts, len(stream)]):
+        yield hashlib.blake2b(stream.read(start, end - start), digest_size=16).digest()
 # === end: data ===
 
 

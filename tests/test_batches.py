@@ -1,4 +1,4 @@
-"""Training batches: the same tokens whatever the ranks and micro-batches; micro-batches fitted to memory."""
+"""Training batches: a pseudo-random order of windows, the same tokens whatever the ranks and micro-batches."""
 
 import math
 import subprocess
@@ -6,9 +6,7 @@ import sys
 import threading
 import time
 import types
-from fractions import Fraction
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -46,16 +44,103 @@ def rows(of: T.Batches, step: int) -> torch.Tensor:
     return torch.cat([torch.cat([ids, targets[:, -1:]], dim=1) for ids, targets in of.micro_batches(step)])
 
 
-def test_every_row_goes_on_where_it_stopped(stream):
+def order(rows: range, windows: int, seed: int = 1337, seq_len: int = 8, extra: int = 5) -> list[int]:
+    """Which window, counted from the place where its epoch cuts the stream, each training row reads."""
+    length = windows * seq_len + extra
+    side = math.isqrt(windows - 1) + 1
+    found = []
+    for row in rows:
+        offset, _ = T.draw_epoch(seed, row // windows, length, side)
+        window, remainder = divmod(T.window_start(row, length, seq_len, seed) - offset, seq_len)
+        assert remainder == 0 and 0 <= offset < length
+        found.append(window)
+    return found
+
+
+@pytest.mark.parametrize("windows", [1, 2, 3, 4, 5, 16, 17, 100, 1009])
+def test_every_window_comes_once_an_epoch(windows):
+    for epoch in range(3):
+        found = order(range(epoch * windows, (epoch + 1) * windows), windows)
+        assert sorted(found) == list(range(windows))
+
+
+def test_epochs_and_seeds_have_orders_and_cuts_of_their_own():
+    orders = {tuple(order(range(epoch * 100, (epoch + 1) * 100), 100, seed)) for epoch in range(5) for seed in range(5)}
+    assert len(orders) == 25
+    cuts = {T.draw_epoch(seed, epoch, 10**6, 10)[0] for epoch in range(5) for seed in range(5)}
+    assert len(cuts) == 25
+
+
+@pytest.mark.parametrize("windows", [100, 1000, 10007])
+def test_windows_of_one_document_are_no_closer_than_chance_has_them(windows):
+    """Of a document two to eight windows long; in turn, they would follow one another."""
+    when = np.argsort(order(range(windows), windows))  # the row that reads each window
+    for apart in range(1, 8):
+        distance = np.abs(when[apart:] - when[:-apart])
+        # Two different rows of n in random order: the mean distance is (n + 1) / 3, its deviation n / sqrt(18).
+        error = windows / math.sqrt(18 * (windows - apart))
+        assert abs(distance.mean() - (windows + 1) / 3) < 4 * error, (apart, distance.mean())
+        near = (distance <= windows // 50).mean()
+        expected = 2 * (windows // 50) / windows
+        assert abs(near - expected) < 4 * math.sqrt(expected / windows), (apart, near)
+
+
+@pytest.mark.parametrize("windows", [100, 1000, 10007])
+def test_every_step_reads_from_all_over_the_stream(windows):
+    """The windows of ten steps of 16, in tenths of the stream: chi-squared with 9 degrees of freedom."""
+    found = order(range(min(windows, 160)), windows)
+    counts = np.bincount(np.array(found) * 10 // windows, minlength=10)
+    expected = len(found) / 10
+    assert ((counts - expected) ** 2 / expected).sum() < 27.9  # exceeded by chance once in 1000
+    in_turn = sum(abs(a - b) == 1 for a, b in zip(found[1:], found, strict=False))
+    assert in_turn <= 2 + 6 * len(found) / windows
+
+
+def test_a_row_is_its_window_and_the_last_target(stream):
     one = batches(stream)
     whole = stream.read(0, 1000)
     assert len(whole) == len(stream) == 1000
     for step in (0, 1, 7, 200):
         found = rows(one, step)
         for row in range(8):
-            at = row * 125 + step * 8
-            assert found[row].tolist() == [whole[(at + offset) % 1000] for offset in range(9)]
+            start = T.window_start(step * 8 + row, 1000, 8, 1337)
+            assert found[row].tolist() == [whole[(start + offset) % 1000] for offset in range(9)]
     assert all(torch.equal(targets[:, :-1], ids[:, 1:]) for ids, targets in one.micro_batches(3))
+
+
+def test_an_epoch_of_steps_reads_every_window_once_and_the_next_one_other_windows(tmp_path):
+    """125 windows of 8 in 1003 tokens: the three left over change from epoch to epoch."""
+    stream = make_stream(tmp_path, "a", np.arange(1003), tail=0)
+    stream.vocab_size = 1 << 16
+    of = batches(stream, train_batch_tokens=200)  # 5 steps of 25 windows
+    left_out = set()
+    first_tokens = []
+    for epoch in range(4):
+        found = torch.cat([rows(of, epoch * 5 + step) for step in range(5)])
+        tokens = found[:, :-1].flatten().tolist()
+        assert len(tokens) == len(set(tokens)) == 1000
+        left_out |= set(range(1003)) - set(tokens)
+        first_tokens.append(sorted(found[:, 0].tolist()))
+    assert len(left_out) > 3 and len({tuple(each) for each in first_tokens}) > 1
+
+
+def test_a_resumed_run_reads_what_a_straight_one_reads(mixed):
+    data = data_of(mixed, [0.7, 0.2, 0.1])
+    one = batches(data, train_batch_tokens=80)
+    straight = [rows(one, step) for step in range(12)]
+    for start in (3, 7):
+        again = batches(data, train_batch_tokens=80)
+        assert all(torch.equal(rows(again, step), straight[step]) for step in range(start, 12))
+
+
+def test_held_out_tokens_are_never_read(tmp_path):
+    stream = make_stream(tmp_path, "a", np.arange(5000), tail=0)
+    stream.vocab_size = 1 << 16
+    held_out = set(T.hold_out(stream, 400, 8, 1).tolist()) - {1}
+    assert len(held_out) == 400
+    of = batches(stream, train_batch_tokens=800)
+    read = {token for step in range(40) for token in rows(of, step).flatten().tolist()}
+    assert not read & held_out and len(read) == len(stream) == 4592  # 16 pieces of 287; eight tokens do not divide
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
@@ -100,13 +185,21 @@ def test_micro_batches_shrink_until_they_fit_and_gradients_are_of_one_step(strea
 
 
 @pytest.mark.parametrize("changes, said", [
-    (dict(train_batch_tokens=60), "TRAIN_BATCH_TOKENS=60"),
-    (dict(train_batch_tokens=1000), "TRAIN_BATCH_TOKENS=1000: takes 1000 of the 1000 training tokens"),
+    (dict(train_batch_tokens=60), "TRAIN_BATCH_TOKENS=60: must be a multiple of"),
+    (dict(train_batch_tokens=1008), "TRAIN_BATCH_TOKENS=1008: takes 1008 of the 1000 training tokens"),
     (dict(micro_batch_tokens=4), "MICRO_BATCH_TOKENS=4"),
 ])
 def test_batches_that_do_not_fit_are_errors(stream, changes, said):
     with pytest.raises(T.UserError, match=said):
         batches(stream, **changes)
+
+
+def test_a_step_may_read_more_than_an_epoch_of_a_small_part(mixed):
+    data = data_of(mixed[::2], [0.02, 0.98])  # 500 and 87 windows
+    found = rows(batches(data, train_batch_tokens=960), 0)  # two and 118 windows
+    small = mixed[2]
+    starts = [T.window_start(row, 700, 8, 1337) for row in range(118)]
+    assert found[2:].tolist() == [small.read(start, 9).tolist() for start in starts]
 
 
 @pytest.mark.full
@@ -125,7 +218,7 @@ def test_after_the_warm_up_neither_training_nor_evaluation_compiles(stream):
     assert all(not optimizer.state for optimizer in optimizers.all)
     tokens = np.concatenate([[tokenizer.bos_id], np.arange(100) % 50 + 4])
     with torch.compiler.set_stance("fail_on_recompile"):
-        score = T.score_tokens(model, tokens, tokenizer, of.runtime, 8, 8, of.micro_rows)
+        score = T.Scorer(tokenizer, of.runtime, 8, of.micro_rows).score(model, tokens)
         with T.quantized(net, table):
             T.forward_backward(model, of, 3)
     assert score.tokens == 100 and score.bytes == 100
@@ -146,48 +239,46 @@ def parts_of(windows: torch.Tensor) -> list[int]:
 
 
 @pytest.mark.parametrize("shares", [[0.7, 0.2, 0.1], [0.5, 0.25, 0.25], [0.97, 0.02, 0.01], [1 / 3, 1 / 3, 1 / 3]])
-@pytest.mark.parametrize("seed", [0, 1337])
-def test_every_step_of_a_mixture_has_the_shares_rounded(mixed, shares, seed):
-    of, total = batches(data_of(mixed, shares), train_batch_tokens=80, seed=seed), np.zeros(3)
+def test_a_mixture_has_its_shares_after_every_step(mixed, shares):
+    of = batches(data_of(mixed, shares), train_batch_tokens=80)
+    total = np.zeros(3)
     for step in range(200):
         counts = parts_of(rows(of, step))
         total += counts
-        for share, count in zip(shares, counts, strict=True):
-            exact = Fraction(share).limit_denominator(1000) * 10
-            assert math.floor(exact) <= count <= math.ceil(exact), (step, counts)
-    assert np.abs(total - 2000 * np.array(shares)).max() <= 3  # over 200 steps within three rows
+        assert sum(counts) == 10 and np.abs(counts - 10 * np.array(shares)).max() < 2
+        assert np.abs(total - 10 * (step + 1) * np.array(shares)).max() <= 1
 
 
-def starts(of: T.Batches, step: int) -> list[tuple[T.TokenStream, int]]:
-    """Where each row of a step reads: (stream, position)."""
-    found, own = [], threading.get_ident()
+def test_counts_of_rows_add_up_and_never_shrink():
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        shares = rng.dirichlet(np.full(rng.integers(1, 8), 0.7)).tolist()
+        rows_per_step = int(rng.integers(1, 3000))
+        steps = np.sort(rng.integers(0, 10**6, 20))
+        steps = np.union1d(steps, steps + 1).tolist()
+        counts = np.array([T.rows_before(step, rows_per_step, shares) for step in steps])
+        assert (counts.sum(1) == np.array(steps) * rows_per_step).all()
+        assert (np.diff(counts, axis=0) >= 0).all() and (counts[0] >= 0).all()
+        exact = np.outer(np.array(steps) * rows_per_step, shares)
+        assert np.abs(counts - exact).max() <= max(1.0, len(shares) / 2)
 
-    def read(stream: T.TokenStream, start: int, count: int) -> np.ndarray:
-        if threading.get_ident() == own:  # else of other batches, that a thread of theirs reads ahead
-            found.append((stream, start))
-        return np.zeros(count, dtype=np.int64)
 
-    with mock.patch.object(T.TokenStream, "read", read):
-        of.read(step)
-    return found
-
-
-def test_a_mixture_reads_every_window_of_a_stream_once_an_epoch(mixed, monkeypatch):
+def test_a_mixture_reads_every_window_of_a_stream_once_an_epoch(mixed):
     of = batches(data_of(mixed, [0.7, 0.2, 0.1]), train_batch_tokens=80)
-    for stream, share, lanes in zip(mixed, (0.7, 0.2, 0.1), (7, 2, 1), strict=True):
-        windows = len(stream) // lanes // 8 * lanes  # whole windows of the lanes in one epoch
-        found = [start for step in range(int(windows / share / 10) + 3) for each, start in starts(of, step)
-                 if each is stream]
-        lane_starts = [lane * len(stream) // lanes for lane in range(lanes)]
-        assert found[:windows] == [lane_starts[i % lanes] + i // lanes * 8 for i in range(windows)]
-        assert len(set(found[:windows])) == windows
+    for stream, share, number in zip(mixed, (0.7, 0.2, 0.1), range(3), strict=True):
+        windows = len(stream) // 8
+        found = torch.cat([rows(of, step) for step in range(int(windows / share / 10) + 2)])
+        found = found[found[:, 0] // 20 == number]
+        starts = [T.window_start(row, len(stream), 8, 1337) for row in range(windows)]
+        assert found[:windows].tolist() == [stream.read(start, 9).tolist() for start in starts]
+        assert len({start // 8 for start in starts}) in (windows, windows - 1)  # the cut may fall inside one
 
 
-def test_the_seed_moves_the_shares_and_nothing_else(mixed):
+def test_the_seed_moves_the_windows_and_not_the_shares(mixed):
     first, second = (batches(data_of(mixed, [0.55, 0.25, 0.2]), seed=seed) for seed in (1, 2))
-    assert [parts_of(rows(first, s)) for s in range(9)] != [parts_of(rows(second, s)) for s in range(9)]
-    one = [starts(batches(mixed[0], seed=seed), 5) for seed in (1, 2)]
-    assert one[0] == one[1]
+    for step in range(9):
+        one, other = rows(first, step), rows(second, step)
+        assert parts_of(one) == parts_of(other) and not torch.equal(one, other)
 
 
 @pytest.mark.parametrize("world, micro", [(2, 0), (4, 8), (8, 16)])
@@ -198,16 +289,14 @@ def test_ranks_share_one_batch_of_a_mixture(mixed, world, micro):
         assert torch.equal(torch.cat(parts), rows(batches(data), step))
 
 
-def test_a_part_too_short_for_its_share_is_an_error(mixed):
-    with pytest.raises(T.UserError, match=r"takes 760 of the 700 training tokens"):
-        batches(data_of(mixed, [0.04, 0.01, 0.95]), train_batch_tokens=800)
-
-
 class Watched:
-    """A stream that counts its reads, can be held up and can fail from a position on."""
+    """A stream that counts its reads, can be held up and can fail at a position."""
 
     def __init__(self, stream, fails_at=None):
-        self.stream, self.fails_at, self.reads, self.threads = stream, fails_at, [], set()
+        self.stream = stream
+        self.fails_at = fails_at
+        self.reads = []
+        self.threads = set()
         self.paths, self.gate = stream.paths, threading.Event()
         self.gate.set()
 
@@ -218,7 +307,7 @@ class Watched:
         self.gate.wait(10)
         self.reads.append(start)
         self.threads.add(threading.get_ident())
-        if self.fails_at is not None and start >= self.fails_at:
+        if start == self.fails_at:
             raise T.UserError(f"token at {start}")
         return self.stream.read(start, count)
 
@@ -253,11 +342,12 @@ def test_waiting_is_counted_and_reading_ahead_is_not(stream):
 
 
 def test_an_error_of_the_reader_is_raised_where_its_step_is_asked_for(stream):
-    of = batches(Watched(stream, fails_at=875 + 8 * 2))  # the last row's window of step 2
+    start = T.window_start(2 * 8 + 7, 1000, 8, 1337)  # the last row of step 2
+    of = batches(Watched(stream, fails_at=start))
     rows(of, 0)
     rows(of, 1)
     for _ in range(2):
-        with pytest.raises(T.UserError, match="^token at 891$"):
+        with pytest.raises(T.UserError, match=f"^token at {start}$"):
             rows(of, 2)
     assert len(rows(of, 1)) == 8
 

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -176,39 +177,76 @@ def test_gpt2_from_its_rank_file_is_tiktokens(tmp_path: Path) -> None:
     assert tokenizer.encode("hello world") == [31373, 995]
 
 
-def fake_encoding(monkeypatch: pytest.MonkeyPatch, lines: bytes, bos_id: int = 300) -> None:
-    """cl100k_base as tiktoken makes it, of another rank file, which a server that is not there would give."""
-    scope, made = {**vars(tiktoken_ext.openai_public), "__name__": "x"}, {}
-    exec(f"""def cl100k_base():
-    ranks = load_tiktoken_bpe("http://127.0.0.1:9/x", expected_hash={hashlib.sha256(lines).hexdigest()!r})
-    return {{"name": "cl100k_base", "pat_str": ".+", "mergeable_ranks": ranks,
-            "special_tokens": {{"<|endoftext|>": {bos_id}, "<|fim|>": {bos_id + 2}}}}}""", scope, made)
-    monkeypatch.setattr(tiktoken_ext.openai_public, "cl100k_base", made["cl100k_base"])
+FAKE_PIECES = [bytes([byte]) for byte in range(256)] + [b"th", b"the"]
+FAKE_RANKS = b"".join(base64.b64encode(piece) + b" %d\n" % rank for rank, piece in enumerate(FAKE_PIECES))
+
+
+def fake_encoding(
+    monkeypatch: pytest.MonkeyPatch, script: ModuleType, folder: Path, end_of_text: int = 300
+) -> Path:
+    """A rank file in `folder` that has 258 ranks and is what the script takes for the published cl100k_base."""
+    sha256 = hashlib.sha256(FAKE_RANKS).hexdigest()
+    published = script.PublishedEncoding(sha256, script.CL100K_SPLIT, end_of_text, end_of_text + 3)
+    monkeypatch.setitem(script.ENCODINGS, "cl100k_base", published)
+    path = folder / "cl100k_base.tiktoken"
+    path.write_bytes(FAKE_RANKS)
+    return path
+
+
+def test_encodings_are_tiktokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Split patterns, the end of a text, sizes and hashes, against the installed tiktoken."""
+    public = tiktoken_ext.openai_public
+    monkeypatch.setattr(public, "load_tiktoken_bpe", lambda url, expected_hash: (url, expected_hash))
+    monkeypatch.setattr(public, "data_gym_to_mergeable_bpe_ranks", lambda **files: None)
+    assert list(data.ENCODINGS) == ["gpt2", "r50k_base", "p50k_base", "cl100k_base", "o200k_base"]
+    assert data.ENCODINGS["gpt2"] == data.ENCODINGS["r50k_base"]
+    for name, found in data.ENCODINGS.items():
+        expected = getattr(public, name)()
+        special = expected["special_tokens"]
+        size = expected.get("explicit_n_vocab", max(special.values()) + 1)
+        assert found.split == expected["pat_str"] and found.end_of_text == special["<|endoftext|>"]
+        assert found.vocab_size == size
+        if name != "gpt2":
+            assert expected["mergeable_ranks"] == (f"{data.RANK_FILES}/{name}.tiktoken", found.sha256)
 
 
 def test_any_encoding_comes_from_its_rank_file_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
-    pieces = [bytes([byte]) for byte in range(256)] + [b"th", b"the"]
-    lines = b"".join(base64.b64encode(piece) + b" %d\n" % rank for rank, piece in enumerate(pieces))
-    fake_encoding(monkeypatch, lines)
-    (tmp_path / "cl100k_base.tiktoken").write_bytes(lines)
-    tokenizer = data.load_tokenizer(tmp_path / "cl100k_base.tiktoken")
-    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.sha256) == (303, 300, hashlib.sha256(lines).hexdigest())
+    path = fake_encoding(monkeypatch, data, tmp_path)
+    tokenizer = data.load_tokenizer(path)
+    sha256 = hashlib.sha256(FAKE_RANKS).hexdigest()
+    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.sha256) == (303, 300, sha256)
     assert np.flatnonzero(tokenizer.boundary).tolist() == list(range(258, 303))  # gaps and specials: no bytes
-    assert tokenizer.encode("the<|fim|>") == [257, *b"<|fim|>"]
-    assert prepare.save_tokenizer(tokenizer, tmp_path) == "cl100k_base.tiktoken"
-    assert (tmp_path / "cl100k_base.tiktoken").read_bytes() == lines
+    assert tokenizer.encode("the<|endoftext|>") == [257, *b"<|endoftext|>"]
+    assert prepare.save_tokenizer(tokenizer, tmp_path) == path.name and path.read_bytes() == FAKE_RANKS
     (tmp_path / "b").mkdir()
-    refused = [("cl100k_base", r"tokenizer cl100k_base: tiktoken cannot load it \(.*give one of \('gpt2', "),
-               (tmp_path / "p50k.tiktoken", r"p50k\.tiktoken: tiktoken cannot load it \(.* no attribute 'p50k'"),
-               (tmp_path / "b", r"b: no SentencePiece model, \.tiktoken file, bytes or \('gpt2', 'r50k_base'"),
-               (tmp_path / "b" / "cl100k_base.tiktoken", r"cannot load it \(.*No such file or directory"),
-               (tmp_path / "cl100k_base.tiktoken", r"cannot load it \(Hash mismatch")]
-    fake_encoding(monkeypatch, lines + b"eA== 258\n")
-    for path, message in refused:
+    refused = [(tmp_path / "p50k.tiktoken", r"p50k\.tiktoken: unknown encoding; must be one of \['gpt2', 'r50k_base'"),
+               (tmp_path / "b", r"b: no SentencePiece model, NAME\.tiktoken, bytes or one of \['gpt2', 'r50k_base'"),
+               (tmp_path / "b" / "cl100k_base.tiktoken", r"cl100k_base\.tiktoken: \[Errno 2\] No such file")]
+    damaged = {"longer": FAKE_RANKS + b"eA== 258\n", "shorter": FAKE_RANKS[:-9],
+               "changed": FAKE_RANKS.replace(b"1", b"2", 1)}
+    for name, content in damaged.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / path.name).write_bytes(content)
+        refused.append((tmp_path / name / path.name, f"damaged, its SHA-256 must be {sha256[:12]}…"))
+    for wrong, message in refused:
         with pytest.raises(data.UserError, match=message) as caught:
-            data.load_tokenizer(path)
+            data.load_tokenizer(wrong)
         assert "\n" not in str(caught.value)
+
+
+def test_an_encoding_by_its_name_comes_from_tiktokens_cache_or_server(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server is not there; the cache is tiktoken's own, by the SHA-1 of the address."""
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(data, "RANK_FILES", "http://127.0.0.1:9")
+    fake_encoding(monkeypatch, data, tmp_path)
+    with pytest.raises(data.UserError, match=r"tokenizer cl100k_base: .*; cl100k_base.tiktoken may be given"):
+        data.load_tokenizer("cl100k_base")
+    (tmp_path / hashlib.sha1(b"http://127.0.0.1:9/cl100k_base.tiktoken").hexdigest()).write_bytes(FAKE_RANKS)
+    assert data.load_tokenizer("cl100k_base").content == FAKE_RANKS
+    monkeypatch.setitem(data.ENCODINGS, "gpt2", data.ENCODINGS["cl100k_base"])  # gpt2 has the ranks of r50k_base
+    (tmp_path / hashlib.sha1(b"http://127.0.0.1:9/r50k_base.tiktoken").hexdigest()).write_bytes(FAKE_RANKS)
+    assert data.load_tokenizer("gpt2").file == "gpt2.tiktoken"
 
 
 def test_saved_tokenizers_come_back_as_they_were(lossless_model: Path, tmp_path: Path) -> None:
@@ -253,7 +291,8 @@ def test_bytes_per_token_of_the_published_models(size: int, expected: float) -> 
 def test_tokenizer_errors(tmp_path: Path) -> None:
     (tmp_path / "bad.model").write_bytes(b"no model at all")
     for name in ("none.model", "bad.model"):
-        with pytest.raises(data.UserError, match=rf"{name}: no SentencePiece model, \.tiktoken file, bytes or \("):
+        message = rf"{name}: no SentencePiece model, NAME\.tiktoken, bytes or one of \["
+        with pytest.raises(data.UserError, match=message):
             data.load_tokenizer(tmp_path / name)
     (tmp_path / "empty.model").touch()
     for path in (tmp_path / "empty.model", train_model(tmp_path / "nobos.model", bos_id=-1)):
@@ -426,8 +465,12 @@ def test_token_stream_refuses_a_shard_that_changes(change: str, tmp_path: Path) 
         paths[1].unlink()
     assert stream.read(0, 10_000).tolist() == list(range(10_000))  # the other shard is whole
     for start, count in ((9_999, 2), (12_000, 1), (19_999, 5)):
-        with pytest.raises(data.UserError, match=rf"shard {paths[1]}: was changed or removed while in use"):
-            stream.read(start, count)
+        if change == "removed":
+            with pytest.raises(FileNotFoundError, match=str(paths[1])):  # which the scripts print as one line
+                stream.read(start, count)
+        else:
+            with pytest.raises(data.UserError, match=rf"shard {paths[1]}: was changed while in use"):
+                stream.read(start, count)
 
 
 def reference_hashes(tokens: list[int], bos_id: int) -> list[bytes]:
@@ -477,7 +520,7 @@ def make_part(folder: Path, train: list[str], val: list[str], tail: str = "", **
     return folder
 
 
-def opened(path: object, **changes: object) -> data.SimpleNamespace:
+def opened(path: object, **changes: object) -> data.Dataset:
     changes = {"train_seq_len": 4, "holdout_tokens": 10, **changes}
     return data.open_data(data.Settings(data_path=str(path), **changes))
 
@@ -514,7 +557,7 @@ def test_mixtures_that_are_none_are_one_line(text: str) -> None:
 
 def test_a_wrong_count_of_validation_bytes_is_refused(tmp_path: Path) -> None:
     a, b = (make_part(tmp_path / name, [f"text of {name}"] * 9, [f"five {name}", "two"]) for name in "ab")
-    assert opened(a).val_bytes == 9 and opened(f"{a}:1,{b}:1").val_bytes == 18
+    assert opened(a).validation.byte_count == 9 and opened(f"{a}:1,{b}:1").validation.byte_count == 18
     stored = json.loads((a / "manifest.json").read_text())
     for count in (8, 10, 0):
         stored["val"]["decoded_bytes"] = count
@@ -540,8 +583,9 @@ def test_open_data_of_one_folder(tmp_path: Path) -> None:
     part = make_part(tmp_path / "p", ["training text"] * 3, ["one", "twö", "three"], of=[1, 0, 1], sources=["x", "y"])
     found = opened(part)
     tokens = [t for text in ("one", "twö", "three") for t in (1, *(byte + 4 for byte in text.encode()))]
-    assert found.val.tolist() == tokens and found.val.dtype == np.int64
-    assert found.val_sources[0].tolist() == [1] * 4 + [0] * 5 + [1] * 6 and found.val_sources[1] == ["x", "y"]
+    assert found.validation.tokens.tolist() == tokens and found.validation.tokens.dtype == np.int64
+    assert found.validation.source_of.tolist() == [1] * 4 + [0] * 5 + [1] * 6
+    assert found.validation.source_names == ["x", "y"]
     assert found.manifests == [json.loads((part / "manifest.json").read_text())] and found.yardsticks == {}
     assert found.manifest_sha256 == hashlib.sha256((part / "manifest.json").read_bytes()).hexdigest()
     assert found.shares == [1.0] and [len(stream) for stream in found.streams] == [32]
@@ -549,19 +593,19 @@ def test_open_data_of_one_folder(tmp_path: Path) -> None:
     assert found.held_out.tolist() == [1, *whole[16:21], 1, *whole[37:]]  # two windows and a half, in two pieces
     assert found.streams[0].read(0, 33).tolist() == [*whole[:16], *whole[21:37], whole[0]]
     without = opened(make_part(tmp_path / "q", ["training text"] * 3, ["one", "two"]))
-    assert without.val_sources[1] == ["q_name"] and without.val_sources[0].tolist() == [0] * 8
+    assert without.validation.source_names == ["q_name"] and without.validation.source_of.tolist() == [0] * 8
     measured = opened(make_part(tmp_path / "m", ["training text"] * 3, ["one", "two"], yardsticks={"xz_bpb": 2.5}))
     assert measured.yardsticks == {"xz_bpb": 2.5}
     for kind, count in (("holdout_tokens", 3), ("train_seq_len", 15)):
         with pytest.raises(data.UserError, match="^TRAIN_SEQ_LEN=.* at most HOLDOUT_TOKENS=.* validation's 15 tokens"):
             opened(part, **{kind: count})
-    assert len(opened(part, train_seq_len=10).val) == 15
-    for count in (42, 43):
-        with pytest.raises(data.UserError, match=f"^{part}: 42 tokens, more than the held-out {count} are needed"):
+    assert len(opened(part, train_seq_len=10).validation.tokens) == 15
+    for count in (27, 42, 43):  # seven pieces of four leave no window between them
+        pieces = min(16, count // 4)
+        with pytest.raises(data.UserError, match=f"^{part}: 42 tokens, must be at least the held-out {count} and "
+                                                 f"{pieces} windows of 4$"):
             opened(part, holdout_tokens=count)
-    assert len(opened(part, holdout_tokens=41).streams[0]) == 1  # in one piece, for only one token is left
-    assert len(opened(part, holdout_tokens=39).streams[0]) == 3 and len(opened(part, holdout_tokens=39).held_out) == 42
-    assert len(opened(part, holdout_tokens=33).streams[0]) == 8
+    assert len(opened(part, holdout_tokens=17).streams[0]) == 24 and len(opened(part, holdout_tokens=17).held_out) == 20
     with pytest.raises(data.UserError, match=r"^VOCAB_SIZE=7: bytes has 264 tokens"):
         opened(part, vocab_size=7)
     wrong = make_part(tmp_path / "w", ["training text"] * 3, ["one", "two"], of=[0], sources=["x"])
@@ -575,9 +619,10 @@ def test_open_data_of_a_mixture(tmp_path: Path) -> None:
     b = make_part(tmp_path / "b", ["other text"] * 9, ["four", "fünf"], overlap_documents=2, published=True)
     found = opened(f"{a}:3,{b}:1", holdout_tokens=40)
     assert [len(stream) for stream in found.streams] == [7 * 13, 2 * 44] and found.shares == [0.75, 0.25]
-    assert found.val.tolist() == opened(a).val.tolist() + opened(b).val.tolist()
-    assert found.val_sources[0].tolist() == [1] * 4 + [0] * 4 + [2] * 11
-    assert found.val_sources[1] == [f"{a}/x", f"{a}/y", f"{b}/b_name"] and found.yardsticks == {}
+    parts = [opened(part).validation.tokens for part in (a, b)]
+    assert found.validation.tokens.tolist() == np.concatenate(parts).tolist()
+    assert found.validation.source_of.tolist() == [1] * 4 + [0] * 4 + [2] * 11
+    assert found.validation.source_names == [f"{a}/x", f"{a}/y", f"{b}/b_name"] and found.yardsticks == {}
     assert found.manifests == [json.loads((part / "manifest.json").read_text()) for part in (a, b)]
     hashes = [hashlib.sha256((part / "manifest.json").read_bytes()).hexdigest() for part in (a, b)]
     assert found.manifest_sha256 == " + ".join(hashes)
@@ -598,5 +643,6 @@ def test_validation_of_one_part_in_the_training_of_another_is_refused(tmp_path: 
     for parts in (f"{a}:1,{b}:2", f"{b}:1,{c}:1,{a}:1"):
         with pytest.raises(data.UserError, match=f"^{b}: 2 training documents are in another's validation$"):
             opened(parts)
-    assert len(opened(f"{a}:1,{c}:1").val) == sum(len(text) + 1 for text in val) + 6  # nearly equal is not equal
-    assert len(opened(b).val) == 5  # one part alone: its own manifest counts
+    nearly_equal = opened(f"{a}:1,{c}:1")
+    assert len(nearly_equal.validation.tokens) == sum(len(text) + 1 for text in val) + 6
+    assert len(opened(b).validation.tokens) == 5  # one part alone: its own manifest counts

@@ -410,7 +410,8 @@ def tables_of(output: str) -> list[dict[str, dict[str, str]]]:
 
 def bits_per_byte(tensors: dict[str, torch.Tensor], data: Path) -> float:
     own = T.open_data(dataclasses.replace(SETTINGS, data_path=str(data), holdout_tokens=32))
-    return T.score_tokens(rebuilt(tensors), own.val, own.tokenizer, T.start_runtime("cpu"), 32, 32, 16).bpb
+    scorer = T.Scorer(own.tokenizer, T.start_runtime("cpu"), 32, 16)
+    return scorer.score(rebuilt(tensors), own.validation.tokens).bpb
 
 
 @pytest.mark.parametrize(("command", "changes"), [

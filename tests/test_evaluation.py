@@ -22,6 +22,10 @@ def runtime(rank: int = 0, world_size: int = 1) -> T.Runtime:
     return T.Runtime(rank, world_size, torch.device("cpu"), False)
 
 
+def scorer(seq_len: int, rows: int, runtime_: T.Runtime | None = None, tokenizer: T.Tokenizer = BYTES) -> T.Scorer:
+    return T.Scorer(tokenizer, runtime_ or runtime(), seq_len, rows)
+
+
 def random_tokens(count: int, seed: int = 0) -> np.ndarray:
     """A validation stream of `count` tokens: BOS first, later documents at random places."""
     tokens = np.random.default_rng(seed).integers(4, 260, count)
@@ -75,7 +79,7 @@ def windows(count: int, seq_len: int, stride: int) -> list[tuple[int, int, int]]
         rows.append((begin, begin + at[0].item(), begin + at[-1].item() + 1))
         return torch.zeros(targets.shape)
 
-    T.score_tokens(model, np.arange(4, count + 5), BYTES, runtime(), seq_len, stride, 1)
+    scorer(seq_len, 1).score(model, np.arange(4, count + 5), None if stride == seq_len else stride)
     return rows
 
 
@@ -108,7 +112,7 @@ def test_windows_by_hand():
 def test_score_is_that_of_a_slow_loop(stride, batch):
     for count in (17, 32, 33, 48, 49, 64, 100):  # 16, 31 ... predictions: whole windows and tails of every kind
         tokens, model = random_tokens(count), TableModel()
-        score = T.score_tokens(model, tokens, BYTES, runtime(), 16, stride, batch)
+        score = scorer(16, batch).score(model, tokens, None if stride == 16 else stride)
         assert score.nats == pytest.approx(slow_nats(tokens.tolist(), 16, stride), rel=1e-12)
         assert score.tokens == count - 1
         assert score.bytes == int((tokens[1:] >= 4).sum())
@@ -119,7 +123,7 @@ def test_score_is_that_of_a_slow_loop(stride, batch):
 def test_the_score_depends_on_the_mode():
     """Else the comparison above could not tell plain windows from sliding ones."""
     tokens, model = random_tokens(100), TableModel()
-    scores = [T.score_tokens(model, tokens, BYTES, runtime(), 16, stride, 4) for stride in (16, 15, 7, 1)]
+    scores = [scorer(16, 4).score(model, tokens, stride) for stride in (None, 15, 7, 1)]
     assert len({round(score.nats, 6) for score in scores}) == 4
 
 
@@ -136,8 +140,8 @@ def test_targets_are_the_next_tokens(shift):
     def model(ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return ((table[ids] + shift != targets) & (targets >= 0)).double()
 
-    for stride in (16, 5):
-        score = T.score_tokens(model, np.array(tokens), BYTES, runtime(), 16, stride, 4)
+    for stride in (None, 5):
+        score = scorer(16, 4).score(model, np.array(tokens), stride)
         assert score.nats == (89.0 if shift else 0.0)
 
 
@@ -151,7 +155,9 @@ class RanksInThreads(T.Runtime):
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         self.parts.append(tensor.clone())
         self.barrier.wait(timeout=30)
-        return tensor.copy_(torch.stack(self.parts).sum(0))
+        total = sum(part for part in self.parts if part.dtype == tensor.dtype)
+        self.barrier.wait(timeout=30)
+        return tensor.copy_(total)
 
 
 def on_ranks(world_size: int, score: Callable[[T.Runtime], T.Score]) -> tuple[list[T.Score], list[torch.Tensor]]:
@@ -173,12 +179,14 @@ def on_ranks(world_size: int, score: Callable[[T.Runtime], T.Score]) -> tuple[li
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 def test_ranks_share_out_the_windows(world_size):
     tokens = random_tokens(100)
-    scores, parts = on_ranks(world_size, lambda rank: T.score_tokens(TableModel(), tokens, BYTES, rank, 16, 16, 2))
-    alone = T.score_tokens(TableModel(), tokens, BYTES, runtime(), 16, 16, 2)
+    scores, parts = on_ranks(world_size, lambda rank: scorer(16, 2, rank).score(TableModel(), tokens))
+    alone = scorer(16, 2).score(TableModel(), tokens)
     for score in scores:
         assert (score.tokens, score.bytes) == (alone.tokens, alone.bytes)
         assert score.nats == pytest.approx(alone.nats, rel=1e-13)
-    assert [int(part[0, 1]) > 0 for part in parts].count(True) == min(world_size, 7)
+    shares = [part for part in parts if part.dtype == torch.uint8]  # which predictions each rank has scored
+    assert [bool(part.any()) for part in shares].count(True) == min(world_size, 7)
+    assert (torch.stack(shares).sum(0) == 1).all()
 
 
 def documents_of(lengths: list[int], seed: int = 0) -> np.ndarray:
@@ -210,9 +218,9 @@ class CachedTableModel:
 def test_documents_by_hand():
     tokens = np.array([BOS, 70, 71, BOS, BOS, 72, 73, 74, 75])
     for stream, last in ((tokens, [BOS, 72, 73, 74]), (np.append(tokens, BOS), [BOS, 72, 73, 74, 75])):
-        T.score_tokens(model := CachedTableModel(), stream, BYTES, runtime(), 9, None, 1)
+        scorer(9, 1).score_documents(model := CachedTableModel(), stream)
         assert model.fed == [last, [BOS, 70, 71], [BOS]]  # longest first
-    score = T.score_tokens(CachedTableModel(), tokens, BYTES, runtime(), 2, None, 2)
+    score = scorer(2, 2).score_documents(CachedTableModel(), tokens)
     assert (score.tokens, score.bytes) == (8, 6)  # two of the predictions are BOS
     rows = [[BOS, 70, 71, BOS], [BOS, BOS], [BOS, 72, 73, 74, 75]]
     expected = [loss_of(row[:at], row[at]) for row in rows for at in range(1, len(row))]
@@ -224,7 +232,7 @@ def test_documents_by_hand():
 def test_stateful_score_is_that_of_a_slow_loop_over_documents(seq_len, batch):
     """Every prediction once, after all of its document; the BOS after a document is predicted by its last token."""
     tokens, model = documents_of(LENGTHS), CachedTableModel()
-    score = T.score_tokens(model, tokens, BYTES, runtime(), seq_len, None, batch)
+    score = scorer(seq_len, batch).score_documents(model, tokens)
     starts = [0]
     expected = []
     for i in range(len(tokens) - 1):
@@ -241,12 +249,13 @@ def test_stateful_score_is_that_of_a_slow_loop_over_documents(seq_len, batch):
 def test_ranks_share_out_the_documents(world_size):
     tokens = documents_of(LENGTHS)
     scores, parts = on_ranks(
-        world_size, lambda rank: T.score_tokens(CachedTableModel(), tokens, BYTES, rank, 16, None, 2))
-    alone = T.score_tokens(CachedTableModel(), tokens, BYTES, runtime(), 16, None, 2)
+        world_size, lambda rank: scorer(16, 2, rank).score_documents(CachedTableModel(), tokens))
+    alone = scorer(16, 2).score_documents(CachedTableModel(), tokens)
     for score in scores:
         assert (score.tokens, score.bytes) == (alone.tokens, alone.bytes)
         assert score.nats == pytest.approx(alone.nats, rel=1e-13)
-    assert [int(part[0, 1]) > 0 for part in parts].count(True) == min(world_size, len(LENGTHS))
+    shares = [part for part in parts if part.dtype == torch.uint8]
+    assert [bool(part.any()) for part in shares].count(True) == min(world_size, len(LENGTHS))
 
 
 def tiny_network() -> T.GPT:
@@ -269,68 +278,90 @@ def test_stateful_score_is_the_plain_score_of_one_window():
         nats = [network(torch.tensor(tokens[None, a:b]), torch.tensor(tokens[None, a + 1 : b + 1])).sum().item()
                 for a, b in zip(edges[:-1], edges[1:], strict=True)]  # document by document, no cache
     for seq_len, batch in ((7, 4), (16, 3), (64, 1), (64, 16), (150, 4)):
-        score = T.score_tokens(network, tokens, BYTES, runtime(), seq_len, None, batch)
+        score = scorer(seq_len, batch).score_documents(network, tokens)
         assert score.nats == pytest.approx(math.fsum(nats), rel=1e-11)
         assert (score.tokens, score.bytes) == (sum(LENGTHS) - 1, sum(LENGTHS) - len(LENGTHS))
-    for score in on_ranks(2, lambda rank: T.score_tokens(network, tokens, BYTES, rank, 16, None, 3))[0]:
+    for score in on_ranks(2, lambda rank: scorer(16, 3, rank).score_documents(network, tokens))[0]:
         assert score.nats == pytest.approx(math.fsum(nats), rel=1e-11)
     window = len(tokens) - 1  # one window over the stream; angles of rotary positions are float32
-    assert T.score_tokens(network, tokens, BYTES, runtime(), window, window, 1).nats == pytest.approx(
+    assert scorer(window, 1).score(network, tokens).nats == pytest.approx(
         math.fsum(nats), rel=1e-6)
-    short = T.score_tokens(network, tokens, BYTES, runtime(), 16, 16, 4).nats  # less context is another score
+    short = scorer(16, 4).score(network, tokens).nats  # less context is another score
     assert abs(short / math.fsum(nats) - 1) > 1e-3
 
 
-@pytest.mark.parametrize("stride", [16, 5, None])
+def validation_of(tokens: np.ndarray, source_of: np.ndarray, names: list[str]) -> T.Validation:
+    byte_count = int((tokens[1:] >= 4).sum())
+    return T.Validation(tokens, byte_count, source_of, names)
+
+
+@pytest.mark.parametrize("stride", [None, 5])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_sources_are_scored_apart(stride, world_size):
     """A prediction counts for the source of the token predicted, the BOS of the next document too."""
     tokens, names = documents_of(LENGTHS), ["web", "none", "code", "chat"]
-    sources = np.repeat([[0, 2, 3][at % 3] for at in range(len(LENGTHS))], LENGTHS).astype(np.uint8)
+    source_of = np.repeat([[0, 2, 3][at % 3] for at in range(len(LENGTHS))], LENGTHS).astype(np.uint8)
+    validation = validation_of(tokens, source_of, names)
 
     def score(rank: T.Runtime) -> T.Score:
-        model = TableModel() if stride else CachedTableModel()
-        return T.score_tokens(model, tokens, BYTES, rank, 16, stride, 3, (sources, names))
+        return scorer(16, 3, rank).score(TableModel(), tokens, stride, validation)
 
     found = on_ranks(world_size, score)[0][0] if world_size > 1 else score(runtime())
-    model = TableModel() if stride else CachedTableModel()
-    assert found.nats == pytest.approx(T.score_tokens(model, tokens, BYTES, runtime(), 16, stride, 3).nats, rel=1e-13)
+    assert found.nats == pytest.approx(scorer(16, 3).score(TableModel(), tokens, stride).nats, rel=1e-13)
     assert list(found.sources) == ["web", "code", "chat"]
     parts = found.sources.values()
-    assert sum(part.bytes for part in parts) == found.bytes == int((tokens[1:] >= 4).sum())
+    assert sum(part.bytes for part in parts) == found.bytes == validation.byte_count
     assert sum(part.tokens for part in parts) == found.tokens == len(tokens) - 1
     assert math.fsum(part.nats for part in parts) == pytest.approx(found.nats, rel=1e-12)
     for name, part in found.sources.items():
-        own = sources[1:] == names.index(name)
+        own = source_of[1:] == names.index(name)
         assert (part.tokens, part.bytes) == (own.sum(), (own & (tokens[1:] >= 4)).sum())
-    if stride == 16:
+    if stride is None:
         nats = dict.fromkeys(found.sources, 0.0)
         for i in range(len(tokens) - 1):
-            nats[names[sources[i + 1]]] += loss_of(tokens[i // 16 * 16 : i + 1].tolist(), int(tokens[i + 1]))
+            nats[names[source_of[i + 1]]] += loss_of(tokens[i // 16 * 16 : i + 1].tolist(), int(tokens[i + 1]))
         assert {name: part.nats for name, part in found.sources.items()} == pytest.approx(nats, rel=1e-12)
     assert found.result()["val_bpb_sources"] == {name: part.bpb for name, part in found.sources.items()}
+
+
+def test_progress_is_noted_before_each_forward():
+    """What a terminal shows; the caller throttles it."""
+    lines: list[str] = []
+    score = T.Scorer(BYTES, runtime(), 16, 2, lines.append).score(TableModel(), random_tokens(100))
+    assert lines == ["scored 0 of 7 windows", "scored 2 of 7 windows", "scored 4 of 7 windows", "scored 6 of 7 windows"]
+    del lines[:]
+    T.Scorer(BYTES, runtime(), 16, 4, lines.append).score_documents(CachedTableModel(), documents_of(LENGTHS))
+    assert lines == ["scored 0 of 10 windows", "scored 4 of 10 windows", "scored 8 of 10 windows"]
+    assert score.nats == scorer(16, 2).score(TableModel(), random_tokens(100)).nats  # and without a note
+
+
+def test_a_token_that_is_not_scored_once_is_no_score():
+    """A plan of windows that leaves tokens out, or has some twice, must not become a number."""
+    tokens = random_tokens(33)
+    for spans, wrong in (([[0, 0, 16]], 16), ([[0, 0, 16], [16, 16, 32], [16, 30, 32]], 2)):
+        with pytest.raises(AssertionError, match=f"{wrong} predictions were not scored exactly once"):
+            scorer(16, 2).nats(TableModel(), tokens, np.array(spans), stateful=False)
 
 
 def test_evaluate_scores_in_the_ways_asked_for():
     lines: list[str] = []
     tokens, network = documents_of(LENGTHS), tiny_network()
-    sources = np.repeat(np.arange(len(LENGTHS)) % 2, LENGTHS), ["web", "code"]
-
-    def score(of: Callable, stride: int | None = 16, sources: tuple | None = None) -> T.Score:
-        return T.score_tokens(of, tokens, BYTES, runtime(), 16, stride, 4, sources)
-
+    validation = validation_of(tokens, np.repeat(np.arange(len(LENGTHS)) % 2, LENGTHS), ["web", "code"])
+    of = scorer(16, 4)
+    plain = of.score(network, tokens)
     for stride in (0, 16, 64):  # a stride of a whole window is the plain score
         del lines[:]
         off = T.Settings(train_seq_len=16, eval_stride=stride)
-        assert T.evaluate(score, network, network, off, lines.append, "here") == score(network).result()
-    assert [line.split()[:2] for line in lines] == [["here:", f"val_loss:{score(network).loss:.4f}"]]
+        assert T.evaluate(of, network, network, off, lines.append, "here", validation) == plain.result()
+    assert [line.split()[:2] for line in lines] == [["here:", f"val_loss:{plain.loss:.4f}"]]
     del lines[:]
     every = T.Settings(train_seq_len=16, eval_stride=8, eval_stateful=True)
-    found = T.evaluate(score, network, network, every, lines.append, "here", sources)
+    found = T.evaluate(of, network, network, every, lines.append, "here", validation, by_source=True)
     assert found == {
-        **score(network).result(), "val_bpb_sources": score(network, 16, sources).result()["val_bpb_sources"],
-        "val_bpb_sliding": score(network, 8).bpb, "sliding_stride": 8, "sliding_context": 16,
-        "val_bpb_stateful": score(network, None).bpb, "stateful_context": "document"}
+        **plain.result(),
+        "val_bpb_sources": of.score(network, tokens, sources=validation).result()["val_bpb_sources"],
+        "val_bpb_sliding": of.score(network, tokens, 8).bpb, "sliding_stride": 8, "sliding_context": 16,
+        "val_bpb_stateful": of.score_documents(network, tokens).bpb, "stateful_context": "document"}
     assert [line.split(" val_")[0] for line in lines] == [
         "here:", "here: source web", "here: source code", "here: sliding", "here: stateful"]
     assert f"bpb:{found['val_bpb_sources']['code']:.4f}" in lines[2]
@@ -346,7 +377,7 @@ def test_score_bytes_are_those_of_the_text(tmp_path: Path):
     trained = T.load_tokenizer(train_model(tmp_path / "own.model"))
     for tokenizer in (BYTES, trained):
         tokens = [token for text in HARD_TEXTS for token in (tokenizer.bos_id, *tokenizer.encode(text))]
-        score = T.score_tokens(TableModel(), np.array(tokens), tokenizer, runtime(), 16, 16, 4)
+        score = scorer(16, 4, tokenizer=tokenizer).score(TableModel(), np.array(tokens))
         assert score.bytes == sum(len(text.encode()) for text in HARD_TEXTS)
 
 
@@ -356,15 +387,16 @@ def test_sums_are_float64():
         losses = torch.where(torch.arange(targets.size(1)) == 0, 2.0**24, 1.0)
         return torch.where(targets >= 0, losses, 0.0).float()
 
-    score = T.score_tokens(model, random_tokens(65), BYTES, runtime(), 16, 16, 1)
+    score = scorer(16, 1).score(model, random_tokens(65))
     assert score.nats == 4 * (2.0**24 + 15)
 
 
-@pytest.mark.parametrize("stride", [16, 4, None])
+@pytest.mark.parametrize("stride", [None, 4])
 def test_as_little_as_a_window_is_scored(stride):
-    model = TableModel() if stride else CachedTableModel()
     for count in (17, 16, 2):  # one more than the predictions
-        assert T.score_tokens(model, random_tokens(count), BYTES, runtime(), 16, stride, 2).tokens == count - 1
+        tokens = random_tokens(count)
+        assert scorer(16, 2).score(TableModel(), tokens, stride).tokens == count - 1
+        assert scorer(16, 2).score_documents(CachedTableModel(), tokens).tokens == count - 1
 
 
 def test_score_closed_forms():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import importlib.util
 import json
@@ -199,13 +198,10 @@ def test_gpt2_tokens_and_the_folder_is_enough_to_read_them(tmp_path: Path) -> No
 
 
 def test_a_vocabulary_above_65536_is_written_as_uint32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
-    lines = b"".join(base64.b64encode(bytes([byte])) + b" %d\n" % byte for byte in range(256))
-    fake_encoding(monkeypatch, lines, bos_id=70000)
-    (tmp_path / "cl100k_base.tiktoken").write_bytes(lines)
+    ranks = fake_encoding(monkeypatch, prepare, tmp_path, end_of_text=70000)
     texts, out = [words(i, 20) for i in range(30)], tmp_path / "out"
     manifest = run(write_jsonl(tmp_path / "a.jsonl", texts), "--out", out, "--val-frac", 0.3,
-                   "--tokenizer", tmp_path / "cl100k_base.tiktoken")
+                   "--tokenizer", ranks)
     for split in ("train", "val"):
         path, part = out / f"text_{split}_000000.bin", manifest[split]
         assert np.fromfile(path, "<i4", 3).tolist() == [20240801, 7, part["tokens"]]

@@ -81,9 +81,8 @@ def measure(script: ModuleType, model: SimpleNamespace, args: argparse.Namespace
     header = {"settings": vars(model.config), "tokenizer_sha256": model.data.tokenizer.sha256, "meta": {}}
 
     def score() -> float:
-        tokens, window = model.data.val[: args.tokens + 1], model.settings.train_seq_len
-        return script.score_tokens(model.network, tokens, model.data.tokenizer, model.runtime, window, window,
-                                   batches.micro_rows).bpb
+        scorer = script.Scorer(model.data.tokenizer, model.runtime, model.settings.train_seq_len, batches.micro_rows)
+        return scorer.score(model.network, model.data.validation.tokens[: args.tokens + 1]).bpb
 
     rows = [{"quantizer": "none", "bpb": score()}]
     for name, (changes, varied) in QUANTIZERS.items():
