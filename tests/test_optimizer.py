@@ -447,6 +447,10 @@ def test_the_momentum_of_the_schedule_is_muons():
     assert len(buffers) == 2 and all((buffer == 0.125).all() for buffer in buffers)
 
 
+def test_muons_momentum_rises_over_the_first_twentieth():
+    assert [T.muon_momentum(at) for at in (0.0, 0.025, 0.05, 0.5, 1.0)] == pytest.approx([0.85, 0.9, 0.95, 0.95, 0.95])
+
+
 def test_clipping_bounds_the_global_norm():
     optimizers = T.Optimizers(Bare().float(), "muon", RATES, ALONE)
     for param in optimizers.params:
