@@ -344,7 +344,7 @@ def facts(run: SimpleNamespace) -> dict[str, object]:
     for name, begin in log.begun.items():
         own = found.get("phases", {}).get(name)
         rows[f"phase {name}"] = f"began at {begin:.1%}" if own is None else (
-            f"planned {own['planned']:.1%}, from step {own['start_step']} for {own['steps']} steps")
+            f"planned {own.get('begin', own.get('planned')):.1%}, from step {own['start_step']} for {own['steps']} steps")
     return {**rows, "events": "; ".join(log.events) or None}
 
 
