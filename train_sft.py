@@ -1287,28 +1287,21 @@ def reference_policy(model: nn.Module, frozen: bool) -> Callable[[], contextlib.
 
 
 # === shared: optimizer ===
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # of s, s^3 and s^5: Keller Jordan's, steepest at s = 0
-NEWTON_SCHULZ_STEPS = (
-    5  # bring singular values above 0.002 to between 0.68 and 1.21; Muon needs no more
-)
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # of s, s^3 and s^5: Keller Jordan's, steep at s = 0
+NEWTON_SCHULZ_STEPS = 5  # bring singular values above 0.002 to between 0.68 and 1.21
 MUON_MOMENTUM = 0.95  # of modded-nanogpt and Parameter Golf
-ADAM_BETAS = (
-    0.9,
-    0.95,
-)  # of language models since GPT-3; 0.999 remembers longer than short runs last
-ADAM_EPS = 1e-8  # torch's
-LION_BETAS = (0.9, 0.99)  # the paper's
-LEAST_8BIT = (
-    4096  # weights, as in bitsandbytes: 8 bits save nothing worth having in a smaller tensor
-)
+ADAM_BETAS = (0.9, 0.95)  # as for GPT-3: 0.999 remembers longer than short runs last
+ADAM_EPS = 1e-8  # torch's default
+LION_BETAS = (0.9, 0.99)  # the Lion paper's
+LEAST_8BIT = 4096  # weights, as in bitsandbytes: in smaller tensors 8 bits save almost nothing
 
 
 def orthogonalize(G: Tensor, dtype=None) -> Tensor:
     """Return G (N, R, C) with all singular values of each matrix pushed to about 1.
 
-    Newton-Schulz: each step applies the odd polynomial a s + b s^3 + c s^5 to every singular value s, by products of
-    matrices alone (kellerjordan.github.io/posts/muon). The products are taken in `dtype`; None means bfloat16 on CUDA
-    and the dtype of G elsewhere. The result has the dtype of G.
+    Newton-Schulz: each step applies the odd polynomial a s + b s^3 + c s^5 to every singular value
+    s, by products of matrices alone (kellerjordan.github.io/posts/muon). The products are taken in
+    `dtype`; None means bfloat16 on CUDA and the dtype of G elsewhere. The result has that of G.
     """
     a, b, c = NEWTON_SCHULZ
     if dtype is None:
@@ -1316,7 +1309,7 @@ def orthogonalize(G: Tensor, dtype=None) -> Tensor:
     tall = G.size(1) > G.size(2)
     X = G.mT if tall else G  # X X^T is then the smaller of the two products
     X = X.to(dtype)
-    X = X / (X.norm(dim=(1, 2), keepdim=True) + 1e-7)  # the polynomial converges for s up to 1
+    X = X / (X.norm(dim=(1, 2), keepdim=True) + 1e-7)  # now no singular value is above 1
     for _ in range(NEWTON_SCHULZ_STEPS):
         A = X @ X.mT
         B = torch.baddbmm(A, A, A, beta=b, alpha=c)  # b A + c A A
@@ -1325,14 +1318,15 @@ def orthogonalize(G: Tensor, dtype=None) -> Tensor:
     return X.to(G.dtype)
 
 
-# The optimizers here have step(skip). `skip` is a 0-d bool tensor on the device. Where it is true, because loss or
-# gradients were not finite, the step changes neither weights nor state, and the host does not wait to know it.
+# The optimizers below have step(skip), where `skip` is a 0-d bool tensor on the device. If it is
+# true, because loss or gradients were not finite, the step changes neither weights nor state. The
+# host never waits for the device to know it.
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum whose update is orthogonalized, for matrices in one parameter group.
+    """Nesterov momentum whose update is orthogonalized, for the matrices of one parameter group.
 
-    A matrix (R, C) moves by lr * sqrt(max(1, R / C)) in spectral norm. A parameter may hold several matrices one below
-    the other, such as q, k and v: its attribute `splits` has their rows, and each is orthogonalized by itself. `dtype`:
-    see orthogonalize.
+    A matrix (R, C) moves by lr * sqrt(max(1, R / C)) in spectral norm. A parameter may hold several
+    matrices one below the other, such as q, k and v: its attribute `splits` has their numbers of
+    rows, and each is orthogonalized by itself. `dtype`: see orthogonalize.
     """
 
     def __init__(self, groups, runtime: Runtime, dtype=None):
@@ -1342,7 +1336,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, skip: Tensor) -> None:
-        """Update momenta and weights."""
+        """Update momentum and weights."""
         group = self.param_groups[0]
         momentum = group["momentum"]
         lr = torch.where(skip, 0.0, group["lr"])
@@ -1358,7 +1352,7 @@ class Muon(torch.optim.Optimizer):
             for pair in zip(param.split(splits), update.split(splits), strict=True):
                 by_shape[pair[0].shape].append(pair)
 
-        # Matrices of one shape are orthogonalized together.
+        # Matrices of one shape are orthogonalized in one batch.
         for (rows, cols), pairs in by_shape.items():
             matrices, updates = zip(*pairs, strict=True)
             updates = self.orthogonalize_shared(torch.stack(updates))
@@ -1367,9 +1361,10 @@ class Muon(torch.optim.Optimizer):
                 matrix.mul_(1 - lr * group["weight_decay"]).sub_(scale * update)
 
     def orthogonalize_shared(self, updates: Tensor) -> Tensor:
-        """Return updates (N, R, C) orthogonalized: each rank takes its share of N, and a sum joins the shares.
+        """Return updates (N, R, C) orthogonalized, the same on all ranks.
 
-        Momentum is not shared out, so that a run can be resumed on another number of ranks.
+        Each rank takes its share of the N, and a sum over ranks joins the shares, as in Parameter
+        Golf. Every rank has all momentum, so a run can be resumed on another number of ranks.
         """
         share = slice(self.runtime.rank, None, self.runtime.world_size)
         result = torch.zeros_like(updates)
@@ -1380,8 +1375,9 @@ class Muon(torch.optim.Optimizer):
 class MaskedOptimizer(torch.optim.Optimizer):
     """Base of optimizers that update every parameter by itself, with decoupled weight decay.
 
-    A subclass has `update(grad, state)`. It returns the update, in the shape of grad and without the learning rate,
-    and what the state shall be. It fills the state with zeros when that is empty.
+    A subclass has `update(grad, state)`, which returns two things: the update, in the shape of
+    grad, of which lr times is subtracted from the weights; and the new state, a dict. If `state` is
+    empty, it first fills it with zeros.
     """
 
     @torch.no_grad()
@@ -1399,7 +1395,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
 
 
 class Lion(MaskedOptimizer):
-    """The sign of an interpolated momentum: every weight moves by lr (arXiv 2302.06675, algorithm 2)."""
+    """The sign of an interpolated momentum: every weight moves by lr (arXiv 2302.06675)."""
 
     def update(self, grad: Tensor, state: dict):
         """Return the update and the new state, see MaskedOptimizer."""
@@ -1412,11 +1408,11 @@ class Lion(MaskedOptimizer):
 
 
 class AdamW8bit(MaskedOptimizer):
-    """AdamW (arXiv 1711.05101) with two bytes of state per weight, in blocks of 256 (arXiv 2110.02861).
+    """AdamW (arXiv 1711.05101) with two bytes of state per weight (arXiv 2110.02861).
 
-    With Adam's moments m and v, one byte is the level n of r = sqrt(v), r = r_max 2**(-n / 16), where r_max is the
-    block's largest. The other is m / r, linear in its block. Linear codes of r were 0.9% from AdamW after 300 steps,
-    these 0.16%.
+    The moments m and v are kept in blocks of 256 weights. One byte has the level n of r = sqrt(v):
+    r = r_max 2**(-n / 16), where r_max is the block's largest. The other has m / r, linear in the
+    block. After 300 steps the loss was 0.16% from AdamW's; with linear codes of r, 0.9%.
     """
 
     def update(self, grad: Tensor, state: dict):
@@ -1429,7 +1425,7 @@ class AdamW8bit(MaskedOptimizer):
             state["scales"] = g.new_zeros(2, len(g), 1)
             state["codes"] = g.new_zeros(2, len(g), 256, dtype=torch.int8)
 
-        # Decode the moments, take in the gradient: AdamW.
+        # Decode the moments and update them.
         ratio, level = state["codes"].to(g.dtype)
         ratio_scale, r_max = state["scales"]  # (blocks, 1)
         r = r_max * torch.exp2((level + 128) / -16)
@@ -1438,7 +1434,7 @@ class AdamW8bit(MaskedOptimizer):
         updates = state["updates"] + 1
         update = m / (1 - beta1**updates) / (r / (1 - beta2**updates).sqrt() + ADAM_EPS)
 
-        # Encode them again. A block without gradients yet has 0 / 0, and codes of 0.
+        # Encode them again. A block that never had a gradient has 0 / 0 here, and codes of 0.
         ratio = torch.where(r > 0, m / r, 0.0)
         ratio_scale = ratio.abs().amax(1, keepdim=True) / 127
         r_max = r.amax(1, keepdim=True)
@@ -1451,43 +1447,37 @@ class AdamW8bit(MaskedOptimizer):
 
 @dataclass
 class LearningRates:
-    """Learning rate and decoupled weight decay of each class of parameters; control is never decayed."""
+    """Learning rates and decoupled weight decays by class of parameters; control has no decay."""
 
     matrix: float
     embedding: float  # a tied one is the output head, too
     head: float  # an untied output head
-    control: float
+    control: float  # gains, mixes, and what makes GDN's decay and step size
     matrix_decay: float
     embedding_decay: float = 0.0  # the head's, too
 
 
 def parameter_class(name: str, param: nn.Parameter) -> str:
-    """Return how a parameter is trained: as "matrix", "adapter", "embedding", "head" or "control"."""
+    """Return the class of a parameter: "matrix", "adapter", "embedding", "head" or "control"."""
     last = name.rsplit(".", 1)[-1]
     if last in ("lora_a", "lora_b"):
         return "adapter"
     if last == "head":
         return "head"
-    if (
-        last == "ab"
-    ):  # GDN's decay and step size are stored like an embedding and trained like gains
-        return "control"
+    if last == "ab":
+        return "control"  # stored like an embedding, but it makes GDN's decay and step size
     return tensor_class(name, param)
 
 
 class Optimizers:
-    """All optimizers of a model: the one that `kind` (setting OPTIMIZER) names, and AdamW for the rest.
+    """The optimizers of a model: the one that `kind` names, and AdamW for what that leaves.
 
-    rates: what each class of parameters gets. dtype: of Muon's products, see orthogonalize.
+    kind: as the setting OPTIMIZER. rates: what each class of parameters gets. dtype: of Muon's
+    products, see orthogonalize.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        kind: str,
-        rates: LearningRates,
-        runtime: Runtime,
-        dtype=None,
+        self, model: nn.Module, kind: str, rates: LearningRates, runtime: Runtime, dtype=None
     ):
         self.names = {}
         by_class = collections.defaultdict(list)
@@ -1496,40 +1486,35 @@ class Optimizers:
                 self.names[param] = name
                 by_class[parameter_class(name, param)].append(param)
 
-        # A LoRA adapter counts as a part of its matrix.
-        matrix = dict(
-            params=by_class["matrix"], base_lr=rates.matrix, weight_decay=rates.matrix_decay
-        )
-        adapter = dict(matrix, params=by_class["adapter"])
-        embedding = dict(
-            params=by_class["embedding"],
-            base_lr=rates.embedding,
-            weight_decay=rates.embedding_decay,
-        )
+        decay = rates.matrix_decay
+        matrix = dict(params=by_class["matrix"], base_lr=rates.matrix, weight_decay=decay)
+        adapter = dict(matrix, params=by_class["adapter"])  # LoRA: as the matrix it adapts
+        decay = rates.embedding_decay
+        embedding = dict(params=by_class["embedding"], base_lr=rates.embedding, weight_decay=decay)
         head = dict(embedding, params=by_class["head"], base_lr=rates.head)
         control = dict(params=by_class["control"], base_lr=rates.control, weight_decay=0.0)
 
-        large = [matrix, adapter, embedding, head]
+        groups = [matrix, adapter, embedding, head]
         adam_groups = [control]
         self.all = []
         if kind == "muon":
             self.all = [Muon([matrix], runtime, dtype)]
             adam_groups += [adapter, embedding, head]
         elif kind == "lion":
-            self.all = [Lion(large, defaults={})]
+            self.all = [Lion(groups, defaults={})]
         elif kind == "adafactor":
-            # A step is a share of max(eps[1], RMS of the weights): with torch's 1e-3, matrices that begin at zero
-            # hardly move. eps[0] is the paper's (arXiv 1804.04235), which torch squares.
-            self.all = [torch.optim.Adafactor(large, eps=(1e-15, 0.02))]
+            # A step is a share of max(eps[1], RMS of the weights). With torch's 1e-3, matrices that
+            # begin at zero hardly move. eps[0] is the paper's (arXiv 1804.04235): torch squares it.
+            self.all = [torch.optim.Adafactor(groups, eps=(1e-15, 0.02))]
         elif kind == "adamw8bit":
-            for group in large:
+            for group in groups:
                 params = group["params"]
                 group["params"] = [param for param in params if param.numel() >= LEAST_8BIT]
                 small = [param for param in params if param.numel() < LEAST_8BIT]
                 adam_groups.append(dict(group, params=small))
-            self.all = [AdamW8bit(large, defaults={})]
+            self.all = [AdamW8bit(groups, defaults={})]
         else:
-            adam_groups += large
+            adam_groups += groups
         self.all.append(torch.optim.AdamW(adam_groups, betas=ADAM_BETAS, eps=ADAM_EPS, fused=True))
 
         self.params = []
@@ -1545,16 +1530,14 @@ class Optimizers:
         for param in self.params:
             param.grad = torch.zeros_like(param)
 
-    def reduce_gradients(
-        self, runtime: Runtime, clip: float, extra: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Sum gradients and `extra` (n,) over ranks, and clip the gradients' global norm (clip 0: do not).
+    def reduce_gradients(self, runtime: Runtime, clip: float, extra: Tensor):
+        """Sum gradients and `extra` (n,) over ranks, then clip the global norm of the gradients.
 
-        Returns the norm before clipping, 0-d, and the sums of `extra`.
+        Returns the norm before clipping, 0-d, and the sums of `extra`. clip 0: no clipping.
         """
         grads = [param.grad for param in self.params]
         if runtime.distributed:
-            # One all-reduce for everything: most tensors are too small for one of their own.
+            # One all-reduce for everything: most tensors are too small to have their own.
             tensors = [*grads, extra]
             flat = runtime.sum(torch.cat([tensor.flatten() for tensor in tensors]))
             sums = flat.split([tensor.numel() for tensor in tensors])
@@ -1566,18 +1549,16 @@ class Optimizers:
         return norm, extra
 
     def step(self, multiplier: float, momentum: float, skip: Tensor) -> None:
-        """Take one step at `multiplier` times the learning rates; where `skip` is true, change nothing."""
+        """Take a step at `multiplier` times the learning rates; where `skip` is true, do nothing."""
         for optimizer in self.all:
             for group in optimizer.param_groups:
                 group["lr"].fill_(group["base_lr"] * multiplier)
                 group["momentum"] = momentum  # only Muon reads it
             if isinstance(optimizer, torch.optim.AdamW):
-                optimizer.found_inf = (
-                    skip.float()
-                )  # torch's fused kernel changes nothing where it is 1
+                optimizer.found_inf = skip.float()  # 1: torch's fused kernel changes nothing
                 optimizer.step()
             elif isinstance(optimizer, torch.optim.Adafactor):
-                if not skip:  # waits for the device, as torch's Adafactor does anyway
+                if not skip:  # waits for the device, as torch's Adafactor itself does
                     optimizer.step()
             else:
                 optimizer.step(skip)
@@ -1598,7 +1579,7 @@ class Optimizers:
 # === shared: schedule ===
 @dataclass
 class StepReport:
-    """What rank 0 knows about a finished step. It arrives one step late, so that no step waits for the device."""
+    """What rank 0 knows about a finished step, one step late: no step waits for the device."""
 
     loss: float  # mean over the global batch, in nats
     finite: bool  # whether loss and gradients were finite; if not, the update was masked
@@ -1609,8 +1590,9 @@ class StepReport:
 class Clock:
     """Training time: rank 0's for all ranks, without validation and saving.
 
-    iterations, budget (seconds): where the run ends; 0 means no limit. replay: the progress that each step of another
-    run used; it replaces both limits, and the run ends with it. now: a function for the seconds, for tests.
+    iterations, budget (seconds): where the run ends; 0 means no limit. replay: the progress that
+    each step of another run used; it replaces both limits, and the run ends with it. now: function
+    that returns seconds, for tests.
     """
 
     def __init__(self, iterations: int, budget: float, runtime, replay=(), now=time.perf_counter):
@@ -1651,7 +1633,7 @@ class Clock:
         self.start()
 
     def send_report(self, loss: Tensor, skip: Tensor, stop: Tensor) -> None:
-        """Start to send rank 0's report of the step that ends here. `skip`, `stop`: above 0 for yes."""
+        """Start to send rank 0's report of the step that ends here; skip, stop: above 0 is yes."""
         seconds = torch.full_like(loss, self.elapsed(), dtype=torch.float64)
         packet = torch.stack([loss, skip, stop, seconds])
         if self.runtime.distributed:
@@ -1661,9 +1643,10 @@ class Clock:
             self.arrived = torch.cuda.current_stream().record_event()
 
     def previous_report(self) -> StepReport | None:
-        """Return the report of the step before, if there is one that was not read yet.
+        """Return the report of the step before, or None if there is none or it was read.
 
-        Call it once the device has the work of the present step: the host waits here, and the device does not.
+        Call it when the device has the work of this step. Then the host may wait here for the step
+        before, and the device has something to do.
         """
         if self.packet is None:
             return None
@@ -1677,7 +1660,7 @@ class Clock:
     def median_step(self) -> float:
         """Return the median seconds of the last nine steps: a stall does not move it, a drift does.
 
-        The first step is left out, because it is often slow. 0 until two steps after it are known.
+        The first step is left out because it is often slow. The median is 0 until another is known.
         """
         ends = self.seconds[1:][-10:]
         if len(ends) < 2:
@@ -1685,14 +1668,15 @@ class Clock:
         return statistics.median(after - before for before, after in itertools.pairwise(ends))
 
     def next_end(self) -> float:
-        """Return the seconds at the end of the coming step, as the reports that have arrived predict them."""
+        """Return the seconds at the end of the coming step, predicted from the reports so far."""
         unknown_steps = 1 if self.packet is None else 2
         return self.seconds[-1] + unknown_steps * self.median_step()
 
     def progress(self, step: int) -> float:
-        """Return the share of the run that is done when `step` ends, so that the last step lands near 1.
+        """Return the share of the run that is done when `step` ends: near 1 at the last step.
 
-        Call it once a step, before the forward. It never falls, is at most 1 and the same on all ranks.
+        Call it once a step, before the forward. It is the same on all ranks, at most 1, and never
+        less than for the step before.
         """
         by_steps = (step + 1) / self.iterations
         by_time = self.next_end() / self.budget
@@ -1703,24 +1687,27 @@ class Clock:
         return progress
 
     def is_last(self, step: int) -> bool:
-        """Return whether the run ends before `step`: the steps are done, or the time left is less than a step."""
+        """Return whether the run ends before `step`: it would pass ITERATIONS or the budget."""
         if self.replay:
             return step == len(self.replay)
         return step >= self.iterations or self.next_end() > self.budget
 
     def state_dict(self) -> dict:
+        """Return the state for a checkpoint."""
         return dict(before=self.before, seconds=self.seconds, used=self.used, packet=self.packet)
 
     def load_state_dict(self, saved: dict) -> None:
+        """Replace the state by a saved one."""
         vars(self).update(saved)
         if self.packet is not None:
             self.packet[2] = 0.0  # the signal that stopped the saved run does not stop this one
 
 
-EMA_START = 0.5  # weights of the first half are far from the final ones
-EMA_MEMORY = 0.02  # share of the run in which a weight's part in the average falls to 1 / e
-SWA_START = 0.9  # a plain average takes in only weights at a low learning rate, near the final ones
-QAT_START = 0.85  # rounding costs time and disturbs learning at high rates; the last steps adapt the weights to it
+# Phases begin at these shares of the run.
+EMA_START = 0.5  # earlier weights are far from the final ones, and the memory would forget them
+EMA_MEMORY = 0.02  # share of the run after which weights count 1 / e in the average
+SWA_START = 0.9  # a plain average forgets nothing: it begins when the learning rate is low
+QAT_START = 0.85  # rounding makes steps slower, and the last steps suffice to adapt the weights
 
 
 @dataclass
@@ -1735,7 +1722,7 @@ class Phase:
 
 
 class Plan:
-    """The phases of a run and its learning rates. Raises UserError for settings that cannot be carried out."""
+    """The phases of a run and its learning rate. Raises UserError for an impossible plan."""
 
     def __init__(self, settings):
         self.settings = settings
@@ -1756,8 +1743,8 @@ class Plan:
             self.warmdown = 0.0
         elif settings.warmdown_iters > iterations:
             raise UserError(
-                f"WARMDOWN_ITERS={settings.warmdown_iters}: must be at most ITERATIONS={iterations}; "
-                "or set WARMDOWN_FRAC, a share of the run"
+                f"WARMDOWN_ITERS={settings.warmdown_iters}: must be at most "
+                f"ITERATIONS={iterations}; or set WARMDOWN_FRAC, a share of the run"
             )
         elif settings.warmdown_iters:
             self.warmdown = settings.warmdown_iters / iterations
@@ -1781,7 +1768,7 @@ class Plan:
             self.phases["qat"] = Phase(QAT_START)
 
     def rates(self, progress: float) -> float:
-        """Return the multiplier of all learning rates: from 0 up to 1, later from 1 down to LR_FLOOR."""
+        """Return the multiplier of all learning rates: up to 1, and in the end down to LR_FLOOR."""
         warmup = 1.0
         if self.warmup:
             warmup = min(1.0, progress / self.warmup)
@@ -1801,11 +1788,11 @@ class Plan:
     def begin_phases(self, step: int, progress: float) -> list[str]:
         """Count `step` for each phase that is on, and return the names of those that begin with it.
 
-        Call it once a step, before the forward. A phase begins when progress passes its begin, or when the next step
-        could lie beyond the end: so each phase of a short run has a step. All follows from progress, which a replay
-        repeats.
+        Call it once a step, before the forward. All follows from progress, which a replay repeats.
         """
-        last_chance = progress + (progress - self.progress) >= 1
+        # A phase also begins if another step as long as this one would reach the end: the run may
+        # stop before it, and a phase that never began is an error.
+        last_chance = 2 * progress - self.progress > 1 - 1e-9
         self.progress = progress
         begun = []
         for name, phase in self.phases.items():
@@ -1842,21 +1829,23 @@ class Plan:
         return "\n".join(lines)
 
     def state_dict(self) -> dict:
+        """Return the state for a checkpoint."""
         phases = {name: asdict(phase) for name, phase in self.phases.items()}
         return {"progress": self.progress, "phases": phases}
 
     def load_state_dict(self, saved: dict) -> None:
+        """Replace the state by a saved one."""
         self.progress = saved["progress"]
         for name, phase in self.phases.items():
-            # What is planned may have changed since.
-            planned = {"begin": phase.begin, "end": phase.end}
-            self.phases[name] = Phase(**(saved["phases"].get(name, {}) | planned))
+            # The plan may have changed since.
+            happened = saved["phases"].get(name, {})
+            vars(phase).update(happened, begin=phase.begin, end=phase.end)
 
 
 class Average:
-    """A float32 average of parameters: exponential with a memory in shares of the run, or plain (memory None)."""
+    """A float32 average of parameters: exponential with `memory`, a share of the run, or plain."""
 
-    def __init__(self, params: list[nn.Parameter], memory: float | None = None):
+    def __init__(self, params: list[nn.Parameter], memory=None):
         self.params = params
         self.memory = memory
         self.values = []
@@ -1880,9 +1869,11 @@ class Average:
         self.count += 1
 
     def state_dict(self) -> dict:
+        """Return the state for a checkpoint."""
         return dict(values=self.values, progress=self.progress, count=self.count)
 
     def load_state_dict(self, saved: dict) -> None:
+        """Replace the state by a saved one."""
         vars(self).update(saved)
 # === end: schedule ===
 
