@@ -1318,11 +1318,15 @@ class Optimizers:
                 self.names[param] = name
                 by_class[parameter_class(name, param)].append(param)
 
-        decay = rates.matrix_decay
-        matrix = dict(params=by_class["matrix"], base_lr=rates.matrix, weight_decay=decay)
+        matrix = dict(
+            params=by_class["matrix"], base_lr=rates.matrix, weight_decay=rates.matrix_decay
+        )
         adapter = dict(matrix, params=by_class["adapter"])  # LoRA: as the matrix it adapts
-        decay = rates.embedding_decay
-        embedding = dict(params=by_class["embedding"], base_lr=rates.embedding, weight_decay=decay)
+        embedding = dict(
+            params=by_class["embedding"],
+            base_lr=rates.embedding,
+            weight_decay=rates.embedding_decay,
+        )
         head = dict(embedding, params=by_class["head"], base_lr=rates.head)
         control = dict(params=by_class["control"], base_lr=rates.control, weight_decay=0.0)
 
@@ -1381,7 +1385,7 @@ class Optimizers:
         return norm, extra
 
     def step(self, multiplier: float, momentum: float, skip: Tensor) -> None:
-        """Take a step at `multiplier` times the learning rates; where `skip` is true, do nothing."""
+        """Take a step at `multiplier` times the learning rates; where `skip` is true, none."""
         for optimizer in self.all:
             for group in optimizer.param_groups:
                 group["lr"].fill_(group["base_lr"] * multiplier)

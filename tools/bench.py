@@ -593,7 +593,7 @@ def timed_main(script_path: str, out: str) -> int:
 def costs(calls: list[tuple], overhead: float, waits: bool) -> dict:
     """Of calls (name, begin, end, bytes saved), from the loop's first step to its last; a nested call is its caller's.
 
-    overhead: seconds that timing adds to a call. waits: Clock.previous_report waits for the device and is no bookkeeping.
+    overhead: seconds that timing adds to a call. waits: Clock.previous_report waits for the device: no bookkeeping.
     """
     begins = [begin for name, begin, *_ in calls if name == "is_last"]  # of the steps, and the loop's end
     inside = [call for call in sorted(calls, key=lambda call: call[1]) if begins[0] <= call[1] < begins[-1]]
