@@ -684,8 +684,8 @@ def test_two_ranks_are_one(tmp_path, float32):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    code = ("import sys, torch, test_objective as T; runtime = T.G.start_runtime('cpu'); "
-            "torch.save(T.ranked_updates(runtime), sys.argv[1]); runtime.leave()")
+    code = ("import sys, torch, test_objective as T; T.G.ADAM_EPS = T.S.ADAM_EPS = 1e-4; "
+            "runtime = T.G.start_runtime('cpu'); torch.save(T.ranked_updates(runtime), sys.argv[1]); runtime.leave()")
     ranks = [subprocess.Popen([sys.executable, "-c", code, tmp_path / str(rank)], env={
         **os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"})

@@ -654,7 +654,7 @@ def test_two_ranks_are_one(tmp_path, float32):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    code = ("import sys, torch, test_ppo as T; runtime = T.P.start_runtime('cpu'); "
+    code = ("import sys, torch, test_ppo as T; T.P.ADAM_EPS = 1e-4; runtime = T.P.start_runtime('cpu'); "
             "torch.save(T.ranked_updates(runtime), sys.argv[1]); runtime.leave()")
     ranks = [subprocess.Popen([sys.executable, "-c", code, tmp_path / str(rank)], env={
         **os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "MASTER_ADDR": "localhost",

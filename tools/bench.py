@@ -379,7 +379,8 @@ def muon_cases(ops: SimpleNamespace, device: str) -> Iterator[tuple[str, str, di
             param.grad.normal_()
         copies, spans = [], []  # matrices of their own for torch's Muon; views of the script's, which steps change
         for param in own.param_groups[0]["params"]:
-            for part, grad in zip(param.detach().split(param.splits), param.grad.split(param.splits), strict=True):
+            splits = getattr(param, "splits", (len(param),))
+            for part, grad in zip(param.detach().split(splits), param.grad.split(splits), strict=True):
                 spans.append(part)
                 copies.append(torch.nn.Parameter(part.clone()))
                 copies[-1].grad = grad.clone()
