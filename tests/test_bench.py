@@ -415,10 +415,12 @@ def test_jobs_are_pinned_to_cores_of_their_own():
 # ------------------------------------------------------------------------------------------------------------- cost
 CALLS = [  # (name, begin, end, bytes): steps begin at 0, 10, 20 and 40, the loop ends at 50
     ("save", -9.0, -5.0, 500),
-    ("median_step", 0.1, 0.2, 0), ("is_last", 0.0, 0.4, 0), ("save", 0.5, 0.5, 0), ("receive", 5.0, 5.6, 0),
+    ("median_step", 0.1, 0.2, 0), ("is_last", 0.0, 0.4, 0), ("save", 0.5, 0.5, 0), ("previous_report", 5.0, 5.6, 0),
     ("median_step", 6.1, 6.4, 0), ("progress", 6.0, 6.5, 0),
-    ("is_last", 10.0, 10.1, 0), ("is_last", 20.0, 20.2, 0), ("save", 21.0, 26.0, 700), ("receive", 30.0, 30.3, 0),
-    ("is_last", 40.0, 40.4, 0), ("is_last", 50.0, 50.5, 0), ("save", 51.0, 55.0, 900), ("receive", 60.0, 69.0, 0),
+    ("is_last", 10.0, 10.1, 0), ("is_last", 20.0, 20.2, 0), ("save", 21.0, 26.0, 700),
+    ("previous_report", 30.0, 30.3, 0),
+    ("is_last", 40.0, 40.4, 0), ("is_last", 50.0, 50.5, 0), ("save", 51.0, 55.0, 900),
+    ("previous_report", 60.0, 69.0, 0),
 ]
 
 
@@ -427,7 +429,7 @@ def test_costs_of_known_calls():
     assert (found["steps"], found["wall_seconds"]) == (4, 50.0)
     assert found["saves"] == [{"seconds": 5.0, "bytes": 700, "next_step_seconds": 15.0}]
     assert (found["median_step_seconds"], found["median_other_seconds"]) == (10.0, 10.0)  # of 10, 10, 15, 10
-    by_function = {"is_last": 1.1 / 4, "receive": 0.9 / 4, "progress": 0.5 / 4}  # median_step was called by others
+    by_function = {"is_last": 1.1 / 4, "previous_report": 0.9 / 4, "progress": 0.5 / 4}  # they called median_step
     assert found["seconds_by_function"] == pytest.approx(by_function)
     assert {what: total["share"] for what, total in found["totals"].items()} == pytest.approx(
         {"saving": 0.1, "bookkeeping": 2.5 / 50, "waiting for the device": 0.0, "timing": 11 * 0.01 / 50})
@@ -438,7 +440,7 @@ def test_costs_on_cuda_leave_out_the_wait():
     found = bench.costs(CALLS, overhead=0.0, waits=True)
     assert found["totals"]["bookkeeping"]["share"] == pytest.approx(1.6 / 50)
     assert found["totals"]["waiting for the device"]["seconds_per_step"] == pytest.approx(0.9 / 4)
-    assert "receive" not in found["seconds_by_function"]
+    assert "previous_report" not in found["seconds_by_function"]
 
 
 # A train_gpt.py whose loop has five steps of 50 ms, 30 of them bookkeeping, and one save of 0.2 s.
@@ -449,14 +451,14 @@ from types import SimpleNamespace
 def nap(seconds):
     return lambda self, *rest: time.sleep(seconds)
 class Clock:
-    median_step, receive, send = nap(0.005), nap(0), nap(0.005)
+    median_step, previous_report, send_report = nap(0.005), nap(0), nap(0.005)
     def is_last(self, step):
         return self.median_step() or step == 5
     def progress(self, step):
         self.median_step()
         time.sleep(0.005)
 class Plan:
-    advance, rates = nap(0), nap(0.005)
+    begin_phases, rates = nap(0), nap(0.005)
 class Run:
     def judge(self, loss=0.0, bad=False, last=False):
         return True
@@ -476,8 +478,8 @@ def main():
     while not clock.is_last(run.step):
         if run.step in (0, int(os.environ["SEED"])):
             run.save(0)
-        clock.median_step(), run.judge(), clock.receive(), clock.progress(run.step)
-        plan.advance(), plan.rates(), clock.send(), time.sleep(0.02)
+        clock.median_step(), run.judge(), clock.previous_report(), clock.progress(run.step)
+        plan.begin_phases(), plan.rates(), clock.send_report(), time.sleep(0.02)
         run.step += 1
     run.save(0)
     run.judge(0.0, False, last=True)

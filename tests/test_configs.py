@@ -125,7 +125,7 @@ def test_every_script_that_a_head_names_takes_the_config(name):
         for key, text in lines.items():
             kind = type(getattr(settings, key.lower()))
             assert getattr(settings, key.lower()) == module.parse_setting(key.lower(), text, kind)
-        module.Plan(SimpleNamespace(**getattr(module, "MUON", {}), **vars(settings)))
+        module.Plan(settings)
         if script != "train_gpt":
             continue
         config = module.model_config(settings, 1024, 1)

@@ -247,8 +247,8 @@ def test_waves_get_gradients_and_are_never_decayed():
     grads = gradients(net, tokens())
     names = [name for name in grads if name.endswith("wave")]
     assert len(names) == 4 and all(grads[name].abs().min(1).values.max() > 0 for name in names)
-    settings = dataclasses.replace(SETTINGS, adam_wd=0.5, muon_wd=0.5)
-    optimizers = T.Optimizers(net, settings, T.Runtime(0, 1, torch.device("cpu"), False))
+    rates = T.LearningRates(0.01, 0.01, 0.01, 0.01, matrix_decay=0.5, embedding_decay=0.5)
+    optimizers = T.Optimizers(net, "muon", rates, T.Runtime(0, 1, torch.device("cpu"), False))
     decay = {param: group["weight_decay"] for each in optimizers.all for group in each.param_groups
              for param in group["params"]}
     assert [decay[param] for name, param in net.named_parameters() if name in names] == [0.0] * 4
@@ -431,7 +431,8 @@ def test_each_optimizer_trains_alike_compiled_and_eager(both, kind):
     losses, good = {}, torch.tensor(False)
     for name, run in (("eager", net), ("compiled", model)):
         net.load_state_dict(start)
-        optimizers = T.Optimizers(net, settings, T.Runtime(0, 1, torch.device("cpu"), False))
+        alone = T.Runtime(0, 1, torch.device("cpu"), False)
+        optimizers = T.Optimizers(net, kind, T.pretraining_rates(settings), alone)
         table = {"matrix": quantizer(6, 12.85, "tensor"), "embedding": quantizer(8, 20.0, "tensor")}
         losses[name] = []
         for step in range(6):

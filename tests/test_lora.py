@@ -272,7 +272,7 @@ def test_adapters_have_the_rates_of_matrices(name, owner):
     net = trained(T.GPT(T.model_config(settings, 64, 1)))
     for part in ("original", "lora"):  # all of the network, then the adapter alone
         S.unfreeze_model(net) if part == "original" else S.freeze_model(net)
-        optimizers = T.Optimizers(net, settings, ALONE)
+        optimizers = T.Optimizers(net, name, T.pretraining_rates(settings), ALONE)
         groups = {param: (type(each).__name__, group) for each in optimizers.all for group in each.param_groups
                   for param in group["params"]}
         names = {param: name for name, param in net.named_parameters()}
@@ -294,7 +294,7 @@ def test_steps_move_the_adapter_alone(name):
     settings = dataclasses.replace(SETTINGS, optimizer=name, matrix_lr=0.003)
     net, ids = S.freeze_model(S.setup_lora_adapter(network(torch.float32), rank=4)), tokens(3, 4, 40)
     before = {key: w.clone() for key, w in net.state_dict().items()}
-    optimizers, losses = T.Optimizers(net, settings, ALONE), []
+    optimizers, losses = T.Optimizers(net, name, T.pretraining_rates(settings), ALONE), []
     for _ in range(20):
         for param in optimizers.params:
             param.grad.zero_()

@@ -68,7 +68,8 @@ def test_bytes_of_real_tensors(optimizer):
         net = T.GPT(T.model_config(settings, 64, 1))
         if lora:
             S.freeze_model(S.setup_lora_adapter(net, 3))
-        optimizers = T.Optimizers(net, settings, T.Runtime(0, 1, torch.device("cpu"), False))
+        alone = T.Runtime(0, 1, torch.device("cpu"), False)
+        optimizers = T.Optimizers(net, optimizer, T.pretraining_rates(settings), alone)
         net(torch.ones(1, 8, dtype=torch.long), torch.ones(1, 8, dtype=torch.long)).mean().backward()
         optimizers.step(1.0, 0.9, torch.tensor(False))
         state = [t for own in optimizers.state_dict().values() for t in own.values()]

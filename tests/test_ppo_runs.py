@@ -87,7 +87,7 @@ def test_the_result_is_complete_and_agrees_with_the_log(place, straight):
              "total_bytes": len(artifact) + len(script)}
     assert {key: result[key] for key in exact} == exact
     assert {name: (phase["start_step"], phase["steps"]) for name, phase in result["phases"].items()} == {
-        "warmup": (1, 1), "warmdown": (8, 3), "ema": (6, 5), "qat": (10, 1), "swa": (10, 1)}
+        "warmup": (1, 1), "warmdown": (8, 3), "ema": (6, 5), "qat": (9, 2), "swa": (9, 2)}
     for name in ("greedy", "pass1", "pass2"):
         mean, low, high = result["gain"][name]
         assert mean == pytest.approx(result["after"][name][0] - result["before"][name][0], abs=1e-12)

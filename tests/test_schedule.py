@@ -30,19 +30,19 @@ def settings(**changes) -> T.Settings:
     return T.Settings(**{"max_wallclock_seconds": 110.0, "reserve_seconds": 10.0, **changes})
 
 
-def run(cfg: T.Settings, step_seconds, rank_clocks: int = 1):
+def run(cfg: T.Settings, step_seconds, replay=()):
     """The loop of train() without a network: (plan, clock, multipliers, seconds when it stopped)."""
     now, plan = FakeTime(), T.Plan(cfg)
-    clock = T.Clock(cfg.iterations, max(0.0, cfg.max_wallclock_seconds - cfg.reserve_seconds), runtime(), now=now)
+    clock = T.Clock(cfg.iterations, max(0.0, cfg.max_wallclock_seconds - cfg.reserve_seconds), runtime(), replay, now)
     multipliers, step = [], 0
     clock.start()
     while not clock.is_last(step):
-        clock.receive()
         progress = clock.progress(step)
-        plan.advance(step, progress)
-        multipliers.append(plan.rates(progress)[0])
+        plan.begin_phases(step, progress)
+        multipliers.append(plan.rates(progress))
         now.seconds += step_seconds(step, now.seconds - 100.0)
-        clock.send(torch.tensor(1.0), torch.tensor(False), torch.tensor(0.0))
+        clock.previous_report()
+        clock.send_report(torch.tensor(1.0), torch.tensor(False), torch.tensor(0.0))
         step += 1
         assert step < 100_000
     return plan, clock, multipliers, now.seconds - 100.0
@@ -94,7 +94,7 @@ def test_a_run_cut_to_a_tenth_fires_the_same_phases_at_the_same_shares():
 
 def test_steps_are_shares_of_iterations():
     plan = T.Plan(settings(iterations=2200, warmdown_iters=400))
-    assert plan.phases["warmdown"].planned == pytest.approx(1 - 400 / 2200)
+    assert plan.phases["warmdown"].begin == pytest.approx(1 - 400 / 2200)
     assert T.Plan(settings(iterations=9999, warmdown_iters=3000)).warmdown == pytest.approx(0.30003, abs=1e-5)
 
 
@@ -117,55 +117,48 @@ def test_iterations_alone_end_the_run_at_the_floor():
 
 def test_multiplier_against_closed_forms():
     plan = T.Plan(settings(warmup_frac=0.1, warmdown_frac=0.4, lr_floor=0.2))
-    assert plan.rates(0.05)[0] == pytest.approx(0.5)
-    assert plan.rates(0.5)[0] == 1.0
-    assert plan.rates(0.8)[0] == pytest.approx(0.2 + 0.8 * 0.5)
-    assert plan.rates(1.0)[0] == pytest.approx(0.2)
+    assert plan.rates(0.05) == pytest.approx(0.5)
+    assert plan.rates(0.5) == 1.0
+    assert plan.rates(0.8) == pytest.approx(0.2 + 0.8 * 0.5)
+    assert plan.rates(1.0) == pytest.approx(0.2)
     cosine = T.Plan(settings(warmup_frac=0.1, warmdown_frac=0.4, lr_floor=0.2, lr_schedule="cosine"))
-    assert cosine.rates(0.9)[0] == pytest.approx(0.2 + 0.8 * (1 + math.cos(math.pi * 0.75)) / 2)
+    assert cosine.rates(0.9) == pytest.approx(0.2 + 0.8 * (1 + math.cos(math.pi * 0.75)) / 2)
     wsd = T.Plan(settings(warmup_frac=0.1, warmdown_frac=0.4, lr_floor=0.2, lr_schedule="wsd"))
-    assert [wsd.rates(at)[0] for at in (0.05, 0.1, 0.35, 0.6)] == pytest.approx([0.5, 1.0, 1.0, 1.0])
-    assert wsd.rates(0.7)[0] == pytest.approx(0.2 + 0.8 * 0.5)  # a quarter of the warmdown: 1 - sqrt(1/4)
-    assert wsd.rates(0.6 + 0.4 * 0.81)[0] == pytest.approx(0.2 + 0.8 * 0.1)  # 1 - sqrt(0.81)
-    assert wsd.rates(1.0)[0] == pytest.approx(0.2)
-    assert plan.rates(0.025)[1] == pytest.approx(0.90)
-    assert plan.rates(0.5)[1] == pytest.approx(0.95)
+    assert [wsd.rates(at) for at in (0.05, 0.1, 0.35, 0.6)] == pytest.approx([0.5, 1.0, 1.0, 1.0])
+    assert wsd.rates(0.7) == pytest.approx(0.2 + 0.8 * 0.5)  # a quarter of the warmdown: 1 - sqrt(1/4)
+    assert wsd.rates(0.6 + 0.4 * 0.81) == pytest.approx(0.2 + 0.8 * 0.1)  # 1 - sqrt(0.81)
+    assert wsd.rates(1.0) == pytest.approx(0.2)
 
 
 def test_constant_has_no_warmdown_whatever_its_length_says():
     for changes in ({}, {"warmdown_frac": 1.0}, {"warmdown_iters": 400}):  # 400 steps of no ITERATIONS: not read
         plan, _, multipliers, _ = run(settings(lr_schedule="constant", warmup_frac=0.1, **changes), SPEEDS["steady"])
         assert set(plan.phases) == {"warmup", "ema", "swa", "qat"} and never_fired(plan) == []
-        assert [plan.rates(at)[0] for at in (0.05, 0.1, 0.5, 1.0)] == pytest.approx([0.5, 1.0, 1.0, 1.0])
-        assert multipliers[-1] == 1.0 and "warmdown" not in plan.describe() + plan.describe(ended=True)
+        assert [plan.rates(at) for at in (0.05, 0.1, 0.5, 1.0)] == pytest.approx([0.5, 1.0, 1.0, 1.0])
+        assert multipliers[-1] == 1.0 and "warmdown" not in plan.describe() + plan.summary()
 
 
 def test_table_and_summary_say_what_happened():
-    cfg = settings(iterations=10, max_wallclock_seconds=0.0, warmup_frac=0.2, swa=False, ema=False, qat_start_frac=0.8)
+    cfg = settings(iterations=10, max_wallclock_seconds=0.0, warmup_frac=0.2, swa=False, ema=False)
     plan, *_ = run(cfg, SPEEDS["steady"])
     assert plan.describe().splitlines() == [
         "plan: warmup from 0.0% to 20.0% of the run", "plan: warmdown from 50.0% to 100.0% of the run",
-        "plan: qat from 80.0% to 100.0% of the run"]
-    assert {name: vars(phase) for name, phase in plan.phases.items()} == {
-        "warmup": dict(planned=0.0, end=0.2, start_step=1, start_progress=0.1, steps=2),
-        "warmdown": dict(planned=0.5, end=1.0, start_step=6, start_progress=0.6, steps=5),
-        "qat": dict(planned=0.8, end=1.0, start_step=10, start_progress=0.9, steps=1)}
-    assert plan.describe(ended=True).splitlines() == [
+        "plan: qat from 85.0% to 100.0% of the run"]
+    assert plan.phases == {
+        "warmup": T.Phase(begin=0.0, end=0.2, start_step=1, start_progress=0.1, steps=2),
+        "warmdown": T.Phase(begin=0.5, end=1.0, start_step=6, start_progress=0.6, steps=5),
+        "qat": T.Phase(begin=0.85, end=1.0, start_step=9, start_progress=0.9, steps=2)}
+    assert plan.summary().splitlines() == [
         "phase: warmup   planned   0.0%, began at step 1 (10.0%), on for 2 steps",
         "phase: warmdown planned  50.0%, began at step 6 (60.0%), on for 5 steps",
-        "phase: qat      planned  80.0%, began at step 10 (90.0%), on for 1 steps"]
+        "phase: qat      planned  85.0%, began at step 9 (90.0%), on for 2 steps"]
 
 
 @pytest.mark.parametrize("changes, said", [
     (dict(iterations=0, max_wallclock_seconds=0.0), "never end"),
     (dict(reserve_seconds=110.0), "RESERVE_SECONDS"),
     (dict(warmdown_iters=400), "WARMDOWN_ITERS=400"),
-    (dict(muon_momentum_warmup_steps=500), "MUON_MOMENTUM_WARMUP_STEPS=500"),
     (dict(iterations=100, warmdown_iters=400), "WARMDOWN_ITERS=400"),
-    (dict(qat_start_frac=1.0), "QAT_START_FRAC"),
-    (dict(swa_start_frac=1.0), "SWA_START_FRAC"),
-    (dict(ema_start_frac=1.0), "EMA_START_FRAC"),
-    (dict(iterations=5, qat_start_frac=0.9), "QAT_START_FRAC"),
     (dict(warmup_frac=0.6), "WARMUP_FRAC"),
 ])
 def test_impossible_plans_are_errors(changes, said):
@@ -173,31 +166,120 @@ def test_impossible_plans_are_errors(changes, said):
         T.Plan(settings(**changes))
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_a_run_of_few_steps_has_every_phase(count):
+    """So no ITERATIONS is too small: the last step is at 100% of the run, beyond every phase's begin."""
+    plan, *_ = run(settings(iterations=count, max_wallclock_seconds=0.0), SPEEDS["steady"])
+    assert never_fired(plan) == []
+    assert plan.phases["qat"].steps == max(1, min(2, count))
+
+
+@pytest.mark.parametrize("budget", [1.6, 2.0, 2.3, 2.9, 3.7])
+def test_short_runs_by_the_clock_have_steps_of_qat(budget):
+    """Steps of 0.25 s: at most 15 of them, the last of which ends up to a step before the clock does."""
+    plan, clock, *_ = run(settings(max_wallclock_seconds=budget, reserve_seconds=0.0), SPEEDS["steady"])
+    qat = plan.phases["qat"]
+    assert never_fired(plan) == [] and qat.steps == len(clock.used) + 1 - qat.start_step
+    assert 1 <= qat.steps <= 3
+
+
+def test_the_step_that_announces_a_phase_has_it():
+    plan = T.Plan(settings(max_wallclock_seconds=100.0))
+    assert plan.begin_phases(0, 0.1) == ["warmup"] and not plan.is_on("warmup")  # shorter than the step
+    assert plan.begin_phases(1, 0.5) == [] and not plan.is_on("ema")
+    assert plan.begin_phases(2, 0.51) == ["warmdown", "ema"] and plan.is_on("ema")
+    assert plan.begin_phases(3, 0.86) == ["swa", "qat"]  # a step as long as this one would end beyond the run
+    assert plan.is_on("qat") and plan.phases["qat"].steps == 1
+    assert plan.begin_phases(4, 1.0) == [] and plan.phases["qat"] == T.Phase(0.85, 1.0, 4, 0.86, 2)
+    assert not T.Plan(settings(qat=False)).is_on("qat")
+
+
+def test_a_replay_repeats_progress_and_phases():
+    plan, clock, multipliers, _ = run(settings(), SPEEDS["noisy"])
+    again, replayed, repeated, _ = run(settings(), SPEEDS["few steps"], clock.used)
+    assert replayed.used == clock.used and repeated == multipliers
+    assert again.phases == plan.phases
+
+
+def test_a_resumed_run_goes_on_where_it_was(tmp_path):
+    """Clock and plan saved before step 7 and loaded into new ones; a stop that was on its way is forgotten."""
+    cfg, now = settings(iterations=20, max_wallclock_seconds=110.0), FakeTime()
+    clock, plan = T.Clock(20, 100.0, runtime(), now=now), T.Plan(cfg)
+    clock.start()
+
+    def step(clock: T.Clock, plan: T.Plan, number: int) -> tuple:
+        progress = clock.progress(number)
+        begun = plan.begin_phases(number, progress)
+        now.seconds += 5.5 + number % 3
+        report = clock.previous_report()
+        clock.send_report(torch.tensor(1.0 + number), torch.tensor(False), torch.tensor(float(number == 6)))
+        return progress, begun, report
+
+    for number in range(7):
+        step(clock, plan, number)
+    with clock.paused():
+        torch.save({"clock": clock.state_dict(), "plan": plan.state_dict()}, tmp_path / "state.pt")
+    saved = torch.load(tmp_path / "state.pt", weights_only=True)
+    resumed, resumed_plan = T.Clock(20, 100.0, runtime(), now=now), T.Plan(cfg)
+    resumed.load_state_dict(saved["clock"])
+    resumed_plan.load_state_dict(saved["plan"])
+    resumed.start()
+    start, number = now.seconds, 7
+    while not resumed.is_last(number):
+        assert not clock.is_last(number)
+        now.seconds = before = start + 6.0 * (number - 7)
+        found = step(clock, plan, number)
+        now.seconds = before
+        progress, begun, report = step(resumed, resumed_plan, number)
+        assert (progress, begun, report.loss, report.seconds) == (*found[:2], found[2].loss, found[2].seconds)
+        assert not report.stop_requested
+        number += 1
+    assert clock.is_last(number) and resumed_plan.phases == plan.phases and resumed.used == clock.used
+
+
 def test_a_phase_that_never_fired_is_named():
-    plan, *_ = run(settings(), lambda step, at: 60.0)  # two steps: 60 s, 120 s
+    plan, *_ = run(settings(), lambda step, at: 120.0)  # two steps, before the time of the first is known
     assert "qat" in never_fired(plan)
-    assert "NEVER FIRED" in plan.describe(ended=True)
+    assert "phase: qat      planned  85.0%, NEVER FIRED" in plan.summary()
 
 
-def test_bad_steps_and_losses_arrive_one_step_late():
+def test_reports_arrive_one_step_late():
     now = FakeTime()
     clock = T.Clock(0, 100.0, runtime(), now=now)
     clock.start()
-    assert clock.receive() is None
+    assert clock.previous_report() is None
     now.seconds += 2.0
-    clock.send(torch.tensor(3.5), torch.tensor(True), torch.tensor(15.0))
-    clock.stop()
-    now.seconds += 50.0  # validation: the clock stands still
-    clock.start()
-    assert clock.receive() == (3.5, True, True)
+    clock.send_report(torch.tensor(3.5), torch.tensor(True), torch.tensor(15.0))
+    with clock.paused():
+        now.seconds += 50.0  # validation: the clock stands still
+    assert clock.previous_report() == T.StepReport(loss=3.5, finite=False, stop_requested=True, seconds=2.0)
     assert clock.seconds[-1] == 2.0
-    assert clock.receive() is None
+    assert clock.previous_report() is None
     assert clock.elapsed() == 2.0
+    now.seconds += 1.0
+    clock.send_report(torch.tensor(2.5), torch.tensor(False), torch.tensor(0.0))
+    assert clock.previous_report() == T.StepReport(loss=2.5, finite=True, stop_requested=False, seconds=3.0)
+
+
+def test_progress_counts_the_step_on_its_way_and_the_coming_one():
+    now = FakeTime()
+    clock = T.Clock(0, 100.0, runtime(), now=now)
+    clock.start()
+    for step in range(4):
+        clock.progress(step)
+        clock.previous_report()
+        now.seconds += 10.0 if step == 0 else 2.0
+        clock.send_report(torch.tensor(1.0), torch.tensor(False), torch.tensor(0.0))
+    assert clock.seconds == [0.0, 10.0, 12.0, 14.0]  # that of the step ending at 16 is on its way
+    assert clock.median_step() == 2.0
+    assert clock.progress(4) == pytest.approx(0.18)
+    clock.previous_report()
+    assert clock.progress(5) == pytest.approx(0.18)
 
 
 def test_ema_and_swa_closed_forms():
     param = torch.nn.Parameter(torch.zeros(3))
-    ema, swa = T.Average([param], 0.1), T.Average([param], None)
+    ema, swa = T.Average([param], 0.1), T.Average([param])
     values, shares, expected = [1.0, 4.0, 2.0, 8.0], [0.50, 0.52, 0.60, 0.61], None
     for value, share, before in zip(values, shares, [None, *shares[:-1]], strict=True):
         param.data.fill_(value)
@@ -211,7 +293,7 @@ def test_ema_and_swa_closed_forms():
     with T.swapped([param], swa.values):
         assert param.tolist() == pytest.approx([3.75] * 3)
     assert param.tolist() == [8.0] * 3
-    swa.count = 0
+    swa.restart()
     swa.update(0.7)
     assert swa.count == 1 and swa.values[0].tolist() == [8.0] * 3
 
@@ -228,10 +310,10 @@ now, plan = Time(), T.Plan(T.Settings(max_wallclock_seconds=22.0, reserve_second
 clock, step = T.Clock(0, 20.0, runtime, now=now), 0
 clock.start()
 while not clock.is_last(step):
-    clock.receive()
-    plan.advance(step, clock.progress(step))
+    plan.begin_phases(step, clock.progress(step))
     now.seconds += [0.25, 0.9][runtime.rank] * (1 + step % 3)  # rank 1's own clock would stop far earlier
-    clock.send(torch.tensor(1.0), torch.tensor(False), torch.tensor(0.0))
+    clock.previous_report()
+    clock.send_report(torch.tensor(1.0), torch.tensor(False), torch.tensor(0.0))
     step += 1
 with open(os.path.join(sys.argv[1], str(runtime.rank)), "w") as file:
     json.dump([step, clock.used, {{name: vars(phase) for name, phase in plan.phases.items()}}], file)

@@ -121,7 +121,7 @@ def test_it_learns_and_all_phases_fire(place, straight):
     assert result["gain"]["loss"][1] > 1 and steps[-1]["loss"] < steps[0]["loss"] - 1
     assert result["gain"]["accuracy"][1] > 0.05
     assert {name: (phase["start_step"], phase["steps"]) for name, phase in result["phases"].items()} == {
-        "warmup": (1, 1), "warmdown": (11, 10), "ema": (11, 10), "qat": (19, 2), "swa": (19, 2)}
+        "warmup": (1, 1), "warmdown": (11, 10), "ema": (11, 10), "qat": (18, 3), "swa": (19, 2)}
     for step in steps:
         assert step["loss"] == step["nats"] and step["kd"] == 0 and step["grad_norm"] > 0
 

@@ -370,21 +370,25 @@ def muon_cases(ops: SimpleNamespace, device: str) -> Iterator[tuple[str, str, di
     for name, given in ops.models.items():
         settings = script.load_settings(script.Settings, given, {"arch_mode": script.ARCH_PRESETS})
         network = script.GPT(script.model_config(settings, 1024, 1)).to(device)
-        own, bad = script.Optimizers(network, settings, runtime).all[0], torch.tensor(False, device=device)
-        own.param_groups[0]["momentum"] = settings.muon_momentum
+        rates = script.pretraining_rates(settings)
+        own = script.Optimizers(network, "muon", rates, runtime).all[0]
+        skip = torch.tensor(False, device=device)
+        own.param_groups[0]["momentum"] = script.MUON_MOMENTUM
         for param in own.param_groups[0]["params"]:
             torch.nn.init.zeros_(param)
             param.grad.normal_()
-        pieces = [piece for batch in own.batches.values() for piece in batch]  # (parameter, its rows)
-        copies = [torch.nn.Parameter(param[rows].detach().clone()) for param, rows in pieces]
-        for copy, (param, rows) in zip(copies, pieces, strict=True):
-            copy.grad = param.grad[rows].clone()
-        other = torch.optim.Muon(copies, lr=settings.matrix_lr, momentum=settings.muon_momentum,
-                                 weight_decay=settings.muon_wd, ns_steps=settings.muon_backend_steps)
-        spans = [param[rows] for param, rows in pieces]  # views, which steps change
-        ways = {"Muon": lambda own=own, spans=spans, bad=bad: own.step(bad) or spans,
+        copies, spans = [], []  # matrices of their own for torch's Muon; views of the script's, which steps change
+        for param in own.param_groups[0]["params"]:
+            splits = getattr(param, "splits", (len(param),))
+            for part, grad in zip(param.detach().split(splits), param.grad.split(splits), strict=True):
+                spans.append(part)
+                copies.append(torch.nn.Parameter(part.clone()))
+                copies[-1].grad = grad.clone()
+        other = torch.optim.Muon(copies, lr=settings.matrix_lr, momentum=script.MUON_MOMENTUM,
+                                 weight_decay=settings.muon_wd, ns_steps=script.NEWTON_SCHULZ_STEPS)
+        ways = {"Muon": lambda own=own, spans=spans, skip=skip: own.step(skip) or spans,
                 "torch.optim.Muon, bfloat16": lambda other=other, copies=copies: other.step() or copies}
-        yield "Muon, a step", f"{name}, {len(pieces)} matrices", ways
+        yield "Muon, a step", f"{name}, {len(copies)} matrices", ways
 
 
 def coders(script: ModuleType, codes: np.ndarray) -> dict[str, tuple[Callable, Callable]]:
@@ -553,8 +557,8 @@ def bench_train(args: argparse.Namespace) -> list[str]:
 
 # ------------------------------------------------------------------------------------------------------------- cost
 # The clock's and the plan's part of a step. The thread Watch runs beside the loop and is left out.
-BOOKKEEPING = ("Clock.is_last", "Clock.median_step", "Clock.progress", "Clock.receive", "Clock.send", "Run.judge",
-               "Plan.advance", "Plan.rates")
+BOOKKEEPING = ("Clock.is_last", "Clock.median_step", "Clock.progress", "Clock.previous_report", "Clock.send_report",
+               "Run.judge", "Plan.begin_phases", "Plan.rates")
 TIMED = "import sys; sys.path.insert(0, sys.argv[1]); import bench; sys.exit(bench.timed_main(*sys.argv[2:]))"
 
 
@@ -590,7 +594,7 @@ def timed_main(script_path: str, out: str) -> int:
 def costs(calls: list[tuple], overhead: float, waits: bool) -> dict:
     """Of calls (name, begin, end, bytes saved), from the loop's first step to its last; a nested call is its caller's.
 
-    overhead: seconds that timing adds to a call. waits: Clock.receive waits for the device and is no bookkeeping.
+    overhead: seconds that timing adds to a call. waits: Clock.previous_report waits for the device: no bookkeeping.
     """
     begins = [begin for name, begin, *_ in calls if name == "is_last"]  # of the steps, and the loop's end
     inside = [call for call in sorted(calls, key=lambda call: call[1]) if begins[0] <= call[1] < begins[-1]]
@@ -603,7 +607,7 @@ def costs(calls: list[tuple], overhead: float, waits: bool) -> dict:
             if size:
                 saves[at] = {"seconds": end - begin, "bytes": size}
     wall, totals = begins[-1] - begins[0], {"saving": spent.pop("save", 0.0), "timing": overhead * len(inside)}
-    totals["waiting for the device"] = spent.pop("receive", 0.0) if waits else 0.0
+    totals["waiting for the device"] = spent.pop("previous_report", 0.0) if waits else 0.0
     totals["bookkeeping"] = sum(spent.values())
     return {"steps": len(steps), "wall_seconds": wall, "median_step_seconds": statistics.median(steps),
             "median_other_seconds": statistics.median(step for at, step in enumerate(steps) if at not in saves),
@@ -634,7 +638,7 @@ def bench_cost(args: argparse.Namespace) -> list[str]:
              f"{cost['wall_seconds']:.1f} s, median {1e3 * cost['median_step_seconds']:.2f} ms. {len(cost['saves'])} "
              f"checkpoints: {each}. Median of the steps right after one {1e3 * after:.2f} ms, of the others "
              f"{1e3 * cost['median_other_seconds']:.2f} ms. Bookkeeping: {', '.join(BOOKKEEPING)}; on CUDA without "
-             "Clock.receive, which waits; the thread Watch is in no row. Timing: what measuring added.")
+             "Clock.previous_report, which waits; the thread Watch is in no row. Timing: what measuring added.")
     return publish(args, args.runs + "/cost_{date}.json", [(args.config, run)], rows, notes, config=args.config, **cost)
 
 

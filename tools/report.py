@@ -343,8 +343,10 @@ def facts(run: SimpleNamespace) -> dict[str, object]:
             rows[name] = " → ".join(show(score) for _, *score in (points[:1] + points[1:][-1:]))
     for name, begin in log.begun.items():
         own = found.get("phases", {}).get(name)
-        rows[f"phase {name}"] = f"began at {begin:.1%}" if own is None else (
-            f"planned {own['planned']:.1%}, from step {own['start_step']} for {own['steps']} steps")
+        rows[f"phase {name}"] = f"began at {begin:.1%}"
+        if own is not None:
+            planned = own["begin"] if "begin" in own else own["planned"]  # the name in older runs
+            rows[f"phase {name}"] = f"planned {planned:.1%}, from step {own['start_step']} for {own['steps']} steps"
     return {**rows, "events": "; ".join(log.events) or None}
 
 
