@@ -38,7 +38,7 @@ def load_bench() -> ModuleType:
 def make_network(suite: SimpleNamespace, name: str, script: ModuleType) -> tuple:
     """(settings, network of `script`, on the CPU) of a shape of RUNS; weights that would begin at 0 do not."""
     given = {**RUNS[name], **({} if suite.cuda else TOY)}
-    settings = suite.script.load_settings(suite.script.Settings, given, {"arch_mode": script.ARCH_PRESETS})
+    settings = suite.script.load_settings(suite.script.Settings, given, presets={"ARCH_MODE": script.ARCH_PRESETS})
     torch.manual_seed(0)
     network = script.GPT(script.model_config(settings, 1024, 1))
     for param in network.parameters():
@@ -190,7 +190,7 @@ def train_part(suite: SimpleNamespace) -> list[dict]:
     if not suite.cuda:
         given = {**TOY, "COMPILE": "0", "HOLDOUT_TOKENS": "4096"}
     args = SimpleNamespace(seconds=60 if suite.cuda else 3, data=suite.data, set=[])
-    settings, manifest = suite.bench.short_run(script, args, DEVICE=suite.device, TRAIN_LOG_EVERY="5",
+    settings, manifest = suite.bench.short_run(script, args, DEVICE=suite.device,
                                                TRAIN_BATCH_TOKENS=str(BATCH[suite.device]), **given)
     run = suite.bench.run_script(script, suite.folder / "run", "", settings)
     if "failed" in run:
