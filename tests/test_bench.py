@@ -419,10 +419,13 @@ def test_jobs_are_pinned_to_cores_of_their_own():
 # ------------------------------------------------------------------------------------------------------------- cost
 CALLS = [  # (name, begin, end, bytes): steps begin at 0, 10, 20 and 40, the loop ends at 50
     ("save", -9.0, -5.0, 500),
-    ("median_step", 0.1, 0.2, 0), ("is_last", 0.0, 0.4, 0), ("save", 0.5, 0.5, 0), ("previous_report", 5.0, 5.6, 0),
+    ("median_step", 0.1, 0.2, 0), ("is_last", 0.0, 0.4, 0), ("save", 0.5, 0.5, 0),
+    ("previous_report", 5.0, 5.6, 0),
     ("median_step", 6.1, 6.4, 0), ("progress", 6.0, 6.5, 0),
-    ("is_last", 10.0, 10.1, 0), ("is_last", 20.0, 20.2, 0), ("save", 21.0, 26.0, 700), ("previous_report", 30.0, 30.3, 0),
-    ("is_last", 40.0, 40.4, 0), ("is_last", 50.0, 50.5, 0), ("save", 51.0, 55.0, 900), ("previous_report", 60.0, 69.0, 0),
+    ("is_last", 10.0, 10.1, 0), ("is_last", 20.0, 20.2, 0), ("save", 21.0, 26.0, 700),
+    ("previous_report", 30.0, 30.3, 0),
+    ("is_last", 40.0, 40.4, 0), ("is_last", 50.0, 50.5, 0), ("save", 51.0, 55.0, 900),
+    ("previous_report", 60.0, 69.0, 0),
 ]
 
 
@@ -431,7 +434,7 @@ def test_costs_of_known_calls():
     assert (found["steps"], found["wall_seconds"]) == (4, 50.0)
     assert found["saves"] == [{"seconds": 5.0, "bytes": 700, "next_step_seconds": 15.0}]
     assert (found["median_step_seconds"], found["median_other_seconds"]) == (10.0, 10.0)  # of 10, 10, 15, 10
-    by_function = {"is_last": 1.1 / 4, "previous_report": 0.9 / 4, "progress": 0.5 / 4}  # median_step was called by others
+    by_function = {"is_last": 1.1 / 4, "previous_report": 0.9 / 4, "progress": 0.5 / 4}  # others called median_step
     assert found["seconds_by_function"] == pytest.approx(by_function)
     assert {what: total["share"] for what, total in found["totals"].items()} == pytest.approx(
         {"saving": 0.1, "bookkeeping": 2.5 / 50, "waiting for the device": 0.0, "timing": 11 * 0.01 / 50})

@@ -387,7 +387,8 @@ TAMPERED = {
     "another tokenizer": (lambda folder: change(
         folder / "seed_1.txt", (fact(folder / "seed_1.txt", "tokenizer_sha256"), "cd" * 32)),
                           r"seed_1\.txt: tokenizer_sha256 is not the manifest's \(found cdcd"),
-    "a resumed run": (resume, r"seed_1\.txt: event \(found resume, expected none but skip rewind skipped_step weights_left_out gptq_left_out save_failed\)"),
+    "a resumed run": (resume, r"seed_1\.txt: event \(found resume, expected none but skip rewind skipped_step "
+                              r"weights_left_out gptq_left_out save_failed\)"),
     "an error": (lambda folder: (folder / "seed_1.txt").write_text(
         (folder / "seed_1.txt").read_text() + "error: disk is full\n"),
                  r"seed_1\.txt: the run ended with an error \(found disk is full, expected none\)"),

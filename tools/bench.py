@@ -597,7 +597,7 @@ def timed_main(script_path: str, out: str) -> int:
 def costs(calls: list[tuple], overhead: float, waits: bool) -> dict:
     """Of calls (name, begin, end, bytes saved), from the loop's first step to its last; a nested call is its caller's.
 
-    overhead: seconds that timing adds to a call. waits: whether Clock.previous_report waits for the device, and so is no
+    overhead: seconds that timing adds to a call. waits: Clock.previous_report waits for the device; its time is then no
     bookkeeping.
     """
     begins = [begin for name, begin, *_ in calls if name == "is_last"]  # of the steps, and the loop's end

@@ -40,8 +40,8 @@ KINDS = {**dict.fromkeys([*WHOLE, "commit", "artifact_sha256"], str), "events": 
 TEXT = "documents source_bytes decoded_bytes sources_sha256 seed val_frac val_max_bytes".split()  # in a manifest
 SLIDING = "val_bpb_sliding"  # read where it is there
 LEGENDRE = functools.lru_cache(np.polynomial.legendre.leggauss)  # it takes longer than all else in a check
-# What may happen to a record's run: a masked step, optional work for which the clock had no time, a full disk. The first
-# two are those of scripts before the rewrite.
+# What may happen to a record's run: a masked step, optional work that the clock left no time for, a full disk. The
+# first two are events of scripts before the rewrite.
 EVENTS = ("skip", "rewind", "skipped_step", "weights_left_out", "gptq_left_out", "save_failed")
 SMALL = 1 << 20  # bytes: artifacts below are committed, and no log is longer
 SECTIONS, UNWRITTEN = ("What changed", "Why", "What did not help"), "To be written."

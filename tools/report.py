@@ -342,9 +342,12 @@ def facts(run: SimpleNamespace) -> dict[str, object]:
         if name.startswith("held-out "):
             rows[name] = " → ".join(show(score) for _, *score in (points[:1] + points[1:][-1:]))
     for name, begin in log.begun.items():
-        own = found.get("phases", {}).get(name)
-        rows[f"phase {name}"] = f"began at {begin:.1%}" if own is None else (
-            f"planned {own['planned']:.1%}, from step {own['start_step']} for {own['steps']} steps")
+        phase = found.get("phases", {}).get(name)
+        if phase is None:
+            rows[f"phase {name}"] = f"began at {begin:.1%}"
+        else:
+            planned = phase["planned"] if "planned" in phase else phase["begin"]  # older results have "planned"
+            rows[f"phase {name}"] = f"planned {planned:.1%}, from step {phase['start_step']} for {phase['steps']} steps"
     return {**rows, "events": "; ".join(log.events) or None}
 
 
