@@ -261,7 +261,8 @@ def plot(page: list[str], title: str, xlabel: str, colors: dict[str, str] | None
         yield axes
         figure.savefig(out := io.StringIO(), format="svg", transparent=True,
                        metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-    svg = re.sub(r'<g id="[^"]*">', "<g>", out.getvalue()[out.getvalue().index("<svg") :]).replace(TEXT, "currentColor")
+    svg = out.getvalue()[out.getvalue().index("<svg") :].replace(TEXT, "currentColor")
+    svg = re.sub(r'<g id="[^"]*"(/?)>', r"<g\1>", svg)  # group ids repeat from figure to figure
     page.append(f"<figure><figcaption>{html.escape(title)}</figcaption>{svg}{key(colors or {})}</figure>\n")
 
 
