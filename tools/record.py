@@ -69,25 +69,21 @@ except SystemExit:
 found = [{f.name.upper(): str(int(getattr(s, f.name)) if f.type is bool else getattr(s, f.name)) for f in fields(s)}]
 if artifacts:
     data, runtime, found, digest = script.open_data(s), script.start_runtime(s.device), [], hashlib.sha256()
-    tokens = data.validation.tokens if hasattr(data, "validation") else data.val  # older scripts have val
-    tokenizer = data.tokenizer
+    tokens, tokenizer = data.validation.tokens if hasattr(data, "validation") else data.val, data.tokenizer
     for at in range(1, len(tokens), 1 << 20):
         ids = tokens[at : at + (1 << 20)]
         drops = tokenizer.drops_space[ids] & tokenizer.boundary[tokens[at - 1 :][: len(ids)]]
         digest.update(b"".join(tokenizer.pieces[i][drop:] for i, drop in zip(ids.tolist(), drops.tolist())))
 for artifact in artifacts:
     header, tensors, _ = script.read_artifact(artifact)
-    # Scripts before the rewrite could mix the network with counts of n-grams.
-    counts = [script.NGrams] if header["settings"].get("ngram_order") else []
+    counts = [script.NGrams] if header["settings"].get("ngram_order") else []  # older scripts have none
     network = script.GPT(SimpleNamespace(**header["settings"]), *counts).to(runtime.device)
     network.load_state_dict(tensors)
-    is_sliding = way == "val_bpb_sliding"
+    stride = s.eval_stride if way == "val_bpb_sliding" else None
     if hasattr(script, "Scorer"):
-        scorer = script.Scorer(tokenizer, runtime, s.train_seq_len, 4)
-        score = scorer.score(network, tokens, stride=s.eval_stride if is_sliding else None)
-    else:
-        stride = s.eval_stride if is_sliding else s.train_seq_len
-        score = script.score_tokens(network, tokens, tokenizer, runtime, s.train_seq_len, stride, 4)
+        score = script.Scorer(tokenizer, runtime, s.train_seq_len, 4).score(network, tokens, stride)
+    else:  # a frozen record
+        score = script.score_tokens(network, tokens, tokenizer, runtime, s.train_seq_len, stride or s.train_seq_len, 4)
     found.append({"score": score.bpb, "val_bytes": score.bytes, "val_text_sha256": digest.hexdigest(),
                   "tokenizer_sha256": header["tokenizer_sha256"]})
 print(json.dumps(found))

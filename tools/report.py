@@ -100,11 +100,13 @@ def read_log(path: Path) -> SimpleNamespace:
 
     for line in text.split("\n")[:-1]:  # what follows the last newline was cut short
         values = {name: float(value) for name, value in PAIR.findall(line)}
+        if "val_bpb" in values:
+            values["bpb"] = values["val_bpb"]  # older logs say bpb
         scores = {name: values[name] for name in ("val_loss", "bpb") if name in values}
-        if (found := re.match(r"step:(\d+)/", line)) and "train_time" in values:
+        if (found := re.match(r"step:(\d+)/", line)) and "train_time" in values and not scores:
             log.last = int(found[1])
             add(log.last, {**values, "step": float(log.last), "seconds": values["train_time"] / 1000}, "")
-        elif found := re.match(r"step:(\d+) (?:saved|val_loss|held_out ({.*})$)", line):
+        elif found := re.match(r"step:(\d+)(?:/\S+)? (?:saved|val_loss|held_out ({.*})$)", line):
             log.last = max(log.last, int(found[1]))
             add(int(found[1]), found[2] or scores)
         elif (found := re.match("before: ({.*})$", line)) and not log.series:  # a resumed run says it again
