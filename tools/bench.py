@@ -376,19 +376,21 @@ def muon_cases(ops: SimpleNamespace, device: str) -> Iterator[tuple[str, str, di
     for name, given in ops.models.items():
         settings = script.load_settings(script.Settings, given, presets={"ARCH_MODE": script.ARCH_PRESETS})
         network = script.GPT(script.model_config(settings, 1024, 1)).to(device)
-        own, bad = script.Optimizers(network, settings, runtime).all[0], torch.tensor(False, device=device)
-        own.param_groups[0]["momentum"] = settings.muon_momentum
-        for param in own.param_groups[0]["params"]:
+        rates, skip = script.pretraining_rates(settings), torch.tensor(False, device=device)
+        muon = script.Optimizers(network, settings.optimizer, rates, runtime).all[0]
+        muon.param_groups[0]["momentum"] = script.MUON_MOMENTUM
+        pieces, copies = [], []  # a parameter may hold several matrices; torch's Muon gets each as a parameter
+        for param in muon.param_groups[0]["params"]:
             torch.nn.init.zeros_(param)
             param.grad.normal_()
-        pieces = [piece for batch in own.batches.values() for piece in batch]  # (parameter, its rows)
-        copies = [torch.nn.Parameter(param[rows].detach().clone()) for param, rows in pieces]
-        for copy, (param, rows) in zip(copies, pieces, strict=True):
-            copy.grad = param.grad[rows].clone()
-        other = torch.optim.Muon(copies, lr=settings.matrix_lr, momentum=settings.muon_momentum,
-                                 weight_decay=settings.muon_wd, ns_steps=settings.muon_backend_steps)
-        spans = [param[rows] for param, rows in pieces]  # views, which steps change
-        ways = {"Muon": lambda own=own, spans=spans, bad=bad: own.step(bad) or spans,
+            splits = getattr(param, "splits", (len(param),))
+            for piece, grad in zip(param.detach().split(splits), param.grad.split(splits), strict=True):
+                pieces.append(piece)  # a view, which steps change
+                copies.append(torch.nn.Parameter(piece.clone()))
+                copies[-1].grad = grad.clone()
+        other = torch.optim.Muon(copies, lr=settings.matrix_lr, momentum=script.MUON_MOMENTUM,
+                                 weight_decay=settings.muon_wd, ns_steps=script.NEWTON_SCHULZ_STEPS)
+        ways = {"Muon": lambda muon=muon, pieces=pieces, skip=skip: muon.step(skip) or pieces,
                 "torch.optim.Muon, bfloat16": lambda other=other, copies=copies: other.step() or copies}
         yield "Muon, a step", f"{name}, {len(pieces)} matrices", ways
 

@@ -71,7 +71,8 @@ def steps_part(suite: SimpleNamespace, name: str, compiled: bool) -> list[dict]:
     settings, network = make_network(suite, name, script)
     flops = suite.bench.flops_per_token(network, settings.train_seq_len).total()
     network.to(suite.device)
-    optimizers, bad = script.Optimizers(network, settings, suite.runtime), torch.tensor(False, device=suite.device)
+    rates, skip = script.pretraining_rates(settings), torch.tensor(False, device=suite.device)
+    optimizers = script.Optimizers(network, settings.optimizer, rates, suite.runtime)
     model = torch.compile(network, dynamic=False, fullgraph=True) if compiled else network
     rows = BATCH[suite.device] // settings.train_seq_len
     ids, targets = (torch.randint(2, 1024, (rows, settings.train_seq_len), device=suite.device) for _ in range(2))
@@ -84,7 +85,7 @@ def steps_part(suite: SimpleNamespace, name: str, compiled: bool) -> list[dict]:
         marks[-1].append(suite.bench.mark(suite.cuda))
         loss.backward()
         marks[-1].append(suite.bench.mark(suite.cuda))
-        optimizers.step(0.0, settings.muon_momentum, bad)
+        optimizers.step(0.0, script.MUON_MOMENTUM, skip)
         torch._foreach_zero_([param.grad for param in optimizers.params])
         marks[-1].append(suite.bench.mark(suite.cuda))
     forward, backward, step, total = (  # the first three warmed up

@@ -50,7 +50,7 @@ def nbytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def count(kind: str, settings, rank: int, script: ModuleType, optimizers: type) -> dict[str, int]:
+def count(kind: str, settings, rank: int, script: ModuleType, trainer: ModuleType) -> dict[str, int]:
     """Bytes of one trained network, after a step of settings.optimizer: weights, gradients, optimizer, and of what its
     reference may be: copy (of the network), frozen (copy of the adapter), base (the adapter off). Raises UserError.
     """
@@ -61,8 +61,9 @@ def count(kind: str, settings, rank: int, script: ModuleType, optimizers: type) 
         found |= {name: nbytes(script.reference_policy(network, frozen).args[1]) for name, frozen in
                   (("frozen", True), ("base", False))}
     model = network if kind in ("policy", "adapter") else Valued(network, alone=kind == "critic")
-    optimizer = optimizers(model, settings, script.Runtime(0, 1, torch.device("cpu"), False))
-    optimizer.step(0.0, settings.muon_momentum, torch.tensor(False))
+    rates, runtime = trainer.pretraining_rates(settings), script.Runtime(0, 1, torch.device("cpu"), False)
+    optimizer = trainer.Optimizers(model, settings.optimizer, rates, runtime)
+    optimizer.step(0.0, trainer.MUON_MOMENTUM, torch.tensor(False))
     return found | {
         "weights": nbytes(model.parameters()) + nbytes(model.buffers()),
         "gradients": nbytes(param.grad for param in model.parameters() if param.grad is not None),
@@ -79,7 +80,7 @@ def measure(settings, optimizers: list[str], rank: int = 8) -> list[dict]:
         own = replace(settings, optimizer=optimizer)
         with FakeTensorMode():
             kinds = dict.fromkeys(kind for trained, *_ in METHODS.values() for kind in trained)
-            counts = {kind: count(kind, own, rank, script, trainer.Optimizers) for kind in kinds}
+            counts = {kind: count(kind, own, rank, script, trainer) for kind in kinds}
         found, totals = {}, {}
         for method, (trained, reference, _) in METHODS.items():
             found[method] = {part: sum(counts[kind][part] for kind in trained) for part in PARTS[:3]}
