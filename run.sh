@@ -113,6 +113,7 @@ train() {
   fi
   if [ "$BUILD" = cuda ] && [ "$gpus" = 0 ] && [ "$(setting DEVICE)" != cpu ]; then
     say "Training: PyTorch sees no GPU (driver too old, or CUDA_VISIBLE_DEVICES empty), so on the CPU"
+    export DEVICE=cpu  # DEVICE=auto is an error if nvidia-smi lists GPUs that PyTorch does not see
   fi
   if [ -z "$(setting DATA_PATH)" ]; then
     prepare_data "${DATA:-$([ "$gpus" = 0 ] && echo embedded || echo fineweb)}"
@@ -133,9 +134,9 @@ train() {
   fi
 }
 
-# sample.py refuses settings that only train_gpt.py reads, so those are taken out of its environment.
+# sample.py refuses settings that only train_gpt.py reads, so those are taken out of its environment. DEVICE stays.
 sample() {
-  local artifact names prompt="$PROMPT"
+  local artifact names prompt="$PROMPT" device="${DEVICE:-auto}"
   artifact="$(run_folder)/model.upar"
   if [ -z "$prompt" ]; then
     case "$(setting DATA_PATH)" in data/embedded) prompt="def" ;; *) prompt="The" ;; esac
@@ -143,7 +144,7 @@ sample() {
   say "Sample: from $artifact, PROMPT=\"$prompt\""
   names="$($RUN -c 'import train_gpt; print(*(name.upper() for name in train_gpt.Settings.__dataclass_fields__))')"
   # shellcheck disable=SC2086
-  (unset CONFIG $names; ARTIFACT="$artifact" PROMPT="$prompt" $RUN sample.py)
+  (unset CONFIG $names; DEVICE="$device" ARTIFACT="$artifact" PROMPT="$prompt" $RUN sample.py)
   cat <<TEXT
 
 Next:

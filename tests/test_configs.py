@@ -26,18 +26,11 @@ LINES = 15
 EFFECTS = (
     ("attn_window", lambda s: "s" in s.layer_pattern.lower()),
     ("num_kv_heads|qk_.*|rope_.*", lambda s: re.search("[as]", s.layer_pattern.lower())),
-    ("gdn_.*", lambda s: "g" in s.layer_pattern.lower()),
-    ("bio_events", lambda s: s.mlp == "bio"),
-    ("bio_threshold", lambda s: s.bio_events != "off"),
     ("rope_.*", lambda s: s.positions == "rope"),
-    ("bigram_dim", lambda s: s.bigram_vocab_size),
-    ("muon_(?!wd).*", lambda s: s.optimizer == "muon"),
-    ("head_lr", lambda s: not s.tie_embeddings),
     ("warmdown_frac", lambda s: not s.warmdown_iters),
     ("warmdown_.*|lr_floor", lambda s: s.lr_schedule != "constant"),
     ("reserve_seconds", lambda s: s.max_wallclock_seconds),
     ("compile_mode", lambda s: s.compile),
-    ("ema_.*", lambda s: s.ema), ("swa_.*", lambda s: s.swa), ("qat_.*", lambda s: s.qat),
     ("critic_lr", lambda s: s.critic == "separate"),
     ("label_smoothing", lambda s: s.objective in ("cdpo", "robust")),
     ("margin|centering", lambda s: s.objective == "reward"),
@@ -65,8 +58,13 @@ def commands(head: list[str]) -> list[tuple[str, str, str]]:
 def load(script: str, path: Path) -> tuple[ModuleType, SimpleNamespace]:
     """A script, and its settings by a config, as its main() loads them."""
     module = importlib.import_module(script)
-    presets = {"arch_mode": module.ARCH_PRESETS, "optimizer": module.OPTIMIZER_PRESETS} if script == "train_gpt" else {}
-    return module, module.load_settings(module.Settings, {"CONFIG": str(path)}, presets)
+    presets = {"ARCH_MODE": module.ARCH_PRESETS, "OPTIMIZER": module.OPTIMIZER_PRESETS} if script == "train_gpt" else {}
+    return module, module.load_settings(module.Settings, {"CONFIG": str(path)}, presets=presets)
+
+
+def value_of(text: str, kind: type) -> object:
+    """The value that a line of a config stands for."""
+    return text == "1" if kind is bool else kind(text)
 
 
 def head_faults(path: Path) -> list[str]:
@@ -123,8 +121,8 @@ def test_every_script_that_a_head_names_takes_the_config(name):
     for _, launcher, script in commands(head):
         module, settings = load(script, path)
         for key, text in lines.items():
-            kind = type(getattr(settings, key.lower()))
-            assert getattr(settings, key.lower()) == module.parse_setting(key.lower(), text, kind)
+            value = getattr(settings, key.lower())
+            assert value == value_of(text, type(value))
         module.Plan(settings)
         if script != "train_gpt":
             continue
@@ -160,9 +158,10 @@ def test_faults_of_a_head_are_found(tmp_path, old, new, said):
     ("ARCH_MODE=gdn\nMODEL_DIM=128", []), ("ARCH_MODE=D\nMODEL_DIM=128", ["ARCH_MODE"]),
     ("MODEL_DIM=512", ["MODEL_DIM"]), ("ARCH_MODE=gdn\nQK_GAIN_INIT=5", ["QK_GAIN_INIT"]),
     ("ARCH_MODE=llama\nMLP_MULT=2.75", ["MLP_MULT"]), ("ARCH_MODE=llama\nMLP_MULT=3", []),
-    ("OPTIMIZER=lion\nMATRIX_LR=0.001\nMUON_MOMENTUM=0.9\nMUON_WD=0.1", ["MATRIX_LR", "MUON_MOMENTUM"]),
+    ("OPTIMIZER=lion\nMATRIX_LR=0.001\nMUON_WD=0.1", ["MATRIX_LR"]),
+    ("LAYER_PATTERN=a\nPOSITIONS=learned\nROPE_DIMS=16", ["ROPE_DIMS"]),
     ("LAYER_PATTERN=a\nATTN_WINDOW=128\nNUM_KV_HEADS=8", ["ATTN_WINDOW"]),
-    ("ITERATIONS=100\nWARMDOWN_ITERS=10\nWARMDOWN_FRAC=0.2", ["WARMDOWN_FRAC"]), ("BIGRAM_DIM=8", ["BIGRAM_DIM"]),
+    ("ITERATIONS=100\nWARMDOWN_ITERS=10\nWARMDOWN_FRAC=0.2", ["WARMDOWN_FRAC"]),
 ])
 def test_dead_lines_are_found(tmp_path, lines, dead):
     (tmp_path / "x.env").write_text(f"# x\n{lines}\n")
@@ -189,13 +188,12 @@ def test_run_sh_picks_by_gpus_unless_config_is_given(gpus, given, config):
 
 
 # ----------------------------------------------------------------------------------------------------------- tiny runs
-SHAPE = dict(DEVICE="cpu", MODEL_DIM=32, NUM_HEADS=2, ITERATIONS=8, MAX_WALLCLOCK_SECONDS=0, SAVE_EVERY=0,
-             TRAIN_LOG_EVERY=1)
+SHAPE = dict(DEVICE="cpu", MODEL_DIM=32, NUM_HEADS=2, ITERATIONS=8, MAX_WALLCLOCK_SECONDS=0, SAVE_EVERY=0)
 SCORES = dict(EVAL_PROMPTS=8, SFT_STEPS=4, LAYER_PATTERN="g a")
 ROLLOUT = dict(**SHAPE, **SCORES, PROMPTS_PER_STEP=4, GROUP_SIZE=4, MINI_BATCHES=2, MAX_NEW_TOKENS=10, EVAL_SAMPLES=2)
 SIZES = {
     "train_gpt": dict(**SHAPE, COMPILE=0, NUM_KV_HEADS=1, TRAIN_SEQ_LEN=32, TRAIN_BATCH_TOKENS=256, HOLDOUT_TOKENS=1024,
-                      EVAL_STRIDE=0, WARMUP_STEPS=0, GPTQ_CALIBRATION_BATCHES=2),
+                      EVAL_STRIDE=0, GPTQ_CALIBRATION_BATCHES=2),
     "train_sft": dict(**SHAPE, LAYER_PATTERN="g a", TRAIN_SEQ_LEN=64, TRAIN_BATCH_TOKENS=256, EVAL_PROMPTS=8),
     "train_dpo": dict(**SHAPE, **SCORES, TRAIN_PAIRS=64, PAIRS_PER_STEP=8),
     "train_ppo": ROLLOUT, "train_grpo": ROLLOUT, "train_gspo": ROLLOUT,
@@ -210,6 +208,7 @@ for name, script, changes in json.loads(sys.argv[2]):
     module = importlib.import_module(script)
     os.environ.clear()
     os.environ.update(changes)
+    sys.argv = [f"{script}.py"]  # the script reads its own arguments
     try:
         print("exit", name, module.exit_code(module.main), flush=True)
     except Exception:
@@ -249,7 +248,7 @@ def test_a_tiny_run(place, runs, name):  # noqa: F811
     module, settings = load(script, path)
     result = json.loads((folder / "result.json").read_text())
     assert (result["script"], result["steps"], result["settings"]["config"]) == (f"{script}.py", 8, str(path))
-    left = {key.lower(): module.parse_setting(key.lower(), text, type(getattr(settings, key.lower())))
+    left = {key.lower(): value_of(text, type(getattr(settings, key.lower())))
             for key, text in parts(path)[1].items() if key not in sizes}
     assert left and {key: result["settings"][key] for key in left} == left
     assert all(phase["steps"] for phase in result["phases"].values())
@@ -258,9 +257,8 @@ def test_a_tiny_run(place, runs, name):  # noqa: F811
     if script == "train_gpt":
         log = (folder / "log.txt").read_text()
         losses = [float(loss) for loss in re.findall(r"^step:\d+/8 train_loss:(\S+)", log, re.M)]
-        assert len(losses) == 8 and losses[0] == pytest.approx(math.log(VOCAB), abs=0.1) and losses[-1] < losses[0]
-        before = result["before_quantization"]["val_bpb"]  # of the network, without counts of n-grams
-        counted = result["settings"].get("ngram_order", 0) > 0
-        assert result["val_bpb"] < before / 2 if counted else result["val_bpb"] == pytest.approx(before, rel=0.03)
+        # the first five steps have a line each, later ones every ten seconds
+        assert len(losses) >= 5 and losses[0] == pytest.approx(math.log(VOCAB), abs=0.1) and losses[-1] < losses[0]
+        assert result["val_bpb"] == pytest.approx(result["before_quantization"]["val_bpb"], rel=0.03)
     else:
         assert {"before", "after", "gain"} <= set(result)

@@ -32,6 +32,11 @@ OPTIONS, ARMS = ROOT / "configs" / "options.json", ROOT / "configs" / "arms.json
 
 
 # === shared: runs ===
+# Environment variables that a run gets from the shell. Settings are not among them: they would override the config.
+PASSED_ON = re.compile(r"PATH|HOME|TMPDIR|LANG|LD_LIBRARY_PATH|PYTHONPATH|VIRTUAL_ENV|CC|CXX|"
+                       r"(OMP|MKL|CUDA|NCCL|TORCHINDUCTOR|TRITON)_\w+")
+
+
 def load_script(path: Path) -> ModuleType:
     """Import a script of this repository by its path."""
     sys.path.insert(0, str(path.parent))
@@ -61,8 +66,7 @@ def run_script(script: ModuleType, place: Path, config: str, settings: dict[str,
     if not done.is_file():
         if place.exists():  # it failed or was broken off
             shutil.rmtree(place)
-        ours = "|".join([*setting_names(script), *script.FOREIGN_NAMES, "CONFIG", "IGNORE_ENV", "RANK", "WORLD_SIZE"])
-        environ = {name: value for name, value in os.environ.items() if not re.fullmatch(ours, name)}
+        environ = {name: value for name, value in os.environ.items() if PASSED_ON.fullmatch(name)}
         environ |= {"OMP_NUM_THREADS": str(threads)} if threads else {}
         environ |= {**settings, "CONFIG": config, "OUT_DIR": str(place.parent), "RUN_ID": place.name}
         print(f"run: {place}", flush=True)
@@ -87,9 +91,10 @@ def run_script(script: ModuleType, place: Path, config: str, settings: dict[str,
 
 
 def step_ms(log: str) -> float:
-    """Milliseconds of a step: the median over the logged steps; NaN where fewer than three were logged.
+    """Return the milliseconds of a step: the median over steps, NaN if fewer than three steps are logged.
 
-    The log has whole milliseconds, so steps are taken together until a stretch lasts 200 ms.
+    The log has whole milliseconds, so steps are taken together until a stretch lasts 200 ms. A run logs its first five
+    steps and then a step every ten seconds, so every step of a stretch counts, with the stretch's mean.
     """
     logged = re.finditer(r"^step:(\d+)/\S+ train_loss:.* train_time:(\d+)ms", log, re.MULTILINE)
     points = [(int(line[1]), int(line[2])) for line in logged]
@@ -98,7 +103,8 @@ def step_ms(log: str) -> float:
     stretches, (step, ms) = [], points[0]
     for next_step, next_ms in points[1:]:
         if next_ms - ms >= 200 or (next_step == points[-1][0] and not stretches):
-            stretches.append((next_ms - ms) / (next_step - step))
+            count = next_step - step
+            stretches += [(next_ms - ms) / count] * count
             step, ms = next_step, next_ms
     return statistics.median(stretches)
 
@@ -305,7 +311,7 @@ def check_arms(script: ModuleType, config: str, arms: dict[str, dict[str, str]],
     for name, settings in arms.items():
         own = {**settings, "CONFIG": str(ROOT / settings.get("CONFIG", config))}
         try:
-            resolved = script.load_settings(script.Settings, own, {"arch_mode": script.ARCH_PRESETS})
+            resolved = script.load_settings(script.Settings, own, presets={"ARCH_MODE": script.ARCH_PRESETS})
             shape = script.model_config(resolved, tokenizer["vocab_size"], tokenizer["bos_id"])
         except script.UserError as error:
             raise SystemExit(f"error: arm {name}: {error}") from None

@@ -48,6 +48,11 @@ MODELS_OF_OPS = {"configs/cpu.env": {"CONFIG": str(ROOT / "configs" / "cpu.env")
 
 
 # === shared: runs ===
+# Environment variables that a run gets from the shell. Settings are not among them: they would override the config.
+PASSED_ON = re.compile(r"PATH|HOME|TMPDIR|LANG|LD_LIBRARY_PATH|PYTHONPATH|VIRTUAL_ENV|CC|CXX|"
+                       r"(OMP|MKL|CUDA|NCCL|TORCHINDUCTOR|TRITON)_\w+")
+
+
 def load_script(path: Path) -> ModuleType:
     """Import a script of this repository by its path."""
     sys.path.insert(0, str(path.parent))
@@ -77,8 +82,7 @@ def run_script(script: ModuleType, place: Path, config: str, settings: dict[str,
     if not done.is_file():
         if place.exists():  # it failed or was broken off
             shutil.rmtree(place)
-        ours = "|".join([*setting_names(script), *script.FOREIGN_NAMES, "CONFIG", "IGNORE_ENV", "RANK", "WORLD_SIZE"])
-        environ = {name: value for name, value in os.environ.items() if not re.fullmatch(ours, name)}
+        environ = {name: value for name, value in os.environ.items() if PASSED_ON.fullmatch(name)}
         environ |= {"OMP_NUM_THREADS": str(threads)} if threads else {}
         environ |= {**settings, "CONFIG": config, "OUT_DIR": str(place.parent), "RUN_ID": place.name}
         print(f"run: {place}", flush=True)
@@ -103,9 +107,10 @@ def run_script(script: ModuleType, place: Path, config: str, settings: dict[str,
 
 
 def step_ms(log: str) -> float:
-    """Milliseconds of a step: the median over the logged steps; NaN where fewer than three were logged.
+    """Return the milliseconds of a step: the median over steps, NaN if fewer than three steps are logged.
 
-    The log has whole milliseconds, so steps are taken together until a stretch lasts 200 ms.
+    The log has whole milliseconds, so steps are taken together until a stretch lasts 200 ms. A run logs its first five
+    steps and then a step every ten seconds, so every step of a stretch counts, with the stretch's mean.
     """
     logged = re.finditer(r"^step:(\d+)/\S+ train_loss:.* train_time:(\d+)ms", log, re.MULTILINE)
     points = [(int(line[1]), int(line[2])) for line in logged]
@@ -114,7 +119,8 @@ def step_ms(log: str) -> float:
     stretches, (step, ms) = [], points[0]
     for next_step, next_ms in points[1:]:
         if next_ms - ms >= 200 or (next_step == points[-1][0] and not stretches):
-            stretches.append((next_ms - ms) / (next_step - step))
+            count = next_step - step
+            stretches += [(next_ms - ms) / count] * count
             step, ms = next_step, next_ms
     return statistics.median(stretches)
 
@@ -368,25 +374,23 @@ def muon_cases(ops: SimpleNamespace, device: str) -> Iterator[tuple[str, str, di
     """A step of Muon, from zero weights and gradients of noise: that of the script, and torch's on each matrix."""
     script, runtime = ops.script, ops.script.Runtime(0, 1, torch.device(device), False)
     for name, given in ops.models.items():
-        settings = script.load_settings(script.Settings, given, {"arch_mode": script.ARCH_PRESETS})
+        settings = script.load_settings(script.Settings, given, presets={"ARCH_MODE": script.ARCH_PRESETS})
         network = script.GPT(script.model_config(settings, 1024, 1)).to(device)
-        rates = script.pretraining_rates(settings)
-        own = script.Optimizers(network, "muon", rates, runtime).all[0]
-        skip = torch.tensor(False, device=device)
-        own.param_groups[0]["momentum"] = script.MUON_MOMENTUM
-        for param in own.param_groups[0]["params"]:
+        rates, skip = script.pretraining_rates(settings), torch.tensor(False, device=device)
+        muon = script.Optimizers(network, settings.optimizer, rates, runtime).all[0]
+        muon.param_groups[0]["momentum"] = script.MUON_MOMENTUM
+        pieces, copies = [], []  # a parameter may hold several matrices; torch's Muon gets each as a parameter
+        for param in muon.param_groups[0]["params"]:
             torch.nn.init.zeros_(param)
             param.grad.normal_()
-        copies, spans = [], []  # matrices of their own for torch's Muon; views of the script's, which steps change
-        for param in own.param_groups[0]["params"]:
             splits = getattr(param, "splits", (len(param),))
-            for part, grad in zip(param.detach().split(splits), param.grad.split(splits), strict=True):
-                spans.append(part)
-                copies.append(torch.nn.Parameter(part.clone()))
+            for piece, grad in zip(param.detach().split(splits), param.grad.split(splits), strict=True):
+                pieces.append(piece)  # a view, which steps change
+                copies.append(torch.nn.Parameter(piece.clone()))
                 copies[-1].grad = grad.clone()
         other = torch.optim.Muon(copies, lr=settings.matrix_lr, momentum=script.MUON_MOMENTUM,
                                  weight_decay=settings.muon_wd, ns_steps=script.NEWTON_SCHULZ_STEPS)
-        ways = {"Muon": lambda own=own, spans=spans, skip=skip: own.step(skip) or spans,
+        ways = {"Muon": lambda muon=muon, pieces=pieces, skip=skip: muon.step(skip) or pieces,
                 "torch.optim.Muon, bfloat16": lambda other=other, copies=copies: other.step() or copies}
         yield "Muon, a step", f"{name}, {len(copies)} matrices", ways
 
@@ -533,7 +537,7 @@ def matmul_peak(device: str, dtype: torch.dtype | None = None) -> float:
 def bench_train(args: argparse.Namespace) -> list[str]:
     """Run each config for some seconds: tokens/s, step time, peak memory, parameters, MFU. Returns failures."""
     script = load_script(SCRIPT)
-    short, manifest = short_run(script, args, TRAIN_LOG_EVERY="1")
+    short, manifest = short_run(script, args)
     folder = ROOT / args.runs / time.strftime("train_%Y%m%d_%H%M%S")
     rows = [["config", "tokens/s", "step, ms", "peak memory, MiB", "parameters", "MFLOP/token", "MFU"]]
     entries, runs = {}, []
@@ -556,21 +560,22 @@ def bench_train(args: argparse.Namespace) -> list[str]:
 
 
 # ------------------------------------------------------------------------------------------------------------- cost
-# The clock's and the plan's part of a step. The thread Watch runs beside the loop and is left out.
+# The part of a step that the clock, the plan and the count of skipped steps take.
 BOOKKEEPING = ("Clock.is_last", "Clock.median_step", "Clock.progress", "Clock.previous_report", "Clock.send_report",
-               "Run.judge", "Plan.begin_phases", "Plan.rates")
+               "Run.count_skipped", "Plan.begin_phases", "Plan.rates")
 TIMED = "import sys; sys.path.insert(0, sys.argv[1]); import bench; sys.exit(bench.timed_main(*sys.argv[2:]))"
 
 
 def timed_main(script_path: str, out: str) -> int:
     """Run a script's main in this process and write into `out` when its functions were called; its exit code."""
+    sys.argv = [script_path]  # the script reads its own arguments
     script, calls, probe = load_script(Path(script_path)), [], SimpleNamespace(empty=lambda run: None)
 
     def time_calls(holder: object, name: str) -> None:
         inner = getattr(holder, name)
 
         def outer(run, *args, **more):
-            saves = name == "save" and run.stands != run.step
+            saves = name == "save" and run.saved_step != run.step
             begin = time.perf_counter()
             result = inner(run, *args, **more)
             end = time.perf_counter()
@@ -594,7 +599,8 @@ def timed_main(script_path: str, out: str) -> int:
 def costs(calls: list[tuple], overhead: float, waits: bool) -> dict:
     """Of calls (name, begin, end, bytes saved), from the loop's first step to its last; a nested call is its caller's.
 
-    overhead: seconds that timing adds to a call. waits: Clock.previous_report waits for the device: no bookkeeping.
+    overhead: seconds that timing adds to a call. waits: Clock.previous_report waits for the device; its time is then no
+    bookkeeping.
     """
     begins = [begin for name, begin, *_ in calls if name == "is_last"]  # of the steps, and the loop's end
     inside = [call for call in sorted(calls, key=lambda call: call[1]) if begins[0] <= call[1] < begins[-1]]
@@ -638,7 +644,7 @@ def bench_cost(args: argparse.Namespace) -> list[str]:
              f"{cost['wall_seconds']:.1f} s, median {1e3 * cost['median_step_seconds']:.2f} ms. {len(cost['saves'])} "
              f"checkpoints: {each}. Median of the steps right after one {1e3 * after:.2f} ms, of the others "
              f"{1e3 * cost['median_other_seconds']:.2f} ms. Bookkeeping: {', '.join(BOOKKEEPING)}; on CUDA without "
-             "Clock.previous_report, which waits; the thread Watch is in no row. Timing: what measuring added.")
+             "Clock.previous_report, which waits. Timing: what measuring added.")
     return publish(args, args.runs + "/cost_{date}.json", [(args.config, run)], rows, notes, config=args.config, **cost)
 
 
@@ -704,7 +710,7 @@ def bench_rl(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads or torch.get_num_threads())
     script, config = load_script(SCRIPT), {"ARCH_MODE": "llama", "VOCAB_SIZE": "1024", "TRAIN_SEQ_LEN": "256",
                                            "NUM_LAYERS": str(args.layers), "MODEL_DIM": str(args.dim)}
-    settings = script.load_settings(script.Settings, config, {"arch_mode": script.ARCH_PRESETS})
+    settings = script.load_settings(script.Settings, config, presets={"ARCH_MODE": script.ARCH_PRESETS})
     torch.manual_seed(0)
     generators, speeds = make_generators(settings, args.batch, args.new), {}
     for _ in range(1 + args.rounds):

@@ -38,7 +38,7 @@ def load_bench() -> ModuleType:
 def make_network(suite: SimpleNamespace, name: str, script: ModuleType) -> tuple:
     """(settings, network of `script`, on the CPU) of a shape of RUNS; weights that would begin at 0 do not."""
     given = {**RUNS[name], **({} if suite.cuda else TOY)}
-    settings = suite.script.load_settings(suite.script.Settings, given, {"arch_mode": script.ARCH_PRESETS})
+    settings = suite.script.load_settings(suite.script.Settings, given, presets={"ARCH_MODE": script.ARCH_PRESETS})
     torch.manual_seed(0)
     network = script.GPT(script.model_config(settings, 1024, 1))
     for param in network.parameters():
@@ -71,8 +71,8 @@ def steps_part(suite: SimpleNamespace, name: str, compiled: bool) -> list[dict]:
     settings, network = make_network(suite, name, script)
     flops = suite.bench.flops_per_token(network, settings.train_seq_len).total()
     network.to(suite.device)
-    optimizers = script.Optimizers(network, settings.optimizer, script.pretraining_rates(settings), suite.runtime)
-    skip = torch.tensor(False, device=suite.device)
+    rates, skip = script.pretraining_rates(settings), torch.tensor(False, device=suite.device)
+    optimizers = script.Optimizers(network, settings.optimizer, rates, suite.runtime)
     model = torch.compile(network, dynamic=False, fullgraph=True) if compiled else network
     rows = BATCH[suite.device] // settings.train_seq_len
     ids, targets = (torch.randint(2, 1024, (rows, settings.train_seq_len), device=suite.device) for _ in range(2))
@@ -191,7 +191,7 @@ def train_part(suite: SimpleNamespace) -> list[dict]:
     if not suite.cuda:
         given = {**TOY, "COMPILE": "0", "HOLDOUT_TOKENS": "4096"}
     args = SimpleNamespace(seconds=60 if suite.cuda else 3, data=suite.data, set=[])
-    settings, manifest = suite.bench.short_run(script, args, DEVICE=suite.device, TRAIN_LOG_EVERY="5",
+    settings, manifest = suite.bench.short_run(script, args, DEVICE=suite.device,
                                                TRAIN_BATCH_TOKENS=str(BATCH[suite.device]), **given)
     run = suite.bench.run_script(script, suite.folder / "run", "", settings)
     if "failed" in run:

@@ -128,7 +128,7 @@ def main() -> int:
     given = dict(pair.partition("=")[::2] for pair in args.set) | ({"CONFIG": args.config} if args.config else {})
     if unknown := [name for name in given if name.lower() not in settings.__dataclass_fields__]:
         raise script.UserError(f"--set {unknown[0]}: no setting of train_gpt.py")
-    settings = script.load_settings(settings, given, {"arch_mode": script.ARCH_PRESETS})
+    settings = script.load_settings(settings, given, presets={"ARCH_MODE": script.ARCH_PRESETS})
     rows = measure(settings, args.optimizers, args.rank)
     parameters = rows[5]["weights"] // 4  # of the policy alone, GRPO
     print(f"{parameters:,} parameters, {settings.vocab_size or VOCABULARY} tokens, float32 everywhere, LoRA rank "

@@ -100,11 +100,13 @@ def read_log(path: Path) -> SimpleNamespace:
 
     for line in text.split("\n")[:-1]:  # what follows the last newline was cut short
         values = {name: float(value) for name, value in PAIR.findall(line)}
+        if "val_bpb" in values:
+            values["bpb"] = values["val_bpb"]  # older logs say bpb
         scores = {name: values[name] for name in ("val_loss", "bpb") if name in values}
-        if (found := re.match(r"step:(\d+)/", line)) and "train_time" in values:
+        if (found := re.match(r"step:(\d+)/", line)) and "train_time" in values and not scores:
             log.last = int(found[1])
             add(log.last, {**values, "step": float(log.last), "seconds": values["train_time"] / 1000}, "")
-        elif found := re.match(r"step:(\d+) (?:saved|val_loss|held_out ({.*})$)", line):
+        elif found := re.match(r"step:(\d+)(?:/\S+)? (?:saved|val_loss|held_out ({.*})$)", line):
             log.last = max(log.last, int(found[1]))
             add(int(found[1]), found[2] or scores)
         elif (found := re.match("before: ({.*})$", line)) and not log.series:  # a resumed run says it again
@@ -261,7 +263,8 @@ def plot(page: list[str], title: str, xlabel: str, colors: dict[str, str] | None
         yield axes
         figure.savefig(out := io.StringIO(), format="svg", transparent=True,
                        metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-    svg = re.sub(r'<g id="[^"]*">', "<g>", out.getvalue()[out.getvalue().index("<svg") :]).replace(TEXT, "currentColor")
+    svg = out.getvalue()[out.getvalue().index("<svg") :].replace(TEXT, "currentColor")
+    svg = re.sub(r'<g id="[^"]*"(/?)>', r"<g\1>", svg)  # group ids repeat from figure to figure
     page.append(f"<figure><figcaption>{html.escape(title)}</figcaption>{svg}{key(colors or {})}</figure>\n")
 
 
@@ -342,11 +345,12 @@ def facts(run: SimpleNamespace) -> dict[str, object]:
         if name.startswith("held-out "):
             rows[name] = " → ".join(show(score) for _, *score in (points[:1] + points[1:][-1:]))
     for name, begin in log.begun.items():
-        own = found.get("phases", {}).get(name)
-        rows[f"phase {name}"] = f"began at {begin:.1%}"
-        if own is not None:
-            planned = own["begin"] if "begin" in own else own["planned"]  # the name in older runs
-            rows[f"phase {name}"] = f"planned {planned:.1%}, from step {own['start_step']} for {own['steps']} steps"
+        phase = found.get("phases", {}).get(name)
+        if phase is None:
+            rows[f"phase {name}"] = f"began at {begin:.1%}"
+        else:
+            planned = phase["planned"] if "planned" in phase else phase["begin"]  # older results have "planned"
+            rows[f"phase {name}"] = f"planned {planned:.1%}, from step {phase['start_step']} for {phase['steps']} steps"
     return {**rows, "events": "; ".join(log.events) or None}
 
 

@@ -1,12 +1,12 @@
-"""DRY_RUN=1, by tools/plan.py: every pretraining config; FLOPs, bytes, memory by hand and by runs; writes nothing."""
+"""tools/plan.py: every pretraining config; FLOPs, bytes and memory by hand and by runs; it writes nothing."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -22,29 +22,32 @@ ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = sorted(path for path in ROOT.glob("configs/*.env") if "train_gpt.py" in path.read_text(encoding="utf-8"))
 SMALL = dict(MODEL_DIM=32, NUM_HEADS=2, NUM_KV_HEADS=1, TRAIN_SEQ_LEN=64, ATTN_WINDOW=16, VOCAB_SIZE=48,
              TRAIN_BATCH_TOKENS=1024)
-bench, tool = load_tool("bench"), load_tool("plan")
+PRESETS = {"ARCH_MODE": T.ARCH_PRESETS, "OPTIMIZER": T.OPTIMIZER_PRESETS}
+bench = load_tool("bench")
+tool = load_tool("plan")
 
 
 @pytest.fixture
 def plan(tmp_path, monkeypatch, capsys):
-    """Function: what is printed of settings in an empty folder, {what: the rest of its line}, phases by name."""
+    """Function: the plan for arguments and an environment, made in an empty folder: {name: rest of its line}.
+
+    A phase stands under its own name. A plan that ends with an exit code above 0 gives {"error": message}.
+    """
     monkeypatch.chdir(tmp_path)
 
-    def run(code: int = 0, **changes: object) -> dict[str, str]:
+    def run(*arguments: str, code: int = 0, **changes: object) -> dict[str, str]:
         with mock.patch.dict(os.environ, environment(**changes), clear=True):
-            assert tool.main(Path(T.__file__)) == code
+            assert tool.main(list(arguments)) == code
         out, err = capsys.readouterr()
-        lines = [line.removeprefix("dry run: ") for line in out.splitlines() if line.startswith("dry run: ")]
-        assert len(lines) == len(out.splitlines()) and bool(lines) == (code == 0) == (err == "")
-        found = dict(re.split(": | from ", line, maxsplit=1) for line in
-                     (line.removeprefix("phase: ") for line in lines))
-        return found or {"error": err}
+        assert bool(out) == (code == 0) == (err == "")
+        lines = [line.removeprefix("phase: ") for line in out.splitlines()]
+        return dict(re.split(": | from ", line, maxsplit=1) for line in lines) or {"error": err}
 
     return run
 
 
 def parts(line: str) -> tuple[int, dict[str, int]]:
-    """(sum, its parts by name) of a line "5 = a 2 + b 3"."""
+    """Return (sum, its parts by name) of a line "5 = a 2 + b 3"."""
     total, _, rest = line.partition(" = ")
     named = dict(re.fullmatch(r"(.+) ([\d,]+)", part).groups() for part in rest.split(" + "))
     return int(total.replace(",", "")), {name: int(text.replace(",", "")) for name, text in named.items()}
@@ -53,10 +56,9 @@ def parts(line: str) -> tuple[int, dict[str, int]]:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_pretraining_config_has_a_plan(plan, path, tmp_path):
     """Without data, on a CPU, as eight GPUs: sums hold, parameters are the network's, nothing is written."""
-    found = plan(CONFIG=path, DEVICE="cuda", WORLD_SIZE=8)
+    found = plan(str(path), "DEVICE=cuda", WORLD_SIZE=8)
     assert list(tmp_path.iterdir()) == []
-    settings = T.load_settings(T.Settings, {"CONFIG": str(path)},
-                               {"arch_mode": T.ARCH_PRESETS, "optimizer": T.OPTIMIZER_PRESETS})
+    settings = T.load_settings(T.Settings, {}, [str(path)], PRESETS)
     with torch.device("meta"):
         counts = T.count_parameters(T.GPT(T.model_config(settings, 1024, 1)))
     total = counts.pop("total")
@@ -65,7 +67,7 @@ def test_every_pretraining_config_has_a_plan(plan, path, tmp_path):
         if " = " in line and what != "batch":
             whole, each = parts(line)
             assert abs(whole - sum(each.values())) <= len(each)  # each is rounded
-    assert found["data"] == "data/embedded, vocabulary 1,024, both assumed: there are none"
+    assert found["data"] == "data/embedded, vocabulary 1,024, both assumed: there are no data"
     form = r"[\d,]+ tokens = (\d+) ranks x (\d+) micro-steps x (\d+) windows x (\d+) tokens, on cuda"
     world, steps, windows, length = map(int, re.fullmatch(form, found["batch"]).groups())
     assert world == 8 and steps * windows * length * 8 == settings.train_batch_tokens and windows * length <= 131072
@@ -85,8 +87,8 @@ def test_flops_of_attention_by_hand(plan):
 
 
 @pytest.mark.parametrize("changes", [
-    {"LAYER_PATTERN": "g k s1 s1", "MLP": "swiglu"}, {"LAYER_PATTERN": "A1 G2 A1 G2", "POSITIONS": "learned"},
-    {"LAYER_PATTERN": "a", "MLP": "bio", "BIO_EVENTS": "hard", "TIE_EMBEDDINGS": 0},
+    {"LAYER_PATTERN": "g g s1 s1", "MLP": "swiglu"}, {"LAYER_PATTERN": "A1 G2 A1 G2", "POSITIONS": "learned"},
+    {"LAYER_PATTERN": "a", "MLP": "bio_hard", "TIE_EMBEDDINGS": 0},
 ], ids=str)
 def test_flops_are_those_of_a_real_network(plan, changes):
     """What is counted without weights is what tools/bench.py counts with them, which its tests do by hand."""
@@ -113,14 +115,13 @@ def test_bytes_are_those_of_artifacts(plan, steps, size, matrix, embedding):
 
 
 def test_bytes_follow_the_quantizer(plan):
-    """Half the step: a bit more for each weight; steps wider than anything: none, and not fewer."""
+    """With 5 bits the largest code is 15 in place of 31, at the same clip: log2(31 / 15) bits less for each weight."""
     def sizes(**changes: object) -> dict[str, int]:
         return parts(plan(**SHAPE, **changes)["estimated bytes, at most 16,000,000 allowed"])[1]
 
-    base, counts = sizes(), parts(plan(**SHAPE)["parameters"])[1]
-    assert sizes(MATRIX_CLIP_SIGMAS=4)["matrix"] - base["matrix"] == pytest.approx(counts["matrix"] / 8, abs=1)
-    assert sizes(EMBED_CLIP_SIGMAS=3)["embedding"] - base["embedding"] == pytest.approx(counts["embedding"] / 8, abs=1)
-    assert sizes(MATRIX_CLIP_SIGMAS=1000)["matrix"] == 0 < sizes(MATRIX_CLIP_SIGMAS=0)["matrix"]
+    base, narrow, counts = sizes(), sizes(MATRIX_BITS=5), parts(plan(**SHAPE)["parameters"])[1]
+    assert base["matrix"] - narrow["matrix"] == pytest.approx(counts["matrix"] * math.log2(31 / 15) / 8, abs=1)
+    assert narrow["embedding"] == base["embedding"]
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "lion", "adamw", "adamw8bit"])
@@ -131,8 +132,8 @@ def test_memory_is_that_of_optimizers(plan, optimizer, one_thread):
     total, memory = parts(found["memory a rank, bytes, without activations"])
     settings = T.load_settings(T.Settings, {name: str(value) for name, value in changes.items()})
     network = T.GPT(T.model_config(settings, 256, 1))
-    alone = T.Runtime(0, 1, torch.device("cpu"), False)
-    optimizers = T.Optimizers(network, optimizer, T.pretraining_rates(settings), alone)
+    runtime = T.Runtime(0, 1, torch.device("cpu"), False)
+    optimizers = T.Optimizers(network, settings.optimizer, T.pretraining_rates(settings), runtime)
     optimizers.step(0.0, 0.9, torch.tensor(False))
     held = sum(tensor.nbytes for own in optimizers.state_dict().values() for tensor in own.values())
     assert memory["optimizer"] == pytest.approx(held, rel=0.03)
@@ -145,7 +146,7 @@ def test_seconds_steps_and_tokens(plan):
     """A million tokens a second for 180 - 8 s; ITERATIONS, where fewer, end it before; without a clock in steps."""
     clock = dict(MAX_WALLCLOCK_SECONDS=180, RESERVE_SECONDS=8, NUM_LAYERS=2)
     found = plan(**SMALL, **clock)
-    assert found["clock"] == "172 s to train, then 8 s to choose, calibrate and pack"
+    assert found["clock"] == "172 s to train, then 8 s to choose weights, calibrate and pack"
     assert (found["warmdown"], found["qat"]) == ("86.0 to 172.0 s", "146.2 to 172.0 s")
     assert found["warmup"] == "0.0 to 1.7 s"
     speed = r"[\d.]+ TFLOP/s"
@@ -163,11 +164,23 @@ def test_seconds_steps_and_tokens(plan):
 @pytest.mark.parametrize(("changes", "said"), [
     ({"TRAIN_BATCH_TOKENS": 1000}, "TRAIN_BATCH_TOKENS=1000: must be a multiple of"),
     ({"WORLD_SIZE": 3}, "TRAIN_BATCH_TOKENS=1024: must be a multiple of TRAIN_SEQ_LEN x ranks = 192"),
-    ({"LAYER_PATTERN": "x"}, "LAYER_PATTERN='x'"),
+    ({"MAX_WALLCLOCK_SECONDS": 9}, "RESERVE_SECONDS=12.0: must be below MAX_WALLCLOCK_SECONDS=9.0"),
+    ({"LAYER_PATTERN": "x"}, "LAYER_PATTERN='x'"), ({"NUM_LAYER": 4}, "did you mean NUM_LAYERS?"),
     ({"DATA_PATH": "a:0.5,b:0.5"}, "no manifest of format 1"), ({"DATA_PATH": "."}, "no manifest of format 1"),
 ])
-def test_what_would_stop_a_run_stops_its_dry_run(plan, changes, said):
-    assert said in plan(2, **{**SMALL, **changes})["error"]
+def test_what_would_stop_a_run_stops_its_plan(plan, changes, said):
+    assert said in plan(code=2, **{**SMALL, **changes})["error"]
+
+
+def test_arguments_stand_above_the_environment(plan, tmp_path):
+    """They are a config file, NAME=value and --name=value; a word of another form is an error."""
+    (tmp_path / "small.env").write_text("".join(f"{name}={value}\n" for name, value in SMALL.items()))
+    found = plan("small.env", "NUM_LAYERS=2", "--train_batch_tokens=2048", NUM_LAYERS=3, TRAIN_BATCH_TOKENS=512)
+    assert found["batch"].startswith("2,048 tokens = 1 ranks x ")
+    assert found["parameters"] == plan(**{**SMALL, "NUM_LAYERS": 2})["parameters"]
+    assert "'cpu'" in plan("cpu", code=2)["error"]
+    assert "NUM_LAYER='4'" in plan("NUM_LAYER=4", code=2)["error"]
+    assert "none.env" in plan("none.env", code=2)["error"]
 
 
 def test_the_data_that_are_there_are_taken(plan, tmp_path):
@@ -186,31 +199,26 @@ def test_the_data_that_are_there_are_taken(plan, tmp_path):
     line = next(text for key, text in found.items() if key.startswith("at "))
     epochs = 100 * 1024 / (manifest["train"]["tokens"] - 1024)
     assert line == f"100 steps, 102,400 tokens, {epochs:.3f} epochs"
-    assert "VOCAB_SIZE=48: bytes has 264 tokens" in plan(2, **{**given, "VOCAB_SIZE": 48})["error"]
+    assert "VOCAB_SIZE=48: bytes has 264 tokens" in plan(code=2, **{**given, "VOCAB_SIZE": 48})["error"]
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
 
 
-def test_the_setting_of_the_script(tmp_path):
-    """DRY_RUN=1 hands over to the tool, with its mistakes and exit code; nothing is written, not even bytecode."""
-    (tmp_path / "tools").mkdir()
-    for name in ("train_gpt.py", "tools/plan.py", "tools/bench.py"):
-        shutil.copy(ROOT / name, tmp_path / name)
+def test_the_command(tmp_path):
+    """`python tools/plan.py`, from another folder: the plan, an error of one line, and its help; it writes nothing."""
     (tmp_path / "small.env").write_text("".join(f"{name}={value}\n" for name, value in SMALL.items()))
-    before = sorted(tmp_path.rglob("*"))
 
-    def run(**changes: object) -> tuple[int, str, str]:
-        env = environment(DRY_RUN=1, CONFIG="small.env", **changes)
-        done = subprocess.run([sys.executable, "train_gpt.py"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    def run(*words: str, **changes: object) -> tuple[int, str, str]:
+        done = subprocess.run([sys.executable, ROOT / "tools" / "plan.py", *words], cwd=tmp_path,
+                              env=environment(**changes), capture_output=True, text=True)
         return done.returncode, done.stdout, done.stderr
 
-    code, out, err = run(WORLD_SIZE=2)
-    assert (code, err) == (0, "") and "dry run: batch: 1,024 tokens = 2 ranks x 1 micro-steps x 8 windows x 64" in out
+    code, out, err = run("small.env", WORLD_SIZE=2)
+    assert (code, err) == (0, "") and "\nbatch: 1,024 tokens = 2 ranks x 1 micro-steps x 8 windows x 64" in out
     said = "error: TRAIN_BATCH_TOKENS=1000: must be a multiple of TRAIN_SEQ_LEN x ranks = 64\n"
-    assert run(TRAIN_BATCH_TOKENS=1000) == (2, "", said)
-    assert sorted(tmp_path.rglob("*")) == before
-    (tmp_path / "tools" / "plan.py").unlink()
-    code, out, err = run()
-    assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith("error: DRY_RUN=1: no ")
+    assert run("small.env", "TRAIN_BATCH_TOKENS=1000") == (2, "", said)
+    code, out, err = run("--help")
+    assert (code, err) == (0, "") and "python tools/plan.py configs/golf_8gpu.env\n" in out
+    assert [path.name for path in tmp_path.iterdir()] == ["small.env"]
 
 
 @pytest.mark.full
@@ -223,7 +231,7 @@ def test_the_estimate_of_the_cpu_config(plan, tmp_path):
                               capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "runs" / "run" / "result.json").read_text())
-    line = next(text for what, text in plan(CONFIG=config, DATA_PATH="data").items() if what.startswith("estimated"))
+    line = next(text for what, text in plan(str(config), DATA_PATH="data").items() if what.startswith("estimated"))
     total, found = parts(line)
     limit = result["settings"]["artifact_bytes_max"]
     assert min(total, limit) - found["code"] == pytest.approx(result["artifact_bytes"], rel=0.03)
