@@ -1444,8 +1444,8 @@ class Muon(torch.optim.Optimizer):
             buffer.lerp_(torch.where(skip, buffer, param.grad), 1 - momentum)
             update = torch.where(skip, 0.0, param.grad.lerp(buffer, momentum))  # Nesterov
             splits = getattr(param, "splits", (len(param),))
-            for pair in zip(param.split(splits), update.split(splits), strict=True):
-                by_shape[pair[0].shape].append(pair)
+            for matrix, part in zip(param.split(splits), update.split(splits), strict=True):
+                by_shape[matrix.shape].append((matrix, part))
 
         # Matrices of one shape are orthogonalized in one batch.
         for (rows, cols), pairs in by_shape.items():
