@@ -55,134 +55,326 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 
+# === shared: bounds ===
+def bounded(default: float, low: float, high: float) -> Any:
+    """A setting with the smallest and largest value that it may have; without it a number is >= 0."""
+    return field(default=default, metadata={"low": low, "high": high})
+
+
+# === end: bounds ===
+
+
 # ---------------------------------------------------------------------------------------------------------- settings
 @dataclass(frozen=True)
 class Settings:
-    mode: Literal["generate", "chat", "score"] = "generate"  # go on from PROMPT; chat: by lines; score: measure SCORE
+    """Every setting is an environment variable: its name in capitals."""
+
+    # go on from PROMPT; chat: by lines; score: measure SCORE
+    mode: Literal["generate", "chat", "score"] = "generate"
     artifact: str = ""  # the model: a run, a checkpoint or an artifact (model.upar)
-    tokenizer_path: str = ""  # .model file, tiktoken name, .tiktoken file or "bytes"; empty: that of data or artifact
+    tokenizer_path: str = ""  # .model or .tiktoken file, encoding or "bytes"; empty: the data's
     prompt: str = ""  # text to go on from; empty: a document's beginning
-    layout: Literal["text", "chat"] = "text"  # of a prompt; chat: a user's turn, as post-training has it
+    # of a prompt; chat: a user's turn, as post-training has it
+    layout: Literal["text", "chat"] = "text"
     system: str = ""  # first turn of a chat: what the model is to be; empty: none
-    num_samples: int = 1  # how many continuations
-    max_new_tokens: int = 100  # length of each, at most
-    temperature: float = 0.8  # of the distribution; 0: always the likeliest token
+    num_samples: int = bounded(1, 1, 1 << 16)  # how many continuations
+    max_new_tokens: int = bounded(100, 1, 1 << 20)  # length of each, at most
+    # of the distribution; 0: always the likeliest token
+    temperature: float = bounded(0.8, 0.0, 100.0)
     top_k: int = 50  # draw from this many likeliest tokens; 0: from all
-    top_p: float = 1.0  # draw from the likeliest tokens that hold this share of probability; 1: from all
+    # draw from the likeliest tokens that hold this share of probability; 1: from all
+    top_p: float = bounded(1.0, 1e-09, 1.0)
     seed: int = 1337  # of every random draw
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA where there is a device
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a device
     # score
-    score: Literal["text", "choices", "lambada", "task", "preference", "win", "quality"] = "text"  # text: bits per byte
-    score_path: str = ""  # files to score, with commas between them; of task, win and quality in TASK_PATH's place
-    score_model: str = ""  # another model: win's opponent, the reference of preference, the reader of quality
+    # text: bits per byte
+    score: Literal["text", "choices", "lambada", "task", "preference", "win", "quality"] = "text"
+    # files to score, with commas between them; of task, win and quality in TASK_PATH's place
+    score_path: str = ""
+    # another model: win's opponent, the reference of preference, the reader of quality
+    score_model: str = ""
     score_judge: str = ""  # a reward model that decides win; empty: TASK's checker
     score_delimiter: str = " "  # between a context and what may follow it, of choices and lambada
     score_file: str = ""  # file to write the scores to, as JSON; empty: none
-    task: str = "sort"  # sort, reverse, add, countdown, zebra, gsm8k, or jsonl: lines with prompt and answer
+    # sort, reverse, add, countdown, zebra, gsm8k, or jsonl: lines with prompt and answer
+    task: str = "sort"
     task_path: str = ""  # file of gsm8k or jsonl
-    eval_prompts: int = 512  # held-out prompts that score the policy
-    eval_samples: int = 8  # of each, for pass@1 and pass@EVAL_SAMPLES
-    eval_stride: int = 0  # of the sliding-window score; 0: leave that score out
-    micro_batch_tokens: int = 0  # per forward and rank; 0: fitted to memory. Never changes the global batch
+    eval_prompts: int = bounded(512, 1, 1 << 20)  # held-out prompts that score the policy
+    eval_samples: int = bounded(8, 1, 1 << 20)  # of each, for pass@1 and pass@EVAL_SAMPLES
+    eval_stride: int = 0  # stride of the sliding-window score; 0: leave that score out
+    micro_batch_tokens: int = 0  # per forward and rank; 0: fitted to memory. Same global batch
+
+    def __post_init__(self) -> None:
+        check_settings(self)
 
 
 # === shared: settings ===
 class UserError(Exception):
-    """A mistake of the user's: printed as one line, exit code 2."""
+    """A mistake of the user. It is printed as one line, and the exit code is 2."""
 
 
-# What another script of ours, Parameter Golf or nanoGPT reads (regular expressions): an error for one that does not.
-FOREIGN_NAMES = tuple("""
-    ACTIVATION_CHECKPOINTING ADAM_.* ALWAYS_SAVE_CHECKPOINT ARCH_MODE ARTIFACT ARTIFACT_BYTES_MAX ATTN_.* BACKEND
-    BATCH_SIZE BETA BETA1 BETA2 BIAS BIGRAM_.* BIO_.* BLOCK_SIZE CAUTIOUS_WD CENTERING COMPILE COMPILE_MODE COMPRESSOR
-    CRITIC CRITIC_LR DATASET DATA_DIR DATA_PATH DECAY_LR DELTA_.* DEMONSTRATIONS DETERMINISTIC DEVICE DISTILL_.* DROPOUT
-    DRY_RUN DTYPE DYNAMIC_ROUNDS EMA EMA_.* EMBED_.* ENABLE_LOOPING_AT EPOCHS EVAL_.* GAE_LAMBDA GAMMA GATED_.*
-    GDN_NEG_EIGVAL GPTQ_.* GRADIENT_ACCUMULATION_STEPS GRAD_.* GROUP_SIZE HANG_SECONDS HEAD_LR HOLDOUT_TOKENS IMPORTANCE
-    INIT_FROM ITERATIONS KD_.* KEEP KL_.* LABEL_SMOOTHING LATE_QAT LATE_QAT_.* LAYER_PATTERN LAYOUT LEARNING_RATE
-    LEFT_CLIP_RANGE LN_SCALE LOGIT_SOFTCAP LOG_INTERVAL LOOP_.* LORA_.* LR_.* MARGIN MATRIX_.* MAX_ITERS MAX_NEW_TOKENS
-    MAX_WALLCLOCK_SECONDS MICRO_BATCH_TOKENS MINI_BATCHES MIN_LR MLP MLP_.* MODE MODEL_DIM MTP_NUM_HEADS MUON_.*
-    NGRAM_.* NORM NUM_HEADS NUM_KV_HEADS NUM_LAYERS NUM_LOOPS NUM_SAMPLES N_EMBD N_HEAD N_LAYER OBJECTIVE OPTIMIZER
-    OUT_DIR OVERLONG_BUFFER PAIRS_PER_STEP PARALLEL_RESIDUAL POSITIONS PROFILE PROMPT PROMPTS_PER_STEP QAT QAT_.* QK_.*
-    RATIO_LIMIT REDUCTION REFERENCE REPLAY RESERVE_SECONDS RESIDUAL_MIX RESUME REWARD REWARD_.* RIGHT_CLIP_RANGE ROPE_.*
-    RUN_ID SAVE_EVERY SCALAR_LR SCALE_REWARDS SCORE.* SEED SFT_.* SLIDING_WINDOW_ENABLED SMEAR_.* SPIKE_.* SWA SWA_.*
-    SYSTEM TASK TASK_PATH TEACHER TEMPERATURE TIED_.* TIE_EMBEDDINGS TOKENIZER_PATH TOP_[KP] TRACKER TRAIN_.* TTT_.*
-    UNET_SKIPS VALUE_.* VAL_.* VE_ENABLED VOCAB_SIZE WARMDOWN_.* WARMUP_.* WEIGHT_DECAY XSA_LAST_N
-""".split())
-
-# (regular expression of field names, smallest, largest), the first match counts; where none matches: >= 0.
-RANGES = (
-    ("ema_memory_frac", 1e-6, 1.0), (".*_frac|lr_floor|bio_threshold|gamma|gae_lambda|kd_alpha|kd_beta", 0.0, 1.0),
-    ("adam_eps", 1e-20, 1.0), ("ngram_order", 0, 63), ("label_smoothing", 0.0, 0.499), ("kd_temperature", 0.01, 1000.0),
-    ("beta.|muon_momentum|muon_momentum_warmup_start", 0.0, 0.9999), ("tied_embed_init_std", 1e-6, 10.0),
-    ("muon_backend_steps", 1, 20), ("delta_bits", 1, 8), ("delta_group", -1, 1 << 20), ("delta_.*_bits", 16, 32),
-    (".*_bits", 2, 8), ("model_dim", 16, 65536), ("num_layers", 0, 512), ("num_heads|num_kv_heads", 1, 1024),
-    ("mlp_mult", 0.25, 16.0), ("rope_base", 1.0, 1e9), ("bigram_dim|num_samples", 1, 1 << 16),
-    ("bigram_vocab_size", 0, 1 << 24), ("vocab_size", 0, 1 << 20), (".*_clip_sigmas", -1.0, 1e6),
-    ("pairs_per_step|train_pairs|demonstrations", 1, 1 << 24), ("top_p", 1e-9, 1.0), ("temperature", 0.0, 100.0),
-    ("keep|attn_window|max_new_tokens|prompts_per_step|group_size|mini_batches|epochs|eval_.*s", 1, 1 << 20),
-    ("ngram_min_count|train_log_every", 1, 1 << 31), ("train_seq_len", 2, 1 << 20), ("train_batch_tokens", 2, 1 << 31),
-    ("artifact_bytes_max", 1, 1 << 40),
+# Settings of older versions. In the environment they are errors, not ignored in silence.
+REMOVED_SETTINGS = (
+    "ADAM_WD",
+    "BIO_EVENTS",
+    "BIO_THRESHOLD",
+    "DETERMINISTIC",
+    "DRY_RUN",
+    "EMA_MEMORY_FRAC",
+    "EMA_START_FRAC",
+    "EMBED_CLIP_SIGMAS",
+    "EMBED_STEP",
+    "GDN_NEG_EIGVAL",
+    "HANG_SECONDS",
+    "KEEP",
+    "MATRIX_CLIP_SIGMAS",
+    "MATRIX_STEP",
+    "MUON_MOMENTUM_WARMUP_FRAC",
+    "NGRAM_MIN_COUNT",
+    "NGRAM_ORDER",
+    "QAT_START_FRAC",
+    "QK_NORM",
+    "RESIDUAL_MIX",
+    "SPIKE_NATS",
+    "SPIKE_POLICY",
+    "SWA_START_FRAC",
+    "UNET_SKIPS",
 )
 
+# Names that nanoGPT, modded-nanogpt, Parameter Golf and TRL use, and the settings that mean the
+# same here. An empty name: underpar has no such feature.
+ALIASES = {
+    "BATCH_SIZE": "TRAIN_BATCH_TOKENS",
+    "BETA": "KL_BETA",
+    "BLOCK_SIZE": "TRAIN_SEQ_LEN",
+    "DATASET": "DATA_PATH",
+    "DECAY_LR": "LR_SCHEDULE",
+    "DROPOUT": "",
+    "EMA_DECAY": "EMA",
+    "EMA_ENABLED": "EMA",
+    "EMBED_LR": "TIED_EMBED_LR",
+    "EVAL_INTERVAL": "VAL_LOSS_EVERY",
+    "EVAL_SEQ_LEN": "TRAIN_SEQ_LEN",
+    "GRADIENT_ACCUMULATION_STEPS": "MICRO_BATCH_TOKENS",
+    "GRAD_CLIP": "GRAD_CLIP_NORM",
+    "LATE_QAT": "QAT",
+    "LEARNING_RATE": "MATRIX_LR",
+    "LOG_INTERVAL": "",
+    "LOSS_TYPE": "REDUCTION",
+    "LR": "LEARNING_RATE",
+    "LR_DECAY_ITERS": "WARMDOWN_ITERS",
+    "MAX_COMPLETION_LENGTH": "MAX_NEW_TOKENS",
+    "MAX_GRAD_NORM": "GRAD_CLIP_NORM",
+    "MAX_ITERS": "ITERATIONS",
+    "MAX_SEQ_LEN": "TRAIN_SEQ_LEN",
+    "MAX_STEPS": "ITERATIONS",
+    "MIN_LR": "LR_FLOOR",
+    "MODEL_NAME_OR_PATH": "INIT_FROM",
+    "MUON_WEIGHT_DECAY": "MUON_WD",
+    "NUM_GENERATIONS": "GROUP_SIZE",
+    "NUM_ITERATIONS": "ITERATIONS",
+    "N_EMBD": "MODEL_DIM",
+    "N_HEAD": "NUM_HEADS",
+    "N_LAYER": "NUM_LAYERS",
+    "OUTPUT_DIR": "OUT_DIR",
+    "QAT_ENABLED": "QAT",
+    "SEQ_LEN": "TRAIN_SEQ_LEN",
+    "SWA_ENABLED": "SWA",
+    "TTT_ENABLED": "",
+    "VAL_BATCH_SIZE": "MICRO_BATCH_TOKENS",
+    "WARMUP_ITERS": "WARMUP_FRAC",
+    "WEIGHT_DECAY": "MUON_WD",
+    "XSA_LAST_N": "",
+}
 
-def parse_setting(name: str, text: str, kind: type) -> int | float | bool | str:
-    """The value of setting `name` (a field name) written as `text`. Raises UserError for a wrong type or range."""
-    what, choices = f"{name.upper()}={text!r}: must be", get_args(kind)
-    try:
-        value = {"0": False, "1": True}[text] if kind is bool else text if choices else kind(text)
-    except (KeyError, ValueError):
-        right = {bool: "0 or 1", int: "a whole number", float: "a number"}[kind]
-        raise UserError(f"{what} {right}") from None
-    low, high = next(((low, high) for names, low, high in RANGES if re.fullmatch(names, name)), (0, math.inf))
-    if kind in (int, float) and not (low <= value <= high and math.isfinite(value)):
-        raise UserError(f"{what} from {low} to {high}")
-    if choices and value not in choices:
-        raise UserError(f"{what} one of {', '.join(choices)}")
-    return value
+# Settings of Parameter Golf that are constants here: (constant, its value). That value is accepted,
+# so that pasted commands run.
+RETIRED_SETTINGS = {
+    "ADAM_EPS": ("ADAM_EPS", 1e-8),
+    "BETA1": ("ADAM_BETAS[0]", 0.9),
+    "BETA2": ("ADAM_BETAS[1]", 0.95),
+    "BIGRAM_DIM": ("BIGRAM_DIM", 128),
+    "EMBED_BITS": ("EMBED_BITS", 8),
+    "HEAD_LR": ("HEAD_LR", 0.008),
+    "LOGIT_SOFTCAP": ("logit_softcap", 30.0),
+    "MUON_BACKEND_STEPS": ("NEWTON_SCHULZ_STEPS", 5),
+    "MUON_MOMENTUM": ("MUON_MOMENTUM", 0.95),
+    "MUON_MOMENTUM_WARMUP_START": ("MUON_MOMENTUM_START", 0.85),
+    "MUON_MOMENTUM_WARMUP_STEPS": ("MUON_WARMUP_FRAC", 0.05),
+    "ROPE_BASE": ("ROPE_BASE", 10000.0),
+    "TIED_EMBED_INIT_STD": ("embed_init_std", 0.005),
+    "TRAIN_LOG_EVERY": ("LOG_SECONDS", 10.0),
+    "WARMUP_STEPS": ("WARMUP_STEPS", 2),
+}
 
 
-def load_settings(cls: type, environ: dict[str, str], presets: dict[str, dict[str, dict]] | None = None,
-                  stored: Callable[[dict[str, str]], tuple[dict, dict]] = lambda given: ({}, {})):
-    """Settings of dataclass `cls` from the NAME=value lines of the file CONFIG names and from `environ`, which wins.
+def parse_setting(setting: Field, text: str) -> int | float | bool | str:
+    """Return the value of a setting written as text. Raises UserError if the type is wrong."""
+    name = setting.name.upper()
+    if setting.type is bool:
+        if text not in ("0", "1"):
+            raise UserError(f"{name}={text!r}: must be 0 or 1")
+        return text == "1"
+    if setting.type is int or setting.type is float:
+        try:
+            return setting.type(text)
+        except ValueError:
+            kind = "a whole number" if setting.type is int else "a number"
+            raise UserError(f"{name}={text!r}: must be {kind}") from None
+    return text
 
-    `presets`: setting -> its value -> values of other settings, below those that stand beside it, so that a preset
-    chosen in the environment is above the file. `stored`: what stands below and above both, given both. Raises
-    UserError: a wrong value, a name unknown in the file, a near miss in the environment or another script's name there.
+
+def check_settings(settings: Any) -> None:
+    """Check type, choice and range of every field of a settings dataclass. Raises UserError."""
+    for setting in fields(settings):
+        value = getattr(settings, setting.name)
+        prefix = f"{setting.name.upper()}={value!r}: must be"
+        choices = get_args(setting.type)
+        if choices:
+            if value not in choices:
+                raise UserError(f"{prefix} one of {', '.join(choices)}")
+        elif setting.type is int or setting.type is float:
+            is_number = isinstance(value, int | setting.type) and not isinstance(value, bool)
+            if not is_number:
+                raise UserError(f"{prefix} of type {setting.type.__name__}")
+            low = setting.metadata.get("low", 0)
+            high = setting.metadata.get("high", math.inf)
+            if not (low <= value <= high and math.isfinite(value)):
+                raise UserError(f"{prefix} from {low} to {high}")
+        elif not isinstance(value, setting.type):
+            raise UserError(f"{prefix} of type {setting.type.__name__}")
+
+
+def sibling_settings() -> set[str]:
+    """Return the names of all settings of the scripts in this script's folder."""
+    names = set()
+    for path in Path(__file__).resolve().parent.glob("*.py"):
+        _, _, rest = path.read_text(encoding="utf-8").partition("\nclass Settings:\n")
+        names.update(re.findall(r"^    ([a-z]\w*): ", rest.partition("\n\n\n")[0], re.MULTILINE))
+    return {name.upper() for name in names}
+
+
+def check_unknown_name(name: str, text: str, names: Collection[str], hint: str) -> None:
+    """Raise UserError for a name that is no setting, with the setting that was probably meant.
+
+    A retired setting with the value of its constant is accepted. `hint` ends the message.
     """
-    kinds, config, path = {field.name.upper(): field.type for field in fields(cls)}, {}, environ.get("CONFIG", "")
-    if path and not Path(path).is_file():
+    message = f"{name}={text!r}: no setting of this script"
+    if name in RETIRED_SETTINGS:
+        constant, value = RETIRED_SETTINGS[name]
+        if text in (str(value), f"{value:g}"):
+            return
+        raise UserError(f"{message}, which has the constant {constant} = {value}; {hint}")
+    meant = name
+    while meant in ALIASES and meant not in names:
+        meant = ALIASES[meant]
+    if meant != name and meant in names:
+        raise UserError(f"{message}, which calls it {meant}; {hint}")
+    close_names = difflib.get_close_matches(name, names, 1)
+    if close_names:
+        raise UserError(f"{message}; did you mean {close_names[0]}? {hint}")
+    raise UserError(f"{message}; {hint}")
+
+
+def check_environment(environ: Mapping[str, str], names: Collection[str]) -> None:
+    """Raise UserError if an environment variable was meant as a setting but is none here.
+
+    Meant are near misses of a setting, names of the field and settings of our other scripts.
+    """
+    ignored = environ.get("IGNORE_ENV", "").replace(" ", "").split(",")
+    known = {*ALIASES, *RETIRED_SETTINGS, *REMOVED_SETTINGS, *sibling_settings()}
+    for name in sorted(set(environ) - set(names) - {*ignored, "CONFIG", "IGNORE_ENV"}):
+        if name in known or difflib.get_close_matches(name, names, 1, 0.85):
+            check_unknown_name(name, environ[name], names, f"IGNORE_ENV={name} ignores it")
+
+
+def read_config(path: str) -> dict[str, str]:
+    """Return the NAME=value lines of a config file; `#` begins a comment. Raises UserError."""
+    if not Path(path).is_file():
         raise UserError(f"CONFIG={path!r}: no such file")
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines() if path else [], 1):
-        name, equals, value = (part.strip() for part in line.split("#", 1)[0].partition("="))
-        if name and not equals:
-            raise UserError(f"{path}:{number}: {name!r} is not NAME=value")
+    config = {}
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        line = line.split("#", 1)[0].strip()
+        name, equals, value = line.partition("=")
+        if line and not equals:
+            raise UserError(f"{path}:{number}: {line!r} is not NAME=value")
+        if line:
+            config[name.strip()] = value.strip().strip("'\"")
+    return config
+
+
+def read_arguments(arguments: Sequence[str]) -> dict[str, str]:
+    """Return the settings of a command line: configs/x.env, NAME=value or --name=value."""
+    given = {}
+    for argument in arguments:
+        name, equals, value = argument.removeprefix("--").partition("=")
         if equals:
-            config[name] = value.strip("'\"")
-    ignored = {name.strip() for name in environ.get("IGNORE_ENV", "").split(",")} | {"CONFIG", "IGNORE_ENV"}
-    strange = [name for name in config if name not in kinds or name == "CONFIG"]
-    for name in strange + sorted(set(environ) - set(kinds) - ignored):
-        sure = name in strange or re.fullmatch("|".join(FOREIGN_NAMES), name)
-        near = difflib.get_close_matches(name, kinds, 1, 0.6 if sure else 0.85)
-        hint = f"did you mean {near[0]}?" if near else "settings stand at the script's top."
-        if name in strange:
-            raise UserError(f"{path}: unknown setting {name}; {hint}")
-        if near or sure:
-            raise UserError(f"{name}={environ[name]!r}: no setting of this script; {hint} IGNORE_ENV={name} lets it be")
-    file, env = ({name.lower(): parse_setting(name.lower(), given[name], kind) for name, kind in kinds.items()
-                  if name in given} for given in (config, environ))
-    values, last = stored({**config, **environ})
-    for own, above in ((file, env), (env, {})):
-        for name, choices in (presets or {}).items():
-            values |= choices[own[name]] if name in own and name not in above else {}
-        values |= own
-    return cls(**{name: value for name, value in {**values, **last}.items() if name.upper() in kinds})
+            given[name.upper()] = value
+        elif argument.endswith(".env"):
+            given["CONFIG"] = argument
+        else:
+            raise UserError(f"{argument!r}: must be a config file (x.env), NAME=value or --help")
+    return given
+
+
+def print_help(cls: type) -> None:
+    """Print the script's docstring, its arguments and its settings, as they stand in the source."""
+    _, _, body = inspect.getsource(cls).partition('"""\n\n')
+    lines = body.partition("\n    def ")[0]
+    print(sys.modules[cls.__module__].__doc__)
+    print("Arguments: a config file (configs/x.env), NAME=value or --name=value.\n\nSettings:")
+    print(lines)
+
+
+def load_settings(
+    cls: type,
+    environ: Mapping[str, str],
+    arguments: Sequence[str] = (),
+    presets: Mapping[str, Mapping[str, dict]] = MappingProxyType({}),
+    stored: Callable[[dict[str, str]], tuple[dict, dict]] | None = None,
+) -> Any:
+    """Return the settings of dataclass `cls`: defaults < CONFIG file < environment < arguments.
+
+    presets: NAME of a setting -> choice -> values of other settings. They stand below the values given in
+    the same place, so a preset chosen in the environment overrides the file. stored: from what
+    is given to (values below all that is given, values above it); RESUME and REPLAY use it.
+    Raises UserError: a wrong value, or a name that is no setting (see check_unknown_name).
+    """
+    if "--help" in arguments or "-h" in arguments:
+        print_help(cls)
+        sys.exit(0)
+    settings = {setting.name.upper(): setting for setting in fields(cls)}
+    typed = read_arguments(arguments)
+    path = typed.get("CONFIG", environ.get("CONFIG", ""))
+    config = read_config(path) if path else {}
+    if "CONFIG" in config:
+        raise UserError(f"{path}: CONFIG cannot stand in a config file")
+    check_environment(environ, settings)
+    for name, text in {**config, **typed}.items():
+        if name not in settings:
+            check_unknown_name(name, text, settings, "--help lists the settings")
+
+    values, overrides = stored({**config, **environ, **typed}) if stored else ({}, {})
+    top = {**environ, **typed}
+    for texts in (config, top):
+        for name, choices in presets.items():
+            # A preset in the file has no effect if the environment or an argument sets another.
+            if name in texts and (texts is top or name not in top):
+                values = {**values, **choices.get(texts[name], {})}
+        for name, setting in settings.items():
+            if name in texts:
+                values[setting.name] = parse_setting(setting, texts[name])
+    values = {**values, **overrides}
+    return cls(**{name: value for name, value in values.items() if name.upper() in settings})
+
+
 # === end: settings ===
 
 
 # === shared: runtime ===
 @dataclass
 class Runtime:
-    """Who this process is among the ranks, and where tensors live."""
+    """Who this process is among the ranks, and the device of its tensors."""
 
     rank: int
     world_size: int
@@ -190,104 +382,176 @@ class Runtime:
     distributed: bool
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Sum over ranks, in place."""
+        """Sum a tensor over all ranks, in place, and return it."""
         if self.distributed:
             dist.all_reduce(tensor)
         return tensor
 
-    def agree(self, value):
-        """Rank 0's value, of any type that pickle takes, on every rank."""
+    def agree(self, value: Any) -> Any:
+        """Return rank 0's value on every rank; it may be of any type that pickle takes."""
         values = [value]
         if self.distributed:
             dist.broadcast_object_list(values, src=0, device=self.device)
         return values[0]
 
     def leave(self) -> None:
-        """End of the process: all ranks together, for one that left early aborted in gloo's threads (1 run in 10)."""
+        """Leave the process group, all ranks together: a rank that left early aborted in gloo."""
         if self.distributed:
             dist.barrier()
             dist.destroy_process_group()
 
 
-def start_runtime(device: str, deterministic: bool = False) -> Runtime:
-    """Join the process group that torchrun describes (NCCL on CUDA, gloo on CPU), or be a single process."""
-    cuda = device == "cuda" or device == "auto" and torch.cuda.is_available()
-    if cuda and not torch.cuda.is_available():
-        raise UserError("DEVICE='cuda': PyTorch sees no CUDA device; DEVICE=cpu runs without")
-    place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
-    torch.set_flush_denormal(not cuda)  # GDN's decays reach denormals, and a CPU is 10 times slower on them
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS may sum in another order
-        torch.use_deterministic_algorithms(True, warn_only=True)  # cumsum, of GDN, has none on CUDA
-    if cuda:
+def hidden_gpus() -> bool:
+    """Return whether nvidia-smi lists GPUs, for the case that PyTorch sees none of them."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not shutil.which("nvidia-smi"):
+        return False
+    return subprocess.run(["nvidia-smi", "-L"], capture_output=True).stdout.startswith(b"GPU")
+
+
+def start_runtime(device: str) -> Runtime:
+    """Join the process group that torchrun describes (NCCL or gloo), or be a single process."""
+    has_cuda = torch.cuda.is_available()
+    if device == "cuda" and not has_cuda:
+        raise UserError("DEVICE='cuda': PyTorch sees no CUDA device; DEVICE=cpu runs without one")
+    if device == "auto" and not has_cuda and hidden_gpus():
+        raise UserError(
+            "DEVICE='auto': nvidia-smi lists GPUs but PyTorch sees none; install PyTorch's CUDA "
+            "build or a newer driver, or set DEVICE=cpu"
+        )
+    use_cuda = has_cuda and device != "cpu"
+    place = torch.device("cpu")
+    if use_cuda:
+        place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(place)
-    if "RANK" in os.environ:
-        dist.init_process_group("nccl" if cuda else "gloo", device_id=place if cuda else None)
-    return Runtime(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)), place, "RANK" in os.environ)
+    else:
+        # GDN's decays reach denormal numbers, on which a CPU is 10 times slower.
+        torch.set_flush_denormal(True)
+    if "RANK" not in os.environ:
+        return Runtime(0, 1, place, False)
+    backend = "nccl" if use_cuda else "gloo"
+    dist.init_process_group(backend, device_id=place if use_cuda else None)
+    return Runtime(dist.get_rank(), dist.get_world_size(), place, True)
+
+
+class StopSignal:
+    """Remembers SIGTERM or SIGINT between listen() and ignore(), so that the loop saves and stops.
+
+    A second signal ends the process at once.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.received = 0.0
+
+    def listen(self) -> None:
+        """Remember signals from here on."""
+        signal.signal(signal.SIGTERM, self.receive)
+        signal.signal(signal.SIGINT, self.receive)
+
+    def ignore(self) -> None:
+        """Give signals their ordinary effect again: they end the process."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    def receive(self, number: int, frame: Any) -> None:
+        """Handle a signal."""
+        # torchrun repeats the Ctrl-C of a terminal, so a signal within a second is the same one.
+        if self.number and time.monotonic() - self.received > 1:
+            sys.stderr.write(
+                f"{signal.Signals(number).name}: ended at once, without a checkpoint\n"
+            )
+            os._exit(128 + number)
+        self.number = number
+        self.received = time.monotonic()
 
 
 def exit_code(main: Callable[[], int]) -> int:
-    """Run `main` for its exit code; 2 for a UserError, 1 for other faults that one line on stderr can name."""
-    rank, hint = int(os.environ.get("RANK", 0)), ""
+    """Run `main` and return its exit code: 2 for a UserError, 1 for other faults of one line."""
+    rank = int(os.environ.get("RANK", 0))
     try:
         return main()
     except (UserError, FloatingPointError, OSError, torch.OutOfMemoryError) as error:
-        time.sleep(5 if rank else 0)  # torchrun ends this rank first if rank 0 says the same
-        hint = "set MICRO_BATCH_TOKENS to less: " if isinstance(error, torch.OutOfMemoryError) else ""
-        sys.stderr.write(f"error: {hint}{str(error).splitlines()[0]}\n")
+        if rank:
+            time.sleep(5)  # torchrun ends this rank first if rank 0 reports the same error
+        message = str(error).splitlines()[0]
+        if isinstance(error, torch.OutOfMemoryError):
+            message = f"set MICRO_BATCH_TOKENS lower: {message}"
+        sys.stderr.write(f"error: {message}\n")
         return 2 if isinstance(error, UserError) else 1
     except RuntimeError as error:
-        if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
-        sys.stderr.write(f"error: rank {rank} lost another rank ({str(error).strip()[-90:]}); RESUME goes on from the "
-                         "newest checkpoint\n")
-        os._exit(1)  # without what waits for the lost rank
+        reason = str(error).strip()[-90:]
+        sys.stderr.write(f"error: rank {rank} lost another rank ({reason}); RESUME continues\n")
+        os._exit(1)  # an ordinary exit would wait for the lost rank
 
 
 def replace_file(path: str | Path, data: bytes) -> None:
-    """Write a file beside and rename it, so that `path` holds the old or the new bytes, whole, whatever happens."""
-    beside = Path(path).with_name(Path(path).name + ".part")
-    with open(beside, "wb") as file:
+    """Write a file beside `path` and rename it: `path` always holds the old or the new bytes."""
+    part = Path(path).with_name(Path(path).name + ".part")
+    with open(part, "wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(beside, path)
+    os.replace(part, path)
 
 
-def describe_machine(runtime: Runtime) -> dict:
-    """For log and result.json: commit (`+`: changed since), hardware, versions, most memory held so far."""
-    git, where = "git describe --always --abbrev=40 --exclude='*' --dirty=+", Path(__file__).resolve().parent
-    commit = subprocess.run(git, cwd=where, shell=True, capture_output=True, text=True).stdout.strip() or "unknown"
-    cuda = runtime.device.type == "cuda"
-    hardware = torch.cuda.get_device_name() if cuda else f"{os.uname().machine} CPU, {torch.get_num_threads()} threads"
-    versions = {"python": sys.version.split()[0], "torch": torch.__version__, "numpy": np.__version__,
-                "cuda": torch.version.cuda if cuda else None}
-    process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    peak = torch.cuda.max_memory_allocated() if cuda else process  # bytes, of the allocator or the process
-    return {"commit": commit, "hardware": f"{runtime.world_size} x {hardware}", "versions": versions,
-            "peak_memory_mib": peak / 2**20}
+def describe_machine(runtime: Runtime) -> dict[str, Any]:
+    """Return commit (`+`: with changes), hardware, versions and peak memory, for the result."""
+    command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
+    folder = Path(__file__).resolve().parent
+    commit = "unknown"
+    if shutil.which("git"):
+        git = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        commit = git.stdout.strip() or commit
+    if runtime.device.type == "cuda":
+        hardware = torch.cuda.get_device_name()
+        peak_bytes = torch.cuda.max_memory_allocated()
+    else:
+        hardware = f"{os.uname().machine} CPU, {torch.get_num_threads()} threads"
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return {
+        "commit": commit,
+        "hardware": f"{runtime.world_size} x {hardware}",
+        "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
+        "peak_memory_mib": peak_bytes / 2**20,
+    }
 
 
-def checkpoints(run: Path) -> list[Path]:
-    """The checkpoints in a run's folder, whole or not, newest first."""
-    found = {path: re.fullmatch(r"step_(\d+)(\.part)?", path.name) for path in run.glob("step_*")}
-    return sorted(filter(found.get, found), key=lambda path: (int(found[path][1]), path.name), reverse=True)
+def list_checkpoints(run: Path) -> list[Path]:
+    """Return the checkpoints in a run's folder, whole or not, the newest first."""
+    folders = [path for path in run.glob("step_*") if re.fullmatch(r"step_\d+(\.part)?", path.name)]
+    return sorted(folders, key=lambda path: (int(path.stem[5:]), path.name), reverse=True)
 
 
-def first_whole(folders: list[Path], files=("meta.json", "model.pt", "training.pt")) -> tuple[Path | None, list[str]]:
-    """The first checkpoint that has these files, as its SHA256SUMS say, or None; a line on each one before it."""
+def checkpoint_fault(folder: Path, files: Sequence[str]) -> str:
+    """Return what is wrong with a checkpoint that must have `files`, or "" if it is whole."""
+    if folder.suffix == ".part":
+        return "half-written"
+    try:
+        lines = (folder / "SHA256SUMS").read_text().splitlines()
+        sums = {name: digest for digest, name in (line.split("  ") for line in lines)}
+        names = {*files, *sums}
+        wrong = [name for name in sorted(names) if sums.get(name) != sha256_file(folder / name)]
+    except (OSError, ValueError) as error:
+        return str(error)
+    return ", ".join(wrong)
+
+
+def newest_checkpoint(
+    folders: Sequence[Path], files: Sequence[str] = ("meta.json", "model.pt", "training.pt")
+) -> tuple[Path | None, list[str]]:
+    """Return the first whole checkpoint of `folders`, or None, and a line on each damaged one."""
     faults = []
     for folder in folders:
-        try:
-            sums = dict(line.split("  ")[::-1] for line in (folder / "SHA256SUMS").read_text().splitlines())
-            wrong = [name for name in dict.fromkeys([*files, *sums]) if sums.get(name) != sha256_file(folder / name)]
-            fault = "half-written" if folder.suffix == ".part" else ", ".join(wrong)
-        except (OSError, ValueError) as error:
-            fault = str(error)
+        fault = checkpoint_fault(folder, files)
         if not fault:
             return folder, faults
         faults.append(f"checkpoint {folder} is damaged and skipped: {fault}")
     return None, faults
+
+
 # === end: runtime ===
 
 

@@ -61,189 +61,367 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 
+# === shared: bounds ===
+def bounded(default: float, low: float, high: float) -> Any:
+    """A setting with the smallest and largest value that it may have; without it a number is >= 0."""
+    return field(default=default, metadata={"low": low, "high": high})
+
+
+# === end: bounds ===
+
+
 # ---------------------------------------------------------------------------------------------------------- settings
 @dataclass(frozen=True)
 class Settings:
+    """Every setting is an environment variable: its name in capitals."""
+
     # run
     run_id: str = ""  # name of the run's folder; empty: a name made of the date
-    out_dir: str = "runs"  # where runs are written
-    config: str = ""  # file of NAME=value lines, below the environment
-    resume: str = ""  # a run to go on with from its newest whole checkpoint, with its settings: RUN_ID or folder
-    replay: str = ""  # a finished run to repeat step by step, with its settings, by its progress and not by the clock
+    out_dir: str = "runs"  # folder in which runs are written
+    config: str = ""  # file of NAME=value lines; the environment overrides it
+    resume: str = ""  # run to continue from its newest whole checkpoint: a RUN_ID or a folder
+    replay: str = ""  # finished run to repeat step by step: its stored progress replaces the clock
     seed: int = 1337  # of every random draw
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA where there is a device
-    deterministic: bool = False  # PyTorch's deterministic algorithms: slower on CUDA; on a CPU runs repeat without
-    activation_checkpointing: bool = False  # keep each layer's input alone and compute the rest again: less memory
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a device
+    activation_checkpointing: bool = False  # recompute layers in the backward pass: less memory
     # data
     train_files: str = ""  # files of rows, each maybe :WEIGHT; empty: TASK
     val_files: str = ""  # files of held-out rows; empty: one prompt in ten, by a hash
-    task: str = "sort"  # sort, reverse, add, countdown, zebra, gsm8k, or jsonl: lines with prompt and answer
+    # sort, reverse, add, countdown, zebra, gsm8k, or jsonl: lines with prompt and answer
+    task: str = "sort"
     task_path: str = ""  # file of gsm8k or jsonl
-    train_pairs: int = 4096  # pairs made of TASK to train on
-    eval_prompts: int = 512  # held-out prompts that score the policy
+    train_pairs: int = bounded(4096, 1, 1 << 24)  # pairs made of TASK to train on
+    eval_prompts: int = bounded(512, 1, 1 << 20)  # held-out prompts that score the policy
     # policy at the start
-    init_from: str = ""  # a run, a checkpoint or an artifact; empty: a small model, warmed up on demonstrations
-    tokenizer_path: str = ""  # .model file, tiktoken name, .tiktoken file or "bytes"; empty: that of data or artifact
+    # a run, a checkpoint or an artifact; empty: a small model, warmed up on demonstrations
+    init_from: str = ""
+    tokenizer_path: str = ""  # .model or .tiktoken file, encoding or "bytes"; empty: the data's
     sft_steps: int = 400  # of that warm-up, at most
-    sft_accuracy: float = 0.5  # share answered greedily in its last ten batches, at which it ends; 0: never
+    # share answered greedily in its last ten batches, at which it ends; 0: never
+    sft_accuracy: float = 0.5
     sft_lr: float = 0.02  # its Muon's, of matrices; of all else AdamW's is a twentieth
-    layer_pattern: str = "g a g"  # g GDN, k GDN with another's keys, s sliding, a full attention
-    num_layers: int = 0  # the pattern is repeated or cut to this many layers; 0: as long as it is
-    model_dim: int = 64  # width
-    num_heads: int = 4  # query heads of attention, and heads of GDN
-    mlp: Literal["relu2", "leaky_relu2", "gelu", "swiglu", "bio"] = "relu2"  # its kind
-    train_seq_len: int = 128  # tokens in a window, in training and in evaluation
+    layer_pattern: str = "g a g"  # g GDN, s sliding window, a full attention
+    num_layers: int = bounded(0, 0, 512)  # repeat or cut the pattern to this; 0: as long as it is
+    model_dim: int = bounded(64, 16, 65536)  # width of the residual stream
+    num_heads: int = bounded(4, 1, 1024)  # query heads of attention, and heads of GDN
+    # kind of MLP; bio_soft and bio_hard are the bio-MLP with sparse events
+    mlp: Literal["relu2", "leaky_relu2", "gelu", "swiglu", "bio", "bio_soft", "bio_hard"] = "relu2"
+    train_seq_len: int = bounded(128, 2, 1 << 20)  # tokens in a window, training and evaluation
     lora_rank: int = 0  # of adapters, which alone are trained; 0: all weights are
     lora_alpha: float = 16.0  # adapters count by LORA_ALPHA / LORA_RANK
     # objective
-    objective: Literal["dpo", "ipo", "cdpo", "robust", "reward"] = "dpo"  # ipo: token mean; reward: Bradley-Terry
+    # ipo: token mean; reward: Bradley-Terry
+    objective: Literal["dpo", "ipo", "cdpo", "robust", "reward"] = "dpo"
     beta: float = 0.1  # how strongly the reference holds, of all but reward
-    reference: Literal["start", "base"] = "start"  # of that: the policy as it starts; base: that without adapters
-    label_smoothing: float = 0.1  # cdpo, robust: the share of pairs that are taken to be the wrong way round
-    margin: float = 0.0  # reward: by how much chosen should win, where a row has no margin of its own
-    centering: float = 0.01  # reward: weight of the squared sum of a pair's rewards, which holds their mean near 0
-    pairs_per_step: int = 32  # over all ranks
-    micro_batch_tokens: int = 0  # per forward and rank; 0: fitted to memory. Never changes the global batch
+    # of that: the policy as it starts; base: that without adapters
+    reference: Literal["start", "base"] = "start"
+    # cdpo, robust: the share of pairs that are taken to be the wrong way round
+    label_smoothing: float = bounded(0.1, 0.0, 0.499)
+    # reward: by how much chosen should win, where a row has no margin of its own
+    margin: float = 0.0
+    # reward: weight of the squared sum of a pair's rewards, which holds their mean near 0
+    centering: float = 0.01
+    pairs_per_step: int = bounded(32, 1, 1 << 24)  # over all ranks
+    micro_batch_tokens: int = 0  # per forward and rank; 0: fitted to memory. Same global batch
     # clock
-    iterations: int = 128  # steps; 0: no limit in steps
+    iterations: int = 128  # optimizer steps; 0: no limit in steps
     max_wallclock_seconds: float = 60.0  # training clock; 0: no limit in time
-    reserve_seconds: float = 5.0  # end of the clock kept for choosing among the averages and packing
+    reserve_seconds: float = 5.0  # end of the clock kept to choose weights, quantize and pack
     # checkpoints and faults
-    save_every: str = "120s"  # between checkpoints: steps, or seconds of training; 0: only at the end or a signal
-    keep: int = 2  # newest checkpoints that stay
-    spike_policy: Literal["stop", "skip", "rewind"] = "stop"  # skip: the batch; rewind: to a checkpoint, other data
-    hang_seconds: float = 60.0  # a step that takes longer, and 20 medians: stacks of all ranks; 0: do not watch
+    save_every: str = "120s"  # between checkpoints: steps, or seconds (120s); 0: only at the end
     # log and validation
-    train_log_every: int = 10  # steps between log lines
-    tracker: Literal["none", "tensorboard", "wandb"] = "none"  # where the log's numbers go too
+    tracker: Literal["none", "tensorboard", "wandb"] = "none"  # where metrics go, beside the log
     val_loss_every: int = 0  # steps between validations, outside the clock; 0: only at the end
     # optimizer
-    optimizer: Literal["muon", "lion", "adamw", "adamw8bit", "adafactor"] = "adamw"  # of matrices; not muon: embeddings
+    # optimizer of matrices; all but muon take embeddings and head too
+    optimizer: Literal["muon", "lion", "adamw", "adamw8bit", "adafactor"] = "adamw"
     learning_rate: float = 0.0003  # of all weights
     weight_decay: float = 0.0  # decoupled, of all but scalars
-    beta1: float = 0.9  # AdamW, 8-bit AdamW, Lion
-    beta2: float = 0.95  # AdamW, 8-bit AdamW, Lion
-    adam_eps: float = 1e-8  # AdamW, 8-bit AdamW
-    grad_clip_norm: float = 1.0  # global gradient norm; 0: no clipping
+    grad_clip_norm: float = 1.0  # largest global gradient norm; 0: no clipping
     # schedule, in shares of the run (see Clock)
-    lr_schedule: Literal["linear", "cosine", "wsd", "constant"] = "linear"  # warmdown; wsd: 1 - sqrt; constant: none
-    warmup_frac: float = 0.02  # learning rate from 0 to 1
-    warmdown_frac: float = 0.3  # learning rate from 1 to the floor, at the end
-    warmdown_iters: int = 0  # the same in steps of ITERATIONS; 0: use the share
-    lr_floor: float = 0.1  # last multiplier of the learning rate
-    ema: bool = True  # exponential average of the weights
-    ema_start_frac: float = 0.5  # when it starts
-    ema_memory_frac: float = 0.02  # its memory, as a share of the run
-    swa: bool = True  # plain average of the weights
-    swa_start_frac: float = 0.9  # when it starts
-    qat: bool = True  # late quantization-aware training of every tensor that the exporter quantizes
-    qat_start_frac: float = 0.85  # when it starts; EMA and SWA start again then
+    lr_schedule: Literal["linear", "cosine", "wsd", "constant"] = "linear"  # shape of the warmdown
+    warmup_frac: float = bounded(0.02, 0.0, 1.0)  # learning rate from 0 to 1
+    warmdown_frac: float = bounded(0.3, 0.0, 1.0)  # learning rate from 1 to the floor, at the end
+    warmdown_iters: int = 0  # the warmdown in steps of ITERATIONS; 0: use the share
+    lr_floor: float = bounded(0.1, 0.0, 1.0)  # last multiplier of the learning rate
+    ema: bool = True  # exponential moving average of the weights, a candidate at the end
+    swa: bool = True  # plain average of the last weights, a candidate at the end
+    qat: bool = True  # late quantization-aware training of all that the artifact quantizes
     # artifact
-    matrix_bits: int = 6  # matrices of the layers: codes up to 2**(bits-1) - 1
-    matrix_clip_sigmas: float = 8.0  # the largest code, in root mean squares; 0: the largest weight; -1: least error
-    matrix_step: Literal["tensor", "row", "grid"] = "tensor"  # what has its own; grid: a row, a power of 2**(1/16)
-    embed_bits: int = 8  # the same for embeddings and head
-    embed_clip_sigmas: float = 6.0  # the same
-    embed_step: Literal["tensor", "row", "grid"] = "tensor"  # the same
-    artifact_bytes_max: int = 16000000  # script + config + artifact, decimal bytes: more is an error at the end
+    matrix_bits: int = bounded(6, 2, 8)  # bits of a matrix code, up to 2**(bits-1) - 1
+    artifact_bytes_max: int = bounded(16000000, 1, 1 << 40)  # script + config + artifact, in bytes
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
 
 # === shared: settings ===
 class UserError(Exception):
-    """A mistake of the user's: printed as one line, exit code 2."""
+    """A mistake of the user. It is printed as one line, and the exit code is 2."""
 
 
-# What another script of ours, Parameter Golf or nanoGPT reads (regular expressions): an error for one that does not.
-FOREIGN_NAMES = tuple("""
-    ACTIVATION_CHECKPOINTING ADAM_.* ALWAYS_SAVE_CHECKPOINT ARCH_MODE ARTIFACT ARTIFACT_BYTES_MAX ATTN_.* BACKEND
-    BATCH_SIZE BETA BETA1 BETA2 BIAS BIGRAM_.* BIO_.* BLOCK_SIZE CAUTIOUS_WD CENTERING COMPILE COMPILE_MODE COMPRESSOR
-    CRITIC CRITIC_LR DATASET DATA_DIR DATA_PATH DECAY_LR DELTA_.* DEMONSTRATIONS DETERMINISTIC DEVICE DISTILL_.* DROPOUT
-    DRY_RUN DTYPE DYNAMIC_ROUNDS EMA EMA_.* EMBED_.* ENABLE_LOOPING_AT EPOCHS EVAL_.* GAE_LAMBDA GAMMA GATED_.*
-    GDN_NEG_EIGVAL GPTQ_.* GRADIENT_ACCUMULATION_STEPS GRAD_.* GROUP_SIZE HANG_SECONDS HEAD_LR HOLDOUT_TOKENS IMPORTANCE
-    INIT_FROM ITERATIONS KD_.* KEEP KL_.* LABEL_SMOOTHING LATE_QAT LATE_QAT_.* LAYER_PATTERN LAYOUT LEARNING_RATE
-    LEFT_CLIP_RANGE LN_SCALE LOGIT_SOFTCAP LOG_INTERVAL LOOP_.* LORA_.* LR_.* MARGIN MATRIX_.* MAX_ITERS MAX_NEW_TOKENS
-    MAX_WALLCLOCK_SECONDS MICRO_BATCH_TOKENS MINI_BATCHES MIN_LR MLP MLP_.* MODE MODEL_DIM MTP_NUM_HEADS MUON_.*
-    NGRAM_.* NORM NUM_HEADS NUM_KV_HEADS NUM_LAYERS NUM_LOOPS NUM_SAMPLES N_EMBD N_HEAD N_LAYER OBJECTIVE OPTIMIZER
-    OUT_DIR OVERLONG_BUFFER PAIRS_PER_STEP PARALLEL_RESIDUAL POSITIONS PROFILE PROMPT PROMPTS_PER_STEP QAT QAT_.* QK_.*
-    RATIO_LIMIT REDUCTION REFERENCE REPLAY RESERVE_SECONDS RESIDUAL_MIX RESUME REWARD REWARD_.* RIGHT_CLIP_RANGE ROPE_.*
-    RUN_ID SAVE_EVERY SCALAR_LR SCALE_REWARDS SCORE.* SEED SFT_.* SLIDING_WINDOW_ENABLED SMEAR_.* SPIKE_.* SWA SWA_.*
-    SYSTEM TASK TASK_PATH TEACHER TEMPERATURE TIED_.* TIE_EMBEDDINGS TOKENIZER_PATH TOP_[KP] TRACKER TRAIN_.* TTT_.*
-    UNET_SKIPS VALUE_.* VAL_.* VE_ENABLED VOCAB_SIZE WARMDOWN_.* WARMUP_.* WEIGHT_DECAY XSA_LAST_N
-""".split())
-
-# (regular expression of field names, smallest, largest), the first match counts; where none matches: >= 0.
-RANGES = (
-    ("ema_memory_frac", 1e-6, 1.0), (".*_frac|lr_floor|bio_threshold|gamma|gae_lambda|kd_alpha|kd_beta", 0.0, 1.0),
-    ("adam_eps", 1e-20, 1.0), ("ngram_order", 0, 63), ("label_smoothing", 0.0, 0.499), ("kd_temperature", 0.01, 1000.0),
-    ("beta.|muon_momentum|muon_momentum_warmup_start", 0.0, 0.9999), ("tied_embed_init_std", 1e-6, 10.0),
-    ("muon_backend_steps", 1, 20), ("delta_bits", 1, 8), ("delta_group", -1, 1 << 20), ("delta_.*_bits", 16, 32),
-    (".*_bits", 2, 8), ("model_dim", 16, 65536), ("num_layers", 0, 512), ("num_heads|num_kv_heads", 1, 1024),
-    ("mlp_mult", 0.25, 16.0), ("rope_base", 1.0, 1e9), ("bigram_dim|num_samples", 1, 1 << 16),
-    ("bigram_vocab_size", 0, 1 << 24), ("vocab_size", 0, 1 << 20), (".*_clip_sigmas", -1.0, 1e6),
-    ("pairs_per_step|train_pairs|demonstrations", 1, 1 << 24), ("top_p", 1e-9, 1.0), ("temperature", 0.0, 100.0),
-    ("keep|attn_window|max_new_tokens|prompts_per_step|group_size|mini_batches|epochs|eval_.*s", 1, 1 << 20),
-    ("ngram_min_count|train_log_every", 1, 1 << 31), ("train_seq_len", 2, 1 << 20), ("train_batch_tokens", 2, 1 << 31),
-    ("artifact_bytes_max", 1, 1 << 40),
+# Settings of older versions. In the environment they are errors, not ignored in silence.
+REMOVED_SETTINGS = (
+    "ADAM_WD",
+    "BIO_EVENTS",
+    "BIO_THRESHOLD",
+    "DETERMINISTIC",
+    "DRY_RUN",
+    "EMA_MEMORY_FRAC",
+    "EMA_START_FRAC",
+    "EMBED_CLIP_SIGMAS",
+    "EMBED_STEP",
+    "GDN_NEG_EIGVAL",
+    "HANG_SECONDS",
+    "KEEP",
+    "MATRIX_CLIP_SIGMAS",
+    "MATRIX_STEP",
+    "MUON_MOMENTUM_WARMUP_FRAC",
+    "NGRAM_MIN_COUNT",
+    "NGRAM_ORDER",
+    "QAT_START_FRAC",
+    "QK_NORM",
+    "RESIDUAL_MIX",
+    "SPIKE_NATS",
+    "SPIKE_POLICY",
+    "SWA_START_FRAC",
+    "UNET_SKIPS",
 )
 
+# Names that nanoGPT, modded-nanogpt, Parameter Golf and TRL use, and the settings that mean the
+# same here. An empty name: underpar has no such feature.
+ALIASES = {
+    "BATCH_SIZE": "TRAIN_BATCH_TOKENS",
+    "BETA": "KL_BETA",
+    "BLOCK_SIZE": "TRAIN_SEQ_LEN",
+    "DATASET": "DATA_PATH",
+    "DECAY_LR": "LR_SCHEDULE",
+    "DROPOUT": "",
+    "EMA_DECAY": "EMA",
+    "EMA_ENABLED": "EMA",
+    "EMBED_LR": "TIED_EMBED_LR",
+    "EVAL_INTERVAL": "VAL_LOSS_EVERY",
+    "EVAL_SEQ_LEN": "TRAIN_SEQ_LEN",
+    "GRADIENT_ACCUMULATION_STEPS": "MICRO_BATCH_TOKENS",
+    "GRAD_CLIP": "GRAD_CLIP_NORM",
+    "LATE_QAT": "QAT",
+    "LEARNING_RATE": "MATRIX_LR",
+    "LOG_INTERVAL": "",
+    "LOSS_TYPE": "REDUCTION",
+    "LR": "LEARNING_RATE",
+    "LR_DECAY_ITERS": "WARMDOWN_ITERS",
+    "MAX_COMPLETION_LENGTH": "MAX_NEW_TOKENS",
+    "MAX_GRAD_NORM": "GRAD_CLIP_NORM",
+    "MAX_ITERS": "ITERATIONS",
+    "MAX_SEQ_LEN": "TRAIN_SEQ_LEN",
+    "MAX_STEPS": "ITERATIONS",
+    "MIN_LR": "LR_FLOOR",
+    "MODEL_NAME_OR_PATH": "INIT_FROM",
+    "MUON_WEIGHT_DECAY": "MUON_WD",
+    "NUM_GENERATIONS": "GROUP_SIZE",
+    "NUM_ITERATIONS": "ITERATIONS",
+    "N_EMBD": "MODEL_DIM",
+    "N_HEAD": "NUM_HEADS",
+    "N_LAYER": "NUM_LAYERS",
+    "OUTPUT_DIR": "OUT_DIR",
+    "QAT_ENABLED": "QAT",
+    "SEQ_LEN": "TRAIN_SEQ_LEN",
+    "SWA_ENABLED": "SWA",
+    "TTT_ENABLED": "",
+    "VAL_BATCH_SIZE": "MICRO_BATCH_TOKENS",
+    "WARMUP_ITERS": "WARMUP_FRAC",
+    "WEIGHT_DECAY": "MUON_WD",
+    "XSA_LAST_N": "",
+}
 
-def parse_setting(name: str, text: str, kind: type) -> int | float | bool | str:
-    """The value of setting `name` (a field name) written as `text`. Raises UserError for a wrong type or range."""
-    what, choices = f"{name.upper()}={text!r}: must be", get_args(kind)
-    try:
-        value = {"0": False, "1": True}[text] if kind is bool else text if choices else kind(text)
-    except (KeyError, ValueError):
-        right = {bool: "0 or 1", int: "a whole number", float: "a number"}[kind]
-        raise UserError(f"{what} {right}") from None
-    low, high = next(((low, high) for names, low, high in RANGES if re.fullmatch(names, name)), (0, math.inf))
-    if kind in (int, float) and not (low <= value <= high and math.isfinite(value)):
-        raise UserError(f"{what} from {low} to {high}")
-    if choices and value not in choices:
-        raise UserError(f"{what} one of {', '.join(choices)}")
-    return value
+# Settings of Parameter Golf that are constants here: (constant, its value). That value is accepted,
+# so that pasted commands run.
+RETIRED_SETTINGS = {
+    "ADAM_EPS": ("ADAM_EPS", 1e-8),
+    "BETA1": ("ADAM_BETAS[0]", 0.9),
+    "BETA2": ("ADAM_BETAS[1]", 0.95),
+    "BIGRAM_DIM": ("BIGRAM_DIM", 128),
+    "EMBED_BITS": ("EMBED_BITS", 8),
+    "HEAD_LR": ("HEAD_LR", 0.008),
+    "LOGIT_SOFTCAP": ("logit_softcap", 30.0),
+    "MUON_BACKEND_STEPS": ("NEWTON_SCHULZ_STEPS", 5),
+    "MUON_MOMENTUM": ("MUON_MOMENTUM", 0.95),
+    "MUON_MOMENTUM_WARMUP_START": ("MUON_MOMENTUM_START", 0.85),
+    "MUON_MOMENTUM_WARMUP_STEPS": ("MUON_WARMUP_FRAC", 0.05),
+    "ROPE_BASE": ("ROPE_BASE", 10000.0),
+    "TIED_EMBED_INIT_STD": ("embed_init_std", 0.005),
+    "TRAIN_LOG_EVERY": ("LOG_SECONDS", 10.0),
+    "WARMUP_STEPS": ("WARMUP_STEPS", 2),
+}
 
 
-def load_settings(cls: type, environ: dict[str, str], presets: dict[str, dict[str, dict]] | None = None,
-                  stored: Callable[[dict[str, str]], tuple[dict, dict]] = lambda given: ({}, {})):
-    """Settings of dataclass `cls` from the NAME=value lines of the file CONFIG names and from `environ`, which wins.
+def parse_setting(setting: Field, text: str) -> int | float | bool | str:
+    """Return the value of a setting written as text. Raises UserError if the type is wrong."""
+    name = setting.name.upper()
+    if setting.type is bool:
+        if text not in ("0", "1"):
+            raise UserError(f"{name}={text!r}: must be 0 or 1")
+        return text == "1"
+    if setting.type is int or setting.type is float:
+        try:
+            return setting.type(text)
+        except ValueError:
+            kind = "a whole number" if setting.type is int else "a number"
+            raise UserError(f"{name}={text!r}: must be {kind}") from None
+    return text
 
-    `presets`: setting -> its value -> values of other settings, below those that stand beside it, so that a preset
-    chosen in the environment is above the file. `stored`: what stands below and above both, given both. Raises
-    UserError: a wrong value, a name unknown in the file, a near miss in the environment or another script's name there.
+
+def check_settings(settings: Any) -> None:
+    """Check type, choice and range of every field of a settings dataclass. Raises UserError."""
+    for setting in fields(settings):
+        value = getattr(settings, setting.name)
+        prefix = f"{setting.name.upper()}={value!r}: must be"
+        choices = get_args(setting.type)
+        if choices:
+            if value not in choices:
+                raise UserError(f"{prefix} one of {', '.join(choices)}")
+        elif setting.type is int or setting.type is float:
+            is_number = isinstance(value, int | setting.type) and not isinstance(value, bool)
+            if not is_number:
+                raise UserError(f"{prefix} of type {setting.type.__name__}")
+            low = setting.metadata.get("low", 0)
+            high = setting.metadata.get("high", math.inf)
+            if not (low <= value <= high and math.isfinite(value)):
+                raise UserError(f"{prefix} from {low} to {high}")
+        elif not isinstance(value, setting.type):
+            raise UserError(f"{prefix} of type {setting.type.__name__}")
+
+
+def sibling_settings() -> set[str]:
+    """Return the names of all settings of the scripts in this script's folder."""
+    names = set()
+    for path in Path(__file__).resolve().parent.glob("*.py"):
+        _, _, rest = path.read_text(encoding="utf-8").partition("\nclass Settings:\n")
+        names.update(re.findall(r"^    ([a-z]\w*): ", rest.partition("\n\n\n")[0], re.MULTILINE))
+    return {name.upper() for name in names}
+
+
+def check_unknown_name(name: str, text: str, names: Collection[str], hint: str) -> None:
+    """Raise UserError for a name that is no setting, with the setting that was probably meant.
+
+    A retired setting with the value of its constant is accepted. `hint` ends the message.
     """
-    kinds, config, path = {field.name.upper(): field.type for field in fields(cls)}, {}, environ.get("CONFIG", "")
-    if path and not Path(path).is_file():
+    message = f"{name}={text!r}: no setting of this script"
+    if name in RETIRED_SETTINGS:
+        constant, value = RETIRED_SETTINGS[name]
+        if text in (str(value), f"{value:g}"):
+            return
+        raise UserError(f"{message}, which has the constant {constant} = {value}; {hint}")
+    meant = name
+    while meant in ALIASES and meant not in names:
+        meant = ALIASES[meant]
+    if meant != name and meant in names:
+        raise UserError(f"{message}, which calls it {meant}; {hint}")
+    close_names = difflib.get_close_matches(name, names, 1)
+    if close_names:
+        raise UserError(f"{message}; did you mean {close_names[0]}? {hint}")
+    raise UserError(f"{message}; {hint}")
+
+
+def check_environment(environ: Mapping[str, str], names: Collection[str]) -> None:
+    """Raise UserError if an environment variable was meant as a setting but is none here.
+
+    Meant are near misses of a setting, names of the field and settings of our other scripts.
+    """
+    ignored = environ.get("IGNORE_ENV", "").replace(" ", "").split(",")
+    known = {*ALIASES, *RETIRED_SETTINGS, *REMOVED_SETTINGS, *sibling_settings()}
+    for name in sorted(set(environ) - set(names) - {*ignored, "CONFIG", "IGNORE_ENV"}):
+        if name in known or difflib.get_close_matches(name, names, 1, 0.85):
+            check_unknown_name(name, environ[name], names, f"IGNORE_ENV={name} ignores it")
+
+
+def read_config(path: str) -> dict[str, str]:
+    """Return the NAME=value lines of a config file; `#` begins a comment. Raises UserError."""
+    if not Path(path).is_file():
         raise UserError(f"CONFIG={path!r}: no such file")
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines() if path else [], 1):
-        name, equals, value = (part.strip() for part in line.split("#", 1)[0].partition("="))
-        if name and not equals:
-            raise UserError(f"{path}:{number}: {name!r} is not NAME=value")
+    config = {}
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        line = line.split("#", 1)[0].strip()
+        name, equals, value = line.partition("=")
+        if line and not equals:
+            raise UserError(f"{path}:{number}: {line!r} is not NAME=value")
+        if line:
+            config[name.strip()] = value.strip().strip("'\"")
+    return config
+
+
+def read_arguments(arguments: Sequence[str]) -> dict[str, str]:
+    """Return the settings of a command line: configs/x.env, NAME=value or --name=value."""
+    given = {}
+    for argument in arguments:
+        name, equals, value = argument.removeprefix("--").partition("=")
         if equals:
-            config[name] = value.strip("'\"")
-    ignored = {name.strip() for name in environ.get("IGNORE_ENV", "").split(",")} | {"CONFIG", "IGNORE_ENV"}
-    strange = [name for name in config if name not in kinds or name == "CONFIG"]
-    for name in strange + sorted(set(environ) - set(kinds) - ignored):
-        sure = name in strange or re.fullmatch("|".join(FOREIGN_NAMES), name)
-        near = difflib.get_close_matches(name, kinds, 1, 0.6 if sure else 0.85)
-        hint = f"did you mean {near[0]}?" if near else "settings stand at the script's top."
-        if name in strange:
-            raise UserError(f"{path}: unknown setting {name}; {hint}")
-        if near or sure:
-            raise UserError(f"{name}={environ[name]!r}: no setting of this script; {hint} IGNORE_ENV={name} lets it be")
-    file, env = ({name.lower(): parse_setting(name.lower(), given[name], kind) for name, kind in kinds.items()
-                  if name in given} for given in (config, environ))
-    values, last = stored({**config, **environ})
-    for own, above in ((file, env), (env, {})):
-        for name, choices in (presets or {}).items():
-            values |= choices[own[name]] if name in own and name not in above else {}
-        values |= own
-    return cls(**{name: value for name, value in {**values, **last}.items() if name.upper() in kinds})
+            given[name.upper()] = value
+        elif argument.endswith(".env"):
+            given["CONFIG"] = argument
+        else:
+            raise UserError(f"{argument!r}: must be a config file (x.env), NAME=value or --help")
+    return given
+
+
+def print_help(cls: type) -> None:
+    """Print the script's docstring, its arguments and its settings, as they stand in the source."""
+    _, _, body = inspect.getsource(cls).partition('"""\n\n')
+    lines = body.partition("\n    def ")[0]
+    print(sys.modules[cls.__module__].__doc__)
+    print("Arguments: a config file (configs/x.env), NAME=value or --name=value.\n\nSettings:")
+    print(lines)
+
+
+def load_settings(
+    cls: type,
+    environ: Mapping[str, str],
+    arguments: Sequence[str] = (),
+    presets: Mapping[str, Mapping[str, dict]] = MappingProxyType({}),
+    stored: Callable[[dict[str, str]], tuple[dict, dict]] | None = None,
+) -> Any:
+    """Return the settings of dataclass `cls`: defaults < CONFIG file < environment < arguments.
+
+    presets: NAME of a setting -> choice -> values of other settings. They stand below the values given in
+    the same place, so a preset chosen in the environment overrides the file. stored: from what
+    is given to (values below all that is given, values above it); RESUME and REPLAY use it.
+    Raises UserError: a wrong value, or a name that is no setting (see check_unknown_name).
+    """
+    if "--help" in arguments or "-h" in arguments:
+        print_help(cls)
+        sys.exit(0)
+    settings = {setting.name.upper(): setting for setting in fields(cls)}
+    typed = read_arguments(arguments)
+    path = typed.get("CONFIG", environ.get("CONFIG", ""))
+    config = read_config(path) if path else {}
+    if "CONFIG" in config:
+        raise UserError(f"{path}: CONFIG cannot stand in a config file")
+    check_environment(environ, settings)
+    for name, text in {**config, **typed}.items():
+        if name not in settings:
+            check_unknown_name(name, text, settings, "--help lists the settings")
+
+    values, overrides = stored({**config, **environ, **typed}) if stored else ({}, {})
+    top = {**environ, **typed}
+    for texts in (config, top):
+        for name, choices in presets.items():
+            # A preset in the file has no effect if the environment or an argument sets another.
+            if name in texts and (texts is top or name not in top):
+                values = {**values, **choices.get(texts[name], {})}
+        for name, setting in settings.items():
+            if name in texts:
+                values[setting.name] = parse_setting(setting, texts[name])
+    values = {**values, **overrides}
+    return cls(**{name: value for name, value in values.items() if name.upper() in settings})
+
+
 # === end: settings ===
 
 
 # === shared: runtime ===
 @dataclass
 class Runtime:
-    """Who this process is among the ranks, and where tensors live."""
+    """Who this process is among the ranks, and the device of its tensors."""
 
     rank: int
     world_size: int
@@ -251,169 +429,177 @@ class Runtime:
     distributed: bool
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Sum over ranks, in place."""
+        """Sum a tensor over all ranks, in place, and return it."""
         if self.distributed:
             dist.all_reduce(tensor)
         return tensor
 
-    def agree(self, value):
-        """Rank 0's value, of any type that pickle takes, on every rank."""
+    def agree(self, value: Any) -> Any:
+        """Return rank 0's value on every rank; it may be of any type that pickle takes."""
         values = [value]
         if self.distributed:
             dist.broadcast_object_list(values, src=0, device=self.device)
         return values[0]
 
     def leave(self) -> None:
-        """End of the process: all ranks together, for one that left early aborted in gloo's threads (1 run in 10)."""
+        """Leave the process group, all ranks together: a rank that left early aborted in gloo."""
         if self.distributed:
             dist.barrier()
             dist.destroy_process_group()
 
 
-def start_runtime(device: str, deterministic: bool = False) -> Runtime:
-    """Join the process group that torchrun describes (NCCL on CUDA, gloo on CPU), or be a single process."""
-    cuda = device == "cuda" or device == "auto" and torch.cuda.is_available()
-    if cuda and not torch.cuda.is_available():
-        raise UserError("DEVICE='cuda': PyTorch sees no CUDA device; DEVICE=cpu runs without")
-    place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
-    torch.set_flush_denormal(not cuda)  # GDN's decays reach denormals, and a CPU is 10 times slower on them
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS may sum in another order
-        torch.use_deterministic_algorithms(True, warn_only=True)  # cumsum, of GDN, has none on CUDA
-    if cuda:
+def hidden_gpus() -> bool:
+    """Return whether nvidia-smi lists GPUs, for the case that PyTorch sees none of them."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not shutil.which("nvidia-smi"):
+        return False
+    return subprocess.run(["nvidia-smi", "-L"], capture_output=True).stdout.startswith(b"GPU")
+
+
+def start_runtime(device: str) -> Runtime:
+    """Join the process group that torchrun describes (NCCL or gloo), or be a single process."""
+    has_cuda = torch.cuda.is_available()
+    if device == "cuda" and not has_cuda:
+        raise UserError("DEVICE='cuda': PyTorch sees no CUDA device; DEVICE=cpu runs without one")
+    if device == "auto" and not has_cuda and hidden_gpus():
+        raise UserError(
+            "DEVICE='auto': nvidia-smi lists GPUs but PyTorch sees none; install PyTorch's CUDA "
+            "build or a newer driver, or set DEVICE=cpu"
+        )
+    use_cuda = has_cuda and device != "cpu"
+    place = torch.device("cpu")
+    if use_cuda:
+        place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(place)
-    if "RANK" in os.environ:
-        dist.init_process_group("nccl" if cuda else "gloo", device_id=place if cuda else None)
-    return Runtime(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)), place, "RANK" in os.environ)
+    else:
+        # GDN's decays reach denormal numbers, on which a CPU is 10 times slower.
+        torch.set_flush_denormal(True)
+    if "RANK" not in os.environ:
+        return Runtime(0, 1, place, False)
+    backend = "nccl" if use_cuda else "gloo"
+    dist.init_process_group(backend, device_id=place if use_cuda else None)
+    return Runtime(dist.get_rank(), dist.get_world_size(), place, True)
+
+
+class StopSignal:
+    """Remembers SIGTERM or SIGINT between listen() and ignore(), so that the loop saves and stops.
+
+    A second signal ends the process at once.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.received = 0.0
+
+    def listen(self) -> None:
+        """Remember signals from here on."""
+        signal.signal(signal.SIGTERM, self.receive)
+        signal.signal(signal.SIGINT, self.receive)
+
+    def ignore(self) -> None:
+        """Give signals their ordinary effect again: they end the process."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    def receive(self, number: int, frame: Any) -> None:
+        """Handle a signal."""
+        # torchrun repeats the Ctrl-C of a terminal, so a signal within a second is the same one.
+        if self.number and time.monotonic() - self.received > 1:
+            sys.stderr.write(
+                f"{signal.Signals(number).name}: ended at once, without a checkpoint\n"
+            )
+            os._exit(128 + number)
+        self.number = number
+        self.received = time.monotonic()
 
 
 def exit_code(main: Callable[[], int]) -> int:
-    """Run `main` for its exit code; 2 for a UserError, 1 for other faults that one line on stderr can name."""
-    rank, hint = int(os.environ.get("RANK", 0)), ""
+    """Run `main` and return its exit code: 2 for a UserError, 1 for other faults of one line."""
+    rank = int(os.environ.get("RANK", 0))
     try:
         return main()
     except (UserError, FloatingPointError, OSError, torch.OutOfMemoryError) as error:
-        time.sleep(5 if rank else 0)  # torchrun ends this rank first if rank 0 says the same
-        hint = "set MICRO_BATCH_TOKENS to less: " if isinstance(error, torch.OutOfMemoryError) else ""
-        sys.stderr.write(f"error: {hint}{str(error).splitlines()[0]}\n")
+        if rank:
+            time.sleep(5)  # torchrun ends this rank first if rank 0 reports the same error
+        message = str(error).splitlines()[0]
+        if isinstance(error, torch.OutOfMemoryError):
+            message = f"set MICRO_BATCH_TOKENS lower: {message}"
+        sys.stderr.write(f"error: {message}\n")
         return 2 if isinstance(error, UserError) else 1
     except RuntimeError as error:
-        if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
-        sys.stderr.write(f"error: rank {rank} lost another rank ({str(error).strip()[-90:]}); RESUME goes on from the "
-                         "newest checkpoint\n")
-        os._exit(1)  # without what waits for the lost rank
+        reason = str(error).strip()[-90:]
+        sys.stderr.write(f"error: rank {rank} lost another rank ({reason}); RESUME continues\n")
+        os._exit(1)  # an ordinary exit would wait for the lost rank
 
 
 def replace_file(path: str | Path, data: bytes) -> None:
-    """Write a file beside and rename it, so that `path` holds the old or the new bytes, whole, whatever happens."""
-    beside = Path(path).with_name(Path(path).name + ".part")
-    with open(beside, "wb") as file:
+    """Write a file beside `path` and rename it: `path` always holds the old or the new bytes."""
+    part = Path(path).with_name(Path(path).name + ".part")
+    with open(part, "wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(beside, path)
+    os.replace(part, path)
 
 
-def describe_machine(runtime: Runtime) -> dict:
-    """For log and result.json: commit (`+`: changed since), hardware, versions, most memory held so far."""
-    git, where = "git describe --always --abbrev=40 --exclude='*' --dirty=+", Path(__file__).resolve().parent
-    commit = subprocess.run(git, cwd=where, shell=True, capture_output=True, text=True).stdout.strip() or "unknown"
-    cuda = runtime.device.type == "cuda"
-    hardware = torch.cuda.get_device_name() if cuda else f"{os.uname().machine} CPU, {torch.get_num_threads()} threads"
-    versions = {"python": sys.version.split()[0], "torch": torch.__version__, "numpy": np.__version__,
-                "cuda": torch.version.cuda if cuda else None}
-    process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    peak = torch.cuda.max_memory_allocated() if cuda else process  # bytes, of the allocator or the process
-    return {"commit": commit, "hardware": f"{runtime.world_size} x {hardware}", "versions": versions,
-            "peak_memory_mib": peak / 2**20}
+def describe_machine(runtime: Runtime) -> dict[str, Any]:
+    """Return commit (`+`: with changes), hardware, versions and peak memory, for the result."""
+    command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
+    folder = Path(__file__).resolve().parent
+    commit = "unknown"
+    if shutil.which("git"):
+        git = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        commit = git.stdout.strip() or commit
+    if runtime.device.type == "cuda":
+        hardware = torch.cuda.get_device_name()
+        peak_bytes = torch.cuda.max_memory_allocated()
+    else:
+        hardware = f"{os.uname().machine} CPU, {torch.get_num_threads()} threads"
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return {
+        "commit": commit,
+        "hardware": f"{runtime.world_size} x {hardware}",
+        "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
+        "peak_memory_mib": peak_bytes / 2**20,
+    }
 
 
-def checkpoints(run: Path) -> list[Path]:
-    """The checkpoints in a run's folder, whole or not, newest first."""
-    found = {path: re.fullmatch(r"step_(\d+)(\.part)?", path.name) for path in run.glob("step_*")}
-    return sorted(filter(found.get, found), key=lambda path: (int(found[path][1]), path.name), reverse=True)
+def list_checkpoints(run: Path) -> list[Path]:
+    """Return the checkpoints in a run's folder, whole or not, the newest first."""
+    folders = [path for path in run.glob("step_*") if re.fullmatch(r"step_\d+(\.part)?", path.name)]
+    return sorted(folders, key=lambda path: (int(path.stem[5:]), path.name), reverse=True)
 
 
-def first_whole(folders: list[Path], files=("meta.json", "model.pt", "training.pt")) -> tuple[Path | None, list[str]]:
-    """The first checkpoint that has these files, as its SHA256SUMS say, or None; a line on each one before it."""
+def checkpoint_fault(folder: Path, files: Sequence[str]) -> str:
+    """Return what is wrong with a checkpoint that must have `files`, or "" if it is whole."""
+    if folder.suffix == ".part":
+        return "half-written"
+    try:
+        lines = (folder / "SHA256SUMS").read_text().splitlines()
+        sums = {name: digest for digest, name in (line.split("  ") for line in lines)}
+        names = {*files, *sums}
+        wrong = [name for name in sorted(names) if sums.get(name) != sha256_file(folder / name)]
+    except (OSError, ValueError) as error:
+        return str(error)
+    return ", ".join(wrong)
+
+
+def newest_checkpoint(
+    folders: Sequence[Path], files: Sequence[str] = ("meta.json", "model.pt", "training.pt")
+) -> tuple[Path | None, list[str]]:
+    """Return the first whole checkpoint of `folders`, or None, and a line on each damaged one."""
     faults = []
     for folder in folders:
-        try:
-            sums = dict(line.split("  ")[::-1] for line in (folder / "SHA256SUMS").read_text().splitlines())
-            wrong = [name for name in dict.fromkeys([*files, *sums]) if sums.get(name) != sha256_file(folder / name)]
-            fault = "half-written" if folder.suffix == ".part" else ", ".join(wrong)
-        except (OSError, ValueError) as error:
-            fault = str(error)
+        fault = checkpoint_fault(folder, files)
         if not fault:
             return folder, faults
         faults.append(f"checkpoint {folder} is damaged and skipped: {fault}")
     return None, faults
+
+
 # === end: runtime ===
-
-
-# === shared: watch ===
-class Watch(threading.Thread):
-    """Sees signals and hangs from a thread of its own, for a main thread inside a collective runs no Python.
-
-    SIGTERM or SIGINT becomes `signal`: the training loop ends its step, saves and leaves. The process ends at once and
-    unsaved on a second one, outside the loop (`looping`), and where the ranks do not agree to stop (`agreed`).
-    """
-
-    def __init__(self, runtime: Runtime, folder: Path, hang_seconds: float, log: Callable):
-        super().__init__(daemon=True)
-        self.rank, self.folder, self.hang_seconds, self.log = runtime.rank, folder, hang_seconds or math.inf, log
-        self.stacks = [folder / f"stacks_rank{rank}.txt" for rank in range(runtime.world_size)]
-        self.signal, self.heard, self.looping, self.agreed = 0, 0.0, False, not runtime.distributed
-        self.step, self.median, self.began, self.told = 0, 0.0, math.inf, -1  # began: inf outside a step
-        self.bell, ring = os.pipe()
-        os.set_blocking(ring, False)
-        signal.set_wakeup_fd(ring)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: None)  # the byte that comes through the pipe counts
-        self.start()
-
-    def run(self) -> None:
-        while True:
-            ready, now = select.select([self.bell], [], [], 0.2)[0], time.monotonic()
-            for number in os.read(self.bell, 64) if ready else b"":
-                if not self.looping or self.signal and now - self.heard > 1:  # torchrun repeats a terminal's Ctrl-C
-                    self.leave(number, "at once")
-                self.signal, self.heard = number, self.heard or now
-            if self.signal and not self.agreed and now - max(self.heard, self.began) > 10 + 2 * self.median:
-                self.leave(self.signal, "unsaved, for the ranks did not agree to stop within 10 s")
-            if now - self.began > max(self.hang_seconds, 20 * self.median) and self.told != self.step:
-                self.told = self.step
-                with contextlib.suppress(OSError):  # a full disk, a folder that is gone
-                    self.report(now - self.began)
-
-    def leave(self, number: int, how: str) -> None:
-        """End the process whatever its main thread does."""
-        sys.stderr.write(f"rank {self.rank}: {signal.Signals(number).name} ends the run {how}; RESUME={self.folder}\n")
-        os._exit(128 + number)
-
-    def report(self, seconds: float) -> None:
-        """Write this rank's stacks to stacks_rank<n>.txt; the first rank of those that do says who waits for whom."""
-        frame, waits = sys._current_frames()[threading.main_thread().ident], False
-        while frame.f_back and frame.f_globals is not globals():
-            waits |= "torch/distributed" in frame.f_code.co_filename
-            frame = frame.f_back
-        waits |= frame.f_code.co_name == "receive"  # on CUDA: for this rank's device, which waits for the others'
-        start = f"step {self.step + 1}: "
-        with open(self.stacks[self.rank], "w", encoding="utf-8") as file:
-            file.write(f"{start}{'waits' if waits else 'is'} in {frame.f_code.co_name}, line {frame.f_lineno}\n")
-            file.flush()
-            faulthandler.dump_traceback(file)
-        time.sleep(3)  # for the other ranks'
-        lines = [path.read_text(encoding="utf-8").partition("\n")[0] if path.exists() else "" for path in self.stacks]
-        said = {rank: line.removeprefix(start) for rank, line in enumerate(lines) if line.startswith(start)}
-        ranks = [f"rank {rank} {said.get(rank, 'says nothing')}" for rank in range(len(lines))]
-        if self.rank == min(said):
-            text = (f"hang: {start}{seconds:.0f} s so far; {'; '.join(ranks)}; who waits, waits for those who do not; "
-                    f"stacks in {self.folder}/stacks_*")
-            self.log(text, terminal=False)
-            sys.stderr.write(text + "\n")
-# === end: watch ===
 
 
 # === shared: tokenizer ===
@@ -2437,210 +2623,344 @@ def add_value_head(network: "GPT") -> None:
 
 
 # === shared: checkpoint ===
-def save_checkpoint(folder: Path, step: int, parts: dict[str, dict], meta: dict, keep: int) -> None:
-    """Write folder/step_<step>, all of it or, where it raises OSError, nothing; then drop all but the `keep` newest."""
+KEEP_CHECKPOINTS = 2  # the newest, and one before it in case the newest is damaged
+LOG_SECONDS = 10.0  # at least one line in this time says what the run is doing
+MAX_SKIPPED_STEPS = 10  # in a row; one bad batch passes, a diverged run never recovers
+METRIC_FORMATS = {"train_time": "{:.0f}ms", "step_avg": "{:.2f}ms", "tok_s": "{:.0f}"}
+CLEAR_LINE = "\r\033[K"  # wipes the line on a terminal
+
+
+def save_checkpoint(folder: Path, step: int, parts: dict[str, dict], meta: dict) -> None:
+    """Write folder/step_<step> whole or not at all, then delete all but the newest checkpoints.
+
+    parts: file name -> what torch.save takes; meta: JSON. Raises OSError, leaving nothing behind.
+    """
     final = folder / f"step_{step:06d}"
-    beside, files = final.with_suffix(".part"), {"meta.json": json.dumps(meta).encode()}
+    part_folder = final.with_suffix(".part")
+    files = {"meta.json": json.dumps(meta).encode()}
     try:
-        for old in folder.glob("step_*.part"):
-            shutil.rmtree(old)
-        beside.mkdir()
+        for leftover in folder.glob("step_*.part"):
+            shutil.rmtree(leftover)
+        part_folder.mkdir()
         for name, part in parts.items():
-            torch.save(part, buffer := io.BytesIO())  # into a file it would not raise OSError on a full disk
-            files[f"{name}.pt"] = buffer.getbuffer()
-        sums = "".join(f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in files.items())
-        for name, data in {**files, "SHA256SUMS": sums.encode()}.items():
-            replace_file(beside / name, data)
-        shutil.rmtree(final, ignore_errors=True)  # a damaged one; or the same, of a run that went on from before
-        beside.rename(final)
-        os.fsync(handle := os.open(folder, os.O_RDONLY))
-        os.close(handle)
+            buffer = io.BytesIO()  # torch.save into a file raises no OSError on a full disk
+            torch.save(part, buffer)
+            files[f"{name}.pt"] = buffer.getvalue()
+        sums = [f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in files.items()]
+        files["SHA256SUMS"] = "".join(sums).encode()
+        for name, data in files.items():
+            replace_file(part_folder / name, data)
+        shutil.rmtree(final, ignore_errors=True)  # a damaged one of the same step
+        part_folder.rename(final)
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
-    found = checkpoints(folder)
-    at = found.index(final)  # what is newer was damaged, or the run would have gone on from there
-    for old in found[:at] + found[at + keep :]:
+        shutil.rmtree(part_folder, ignore_errors=True)
+    folders = list_checkpoints(folder)
+    newest = folders.index(final)
+    # A newer checkpoint is damaged: otherwise the run would have resumed from it.
+    for old in folders[:newest] + folders[newest + KEEP_CHECKPOINTS :]:
         shutil.rmtree(old, ignore_errors=True)
 
 
+def replay_settings(name: str, folder: Path, out_dir: str) -> tuple[dict, dict]:
+    """Return (values below, values above) what is given, for a run that repeats another one."""
+    path = folder / "progress.json"
+    if not path.is_file():
+        raise UserError(f"REPLAY={name!r}: no {path}; must be a run that has trained to its end")
+    stored = json.loads(path.read_bytes())
+    changes = [event["changed"] for event in stored["events"] if event.get("changed")]
+    if changes:
+        raise UserError(f"REPLAY={name!r}: that run was resumed with other settings, {changes}")
+    below = {**stored["settings"], "run_id": "", "resume": "", "out_dir": out_dir}
+    return below, {"replay": str(folder)}
+
+
+def resume_settings(name: str, folder: Path, run_id: str, is_restart: bool) -> tuple[dict, dict]:
+    """Return (values below, values above) what is given, for a run that continues."""
+    if not folder.is_dir():
+        raise UserError(f"RESUME={name!r}: no folder {folder}; must be a RUN_ID or a path")
+    if run_id not in ("", folder.name):
+        raise UserError(f"RESUME={name!r}: RUN_ID={run_id!r} is another run")
+    if (folder / "result.json").exists():
+        raise UserError(f"RESUME={name!r}: {folder} is finished, its result.json stands")
+    checkpoints = list_checkpoints(folder)
+    newest, faults = newest_checkpoint(checkpoints)
+    place = {"resume": str(folder), "run_id": folder.name, "out_dir": str(folder.parent)}
+    if newest is None:
+        has_damaged = any(path.suffix != ".part" for path in checkpoints)
+        if has_damaged or not is_restart:
+            reason = " ".join(faults[:1])
+            raise UserError(f"RESUME={name!r}: {folder} has no whole checkpoint; {reason}")
+        return {}, place  # a restart before the first checkpoint begins anew
+    below = json.loads((newest / "meta.json").read_bytes())["settings"]
+    return below, {**place, "replay": below["replay"]}
+
+
 def stored_settings(given: dict[str, str], out_dir: str) -> tuple[dict, dict]:
-    """Settings of the run that RESUME or REPLAY names, by RUN_ID or path, and those that say where it is. UserError."""
-    out_dir, replay, run_id = given.get("OUT_DIR", out_dir), given.get("REPLAY", ""), given.get("RUN_ID", "")
-    # Under torchrun --max-restarts a RUN_ID that exists is resumed; only the node that failed counts restarts.
-    again = given.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and run_id and (Path(out_dir) / run_id).is_dir()
-    resume = run_id if again else given.get("RESUME", "")
-    if not (name := resume or replay):
+    """Return the settings of the run that RESUME or REPLAY names, as load_settings takes them.
+
+    Under torchrun --max-restarts a RUN_ID whose folder exists is resumed.
+    """
+    out_dir = given.get("OUT_DIR", out_dir)
+    run_id = given.get("RUN_ID", "")
+    is_elastic = given.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    is_restart = bool(is_elastic and run_id) and (Path(out_dir) / run_id).is_dir()
+    resume = run_id if is_restart else given.get("RESUME", "")
+    name = resume or given.get("REPLAY", "")
+    if not name:
         return {}, {}
     folder = Path(name) if os.sep in name else Path(out_dir) / name
-    if not resume:
-        path = folder / "progress.json"
-        if not path.is_file():
-            raise UserError(f"REPLAY={replay!r}: no {path}; must be a run that has trained to its end")
-        stored = json.loads(path.read_bytes())
-        below, every = stored["settings"], stored["settings"]["save_every"]
-        if below["spike_policy"] == "rewind" and given.get("SAVE_EVERY", every) != every:
-            raise UserError(f"SAVE_EVERY={given['SAVE_EVERY']!r}: must be {every!r}, for that run could rewind")
-        if changed := [event["changed"] for event in stored["events"] if event.get("changed")]:
-            raise UserError(f"REPLAY={replay!r}: that run was resumed with other settings on its way, {changed}")
-        return below | {"run_id": "", "resume": "", "out_dir": out_dir}, {"replay": str(folder)}
-    newest, faults = first_whole(checkpoints(folder))
-    for wrong, said in ((not folder.is_dir(), f"no folder {folder}; must be a RUN_ID in OUT_DIR, or a path"),
-                        (run_id not in ("", folder.name), f"RUN_ID={run_id!r} is another"),
-                        ((folder / "result.json").exists(), f"{folder} is finished, its result.json stands"),
-                        (not newest and (not again or any(not path.suffix for path in checkpoints(folder))),
-                         f"it has no whole checkpoint; {' '.join(faults[:1])}")):
-        if wrong:
-            raise UserError(f"RESUME={resume!r}: {said}")
-    below = json.loads((newest / "meta.json").read_bytes())["settings"] if newest else {"replay": replay}
-    place = {"resume": str(folder), "run_id": folder.name, "out_dir": str(folder.parent)}
-    return below, {"replay": below["replay"], **place}
+    if resume:
+        return resume_settings(resume, folder, run_id, is_restart)
+    return replay_settings(name, folder, out_dir)
+
+
+def make_tracker(settings: Any, folder: Path) -> Callable[[dict[str, float], int], None]:
+    """Return track(metrics, step), which feeds TensorBoard or W&B."""
+    if settings.tracker == "wandb":
+        import wandb
+
+        config = asdict(settings)
+        wandb.init(project="underpar", name=folder.name, dir=str(folder), config=config)
+        return wandb.log
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(folder)
+
+    def track(metrics: dict[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            writer.add_scalar(name, value, step)
+        writer.flush()  # the values stay, however the run ends
+
+    return track
+
+
+class Log:
+    """log.txt, the terminal and the tracker. Only rank 0 opens it; on other ranks it is mute."""
+
+    def __init__(self, iterations: int):
+        self.iterations = iterations
+        self.file = None
+        self.track = None
+        self.last_line = time.monotonic()
+
+    def open(self, path: Path, track: Callable | None) -> None:
+        """Write to the file at `path` from here on, and feed `track` if there is one."""
+        self.file = open(path, "ab", buffering=0)
+        self.track = track
+
+    def __call__(self, text: str, terminal: bool = True) -> None:
+        """Write text to the file and the terminal."""
+        if self.file is None:
+            return
+        self.last_line = time.monotonic()
+        try:
+            if terminal:
+                print(CLEAR_LINE + text if sys.stdout.isatty() else text, flush=True)
+            self.file.write(text.encode() + b"\n")
+        except OSError as error:  # a full disk may have room again before the next checkpoint
+            with contextlib.suppress(OSError):
+                sys.stderr.write(f"log.txt: {error.strerror}, lost: {text[:200]}\n")
+
+    def is_due(self) -> bool:
+        """Return whether nothing was written for LOG_SECONDS."""
+        return time.monotonic() - self.last_line >= LOG_SECONDS
+
+    def note(self, text: str) -> None:
+        """Write what the run is doing if a line is due."""
+        if self.is_due():
+            self(text)
+
+    def metrics(
+        self, step: int, metrics: dict[str, float], seconds_left: float | None = None
+    ) -> None:
+        """Write the metrics of a step and feed the tracker.
+
+        With seconds_left, only the first steps and then one step every LOG_SECONDS are written;
+        on a terminal the others overwrite one line.
+        """
+        parts = [f"step:{step}/{self.iterations or '?'}"]
+        for name, value in metrics.items():
+            parts.append(f"{name}:{METRIC_FORMATS.get(name, '{:.6g}').format(value)}")
+        line = " ".join(parts)
+        if seconds_left is None or step <= 5 or self.is_due():
+            self(line)
+            if self.track:
+                self.track(metrics, step)
+        elif self.file and sys.stdout.isatty():
+            print(f"{CLEAR_LINE}{seconds_left:.0f} s left {line}", end="", flush=True)
 
 
 class Run:
-    """A training run: folder, log, events, how far it is; `parts`, with state_dict; `identity`, what may not change."""
+    """A run: its folder, log, events and checkpoints, and how far it is.
 
-    kept = ("step", "saved", "skipped", "losses", "events")
+    STATE: what a checkpoint stores of the run itself.
+    parts: name -> object with state_dict and load_state_dict, one of them the "network".
+    identity: values that must not change when a run is resumed.
+    """
 
-    def __init__(self, settings, runtime: Runtime, parts: dict, identity: dict):
-        every = re.fullmatch(r"(\d+)(s?)", settings.save_every)
-        if not every or settings.spike_policy == "rewind" and (every[2] or not int(every[1])):
-            raise UserError(f"SAVE_EVERY={settings.save_every!r}: must be 500 (steps), 120s, or 0; to rewind, steps")
-        shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # pytorch issue 135712: they never meet
-        if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and (shared or not settings.run_id):
-            raise UserError("torchrun --max-restarts: needs RUN_ID, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
-        self.settings, self.runtime, self.parts, self.identity = settings, runtime, parts, identity
-        self.folder = Path(settings.out_dir) / runtime.agree(settings.run_id or time.strftime("run_%Y%m%d_%H%M%S"))
-        often, self.saved, self.stands = int(every[1]) or math.inf, 0.0, -1
-        self.every_steps, self.every_seconds = (math.inf, often) if every[2] else (often, math.inf)
-        self.step, self.skipped = 0, 0  # step `step` reads the data of step + skipped
-        self.losses, self.events, self.file, self.clear, self.tracker = [], [], None, "", None
+    STATE = ("step", "saved_seconds", "skipped_steps", "skipped_in_a_row", "events")
 
-    def state_dict(self) -> dict:
-        return {name: getattr(self, name) for name in self.kept}
+    def __init__(self, settings: Any, runtime: Runtime, parts: dict[str, Any], identity: dict):
+        interval = re.fullmatch(r"(\d+)(s?)", settings.save_every)
+        if not interval:
+            raise UserError(f"SAVE_EVERY={settings.save_every!r}: must be 500 (steps), 120s or 0")
+        self.save_interval = int(interval[1]) or math.inf
+        self.saves_by_seconds = interval[2] == "s"
+        # PyTorch issue 135712: restarted ranks never meet through the agent's store.
+        is_elastic = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+        shares_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if is_elastic and (shares_store or not settings.run_id):
+            raise UserError(
+                "torchrun --max-restarts: needs RUN_ID, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+            )
+        self.settings = settings
+        self.runtime = runtime
+        self.parts = parts
+        self.identity = identity
+        name = runtime.agree(settings.run_id or time.strftime("run_%Y%m%d_%H%M%S"))
+        self.folder = Path(settings.out_dir) / name
+        self.step = 0
+        self.skipped_in_a_row = 0
+        self.skipped_steps = 0
+        self.events: list[dict] = []
+        self.saved_step = -1  # step and training seconds of the newest checkpoint
+        self.saved_seconds = 0.0
+        self.log = Log(settings.iterations)
 
-    def load_state_dict(self, saved: dict) -> None:
-        vars(self).update(saved)
-
-    def open(self) -> str:
-        """Make or find the folder and begin the log; the checkpoint to load, or "". Raises UserError."""
-        newest, faults, path, settings = None, [], self.folder / "log.txt", self.settings
+    def open(self) -> Path | None:
+        """Make or find the folder and begin the log; return the checkpoint to load, if any."""
+        checkpoint = None
+        faults = []
         if self.runtime.rank == 0:
-            try:  # before there is a folder; a run without needs neither
-                if settings.tracker == "wandb":
-                    import wandb
-                elif settings.tracker == "tensorboard":
-                    from torch.utils.tensorboard import SummaryWriter
-            except ImportError:
-                raise UserError(f"TRACKER={settings.tracker!r}: missing; pip install {settings.tracker}") from None
-            if settings.resume:
-                newest, faults = first_whole(checkpoints(self.folder))
-            elif os.path.exists(self.folder) or Path(settings.run_id).name != settings.run_id:
-                found = f"exists already in {settings.out_dir}, or is no plain name"
-                raise UserError(f"RUN_ID={settings.run_id!r}: {found}; RESUME it, or choose another")
+            if self.settings.resume:
+                checkpoint, faults = newest_checkpoint(list_checkpoints(self.folder))
             else:
-                try:
-                    self.folder.mkdir(parents=True)
-                except OSError as error:
-                    raise UserError(f"OUT_DIR={settings.out_dir!r}: cannot write there ({error.strerror})") from None
-            self.file = open(path, "ab", buffering=0)  # each line is written at once
-            self.clear = "\r\033[K" if sys.stdout.isatty() else ""  # wipes a terminal's line of progress
-            if settings.tracker == "wandb":
-                own = dict(project="underpar", name=self.folder.name, dir=str(self.folder), config=asdict(settings))
-                self.tracker = wandb.init(**own).log
-            elif settings.tracker == "tensorboard":
-                writer = SummaryWriter(self.folder)  # what it is told stays, however the run ends
-                self.tracker = lambda numbers, step: (
-                    [writer.add_scalar(*number, step) for number in numbers.items()], writer.flush())
-            source = Path(__file__).read_text(encoding="utf-8") + "\n" + "=" * 120
-            if source not in path.read_text(encoding="utf-8"):
-                self.log(source, terminal=False)
-            self.log(f"command: {' '.join([Path(sys.executable).name, *sys.argv])}", terminal=False)
-            machine = " ".join(f"{key}:{value}" for key, value in describe_machine(self.runtime).items())
-            values = [(field, getattr(settings, field.name)) for field in fields(settings)]
-            table = [f"{'*' if value != field.default else ' '} {field.name.upper()}="  # *: not the default
-                     f"{int(value) if field.type is bool else value}" for field, value in values]
-            self.log("\n".join([machine, *table, *faults]))
-        return self.runtime.agree(str(newest or ""))
+                self.make_folder()
+            has_tracker = self.settings.tracker != "none"
+            track = make_tracker(self.settings, self.folder) if has_tracker else None
+            self.log.open(self.folder / "log.txt", track)
+            self.write_header(faults)
+        return self.runtime.agree(checkpoint)
 
-    def log(self, text: str, terminal: bool = True) -> None:
-        """To log.txt, which is gone on with where it stands, to the terminal and to TRACKER; nothing but on rank 0."""
-        if self.file:
-            try:
-                if terminal:
-                    print(self.clear + text, flush=True)
-                self.file.write(text.encode() + b"\n")
-                self.mirror(text)
-            except OSError as error:  # a full disk may have room again before the next checkpoint
-                with contextlib.suppress(OSError):
-                    sys.stderr.write(f"log.txt: {error.strerror}, lost: {text[:200]}\n")
+    def make_folder(self) -> None:
+        """Make the folder of a new run. Raises UserError, with nothing made."""
+        run_id = self.settings.run_id
+        out_dir = self.settings.out_dir
+        tracker = self.settings.tracker
+        if tracker != "none" and importlib.util.find_spec(tracker) is None:
+            raise UserError(f"TRACKER={tracker!r}: is not installed; pip install {tracker}")
+        if os.path.exists(self.folder) or Path(run_id).name != run_id:
+            raise UserError(
+                f"RUN_ID={run_id!r}: exists already in {out_dir}, or is no plain name; RESUME it, "
+                "or choose another"
+            )
+        try:
+            self.folder.mkdir(parents=True)
+        except OSError as error:
+            reason = error.strerror
+            raise UserError(f"OUT_DIR={out_dir!r}: cannot write there ({reason})") from None
 
-    def mirror(self, text: str) -> None:
-        """To TRACKER the numbers of a step's line, and as held_out/NAME a validation's, of an interval its mean."""
-        of = re.match(r"step:(\d+)(/?)|before: |after: |from the artifact: val", text)
-        if self.tracker and of:
-            found = re.findall(r"(\w+)(?::|': \[?)(-?(?:\d[\d.e+-]*|nan|inf))", text.removeprefix(f"step:{of[1]}"))
-            kind = "" if of[2] else "held_out/"
-            step = int(of[1] or (0 if text.startswith("before") else self.step))  # a resumed run says `before` again
-            self.tracker({kind + name: float(value) for name, value in found}, step)
+    def write_header(self, faults: list[str]) -> None:
+        """Log the script's source, the command, the machine and all settings; * marks a change."""
+        source = Path(__file__).read_text(encoding="utf-8") + "\n" + "=" * 120
+        if source not in (self.folder / "log.txt").read_text(encoding="utf-8"):
+            self.log(source, terminal=False)
+        self.log(f"command: {' '.join([Path(sys.executable).name, *sys.argv])}", terminal=False)
+        machine = describe_machine(self.runtime)
+        lines = [" ".join(f"{key}:{value}" for key, value in machine.items())]
+        for setting in fields(self.settings):
+            value = getattr(self.settings, setting.name)
+            mark = " " if value == setting.default else "*"
+            shown = int(value) if setting.type is bool else value
+            lines.append(f"{mark} {setting.name.upper()}={shown}")
+        self.log("\n".join(lines + faults))
 
-    def event(self, name: str, **found) -> None:
-        """For the log and for result.json."""
-        self.events.append({"event": name, **found})
-        self.log(f"event: {name} " + " ".join(f"{key}:{value}" for key, value in found.items()))
+    def event(self, name: str, **facts: Any) -> None:
+        """Log an event that result.json reports too."""
+        self.events.append({"event": name, **facts})
+        self.log(f"event: {name} " + " ".join(f"{key}:{value}" for key, value in facts.items()))
+
+    def is_save_due(self, seconds: float) -> bool:
+        """Return whether SAVE_EVERY asks for a checkpoint at `seconds` of training."""
+        if self.saves_by_seconds:
+            return seconds - self.saved_seconds >= self.save_interval
+        return self.step > 0 and self.step % self.save_interval == 0
 
     def save(self, seconds: float) -> None:
-        """Write a checkpoint (rank 0). That it cannot be written is an event if an older one stands, else UserError."""
-        begin, self.saved, stands, self.stands = time.perf_counter(), seconds, self.stands, self.step
-        if self.runtime.rank or stands == self.step:
+        """Write a checkpoint. A failure is an event if an older one stands, else a UserError."""
+        self.saved_seconds = seconds
+        is_saved = self.saved_step == self.step
+        self.saved_step = self.step
+        if self.runtime.rank != 0 or is_saved:
             return
+        begin = time.perf_counter()
         states = {name: part.state_dict() for name, part in self.parts.items()}
-        meta = {"script": Path(__file__).name, "code_sha256": sha256_file(__file__), "settings": asdict(self.settings),
-                "identity": self.identity, "rng": torch.get_rng_state().tolist(), **self.state_dict()}
+        meta = {
+            "script": Path(__file__).name,
+            "code_sha256": sha256_file(__file__),
+            "settings": asdict(self.settings),
+            "identity": self.identity,
+            "rng": torch.get_rng_state().tolist(),
+            **{name: getattr(self, name) for name in self.STATE},
+        }
         try:
             files = {"model": states.pop("network"), "training": states}
-            save_checkpoint(self.folder, self.step, files, meta, self.settings.keep)
+            save_checkpoint(self.folder, self.step, files, meta)
         except OSError as error:
-            if first_whole(checkpoints(self.folder))[0] is None:
-                raise UserError(f"OUT_DIR={self.settings.out_dir!r}: no checkpoint can be written ({error})") from None
+            if newest_checkpoint(list_checkpoints(self.folder))[0] is None:
+                out_dir = self.settings.out_dir
+                raise UserError(f"OUT_DIR={out_dir!r}: cannot save there ({error})") from None
             self.event("save_failed", step=self.step, error=str(error))
         else:
-            self.log(f"step:{self.step} saved in {1000 * (time.perf_counter() - begin):.0f}ms")
+            milliseconds = 1000 * (time.perf_counter() - begin)
+            self.log(f"step:{self.step} saved in {milliseconds:.0f}ms")
 
-    def load(self, folder: Path, resume: bool = True) -> None:
-        """Bring all that back; where it is to rewind and not to resume, clock and events go on. Raises UserError."""
+    def load(self, folder: Path) -> None:
+        """Restore a checkpoint. Raises UserError if the run would become another one."""
         meta = json.loads((folder / "meta.json").read_bytes())
         for name, value in self.identity.items():
-            if (was := meta["identity"].get(name)) != value:
-                raise UserError(f"RESUME={self.settings.resume!r}: {name.upper()}={value!r}; must stay {was!r}")
-        load = functools.partial(torch.load, map_location=self.runtime.device, weights_only=True)
-        states = {"network": load(folder / "model.pt"), **load(folder / "training.pt")}
+            before = meta["identity"].get(name)
+            if before != value:
+                resume = self.settings.resume
+                raise UserError(
+                    f"RESUME={resume!r}: {name.upper()}={value!r}; must stay {before!r}"
+                )
+        place = self.runtime.device
+        network = torch.load(folder / "model.pt", map_location=place, weights_only=True)
+        training = torch.load(folder / "training.pt", map_location=place, weights_only=True)
+        states = {"network": network, **training}
         for name, part in self.parts.items():
-            if name in states and (resume or name != "clock"):
+            if name in states:
                 part.load_state_dict(states[name])
-        self.step = self.stands = meta["step"]
-        if resume:
-            torch.set_rng_state(torch.tensor(meta["rng"], dtype=torch.uint8))
-            self.load_state_dict({name: meta[name] for name in self.kept})
-            was = meta["settings"] | {name: getattr(self.settings, name) for name in ("resume", "run_id", "out_dir")}
-            self.event("resume", step=self.step, ranks=self.runtime.world_size, changed={
-                name: value for name, value in vars(self.settings).items() if was.get(name) != value})
+        torch.set_rng_state(torch.tensor(meta["rng"], dtype=torch.uint8))
+        for name in self.STATE:
+            setattr(self, name, meta[name])
+        self.saved_step = self.step
+        changed = {
+            name: value
+            for name, value in asdict(self.settings).items()
+            if name not in ("resume", "run_id", "out_dir") and meta["settings"].get(name) != value
+        }
+        ranks = self.runtime.world_size
+        self.event("resume", step=self.step, ranks=ranks, changed=changed)
 
-    def judge(self, loss: float, bad: bool, last: bool = False) -> bool:
-        """Whether a step was good; a `bad` one's update is masked, SPIKE_POLICY does the rest or FloatingPointError."""
-        policy = "skip" if last and self.settings.spike_policy == "rewind" else self.settings.spike_policy
-        if not bad:
-            self.losses = [*self.losses, loss][-64:]
-            return True
-        fault = f"step {self.step}: its loss {loss} is a spike, or it or a gradient is not finite; weights stay"
-        if policy == "stop" or sum(event["event"] == policy for event in self.events) >= 10:
+    def count_skipped(self, report: StepReport) -> None:
+        """Count a step whose loss or gradient was not finite: its update was masked.
+
+        Raises FloatingPointError after MAX_SKIPPED_STEPS of them in a row.
+        """
+        if report.finite:
+            self.skipped_in_a_row = 0
+            return
+        self.skipped_steps += 1
+        self.skipped_in_a_row += 1
+        self.event("skipped_step", step=self.step, loss=str(report.loss))
+        if self.skipped_in_a_row >= MAX_SKIPPED_STEPS:
+            fault = f"{MAX_SKIPPED_STEPS} steps in a row had a loss or gradient that is not finite"
             self.log(f"error: {fault}", terminal=False)
-            raise FloatingPointError(f"{fault}; RESUME={self.folder} with SPIKE_POLICY=skip or rewind goes on")
-        self.event(policy, step=self.step, loss=str(loss))
-        if policy == "rewind":
-            ahead = self.step + self.skipped + 1
-            self.load(Path(self.runtime.agree(str(first_whole(checkpoints(self.folder))[0]))), resume=False)
-            self.skipped = ahead - self.step  # this step's data is left out too
-        return False
+            raise FloatingPointError(f"{fault}; the last checkpoint of {self.folder} is good")
+
+
 # === end: checkpoint ===
 
 
