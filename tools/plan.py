@@ -46,14 +46,13 @@ def estimate_bytes(script: ModuleType, settings, network: torch.nn.Module) -> di
     """Bytes of code and artifact by class, as if the limit did not bind.
 
     A weight takes the entropy of a normal one, 0.5 log2(2 pi e) - log2(step) with the quantizer's step in root mean
-    squares, less LESS_BITS. Where clip_sigmas is 0 or -1, the clip is taken for 4.5 root mean squares.
+    squares, less LESS_BITS.
     """
     counts = script.count_parameters(network)
     sizes = {"code": sum(os.path.getsize(path) for path in (script.__file__, settings.config) if path),
              "control": 2 * counts["control"], "header and tables": 1500 + 30 * len(network.state_dict())}
     for kind, quantizer in script.quant_table(settings).items():
-        clip = quantizer["clip_sigmas"] if quantizer["clip_sigmas"] > 0 else 4.5
-        step = clip / (2 ** (quantizer["bits"] - 1) - 1)
+        step = quantizer["clip_sigmas"] / (2 ** (quantizer["bits"] - 1) - 1)
         bits = 0.5 * math.log2(2 * math.pi * math.e) - math.log2(step) - LESS_BITS[kind]
         sizes[kind] = counts[kind] / 8 * max(0.0, bits)
     return sizes
