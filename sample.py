@@ -1618,406 +1618,420 @@ def reference_policy(model: nn.Module, frozen: bool) -> Callable[[], contextlib.
 
 
 # === shared: quantization ===
-FLOAT32_CONTROLS = ("A_log", "dt_bias")  # they pass through exp and softplus into a decay that is taken T times
-# Tensor class -> arguments of `quantize`: bits, codes being up to qmax = 2**(bits-1) - 1; clip_sigmas, what qmax stands
-# for in root mean squares (Parameter Golf's SDClip; 0: the largest weight; -1: what has the least squared error); step,
-# what has a scale of its own: a "row", a row on a "grid" of 16 an octave, or the whole "tensor"; widen, a factor on it.
-QuantTable, QUANTIZER = dict[str, dict], ("bits", "clip_sigmas", "step")
+# The artifact stores matrices and embeddings as whole-number codes with one scale per tensor, and
+# all other tensors as floats. The entropy coder makes rare codes cheap, so the scale alone decides
+# the size. One scale per tensor took 7 to 10% fewer bytes at equal loss than one per row, because
+# the coder knows the sizes of rows and columns (docs/lab.md, 2026-11-21).
+#
+# The largest code stands for this many root mean squares (Parameter Golf's SDClip). With the
+# default of 6 bits, 8 sigma give a step of 0.26 sigma, about 4 bits per weight.
+MATRIX_CLIP_SIGMAS = 8.0
+# At the same step an embedding's weight costs 40 times as much loss as a matrix's (docs/lab.md).
+# So embeddings have a finer step, 0.047 sigma.
+EMBED_CLIP_SIGMAS = 6.0
+EMBED_BITS = 8
+# These stay float32: they pass through exp and softplus into a decay that every token applies.
+FLOAT32_CONTROLS = ("A_log", "dt_bias")
+
+# Tensor class -> keyword arguments of `quantize`. Plain dicts, because checkpoints hold them.
+QuantTable = dict[str, dict]
+
+
+@dataclass
+class Coded:
+    """A quantized tensor: weight = code * scale."""
+
+    codes: Tensor  # int8 (R, C), of size 2**(bits - 1) - 1 at most
+    scale: Tensor  # float16 (1,)
+    bits: int
 
 
 def tensor_class(name: str, tensor: Tensor) -> str:
-    """How the artifact stores a tensor, by the last part of its dotted name: as "matrix", "embedding" or "control".
+    """Returns "matrix", "embedding" or "control", by the last part of the tensor's dotted name.
 
-    "w_*" is a matrix; "*embed*", "head" and "ab" (GDN's decay and step size) are embeddings; all else is control, few
-    weights that scale whole channels, and so is what has, seen as (shape[0], the rest), under 16 rows or columns. Bytes
-    are "counts", of n-grams.
+    "w_*" is a matrix; "*embed*", "head" and "ab" (GDN's decay and step size) are embeddings. All
+    other tensors are controls: few weights that scale whole channels. So is every tensor with fewer
+    than 16 rows or columns, seen as (shape[0], the other dimensions).
     """
-    if not tensor.is_floating_point():
-        return "counts"
-    rows, last = tensor.shape[0] if tensor.ndim > 1 else 0, name.removesuffix(".original").rsplit(".", 1)[-1]
+    rows = tensor.shape[0] if tensor.ndim > 1 else 0
     if rows < 16 or tensor.numel() < 16 * rows:
         return "control"
+    # Under a LoRA adapter PyTorch calls the weight itself NAME.original.
+    last = name.removesuffix(".original").rsplit(".", 1)[-1]
     if last.startswith("w_"):
         return "matrix"
     return "embedding" if "embed" in last or last in ("head", "ab") else "control"
 
 
-def round_to(w: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """The nearest codes, as floats, of w by scales that broadcast."""
+def round_to(w: Tensor, scale: Tensor, bits: int) -> Tensor:
+    """Returns the codes nearest to w / scale, as floats; a scale of 0 gives codes of 0."""
     qmax = 2 ** (bits - 1) - 1
-    return (w / torch.where(scales > 0, scales, 1.0)).round_().clamp_(-qmax, qmax)
+    return (w / torch.where(scale > 0, scale, 1.0)).round_().clamp_(-qmax, qmax)
 
 
-def quantize(w: Tensor, bits: int, clip_sigmas: float, step: str, widen: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Codes int8 (R, C) and scales float16 (R,) or (1,) of w (R, ...), see QuantTable. What is not finite stays so."""
-    rows = w.reshape(w.shape[0], -1).float()  # (R, C)
-    alike = rows.reshape(1, -1) if step == "tensor" else rows  # those of one scale
-    # A clip may lie beyond the largest weight: a wide step makes codes cheap. The root mean square is not about the
-    # mean, or a constant row would be lost.
-    clip = alike.square().mean(1).sqrt() * clip_sigmas if clip_sigmas > 0 else alike.abs().amax(1)  # (R,) or (1,)
-    scales = clip / (2 ** (bits - 1) - 1)
-    if clip_sigmas < 0:
-        tried = (scales * torch.linspace(0.1, 1.0, 37, device=w.device)[:, None])[..., None]  # (37, R, 1)
-        errors = [(round_to(alike, own, bits) * own - alike).square().sum(1) for own in tried]
-        scales = tried[..., 0].gather(0, torch.stack(errors).argmin(0, keepdim=True))[0]
-    scales = scales * widen
-    scales = (((scales.log2() * 16).round() / 16).exp2() if step == "grid" else scales).half()
-    return round_to(rows, scales.float()[:, None], bits).to(torch.int8), scales
+def quantize(w: Tensor, bits: int, clip_sigmas: float, widen: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Returns codes int8 (R, C) and the scale float16 (1,) of w (R, ...).
+
+    The largest code stands for `clip_sigmas` root mean squares of w, times `widen`: the factor by
+    which the exporter widens all steps if the artifact would exceed its limit. The root mean square
+    is not about the mean, so a constant tensor keeps its value. If w is not finite, neither is the
+    scale.
+    """
+    rows = w.reshape(w.shape[0], -1).float()
+    sigma = rows.reshape(1, -1).square().mean(1).sqrt()
+    scale = (sigma * clip_sigmas / (2 ** (bits - 1) - 1) * widen).half()
+    return round_to(rows, scale, bits).to(torch.int8), scale
 
 
-def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
-    """code * scale, float32 (R, C): an 8-bit code times an 11-bit significand is exact, on every machine."""
-    return codes.float() * scales.float()[:, None]
+def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
+    """Returns code * scale, float32 (R, C): 8 by 11 bits, so exact on every machine."""
+    return codes.float() * scale
 
 
-def quantize_all(tensors: dict[str, Tensor], table: QuantTable) -> dict[str, tuple]:
-    """name -> (codes, scales, bits) of the tensors that the table quantizes, each weight by its nearest code."""
-    tables = {name: table[kind] for name, w in tensors.items() if (kind := tensor_class(name, w)) in table}
-    return {name: (*quantize(tensors[name], **own), own["bits"]) for name, own in tables.items()}
+def quantize_all(tensors: dict[str, Tensor], table: QuantTable) -> dict[str, Coded]:
+    """Returns those tensors whose class the table has, with each weight at its nearest code."""
+    coded = {}
+    for name, w in tensors.items():
+        quantizer = table.get(tensor_class(name, w))
+        if quantizer:
+            coded[name] = Coded(*quantize(w, **quantizer), quantizer["bits"])
+    return coded
 
 
 def quant_table(settings) -> QuantTable:
-    """The classes and their quantizers that the settings ask for."""
-    return {kind: {"widen": 1.0, **{part: getattr(settings, f"{word}_{part}") for part in QUANTIZER}}
-            for kind, word in (("matrix", "matrix"), ("embedding", "embed"))}
+    """Returns the quantizers that a run begins with."""
+    return {
+        "matrix": {"bits": settings.matrix_bits, "clip_sigmas": MATRIX_CLIP_SIGMAS, "widen": 1.0},
+        "embedding": {"bits": EMBED_BITS, "clip_sigmas": EMBED_CLIP_SIGMAS, "widen": 1.0},
+    }
 
 
 @contextlib.contextmanager
 def swapped(params: list[Tensor], values: Iterable[Tensor]) -> Iterator[None]:
-    """`params` hold `values` inside, and their own values again, bit for bit, after, even after an exception."""
-    pairs = [(param.detach(), param.detach().clone()) for param in params]  # the same memory, and its values
-    for (param, _), value in zip(pairs, values, strict=True):
+    """Inside, `params` hold `values`; afterwards, also after an exception, their old values."""
+    params = [param.detach() for param in params]  # the same memory, which may be written in place
+    originals = [param.clone() for param in params]
+    for param, value in zip(params, values, strict=True):
         param.copy_(value)
     try:
         yield
     finally:
-        for param, own in pairs:
-            param.copy_(own)
+        torch._foreach_copy_(params, originals)
 
 
-def decoded(tensors: dict[str, Tensor], coded: dict[str, tuple]) -> contextlib.AbstractContextManager[None]:
-    """Inside, tensors hold what their codes stand for."""
-    values = (dequantize(codes, scales).view_as(tensors[name]) for name, (codes, scales, _) in coded.items())
+def decoded(
+    tensors: dict[str, Tensor], coded: dict[str, Coded]
+) -> contextlib.AbstractContextManager:
+    """Inside, the coded tensors hold the weights that their codes stand for."""
+    values = (dequantize(c.codes, c.scale).view_as(tensors[name]) for name, c in coded.items())
     return swapped([tensors[name] for name in coded], values)
 
 
-def quantized(network: nn.Module, table: QuantTable) -> contextlib.AbstractContextManager[None]:
-    """Quantization-aware training: inside, for forward and backward, weights are as the artifact would give them back.
+def quantized(network: nn.Module, table: QuantTable) -> contextlib.AbstractContextManager:
+    """Quantization-aware training: inside, weights are what the artifact would give back.
 
-    No flag in the model, so compiled code is not traced again. The gradient at q(w) lands on w as it is: exactly the
-    straight-through estimator (Bengio et al., arXiv:1308.3432), w + (q(w) - w).detach(). UserError under an adapter.
+    This holds for forward and backward. No flag in the model changes, so compiled code is not
+    traced again. The gradient at the quantized weight q(w) is applied to w: this is the straight-
+    through estimator (Bengio et al., arXiv:1308.3432), w + (q(w) - w).detach().
     """
     tensors = network.state_dict()
-    if any(name.endswith(".lora_a") for name in tensors):
-        raise UserError("QAT=1: the artifact holds sums of weight and adapter; merge_lora(network) first, or QAT=0")
     return decoded(tensors, quantize_all(tensors, table))
 
 
 def count_parameters(network: nn.Module) -> dict[str, int]:
-    """Parameters by the class the exporter puts them in, and all of them."""
-    counts = collections.Counter(matrix=0, embedding=0, control=0, total=0)
+    """Returns the number of parameters of each tensor class, and in total."""
+    counts = collections.Counter()
     for name, param in network.named_parameters():
-        counts.update({tensor_class(name, param): param.numel(), "total": param.numel()})
+        counts[tensor_class(name, param)] += param.numel()
+    counts["total"] = counts.total()
     return counts
 # === end: quantization ===
 
 
 # === shared: artifact ===
-# One file, little endian: magic, version u32, header length u32, zstd(JSON header), data area, SHA-256 of the rest.
-# The data area, without gaps: sections "states", "tables", "numbers"; the words of the tensors of coder rans; section
-# "scales", float16, of all tensors in turn; the other tensors. A crc32 is of the unpacked array. Codes are int8; rANS
-# takes the one at (r, c) by table `table` plus number r and R + c of its tensor. Lane states begin as in "states", run
-# on from tensor to tensor, and end in 2**16 plus two bytes each: the first ones of what follows the words, which stand
-# nowhere else. So a lane costs about a byte.
-ARTIFACT_PREFIX, ARTIFACT_MAGIC, ARTIFACT_VERSION = struct.Struct("<8sII"), b"UNDERPAR", 4
-RANS_BITS = 14  # at 14 bits the rounding of frequencies costs about 20 bytes per million codes, at 12 bits 150
+# An artifact is one file, little endian: magic, version u32, length u32 and CRC-32 of the header,
+# the header (JSON in a zstd frame), the streams without gaps, and the SHA-256 of all before it.
+#
+# The header lists the streams in the order of the file: three arrays of class "coder", then the
+# tensors. An entry has name, class, shape, dtype, coder, and the stream's length and CRC-32. A
+# tensor with "scale" and "bits" is stored as codes. Coder "zstd" is a zstd frame of the array.
+#
+# Coder "rans" is for codes: range ANS (Duda, arXiv:1311.2540) in interleaved lanes. In trained
+# matrices rows differ in size, and so do columns that read hidden units; given both sizes, codes
+# are nearly normal. So the code at row r and column c is coded by table sizes[r] + sizes[c], which
+# saves 5% of the bytes (docs/lab.md, 2026-11-21). The coder's arrays are the lane states u32 at
+# which decoding begins; the tables u16 (97, 256) of frequencies, by code & 255; and the sizes u8:
+# of each "rans" tensor in turn, those of its rows, then those of its columns. Code i of a tensor is
+# in lane i % lanes. The states run on from tensor to tensor, and end at 2**16.
+ARTIFACT_PREFIX = struct.Struct("<8sIII")
+ARTIFACT_MAGIC = b"UNDERPAR"
+ARTIFACT_VERSION = 5
+RANS_BITS = 14  # rounding frequencies costs 20 bytes per million codes; at 12 bits 150
 RANS_TOTAL = 1 << RANS_BITS
-RANS_LOW = 1 << 16  # every state stays in [2**16, 2**32), so a step moves at most one 16-bit word
+RANS_LOW = 1 << 16  # states stay in [2**16, 2**32), so a step moves at most one 16-bit word
 
 
 class ArtifactError(ValueError):
-    """An artifact file is damaged or is none; the message is one line that names what is wrong."""
+    """The artifact is damaged, or the file is none; one line that names the damaged part."""
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise ArtifactError(message) unless the condition holds."""
+    """Raises ArtifactError(message) unless the condition holds."""
     if not condition:
         raise ArtifactError(message)
 
 
 def rans_table(counts: np.ndarray) -> np.ndarray:
-    """Frequencies uint16 (256,) that sum to 2**14, at least 1 where counts (256,) are not 0, and in two places."""
+    """Returns frequencies uint16 (256,), of sum 2**14, for symbols that occur counts (256,) times.
+
+    Each symbol that occurs has 1 and its share of what is left. So have the first two symbols,
+    because a single one with all of 2**14 would overflow a state.
+    """
     counts = counts.astype(np.float64)
-    if np.count_nonzero(counts) < 2:  # one symbol with all of 2**14 would overflow a state
-        counts[:2] += 1e-9
-    # What rounding leaves goes, one at a time, where it saves the most or costs the fewest bits: the derivative of
-    # sum(counts * log2(f)) at the middle of the step is counts / (f +- 1/2).
-    table = np.where(counts > 0, np.maximum(1, np.rint(counts * (RANS_TOTAL / counts.sum()))), 0)
-    while excess := int(table.sum()) - RANS_TOTAL:
-        if excess < 0:
-            table[np.argmax(counts / (table + 0.5))] += 1
-        else:
-            table[np.argmin(np.where(table > 1, counts / (table - 0.5), np.inf))] -= 1
-    return table.astype(np.uint16)
+    counts[:2] += 1e-9
+    present = counts > 0
+    ends = np.cumsum(counts) / counts.sum() * (RANS_TOTAL - present.sum())
+    # Rounded ends of the symbols' ranges add up, which rounded shares would not.
+    return (present + np.diff(np.rint(ends), prepend=0)).astype(np.uint16)
 
 
 def rans_lanes(symbols: int) -> int:
-    """Number of interleaved coders: a power of two, 1 per 8,192 symbols (each costs about 1 byte), 8 to 1,024."""
+    """Returns the number of lanes: a power of two from 8 to 1,024, about one per 8,192 symbols.
+
+    Lanes move side by side, so many are fast; each of them costs 2 bytes.
+    """
     return min(1024, max(8, 1 << (symbols // 8192).bit_length() >> 1))
 
 
-def rans_encode(states: np.ndarray, table: np.ndarray, symbols: np.ndarray) -> np.ndarray:
-    """Words uint16 (W,), in the order they are read, of symbols uint8 (n,) by their table uint16 (256,).
+class RansCoder:
+    """Codes symbols by tables, in integers only; `states` uint32 (lanes,) move on in place.
 
-    Symbol i belongs to lane i % lanes of `states`, uint32 (lanes,), which are moved in place: over all arrays of
-    symbols, the last one first, since range ANS (Duda, arXiv:1311.2540) is a stack, to where decoding starts.
+    Range ANS is a stack: what is to be decoded first is encoded last.
     """
-    lanes, chunks = len(states), [np.empty(0, np.uint16)]
-    frequency = table.astype(np.uint32)[symbols]
-    start = (np.cumsum(table, dtype=np.uint32) - table)[symbols]
-    for begin in range((len(symbols) - 1) // lanes * lanes, -1, -lanes):
-        here = slice(begin, min(begin + lanes, len(symbols)))
-        x, f = states[: here.stop - begin], frequency[here]  # x is a view; the last symbols may need only a few lanes
-        full = x >= f << (32 - RANS_BITS)  # would overflow if one symbol had all of 2**14
-        chunks.append(x[full].astype(np.uint16))
-        x >>= full.astype(np.uint32) << 4
-        # x becomes (x // f << 14) + x % f + start, where x % f = x - x // f * f
-        x += x // f * (RANS_TOTAL - f) + start[here]
-    return np.concatenate(chunks[::-1])
+
+    def __init__(self, states: np.ndarray, tables: np.ndarray):
+        """tables uint16 (K, 256), made by rans_table. Raises ArtifactError if one is not whole."""
+        require((tables.sum(1, dtype=np.int64) == RANS_TOTAL).all(), "a table's sum is not 2**14")
+        self.states = states
+        # The low 14 bits of a state are a slot. A symbol has as many slots as its frequency says.
+        # Slots are numbered through all tables, and `first` is a symbol's first one.
+        self.frequency = tables.astype(np.uint32).reshape(-1)
+        self.first = np.cumsum(self.frequency, dtype=np.uint32) - self.frequency
+        # A slot's step is the frequency of its symbol << 16 | its place among the symbol's slots:
+        # one look-up for both makes decoding 1.5 times as fast as two.
+        slots = np.arange(self.frequency.sum(), dtype=np.uint32)
+        places = slots - np.repeat(self.first, self.frequency)
+        self.steps = np.repeat(self.frequency << 16, self.frequency) | places
+        symbols = np.arange(len(self.frequency)).astype(np.uint8)
+        self.symbols = np.repeat(symbols, self.frequency)
+
+    def encode(self, pairs: np.ndarray) -> np.ndarray:
+        """Returns words uint16, in the order of decoding, of pairs (n,): table << 8 | symbol."""
+        frequency = self.frequency.take(pairs)
+        start = self.first.take(pairs) % RANS_TOTAL
+        lanes = len(self.states)
+        chunks = [np.empty(0, np.uint16)]
+        for begin in reversed(range(0, len(pairs), lanes)):
+            f = frequency[begin : begin + lanes]
+            x = self.states[: len(f)]  # a view; the last symbols may need only some of the lanes
+            full = x >= f << (32 - RANS_BITS)
+            chunks.append(x[full].astype(np.uint16))
+            x >>= full.astype(np.uint32) << 4  # by 16 bits where a word was moved out
+            # x becomes (x // f << 14) + x % f + start, where x % f is x - x // f * f
+            x += x // f * (RANS_TOTAL - f) + start[begin : begin + lanes]
+        return np.concatenate(chunks[::-1])
+
+    def decode(self, tables: np.ndarray, words: np.ndarray) -> np.ndarray:
+        """Returns the symbols uint8 (n,) that `tables` (n,) code in `words`, or ArtifactError."""
+        slots = tables.astype(np.int64) << RANS_BITS
+        lanes = len(self.states)
+        position = 0
+        for begin in range(0, len(slots), lanes):
+            slot = slots[begin : begin + lanes]
+            x = self.states[: len(slot)]
+            slot += x & (RANS_TOTAL - 1)
+            step = self.steps.take(slot, mode="clip")
+            x >>= RANS_BITS
+            x *= step >> 16
+            x += step & 0xFFFF
+            low = np.flatnonzero(x < RANS_LOW)
+            end = position + len(low)
+            require(end <= len(words), "more rANS words are asked for than stored")
+            x[low] = x[low] << 16 | words[position:end]
+            position = end
+        require(position == len(words), "rANS words are left over")
+        return self.symbols.take(slots)
 
 
-def rans_decode(states: np.ndarray, table: np.ndarray, words: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """The inverse, in integers only: the next symbols, uint8 (count,), and the words after theirs. ArtifactError."""
-    require(int(table.sum(dtype=np.int64)) == RANS_TOTAL, "a frequency table is not whole")
-    table = table.astype(np.uint32)
-    offset = np.arange(RANS_TOTAL, dtype=np.uint32) - np.repeat(np.cumsum(table, dtype=np.uint32) - table, table)
-    both = np.repeat(table, table) << 16 | offset  # (2**14,), by slot: frequency and offset, for one look-up
-    slots, position, lanes = np.empty(count, np.intp), 0, len(states)
-    for begin in range(0, count, lanes):
-        x, slot = states[: count - begin], slots[begin : begin + lanes]  # views; the last may need only a few lanes
-        np.bitwise_and(x, RANS_TOTAL - 1, out=slot)
-        found = both.take(slot, mode="clip")
-        x >>= RANS_BITS
-        x *= found >> 16
-        x += found & 0xFFFF
-        low = np.flatnonzero(x < RANS_LOW)
-        end = position + len(low)
-        require(end <= len(words), "more rANS words are asked for than stored")
-        x[low] = x[low] << 16 | words[position:end]
-        position = end
-    return np.repeat(np.arange(256, dtype=np.uint8), table)[slots], words[position:]
+def size_numbers(codes: np.ndarray) -> np.ndarray:
+    """Returns sizes uint8 (R + C,) of the rows and the columns of codes int8 (R, C), from 0 to 48.
 
-
-def entropy_bytes(counts: np.ndarray, pool: np.ndarray) -> float:
-    """Bytes of symbols with `counts`, (N, 256) or (N,), coded by the shares of `pool` along the last dimension."""
-    return float((counts * np.log2(np.maximum(1, pool.sum(-1, keepdims=True)) / np.maximum(1, pool))).sum() / 8)
-
-
-def size_numbers(codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers of rows (R,) and columns (C,) of codes int8 (R, C), uint8: quarter octaves of their root mean square.
-
-    A row's and a column's number add up to a code's. Trained rows differ in size, and so do columns that read hidden
-    units; given both, codes are near to normal (docs/lab.md, 2026-11-21).
+    They count quarter octaves of the root mean square, a column's relative to that of all codes.
     """
     power = np.square(codes, dtype=np.float32)
-    sides = power.mean(1), power.mean(0) / max(power.mean(), 1e-9)
-    return tuple(np.rint(2 * np.log2(np.clip(side, 2**-8, 2**16)) + 16).astype(np.uint8) for side in sides)
+    columns = power.mean(0) / max(power.mean(), 1e-9)
+    octaves = np.log2(np.clip(np.concatenate([power.mean(1), columns]), 2**-8, 2**16))
+    return np.rint(2 * octaves + 16).astype(np.uint8)
 
 
-def choose_tables(tensors: list[tuple[str, np.ndarray, int]]) -> tuple[np.ndarray, list[tuple[str, int, tuple] | None]]:
-    """Tables uint16 (K, 256) for (class, codes int8 (R, C), bytes without rANS); of each tensor (contexts, first table,
-    its numbers), or None where rANS is not shorter.
+def entropy_bytes(counts: np.ndarray) -> float:
+    """Returns the bytes of symbols that occur counts (..., 256) times, by a table for each row."""
+    total = np.maximum(1, counts.sum(-1, keepdims=True))
+    return (counts * np.log2(total / np.maximum(1, counts))).sum() / 8
 
-    Contexts: one table for the "tensor" or its "class" (numbers are 0), or one for all codes of a size by "row" or
-    "cell", see size_numbers. Each tensor has what takes the fewest bytes, its part of the tables included.
+
+class Stream:
+    """A part of an artifact that is being packed; at first its payload is a zstd frame."""
+
+    def __init__(self, record: dict, array: np.ndarray):
+        """record: its entry in the header, which is completed here."""
+        self.array = array.astype(array.dtype.newbyteorder("<"))
+        dtype = self.array.dtype.str
+        self.record = {"shape": array.shape, "dtype": dtype, "coder": "zstd", **record}
+        self.payload = zstandard.ZstdCompressor().compress(self.array.tobytes())
+
+
+def unpack_array(record: dict, payload: bytes) -> np.ndarray:
+    """Returns the array of a zstd frame, in the byte order of this machine."""
+    dtype = np.dtype(record["dtype"])
+    require(record["coder"] == "zstd" and dtype.itemsize <= 4, "an unknown coder or dtype")
+    # No more is unpacked than the shape says, whatever the frame claims.
+    size = math.prod(record["shape"]) * dtype.itemsize
+    raw = zstandard.ZstdDecompressor().stream_reader(payload).read(size)
+    return np.frombuffer(raw, dtype).astype(dtype.newbyteorder("=")).reshape(record["shape"])
+
+
+def code_by_rans(streams: list[Stream]) -> list[Stream]:
+    """Codes streams of codes by rANS where that is shorter; returns the coder's arrays."""
+    chosen = []
+    sizes = [np.empty(0, np.uint8)]
+    counts = np.zeros((97, 256), np.int64)  # by table and symbol, of all tensors
+    for stream in streams:
+        rows = len(stream.array)
+        numbers = size_numbers(stream.array)
+        tables = np.add.outer(numbers[:rows], numbers[rows:])
+        pairs = (tables.astype(np.int32) << 8 | stream.array.view(np.uint8)).reshape(-1)
+        count = np.bincount(pairs, minlength=counts.size).reshape(counts.shape)
+        # zstd is shorter where rows repeat, as an embedding's of tokens that never occurred.
+        if entropy_bytes(count) < len(stream.payload):
+            chosen.append((stream, pairs))
+            sizes.append(numbers)
+            counts += count
+
+    states = np.full(rans_lanes(int(counts.sum())), RANS_LOW, np.uint32)
+    tables = np.stack([rans_table(count) for count in counts])
+    coder = RansCoder(states, tables)
+    for stream, pairs in reversed(chosen):
+        stream.payload = coder.encode(pairs).astype("<u2").tobytes()
+        stream.record["coder"] = "rans"
+    arrays = {"lane_states": states, "tables": tables, "sizes": np.concatenate(sizes)}
+    return [Stream({"name": name, "class": "coder"}, array) for name, array in arrays.items()]
+
+
+def pack_artifact(
+    tensors: dict[str, Tensor],
+    coded: dict[str, Coded],
+    settings: dict,
+    tokenizer_sha256: str,
+    meta: dict,
+) -> tuple[bytes, dict[str, int]]:
+    """Returns the artifact of `tensors`, those of `coded` as codes, and its bytes by tensor class.
+
+    settings: what rebuilds the model; meta: anything else; both JSON. The same input gives the same
+    bytes. Raises ArtifactError if a tensor is not finite as it would be stored.
     """
-    offers = []  # of each tensor: contexts -> (key of the tables, counts (N, 256) by table and code, numbers)
-    for at, (kind, codes, _) in enumerate(tensors):
-        (rows, columns), own = size_numbers(codes), {}
-        for contexts, other in (("row", 0 * columns), ("cell", columns)):
-            table = np.add.outer(rows, other, dtype=np.int32)
-            counts = np.bincount((table << 8 | codes.view(np.uint8)).reshape(-1), minlength=1 << 16).reshape(256, 256)
-            own[contexts] = contexts, counts, (rows, other)
-        alike = counts.sum(0, keepdims=True), (0 * rows, 0 * columns)
-        offers.append({**own, "class": (kind, *alike), "tensor": (str(at), *alike)})
-
-    def pool(picks: list[Iterable[str]]) -> dict[str, tuple[np.ndarray, int]]:  # key -> counts of all, how many
-        pools = {}
-        for own, names in zip(offers, picks, strict=True):
-            for key, counts, _ in map(own.get, names):
-                before, members = pools.get(key, (0, 0))
-                pools[key] = before + counts, members + 1
-        return pools
-
-    def size(key: str, counts: np.ndarray, numbers: tuple[np.ndarray, np.ndarray]) -> float:
-        every, members = pools[key]
-        kinds = [np.bincount(side, minlength=256) for side in numbers]
-        table = 1.6 * np.count_nonzero(every) / members  # about what an entry takes, packed
-        return entropy_bytes(counts, every) + entropy_bytes(np.array(kinds), np.array(kinds)) + table
-
-    pools = pool(offers)  # as if each tensor took all of them
-    sizes = [{name: size(*offer) for name, offer in own.items()} for own in offers]
-    least = [min(own, key=own.get) for own in sizes]
-    picks = [[name] if own[name] < most else [] for name, own, (*_, most) in zip(least, sizes, tensors, strict=True)]
-    tables, first = [], {}
-    for key, (counts, _) in pool(picks).items():
-        used = np.flatnonzero(counts.sum(1))
-        first[key] = len(tables) - int(used[0])
-        tables += map(rans_table, counts[used[0] : used[-1] + 1])
-    chosen = [(*names, first[own[names[0]][0]], own[names[0]][2]) if names else None
-              for names, own in zip(picks, offers, strict=True)]
-    return np.array(tables, np.uint16).reshape(-1, 256), chosen
-
-
-def code_runs(first: int, rows: np.ndarray, columns: np.ndarray) -> list[tuple[int, np.ndarray]]:
-    """(table, places in the flat tensor of the codes that it is for), as rANS takes them."""
-    table = np.add.outer(rows, columns, dtype=np.uint16).reshape(-1)
-    runs = np.split(np.argsort(table, kind="stable"), np.cumsum(np.bincount(table))[:-1])
-    return [(first + number, places) for number, places in enumerate(runs) if len(places)]
-
-
-def pack_array(record: dict, array: np.ndarray) -> list:
-    """[record with shape, coder and crc32, payload], the shortest: the array, a zstd frame of it, or its one value."""
-    array = np.asarray(array, array.dtype.newbyteorder("<"), order="C")
-    each = array.reshape(-1, 1).view(np.uint8)  # (n, bytes)
-    raw = each.T.tobytes()  # by byte planes, in which float16 and tables compress better
-    frame = zstandard.ZstdCompressor(level=1 if array.dtype == np.int8 else 19).compress(raw)  # rANS suits codes
-    payloads = {"stored": raw, "zstd": frame}
-    if array.size and (each == each[0]).all():  # 0.0 is not -0.0
-        payloads["constant"] = each[0].tobytes()
-    coder = min(payloads, key=lambda name: len(payloads[name]))
-    return [{**record, "shape": array.shape, "coder": coder, "crc32": zlib.crc32(array)}, payloads[coder]]
-
-
-def unpack_array(record: dict, area: io.BytesIO, dtype: str) -> np.ndarray:
-    """The flat array of `record`, next in `area`, if it is not of coder rans. Any error if it is damaged."""
-    payload, count, width = area.read(record["length"]), math.prod(record["shape"]), np.dtype(dtype).itemsize
-    match record["coder"]:
-        case "zstd":
-            payload = zstandard.ZstdDecompressor().stream_reader(payload).read(count * width)  # not what it declares
-        case "constant":
-            require(len(payload) == width, f"{len(payload)} bytes for one value")  # or a short file fills memory
-            payload = np.repeat(np.frombuffer(payload, np.uint8), count)
-        case coder:
-            require(coder == "stored", f"coder {coder!r} is unknown")
-    array = np.frombuffer(payload, np.uint8).reshape(width, -1).T.copy().view(dtype).reshape(count)
-    require(zlib.crc32(array) == record["crc32"], f"CRC-32 of {record['name']!r} is wrong")
-    return array.astype(dtype[1:], copy=False)  # native
-
-
-def pack_artifact(tensors: dict[str, Tensor], coded: dict[str, tuple[Tensor, Tensor, int]], settings: dict,
-                  tokenizer_sha256: str, meta: dict) -> tuple[bytes, dict[str, int]]:
-    """An artifact file of tensors, those of `coded` as codes int8 (R, C), scales float16 (R,) or (1,), and bits.
-
-    settings: what rebuilds the model; meta: anything else; both JSON. The same bytes for the same input, and how many
-    by class and part. Raises ValueError where a tensor is not finite as it would be stored.
-    """
-    parts, streams, scales = [], [], [np.empty(0, np.float16)]
+    streams = []
     for name, tensor in tensors.items():
-        dtype = torch.float32 if name.endswith(FLOAT32_CONTROLS) else torch.float16
-        dtype = dtype if tensor.is_floating_point() else torch.int8  # bytes of counts
-        codes, values, bits = coded.get(name) or (None, tensor.detach().to(dtype), 8 * dtype.itemsize)
-        if not (tensor.is_floating_point() or tensor.dtype == torch.int8) or not torch.isfinite(values).all():
-            most = f"{tensor.dtype} up to {tensor.abs().max():.3g}"
-            raise ValueError(f"tensor {name}: {most}; must be floating, finite as {dtype}, or int8")
-        values = values.cpu().numpy()
-        array = values if codes is None else codes.cpu().reshape(tensor.shape).numpy()
-        parts.append(pack_array({"name": name, "class": tensor_class(name, tensor), "bits": bits,
-                                 "scales": 0 if codes is None else len(values)}, array))
-        if codes is not None:
-            scales.append(values)
-            streams += [(parts[-1], array.reshape(len(array), -1))] if array.size else []
-    tables, chosen = choose_tables([(part[0]["class"], codes, len(part[1])) for part, codes in streams])
-    streams, chosen = [each for each, own in zip(streams, chosen, strict=True) if own], list(filter(None, chosen))
-    for (part, _), (contexts, table, _) in zip(streams, chosen, strict=True):
-        part[0].update(coder="rans", contexts=contexts, table=table)
-    late = [pack_array({"name": "scales"}, np.concatenate(scales)),
-            *(part for part in parts if part[0]["coder"] != "rans")]
-    tail = b"".join(payload for _, payload in late)
-    heads = 2 * rans_lanes(sum(codes.size for _, codes in streams))  # bytes of it that lane states carry
-    states = RANS_LOW + np.frombuffer(tail[:heads].ljust(heads, b"\0"), "<u2").astype(np.uint32)
-    for (part, codes), (_, table, numbers) in zip(streams[::-1], chosen[::-1], strict=True):
-        symbols, runs = codes.view(np.uint8).reshape(-1), code_runs(table, *numbers)
-        words = [rans_encode(states, tables[number], symbols[places]) for number, places in reversed(runs)]
-        part[1] = np.concatenate(words[::-1]).astype("<u2").tobytes()
-    numbers = np.concatenate([np.empty(0, np.uint8), *(own[side] for side in (0, 1) for *_, own in chosen)])
-    early = [pack_array({"name": name}, array) for name, array in (
-        ("states", states), ("tables", tables.T), ("numbers", numbers))]
-    sizes = collections.Counter(states=-min(heads, len(tail)))  # class -> bytes
-    area = [*early, *(part for part, _ in streams), *late]
-    for record, payload in area:
-        record["length"] = len(payload)
-        sizes[record.get("class", record["name"])] += len(payload)
-    header = {"settings": settings, "tokenizer_sha256": tokenizer_sha256, "meta": meta,
-              "tensors": [record for record, _ in parts],
-              "sections": {record["name"]: record for record, _ in [*early, late[0]]}}
-    text = zstandard.ZstdCompressor(level=19).compress(json.dumps(header, allow_nan=False).encode())
-    prefix = ARTIFACT_PREFIX.pack(ARTIFACT_MAGIC, ARTIFACT_VERSION, len(text))
-    data = b"".join([prefix, text, *(payload for _, payload in area[: -len(late)]), tail[heads:]])
+        record = {"name": name, "class": tensor_class(name, tensor), "shape": tensor.shape}
+        if name in coded:
+            values = coded[name].scale
+            record |= {"bits": coded[name].bits, "scale": values.item()}
+            stream = Stream(record, coded[name].codes.cpu().numpy())
+        else:
+            dtype = torch.float32 if name.endswith(FLOAT32_CONTROLS) else torch.float16
+            values = tensor.detach().to(dtype)
+            stream = Stream(record, values.cpu().numpy())
+        finite = bool(torch.isfinite(values).all())
+        require(finite, f"tensor {name}: must be finite as {values.dtype}")
+        streams.append(stream)
+    streams = code_by_rans([s for s in streams if "scale" in s.record]) + streams
+
+    sizes = collections.Counter()
+    for stream in streams:
+        length = len(stream.payload)
+        stream.record |= {"length": length, "crc32": zlib.crc32(stream.payload)}
+        sizes[stream.record["class"]] += length
+    header = {"settings": settings, "tokenizer_sha256": tokenizer_sha256, "meta": meta}
+    header["streams"] = [stream.record for stream in streams]
+    text = json.dumps(header, allow_nan=False).encode()
+    frame = zstandard.ZstdCompressor(level=19).compress(text)
+    prefix = ARTIFACT_PREFIX.pack(ARTIFACT_MAGIC, ARTIFACT_VERSION, len(frame), zlib.crc32(frame))
+    data = prefix + frame + b"".join(stream.payload for stream in streams)
     data += hashlib.sha256(data).digest()
-    return data, {**sizes, "header": len(data) - sizes.total()}
+    sizes["header"] = len(data) - sizes.total()
+    return data, sizes
 
 
-def read_artifact(path: str | Path, max_weights: int = 1 << 30) -> tuple[dict, dict[str, Tensor], dict[str, tuple]]:
-    """(header, name -> float32 tensor, name -> `coded` as it was written) of an artifact, bit-exact on every machine.
+def read_streams(data: bytes, max_weights: int) -> tuple[dict, list[bytes]]:
+    """Returns the header and the streams of an artifact. Raises ArtifactError if it is damaged."""
+    magic, version, length, crc32 = ARTIFACT_PREFIX.unpack_from(data)
+    require(magic == ARTIFACT_MAGIC, f"is no underpar artifact, it begins with {magic!r}")
+    require(version == ARTIFACT_VERSION, f"version {version}, this code reads {ARTIFACT_VERSION}")
+    file = io.BytesIO(data[ARTIFACT_PREFIX.size : -32])
+    frame = file.read(length)
+    require(zlib.crc32(frame) == crc32, "the header is damaged")
+    header = json.loads(zstandard.ZstdDecompressor().stream_reader(frame).read(1 << 24))
+    payloads = []
+    weights = 0
+    for record in header["streams"]:
+        payload = file.read(record["length"])
+        name = f"{record['class']} {record['name']!r}"
+        require(zlib.crc32(payload) == record["crc32"], f"{name} is damaged")
+        payloads.append(payload)
+        # The shapes bound all that is allocated. A size of 0 counts as 1, or it would hide others.
+        require(min(record["shape"], default=0) >= 0, f"{name} has a negative shape")
+        weights += math.prod(max(1, size) for size in record["shape"])
+    require(hashlib.sha256(data[:-32]).digest() == data[-32:], "the SHA-256 is wrong")
+    require(weights <= max_weights, f"{weights} weights, the limit is {max_weights}")
+    return header, payloads
 
-    Memory is bounded by the file, at most max_weights numbers and float32 weights, and the decoding of one tensor at a
-    time. ArtifactError, one line naming the file and the damaged part, if anything is not as it was written.
+
+def read_artifact(
+    path: str | Path, max_weights: int = 1 << 30
+) -> tuple[dict, dict[str, Tensor], dict[str, Coded]]:
+    """Returns the header, the tensors by name in float32, and `coded` as it was written.
+
+    Bit-exact on every machine. Memory is bounded by the file, at most max_weights numbers and
+    weights, and the decoding of one tensor. Raises ArtifactError, one line that names the file and
+    the damaged part, if anything is not as it was written.
     """
     data = Path(path).read_bytes()
-    whole = len(data) >= ARTIFACT_PREFIX.size + 32 and data[:8] == ARTIFACT_MAGIC
-    require(whole, f"{path}: is no underpar artifact, or cut short: {len(data)} bytes that begin with {data[:8]!r}")
-    _, version, length = ARTIFACT_PREFIX.unpack_from(data)
-    require(version == ARTIFACT_VERSION, f"{path}: version {version}, this code reads {ARTIFACT_VERSION}")
-    intact = hashlib.sha256(data[:-32]).digest() == data[-32:]
-    area, what = io.BytesIO(data[ARTIFACT_PREFIX.size : -32]), "header"
+    tensors = {}
+    coded = {}
     try:
-        header = json.loads(zstandard.ZstdDecompressor().stream_reader(area.read(length)).read(1 << 24))  # at most
-        require({"settings", "tokenizer_sha256", "meta"} <= header.keys(), "settings, tokenizer_sha256 or meta missing")
-        records, sections, arrays, tensors, coded = header["tensors"], header["sections"], {}, {}, {}
-        # These bound all that is allocated below; a size of 0 counts as 1, or the others would have no bound.
-        shapes = [record["shape"] for record in [*sections.values(), *records]]
-        require(all(size >= 0 for shape in shapes for size in shape), "a shape is negative")
-        weights = sum(math.prod(max(1, size) for size in shape) for shape in shapes)
-        require(weights <= max_weights, f"{weights} weights, the limit is {max_weights}")
-        what = "sections"
-        states, tables, numbers = (unpack_array(sections[name], area, dtype) for name, dtype in (
-            ("states", "<u4"), ("tables", "<u2"), ("numbers", "|u1")))
-        tables = tables.reshape(256, -1).T.copy()
-        streams = [record for record in records if record["coder"] == "rans"]
-        sides = [record["shape"][0] for record in streams] + [math.prod(record["shape"][1:]) for record in streams]
-        numbers = np.split(numbers, np.cumsum(sides)[:-1])
-        for at, record in enumerate(streams):
-            what, shape = f"tensor {record['name']!r}", record["shape"]
-            words, codes = np.frombuffer(area.read(record["length"]), "<u2"), np.zeros(math.prod(shape), np.int8)
-            for number, places in code_runs(record["table"], numbers[at], numbers[at + len(streams)]):
-                require(0 <= number < len(tables), f"table {number} of {len(tables)}")
-                symbols, words = rans_decode(states, tables[number], words, len(places))
-                codes[places] = symbols.view(np.int8)
-            require(not len(words), f"{len(words)} rANS words are left over")
-            require(zlib.crc32(codes) == record["crc32"], "its CRC-32 is wrong")
-            arrays[record["name"]] = codes
-        what = "states"
-        require((states >> 16 == 1).all(), "lanes do not end where they began")
-        area = io.BytesIO(states.astype("<u2").tobytes() + area.read())
-        scales = torch.from_numpy(unpack_array(sections["scales"], area, "<f2"))
-        for record, own in zip(records, scales.split([record["scales"] for record in records]), strict=True):
-            name, shape, bits = record["name"], record["shape"], record["bits"]
-            what = f"tensor {name!r}"
-            require(len(own) in (0, 1, *shape[:1]), f"{len(own)} scales")
-            dtype = "|i1" if len(own) else {8: "|i1", 16: "<f2", 32: "<f4"}[bits]
-            values = torch.from_numpy(arrays.pop(name) if name in arrays else unpack_array(record, area, dtype))
-            if len(own):
-                coded[name] = values.view(shape[0], -1), own, bits
-                values = dequantize(*coded[name][:2])
-            tensors[name] = (values if values.dtype == torch.int8 else values.float()).reshape(shape)
-        what = "digest"
-        require(intact, "every part unpacks as it was written")
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
-            zstandard.ZstdError) as error:
-        damage = "" if intact else f"SHA-256 is wrong, damaged or truncated, {len(data)} bytes, first seen in "
-        text = (f"{type(error).__name__}: " if not isinstance(error, ArtifactError) else "") + str(error).split("\n")[0]
-        raise ArtifactError(f"{path}: {damage}{what}: {text}") from None
+        header, payloads = read_streams(data, max_weights)
+        states, tables, sizes = map(unpack_array, header["streams"][:3], payloads)
+        coder = RansCoder(states, tables)
+        for record, payload in zip(header["streams"][3:], payloads[3:], strict=True):
+            name = record["name"]
+            if record["coder"] == "rans":
+                rows = record["shape"][0]
+                columns = math.prod(record["shape"][1:])
+                numbers, sizes = np.split(sizes, [rows + columns])
+                tables = np.add.outer(numbers[:rows], numbers[rows:]).reshape(-1)
+                array = coder.decode(tables, np.frombuffer(payload, "<u2")).view(np.int8)
+            else:
+                array = unpack_array(record, payload)
+            values = torch.from_numpy(array).reshape(record["shape"])
+            if "scale" in record:
+                scale = torch.tensor([record["scale"]], dtype=torch.float16)
+                coded[name] = Coded(values.flatten(1), scale, record["bits"])
+                values = dequantize(values, scale)
+            tensors[name] = values.float()
+        require((states == RANS_LOW).all(), "the lanes do not end at 2**16")
+    except Exception as error:  # a file that only claims to be an artifact may raise anything
+        reason = error if isinstance(error, ArtifactError) else repr(error)
+        raise ArtifactError(f"{path}: {reason} ({len(data)} bytes)") from None
     return header, tensors, coded
 # === end: artifact ===
 

@@ -211,7 +211,7 @@ def test_after_the_warm_up_neither_training_nor_evaluation_compiles(stream):
     net = T.GPT(T.model_config(cfg, tokenizer.vocab_size, tokenizer.bos_id))
     model = torch.compile(net, dynamic=False, fullgraph=True)
     optimizers = T.Optimizers(net, "muon", T.pretraining_rates(cfg), of.runtime)
-    table = {"matrix": {"bits": 6, "clip_sigmas": 12.85, "step": "tensor", "widen": 1.0}}
+    table = {"matrix": {"bits": 6, "clip_sigmas": 12.85, "widen": 1.0}}
     before = [param.detach().clone() for param in net.parameters()]
     T.warm_up(model, net, table, optimizers, of, cfg)
     assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))

@@ -106,7 +106,7 @@ def test_muon_makes_the_step_of_torch(one_thread):
 def test_coders_give_the_codes_back_in_the_bytes_that_they_need(one_thread):
     records = op_records("rans")
     torch.manual_seed(0)
-    codes = T.quantize(torch.randn(1, 20000), 6, 8.0, "tensor")[0].numpy()
+    codes = T.quantize(torch.randn(1, 20000), 6, 8.0)[0].numpy()
     counts = np.unique(codes, return_counts=True)[1]
     entropy = -(counts * np.log2(counts / 20000)).sum() / 8
     sizes = {each["way"]: each["bytes"] for each in records}
@@ -124,17 +124,16 @@ def test_a_coder_that_reads_something_else_is_an_error(monkeypatch):
 
 
 def test_rans_takes_the_six_bit_codes_of_an_artifact(tmp_path, monkeypatch, one_thread):
-    coded = {"w_a": T.quantize(torch.randn(32, 32), 6, 8.0, "tensor"), "embed": T.quantize(torch.randn(32, 32), 8, 6.0,
-                                                                                         "tensor")}
-    packed, _ = T.pack_artifact({name: torch.zeros(32, 32) for name in coded},
-                                {name: (*coded[name], bits) for name, bits in (("w_a", 6), ("embed", 8))}, {}, "", {})
+    coded = {"w_a": T.Coded(*T.quantize(torch.randn(32, 32), 6, 8.0), 6),
+             "embed": T.Coded(*T.quantize(torch.randn(32, 32), 8, 6.0), 8)}
+    packed, _ = T.pack_artifact({name: torch.zeros(32, 32) for name in coded}, coded, {}, "", {})
     (tmp_path / "a.upar").write_bytes(packed)
     seen = []
     monkeypatch.setattr(bench, "coders", lambda script, codes: seen.append(codes) or {
         "rANS": (lambda: [codes.tobytes()], lambda data: data)})
     records = op_records("rans", artifact=str(tmp_path / "a.upar"))
     assert records[0]["shape"] == f"1,024 int6 codes of {tmp_path}/a.upar" and records[0]["bytes"] == 1024
-    assert np.array_equal(seen[0], coded["w_a"][0].numpy().reshape(-1))
+    assert np.array_equal(seen[0], coded["w_a"].codes.numpy().reshape(-1))
     with pytest.raises(SystemExit, match="error: --artifact: .*No such file or directory: 'no.upar'"):
         op_records("rans", artifact="no.upar")
 

@@ -53,9 +53,9 @@ def network(choice: str = "plain", dtype: torch.dtype = torch.float64, **changes
     return net
 
 
-def quantizer(bits: int, clip_sigmas: float, step: str) -> dict:
+def quantizer(bits: int, clip_sigmas: float) -> dict:
     """An entry of a QuantTable."""
-    return {"bits": bits, "clip_sigmas": clip_sigmas, "step": step, "widen": 1.0}
+    return {"bits": bits, "clip_sigmas": clip_sigmas, "widen": 1.0}
 
 
 def tokens(seed: int = 0, batch: int = 2, length: int = 40) -> torch.Tensor:
@@ -127,7 +127,7 @@ def test_gradients_are_finite_differences(choice):
 def test_the_artifact_gives_back_the_network_that_qat_trained(choice, tmp_path):
     """QAT's forward pass, the rebuilt network's forward pass, and the quantizer applied to each tensor by hand."""
     net, ids = network(choice, torch.float32), tokens()
-    table = {"matrix": quantizer(4, 0.0, "row"), "embedding": quantizer(6, 0.0, "tensor")}
+    table = {"matrix": quantizer(4, 4.0), "embedding": quantizer(6, 5.0)}
     with torch.no_grad():
         for name, param in net.named_parameters():  # control tensors as the file will hold them
             if T.tensor_class(name, param) == "control":
@@ -433,7 +433,7 @@ def test_each_optimizer_trains_alike_compiled_and_eager(both, kind):
         net.load_state_dict(start)
         alone = T.Runtime(0, 1, torch.device("cpu"), False)
         optimizers = T.Optimizers(net, kind, T.pretraining_rates(settings), alone)
-        table = {"matrix": quantizer(6, 12.85, "tensor"), "embedding": quantizer(8, 20.0, "tensor")}
+        table = {"matrix": quantizer(6, 12.85), "embedding": quantizer(8, 20.0)}
         losses[name] = []
         for step in range(6):
             ids = tokens(step)

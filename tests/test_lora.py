@@ -307,15 +307,13 @@ def test_steps_move_the_adapter_alone(name):
     assert moved == {key for key in before if ".lora_" in key}
 
 
-def test_an_adapted_matrix_is_counted_as_one_and_qat_refuses_it():
+def test_an_adapted_matrix_is_counted_as_one_and_qat_takes_it_merged():
     net = network(torch.float32)
     before, table = T.count_parameters(net), T.quant_table(T.Settings())
     S.setup_lora_adapter(net)
     counts = T.count_parameters(net)
     added = S.count_trainable(S.freeze_model(net))["trainable"]
     assert counts == {**before, "control": before["control"] + added, "total": before["total"] + added}
-    with pytest.raises(T.UserError, match="^QAT=1: the artifact holds sums .* merge_lora.* QAT=0$"):
-        T.quantized(net, table)
     trained(net)
     expected = {name: T.dequantize(*T.quantize(w.float(), **table["matrix"])) for name, w in dense(net).items()
                 if ".w_" in name}

@@ -256,8 +256,7 @@ def train_through_the_switch(compiled: bool) -> list[float]:
         for param in net.parameters():
             param.add_(0.05 * torch.randn_like(param))
     model = torch.compile(net, dynamic=False, fullgraph=True) if compiled else net
-    table = {"matrix": {"bits": 3, "clip_sigmas": 0.0, "step": "row"},
-             "embedding": {"bits": 8, "clip_sigmas": 20.0, "step": "row"}}
+    table = {"matrix": {"bits": 3, "clip_sigmas": 4.0}, "embedding": {"bits": 8, "clip_sigmas": 20.0}}
     optimizer = torch.optim.SGD(net.parameters(), lr=0.001)
     losses = []
     for at in range(7):

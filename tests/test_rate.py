@@ -32,8 +32,8 @@ def test_bytes_at_a_gap_lie_on_a_power_law():
 def test_bytes_alone_are_order_0_entropies_and_tables():
     generator = torch.Generator().manual_seed(0)
     codes = [torch.randint(-3, 4, (64, 500), generator=generator).to(torch.int8), torch.zeros(20, 20, dtype=torch.int8)]
-    coded = {f"w_{at}": (each, torch.ones(1).half(), 6) for at, each in enumerate(codes)}
-    sizes = {"matrix": 10**6, "tables": 77, "numbers": 55, "control": 1000, "header": 300}
+    coded = {f"w_{at}": T.Coded(each, torch.ones(1).half(), 6) for at, each in enumerate(codes)}
+    sizes = {"matrix": 10**6, "coder": 132, "control": 1000, "header": 300}
     share = np.unique(codes[0], return_counts=True)[1] / codes[0].numel()
     entropy = -(share * np.log2(share)).sum() * codes[0].numel() / 8
     alone = rate.bytes_alone(T, coded, sizes) - 1300 - entropy
@@ -60,7 +60,7 @@ def test_the_table_of_a_run(tmp_path):
     found = json.loads((tmp_path / "rate.json").read_text())
     rows = found["rows"][1:]
     assert found["command"].startswith("python tools/rate.py ") and len(rows) == ran.stdout.count(" bytes, a table a")
-    for name, (_, varied) in rate.QUANTIZERS.items():
+    for name, varied in rate.QUANTIZERS.items():
         for way in (False, True):
             own = [row["bytes"] for row in rows if (row["quantizer"], row["gptq"]) == (name, way)]
             assert len(own) == len(varied) and own == sorted(own, reverse=True)

@@ -47,7 +47,9 @@ def pack(folder: Path, net: T.GPT, tokenizer: S.Tokenizer = BYTES) -> tuple[Path
     (folder / "model.upar").write_bytes(packed)
     if tokenizer.file != "bytes":
         (folder / tokenizer.file).write_bytes(tokenizer.content)
-    values = {name: T.dequantize(*coded[name][:2]).view_as(w) if name in coded else w for name, w in state.items()}
+    values = dict(state)
+    for name, part in coded.items():
+        values[name] = T.dequantize(part.codes, part.scale).view_as(state[name])
     return folder / "model.upar", values
 
 

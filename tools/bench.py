@@ -402,12 +402,15 @@ def coders(script: ModuleType, codes: np.ndarray) -> dict[str, tuple[Callable, C
 
     def write() -> list:
         table, states = script.rans_table(counts), np.full(script.rans_lanes(codes.size), script.RANS_LOW, np.uint32)
-        words = script.rans_encode(states, table, symbols)
+        words = script.RansCoder(states, table[None]).encode(symbols)
         return [table, states, words]
+
+    def read(table: np.ndarray, states: np.ndarray, words: np.ndarray) -> np.ndarray:
+        return script.RansCoder(states.copy(), table[None]).decode(np.zeros(codes.size, np.uint8), words)
 
     zstd = zstandard.ZstdCompressor(level=22)
     found = {
-        "rANS": (write, lambda table, states, words: script.rans_decode(states.copy(), table, words, codes.size)[0]),
+        "rANS": (write, read),
         "zstd 22": (lambda: [zstd.compress(raw)], zstandard.ZstdDecompressor().decompress),
         "lzma 9e": (lambda: [lzma.compress(raw, preset=9 | lzma.PRESET_EXTREME)], lzma.decompress)}
     if brotli := load_library("brotli"):
@@ -434,13 +437,13 @@ def coding_records(ops: SimpleNamespace) -> list[dict]:
             coded = ops.script.read_artifact(ops.artifact)[2].values()
         except (OSError, ops.script.ArtifactError) as error:
             raise SystemExit(f"error: --artifact: {error}") from None
-        every = [codes.numpy().reshape(-1) for codes, _, bits in coded if bits == 6]
+        every = [part.codes.numpy().reshape(-1) for part in coded if part.bits == 6]
         if not every:
             raise SystemExit(f"error: --artifact {ops.artifact}: none of its tensors has 6 bits")
         codes = np.concatenate(every)
     else:
         torch.manual_seed(0)
-        codes = ops.script.quantize(torch.randn(1, ops.codes), 6, 8.0, "tensor")[0].numpy().reshape(-1)
+        codes = ops.script.quantize(torch.randn(1, ops.codes), 6, 8.0)[0].numpy().reshape(-1)
     ways = coders(ops.script, codes)
     packed = {name: write() for name, (write, _) in ways.items()}
     sizes = {name: sum(memoryview(part).nbytes for part in parts) for name, parts in packed.items()}

@@ -23,15 +23,9 @@ import zstandard
 
 ROOT = Path(__file__).resolve().parents[1]
 WIDER = (1.0, 1.5, 2.2, 3.3)
-# name -> what differs from the run's quantizers, by matrix and embedding, and what is varied
-QUANTIZERS = {
-    "one step a tensor": (dict(step="tensor"), [dict(widen=widen) for widen in WIDER]),
-    "SDClip a row": (dict(step="row"), [dict(widen=widen) for widen in WIDER]),
-    "SDClip a row, grid": (dict(step="grid"), [dict(widen=widen) for widen in WIDER]),
-    "absmax a row": (dict(step="row", clip_sigmas=0.0), [dict(bits=bits) for bits in (7, 6, 5, 4)]),
-    "least error a row": (dict(step="row", clip_sigmas=-1.0), [dict(bits=bits) for bits in (7, 6, 5, 4)]),
-}
-REFERENCE, DEFAULT = ("SDClip a row", False), ("one step a tensor", True)
+# name -> what is varied. One scale per tensor is the only quantizer there is; docs/lab.md, 2026-11-21, has the others.
+QUANTIZERS = {"one step a tensor": [dict(widen=widen) for widen in WIDER]}
+DEFAULT = ("one step a tensor", True)
 
 
 def load_model(script: ModuleType, args: argparse.Namespace) -> SimpleNamespace:
@@ -60,14 +54,14 @@ def load_model(script: ModuleType, args: argparse.Namespace) -> SimpleNamespace:
                            step=meta["step"])
 
 
-def bytes_alone(script: ModuleType, coded: dict[str, tuple], sizes: dict[str, int]) -> int:
+def bytes_alone(script: ModuleType, coded: dict, sizes: dict[str, int]) -> int:
     """Bytes of the file if each tensor had one table of its own: order-0 entropies, and those tables by zstd."""
-    symbols = [codes.cpu().numpy().view(np.uint8).reshape(-1) for codes, *_ in coded.values()]
+    symbols = [part.codes.cpu().numpy().view(np.uint8).reshape(-1) for part in coded.values()]
     counts = [np.bincount(each, minlength=256) for each in symbols]
     tables = np.stack([script.rans_table(each) for each in counts]).T.copy().view(np.uint8)
     packed = len(zstandard.ZstdCompressor(level=19).compress(tables.reshape(-1, 2).T.tobytes()))
-    rest = sum(sizes.values()) - sum(sizes.get(kind, 0) for kind in ("matrix", "embedding", "tables", "numbers"))
-    return round(rest + packed + sum(script.entropy_bytes(each, each) for each in counts))
+    rest = sum(sizes.values()) - sum(sizes.get(kind, 0) for kind in ("matrix", "embedding", "coder"))
+    return round(rest + packed + sum(script.entropy_bytes(each) for each in counts))
 
 
 def measure(script: ModuleType, model: SimpleNamespace, args: argparse.Namespace) -> list[dict]:
@@ -85,13 +79,14 @@ def measure(script: ModuleType, model: SimpleNamespace, args: argparse.Namespace
         return scorer.score(model.network, model.data.validation.tokens[: args.tokens + 1]).bpb
 
     rows = [{"quantizer": "none", "bpb": score()}]
-    for name, (changes, varied) in QUANTIZERS.items():
+    for name, varied in QUANTIZERS.items():
         for change in varied:
-            table = {kind: {**quantizer, **changes, **change} for kind, quantizer in own.items()}
-            if "bits" in change:
-                table["embedding"]["bits"] = min(8, change["bits"] + 2)
+            table = {kind: {**quantizer, **change} for kind, quantizer in own.items()}
             for way, hessians in ((False, {}), (True, taps.sums)):
-                coded = script.gptq_all(tensors, table, hessians)
+                coded = script.quantize_all(tensors, table)
+                for key in hessians.keys() & coded.keys():
+                    part = coded[key]
+                    part.codes = script.gptq(tensors[key], part.scale, part.bits, hessians[key])
                 data, sizes = script.pack_artifact(tensors, coded, **header)
                 with script.decoded(tensors, coded):
                     bpb = score()

@@ -46,7 +46,7 @@ FIGURES = """script task objective val_bpb val_bpb_sliding val_bpb_stateful bpb_
     versions commit code_sha256 manifest_sha256 data_sha256""".split()  # names of result.json, or made of it
 OUTLIER = 1.5  # medians: a stretch of steps that takes longer is marked
 COLORS = "#2f7ed8 #e0731d #2ca25f #d6455d #8e6bd8 #a0703c #d85aa8 #1aa3b8 #9a9a1f #7a8793".split()
-PARTS = "matrix embedding control scales tables numbers states header".split()  # of an artifact, see quantize.py
+PARTS = "matrix embedding control coder header".split()  # of an artifact, see quantize.py
 PAIR = re.compile(r"(?:^| )(\w+):(-?(?:\d[\d.]*(?:e[-+]?\d+)?|nan|inf))(?:ms|%)?(?= |$)")
 TEXT = "#010203"  # becomes the page's own colour
 STYLE = {"svg.fonttype": "none", "text.parse_math": False, "font.size": 10, "axes.spines.top": False,
@@ -200,10 +200,10 @@ def read_artifact(run: SimpleNamespace, Q: ModuleType) -> None:
     except (Q.UserError, Q.ArtifactError) as fault:
         run.notes.append(f"artifact: {fault}")
         return
-    sums = Counter(header=Q.ARTIFACT_PREFIX.size + Q.ARTIFACT_PREFIX.unpack_from(path.read_bytes())[2] + 32)  # SHA-256
-    for record in [*source.header["tensors"], *source.header["sections"].values()]:
-        sums[record.get("class", record["name"])] += record["length"]
-    sums["states"] += path.stat().st_size - sum(sums.values())  # they carry first bytes of what follows the words
+    sums = Counter()
+    for record in source.header["streams"]:
+        sums[record["class"]] += record["length"]
+    sums["header"] = path.stat().st_size - sums.total()
     run.bytes, layers = dict(sums), defaultdict(list)
     for name in source.coded:
         found = re.match(r"(?:mixers|blocks)\.(\d+)\.", name)
