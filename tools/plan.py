@@ -84,8 +84,6 @@ def plan_lines(script: ModuleType, s) -> list[str]:
         flops = bench.flops_per_token(network, s.train_seq_len)
     counts = {kind: count for kind, count in script.count_parameters(network).items() if kind != "total"}
     sizes = estimate_bytes(script, s, network)
-    if found and s.ngram_order:
-        sizes["counts of n-grams"] = len(script.count_ngrams(data.streams, s, data.tokenizer))
 
     timed = s.max_wallclock_seconds > 0
     length, unit = (s.max_wallclock_seconds - s.reserve_seconds, "s") if timed else (s.iterations, "steps")
