@@ -1105,7 +1105,7 @@ def rotate(x: Tensor, positions: Tensor, dims: int) -> Tensor:
     Rotary positions (arXiv 2104.09864), paired as in GPT-NeoX.
     """
     half = dims // 2
-    exponent = torch.arange(half, device=x.device, dtype=torch.float32) / half
+    exponent = torch.arange(half, device=x.device) / half  # float32
     angle = positions[:, None, None] * ROPE_BASE**-exponent  # (T, 1, half)
     cos = angle.cos().to(x.dtype)
     sin = angle.sin().to(x.dtype)
@@ -1240,6 +1240,8 @@ class MLP(nn.Module):
         if self.kind == "swiglu":
             gate, up = h.chunk(2, dim=-1)
             return F.silu(gate) * up, None
+        if not self.kind.startswith("bio"):
+            raise ValueError(f"no kind of MLP is called {self.kind!r}")
         h = oscillate(h, self.wave)
         if self.kind == "bio":
             return h, None
