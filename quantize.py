@@ -645,23 +645,24 @@ def model_config(settings, vocab_size: int, bos_id: int, **overrides) -> GPTConf
     A1 A2: depth recurrence). NORM is repeated in the same way.
     Raises UserError where the numbers do not fit together.
     """
-    values = vars(settings) | ARCH_LAYOUTS[getattr(settings, "arch_mode", "D")] | overrides
-    pattern = values["layer_pattern"]
-    words = pattern.split()
-    norms = values.get("norm", "rms").split()
+    words = settings.layer_pattern.split()
+    norms = getattr(settings, "norm", "rms").split()
     for word in words or [""]:
         if not re.fullmatch("[gsa][0-9]*|[GSA][0-9]+", word):
             wrong = f"{word!r} is not g, s or a with an optional number; capitals need one"
-            raise UserError(f"LAYER_PATTERN={pattern!r}: {wrong}")
+            raise UserError(f"LAYER_PATTERN={settings.layer_pattern!r}: {wrong}")
     if not norms or set(norms) - set(NORMS):
-        raise UserError(f"NORM={values['norm']!r}: must be one or more of {', '.join(NORMS)}")
-    num_layers = values["num_layers"] or len(words)
-    values["layers"] = " ".join((words * num_layers)[:num_layers])
-    values["norms"] = " ".join((norms * num_layers)[:num_layers])
+        raise UserError(f"NORM={settings.norm!r}: must be one or more of {', '.join(NORMS)}")
+    num_layers = settings.num_layers or len(words)
+
+    names = GPTConfig.__dataclass_fields__
+    values = {name: value for name, value in vars(settings).items() if name in names}
     values["vocab_size"] = vocab_size
     values["bos_id"] = bos_id
-    names = GPTConfig.__dataclass_fields__
-    config = GPTConfig(**{name: values[name] for name in names if name in values})
+    values["layers"] = " ".join((words * num_layers)[:num_layers])
+    values["norms"] = " ".join((norms * num_layers)[:num_layers])
+    values |= ARCH_LAYOUTS[getattr(settings, "arch_mode", "D")]
+    config = GPTConfig(**{**values, **overrides})
 
     dim = config.model_dim
     heads = config.num_heads
@@ -673,7 +674,7 @@ def model_config(settings, vocab_size: int, bos_id: int, **overrides) -> GPTConf
     if config.rope_dims % 2 or config.rope_dims > dim // heads:
         right = f"must be even, at most MODEL_DIM / NUM_HEADS = {dim // heads}"
         raise UserError(f"ROPE_DIMS={config.rope_dims}: {right}")
-    if config.positions == "learned" and values.get("eval_stateful"):
+    if config.positions == "learned" and getattr(settings, "eval_stateful", False):
         why = "POSITIONS='learned' ends at TRAIN_SEQ_LEN, documents do not"
         raise UserError(f"EVAL_STATEFUL=1: {why}; it must be 0")
     return config
