@@ -938,398 +938,580 @@ def grow_roles(network: "GPT", tokenizer: Tokenizer) -> Tokenizer:
 
 
 # === shared: model ===
-# What ARCH_MODE stands for: values of settings, below CONFIG and environment.
+# What ARCH_MODE stands for: values of settings, below the CONFIG file and the environment.
 ARCH_PRESETS = {
-    "D": {},  # the defaults: the seed's GDN-hybrid, with one attention's weights in two layers
+    "D": {},  # the defaults: GDN, and two layers of sliding-window attention with the same weights
     "gdn": dict(layer_pattern="g", num_layers=10),
-    "gdn_kv": dict(layer_pattern="g k", num_layers=10, model_dim=544),  # neighbours share keys and values: wider
     "hybrid": dict(layer_pattern="g g a a a a a a a a g"),  # of openai/parameter-golf PR 1895
-    "baseline": dict(layer_pattern="a", num_layers=9, mlp_mult=2.0, unet_skips=True, qk_gain_init=1.5),
-    "llama": dict(layer_pattern="a", num_layers=12, mlp="swiglu", mlp_mult=2.75, norm="rms_weight", logit_softcap=0.0,
-                  qk_norm=False, residual_mix=False, tied_embed_init_std=0.02),
+    "baseline": dict(layer_pattern="a", num_layers=9, mlp_mult=2.0, qk_gain_init=1.5),
+    "llama": dict(
+        layer_pattern="a",
+        num_layers=12,
+        mlp="swiglu",
+        mlp_mult=2.75,
+        norm="rms_weight",
+        qk_gain_init=0.0,
+    ),
 }
-CONV_TAPS = 4  # of GDN's short convolution, the current token included
-DOCUMENT_DECAY = -60.0  # log decay at a document's first token: cuts it off (-inf would give NaN, -1e4 costs digits)
+# The fields of GPTConfig that an ARCH_MODE fixes: they are no settings.
+ARCH_LAYOUTS = {
+    "D": {},
+    "gdn": {},
+    "hybrid": {},
+    "baseline": dict(unet_skips=True),  # as in the first script of Parameter Golf
+    "llama": dict(residual_mix=False, logit_softcap=0.0, embed_init_std=0.02),
+}
 NORMS = ("rms", "rms_weight", "layer")
-# The settings that shape the network: they rebuild it from an artifact, with vocab_size, bos_id, layers and norms.
-MODEL_SETTINGS = tuple("""
-    train_seq_len model_dim num_heads num_kv_heads attn_window mlp mlp_mult bio_events bio_threshold positions rope_base
-    rope_dims qk_norm qk_gain_init residual_mix unet_skips bigram_vocab_size bigram_dim ngram_order tie_embeddings
-    tied_embed_init_std logit_softcap gdn_neg_eigval
-""".split())
+CONV_TAPS = 4  # tokens that GDN's short convolution sees, the current one included
+# GDN's log decay at a document's first token, which cuts off what stands before it: -inf would
+# give NaN, and -1e4 would cost digits.
+DOCUMENT_DECAY = -60.0
+FULL_WINDOW = 1 << 30  # the window of attention that has none
+ROPE_BASE = 10000.0  # rotary positions turn at rates from 1 down to 1 / ROPE_BASE
+BIO_THRESHOLD = 0.3  # of the bio-MLP's events, on a voltage in (0, 1): WiggleGPT's value
+BIGRAM_DIM = 128  # width of the hashed embedding of token pairs, before its projection
 
 
-def model_config(settings, vocab_size: int, bos_id: int) -> SimpleNamespace:
-    """Checked shape of the model that `settings` ask for. Raises UserError where the numbers do not fit together.
+@dataclass
+class GPTConfig:
+    """The shape of a network: with its weights, all that is needed to rebuild it."""
 
-    LAYER_PATTERN is one word a layer, repeated or cut to NUM_LAYERS: g GDN, k GDN with keys and values of the GDN
-    before it, s sliding window, a full attention. Words with the same number share the mixer's weights (s1 ... s1), in
-    capitals the whole layer's (A1 A2 A1 A2: depth recurrence). NORM likewise. Nothing sees beyond a bos_id.
+    vocab_size: int
+    bos_id: int  # the first token of a document; nothing sees what stands before it
+    layers: str  # one word per layer, see model_config
+    norms: str  # one of NORMS per layer
+    train_seq_len: int = 2048  # tokens in a window; learned positions end there
+    model_dim: int = 512  # width of the residual stream
+    num_heads: int = 8  # query heads of attention, and heads of GDN
+    num_kv_heads: int = 4  # key/value heads of attention
+    attn_window: int = 512  # keys a sliding-window query sees, itself included
+    mlp: str = "relu2"  # kind of MLP, see MLP.hidden
+    mlp_mult: float = 3.0  # hidden width of the MLP over model_dim
+    positions: str = "rope"  # rope, learned or none
+    rope_dims: int = 0  # dimensions of a head that rotate; 0: all
+    qk_gain_init: float = 4.0  # initial gain of normed queries, per head; 0: no norm of q and k
+    bigram_vocab_size: int = 0  # rows of a hashed embedding of token pairs; 0: none
+    tie_embeddings: bool = True  # the embedding is the output head
+    residual_mix: bool = True  # layers mix in the normed embedding, and scale what they add
+    unet_skips: bool = False  # the second half of the layers adds the first half's outputs
+    logit_softcap: float = 30.0  # logits = c tanh(z / c); 0: as they are
+    embed_init_std: float = 0.005  # standard deviation of the embedding at the start
+
+
+def model_config(settings, vocab_size: int, bos_id: int, **overrides) -> GPTConfig:
+    """Returns the shape of the network that `settings` ask for.
+
+    A field's value is taken from `overrides`, else ARCH_LAYOUTS, else `settings`, else GPTConfig's
+    default. LAYER_PATTERN is one word per layer, repeated or cut to NUM_LAYERS: g is Gated
+    DeltaNet, s sliding-window attention, a full attention. Layers whose words have the same number
+    share the mixer's weights (s1 ... s1); in capitals they share all of the layer's weights (A1 A2
+    A1 A2: depth recurrence). NORM is repeated in the same way.
+    Raises UserError where the numbers do not fit together.
     """
-    dim, heads, kv_heads, rope_dims = settings.model_dim, settings.num_heads, settings.num_kv_heads, settings.rope_dims
-    width, words, norms = dim // heads, settings.layer_pattern.split(), settings.norm.split()
-    pattern = f"LAYER_PATTERN={settings.layer_pattern!r}"
-    odd = ", ".join(repr(word) for word in words or [""] if not re.fullmatch("[gksa][0-9]*|[GKSA][0-9]+", word))
-    for wrong, said in (
-        (dim % (2 * heads), f"MODEL_DIM={dim}: must be a multiple of 2 x NUM_HEADS = {2 * heads}"),
-        (heads % kv_heads, f"NUM_HEADS={heads}: must be a multiple of NUM_KV_HEADS = {kv_heads}"),
-        (rope_dims % 2 or rope_dims > width,
-         f"ROPE_DIMS={rope_dims}: must be even, at most MODEL_DIM / NUM_HEADS = {width}"),
-        (not norms or set(norms) - set(NORMS), f"NORM={settings.norm!r}: must be one or more of {', '.join(NORMS)}"),
-        (odd, f"{pattern}: {odd} is not g, k, s or a with an optional number; capitals need one"),
-        ("k" in settings.layer_pattern.lower().split("g")[0], f"{pattern}: no g before 'k' whose keys it could take"),
-        (settings.bio_events != "off" and settings.mlp != "bio", f"BIO_EVENTS={settings.bio_events!r}: needs MLP=bio"),
-        (settings.ngram_order == 1 or vocab_size**settings.ngram_order >= 1 << 63,
-         f"NGRAM_ORDER={settings.ngram_order}: must be 0 or from 2 to {int(63 / math.log2(vocab_size + 1))}"),
-        (getattr(settings, "eval_stateful", 0) and settings.positions == "learned",
-         "EVAL_STATEFUL=1: POSITIONS='learned' ends at TRAIN_SEQ_LEN, documents do not; it must be 0"),
-    ):
-        if wrong:
-            raise UserError(said)
-    count = settings.num_layers or len(words)
-    layers, norms = (" ".join((each * count)[:count]) for each in (words, norms))
-    return SimpleNamespace(vocab_size=vocab_size, bos_id=bos_id, layers=layers, norms=norms, ngram_bytes=0,
-                           **{name: getattr(settings, name) for name in MODEL_SETTINGS})
+    words = settings.layer_pattern.split()
+    norms = getattr(settings, "norm", "rms").split()
+    for word in words or [""]:
+        if not re.fullmatch("[gsa][0-9]*|[GSA][0-9]+", word):
+            wrong = f"{word!r} is not g, s or a with an optional number; capitals need one"
+            raise UserError(f"LAYER_PATTERN={settings.layer_pattern!r}: {wrong}")
+    if not norms or set(norms) - set(NORMS):
+        raise UserError(f"NORM={settings.norm!r}: must be one or more of {', '.join(NORMS)}")
+    num_layers = settings.num_layers or len(words)
+
+    names = GPTConfig.__dataclass_fields__
+    values = {name: value for name, value in vars(settings).items() if name in names}
+    values["vocab_size"] = vocab_size
+    values["bos_id"] = bos_id
+    values["layers"] = " ".join((words * num_layers)[:num_layers])
+    values["norms"] = " ".join((norms * num_layers)[:num_layers])
+    values |= ARCH_LAYOUTS[getattr(settings, "arch_mode", "D")]
+    config = GPTConfig(**{**values, **overrides})
+
+    dim = config.model_dim
+    heads = config.num_heads
+    if dim % (2 * heads):
+        raise UserError(f"MODEL_DIM={dim}: must be a multiple of 2 x NUM_HEADS = {2 * heads}")
+    if heads % config.num_kv_heads:
+        right = f"must be a multiple of NUM_KV_HEADS = {config.num_kv_heads}"
+        raise UserError(f"NUM_HEADS={heads}: {right}")
+    if config.rope_dims % 2 or config.rope_dims > dim // heads:
+        right = f"must be even, at most MODEL_DIM / NUM_HEADS = {dim // heads}"
+        raise UserError(f"ROPE_DIMS={config.rope_dims}: {right}")
+    if config.positions == "learned" and getattr(settings, "eval_stateful", False):
+        why = "POSITIONS='learned' ends at TRAIN_SEQ_LEN, documents do not"
+        raise UserError(f"EVAL_STATEFUL=1: {why}; it must be 0")
+    return config
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x W^T in x's dtype; weights are kept in float32."""
+    """Returns x W^T in x's dtype; weights are kept in float32."""
     return F.linear(x, weight.to(x.dtype))
 
 
 def scaled(x: Tensor, scale: Tensor | None) -> Tensor:
-    """x times a learned scale per channel, where there is one."""
+    """Returns x times a learned scale per channel, where there is one."""
     return x if scale is None else x * scale.to(x.dtype)
 
 
-def matrix(splits: tuple[int, ...], cols: int, std: float) -> nn.Parameter:
-    """Matrices of `splits` rows, one below the other (Muon takes them one by one); normal with deviation `std`."""
+def matrix(splits: tuple[int, ...], cols: int, std: float = 0.0) -> nn.Parameter:
+    """Returns matrices of `splits` rows, one below the other; Muon takes them one by one.
+
+    Entries are normal with deviation `std`; 0 means 0.5 / sqrt(cols), with which normed inputs
+    give outputs of deviation 0.5.
+    """
+    std = std or 0.5 * cols**-0.5
     weight = nn.Parameter(torch.randn(sum(splits), cols) * std)
     weight.splits = splits
     return weight
 
 
+def rms_norm(x: Tensor) -> Tensor:
+    """RMSNorm (arXiv 1910.07467) over the last dimension, without weights."""
+    return F.rms_norm(x, x.shape[-1:])
+
+
 class Norm(nn.Module):
-    """One of NORMS: RMSNorm (arXiv 1910.07467), plain or with a weight per channel; LayerNorm with weight and bias."""
+    """One of NORMS: RMSNorm, plain or with weights; LayerNorm with weights and bias."""
 
     def __init__(self, kind: str, dim: int):
         super().__init__()
         self.weight = None if kind == "rms" else nn.Parameter(torch.ones(dim))
         self.bias = nn.Parameter(torch.zeros(dim)) if kind == "layer" else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        dim, weight = x.shape[-1:], None if self.weight is None else self.weight.to(x.dtype)
-        return F.rms_norm(x, dim, weight) if self.bias is None else F.layer_norm(x, dim, weight, self.bias.to(x.dtype))
+    def forward(self, x):
+        """Returns x (..., dim) normed, in its own dtype."""
+        if self.bias is None:
+            return scaled(rms_norm(x), self.weight)
+        return scaled(F.layer_norm(x, x.shape[-1:]), self.weight) + self.bias.to(x.dtype)
 
 
-def add_product(total: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) -> Tensor:
-    """total += alpha * a @ b, in place (batched); the product has the operands' dtype, the sum has that of total."""
-    return total.baddbmm_(a, b, alpha=alpha) if total.dtype == a.dtype else total.add_(torch.bmm(a, b), alpha=alpha)
+def scan_outputs(w: Tensor, u: Tensor, k: Tensor, decay: Tensor, state: Tensor, *others):
+    """Returns room for the outputs of gdn_scan or gdn_scan_adjoint, given their arguments."""
+    return state.new_empty(len(w) + 1, *state.shape), torch.empty_like(u)
 
 
-def gdn_scan(w: Tensor, u: Tensor, k: Tensor, decay: Tensor, state: Tensor,
-             extra: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The sequential part: per chunk n, new_n = U_n - W_n S_n and S_{n+1} = decay_n S_n + K_n^T new_n.
+def gdn_scan(
+    w: Tensor, u: Tensor, k: Tensor, decay: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns the states S_0 ... S_N between chunks and what each chunk writes, first to last:
 
-    Given `extra`, its adjoint, from the last chunk to the first, which is the same with W and K in each other's place:
-    new_n = U_n + W_n R_{n+1} and R_n = extra_n + decay_n R_{n+1} - K_n^T new_n, where R is dL/dS, U and extra what the
-    outputs contribute to dL/dnew and dL/dS. w, k (N*M, C, K); u (N*M, C, V); decay (N*M,); state, S_0 or R_N,
-    (M, K, V); extra (N*M, K, V), with M = B*H rows and N chunks, chunk-major. Returns all N + 1 states and new.
+        new_n = U_n - W_n S_n
+        S_{n+1} = decay_n S_n + K_n^T new_n
+
+    There are N chunks of C tokens and M = B*H rows: w and k (N, M, C, K), u and new (N, M, C, V),
+    decay (N, M, 1, 1), S_0 = state (M, K, V).
     """
-    way = 1 if extra is None else -1
-    states, new = state.new_empty(len(w) + len(state), *state.shape[1:]), torch.empty_like(u)
-    s, *after = states.split(len(state))[::way]
-    s.copy_(state)
-    parts = [x.split(len(state))[::way] for x in (w, u, k.mT, decay[:, None, None], new)]
-    extras = [None] * len(after) if extra is None else extra.split(len(state))[::way]
-    for w_n, u_n, k_n, decay_n, new_n, extra_n, s_next in zip(*parts, extras, after, strict=True):
-        torch.baddbmm(u_n, w_n, s.to(w.dtype), alpha=-way, out=new_n)
-        torch.mul(s, decay_n, out=s_next) if extra_n is None else torch.addcmul(extra_n, s, decay_n, out=s_next)
-        add_product(s_next, k_n, new_n, alpha=way)
-        s = s_next
+    states, new = scan_outputs(w, u, k, decay, state)
+    states[0] = state
+    for n in range(len(w)):
+        torch.baddbmm(u[n], w[n], states[n].to(w.dtype), alpha=-1, out=new[n])
+        written = torch.bmm(k[n].mT, new[n]).to(state.dtype)
+        torch.addcmul(written, decay[n], states[n], out=states[n + 1])
     return states, new
 
 
-# An op, into which torch.compile does not trace: its loop would unroll. The first script imported into a process
-# registers it for all: registered again it would be freed, and old handles crash.
+def gdn_scan_adjoint(
+    w: Tensor, d_new: Tensor, k: Tensor, decay: Tensor, d_last: Tensor, d_states: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns R_0 ... R_N, the gradients of gdn_scan's states, and those of u, last to first:
+
+        d_u_n = d_new_n + K_n R_{n+1}
+        R_n = d_states_n + decay_n R_{n+1} - W_n^T d_u_n
+
+    d_new (N, M, C, V) and d_states (N, M, K, V) are the gradients of new and S_0 ... S_{N-1} by
+    what else depends on them; R_N = d_last (M, K, V).
+    """
+    r, d_u = scan_outputs(w, d_new, k, decay, d_last)
+    r[-1] = d_last
+    for n in reversed(range(len(w))):
+        torch.baddbmm(d_new[n], k[n], r[n + 1].to(k.dtype), out=d_u[n])
+        direct = torch.baddbmm(d_states[n], w[n].mT, d_u[n], alpha=-1).to(r.dtype)
+        torch.addcmul(direct, decay[n], r[n + 1], out=r[n])
+    return r, d_u
+
+
+# torch.compile calls a registered operator and does not trace it; it would unroll these loops. The
+# first script imported into a process registers them for all: a second registration would free the
+# first, and a handle to it would crash.
 if not hasattr(torch.ops.underpar, "gdn_scan"):
-    torch.library.custom_op("underpar::gdn_scan", gdn_scan, mutates_args=()).register_fake(
-        lambda w, u, k, decay, s, extra: (s.new_empty(len(w) + len(s), *s.shape[1:]), torch.empty_like(u)))
+    for scan in (gdn_scan, gdn_scan_adjoint):
+        operator = torch.library.custom_op(f"underpar::{scan.__name__}", scan, mutates_args=())
+        operator.register_fake(scan_outputs)  # the compiler learns the shapes from it
 gdn_scan = torch.ops.underpar.gdn_scan.default
+gdn_scan_adjoint = torch.ops.underpar.gdn_scan_adjoint.default
 
 
 class GatedDeltaChunks(torch.autograd.Function):
-    """Chunk form with a hand-written backward (arXiv:2412.06464, section 3).
+    """Gated DeltaNet in chunks of C tokens with a hand-written backward (arXiv 2412.06464, 3).
 
-    Per chunk of C tokens, with G the running sum of g from the chunk's start and D_ij = exp(G_i - G_j) for i >= j:
-    A = tril(beta KK^T D, -1), T = (I + A)^-1, U = T beta V, W = T beta exp(G) K, P = QK^T D; after the scan over
-    chunks O = exp(G) Q S + P new. Inputs are chunk-major: q, k (N*M, C, K); v (N*M, C, V); g, beta (N*M, C);
-    state (M, K, V). Matrix products take operands of v's dtype; D, T and S have the dtype of g.
+    With KB = beta K, VB = beta V, G the running sum of g from the chunk's start, and D_ij =
+    exp(G_i - G_j) for i >= j, else 0:
+
+        A = tril(KB K^T * D, -1)     T = (I + A)^-1     U = T VB     W = T (exp(G) KB)
+        new, S from the scan over chunks, which writes by K_out = exp(G_C - G) K
+        O = exp(G) Q S + P new       P = Q K^T * D
+
+    Shapes: q, k, kb (N, M, C, K); vb (N, M, C, V); g (N, M, C, 1); state (M, K, V), see gdn_scan.
+    Matrix products take operands of q's dtype; D, T and S have the dtype of g.
     """
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        dtype, m = v.dtype, state.shape[0]
-        # float64: a long run of strong decay, or a reset, would leave few digits in the differences of a float32 sum.
-        total = g.double().cumsum(-1)
-        grow, shrink = total.to(g.dtype).exp(), (total[:, -1:] - total).to(g.dtype).exp()  # (N*M, C)
-        # Clamped, since exp would overflow above the diagonal; below it nothing is positive.
-        d = (total[..., None] - total[..., None, :]).to(g.dtype).clamp_(max=0).exp_().tril_()  # (N*M, C, C)
-        kk = torch.bmm(k, k.mT).to(d.dtype).mul_(d)
-        p = torch.bmm(q, k.mT).mul_(d)
-        # Neumann's product and Newton's iteration would not do: powers of A grow to NaN when keys are correlated.
-        eye = torch.eye(d.shape[-1], dtype=d.dtype, device=d.device)
-        t = torch.linalg.solve_triangular(beta[..., None] * kk, eye, upper=False, unitriangular=True)
-        u = torch.bmm((t * beta[..., None, :]).to(dtype), v)
-        w = torch.bmm((t * (beta * grow)[..., None, :]).to(dtype), k)
-        k_end = (k * shrink[..., None]).to(dtype)
-        states, new = gdn_scan(w, u, k_end, grow[..., -1], state, None)
-        t, s = t.to(dtype), states[:-m].to(dtype)
-        o = torch.baddbmm(torch.bmm(p, new), (q * grow[..., None]).to(dtype), s)
-        ctx.save_for_backward(q, k, v, grow, shrink, beta, d, kk, p, t, u, w, k_end, s, new)
-        return o, states[-m:].clone()
+    def forward(ctx, q, k, kb, vb, g, state):
+        """Returns o (N, M, C, V) and the last state (M, K, V)."""
+        dtype = q.dtype
+        # float64: after strong decay a difference of float32 sums would have few digits left.
+        total = g.double().cumsum(-2)
+        grow = total.to(g.dtype).exp()
+        shrink = (total[..., -1:, :] - total).to(g.dtype).exp()
+        gap = (total - total.mT).to(g.dtype)  # (N, M, C, C)
+        # Above the diagonal exp would overflow; on and below it no gap is positive.
+        d = gap.clamp_(max=0).exp_().tril_()
+
+        # The solver reads A below its diagonal only. Neumann's product and Newton's iteration
+        # would not do: powers of A grow to NaN when keys are correlated.
+        a = (kb @ k.mT).to(d.dtype).mul_(d)
+        eye = torch.eye(d.size(-1), dtype=d.dtype, device=d.device)
+        t = torch.linalg.solve_triangular(a, eye, upper=False, unitriangular=True).to(dtype)
+        q_in = (q * grow).to(dtype)
+        k_in = (kb * grow).to(dtype)
+        k_out = (k * shrink).to(dtype)
+        u = t @ vb
+        w = t @ k_in
+        states, new = gdn_scan(w, u, k_out, grow[..., -1:, :], state)
+
+        s = states[:-1].to(dtype)
+        p = (q @ k.mT).mul_(d)
+        o = (q_in @ s).add_(p @ new)
+        ctx.save_for_backward(q, k, kb, grow, shrink, d, a, p, t, q_in, k_in, k_out, u, w, s, new)
+        return o, states[-1].clone()
 
     @staticmethod
-    def backward(ctx, d_o: Tensor, d_last: Tensor) -> tuple[Tensor, ...]:
-        q, k, v, grow, shrink, beta, d, kk, p, t, u, w, k_end, s, new = ctx.saved_tensors
-        dtype, m = v.dtype, d_last.shape[0]
-        decay, d_o, q_grow = grow[:, -1].contiguous(), d_o.contiguous(), (q * grow[..., None]).to(dtype)
-        r, d_new = gdn_scan(k_end, torch.bmm(p.mT, d_o), w, decay, d_last, torch.bmm(q_grow.mT, d_o))
-        r_next = r[m:].to(dtype)
-        d_bv = torch.bmm(t.mT, d_new)  # gradient of beta V
-        d_bk = torch.bmm(t.mT, torch.bmm(d_new, s.mT)).neg_()  # gradient of beta exp(G) K
-        d_a = torch.baddbmm(torch.bmm(d_bv, u.mT), d_bk, w.mT, beta=-1, alpha=-1).to(d.dtype).tril(-1)
-        d_p = torch.bmm(d_o, new.mT)
-        a_kk, p_qk, read = d_a * kk, d_p * p, (d_bk * k).sum(-1, dtype=d.dtype) * grow
-        d_beta = a_kk.sum(-1) + (d_bv * v).sum(-1, dtype=d.dtype) + read
-        d_q = torch.bmm(d_o, s.mT) * grow[..., None]
-        d_k = torch.bmm(new, r_next.mT) * shrink[..., None]
-        # G_i enters by exp(G_i - G_j) of earlier tokens j, exp(G_i) and exp(G_C - G_i). The terms with i = j and
-        # i = C are exp(0): left out, since they would only cancel, at the cost of the digits of g's gradient.
-        pairs, write = p_qk.tril(-1) + a_kk * beta[..., None], (k * d_k).sum(-1)
-        write[:, -1] = 0
-        d_total = (q * d_q).sum(-1) + beta * read - write + pairs.sum(-1) - pairs.sum(-2)
-        d_total[:, -1] += write.sum(-1) + decay * (r_next * s).sum((-1, -2), dtype=d.dtype)
-        d_qk, d_kk = d_p.mul_(d), d_a.mul_(d).mul_(beta[..., None])
-        d_q, d_k = add_product(d_q, d_qk, k), add_product(d_k, d_qk.mT, q)
-        d_k = add_product(d_k, (d_kk + d_kk.mT).to(dtype), k).addcmul_(d_bk, (beta * grow)[..., None])
-        d_g = d_total.flip(-1).cumsum(-1).flip(-1)
-        return d_q.to(dtype), d_k.to(dtype), (d_bv * beta[..., None]).to(dtype), d_g, d_beta, r[:m].clone()
+    def backward(ctx, d_o, d_last):
+        """Returns the gradients of forward's inputs; d_x is the gradient of x."""
+        q, k, kb, grow, shrink, d, a, p, t, q_in, k_in, k_out, u, w, s, new = ctx.saved_tensors
+        dtype = q.dtype
+        decay = grow[..., -1:, :]
+        r, d_u = gdn_scan_adjoint(w, p.mT @ d_o, k_out, decay, d_last, q_in.mT @ d_o)
+        r_next = r[1:].to(dtype)
+        d_q_in = d_o @ s.mT
+        d_k_out = new @ r_next.mT
+        d_p = d_o @ new.mT
+        # Through U, W and the inverse, whose own gradient is never needed.
+        d_vb = t.mT @ d_u
+        d_k_in = (t.mT @ (d_u @ s.mT)).neg_()
+        d_a = (d_vb @ u.mT).add_(d_k_in @ w.mT).neg_().tril_(-1)
+
+        d_qk = (d_p * d).to(dtype)
+        d_kk = (d_a * d).to(dtype)
+        d_q = (d_q_in * grow).add_(d_qk @ k)
+        d_kb = (d_k_in * grow).add_(d_kk @ k)
+        d_k = (d_k_out * shrink).add_(d_qk.mT @ q).add_(d_kk.mT @ kb)
+
+        # G_i enters by exp(G_i - G_j) of pairs of tokens, by exp(G_i) and by exp(G_C - G_i). Terms
+        # with i = j and i = C are left out: they are constant, exp(0), and would cancel only up to
+        # rounding, which costs the digits of a small gradient.
+        pairs = (d_p * p).to(d.dtype).tril_(-1).addcmul_(d_a, a)
+        write = (d_k_out * k_out).sum(-1, dtype=d.dtype)
+        write[..., -1] = 0
+        carried = (r_next * s).sum((-1, -2), dtype=d.dtype)
+        d_total = (d_q_in * q_in).add_(d_k_in * k_in).sum(-1, dtype=d.dtype)
+        d_total += pairs.sum(-1) - pairs.sum(-2) - write
+        d_total[..., -1] += write.sum(-1) + carried * decay[..., 0, 0]
+        d_g = d_total.flip(-1).cumsum(-1).flip(-1)[..., None]
+        return d_q.to(dtype), d_k.to(dtype), d_kb.to(dtype), d_vb, d_g, r[0].clone()
 
 
-def gdn_chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None,
-              chunk: int = 32) -> tuple[Tensor, Tensor]:
-    """Gated DeltaNet (arXiv 2412.06464, section 3), in matrix products over chunks of tokens (32 is fastest on CPU).
+def gdn_chunk(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor | None = None,
+    chunk: int = 32,
+) -> tuple[Tensor, Tensor]:
+    """Returns Gated DeltaNet's outputs o and last state, by matrix products over chunks of tokens.
 
-    By token S' = a S + b k (v - a S^T k)^T and o = S'^T q, where a = exp(g) <= 1; q, k L2-normed, q times K**-0.5 too.
-    q, k (B, T, H, K), v, o (B, T, H, V): float64, float32 or bfloat16; g, beta (B, T, H); S (B, H, K, V), None: zeros.
+    The same token by token (arXiv 2412.06464, section 3), with a = exp(g) <= 1:
+
+        S' = a S + beta k (v - a S^T k)^T
+        o = S'^T q
+
+    q and k (B, T, H, K) are L2-normed, q is scaled by K**-0.5 too; v and o (B, T, H, V) have their
+    dtype, which is float64, float32 or bfloat16. g and beta (B, T, H) and the state (B, H, K, V)
+    are float32, or float64; no state means zeros. Chunks of 32 are the fastest on a CPU.
     """
-    (b, t, h, dim_k), dim_v, dtype = q.shape, v.shape[-1], torch.promote_types(v.dtype, torch.float32)
-    if pad := -t % chunk:  # a padded token has k = 0, beta = 0 and g = 0, and leaves the state as it is
-        q, k, v, g, beta = (F.pad(x, (0, 0) * (x.ndim - 2) + (0, pad)) for x in (q, k, v, g, beta))
-    parts = [x.unflatten(1, (-1, chunk)).movedim((1, 3), (0, 2)).flatten(0, 2)  # (B, T, H, ...) -> (N*B*H, C, ...)
-             for x in (q, k, v, g.to(dtype), beta.to(dtype))]
-    state = v.new_zeros(b, h, dim_k, dim_v, dtype=dtype) if state is None else state.to(dtype)
-    with torch.autocast(v.device.type, enabled=False):  # autocast would round the inverse and the state to bfloat16
-        o, last = GatedDeltaChunks.apply(*parts, state.flatten(0, 1))
-    return o.view(-1, b, h, chunk, dim_v).movedim((0, 2), (1, 3)).flatten(1, 2)[:, :t], last.view(b, h, dim_k, dim_v)
+    b, t, h, dim_k = q.shape
+    if state is None:
+        state = g.new_zeros(b, h, dim_k, v.size(-1))
+    beta = beta[..., None].to(v.dtype)
+    chunks = []
+    for x in (q, k, beta * k, beta * v, g[..., None]):
+        # A padded token has k = 0, v = 0 and g = 0: it leaves the state as it is.
+        x = F.pad(x, (0, 0, 0, 0, 0, -t % chunk))
+        x = x.unflatten(1, (-1, chunk)).movedim((1, 3), (0, 2))  # (N, B, H, C, dim)
+        chunks.append(x.flatten(1, 2))
+    # Autocast would round the inverse and the state to bfloat16.
+    with torch.autocast(v.device.type, enabled=False):
+        o, last = GatedDeltaChunks.apply(*chunks, state.flatten(0, 1))
+    o = o.unflatten(1, (b, h)).movedim((0, 2), (1, 3)).flatten(1, 2)  # (B, N * C, H, V)
+    return o[:, :t], last.view_as(state)
 
 
 def short_conv(x: Tensor, weight: Tensor, doc: Tensor) -> Tensor:
-    """Causal depthwise convolution and SiLU of the last T tokens: x (B, taps-1 + T, C), weight (C, taps), doc as x.
+    """Returns SiLU of a causal depthwise convolution, for the last T tokens of x.
 
-    Shifted sums beat F.conv1d(groups=C) on the CPU, and let a tap that would reach into another document be zero.
+    x (B, taps-1 + T, C), weight (C, taps), doc (B, taps-1 + T). Shifted sums beat
+    F.conv1d(groups=C) on a CPU, and a tap that would reach into another document can be zero.
     """
-    reach, weight = weight.size(1) - 1, weight.to(x.dtype)
-    y = x[:, reach:] * weight[:, -1]
-    for at in range(1, reach + 1):
-        same = (doc[:, reach - at : -at] == doc[:, reach:]).unsqueeze(-1)
-        y = y + x[:, reach - at : -at] * weight[:, reach - at] * same
+    reach = weight.size(1) - 1
+    weight = weight.to(x.dtype)
+    y = x[:, reach:] * weight[:, reach]
+    for back in range(1, reach + 1):
+        same_doc = doc[:, reach - back : -back] == doc[:, reach:]
+        y = y + x[:, reach - back : -back] * weight[:, reach - back] * same_doc[..., None]
     return F.silu(y)
 
 
 class GatedDeltaNet(nn.Module):
-    """Gated DeltaNet mixer (arXiv 2412.06464) with expand_v = 1: linear attention whose state forgets and corrects.
+    """Gated DeltaNet (arXiv 2412.06464): linear attention whose state forgets and corrects."""
 
-    With an `owner` it projects and convolves queries and gates only; keys and values are made by the owner's weights.
-    """
-
-    def __init__(self, config: SimpleNamespace, owner: "GatedDeltaNet | None" = None):
+    def __init__(self, config: GPTConfig):
         super().__init__()
-        dim, heads = config.model_dim, config.num_heads
-        self.heads, self.head_dim, self.beta_scale = heads, dim // heads, 2.0 if config.gdn_neg_eigval else 1.0
-        self.owner = (owner,)  # in a tuple: its weights are counted and stored once, with the owner
-        self.w_qkvg = matrix((dim,) * (2 if owner else 4), dim, 0.5 * dim**-0.5)
+        dim = config.model_dim
+        self.heads = config.num_heads
+        self.head_dim = dim // self.heads
+        self.w_qkvg = matrix((dim, dim, dim, dim), dim)
         self.w_o = nn.Parameter(torch.zeros(dim, dim))
-        self.ab = matrix((2 * heads,), dim, 0.5 * dim**-0.5)  # decay and step size, one number a head each
-        # Initialised as PyTorch's depthwise Conv1d, then as fla's. 0.01 keeps A_log finite: -inf is a dead head.
-        self.conv = nn.Parameter(torch.empty((1 if owner else 3) * dim, CONV_TAPS).uniform_(-1, 1) / CONV_TAPS**0.5)
-        self.A_log = nn.Parameter(torch.empty(heads).uniform_(0.01, 16.0).log())
-        dt = torch.exp(torch.empty(heads).uniform_(math.log(1e-3), math.log(0.1))).clamp_min(1e-4)
+        self.ab = matrix((2 * self.heads,), dim)  # decay and step size, one number per head each
+        # Initialised as PyTorch's depthwise Conv1d, then as flash-linear-attention's GatedDeltaNet.
+        conv = torch.empty(3 * dim, CONV_TAPS).uniform_(-1, 1)
+        self.conv = nn.Parameter(conv / CONV_TAPS**0.5)
+        decay = torch.empty(self.heads).uniform_(0.01, 16.0)  # from 0 it could be 0: a dead head
+        self.A_log = nn.Parameter(decay.log())
+        log_dt = torch.empty(self.heads).uniform_(math.log(1e-3), math.log(0.1))
+        dt = log_dt.exp().clamp_min(1e-4)
         self.dt_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))  # softplus(dt_bias) = dt
         self.norm = nn.Parameter(torch.ones(self.head_dim))
 
-    def weights(self) -> tuple[Tensor, Tensor]:
-        """w_qkvg (4 dim, dim) and conv (3 dim, taps), the owner's rows among them."""
-        (owner,), dim = self.owner, self.w_o.size(0)
-        if owner is None:
-            return self.w_qkvg, self.conv
-        w_q, w_gate = self.w_qkvg.split(dim)
-        return torch.cat([w_q, owner.w_qkvg[dim : 3 * dim], w_gate]), torch.cat([self.conv, owner.conv[dim:]])
-
     def inputs(self, x: Tensor, qkv: Tensor, first: Tensor) -> tuple[Tensor, ...]:
-        """Of gdn_chunk: x (..., dim); qkv (..., 3 dim), convolved; first (...): whether a token begins a document."""
+        """Returns q, k, v, g and beta for gdn_chunk.
+
+        x (..., dim); qkv (..., 3 dim), convolved; first (...): whether a token begins a document.
+        """
         q, k, v = qkv.unflatten(-1, (3, self.heads, self.head_dim)).unbind(-3)  # (..., H, D)
-        wide = self.ab.dtype  # float32: a key longer than 1 lets the state grow; eps: else zeros get gradients of 1e12
-        q, k = ((t * torch.rsqrt(t.to(wide).square().sum(-1, keepdim=True) + 1e-6)).to(t.dtype) for t in (q, k))
-        a, b = F.linear(x.to(wide), self.ab).split(self.heads, dim=-1)  # (..., H), float32
-        g = torch.where(first.unsqueeze(-1), DOCUMENT_DECAY, -self.A_log.exp() * F.softplus(a + self.dt_bias))
-        return q * self.head_dim**-0.5, k, v, g, self.beta_scale * torch.sigmoid(b)
+        # In float32, since a key longer than 1 lets the state grow. Without the epsilon a key of
+        # zeros would get gradients of 1e12.
+        wide = self.ab.dtype
+        q = q * torch.rsqrt(q.to(wide).square().sum(-1, keepdim=True) + 1e-6)
+        k = k * torch.rsqrt(k.to(wide).square().sum(-1, keepdim=True) + 1e-6)
+        a, b = F.linear(x.to(wide), self.ab).split(self.heads, dim=-1)  # (..., H)
+        g = -self.A_log.exp() * F.softplus(a + self.dt_bias)
+        g = torch.where(first[..., None], DOCUMENT_DECAY, g)
+        return q.to(v.dtype) * self.head_dim**-0.5, k.to(v.dtype), v, g, torch.sigmoid(b)
 
     def gated(self, o: Tensor, gate: Tensor) -> Tensor:
-        """What w_o reads (..., dim) of outputs (..., H, D) and gate (..., dim)."""
-        o = F.rms_norm(o, (self.head_dim,), self.norm.to(o.dtype)) * F.silu(gate.view(o.shape))
-        return o.reshape(gate.shape)
+        """Returns what w_o reads (..., dim), of outputs o (..., H, D) and gate (..., dim)."""
+        return scaled(rms_norm(o), self.norm).flatten(-2) * F.silu(gate)
 
-    def forward(self, x: Tensor, doc: Tensor, cache: dict | None, *positions: Tensor) -> Tensor:
-        """x (B, T, dim); doc, the documents of all tokens so far, see GPT.features; cache is updated."""
-        (B, _, dim), (w_qkvg, conv), kept = x.shape, self.weights(), cache or {}
-        qkv, gate = linear(x, w_qkvg).split([3 * dim, dim], dim=-1)
-        qkv = torch.cat([kept.get("tail", qkv.new_zeros(B, CONV_TAPS - 1, 3 * dim)), qkv], dim=1)
+    def forward(self, x, doc, cache, positions):
+        """Returns (B, T, dim) for x (B, T, dim).
+
+        doc (B, CONV_TAPS-1 + L): the documents of all L tokens so far; the last T of them are x.
+        The cache, if there is one, keeps the state and the convolution's last inputs.
+        """
+        B, T, dim = x.shape
+        past = cache or {}
+        qkv, gate = linear(x, self.w_qkvg).split([3 * dim, dim], dim=-1)
+        tail = past.get("tail", qkv.new_zeros(B, CONV_TAPS - 1, 3 * dim))
+        qkv = torch.cat([tail, qkv], dim=1)
         doc = doc[:, -qkv.size(1) :]
-        first = doc[:, CONV_TAPS - 1 :] != doc[:, CONV_TAPS - 2 : -1]  # (B, T)
-        inputs = self.inputs(x, short_conv(qkv, conv, doc), first)
-        o, state = gdn_chunk(*inputs, kept.get("state"), chunk=64 if x.is_cuda else 32)
+        first = doc[:, -T:] != doc[:, -T - 1 : -1]  # (B, T)
+        inputs = self.inputs(x, short_conv(qkv, self.conv, doc), first)
+        o, state = gdn_chunk(*inputs, past.get("state"), chunk=64 if x.is_cuda else 32)
         if cache is not None:
             cache.update(state=state, tail=qkv[:, 1 - CONV_TAPS :])
         return linear(self.gated(o, gate), self.w_o)
 
 
-def turns(positions: Tensor, base: float, dims: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (..., T, 1, dims/2) of rotary positions (..., T) (arXiv 2104.09864), as in GPT-NeoX."""
+def rotate(x: Tensor, positions: Tensor, dims: int) -> Tensor:
+    """Returns x (B, T, H, D) with its first `dims` dimensions rotated by positions (T,).
+
+    Rotary positions (arXiv 2104.09864), paired as in GPT-NeoX.
+    """
     half = dims // 2
-    frequency = base ** (-torch.arange(half, device=positions.device, dtype=torch.float32) / half)
-    angle = (positions.float()[..., None] * frequency).unsqueeze(-2)
-    return angle.cos(), angle.sin()
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (B, T, H, D) with its first dimensions, twice as many as there are `turns`, rotated by these."""
-    half, cos, sin = cos.size(-1), cos.to(x.dtype), sin.to(x.dtype)
-    left, right, rest = x.split([half, half, x.size(-1) - 2 * half], dim=-1)
-    return torch.cat([left * cos - right * sin, left * sin + right * cos, rest], dim=-1)
+    exponent = torch.arange(half, device=x.device) / half  # float32
+    angle = positions[:, None, None] * ROPE_BASE**-exponent  # (T, 1, half)
+    cos = angle.cos().to(x.dtype)
+    sin = angle.sin().to(x.dtype)
+    left, right, same = x.split([half, half, x.size(-1) - dims], dim=-1)
+    return torch.cat([left * cos - right * sin, left * sin + right * cos, same], dim=-1)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, doc: Tensor, window: int) -> Tensor:
-    """Causal attention inside a document: query i sees key j if 0 <= i - j < window and both are of one document.
+    """Returns causal attention inside documents (B, H, T, D).
 
-    q (B, H, T, D), k and v (B, Hkv, L, D), the queries being the last T of the L positions; doc (B, L).
-    Blocks of queries skip the keys that none of them sees: 3x faster on the CPU than one masked call at T = 4 windows.
+    q (B, H, T, D), k and v (B, Hkv, L, D), doc (B, L); the queries are the last T of the L
+    positions. Query i sees key j if 0 <= i - j < window and both are of one document. Blocks of
+    queries skip the keys that none of them sees, which on a CPU is 3 times as fast as one masked
+    call at T = 4 windows.
     """
-    T, past, length, dtype = q.size(2), k.size(2) - q.size(2), k.size(2), q.dtype
-    if q.is_cuda:  # the kernels that take a mask do not take grouped heads there
-        k, v = (t.repeat_interleave(q.size(1) // k.size(1), dim=1) for t in (k, v))
+    dtype = q.dtype
+    T = q.size(2)
+    length = k.size(2)
+    past = length - T
+    if q.is_cuda:  # there the kernels that take a mask do not take grouped heads
+        k, v = (x.repeat_interleave(q.size(1) // k.size(1), dim=1) for x in (k, v))
     else:  # a CPU's backward pass takes 4 times as long in bfloat16
-        q, k, v = (t.to(torch.promote_types(dtype, torch.float32)) for t in (q, k, v))
-    out, block, at = [], max(64, min(window, T) // 4), torch.arange(length, device=q.device)
-    for start in range(past, length, block):  # queries start..end, keys low..end
-        end, low = min(start + block, length), max(0, start - window + 1)
-        gap = at[start:end, None] - at[low:end]  # (t, l)
-        mask = (gap >= 0) & (gap < window) & (doc[:, start:end, None] == doc[:, None, low:end])  # (B, t, l)
-        parts = q[:, :, start - past : end - past], k[:, :, low:end], v[:, :, low:end]
-        out.append(F.scaled_dot_product_attention(*parts, mask[:, None], enable_gqa=not q.is_cuda))
-    return torch.cat(out, dim=2).to(dtype)
+        q, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (q, k, v))
+    places = torch.arange(length, device=q.device)
+    step = max(64, min(window, T) // 4)
+    outputs = []
+    for start in range(past, length, step):
+        end = min(start + step, length)
+        low = max(0, start - window + 1)  # the first key that a query of the block sees
+        distance = places[start:end, None] - places[low:end]  # (t, l)
+        same_doc = doc[:, start:end, None] == doc[:, None, low:end]  # (B, t, l)
+        mask = (distance >= 0) & (distance < window) & same_doc
+        block = q[:, :, start - past : end - past], k[:, :, low:end], v[:, :, low:end]
+        o = F.scaled_dot_product_attention(*block, mask[:, None], enable_gqa=not q.is_cuda)
+        outputs.append(o)
+    return torch.cat(outputs, dim=2).to(dtype)
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions; `qk_norm`: queries and keys RMS-normed, a gain per head."""
+    """Grouped-query attention with rotary positions, and queries and keys that are RMS-normed."""
 
-    def __init__(self, config: SimpleNamespace, window: int):
+    def __init__(self, config: GPTConfig, window: int):
         super().__init__()
-        dim, self.heads, self.kv_heads = config.model_dim, config.num_heads, config.num_kv_heads
-        self.head_dim, self.window = dim // config.num_heads, window
-        rows = self.kv_heads * self.head_dim
-        self.w_qkv = matrix((dim, rows, rows), dim, 0.5 * dim**-0.5)
+        dim = config.model_dim
+        self.heads = config.num_heads
+        self.kv_heads = config.num_kv_heads
+        self.head_dim = dim // self.heads
+        self.window = window
+        self.rope_dims = 0
+        if config.positions == "rope":
+            self.rope_dims = config.rope_dims or self.head_dim
+        kv_dim = self.kv_heads * self.head_dim
+        self.w_qkv = matrix((dim, kv_dim, kv_dim), dim)
         self.w_o = nn.Parameter(torch.zeros(dim, dim))
-        self.q_gain = nn.Parameter(torch.full((self.heads,), config.qk_gain_init)) if config.qk_norm else None
+        gain = torch.full((self.heads,), config.qk_gain_init)
+        self.q_gain = nn.Parameter(gain) if config.qk_gain_init else None
 
-    def forward(self, x: Tensor, doc: Tensor, cache: dict | None, cos: Tensor, sin: Tensor) -> Tensor:
-        """x (B, T, dim); doc, the documents of all tokens so far, see GPT.features; cos and sin of `turns`."""
-        (B, T, dim), H, Hkv, D = x.shape, self.heads, self.kv_heads, self.head_dim
-        q, k, v = linear(x, self.w_qkv).view(B, T, H + 2 * Hkv, D).split([H, Hkv, Hkv], dim=2)  # (B, T, H, D)
+    def forward(self, x, doc, cache, positions):
+        """Returns (B, T, dim) for x (B, T, dim); doc as in GatedDeltaNet; positions (T,).
+
+        The cache, if there is one, keeps the keys and values that later queries may see.
+        """
+        B, T, dim = x.shape
+        qkv = linear(x, self.w_qkv).view(B, T, -1, self.head_dim)
+        q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=2)  # (B, T, H, D)
         if self.q_gain is not None:
-            q, k = F.rms_norm(q, (D,)) * self.q_gain.to(x.dtype)[:, None], F.rms_norm(k, (D,))
-        if cos.size(-1):
-            q, k = rotate(torch.cat([q, k], dim=2), cos, sin).split([H, Hkv], dim=2)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+            q = scaled(rms_norm(q), self.q_gain[:, None])
+            k = rms_norm(k)
+        q = rotate(q, positions, self.rope_dims).transpose(1, 2)  # (B, H, T, D)
+        k = rotate(k, positions, self.rope_dims).transpose(1, 2)
+        v = v.transpose(1, 2)
         if cache is not None:
-            k, v = (torch.cat([cache.get(name, t[:, :, :0]), t], dim=2) for name, t in (("k", k), ("v", v)))
-            keep = max(0, k.size(2) - self.window + 1)  # the next query sees itself and window - 1 keys before it
+            k = torch.cat([cache.get("k", k[:, :, :0]), k], dim=2)
+            v = torch.cat([cache.get("v", v[:, :, :0]), v], dim=2)
+            # The next query sees itself and window - 1 keys before it.
+            keep = max(0, k.size(2) - self.window + 1)
             cache.update(k=k[:, :, keep:], v=v[:, :, keep:])
         o = attend(q, k, v, doc[:, -k.size(2) :], self.window)
         return linear(o.transpose(1, 2).reshape(B, T, dim), self.w_o)
 
 
+def init_wave(units: int) -> nn.Parameter:
+    """Returns omega ~ N(1, 0.1), phi ~ N(0, 0.1) and b = 0 for `oscillate`, (3, units)."""
+    wave = 0.1 * torch.randn(3, units)
+    wave[0] += 1.0
+    wave[2] = 0.0
+    return nn.Parameter(wave)
+
+
 def oscillate(x: Tensor, wave: Tensor) -> Tensor:
-    """sin(omega x + phi) tanh(x) + b per unit (WiggleGPT, Eden-Eldith/WiggleGPT). x (..., U), wave (3, U)."""
-    omega, phi, level = wave.to(x.dtype)
-    return torch.sin(omega * x + phi) * torch.tanh(x) + level
+    """Returns sin(omega x + phi) tanh(x) + b per unit, for x (..., units) and wave (3, units).
 
-
-ACTIVATIONS = {"relu2": lambda h: F.relu(h).square(), "leaky_relu2": lambda h: F.leaky_relu(h, 0.5).square(),
-               "gelu": F.gelu, "swiglu": lambda h: F.silu(h.chunk(2, dim=-1)[0]) * h.chunk(2, dim=-1)[1]}
+    The activation of WiggleGPT (Eden-Eldith/WiggleGPT, model_bio.py).
+    """
+    omega, phi, b = wave.to(x.dtype)
+    return torch.sin(omega * x + phi) * torch.tanh(x) + b
 
 
 class MLP(nn.Module):
-    """Two matrices around an activation: ReLU^2 (arXiv 2109.08668), SwiGLU (2002.05202, with a gate), or the bio-MLP's.
+    """Two matrices around an activation. A new kind is a word of the setting `mlp` and a branch.
 
-    Its events are WiggleGPT's SparseEventLayer (model_bio_optimized.py, without biases): soft, no spike ever zero, or
-    hard, a spike of 1 where volt > threshold, else 0, with the gradient of the soft one (straight through).
+    ReLU^2 is of arXiv 2109.08668, SwiGLU (with a gate) of 2002.05202, bio of WiggleGPT; bio_soft
+    and bio_hard add its SparseEventLayer (model_bio_optimized.py), without biases.
     """
 
-    def __init__(self, config: SimpleNamespace):
+    def __init__(self, config: GPTConfig):
         super().__init__()
-        dim, hidden = config.model_dim, int(config.mlp_mult * config.model_dim)
-        self.kind, self.events, self.threshold = config.mlp, config.bio_events, config.bio_threshold
-        self.w_up = matrix((hidden,) * (2 if self.kind == "swiglu" else 1), dim, 0.5 * dim**-0.5)
-        start, spread = torch.tensor([[1.0], [0.0], [0.0]]), torch.tensor([[0.1], [0.1], [0.0]])  # omega, phi, b
-        if self.kind == "bio":
-            self.wave = nn.Parameter(start + spread * torch.randn(3, hidden))
-        if self.events != "off":
-            self.w_gate, self.w_mix = (matrix((hidden,), hidden, 0.5 * hidden**-0.5) for _ in range(2))
-            self.mix_wave = nn.Parameter(start + spread * torch.randn(3, hidden))
+        dim = config.model_dim
+        hidden = int(config.mlp_mult * dim)
+        self.kind = config.mlp
+        self.w_up = matrix((hidden, hidden) if self.kind == "swiglu" else (hidden,), dim)
+        if self.kind in ("bio", "bio_soft", "bio_hard"):
+            self.wave = init_wave(hidden)
+        if self.kind in ("bio_soft", "bio_hard"):
+            self.w_gate = matrix((hidden,), hidden)
+            self.w_mix = matrix((hidden,), hidden)
+            self.mix_wave = init_wave(hidden)
         self.w_down = nn.Parameter(torch.zeros(dim, hidden))
 
     def hidden(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What w_down reads (B, T, hidden) of x (B, T, dim), and which units had an event (None: the kind has none)."""
-        h = linear(x, self.w_up)
-        h = oscillate(h, self.wave) if self.kind == "bio" else ACTIVATIONS[self.kind](h)
-        if self.events == "off":
-            return h, None
-        volt = torch.sigmoid(linear(h, self.w_gate))
-        spike, fired = torch.sigmoid(5.0 * (volt - self.threshold)), volt > self.threshold
-        if self.events == "hard":
-            spike = fired.to(h.dtype) + (spike - spike.detach())
-        return oscillate(linear(h * spike, self.w_mix), self.mix_wave), fired
+        """Returns what w_down reads (B, T, hidden), for x (B, T, dim), and the units' events.
 
-    def forward(self, x: Tensor) -> Tensor:
+        The events are booleans of the same shape, or None where the kind has none.
+        """
+        h = linear(x, self.w_up)
+        if self.kind == "relu2":
+            return F.relu(h).square(), None
+        if self.kind == "leaky_relu2":
+            return F.leaky_relu(h, 0.5).square(), None
+        if self.kind == "gelu":
+            return F.gelu(h), None
+        if self.kind == "swiglu":
+            gate, up = h.chunk(2, dim=-1)
+            return F.silu(gate) * up, None
+        if not self.kind.startswith("bio"):
+            raise ValueError(f"no kind of MLP is called {self.kind!r}")
+        h = oscillate(h, self.wave)
+        if self.kind == "bio":
+            return h, None
+        voltage = torch.sigmoid(linear(h, self.w_gate))
+        events = voltage > BIO_THRESHOLD
+        spike = torch.sigmoid(5.0 * (voltage - BIO_THRESHOLD))  # of bio_soft: never zero
+        if self.kind == "bio_hard":  # 0 or 1, with the gradient of the soft spike
+            spike = events.to(h.dtype) + (spike - spike.detach())
+        return oscillate(linear(h * spike, self.w_mix), self.mix_wave), events
+
+    def forward(self, x):
+        """Returns (B, T, dim) for x (B, T, dim)."""
         return linear(self.hidden(x)[0], self.w_down)
 
 
 class Block(nn.Module):
-    """Residual layer: mix with the embedding, a mixer, an MLP."""
+    """A layer without its mixer, which may be shared: norms, MLP, and learned scales."""
 
-    def __init__(self, config: SimpleNamespace, norm: str):
+    def __init__(self, config: GPTConfig, norm: str):
         super().__init__()
         dim = config.model_dim
-        self.mixer_norm, self.mlp_norm, self.mlp = Norm(norm, dim), Norm(norm, dim), MLP(config)
+        self.mixer_norm = Norm(norm, dim)
+        self.mlp_norm = Norm(norm, dim)
+        self.mlp = MLP(config)
         self.mix = self.mixer_scale = self.mlp_scale = None
         if config.residual_mix:
             self.mix = nn.Parameter(torch.stack([torch.ones(dim), torch.zeros(dim)]))
-            self.mixer_scale, self.mlp_scale = nn.Parameter(torch.ones(dim)), nn.Parameter(torch.ones(dim))
+            self.mixer_scale = nn.Parameter(torch.ones(dim))
+            self.mlp_scale = nn.Parameter(torch.ones(dim))
 
-    def forward(self, x: Tensor, x0: Tensor, mixer: nn.Module, *context) -> Tensor:
-        """x and x0 (the embedding) (B, T, dim); context: the mixer's further arguments."""
+    def forward(self, x, x0, mixer, *context):
+        """Returns the residual stream behind the layer (B, T, dim).
+
+        x is the stream before it, x0 the embedding, context the mixer's further arguments.
+        """
         if self.mix is not None:
             x = scaled(x, self.mix[0]) + scaled(x0, self.mix[1])
         x = x + scaled(mixer(self.mixer_norm(x), *context), self.mixer_scale)
@@ -1337,194 +1519,119 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The language model: embedding, layers by pattern, head with a soft cap; by counts=NGrams, those of its config."""
+    """The language model: embedding, layers, norm, and a head with a soft cap."""
 
-    def __init__(self, config: SimpleNamespace, counts: Callable | None = None):
+    def __init__(self, config: GPTConfig):
         super().__init__()
-        self.activation_checkpointing = False  # compute each layer again in the backward pass, to save memory
-        self.dtype = None  # of activations, weights are float32; None: bfloat16 on CUDA, on a CPU the weights' own
-        self.config, dim, std = config, config.model_dim, config.tied_embed_init_std
-        self.embed = matrix((config.vocab_size,), dim, std)
-        self.head = None if config.tie_embeddings else nn.Parameter(torch.zeros(config.vocab_size, dim))
-        words, norms = config.layers.split(), config.norms.split()
+        self.config = config
+        # The dtype of activations; weights are float32. None means bfloat16 on CUDA, and on a CPU
+        # that of the weights.
+        self.dtype = None
+        # Whether a layer's activations are computed again in the backward pass, to save memory.
+        self.activation_checkpointing = False
+        dim = config.model_dim
+        vocab_size = config.vocab_size
+        self.embed = matrix((vocab_size,), dim, config.embed_init_std)
+        self.head = None if config.tie_embeddings else nn.Parameter(torch.zeros(vocab_size, dim))
         if config.positions == "learned":
-            self.positions_embed = matrix((config.train_seq_len,), dim, 0.1 if config.residual_mix else std)
+            std = 0.1 if config.residual_mix else config.embed_init_std
+            self.positions_embed = matrix((config.train_seq_len,), dim, std)
         if config.bigram_vocab_size:
-            self.bigram_embed = matrix((config.bigram_vocab_size,), config.bigram_dim, 0.1)
-            self.w_bigram = nn.Parameter(torch.zeros(dim, config.bigram_dim))
-        self.ngrams = counts(config) if counts and config.ngram_order else None
+            self.bigram_embed = matrix((config.bigram_vocab_size,), BIGRAM_DIM, 0.1)
+            self.w_bigram = nn.Parameter(torch.zeros(dim, BIGRAM_DIM))
+        words = config.layers.split()
+        norms = config.norms.split()
         if config.unet_skips:
             self.skip = nn.Parameter(torch.ones(len(words) // 2, dim))
-        # layers that share a mixer, or a block, have one name; caches are per layer, never shared
-        mixers = [word if word[1:] else at for at, word in enumerate(words)]
-        blocks = [word if word[0].isupper() else at for at, word in enumerate(words)]
+
+        # Layers that share a mixer or a block have one name for it; others go by their place.
+        mixers = [word if word[1:] else place for place, word in enumerate(words)]
+        blocks = [word if word.isupper() else place for place, word in enumerate(words)]
         self.mixer_of_layer = [list(dict.fromkeys(mixers)).index(name) for name in mixers]
         self.block_of_layer = [list(dict.fromkeys(blocks)).index(name) for name in blocks]
-        self.mixers, owner = nn.ModuleList(), None
-        for word, at in zip(words, self.mixer_of_layer, strict=True):
-            if at == len(self.mixers):  # its first layer
-                self.mixers.append(Attention(config, config.attn_window if word[0] in "sS" else 1 << 30)
-                                   if word[0] in "sSaA" else GatedDeltaNet(config, owner if word[0] in "kK" else None))
-            owner = self.mixers[at] if word[0] in "gG" else owner
-        self.blocks = nn.ModuleList(Block(config, norms[blocks.index(name)]) for name in dict.fromkeys(blocks))
+        self.mixers = nn.ModuleList()
+        for word, index in zip(words, self.mixer_of_layer, strict=True):
+            if index == len(self.mixers):  # the first layer with this mixer
+                is_gdn = word[0] in "gG"
+                window = config.attn_window if word[0] in "sS" else FULL_WINDOW
+                self.mixers.append(GatedDeltaNet(config) if is_gdn else Attention(config, window))
+        self.blocks = nn.ModuleList()
+        for norm, index in zip(norms, self.block_of_layer, strict=True):
+            if index == len(self.blocks):
+                self.blocks.append(Block(config, norm))
         self.final_norm = Norm(norms[-1], dim)
-        self.rope_dims = (config.rope_dims or dim // config.num_heads) if config.positions == "rope" else 0
-        windows = [mixer.window for mixer in self.mixers if isinstance(mixer, Attention)]
-        self.reach = max(windows, default=0) + CONV_TAPS - 1  # tokens back whose documents attention, convolution ask
 
-    def embedded(self, ids: Tensor, before: Tensor, positions: Tensor) -> Tensor:
-        """What the first layer reads (..., dim) of ids (...), the ids before them, and their positions."""
-        config, x = self.config, F.embedding(ids, self.embed)
+    def embedded(self, ids: Tensor, previous: Tensor, positions: Tensor) -> Tensor:
+        """Returns what the first layer reads (..., dim), of ids (...) and the ids before them."""
+        config = self.config
+        x = F.embedding(ids, self.embed)
         x = x.to(self.dtype or (torch.bfloat16 if ids.is_cuda else x.dtype))
-        x = F.rms_norm(x, x.shape[-1:]) if config.residual_mix else x
+        if config.residual_mix:
+            x = rms_norm(x)
         if config.positions == "learned":
             x = x + F.embedding(positions, self.positions_embed).to(x.dtype)
-        if config.bigram_vocab_size:  # Parameter Golf's BigramHashEmbedding; a pair is of one document
-            before = before.masked_fill(ids == config.bos_id, config.bos_id)
-            pair = ((36313 * ids) ^ (27191 * before)) % config.bigram_vocab_size
+        if config.bigram_vocab_size:  # BigramHashEmbedding of Parameter Golf
+            # A document's first token has no pair with the token before it.
+            previous = previous.masked_fill(ids == config.bos_id, config.bos_id)
+            pair = ((36313 * ids) ^ (27191 * previous)) % config.bigram_vocab_size
             x = x + linear(F.embedding(pair, self.bigram_embed).to(x.dtype), self.w_bigram)
         return x
 
     def features(self, ids: Tensor, cache: dict | None = None) -> Tensor:
-        """ids (B, T) to what the head reads (B, T, dim) and, behind it, what n-grams say (B, T, V), in float32.
-        By a cache, at first {}, calls go on."""
-        config, half, kept = self.config, len(self.mixer_of_layer) // 2, {} if cache is None else cache
-        # Documents of all L tokens so far, numbered, behind as many BOS as the convolution reaches back.
-        before = kept.get("doc", torch.arange(1, CONV_TAPS, device=ids.device).expand(len(ids), -1))
-        doc = torch.cat([before, before[:, -1:] + (ids == config.bos_id).cumsum(dim=1)], dim=1)  # (B, CONV_TAPS-1 + L)
-        end = kept.get("end", 0) + ids.size(1)
-        positions = torch.arange(end - ids.size(1), end, device=ids.device)
-        if config.positions == "learned" and end > config.train_seq_len:
-            raise UserError(f"POSITIONS='learned': {end} tokens in a text, TRAIN_SEQ_LEN={config.train_seq_len}")
-        known = torch.cat([kept.get("last", ids[:, :0]), ids], dim=1)
-        x = self.embedded(ids, F.pad(known, (1, 0), value=config.bos_id)[:, -1 - ids.size(1) : -1], positions)
-        cos, sin = turns(positions, config.rope_base, self.rope_dims)
-        x0, skips, recompute = x, [], self.activation_checkpointing and torch.is_grad_enabled()
-        for layer, (block, mixer) in enumerate(zip(self.block_of_layer, self.mixer_of_layer, strict=True)):
-            if layer >= half and skips:
+        """Returns what the head reads (B, T, dim), for ids (B, T).
+
+        With a cache, at first {}, several calls read one text. It keeps the text so far under
+        "ids" and what a mixer needs under the number of its layer, also where weights are shared.
+        """
+        config = self.config
+        T = ids.size(1)
+        past = {} if cache is None else cache
+        text = torch.cat([past.get("ids", ids[:, :0]), ids], dim=1)  # (B, L)
+        length = text.size(1)
+        if config.positions == "learned" and length > config.train_seq_len:
+            most = f"TRAIN_SEQ_LEN={config.train_seq_len}"
+            raise UserError(f"POSITIONS='learned': {length} tokens in a text, {most}")
+        past["ids"] = text
+        positions = torch.arange(length - T, length, device=ids.device)
+        previous = F.pad(text, (1, 0), value=config.bos_id)[:, -T - 1 : -1]
+        # The number of each token's document; in front, as many places as the convolution reaches.
+        doc = F.pad((text == config.bos_id).cumsum(dim=1), (CONV_TAPS - 1, 0))
+
+        recompute = self.activation_checkpointing and torch.is_grad_enabled()
+        half = len(self.block_of_layer) // 2
+        skips = []
+        x = x0 = self.embedded(ids, previous, positions)
+        shared = zip(self.block_of_layer, self.mixer_of_layer, strict=True)
+        for layer, (block, mixer) in enumerate(shared):
+            if skips and layer >= half:
                 x = x + scaled(skips.pop(), self.skip[len(skips)])
-            own = None if cache is None else cache.setdefault(layer, {})
-            run = self.blocks[block], x, x0, self.mixers[mixer], doc, own, cos, sin
-            x = checkpoint(*run, use_reentrant=False) if recompute else run[0](*run[1:])
+            run = self.blocks[block]
+            if recompute:
+                run = functools.partial(checkpoint, run, use_reentrant=False)
+            layer_cache = None if cache is None else cache.setdefault(layer, {})
+            x = run(x, x0, self.mixers[mixer], doc, layer_cache, positions)
             if config.unet_skips and layer < half:
                 skips.append(x)
-        kept.update(doc=doc[:, -self.reach :], end=end, last=known[:, -max(1, config.ngram_order - 1) :])
-        x = self.final_norm(x)
-        return x if self.ngrams is None else torch.cat([x, self.ngrams(known)[:, -ids.size(1) :]], dim=-1)
+        return self.final_norm(x)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Of features (..., dim): (..., V), float32 at least; with n-grams those of the mixture."""
-        x, counted = x.tensor_split([self.config.model_dim], dim=-1)
-        logits, cap = linear(x, self.embed if self.head is None else self.head), self.config.logit_softcap
-        logits = logits.float() if logits.dtype == torch.bfloat16 else logits
-        logits = cap * torch.tanh(logits / cap) if cap else logits
-        return logits if self.ngrams is None else self.ngrams.mixed(logits, counted)
+        """Returns logits (..., V), float32 at least, of features x (..., dim)."""
+        logits = linear(x, self.embed if self.head is None else self.head)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        cap = self.config.logit_softcap
+        return cap * torch.tanh(logits / cap) if cap else logits
 
-    def forward(self, ids: Tensor, targets: Tensor | None = None, cache: dict | None = None) -> Tensor:
-        """ids (B, T) to nats of targets (B, T), 0 for -1, or logits (B, T, V); with a cache see `features`."""
+    def forward(self, ids, targets=None, cache=None):
+        """Returns the nats of targets (B, T) after ids (B, T), 0 for -1; or logits (B, T, V)."""
         logits = self.logits(self.features(ids, cache))
         if targets is None:
             return logits
-        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none")
+        logits, flat = logits.flatten(0, 1), targets.flatten()
+        losses = F.cross_entropy(logits, flat, ignore_index=-1, reduction="none")
         return losses.view_as(targets)
+
+
 # === end: model ===
-
-
-# === shared: ngrams ===
-def longer_contexts(contexts: Tensor, ids: Tensor, vocab_size: int, bos_id: int) -> Tensor:
-    """The n tokens up to each position, packed (..., T), made n + 1; -1 if they are not of one row and document."""
-    before = F.pad(contexts[..., :-1], (1, 0), value=-1)
-    return torch.where((ids == bos_id) | (before < 0), -1, before * vocab_size + ids)
-
-
-class NGrams(nn.Module):
-    """Counts of the training text's n-grams as a language model: interpolated Kneser-Ney with three discounts a length
-    (Chen and Goodman 1998, section 3): p_n(w | c) = (count - D) / total + left(c) p_(n-1)(w | c less its first token).
-
-    `packed` is a zstd frame of byte planes, int32, length by length: of each context how many continuations are kept
-    and how often the others were seen; of each kept one its token and its count; discounts of 1, 2 and more in 1e-6. A
-    token stands as its place among those kept after the context less its first token, less that of the one before.
-    """
-
-    def __init__(self, config: SimpleNamespace):
-        super().__init__()
-        self.order, self.vocab_size, self.bos_id = config.ngram_order, config.vocab_size, config.bos_id
-        self.register_buffer("packed", torch.zeros(config.ngram_bytes, dtype=torch.int8))
-        self.register_buffer("mix", torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 0.0]]))  # at first the network alone
-        self.version = -1  # that of `packed` which the tables go by
-
-    def unpack(self) -> None:
-        """The tables of each length: sorted contexts and, for any other, 2**62 (L + 1,); of these the first
-        continuation's place, their number, what is left for shorter contexts; the continuations' tokens, weights."""
-        frame = zstandard.ZstdDecompressor().stream_reader(self.packed.cpu().numpy().tobytes())
-        planes = np.frombuffer(frame.read(1 << 31), np.uint8).reshape(4, -1)  # at most, whatever the frame declares
-        counts = torch.from_numpy(np.ascontiguousarray(planes.T).view("<i4")[:, 0])
-        counts, self.tables, self.version = counts.to(self.packed.device).long(), [], self.packed._version
-        contexts = shorter = first = counts.new_zeros(1)
-        tokens = torch.arange(self.vocab_size, device=counts.device)
-        for length in range(self.order):
-            children, lost, counts = counts.split([len(contexts), len(contexts), len(counts) - 2 * len(contexts)])
-            kept = int(children.sum())
-            steps, count, discounts, counts = counts.split([kept, kept, 3, len(counts) - 2 * kept - 3])
-            parent, ends = torch.repeat_interleave(children), steps.cumsum(0)
-            place = first[torch.searchsorted(shorter, contexts[parent] % self.vocab_size ** max(0, length - 1))]
-            first = children.cumsum(0) - children
-            tokens = tokens[place + ends - (ends - steps)[first[parent]]]
-            less, total = discounts[count.clamp(max=3) - 1], 1_000_000 * lost.index_add(0, parent, count)
-            weights = (1_000_000 * count - less) / total[parent]
-            left = (1_000_000 * lost).index_add(0, parent, less) / total  # as 1 - sum of weights it would lose digits
-            left = F.pad(left.masked_fill(children == 0, 1.0), (0, 1), value=1.0)
-            columns = F.pad(contexts, (0, 1), value=1 << 62), F.pad(first, (0, 1)), F.pad(children, (0, 1))
-            self.tables.append((*columns, left, tokens, weights))
-            contexts, shorter = contexts[parent] * self.vocab_size + tokens, contexts
-
-    @torch.no_grad()
-    def forward(self, ids: Tensor) -> Tensor:
-        """Of ids (B, T), those of unknown text -1: log p (B, T, V) of what follows, float32."""
-        if self.version != self.packed._version:
-            self.unpack()
-        ((*_, left, tokens, weights), *longer), size, context = self.tables, self.vocab_size, ids.contiguous()
-        p = (left[0] / size).repeat(size).index_add_(0, tokens, weights).repeat(*ids.shape, 1)  # (B, T, V)
-        for contexts, first, number, left, tokens, weights in longer:
-            at = torch.searchsorted(contexts, context)
-            node = torch.where(contexts[at] == context, at, len(contexts) - 1).flatten()  # (B * T,)
-            count = number[node]
-            row = torch.repeat_interleave(count)
-            at = torch.arange(len(row), device=ids.device)
-            at += (first[node] - count.cumsum(0) + count).index_select(0, row)  # half the time of [row]
-            p.mul_(left[node].view(*ids.shape, 1)).view(-1).index_add_(
-                0, tokens.index_select(0, at).add_(row, alpha=size), weights.index_select(0, at))
-            context = longer_contexts(context, ids, size, self.bos_id)
-        return p.clamp_(min=1e-37).log_()  # before it underflows: a factor of 0 would be final
-
-    @staticmethod
-    def sides(logits: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of network and counts (..., 2, V); 1 and the entropy of each (..., 3)."""
-        both = torch.stack([logits.log_softmax(-1), counted.to(logits.dtype)], dim=-2)
-        return both, F.pad(torch.special.entr(both.exp()).sum(-1), (1, 0), value=1.0)
-
-    def mixed(self, logits: Tensor, counted: Tensor) -> Tensor:
-        """Logits (..., V): each side times what `mix` makes of 1 and entropies (Klakow 1998, log-linear mixtures)."""
-        both, measures = self.sides(logits, counted)
-        return ((measures @ self.mix.mT.to(both.dtype)).unsqueeze(-2) @ both).squeeze(-2)
-
-    @torch.no_grad()
-    def fit(self, network: nn.Module, tokens: np.ndarray, seq_len: int) -> None:
-        """Set `mix` to what makes tokens (N,) likeliest beside a network without counts, by Newton's method, since this
-        is a logistic regression: windows from all over, of 2**24 log-probabilities at most but for the first one."""
-        windows = torch.from_numpy(tokens).to(self.mix.device).unfold(0, seq_len + 1, seq_len)
-        step = -(-len(windows) // max(1, (1 << 24) // (seq_len * self.vocab_size)))
-        ids, targets = windows[step // 2 :: step, :-1], windows[step // 2 :: step, 1:, None, None]
-        both, measures = self.sides(network(ids), self(ids))
-        ridge, mix = 1e-5 * targets.numel() * torch.eye(6).to(both), torch.tensor([0.5, 0, 0, 0.5, 0, 0]).to(both)
-        for _ in range(6):  # the ridge keeps it finite where one side is always right
-            p = ((measures @ mix.view(2, 3).mT).unsqueeze(-2) @ both).softmax(-1)  # (B, T, 1, V)
-            rest = both - (p * both).sum(-1, keepdim=True)
-            slope = torch.einsum("btak,bti->ai", rest.take_along_dim(targets, dim=-1), measures).flatten()
-            curve = torch.einsum("btac,bti,btj->aicj", (p * rest) @ rest.mT, measures, measures).reshape(6, 6)
-            mix += torch.linalg.solve(curve + ridge, slope - ridge @ mix)
-        self.mix.copy_(mix.view(2, 3))
-# === end: ngrams ===
 
 
 # === shared: lora ===
@@ -2037,11 +2144,10 @@ def read_artifact(
 
 
 # === shared: weights ===
-def load_model(name: str, path: str, tokenizer_path: str = "", counts: Callable | None = None) -> tuple:
+def load_model(name: str, path: str, tokenizer_path: str = "") -> tuple:
     """Network (on the CPU), tokenizer and the file taken of `path`: an artifact, a checkpoint (its raw weights), or a
     run, of which it is the artifact or, while it has none, the newest whole checkpoint. UserError naming the setting
-    `name`, or the file. Counts of n-grams come along only as `counts`, NGrams: what is trained on other text goes on
-    from the network alone, for they would say most of what comes next.
+    `name`, or the file.
     """
     where = Path(path)
     file = where / "model.upar" if (where / "model.upar").is_file() else where
@@ -2051,8 +2157,7 @@ def load_model(name: str, path: str, tokenizer_path: str = "", counts: Callable 
             raise UserError(f"{name}={path!r}: neither model.upar nor a whole checkpoint; {'; '.join(faults)}")
         file, meta = found, json.loads((found / "meta.json").read_bytes())
         whole = meta.get("identity") or meta["shape"]  # of a run, or of what quantize.py unpacked
-        names = "vocab_size", "bos_id", "layers", "norms", "ngram_bytes", *MODEL_SETTINGS
-        shape = {key: whole[key] for key in names if key in whole}
+        shape = {key: whole[key] for key in GPTConfig.__dataclass_fields__}
         tensors = torch.load(file / "model.pt", map_location="cpu", weights_only=True)
         beside = [one for kind in ("tokenizer.model", "*.tiktoken") for one in file.parent.glob(kind)]
         sha256 = load_tokenizer(beside[0]).sha256 if beside else None
@@ -2071,10 +2176,8 @@ def load_model(name: str, path: str, tokenizer_path: str = "", counts: Callable 
     if (sha256 or tokenizer.sha256) != tokenizer.sha256 or tokenizer.vocab_size != shape["vocab_size"]:
         raise UserError(f"TOKENIZER_PATH={tokenizer_path!r}: {tokenizer.file} with {tokenizer.vocab_size} tokens "
                         f"is not the one of {file}, which has {shape['vocab_size']}")
-    if counts is None or not shape.get("ngram_order"):  # older files do not say
-        shape.update(ngram_order=0, ngram_bytes=0)
-        tensors = {key: value for key, value in tensors.items() if not key.startswith("ngrams.")}
-    network, adapter = GPT(SimpleNamespace(**shape), counts), [key for key in tensors if key.endswith(".lora_a")]
+    network = GPT(GPTConfig(**shape))
+    adapter = [key for key in tensors if key.endswith(".lora_a")]
     if adapter:
         names = [re.escape(key.replace("parametrizations.", "").removesuffix(".0.lora_a")) for key in adapter]
         setup_lora_adapter(network, len(tensors[adapter[0]]), targets="|".join(names))
@@ -2155,16 +2258,16 @@ class Decoder:
         self.narrow = torch.bfloat16 if ids.is_cuda else self.wide  # of the residual stream and of weights
         self.at = torch.zeros(1, dtype=torch.int64, device=device) if ids.is_cuda else 0  # steps: a graph counts them
         self.logits = network.logits(torch.cat(lasts))[place]  # (R, V), of what comes first
-        reach = max(1, config.ngram_order - 1)  # of n-grams and pairs; what is not known is -1
-        ends = [F.pad(cache["last"], (reach - cache["last"].size(1), 0), value=-1) for cache in caches]
-        self.last = torch.cat(ends)[place]
+        self.last = torch.cat([cache["ids"][:, -1] for cache in caches])[place]
         self.position = torch.tensor([len(prompts[number]) for number in order], device=device)[place]
-        seen = [(cache["doc"] == cache["doc"][:, -1:])[:, -cache["end"] :] for cache in caches]  # by the next token
+        docs = [(cache["ids"] == config.bos_id).cumsum(dim=1) for cache in caches]
+        seen = [doc == doc[:, -1:] for doc in docs]  # by the next token
         seen = torch.cat([F.pad(part, (length + CONV_TAPS - part.size(1), 0)) for part in seen])[place]
-        half, width = network.rope_dims // 2, config.model_dim // config.num_heads
+        self.rope_dims = max((getattr(mixer, "rope_dims", 0) for mixer in network.mixers), default=0)
+        half, width = self.rope_dims // 2, config.model_dim // config.num_heads
         near = torch.arange(width, device=device)  # of a head's dimensions: two that turn together become neighbours
         near = torch.cat([near[: 2 * half].view(2, half).T.flatten(), near[2 * half :]])
-        frequency = config.rope_base ** (-torch.arange(half, device=device, dtype=torch.float32) / half)
+        frequency = ROPE_BASE ** (-torch.arange(half, device=device, dtype=torch.float32) / half)
         self.frequency, self.bias, self.past, self.layers = F.pad(frequency, (0, width // 2 - half)), {}, {}, []
         self.root = torch.tensor((config.model_dim * torch.finfo(self.wide).eps) ** 0.5, dtype=self.wide)
         self.zero = torch.zeros((), dtype=self.wide, device=device)
@@ -2192,7 +2295,7 @@ class Decoder:
                     layer.gain = F.pad(mixer.q_gain.view(mixer.kv_heads, -1, 1), (0, 0, 0, 1), value=1.0)
             else:
                 layer.kept = {**kept, "tail": kept["tail"] * seen[:, 1 - CONV_TAPS :, None]}
-                layer.w_in, layer.conv = mixer.weights()
+                layer.w_in, layer.conv = mixer.w_qkvg, mixer.conv
                 layer.own.ab = self.laid(mixer.ab, norm=block.mixer_norm, dtype=self.wide).mT
             layer.w_in = self.laid(layer.w_in, norm=block.mixer_norm)
             self.layers.append(layer)
@@ -2237,7 +2340,7 @@ class Decoder:
         if self.steps == self.room:
             self.grow(64 if isinstance(self.at, int) else 512)
         self.steps += 1
-        if not ids.is_cuda or self.network.ngrams is not None:  # how many continuations there are differs
+        if not ids.is_cuda:
             return self.step(ids)
         if self.graph is None:  # this step warms up; the next ones are recorded here, and replayed
             logits, self.ids, self.graph = self.step(ids), ids.clone(), torch.cuda.CUDAGraph()
@@ -2260,8 +2363,7 @@ class Decoder:
             used = used if whole else min(used, self.past[window] + self.at + 1)
             self.views[window] = slot, used, bias[..., :used]
         turn = self.turns[self.position]  # (R, 1, 1, D / 2)
-        known = torch.cat([self.last, ids[:, None]], dim=1)
-        x = x0 = self.network.embedded(ids, self.last[:, -1], self.position)
+        x = x0 = self.network.embedded(ids, self.last, self.position)
         for at, layer in enumerate(self.layers):
             block, half = layer.block, len(self.layers) // 2
             if at >= half and skips:
@@ -2274,13 +2376,11 @@ class Decoder:
             x = torch.addmm(x, MLP.hidden(layer.mlp, self.normed(x, block.mlp_norm))[0], layer.w_down)
             if config.unet_skips and at < half:
                 skips.append(x)
-        self.last.copy_(known[:, 1:])
+        self.last.copy_(ids)
         self.position.add_(1)
         self.at += 1
         logits, cap = torch.mm(self.normed(x, self.network.final_norm), self.head).to(self.wide), config.logit_softcap
-        logits = cap * torch.tanh(logits / cap) if cap else logits
-        counts = self.network.ngrams
-        return logits if counts is None else counts.mixed(logits, counts(known)[:, -1])
+        return cap * torch.tanh(logits / cap) if cap else logits
 
     def attend(self, layer: SimpleNamespace, x: Tensor, turn: Tensor) -> Tensor:
         """Attention up to what w_o reads (R, dim), of x (R, dim)."""
@@ -2289,7 +2389,7 @@ class Decoder:
         if layer.own.q_gain is not None:
             qkv[:, :, :-1] = F.rms_norm(qkv[:, :, :-1], (width,)) * layer.gain.to(x.dtype)
         qkv = qkv.to(self.wide)
-        if self.network.rope_dims:
+        if self.rope_dims:
             torch.view_as_complex(qkv.view(*qkv.shape[:3], -1, 2))[:, :, :-1].mul_(turn)
         qkv = qkv.flatten(0, 1)
         put(keys, 2, slot, qkv[:, -2])
@@ -2617,7 +2717,7 @@ def check_settings(settings: Settings) -> None:
 def open_model(name: str, settings: Settings, runtime: Runtime) -> SimpleNamespace:
     """The model that setting `name` says: its network, tokenizer, file, and how many tokens a batch of it may have."""
     own = settings.tokenizer_path if name == "artifact" else ""
-    network, tokenizer, source = load_model(name.upper(), getattr(settings, name), own, NGrams)
+    network, tokenizer, source = load_model(name.upper(), getattr(settings, name), own)
     network = merge_lora(network).to(runtime.device).requires_grad_(False)
     tokens = settings.micro_batch_tokens or (1 << 16 if runtime.device.type == "cuda" else 4096)
     return SimpleNamespace(network=network, tokenizer=tokenizer, source=source, tokens=tokens, device=runtime.device,

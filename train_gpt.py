@@ -1172,39 +1172,46 @@ class Batches:
 
 
 # === shared: model ===
-# What ARCH_MODE stands for: values of settings, which stand below the CONFIG file and the environment.
+# What ARCH_MODE stands for: values of settings, below the CONFIG file and the environment.
 ARCH_PRESETS = {
-    "D": {},  # the defaults: GDN with two layers of sliding-window attention, which share their weights
+    "D": {},  # the defaults: GDN, and two layers of sliding-window attention with the same weights
     "gdn": dict(layer_pattern="g", num_layers=10),
     "hybrid": dict(layer_pattern="g g a a a a a a a a g"),  # of openai/parameter-golf PR 1895
     "baseline": dict(layer_pattern="a", num_layers=9, mlp_mult=2.0, qk_gain_init=1.5),
     "llama": dict(
-        layer_pattern="a", num_layers=12, mlp="swiglu", mlp_mult=2.75, norm="rms_weight", qk_gain_init=0.0
+        layer_pattern="a",
+        num_layers=12,
+        mlp="swiglu",
+        mlp_mult=2.75,
+        norm="rms_weight",
+        qk_gain_init=0.0,
     ),
 }
-# The same for what is no setting: fields of GPTConfig that an ARCH_MODE fixes.
+# The fields of GPTConfig that an ARCH_MODE fixes: they are no settings.
 ARCH_LAYOUTS = {
     "D": {},
     "gdn": {},
     "hybrid": {},
-    "baseline": dict(unet_skips=True),  # Parameter Golf's first script, modded-nanogpt's layout
-    "llama": dict(residual_mix=False, logit_softcap=0.0, embed_init_std=0.02),  # LlamaForCausalLM's
+    "baseline": dict(unet_skips=True),  # as in the first script of Parameter Golf
+    "llama": dict(residual_mix=False, logit_softcap=0.0, embed_init_std=0.02),
 }
 NORMS = ("rms", "rms_weight", "layer")
 CONV_TAPS = 4  # tokens that GDN's short convolution sees, the current one included
-DOCUMENT_DECAY = -60.0  # log decay at a document's first token: cuts it off (-inf would give NaN, -1e4 costs digits)
-FULL_WINDOW = 1 << 30  # attention's window where it has none
-ROPE_BASE = 10000.0  # longest wavelength of rotary positions, over 2 pi
-BIO_THRESHOLD = 0.3  # of the bio-MLP's events, on a voltage in (0, 1): WiggleGPT's
-BIGRAM_DIM = 128  # width of the hashed pair embedding, before its projection
+# GDN's log decay at a document's first token, which cuts off what stands before it: -inf would
+# give NaN, and -1e4 would cost digits.
+DOCUMENT_DECAY = -60.0
+FULL_WINDOW = 1 << 30  # the window of attention that has none
+ROPE_BASE = 10000.0  # rotary positions turn at rates from 1 down to 1 / ROPE_BASE
+BIO_THRESHOLD = 0.3  # of the bio-MLP's events, on a voltage in (0, 1): WiggleGPT's value
+BIGRAM_DIM = 128  # width of the hashed embedding of token pairs, before its projection
 
 
 @dataclass
 class GPTConfig:
-    """The shape of a network: with the weights, all that is needed to rebuild it. An artifact's header carries it."""
+    """The shape of a network: with its weights, all that is needed to rebuild it."""
 
     vocab_size: int
-    bos_id: int  # a document's first token; nothing sees beyond it
+    bos_id: int  # the first token of a document; nothing sees what stands before it
     layers: str  # one word per layer, see model_config
     norms: str  # one of NORMS per layer
     train_seq_len: int = 2048  # tokens in a window; learned positions end there
@@ -1216,69 +1223,78 @@ class GPTConfig:
     mlp_mult: float = 3.0  # hidden width of the MLP over model_dim
     positions: str = "rope"  # rope, learned or none
     rope_dims: int = 0  # dimensions of a head that rotate; 0: all
-    qk_gain_init: float = 4.0  # initial scale of normed queries, learned per head; 0: queries and keys are not normed
+    qk_gain_init: float = 4.0  # initial gain of normed queries, per head; 0: no norm of q and k
     bigram_vocab_size: int = 0  # rows of a hashed embedding of token pairs; 0: none
     tie_embeddings: bool = True  # the embedding is the output head
-    residual_mix: bool = True  # learned mix with the normed embedding before each layer; learned scales in the layer
-    unet_skips: bool = False  # the second half of the layers adds the outputs of the first half, last first
+    residual_mix: bool = True  # layers mix in the normed embedding, and scale what they add
+    unet_skips: bool = False  # the second half of the layers adds the first half's outputs
     logit_softcap: float = 30.0  # logits = c tanh(z / c); 0: as they are
-    embed_init_std: float = 0.005  # of the embedding
+    embed_init_std: float = 0.005  # standard deviation of the embedding at the start
 
 
 def model_config(settings, vocab_size: int, bos_id: int, **overrides) -> GPTConfig:
-    """The shape of the network that `settings` ask for. Raises UserError where the numbers do not fit together.
+    """Returns the shape of the network that `settings` ask for.
 
-    A field of GPTConfig has the value in `overrides`, else in ARCH_LAYOUTS, else in `settings`, else its default.
-    LAYER_PATTERN is one word per layer, repeated or cut to NUM_LAYERS: g for Gated DeltaNet, s for sliding-window
-    attention, a for full attention. Layers whose words have the same number share the mixer's weights (s1 ... s1); in
-    capitals they share the whole layer's (A1 A2 A1 A2: depth recurrence). NORM is repeated likewise.
+    A field's value is taken from `overrides`, else ARCH_LAYOUTS, else `settings`, else GPTConfig's
+    default. LAYER_PATTERN is one word per layer, repeated or cut to NUM_LAYERS: g is Gated
+    DeltaNet, s sliding-window attention, a full attention. Layers whose words have the same number
+    share the mixer's weights (s1 ... s1); in capitals they share all of the layer's weights (A1 A2
+    A1 A2: depth recurrence). NORM is repeated in the same way.
+    Raises UserError where the numbers do not fit together.
     """
-    values = vars(settings) | ARCH_LAYOUTS[getattr(settings, "arch_mode", "D")] | overrides
-    pattern = values["layer_pattern"]
-    words = pattern.split()
-    norms = values.get("norm", "rms").split()
+    words = settings.layer_pattern.split()
+    norms = getattr(settings, "norm", "rms").split()
     for word in words or [""]:
         if not re.fullmatch("[gsa][0-9]*|[GSA][0-9]+", word):
             wrong = f"{word!r} is not g, s or a with an optional number; capitals need one"
-            raise UserError(f"LAYER_PATTERN={pattern!r}: {wrong}")
+            raise UserError(f"LAYER_PATTERN={settings.layer_pattern!r}: {wrong}")
     if not norms or set(norms) - set(NORMS):
-        raise UserError(f"NORM={values['norm']!r}: must be one or more of {', '.join(NORMS)}")
-    num_layers = values["num_layers"] or len(words)
-    values["layers"] = " ".join((words * num_layers)[:num_layers])
-    values["norms"] = " ".join((norms * num_layers)[:num_layers])
+        raise UserError(f"NORM={settings.norm!r}: must be one or more of {', '.join(NORMS)}")
+    num_layers = settings.num_layers or len(words)
+
+    names = GPTConfig.__dataclass_fields__
+    values = {name: value for name, value in vars(settings).items() if name in names}
     values["vocab_size"] = vocab_size
     values["bos_id"] = bos_id
-    config = GPTConfig(**{name: values[name] for name in GPTConfig.__dataclass_fields__ if name in values})
+    values["layers"] = " ".join((words * num_layers)[:num_layers])
+    values["norms"] = " ".join((norms * num_layers)[:num_layers])
+    values |= ARCH_LAYOUTS[getattr(settings, "arch_mode", "D")]
+    config = GPTConfig(**{**values, **overrides})
 
-    dim, heads = config.model_dim, config.num_heads
+    dim = config.model_dim
+    heads = config.num_heads
     if dim % (2 * heads):
         raise UserError(f"MODEL_DIM={dim}: must be a multiple of 2 x NUM_HEADS = {2 * heads}")
     if heads % config.num_kv_heads:
-        raise UserError(f"NUM_HEADS={heads}: must be a multiple of NUM_KV_HEADS = {config.num_kv_heads}")
+        right = f"must be a multiple of NUM_KV_HEADS = {config.num_kv_heads}"
+        raise UserError(f"NUM_HEADS={heads}: {right}")
     if config.rope_dims % 2 or config.rope_dims > dim // heads:
-        most = f"must be even, at most MODEL_DIM / NUM_HEADS = {dim // heads}"
-        raise UserError(f"ROPE_DIMS={config.rope_dims}: {most}")
-    if config.positions == "learned" and values.get("eval_stateful"):
-        raise UserError("EVAL_STATEFUL=1: POSITIONS='learned' ends at TRAIN_SEQ_LEN, documents do not; it must be 0")
+        right = f"must be even, at most MODEL_DIM / NUM_HEADS = {dim // heads}"
+        raise UserError(f"ROPE_DIMS={config.rope_dims}: {right}")
+    if config.positions == "learned" and getattr(settings, "eval_stateful", False):
+        why = "POSITIONS='learned' ends at TRAIN_SEQ_LEN, documents do not"
+        raise UserError(f"EVAL_STATEFUL=1: {why}; it must be 0")
     return config
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x W^T in x's dtype; weights are kept in float32."""
+    """Returns x W^T in x's dtype; weights are kept in float32."""
     return F.linear(x, weight.to(x.dtype))
 
 
 def scaled(x: Tensor, scale: Tensor | None) -> Tensor:
-    """x times a learned scale per channel, where there is one."""
+    """Returns x times a learned scale per channel, where there is one."""
     return x if scale is None else x * scale.to(x.dtype)
 
 
 def matrix(splits: tuple[int, ...], cols: int, std: float = 0.0) -> nn.Parameter:
-    """Matrices of `splits` rows, one below the other (Muon takes them one by one); normal with deviation `std`.
+    """Returns matrices of `splits` rows, one below the other; Muon takes them one by one.
 
-    The default, 0.5 / sqrt(cols), gives outputs of deviation 0.5 for normed inputs.
+    Entries are normal with deviation `std`; 0 means 0.5 / sqrt(cols), with which normed inputs
+    give outputs of deviation 0.5.
     """
-    weight = nn.Parameter(torch.randn(sum(splits), cols) * (std or 0.5 * cols**-0.5))
+    std = std or 0.5 * cols**-0.5
+    weight = nn.Parameter(torch.randn(sum(splits), cols) * std)
     weight.splits = splits
     return weight
 
@@ -1289,7 +1305,7 @@ def rms_norm(x: Tensor) -> Tensor:
 
 
 class Norm(nn.Module):
-    """One of NORMS: RMSNorm, plain or with a weight per channel; LayerNorm with weight and bias."""
+    """One of NORMS: RMSNorm, plain or with weights; LayerNorm with weights and bias."""
 
     def __init__(self, kind: str, dim: int):
         super().__init__()
@@ -1297,24 +1313,27 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(dim)) if kind == "layer" else None
 
     def forward(self, x):
-        """x (..., dim), normed in its own dtype."""
+        """Returns x (..., dim) normed, in its own dtype."""
         if self.bias is None:
             return scaled(rms_norm(x), self.weight)
         return scaled(F.layer_norm(x, x.shape[-1:]), self.weight) + self.bias.to(x.dtype)
 
 
-def scan_outputs(w: Tensor, u: Tensor, k: Tensor, decay: Tensor, state: Tensor, *others) -> tuple[Tensor, Tensor]:
-    """Room for what gdn_scan or gdn_scan_adjoint returns; torch.compile asks it for the shapes alone."""
+def scan_outputs(w: Tensor, u: Tensor, k: Tensor, decay: Tensor, state: Tensor, *others):
+    """Returns room for the outputs of gdn_scan or gdn_scan_adjoint, given their arguments."""
     return state.new_empty(len(w) + 1, *state.shape), torch.empty_like(u)
 
 
-def gdn_scan(w: Tensor, u: Tensor, k: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """All states S_0 ... S_N and what each chunk writes, from the first chunk to the last:
+def gdn_scan(
+    w: Tensor, u: Tensor, k: Tensor, decay: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns the states S_0 ... S_N between chunks and what each chunk writes, first to last:
 
         new_n = U_n - W_n S_n
         S_{n+1} = decay_n S_n + K_n^T new_n
 
-    N chunks, M = B*H rows: w, k (N, M, C, K); u, new (N, M, C, V); decay (N, M, 1, 1); state S_0 (M, K, V).
+    There are N chunks of C tokens and M = B*H rows: w and k (N, M, C, K), u and new (N, M, C, V),
+    decay (N, M, 1, 1), S_0 = state (M, K, V).
     """
     states, new = scan_outputs(w, u, k, decay, state)
     states[0] = state
@@ -1328,12 +1347,13 @@ def gdn_scan(w: Tensor, u: Tensor, k: Tensor, decay: Tensor, state: Tensor) -> t
 def gdn_scan_adjoint(
     w: Tensor, d_new: Tensor, k: Tensor, decay: Tensor, d_last: Tensor, d_states: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients R_0 ... R_N of the states, R_N = d_last, and d_u of U, from the last chunk to the first:
+    """Returns R_0 ... R_N, the gradients of gdn_scan's states, and those of u, last to first:
 
         d_u_n = d_new_n + K_n R_{n+1}
         R_n = d_states_n + decay_n R_{n+1} - W_n^T d_u_n
 
-    d_new and d_states (N, M, K, V): what the outputs contribute to the gradients of new_n and S_n. Shapes of gdn_scan.
+    d_new (N, M, C, V) and d_states (N, M, K, V) are the gradients of new and S_0 ... S_{N-1} by
+    what else depends on them; R_N = d_last (M, K, V).
     """
     r, d_u = scan_outputs(w, d_new, k, decay, d_last)
     r[-1] = d_last
@@ -1344,114 +1364,139 @@ def gdn_scan_adjoint(
     return r, d_u
 
 
-# Operators, which torch.compile calls and does not trace: it would unroll their loops. The first script imported into a
-# process registers them for all: registered again they would be freed, and handles to them would crash.
+# torch.compile calls a registered operator and does not trace it; it would unroll these loops. The
+# first script imported into a process registers them for all: a second registration would free the
+# first, and a handle to it would crash.
 if not hasattr(torch.ops.underpar, "gdn_scan"):
     for scan in (gdn_scan, gdn_scan_adjoint):
         operator = torch.library.custom_op(f"underpar::{scan.__name__}", scan, mutates_args=())
-        operator.register_fake(scan_outputs)
+        operator.register_fake(scan_outputs)  # the compiler learns the shapes from it
 gdn_scan = torch.ops.underpar.gdn_scan.default
 gdn_scan_adjoint = torch.ops.underpar.gdn_scan_adjoint.default
 
 
 class GatedDeltaChunks(torch.autograd.Function):
-    """Gated DeltaNet in chunks of C tokens, with a hand-written backward (arXiv 2412.06464, section 3).
+    """Gated DeltaNet in chunks of C tokens with a hand-written backward (arXiv 2412.06464, 3).
 
-    KB = beta K and VB = beta V. G is the running sum of g from the chunk's start, D_ij = exp(G_i - G_j) for i >= j.
+    With KB = beta K, VB = beta V, G the running sum of g from the chunk's start, and D_ij =
+    exp(G_i - G_j) for i >= j, else 0:
 
-        A = tril(KB K^T D, -1)    T = (I + A)^-1    U = T VB    W = T (exp(G) KB)    P = tril(Q K^T D)
+        A = tril(KB K^T * D, -1)     T = (I + A)^-1     U = T VB     W = T (exp(G) KB)
+        new, S from the scan over chunks, which writes by K_out = exp(G_C - G) K
+        O = exp(G) Q S + P new       P = Q K^T * D
 
-    and after the scan over chunks, with K_out = exp(G_C - G) K in it, O = exp(G) Q S + P new.
-    q, k, kb (N, M, C, K); vb (N, M, C, V); g (N, M, C, 1); state (M, K, V). Matrix products take operands of q's dtype;
-    D, T and S have the dtype of g. In `backward` d_x is the gradient of x.
+    Shapes: q, k, kb (N, M, C, K); vb (N, M, C, V); g (N, M, C, 1); state (M, K, V), see gdn_scan.
+    Matrix products take operands of q's dtype; D, T and S have the dtype of g.
     """
 
     @staticmethod
     def forward(ctx, q, k, kb, vb, g, state):
-        """o (N, M, C, V) and the last state (M, K, V)."""
+        """Returns o (N, M, C, V) and the last state (M, K, V)."""
         dtype = q.dtype
-        # float64: a long run of strong decay, or a reset, would leave few digits in the differences of a float32 sum.
-        total = g.double().cumsum(-2)  # (N, M, C, 1)
+        # float64: after strong decay a difference of float32 sums would have few digits left.
+        total = g.double().cumsum(-2)
         grow = total.to(g.dtype).exp()
         shrink = (total[..., -1:, :] - total).to(g.dtype).exp()
-        # Clamped, since exp would overflow above the diagonal; below it nothing is positive.
-        d = (total - total.mT).to(g.dtype).clamp_(max=0).exp_().tril_()  # (N, M, C, C)
+        gap = (total - total.mT).to(g.dtype)  # (N, M, C, C)
+        # Above the diagonal exp would overflow; on and below it no gap is positive.
+        d = gap.clamp_(max=0).exp_().tril_()
 
-        # Neumann's product and Newton's iteration would not do: powers of A grow to NaN when keys are correlated.
-        a = (kb @ k.mT).to(d.dtype).mul_(d)  # what stands on its diagonal is not read
+        # The solver reads A below its diagonal only. Neumann's product and Newton's iteration
+        # would not do: powers of A grow to NaN when keys are correlated.
+        a = (kb @ k.mT).to(d.dtype).mul_(d)
         eye = torch.eye(d.size(-1), dtype=d.dtype, device=d.device)
         t = torch.linalg.solve_triangular(a, eye, upper=False, unitriangular=True).to(dtype)
-        p = (q @ k.mT).mul_(d)
         q_in = (q * grow).to(dtype)
         k_in = (kb * grow).to(dtype)
         k_out = (k * shrink).to(dtype)
         u = t @ vb
         w = t @ k_in
         states, new = gdn_scan(w, u, k_out, grow[..., -1:, :], state)
+
         s = states[:-1].to(dtype)
+        p = (q @ k.mT).mul_(d)
+        o = (q_in @ s).add_(p @ new)
         ctx.save_for_backward(q, k, kb, grow, shrink, d, a, p, t, q_in, k_in, k_out, u, w, s, new)
-        return (q_in @ s).add_(p @ new), states[-1].clone()
+        return o, states[-1].clone()
 
     @staticmethod
     def backward(ctx, d_o, d_last):
-        """Gradients of forward's inputs."""
+        """Returns the gradients of forward's inputs; d_x is the gradient of x."""
         q, k, kb, grow, shrink, d, a, p, t, q_in, k_in, k_out, u, w, s, new = ctx.saved_tensors
+        dtype = q.dtype
         decay = grow[..., -1:, :]
         r, d_u = gdn_scan_adjoint(w, p.mT @ d_o, k_out, decay, d_last, q_in.mT @ d_o)
-        r_next = r[1:].to(q.dtype)
+        r_next = r[1:].to(dtype)
         d_q_in = d_o @ s.mT
         d_k_out = new @ r_next.mT
         d_p = d_o @ new.mT
+        # Through U, W and the inverse, whose own gradient is never needed.
         d_vb = t.mT @ d_u
         d_k_in = (t.mT @ (d_u @ s.mT)).neg_()
         d_a = (d_vb @ u.mT).add_(d_k_in @ w.mT).neg_().tril_(-1)
 
-        d_qk = (d_p * d).to(q.dtype)
-        d_kk = (d_a * d).to(q.dtype)
+        d_qk = (d_p * d).to(dtype)
+        d_kk = (d_a * d).to(dtype)
         d_q = (d_q_in * grow).add_(d_qk @ k)
         d_kb = (d_k_in * grow).add_(d_kk @ k)
         d_k = (d_k_out * shrink).add_(d_qk.mT @ q).add_(d_kk.mT @ kb)
 
-        # G_i enters by exp(G_i - G_j) of pairs of tokens, exp(G_i) and exp(G_C - G_i). The terms with i = j and i = C
-        # are exp(0): left out, since they would only cancel, at the cost of the digits of g's gradient.
+        # G_i enters by exp(G_i - G_j) of pairs of tokens, by exp(G_i) and by exp(G_C - G_i). Terms
+        # with i = j and i = C are left out: they are constant, exp(0), and would cancel only up to
+        # rounding, which costs the digits of a small gradient.
         pairs = (d_p * p).to(d.dtype).tril_(-1).addcmul_(d_a, a)
         write = (d_k_out * k_out).sum(-1, dtype=d.dtype)
         write[..., -1] = 0
+        carried = (r_next * s).sum((-1, -2), dtype=d.dtype)
         d_total = (d_q_in * q_in).add_(d_k_in * k_in).sum(-1, dtype=d.dtype)
         d_total += pairs.sum(-1) - pairs.sum(-2) - write
-        d_total[..., -1] += write.sum(-1) + decay[..., 0, 0] * (r_next * s).sum((-1, -2), dtype=d.dtype)
-        d_g = d_total.flip(-1).cumsum(-1).flip(-1)
-        return d_q.to(q.dtype), d_k.to(q.dtype), d_kb.to(q.dtype), d_vb, d_g[..., None], r[0].clone()
+        d_total[..., -1] += write.sum(-1) + carried * decay[..., 0, 0]
+        d_g = d_total.flip(-1).cumsum(-1).flip(-1)[..., None]
+        return d_q.to(dtype), d_k.to(dtype), d_kb.to(dtype), d_vb, d_g, r[0].clone()
 
 
 def gdn_chunk(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None, chunk: int = 32
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor | None = None,
+    chunk: int = 32,
 ) -> tuple[Tensor, Tensor]:
-    """Gated DeltaNet (arXiv 2412.06464, section 3), in matrix products over chunks of tokens (32 is fastest on CPU).
+    """Returns Gated DeltaNet's outputs o and last state, by matrix products over chunks of tokens.
 
-    By token S' = a S + b k (v - a S^T k)^T and o = S'^T q, where a = exp(g) <= 1; q, k L2-normed, q times K**-0.5 too.
-    q, k (B, T, H, K), v, o (B, T, H, V): float64, float32 or bfloat16; g, beta (B, T, H); S (B, H, K, V), None: zeros.
-    Returns o and the last state, which has the dtype of g.
+    The same token by token (arXiv 2412.06464, section 3), with a = exp(g) <= 1:
+
+        S' = a S + beta k (v - a S^T k)^T
+        o = S'^T q
+
+    q and k (B, T, H, K) are L2-normed, q is scaled by K**-0.5 too; v and o (B, T, H, V) have their
+    dtype, which is float64, float32 or bfloat16. g and beta (B, T, H) and the state (B, H, K, V)
+    are float32, or float64; no state means zeros. Chunks of 32 are the fastest on a CPU.
     """
     b, t, h, dim_k = q.shape
     if state is None:
         state = g.new_zeros(b, h, dim_k, v.size(-1))
     beta = beta[..., None].to(v.dtype)
-    parts = []
+    chunks = []
     for x in (q, k, beta * k, beta * v, g[..., None]):
-        x = F.pad(x, (0, 0, 0, 0, 0, -t % chunk))  # a padded token has k = 0, v = 0, g = 0: the state stays as it is
+        # A padded token has k = 0, v = 0 and g = 0: it leaves the state as it is.
+        x = F.pad(x, (0, 0, 0, 0, 0, -t % chunk))
         x = x.unflatten(1, (-1, chunk)).movedim((1, 3), (0, 2))  # (N, B, H, C, dim)
-        parts.append(x.flatten(1, 2))
-    with torch.autocast(v.device.type, enabled=False):  # autocast would round the inverse and the state to bfloat16
-        o, last = GatedDeltaChunks.apply(*parts, state.flatten(0, 1))
+        chunks.append(x.flatten(1, 2))
+    # Autocast would round the inverse and the state to bfloat16.
+    with torch.autocast(v.device.type, enabled=False):
+        o, last = GatedDeltaChunks.apply(*chunks, state.flatten(0, 1))
     o = o.unflatten(1, (b, h)).movedim((0, 2), (1, 3)).flatten(1, 2)  # (B, N * C, H, V)
     return o[:, :t], last.view_as(state)
 
 
 def short_conv(x: Tensor, weight: Tensor, doc: Tensor) -> Tensor:
-    """Causal depthwise convolution and SiLU of the last T tokens: x (B, taps-1 + T, C), weight (C, taps), doc as x.
+    """Returns SiLU of a causal depthwise convolution, for the last T tokens of x.
 
-    Shifted sums beat F.conv1d(groups=C) on the CPU, and let a tap that would reach into another document be zero.
+    x (B, taps-1 + T, C), weight (C, taps), doc (B, taps-1 + T). Shifted sums beat
+    F.conv1d(groups=C) on a CPU, and a tap that would reach into another document can be zero.
     """
     reach = weight.size(1) - 1
     weight = weight.to(x.dtype)
@@ -1463,7 +1508,7 @@ def short_conv(x: Tensor, weight: Tensor, doc: Tensor) -> Tensor:
 
 
 class GatedDeltaNet(nn.Module):
-    """Gated DeltaNet mixer (arXiv 2412.06464) with expand_v = 1: linear attention whose state forgets and corrects."""
+    """Gated DeltaNet (arXiv 2412.06464): linear attention whose state forgets and corrects."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -1474,33 +1519,41 @@ class GatedDeltaNet(nn.Module):
         self.w_o = nn.Parameter(torch.zeros(dim, dim))
         self.ab = matrix((2 * self.heads,), dim)  # decay and step size, one number per head each
         # Initialised as PyTorch's depthwise Conv1d, then as flash-linear-attention's GatedDeltaNet.
-        self.conv = nn.Parameter(torch.empty(3 * dim, CONV_TAPS).uniform_(-1, 1) / CONV_TAPS**0.5)
-        self.A_log = nn.Parameter(torch.empty(self.heads).uniform_(0.01, 16.0).log())  # from 0 it could be -inf: dead
-        dt = torch.empty(self.heads).uniform_(math.log(1e-3), math.log(0.1)).exp().clamp_min(1e-4)
+        conv = torch.empty(3 * dim, CONV_TAPS).uniform_(-1, 1)
+        self.conv = nn.Parameter(conv / CONV_TAPS**0.5)
+        decay = torch.empty(self.heads).uniform_(0.01, 16.0)  # from 0 it could be 0: a dead head
+        self.A_log = nn.Parameter(decay.log())
+        log_dt = torch.empty(self.heads).uniform_(math.log(1e-3), math.log(0.1))
+        dt = log_dt.exp().clamp_min(1e-4)
         self.dt_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))  # softplus(dt_bias) = dt
         self.norm = nn.Parameter(torch.ones(self.head_dim))
 
     def inputs(self, x: Tensor, qkv: Tensor, first: Tensor) -> tuple[Tensor, ...]:
-        """q, k, v, g and beta of gdn_chunk.
+        """Returns q, k, v, g and beta for gdn_chunk.
 
         x (..., dim); qkv (..., 3 dim), convolved; first (...): whether a token begins a document.
         """
         q, k, v = qkv.unflatten(-1, (3, self.heads, self.head_dim)).unbind(-3)  # (..., H, D)
-        # float32: a key longer than 1 lets the state grow. The epsilon: else zeros would get gradients of 1e12.
+        # In float32, since a key longer than 1 lets the state grow. Without the epsilon a key of
+        # zeros would get gradients of 1e12.
         wide = self.ab.dtype
         q = q * torch.rsqrt(q.to(wide).square().sum(-1, keepdim=True) + 1e-6)
         k = k * torch.rsqrt(k.to(wide).square().sum(-1, keepdim=True) + 1e-6)
-        a, b = F.linear(x.to(wide), self.ab).split(self.heads, dim=-1)  # (..., H), float32
+        a, b = F.linear(x.to(wide), self.ab).split(self.heads, dim=-1)  # (..., H)
         g = -self.A_log.exp() * F.softplus(a + self.dt_bias)
         g = torch.where(first[..., None], DOCUMENT_DECAY, g)
         return q.to(v.dtype) * self.head_dim**-0.5, k.to(v.dtype), v, g, torch.sigmoid(b)
 
     def gated(self, o: Tensor, gate: Tensor) -> Tensor:
-        """What w_o reads (..., dim), of outputs (..., H, D) and gate (..., dim)."""
+        """Returns what w_o reads (..., dim), of outputs o (..., H, D) and gate (..., dim)."""
         return scaled(rms_norm(o), self.norm).flatten(-2) * F.silu(gate)
 
     def forward(self, x, doc, cache, positions):
-        """x (B, T, dim) to (B, T, dim); doc, the documents of all tokens so far, see GPT.features; cache is updated."""
+        """Returns (B, T, dim) for x (B, T, dim).
+
+        doc (B, CONV_TAPS-1 + L): the documents of all L tokens so far; the last T of them are x.
+        The cache, if there is one, keeps the state and the convolution's last inputs.
+        """
         B, T, dim = x.shape
         past = cache or {}
         qkv, gate = linear(x, self.w_qkvg).split([3 * dim, dim], dim=-1)
@@ -1516,45 +1569,52 @@ class GatedDeltaNet(nn.Module):
 
 
 def rotate(x: Tensor, positions: Tensor, dims: int) -> Tensor:
-    """x (B, T, H, D) with its first `dims` dimensions rotated by positions (T,) (arXiv 2104.09864), as in GPT-NeoX."""
+    """Returns x (B, T, H, D) with its first `dims` dimensions rotated by positions (T,).
+
+    Rotary positions (arXiv 2104.09864), paired as in GPT-NeoX.
+    """
     half = dims // 2
-    frequency = ROPE_BASE ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-    angle = positions[:, None, None] * frequency  # (T, 1, half)
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    exponent = torch.arange(half, device=x.device) / half  # float32
+    angle = positions[:, None, None] * ROPE_BASE**-exponent  # (T, 1, half)
+    cos = angle.cos().to(x.dtype)
+    sin = angle.sin().to(x.dtype)
     left, right, same = x.split([half, half, x.size(-1) - dims], dim=-1)
     return torch.cat([left * cos - right * sin, left * sin + right * cos, same], dim=-1)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, doc: Tensor, window: int) -> Tensor:
-    """Causal attention inside a document: query i sees key j if 0 <= i - j < window and both are of one document.
+    """Returns causal attention inside documents (B, H, T, D).
 
-    q (B, H, T, D), k and v (B, Hkv, L, D), the queries being the last T of the L positions; doc (B, L).
-    Blocks of queries skip the keys that none of them sees: 3x faster on the CPU than one masked call at T = 4 windows.
+    q (B, H, T, D), k and v (B, Hkv, L, D), doc (B, L); the queries are the last T of the L
+    positions. Query i sees key j if 0 <= i - j < window and both are of one document. Blocks of
+    queries skip the keys that none of them sees, which on a CPU is 3 times as fast as one masked
+    call at T = 4 windows.
     """
-    T, length, dtype = q.size(2), k.size(2), q.dtype
+    dtype = q.dtype
+    T = q.size(2)
+    length = k.size(2)
     past = length - T
-    if q.is_cuda:  # the kernels that take a mask do not take grouped heads there
+    if q.is_cuda:  # there the kernels that take a mask do not take grouped heads
         k, v = (x.repeat_interleave(q.size(1) // k.size(1), dim=1) for x in (k, v))
     else:  # a CPU's backward pass takes 4 times as long in bfloat16
         q, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (q, k, v))
-    at = torch.arange(length, device=q.device)
-    block = max(64, min(window, T) // 4)
+    places = torch.arange(length, device=q.device)
+    step = max(64, min(window, T) // 4)
     outputs = []
-    for start in range(past, length, block):
-        end = min(start + block, length)
-        low = max(0, start - window + 1)  # the first key that a query of this block sees
-        distance = at[start:end, None] - at[low:end]  # (t, l)
+    for start in range(past, length, step):
+        end = min(start + step, length)
+        low = max(0, start - window + 1)  # the first key that a query of the block sees
+        distance = places[start:end, None] - places[low:end]  # (t, l)
         same_doc = doc[:, start:end, None] == doc[:, None, low:end]  # (B, t, l)
         mask = (distance >= 0) & (distance < window) & same_doc
-        queries, keys, values = q[:, :, start - past : end - past], k[:, :, low:end], v[:, :, low:end]
-        outputs.append(
-            F.scaled_dot_product_attention(queries, keys, values, mask[:, None], enable_gqa=not q.is_cuda)
-        )
+        block = q[:, :, start - past : end - past], k[:, :, low:end], v[:, :, low:end]
+        o = F.scaled_dot_product_attention(*block, mask[:, None], enable_gqa=not q.is_cuda)
+        outputs.append(o)
     return torch.cat(outputs, dim=2).to(dtype)
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions; queries and keys are RMS-normed, with a gain per query head."""
+    """Grouped-query attention with rotary positions, and queries and keys that are RMS-normed."""
 
     def __init__(self, config: GPTConfig, window: int):
         super().__init__()
@@ -1573,7 +1633,10 @@ class Attention(nn.Module):
         self.q_gain = nn.Parameter(gain) if config.qk_gain_init else None
 
     def forward(self, x, doc, cache, positions):
-        """x (B, T, dim) to (B, T, dim); doc, the documents of all tokens so far, see GPT.features; cache is updated."""
+        """Returns (B, T, dim) for x (B, T, dim); doc as in GatedDeltaNet; positions (T,).
+
+        The cache, if there is one, keeps the keys and values that later queries may see.
+        """
         B, T, dim = x.shape
         qkv = linear(x, self.w_qkv).view(B, T, -1, self.head_dim)
         q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=2)  # (B, T, H, D)
@@ -1586,31 +1649,35 @@ class Attention(nn.Module):
         if cache is not None:
             k = torch.cat([cache.get("k", k[:, :, :0]), k], dim=2)
             v = torch.cat([cache.get("v", v[:, :, :0]), v], dim=2)
-            keep = max(0, k.size(2) - self.window + 1)  # the next query sees itself and window - 1 keys before it
+            # The next query sees itself and window - 1 keys before it.
+            keep = max(0, k.size(2) - self.window + 1)
             cache.update(k=k[:, :, keep:], v=v[:, :, keep:])
         o = attend(q, k, v, doc[:, -k.size(2) :], self.window)
         return linear(o.transpose(1, 2).reshape(B, T, dim), self.w_o)
 
 
-def wave(units: int) -> nn.Parameter:
-    """omega ~ N(1, 0.1), phi ~ N(0, 0.1) and b = 0 of each unit (3, units), see oscillate."""
-    values = 0.1 * torch.randn(3, units)
-    values[0] += 1.0
-    values[2] = 0.0
-    return nn.Parameter(values)
+def init_wave(units: int) -> nn.Parameter:
+    """Returns omega ~ N(1, 0.1), phi ~ N(0, 0.1) and b = 0 for `oscillate`, (3, units)."""
+    wave = 0.1 * torch.randn(3, units)
+    wave[0] += 1.0
+    wave[2] = 0.0
+    return nn.Parameter(wave)
 
 
 def oscillate(x: Tensor, wave: Tensor) -> Tensor:
-    """sin(omega x + phi) tanh(x) + b per unit (WiggleGPT, Eden-Eldith/WiggleGPT). x (..., U), wave (3, U)."""
+    """Returns sin(omega x + phi) tanh(x) + b per unit, for x (..., units) and wave (3, units).
+
+    The activation of WiggleGPT (Eden-Eldith/WiggleGPT, model_bio.py).
+    """
     omega, phi, b = wave.to(x.dtype)
     return torch.sin(omega * x + phi) * torch.tanh(x) + b
 
 
 class MLP(nn.Module):
-    """Two matrices around an activation: ReLU^2 (arXiv 2109.08668), SwiGLU (2002.05202, with a gate), the bio-MLP's.
+    """Two matrices around an activation. A new kind is a word of the setting `mlp` and a branch.
 
-    bio_soft and bio_hard put WiggleGPT's SparseEventLayer behind the bio-MLP (model_bio_optimized.py, without biases).
-    A new kind is a word in the settings' `mlp` and a branch in `hidden`.
+    ReLU^2 is of arXiv 2109.08668, SwiGLU (with a gate) of 2002.05202, bio of WiggleGPT; bio_soft
+    and bio_hard add its SparseEventLayer (model_bio_optimized.py), without biases.
     """
 
     def __init__(self, config: GPTConfig):
@@ -1620,15 +1687,18 @@ class MLP(nn.Module):
         self.kind = config.mlp
         self.w_up = matrix((hidden, hidden) if self.kind == "swiglu" else (hidden,), dim)
         if self.kind in ("bio", "bio_soft", "bio_hard"):
-            self.wave = wave(hidden)
+            self.wave = init_wave(hidden)
         if self.kind in ("bio_soft", "bio_hard"):
             self.w_gate = matrix((hidden,), hidden)
             self.w_mix = matrix((hidden,), hidden)
-            self.mix_wave = wave(hidden)
+            self.mix_wave = init_wave(hidden)
         self.w_down = nn.Parameter(torch.zeros(dim, hidden))
 
     def hidden(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What w_down reads (B, T, hidden) of x (B, T, dim), and which units had an event (None: the kind has none)."""
+        """Returns what w_down reads (B, T, hidden), for x (B, T, dim), and the units' events.
+
+        The events are booleans of the same shape, or None where the kind has none.
+        """
         h = linear(x, self.w_up)
         if self.kind == "relu2":
             return F.relu(h).square(), None
@@ -1639,23 +1709,25 @@ class MLP(nn.Module):
         if self.kind == "swiglu":
             gate, up = h.chunk(2, dim=-1)
             return F.silu(gate) * up, None
+        if not self.kind.startswith("bio"):
+            raise ValueError(f"no kind of MLP is called {self.kind!r}")
         h = oscillate(h, self.wave)
         if self.kind == "bio":
             return h, None
-        volt = torch.sigmoid(linear(h, self.w_gate))
-        fired = volt > BIO_THRESHOLD
-        spike = torch.sigmoid(5.0 * (volt - BIO_THRESHOLD))  # soft: never zero
-        if self.kind == "bio_hard":  # 0 or 1, with the gradient of the soft spike (straight through)
-            spike = fired.to(h.dtype) + (spike - spike.detach())
-        return oscillate(linear(h * spike, self.w_mix), self.mix_wave), fired
+        voltage = torch.sigmoid(linear(h, self.w_gate))
+        events = voltage > BIO_THRESHOLD
+        spike = torch.sigmoid(5.0 * (voltage - BIO_THRESHOLD))  # of bio_soft: never zero
+        if self.kind == "bio_hard":  # 0 or 1, with the gradient of the soft spike
+            spike = events.to(h.dtype) + (spike - spike.detach())
+        return oscillate(linear(h * spike, self.w_mix), self.mix_wave), events
 
     def forward(self, x):
-        """x (B, T, dim) to (B, T, dim)."""
+        """Returns (B, T, dim) for x (B, T, dim)."""
         return linear(self.hidden(x)[0], self.w_down)
 
 
 class Block(nn.Module):
-    """Residual layer: mix with the embedding, a mixer, an MLP."""
+    """A layer without its mixer, which may be shared: norms, MLP, and learned scales."""
 
     def __init__(self, config: GPTConfig, norm: str):
         super().__init__()
@@ -1670,7 +1742,10 @@ class Block(nn.Module):
             self.mlp_scale = nn.Parameter(torch.ones(dim))
 
     def forward(self, x, x0, mixer, *context):
-        """x and x0 (the embedding) (B, T, dim); context: the mixer's further arguments."""
+        """Returns the residual stream behind the layer (B, T, dim).
+
+        x is the stream before it, x0 the embedding, context the mixer's further arguments.
+        """
         if self.mix is not None:
             x = scaled(x, self.mix[0]) + scaled(x0, self.mix[1])
         x = x + scaled(mixer(self.mixer_norm(x), *context), self.mixer_scale)
@@ -1678,17 +1753,21 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The language model: embedding, layers, norm, head with a soft cap."""
+    """The language model: embedding, layers, norm, and a head with a soft cap."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
-        self.dtype = None  # of activations, weights are float32; None: bfloat16 on CUDA, on a CPU the weights' own
-        self.activation_checkpointing = False  # compute each layer again in the backward pass, to save memory
+        # The dtype of activations; weights are float32. None means bfloat16 on CUDA, and on a CPU
+        # that of the weights.
+        self.dtype = None
+        # Whether a layer's activations are computed again in the backward pass, to save memory.
+        self.activation_checkpointing = False
         dim = config.model_dim
-        self.embed = matrix((config.vocab_size,), dim, config.embed_init_std)
-        self.head = None if config.tie_embeddings else nn.Parameter(torch.zeros(config.vocab_size, dim))
-        if config.positions == "learned":  # as large as the normed embedding asks, or as the plain one is
+        vocab_size = config.vocab_size
+        self.embed = matrix((vocab_size,), dim, config.embed_init_std)
+        self.head = None if config.tie_embeddings else nn.Parameter(torch.zeros(vocab_size, dim))
+        if config.positions == "learned":
             std = 0.1 if config.residual_mix else config.embed_init_std
             self.positions_embed = matrix((config.train_seq_len,), dim, std)
         if config.bigram_vocab_size:
@@ -1699,19 +1778,17 @@ class GPT(nn.Module):
         if config.unet_skips:
             self.skip = nn.Parameter(torch.ones(len(words) // 2, dim))
 
-        # Layers that share a mixer, or a block, have one name for it; others are named by their place.
-        mixer_names = [word if word[1:] else place for place, word in enumerate(words)]
-        block_names = [word if word.isupper() else place for place, word in enumerate(words)]
-        self.mixer_of_layer = [list(dict.fromkeys(mixer_names)).index(name) for name in mixer_names]
-        self.block_of_layer = [list(dict.fromkeys(block_names)).index(name) for name in block_names]
+        # Layers that share a mixer or a block have one name for it; others go by their place.
+        mixers = [word if word[1:] else place for place, word in enumerate(words)]
+        blocks = [word if word.isupper() else place for place, word in enumerate(words)]
+        self.mixer_of_layer = [list(dict.fromkeys(mixers)).index(name) for name in mixers]
+        self.block_of_layer = [list(dict.fromkeys(blocks)).index(name) for name in blocks]
         self.mixers = nn.ModuleList()
         for word, index in zip(words, self.mixer_of_layer, strict=True):
-            if index < len(self.mixers):
-                continue  # an earlier layer's
-            if word[0] in "gG":
-                self.mixers.append(GatedDeltaNet(config))
-            else:
-                self.mixers.append(Attention(config, config.attn_window if word[0] in "sS" else FULL_WINDOW))
+            if index == len(self.mixers):  # the first layer with this mixer
+                is_gdn = word[0] in "gG"
+                window = config.attn_window if word[0] in "sS" else FULL_WINDOW
+                self.mixers.append(GatedDeltaNet(config) if is_gdn else Attention(config, window))
         self.blocks = nn.ModuleList()
         for norm, index in zip(norms, self.block_of_layer, strict=True):
             if index == len(self.blocks):
@@ -1719,7 +1796,7 @@ class GPT(nn.Module):
         self.final_norm = Norm(norms[-1], dim)
 
     def embedded(self, ids: Tensor, previous: Tensor, positions: Tensor) -> Tensor:
-        """What the first layer reads (..., dim), of ids (...), the ids before them, and their positions."""
+        """Returns what the first layer reads (..., dim), of ids (...) and the ids before them."""
         config = self.config
         x = F.embedding(ids, self.embed)
         x = x.to(self.dtype or (torch.bfloat16 if ids.is_cuda else x.dtype))
@@ -1727,35 +1804,39 @@ class GPT(nn.Module):
             x = rms_norm(x)
         if config.positions == "learned":
             x = x + F.embedding(positions, self.positions_embed).to(x.dtype)
-        if config.bigram_vocab_size:  # Parameter Golf's BigramHashEmbedding; a pair is of one document
+        if config.bigram_vocab_size:  # BigramHashEmbedding of Parameter Golf
+            # A document's first token has no pair with the token before it.
             previous = previous.masked_fill(ids == config.bos_id, config.bos_id)
             pair = ((36313 * ids) ^ (27191 * previous)) % config.bigram_vocab_size
             x = x + linear(F.embedding(pair, self.bigram_embed).to(x.dtype), self.w_bigram)
         return x
 
     def features(self, ids: Tensor, cache: dict | None = None) -> Tensor:
-        """What the head reads (B, T, dim), of ids (B, T).
+        """Returns what the head reads (B, T, dim), for ids (B, T).
 
-        A cache, at first {}, lets a text be read in several calls. It holds the text so far and, by layer, what the
-        mixer keeps; layers with shared weights never share it.
+        With a cache, at first {}, several calls read one text. It keeps the text so far under
+        "ids" and what a mixer needs under the number of its layer, also where weights are shared.
         """
-        config, T = self.config, ids.size(1)
+        config = self.config
+        T = ids.size(1)
         past = {} if cache is None else cache
-        known = torch.cat([past.get("ids", ids[:, :0]), ids], dim=1)  # (B, L)
-        past["ids"] = known
-        length = known.size(1)
+        text = torch.cat([past.get("ids", ids[:, :0]), ids], dim=1)  # (B, L)
+        length = text.size(1)
         if config.positions == "learned" and length > config.train_seq_len:
-            raise UserError(f"POSITIONS='learned': {length} tokens in a text, TRAIN_SEQ_LEN={config.train_seq_len}")
+            most = f"TRAIN_SEQ_LEN={config.train_seq_len}"
+            raise UserError(f"POSITIONS='learned': {length} tokens in a text, {most}")
+        past["ids"] = text
         positions = torch.arange(length - T, length, device=ids.device)
-        previous = F.pad(known, (1, 0), value=config.bos_id)[:, -T - 1 : -1]
-        # Each token's document, counted along the text, behind as many places as the convolution reaches back.
-        doc = F.pad((known == config.bos_id).cumsum(dim=1), (CONV_TAPS - 1, 0))  # (B, CONV_TAPS-1 + L)
+        previous = F.pad(text, (1, 0), value=config.bos_id)[:, -T - 1 : -1]
+        # The number of each token's document; in front, as many places as the convolution reaches.
+        doc = F.pad((text == config.bos_id).cumsum(dim=1), (CONV_TAPS - 1, 0))
 
         recompute = self.activation_checkpointing and torch.is_grad_enabled()
         half = len(self.block_of_layer) // 2
         skips = []
         x = x0 = self.embedded(ids, previous, positions)
-        for layer, (block, mixer) in enumerate(zip(self.block_of_layer, self.mixer_of_layer, strict=True)):
+        shared = zip(self.block_of_layer, self.mixer_of_layer, strict=True)
+        for layer, (block, mixer) in enumerate(shared):
             if skips and layer >= half:
                 x = x + scaled(skips.pop(), self.skip[len(skips)])
             run = self.blocks[block]
@@ -1768,19 +1849,22 @@ class GPT(nn.Module):
         return self.final_norm(x)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Of features (..., dim): (..., V), float32 at least."""
+        """Returns logits (..., V), float32 at least, of features x (..., dim)."""
         logits = linear(x, self.embed if self.head is None else self.head)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         cap = self.config.logit_softcap
         return cap * torch.tanh(logits / cap) if cap else logits
 
-    def forward(self, ids: Tensor, targets: Tensor | None = None, cache: dict | None = None) -> Tensor:
-        """Nats of targets (B, T), 0 for -1, or without targets logits (B, T, V); for the cache see `features`."""
+    def forward(self, ids, targets=None, cache=None):
+        """Returns the nats of targets (B, T) after ids (B, T), 0 for -1; or logits (B, T, V)."""
         logits = self.logits(self.features(ids, cache))
         if targets is None:
             return logits
-        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none")
+        logits, flat = logits.flatten(0, 1), targets.flatten()
+        losses = F.cross_entropy(logits, flat, ignore_index=-1, reduction="none")
         return losses.view_as(targets)
+
+
 # === end: model ===
 
 

@@ -256,15 +256,18 @@ def test_bfloat16_recurrence_and_step():
         assert_close([got_last], [want_last], 1e-6)
 
 
-def test_the_custom_op_obeys_its_declaration():
+def test_the_custom_ops_obey_their_declarations():
     """Schema and fake outputs, forward and adjoint, in float32 and with bfloat16 operands around a float32 state."""
     n, m, c, dim_k, dim_v = 3, 2, 16, 4, 6
     tests = ("test_schema", "test_faketensor")
     for dtype in (torch.float32, torch.bfloat16):
-        w, k = (torch.randn(n * m, c, dim_k, dtype=dtype) for _ in range(2))
-        u, decay, state = torch.randn(n * m, c, dim_v, dtype=dtype), torch.rand(n * m), torch.randn(m, dim_k, dim_v)
-        for extra in (None, torch.randn(n * m, dim_k, dim_v, dtype=dtype)):
-            torch.library.opcheck(gdn.gdn_scan, (w, u, k, decay, state, extra), test_utils=tests)
+        w, k = (torch.randn(n, m, c, dim_k, dtype=dtype) for _ in range(2))
+        u = torch.randn(n, m, c, dim_v, dtype=dtype)
+        decay = torch.rand(n, m, 1, 1)
+        state = torch.randn(m, dim_k, dim_v)
+        d_states = torch.randn(n, m, dim_k, dim_v, dtype=dtype)
+        torch.library.opcheck(gdn.gdn_scan, (w, u, k, decay, state), test_utils=tests)
+        torch.library.opcheck(gdn.gdn_scan_adjoint, (w, u, k, decay, state, d_states), test_utils=tests)
 
 
 def test_graph_does_not_grow_with_length():
@@ -279,7 +282,8 @@ def test_graph_does_not_grow_with_length():
         inputs = [x.requires_grad_() for x in make_inputs("random", torch.float32, t=t)]
         nodes = make_fx(step, tracing_mode="fake")(*inputs).graph.nodes
         names = [str(node.target) for node in nodes]
-        assert sum("underpar.gdn_scan." in name for name in names) == 2  # forward and adjoint
+        for scan in ("underpar.gdn_scan.", "underpar.gdn_scan_adjoint."):
+            assert sum(scan in name for name in names) == 1
         counts.append(len(names))
     assert counts[0] == counts[1]
 
@@ -306,7 +310,8 @@ def test_compiled_equals_eager(backend, dtype):
 def test_two_scripts_in_one_process():
     """A second copy of the text uses the ops of the first; both copies work, in either order, and agree to the bit."""
     other = load("gdn_second_copy")
-    assert other.gdn_scan is gdn.gdn_scan and other.gdn_chunk is not gdn.gdn_chunk
+    assert other.gdn_scan is gdn.gdn_scan and other.gdn_scan_adjoint is gdn.gdn_scan_adjoint
+    assert other.gdn_chunk is not gdn.gdn_chunk
     inputs = make_inputs("random", torch.float32)
     results = [run(module.gdn_chunk, inputs) for module in (gdn, other, gdn)]
     for x, y, z in zip(*results, strict=True):

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import math
-import types
 
 import pytest
 import torch
@@ -12,13 +11,15 @@ from reference import gdn_recurrent
 import train_gpt as T
 
 SETTINGS = T.Settings(layer_pattern="g s1 g a s1", model_dim=32, num_heads=4, num_kv_heads=2, mlp_mult=2.0,
-                      attn_window=7, rope_base=100.0, qk_gain_init=1.5, gdn_neg_eigval=True, tied_embed_init_std=0.5,
-                      train_seq_len=64)
+                      attn_window=7, qk_gain_init=1.5, train_seq_len=64)
 
 
-def config(**changes) -> types.SimpleNamespace:
-    """Shape of the test network, with settings changed."""
-    return T.model_config(dataclasses.replace(SETTINGS, **changes), 64, 1)
+def config(vocab_size: int = 64, bos_id: int = 1, settings: T.Settings = SETTINGS, **changes) -> T.GPTConfig:
+    """Shape of the test network, with settings or fields of GPTConfig changed; its embedding is not near zero."""
+    layout = {name: value for name, value in changes.items() if not hasattr(settings, name)}
+    picked = {name: value for name, value in changes.items() if hasattr(settings, name)}
+    return T.model_config(dataclasses.replace(settings, **picked), vocab_size, bos_id,
+                          **{"embed_init_std": 0.5, **layout})
 
 
 def network(seed: int = 0, **changes) -> T.GPT:
@@ -105,8 +106,8 @@ def test_rotary_positions_are_relative_and_keep_norms():
     torch.manual_seed(3)
     q, k = torch.randn(2, 1, 6, 1, 8, dtype=torch.float64)
     positions = torch.arange(6)
-    at, later = (T.rotate(q, *T.turns(positions[None] + s, 50.0, 8)) for s in (0, 11))
-    key_at, key_later = (T.rotate(k, *T.turns(positions[None] + s, 50.0, 8)) for s in (0, 11))
+    at, later = (T.rotate(q, positions + shift, 8) for shift in (0, 11))
+    key_at, key_later = (T.rotate(k, positions + shift, 8) for shift in (0, 11))
     products = torch.einsum("bihd,bjhd->ij", at, key_at)
     assert (products - torch.einsum("bihd,bjhd->ij", later, key_later)).abs().max() < 1e-5  # angles are float32
     assert (at.norm(dim=-1) - q.norm(dim=-1)).abs().max() < 1e-6
@@ -153,11 +154,11 @@ def test_gdn_layer_against_the_recurrence():
     a, b = torch.nn.functional.linear(x, layer.ab).chunk(2, dim=-1)
     g = -layer.A_log.exp() * torch.log1p(torch.exp(a + layer.dt_bias))
     g = torch.where(first[..., None], -60.0, g)
-    o, _ = gdn_recurrent(q / 8**0.5, k, v, g, 2 * torch.sigmoid(b))
+    o, _ = gdn_recurrent(q / 8**0.5, k, v, g, torch.sigmoid(b))
     o = o / (o.square().mean(-1, keepdim=True) + torch.finfo(torch.float64).eps).sqrt() * layer.norm
     expected = torch.nn.functional.linear((o * torch.nn.functional.silu(gate.view(2, 40, 4, 8))).flatten(2), layer.w_o)
     begun = torch.nn.functional.pad(doc, (3, 0))  # the convolution reaches back by three tokens
-    assert (layer(x, begun, None) - expected).abs().max() < 1e-9
+    assert (layer(x, begun, None, torch.arange(40)) - expected).abs().max() < 1e-9
 
 
 def test_gdn_initialisation_is_flas():
@@ -236,7 +237,7 @@ def test_losses_are_softcapped_cross_entropy_and_masked_targets_are_zero():
 
 def test_a_fresh_network_is_uniform():
     torch.manual_seed(12)
-    net = T.GPT(config(tied_embed_init_std=0.001))
+    net = T.GPT(config(embed_init_std=0.001))
     losses = net(tokens(12, 2, 20), tokens(13, 2, 20))
     assert losses.mean().item() == pytest.approx(math.log(64), abs=0.02)
 
