@@ -17,6 +17,8 @@ import difflib
 import faulthandler
 import functools
 import hashlib
+import importlib.util
+import inspect
 import io
 import itertools
 import json
@@ -24,21 +26,18 @@ import math
 import os
 import re
 import resource
-import select
 import shutil
 import signal
 import statistics
 import struct
 import subprocess
 import sys
-import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import Field, asdict, dataclass, field, fields
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import sentencepiece
@@ -366,7 +365,7 @@ def load_settings(
     cls: type,
     environ: Mapping[str, str],
     arguments: Sequence[str] = (),
-    presets: Mapping[str, Mapping[str, dict]] = MappingProxyType({}),
+    presets: Mapping[str, Mapping[str, dict]] | None = None,
     stored: Callable[[dict[str, str]], tuple[dict, dict]] | None = None,
 ) -> Any:
     """Return the settings of dataclass `cls`: defaults < CONFIG file < environment < arguments.
@@ -393,7 +392,7 @@ def load_settings(
     values, overrides = stored({**config, **environ, **typed}) if stored else ({}, {})
     top = {**environ, **typed}
     for texts in (config, top):
-        for name, choices in presets.items():
+        for name, choices in (presets or {}).items():
             # A preset in the file has no effect if the environment or an argument sets another.
             if name in texts and (texts is top or name not in top):
                 values = {**values, **choices.get(texts[name], {})}
@@ -2176,14 +2175,15 @@ class StepReport:
 class Clock:
     """Training time: rank 0's for all ranks, without validation and saving.
 
-    iterations, budget (seconds): where the run ends; 0 means no limit. replay: the progress that
-    each step of another run used; it replaces both limits, and the run ends with it. now: function
-    that returns seconds, for tests.
+    The run ends after ITERATIONS steps, or RESERVE_SECONDS before MAX_WALLCLOCK_SECONDS. replay:
+    the progress that each step of another run used; it replaces both limits, and the run ends with
+    it. now: function that returns seconds, for tests.
     """
 
-    def __init__(self, iterations: int, budget: float, runtime, replay=(), now=time.perf_counter):
-        self.iterations = iterations or math.inf
-        self.budget = budget or math.inf
+    def __init__(self, settings, runtime: Runtime, replay=(), now=time.perf_counter):
+        self.iterations = settings.iterations or math.inf
+        self.limit = settings.max_wallclock_seconds or math.inf
+        self.budget = self.limit - settings.reserve_seconds
         self.runtime = runtime
         self.replay = replay
         self.now = now
@@ -2199,6 +2199,10 @@ class Clock:
         if self.started is None:
             return self.before
         return self.before + self.now() - self.started
+
+    def seconds_left(self) -> float:
+        """Return the seconds until MAX_WALLCLOCK_SECONDS, the reserve included."""
+        return self.limit - self.elapsed()
 
     def start(self) -> None:
         """Let the clock run."""
@@ -2956,6 +2960,14 @@ class Exporter:
         self.tensors = self.network.state_dict()
         self.out_of_time = False
 
+    def state_dict(self) -> dict:
+        """Return the table for a checkpoint."""
+        return self.table
+
+    def load_state_dict(self, saved: dict) -> None:
+        """Take the table of a checkpoint."""
+        self.table.update(saved)
+
     def try_steps(self, encode: Callable, widen: float) -> Candidate:
         """Returns what `encode` makes of the table with all steps wider by a factor."""
         table = {kind: {**q, "widen": q["widen"] * widen} for kind, q in self.table.items()}
@@ -3233,6 +3245,13 @@ def replay_settings(name: str, folder: Path, out_dir: str) -> tuple[dict, dict]:
     return below, {"replay": str(folder)}
 
 
+def replayed_progress(folder: str) -> list[float]:
+    """Return the progress that each step of the run in `folder` used; [] without a folder."""
+    if not folder:
+        return []
+    return json.loads((Path(folder) / "progress.json").read_bytes())["progress"]
+
+
 def resume_settings(name: str, folder: Path, run_id: str, is_restart: bool) -> tuple[dict, dict]:
     """Return (values below, values above) what is given, for a run that continues."""
     if not folder.is_dir():
@@ -3503,6 +3522,16 @@ class Run:
         ranks = self.runtime.world_size
         self.event("resume", step=self.step, ranks=ranks, changed=changed)
 
+    def write_result(self, result: dict, faults: list[str]) -> None:
+        """Write result.json, log it, and report faults of a run that is otherwise saved (rank 0)."""
+        data = json.dumps(result, indent=1) + "\n"
+        replace_file(self.folder / "result.json", data.encode())
+        lines = [f"{key}: {value}" for key, value in result.items() if not isinstance(value, dict)]
+        self.log("\n".join(["---", *lines]))
+        for fault in faults:
+            self.log(f"error: {fault}; everything was saved", terminal=False)
+            sys.stderr.write(f"error: {fault}; everything was saved\n")
+
     def count_skipped(self, report: StepReport) -> None:
         """Count a step whose loss or gradient was not finite: its update was masked.
 
@@ -3523,66 +3552,30 @@ class Run:
 # === end: checkpoint ===
 
 
-# -------------------------------------------------------------------------------------------------------------- main
-def count_ngrams(streams: list[TokenStream], settings: Settings, tokenizer: Tokenizer) -> bytes:
-    """What NGrams keeps packed, of all training tokens. UserError if these are very many.
-
-    Kneser-Ney's counts: how often the longest n-grams were seen, and after how many tokens the shorter ones were (where
-    a document begins, after none, how often). Discounts by how many n-grams have a count of 1 to 4, as in section 3.4.
-    """
-    if (total := sum(map(len, streams))) > 1 << 28:
-        raise UserError(f"NGRAM_ORDER={settings.ngram_order}: counts {1 << 28} tokens at most, DATA_PATH has {total}")
-    tokens, size = np.concatenate([stream.read(0, len(stream)) for stream in streams]), tokenizer.vocab_size
-    seen, parts, contexts = [np.unique(tokens, return_counts=True)], [], np.zeros(1, np.int64)
-    shorter = places = np.arange(size)  # n-grams less their first token, the place of each; at first a token its own
-    context = ids = torch.from_numpy(tokens)
-    for _ in range(1, settings.ngram_order):
-        known = context[:-1].numpy()
-        seen.append(np.unique((known * size + tokens[1:])[known >= 0], return_counts=True))
-        context = longer_contexts(context, ids, size, tokenizer.bos_id)
-    for length, (grams, times) in enumerate(seen, 1):
-        count = times.copy()
-        if length < len(seen):
-            tails, before = np.unique(seen[length][0] % size**length, return_counts=True)
-            count[np.searchsorted(grams, tails)] = before
-        kinds, order = np.maximum(1, np.bincount(np.minimum(count, 5), minlength=6)[1:5]), np.arange(1, 4)
-        share = kinds[0] / (kinds[0] + 2 * kinds[1])
-        discounts = np.clip(order - (order + 1) * share * kinds[1:] / kinds[:3], 0.1, order)  # something is left
-        parent = np.minimum(np.searchsorted(contexts, grams // size), len(contexts) - 1)
-        own = contexts[parent] == grams // size  # else they continue what was left out
-        kept = own & (times >= (settings.ngram_min_count if length > 2 else 1))
-        children = np.bincount(parent[kept], minlength=len(contexts))
-        lost = np.bincount(parent[own & ~kept], count[own & ~kept], len(contexts)) * (children > 0)
-        grams, count, first = grams[kept], count[kept], np.cumsum(children) - children
-        rank = places[np.searchsorted(shorter, grams % size ** max(1, length - 1))]
-        places = np.arange(len(grams)) - first[parent[kept]]
-        parts += [children, lost, np.where(places, np.diff(rank, prepend=0), rank), count, np.rint(1e6 * discounts)]
-        contexts = shorter = grams
-    planes = np.concatenate(parts).astype("<i4")[:, None].view(np.uint8).T.tobytes()
-    frame = zstandard.ZstdCompressor(level=9).compress(planes)
-    # Level 16 takes 8 times as long, on the training clock, for a tenth fewer bytes: where counts are most of them.
-    many = len(frame) > settings.artifact_bytes_max // 2
-    return zstandard.ZstdCompressor(level=16).compress(planes) if many else frame
-
-
-# Learning rates of matrices and embeddings per optimizer, below CONFIG and the environment: the best
-# of a few, by 60 to 300 steps of a small network on web text (docs/lab.md).
-OPTIMIZER_PRESETS: dict[str, dict[str, float]] = {
+# -------------------------------------------------------------------------------------------- main
+# Learning rates of matrices and embeddings per optimizer: the best of a few, by 60 to 300 steps of a
+# small network on web text (docs/lab.md). CONFIG and the environment stand above them.
+OPTIMIZER_PRESETS = {
     "muon": {},
     "lion": {"matrix_lr": 0.001, "tied_embed_lr": 0.004},
     "adamw": {"matrix_lr": 0.003, "tied_embed_lr": 0.01},
     "adamw8bit": {"matrix_lr": 0.003, "tied_embed_lr": 0.01},
     "adafactor": {"matrix_lr": 0.1, "tied_embed_lr": 0.4},  # shares of a tensor's root mean square
 }
-HEAD_LR = 0.008  # of an untied output head under Muon and AdamW, as in Parameter Golf
+HEAD_LR = 0.008  # of an untied output head, as in Parameter Golf
 LION_HEAD_LR = 0.002  # Lion moves every weight by the whole rate
 ADAFACTOR_HEAD_LR = 0.1  # a share of the head's root mean square
 MUON_MOMENTUM_START = 0.85  # early gradients change quickly, and a long memory of them misleads
 MUON_WARMUP_FRAC = 0.05  # share of the run until MUON_MOMENTUM is reached
+WARMUP_STEPS = 2  # untimed steps: the first compiles, the second shows that nothing compiles again
+HANG_SECONDS = (
+    120.0  # a step that takes longer, and 20 median steps, prints the stacks of all threads
+)
+HEAVY_FOR_CPU = 1e12  # parameters times tokens per step: about a minute per step on two cores
 
 
 def pretraining_rates(settings: Settings) -> LearningRates:
-    """Return the learning rates and weight decays that the settings give to each class of parameters."""
+    """Return the learning rates and weight decays of each class of parameters."""
     head = HEAD_LR
     if settings.optimizer == "lion":
         head = LION_HEAD_LR
@@ -3603,9 +3596,27 @@ def muon_momentum(progress: float) -> float:
     return MUON_MOMENTUM_START + share * (MUON_MOMENTUM - MUON_MOMENTUM_START)
 
 
+def activation_dtype(name: str, device: torch.device) -> torch.dtype:
+    """Return the dtype of activations; "auto" is bfloat16 on devices with units that multiply it."""
+    has_units = device.type == "cuda" or torch.cpu._is_amx_tile_supported()
+    if name == "bfloat16" or (name == "auto" and has_units):
+        return torch.bfloat16
+    return torch.float32
+
+
+def compile_model(network: GPT, settings: Settings) -> Callable:
+    """Return the network compiled into one graph or, with COMPILE=0, the network itself."""
+    if not settings.compile:
+        return network
+    return torch.compile(network, dynamic=False, fullgraph=True, mode=settings.compile_mode)
+
+
 def forward_backward(model: Callable, batches: Batches, step: int) -> Tensor:
-    """Gradients of the mean loss over the global batch, this rank's part; returns this rank's part of that mean."""
-    # They keep their memory: what a CUDA graph makes itself is overwritten by its next call.
+    """Compute this rank's gradients of the mean loss over the global batch.
+
+    Returns this rank's part of that mean, in nats per token.
+    """
+    # Gradients keep their memory: tensors made by a CUDA graph are overwritten by its next call.
     torch._foreach_zero_([param.grad for param in model.parameters()])
     loss = torch.zeros((), device=batches.runtime.device)
     for ids, targets in batches.micro_batches(step):
@@ -3615,288 +3626,373 @@ def forward_backward(model: Callable, batches: Batches, step: int) -> Tensor:
     return loss
 
 
-def profile_steps(folder: Path, log: Callable[[str], None]) -> Iterator[None]:
-    """Advanced once a step: traces the fourth to the sixth into `folder`, on CUDA with the memory's history."""
-    cuda = torch.cuda.is_available()
-    yield from [None] * 3
-    if cuda:
-        torch.cuda.memory._record_memory_history()
-    with torch.profiler.profile() as trace:
-        yield from [None] * 3
-    trace.export_chrome_trace(str(folder / "trace.json"))
-    log(f"profile: {folder}/trace.json opens at https://ui.perfetto.dev")
-    if cuda:
-        torch.cuda.memory._dump_snapshot(str(folder / "memory.pickle"))
-        torch.cuda.memory._record_memory_history(enabled=None)
-        log(f"profile: {folder}/memory.pickle opens at https://docs.pytorch.org/memory_viz")
-    yield from itertools.repeat(None)
+def warm_up(model: Callable, optimizers: Optimizers, batches: Batches, settings: Settings) -> None:
+    """Compile and allocate everything in untimed steps that change no weight.
 
-
-def warm_up(model: Callable, network: GPT, table: QuantTable, optimizers: Optimizers, batches: Batches,
-            settings: Settings) -> None:
-    """Run untimed steps that compile and allocate everything, and leave weights and optimizer as they were.
-
-    Where memory is short on any rank, with room for momentum, two moments, masters, two averages and a gradient sum to
-    come, the micro-batch is halved or, if the user has set its size, UserError.
+    If memory is short on any rank, the micro-batch is halved. Raises UserError if it cannot be.
     """
-    runtime, step = batches.runtime, 0
-    bad = torch.tensor(True, device=runtime.device)  # of each step, so that no weight moves
-    while step < settings.warmup_steps:
-        failed, room = torch.zeros(1, device=runtime.device), None
+    runtime = batches.runtime
+    skip = torch.ones((), dtype=torch.bool, device=runtime.device)
+    weights = sum(param.numel() for param in optimizers.params)
+    step = 0
+    while step < WARMUP_STEPS:
+        out_of_memory = torch.zeros(1, device=runtime.device)
+        reserve = None
         try:
-            room = torch.empty(0 if step else 7 * sum(map(Tensor.numel, optimizers.params)), device=runtime.device)
-            with quantized(network, table):
-                forward_backward(model, batches, step)
+            # Momentum, two moments, masters, two averages and a sum of gradients come later.
+            reserve = torch.empty(7 * weights, device=runtime.device)
+            forward_backward(model, batches, step)
         except torch.OutOfMemoryError:
-            failed += 1
-        del room
-        if runtime.sum(failed):
-            if not batches.fitted or batches.micro_rows == 1:
-                raise UserError(f"out of memory with {batches.micro_rows} windows a step; set MICRO_BATCH_TOKENS lower")
-            batches.limit_rows(batches.micro_rows // 2)
+            out_of_memory += 1
+        del reserve
+        if runtime.sum(out_of_memory):
+            rows = batches.micro_rows
+            if settings.micro_batch_tokens or rows == 1:
+                raise UserError(f"out of memory with {rows} windows; set MICRO_BATCH_TOKENS lower")
+            batches.limit_rows(rows // 2)
             torch.compiler.reset()  # each size is another graph, and dynamo makes only so many
-        else:
-            optimizers.reduce_gradients(runtime, settings.grad_clip_norm, failed)
-            optimizers.step(0.0, MUON_MOMENTUM, bad)
-            step += 1
+            continue
+        optimizers.reduce_gradients(runtime, settings.grad_clip_norm, out_of_memory)
+        optimizers.step(0.0, MUON_MOMENTUM, skip)
+        step += 1
     if step:
         with torch.no_grad():
             model(*next(batches.micro_batches(0)))
     optimizers.load_state_dict({})
 
 
-@torch.no_grad()
-def mlp_activity(network: GPT, ids: Tensor) -> dict[str, float]:
-    """Shares of MLP units on ids (B, T), over all layers: with an event (without events: not zero), and below 0.05."""
-    found = []  # of each MLP that is called, see MLP.hidden
-    with nn.modules.module.register_module_forward_pre_hook(
-            lambda module, inputs: found.append(module.hidden(*inputs)) if isinstance(module, MLP) else None):
-        network(ids)
-    active = [(hidden != 0 if fired is None else fired).double().mean() for hidden, fired in found]
-    small = [(hidden.abs() < 0.05).double().mean() for hidden, _ in found]
-    return {"mlp_active": torch.stack(active).mean().item(), "mlp_small": torch.stack(small).mean().item()}
+def profile_steps(folder: Path, log: Callable[[str], None]) -> Iterator[None]:
+    """Trace the fourth to the sixth of the steps that advance this, on CUDA with the memory."""
+    has_cuda = torch.cuda.is_available()
+    yield from [None] * 3
+    if has_cuda:
+        torch.cuda.memory._record_memory_history()
+    with torch.profiler.profile() as trace:
+        yield from [None] * 3
+    trace.export_chrome_trace(str(folder / "trace.json"))
+    log(f"profile: {folder}/trace.json opens at https://ui.perfetto.dev")
+    if has_cuda:
+        torch.cuda.memory._dump_snapshot(str(folder / "memory.pickle"))
+        torch.cuda.memory._record_memory_history(enabled=None)
+        log(f"profile: {folder}/memory.pickle opens at https://docs.pytorch.org/memory_viz")
+    yield from itertools.repeat(None)
 
 
-def evaluate(scorer: Scorer, model: Callable, network: GPT, settings: Settings, log: Callable, what: str,
-             validation: Validation, by_source: bool = False) -> dict:
-    """Score validation in plain windows, by source too if wanted, and in the ways asked for: keys of result.json."""
-    tokens, stride, window = validation.tokens, settings.eval_stride, settings.train_seq_len
-    plain = scorer.score(model, tokens, sources=validation if by_source else None)
-    found = {"": plain, **{f"source {name} ": part for name, part in plain.sources.items()}}
-    result = plain.result()
-    if 0 < stride < window:  # else it is the plain score again
-        sliding = found["sliding "] = scorer.score(model, tokens, stride)
-        result |= {"val_bpb_sliding": sliding.bpb, "sliding_stride": stride, "sliding_context": window}
+def log_step(run: Run, clock: Clock, report: StepReport, metrics: dict[str, float]) -> None:
+    """Count the finished step if it was skipped, and log its metrics."""
+    run.count_skipped(report)
+    tokens = run.step * run.settings.train_batch_tokens
+    steps_left = clock.iterations - run.step
+    metrics = {
+        "train_loss": report.loss,
+        **metrics,
+        "train_time": 1000 * report.seconds,
+        "step_avg": 1000 * report.seconds / run.step,
+        "tok_s": tokens / report.seconds,
+    }
+    seconds_left = min(clock.budget - report.seconds, steps_left * clock.median_step())
+    run.log.metrics(run.step, metrics, seconds_left)
+
+
+def calibration_ids(batches: Batches, step: int, settings: Settings) -> Iterator[Tensor]:
+    """Yield token ids (B, T) of the training batches that would come next, for GPTQ."""
+    for offset in range(settings.gptq_calibration_batches):
+        for ids, _ in batches.micro_batches(step + offset):
+            yield ids
+
+
+def choose_weights(exporter: Exporter, averages: dict[str, Average], clock: Clock, run: Run) -> str:
+    """Give the network the raw or averaged weights that score best, quantized, on held-out tokens.
+
+    An average is left out, with an event, if the clock has no time to score it. Returns a name.
+    """
+    params = [param.detach() for param in exporter.network.parameters()]
+    candidates = {"raw": params}
+    for name, average in averages.items():
+        if average.count:
+            candidates[name] = average.values
+    scores = {}
+    scoring_seconds = 0.0
+    for name, values in candidates.items():
+        begin = clock.elapsed()
+        # Scoring this one must leave time to score and pack the codes of the weights chosen.
+        if run.runtime.agree(clock.seconds_left() < 3 * scoring_seconds):
+            run.event("weights_left_out", weights=name, hint="needs more RESERVE_SECONDS")
+            continue
+        with swapped(params, values), quantized(exporter.network, exporter.table):
+            scores[name] = exporter.score()
+        scoring_seconds = clock.elapsed() - begin
+        run.log(f"weights: {name}, quantized, on held-out training tokens {scores[name]}")
+    chosen = min(scores, key=lambda name: scores[name].nats)
+    run.log(f"weights: {chosen} chosen")
+    torch._foreach_copy_(params, candidates[chosen])
+    return chosen
+
+
+def score_artifact(path: Path, scorer: Scorer, data: Dataset, run: Run) -> dict:
+    """Rebuild the network from the artifact file alone; return its scores for result.json."""
+    settings = run.settings
+    header, tensors, _ = read_artifact(path)
+    network = GPT(GPTConfig(**header["settings"])).to(scorer.runtime.device)
+    network.load_state_dict(tensors)
+    model = compile_model(network, settings)
+    tokens = data.validation.tokens
+    score = scorer.score(model, tokens, sources=data.validation)
+    run.log(f"from the artifact: val_{score}")
+    assert score.bytes == data.validation.byte_count, f"{score.bytes} validation bytes scored"
+    result = score.result()
+    if 0 < settings.eval_stride < settings.train_seq_len:
+        sliding = scorer.score(model, tokens, settings.eval_stride)
+        run.log(f"from the artifact: sliding val_{sliding}")
+        result["val_bpb_sliding"] = sliding.bpb
     if settings.eval_stateful:
-        stateful = found["stateful "] = scorer.score_documents(network, tokens)
-        result |= {"val_bpb_stateful": stateful.bpb, "stateful_context": "document"}
-    for way, each in found.items():
-        log(f"{what}: {way}val_{each}")
+        stateful = scorer.score_documents(network, tokens)
+        run.log(f"from the artifact: stateful val_{stateful}")
+        result["val_bpb_stateful"] = stateful.bpb
     return result
 
 
 def main() -> int:
-    """One run, from settings to result.json; its exit code. Raises UserError before the first step."""
+    """Train, pack and score one model; return the exit code. Raises UserError before step 1."""
     begin = time.perf_counter()
-    settings = load_settings(Settings, dict(os.environ), {"arch_mode": ARCH_PRESETS, "optimizer": OPTIMIZER_PRESETS},
-                             lambda given: stored_settings(given, Settings.out_dir))
-    if settings.dry_run:
-        tool = Path(__file__).resolve().parent / "tools" / "plan.py"
-        if not tool.is_file():
-            raise UserError(f"DRY_RUN=1: no {tool}; must be run in the repository, whose tool makes the plan")
-        os.execv(sys.executable, [sys.executable, "-B", str(tool), __file__])
-    plan, runtime = Plan(settings), start_runtime(settings.device, settings.deterministic)
+    presets = {"ARCH_MODE": ARCH_PRESETS, "OPTIMIZER": OPTIMIZER_PRESETS}
+    stored = functools.partial(stored_settings, out_dir=Settings.out_dir)
+    settings = load_settings(Settings, os.environ, sys.argv[1:], presets, stored)
+    plan = Plan(settings)
+    stop_signal = StopSignal()
+    runtime = start_runtime(settings.device)
+    device = runtime.device
     data = open_data(settings)
     tokenizer = data.tokenizer
     config = model_config(settings, tokenizer.vocab_size, tokenizer.bos_id)
-    replay = json.loads((Path(settings.replay) / "progress.json").read_bytes())["progress"] if settings.replay else []
-    budget = max(0.0, settings.max_wallclock_seconds - settings.reserve_seconds)
-    clock = Clock(settings.iterations, budget, runtime, replay)
     batches = Batches(data, settings, runtime)
+
+    # model, optimizers, averages
     torch.manual_seed(settings.seed)
-    network = GPT(config).to(runtime.device)
+    network = GPT(config).to(device)
     network.activation_checkpointing = settings.activation_checkpointing
-    narrow = runtime.device.type == "cuda" or torch.cpu._is_amx_tile_supported()  # units that multiply bfloat16
-    dtype = settings.dtype if settings.dtype != "auto" else "bfloat16" if narrow else "float32"
-    network.dtype = getattr(torch, dtype)
-    compiled = functools.partial(torch.compile, dynamic=False, fullgraph=True, mode=settings.compile_mode)
-    model = compiled(network) if settings.compile else network
-    optimizers = Optimizers(network, settings.optimizer, pretraining_rates(settings), runtime, network.dtype)
-    table = quant_table(settings)
-    memory = {"ema": EMA_MEMORY, "swa": None}
-    averages = {name: Average(list(network.parameters()), memory[name]) for name in memory if getattr(settings, name)}
-    widened = SimpleNamespace(state_dict=lambda: table, load_state_dict=table.update)
-    parts = dict(network=network, optimizers=optimizers, plan=plan, clock=clock, table=widened, **averages)
-    run = Run(settings, runtime, parts, {
-        **asdict(config), "manifest_sha256": data.manifest_sha256, "data_shares": data.shares,
-        **{name: getattr(settings, name) for name in ("seed", "train_batch_tokens", "holdout_tokens", "optimizer")}})
-    checkpoint, folder, log = run.open(), run.folder, run.log
-    code = len(Path(__file__).read_bytes()) + (len(Path(settings.config).read_bytes()) if settings.config else 0)
-    watch = Watch(runtime, folder, settings.hang_seconds, log)
+    network.dtype = activation_dtype(settings.dtype, device)
+    model = compile_model(network, settings)
+    rates = pretraining_rates(settings)
+    optimizers = Optimizers(network, settings.optimizer, rates, runtime, network.dtype)
+    averages = {}
+    if settings.ema:
+        averages["ema"] = Average(list(network.parameters()), EMA_MEMORY)
+    if settings.swa:
+        averages["swa"] = Average(list(network.parameters()))
+
+    # clock, run folder and log
+    clock = Clock(settings, runtime, replayed_progress(settings.replay))
+    parts = dict(network=network, optimizers=optimizers, plan=plan, clock=clock, **averages)
+    identity = {
+        **asdict(config),
+        "manifest_sha256": data.manifest_sha256,
+        "data_shares": data.shares,
+        "seed": settings.seed,
+        "train_batch_tokens": settings.train_batch_tokens,
+        "holdout_tokens": settings.holdout_tokens,
+        "optimizer": settings.optimizer,
+    }
+    run = Run(settings, runtime, parts, identity)
+    checkpoint = run.open()
+    log = run.log
     if runtime.rank == 0 and tokenizer.file != "bytes":
-        (folder / tokenizer.file).write_bytes(tokenizer.content)
-    log("parameters: " + " ".join(f"{name}:{count}" for name, count in count_parameters(network).items())
-        + f" arch_mode: {settings.arch_mode} layers: {config.layers} dtype: {dtype}")
+        (run.folder / tokenizer.file).write_bytes(tokenizer.content)
+    counts = count_parameters(network)
+    log("parameters: " + " ".join(f"{name}:{count}" for name, count in counts.items()))
+    log(f"model: arch_mode {settings.arch_mode}, layers {config.layers}, {network.dtype}")
     for manifest in data.manifests:
-        log("data: {name}, train {train[tokens]} tokens, val {val[tokens]} tokens, {val[decoded_bytes]} bytes, overlap "
-            "{overlap_documents} documents".format(**manifest))
+        log(
+            f"data: {manifest['name']}, train {manifest['train']['tokens']} tokens, "
+            f"val {manifest['val']['tokens']} tokens, {manifest['val']['decoded_bytes']} bytes, "
+            f"overlap {manifest['overlap_documents']} documents"
+        )
     log(plan.describe())
-    warm_up(model, network, table, optimizers, batches, settings)
-    log(f"batch: {batches.tokens} tokens a step = {runtime.world_size} ranks x {batches.rows // batches.micro_rows} "
-        f"micro-steps x {batches.micro_rows} windows x {batches.seq_len} tokens")
+    if device.type == "cpu" and counts["total"] * batches.tokens > HEAVY_FOR_CPU:
+        log(
+            f"warning: {counts['total']} parameters and {batches.tokens} tokens a step take minutes "
+            "a step on a CPU; configs/cpu.env is made for CPUs"
+        )
+    log("warm-up: compiling and allocating, outside the clock")
+    warm_up(model, optimizers, batches, settings)
+    log(
+        f"batch: {batches.tokens} tokens a step = {runtime.world_size} ranks x "
+        f"{batches.rows // batches.micro_rows} micro-steps x {batches.micro_rows} windows x "
+        f"{batches.seq_len} tokens"
+    )
+    header = {
+        "settings": asdict(config),
+        "tokenizer_sha256": tokenizer.sha256,
+        "meta": {"seed": settings.seed, "tokenizer": tokenizer.file},
+    }
+    scorer = Scorer(tokenizer, runtime, settings.train_seq_len, batches.micro_rows, log.note)
+    code_bytes = len(Path(__file__).read_bytes())
+    if settings.config:
+        code_bytes += len(Path(settings.config).read_bytes())
+    exporter = Exporter(
+        network,
+        quant_table(settings),
+        limit=settings.artifact_bytes_max - code_bytes,
+        score=functools.partial(scorer.score, model, data.held_out),
+        runtime=runtime,
+        log=log,
+        event=run.event,
+        header=header,
+    )
+    run.parts["exporter"] = exporter
     if checkpoint:
-        run.load(Path(checkpoint))
-    elif min(run.every_steps, run.every_seconds) < math.inf:
-        run.save(0.0)  # what would keep the run from saving shows before its first step
+        run.load(checkpoint)
+    elif run.save_interval < math.inf:
+        run.save(0.0)  # if the run cannot save, this shows before its first step
     log(f"set-up and warm-up: {time.perf_counter() - begin:.1f} s, outside the clock")
-    window = torch.from_numpy(data.validation.tokens[None, : settings.train_seq_len]).to(runtime.device)
 
-    scorer = Scorer(tokenizer, runtime, settings.train_seq_len, batches.micro_rows)
-    rest = {"settings": vars(config), "tokenizer_sha256": tokenizer.sha256,
-            "meta": {"seed": settings.seed, "tokenizer": tokenizer.file}}
-    room = settings.artifact_bytes_max - code - whole.ngram_bytes - 512 * (ngrams is not None)  # for their header
-    exporter = Exporter(network, table, room, functools.partial(scorer.score, model, data.held_out), runtime, log, rest)
-
-    def report(loss: float) -> None:
-        seconds, done = clock.seconds[-1], run.step
-        line = (f"step:{done}/{settings.iterations or '?'} train_loss:{loss:.4f} {state} "
-                f"train_time:{1000 * seconds:.0f}ms step_avg:{1000 * seconds / done:.2f}ms "
-                f"tok_s:{batches.tokens * done / seconds:.0f}")
-        if done % settings.train_log_every == 0 or done <= 5:
-            log(line)
-        elif run.clear:
-            left = f"{clock.budget - seconds:.0f} s left " if clock.budget < math.inf else ""
-            print(run.clear + left + line, end="", flush=True)
-
-    trace = profile_steps(folder, log) if settings.profile and runtime.rank == 0 else itertools.repeat(None)
-    stop, state, batches.waited, watch.looping = False, "", 0.0, True
+    trace = itertools.repeat(None)
+    if settings.profile and runtime.rank == 0:
+        trace = profile_steps(run.folder, log)
+    metrics = {}
+    stopping = False
+    target_reached = False
+    batches.waited = 0.0
+    stop_signal.listen()
     clock.start()
     while True:
-        last_step, watch.began = clock.is_last(run.step), math.inf  # no limit for validation and saving
-        stop |= watch.signal > 0 and not runtime.distributed
-        if settings.val_loss_every and run.step and run.step % settings.val_loss_every == 0 and not (last_step or stop):
+        last_step = clock.is_last(run.step)
+        if stop_signal.number and not runtime.distributed:
+            stopping = True  # alone, a process need not ask other ranks
+
+        # 1. Validate and save; the clock stands still.
+        val_is_due = settings.val_loss_every and run.step % settings.val_loss_every == 0
+        if val_is_due and run.step and not (last_step or stopping):
             with clock.paused():
-                activity = " ".join(f"{name}:{share:.4f}" for name, share in mlp_activity(network, window).items())
-                log(f"step:{run.step} val_{score(model)} {activity}")
-        due = run.step % run.every_steps == 0 or clock.seconds[-1] - run.saved >= run.every_seconds
-        if stop or last_step or run.step and due:
+                score = scorer.score(model, data.validation.tokens)
+            log.metrics(run.step, {"val_loss": score.loss, "val_bpb": score.bpb})
+            if score.loss <= settings.target_val_loss:
+                target_reached = True
+                run.event("target_reached", step=run.step, seconds=clock.elapsed())
+        last_step = last_step or target_reached
+        if last_step or stopping or run.is_save_due(clock.seconds[-1]):
             with clock.paused():
                 run.save(clock.seconds[-1])
-                runtime.agree("")  # all wait here, where the watch does not count the seconds
-        if last_step or stop:
+                runtime.agree(None)  # all ranks wait here
+        if last_step or stopping:
             break
-        watch.step, watch.median, watch.began = run.step, clock.median_step(), time.monotonic()
+        faulthandler.dump_traceback_later(max(HANG_SECONDS, 20 * clock.median_step()))
         next(trace)
 
+        # 2. The phases and learning rates of this step.
         progress = clock.progress(run.step)
         for name in plan.begin_phases(run.step, progress):
             log(f"phase: {name} begins at step {run.step + 1}, {progress:.1%} of the run")
             if name == "qat":
-                watch.began = math.inf
                 exporter.fit_table()
-                for average in averages.values():  # averages of weights that never saw the quantizer do not fit it
-                    average.restart()
-
-        # Weights are quantized for forward and backward alone; the gradient lands on the masters (straight through).
-        with quantized(network, table) if plan.is_on("qat") else contextlib.nullcontext():
-            loss = forward_backward(model, batches, run.step + run.skipped)
-        extra = torch.stack([loss, torch.full_like(loss, watch.signal)])
-        norm, (loss, stopping) = optimizers.reduce_gradients(runtime, settings.grad_clip_norm, extra)
-
-        step_report = clock.previous_report()  # the device has this step's work queued and does not wait
-        if step_report is not None:
-            stop = step_report.stop_requested
-            watch.agreed |= stop
-            if run.judge(step_report.loss, not step_report.finite):
-                report(step_report.loss)
-        spike = statistics.median(run.losses) + settings.spike_nats if run.losses and settings.spike_nats else math.inf
-        skip = ~(torch.isfinite(norm) & (loss < spike))
+                for average in averages.values():
+                    average.restart()  # weights that never saw the quantizer do not fit it
         multiplier = plan.rates(progress)
-        state = f"lr_mul:{multiplier:.4f} progress:{progress:.4f} data_wait:{batches.waited / clock.elapsed():.2%}"
+
+        # 3. Forward and backward. Under QAT the weights are, inside, as the artifact would give
+        # them back; the gradient lands on the unrounded weights (straight through).
+        with quantized(network, exporter.table) if plan.is_on("qat") else contextlib.nullcontext():
+            loss = forward_backward(model, batches, run.step)
+        extra = torch.stack([loss, torch.full_like(loss, stop_signal.number)])
+        norm, extra = optimizers.reduce_gradients(runtime, settings.grad_clip_norm, extra)
+        loss, stop = extra
+        skip = ~(torch.isfinite(norm) & torch.isfinite(loss))
+
+        # 4. Read the report of the step before, now that the device has work queued.
+        report = clock.previous_report()
+        if report is not None:
+            stopping = report.stop_requested
+            log_step(run, clock, report, metrics)
+
+        # 5. Update the weights and their averages.
         optimizers.step(multiplier, muon_momentum(progress), skip)
         for name, average in averages.items():
             if plan.is_on(name):
                 average.update(progress)
-        clock.send_report(loss, skip, stopping)
+        clock.send_report(loss, skip, stop)
+        metrics = {"lr_mul": multiplier, "progress": progress}
         run.step += 1
 
     clock.stop()
-    last_report = None if stop else clock.previous_report()
-    if stop or last_report and last_report.stop_requested or watch.signal and not runtime.distributed:
-        number = signal.Signals(watch.signal or signal.SIGTERM)
-        log(f"stopped by {number.name} after step {run.step}; RESUME={folder} goes on")
+    faulthandler.cancel_dump_traceback_later()
+    if stopping:
+        number = signal.Signals(stop_signal.number or signal.SIGTERM)
+        log(f"stopped by {number.name} after step {run.step}; RESUME={run.folder} goes on")
         runtime.leave()
         return 128 + number
-    watch.looping = False
-    if last_report and run.judge(last_report.loss, not last_report.finite, last=True):
-        report(last_report.loss)
+    stop_signal.ignore()
+    report = clock.previous_report()
+    if report is not None:
+        log_step(run, clock, report, metrics)
     if runtime.rank == 0:
-        kept = {"settings": vars(settings), "progress": clock.used, "events": run.events}
-        replace_file(folder / "progress.json", json.dumps(kept).encode())
+        progress = {"settings": asdict(settings), "progress": clock.used, "events": run.events}
+        replace_file(run.folder / "progress.json", json.dumps(progress).encode())
 
+    # Choose the weights, quantize and pack them; this is on the clock, too.
     clock.start()
-    params, scores = [param.detach() for param in network.parameters()], {}
-    values = {"raw": params, **{name: average.values for name, average in averages.items() if average.count}}
-    for name in values:
-        with swapped(params, values[name]), quantized(network, table):
-            scores[name] = scorer.score(model, data.held_out)
-        log(f"weights: {name}, quantized, on held-out training tokens {scores[name]}")
-    chosen = min(scores, key=lambda name: scores[name].nats)
-    log(f"weights: {chosen} chosen")
-    torch._foreach_copy_(params, values[chosen])
-    if not settings.qat:
-        exporter.fit_table()
-    steps = range(run.step + run.skipped, run.step + run.skipped + settings.gptq_calibration_batches)
-    coded = exporter.codes(ids for step in steps for ids, _ in batches.micro_batches(step))
+    chosen = choose_weights(exporter, averages, clock, run)
+    coded = exporter.codes(calibration_ids(batches, run.step, settings), clock.seconds_left)
     clock.stop()
     log(plan.summary())
-    log(f"clock: {clock.elapsed():.1f} s to train and choose, MAX_WALLCLOCK_SECONDS={settings.max_wallclock_seconds}")
+    limit = settings.max_wallclock_seconds
+    log(f"clock: {clock.elapsed():.1f} s to train and choose, MAX_WALLCLOCK_SECONDS={limit}")
     if settings.replay:
         run.event("replay", of=settings.replay)
-    elif 0 < settings.max_wallclock_seconds < clock.elapsed():
-        run.event("over_clock", seconds=clock.elapsed(), hint="no record; choosing wants more RESERVE_SECONDS")
-
-    artifact = folder / "model.upar"
+    elif 0 < limit < clock.elapsed():
+        run.event("over_clock", seconds=clock.elapsed(), hint="needs more RESERVE_SECONDS")
+    artifact = run.folder / "model.upar"
+    content, sizes = pack_artifact(network.state_dict(), coded, **header)
     if runtime.rank == 0:
-        content, sizes = pack_artifact(network.state_dict(), coded, **rest)
         replace_file(artifact, content)
-    runtime.agree("")  # rank 0 has written it
-    total = code + artifact.stat().st_size
-    network.dtype = None  # scores do not depend on which units a CPU has
-    before = evaluate(scorer, model, network, settings, log, "before quantization", data.validation)  # no counts
-    header, tensors, _ = read_artifact(artifact)  # from here on the network that the file holds, by that file alone
-    packed = GPT(GPTConfig(**header["settings"])).to(runtime.device)
-    packed.load_state_dict(tensors)
-    run_packed = compiled(packed) if settings.compile and ngrams is None else packed  # counts are not for a compiler
-    final = evaluate(scorer, run_packed, packed, settings, log, "from the artifact", data.validation, by_source=True)
-    assert final["val_bytes"] == data.validation.byte_count, \
-        f"{final['val_bytes']} validation bytes scored of {data.validation.byte_count}"
+    runtime.agree(None)  # rank 0 has written it
 
-    faults = [f"phase {name} was enabled and never fired" for name, phase in plan.phases.items() if not phase.steps]
-    if total > settings.artifact_bytes_max:
-        faults.append(f"{total} bytes of code and artifact, more than ARTIFACT_BYTES_MAX={settings.artifact_bytes_max}")
-    if settings.profile and not (folder / "trace.json").exists():
-        faults.append("PROFILE=1 traced nothing, for it takes seven steps")
+    # Score the weights before quantization, then what the artifact file alone gives back.
+    before = scorer.score(model, data.validation.tokens)
+    log(f"before quantization: val_{before}")
+    final = score_artifact(artifact, scorer, data, run)
+
+    total_bytes = code_bytes + len(content)
+    faults = []
+    for name, phase in plan.phases.items():
+        if not phase.steps:
+            faults.append(f"phase {name} was enabled and never fired")
+    if total_bytes > settings.artifact_bytes_max:
+        maximum = settings.artifact_bytes_max
+        faults.append(f"{total_bytes} bytes of code and artifact; ARTIFACT_BYTES_MAX={maximum}")
+    if settings.profile and not (run.folder / "trace.json").exists():
+        faults.append("PROFILE=1 traced nothing: it takes seven steps")
     if runtime.rank == 0:
         result = {
-            "script": Path(__file__).name, "run_id": folder.name, "seed": settings.seed,
-            "code_sha256": sha256_file(__file__), "manifest_sha256": data.manifest_sha256,
-            "tokenizer_sha256": tokenizer.sha256, **describe_machine(runtime), "world_size": runtime.world_size,
-            "steps": run.step, "tokens": run.step * batches.tokens, "train_seconds": clock.elapsed(),
-            "total_seconds": time.perf_counter() - begin, "data_wait_seconds": batches.waited,
-            "optimizer_state_bytes": sum(t.nbytes for own in optimizers.state_dict().values() for t in own.values()),
-            "params": count_parameters(network), "dtype": dtype, "weights": chosen, **final,
-            "before_quantization": before, **mlp_activity(packed, window), **data.yardsticks,
-            "artifact": str(artifact), "artifact_sha256": sha256_file(artifact),
-            "artifact_bytes": artifact.stat().st_size, "code_bytes": code, "total_bytes": total,
-            "bytes_by_class": sizes, "phases": {name: asdict(phase) for name, phase in plan.phases.items()},
-            "events": run.events, "settings": asdict(settings),
+            "script": Path(__file__).name,
+            "run_id": run.folder.name,
+            "seed": settings.seed,
+            "code_sha256": sha256_file(__file__),
+            "manifest_sha256": data.manifest_sha256,
+            "tokenizer_sha256": tokenizer.sha256,
+            **describe_machine(runtime),
+            "world_size": runtime.world_size,
+            "steps": run.step,
+            "skipped_steps": run.skipped_steps,
+            "tokens": run.step * batches.tokens,
+            "train_seconds": clock.elapsed(),
+            "total_seconds": time.perf_counter() - begin,
+            "params": counts,
+            "dtype": str(network.dtype).removeprefix("torch."),
+            "weights": chosen,
+            **final,
+            "before_quantization": before.result(),
+            **data.yardsticks,
+            "artifact": str(artifact),
+            "artifact_sha256": sha256_file(artifact),
+            "artifact_bytes": len(content),
+            "code_bytes": code_bytes,
+            "total_bytes": total_bytes,
+            "bytes_by_class": sizes,
+            "phases": {name: asdict(phase) for name, phase in plan.phases.items()},
+            "events": run.events,
+            "settings": asdict(settings),
         }
-        replace_file(folder / "result.json", (json.dumps(result, indent=1) + "\n").encode())
-        log("---\n" + "\n".join(f"{key}: {value}" for key, value in result.items() if not isinstance(value, dict)))
-        for fault in faults:
-            log(f"error: {fault}; everything was saved", terminal=False)
-            sys.stderr.write(f"error: {fault}; everything was saved\n")
+        run.write_result(result, faults)
     runtime.leave()
     return 1 if faults else 0
 
