@@ -57,7 +57,7 @@ except ImportError:
 
 
 # === shared: bounds ===
-def bounded(default: float, low: float, high: float) -> Any:
+def bounded(default: float, low: float, high: float):
     """A setting with the smallest and largest value that it may have; without it a number is >= 0."""
     return field(default=default, metadata={"low": low, "high": high})
 
@@ -207,7 +207,7 @@ def parse_setting(setting: Field, text: str) -> int | float | bool | str:
     return text
 
 
-def check_settings(settings: Any) -> None:
+def check_settings(settings) -> None:
     """Check type, choice and range of every field of a settings dataclass. Raises UserError."""
     for setting in fields(settings):
         value = getattr(settings, setting.name)
@@ -237,7 +237,7 @@ def sibling_settings() -> set[str]:
     return {name.upper() for name in names}
 
 
-def check_unknown_name(name: str, text: str, names: Collection[str], hint: str) -> None:
+def check_unknown_name(name: str, text: str, names: Iterable[str], hint: str) -> None:
     """Raise UserError for a name that is no setting, with the setting that was probably meant.
 
     A retired setting with the value of its constant is accepted. `hint` ends the message.
@@ -259,7 +259,7 @@ def check_unknown_name(name: str, text: str, names: Collection[str], hint: str) 
     raise UserError(f"{message}; {hint}")
 
 
-def check_environment(environ: Mapping[str, str], names: Collection[str]) -> None:
+def check_environment(environ: dict[str, str], names: Iterable[str]) -> None:
     """Raise UserError if an environment variable was meant as a setting but is none here.
 
     Meant are near misses of a setting, names of the field and settings of our other scripts.
@@ -311,11 +311,11 @@ def print_help(cls: type) -> None:
 
 def load_settings(
     cls: type,
-    environ: Mapping[str, str],
+    environ: dict[str, str],
     arguments: Sequence[str] = (),
-    presets: Mapping[str, Mapping[str, dict]] = MappingProxyType({}),
+    presets: dict | None = None,
     stored: Callable[[dict[str, str]], tuple[dict, dict]] | None = None,
-) -> Any:
+):
     """Return the settings of dataclass `cls`: defaults < CONFIG file < environment < arguments.
 
     presets: NAME of a setting -> choice -> values of other settings. They stand below the values given in
@@ -340,7 +340,7 @@ def load_settings(
     values, overrides = stored({**config, **environ, **typed}) if stored else ({}, {})
     top = {**environ, **typed}
     for texts in (config, top):
-        for name, choices in presets.items():
+        for name, choices in (presets or {}).items():
             # A preset in the file has no effect if the environment or an argument sets another.
             if name in texts and (texts is top or name not in top):
                 values = {**values, **choices.get(texts[name], {})}
@@ -370,7 +370,7 @@ class Runtime:
             dist.all_reduce(tensor)
         return tensor
 
-    def agree(self, value: Any) -> Any:
+    def agree(self, value):
         """Return rank 0's value on every rank; it may be of any type that pickle takes."""
         values = [value]
         if self.distributed:
@@ -416,38 +416,6 @@ def start_runtime(device: str) -> Runtime:
     return Runtime(dist.get_rank(), dist.get_world_size(), place, True)
 
 
-class StopSignal:
-    """Remembers SIGTERM or SIGINT between listen() and ignore(), so that the loop saves and stops.
-
-    A second signal ends the process at once.
-    """
-
-    def __init__(self) -> None:
-        self.number = 0
-        self.received = 0.0
-
-    def listen(self) -> None:
-        """Remember signals from here on."""
-        signal.signal(signal.SIGTERM, self.receive)
-        signal.signal(signal.SIGINT, self.receive)
-
-    def ignore(self) -> None:
-        """Give signals their ordinary effect again: they end the process."""
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-    def receive(self, number: int, frame: Any) -> None:
-        """Handle a signal."""
-        # torchrun repeats the Ctrl-C of a terminal, so a signal within a second is the same one.
-        if self.number and time.monotonic() - self.received > 1:
-            sys.stderr.write(
-                f"{signal.Signals(number).name}: ended at once, without a checkpoint\n"
-            )
-            os._exit(128 + number)
-        self.number = number
-        self.received = time.monotonic()
-
-
 def exit_code(main: Callable[[], int]) -> int:
     """Run `main` and return its exit code: 2 for a UserError, 1 for other faults of one line."""
     rank = int(os.environ.get("RANK", 0))
@@ -479,7 +447,7 @@ def replace_file(path: str | Path, data: bytes) -> None:
     os.replace(part, path)
 
 
-def describe_machine(runtime: Runtime) -> dict[str, Any]:
+def describe_machine(runtime: Runtime) -> dict:
     """Return commit (`+`: with changes), hardware, versions and peak memory, for the result."""
     command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
     folder = Path(__file__).resolve().parent
@@ -2585,7 +2553,7 @@ def read_weights(path: str, average: str = "") -> SimpleNamespace:
     `average` it is an artifact. Raises UserError; ArtifactError where an artifact is not as it was written.
     """
     if average and Path(path).is_dir():  # a checkpoint, or a run, of which it is the newest whole one
-        found, faults = first_whole(checkpoints(Path(path)) or [Path(path)], ("meta.json", "model.pt"))
+        found, faults = newest_checkpoint(list_checkpoints(Path(path)) or [Path(path)], ("meta.json", "model.pt"))
         if found is None:
             raise UserError(f"{path}: no whole checkpoint; {'; '.join(faults)}")
         sys.stderr.write("".join(f"{each}\n" for each in faults))

@@ -34,10 +34,10 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import Field, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import sentencepiece
@@ -52,7 +52,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 # === shared: bounds ===
-def bounded(default: float, low: float, high: float) -> Any:
+def bounded(default: float, low: float, high: float):
     """A setting with the smallest and largest value that it may have; without it a number is >= 0."""
     return field(default=default, metadata={"low": low, "high": high})
 
@@ -259,7 +259,7 @@ def parse_setting(setting: Field, text: str) -> int | float | bool | str:
     return text
 
 
-def check_settings(settings: Any) -> None:
+def check_settings(settings) -> None:
     """Check type, choice and range of every field of a settings dataclass. Raises UserError."""
     for setting in fields(settings):
         value = getattr(settings, setting.name)
@@ -289,7 +289,7 @@ def sibling_settings() -> set[str]:
     return {name.upper() for name in names}
 
 
-def check_unknown_name(name: str, text: str, names: Collection[str], hint: str) -> None:
+def check_unknown_name(name: str, text: str, names: Iterable[str], hint: str) -> None:
     """Raise UserError for a name that is no setting, with the setting that was probably meant.
 
     A retired setting with the value of its constant is accepted. `hint` ends the message.
@@ -311,7 +311,7 @@ def check_unknown_name(name: str, text: str, names: Collection[str], hint: str) 
     raise UserError(f"{message}; {hint}")
 
 
-def check_environment(environ: Mapping[str, str], names: Collection[str]) -> None:
+def check_environment(environ: dict[str, str], names: Iterable[str]) -> None:
     """Raise UserError if an environment variable was meant as a setting but is none here.
 
     Meant are near misses of a setting, names of the field and settings of our other scripts.
@@ -363,11 +363,11 @@ def print_help(cls: type) -> None:
 
 def load_settings(
     cls: type,
-    environ: Mapping[str, str],
+    environ: dict[str, str],
     arguments: Sequence[str] = (),
-    presets: Mapping[str, Mapping[str, dict]] | None = None,
+    presets: dict | None = None,
     stored: Callable[[dict[str, str]], tuple[dict, dict]] | None = None,
-) -> Any:
+):
     """Return the settings of dataclass `cls`: defaults < CONFIG file < environment < arguments.
 
     presets: NAME of a setting -> choice -> values of other settings. They stand below the values given in
@@ -422,7 +422,7 @@ class Runtime:
             dist.all_reduce(tensor)
         return tensor
 
-    def agree(self, value: Any) -> Any:
+    def agree(self, value):
         """Return rank 0's value on every rank; it may be of any type that pickle takes."""
         values = [value]
         if self.distributed:
@@ -468,38 +468,6 @@ def start_runtime(device: str) -> Runtime:
     return Runtime(dist.get_rank(), dist.get_world_size(), place, True)
 
 
-class StopSignal:
-    """Remembers SIGTERM or SIGINT between listen() and ignore(), so that the loop saves and stops.
-
-    A second signal ends the process at once.
-    """
-
-    def __init__(self) -> None:
-        self.number = 0
-        self.received = 0.0
-
-    def listen(self) -> None:
-        """Remember signals from here on."""
-        signal.signal(signal.SIGTERM, self.receive)
-        signal.signal(signal.SIGINT, self.receive)
-
-    def ignore(self) -> None:
-        """Give signals their ordinary effect again: they end the process."""
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-    def receive(self, number: int, frame: Any) -> None:
-        """Handle a signal."""
-        # torchrun repeats the Ctrl-C of a terminal, so a signal within a second is the same one.
-        if self.number and time.monotonic() - self.received > 1:
-            sys.stderr.write(
-                f"{signal.Signals(number).name}: ended at once, without a checkpoint\n"
-            )
-            os._exit(128 + number)
-        self.number = number
-        self.received = time.monotonic()
-
-
 def exit_code(main: Callable[[], int]) -> int:
     """Run `main` and return its exit code: 2 for a UserError, 1 for other faults of one line."""
     rank = int(os.environ.get("RANK", 0))
@@ -531,7 +499,7 @@ def replace_file(path: str | Path, data: bytes) -> None:
     os.replace(part, path)
 
 
-def describe_machine(runtime: Runtime) -> dict[str, Any]:
+def describe_machine(runtime: Runtime) -> dict:
     """Return commit (`+`: with changes), hardware, versions and peak memory, for the result."""
     command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
     folder = Path(__file__).resolve().parent
@@ -757,6 +725,8 @@ def sha256_file(path: str | Path) -> str:
     # Shards and checkpoints are mapped, not read into memory. An empty file cannot be mapped.
     content = np.memmap(path, mode="r") if os.path.getsize(path) else b""
     return hashlib.sha256(content).hexdigest()
+
+
 # === end: tokenizer ===
 
 
@@ -899,6 +869,8 @@ def document_hashes(stream: TokenStream, bos_id: int, block: int = 1 << 22) -> I
         starts += (at + np.flatnonzero(tokens == bos_id)).tolist()
     for start, end in itertools.pairwise([*starts, len(stream)]):
         yield hashlib.blake2b(stream.read(start, end - start), digest_size=16).digest()
+
+
 # === end: data ===
 
 
@@ -1167,6 +1139,8 @@ class Batches:
             part = part.to(self.runtime.device, non_blocking=True)
             # Contiguous, as in evaluation: both run the same compiled graph.
             yield part[:, :-1].contiguous(), part[:, 1:].contiguous()
+
+
 # === end: batches ===
 
 
@@ -2158,6 +2132,8 @@ class Optimizers:
         for param, name in self.names.items():
             if name in saved:
                 self.state[param] = saved[name]
+
+
 # === end: optimizer ===
 
 
@@ -2465,6 +2441,8 @@ class Average:
     def load_state_dict(self, saved: dict) -> None:
         """Replace the state by a saved one."""
         vars(self).update(saved)
+
+
 # === end: schedule ===
 
 
@@ -2596,6 +2574,8 @@ def count_parameters(network: nn.Module) -> dict[str, int]:
         counts[tensor_class(name, param)] += param.numel()
     counts["total"] = counts.total()
     return counts
+
+
 # === end: quantization ===
 
 
@@ -2884,6 +2864,8 @@ def read_artifact(
         reason = error if isinstance(error, ArtifactError) else repr(error)
         raise ArtifactError(f"{path}: {reason} ({len(data)} bytes)") from None
     return header, tensors, coded
+
+
 # === end: artifact ===
 
 
@@ -3068,6 +3050,8 @@ class Exporter:
             f"{chosen.widen - 1:+.2%}, {self.limit - chosen.size} bytes below the limit"
         )
         return chosen.coded
+
+
 # === end: export ===
 
 
@@ -3190,6 +3174,8 @@ class Scorer:
             if part_bytes:
                 parts[name] = Score(float(nats[chosen].sum()), int(chosen.sum()), part_bytes, {})
         return Score(float(nats.sum()), len(nats), int(byte_counts.sum()), parts)
+
+
 # === end: evaluation ===
 
 
@@ -3292,7 +3278,7 @@ def stored_settings(given: dict[str, str], out_dir: str) -> tuple[dict, dict]:
     return replay_settings(name, folder, out_dir)
 
 
-def make_tracker(settings: Any, folder: Path) -> Callable[[dict[str, float], int], None]:
+def make_tracker(settings, folder: Path) -> Callable[[dict[str, float], int], None]:
     """Return track(metrics, step), which feeds TensorBoard or W&B."""
     if settings.tracker == "wandb":
         import wandb
@@ -3310,6 +3296,38 @@ def make_tracker(settings: Any, folder: Path) -> Callable[[dict[str, float], int
         writer.flush()  # the values stay, however the run ends
 
     return track
+
+
+class StopSignal:
+    """Remembers SIGTERM or SIGINT between listen() and ignore(), so that the loop saves and stops.
+
+    A second signal ends the process at once.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.received = 0.0
+
+    def listen(self) -> None:
+        """Remember signals from here on."""
+        signal.signal(signal.SIGTERM, self.receive)
+        signal.signal(signal.SIGINT, self.receive)
+
+    def ignore(self) -> None:
+        """Give signals their ordinary effect again: they end the process."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    def receive(self, number: int, frame) -> None:
+        """Handle a signal."""
+        # torchrun repeats the Ctrl-C of a terminal, so a signal within a second is the same one.
+        if self.number and time.monotonic() - self.received > 1:
+            sys.stderr.write(
+                f"{signal.Signals(number).name}: ended at once, without a checkpoint\n"
+            )
+            os._exit(128 + number)
+        self.number = number
+        self.received = time.monotonic()
 
 
 class Log:
@@ -3378,7 +3396,7 @@ class Run:
 
     STATE = ("step", "saved_seconds", "skipped_steps", "skipped_in_a_row", "events")
 
-    def __init__(self, settings: Any, runtime: Runtime, parts: dict[str, Any], identity: dict):
+    def __init__(self, settings, runtime: Runtime, parts: dict, identity: dict):
         interval = re.fullmatch(r"(\d+)(s?)", settings.save_every)
         if not interval:
             raise UserError(f"SAVE_EVERY={settings.save_every!r}: must be 500 (steps), 120s or 0")
@@ -3453,7 +3471,7 @@ class Run:
             lines.append(f"{mark} {setting.name.upper()}={shown}")
         self.log("\n".join(lines + faults))
 
-    def event(self, name: str, **facts: Any) -> None:
+    def event(self, name: str, **facts) -> None:
         """Log an event that result.json reports too."""
         self.events.append({"event": name, **facts})
         self.log(f"event: {name} " + " ".join(f"{key}:{value}" for key, value in facts.items()))

@@ -62,7 +62,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 # === shared: bounds ===
-def bounded(default: float, low: float, high: float) -> Any:
+def bounded(default: float, low: float, high: float):
     """A setting with the smallest and largest value that it may have; without it a number is >= 0."""
     return field(default=default, metadata={"low": low, "high": high})
 
@@ -281,7 +281,7 @@ def parse_setting(setting: Field, text: str) -> int | float | bool | str:
     return text
 
 
-def check_settings(settings: Any) -> None:
+def check_settings(settings) -> None:
     """Check type, choice and range of every field of a settings dataclass. Raises UserError."""
     for setting in fields(settings):
         value = getattr(settings, setting.name)
@@ -311,7 +311,7 @@ def sibling_settings() -> set[str]:
     return {name.upper() for name in names}
 
 
-def check_unknown_name(name: str, text: str, names: Collection[str], hint: str) -> None:
+def check_unknown_name(name: str, text: str, names: Iterable[str], hint: str) -> None:
     """Raise UserError for a name that is no setting, with the setting that was probably meant.
 
     A retired setting with the value of its constant is accepted. `hint` ends the message.
@@ -333,7 +333,7 @@ def check_unknown_name(name: str, text: str, names: Collection[str], hint: str) 
     raise UserError(f"{message}; {hint}")
 
 
-def check_environment(environ: Mapping[str, str], names: Collection[str]) -> None:
+def check_environment(environ: dict[str, str], names: Iterable[str]) -> None:
     """Raise UserError if an environment variable was meant as a setting but is none here.
 
     Meant are near misses of a setting, names of the field and settings of our other scripts.
@@ -385,11 +385,11 @@ def print_help(cls: type) -> None:
 
 def load_settings(
     cls: type,
-    environ: Mapping[str, str],
+    environ: dict[str, str],
     arguments: Sequence[str] = (),
-    presets: Mapping[str, Mapping[str, dict]] = MappingProxyType({}),
+    presets: dict | None = None,
     stored: Callable[[dict[str, str]], tuple[dict, dict]] | None = None,
-) -> Any:
+):
     """Return the settings of dataclass `cls`: defaults < CONFIG file < environment < arguments.
 
     presets: NAME of a setting -> choice -> values of other settings. They stand below the values given in
@@ -414,7 +414,7 @@ def load_settings(
     values, overrides = stored({**config, **environ, **typed}) if stored else ({}, {})
     top = {**environ, **typed}
     for texts in (config, top):
-        for name, choices in presets.items():
+        for name, choices in (presets or {}).items():
             # A preset in the file has no effect if the environment or an argument sets another.
             if name in texts and (texts is top or name not in top):
                 values = {**values, **choices.get(texts[name], {})}
@@ -444,7 +444,7 @@ class Runtime:
             dist.all_reduce(tensor)
         return tensor
 
-    def agree(self, value: Any) -> Any:
+    def agree(self, value):
         """Return rank 0's value on every rank; it may be of any type that pickle takes."""
         values = [value]
         if self.distributed:
@@ -490,38 +490,6 @@ def start_runtime(device: str) -> Runtime:
     return Runtime(dist.get_rank(), dist.get_world_size(), place, True)
 
 
-class StopSignal:
-    """Remembers SIGTERM or SIGINT between listen() and ignore(), so that the loop saves and stops.
-
-    A second signal ends the process at once.
-    """
-
-    def __init__(self) -> None:
-        self.number = 0
-        self.received = 0.0
-
-    def listen(self) -> None:
-        """Remember signals from here on."""
-        signal.signal(signal.SIGTERM, self.receive)
-        signal.signal(signal.SIGINT, self.receive)
-
-    def ignore(self) -> None:
-        """Give signals their ordinary effect again: they end the process."""
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-    def receive(self, number: int, frame: Any) -> None:
-        """Handle a signal."""
-        # torchrun repeats the Ctrl-C of a terminal, so a signal within a second is the same one.
-        if self.number and time.monotonic() - self.received > 1:
-            sys.stderr.write(
-                f"{signal.Signals(number).name}: ended at once, without a checkpoint\n"
-            )
-            os._exit(128 + number)
-        self.number = number
-        self.received = time.monotonic()
-
-
 def exit_code(main: Callable[[], int]) -> int:
     """Run `main` and return its exit code: 2 for a UserError, 1 for other faults of one line."""
     rank = int(os.environ.get("RANK", 0))
@@ -553,7 +521,7 @@ def replace_file(path: str | Path, data: bytes) -> None:
     os.replace(part, path)
 
 
-def describe_machine(runtime: Runtime) -> dict[str, Any]:
+def describe_machine(runtime: Runtime) -> dict:
     """Return commit (`+`: with changes), hardware, versions and peak memory, for the result."""
     command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
     folder = Path(__file__).resolve().parent
@@ -1911,14 +1879,15 @@ class StepReport:
 class Clock:
     """Training time: rank 0's for all ranks, without validation and saving.
 
-    iterations, budget (seconds): where the run ends; 0 means no limit. replay: the progress that
-    each step of another run used; it replaces both limits, and the run ends with it. now: function
-    that returns seconds, for tests.
+    The run ends after ITERATIONS steps, or RESERVE_SECONDS before MAX_WALLCLOCK_SECONDS. replay:
+    the progress that each step of another run used; it replaces both limits, and the run ends with
+    it. now: function that returns seconds, for tests.
     """
 
-    def __init__(self, iterations: int, budget: float, runtime, replay=(), now=time.perf_counter):
-        self.iterations = iterations or math.inf
-        self.budget = budget or math.inf
+    def __init__(self, settings, runtime: Runtime, replay=(), now=time.perf_counter):
+        self.iterations = settings.iterations or math.inf
+        self.limit = settings.max_wallclock_seconds or math.inf
+        self.budget = self.limit - settings.reserve_seconds
         self.runtime = runtime
         self.replay = replay
         self.now = now
@@ -1934,6 +1903,10 @@ class Clock:
         if self.started is None:
             return self.before
         return self.before + self.now() - self.started
+
+    def seconds_left(self) -> float:
+        """Return the seconds until MAX_WALLCLOCK_SECONDS, the reserve included."""
+        return self.limit - self.elapsed()
 
     def start(self) -> None:
         """Let the clock run."""
@@ -2627,7 +2600,7 @@ def load_model(name: str, path: str, tokenizer_path: str = "") -> tuple:
     where = Path(path)
     file = where / "model.upar" if (where / "model.upar").is_file() else where
     if path and file.is_dir():
-        found, faults = first_whole(checkpoints(file) or [file], ("meta.json", "model.pt"))
+        found, faults = newest_checkpoint(list_checkpoints(file) or [file], ("meta.json", "model.pt"))
         if found is None:
             raise UserError(f"{name}={path!r}: neither model.upar nor a whole checkpoint; {'; '.join(faults)}")
         file, meta = found, json.loads((found / "meta.json").read_bytes())
@@ -2720,6 +2693,13 @@ def replay_settings(name: str, folder: Path, out_dir: str) -> tuple[dict, dict]:
     return below, {"replay": str(folder)}
 
 
+def replayed_progress(folder: str) -> list[float]:
+    """Return the progress that each step of the run in `folder` used; [] without a folder."""
+    if not folder:
+        return []
+    return json.loads((Path(folder) / "progress.json").read_bytes())["progress"]
+
+
 def resume_settings(name: str, folder: Path, run_id: str, is_restart: bool) -> tuple[dict, dict]:
     """Return (values below, values above) what is given, for a run that continues."""
     if not folder.is_dir():
@@ -2760,7 +2740,7 @@ def stored_settings(given: dict[str, str], out_dir: str) -> tuple[dict, dict]:
     return replay_settings(name, folder, out_dir)
 
 
-def make_tracker(settings: Any, folder: Path) -> Callable[[dict[str, float], int], None]:
+def make_tracker(settings, folder: Path) -> Callable[[dict[str, float], int], None]:
     """Return track(metrics, step), which feeds TensorBoard or W&B."""
     if settings.tracker == "wandb":
         import wandb
@@ -2778,6 +2758,38 @@ def make_tracker(settings: Any, folder: Path) -> Callable[[dict[str, float], int
         writer.flush()  # the values stay, however the run ends
 
     return track
+
+
+class StopSignal:
+    """Remembers SIGTERM or SIGINT between listen() and ignore(), so that the loop saves and stops.
+
+    A second signal ends the process at once.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.received = 0.0
+
+    def listen(self) -> None:
+        """Remember signals from here on."""
+        signal.signal(signal.SIGTERM, self.receive)
+        signal.signal(signal.SIGINT, self.receive)
+
+    def ignore(self) -> None:
+        """Give signals their ordinary effect again: they end the process."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    def receive(self, number: int, frame) -> None:
+        """Handle a signal."""
+        # torchrun repeats the Ctrl-C of a terminal, so a signal within a second is the same one.
+        if self.number and time.monotonic() - self.received > 1:
+            sys.stderr.write(
+                f"{signal.Signals(number).name}: ended at once, without a checkpoint\n"
+            )
+            os._exit(128 + number)
+        self.number = number
+        self.received = time.monotonic()
 
 
 class Log:
@@ -2846,7 +2858,7 @@ class Run:
 
     STATE = ("step", "saved_seconds", "skipped_steps", "skipped_in_a_row", "events")
 
-    def __init__(self, settings: Any, runtime: Runtime, parts: dict[str, Any], identity: dict):
+    def __init__(self, settings, runtime: Runtime, parts: dict, identity: dict):
         interval = re.fullmatch(r"(\d+)(s?)", settings.save_every)
         if not interval:
             raise UserError(f"SAVE_EVERY={settings.save_every!r}: must be 500 (steps), 120s or 0")
@@ -2921,7 +2933,7 @@ class Run:
             lines.append(f"{mark} {setting.name.upper()}={shown}")
         self.log("\n".join(lines + faults))
 
-    def event(self, name: str, **facts: Any) -> None:
+    def event(self, name: str, **facts) -> None:
         """Log an event that result.json reports too."""
         self.events.append({"event": name, **facts})
         self.log(f"event: {name} " + " ".join(f"{key}:{value}" for key, value in facts.items()))
@@ -2989,6 +3001,16 @@ class Run:
         }
         ranks = self.runtime.world_size
         self.event("resume", step=self.step, ranks=ranks, changed=changed)
+
+    def write_result(self, result: dict, faults: list[str]) -> None:
+        """Write result.json, log it, and report faults of a run that is otherwise saved (rank 0)."""
+        data = json.dumps(result, indent=1) + "\n"
+        replace_file(self.folder / "result.json", data.encode())
+        lines = [f"{key}: {value}" for key, value in result.items() if not isinstance(value, dict)]
+        self.log("\n".join(["---", *lines]))
+        for fault in faults:
+            self.log(f"error: {fault}; everything was saved", terminal=False)
+            sys.stderr.write(f"error: {fault}; everything was saved\n")
 
     def count_skipped(self, report: StepReport) -> None:
         """Count a step whose loss or gradient was not finite: its update was masked.
