@@ -19,6 +19,7 @@ import contextlib
 import difflib
 import functools
 import hashlib
+import inspect
 import io
 import itertools
 import json
@@ -33,8 +34,8 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal, get_args
@@ -673,6 +674,8 @@ def sha256_file(path: str | Path) -> str:
     # Shards and checkpoints are mapped, not read into memory. An empty file cannot be mapped.
     content = np.memmap(path, mode="r") if os.path.getsize(path) else b""
     return hashlib.sha256(content).hexdigest()
+
+
 # === end: tokenizer ===
 
 
@@ -815,6 +818,8 @@ def document_hashes(stream: TokenStream, bos_id: int, block: int = 1 << 22) -> I
         starts += (at + np.flatnonzero(tokens == bos_id)).tolist()
     for start, end in itertools.pairwise([*starts, len(stream)]):
         yield hashlib.blake2b(stream.read(start, end - start), digest_size=16).digest()
+
+
 # === end: data ===
 
 
@@ -1083,6 +1088,8 @@ class Batches:
             part = part.to(self.runtime.device, non_blocking=True)
             # Contiguous, as in evaluation: both run the same compiled graph.
             yield part[:, :-1].contiguous(), part[:, 1:].contiguous()
+
+
 # === end: batches ===
 
 
@@ -1911,6 +1918,8 @@ def count_parameters(network: nn.Module) -> dict[str, int]:
         counts[tensor_class(name, param)] += param.numel()
     counts["total"] = counts.total()
     return counts
+
+
 # === end: quantization ===
 
 
@@ -2199,6 +2208,8 @@ def read_artifact(
         reason = error if isinstance(error, ArtifactError) else repr(error)
         raise ArtifactError(f"{path}: {reason} ({len(data)} bytes)") from None
     return header, tensors, coded
+
+
 # === end: artifact ===
 
 
@@ -2512,6 +2523,8 @@ class Scorer:
             if part_bytes:
                 parts[name] = Score(float(nats[chosen].sum()), int(chosen.sum()), part_bytes, {})
         return Score(float(nats.sum()), len(nats), int(byte_counts.sum()), parts)
+
+
 # === end: evaluation ===
 
 

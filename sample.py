@@ -16,6 +16,7 @@ import difflib
 import functools
 import hashlib
 import importlib.util
+import inspect
 import io
 import itertools
 import json
@@ -25,6 +26,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import statistics
 import string
 import struct
@@ -33,8 +35,8 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import Field, asdict, dataclass, field, fields, replace
 from decimal import Decimal
 from fractions import Fraction
 from numbers import Real
@@ -690,6 +692,8 @@ def sha256_file(path: str | Path) -> str:
     # Shards and checkpoints are mapped, not read into memory. An empty file cannot be mapped.
     content = np.memmap(path, mode="r") if os.path.getsize(path) else b""
     return hashlib.sha256(content).hexdigest()
+
+
 # === end: tokenizer ===
 
 
@@ -1820,6 +1824,8 @@ def count_parameters(network: nn.Module) -> dict[str, int]:
         counts[tensor_class(name, param)] += param.numel()
     counts["total"] = counts.total()
     return counts
+
+
 # === end: quantization ===
 
 
@@ -2108,6 +2114,8 @@ def read_artifact(
         reason = error if isinstance(error, ArtifactError) else repr(error)
         raise ArtifactError(f"{path}: {reason} ({len(data)} bytes)") from None
     return header, tensors, coded
+
+
 # === end: artifact ===
 
 

@@ -15,10 +15,10 @@ import collections
 import contextlib
 import copy
 import difflib
-import faulthandler
 import functools
 import hashlib
 import importlib.util
+import inspect
 import io
 import itertools
 import json
@@ -28,7 +28,6 @@ import os
 import random
 import re
 import resource
-import select
 import shutil
 import signal
 import statistics
@@ -39,8 +38,8 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import Field, asdict, dataclass, field, fields, replace
 from decimal import Decimal
 from fractions import Fraction
 from numbers import Real
@@ -749,6 +748,8 @@ def sha256_file(path: str | Path) -> str:
     # Shards and checkpoints are mapped, not read into memory. An empty file cannot be mapped.
     content = np.memmap(path, mode="r") if os.path.getsize(path) else b""
     return hashlib.sha256(content).hexdigest()
+
+
 # === end: tokenizer ===
 
 
@@ -1864,6 +1865,8 @@ class Optimizers:
         for param, name in self.names.items():
             if name in saved:
                 self.state[param] = saved[name]
+
+
 # === end: optimizer ===
 
 
@@ -2171,6 +2174,8 @@ class Average:
     def load_state_dict(self, saved: dict) -> None:
         """Replace the state by a saved one."""
         vars(self).update(saved)
+
+
 # === end: schedule ===
 
 
@@ -2302,6 +2307,8 @@ def count_parameters(network: nn.Module) -> dict[str, int]:
         counts[tensor_class(name, param)] += param.numel()
     counts["total"] = counts.total()
     return counts
+
+
 # === end: quantization ===
 
 
@@ -2590,6 +2597,8 @@ def read_artifact(
         reason = error if isinstance(error, ArtifactError) else repr(error)
         raise ArtifactError(f"{path}: {reason} ({len(data)} bytes)") from None
     return header, tensors, coded
+
+
 # === end: artifact ===
 
 

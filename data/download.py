@@ -217,6 +217,8 @@ def sha256_file(path: str | Path) -> str:
     # Shards and checkpoints are mapped, not read into memory. An empty file cannot be mapped.
     content = np.memmap(path, mode="r") if os.path.getsize(path) else b""
     return hashlib.sha256(content).hexdigest()
+
+
 # === end: tokenizer ===
 
 
@@ -359,6 +361,8 @@ def document_hashes(stream: TokenStream, bos_id: int, block: int = 1 << 22) -> I
         starts += (at + np.flatnonzero(tokens == bos_id)).tolist()
     for start, end in itertools.pairwise([*starts, len(stream)]):
         yield hashlib.blake2b(stream.read(start, end - start), digest_size=16).digest()
+
+
 # === end: data ===
 
 
