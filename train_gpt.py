@@ -2291,36 +2291,28 @@ class Plan:
     """The phases of a run and its learning rate. Raises UserError for an impossible plan."""
 
     def __init__(self, settings):
-        self.settings = settings
         iterations = settings.iterations
         seconds = settings.max_wallclock_seconds
-        reserve = settings.reserve_seconds
         if not iterations and not seconds:
+            raise UserError("ITERATIONS=0 and MAX_WALLCLOCK_SECONDS=0: set one, or it never ends")
+        if 0 < seconds <= settings.reserve_seconds:
+            raise UserError(f"RESERVE_SECONDS={settings.reserve_seconds}: must be below {seconds}")
+        if settings.warmdown_iters > iterations:
             raise UserError(
-                "ITERATIONS=0 and MAX_WALLCLOCK_SECONDS=0: the run would never end; set one of them"
+                f"WARMDOWN_ITERS={settings.warmdown_iters}: must be at most ITERATIONS={iterations}"
             )
-        if 0 < seconds <= reserve:
-            raise UserError(
-                f"RESERVE_SECONDS={reserve}: must be below MAX_WALLCLOCK_SECONDS={seconds}"
-            )
+        self.shape = settings.lr_schedule
+        self.floor = settings.lr_floor
         self.warmup = settings.warmup_frac
         self.warmdown = settings.warmdown_frac
-        if settings.lr_schedule == "constant":
-            self.warmdown = 0.0
-        elif settings.warmdown_iters > iterations:
-            raise UserError(
-                f"WARMDOWN_ITERS={settings.warmdown_iters}: must be at most "
-                f"ITERATIONS={iterations}; or set WARMDOWN_FRAC, a share of the run"
-            )
-        elif settings.warmdown_iters:
+        if settings.warmdown_iters:
             self.warmdown = settings.warmdown_iters / iterations
+        if self.shape == "constant":
+            self.warmdown = 0.0
         if self.warmup + self.warmdown > 1:
-            raise UserError(
-                f"WARMUP_FRAC={self.warmup}: must be at most {1 - self.warmdown:.3f}, "
-                "because the warmdown takes the rest of the run"
-            )
-
-        self.progress = 0.0  # of the step before
+            most = f"{1 - self.warmdown:.3f}"
+            raise UserError(f"WARMUP_FRAC={self.warmup}: must be at most {most} with this warmdown")
+        self.progress = 0.0  # of the present step
         self.phases = {}
         if self.warmup:
             self.phases["warmup"] = Phase(0.0, self.warmup)
@@ -2335,21 +2327,17 @@ class Plan:
 
     def rates(self, progress: float) -> float:
         """Return the multiplier of all learning rates: up to 1, and in the end down to LR_FLOOR."""
-        warmup = 1.0
-        if self.warmup:
-            warmup = min(1.0, progress / self.warmup)
+        if progress < self.warmup:
+            return progress / self.warmup
         left = 1.0  # share of the warmdown that is still to come
         if self.warmdown:
             left = min(1.0, (1 - progress) / self.warmdown)
-        shape = self.settings.lr_schedule
-        if shape == "cosine":
+        height = left  # linear; constant, where it stays 1
+        if self.shape == "cosine":
             height = 0.5 - 0.5 * math.cos(math.pi * left)
-        elif shape == "wsd":
+        if self.shape == "wsd":
             height = 1 - math.sqrt(1 - left)  # arXiv 2405.18392
-        else:
-            height = left  # linear; constant, where it stays 1
-        floor = self.settings.lr_floor
-        return warmup * (floor + (1 - floor) * height)
+        return self.floor + (1 - self.floor) * height
 
     def begin_phases(self, step: int, progress: float) -> list[str]:
         """Count `step` for each phase that is on, and return the names of those that begin with it.
@@ -2362,17 +2350,17 @@ class Plan:
         self.progress = progress
         begun = []
         for name, phase in self.phases.items():
-            if not phase.start_step and (progress > phase.begin or last_chance):
+            if self.is_on(name):
+                phase.steps += 1
+            elif not phase.start_step and (progress > phase.begin or last_chance):
                 phase.start_step = step + 1
                 phase.start_progress = progress
-                phase.steps = 1  # even if the phase is shorter than the step
+                phase.steps = 1
                 begun.append(name)
-            elif self.is_on(name):
-                phase.steps += 1
         return begun
 
     def is_on(self, name: str) -> bool:
-        """Return whether a phase is enabled and on in the present step."""
+        """Return whether a phase has begun and is on in the present step."""
         phase = self.phases.get(name)
         return phase is not None and phase.start_step > 0 and self.progress <= phase.end
 
@@ -2384,13 +2372,12 @@ class Plan:
         )
 
     def summary(self) -> str:
-        """Return what became of the plan, a line for each phase."""
+        """Return what became of the plan for the log's end, a line for each phase."""
         lines = []
         for name, phase in self.phases.items():
-            result = "NEVER FIRED"
-            if phase.steps:
-                start = f"step {phase.start_step} ({phase.start_progress:.1%})"
-                result = f"began at {start}, on for {phase.steps} steps"
+            result = f"began at step {phase.start_step}, on for {phase.steps} steps"
+            if not phase.steps:
+                result = "NEVER FIRED"
             lines.append(f"phase: {name:8s} planned {phase.begin:6.1%}, {result}")
         return "\n".join(lines)
 
@@ -2400,10 +2387,9 @@ class Plan:
         return {"progress": self.progress, "phases": phases}
 
     def load_state_dict(self, saved: dict) -> None:
-        """Replace the state by a saved one."""
+        """Restore the state; phases keep the begin and end of the present settings."""
         self.progress = saved["progress"]
         for name, phase in self.phases.items():
-            # The plan may have changed since.
             happened = saved["phases"].get(name, {})
             vars(phase).update(happened, begin=phase.begin, end=phase.end)
 
@@ -3058,20 +3044,19 @@ class Exporter:
 # === shared: evaluation ===
 @dataclass
 class Score:
-    """A model's score on a token sequence: `loss` in nats per token, `bpb` in bits per byte."""
+    """A model's score on tokens: `loss` in nats per token, `bpb` in bits per byte."""
 
     nats: float
     tokens: int
     bytes: int
-    sources: dict[str, "Score"]  # the score of each source that has bytes
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.loss = self.nats / self.tokens
         self.bpb = self.nats / math.log(2) / self.bytes
 
     def result(self) -> dict:
-        """The score's keys in result.json."""
-        result = {
+        """Return the score's keys in result.json."""
+        return {
             "val_loss": self.loss,
             "val_bpb": self.bpb,
             "val_nats": self.nats,
@@ -3079,11 +3064,8 @@ class Score:
             "val_bytes": self.bytes,
             "bytes_per_token": self.bytes / self.tokens,
         }
-        if self.sources:
-            result["val_bpb_sources"] = {name: score.bpb for name, score in self.sources.items()}
-        return result
 
-    def __str__(self) -> str:
+    def __str__(self):
         return (
             f"loss:{self.loss:.4f} bpb:{self.bpb:.4f} nats:{self.nats:.1f} tokens:{self.tokens} "
             f"bytes:{self.bytes} bytes_per_token:{self.bytes / self.tokens:.4f}"
@@ -3098,82 +3080,59 @@ class Scorer:
     runtime: Runtime  # its ranks share out the windows
     seq_len: int  # tokens in a window
     rows: int  # windows in a forward
-    note: Callable[[str], None] = lambda progress: None  # is called before each forward
+    note: Callable  # takes a line on the progress before each forward
 
-    def score(
-        self,
-        model: Callable,
-        tokens: np.ndarray,
-        stride: int | None = None,
-        sources: Validation | None = None,
-    ) -> Score:
-        """The score of model(ids, targets) -> losses (B, T), by windows of seq_len tokens.
+    def score(self, model: Callable, tokens: np.ndarray, stride: int = 0) -> Score:
+        """Return the score of model(ids, targets) -> losses (B, T), in windows of seq_len tokens.
 
         Without a stride, windows stand side by side. With one, a window ends `stride` tokens after
-        the one before it and scores these tokens only. `sources`: each source has a score, too.
+        the one before it and scores these tokens only, so that they have a longer context.
         """
-        count = len(tokens) - 1  # the last token predicts nothing
-        end = np.append(np.arange(self.seq_len, count, stride or self.seq_len), count)
+        last = len(tokens) - 1
+        end = np.append(np.arange(self.seq_len, last, stride or self.seq_len), last)
         first = np.append(0, end[:-1])
         begin = np.maximum(0, end - self.seq_len) if stride else first
-        spans = np.stack([begin, first, end], axis=1)
-        return self.total(tokens, self.nats(model, tokens, spans, stateful=False), sources)
+        return self.score_spans(model, tokens, np.stack([begin, first, end], axis=1))
 
     def score_documents(self, model: Callable, tokens: np.ndarray) -> Score:
-        """The score of model(ids, targets, cache=dict), which sees a document from its BOS on.
+        """Return the score of model(ids, targets, cache=...), which sees documents from their BOS.
 
-        It is fed in pieces of at most seq_len tokens; the cache carries the state between them.
+        A document is fed in pieces of seq_len tokens; the cache carries the state between them.
         """
-        starts = np.flatnonzero(tokens[1:-1] == self.tokenizer.bos_id) + 1
-        begin = np.append(0, starts)
-        end = np.append(starts, len(tokens) - 1)
+        begin = np.flatnonzero(tokens[:-1] == self.tokenizer.bos_id)
+        end = np.append(begin[1:], len(tokens) - 1)
         longest_first = np.argsort(begin - end, kind="stable")  # similar lengths in a forward
         spans = np.stack([begin, begin, end], axis=1)[longest_first]
-        return self.total(tokens, self.nats(model, tokens, spans, stateful=True), None)
+        return self.score_spans(model, tokens, spans, stateful=True)
 
     @torch.no_grad()
-    def nats(
-        self, model: Callable, tokens: np.ndarray, spans: np.ndarray, stateful: bool
-    ) -> np.ndarray:
-        """The loss of each prediction, from all ranks, float64 (N - 1,).
-
-        spans (S, 3): the model sees tokens `begin` to `end` and scores predictions from `first`.
-        """
+    def score_spans(self, model, tokens, spans, stateful=False) -> Score:
+        """Return the score of spans (S, 3): a row sees tokens begin..end and scores first..end."""
         device = self.runtime.device
-        tokens = torch.from_numpy(tokens)
-        nats = torch.zeros(len(tokens) - 1, dtype=torch.float64)
-        times = torch.zeros(len(tokens) - 1, dtype=torch.uint8)  # that a prediction was scored
-        spans = torch.from_numpy(spans[self.runtime.rank :: self.runtime.world_size])
-        padded = F.pad(spans, (0, 0, 0, -len(spans) % self.rows))  # empty spans fill up a forward
-        for at in range(0, len(padded), self.rows):
+        sums = torch.zeros(3, dtype=torch.float64, device=device)  # nats, tokens, bytes
+        spans = spans[self.runtime.rank :: self.runtime.world_size]
+        spans = np.pad(spans, ((0, -len(spans) % self.rows), (0, 0)))  # empty rows fill a forward
+        for at in range(0, len(spans), self.rows):
             self.note(f"scored {at:,} of {len(spans):,} windows")
-            begin, first, end = padded[at : at + self.rows].split(1, dim=1)  # (rows, 1) each
-            # Windows have one shape, for one compiled graph; documents are as long as the longest.
+            begin, first, end = np.hsplit(spans[at : at + self.rows], 3)  # (rows, 1) each
+            # Windows have one shape, for one compiled graph. Documents are as long as the longest.
             longest = int((end - begin).max()) if stateful else self.seq_len
             cache = {"cache": {}} if stateful else {}
             for start in range(0, longest, self.seq_len):
-                places = begin + torch.arange(start, min(start + self.seq_len, longest))
+                places = begin + np.arange(start, min(start + self.seq_len, longest))
                 scored = (first <= places) & (places < end)
-                places = torch.where(places < end, places, 0)  # the first token fills short rows
-                targets = torch.where(scored, tokens[places + 1], -1)
-                losses = model(tokens[places].to(device), targets.to(device), **cache)
-                nats[places[scored]] = losses.double().cpu()[scored]
-                times[places[scored]] += 1
-        times = self.runtime.sum(times.to(device))
-        wrong = (times != 1).sum().item()
-        assert wrong == 0, f"{wrong} predictions were not scored exactly once"
-        return self.runtime.sum(nats.to(device)).cpu().numpy()
-
-    def total(self, tokens: np.ndarray, nats: np.ndarray, sources: Validation | None) -> Score:
-        """The score of all predictions, and of those in each source."""
-        byte_counts = token_bytes(self.tokenizer, tokens[:-1], tokens[1:])
-        parts = {}
-        for number, name in enumerate(sources.source_names if sources else []):
-            chosen = sources.source_of[1:] == number  # the source of the token that is predicted
-            part_bytes = int(byte_counts[chosen].sum())
-            if part_bytes:
-                parts[name] = Score(float(nats[chosen].sum()), int(chosen.sum()), part_bytes, {})
-        return Score(float(nats.sum()), len(nats), int(byte_counts.sum()), parts)
+                places = np.where(places < end, places, 0)  # BOS fills what a row leaves
+                ids = tokens[places]
+                targets = tokens[places + 1]
+                byte_count = (token_bytes(self.tokenizer, ids, targets) * scored).sum()
+                targets = np.where(scored, targets, -1)  # the model's loss of -1 is 0
+                ids, targets = (torch.from_numpy(array).to(device) for array in (ids, targets))
+                sums[0] += model(ids, targets, **cache).double().sum()
+                sums[1] += scored.sum()
+                sums[2] += byte_count
+        nats, count, byte_count = self.runtime.sum(sums).tolist()
+        assert count == len(tokens) - 1, f"scored {count:.0f} of {len(tokens) - 1} predictions"
+        return Score(nats, int(count), int(byte_count))
 
 
 # === end: evaluation ===
@@ -3755,7 +3714,7 @@ def score_artifact(path: Path, scorer: Scorer, data: Dataset, run: Run) -> dict:
     network.load_state_dict(tensors)
     model = compile_model(network, settings)
     tokens = data.validation.tokens
-    score = scorer.score(model, tokens, sources=data.validation)
+    score = scorer.score(model, tokens)
     run.log(f"from the artifact: val_{score}")
     assert score.bytes == data.validation.byte_count, f"{score.bytes} validation bytes scored"
     result = score.result()
