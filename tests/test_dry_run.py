@@ -85,8 +85,8 @@ def test_flops_of_attention_by_hand(plan):
 
 
 @pytest.mark.parametrize("changes", [
-    {"LAYER_PATTERN": "g k s1 s1", "MLP": "swiglu"}, {"LAYER_PATTERN": "A1 G2 A1 G2", "POSITIONS": "learned"},
-    {"LAYER_PATTERN": "a", "MLP": "bio", "BIO_EVENTS": "hard", "TIE_EMBEDDINGS": 0},
+    {"LAYER_PATTERN": "g1 g1 s1 s1", "MLP": "swiglu"}, {"LAYER_PATTERN": "A1 G2 A1 G2", "POSITIONS": "learned"},
+    {"LAYER_PATTERN": "a", "MLP": "bio_hard", "TIE_EMBEDDINGS": 0},
 ], ids=str)
 def test_flops_are_those_of_a_real_network(plan, changes):
     """What is counted without weights is what tools/bench.py counts with them, which its tests do by hand."""

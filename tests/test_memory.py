@@ -18,8 +18,8 @@ memory = load_tool("memory")
 
 # One attention layer: an embedding of 32 x 64; matrices of 128 x 64 (queries, keys, values), 64 x 64, 128 x 64 and
 # 64 x 128; a gain for each of two heads.
-TINY = dict(layer_pattern="a", model_dim=64, num_heads=2, num_kv_heads=1, mlp_mult=2.0, vocab_size=32,
-            residual_mix=False)
+TINY = dict(arch_mode="llama", layer_pattern="a", num_layers=1, model_dim=64, num_heads=2, num_kv_heads=1, mlp="relu2",
+            mlp_mult=2.0, norm="rms", qk_gain_init=4.0, vocab_size=32)
 EMBEDDING, MATRICES, GAIN = 32 * 64, (8192, 4096, 8192, 8192), 2
 POLICY = EMBEDDING + sum(MATRICES) + GAIN
 ADAPTER = 2 * (2 * (128 + 64) + (64 + 64) + (128 + 64))  # of rank 2: w_qkv, w_up; w_o; w_down
@@ -61,7 +61,7 @@ def test_bytes_by_hand(optimizer, tied):
 @pytest.mark.parametrize("optimizer", ["adamw8bit", *(pytest.param(name, marks=pytest.mark.full) for name in
                                                       ("adamw", "muon"))])
 def test_bytes_of_real_tensors(optimizer):
-    settings = T.Settings(layer_pattern="g k s1 A2 s1 A2", model_dim=64, num_heads=4, num_kv_heads=2, vocab_size=64,
+    settings = T.Settings(layer_pattern="g1 g1 s1 A2 s1 A2", model_dim=64, num_heads=4, num_kv_heads=2, vocab_size=64,
                           optimizer=optimizer)
     rows = {row["method"]: row for row in memory.measure(settings, [optimizer], rank=3)}
     for method, lora in (("GRPO or GSPO", False), ("LoRA GRPO or GSPO, frozen copy", True)):
