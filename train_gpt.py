@@ -3080,7 +3080,7 @@ class Scorer:
     runtime: Runtime  # its ranks share out the windows
     seq_len: int  # tokens in a window
     rows: int  # windows in a forward
-    note: Callable  # takes a line on the progress before each forward
+    note: Callable = lambda progress: None  # is called with a text before each forward
 
     def score(self, model: Callable, tokens: np.ndarray, stride: int = 0) -> Score:
         """Return the score of model(ids, targets) -> losses (B, T), in windows of seq_len tokens.
