@@ -1,12 +1,16 @@
-"""Pretrain a GDN-hybrid language model against a clock and a byte budget; score what is read back from its artifact.
+"""Pretrain a GDN-hybrid language model against a clock and a byte budget.
 
-    CONFIG=configs/cpu.env python train_gpt.py                                  # one CPU process, about 3 minutes
-    DATA_PATH=data/datasets/fineweb10B_sp1024 torchrun --standalone --nproc_per_node=8 train_gpt.py
-    RESUME=<RUN_ID> python train_gpt.py                                         # from its newest checkpoint
+    CONFIG=configs/cpu.env python train_gpt.py              # one CPU process, about 3 minutes
+    torchrun --standalone --nproc_per_node=8 train_gpt.py configs/golf_8gpu.env
+    RESUME=<RUN_ID> python train_gpt.py                     # continues from its newest checkpoint
+    python train_gpt.py --help                              # lists all settings
 
-Every setting below is an environment variable: its name in capitals. A run writes runs/<RUN_ID>/: log.txt, checkpoints,
-model.upar (the artifact) and result.json. Sections between `# === shared:` fences stand in other scripts too, byte for
-byte (tools/sync.py).
+A run trains the network, packs it into one artifact file and scores the network that is rebuilt
+from that file. It writes runs/<RUN_ID>/: log.txt, checkpoints, model.upar (the artifact) and
+result.json. Every setting below is an environment variable or an argument, NAME=value.
+
+Sections between `# === shared:` fences stand in other scripts too, byte for byte: after a change
+`python tools/sync.py train_gpt.py` copies them. Outside the repository just edit them.
 """
 
 import base64
@@ -369,8 +373,8 @@ def load_settings(
 ):
     """Return the settings of dataclass `cls`: defaults < CONFIG file < environment < arguments.
 
-    presets: NAME of a setting -> choice -> values of other settings. They stand below the values given in
-    the same place, so a preset chosen in the environment overrides the file. stored: function of
+    presets: NAME of a setting -> choice -> values of other settings. They stand below the values
+    given in the same place, so a preset chosen in the environment overrides the file. stored: function of
     the given texts that returns defaults and overrides, two dicts (see stored_settings).
     Raises UserError: a wrong value, or a name that is no setting (see check_unknown_name).
     """
@@ -3562,7 +3566,7 @@ def pretraining_rates(settings: Settings) -> LearningRates:
 
 
 def muon_momentum(progress: float) -> float:
-    """Return Muon's momentum at this share of the run: it rises to MUON_MOMENTUM and stays there."""
+    """Return Muon's momentum at this share of the run: it rises to MUON_MOMENTUM and stays."""
     share = min(1.0, progress / MUON_WARMUP_FRAC)
     return MUON_MOMENTUM_START + share * (MUON_MOMENTUM - MUON_MOMENTUM_START)
 
@@ -3888,7 +3892,7 @@ def main() -> int:
     clock.stop()
     if stopping:
         number = signal.Signals(stop_signal.number or signal.SIGTERM)
-        log(f"stopped by {number.name} after step {run.step}; RESUME={run.folder} continues it")
+        log(f"stopped by {number.name} after step {run.step}; RESUME={run.folder} goes on")
         runtime.leave()
         return 128 + number
     stop_signal.restore()
