@@ -381,8 +381,8 @@ def load_settings(
 ):
     """Return the settings of dataclass `cls`: defaults < CONFIG file < environment < arguments.
 
-    presets: NAME of a setting -> choice -> values of other settings. They stand below the values given in
-    the same place, so a preset chosen in the environment overrides the file. stored: function of
+    presets: NAME of a setting -> choice -> values of other settings. They stand below the values
+    given in the same place, so a preset chosen in the environment overrides the file. stored: function of
     the given texts that returns defaults and overrides, two dicts (see stored_settings).
     Raises UserError: a wrong value, or a name that is no setting (see check_unknown_name).
     """
