@@ -1761,7 +1761,8 @@ def swapped(params: list[Tensor], values: Iterable[Tensor]) -> Iterator[None]:
     try:
         yield
     finally:
-        torch._foreach_copy_(params, originals)
+        for param, original in zip(params, originals, strict=True):
+            param.copy_(original)
 
 
 def decoded(
@@ -1940,9 +1941,9 @@ def unpack_array(record: dict, payload: bytes) -> np.ndarray:
     """Returns the array of a zstd frame, in the byte order of this machine."""
     dtype = np.dtype(record["dtype"])
     require(record["coder"] == "zstd" and dtype.itemsize <= 4, "an unknown coder or dtype")
-    # No more is unpacked than the shape says, whatever the frame claims.
+    # Only one byte more is unpacked than the shape says, so that a longer frame is an error.
     size = math.prod(record["shape"]) * dtype.itemsize
-    raw = zstandard.ZstdDecompressor().stream_reader(payload).read(size)
+    raw = zstandard.ZstdDecompressor().stream_reader(payload).read(size + 1)
     return np.frombuffer(raw, dtype).astype(dtype.newbyteorder("=")).reshape(record["shape"])
 
 
@@ -2075,7 +2076,7 @@ def read_artifact(
             tensors[name] = values.float()
         require((states == RANS_LOW).all(), "the lanes do not end at 2**16")
     except Exception as error:  # a file that only claims to be an artifact may raise anything
-        reason = error if isinstance(error, ArtifactError) else repr(error)
+        reason = str(error) if isinstance(error, ArtifactError) else repr(error)
         raise ArtifactError(f"{path}: {reason} ({len(data)} bytes)") from None
     return header, tensors, coded
 # === end: artifact ===
@@ -2185,7 +2186,8 @@ class Exporter:
         candidate = self.fit(self.encode_nearest, 0.99 * self.limit, 256.0)
         for quantizer in self.table.values():
             quantizer["widen"] *= candidate.widen
-        self.log(f"sizes: steps wider by {candidate.widen - 1:+.2%}, {candidate.size} bytes")
+        size = f"{candidate.size} bytes, at most {self.limit}"
+        self.log(f"sizes: {size}; steps wider by {candidate.widen - 1:+.2%}")
 
     def has_time(self, seconds: float) -> bool:
         """Returns whether the clock has these seconds beside those that must follow GPTQ."""
