@@ -2098,7 +2098,7 @@ def judge_codes(source: SimpleNamespace, model: SimpleNamespace, settings: Setti
         usual, step = quantize(w, **own)[1].float(), part.scale.float()
         nearest = round_to(w.flatten(1), step, part.bits)
         error, least = ((w.flatten(1) - each * step).double().norm().item() for each in (part.codes, nearest))
-        require(error <= 10 * least + 1e-12, f"{what}: {error / max(least, 1e-12):.3g} times the error of the nearest "
+        require(error <= 4 * least + 1e-12, f"{what}: {error / max(least, 1e-12):.3g} times the error of the nearest "
                 f"codes to the weights of {model.path}")
         ratios = (step / usual)[usual > 2**-13].tolist()  # below, float16 is coarse
         found[kind].append((w.numel(), (nearest == part.codes).sum().item(), error**2, least**2, ratios, what))

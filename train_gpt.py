@@ -2020,8 +2020,8 @@ def pack_artifact(
 
 def read_streams(data: bytes, max_weights: int) -> tuple[dict, list[bytes]]:
     """Returns the header and the streams of an artifact. Raises ArtifactError if it is damaged."""
-    magic, version, length, crc32 = ARTIFACT_PREFIX.unpack_from(data)
-    require(magic == ARTIFACT_MAGIC, f"is no underpar artifact, it begins with {magic!r}")
+    require(data.startswith(ARTIFACT_MAGIC), f"is no underpar artifact, begins with {data[:8]!r}")
+    _, version, length, crc32 = ARTIFACT_PREFIX.unpack_from(data)
     require(version == ARTIFACT_VERSION, f"version {version}, this code reads {ARTIFACT_VERSION}")
     file = io.BytesIO(data[ARTIFACT_PREFIX.size : -32])
     frame = file.read(length)

@@ -427,7 +427,7 @@ def test_every_flipped_byte_is_an_error_that_names_the_damaged_part(small, damag
         damaged[position] ^= 1 << position % 8
         message = damage_message(bytes(damaged))
         if position < 8:
-            assert message.startswith("is no underpar artifact, it begins with b'")
+            assert message.startswith("is no underpar artifact, begins with b'")
         elif position < 12:
             assert message.startswith("version ")
         elif position < start:  # the header, its length or its sum
