@@ -317,10 +317,10 @@ def test_forged_headers_are_refused(tmp_path):
                     dict(scale=1e300), dict(scale="x"), dict(scale_bits=8), dict(keep_bits=64), dict(method=[])):
         own = header(base, "deltaquant", bits=3, group=-1, scale_bits=16)
         data = Q.pack_delta(base, tuned, own, {})
-        length = T.ARTIFACT_PREFIX.unpack_from(data)[2]
+        length = Q.DELTA_PREFIX.unpack_from(data)[2]
         text = json.dumps({**own, "settings": {**own["settings"], **changes}}).encode()
         text = Q.zstandard.ZstdCompressor().compress(text)
-        forged = T.ARTIFACT_PREFIX.pack(Q.DELTA_MAGIC, 1, len(text)) + text + data[16 + length : -32]
+        forged = Q.DELTA_PREFIX.pack(Q.DELTA_MAGIC, 1, len(text)) + text + data[16 + length : -32]
         said = read(forged + hashlib.sha256(forged).digest(), base, tmp_path / "d")
         assert said or changes == dict(method=[]), changes  # whatever is not bitdelta is read as deltaquant
 
