@@ -1952,6 +1952,7 @@ class Optimizers:
         head = dict(embedding, params=by_class["head"], base_lr=rates.head)
         control = dict(params=by_class["control"], base_lr=rates.control, weight_decay=0.0)
 
+        adam_betas = ADAM_BETAS
         groups = [matrix, adapter, embedding, head]
         adam_groups = [control]
         self.all = []
@@ -1960,6 +1961,7 @@ class Optimizers:
             adam_groups += [adapter, embedding, head]
         elif kind == "lion":
             self.all = [Lion(groups, defaults={})]
+            adam_betas = LION_BETAS  # the preset's learning rates were tuned with these
         elif kind == "adafactor":
             # A step is a share of max(eps[1], RMS of the weights). With torch's 1e-3, matrices that
             # begin at zero hardly move. eps[0] is the paper's (arXiv 1804.04235): torch squares it.
@@ -1973,7 +1975,7 @@ class Optimizers:
             self.all = [AdamW8bit(groups, defaults={})]
         else:
             adam_groups += groups
-        self.all.append(torch.optim.AdamW(adam_groups, betas=ADAM_BETAS, eps=ADAM_EPS, fused=True))
+        self.all.append(torch.optim.AdamW(adam_groups, betas=adam_betas, eps=ADAM_EPS, fused=True))
 
         self.params = []
         self.state = collections.defaultdict(dict)  # of all optimizers, by parameter
