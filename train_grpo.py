@@ -4136,9 +4136,9 @@ def main() -> int:
         if run.save_interval < math.inf:
             run.save(0.0)  # if the run cannot save, this shows before its first step
     start = policy_scores(before["greedy"], before[str(settings.temperature)])
-    log(f"before: {start}")
     if not checkpoint:
         log.metrics(0, held_out_metrics(start))
+    log(f"before: {start}")
     log(f"set-up and first scores: {time.perf_counter() - begin:.1f} s, outside the clock")
 
     metrics = {}
@@ -4256,8 +4256,8 @@ def main() -> int:
     greedy = score(1, 0.0)
     sampled = score(settings.eval_samples, settings.temperature)
     after = policy_scores(greedy, sampled)
-    log(f"after: {after}")
     log.metrics(run.step, held_out_metrics(after))
+    log(f"after: {after}")
     gain, best = policy_gain(before, greedy, sampled, settings.temperature)
     log(f"gain: {gain}, paired; best: of the start at temperature {best}")
 

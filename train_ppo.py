@@ -4252,9 +4252,9 @@ def main() -> int:
     start = policy_scores(before["greedy"], before[str(settings.temperature)])
     if judge:
         start["reward_model"] = mean_interval(opinion["before"])
-    log(f"before: {start}")
     if not checkpoint:
         log.metrics(0, held_out_metrics(start))
+    log(f"before: {start}")
     log(f"set-up and first scores: {time.perf_counter() - begin:.1f} s, outside the clock")
 
     metrics = {}
@@ -4380,8 +4380,8 @@ def main() -> int:
         rewards = judged(trainer, problems)
         after["reward_model"] = mean_interval(rewards)
         gain["reward_model"] = mean_interval(rewards - opinion["before"])
-    log(f"after: {after}")
     log.metrics(run.step, held_out_metrics(after))
+    log(f"after: {after}")
     log(f"gain: {gain}, paired; best: of the start at temperature {best}")
 
     code_bytes = len(Path(__file__).read_bytes())
