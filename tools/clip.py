@@ -159,8 +159,8 @@ def read_log(text: str) -> SimpleNamespace:
             step, last, kind = int(start[1]), int(start[2]), start[3]
             values = {name: value for name, value in (pair.split(":") for pair in line.split())}
             if kind == "reward":
-                numbers = itertools.takewhile(lambda number: f"clip_active_{number}" in values, itertools.count(1))
-                clips = [[float(values[f"clip_{name}_{at}"]) for name in ("active", "outside")] for at in numbers]
+                updates = range(1, 1 + sum(name.startswith("clip_active_") for name in values))
+                clips = [[float(values[f"clip_{name}_{at}"]) for name in ("active", "outside")] for at in updates]
                 measured = {name: float(values[name]) for name in MEASURED}
                 found.steps.append({"step": step, **measured, "clips": clips})
             elif 0 < step < last:

@@ -105,6 +105,7 @@ def read_log(path: Path) -> SimpleNamespace:
         scores = {name: values[name] for name in ("val_loss", "bpb") if name in values}
         if (found := re.match(r"step:(\d+)/", line)) and "train_time" in values and not scores:
             log.last = int(found[1])
+            values = {name: value for name, value in values.items() if not re.fullmatch(r"clip_\w+_\d+", name)}
             add(log.last, {**values, "step": float(log.last), "seconds": values["train_time"] / 1000}, "")
         elif found := re.match(r"step:(\d+)(?:/\S+)? (?:saved|val_loss|held_out ({.*})$)", line):
             log.last = max(log.last, int(found[1]))
