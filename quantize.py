@@ -59,7 +59,7 @@ except ImportError:
 
 # === shared: bounds ===
 def bounded(default: float, low: float, high: float):
-    """A setting with the smallest and largest value that it may have; without it a number is >= 0."""
+    """Return a setting with a lowest and a highest value. A setting without has a lowest of 0."""
     return field(default=default, metadata={"low": low, "high": high})
 
 
@@ -126,7 +126,7 @@ REMOVED_SETTINGS = (
 )
 
 # Names that nanoGPT, modded-nanogpt, Parameter Golf and TRL use, and the settings that mean the
-# same here. An empty name: underpar has no such feature.
+# same here; "" means that this project has no such feature.
 ALIASES = {
     "BATCH_SIZE": "TRAIN_BATCH_TOKENS",
     "BETA": "KL_BETA",
@@ -261,9 +261,8 @@ def check_unknown_name(name: str, text: str, names: Iterable[str], hint: str) ->
 
 
 def check_environment(environ: dict[str, str], names: Iterable[str]) -> None:
-    """Raise UserError if an environment variable was meant as a setting but is none here.
-
-    Meant are near misses of a setting, names of the field and settings of our other scripts.
+    """Raise UserError for an environment variable that looks meant as a setting but is none here:
+    a near miss, a name that other projects use, or a setting of another script in this folder.
     """
     ignored = environ.get("IGNORE_ENV", "").replace(" ", "").split(",")
     known = {*ALIASES, *RETIRED_SETTINGS, *REMOVED_SETTINGS, *sibling_settings()}
@@ -319,9 +318,9 @@ def load_settings(
 ):
     """Return the settings of dataclass `cls`: defaults < CONFIG file < environment < arguments.
 
-    presets: NAME of a setting -> choice -> values of other settings. They stand below the values given in
-    the same place, so a preset chosen in the environment overrides the file. stored: from what
-    is given to (values below all that is given, values above it); RESUME and REPLAY use it.
+    presets: NAME of a setting -> choice -> values of other settings. They stand below the values
+    given in the same place, so a preset chosen in the environment overrides the file. stored: function of
+    the given texts that returns defaults and overrides, two dicts (see stored_settings).
     Raises UserError: a wrong value, or a name that is no setting (see check_unknown_name).
     """
     if "--help" in arguments or "-h" in arguments:

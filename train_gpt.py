@@ -1,12 +1,16 @@
-"""Pretrain a GDN-hybrid language model against a clock and a byte budget; score what is read back from its artifact.
+"""Pretrain a GDN-hybrid language model against a clock and a byte budget.
 
-    CONFIG=configs/cpu.env python train_gpt.py                                  # one CPU process, about 3 minutes
-    DATA_PATH=data/datasets/fineweb10B_sp1024 torchrun --standalone --nproc_per_node=8 train_gpt.py
-    RESUME=<RUN_ID> python train_gpt.py                                         # from its newest checkpoint
+    CONFIG=configs/cpu.env python train_gpt.py              # one CPU process, about 3 minutes
+    torchrun --standalone --nproc_per_node=8 train_gpt.py configs/golf_8gpu.env
+    RESUME=<RUN_ID> python train_gpt.py                     # continues from its newest checkpoint
+    python train_gpt.py --help                              # lists all settings
 
-Every setting below is an environment variable: its name in capitals. A run writes runs/<RUN_ID>/: log.txt, checkpoints,
-model.upar (the artifact) and result.json. Sections between `# === shared:` fences stand in other scripts too, byte for
-byte (tools/sync.py).
+A run trains the network, packs it into one artifact file and scores the network that is rebuilt
+from that file. It writes runs/<RUN_ID>/: log.txt, checkpoints, model.upar (the artifact) and
+result.json. Every setting below is an environment variable or an argument, NAME=value.
+
+Sections between `# === shared:` fences stand in other scripts too, byte for byte: after a change
+`python tools/sync.py train_gpt.py` copies them. Outside the repository just edit them.
 """
 
 import base64
@@ -53,7 +57,7 @@ from torch.utils.checkpoint import checkpoint
 
 # === shared: bounds ===
 def bounded(default: float, low: float, high: float):
-    """A setting with the smallest and largest value that it may have; without it a number is >= 0."""
+    """Return a setting with a lowest and a highest value. A setting without has a lowest of 0."""
     return field(default=default, metadata={"low": low, "high": high})
 
 
@@ -109,7 +113,7 @@ class Settings:
     num_kv_heads: int = bounded(4, 1, 1024)  # key and value heads of attention
     # kind of MLP; bio_soft and bio_hard are the bio-MLP with sparse events
     mlp: Literal["relu2", "leaky_relu2", "gelu", "swiglu", "bio", "bio_soft", "bio_hard"] = "relu2"
-    mlp_mult: float = bounded(3.0, 0.25, 16.0)  # hidden width of the MLP over model_dim
+    mlp_mult: float = bounded(3.0, 0.25, 16.0)  # hidden width of the MLP divided by model_dim
     norm: str = "rms"  # rms, rms_weight or layer, or one word per layer
     positions: Literal["rope", "learned", "none"] = "rope"  # how attention knows positions
     rope_dims: int = 0  # dimensions of a head that rotate; 0: all
@@ -117,8 +121,8 @@ class Settings:
     qk_gain_init: float = 4.0  # initial gain of normed queries; 0: no norm of queries and keys
     bigram_vocab_size: int = bounded(0, 0, 1 << 24)  # rows of the hashed embedding of token pairs
     tie_embeddings: bool = True  # the embedding is the output head
-    # optimizer; matrix_lr and tied_embed_lr have presets, see OPTIMIZER_PRESETS
-    # optimizer of matrices; all but muon take embeddings and head too
+    # optimizer
+    # of matrices; all but muon take embeddings and head too (see OPTIMIZER_PRESETS)
     optimizer: Literal["muon", "lion", "adamw", "adamw8bit", "adafactor"] = "muon"
     matrix_lr: float = 0.02  # learning rate of the layers' matrices
     tied_embed_lr: float = 0.03  # learning rate of embeddings, and of the head if it is tied
@@ -127,8 +131,8 @@ class Settings:
     grad_clip_norm: float = 0.0  # largest global gradient norm; 0: no clipping
     # schedule, in shares of the run
     lr_schedule: Literal["linear", "cosine", "wsd", "constant"] = "linear"  # shape of the warmdown
-    warmup_frac: float = bounded(0.01, 0.0, 1.0)  # learning rate from 0 to 1
-    warmdown_frac: float = bounded(0.5, 0.0, 1.0)  # learning rate from 1 to the floor, at the end
+    warmup_frac: float = bounded(0.01, 0.0, 1.0)  # share in which the learning rate rises from 0
+    warmdown_frac: float = bounded(0.5, 0.0, 1.0)  # last share, in which it falls to the floor
     warmdown_iters: int = 0  # the warmdown in steps of ITERATIONS; 0: use the share
     lr_floor: float = bounded(0.0, 0.0, 1.0)  # last multiplier of the learning rate
     ema: bool = True  # exponential moving average of the weights, a candidate at the end
@@ -177,7 +181,7 @@ REMOVED_SETTINGS = (
 )
 
 # Names that nanoGPT, modded-nanogpt, Parameter Golf and TRL use, and the settings that mean the
-# same here. An empty name: underpar has no such feature.
+# same here; "" means that this project has no such feature.
 ALIASES = {
     "BATCH_SIZE": "TRAIN_BATCH_TOKENS",
     "BETA": "KL_BETA",
@@ -312,9 +316,8 @@ def check_unknown_name(name: str, text: str, names: Iterable[str], hint: str) ->
 
 
 def check_environment(environ: dict[str, str], names: Iterable[str]) -> None:
-    """Raise UserError if an environment variable was meant as a setting but is none here.
-
-    Meant are near misses of a setting, names of the field and settings of our other scripts.
+    """Raise UserError for an environment variable that looks meant as a setting but is none here:
+    a near miss, a name that other projects use, or a setting of another script in this folder.
     """
     ignored = environ.get("IGNORE_ENV", "").replace(" ", "").split(",")
     known = {*ALIASES, *RETIRED_SETTINGS, *REMOVED_SETTINGS, *sibling_settings()}
@@ -370,9 +373,9 @@ def load_settings(
 ):
     """Return the settings of dataclass `cls`: defaults < CONFIG file < environment < arguments.
 
-    presets: NAME of a setting -> choice -> values of other settings. They stand below the values given in
-    the same place, so a preset chosen in the environment overrides the file. stored: from what
-    is given to (values below all that is given, values above it); RESUME and REPLAY use it.
+    presets: NAME of a setting -> choice -> values of other settings. They stand below the values
+    given in the same place, so a preset chosen in the environment overrides the file. stored: function of
+    the given texts that returns defaults and overrides, two dicts (see stored_settings).
     Raises UserError: a wrong value, or a name that is no setting (see check_unknown_name).
     """
     if "--help" in arguments or "-h" in arguments:
@@ -2161,6 +2164,8 @@ class Clock:
     def __init__(self, settings, runtime: Runtime, replay=(), now=time.perf_counter):
         self.iterations = settings.iterations or math.inf
         self.limit = settings.max_wallclock_seconds or math.inf
+        if replay:
+            self.limit = math.inf
         self.budget = self.limit - settings.reserve_seconds
         self.runtime = runtime
         self.replay = replay
@@ -2244,7 +2249,7 @@ class Clock:
         """Return the share of the run that is done when `step` ends: near 1 at the last step.
 
         Call it once a step, before the forward. It is the same on all ranks, at most 1, and never
-        less than for the step before.
+        less than for the step before. It is 0 while no step time is known.
         """
         by_steps = (step + 1) / self.iterations
         by_time = self.next_end() / self.budget
@@ -2255,7 +2260,7 @@ class Clock:
         return progress
 
     def is_last(self, step: int) -> bool:
-        """Return whether the run ends before `step`: it would pass ITERATIONS or the budget."""
+        """Return whether the run is over: `step` would pass ITERATIONS or the budget."""
         if self.replay:
             return step == len(self.replay)
         return step >= self.iterations or self.next_end() > self.budget
@@ -2312,7 +2317,7 @@ class Plan:
         if self.shape == "constant":
             self.warmdown = 0.0
         if self.warmup + self.warmdown > 1:
-            most = f"{1 - self.warmdown:.3f}"
+            most = 1 - self.warmdown
             raise UserError(f"WARMUP_FRAC={self.warmup}: must be at most {most} with this warmdown")
         self.progress = 0.0  # of the present step
         self.phases = {}
@@ -2328,13 +2333,14 @@ class Plan:
             self.phases["qat"] = Phase(QAT_START)
 
     def rates(self, progress: float) -> float:
-        """Return the multiplier of all learning rates: up to 1, and in the end down to LR_FLOOR."""
+        """Return the multiplier of all learning rates: 0 to 1 in the warm-up, 1 to LR_FLOOR in the
+        warmdown."""
         if progress < self.warmup:
             return progress / self.warmup
         left = 1.0  # share of the warmdown that is still to come
         if self.warmdown:
             left = min(1.0, (1 - progress) / self.warmdown)
-        height = left  # linear; constant, where it stays 1
+        height = left  # linear; "constant" has no warmdown, so left stays 1
         if self.shape == "cosine":
             height = 0.5 - 0.5 * math.cos(math.pi * left)
         if self.shape == "wsd":
@@ -2348,7 +2354,8 @@ class Plan:
         """
         # A phase also begins if another step as long as this one would reach the end: the run may
         # stop before it, and a phase that never began is an error.
-        last_chance = 2 * progress - self.progress > 1 - 1e-9
+        next_progress = progress + (progress - self.progress)
+        last_chance = next_progress > 1 - 1e-9
         self.progress = progress
         begun = []
         for name, phase in self.phases.items():
@@ -3174,7 +3181,8 @@ def save_checkpoint(folder, step, parts, meta):
         shutil.rmtree(unfinished, ignore_errors=True)
     folders = list_checkpoints(folder)
     newest = folders.index(final)
-    # A newer checkpoint is damaged: otherwise the run would have resumed from it.
+    # The list begins with the newest. Any newer one must be damaged, or the run would have resumed
+    # from it.
     for old in folders[:newest] + folders[newest + KEEP_CHECKPOINTS :]:
         shutil.rmtree(old, ignore_errors=True)
 
@@ -3187,35 +3195,35 @@ def replayed_progress(folder):
 
 
 def replay_settings(folder, out_dir):
-    """Return (values below, values above) what is given, for a run that repeats another one."""
+    """Return defaults and overrides (two dicts) of a run that repeats the one in `folder`."""
     path = folder / "progress.json"
     if not path.is_file():
         raise UserError(f"REPLAY={str(folder)!r}: no {path}; must be a run that trained to its end")
     stored = json.loads(path.read_bytes())
     for event in stored["events"]:
         if event.get("changed"):
-            raise UserError(f"REPLAY={str(folder)!r}: was resumed with other {event['changed']}")
-    below = {**stored["settings"], "run_id": "", "resume": "", "out_dir": out_dir}
-    return below, {"replay": str(folder)}
+            raise UserError(f"REPLAY={str(folder)!r}: was resumed with changed {event['changed']}")
+    defaults = {**stored["settings"], "run_id": "", "resume": "", "out_dir": out_dir}
+    return defaults, {"replay": str(folder)}
 
 
 def resume_settings(folder, run_id, is_restart):
-    """Return (values below, values above) what is given, for a run that continues."""
+    """Return defaults and overrides (two dicts) of a run that continues."""
     prefix = f"RESUME={str(folder)!r}:"
     if not folder.is_dir():
         raise UserError(f"{prefix} no such folder; must be a RUN_ID or a path")
     if run_id not in ("", folder.name):
         raise UserError(f"{prefix} RUN_ID={run_id!r} is another run")
     if (folder / "result.json").exists():
-        raise UserError(f"{prefix} is finished, its result.json stands")
+        raise UserError(f"{prefix} is finished: it has a result.json")
     newest, faults = newest_checkpoint(list_checkpoints(folder))
-    above = {"resume": str(folder), "run_id": folder.name, "out_dir": str(folder.parent)}
+    overrides = {"resume": str(folder), "run_id": folder.name, "out_dir": str(folder.parent)}
     if newest is None and is_restart:
-        return {}, above  # it failed before its first checkpoint, and begins anew
+        return {}, overrides  # the run failed before its first checkpoint and begins anew
     if newest is None:
         raise UserError(f"{prefix} has no whole checkpoint; {' '.join(faults[:1])}")
-    below = json.loads((newest / "meta.json").read_bytes())["settings"]
-    return below, {**above, "replay": below["replay"]}
+    defaults = json.loads((newest / "meta.json").read_bytes())["settings"]
+    return defaults, {**overrides, "replay": defaults["replay"]}
 
 
 def stored_settings(given, out_dir):
@@ -3258,7 +3266,7 @@ def make_tracker(settings, folder):
 
 
 class StopSignal:
-    """Remembers SIGTERM or SIGINT between listen() and ignore(), so that the loop saves and stops.
+    """Remembers SIGTERM or SIGINT from listen() to restore(), so that the loop saves and stops.
 
     A second signal ends the process at once.
     """
@@ -3272,7 +3280,7 @@ class StopSignal:
         signal.signal(signal.SIGTERM, self.receive)
         signal.signal(signal.SIGINT, self.receive)
 
-    def ignore(self):
+    def restore(self):
         """Give signals their ordinary effect: they end the process."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -3326,8 +3334,8 @@ class Log:
     def metrics(self, step, metrics, seconds_left=None):
         """Write the metrics (name -> number) of a step and feed the tracker.
 
-        With seconds_left, only the first steps and then one step every LOG_SECONDS are written;
-        on a terminal the others overwrite one line.
+        With seconds_left, a step after the first five is written and tracked only if nothing was
+        written for LOG_SECONDS; on a terminal the others overwrite one line.
         """
         line = f"step:{step}/{self.iterations or '?'}"
         for name, value in metrics.items():
@@ -3404,8 +3412,8 @@ class Run:
         if tracker != "none" and importlib.util.find_spec(tracker) is None:
             raise UserError(f"TRACKER={tracker!r}: is not installed; pip install {tracker}")
         if os.path.exists(self.folder) or Path(run_id).name != run_id:
-            why = f"exists already in {out_dir}, or is no plain name"
-            raise UserError(f"RUN_ID={run_id!r}: {why}; RESUME it, or choose another")
+            why = f"must be a plain name that does not exist in {out_dir}"
+            raise UserError(f"RUN_ID={run_id!r}: {why}; RESUME continues a run")
         try:
             self.folder.mkdir(parents=True)
         except OSError as error:
@@ -3438,7 +3446,7 @@ class Run:
         return self.step > 0 and self.step % self.save_interval == 0
 
     def save(self, seconds):
-        """Write a checkpoint. A failure is an event if an older one stands, else a UserError."""
+        """Write a checkpoint. A failure is an event if an older one exists, else a UserError."""
         self.saved_seconds = seconds
         if self.saved_step == self.step or self.runtime.rank != 0:
             return
@@ -3536,9 +3544,8 @@ ADAFACTOR_HEAD_LR = 0.1  # a share of the head's root mean square
 MUON_MOMENTUM_START = 0.85  # early gradients change quickly, and a long memory of them misleads
 MUON_WARMUP_FRAC = 0.05  # share of the run until MUON_MOMENTUM is reached
 WARMUP_STEPS = 2  # untimed steps: the first compiles, the second shows that nothing compiles again
-HANG_SECONDS = (
-    120.0  # a step that takes longer, and 20 median steps, prints the stacks of all threads
-)
+# A step that takes longer than this and than 20 median steps prints the stacks of all threads.
+HANG_SECONDS = 120.0
 HEAVY_FOR_CPU = 1e12  # parameters times tokens per step: about a minute per step on two cores
 
 
@@ -3559,7 +3566,7 @@ def pretraining_rates(settings: Settings) -> LearningRates:
 
 
 def muon_momentum(progress: float) -> float:
-    """Return Muon's momentum at this share of the run: it rises to MUON_MOMENTUM and stays there."""
+    """Return Muon's momentum at this share of the run: it rises to MUON_MOMENTUM and stays."""
     share = min(1.0, progress / MUON_WARMUP_FRAC)
     return MUON_MOMENTUM_START + share * (MUON_MOMENTUM - MUON_MOMENTUM_START)
 
@@ -3630,7 +3637,8 @@ def warm_up(model: Callable, optimizers: Optimizers, batches: Batches, settings:
 
 
 def profile_steps(folder: Path, log: Callable[[str], None]) -> Iterator[None]:
-    """Trace the fourth to the sixth of the steps that advance this, on CUDA with the memory."""
+    """Trace steps 4 to 6 of the loop, which advances this iterator once per step; on CUDA with the
+    history of the memory."""
     has_cuda = torch.cuda.is_available()
     yield from [None] * 3
     if has_cuda:
@@ -3650,7 +3658,6 @@ def log_step(run: Run, clock: Clock, report: StepReport, metrics: dict[str, floa
     """Count the finished step if it was skipped, and log its metrics."""
     run.count_skipped(report)
     tokens = run.step * run.settings.train_batch_tokens
-    steps_left = clock.iterations - run.step
     metrics = {
         "train_loss": report.loss,
         **metrics,
@@ -3658,8 +3665,7 @@ def log_step(run: Run, clock: Clock, report: StepReport, metrics: dict[str, floa
         "step_avg": 1000 * report.seconds / run.step,
         "tok_s": tokens / report.seconds,
     }
-    seconds_left = min(clock.budget - report.seconds, steps_left * clock.median_step())
-    run.log.metrics(run.step, metrics, seconds_left)
+    run.log.metrics(run.step, metrics, seconds_left=clock.budget - report.seconds)
 
 
 def calibration_ids(batches: Batches, step: int, settings: Settings) -> Iterator[Tensor]:
@@ -3683,8 +3689,9 @@ def choose_weights(exporter: Exporter, averages: dict[str, Average], clock: Cloc
     scoring_seconds = 0.0
     for name, values in candidates.items():
         begin = clock.elapsed()
-        # Scoring this one must leave time to score and pack the codes of the weights chosen.
-        if run.runtime.agree(clock.seconds_left() < 3 * scoring_seconds):
+        # Scoring an average must leave time to score and pack the codes of the weights chosen.
+        is_short = name != "raw" and clock.seconds_left() < 3 * scoring_seconds
+        if run.runtime.agree(is_short):
             run.event("weights_left_out", weights=name, hint="needs more RESERVE_SECONDS")
             continue
         with swapped(params, values), quantized(exporter.network, exporter.table):
@@ -3826,7 +3833,8 @@ def main() -> int:
     while True:
         last_step = clock.is_last(run.step)
         if stop_signal.number and not runtime.distributed:
-            stopping = True  # alone, a process need not ask other ranks
+            stopping = True  # a single process need not ask other ranks
+        faulthandler.cancel_dump_traceback_later()
 
         # 1. Validate and save; the clock stands still.
         val_is_due = settings.val_loss_every and run.step % settings.val_loss_every == 0
@@ -3857,13 +3865,13 @@ def main() -> int:
                     average.restart()  # weights that never saw the quantizer do not fit it
         multiplier = plan.rates(progress)
 
-        # 3. Forward and backward. Under QAT the weights are, inside, as the artifact would give
-        # them back; the gradient lands on the unrounded weights (straight through).
+        # 3. Forward and backward. Under QAT the weights inside this block are rounded as in the
+        # artifact, and the gradient is applied to the unrounded weights (straight through).
         with quantized(network, exporter.table) if plan.is_on("qat") else contextlib.nullcontext():
             loss = forward_backward(model, batches, run.step)
         extra = torch.stack([loss, torch.full_like(loss, stop_signal.number)])
         norm, extra = optimizers.reduce_gradients(runtime, settings.grad_clip_norm, extra)
-        loss, stop = extra
+        loss, stop = extra  # the mean over the global batch now
         skip = ~(torch.isfinite(norm) & torch.isfinite(loss))
 
         # 4. Read the report of the step before, now that the device has work queued.
@@ -3882,19 +3890,18 @@ def main() -> int:
         run.step += 1
 
     clock.stop()
-    faulthandler.cancel_dump_traceback_later()
     if stopping:
         number = signal.Signals(stop_signal.number or signal.SIGTERM)
         log(f"stopped by {number.name} after step {run.step}; RESUME={run.folder} goes on")
         runtime.leave()
         return 128 + number
-    stop_signal.ignore()
+    stop_signal.restore()
     report = clock.previous_report()
     if report is not None:
         log_step(run, clock, report, metrics)
     if runtime.rank == 0:
-        progress = {"settings": asdict(settings), "progress": clock.used, "events": run.events}
-        replace_file(run.folder / "progress.json", json.dumps(progress).encode())
+        record = {"settings": asdict(settings), "progress": clock.used, "events": run.events}
+        replace_file(run.folder / "progress.json", json.dumps(record).encode())
 
     # Choose the weights, quantize and pack them; this is on the clock, too.
     clock.start()

@@ -62,7 +62,7 @@ from torch.utils.checkpoint import checkpoint
 
 # === shared: bounds ===
 def bounded(default: float, low: float, high: float):
-    """A setting with the smallest and largest value that it may have; without it a number is >= 0."""
+    """Return a setting with a lowest and a highest value. A setting without has a lowest of 0."""
     return field(default=default, metadata={"low": low, "high": high})
 
 
@@ -203,7 +203,7 @@ REMOVED_SETTINGS = (
 )
 
 # Names that nanoGPT, modded-nanogpt, Parameter Golf and TRL use, and the settings that mean the
-# same here. An empty name: underpar has no such feature.
+# same here; "" means that this project has no such feature.
 ALIASES = {
     "BATCH_SIZE": "TRAIN_BATCH_TOKENS",
     "BETA": "KL_BETA",
@@ -338,9 +338,8 @@ def check_unknown_name(name: str, text: str, names: Iterable[str], hint: str) ->
 
 
 def check_environment(environ: dict[str, str], names: Iterable[str]) -> None:
-    """Raise UserError if an environment variable was meant as a setting but is none here.
-
-    Meant are near misses of a setting, names of the field and settings of our other scripts.
+    """Raise UserError for an environment variable that looks meant as a setting but is none here:
+    a near miss, a name that other projects use, or a setting of another script in this folder.
     """
     ignored = environ.get("IGNORE_ENV", "").replace(" ", "").split(",")
     known = {*ALIASES, *RETIRED_SETTINGS, *REMOVED_SETTINGS, *sibling_settings()}
@@ -396,9 +395,9 @@ def load_settings(
 ):
     """Return the settings of dataclass `cls`: defaults < CONFIG file < environment < arguments.
 
-    presets: NAME of a setting -> choice -> values of other settings. They stand below the values given in
-    the same place, so a preset chosen in the environment overrides the file. stored: from what
-    is given to (values below all that is given, values above it); RESUME and REPLAY use it.
+    presets: NAME of a setting -> choice -> values of other settings. They stand below the values
+    given in the same place, so a preset chosen in the environment overrides the file. stored: function of
+    the given texts that returns defaults and overrides, two dicts (see stored_settings).
     Raises UserError: a wrong value, or a name that is no setting (see check_unknown_name).
     """
     if "--help" in arguments or "-h" in arguments:
@@ -1897,6 +1896,8 @@ class Clock:
     def __init__(self, settings, runtime: Runtime, replay=(), now=time.perf_counter):
         self.iterations = settings.iterations or math.inf
         self.limit = settings.max_wallclock_seconds or math.inf
+        if replay:
+            self.limit = math.inf
         self.budget = self.limit - settings.reserve_seconds
         self.runtime = runtime
         self.replay = replay
@@ -1980,7 +1981,7 @@ class Clock:
         """Return the share of the run that is done when `step` ends: near 1 at the last step.
 
         Call it once a step, before the forward. It is the same on all ranks, at most 1, and never
-        less than for the step before.
+        less than for the step before. It is 0 while no step time is known.
         """
         by_steps = (step + 1) / self.iterations
         by_time = self.next_end() / self.budget
@@ -1991,7 +1992,7 @@ class Clock:
         return progress
 
     def is_last(self, step: int) -> bool:
-        """Return whether the run ends before `step`: it would pass ITERATIONS or the budget."""
+        """Return whether the run is over: `step` would pass ITERATIONS or the budget."""
         if self.replay:
             return step == len(self.replay)
         return step >= self.iterations or self.next_end() > self.budget
@@ -2048,7 +2049,7 @@ class Plan:
         if self.shape == "constant":
             self.warmdown = 0.0
         if self.warmup + self.warmdown > 1:
-            most = f"{1 - self.warmdown:.3f}"
+            most = 1 - self.warmdown
             raise UserError(f"WARMUP_FRAC={self.warmup}: must be at most {most} with this warmdown")
         self.progress = 0.0  # of the present step
         self.phases = {}
@@ -2064,13 +2065,14 @@ class Plan:
             self.phases["qat"] = Phase(QAT_START)
 
     def rates(self, progress: float) -> float:
-        """Return the multiplier of all learning rates: up to 1, and in the end down to LR_FLOOR."""
+        """Return the multiplier of all learning rates: 0 to 1 in the warm-up, 1 to LR_FLOOR in the
+        warmdown."""
         if progress < self.warmup:
             return progress / self.warmup
         left = 1.0  # share of the warmdown that is still to come
         if self.warmdown:
             left = min(1.0, (1 - progress) / self.warmdown)
-        height = left  # linear; constant, where it stays 1
+        height = left  # linear; "constant" has no warmdown, so left stays 1
         if self.shape == "cosine":
             height = 0.5 - 0.5 * math.cos(math.pi * left)
         if self.shape == "wsd":
@@ -2084,7 +2086,8 @@ class Plan:
         """
         # A phase also begins if another step as long as this one would reach the end: the run may
         # stop before it, and a phase that never began is an error.
-        last_chance = 2 * progress - self.progress > 1 - 1e-9
+        next_progress = progress + (progress - self.progress)
+        last_chance = next_progress > 1 - 1e-9
         self.progress = progress
         begun = []
         for name, phase in self.phases.items():
@@ -2677,7 +2680,8 @@ def save_checkpoint(folder, step, parts, meta):
         shutil.rmtree(unfinished, ignore_errors=True)
     folders = list_checkpoints(folder)
     newest = folders.index(final)
-    # A newer checkpoint is damaged: otherwise the run would have resumed from it.
+    # The list begins with the newest. Any newer one must be damaged, or the run would have resumed
+    # from it.
     for old in folders[:newest] + folders[newest + KEEP_CHECKPOINTS :]:
         shutil.rmtree(old, ignore_errors=True)
 
@@ -2690,35 +2694,35 @@ def replayed_progress(folder):
 
 
 def replay_settings(folder, out_dir):
-    """Return (values below, values above) what is given, for a run that repeats another one."""
+    """Return defaults and overrides (two dicts) of a run that repeats the one in `folder`."""
     path = folder / "progress.json"
     if not path.is_file():
         raise UserError(f"REPLAY={str(folder)!r}: no {path}; must be a run that trained to its end")
     stored = json.loads(path.read_bytes())
     for event in stored["events"]:
         if event.get("changed"):
-            raise UserError(f"REPLAY={str(folder)!r}: was resumed with other {event['changed']}")
-    below = {**stored["settings"], "run_id": "", "resume": "", "out_dir": out_dir}
-    return below, {"replay": str(folder)}
+            raise UserError(f"REPLAY={str(folder)!r}: was resumed with changed {event['changed']}")
+    defaults = {**stored["settings"], "run_id": "", "resume": "", "out_dir": out_dir}
+    return defaults, {"replay": str(folder)}
 
 
 def resume_settings(folder, run_id, is_restart):
-    """Return (values below, values above) what is given, for a run that continues."""
+    """Return defaults and overrides (two dicts) of a run that continues."""
     prefix = f"RESUME={str(folder)!r}:"
     if not folder.is_dir():
         raise UserError(f"{prefix} no such folder; must be a RUN_ID or a path")
     if run_id not in ("", folder.name):
         raise UserError(f"{prefix} RUN_ID={run_id!r} is another run")
     if (folder / "result.json").exists():
-        raise UserError(f"{prefix} is finished, its result.json stands")
+        raise UserError(f"{prefix} is finished: it has a result.json")
     newest, faults = newest_checkpoint(list_checkpoints(folder))
-    above = {"resume": str(folder), "run_id": folder.name, "out_dir": str(folder.parent)}
+    overrides = {"resume": str(folder), "run_id": folder.name, "out_dir": str(folder.parent)}
     if newest is None and is_restart:
-        return {}, above  # it failed before its first checkpoint, and begins anew
+        return {}, overrides  # the run failed before its first checkpoint and begins anew
     if newest is None:
         raise UserError(f"{prefix} has no whole checkpoint; {' '.join(faults[:1])}")
-    below = json.loads((newest / "meta.json").read_bytes())["settings"]
-    return below, {**above, "replay": below["replay"]}
+    defaults = json.loads((newest / "meta.json").read_bytes())["settings"]
+    return defaults, {**overrides, "replay": defaults["replay"]}
 
 
 def stored_settings(given, out_dir):
@@ -2761,7 +2765,7 @@ def make_tracker(settings, folder):
 
 
 class StopSignal:
-    """Remembers SIGTERM or SIGINT between listen() and ignore(), so that the loop saves and stops.
+    """Remembers SIGTERM or SIGINT from listen() to restore(), so that the loop saves and stops.
 
     A second signal ends the process at once.
     """
@@ -2775,7 +2779,7 @@ class StopSignal:
         signal.signal(signal.SIGTERM, self.receive)
         signal.signal(signal.SIGINT, self.receive)
 
-    def ignore(self):
+    def restore(self):
         """Give signals their ordinary effect: they end the process."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -2829,8 +2833,8 @@ class Log:
     def metrics(self, step, metrics, seconds_left=None):
         """Write the metrics (name -> number) of a step and feed the tracker.
 
-        With seconds_left, only the first steps and then one step every LOG_SECONDS are written;
-        on a terminal the others overwrite one line.
+        With seconds_left, a step after the first five is written and tracked only if nothing was
+        written for LOG_SECONDS; on a terminal the others overwrite one line.
         """
         line = f"step:{step}/{self.iterations or '?'}"
         for name, value in metrics.items():
@@ -2907,8 +2911,8 @@ class Run:
         if tracker != "none" and importlib.util.find_spec(tracker) is None:
             raise UserError(f"TRACKER={tracker!r}: is not installed; pip install {tracker}")
         if os.path.exists(self.folder) or Path(run_id).name != run_id:
-            why = f"exists already in {out_dir}, or is no plain name"
-            raise UserError(f"RUN_ID={run_id!r}: {why}; RESUME it, or choose another")
+            why = f"must be a plain name that does not exist in {out_dir}"
+            raise UserError(f"RUN_ID={run_id!r}: {why}; RESUME continues a run")
         try:
             self.folder.mkdir(parents=True)
         except OSError as error:
@@ -2941,7 +2945,7 @@ class Run:
         return self.step > 0 and self.step % self.save_interval == 0
 
     def save(self, seconds):
-        """Write a checkpoint. A failure is an event if an older one stands, else a UserError."""
+        """Write a checkpoint. A failure is an event if an older one exists, else a UserError."""
         self.saved_seconds = seconds
         if self.saved_step == self.step or self.runtime.rank != 0:
             return
