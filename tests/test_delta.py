@@ -18,6 +18,7 @@ import torch
 from conftest import environment
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from test_model import config
 
 import quantize as Q
 import test_smoke as smoke
@@ -26,7 +27,7 @@ import train_gpt as T
 ROOT = Path(__file__).resolve().parents[1]
 BYTES = T.load_tokenizer("bytes")
 SETTINGS = T.Settings(layer_pattern="g s", model_dim=32, num_heads=4, num_kv_heads=2, mlp_mult=2.0, attn_window=16,
-                      train_seq_len=32, tied_embed_init_std=0.1, device="cpu")
+                      train_seq_len=32, device="cpu")
 DISTRIBUTIONS = {
     "gaussian": lambda rng, shape: rng.standard_normal(shape),
     "student_t": lambda rng, shape: rng.standard_t(5, shape),
@@ -347,7 +348,7 @@ def save(folder: Path, net: T.GPT, data: Path) -> Path:
 
 def network(seed: int = 0, **changes) -> T.GPT:
     torch.manual_seed(seed)
-    net = T.GPT(T.model_config(dataclasses.replace(SETTINGS, **changes), BYTES.vocab_size, BYTES.bos_id))
+    net = T.GPT(config(BYTES.vocab_size, BYTES.bos_id, SETTINGS, **{"embed_init_std": 0.1, **changes}))
     with torch.no_grad():
         for param in net.parameters():
             param.add_(0.03 * torch.randn_like(param))

@@ -53,7 +53,7 @@ def trained():
 
 
 def make(state=None):
-    settings = T.Settings(layer_pattern="g k s", model_dim=64, num_heads=4, num_kv_heads=2, mlp_mult=2.0,
+    settings = T.Settings(layer_pattern="g g s", model_dim=64, num_heads=4, num_kv_heads=2, mlp_mult=2.0,
                           attn_window=16, train_seq_len=64)
     net = T.GPT(T.model_config(settings, 64, 1))
     if state:
@@ -266,7 +266,7 @@ logits, ids = [], torch.arange(96).view(2, 48) * 7 % 400
 S.generate = lambda network, *rest: logits.append(network(ids)) or []
 with torch.no_grad():
     header, tensors, _ = T.read_artifact(Path(artifact))
-    packed = T.GPT(SimpleNamespace(**header["settings"]))
+    packed = T.GPT(T.GPTConfig(**header["settings"]))
     packed.load_state_dict(tensors)
     logits.append(packed(ids))
     S.sample(S.Settings(artifact=artifact, device="cpu"))

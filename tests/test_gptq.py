@@ -146,8 +146,6 @@ def hook_sums(net, batches):
         else:
             add(module.w_qkvg, x)
             add(module.ab, x)
-            if module.owner[0] is not None:  # keys and values by the owner's weights
-                add(module.owner[0].w_qkvg, x)
         kept = module.w_o.detach().clone()
         module.w_o.data.copy_(torch.eye(len(kept)))  # then the module's output is w_o's input
         add(module.w_o, module.forward(x, *rest))
@@ -157,13 +155,13 @@ def hook_sums(net, batches):
         x, = args
         add(module.w_up, x)
         add(module.w_down, module.hidden(x)[0])
-        if module.events != "off":
-            h = F.linear(x, module.w_up.to(x.dtype))
-            h = script.oscillate(h, module.wave) if module.kind == "bio" else script.ACTIVATIONS[module.kind](h)
+        if module.kind in ("bio_soft", "bio_hard"):
+            h = script.oscillate(F.linear(x, module.w_up.to(x.dtype)), module.wave)
             volt = torch.sigmoid(F.linear(h, module.w_gate.to(x.dtype)))
-            soft = torch.sigmoid(5.0 * (volt - module.threshold))
+            soft = torch.sigmoid(5.0 * (volt - script.BIO_THRESHOLD))
+            hard = (volt > script.BIO_THRESHOLD).to(h.dtype)
             add(module.w_gate, h)
-            add(module.w_mix, h * (soft if module.events == "soft" else (volt > module.threshold).to(h.dtype)))
+            add(module.w_mix, h * (soft if module.kind == "bio_soft" else hard))
 
     hooks = [each.register_forward_pre_hook(mixer) for each in net.mixers]
     hooks += [block.mlp.register_forward_pre_hook(mlp) for block in net.blocks]
@@ -181,10 +179,9 @@ def hook_sums(net, batches):
 
 
 NETS = {
-    "D's layers": dict(layer_pattern="g s a"), "borrowed keys": dict(layer_pattern="g k s k"),
+    "D's layers": dict(layer_pattern="g s a"), "GDN shared": dict(layer_pattern="g1 g1 s"),
     "shared": dict(layer_pattern="g S1 g S1 s1"), "untied": dict(tie_embeddings=False),
-    **{kind: dict(mlp=kind) for kind in ("leaky_relu2", "gelu", "swiglu", "bio")},
-    **{f"bio {kind}": dict(mlp="bio", bio_events=kind, bio_threshold=0.5) for kind in ("soft", "hard")},
+    **{kind: dict(mlp=kind) for kind in ("leaky_relu2", "gelu", "swiglu", "bio", "bio_soft", "bio_hard")},
     "everything": EVERYTHING,
 }
 
@@ -215,7 +212,7 @@ def test_hessians_are_the_sums_that_hooks_make(kind, dtype, monkeypatch):
 
 @torch.no_grad()
 def test_hessians_keep_no_activations_and_no_copies_of_weights(monkeypatch):
-    net = network("plain", torch.float32, layer_pattern="g k s")
+    net = network("plain", torch.float32, layer_pattern="g1 g1 s")
     looked_up = F.embedding
     monkeypatch.setattr(F, "embedding", lambda ids, table, **rest: looked_up(ids, table, **rest).bfloat16())
     with script.Hessians(net):

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import environment
+from test_model import config
 
 import quantize as Q
 import test_smoke as smoke
@@ -25,10 +26,10 @@ import train_gpt as T
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = T.Settings(layer_pattern="g s", model_dim=32, num_heads=4, num_kv_heads=2, mlp_mult=2.0, attn_window=7,
-                      train_seq_len=64, tied_embed_init_std=0.5, matrix_bits=5, matrix_clip_sigmas=4.0, embed_bits=7,
+                      train_seq_len=64, matrix_bits=5, matrix_clip_sigmas=4.0, embed_bits=7,
                       embed_clip_sigmas=0.0, device="cpu")
-LLAMA = dict(layer_pattern="a", num_layers=3, mlp="swiglu", mlp_mult=2.75, norm="rms_weight", logit_softcap=0.0,
-             qk_norm=False, residual_mix=False, rope_base=500.0)
+LLAMA = dict(layer_pattern="a", num_layers=3, mlp="swiglu", mlp_mult=2.75, norm="rms_weight", qk_gain_init=0.0,
+             logit_softcap=0.0, residual_mix=False)
 OWN = T.quant_table(SETTINGS)
 BYTES = T.load_tokenizer("bytes")
 CLASSES = ("matrix", "embedding", "control")
@@ -37,7 +38,7 @@ CLASSES = ("matrix", "embedding", "control")
 def network(seed: int = 0, **changes) -> T.GPT:
     """A network none of whose parameters is at a special value."""
     torch.manual_seed(seed)
-    net = T.GPT(T.model_config(dataclasses.replace(SETTINGS, **changes), BYTES.vocab_size, BYTES.bos_id))
+    net = T.GPT(config(BYTES.vocab_size, BYTES.bos_id, SETTINGS, **changes))
     with torch.no_grad():
         for param in net.parameters():
             param.add_(0.05 * torch.randn_like(param))
@@ -363,7 +364,7 @@ def test_verify_says_no(call, place, tmp_path):
                           (dict(MATRIX_STEP="row"), "tensor 'mixers.0.w_qkvg': 5 bits, 1 steps; by the settings of")):
         code, _, error = call("verify", artifact, place / "run", **changes)
         assert code and said in error, error
-    write(artifact, net, rope_base=9.0)
+    write(artifact, net, attn_window=9)
     assert "its settings are not those of" in call("verify", artifact, place / "run")[2]
     with mock.patch.object(BYTES, "sha256", "0" * 64):
         write(artifact, net)
@@ -510,7 +511,7 @@ def test_transformers_computes_the_same_logits_from_an_export(call, tmp_path, ch
     (dict(layer_pattern="a s"), "layers='a s a'"), (dict(layer_pattern="g"), "layers='g g g'"),
     (dict(layer_pattern="A1"), "layers='A1 A1 A1'"), (dict(norm="rms"), "norms='rms rms rms'"),
     (dict(mlp="gelu"), "mlp='gelu'"),
-    (dict(qk_norm=True), "qk_norm=True"), (dict(residual_mix=True), "residual_mix=True"),
+    (dict(qk_gain_init=2.0), "qk_gain_init=2.0"), (dict(residual_mix=True), "residual_mix=True"),
     (dict(logit_softcap=30.0), "logit_softcap=30.0"), (dict(positions="none"), "positions='none'"),
     (dict(rope_dims=4), "rope_dims=4"), (dict(unet_skips=True), "unet_skips=True"),
     (dict(bigram_vocab_size=50), "bigram_vocab_size=50"),
