@@ -3532,12 +3532,19 @@ def policy_optimizers(network: GPT, settings: Settings, runtime: Runtime) -> Opt
     return Optimizers(network, settings.optimizer, rates, runtime)
 
 
-def checkpointed(own: dict) -> SimpleNamespace:
-    """A dict as a part of checkpoints, out of which its tensors come back on the CPU, as scores are."""
-    def load(saved: dict) -> None:
-        own.update({name: value.cpu() if isinstance(value, Tensor) else value for name, value in saved.items()})
+def checkpointed(values: dict) -> SimpleNamespace:
+    """Return a part of checkpoints that stores `values`. Loading fills tensors that are there already, in place; other
+    tensors come back on the CPU, as scores are.
+    """
 
-    return SimpleNamespace(state_dict=functools.partial(dict, own), load_state_dict=load)
+    def load(saved: dict) -> None:
+        for name, value in saved.items():
+            if isinstance(values.get(name), Tensor):
+                values[name].copy_(value)
+            else:
+                values[name] = value.cpu() if isinstance(value, Tensor) else value
+
+    return SimpleNamespace(state_dict=functools.partial(dict, values), load_state_dict=load)
 
 
 def fitting_tokens(network: GPT, device: torch.device) -> int:
