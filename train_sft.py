@@ -3946,7 +3946,7 @@ def prepare_student(s: Settings, runtime: Runtime) -> tuple[GPT, Tokenizer, str,
 
 
 # -------------------------------------------------------------------------------------------- main
-# A step that takes longer, and 20 median steps, prints the stacks of all threads.
+# A step that takes longer than this and than 20 median steps prints the stacks of all threads.
 HANG_SECONDS = 120.0
 
 
