@@ -378,7 +378,7 @@ class Runtime:
             dist.broadcast_object_list(values, src=0, device=self.device)
         return values[0]
 
-    def leave(self) -> None:
+    def leave(self):
         """Leave the process group, all ranks together: a rank that left early aborted in gloo."""
         if self.distributed:
             dist.barrier()
@@ -438,7 +438,7 @@ def exit_code(main: Callable[[], int]) -> int:
         os._exit(1)  # an ordinary exit would wait for the lost rank
 
 
-def replace_file(path: str | Path, data: bytes) -> None:
+def replace_file(path: str | Path, data: bytes):
     """Write a file beside `path` and rename it: `path` always holds the old or the new bytes."""
     part = Path(path).with_name(Path(path).name + ".part")
     with open(part, "wb") as file:
@@ -2407,20 +2407,19 @@ def read_delta(path: str | Path, base: dict[str, Tensor],
 # === shared: evaluation ===
 @dataclass
 class Score:
-    """A model's score on a token sequence: `loss` in nats per token, `bpb` in bits per byte."""
+    """A model's score on tokens: `loss` in nats per token, `bpb` in bits per byte."""
 
     nats: float
     tokens: int
     bytes: int
-    sources: dict[str, "Score"]  # the score of each source that has bytes
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.loss = self.nats / self.tokens
         self.bpb = self.nats / math.log(2) / self.bytes
 
     def result(self) -> dict:
-        """The score's keys in result.json."""
-        result = {
+        """Return the score's keys in result.json."""
+        return {
             "val_loss": self.loss,
             "val_bpb": self.bpb,
             "val_nats": self.nats,
@@ -2428,11 +2427,8 @@ class Score:
             "val_bytes": self.bytes,
             "bytes_per_token": self.bytes / self.tokens,
         }
-        if self.sources:
-            result["val_bpb_sources"] = {name: score.bpb for name, score in self.sources.items()}
-        return result
 
-    def __str__(self) -> str:
+    def __str__(self):
         return (
             f"loss:{self.loss:.4f} bpb:{self.bpb:.4f} nats:{self.nats:.1f} tokens:{self.tokens} "
             f"bytes:{self.bytes} bytes_per_token:{self.bytes / self.tokens:.4f}"
@@ -2447,82 +2443,59 @@ class Scorer:
     runtime: Runtime  # its ranks share out the windows
     seq_len: int  # tokens in a window
     rows: int  # windows in a forward
-    note: Callable[[str], None] = lambda progress: None  # is called before each forward
+    note: Callable = lambda progress: None  # is called with a text before each forward
 
-    def score(
-        self,
-        model: Callable,
-        tokens: np.ndarray,
-        stride: int | None = None,
-        sources: Validation | None = None,
-    ) -> Score:
-        """The score of model(ids, targets) -> losses (B, T), by windows of seq_len tokens.
+    def score(self, model: Callable, tokens: np.ndarray, stride: int = 0) -> Score:
+        """Return the score of model(ids, targets) -> losses (B, T), in windows of seq_len tokens.
 
         Without a stride, windows stand side by side. With one, a window ends `stride` tokens after
-        the one before it and scores these tokens only. `sources`: each source has a score, too.
+        the one before it and scores these tokens only, so that they have a longer context.
         """
-        count = len(tokens) - 1  # the last token predicts nothing
-        end = np.append(np.arange(self.seq_len, count, stride or self.seq_len), count)
+        last = len(tokens) - 1
+        end = np.append(np.arange(self.seq_len, last, stride or self.seq_len), last)
         first = np.append(0, end[:-1])
         begin = np.maximum(0, end - self.seq_len) if stride else first
-        spans = np.stack([begin, first, end], axis=1)
-        return self.total(tokens, self.nats(model, tokens, spans, stateful=False), sources)
+        return self.score_spans(model, tokens, np.stack([begin, first, end], axis=1))
 
     def score_documents(self, model: Callable, tokens: np.ndarray) -> Score:
-        """The score of model(ids, targets, cache=dict), which sees a document from its BOS on.
+        """Return the score of model(ids, targets, cache=...), which sees documents from their BOS.
 
-        It is fed in pieces of at most seq_len tokens; the cache carries the state between them.
+        A document is fed in pieces of seq_len tokens; the cache carries the state between them.
         """
-        starts = np.flatnonzero(tokens[1:-1] == self.tokenizer.bos_id) + 1
-        begin = np.append(0, starts)
-        end = np.append(starts, len(tokens) - 1)
+        begin = np.flatnonzero(tokens[:-1] == self.tokenizer.bos_id)
+        end = np.append(begin[1:], len(tokens) - 1)
         longest_first = np.argsort(begin - end, kind="stable")  # similar lengths in a forward
         spans = np.stack([begin, begin, end], axis=1)[longest_first]
-        return self.total(tokens, self.nats(model, tokens, spans, stateful=True), None)
+        return self.score_spans(model, tokens, spans, stateful=True)
 
     @torch.no_grad()
-    def nats(
-        self, model: Callable, tokens: np.ndarray, spans: np.ndarray, stateful: bool
-    ) -> np.ndarray:
-        """The loss of each prediction, from all ranks, float64 (N - 1,).
-
-        spans (S, 3): the model sees tokens `begin` to `end` and scores predictions from `first`.
-        """
+    def score_spans(self, model, tokens, spans, stateful=False) -> Score:
+        """Return the score of spans (S, 3): a row sees tokens begin..end and scores first..end."""
         device = self.runtime.device
-        tokens = torch.from_numpy(tokens)
-        nats = torch.zeros(len(tokens) - 1, dtype=torch.float64)
-        times = torch.zeros(len(tokens) - 1, dtype=torch.uint8)  # that a prediction was scored
-        spans = torch.from_numpy(spans[self.runtime.rank :: self.runtime.world_size])
-        padded = F.pad(spans, (0, 0, 0, -len(spans) % self.rows))  # empty spans fill up a forward
-        for at in range(0, len(padded), self.rows):
+        sums = torch.zeros(3, dtype=torch.float64, device=device)  # nats, tokens, bytes
+        spans = spans[self.runtime.rank :: self.runtime.world_size]
+        spans = np.pad(spans, ((0, -len(spans) % self.rows), (0, 0)))  # empty rows fill a forward
+        for at in range(0, len(spans), self.rows):
             self.note(f"scored {at:,} of {len(spans):,} windows")
-            begin, first, end = padded[at : at + self.rows].split(1, dim=1)  # (rows, 1) each
-            # Windows have one shape, for one compiled graph; documents are as long as the longest.
+            begin, first, end = np.hsplit(spans[at : at + self.rows], 3)  # (rows, 1) each
+            # Windows have one shape, for one compiled graph. Documents are as long as the longest.
             longest = int((end - begin).max()) if stateful else self.seq_len
             cache = {"cache": {}} if stateful else {}
             for start in range(0, longest, self.seq_len):
-                places = begin + torch.arange(start, min(start + self.seq_len, longest))
+                places = begin + np.arange(start, min(start + self.seq_len, longest))
                 scored = (first <= places) & (places < end)
-                places = torch.where(places < end, places, 0)  # the first token fills short rows
-                targets = torch.where(scored, tokens[places + 1], -1)
-                losses = model(tokens[places].to(device), targets.to(device), **cache)
-                nats[places[scored]] = losses.double().cpu()[scored]
-                times[places[scored]] += 1
-        times = self.runtime.sum(times.to(device))
-        wrong = (times != 1).sum().item()
-        assert wrong == 0, f"{wrong} predictions were not scored exactly once"
-        return self.runtime.sum(nats.to(device)).cpu().numpy()
-
-    def total(self, tokens: np.ndarray, nats: np.ndarray, sources: Validation | None) -> Score:
-        """The score of all predictions, and of those in each source."""
-        byte_counts = token_bytes(self.tokenizer, tokens[:-1], tokens[1:])
-        parts = {}
-        for number, name in enumerate(sources.source_names if sources else []):
-            chosen = sources.source_of[1:] == number  # the source of the token that is predicted
-            part_bytes = int(byte_counts[chosen].sum())
-            if part_bytes:
-                parts[name] = Score(float(nats[chosen].sum()), int(chosen.sum()), part_bytes, {})
-        return Score(float(nats.sum()), len(nats), int(byte_counts.sum()), parts)
+                places = np.where(places < end, places, 0)  # BOS fills what a row leaves
+                ids = tokens[places]
+                targets = tokens[places + 1]
+                byte_count = (token_bytes(self.tokenizer, ids, targets) * scored).sum()
+                targets = np.where(scored, targets, -1)  # the model's loss of -1 is 0
+                ids, targets = (torch.from_numpy(array).to(device) for array in (ids, targets))
+                sums[0] += model(ids, targets, **cache).double().sum()
+                sums[1] += scored.sum()
+                sums[2] += byte_count
+        nats, count, byte_count = self.runtime.sum(sums).tolist()
+        assert count == len(tokens) - 1, f"scored {count:.0f} of {len(tokens) - 1} predictions"
+        return Score(nats, int(count), int(byte_count))
 
 
 # === end: evaluation ===

@@ -396,7 +396,7 @@ class Runtime:
             dist.broadcast_object_list(values, src=0, device=self.device)
         return values[0]
 
-    def leave(self) -> None:
+    def leave(self):
         """Leave the process group, all ranks together: a rank that left early aborted in gloo."""
         if self.distributed:
             dist.barrier()
@@ -456,7 +456,7 @@ def exit_code(main: Callable[[], int]) -> int:
         os._exit(1)  # an ordinary exit would wait for the lost rank
 
 
-def replace_file(path: str | Path, data: bytes) -> None:
+def replace_file(path: str | Path, data: bytes):
     """Write a file beside `path` and rename it: `path` always holds the old or the new bytes."""
     part = Path(path).with_name(Path(path).name + ".part")
     with open(part, "wb") as file:

@@ -441,7 +441,7 @@ class Runtime:
             dist.broadcast_object_list(values, src=0, device=self.device)
         return values[0]
 
-    def leave(self) -> None:
+    def leave(self):
         """Leave the process group, all ranks together: a rank that left early aborted in gloo."""
         if self.distributed:
             dist.barrier()
@@ -501,7 +501,7 @@ def exit_code(main: Callable[[], int]) -> int:
         os._exit(1)  # an ordinary exit would wait for the lost rank
 
 
-def replace_file(path: str | Path, data: bytes) -> None:
+def replace_file(path: str | Path, data: bytes):
     """Write a file beside `path` and rename it: `path` always holds the old or the new bytes."""
     part = Path(path).with_name(Path(path).name + ".part")
     with open(part, "wb") as file:
@@ -1953,6 +1953,7 @@ class Optimizers:
         head = dict(embedding, params=by_class["head"], base_lr=rates.head)
         control = dict(params=by_class["control"], base_lr=rates.control, weight_decay=0.0)
 
+        adam_betas = ADAM_BETAS
         groups = [matrix, adapter, embedding, head]
         adam_groups = [control]
         self.all = []
@@ -1961,6 +1962,7 @@ class Optimizers:
             adam_groups += [adapter, embedding, head]
         elif kind == "lion":
             self.all = [Lion(groups, defaults={})]
+            adam_betas = LION_BETAS  # the preset's learning rates were tuned with these
         elif kind == "adafactor":
             # A step is a share of max(eps[1], RMS of the weights). With torch's 1e-3, matrices that
             # begin at zero hardly move. eps[0] is the paper's (arXiv 1804.04235): torch squares it.
@@ -1974,7 +1976,7 @@ class Optimizers:
             self.all = [AdamW8bit(groups, defaults={})]
         else:
             adam_groups += groups
-        self.all.append(torch.optim.AdamW(adam_groups, betas=ADAM_BETAS, eps=ADAM_EPS, fused=True))
+        self.all.append(torch.optim.AdamW(adam_groups, betas=adam_betas, eps=ADAM_EPS, fused=True))
 
         self.params = []
         self.state = collections.defaultdict(dict)  # of all optimizers, by parameter
@@ -2191,36 +2193,28 @@ class Plan:
     """The phases of a run and its learning rate. Raises UserError for an impossible plan."""
 
     def __init__(self, settings):
-        self.settings = settings
         iterations = settings.iterations
         seconds = settings.max_wallclock_seconds
-        reserve = settings.reserve_seconds
         if not iterations and not seconds:
+            raise UserError("ITERATIONS=0 and MAX_WALLCLOCK_SECONDS=0: set one, or it never ends")
+        if 0 < seconds <= settings.reserve_seconds:
+            raise UserError(f"RESERVE_SECONDS={settings.reserve_seconds}: must be below {seconds}")
+        if settings.warmdown_iters > iterations:
             raise UserError(
-                "ITERATIONS=0 and MAX_WALLCLOCK_SECONDS=0: the run would never end; set one of them"
+                f"WARMDOWN_ITERS={settings.warmdown_iters}: must be at most ITERATIONS={iterations}"
             )
-        if 0 < seconds <= reserve:
-            raise UserError(
-                f"RESERVE_SECONDS={reserve}: must be below MAX_WALLCLOCK_SECONDS={seconds}"
-            )
+        self.shape = settings.lr_schedule
+        self.floor = settings.lr_floor
         self.warmup = settings.warmup_frac
         self.warmdown = settings.warmdown_frac
-        if settings.lr_schedule == "constant":
-            self.warmdown = 0.0
-        elif settings.warmdown_iters > iterations:
-            raise UserError(
-                f"WARMDOWN_ITERS={settings.warmdown_iters}: must be at most "
-                f"ITERATIONS={iterations}; or set WARMDOWN_FRAC, a share of the run"
-            )
-        elif settings.warmdown_iters:
+        if settings.warmdown_iters:
             self.warmdown = settings.warmdown_iters / iterations
+        if self.shape == "constant":
+            self.warmdown = 0.0
         if self.warmup + self.warmdown > 1:
-            raise UserError(
-                f"WARMUP_FRAC={self.warmup}: must be at most {1 - self.warmdown:.3f}, "
-                "because the warmdown takes the rest of the run"
-            )
-
-        self.progress = 0.0  # of the step before
+            most = f"{1 - self.warmdown:.3f}"
+            raise UserError(f"WARMUP_FRAC={self.warmup}: must be at most {most} with this warmdown")
+        self.progress = 0.0  # of the present step
         self.phases = {}
         if self.warmup:
             self.phases["warmup"] = Phase(0.0, self.warmup)
@@ -2235,21 +2229,17 @@ class Plan:
 
     def rates(self, progress: float) -> float:
         """Return the multiplier of all learning rates: up to 1, and in the end down to LR_FLOOR."""
-        warmup = 1.0
-        if self.warmup:
-            warmup = min(1.0, progress / self.warmup)
+        if progress < self.warmup:
+            return progress / self.warmup
         left = 1.0  # share of the warmdown that is still to come
         if self.warmdown:
             left = min(1.0, (1 - progress) / self.warmdown)
-        shape = self.settings.lr_schedule
-        if shape == "cosine":
+        height = left  # linear; constant, where it stays 1
+        if self.shape == "cosine":
             height = 0.5 - 0.5 * math.cos(math.pi * left)
-        elif shape == "wsd":
+        if self.shape == "wsd":
             height = 1 - math.sqrt(1 - left)  # arXiv 2405.18392
-        else:
-            height = left  # linear; constant, where it stays 1
-        floor = self.settings.lr_floor
-        return warmup * (floor + (1 - floor) * height)
+        return self.floor + (1 - self.floor) * height
 
     def begin_phases(self, step: int, progress: float) -> list[str]:
         """Count `step` for each phase that is on, and return the names of those that begin with it.
@@ -2262,17 +2252,17 @@ class Plan:
         self.progress = progress
         begun = []
         for name, phase in self.phases.items():
-            if not phase.start_step and (progress > phase.begin or last_chance):
+            if self.is_on(name):
+                phase.steps += 1
+            elif not phase.start_step and (progress > phase.begin or last_chance):
                 phase.start_step = step + 1
                 phase.start_progress = progress
-                phase.steps = 1  # even if the phase is shorter than the step
+                phase.steps = 1
                 begun.append(name)
-            elif self.is_on(name):
-                phase.steps += 1
         return begun
 
     def is_on(self, name: str) -> bool:
-        """Return whether a phase is enabled and on in the present step."""
+        """Return whether a phase has begun and is on in the present step."""
         phase = self.phases.get(name)
         return phase is not None and phase.start_step > 0 and self.progress <= phase.end
 
@@ -2284,13 +2274,12 @@ class Plan:
         )
 
     def summary(self) -> str:
-        """Return what became of the plan, a line for each phase."""
+        """Return what became of the plan for the log's end, a line for each phase."""
         lines = []
         for name, phase in self.phases.items():
-            result = "NEVER FIRED"
-            if phase.steps:
-                start = f"step {phase.start_step} ({phase.start_progress:.1%})"
-                result = f"began at {start}, on for {phase.steps} steps"
+            result = f"began at step {phase.start_step}, on for {phase.steps} steps"
+            if not phase.steps:
+                result = "NEVER FIRED"
             lines.append(f"phase: {name:8s} planned {phase.begin:6.1%}, {result}")
         return "\n".join(lines)
 
@@ -2300,10 +2289,9 @@ class Plan:
         return {"progress": self.progress, "phases": phases}
 
     def load_state_dict(self, saved: dict) -> None:
-        """Replace the state by a saved one."""
+        """Restore the state; phases keep the begin and end of the present settings."""
         self.progress = saved["progress"]
         for name, phase in self.phases.items():
-            # The plan may have changed since.
             happened = saved["phases"].get(name, {})
             vars(phase).update(happened, begin=phase.begin, end=phase.end)
 
@@ -2827,30 +2815,30 @@ METRIC_FORMATS = {"train_time": "{:.0f}ms", "step_avg": "{:.2f}ms", "tok_s": "{:
 CLEAR_LINE = "\r\033[K"  # wipes the line on a terminal
 
 
-def save_checkpoint(folder: Path, step: int, parts: dict[str, dict], meta: dict) -> None:
+def save_checkpoint(folder, step, parts, meta):
     """Write folder/step_<step> whole or not at all, then delete all but the newest checkpoints.
 
     parts: file name -> what torch.save takes; meta: JSON. Raises OSError, leaving nothing behind.
     """
     final = folder / f"step_{step:06d}"
-    part_folder = final.with_suffix(".part")
+    unfinished = final.with_suffix(".part")
     files = {"meta.json": json.dumps(meta).encode()}
+    for name, part in parts.items():
+        buffer = io.BytesIO()  # torch.save into a file raises no OSError on a full disk
+        torch.save(part, buffer)
+        files[f"{name}.pt"] = buffer.getvalue()
+    sums = [f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in files.items()]
+    files["SHA256SUMS"] = "".join(sums).encode()
+    for leftover in folder.glob("step_*.part"):
+        shutil.rmtree(leftover)
     try:
-        for leftover in folder.glob("step_*.part"):
-            shutil.rmtree(leftover)
-        part_folder.mkdir()
-        for name, part in parts.items():
-            buffer = io.BytesIO()  # torch.save into a file raises no OSError on a full disk
-            torch.save(part, buffer)
-            files[f"{name}.pt"] = buffer.getvalue()
-        sums = [f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in files.items()]
-        files["SHA256SUMS"] = "".join(sums).encode()
+        unfinished.mkdir()
         for name, data in files.items():
-            replace_file(part_folder / name, data)
+            replace_file(unfinished / name, data)
         shutil.rmtree(final, ignore_errors=True)  # a damaged one of the same step
-        part_folder.rename(final)
+        unfinished.rename(final)
     finally:
-        shutil.rmtree(part_folder, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
     folders = list_checkpoints(folder)
     newest = folders.index(final)
     # A newer checkpoint is damaged: otherwise the run would have resumed from it.
@@ -2858,48 +2846,46 @@ def save_checkpoint(folder: Path, step: int, parts: dict[str, dict], meta: dict)
         shutil.rmtree(old, ignore_errors=True)
 
 
-def replay_settings(name: str, folder: Path, out_dir: str) -> tuple[dict, dict]:
-    """Return (values below, values above) what is given, for a run that repeats another one."""
-    path = folder / "progress.json"
-    if not path.is_file():
-        raise UserError(f"REPLAY={name!r}: no {path}; must be a run that has trained to its end")
-    stored = json.loads(path.read_bytes())
-    changes = [event["changed"] for event in stored["events"] if event.get("changed")]
-    if changes:
-        raise UserError(f"REPLAY={name!r}: that run was resumed with other settings, {changes}")
-    below = {**stored["settings"], "run_id": "", "resume": "", "out_dir": out_dir}
-    return below, {"replay": str(folder)}
-
-
-def replayed_progress(folder: str) -> list[float]:
+def replayed_progress(folder):
     """Return the progress that each step of the run in `folder` used; [] without a folder."""
     if not folder:
         return []
     return json.loads((Path(folder) / "progress.json").read_bytes())["progress"]
 
 
-def resume_settings(name: str, folder: Path, run_id: str, is_restart: bool) -> tuple[dict, dict]:
+def replay_settings(folder, out_dir):
+    """Return (values below, values above) what is given, for a run that repeats another one."""
+    path = folder / "progress.json"
+    if not path.is_file():
+        raise UserError(f"REPLAY={str(folder)!r}: no {path}; must be a run that trained to its end")
+    stored = json.loads(path.read_bytes())
+    for event in stored["events"]:
+        if event.get("changed"):
+            raise UserError(f"REPLAY={str(folder)!r}: was resumed with other {event['changed']}")
+    below = {**stored["settings"], "run_id": "", "resume": "", "out_dir": out_dir}
+    return below, {"replay": str(folder)}
+
+
+def resume_settings(folder, run_id, is_restart):
     """Return (values below, values above) what is given, for a run that continues."""
+    prefix = f"RESUME={str(folder)!r}:"
     if not folder.is_dir():
-        raise UserError(f"RESUME={name!r}: no folder {folder}; must be a RUN_ID or a path")
+        raise UserError(f"{prefix} no such folder; must be a RUN_ID or a path")
     if run_id not in ("", folder.name):
-        raise UserError(f"RESUME={name!r}: RUN_ID={run_id!r} is another run")
+        raise UserError(f"{prefix} RUN_ID={run_id!r} is another run")
     if (folder / "result.json").exists():
-        raise UserError(f"RESUME={name!r}: {folder} is finished, its result.json stands")
-    checkpoints = list_checkpoints(folder)
-    newest, faults = newest_checkpoint(checkpoints)
-    place = {"resume": str(folder), "run_id": folder.name, "out_dir": str(folder.parent)}
+        raise UserError(f"{prefix} is finished, its result.json stands")
+    newest, faults = newest_checkpoint(list_checkpoints(folder))
+    above = {"resume": str(folder), "run_id": folder.name, "out_dir": str(folder.parent)}
+    if newest is None and is_restart:
+        return {}, above  # it failed before its first checkpoint, and begins anew
     if newest is None:
-        has_damaged = any(path.suffix != ".part" for path in checkpoints)
-        if has_damaged or not is_restart:
-            reason = " ".join(faults[:1])
-            raise UserError(f"RESUME={name!r}: {folder} has no whole checkpoint; {reason}")
-        return {}, place  # a restart before the first checkpoint begins anew
+        raise UserError(f"{prefix} has no whole checkpoint; {' '.join(faults[:1])}")
     below = json.loads((newest / "meta.json").read_bytes())["settings"]
-    return below, {**place, "replay": below["replay"]}
+    return below, {**above, "replay": below["replay"]}
 
 
-def stored_settings(given: dict[str, str], out_dir: str) -> tuple[dict, dict]:
+def stored_settings(given, out_dir):
     """Return the settings of the run that RESUME or REPLAY names, as load_settings takes them.
 
     Under torchrun --max-restarts a RUN_ID whose folder exists is resumed.
@@ -2907,18 +2893,18 @@ def stored_settings(given: dict[str, str], out_dir: str) -> tuple[dict, dict]:
     out_dir = given.get("OUT_DIR", out_dir)
     run_id = given.get("RUN_ID", "")
     is_elastic = given.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-    is_restart = bool(is_elastic and run_id) and (Path(out_dir) / run_id).is_dir()
+    is_restart = is_elastic and run_id != "" and (Path(out_dir) / run_id).is_dir()
     resume = run_id if is_restart else given.get("RESUME", "")
     name = resume or given.get("REPLAY", "")
     if not name:
         return {}, {}
     folder = Path(name) if os.sep in name else Path(out_dir) / name
     if resume:
-        return resume_settings(resume, folder, run_id, is_restart)
-    return replay_settings(name, folder, out_dir)
+        return resume_settings(folder, run_id, is_restart)
+    return replay_settings(folder, out_dir)
 
 
-def make_tracker(settings, folder: Path) -> Callable[[dict[str, float], int], None]:
+def make_tracker(settings, folder):
     """Return track(metrics, step), which feeds TensorBoard or W&B."""
     if settings.tracker == "wandb":
         import wandb
@@ -2930,7 +2916,7 @@ def make_tracker(settings, folder: Path) -> Callable[[dict[str, float], int], No
 
     writer = SummaryWriter(folder)
 
-    def track(metrics: dict[str, float], step: int) -> None:
+    def track(metrics, step):
         for name, value in metrics.items():
             writer.add_scalar(name, value, step)
         writer.flush()  # the values stay, however the run ends
@@ -2944,27 +2930,25 @@ class StopSignal:
     A second signal ends the process at once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.number = 0
         self.received = 0.0
 
-    def listen(self) -> None:
+    def listen(self):
         """Remember signals from here on."""
         signal.signal(signal.SIGTERM, self.receive)
         signal.signal(signal.SIGINT, self.receive)
 
-    def ignore(self) -> None:
-        """Give signals their ordinary effect again: they end the process."""
+    def ignore(self):
+        """Give signals their ordinary effect: they end the process."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-    def receive(self, number: int, frame) -> None:
+    def receive(self, number, frame):
         """Handle a signal."""
         # torchrun repeats the Ctrl-C of a terminal, so a signal within a second is the same one.
         if self.number and time.monotonic() - self.received > 1:
-            sys.stderr.write(
-                f"{signal.Signals(number).name}: ended at once, without a checkpoint\n"
-            )
+            sys.stderr.write(f"{signal.Signals(number).name}: ended without a checkpoint\n")
             os._exit(128 + number)
         self.number = number
         self.received = time.monotonic()
@@ -2973,51 +2957,48 @@ class StopSignal:
 class Log:
     """log.txt, the terminal and the tracker. Only rank 0 opens it; on other ranks it is mute."""
 
-    def __init__(self, iterations: int):
+    def __init__(self, iterations):
         self.iterations = iterations
         self.file = None
         self.track = None
         self.last_line = time.monotonic()
 
-    def open(self, path: Path, track: Callable | None) -> None:
+    def open(self, path, track):
         """Write to the file at `path` from here on, and feed `track` if there is one."""
         self.file = open(path, "ab", buffering=0)
         self.track = track
 
-    def __call__(self, text: str, terminal: bool = True) -> None:
+    def __call__(self, text, terminal=True):
         """Write text to the file and the terminal."""
         if self.file is None:
             return
         self.last_line = time.monotonic()
         try:
             if terminal:
-                print(CLEAR_LINE + text if sys.stdout.isatty() else text, flush=True)
+                print(CLEAR_LINE * sys.stdout.isatty() + text, flush=True)
             self.file.write(text.encode() + b"\n")
         except OSError as error:  # a full disk may have room again before the next checkpoint
             with contextlib.suppress(OSError):
                 sys.stderr.write(f"log.txt: {error.strerror}, lost: {text[:200]}\n")
 
-    def is_due(self) -> bool:
+    def is_due(self):
         """Return whether nothing was written for LOG_SECONDS."""
         return time.monotonic() - self.last_line >= LOG_SECONDS
 
-    def note(self, text: str) -> None:
+    def note(self, text):
         """Write what the run is doing if a line is due."""
         if self.is_due():
             self(text)
 
-    def metrics(
-        self, step: int, metrics: dict[str, float], seconds_left: float | None = None
-    ) -> None:
-        """Write the metrics of a step and feed the tracker.
+    def metrics(self, step, metrics, seconds_left=None):
+        """Write the metrics (name -> number) of a step and feed the tracker.
 
         With seconds_left, only the first steps and then one step every LOG_SECONDS are written;
         on a terminal the others overwrite one line.
         """
-        parts = [f"step:{step}/{self.iterations or '?'}"]
+        line = f"step:{step}/{self.iterations or '?'}"
         for name, value in metrics.items():
-            parts.append(f"{name}:{METRIC_FORMATS.get(name, '{:.6g}').format(value)}")
-        line = " ".join(parts)
+            line += f" {name}:{METRIC_FORMATS.get(name, '{:.6g}').format(value)}"
         if seconds_left is None or step <= 5 or self.is_due():
             self(line)
             if self.track:
@@ -3036,7 +3017,7 @@ class Run:
 
     STATE = ("step", "saved_seconds", "skipped_steps", "skipped_in_a_row", "events")
 
-    def __init__(self, settings, runtime: Runtime, parts: dict, identity: dict):
+    def __init__(self, settings, runtime, parts, identity):
         interval = re.fullmatch(r"(\d+)(s?)", settings.save_every)
         if not interval:
             raise UserError(f"SAVE_EVERY={settings.save_every!r}: must be 500 (steps), 120s or 0")
@@ -3055,30 +3036,34 @@ class Run:
         self.identity = identity
         name = runtime.agree(settings.run_id or time.strftime("run_%Y%m%d_%H%M%S"))
         self.folder = Path(settings.out_dir) / name
+        self.log = Log(settings.iterations)
+        self.events = []
         self.step = 0
-        self.skipped_in_a_row = 0
         self.skipped_steps = 0
-        self.events: list[dict] = []
+        self.skipped_in_a_row = 0
         self.saved_step = -1  # step and training seconds of the newest checkpoint
         self.saved_seconds = 0.0
-        self.log = Log(settings.iterations)
 
-    def open(self) -> Path | None:
-        """Make or find the folder and begin the log; return the checkpoint to load, if any."""
+    def open(self):
+        """Make or find the folder and begin the log; return the checkpoint to load, or None."""
+        if self.runtime.rank != 0:
+            return self.runtime.agree(None)
         checkpoint = None
         faults = []
-        if self.runtime.rank == 0:
-            if self.settings.resume:
-                checkpoint, faults = newest_checkpoint(list_checkpoints(self.folder))
-            else:
-                self.make_folder()
-            has_tracker = self.settings.tracker != "none"
-            track = make_tracker(self.settings, self.folder) if has_tracker else None
-            self.log.open(self.folder / "log.txt", track)
-            self.write_header(faults)
+        if self.settings.resume:
+            checkpoint, faults = newest_checkpoint(list_checkpoints(self.folder))
+        else:
+            self.make_folder()
+        track = None
+        if self.settings.tracker != "none":
+            track = make_tracker(self.settings, self.folder)
+        self.log.open(self.folder / "log.txt", track)
+        self.write_header()
+        for fault in faults:
+            self.log(fault)
         return self.runtime.agree(checkpoint)
 
-    def make_folder(self) -> None:
+    def make_folder(self):
         """Make the folder of a new run. Raises UserError, with nothing made."""
         run_id = self.settings.run_id
         out_dir = self.settings.out_dir
@@ -3086,51 +3071,48 @@ class Run:
         if tracker != "none" and importlib.util.find_spec(tracker) is None:
             raise UserError(f"TRACKER={tracker!r}: is not installed; pip install {tracker}")
         if os.path.exists(self.folder) or Path(run_id).name != run_id:
-            raise UserError(
-                f"RUN_ID={run_id!r}: exists already in {out_dir}, or is no plain name; RESUME it, "
-                "or choose another"
-            )
+            why = f"exists already in {out_dir}, or is no plain name"
+            raise UserError(f"RUN_ID={run_id!r}: {why}; RESUME it, or choose another")
         try:
             self.folder.mkdir(parents=True)
         except OSError as error:
-            reason = error.strerror
-            raise UserError(f"OUT_DIR={out_dir!r}: cannot write there ({reason})") from None
+            raise UserError(f"OUT_DIR={out_dir!r}: cannot write there ({error})") from None
 
-    def write_header(self, faults: list[str]) -> None:
+    def write_header(self):
         """Log the script's source, the command, the machine and all settings; * marks a change."""
         source = Path(__file__).read_text(encoding="utf-8") + "\n" + "=" * 120
         if source not in (self.folder / "log.txt").read_text(encoding="utf-8"):
             self.log(source, terminal=False)
         self.log(f"command: {' '.join([Path(sys.executable).name, *sys.argv])}", terminal=False)
         machine = describe_machine(self.runtime)
-        lines = [" ".join(f"{key}:{value}" for key, value in machine.items())]
+        self.log(" ".join(f"{key}:{value}" for key, value in machine.items()))
         for setting in fields(self.settings):
             value = getattr(self.settings, setting.name)
             mark = " " if value == setting.default else "*"
-            shown = int(value) if setting.type is bool else value
-            lines.append(f"{mark} {setting.name.upper()}={shown}")
-        self.log("\n".join(lines + faults))
+            if setting.type is bool:
+                value = int(value)
+            self.log(f"{mark} {setting.name.upper()}={value}")
 
-    def event(self, name: str, **facts) -> None:
+    def event(self, name, **facts):
         """Log an event that result.json reports too."""
         self.events.append({"event": name, **facts})
         self.log(f"event: {name} " + " ".join(f"{key}:{value}" for key, value in facts.items()))
 
-    def is_save_due(self, seconds: float) -> bool:
+    def is_save_due(self, seconds):
         """Return whether SAVE_EVERY asks for a checkpoint at `seconds` of training."""
         if self.saves_by_seconds:
             return seconds - self.saved_seconds >= self.save_interval
         return self.step > 0 and self.step % self.save_interval == 0
 
-    def save(self, seconds: float) -> None:
+    def save(self, seconds):
         """Write a checkpoint. A failure is an event if an older one stands, else a UserError."""
         self.saved_seconds = seconds
-        is_saved = self.saved_step == self.step
-        self.saved_step = self.step
-        if self.runtime.rank != 0 or is_saved:
+        if self.saved_step == self.step or self.runtime.rank != 0:
             return
+        self.saved_step = self.step
         begin = time.perf_counter()
-        states = {name: part.state_dict() for name, part in self.parts.items()}
+        training = {name: part.state_dict() for name, part in self.parts.items()}
+        files = {"model": training.pop("network"), "training": training}
         meta = {
             "script": Path(__file__).name,
             "code_sha256": sha256_file(__file__),
@@ -3140,31 +3122,26 @@ class Run:
             **{name: getattr(self, name) for name in self.STATE},
         }
         try:
-            files = {"model": states.pop("network"), "training": states}
             save_checkpoint(self.folder, self.step, files, meta)
         except OSError as error:
             if newest_checkpoint(list_checkpoints(self.folder))[0] is None:
                 out_dir = self.settings.out_dir
                 raise UserError(f"OUT_DIR={out_dir!r}: cannot save there ({error})") from None
             self.event("save_failed", step=self.step, error=str(error))
-        else:
-            milliseconds = 1000 * (time.perf_counter() - begin)
-            self.log(f"step:{self.step} saved in {milliseconds:.0f}ms")
+            return
+        self.log(f"step:{self.step} saved in {1000 * (time.perf_counter() - begin):.0f}ms")
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder):
         """Restore a checkpoint. Raises UserError if the run would become another one."""
         meta = json.loads((folder / "meta.json").read_bytes())
         for name, value in self.identity.items():
             before = meta["identity"].get(name)
             if before != value:
-                resume = self.settings.resume
-                raise UserError(
-                    f"RESUME={resume!r}: {name.upper()}={value!r}; must stay {before!r}"
-                )
+                prefix = f"RESUME={self.settings.resume!r}:"
+                raise UserError(f"{prefix} {name.upper()}={value!r}; must stay {before!r}")
         place = self.runtime.device
-        network = torch.load(folder / "model.pt", map_location=place, weights_only=True)
-        training = torch.load(folder / "training.pt", map_location=place, weights_only=True)
-        states = {"network": network, **training}
+        states = torch.load(folder / "training.pt", map_location=place, weights_only=True)
+        states["network"] = torch.load(folder / "model.pt", map_location=place, weights_only=True)
         for name, part in self.parts.items():
             if name in states:
                 part.load_state_dict(states[name])
@@ -3172,25 +3149,14 @@ class Run:
         for name in self.STATE:
             setattr(self, name, meta[name])
         self.saved_step = self.step
-        changed = {
-            name: value
-            for name, value in asdict(self.settings).items()
-            if name not in ("resume", "run_id", "out_dir") and meta["settings"].get(name) != value
-        }
-        ranks = self.runtime.world_size
-        self.event("resume", step=self.step, ranks=ranks, changed=changed)
+        changed = {}
+        for name, value in asdict(self.settings).items():
+            is_place = name in ("resume", "run_id", "out_dir")
+            if not is_place and meta["settings"].get(name) != value:
+                changed[name] = value
+        self.event("resume", step=self.step, ranks=self.runtime.world_size, changed=changed)
 
-    def write_result(self, result: dict, faults: list[str]) -> None:
-        """Write result.json, log it, and report faults of a run that is otherwise saved (rank 0)."""
-        data = json.dumps(result, indent=1) + "\n"
-        replace_file(self.folder / "result.json", data.encode())
-        lines = [f"{key}: {value}" for key, value in result.items() if not isinstance(value, dict)]
-        self.log("\n".join(["---", *lines]))
-        for fault in faults:
-            self.log(f"error: {fault}; everything was saved", terminal=False)
-            sys.stderr.write(f"error: {fault}; everything was saved\n")
-
-    def count_skipped(self, report: StepReport) -> None:
+    def count_skipped(self, report):
         """Count a step whose loss or gradient was not finite: its update was masked.
 
         Raises FloatingPointError after MAX_SKIPPED_STEPS of them in a row.
@@ -3205,6 +3171,17 @@ class Run:
             fault = f"{MAX_SKIPPED_STEPS} steps in a row had a loss or gradient that is not finite"
             self.log(f"error: {fault}", terminal=False)
             raise FloatingPointError(f"{fault}; the last checkpoint of {self.folder} is good")
+
+    def write_result(self, result, faults):
+        """Write result.json and log it, and report the faults of a run that was saved (rank 0)."""
+        replace_file(self.folder / "result.json", (json.dumps(result, indent=1) + "\n").encode())
+        self.log("---")
+        for key, value in result.items():
+            if not isinstance(value, dict):
+                self.log(f"{key}: {value}")
+        for fault in faults:
+            self.log(f"error: {fault}; everything was saved", terminal=False)
+            sys.stderr.write(f"error: {fault}; everything was saved\n")
 
 
 # === end: checkpoint ===
