@@ -1106,8 +1106,8 @@ def gdn_scan_adjoint(
 # first, and a handle to it would crash.
 if not hasattr(torch.ops.underpar, "gdn_scan"):
     for scan in (gdn_scan, gdn_scan_adjoint):
-        operator = torch.library.custom_op(f"underpar::{scan.__name__}", scan, mutates_args=())
-        operator.register_fake(scan_outputs)  # the compiler learns the shapes from it
+        registered = torch.library.custom_op(f"underpar::{scan.__name__}", scan, mutates_args=())
+        registered.register_fake(scan_outputs)  # the compiler learns the shapes from it
 gdn_scan = torch.ops.underpar.gdn_scan.default
 gdn_scan_adjoint = torch.ops.underpar.gdn_scan_adjoint.default
 
@@ -2678,10 +2678,11 @@ def check_modes(settings: Settings) -> None:
     if "layout" in used:
         what += f" with LAYOUT={s.layout}"
         used = [name for name in used if name != {"text": "system", "chat": "score_delimiter"}[s.layout]]
-    for field in fields(s):
-        if field.name not in used and getattr(s, field.name) != field.default:
-            raise UserError(f"{field.name.upper()}={getattr(s, field.name)!r}: {what} does not read it; must be left "
-                            f"at {field.default!r}")
+    for setting in fields(s):
+        value = getattr(s, setting.name)
+        if setting.name not in used and value != setting.default:
+            raise UserError(f"{setting.name.upper()}={value!r}: {what} does not read it; must be left at "
+                            f"{setting.default!r}")
     if kind in NEEDS and not getattr(s, NEEDS[kind]):
         raise UserError(f"{NEEDS[kind].upper()}='': must be given for {what}")
     if s.score_path and (s.task_path or s.task not in FROM_FILE and (
@@ -3160,9 +3161,14 @@ def sample(settings: Settings) -> None:
 
 def main() -> int:
     """Settings, then what MODE says; the exit code."""
-    settings = load_settings(Settings, dict(os.environ))
+    settings = load_settings(Settings, os.environ, sys.argv[1:])
     check_modes(settings)
-    {"generate": sample, "chat": chat, "score": score}[settings.mode](settings)
+    if settings.mode == "chat":
+        chat(settings)
+    elif settings.mode == "score":
+        score(settings)
+    else:
+        sample(settings)
     return 0
 
 

@@ -15,6 +15,7 @@ import base64
 import collections
 import contextlib
 import difflib
+import faulthandler
 import functools
 import hashlib
 import importlib.util
@@ -1150,8 +1151,8 @@ def gdn_scan_adjoint(
 # first, and a handle to it would crash.
 if not hasattr(torch.ops.underpar, "gdn_scan"):
     for scan in (gdn_scan, gdn_scan_adjoint):
-        operator = torch.library.custom_op(f"underpar::{scan.__name__}", scan, mutates_args=())
-        operator.register_fake(scan_outputs)  # the compiler learns the shapes from it
+        registered = torch.library.custom_op(f"underpar::{scan.__name__}", scan, mutates_args=())
+        registered.register_fake(scan_outputs)  # the compiler learns the shapes from it
 gdn_scan = torch.ops.underpar.gdn_scan.default
 gdn_scan_adjoint = torch.ops.underpar.gdn_scan_adjoint.default
 
@@ -3514,12 +3515,19 @@ def policy_optimizers(network: GPT, settings: Settings, runtime: Runtime) -> Opt
     return Optimizers(network, settings.optimizer, rates, runtime)
 
 
-def checkpointed(own: dict) -> SimpleNamespace:
-    """A dict as a part of checkpoints, out of which its tensors come back on the CPU, as scores are."""
-    def load(saved: dict) -> None:
-        own.update({name: value.cpu() if isinstance(value, Tensor) else value for name, value in saved.items()})
+def checkpointed(values: dict) -> SimpleNamespace:
+    """Return a part of checkpoints that stores `values`. Loading fills tensors that are there already, in place; other
+    tensors come back on the CPU, as scores are.
+    """
 
-    return SimpleNamespace(state_dict=functools.partial(dict, own), load_state_dict=load)
+    def load(saved: dict) -> None:
+        for name, value in saved.items():
+            if isinstance(values.get(name), Tensor):
+                values[name].copy_(value)
+            else:
+                values[name] = value.cpu() if isinstance(value, Tensor) else value
+
+    return SimpleNamespace(state_dict=functools.partial(dict, values), load_state_dict=load)
 
 
 def fitting_tokens(network: GPT, device: torch.device) -> int:
@@ -3859,215 +3867,346 @@ class DPOTrainer:
                 seen = pair_metrics(losses, rewards, scores, batch.lengths).sum(1)
                 sums += torch.cat([seen, (batch.last + 1).sum()[None]]).to(sums.dtype)
         norm, sums = self.optimizers.reduce_gradients(runtime, self.settings.grad_clip_norm, sums)
-        bad = ~torch.isfinite(norm + sums[0])
-        self.optimizers.step(multiplier, MUON_MOMENTUM, bad)
-        *sums, tokens, norm, bad = torch.stack([*sums, norm, bad]).tolist()
+        skipped = ~torch.isfinite(norm + sums[0])
+        self.optimizers.step(multiplier, MUON_MOMENTUM, skipped)
+        *sums, tokens, norm, skipped = torch.stack([*sums, norm, skipped]).tolist()
         differ = max(1.0, sums[METRICS.index("differ")])
         means = [total / (differ if name.startswith("longer") else count)
                  for name, total in zip(METRICS, sums, strict=True)]
-        return {**shown(means, self.reward), "grad_norm": norm, "bad": bad,
+        return {**shown(means, self.reward), "grad_norm": norm, "skipped": skipped,
                 "train_tok_s": tokens / (time.perf_counter() - begin)}
 
 
-# -------------------------------------------------------------------------------------------------------------- main
+# -------------------------------------------------------------------------------------------- main
+# A step that takes longer than this and than 20 median steps prints the stacks of all threads.
+HANG_SECONDS = 120.0
+
+
+def optimizer_state_bytes(optimizers: Optimizers) -> int:
+    """Return the bytes of moments, scales and counters of all parameters."""
+    total = 0
+    for state in optimizers.state_dict().values():
+        total += sum(tensor.nbytes for tensor in state.values())
+    return total
+
+
+def log_step(run: Run, clock: Clock, report: StepReport, metrics: dict[str, float]) -> None:
+    """Count the finished step if it was skipped, and log its metrics."""
+    run.count_skipped(report)
+    values = dict(metrics)
+    values["train_time"] = 1000 * report.seconds
+    values["step_avg"] = 1000 * report.seconds / run.step
+    steps_left = clock.iterations - run.step
+    seconds_left = min(clock.budget - report.seconds, steps_left * clock.median_step())
+    run.log.metrics(run.step, values, seconds_left)
+
+
+def choose_weights(
+    trainer: DPOTrainer, averages: dict[str, Average], measure: Callable[[], Tensor], log: Log
+) -> str:
+    """Give the network the raw or averaged weights with the least loss; return a name.
+
+    measure: returns METRICS (11, n) of the pairs that choose.
+    """
+    params = [param.detach() for param in trainer.trained]
+    candidates = {"raw": params}
+    for name, average in averages.items():
+        if average.count:
+            candidates[name] = average.values
+    chosen = "raw"
+    if len(candidates) > 1:
+        losses = {}
+        for name, values in candidates.items():
+            with swapped(params, values):
+                metrics = measure()
+            losses[name] = metrics[METRICS.index("loss")].mean().item()
+            log(f"weights: {name}, loss {losses[name]:.4f} of {metrics.size(1)} pairs")
+        chosen = min(losses, key=losses.get)
+    log(f"weights: {chosen} chosen")
+    torch._foreach_copy_(params, candidates[chosen])
+    return chosen
+
+
 def main() -> int:
-    """One run, from settings to result.json; its exit code. Raises UserError before the first step."""
+    """Train, pack and score one model; return the exit code. Raises UserError before step 1."""
     begin = time.perf_counter()
-    settings = load_settings(Settings, dict(os.environ), stored=lambda given: stored_settings(given, Settings.out_dir))
-    plan, s, said = Plan(settings), settings, []
-    runtime = start_runtime(settings.device, settings.deterministic)
+    stored = functools.partial(stored_settings, out_dir=Settings.out_dir)
+    settings = load_settings(Settings, os.environ, sys.argv[1:], stored=stored)
+    plan = Plan(settings)
+    stop_signal = StopSignal()
+    runtime = start_runtime(settings.device)
+    device = runtime.device
+
+    # policy and pairs
     network, tokenizer, source = start_policy(settings, runtime)
-    tokenizer, config, reward = grow_roles(network, tokenizer), network.config, s.objective == "reward"
-    if config.positions != "learned":  # these end where they do
-        config.train_seq_len = max(config.train_seq_len, s.train_seq_len)
-    if reward and not hasattr(network, "w_value"):
+    tokenizer = grow_roles(network, tokenizer)
+    config = network.config
+    if config.positions != "learned":  # learned positions end where they do
+        config.train_seq_len = max(config.train_seq_len, settings.train_seq_len)
+    is_reward = settings.objective == "reward"
+    if is_reward and not hasattr(network, "w_value"):
         add_value_head(network)
-    data = load_pairs(settings, tokenizer, config.train_seq_len, said.append)
-    replay = json.loads((Path(settings.replay) / "progress.json").read_bytes())["progress"] if settings.replay else []
-    budget = max(0.0, settings.max_wallclock_seconds - settings.reserve_seconds)
-    clock = Clock(settings.iterations, budget, runtime, replay)
-    run = Run(settings, runtime, {}, {
-        **vars(config), "tokenizer_sha256": tokenizer.sha256, "data_sha256": data.sha256, **{
-            name: getattr(s, name) for name in ("seed", "objective", "pairs_per_step", "lora_rank", "train_files")}})
-    checkpoint_path, folder, log = run.open(), run.folder, run.log
-    watch = Watch(runtime, folder, settings.hang_seconds, log)
-    log("\n".join(said))
+    notes = []
+    data = load_pairs(settings, tokenizer, config.train_seq_len, notes.append)
+
+    # clock, run folder and log
+    clock = Clock(settings, runtime, replayed_progress(settings.replay))
+    identity = {
+        **asdict(config),
+        "tokenizer_sha256": tokenizer.sha256,
+        "data_sha256": data.sha256,
+        "seed": settings.seed,
+        "objective": settings.objective,
+        "pairs_per_step": settings.pairs_per_step,
+        "lora_rank": settings.lora_rank,
+        "train_files": settings.train_files,
+    }
+    run = Run(settings, runtime, {}, identity)
+    checkpoint_path = run.open()
+    log = run.log
+    log("\n".join(notes))
     if runtime.rank == 0 and tokenizer.file != "bytes":
-        (folder / tokenizer.file).write_bytes(tokenizer.content)
-    orders = functools.lru_cache(2)(functools.partial(pass_order, data.parts, s.seed))
-    total = len(orders(0))
-    if source == "new" and not checkpoint_path:
-        first = [data.pairs[at] for at in orders(0)]
-        solved = supervise(network, lambda numbers: [(pair.prompt, pair.answers[0]) for pair in (
-            first[at % total] for at in numbers)], settings, runtime)
-        last = " ".join(f"{share:.2f}" for share in solved[-5:])
-        log(f"policy: new, {len(solved)} supervised steps on chosen answers, last accuracies {last}")
-    elif source != "new":
+        (run.folder / tokenizer.file).write_bytes(tokenizer.content)
+
+    # A new model first learns the chosen answers; a resumed run has its weights in the checkpoint.
+    orders = functools.lru_cache(2)(functools.partial(pass_order, data.parts, settings.seed))
+    pass_size = len(orders(0))
+
+    def demonstrations(numbers: range) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return prompt and chosen answer of pairs, in the order of the first pass."""
+        pairs = [data.pairs[orders(0)[number % pass_size]] for number in numbers]
+        return [(pair.prompt, pair.answers[0]) for pair in pairs]
+
+    if source != "new":
         log(f"policy: {source}")
+    elif not checkpoint_path:
+        solved = supervise(network, demonstrations, settings, runtime)
+        last = " ".join(f"{share:.2f}" for share in solved[-5:])
+        log(
+            f"policy: new, {len(solved)} supervised steps on chosen answers, last accuracies {last}"
+        )
+
+    # trainer and averages
     adapt(network, settings)
-    if reward:
+    if is_reward:
         network.w_value.requires_grad_(True)  # beside adapters, too
     trainer = DPOTrainer(network, settings, runtime)
-    memory = {"ema": EMA_MEMORY, "swa": None}
-    averages = {name: Average(trainer.trained, memory[name]) for name in memory if getattr(settings, name)}
-    kept = {}  # of the start: the reference's scores of all pairs, metrics of the held-out ones
-    run.parts = dict(network=network, optimizers=trainer.optimizers, plan=plan, clock=clock, **averages,
-                     start=checkpointed(kept))
-    log("parameters: " + " ".join(f"{name}:{count}" for name, count in count_parameters(network).items())
-        + f" trained:{sum(map(Tensor.numel, trainer.trained))} layers: {config.layers}")
+    averages = {}
+    if settings.ema:
+        averages["ema"] = Average(trainer.trained, EMA_MEMORY)
+    if settings.swa:
+        averages["swa"] = Average(trainer.trained)
+    # Of the start: the reference's scores of all pairs, and METRICS of the held-out ones.
+    start: dict[str, Tensor] = {}
+    run.parts = dict(
+        network=network,
+        optimizers=trainer.optimizers,
+        plan=plan,
+        clock=clock,
+        start=checkpointed(start),
+        **averages,
+    )
+    numbers = " ".join(f"{name}:{count}" for name, count in count_parameters(network).items())
+    trained = sum(param.numel() for param in trainer.trained)
+    log(f"parameters: {numbers} trained:{trained} layers: {config.layers}")
     log(plan.describe())
-    log(f"batch: a step is {s.pairs_per_step} pairs, over {runtime.world_size} ranks, chosen and rejected in one "
-        f"forward of at most {trainer.micro_tokens} tokens; a pass over the data {total / s.pairs_per_step:.1f} steps")
-    at_0 = 1 / (2 * s.beta) ** 2 if s.objective == "ipo" else math.log(2)
-    log("note: accuracy counts pairs whose chosen reward is greater, not equal; while policy and reference are one, "
-        f"or a reward head is new, rewards are 0, accuracy 0 and the loss, without margins, {at_0:.4g}: no fault. The "
-        "first step's line may show either share instead, for its rewards are 0 but for float32's last digits")
+    log(
+        f"batch: a step is {settings.pairs_per_step} pairs, over {runtime.world_size} ranks, "
+        f"chosen and rejected in one forward of at most {trainer.micro_tokens} tokens; a pass over "
+        f"the data {pass_size / settings.pairs_per_step:.1f} steps"
+    )
+    first_loss = math.log(2)
+    if settings.objective == "ipo":
+        first_loss = 1 / (2 * settings.beta) ** 2
+    log(
+        "note: accuracy counts pairs whose chosen reward is greater, not equal. While policy and "
+        "reference are one, or a reward head is new, rewards are 0, accuracy is 0 and the loss, "
+        f"without margins, {first_loss:.4g}: no fault. The first step's line may show another "
+        "accuracy, because its rewards are 0 but for float32's last digits"
+    )
     if checkpoint_path:
-        run.load(Path(checkpoint_path))
+        run.load(checkpoint_path)
     else:
-        kept["reference"], how = trainer.reference([data.pairs, data.held_out], data.sha256, folder.parent / "cache")
+        cache = run.folder.parent / "cache"
+        parts = [data.pairs, data.held_out]
+        start["reference"], how = trainer.reference(parts, data.sha256, cache)
         log(f"reference: {how}")
-        kept["before"] = trainer.measure(data.held_out, kept["reference"][len(data.pairs) :])
-        if min(run.every_steps, run.every_seconds) < math.inf:
-            run.save(0.0)  # what would keep the run from saving shows before its first step
-    score = functools.partial(trainer.measure, data.held_out, kept["reference"][len(data.pairs) :])
-    before = pair_summary(kept["before"], reward)
+        start["before"] = trainer.measure(data.held_out, start["reference"][len(data.pairs) :])
+        if run.save_interval < math.inf:
+            run.save(0.0)  # if the run cannot save, this shows before its first step
+    held_out_reference = start["reference"][len(data.pairs) :]
+    before = pair_summary(start["before"], is_reward)
     log(f"before: {before}")
     log(f"set-up and first scores: {time.perf_counter() - begin:.1f} s, outside the clock")
-    metrics, stop, watch.looping = {}, False, True
 
-    def report() -> None:
-        if not metrics:
-            return  # a step from before the run was resumed
-        seconds, done = clock.seconds[-1], run.step
-        line = (f"step:{done}/{s.iterations or '?'} " + " ".join(
-            f"{name}:{value:.4g}" for name, value in metrics.items() if name != "bad")
-            + f" train_time:{1000 * seconds:.0f}ms step_avg:{1000 * seconds / done:.0f}ms")
-        if done % s.train_log_every == 0 or done <= 5:
-            log(line)
-        elif run.clear:
-            left = f"{clock.budget - seconds:.0f} s left " if clock.budget < math.inf else ""
-            print(run.clear + left + line[:100], end="", flush=True)
-
+    metrics = {}
+    stopping = False
+    stop_signal.listen()
     clock.start()
     while True:
-        last_step, watch.began = clock.is_last(run.step), math.inf  # no limit for validation and saving
-        trainer.qat = plan.is_on("qat")  # of a run that was resumed, too
-        stop |= watch.signal > 0 and not runtime.distributed
-        if s.val_loss_every and run.step and run.step % s.val_loss_every == 0 and not (last_step or stop):
+        last_step = clock.is_last(run.step)
+        trainer.qat = plan.is_on("qat")  # also in the scores of a run that was resumed
+        if stop_signal.number and not runtime.distributed:
+            stopping = True  # alone, a process need not ask other ranks
+
+        # 1. Score and save; the clock stands still.
+        val_is_due = settings.val_loss_every and run.step % settings.val_loss_every == 0
+        if val_is_due and run.step and not (last_step or stopping):
             with clock.paused():
-                log(f"step:{run.step} held_out {pair_summary(score(), reward)}")
-        due = run.step % run.every_steps == 0 or clock.seconds[-1] - run.saved >= run.every_seconds
-        if stop or last_step or run.step and due:
+                held_out = trainer.measure(data.held_out, held_out_reference)
+            summary = pair_summary(held_out, is_reward)
+            intervals = {key: value for key, value in summary.items() if isinstance(value, list)}
+            log.metrics(run.step, {f"val_{key}": value[0] for key, value in intervals.items()})
+        if last_step or stopping or run.is_save_due(clock.seconds[-1]):
             with clock.paused():
                 run.save(clock.seconds[-1])
-                runtime.agree("")  # all wait here, where the watch does not count the seconds
-        if last_step or stop:
+                runtime.agree(None)  # all ranks wait here
+        if last_step or stopping:
             break
-        watch.step, watch.median, watch.began = run.step, clock.median_step(), time.monotonic()
+        faulthandler.dump_traceback_later(max(HANG_SECONDS, 20 * clock.median_step()))
 
+        # 2. The phases and learning rate of this step.
         progress = clock.progress(run.step)
         for name in plan.begin_phases(run.step, progress):
             log(f"phase: {name} begins at step {run.step + 1}, {progress:.1%} of the run")
             if name == "qat":
-                for average in averages.values():  # averages of weights that never saw the quantizer do not fit it
-                    average.restart()
-        trainer.qat, multiplier = plan.is_on("qat"), plan.rates(progress)
-        numbers = range((run.step + run.skipped) * s.pairs_per_step, (run.step + run.skipped + 1) * s.pairs_per_step)
-        own = [int(orders(number // total)[number % total]) for number in numbers]
-        previous = clock.previous_report()
-        if previous is not None:
-            stop = previous.stop_requested
-            watch.agreed |= stop
-            if run.judge(previous.loss, not previous.finite):
-                report()
-        metrics = {**trainer.update([data.pairs[at] for at in own], kept["reference"][own], multiplier),
-                   "lr_mul": multiplier, "progress": progress, "passes": numbers.stop / total}
+                for average in averages.values():
+                    average.restart()  # weights that never saw the quantizer do not fit it
+        trainer.qat = plan.is_on("qat")
+        multiplier = plan.rates(progress)
+
+        # 3. Read the report of the step before.
+        report = clock.previous_report()
+        if report is not None:
+            stopping = report.stop_requested
+            log_step(run, clock, report, metrics)
+
+        # 4. The pairs of this step: forward, backward and update.
+        first = run.step * settings.pairs_per_step
+        last = first + settings.pairs_per_step
+        chosen_pairs = [int(orders(at // pass_size)[at % pass_size]) for at in range(first, last)]
+        pairs = [data.pairs[at] for at in chosen_pairs]
+        metrics = trainer.update(pairs, start["reference"][chosen_pairs], multiplier)
+        skip = torch.tensor(metrics.pop("skipped"), device=device)
+        metrics["lr_mul"] = multiplier
+        metrics["progress"] = progress
+        metrics["passes"] = last / pass_size
+
+        # 5. Update the averages.
         for name, average in averages.items():
             if plan.is_on(name):
                 average.update(progress)
-        signals = runtime.sum(torch.tensor(float(watch.signal), device=runtime.device))
-        loss = torch.tensor(metrics["loss"], device=runtime.device)
-        clock.send_report(loss, signals.new_tensor(metrics["bad"]), signals)
+        stop = runtime.sum(torch.tensor(float(stop_signal.number), device=device))
+        clock.send_report(torch.tensor(metrics["loss"], device=device), skip, stop)
         run.step += 1
 
     clock.stop()
-    previous = None if stop else clock.previous_report()
-    if stop or previous and previous.stop_requested or watch.signal and not runtime.distributed:
-        number = signal.Signals(watch.signal or signal.SIGTERM)
-        log(f"stopped by {number.name} after step {run.step}; RESUME={folder} goes on")
+    faulthandler.cancel_dump_traceback_later()
+    if stopping:
+        number = signal.Signals(stop_signal.number or signal.SIGTERM)
+        log(f"stopped by {number.name} after step {run.step}; RESUME={run.folder} goes on")
         runtime.leave()
         return 128 + number
-    watch.looping = False
-    if previous and run.judge(previous.loss, not previous.finite, last=True):
-        report()
+    stop_signal.ignore()
+    report = clock.previous_report()
+    if report is not None:
+        log_step(run, clock, report, metrics)
     if runtime.rank == 0:
-        used = {"settings": vars(settings), "progress": clock.used, "events": run.events}
-        replace_file(folder / "progress.json", json.dumps(used).encode())
+        stored_run = {"settings": asdict(settings), "progress": clock.used, "events": run.events}
+        replace_file(run.folder / "progress.json", json.dumps(stored_run).encode())
 
+    # Choose the weights, quantize and pack them; this is on the clock, too.
     clock.start()
-    values = {"raw": [param.detach() for param in trainer.trained],
-              **{name: average.values for name, average in averages.items() if average.count}}
-    trainer.qat, losses = not s.lora_rank, {}  # adapters are quantized as parts of the weights that they change
-    seen = (data.choice if len(data.choice) else orders(0)[:256]).tolist()
-    for name in values if len(values) > 1 else ():
-        with swapped(trainer.trained, values[name]):
-            losses[name] = trainer.measure([data.pairs[at] for at in seen], kept["reference"][seen])[0].mean().item()
-        log(f"weights: {name}, loss {losses[name]:.4f} of {len(seen)} pairs")
-    chosen = min(losses, key=losses.get, default="raw")
-    log(f"weights: {chosen} chosen")
-    torch._foreach_copy_(values["raw"], values[chosen])
-    if s.lora_rank:
+    # Adapters are quantized as parts of the weights that they change.
+    trainer.qat = not settings.lora_rank
+    seen = data.choice.tolist() or orders(0)[:256].tolist()
+    seen_pairs = [data.pairs[at] for at in seen]
+    measure = functools.partial(trainer.measure, seen_pairs, start["reference"][seen])
+    chosen = choose_weights(trainer, averages, measure, log)
+    if settings.lora_rank:
         merge_lora(network)
     state = network.state_dict()
-    packed, sizes = pack_artifact(state, quantize_all(state, trainer.table), vars(config), tokenizer.sha256,
-                                  {"seed": s.seed, "tokenizer": tokenizer.file})
+    content, sizes = pack_artifact(
+        state,
+        quantize_all(state, trainer.table),
+        settings=asdict(config),
+        tokenizer_sha256=tokenizer.sha256,
+        meta={"seed": settings.seed, "tokenizer": tokenizer.file},
+    )
     clock.stop()
     log(plan.summary())
-    log(f"clock: {clock.elapsed():.1f} s to train and choose, MAX_WALLCLOCK_SECONDS={s.max_wallclock_seconds}")
-    if s.replay:
-        run.event("replay", of=s.replay)
-    elif 0 < s.max_wallclock_seconds < clock.elapsed():
-        run.event("over_clock", seconds=clock.elapsed(), hint="choosing wants more RESERVE_SECONDS")
-
-    artifact = folder / "model.upar"
+    limit = settings.max_wallclock_seconds
+    log(f"clock: {clock.elapsed():.1f} s to train and choose, MAX_WALLCLOCK_SECONDS={limit}")
+    if settings.replay:
+        run.event("replay", of=settings.replay)
+    elif 0 < limit < clock.elapsed():
+        run.event("over_clock", seconds=clock.elapsed(), hint="needs more RESERVE_SECONDS")
+    artifact = run.folder / "model.upar"
     if runtime.rank == 0:
-        replace_file(artifact, packed)
-    runtime.agree("")  # rank 0 has written it
+        replace_file(artifact, content)
+    runtime.agree(None)  # rank 0 has written it
+
+    # Score what the artifact file alone gives back, and what was gained, pair by pair.
     trainer.network, *_ = load_model("ARTIFACT", str(artifact))
-    trainer.network.to(runtime.device)
-    trainer.qat = False  # from here on the network that the file holds, by that file alone
-    found = score()
-    after, change = pair_summary(found, reward), found - kept["before"]
+    trainer.network.to(device)
+    trainer.qat = False
+    scores = trainer.measure(data.held_out, held_out_reference)
+    after = pair_summary(scores, is_reward)
+    gain = {}
+    for name, change in shown(scores - start["before"], is_reward).items():
+        if not name.startswith("longer"):
+            gain[name] = mean_interval(change)
     log(f"after: {after}")
-    gain = {name: mean_interval(row) for name, row in shown(change, reward).items() if not name.startswith("longer")}
     log(f"gain: {gain}, paired")
 
-    code = len(Path(__file__).read_bytes()) + (len(Path(s.config).read_bytes()) if s.config else 0)
-    total = code + artifact.stat().st_size
-    faults = [f"phase {name} was enabled and never fired" for name, phase in plan.phases.items() if not phase.steps]
-    if total > s.artifact_bytes_max:
-        faults.append(f"{total} bytes of code and artifact, more than ARTIFACT_BYTES_MAX={s.artifact_bytes_max}")
+    code_bytes = len(Path(__file__).read_bytes())
+    if settings.config:
+        code_bytes += len(Path(settings.config).read_bytes())
+    total_bytes = code_bytes + len(content)
+    faults = []
+    for name, phase in plan.phases.items():
+        if not phase.steps:
+            faults.append(f"phase {name} was enabled and never fired")
+    if total_bytes > settings.artifact_bytes_max:
+        maximum = settings.artifact_bytes_max
+        faults.append(f"{total_bytes} bytes of code and artifact; ARTIFACT_BYTES_MAX={maximum}")
     if runtime.rank == 0:
         result = {
-            "script": Path(__file__).name, "run_id": folder.name, "seed": s.seed, "code_sha256": sha256_file(__file__),
-            "tokenizer_sha256": tokenizer.sha256, "data_sha256": data.sha256, **describe_machine(runtime),
-            "world_size": runtime.world_size, "objective": s.objective, "init_from": source, "steps": run.step,
-            "train_pairs": len(data.pairs), "pairs": run.step * s.pairs_per_step, "train_seconds": clock.elapsed(),
-            "total_seconds": time.perf_counter() - begin, "params": count_parameters(network), "weights": chosen,
-            "optimizer_state_bytes": sum(t.nbytes for own in trainer.optimizers.state_dict().values()
-                                         for t in own.values()),
-            "before": before, "after": after, "gain": gain, "intervals": "95%: Wilson of shares, else normal",
-            "last": metrics, "artifact": str(artifact), "artifact_sha256": sha256_file(artifact),
-            "artifact_bytes": artifact.stat().st_size, "code_bytes": code, "total_bytes": total,
-            "bytes_by_class": sizes, "phases": {name: asdict(phase) for name, phase in plan.phases.items()},
-            "events": run.events, "settings": asdict(settings),
+            "script": Path(__file__).name,
+            "run_id": run.folder.name,
+            "seed": settings.seed,
+            "code_sha256": sha256_file(__file__),
+            "tokenizer_sha256": tokenizer.sha256,
+            "data_sha256": data.sha256,
+            **describe_machine(runtime),
+            "world_size": runtime.world_size,
+            "objective": settings.objective,
+            "init_from": source,
+            "steps": run.step,
+            "skipped_steps": run.skipped_steps,
+            "train_pairs": len(data.pairs),
+            "pairs": run.step * settings.pairs_per_step,
+            "train_seconds": clock.elapsed(),
+            "total_seconds": time.perf_counter() - begin,
+            "params": count_parameters(network),
+            "weights": chosen,
+            "optimizer_state_bytes": optimizer_state_bytes(trainer.optimizers),
+            "before": before,
+            "after": after,
+            "gain": gain,
+            "intervals": "95%: Wilson of shares, else normal",
+            "last": metrics,
+            "artifact": str(artifact),
+            "artifact_sha256": sha256_file(artifact),
+            "artifact_bytes": len(content),
+            "code_bytes": code_bytes,
+            "total_bytes": total_bytes,
+            "bytes_by_class": sizes,
+            "phases": {name: asdict(phase) for name, phase in plan.phases.items()},
+            "events": run.events,
+            "settings": asdict(settings),
         }
-        replace_file(folder / "result.json", (json.dumps(result, indent=1) + "\n").encode())
-        log("---\n" + "\n".join(f"{key}: {value}" for key, value in result.items() if not isinstance(value, dict)))
-        for fault in faults:
-            log(f"error: {fault}; everything was saved", terminal=False)
-            sys.stderr.write(f"error: {fault}; everything was saved\n")
+        run.write_result(result, faults)
     runtime.leave()
     return 1 if faults else 0
 

@@ -1345,8 +1345,8 @@ def gdn_scan_adjoint(
 # first, and a handle to it would crash.
 if not hasattr(torch.ops.underpar, "gdn_scan"):
     for scan in (gdn_scan, gdn_scan_adjoint):
-        operator = torch.library.custom_op(f"underpar::{scan.__name__}", scan, mutates_args=())
-        operator.register_fake(scan_outputs)  # the compiler learns the shapes from it
+        registered = torch.library.custom_op(f"underpar::{scan.__name__}", scan, mutates_args=())
+        registered.register_fake(scan_outputs)  # the compiler learns the shapes from it
 gdn_scan = torch.ops.underpar.gdn_scan.default
 gdn_scan_adjoint = torch.ops.underpar.gdn_scan_adjoint.default
 

@@ -15,6 +15,7 @@ import collections
 import contextlib
 import copy
 import difflib
+import faulthandler
 import functools
 import hashlib
 import importlib.util
@@ -984,8 +985,8 @@ def gdn_scan_adjoint(
 # first, and a handle to it would crash.
 if not hasattr(torch.ops.underpar, "gdn_scan"):
     for scan in (gdn_scan, gdn_scan_adjoint):
-        operator = torch.library.custom_op(f"underpar::{scan.__name__}", scan, mutates_args=())
-        operator.register_fake(scan_outputs)  # the compiler learns the shapes from it
+        registered = torch.library.custom_op(f"underpar::{scan.__name__}", scan, mutates_args=())
+        registered.register_fake(scan_outputs)  # the compiler learns the shapes from it
 gdn_scan = torch.ops.underpar.gdn_scan.default
 gdn_scan_adjoint = torch.ops.underpar.gdn_scan_adjoint.default
 
@@ -3631,12 +3632,19 @@ def policy_optimizers(network: GPT, settings: Settings, runtime: Runtime) -> Opt
     return Optimizers(network, settings.optimizer, rates, runtime)
 
 
-def checkpointed(own: dict) -> SimpleNamespace:
-    """A dict as a part of checkpoints, out of which its tensors come back on the CPU, as scores are."""
-    def load(saved: dict) -> None:
-        own.update({name: value.cpu() if isinstance(value, Tensor) else value for name, value in saved.items()})
+def checkpointed(values: dict) -> SimpleNamespace:
+    """Return a part of checkpoints that stores `values`. Loading fills tensors that are there already, in place; other
+    tensors come back on the CPU, as scores are.
+    """
 
-    return SimpleNamespace(state_dict=functools.partial(dict, own), load_state_dict=load)
+    def load(saved: dict) -> None:
+        for name, value in saved.items():
+            if isinstance(values.get(name), Tensor):
+                values[name].copy_(value)
+            else:
+                values[name] = value.cpu() if isinstance(value, Tensor) else value
+
+    return SimpleNamespace(state_dict=functools.partial(dict, values), load_state_dict=load)
 
 
 def fitting_tokens(network: GPT, device: torch.device) -> int:
@@ -3786,20 +3794,41 @@ def policy_gain(before: dict[str, Tensor], greedy: Tensor, sampled: Tensor, temp
     return {name: mean_interval(values) for name, values in gain.items()}, best
 
 
-def report_step(run: Run, clock: Clock, metrics: dict) -> None:
-    """Write a step's line: some to the log, all, cut off, to a terminal. metrics: numbers, and of updates `clips`."""
+def held_out_metrics(scores: dict) -> dict[str, float]:
+    """Return the numbers of `policy_scores` for the log and the tracker: of a score with an interval the mean."""
+    metrics = {}
+    for name, value in scores.items():
+        metrics[f"held_out/{name}"] = value[0] if isinstance(value, list) else value
+    return metrics
+
+
+def log_step(run: Run, clock: Clock, report: StepReport, metrics: dict) -> None:
+    """Count the finished step if one of its updates was skipped, and log its metrics.
+
+    metrics: as of the trainer; they are empty for a step that was taken before the run was resumed. Of `clips`, by
+    update the shares of tokens that were clipped and outside the band, each share gets a name of its own.
+    """
+    run.count_skipped(report)
     if not metrics:
-        return  # a step from before the run was resumed
-    s, seconds, done = run.settings, clock.seconds[-1], run.step
-    clips = " ".join(f"{active:.3f}/{outside:.3f}" for active, outside in metrics["clips"])
-    line = (f"step:{done}/{s.iterations or '?'} " + " ".join(
-        f"{name}:{value:.4g}" for name, value in metrics.items() if name not in ("bad", "clips"))
-        + f" clips_by_update:[{clips}] train_time:{1000 * seconds:.0f}ms step_avg:{1000 * seconds / done:.0f}ms")
-    if done % s.train_log_every == 0 or done <= 5:
-        run.log(line)
-    elif run.clear:
-        left = f"{clock.budget - seconds:.0f} s left " if clock.budget < math.inf else ""
-        print(run.clear + left + line[:100], end="", flush=True)
+        return
+    shown = {name: value for name, value in metrics.items() if name not in ("bad", "clips")}
+    for update, (active, outside) in enumerate(metrics["clips"], 1):
+        shown[f"clip_active_{update}"] = active
+        shown[f"clip_outside_{update}"] = outside
+    shown["train_time"] = 1000 * report.seconds
+    shown["step_avg"] = 1000 * report.seconds / run.step
+    steps_left = clock.iterations - run.step
+    seconds_left = min(clock.budget - report.seconds, steps_left * clock.median_step())
+    run.log.metrics(run.step, shown, seconds_left)
+
+
+def state_bytes(*all_optimizers: Optimizers) -> int:
+    """Return the bytes of what the optimizers remember."""
+    total = 0
+    for optimizers in all_optimizers:
+        for state in optimizers.state_dict().values():
+            total += sum(tensor.nbytes for tensor in state.values())
+    return total
 
 
 def choose_weights(trainer: PolicyTrainer, averages: dict[str, Average], task: Task, log: Callable) -> str:
@@ -4004,188 +4033,285 @@ class GRPOTrainer(PolicyTrainer):
         return task.problem(at, False) if task else self.dataset[at % len(self.dataset)]
 
 
-# -------------------------------------------------------------------------------------------------------------- main
+# -------------------------------------------------------------------------------------------- main
+# A step that takes longer than this and than 20 median steps prints the stacks of all threads.
+HANG_SECONDS = 120.0
+FIRST_STEPS = 10  # if no group of these steps has two different rewards, the run ends: a dead start
+
+
 def main() -> int:
-    """One run, from settings to result.json; its exit code. Raises UserError before the first step."""
+    """Train, pack and score one policy; return the exit code. Raises UserError before step 1."""
     begin = time.perf_counter()
-    settings = load_settings(Settings, dict(os.environ), stored=lambda given: stored_settings(given, Settings.out_dir))
+    stored = functools.partial(stored_settings, out_dir=Settings.out_dir)
+    settings = load_settings(Settings, os.environ, sys.argv[1:], stored=stored)
     plan = Plan(settings)
-    runtime = start_runtime(settings.device, settings.deterministic)
+    stop_signal = StopSignal()
+    runtime = start_runtime(settings.device)
+    device = runtime.device
     update_unit(settings, runtime.world_size)
     task = make_task(settings.task, settings.task_path, settings.seed)
-    reward, problems = load_reward(settings.reward, task, settings.reward_seconds), task.held_out(settings.eval_prompts)
+    reward = load_reward(settings.reward, task, settings.reward_seconds)
+    problems = task.held_out(settings.eval_prompts)
     if len(problems) < 2:
-        raise UserError(f"EVAL_PROMPTS={settings.eval_prompts}: {len(problems)} held out; an interval needs at least 2")
+        raise UserError(
+            f"EVAL_PROMPTS={settings.eval_prompts}: {len(problems)} held out; an interval needs at "
+            "least 2"
+        )
     network, tokenizer, source = start_policy(settings, runtime)
     config = network.config
-    replay = json.loads((Path(settings.replay) / "progress.json").read_bytes())["progress"] if settings.replay else []
-    budget = max(0.0, settings.max_wallclock_seconds - settings.reserve_seconds)
-    clock = Clock(settings.iterations, budget, runtime, replay)
-    run = Run(settings, runtime, {}, {**vars(config), "tokenizer_sha256": tokenizer.sha256, **{
-        name: getattr(settings, name) for name in ("seed", "task", "prompts_per_step", "group_size", "lora_rank")}})
-    checkpoint_path, folder, log = run.open(), run.folder, run.log
-    watch = Watch(runtime, folder, settings.hang_seconds, log)
+
+    # clock, run folder and log
+    clock = Clock(settings, runtime, replayed_progress(settings.replay))
+    identity = {
+        **asdict(config),
+        "tokenizer_sha256": tokenizer.sha256,
+        "seed": settings.seed,
+        "task": settings.task,
+        "prompts_per_step": settings.prompts_per_step,
+        "group_size": settings.group_size,
+        "lora_rank": settings.lora_rank,
+    }
+    run = Run(settings, runtime, {}, identity)
+    checkpoint = run.open()
+    log = run.log
     if runtime.rank == 0 and tokenizer.file != "bytes":
-        (folder / tokenizer.file).write_bytes(tokenizer.content)
-    if source == "new" and not checkpoint_path:
+        (run.folder / tokenizer.file).write_bytes(tokenizer.content)
+
+    # policy, trainer, averages
+    if source != "new":
+        log(f"policy: {source}")
+    elif not checkpoint:
         solved = warm_start(network, tokenizer, task, settings, runtime)
         last = " ".join(f"{share:.2f}" for share in solved[-5:])
-        log(f"policy: new, {len(solved)} supervised steps on demonstrations of {task.name}, last accuracies {last}")
-    elif source != "new":
-        log(f"policy: {source}")
+        log(
+            f"policy: new, {len(solved)} supervised steps on demonstrations of {task.name}, "
+            f"last accuracies {last}"
+        )
     adapt(network, settings)
     trainer = GRPOTrainer(network, tokenizer, settings, runtime=runtime)
-    rows = [chat_ids(tokenizer, problem.prompt)[0] for problem in itertools.chain(*task.rows)]
-    check_room(network, rows, settings.max_new_tokens)
-    memory = {"ema": EMA_MEMORY, "swa": None}
-    averages = {name: Average(trainer.trained, memory[name]) for name in memory if getattr(settings, name)}
-    before, history = {}, {"reward": [], "zero_variance": []}
-    kept = dict(enumerate(trainer.reference.args[1] if trainer.reference else []))
-    states = {name: checkpointed(own)
-              for name, own in (("before", before), ("history", history), ("reference", kept))}
-    run.parts = dict(network=network, optimizers=trainer.optimizers, plan=plan, clock=clock, **averages, **states)
-    log("parameters: " + " ".join(f"{name}:{count}" for name, count in count_parameters(network).items())
-        + f" trained:{sum(map(Tensor.numel, trainer.trained))} layers: {config.layers}")
+    prompts = [chat_ids(tokenizer, problem.prompt)[0] for problem in itertools.chain(*task.rows)]
+    check_room(network, prompts, settings.max_new_tokens)
+    averages = {}
+    if settings.ema:
+        averages["ema"] = Average(trainer.trained, EMA_MEMORY)
+    if settings.swa:
+        averages["swa"] = Average(trainer.trained)
+    before = {}  # "greedy" or a temperature -> which held-out samples of the start were right
+    history = {"reward": [], "zero_variance": []}
+    reference = {}  # the weights to which KL_BETA holds the policy
+    if trainer.reference:
+        reference = dict(enumerate(trainer.reference.args[1]))
+    run.parts = dict(
+        network=network,
+        optimizers=trainer.optimizers,
+        plan=plan,
+        clock=clock,
+        **averages,
+        before=checkpointed(before),
+        history=checkpointed(history),
+        reference=checkpointed(reference),
+    )
+    counts = count_parameters(network)
+    trained = sum(param.numel() for param in trainer.trained)
+    log(
+        "parameters: "
+        + " ".join(f"{name}:{count}" for name, count in counts.items())
+        + f" trained:{trained} layers: {config.layers}"
+    )
     log(plan.describe())
-    s, size = settings, settings.prompts_per_step * settings.group_size
-    log(f"batch: a step is {s.prompts_per_step} prompts x {s.group_size} samples = {size}; {s.mini_batches} "
-        f"mini-batches x {s.epochs} epochs = {s.mini_batches * s.epochs} updates of {size // s.mini_batches} samples "
-        f"each, over {runtime.world_size} ranks")
-    log("note: the first mini-batch of a step has no clips, for its ratios are 1, and where each sample counts "
-        "alike a loss of 0, for the advantages of a group add up to 0; its gradient is not 0: look at the rewards")
+    samples = settings.prompts_per_step * settings.group_size
+    log(
+        f"batch: a step is {settings.prompts_per_step} prompts x {settings.group_size} samples = "
+        f"{samples}; {settings.mini_batches} mini-batches x {settings.epochs} epochs = "
+        f"{settings.mini_batches * settings.epochs} updates of {samples // settings.mini_batches} "
+        f"samples each, over {runtime.world_size} ranks"
+    )
+    log(
+        "note: the first mini-batch of a step has no clips, for its ratios are 1, and where each "
+        "sample counts alike a loss of 0, for the advantages of a group add up to 0; its gradient "
+        "is not 0: look at the rewards"
+    )
     score = functools.partial(solve, trainer, task, problems)
-    if checkpoint_path:
-        run.load(Path(checkpoint_path))
-        for number, value in enumerate(trainer.reference.args[1] if trainer.reference else []):
-            value.copy_(kept[number])
+    if checkpoint:
+        run.load(checkpoint)
     else:
-        before |= {"greedy": score(1, 0.0), **{str(at): score(s.eval_samples, at) for at in
-                                               sorted({*START_TEMPERATURES, s.temperature})}}
-        if min(run.every_steps, run.every_seconds) < math.inf:
-            run.save(0.0)  # what would keep the run from saving shows before its first step
-    start = policy_scores(before["greedy"], before[str(s.temperature)])
+        before["greedy"] = score(1, 0.0)
+        for temperature in sorted({*START_TEMPERATURES, settings.temperature}):
+            before[str(temperature)] = score(settings.eval_samples, temperature)
+        if run.save_interval < math.inf:
+            run.save(0.0)  # if the run cannot save, this shows before its first step
+    start = policy_scores(before["greedy"], before[str(settings.temperature)])
+    if not checkpoint:
+        log.metrics(0, held_out_metrics(start))
     log(f"before: {start}")
     log(f"set-up and first scores: {time.perf_counter() - begin:.1f} s, outside the clock")
-    metrics, stop, watch.looping = {}, False, True
 
+    metrics = {}
+    stopping = False
+    stop_signal.listen()
     clock.start()
     while True:
-        last_step, watch.began = clock.is_last(run.step), math.inf  # no limit for validation and saving
+        last_step = clock.is_last(run.step)
         trainer.qat = plan.is_on("qat")  # of a run that was resumed, too
-        stop |= watch.signal > 0 and not runtime.distributed
-        if s.val_loss_every and run.step and run.step % s.val_loss_every == 0 and not (last_step or stop):
+        if stop_signal.number and not runtime.distributed:
+            stopping = True  # a single process need not ask other ranks
+        faulthandler.cancel_dump_traceback_later()
+
+        # 1. Validate and save; the clock stands still.
+        val_is_due = settings.val_loss_every and run.step % settings.val_loss_every == 0
+        if val_is_due and run.step and not (last_step or stopping):
             with clock.paused():
-                log(f"step:{run.step} held_out {policy_scores(score(1, 0.0), score(s.eval_samples, s.temperature))}")
-        due = run.step % run.every_steps == 0 or clock.seconds[-1] - run.saved >= run.every_seconds
-        if stop or last_step or run.step and due:
+                sampled = score(settings.eval_samples, settings.temperature)
+                scores = policy_scores(score(1, 0.0), sampled)
+            log.metrics(run.step, held_out_metrics(scores))
+        if last_step or stopping or run.is_save_due(clock.seconds[-1]):
             with clock.paused():
                 run.save(clock.seconds[-1])
-                runtime.agree("")  # all wait here, where the watch does not count the seconds
-        if last_step or stop:
+                runtime.agree(None)  # all ranks wait here
+        if last_step or stopping:
             break
-        watch.step, watch.median, watch.began = run.step, clock.median_step(), time.monotonic()
+        faulthandler.dump_traceback_later(max(HANG_SECONDS, 20 * clock.median_step()))
 
+        # 2. The phases and learning rates of this step.
         progress = clock.progress(run.step)
         for name in plan.begin_phases(run.step, progress):
             log(f"phase: {name} begins at step {run.step + 1}, {progress:.1%} of the run")
             if name == "qat":
-                for average in averages.values():  # averages of weights that never saw the quantizer do not fit it
-                    average.restart()
-        trainer.qat, multiplier = plan.is_on("qat"), plan.rates(progress)
-        data_step = run.step + run.skipped
-        queries = functools.partial(trainer.query, task, data_step)
-        rollout = trainer.rollout(queries, s.prompts_per_step, reward, data_step)
-        previous = clock.previous_report()
-        if previous is not None:
-            stop = previous.stop_requested
-            watch.agreed |= stop
-            if run.judge(previous.loss, not previous.finite):
-                report_step(run, clock, metrics)
-        metrics = {**rollout.metrics, **trainer.update(rollout, multiplier), "lr_mul": multiplier, "progress": progress}
+                for average in averages.values():
+                    average.restart()  # weights that never saw the quantizer do not fit it
+        trainer.qat = plan.is_on("qat")
+        multiplier = plan.rates(progress)
+
+        # 3. Sample answers to new prompts, and reward them.
+        queries = functools.partial(trainer.query, task, run.step)
+        rollout = trainer.rollout(queries, settings.prompts_per_step, reward, run.step)
+
+        # 4. Read the report of the step before.
+        report = clock.previous_report()
+        if report is not None:
+            stopping = report.stop_requested
+            log_step(run, clock, report, metrics)
+
+        # 5. Update the weights and their averages.
+        metrics = {**rollout.metrics, **trainer.update(rollout, multiplier)}
+        metrics["lr_mul"] = multiplier
+        metrics["progress"] = progress
         for name, average in averages.items():
             if plan.is_on(name):
                 average.update(progress)
+        stop = runtime.sum(torch.tensor(float(stop_signal.number), device=device))
+        skip = torch.tensor(metrics["bad"], device=device)
+        clock.send_report(torch.tensor(metrics["loss"], device=device), skip, stop)
+        run.step += 1
+
         for name, values in history.items():
             values.append(metrics[name])
-        signals = runtime.sum(torch.tensor(float(watch.signal), device=runtime.device))
-        loss = torch.tensor(metrics["loss"], device=runtime.device)
-        clock.send_report(loss, signals.new_tensor(metrics["bad"]), signals)
-        run.step += 1
-        if len(history["reward"]) == 10 and min(history["zero_variance"]) == 1:
+        if len(history["reward"]) == FIRST_STEPS and min(history["zero_variance"]) == 1:
             run.save(clock.elapsed())
-            raise UserError(f"REWARD={s.reward!r}: in the first 10 steps each group has one reward (mean "
-                            f"{statistics.mean(history['reward']):.3f}), so nothing can be learned; needs another "
-                            "start (INIT_FROM, SFT_STEPS) or TASK")
+            raise UserError(
+                f"REWARD={settings.reward!r}: in the first {FIRST_STEPS} steps each group has one "
+                f"reward (mean {statistics.mean(history['reward']):.3f}), so nothing can be "
+                "learned; needs another start (INIT_FROM, SFT_STEPS) or TASK"
+            )
 
     clock.stop()
-    previous = None if stop else clock.previous_report()
-    if stop or previous and previous.stop_requested or watch.signal and not runtime.distributed:
-        number = signal.Signals(watch.signal or signal.SIGTERM)
-        log(f"stopped by {number.name} after step {run.step}; RESUME={folder} goes on")
+    if stopping:
+        number = signal.Signals(stop_signal.number or signal.SIGTERM)
+        log(f"stopped by {number.name} after step {run.step}; RESUME={run.folder} goes on")
         runtime.leave()
         return 128 + number
-    watch.looping = False
-    if previous and run.judge(previous.loss, not previous.finite, last=True):
-        report_step(run, clock, metrics)
+    stop_signal.restore()
+    report = clock.previous_report()
+    if report is not None:
+        log_step(run, clock, report, metrics)
     if runtime.rank == 0:
-        used = {"settings": vars(settings), "progress": clock.used, "events": run.events}
-        replace_file(folder / "progress.json", json.dumps(used).encode())
+        record = {"settings": asdict(settings), "progress": clock.used, "events": run.events}
+        replace_file(run.folder / "progress.json", json.dumps(record).encode())
 
+    # Choose the weights, quantize and pack them; this is on the clock, too.
     clock.start()
     chosen = choose_weights(trainer, averages, task, log)
-    if s.lora_rank:
+    if settings.lora_rank:
         merge_lora(network)
-    state = network.state_dict()
-    packed, sizes = pack_artifact(state, quantize_all(state, trainer.table), vars(config), tokenizer.sha256,
-                                  {"seed": s.seed, "tokenizer": tokenizer.file})
+    tensors = network.state_dict()
+    content, sizes = pack_artifact(
+        tensors,
+        quantize_all(tensors, trainer.table),
+        settings=asdict(config),
+        tokenizer_sha256=tokenizer.sha256,
+        meta={"seed": settings.seed, "tokenizer": tokenizer.file},
+    )
     clock.stop()
     log(plan.summary())
-    log(f"clock: {clock.elapsed():.1f} s to train and choose, MAX_WALLCLOCK_SECONDS={s.max_wallclock_seconds}")
-    if s.replay:
-        run.event("replay", of=s.replay)
-    elif 0 < s.max_wallclock_seconds < clock.elapsed():
-        run.event("over_clock", seconds=clock.elapsed(), hint="choosing wants more RESERVE_SECONDS")
-
-    artifact = folder / "model.upar"
+    limit = settings.max_wallclock_seconds
+    log(f"clock: {clock.elapsed():.1f} s to train and choose, MAX_WALLCLOCK_SECONDS={limit}")
+    if settings.replay:
+        run.event("replay", of=settings.replay)
+    elif 0 < limit < clock.elapsed():
+        run.event("over_clock", seconds=clock.elapsed(), hint="needs more RESERVE_SECONDS")
+    artifact = run.folder / "model.upar"
     if runtime.rank == 0:
-        replace_file(artifact, packed)
-    runtime.agree("")  # rank 0 has written it
-    trainer.network, *_ = load_model("ARTIFACT", str(artifact))
-    trainer.network.to(runtime.device)
-    trainer.qat = False  # from here on the network that the file holds, by that file alone
-    greedy, sampled = score(1, 0.0), score(s.eval_samples, s.temperature)
+        replace_file(artifact, content)
+    runtime.agree(None)  # rank 0 has written it
+
+    # Score what the artifact file alone gives back.
+    trainer.network, _, _ = load_model("ARTIFACT", str(artifact))
+    trainer.network.to(device)
+    trainer.qat = False
+    greedy = score(1, 0.0)
+    sampled = score(settings.eval_samples, settings.temperature)
     after = policy_scores(greedy, sampled)
+    log.metrics(run.step, held_out_metrics(after))
     log(f"after: {after}")
-    gain, best = policy_gain(before, greedy, sampled, s.temperature)
+    gain, best = policy_gain(before, greedy, sampled, settings.temperature)
     log(f"gain: {gain}, paired; best: of the start at temperature {best}")
 
-    code = len(Path(__file__).read_bytes()) + (len(Path(s.config).read_bytes()) if s.config else 0)
-    total = code + artifact.stat().st_size
-    faults = [f"phase {name} was enabled and never fired" for name, phase in plan.phases.items() if not phase.steps]
-    if total > s.artifact_bytes_max:
-        faults.append(f"{total} bytes of code and artifact, more than ARTIFACT_BYTES_MAX={s.artifact_bytes_max}")
+    code_bytes = len(Path(__file__).read_bytes())
+    if settings.config:
+        code_bytes += len(Path(settings.config).read_bytes())
+    total_bytes = code_bytes + len(content)
+    faults = []
+    for name, phase in plan.phases.items():
+        if not phase.steps:
+            faults.append(f"phase {name} was enabled and never fired")
+    if total_bytes > settings.artifact_bytes_max:
+        maximum = settings.artifact_bytes_max
+        faults.append(f"{total_bytes} bytes of code and artifact; ARTIFACT_BYTES_MAX={maximum}")
     if runtime.rank == 0:
+        pass1 = {name: right.mean().item() for name, right in before.items() if name != "greedy"}
         result = {
-            "script": Path(__file__).name, "run_id": folder.name, "seed": s.seed, "code_sha256": sha256_file(__file__),
-            "tokenizer_sha256": tokenizer.sha256, **describe_machine(runtime), "world_size": runtime.world_size,
-            "task": task.name, "init_from": source, "steps": run.step,
-            "samples": run.step * s.prompts_per_step * s.group_size, "train_seconds": clock.elapsed(),
-            "total_seconds": time.perf_counter() - begin, "params": count_parameters(network), "weights": chosen,
-            "optimizer_state_bytes": sum(t.nbytes for own in trainer.optimizers.state_dict().values()
-                                         for t in own.values()),
-            "before": {**start, "pass1_by_temperature": {name: before[name].mean().item() for name in before
-                                                         if name != "greedy"}},
-            "after": after, "gain": gain, "last": {name: value for name, value in metrics.items() if name != "clips"},
-            "artifact": str(artifact), "artifact_sha256": sha256_file(artifact),
-            "artifact_bytes": artifact.stat().st_size, "code_bytes": code, "total_bytes": total,
-            "bytes_by_class": sizes, "phases": {name: asdict(phase) for name, phase in plan.phases.items()},
-            "events": run.events, "settings": asdict(settings),
+            "script": Path(__file__).name,
+            "run_id": run.folder.name,
+            "seed": settings.seed,
+            "code_sha256": sha256_file(__file__),
+            "tokenizer_sha256": tokenizer.sha256,
+            **describe_machine(runtime),
+            "world_size": runtime.world_size,
+            "task": task.name,
+            "init_from": source,
+            "steps": run.step,
+            "skipped_steps": run.skipped_steps,
+            "samples": run.step * samples,
+            "train_seconds": clock.elapsed(),
+            "total_seconds": time.perf_counter() - begin,
+            "params": count_parameters(network),
+            "weights": chosen,
+            "optimizer_state_bytes": state_bytes(trainer.optimizers),
+            "before": {**start, "pass1_by_temperature": pass1},
+            "after": after,
+            "gain": gain,
+            "last": {name: value for name, value in metrics.items() if name != "clips"},
+            "artifact": str(artifact),
+            "artifact_sha256": sha256_file(artifact),
+            "artifact_bytes": len(content),
+            "code_bytes": code_bytes,
+            "total_bytes": total_bytes,
+            "bytes_by_class": sizes,
+            "phases": {name: asdict(phase) for name, phase in plan.phases.items()},
+            "events": run.events,
+            "settings": asdict(settings),
         }
-        replace_file(folder / "result.json", (json.dumps(result, indent=1) + "\n").encode())
-        log("---\n" + "\n".join(f"{key}: {value}" for key, value in result.items() if not isinstance(value, dict)))
-        for fault in faults:
-            log(f"error: {fault}; everything was saved", terminal=False)
-            sys.stderr.write(f"error: {fault}; everything was saved\n")
+        run.write_result(result, faults)
     runtime.leave()
     return 1 if faults else 0
 

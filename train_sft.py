@@ -16,6 +16,7 @@ import bisect
 import collections
 import contextlib
 import difflib
+import faulthandler
 import functools
 import hashlib
 import importlib.util
@@ -1151,8 +1152,8 @@ def gdn_scan_adjoint(
 # first, and a handle to it would crash.
 if not hasattr(torch.ops.underpar, "gdn_scan"):
     for scan in (gdn_scan, gdn_scan_adjoint):
-        operator = torch.library.custom_op(f"underpar::{scan.__name__}", scan, mutates_args=())
-        operator.register_fake(scan_outputs)  # the compiler learns the shapes from it
+        registered = torch.library.custom_op(f"underpar::{scan.__name__}", scan, mutates_args=())
+        registered.register_fake(scan_outputs)  # the compiler learns the shapes from it
 gdn_scan = torch.ops.underpar.gdn_scan.default
 gdn_scan_adjoint = torch.ops.underpar.gdn_scan_adjoint.default
 
@@ -3670,12 +3671,19 @@ def policy_optimizers(network: GPT, settings: Settings, runtime: Runtime) -> Opt
     return Optimizers(network, settings.optimizer, rates, runtime)
 
 
-def checkpointed(own: dict) -> SimpleNamespace:
-    """A dict as a part of checkpoints, out of which its tensors come back on the CPU, as scores are."""
-    def load(saved: dict) -> None:
-        own.update({name: value.cpu() if isinstance(value, Tensor) else value for name, value in saved.items()})
+def checkpointed(values: dict) -> SimpleNamespace:
+    """Return a part of checkpoints that stores `values`. Loading fills tensors that are there already, in place; other
+    tensors come back on the CPU, as scores are.
+    """
 
-    return SimpleNamespace(state_dict=functools.partial(dict, own), load_state_dict=load)
+    def load(saved: dict) -> None:
+        for name, value in saved.items():
+            if isinstance(values.get(name), Tensor):
+                values[name].copy_(value)
+            else:
+                values[name] = value.cpu() if isinstance(value, Tensor) else value
+
+    return SimpleNamespace(state_dict=functools.partial(dict, values), load_state_dict=load)
 
 
 def fitting_tokens(network: GPT, device: torch.device) -> int:
@@ -3919,197 +3927,336 @@ def prepare_student(s: Settings, runtime: Runtime) -> tuple[GPT, Tokenizer, str,
     return network, tokenizer, source, tokenizer.vocab_size > known
 
 
-# -------------------------------------------------------------------------------------------------------------- main
+# -------------------------------------------------------------------------------------------- main
+# A step that takes longer than this and than 20 median steps prints the stacks of all threads.
+HANG_SECONDS = 120.0
+
+
+def hash_rows(rows: list[Row]) -> str:
+    """Return the SHA-256 of ids and masks, which must not change when a run is resumed."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(row.ids.tobytes() + row.said.tobytes())
+    return digest.hexdigest()
+
+
+def optimizer_state_bytes(optimizers: Optimizers) -> int:
+    """Return the bytes of moments, scales and counters of all parameters."""
+    total = 0
+    for state in optimizers.state_dict().values():
+        total += sum(tensor.nbytes for tensor in state.values())
+    return total
+
+
+def log_step(run: Run, clock: Clock, report: StepReport, metrics: dict) -> None:
+    """Count the finished step if it was skipped, and log its metrics (numbers or 0-d tensors)."""
+    run.count_skipped(report)
+    values = {name: float(value) for name, value in metrics.items()}
+    values["train_time"] = 1000 * report.seconds
+    values["step_avg"] = 1000 * report.seconds / run.step
+    steps_left = clock.iterations - run.step
+    seconds_left = min(clock.budget - report.seconds, steps_left * clock.median_step())
+    run.log.metrics(run.step, values, seconds_left)
+
+
+def choose_weights(
+    trainer: SFTTrainer, averages: dict[str, Average], rows: list[Row], log: Log
+) -> str:
+    """Give the network the raw or averaged weights with the least loss of `rows`; return a name."""
+    params = [param.detach() for param in trainer.trained]
+    candidates = {"raw": params}
+    for name, average in averages.items():
+        if average.count:
+            candidates[name] = average.values
+    chosen = "raw"
+    if len(candidates) > 1:
+        losses = {}
+        for name, values in candidates.items():
+            with swapped(params, values):
+                losses[name] = row_scores(trainer.score(rows))["loss"][0]
+            log(f"weights: {name}, loss {losses[name]:.4f} of {len(rows)} rows of training")
+        chosen = min(losses, key=losses.get)
+    log(f"weights: {chosen} chosen")
+    torch._foreach_copy_(params, candidates[chosen])
+    return chosen
+
+
 def main() -> int:
-    """One run, from settings to result.json; its exit code. Raises UserError before the first step."""
+    """Train, pack and score one model; return the exit code. Raises UserError before step 1."""
     begin = time.perf_counter()
-    settings = load_settings(Settings, dict(os.environ), stored=lambda given: stored_settings(given, Settings.out_dir))
-    runtime = start_runtime(settings.device, settings.deterministic)
+    stored = functools.partial(stored_settings, out_dir=Settings.out_dir)
+    settings = load_settings(Settings, os.environ, sys.argv[1:], stored=stored)
+    stop_signal = StopSignal()
+    runtime = start_runtime(settings.device)
+
+    # student, teacher and rows
     network, tokenizer, source, grown = prepare_student(settings, runtime)
-    teacher, notes = load_teacher(settings, tokenizer, runtime), []
+    config = network.config
+    teacher = load_teacher(settings, tokenizer, runtime)
+    notes = []
     data = read_data(settings, tokenizer, notes.append)
     adapt(network, settings)
     trainer = SFTTrainer(network, settings, teacher, runtime)
     epochs = Epochs(data, settings, trainer.packed)
+    averages = {}
+    if settings.ema:
+        averages["ema"] = Average(trainer.trained, EMA_MEMORY)
+    if settings.swa:
+        averages["swa"] = Average(trainer.trained)
+
+    # plan and clock; EPOCHS sets the number of steps if ITERATIONS does not
     steps = settings.iterations or settings.epochs * epochs.steps
-    plan, config = Plan(SimpleNamespace(**{**vars(settings), "iterations": steps})), network.config
-    replay = json.loads((Path(settings.replay) / "progress.json").read_bytes())["progress"] if settings.replay else []
-    clock = Clock(steps, max(0.0, settings.max_wallclock_seconds - settings.reserve_seconds), runtime, replay)
-    content = hashlib.sha256(b"".join(x.tobytes() for row in data.rows + data.held_out for x in (row.ids, row.said)))
-    run = Run(settings, runtime, {}, {
-        **vars(config), "tokenizer_sha256": tokenizer.sha256, "data_sha256": content.hexdigest(), **{
-            name: getattr(settings, name) for name in ("seed", "train_files", "train_on", "train_batch_tokens",
-                                                       "lora_rank", "teacher", "kd_loss", "kd_layers")}})
-    checkpoint_path, folder, log = run.open(), run.folder, run.log
-    watch = Watch(runtime, folder, settings.hang_seconds, log)
+    timing = replace(settings, iterations=steps)
+    plan = Plan(timing)
+    clock = Clock(timing, runtime, replayed_progress(settings.replay))
+
+    # run folder and log
+    before = {}  # scores of the held-out rows before the first step
+    counted = {"tokens": 0, "targets": 0}
+    parts = dict(
+        network=network,
+        projections=trainer.projections,
+        optimizers=trainer.optimizers,
+        plan=plan,
+        clock=clock,
+        before=checkpointed(before),
+        counted=checkpointed(counted),
+        **averages,
+    )
+    data_sha256 = hash_rows(data.rows + data.held_out)
+    identity = {
+        **asdict(config),
+        "tokenizer_sha256": tokenizer.sha256,
+        "data_sha256": data_sha256,
+        "seed": settings.seed,
+        "train_files": settings.train_files,
+        "train_on": settings.train_on,
+        "train_batch_tokens": settings.train_batch_tokens,
+        "lora_rank": settings.lora_rank,
+        "teacher": settings.teacher,
+        "kd_loss": settings.kd_loss,
+        "kd_layers": settings.kd_layers,
+    }
+    run = Run(settings, runtime, parts, identity)
+    run.log.iterations = steps
+    checkpoint_path = run.open()
+    log = run.log
     if runtime.rank == 0 and tokenizer.file != "bytes":
-        (folder / tokenizer.file).write_bytes(tokenizer.content)
-    memory = {"ema": EMA_MEMORY, "swa": None}
-    averages = {name: Average(trainer.trained, memory[name]) for name in memory if getattr(settings, name)}
-    before, counted = {}, {"tokens": 0, "targets": 0}
-    states = {name: checkpointed(own) for name, own in (("before", before), ("counted", counted))}
-    run.parts = dict(network=network, projections=trainer.projections, optimizers=trainer.optimizers, plan=plan,
-                     clock=clock, **averages, **states)
-    log("\n".join([f"model: {source}{', its vocabulary grown by the role tokens' * grown}", *notes]))
-    log("parameters: " + " ".join(f"{name}:{count}" for name, count in count_parameters(network).items())
-        + f" trained:{sum(map(Tensor.numel, trainer.optimizers.params))} layers: {config.layers}")
-    s, windows = settings, epochs.windows(0)
-    filled = sum(epochs.lengths[at] for window in windows for at in window) / (len(windows) * s.train_seq_len)
-    log(f"batch: an epoch is {len(windows)} windows of {s.train_seq_len} tokens, {filled:.1%} full, in {epochs.steps} "
-        f"steps of at most {s.train_batch_tokens} tokens over {runtime.world_size} ranks; {steps} steps at most"
-        + ", one row to a window, for learned positions cannot be packed" * (not trainer.packed))
+        (run.folder / tokenizer.file).write_bytes(tokenizer.content)
+    log(f"model: {source}")
+    if grown:
+        log("model: its vocabulary was grown by the role tokens")
+    log("\n".join(notes))
+    counts = count_parameters(network)
+    trained = sum(param.numel() for param in trainer.optimizers.params)
+    numbers = " ".join(f"{name}:{count}" for name, count in counts.items())
+    log(f"parameters: {numbers} trained:{trained} layers: {config.layers}")
+    windows = epochs.windows(0)
+    filled = sum(epochs.lengths[at] for at in itertools.chain(*windows))
+    log(
+        f"batch: an epoch is {len(windows)} windows of {settings.train_seq_len} tokens, "
+        f"{filled / (len(windows) * settings.train_seq_len):.1%} full, in {epochs.steps} steps of "
+        f"at most {settings.train_batch_tokens} tokens over {runtime.world_size} ranks; "
+        f"{steps} steps at most"
+    )
+    if not trainer.packed:
+        log("batch: one row to a window, because learned positions cannot be packed")
     log(plan.describe())
     if checkpoint_path:
-        run.load(Path(checkpoint_path))
+        run.load(checkpoint_path)
     else:
         before["scores"] = trainer.score(data.held_out)
         if teacher is not None:
             before["teacher"] = trainer.score(data.held_out, teacher)
-        if min(run.every_steps, run.every_seconds) < math.inf:
-            run.save(0.0)  # what would keep the run from saving shows before its first step
-    for name, found in before.items():
-        log(f"{'before' if name == 'scores' else name}: {row_scores(found)}")
+        if run.save_interval < math.inf:
+            run.save(0.0)  # if the run cannot save, this shows before its first step
+    log(f"before: {row_scores(before['scores'])}")
+    if teacher is not None:
+        log(f"teacher: {row_scores(before['teacher'])}")
     log(f"set-up and first scores: {time.perf_counter() - begin:.1f} s, outside the clock")
-    metrics, stop, watch.looping = {}, False, True
 
-    def report() -> None:
-        if not metrics:
-            return  # a step from before the run was resumed
-        seconds, done = clock.seconds[-1], run.step
-        line = (f"step:{done}/{steps} " + " ".join(f"{name}:{float(value):.4g}" for name, value in metrics.items())
-                + f" train_time:{1000 * seconds:.0f}ms step_avg:{1000 * seconds / done:.2f}ms")
-        if done % s.train_log_every == 0 or done <= 5:
-            log(line)
-        elif run.clear:
-            left = f"{clock.budget - seconds:.0f} s left " if clock.budget < math.inf else ""
-            print(run.clear + left + line[:100], end="", flush=True)
-
+    metrics = {}
+    stopping = False
+    stop_signal.listen()
     clock.start()
     while True:
-        last_step, watch.began = clock.is_last(run.step), math.inf  # no limit for validation and saving
-        trainer.qat = plan.is_on("qat")  # of a run that was resumed, too
-        stop |= watch.signal > 0 and not runtime.distributed
-        if s.val_loss_every and run.step and run.step % s.val_loss_every == 0 and not (last_step or stop):
+        last_step = clock.is_last(run.step)
+        trainer.qat = plan.is_on("qat")  # also in the scores of a run that was resumed
+        if stop_signal.number and not runtime.distributed:
+            stopping = True  # alone, a process need not ask other ranks
+
+        # 1. Score and save; the clock stands still.
+        val_is_due = settings.val_loss_every and run.step % settings.val_loss_every == 0
+        if val_is_due and run.step and not (last_step or stopping):
             with clock.paused():
-                log(f"step:{run.step} held_out {row_scores(trainer.score(data.held_out))}")
-        due = run.step % run.every_steps == 0 or clock.seconds[-1] - run.saved >= run.every_seconds
-        if stop or last_step or run.step and due:
+                scores = row_scores(trainer.score(data.held_out))
+            held_out = {"val_loss": scores["loss"][0], "val_accuracy": scores["accuracy"][0]}
+            log.metrics(run.step, held_out)
+        if last_step or stopping or run.is_save_due(clock.seconds[-1]):
             with clock.paused():
                 run.save(clock.seconds[-1])
-                runtime.agree("")  # all wait here, where the watch does not count the seconds
-        if last_step or stop:
+                runtime.agree(None)  # all ranks wait here
+        if last_step or stopping:
             break
-        watch.step, watch.median, watch.began = run.step, clock.median_step(), time.monotonic()
+        faulthandler.dump_traceback_later(max(HANG_SECONDS, 20 * clock.median_step()))
 
+        # 2. The phases and learning rate of this step.
         progress = clock.progress(run.step)
         for name in plan.begin_phases(run.step, progress):
             log(f"phase: {name} begins at step {run.step + 1}, {progress:.1%} of the run")
             if name == "qat":
-                for average in averages.values():  # averages of weights that never saw the quantizer do not fit it
-                    average.restart()
-        trainer.qat, multiplier = plan.is_on("qat"), plan.rates(progress)
-        windows = epochs.step(run.step + run.skipped)
-        own = [data.rows[at] for window in windows for at in window]
-        tokens, targets = sum(len(row.ids) - 1 for row in own), sum(int(row.learned.sum()) for row in own)
-        sums = trainer.forward_backward(trainer.batches(data.rows, windows, "learned"), targets)
-        extra = torch.cat([sums, sums.new_tensor([watch.signal])])
-        norm, extra = trainer.optimizers.reduce_gradients(runtime, s.grad_clip_norm, extra)
-        previous = clock.previous_report()  # the device has this step's work queued and does not wait
-        if previous is not None:
-            stop = previous.stop_requested
-            watch.agreed |= stop
-            if run.judge(previous.loss, not previous.finite):
-                report()
-        skip = ~torch.isfinite(norm)
+                for average in averages.values():
+                    average.restart()  # weights that never saw the quantizer do not fit it
+        trainer.qat = plan.is_on("qat")
+        multiplier = plan.rates(progress)
+
+        # 3. Forward and backward over the windows of this step.
+        windows = epochs.step(run.step)
+        rows = [data.rows[at] for at in itertools.chain(*windows)]
+        targets = sum(int(row.learned.sum()) for row in rows)
+        batches = trainer.batches(data.rows, windows, "learned")
+        sums = trainer.forward_backward(batches, targets)
+        extra = torch.cat([sums, sums.new_tensor([stop_signal.number])])
+        clip = settings.grad_clip_norm
+        norm, extra = trainer.optimizers.reduce_gradients(runtime, clip, extra)
+        loss, nats, kd, stop = extra
+        skip = ~(torch.isfinite(norm) & torch.isfinite(loss))
+
+        # 4. Read the report of the step before, now that the device has work queued.
+        report = clock.previous_report()
+        if report is not None:
+            stopping = report.stop_requested
+            log_step(run, clock, report, metrics)
+
+        # 5. Update the weights and their averages.
         trainer.optimizers.step(multiplier, MUON_MOMENTUM, skip)
         for name, average in averages.items():
             if plan.is_on(name):
                 average.update(progress)
-        counted.update(tokens=counted["tokens"] + tokens, targets=counted["targets"] + targets)
-        metrics = dict(zip(("loss", "nats", "kd"), extra, strict=False), grad_norm=norm, targets=targets,
-                       epoch=(run.step + run.skipped) // epochs.steps + 1, lr_mul=multiplier, progress=progress)
-        clock.send_report(extra[0], skip, extra[3])
+        counted["tokens"] += sum(len(row.ids) - 1 for row in rows)
+        counted["targets"] += targets
+        clock.send_report(loss, skip, stop)
+        metrics = {
+            "loss": loss,
+            "nats": nats,
+            "kd": kd,
+            "grad_norm": norm,
+            "targets": targets,
+            "epoch": run.step // epochs.steps + 1,
+            "lr_mul": multiplier,
+            "progress": progress,
+        }
         run.step += 1
 
     clock.stop()
-    previous = None if stop else clock.previous_report()
-    if stop or previous and previous.stop_requested or watch.signal and not runtime.distributed:
-        number = signal.Signals(watch.signal or signal.SIGTERM)
-        log(f"stopped by {number.name} after step {run.step}; RESUME={folder} goes on")
+    faulthandler.cancel_dump_traceback_later()
+    if stopping:
+        number = signal.Signals(stop_signal.number or signal.SIGTERM)
+        log(f"stopped by {number.name} after step {run.step}; RESUME={run.folder} goes on")
         runtime.leave()
         return 128 + number
-    watch.looping = False
-    if previous and run.judge(previous.loss, not previous.finite, last=True):
-        report()
+    stop_signal.ignore()
+    report = clock.previous_report()
+    if report is not None:
+        log_step(run, clock, report, metrics)
     if runtime.rank == 0:
-        used = {"settings": vars(settings), "progress": clock.used, "events": run.events}
-        replace_file(folder / "progress.json", json.dumps(used).encode())
+        stored_run = {"settings": asdict(settings), "progress": clock.used, "events": run.events}
+        replace_file(run.folder / "progress.json", json.dumps(stored_run).encode())
 
+    # Choose the weights, quantize and pack them; this is on the clock, too.
     clock.start()
-    values = {"raw": [param.detach() for param in trainer.trained],
-              **{name: average.values for name, average in averages.items() if average.count}}
-    trainer.qat, losses = not s.lora_rank, {}  # adapters are quantized as parts of the weights that they change
-    count = 2 * s.train_batch_tokens * len(data.rows) // sum(epochs.lengths)  # of rows: two batches
-    seen = random.Random(s.seed).sample(data.rows, max(1, min(count, len(data.rows))))
-    for name in values if len(values) > 1 else ():
-        with swapped(trainer.trained, values[name]):
-            losses[name] = row_scores(trainer.score(seen))["loss"][0]
-        log(f"weights: {name}, loss {losses[name]:.4f} of {len(seen)} rows of training")
-    chosen = min(losses, key=losses.get, default="raw")
-    log(f"weights: {chosen} chosen")
-    torch._foreach_copy_(values["raw"], values[chosen])
-    if s.lora_rank:
+    # Adapters are quantized as parts of the weights that they change.
+    trainer.qat = not settings.lora_rank
+    # Two batches of rows are enough to choose by.
+    sample_size = 2 * settings.train_batch_tokens * len(data.rows) // sum(epochs.lengths)
+    sample_size = max(1, min(sample_size, len(data.rows)))
+    sample = random.Random(settings.seed).sample(data.rows, sample_size)
+    chosen = choose_weights(trainer, averages, sample, log)
+    if settings.lora_rank:
         merge_lora(network)
     state = network.state_dict()
-    packed, sizes = pack_artifact(state, quantize_all(state, trainer.table), vars(config), tokenizer.sha256,
-                                  {"seed": s.seed, "tokenizer": tokenizer.file, "grown": grown})
+    content, sizes = pack_artifact(
+        state,
+        quantize_all(state, trainer.table),
+        settings=asdict(config),
+        tokenizer_sha256=tokenizer.sha256,
+        meta={"seed": settings.seed, "tokenizer": tokenizer.file, "grown": grown},
+    )
     clock.stop()
     log(plan.summary())
-    log(f"clock: {clock.elapsed():.1f} s to train and choose, MAX_WALLCLOCK_SECONDS={s.max_wallclock_seconds}")
-    if s.replay:
-        run.event("replay", of=s.replay)
-    elif 0 < s.max_wallclock_seconds < clock.elapsed():
-        run.event("over_clock", seconds=clock.elapsed(), hint="choosing wants more RESERVE_SECONDS")
-
-    artifact = folder / "model.upar"
+    limit = settings.max_wallclock_seconds
+    log(f"clock: {clock.elapsed():.1f} s to train and choose, MAX_WALLCLOCK_SECONDS={limit}")
+    if settings.replay:
+        run.event("replay", of=settings.replay)
+    elif 0 < limit < clock.elapsed():
+        run.event("over_clock", seconds=clock.elapsed(), hint="needs more RESERVE_SECONDS")
+    artifact = run.folder / "model.upar"
     if runtime.rank == 0:
-        replace_file(artifact, packed)
-    runtime.agree("")  # rank 0 has written it
+        replace_file(artifact, content)
+    runtime.agree(None)  # rank 0 has written it
+
+    # Score what the artifact file alone gives back, and what was gained, row by row.
     final, *_ = load_model("ARTIFACT", str(artifact))
-    trainer.qat = False  # from here on the network that the file holds, by that file alone
-    found = trainer.score(data.held_out, final.to(runtime.device))
-    after, (was, tokens, right) = row_scores(found), before["scores"].T
-    gain = {"loss": ratio_interval(was - found[:, 0], tokens), "accuracy": ratio_interval(found[:, 2] - right, tokens)}
+    trainer.qat = False
+    scores = trainer.score(data.held_out, final.to(runtime.device))
+    nats, tokens, right = before["scores"].T
+    after = row_scores(scores)
+    gain = {
+        "loss": ratio_interval(nats - scores[:, 0], tokens),
+        "accuracy": ratio_interval(scores[:, 2] - right, tokens),
+    }
     log(f"after: {after}")
     log(f"gain: {gain}, paired; of the loss, what it is less")
 
-    code = len(Path(__file__).read_bytes()) + (len(Path(s.config).read_bytes()) if s.config else 0)
-    total = code + artifact.stat().st_size
-    faults = [f"phase {name} was enabled and never fired" for name, phase in plan.phases.items() if not phase.steps]
-    if total > s.artifact_bytes_max:
-        faults.append(f"{total} bytes of code and artifact, more than ARTIFACT_BYTES_MAX={s.artifact_bytes_max}")
+    code_bytes = len(Path(__file__).read_bytes())
+    if settings.config:
+        code_bytes += len(Path(settings.config).read_bytes())
+    total_bytes = code_bytes + len(content)
+    faults = []
+    for name, phase in plan.phases.items():
+        if not phase.steps:
+            faults.append(f"phase {name} was enabled and never fired")
+    if total_bytes > settings.artifact_bytes_max:
+        maximum = settings.artifact_bytes_max
+        faults.append(f"{total_bytes} bytes of code and artifact; ARTIFACT_BYTES_MAX={maximum}")
     if runtime.rank == 0:
         result = {
-            "script": Path(__file__).name, "run_id": folder.name, "seed": s.seed, "code_sha256": sha256_file(__file__),
-            "tokenizer_sha256": tokenizer.sha256, "grown": grown, "data_sha256": content.hexdigest(),
-            **describe_machine(runtime), "world_size": runtime.world_size, "init_from": source,
-            "steps": run.step, "rows": len(data.rows), **counted, "train_seconds": clock.elapsed(),
-            "total_seconds": time.perf_counter() - begin, "params": count_parameters(network), "weights": chosen,
-            "optimizer_state_bytes": sum(t.nbytes for own in trainer.optimizers.state_dict().values()
-                                         for t in own.values()),
-            "before": row_scores(before["scores"]), "after": after, "gain": gain,
-            **({"teacher": {"file": s.teacher, **row_scores(before["teacher"])}} if s.teacher else {}),
+            "script": Path(__file__).name,
+            "run_id": run.folder.name,
+            "seed": settings.seed,
+            "code_sha256": sha256_file(__file__),
+            "tokenizer_sha256": tokenizer.sha256,
+            "grown": grown,
+            "data_sha256": data_sha256,
+            **describe_machine(runtime),
+            "world_size": runtime.world_size,
+            "init_from": source,
+            "steps": run.step,
+            "skipped_steps": run.skipped_steps,
+            "rows": len(data.rows),
+            **counted,
+            "train_seconds": clock.elapsed(),
+            "total_seconds": time.perf_counter() - begin,
+            "params": count_parameters(network),
+            "weights": chosen,
+            "optimizer_state_bytes": optimizer_state_bytes(trainer.optimizers),
+            "before": row_scores(before["scores"]),
+            "after": after,
+            "gain": gain,
             "last": {name: float(value) for name, value in metrics.items()},
-            "artifact": str(artifact), "artifact_sha256": sha256_file(artifact),
-            "artifact_bytes": artifact.stat().st_size, "code_bytes": code, "total_bytes": total,
-            "bytes_by_class": sizes, "phases": {name: asdict(phase) for name, phase in plan.phases.items()},
-            "events": run.events, "settings": asdict(settings),
+            "artifact": str(artifact),
+            "artifact_sha256": sha256_file(artifact),
+            "artifact_bytes": len(content),
+            "code_bytes": code_bytes,
+            "total_bytes": total_bytes,
+            "bytes_by_class": sizes,
+            "phases": {name: asdict(phase) for name, phase in plan.phases.items()},
+            "events": run.events,
+            "settings": asdict(settings),
         }
-        replace_file(folder / "result.json", (json.dumps(result, indent=1) + "\n").encode())
-        log("---\n" + "\n".join(f"{key}: {value}" for key, value in result.items() if not isinstance(value, dict)))
-        for fault in faults:
-            log(f"error: {fault}; everything was saved", terminal=False)
-            sys.stderr.write(f"error: {fault}; everything was saved\n")
+        if teacher is not None:
+            result["teacher"] = {"file": settings.teacher, **row_scores(before["teacher"])}
+        run.write_result(result, faults)
     runtime.leave()
     return 1 if faults else 0
 
