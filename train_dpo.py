@@ -3890,6 +3890,14 @@ def optimizer_state_bytes(optimizers: Optimizers) -> int:
     return total
 
 
+def held_out_metrics(scores: dict) -> dict[str, float]:
+    """Return the numbers of `pair_summary` for the log and the tracker: of an interval its mean."""
+    metrics = {}
+    for name, value in scores.items():
+        metrics[f"held_out/{name}"] = value[0] if isinstance(value, list) else value
+    return metrics
+
+
 def log_step(run: Run, clock: Clock, report: StepReport, metrics: dict[str, float]) -> None:
     """Count the finished step if it was skipped, and log its metrics."""
     run.count_skipped(report)
@@ -4036,6 +4044,8 @@ def main() -> int:
             run.save(0.0)  # if the run cannot save, this shows before its first step
     held_out_reference = start["reference"][len(data.pairs) :]
     before = pair_summary(start["before"], is_reward)
+    if not checkpoint_path:
+        log.metrics(0, held_out_metrics(before))
     log(f"before: {before}")
     log(f"set-up and first scores: {time.perf_counter() - begin:.1f} s, outside the clock")
 
@@ -4053,10 +4063,8 @@ def main() -> int:
         val_is_due = settings.val_loss_every and run.step % settings.val_loss_every == 0
         if val_is_due and run.step and not (last_step or stopping):
             with clock.paused():
-                held_out = trainer.measure(data.held_out, held_out_reference)
-            summary = pair_summary(held_out, is_reward)
-            intervals = {key: value for key, value in summary.items() if isinstance(value, list)}
-            log.metrics(run.step, {f"val_{key}": value[0] for key, value in intervals.items()})
+                scores = trainer.measure(data.held_out, held_out_reference)
+            log.metrics(run.step, held_out_metrics(pair_summary(scores, is_reward)))
         if last_step or stopping or run.is_save_due(clock.seconds[-1]):
             with clock.paused():
                 run.save(clock.seconds[-1])
@@ -4156,6 +4164,7 @@ def main() -> int:
     for name, change in shown(scores - start["before"], is_reward).items():
         if not name.startswith("longer"):
             gain[name] = mean_interval(change)
+    log.metrics(run.step, held_out_metrics(after))
     log(f"after: {after}")
     log(f"gain: {gain}, paired")
 
