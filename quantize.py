@@ -1888,7 +1888,8 @@ def swapped(params: list[Tensor], values: Iterable[Tensor]) -> Iterator[None]:
     try:
         yield
     finally:
-        torch._foreach_copy_(params, originals)
+        for param, original in zip(params, originals, strict=True):
+            param.copy_(original)
 
 
 def decoded(
@@ -2069,9 +2070,9 @@ def unpack_array(record: dict, payload: bytes) -> np.ndarray:
     """Returns the array of a zstd frame, in the byte order of this machine."""
     dtype = np.dtype(record["dtype"])
     require(record["coder"] == "zstd" and dtype.itemsize <= 4, "an unknown coder or dtype")
-    # No more is unpacked than the shape says, whatever the frame claims.
+    # Only one byte more is unpacked than the shape says, so that a longer frame is an error.
     size = math.prod(record["shape"]) * dtype.itemsize
-    raw = zstandard.ZstdDecompressor().stream_reader(payload).read(size)
+    raw = zstandard.ZstdDecompressor().stream_reader(payload).read(size + 1)
     return np.frombuffer(raw, dtype).astype(dtype.newbyteorder("=")).reshape(record["shape"])
 
 
@@ -2148,8 +2149,8 @@ def pack_artifact(
 
 def read_streams(data: bytes, max_weights: int) -> tuple[dict, list[bytes]]:
     """Returns the header and the streams of an artifact. Raises ArtifactError if it is damaged."""
-    magic, version, length, crc32 = ARTIFACT_PREFIX.unpack_from(data)
-    require(magic == ARTIFACT_MAGIC, f"is no underpar artifact, it begins with {magic!r}")
+    require(data.startswith(ARTIFACT_MAGIC), f"is no underpar artifact, begins with {data[:8]!r}")
+    _, version, length, crc32 = ARTIFACT_PREFIX.unpack_from(data)
     require(version == ARTIFACT_VERSION, f"version {version}, this code reads {ARTIFACT_VERSION}")
     file = io.BytesIO(data[ARTIFACT_PREFIX.size : -32])
     frame = file.read(length)
@@ -2204,7 +2205,7 @@ def read_artifact(
             tensors[name] = values.float()
         require((states == RANS_LOW).all(), "the lanes do not end at 2**16")
     except Exception as error:  # a file that only claims to be an artifact may raise anything
-        reason = error if isinstance(error, ArtifactError) else repr(error)
+        reason = str(error) if isinstance(error, ArtifactError) else repr(error)
         raise ArtifactError(f"{path}: {reason} ({len(data)} bytes)") from None
     return header, tensors, coded
 

@@ -2436,7 +2436,8 @@ def swapped(params: list[Tensor], values: Iterable[Tensor]) -> Iterator[None]:
     try:
         yield
     finally:
-        torch._foreach_copy_(params, originals)
+        for param, original in zip(params, originals, strict=True):
+            param.copy_(original)
 
 
 def decoded(
@@ -2617,9 +2618,9 @@ def unpack_array(record: dict, payload: bytes) -> np.ndarray:
     """Returns the array of a zstd frame, in the byte order of this machine."""
     dtype = np.dtype(record["dtype"])
     require(record["coder"] == "zstd" and dtype.itemsize <= 4, "an unknown coder or dtype")
-    # No more is unpacked than the shape says, whatever the frame claims.
+    # Only one byte more is unpacked than the shape says, so that a longer frame is an error.
     size = math.prod(record["shape"]) * dtype.itemsize
-    raw = zstandard.ZstdDecompressor().stream_reader(payload).read(size)
+    raw = zstandard.ZstdDecompressor().stream_reader(payload).read(size + 1)
     return np.frombuffer(raw, dtype).astype(dtype.newbyteorder("=")).reshape(record["shape"])
 
 
@@ -2696,8 +2697,8 @@ def pack_artifact(
 
 def read_streams(data: bytes, max_weights: int) -> tuple[dict, list[bytes]]:
     """Returns the header and the streams of an artifact. Raises ArtifactError if it is damaged."""
-    magic, version, length, crc32 = ARTIFACT_PREFIX.unpack_from(data)
-    require(magic == ARTIFACT_MAGIC, f"is no underpar artifact, it begins with {magic!r}")
+    require(data.startswith(ARTIFACT_MAGIC), f"is no underpar artifact, begins with {data[:8]!r}")
+    _, version, length, crc32 = ARTIFACT_PREFIX.unpack_from(data)
     require(version == ARTIFACT_VERSION, f"version {version}, this code reads {ARTIFACT_VERSION}")
     file = io.BytesIO(data[ARTIFACT_PREFIX.size : -32])
     frame = file.read(length)
@@ -2752,7 +2753,7 @@ def read_artifact(
             tensors[name] = values.float()
         require((states == RANS_LOW).all(), "the lanes do not end at 2**16")
     except Exception as error:  # a file that only claims to be an artifact may raise anything
-        reason = error if isinstance(error, ArtifactError) else repr(error)
+        reason = str(error) if isinstance(error, ArtifactError) else repr(error)
         raise ArtifactError(f"{path}: {reason} ({len(data)} bytes)") from None
     return header, tensors, coded
 
@@ -3889,6 +3890,14 @@ def optimizer_state_bytes(optimizers: Optimizers) -> int:
     return total
 
 
+def held_out_metrics(scores: dict) -> dict[str, float]:
+    """Return the numbers of `pair_summary` for the log and the tracker: of an interval its mean."""
+    metrics = {}
+    for name, value in scores.items():
+        metrics[f"held_out/{name}"] = value[0] if isinstance(value, list) else value
+    return metrics
+
+
 def log_step(run: Run, clock: Clock, report: StepReport, metrics: dict[str, float]) -> None:
     """Count the finished step if it was skipped, and log its metrics."""
     run.count_skipped(report)
@@ -4035,6 +4044,8 @@ def main() -> int:
             run.save(0.0)  # if the run cannot save, this shows before its first step
     held_out_reference = start["reference"][len(data.pairs) :]
     before = pair_summary(start["before"], is_reward)
+    if not checkpoint_path:
+        log.metrics(0, held_out_metrics(before))
     log(f"before: {before}")
     log(f"set-up and first scores: {time.perf_counter() - begin:.1f} s, outside the clock")
 
@@ -4052,10 +4063,8 @@ def main() -> int:
         val_is_due = settings.val_loss_every and run.step % settings.val_loss_every == 0
         if val_is_due and run.step and not (last_step or stopping):
             with clock.paused():
-                held_out = trainer.measure(data.held_out, held_out_reference)
-            summary = pair_summary(held_out, is_reward)
-            intervals = {key: value for key, value in summary.items() if isinstance(value, list)}
-            log.metrics(run.step, {f"val_{key}": value[0] for key, value in intervals.items()})
+                scores = trainer.measure(data.held_out, held_out_reference)
+            log.metrics(run.step, held_out_metrics(pair_summary(scores, is_reward)))
         if last_step or stopping or run.is_save_due(clock.seconds[-1]):
             with clock.paused():
                 run.save(clock.seconds[-1])
@@ -4155,6 +4164,7 @@ def main() -> int:
     for name, change in shown(scores - start["before"], is_reward).items():
         if not name.startswith("longer"):
             gain[name] = mean_interval(change)
+    log.metrics(run.step, held_out_metrics(after))
     log(f"after: {after}")
     log(f"gain: {gain}, paired")
 

@@ -2437,7 +2437,8 @@ def swapped(params: list[Tensor], values: Iterable[Tensor]) -> Iterator[None]:
     try:
         yield
     finally:
-        torch._foreach_copy_(params, originals)
+        for param, original in zip(params, originals, strict=True):
+            param.copy_(original)
 
 
 def decoded(
@@ -2618,9 +2619,9 @@ def unpack_array(record: dict, payload: bytes) -> np.ndarray:
     """Returns the array of a zstd frame, in the byte order of this machine."""
     dtype = np.dtype(record["dtype"])
     require(record["coder"] == "zstd" and dtype.itemsize <= 4, "an unknown coder or dtype")
-    # No more is unpacked than the shape says, whatever the frame claims.
+    # Only one byte more is unpacked than the shape says, so that a longer frame is an error.
     size = math.prod(record["shape"]) * dtype.itemsize
-    raw = zstandard.ZstdDecompressor().stream_reader(payload).read(size)
+    raw = zstandard.ZstdDecompressor().stream_reader(payload).read(size + 1)
     return np.frombuffer(raw, dtype).astype(dtype.newbyteorder("=")).reshape(record["shape"])
 
 
@@ -2697,8 +2698,8 @@ def pack_artifact(
 
 def read_streams(data: bytes, max_weights: int) -> tuple[dict, list[bytes]]:
     """Returns the header and the streams of an artifact. Raises ArtifactError if it is damaged."""
-    magic, version, length, crc32 = ARTIFACT_PREFIX.unpack_from(data)
-    require(magic == ARTIFACT_MAGIC, f"is no underpar artifact, it begins with {magic!r}")
+    require(data.startswith(ARTIFACT_MAGIC), f"is no underpar artifact, begins with {data[:8]!r}")
+    _, version, length, crc32 = ARTIFACT_PREFIX.unpack_from(data)
     require(version == ARTIFACT_VERSION, f"version {version}, this code reads {ARTIFACT_VERSION}")
     file = io.BytesIO(data[ARTIFACT_PREFIX.size : -32])
     frame = file.read(length)
@@ -2753,7 +2754,7 @@ def read_artifact(
             tensors[name] = values.float()
         require((states == RANS_LOW).all(), "the lanes do not end at 2**16")
     except Exception as error:  # a file that only claims to be an artifact may raise anything
-        reason = error if isinstance(error, ArtifactError) else repr(error)
+        reason = str(error) if isinstance(error, ArtifactError) else repr(error)
         raise ArtifactError(f"{path}: {reason} ({len(data)} bytes)") from None
     return header, tensors, coded
 
@@ -3947,6 +3948,14 @@ def optimizer_state_bytes(optimizers: Optimizers) -> int:
     return total
 
 
+def held_out_metrics(scores: dict) -> dict[str, float]:
+    """Return the numbers of `row_scores` for the log and the tracker: of an interval its mean."""
+    metrics = {}
+    for name, value in scores.items():
+        metrics[f"held_out/{name}"] = value[0] if isinstance(value, list) else value
+    return metrics
+
+
 def log_step(run: Run, clock: Clock, report: StepReport, metrics: dict) -> None:
     """Count the finished step if it was skipped, and log its metrics (numbers or 0-d tensors)."""
     run.count_skipped(report)
@@ -3958,10 +3967,32 @@ def log_step(run: Run, clock: Clock, report: StepReport, metrics: dict) -> None:
     run.log.metrics(run.step, values, seconds_left)
 
 
+def describe_epoch(epochs: Epochs, settings: Settings) -> str:
+    """Return a line for the log: windows of an epoch, how full they are, and its steps."""
+    windows = epochs.windows(0)
+    filled = sum(epochs.lengths[at] for at in itertools.chain(*windows))
+    share = filled / (len(windows) * settings.train_seq_len)
+    line = (
+        f"batch: an epoch is {len(windows)} windows of {settings.train_seq_len} tokens, "
+        f"{share:.1%} full, in {epochs.steps} steps of at most {settings.train_batch_tokens} tokens"
+    )
+    if not epochs.packed:
+        line += "; one row to a window, because learned positions cannot be packed"
+    return line
+
+
 def choose_weights(
     trainer: SFTTrainer, averages: dict[str, Average], rows: list[Row], log: Log
 ) -> str:
-    """Give the network the raw or averaged weights with the least loss of `rows`; return a name."""
+    """Give the network the raw or averaged weights with the least loss; return a name.
+
+    The loss is that of some of the rows of training, about two batches.
+    """
+    settings = trainer.settings
+    tokens = sum(len(row.ids) - 1 for row in rows)
+    count = 2 * settings.train_batch_tokens * len(rows) // tokens
+    count = max(1, min(count, len(rows)))
+    rows = random.Random(settings.seed).sample(rows, count)
     params = [param.detach() for param in trainer.trained]
     candidates = {"raw": params}
     for name, average in averages.items():
@@ -4050,16 +4081,8 @@ def main() -> int:
     trained = sum(param.numel() for param in trainer.optimizers.params)
     numbers = " ".join(f"{name}:{count}" for name, count in counts.items())
     log(f"parameters: {numbers} trained:{trained} layers: {config.layers}")
-    windows = epochs.windows(0)
-    filled = sum(epochs.lengths[at] for at in itertools.chain(*windows))
-    log(
-        f"batch: an epoch is {len(windows)} windows of {settings.train_seq_len} tokens, "
-        f"{filled / (len(windows) * settings.train_seq_len):.1%} full, in {epochs.steps} steps of "
-        f"at most {settings.train_batch_tokens} tokens over {runtime.world_size} ranks; "
-        f"{steps} steps at most"
-    )
-    if not trainer.packed:
-        log("batch: one row to a window, because learned positions cannot be packed")
+    log(describe_epoch(epochs, settings))
+    log(f"batch: {steps} steps at most, over {runtime.world_size} ranks")
     log(plan.describe())
     if checkpoint_path:
         run.load(checkpoint_path)
@@ -4069,7 +4092,10 @@ def main() -> int:
             before["teacher"] = trainer.score(data.held_out, teacher)
         if run.save_interval < math.inf:
             run.save(0.0)  # if the run cannot save, this shows before its first step
-    log(f"before: {row_scores(before['scores'])}")
+    start = row_scores(before["scores"])
+    if not checkpoint_path:
+        log.metrics(0, held_out_metrics(start))
+    log(f"before: {start}")
     if teacher is not None:
         log(f"teacher: {row_scores(before['teacher'])}")
     log(f"set-up and first scores: {time.perf_counter() - begin:.1f} s, outside the clock")
@@ -4089,8 +4115,7 @@ def main() -> int:
         if val_is_due and run.step and not (last_step or stopping):
             with clock.paused():
                 scores = row_scores(trainer.score(data.held_out))
-            held_out = {"val_loss": scores["loss"][0], "val_accuracy": scores["accuracy"][0]}
-            log.metrics(run.step, held_out)
+            log.metrics(run.step, held_out_metrics(scores))
         if last_step or stopping or run.is_save_due(clock.seconds[-1]):
             with clock.paused():
                 run.save(clock.seconds[-1])
@@ -4166,11 +4191,7 @@ def main() -> int:
     clock.start()
     # Adapters are quantized as parts of the weights that they change.
     trainer.qat = not settings.lora_rank
-    # Two batches of rows are enough to choose by.
-    sample_size = 2 * settings.train_batch_tokens * len(data.rows) // sum(epochs.lengths)
-    sample_size = max(1, min(sample_size, len(data.rows)))
-    sample = random.Random(settings.seed).sample(data.rows, sample_size)
-    chosen = choose_weights(trainer, averages, sample, log)
+    chosen = choose_weights(trainer, averages, data.rows, log)
     if settings.lora_rank:
         merge_lora(network)
     state = network.state_dict()
@@ -4204,6 +4225,7 @@ def main() -> int:
         "loss": ratio_interval(nats - scores[:, 0], tokens),
         "accuracy": ratio_interval(scores[:, 2] - right, tokens),
     }
+    log.metrics(run.step, held_out_metrics(after))
     log(f"after: {after}")
     log(f"gain: {gain}, paired; of the loss, what it is less")
 
@@ -4239,7 +4261,7 @@ def main() -> int:
             "params": count_parameters(network),
             "weights": chosen,
             "optimizer_state_bytes": optimizer_state_bytes(trainer.optimizers),
-            "before": row_scores(before["scores"]),
+            "before": start,
             "after": after,
             "gain": gain,
             "last": {name: float(value) for name, value in metrics.items()},

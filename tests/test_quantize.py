@@ -200,7 +200,6 @@ def test_codes_by_gptq_stay_as_they_are(call, place, tmp_path):
     code, output, _ = call("verify", tmp_path / "g.upar", place / "run")
     assert code == 0 and "byte for byte" not in output and "by GPTQ or with steps fitted" in output
     rows = table_of("".join(line + "\n" for line in output.splitlines() if ".upar" not in line))
-    nearest = T.quantize_all(tensors, wide)
     for kind in ("matrix", "embedding"):
         names = [name for name in coded if T.tensor_class(name, tensors[name]) == kind]
         pairs = [[(T.dequantize(own[name].codes, own[name].scale) - tensors[name].flatten(1)).double().square()
@@ -566,7 +565,7 @@ def test_the_guides_commands_run(call, named):
             said[words[script + 1], words[-1]] = output
     assert len(said) == 13 and {command for command, _ in said} == {run.__name__ for run in Q.COMMANDS}
     assert (named / "again.upar").read_bytes() == (named / "int4.upar").read_bytes()
-    assert "4-bit rans" in call("info", "int4.upar")[1] and "4-bit rans" in call("info", "tuned.upar")[1]
+    assert "4-bit rans:" in call("info", "int4.upar")[1] and "4-bit rans:" in call("info", "tuned.upar")[1]
     assert "byte for byte" in said["verify", "ema"]
     assert "bits per byte of validation: base " in said["bitdelta", "--score"]
     assert sorted(path.name for path in (named / "huggingface").iterdir()) == [
