@@ -143,8 +143,8 @@ REMOVED_SETTINGS = (
     "UNET_SKIPS",
 )
 
-# Names that nanoGPT, modded-nanogpt, Parameter Golf and TRL use, and the settings that mean the
-# same here; "" means that this project has no such feature.
+# Names that nanoGPT, modded-nanogpt, Parameter Golf and TRL use, and the settings that do the
+# same job here; "" means that this project has no such feature.
 ALIASES = {
     "BATCH_SIZE": "TRAIN_BATCH_TOKENS",
     "BETA": "KL_BETA",
@@ -264,8 +264,9 @@ def check_unknown_name(name: str, text: str, names: Iterable[str], hint: str) ->
     message = f"{name}={text!r}: no setting of this script"
     if name in RETIRED_SETTINGS:
         constant, value = RETIRED_SETTINGS[name]
-        if text in (str(value), f"{value:g}"):
-            return
+        with contextlib.suppress(ValueError):
+            if float(text) == value:
+                return
         raise UserError(f"{message}, which has the constant {constant} = {value}; {hint}")
     meant = name
     while meant in ALIASES and meant not in names:
@@ -336,9 +337,9 @@ def load_settings(
 ):
     """Return the settings of dataclass `cls`: defaults < CONFIG file < environment < arguments.
 
-    presets: NAME of a setting -> choice -> values of other settings. They stand below the values
-    given in the same place, so a preset chosen in the environment overrides the file. stored: function of
-    the given texts that returns defaults and overrides, two dicts (see stored_settings).
+    presets: NAME of a setting -> choice -> values of other settings. Values given in the same place
+    override them, so a preset chosen in the environment overrides the file. stored: function of the
+    given texts that returns defaults and overrides, two dicts (see stored_settings).
     Raises UserError: a wrong value, or a name that is no setting (see check_unknown_name).
     """
     if "--help" in arguments or "-h" in arguments:
@@ -1789,9 +1790,9 @@ def swapped(params: list[Tensor], values: Iterable[Tensor]) -> Iterator[None]:
     """Inside, `params` hold `values`; afterwards, also after an exception, their old values."""
     params = [param.detach() for param in params]  # the same memory, which may be written in place
     originals = [param.clone() for param in params]
-    for param, value in zip(params, values, strict=True):
-        param.copy_(value)
     try:
+        for param, value in zip(params, values, strict=True):
+            param.copy_(value)
         yield
     finally:
         for param, original in zip(params, originals, strict=True):

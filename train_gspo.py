@@ -198,8 +198,8 @@ REMOVED_SETTINGS = (
     "UNET_SKIPS",
 )
 
-# Names that nanoGPT, modded-nanogpt, Parameter Golf and TRL use, and the settings that mean the
-# same here; "" means that this project has no such feature.
+# Names that nanoGPT, modded-nanogpt, Parameter Golf and TRL use, and the settings that do the
+# same job here; "" means that this project has no such feature.
 ALIASES = {
     "BATCH_SIZE": "TRAIN_BATCH_TOKENS",
     "BETA": "KL_BETA",
@@ -319,8 +319,9 @@ def check_unknown_name(name: str, text: str, names: Iterable[str], hint: str) ->
     message = f"{name}={text!r}: no setting of this script"
     if name in RETIRED_SETTINGS:
         constant, value = RETIRED_SETTINGS[name]
-        if text in (str(value), f"{value:g}"):
-            return
+        with contextlib.suppress(ValueError):
+            if float(text) == value:
+                return
         raise UserError(f"{message}, which has the constant {constant} = {value}; {hint}")
     meant = name
     while meant in ALIASES and meant not in names:
@@ -391,9 +392,9 @@ def load_settings(
 ):
     """Return the settings of dataclass `cls`: defaults < CONFIG file < environment < arguments.
 
-    presets: NAME of a setting -> choice -> values of other settings. They stand below the values
-    given in the same place, so a preset chosen in the environment overrides the file. stored: function of
-    the given texts that returns defaults and overrides, two dicts (see stored_settings).
+    presets: NAME of a setting -> choice -> values of other settings. Values given in the same place
+    override them, so a preset chosen in the environment overrides the file. stored: function of the
+    given texts that returns defaults and overrides, two dicts (see stored_settings).
     Raises UserError: a wrong value, or a name that is no setting (see check_unknown_name).
     """
     if "--help" in arguments or "-h" in arguments:
@@ -1573,7 +1574,7 @@ def reference_policy(model: nn.Module, frozen: bool) -> Callable[[], contextlib.
 
 
 # === shared: optimizer ===
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # of s, s^3 and s^5: Keller Jordan's, steep at s = 0
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # coefficients of s, s^3 and s^5 by Keller Jordan
 NEWTON_SCHULZ_STEPS = 5  # bring singular values above 0.002 to between 0.68 and 1.21
 MUON_MOMENTUM = 0.95  # of modded-nanogpt and Parameter Golf
 ADAM_BETAS = (0.9, 0.95)  # as for GPT-3: 0.999 remembers longer than short runs last
@@ -1604,9 +1605,9 @@ def orthogonalize(G: Tensor, dtype=None) -> Tensor:
     return X.to(G.dtype)
 
 
-# The optimizers below have step(skip), where `skip` is a 0-d bool tensor on the device. If it is
-# true, because loss or gradients were not finite, the step changes neither weights nor state. The
-# host never waits for the device to know it.
+# Muon and the subclasses of MaskedOptimizer have step(skip), where `skip` is a 0-d bool tensor on
+# the device. If it is true, because loss or gradients were not finite, the step changes neither
+# weights nor state. The host never waits for the device to know it.
 class Muon(torch.optim.Optimizer):
     """Nesterov momentum whose update is orthogonalized, for the matrices of one parameter group.
 
@@ -1661,9 +1662,9 @@ class Muon(torch.optim.Optimizer):
 class MaskedOptimizer(torch.optim.Optimizer):
     """Base of optimizers that update every parameter by itself, with decoupled weight decay.
 
-    A subclass has `update(grad, state)`, which returns two things: the update, in the shape of
-    grad, of which lr times is subtracted from the weights; and the new state, a dict. If `state` is
-    empty, it first fills it with zeros.
+    A subclass has `update(grad, state)`, which returns the update (shape of grad), lr times which
+    is subtracted from the weights, and the new state, a dict of new tensors. If `state` is empty,
+    update first fills it with zeros.
     """
 
     @torch.no_grad()
@@ -1698,7 +1699,7 @@ class AdamW8bit(MaskedOptimizer):
 
     The moments m and v are kept in blocks of 256 weights. One byte has the level n of r = sqrt(v):
     r = r_max 2**(-n / 16), where r_max is the block's largest. The other has m / r, linear in the
-    block. After 300 steps the loss was 0.16% from AdamW's; with linear codes of r, 0.9%.
+    block. After 300 steps the loss was 0.16% above AdamW's; with linear codes of r, 0.9%.
     """
 
     def update(self, grad: Tensor, state: dict):
@@ -1805,7 +1806,7 @@ class Optimizers:
                 small = [param for param in params if param.numel() < LEAST_8BIT]
                 adam_groups.append(dict(group, params=small))
             self.all = [AdamW8bit(groups, defaults={})]
-        else:
+        elif kind == "adamw":
             adam_groups += groups
         self.all.append(torch.optim.AdamW(adam_groups, betas=adam_betas, eps=ADAM_EPS, fused=True))
 
@@ -1845,7 +1846,7 @@ class Optimizers:
         for optimizer in self.all:
             for group in optimizer.param_groups:
                 group["lr"].fill_(group["base_lr"] * multiplier)
-                group["momentum"] = momentum  # only Muon reads it
+                group["momentum"] = momentum  # scheduled for Muon; the others have constants
             if isinstance(optimizer, torch.optim.AdamW):
                 optimizer.found_inf = skip.float()  # 1: torch's fused kernel changes nothing
                 optimizer.step()
@@ -2263,9 +2264,9 @@ def swapped(params: list[Tensor], values: Iterable[Tensor]) -> Iterator[None]:
     """Inside, `params` hold `values`; afterwards, also after an exception, their old values."""
     params = [param.detach() for param in params]  # the same memory, which may be written in place
     originals = [param.clone() for param in params]
-    for param, value in zip(params, values, strict=True):
-        param.copy_(value)
     try:
+        for param, value in zip(params, values, strict=True):
+            param.copy_(value)
         yield
     finally:
         for param, original in zip(params, originals, strict=True):
