@@ -4116,7 +4116,7 @@ def main() -> int:
         log(f"stopped by {number.name} after step {run.step}; RESUME={run.folder} goes on")
         runtime.leave()
         return 128 + number
-    stop_signal.ignore()
+    stop_signal.restore()
     report = clock.previous_report()
     if report is not None:
         log_step(run, clock, report, metrics)
