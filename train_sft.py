@@ -4109,7 +4109,8 @@ def main() -> int:
         last_step = clock.is_last(run.step)
         trainer.qat = plan.is_on("qat")  # also in the scores of a run that was resumed
         if stop_signal.number and not runtime.distributed:
-            stopping = True  # alone, a process need not ask other ranks
+            stopping = True  # a single process need not ask other ranks
+        faulthandler.cancel_dump_traceback_later()
 
         # 1. Score and save; the clock stands still.
         val_is_due = settings.val_loss_every and run.step % settings.val_loss_every == 0
@@ -4174,10 +4175,9 @@ def main() -> int:
         run.step += 1
 
     clock.stop()
-    faulthandler.cancel_dump_traceback_later()
     if stopping:
         number = signal.Signals(stop_signal.number or signal.SIGTERM)
-        log(f"stopped by {number.name} after step {run.step}; RESUME={run.folder} goes on")
+        log(f"stopped by {number.name} after step {run.step}; RESUME={run.folder} continues it")
         runtime.leave()
         return 128 + number
     stop_signal.restore()
@@ -4185,8 +4185,8 @@ def main() -> int:
     if report is not None:
         log_step(run, clock, report, metrics)
     if runtime.rank == 0:
-        stored_run = {"settings": asdict(settings), "progress": clock.used, "events": run.events}
-        replace_file(run.folder / "progress.json", json.dumps(stored_run).encode())
+        record = {"settings": asdict(settings), "progress": clock.used, "events": run.events}
+        replace_file(run.folder / "progress.json", json.dumps(record).encode())
 
     # Choose the weights, quantize and pack them; this is on the clock, too.
     clock.start()
