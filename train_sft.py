@@ -207,6 +207,7 @@ ALIASES = {
     "LATE_QAT": "QAT",
     "LEARNING_RATE": "MATRIX_LR",
     "LOG_INTERVAL": "",
+    "LORA_R": "LORA_RANK",
     "LOSS_TYPE": "REDUCTION",
     "LR": "LEARNING_RATE",
     "LR_DECAY_ITERS": "WARMDOWN_ITERS",
@@ -309,8 +310,9 @@ def check_unknown_name(name: str, text: str, names: Iterable[str], hint: str) ->
     message = f"{name}={text!r}: no setting of this script"
     if name in RETIRED_SETTINGS:
         constant, value = RETIRED_SETTINGS[name]
-        if text in (str(value), f"{value:g}"):
-            return
+        with contextlib.suppress(ValueError):  # the text may be no number
+            if float(text) == value:
+                return
         raise UserError(f"{message}, which has the constant {constant} = {value}; {hint}")
     meant = name
     while meant in ALIASES and meant not in names:

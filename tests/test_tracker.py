@@ -7,7 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
@@ -29,18 +29,18 @@ TINY = dict(TASK="sort", SFT_STEPS=2, PROMPTS_PER_STEP=4, GROUP_SIZE=4, MINI_BAT
 WANDB = '''
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
-def init(**own):
-    path = Path(own["dir"]).parents[1] / "wandb.jsonl"
-    def log(numbers, step):
-        with open(path, "a") as file:
-            file.write(json.dumps([step, numbers]) + "\\n")
-    return SimpleNamespace(log=log)
+def init(**arguments):
+    global path
+    path = Path(arguments["dir"]).parents[1] / "wandb.jsonl"
+
+def log(numbers, step):
+    with open(path, "a") as file:
+        file.write(json.dumps([step, numbers]) + "\\n")
 '''
 # Metrics of step 3 -> the line that the log has of them.
 METRICS = {"train_loss": 5.5732, "lr_mul": 0.5, "train_time": 69.4, "step_avg": 23.256, "tok_s": 29570.3}
-LINE = "step:3/? train_loss:5.5732 lr_mul:0.5 train_time:69ms step_avg:23.26ms tok_s:29570"
+LINE = "train_loss:5.5732 lr_mul:0.5 train_time:69ms step_avg:23.26ms tok_s:29570"
 
 
 def stand_in(monkeypatch, name: str, **parts: object) -> None:
@@ -75,13 +75,15 @@ def test_the_numbers_of_the_log_are_mirrored(monkeypatch, tmp_path, kind, module
         def flush(self):
             calls.append("flush")
 
-    def init(**own):
-        calls.append(own)
-        return SimpleNamespace(log=lambda numbers, step: found.extend((*pair, step) for pair in numbers.items()))
+    def init(**arguments):
+        calls.append(arguments)
+
+    def log(numbers, step):
+        found.extend((*pair, step) for pair in numbers.items())
 
     stand_in(monkeypatch, "tensorboard")
     stand_in(monkeypatch, "torch.utils.tensorboard", SummaryWriter=Writer)
-    stand_in(monkeypatch, "wandb", init=init)
+    stand_in(monkeypatch, "wandb", init=init, log=log)
     run = run_of(module, tmp_path, kind)
     run.log("parameters: matrix:131072 total:151348")
     run.log.metrics(3, METRICS)
@@ -97,7 +99,8 @@ def test_the_numbers_of_the_log_are_mirrored(monkeypatch, tmp_path, kind, module
     else:
         assert calls == [dict(project="underpar", name="a", dir=str(tmp_path / "a"), config=vars(run.settings))]
     lines = (tmp_path / "a" / "log.txt").read_text(encoding="utf-8").splitlines()
-    assert lines[-2:] == [LINE, LINE.replace("step:3", "step:7")]
+    last = module.Settings().iterations or "?"
+    assert lines[-2:] == [f"step:3/{last} {LINE}", f"step:7/{last} {LINE}"]
 
 
 def test_without_a_tracker_nothing_is_imported(monkeypatch, tmp_path):
@@ -118,7 +121,7 @@ def test_a_package_that_is_missing_is_an_error_at_the_start(monkeypatch, tmp_pat
 
 
 def test_other_ranks_mirror_nothing(monkeypatch, tmp_path):
-    stand_in(monkeypatch, "wandb", init=lambda **own: pytest.fail("a rank but the first has begun to mirror"))
+    stand_in(monkeypatch, "wandb", init=lambda **arguments: pytest.fail("a rank but the first has begun to mirror"))
     settings = replace(T.Settings(), tracker="wandb", out_dir=str(tmp_path), run_id="a")
     run = T.Run(settings, T.Runtime(1, 2, torch.device("cpu"), False), {}, {})
     run.open()
