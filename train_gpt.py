@@ -3685,7 +3685,7 @@ def choose_weights(exporter: Exporter, averages: dict[str, Average], clock: Cloc
     for name, values in candidates.items():
         begin = clock.elapsed()
         # Scoring this one must leave time to score and pack the codes of the weights chosen.
-        if run.runtime.agree(clock.seconds_left() < 3 * scoring_seconds):
+        if scores and run.runtime.agree(clock.seconds_left() < 3 * scoring_seconds):
             run.event("weights_left_out", weights=name, hint="needs more RESERVE_SECONDS")
             continue
         with swapped(params, values), quantized(exporter.network, exporter.table):
