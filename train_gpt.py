@@ -1,12 +1,16 @@
-"""Pretrain a GDN-hybrid language model against a clock and a byte budget; score what is read back from its artifact.
+"""Pretrain a GDN-hybrid language model against a clock and a byte budget.
 
-    CONFIG=configs/cpu.env python train_gpt.py                                  # one CPU process, about 3 minutes
-    DATA_PATH=data/datasets/fineweb10B_sp1024 torchrun --standalone --nproc_per_node=8 train_gpt.py
-    RESUME=<RUN_ID> python train_gpt.py                                         # from its newest checkpoint
+    CONFIG=configs/cpu.env python train_gpt.py              # one CPU process, about 3 minutes
+    torchrun --standalone --nproc_per_node=8 train_gpt.py configs/golf_8gpu.env
+    RESUME=<RUN_ID> python train_gpt.py                     # continues from its newest checkpoint
+    python train_gpt.py --help                              # lists all settings
 
-Every setting below is an environment variable: its name in capitals. A run writes runs/<RUN_ID>/: log.txt, checkpoints,
-model.upar (the artifact) and result.json. Sections between `# === shared:` fences stand in other scripts too, byte for
-byte (tools/sync.py).
+A run trains the network, packs it into one artifact file and scores the network that is rebuilt
+from that file. It writes runs/<RUN_ID>/: log.txt, checkpoints, model.upar (the artifact) and
+result.json. Every setting below is an environment variable or an argument, NAME=value.
+
+Sections between `# === shared:` fences stand in other scripts too, byte for byte: after a change
+`python tools/sync.py train_gpt.py` copies them. Outside the repository just edit them.
 """
 
 import base64
@@ -53,7 +57,7 @@ from torch.utils.checkpoint import checkpoint
 
 # === shared: bounds ===
 def bounded(default: float, low: float, high: float):
-    """A setting with the smallest and largest value that it may have; without it a number is >= 0."""
+    """Return a setting with a lowest and a highest value. A setting without has a lowest of 0."""
     return field(default=default, metadata={"low": low, "high": high})
 
 
@@ -109,7 +113,7 @@ class Settings:
     num_kv_heads: int = bounded(4, 1, 1024)  # key and value heads of attention
     # kind of MLP; bio_soft and bio_hard are the bio-MLP with sparse events
     mlp: Literal["relu2", "leaky_relu2", "gelu", "swiglu", "bio", "bio_soft", "bio_hard"] = "relu2"
-    mlp_mult: float = bounded(3.0, 0.25, 16.0)  # hidden width of the MLP over model_dim
+    mlp_mult: float = bounded(3.0, 0.25, 16.0)  # hidden width of the MLP divided by model_dim
     norm: str = "rms"  # rms, rms_weight or layer, or one word per layer
     positions: Literal["rope", "learned", "none"] = "rope"  # how attention knows positions
     rope_dims: int = 0  # dimensions of a head that rotate; 0: all
@@ -117,8 +121,8 @@ class Settings:
     qk_gain_init: float = 4.0  # initial gain of normed queries; 0: no norm of queries and keys
     bigram_vocab_size: int = bounded(0, 0, 1 << 24)  # rows of the hashed embedding of token pairs
     tie_embeddings: bool = True  # the embedding is the output head
-    # optimizer; matrix_lr and tied_embed_lr have presets, see OPTIMIZER_PRESETS
-    # optimizer of matrices; all but muon take embeddings and head too
+    # optimizer
+    # of matrices; all but muon take embeddings and head too (see OPTIMIZER_PRESETS)
     optimizer: Literal["muon", "lion", "adamw", "adamw8bit", "adafactor"] = "muon"
     matrix_lr: float = 0.02  # learning rate of the layers' matrices
     tied_embed_lr: float = 0.03  # learning rate of embeddings, and of the head if it is tied
@@ -127,8 +131,8 @@ class Settings:
     grad_clip_norm: float = 0.0  # largest global gradient norm; 0: no clipping
     # schedule, in shares of the run
     lr_schedule: Literal["linear", "cosine", "wsd", "constant"] = "linear"  # shape of the warmdown
-    warmup_frac: float = bounded(0.01, 0.0, 1.0)  # learning rate from 0 to 1
-    warmdown_frac: float = bounded(0.5, 0.0, 1.0)  # learning rate from 1 to the floor, at the end
+    warmup_frac: float = bounded(0.01, 0.0, 1.0)  # share in which the learning rate rises from 0
+    warmdown_frac: float = bounded(0.5, 0.0, 1.0)  # last share, in which it falls to the floor
     warmdown_iters: int = 0  # the warmdown in steps of ITERATIONS; 0: use the share
     lr_floor: float = bounded(0.0, 0.0, 1.0)  # last multiplier of the learning rate
     ema: bool = True  # exponential moving average of the weights, a candidate at the end
@@ -176,8 +180,8 @@ REMOVED_SETTINGS = (
     "UNET_SKIPS",
 )
 
-# Names that nanoGPT, modded-nanogpt, Parameter Golf and TRL use, and the settings that mean the
-# same here. An empty name: underpar has no such feature.
+# Names that nanoGPT, modded-nanogpt, Parameter Golf and TRL use, and the settings that do the
+# same job here; "" means that this project has no such feature.
 ALIASES = {
     "BATCH_SIZE": "TRAIN_BATCH_TOKENS",
     "BETA": "KL_BETA",
@@ -298,7 +302,7 @@ def check_unknown_name(name: str, text: str, names: Iterable[str], hint: str) ->
     message = f"{name}={text!r}: no setting of this script"
     if name in RETIRED_SETTINGS:
         constant, value = RETIRED_SETTINGS[name]
-        with contextlib.suppress(ValueError):  # the text may be no number
+        with contextlib.suppress(ValueError):
             if float(text) == value:
                 return
         raise UserError(f"{message}, which has the constant {constant} = {value}; {hint}")
@@ -314,9 +318,8 @@ def check_unknown_name(name: str, text: str, names: Iterable[str], hint: str) ->
 
 
 def check_environment(environ: dict[str, str], names: Iterable[str]) -> None:
-    """Raise UserError if an environment variable was meant as a setting but is none here.
-
-    Meant are near misses of a setting, names of the field and settings of our other scripts.
+    """Raise UserError for an environment variable that looks meant as a setting but is none here:
+    a near miss, a name that other projects use, or a setting of another script in this folder.
     """
     ignored = environ.get("IGNORE_ENV", "").replace(" ", "").split(",")
     known = {*ALIASES, *RETIRED_SETTINGS, *REMOVED_SETTINGS, *sibling_settings()}
@@ -372,9 +375,9 @@ def load_settings(
 ):
     """Return the settings of dataclass `cls`: defaults < CONFIG file < environment < arguments.
 
-    presets: NAME of a setting -> choice -> values of other settings. They stand below the values given in
-    the same place, so a preset chosen in the environment overrides the file. stored: from what
-    is given to (values below all that is given, values above it); RESUME and REPLAY use it.
+    presets: NAME of a setting -> choice -> values of other settings. Values given in the same place
+    override them, so a preset chosen in the environment overrides the file. stored: function of the
+    given texts that returns defaults and overrides, two dicts (see stored_settings).
     Raises UserError: a wrong value, or a name that is no setting (see check_unknown_name).
     """
     if "--help" in arguments or "-h" in arguments:
@@ -1344,8 +1347,8 @@ def gdn_scan_adjoint(
 # first, and a handle to it would crash.
 if not hasattr(torch.ops.underpar, "gdn_scan"):
     for scan in (gdn_scan, gdn_scan_adjoint):
-        operator = torch.library.custom_op(f"underpar::{scan.__name__}", scan, mutates_args=())
-        operator.register_fake(scan_outputs)  # the compiler learns the shapes from it
+        registered = torch.library.custom_op(f"underpar::{scan.__name__}", scan, mutates_args=())
+        registered.register_fake(scan_outputs)  # the compiler learns the shapes from it
 gdn_scan = torch.ops.underpar.gdn_scan.default
 gdn_scan_adjoint = torch.ops.underpar.gdn_scan_adjoint.default
 
@@ -1844,7 +1847,7 @@ class GPT(nn.Module):
 
 
 # === shared: optimizer ===
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # of s, s^3 and s^5: Keller Jordan's, steep at s = 0
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # coefficients of s, s^3 and s^5 by Keller Jordan
 NEWTON_SCHULZ_STEPS = 5  # bring singular values above 0.002 to between 0.68 and 1.21
 MUON_MOMENTUM = 0.95  # of modded-nanogpt and Parameter Golf
 ADAM_BETAS = (0.9, 0.95)  # as for GPT-3: 0.999 remembers longer than short runs last
@@ -1875,9 +1878,9 @@ def orthogonalize(G: Tensor, dtype=None) -> Tensor:
     return X.to(G.dtype)
 
 
-# The optimizers below have step(skip), where `skip` is a 0-d bool tensor on the device. If it is
-# true, because loss or gradients were not finite, the step changes neither weights nor state. The
-# host never waits for the device to know it.
+# Muon and the subclasses of MaskedOptimizer have step(skip), where `skip` is a 0-d bool tensor on
+# the device. If it is true, because loss or gradients were not finite, the step changes neither
+# weights nor state. The host never waits for the device to know it.
 class Muon(torch.optim.Optimizer):
     """Nesterov momentum whose update is orthogonalized, for the matrices of one parameter group.
 
@@ -1932,9 +1935,9 @@ class Muon(torch.optim.Optimizer):
 class MaskedOptimizer(torch.optim.Optimizer):
     """Base of optimizers that update every parameter by itself, with decoupled weight decay.
 
-    A subclass has `update(grad, state)`, which returns two things: the update, in the shape of
-    grad, of which lr times is subtracted from the weights; and the new state, a dict. If `state` is
-    empty, it first fills it with zeros.
+    A subclass has `update(grad, state)`, which returns the update (shape of grad), lr times which
+    is subtracted from the weights, and the new state, a dict of new tensors. If `state` is empty,
+    update first fills it with zeros.
     """
 
     @torch.no_grad()
@@ -1969,7 +1972,7 @@ class AdamW8bit(MaskedOptimizer):
 
     The moments m and v are kept in blocks of 256 weights. One byte has the level n of r = sqrt(v):
     r = r_max 2**(-n / 16), where r_max is the block's largest. The other has m / r, linear in the
-    block. After 300 steps the loss was 0.16% from AdamW's; with linear codes of r, 0.9%.
+    block. After 300 steps the loss was 0.16% above AdamW's; with linear codes of r, 0.9%.
     """
 
     def update(self, grad: Tensor, state: dict):
@@ -2055,6 +2058,7 @@ class Optimizers:
         head = dict(embedding, params=by_class["head"], base_lr=rates.head)
         control = dict(params=by_class["control"], base_lr=rates.control, weight_decay=0.0)
 
+        adam_betas = ADAM_BETAS
         groups = [matrix, adapter, embedding, head]
         adam_groups = [control]
         self.all = []
@@ -2063,6 +2067,7 @@ class Optimizers:
             adam_groups += [adapter, embedding, head]
         elif kind == "lion":
             self.all = [Lion(groups, defaults={})]
+            adam_betas = LION_BETAS  # the preset's learning rates were tuned with these
         elif kind == "adafactor":
             # A step is a share of max(eps[1], RMS of the weights). With torch's 1e-3, matrices that
             # begin at zero hardly move. eps[0] is the paper's (arXiv 1804.04235): torch squares it.
@@ -2074,9 +2079,9 @@ class Optimizers:
                 small = [param for param in params if param.numel() < LEAST_8BIT]
                 adam_groups.append(dict(group, params=small))
             self.all = [AdamW8bit(groups, defaults={})]
-        else:
+        elif kind == "adamw":
             adam_groups += groups
-        self.all.append(torch.optim.AdamW(adam_groups, betas=ADAM_BETAS, eps=ADAM_EPS, fused=True))
+        self.all.append(torch.optim.AdamW(adam_groups, betas=adam_betas, eps=ADAM_EPS, fused=True))
 
         self.params = []
         self.state = collections.defaultdict(dict)  # of all optimizers, by parameter
@@ -2114,7 +2119,7 @@ class Optimizers:
         for optimizer in self.all:
             for group in optimizer.param_groups:
                 group["lr"].fill_(group["base_lr"] * multiplier)
-                group["momentum"] = momentum  # only Muon reads it
+                group["momentum"] = momentum  # scheduled for Muon; the others have constants
             if isinstance(optimizer, torch.optim.AdamW):
                 optimizer.found_inf = skip.float()  # 1: torch's fused kernel changes nothing
                 optimizer.step()
@@ -2161,6 +2166,8 @@ class Clock:
     def __init__(self, settings, runtime: Runtime, replay=(), now=time.perf_counter):
         self.iterations = settings.iterations or math.inf
         self.limit = settings.max_wallclock_seconds or math.inf
+        if replay:
+            self.limit = math.inf
         self.budget = self.limit - settings.reserve_seconds
         self.runtime = runtime
         self.replay = replay
@@ -2244,7 +2251,7 @@ class Clock:
         """Return the share of the run that is done when `step` ends: near 1 at the last step.
 
         Call it once a step, before the forward. It is the same on all ranks, at most 1, and never
-        less than for the step before.
+        less than for the step before. It is 0 while no step time is known.
         """
         by_steps = (step + 1) / self.iterations
         by_time = self.next_end() / self.budget
@@ -2255,7 +2262,7 @@ class Clock:
         return progress
 
     def is_last(self, step: int) -> bool:
-        """Return whether the run ends before `step`: it would pass ITERATIONS or the budget."""
+        """Return whether the run is over: `step` would pass ITERATIONS or the budget."""
         if self.replay:
             return step == len(self.replay)
         return step >= self.iterations or self.next_end() > self.budget
@@ -2312,7 +2319,7 @@ class Plan:
         elif settings.warmdown_iters:
             self.warmdown = settings.warmdown_iters / iterations
         if self.warmup + self.warmdown > 1:
-            most = f"{1 - self.warmdown:.3f}"
+            most = 1 - self.warmdown
             raise UserError(f"WARMUP_FRAC={self.warmup}: must be at most {most} with this warmdown")
         self.progress = 0.0  # of the present step
         self.phases = {}
@@ -2328,13 +2335,14 @@ class Plan:
             self.phases["qat"] = Phase(QAT_START)
 
     def rates(self, progress: float) -> float:
-        """Return the multiplier of all learning rates: up to 1, and in the end down to LR_FLOOR."""
+        """Return the multiplier of all learning rates: 0 to 1 in the warm-up, 1 to LR_FLOOR in the
+        warmdown."""
         if progress < self.warmup:
             return progress / self.warmup
         left = 1.0  # share of the warmdown that is still to come
         if self.warmdown:
             left = min(1.0, (1 - progress) / self.warmdown)
-        height = left  # linear; constant, where it stays 1
+        height = left  # linear; "constant" has no warmdown, so left stays 1
         if self.shape == "cosine":
             height = 0.5 - 0.5 * math.cos(math.pi * left)
         if self.shape == "wsd":
@@ -2348,7 +2356,8 @@ class Plan:
         """
         # A phase also begins if another step as long as this one would reach the end: the run may
         # stop before it, and a phase that never began is an error.
-        last_chance = 2 * progress - self.progress > 1 - 1e-9
+        next_progress = progress + (progress - self.progress)
+        last_chance = next_progress > 1 - 1e-9
         self.progress = progress
         begun = []
         for name, phase in self.phases.items():
@@ -2528,12 +2537,13 @@ def swapped(params: list[Tensor], values: Iterable[Tensor]) -> Iterator[None]:
     """Inside, `params` hold `values`; afterwards, also after an exception, their old values."""
     params = [param.detach() for param in params]  # the same memory, which may be written in place
     originals = [param.clone() for param in params]
-    for param, value in zip(params, values, strict=True):
-        param.copy_(value)
     try:
+        for param, value in zip(params, values, strict=True):
+            param.copy_(value)
         yield
     finally:
-        torch._foreach_copy_(params, originals)
+        for param, original in zip(params, originals, strict=True):
+            param.copy_(original)
 
 
 def decoded(
@@ -2714,9 +2724,9 @@ def unpack_array(record: dict, payload: bytes) -> np.ndarray:
     """Returns the array of a zstd frame, in the byte order of this machine."""
     dtype = np.dtype(record["dtype"])
     require(record["coder"] == "zstd" and dtype.itemsize <= 4, "an unknown coder or dtype")
-    # No more is unpacked than the shape says, whatever the frame claims.
+    # Only one byte more is unpacked than the shape says, so that a longer frame is an error.
     size = math.prod(record["shape"]) * dtype.itemsize
-    raw = zstandard.ZstdDecompressor().stream_reader(payload).read(size)
+    raw = zstandard.ZstdDecompressor().stream_reader(payload).read(size + 1)
     return np.frombuffer(raw, dtype).astype(dtype.newbyteorder("=")).reshape(record["shape"])
 
 
@@ -2793,8 +2803,8 @@ def pack_artifact(
 
 def read_streams(data: bytes, max_weights: int) -> tuple[dict, list[bytes]]:
     """Returns the header and the streams of an artifact. Raises ArtifactError if it is damaged."""
-    magic, version, length, crc32 = ARTIFACT_PREFIX.unpack_from(data)
-    require(magic == ARTIFACT_MAGIC, f"is no underpar artifact, it begins with {magic!r}")
+    require(data.startswith(ARTIFACT_MAGIC), f"is no underpar artifact, begins with {data[:8]!r}")
+    _, version, length, crc32 = ARTIFACT_PREFIX.unpack_from(data)
     require(version == ARTIFACT_VERSION, f"version {version}, this code reads {ARTIFACT_VERSION}")
     file = io.BytesIO(data[ARTIFACT_PREFIX.size : -32])
     frame = file.read(length)
@@ -2849,7 +2859,7 @@ def read_artifact(
             tensors[name] = values.float()
         require((states == RANS_LOW).all(), "the lanes do not end at 2**16")
     except Exception as error:  # a file that only claims to be an artifact may raise anything
-        reason = error if isinstance(error, ArtifactError) else repr(error)
+        reason = str(error) if isinstance(error, ArtifactError) else repr(error)
         raise ArtifactError(f"{path}: {reason} ({len(data)} bytes)") from None
     return header, tensors, coded
 
@@ -2969,7 +2979,8 @@ class Exporter:
         candidate = self.fit(self.encode_nearest, 0.99 * self.limit, 256.0)
         for quantizer in self.table.values():
             quantizer["widen"] *= candidate.widen
-        self.log(f"sizes: steps wider by {candidate.widen - 1:+.2%}, {candidate.size} bytes")
+        size = f"{candidate.size} bytes, at most {self.limit}"
+        self.log(f"sizes: {size}; steps wider by {candidate.widen - 1:+.2%}")
 
     def has_time(self, seconds: float) -> bool:
         """Returns whether the clock has these seconds beside those that must follow GPTQ."""
@@ -3175,7 +3186,8 @@ def save_checkpoint(folder, step, parts, meta):
         shutil.rmtree(unfinished, ignore_errors=True)
     folders = list_checkpoints(folder)
     newest = folders.index(final)
-    # A newer checkpoint is damaged: otherwise the run would have resumed from it.
+    # The list begins with the newest. Any newer one must be damaged, or the run would have resumed
+    # from it.
     for old in folders[:newest] + folders[newest + KEEP_CHECKPOINTS :]:
         shutil.rmtree(old, ignore_errors=True)
 
@@ -3188,35 +3200,35 @@ def replayed_progress(folder):
 
 
 def replay_settings(folder, out_dir):
-    """Return (values below, values above) what is given, for a run that repeats another one."""
+    """Return defaults and overrides (two dicts) of a run that repeats the one in `folder`."""
     path = folder / "progress.json"
     if not path.is_file():
         raise UserError(f"REPLAY={str(folder)!r}: no {path}; must be a run that trained to its end")
     stored = json.loads(path.read_bytes())
     for event in stored["events"]:
         if event.get("changed"):
-            raise UserError(f"REPLAY={str(folder)!r}: was resumed with other {event['changed']}")
-    below = {**stored["settings"], "run_id": "", "resume": "", "out_dir": out_dir}
-    return below, {"replay": str(folder)}
+            raise UserError(f"REPLAY={str(folder)!r}: was resumed with changed {event['changed']}")
+    defaults = {**stored["settings"], "run_id": "", "resume": "", "out_dir": out_dir}
+    return defaults, {"replay": str(folder)}
 
 
 def resume_settings(folder, run_id, is_restart):
-    """Return (values below, values above) what is given, for a run that continues."""
+    """Return defaults and overrides (two dicts) of a run that continues."""
     prefix = f"RESUME={str(folder)!r}:"
     if not folder.is_dir():
         raise UserError(f"{prefix} no such folder; must be a RUN_ID or a path")
     if run_id not in ("", folder.name):
         raise UserError(f"{prefix} RUN_ID={run_id!r} is another run")
     if (folder / "result.json").exists():
-        raise UserError(f"{prefix} is finished, its result.json stands")
+        raise UserError(f"{prefix} is finished: it has a result.json")
     newest, faults = newest_checkpoint(list_checkpoints(folder))
-    above = {"resume": str(folder), "run_id": folder.name, "out_dir": str(folder.parent)}
+    overrides = {"resume": str(folder), "run_id": folder.name, "out_dir": str(folder.parent)}
     if newest is None and is_restart:
-        return {}, above  # it failed before its first checkpoint, and begins anew
+        return {}, overrides  # the run failed before its first checkpoint and begins anew
     if newest is None:
         raise UserError(f"{prefix} has no whole checkpoint; {' '.join(faults[:1])}")
-    below = json.loads((newest / "meta.json").read_bytes())["settings"]
-    return below, {**above, "replay": below["replay"]}
+    defaults = json.loads((newest / "meta.json").read_bytes())["settings"]
+    return defaults, {**overrides, "replay": defaults["replay"]}
 
 
 def stored_settings(given, out_dir):
@@ -3259,7 +3271,7 @@ def make_tracker(settings, folder):
 
 
 class StopSignal:
-    """Remembers SIGTERM or SIGINT between listen() and ignore(), so that the loop saves and stops.
+    """Remembers SIGTERM or SIGINT from listen() to restore(), so that the loop saves and stops.
 
     A second signal ends the process at once.
     """
@@ -3273,7 +3285,7 @@ class StopSignal:
         signal.signal(signal.SIGTERM, self.receive)
         signal.signal(signal.SIGINT, self.receive)
 
-    def ignore(self):
+    def restore(self):
         """Give signals their ordinary effect: they end the process."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -3327,8 +3339,8 @@ class Log:
     def metrics(self, step, metrics, seconds_left=None):
         """Write the metrics (name -> number) of a step and feed the tracker.
 
-        With seconds_left, only the first steps and then one step every LOG_SECONDS are written;
-        on a terminal the others overwrite one line.
+        With seconds_left, a step after the first five is written and tracked only if nothing was
+        written for LOG_SECONDS; on a terminal the others overwrite one line.
         """
         line = f"step:{step}/{self.iterations or '?'}"
         for name, value in metrics.items():
@@ -3405,8 +3417,8 @@ class Run:
         if tracker != "none" and importlib.util.find_spec(tracker) is None:
             raise UserError(f"TRACKER={tracker!r}: is not installed; pip install {tracker}")
         if os.path.exists(self.folder) or Path(run_id).name != run_id:
-            why = f"exists already in {out_dir}, or is no plain name"
-            raise UserError(f"RUN_ID={run_id!r}: {why}; RESUME it, or choose another")
+            why = f"must be a plain name that does not exist in {out_dir}"
+            raise UserError(f"RUN_ID={run_id!r}: {why}; RESUME continues a run")
         try:
             self.folder.mkdir(parents=True)
         except OSError as error:
@@ -3439,7 +3451,7 @@ class Run:
         return self.step > 0 and self.step % self.save_interval == 0
 
     def save(self, seconds):
-        """Write a checkpoint. A failure is an event if an older one stands, else a UserError."""
+        """Write a checkpoint. A failure is an event if an older one exists, else a UserError."""
         self.saved_seconds = seconds
         if self.saved_step == self.step or self.runtime.rank != 0:
             return
@@ -3522,10 +3534,10 @@ class Run:
 
 
 # -------------------------------------------------------------------------------------------- main
-# Learning rates of matrices and embeddings per optimizer: the best of a few, by 60 to 300 steps of a
-# small network on web text (docs/lab.md). CONFIG and the environment stand above them.
+# Learning rates of matrices and embeddings per optimizer: the best of a few, by 60 to 300 steps of
+# a small network on web text (docs/lab.md). Values that are given override them.
 OPTIMIZER_PRESETS = {
-    "muon": {},
+    "muon": {"matrix_lr": 0.02, "tied_embed_lr": 0.03},
     "lion": {"matrix_lr": 0.001, "tied_embed_lr": 0.004},
     "adamw": {"matrix_lr": 0.003, "tied_embed_lr": 0.01},
     "adamw8bit": {"matrix_lr": 0.003, "tied_embed_lr": 0.01},
@@ -3537,9 +3549,8 @@ ADAFACTOR_HEAD_LR = 0.1  # a share of the head's root mean square
 MUON_MOMENTUM_START = 0.85  # early gradients change quickly, and a long memory of them misleads
 MUON_WARMUP_FRAC = 0.05  # share of the run until MUON_MOMENTUM is reached
 WARMUP_STEPS = 2  # untimed steps: the first compiles, the second shows that nothing compiles again
-HANG_SECONDS = (
-    120.0  # a step that takes longer, and 20 median steps, prints the stacks of all threads
-)
+# A step that takes longer than this and than 20 median steps prints the stacks of all threads.
+HANG_SECONDS = 120.0
 HEAVY_FOR_CPU = 1e12  # parameters times tokens per step: about a minute per step on two cores
 
 
@@ -3560,13 +3571,13 @@ def pretraining_rates(settings: Settings) -> LearningRates:
 
 
 def muon_momentum(progress: float) -> float:
-    """Return Muon's momentum at this share of the run: it rises to MUON_MOMENTUM and stays there."""
+    """Return Muon's momentum at this share of the run: it rises to MUON_MOMENTUM and stays."""
     share = min(1.0, progress / MUON_WARMUP_FRAC)
     return MUON_MOMENTUM_START + share * (MUON_MOMENTUM - MUON_MOMENTUM_START)
 
 
 def activation_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of activations; "auto" is bfloat16 on devices with units that multiply it."""
+    """Return the dtype of activations; "auto" is bfloat16 if the device has units for it."""
     has_units = device.type == "cuda" or torch.cpu._is_amx_tile_supported()
     if name == "bfloat16" or (name == "auto" and has_units):
         return torch.bfloat16
@@ -3631,7 +3642,8 @@ def warm_up(model: Callable, optimizers: Optimizers, batches: Batches, settings:
 
 
 def profile_steps(folder: Path, log: Callable[[str], None]) -> Iterator[None]:
-    """Trace the fourth to the sixth of the steps that advance this, on CUDA with the memory."""
+    """Trace steps 4 to 6 of the loop, which advances this iterator once per step; on CUDA with the
+    history of the memory."""
     has_cuda = torch.cuda.is_available()
     yield from [None] * 3
     if has_cuda:
@@ -3651,7 +3663,6 @@ def log_step(run: Run, clock: Clock, report: StepReport, metrics: dict[str, floa
     """Count the finished step if it was skipped, and log its metrics."""
     run.count_skipped(report)
     tokens = run.step * run.settings.train_batch_tokens
-    steps_left = clock.iterations - run.step
     metrics = {
         "train_loss": report.loss,
         **metrics,
@@ -3659,8 +3670,7 @@ def log_step(run: Run, clock: Clock, report: StepReport, metrics: dict[str, floa
         "step_avg": 1000 * report.seconds / run.step,
         "tok_s": tokens / report.seconds,
     }
-    seconds_left = min(clock.budget - report.seconds, steps_left * clock.median_step())
-    run.log.metrics(run.step, metrics, seconds_left)
+    run.log.metrics(run.step, metrics, seconds_left=clock.budget - report.seconds)
 
 
 def calibration_ids(batches: Batches, step: int, settings: Settings) -> Iterator[Tensor]:
@@ -3684,8 +3694,9 @@ def choose_weights(exporter: Exporter, averages: dict[str, Average], clock: Cloc
     scoring_seconds = 0.0
     for name, values in candidates.items():
         begin = clock.elapsed()
-        # Scoring this one must leave time to score and pack the codes of the weights chosen.
-        if scores and run.runtime.agree(clock.seconds_left() < 3 * scoring_seconds):
+        # Scoring an average must leave time to score and pack the codes of the weights chosen.
+        is_short = name != "raw" and clock.seconds_left() < 3 * scoring_seconds
+        if run.runtime.agree(is_short):
             run.event("weights_left_out", weights=name, hint="needs more RESERVE_SECONDS")
             continue
         with swapped(params, values), quantized(exporter.network, exporter.table):
@@ -3779,8 +3790,8 @@ def main() -> int:
     log(plan.describe())
     if device.type == "cpu" and counts["total"] * batches.tokens > HEAVY_FOR_CPU:
         log(
-            f"warning: {counts['total']} parameters and {batches.tokens} tokens a step take minutes "
-            "a step on a CPU; configs/cpu.env is made for CPUs"
+            f"warning: {counts['total']} parameters x {batches.tokens} tokens take minutes a step "
+            "on a CPU; configs/cpu.env is made for CPUs"
         )
     log("warm-up: compiling and allocating, outside the clock")
     warm_up(model, optimizers, batches, settings)
@@ -3827,7 +3838,8 @@ def main() -> int:
     while True:
         last_step = clock.is_last(run.step)
         if stop_signal.number and not runtime.distributed:
-            stopping = True  # alone, a process need not ask other ranks
+            stopping = True  # a single process need not ask other ranks
+        faulthandler.cancel_dump_traceback_later()
 
         # 1. Validate and save; the clock stands still.
         val_is_due = settings.val_loss_every and run.step % settings.val_loss_every == 0
@@ -3858,13 +3870,13 @@ def main() -> int:
                     average.restart()  # weights that never saw the quantizer do not fit it
         multiplier = plan.rates(progress)
 
-        # 3. Forward and backward. Under QAT the weights are, inside, as the artifact would give
-        # them back; the gradient lands on the unrounded weights (straight through).
+        # 3. Forward and backward. Under QAT the weights inside this block are rounded as in the
+        # artifact, and the gradient is applied to the unrounded weights (straight through).
         with quantized(network, exporter.table) if plan.is_on("qat") else contextlib.nullcontext():
             loss = forward_backward(model, batches, run.step)
         extra = torch.stack([loss, torch.full_like(loss, stop_signal.number)])
         norm, extra = optimizers.reduce_gradients(runtime, settings.grad_clip_norm, extra)
-        loss, stop = extra
+        loss, stop = extra  # the mean over the global batch now
         skip = ~(torch.isfinite(norm) & torch.isfinite(loss))
 
         # 4. Read the report of the step before, now that the device has work queued.
@@ -3883,19 +3895,18 @@ def main() -> int:
         run.step += 1
 
     clock.stop()
-    faulthandler.cancel_dump_traceback_later()
     if stopping:
         number = signal.Signals(stop_signal.number or signal.SIGTERM)
         log(f"stopped by {number.name} after step {run.step}; RESUME={run.folder} goes on")
         runtime.leave()
         return 128 + number
-    stop_signal.ignore()
+    stop_signal.restore()
     report = clock.previous_report()
     if report is not None:
         log_step(run, clock, report, metrics)
     if runtime.rank == 0:
-        progress = {"settings": asdict(settings), "progress": clock.used, "events": run.events}
-        replace_file(run.folder / "progress.json", json.dumps(progress).encode())
+        record = {"settings": asdict(settings), "progress": clock.used, "events": run.events}
+        replace_file(run.folder / "progress.json", json.dumps(record).encode())
 
     # Choose the weights, quantize and pack them; this is on the clock, too.
     clock.start()

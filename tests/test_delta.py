@@ -317,10 +317,10 @@ def test_forged_headers_are_refused(tmp_path):
                     dict(scale=1e300), dict(scale="x"), dict(scale_bits=8), dict(keep_bits=64), dict(method=[])):
         own = header(base, "deltaquant", bits=3, group=-1, scale_bits=16)
         data = Q.pack_delta(base, tuned, own, {})
-        length = T.ARTIFACT_PREFIX.unpack_from(data)[2]
+        length = Q.DELTA_PREFIX.unpack_from(data)[2]
         text = json.dumps({**own, "settings": {**own["settings"], **changes}}).encode()
         text = Q.zstandard.ZstdCompressor().compress(text)
-        forged = T.ARTIFACT_PREFIX.pack(Q.DELTA_MAGIC, 1, len(text)) + text + data[16 + length : -32]
+        forged = Q.DELTA_PREFIX.pack(Q.DELTA_MAGIC, 1, len(text)) + text + data[16 + length : -32]
         said = read(forged + hashlib.sha256(forged).digest(), base, tmp_path / "d")
         assert said or changes == dict(method=[]), changes  # whatever is not bitdelta is read as deltaquant
 
@@ -342,7 +342,7 @@ def save(folder: Path, net: T.GPT, data: Path) -> Path:
     folder.mkdir()
     meta = {"script": "train_gpt.py", "settings": {**dataclasses.asdict(SETTINGS), "data_path": str(data)}, "step": 9,
             "identity": vars(net.config)}
-    T.save_checkpoint(folder, 9, {"model": net.state_dict(), "training": {}}, meta, keep=9)
+    T.save_checkpoint(folder, 9, {"model": net.state_dict(), "training": {}}, meta)
     return folder
 
 
@@ -549,12 +549,12 @@ def test_the_printed_error_falls_with_the_bits(call, place, tmp_path):
     (["deltaquant", "{base}", "{nan}", "{new}"], {}, "tensor 'mixers.1.w_o': its weights are not finite"),
     (["bitdelta", "{nan}", "{tuned}", "{new}"], {}, "tensor 'mixers.1.w_o': its weights are not finite"),
     (["deltaquant", "{base}", "{loud}", "{new}"], {}, "tensor 'embed': 1e+06 is too large for float16"),
-    (["deltaquant", "{base}", "{tuned}", "{new}"], {"DELTA_BITS": 9}, "DELTA_BITS='9': must be from 1 to 8"),
-    (["deltaquant", "{base}", "{tuned}", "{new}"], {"DELTA_BITS": 0}, "DELTA_BITS='0': must be from 1 to 8"),
+    (["deltaquant", "{base}", "{tuned}", "{new}"], {"DELTA_BITS": 9}, "DELTA_BITS=9: must be from 1 to 8"),
+    (["deltaquant", "{base}", "{tuned}", "{new}"], {"DELTA_BITS": 0}, "DELTA_BITS=0: must be from 1 to 8"),
     (["deltaquant", "{base}", "{tuned}", "{new}"], {"DELTA_STEP": "grid"}, "must be one of tensor, row, group"),
     (["bitdelta", "{base}", "{tuned}", "{new}"], {"DELTA_SCALE_BITS": 24}, "DELTA_SCALE_BITS=24: must be 16 or 32"),
-    (["bitdelta", "{base}", "{tuned}", "{new}"], {"DELTA_KEEP_BITS": 8}, "DELTA_KEEP_BITS='8': must be from 16 to 32"),
-    (["bitdelta", "{base}", "{tuned}", "{new}"], {"DELTA_GROUP": -2}, "DELTA_GROUP='-2': must be from -1"),
+    (["bitdelta", "{base}", "{tuned}", "{new}"], {"DELTA_KEEP_BITS": 8}, "DELTA_KEEP_BITS=8: must be from 16 to 32"),
+    (["bitdelta", "{base}", "{tuned}", "{new}"], {"DELTA_GROUP": -2}, "DELTA_GROUP=-2: must be from -1"),
     (["bitdelta", "{base}", "{tuned}", "{new}"], {"DATA_PATH": ""}, "DATA_PATH='': distillation and --score"),
     (["bitdelta", "{base}", "{tuned}", "{new}"], {"DATA_PATH": "nowhere"}, "nowhere"),
     (["bitdelta", "{base}", "{tuned}", "{new}"], {"DISTILL_BATCH_TOKENS": 33},

@@ -856,6 +856,7 @@ def test_settings_that_do_not_fit_are_refused_before_anything_is_written(M, tmp_
         monkeypatch.delenv(name) if name not in KEPT else None
     for name, text in dict(GROUP_SIZE=1, OUT_DIR=tmp_path / "runs", SFT_STEPS=1, DEVICE="cpu").items():
         monkeypatch.setenv(name, str(text))
+    monkeypatch.setattr(sys, "argv", [M.__file__])
     monkeypatch.setattr(M.Run, "open", lambda run: pytest.fail("the run has begun"))
     assert M.exit_code(M.main) == 2 and not (tmp_path / "runs").exists()
     assert capsys.readouterr().err.startswith("error: GROUP_SIZE=1: must be at least 2")

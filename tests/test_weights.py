@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -32,7 +33,8 @@ def save(folder: Path, step: int, net: T.GPT, tokenizer: S.Tokenizer = BYTES) ->
         (folder / tokenizer.file).write_bytes(tokenizer.content)
     meta = {"script": "train_gpt.py", "settings": {}, "step": step,
             "identity": {**vars(net.config), "manifest_sha256": "0", "seed": 1}}
-    T.save_checkpoint(folder, step, {"model": net.state_dict(), "training": {}}, meta, keep=9)
+    with mock.patch.object(T, "KEEP_CHECKPOINTS", 9):
+        T.save_checkpoint(folder, step, {"model": net.state_dict(), "training": {}}, meta)
     return folder / f"step_{step:06d}"
 
 
