@@ -144,6 +144,7 @@ ALIASES = {
     "LATE_QAT": "QAT",
     "LEARNING_RATE": "MATRIX_LR",
     "LOG_INTERVAL": "",
+    "LORA_R": "LORA_RANK",
     "LOSS_TYPE": "REDUCTION",
     "LR": "LEARNING_RATE",
     "LR_DECAY_ITERS": "WARMDOWN_ITERS",
@@ -2475,9 +2476,10 @@ class Scorer:
         device = self.runtime.device
         sums = torch.zeros(3, dtype=torch.float64, device=device)  # nats, tokens, bytes
         spans = spans[self.runtime.rank :: self.runtime.world_size]
+        windows = len(spans)
         spans = np.pad(spans, ((0, -len(spans) % self.rows), (0, 0)))  # empty rows fill a forward
         for at in range(0, len(spans), self.rows):
-            self.note(f"scored {at:,} of {len(spans):,} windows")
+            self.note(f"scored {at:,} of {windows:,} windows")
             begin, first, end = np.hsplit(spans[at : at + self.rows], 3)  # (rows, 1) each
             # Windows have one shape, for one compiled graph. Documents are as long as the longest.
             longest = int((end - begin).max()) if stateful else self.seq_len

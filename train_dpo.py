@@ -207,6 +207,7 @@ ALIASES = {
     "LATE_QAT": "QAT",
     "LEARNING_RATE": "MATRIX_LR",
     "LOG_INTERVAL": "",
+    "LORA_R": "LORA_RANK",
     "LOSS_TYPE": "REDUCTION",
     "LR": "LEARNING_RATE",
     "LR_DECAY_ITERS": "WARMDOWN_ITERS",
@@ -2201,18 +2202,18 @@ class Plan:
             raise UserError("ITERATIONS=0 and MAX_WALLCLOCK_SECONDS=0: set one, or it never ends")
         if 0 < seconds <= settings.reserve_seconds:
             raise UserError(f"RESERVE_SECONDS={settings.reserve_seconds}: must be below {seconds}")
-        if settings.warmdown_iters > iterations:
-            raise UserError(
-                f"WARMDOWN_ITERS={settings.warmdown_iters}: must be at most ITERATIONS={iterations}"
-            )
         self.shape = settings.lr_schedule
         self.floor = settings.lr_floor
         self.warmup = settings.warmup_frac
         self.warmdown = settings.warmdown_frac
-        if settings.warmdown_iters:
-            self.warmdown = settings.warmdown_iters / iterations
         if self.shape == "constant":
             self.warmdown = 0.0
+        elif settings.warmdown_iters > iterations:
+            raise UserError(
+                f"WARMDOWN_ITERS={settings.warmdown_iters}: must be at most ITERATIONS={iterations}"
+            )
+        elif settings.warmdown_iters:
+            self.warmdown = settings.warmdown_iters / iterations
         if self.warmup + self.warmdown > 1:
             most = 1 - self.warmdown
             raise UserError(f"WARMUP_FRAC={self.warmup}: must be at most {most} with this warmdown")

@@ -199,6 +199,7 @@ ALIASES = {
     "LATE_QAT": "QAT",
     "LEARNING_RATE": "MATRIX_LR",
     "LOG_INTERVAL": "",
+    "LORA_R": "LORA_RANK",
     "LOSS_TYPE": "REDUCTION",
     "LR": "LEARNING_RATE",
     "LR_DECAY_ITERS": "WARMDOWN_ITERS",
@@ -2305,18 +2306,18 @@ class Plan:
             raise UserError("ITERATIONS=0 and MAX_WALLCLOCK_SECONDS=0: set one, or it never ends")
         if 0 < seconds <= settings.reserve_seconds:
             raise UserError(f"RESERVE_SECONDS={settings.reserve_seconds}: must be below {seconds}")
-        if settings.warmdown_iters > iterations:
-            raise UserError(
-                f"WARMDOWN_ITERS={settings.warmdown_iters}: must be at most ITERATIONS={iterations}"
-            )
         self.shape = settings.lr_schedule
         self.floor = settings.lr_floor
         self.warmup = settings.warmup_frac
         self.warmdown = settings.warmdown_frac
-        if settings.warmdown_iters:
-            self.warmdown = settings.warmdown_iters / iterations
         if self.shape == "constant":
             self.warmdown = 0.0
+        elif settings.warmdown_iters > iterations:
+            raise UserError(
+                f"WARMDOWN_ITERS={settings.warmdown_iters}: must be at most ITERATIONS={iterations}"
+            )
+        elif settings.warmdown_iters:
+            self.warmdown = settings.warmdown_iters / iterations
         if self.warmup + self.warmdown > 1:
             most = 1 - self.warmdown
             raise UserError(f"WARMUP_FRAC={self.warmup}: must be at most {most} with this warmdown")
@@ -3123,9 +3124,10 @@ class Scorer:
         device = self.runtime.device
         sums = torch.zeros(3, dtype=torch.float64, device=device)  # nats, tokens, bytes
         spans = spans[self.runtime.rank :: self.runtime.world_size]
+        windows = len(spans)
         spans = np.pad(spans, ((0, -len(spans) % self.rows), (0, 0)))  # empty rows fill a forward
         for at in range(0, len(spans), self.rows):
-            self.note(f"scored {at:,} of {len(spans):,} windows")
+            self.note(f"scored {at:,} of {windows:,} windows")
             begin, first, end = np.hsplit(spans[at : at + self.rows], 3)  # (rows, 1) each
             # Windows have one shape, for one compiled graph. Documents are as long as the longest.
             longest = int((end - begin).max()) if stateful else self.seq_len
@@ -3932,7 +3934,7 @@ def main() -> int:
     total_bytes = code_bytes + len(content)
     faults = []
     for name, phase in plan.phases.items():
-        if not phase.steps:
+        if not phase.steps and not target_reached:
             faults.append(f"phase {name} was enabled and never fired")
     if total_bytes > settings.artifact_bytes_max:
         maximum = settings.artifact_bytes_max
