@@ -59,7 +59,7 @@ from torch.utils.checkpoint import checkpoint
 
 # === shared: bounds ===
 def bounded(default: float, low: float, high: float):
-    """A setting with the smallest and largest value that it may have; without it a number is >= 0."""
+    """Return a setting with a lowest and a highest value. A setting without has a lowest of 0."""
     return field(default=default, metadata={"low": low, "high": high})
 
 
@@ -143,8 +143,8 @@ REMOVED_SETTINGS = (
     "UNET_SKIPS",
 )
 
-# Names that nanoGPT, modded-nanogpt, Parameter Golf and TRL use, and the settings that mean the
-# same here. An empty name: underpar has no such feature.
+# Names that nanoGPT, modded-nanogpt, Parameter Golf and TRL use, and the settings that do the
+# same job here; "" means that this project has no such feature.
 ALIASES = {
     "BATCH_SIZE": "TRAIN_BATCH_TOKENS",
     "BETA": "KL_BETA",
@@ -264,8 +264,9 @@ def check_unknown_name(name: str, text: str, names: Iterable[str], hint: str) ->
     message = f"{name}={text!r}: no setting of this script"
     if name in RETIRED_SETTINGS:
         constant, value = RETIRED_SETTINGS[name]
-        if text in (str(value), f"{value:g}"):
-            return
+        with contextlib.suppress(ValueError):
+            if float(text) == value:
+                return
         raise UserError(f"{message}, which has the constant {constant} = {value}; {hint}")
     meant = name
     while meant in ALIASES and meant not in names:
@@ -279,9 +280,8 @@ def check_unknown_name(name: str, text: str, names: Iterable[str], hint: str) ->
 
 
 def check_environment(environ: dict[str, str], names: Iterable[str]) -> None:
-    """Raise UserError if an environment variable was meant as a setting but is none here.
-
-    Meant are near misses of a setting, names of the field and settings of our other scripts.
+    """Raise UserError for an environment variable that looks meant as a setting but is none here:
+    a near miss, a name that other projects use, or a setting of another script in this folder.
     """
     ignored = environ.get("IGNORE_ENV", "").replace(" ", "").split(",")
     known = {*ALIASES, *RETIRED_SETTINGS, *REMOVED_SETTINGS, *sibling_settings()}
@@ -337,9 +337,9 @@ def load_settings(
 ):
     """Return the settings of dataclass `cls`: defaults < CONFIG file < environment < arguments.
 
-    presets: NAME of a setting -> choice -> values of other settings. They stand below the values given in
-    the same place, so a preset chosen in the environment overrides the file. stored: from what
-    is given to (values below all that is given, values above it); RESUME and REPLAY use it.
+    presets: NAME of a setting -> choice -> values of other settings. Values given in the same place
+    override them, so a preset chosen in the environment overrides the file. stored: function of the
+    given texts that returns defaults and overrides, two dicts (see stored_settings).
     Raises UserError: a wrong value, or a name that is no setting (see check_unknown_name).
     """
     if "--help" in arguments or "-h" in arguments:
@@ -396,7 +396,7 @@ class Runtime:
             dist.broadcast_object_list(values, src=0, device=self.device)
         return values[0]
 
-    def leave(self) -> None:
+    def leave(self):
         """Leave the process group, all ranks together: a rank that left early aborted in gloo."""
         if self.distributed:
             dist.barrier()
@@ -456,7 +456,7 @@ def exit_code(main: Callable[[], int]) -> int:
         os._exit(1)  # an ordinary exit would wait for the lost rank
 
 
-def replace_file(path: str | Path, data: bytes) -> None:
+def replace_file(path: str | Path, data: bytes):
     """Write a file beside `path` and rename it: `path` always holds the old or the new bytes."""
     part = Path(path).with_name(Path(path).name + ".part")
     with open(part, "wb") as file:
@@ -1107,8 +1107,8 @@ def gdn_scan_adjoint(
 # first, and a handle to it would crash.
 if not hasattr(torch.ops.underpar, "gdn_scan"):
     for scan in (gdn_scan, gdn_scan_adjoint):
-        operator = torch.library.custom_op(f"underpar::{scan.__name__}", scan, mutates_args=())
-        operator.register_fake(scan_outputs)  # the compiler learns the shapes from it
+        registered = torch.library.custom_op(f"underpar::{scan.__name__}", scan, mutates_args=())
+        registered.register_fake(scan_outputs)  # the compiler learns the shapes from it
 gdn_scan = torch.ops.underpar.gdn_scan.default
 gdn_scan_adjoint = torch.ops.underpar.gdn_scan_adjoint.default
 
@@ -1790,12 +1790,13 @@ def swapped(params: list[Tensor], values: Iterable[Tensor]) -> Iterator[None]:
     """Inside, `params` hold `values`; afterwards, also after an exception, their old values."""
     params = [param.detach() for param in params]  # the same memory, which may be written in place
     originals = [param.clone() for param in params]
-    for param, value in zip(params, values, strict=True):
-        param.copy_(value)
     try:
+        for param, value in zip(params, values, strict=True):
+            param.copy_(value)
         yield
     finally:
-        torch._foreach_copy_(params, originals)
+        for param, original in zip(params, originals, strict=True):
+            param.copy_(original)
 
 
 def decoded(
@@ -1976,9 +1977,9 @@ def unpack_array(record: dict, payload: bytes) -> np.ndarray:
     """Returns the array of a zstd frame, in the byte order of this machine."""
     dtype = np.dtype(record["dtype"])
     require(record["coder"] == "zstd" and dtype.itemsize <= 4, "an unknown coder or dtype")
-    # No more is unpacked than the shape says, whatever the frame claims.
+    # Only one byte more is unpacked than the shape says, so that a longer frame is an error.
     size = math.prod(record["shape"]) * dtype.itemsize
-    raw = zstandard.ZstdDecompressor().stream_reader(payload).read(size)
+    raw = zstandard.ZstdDecompressor().stream_reader(payload).read(size + 1)
     return np.frombuffer(raw, dtype).astype(dtype.newbyteorder("=")).reshape(record["shape"])
 
 
@@ -2055,8 +2056,8 @@ def pack_artifact(
 
 def read_streams(data: bytes, max_weights: int) -> tuple[dict, list[bytes]]:
     """Returns the header and the streams of an artifact. Raises ArtifactError if it is damaged."""
-    magic, version, length, crc32 = ARTIFACT_PREFIX.unpack_from(data)
-    require(magic == ARTIFACT_MAGIC, f"is no underpar artifact, it begins with {magic!r}")
+    require(data.startswith(ARTIFACT_MAGIC), f"is no underpar artifact, begins with {data[:8]!r}")
+    _, version, length, crc32 = ARTIFACT_PREFIX.unpack_from(data)
     require(version == ARTIFACT_VERSION, f"version {version}, this code reads {ARTIFACT_VERSION}")
     file = io.BytesIO(data[ARTIFACT_PREFIX.size : -32])
     frame = file.read(length)
@@ -2111,7 +2112,7 @@ def read_artifact(
             tensors[name] = values.float()
         require((states == RANS_LOW).all(), "the lanes do not end at 2**16")
     except Exception as error:  # a file that only claims to be an artifact may raise anything
-        reason = error if isinstance(error, ArtifactError) else repr(error)
+        reason = str(error) if isinstance(error, ArtifactError) else repr(error)
         raise ArtifactError(f"{path}: {reason} ({len(data)} bytes)") from None
     return header, tensors, coded
 
@@ -2678,10 +2679,11 @@ def check_modes(settings: Settings) -> None:
     if "layout" in used:
         what += f" with LAYOUT={s.layout}"
         used = [name for name in used if name != {"text": "system", "chat": "score_delimiter"}[s.layout]]
-    for field in fields(s):
-        if field.name not in used and getattr(s, field.name) != field.default:
-            raise UserError(f"{field.name.upper()}={getattr(s, field.name)!r}: {what} does not read it; must be left "
-                            f"at {field.default!r}")
+    for setting in fields(s):
+        value = getattr(s, setting.name)
+        if setting.name not in used and value != setting.default:
+            raise UserError(f"{setting.name.upper()}={value!r}: {what} does not read it; must be left at "
+                            f"{setting.default!r}")
     if kind in NEEDS and not getattr(s, NEEDS[kind]):
         raise UserError(f"{NEEDS[kind].upper()}='': must be given for {what}")
     if s.score_path and (s.task_path or s.task not in FROM_FILE and (
@@ -3160,9 +3162,14 @@ def sample(settings: Settings) -> None:
 
 def main() -> int:
     """Settings, then what MODE says; the exit code."""
-    settings = load_settings(Settings, dict(os.environ))
+    settings = load_settings(Settings, os.environ, sys.argv[1:])
     check_modes(settings)
-    {"generate": sample, "chat": chat, "score": score}[settings.mode](settings)
+    if settings.mode == "chat":
+        chat(settings)
+    elif settings.mode == "score":
+        score(settings)
+    else:
+        sample(settings)
     return 0
 
 

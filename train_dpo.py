@@ -15,6 +15,7 @@ import base64
 import collections
 import contextlib
 import difflib
+import faulthandler
 import functools
 import hashlib
 import importlib.util
@@ -62,7 +63,7 @@ from torch.utils.checkpoint import checkpoint
 
 # === shared: bounds ===
 def bounded(default: float, low: float, high: float):
-    """A setting with the smallest and largest value that it may have; without it a number is >= 0."""
+    """Return a setting with a lowest and a highest value. A setting without has a lowest of 0."""
     return field(default=default, metadata={"low": low, "high": high})
 
 
@@ -187,8 +188,8 @@ REMOVED_SETTINGS = (
     "UNET_SKIPS",
 )
 
-# Names that nanoGPT, modded-nanogpt, Parameter Golf and TRL use, and the settings that mean the
-# same here. An empty name: underpar has no such feature.
+# Names that nanoGPT, modded-nanogpt, Parameter Golf and TRL use, and the settings that do the
+# same job here; "" means that this project has no such feature.
 ALIASES = {
     "BATCH_SIZE": "TRAIN_BATCH_TOKENS",
     "BETA": "KL_BETA",
@@ -308,8 +309,9 @@ def check_unknown_name(name: str, text: str, names: Iterable[str], hint: str) ->
     message = f"{name}={text!r}: no setting of this script"
     if name in RETIRED_SETTINGS:
         constant, value = RETIRED_SETTINGS[name]
-        if text in (str(value), f"{value:g}"):
-            return
+        with contextlib.suppress(ValueError):
+            if float(text) == value:
+                return
         raise UserError(f"{message}, which has the constant {constant} = {value}; {hint}")
     meant = name
     while meant in ALIASES and meant not in names:
@@ -323,9 +325,8 @@ def check_unknown_name(name: str, text: str, names: Iterable[str], hint: str) ->
 
 
 def check_environment(environ: dict[str, str], names: Iterable[str]) -> None:
-    """Raise UserError if an environment variable was meant as a setting but is none here.
-
-    Meant are near misses of a setting, names of the field and settings of our other scripts.
+    """Raise UserError for an environment variable that looks meant as a setting but is none here:
+    a near miss, a name that other projects use, or a setting of another script in this folder.
     """
     ignored = environ.get("IGNORE_ENV", "").replace(" ", "").split(",")
     known = {*ALIASES, *RETIRED_SETTINGS, *REMOVED_SETTINGS, *sibling_settings()}
@@ -381,9 +382,9 @@ def load_settings(
 ):
     """Return the settings of dataclass `cls`: defaults < CONFIG file < environment < arguments.
 
-    presets: NAME of a setting -> choice -> values of other settings. They stand below the values given in
-    the same place, so a preset chosen in the environment overrides the file. stored: from what
-    is given to (values below all that is given, values above it); RESUME and REPLAY use it.
+    presets: NAME of a setting -> choice -> values of other settings. Values given in the same place
+    override them, so a preset chosen in the environment overrides the file. stored: function of the
+    given texts that returns defaults and overrides, two dicts (see stored_settings).
     Raises UserError: a wrong value, or a name that is no setting (see check_unknown_name).
     """
     if "--help" in arguments or "-h" in arguments:
@@ -440,7 +441,7 @@ class Runtime:
             dist.broadcast_object_list(values, src=0, device=self.device)
         return values[0]
 
-    def leave(self) -> None:
+    def leave(self):
         """Leave the process group, all ranks together: a rank that left early aborted in gloo."""
         if self.distributed:
             dist.barrier()
@@ -500,7 +501,7 @@ def exit_code(main: Callable[[], int]) -> int:
         os._exit(1)  # an ordinary exit would wait for the lost rank
 
 
-def replace_file(path: str | Path, data: bytes) -> None:
+def replace_file(path: str | Path, data: bytes):
     """Write a file beside `path` and rename it: `path` always holds the old or the new bytes."""
     part = Path(path).with_name(Path(path).name + ".part")
     with open(part, "wb") as file:
@@ -1151,8 +1152,8 @@ def gdn_scan_adjoint(
 # first, and a handle to it would crash.
 if not hasattr(torch.ops.underpar, "gdn_scan"):
     for scan in (gdn_scan, gdn_scan_adjoint):
-        operator = torch.library.custom_op(f"underpar::{scan.__name__}", scan, mutates_args=())
-        operator.register_fake(scan_outputs)  # the compiler learns the shapes from it
+        registered = torch.library.custom_op(f"underpar::{scan.__name__}", scan, mutates_args=())
+        registered.register_fake(scan_outputs)  # the compiler learns the shapes from it
 gdn_scan = torch.ops.underpar.gdn_scan.default
 gdn_scan_adjoint = torch.ops.underpar.gdn_scan_adjoint.default
 
@@ -1741,7 +1742,7 @@ def reference_policy(model: nn.Module, frozen: bool) -> Callable[[], contextlib.
 
 
 # === shared: optimizer ===
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # of s, s^3 and s^5: Keller Jordan's, steep at s = 0
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # coefficients of s, s^3 and s^5 by Keller Jordan
 NEWTON_SCHULZ_STEPS = 5  # bring singular values above 0.002 to between 0.68 and 1.21
 MUON_MOMENTUM = 0.95  # of modded-nanogpt and Parameter Golf
 ADAM_BETAS = (0.9, 0.95)  # as for GPT-3: 0.999 remembers longer than short runs last
@@ -1772,9 +1773,9 @@ def orthogonalize(G: Tensor, dtype=None) -> Tensor:
     return X.to(G.dtype)
 
 
-# The optimizers below have step(skip), where `skip` is a 0-d bool tensor on the device. If it is
-# true, because loss or gradients were not finite, the step changes neither weights nor state. The
-# host never waits for the device to know it.
+# Muon and the subclasses of MaskedOptimizer have step(skip), where `skip` is a 0-d bool tensor on
+# the device. If it is true, because loss or gradients were not finite, the step changes neither
+# weights nor state. The host never waits for the device to know it.
 class Muon(torch.optim.Optimizer):
     """Nesterov momentum whose update is orthogonalized, for the matrices of one parameter group.
 
@@ -1829,9 +1830,9 @@ class Muon(torch.optim.Optimizer):
 class MaskedOptimizer(torch.optim.Optimizer):
     """Base of optimizers that update every parameter by itself, with decoupled weight decay.
 
-    A subclass has `update(grad, state)`, which returns two things: the update, in the shape of
-    grad, of which lr times is subtracted from the weights; and the new state, a dict. If `state` is
-    empty, it first fills it with zeros.
+    A subclass has `update(grad, state)`, which returns the update (shape of grad), lr times which
+    is subtracted from the weights, and the new state, a dict of new tensors. If `state` is empty,
+    update first fills it with zeros.
     """
 
     @torch.no_grad()
@@ -1866,7 +1867,7 @@ class AdamW8bit(MaskedOptimizer):
 
     The moments m and v are kept in blocks of 256 weights. One byte has the level n of r = sqrt(v):
     r = r_max 2**(-n / 16), where r_max is the block's largest. The other has m / r, linear in the
-    block. After 300 steps the loss was 0.16% from AdamW's; with linear codes of r, 0.9%.
+    block. After 300 steps the loss was 0.16% above AdamW's; with linear codes of r, 0.9%.
     """
 
     def update(self, grad: Tensor, state: dict):
@@ -1952,6 +1953,7 @@ class Optimizers:
         head = dict(embedding, params=by_class["head"], base_lr=rates.head)
         control = dict(params=by_class["control"], base_lr=rates.control, weight_decay=0.0)
 
+        adam_betas = ADAM_BETAS
         groups = [matrix, adapter, embedding, head]
         adam_groups = [control]
         self.all = []
@@ -1960,6 +1962,7 @@ class Optimizers:
             adam_groups += [adapter, embedding, head]
         elif kind == "lion":
             self.all = [Lion(groups, defaults={})]
+            adam_betas = LION_BETAS  # the preset's learning rates were tuned with these
         elif kind == "adafactor":
             # A step is a share of max(eps[1], RMS of the weights). With torch's 1e-3, matrices that
             # begin at zero hardly move. eps[0] is the paper's (arXiv 1804.04235): torch squares it.
@@ -1971,9 +1974,9 @@ class Optimizers:
                 small = [param for param in params if param.numel() < LEAST_8BIT]
                 adam_groups.append(dict(group, params=small))
             self.all = [AdamW8bit(groups, defaults={})]
-        else:
+        elif kind == "adamw":
             adam_groups += groups
-        self.all.append(torch.optim.AdamW(adam_groups, betas=ADAM_BETAS, eps=ADAM_EPS, fused=True))
+        self.all.append(torch.optim.AdamW(adam_groups, betas=adam_betas, eps=ADAM_EPS, fused=True))
 
         self.params = []
         self.state = collections.defaultdict(dict)  # of all optimizers, by parameter
@@ -2011,7 +2014,7 @@ class Optimizers:
         for optimizer in self.all:
             for group in optimizer.param_groups:
                 group["lr"].fill_(group["base_lr"] * multiplier)
-                group["momentum"] = momentum  # only Muon reads it
+                group["momentum"] = momentum  # scheduled for Muon; the others have constants
             if isinstance(optimizer, torch.optim.AdamW):
                 optimizer.found_inf = skip.float()  # 1: torch's fused kernel changes nothing
                 optimizer.step()
@@ -2058,6 +2061,8 @@ class Clock:
     def __init__(self, settings, runtime: Runtime, replay=(), now=time.perf_counter):
         self.iterations = settings.iterations or math.inf
         self.limit = settings.max_wallclock_seconds or math.inf
+        if replay:
+            self.limit = math.inf
         self.budget = self.limit - settings.reserve_seconds
         self.runtime = runtime
         self.replay = replay
@@ -2141,7 +2146,7 @@ class Clock:
         """Return the share of the run that is done when `step` ends: near 1 at the last step.
 
         Call it once a step, before the forward. It is the same on all ranks, at most 1, and never
-        less than for the step before.
+        less than for the step before. It is 0 while no step time is known.
         """
         by_steps = (step + 1) / self.iterations
         by_time = self.next_end() / self.budget
@@ -2152,7 +2157,7 @@ class Clock:
         return progress
 
     def is_last(self, step: int) -> bool:
-        """Return whether the run ends before `step`: it would pass ITERATIONS or the budget."""
+        """Return whether the run is over: `step` would pass ITERATIONS or the budget."""
         if self.replay:
             return step == len(self.replay)
         return step >= self.iterations or self.next_end() > self.budget
@@ -2190,36 +2195,28 @@ class Plan:
     """The phases of a run and its learning rate. Raises UserError for an impossible plan."""
 
     def __init__(self, settings):
-        self.settings = settings
         iterations = settings.iterations
         seconds = settings.max_wallclock_seconds
-        reserve = settings.reserve_seconds
         if not iterations and not seconds:
+            raise UserError("ITERATIONS=0 and MAX_WALLCLOCK_SECONDS=0: set one, or it never ends")
+        if 0 < seconds <= settings.reserve_seconds:
+            raise UserError(f"RESERVE_SECONDS={settings.reserve_seconds}: must be below {seconds}")
+        if settings.warmdown_iters > iterations:
             raise UserError(
-                "ITERATIONS=0 and MAX_WALLCLOCK_SECONDS=0: the run would never end; set one of them"
+                f"WARMDOWN_ITERS={settings.warmdown_iters}: must be at most ITERATIONS={iterations}"
             )
-        if 0 < seconds <= reserve:
-            raise UserError(
-                f"RESERVE_SECONDS={reserve}: must be below MAX_WALLCLOCK_SECONDS={seconds}"
-            )
+        self.shape = settings.lr_schedule
+        self.floor = settings.lr_floor
         self.warmup = settings.warmup_frac
         self.warmdown = settings.warmdown_frac
-        if settings.lr_schedule == "constant":
-            self.warmdown = 0.0
-        elif settings.warmdown_iters > iterations:
-            raise UserError(
-                f"WARMDOWN_ITERS={settings.warmdown_iters}: must be at most "
-                f"ITERATIONS={iterations}; or set WARMDOWN_FRAC, a share of the run"
-            )
-        elif settings.warmdown_iters:
+        if settings.warmdown_iters:
             self.warmdown = settings.warmdown_iters / iterations
+        if self.shape == "constant":
+            self.warmdown = 0.0
         if self.warmup + self.warmdown > 1:
-            raise UserError(
-                f"WARMUP_FRAC={self.warmup}: must be at most {1 - self.warmdown:.3f}, "
-                "because the warmdown takes the rest of the run"
-            )
-
-        self.progress = 0.0  # of the step before
+            most = 1 - self.warmdown
+            raise UserError(f"WARMUP_FRAC={self.warmup}: must be at most {most} with this warmdown")
+        self.progress = 0.0  # of the present step
         self.phases = {}
         if self.warmup:
             self.phases["warmup"] = Phase(0.0, self.warmup)
@@ -2233,22 +2230,19 @@ class Plan:
             self.phases["qat"] = Phase(QAT_START)
 
     def rates(self, progress: float) -> float:
-        """Return the multiplier of all learning rates: up to 1, and in the end down to LR_FLOOR."""
-        warmup = 1.0
-        if self.warmup:
-            warmup = min(1.0, progress / self.warmup)
+        """Return the multiplier of all learning rates: 0 to 1 in the warm-up, 1 to LR_FLOOR in the
+        warmdown."""
+        if progress < self.warmup:
+            return progress / self.warmup
         left = 1.0  # share of the warmdown that is still to come
         if self.warmdown:
             left = min(1.0, (1 - progress) / self.warmdown)
-        shape = self.settings.lr_schedule
-        if shape == "cosine":
+        height = left  # linear; "constant" has no warmdown, so left stays 1
+        if self.shape == "cosine":
             height = 0.5 - 0.5 * math.cos(math.pi * left)
-        elif shape == "wsd":
+        if self.shape == "wsd":
             height = 1 - math.sqrt(1 - left)  # arXiv 2405.18392
-        else:
-            height = left  # linear; constant, where it stays 1
-        floor = self.settings.lr_floor
-        return warmup * (floor + (1 - floor) * height)
+        return self.floor + (1 - self.floor) * height
 
     def begin_phases(self, step: int, progress: float) -> list[str]:
         """Count `step` for each phase that is on, and return the names of those that begin with it.
@@ -2257,21 +2251,22 @@ class Plan:
         """
         # A phase also begins if another step as long as this one would reach the end: the run may
         # stop before it, and a phase that never began is an error.
-        last_chance = 2 * progress - self.progress > 1 - 1e-9
+        next_progress = progress + (progress - self.progress)
+        last_chance = next_progress > 1 - 1e-9
         self.progress = progress
         begun = []
         for name, phase in self.phases.items():
-            if not phase.start_step and (progress > phase.begin or last_chance):
+            if self.is_on(name):
+                phase.steps += 1
+            elif not phase.start_step and (progress > phase.begin or last_chance):
                 phase.start_step = step + 1
                 phase.start_progress = progress
-                phase.steps = 1  # even if the phase is shorter than the step
+                phase.steps = 1
                 begun.append(name)
-            elif self.is_on(name):
-                phase.steps += 1
         return begun
 
     def is_on(self, name: str) -> bool:
-        """Return whether a phase is enabled and on in the present step."""
+        """Return whether a phase has begun and is on in the present step."""
         phase = self.phases.get(name)
         return phase is not None and phase.start_step > 0 and self.progress <= phase.end
 
@@ -2283,13 +2278,12 @@ class Plan:
         )
 
     def summary(self) -> str:
-        """Return what became of the plan, a line for each phase."""
+        """Return what became of the plan for the log's end, a line for each phase."""
         lines = []
         for name, phase in self.phases.items():
-            result = "NEVER FIRED"
-            if phase.steps:
-                start = f"step {phase.start_step} ({phase.start_progress:.1%})"
-                result = f"began at {start}, on for {phase.steps} steps"
+            result = f"began at step {phase.start_step}, on for {phase.steps} steps"
+            if not phase.steps:
+                result = "NEVER FIRED"
             lines.append(f"phase: {name:8s} planned {phase.begin:6.1%}, {result}")
         return "\n".join(lines)
 
@@ -2299,10 +2293,9 @@ class Plan:
         return {"progress": self.progress, "phases": phases}
 
     def load_state_dict(self, saved: dict) -> None:
-        """Replace the state by a saved one."""
+        """Restore the state; phases keep the begin and end of the present settings."""
         self.progress = saved["progress"]
         for name, phase in self.phases.items():
-            # The plan may have changed since.
             happened = saved["phases"].get(name, {})
             vars(phase).update(happened, begin=phase.begin, end=phase.end)
 
@@ -2439,12 +2432,13 @@ def swapped(params: list[Tensor], values: Iterable[Tensor]) -> Iterator[None]:
     """Inside, `params` hold `values`; afterwards, also after an exception, their old values."""
     params = [param.detach() for param in params]  # the same memory, which may be written in place
     originals = [param.clone() for param in params]
-    for param, value in zip(params, values, strict=True):
-        param.copy_(value)
     try:
+        for param, value in zip(params, values, strict=True):
+            param.copy_(value)
         yield
     finally:
-        torch._foreach_copy_(params, originals)
+        for param, original in zip(params, originals, strict=True):
+            param.copy_(original)
 
 
 def decoded(
@@ -2625,9 +2619,9 @@ def unpack_array(record: dict, payload: bytes) -> np.ndarray:
     """Returns the array of a zstd frame, in the byte order of this machine."""
     dtype = np.dtype(record["dtype"])
     require(record["coder"] == "zstd" and dtype.itemsize <= 4, "an unknown coder or dtype")
-    # No more is unpacked than the shape says, whatever the frame claims.
+    # Only one byte more is unpacked than the shape says, so that a longer frame is an error.
     size = math.prod(record["shape"]) * dtype.itemsize
-    raw = zstandard.ZstdDecompressor().stream_reader(payload).read(size)
+    raw = zstandard.ZstdDecompressor().stream_reader(payload).read(size + 1)
     return np.frombuffer(raw, dtype).astype(dtype.newbyteorder("=")).reshape(record["shape"])
 
 
@@ -2704,8 +2698,8 @@ def pack_artifact(
 
 def read_streams(data: bytes, max_weights: int) -> tuple[dict, list[bytes]]:
     """Returns the header and the streams of an artifact. Raises ArtifactError if it is damaged."""
-    magic, version, length, crc32 = ARTIFACT_PREFIX.unpack_from(data)
-    require(magic == ARTIFACT_MAGIC, f"is no underpar artifact, it begins with {magic!r}")
+    require(data.startswith(ARTIFACT_MAGIC), f"is no underpar artifact, begins with {data[:8]!r}")
+    _, version, length, crc32 = ARTIFACT_PREFIX.unpack_from(data)
     require(version == ARTIFACT_VERSION, f"version {version}, this code reads {ARTIFACT_VERSION}")
     file = io.BytesIO(data[ARTIFACT_PREFIX.size : -32])
     frame = file.read(length)
@@ -2760,7 +2754,7 @@ def read_artifact(
             tensors[name] = values.float()
         require((states == RANS_LOW).all(), "the lanes do not end at 2**16")
     except Exception as error:  # a file that only claims to be an artifact may raise anything
-        reason = error if isinstance(error, ArtifactError) else repr(error)
+        reason = str(error) if isinstance(error, ArtifactError) else repr(error)
         raise ArtifactError(f"{path}: {reason} ({len(data)} bytes)") from None
     return header, tensors, coded
 
@@ -2826,79 +2820,78 @@ METRIC_FORMATS = {"train_time": "{:.0f}ms", "step_avg": "{:.2f}ms", "tok_s": "{:
 CLEAR_LINE = "\r\033[K"  # wipes the line on a terminal
 
 
-def save_checkpoint(folder: Path, step: int, parts: dict[str, dict], meta: dict) -> None:
+def save_checkpoint(folder, step, parts, meta):
     """Write folder/step_<step> whole or not at all, then delete all but the newest checkpoints.
 
     parts: file name -> what torch.save takes; meta: JSON. Raises OSError, leaving nothing behind.
     """
     final = folder / f"step_{step:06d}"
-    part_folder = final.with_suffix(".part")
+    unfinished = final.with_suffix(".part")
     files = {"meta.json": json.dumps(meta).encode()}
+    for name, part in parts.items():
+        buffer = io.BytesIO()  # torch.save into a file raises no OSError on a full disk
+        torch.save(part, buffer)
+        files[f"{name}.pt"] = buffer.getvalue()
+    sums = [f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in files.items()]
+    files["SHA256SUMS"] = "".join(sums).encode()
+    for leftover in folder.glob("step_*.part"):
+        shutil.rmtree(leftover)
     try:
-        for leftover in folder.glob("step_*.part"):
-            shutil.rmtree(leftover)
-        part_folder.mkdir()
-        for name, part in parts.items():
-            buffer = io.BytesIO()  # torch.save into a file raises no OSError on a full disk
-            torch.save(part, buffer)
-            files[f"{name}.pt"] = buffer.getvalue()
-        sums = [f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in files.items()]
-        files["SHA256SUMS"] = "".join(sums).encode()
+        unfinished.mkdir()
         for name, data in files.items():
-            replace_file(part_folder / name, data)
+            replace_file(unfinished / name, data)
         shutil.rmtree(final, ignore_errors=True)  # a damaged one of the same step
-        part_folder.rename(final)
+        unfinished.rename(final)
     finally:
-        shutil.rmtree(part_folder, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
     folders = list_checkpoints(folder)
     newest = folders.index(final)
-    # A newer checkpoint is damaged: otherwise the run would have resumed from it.
+    # The list begins with the newest. Any newer one must be damaged, or the run would have resumed
+    # from it.
     for old in folders[:newest] + folders[newest + KEEP_CHECKPOINTS :]:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def replay_settings(name: str, folder: Path, out_dir: str) -> tuple[dict, dict]:
-    """Return (values below, values above) what is given, for a run that repeats another one."""
-    path = folder / "progress.json"
-    if not path.is_file():
-        raise UserError(f"REPLAY={name!r}: no {path}; must be a run that has trained to its end")
-    stored = json.loads(path.read_bytes())
-    changes = [event["changed"] for event in stored["events"] if event.get("changed")]
-    if changes:
-        raise UserError(f"REPLAY={name!r}: that run was resumed with other settings, {changes}")
-    below = {**stored["settings"], "run_id": "", "resume": "", "out_dir": out_dir}
-    return below, {"replay": str(folder)}
-
-
-def replayed_progress(folder: str) -> list[float]:
+def replayed_progress(folder):
     """Return the progress that each step of the run in `folder` used; [] without a folder."""
     if not folder:
         return []
     return json.loads((Path(folder) / "progress.json").read_bytes())["progress"]
 
 
-def resume_settings(name: str, folder: Path, run_id: str, is_restart: bool) -> tuple[dict, dict]:
-    """Return (values below, values above) what is given, for a run that continues."""
+def replay_settings(folder, out_dir):
+    """Return defaults and overrides (two dicts) of a run that repeats the one in `folder`."""
+    path = folder / "progress.json"
+    if not path.is_file():
+        raise UserError(f"REPLAY={str(folder)!r}: no {path}; must be a run that trained to its end")
+    stored = json.loads(path.read_bytes())
+    for event in stored["events"]:
+        if event.get("changed"):
+            raise UserError(f"REPLAY={str(folder)!r}: was resumed with changed {event['changed']}")
+    defaults = {**stored["settings"], "run_id": "", "resume": "", "out_dir": out_dir}
+    return defaults, {"replay": str(folder)}
+
+
+def resume_settings(folder, run_id, is_restart):
+    """Return defaults and overrides (two dicts) of a run that continues."""
+    prefix = f"RESUME={str(folder)!r}:"
     if not folder.is_dir():
-        raise UserError(f"RESUME={name!r}: no folder {folder}; must be a RUN_ID or a path")
+        raise UserError(f"{prefix} no such folder; must be a RUN_ID or a path")
     if run_id not in ("", folder.name):
-        raise UserError(f"RESUME={name!r}: RUN_ID={run_id!r} is another run")
+        raise UserError(f"{prefix} RUN_ID={run_id!r} is another run")
     if (folder / "result.json").exists():
-        raise UserError(f"RESUME={name!r}: {folder} is finished, its result.json stands")
-    checkpoints = list_checkpoints(folder)
-    newest, faults = newest_checkpoint(checkpoints)
-    place = {"resume": str(folder), "run_id": folder.name, "out_dir": str(folder.parent)}
+        raise UserError(f"{prefix} is finished: it has a result.json")
+    newest, faults = newest_checkpoint(list_checkpoints(folder))
+    overrides = {"resume": str(folder), "run_id": folder.name, "out_dir": str(folder.parent)}
+    if newest is None and is_restart:
+        return {}, overrides  # the run failed before its first checkpoint and begins anew
     if newest is None:
-        has_damaged = any(path.suffix != ".part" for path in checkpoints)
-        if has_damaged or not is_restart:
-            reason = " ".join(faults[:1])
-            raise UserError(f"RESUME={name!r}: {folder} has no whole checkpoint; {reason}")
-        return {}, place  # a restart before the first checkpoint begins anew
-    below = json.loads((newest / "meta.json").read_bytes())["settings"]
-    return below, {**place, "replay": below["replay"]}
+        raise UserError(f"{prefix} has no whole checkpoint; {' '.join(faults[:1])}")
+    defaults = json.loads((newest / "meta.json").read_bytes())["settings"]
+    return defaults, {**overrides, "replay": defaults["replay"]}
 
 
-def stored_settings(given: dict[str, str], out_dir: str) -> tuple[dict, dict]:
+def stored_settings(given, out_dir):
     """Return the settings of the run that RESUME or REPLAY names, as load_settings takes them.
 
     Under torchrun --max-restarts a RUN_ID whose folder exists is resumed.
@@ -2906,18 +2899,18 @@ def stored_settings(given: dict[str, str], out_dir: str) -> tuple[dict, dict]:
     out_dir = given.get("OUT_DIR", out_dir)
     run_id = given.get("RUN_ID", "")
     is_elastic = given.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-    is_restart = bool(is_elastic and run_id) and (Path(out_dir) / run_id).is_dir()
+    is_restart = is_elastic and run_id != "" and (Path(out_dir) / run_id).is_dir()
     resume = run_id if is_restart else given.get("RESUME", "")
     name = resume or given.get("REPLAY", "")
     if not name:
         return {}, {}
     folder = Path(name) if os.sep in name else Path(out_dir) / name
     if resume:
-        return resume_settings(resume, folder, run_id, is_restart)
-    return replay_settings(name, folder, out_dir)
+        return resume_settings(folder, run_id, is_restart)
+    return replay_settings(folder, out_dir)
 
 
-def make_tracker(settings, folder: Path) -> Callable[[dict[str, float], int], None]:
+def make_tracker(settings, folder):
     """Return track(metrics, step), which feeds TensorBoard or W&B."""
     if settings.tracker == "wandb":
         import wandb
@@ -2929,7 +2922,7 @@ def make_tracker(settings, folder: Path) -> Callable[[dict[str, float], int], No
 
     writer = SummaryWriter(folder)
 
-    def track(metrics: dict[str, float], step: int) -> None:
+    def track(metrics, step):
         for name, value in metrics.items():
             writer.add_scalar(name, value, step)
         writer.flush()  # the values stay, however the run ends
@@ -2938,32 +2931,30 @@ def make_tracker(settings, folder: Path) -> Callable[[dict[str, float], int], No
 
 
 class StopSignal:
-    """Remembers SIGTERM or SIGINT between listen() and ignore(), so that the loop saves and stops.
+    """Remembers SIGTERM or SIGINT from listen() to restore(), so that the loop saves and stops.
 
     A second signal ends the process at once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.number = 0
         self.received = 0.0
 
-    def listen(self) -> None:
+    def listen(self):
         """Remember signals from here on."""
         signal.signal(signal.SIGTERM, self.receive)
         signal.signal(signal.SIGINT, self.receive)
 
-    def ignore(self) -> None:
-        """Give signals their ordinary effect again: they end the process."""
+    def restore(self):
+        """Give signals their ordinary effect: they end the process."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-    def receive(self, number: int, frame) -> None:
+    def receive(self, number, frame):
         """Handle a signal."""
         # torchrun repeats the Ctrl-C of a terminal, so a signal within a second is the same one.
         if self.number and time.monotonic() - self.received > 1:
-            sys.stderr.write(
-                f"{signal.Signals(number).name}: ended at once, without a checkpoint\n"
-            )
+            sys.stderr.write(f"{signal.Signals(number).name}: ended without a checkpoint\n")
             os._exit(128 + number)
         self.number = number
         self.received = time.monotonic()
@@ -2972,51 +2963,48 @@ class StopSignal:
 class Log:
     """log.txt, the terminal and the tracker. Only rank 0 opens it; on other ranks it is mute."""
 
-    def __init__(self, iterations: int):
+    def __init__(self, iterations):
         self.iterations = iterations
         self.file = None
         self.track = None
         self.last_line = time.monotonic()
 
-    def open(self, path: Path, track: Callable | None) -> None:
+    def open(self, path, track):
         """Write to the file at `path` from here on, and feed `track` if there is one."""
         self.file = open(path, "ab", buffering=0)
         self.track = track
 
-    def __call__(self, text: str, terminal: bool = True) -> None:
+    def __call__(self, text, terminal=True):
         """Write text to the file and the terminal."""
         if self.file is None:
             return
         self.last_line = time.monotonic()
         try:
             if terminal:
-                print(CLEAR_LINE + text if sys.stdout.isatty() else text, flush=True)
+                print(CLEAR_LINE * sys.stdout.isatty() + text, flush=True)
             self.file.write(text.encode() + b"\n")
         except OSError as error:  # a full disk may have room again before the next checkpoint
             with contextlib.suppress(OSError):
                 sys.stderr.write(f"log.txt: {error.strerror}, lost: {text[:200]}\n")
 
-    def is_due(self) -> bool:
+    def is_due(self):
         """Return whether nothing was written for LOG_SECONDS."""
         return time.monotonic() - self.last_line >= LOG_SECONDS
 
-    def note(self, text: str) -> None:
+    def note(self, text):
         """Write what the run is doing if a line is due."""
         if self.is_due():
             self(text)
 
-    def metrics(
-        self, step: int, metrics: dict[str, float], seconds_left: float | None = None
-    ) -> None:
-        """Write the metrics of a step and feed the tracker.
+    def metrics(self, step, metrics, seconds_left=None):
+        """Write the metrics (name -> number) of a step and feed the tracker.
 
-        With seconds_left, only the first steps and then one step every LOG_SECONDS are written;
-        on a terminal the others overwrite one line.
+        With seconds_left, a step after the first five is written and tracked only if nothing was
+        written for LOG_SECONDS; on a terminal the others overwrite one line.
         """
-        parts = [f"step:{step}/{self.iterations or '?'}"]
+        line = f"step:{step}/{self.iterations or '?'}"
         for name, value in metrics.items():
-            parts.append(f"{name}:{METRIC_FORMATS.get(name, '{:.6g}').format(value)}")
-        line = " ".join(parts)
+            line += f" {name}:{METRIC_FORMATS.get(name, '{:.6g}').format(value)}"
         if seconds_left is None or step <= 5 or self.is_due():
             self(line)
             if self.track:
@@ -3035,7 +3023,7 @@ class Run:
 
     STATE = ("step", "saved_seconds", "skipped_steps", "skipped_in_a_row", "events")
 
-    def __init__(self, settings, runtime: Runtime, parts: dict, identity: dict):
+    def __init__(self, settings, runtime, parts, identity):
         interval = re.fullmatch(r"(\d+)(s?)", settings.save_every)
         if not interval:
             raise UserError(f"SAVE_EVERY={settings.save_every!r}: must be 500 (steps), 120s or 0")
@@ -3054,30 +3042,34 @@ class Run:
         self.identity = identity
         name = runtime.agree(settings.run_id or time.strftime("run_%Y%m%d_%H%M%S"))
         self.folder = Path(settings.out_dir) / name
+        self.log = Log(settings.iterations)
+        self.events = []
         self.step = 0
-        self.skipped_in_a_row = 0
         self.skipped_steps = 0
-        self.events: list[dict] = []
+        self.skipped_in_a_row = 0
         self.saved_step = -1  # step and training seconds of the newest checkpoint
         self.saved_seconds = 0.0
-        self.log = Log(settings.iterations)
 
-    def open(self) -> Path | None:
-        """Make or find the folder and begin the log; return the checkpoint to load, if any."""
+    def open(self):
+        """Make or find the folder and begin the log; return the checkpoint to load, or None."""
+        if self.runtime.rank != 0:
+            return self.runtime.agree(None)
         checkpoint = None
         faults = []
-        if self.runtime.rank == 0:
-            if self.settings.resume:
-                checkpoint, faults = newest_checkpoint(list_checkpoints(self.folder))
-            else:
-                self.make_folder()
-            has_tracker = self.settings.tracker != "none"
-            track = make_tracker(self.settings, self.folder) if has_tracker else None
-            self.log.open(self.folder / "log.txt", track)
-            self.write_header(faults)
+        if self.settings.resume:
+            checkpoint, faults = newest_checkpoint(list_checkpoints(self.folder))
+        else:
+            self.make_folder()
+        track = None
+        if self.settings.tracker != "none":
+            track = make_tracker(self.settings, self.folder)
+        self.log.open(self.folder / "log.txt", track)
+        self.write_header()
+        for fault in faults:
+            self.log(fault)
         return self.runtime.agree(checkpoint)
 
-    def make_folder(self) -> None:
+    def make_folder(self):
         """Make the folder of a new run. Raises UserError, with nothing made."""
         run_id = self.settings.run_id
         out_dir = self.settings.out_dir
@@ -3085,51 +3077,48 @@ class Run:
         if tracker != "none" and importlib.util.find_spec(tracker) is None:
             raise UserError(f"TRACKER={tracker!r}: is not installed; pip install {tracker}")
         if os.path.exists(self.folder) or Path(run_id).name != run_id:
-            raise UserError(
-                f"RUN_ID={run_id!r}: exists already in {out_dir}, or is no plain name; RESUME it, "
-                "or choose another"
-            )
+            why = f"must be a plain name that does not exist in {out_dir}"
+            raise UserError(f"RUN_ID={run_id!r}: {why}; RESUME continues a run")
         try:
             self.folder.mkdir(parents=True)
         except OSError as error:
-            reason = error.strerror
-            raise UserError(f"OUT_DIR={out_dir!r}: cannot write there ({reason})") from None
+            raise UserError(f"OUT_DIR={out_dir!r}: cannot write there ({error})") from None
 
-    def write_header(self, faults: list[str]) -> None:
+    def write_header(self):
         """Log the script's source, the command, the machine and all settings; * marks a change."""
         source = Path(__file__).read_text(encoding="utf-8") + "\n" + "=" * 120
         if source not in (self.folder / "log.txt").read_text(encoding="utf-8"):
             self.log(source, terminal=False)
         self.log(f"command: {' '.join([Path(sys.executable).name, *sys.argv])}", terminal=False)
         machine = describe_machine(self.runtime)
-        lines = [" ".join(f"{key}:{value}" for key, value in machine.items())]
+        self.log(" ".join(f"{key}:{value}" for key, value in machine.items()))
         for setting in fields(self.settings):
             value = getattr(self.settings, setting.name)
             mark = " " if value == setting.default else "*"
-            shown = int(value) if setting.type is bool else value
-            lines.append(f"{mark} {setting.name.upper()}={shown}")
-        self.log("\n".join(lines + faults))
+            if setting.type is bool:
+                value = int(value)
+            self.log(f"{mark} {setting.name.upper()}={value}")
 
-    def event(self, name: str, **facts) -> None:
+    def event(self, name, **facts):
         """Log an event that result.json reports too."""
         self.events.append({"event": name, **facts})
         self.log(f"event: {name} " + " ".join(f"{key}:{value}" for key, value in facts.items()))
 
-    def is_save_due(self, seconds: float) -> bool:
+    def is_save_due(self, seconds):
         """Return whether SAVE_EVERY asks for a checkpoint at `seconds` of training."""
         if self.saves_by_seconds:
             return seconds - self.saved_seconds >= self.save_interval
         return self.step > 0 and self.step % self.save_interval == 0
 
-    def save(self, seconds: float) -> None:
-        """Write a checkpoint. A failure is an event if an older one stands, else a UserError."""
+    def save(self, seconds):
+        """Write a checkpoint. A failure is an event if an older one exists, else a UserError."""
         self.saved_seconds = seconds
-        is_saved = self.saved_step == self.step
-        self.saved_step = self.step
-        if self.runtime.rank != 0 or is_saved:
+        if self.saved_step == self.step or self.runtime.rank != 0:
             return
+        self.saved_step = self.step
         begin = time.perf_counter()
-        states = {name: part.state_dict() for name, part in self.parts.items()}
+        training = {name: part.state_dict() for name, part in self.parts.items()}
+        files = {"model": training.pop("network"), "training": training}
         meta = {
             "script": Path(__file__).name,
             "code_sha256": sha256_file(__file__),
@@ -3139,31 +3128,26 @@ class Run:
             **{name: getattr(self, name) for name in self.STATE},
         }
         try:
-            files = {"model": states.pop("network"), "training": states}
             save_checkpoint(self.folder, self.step, files, meta)
         except OSError as error:
             if newest_checkpoint(list_checkpoints(self.folder))[0] is None:
                 out_dir = self.settings.out_dir
                 raise UserError(f"OUT_DIR={out_dir!r}: cannot save there ({error})") from None
             self.event("save_failed", step=self.step, error=str(error))
-        else:
-            milliseconds = 1000 * (time.perf_counter() - begin)
-            self.log(f"step:{self.step} saved in {milliseconds:.0f}ms")
+            return
+        self.log(f"step:{self.step} saved in {1000 * (time.perf_counter() - begin):.0f}ms")
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder):
         """Restore a checkpoint. Raises UserError if the run would become another one."""
         meta = json.loads((folder / "meta.json").read_bytes())
         for name, value in self.identity.items():
             before = meta["identity"].get(name)
             if before != value:
-                resume = self.settings.resume
-                raise UserError(
-                    f"RESUME={resume!r}: {name.upper()}={value!r}; must stay {before!r}"
-                )
+                prefix = f"RESUME={self.settings.resume!r}:"
+                raise UserError(f"{prefix} {name.upper()}={value!r}; must stay {before!r}")
         place = self.runtime.device
-        network = torch.load(folder / "model.pt", map_location=place, weights_only=True)
-        training = torch.load(folder / "training.pt", map_location=place, weights_only=True)
-        states = {"network": network, **training}
+        states = torch.load(folder / "training.pt", map_location=place, weights_only=True)
+        states["network"] = torch.load(folder / "model.pt", map_location=place, weights_only=True)
         for name, part in self.parts.items():
             if name in states:
                 part.load_state_dict(states[name])
@@ -3171,25 +3155,14 @@ class Run:
         for name in self.STATE:
             setattr(self, name, meta[name])
         self.saved_step = self.step
-        changed = {
-            name: value
-            for name, value in asdict(self.settings).items()
-            if name not in ("resume", "run_id", "out_dir") and meta["settings"].get(name) != value
-        }
-        ranks = self.runtime.world_size
-        self.event("resume", step=self.step, ranks=ranks, changed=changed)
+        changed = {}
+        for name, value in asdict(self.settings).items():
+            is_place = name in ("resume", "run_id", "out_dir")
+            if not is_place and meta["settings"].get(name) != value:
+                changed[name] = value
+        self.event("resume", step=self.step, ranks=self.runtime.world_size, changed=changed)
 
-    def write_result(self, result: dict, faults: list[str]) -> None:
-        """Write result.json, log it, and report faults of a run that is otherwise saved (rank 0)."""
-        data = json.dumps(result, indent=1) + "\n"
-        replace_file(self.folder / "result.json", data.encode())
-        lines = [f"{key}: {value}" for key, value in result.items() if not isinstance(value, dict)]
-        self.log("\n".join(["---", *lines]))
-        for fault in faults:
-            self.log(f"error: {fault}; everything was saved", terminal=False)
-            sys.stderr.write(f"error: {fault}; everything was saved\n")
-
-    def count_skipped(self, report: StepReport) -> None:
+    def count_skipped(self, report):
         """Count a step whose loss or gradient was not finite: its update was masked.
 
         Raises FloatingPointError after MAX_SKIPPED_STEPS of them in a row.
@@ -3204,6 +3177,17 @@ class Run:
             fault = f"{MAX_SKIPPED_STEPS} steps in a row had a loss or gradient that is not finite"
             self.log(f"error: {fault}", terminal=False)
             raise FloatingPointError(f"{fault}; the last checkpoint of {self.folder} is good")
+
+    def write_result(self, result, faults):
+        """Write result.json and log it, and report the faults of a run that was saved (rank 0)."""
+        replace_file(self.folder / "result.json", (json.dumps(result, indent=1) + "\n").encode())
+        self.log("---")
+        for key, value in result.items():
+            if not isinstance(value, dict):
+                self.log(f"{key}: {value}")
+        for fault in faults:
+            self.log(f"error: {fault}; everything was saved", terminal=False)
+            sys.stderr.write(f"error: {fault}; everything was saved\n")
 
 
 # === end: checkpoint ===
@@ -3532,12 +3516,19 @@ def policy_optimizers(network: GPT, settings: Settings, runtime: Runtime) -> Opt
     return Optimizers(network, settings.optimizer, rates, runtime)
 
 
-def checkpointed(own: dict) -> SimpleNamespace:
-    """A dict as a part of checkpoints, out of which its tensors come back on the CPU, as scores are."""
-    def load(saved: dict) -> None:
-        own.update({name: value.cpu() if isinstance(value, Tensor) else value for name, value in saved.items()})
+def checkpointed(values: dict) -> SimpleNamespace:
+    """Return a part of checkpoints that stores `values`. Loading fills tensors that are there already, in place; other
+    tensors come back on the CPU, as scores are.
+    """
 
-    return SimpleNamespace(state_dict=functools.partial(dict, own), load_state_dict=load)
+    def load(saved: dict) -> None:
+        for name, value in saved.items():
+            if isinstance(values.get(name), Tensor):
+                values[name].copy_(value)
+            else:
+                values[name] = value.cpu() if isinstance(value, Tensor) else value
+
+    return SimpleNamespace(state_dict=functools.partial(dict, values), load_state_dict=load)
 
 
 def fitting_tokens(network: GPT, device: torch.device) -> int:
@@ -3877,215 +3868,355 @@ class DPOTrainer:
                 seen = pair_metrics(losses, rewards, scores, batch.lengths).sum(1)
                 sums += torch.cat([seen, (batch.last + 1).sum()[None]]).to(sums.dtype)
         norm, sums = self.optimizers.reduce_gradients(runtime, self.settings.grad_clip_norm, sums)
-        bad = ~torch.isfinite(norm + sums[0])
-        self.optimizers.step(multiplier, MUON_MOMENTUM, bad)
-        *sums, tokens, norm, bad = torch.stack([*sums, norm, bad]).tolist()
+        skipped = ~torch.isfinite(norm + sums[0])
+        self.optimizers.step(multiplier, MUON_MOMENTUM, skipped)
+        *sums, tokens, norm, skipped = torch.stack([*sums, norm, skipped]).tolist()
         differ = max(1.0, sums[METRICS.index("differ")])
         means = [total / (differ if name.startswith("longer") else count)
                  for name, total in zip(METRICS, sums, strict=True)]
-        return {**shown(means, self.reward), "grad_norm": norm, "bad": bad,
+        return {**shown(means, self.reward), "grad_norm": norm, "skipped": skipped,
                 "train_tok_s": tokens / (time.perf_counter() - begin)}
 
 
-# -------------------------------------------------------------------------------------------------------------- main
+# -------------------------------------------------------------------------------------------- main
+# A step that takes longer than this and than 20 median steps prints the stacks of all threads.
+HANG_SECONDS = 120.0
+
+
+def optimizer_state_bytes(optimizers: Optimizers) -> int:
+    """Return the bytes of moments, scales and counters of all parameters."""
+    total = 0
+    for state in optimizers.state_dict().values():
+        total += sum(tensor.nbytes for tensor in state.values())
+    return total
+
+
+def held_out_metrics(scores: dict) -> dict[str, float]:
+    """Return the numbers of `pair_summary` for the log and the tracker: of an interval its mean."""
+    metrics = {}
+    for name, value in scores.items():
+        metrics[f"held_out/{name}"] = value[0] if isinstance(value, list) else value
+    return metrics
+
+
+def log_step(run: Run, clock: Clock, report: StepReport, metrics: dict[str, float]) -> None:
+    """Count the finished step if it was skipped, and log its metrics."""
+    run.count_skipped(report)
+    values = dict(metrics)
+    values["train_time"] = 1000 * report.seconds
+    values["step_avg"] = 1000 * report.seconds / run.step
+    steps_left = clock.iterations - run.step
+    seconds_left = min(clock.budget - report.seconds, steps_left * clock.median_step())
+    run.log.metrics(run.step, values, seconds_left)
+
+
+def choose_weights(
+    trainer: DPOTrainer, averages: dict[str, Average], measure: Callable[[], Tensor], log: Log
+) -> str:
+    """Give the network the raw or averaged weights with the least loss; return a name.
+
+    measure: returns METRICS (11, n) of the pairs that choose.
+    """
+    params = [param.detach() for param in trainer.trained]
+    candidates = {"raw": params}
+    for name, average in averages.items():
+        if average.count:
+            candidates[name] = average.values
+    chosen = "raw"
+    if len(candidates) > 1:
+        losses = {}
+        for name, values in candidates.items():
+            with swapped(params, values):
+                metrics = measure()
+            losses[name] = metrics[METRICS.index("loss")].mean().item()
+            log(f"weights: {name}, loss {losses[name]:.4f} of {metrics.size(1)} pairs")
+        chosen = min(losses, key=losses.get)
+    log(f"weights: {chosen} chosen")
+    torch._foreach_copy_(params, candidates[chosen])
+    return chosen
+
+
 def main() -> int:
-    """One run, from settings to result.json; its exit code. Raises UserError before the first step."""
+    """Train, pack and score one model; return the exit code. Raises UserError before step 1."""
     begin = time.perf_counter()
-    settings = load_settings(Settings, dict(os.environ), stored=lambda given: stored_settings(given, Settings.out_dir))
-    plan, s, said = Plan(settings), settings, []
-    runtime = start_runtime(settings.device, settings.deterministic)
+    stored = functools.partial(stored_settings, out_dir=Settings.out_dir)
+    settings = load_settings(Settings, os.environ, sys.argv[1:], stored=stored)
+    plan = Plan(settings)
+    stop_signal = StopSignal()
+    runtime = start_runtime(settings.device)
+    device = runtime.device
+
+    # policy and pairs
     network, tokenizer, source = start_policy(settings, runtime)
-    tokenizer, config, reward = grow_roles(network, tokenizer), network.config, s.objective == "reward"
-    if config.positions != "learned":  # these end where they do
-        config.train_seq_len = max(config.train_seq_len, s.train_seq_len)
-    if reward and not hasattr(network, "w_value"):
+    tokenizer = grow_roles(network, tokenizer)
+    config = network.config
+    if config.positions != "learned":  # learned positions end where they do
+        config.train_seq_len = max(config.train_seq_len, settings.train_seq_len)
+    is_reward = settings.objective == "reward"
+    if is_reward and not hasattr(network, "w_value"):
         add_value_head(network)
-    data = load_pairs(settings, tokenizer, config.train_seq_len, said.append)
-    replay = json.loads((Path(settings.replay) / "progress.json").read_bytes())["progress"] if settings.replay else []
-    budget = max(0.0, settings.max_wallclock_seconds - settings.reserve_seconds)
-    clock = Clock(settings.iterations, budget, runtime, replay)
-    run = Run(settings, runtime, {}, {
-        **vars(config), "tokenizer_sha256": tokenizer.sha256, "data_sha256": data.sha256, **{
-            name: getattr(s, name) for name in ("seed", "objective", "pairs_per_step", "lora_rank", "train_files")}})
-    checkpoint_path, folder, log = run.open(), run.folder, run.log
-    watch = Watch(runtime, folder, settings.hang_seconds, log)
-    log("\n".join(said))
+    notes = []
+    data = load_pairs(settings, tokenizer, config.train_seq_len, notes.append)
+
+    # clock, run folder and log
+    clock = Clock(settings, runtime, replayed_progress(settings.replay))
+    identity = {
+        **asdict(config),
+        "tokenizer_sha256": tokenizer.sha256,
+        "data_sha256": data.sha256,
+        "seed": settings.seed,
+        "objective": settings.objective,
+        "pairs_per_step": settings.pairs_per_step,
+        "lora_rank": settings.lora_rank,
+        "train_files": settings.train_files,
+    }
+    run = Run(settings, runtime, {}, identity)
+    checkpoint_path = run.open()
+    log = run.log
+    log("\n".join(notes))
     if runtime.rank == 0 and tokenizer.file != "bytes":
-        (folder / tokenizer.file).write_bytes(tokenizer.content)
-    orders = functools.lru_cache(2)(functools.partial(pass_order, data.parts, s.seed))
-    total = len(orders(0))
-    if source == "new" and not checkpoint_path:
-        first = [data.pairs[at] for at in orders(0)]
-        solved = supervise(network, lambda numbers: [(pair.prompt, pair.answers[0]) for pair in (
-            first[at % total] for at in numbers)], settings, runtime)
-        last = " ".join(f"{share:.2f}" for share in solved[-5:])
-        log(f"policy: new, {len(solved)} supervised steps on chosen answers, last accuracies {last}")
-    elif source != "new":
+        (run.folder / tokenizer.file).write_bytes(tokenizer.content)
+
+    # A new model first learns the chosen answers; a resumed run has its weights in the checkpoint.
+    orders = functools.lru_cache(2)(functools.partial(pass_order, data.parts, settings.seed))
+    pass_size = len(orders(0))
+
+    def demonstrations(numbers: range) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return prompt and chosen answer of pairs, in the order of the first pass."""
+        pairs = [data.pairs[orders(0)[number % pass_size]] for number in numbers]
+        return [(pair.prompt, pair.answers[0]) for pair in pairs]
+
+    if source != "new":
         log(f"policy: {source}")
+    elif not checkpoint_path:
+        solved = supervise(network, demonstrations, settings, runtime)
+        last = " ".join(f"{share:.2f}" for share in solved[-5:])
+        log(
+            f"policy: new, {len(solved)} supervised steps on chosen answers, last accuracies {last}"
+        )
+
+    # trainer and averages
     adapt(network, settings)
-    if reward:
+    if is_reward:
         network.w_value.requires_grad_(True)  # beside adapters, too
     trainer = DPOTrainer(network, settings, runtime)
-    memory = {"ema": EMA_MEMORY, "swa": None}
-    averages = {name: Average(trainer.trained, memory[name]) for name in memory if getattr(settings, name)}
-    kept = {}  # of the start: the reference's scores of all pairs, metrics of the held-out ones
-    run.parts = dict(network=network, optimizers=trainer.optimizers, plan=plan, clock=clock, **averages,
-                     start=checkpointed(kept))
-    log("parameters: " + " ".join(f"{name}:{count}" for name, count in count_parameters(network).items())
-        + f" trained:{sum(map(Tensor.numel, trainer.trained))} layers: {config.layers}")
+    averages = {}
+    if settings.ema:
+        averages["ema"] = Average(trainer.trained, EMA_MEMORY)
+    if settings.swa:
+        averages["swa"] = Average(trainer.trained)
+    # Of the start: the reference's scores of all pairs, and METRICS of the held-out ones.
+    start: dict[str, Tensor] = {}
+    run.parts = dict(
+        network=network,
+        optimizers=trainer.optimizers,
+        plan=plan,
+        clock=clock,
+        start=checkpointed(start),
+        **averages,
+    )
+    numbers = " ".join(f"{name}:{count}" for name, count in count_parameters(network).items())
+    trained = sum(param.numel() for param in trainer.trained)
+    log(f"parameters: {numbers} trained:{trained} layers: {config.layers}")
     log(plan.describe())
-    log(f"batch: a step is {s.pairs_per_step} pairs, over {runtime.world_size} ranks, chosen and rejected in one "
-        f"forward of at most {trainer.micro_tokens} tokens; a pass over the data {total / s.pairs_per_step:.1f} steps")
-    at_0 = 1 / (2 * s.beta) ** 2 if s.objective == "ipo" else math.log(2)
-    log("note: accuracy counts pairs whose chosen reward is greater, not equal; while policy and reference are one, "
-        f"or a reward head is new, rewards are 0, accuracy 0 and the loss, without margins, {at_0:.4g}: no fault. The "
-        "first step's line may show either share instead, for its rewards are 0 but for float32's last digits")
+    log(
+        f"batch: a step is {settings.pairs_per_step} pairs, over {runtime.world_size} ranks, "
+        f"chosen and rejected in one forward of at most {trainer.micro_tokens} tokens; a pass over "
+        f"the data {pass_size / settings.pairs_per_step:.1f} steps"
+    )
+    first_loss = math.log(2)
+    if settings.objective == "ipo":
+        first_loss = 1 / (2 * settings.beta) ** 2
+    log(
+        "note: accuracy counts pairs whose chosen reward is greater, not equal. While policy and "
+        "reference are one, or a reward head is new, rewards are 0, accuracy is 0 and the loss, "
+        f"without margins, {first_loss:.4g}: no fault. The first step's line may show another "
+        "accuracy, because its rewards are 0 but for float32's last digits"
+    )
     if checkpoint_path:
-        run.load(Path(checkpoint_path))
+        run.load(checkpoint_path)
     else:
-        kept["reference"], how = trainer.reference([data.pairs, data.held_out], data.sha256, folder.parent / "cache")
+        cache = run.folder.parent / "cache"
+        parts = [data.pairs, data.held_out]
+        start["reference"], how = trainer.reference(parts, data.sha256, cache)
         log(f"reference: {how}")
-        kept["before"] = trainer.measure(data.held_out, kept["reference"][len(data.pairs) :])
-        if min(run.every_steps, run.every_seconds) < math.inf:
-            run.save(0.0)  # what would keep the run from saving shows before its first step
-    score = functools.partial(trainer.measure, data.held_out, kept["reference"][len(data.pairs) :])
-    before = pair_summary(kept["before"], reward)
+        start["before"] = trainer.measure(data.held_out, start["reference"][len(data.pairs) :])
+        if run.save_interval < math.inf:
+            run.save(0.0)  # if the run cannot save, this shows before its first step
+    held_out_reference = start["reference"][len(data.pairs) :]
+    before = pair_summary(start["before"], is_reward)
+    if not checkpoint_path:
+        log.metrics(0, held_out_metrics(before))
     log(f"before: {before}")
     log(f"set-up and first scores: {time.perf_counter() - begin:.1f} s, outside the clock")
-    metrics, stop, watch.looping = {}, False, True
 
-    def report() -> None:
-        if not metrics:
-            return  # a step from before the run was resumed
-        seconds, done = clock.seconds[-1], run.step
-        line = (f"step:{done}/{s.iterations or '?'} " + " ".join(
-            f"{name}:{value:.4g}" for name, value in metrics.items() if name != "bad")
-            + f" train_time:{1000 * seconds:.0f}ms step_avg:{1000 * seconds / done:.0f}ms")
-        if done % s.train_log_every == 0 or done <= 5:
-            log(line)
-        elif run.clear:
-            left = f"{clock.budget - seconds:.0f} s left " if clock.budget < math.inf else ""
-            print(run.clear + left + line[:100], end="", flush=True)
-
+    metrics = {}
+    stopping = False
+    stop_signal.listen()
     clock.start()
     while True:
-        last_step, watch.began = clock.is_last(run.step), math.inf  # no limit for validation and saving
-        trainer.qat = plan.is_on("qat")  # of a run that was resumed, too
-        stop |= watch.signal > 0 and not runtime.distributed
-        if s.val_loss_every and run.step and run.step % s.val_loss_every == 0 and not (last_step or stop):
+        last_step = clock.is_last(run.step)
+        trainer.qat = plan.is_on("qat")  # also in the scores of a run that was resumed
+        if stop_signal.number and not runtime.distributed:
+            stopping = True  # alone, a process need not ask other ranks
+
+        # 1. Score and save; the clock stands still.
+        val_is_due = settings.val_loss_every and run.step % settings.val_loss_every == 0
+        if val_is_due and run.step and not (last_step or stopping):
             with clock.paused():
-                log(f"step:{run.step} held_out {pair_summary(score(), reward)}")
-        due = run.step % run.every_steps == 0 or clock.seconds[-1] - run.saved >= run.every_seconds
-        if stop or last_step or run.step and due:
+                scores = trainer.measure(data.held_out, held_out_reference)
+            log.metrics(run.step, held_out_metrics(pair_summary(scores, is_reward)))
+        if last_step or stopping or run.is_save_due(clock.seconds[-1]):
             with clock.paused():
                 run.save(clock.seconds[-1])
-                runtime.agree("")  # all wait here, where the watch does not count the seconds
-        if last_step or stop:
+                runtime.agree(None)  # all ranks wait here
+        if last_step or stopping:
             break
-        watch.step, watch.median, watch.began = run.step, clock.median_step(), time.monotonic()
+        faulthandler.dump_traceback_later(max(HANG_SECONDS, 20 * clock.median_step()))
 
+        # 2. The phases and learning rate of this step.
         progress = clock.progress(run.step)
         for name in plan.begin_phases(run.step, progress):
             log(f"phase: {name} begins at step {run.step + 1}, {progress:.1%} of the run")
             if name == "qat":
-                for average in averages.values():  # averages of weights that never saw the quantizer do not fit it
-                    average.restart()
-        trainer.qat, multiplier = plan.is_on("qat"), plan.rates(progress)
-        numbers = range((run.step + run.skipped) * s.pairs_per_step, (run.step + run.skipped + 1) * s.pairs_per_step)
-        own = [int(orders(number // total)[number % total]) for number in numbers]
-        previous = clock.previous_report()
-        if previous is not None:
-            stop = previous.stop_requested
-            watch.agreed |= stop
-            if run.judge(previous.loss, not previous.finite):
-                report()
-        metrics = {**trainer.update([data.pairs[at] for at in own], kept["reference"][own], multiplier),
-                   "lr_mul": multiplier, "progress": progress, "passes": numbers.stop / total}
+                for average in averages.values():
+                    average.restart()  # weights that never saw the quantizer do not fit it
+        trainer.qat = plan.is_on("qat")
+        multiplier = plan.rates(progress)
+
+        # 3. Read the report of the step before.
+        report = clock.previous_report()
+        if report is not None:
+            stopping = report.stop_requested
+            log_step(run, clock, report, metrics)
+
+        # 4. The pairs of this step: forward, backward and update.
+        first = run.step * settings.pairs_per_step
+        last = first + settings.pairs_per_step
+        chosen_pairs = [int(orders(at // pass_size)[at % pass_size]) for at in range(first, last)]
+        pairs = [data.pairs[at] for at in chosen_pairs]
+        metrics = trainer.update(pairs, start["reference"][chosen_pairs], multiplier)
+        skip = torch.tensor(metrics.pop("skipped"), device=device)
+        metrics["lr_mul"] = multiplier
+        metrics["progress"] = progress
+        metrics["passes"] = last / pass_size
+
+        # 5. Update the averages.
         for name, average in averages.items():
             if plan.is_on(name):
                 average.update(progress)
-        signals = runtime.sum(torch.tensor(float(watch.signal), device=runtime.device))
-        loss = torch.tensor(metrics["loss"], device=runtime.device)
-        clock.send_report(loss, signals.new_tensor(metrics["bad"]), signals)
+        stop = runtime.sum(torch.tensor(float(stop_signal.number), device=device))
+        clock.send_report(torch.tensor(metrics["loss"], device=device), skip, stop)
         run.step += 1
 
     clock.stop()
-    previous = None if stop else clock.previous_report()
-    if stop or previous and previous.stop_requested or watch.signal and not runtime.distributed:
-        number = signal.Signals(watch.signal or signal.SIGTERM)
-        log(f"stopped by {number.name} after step {run.step}; RESUME={folder} goes on")
+    faulthandler.cancel_dump_traceback_later()
+    if stopping:
+        number = signal.Signals(stop_signal.number or signal.SIGTERM)
+        log(f"stopped by {number.name} after step {run.step}; RESUME={run.folder} goes on")
         runtime.leave()
         return 128 + number
-    watch.looping = False
-    if previous and run.judge(previous.loss, not previous.finite, last=True):
-        report()
+    stop_signal.ignore()
+    report = clock.previous_report()
+    if report is not None:
+        log_step(run, clock, report, metrics)
     if runtime.rank == 0:
-        used = {"settings": vars(settings), "progress": clock.used, "events": run.events}
-        replace_file(folder / "progress.json", json.dumps(used).encode())
+        stored_run = {"settings": asdict(settings), "progress": clock.used, "events": run.events}
+        replace_file(run.folder / "progress.json", json.dumps(stored_run).encode())
 
+    # Choose the weights, quantize and pack them; this is on the clock, too.
     clock.start()
-    values = {"raw": [param.detach() for param in trainer.trained],
-              **{name: average.values for name, average in averages.items() if average.count}}
-    trainer.qat, losses = not s.lora_rank, {}  # adapters are quantized as parts of the weights that they change
-    seen = (data.choice if len(data.choice) else orders(0)[:256]).tolist()
-    for name in values if len(values) > 1 else ():
-        with swapped(trainer.trained, values[name]):
-            losses[name] = trainer.measure([data.pairs[at] for at in seen], kept["reference"][seen])[0].mean().item()
-        log(f"weights: {name}, loss {losses[name]:.4f} of {len(seen)} pairs")
-    chosen = min(losses, key=losses.get, default="raw")
-    log(f"weights: {chosen} chosen")
-    torch._foreach_copy_(values["raw"], values[chosen])
-    if s.lora_rank:
+    # Adapters are quantized as parts of the weights that they change.
+    trainer.qat = not settings.lora_rank
+    seen = data.choice.tolist() or orders(0)[:256].tolist()
+    seen_pairs = [data.pairs[at] for at in seen]
+    measure = functools.partial(trainer.measure, seen_pairs, start["reference"][seen])
+    chosen = choose_weights(trainer, averages, measure, log)
+    if settings.lora_rank:
         merge_lora(network)
     state = network.state_dict()
-    packed, sizes = pack_artifact(state, quantize_all(state, trainer.table), vars(config), tokenizer.sha256,
-                                  {"seed": s.seed, "tokenizer": tokenizer.file})
+    content, sizes = pack_artifact(
+        state,
+        quantize_all(state, trainer.table),
+        settings=asdict(config),
+        tokenizer_sha256=tokenizer.sha256,
+        meta={"seed": settings.seed, "tokenizer": tokenizer.file},
+    )
     clock.stop()
     log(plan.summary())
-    log(f"clock: {clock.elapsed():.1f} s to train and choose, MAX_WALLCLOCK_SECONDS={s.max_wallclock_seconds}")
-    if s.replay:
-        run.event("replay", of=s.replay)
-    elif 0 < s.max_wallclock_seconds < clock.elapsed():
-        run.event("over_clock", seconds=clock.elapsed(), hint="choosing wants more RESERVE_SECONDS")
-
-    artifact = folder / "model.upar"
+    limit = settings.max_wallclock_seconds
+    log(f"clock: {clock.elapsed():.1f} s to train and choose, MAX_WALLCLOCK_SECONDS={limit}")
+    if settings.replay:
+        run.event("replay", of=settings.replay)
+    elif 0 < limit < clock.elapsed():
+        run.event("over_clock", seconds=clock.elapsed(), hint="needs more RESERVE_SECONDS")
+    artifact = run.folder / "model.upar"
     if runtime.rank == 0:
-        replace_file(artifact, packed)
-    runtime.agree("")  # rank 0 has written it
+        replace_file(artifact, content)
+    runtime.agree(None)  # rank 0 has written it
+
+    # Score what the artifact file alone gives back, and what was gained, pair by pair.
     trainer.network, *_ = load_model("ARTIFACT", str(artifact))
-    trainer.network.to(runtime.device)
-    trainer.qat = False  # from here on the network that the file holds, by that file alone
-    found = score()
-    after, change = pair_summary(found, reward), found - kept["before"]
+    trainer.network.to(device)
+    trainer.qat = False
+    scores = trainer.measure(data.held_out, held_out_reference)
+    after = pair_summary(scores, is_reward)
+    gain = {}
+    for name, change in shown(scores - start["before"], is_reward).items():
+        if not name.startswith("longer"):
+            gain[name] = mean_interval(change)
+    log.metrics(run.step, held_out_metrics(after))
     log(f"after: {after}")
-    gain = {name: mean_interval(row) for name, row in shown(change, reward).items() if not name.startswith("longer")}
     log(f"gain: {gain}, paired")
 
-    code = len(Path(__file__).read_bytes()) + (len(Path(s.config).read_bytes()) if s.config else 0)
-    total = code + artifact.stat().st_size
-    faults = [f"phase {name} was enabled and never fired" for name, phase in plan.phases.items() if not phase.steps]
-    if total > s.artifact_bytes_max:
-        faults.append(f"{total} bytes of code and artifact, more than ARTIFACT_BYTES_MAX={s.artifact_bytes_max}")
+    code_bytes = len(Path(__file__).read_bytes())
+    if settings.config:
+        code_bytes += len(Path(settings.config).read_bytes())
+    total_bytes = code_bytes + len(content)
+    faults = []
+    for name, phase in plan.phases.items():
+        if not phase.steps:
+            faults.append(f"phase {name} was enabled and never fired")
+    if total_bytes > settings.artifact_bytes_max:
+        maximum = settings.artifact_bytes_max
+        faults.append(f"{total_bytes} bytes of code and artifact; ARTIFACT_BYTES_MAX={maximum}")
     if runtime.rank == 0:
         result = {
-            "script": Path(__file__).name, "run_id": folder.name, "seed": s.seed, "code_sha256": sha256_file(__file__),
-            "tokenizer_sha256": tokenizer.sha256, "data_sha256": data.sha256, **describe_machine(runtime),
-            "world_size": runtime.world_size, "objective": s.objective, "init_from": source, "steps": run.step,
-            "train_pairs": len(data.pairs), "pairs": run.step * s.pairs_per_step, "train_seconds": clock.elapsed(),
-            "total_seconds": time.perf_counter() - begin, "params": count_parameters(network), "weights": chosen,
-            "optimizer_state_bytes": sum(t.nbytes for own in trainer.optimizers.state_dict().values()
-                                         for t in own.values()),
-            "before": before, "after": after, "gain": gain, "intervals": "95%: Wilson of shares, else normal",
-            "last": metrics, "artifact": str(artifact), "artifact_sha256": sha256_file(artifact),
-            "artifact_bytes": artifact.stat().st_size, "code_bytes": code, "total_bytes": total,
-            "bytes_by_class": sizes, "phases": {name: asdict(phase) for name, phase in plan.phases.items()},
-            "events": run.events, "settings": asdict(settings),
+            "script": Path(__file__).name,
+            "run_id": run.folder.name,
+            "seed": settings.seed,
+            "code_sha256": sha256_file(__file__),
+            "tokenizer_sha256": tokenizer.sha256,
+            "data_sha256": data.sha256,
+            **describe_machine(runtime),
+            "world_size": runtime.world_size,
+            "objective": settings.objective,
+            "init_from": source,
+            "steps": run.step,
+            "skipped_steps": run.skipped_steps,
+            "train_pairs": len(data.pairs),
+            "pairs": run.step * settings.pairs_per_step,
+            "train_seconds": clock.elapsed(),
+            "total_seconds": time.perf_counter() - begin,
+            "params": count_parameters(network),
+            "weights": chosen,
+            "optimizer_state_bytes": optimizer_state_bytes(trainer.optimizers),
+            "before": before,
+            "after": after,
+            "gain": gain,
+            "intervals": "95%: Wilson of shares, else normal",
+            "last": metrics,
+            "artifact": str(artifact),
+            "artifact_sha256": sha256_file(artifact),
+            "artifact_bytes": len(content),
+            "code_bytes": code_bytes,
+            "total_bytes": total_bytes,
+            "bytes_by_class": sizes,
+            "phases": {name: asdict(phase) for name, phase in plan.phases.items()},
+            "events": run.events,
+            "settings": asdict(settings),
         }
-        replace_file(folder / "result.json", (json.dumps(result, indent=1) + "\n").encode())
-        log("---\n" + "\n".join(f"{key}: {value}" for key, value in result.items() if not isinstance(value, dict)))
-        for fault in faults:
-            log(f"error: {fault}; everything was saved", terminal=False)
-            sys.stderr.write(f"error: {fault}; everything was saved\n")
+        run.write_result(result, faults)
     runtime.leave()
     return 1 if faults else 0
 

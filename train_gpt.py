@@ -1,12 +1,16 @@
-"""Pretrain a GDN-hybrid language model against a clock and a byte budget; score what is read back from its artifact.
+"""Pretrain a GDN-hybrid language model against a clock and a byte budget.
 
-    CONFIG=configs/cpu.env python train_gpt.py                                  # one CPU process, about 3 minutes
-    DATA_PATH=data/datasets/fineweb10B_sp1024 torchrun --standalone --nproc_per_node=8 train_gpt.py
-    RESUME=<RUN_ID> python train_gpt.py                                         # from its newest checkpoint
+    CONFIG=configs/cpu.env python train_gpt.py              # one CPU process, about 3 minutes
+    torchrun --standalone --nproc_per_node=8 train_gpt.py configs/golf_8gpu.env
+    RESUME=<RUN_ID> python train_gpt.py                     # continues from its newest checkpoint
+    python train_gpt.py --help                              # lists all settings
 
-Every setting below is an environment variable: its name in capitals. A run writes runs/<RUN_ID>/: log.txt, checkpoints,
-model.upar (the artifact) and result.json. Sections between `# === shared:` fences stand in other scripts too, byte for
-byte (tools/sync.py).
+A run trains the network, packs it into one artifact file and scores the network that is rebuilt
+from that file. It writes runs/<RUN_ID>/: log.txt, checkpoints, model.upar (the artifact) and
+result.json. Every setting below is an environment variable or an argument, NAME=value.
+
+Sections between `# === shared:` fences stand in other scripts too, byte for byte: after a change
+`python tools/sync.py train_gpt.py` copies them. Outside the repository just edit them.
 """
 
 import base64
@@ -53,7 +57,7 @@ from torch.utils.checkpoint import checkpoint
 
 # === shared: bounds ===
 def bounded(default: float, low: float, high: float):
-    """A setting with the smallest and largest value that it may have; without it a number is >= 0."""
+    """Return a setting with a lowest and a highest value. A setting without has a lowest of 0."""
     return field(default=default, metadata={"low": low, "high": high})
 
 
@@ -109,7 +113,7 @@ class Settings:
     num_kv_heads: int = bounded(4, 1, 1024)  # key and value heads of attention
     # kind of MLP; bio_soft and bio_hard are the bio-MLP with sparse events
     mlp: Literal["relu2", "leaky_relu2", "gelu", "swiglu", "bio", "bio_soft", "bio_hard"] = "relu2"
-    mlp_mult: float = bounded(3.0, 0.25, 16.0)  # hidden width of the MLP over model_dim
+    mlp_mult: float = bounded(3.0, 0.25, 16.0)  # hidden width of the MLP divided by model_dim
     norm: str = "rms"  # rms, rms_weight or layer, or one word per layer
     positions: Literal["rope", "learned", "none"] = "rope"  # how attention knows positions
     rope_dims: int = 0  # dimensions of a head that rotate; 0: all
@@ -117,8 +121,8 @@ class Settings:
     qk_gain_init: float = 4.0  # initial gain of normed queries; 0: no norm of queries and keys
     bigram_vocab_size: int = bounded(0, 0, 1 << 24)  # rows of the hashed embedding of token pairs
     tie_embeddings: bool = True  # the embedding is the output head
-    # optimizer; matrix_lr and tied_embed_lr have presets, see OPTIMIZER_PRESETS
-    # optimizer of matrices; all but muon take embeddings and head too
+    # optimizer
+    # of matrices; all but muon take embeddings and head too (see OPTIMIZER_PRESETS)
     optimizer: Literal["muon", "lion", "adamw", "adamw8bit", "adafactor"] = "muon"
     matrix_lr: float = 0.02  # learning rate of the layers' matrices
     tied_embed_lr: float = 0.03  # learning rate of embeddings, and of the head if it is tied
@@ -127,8 +131,8 @@ class Settings:
     grad_clip_norm: float = 0.0  # largest global gradient norm; 0: no clipping
     # schedule, in shares of the run
     lr_schedule: Literal["linear", "cosine", "wsd", "constant"] = "linear"  # shape of the warmdown
-    warmup_frac: float = bounded(0.01, 0.0, 1.0)  # learning rate from 0 to 1
-    warmdown_frac: float = bounded(0.5, 0.0, 1.0)  # learning rate from 1 to the floor, at the end
+    warmup_frac: float = bounded(0.01, 0.0, 1.0)  # share in which the learning rate rises from 0
+    warmdown_frac: float = bounded(0.5, 0.0, 1.0)  # last share, in which it falls to the floor
     warmdown_iters: int = 0  # the warmdown in steps of ITERATIONS; 0: use the share
     lr_floor: float = bounded(0.0, 0.0, 1.0)  # last multiplier of the learning rate
     ema: bool = True  # exponential moving average of the weights, a candidate at the end
@@ -176,8 +180,8 @@ REMOVED_SETTINGS = (
     "UNET_SKIPS",
 )
 
-# Names that nanoGPT, modded-nanogpt, Parameter Golf and TRL use, and the settings that mean the
-# same here. An empty name: underpar has no such feature.
+# Names that nanoGPT, modded-nanogpt, Parameter Golf and TRL use, and the settings that do the
+# same job here; "" means that this project has no such feature.
 ALIASES = {
     "BATCH_SIZE": "TRAIN_BATCH_TOKENS",
     "BETA": "KL_BETA",
@@ -297,8 +301,9 @@ def check_unknown_name(name: str, text: str, names: Iterable[str], hint: str) ->
     message = f"{name}={text!r}: no setting of this script"
     if name in RETIRED_SETTINGS:
         constant, value = RETIRED_SETTINGS[name]
-        if text in (str(value), f"{value:g}"):
-            return
+        with contextlib.suppress(ValueError):
+            if float(text) == value:
+                return
         raise UserError(f"{message}, which has the constant {constant} = {value}; {hint}")
     meant = name
     while meant in ALIASES and meant not in names:
@@ -312,9 +317,8 @@ def check_unknown_name(name: str, text: str, names: Iterable[str], hint: str) ->
 
 
 def check_environment(environ: dict[str, str], names: Iterable[str]) -> None:
-    """Raise UserError if an environment variable was meant as a setting but is none here.
-
-    Meant are near misses of a setting, names of the field and settings of our other scripts.
+    """Raise UserError for an environment variable that looks meant as a setting but is none here:
+    a near miss, a name that other projects use, or a setting of another script in this folder.
     """
     ignored = environ.get("IGNORE_ENV", "").replace(" ", "").split(",")
     known = {*ALIASES, *RETIRED_SETTINGS, *REMOVED_SETTINGS, *sibling_settings()}
@@ -370,9 +374,9 @@ def load_settings(
 ):
     """Return the settings of dataclass `cls`: defaults < CONFIG file < environment < arguments.
 
-    presets: NAME of a setting -> choice -> values of other settings. They stand below the values given in
-    the same place, so a preset chosen in the environment overrides the file. stored: from what
-    is given to (values below all that is given, values above it); RESUME and REPLAY use it.
+    presets: NAME of a setting -> choice -> values of other settings. Values given in the same place
+    override them, so a preset chosen in the environment overrides the file. stored: function of the
+    given texts that returns defaults and overrides, two dicts (see stored_settings).
     Raises UserError: a wrong value, or a name that is no setting (see check_unknown_name).
     """
     if "--help" in arguments or "-h" in arguments:
@@ -429,7 +433,7 @@ class Runtime:
             dist.broadcast_object_list(values, src=0, device=self.device)
         return values[0]
 
-    def leave(self) -> None:
+    def leave(self):
         """Leave the process group, all ranks together: a rank that left early aborted in gloo."""
         if self.distributed:
             dist.barrier()
@@ -489,7 +493,7 @@ def exit_code(main: Callable[[], int]) -> int:
         os._exit(1)  # an ordinary exit would wait for the lost rank
 
 
-def replace_file(path: str | Path, data: bytes) -> None:
+def replace_file(path: str | Path, data: bytes):
     """Write a file beside `path` and rename it: `path` always holds the old or the new bytes."""
     part = Path(path).with_name(Path(path).name + ".part")
     with open(part, "wb") as file:
@@ -1239,8 +1243,8 @@ def gdn_scan_adjoint(
 # first, and a handle to it would crash.
 if not hasattr(torch.ops.underpar, "gdn_scan"):
     for scan in (gdn_scan, gdn_scan_adjoint):
-        operator = torch.library.custom_op(f"underpar::{scan.__name__}", scan, mutates_args=())
-        operator.register_fake(scan_outputs)  # the compiler learns the shapes from it
+        registered = torch.library.custom_op(f"underpar::{scan.__name__}", scan, mutates_args=())
+        registered.register_fake(scan_outputs)  # the compiler learns the shapes from it
 gdn_scan = torch.ops.underpar.gdn_scan.default
 gdn_scan_adjoint = torch.ops.underpar.gdn_scan_adjoint.default
 
@@ -1739,7 +1743,7 @@ class GPT(nn.Module):
 
 
 # === shared: optimizer ===
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # of s, s^3 and s^5: Keller Jordan's, steep at s = 0
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # coefficients of s, s^3 and s^5 by Keller Jordan
 NEWTON_SCHULZ_STEPS = 5  # bring singular values above 0.002 to between 0.68 and 1.21
 MUON_MOMENTUM = 0.95  # of modded-nanogpt and Parameter Golf
 ADAM_BETAS = (0.9, 0.95)  # as for GPT-3: 0.999 remembers longer than short runs last
@@ -1770,9 +1774,9 @@ def orthogonalize(G: Tensor, dtype=None) -> Tensor:
     return X.to(G.dtype)
 
 
-# The optimizers below have step(skip), where `skip` is a 0-d bool tensor on the device. If it is
-# true, because loss or gradients were not finite, the step changes neither weights nor state. The
-# host never waits for the device to know it.
+# Muon and the subclasses of MaskedOptimizer have step(skip), where `skip` is a 0-d bool tensor on
+# the device. If it is true, because loss or gradients were not finite, the step changes neither
+# weights nor state. The host never waits for the device to know it.
 class Muon(torch.optim.Optimizer):
     """Nesterov momentum whose update is orthogonalized, for the matrices of one parameter group.
 
@@ -1827,9 +1831,9 @@ class Muon(torch.optim.Optimizer):
 class MaskedOptimizer(torch.optim.Optimizer):
     """Base of optimizers that update every parameter by itself, with decoupled weight decay.
 
-    A subclass has `update(grad, state)`, which returns two things: the update, in the shape of
-    grad, of which lr times is subtracted from the weights; and the new state, a dict. If `state` is
-    empty, it first fills it with zeros.
+    A subclass has `update(grad, state)`, which returns the update (shape of grad), lr times which
+    is subtracted from the weights, and the new state, a dict of new tensors. If `state` is empty,
+    update first fills it with zeros.
     """
 
     @torch.no_grad()
@@ -1864,7 +1868,7 @@ class AdamW8bit(MaskedOptimizer):
 
     The moments m and v are kept in blocks of 256 weights. One byte has the level n of r = sqrt(v):
     r = r_max 2**(-n / 16), where r_max is the block's largest. The other has m / r, linear in the
-    block. After 300 steps the loss was 0.16% from AdamW's; with linear codes of r, 0.9%.
+    block. After 300 steps the loss was 0.16% above AdamW's; with linear codes of r, 0.9%.
     """
 
     def update(self, grad: Tensor, state: dict):
@@ -1950,6 +1954,7 @@ class Optimizers:
         head = dict(embedding, params=by_class["head"], base_lr=rates.head)
         control = dict(params=by_class["control"], base_lr=rates.control, weight_decay=0.0)
 
+        adam_betas = ADAM_BETAS
         groups = [matrix, adapter, embedding, head]
         adam_groups = [control]
         self.all = []
@@ -1958,6 +1963,7 @@ class Optimizers:
             adam_groups += [adapter, embedding, head]
         elif kind == "lion":
             self.all = [Lion(groups, defaults={})]
+            adam_betas = LION_BETAS  # the preset's learning rates were tuned with these
         elif kind == "adafactor":
             # A step is a share of max(eps[1], RMS of the weights). With torch's 1e-3, matrices that
             # begin at zero hardly move. eps[0] is the paper's (arXiv 1804.04235): torch squares it.
@@ -1969,9 +1975,9 @@ class Optimizers:
                 small = [param for param in params if param.numel() < LEAST_8BIT]
                 adam_groups.append(dict(group, params=small))
             self.all = [AdamW8bit(groups, defaults={})]
-        else:
+        elif kind == "adamw":
             adam_groups += groups
-        self.all.append(torch.optim.AdamW(adam_groups, betas=ADAM_BETAS, eps=ADAM_EPS, fused=True))
+        self.all.append(torch.optim.AdamW(adam_groups, betas=adam_betas, eps=ADAM_EPS, fused=True))
 
         self.params = []
         self.state = collections.defaultdict(dict)  # of all optimizers, by parameter
@@ -2009,7 +2015,7 @@ class Optimizers:
         for optimizer in self.all:
             for group in optimizer.param_groups:
                 group["lr"].fill_(group["base_lr"] * multiplier)
-                group["momentum"] = momentum  # only Muon reads it
+                group["momentum"] = momentum  # scheduled for Muon; the others have constants
             if isinstance(optimizer, torch.optim.AdamW):
                 optimizer.found_inf = skip.float()  # 1: torch's fused kernel changes nothing
                 optimizer.step()
@@ -2056,6 +2062,8 @@ class Clock:
     def __init__(self, settings, runtime: Runtime, replay=(), now=time.perf_counter):
         self.iterations = settings.iterations or math.inf
         self.limit = settings.max_wallclock_seconds or math.inf
+        if replay:
+            self.limit = math.inf
         self.budget = self.limit - settings.reserve_seconds
         self.runtime = runtime
         self.replay = replay
@@ -2139,7 +2147,7 @@ class Clock:
         """Return the share of the run that is done when `step` ends: near 1 at the last step.
 
         Call it once a step, before the forward. It is the same on all ranks, at most 1, and never
-        less than for the step before.
+        less than for the step before. It is 0 while no step time is known.
         """
         by_steps = (step + 1) / self.iterations
         by_time = self.next_end() / self.budget
@@ -2150,7 +2158,7 @@ class Clock:
         return progress
 
     def is_last(self, step: int) -> bool:
-        """Return whether the run ends before `step`: it would pass ITERATIONS or the budget."""
+        """Return whether the run is over: `step` would pass ITERATIONS or the budget."""
         if self.replay:
             return step == len(self.replay)
         return step >= self.iterations or self.next_end() > self.budget
@@ -2188,36 +2196,28 @@ class Plan:
     """The phases of a run and its learning rate. Raises UserError for an impossible plan."""
 
     def __init__(self, settings):
-        self.settings = settings
         iterations = settings.iterations
         seconds = settings.max_wallclock_seconds
-        reserve = settings.reserve_seconds
         if not iterations and not seconds:
+            raise UserError("ITERATIONS=0 and MAX_WALLCLOCK_SECONDS=0: set one, or it never ends")
+        if 0 < seconds <= settings.reserve_seconds:
+            raise UserError(f"RESERVE_SECONDS={settings.reserve_seconds}: must be below {seconds}")
+        if settings.warmdown_iters > iterations:
             raise UserError(
-                "ITERATIONS=0 and MAX_WALLCLOCK_SECONDS=0: the run would never end; set one of them"
+                f"WARMDOWN_ITERS={settings.warmdown_iters}: must be at most ITERATIONS={iterations}"
             )
-        if 0 < seconds <= reserve:
-            raise UserError(
-                f"RESERVE_SECONDS={reserve}: must be below MAX_WALLCLOCK_SECONDS={seconds}"
-            )
+        self.shape = settings.lr_schedule
+        self.floor = settings.lr_floor
         self.warmup = settings.warmup_frac
         self.warmdown = settings.warmdown_frac
-        if settings.lr_schedule == "constant":
-            self.warmdown = 0.0
-        elif settings.warmdown_iters > iterations:
-            raise UserError(
-                f"WARMDOWN_ITERS={settings.warmdown_iters}: must be at most "
-                f"ITERATIONS={iterations}; or set WARMDOWN_FRAC, a share of the run"
-            )
-        elif settings.warmdown_iters:
+        if settings.warmdown_iters:
             self.warmdown = settings.warmdown_iters / iterations
+        if self.shape == "constant":
+            self.warmdown = 0.0
         if self.warmup + self.warmdown > 1:
-            raise UserError(
-                f"WARMUP_FRAC={self.warmup}: must be at most {1 - self.warmdown:.3f}, "
-                "because the warmdown takes the rest of the run"
-            )
-
-        self.progress = 0.0  # of the step before
+            most = 1 - self.warmdown
+            raise UserError(f"WARMUP_FRAC={self.warmup}: must be at most {most} with this warmdown")
+        self.progress = 0.0  # of the present step
         self.phases = {}
         if self.warmup:
             self.phases["warmup"] = Phase(0.0, self.warmup)
@@ -2231,22 +2231,19 @@ class Plan:
             self.phases["qat"] = Phase(QAT_START)
 
     def rates(self, progress: float) -> float:
-        """Return the multiplier of all learning rates: up to 1, and in the end down to LR_FLOOR."""
-        warmup = 1.0
-        if self.warmup:
-            warmup = min(1.0, progress / self.warmup)
+        """Return the multiplier of all learning rates: 0 to 1 in the warm-up, 1 to LR_FLOOR in the
+        warmdown."""
+        if progress < self.warmup:
+            return progress / self.warmup
         left = 1.0  # share of the warmdown that is still to come
         if self.warmdown:
             left = min(1.0, (1 - progress) / self.warmdown)
-        shape = self.settings.lr_schedule
-        if shape == "cosine":
+        height = left  # linear; "constant" has no warmdown, so left stays 1
+        if self.shape == "cosine":
             height = 0.5 - 0.5 * math.cos(math.pi * left)
-        elif shape == "wsd":
+        if self.shape == "wsd":
             height = 1 - math.sqrt(1 - left)  # arXiv 2405.18392
-        else:
-            height = left  # linear; constant, where it stays 1
-        floor = self.settings.lr_floor
-        return warmup * (floor + (1 - floor) * height)
+        return self.floor + (1 - self.floor) * height
 
     def begin_phases(self, step: int, progress: float) -> list[str]:
         """Count `step` for each phase that is on, and return the names of those that begin with it.
@@ -2255,21 +2252,22 @@ class Plan:
         """
         # A phase also begins if another step as long as this one would reach the end: the run may
         # stop before it, and a phase that never began is an error.
-        last_chance = 2 * progress - self.progress > 1 - 1e-9
+        next_progress = progress + (progress - self.progress)
+        last_chance = next_progress > 1 - 1e-9
         self.progress = progress
         begun = []
         for name, phase in self.phases.items():
-            if not phase.start_step and (progress > phase.begin or last_chance):
+            if self.is_on(name):
+                phase.steps += 1
+            elif not phase.start_step and (progress > phase.begin or last_chance):
                 phase.start_step = step + 1
                 phase.start_progress = progress
-                phase.steps = 1  # even if the phase is shorter than the step
+                phase.steps = 1
                 begun.append(name)
-            elif self.is_on(name):
-                phase.steps += 1
         return begun
 
     def is_on(self, name: str) -> bool:
-        """Return whether a phase is enabled and on in the present step."""
+        """Return whether a phase has begun and is on in the present step."""
         phase = self.phases.get(name)
         return phase is not None and phase.start_step > 0 and self.progress <= phase.end
 
@@ -2281,13 +2279,12 @@ class Plan:
         )
 
     def summary(self) -> str:
-        """Return what became of the plan, a line for each phase."""
+        """Return what became of the plan for the log's end, a line for each phase."""
         lines = []
         for name, phase in self.phases.items():
-            result = "NEVER FIRED"
-            if phase.steps:
-                start = f"step {phase.start_step} ({phase.start_progress:.1%})"
-                result = f"began at {start}, on for {phase.steps} steps"
+            result = f"began at step {phase.start_step}, on for {phase.steps} steps"
+            if not phase.steps:
+                result = "NEVER FIRED"
             lines.append(f"phase: {name:8s} planned {phase.begin:6.1%}, {result}")
         return "\n".join(lines)
 
@@ -2297,10 +2294,9 @@ class Plan:
         return {"progress": self.progress, "phases": phases}
 
     def load_state_dict(self, saved: dict) -> None:
-        """Replace the state by a saved one."""
+        """Restore the state; phases keep the begin and end of the present settings."""
         self.progress = saved["progress"]
         for name, phase in self.phases.items():
-            # The plan may have changed since.
             happened = saved["phases"].get(name, {})
             vars(phase).update(happened, begin=phase.begin, end=phase.end)
 
@@ -2437,12 +2433,13 @@ def swapped(params: list[Tensor], values: Iterable[Tensor]) -> Iterator[None]:
     """Inside, `params` hold `values`; afterwards, also after an exception, their old values."""
     params = [param.detach() for param in params]  # the same memory, which may be written in place
     originals = [param.clone() for param in params]
-    for param, value in zip(params, values, strict=True):
-        param.copy_(value)
     try:
+        for param, value in zip(params, values, strict=True):
+            param.copy_(value)
         yield
     finally:
-        torch._foreach_copy_(params, originals)
+        for param, original in zip(params, originals, strict=True):
+            param.copy_(original)
 
 
 def decoded(
@@ -2623,9 +2620,9 @@ def unpack_array(record: dict, payload: bytes) -> np.ndarray:
     """Returns the array of a zstd frame, in the byte order of this machine."""
     dtype = np.dtype(record["dtype"])
     require(record["coder"] == "zstd" and dtype.itemsize <= 4, "an unknown coder or dtype")
-    # No more is unpacked than the shape says, whatever the frame claims.
+    # Only one byte more is unpacked than the shape says, so that a longer frame is an error.
     size = math.prod(record["shape"]) * dtype.itemsize
-    raw = zstandard.ZstdDecompressor().stream_reader(payload).read(size)
+    raw = zstandard.ZstdDecompressor().stream_reader(payload).read(size + 1)
     return np.frombuffer(raw, dtype).astype(dtype.newbyteorder("=")).reshape(record["shape"])
 
 
@@ -2702,8 +2699,8 @@ def pack_artifact(
 
 def read_streams(data: bytes, max_weights: int) -> tuple[dict, list[bytes]]:
     """Returns the header and the streams of an artifact. Raises ArtifactError if it is damaged."""
-    magic, version, length, crc32 = ARTIFACT_PREFIX.unpack_from(data)
-    require(magic == ARTIFACT_MAGIC, f"is no underpar artifact, it begins with {magic!r}")
+    require(data.startswith(ARTIFACT_MAGIC), f"is no underpar artifact, begins with {data[:8]!r}")
+    _, version, length, crc32 = ARTIFACT_PREFIX.unpack_from(data)
     require(version == ARTIFACT_VERSION, f"version {version}, this code reads {ARTIFACT_VERSION}")
     file = io.BytesIO(data[ARTIFACT_PREFIX.size : -32])
     frame = file.read(length)
@@ -2758,7 +2755,7 @@ def read_artifact(
             tensors[name] = values.float()
         require((states == RANS_LOW).all(), "the lanes do not end at 2**16")
     except Exception as error:  # a file that only claims to be an artifact may raise anything
-        reason = error if isinstance(error, ArtifactError) else repr(error)
+        reason = str(error) if isinstance(error, ArtifactError) else repr(error)
         raise ArtifactError(f"{path}: {reason} ({len(data)} bytes)") from None
     return header, tensors, coded
 
@@ -2878,7 +2875,8 @@ class Exporter:
         candidate = self.fit(self.encode_nearest, 0.99 * self.limit, 256.0)
         for quantizer in self.table.values():
             quantizer["widen"] *= candidate.widen
-        self.log(f"sizes: steps wider by {candidate.widen - 1:+.2%}, {candidate.size} bytes")
+        size = f"{candidate.size} bytes, at most {self.limit}"
+        self.log(f"sizes: {size}; steps wider by {candidate.widen - 1:+.2%}")
 
     def has_time(self, seconds: float) -> bool:
         """Returns whether the clock has these seconds beside those that must follow GPTQ."""
@@ -2955,20 +2953,19 @@ class Exporter:
 # === shared: evaluation ===
 @dataclass
 class Score:
-    """A model's score on a token sequence: `loss` in nats per token, `bpb` in bits per byte."""
+    """A model's score on tokens: `loss` in nats per token, `bpb` in bits per byte."""
 
     nats: float
     tokens: int
     bytes: int
-    sources: dict[str, "Score"]  # the score of each source that has bytes
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.loss = self.nats / self.tokens
         self.bpb = self.nats / math.log(2) / self.bytes
 
     def result(self) -> dict:
-        """The score's keys in result.json."""
-        result = {
+        """Return the score's keys in result.json."""
+        return {
             "val_loss": self.loss,
             "val_bpb": self.bpb,
             "val_nats": self.nats,
@@ -2976,11 +2973,8 @@ class Score:
             "val_bytes": self.bytes,
             "bytes_per_token": self.bytes / self.tokens,
         }
-        if self.sources:
-            result["val_bpb_sources"] = {name: score.bpb for name, score in self.sources.items()}
-        return result
 
-    def __str__(self) -> str:
+    def __str__(self):
         return (
             f"loss:{self.loss:.4f} bpb:{self.bpb:.4f} nats:{self.nats:.1f} tokens:{self.tokens} "
             f"bytes:{self.bytes} bytes_per_token:{self.bytes / self.tokens:.4f}"
@@ -2995,82 +2989,59 @@ class Scorer:
     runtime: Runtime  # its ranks share out the windows
     seq_len: int  # tokens in a window
     rows: int  # windows in a forward
-    note: Callable[[str], None] = lambda progress: None  # is called before each forward
+    note: Callable = lambda progress: None  # is called with a text before each forward
 
-    def score(
-        self,
-        model: Callable,
-        tokens: np.ndarray,
-        stride: int | None = None,
-        sources: Validation | None = None,
-    ) -> Score:
-        """The score of model(ids, targets) -> losses (B, T), by windows of seq_len tokens.
+    def score(self, model: Callable, tokens: np.ndarray, stride: int = 0) -> Score:
+        """Return the score of model(ids, targets) -> losses (B, T), in windows of seq_len tokens.
 
         Without a stride, windows stand side by side. With one, a window ends `stride` tokens after
-        the one before it and scores these tokens only. `sources`: each source has a score, too.
+        the one before it and scores these tokens only, so that they have a longer context.
         """
-        count = len(tokens) - 1  # the last token predicts nothing
-        end = np.append(np.arange(self.seq_len, count, stride or self.seq_len), count)
+        last = len(tokens) - 1
+        end = np.append(np.arange(self.seq_len, last, stride or self.seq_len), last)
         first = np.append(0, end[:-1])
         begin = np.maximum(0, end - self.seq_len) if stride else first
-        spans = np.stack([begin, first, end], axis=1)
-        return self.total(tokens, self.nats(model, tokens, spans, stateful=False), sources)
+        return self.score_spans(model, tokens, np.stack([begin, first, end], axis=1))
 
     def score_documents(self, model: Callable, tokens: np.ndarray) -> Score:
-        """The score of model(ids, targets, cache=dict), which sees a document from its BOS on.
+        """Return the score of model(ids, targets, cache=...), which sees documents from their BOS.
 
-        It is fed in pieces of at most seq_len tokens; the cache carries the state between them.
+        A document is fed in pieces of seq_len tokens; the cache carries the state between them.
         """
-        starts = np.flatnonzero(tokens[1:-1] == self.tokenizer.bos_id) + 1
-        begin = np.append(0, starts)
-        end = np.append(starts, len(tokens) - 1)
+        begin = np.flatnonzero(tokens[:-1] == self.tokenizer.bos_id)
+        end = np.append(begin[1:], len(tokens) - 1)
         longest_first = np.argsort(begin - end, kind="stable")  # similar lengths in a forward
         spans = np.stack([begin, begin, end], axis=1)[longest_first]
-        return self.total(tokens, self.nats(model, tokens, spans, stateful=True), None)
+        return self.score_spans(model, tokens, spans, stateful=True)
 
     @torch.no_grad()
-    def nats(
-        self, model: Callable, tokens: np.ndarray, spans: np.ndarray, stateful: bool
-    ) -> np.ndarray:
-        """The loss of each prediction, from all ranks, float64 (N - 1,).
-
-        spans (S, 3): the model sees tokens `begin` to `end` and scores predictions from `first`.
-        """
+    def score_spans(self, model, tokens, spans, stateful=False) -> Score:
+        """Return the score of spans (S, 3): a row sees tokens begin..end and scores first..end."""
         device = self.runtime.device
-        tokens = torch.from_numpy(tokens)
-        nats = torch.zeros(len(tokens) - 1, dtype=torch.float64)
-        times = torch.zeros(len(tokens) - 1, dtype=torch.uint8)  # that a prediction was scored
-        spans = torch.from_numpy(spans[self.runtime.rank :: self.runtime.world_size])
-        padded = F.pad(spans, (0, 0, 0, -len(spans) % self.rows))  # empty spans fill up a forward
-        for at in range(0, len(padded), self.rows):
+        sums = torch.zeros(3, dtype=torch.float64, device=device)  # nats, tokens, bytes
+        spans = spans[self.runtime.rank :: self.runtime.world_size]
+        spans = np.pad(spans, ((0, -len(spans) % self.rows), (0, 0)))  # empty rows fill a forward
+        for at in range(0, len(spans), self.rows):
             self.note(f"scored {at:,} of {len(spans):,} windows")
-            begin, first, end = padded[at : at + self.rows].split(1, dim=1)  # (rows, 1) each
-            # Windows have one shape, for one compiled graph; documents are as long as the longest.
+            begin, first, end = np.hsplit(spans[at : at + self.rows], 3)  # (rows, 1) each
+            # Windows have one shape, for one compiled graph. Documents are as long as the longest.
             longest = int((end - begin).max()) if stateful else self.seq_len
             cache = {"cache": {}} if stateful else {}
             for start in range(0, longest, self.seq_len):
-                places = begin + torch.arange(start, min(start + self.seq_len, longest))
+                places = begin + np.arange(start, min(start + self.seq_len, longest))
                 scored = (first <= places) & (places < end)
-                places = torch.where(places < end, places, 0)  # the first token fills short rows
-                targets = torch.where(scored, tokens[places + 1], -1)
-                losses = model(tokens[places].to(device), targets.to(device), **cache)
-                nats[places[scored]] = losses.double().cpu()[scored]
-                times[places[scored]] += 1
-        times = self.runtime.sum(times.to(device))
-        wrong = (times != 1).sum().item()
-        assert wrong == 0, f"{wrong} predictions were not scored exactly once"
-        return self.runtime.sum(nats.to(device)).cpu().numpy()
-
-    def total(self, tokens: np.ndarray, nats: np.ndarray, sources: Validation | None) -> Score:
-        """The score of all predictions, and of those in each source."""
-        byte_counts = token_bytes(self.tokenizer, tokens[:-1], tokens[1:])
-        parts = {}
-        for number, name in enumerate(sources.source_names if sources else []):
-            chosen = sources.source_of[1:] == number  # the source of the token that is predicted
-            part_bytes = int(byte_counts[chosen].sum())
-            if part_bytes:
-                parts[name] = Score(float(nats[chosen].sum()), int(chosen.sum()), part_bytes, {})
-        return Score(float(nats.sum()), len(nats), int(byte_counts.sum()), parts)
+                places = np.where(places < end, places, 0)  # BOS fills what a row leaves
+                ids = tokens[places]
+                targets = tokens[places + 1]
+                byte_count = (token_bytes(self.tokenizer, ids, targets) * scored).sum()
+                targets = np.where(scored, targets, -1)  # the model's loss of -1 is 0
+                ids, targets = (torch.from_numpy(array).to(device) for array in (ids, targets))
+                sums[0] += model(ids, targets, **cache).double().sum()
+                sums[1] += scored.sum()
+                sums[2] += byte_count
+        nats, count, byte_count = self.runtime.sum(sums).tolist()
+        assert count == len(tokens) - 1, f"scored {count:.0f} of {len(tokens) - 1} predictions"
+        return Score(nats, int(count), int(byte_count))
 
 
 # === end: evaluation ===
@@ -3084,79 +3055,78 @@ METRIC_FORMATS = {"train_time": "{:.0f}ms", "step_avg": "{:.2f}ms", "tok_s": "{:
 CLEAR_LINE = "\r\033[K"  # wipes the line on a terminal
 
 
-def save_checkpoint(folder: Path, step: int, parts: dict[str, dict], meta: dict) -> None:
+def save_checkpoint(folder, step, parts, meta):
     """Write folder/step_<step> whole or not at all, then delete all but the newest checkpoints.
 
     parts: file name -> what torch.save takes; meta: JSON. Raises OSError, leaving nothing behind.
     """
     final = folder / f"step_{step:06d}"
-    part_folder = final.with_suffix(".part")
+    unfinished = final.with_suffix(".part")
     files = {"meta.json": json.dumps(meta).encode()}
+    for name, part in parts.items():
+        buffer = io.BytesIO()  # torch.save into a file raises no OSError on a full disk
+        torch.save(part, buffer)
+        files[f"{name}.pt"] = buffer.getvalue()
+    sums = [f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in files.items()]
+    files["SHA256SUMS"] = "".join(sums).encode()
+    for leftover in folder.glob("step_*.part"):
+        shutil.rmtree(leftover)
     try:
-        for leftover in folder.glob("step_*.part"):
-            shutil.rmtree(leftover)
-        part_folder.mkdir()
-        for name, part in parts.items():
-            buffer = io.BytesIO()  # torch.save into a file raises no OSError on a full disk
-            torch.save(part, buffer)
-            files[f"{name}.pt"] = buffer.getvalue()
-        sums = [f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in files.items()]
-        files["SHA256SUMS"] = "".join(sums).encode()
+        unfinished.mkdir()
         for name, data in files.items():
-            replace_file(part_folder / name, data)
+            replace_file(unfinished / name, data)
         shutil.rmtree(final, ignore_errors=True)  # a damaged one of the same step
-        part_folder.rename(final)
+        unfinished.rename(final)
     finally:
-        shutil.rmtree(part_folder, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
     folders = list_checkpoints(folder)
     newest = folders.index(final)
-    # A newer checkpoint is damaged: otherwise the run would have resumed from it.
+    # The list begins with the newest. Any newer one must be damaged, or the run would have resumed
+    # from it.
     for old in folders[:newest] + folders[newest + KEEP_CHECKPOINTS :]:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def replay_settings(name: str, folder: Path, out_dir: str) -> tuple[dict, dict]:
-    """Return (values below, values above) what is given, for a run that repeats another one."""
-    path = folder / "progress.json"
-    if not path.is_file():
-        raise UserError(f"REPLAY={name!r}: no {path}; must be a run that has trained to its end")
-    stored = json.loads(path.read_bytes())
-    changes = [event["changed"] for event in stored["events"] if event.get("changed")]
-    if changes:
-        raise UserError(f"REPLAY={name!r}: that run was resumed with other settings, {changes}")
-    below = {**stored["settings"], "run_id": "", "resume": "", "out_dir": out_dir}
-    return below, {"replay": str(folder)}
-
-
-def replayed_progress(folder: str) -> list[float]:
+def replayed_progress(folder):
     """Return the progress that each step of the run in `folder` used; [] without a folder."""
     if not folder:
         return []
     return json.loads((Path(folder) / "progress.json").read_bytes())["progress"]
 
 
-def resume_settings(name: str, folder: Path, run_id: str, is_restart: bool) -> tuple[dict, dict]:
-    """Return (values below, values above) what is given, for a run that continues."""
+def replay_settings(folder, out_dir):
+    """Return defaults and overrides (two dicts) of a run that repeats the one in `folder`."""
+    path = folder / "progress.json"
+    if not path.is_file():
+        raise UserError(f"REPLAY={str(folder)!r}: no {path}; must be a run that trained to its end")
+    stored = json.loads(path.read_bytes())
+    for event in stored["events"]:
+        if event.get("changed"):
+            raise UserError(f"REPLAY={str(folder)!r}: was resumed with changed {event['changed']}")
+    defaults = {**stored["settings"], "run_id": "", "resume": "", "out_dir": out_dir}
+    return defaults, {"replay": str(folder)}
+
+
+def resume_settings(folder, run_id, is_restart):
+    """Return defaults and overrides (two dicts) of a run that continues."""
+    prefix = f"RESUME={str(folder)!r}:"
     if not folder.is_dir():
-        raise UserError(f"RESUME={name!r}: no folder {folder}; must be a RUN_ID or a path")
+        raise UserError(f"{prefix} no such folder; must be a RUN_ID or a path")
     if run_id not in ("", folder.name):
-        raise UserError(f"RESUME={name!r}: RUN_ID={run_id!r} is another run")
+        raise UserError(f"{prefix} RUN_ID={run_id!r} is another run")
     if (folder / "result.json").exists():
-        raise UserError(f"RESUME={name!r}: {folder} is finished, its result.json stands")
-    checkpoints = list_checkpoints(folder)
-    newest, faults = newest_checkpoint(checkpoints)
-    place = {"resume": str(folder), "run_id": folder.name, "out_dir": str(folder.parent)}
+        raise UserError(f"{prefix} is finished: it has a result.json")
+    newest, faults = newest_checkpoint(list_checkpoints(folder))
+    overrides = {"resume": str(folder), "run_id": folder.name, "out_dir": str(folder.parent)}
+    if newest is None and is_restart:
+        return {}, overrides  # the run failed before its first checkpoint and begins anew
     if newest is None:
-        has_damaged = any(path.suffix != ".part" for path in checkpoints)
-        if has_damaged or not is_restart:
-            reason = " ".join(faults[:1])
-            raise UserError(f"RESUME={name!r}: {folder} has no whole checkpoint; {reason}")
-        return {}, place  # a restart before the first checkpoint begins anew
-    below = json.loads((newest / "meta.json").read_bytes())["settings"]
-    return below, {**place, "replay": below["replay"]}
+        raise UserError(f"{prefix} has no whole checkpoint; {' '.join(faults[:1])}")
+    defaults = json.loads((newest / "meta.json").read_bytes())["settings"]
+    return defaults, {**overrides, "replay": defaults["replay"]}
 
 
-def stored_settings(given: dict[str, str], out_dir: str) -> tuple[dict, dict]:
+def stored_settings(given, out_dir):
     """Return the settings of the run that RESUME or REPLAY names, as load_settings takes them.
 
     Under torchrun --max-restarts a RUN_ID whose folder exists is resumed.
@@ -3164,18 +3134,18 @@ def stored_settings(given: dict[str, str], out_dir: str) -> tuple[dict, dict]:
     out_dir = given.get("OUT_DIR", out_dir)
     run_id = given.get("RUN_ID", "")
     is_elastic = given.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-    is_restart = bool(is_elastic and run_id) and (Path(out_dir) / run_id).is_dir()
+    is_restart = is_elastic and run_id != "" and (Path(out_dir) / run_id).is_dir()
     resume = run_id if is_restart else given.get("RESUME", "")
     name = resume or given.get("REPLAY", "")
     if not name:
         return {}, {}
     folder = Path(name) if os.sep in name else Path(out_dir) / name
     if resume:
-        return resume_settings(resume, folder, run_id, is_restart)
-    return replay_settings(name, folder, out_dir)
+        return resume_settings(folder, run_id, is_restart)
+    return replay_settings(folder, out_dir)
 
 
-def make_tracker(settings, folder: Path) -> Callable[[dict[str, float], int], None]:
+def make_tracker(settings, folder):
     """Return track(metrics, step), which feeds TensorBoard or W&B."""
     if settings.tracker == "wandb":
         import wandb
@@ -3187,7 +3157,7 @@ def make_tracker(settings, folder: Path) -> Callable[[dict[str, float], int], No
 
     writer = SummaryWriter(folder)
 
-    def track(metrics: dict[str, float], step: int) -> None:
+    def track(metrics, step):
         for name, value in metrics.items():
             writer.add_scalar(name, value, step)
         writer.flush()  # the values stay, however the run ends
@@ -3196,32 +3166,30 @@ def make_tracker(settings, folder: Path) -> Callable[[dict[str, float], int], No
 
 
 class StopSignal:
-    """Remembers SIGTERM or SIGINT between listen() and ignore(), so that the loop saves and stops.
+    """Remembers SIGTERM or SIGINT from listen() to restore(), so that the loop saves and stops.
 
     A second signal ends the process at once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.number = 0
         self.received = 0.0
 
-    def listen(self) -> None:
+    def listen(self):
         """Remember signals from here on."""
         signal.signal(signal.SIGTERM, self.receive)
         signal.signal(signal.SIGINT, self.receive)
 
-    def ignore(self) -> None:
-        """Give signals their ordinary effect again: they end the process."""
+    def restore(self):
+        """Give signals their ordinary effect: they end the process."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-    def receive(self, number: int, frame) -> None:
+    def receive(self, number, frame):
         """Handle a signal."""
         # torchrun repeats the Ctrl-C of a terminal, so a signal within a second is the same one.
         if self.number and time.monotonic() - self.received > 1:
-            sys.stderr.write(
-                f"{signal.Signals(number).name}: ended at once, without a checkpoint\n"
-            )
+            sys.stderr.write(f"{signal.Signals(number).name}: ended without a checkpoint\n")
             os._exit(128 + number)
         self.number = number
         self.received = time.monotonic()
@@ -3230,51 +3198,48 @@ class StopSignal:
 class Log:
     """log.txt, the terminal and the tracker. Only rank 0 opens it; on other ranks it is mute."""
 
-    def __init__(self, iterations: int):
+    def __init__(self, iterations):
         self.iterations = iterations
         self.file = None
         self.track = None
         self.last_line = time.monotonic()
 
-    def open(self, path: Path, track: Callable | None) -> None:
+    def open(self, path, track):
         """Write to the file at `path` from here on, and feed `track` if there is one."""
         self.file = open(path, "ab", buffering=0)
         self.track = track
 
-    def __call__(self, text: str, terminal: bool = True) -> None:
+    def __call__(self, text, terminal=True):
         """Write text to the file and the terminal."""
         if self.file is None:
             return
         self.last_line = time.monotonic()
         try:
             if terminal:
-                print(CLEAR_LINE + text if sys.stdout.isatty() else text, flush=True)
+                print(CLEAR_LINE * sys.stdout.isatty() + text, flush=True)
             self.file.write(text.encode() + b"\n")
         except OSError as error:  # a full disk may have room again before the next checkpoint
             with contextlib.suppress(OSError):
                 sys.stderr.write(f"log.txt: {error.strerror}, lost: {text[:200]}\n")
 
-    def is_due(self) -> bool:
+    def is_due(self):
         """Return whether nothing was written for LOG_SECONDS."""
         return time.monotonic() - self.last_line >= LOG_SECONDS
 
-    def note(self, text: str) -> None:
+    def note(self, text):
         """Write what the run is doing if a line is due."""
         if self.is_due():
             self(text)
 
-    def metrics(
-        self, step: int, metrics: dict[str, float], seconds_left: float | None = None
-    ) -> None:
-        """Write the metrics of a step and feed the tracker.
+    def metrics(self, step, metrics, seconds_left=None):
+        """Write the metrics (name -> number) of a step and feed the tracker.
 
-        With seconds_left, only the first steps and then one step every LOG_SECONDS are written;
-        on a terminal the others overwrite one line.
+        With seconds_left, a step after the first five is written and tracked only if nothing was
+        written for LOG_SECONDS; on a terminal the others overwrite one line.
         """
-        parts = [f"step:{step}/{self.iterations or '?'}"]
+        line = f"step:{step}/{self.iterations or '?'}"
         for name, value in metrics.items():
-            parts.append(f"{name}:{METRIC_FORMATS.get(name, '{:.6g}').format(value)}")
-        line = " ".join(parts)
+            line += f" {name}:{METRIC_FORMATS.get(name, '{:.6g}').format(value)}"
         if seconds_left is None or step <= 5 or self.is_due():
             self(line)
             if self.track:
@@ -3293,7 +3258,7 @@ class Run:
 
     STATE = ("step", "saved_seconds", "skipped_steps", "skipped_in_a_row", "events")
 
-    def __init__(self, settings, runtime: Runtime, parts: dict, identity: dict):
+    def __init__(self, settings, runtime, parts, identity):
         interval = re.fullmatch(r"(\d+)(s?)", settings.save_every)
         if not interval:
             raise UserError(f"SAVE_EVERY={settings.save_every!r}: must be 500 (steps), 120s or 0")
@@ -3312,30 +3277,34 @@ class Run:
         self.identity = identity
         name = runtime.agree(settings.run_id or time.strftime("run_%Y%m%d_%H%M%S"))
         self.folder = Path(settings.out_dir) / name
+        self.log = Log(settings.iterations)
+        self.events = []
         self.step = 0
-        self.skipped_in_a_row = 0
         self.skipped_steps = 0
-        self.events: list[dict] = []
+        self.skipped_in_a_row = 0
         self.saved_step = -1  # step and training seconds of the newest checkpoint
         self.saved_seconds = 0.0
-        self.log = Log(settings.iterations)
 
-    def open(self) -> Path | None:
-        """Make or find the folder and begin the log; return the checkpoint to load, if any."""
+    def open(self):
+        """Make or find the folder and begin the log; return the checkpoint to load, or None."""
+        if self.runtime.rank != 0:
+            return self.runtime.agree(None)
         checkpoint = None
         faults = []
-        if self.runtime.rank == 0:
-            if self.settings.resume:
-                checkpoint, faults = newest_checkpoint(list_checkpoints(self.folder))
-            else:
-                self.make_folder()
-            has_tracker = self.settings.tracker != "none"
-            track = make_tracker(self.settings, self.folder) if has_tracker else None
-            self.log.open(self.folder / "log.txt", track)
-            self.write_header(faults)
+        if self.settings.resume:
+            checkpoint, faults = newest_checkpoint(list_checkpoints(self.folder))
+        else:
+            self.make_folder()
+        track = None
+        if self.settings.tracker != "none":
+            track = make_tracker(self.settings, self.folder)
+        self.log.open(self.folder / "log.txt", track)
+        self.write_header()
+        for fault in faults:
+            self.log(fault)
         return self.runtime.agree(checkpoint)
 
-    def make_folder(self) -> None:
+    def make_folder(self):
         """Make the folder of a new run. Raises UserError, with nothing made."""
         run_id = self.settings.run_id
         out_dir = self.settings.out_dir
@@ -3343,51 +3312,48 @@ class Run:
         if tracker != "none" and importlib.util.find_spec(tracker) is None:
             raise UserError(f"TRACKER={tracker!r}: is not installed; pip install {tracker}")
         if os.path.exists(self.folder) or Path(run_id).name != run_id:
-            raise UserError(
-                f"RUN_ID={run_id!r}: exists already in {out_dir}, or is no plain name; RESUME it, "
-                "or choose another"
-            )
+            why = f"must be a plain name that does not exist in {out_dir}"
+            raise UserError(f"RUN_ID={run_id!r}: {why}; RESUME continues a run")
         try:
             self.folder.mkdir(parents=True)
         except OSError as error:
-            reason = error.strerror
-            raise UserError(f"OUT_DIR={out_dir!r}: cannot write there ({reason})") from None
+            raise UserError(f"OUT_DIR={out_dir!r}: cannot write there ({error})") from None
 
-    def write_header(self, faults: list[str]) -> None:
+    def write_header(self):
         """Log the script's source, the command, the machine and all settings; * marks a change."""
         source = Path(__file__).read_text(encoding="utf-8") + "\n" + "=" * 120
         if source not in (self.folder / "log.txt").read_text(encoding="utf-8"):
             self.log(source, terminal=False)
         self.log(f"command: {' '.join([Path(sys.executable).name, *sys.argv])}", terminal=False)
         machine = describe_machine(self.runtime)
-        lines = [" ".join(f"{key}:{value}" for key, value in machine.items())]
+        self.log(" ".join(f"{key}:{value}" for key, value in machine.items()))
         for setting in fields(self.settings):
             value = getattr(self.settings, setting.name)
             mark = " " if value == setting.default else "*"
-            shown = int(value) if setting.type is bool else value
-            lines.append(f"{mark} {setting.name.upper()}={shown}")
-        self.log("\n".join(lines + faults))
+            if setting.type is bool:
+                value = int(value)
+            self.log(f"{mark} {setting.name.upper()}={value}")
 
-    def event(self, name: str, **facts) -> None:
+    def event(self, name, **facts):
         """Log an event that result.json reports too."""
         self.events.append({"event": name, **facts})
         self.log(f"event: {name} " + " ".join(f"{key}:{value}" for key, value in facts.items()))
 
-    def is_save_due(self, seconds: float) -> bool:
+    def is_save_due(self, seconds):
         """Return whether SAVE_EVERY asks for a checkpoint at `seconds` of training."""
         if self.saves_by_seconds:
             return seconds - self.saved_seconds >= self.save_interval
         return self.step > 0 and self.step % self.save_interval == 0
 
-    def save(self, seconds: float) -> None:
-        """Write a checkpoint. A failure is an event if an older one stands, else a UserError."""
+    def save(self, seconds):
+        """Write a checkpoint. A failure is an event if an older one exists, else a UserError."""
         self.saved_seconds = seconds
-        is_saved = self.saved_step == self.step
-        self.saved_step = self.step
-        if self.runtime.rank != 0 or is_saved:
+        if self.saved_step == self.step or self.runtime.rank != 0:
             return
+        self.saved_step = self.step
         begin = time.perf_counter()
-        states = {name: part.state_dict() for name, part in self.parts.items()}
+        training = {name: part.state_dict() for name, part in self.parts.items()}
+        files = {"model": training.pop("network"), "training": training}
         meta = {
             "script": Path(__file__).name,
             "code_sha256": sha256_file(__file__),
@@ -3397,31 +3363,26 @@ class Run:
             **{name: getattr(self, name) for name in self.STATE},
         }
         try:
-            files = {"model": states.pop("network"), "training": states}
             save_checkpoint(self.folder, self.step, files, meta)
         except OSError as error:
             if newest_checkpoint(list_checkpoints(self.folder))[0] is None:
                 out_dir = self.settings.out_dir
                 raise UserError(f"OUT_DIR={out_dir!r}: cannot save there ({error})") from None
             self.event("save_failed", step=self.step, error=str(error))
-        else:
-            milliseconds = 1000 * (time.perf_counter() - begin)
-            self.log(f"step:{self.step} saved in {milliseconds:.0f}ms")
+            return
+        self.log(f"step:{self.step} saved in {1000 * (time.perf_counter() - begin):.0f}ms")
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder):
         """Restore a checkpoint. Raises UserError if the run would become another one."""
         meta = json.loads((folder / "meta.json").read_bytes())
         for name, value in self.identity.items():
             before = meta["identity"].get(name)
             if before != value:
-                resume = self.settings.resume
-                raise UserError(
-                    f"RESUME={resume!r}: {name.upper()}={value!r}; must stay {before!r}"
-                )
+                prefix = f"RESUME={self.settings.resume!r}:"
+                raise UserError(f"{prefix} {name.upper()}={value!r}; must stay {before!r}")
         place = self.runtime.device
-        network = torch.load(folder / "model.pt", map_location=place, weights_only=True)
-        training = torch.load(folder / "training.pt", map_location=place, weights_only=True)
-        states = {"network": network, **training}
+        states = torch.load(folder / "training.pt", map_location=place, weights_only=True)
+        states["network"] = torch.load(folder / "model.pt", map_location=place, weights_only=True)
         for name, part in self.parts.items():
             if name in states:
                 part.load_state_dict(states[name])
@@ -3429,25 +3390,14 @@ class Run:
         for name in self.STATE:
             setattr(self, name, meta[name])
         self.saved_step = self.step
-        changed = {
-            name: value
-            for name, value in asdict(self.settings).items()
-            if name not in ("resume", "run_id", "out_dir") and meta["settings"].get(name) != value
-        }
-        ranks = self.runtime.world_size
-        self.event("resume", step=self.step, ranks=ranks, changed=changed)
+        changed = {}
+        for name, value in asdict(self.settings).items():
+            is_place = name in ("resume", "run_id", "out_dir")
+            if not is_place and meta["settings"].get(name) != value:
+                changed[name] = value
+        self.event("resume", step=self.step, ranks=self.runtime.world_size, changed=changed)
 
-    def write_result(self, result: dict, faults: list[str]) -> None:
-        """Write result.json, log it, and report faults of a run that is otherwise saved (rank 0)."""
-        data = json.dumps(result, indent=1) + "\n"
-        replace_file(self.folder / "result.json", data.encode())
-        lines = [f"{key}: {value}" for key, value in result.items() if not isinstance(value, dict)]
-        self.log("\n".join(["---", *lines]))
-        for fault in faults:
-            self.log(f"error: {fault}; everything was saved", terminal=False)
-            sys.stderr.write(f"error: {fault}; everything was saved\n")
-
-    def count_skipped(self, report: StepReport) -> None:
+    def count_skipped(self, report):
         """Count a step whose loss or gradient was not finite: its update was masked.
 
         Raises FloatingPointError after MAX_SKIPPED_STEPS of them in a row.
@@ -3463,15 +3413,26 @@ class Run:
             self.log(f"error: {fault}", terminal=False)
             raise FloatingPointError(f"{fault}; the last checkpoint of {self.folder} is good")
 
+    def write_result(self, result, faults):
+        """Write result.json and log it, and report the faults of a run that was saved (rank 0)."""
+        replace_file(self.folder / "result.json", (json.dumps(result, indent=1) + "\n").encode())
+        self.log("---")
+        for key, value in result.items():
+            if not isinstance(value, dict):
+                self.log(f"{key}: {value}")
+        for fault in faults:
+            self.log(f"error: {fault}; everything was saved", terminal=False)
+            sys.stderr.write(f"error: {fault}; everything was saved\n")
+
 
 # === end: checkpoint ===
 
 
 # -------------------------------------------------------------------------------------------- main
-# Learning rates of matrices and embeddings per optimizer: the best of a few, by 60 to 300 steps of a
-# small network on web text (docs/lab.md). CONFIG and the environment stand above them.
+# Learning rates of matrices and embeddings per optimizer: the best of a few, by 60 to 300 steps of
+# a small network on web text (docs/lab.md). Values that are given override them.
 OPTIMIZER_PRESETS = {
-    "muon": {},
+    "muon": {"matrix_lr": 0.02, "tied_embed_lr": 0.03},
     "lion": {"matrix_lr": 0.001, "tied_embed_lr": 0.004},
     "adamw": {"matrix_lr": 0.003, "tied_embed_lr": 0.01},
     "adamw8bit": {"matrix_lr": 0.003, "tied_embed_lr": 0.01},
@@ -3483,9 +3444,8 @@ ADAFACTOR_HEAD_LR = 0.1  # a share of the head's root mean square
 MUON_MOMENTUM_START = 0.85  # early gradients change quickly, and a long memory of them misleads
 MUON_WARMUP_FRAC = 0.05  # share of the run until MUON_MOMENTUM is reached
 WARMUP_STEPS = 2  # untimed steps: the first compiles, the second shows that nothing compiles again
-HANG_SECONDS = (
-    120.0  # a step that takes longer, and 20 median steps, prints the stacks of all threads
-)
+# A step that takes longer than this and than 20 median steps prints the stacks of all threads.
+HANG_SECONDS = 120.0
 HEAVY_FOR_CPU = 1e12  # parameters times tokens per step: about a minute per step on two cores
 
 
@@ -3506,13 +3466,13 @@ def pretraining_rates(settings: Settings) -> LearningRates:
 
 
 def muon_momentum(progress: float) -> float:
-    """Return Muon's momentum at this share of the run: it rises to MUON_MOMENTUM and stays there."""
+    """Return Muon's momentum at this share of the run: it rises to MUON_MOMENTUM and stays."""
     share = min(1.0, progress / MUON_WARMUP_FRAC)
     return MUON_MOMENTUM_START + share * (MUON_MOMENTUM - MUON_MOMENTUM_START)
 
 
 def activation_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of activations; "auto" is bfloat16 on devices with units that multiply it."""
+    """Return the dtype of activations; "auto" is bfloat16 if the device has units for it."""
     has_units = device.type == "cuda" or torch.cpu._is_amx_tile_supported()
     if name == "bfloat16" or (name == "auto" and has_units):
         return torch.bfloat16
@@ -3577,7 +3537,8 @@ def warm_up(model: Callable, optimizers: Optimizers, batches: Batches, settings:
 
 
 def profile_steps(folder: Path, log: Callable[[str], None]) -> Iterator[None]:
-    """Trace the fourth to the sixth of the steps that advance this, on CUDA with the memory."""
+    """Trace steps 4 to 6 of the loop, which advances this iterator once per step; on CUDA with the
+    history of the memory."""
     has_cuda = torch.cuda.is_available()
     yield from [None] * 3
     if has_cuda:
@@ -3597,7 +3558,6 @@ def log_step(run: Run, clock: Clock, report: StepReport, metrics: dict[str, floa
     """Count the finished step if it was skipped, and log its metrics."""
     run.count_skipped(report)
     tokens = run.step * run.settings.train_batch_tokens
-    steps_left = clock.iterations - run.step
     metrics = {
         "train_loss": report.loss,
         **metrics,
@@ -3605,8 +3565,7 @@ def log_step(run: Run, clock: Clock, report: StepReport, metrics: dict[str, floa
         "step_avg": 1000 * report.seconds / run.step,
         "tok_s": tokens / report.seconds,
     }
-    seconds_left = min(clock.budget - report.seconds, steps_left * clock.median_step())
-    run.log.metrics(run.step, metrics, seconds_left)
+    run.log.metrics(run.step, metrics, seconds_left=clock.budget - report.seconds)
 
 
 def calibration_ids(batches: Batches, step: int, settings: Settings) -> Iterator[Tensor]:
@@ -3630,8 +3589,9 @@ def choose_weights(exporter: Exporter, averages: dict[str, Average], clock: Cloc
     scoring_seconds = 0.0
     for name, values in candidates.items():
         begin = clock.elapsed()
-        # Scoring this one must leave time to score and pack the codes of the weights chosen.
-        if run.runtime.agree(clock.seconds_left() < 3 * scoring_seconds):
+        # Scoring an average must leave time to score and pack the codes of the weights chosen.
+        is_short = name != "raw" and clock.seconds_left() < 3 * scoring_seconds
+        if run.runtime.agree(is_short):
             run.event("weights_left_out", weights=name, hint="needs more RESERVE_SECONDS")
             continue
         with swapped(params, values), quantized(exporter.network, exporter.table):
@@ -3652,7 +3612,7 @@ def score_artifact(path: Path, scorer: Scorer, data: Dataset, run: Run) -> dict:
     network.load_state_dict(tensors)
     model = compile_model(network, settings)
     tokens = data.validation.tokens
-    score = scorer.score(model, tokens, sources=data.validation)
+    score = scorer.score(model, tokens)
     run.log(f"from the artifact: val_{score}")
     assert score.bytes == data.validation.byte_count, f"{score.bytes} validation bytes scored"
     result = score.result()
@@ -3725,8 +3685,8 @@ def main() -> int:
     log(plan.describe())
     if device.type == "cpu" and counts["total"] * batches.tokens > HEAVY_FOR_CPU:
         log(
-            f"warning: {counts['total']} parameters and {batches.tokens} tokens a step take minutes "
-            "a step on a CPU; configs/cpu.env is made for CPUs"
+            f"warning: {counts['total']} parameters x {batches.tokens} tokens take minutes a step "
+            "on a CPU; configs/cpu.env is made for CPUs"
         )
     log("warm-up: compiling and allocating, outside the clock")
     warm_up(model, optimizers, batches, settings)
@@ -3754,7 +3714,7 @@ def main() -> int:
         event=run.event,
         header=header,
     )
-    run.parts["exporter"] = exporter
+    run.parts["table"] = exporter
     if checkpoint:
         run.load(checkpoint)
     elif run.save_interval < math.inf:
@@ -3773,7 +3733,8 @@ def main() -> int:
     while True:
         last_step = clock.is_last(run.step)
         if stop_signal.number and not runtime.distributed:
-            stopping = True  # alone, a process need not ask other ranks
+            stopping = True  # a single process need not ask other ranks
+        faulthandler.cancel_dump_traceback_later()
 
         # 1. Validate and save; the clock stands still.
         val_is_due = settings.val_loss_every and run.step % settings.val_loss_every == 0
@@ -3804,13 +3765,13 @@ def main() -> int:
                     average.restart()  # weights that never saw the quantizer do not fit it
         multiplier = plan.rates(progress)
 
-        # 3. Forward and backward. Under QAT the weights are, inside, as the artifact would give
-        # them back; the gradient lands on the unrounded weights (straight through).
+        # 3. Forward and backward. Under QAT the weights inside this block are rounded as in the
+        # artifact, and the gradient is applied to the unrounded weights (straight through).
         with quantized(network, exporter.table) if plan.is_on("qat") else contextlib.nullcontext():
             loss = forward_backward(model, batches, run.step)
         extra = torch.stack([loss, torch.full_like(loss, stop_signal.number)])
         norm, extra = optimizers.reduce_gradients(runtime, settings.grad_clip_norm, extra)
-        loss, stop = extra
+        loss, stop = extra  # the mean over the global batch now
         skip = ~(torch.isfinite(norm) & torch.isfinite(loss))
 
         # 4. Read the report of the step before, now that the device has work queued.
@@ -3829,19 +3790,18 @@ def main() -> int:
         run.step += 1
 
     clock.stop()
-    faulthandler.cancel_dump_traceback_later()
     if stopping:
         number = signal.Signals(stop_signal.number or signal.SIGTERM)
         log(f"stopped by {number.name} after step {run.step}; RESUME={run.folder} goes on")
         runtime.leave()
         return 128 + number
-    stop_signal.ignore()
+    stop_signal.restore()
     report = clock.previous_report()
     if report is not None:
         log_step(run, clock, report, metrics)
     if runtime.rank == 0:
-        progress = {"settings": asdict(settings), "progress": clock.used, "events": run.events}
-        replace_file(run.folder / "progress.json", json.dumps(progress).encode())
+        record = {"settings": asdict(settings), "progress": clock.used, "events": run.events}
+        replace_file(run.folder / "progress.json", json.dumps(record).encode())
 
     # Choose the weights, quantize and pack them; this is on the clock, too.
     clock.start()

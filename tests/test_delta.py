@@ -18,6 +18,7 @@ import torch
 from conftest import environment
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from test_model import config
 
 import quantize as Q
 import test_smoke as smoke
@@ -26,7 +27,7 @@ import train_gpt as T
 ROOT = Path(__file__).resolve().parents[1]
 BYTES = T.load_tokenizer("bytes")
 SETTINGS = T.Settings(layer_pattern="g s", model_dim=32, num_heads=4, num_kv_heads=2, mlp_mult=2.0, attn_window=16,
-                      train_seq_len=32, tied_embed_init_std=0.1, device="cpu")
+                      train_seq_len=32, device="cpu")
 DISTRIBUTIONS = {
     "gaussian": lambda rng, shape: rng.standard_normal(shape),
     "student_t": lambda rng, shape: rng.standard_t(5, shape),
@@ -316,10 +317,10 @@ def test_forged_headers_are_refused(tmp_path):
                     dict(scale=1e300), dict(scale="x"), dict(scale_bits=8), dict(keep_bits=64), dict(method=[])):
         own = header(base, "deltaquant", bits=3, group=-1, scale_bits=16)
         data = Q.pack_delta(base, tuned, own, {})
-        length = T.ARTIFACT_PREFIX.unpack_from(data)[2]
+        length = Q.DELTA_PREFIX.unpack_from(data)[2]
         text = json.dumps({**own, "settings": {**own["settings"], **changes}}).encode()
         text = Q.zstandard.ZstdCompressor().compress(text)
-        forged = T.ARTIFACT_PREFIX.pack(Q.DELTA_MAGIC, 1, len(text)) + text + data[16 + length : -32]
+        forged = Q.DELTA_PREFIX.pack(Q.DELTA_MAGIC, 1, len(text)) + text + data[16 + length : -32]
         said = read(forged + hashlib.sha256(forged).digest(), base, tmp_path / "d")
         assert said or changes == dict(method=[]), changes  # whatever is not bitdelta is read as deltaquant
 
@@ -341,13 +342,13 @@ def save(folder: Path, net: T.GPT, data: Path) -> Path:
     folder.mkdir()
     meta = {"script": "train_gpt.py", "settings": {**dataclasses.asdict(SETTINGS), "data_path": str(data)}, "step": 9,
             "identity": vars(net.config)}
-    T.save_checkpoint(folder, 9, {"model": net.state_dict(), "training": {}}, meta, keep=9)
+    T.save_checkpoint(folder, 9, {"model": net.state_dict(), "training": {}}, meta)
     return folder
 
 
 def network(seed: int = 0, **changes) -> T.GPT:
     torch.manual_seed(seed)
-    net = T.GPT(T.model_config(dataclasses.replace(SETTINGS, **changes), BYTES.vocab_size, BYTES.bos_id))
+    net = T.GPT(config(BYTES.vocab_size, BYTES.bos_id, SETTINGS, **{"embed_init_std": 0.1, **changes}))
     with torch.no_grad():
         for param in net.parameters():
             param.add_(0.03 * torch.randn_like(param))
@@ -548,12 +549,12 @@ def test_the_printed_error_falls_with_the_bits(call, place, tmp_path):
     (["deltaquant", "{base}", "{nan}", "{new}"], {}, "tensor 'mixers.1.w_o': its weights are not finite"),
     (["bitdelta", "{nan}", "{tuned}", "{new}"], {}, "tensor 'mixers.1.w_o': its weights are not finite"),
     (["deltaquant", "{base}", "{loud}", "{new}"], {}, "tensor 'embed': 1e+06 is too large for float16"),
-    (["deltaquant", "{base}", "{tuned}", "{new}"], {"DELTA_BITS": 9}, "DELTA_BITS='9': must be from 1 to 8"),
-    (["deltaquant", "{base}", "{tuned}", "{new}"], {"DELTA_BITS": 0}, "DELTA_BITS='0': must be from 1 to 8"),
+    (["deltaquant", "{base}", "{tuned}", "{new}"], {"DELTA_BITS": 9}, "DELTA_BITS=9: must be from 1 to 8"),
+    (["deltaquant", "{base}", "{tuned}", "{new}"], {"DELTA_BITS": 0}, "DELTA_BITS=0: must be from 1 to 8"),
     (["deltaquant", "{base}", "{tuned}", "{new}"], {"DELTA_STEP": "grid"}, "must be one of tensor, row, group"),
     (["bitdelta", "{base}", "{tuned}", "{new}"], {"DELTA_SCALE_BITS": 24}, "DELTA_SCALE_BITS=24: must be 16 or 32"),
-    (["bitdelta", "{base}", "{tuned}", "{new}"], {"DELTA_KEEP_BITS": 8}, "DELTA_KEEP_BITS='8': must be from 16 to 32"),
-    (["bitdelta", "{base}", "{tuned}", "{new}"], {"DELTA_GROUP": -2}, "DELTA_GROUP='-2': must be from -1"),
+    (["bitdelta", "{base}", "{tuned}", "{new}"], {"DELTA_KEEP_BITS": 8}, "DELTA_KEEP_BITS=8: must be from 16 to 32"),
+    (["bitdelta", "{base}", "{tuned}", "{new}"], {"DELTA_GROUP": -2}, "DELTA_GROUP=-2: must be from -1"),
     (["bitdelta", "{base}", "{tuned}", "{new}"], {"DATA_PATH": ""}, "DATA_PATH='': distillation and --score"),
     (["bitdelta", "{base}", "{tuned}", "{new}"], {"DATA_PATH": "nowhere"}, "nowhere"),
     (["bitdelta", "{base}", "{tuned}", "{new}"], {"DISTILL_BATCH_TOKENS": 33},

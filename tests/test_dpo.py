@@ -453,9 +453,9 @@ def test_wrong_settings_are_refused():
                           (dict(centering=0.0), "CENTERING=0.0: OBJECTIVE=dpo does not read it; it is for reward")):
         with pytest.raises(D.UserError, match=f"^{re.escape(said)}"):
             D.DPOTrainer(network_of(), settings(qat=False, **changes), D.Runtime(0, 2, CPU, False))
-    for name, text in (("label_smoothing", "0.5"), ("objective", "kto"), ("pairs_per_step", "0"), ("beta", "-1")):
-        with pytest.raises(D.UserError, match=f"^{name.upper()}='{text}': must be"):
-            D.load_settings(D.Settings, {name.upper(): text})
+    for name, value in (("label_smoothing", 0.5), ("objective", "kto"), ("pairs_per_step", 0), ("beta", -1.0)):
+        with pytest.raises(D.UserError, match=f"^{name.upper()}={value!r}: must be"):
+            D.load_settings(D.Settings, {name.upper(): str(value)})
 
 
 # ------------------------------------------------------------------------------------------------ the reference's cache
@@ -536,7 +536,7 @@ def test_a_reward_head_survives_packing(float32, tmp_path):
 TINY = {
     "DEVICE": "cpu", "LAYER_PATTERN": "g a", "MODEL_DIM": "32", "NUM_HEADS": "2", "SFT_STEPS": "20", "SFT_LR": "0.02",
     "PAIRS_PER_STEP": "16", "ITERATIONS": "24", "MAX_WALLCLOCK_SECONDS": "0", "RESERVE_SECONDS": "0",
-    "TRAIN_LOG_EVERY": "1", "SAVE_EVERY": "11", "KEEP": "9", "LEARNING_RATE": "0.01",
+    "SAVE_EVERY": "11", "LEARNING_RATE": "0.01",
 }
 # Forks a process, or some ranks, for each line of its input: to import torch takes longer than a run.
 SERVER = '''
@@ -545,6 +545,8 @@ sys.path.insert(0, sys.argv[1])
 import numpy, torch
 import torch._dynamo
 import train_dpo as T
+T.LOG_SECONDS = 0.0  # a line for each step
+T.KEEP_CHECKPOINTS = 9
 
 for line in sys.stdin:
     order, children = json.loads(line), []
@@ -764,7 +766,7 @@ def test_every_command_of_the_guide(tmp_path):
         rows = [{"prompt": f"{name[0]}{at}", "chosen": "x", "rejected": "yy"} for at in range(count)]
         write_rows(tmp_path / name, rows)
     kept = {name: os.environ[name] for name in KEPT if name in os.environ}
-    tiny = {name: value for name, value in TINY.items() if name not in ("LEARNING_RATE", "PAIRS_PER_STEP", "KEEP")}
+    tiny = {name: value for name, value in TINY.items() if name not in ("LEARNING_RATE", "PAIRS_PER_STEP")}
     environ = {**kept, **tiny, "ITERATIONS": "8", "TRAIN_PAIRS": "64", "EVAL_PROMPTS": "16", "OMP_NUM_THREADS": "1",
                "PATH": f"{bin_}:{os.environ['PATH']}"}
     commands = [line for block in re.findall(r"^```bash\n(.*?)^```", GUIDE.read_text(encoding="utf-8"), re.M | re.S)

@@ -1,8 +1,10 @@
 """The size solver and GPTQ at a run's end: files that just fit, weights that stay; runs resumed, repeated, loaded."""
 
 import json
+import math
 import os
 import re
+import time
 import types
 from pathlib import Path
 
@@ -13,8 +15,8 @@ import test_smoke as smoke
 import train_gpt as T
 
 ROOT = Path(__file__).resolve().parents[1]
-TABLE = {"matrix": {"bits": 6, "clip_sigmas": 8.0, "step": "tensor", "widen": 1.0},
-         "embedding": {"bits": 8, "clip_sigmas": 20.0, "step": "tensor", "widen": 1.0}}
+TABLE = {"matrix": {"bits": 6, "clip_sigmas": 8.0, "widen": 1.0},
+         "embedding": {"bits": 8, "clip_sigmas": 20.0, "widen": 1.0}}
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +55,7 @@ def trained():
 
 
 def make(state=None):
-    settings = T.Settings(layer_pattern="g k s", model_dim=64, num_heads=4, num_kv_heads=2, mlp_mult=2.0,
+    settings = T.Settings(layer_pattern="g g s", model_dim=64, num_heads=4, num_kv_heads=2, mlp_mult=2.0,
                           attn_window=16, train_seq_len=64)
     net = T.GPT(T.model_config(settings, 64, 1))
     if state:
@@ -61,110 +63,120 @@ def make(state=None):
     return net
 
 
+def forever():
+    return math.inf
+
+
 class Bench:
     """An exporter with what it needs; `lines` is its log, `size` the artifact's by the table as it is."""
 
-    def __init__(self, state, share, worth=1.0, **changes):
-        self.net, self.lines = make(state), []
-        self.table = {kind: {**own, **changes} for kind, own in TABLE.items()}
-        self.rest = {"settings": vars(self.net.config), "tokenizer_sha256": "0" * 64, "meta": {"seed": 1}}
-        self.size = len(self.pack(T.quantize_all(self.net.state_dict(), self.table)))
+    def __init__(self, state, share, worth=1.0, clip_sigmas=8.0):
+        self.net = make(state)
+        self.lines = []
+        self.events = []
+        self.table = {kind: dict(quantizer) for kind, quantizer in TABLE.items()}
+        self.table["matrix"]["clip_sigmas"] = clip_sigmas
+        self.header = {"settings": vars(self.net.config), "tokenizer_sha256": "0" * 64, "meta": {"seed": 1}}
+        self.size = len(self.pack(self.nearest()))
         self.limit = int(share * self.size)
         runtime = T.Runtime(0, 1, torch.device("cpu"), False)
-        self.exporter = T.Exporter(self.net, self.table, self.limit, self.score, runtime, self.lines.append, self.rest)
         self.worth, self.held_out = worth, text(10**6, 16)
+        self.exporter = T.Exporter(self.net, self.table, self.limit, self.score, runtime, self.lines.append,
+                                   self.event, self.header)
+
+    def event(self, name, **values):
+        self.events.append(name)
 
     @torch.no_grad()
     def score(self):
-        return types.SimpleNamespace(nats=self.worth * self.net(self.held_out[:, :-1], self.held_out[:, 1:])
-                                     .double().sum().item())
+        losses = self.net(self.held_out[:, :-1], self.held_out[:, 1:])
+        return types.SimpleNamespace(nats=self.worth * losses.double().sum().item())
 
     def pack(self, coded):
-        return T.pack_artifact(self.net.state_dict(), coded, **self.rest)[0]
+        return T.pack_artifact(self.net.state_dict(), coded, **self.header)[0]
 
-    def loss(self, coded):
-        """By a network of its own."""
-        values = {name: T.dequantize(*coded[name][:2]).view_as(w) if name in coded else w
-                  for name, w in self.net.state_dict().items()}
-        with torch.no_grad():
-            return make(values)(self.held_out[:, :-1], self.held_out[:, 1:]).double().sum().item()
+    def nearest(self):
+        return T.quantize_all(self.net.state_dict(), self.table)
 
-    def hessians(self, batches):
+    def by_gptq(self, batches):
+        """The nearest codes, but by GPTQ where these batches of token ids give a Hessian."""
         with T.Hessians(self.net) as taps, torch.no_grad():
             for ids in batches:
                 self.net(ids)
-        return taps.sums
+        coded, state = self.nearest(), self.net.state_dict()
+        for name, part in coded.items():
+            if name in taps.sums:
+                part.codes = T.gptq(state[name], part.scale, part.bits, taps.sums[name])
+        return coded
+
+    def loss(self, coded):
+        """By a network of its own."""
+        values = dict(self.net.state_dict())
+        for name, part in coded.items():
+            values[name] = T.dequantize(part.codes, part.scale).view_as(values[name])
+        with torch.no_grad():
+            return make(values)(self.held_out[:, :-1], self.held_out[:, 1:]).double().sum().item()
 
 
 def calibration(batches=4):
-    return [text(2 * 10**6 + each, 8) for each in range(batches)]
-
-
-def steps_of(coded):
-    return {name: scales.float() for name, (_, scales, _) in coded.items()}
+    return [text(2 * 10**6 + at, 8) for at in range(batches)]
 
 
 def same(one, other):
+    """Whether two models have the same codes and scales."""
+    parts = [(one[name], other[name]) for name in one]
     return list(one) == list(other) and all(
-        torch.equal(a, b) for name in one for a, b in zip(one[name][:2], other[name][:2], strict=True))
+        torch.equal(a.codes, b.codes) and torch.equal(a.scale, b.scale) and a.bits == b.bits for a, b in parts)
 
 
 @pytest.mark.parametrize("gptq", [True, False], ids=["gptq", "nearest"])
-@pytest.mark.parametrize(("share", "step", "clip_sigmas"), [
-    (0.7, "tensor", 8.0), (0.45, "tensor", 8.0), (0.7, "grid", 12.0),
-    *(pytest.param(*each, marks=pytest.mark.full) for each in (
-        (0.9, "tensor", 8.0), (0.7, "row", 8.0), (0.7, "tensor", 0.0), (0.7, "tensor", -1.0)))])
-def test_the_artifact_meets_a_limit_and_uses_it(trained, tmp_path, share, step, clip_sigmas, gptq):
-    bench = Bench(trained, share, step=step, clip_sigmas=clip_sigmas)
+@pytest.mark.parametrize(("share", "clip_sigmas"), [
+    (0.7, 8.0), (0.45, 8.0), (0.7, 12.0), *(pytest.param(*each, marks=pytest.mark.full) for each in (
+        (0.9, 8.0), (0.3, 8.0), (0.7, 4.0)))])
+def test_the_artifact_meets_a_limit_and_uses_it(trained, tmp_path, share, clip_sigmas, gptq):
+    bench = Bench(trained, share, clip_sigmas=clip_sigmas)
     bench.exporter.fit_table()
     table = json.loads(json.dumps(bench.table))
-    assert all(own["widen"] >= 1 for own in table.values()) and any(own["widen"] > 1 for own in table.values())
-    assert {kind: {**own, "widen": 1.0} for kind, own in table.items()} == {
-        kind: {**own, "step": step, "clip_sigmas": clip_sigmas} for kind, own in TABLE.items()}
+    assert table["matrix"]["widen"] == table["embedding"]["widen"] > 1
     with torch.no_grad():  # training goes on for a while
         for param in bench.net.parameters():
             param.add_(0.02 * param.std().nan_to_num() * torch.randn_like(param))
     before = {name: w.clone() for name, w in bench.net.state_dict().items()}
-    coded = bench.exporter.codes(calibration() if gptq else [])
-    assert bench.table == table  # what fake quantization used stays
+    coded = bench.exporter.codes(calibration() if gptq else [], forever)
+    assert bench.table == table and not bench.events  # what fake quantization used stays
     packed = bench.pack(coded)
-    assert 0.99 * bench.limit <= len(packed) <= bench.limit
+    assert 0.97 * bench.limit <= len(packed) <= bench.limit
     nearest = T.quantize_all(before, table)
-    for name, own in steps_of(coded).items():
-        change = own / steps_of(nearest)[name]
-        bound = 1.05 if step != "grid" else 1.05 * 2 ** (1 / 16)
-        assert (change <= bound * 1.002).all() and (change >= 1 / bound / 1.002).all(), name
+    changes = {round(part.scale.item() / nearest[name].scale.item(), 2) for name, part in coded.items()}
+    assert max(changes) - min(changes) < 0.02 and 0.99 <= min(changes) <= max(changes) <= 1.06
     assert all(torch.equal(w, before[name]) for name, w in bench.net.state_dict().items())
-    fitted, done = bench.lines
-    wider = table["matrix"]["widen"] - 1
-    assert fitted == f"sizes: {bench.size - bench.limit} bytes above the limit; steps wider by {wider:+.2%}"
-    assert f", {bench.limit - len(packed)} bytes below the limit; " in done
-    (change,) = re.findall(r"; steps wider by ([+-]\d+\.\d\d)%, ", done)
-    assert -4.77 <= float(change) <= 5.0
+    assert re.fullmatch(rf"sizes: \d+ bytes, at most {bench.limit}; steps wider by \+\d+\.\d\d%", bench.lines[0])
+    assert f", {bench.limit - len(packed)} bytes below the limit" in bench.lines[-1]
     (tmp_path / "a.upar").write_bytes(packed)
     _, tensors, back = T.read_artifact(tmp_path / "a.upar")
-    assert same(back, coded) and all(torch.equal(T.dequantize(*coded[name][:2]).view_as(w), w)
-                                     for name, w in tensors.items() if name in coded)
+    assert same(back, coded)
+    for name, part in coded.items():
+        assert torch.equal(T.dequantize(part.codes, part.scale).view_as(tensors[name]), tensors[name])
 
 
 def test_a_limit_that_the_settings_meet_changes_nothing(trained):
-    bench = Bench(trained, 1.0)
-    bench.exporter.limit = bench.limit = bench.size
+    bench = Bench(trained, 1.02)
     bench.exporter.fit_table()
     assert bench.table == TABLE
-    coded = bench.exporter.codes([])
+    coded = bench.exporter.codes([], forever)
     assert same(coded, T.quantize_all(bench.net.state_dict(), TABLE))
-    assert bench.lines[0] == "sizes: 0 bytes below the limit; steps wider by +0.00%"
-    assert bench.lines[1].startswith("codes: nearest, ") and "; steps wider by +0.00%, 0 bytes below" in bench.lines[1]
+    assert bench.lines[0] == f"sizes: {bench.size} bytes, at most {bench.limit}; steps wider by +0.00%"
+    assert bench.lines[-1].startswith("codes: nearest, ")
+    assert f"; steps wider by +0.00%, {bench.limit - bench.size} bytes below" in bench.lines[-1]
 
 
 def test_a_limit_that_nothing_meets_is_told_and_ends(trained):
     bench = Bench(trained, 0.01)
     bench.exporter.fit_table()
-    assert all(own["widen"] <= 256 for own in bench.table.values())
-    coded = bench.exporter.codes(calibration(1))
+    assert all(quantizer["widen"] <= 256 for quantizer in bench.table.values())
+    coded = bench.exporter.codes(calibration(1), forever)
     over = len(bench.pack(coded)) - bench.limit
-    assert over > 0 and f", -{over} bytes below the limit; " in bench.lines[-1]
+    assert over > 0 and bench.lines[-1].endswith(f", -{over} bytes below the limit")
 
 
 def test_all_steps_are_widened_alike_to_below_the_limit(trained):
@@ -173,56 +185,93 @@ def test_all_steps_are_widened_alike_to_below_the_limit(trained):
     bench.exporter.fit_table()
     matrix, embedding = (bench.table[kind]["widen"] for kind in ("matrix", "embedding"))
     assert matrix == embedding > 1
-    size = len(bench.pack(T.quantize_all(bench.net.state_dict(), bench.table)))
-    assert size == pytest.approx(0.99 * bench.limit, abs=bench.limit / 400)
+    assert 0.98 * bench.limit <= len(bench.pack(bench.nearest())) <= 0.99 * bench.limit
 
 
 def test_without_calibration_codes_are_the_nearest(trained):
     bench = Bench(trained, 0.6)
     bench.exporter.fit_table()
-    coded = bench.exporter.codes([])
-    assert re.match(r"codes: nearest, nats on held-out training tokens nearest:[\d.]+; steps wider by", bench.lines[1])
-    for name, (codes, scales, bits) in coded.items():
+    coded = bench.exporter.codes([], forever)
+    assert re.match(r"codes: nearest, nats on held-out training tokens nearest:[\d.]+; steps wider by", bench.lines[-1])
+    for name, part in coded.items():
         w = bench.net.state_dict()[name]
-        assert torch.equal(codes, T.round_to(w, scales.float()[:, None], bits).char())
+        assert torch.equal(part.codes, T.round_to(w.flatten(1), part.scale, part.bits).char())
 
 
 @pytest.mark.parametrize("worth", [1.0, -1.0])
-@pytest.mark.parametrize("share", [0.995, 2.0])
+@pytest.mark.parametrize("share", [0.985, 2.0])
 def test_gptq_is_taken_where_its_held_out_loss_is_lower(trained, share, worth):
     """With losses turned round the other way is taken; also where steps change to meet the limit."""
-    bench = Bench(trained, 1.0, worth)
-    bench.table["matrix"].update(clip_sigmas=40.0)
-    state, hessians = bench.net.state_dict(), bench.hessians(calibration())
-    ways = [T.gptq_all(state, bench.table, each) for each in ({}, hessians)]
-    losses = [bench.loss(way) for way in ways]
+    bench = Bench(trained, 1.0, worth, clip_sigmas=40.0)
+    state = bench.net.state_dict()
+    nearest, by_gptq = bench.nearest(), bench.by_gptq(calibration())
+    losses = [bench.loss(nearest), bench.loss(by_gptq)]
     assert losses[1] < losses[0] - 5  # it is of use here
-    bench.exporter.limit = int(share * len(bench.pack(ways[worth > 0])))
-    coded = bench.exporter.codes(calibration())
-    said = re.search(r" nearest:(\S+) gptq:(\S+); ", bench.lines[0])
-    assert [float(each) for each in said.groups()] == pytest.approx([worth * loss for loss in losses], abs=0.051)
+    expected = by_gptq if worth > 0 else nearest
+    bench.exporter.limit = int(share * len(bench.pack(expected)))
+    coded = bench.exporter.codes(calibration(), forever)
+    logged = [float(nats) for nats in re.search(r" nearest:(\S+) gptq:(\S+); ", bench.lines[-1]).groups()]
+    if share > 1:
+        assert logged == pytest.approx([worth * loss for loss in losses], abs=0.051)
     assert len(bench.pack(coded)) <= bench.exporter.limit
     name = "blocks.0.mlp.w_up"
-    codes, scales, bits = coded[name]
-    nearest = T.round_to(state[name], scales.float()[:, None], bits).char()
-    by_gptq = T.gptq(state[name], scales, bits, hessians[name])
-    assert torch.equal(codes, by_gptq if worth > 0 else nearest) and not torch.equal(nearest, by_gptq)
-    assert same(coded, ways[worth > 0]) == (share == 2.0)
+    part = coded[name]
+    is_nearest = torch.equal(part.codes, T.round_to(state[name], part.scale, part.bits).char())
+    assert is_nearest == (worth < 0)
+    assert same(coded, expected) == (share == 2.0)
 
 
 def test_the_nearest_codes_are_taken_where_gptq_cannot_meet_the_limit(trained):
     """Wide steps: GPTQ moves weights to codes other than 0, which costs more bytes than 5 % of the steps save."""
-    bench = Bench(trained, 1.0)
-    bench.table["matrix"].update(clip_sigmas=80.0)
-    state, hessians = bench.net.state_dict(), bench.hessians(calibration())
-    ways = [T.gptq_all(state, bench.table, each) for each in ({}, hessians)]
-    sizes = [len(bench.pack(way)) for way in ways]
-    assert bench.loss(ways[1]) < bench.loss(ways[0]) and sizes[0] < 0.9 * sizes[1]
+    bench = Bench(trained, 1.0, clip_sigmas=80.0)
+    nearest, by_gptq = bench.nearest(), bench.by_gptq(calibration())
+    sizes = [len(bench.pack(nearest)), len(bench.pack(by_gptq))]
+    assert bench.loss(by_gptq) < bench.loss(nearest) and sizes[0] < 0.9 * sizes[1]
     bench.exporter.limit = sizes[0] - 20
-    coded = bench.exporter.codes(calibration())
+    coded = bench.exporter.codes(calibration(), forever)
     assert len(bench.pack(coded)) <= sizes[0] - 20
-    for name, (codes, scales, bits) in coded.items():
-        assert torch.equal(codes, T.round_to(state[name], scales.float()[:, None], bits).char())
+    for name, part in coded.items():
+        w = bench.net.state_dict()[name]
+        assert torch.equal(part.codes, T.round_to(w.flatten(1), part.scale, part.bits).char())
+
+
+@pytest.mark.parametrize("asked", [0, 2, 4, 9, 100])
+def test_gptq_goes_on_as_long_as_the_clock_allows(trained, asked):
+    """The clock is out after so many questions: batches first, then tensors; what is left keeps the nearest codes."""
+    bench = Bench(trained, 2.0)
+    nearest, by_gptq = bench.nearest(), bench.by_gptq(calibration())
+    questions = []
+
+    def seconds_left():
+        questions.append(0)
+        return math.inf if len(questions) <= asked else -1.0
+
+    coded = bench.exporter.codes(calibration(), seconds_left)
+    assert bench.events == (["gptq_out_of_time"] if asked < 100 else [])
+    if asked <= 4:  # not all four batches, or not one tensor
+        assert same(coded, nearest)
+    done = [name for name in coded if not torch.equal(coded[name].codes, nearest[name].codes)]
+    if asked == 9 and not same(coded, nearest):
+        assert 0 < len(done) <= 5 and all(torch.equal(coded[name].codes, by_gptq[name].codes) for name in done)
+    if asked == 100 and not same(coded, nearest):
+        assert same(coded, by_gptq)
+    stages = [line.split(",")[0] for line in bench.lines if line.startswith("codes: ")]
+    assert stages[:3] == ["codes: packing the nearest", "codes: scoring the nearest", "codes: calibration of GPTQ"]
+
+
+def test_what_must_follow_gptq_is_kept_free(trained):
+    """A clock with less left than another score and pack take has no time for GPTQ."""
+    bench = Bench(trained, 2.0)
+    score = bench.exporter.score
+
+    def slow():
+        time.sleep(0.3)
+        return score()
+
+    bench.exporter.score = slow
+    begin = time.perf_counter()
+    coded = bench.exporter.codes(calibration(), lambda: 0.5 - (time.perf_counter() - begin))
+    assert same(coded, bench.nearest()) and bench.events == ["gptq_out_of_time"]
 
 
 # ---------------------------------------------------------------------------------------------------- whole runs
@@ -266,7 +315,7 @@ logits, ids = [], torch.arange(96).view(2, 48) * 7 % 400
 S.generate = lambda network, *rest: logits.append(network(ids)) or []
 with torch.no_grad():
     header, tensors, _ = T.read_artifact(Path(artifact))
-    packed = T.GPT(SimpleNamespace(**header["settings"]))
+    packed = T.GPT(T.GPTConfig(**header["settings"]))
     packed.load_state_dict(tensors)
     logits.append(packed(ids))
     S.sample(S.Settings(artifact=artifact, device="cpu"))
@@ -321,25 +370,26 @@ def tight(run, limit):
 def test_a_run_meets_a_limit_and_uses_it(free, tight, limit):
     result, whole = result_of(tight), result_of(free)
     room = limit - result["code_bytes"]
-    assert 0.99 * room <= result["artifact_bytes"] <= room == int(0.75 * whole["artifact_bytes"])
+    assert 0.97 * room <= result["artifact_bytes"] <= room == int(0.75 * whole["artifact_bytes"])
     assert result["total_bytes"] <= limit
     log = log_of(tight)
-    parts = ["phase: qat begins at step 27", "bytes above the limit; steps wider by ", "step:30/30 train_loss:",
-             "weights: raw", "\ncodes: ", " nats on held-out training tokens nearest:"]
+    parts = ["phase: qat begins at step 27", "\nsizes: ", "step:30/30 train_loss:", "weights: raw", "\ncodes: ",
+             " nats on held-out training tokens nearest:"]
     places = [log.find(part) for part in parts]
     assert -1 not in places and places == sorted(places) and log.count("\nsizes: ") == 1
     (change,) = re.findall(r"^codes: .*; steps wider by ([+-]\d+\.\d\d)%, ", log, re.M)
-    assert -4.77 <= float(change) <= 5.0
-    assert re.search(r"^sizes: \d+ bytes below the limit; steps wider by \+0.00%$", log_of(free), re.M)
+    assert 0.0 <= float(change) <= 5.0
+    assert re.search(r"^sizes: \d+ bytes, at most \d+; steps wider by \+0.00%$", log_of(free), re.M)
+    assert re.search(r"^sizes: \d+ bytes, at most \d+; steps wider by \+[1-9]\d*\.\d\d%$", log, re.M)
     assert result["val_bpb"] == pytest.approx(result["before_quantization"]["val_bpb"], rel=0.05)
 
 
 def test_without_qat_a_run_meets_the_limit_too(run, limit):
     folder = run("no qat", ARTIFACT_BYTES_MAX=limit, QAT=0)
     result, room = result_of(folder), limit - result_of(folder)["code_bytes"]
-    assert 0.98 * room <= result["artifact_bytes"] <= room  # of 20 KB, one tensor's other contexts are 1 %
+    assert 0.97 * room <= result["artifact_bytes"] <= room
     log = log_of(folder)
-    assert log.find("\nweights: ") < log.find(" above the limit; ") < log.find("\ncodes: ") and "qat begins" not in log
+    assert log.find("\nweights: ") < log.find("\nsizes: ") < log.find("\ncodes: ") and "qat begins" not in log
 
 
 def test_a_limit_below_the_code_fails_and_everything_is_saved(run):

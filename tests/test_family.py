@@ -2,38 +2,39 @@
 
 import contextlib
 import dataclasses
+import json
 import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from test_model import config
 
 import train_gpt as T
 
 SETTINGS = T.Settings(layer_pattern="g s", model_dim=32, num_heads=4, num_kv_heads=2, mlp_mult=2.0, attn_window=7,
-                      rope_base=100.0, qk_gain_init=1.5, tied_embed_init_std=0.5, train_seq_len=64)
+                      qk_gain_init=1.5, train_seq_len=64)
 CHOICES = {
     "plain": {}, "leaky_relu2": dict(mlp="leaky_relu2"), "gelu": dict(mlp="gelu"), "swiglu": dict(mlp="swiglu"),
-    "bio": dict(mlp="bio"), "bio soft": dict(mlp="bio", bio_events="soft", bio_threshold=0.5),
-    "bio hard": dict(mlp="bio", bio_events="hard", bio_threshold=0.5), "rms_weight": dict(norm="rms_weight"),
+    "bio": dict(mlp="bio"), "bio soft": dict(mlp="bio_soft"), "bio hard": dict(mlp="bio_hard"),
+    "rms_weight": dict(norm="rms_weight"),
     "layer": dict(norm="layer"), "norms by layer": dict(norm="layer rms", num_layers=3),
     "learned": dict(positions="learned"), "none": dict(positions="none"), "rope_dims": dict(rope_dims=4),
-    "untied": dict(tie_embeddings=False), "no qk_norm": dict(qk_norm=False), "no mix": dict(residual_mix=False),
-    "u-net": dict(unet_skips=True, num_layers=5), "bigram": dict(bigram_vocab_size=50, bigram_dim=16),
-    "no softcap": dict(logit_softcap=0.0), "shared keys": dict(layer_pattern="g k s k"),
+    "untied": dict(tie_embeddings=False), "no qk norm": dict(qk_gain_init=0.0), "no mix": dict(residual_mix=False),
+    "u-net": dict(unet_skips=True, num_layers=5), "bigram": dict(bigram_vocab_size=50),
+    "no softcap": dict(logit_softcap=0.0),
     "full": dict(layer_pattern="a"),
-    "shared layers": dict(layer_pattern="g S1 g S1 s1"), "negative eigenvalues": dict(gdn_neg_eigval=True),
+    "shared layers": dict(layer_pattern="g S1 g S1 s1"),
 }
-EVERYTHING = dict(layer_pattern="g k A1 s A1", unet_skips=True, mlp="swiglu",
-                  bigram_vocab_size=50, bigram_dim=16, norm="layer rms_weight", positions="learned",
+EVERYTHING = dict(layer_pattern="g g1 A1 s A1", unet_skips=True, mlp="swiglu",
+                  bigram_vocab_size=50, norm="layer rms_weight", positions="learned",
                   tie_embeddings=False)
 by_choice = pytest.mark.parametrize("choice", [*CHOICES, "everything"])
 # Compiled every day: together they take every branch of the network; each choice by itself is compiled by `full`.
 GRAPHS = {
-    "lean": dict(mlp="bio", bio_events="hard", bio_threshold=0.5, residual_mix=False, qk_norm=False, logit_softcap=0.0,
-                 positions="none", gdn_neg_eigval=True),
-    "bio soft, rope_dims": dict(mlp="bio", bio_events="soft", bio_threshold=0.5, rope_dims=4, layer_pattern="a"),
+    "lean": dict(mlp="bio_hard", residual_mix=False, qk_gain_init=0.0, logit_softcap=0.0, positions="none"),
+    "bio soft, rope_dims": dict(mlp="bio_soft", rope_dims=4, layer_pattern="a"),
     **{f"{kind} alone": dict(mlp=kind, layer_pattern="s") for kind in ("leaky_relu2", "gelu", "bio")},
 }
 by_graph = pytest.mark.parametrize(("choice", "recompute"), [
@@ -42,11 +43,17 @@ by_graph = pytest.mark.parametrize(("choice", "recompute"), [
     *(pytest.param(choice, False, marks=pytest.mark.full) for choice in [*CHOICES, "everything"] if choice != "plain")])
 
 
+@pytest.fixture(autouse=True)
+def half_of_the_events(monkeypatch):
+    """The bio-MLP's voltage starts near 0.5: about half of the units have an event."""
+    monkeypatch.setattr(T, "BIO_THRESHOLD", 0.5)
+
+
 def network(choice: str = "plain", dtype: torch.dtype = torch.float64, **changes) -> T.GPT:
     """A network none of whose parameters is at a special value, so that every path counts."""
     torch.manual_seed(1)
     picked = {**CHOICES, **GRAPHS, "everything": EVERYTHING}[choice]
-    net = T.GPT(T.model_config(dataclasses.replace(SETTINGS, **{**picked, **changes}), 64, 1)).to(dtype)
+    net = T.GPT(config(settings=SETTINGS, **{**picked, **changes})).to(dtype)
     with torch.no_grad():
         for param in net.parameters():
             param.add_(0.05 * torch.randn_like(param))
@@ -138,7 +145,7 @@ def test_the_artifact_gives_back_the_network_that_qat_trained(choice, tmp_path):
     coded = T.quantize_all(net.state_dict(), table)
     (tmp_path / "m.upar").write_bytes(T.pack_artifact(net.state_dict(), coded, vars(net.config), "0" * 64, {})[0])
     header, tensors, _ = T.read_artifact(tmp_path / "m.upar")
-    packed = T.GPT(SimpleNamespace(**header["settings"]))
+    packed = T.GPT(T.GPTConfig(**header["settings"]))
     packed.load_state_dict(tensors)
     assert {name for name, _ in packed.named_parameters()} == set(values)
     for name, param in packed.named_parameters():
@@ -151,15 +158,14 @@ def test_the_artifact_gives_back_the_network_that_qat_trained(choice, tmp_path):
 def test_a_fresh_networks_loss_is_that_of_no_knowledge():
     for choice in CHOICES:
         torch.manual_seed(3)
-        picked = dataclasses.replace(SETTINGS, **CHOICES[choice], tied_embed_init_std=0.005)
-        net = T.GPT(T.model_config(picked, 64, 1))
+        net = T.GPT(config(settings=SETTINGS, **CHOICES[choice], embed_init_std=0.005))
         assert net(tokens(), tokens(1)).mean().item() == pytest.approx(math.log(64), abs=0.02), choice
 
 
 @pytest.mark.parametrize("kind", ["relu2", "leaky_relu2", "gelu", "swiglu"])
 def test_mlps_against_formulas(kind):
     torch.manual_seed(4)
-    mlp = T.MLP(T.model_config(dataclasses.replace(SETTINGS, mlp=kind), 64, 1)).double()
+    mlp = T.MLP(config(settings=SETTINGS, mlp=kind)).double()
     mlp.w_down.data.normal_()
     x = torch.randn(3, 5, 32, dtype=torch.float64)
     h = x @ mlp.w_up.T
@@ -172,11 +178,12 @@ def test_mlps_against_formulas(kind):
     assert mlp.w_up.splits == ((64, 64) if kind == "swiglu" else (64,))
 
 
-@pytest.mark.parametrize("events", ["off", "soft", "hard"])
-def test_the_bio_mlp_against_the_seeds_formulas(events):
+@pytest.mark.parametrize("kind", ["bio", "bio_soft", "bio_hard"])
+def test_the_bio_mlp_against_the_seeds_formulas(kind, monkeypatch):
+    """The voltage starts near 0.5: a threshold of 0.45 has units on both sides."""
     torch.manual_seed(5)
-    mlp = T.MLP(T.model_config(dataclasses.replace(SETTINGS, mlp="bio", bio_events=events, bio_threshold=0.45), 64, 1))
-    mlp = mlp.double()
+    monkeypatch.setattr(T, "BIO_THRESHOLD", 0.45)
+    mlp = T.MLP(config(settings=SETTINGS, mlp=kind)).double()
     mlp.w_down.data.normal_()
     x = torch.randn(3, 5, 32, dtype=torch.float64)
 
@@ -185,23 +192,23 @@ def test_the_bio_mlp_against_the_seeds_formulas(events):
 
     h = osc(x @ mlp.w_up.T, mlp.wave)
     hidden, fired = mlp.hidden(x)
-    if events == "off":
+    if kind == "bio":
         assert fired is None and not hasattr(mlp, "w_gate")
         assert (mlp(x) - h @ mlp.w_down.T).abs().max() < 1e-12
         return
     volt = 1 / (1 + torch.exp(-(h @ mlp.w_gate.T)))
     strength = 1 / (1 + torch.exp(-5 * (volt - 0.45)))
-    gate = strength if events == "soft" else (volt > 0.45).double()
+    gate = strength if kind == "bio_soft" else (volt > 0.45).double()
     assert (hidden - osc((h * gate) @ mlp.w_mix.T, mlp.mix_wave)).abs().max() < 1e-12
     assert torch.equal(fired, volt > 0.45) and 0.02 < fired.double().mean() < 0.98
-    assert (gate == 0).double().mean().item() == (0 if events == "soft" else pytest.approx(1 - fired.double().mean()))
+    assert (gate == 0).double().mean().item() == (0 if kind == "bio_soft" else pytest.approx(1 - fired.double().mean()))
     mlp(x).sum().backward()  # hard events: the gradient of the soft ones reaches the gate
     assert mlp.w_gate.grad.abs().max() > 1e-6
 
 
 def wave_of(units: int) -> torch.Tensor:
     """omega, phi and b of some units as the bio-MLP draws them: (3, units)."""
-    return T.MLP(T.model_config(dataclasses.replace(SETTINGS, mlp="bio"), 64, 1)).wave.detach()[:, :units].clone()
+    return T.init_wave(units).detach()
 
 
 def test_oscillation_and_its_gradients_in_closed_form():
@@ -326,37 +333,31 @@ def test_the_llama_preset_is_transformers_llama():
 
 
 def test_presets_have_their_layers():
-    def shape(mode: str) -> T.SimpleNamespace:
+    def shape(mode: str) -> T.GPTConfig:
         return T.model_config(T.load_settings(T.Settings, {"ARCH_MODE": mode}, {"arch_mode": T.ARCH_PRESETS}), 1024, 1)
 
-    assert shape("gdn").layers == " ".join("g" * 10) and shape("gdn_kv").layers == " ".join("gk" * 5)
+    assert shape("gdn").layers == " ".join("g" * 10)
     assert shape("hybrid").layers == " ".join("gg" + "a" * 8 + "g")
-    net = T.GPT(shape("gdn_kv"))
-    names = [name for name, _ in net.named_parameters()]
-    assert len(names) == len(set(names)) == len(net.state_dict())
-    owner, borrower = net.mixers[0], net.mixers[1]
-    assert owner.w_qkvg.shape == (4 * 544, 544) and borrower.w_qkvg.shape == (2 * 544, 544)
-    assert owner.conv.shape[0] == 3 * 544 and borrower.conv.shape[0] == 544
+    layouts = {mode: shape(mode) for mode in T.ARCH_PRESETS}
+    assert [mode for mode, layout in layouts.items() if layout.unet_skips] == ["baseline"]
+    assert [mode for mode, layout in layouts.items() if not layout.residual_mix] == ["llama"]
+    assert T.ARCH_LAYOUTS.keys() == T.ARCH_PRESETS.keys()
 
 
-def test_shared_keys_are_the_owners():
-    """A borrower with the owner's own query, gate and conv weights is that owner."""
-    net = network("shared keys")
-    owner, borrower = net.mixers[0], net.mixers[1]
-    with torch.no_grad():
-        for name, param in borrower.named_parameters():
-            full = dict(owner.named_parameters())[name]
-            if name == "w_qkvg":
-                full = torch.cat([full[:32], full[-32:]])
-            param.copy_(full[:32] if name == "conv" else full)
-    x, doc = torch.randn(2, 9, 32, dtype=torch.float64), torch.ones(2, 3 + 9, dtype=torch.int64)
-    assert torch.equal(borrower(x, doc, None), owner(x, doc, None))
+def test_overrides_stand_above_the_layout_and_the_settings():
+    settings = dataclasses.replace(SETTINGS, arch_mode="llama")
+    changed = T.model_config(settings, 64, 1, residual_mix=True, attn_window=9)
+    assert (changed.residual_mix, changed.attn_window, changed.logit_softcap) == (True, 9, 0.0)
+    with pytest.raises(TypeError, match="atn_window"):
+        T.model_config(settings, 64, 1, atn_window=9)
 
 
-def test_keys_are_those_of_the_gdn_before_in_layer_order():
-    net = network(layer_pattern="g1 k g2 k g1 k")
-    owners = [net.mixers[at].owner[0] for at in net.mixer_of_layer]
-    assert [net.mixers[at] for at in net.mixer_of_layer][::2] == owners[1::2] and owners[::2] == [None] * 3
+def test_settings_without_a_field_take_its_default():
+    """As the post-training scripts' do: what GPTConfig says stands where neither settings nor overrides do."""
+    settings = SimpleNamespace(layer_pattern="g a", num_layers=3, model_dim=32, num_heads=4, mlp="gelu")
+    made = T.model_config(settings, 64, 1, num_kv_heads=4)
+    assert made == T.GPTConfig(64, 1, "g a g", "rms rms rms", model_dim=32, num_heads=4, num_kv_heads=4, mlp="gelu")
+    assert T.GPTConfig(**json.loads(json.dumps(dataclasses.asdict(made)))) == made
 
 
 def test_learned_positions_end_with_an_error():
@@ -369,7 +370,7 @@ def test_capitals_share_whole_layers():
     net = network("shared layers")
     assert net.block_of_layer == [0, 1, 2, 1, 3] and net.mixer_of_layer == [0, 1, 2, 1, 3]
     net(tokens(), cache=(cache := {}))
-    assert len(net.blocks) == 4 and set(cache) == {"doc", "end", "last", 0, 1, 2, 3, 4}
+    assert len(net.blocks) == 4 and set(cache) == {"ids", 0, 1, 2, 3, 4}
 
 
 @by_graph
@@ -396,6 +397,7 @@ def test_the_graphs_compiled_every_day_hold_every_choice():
                 for name, value in each.items() for word in str(value).split() if name != "num_layers"}
 
     usual = {(name, str(value)) for name, value in dataclasses.asdict(SETTINGS).items()}
+    usual |= {(field.name, str(field.default)) for field in dataclasses.fields(T.GPTConfig)}
     assert values(*CHOICES.values()) - usual <= values(EVERYTHING, *GRAPHS.values(), dict(layer_pattern="g s"))
 
 

@@ -1,8 +1,7 @@
-"""Section quantization, what reads data: GPTQ against a textbook's form, Hessians against hooks, steps that fit."""
+"""Section export: GPTQ against a textbook's form, Hessians against hooks."""
 
 import collections
 import gc
-import math
 
 import numpy as np
 import pytest
@@ -35,44 +34,43 @@ def weights(rows, width, seed=1):
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
 
 
-def obq(w, scales, bits, hessian):
+def obq(w, scale, bits, hessian):
     """The textbook's way (Optimal Brain Quantization, arXiv 2208.11580, section 4; GPTQ's order), in numpy float64.
 
     One column after the other is rounded; the rest are moved to where they make good its error the best; then it is
     eliminated from the inverse Hessian. No blocks, no Cholesky factor.
     """
-    w, scales, h = w.double().numpy().copy(), scales.double().numpy()[:, None], hessian.double().numpy()
+    w, scale, h = w.double().numpy().copy(), scale.item(), hessian.double().numpy()
     order, qmax = np.argsort(-np.diag(h)), 2 ** (bits - 1) - 1
     inverse = np.linalg.inv(h + (0.1 * np.diag(h).mean() + 1e-9) * np.eye(len(h)))
     codes = np.zeros_like(w)
     for at in order:
-        codes[:, at] = np.clip(np.rint(w[:, at : at + 1] / scales), -qmax, qmax)[:, 0]
-        error = (w[:, at] - codes[:, at] * scales[:, 0]) / inverse[at, at]
+        codes[:, at] = np.clip(np.rint(w[:, at] / (scale or 1.0)), -qmax, qmax)
+        error = (w[:, at] - codes[:, at] * scale) / inverse[at, at]
         w -= np.outer(error, inverse[at])
         inverse -= np.outer(inverse[:, at], inverse[at]) / inverse[at, at]
     return torch.from_numpy(codes).to(torch.int8)
 
 
-def harm(w, codes, scales, hessian):
+def harm(w, codes, scale, hessian):
     """tr(E H E^T), which is the squared error of the outputs."""
-    error = w.double() - script.dequantize(codes, scales).double()
+    error = w.double() - script.dequantize(codes, scale).double()
     return torch.einsum("rc,cd,rd->", error, hessian.double(), error).item()
 
 
-@pytest.mark.parametrize("step", ["row", "tensor"])
 @pytest.mark.parametrize(("rows", "width", "samples", "bits"), [
     (7, 5, 40, 3), (1, 40, 100, 4), (16, 128, 300, 4), (16, 129, 300, 3), (20, 300, 1000, 6), (9, 300, 100, 2),
     (4, 520, 2000, 8)])
-def test_gptq_is_the_textbook_column_by_column(rows, width, samples, bits, step):
+def test_gptq_is_the_textbook_column_by_column(rows, width, samples, bits):
     w, hessian = weights(rows, width), correlated(samples, width)
-    codes, scales = script.quantize(w, bits, 3.0, step)
-    before = w.clone(), scales.clone(), hessian.clone()
-    got = script.gptq(w, scales, bits, hessian)
+    codes, scale = script.quantize(w, bits, 3.0)
+    before = w.clone(), scale.clone(), hessian.clone()
+    got = script.gptq(w, scale, bits, hessian)
     assert got.dtype == torch.int8 and got.shape == (rows, width)
-    assert torch.equal(got, obq(w, scales, bits, hessian))
+    assert torch.equal(got, obq(w, scale, bits, hessian))
     assert got.abs().max() <= 2 ** (bits - 1) - 1
     assert not torch.equal(got, codes)
-    assert all(torch.equal(old, new) for old, new in zip(before, (w, scales, hessian), strict=True))
+    assert all(torch.equal(old, new) for old, new in zip(before, (w, scale, hessian), strict=True))
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 6, 8])
@@ -80,54 +78,38 @@ def test_gptq_is_the_textbook_column_by_column(rows, width, samples, bits, step)
 def test_gptq_does_less_harm_than_rounding_to_nearest(seed, bits):
     """Of what GPTQ makes small: at most as much harm, and at 4 bits and more, where little is clipped, 0.6 of it."""
     w, hessian = weights(24, 150, seed), correlated(400, 150, seed)
-    codes, scales = script.quantize(w, bits, 0.0, "tensor")
-    nearest, ours = (harm(w, each, scales, hessian) for each in (codes, script.gptq(w, scales, bits, hessian)))
+    codes, scale = script.quantize(w, bits, 4.0)
+    nearest = harm(w, codes, scale, hessian)
+    ours = harm(w, script.gptq(w, scale, bits, hessian), scale, hessian)
     assert ours <= nearest * (0.6 if bits >= 4 else 1.0)
 
 
 def test_gptq_of_inputs_that_are_not_correlated_rounds_to_nearest():
     w = weights(30, 200)
-    codes, scales = script.quantize(w, 5, 4.0, "row")
+    codes, scale = script.quantize(w, 5, 4.0)
     for hessian in (torch.eye(200), torch.zeros(200, 200), torch.diag(torch.rand(200) + 0.1)):
-        assert torch.equal(script.gptq(w, scales, 5, hessian), codes)
+        assert torch.equal(script.gptq(w, scale, 5, hessian), codes)
 
 
 def test_dead_inputs_are_rounded_to_nearest_and_move_no_other():
     w, hessian, dead = weights(12, 140), correlated(500, 140), [0, 3, 77, 138]
     hessian[dead] = 0
     hessian[:, dead] = 0
-    codes, scales = script.quantize(w, 4, 3.0, "row")
-    got = script.gptq(w, scales, 4, hessian)
-    assert torch.equal(got[:, dead], codes[:, dead]) and torch.equal(got, obq(w, scales, 4, hessian))
+    codes, scale = script.quantize(w, 4, 3.0)
+    got = script.gptq(w, scale, 4, hessian)
+    assert torch.equal(got[:, dead], codes[:, dead]) and torch.equal(got, obq(w, scale, 4, hessian))
     other = w.clone()
     other[:, dead] = 5.0
     live = [at for at in range(140) if at not in dead]
-    assert torch.equal(script.gptq(other, scales, 4, hessian)[:, live], got[:, live])
+    assert torch.equal(script.gptq(other, scale, 4, hessian)[:, live], got[:, live])
 
 
-def test_gptq_takes_shapes_of_more_dimensions_and_scales_of_zero():
+def test_gptq_takes_shapes_of_more_dimensions_and_a_scale_of_zero():
     w, hessian = weights(18, 24).reshape(18, 4, 6), correlated(100, 24)
-    scales = script.quantize(w, 4, 3.0, "row")[1]
-    assert torch.equal(script.gptq(w, scales, 4, hessian), script.gptq(w.reshape(18, 24), scales, 4, hessian))
-    w[5] = 0
-    scales = script.quantize(w, 4, 3.0, "row")[1]
-    assert scales[5] == 0 and not script.gptq(w, scales, 4, hessian)[5].any()
-
-
-def test_gptq_all_gives_gptq_to_those_with_a_hessian():
-    tensors = {"w_a": weights(20, 30), "w_b": weights(20, 30, 2), "embed": weights(40, 30, 3), "norm": torch.ones(30)}
-    table = {"matrix": {"bits": 4, "clip_sigmas": 3.0, "step": "tensor", "widen": 1.5},
-             "embedding": {"bits": 6, "clip_sigmas": 0.0, "step": "row", "widen": 1.0}}
-    hessian = correlated(100, 30)
-    plain, some = (script.gptq_all(tensors, table, each) for each in ({}, {"w_b": hessian, "embed": hessian}))
-    assert list(plain) == list(some) == ["w_a", "w_b", "embed"]
-    for name, (codes, scales, bits) in plain.items():
-        own = table[script.tensor_class(name, tensors[name])]
-        want_codes, want_scales = script.quantize(tensors[name], **own)
-        assert torch.equal(codes, want_codes) and torch.equal(scales, want_scales) and bits == own["bits"]
-        assert torch.equal(some[name][1], scales) and some[name][2] == bits
-        want = codes if name == "w_a" else obq(tensors[name], scales, bits, hessian)
-        assert torch.equal(some[name][0], want)
+    scale = script.quantize(w, 4, 3.0)[1]
+    assert torch.equal(script.gptq(w, scale, 4, hessian), script.gptq(w.reshape(18, 24), scale, 4, hessian))
+    scale = script.quantize(torch.zeros(18, 24), 4, 3.0)[1]
+    assert scale.item() == 0 and not script.gptq(torch.zeros(18, 24), scale, 4, hessian).any()
 
 
 # ------------------------------------------------------------------------------------------------------------ Hessians
@@ -146,8 +128,6 @@ def hook_sums(net, batches):
         else:
             add(module.w_qkvg, x)
             add(module.ab, x)
-            if module.owner[0] is not None:  # keys and values by the owner's weights
-                add(module.owner[0].w_qkvg, x)
         kept = module.w_o.detach().clone()
         module.w_o.data.copy_(torch.eye(len(kept)))  # then the module's output is w_o's input
         add(module.w_o, module.forward(x, *rest))
@@ -157,13 +137,13 @@ def hook_sums(net, batches):
         x, = args
         add(module.w_up, x)
         add(module.w_down, module.hidden(x)[0])
-        if module.events != "off":
-            h = F.linear(x, module.w_up.to(x.dtype))
-            h = script.oscillate(h, module.wave) if module.kind == "bio" else script.ACTIVATIONS[module.kind](h)
+        if module.kind in ("bio_soft", "bio_hard"):
+            h = script.oscillate(F.linear(x, module.w_up.to(x.dtype)), module.wave)
             volt = torch.sigmoid(F.linear(h, module.w_gate.to(x.dtype)))
-            soft = torch.sigmoid(5.0 * (volt - module.threshold))
+            soft = torch.sigmoid(5.0 * (volt - script.BIO_THRESHOLD))
+            hard = (volt > script.BIO_THRESHOLD).to(h.dtype)
             add(module.w_gate, h)
-            add(module.w_mix, h * (soft if module.events == "soft" else (volt > module.threshold).to(h.dtype)))
+            add(module.w_mix, h * (soft if module.kind == "bio_soft" else hard))
 
     hooks = [each.register_forward_pre_hook(mixer) for each in net.mixers]
     hooks += [block.mlp.register_forward_pre_hook(mlp) for block in net.blocks]
@@ -181,10 +161,9 @@ def hook_sums(net, batches):
 
 
 NETS = {
-    "D's layers": dict(layer_pattern="g s a"), "borrowed keys": dict(layer_pattern="g k s k"),
+    "D's layers": dict(layer_pattern="g s a"), "GDN shared": dict(layer_pattern="g1 g1 s"),
     "shared": dict(layer_pattern="g S1 g S1 s1"), "untied": dict(tie_embeddings=False),
-    **{kind: dict(mlp=kind) for kind in ("leaky_relu2", "gelu", "swiglu", "bio")},
-    **{f"bio {kind}": dict(mlp="bio", bio_events=kind, bio_threshold=0.5) for kind in ("soft", "hard")},
+    **{kind: dict(mlp=kind) for kind in ("leaky_relu2", "gelu", "swiglu", "bio", "bio_soft", "bio_hard")},
     "everything": EVERYTHING,
 }
 
@@ -215,7 +194,7 @@ def test_hessians_are_the_sums_that_hooks_make(kind, dtype, monkeypatch):
 
 @torch.no_grad()
 def test_hessians_keep_no_activations_and_no_copies_of_weights(monkeypatch):
-    net = network("plain", torch.float32, layer_pattern="g k s")
+    net = network("plain", torch.float32, layer_pattern="g1 g1 s")
     looked_up = F.embedding
     monkeypatch.setattr(F, "embedding", lambda ids, table, **rest: looked_up(ids, table, **rest).bfloat16())
     with script.Hessians(net):
@@ -225,52 +204,3 @@ def test_hessians_keep_no_activations_and_no_copies_of_weights(monkeypatch):
             gc.collect()
             kept.append(sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects()))
     assert kept == sorted(kept, reverse=True)  # others of the process may go meanwhile
-
-
-# ----------------------------------------------------------------------------------------------------------- fit_steps
-def entropy_of(tensors, table):
-    """Bytes by the order-0 entropy of each tensor's codes, in numpy."""
-    total = 0.0
-    for codes, *_ in script.quantize_all(tensors, table).values():
-        share = np.unique(codes.numpy(), return_counts=True)[1] / codes.numel()
-        total -= (share * np.log2(share)).sum() * codes.numel() / 8
-    return total
-
-
-def tables(clip_sigmas=8.0, step="tensor", widen=1.0):
-    return {"matrix": {"bits": 6, "clip_sigmas": clip_sigmas, "step": step, "widen": widen},
-            "embedding": {"bits": 8, "clip_sigmas": 20.0, "step": step, "widen": widen}}
-
-
-def model(seed=0):
-    return {"blocks.0.w_up": weights(160, 120, seed) * 0.05, "blocks.0.w_down": weights(120, 160, seed + 1),
-            "embed": weights(200, 120, seed + 2) * 0.3, "norm": torch.ones(120)}
-
-
-@pytest.mark.parametrize("clip_sigmas", [8.0, 0.0, -1.0])
-@pytest.mark.parametrize("step", ["tensor", "row", "grid"])
-def test_the_steps_that_fit_hit_the_entropy_asked_for(step, clip_sigmas):
-    tensors, table = model(), tables(clip_sigmas, step)
-    size = entropy_of(tensors, table)
-    for share in (0.9, 0.6, 0.3):
-        got = script.fit_steps(tensors, table, size * (1 - share), 1.0, 256.0)
-        # a row on the grid moves by 4 % or not at all
-        assert abs(entropy_of(tensors, got) / (share * size) - 1) < (2e-3 if step == "grid" else 1e-3)
-        assert got["matrix"]["widen"] == got["embedding"]["widen"] >= 1
-        assert {kind: {**own, "widen": 1.0} for kind, own in got.items()} == table == tables(clip_sigmas, step)
-
-
-def test_steps_stay_within_their_bounds_and_start_from_the_table():
-    tensors = model()
-    for widen in (1.0, 3.0):
-        table = tables(widen=widen)
-        size = entropy_of(tensors, table)
-        for excess, factor in ((size, 1.05), (size * 0.5, 1.05), (-size, 1 / 1.05), (-size * 0.5, 1 / 1.05)):
-            got = script.fit_steps(tensors, table, excess, 1 / 1.05, 1.05)
-            assert all(own["widen"] == pytest.approx(widen * factor, rel=1e-12) for own in got.values())
-        for excess in (size * 0.01, -size * 0.01):
-            got = script.fit_steps(tensors, table, excess, 1 / 1.05, 1.05)
-            assert abs(entropy_of(tensors, got) / (size - excess) - 1) < 1e-3
-            assert all(1 / 1.05 <= own["widen"] / widen <= 1.05 for own in got.values())
-    same = script.fit_steps(tensors, tables(), 0.0, 1.0, 256.0)
-    assert all(math.isclose(own["widen"], 1.0, rel_tol=2e-3) for own in same.values())

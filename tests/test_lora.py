@@ -58,8 +58,8 @@ def nats(net: T.GPT, ids: torch.Tensor) -> torch.Tensor:
     return net(ids[:, :-1], ids[:, 1:]).mean()
 
 
-KINDS = {"hybrid": {}, "owner": dict(layer_pattern="g k k"), "shared layers": dict(layer_pattern="A1 G2 A1 G2"),
-         "bio": dict(mlp="bio", bio_events="soft"), "swiglu": dict(mlp="swiglu", tie_embeddings=False)}
+KINDS = {"hybrid": {}, "GDN shared": dict(layer_pattern="g1 g1 a"), "shared layers": dict(layer_pattern="A1 G2 A1 G2"),
+         "bio": dict(mlp="bio_soft"), "swiglu": dict(mlp="swiglu", tie_embeddings=False)}
 kinds = pytest.mark.parametrize("changes", KINDS.values(), ids=KINDS)
 
 
@@ -114,7 +114,7 @@ def test_counts_against_the_closed_form():
 @pytest.mark.parametrize(("targets", "changes", "expected"), [
     ("w_qkv", {}, "mixers.0.w_qkvg mixers.1.w_qkv mixers.2.w_qkvg mixers.3.w_qkv"),
     (r"mixers\.0|1\.mlp", {}, "mixers.0.w_qkvg mixers.0.w_o blocks.1.mlp.w_up blocks.1.mlp.w_down"),
-    ("w_gate|w_bigram", dict(mlp="bio", bio_events="hard", layer_pattern="a", bigram_vocab_size=64),
+    ("w_gate|w_bigram", dict(mlp="bio_hard", layer_pattern="a", bigram_vocab_size=64),
      "blocks.0.mlp.w_gate w_bigram")])
 def test_targets_are_found_by_name(targets, changes, expected):
     net = S.setup_lora_adapter(network(**changes), 2, targets=targets)
@@ -157,7 +157,7 @@ def test_gradients_against_finite_differences(changes):
 
 
 def test_checkpointing_gives_the_same_gradients():
-    net, ids = trained(network(layer_pattern="g k s1 A2 A2 s1")), tokens(1, 2, 24)
+    net, ids = trained(network(layer_pattern="g1 g1 s1 A2 A2 s1")), tokens(1, 2, 24)
     params = [param for param in net.parameters() if param.requires_grad]
     expected = torch.autograd.grad(nats(net, ids), params)
     net.activation_checkpointing = True
@@ -233,7 +233,7 @@ def test_a_frozen_reference_keeps_all_that_is_trained():
 def test_a_compiled_network_has_adapter_and_reference_in_one_graph():
     """The tracer alone, without code generation: no graph break, and no new graph for the reference."""
     torch.compiler.reset()
-    net, ids = trained(network(layer_pattern="g k s")), tokens(0, 2, 40)
+    net, ids = trained(network(layer_pattern="g1 g1 s")), tokens(0, 2, 40)
     graphs = []
     compiled = torch.compile(net, fullgraph=True, dynamic=False, backend=lambda graph, _: graphs.append(1) or graph)
     with torch.no_grad():

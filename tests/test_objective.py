@@ -588,7 +588,7 @@ def test_mini_batches_and_epochs_share_out_whole_groups(M, monkeypatch):
         assert abs(advantages.sum()) < 1e-12 and advantages.abs().max() > 0.1
 
 
-NETWORKS = [dict(), dict(layer_pattern="a s"), dict(mlp="bio", layer_pattern="g k a"),
+NETWORKS = [dict(), dict(layer_pattern="a s"), dict(mlp="bio", layer_pattern="g1 g1 a"),
             dict(activation_checkpointing=True), dict(lora_rank=2, qat=False)]
 
 
@@ -856,6 +856,7 @@ def test_settings_that_do_not_fit_are_refused_before_anything_is_written(M, tmp_
         monkeypatch.delenv(name) if name not in KEPT else None
     for name, text in dict(GROUP_SIZE=1, OUT_DIR=tmp_path / "runs", SFT_STEPS=1, DEVICE="cpu").items():
         monkeypatch.setenv(name, str(text))
+    monkeypatch.setattr(sys, "argv", [M.__file__])
     monkeypatch.setattr(M.Run, "open", lambda run: pytest.fail("the run has begun"))
     assert M.exit_code(M.main) == 2 and not (tmp_path / "runs").exists()
     assert capsys.readouterr().err.startswith("error: GROUP_SIZE=1: must be at least 2")

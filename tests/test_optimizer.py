@@ -419,9 +419,9 @@ def test_8_bit_adamw_reaches_the_loss_of_adamw_with_a_quarter_of_the_state():
 def test_presets_are_settings_within_their_ranges():
     kinds = {field.name: field.type for field in dataclasses.fields(T.Settings)}
     assert set(T.OPTIMIZER_PRESETS) == set(KINDS) == set(get_args(kinds["optimizer"]))
-    for preset in T.OPTIMIZER_PRESETS.values():
-        for name, value in preset.items():
-            assert T.parse_setting(name, str(value), kinds[name]) == value
+    for kind, preset in T.OPTIMIZER_PRESETS.items():
+        settings = T.load_settings(T.Settings, {"OPTIMIZER": kind}, presets={"OPTIMIZER": T.OPTIMIZER_PRESETS})
+        assert {name: getattr(settings, name) for name in preset} == preset
 
 
 @pytest.mark.parametrize("kind", KINDS)

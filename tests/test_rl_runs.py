@@ -29,7 +29,7 @@ TINY = {
     "SFT_LR": "0.4", "TEMPERATURE": "1",
     "TASK": "jsonl", "PROMPTS_PER_STEP": "4", "GROUP_SIZE": "4", "MINI_BATCHES": "2", "MAX_NEW_TOKENS": "3",
     "EVAL_PROMPTS": "16", "EVAL_SAMPLES": "2", "ITERATIONS": "10", "MAX_WALLCLOCK_SECONDS": "0", "RESERVE_SECONDS": "0",
-    "TRAIN_LOG_EVERY": "1", "SAVE_EVERY": "4", "LEARNING_RATE": "0.003",
+    "SAVE_EVERY": "4", "LEARNING_RATE": "0.003",
 }
 SHORT = {"ITERATIONS": "2", "EMA": "0", "SWA": "0", "QAT": "0", "SAVE_EVERY": "1"}
 UNSET = dict.fromkeys([*TINY, "TASK_PATH", "RUN_ID"])  # what a run takes from the one it resumes or repeats
@@ -199,7 +199,7 @@ class Place:
 
     def checkpoint(self, out: str) -> tuple[str, dict]:
         """The newest whole checkpoint of a run: name, tensors."""
-        found, faults = G.first_whole(G.checkpoints(self.of(out)))
+        found, faults = G.newest_checkpoint(G.list_checkpoints(self.of(out)))
         assert found and not faults, faults
         return found.name, torch.load(found / "model.pt", weights_only=True)
 
@@ -234,7 +234,7 @@ def grpo(place: Place) -> Path:
 
 def steps_of(log: str) -> list[dict]:
     """The numbers of each step's line."""
-    lines = re.findall(r"^step:\d+/\d+ (reward:.*?) clips_by_update", log, re.MULTILINE)
+    lines = re.findall(r"^step:\d+/\d+ (reward:.*?) train_time", log, re.MULTILINE)
     return [{key: float(value) for key, value in (pair.split(":") for pair in line.split())} for line in lines]
 
 
@@ -263,7 +263,8 @@ def test_the_result_is_complete_and_agrees_with_the_log(place, straight):
         assert said == {name: result[key][name] for name in said} and {"greedy", "pass1", "pass2"} < set(said)
     steps = steps_of(log)
     assert len(steps) == 10
-    assert {name: result["last"][name] for name in steps[-1]} == pytest.approx(steps[-1], rel=1e-3, abs=1e-9)
+    logged = {name: value for name, value in steps[-1].items() if not re.search(r"_\d+$", name)}
+    assert {name: result["last"][name] for name in logged} == pytest.approx(logged, rel=1e-3, abs=1e-9)
 
 
 def test_all_phases_fired_where_the_plan_says(place, straight):
@@ -315,11 +316,11 @@ def test_metrics_are_within_their_bounds_and_the_note_is_true(place, straight):
     """Of each step the first mini-batch has no clips; a policy that is trained moves."""
     log = place.log(straight)
     assert "note: the first mini-batch of a step has no clips" in log
-    clips = re.findall(r"clips_by_update:\[(\S+) (\S+)\]", log)
-    assert len(clips) == 10 and {first for first, _ in clips} == {"0.000/0.000"}
-    for step, (_, second) in zip(steps_of(log), clips, strict=True):
-        active, outside = map(float, second.split("/"))
-        assert 0 <= active <= outside <= 1 and step["clip_active"] <= step["clip_outside"] <= 1
+    assert len(steps_of(log)) == 10
+    for step in steps_of(log):
+        assert step["clip_active_1"] == step["clip_outside_1"] == 0
+        assert 0 <= step["clip_active_2"] <= step["clip_outside_2"] <= 1
+        assert step["clip_active"] <= step["clip_outside"] <= 1 and "clip_active_3" not in step
         assert step["finished"] + step["truncated"] == pytest.approx(1) and 1 <= step["length"] <= 3
         assert 0 <= step["zero_variance"] <= 1 and step["sampler_gap"] < 1e-4
         assert step["reward_std"] == pytest.approx((step["reward"] * (1 - step["reward"])) ** 0.5, abs=1e-3)
@@ -407,7 +408,8 @@ def test_a_run_goes_on_from_a_run_a_checkpoint_or_an_artifact(place, grpo):
 
 
 def test_adapters_alone_are_trained_and_the_artifact_has_none(place, grpo):
-    place.run("grpo", "lora", INIT_FROM=grpo, LORA_RANK=4, QAT=0, KL_BETA=0.05, REFERENCE="base", KEEP=9)
+    changes = dict(INIT_FROM=grpo, LORA_RANK=4, QAT=0, KL_BETA=0.05, REFERENCE="base")
+    place.run("grpo", "lora", "T.KEEP_CHECKPOINTS = 9", **changes)
     before, after = (torch.load(place.of("lora") / f"step_{step:06d}" / "model.pt", weights_only=True)
                      for step in (0, 10))
     moved = {name for name in before if not torch.equal(before[name], after[name])}
@@ -529,7 +531,7 @@ FAULTS = {
     "no such start": (None, {"INIT_FROM": "none"}, "INIT_FROM='none': no such file"),
     "adapters and QAT": (None, {"LORA_RANK": 4, "QAT": 1, "ITERATIONS": 10}, "QAT=1: adapters are not quantized"),
     "base without adapters": (None, {"KL_BETA": 0.1, "REFERENCE": "base"}, "REFERENCE='base': no adapters"),
-    "endless run": (None, {"ITERATIONS": 0}, "the run would never end"),
+    "endless run": (None, {"ITERATIONS": 0}, "or it never ends"),
 }
 
 

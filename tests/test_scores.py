@@ -57,7 +57,7 @@ def loaded(place: Path, name: str) -> S.GPT:
 
 def settings(place: Path, score: str, **changes: object) -> S.Settings:
     own = S.Settings(mode="score", score=score, artifact=str(place / "own"), device="cpu", **changes)
-    S.check_settings(own)
+    S.check_modes(own)
     return own
 
 
@@ -550,7 +550,7 @@ def test_prompts_are_the_turns_before_the_last_answer():
 ])
 def test_settings_that_do_not_fit_are_refused(given, said):
     with pytest.raises(S.UserError) as error:
-        S.check_settings(S.Settings(**given))
+        S.check_modes(S.Settings(**given))
     assert str(error.value).startswith(said) and "\n" not in str(error.value)
 
 
@@ -563,7 +563,7 @@ def test_settings_that_do_not_fit_are_refused(given, said):
     dict(mode="score", score="quality", score_path="x", num_samples=4, layout="chat"),
 ])
 def test_settings_that_fit_are_taken(given):
-    S.check_settings(S.Settings(**given))
+    S.check_modes(S.Settings(**given))
 
 
 def test_faults_of_files_and_models_are_one_line(place, tmp_path):
@@ -598,7 +598,7 @@ def test_a_file_holds_the_scores(place, tmp_path, capsys):
 def test_a_prompt_can_be_a_users_turn(place, capsys):
     own = S.Settings(artifact=str(place / "own"), device="cpu", prompt="hi", layout="chat", system="s",
                      max_new_tokens=9)
-    S.check_settings(own)
+    S.check_modes(own)
     S.sample(own)
     net, *_ = S.load_model("ARTIFACT", own.artifact)
     prompt = [BOS, 260, *ids_of("s"), 263, 261, *ids_of("hi"), 263, 262]
@@ -628,6 +628,7 @@ def test_the_guides_commands_run(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
         given = dict(change.split("=", 1) for change in changes)
         given |= {"EVAL_PROMPTS": "8"} if "TASK" in given else {}
+        monkeypatch.setattr(sys, "argv", ["sample.py"])
         with mock.patch.dict(os.environ, environment(**given), clear=True):
             assert S.exit_code(S.main) == 0, (command, capsys.readouterr().err)
         assert capsys.readouterr().out.strip()

@@ -31,14 +31,8 @@ pytestmark = pytest.mark.usefixtures("one_thread", "float64")
 
 
 @pytest.fixture
-def float64(monkeypatch):
+def float64():
     """All in float64, the angles of rotary positions too: in float32 a place costs a row its last digits."""
-    def turns(positions: torch.Tensor, base: float, dims: int) -> tuple[torch.Tensor, torch.Tensor]:
-        half = dims // 2
-        angle = (positions.double()[..., None] * base ** (-torch.arange(half).double() / half)).unsqueeze(-2)
-        return angle.cos(), angle.sin()
-
-    monkeypatch.setattr(S, "turns", turns)
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
@@ -52,9 +46,9 @@ def b(text: str) -> list[int]:
 def network(seed: int = 0, pattern: str = "g a", dim: int = 16, **changes) -> S.GPT:
     """A tiny network, all of whose weights are at work."""
     torch.manual_seed(seed)
-    shape = {**S.POLICY, **vars(S.Settings(layer_pattern=pattern, model_dim=dim, num_heads=2, train_seq_len=64)),
-             "num_kv_heads": 2, **changes}
-    made = S.GPT(S.model_config(SimpleNamespace(**shape), BYTES.vocab_size, BYTES.bos_id))
+    settings = S.Settings(layer_pattern=pattern, model_dim=dim, num_heads=2, train_seq_len=64)
+    shape = {"num_kv_heads": 2, "attn_window": 1 << 20, "embed_init_std": 0.02, **changes}
+    made = S.GPT(S.model_config(settings, BYTES.vocab_size, BYTES.bos_id, **shape))
     with torch.no_grad():
         for param in made.parameters():
             param.add_(0.1 * torch.randn_like(param))
@@ -327,8 +321,8 @@ def test_windows_are_never_too_full_and_as_full_as_best_fit_makes_them(lengths):
 
 
 @pytest.mark.parametrize(("pattern", "changes"), [
-    ("g", {}), ("a", {}), ("s", dict(attn_window=5)), ("g k", {}), ("g s1 k a s1", dict(attn_window=4)),
-    ("a g", dict(bigram_vocab_size=32, bigram_dim=16)), ("g a", dict(positions="none", unet_skips=True)),
+    ("g", {}), ("a", {}), ("s", dict(attn_window=5)), ("g1 g1", {}), ("g s1 g a s1", dict(attn_window=4)),
+    ("a g", dict(bigram_vocab_size=32)), ("g a", dict(positions="none", unet_skips=True)),
 ])
 def test_packed_rows_are_as_they_are_alone(pattern, changes):
     """Log-probabilities of each row's targets, and the gradient of all, to 1e-9."""
@@ -622,12 +616,12 @@ def test_layers_are_matched_by_depth():
 def captured(made: S.GPT, ids: torch.Tensor, attention: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """What the head reads, and each layer's output or its mixer's, by a forward written out for layers g and a."""
     found, wanted, x = [], "mixer" if attention else "block", None
-    doc = torch.cat([torch.arange(1, S.CONV_TAPS), S.CONV_TAPS - 1 + (ids[0] == BOS).cumsum(0)])[None]
-    cos, sin = S.turns(torch.arange(ids.size(1)), made.config.rope_base, made.rope_dims)
+    doc = F.pad((ids == BOS).cumsum(1), (S.CONV_TAPS - 1, 0))
+    positions = torch.arange(ids.size(1))
     x = x0 = made.embedded(ids, torch.cat([torch.full_like(ids[:, :1], BOS), ids[:, :-1]], dim=1), None)
     for block, mixer in zip(made.blocks, made.mixers, strict=True):
         x = block.mix[0] * x + block.mix[1] * x0
-        y = mixer(block.mixer_norm(x), doc, None, cos, sin)
+        y = mixer(block.mixer_norm(x), doc, None, positions)
         x = x + y * block.mixer_scale
         x = x + block.mlp(block.mlp_norm(x)) * block.mlp_scale
         found.append(y if wanted == "mixer" else x)

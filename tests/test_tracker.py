@@ -7,7 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
@@ -29,14 +29,15 @@ TINY = dict(TASK="sort", SFT_STEPS=2, PROMPTS_PER_STEP=4, GROUP_SIZE=4, MINI_BAT
 WANDB = '''
 import json
 from pathlib import Path
-from types import SimpleNamespace
+
+folders = []
 
 def init(**own):
-    path = Path(own["dir"]).parents[1] / "wandb.jsonl"
-    def log(numbers, step):
-        with open(path, "a") as file:
-            file.write(json.dumps([step, numbers]) + "\\n")
-    return SimpleNamespace(log=log)
+    folders.append(Path(own["dir"]).parents[1])
+
+def log(numbers, step):
+    with open(folders[0] / "wandb.jsonl", "a") as file:
+        file.write(json.dumps([step, numbers]) + "\\n")
 '''
 # Metrics of step 3 -> the line that the log has of them.
 METRICS = {"train_loss": 5.5732, "lr_mul": 0.5, "train_time": 69.4, "step_avg": 23.256, "tok_s": 29570.3}
@@ -53,7 +54,7 @@ def stand_in(monkeypatch, name: str, **parts: object) -> None:
 
 def run_of(module, folder, kind: str, run_id: str = "a"):
     """An open run with this TRACKER at its seventh step."""
-    settings = replace(module.Settings(), tracker=kind, out_dir=str(folder), run_id=run_id)
+    settings = replace(module.Settings(), tracker=kind, out_dir=str(folder), run_id=run_id, iterations=0)
     run = module.Run(settings, module.Runtime(0, 1, torch.device("cpu"), False), {}, {})
     run.open()
     run.step = 7
@@ -75,13 +76,12 @@ def test_the_numbers_of_the_log_are_mirrored(monkeypatch, tmp_path, kind, module
         def flush(self):
             calls.append("flush")
 
-    def init(**own):
-        calls.append(own)
-        return SimpleNamespace(log=lambda numbers, step: found.extend((*pair, step) for pair in numbers.items()))
+    def log(numbers, step):
+        found.extend((*pair, step) for pair in numbers.items())
 
     stand_in(monkeypatch, "tensorboard")
     stand_in(monkeypatch, "torch.utils.tensorboard", SummaryWriter=Writer)
-    stand_in(monkeypatch, "wandb", init=init)
+    stand_in(monkeypatch, "wandb", init=lambda **own: calls.append(own), log=log)
     run = run_of(module, tmp_path, kind)
     run.log("parameters: matrix:131072 total:151348")
     run.log.metrics(3, METRICS)
@@ -146,5 +146,6 @@ def test_a_whole_run_is_mirrored(tmp_path):
         assert list(means) == ["held_out/greedy", "held_out/pass1", "held_out/pass2"]
     rewards = {step: numbers["reward"] for step, numbers in rows.items() if "reward" in numbers}
     text = (tmp_path / "runs" / "a" / "log.txt").read_text(encoding="utf-8")
-    lines = re.findall(r"^step:(\d+)/8.* reward:(\S+)", text, re.MULTILINE)
-    assert rewards == {int(step): float(value) for step, value in lines} and list(rewards) == list(range(1, 9))
+    lines = re.findall(r"^step:(\d+)/8 reward:(\S+)", text, re.MULTILINE)
+    assert list(rewards) == [int(step) for step, _ in lines] == [1, 2, 3, 4, 5]  # after that, one in ten seconds
+    assert list(rewards.values()) == pytest.approx([float(value) for _, value in lines], rel=1e-5)

@@ -1,13 +1,13 @@
 """Section weights: the network of a run, a checkpoint or an artifact, with its tokenizer; and what is refused."""
 
-import dataclasses
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from test_data import train_model
-from test_model import SETTINGS
+from test_model import config
 
 import sample as S
 import train_gpt as T
@@ -18,8 +18,8 @@ IDS = torch.tensor([[1, *range(70, 110)]])
 
 def network(seed: int, tokenizer: S.Tokenizer = BYTES, **changes) -> T.GPT:
     torch.manual_seed(seed)
-    settings = dataclasses.replace(SETTINGS, layer_pattern="g k A1 A1", norm="rms_weight layer", **changes)
-    net = T.GPT(T.model_config(settings, tokenizer.vocab_size, tokenizer.bos_id))
+    layers = dict(layer_pattern="g s A1 A1", norm="rms_weight layer")
+    net = T.GPT(config(tokenizer.vocab_size, tokenizer.bos_id, **layers, **changes))
     with torch.no_grad():
         for param in net.parameters():
             param.add_(0.03 * torch.randn_like(param))
@@ -33,7 +33,8 @@ def save(folder: Path, step: int, net: T.GPT, tokenizer: S.Tokenizer = BYTES) ->
         (folder / tokenizer.file).write_bytes(tokenizer.content)
     meta = {"script": "train_gpt.py", "settings": {}, "step": step,
             "identity": {**vars(net.config), "manifest_sha256": "0", "seed": 1}}
-    T.save_checkpoint(folder, step, {"model": net.state_dict(), "training": {}}, meta, keep=9)
+    with mock.patch.object(T, "KEEP_CHECKPOINTS", 9):
+        T.save_checkpoint(folder, step, {"model": net.state_dict(), "training": {}}, meta)
     return folder / f"step_{step:06d}"
 
 

@@ -40,8 +40,8 @@ ARMS = {
 }
 VARIED = dict(learning_rate=(1e-4, 3e-4, 1e-3), group_size=(2, 4, 8, 16), mini_batches=(1, 2, 4, 8))  # of two arms
 BASE = dict(task="sort", learning_rate=3e-4, group_size=8, mini_batches=4, epochs=1, lr_schedule="constant", ema=0,
-            swa=0, qat=0, matrix_bits=8, spike_policy="skip", save_every=0, max_wallclock_seconds=0, train_log_every=1,
-            iterations=100, val_loss_every=10, eval_prompts=512, eval_samples=8)
+            swa=0, qat=0, matrix_bits=8, save_every=0, max_wallclock_seconds=0, iterations=100, val_loss_every=10,
+            eval_prompts=512, eval_samples=8)
 QUICK = dict(iterations=2, val_loss_every=1, eval_prompts=8)
 START = dict(iterations=1, learning_rate=0, save_every=1, prompts_per_step=2, group_size=2, mini_batches=1,
              eval_prompts=2, eval_samples=1)  # a run whose step_000000 the others of its seed start from
@@ -79,8 +79,12 @@ def start_run(run: SimpleNamespace, out: Path) -> subprocess.Popen:
         settings["INIT_FROM"] = out / run.start / "step_000000"
     environ = {name: os.environ[name] for name in KEPT if name in os.environ}
     environ |= {name.upper(): str(value) for name, value in settings.items()}
+    environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), environ.get("PYTHONPATH", "")])
+    module = Path(run.script).stem
+    # By itself a script logs a step every ten seconds.
+    every_step = f"import sys, {module} as T; T.LOG_SECONDS = 0; sys.exit(T.exit_code(T.main))"
     with open(out / f"{run.name}.err", "wb") as errors:  # a session of its own: Ctrl-C is for this process
-        return subprocess.Popen([sys.executable, str(ROOT / run.script)], env=environ, stdout=subprocess.DEVNULL,
+        return subprocess.Popen([sys.executable, "-c", every_step], env=environ, stdout=subprocess.DEVNULL,
                                 stderr=errors, start_new_session=True)
 
 
@@ -151,14 +155,21 @@ def read_log(text: str) -> SimpleNamespace:
     """
     found = SimpleNamespace(steps=[], curve=[], bad=0)
     for line in text.splitlines():
-        if start := re.match(r"step:(\d+)/\S+ (?=reward:)", line):
-            numbers, clips = re.match(r"(.*) clips_by_update:\[(.*?)\]", line[start.end() :]).groups()
-            values = dict(pair.split(":") for pair in numbers.split())
-            found.steps.append({"step": int(start[1]), **{name: float(values[name]) for name in MEASURED},
-                                "clips": [list(map(float, pair.split("/"))) for pair in clips.split()]})
-        elif start := re.match(r"(?:before:|step:(\d+) held_out) ({.*})$", line):
-            found.curve.append([int(start[1] or 0), ast.literal_eval(start[2])])
-        found.bad += line.startswith("event: skip ")
+        if start := re.match(r"step:(\d+)/(\d+) (reward|held_out/)", line):
+            step, last, kind = int(start[1]), int(start[2]), start[3]
+            values = {name: value for name, value in (pair.split(":") for pair in line.split())}
+            if kind == "reward":
+                updates = range(1, 1 + sum(name.startswith("clip_active_") for name in values))
+                clips = [[float(values[f"clip_{name}_{at}"]) for name in ("active", "outside")] for at in updates]
+                measured = {name: float(values[name]) for name in MEASURED}
+                found.steps.append({"step": step, **measured, "clips": clips})
+            elif 0 < step < last:
+                means = {name.removeprefix("held_out/"): [float(value)] for name, value in values.items()
+                         if name.startswith("held_out/") and name != "held_out/n"}
+                found.curve.append([step, means])
+        elif start := re.match(r"before: ({.*})$", line):
+            found.curve.append([0, ast.literal_eval(start[1])])
+        found.bad += line.startswith("event: skipped_step ")
     return found
 
 

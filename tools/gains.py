@@ -95,8 +95,12 @@ def start_run(run: SimpleNamespace, out: Path) -> subprocess.Popen:
         settings["INIT_FROM"] = out / run.start / "step_000000"
     environ = {name: os.environ[name] for name in KEPT if name in os.environ}
     environ |= {name.upper(): str(value) for name, value in settings.items()}
+    environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), environ.get("PYTHONPATH", "")])
+    module = Path(run.script).stem
+    # By itself a script logs a step every ten seconds.
+    every_step = f"import sys, {module} as T; T.LOG_SECONDS = 0; sys.exit(T.exit_code(T.main))"
     with open(out / f"{run.name}.err", "wb") as errors:  # a session of its own: Ctrl-C is for this process
-        return subprocess.Popen([sys.executable, str(ROOT / run.script)], env=environ, stdout=subprocess.DEVNULL,
+        return subprocess.Popen([sys.executable, "-c", every_step], env=environ, stdout=subprocess.DEVNULL,
                                 stderr=errors, start_new_session=True)
 
 

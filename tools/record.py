@@ -299,7 +299,7 @@ def check_run(log: Log, rules: dict) -> list[str]:
     rows.append(("phases at the end", [*ended], planned))
     averages = [name for name in ("ema", "swa", "qat") if log.settings.get(name.upper()) == "1"]
     for name in dict.fromkeys([*planned, *averages]):
-        on = re.fullmatch(r"began at step (\d+) \(.*\), on for (\d+) steps", said := ended.get(name, "nothing"))
+        on = re.fullmatch(r"began at step (\d+)(?: \(.*\))?, on for (\d+) steps", said := ended.get(name, "nothing"))
         rows.append((f"phase {name} never fired", said, f"to begin at step {begun.get(name, '?')}, for 1 step or more",
                      on and int(on[2]) > 0 and on[1] == begun.get(name)))
     clock = re.findall(r"^clock: ([\d.]+) s to train and choose", log.text, re.MULTILINE)

@@ -105,11 +105,16 @@ def read_log(path: Path) -> SimpleNamespace:
         scores = {name: values[name] for name in ("val_loss", "bpb") if name in values}
         if (found := re.match(r"step:(\d+)/", line)) and "train_time" in values and not scores:
             log.last = int(found[1])
+            values = {name: value for name, value in values.items() if not re.fullmatch(r"clip_\w+_\d+", name)}
             add(log.last, {**values, "step": float(log.last), "seconds": values["train_time"] / 1000}, "")
         elif found := re.match(r"step:(\d+)(?:/\S+)? (?:saved|val_loss|held_out ({.*})$)", line):
             log.last = max(log.last, int(found[1]))
             add(int(found[1]), found[2] or scores)
-        elif (found := re.match("before: ({.*})$", line)) and not log.series:  # a resumed run says it again
+        elif found := re.match(r"step:(\d+)/\S+ held_out/", line):
+            log.last = max(log.last, int(found[1]))
+            means = re.findall(r"held_out/(\w+):(\S+)", line)
+            add(int(found[1]), {name: float(mean) for name, mean in means if name != "n"})
+        elif (found := re.match("before: ({.*})$", line)) and not log.last:  # a resumed run says it again
             add(0, found[1])
         elif line.startswith(("after: {", "from the artifact: val_loss:")):
             log.ended = True
