@@ -13,7 +13,6 @@ Sections between `# === shared:` fences stand in other scripts too, byte for byt
 `python tools/sync.py train_gpt.py` copies them. Outside the repository just edit them.
 """
 
-import base64
 import collections
 import concurrent.futures
 import contextlib
@@ -50,7 +49,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import zstandard
-from tiktoken.load import read_file_cached
+from tiktoken.load import load_tiktoken_bpe, read_file_cached
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -86,7 +85,7 @@ class Settings:
     data_path: str = "data/embedded"  # folder of shards and manifest.json, or a mixture a:0.7,b:0.3
     tokenizer_path: str = ""  # .model or .tiktoken file, encoding or "bytes"; empty: the data's
     vocab_size: int = bounded(0, 0, 1 << 20)  # checked against the tokenizer; 0: not checked
-    holdout_tokens: int = 131072  # training tokens kept out, to choose among raw, EMA, SWA weights
+    holdout_tokens: int = bounded(131072, 1, 1 << 40)  # not trained on; choose raw, EMA or SWA weights
     # clock
     iterations: int = 0  # optimizer steps; 0: no limit in steps
     max_wallclock_seconds: float = 600.0  # training clock; 0: no limit in time
@@ -3611,10 +3610,9 @@ def score_artifact(path: Path, scorer: Scorer, data: Dataset, run: Run) -> dict:
     network = GPT(GPTConfig(**header["settings"])).to(scorer.runtime.device)
     network.load_state_dict(tensors)
     model = compile_model(network, settings)
-    tokens = data.validation.tokens
+    tokens = data.val
     score = scorer.score(model, tokens)
     run.log(f"from the artifact: val_{score}")
-    assert score.bytes == data.validation.byte_count, f"{score.bytes} validation bytes scored"
     result = score.result()
     if 0 < settings.eval_stride < settings.train_seq_len:
         sliding = scorer.score(model, tokens, settings.eval_stride)
@@ -3727,7 +3725,6 @@ def main() -> int:
     metrics = {}
     stopping = False
     target_reached = False
-    batches.waited = 0.0
     stop_signal.listen()
     clock.start()
     while True:
@@ -3740,7 +3737,7 @@ def main() -> int:
         val_is_due = settings.val_loss_every and run.step % settings.val_loss_every == 0
         if val_is_due and run.step and not (last_step or stopping):
             with clock.paused():
-                score = scorer.score(model, data.validation.tokens)
+                score = scorer.score(model, data.val)
             log.metrics(run.step, {"val_loss": score.loss, "val_bpb": score.bpb})
             if score.loss <= settings.target_val_loss:
                 target_reached = True
@@ -3822,7 +3819,7 @@ def main() -> int:
     runtime.agree(None)  # rank 0 has written it
 
     # Score the weights before quantization, then what the artifact file alone gives back.
-    before = scorer.score(model, data.validation.tokens)
+    before = scorer.score(model, data.val)
     log(f"before quantization: val_{before}")
     final = score_artifact(artifact, scorer, data, run)
 
