@@ -1210,6 +1210,7 @@ class GatedDeltaChunks(torch.autograd.Function):
         q, k, kb, grow, shrink, d, a, p, t, q_in, k_in, k_out, u, w, s, new = ctx.saved_tensors
         dtype = q.dtype
         decay = grow[..., -1:, :]
+        d_o = d_o.contiguous()
         r, d_u = gdn_scan_adjoint(w, p.mT @ d_o, k_out, decay, d_last, q_in.mT @ d_o)
         r_next = r[1:].to(dtype)
         d_q_in = d_o @ s.mT
@@ -1219,12 +1220,6 @@ class GatedDeltaChunks(torch.autograd.Function):
         d_vb = t.mT @ d_u
         d_k_in = (t.mT @ (d_u @ s.mT)).neg_()
         d_a = (d_vb @ u.mT).add_(d_k_in @ w.mT).neg_().tril_(-1)
-
-        d_qk = (d_p * d).to(dtype)
-        d_kk = (d_a * d).to(dtype)
-        d_q = (d_q_in * grow).add_(d_qk @ k)
-        d_kb = (d_k_in * grow).add_(d_kk @ k)
-        d_k = (d_k_out * shrink).add_(d_qk.mT @ q).add_(d_kk.mT @ kb)
 
         # G_i enters by exp(G_i - G_j) of pairs of tokens, by exp(G_i) and by exp(G_C - G_i). Terms
         # with i = j and i = C are left out: they are constant, exp(0), and would cancel only up to
@@ -1237,6 +1232,12 @@ class GatedDeltaChunks(torch.autograd.Function):
         d_total += pairs.sum(-1) - pairs.sum(-2) - write
         d_total[..., -1] += write.sum(-1) + carried * decay[..., 0, 0]
         d_g = d_total.flip(-1).cumsum(-1).flip(-1)[..., None]
+
+        d_qk = d_p.mul_(d)
+        d_kk = d_a.mul_(d)
+        d_q = (d_q_in * grow).add_(d_qk @ k)
+        d_kb = (d_k_in * grow).add_(d_kk @ k)
+        d_k = (d_k_out * shrink).add_(d_qk.mT @ q).add_(d_kk.mT @ kb)
         return d_q.to(dtype), d_k.to(dtype), d_kb.to(dtype), d_vb, d_g, r[0].clone()
 
 
@@ -1263,16 +1264,16 @@ def gdn_chunk(
     b, t, h, dim_k = q.shape
     if state is None:
         state = g.new_zeros(b, h, dim_k, v.size(-1))
-    beta = beta[..., None].to(v.dtype)
     chunks = []
-    for x in (q, k, beta * k, beta * v, g[..., None]):
-        # A padded token has k = 0, v = 0 and g = 0: it leaves the state as it is.
-        x = F.pad(x, (0, 0, 0, 0, 0, -t % chunk))
+    for x in (q, k, v, g[..., None], beta[..., None].to(v.dtype)):
+        if t % chunk:  # a padded token has k = 0, v = 0 and g = 0: it leaves the state as it is
+            x = F.pad(x, (0, 0, 0, 0, 0, -t % chunk))
         x = x.unflatten(1, (-1, chunk)).movedim((1, 3), (0, 2))  # (N, B, H, C, dim)
         chunks.append(x.flatten(1, 2))
+    q, k, v, g, beta = chunks
     # Autocast would round the inverse and the state to bfloat16.
     with torch.autocast(v.device.type, enabled=False):
-        o, last = GatedDeltaChunks.apply(*chunks, state.flatten(0, 1))
+        o, last = GatedDeltaChunks.apply(q, k, beta * k, beta * v, g, state.flatten(0, 1))
     o = o.unflatten(1, (b, h)).movedim((0, 2), (1, 3)).flatten(1, 2)  # (B, N * C, H, V)
     return o[:, :t], last.view_as(state)
 
@@ -1471,7 +1472,7 @@ class MLP(nn.Module):
         hidden = int(config.mlp_mult * dim)
         self.kind = config.mlp
         self.w_up = matrix((hidden, hidden) if self.kind == "swiglu" else (hidden,), dim)
-        if self.kind in ("bio", "bio_soft", "bio_hard"):
+        if self.kind.startswith("bio"):
             self.wave = init_wave(hidden)
         if self.kind in ("bio_soft", "bio_hard"):
             self.w_gate = matrix((hidden,), hidden)
@@ -1645,8 +1646,9 @@ class GPT(nn.Module):
         logits = self.logits(self.features(ids, cache))
         if targets is None:
             return logits
-        logits, flat = logits.flatten(0, 1), targets.flatten()
-        losses = F.cross_entropy(logits, flat, ignore_index=-1, reduction="none")
+        losses = F.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none"
+        )
         return losses.view_as(targets)
 
 

@@ -293,8 +293,8 @@ class TokenStream:
             shard = np.searchsorted(self.starts, position, side="right") - 1
             path = self.paths[shard]
             # Reading on in a mapped file that was cut short would kill the process (SIGBUS).
-            if os.path.getmtime(path) != self.times[shard]:
-                raise UserError(f"shard {path}: was changed while in use")
+            if not path.exists() or os.path.getmtime(path) != self.times[shard]:
+                raise UserError(f"shard {path}: was changed or removed while in use")
             part = self.shards[shard][position - self.starts[shard] :][: count - done]
             if part.max() >= self.vocab_size:
                 raise UserError(
