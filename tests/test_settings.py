@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import re
 from dataclasses import asdict, fields, replace
@@ -238,14 +239,15 @@ def test_aliases_lead_to_settings_and_stand_in_order():
 
 
 def test_a_retired_setting_is_accepted_at_the_value_of_its_constant():
-    constants = {"ADAM_BETAS[0]": T.ADAM_BETAS[0], "ADAM_BETAS[1]": T.ADAM_BETAS[1], "HEAD_LR": T.HEAD_LRS["muon"],
-                 "logit_softcap": T.GPTConfig.logit_softcap, "embed_init_std": T.GPTConfig.embed_init_std}
+    constants = {"ADAM_BETAS[0]": T.ADAM_BETAS[0], "ADAM_BETAS[1]": T.ADAM_BETAS[1], "logit_softcap": T.GPTConfig.logit_softcap, "embed_init_std": T.GPTConfig.embed_init_std}
     for name, (constant, value) in T.RETIRED_SETTINGS.items():
         assert name not in NAMES
         assert constants.get(constant, vars(T).get(constant)) == value, constant
         assert load({name: str(value)}) == load({}) == load({name: f"{value:g}"})
         message = f"{name}='77': no setting of this script, which has the constant {constant} = {value}; "
         assert refusal(T, {name: "77"}) == message + f"IGNORE_ENV={name} ignores it"
+    assert load({"ADAM_EPS": "1e-8", "BETA1": ".9", "LOGIT_SOFTCAP": "30"}) == load({})  # the number counts
+    assert refusal(T, {"BETA1": "high"}).startswith("BETA1='high': no setting of this script, which has the constant ")
 
 
 def test_settings_of_our_other_scripts_are_refused():
@@ -284,12 +286,17 @@ def test_help_lists_every_setting_with_default_and_comment(module, capsys):
     with pytest.raises(SystemExit) as exit_:
         module.load_settings(module.Settings, {}, ["--help"])
     assert exit_.value.code == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert module.__doc__.splitlines()[0] in lines
+    document, _, listed = capsys.readouterr().out.partition("\nSettings:\n")
+    assert document.startswith(module.__doc__)
+    lines = listed.rstrip("\n").splitlines()
+    statements = [(place, ast.parse(line.strip()).body) for place, line in enumerate(lines)]
+    shown = {body[0].target.id: (place, body[0].value) for place, body in statements if body}
+    assert list(shown) == [field.name for field in fields(module.Settings)]
     for field in fields(module.Settings):
-        default = int(field.default) if field.type is bool else field.default
-        place = lines.index(f"  {field.name.upper()}={default}")
-        assert re.fullmatch(r"      \S.*", lines[place + 1]), field.name
+        place, value = shown[field.name]
+        default = value.args[0] if isinstance(value, ast.Call) else value  # bounded(default, low, high)
+        assert ast.literal_eval(default) == field.default, field.name
+        assert "  # " in lines[place] or lines[place - 1].startswith("    # "), field.name
 
 
 def test_ignore_env_takes_several_names():
