@@ -11,7 +11,6 @@ read back and scored at the end) and result.json. Sections between `# === shared
 byte for byte (tools/sync.py).
 """
 
-import base64
 import collections
 import contextlib
 import difflib
@@ -55,7 +54,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import zstandard
-from tiktoken.load import read_file_cached
+from tiktoken.load import load_tiktoken_bpe, read_file_cached
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
@@ -601,16 +600,27 @@ class PublishedEncoding:
     vocab_size: int  # with all special tokens and unused ids
 
 
-R50K_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
-P50K_SHA256 = "94b5ca7dff4d00767bc256fdd1b27e5b17361d7b8a5f968547f9f23eb70d2069"
-CL100K_SHA256 = "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7"
-O200K_SHA256 = "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d"
+GPT2 = PublishedEncoding(
+    "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930", R50K_SPLIT, 50256, 50257
+)
 ENCODINGS = {
-    "gpt2": PublishedEncoding(R50K_SHA256, R50K_SPLIT, 50256, 50257),  # the ranks of r50k_base
-    "r50k_base": PublishedEncoding(R50K_SHA256, R50K_SPLIT, 50256, 50257),
-    "p50k_base": PublishedEncoding(P50K_SHA256, R50K_SPLIT, 50256, 50281),
-    "cl100k_base": PublishedEncoding(CL100K_SHA256, CL100K_SPLIT, 100257, 100277),
-    "o200k_base": PublishedEncoding(O200K_SHA256, O200K_SPLIT, 199999, 200019),
+    "gpt2": GPT2,
+    "r50k_base": GPT2,
+    "p50k_base": PublishedEncoding(
+        "94b5ca7dff4d00767bc256fdd1b27e5b17361d7b8a5f968547f9f23eb70d2069", R50K_SPLIT, 50256, 50281
+    ),
+    "cl100k_base": PublishedEncoding(
+        "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7",
+        CL100K_SPLIT,
+        100257,
+        100277,
+    ),
+    "o200k_base": PublishedEncoding(
+        "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d",
+        O200K_SPLIT,
+        199999,
+        200019,
+    ),
 }
 
 
@@ -626,115 +636,106 @@ class Tokenizer:
     file: str  # name of the file that holds the tokenizer; "bytes" needs none
     content: bytes  # of that file; its SHA-256 tells tokenizers apart
     bos_id: int
-    pieces: list[bytes]  # what each token decodes to, b"" for boundaries
-    encode: Callable[[str], list[int]]  # ids without BOS; special tokens in a text are plain text
-    roles: dict[str, int]  # ids of ROLE_TOKENS; {} if the tokenizer has none
+    pieces: list  # bytes that each token decodes to, b"" for boundaries
+    encode: Callable  # text -> ids without BOS; special tokens in a text are plain text
+    roles: dict  # ROLE_TOKENS -> ids; {} if the tokenizer has none
     drops_space: np.ndarray | bool = False  # (V,) bool, loses its first space after a boundary
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.sha256 = hashlib.sha256(self.content).hexdigest()
         self.vocab_size = len(self.pieces)
-        self.byte_counts = np.array([len(piece) for piece in self.pieces])  # (V,) int64
+        self.byte_counts = np.array(list(map(len, self.pieces)))  # (V,) int64
         self.boundary = self.byte_counts == 0  # (V,) bool
         self.drops_space = np.broadcast_to(self.drops_space, self.vocab_size)
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer of a SentencePiece file or NAME.tiktoken, a NAME in ENCODINGS, or `bytes`.
-
-    Raises UserError.
+def load_tokenizer(path):
+    """Return the Tokenizer of a SentencePiece file or a rank file NAME.tiktoken, of the published
+    encoding NAME, or the built-in one, `bytes`. Raises UserError.
     """
     path = Path(path)
-    if path.name == "bytes":
+    name = path.name.removesuffix(".tiktoken")
+    if name == "bytes":
         return byte_tokenizer()
-    if path.suffix == ".tiktoken" or str(path) in ENCODINGS:
-        return tiktoken_tokenizer(path)
+    if name in ENCODINGS:
+        return tiktoken_tokenizer(path, name)
     return sentencepiece_tokenizer(path)
 
 
-def byte_tokenizer() -> Tokenizer:
-    """The built-in tokenizer: pad, BOS, EOS and unknown, then the 256 bytes, then the roles."""
+def byte_tokenizer():
+    """Return the built-in tokenizer: pad, BOS, EOS and unknown, then 256 bytes, then 4 roles."""
     pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4
-    roles = dict(zip(ROLE_TOKENS, range(260, 264), strict=True))
+    roles = {role: 260 + i for i, role in enumerate(ROLE_TOKENS)}
     return Tokenizer(
         "bytes",
         b"underpar bytes 264",
         1,
         pieces,
-        lambda text: [4 + b for b in text.encode()],
+        lambda text: [4 + byte for byte in text.encode()],
         roles,
     )
 
 
-def tiktoken_tokenizer(path: Path) -> Tokenizer:
-    """One of OpenAI's encodings, from its rank file NAME.tiktoken or by its NAME alone.
+def tiktoken_tokenizer(path, name):
+    """Return the encoding NAME, from its rank file NAME.tiktoken or from OpenAI's server.
 
-    A line of a rank file is a token in base64, a space, its rank. A name alone means tiktoken's
-    cache or OpenAI's server. Raises UserError for an unknown name and for a damaged file.
+    Raises UserError if the file is missing or damaged.
     """
-    name = path.name.removesuffix(".tiktoken")
-    if name not in ENCODINGS:
-        raise UserError(f"tokenizer {path}: unknown encoding; must be one of {[*ENCODINGS]}")
     published = ENCODINGS[name]
+    source = str(path)
+    if not path.suffix:
+        source = f"{RANK_FILES}/{name.replace('gpt2', 'r50k_base')}.tiktoken"
     try:
-        if path.suffix:
-            content = path.read_bytes()
-        else:
-            rank_file = name.replace("gpt2", "r50k_base")  # the same ranks
-            content = read_file_cached(f"{RANK_FILES}/{rank_file}.tiktoken", published.sha256)
+        # Both look into tiktoken's cache first and compare the hash.
+        content = read_file_cached(source, published.sha256)
+        ranks = load_tiktoken_bpe(source, published.sha256)
     except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:160]
-        raise UserError(f"tokenizer {path}: {reason}; {name}.tiktoken may be given") from error
-    if hashlib.sha256(content).hexdigest() != published.sha256:
-        raise UserError(f"tokenizer {path}: damaged, its SHA-256 must be {published.sha256[:12]}…")
+        raise UserError(f"tokenizer {path}: {error}; {name}.tiktoken may be given") from error
 
-    ranks = {}
     pieces = [b""] * published.vocab_size  # special tokens and unused ids decode to nothing
-    for line in content.splitlines():
-        token, rank = line.split()
-        pieces[int(rank)] = base64.b64decode(token)
-        ranks[pieces[int(rank)]] = int(rank)
-    special = {"<|endoftext|>": published.end_of_text}
-    bpe = tiktoken.Encoding(
-        name, pat_str=published.split, mergeable_ranks=ranks, special_tokens=special
+    for piece, rank in ranks.items():
+        pieces[rank] = piece
+    # Without special tokens: what looks like one in a text is plain text.
+    bpe = tiktoken.Encoding(name, pat_str=published.split, mergeable_ranks=ranks, special_tokens={})
+    return Tokenizer(
+        f"{name}.tiktoken", content, published.end_of_text, pieces, bpe.encode_ordinary, {}
     )
-    file = f"{name}.tiktoken"
-    return Tokenizer(file, content, published.end_of_text, pieces, bpe.encode_ordinary, {})
 
 
-def sentencepiece_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a SentencePiece model file. Raises UserError if it has no BOS token."""
+def sentencepiece_tokenizer(path):
+    """Return the tokenizer of a SentencePiece model file. Raises UserError."""
     try:
         content = path.read_bytes()
         model = sentencepiece.SentencePieceProcessor(model_proto=content)
     except (OSError, RuntimeError) as error:
-        kinds = f"SentencePiece model, NAME.tiktoken, bytes or one of {[*ENCODINGS]}"
-        raise UserError(f"tokenizer {path}: no {kinds}") from error
+        raise UserError(
+            f"tokenizer {path}: no SentencePiece model, NAME.tiktoken, bytes or one of "
+            f"{[*ENCODINGS]}"
+        ) from error
     if model.bos_id() < 0:
         raise UserError(f"tokenizer {path}: empty, or without the BOS token of every document")
     pieces = []
     drops_space = []
+    roles = {}
     for i in range(model.vocab_size()):
         name = model.id_to_piece(i)
-        if model.is_control(i) or model.is_unknown(i) or model.is_unused(i):
-            piece = b""
-        elif model.is_byte(i):
+        piece = name.replace("\u2581", " ").encode()  # SentencePiece's mark of a space
+        if model.is_byte(i):
             piece = bytes.fromhex(name[3:5])  # a byte's name is "<0x41>"
-        else:
-            piece = name.replace("\u2581", " ").encode("utf-8")  # SentencePiece's mark of a space
+        elif model.is_control(i) or model.is_unknown(i) or model.is_unused(i):
+            piece = b""
         pieces.append(piece)
         # A space that the model's own decoder leaves out, the dummy prefix, is not in the text.
-        decoded = model.decode([i]).encode("utf-8")
-        drops_space.append(piece[:1] == b" " and len(decoded) < len(piece))
-    # Only control tokens cannot be written in a text, so that no user can forge a role.
-    roles = {role: model.piece_to_id(role) for role in ROLE_TOKENS}
-    roles = {role: i for role, i in roles.items() if model.is_control(i)}
+        drops_space.append(piece == b" " + model.decode([i]).encode())
+        # Only control tokens cannot be written in a text, so that no user can forge a role.
+        if model.is_control(i) and name in ROLE_TOKENS:
+            roles[name] = i
     file = "tokenizer.model"
     return Tokenizer(file, content, model.bos_id(), pieces, model.encode, roles, drops_space)
 
 
-def sha256_file(path: str | Path) -> str:
-    """SHA-256 of a file in hexadecimal digits."""
+def sha256_file(path):
+    """Return the SHA-256 of a file in hexadecimal digits."""
     # Shards and checkpoints are mapped, not read into memory. An empty file cannot be mapped.
     content = np.memmap(path, mode="r") if os.path.getsize(path) else b""
     return hashlib.sha256(content).hexdigest()
@@ -1209,6 +1210,7 @@ class GatedDeltaChunks(torch.autograd.Function):
         q, k, kb, grow, shrink, d, a, p, t, q_in, k_in, k_out, u, w, s, new = ctx.saved_tensors
         dtype = q.dtype
         decay = grow[..., -1:, :]
+        d_o = d_o.contiguous()
         r, d_u = gdn_scan_adjoint(w, p.mT @ d_o, k_out, decay, d_last, q_in.mT @ d_o)
         r_next = r[1:].to(dtype)
         d_q_in = d_o @ s.mT
@@ -1218,12 +1220,6 @@ class GatedDeltaChunks(torch.autograd.Function):
         d_vb = t.mT @ d_u
         d_k_in = (t.mT @ (d_u @ s.mT)).neg_()
         d_a = (d_vb @ u.mT).add_(d_k_in @ w.mT).neg_().tril_(-1)
-
-        d_qk = (d_p * d).to(dtype)
-        d_kk = (d_a * d).to(dtype)
-        d_q = (d_q_in * grow).add_(d_qk @ k)
-        d_kb = (d_k_in * grow).add_(d_kk @ k)
-        d_k = (d_k_out * shrink).add_(d_qk.mT @ q).add_(d_kk.mT @ kb)
 
         # G_i enters by exp(G_i - G_j) of pairs of tokens, by exp(G_i) and by exp(G_C - G_i). Terms
         # with i = j and i = C are left out: they are constant, exp(0), and would cancel only up to
@@ -1236,6 +1232,12 @@ class GatedDeltaChunks(torch.autograd.Function):
         d_total += pairs.sum(-1) - pairs.sum(-2) - write
         d_total[..., -1] += write.sum(-1) + carried * decay[..., 0, 0]
         d_g = d_total.flip(-1).cumsum(-1).flip(-1)[..., None]
+
+        d_qk = d_p.mul_(d)
+        d_kk = d_a.mul_(d)
+        d_q = (d_q_in * grow).add_(d_qk @ k)
+        d_kb = (d_k_in * grow).add_(d_kk @ k)
+        d_k = (d_k_out * shrink).add_(d_qk.mT @ q).add_(d_kk.mT @ kb)
         return d_q.to(dtype), d_k.to(dtype), d_kb.to(dtype), d_vb, d_g, r[0].clone()
 
 
@@ -1262,16 +1264,16 @@ def gdn_chunk(
     b, t, h, dim_k = q.shape
     if state is None:
         state = g.new_zeros(b, h, dim_k, v.size(-1))
-    beta = beta[..., None].to(v.dtype)
     chunks = []
-    for x in (q, k, beta * k, beta * v, g[..., None]):
-        # A padded token has k = 0, v = 0 and g = 0: it leaves the state as it is.
-        x = F.pad(x, (0, 0, 0, 0, 0, -t % chunk))
+    for x in (q, k, v, g[..., None], beta[..., None].to(v.dtype)):
+        if t % chunk:  # a padded token has k = 0, v = 0 and g = 0: it leaves the state as it is
+            x = F.pad(x, (0, 0, 0, 0, 0, -t % chunk))
         x = x.unflatten(1, (-1, chunk)).movedim((1, 3), (0, 2))  # (N, B, H, C, dim)
         chunks.append(x.flatten(1, 2))
+    q, k, v, g, beta = chunks
     # Autocast would round the inverse and the state to bfloat16.
     with torch.autocast(v.device.type, enabled=False):
-        o, last = GatedDeltaChunks.apply(*chunks, state.flatten(0, 1))
+        o, last = GatedDeltaChunks.apply(q, k, beta * k, beta * v, g, state.flatten(0, 1))
     o = o.unflatten(1, (b, h)).movedim((0, 2), (1, 3)).flatten(1, 2)  # (B, N * C, H, V)
     return o[:, :t], last.view_as(state)
 
@@ -1470,7 +1472,7 @@ class MLP(nn.Module):
         hidden = int(config.mlp_mult * dim)
         self.kind = config.mlp
         self.w_up = matrix((hidden, hidden) if self.kind == "swiglu" else (hidden,), dim)
-        if self.kind in ("bio", "bio_soft", "bio_hard"):
+        if self.kind.startswith("bio"):
             self.wave = init_wave(hidden)
         if self.kind in ("bio_soft", "bio_hard"):
             self.w_gate = matrix((hidden,), hidden)
@@ -1644,8 +1646,9 @@ class GPT(nn.Module):
         logits = self.logits(self.features(ids, cache))
         if targets is None:
             return logits
-        logits, flat = logits.flatten(0, 1), targets.flatten()
-        losses = F.cross_entropy(logits, flat, ignore_index=-1, reduction="none")
+        losses = F.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none"
+        )
         return losses.view_as(targets)
 
 
@@ -4059,7 +4062,8 @@ def main() -> int:
         last_step = clock.is_last(run.step)
         trainer.qat = plan.is_on("qat")  # also in the scores of a run that was resumed
         if stop_signal.number and not runtime.distributed:
-            stopping = True  # alone, a process need not ask other ranks
+            stopping = True  # a single process need not ask other ranks
+        faulthandler.cancel_dump_traceback_later()
 
         # 1. Score and save; the clock stands still.
         val_is_due = settings.val_loss_every and run.step % settings.val_loss_every == 0
@@ -4111,19 +4115,18 @@ def main() -> int:
         run.step += 1
 
     clock.stop()
-    faulthandler.cancel_dump_traceback_later()
     if stopping:
         number = signal.Signals(stop_signal.number or signal.SIGTERM)
-        log(f"stopped by {number.name} after step {run.step}; RESUME={run.folder} goes on")
+        log(f"stopped by {number.name} after step {run.step}; RESUME={run.folder} continues it")
         runtime.leave()
         return 128 + number
-    stop_signal.ignore()
+    stop_signal.restore()
     report = clock.previous_report()
     if report is not None:
         log_step(run, clock, report, metrics)
     if runtime.rank == 0:
-        stored_run = {"settings": asdict(settings), "progress": clock.used, "events": run.events}
-        replace_file(run.folder / "progress.json", json.dumps(stored_run).encode())
+        record = {"settings": asdict(settings), "progress": clock.used, "events": run.events}
+        replace_file(run.folder / "progress.json", json.dumps(record).encode())
 
     # Choose the weights, quantize and pack them; this is on the clock, too.
     clock.start()

@@ -555,7 +555,7 @@ def test_a_start_of_another_vocabulary_is_one_line(place, grpo, tmp_path):
 def test_an_existing_run_is_not_overwritten(place, straight):
     before = {path: path.read_bytes() for path in place.of(straight).rglob("*") if path.is_file()}
     line = place.refused(straight, straight)
-    assert line.startswith("error: RUN_ID='run': ") and "exists already" in line
+    assert line.startswith("error: RUN_ID='run': ") and "does not exist in" in line
     assert {path: path.read_bytes() for path in place.of(straight).rglob("*") if path.is_file()} == before
 
 

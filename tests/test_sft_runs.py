@@ -164,7 +164,7 @@ def test_grpo_goes_on_from_here(place, straight):
 # ---------------------------------------------------------------------------------------------- stopped, and once more
 def test_stopped_by_sigterm_and_resumed_to_the_same_byte(place, straight):
     child = place.run("sft", "stopped", STOPPED, 128 + signal.SIGTERM)
-    assert child.err == "" and re.search(r"stopped by SIGTERM after step 1[34]; RESUME=\S+ goes on", child.out)
+    assert child.err == "" and re.search(r"stopped by SIGTERM after step 1[34]; RESUME=\S+ continues it", child.out)
     assert not (place.of("stopped") / "result.json").exists()
     place.run("sft", "stopped", **{**UNSET, "OUT_DIR": place.folder / "stopped", "RESUME": "run"})
     place.same("stopped", straight)

@@ -99,7 +99,10 @@ def plan_lines(script: ModuleType, s) -> list[str]:
     length, unit = (s.max_wallclock_seconds - s.reserve_seconds, "s") if timed else (s.iterations, "steps")
     by_time = TOKENS_PER_SECOND * length if timed else math.inf
     tokens = min(s.iterations * batches.tokens or math.inf, by_time)
-    epochs = f", {tokens / sum(map(len, data.streams)):.3f} epochs" if found else ""
+    epochs = ""
+    if found:
+        windows = sum(len(stream.windows) for stream in data.streams)
+        epochs = f", {tokens / (windows * s.train_seq_len):.3f} epochs"
     teraflops = TOKENS_PER_SECOND * sum(flops.values()) / 1e12
     return [
         f"data: {s.data_path}, vocabulary {vocab_size:,}" + ("" if found else ", both assumed: there are no data"),

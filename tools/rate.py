@@ -76,7 +76,7 @@ def measure(script: ModuleType, model: SimpleNamespace, args: argparse.Namespace
 
     def score() -> float:
         scorer = script.Scorer(model.data.tokenizer, model.runtime, model.settings.train_seq_len, batches.micro_rows)
-        return scorer.score(model.network, model.data.validation.tokens[: args.tokens + 1]).bpb
+        return scorer.score(model.network, model.data.val[: args.tokens + 1]).bpb
 
     rows = [{"quantizer": "none", "bpb": score()}]
     for name, varied in QUANTIZERS.items():

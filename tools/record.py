@@ -69,7 +69,7 @@ except SystemExit:
 found = [{f.name.upper(): str(int(getattr(s, f.name)) if f.type is bool else getattr(s, f.name)) for f in fields(s)}]
 if artifacts:
     data, runtime, found, digest = script.open_data(s), script.start_runtime(s.device), [], hashlib.sha256()
-    tokens, tokenizer = data.validation.tokens if hasattr(data, "validation") else data.val, data.tokenizer
+    tokens, tokenizer = data.val, data.tokenizer
     for at in range(1, len(tokens), 1 << 20):
         ids = tokens[at : at + (1 << 20)]
         drops = tokenizer.drops_space[ids] & tokenizer.boundary[tokens[at - 1 :][: len(ids)]]
