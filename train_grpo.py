@@ -17,7 +17,6 @@ import difflib
 import faulthandler
 import functools
 import hashlib
-import importlib.util
 import inspect
 import io
 import itertools

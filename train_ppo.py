@@ -16,7 +16,6 @@ import difflib
 import faulthandler
 import functools
 import hashlib
-import importlib.util
 import inspect
 import io
 import itertools
