@@ -476,6 +476,67 @@ def test_every_phase_fires_under_a_clock_that_cuts_the_run(place):
     assert max(rates) == 1.0 and rates[-1] < 0.1
 
 
+def test_every_phase_fires_in_the_shortest_useful_run(place):
+    """Two seconds of training, which no step count limits."""
+    done = drive(place, "short clock", ITERATIONS=0, MAX_WALLCLOCK_SECONDS=3, RESERVE_SECONDS=1)
+    assert done.returncode == 0, done.stderr
+    assert "NEVER FIRED" not in done.stdout
+    phases = result_of(place, "short clock")["phases"]
+    assert sorted(phases) == ["ema", "qat", "swa", "warmdown", "warmup"]
+    assert all(phase["steps"] > 0 for phase in phases.values())
+
+
+def test_a_run_ends_at_the_validation_that_reaches_the_target(place):
+    """The event says after how many steps and seconds. Phases that were still to come are no fault."""
+    target = 5.5
+    done = drive(place, "target", VAL_LOSS_EVERY=4, TARGET_VAL_LOSS=target, ITERATIONS=60)
+    assert done.returncode == 0, done.stderr
+    losses = dict(re.findall(r"^step:(\d+)/60 val_loss:(\S+)", log_of(place, "target"), re.M))
+    *earlier, last = [float(loss) for loss in losses.values()]
+    assert last <= target and all(loss > target for loss in earlier)
+    result = result_of(place, "target")
+    assert result["steps"] == int(list(losses)[-1]) < 30
+    [event] = result["events"]
+    assert (event["event"], event["step"]) == ("target_reached", result["steps"])
+    assert 0 < event["seconds"] <= result["train_seconds"]
+    assert result["phases"]["qat"]["steps"] == 0
+
+
+def test_without_a_target_reached_the_run_goes_on(place):
+    done = drive(place, "far target", VAL_LOSS_EVERY=4, TARGET_VAL_LOSS=0.1, ITERATIONS=8)
+    assert done.returncode == 0, done.stderr
+    result = result_of(place, "far target")
+    assert (result["steps"], result["events"]) == (8, [])
+
+
+def test_a_reserve_that_is_too_short_leaves_out_averages_and_gptq(place):
+    """Two seconds of training and nothing to choose weights in: raw weights, nearest codes, and the events say so."""
+    done = drive(place, "no reserve", ITERATIONS=0, MAX_WALLCLOCK_SECONDS=2, RESERVE_SECONDS=0)
+    assert done.returncode == 0, done.stderr
+    result = result_of(place, "no reserve")
+    assert result["weights"] == "raw"
+    events = [event["event"] for event in result["events"]]
+    assert events == ["weights_left_out", "weights_left_out", "gptq_out_of_time", "over_clock"]
+    assert [event["weights"] for event in result["events"][:2]] == ["ema", "swa"]
+    assert "\ncodes: nearest, " in log_of(place, "no reserve")
+
+
+HEAVY = "warning: .* configs/cpu.env is made for CPUs"
+
+
+def test_a_model_that_is_heavy_for_a_cpu_is_a_warning(place, first):
+    """Here every model counts as heavy. The default settings do by themselves, and configs/cpu.env does not."""
+    done = drive(place, "heavy", constants="HEAVY_FOR_CPU=0", ITERATIONS=2)
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(HEAVY, done.stdout)) == 1 and not re.search(HEAVY, first.stdout)
+    for config, is_heavy in (({}, True), ({"CONFIG": str(ROOT / "configs" / "cpu.env")}, False)):
+        settings = T.load_settings(T.Settings, config)
+        with torch.device("meta"):
+            network = T.GPT(T.model_config(settings, 1024, 1))
+        work = T.count_parameters(network)["total"] * settings.train_batch_tokens
+        assert (work > T.HEAVY_FOR_CPU) == is_heavy
+
+
 def error_lines(place: Path, out: str) -> list[str]:
     return [line for line in log_of(place, out).splitlines() if line.startswith("error: ")]
 
@@ -626,6 +687,6 @@ def test_an_out_dir_that_cannot_be_written(copied, tmp_path, capsys):
 def test_an_existing_run_is_not_overwritten(place, first, capsys):
     before = {path: path.read_bytes() for path in (place / "first" / "tiny").rglob("*") if path.is_file()}
     line = refused(environment(DATA_PATH=place / "data", OUT_DIR=place / "first", RUN_ID="tiny"), capsys)
-    assert line.startswith("error: RUN_ID='tiny': ") and "exists already" in line
+    assert line.startswith("error: RUN_ID='tiny': ") and "must be a plain name that does not exist in" in line
     assert {path: path.read_bytes() for path in (place / "first" / "tiny").rglob("*") if path.is_file()} == before
     assert [path.name for path in (place / "first").iterdir()] == ["tiny"]

@@ -20,7 +20,6 @@ import difflib
 import faulthandler
 import functools
 import hashlib
-import importlib.util
 import inspect
 import io
 import itertools
@@ -3154,17 +3153,26 @@ def stored_settings(given, out_dir):
     return replay_settings(folder, out_dir)
 
 
-def make_tracker(settings, folder):
+def load_tracker(name):
+    """Return the package that TRACKER names, or None. Raises UserError if it is not installed."""
+    package = None
+    try:
+        if name == "wandb":
+            import wandb as package
+        elif name == "tensorboard":
+            from torch.utils import tensorboard as package
+    except ImportError:
+        raise UserError(f"TRACKER={name!r}: is not installed; pip install {name}") from None
+    return package
+
+
+def make_tracker(package, settings, folder):
     """Return track(metrics, step), which feeds TensorBoard or W&B."""
     if settings.tracker == "wandb":
-        import wandb
-
         config = asdict(settings)
-        wandb.init(project="underpar", name=folder.name, dir=str(folder), config=config)
-        return wandb.log
-    from torch.utils.tensorboard import SummaryWriter
-
-    writer = SummaryWriter(folder)
+        package.init(project="underpar", name=folder.name, dir=str(folder), config=config)
+        return package.log
+    writer = package.SummaryWriter(folder)
 
     def track(metrics, step):
         for name, value in metrics.items():
@@ -3298,6 +3306,7 @@ class Run:
         """Make or find the folder and begin the log; return the checkpoint to load, or None."""
         if self.runtime.rank != 0:
             return self.runtime.agree(None)
+        package = load_tracker(self.settings.tracker)  # may raise, before there is a folder
         checkpoint = None
         faults = []
         if self.settings.resume:
@@ -3305,8 +3314,8 @@ class Run:
         else:
             self.make_folder()
         track = None
-        if self.settings.tracker != "none":
-            track = make_tracker(self.settings, self.folder)
+        if package:
+            track = make_tracker(package, self.settings, self.folder)
         self.log.open(self.folder / "log.txt", track)
         self.write_header()
         for fault in faults:
@@ -3317,9 +3326,6 @@ class Run:
         """Make the folder of a new run. Raises UserError, with nothing made."""
         run_id = self.settings.run_id
         out_dir = self.settings.out_dir
-        tracker = self.settings.tracker
-        if tracker != "none" and importlib.util.find_spec(tracker) is None:
-            raise UserError(f"TRACKER={tracker!r}: is not installed; pip install {tracker}")
         if os.path.exists(self.folder) or Path(run_id).name != run_id:
             why = f"must be a plain name that does not exist in {out_dir}"
             raise UserError(f"RUN_ID={run_id!r}: {why}; RESUME continues a run")

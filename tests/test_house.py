@@ -158,7 +158,8 @@ def dense_statements(source: str) -> list[str]:
             inner = [part for part in ast.walk(node) if isinstance(part, comprehensions) and part is not node]
             if inner or len(node.generators) > 1 or len(node.generators[0].ifs) > 1:
                 dense.append(f"{node.lineno}: comprehension")
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
+        pair = [node.targets[0], node.value] if isinstance(node, ast.Assign) else [None, None]
+        if all(isinstance(side, ast.Tuple) for side in pair):
             dense.append(f"{node.lineno}: tuple assignment")
         if isinstance(node, ast.stmt) and not isinstance(
                 node, ast.FunctionDef | ast.ClassDef | ast.If | ast.For | ast.While | ast.With | ast.Try):

@@ -353,7 +353,7 @@ def test_a_run_folder_is_made_once(tmp_path):
     runs = tmp_path / "deep" / "runs"
     assert open_run(runs, "first") == runs / "first"
     (runs / "first" / "log.txt").write_text("kept")
-    with pytest.raises(T.UserError, match="^RUN_ID='first': exists already in .*runs, .*; RESUME it, or choose anoth"):
+    with pytest.raises(T.UserError, match="^RUN_ID='first': must be a plain name that does not exist in .*; RESUME cont"):
         open_run(runs, "first")
     assert (runs / "first" / "log.txt").read_text() == "kept"
 

@@ -97,8 +97,7 @@ def test_the_numbers_of_the_log_are_mirrored(monkeypatch, tmp_path, kind, module
     else:
         assert calls == [dict(project="underpar", name="a", dir=str(tmp_path / "a"), config=vars(run.settings))]
     lines = (tmp_path / "a" / "log.txt").read_text(encoding="utf-8").splitlines()
-    last = module.Settings().iterations or "?"
-    assert lines[-2:] == [f"step:3/{last} {LINE}", f"step:7/{last} {LINE}"]
+    assert lines[-2:] == [f"step:3/? {LINE}", f"step:7/? {LINE}"]
 
 
 def test_without_a_tracker_nothing_is_imported(monkeypatch, tmp_path):
