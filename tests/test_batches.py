@@ -129,8 +129,8 @@ def test_held_out_windows_are_from_all_over_and_never_read(tmp_path):
     fifths = np.bincount([window[0] // 1000 for window in held_out], minlength=5)
     assert fifths.min() >= 3 and fifths.max() <= 20  # 10 on average
     held_out = set(np.concatenate(held_out).tolist())
-    read = {token for step in range(23) for token in rows(batches(stream, train_batch_tokens=200), step)[:, :-1].flatten()
-            .tolist()}
+    of = batches(stream, train_batch_tokens=200)
+    read = {token for step in range(23) for token in rows(of, step)[:, :-1].flatten().tolist()}
     assert not read & held_out and len(read) == 4600
     for count in (5000, 10**9):
         with pytest.raises(T.UserError, match=f"^HOLDOUT_TOKENS={count}: must leave a window .* of the 5003 training"):
