@@ -642,13 +642,8 @@ MISTAKES = {
     "no holdout": (leave, {"HOLDOUT_TOKENS": 0}, "HOLDOUT_TOKENS"),
     "holdout of everything": (leave, {"HOLDOUT_TOKENS": 10**8}, "HOLDOUT_TOKENS=100000000: must leave a window"),
     "uneven batch": (leave, {"TRAIN_BATCH_TOKENS": 500}, "TRAIN_BATCH_TOKENS=500: must be a multiple of .*32"),
-<<<<<<< HEAD
-    "batch beyond the data": (leave, {"TRAIN_BATCH_TOKENS": 1 << 20}, "TRAIN_BATCH_TOKENS=1048576: takes 1048576 of"),
     "micro-batch below a window": (leave, {"MICRO_BATCH_TOKENS": 16}, "MICRO_BATCH_TOKENS=16: must be at least"),
     "endless run": (leave, {"ITERATIONS": 0}, "ITERATIONS=0 and MAX_WALLCLOCK_SECONDS=0: set one, or it never ends"),
-=======
-    "endless run": (leave, {"ITERATIONS": 0}, "the run would never end"),
->>>>>>> h_slimdata
     "shape": (leave, {"NUM_HEADS": 3}, "MODEL_DIM=32: must be a multiple"),
     "layers": (leave, {"LAYER_PATTERN": "g x"}, "LAYER_PATTERN='g x': 'x'"),
 }

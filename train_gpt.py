@@ -84,13 +84,7 @@ class Settings:
     data_path: str = "data/embedded"  # folder of shards and manifest.json, or a mixture a:0.7,b:0.3
     tokenizer_path: str = ""  # .model or .tiktoken file, encoding or "bytes"; empty: the data's
     vocab_size: int = bounded(0, 0, 1 << 20)  # checked against the tokenizer; 0: not checked
-<<<<<<< HEAD
-    holdout_tokens: int = bounded(
-        131072, 1, 1 << 40
-    )  # not trained on; choose raw, EMA or SWA weights
-=======
     holdout_tokens: int = bounded(131072, 1, 1 << 40)  # to choose raw, EMA or SWA weights
->>>>>>> h_slimdata
     # clock
     iterations: int = 0  # optimizer steps; 0: no limit in steps
     max_wallclock_seconds: float = 600.0  # training clock; 0: no limit in time

@@ -17,6 +17,7 @@ import difflib
 import faulthandler
 import functools
 import hashlib
+import importlib.util
 import inspect
 import io
 import itertools

@@ -16,6 +16,7 @@ import difflib
 import faulthandler
 import functools
 import hashlib
+import importlib.util
 import inspect
 import io
 import itertools
