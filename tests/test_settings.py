@@ -239,7 +239,8 @@ def test_aliases_lead_to_settings_and_stand_in_order():
 
 
 def test_a_retired_setting_is_accepted_at_the_value_of_its_constant():
-    constants = {"ADAM_BETAS[0]": T.ADAM_BETAS[0], "ADAM_BETAS[1]": T.ADAM_BETAS[1], "logit_softcap": T.GPTConfig.logit_softcap, "embed_init_std": T.GPTConfig.embed_init_std}
+    constants = {"ADAM_BETAS[0]": T.ADAM_BETAS[0], "ADAM_BETAS[1]": T.ADAM_BETAS[1],
+                 "logit_softcap": T.GPTConfig.logit_softcap, "embed_init_std": T.GPTConfig.embed_init_std}
     for name, (constant, value) in T.RETIRED_SETTINGS.items():
         assert name not in NAMES
         assert constants.get(constant, vars(T).get(constant)) == value, constant
@@ -353,7 +354,7 @@ def test_a_run_folder_is_made_once(tmp_path):
     runs = tmp_path / "deep" / "runs"
     assert open_run(runs, "first") == runs / "first"
     (runs / "first" / "log.txt").write_text("kept")
-    with pytest.raises(T.UserError, match="^RUN_ID='first': must be a plain name that does not exist in .*; RESUME cont"):
+    with pytest.raises(T.UserError, match="^RUN_ID='first': must be a plain name that does not exist in .*; RESUME "):
         open_run(runs, "first")
     assert (runs / "first" / "log.txt").read_text() == "kept"
 
