@@ -537,7 +537,8 @@ def checkpoint_fault(folder: Path, files: Sequence[str]) -> str:
         return "half-written"
     try:
         lines = (folder / "SHA256SUMS").read_text().splitlines()
-        sums = {name: digest for digest, name in (line.split("  ") for line in lines)}
+        pairs = [line.split("  ") for line in lines]
+        sums = {name: digest for digest, name in pairs}
         names = {*files, *sums}
         wrong = [name for name in sorted(names) if sums.get(name) != sha256_file(folder / name)]
     except (OSError, ValueError) as error:

@@ -459,7 +459,7 @@ def test_token_stream_refuses_a_shard_that_changes(change: str, tmp_path: Path) 
             with pytest.raises(FileNotFoundError, match=str(paths[1])):  # which the scripts print as one line
                 stream.read(start, count)
         else:
-            with pytest.raises(data.UserError, match=rf"shard {paths[1]}: was changed while in use"):
+            with pytest.raises(data.UserError, match=rf"shard {paths[1]}: was changed or removed while in use"):
                 stream.read(start, count)
 
 

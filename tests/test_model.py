@@ -163,7 +163,7 @@ def test_gdn_layer_against_the_recurrence():
 
 def test_gdn_initialisation_is_flas():
     torch.manual_seed(6)
-    layer = T.GatedDeltaNet(config(model_dim=4096, num_heads=2048, num_kv_heads=2048))
+    layer = T.GatedDeltaNet(dataclasses.replace(config(), model_dim=4096, num_heads=2048))
     decay, step = layer.A_log.exp(), torch.nn.functional.softplus(layer.dt_bias)
     assert 0.0099 < decay.min() < 0.2 and 15.8 < decay.max() <= 16.0
     assert 0.00099 < step.min() and step.max() < 0.101
@@ -275,4 +275,4 @@ def test_compiled_training_equals_eager_through_the_qat_switch_without_recompili
     """Quantization by swapping weights: the loss changes at the switch, compiled equals eager, no new graph."""
     eager, compiled = train_through_the_switch(False), train_through_the_switch(True)
     assert compiled == pytest.approx(eager, rel=2e-5)
-    assert abs(eager[4] - eager[3]) > 3 * abs(eager[3] - eager[2])
+    assert abs(eager[4] - eager[3]) > 2 * abs(eager[3] - eager[2])
