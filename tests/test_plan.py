@@ -164,7 +164,7 @@ def test_seconds_steps_and_tokens(plan):
 @pytest.mark.parametrize(("changes", "said"), [
     ({"TRAIN_BATCH_TOKENS": 1000}, "TRAIN_BATCH_TOKENS=1000: must be a multiple of"),
     ({"WORLD_SIZE": 3}, "TRAIN_BATCH_TOKENS=1024: must be a multiple of TRAIN_SEQ_LEN x ranks = 192"),
-    ({"MAX_WALLCLOCK_SECONDS": 9}, "RESERVE_SECONDS=12.0: must be below MAX_WALLCLOCK_SECONDS=9.0"),
+    ({"MAX_WALLCLOCK_SECONDS": 9}, "RESERVE_SECONDS=12.0: must be below"),
     ({"LAYER_PATTERN": "x"}, "LAYER_PATTERN='x'"), ({"NUM_LAYER": 4}, "did you mean NUM_LAYERS?"),
     ({"DATA_PATH": "a:0.5,b:0.5"}, "no manifest of format 1"), ({"DATA_PATH": "."}, "no manifest of format 1"),
 ])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import math
 import re
+import textwrap
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import get_args
@@ -239,7 +240,8 @@ def test_aliases_lead_to_settings_and_stand_in_order():
 
 
 def test_a_retired_setting_is_accepted_at_the_value_of_its_constant():
-    constants = {"ADAM_BETAS[0]": T.ADAM_BETAS[0], "ADAM_BETAS[1]": T.ADAM_BETAS[1], "logit_softcap": T.GPTConfig.logit_softcap, "embed_init_std": T.GPTConfig.embed_init_std}
+    constants = {"ADAM_BETAS[0]": T.ADAM_BETAS[0], "ADAM_BETAS[1]": T.ADAM_BETAS[1],
+                 "logit_softcap": T.GPTConfig.logit_softcap, "embed_init_std": T.GPTConfig.embed_init_std}
     for name, (constant, value) in T.RETIRED_SETTINGS.items():
         assert name not in NAMES
         assert constants.get(constant, vars(T).get(constant)) == value, constant
@@ -288,15 +290,15 @@ def test_help_lists_every_setting_with_default_and_comment(module, capsys):
     assert exit_.value.code == 0
     document, _, listed = capsys.readouterr().out.partition("\nSettings:\n")
     assert document.startswith(module.__doc__)
-    lines = listed.rstrip("\n").splitlines()
-    statements = [(place, ast.parse(line.strip()).body) for place, line in enumerate(lines)]
-    shown = {body[0].target.id: (place, body[0].value) for place, body in statements if body}
+    source = textwrap.dedent(listed)
+    lines = ["", *source.splitlines()]  # counted from 1, as in the syntax tree
+    shown = {node.target.id: node for node in ast.parse(source).body}
     assert list(shown) == [field.name for field in fields(module.Settings)]
     for field in fields(module.Settings):
-        place, value = shown[field.name]
-        default = value.args[0] if isinstance(value, ast.Call) else value  # bounded(default, low, high)
+        node = shown[field.name]
+        default = node.value.args[0] if isinstance(node.value, ast.Call) else node.value  # bounded(default, low, high)
         assert ast.literal_eval(default) == field.default, field.name
-        assert "  # " in lines[place] or lines[place - 1].startswith("    # "), field.name
+        assert "# " in lines[node.end_lineno] or lines[node.lineno - 1].startswith("# "), field.name
 
 
 def test_ignore_env_takes_several_names():
@@ -353,7 +355,7 @@ def test_a_run_folder_is_made_once(tmp_path):
     runs = tmp_path / "deep" / "runs"
     assert open_run(runs, "first") == runs / "first"
     (runs / "first" / "log.txt").write_text("kept")
-    with pytest.raises(T.UserError, match="^RUN_ID='first': must be a plain name that does not exist in .*; RESUME cont"):
+    with pytest.raises(T.UserError, match="^RUN_ID='first': must be a plain name that does not exist in .*; RES"):
         open_run(runs, "first")
     assert (runs / "first" / "log.txt").read_text() == "kept"
 
