@@ -2041,7 +2041,10 @@ class Plan:
         if not iterations and not seconds:
             raise UserError("ITERATIONS=0 and MAX_WALLCLOCK_SECONDS=0: set one, or it never ends")
         if 0 < seconds <= settings.reserve_seconds:
-            raise UserError(f"RESERVE_SECONDS={settings.reserve_seconds}: must be below {seconds}")
+            raise UserError(
+                f"RESERVE_SECONDS={settings.reserve_seconds}: must be below "
+                f"MAX_WALLCLOCK_SECONDS={seconds}"
+            )
         self.shape = settings.lr_schedule
         self.floor = settings.lr_floor
         self.warmup = settings.warmup_frac

@@ -164,7 +164,7 @@ def test_seconds_steps_and_tokens(plan):
 @pytest.mark.parametrize(("changes", "said"), [
     ({"TRAIN_BATCH_TOKENS": 1000}, "TRAIN_BATCH_TOKENS=1000: must be a multiple of"),
     ({"WORLD_SIZE": 3}, "TRAIN_BATCH_TOKENS=1024: must be a multiple of TRAIN_SEQ_LEN x ranks = 192"),
-    ({"MAX_WALLCLOCK_SECONDS": 9}, "RESERVE_SECONDS=12.0: must be below"),
+    ({"MAX_WALLCLOCK_SECONDS": 9}, "RESERVE_SECONDS=12.0: must be below MAX_WALLCLOCK_SECONDS=9.0"),
     ({"LAYER_PATTERN": "x"}, "LAYER_PATTERN='x'"), ({"NUM_LAYER": 4}, "did you mean NUM_LAYERS?"),
     ({"DATA_PATH": "a:0.5,b:0.5"}, "no manifest of format 1"), ({"DATA_PATH": "."}, "no manifest of format 1"),
 ])
@@ -199,7 +199,7 @@ def test_the_data_that_are_there_are_taken(plan, tmp_path):
     line = next(text for key, text in found.items() if key.startswith("at "))
     epochs = 100 * 1024 / (manifest["train"]["tokens"] - 1024)
     assert line == f"100 steps, 102,400 tokens, {epochs:.3f} epochs"
-    assert "VOCAB_SIZE=48: bytes has 264 tokens" in plan(code=2, **{**given, "VOCAB_SIZE": 48})["error"]
+    assert "VOCAB_SIZE=48: must be 0 or 264, the tokenizer's" in plan(code=2, **{**given, "VOCAB_SIZE": 48})["error"]
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
 
 
