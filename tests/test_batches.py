@@ -16,17 +16,17 @@ from test_data import write_shard
 import train_gpt as T
 
 
-def make_stream(folder, name: str, *shards: np.ndarray, tail: int = 31) -> T.TokenStream:
+def make_stream(folder, name: str, *shards: np.ndarray, vocab_size: int = 64) -> T.TokenStream:
     for at, tokens in enumerate(shards):
         write_shard(folder / f"{name}_train_{at:06d}.bin", tokens)
-    stream = T.TokenStream(sorted(folder.glob(f"{name}_train_*.bin")), 64)
-    stream.length -= tail
+    stream = T.TokenStream(sorted(folder.glob(f"{name}_train_*.bin")), vocab_size)
+    stream.windows = np.arange(len(stream) // 8)  # nothing is held out
     return stream
 
 
 @pytest.fixture
 def stream(tmp_path):
-    return make_stream(tmp_path, "a", np.arange(700) % 60, np.arange(331) % 59)
+    return make_stream(tmp_path, "a", np.arange(700) % 60, np.arange(300) % 59)
 
 
 def data_of(streams: list[T.TokenStream], shares: list[float]) -> types.SimpleNamespace:
@@ -44,17 +44,15 @@ def rows(of: T.Batches, step: int) -> torch.Tensor:
     return torch.cat([torch.cat([ids, targets[:, -1:]], dim=1) for ids, targets in of.micro_batches(step)])
 
 
-def order(rows: range, windows: int, seed: int = 1337, seq_len: int = 8, extra: int = 5) -> list[int]:
-    """Which window, counted from the place where its epoch cuts the stream, each training row reads."""
-    length = windows * seq_len + extra
-    side = math.isqrt(windows - 1) + 1
-    found = []
-    for row in rows:
-        offset, _ = T.draw_epoch(seed, row // windows, length, side)
-        window, remainder = divmod(T.window_start(row, length, seq_len, seed) - offset, seq_len)
-        assert remainder == 0 and 0 <= offset < length
-        found.append(window)
-    return found
+def order(rows: range, windows: int, seed: int = 1337) -> list[int]:
+    """Which of so many windows each training row reads."""
+    return [int(T.shuffle(windows, seed, row // windows)[row % windows]) for row in rows]
+
+
+def read_row(stream, row: int) -> list[int]:
+    """The window of a row, as `order` has it, with its last target."""
+    window = stream.windows[order([row], len(stream.windows))[0]]
+    return stream.read(window * 8, 9).tolist()
 
 
 @pytest.mark.parametrize("windows", [1, 2, 3, 4, 5, 16, 17, 100, 1009])
@@ -64,11 +62,9 @@ def test_every_window_comes_once_an_epoch(windows):
         assert sorted(found) == list(range(windows))
 
 
-def test_epochs_and_seeds_have_orders_and_cuts_of_their_own():
+def test_epochs_and_seeds_have_orders_of_their_own():
     orders = {tuple(order(range(epoch * 100, (epoch + 1) * 100), 100, seed)) for epoch in range(5) for seed in range(5)}
     assert len(orders) == 25
-    cuts = {T.draw_epoch(seed, epoch, 10**6, 10)[0] for epoch in range(5) for seed in range(5)}
-    assert len(cuts) == 25
 
 
 @pytest.mark.parametrize("windows", [100, 1000, 10007])
@@ -98,30 +94,22 @@ def test_every_step_reads_from_all_over_the_stream(windows):
 
 def test_a_row_is_its_window_and_the_last_target(stream):
     one = batches(stream)
-    whole = stream.read(0, 1000)
-    assert len(whole) == len(stream) == 1000
     for step in (0, 1, 7, 200):
         found = rows(one, step)
         for row in range(8):
-            start = T.window_start(step * 8 + row, 1000, 8, 1337)
-            assert found[row].tolist() == [whole[(start + offset) % 1000] for offset in range(9)]
+            assert found[row].tolist() == read_row(stream, step * 8 + row)
     assert all(torch.equal(targets[:, :-1], ids[:, 1:]) for ids, targets in one.micro_batches(3))
 
 
-def test_an_epoch_of_steps_reads_every_window_once_and_the_next_one_other_windows(tmp_path):
-    """125 windows of 8 in 1003 tokens: the three left over change from epoch to epoch."""
-    stream = make_stream(tmp_path, "a", np.arange(1003), tail=0)
-    stream.vocab_size = 1 << 16
-    of = batches(stream, train_batch_tokens=200)  # 5 steps of 25 windows
-    left_out = set()
-    first_tokens = []
+def test_an_epoch_of_steps_reads_every_window_once(tmp_path):
+    """125 windows of 8 in 1003 tokens: three are left over."""
+    of = batches(make_stream(tmp_path, "a", np.arange(1003), vocab_size=1 << 16), train_batch_tokens=200)
+    orders = set()
     for epoch in range(4):
-        found = torch.cat([rows(of, epoch * 5 + step) for step in range(5)])
-        tokens = found[:, :-1].flatten().tolist()
-        assert len(tokens) == len(set(tokens)) == 1000
-        left_out |= set(range(1003)) - set(tokens)
-        first_tokens.append(sorted(found[:, 0].tolist()))
-    assert len(left_out) > 3 and len({tuple(each) for each in first_tokens}) > 1
+        found = torch.cat([rows(of, epoch * 5 + step) for step in range(5)])  # 5 steps of 25 windows
+        assert sorted(found[:, :-1].flatten().tolist()) == list(range(1000))
+        orders.add(tuple(found[:, 0].tolist()))
+    assert len(orders) == 4
 
 
 def test_a_resumed_run_reads_what_a_straight_one_reads(mixed):
@@ -133,14 +121,20 @@ def test_a_resumed_run_reads_what_a_straight_one_reads(mixed):
         assert all(torch.equal(rows(again, step), straight[step]) for step in range(start, 12))
 
 
-def test_held_out_tokens_are_never_read(tmp_path):
-    stream = make_stream(tmp_path, "a", np.arange(5000), tail=0)
-    stream.vocab_size = 1 << 16
-    held_out = set(T.hold_out(stream, 400, 8, 1).tolist()) - {1}
-    assert len(held_out) == 400
-    of = batches(stream, train_batch_tokens=800)
-    read = {token for step in range(40) for token in rows(of, step).flatten().tolist()}
-    assert not read & held_out and len(read) == len(stream) == 4592  # 16 pieces of 287; eight tokens do not divide
+def test_held_out_windows_are_from_all_over_and_never_read(tmp_path):
+    stream = make_stream(tmp_path, "a", np.arange(5003), vocab_size=1 << 16)
+    held_out = T.hold_out(stream, 0.5, T.Settings(train_seq_len=8, holdout_tokens=797))
+    assert len(held_out) == 50 and len(stream.windows) == 575  # of 625
+    assert all(window.tolist() == list(range(window[0], window[0] + 8)) for window in held_out)
+    fifths = np.bincount([window[0] // 1000 for window in held_out], minlength=5)
+    assert fifths.min() >= 3 and fifths.max() <= 20  # 10 on average
+    held_out = set(np.concatenate(held_out).tolist())
+    of = batches(stream, train_batch_tokens=200)
+    read = {token for step in range(23) for token in rows(of, step)[:, :-1].flatten().tolist()}
+    assert not read & held_out and len(read) == 4600
+    for count in (5000, 10**9):
+        with pytest.raises(T.UserError, match=f"^HOLDOUT_TOKENS={count}: must leave a window .* of the 5003 training"):
+            T.hold_out(stream, 1.0, T.Settings(train_seq_len=8, holdout_tokens=count))
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
@@ -171,49 +165,44 @@ def test_micro_batches_shrink_until_they_fit_and_gradients_are_of_one_step(strea
         params=list(model.parameters()), load_state_dict=taken.append,
         reduce_gradients=lambda *given: taken.append(model.bias.grad.clone()), step=lambda *given: None)
 
-    def warm_up(of: T.Batches) -> None:
-        T.warm_up(model, model, {}, optimizers, of, T.Settings(warmup_steps=2))
-
     of = batches(stream)
-    warm_up(of)
+    T.warm_up(model, optimizers, of, T.Settings())
     assert tried == [8, 4] + [2] * 9 and of.micro_rows == 2  # 2 steps of 4, evaluation
     means = [sum(targets.sum(0) for _, targets in of.micro_batches(step)) / 64 for step in range(2)]  # of a step alone
     assert compilers == [1, 2] and taken[2:] == [{}]
     assert [grad.tolist() for grad in taken[:2]] == [pytest.approx(mean.tolist()) for mean in means]
-    with pytest.raises(T.UserError, match="out of memory with 8 windows a step; set MICRO_BATCH_TOKENS lower"):
-        warm_up(batches(stream, micro_batch_tokens=64))
+    with pytest.raises(T.UserError, match="out of memory with 8 windows; set MICRO_BATCH_TOKENS lower"):
+        T.warm_up(model, optimizers, batches(stream, micro_batch_tokens=64), T.Settings(micro_batch_tokens=64))
 
 
-@pytest.mark.parametrize("changes, said", [
-    (dict(train_batch_tokens=60), "TRAIN_BATCH_TOKENS=60: must be a multiple of"),
-    (dict(train_batch_tokens=1008), "TRAIN_BATCH_TOKENS=1008: takes 1008 of the 1000 training tokens"),
-    (dict(micro_batch_tokens=4), "MICRO_BATCH_TOKENS=4"),
-])
-def test_batches_that_do_not_fit_are_errors(stream, changes, said):
-    with pytest.raises(T.UserError, match=said):
-        batches(stream, **changes)
+def test_a_batch_of_broken_windows_is_an_error(stream):
+    with pytest.raises(T.UserError, match="^TRAIN_BATCH_TOKENS=60: must be a multiple of TRAIN_SEQ_LEN x ranks = 8$"):
+        batches(stream, train_batch_tokens=60)
+
+
+def test_a_micro_batch_is_a_window_at_least(stream):
+    assert batches(stream, micro_batch_tokens=4).micro_rows == 1
 
 
 def test_a_step_may_read_more_than_an_epoch_of_a_small_part(mixed):
     data = data_of(mixed[::2], [0.02, 0.98])  # 500 and 87 windows
     found = rows(batches(data, train_batch_tokens=960), 0)  # two and 118 windows
     small = mixed[2]
-    starts = [T.window_start(row, 700, 8, 1337) for row in range(118)]
-    assert found[2:].tolist() == [small.read(start, 9).tolist() for start in starts]
+    assert found[2:].tolist() == [read_row(small, row) for row in range(118)]
 
 
 @pytest.mark.full
 def test_after_the_warm_up_neither_training_nor_evaluation_compiles(stream):
     """What compiles late would do so on the clock: choosing among the averages is the first evaluation of a run."""
     cfg = T.Settings(model_dim=32, num_heads=2, num_kv_heads=1, layer_pattern="s", train_seq_len=8,
-                     train_batch_tokens=64, warmup_steps=1)
+                     train_batch_tokens=64)
     of, tokenizer = batches(stream), T.load_tokenizer("bytes")
     net = T.GPT(T.model_config(cfg, tokenizer.vocab_size, tokenizer.bos_id))
     model = torch.compile(net, dynamic=False, fullgraph=True)
     optimizers = T.Optimizers(net, "muon", T.pretraining_rates(cfg), of.runtime)
     table = {"matrix": {"bits": 6, "clip_sigmas": 12.85, "widen": 1.0}}
     before = [param.detach().clone() for param in net.parameters()]
-    T.warm_up(model, net, table, optimizers, of, cfg)
+    T.warm_up(model, optimizers, of, cfg)
     assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
     assert all(not optimizer.state for optimizer in optimizers.all)
     tokens = np.concatenate([[tokenizer.bos_id], np.arange(100) % 50 + 4])
@@ -227,7 +216,7 @@ def test_after_the_warm_up_neither_training_nor_evaluation_compiles(stream):
 @pytest.fixture
 def mixed(tmp_path):
     """Three streams that are told apart by their tokens: 0..19, 20..39, 40..59."""
-    return [make_stream(tmp_path, name, 20 * at + np.arange(size) % 20, tail=0)
+    return [make_stream(tmp_path, name, 20 * at + np.arange(size) % 20)
             for at, (name, size) in enumerate((("a", 4000), ("b", 900), ("c", 700)))]
 
 
@@ -249,18 +238,21 @@ def test_a_mixture_has_its_shares_after_every_step(mixed, shares):
         assert np.abs(total - 10 * (step + 1) * np.array(shares)).max() <= 1
 
 
-def test_counts_of_rows_add_up_and_never_shrink():
+def test_ranges_of_rows_follow_one_another_and_the_shares():
     rng = np.random.default_rng(0)
     for _ in range(300):
         shares = rng.dirichlet(np.full(rng.integers(1, 8), 0.7)).tolist()
-        rows_per_step = int(rng.integers(1, 3000))
-        steps = np.sort(rng.integers(0, 10**6, 20))
-        steps = np.union1d(steps, steps + 1).tolist()
-        counts = np.array([T.rows_before(step, rows_per_step, shares) for step in steps])
-        assert (counts.sum(1) == np.array(steps) * rows_per_step).all()
-        assert (np.diff(counts, axis=0) >= 0).all() and (counts[0] >= 0).all()
-        exact = np.outer(np.array(steps) * rows_per_step, shares)
-        assert np.abs(counts - exact).max() <= max(1.0, len(shares) / 2)
+        borders = np.unique(rng.integers(0, 10**9, 20))
+        borders = np.union1d(borders, borders + 1).tolist()  # single rows, too
+        last = T.split_rows(0, borders[0], shares)
+        assert [rows.start for rows in last] == [0] * len(shares)
+        for first, end in zip(borders, borders[1:], strict=False):
+            ranges = T.split_rows(first, end, shares)
+            assert [rows.start for rows in ranges] == [rows.stop for rows in last]
+            assert all(rows.start <= rows.stop for rows in ranges) and sum(map(len, ranges)) == end - first
+            exact = [share * end for share in shares]
+            assert np.abs(np.subtract([rows.stop for rows in ranges], exact)).max() <= max(1.0, len(shares) / 2)
+            last = ranges
 
 
 def test_a_mixture_reads_every_window_of_a_stream_once_an_epoch(mixed):
@@ -269,9 +261,7 @@ def test_a_mixture_reads_every_window_of_a_stream_once_an_epoch(mixed):
         windows = len(stream) // 8
         found = torch.cat([rows(of, step) for step in range(int(windows / share / 10) + 2)])
         found = found[found[:, 0] // 20 == number]
-        starts = [T.window_start(row, len(stream), 8, 1337) for row in range(windows)]
-        assert found[:windows].tolist() == [stream.read(start, 9).tolist() for start in starts]
-        assert len({start // 8 for start in starts}) in (windows, windows - 1)  # the cut may fall inside one
+        assert found[:windows].tolist() == [read_row(stream, row) for row in range(windows)]
 
 
 def test_the_seed_moves_the_windows_and_not_the_shares(mixed):
@@ -286,7 +276,8 @@ def test_ranks_share_one_batch_of_a_mixture(mixed, world, micro):
     data = data_of(mixed, [0.55, 0.25, 0.2])
     for step in (0, 3, 11):
         parts = [rows(batches(data, rank, world, micro_batch_tokens=micro), step) for rank in range(world)]
-        assert torch.equal(torch.cat(parts), rows(batches(data), step))
+        # Each rank reads its rows folder by folder, so that only the order in the batch depends on the ranks.
+        assert sorted(torch.cat(parts).tolist()) == sorted(rows(batches(data), step).tolist())
 
 
 class Watched:
@@ -297,7 +288,8 @@ class Watched:
         self.fails_at = fails_at
         self.reads = []
         self.threads = set()
-        self.paths, self.gate = stream.paths, threading.Event()
+        self.windows = stream.windows
+        self.gate = threading.Event()
         self.gate.set()
 
     def __len__(self):
@@ -328,21 +320,8 @@ def test_the_next_step_is_read_while_one_runs_and_no_more(stream):
     assert torch.equal(rows(of, 7), rows(batches(stream), 7))
 
 
-def test_waiting_is_counted_and_reading_ahead_is_not(stream):
-    watched = Watched(stream)
-    of = batches(watched)
-    watched.gate.clear()
-    threading.Timer(0.2, watched.gate.set).start()
-    rows(of, 0)
-    assert 0.15 < of.waited < 2
-    of.reader.submit(int).result()
-    before = of.waited
-    rows(of, 1)
-    assert of.waited - before < 0.05
-
-
 def test_an_error_of_the_reader_is_raised_where_its_step_is_asked_for(stream):
-    start = T.window_start(2 * 8 + 7, 1000, 8, 1337)  # the last row of step 2
+    start = stream.windows[order([2 * 8 + 7], 125)[0]] * 8  # the last row of step 2
     of = batches(Watched(stream, fails_at=start))
     rows(of, 0)
     rows(of, 1)

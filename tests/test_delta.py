@@ -412,7 +412,7 @@ def tables_of(output: str) -> list[dict[str, dict[str, str]]]:
 def bits_per_byte(tensors: dict[str, torch.Tensor], data: Path) -> float:
     own = T.open_data(dataclasses.replace(SETTINGS, data_path=str(data), holdout_tokens=32))
     scorer = T.Scorer(own.tokenizer, T.start_runtime("cpu"), 32, 16)
-    return scorer.score(rebuilt(tensors), own.validation.tokens).bpb
+    return scorer.score(rebuilt(tensors), own.val).bpb
 
 
 @pytest.mark.parametrize(("command", "changes"), [
@@ -559,8 +559,6 @@ def test_the_printed_error_falls_with_the_bits(call, place, tmp_path):
     (["bitdelta", "{base}", "{tuned}", "{new}"], {"DATA_PATH": "nowhere"}, "nowhere"),
     (["bitdelta", "{base}", "{tuned}", "{new}"], {"DISTILL_BATCH_TOKENS": 33},
      "error: DISTILL_BATCH_TOKENS=33: must be a multiple of TRAIN_SEQ_LEN"),
-    (["bitdelta", "{base}", "{tuned}", "{new}"], {"DISTILL_BATCH_TOKENS": 1 << 20},
-     "error: DISTILL_BATCH_TOKENS=1048576: takes 1048576 of the "),
     (["bitdelta", "{base}", "{tuned}", "{delta}"], {}, "exists already"),
 ])
 def test_mistakes_are_one_line_and_exit_code_2(call, place, tmp_path, words, changes, said):

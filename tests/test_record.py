@@ -352,8 +352,8 @@ def run_exec(folder: Path) -> None:
 TAMPERED = {
     "a log line": (claim_more, r"seed_1\.txt: val_bpb does not follow from nats, tokens and bytes \(found 1\.5, expec"),
     "the source in a log": (edit("seed_3.txt", ("\nimport zlib\n", "\nimport zlib, gzip\n")),
-                            rf"seed_3\.txt: its source is not train_gpt\.py, first at line {ZLIB} \(found 'import zlib, "
-                            r"gzip', expected 'import zlib'\)"),
+                            rf"seed_3\.txt: its source is not train_gpt\.py, first at line {ZLIB} \(found 'import zlib,"
+                            r" gzip', expected 'import zlib'\)"),
     "artifacts swapped": (swap_artifacts, r"seed_1\.upar: is not the artifact of seed_1\.txt, SHA-256 \(found \w+, e"),
     "a byte of an artifact": (flip_byte, r"seed_3\.upar: is not the artifact of seed_3\.txt, SHA-256 \(found"),
     "an artifact removed": (lambda folder: (folder / "seed_1.upar").unlink(),

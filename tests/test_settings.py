@@ -355,7 +355,7 @@ def test_a_run_folder_is_made_once(tmp_path):
     runs = tmp_path / "deep" / "runs"
     assert open_run(runs, "first") == runs / "first"
     (runs / "first" / "log.txt").write_text("kept")
-    with pytest.raises(T.UserError, match="^RUN_ID='first': must be a plain name that does not exist in .*; RES"):
+    with pytest.raises(T.UserError, match="^RUN_ID='first': must be a plain name that does not exist in .*; RESUME "):
         open_run(runs, "first")
     assert (runs / "first" / "log.txt").read_text() == "kept"
 
