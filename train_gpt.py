@@ -119,8 +119,8 @@ class Settings:
     qk_gain_init: float = 4.0  # initial gain of normed queries; 0: no norm of queries and keys
     bigram_vocab_size: int = bounded(0, 0, 1 << 24)  # rows of the hashed embedding of token pairs
     tie_embeddings: bool = True  # the embedding is the output head
-    # optimizer
-    # of matrices; all but muon take embeddings and head too (see OPTIMIZER_PRESETS)
+    # optimizer; its learning rates have presets, see OPTIMIZER_PRESETS
+    # optimizer of matrices; all but muon take embeddings and head too
     optimizer: Literal["muon", "lion", "adamw", "adamw8bit", "adafactor"] = "muon"
     matrix_lr: float = 0.02  # learning rate of the layers' matrices
     tied_embed_lr: float = 0.03  # learning rate of embeddings, and of the head if it is tied

@@ -149,8 +149,8 @@ class Settings:
     grad_clip_norm: float = 1.0  # largest global gradient norm; 0: no clipping
     # schedule, in shares of the run (see Clock)
     lr_schedule: Literal["linear", "cosine", "wsd", "constant"] = "linear"  # shape of the warmdown
-    warmup_frac: float = bounded(0.02, 0.0, 1.0)  # learning rate from 0 to 1
-    warmdown_frac: float = bounded(0.3, 0.0, 1.0)  # learning rate from 1 to the floor, at the end
+    warmup_frac: float = bounded(0.02, 0.0, 1.0)  # share in which the learning rate rises from 0
+    warmdown_frac: float = bounded(0.3, 0.0, 1.0)  # last share, in which it falls to the floor
     warmdown_iters: int = 0  # the warmdown in steps of ITERATIONS; 0: use the share
     lr_floor: float = bounded(0.1, 0.0, 1.0)  # last multiplier of the learning rate
     ema: bool = True  # exponential moving average of the weights, a candidate at the end
