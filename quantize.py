@@ -2437,7 +2437,7 @@ def read_checkpoint(folder: Path, average: str) -> SimpleNamespace:
         if average != "raw":  # a network's state is its parameters, in their order
             require(training[average]["count"] > 0, "none had been collected when it was saved")
             tensors = dict(zip(tensors, training[average]["values"], strict=True))
-        table = {kind: {**own} for kind, own in training.get("exporter", {}).items()}
+        table = {kind: {**own} for kind, own in training.get("table", {}).items()}
     except (LookupError, RuntimeError, TypeError, ValueError, pickle.UnpicklingError) as error:
         raise UserError(f"{folder}: no checkpoint with {average} weights: {str(error).splitlines()[0]}") from None
     return SimpleNamespace(path=folder, tensors=tensors, coded={}, run=run, shape=shape, table=table, header={})

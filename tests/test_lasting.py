@@ -757,7 +757,7 @@ def test_one_rank_two_ranks_one_rank(place):
     quantized = place.result("ranks straight")["phases"]["qat"]["start_step"] - 1
     assert quantized >= 25 and found[:quantized] == pytest.approx(straight[:quantized], abs=2e-4)
     assert found == pytest.approx(straight, rel=3e-4)
-    assert place.result("ranks")["val_nats"] == pytest.approx(place.result("ranks straight")["val_nats"], rel=1e-4)
+    assert place.result("ranks")["val_nats"] == pytest.approx(place.result("ranks straight")["val_nats"], rel=3e-4)
     rows, asked = rows_read(place, "ranks"), rows_read(place, "ranks straight")
     assert all(rows[step] == asked[step] for step in range(30))
 

@@ -149,7 +149,7 @@ def test_pack_takes_settings_of_the_environment_above_the_checkpoints(call, plac
 
 def test_pack_takes_the_steps_that_training_widened_unless_their_settings_are_others(call, tmp_path):
     wide = {kind: {**own, "widen": widen} for (kind, own), widen in zip(OWN.items(), (1.7, 1.3), strict=True)}
-    run = save(tmp_path / "run", network(), exporter=wide)
+    run = save(tmp_path / "run", network(), table=wide)
     for changes, expected in (
             ({}, wide), (dict(matrix_bits=4), {**wide, "matrix": table(matrix_bits=4)["matrix"]})):
         out = tmp_path / f"{len(changes)}{changes}.upar"
