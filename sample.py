@@ -501,7 +501,10 @@ def checkpoint_fault(folder: Path, files: Sequence[str]) -> str:
         return "half-written"
     try:
         lines = (folder / "SHA256SUMS").read_text().splitlines()
-        sums = {name: digest for digest, name in (line.split("  ") for line in lines)}
+        sums = {}
+        for line in lines:
+            digest, name = line.split("  ")
+            sums[name] = digest
         names = {*files, *sums}
         wrong = [name for name in sorted(names) if sums.get(name) != sha256_file(folder / name)]
     except (OSError, ValueError) as error:

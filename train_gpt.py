@@ -119,8 +119,8 @@ class Settings:
     qk_gain_init: float = 4.0  # initial gain of normed queries; 0: no norm of queries and keys
     bigram_vocab_size: int = bounded(0, 0, 1 << 24)  # rows of the hashed embedding of token pairs
     tie_embeddings: bool = True  # the embedding is the output head
-    # optimizer
-    # of matrices; all but muon take embeddings and head too (see OPTIMIZER_PRESETS)
+    # optimizer; its learning rates have presets, see OPTIMIZER_PRESETS
+    # optimizer of matrices; all but muon take embeddings and head too
     optimizer: Literal["muon", "lion", "adamw", "adamw8bit", "adafactor"] = "muon"
     matrix_lr: float = 0.02  # learning rate of the layers' matrices
     tied_embed_lr: float = 0.03  # learning rate of embeddings, and of the head if it is tied
@@ -537,8 +537,15 @@ def checkpoint_fault(folder: Path, files: Sequence[str]) -> str:
         return "half-written"
     try:
         lines = (folder / "SHA256SUMS").read_text().splitlines()
+<<<<<<< HEAD
         pairs = [line.split("  ") for line in lines]
         sums = {name: digest for digest, name in pairs}
+=======
+        sums = {}
+        for line in lines:
+            digest, name = line.split("  ")
+            sums[name] = digest
+>>>>>>> h_tests
         names = {*files, *sums}
         wrong = [name for name in sorted(names) if sums.get(name) != sha256_file(folder / name)]
     except (OSError, ValueError) as error:
@@ -2211,7 +2218,10 @@ class Plan:
         if not iterations and not seconds:
             raise UserError("ITERATIONS=0 and MAX_WALLCLOCK_SECONDS=0: set one, or it never ends")
         if 0 < seconds <= settings.reserve_seconds:
-            raise UserError(f"RESERVE_SECONDS={settings.reserve_seconds}: must be below {seconds}")
+            raise UserError(
+                f"RESERVE_SECONDS={settings.reserve_seconds}: must be below "
+                f"MAX_WALLCLOCK_SECONDS={seconds}"
+            )
         self.shape = settings.lr_schedule
         self.floor = settings.lr_floor
         self.warmup = settings.warmup_frac

@@ -151,8 +151,8 @@ class Settings:
     grad_clip_norm: float = 1.0  # largest global gradient norm; 0: no clipping
     # schedule, in shares of the run (see Clock)
     lr_schedule: Literal["linear", "cosine", "wsd", "constant"] = "linear"  # shape of the warmdown
-    warmup_frac: float = bounded(0.02, 0.0, 1.0)  # learning rate from 0 to 1
-    warmdown_frac: float = bounded(0.3, 0.0, 1.0)  # learning rate from 1 to the floor, at the end
+    warmup_frac: float = bounded(0.02, 0.0, 1.0)  # share in which the learning rate rises from 0
+    warmdown_frac: float = bounded(0.3, 0.0, 1.0)  # last share, in which it falls to the floor
     warmdown_iters: int = 0  # the warmdown in steps of ITERATIONS; 0: use the share
     lr_floor: float = bounded(0.1, 0.0, 1.0)  # last multiplier of the learning rate
     ema: bool = True  # exponential moving average of the weights, a candidate at the end
@@ -558,7 +558,10 @@ def checkpoint_fault(folder: Path, files: Sequence[str]) -> str:
         return "half-written"
     try:
         lines = (folder / "SHA256SUMS").read_text().splitlines()
-        sums = {name: digest for digest, name in (line.split("  ") for line in lines)}
+        sums = {}
+        for line in lines:
+            digest, name = line.split("  ")
+            sums[name] = digest
         names = {*files, *sums}
         wrong = [name for name in sorted(names) if sums.get(name) != sha256_file(folder / name)]
     except (OSError, ValueError) as error:
@@ -2038,7 +2041,10 @@ class Plan:
         if not iterations and not seconds:
             raise UserError("ITERATIONS=0 and MAX_WALLCLOCK_SECONDS=0: set one, or it never ends")
         if 0 < seconds <= settings.reserve_seconds:
-            raise UserError(f"RESERVE_SECONDS={settings.reserve_seconds}: must be below {seconds}")
+            raise UserError(
+                f"RESERVE_SECONDS={settings.reserve_seconds}: must be below "
+                f"MAX_WALLCLOCK_SECONDS={seconds}"
+            )
         self.shape = settings.lr_schedule
         self.floor = settings.lr_floor
         self.warmup = settings.warmup_frac

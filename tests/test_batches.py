@@ -181,7 +181,9 @@ def test_a_batch_of_broken_windows_is_an_error(stream):
 
 
 def test_a_micro_batch_is_a_window_at_least(stream):
-    assert batches(stream, micro_batch_tokens=4).micro_rows == 1
+    assert batches(stream, micro_batch_tokens=8).micro_rows == 1
+    with pytest.raises(T.UserError, match="^MICRO_BATCH_TOKENS=4: must be at least TRAIN_SEQ_LEN=8$"):
+        batches(stream, micro_batch_tokens=4)
 
 
 def test_a_step_may_read_more_than_an_epoch_of_a_small_part(mixed):

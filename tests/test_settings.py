@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import math
 import re
+import textwrap
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import get_args
@@ -289,15 +290,15 @@ def test_help_lists_every_setting_with_default_and_comment(module, capsys):
     assert exit_.value.code == 0
     document, _, listed = capsys.readouterr().out.partition("\nSettings:\n")
     assert document.startswith(module.__doc__)
-    lines = listed.rstrip("\n").splitlines()
-    statements = [(place, ast.parse(line.strip()).body) for place, line in enumerate(lines)]
-    shown = {body[0].target.id: (place, body[0].value) for place, body in statements if body}
+    source = textwrap.dedent(listed)
+    lines = ["", *source.splitlines()]  # counted from 1, as in the syntax tree
+    shown = {node.target.id: node for node in ast.parse(source).body}
     assert list(shown) == [field.name for field in fields(module.Settings)]
     for field in fields(module.Settings):
-        place, value = shown[field.name]
-        default = value.args[0] if isinstance(value, ast.Call) else value  # bounded(default, low, high)
+        node = shown[field.name]
+        default = node.value.args[0] if isinstance(node.value, ast.Call) else node.value  # bounded(default, low, high)
         assert ast.literal_eval(default) == field.default, field.name
-        assert "  # " in lines[place] or lines[place - 1].startswith("    # "), field.name
+        assert "# " in lines[node.end_lineno] or lines[node.lineno - 1].startswith("# "), field.name
 
 
 def test_ignore_env_takes_several_names():
