@@ -537,15 +537,10 @@ def checkpoint_fault(folder: Path, files: Sequence[str]) -> str:
         return "half-written"
     try:
         lines = (folder / "SHA256SUMS").read_text().splitlines()
-<<<<<<< HEAD
-        pairs = [line.split("  ") for line in lines]
-        sums = {name: digest for digest, name in pairs}
-=======
         sums = {}
         for line in lines:
             digest, name = line.split("  ")
             sums[name] = digest
->>>>>>> h_tests
         names = {*files, *sums}
         wrong = [name for name in sorted(names) if sums.get(name) != sha256_file(folder / name)]
     except (OSError, ValueError) as error:
