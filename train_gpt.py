@@ -1944,9 +1944,7 @@ class Optimizers:
     products, see orthogonalize.
     """
 
-    def __init__(
-        self, model: nn.Module, kind: str, rates: LearningRates, runtime: Runtime, dtype=None
-    ):
+    def __init__(self, model, kind, rates, runtime, dtype=None):
         self.names = {}
         by_class = collections.defaultdict(list)
         for name, param in model.named_parameters():
@@ -3699,10 +3697,9 @@ def main() -> int:
     log("parameters: " + " ".join(f"{name}:{count}" for name, count in counts.items()))
     log(f"model: arch_mode {settings.arch_mode}, layers {config.layers}, {network.dtype}")
     for manifest in data.manifests:
+        train, val = manifest["train"], manifest["val"]
         log(
-            f"data: {manifest['name']}, train {manifest['train']['tokens']} tokens, "
-            f"val {manifest['val']['tokens']} tokens, {manifest['val']['decoded_bytes']} bytes, "
-            f"overlap {manifest['overlap_documents']} documents"
+            f"data: {manifest['name']}, {train['tokens']} training tokens, {val['tokens']} to score"
         )
     log(plan.describe())
     if device.type == "cpu" and counts["total"] * batches.tokens > HEAVY_FOR_CPU:
@@ -3827,6 +3824,8 @@ def main() -> int:
     # Choose the weights, quantize and pack them; this is on the clock, too.
     clock.start()
     chosen = choose_weights(exporter, averages, clock, run)
+    if not settings.qat:
+        exporter.fit_table()  # with QAT it was fitted when QAT began
     coded = exporter.codes(calibration_ids(batches, run.step, settings), clock.seconds_left)
     clock.stop()
     log(plan.summary())

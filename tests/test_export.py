@@ -373,7 +373,7 @@ def test_a_run_meets_a_limit_and_uses_it(free, tight, limit):
     assert 0.97 * room <= result["artifact_bytes"] <= room == int(0.75 * whole["artifact_bytes"])
     assert result["total_bytes"] <= limit
     log = log_of(tight)
-    parts = ["phase: qat begins at step 27", "\nsizes: ", "step:30/30 train_loss:", "weights: raw", "\ncodes: ",
+    parts = ["phase: qat begins at step 26", "\nsizes: ", "step:30/30 train_loss:", "weights: raw", "\ncodes: ",
              " nats on held-out training tokens nearest:"]
     places = [log.find(part) for part in parts]
     assert -1 not in places and places == sorted(places) and log.count("\nsizes: ") == 1
