@@ -1938,9 +1938,7 @@ class Optimizers:
     products, see orthogonalize.
     """
 
-    def __init__(
-        self, model: nn.Module, kind: str, rates: LearningRates, runtime: Runtime, dtype=None
-    ):
+    def __init__(self, model, kind, rates, runtime, dtype=None):
         self.names = {}
         by_class = collections.defaultdict(list)
         for name, param in model.named_parameters():
