@@ -3647,6 +3647,20 @@ def score_artifact(path: Path, scorer: Scorer, data: Dataset, run: Run) -> dict:
     return result
 
 
+def find_faults(run: Run, plan: Plan, total_bytes: int) -> list[str]:
+    """Return what makes a finished run fail: a phase that never fired, too many bytes, no trace."""
+    faults = []
+    for name, phase in plan.phases.items():
+        if not phase.steps:
+            faults.append(f"phase {name} was enabled and never fired")
+    limit = run.settings.artifact_bytes_max
+    if total_bytes > limit:
+        faults.append(f"{total_bytes} bytes of code and artifact; ARTIFACT_BYTES_MAX={limit}")
+    if run.settings.profile and not (run.folder / "trace.json").exists():
+        faults.append("PROFILE=1 traced nothing: it takes seven steps")
+    return faults
+
+
 def main() -> int:
     """Train, pack and score one model; return the exit code. Raises UserError before step 1."""
     begin = time.perf_counter()
@@ -3847,15 +3861,7 @@ def main() -> int:
     final = score_artifact(artifact, scorer, data, run)
 
     total_bytes = code_bytes + len(content)
-    faults = []
-    for name, phase in plan.phases.items():
-        if not phase.steps and not target_reached:
-            faults.append(f"phase {name} was enabled and never fired")
-    if total_bytes > settings.artifact_bytes_max:
-        maximum = settings.artifact_bytes_max
-        faults.append(f"{total_bytes} bytes of code and artifact; ARTIFACT_BYTES_MAX={maximum}")
-    if settings.profile and not (run.folder / "trace.json").exists():
-        faults.append("PROFILE=1 traced nothing: it takes seven steps")
+    faults = find_faults(run, plan, total_bytes)
     if runtime.rank == 0:
         result = {
             "script": Path(__file__).name,

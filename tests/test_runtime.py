@@ -39,7 +39,7 @@ def test_cuda_without_a_device_is_an_error(monkeypatch):
         T.start_runtime("cuda")
 
 
-def test_a_stop_signal_is_remembered_until_it_is_ignored():
+def test_a_stop_signal_is_remembered_until_it_is_restored():
     import signal
 
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
@@ -49,7 +49,7 @@ def test_a_stop_signal_is_remembered_until_it_is_ignored():
         assert stop_signal.number == 0
         os.kill(os.getpid(), signal.SIGINT)
         assert stop_signal.number == signal.SIGINT
-        stop_signal.ignore()
+        stop_signal.restore()
         assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGINT) == signal.SIG_DFL
     finally:
         signal.signal(signal.SIGTERM, before[0])
