@@ -3711,9 +3711,9 @@ def main() -> int:
     log("parameters: " + " ".join(f"{name}:{count}" for name, count in counts.items()))
     log(f"model: arch_mode {settings.arch_mode}, layers {config.layers}, {network.dtype}")
     for manifest in data.manifests:
-        train, val = manifest["train"], manifest["val"]
         log(
-            f"data: {manifest['name']}, {train['tokens']} training tokens, {val['tokens']} to score"
+            "data: {name}, train {train[tokens]} tokens, val {val[tokens]} tokens, "
+            "{val[decoded_bytes]} bytes, overlap {overlap_documents} documents".format(**manifest)
         )
     log(plan.describe())
     if device.type == "cpu" and counts["total"] * batches.tokens > HEAVY_FOR_CPU:
