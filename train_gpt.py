@@ -3650,8 +3650,10 @@ def score_artifact(path: Path, scorer: Scorer, data: Dataset, run: Run) -> dict:
 def find_faults(run: Run, plan: Plan, total_bytes: int) -> list[str]:
     """Return what makes a finished run fail: a phase that never fired, too many bytes, no trace."""
     faults = []
+    # A run that ended early because it reached its target may lack phases.
+    target_reached = any(event["event"] == "target_reached" for event in run.events)
     for name, phase in plan.phases.items():
-        if not phase.steps:
+        if not phase.steps and not target_reached:
             faults.append(f"phase {name} was enabled and never fired")
     limit = run.settings.artifact_bytes_max
     if total_bytes > limit:
