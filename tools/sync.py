@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ORDER = (
-    "bounds settings runtime watch tokenizer data text chat preparation batches model ngrams lora optimizer schedule "
+    "bounds settings runtime tokenizer data text chat preparation batches model lora optimizer schedule "
     "quantization artifact export deltas weights evaluation checkpoint generation tasks rows responses start "
     "supervision pairs policy judge runs jobs"
 ).split()
