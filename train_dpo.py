@@ -3476,6 +3476,14 @@ def checked_rewards(given: object, asked: list[tuple]) -> list[float]:
     return values
 
 
+def held_out_metrics(scores: dict) -> dict[str, float]:
+    """Return held-out scores for the log and the tracker: of a score with an interval, the mean."""
+    metrics = {}
+    for name, value in scores.items():
+        metrics[f"held_out/{name}"] = value[0] if isinstance(value, list) else value
+    return metrics
+
+
 def mean_interval(values: Tensor) -> list[float]:
     """Mean of (n,) values of different prompts and the ends of its 95% interval, by the normal approximation."""
     mean, half = values.mean().item(), 1.96 * values.std().item() / len(values) ** 0.5
@@ -3898,22 +3906,6 @@ class DPOTrainer:
 HANG_SECONDS = 120.0
 
 
-def optimizer_state_bytes(optimizers: Optimizers) -> int:
-    """Return the bytes of moments, scales and counters of all parameters."""
-    total = 0
-    for state in optimizers.state_dict().values():
-        total += sum(tensor.nbytes for tensor in state.values())
-    return total
-
-
-def held_out_metrics(scores: dict) -> dict[str, float]:
-    """Return the numbers of `pair_summary` for the log and the tracker: of an interval its mean."""
-    metrics = {}
-    for name, value in scores.items():
-        metrics[f"held_out/{name}"] = value[0] if isinstance(value, list) else value
-    return metrics
-
-
 def log_step(run: Run, clock: Clock, report: StepReport, metrics: dict[str, float]) -> None:
     """Count the finished step if it was skipped, and log its metrics."""
     run.count_skipped(report)
@@ -4215,7 +4207,7 @@ def main() -> int:
             "total_seconds": time.perf_counter() - begin,
             "params": count_parameters(network),
             "weights": chosen,
-            "optimizer_state_bytes": optimizer_state_bytes(trainer.optimizers),
+            "optimizer_state_bytes": trainer.optimizers.state_bytes(),
             "before": before,
             "after": after,
             "gain": gain,

@@ -3591,6 +3591,14 @@ def checked_rewards(given: object, asked: list[tuple]) -> list[float]:
     return values
 
 
+def held_out_metrics(scores: dict) -> dict[str, float]:
+    """Return held-out scores for the log and the tracker: of a score with an interval, the mean."""
+    metrics = {}
+    for name, value in scores.items():
+        metrics[f"held_out/{name}"] = value[0] if isinstance(value, list) else value
+    return metrics
+
+
 def mean_interval(values: Tensor) -> list[float]:
     """Mean of (n,) values of different prompts and the ends of its 95% interval, by the normal approximation."""
     mean, half = values.mean().item(), 1.96 * values.std().item() / len(values) ** 0.5
@@ -3808,14 +3816,6 @@ def policy_gain(before: dict[str, Tensor], greedy: Tensor, sampled: Tensor, temp
     return {name: mean_interval(values) for name, values in gain.items()}, best
 
 
-def held_out_metrics(scores: dict) -> dict[str, float]:
-    """Return the numbers of `policy_scores` for the log and the tracker: of a score with an interval the mean."""
-    metrics = {}
-    for name, value in scores.items():
-        metrics[f"held_out/{name}"] = value[0] if isinstance(value, list) else value
-    return metrics
-
-
 def log_step(run: Run, clock: Clock, report: StepReport, metrics: dict) -> None:
     """Count the finished step if one of its updates was skipped, and log its metrics.
 
@@ -3834,15 +3834,6 @@ def log_step(run: Run, clock: Clock, report: StepReport, metrics: dict) -> None:
     steps_left = clock.iterations - run.step
     seconds_left = min(clock.budget - report.seconds, steps_left * clock.median_step())
     run.log.metrics(run.step, shown, seconds_left)
-
-
-def state_bytes(*all_optimizers: Optimizers) -> int:
-    """Return the bytes of what the optimizers remember."""
-    total = 0
-    for optimizers in all_optimizers:
-        for state in optimizers.state_dict().values():
-            total += sum(tensor.nbytes for tensor in state.values())
-    return total
 
 
 def choose_weights(trainer: PolicyTrainer, averages: dict[str, Average], task: Task, log: Callable) -> str:
@@ -4312,7 +4303,7 @@ def main() -> int:
             "total_seconds": time.perf_counter() - begin,
             "params": count_parameters(network),
             "weights": chosen,
-            "optimizer_state_bytes": state_bytes(trainer.optimizers),
+            "optimizer_state_bytes": trainer.optimizers.state_bytes(),
             "before": {**start, "pass1_by_temperature": pass1},
             "after": after,
             "gain": gain,
