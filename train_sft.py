@@ -1997,7 +1997,7 @@ class Optimizers:
         for param in self.params:
             param.grad = torch.zeros_like(param)
 
-    def reduce_gradients(self, runtime: Runtime, clip: float, extra: Tensor):
+    def reduce_gradients(self, runtime, clip, extra):
         """Sum gradients and `extra` (n,) over ranks, then clip the global norm of the gradients.
 
         Returns the norm before clipping, 0-d, and the sums of `extra`. clip 0: no clipping.
@@ -2015,7 +2015,7 @@ class Optimizers:
             nn.utils.clip_grads_with_norm_(self.params, clip, norm)
         return norm, extra
 
-    def step(self, multiplier: float, momentum: float, skip: Tensor) -> None:
+    def step(self, multiplier, momentum, skip):
         """Take a step at `multiplier` times the learning rates; where `skip` is true, none."""
         for optimizer in self.all:
             for group in optimizer.param_groups:
@@ -2030,11 +2030,18 @@ class Optimizers:
             else:
                 optimizer.step(skip)
 
-    def state_dict(self) -> dict:
+    def state_bytes(self):
+        """Return the bytes of all moments, scales and counters."""
+        total = 0
+        for state in self.state.values():
+            total += sum(tensor.nbytes for tensor in state.values())
+        return total
+
+    def state_dict(self):
         """Return moments, scales and counters of each parameter, by its name."""
         return {self.names[param]: dict(state) for param, state in self.state.items()}
 
-    def load_state_dict(self, saved: dict) -> None:
+    def load_state_dict(self, saved):
         """Replace the state by a saved one; an empty one is the state before the first step."""
         self.state.clear()
         for param, name in self.names.items():
