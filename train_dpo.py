@@ -3564,7 +3564,7 @@ def checkpointed(values: dict) -> SimpleNamespace:
 def fitting_tokens(network: GPT, device: torch.device) -> int:
     """Tokens whose activations, roughly, take half of the memory that is free now; on a CPU of 1 GiB."""
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 1 << 30
-    return max(4096, free // 2 // (100 * network.config.model_dim * len(network.block_of_layer)))
+    return max(4096, free // 2 // (100 * network.config.model_dim * len(network.layers)))
 # === end: start ===
 
 

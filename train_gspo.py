@@ -3048,285 +3048,260 @@ class Run:
 
 
 # === shared: generation ===
+ROOM = 64  # tokens for which a Decoder makes room at a time
+
+
 @dataclass
 class Sample:
-    """What followed a prompt: ids, a stop token included, their log-probabilities where they were drawn, and whether
-    a stop token ended it. Greedy tokens have a log-probability of 0.
+    """What followed a prompt. Greedy tokens have a log-probability of 0."""
+
+    ids: list[int]  # a stop token included
+    logps: list[float]  # log-probabilities of the ids where they were drawn
+    finished: bool  # whether a stop token ended it
+
+
+def gdn_step(q, k, v, g, beta, state):
+    """Return Gated DeltaNet's output o and the next state for one token: the formula of gdn_chunk.
+
+    q and k (B, H, K), v and o (B, H, V), g and beta (B, H), state (B, H, K, V). With S the state
+    and a = exp(g), o = a S^T q + (q . k) delta, so that the state is read once for q and k.
+    """
+    wide = state.dtype
+    decay = g.exp()[..., None, None]
+    read = decay * (torch.stack([k, q], dim=-2).to(wide) @ state)  # (B, H, 2, V)
+    delta = beta[..., None] * (v - read[..., 0, :])
+    o = read[..., 1, :] + (q * k).sum(-1, keepdim=True) * delta
+    state = torch.addcmul(state * decay, k.to(wide)[..., None], delta[..., None, :])
+    return o.to(v.dtype), state
+
+
+class LayerCache:
+    """What a layer keeps of the texts so far: tensors by name, a row for each text.
+
+    They are written in place, because a CUDA graph reads and writes the same memory at each replay.
     """
 
-    ids: list[int]
-    logps: list[float]
-    finished: bool
+    def __init__(self, decoder):
+        self.decoder = decoder
+        self.kept = {}
 
+    def keep(self, name, value):
+        """Keep a tensor under a name."""
+        if name in self.kept:
+            self.kept[name].copy_(value)
+        else:
+            self.kept[name] = value.clone()
 
-def plain(module: nn.Module) -> SimpleNamespace:
-    """What a module's methods read: its settings, and its tensors as they are now, adapters added."""
-    names = [*module._parameters, *getattr(module, "parametrizations", ())]
-    return SimpleNamespace(**{name: value for name, value in vars(module).items() if name[0] != "_"},
-                           **{name: getattr(module, name) for name in names})
+    def extend(self, qkv):
+        """Return qkv (B, T, C) with the CONV_TAPS - 1 tokens before it in front."""
+        tail = self.kept.get("tail", qkv.new_zeros(len(qkv), CONV_TAPS - 1, qkv.size(2)))
+        qkv = torch.cat([tail, qkv], dim=1)
+        self.keep("tail", qkv[:, 1 - CONV_TAPS :])
+        return qkv
 
+    def recur(self, q, k, v, g, beta):
+        """Return the outputs of gdn_chunk, whose state goes on from call to call."""
+        inputs = (q, k, v, g, beta)
+        if q.size(1) == 1 and "state" in self.kept:
+            o, state = gdn_step(*(x[:, 0] for x in inputs), self.kept["state"])
+            o = o[:, None]
+        else:
+            o, state = gdn_chunk(*inputs, self.kept.get("state"))
+        self.keep("state", state)
+        return o
 
-def put(room: Tensor, dim: int, slot: int | Tensor, value: Tensor) -> None:
-    """Write `value` into room's place `slot` of dimension `dim`; for a graph a tensor (1,) says where."""
-    if isinstance(slot, int):
-        room.select(dim, slot).copy_(value)
-    else:
-        place = room.movedim(dim, 0)
-        place.index_copy_(0, slot, value.expand(place.shape[1:])[None])
-
-
-def gdn_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Gated DeltaNet (arXiv 2412.06464, section 3) for one token, by head: o (B, H, V) in v's dtype, and S'.
-
-    S' = a S + b k (v - a S^T k)^T and o = S'^T q, with a = exp(g): q, k (B, H, K), L2-normed, q scaled by K**-0.5 too;
-    v (B, H, V); g, beta (B, H), g <= 0; S (B, H, K, V), float32 at least and read once: o = a S^T q + (q . k) delta.
-    """
-    dtype = torch.promote_types(v.dtype, torch.float32)
-    q, k, beta, decay = q.to(dtype), k.to(dtype), beta.to(dtype), g.to(dtype).exp()
-    read_k, read_q = (decay[..., None, None] * (torch.stack((k, q), -2) @ state)).unbind(-2)  # (B, H, V) each
-    delta = beta[..., None] * (v - read_k)
-    o = read_q + (q * k).sum(-1, keepdim=True) * delta
-    return o.to(v.dtype), torch.addcmul(state * decay[..., None, None], k[..., None], delta[..., None, :])
+    def attend(self, q, k, v, window):
+        """Return attention (B, H, T, D) over all keys so far; shapes as in `attend`."""
+        if not self.kept:
+            shape = (*k.shape[:2], self.decoder.room, k.size(3))
+            self.kept = {"keys": k.new_zeros(shape), "values": v.new_zeros(shape)}
+        keys = self.kept["keys"].index_copy_(2, self.decoder.slots, k)
+        values = self.kept["values"].index_copy_(2, self.decoder.slots, v)
+        # Heads that share keys become queries of one head: the kernels that take a mask do not take
+        # grouped heads.
+        groups = q.size(1) // k.size(1)
+        q = q.unflatten(1, (-1, groups)).flatten(2, 3)  # (B, Hkv, groups * T, D)
+        mask = self.decoder.masks[window].repeat(1, 1, groups, 1)
+        o = F.scaled_dot_product_attention(q, keys, values, mask)
+        return o.unflatten(2, (groups, -1)).flatten(1, 2)
 
 
 class Decoder:
-    """`count` texts a prompt that go on token by token: GPT.features and GPT.logits of one token a row.
+    """Texts that go on token by token: the network's own modules with a cache for each layer.
 
-    A prompt is read once, with the others of its length, so that no padding enters a recurrent state. A small network's
-    step is all overhead on a CPU: hence few operations, weights laid out beforehand, caches written in place. A new key
-    takes the same slot in all rows; `bias` hides slots from rows. On CUDA a graph of the step is replayed.
+    `logits` (R, V) say what comes next. Prompts of different lengths are padded in front. Padding
+    and text are different documents, so no text sees its padding. With network.compiled a step is
+    compiled; on CUDA it is recorded as a graph and replayed.
     """
 
-    def __init__(self, network: GPT, prompts: list[list[int]], count: int):
-        """The rows stand prompt by prompt. What changes in the network later is not seen."""
-        device, config, caches, lasts, order = network.embed.device, network.config, [], [], []
-        for length in sorted({len(prompt) for prompt in prompts}):
-            alike = [number for number, prompt in enumerate(prompts) if len(prompt) == length]
-            ids = torch.tensor([prompts[number] for number in alike], device=device)
-            caches.append({})
-            lasts.append(network.features(ids, caches[-1])[:, -1])  # (n, dim)
-            order += alike
-        place = torch.tensor(order, device=device).argsort().repeat_interleave(count)  # row of each sample's prompt
-        self.network, self.graph, self.room, self.steps, self.end = network, None, 0, 0, length
-        self.wide = torch.promote_types(network.embed.dtype, torch.float32)  # of caches and logits
-        self.narrow = torch.bfloat16 if ids.is_cuda else self.wide  # of the residual stream and of weights
-        self.at = torch.zeros(1, dtype=torch.int64, device=device) if ids.is_cuda else 0  # steps: a graph counts them
-        self.logits = network.logits(torch.cat(lasts))[place]  # (R, V), of what comes first
-        self.last = torch.cat([cache["ids"][:, -1] for cache in caches])[place]
-        self.position = torch.tensor([len(prompts[number]) for number in order], device=device)[place]
-        docs = [(cache["ids"] == config.bos_id).cumsum(dim=1) for cache in caches]
-        seen = [doc == doc[:, -1:] for doc in docs]  # by the next token
-        seen = torch.cat([F.pad(part, (length + CONV_TAPS - part.size(1), 0)) for part in seen])[place]
-        self.rope_dims = max((getattr(mixer, "rope_dims", 0) for mixer in network.mixers), default=0)
-        half, width = self.rope_dims // 2, config.model_dim // config.num_heads
-        near = torch.arange(width, device=device)  # of a head's dimensions: two that turn together become neighbours
-        near = torch.cat([near[: 2 * half].view(2, half).T.flatten(), near[2 * half :]])
-        frequency = ROPE_BASE ** (-torch.arange(half, device=device, dtype=torch.float32) / half)
-        self.frequency, self.bias, self.past, self.layers = F.pad(frequency, (0, width // 2 - half)), {}, {}, []
-        self.root = torch.tensor((config.model_dim * torch.finfo(self.wide).eps) ** 0.5, dtype=self.wide)
-        self.zero = torch.zeros((), dtype=self.wide, device=device)
-        self.head = self.laid(network.embed if network.head is None else network.head, norm=network.final_norm)
-        for at, (block, mixer) in enumerate(zip(network.block_of_layer, network.mixer_of_layer, strict=True)):
-            block, mixer = network.blocks[block], network.mixers[mixer]
-            layer = SimpleNamespace(
-                block=block, own=plain(mixer), mlp=plain(block.mlp), window=getattr(mixer, "window", 0),
-                w_o=self.laid(mixer.w_o, block.mixer_scale), w_down=self.laid(block.mlp.w_down, block.mlp_scale))
-            layer.mlp.w_up = self.laid(block.mlp.w_up, norm=block.mlp_norm).mT
-            slots = self.past[layer.window] = max(0, min(length, layer.window - 1))
-            parts = {name: [cache[at][name] for cache in caches] for name in caches[0][at]}
-            if layer.window:
-                parts = {name: [F.pad(part, (0, 0, slots - part.size(2), 0)) for part in parts[name]] for name in parts}
-            kept = {name: torch.cat(parts[name])[place] for name in parts}
-            if layer.window:
-                k, v = (kept[name].to(self.wide).flatten(0, 1) for name in ("k", "v"))
-                layer.kept = {"k": k[..., near].mT, "v": v}  # (R * Hkv, D, slots), (R * Hkv, slots, D)
-                hidden = ~seen[:, None, seen.size(1) - slots :].repeat_interleave(mixer.kv_heads, dim=0)
-                self.bias[layer.window] = torch.zeros_like(hidden, dtype=self.wide).masked_fill_(hidden, -math.inf)
-                q, k, v = (w.unflatten(0, (mixer.kv_heads, -1, width)) for w in mixer.w_qkv.split(
-                    [mixer.heads * width, mixer.kv_heads * width, mixer.kv_heads * width]))
-                layer.w_in = torch.cat([q[:, :, near], k[:, :, near], v], dim=1).flatten(0, 2)  # by key's head
-                if mixer.q_gain is not None:
-                    layer.gain = F.pad(mixer.q_gain.view(mixer.kv_heads, -1, 1), (0, 0, 0, 1), value=1.0)
-            else:
-                layer.kept = {**kept, "tail": kept["tail"] * seen[:, 1 - CONV_TAPS :, None]}
-                layer.w_in, layer.conv = mixer.w_qkvg, mixer.conv
-                layer.own.ab = self.laid(mixer.ab, norm=block.mixer_norm, dtype=self.wide).mT
-            layer.w_in = self.laid(layer.w_in, norm=block.mixer_norm)
-            self.layers.append(layer)
+    def __init__(self, network, prompts):
+        """Read the prompts, lists of at least one id."""
+        self.network = network
+        self.layers = [LayerCache(self) for _ in network.layers]
+        self.windows = {mixer.window for mixer in network.mixers if isinstance(mixer, Attention)}
+        device = network.embed.device
+        bos = network.config.bos_id
+        rows = len(prompts)
+        self.length = max(len(prompt) for prompt in prompts)
+        self.room = self.length + ROOM
+        self.graph = None
+        self.compiled_step = torch.compile(self.step, dynamic=True)
+        padded = [[bos] * (self.length - len(prompt)) + prompt for prompt in prompts]
+        padding = torch.tensor([self.length - len(prompt) for prompt in prompts], device=device)
+        self.used = torch.zeros((), dtype=torch.int64, device=device)  # slots that hold a token
+        self.kept = {
+            "padding": padding[:, None],
+            "last": torch.full((rows, 1), bos, device=device),
+            "doc": torch.zeros(rows, self.room, dtype=torch.int64, device=device),
+            "tail_doc": torch.zeros(rows, CONV_TAPS - 1, dtype=torch.int64, device=device),
+        }
+        features = network.features(torch.tensor(padded, device=device), self)
+        self.logits = network.logits(features[:, -1])
 
-    def laid(self, weight: Tensor, scale: Tensor | None = None, norm: Norm | None = None,
-             dtype: torch.dtype | None = None) -> Tensor:
-        """weight (out, in), transposed in memory, times what its outputs, or the inputs that `normed` gives, lack."""
-        weight = weight if scale is None else weight * scale[:, None]
-        if norm is not None and norm.bias is None and not weight.is_cuda:
-            weight = weight * (weight.size(1) ** 0.5 if norm.weight is None else norm.weight * weight.size(1) ** 0.5)
-        return weight.to(dtype or self.narrow).mT.contiguous()
+    def take(self, rows):
+        """Go on with these rows (n,) alone, in this order; a row may come several times."""
+        self.graph = None
+        self.logits = self.logits[rows]
+        for cache in (self, *self.layers):
+            cache.kept = {name: value[rows] for name, value in cache.kept.items()}
 
-    def normed(self, x: Tensor, norm: Norm) -> Tensor:
-        """norm(x), or on a CPU for RMSNorm, whose own operation takes twice the time, what `laid` makes up for."""
-        if norm.bias is not None or x.is_cuda:
-            return norm(x)
-        return x / torch.hypot(torch.linalg.vector_norm(x, dim=1, keepdim=True), self.root)
-
-    def keep(self, rows: Tensor) -> None:
-        """Go on with rows (n,) alone."""
-        self.graph, count = None, len(self.last)
-        self.last, self.position = self.last[rows], self.position[rows]
-        for tensors in (self.bias, *(layer.kept for layer in self.layers)):
-            tensors.update({name: value.unflatten(0, (count, -1))[rows].flatten(0, 1)
-                            for name, value in tensors.items()})
-
-    def grow(self, steps: int) -> None:
-        """Make room for `steps` more tokens, where a window does not end before."""
-        self.graph, self.room, more = None, self.room + steps, {}
-        angle = torch.arange(self.end + self.room, device=self.last.device)[:, None] * self.frequency
-        self.turns = torch.complex(angle.cos().to(self.wide), angle.sin().to(self.wide))[:, None, None]
-        for window, bias in self.bias.items():
-            more[window] = min(window, self.past[window] + self.room) - bias.size(2)
-            self.bias[window] = F.pad(bias, (0, more[window]), value=-math.inf)
+    def grow(self):
+        """Make room for more tokens."""
+        self.graph = None
+        self.room += ROOM
+        self.kept["doc"] = F.pad(self.kept["doc"], (0, ROOM))
         for layer in self.layers:
-            if layer.window:
-                layer.kept = {"k": F.pad(layer.kept["k"], (0, more[layer.window])),
-                              "v": F.pad(layer.kept["v"], (0, 0, 0, more[layer.window]))}
+            for name in layer.kept.keys() & {"keys", "values"}:
+                layer.kept[name] = F.pad(layer.kept[name], (0, 0, 0, ROOM))
 
-    def __call__(self, ids: Tensor) -> Tensor:
-        """Logits (R, V) of what comes after ids (R,)."""
-        if self.steps == self.room:
-            self.grow(64 if isinstance(self.at, int) else 512)
-        self.steps += 1
-        if not ids.is_cuda:
-            return self.step(ids)
-        if self.graph is None:  # this step warms up; the next ones are recorded here, and replayed
-            logits, self.ids, self.graph = self.step(ids), ids.clone(), torch.cuda.CUDAGraph()
+    def context(self, ids):
+        """Return documents, previous ids and positions (B, T) of ids (B, T), see GPT.context."""
+        kept = self.kept
+        self.slots = self.used + torch.arange(ids.size(1), device=ids.device)
+        positions = self.slots - kept["padding"]  # below 0 in the padding
+        begins_document = (ids == self.network.config.bos_id) | (positions == 0)
+        doc = kept["tail_doc"][:, -1:] + begins_document.cumsum(dim=1)
+        kept["doc"].index_copy_(1, self.slots, doc)
+        distance = self.slots[:, None] - torch.arange(self.room, device=ids.device)
+        seen = (distance >= 0) & (doc[:, :, None] == kept["doc"][:, None])
+        self.masks = {window: (seen & (distance < window))[:, None] for window in self.windows}
+        previous = torch.cat([kept["last"], ids], dim=1)
+        doc = torch.cat([kept["tail_doc"], doc], dim=1)
+        kept["last"].copy_(previous[:, -1:])
+        kept["tail_doc"].copy_(doc[:, 1 - CONV_TAPS :])
+        self.used += ids.size(1)
+        return doc, previous[:, :-1], positions.clamp(min=0)
+
+    def step(self, ids):
+        """Return the logits (R, V) of what comes after ids (R,)."""
+        return self.network.logits(self.network.features(ids[:, None], self)[:, 0])
+
+    def __call__(self, ids):
+        """Go on with ids (R,), a token in each row."""
+        if self.length == self.room:
+            self.grow()
+        self.length += 1
+        # One row would be compiled anew.
+        step = self.compiled_step if self.network.compiled and len(ids) > 1 else self.step
+        if self.graph is not None:
+            self.ids.copy_(ids)
+            self.graph.replay()
+            self.logits = self.next_logits
+            return
+        self.logits = step(ids)
+        if ids.is_cuda:  # that step warmed up; the next ones are recorded here, and replayed
+            self.ids = ids.clone()
+            self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph):
-                self.logits = self.step(self.ids)
-            return logits
-        self.ids.copy_(ids)
-        self.graph.replay()
-        return self.logits
-
-    def step(self, ids: Tensor) -> Tensor:
-        """The network: in a graph the same operations on the same memory at every call; else of used slots alone."""
-        config, whole, skips, self.views = self.network.config, isinstance(self.at, Tensor), [], {}
-        first = ids == config.bos_id
-        for window, bias in self.bias.items():
-            slot, used = (self.past[window] + self.at) % bias.size(2), bias.size(2)
-            if whole or first.any():
-                bias.view(len(ids), -1, used).masked_fill_(first[:, None, None], -math.inf)
-            put(bias, 2, slot, self.zero)
-            used = used if whole else min(used, self.past[window] + self.at + 1)
-            self.views[window] = slot, used, bias[..., :used]
-        turn = self.turns[self.position]  # (R, 1, 1, D / 2)
-        x = x0 = self.network.embedded(ids, self.last, self.position)
-        for at, layer in enumerate(self.layers):
-            block, half = layer.block, len(self.layers) // 2
-            if at >= half and skips:
-                x = x + scaled(skips.pop(), self.network.skip[len(skips)])
-            if block.mix is not None:
-                x = scaled(x, block.mix[0]) + scaled(x0, block.mix[1])
-            y = self.normed(x, block.mixer_norm)
-            y = self.attend(layer, y, turn) if layer.window else self.recur(layer, y, first)
-            x = torch.addmm(x, y.to(x.dtype), layer.w_o)
-            x = torch.addmm(x, MLP.hidden(layer.mlp, self.normed(x, block.mlp_norm))[0], layer.w_down)
-            if config.unet_skips and at < half:
-                skips.append(x)
-        self.last.copy_(ids)
-        self.position.add_(1)
-        self.at += 1
-        logits, cap = torch.mm(self.normed(x, self.network.final_norm), self.head).to(self.wide), config.logit_softcap
-        return cap * torch.tanh(logits / cap) if cap else logits
-
-    def attend(self, layer: SimpleNamespace, x: Tensor, turn: Tensor) -> Tensor:
-        """Attention up to what w_o reads (R, dim), of x (R, dim)."""
-        width, (slot, used, bias), keys, values = layer.own.head_dim, self.views[layer.window], *layer.kept.values()
-        qkv = torch.mm(x, layer.w_in).view(len(x), layer.own.kv_heads, -1, width)  # (R, Hkv, H / Hkv + 2, D)
-        if layer.own.q_gain is not None:
-            qkv[:, :, :-1] = F.rms_norm(qkv[:, :, :-1], (width,)) * layer.gain.to(x.dtype)
-        qkv = qkv.to(self.wide)
-        if self.rope_dims:
-            torch.view_as_complex(qkv.view(*qkv.shape[:3], -1, 2))[:, :, :-1].mul_(turn)
-        qkv = qkv.flatten(0, 1)
-        put(keys, 2, slot, qkv[:, -2])
-        put(values, 1, slot, qkv[:, -1])
-        scores = torch.baddbmm(bias, qkv[:, :-2], keys[..., :used], alpha=width**-0.5)
-        return torch.bmm(scores.softmax(-1), values[:, :used]).view(len(x), -1)
-
-    def recur(self, layer: SimpleNamespace, x: Tensor, first: Tensor) -> Tensor:
-        """GatedDeltaNet up to what w_o reads (R, dim), of x (R, dim)."""
-        kept, dim = layer.kept, x.size(1)
-        qkv, gate = torch.mm(x, layer.w_in).split([3 * dim, dim], dim=1)
-        taps = torch.cat([kept["tail"] * ~first[:, None, None], qkv[:, None]], dim=1)  # (R, taps, 3 dim)
-        kept["tail"].copy_(taps[:, 1:])
-        inputs = GatedDeltaNet.inputs(layer.own, x, F.silu((taps * layer.conv.T.to(x.dtype)).sum(1)), first)
-        o, state = gdn_step(*inputs, kept["state"])
-        kept["state"].copy_(state)
-        return GatedDeltaNet.gated(layer.own, o, gate)
+                self.next_logits = step(self.ids)
 
 
-def draw(logits: Tensor, temperature: float, top_k: int, top_p: float, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens (B,) and their log-probabilities from logits (B, V), by uniform (B,) in [0, 1) each: the inverse CDF."""
+def draw(logits, temperature, top_k, top_p, uniform):
+    """Return tokens (B,) and their log-probabilities, drawn from logits (B, V).
+
+    uniform (B,) in [0, 1) decides: the inverse of the cumulative distribution. temperature 0: the
+    likeliest token; top_k: that many tokens, 0: all; top_p: the likeliest tokens that together have
+    this probability (arXiv 1904.09751).
+    """
     if temperature == 0:
         return logits.argmax(-1), logits.new_zeros(len(logits))
-    logits = logits if temperature == 1 else logits / temperature
+    logits = logits / temperature
     if top_k:
-        logits = logits.masked_fill(logits < logits.topk(min(top_k, logits.size(-1))).values[:, -1:], -math.inf)
-    if top_p < 1:  # the likeliest tokens that together hold at least top_p (arXiv 1904.09751)
+        least = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -math.inf)
+    if top_p < 1:
         ordered, order = logits.softmax(-1).sort(descending=True)
         beyond = ordered.cumsum(-1) - ordered >= top_p
-        logits = logits.masked_fill(torch.zeros_like(beyond).scatter(1, order, beyond), -math.inf)
+        beyond = torch.zeros_like(beyond).scatter(1, order, beyond)
+        logits = logits.masked_fill(beyond, -math.inf)
     chances = logits.softmax(-1)
     total = chances.cumsum(-1, dtype=torch.float64)
-    picks = torch.searchsorted(total, uniform[:, None] * total[:, -1:], right=True).clamp_(max=logits.size(-1) - 1)
+    picks = torch.searchsorted(total, uniform[:, None] * total[:, -1:], right=True)
+    picks.clamp_(max=logits.size(-1) - 1)
     return picks[:, 0], chances.gather(1, picks)[:, 0].log()
 
 
-@torch.inference_mode()  # a tenth faster on a CPU than no_grad
-def generate(network: GPT, prompts: list[list[int]], count: int, max_new_tokens: int, temperature: float, top_k: int,
-             top_p: float, seeds: list[tuple[int, ...]], stop: frozenset[int], rows: int = 4096,
-             first: int = 0) -> list[Sample]:
-    """`count` continuations of each prompt, prompt by prompt, at most `rows` at once; a prompt is at least one token.
+def continue_texts(decoder, draws, sampling, stop):
+    """Return a Sample for each row of a Decoder; draws (R, steps) are uniform numbers in [0, 1).
 
-    Sample i of prompt p depends on (seeds[p], first + i) alone, up to the last digits of the batch's matrix products.
-    temperature 0: the likeliest token; top_k 0, top_p 1: all tokens.
+    sampling: temperature, top_k and top_p of `draw`. Rows that reached a stop token leave the batch.
     """
-    rest = max_new_tokens, temperature, top_k, top_p
-    if len(prompts) > 1 and len(prompts) * count > rows:
-        share = max(1, rows // count)
-        parts = [slice(begin, begin + share) for begin in range(0, len(prompts), share)]
-        return [sample for part in parts
-                for sample in generate(network, prompts[part], count, *rest, seeds[part], stop, rows, first)]
-    if prompts and count > rows:
-        parts = [(begin, min(rows, count - begin)) for begin in range(0, count, rows)]
-        return [sample for begin, some in parts
-                for sample in generate(network, prompts, some, *rest, seeds, stop, rows, first + begin)]
-    if not prompts:
-        return []
-    decoder, device = Decoder(network, prompts, count), network.embed.device
-    draws = [np.random.default_rng([*seed, first + sample]).random(max_new_tokens)
-             for seed in seeds for sample in range(count)]
-    uniforms = torch.from_numpy(np.stack(draws, axis=1)).to(device)
-    live, ends = torch.arange(uniforms.size(1), device=device), torch.tensor(sorted(stop), device=device)
-    tokens, logps = (torch.zeros(uniforms.shape, dtype=dtype, device=device) for dtype in (torch.int64, torch.float32))
-    done, drawn, logits = torch.zeros_like(live, dtype=torch.bool), [], decoder.logits
-    for step in range(max_new_tokens):
-        drawn.append(draw(logits, temperature, top_k, top_p, uniforms[step]))
-        picks = drawn[-1][0]
-        done, last = done | (picks[:, None] == ends).any(1) if stop else done, step + 1 == max_new_tokens
-        left = int((~done).sum()) if stop else len(live)
-        if not left or last or left < 0.8 * len(live):  # finished rows leave
-            for into, parts in zip((tokens, logps), zip(*drawn, strict=True), strict=True):
-                into[step + 1 - len(drawn) : step + 1, live] = torch.stack(parts).to(into.dtype)
-            if not left or last:
-                break
-            keep, drawn = (~done).nonzero()[:, 0], []
-            live, picks, done, uniforms = live[keep], picks[keep], done[keep], uniforms[:, keep]
-            decoder.keep(keep)
-        logits = decoder(picks)
-    found = []
-    for ids, own in zip(tokens[: step + 1].T.tolist(), logps[: step + 1].T.tolist(), strict=True):
-        length = next((at + 1 for at, token in enumerate(ids) if token in stop), len(ids))
-        found.append(Sample(ids[:length], own[:length], ids[length - 1] in stop))
-    return found
+    rows, steps = draws.shape
+    device = draws.device
+    ids = torch.zeros(rows, steps, dtype=torch.int64, device=device)
+    logps = torch.zeros(rows, steps, device=device)
+    lengths = torch.zeros(rows, dtype=torch.int64, device=device)
+    ends = torch.tensor(sorted(stop), dtype=torch.int64, device=device)
+    live = torch.arange(rows, device=device)  # rows that the decoder has
+    running = torch.ones(rows, dtype=torch.bool, device=device)  # those of them without a stop token
+    for step in range(steps):
+        picks, pick_logps = draw(decoder.logits, *sampling, draws[live, step])
+        ids[live, step] = picks
+        logps[live, step] = pick_logps.float()
+        lengths[live] += running
+        running &= ~torch.isin(picks, ends)
+        left = int(running.sum())
+        if left == 0 or step == steps - 1:
+            break
+        if 1 < left < 0.8 * len(live):
+            keep = running.nonzero()[:, 0]
+            decoder.take(keep)
+            live = live[keep]
+            picks = picks[keep]
+            running = running[keep]
+        decoder(picks)
+    samples = []
+    for row, length in enumerate(lengths.tolist()):
+        row_ids = ids[row, :length].tolist()
+        samples.append(Sample(row_ids, logps[row, :length].tolist(), row_ids[-1] in stop))
+    return samples
+
+
+@torch.inference_mode()  # a tenth faster on a CPU than no_grad
+def generate(
+    network, prompts, count, max_new_tokens, temperature, top_k, top_p, seeds, stop, rows=4096
+):
+    """Return `count` Samples for each prompt (a list of at least one id), prompt by prompt.
+
+    Sample i of prompt p depends on (seeds[p], i) alone, up to the last digits of the batch's matrix
+    products. stop: ids that end a sample. At most `rows` texts are in a batch. See `draw`.
+    """
+    samples = []
+    texts = list(itertools.product(range(len(prompts)), range(count)))
+    for start in range(0, len(texts), rows):
+        batch = texts[start : start + rows]
+        numbers = [number for number, _ in batch]  # of their prompts, which rise
+        draws = [
+            np.random.default_rng([*seeds[number], sample]).random(max_new_tokens)
+            for number, sample in batch
+        ]
+        draws = torch.from_numpy(np.stack(draws)).to(network.embed.device)
+        decoder = Decoder(network, prompts[numbers[0] : numbers[-1] + 1])
+        decoder.take(torch.tensor(numbers, device=draws.device) - numbers[0])
+        samples += continue_texts(decoder, draws, (temperature, top_k, top_p), stop)
+    return samples
+
+
 # === end: generation ===
 
 
@@ -3679,7 +3654,7 @@ def checkpointed(values: dict) -> SimpleNamespace:
 def fitting_tokens(network: GPT, device: torch.device) -> int:
     """Tokens whose activations, roughly, take half of the memory that is free now; on a CPU of 1 GiB."""
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 1 << 30
-    return max(4096, free // 2 // (100 * network.config.model_dim * len(network.block_of_layer)))
+    return max(4096, free // 2 // (100 * network.config.model_dim * len(network.layers)))
 # === end: start ===
 
 

@@ -3720,7 +3720,7 @@ def checkpointed(values: dict) -> SimpleNamespace:
 def fitting_tokens(network: GPT, device: torch.device) -> int:
     """Tokens whose activations, roughly, take half of the memory that is free now; on a CPU of 1 GiB."""
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 1 << 30
-    return max(4096, free // 2 // (100 * network.config.model_dim * len(network.block_of_layer)))
+    return max(4096, free // 2 // (100 * network.config.model_dim * len(network.layers)))
 # === end: start ===
 
 
@@ -3858,7 +3858,7 @@ class SFTTrainer:
         self.runtime = runtime or Runtime(0, 1, model.embed.device, False)
         if teacher is not None and s.kd_loss == "projection":
             torch.manual_seed(s.seed)
-            depths, dims = zip(*((len(each.block_of_layer), each.config.model_dim) for each in (model, teacher)),
+            depths, dims = zip(*((len(each.layers), each.config.model_dim) for each in (model, teacher)),
                                strict=True)
             self.projections.extend(nn.Parameter((torch.randn(dims[::-1]) * dims[0]**-0.5).to(model.embed))
                                     for _ in matched_layers(*depths, s.kd_layers))

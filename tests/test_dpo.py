@@ -318,7 +318,7 @@ class Table(nn.Module):
         self.embed = nn.Parameter(torch.randn(size, dim, generator=generator))
         self.table = nn.Parameter(torch.randn(dim, size, generator=generator))
         self.w_value = nn.Parameter(torch.randn(dim, generator=generator))
-        self.config, self.block_of_layer = SimpleNamespace(model_dim=dim, train_seq_len=128), [0]
+        self.config, self.layers = SimpleNamespace(model_dim=dim, train_seq_len=128), [0]
 
     def features(self, ids, cache=None):
         return F.embedding(ids, self.embed).cumsum(1)
