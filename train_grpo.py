@@ -854,8 +854,8 @@ class GPTConfig:
     embed_init_std: float = 0.005  # standard deviation of the embedding at the start
 
 
-def model_config(settings, vocab_size: int, bos_id: int, **overrides) -> GPTConfig:
-    """Returns the shape of the network that `settings` ask for.
+def model_config(settings, vocab_size, bos_id, **overrides):
+    """Return the GPTConfig of the network that `settings` ask for.
 
     A field's value is taken from `overrides`, else ARCH_LAYOUTS, else `settings`, else GPTConfig's
     default. LAYER_PATTERN is one word per layer, repeated or cut to NUM_LAYERS: g is Gated
@@ -876,12 +876,10 @@ def model_config(settings, vocab_size: int, bos_id: int, **overrides) -> GPTConf
 
     names = GPTConfig.__dataclass_fields__
     values = {name: value for name, value in vars(settings).items() if name in names}
-    values["vocab_size"] = vocab_size
-    values["bos_id"] = bos_id
     values["layers"] = " ".join((words * num_layers)[:num_layers])
     values["norms"] = " ".join((norms * num_layers)[:num_layers])
     values |= ARCH_LAYOUTS[getattr(settings, "arch_mode", "D")]
-    config = GPTConfig(**{**values, **overrides})
+    config = GPTConfig(**{**values, "vocab_size": vocab_size, "bos_id": bos_id, **overrides})
 
     dim = config.model_dim
     heads = config.num_heads
@@ -899,29 +897,28 @@ def model_config(settings, vocab_size: int, bos_id: int, **overrides) -> GPTConf
     return config
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Returns x W^T in x's dtype; weights are kept in float32."""
+def linear(x, weight):
+    """Return x W^T in x's dtype; weights are kept in float32."""
     return F.linear(x, weight.to(x.dtype))
 
 
-def scaled(x: Tensor, scale: Tensor | None) -> Tensor:
-    """Returns x times a learned scale per channel, where there is one."""
+def scaled(x, scale):
+    """Return x times a learned scale per channel, or x if the scale is None."""
     return x if scale is None else x * scale.to(x.dtype)
 
 
-def matrix(splits: tuple[int, ...], cols: int, std: float = 0.0) -> nn.Parameter:
-    """Returns matrices of `splits` rows, one below the other; Muon takes them one by one.
+def matrix(splits, cols, std=0.0):
+    """Return a parameter of matrices with `splits` rows, one below the other.
 
-    Entries are normal with deviation `std`; 0 means 0.5 / sqrt(cols), with which normed inputs
-    give outputs of deviation 0.5.
+    Muon takes the matrices one by one. Entries are normal with deviation `std`; 0 means
+    0.5 / sqrt(cols), with which normed inputs give outputs of deviation 0.5.
     """
-    std = std or 0.5 * cols**-0.5
-    weight = nn.Parameter(torch.randn(sum(splits), cols) * std)
+    weight = nn.Parameter(torch.randn(sum(splits), cols) * (std or 0.5 * cols**-0.5))
     weight.splits = splits
     return weight
 
 
-def rms_norm(x: Tensor) -> Tensor:
+def rms_norm(x):
     """RMSNorm (arXiv 1910.07467) over the last dimension, without weights."""
     return F.rms_norm(x, x.shape[-1:])
 
@@ -929,27 +926,27 @@ def rms_norm(x: Tensor) -> Tensor:
 class Norm(nn.Module):
     """One of NORMS: RMSNorm, plain or with weights; LayerNorm with weights and bias."""
 
-    def __init__(self, kind: str, dim: int):
+    def __init__(self, kind, dim):
         super().__init__()
         self.weight = None if kind == "rms" else nn.Parameter(torch.ones(dim))
         self.bias = nn.Parameter(torch.zeros(dim)) if kind == "layer" else None
 
     def forward(self, x):
-        """Returns x (..., dim) normed, in its own dtype."""
+        """Return x (..., dim) normed, in its own dtype."""
         if self.bias is None:
             return scaled(rms_norm(x), self.weight)
         return scaled(F.layer_norm(x, x.shape[-1:]), self.weight) + self.bias.to(x.dtype)
 
 
-def scan_outputs(w: Tensor, u: Tensor, k: Tensor, decay: Tensor, state: Tensor, *others):
-    """Returns room for the outputs of gdn_scan or gdn_scan_adjoint, given their arguments."""
+def scan_outputs(w, u, k, decay, state, *others):
+    """Return room for the outputs of gdn_scan or gdn_scan_adjoint, given their arguments."""
     return state.new_empty(len(w) + 1, *state.shape), torch.empty_like(u)
 
 
 def gdn_scan(
     w: Tensor, u: Tensor, k: Tensor, decay: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns the states S_0 ... S_N between chunks and what each chunk writes, first to last:
+    """Return the states S_0 ... S_N between chunks and what each chunk writes, first to last:
 
         new_n = U_n - W_n S_n
         S_{n+1} = decay_n S_n + K_n^T new_n
@@ -969,7 +966,7 @@ def gdn_scan(
 def gdn_scan_adjoint(
     w: Tensor, d_new: Tensor, k: Tensor, decay: Tensor, d_last: Tensor, d_states: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns R_0 ... R_N, the gradients of gdn_scan's states, and those of u, last to first:
+    """Return R_0 ... R_N, the gradients of gdn_scan's states, and those of u, last to first:
 
         d_u_n = d_new_n + K_n R_{n+1}
         R_n = d_states_n + decay_n R_{n+1} - W_n^T d_u_n
@@ -1013,7 +1010,7 @@ class GatedDeltaChunks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, kb, vb, g, state):
-        """Returns o (N, M, C, V) and the last state (M, K, V)."""
+        """Return o (N, M, C, V) and the last state (M, K, V)."""
         dtype = q.dtype
         # float64: after strong decay a difference of float32 sums would have few digits left.
         total = g.double().cumsum(-2)
@@ -1043,7 +1040,7 @@ class GatedDeltaChunks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_o, d_last):
-        """Returns the gradients of forward's inputs; d_x is the gradient of x."""
+        """Return the gradients of forward's inputs; d_x is the gradient of x."""
         q, k, kb, grow, shrink, d, a, p, t, q_in, k_in, k_out, u, w, s, new = ctx.saved_tensors
         dtype = q.dtype
         decay = grow[..., -1:, :]
@@ -1078,16 +1075,8 @@ class GatedDeltaChunks(torch.autograd.Function):
         return d_q.to(dtype), d_k.to(dtype), d_kb.to(dtype), d_vb, d_g, r[0].clone()
 
 
-def gdn_chunk(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor | None = None,
-    chunk: int = 32,
-) -> tuple[Tensor, Tensor]:
-    """Returns Gated DeltaNet's outputs o and last state, by matrix products over chunks of tokens.
+def gdn_chunk(q, k, v, g, beta, state=None, chunk=32):
+    """Return Gated DeltaNet's outputs o and last state, by matrix products over chunks of tokens.
 
     The same token by token (arXiv 2412.06464, section 3), with a = exp(g) <= 1:
 
@@ -1115,8 +1104,8 @@ def gdn_chunk(
     return o[:, :t], last.view_as(state)
 
 
-def short_conv(x: Tensor, weight: Tensor, doc: Tensor) -> Tensor:
-    """Returns SiLU of a causal depthwise convolution, for the last T tokens of x.
+def short_conv(x, weight, doc):
+    """Return SiLU of a causal depthwise convolution, for the last T tokens of x.
 
     x (B, taps-1 + T, C), weight (C, taps), doc (B, taps-1 + T). Shifted sums beat
     F.conv1d(groups=C) on a CPU, and a tap that would reach into another document can be zero.
@@ -1133,7 +1122,7 @@ def short_conv(x: Tensor, weight: Tensor, doc: Tensor) -> Tensor:
 class GatedDeltaNet(nn.Module):
     """Gated DeltaNet (arXiv 2412.06464): linear attention whose state forgets and corrects."""
 
-    def __init__(self, config: GPTConfig):
+    def __init__(self, config):
         super().__init__()
         dim = config.model_dim
         self.heads = config.num_heads
@@ -1151,95 +1140,75 @@ class GatedDeltaNet(nn.Module):
         self.dt_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))  # softplus(dt_bias) = dt
         self.norm = nn.Parameter(torch.ones(self.head_dim))
 
-    def inputs(self, x: Tensor, qkv: Tensor, first: Tensor) -> tuple[Tensor, ...]:
-        """Returns q, k, v, g and beta for gdn_chunk.
-
-        x (..., dim); qkv (..., 3 dim), convolved; first (...): whether a token begins a document.
-        """
-        q, k, v = qkv.unflatten(-1, (3, self.heads, self.head_dim)).unbind(-3)  # (..., H, D)
+    def forward(self, x, doc, positions, cache):
+        """Return (B, T, dim) for x (B, T, dim); doc (B, taps-1 + T), positions: see GPT.context."""
+        T, dim = x.shape[1:]
+        qkv, gate = linear(x, self.w_qkvg).split([3 * dim, dim], dim=-1)
+        # In front stand the tokens that the convolution reaches; before a text there are none.
+        qkv = cache.extend(qkv) if cache else F.pad(qkv, (0, 0, CONV_TAPS - 1, 0))
+        qkv = short_conv(qkv, self.conv, doc)
+        q, k, v = qkv.unflatten(-1, (3, self.heads, self.head_dim)).unbind(-3)  # (B, T, H, D)
         # In float32, since a key longer than 1 lets the state grow. Without the epsilon a key of
         # zeros would get gradients of 1e12.
         wide = self.ab.dtype
         q = q * torch.rsqrt(q.to(wide).square().sum(-1, keepdim=True) + 1e-6)
         k = k * torch.rsqrt(k.to(wide).square().sum(-1, keepdim=True) + 1e-6)
-        a, b = F.linear(x.to(wide), self.ab).split(self.heads, dim=-1)  # (..., H)
+        q = q.to(v.dtype) * self.head_dim**-0.5
+        a, b = F.linear(x.to(wide), self.ab).split(self.heads, dim=-1)  # (B, T, H)
         g = -self.A_log.exp() * F.softplus(a + self.dt_bias)
-        g = torch.where(first[..., None], DOCUMENT_DECAY, g)
-        return q.to(v.dtype) * self.head_dim**-0.5, k.to(v.dtype), v, g, torch.sigmoid(b)
-
-    def gated(self, o: Tensor, gate: Tensor) -> Tensor:
-        """Returns what w_o reads (..., dim), of outputs o (..., H, D) and gate (..., dim)."""
-        return scaled(rms_norm(o), self.norm).flatten(-2) * F.silu(gate)
-
-    def forward(self, x, doc, cache, positions):
-        """Returns (B, T, dim) for x (B, T, dim).
-
-        doc (B, CONV_TAPS-1 + L): the documents of all L tokens so far; the last T of them are x.
-        The cache, if there is one, keeps the state and the convolution's last inputs.
-        """
-        B, T, dim = x.shape
-        past = cache or {}
-        qkv, gate = linear(x, self.w_qkvg).split([3 * dim, dim], dim=-1)
-        tail = past.get("tail", qkv.new_zeros(B, CONV_TAPS - 1, 3 * dim))
-        qkv = torch.cat([tail, qkv], dim=1)
-        doc = doc[:, -qkv.size(1) :]
-        first = doc[:, -T:] != doc[:, -T - 1 : -1]  # (B, T)
-        inputs = self.inputs(x, short_conv(qkv, self.conv, doc), first)
-        o, state = gdn_chunk(*inputs, past.get("state"), chunk=64 if x.is_cuda else 32)
-        if cache is not None:
-            cache.update(state=state, tail=qkv[:, 1 - CONV_TAPS :])
-        return linear(self.gated(o, gate), self.w_o)
+        begins_document = doc[:, -T:] != doc[:, -T - 1 : -1]
+        g = torch.where(begins_document[..., None], DOCUMENT_DECAY, g)
+        inputs = q, k.to(v.dtype), v, g, torch.sigmoid(b)
+        o = cache.recur(*inputs) if cache else gdn_chunk(*inputs, chunk=64 if x.is_cuda else 32)[0]
+        o = scaled(rms_norm(o), self.norm).flatten(-2) * F.silu(gate)
+        return linear(o, self.w_o)
 
 
-def rotate(x: Tensor, positions: Tensor, dims: int) -> Tensor:
-    """Returns x (B, T, H, D) with its first `dims` dimensions rotated by positions (T,).
+def rotate(x, positions, dims):
+    """Return x (B, T, H, D) with its first `dims` dimensions rotated by positions (T,) or (B, T).
 
     Rotary positions (arXiv 2104.09864), paired as in GPT-NeoX.
     """
     half = dims // 2
     exponent = torch.arange(half, device=x.device) / half  # float32
-    angle = positions[:, None, None] * ROPE_BASE**-exponent  # (T, 1, half)
+    angle = positions[..., None, None] * ROPE_BASE**-exponent  # (T, 1, half)
     cos = angle.cos().to(x.dtype)
     sin = angle.sin().to(x.dtype)
     left, right, same = x.split([half, half, x.size(-1) - dims], dim=-1)
     return torch.cat([left * cos - right * sin, left * sin + right * cos, same], dim=-1)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, doc: Tensor, window: int) -> Tensor:
-    """Returns causal attention inside documents (B, H, T, D).
+def attend(q, k, v, doc, window):
+    """Return causal attention inside documents (B, H, T, D).
 
-    q (B, H, T, D), k and v (B, Hkv, L, D), doc (B, L); the queries are the last T of the L
-    positions. Query i sees key j if 0 <= i - j < window and both are of one document. Blocks of
-    queries skip the keys that none of them sees, which on a CPU is 3 times as fast as one masked
-    call at T = 4 windows.
+    q (B, H, T, D), k and v (B, Hkv, T, D), doc (B, T). Query i sees key j if 0 <= i - j < window
+    and both are of one document. Blocks of queries skip the keys that none of them sees, which on a
+    CPU is 3 times as fast as one masked call at T = 4 windows.
     """
     dtype = q.dtype
     T = q.size(2)
-    length = k.size(2)
-    past = length - T
     if q.is_cuda:  # there the kernels that take a mask do not take grouped heads
         k, v = (x.repeat_interleave(q.size(1) // k.size(1), dim=1) for x in (k, v))
     else:  # a CPU's backward pass takes 4 times as long in bfloat16
         q, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (q, k, v))
-    places = torch.arange(length, device=q.device)
-    step = max(64, min(window, T) // 4)
+    places = torch.arange(T, device=q.device)
+    step = max(64, min(window, T, 4096) // 4)  # a mask of longer blocks would need much memory
     outputs = []
-    for start in range(past, length, step):
-        end = min(start + step, length)
-        low = max(0, start - window + 1)  # the first key that a query of the block sees
-        distance = places[start:end, None] - places[low:end]  # (t, l)
-        same_doc = doc[:, start:end, None] == doc[:, None, low:end]  # (B, t, l)
-        mask = (distance >= 0) & (distance < window) & same_doc
-        block = q[:, :, start - past : end - past], k[:, :, low:end], v[:, :, low:end]
-        o = F.scaled_dot_product_attention(*block, mask[:, None], enable_gqa=not q.is_cuda)
-        outputs.append(o)
+    for start in range(0, T, step):
+        queries = slice(start, start + step)
+        keys = slice(max(0, start - window + 1), start + step)  # those that a query may see
+        distance = places[queries, None] - places[keys]
+        same_doc = doc[:, queries, None] == doc[:, None, keys]
+        mask = ((distance >= 0) & (distance < window) & same_doc)[:, None]
+        block = q[:, :, queries], k[:, :, keys], v[:, :, keys]
+        outputs.append(F.scaled_dot_product_attention(*block, mask, enable_gqa=not q.is_cuda))
     return torch.cat(outputs, dim=2).to(dtype)
 
 
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions, and queries and keys that are RMS-normed."""
 
-    def __init__(self, config: GPTConfig, window: int):
+    def __init__(self, config, window):
         super().__init__()
         dim = config.model_dim
         self.heads = config.num_heads
@@ -1255,40 +1224,34 @@ class Attention(nn.Module):
         gain = torch.full((self.heads,), config.qk_gain_init)
         self.q_gain = nn.Parameter(gain) if config.qk_gain_init else None
 
-    def forward(self, x, doc, cache, positions):
-        """Returns (B, T, dim) for x (B, T, dim); doc as in GatedDeltaNet; positions (T,).
-
-        The cache, if there is one, keeps the keys and values that later queries may see.
-        """
-        B, T, dim = x.shape
-        qkv = linear(x, self.w_qkv).view(B, T, -1, self.head_dim)
+    def forward(self, x, doc, positions, cache):
+        """Return (B, T, dim) for x (B, T, dim); the other arguments as in GatedDeltaNet."""
+        T = x.size(1)
+        qkv = linear(x, self.w_qkv).unflatten(-1, (-1, self.head_dim))
         q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=2)  # (B, T, H, D)
         if self.q_gain is not None:
             q = scaled(rms_norm(q), self.q_gain[:, None])
             k = rms_norm(k)
-        q = rotate(q, positions, self.rope_dims).transpose(1, 2)  # (B, H, T, D)
-        k = rotate(k, positions, self.rope_dims).transpose(1, 2)
-        v = v.transpose(1, 2)
-        if cache is not None:
-            k = torch.cat([cache.get("k", k[:, :, :0]), k], dim=2)
-            v = torch.cat([cache.get("v", v[:, :, :0]), v], dim=2)
-            # The next query sees itself and window - 1 keys before it.
-            keep = max(0, k.size(2) - self.window + 1)
-            cache.update(k=k[:, :, keep:], v=v[:, :, keep:])
-        o = attend(q, k, v, doc[:, -k.size(2) :], self.window)
-        return linear(o.transpose(1, 2).reshape(B, T, dim), self.w_o)
+        q = rotate(q, positions, self.rope_dims)
+        k = rotate(k, positions, self.rope_dims)
+        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, H, T, D)
+        if cache:
+            o = cache.attend(q, k, v, self.window)
+        else:
+            o = attend(q, k, v, doc[:, -T:], self.window)
+        return linear(o.transpose(1, 2).flatten(2), self.w_o)
 
 
-def init_wave(units: int) -> nn.Parameter:
-    """Returns omega ~ N(1, 0.1), phi ~ N(0, 0.1) and b = 0 for `oscillate`, (3, units)."""
+def init_wave(units):
+    """Return omega ~ N(1, 0.1), phi ~ N(0, 0.1) and b = 0 for `oscillate`, (3, units)."""
     wave = 0.1 * torch.randn(3, units)
     wave[0] += 1.0
     wave[2] = 0.0
     return nn.Parameter(wave)
 
 
-def oscillate(x: Tensor, wave: Tensor) -> Tensor:
-    """Returns sin(omega x + phi) tanh(x) + b per unit, for x (..., units) and wave (3, units).
+def oscillate(x, wave):
+    """Return sin(omega x + phi) tanh(x) + b per unit, for x (..., units) and wave (3, units).
 
     The activation of WiggleGPT (Eden-Eldith/WiggleGPT, model_bio.py).
     """
@@ -1303,7 +1266,7 @@ class MLP(nn.Module):
     and bio_hard add its SparseEventLayer (model_bio_optimized.py), without biases.
     """
 
-    def __init__(self, config: GPTConfig):
+    def __init__(self, config):
         super().__init__()
         dim = config.model_dim
         hidden = int(config.mlp_mult * dim)
@@ -1317,42 +1280,38 @@ class MLP(nn.Module):
             self.mix_wave = init_wave(hidden)
         self.w_down = nn.Parameter(torch.zeros(dim, hidden))
 
-    def hidden(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns what w_down reads (B, T, hidden), for x (B, T, dim), and the units' events.
-
-        The events are booleans of the same shape, or None where the kind has none.
-        """
+    def forward(self, x):
+        """Return (B, T, dim) for x (B, T, dim)."""
         h = linear(x, self.w_up)
         if self.kind == "relu2":
-            return F.relu(h).square(), None
-        if self.kind == "leaky_relu2":
-            return F.leaky_relu(h, 0.5).square(), None
-        if self.kind == "gelu":
-            return F.gelu(h), None
-        if self.kind == "swiglu":
+            h = F.relu(h).square()
+        elif self.kind == "leaky_relu2":
+            h = F.leaky_relu(h, 0.5).square()
+        elif self.kind == "gelu":
+            h = F.gelu(h)
+        elif self.kind == "swiglu":
             gate, up = h.chunk(2, dim=-1)
-            return F.silu(gate) * up, None
-        if not self.kind.startswith("bio"):
-            raise ValueError(f"no kind of MLP is called {self.kind!r}")
-        h = oscillate(h, self.wave)
-        if self.kind == "bio":
-            return h, None
+            h = F.silu(gate) * up
+        else:
+            h = oscillate(h, self.wave)
+            if self.kind != "bio":
+                h = self.sparse_events(h)
+        return linear(h, self.w_down)
+
+    def sparse_events(self, h):
+        """Return hidden units (B, T, hidden) mixed by those of h whose voltage is high."""
         voltage = torch.sigmoid(linear(h, self.w_gate))
-        events = voltage > BIO_THRESHOLD
         spike = torch.sigmoid(5.0 * (voltage - BIO_THRESHOLD))  # of bio_soft: never zero
         if self.kind == "bio_hard":  # 0 or 1, with the gradient of the soft spike
-            spike = events.to(h.dtype) + (spike - spike.detach())
-        return oscillate(linear(h * spike, self.w_mix), self.mix_wave), events
-
-    def forward(self, x):
-        """Returns (B, T, dim) for x (B, T, dim)."""
-        return linear(self.hidden(x)[0], self.w_down)
+            events = (voltage > BIO_THRESHOLD).to(h.dtype)
+            spike = events + (spike - spike.detach())
+        return oscillate(linear(h * spike, self.w_mix), self.mix_wave)
 
 
 class Block(nn.Module):
     """A layer without its mixer, which may be shared: norms, MLP, and learned scales."""
 
-    def __init__(self, config: GPTConfig, norm: str):
+    def __init__(self, config, norm):
         super().__init__()
         dim = config.model_dim
         self.mixer_norm = Norm(norm, dim)
@@ -1365,7 +1324,7 @@ class Block(nn.Module):
             self.mlp_scale = nn.Parameter(torch.ones(dim))
 
     def forward(self, x, x0, mixer, *context):
-        """Returns the residual stream behind the layer (B, T, dim).
+        """Return the residual stream behind the layer (B, T, dim).
 
         x is the stream before it, x0 the embedding, context the mixer's further arguments.
         """
@@ -1378,7 +1337,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """The language model: embedding, layers, norm, and a head with a soft cap."""
 
-    def __init__(self, config: GPTConfig):
+    def __init__(self, config):
         super().__init__()
         self.config = config
         # The dtype of activations; weights are float32. None means bfloat16 on CUDA, and on a CPU
@@ -1386,6 +1345,7 @@ class GPT(nn.Module):
         self.dtype = None
         # Whether a layer's activations are computed again in the backward pass, to save memory.
         self.activation_checkpointing = False
+        self.compiled = False  # whether a Decoder compiles its steps
         dim = config.model_dim
         vocab_size = config.vocab_size
         self.embed = matrix((vocab_size,), dim, config.embed_init_std)
@@ -1402,25 +1362,43 @@ class GPT(nn.Module):
             self.skip = nn.Parameter(torch.ones(len(words) // 2, dim))
 
         # Layers that share a mixer or a block have one name for it; others go by their place.
-        mixers = [word if word[1:] else place for place, word in enumerate(words)]
-        blocks = [word if word.isupper() else place for place, word in enumerate(words)]
-        self.mixer_of_layer = [list(dict.fromkeys(mixers)).index(name) for name in mixers]
-        self.block_of_layer = [list(dict.fromkeys(blocks)).index(name) for name in blocks]
-        self.mixers = nn.ModuleList()
-        for word, index in zip(words, self.mixer_of_layer, strict=True):
-            if index == len(self.mixers):  # the first layer with this mixer
-                is_gdn = word[0] in "gG"
+        mixers = {}
+        blocks = {}
+        self.layers = []  # a block and a mixer per layer
+        for place, (word, norm) in enumerate(zip(words, norms, strict=True)):
+            mixer_name = word if word[1:] else place
+            block_name = word if word.isupper() else place
+            if mixer_name not in mixers:
                 window = config.attn_window if word[0] in "sS" else FULL_WINDOW
-                self.mixers.append(GatedDeltaNet(config) if is_gdn else Attention(config, window))
-        self.blocks = nn.ModuleList()
-        for norm, index in zip(norms, self.block_of_layer, strict=True):
-            if index == len(self.blocks):
-                self.blocks.append(Block(config, norm))
+                is_gdn = word[0] in "gG"
+                mixers[mixer_name] = GatedDeltaNet(config) if is_gdn else Attention(config, window)
+            if block_name not in blocks:
+                blocks[block_name] = Block(config, norm)
+            self.layers.append((blocks[block_name], mixers[mixer_name]))
+        self.mixers = nn.ModuleList(mixers.values())
+        self.blocks = nn.ModuleList(blocks.values())
         self.final_norm = Norm(norms[-1], dim)
 
-    def embedded(self, ids: Tensor, previous: Tensor, positions: Tensor) -> Tensor:
-        """Returns what the first layer reads (..., dim), of ids (...) and the ids before them."""
+    def context(self, ids):
+        """Return what the network needs to know about the places of ids (B, T), a text's first.
+
+        These are the documents' numbers (B, CONV_TAPS-1 + T), in front of them as many places as the
+        convolution reaches; the ids before ids (B, T); and the positions (T,).
+        """
+        doc = F.pad((ids == self.config.bos_id).cumsum(dim=1), (CONV_TAPS - 1, 0))
+        previous = F.pad(ids, (1, 0), value=self.config.bos_id)[:, :-1]
+        return doc, previous, torch.arange(ids.size(1), device=ids.device)
+
+    def features(self, ids, cache=None):
+        """Return what the head reads (B, T, dim), for ids (B, T).
+
+        With a cache, ids go on with the texts that it holds (see Decoder in section generation).
+        """
         config = self.config
+        if config.positions == "learned" and ids.size(1) > config.train_seq_len:
+            most = f"TRAIN_SEQ_LEN={config.train_seq_len}"
+            raise UserError(f"POSITIONS='learned': {ids.size(1)} tokens in a text, {most}")
+        doc, previous, positions = (cache or self).context(ids)
         x = F.embedding(ids, self.embed)
         x = x.to(self.dtype or (torch.bfloat16 if ids.is_cuda else x.dtype))
         if config.residual_mix:
@@ -1432,55 +1410,30 @@ class GPT(nn.Module):
             previous = previous.masked_fill(ids == config.bos_id, config.bos_id)
             pair = ((36313 * ids) ^ (27191 * previous)) % config.bigram_vocab_size
             x = x + linear(F.embedding(pair, self.bigram_embed).to(x.dtype), self.w_bigram)
-        return x
-
-    def features(self, ids: Tensor, cache: dict | None = None) -> Tensor:
-        """Returns what the head reads (B, T, dim), for ids (B, T).
-
-        With a cache, at first {}, several calls read one text. It keeps the text so far under
-        "ids" and what a mixer needs under the number of its layer, also where weights are shared.
-        """
-        config = self.config
-        T = ids.size(1)
-        past = {} if cache is None else cache
-        text = torch.cat([past.get("ids", ids[:, :0]), ids], dim=1)  # (B, L)
-        length = text.size(1)
-        if config.positions == "learned" and length > config.train_seq_len:
-            most = f"TRAIN_SEQ_LEN={config.train_seq_len}"
-            raise UserError(f"POSITIONS='learned': {length} tokens in a text, {most}")
-        past["ids"] = text
-        positions = torch.arange(length - T, length, device=ids.device)
-        previous = F.pad(text, (1, 0), value=config.bos_id)[:, -T - 1 : -1]
-        # The number of each token's document; in front, as many places as the convolution reaches.
-        doc = F.pad((text == config.bos_id).cumsum(dim=1), (CONV_TAPS - 1, 0))
 
         recompute = self.activation_checkpointing and torch.is_grad_enabled()
-        half = len(self.block_of_layer) // 2
+        half = len(self.layers) // 2
         skips = []
-        x = x0 = self.embedded(ids, previous, positions)
-        shared = zip(self.block_of_layer, self.mixer_of_layer, strict=True)
-        for layer, (block, mixer) in enumerate(shared):
-            if skips and layer >= half:
+        x0 = x
+        for place, (block, mixer) in enumerate(self.layers):
+            if skips and place >= half:
                 x = x + scaled(skips.pop(), self.skip[len(skips)])
-            run = self.blocks[block]
-            if recompute:
-                run = functools.partial(checkpoint, run, use_reentrant=False)
-            layer_cache = None if cache is None else cache.setdefault(layer, {})
-            x = run(x, x0, self.mixers[mixer], doc, layer_cache, positions)
-            if config.unet_skips and layer < half:
+            run = functools.partial(checkpoint, block, use_reentrant=False) if recompute else block
+            x = run(x, x0, mixer, doc, positions, cache.layers[place] if cache else None)
+            if config.unet_skips and place < half:
                 skips.append(x)
         return self.final_norm(x)
 
-    def logits(self, x: Tensor) -> Tensor:
-        """Returns logits (..., V), float32 at least, of features x (..., dim)."""
+    def logits(self, x):
+        """Return logits (..., V), float32 at least, of features x (..., dim)."""
         logits = linear(x, self.embed if self.head is None else self.head)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         cap = self.config.logit_softcap
         return cap * torch.tanh(logits / cap) if cap else logits
 
-    def forward(self, ids, targets=None, cache=None):
-        """Returns the nats of targets (B, T) after ids (B, T), 0 for -1; or logits (B, T, V)."""
-        logits = self.logits(self.features(ids, cache))
+    def forward(self, ids, targets=None):
+        """Return the nats of targets (B, T) after ids (B, T), 0 for -1; or logits (B, T, V)."""
+        logits = self.logits(self.features(ids))
         if targets is None:
             return logits
         losses = F.cross_entropy(
