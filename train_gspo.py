@@ -3100,10 +3100,10 @@ class Decoder:
         self.graph = None
         self.compiled_step = torch.compile(self.step, dynamic=True)
         padded = [[bos] * (self.length - len(prompt)) + prompt for prompt in prompts]
-        padding = torch.tensor([self.length - len(prompt) for prompt in prompts], device=device)
+        padding = [[self.length - len(prompt)] for prompt in prompts]
         self.used = torch.zeros((), dtype=torch.int64, device=device)  # slots that hold a token
         self.kept = {
-            "padding": padding[:, None],
+            "padding": torch.tensor(padding, device=device),
             "last": torch.full((rows, 1), bos, device=device),
             "doc": torch.zeros(rows, self.room, dtype=torch.int64, device=device),
             "tail_doc": torch.zeros(rows, CONV_TAPS - 1, dtype=torch.int64, device=device),
