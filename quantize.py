@@ -2337,10 +2337,11 @@ class Scorer:
         device = self.runtime.device
         sums = torch.zeros(3, dtype=torch.float64, device=device)  # nats, tokens, bytes
         spans = spans[self.runtime.rank :: self.runtime.world_size]
+        windows = len(spans)
         # Empty rows fill the last forward: windows have one shape, for one compiled graph.
         spans = np.pad(spans, ((0, -len(spans) % rows), (0, 0)))
         for at in range(0, len(spans), rows):
-            self.note(f"scored {at:,} of {len(spans):,} windows")
+            self.note(f"scored {at:,} of {windows:,} windows")
             begin, first, end = np.hsplit(spans[at : at + rows], 3)  # (rows, 1) each
             places = begin + np.arange(length or (end - begin).max())
             scored = (first <= places) & (places < end)
