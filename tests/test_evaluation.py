@@ -293,7 +293,7 @@ def test_progress_is_noted_before_each_forward():
     assert lines == ["scored 0 of 7 windows", "scored 2 of 7 windows", "scored 4 of 7 windows", "scored 6 of 7 windows"]
     del lines[:]
     T.Scorer(BYTES, runtime(), 16, 4, lines.append).score_documents(DocumentModel(), documents_of(LENGTHS))
-    assert lines == ["scored 0 of 10 windows", "scored 4 of 10 windows", "scored 8 of 10 windows"]
+    assert lines == [f"scored {at} of 10 windows" for at in range(10)]
     assert score.nats == scorer(16, 2).score(TableModel(), random_tokens(100)).nats  # and without a note
 
 
