@@ -3023,13 +3023,13 @@ def gdn_step(q, k, v, g, beta, state):
     q and k (B, H, K), v and o (B, H, V), g and beta (B, H), state (B, H, K, V). With S the state
     and a = exp(g), o = a S^T q + (q . k) delta, so that the state is read once for q and k.
     """
-    wide = state.dtype
+    dtype = v.dtype
+    q, k, v = (x.to(state.dtype) for x in (q, k, v))
     decay = g.exp()[..., None, None]
-    read = decay * (torch.stack([k, q], dim=-2).to(wide) @ state)  # (B, H, 2, V)
+    read = decay * (torch.stack([k, q], dim=-2) @ state)  # (B, H, 2, V)
     delta = beta[..., None] * (v - read[..., 0, :])
     o = read[..., 1, :] + (q * k).sum(-1, keepdim=True) * delta
-    state = torch.addcmul(state * decay, k.to(wide)[..., None], delta[..., None, :])
-    return o.to(v.dtype), state
+    return o.to(dtype), torch.addcmul(state * decay, k[..., None], delta[..., None, :])
 
 
 class LayerCache:
