@@ -666,7 +666,7 @@ def ranked_updates(runtime) -> dict[str, tuple]:
 
         def step(number: int, own=own, task=task) -> dict:
             rollout = own.rollout(lambda at, draw: own.query(task, number, at, draw), 8, lambda problems, texts: [
-                float(sum(map(ord, text)) % 3 > 0) for text in texts], number)
+                float(sum(map(ord, text)) % 5 > 0) for text in texts], number)
             return {**rollout.metrics, **own.update(rollout)}
 
         with pytest.MonkeyPatch.context() as patch:
