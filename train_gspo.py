@@ -3091,7 +3091,7 @@ class Decoder:
         """Read the prompts, lists of at least one id."""
         self.network = network
         self.layers = [LayerCache(self) for _ in network.layers]
-        self.windows = {mixer.window for mixer in network.mixers if isinstance(mixer, Attention)}
+        self.windows = {mixer.window for mixer in network.mixers if hasattr(mixer, "window")}
         device = network.embed.device
         bos = network.config.bos_id
         rows = len(prompts)
