@@ -397,7 +397,7 @@ def test_verify_says_no(call, place, tmp_path):
     (["pack", "{early}", "{new}", "--weights", "ema"], {}, "with ema weights: none had been collected when it was"),
     (["compare", "{run}", "{early}", "--weights", "swa"], {}, "no checkpoint with swa weights"),
     (["pack", "{place}", "{new}"], {}, "no whole checkpoint"),
-    (["pack", "{run}", "{new}"], {"MATRIX_BITS": 9}, "MATRIX_BITS=9: must be from 2 to 8"),
+    (["pack", "{run}", "{new}"], {"MATRIX_BITS": 9}, "MATRIX_BITS=9: must be a whole number from 2 to 8"),
     (["info", "{artifact}"], {"MATRIX_BIT": 4}, "no setting of this script; did you mean MATRIX_BITS?"),
     (["info", "{artifact}"], {"MODEL_DIM": 4}, "MODEL_DIM='4': no setting of this script"),
     (["pack", "{artifact}", "{new}"], {"MATRIX_BITS": 4}, "MATRIX_BITS: the weights of {artifact} are quantized"),
