@@ -293,7 +293,7 @@ def test_wrong_arguments_are_refused(arguments, said):
 def test_help_lists_every_setting_with_default_and_comment(module, capsys):
     with pytest.raises(SystemExit) as exit_:
         module.load_settings(module.Settings, {}, ["--help"])
-    assert exit_.value.code == 0
+    assert not exit_.value.code
     document, _, listed = capsys.readouterr().out.partition("\nSettings:\n")
     assert document.startswith(module.__doc__)
     lines = ["", *listed.splitlines()]  # counted from 1, as in the syntax tree
@@ -303,7 +303,7 @@ def test_help_lists_every_setting_with_default_and_comment(module, capsys):
         node = shown[field.name]
         default = node.value.args[0] if isinstance(node.value, ast.Call) else node.value  # bounded(default, low, high)
         assert ast.literal_eval(default) == field.default, field.name
-        assert "# " in lines[node.end_lineno] or lines[node.lineno - 1].startswith("# "), field.name
+        assert "# " in lines[node.end_lineno] or lines[node.lineno - 1].lstrip().startswith("# "), field.name
 
 
 def test_ignore_env_takes_several_names():
