@@ -605,7 +605,7 @@ def test_the_guide_names_settings_and_constants_that_exist():
     names = set(re.findall(r"(?:`|\b)([A-Z][A-Z_]{2,}[A-Z])(?:`|=)", text))
     known = {name.upper() for module in (Q, T) for name in module.Settings.__dataclass_fields__}
     known |= {name for name in names if hasattr(T, name)}
-    others = names & (T.sibling_settings() - known)
+    others = names & (set(T.sibling_settings()) - known)
     assert len(names) > 10 and names - known - others == set() and others == {"ARTIFACT", "LORA_RANK", "MODE"}
 
 
