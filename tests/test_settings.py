@@ -181,6 +181,15 @@ def test_the_environment_wins_over_the_config(tmp_path):
     assert settings == replace(T.Settings(), config=path, **expected)
 
 
+@pytest.mark.parametrize("module", SCRIPTS, ids=lambda module: module.__name__)
+def test_every_script_reads_a_config_also_alone_in_its_folder(module, tmp_path, monkeypatch):
+    """Scripts without the setting CONFIG read the file too."""
+    monkeypatch.setattr(module, "sibling_settings", lambda: [])
+    path = config(tmp_path, "DEVICE=cpu\n")
+    assert module.load_settings(module.Settings, {"CONFIG": path}).device == "cpu"
+    assert module.load_settings(module.Settings, {}, [path]).device == "cpu"
+
+
 def test_nothing_set_gives_the_defaults():
     assert load({}) == T.Settings()
     assert load({"CONFIG": ""}) == T.Settings()
@@ -416,6 +425,9 @@ def test_a_preset_of_the_environment_stands_above_the_file(tmp_path):
     assert (above.model_dim, above.arch_mode) == (128, "llama")
     path = config(tmp_path, "ARCH_MODE=gdn\n")
     assert load({"CONFIG": path}).num_layers == 10 and load({"CONFIG": path, "ARCH_MODE": "baseline"}).num_layers == 9
+    path = config(tmp_path, "ARCH_MODE=llama\n")
+    above = load({"CONFIG": path, "ARCH_MODE": "gdn"})
+    assert above == replace(T.Settings(), config=path, arch_mode="gdn", **T.ARCH_PRESETS["gdn"])  # nothing of llama's
 
 
 def test_a_preset_stands_below_what_is_given():
