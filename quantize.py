@@ -684,13 +684,8 @@ def read_shard(path):
         raise UserError(f"shard {path}: no such file")
     header = np.fromfile(path, "<i4", 3)  # magic number, version, number of tokens
     kind = SHARD_KINDS.get(tuple(header[:2]))
-    if kind is None:
-        raise UserError(
-            f"shard {path}: no shard in llm.c's formats (20240520, 1) and (20240801, 7)"
-        )
-    size = 1024 + np.dtype(kind).itemsize * int(header[-1])
-    if os.path.getsize(path) != size:
-        raise UserError(f"shard {path}: truncated or damaged, must have {size} bytes")
+    if not kind or os.path.getsize(path) != 1024 + np.dtype(kind).itemsize * int(header[-1]):
+        raise UserError(f"shard {path}: truncated or damaged, or no shard of llm.c's formats")
     return np.memmap(path, kind, "r", offset=1024)
 
 
@@ -712,18 +707,19 @@ def load_manifest(data_path):
 class TokenStream:
     """Shards read as one circular stream of tokens.
 
-    Raises UserError if a shard changes while in use. `hold_out` sets `windows`, the numbers of the
-    windows to train on.
+    Raises UserError if a shard changes while in use or has an id that is not below `vocab_size`.
+    `hold_out` sets `windows`, the numbers of the windows to train on.
     """
 
-    def __init__(self, paths):
+    def __init__(self, paths, vocab_size):
         self.paths = paths
+        self.vocab_size = vocab_size
         self.shards = [read_shard(path) for path in paths]
         self.times = [os.path.getmtime(path) for path in paths]
         self.starts = np.cumsum([0, *map(len, self.shards)])  # (shards + 1,)
 
     def __len__(self):
-        return int(self.starts[-1])
+        return self.starts[-1]
 
     def read(self, start, count):
         """Return `count` tokens from position `start` on, int64; after the last, the first."""
@@ -732,10 +728,10 @@ class TokenStream:
             start %= len(self)
             shard = np.searchsorted(self.starts, start, "right") - 1
             path = self.paths[shard]
-            # Reading on in a mapped file that was cut short would kill the process (SIGBUS).
-            if os.path.getmtime(path) != self.times[shard]:
-                raise UserError(f"shard {path}: was changed while in use")
             part = self.shards[shard][start - self.starts[shard] :][:count]
+            # Reading on in a mapped file that was cut short would kill the process (SIGBUS).
+            if os.path.getmtime(path) != self.times[shard] or part.max() >= self.vocab_size:
+                raise UserError(f"shard {path}: was changed while in use, or has a wrong token id")
             parts.append(part)
             start += len(part)
             count -= len(part)
@@ -756,14 +752,14 @@ def check_dataset(data_path, tokenizer, manifest):
     for split in ("train", "val"):
         shards = manifest[split]["shards"]
         paths = [where.with_name(shard["file"]) for shard in shards]
-        stream = TokenStream(paths)
+        stream = TokenStream(paths, tokenizer.vocab_size)
         if len(stream) != manifest[split]["tokens"]:
             raise UserError(f"{where}: has another number of tokens than the shards of {split}")
         streams.append(stream)
     # Training shards are not hashed, because they may be many gigabytes.
     for path, shard in zip(paths, shards, strict=True):
         if sha256_file(path) != shard["sha256"]:
-            raise UserError(f"shard {path}: its SHA-256 is not that of {where}")
+            raise UserError(f"shard {path}: its SHA-256 is not the manifest's")
     return streams
 
 
@@ -840,8 +836,9 @@ def open_data(settings):
     """Return the Dataset of DATA_PATH, checked against its manifests. Raises UserError."""
     folders, shares = parse_mixture(settings.data_path)
     manifests = [load_manifest(folder) for folder in folders]
-    beside = Path(folders[0]) / manifests[0]["tokenizer"]["file"]
-    tokenizer = load_tokenizer(settings.tokenizer_path or beside)
+    tokenizer = load_tokenizer(
+        settings.tokenizer_path or Path(folders[0], manifests[0]["tokenizer"]["file"])
+    )
     if settings.vocab_size not in (0, tokenizer.vocab_size):
         raise UserError(
             f"VOCAB_SIZE={settings.vocab_size}: must be 0 or {tokenizer.vocab_size}, the tokenizer's"
@@ -854,9 +851,7 @@ def open_data(settings):
     for (train, _), (_, val) in itertools.permutations(pairs, 2):
         val_hashes = set(document_hashes(val, tokenizer.bos_id))
         if not val_hashes.isdisjoint(document_hashes(train, tokenizer.bos_id)):
-            raise UserError(
-                f"{train.paths[0].parent}: a training document is in another folder's validation"
-            )
+            raise UserError(f"{train.paths[0]}: a document is in another folder's validation")
 
     streams, val_streams = zip(*pairs, strict=True)
     val = np.concatenate([stream.read(0, len(stream)) for stream in val_streams])
