@@ -216,8 +216,8 @@ def test_any_encoding_comes_from_its_rank_file_and_no_other(tmp_path: Path, monk
     assert tokenizer.encode("the<|endoftext|>") == [257, *b"<|endoftext|>"]
     assert prepare.save_tokenizer(tokenizer, tmp_path) == path.name and path.read_bytes() == FAKE_RANKS
     (tmp_path / "b").mkdir()
-    refused = [(tmp_path / "p50k.tiktoken", r"No such file .*NAME or NAME\.tiktoken of \['gpt2', 'cl100k_base', 'o200k"),
-               (tmp_path / "b", r"b: \[Errno 21\] Is a directory: .*; must be a SentencePiece model with a BOS token, "),
+    refused = [(tmp_path / "p50k.tiktoken", r"No such file .*, or NAME or NAME\.tiktoken of \['gpt2', 'cl100k"),
+               (tmp_path / "b", r"b: \[Errno 21\] Is a directory: .*; must be a SentencePiece model "),
                (tmp_path / "b" / "cl100k_base.tiktoken", r"cl100k_base\.tiktoken: \[Errno 2\] No such file")]
     damaged = {"longer": FAKE_RANKS + b"eA== 258\n", "shorter": FAKE_RANKS[:-9],
                "changed": FAKE_RANKS.replace(b"1", b"2", 1)}
@@ -287,8 +287,8 @@ def test_bytes_per_token_of_the_published_models(size: int, expected: float) -> 
 
 def test_tokenizer_errors(tmp_path: Path) -> None:
     (tmp_path / "bad.model").write_bytes(b"no model at all")
-    for name, fault in (("none.model", "No such file"), ("bad.model", "INTERNAL: ")):
-        message = rf"^tokenizer .*{name}: .*{fault}.*; must be a SentencePiece model .*, or NAME or NAME\.tiktoken of \["
+    for name, fault in (("none.model", "No such file"), ("bad.model", "(?i:internal)")):
+        message = rf"^tokenizer .*{name}: .*{fault}.*; must be a SentencePiece model .* NAME\.tiktoken of \["
         with pytest.raises(data.UserError, match=message) as caught:
             data.load_tokenizer(tmp_path / name)
         assert "\n" not in str(caught.value)
@@ -376,7 +376,8 @@ def test_check_dataset(tmp_path: Path) -> None:
     refuses("manifest.json: validation documents also stand in training", overlap_documents=3)
     data.check_dataset(tmp_path, tokenizer, manifest | {"overlap_documents": 3, "published": True})
     for count in (14, 16):
-        refuses("json: has another number of tokens than the shards of train", train=manifest["train"] | {"tokens": count})
+        refuses("json: has another number of tokens than the shards of train",
+                train=manifest["train"] | {"tokens": count})
     for split in ("val", "train"):  # one token changed, sizes as they were
         path = tmp_path / f"x_{split}_000000.bin"
         raw = path.read_bytes()
@@ -605,7 +606,8 @@ def test_validation_of_one_part_in_the_training_of_another_is_refused(tmp_path: 
                   published=True)
     c = make_part(tmp_path / "c", ["yet another text", "kept apar", "tkept apart"] * 5, ["a val"])
     for parts in (f"{a}:1,{b}:2", f"{b}:1,{c}:1,{a}:1"):
-        with pytest.raises(data.UserError, match=f"^{b}/x_train_000000.bin: a document is in another folder's validation$"):
+        message = f"^{b}/x_train_000000.bin: a document is in another folder's validation$"
+        with pytest.raises(data.UserError, match=message):
             opened(parts)
     nearly_equal = opened(f"{a}:1,{c}:1")
     assert len(nearly_equal.val) == sum(len(text) + 1 for text in val) + 6

@@ -217,7 +217,7 @@ def test_sha256_of_the_server_is_checked(server: Server, tmp_path: Path) -> None
 def test_shard_header_is_checked(server: Server, tmp_path: Path) -> None:
     name = f"{DATASET}/fineweb_val_000000.bin"
     server.files[name] = server.files[name][:-2]  # truncated at the server: its size agrees, its header does not
-    with pytest.raises(download.UserError, match=r"val_000000\.bin: arrived damaged twice: .* truncated or .*: 7024 "):
+    with pytest.raises(download.UserError, match=r"val_000000\.bin: arrived damaged twice: .* truncated or "):
         fetch_all(server, tmp_path / "out")
     server.files[name] = b""
     with pytest.raises(download.UserError, match="0 bytes at the server"):
