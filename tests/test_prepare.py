@@ -96,7 +96,7 @@ def test_own_tokenizer_gives_every_document_back(tmp_path: Path) -> None:
     assert not tokenizer.drops_space.any() and b"\n" in tokenizer.pieces
     prepare.check_dataset(out, tokenizer, manifest)
     manifest["val"]["tokens"] -= 1
-    with pytest.raises(prepare.UserError, match="val has .* tokens, its shards"):
+    with pytest.raises(prepare.UserError, match="another number of tokens than the shards of val"):
         prepare.check_dataset(out, tokenizer, manifest)
 
 
