@@ -136,6 +136,12 @@ def test_table_flags_of_a_dummy_prefix_model(prefix_model: Path, lossless_model:
     assert np.flatnonzero(own.boundary).tolist() == list(range(8))
 
 
+def test_role_tokens_that_a_text_can_write_are_no_roles(tmp_path: Path) -> None:
+    symbols = ["\n", *prepare.ROLE_TOKENS]
+    tokenizer = data.load_tokenizer(train_model(tmp_path / "m", control_symbols=[], user_defined_symbols=symbols))
+    assert tokenizer.roles == {} and b"<|user|>" in tokenizer.pieces
+
+
 GPT2 = SHARED / "tokenizers" / "gpt2"
 
 
@@ -538,6 +544,19 @@ def test_a_wrong_count_of_validation_bytes_is_refused(tmp_path: Path) -> None:
         for parts, found, expected in ((a, 9, count), (f"{a}:1,{b}:1", 18, count + 9)):
             with pytest.raises(data.UserError, match=f"^validation: {found} bytes, manifest.json says {expected}$"):
                 opened(parts)
+
+
+def test_validation_bytes_leave_out_the_dummy_prefix_after_a_boundary_only(tmp_path: Path, prefix_model: Path) -> None:
+    part, tokenizer = make_part(tmp_path / "p", ["text"] * 9, ["text"]), data.load_tokenizer(prefix_model)
+    manifest = json.loads((part / "manifest.json").read_text())
+    manifest["tokenizer"] = {"file": str(prefix_model), "sha256": tokenizer.sha256}
+    for split, texts in (("train", ["the cat sat"] * 9), ("val", ["the cat", "sat on the mat"])):
+        file, tokens = part / f"x_{split}_000000.bin", [t for text in texts for t in (1, *tokenizer.encode(text))]
+        write_shard(file, np.array(tokens))
+        manifest[split] |= {"tokens": len(tokens), "decoded_bytes": sum(map(len, texts))}
+        manifest[split]["shards"] = [{"file": file.name, "tokens": len(tokens), "sha256": data.sha256_file(file)}]
+    (part / "manifest.json").write_text(json.dumps(manifest))
+    assert opened(part).tokenizer.sha256 == tokenizer.sha256
 
 
 def test_validation_that_begins_inside_a_document_is_refused(tmp_path: Path) -> None:
