@@ -14,7 +14,6 @@ Sections between `# === shared:` fences stand in other scripts too, byte for byt
 """
 
 import collections
-import concurrent.futures
 import contextlib
 import difflib
 import faulthandler
@@ -546,51 +545,44 @@ def newest_checkpoint(folders, files=("meta.json", "model.pt", "training.pt")):
 # === shared: tokenizer ===
 ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 
-# OpenAI's encodings split a text by one of these regular expressions and merge bytes within the
-# parts only. They are copied from tiktoken_ext/openai_public.py: a rank file does not have them.
-R50K_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-CL100K_SPLIT = (
-    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
-    r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
-)
-O200K_SPLIT = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 RANK_FILES = "https://openaipublic.blob.core.windows.net/encodings"
 
 
-@dataclass(frozen=True)
+@dataclass
 class PublishedEncoding:
-    """One of OpenAI's encodings: the hash of its rank file, and what that file does not contain."""
+    """One of OpenAI's encodings: the hash of its rank file, and what that file does not contain.
+
+    The regular expressions are copied from tiktoken_ext/openai_public.py. They split a text into
+    the parts within which bytes are merged.
+    """
 
     sha256: str
-    split: str  # regular expression, see above
+    split: str  # regular expression
     end_of_text: int  # id of <|endoftext|>, which begins every document here
     vocab_size: int  # with all special tokens and unused ids
 
 
-GPT2 = PublishedEncoding(
-    "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930", R50K_SPLIT, 50256, 50257
-)
 ENCODINGS = {
-    "gpt2": GPT2,
-    "r50k_base": GPT2,
-    "p50k_base": PublishedEncoding(
-        "94b5ca7dff4d00767bc256fdd1b27e5b17361d7b8a5f968547f9f23eb70d2069", R50K_SPLIT, 50256, 50281
+    "gpt2": PublishedEncoding(
+        "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930",
+        r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
+        50256,
+        50257,
     ),
     "cl100k_base": PublishedEncoding(
         "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7",
-        CL100K_SPLIT,
+        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
+        r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s",
         100257,
         100277,
     ),
     "o200k_base": PublishedEncoding(
         "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d",
-        O200K_SPLIT,
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
         199999,
         200019,
     ),
@@ -617,7 +609,7 @@ class Tokenizer:
     def __post_init__(self):
         self.sha256 = hashlib.sha256(self.content).hexdigest()
         self.vocab_size = len(self.pieces)
-        self.byte_counts = np.array(list(map(len, self.pieces)))  # (V,) int64
+        self.byte_counts = np.fromiter(map(len, self.pieces), int)  # (V,) int64
         self.boundary = self.byte_counts == 0  # (V,) bool
         self.drops_space = np.broadcast_to(self.drops_space, self.vocab_size)
 
@@ -630,41 +622,39 @@ def load_tokenizer(path):
     name = path.name.removesuffix(".tiktoken")
     if name == "bytes":
         return byte_tokenizer()
-    if name in ENCODINGS:
-        return tiktoken_tokenizer(path, name)
-    return sentencepiece_tokenizer(path)
+    try:
+        if name in ENCODINGS:
+            return tiktoken_tokenizer(path, name)
+        return sentencepiece_tokenizer(path)
+    except (OSError, ValueError, RuntimeError) as error:  # missing, damaged or without BOS
+        raise UserError(
+            f"tokenizer {path}: {error}; must be a SentencePiece model with a BOS token, bytes, or "
+            f"NAME or NAME.tiktoken of {[*ENCODINGS]}"
+        ) from error
 
 
 def byte_tokenizer():
     """Return the built-in tokenizer: pad, BOS, EOS and unknown, then 256 bytes, then 4 roles."""
     pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4
-    roles = {role: 260 + i for i, role in enumerate(ROLE_TOKENS)}
     return Tokenizer(
         "bytes",
         b"underpar bytes 264",
         1,
         pieces,
         lambda text: [4 + byte for byte in text.encode()],
-        roles,
+        {role: 260 + i for i, role in enumerate(ROLE_TOKENS)},
     )
 
 
 def tiktoken_tokenizer(path, name):
-    """Return the encoding NAME, from its rank file NAME.tiktoken or from OpenAI's server.
-
-    Raises UserError if the file is missing or damaged.
-    """
+    """Return the encoding NAME, from its rank file NAME.tiktoken or from OpenAI's server."""
     published = ENCODINGS[name]
     source = str(path)
     if not path.suffix:
         source = f"{RANK_FILES}/{name.replace('gpt2', 'r50k_base')}.tiktoken"
-    try:
-        # Both look into tiktoken's cache first and compare the hash.
-        content = read_file_cached(source, published.sha256)
-        ranks = load_tiktoken_bpe(source, published.sha256)
-    except (OSError, ValueError) as error:
-        raise UserError(f"tokenizer {path}: {error}; {name}.tiktoken may be given") from error
-
+    # Both look into tiktoken's cache first and raise ValueError if the hash is another.
+    content = read_file_cached(source, published.sha256)
+    ranks = load_tiktoken_bpe(source, published.sha256)
     pieces = [b""] * published.vocab_size  # special tokens and unused ids decode to nothing
     for piece, rank in ranks.items():
         pieces[rank] = piece
@@ -676,17 +666,11 @@ def tiktoken_tokenizer(path, name):
 
 
 def sentencepiece_tokenizer(path):
-    """Return the tokenizer of a SentencePiece model file. Raises UserError."""
-    try:
-        content = path.read_bytes()
-        model = sentencepiece.SentencePieceProcessor(model_proto=content)
-    except (OSError, RuntimeError) as error:
-        raise UserError(
-            f"tokenizer {path}: no SentencePiece model, NAME.tiktoken, bytes or one of "
-            f"{[*ENCODINGS]}"
-        ) from error
+    """Return the tokenizer of a SentencePiece model file."""
+    content = path.read_bytes()
+    model = sentencepiece.SentencePieceProcessor(model_proto=content)
     if model.bos_id() < 0:
-        raise UserError(f"tokenizer {path}: empty, or without the BOS token of every document")
+        raise ValueError("empty, or without the BOS token of every document")
     pieces = []
     drops_space = []
     roles = {}
@@ -695,7 +679,7 @@ def sentencepiece_tokenizer(path):
         piece = name.replace("\u2581", " ").encode()  # SentencePiece's mark of a space
         if model.is_byte(i):
             piece = bytes.fromhex(name[3:5])  # a byte's name is "<0x41>"
-        elif model.is_control(i) or model.is_unknown(i) or model.is_unused(i):
+        elif model.is_control(i) or model.is_unknown(i):
             piece = b""
         pieces.append(piece)
         # A space that the model's own decoder leaves out, the dummy prefix, is not in the text.
@@ -703,15 +687,15 @@ def sentencepiece_tokenizer(path):
         # Only control tokens cannot be written in a text, so that no user can forge a role.
         if model.is_control(i) and name in ROLE_TOKENS:
             roles[name] = i
-    file = "tokenizer.model"
-    return Tokenizer(file, content, model.bos_id(), pieces, model.encode, roles, drops_space)
+    return Tokenizer(
+        "tokenizer.model", content, model.bos_id(), pieces, model.encode, roles, drops_space
+    )
 
 
 def sha256_file(path):
     """Return the SHA-256 of a file in hexadecimal digits."""
-    # Shards and checkpoints are mapped, not read into memory. An empty file cannot be mapped.
-    content = np.memmap(path, mode="r") if os.path.getsize(path) else b""
-    return hashlib.sha256(content).hexdigest()
+    # Shards and checkpoints are mapped, not read into memory.
+    return hashlib.sha256(np.memmap(path, mode="r")).hexdigest()
 
 
 # === end: tokenizer ===
@@ -719,7 +703,7 @@ def sha256_file(path):
 
 # === shared: data ===
 # llm.c's formats: magic number and version -> type of the tokens, uint32 for vocabularies > 65,536
-SHARD_KINDS = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
+SHARD_KINDS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 
 
 def token_bytes(tokenizer, prev, ids):
@@ -731,29 +715,21 @@ def read_shard(path):
     """Return the tokens of a shard, a memory map (N,). Raises UserError if missing or damaged."""
     if not os.path.isfile(path):
         raise UserError(f"shard {path}: no such file")
-    size = os.path.getsize(path)
-    header = np.fromfile(path, "<i4", 256)  # magic number, version, number of tokens, zeros
+    header = np.fromfile(path, "<i4", 3)  # magic number, version, number of tokens
     kind = SHARD_KINDS.get(tuple(header[:2]))
-    if kind is None or len(header) < 256:
-        raise UserError(f"shard {path}: no shard; must begin with one of {[*SHARD_KINDS]}")
-    count = int(header[2])
-    expected = header.nbytes + kind.itemsize * count
-    if count <= 0 or size != expected:
-        raise UserError(
-            f"shard {path}: truncated or damaged: {size} bytes, must be {expected} for its "
-            f"{count} tokens"
-        )
-    return np.memmap(path, kind, "r", offset=header.nbytes)
+    if not kind or os.path.getsize(path) != 1024 + np.dtype(kind).itemsize * int(header[-1]):
+        raise UserError(f"shard {path}: truncated or damaged, or no shard of llm.c's formats")
+    return np.memmap(path, kind, "r", offset=1024)
 
 
-def load_manifest(data_path: str | Path) -> dict:
-    """Return `manifest.json` of a data folder. Raises UserError if there is none."""
+def load_manifest(data_path):
+    """Return `manifest.json` of a data folder, a dict. Raises UserError if there is none."""
     path = Path(data_path) / "manifest.json"
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        if manifest["format"] == 1:
+        manifest = json.loads(path.read_bytes())
+        if manifest.get("format") == 1:
             return manifest
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError):
         pass
     raise UserError(
         f"{path}: no manifest of format 1; data/prepare.py makes one, data/download.py "
@@ -764,39 +740,35 @@ def load_manifest(data_path: str | Path) -> dict:
 class TokenStream:
     """Shards read as one circular stream of tokens.
 
-    Raises UserError if a token is not below `vocab_size`, or if a shard changes while in use.
+    Raises UserError if a shard changes while in use or has an id that is not below `vocab_size`.
+    `hold_out` sets `windows`, the numbers of the windows to train on.
     """
 
-    def __init__(self, paths, vocab_size=1 << 32):
+    def __init__(self, paths, vocab_size):
         self.paths = paths
         self.vocab_size = vocab_size
         self.shards = [read_shard(path) for path in paths]
         self.times = [os.path.getmtime(path) for path in paths]
-        self.starts = np.cumsum([0] + [len(shard) for shard in self.shards])  # (shards + 1,)
-        self.windows = None  # those to train on, see hold_out
+        self.starts = np.cumsum([0, *map(len, self.shards)])  # (shards + 1,)
 
     def __len__(self):
-        return int(self.starts[-1])
+        return self.starts[-1]
 
     def read(self, start, count):
         """Return `count` tokens from position `start` on, int64; after the last, the first."""
-        out = np.empty(count, dtype=np.int64)
-        done = 0
-        while done < count:
-            position = (start + done) % len(self)
-            shard = np.searchsorted(self.starts, position, side="right") - 1
+        parts = []
+        while count:
+            start %= len(self)
+            shard = np.searchsorted(self.starts, start, "right") - 1
             path = self.paths[shard]
+            part = self.shards[shard][start - self.starts[shard] :][:count]
             # Reading on in a mapped file that was cut short would kill the process (SIGBUS).
-            if not path.exists() or os.path.getmtime(path) != self.times[shard]:
-                raise UserError(f"shard {path}: was changed or removed while in use")
-            part = self.shards[shard][position - self.starts[shard] :][: count - done]
-            if part.max() >= self.vocab_size:
-                raise UserError(
-                    f"shard {path}: token {part.max()}, expected ids below {self.vocab_size}"
-                )
-            out[done : done + len(part)] = part
-            done += len(part)
-        return out
+            if os.path.getmtime(path) != self.times[shard] or part.max() >= self.vocab_size:
+                raise UserError(f"shard {path}: was changed while in use, or has a wrong token id")
+            parts.append(part)
+            start += len(part)
+            count -= len(part)
+        return np.concatenate(parts, dtype=np.int64)
 
 
 def check_dataset(data_path, tokenizer, manifest):
@@ -806,23 +778,21 @@ def check_dataset(data_path, tokenizer, manifest):
     """
     where = Path(data_path) / "manifest.json"
     if tokenizer.sha256 != manifest["tokenizer"]["sha256"]:
-        raise UserError(f"{where}: shards of another tokenizer, not of {tokenizer.file}")
-    overlap = manifest["overlap_documents"]
-    if overlap and not manifest["published"]:
-        raise UserError(f"{where}: {overlap} validation documents also stand in training, not 0")
+        raise UserError(f"{where}: shards of another tokenizer")
+    if manifest["overlap_documents"] and not manifest["published"]:
+        raise UserError(f"{where}: validation documents also stand in training")
     streams = []
     for split in ("train", "val"):
         shards = manifest[split]["shards"]
         paths = [where.with_name(shard["file"]) for shard in shards]
         stream = TokenStream(paths, tokenizer.vocab_size)
-        expected = manifest[split]["tokens"]
-        if len(stream) != expected:
-            raise UserError(f"{where}: {split} has {expected} tokens, its shards {len(stream)}")
+        if len(stream) != manifest[split]["tokens"]:
+            raise UserError(f"{where}: has another number of tokens than the shards of {split}")
         streams.append(stream)
     # Training shards are not hashed, because they may be many gigabytes.
     for path, shard in zip(paths, shards, strict=True):
         if sha256_file(path) != shard["sha256"]:
-            raise UserError(f"shard {path}: its SHA-256 is not that of {where}")
+            raise UserError(f"shard {path}: its SHA-256 is not the manifest's")
     return streams
 
 
@@ -831,12 +801,11 @@ def document_hashes(stream, bos_id):
 
     Tokens before the first BOS belong to no document: a published shard may begin inside one.
     """
-    borders = []
+    begins = []
     for shard, start in zip(stream.shards, stream.starts, strict=False):
-        borders += (start + np.flatnonzero(shard == bos_id)).tolist()
-    borders.append(len(stream))
-    for start, end in itertools.pairwise(borders):
-        yield hashlib.blake2b(stream.read(start, end - start), digest_size=16).digest()
+        begins.extend(start + np.flatnonzero(shard == bos_id))
+    for begin, end in itertools.pairwise([*begins, len(stream)]):
+        yield hashlib.sha256(stream.read(begin, end - begin)).digest()
 
 
 # === end: data ===
@@ -864,20 +833,9 @@ def parse_mixture(data_path):
     part = r"\s*([^,]+):((?=[\d.]*[1-9])\d*\.?\d*)"  # a weight has a digit above 0
     if not re.fullmatch(f"{part}(,{part})*", data_path):
         raise UserError(f"DATA_PATH={data_path!r}: must be a folder or FOLDER:WEIGHT,…")
-    pairs = re.findall(part, data_path)
-    folders = [folder for folder, _ in pairs]
-    weights = [float(weight) for _, weight in pairs]
-    return folders, [weight / sum(weights) for weight in weights]
-
-
-def check_overlap(streams, bos_id):
-    """Raise UserError if a validation document of a folder is also in another's training."""
-    for (train, _), (_, val) in itertools.permutations(streams, 2):
-        hashes = set(document_hashes(val, bos_id))
-        if not hashes.isdisjoint(document_hashes(train, bos_id)):
-            raise UserError(
-                f"{train.paths[0].parent}: a training document is in another folder's validation"
-            )
+    folders, weights = zip(*re.findall(part, data_path), strict=True)
+    total = sum(map(float, weights))
+    return folders, [float(weight) / total for weight in weights]
 
 
 @functools.lru_cache(64)  # a step reads one or two epochs of each folder
@@ -911,8 +869,9 @@ def open_data(settings):
     """Return the Dataset of DATA_PATH, checked against its manifests. Raises UserError."""
     folders, shares = parse_mixture(settings.data_path)
     manifests = [load_manifest(folder) for folder in folders]
-    beside = Path(folders[0]) / manifests[0]["tokenizer"]["file"]
-    tokenizer = load_tokenizer(settings.tokenizer_path or beside)
+    tokenizer = load_tokenizer(
+        settings.tokenizer_path or Path(folders[0], manifests[0]["tokenizer"]["file"])
+    )
     if settings.vocab_size not in (0, tokenizer.vocab_size):
         raise UserError(
             f"VOCAB_SIZE={settings.vocab_size}: must be 0 or {tokenizer.vocab_size}, the tokenizer's"
@@ -921,9 +880,13 @@ def open_data(settings):
         check_dataset(folder, tokenizer, manifest)
         for folder, manifest in zip(folders, manifests, strict=True)
     ]
-    check_overlap(pairs, tokenizer.bos_id)
-    streams, val_streams = zip(*pairs, strict=True)
+    # A manifest counts the validation documents that are in the training of its own folder only.
+    for (train, _), (_, val) in itertools.permutations(pairs, 2):
+        val_hashes = set(document_hashes(val, tokenizer.bos_id))
+        if not val_hashes.isdisjoint(document_hashes(train, tokenizer.bos_id)):
+            raise UserError(f"{train.paths[0]}: a document is in another folder's validation")
 
+    streams, val_streams = zip(*pairs, strict=True)
     val = np.concatenate([stream.read(0, len(stream)) for stream in val_streams])
     byte_count = token_bytes(tokenizer, val[:-1], val[1:]).sum()
     expected = sum(manifest["val"]["decoded_bytes"] for manifest in manifests)
@@ -932,65 +895,56 @@ def open_data(settings):
     held_out = []
     for stream, share in zip(streams, shares, strict=True):
         held_out += hold_out(stream, share, settings)
+    manifest_sha256 = " + ".join(sha256_file(f"{folder}/manifest.json") for folder in folders)
+    yardsticks = manifests[0].get("yardsticks", {}) if len(folders) == 1 else {}
     return Dataset(
-        tokenizer=tokenizer,
-        manifests=manifests,
-        manifest_sha256=" + ".join(sha256_file(f"{folder}/manifest.json") for folder in folders),
-        yardsticks=manifests[0].get("yardsticks", {}) if len(folders) == 1 else {},
-        shares=shares,
-        streams=streams,
-        held_out=np.concatenate(held_out),
-        val=val,
+        tokenizer,
+        manifests,
+        manifest_sha256,
+        yardsticks,
+        shares,
+        streams,
+        np.concatenate(held_out),
+        val,
     )
 
 
 def split_rows(first, last, shares):
-    """Return for each folder the range of its training rows among all rows `first` to `last`.
+    """Yield for each folder the range of its training rows among all rows `first` to `last`.
 
     Of the rows before a row, a folder has its share of what the folders before it have left,
     rounded. So the counts add up, never shrink from row to row, and follow the shares exactly.
     """
-    ranges = []
     share_left = 1.0
     for share in shares:
         begin = round(first * share / share_left)
         end = round(last * share / share_left)
-        ranges.append(range(begin, end))
+        yield range(begin, end)
         first -= begin
         last -= end
         share_left -= share
-    return ranges
 
 
 class Batches:
-    """The training streams as micro-batches; a thread reads one step ahead.
+    """The training streams as micro-batches.
 
     A step reads the same windows whatever the ranks and the micro-batches, resumed or not.
     """
 
     def __init__(self, data, settings, runtime):
         self.data = data
+        self.settings = settings
         self.runtime = runtime
-        self.seed = settings.seed
-        self.seq_len = settings.train_seq_len
-        self.tokens = settings.train_batch_tokens
-        unit = self.seq_len * runtime.world_size
-        if self.tokens % unit:
+        unit = settings.train_seq_len * runtime.world_size
+        if settings.train_batch_tokens % unit:
             raise UserError(
-                f"TRAIN_BATCH_TOKENS={self.tokens}: must be a multiple of TRAIN_SEQ_LEN x ranks = "
-                f"{unit}"
+                f"TRAIN_BATCH_TOKENS={settings.train_batch_tokens}: must be a multiple of "
+                f"TRAIN_SEQ_LEN x ranks = {unit}"
             )
-        self.rows = self.tokens // unit  # of this rank, per step
-        # Enough to keep a GPU busy; little enough for a CPU's caches. A window is the least.
+        self.rows = settings.train_batch_tokens // unit  # of this rank, per step
+        # Enough to keep a GPU busy; little enough for a CPU's caches.
         default = 131072 if runtime.device.type == "cuda" else 4096
-        micro_tokens = settings.micro_batch_tokens or max(default, self.seq_len)
-        if micro_tokens < self.seq_len:
-            raise UserError(
-                f"MICRO_BATCH_TOKENS={micro_tokens}: must be at least TRAIN_SEQ_LEN={self.seq_len}"
-            )
-        self.limit_rows(micro_tokens // self.seq_len)
-        self.reader = concurrent.futures.ThreadPoolExecutor(1)
-        self.ahead = {}  # step -> Future of its windows
+        self.limit_rows((settings.micro_batch_tokens or default) // settings.train_seq_len or 1)
 
     def limit_rows(self, most):
         """Take the largest micro-batch of at most `most` windows that divides this rank's rows."""
@@ -998,13 +952,14 @@ class Batches:
         while self.rows % self.micro_rows:
             self.micro_rows -= 1
 
-    def read(self, step):
-        """Return this rank's windows of step `step` with their last targets, (rows, seq_len + 1).
+    def micro_batches(self, step):
+        """Yield (ids, targets) of this rank's share of step `step`, each (micro_rows, seq_len).
 
         Every epoch of a stream has a pseudo-random order. If windows came in turn, small batches
         would see the same few documents for dozens of steps: on web text, with 16 windows of 256 a
         step, that cost 0.091 bits per byte.
         """
+        seq_len = self.settings.train_seq_len
         first = (step * self.runtime.world_size + self.runtime.rank) * self.rows
         ranges = split_rows(first, first + self.rows, self.data.shares)
         windows = []
@@ -1012,17 +967,10 @@ class Batches:
             count = len(stream.windows)
             for row in rows:
                 epoch, place = divmod(row, count)
-                order = shuffle(count, self.seed, epoch)
-                start = stream.windows[order[place]] * self.seq_len
-                windows.append(stream.read(start, self.seq_len + 1))
-        return torch.from_numpy(np.stack(windows))
-
-    def micro_batches(self, step):
-        """Yield (ids, targets) of this rank's share of step `step`, each (micro_rows, seq_len)."""
-        # The first step, or another one than was read ahead, is read now.
-        future = self.ahead.pop(step, None) or self.reader.submit(self.read, step)
-        windows = future.result()
-        self.ahead = {step + 1: self.reader.submit(self.read, step + 1)}
+                window = stream.windows[shuffle(count, self.settings.seed, epoch)[place]]
+                windows.append(stream.read(window * seq_len, seq_len + 1))
+        # A GPU does not wait for this: it has the step before still queued.
+        windows = torch.from_numpy(np.stack(windows))
         if self.runtime.device.type == "cuda":
             windows = windows.pin_memory()  # a copy from other memory would wait for the GPU
         for part in windows.split(self.micro_rows):
@@ -3452,7 +3400,7 @@ def forward_backward(model: Callable, batches: Batches, step: int) -> Tensor:
     torch._foreach_zero_([param.grad for param in model.parameters()])
     loss = torch.zeros((), device=batches.runtime.device)
     for ids, targets in batches.micro_batches(step):
-        part = model(ids, targets).sum() / batches.tokens
+        part = model(ids, targets).sum() / batches.settings.train_batch_tokens
         part.backward()
         loss += part.detach()
     return loss
@@ -3654,17 +3602,17 @@ def main() -> int:
             "{val[decoded_bytes]} bytes, overlap {overlap_documents} documents".format(**manifest)
         )
     log(plan.describe())
-    if device.type == "cpu" and counts["total"] * batches.tokens > HEAVY_FOR_CPU:
+    if device.type == "cpu" and counts["total"] * settings.train_batch_tokens > HEAVY_FOR_CPU:
         log(
-            f"warning: {counts['total']} parameters x {batches.tokens} tokens take minutes a step "
-            "on a CPU; configs/cpu.env is made for CPUs"
+            f"warning: {counts['total']} parameters x {settings.train_batch_tokens} tokens take "
+            "minutes a step on a CPU; configs/cpu.env is made for CPUs"
         )
     log("warm-up: compiling and allocating, outside the clock")
     warm_up(model, optimizers, batches, settings)
     log(
-        f"batch: {batches.tokens} tokens a step = {runtime.world_size} ranks x "
+        f"batch: {settings.train_batch_tokens} tokens a step = {runtime.world_size} ranks x "
         f"{batches.rows // batches.micro_rows} micro-steps x {batches.micro_rows} windows x "
-        f"{batches.seq_len} tokens"
+        f"{settings.train_seq_len} tokens"
     )
     header = {
         "settings": asdict(config),
@@ -3812,7 +3760,7 @@ def main() -> int:
             "world_size": runtime.world_size,
             "steps": run.step,
             "skipped_steps": run.skipped_steps,
-            "tokens": run.step * batches.tokens,
+            "tokens": run.step * settings.train_batch_tokens,
             "train_seconds": clock.elapsed(),
             "total_seconds": time.perf_counter() - begin,
             "params": counts,

@@ -556,51 +556,44 @@ def newest_checkpoint(folders, files=("meta.json", "model.pt", "training.pt")):
 # === shared: tokenizer ===
 ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 
-# OpenAI's encodings split a text by one of these regular expressions and merge bytes within the
-# parts only. They are copied from tiktoken_ext/openai_public.py: a rank file does not have them.
-R50K_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-CL100K_SPLIT = (
-    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
-    r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
-)
-O200K_SPLIT = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 RANK_FILES = "https://openaipublic.blob.core.windows.net/encodings"
 
 
-@dataclass(frozen=True)
+@dataclass
 class PublishedEncoding:
-    """One of OpenAI's encodings: the hash of its rank file, and what that file does not contain."""
+    """One of OpenAI's encodings: the hash of its rank file, and what that file does not contain.
+
+    The regular expressions are copied from tiktoken_ext/openai_public.py. They split a text into
+    the parts within which bytes are merged.
+    """
 
     sha256: str
-    split: str  # regular expression, see above
+    split: str  # regular expression
     end_of_text: int  # id of <|endoftext|>, which begins every document here
     vocab_size: int  # with all special tokens and unused ids
 
 
-GPT2 = PublishedEncoding(
-    "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930", R50K_SPLIT, 50256, 50257
-)
 ENCODINGS = {
-    "gpt2": GPT2,
-    "r50k_base": GPT2,
-    "p50k_base": PublishedEncoding(
-        "94b5ca7dff4d00767bc256fdd1b27e5b17361d7b8a5f968547f9f23eb70d2069", R50K_SPLIT, 50256, 50281
+    "gpt2": PublishedEncoding(
+        "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930",
+        r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
+        50256,
+        50257,
     ),
     "cl100k_base": PublishedEncoding(
         "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7",
-        CL100K_SPLIT,
+        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
+        r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s",
         100257,
         100277,
     ),
     "o200k_base": PublishedEncoding(
         "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d",
-        O200K_SPLIT,
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
         199999,
         200019,
     ),
@@ -627,7 +620,7 @@ class Tokenizer:
     def __post_init__(self):
         self.sha256 = hashlib.sha256(self.content).hexdigest()
         self.vocab_size = len(self.pieces)
-        self.byte_counts = np.array(list(map(len, self.pieces)))  # (V,) int64
+        self.byte_counts = np.fromiter(map(len, self.pieces), int)  # (V,) int64
         self.boundary = self.byte_counts == 0  # (V,) bool
         self.drops_space = np.broadcast_to(self.drops_space, self.vocab_size)
 
@@ -640,41 +633,39 @@ def load_tokenizer(path):
     name = path.name.removesuffix(".tiktoken")
     if name == "bytes":
         return byte_tokenizer()
-    if name in ENCODINGS:
-        return tiktoken_tokenizer(path, name)
-    return sentencepiece_tokenizer(path)
+    try:
+        if name in ENCODINGS:
+            return tiktoken_tokenizer(path, name)
+        return sentencepiece_tokenizer(path)
+    except (OSError, ValueError, RuntimeError) as error:  # missing, damaged or without BOS
+        raise UserError(
+            f"tokenizer {path}: {error}; must be a SentencePiece model with a BOS token, bytes, or "
+            f"NAME or NAME.tiktoken of {[*ENCODINGS]}"
+        ) from error
 
 
 def byte_tokenizer():
     """Return the built-in tokenizer: pad, BOS, EOS and unknown, then 256 bytes, then 4 roles."""
     pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4
-    roles = {role: 260 + i for i, role in enumerate(ROLE_TOKENS)}
     return Tokenizer(
         "bytes",
         b"underpar bytes 264",
         1,
         pieces,
         lambda text: [4 + byte for byte in text.encode()],
-        roles,
+        {role: 260 + i for i, role in enumerate(ROLE_TOKENS)},
     )
 
 
 def tiktoken_tokenizer(path, name):
-    """Return the encoding NAME, from its rank file NAME.tiktoken or from OpenAI's server.
-
-    Raises UserError if the file is missing or damaged.
-    """
+    """Return the encoding NAME, from its rank file NAME.tiktoken or from OpenAI's server."""
     published = ENCODINGS[name]
     source = str(path)
     if not path.suffix:
         source = f"{RANK_FILES}/{name.replace('gpt2', 'r50k_base')}.tiktoken"
-    try:
-        # Both look into tiktoken's cache first and compare the hash.
-        content = read_file_cached(source, published.sha256)
-        ranks = load_tiktoken_bpe(source, published.sha256)
-    except (OSError, ValueError) as error:
-        raise UserError(f"tokenizer {path}: {error}; {name}.tiktoken may be given") from error
-
+    # Both look into tiktoken's cache first and raise ValueError if the hash is another.
+    content = read_file_cached(source, published.sha256)
+    ranks = load_tiktoken_bpe(source, published.sha256)
     pieces = [b""] * published.vocab_size  # special tokens and unused ids decode to nothing
     for piece, rank in ranks.items():
         pieces[rank] = piece
@@ -686,17 +677,11 @@ def tiktoken_tokenizer(path, name):
 
 
 def sentencepiece_tokenizer(path):
-    """Return the tokenizer of a SentencePiece model file. Raises UserError."""
-    try:
-        content = path.read_bytes()
-        model = sentencepiece.SentencePieceProcessor(model_proto=content)
-    except (OSError, RuntimeError) as error:
-        raise UserError(
-            f"tokenizer {path}: no SentencePiece model, NAME.tiktoken, bytes or one of "
-            f"{[*ENCODINGS]}"
-        ) from error
+    """Return the tokenizer of a SentencePiece model file."""
+    content = path.read_bytes()
+    model = sentencepiece.SentencePieceProcessor(model_proto=content)
     if model.bos_id() < 0:
-        raise UserError(f"tokenizer {path}: empty, or without the BOS token of every document")
+        raise ValueError("empty, or without the BOS token of every document")
     pieces = []
     drops_space = []
     roles = {}
@@ -705,7 +690,7 @@ def sentencepiece_tokenizer(path):
         piece = name.replace("\u2581", " ").encode()  # SentencePiece's mark of a space
         if model.is_byte(i):
             piece = bytes.fromhex(name[3:5])  # a byte's name is "<0x41>"
-        elif model.is_control(i) or model.is_unknown(i) or model.is_unused(i):
+        elif model.is_control(i) or model.is_unknown(i):
             piece = b""
         pieces.append(piece)
         # A space that the model's own decoder leaves out, the dummy prefix, is not in the text.
@@ -713,15 +698,15 @@ def sentencepiece_tokenizer(path):
         # Only control tokens cannot be written in a text, so that no user can forge a role.
         if model.is_control(i) and name in ROLE_TOKENS:
             roles[name] = i
-    file = "tokenizer.model"
-    return Tokenizer(file, content, model.bos_id(), pieces, model.encode, roles, drops_space)
+    return Tokenizer(
+        "tokenizer.model", content, model.bos_id(), pieces, model.encode, roles, drops_space
+    )
 
 
 def sha256_file(path):
     """Return the SHA-256 of a file in hexadecimal digits."""
-    # Shards and checkpoints are mapped, not read into memory. An empty file cannot be mapped.
-    content = np.memmap(path, mode="r") if os.path.getsize(path) else b""
-    return hashlib.sha256(content).hexdigest()
+    # Shards and checkpoints are mapped, not read into memory.
+    return hashlib.sha256(np.memmap(path, mode="r")).hexdigest()
 
 
 # === end: tokenizer ===

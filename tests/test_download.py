@@ -217,7 +217,7 @@ def test_sha256_of_the_server_is_checked(server: Server, tmp_path: Path) -> None
 def test_shard_header_is_checked(server: Server, tmp_path: Path) -> None:
     name = f"{DATASET}/fineweb_val_000000.bin"
     server.files[name] = server.files[name][:-2]  # truncated at the server: its size agrees, its header does not
-    with pytest.raises(download.UserError, match=r"val_000000\.bin: arrived damaged twice: .* truncated or .*: 7024 "):
+    with pytest.raises(download.UserError, match=r"val_000000\.bin: arrived damaged twice: .* truncated or "):
         fetch_all(server, tmp_path / "out")
     server.files[name] = b""
     with pytest.raises(download.UserError, match="0 bytes at the server"):
@@ -406,7 +406,7 @@ def test_gpt2_shards_and_their_tokenizer(server: Server, tmp_path: Path) -> None
 
 
 def test_gpt2_without_a_way_to_its_ranks_says_so_before_the_download(server: Server, tmp_path: Path) -> None:
-    with pytest.raises(download.UserError, match=r"tokenizer .*none\.tiktoken: no SentencePiece model"):
+    with pytest.raises(download.UserError, match=r"tokenizer .*none\.tiktoken: .*No such file"):
         download.run(["--variant", "gpt2", "--out", str(tmp_path / "out"), "--base-url", server.url,
                       "--tokenizer", str(tmp_path / "none.tiktoken")])
     assert not server.log and not (tmp_path / "out").exists()

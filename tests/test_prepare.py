@@ -96,7 +96,7 @@ def test_own_tokenizer_gives_every_document_back(tmp_path: Path) -> None:
     assert not tokenizer.drops_space.any() and b"\n" in tokenizer.pieces
     prepare.check_dataset(out, tokenizer, manifest)
     manifest["val"]["tokens"] -= 1
-    with pytest.raises(prepare.UserError, match="val has .* tokens, its shards"):
+    with pytest.raises(prepare.UserError, match="another number of tokens than the shards of val"):
         prepare.check_dataset(out, tokenizer, manifest)
 
 
@@ -384,7 +384,7 @@ def test_option_errors(tmp_path: Path) -> None:
     refuses("--name a_b: expected", source, "--name", "a_b")
     refuses("--val .*: expected a SOURCE of training text", "--val", source)
     refuses("--val-max-bytes 5: expected no --val", source, "--val", source, "--val-max-bytes", 5)
-    refuses("tokenizer .*no.model: no SentencePiece model", source, "--out", out, "--tokenizer", tmp_path / "no.model")
+    refuses("tokenizer .*no.model: .*No such file", source, "--out", out, "--tokenizer", tmp_path / "no.model")
     refuses("no validation document among 3 documents", source, "--out", out, "--val-frac", 1e-9, "--name", "x")
     same = tmp_path / "same"
     refuses("no training document is left of 6", source, "--val", source, "--out", same, "--tokenizer", "bytes")
@@ -490,7 +490,7 @@ def test_yardsticks_are_those_of_the_text(tmp_path):
     streams = []
     for name, tokens in (("train", train), ("val", val)):
         prepare.write_shard(tmp_path / name, np.array(tokens))
-        streams.append(prepare.TokenStream([tmp_path / name]))
+        streams.append(prepare.TokenStream([tmp_path / name], 1 << 16))
     found = prepare.yardsticks(*streams, BYTES)
     text = "".join(texts[24:]).encode()
     _, bigram, trigram = slow_count_nats(train, val, BYTES.vocab_size)

@@ -402,7 +402,7 @@ def test_verify_says_no(call, place, tmp_path):
     (["info", "{artifact}"], {"MODEL_DIM": 4}, "MODEL_DIM='4': no setting of this script"),
     (["pack", "{artifact}", "{new}"], {"MATRIX_BITS": 4}, "MATRIX_BITS: the weights of {artifact} are quantized"),
     (["pack", "{artifact}", "{new}"], {"CONFIG": "{config}"}, "MATRIX_BITS: the weights of {artifact} are quantized"),
-    (["pack", "{run}", "{new}"], {"TOKENIZER_PATH": "nowhere.model"}, "tokenizer nowhere.model: no SentencePiece"),
+    (["pack", "{run}", "{new}"], {"TOKENIZER_PATH": "nowhere.model"}, "tokenizer nowhere.model: [Errno 2] "),
     (["pack", "{foreign}", "{new}"], {}, "TOKENIZER_PATH='': bytes has 264 tokens, for none lies in {foreign}; "),
     (["pack", "{foreign}", "{new}"], {"TOKENIZER_PATH": "bytes"}, "'bytes': bytes has 264 tokens; must be the token"),
     (["pack", "{broken}", "{new}"], {}, "tensor embed: must be finite as torch.float16"),

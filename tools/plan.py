@@ -98,7 +98,7 @@ def plan_lines(script: ModuleType, s) -> list[str]:
     timed = s.max_wallclock_seconds > 0
     length, unit = (s.max_wallclock_seconds - s.reserve_seconds, "s") if timed else (s.iterations, "steps")
     by_time = TOKENS_PER_SECOND * length if timed else math.inf
-    tokens = min(s.iterations * batches.tokens or math.inf, by_time)
+    tokens = min(s.iterations * s.train_batch_tokens or math.inf, by_time)
     epochs = ""
     if found:
         windows = sum(len(stream.windows) for stream in data.streams)
@@ -110,12 +110,12 @@ def plan_lines(script: ModuleType, s) -> list[str]:
         f"estimated bytes, at most {s.artifact_bytes_max:,} allowed: {listed(sizes)}",
         f"FLOPs a token, both ways: {listed(flops)}",
         f"memory a rank, bytes, without activations: {listed(estimate_memory(script, s, network))}",
-        f"batch: {batches.tokens:,} tokens = {runtime.world_size} ranks x {batches.rows // batches.micro_rows} "
-        f"micro-steps x {batches.micro_rows} windows x {batches.seq_len} tokens, on {device}",
+        f"batch: {s.train_batch_tokens:,} tokens = {runtime.world_size} ranks x {batches.rows // batches.micro_rows} "
+        f"micro-steps x {batches.micro_rows} windows x {s.train_seq_len} tokens, on {device}",
         f"clock: {length:,g} {unit} to train, then {s.reserve_seconds:g} s to choose weights, calibrate and pack",
         *(f"phase: {name} from {phase.begin * length:,.1f} to {phase.end * length:,.1f} {unit}"
           for name, phase in plan.phases.items()),
-        f"at {TOKENS_PER_SECOND:,} tokens/s, {teraflops:,.2f} TFLOP/s: {tokens / batches.tokens:,.0f} steps, "
+        f"at {TOKENS_PER_SECOND:,} tokens/s, {teraflops:,.2f} TFLOP/s: {tokens / s.train_batch_tokens:,.0f} steps, "
         f"{tokens:,.0f} tokens{epochs}"]
 
 
