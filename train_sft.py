@@ -4146,7 +4146,7 @@ def main() -> int:
             log(f"phase: {name} begins at step {run.step + 1}, {progress:.1%} of the run")
             if name == "qat":
                 for average in averages.values():
-                    average.restart()  # weights that never saw the quantizer do not fit it
+                    average.count = 0  # weights that never saw the quantizer do not fit it
         trainer.qat = plan.is_on("qat")
         multiplier = plan.rates(progress)
 
@@ -4249,8 +4249,8 @@ def main() -> int:
         code_bytes += len(Path(settings.config).read_bytes())
     total_bytes = code_bytes + len(content)
     faults = []
-    for name, phase in plan.phases.items():
-        if not phase.steps:
+    for name in plan.planned:
+        if name not in plan.phases:
             faults.append(f"phase {name} was enabled and never fired")
     if total_bytes > settings.artifact_bytes_max:
         maximum = settings.artifact_bytes_max
@@ -4286,7 +4286,7 @@ def main() -> int:
             "code_bytes": code_bytes,
             "total_bytes": total_bytes,
             "bytes_by_class": sizes,
-            "phases": {name: asdict(phase) for name, phase in plan.phases.items()},
+            "phases": plan.phases,
             "events": run.events,
             "settings": asdict(settings),
         }
