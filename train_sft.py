@@ -31,7 +31,6 @@ import re
 import resource
 import shutil
 import signal
-import statistics
 import string
 import struct
 import subprocess
