@@ -2007,7 +2007,7 @@ def pack_artifact(tensors, coded, **header):
         if name in coded:
             record |= {"bits": coded[name].bits, "scale": coded[name].scale.item()}
         is_finite = np.isfinite(record.get("scale", array)).all()
-        require(is_finite, f"tensor {name}: must be finite as float16")
+        require(is_finite, f"tensor {name}: must be finite as it is stored")
         records[name] = record
         sizes[record["class"]] += len(payload)
         payloads += payload
@@ -2037,7 +2037,7 @@ def read_streams(data, max_weights):
         # The shapes bound all that is allocated. A size of 0 counts as 1, or it would hide others.
         weights = math.prod(max(1, size) for size in record["shape"])
         max_weights -= weights
-        fits = min(max_weights, *record["shape"]) >= 0
+        fits = min([max_weights, *record["shape"]]) >= 0
         require(fits, f"{name!r} has a negative size, or exceeds the limit of weights")
         raw = zstandard.ZstdDecompressor().stream_reader(payload).read(4 * weights + 1)
         arrays[name] = np.frombuffer(raw, record["dtype"]).copy()

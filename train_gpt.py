@@ -2796,7 +2796,7 @@ class Exporter(Saved):
             widen = candidate.widen * 2 ** (8 * excess / weights)
             candidate = self.try_steps(name, min(256.0, widen))
         size = f"{candidate.size} bytes, at most {self.limit}"
-        self.run.log(f"{name}: {size}; steps wider by {candidate.widen - 1:+.2%}")
+        self.run.log(f"sizes: {name} {size}; steps wider by {candidate.widen - 1:+.2%}")
         return candidate
 
     def fit_table(self):
