@@ -518,7 +518,7 @@ def test_a_reserve_that_is_too_short_leaves_out_averages_and_gptq(place):
     events = [event["event"] for event in result["events"]]
     assert events == ["weights_left_out", "weights_left_out", "gptq_out_of_time", "over_clock"]
     assert [event["weights"] for event in result["events"][:2]] == ["ema", "swa"]
-    assert "\ncodes: nearest, " in log_of(place, "no reserve")
+    assert "\ncodes: nearest chosen\n" in log_of(place, "no reserve")
 
 
 HEAVY = "warning: .* configs/cpu.env is made for CPUs"

@@ -37,8 +37,8 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import Field, asdict, dataclass, field, fields, replace
 from decimal import Decimal
 from fractions import Fraction
 from numbers import Real
@@ -2070,9 +2070,6 @@ EMBED_BITS = 8
 # These stay float32: they pass through exp and softplus into a decay that every token applies.
 FLOAT32_CONTROLS = ("A_log", "dt_bias")
 
-# Tensor class -> keyword arguments of `quantize`. Plain dicts, because checkpoints hold them.
-QuantTable = dict[str, dict]
-
 
 @dataclass
 class Coded:
@@ -2083,15 +2080,14 @@ class Coded:
     bits: int
 
 
-def tensor_class(name: str, tensor: Tensor) -> str:
-    """Returns "matrix", "embedding" or "control", by the last part of the tensor's dotted name.
+def tensor_class(name, tensor):
+    """Return "matrix", "embedding" or "control", by the last part of the tensor's dotted name.
 
     "w_*" is a matrix; "*embed*", "head" and "ab" (GDN's decay and step size) are embeddings. All
     other tensors are controls: few weights that scale whole channels. So is every tensor with fewer
     than 16 rows or columns, seen as (shape[0], the other dimensions).
     """
-    rows = tensor.shape[0] if tensor.ndim > 1 else 0
-    if rows < 16 or tensor.numel() < 16 * rows:
+    if tensor.ndim < 2 or min(tensor.flatten(1).shape) < 16:
         return "control"
     # Under a LoRA adapter PyTorch calls the weight itself NAME.original.
     last = name.removesuffix(".original").rsplit(".", 1)[-1]
@@ -2100,33 +2096,41 @@ def tensor_class(name: str, tensor: Tensor) -> str:
     return "embedding" if "embed" in last or last in ("head", "ab") else "control"
 
 
-def round_to(w: Tensor, scale: Tensor, bits: int) -> Tensor:
-    """Returns the codes nearest to w / scale, as floats; a scale of 0 gives codes of 0."""
+def round_to(w, scale, bits):
+    """Return the codes nearest to w / scale, as floats; a scale of 0 gives codes of 0."""
     qmax = 2 ** (bits - 1) - 1
     return (w / torch.where(scale > 0, scale, 1.0)).round_().clamp_(-qmax, qmax)
 
 
-def quantize(w: Tensor, bits: int, clip_sigmas: float, widen: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Returns codes int8 (R, C) and the scale float16 (1,) of w (R, ...).
+def quantize(w, bits, clip_sigmas, widen=1.0):
+    """Return codes int8 (R, C) and the scale float16 (1,) of w (R, ...).
 
     The largest code stands for `clip_sigmas` root mean squares of w, times `widen`: the factor by
     which the exporter widens all steps if the artifact would exceed its limit. The root mean square
     is not about the mean, so a constant tensor keeps its value. If w is not finite, neither is the
     scale.
     """
-    rows = w.reshape(w.shape[0], -1).float()
-    sigma = rows.reshape(1, -1).square().mean(1).sqrt()
+    rows = w.flatten(1).float()
+    sigma = rows.square().mean().sqrt().view(1)
     scale = (sigma * clip_sigmas / (2 ** (bits - 1) - 1) * widen).half()
     return round_to(rows, scale, bits).to(torch.int8), scale
 
 
-def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
-    """Returns code * scale, float32 (R, C): 8 by 11 bits, so exact on every machine."""
+def dequantize(codes, scale):
+    """Return code * scale, float32 (R, C): 8 by 11 bits, so exact on every machine."""
     return codes.float() * scale
 
 
-def quantize_all(tensors: dict[str, Tensor], table: QuantTable) -> dict[str, Coded]:
-    """Returns those tensors whose class the table has, with each weight at its nearest code."""
+def quant_table(settings):
+    """Return the quantizers that a run begins with: tensor class -> arguments of `quantize`."""
+    return {
+        "matrix": {"bits": settings.matrix_bits, "clip_sigmas": MATRIX_CLIP_SIGMAS, "widen": 1.0},
+        "embedding": {"bits": EMBED_BITS, "clip_sigmas": EMBED_CLIP_SIGMAS, "widen": 1.0},
+    }
+
+
+def quantize_all(tensors, table):
+    """Return name -> Coded of those tensors whose class the table has: nearest codes."""
     coded = {}
     for name, w in tensors.items():
         quantizer = table.get(tensor_class(name, w))
@@ -2135,38 +2139,26 @@ def quantize_all(tensors: dict[str, Tensor], table: QuantTable) -> dict[str, Cod
     return coded
 
 
-def quant_table(settings) -> QuantTable:
-    """Returns the quantizers that a run begins with."""
-    return {
-        "matrix": {"bits": settings.matrix_bits, "clip_sigmas": MATRIX_CLIP_SIGMAS, "widen": 1.0},
-        "embedding": {"bits": EMBED_BITS, "clip_sigmas": EMBED_CLIP_SIGMAS, "widen": 1.0},
-    }
-
-
 @contextlib.contextmanager
-def swapped(params: list[Tensor], values: Iterable[Tensor]) -> Iterator[None]:
+def swapped(params, values):
     """Inside, `params` hold `values`; afterwards, also after an exception, their old values."""
     params = [param.detach() for param in params]  # the same memory, which may be written in place
     originals = [param.clone() for param in params]
     try:
-        for param, value in zip(params, values, strict=True):
-            param.copy_(value)
+        torch._foreach_copy_(params, list(values))
         yield
     finally:
-        for param, original in zip(params, originals, strict=True):
-            param.copy_(original)
+        torch._foreach_copy_(params, originals)
 
 
-def decoded(
-    tensors: dict[str, Tensor], coded: dict[str, Coded]
-) -> contextlib.AbstractContextManager:
-    """Inside, the coded tensors hold the weights that their codes stand for."""
+def decoded(tensors, coded):
+    """Return a context in which the coded tensors hold the weights that their codes stand for."""
     values = (dequantize(c.codes, c.scale).view_as(tensors[name]) for name, c in coded.items())
     return swapped([tensors[name] for name in coded], values)
 
 
-def quantized(network: nn.Module, table: QuantTable) -> contextlib.AbstractContextManager:
-    """Quantization-aware training: inside, weights are what the artifact would give back.
+def quantized(network, table):
+    """Return a context in which weights are what the artifact would give back, for training.
 
     This holds for forward and backward. No flag in the model changes, so compiled code is not
     traced again. The gradient at the quantized weight q(w) is applied to w: this is the straight-
@@ -2176,8 +2168,8 @@ def quantized(network: nn.Module, table: QuantTable) -> contextlib.AbstractConte
     return decoded(tensors, quantize_all(tensors, table))
 
 
-def count_parameters(network: nn.Module) -> dict[str, int]:
-    """Returns the number of parameters of each tensor class, and in total."""
+def count_parameters(network):
+    """Return the number of parameters of each tensor class, and in total."""
     counts = collections.Counter()
     for name, param in network.named_parameters():
         counts[tensor_class(name, param)] += param.numel()
@@ -2189,23 +2181,24 @@ def count_parameters(network: nn.Module) -> dict[str, int]:
 
 
 # === shared: artifact ===
-# An artifact is one file, little endian: magic, version u32, length u32 and CRC-32 of the header,
-# the header (JSON in a zstd frame), the streams without gaps, and the SHA-256 of all before it.
+# An artifact is one file: magic, version u32, length u32 and CRC-32 of the header, all little
+# endian; the header (JSON in a zstd frame); the streams without gaps; the SHA-256 of all before it.
 #
-# The header lists the streams in the order of the file: three arrays of class "coder", then the
-# tensors. An entry has name, class, shape, dtype, coder, and the stream's length and CRC-32. A
-# tensor with "scale" and "bits" is stored as codes. Coder "zstd" is a zstd frame of the array.
+# Every stream is a zstd frame of an array. The header lists them in the order of the file: three
+# arrays of class "coder", then the tensors. An entry has name, class, shape, dtype (as numpy writes
+# it) and the stream's length and CRC-32. A tensor with "scale" and "bits" is stored as codes.
 #
-# Coder "rans" is for codes: range ANS (Duda, arXiv:1311.2540) in interleaved lanes. In trained
-# matrices rows differ in size, and so do columns that read hidden units; given both sizes, codes
-# are nearly normal. So the code at row r and column c is coded by table sizes[r] + sizes[c], which
-# saves 5% of the bytes (docs/lab.md, 2026-11-21). The coder's arrays are the lane states u32 at
-# which decoding begins; the tables u16 (97, 256) of frequencies, by code & 255; and the sizes u8:
-# of each "rans" tensor in turn, those of its rows, then those of its columns. Code i of a tensor is
-# in lane i % lanes. The states run on from tensor to tensor, and end at 2**16.
+# Codes are int8, or uint16 words of range ANS (Duda, arXiv:1311.2540) in interleaved lanes. In
+# trained matrices rows differ in size, and so do columns that read hidden units; given both sizes,
+# codes are nearly normal. So the code at row r and column c is coded by table sizes[r] + sizes[c],
+# which saves 5% of the bytes (docs/lab.md, 2026-11-21). The coder's arrays are the lane states u32
+# at which decoding begins; the tables u16 (97, 256) of frequencies, by code & 255; and the sizes
+# u8: of each tensor in words, in turn, those of its rows, then those of its columns. Code i of a
+# tensor is in lane i % lanes. The states run on from tensor to tensor, and end at 2**16.
 ARTIFACT_PREFIX = struct.Struct("<8sIII")
 ARTIFACT_MAGIC = b"UNDERPAR"
-ARTIFACT_VERSION = 5
+ARTIFACT_VERSION = 6
+ARTIFACT_ZSTD = zstandard.ZstdCompressor(level=6)  # 0.5% fewer bytes than 3; from 12 on it is slow
 RANS_BITS = 14  # rounding frequencies costs 20 bytes per million codes; at 12 bits 150
 RANS_TOTAL = 1 << RANS_BITS
 RANS_LOW = 1 << 16  # states stay in [2**16, 2**32), so a step moves at most one 16-bit word
@@ -2215,14 +2208,14 @@ class ArtifactError(ValueError):
     """The artifact is damaged, or the file is none; one line that names the damaged part."""
 
 
-def require(condition: bool, message: str) -> None:
-    """Raises ArtifactError(message) unless the condition holds."""
+def require(condition, message):
+    """Raise ArtifactError(message) unless the condition holds."""
     if not condition:
         raise ArtifactError(message)
 
 
-def rans_table(counts: np.ndarray) -> np.ndarray:
-    """Returns frequencies uint16 (256,), of sum 2**14, for symbols that occur counts (256,) times.
+def rans_table(counts):
+    """Return frequencies uint16 (256,), of sum 2**14, for symbols that occur counts (256,) times.
 
     Each symbol that occurs has 1 and its share of what is left. So have the first two symbols,
     because a single one with all of 2**14 would overflow a state.
@@ -2235,8 +2228,8 @@ def rans_table(counts: np.ndarray) -> np.ndarray:
     return (present + np.diff(np.rint(ends), prepend=0)).astype(np.uint16)
 
 
-def rans_lanes(symbols: int) -> int:
-    """Returns the number of lanes: a power of two from 8 to 1,024, about one per 8,192 symbols.
+def rans_lanes(symbols):
+    """Return the number of lanes: a power of two from 8 to 1,024, about one per 8,192 symbols.
 
     Lanes move side by side, so many are fast; each of them costs 2 bytes.
     """
@@ -2249,7 +2242,7 @@ class RansCoder:
     Range ANS is a stack: what is to be decoded first is encoded last.
     """
 
-    def __init__(self, states: np.ndarray, tables: np.ndarray):
+    def __init__(self, states, tables):
         """tables uint16 (K, 256), made by rans_table. Raises ArtifactError if one is not whole."""
         require((tables.sum(1, dtype=np.int64) == RANS_TOTAL).all(), "a table's sum is not 2**14")
         self.states = states
@@ -2265,8 +2258,8 @@ class RansCoder:
         symbols = np.arange(len(self.frequency)).astype(np.uint8)
         self.symbols = np.repeat(symbols, self.frequency)
 
-    def encode(self, pairs: np.ndarray) -> np.ndarray:
-        """Returns words uint16, in the order of decoding, of pairs (n,): table << 8 | symbol."""
+    def encode(self, pairs):
+        """Return words uint16, in the order of decoding, of pairs (n,): table << 8 | symbol."""
         frequency = self.frequency.take(pairs)
         start = self.first.take(pairs) % RANS_TOTAL
         lanes = len(self.states)
@@ -2276,16 +2269,15 @@ class RansCoder:
             x = self.states[: len(f)]  # a view; the last symbols may need only some of the lanes
             full = x >= f << (32 - RANS_BITS)
             chunks.append(x[full].astype(np.uint16))
-            x >>= full.astype(np.uint32) << 4  # by 16 bits where a word was moved out
+            x[full] >>= 16
             # x becomes (x // f << 14) + x % f + start, where x % f is x - x // f * f
             x += x // f * (RANS_TOTAL - f) + start[begin : begin + lanes]
         return np.concatenate(chunks[::-1])
 
-    def decode(self, tables: np.ndarray, words: np.ndarray) -> np.ndarray:
-        """Returns the symbols uint8 (n,) that `tables` (n,) code in `words`, or ArtifactError."""
+    def decode(self, tables, words):
+        """Return the symbols uint8 (n,) that `tables` (n,) code in `words`, or ArtifactError."""
         slots = tables.astype(np.int64) << RANS_BITS
         lanes = len(self.states)
-        position = 0
         for begin in range(0, len(slots), lanes):
             slot = slots[begin : begin + lanes]
             x = self.states[: len(slot)]
@@ -2295,125 +2287,92 @@ class RansCoder:
             x *= step >> 16
             x += step & 0xFFFF
             low = np.flatnonzero(x < RANS_LOW)
-            end = position + len(low)
-            require(end <= len(words), "more rANS words are asked for than stored")
-            x[low] = x[low] << 16 | words[position:end]
-            position = end
-        require(position == len(words), "rANS words are left over")
+            x[low] = x[low] << 16 | words[: len(low)]
+            words = words[len(low) :]
+        require(len(words) == 0, "rANS words are left over")
         return self.symbols.take(slots)
 
 
-def size_numbers(codes: np.ndarray) -> np.ndarray:
-    """Returns sizes uint8 (R + C,) of the rows and the columns of codes int8 (R, C), from 0 to 48.
-
-    They count quarter octaves of the root mean square, a column's relative to that of all codes.
-    """
-    power = np.square(codes, dtype=np.float32)
-    columns = power.mean(0) / max(power.mean(), 1e-9)
-    octaves = np.log2(np.clip(np.concatenate([power.mean(1), columns]), 2**-8, 2**16))
+def size_numbers(mean_squares):
+    """Return sizes uint8, from 0 to 48, of mean squares: quarter octaves of their roots."""
+    octaves = np.log2(np.clip(mean_squares, 2**-8, 2**16))
     return np.rint(2 * octaves + 16).astype(np.uint8)
 
 
-def entropy_bytes(counts: np.ndarray) -> float:
-    """Returns the bytes of symbols that occur counts (..., 256) times, by a table for each row."""
+def entropy_bytes(counts):
+    """Return the bytes of symbols that occur counts (..., 256) times, by a table for each row."""
     total = np.maximum(1, counts.sum(-1, keepdims=True))
     return (counts * np.log2(total / np.maximum(1, counts))).sum() / 8
 
 
-class Stream:
-    """A part of an artifact that is being packed; at first its payload is a zstd frame."""
+def code_by_rans(codes):
+    """Return the coder's arrays by name, and the rANS words of all codes that are shorter so.
 
-    def __init__(self, record: dict, array: np.ndarray):
-        """record: its entry in the header, which is completed here."""
-        self.array = array.astype(array.dtype.newbyteorder("<"))
-        dtype = self.array.dtype.str
-        self.record = {"shape": array.shape, "dtype": dtype, "coder": "zstd", **record}
-        self.payload = zstandard.ZstdCompressor().compress(self.array.tobytes())
-
-
-def unpack_array(record: dict, payload: bytes) -> np.ndarray:
-    """Returns the array of a zstd frame, in the byte order of this machine."""
-    dtype = np.dtype(record["dtype"])
-    require(record["coder"] == "zstd" and dtype.itemsize <= 4, "an unknown coder or dtype")
-    # Only one byte more is unpacked than the shape says, so that a longer frame is an error.
-    size = math.prod(record["shape"]) * dtype.itemsize
-    raw = zstandard.ZstdDecompressor().stream_reader(payload).read(size + 1)
-    return np.frombuffer(raw, dtype).astype(dtype.newbyteorder("=")).reshape(record["shape"])
-
-
-def code_by_rans(streams: list[Stream]) -> list[Stream]:
-    """Codes streams of codes by rANS where that is shorter; returns the coder's arrays."""
-    chosen = []
+    codes: name -> int8 (R, C).
+    """
+    pairs = {}
     sizes = [np.empty(0, np.uint8)]
     counts = np.zeros((97, 256), np.int64)  # by table and symbol, of all tensors
-    for stream in streams:
-        rows = len(stream.array)
-        numbers = size_numbers(stream.array)
-        tables = np.add.outer(numbers[:rows], numbers[rows:])
-        pairs = (tables.astype(np.int32) << 8 | stream.array.view(np.uint8)).reshape(-1)
-        count = np.bincount(pairs, minlength=counts.size).reshape(counts.shape)
-        # zstd is shorter where rows repeat, as an embedding's of tokens that never occurred.
-        if entropy_bytes(count) < len(stream.payload):
-            chosen.append((stream, pairs))
-            sizes.append(numbers)
+    for name, array in codes.items():
+        power = np.square(array, dtype=np.float32)
+        rows = size_numbers(power.mean(1))
+        columns = size_numbers(power.mean(0) / max(power.mean(), 1e-9))
+        tables = np.add.outer(rows, columns).astype(np.int32)
+        symbols = (tables << 8 | array.view(np.uint8)).reshape(-1)
+        count = np.bincount(symbols, minlength=counts.size).reshape(counts.shape)
+        # zstd is shorter where rows are alike, as an embedding's of tokens that never occurred.
+        if entropy_bytes(count) < len(ARTIFACT_ZSTD.compress(array.tobytes())):
+            pairs[name] = symbols
+            sizes += [rows, columns]
             counts += count
-
     states = np.full(rans_lanes(int(counts.sum())), RANS_LOW, np.uint32)
     tables = np.stack([rans_table(count) for count in counts])
     coder = RansCoder(states, tables)
-    for stream, pairs in reversed(chosen):
-        stream.payload = coder.encode(pairs).astype("<u2").tobytes()
-        stream.record["coder"] = "rans"
-    arrays = {"lane_states": states, "tables": tables, "sizes": np.concatenate(sizes)}
-    return [Stream({"name": name, "class": "coder"}, array) for name, array in arrays.items()]
+    words = {name: coder.encode(pairs[name]) for name in reversed(pairs)}
+    coder_arrays = {"lane_states": states, "tables": tables, "sizes": np.concatenate(sizes)}
+    return {**coder_arrays, **codes, **words}
 
 
-def pack_artifact(
-    tensors: dict[str, Tensor],
-    coded: dict[str, Coded],
-    settings: dict,
-    tokenizer_sha256: str,
-    meta: dict,
-) -> tuple[bytes, dict[str, int]]:
-    """Returns the artifact of `tensors`, those of `coded` as codes, and its bytes by tensor class.
+def pack_artifact(tensors, coded, **header):
+    """Return the artifact of `tensors`, those of `coded` as codes, and its bytes by tensor class.
 
-    settings: what rebuilds the model; meta: anything else; both JSON. The same input gives the same
-    bytes. Raises ArtifactError if a tensor is not finite as it would be stored.
+    header: settings, which rebuild the model, tokenizer_sha256 and meta, which is anything; JSON.
+    The same input gives the same bytes. Raises ArtifactError if a tensor is not finite as stored.
     """
-    streams = []
+    arrays = code_by_rans({name: part.codes.cpu().numpy() for name, part in coded.items()})
     for name, tensor in tensors.items():
-        record = {"name": name, "class": tensor_class(name, tensor), "shape": tensor.shape}
-        if name in coded:
-            values = coded[name].scale
-            record |= {"bits": coded[name].bits, "scale": values.item()}
-            stream = Stream(record, coded[name].codes.cpu().numpy())
-        else:
+        if name not in coded:
             dtype = torch.float32 if name.endswith(FLOAT32_CONTROLS) else torch.float16
-            values = tensor.detach().to(dtype)
-            stream = Stream(record, values.cpu().numpy())
-        finite = bool(torch.isfinite(values).all())
-        require(finite, f"tensor {name}: must be finite as {values.dtype}")
-        streams.append(stream)
-    streams = code_by_rans([s for s in streams if "scale" in s.record]) + streams
+            arrays[name] = tensor.detach().to(dtype).cpu().numpy()
 
+    payloads = b""
+    records = {}
     sizes = collections.Counter()
-    for stream in streams:
-        length = len(stream.payload)
-        stream.record |= {"length": length, "crc32": zlib.crc32(stream.payload)}
-        sizes[stream.record["class"]] += length
-    header = {"settings": settings, "tokenizer_sha256": tokenizer_sha256, "meta": meta}
-    header["streams"] = [stream.record for stream in streams]
-    text = json.dumps(header, allow_nan=False).encode()
-    frame = zstandard.ZstdCompressor(level=19).compress(text)
+    for name, array in arrays.items():
+        payload = ARTIFACT_ZSTD.compress(array.tobytes())
+        record = {"class": "coder", "shape": array.shape, "dtype": array.dtype.str}
+        record |= {"length": len(payload), "crc32": zlib.crc32(payload)}
+        if name in tensors:
+            tensor = tensors[name]
+            record |= {"class": tensor_class(name, tensor), "shape": tensor.shape}
+        if name in coded:
+            record |= {"bits": coded[name].bits, "scale": coded[name].scale.item()}
+        is_finite = np.isfinite(record.get("scale", array)).all()
+        require(is_finite, f"tensor {name}: must be finite as it is stored")
+        records[name] = record
+        sizes[record["class"]] += len(payload)
+        payloads += payload
+    text = json.dumps({**header, "streams": records})
+    frame = ARTIFACT_ZSTD.compress(text.encode())
     prefix = ARTIFACT_PREFIX.pack(ARTIFACT_MAGIC, ARTIFACT_VERSION, len(frame), zlib.crc32(frame))
-    data = prefix + frame + b"".join(stream.payload for stream in streams)
+    data = prefix + frame + payloads
     data += hashlib.sha256(data).digest()
     sizes["header"] = len(data) - sizes.total()
     return data, sizes
 
 
-def read_streams(data: bytes, max_weights: int) -> tuple[dict, list[bytes]]:
-    """Returns the header and the streams of an artifact. Raises ArtifactError if it is damaged."""
+def read_streams(data, max_weights):
+    """Return header and arrays (name -> flat) of an artifact. Raises ArtifactError if damaged."""
     require(data.startswith(ARTIFACT_MAGIC), f"is no underpar artifact, begins with {data[:8]!r}")
     _, version, length, crc32 = ARTIFACT_PREFIX.unpack_from(data)
     require(version == ARTIFACT_VERSION, f"version {version}, this code reads {ARTIFACT_VERSION}")
@@ -2421,25 +2380,24 @@ def read_streams(data: bytes, max_weights: int) -> tuple[dict, list[bytes]]:
     frame = file.read(length)
     require(zlib.crc32(frame) == crc32, "the header is damaged")
     header = json.loads(zstandard.ZstdDecompressor().stream_reader(frame).read(1 << 24))
-    payloads = []
-    weights = 0
-    for record in header["streams"]:
+    arrays = {}
+    for name, record in header["streams"].items():
         payload = file.read(record["length"])
-        name = f"{record['class']} {record['name']!r}"
-        require(zlib.crc32(payload) == record["crc32"], f"{name} is damaged")
-        payloads.append(payload)
+        is_whole = zlib.crc32(payload) == record["crc32"]
+        require(is_whole, f"{record['class']} {name!r} is damaged")
         # The shapes bound all that is allocated. A size of 0 counts as 1, or it would hide others.
-        require(min(record["shape"], default=0) >= 0, f"{name} has a negative shape")
-        weights += math.prod(max(1, size) for size in record["shape"])
+        weights = math.prod(max(1, size) for size in record["shape"])
+        max_weights -= weights
+        fits = min([max_weights, *record["shape"]]) >= 0
+        require(fits, f"{name!r} has a negative size, or exceeds the limit of weights")
+        raw = zstandard.ZstdDecompressor().stream_reader(payload).read(4 * weights + 1)
+        arrays[name] = np.frombuffer(raw, record["dtype"]).copy()
     require(hashlib.sha256(data[:-32]).digest() == data[-32:], "the SHA-256 is wrong")
-    require(weights <= max_weights, f"{weights} weights, the limit is {max_weights}")
-    return header, payloads
+    return header, arrays
 
 
-def read_artifact(
-    path: str | Path, max_weights: int = 1 << 30
-) -> tuple[dict, dict[str, Tensor], dict[str, Coded]]:
-    """Returns the header, the tensors by name in float32, and `coded` as it was written.
+def read_artifact(path, max_weights=1 << 30):
+    """Return the header, the tensors by name in float32, and `coded` as it was written.
 
     Bit-exact on every machine. Memory is bounded by the file, at most max_weights numbers and
     weights, and the decoding of one tensor. Raises ArtifactError, one line that names the file and
@@ -2449,19 +2407,17 @@ def read_artifact(
     tensors = {}
     coded = {}
     try:
-        header, payloads = read_streams(data, max_weights)
-        states, tables, sizes = map(unpack_array, header["streams"][:3], payloads)
-        coder = RansCoder(states, tables)
-        for record, payload in zip(header["streams"][3:], payloads[3:], strict=True):
-            name = record["name"]
-            if record["coder"] == "rans":
-                rows = record["shape"][0]
-                columns = math.prod(record["shape"][1:])
-                numbers, sizes = np.split(sizes, [rows + columns])
-                tables = np.add.outer(numbers[:rows], numbers[rows:]).reshape(-1)
-                array = coder.decode(tables, np.frombuffer(payload, "<u2")).view(np.int8)
-            else:
-                array = unpack_array(record, payload)
+        header, arrays = read_streams(data, max_weights)
+        states, tables, sizes = [arrays.pop(name) for name in ("lane_states", "tables", "sizes")]
+        coder = RansCoder(states, tables.reshape(-1, 256))
+        for name, array in arrays.items():
+            record = header["streams"][name]
+            if array.dtype == np.uint16:
+                height, *width = record["shape"]
+                ends = [height, height + math.prod(width)]
+                rows, columns, sizes = np.split(sizes, ends)
+                contexts = np.add.outer(rows, columns).reshape(-1)
+                array = coder.decode(contexts, array).view(np.int8)
             values = torch.from_numpy(array).reshape(record["shape"])
             if "scale" in record:
                 scale = torch.tensor([record["scale"]], dtype=torch.float16)

@@ -126,7 +126,7 @@ def test_a_coder_that_reads_something_else_is_an_error(monkeypatch):
 def test_rans_takes_the_six_bit_codes_of_an_artifact(tmp_path, monkeypatch, one_thread):
     coded = {"w_a": T.Coded(*T.quantize(torch.randn(32, 32), 6, 8.0), 6),
              "embed": T.Coded(*T.quantize(torch.randn(32, 32), 8, 6.0), 8)}
-    packed, _ = T.pack_artifact({name: torch.zeros(32, 32) for name in coded}, coded, {}, "", {})
+    packed, _ = T.pack_artifact({name: torch.zeros(32, 32) for name in coded}, coded)
     (tmp_path / "a.upar").write_bytes(packed)
     seen = []
     monkeypatch.setattr(bench, "coders", lambda script, codes: seen.append(codes) or {

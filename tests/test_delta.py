@@ -567,7 +567,7 @@ def test_mistakes_are_one_line_and_exit_code_2(call, place, tmp_path, words, cha
     base, tuned = (weights(place / name) for name in ("base", "tuned"))
     names["delta"].write_bytes(Q.pack_delta(base, tuned, header(base), {}))
     names["damaged"].write_bytes(names["delta"].read_bytes()[:-40])
-    names["artifact"].write_bytes(T.pack_artifact(base, {}, {}, "", {})[0])
+    names["artifact"].write_bytes(T.pack_artifact(base, {})[0])
     for name, net in (("wide", network(mlp_mult=3.0)), ("layer", network(norm="layer")), ("nan", network()),
                       ("loud", network())):
         names[name] = tmp_path / name

@@ -206,7 +206,7 @@ def read_artifact(run: SimpleNamespace, Q: ModuleType) -> None:
         run.notes.append(f"artifact: {fault}")
         return
     sums = Counter()
-    for record in source.header["streams"]:
+    for record in source.header["streams"].values():
         sums[record["class"]] += record["length"]
     sums["header"] = path.stat().st_size - sums.total()
     run.bytes, layers = dict(sums), defaultdict(list)
