@@ -57,7 +57,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 # === shared: bounds ===
-def bounded(default: float, low: float, high: float):
+def bounded(default, low, high=math.inf):
     """Return a setting with a lowest and a highest value. A setting without has a lowest of 0."""
     return field(default=default, metadata={"low": low, "high": high})
 
@@ -333,13 +333,13 @@ def load_settings(
     environ: dict[str, str],
     arguments: Sequence[str] = (),
     presets: dict | None = None,
-    stored: Callable[[dict[str, str]], tuple[dict, dict]] | None = None,
+    stored: Callable[[dict[str, str]], dict] | None = None,
 ):
     """Return the settings of dataclass `cls`: defaults < CONFIG file < environment < arguments.
 
     presets: NAME of a setting -> choice -> values of other settings. Values given in the same place
     override them, so a preset chosen in the environment overrides the file. stored: function of the
-    given texts that returns defaults and overrides, two dicts (see stored_settings).
+    given texts that returns the values of another run, which replace the defaults.
     Raises UserError: a wrong value, or a name that is no setting (see check_unknown_name).
     """
     if "--help" in arguments or "-h" in arguments:
@@ -356,7 +356,7 @@ def load_settings(
         if name not in settings:
             check_unknown_name(name, text, settings, "--help lists the settings")
 
-    values, overrides = stored({**config, **environ, **typed}) if stored else ({}, {})
+    values = stored({**config, **environ, **typed}) if stored else {}
     top = {**environ, **typed}
     for texts in (config, top):
         for name, choices in (presets or {}).items():
@@ -366,7 +366,6 @@ def load_settings(
         for name, setting in settings.items():
             if name in texts:
                 values[setting.name] = parse_setting(setting, texts[name])
-    values = {**values, **overrides}
     return cls(**{name: value for name, value in values.items() if name.upper() in settings})
 
 
