@@ -3267,8 +3267,8 @@ class Log:
             print(f"{CLEAR_LINE}{seconds_left:.0f} s left {line}", end="", flush=True)
 
 
-def find_faults(result):
-    """Return what makes a finished run fail: a phase that never fired, or too many bytes."""
+def find_faults(result, limit):
+    """Return what makes a finished run fail: a phase that never fired, or more bytes than `limit`."""
     faults = []
     # A run that ended early because it reached its target may lack phases.
     target_reached = "target_reached" in [event["event"] for event in result["events"]]
@@ -3276,7 +3276,6 @@ def find_faults(result):
         if not phase["steps"] and not target_reached:
             faults.append(f"phase {name} was enabled and never fired")
     total_bytes = result["total_bytes"]
-    limit = result["settings"]["artifact_bytes_max"]
     if total_bytes > limit:
         faults.append(f"{total_bytes} bytes of code and artifact; ARTIFACT_BYTES_MAX={limit}")
     return faults
@@ -3484,7 +3483,7 @@ class Run(Saved):
         for key, value in result.items():
             if not isinstance(value, dict):
                 self.log(f"{key}: {value}")
-        faults = find_faults(result)
+        faults = find_faults(result, self.settings.artifact_bytes_max)
         for fault in faults:
             self.log(f"error: {fault}; everything was saved", sys.stderr)
         return 1 if faults else 0
@@ -3690,7 +3689,7 @@ def main():
     plan = Plan(settings)
     runtime = start_runtime(settings.device)
     device = runtime.device
-    clock = Clock(settings, runtime, replayed_progress(settings.replay))
+    clock = Clock(settings, runtime, replayed_progress(settings))
     data = open_data(settings)
     tokenizer = data.tokenizer
     config = model_config(settings, tokenizer.vocab_size, tokenizer.bos_id)

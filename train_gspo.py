@@ -2857,8 +2857,8 @@ class Log:
             print(f"{CLEAR_LINE}{seconds_left:.0f} s left {line}", end="", flush=True)
 
 
-def find_faults(result):
-    """Return what makes a finished run fail: a phase that never fired, or too many bytes."""
+def find_faults(result, limit):
+    """Return what makes a finished run fail: a phase that never fired, or more bytes than `limit`."""
     faults = []
     # A run that ended early because it reached its target may lack phases.
     target_reached = "target_reached" in [event["event"] for event in result["events"]]
@@ -2866,7 +2866,6 @@ def find_faults(result):
         if not phase["steps"] and not target_reached:
             faults.append(f"phase {name} was enabled and never fired")
     total_bytes = result["total_bytes"]
-    limit = result["settings"]["artifact_bytes_max"]
     if total_bytes > limit:
         faults.append(f"{total_bytes} bytes of code and artifact; ARTIFACT_BYTES_MAX={limit}")
     return faults
@@ -3074,7 +3073,7 @@ class Run(Saved):
         for key, value in result.items():
             if not isinstance(value, dict):
                 self.log(f"{key}: {value}")
-        faults = find_faults(result)
+        faults = find_faults(result, self.settings.artifact_bytes_max)
         for fault in faults:
             self.log(f"error: {fault}; everything was saved", sys.stderr)
         return 1 if faults else 0
