@@ -3202,13 +3202,13 @@ class StopSignal:
 
     def __init__(self):
         self.number = 0
-        self.received = 0.0
+        self.received = math.inf
         handle_stop_signals(self.receive)
 
     def receive(self, number, frame):
         """Handle a signal."""
         # torchrun repeats the Ctrl-C of a terminal, so a signal within a second is the same one.
-        if self.number and time.monotonic() - self.received > 1:
+        if time.monotonic() - self.received > 1:
             sys.stderr.write(f"{signal.Signals(number).name}: ended without a checkpoint\n")
             os._exit(128 + number)
         self.number = number
@@ -3613,14 +3613,14 @@ def log_step(run, metrics):
     if report is None:
         return False
     run.count_skipped(report)
-    metrics = {
+    values = {
         "train_loss": report.loss,
         **metrics,
         "train_time": 1000 * report.seconds,
         "step_avg": 1000 * report.seconds / run.step,
         "tok_s": run.step * run.settings.train_batch_tokens / report.seconds,
     }
-    run.log.metrics(run.step, metrics, seconds_left=run.clock.budget - report.seconds)
+    run.log.metrics(run.step, values, run.clock.budget - report.seconds)
     return report.stop_requested
 
 

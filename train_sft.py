@@ -2961,13 +2961,13 @@ class StopSignal:
 
     def __init__(self):
         self.number = 0
-        self.received = 0.0
+        self.received = math.inf
         handle_stop_signals(self.receive)
 
     def receive(self, number, frame):
         """Handle a signal."""
         # torchrun repeats the Ctrl-C of a terminal, so a signal within a second is the same one.
-        if self.number and time.monotonic() - self.received > 1:
+        if time.monotonic() - self.received > 1:
             sys.stderr.write(f"{signal.Signals(number).name}: ended without a checkpoint\n")
             os._exit(128 + number)
         self.number = number

@@ -346,7 +346,8 @@ def test_the_log_shows_every_setting_and_marks_changes(tmp_path):
 
 def open_run(out_dir: Path, run_id: str) -> Path:
     """The folder of a new run."""
-    run = T.Run(T.Settings(out_dir=str(out_dir), run_id=run_id), T.Runtime(0, 1, torch.device("cpu"), False), None, None, {})
+    settings = T.Settings(out_dir=str(out_dir), run_id=run_id)
+    run = T.Run(settings, T.Runtime(0, 1, torch.device("cpu"), False), None, None, {})
     assert run.open() is None
     return run.folder
 
