@@ -2756,19 +2756,28 @@ def replayed_progress(settings):
     return read_progress(find_run(settings.replay, settings.out_dir))["progress"]
 
 
-def make_tracker(settings, folder):
-    """Return track(metrics, step), which feeds TensorBoard or W&B, or None without a TRACKER."""
-    if settings.tracker == "wandb":
-        import wandb
+def load_tracker(name):
+    """Return the package that TRACKER names, or None. Raises UserError if it is not installed."""
+    package = None
+    try:
+        if name == "wandb":
+            import wandb as package
+        elif name == "tensorboard":
+            from torch.utils import tensorboard as package
+    except ImportError:
+        raise UserError(f"TRACKER={name!r}: is not installed; pip install {name}") from None
+    return package
 
-        config = asdict(settings)
-        wandb.init(project="underpar", name=folder.name, dir=str(folder), config=config)
-        return wandb.log
-    if settings.tracker == "none":
+
+def make_tracker(package, settings, folder):
+    """Return track(metrics, step), which feeds TensorBoard or W&B; None without a package."""
+    if package is None:
         return None
-    from torch.utils.tensorboard import SummaryWriter
-
-    writer = SummaryWriter(folder)
+    if settings.tracker == "wandb":
+        config = asdict(settings)
+        package.init(project="underpar", name=folder.name, dir=str(folder), config=config)
+        return package.log
+    writer = package.SummaryWriter(folder)
 
     def track(metrics, step):
         for name, value in metrics.items():
@@ -2891,9 +2900,6 @@ class Run(Saved):
         settings = self.settings
         if not re.fullmatch(r"0|[1-9]\d*s?", settings.save_every):
             raise UserError(f"SAVE_EVERY={settings.save_every!r}: must be 500 (steps), 120s or 0")
-        tracker = settings.tracker
-        if tracker != "none" and not importlib.util.find_spec(tracker):
-            raise UserError(f"TRACKER={tracker!r}: is not installed; pip install {tracker}")
         self.folder = find_run(settings.resume, settings.out_dir)
         if not settings.resume:
             self.folder /= self.runtime.agree(settings.run_id or time.strftime("run_%Y%m%d_%H%M%S"))
@@ -2912,10 +2918,11 @@ class Run(Saved):
         """Make or find the folder and begin the log; return the checkpoint to load, or None."""
         checkpoint = None
         if self.runtime.rank == 0:
+            package = load_tracker(self.settings.tracker)  # may raise, before there is a folder
             if not self.settings.resume:
                 self.make_folder()
             self.log.file = (self.folder / "log.txt").open("ab", buffering=0)
-            self.log.track = make_tracker(self.settings, self.folder)
+            self.log.track = make_tracker(package, self.settings, self.folder)
             self.write_header()
             checkpoint, faults = newest_checkpoint(list_checkpoints(self.folder))
             for fault in faults:
