@@ -3168,7 +3168,7 @@ class Run(Saved):
         for name, value in self.identity.items():
             before = meta["identity"].get(name)
             if before != value:
-                raise UserError(f"{name.upper()}={value!r}: RESUME continues a run with {before!r}")
+                raise UserError(f"{name.upper()}={value!r}: must stay {before!r} under RESUME")
         place = self.runtime.device
         states = torch.load(folder / "training.pt", map_location=place, weights_only=True)
         states["network"] = torch.load(folder / "model.pt", map_location=place, weights_only=True)

@@ -504,7 +504,7 @@ def test_resume_refuses_what_is_no_unfinished_run(place, straight, stopped):
     assert f"RESUME='{place.folder}/stopped/none': must be an unfinished run" in refused(RESUME="none")
     assert "RUN_ID='other': must be that of RESUME, 'run'" in refused(RUN_ID="other")
     for name, value, was in (("MODEL_DIM", 64, 32), ("SEED", 5, 1337), ("TRAIN_BATCH_TOKENS", 512, 256)):
-        assert f"{name}={value}: RESUME continues a run with {was}\n" in refused(**{name: value})
+        assert f"{name}={value}: must stay {was} under RESUME\n" in refused(**{name: value})
     files = {path: path.read_bytes() for path in place.of(stopped).rglob("*") if path.is_file()}
     log = place.of(stopped) / "log.txt"
     assert files.pop(log).startswith(before.pop(log)) and files == before
