@@ -56,7 +56,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 # === shared: bounds ===
-def bounded(default, low, high):
+def bounded(default, low, high=math.inf):
     """Return a setting with a lowest and a highest value. A setting without has a lowest of 0."""
     return field(default=default, metadata={"bounds": (low, high)})
 
@@ -329,13 +329,19 @@ def print_help(cls):
     print(inspect.getsource(cls))
 
 
-def load_settings(cls, environ, arguments=(), presets=(), stored=None):
+def load_settings(
+    cls: type,
+    environ: dict[str, str],
+    arguments: Sequence[str] = (),
+    presets: dict | None = None,
+    stored: Callable[[dict[str, str]], dict] | None = None,
+):
     """Return the settings of dataclass `cls`: defaults < CONFIG file < environment < arguments.
 
     presets: NAME of a setting -> choice -> values of other settings. Values given in the same place
     override them, so a preset chosen in the environment overrides the file. stored: function of the
-    given texts (NAME -> text) that returns defaults and overrides, two dicts (see stored_settings).
-    Raises UserError: a wrong value, or a name that is no setting (see check_name).
+    given texts that returns the values of another run, which replace the defaults.
+    Raises UserError: a wrong value, or a name that is no setting (see check_unknown_name).
     """
     if "--help" in arguments or "-h" in arguments:
         print_help(cls)
@@ -348,17 +354,17 @@ def load_settings(cls, environ, arguments=(), presets=(), stored=None):
     for name in sorted(given.keys() - {*settings, "CONFIG"}):
         check_name(name, given[name], settings)
 
-    values, overrides = stored(given) if stored else ({}, {})
-    for texts in (config, above):
-        for name in presets:
-            if name in texts:
-                # A choice in the file has no effect if the environment or an argument has another.
-                values.update(presets[name].get(given[name], {}))
+    values = stored({**config, **environ, **typed}) if stored else {}
+    top = {**environ, **typed}
+    for texts in (config, top):
+        for name, choices in (presets or {}).items():
+            # A preset in the file has no effect if the environment or an argument sets another.
+            if name in texts and (texts is top or name not in top):
+                values = {**values, **choices.get(texts[name], {})}
         for name, setting in settings.items():
             if name in texts:
                 values[setting.name] = parse_setting(setting, texts[name])
-    values.update(overrides)
-    return cls(**{name: values[name] for name in values if name.upper() in settings})
+    return cls(**{name: value for name, value in values.items() if name.upper() in settings})
 
 
 # === end: settings ===

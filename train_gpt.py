@@ -34,7 +34,7 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Literal, get_args
@@ -52,7 +52,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 # === shared: bounds ===
-def bounded(default, low, high):
+def bounded(default, low, high=math.inf):
     """Return a setting with a lowest and a highest value. A setting without has a lowest of 0."""
     return field(default=default, metadata={"bounds": (low, high)})
 
@@ -81,19 +81,19 @@ class Settings:
     # data
     data_path: str = "data/embedded"  # folder of shards and manifest.json, or a mixture a:0.7,b:0.3
     tokenizer_path: str = ""  # .model or .tiktoken file, encoding or "bytes"; empty: the data's
-    vocab_size: int = bounded(0, 0, 1 << 20)  # checked against the tokenizer; 0: not checked
-    holdout_tokens: int = bounded(131072, 1, 1 << 40)  # to choose raw, EMA or SWA weights
+    vocab_size: int = 0  # checked against the tokenizer; 0: not checked
+    holdout_tokens: int = bounded(131072, 1)  # to choose raw, EMA or SWA weights
     # clock
     iterations: int = 0  # optimizer steps; 0: no limit in steps
     max_wallclock_seconds: float = 600.0  # training clock; 0: no limit in time
     reserve_seconds: float = 12.0  # end of the clock kept to choose weights, quantize and pack
     # batch
-    train_batch_tokens: int = bounded(524288, 2, 1 << 31)  # per optimizer step, over all ranks
-    train_seq_len: int = bounded(2048, 2, 1 << 20)  # tokens in a window, training and evaluation
+    train_batch_tokens: int = bounded(524288, 2)  # per optimizer step, over all ranks
+    train_seq_len: int = bounded(2048, 2)  # tokens in a window, training and evaluation
     micro_batch_tokens: int = 0  # per forward and rank; 0: fitted to memory. Same global batch
     # checkpoints
     save_every: str = "120s"  # between checkpoints: steps, or seconds (120s); 0: only at the end
-    profile: bool = False  # trace three steps, and on CUDA the memory
+    profile: bool = False  # write trace.json of steps 4 to 6; the run must have a seventh
     # log and validation
     tracker: Literal["none", "tensorboard", "wandb"] = "none"  # where metrics go, beside the log
     val_loss_every: int = 1000  # steps between validations, outside the clock; 0: only at the end
@@ -103,19 +103,19 @@ class Settings:
     # model
     arch_mode: Literal["D", "gdn", "hybrid", "baseline", "llama"] = "D"  # see ARCH_PRESETS
     layer_pattern: str = "g g g g g s1 g g g g g s1"  # g GDN, s sliding window, a full attention
-    num_layers: int = bounded(0, 0, 512)  # repeat or cut the pattern to this; 0: as long as it is
-    model_dim: int = bounded(512, 16, 65536)  # width of the residual stream
-    num_heads: int = bounded(8, 1, 1024)  # query heads of attention, and heads of GDN
-    num_kv_heads: int = bounded(4, 1, 1024)  # key and value heads of attention
+    num_layers: int = 0  # repeat or cut the pattern to this; 0: as long as it is
+    model_dim: int = bounded(512, 16)  # width of the residual stream
+    num_heads: int = bounded(8, 1)  # query heads of attention, and heads of GDN
+    num_kv_heads: int = bounded(4, 1)  # key and value heads of attention
     # kind of MLP; bio_soft and bio_hard are the bio-MLP with sparse events
     mlp: Literal["relu2", "leaky_relu2", "gelu", "swiglu", "bio", "bio_soft", "bio_hard"] = "relu2"
     mlp_mult: float = bounded(3.0, 0.25, 16.0)  # hidden width of the MLP divided by model_dim
     norm: str = "rms"  # rms, rms_weight or layer, or one word per layer
     positions: Literal["rope", "learned", "none"] = "rope"  # how attention knows positions
     rope_dims: int = 0  # dimensions of a head that rotate; 0: all
-    attn_window: int = bounded(512, 1, 1 << 20)  # keys that a query of a sliding window sees
+    attn_window: int = bounded(512, 1)  # keys that a query of a sliding window sees
     qk_gain_init: float = 4.0  # initial gain of normed queries; 0: no norm of queries and keys
-    bigram_vocab_size: int = bounded(0, 0, 1 << 24)  # rows of the hashed embedding of token pairs
+    bigram_vocab_size: int = 0  # rows of the hashed embedding of token pairs
     tie_embeddings: bool = True  # the embedding is the output head
     # optimizer; its learning rates have presets, see OPTIMIZER_PRESETS
     # optimizer of matrices; all but muon take embeddings and head too
@@ -137,9 +137,9 @@ class Settings:
     # artifact
     matrix_bits: int = bounded(6, 2, 8)  # bits of a matrix code, up to 2**(bits-1) - 1
     gptq_calibration_batches: int = 16  # training batches for GPTQ at the end; 0: no GPTQ
-    artifact_bytes_max: int = bounded(16000000, 1, 1 << 40)  # script + config + artifact, in bytes
+    artifact_bytes_max: int = bounded(16000000, 1)  # script + config + artifact, in bytes
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         check_settings(self)
 
 
@@ -369,7 +369,7 @@ def load_settings(cls, environ, arguments=(), presets=(), stored=None):
 
     presets: NAME of a setting -> choice -> values of other settings. Values given in the same place
     override them, so a preset chosen in the environment overrides the file. stored: function of the
-    given texts (NAME -> text) that returns defaults and overrides, two dicts (see stored_settings).
+    given texts (NAME -> text) that returns the values of another run, which replace the defaults.
     Raises UserError: a wrong value, or a name that is no setting (see check_name).
     """
     if "--help" in arguments or "-h" in arguments:
@@ -383,7 +383,7 @@ def load_settings(cls, environ, arguments=(), presets=(), stored=None):
     for name in sorted(given.keys() - {*settings, "CONFIG"}):
         check_name(name, given[name], settings)
 
-    values, overrides = stored(given) if stored else ({}, {})
+    values = stored(given) if stored else {}
     for texts in (config, above):
         for name in presets:
             if name in texts:
@@ -392,7 +392,6 @@ def load_settings(cls, environ, arguments=(), presets=(), stored=None):
         for name, setting in settings.items():
             if name in texts:
                 values[setting.name] = parse_setting(setting, texts[name])
-    values.update(overrides)
     return cls(**{name: values[name] for name in values if name.upper() in settings})
 
 
@@ -2860,62 +2859,50 @@ def save_checkpoint(folder, step, parts, meta):
         shutil.rmtree(old, ignore_errors=True)
 
 
-def replayed_progress(folder):
-    """Return the progress that each step of the run in `folder` used; [] without a folder."""
-    if not folder:
-        return []
-    return json.loads((Path(folder) / "progress.json").read_bytes())["progress"]
+def find_run(name, out_dir):
+    """Return the folder of a run that is named by its path or by its RUN_ID in out_dir."""
+    return Path(name) if os.sep in name else Path(out_dir, name)
 
 
-def replay_settings(folder, out_dir):
-    """Return defaults and overrides (two dicts) of a run that repeats the one in `folder`."""
+def stored_settings(given):
+    """Return the settings of the run that RESUME or REPLAY names, or {} if neither is given.
+
+    given: name of a setting -> text. Raises UserError if the run cannot be continued or repeated.
+    """
+    out_dir = given.get("OUT_DIR", Settings.out_dir)
+    if given.get("RESUME"):
+        folder = find_run(given["RESUME"], out_dir)
+        if given.get("RUN_ID", folder.name) != folder.name:
+            raise UserError(f"RUN_ID={given['RUN_ID']!r}: must be that of RESUME, {folder.name!r}")
+        newest, faults = newest_checkpoint(list_checkpoints(folder))
+        if newest is None or (folder / "result.json").exists():
+            must = "must be an unfinished run with a whole checkpoint"
+            raise UserError(f"RESUME={str(folder)!r}: {must}; {' '.join(faults)}")
+        return json.loads((newest / "meta.json").read_bytes())["settings"]
+    if given.get("REPLAY"):
+        stored = read_progress(find_run(given["REPLAY"], out_dir))
+        return {**stored["settings"], "run_id": "", "resume": ""}
+    return {}
+
+
+def read_progress(folder):
+    """Return progress.json of a run. Raises UserError if the run cannot be repeated."""
+    prefix = f"REPLAY={str(folder)!r}:"
     path = folder / "progress.json"
     if not path.is_file():
-        raise UserError(f"REPLAY={str(folder)!r}: no {path}; must be a run that trained to its end")
+        raise UserError(f"{prefix} no {path}; must be a run that trained to its end")
     stored = json.loads(path.read_bytes())
     for event in stored["events"]:
         if event.get("changed"):
-            raise UserError(f"REPLAY={str(folder)!r}: was resumed with changed {event['changed']}")
-    defaults = {**stored["settings"], "run_id": "", "resume": "", "out_dir": out_dir}
-    return defaults, {"replay": str(folder)}
+            raise UserError(f"{prefix} was resumed with changed {event['changed']}")
+    return stored
 
 
-def resume_settings(folder, run_id, is_restart):
-    """Return defaults and overrides (two dicts) of a run that continues."""
-    prefix = f"RESUME={str(folder)!r}:"
-    if not folder.is_dir():
-        raise UserError(f"{prefix} no such folder; must be a RUN_ID or a path")
-    if run_id not in ("", folder.name):
-        raise UserError(f"{prefix} RUN_ID={run_id!r} is another run")
-    if (folder / "result.json").exists():
-        raise UserError(f"{prefix} is finished: it has a result.json")
-    newest, faults = newest_checkpoint(list_checkpoints(folder))
-    overrides = {"resume": str(folder), "run_id": folder.name, "out_dir": str(folder.parent)}
-    if newest is None and is_restart:
-        return {}, overrides  # the run failed before its first checkpoint and begins anew
-    if newest is None:
-        raise UserError(f"{prefix} has no whole checkpoint; {' '.join(faults[:1])}")
-    defaults = json.loads((newest / "meta.json").read_bytes())["settings"]
-    return defaults, {**overrides, "replay": defaults["replay"]}
-
-
-def stored_settings(given, out_dir):
-    """Return the settings of the run that RESUME or REPLAY names, as load_settings takes them.
-
-    Under torchrun --max-restarts a RUN_ID whose folder exists is resumed.
-    """
-    out_dir = given.get("OUT_DIR", out_dir)
-    run_id = given.get("RUN_ID", "")
-    is_elastic = given.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-    is_restart = is_elastic and run_id != "" and (Path(out_dir) / run_id).is_dir()
-    resume = run_id if is_restart else given.get("RESUME", "")
-    name = resume or given.get("REPLAY", "")
-    if not name:
-        return {}, {}
-    folder = Path(name) if os.sep in name else Path(out_dir) / name
-    if resume:
-        return resume_settings(folder, run_id, is_restart)
-    return replay_settings(folder, out_dir)
+def replayed_progress(settings):
+    """Return the progress that each step of the run that REPLAY names used; [] without one."""
+    if not settings.replay:
+        return []
+    return read_progress(find_run(settings.replay, settings.out_dir))["progress"]
 
 
 def load_tracker(name):
@@ -2932,7 +2919,9 @@ def load_tracker(name):
 
 
 def make_tracker(package, settings, folder):
-    """Return track(metrics, step), which feeds TensorBoard or W&B."""
+    """Return track(metrics, step), which feeds TensorBoard or W&B; None without a package."""
+    if package is None:
+        return None
     if settings.tracker == "wandb":
         config = asdict(settings)
         package.init(project="underpar", name=folder.name, dir=str(folder), config=config)
@@ -2947,38 +2936,40 @@ def make_tracker(package, settings, folder):
     return track
 
 
+def handle_stop_signals(handler):
+    """From here on SIGTERM and SIGINT call `handler`; signal.SIG_DFL: they end the process."""
+    signal.signal(signal.SIGTERM, handler)
+    signal.signal(signal.SIGINT, handler)
+
+
 class StopSignal:
-    """Remembers SIGTERM or SIGINT from listen() to restore(), so that the loop saves and stops.
+    """Remembers SIGTERM or SIGINT, so that the loop saves and stops.
 
     A second signal ends the process at once.
     """
 
     def __init__(self):
         self.number = 0
-        self.received = 0.0
-
-    def listen(self):
-        """Remember signals from here on."""
-        signal.signal(signal.SIGTERM, self.receive)
-        signal.signal(signal.SIGINT, self.receive)
-
-    def restore(self):
-        """Give signals their ordinary effect: they end the process."""
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        self.received = math.inf
+        handle_stop_signals(self.receive)
 
     def receive(self, number, frame):
         """Handle a signal."""
         # torchrun repeats the Ctrl-C of a terminal, so a signal within a second is the same one.
-        if self.number and time.monotonic() - self.received > 1:
+        if time.monotonic() - self.received > 1:
             sys.stderr.write(f"{signal.Signals(number).name}: ended without a checkpoint\n")
             os._exit(128 + number)
         self.number = number
         self.received = time.monotonic()
 
 
+def name_values(values):
+    """Return a dict as `name:value` words of the log."""
+    return " ".join(f"{name}:{value}" for name, value in values.items())
+
+
 class Log:
-    """log.txt, the terminal and the tracker. Only rank 0 opens it; on other ranks it is mute."""
+    """log.txt, the terminal and the tracker. Only rank 0 has a file; on other ranks it is mute."""
 
     def __init__(self, iterations):
         self.iterations = iterations
@@ -2986,19 +2977,13 @@ class Log:
         self.track = None
         self.last_line = time.monotonic()
 
-    def open(self, path, track):
-        """Write to the file at `path` from here on, and feed `track` if there is one."""
-        self.file = open(path, "ab", buffering=0)
-        self.track = track
-
-    def __call__(self, text, terminal=True):
-        """Write text to the file and the terminal."""
+    def __call__(self, text, stream=None):
+        """Write text to the file and to a stream, sys.stdout if it is None."""
         if self.file is None:
             return
         self.last_line = time.monotonic()
         try:
-            if terminal:
-                print(CLEAR_LINE * sys.stdout.isatty() + text, flush=True)
+            print(CLEAR_LINE * sys.stdout.isatty() + text, file=stream, flush=True)
             self.file.write(text.encode() + b"\n")
         except OSError as error:  # a full disk may have room again before the next checkpoint
             with contextlib.suppress(OSError):
@@ -3030,127 +3015,118 @@ class Log:
             print(f"{CLEAR_LINE}{seconds_left:.0f} s left {line}", end="", flush=True)
 
 
-class Run:
+@dataclass
+class Run(Saved):
     """A run: its folder, log, events and checkpoints, and how far it is.
 
-    STATE: what a checkpoint stores of the run itself.
-    parts: name -> object with state_dict and load_state_dict, one of them the "network".
-    identity: values that must not change when a run is resumed.
+    parts: name -> object with state_dict and load_state_dict, which checkpoints store. The script
+    adds the "network" and all else that steps change.
     """
 
-    STATE = ("step", "saved_seconds", "skipped_steps", "skipped_in_a_row", "events")
+    STATE = ("step", "skipped_steps", "skipped_in_a_row", "events")
 
-    def __init__(self, settings, runtime, parts, identity):
-        interval = re.fullmatch(r"(\d+)(s?)", settings.save_every)
-        if not interval:
+    settings: Settings
+    runtime: Runtime
+    plan: Plan
+    clock: Clock
+    identity: dict  # values that must not change when a run is resumed
+
+    def __post_init__(self):
+        settings = self.settings
+        if not re.fullmatch(r"0|[1-9]\d*s?", settings.save_every):
             raise UserError(f"SAVE_EVERY={settings.save_every!r}: must be 500 (steps), 120s or 0")
-        self.save_interval = int(interval[1]) or math.inf
-        self.saves_by_seconds = interval[2] == "s"
-        # PyTorch issue 135712: restarted ranks never meet through the agent's store.
-        is_elastic = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-        shares_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        if is_elastic and (shares_store or not settings.run_id):
-            raise UserError(
-                "torchrun --max-restarts: needs RUN_ID, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
-            )
-        self.settings = settings
-        self.runtime = runtime
-        self.parts = parts
-        self.identity = identity
-        name = runtime.agree(settings.run_id or time.strftime("run_%Y%m%d_%H%M%S"))
-        self.folder = Path(settings.out_dir) / name
+        self.folder = find_run(settings.resume, settings.out_dir)
+        if not settings.resume:
+            self.folder /= self.runtime.agree(settings.run_id or time.strftime("run_%Y%m%d_%H%M%S"))
         self.log = Log(settings.iterations)
+        files = [__file__, settings.config]
+        self.code_bytes = sum(os.path.getsize(file) for file in files if file)
+        self.parts = {"run": self, "plan": self.plan, "clock": self.clock}
         self.events = []
         self.step = 0
         self.skipped_steps = 0
         self.skipped_in_a_row = 0
         self.saved_step = -1  # step and training seconds of the newest checkpoint
-        self.saved_seconds = 0.0
+        self.saved_seconds = -math.inf
 
     def open(self):
         """Make or find the folder and begin the log; return the checkpoint to load, or None."""
-        if self.runtime.rank != 0:
-            return self.runtime.agree(None)
-        package = load_tracker(self.settings.tracker)  # may raise, before there is a folder
         checkpoint = None
-        faults = []
-        if self.settings.resume:
+        if self.runtime.rank == 0:
+            package = load_tracker(self.settings.tracker)  # may raise, before there is a folder
+            if not self.settings.resume:
+                self.make_folder()
+            self.log.file = (self.folder / "log.txt").open("ab", buffering=0)
+            self.log.track = make_tracker(package, self.settings, self.folder)
+            self.write_header()
             checkpoint, faults = newest_checkpoint(list_checkpoints(self.folder))
-        else:
-            self.make_folder()
-        track = None
-        if package:
-            track = make_tracker(package, self.settings, self.folder)
-        self.log.open(self.folder / "log.txt", track)
-        self.write_header()
-        for fault in faults:
-            self.log(fault)
+            for fault in faults:
+                self.log(fault)
         return self.runtime.agree(checkpoint)
 
     def make_folder(self):
         """Make the folder of a new run. Raises UserError, with nothing made."""
         run_id = self.settings.run_id
-        out_dir = self.settings.out_dir
         if os.path.exists(self.folder) or Path(run_id).name != run_id:
-            why = f"must be a plain name that does not exist in {out_dir}"
+            why = f"must be a plain name that does not exist in {self.settings.out_dir}"
             raise UserError(f"RUN_ID={run_id!r}: {why}; RESUME continues a run")
-        try:
-            self.folder.mkdir(parents=True)
-        except OSError as error:
-            raise UserError(f"OUT_DIR={out_dir!r}: cannot write there ({error})") from None
+        self.folder.mkdir(parents=True)
 
     def write_header(self):
         """Log the script's source, the command, the machine and all settings; * marks a change."""
-        source = Path(__file__).read_text(encoding="utf-8") + "\n" + "=" * 120
+        source = Path(__file__).read_text(encoding="utf-8") + "\n" + "=" * 120 + "\n"
         if source not in (self.folder / "log.txt").read_text(encoding="utf-8"):
-            self.log(source, terminal=False)
-        self.log(f"command: {' '.join([Path(sys.executable).name, *sys.argv])}", terminal=False)
-        machine = describe_machine(self.runtime)
-        self.log(" ".join(f"{key}:{value}" for key, value in machine.items()))
-        for setting in fields(self.settings):
-            value = getattr(self.settings, setting.name)
-            mark = " " if value == setting.default else "*"
-            if setting.type is bool:
+            self.log.file.write(source.encode())
+        self.log(f"command: {' '.join(sys.argv)}")
+        self.log(name_values(describe_machine(self.runtime)))
+        for name, value in asdict(self.settings).items():
+            mark = " " if value == getattr(Settings, name) else "*"
+            if isinstance(value, bool):
                 value = int(value)
-            self.log(f"{mark} {setting.name.upper()}={value}")
+            self.log(f"{mark} {name.upper()}={value}")
 
     def event(self, name, **facts):
         """Log an event that result.json reports too."""
         self.events.append({"event": name, **facts})
-        self.log(f"event: {name} " + " ".join(f"{key}:{value}" for key, value in facts.items()))
+        self.log(f"event: {name} {name_values(facts)}")
 
-    def is_save_due(self, seconds):
-        """Return whether SAVE_EVERY asks for a checkpoint at `seconds` of training."""
-        if self.saves_by_seconds:
-            return seconds - self.saved_seconds >= self.save_interval
-        return self.step > 0 and self.step % self.save_interval == 0
+    def write_file(self, name, data):
+        """Write a file of the folder, on rank 0 while the others wait; return its path."""
+        path = self.folder / name
+        if self.runtime.rank == 0:
+            replace_file(path, data)
+        self.runtime.agree(None)
+        return path
 
-    def save(self, seconds):
-        """Write a checkpoint. A failure is an event if an older one exists, else a UserError."""
-        self.saved_seconds = seconds
-        if self.saved_step == self.step or self.runtime.rank != 0:
-            return
+    def is_save_due(self):
+        """Return whether SAVE_EVERY asks for a checkpoint here; the first is due before step 1."""
+        every = self.settings.save_every
+        interval = int(every.rstrip("s"))
+        if every.endswith("s"):
+            return self.clock.seconds[-1] - self.saved_seconds >= interval
+        return interval > 0 and self.step % interval == 0
+
+    def save(self):
+        """Write a checkpoint, on rank 0 while the others wait.
+
+        A failure is an event if there is an older checkpoint, else an OSError.
+        """
+        self.saved_seconds = self.clock.seconds[-1]
+        if self.saved_step != self.step and self.runtime.rank == 0:
+            begin = time.perf_counter()
+            training = {name: part.state_dict() for name, part in self.parts.items()}
+            files = {"model": training.pop("network"), "training": training}
+            settings = asdict(self.settings)
+            meta = {"step": self.step, "settings": settings, "identity": self.identity}
+            try:
+                save_checkpoint(self.folder, self.step, files, meta)
+                self.log(f"step:{self.step} saved in {1000 * (time.perf_counter() - begin):.0f}ms")
+            except OSError as error:
+                if not list_checkpoints(self.folder):
+                    raise
+                self.event("save_failed", step=self.step, error=str(error))
         self.saved_step = self.step
-        begin = time.perf_counter()
-        training = {name: part.state_dict() for name, part in self.parts.items()}
-        files = {"model": training.pop("network"), "training": training}
-        meta = {
-            "script": Path(__file__).name,
-            "code_sha256": sha256_file(__file__),
-            "settings": asdict(self.settings),
-            "identity": self.identity,
-            "rng": torch.get_rng_state().tolist(),
-            **{name: getattr(self, name) for name in self.STATE},
-        }
-        try:
-            save_checkpoint(self.folder, self.step, files, meta)
-        except OSError as error:
-            if newest_checkpoint(list_checkpoints(self.folder))[0] is None:
-                out_dir = self.settings.out_dir
-                raise UserError(f"OUT_DIR={out_dir!r}: cannot save there ({error})") from None
-            self.event("save_failed", step=self.step, error=str(error))
-            return
-        self.log(f"step:{self.step} saved in {1000 * (time.perf_counter() - begin):.0f}ms")
+        self.runtime.agree(None)
 
     def load(self, folder):
         """Restore a checkpoint. Raises UserError if the run would become another one."""
@@ -3158,23 +3134,20 @@ class Run:
         for name, value in self.identity.items():
             before = meta["identity"].get(name)
             if before != value:
-                prefix = f"RESUME={self.settings.resume!r}:"
-                raise UserError(f"{prefix} {name.upper()}={value!r}; must stay {before!r}")
+                raise UserError(f"{name.upper()}={value!r}: must stay {before!r} under RESUME")
         place = self.runtime.device
         states = torch.load(folder / "training.pt", map_location=place, weights_only=True)
         states["network"] = torch.load(folder / "model.pt", map_location=place, weights_only=True)
         for name, part in self.parts.items():
             if name in states:
                 part.load_state_dict(states[name])
-        torch.set_rng_state(torch.tensor(meta["rng"], dtype=torch.uint8))
-        for name in self.STATE:
-            setattr(self, name, meta[name])
         self.saved_step = self.step
-        changed = {}
-        for name, value in asdict(self.settings).items():
-            is_place = name in ("resume", "run_id", "out_dir")
-            if not is_place and meta["settings"].get(name) != value:
-                changed[name] = value
+        before = meta["settings"]
+        changed = {
+            name: value
+            for name, value in asdict(self.settings).items()
+            if value != before.get(name) and name not in ("resume", "run_id", "out_dir")
+        }
         self.event("resume", step=self.step, ranks=self.runtime.world_size, changed=changed)
 
     def count_skipped(self, report):
@@ -3189,20 +3162,76 @@ class Run:
         self.skipped_in_a_row += 1
         self.event("skipped_step", step=self.step, loss=str(report.loss))
         if self.skipped_in_a_row >= MAX_SKIPPED_STEPS:
-            fault = f"{MAX_SKIPPED_STEPS} steps in a row had a loss or gradient that is not finite"
-            self.log(f"error: {fault}", terminal=False)
-            raise FloatingPointError(f"{fault}; the last checkpoint of {self.folder} is good")
+            raise FloatingPointError(
+                f"{MAX_SKIPPED_STEPS} steps in a row had a loss or gradient that is not finite; "
+                f"the last checkpoint of {self.folder} is good"
+            )
 
-    def write_result(self, result, faults):
-        """Write result.json and log it, and report the faults of a run that was saved (rank 0)."""
-        replace_file(self.folder / "result.json", (json.dumps(result, indent=1) + "\n").encode())
+    def write_json(self, name, facts):
+        """Write facts, events and settings into a file of the folder; return them all."""
+        facts = {**facts, "events": self.events, "settings": asdict(self.settings)}
+        self.write_file(name, (json.dumps(facts, indent=1) + "\n").encode())
+        return facts
+
+    def write_artifact(self, content):
+        """Write model.upar, and log what became of plan and clock; return the artifact's path."""
+        seconds = self.clock.elapsed()
+        self.log(self.plan.summary())
+        self.log(
+            f"clock: {seconds:.1f} s to train and choose, "
+            f"MAX_WALLCLOCK_SECONDS={self.settings.max_wallclock_seconds}"
+        )
+        if self.settings.replay:
+            self.event("replay", of=self.settings.replay)
+        if self.clock.limit < seconds:
+            self.event("over_clock", seconds=seconds, hint="needs more RESERVE_SECONDS")
+        return self.write_file("model.upar", content)
+
+    def find_faults(self, total_bytes):
+        """Return what makes a finished run fail: phases that never fired, too many bytes."""
+        faults = []
+        # A run that ended early because it reached its target may lack phases.
+        target_reached = "target_reached" in [event["event"] for event in self.events]
+        for name in self.plan.planned:
+            if name not in self.plan.phases and not target_reached:
+                faults.append(f"phase {name} was enabled and never fired")
+        limit = self.settings.artifact_bytes_max
+        if total_bytes > limit:
+            faults.append(f"{total_bytes} bytes of code and artifact; ARTIFACT_BYTES_MAX={limit}")
+        return faults
+
+    def write_result(self, facts, content):
+        """Write result.json, and log it; return the exit code of the run: 1 if it has a fault.
+
+        facts: what the script reports beside the facts of every run. content: of the artifact.
+        """
+        result = {
+            "script": Path(__file__).name,
+            "run_id": self.folder.name,
+            "seed": self.settings.seed,
+            "code_sha256": sha256_file(__file__),
+            **describe_machine(self.runtime),
+            "world_size": self.runtime.world_size,
+            "steps": self.step,
+            "skipped_steps": self.skipped_steps,
+            "train_seconds": self.clock.elapsed(),
+            **facts,
+            "artifact": str(self.folder / "model.upar"),
+            "artifact_sha256": hashlib.sha256(content).hexdigest(),
+            "artifact_bytes": len(content),
+            "code_bytes": self.code_bytes,
+            "total_bytes": self.code_bytes + len(content),
+            "phases": self.plan.phases,
+        }
+        result = self.write_json("result.json", result)
         self.log("---")
         for key, value in result.items():
             if not isinstance(value, dict):
                 self.log(f"{key}: {value}")
+        faults = self.find_faults(result["total_bytes"])
         for fault in faults:
-            self.log(f"error: {fault}; everything was saved", terminal=False)
-            sys.stderr.write(f"error: {fault}; everything was saved\n")
+            self.log(f"error: {fault}; everything was saved", sys.stderr)
+        return 1 if faults else 0
 
 
 # === end: checkpoint ===
@@ -3218,9 +3247,10 @@ OPTIMIZER_PRESETS = {
     "adamw8bit": {"matrix_lr": 0.003, "tied_embed_lr": 0.01},
     "adafactor": {"matrix_lr": 0.1, "tied_embed_lr": 0.4},  # shares of a tensor's root mean square
 }
-HEAD_LR = 0.008  # of an untied output head, as in Parameter Golf
-LION_HEAD_LR = 0.002  # Lion moves every weight by the whole rate
-ADAFACTOR_HEAD_LR = 0.1  # a share of the head's root mean square
+# Of an untied output head, as in Parameter Golf. Lion moves every weight by the whole rate, and
+# Adafactor's is a share of the head's root mean square.
+HEAD_LR = 0.008
+OTHER_HEAD_LRS = {"lion": 0.002, "adafactor": 0.1}
 MUON_MOMENTUM_START = 0.85  # early gradients change quickly, and a long memory of them misleads
 MUON_WARMUP_FRAC = 0.05  # share of the run until MUON_MOMENTUM is reached
 WARMUP_STEPS = 2  # untimed steps: the first compiles, the second shows that nothing compiles again
@@ -3229,29 +3259,24 @@ HANG_SECONDS = 120.0
 HEAVY_FOR_CPU = 1e12  # parameters times tokens per step: about a minute per step on two cores
 
 
-def pretraining_rates(settings: Settings) -> LearningRates:
+def pretraining_rates(settings):
     """Return the learning rates and weight decays of each class of parameters."""
-    head = HEAD_LR
-    if settings.optimizer == "lion":
-        head = LION_HEAD_LR
-    elif settings.optimizer == "adafactor":
-        head = ADAFACTOR_HEAD_LR
     return LearningRates(
         matrix=settings.matrix_lr,
         embedding=settings.tied_embed_lr,
-        head=head,
+        head=OTHER_HEAD_LRS.get(settings.optimizer, HEAD_LR),
         control=settings.scalar_lr,
         matrix_decay=settings.muon_wd,
     )
 
 
-def muon_momentum(progress: float) -> float:
+def muon_momentum(progress):
     """Return Muon's momentum at this share of the run: it rises to MUON_MOMENTUM and stays."""
     share = min(1.0, progress / MUON_WARMUP_FRAC)
     return MUON_MOMENTUM_START + share * (MUON_MOMENTUM - MUON_MOMENTUM_START)
 
 
-def activation_dtype(name: str, device: torch.device) -> torch.dtype:
+def activation_dtype(name, device):
     """Return the dtype of activations; "auto" is bfloat16 if the device has units for it."""
     has_units = device.type == "cuda" or torch.cpu._is_amx_tile_supported()
     if name == "bfloat16" or (name == "auto" and has_units):
@@ -3259,17 +3284,17 @@ def activation_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.float32
 
 
-def compile_model(network: GPT, settings: Settings) -> Callable:
+def compile_model(network, settings):
     """Return the network compiled into one graph or, with COMPILE=0, the network itself."""
     if not settings.compile:
         return network
     return torch.compile(network, dynamic=False, fullgraph=True, mode=settings.compile_mode)
 
 
-def forward_backward(model: Callable, batches: Batches, step: int) -> Tensor:
+def forward_backward(model, batches, step):
     """Compute this rank's gradients of the mean loss over the global batch.
 
-    Returns this rank's part of that mean, in nats per token.
+    Return this rank's part of that mean, in nats per token.
     """
     # Gradients keep their memory: tensors made by a CUDA graph are overwritten by its next call.
     torch._foreach_zero_([param.grad for param in model.parameters()])
@@ -3281,7 +3306,7 @@ def forward_backward(model: Callable, batches: Batches, step: int) -> Tensor:
     return loss
 
 
-def warm_up(model: Callable, optimizers: Optimizers, batches: Batches, settings: Settings) -> None:
+def warm_up(model, optimizers, batches, settings):
     """Compile and allocate everything in untimed steps that change no weight.
 
     If memory is short on any rank, the micro-batch is halved. Raises UserError if it cannot be.
@@ -3316,49 +3341,45 @@ def warm_up(model: Callable, optimizers: Optimizers, batches: Batches, settings:
     optimizers.load_state_dict({})
 
 
-def profile_steps(folder: Path, log: Callable[[str], None]) -> Iterator[None]:
-    """Trace steps 4 to 6 of the loop, which advances this iterator once per step; on CUDA with the
-    history of the memory."""
-    has_cuda = torch.cuda.is_available()
+def profile_steps(run):
+    """With PROFILE, trace steps 4 to 6 of the loop, which advances this iterator once per step."""
+    if not run.settings.profile or run.runtime.rank:
+        return
     yield from [None] * 3
-    if has_cuda:
-        torch.cuda.memory._record_memory_history()
     with torch.profiler.profile() as trace:
         yield from [None] * 3
-    trace.export_chrome_trace(str(folder / "trace.json"))
-    log(f"profile: {folder}/trace.json opens at https://ui.perfetto.dev")
-    if has_cuda:
-        torch.cuda.memory._dump_snapshot(str(folder / "memory.pickle"))
-        torch.cuda.memory._record_memory_history(enabled=None)
-        log(f"profile: {folder}/memory.pickle opens at https://docs.pytorch.org/memory_viz")
-    yield from itertools.repeat(None)
+    trace.export_chrome_trace(str(run.folder / "trace.json"))
+    run.log(f"profile: {run.folder}/trace.json opens at https://ui.perfetto.dev")
 
 
-def log_step(run, clock, report, metrics):
-    """Count the finished step if it was skipped, and log its metrics."""
+def log_step(run, metrics):
+    """Log the step before, if its report has come; return whether a rank is to stop."""
+    report = run.clock.previous_report()
+    if report is None:
+        return False
     run.count_skipped(report)
-    tokens = run.step * run.settings.train_batch_tokens
-    metrics = {
+    values = {
         "train_loss": report.loss,
         **metrics,
         "train_time": 1000 * report.seconds,
         "step_avg": 1000 * report.seconds / run.step,
-        "tok_s": tokens / report.seconds,
+        "tok_s": run.step * run.settings.train_batch_tokens / report.seconds,
     }
-    run.log.metrics(run.step, metrics, seconds_left=clock.budget - report.seconds)
+    run.log.metrics(run.step, values, run.clock.budget - report.seconds)
+    return report.stop_requested
 
 
-def calibration_ids(batches: Batches, step: int, settings: Settings) -> Iterator[Tensor]:
+def calibration_ids(batches, run):
     """Yield token ids (B, T) of the training batches that would come next, for GPTQ."""
-    for offset in range(settings.gptq_calibration_batches):
-        for ids, _ in batches.micro_batches(step + offset):
+    for offset in range(run.settings.gptq_calibration_batches):
+        for ids, _ in batches.micro_batches(run.step + offset):
             yield ids
 
 
-def choose_weights(exporter: Exporter, averages: dict[str, Average], clock: Clock, run: Run) -> str:
+def choose_weights(exporter, averages, run):
     """Give the network the raw or averaged weights that score best, quantized, on held-out tokens.
 
-    An average is left out, with an event, if the clock has no time to score it. Returns a name.
+    An average is left out, with an event, if the clock has no time to score it. Return a name.
     """
     params = [param.detach() for param in exporter.network.parameters()]
     candidates = {"raw": params}
@@ -3368,15 +3389,14 @@ def choose_weights(exporter: Exporter, averages: dict[str, Average], clock: Cloc
     scores = {}
     scoring_seconds = 0.0
     for name, values in candidates.items():
-        begin = clock.elapsed()
+        begin = run.clock.elapsed()
         # Scoring an average must leave time to score and pack the codes of the weights chosen.
-        is_short = name != "raw" and clock.seconds_left() < 3 * scoring_seconds
-        if run.runtime.agree(is_short):
+        if scores and run.runtime.agree(run.clock.seconds_left() < 3 * scoring_seconds):
             run.event("weights_left_out", weights=name, hint="needs more RESERVE_SECONDS")
             continue
         with swapped(params, values), quantized(exporter.network, exporter.table):
             scores[name] = exporter.score()
-        scoring_seconds = clock.elapsed() - begin
+        scoring_seconds = run.clock.elapsed() - begin
         run.log(f"weights: {name}, quantized, on held-out training tokens {scores[name]}")
     chosen = min(scores, key=lambda name: scores[name].nats)
     run.log(f"weights: {chosen} chosen")
@@ -3384,7 +3404,7 @@ def choose_weights(exporter: Exporter, averages: dict[str, Average], clock: Cloc
     return chosen
 
 
-def score_artifact(path: Path, scorer: Scorer, data: Dataset, run: Run) -> dict:
+def score_artifact(path, scorer, data, run):
     """Rebuild the network from the artifact file alone; return its scores for result.json."""
     settings = run.settings
     header, tensors, _ = read_artifact(path)
@@ -3406,32 +3426,15 @@ def score_artifact(path: Path, scorer: Scorer, data: Dataset, run: Run) -> dict:
     return result
 
 
-def find_faults(run: Run, plan: Plan, total_bytes: int) -> list[str]:
-    """Return what makes a finished run fail: a phase that never fired, too many bytes, no trace."""
-    faults = []
-    # A run that ended early because it reached its target may lack phases.
-    target_reached = any(event["event"] == "target_reached" for event in run.events)
-    for name in plan.planned:
-        if name not in plan.phases and not target_reached:
-            faults.append(f"phase {name} was enabled and never fired")
-    limit = run.settings.artifact_bytes_max
-    if total_bytes > limit:
-        faults.append(f"{total_bytes} bytes of code and artifact; ARTIFACT_BYTES_MAX={limit}")
-    if run.settings.profile and not (run.folder / "trace.json").exists():
-        faults.append("PROFILE=1 traced nothing: it takes seven steps")
-    return faults
-
-
-def main() -> int:
+def main():
     """Train, pack and score one model; return the exit code. Raises UserError before step 1."""
     begin = time.perf_counter()
     presets = {"ARCH_MODE": ARCH_PRESETS, "OPTIMIZER": OPTIMIZER_PRESETS}
-    stored = functools.partial(stored_settings, out_dir=Settings.out_dir)
-    settings = load_settings(Settings, os.environ, sys.argv[1:], presets, stored)
+    settings = load_settings(Settings, os.environ, sys.argv[1:], presets, stored_settings)
     plan = Plan(settings)
-    stop_signal = StopSignal()
     runtime = start_runtime(settings.device)
     device = runtime.device
+    clock = Clock(settings, runtime, replayed_progress(settings))
     data = open_data(settings)
     tokenizer = data.tokenizer
     config = model_config(settings, tokenizer.vocab_size, tokenizer.bos_id)
@@ -3443,17 +3446,16 @@ def main() -> int:
     network.activation_checkpointing = settings.activation_checkpointing
     network.dtype = activation_dtype(settings.dtype, device)
     model = compile_model(network, settings)
-    rates = pretraining_rates(settings)
-    optimizers = Optimizers(network, settings.optimizer, rates, runtime, network.dtype)
+    optimizers = Optimizers(
+        network, settings.optimizer, pretraining_rates(settings), runtime, network.dtype
+    )
     averages = {}
     if settings.ema:
         averages["ema"] = Average(list(network.parameters()), EMA_MEMORY)
     if settings.swa:
         averages["swa"] = Average(list(network.parameters()))
 
-    # clock, run folder and log
-    clock = Clock(settings, runtime, replayed_progress(settings.replay))
-    parts = dict(network=network, optimizers=optimizers, plan=plan, clock=clock, **averages)
+    # run folder and log
     identity = {
         **asdict(config),
         "manifest_sha256": data.manifest_sha256,
@@ -3463,13 +3465,13 @@ def main() -> int:
         "holdout_tokens": settings.holdout_tokens,
         "optimizer": settings.optimizer,
     }
-    run = Run(settings, runtime, parts, identity)
+    run = Run(settings, runtime, plan, clock, identity)
     checkpoint = run.open()
     log = run.log
-    if runtime.rank == 0 and tokenizer.file != "bytes":
-        (run.folder / tokenizer.file).write_bytes(tokenizer.content)
+    if tokenizer.file != "bytes":
+        run.write_file(tokenizer.file, tokenizer.content)
     counts = count_parameters(network)
-    log("parameters: " + " ".join(f"{name}:{count}" for name, count in counts.items()))
+    log(f"parameters: {name_values(counts)}")
     log(f"model: arch_mode {settings.arch_mode}, layers {config.layers}, {network.dtype}")
     for manifest in data.manifests:
         log(
@@ -3495,31 +3497,23 @@ def main() -> int:
         "meta": {"seed": settings.seed, "tokenizer": tokenizer.file},
     }
     scorer = Scorer(tokenizer, runtime, settings.train_seq_len, batches.micro_rows, log.note)
-    code_bytes = len(Path(__file__).read_bytes())
-    if settings.config:
-        code_bytes += len(Path(settings.config).read_bytes())
     exporter = Exporter(
         network,
         quant_table(settings),
-        limit=settings.artifact_bytes_max - code_bytes,
+        limit=settings.artifact_bytes_max - run.code_bytes,
         score=functools.partial(scorer.score, model, data.held_out),
         run=run,
         header=header,
     )
-    run.parts["exporter"] = exporter
+    run.parts.update(network=network, optimizers=optimizers, exporter=exporter, **averages)
     if checkpoint:
         run.load(checkpoint)
-    elif run.save_interval < math.inf:
-        run.save(0.0)  # if the run cannot save, this shows before its first step
     log(f"set-up and warm-up: {time.perf_counter() - begin:.1f} s, outside the clock")
 
-    trace = itertools.repeat(None)
-    if settings.profile and runtime.rank == 0:
-        trace = profile_steps(run.folder, log)
+    profile = profile_steps(run)
     metrics = {}
     stopping = False
-    target_reached = False
-    stop_signal.listen()
+    stop_signal = StopSignal()
     clock.start()
     while True:
         last_step = clock.is_last(run.step)
@@ -3534,17 +3528,15 @@ def main() -> int:
                 score = scorer.score(model, data.val)
             log.metrics(run.step, {"val_loss": score.loss, "val_bpb": score.bpb})
             if score.loss <= settings.target_val_loss:
-                target_reached = True
+                last_step = True
                 run.event("target_reached", step=run.step, seconds=clock.elapsed())
-        last_step = last_step or target_reached
-        if last_step or stopping or run.is_save_due(clock.seconds[-1]):
+        if last_step or stopping or run.is_save_due():
             with clock.paused():
-                run.save(clock.seconds[-1])
-                runtime.agree(None)  # all ranks wait here
+                run.save()
         if last_step or stopping:
             break
         faulthandler.dump_traceback_later(max(HANG_SECONDS, 20 * clock.median_step()))
-        next(trace)
+        next(profile, None)
 
         # 2. The phases and learning rates of this step.
         progress = clock.progress(run.step)
@@ -3565,11 +3557,8 @@ def main() -> int:
         loss, stop = extra  # the mean over the global batch now
         skip = ~(torch.isfinite(norm) & torch.isfinite(loss))
 
-        # 4. Read the report of the step before, now that the device has work queued.
-        report = clock.previous_report()
-        if report is not None:
-            stopping = report.stop_requested
-            log_step(run, clock, report, metrics)
+        # 4. Log the step before, now that the device has work queued.
+        stopping = log_step(run, metrics)
 
         # 5. Update the weights and their averages.
         optimizers.step(multiplier, muon_momentum(progress), skip)
@@ -3586,75 +3575,39 @@ def main() -> int:
         log(f"stopped by {number.name} after step {run.step}; RESUME={run.folder} goes on")
         runtime.leave()
         return 128 + number
-    stop_signal.restore()
-    report = clock.previous_report()
-    if report is not None:
-        log_step(run, clock, report, metrics)
-    if runtime.rank == 0:
-        record = {"settings": asdict(settings), "progress": clock.used, "events": run.events}
-        replace_file(run.folder / "progress.json", json.dumps(record).encode())
+    handle_stop_signals(signal.SIG_DFL)
+    log_step(run, metrics)
+    run.write_json("progress.json", {"progress": clock.used})
 
     # Choose the weights, quantize and pack them; this is on the clock, too.
     clock.start()
-    chosen = choose_weights(exporter, averages, clock, run)
+    chosen = choose_weights(exporter, averages, run)
     if not settings.qat:
         exporter.fit_table()  # with QAT it was fitted when QAT began
-    packed = exporter.pack(calibration_ids(batches, run.step, settings), clock.seconds_left())
+    packed = exporter.pack(calibration_ids(batches, run), clock.seconds_left())
     clock.stop()
-    log(plan.summary())
-    limit = settings.max_wallclock_seconds
-    log(f"clock: {clock.elapsed():.1f} s to train and choose, MAX_WALLCLOCK_SECONDS={limit}")
-    if settings.replay:
-        run.event("replay", of=settings.replay)
-    elif 0 < limit < clock.elapsed():
-        run.event("over_clock", seconds=clock.elapsed(), hint="needs more RESERVE_SECONDS")
-    artifact = run.folder / "model.upar"
-    if runtime.rank == 0:
-        replace_file(artifact, packed.data)
-    runtime.agree(None)  # rank 0 has written it
+    artifact = run.write_artifact(packed.data)
 
     # Score the weights before quantization, then what the artifact file alone gives back.
     before = scorer.score(model, data.val)
     log(f"before quantization: val_{before}")
-    final = score_artifact(artifact, scorer, data, run)
-
-    total_bytes = code_bytes + packed.size
-    faults = find_faults(run, plan, total_bytes)
-    if runtime.rank == 0:
-        result = {
-            "script": Path(__file__).name,
-            "run_id": run.folder.name,
-            "seed": settings.seed,
-            "code_sha256": sha256_file(__file__),
-            "manifest_sha256": data.manifest_sha256,
-            "tokenizer_sha256": tokenizer.sha256,
-            **describe_machine(runtime),
-            "world_size": runtime.world_size,
-            "steps": run.step,
-            "skipped_steps": run.skipped_steps,
-            "tokens": run.step * settings.train_batch_tokens,
-            "train_seconds": clock.elapsed(),
-            "total_seconds": time.perf_counter() - begin,
-            "params": counts,
-            "optimizer_state_bytes": optimizers.state_bytes(),
-            "dtype": str(network.dtype).removeprefix("torch."),
-            "weights": chosen,
-            **final,
-            "before_quantization": before.result(),
-            **data.yardsticks,
-            "artifact": str(artifact),
-            "artifact_sha256": sha256_file(artifact),
-            "artifact_bytes": packed.size,
-            "code_bytes": code_bytes,
-            "total_bytes": total_bytes,
-            "bytes_by_class": packed.sizes,
-            "phases": plan.phases,
-            "events": run.events,
-            "settings": asdict(settings),
-        }
-        run.write_result(result, faults)
+    facts = {
+        "manifest_sha256": data.manifest_sha256,
+        "tokenizer_sha256": tokenizer.sha256,
+        "tokens": run.step * settings.train_batch_tokens,
+        "params": counts,
+        "optimizer_state_bytes": optimizers.state_bytes(),
+        "dtype": str(network.dtype).removeprefix("torch."),
+        "weights": chosen,
+        **score_artifact(artifact, scorer, data, run),
+        "before_quantization": before.result(),
+        **data.yardsticks,
+        "bytes_by_class": packed.sizes,
+        "total_seconds": time.perf_counter() - begin,
+    }
+    exit_status = run.write_result(facts, packed.data)
     runtime.leave()
-    return 1 if faults else 0
+    return exit_status
 
 
 if __name__ == "__main__":

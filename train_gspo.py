@@ -38,8 +38,8 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import Field, asdict, dataclass, field, fields, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from decimal import Decimal
 from fractions import Fraction
 from numbers import Real
@@ -61,7 +61,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 # === shared: bounds ===
-def bounded(default, low, high):
+def bounded(default, low, high=math.inf):
     """Return a setting with a lowest and a highest value. A setting without has a lowest of 0."""
     return field(default=default, metadata={"bounds": (low, high)})
 
@@ -90,8 +90,8 @@ class Settings:
     # empty: the task's checker; random: a control; file.py:function, see load_reward
     reward: str = ""
     reward_seconds: float = 60.0  # a reward function that takes longer ends the run
-    eval_prompts: int = bounded(512, 1, 1 << 20)  # held-out prompts that score the policy
-    eval_samples: int = bounded(8, 1, 1 << 20)  # of each, for pass@1 and pass@EVAL_SAMPLES
+    eval_prompts: int = bounded(512, 1)  # held-out prompts that score the policy
+    eval_samples: int = bounded(8, 1)  # of each, for pass@1 and pass@EVAL_SAMPLES
     # policy at the start
     # a run, a checkpoint or an artifact; empty: a small model, warmed up on demonstrations
     init_from: str = ""
@@ -101,18 +101,18 @@ class Settings:
     sft_accuracy: float = 0.5
     sft_lr: float = 0.02  # its Muon's, of matrices; of all else AdamW's is a twentieth
     layer_pattern: str = "g a g"  # g GDN, s sliding window, a full attention
-    num_layers: int = bounded(0, 0, 512)  # repeat or cut the pattern to this; 0: as long as it is
-    model_dim: int = bounded(64, 16, 65536)  # width of the residual stream
-    num_heads: int = bounded(4, 1, 1024)  # query heads of attention, and heads of GDN
+    num_layers: int = 0  # repeat or cut the pattern to this; 0: as long as it is
+    model_dim: int = bounded(64, 16)  # width of the residual stream
+    num_heads: int = bounded(4, 1)  # query heads of attention, and heads of GDN
     # kind of MLP; bio_soft and bio_hard are the bio-MLP with sparse events
     mlp: Literal["relu2", "leaky_relu2", "gelu", "swiglu", "bio", "bio_soft", "bio_hard"] = "relu2"
-    train_seq_len: int = bounded(128, 2, 1 << 20)  # tokens in a window, training and evaluation
+    train_seq_len: int = bounded(128, 2)  # tokens in a window, training and evaluation
     lora_rank: int = 0  # of adapters, which alone are trained; 0: all weights are
     lora_alpha: float = 16.0  # adapters count by LORA_ALPHA / LORA_RANK
     # rollout
-    prompts_per_step: int = bounded(32, 1, 1 << 20)  # over all ranks
-    group_size: int = bounded(8, 1, 1 << 20)  # samples of a prompt
-    max_new_tokens: int = bounded(16, 1, 1 << 20)  # length of each, at most
+    prompts_per_step: int = bounded(32, 1)  # over all ranks
+    group_size: int = bounded(8, 1)  # samples of a prompt
+    max_new_tokens: int = bounded(16, 1)  # length of each, at most
     # of the distribution; 0: always the likeliest token
     temperature: float = bounded(0.5, 0.0, 100.0)
     # times that a group of one reward is drawn again, by another prompt (arXiv 2503.14476)
@@ -129,8 +129,8 @@ class Settings:
     kl_beta: float = 0.0  # weight of the divergence from the reference
     # of that: the policy as it starts; base: that without adapters
     reference: Literal["start", "base"] = "start"
-    mini_batches: int = bounded(4, 1, 1 << 20)  # updates by the samples of a step
-    epochs: int = bounded(1, 1, 1 << 20)  # times that each sample is used
+    mini_batches: int = bounded(4, 1)  # updates by the samples of a step
+    epochs: int = bounded(1, 1)  # times that each sample is used
     micro_batch_tokens: int = 0  # per forward and rank; 0: fitted to memory. Same global batch
     # clock
     iterations: int = 0  # optimizer steps; 0: no limit in steps
@@ -158,9 +158,9 @@ class Settings:
     qat: bool = True  # late quantization-aware training of all that the artifact quantizes
     # artifact
     matrix_bits: int = bounded(6, 2, 8)  # bits of a matrix code, up to 2**(bits-1) - 1
-    artifact_bytes_max: int = bounded(16000000, 1, 1 << 40)  # script + config + artifact, in bytes
+    artifact_bytes_max: int = bounded(16000000, 1)  # script + config + artifact, in bytes
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         check_settings(self)
 
 
@@ -385,13 +385,19 @@ def print_help(cls):
     print(inspect.getsource(cls))
 
 
-def load_settings(cls, environ, arguments=(), presets=(), stored=None):
+def load_settings(
+    cls: type,
+    environ: dict[str, str],
+    arguments: Sequence[str] = (),
+    presets: dict | None = None,
+    stored: Callable[[dict[str, str]], dict] | None = None,
+):
     """Return the settings of dataclass `cls`: defaults < CONFIG file < environment < arguments.
 
     presets: NAME of a setting -> choice -> values of other settings. Values given in the same place
     override them, so a preset chosen in the environment overrides the file. stored: function of the
-    given texts (NAME -> text) that returns defaults and overrides, two dicts (see stored_settings).
-    Raises UserError: a wrong value, or a name that is no setting (see check_name).
+    given texts that returns the values of another run, which replace the defaults.
+    Raises UserError: a wrong value, or a name that is no setting (see check_unknown_name).
     """
     if "--help" in arguments or "-h" in arguments:
         print_help(cls)
@@ -404,17 +410,17 @@ def load_settings(cls, environ, arguments=(), presets=(), stored=None):
     for name in sorted(given.keys() - {*settings, "CONFIG"}):
         check_name(name, given[name], settings)
 
-    values, overrides = stored(given) if stored else ({}, {})
-    for texts in (config, above):
-        for name in presets:
-            if name in texts:
-                # A choice in the file has no effect if the environment or an argument has another.
-                values.update(presets[name].get(given[name], {}))
+    values = stored({**config, **environ, **typed}) if stored else {}
+    top = {**environ, **typed}
+    for texts in (config, top):
+        for name, choices in (presets or {}).items():
+            # A preset in the file has no effect if the environment or an argument sets another.
+            if name in texts and (texts is top or name not in top):
+                values = {**values, **choices.get(texts[name], {})}
         for name, setting in settings.items():
             if name in texts:
                 values[setting.name] = parse_setting(setting, texts[name])
-    values.update(overrides)
-    return cls(**{name: values[name] for name in values if name.upper() in settings})
+    return cls(**{name: value for name, value in values.items() if name.upper() in settings})
 
 
 # === end: settings ===
@@ -2520,62 +2526,50 @@ def save_checkpoint(folder, step, parts, meta):
         shutil.rmtree(old, ignore_errors=True)
 
 
-def replayed_progress(folder):
-    """Return the progress that each step of the run in `folder` used; [] without a folder."""
-    if not folder:
-        return []
-    return json.loads((Path(folder) / "progress.json").read_bytes())["progress"]
+def find_run(name, out_dir):
+    """Return the folder of a run that is named by its path or by its RUN_ID in out_dir."""
+    return Path(name) if os.sep in name else Path(out_dir, name)
 
 
-def replay_settings(folder, out_dir):
-    """Return defaults and overrides (two dicts) of a run that repeats the one in `folder`."""
+def stored_settings(given):
+    """Return the settings of the run that RESUME or REPLAY names, or {} if neither is given.
+
+    given: name of a setting -> text. Raises UserError if the run cannot be continued or repeated.
+    """
+    out_dir = given.get("OUT_DIR", Settings.out_dir)
+    if given.get("RESUME"):
+        folder = find_run(given["RESUME"], out_dir)
+        if given.get("RUN_ID", folder.name) != folder.name:
+            raise UserError(f"RUN_ID={given['RUN_ID']!r}: must be that of RESUME, {folder.name!r}")
+        newest, faults = newest_checkpoint(list_checkpoints(folder))
+        if newest is None or (folder / "result.json").exists():
+            must = "must be an unfinished run with a whole checkpoint"
+            raise UserError(f"RESUME={str(folder)!r}: {must}; {' '.join(faults)}")
+        return json.loads((newest / "meta.json").read_bytes())["settings"]
+    if given.get("REPLAY"):
+        stored = read_progress(find_run(given["REPLAY"], out_dir))
+        return {**stored["settings"], "run_id": "", "resume": ""}
+    return {}
+
+
+def read_progress(folder):
+    """Return progress.json of a run. Raises UserError if the run cannot be repeated."""
+    prefix = f"REPLAY={str(folder)!r}:"
     path = folder / "progress.json"
     if not path.is_file():
-        raise UserError(f"REPLAY={str(folder)!r}: no {path}; must be a run that trained to its end")
+        raise UserError(f"{prefix} no {path}; must be a run that trained to its end")
     stored = json.loads(path.read_bytes())
     for event in stored["events"]:
         if event.get("changed"):
-            raise UserError(f"REPLAY={str(folder)!r}: was resumed with changed {event['changed']}")
-    defaults = {**stored["settings"], "run_id": "", "resume": "", "out_dir": out_dir}
-    return defaults, {"replay": str(folder)}
+            raise UserError(f"{prefix} was resumed with changed {event['changed']}")
+    return stored
 
 
-def resume_settings(folder, run_id, is_restart):
-    """Return defaults and overrides (two dicts) of a run that continues."""
-    prefix = f"RESUME={str(folder)!r}:"
-    if not folder.is_dir():
-        raise UserError(f"{prefix} no such folder; must be a RUN_ID or a path")
-    if run_id not in ("", folder.name):
-        raise UserError(f"{prefix} RUN_ID={run_id!r} is another run")
-    if (folder / "result.json").exists():
-        raise UserError(f"{prefix} is finished: it has a result.json")
-    newest, faults = newest_checkpoint(list_checkpoints(folder))
-    overrides = {"resume": str(folder), "run_id": folder.name, "out_dir": str(folder.parent)}
-    if newest is None and is_restart:
-        return {}, overrides  # the run failed before its first checkpoint and begins anew
-    if newest is None:
-        raise UserError(f"{prefix} has no whole checkpoint; {' '.join(faults[:1])}")
-    defaults = json.loads((newest / "meta.json").read_bytes())["settings"]
-    return defaults, {**overrides, "replay": defaults["replay"]}
-
-
-def stored_settings(given, out_dir):
-    """Return the settings of the run that RESUME or REPLAY names, as load_settings takes them.
-
-    Under torchrun --max-restarts a RUN_ID whose folder exists is resumed.
-    """
-    out_dir = given.get("OUT_DIR", out_dir)
-    run_id = given.get("RUN_ID", "")
-    is_elastic = given.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-    is_restart = is_elastic and run_id != "" and (Path(out_dir) / run_id).is_dir()
-    resume = run_id if is_restart else given.get("RESUME", "")
-    name = resume or given.get("REPLAY", "")
-    if not name:
-        return {}, {}
-    folder = Path(name) if os.sep in name else Path(out_dir) / name
-    if resume:
-        return resume_settings(folder, run_id, is_restart)
-    return replay_settings(folder, out_dir)
+def replayed_progress(settings):
+    """Return the progress that each step of the run that REPLAY names used; [] without one."""
+    if not settings.replay:
+        return []
+    return read_progress(find_run(settings.replay, settings.out_dir))["progress"]
 
 
 def load_tracker(name):
@@ -2592,7 +2586,9 @@ def load_tracker(name):
 
 
 def make_tracker(package, settings, folder):
-    """Return track(metrics, step), which feeds TensorBoard or W&B."""
+    """Return track(metrics, step), which feeds TensorBoard or W&B; None without a package."""
+    if package is None:
+        return None
     if settings.tracker == "wandb":
         config = asdict(settings)
         package.init(project="underpar", name=folder.name, dir=str(folder), config=config)
@@ -2607,38 +2603,40 @@ def make_tracker(package, settings, folder):
     return track
 
 
+def handle_stop_signals(handler):
+    """From here on SIGTERM and SIGINT call `handler`; signal.SIG_DFL: they end the process."""
+    signal.signal(signal.SIGTERM, handler)
+    signal.signal(signal.SIGINT, handler)
+
+
 class StopSignal:
-    """Remembers SIGTERM or SIGINT from listen() to restore(), so that the loop saves and stops.
+    """Remembers SIGTERM or SIGINT, so that the loop saves and stops.
 
     A second signal ends the process at once.
     """
 
     def __init__(self):
         self.number = 0
-        self.received = 0.0
-
-    def listen(self):
-        """Remember signals from here on."""
-        signal.signal(signal.SIGTERM, self.receive)
-        signal.signal(signal.SIGINT, self.receive)
-
-    def restore(self):
-        """Give signals their ordinary effect: they end the process."""
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        self.received = math.inf
+        handle_stop_signals(self.receive)
 
     def receive(self, number, frame):
         """Handle a signal."""
         # torchrun repeats the Ctrl-C of a terminal, so a signal within a second is the same one.
-        if self.number and time.monotonic() - self.received > 1:
+        if time.monotonic() - self.received > 1:
             sys.stderr.write(f"{signal.Signals(number).name}: ended without a checkpoint\n")
             os._exit(128 + number)
         self.number = number
         self.received = time.monotonic()
 
 
+def name_values(values):
+    """Return a dict as `name:value` words of the log."""
+    return " ".join(f"{name}:{value}" for name, value in values.items())
+
+
 class Log:
-    """log.txt, the terminal and the tracker. Only rank 0 opens it; on other ranks it is mute."""
+    """log.txt, the terminal and the tracker. Only rank 0 has a file; on other ranks it is mute."""
 
     def __init__(self, iterations):
         self.iterations = iterations
@@ -2646,19 +2644,13 @@ class Log:
         self.track = None
         self.last_line = time.monotonic()
 
-    def open(self, path, track):
-        """Write to the file at `path` from here on, and feed `track` if there is one."""
-        self.file = open(path, "ab", buffering=0)
-        self.track = track
-
-    def __call__(self, text, terminal=True):
-        """Write text to the file and the terminal."""
+    def __call__(self, text, stream=None):
+        """Write text to the file and to a stream, sys.stdout if it is None."""
         if self.file is None:
             return
         self.last_line = time.monotonic()
         try:
-            if terminal:
-                print(CLEAR_LINE * sys.stdout.isatty() + text, flush=True)
+            print(CLEAR_LINE * sys.stdout.isatty() + text, file=stream, flush=True)
             self.file.write(text.encode() + b"\n")
         except OSError as error:  # a full disk may have room again before the next checkpoint
             with contextlib.suppress(OSError):
@@ -2690,127 +2682,132 @@ class Log:
             print(f"{CLEAR_LINE}{seconds_left:.0f} s left {line}", end="", flush=True)
 
 
-class Run:
+def find_faults(result, limit):
+    """Return what makes a finished run fail: a phase that never fired, or more bytes than `limit`."""
+    faults = []
+    # A run that ended early because it reached its target may lack phases.
+    target_reached = "target_reached" in [event["event"] for event in result["events"]]
+    for name, phase in result["phases"].items():
+        if not phase["steps"] and not target_reached:
+            faults.append(f"phase {name} was enabled and never fired")
+    total_bytes = result["total_bytes"]
+    if total_bytes > limit:
+        faults.append(f"{total_bytes} bytes of code and artifact; ARTIFACT_BYTES_MAX={limit}")
+    return faults
+
+
+@dataclass
+class Run(Saved):
     """A run: its folder, log, events and checkpoints, and how far it is.
 
-    STATE: what a checkpoint stores of the run itself.
-    parts: name -> object with state_dict and load_state_dict, one of them the "network".
-    identity: values that must not change when a run is resumed.
+    parts: name -> object with state_dict and load_state_dict, which checkpoints store. The script
+    adds the "network" and all else that steps change.
     """
 
-    STATE = ("step", "saved_seconds", "skipped_steps", "skipped_in_a_row", "events")
+    STATE = ("step", "skipped_steps", "skipped_in_a_row", "events")
 
-    def __init__(self, settings, runtime, parts, identity):
-        interval = re.fullmatch(r"(\d+)(s?)", settings.save_every)
-        if not interval:
+    settings: Settings
+    runtime: Runtime
+    plan: Plan
+    clock: Clock
+    identity: dict  # values that must not change when a run is resumed
+
+    def __post_init__(self):
+        settings = self.settings
+        if not re.fullmatch(r"0|[1-9]\d*s?", settings.save_every):
             raise UserError(f"SAVE_EVERY={settings.save_every!r}: must be 500 (steps), 120s or 0")
-        self.save_interval = int(interval[1]) or math.inf
-        self.saves_by_seconds = interval[2] == "s"
-        # PyTorch issue 135712: restarted ranks never meet through the agent's store.
-        is_elastic = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-        shares_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        if is_elastic and (shares_store or not settings.run_id):
-            raise UserError(
-                "torchrun --max-restarts: needs RUN_ID, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
-            )
-        self.settings = settings
-        self.runtime = runtime
-        self.parts = parts
-        self.identity = identity
-        name = runtime.agree(settings.run_id or time.strftime("run_%Y%m%d_%H%M%S"))
-        self.folder = Path(settings.out_dir) / name
+        self.folder = find_run(settings.resume, settings.out_dir)
+        if not settings.resume:
+            self.folder /= self.runtime.agree(settings.run_id or time.strftime("run_%Y%m%d_%H%M%S"))
         self.log = Log(settings.iterations)
+        files = [__file__, settings.config]
+        self.code_bytes = sum(os.path.getsize(file) for file in files if file)
+        self.parts = {"run": self, "plan": self.plan, "clock": self.clock}
         self.events = []
         self.step = 0
         self.skipped_steps = 0
         self.skipped_in_a_row = 0
         self.saved_step = -1  # step and training seconds of the newest checkpoint
-        self.saved_seconds = 0.0
+        self.saved_seconds = -math.inf
 
     def open(self):
         """Make or find the folder and begin the log; return the checkpoint to load, or None."""
-        if self.runtime.rank != 0:
-            return self.runtime.agree(None)
-        package = load_tracker(self.settings.tracker)  # may raise, before there is a folder
         checkpoint = None
-        faults = []
-        if self.settings.resume:
+        if self.runtime.rank == 0:
+            package = load_tracker(self.settings.tracker)  # may raise, before there is a folder
+            if not self.settings.resume:
+                self.make_folder()
+            self.log.file = (self.folder / "log.txt").open("ab", buffering=0)
+            self.log.track = make_tracker(package, self.settings, self.folder)
+            self.write_header()
             checkpoint, faults = newest_checkpoint(list_checkpoints(self.folder))
-        else:
-            self.make_folder()
-        track = None
-        if package:
-            track = make_tracker(package, self.settings, self.folder)
-        self.log.open(self.folder / "log.txt", track)
-        self.write_header()
-        for fault in faults:
-            self.log(fault)
+            for fault in faults:
+                self.log(fault)
         return self.runtime.agree(checkpoint)
 
     def make_folder(self):
         """Make the folder of a new run. Raises UserError, with nothing made."""
         run_id = self.settings.run_id
-        out_dir = self.settings.out_dir
         if os.path.exists(self.folder) or Path(run_id).name != run_id:
-            why = f"must be a plain name that does not exist in {out_dir}"
+            why = f"must be a plain name that does not exist in {self.settings.out_dir}"
             raise UserError(f"RUN_ID={run_id!r}: {why}; RESUME continues a run")
-        try:
-            self.folder.mkdir(parents=True)
-        except OSError as error:
-            raise UserError(f"OUT_DIR={out_dir!r}: cannot write there ({error})") from None
+        self.folder.mkdir(parents=True)
 
     def write_header(self):
         """Log the script's source, the command, the machine and all settings; * marks a change."""
-        source = Path(__file__).read_text(encoding="utf-8") + "\n" + "=" * 120
+        source = Path(__file__).read_text(encoding="utf-8") + "\n" + "=" * 120 + "\n"
         if source not in (self.folder / "log.txt").read_text(encoding="utf-8"):
-            self.log(source, terminal=False)
-        self.log(f"command: {' '.join([Path(sys.executable).name, *sys.argv])}", terminal=False)
-        machine = describe_machine(self.runtime)
-        self.log(" ".join(f"{key}:{value}" for key, value in machine.items()))
-        for setting in fields(self.settings):
-            value = getattr(self.settings, setting.name)
-            mark = " " if value == setting.default else "*"
-            if setting.type is bool:
+            self.log.file.write(source.encode())
+        self.log(f"command: {' '.join(sys.argv)}")
+        self.log(name_values(describe_machine(self.runtime)))
+        for name, value in asdict(self.settings).items():
+            mark = " " if value == getattr(Settings, name) else "*"
+            if isinstance(value, bool):
                 value = int(value)
-            self.log(f"{mark} {setting.name.upper()}={value}")
+            self.log(f"{mark} {name.upper()}={value}")
 
     def event(self, name, **facts):
         """Log an event that result.json reports too."""
         self.events.append({"event": name, **facts})
-        self.log(f"event: {name} " + " ".join(f"{key}:{value}" for key, value in facts.items()))
+        self.log(f"event: {name} {name_values(facts)}")
 
-    def is_save_due(self, seconds):
-        """Return whether SAVE_EVERY asks for a checkpoint at `seconds` of training."""
-        if self.saves_by_seconds:
-            return seconds - self.saved_seconds >= self.save_interval
-        return self.step > 0 and self.step % self.save_interval == 0
+    def write_file(self, name, data):
+        """Write a file of the folder, on rank 0 while the others wait; return its path."""
+        path = self.folder / name
+        if self.runtime.rank == 0:
+            replace_file(path, data)
+        self.runtime.agree(None)
+        return path
 
-    def save(self, seconds):
-        """Write a checkpoint. A failure is an event if an older one exists, else a UserError."""
-        self.saved_seconds = seconds
-        if self.saved_step == self.step or self.runtime.rank != 0:
-            return
+    def is_save_due(self):
+        """Return whether SAVE_EVERY asks for a checkpoint here; the first is due before step 1."""
+        every = self.settings.save_every
+        interval = int(every.rstrip("s"))
+        if every.endswith("s"):
+            return self.clock.seconds[-1] - self.saved_seconds >= interval
+        return interval > 0 and self.step % interval == 0
+
+    def save(self):
+        """Write a checkpoint, on rank 0 while the others wait.
+
+        A failure is an event if there is an older checkpoint, else an OSError.
+        """
+        self.saved_seconds = self.clock.seconds[-1]
+        if self.saved_step != self.step and self.runtime.rank == 0:
+            begin = time.perf_counter()
+            training = {name: part.state_dict() for name, part in self.parts.items()}
+            files = {"model": training.pop("network"), "training": training}
+            settings = asdict(self.settings)
+            meta = {"step": self.step, "settings": settings, "identity": self.identity}
+            try:
+                save_checkpoint(self.folder, self.step, files, meta)
+                self.log(f"step:{self.step} saved in {1000 * (time.perf_counter() - begin):.0f}ms")
+            except OSError as error:
+                if not list_checkpoints(self.folder):
+                    raise
+                self.event("save_failed", step=self.step, error=str(error))
         self.saved_step = self.step
-        begin = time.perf_counter()
-        training = {name: part.state_dict() for name, part in self.parts.items()}
-        files = {"model": training.pop("network"), "training": training}
-        meta = {
-            "script": Path(__file__).name,
-            "code_sha256": sha256_file(__file__),
-            "settings": asdict(self.settings),
-            "identity": self.identity,
-            "rng": torch.get_rng_state().tolist(),
-            **{name: getattr(self, name) for name in self.STATE},
-        }
-        try:
-            save_checkpoint(self.folder, self.step, files, meta)
-        except OSError as error:
-            if newest_checkpoint(list_checkpoints(self.folder))[0] is None:
-                out_dir = self.settings.out_dir
-                raise UserError(f"OUT_DIR={out_dir!r}: cannot save there ({error})") from None
-            self.event("save_failed", step=self.step, error=str(error))
-            return
-        self.log(f"step:{self.step} saved in {1000 * (time.perf_counter() - begin):.0f}ms")
+        self.runtime.agree(None)
 
     def load(self, folder):
         """Restore a checkpoint. Raises UserError if the run would become another one."""
@@ -2818,23 +2815,20 @@ class Run:
         for name, value in self.identity.items():
             before = meta["identity"].get(name)
             if before != value:
-                prefix = f"RESUME={self.settings.resume!r}:"
-                raise UserError(f"{prefix} {name.upper()}={value!r}; must stay {before!r}")
+                raise UserError(f"{name.upper()}={value!r}: must stay {before!r} under RESUME")
         place = self.runtime.device
         states = torch.load(folder / "training.pt", map_location=place, weights_only=True)
         states["network"] = torch.load(folder / "model.pt", map_location=place, weights_only=True)
         for name, part in self.parts.items():
             if name in states:
                 part.load_state_dict(states[name])
-        torch.set_rng_state(torch.tensor(meta["rng"], dtype=torch.uint8))
-        for name in self.STATE:
-            setattr(self, name, meta[name])
         self.saved_step = self.step
-        changed = {}
-        for name, value in asdict(self.settings).items():
-            is_place = name in ("resume", "run_id", "out_dir")
-            if not is_place and meta["settings"].get(name) != value:
-                changed[name] = value
+        before = meta["settings"]
+        changed = {
+            name: value
+            for name, value in asdict(self.settings).items()
+            if value != before.get(name) and name not in ("resume", "run_id", "out_dir")
+        }
         self.event("resume", step=self.step, ranks=self.runtime.world_size, changed=changed)
 
     def count_skipped(self, report):
@@ -2849,20 +2843,63 @@ class Run:
         self.skipped_in_a_row += 1
         self.event("skipped_step", step=self.step, loss=str(report.loss))
         if self.skipped_in_a_row >= MAX_SKIPPED_STEPS:
-            fault = f"{MAX_SKIPPED_STEPS} steps in a row had a loss or gradient that is not finite"
-            self.log(f"error: {fault}", terminal=False)
-            raise FloatingPointError(f"{fault}; the last checkpoint of {self.folder} is good")
+            raise FloatingPointError(
+                f"{MAX_SKIPPED_STEPS} steps in a row had a loss or gradient that is not finite; "
+                f"the last checkpoint of {self.folder} is good"
+            )
 
-    def write_result(self, result, faults):
-        """Write result.json and log it, and report the faults of a run that was saved (rank 0)."""
-        replace_file(self.folder / "result.json", (json.dumps(result, indent=1) + "\n").encode())
+    def write_json(self, name, facts):
+        """Write facts, events and settings into a file of the folder; return them all."""
+        facts = {**facts, "events": self.events, "settings": asdict(self.settings)}
+        self.write_file(name, (json.dumps(facts, indent=1) + "\n").encode())
+        return facts
+
+    def write_artifact(self, content):
+        """Write model.upar, and log what became of plan and clock; return the artifact's path."""
+        seconds = self.clock.elapsed()
+        self.log(self.plan.summary())
+        self.log(
+            f"clock: {seconds:.1f} s to train and choose, "
+            f"MAX_WALLCLOCK_SECONDS={self.settings.max_wallclock_seconds}"
+        )
+        if self.settings.replay:
+            self.event("replay", of=self.settings.replay)
+        if self.clock.limit < seconds:
+            self.event("over_clock", seconds=seconds, hint="needs more RESERVE_SECONDS")
+        return self.write_file("model.upar", content)
+
+    def write_result(self, facts, content):
+        """Write result.json, and log it; return the exit code of the run: 1 if it has a fault.
+
+        facts: what the script reports beside the facts of every run. content: of the artifact.
+        """
+        result = {
+            "script": Path(__file__).name,
+            "run_id": self.folder.name,
+            "seed": self.settings.seed,
+            "code_sha256": sha256_file(__file__),
+            **describe_machine(self.runtime),
+            "world_size": self.runtime.world_size,
+            "steps": self.step,
+            "skipped_steps": self.skipped_steps,
+            "train_seconds": self.clock.elapsed(),
+            **facts,
+            "artifact": str(self.folder / "model.upar"),
+            "artifact_sha256": hashlib.sha256(content).hexdigest(),
+            "artifact_bytes": len(content),
+            "code_bytes": self.code_bytes,
+            "total_bytes": self.code_bytes + len(content),
+            "phases": {name: asdict(phase) for name, phase in self.plan.phases.items()},
+        }
+        result = self.write_json("result.json", result)
         self.log("---")
         for key, value in result.items():
             if not isinstance(value, dict):
                 self.log(f"{key}: {value}")
+        faults = find_faults(result, self.settings.artifact_bytes_max)
         for fault in faults:
-            self.log(f"error: {fault}; everything was saved", terminal=False)
-            sys.stderr.write(f"error: {fault}; everything was saved\n")
+            self.log(f"error: {fault}; everything was saved", sys.stderr)
+        return 1 if faults else 0
 
 
 # === end: checkpoint ===
@@ -3852,10 +3889,8 @@ FIRST_STEPS = 10  # if no group of these steps has two different rewards, the ru
 def main() -> int:
     """Train, pack and score one policy; return the exit code. Raises UserError before step 1."""
     begin = time.perf_counter()
-    stored = functools.partial(stored_settings, out_dir=Settings.out_dir)
-    settings = load_settings(Settings, os.environ, sys.argv[1:], stored=stored)
+    settings = load_settings(Settings, os.environ, sys.argv[1:], stored=stored_settings)
     plan = Plan(settings)
-    stop_signal = StopSignal()
     runtime = start_runtime(settings.device)
     device = runtime.device
     update_unit(settings, runtime.world_size)
@@ -3871,7 +3906,7 @@ def main() -> int:
     config = network.config
 
     # clock, run folder and log
-    clock = Clock(settings, runtime, replayed_progress(settings.replay))
+    clock = Clock(settings, runtime, replayed_progress(settings))
     identity = {
         **asdict(config),
         "tokenizer_sha256": tokenizer.sha256,
@@ -3881,11 +3916,11 @@ def main() -> int:
         "group_size": settings.group_size,
         "lora_rank": settings.lora_rank,
     }
-    run = Run(settings, runtime, {}, identity)
+    run = Run(settings, runtime, plan, clock, identity)
     checkpoint = run.open()
     log = run.log
-    if runtime.rank == 0 and tokenizer.file != "bytes":
-        (run.folder / tokenizer.file).write_bytes(tokenizer.content)
+    if tokenizer.file != "bytes":
+        run.write_file(tokenizer.file, tokenizer.content)
 
     # policy, trainer, averages
     if source != "new":
@@ -3911,11 +3946,9 @@ def main() -> int:
     reference = {}  # the weights to which KL_BETA holds the policy
     if trainer.reference:
         reference = dict(enumerate(trainer.reference.args[1]))
-    run.parts = dict(
+    run.parts.update(
         network=network,
         optimizers=trainer.optimizers,
-        plan=plan,
-        clock=clock,
         **averages,
         before=checkpointed(before),
         history=checkpointed(history),
@@ -3948,8 +3981,6 @@ def main() -> int:
         before["greedy"] = score(1, 0.0)
         for temperature in sorted({*START_TEMPERATURES, settings.temperature}):
             before[str(temperature)] = score(settings.eval_samples, temperature)
-        if run.save_interval < math.inf:
-            run.save(0.0)  # if the run cannot save, this shows before its first step
     start = policy_scores(before["greedy"], before[str(settings.temperature)])
     if not checkpoint:
         log.metrics(0, held_out_metrics(start))
@@ -3958,7 +3989,7 @@ def main() -> int:
 
     metrics = {}
     stopping = False
-    stop_signal.listen()
+    stop_signal = StopSignal()
     clock.start()
     while True:
         last_step = clock.is_last(run.step)
@@ -3974,10 +4005,9 @@ def main() -> int:
                 sampled = score(settings.eval_samples, settings.temperature)
                 scores = policy_scores(score(1, 0.0), sampled)
             log.metrics(run.step, held_out_metrics(scores))
-        if last_step or stopping or run.is_save_due(clock.seconds[-1]):
+        if last_step or stopping or run.is_save_due():
             with clock.paused():
-                run.save(clock.seconds[-1])
-                runtime.agree(None)  # all ranks wait here
+                run.save()
         if last_step or stopping:
             break
         faulthandler.dump_traceback_later(max(HANG_SECONDS, 20 * clock.median_step()))
@@ -4017,7 +4047,7 @@ def main() -> int:
         for name, values in history.items():
             values.append(metrics[name])
         if len(history["reward"]) == FIRST_STEPS and min(history["zero_variance"]) == 1:
-            run.save(clock.elapsed())
+            run.save()
             raise UserError(
                 f"REWARD={settings.reward!r}: in the first {FIRST_STEPS} steps each group has one "
                 f"reward (mean {statistics.mean(history['reward']):.3f}), so nothing can be "
@@ -4030,13 +4060,11 @@ def main() -> int:
         log(f"stopped by {number.name} after step {run.step}; RESUME={run.folder} goes on")
         runtime.leave()
         return 128 + number
-    stop_signal.restore()
+    handle_stop_signals(signal.SIG_DFL)
     report = clock.previous_report()
     if report is not None:
         log_step(run, clock, report, metrics)
-    if runtime.rank == 0:
-        record = {"settings": asdict(settings), "progress": clock.used, "events": run.events}
-        replace_file(run.folder / "progress.json", json.dumps(record).encode())
+    run.write_json("progress.json", {"progress": clock.used})
 
     # Choose the weights, quantize and pack them; this is on the clock, too.
     clock.start()
@@ -4052,17 +4080,7 @@ def main() -> int:
         meta={"seed": settings.seed, "tokenizer": tokenizer.file},
     )
     clock.stop()
-    log(plan.summary())
-    limit = settings.max_wallclock_seconds
-    log(f"clock: {clock.elapsed():.1f} s to train and choose, MAX_WALLCLOCK_SECONDS={limit}")
-    if settings.replay:
-        run.event("replay", of=settings.replay)
-    elif 0 < limit < clock.elapsed():
-        run.event("over_clock", seconds=clock.elapsed(), hint="needs more RESERVE_SECONDS")
-    artifact = run.folder / "model.upar"
-    if runtime.rank == 0:
-        replace_file(artifact, content)
-    runtime.agree(None)  # rank 0 has written it
+    artifact = run.write_artifact(content)
 
     # Score what the artifact file alone gives back.
     trainer.network, _, _ = load_model("ARTIFACT", str(artifact))
@@ -4076,54 +4094,25 @@ def main() -> int:
     gain, best = policy_gain(before, greedy, sampled, settings.temperature)
     log(f"gain: {gain}, paired; best: of the start at temperature {best}")
 
-    code_bytes = len(Path(__file__).read_bytes())
-    if settings.config:
-        code_bytes += len(Path(settings.config).read_bytes())
-    total_bytes = code_bytes + len(content)
-    faults = []
-    for name in plan.planned:
-        if name not in plan.phases:
-            faults.append(f"phase {name} was enabled and never fired")
-    if total_bytes > settings.artifact_bytes_max:
-        maximum = settings.artifact_bytes_max
-        faults.append(f"{total_bytes} bytes of code and artifact; ARTIFACT_BYTES_MAX={maximum}")
-    if runtime.rank == 0:
-        pass1 = {name: right.mean().item() for name, right in before.items() if name != "greedy"}
-        result = {
-            "script": Path(__file__).name,
-            "run_id": run.folder.name,
-            "seed": settings.seed,
-            "code_sha256": sha256_file(__file__),
-            "tokenizer_sha256": tokenizer.sha256,
-            **describe_machine(runtime),
-            "world_size": runtime.world_size,
-            "task": task.name,
-            "init_from": source,
-            "steps": run.step,
-            "skipped_steps": run.skipped_steps,
-            "samples": run.step * samples,
-            "train_seconds": clock.elapsed(),
-            "total_seconds": time.perf_counter() - begin,
-            "params": count_parameters(network),
-            "weights": chosen,
-            "optimizer_state_bytes": trainer.optimizers.state_bytes(),
-            "before": {**start, "pass1_by_temperature": pass1},
-            "after": after,
-            "gain": gain,
-            "last": {name: value for name, value in metrics.items() if name != "clips"},
-            "artifact": str(artifact),
-            "artifact_sha256": sha256_file(artifact),
-            "artifact_bytes": len(content),
-            "code_bytes": code_bytes,
-            "total_bytes": total_bytes,
-            "bytes_by_class": sizes,
-            "phases": plan.phases,
-            "events": run.events,
-            "settings": asdict(settings),
-        }
-        run.write_result(result, faults)
+    pass1 = {name: right.mean().item() for name, right in before.items() if name != "greedy"}
+    facts = {
+        "tokenizer_sha256": tokenizer.sha256,
+        "task": task.name,
+        "init_from": source,
+        "samples": run.step * samples,
+        "total_seconds": time.perf_counter() - begin,
+        "params": count_parameters(network),
+        "weights": chosen,
+        "optimizer_state_bytes": trainer.optimizers.state_bytes(),
+        "before": {**start, "pass1_by_temperature": pass1},
+        "after": after,
+        "gain": gain,
+        "last": {name: value for name, value in metrics.items() if name != "clips"},
+        "bytes_by_class": sizes,
+    }
+    exit_status = run.write_result(facts, content)
     runtime.leave()
-    return 1 if faults else 0
+    return exit_status
 
 
 if __name__ == "__main__":

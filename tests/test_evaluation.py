@@ -308,7 +308,7 @@ def test_a_token_that_is_not_scored_once_is_no_score():
 def packed_run(folder: Path, **changes) -> tuple[T.Run, Path]:
     """An open run with these settings, and the artifact of `tiny_network` with its codes."""
     settings = T.Settings(out_dir=str(folder), run_id="a", compile=False, device="cpu", train_seq_len=16, **changes)
-    run = T.Run(settings, runtime(), {}, {})
+    run = T.Run(settings, runtime(), None, None, {})
     run.open()
     network = tiny_network().float()
     coded = T.quantize_all(network.state_dict(), T.quant_table(settings))

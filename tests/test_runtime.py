@@ -78,13 +78,12 @@ def test_a_stop_signal_is_remembered_until_it_is_restored():
     import signal
 
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    stop_signal = T.StopSignal()
     try:
-        stop_signal.listen()
+        stop_signal = T.StopSignal()
         assert stop_signal.number == 0
         os.kill(os.getpid(), signal.SIGINT)
         assert stop_signal.number == signal.SIGINT
-        stop_signal.restore()
+        T.handle_stop_signals(signal.SIG_DFL)
         assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGINT) == signal.SIG_DFL
     finally:
         signal.signal(signal.SIGTERM, before[0])

@@ -127,9 +127,9 @@ WRONG_VALUES = [
     ("matrix_lr", -math.inf, RATE), ("matrix_lr", -0.1, RATE),
     ("warmdown_frac", 1.01, SHARE), ("warmdown_frac", math.nan, SHARE),
     ("lr_floor", 2.0, SHARE), ("matrix_bits", 1, "must be a whole number from 2 to 8"),
-    ("num_kv_heads", 0, "must be a whole number from 1 to 1024"),
-    ("train_seq_len", 1, "must be a whole number from 2 to 1048576"),
-    ("vocab_size", 1048577, "must be a whole number from 0 to 1048576"),
+    ("num_kv_heads", 0, "must be a whole number from 1 to inf"),
+    ("train_seq_len", 1, "must be a whole number from 2 to inf"),
+    ("vocab_size", -1, COUNT),
     ("device", "gpu", "must be one of auto, cpu, cuda"),
     ("lr_schedule", "Linear", "must be one of linear, cosine, wsd, constant"),
 ]
@@ -346,7 +346,7 @@ def test_the_baselines_settings_are_accepted():
 
 def test_the_log_shows_every_setting_and_marks_changes(tmp_path):
     settings = replace(T.Settings(), iterations=5, qat=False, run_id="x", out_dir=str(tmp_path))
-    T.Run(settings, T.Runtime(0, 1, torch.device("cpu"), False), {}, {}).open()
+    T.Run(settings, T.Runtime(0, 1, torch.device("cpu"), False), None, None, {}).open()
     log = (tmp_path / "x" / "log.txt").read_text().split("\n" + "=" * 120 + "\n")[1].splitlines()
     assert log[0].startswith("command: ") and log[1].startswith("commit:")
     rows = log[2:]
@@ -360,7 +360,8 @@ def test_the_log_shows_every_setting_and_marks_changes(tmp_path):
 
 def open_run(out_dir: Path, run_id: str) -> Path:
     """The folder of a new run."""
-    run = T.Run(T.Settings(out_dir=str(out_dir), run_id=run_id), T.Runtime(0, 1, torch.device("cpu"), False), {}, {})
+    settings = T.Settings(out_dir=str(out_dir), run_id=run_id)
+    run = T.Run(settings, T.Runtime(0, 1, torch.device("cpu"), False), None, None, {})
     assert run.open() is None
     return run.folder
 
@@ -389,7 +390,7 @@ def test_a_run_id_is_a_plain_name(tmp_path, run_id):
 
 def test_a_file_in_place_of_the_out_dir(tmp_path):
     (tmp_path / "runs").write_text("a file")
-    with pytest.raises(T.UserError, match="^OUT_DIR='.*runs': cannot write there"):
+    with pytest.raises(NotADirectoryError, match="runs"):  # exit_code makes it one line
         open_run(tmp_path / "runs", "x")
 
 

@@ -10,7 +10,6 @@ no step, writes nothing and needs neither data nor GPUs. It plans for WORLD_SIZE
 (1,024 if that is 0).
 """
 
-import functools
 import importlib.util
 import math
 import os
@@ -128,8 +127,7 @@ def main(arguments: list[str]) -> int:
 
     def run() -> int:
         presets = {"ARCH_MODE": script.ARCH_PRESETS, "OPTIMIZER": script.OPTIMIZER_PRESETS}
-        stored = functools.partial(script.stored_settings, out_dir=script.Settings.out_dir)
-        settings = script.load_settings(script.Settings, os.environ, arguments, presets, stored)
+        settings = script.load_settings(script.Settings, os.environ, arguments, presets, script.stored_settings)
         print("\n".join(plan_lines(script, settings)))
         return 0
 
