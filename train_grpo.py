@@ -38,7 +38,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from decimal import Decimal
 from fractions import Fraction
@@ -387,19 +387,13 @@ def print_help(cls):
     print(inspect.getsource(cls))
 
 
-def load_settings(
-    cls: type,
-    environ: dict[str, str],
-    arguments: Sequence[str] = (),
-    presets: dict | None = None,
-    stored: Callable[[dict[str, str]], dict] | None = None,
-):
+def load_settings(cls, environ, arguments=(), presets=(), stored=None):
     """Return the settings of dataclass `cls`: defaults < CONFIG file < environment < arguments.
 
     presets: NAME of a setting -> choice -> values of other settings. Values given in the same place
     override them, so a preset chosen in the environment overrides the file. stored: function of the
-    given texts that returns the values of another run, which replace the defaults.
-    Raises UserError: a wrong value, or a name that is no setting (see check_unknown_name).
+    given texts (NAME -> text) that returns the values of another run, which replace the defaults.
+    Raises UserError: a wrong value, or a name that is no setting (see check_name).
     """
     if "--help" in arguments or "-h" in arguments:
         print_help(cls)
@@ -412,17 +406,16 @@ def load_settings(
     for name in sorted(given.keys() - {*settings, "CONFIG"}):
         check_name(name, given[name], settings)
 
-    values = stored({**config, **environ, **typed}) if stored else {}
-    top = {**environ, **typed}
-    for texts in (config, top):
-        for name, choices in (presets or {}).items():
-            # A preset in the file has no effect if the environment or an argument sets another.
-            if name in texts and (texts is top or name not in top):
-                values = {**values, **choices.get(texts[name], {})}
+    values = stored(given) if stored else {}
+    for texts in (config, above):
+        for name in presets:
+            if name in texts:
+                # A choice in the file has no effect if the environment or an argument has another.
+                values.update(presets[name].get(given[name], {}))
         for name, setting in settings.items():
             if name in texts:
                 values[setting.name] = parse_setting(setting, texts[name])
-    return cls(**{name: value for name, value in values.items() if name.upper() in settings})
+    return cls(**{name: values[name] for name in values if name.upper() in settings})
 
 
 # === end: settings ===
@@ -836,34 +829,35 @@ def model_config(settings, vocab_size, bos_id, **overrides):
     """
     words = settings.layer_pattern.split()
     norms = getattr(settings, "norm", "rms").split()
-    for word in words or [""]:
-        if not re.fullmatch("[gsa][0-9]*|[GSA][0-9]+", word):
-            wrong = f"{word!r} is not g, s or a with an optional number; capitals need one"
-            raise UserError(f"LAYER_PATTERN={settings.layer_pattern!r}: {wrong}")
+    if not words or not all(re.fullmatch("[gsa][0-9]*|[GSA][0-9]+", word) for word in words):
+        right = "g, s or a with an optional number; capitals need one"
+        raise UserError(f"LAYER_PATTERN={settings.layer_pattern!r}: each word must be {right}")
     if not norms or set(norms) - set(NORMS):
         raise UserError(f"NORM={settings.norm!r}: must be one or more of {', '.join(NORMS)}")
     num_layers = settings.num_layers or len(words)
 
     names = GPTConfig.__dataclass_fields__
     values = {name: value for name, value in vars(settings).items() if name in names}
+    values |= ARCH_LAYOUTS[getattr(settings, "arch_mode", "D")]
+    values |= dict(vocab_size=vocab_size, bos_id=bos_id)
     values["layers"] = " ".join((words * num_layers)[:num_layers])
     values["norms"] = " ".join((norms * num_layers)[:num_layers])
-    values |= ARCH_LAYOUTS[getattr(settings, "arch_mode", "D")]
-    config = GPTConfig(**{**values, "vocab_size": vocab_size, "bos_id": bos_id, **overrides})
+    config = GPTConfig(**{**values, **overrides})
 
     dim = config.model_dim
     heads = config.num_heads
     if dim % (2 * heads):
         raise UserError(f"MODEL_DIM={dim}: must be a multiple of 2 x NUM_HEADS = {2 * heads}")
     if heads % config.num_kv_heads:
-        right = f"must be a multiple of NUM_KV_HEADS = {config.num_kv_heads}"
-        raise UserError(f"NUM_HEADS={heads}: {right}")
+        kv_heads = config.num_kv_heads
+        raise UserError(f"NUM_HEADS={heads}: must be a multiple of NUM_KV_HEADS = {kv_heads}")
     if config.rope_dims % 2 or config.rope_dims > dim // heads:
-        right = f"must be even, at most MODEL_DIM / NUM_HEADS = {dim // heads}"
-        raise UserError(f"ROPE_DIMS={config.rope_dims}: {right}")
+        most = f"MODEL_DIM / NUM_HEADS = {dim // heads}"
+        raise UserError(f"ROPE_DIMS={config.rope_dims}: must be even, at most {most}")
     if config.positions == "learned" and getattr(settings, "eval_stateful", False):
-        why = "POSITIONS='learned' ends at TRAIN_SEQ_LEN, documents do not"
-        raise UserError(f"EVAL_STATEFUL=1: {why}; it must be 0")
+        raise UserError(
+            "EVAL_STATEFUL=1: must be 0, for POSITIONS='learned' ends at TRAIN_SEQ_LEN, documents do not"
+        )
     return config
 
 
@@ -1106,7 +1100,7 @@ class GatedDeltaNet(nn.Module):
         decay = torch.empty(self.heads).uniform_(0.01, 16.0)  # from 0 it could be 0: a dead head
         self.A_log = nn.Parameter(decay.log())
         log_dt = torch.empty(self.heads).uniform_(math.log(1e-3), math.log(0.1))
-        dt = log_dt.exp().clamp_min(1e-4)
+        dt = log_dt.exp()
         self.dt_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))  # softplus(dt_bias) = dt
         self.norm = nn.Parameter(torch.ones(self.head_dim))
 
@@ -1317,9 +1311,10 @@ class GPT(nn.Module):
         self.activation_checkpointing = False
         self.compiled = False  # whether a Decoder compiles its steps
         dim = config.model_dim
-        vocab_size = config.vocab_size
-        self.embed = matrix((vocab_size,), dim, config.embed_init_std)
-        self.head = None if config.tie_embeddings else nn.Parameter(torch.zeros(vocab_size, dim))
+        self.embed = matrix((config.vocab_size,), dim, config.embed_init_std)
+        self.head = None
+        if not config.tie_embeddings:
+            self.head = nn.Parameter(torch.zeros_like(self.embed))
         if config.positions == "learned":
             std = 0.1 if config.residual_mix else config.embed_init_std
             self.positions_embed = matrix((config.train_seq_len,), dim, std)
@@ -2684,20 +2679,6 @@ class Log:
             print(f"{CLEAR_LINE}{seconds_left:.0f} s left {line}", end="", flush=True)
 
 
-def find_faults(result, limit):
-    """Return what makes a finished run fail: a phase that never fired, or more bytes than `limit`."""
-    faults = []
-    # A run that ended early because it reached its target may lack phases.
-    target_reached = "target_reached" in [event["event"] for event in result["events"]]
-    for name, phase in result["phases"].items():
-        if not phase["steps"] and not target_reached:
-            faults.append(f"phase {name} was enabled and never fired")
-    total_bytes = result["total_bytes"]
-    if total_bytes > limit:
-        faults.append(f"{total_bytes} bytes of code and artifact; ARTIFACT_BYTES_MAX={limit}")
-    return faults
-
-
 @dataclass
 class Run(Saved):
     """A run: its folder, log, events and checkpoints, and how far it is.
@@ -2870,6 +2851,19 @@ class Run(Saved):
             self.event("over_clock", seconds=seconds, hint="needs more RESERVE_SECONDS")
         return self.write_file("model.upar", content)
 
+    def find_faults(self, total_bytes):
+        """Return what makes a finished run fail: phases that never fired, too many bytes."""
+        faults = []
+        # A run that ended early because it reached its target may lack phases.
+        target_reached = "target_reached" in [event["event"] for event in self.events]
+        for name in self.plan.planned:
+            if name not in self.plan.phases and not target_reached:
+                faults.append(f"phase {name} was enabled and never fired")
+        limit = self.settings.artifact_bytes_max
+        if total_bytes > limit:
+            faults.append(f"{total_bytes} bytes of code and artifact; ARTIFACT_BYTES_MAX={limit}")
+        return faults
+
     def write_result(self, facts, content):
         """Write result.json, and log it; return the exit code of the run: 1 if it has a fault.
 
@@ -2891,14 +2885,14 @@ class Run(Saved):
             "artifact_bytes": len(content),
             "code_bytes": self.code_bytes,
             "total_bytes": self.code_bytes + len(content),
-            "phases": {name: asdict(phase) for name, phase in self.plan.phases.items()},
+            "phases": self.plan.phases,
         }
         result = self.write_json("result.json", result)
         self.log("---")
         for key, value in result.items():
             if not isinstance(value, dict):
                 self.log(f"{key}: {value}")
-        faults = find_faults(result, self.settings.artifact_bytes_max)
+        faults = self.find_faults(result["total_bytes"])
         for fault in faults:
             self.log(f"error: {fault}; everything was saved", sys.stderr)
         return 1 if faults else 0
