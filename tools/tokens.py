@@ -16,7 +16,14 @@ import sys
 import textwrap
 import tokenize
 
-SKIPPED = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+SKIPPED = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
 
 
 def fields_of(text: str) -> int:
@@ -70,12 +77,16 @@ def main() -> None:
     for path in paths:
         with open(path, encoding="utf-8") as file:
             text = file.read()
-        code = sum(bool(line.strip()) and not line.strip().startswith("#") for line in text.split("\n"))
+        code = sum(
+            bool(line.strip()) and not line.strip().startswith("#") for line in text.split("\n")
+        )
         tokens, longest = count(text), functions(text)
         result[path] = {"tokens": tokens, "bytes": len(text.encode()), "longest": longest[:12]}
         if "--json" not in sys.argv:
             shown = ", ".join(f"{name} {size}" for size, name in longest[:8])
-            print(f"{path}: {tokens} tokens, {tokens / max(1, code):.1f} a line of code; longest: {shown}")
+            print(
+                f"{path}: {tokens} tokens, {tokens / max(1, code):.1f} a line of code; longest: {shown}"
+            )
     if "--json" in sys.argv:
         print(json.dumps(result))
 
