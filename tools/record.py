@@ -27,18 +27,29 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from hashlib import sha256
+from itertools import zip_longest
 from pathlib import Path
 
-from common import ROOT, half_width, markdown_table, replace_marked, student_tail
+from common import (
+    ROOT,
+    half_width,
+    inherited_environment,
+    markdown_table,
+    replace_marked,
+    student_tail,
+)
 
 RULE = b"\n" + b"=" * 120 + b"\n"  # below the source, in a log
 # Settings that the environment of a record's run may set.
 FREE_SETTINGS = ("RUN_ID", "OUT_DIR", "CONFIG", "DATA_PATH", "TOKENIZER_PATH", "SEED")
-# Facts at the end of a log. The first group is the same in all runs of a record.
+# Results at the end of a log. The first are the same in all runs of a record.
 SHARED_FACTS = "script code_sha256 manifest_sha256 tokenizer_sha256 hardware world_size".split()
-TEXT_FACTS = ("commit", "artifact_sha256")
-WHOLE_FACTS = "seed steps tokens val_tokens val_bytes artifact_bytes code_bytes total_bytes".split()
-REAL_FACTS = "train_seconds total_seconds val_loss val_nats val_bpb bytes_per_token".split()
+FACTS = {
+    str: [*SHARED_FACTS, "commit", "artifact_sha256"],
+    int: "seed steps tokens val_tokens val_bytes artifact_bytes code_bytes total_bytes".split(),
+    float: "train_seconds total_seconds val_loss val_nats val_bpb bytes_per_token".split(),
+    ast.literal_eval: ["events"],
+}
 SLIDING = "val_bpb_sliding"  # in some logs
 # Keys of a manifest that identify the validation text.
 TEXT_KEYS = (
@@ -53,10 +64,6 @@ UNWRITTEN = "To be written."
 # Names by which a script can hide code.
 STRANGE = {"exec", "eval", "__import__", "builtins", "importlib", "marshal", "runpy", "pickle"}
 UNREADABLE = (ArithmeticError, LookupError, OSError, SyntaxError, TypeError, ValueError)
-INHERITED = (
-    "PATH HOME TMPDIR LANG LD_LIBRARY_PATH PYTHONPATH VIRTUAL_ENV OMP_NUM_THREADS "
-    "CUDA_VISIBLE_DEVICES"
-).split()
 # Rules of Parameter Golf, for a submission without --track. Its 600 s are on 8 H100, and a
 # submission on other hardware says which.
 GOLF = {
@@ -77,10 +84,14 @@ class RecordError(Exception):
 
 @dataclass
 class Faults:
-    """Faults of one file or folder, as lines `NAME: WHAT (found FOUND, expected EXPECTED)`."""
+    """Collected faults, as lines `NAME: WHAT (found FOUND, expected EXPECTED)`."""
 
-    name: str
+    name: str = ""  # of the file or folder that is checked
     lines: list[str] = field(default_factory=list)
+
+    def of(self, name: str) -> "Faults":
+        """Return the same collection for another file."""
+        return Faults(name, self.lines)
 
     def add(self, what: str, found: object, expected: object) -> None:
         """Add a fault."""
@@ -88,12 +99,21 @@ class Faults:
 
     def equal(self, what: str, found: object, expected: object) -> None:
         """Add a fault if the two values differ."""
-        self.require(found == expected, what, found, expected)
+        if found != expected:
+            self.add(what, found, expected)
 
     def require(self, holds: object, what: str, found: object, expected: object) -> None:
         """Add a fault unless `holds`."""
         if not holds:
             self.add(what, found, expected)
+
+    def at_most(self, what: str, found: float, limit: float) -> None:
+        """Add a fault if a number is above its limit."""
+        self.require(found <= limit, what, found, f"at most {limit}")
+
+    def at_least(self, what: str, found: float, limit: float) -> None:
+        """Add a fault if a number is below its limit."""
+        self.require(found >= limit, what, found, f"at least {limit}")
 
 
 @dataclass
@@ -121,12 +141,11 @@ def digest(data: bytes) -> str:
 def read_facts(lines: list[str]) -> dict:
     """Return the results at the end of a log."""
     pairs = dict(line.split(": ", 1) for line in lines if ": " in line)
-    facts = {key: pairs[key] for key in (*SHARED_FACTS, *TEXT_FACTS)}
-    facts |= {key: int(pairs[key]) for key in WHOLE_FACTS}
-    facts |= {key: float(pairs[key]) for key in REAL_FACTS}
+    facts = {}
+    for kind, keys in FACTS.items():
+        facts |= {key: kind(pairs[key]) for key in keys}
     if SLIDING in pairs:
         facts[SLIDING] = float(pairs[SLIDING])
-    facts["events"] = ast.literal_eval(pairs["events"])
     return facts
 
 
@@ -233,7 +252,7 @@ def make_golf_track(folder: Path, log: Log) -> None:
 
 def run_record_script(script: Path, config: Path, *words: str, **settings: str) -> dict | list:
     """Return what tools/rescore.py prints of a script and a config. Raises RecordError."""
-    environ = {name: os.environ[name] for name in INHERITED if name in os.environ}
+    environ = inherited_environment()
     environ |= {"CONFIG": str(config.resolve()), "PYTHONDONTWRITEBYTECODE": "1", **settings}
     rescore = str(Path(__file__).with_name("rescore.py"))
     command = [sys.executable, rescore, str(script.resolve()), *words]
@@ -325,14 +344,15 @@ def result_text(result: dict) -> str:
 
 
 # ------------------------------------------------------------------------------------------ checks
-def check_script(name: str, source: bytes, rules: dict) -> list[str]:
-    """Return the faults of a record's script by its text; nothing of it is run."""
-    faults = Faults(name)
+def check_script(name: str, source: bytes, rules: dict, faults: Faults) -> None:
+    """Add the faults of a record's script by its text; nothing of it is run."""
+    faults = faults.of(name)
     try:
         text = source.decode("utf-8")
         tree = ast.parse(source)
     except (SyntaxError, ValueError) as error:
-        return [f"{name}: does not compile ({str(error).splitlines()[0]})"]
+        faults.lines.append(f"{name}: does not compile ({str(error).splitlines()[0]})")
+        return
     strange = []
     packed = []
     for node in ast.walk(tree):
@@ -352,32 +372,29 @@ def check_script(name: str, source: bytes, rules: dict) -> list[str]:
         if isinstance(node, ast.List | ast.Tuple | ast.Set) and len(node.elts) > 256:
             packed.append(f"{len(node.elts)} elements at line {node.lineno}")
     columns = max(len(line) for line in text.splitlines())
-    limit = rules["script_columns"]
-    faults.require(columns <= limit, "columns", columns, f"at most {limit}")
+    faults.at_most("columns", columns, rules["script_columns"])
     allowed = f"none of {sorted(STRANGE)}"
     faults.require(not strange, "runs what cannot be read in it", ", ".join(strange), allowed)
     faults.require(not packed, "packed data", ", ".join(packed), "text")
-    return faults.lines
 
 
-def check_source(log: Log, name: str, script: bytes) -> list[str]:
-    """Return a fault with the first line in which a log's source differs from the script."""
-    if log.source == script:
-        return []
+def check_source(log: Log, name: str, script: bytes, faults: Faults) -> None:
+    """Add a fault with the first line in which a log's source differs from the script."""
     logged = [*log.source.decode(errors="replace").split("\n"), "the end"]
     expected = [*script.decode(errors="replace").split("\n"), "the end"]
     pairs = enumerate(zip(logged, expected, strict=False))
     line = next(index for index, (a, b) in pairs if a != b)
-    faults = Faults(log.name)
+    faults = faults.of(log.name)
     what = f"its source is not {name}, first at line {line + 1}"
     faults.add(what, repr(logged[line].strip()), repr(expected[line].strip()))
-    return faults.lines
 
 
-def check_code(log: Log, name: str, script: bytes, config: bytes) -> list[str]:
-    """Return the faults of a log's source, settings and seed, given script and config."""
+def check_code(log: Log, name: str, script: bytes, config: bytes, faults: Faults) -> None:
+    """Add the faults of a log's source, settings and seed, given script and config."""
     facts = log.facts
-    faults = Faults(log.name, check_source(log, name, script))
+    faults = faults.of(log.name)
+    if log.source != script:
+        check_source(log, name, script, faults)
     faults.equal("script", facts["script"], name)
     faults.equal(f"code_sha256 is not that of {name}", facts["code_sha256"], digest(script))
     size = len(script) + len(config)
@@ -387,17 +404,16 @@ def check_code(log: Log, name: str, script: bytes, config: bytes) -> list[str]:
         expected = resolve_settings(name, script, config)
     except RecordError as error:
         faults.add("settings", error, f"{name} to take config.env")
-        return faults.lines
+        return
     for key in sorted(expected.keys() | log.settings.keys()):
         if key not in FREE_SETTINGS:
             what = f"setting {key} is not that of {name} with config.env"
             faults.equal(what, log.settings.get(key), expected.get(key))
-    return faults.lines
 
 
-def check_phases(log: Log) -> list[str]:
-    """Return the faults of a run's phases: each that was planned must have begun and been on."""
-    faults = Faults(log.name)
+def check_phases(log: Log, faults: Faults) -> None:
+    """Add the faults of a run's phases: each that was planned must have begun and been on."""
+    faults = faults.of(log.name)
     planned = log.find(r"^plan: (\w+) from ")
     ended = dict(log.find(r"^phase: (\w+) +planned +[\d.]+%, (.*)$"))
     begun = dict(log.find(r"^phase: (\w+) begins at step (\d+),"))
@@ -410,15 +426,13 @@ def check_phases(log: Log) -> list[str]:
         fired = match and int(match[2]) > 0 and match[1] == step
         expected = f"to begin at step {step}, for 1 step or more"
         faults.require(fired, f"phase {name} never fired", summary, expected)
-    return faults.lines
 
 
-def check_clock(log: Log, rules: dict) -> list[str]:
-    """Return the faults of a run's time, which includes choosing and calibration, and its steps."""
-    faults = Faults(log.name)
+def check_clock(log: Log, rules: dict, faults: Faults) -> None:
+    """Add the faults of a run's time, which includes choosing and calibration, and its steps."""
+    faults = faults.of(log.name)
     seconds = log.facts["train_seconds"]
-    limit = rules["seconds"]
-    faults.require(seconds <= limit, "over the clock", f"{seconds:.3f} s", f"at most {limit} s")
+    faults.at_most("over the clock, seconds", seconds, rules["seconds"])
     clock = log.find(r"^clock: ([\d.]+) s to train and choose")
     agrees = clock == [f"{seconds:.1f}"]
     faults.require(agrees, "train_seconds by the line `clock:`", seconds, clock)
@@ -430,19 +444,19 @@ def check_clock(log: Log, rules: dict) -> list[str]:
     expected = f"up to {log.facts['steps']} at {seconds:.3f} s"
     in_time = steps and not late
     faults.require(in_time, "steps beyond the end", late or "no steps", expected)
-    return faults.lines
 
 
-def check_run(log: Log, rules: dict) -> list[str]:
-    """Return the faults of what happened: errors, events, phases, time, hardware, bytes."""
+def check_run(log: Log, rules: dict, faults: Faults) -> None:
+    """Add the faults of what happened: errors, events, phases, time, hardware, bytes."""
     facts = log.facts
-    faults = Faults(log.name)
+    faults = faults.of(log.name)
     for error in log.find(r"^error: (.*)"):
         faults.add("the run ended with an error", error, "none")
     for event in facts["events"]:
         allowed = event["event"] in EVENTS
         faults.require(allowed, "event", event["event"], f"none but {' '.join(EVENTS)}")
-    faults.lines += check_phases(log) + check_clock(log, rules)
+    check_phases(log, faults)
+    check_clock(log, rules, faults)
     tokens = facts["steps"] * int(log.settings.get("TRAIN_BATCH_TOKENS", 0))
     expected = f"{facts['steps']} x TRAIN_BATCH_TOKENS"
     faults.require(facts["tokens"] == tokens, "tokens", facts["tokens"], expected)
@@ -452,19 +466,16 @@ def check_run(log: Log, rules: dict) -> list[str]:
     total = facts["total_bytes"]
     size = facts["code_bytes"] + facts["artifact_bytes"]
     faults.equal("total_bytes are not code and artifact", total, size)
-    found = f"{total} bytes of code and artifact"
-    faults.require(total <= rules["bytes"], "over the cap", found, f"at most {rules['bytes']}")
-    length = len(log.data)
-    faults.require(length <= MIB, "bytes of the log", length, f"at most {MIB}")
-    return faults.lines
+    faults.at_most("over the cap, bytes of code and artifact", total, rules["bytes"])
+    faults.at_most("bytes of the log", len(log.data), MIB)
 
 
-def check_score(log: Log, manifest: dict, rules: dict) -> list[str]:
-    """Return the faults of nats, tokens, bytes and bits per byte, given the data's manifest."""
+def check_score(log: Log, manifest: dict, rules: dict, faults: Faults) -> None:
+    """Add the faults of nats, tokens, bytes and bits per byte, given the data's manifest."""
     facts = log.facts
     val = manifest["val"]
     nats, tokens, size = (facts[key] for key in ("val_nats", "val_tokens", "val_bytes"))
-    faults = Faults(log.name)
+    faults = faults.of(log.name)
     faults.require(rules["score"] in facts, "the track's score", "none", rules["score"])
     faults.equal("val_tokens are not all of validation", tokens, val["tokens"] - 1)
     faults.equal("val_bytes are not all of validation", size, val["decoded_bytes"])
@@ -487,7 +498,6 @@ def check_score(log: Log, manifest: dict, rules: dict) -> list[str]:
     for way, key in {"": "val_bpb", "sliding ": SLIDING}.items():
         if key in facts:
             check_score_line(log, way, key, faults)
-    return faults.lines
 
 
 def check_score_line(log: Log, way: str, key: str, faults: Faults) -> None:
@@ -509,19 +519,18 @@ def check_score_line(log: Log, way: str, key: str, faults: Faults) -> None:
     faults.require(agrees, what, facts[key], [bpb, nats, tokens, size])
 
 
-def check_artifact(log: Log, path: Path) -> list[str]:
-    """Return the faults of an artifact's size and SHA-256. One of 1 MiB or more may be absent."""
-    faults = Faults(path.name)
+def check_artifact(log: Log, path: Path, faults: Faults) -> None:
+    """Add the faults of an artifact's size and SHA-256. One of 1 MiB or more may be absent."""
+    faults = faults.of(path.name)
     size = log.facts["artifact_bytes"]
     if not path.is_file():
         expected = f"the artifact of {size} bytes"
         faults.require(size >= MIB, "no such file", "none", expected)
-        return faults.lines
+        return
     data = path.read_bytes()
     faults.equal(f"artifact_bytes of {log.name}", len(data), size)
     what = f"is not the artifact of {log.name}, SHA-256"
     faults.equal(what, digest(data), log.facts["artifact_sha256"])
-    return faults.lines
 
 
 def text_facts(manifest: dict) -> dict:
@@ -530,36 +539,34 @@ def text_facts(manifest: dict) -> dict:
     return {key: facts.get(key) for key in TEXT_KEYS}
 
 
-def find_manifest(folder: Path, log: Log, track: Track) -> tuple[dict, list[str]]:
-    """Return (manifest of a record's data, faults).
+def find_manifest(folder: Path, log: Log, track: Track, faults: Faults) -> dict:
+    """Return the manifest of a record's data, and add its faults.
 
     It is the track's, or the record's own of the same text with another tokenizer.
     """
     expected = track.rules["data"]["manifest_sha256"]
     found = log.facts["manifest_sha256"]
     if found == expected:
-        return track.manifest, []
+        return track.manifest
     path = folder / "manifest.json"
     if not path.is_file() or digest(path.read_bytes()) != found:
-        faults = Faults(log.name)
         what = "manifest_sha256: other data than the track's"
-        faults.add(what, found, f"{expected}, or that of a manifest.json here")
-        return track.manifest, faults.lines
+        faults.of(log.name).add(what, found, f"{expected}, or that of a manifest.json here")
+        return track.manifest
     manifest = json.loads(path.read_bytes())
-    faults = Faults(path.name)
+    faults = faults.of(path.name)
     what = "not the track's validation text"
     faults.equal(what, text_facts(manifest), text_facts(track.manifest))
     key = "overlap_documents"
     faults.equal(key, manifest[key], track.manifest[key])
-    return manifest, faults.lines
+    return manifest
 
 
-def compare(logs: list[Log]) -> list[str]:
-    """Return the differences that runs of one record may not have, and those that they lack."""
+def compare(logs: list[Log], faults: Faults) -> None:
+    """Add the differences that runs of one record may not have, and those that they lack."""
     first = logs[0]
-    lines = []
     for index, log in enumerate(logs[1:], 1):
-        faults = Faults(f"{log.name} differs from {first.name}")
+        faults = faults.of(f"{log.name} differs from {first.name}")
         faults.equal("code", digest(log.source), digest(first.source))
         faults.equal("versions", log.versions, first.versions)
         for key in sorted(log.settings.keys() | first.settings.keys()):
@@ -567,28 +574,23 @@ def compare(logs: list[Log]) -> list[str]:
                 faults.equal(f"setting {key}", log.settings.get(key), first.settings.get(key))
         for key in [*SHARED_FACTS[2:], "code_bytes"]:
             faults.equal(key, log.facts[key], first.facts[key])
-        lines += faults.lines
         for other in logs[:index]:
             for key in ("seed", "artifact_sha256"):
                 if other.facts[key] == log.facts[key]:
-                    lines.append(
-                        f"{log.name} and {other.name} have the same {key} (found "
-                        f"{log.facts[key]}, expected others)"
-                    )
-    return lines
+                    pair = faults.of(f"{log.name} and {other.name}")
+                    pair.add(f"have the same {key}", log.facts[key], "others")
 
 
 def check_beaten(
-    track: Track, names: list[str], first: Log, baselines: list[Log]
-) -> tuple[dict[str, list[Log]], list[str]]:
-    """Return (logs of each record that is claimed to be beaten, faults).
+    track: Track, names: list[str], first: Log, baselines: list[Log], faults: Faults
+) -> dict[str, list[Log]]:
+    """Return the logs of each record that is claimed to be beaten, and add their faults.
 
     `first` is a log of the claiming record. The logs of a beaten record are those of `baselines`
     that ran its script and config, or else its own.
     """
     rules = track.rules
     beaten = {}
-    lines = []
     left = list(baselines)
     for name in names:
         folder = track.folder / name
@@ -601,27 +603,28 @@ def check_beaten(
         script_name = logs[0].facts["script"]
         script = (folder / script_name).read_bytes()
         config = (folder / "config.env").read_bytes()
-        manifest, _ = find_manifest(folder, logs[0], track)
+        manifest = find_manifest(folder, logs[0], track, Faults())
         again = []
         for log in baselines:
-            if log.source == script and not check_code(log, script_name, script, config):
+            code_faults = Faults()
+            check_code(log, script_name, script, config, code_faults)
+            if not code_faults.lines:
                 again.append(log)
                 left.remove(log)
-                lines += check_run(log, rules) + check_score(log, manifest, rules)
+                check_run(log, rules, faults)
+                check_score(log, manifest, rules, faults)
         beaten[name] = again or logs
-        lines += compare(beaten[name])
-        faults = Faults(f"claim against {name}")
+        compare(beaten[name], faults)
         old = beaten[name][0]
         machine = (old.facts["hardware"], old.versions)
+        faults = faults.of(f"claim against {name}")
         what = "machine; run it again beside these"
         faults.equal(what, machine, (first.facts["hardware"], first.versions))
-        count = len(beaten[name])
-        faults.require(count >= rules["seeds"], "runs of it", count, f"at least {rules['seeds']}")
-        lines += faults.lines
-    faults = Faults("baselines")
+        faults.at_least("runs of it", len(beaten[name]), rules["seeds"])
+    names_left = [log.name for log in left]
     what = "not of a record that this one claims to beat"
-    faults.require(not left, what, [log.name for log in left], "its script and config")
-    return beaten, lines + faults.lines
+    faults.of("baselines").require(not left, what, names_left, "its script and config")
+    return beaten
 
 
 def rounded(text: str) -> dict:
@@ -629,101 +632,105 @@ def rounded(text: str) -> dict:
     return json.loads(text, parse_float=lambda number: float(f"{float(number):.9g}"))
 
 
-def check_pages(folder: Path, result: dict, rules: dict, written: bool) -> list[str]:
-    """Return the faults of the claims, of result.json and of README.md.
+def check_pages(folder: Path, result: dict, rules: dict, written: bool, faults: Faults) -> None:
+    """Add the faults of the claims, of result.json and of README.md.
 
     `result` is what follows from the logs. `written`: the sections of README.md must be written.
     """
-    lines = []
     for claim in result["claims"]:
-        faults = Faults(f"claim against {claim['against']}")
         found = f"p = {claim['p']:.4g} at a margin of {claim['margin']:.4f} bits per byte"
         significant = claim["margin"] > 0 and claim["p"] < rules["p"]
-        faults.require(significant, "not significant", found, f"p < {rules['p']}")
-        lines += faults.lines
+        own = faults.of(f"claim against {claim['against']}")
+        own.require(significant, "not significant", found, f"p < {rules['p']}")
     stored = rounded((folder / "result.json").read_text())
     expected = rounded(json.dumps(result))
-    faults = Faults("result.json")
+    faults = faults.of("result.json")
     for key in {**expected, **stored}:
         faults.equal(f"{key} is not what the logs say", stored.get(key), expected.get(key))
-    lines += faults.lines
-    faults = Faults("README.md")
     text = (folder / "README.md").read_text(encoding="utf-8")
     block = re.search("<!-- result -->\n(.*?)\n<!-- /result -->", text, re.DOTALL)
-    found = block[1].splitlines() if block else []
-    for number, line in enumerate(result_text(result).splitlines(), 1):
-        own = found[number - 1] if number <= len(found) else ""
-        faults.equal(f"line {number} of its table is not by result.json", repr(own), repr(line))
+    lines = block[1].splitlines() if block else []
+    faults = faults.of("README.md")
+    expected_lines = result_text(result).splitlines()
+    for number, pair in enumerate(zip_longest(lines, expected_lines, fillvalue=""), 1):
+        found, expected = map(repr, pair)
+        faults.equal(f"line {number} of its table is not by result.json", found, expected)
     for title in SECTIONS:
         pattern = rf"^## {title}\n+(?!#|{UNWRITTEN})\S"
         if written and not re.search(pattern, text, re.MULTILINE):
             faults.add(f"section {title!r} is not written", "nothing", "a few words")
-    return lines + faults.lines
 
 
-def read_seed_logs(folder: Path) -> tuple[list[Log], list[str]]:
-    """Return (logs of a record that can be read, in the order of their seeds; faults)."""
+def read_seed_logs(folder: Path, faults: Faults) -> list[Log]:
+    """Return the logs of a record that can be read, in the order of their seeds."""
     logs = []
-    lines = []
     for path in sorted(folder.glob("seed_*.txt")):
         try:
             log = read_log(path)
         except RecordError as error:
-            lines.append(str(error))
+            faults.lines.append(str(error))
             continue
         logs.append(log)
-        faults = Faults(path.name)
-        faults.equal("seed of the log", f"seed_{log.facts['seed']}.txt", path.name)
-        lines += faults.lines
-    logs.sort(key=lambda log: log.facts["seed"])
-    return logs, lines
+        name = f"seed_{log.facts['seed']}.txt"
+        faults.of(path.name).equal("seed of the log", name, path.name)
+    return sorted(logs, key=lambda log: log.facts["seed"])
 
 
 def check_folder(folder: Path, track_folder: Path, written: bool = True) -> list[str]:
     """Return every fault of a record. `written`: the sections of its README must be written."""
     track = read_track(track_folder)
-    rules = track.rules
+    faults = Faults("folder")
     date = r"20\d\d-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])"
-    name_faults = Faults("folder")
     has_name = re.fullmatch(rf"{date}_[A-Za-z0-9]+", folder.name)
-    expected = "YYYY-MM-DD_Name, letters and digits"
-    name_faults.require(has_name, "name", folder.name, expected)
-    logs, lines = read_seed_logs(folder)
-    lines = name_faults.lines + lines
-    faults = Faults("files")
+    faults.require(has_name, "name", folder.name, "YYYY-MM-DD_Name, letters and digits")
+    logs = read_seed_logs(folder, faults)
+    faults = faults.of("files")
     needed = ("README.md", "config.env", "result.json")
     missing = [name for name in needed if not (folder / name).is_file()]
-    faults.require(not missing, "missing", missing, "none")
     scripts = sorted(folder.glob("*.py"))
+    faults.equal("missing", missing, [])
     faults.require(len(scripts) == 1, "scripts", [path.name for path in scripts], "one")
-    enough = len(logs) >= rules["seeds"]
-    faults.require(enough, "logs seed_*.txt", len(logs), f"at least {rules['seeds']}")
-    lines += faults.lines
-    if missing or len(scripts) != 1 or len(logs) < 2:
-        return lines
-    name = scripts[0].name
-    script = scripts[0].read_bytes()
-    config = (folder / "config.env").read_bytes()
-    lines += check_script(name, script, rules) + compare(logs)
-    manifest, manifest_lines = find_manifest(folder, logs[0], track)
-    lines += manifest_lines
-    for log in logs:
-        lines += check_code(log, name, script, config)
-        lines += check_artifact(log, folder / f"{Path(log.name).stem}.upar")
+    faults.at_least("logs seed_*.txt", len(logs), track.rules["seeds"])
+    if not missing and len(scripts) == 1 and len(logs) > 1:
+        check_runs(folder, track, scripts[0], logs, faults)
         try:
-            lines += check_run(log, rules) + check_score(log, manifest, rules)
+            check_result(folder, track, logs, written, faults)
+        except (RecordError, *UNREADABLE) as error:
+            reason = f"{type(error).__name__}: {error}"
+            line = f"result.json: it or its claims cannot be followed ({reason})"
+            faults.lines.append(line)
+    return faults.lines
+
+
+def check_runs(folder: Path, track: Track, script: Path, logs: list[Log], faults: Faults) -> None:
+    """Add the faults of a record's script, logs and artifacts."""
+    source = script.read_bytes()
+    config = (folder / "config.env").read_bytes()
+    check_script(script.name, source, track.rules, faults)
+    compare(logs, faults)
+    manifest = find_manifest(folder, logs[0], track, faults)
+    for log in logs:
+        check_code(log, script.name, source, config, faults)
+        check_artifact(log, folder / f"{Path(log.name).stem}.upar", faults)
+        try:
+            check_run(log, track.rules, faults)
+            check_score(log, manifest, track.rules, faults)
         except UNREADABLE as error:
-            lines.append(f"{log.name}: cannot be followed ({type(error).__name__}: {error})")
-    try:
-        stored = json.loads((folder / "result.json").read_bytes())
-        names = [claim["against"] for claim in stored["claims"]]
-        baselines = read_logs(folder, "baseline_*.txt")
-        beaten, claim_lines = check_beaten(track, names, logs[0], baselines)
-        result = summarize(track, folder.name, logs, config, beaten)
-        return lines + claim_lines + check_pages(folder, result, rules, written)
-    except (RecordError, *UNREADABLE) as error:
-        reason = f"{type(error).__name__}: {error}"
-        return [*lines, f"result.json: it or its claims cannot be followed ({reason})"]
+            reason = f"{type(error).__name__}: {error}"
+            faults.lines.append(f"{log.name}: cannot be followed ({reason})")
+
+
+def check_result(
+    folder: Path, track: Track, logs: list[Log], written: bool, faults: Faults
+) -> None:
+    """Add the faults of a record's claims and pages."""
+    stored = json.loads((folder / "result.json").read_bytes())
+    names = [claim["against"] for claim in stored["claims"]]
+    baselines = read_logs(folder, "baseline_*.txt")
+    beaten = check_beaten(track, names, logs[0], baselines, faults)
+    config = (folder / "config.env").read_bytes()
+    result = summarize(track, folder.name, logs, config, beaten)
+    check_pages(folder, result, track.rules, written, faults)
 
 
 def check_artifact_scores(folder: Path, data: str) -> list[str]:
@@ -731,8 +738,8 @@ def check_artifact_scores(folder: Path, data: str) -> list[str]:
     rules = read_track(folder.parent).rules
     data = Path(data or ROOT / rules["data"]["path"]).resolve()
     paths = sorted(folder.glob("seed_*.upar"))
+    faults = Faults("artifacts")
     if not paths:
-        faults = Faults("artifacts")
         faults.add("to score again", "none", "seed_<n>.upar, also where git does not keep them")
         return faults.lines
     script = next(folder.glob("*.py"))
@@ -741,21 +748,17 @@ def check_artifact_scores(folder: Path, data: str) -> list[str]:
         scores = run_record_script(script, folder / "config.env", *words, DATA_PATH=str(data))
     except RecordError as error:
         return [f"artifacts: cannot be scored on {data} ({error})"]
-    lines = []
     for path, again in zip(paths, scores, strict=True):
         facts = read_log(path.with_suffix(".txt")).facts
-        faults = Faults(path.name)
+        faults = faults.of(path.name)
+        found = again["score"]
         score = facts[rules["score"]]
-        reproduced = abs(again["score"] - score) <= 1e-6
-        faults.require(
-            reproduced, "its score is not reproduced", again["score"], f"{score} to 1e-6"
-        )
+        same = abs(found - score) <= 1e-6
+        faults.require(same, "its score is not reproduced", found, f"{score} to 1e-6")
         for key in ("val_bytes", "val_text_sha256"):
             faults.equal(key, again[key], rules["data"][key])
-        key = "tokenizer_sha256"
-        faults.equal(key, again[key], facts[key])
-        lines += faults.lines
-    return lines
+        faults.equal("tokenizer_sha256", again["tokenizer_sha256"], facts["tokenizer_sha256"])
+    return faults.lines
 
 
 # ---------------------------------------------------------------------------------------- commands
@@ -830,10 +833,11 @@ def read_runs(args: argparse.Namespace) -> list[Log]:
         log = read_log(run / "log.txt")
         log.name = str(run)
         logs.append(log)
-    faults = compare(logs)
-    if faults:
-        more = f"; {len(faults)} in all" if len(faults) > 1 else ""
-        raise RecordError(faults[0] + more)
+    faults = Faults()
+    compare(logs, faults)
+    if faults.lines:
+        more = f"; {len(faults.lines)} in all" if len(faults.lines) > 1 else ""
+        raise RecordError(faults.lines[0] + more)
     return sorted(logs, key=lambda log: log.facts["seed"])
 
 
@@ -868,7 +872,7 @@ def write_record(folder: Path, track: Track, logs: list[Log], args: argparse.Nam
         (folder / log.name).write_bytes(log.data)
         baselines.append(log)
     names = [Path(old).resolve().name for old in args.against]
-    beaten, _ = check_beaten(track, names, logs[0], baselines)
+    beaten = check_beaten(track, names, logs[0], baselines, Faults())
     result = summarize(track, folder.name, logs, config, beaten)
     (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     again = (
