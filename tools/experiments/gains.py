@@ -1,326 +1,281 @@
-"""What the reinforcement-learning scripts gain on held-out prompts, seed by seed, with a control; a table and a plot.
+"""Measure what the reinforcement-learning scripts gain on held-out prompts, with a control.
 
-    python tools/gains.py [--tasks sort reverse] [--seeds 3] [--jobs 1] [--write docs/lab/gains]
-    python tools/gains.py --tasks sort --scripts GRPO PPO --set MAX_WALLCLOCK_SECONDS=60 --no-control
+    python tools/experiments/gains.py [--tasks sort reverse] [--seeds 3] [--jobs 1] [--write docs/lab/gains]
+    python tools/experiments/gains.py --tasks sort --scripts GRPO PPO --set MAX_WALLCLOCK_SECONDS=60 --no-control
 
-Each script runs each task by the clock, from a start that is the seed's (the same for all scripts), at its defaults but
-for --set; the control's rewards are coins. Runs are subprocesses of one thread that see no settings of the environment.
-Two at a time on two cores share memory and caches: --jobs 1 is what a user gets. A run that has ended is not repeated.
+Each script runs each task by the clock at its defaults (but for --set), from a start that depends on
+the seed alone; the rewards of the control are random. Runs are subprocesses of one thread that see
+no exported settings. Two at a time on two cores share memory and caches, so --jobs 1 is what a user
+gets. A run that has ended is not repeated.
 
-Gains are paired over held-out prompts: `greedy`; `pass1` over the start's; `pass1` over the start at its best
-temperature (learning, not sharpening); `pass8`. They hold if greedy is up by 5 points with its interval above 0, pass1
-over the best start is above 0, and pass8 is not down by over 3 points.
+Gains are paired over held-out prompts: `greedy`; `pass1` over the start's; `pass1_over_best`: pass1
+over the start at its best temperature (learning, not sharpening); `pass8`. A gain holds if greedy is
+up by 5 points with its interval above 0, pass1_over_best is above 0, and pass8 is not down by more
+than 3 points.
 """
 
 import argparse
 import hashlib
 import json
-import os
 import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
-ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tools/
+
+from common import ROOT, half_width, inherited_environment, markdown_table, parse_set
+
 SCRIPTS = {"GRPO": "train_grpo.py", "GSPO": "train_gspo.py", "PPO": "train_ppo.py"}
 CONTROL = "random"  # REWARD of the control
 GAINS = ("greedy", "pass1", "pass1_over_best", "pass8")
+SAVED_KEYS = (
+    "before after gain steps train_seconds total_seconds phases commit code_sha256 hardware versions "
+    "weights"
+).split()
+
+
+@dataclass
+class Run:
+    """A run of a seed."""
+
+    name: str  # of its folder
+    script: str
+    settings: dict[str, object]  # by field
+
+
+@dataclass
+class Row:
+    """A row of the table: a script on a task, with a run for each seed."""
+
+    task: str
+    script: str  # a name of SCRIPTS
+    reward: str  # "" is the task's own
+    runs: list[Run]
 
 
 def make_plan(
     tasks: list[str], names: list[str], seeds: int, settings: dict, control: bool
-) -> list[dict]:
-    """Rows of the table: task, name of the script, reward ("" is the task's own) and runs, one a seed."""
+) -> list[Row]:
+    """Return the rows of the table."""
     rows = []
     for task in tasks:
-        for reward in ("", CONTROL)[: 1 + control]:
+        for reward in ("", CONTROL) if control else ("",):
             for name in names:
+                given = {**settings, "task": task}
+                if reward:
+                    given["reward"] = reward
                 script = SCRIPTS[name]
-                given = {**settings, "task": task, **({"reward": reward} if reward else {})}
+                prefix = f"{script[6:-3]}_{task}_{reward or 'task'}"
                 runs = [
-                    SimpleNamespace(
-                        name=f"{script[6:-3]}_{task}_{reward or 'task'}_seed_{seed}",
-                        script=script,
-                        settings={**given, "seed": seed},
-                        start="",
-                    )
+                    Run(f"{prefix}_seed_{seed}", script, {**given, "seed": seed})
                     for seed in range(1, seeds + 1)
                 ]
-                rows.append(dict(task=task, name=name, reward=reward, runs=runs))
+                rows.append(Row(task, name, reward, runs))
     return rows
 
 
-def summarize(log: str, result: dict) -> dict:
-    """What the table keeps of a run."""
-    keys = (
-        "before",
-        "after",
-        "gain",
-        "steps",
-        "train_seconds",
-        "total_seconds",
-        "phases",
-        "commit",
-        "code_sha256",
-        "hardware",
-        "versions",
-        "weights",
-    )
-    return {key: result[key] for key in keys}
+def holds(gain: dict[str, list[float]]) -> bool:
+    """Return whether a gain holds, see the top of this file. gain: name -> [mean, low, high]."""
+    greedy, greedy_low, _ = gain["greedy"]
+    is_up = greedy >= 0.05 and greedy_low > 0
+    return is_up and gain["pass1_over_best"][0] > 0 and gain["pass8"][0] >= -0.03
 
 
-def tell(run: dict) -> str:
-    """A run in a few words."""
-    gains = ", ".join(f"{name} {run['gain'][name][0]:+.3f}" for name in GAINS)
-    return f"{gains}; {run['steps']} steps, {run['total_seconds']:.0f} s"
+# --------------------------------------------------------------------------------------------- runs
+def read_run(run: Run, out: Path) -> dict | None:
+    """Return what is kept of a run, None if it has not ended.
 
-
-def holds(gain: dict) -> bool:
-    """See the head of this file. gain: name -> [mean, low, high]."""
-    return (
-        gain["greedy"][0] >= 0.05
-        and gain["greedy"][1] > 0
-        and gain["pass1_over_best"][0] > 0
-        and gain["pass8"][0] >= -0.03
-    )
-
-
-# === shared: jobs ===
-T95 = (
-    12.706,
-    4.303,
-    3.182,
-    2.776,
-    2.571,
-    2.447,
-    2.365,
-    2.306,
-    2.262,
-)  # Student's t, two-sided, by degrees of freedom
-KEPT = (
-    "PATH",
-    "HOME",
-    "TMPDIR",
-    "LANG",
-    "LD_LIBRARY_PATH",
-    "PYTHONPATH",
-    "VIRTUAL_ENV",
-    "CUDA_VISIBLE_DEVICES",
-)
-
-
-def read_run(
-    run: SimpleNamespace, out: Path, summarize: Callable[[str, dict], dict]
-) -> dict | None:
-    """`summarize` of log and result of a run; None if it has not ended. SystemExit if it was made in another way.
-
-    run: name, of its folder in `out`; script; settings, {field: value}; start, the name of the run whose step_000000 it
-    begins from, or "".
+    Raises SystemExit if it was made with other settings or code.
     """
-    folder = out / run.name
-    if not (folder / "result.json").exists():
+    path = out / run.name / "result.json"
+    if not path.exists():
         return None
-    result = json.loads((folder / "result.json").read_bytes())
+    result = json.loads(path.read_bytes())
     stored = {**result["settings"], "code": result["code_sha256"]}
-    asked = {**run.settings, "code": hashlib.sha256((ROOT / run.script).read_bytes()).hexdigest()}
-    if wrong := [key for key, value in asked.items() if type(stored[key])(value) != stored[key]]:
+    code = hashlib.sha256((ROOT / run.script).read_bytes()).hexdigest()
+    requested = {**run.settings, "code": code}
+    different = [key for key, value in requested.items() if type(stored[key])(value) != stored[key]]
+    if different:
         raise SystemExit(
-            f"error: {folder}: made with another {', '.join(wrong)}; remove it, or name another --out"
+            f"error: {path.parent}: made with another {', '.join(different)}; remove it, or name "
+            "another --out"
         )
-    return summarize((folder / "log.txt").read_text(encoding="utf-8"), result)
+    return {key: result[key] for key in SAVED_KEYS}
 
 
-def start_run(run: SimpleNamespace, out: Path) -> subprocess.Popen:
+def start_run(run: Run, out: Path) -> subprocess.Popen:
     """Start a run in a folder of its own; stderr goes to NAME.err."""
-    shutil.rmtree(out / run.name, ignore_errors=True)  # one that was broken off
-    settings = {"OUT_DIR": out, "RUN_ID": run.name, "OMP_NUM_THREADS": 1, **run.settings}
-    if run.start:
-        settings["INIT_FROM"] = out / run.start / "step_000000"
-    environ = {name: os.environ[name] for name in KEPT if name in os.environ}
-    environ |= {name.upper(): str(value) for name, value in settings.items()}
-    environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), environ.get("PYTHONPATH", "")])
-    module = Path(run.script).stem
-    # By itself a script logs a step every ten seconds.
-    every_step = f"import sys, {module} as T; T.LOG_SECONDS = 0; sys.exit(T.exit_code(T.main))"
-    with open(
-        out / f"{run.name}.err", "wb"
-    ) as errors:  # a session of its own: Ctrl-C is for this process
+    shutil.rmtree(out / run.name, ignore_errors=True)  # one that was interrupted
+    environ = inherited_environment() | {"OUT_DIR": str(out), "RUN_ID": run.name}
+    environ["OMP_NUM_THREADS"] = "1"
+    environ |= {name.upper(): str(value) for name, value in run.settings.items()}
+    command = [sys.executable, str(ROOT / run.script)]
+    with open(out / f"{run.name}.err", "wb") as errors:
+        # A session of its own: Ctrl-C is for this process.
         return subprocess.Popen(
-            [sys.executable, "-c", every_step],
-            env=environ,
-            stdout=subprocess.DEVNULL,
-            stderr=errors,
-            start_new_session=True,
+            command, env=environ, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
         )
 
 
-def run_all(
-    runs: list[SimpleNamespace],
-    out: Path,
-    jobs: int,
-    summarize: Callable[[str, dict], dict],
-    tell: Callable[[dict], str],
-) -> dict[str, dict | None]:
-    """By name what read_run gives, after `jobs` at a time have made what had not ended; None where that failed.
+def describe(run: Run, out: Path, result: dict | None) -> str:
+    """Return a run that has ended in a few words."""
+    if result is None:
+        lines = (out / f"{run.name}.err").read_text(encoding="utf-8").splitlines()
+        return f"FAILED: {lines[-1] if lines else 'nothing on stderr'}"
+    gains = ", ".join(f"{name} {result['gain'][name][0]:+.3f}" for name in GAINS)
+    return f"{gains}; {result['steps']} steps, {result['total_seconds']:.0f} s"
 
-    tell: of a summary, what is printed when the run has ended.
-    """
-    found = {run.name: read_run(run, out, summarize) for run in runs}
-    left, active, done, began = [run for run in runs if found[run.name] is None], [], 0, time.time()
-    total = len(left)
+
+def run_all(runs: list[Run], out: Path, jobs: int) -> dict[str, dict | None]:
+    """Return the result of each run by name, None if it failed. Runs what has not ended."""
+    results = {run.name: read_run(run, out) for run in runs}
+    waiting = [run for run in runs if results[run.name] is None]
+    total = len(waiting)
+    active = []
+    done = 0
+    begin = time.time()
     try:
-        while left or active:
-            while left and len(active) < jobs:
-                active.append((left[0], start_run(left.pop(0), out)))
+        while waiting or active:
+            while waiting and len(active) < jobs:
+                run = waiting.pop(0)
+                active.append((run, start_run(run, out)))
             time.sleep(0.1)
-            for run, process in [pair for pair in active if pair[1].poll() is not None]:
+            for run, process in list(active):
+                if process.poll() is None:
+                    continue
                 active.remove((run, process))
-                summary = found[run.name] = read_run(run, out, summarize)
-                last = (out / f"{run.name}.err").read_text(encoding="utf-8").splitlines() or [""]
-                said = (
-                    tell(summary)
-                    if summary
-                    else f"FAILED, exit code {process.returncode}: {last[-1]}"
-                )
-                done, minutes = done + 1, (time.time() - began) / 60
-                print(
-                    f"[{done}/{total}] {run.name}: {said}; {minutes:.1f} min, "
-                    f"about {minutes / done * (total - done):.0f} left",
-                    flush=True,
-                )
+                results[run.name] = read_run(run, out)
+                done += 1
+                minutes = (time.time() - begin) / 60
+                left = minutes / done * (total - done)
+                text = describe(run, out, results[run.name])
+                print(f"[{done}/{total}] {run.name}: {text}; about {left:.0f} min left", flush=True)
     finally:
         for _, process in active:
             process.kill()
             process.wait()
-    return found
+    return results
 
 
+# -------------------------------------------------------------------------------------------- table
 def interval(values: list[float]) -> list[float]:
-    """Mean of values, one a seed, and the ends of its 95% interval, by Student's t; of a single value that alone."""
+    """Return [mean, low, high] of one value per seed, or the single value."""
     if len(values) == 1:
         return values
-    t = T95[len(values) - 2] if len(values) - 2 < len(T95) else 1.96
-    mean, half = statistics.fmean(values), t * statistics.stdev(values) / len(values) ** 0.5
+    mean = statistics.fmean(values)
+    half = half_width(values)
     return [mean, mean - half, mean + half]
 
 
-# === end: jobs ===
+def fill_rows(rows: list[Row], results: dict[str, dict | None]) -> list[dict]:
+    """Return the rows with the figures of their runs, where all have ended.
 
-
-def fill_rows(rows: list[dict], found: dict[str, dict | None]) -> list[dict]:
-    """Rows with, where all runs have ended: each run's `before`, `gain`, `holds`, steps, seconds; `mean`, of gains over
-    seeds with intervals; and of a control `share`, its greedy gain over that of the real reward (nothing gained: 0).
+    `mean` has the gains over seeds. `share` of a control is its greedy gain relative to that of the
+    real reward, at least 0.
     """
-    filled, real = [], {}
+    filled = []
+    real_gain = {}
     for row in rows:
-        runs = [found[run.name] for run in row["runs"]]
-        new = {**row, "runs": [run.name for run in row["runs"]], "ended": all(runs)}
-        if all(runs):
-            new |= {
-                "before": [run["before"] for run in runs],
-                "gain": [run["gain"] for run in runs],
-                "holds": [holds(run["gain"]) for run in runs],
-                "steps": [run["steps"] for run in runs],
-                "seconds": [run["total_seconds"] for run in runs],
-                "mean": {name: interval([run["gain"][name][0] for run in runs]) for name in GAINS},
-            }
-            key = row["task"], row["name"]
-            if not row["reward"]:
-                real[key] = new["mean"]["greedy"][0]
-            elif real.get(key, 0) > 0:
-                new["share"] = max(0.0, new["mean"]["greedy"][0]) / real[key]
-        filled.append(new)
+        runs = [results[run.name] for run in row.runs]
+        figures = {
+            "task": row.task,
+            "name": row.script,
+            "reward": row.reward,
+            "runs": [run.name for run in row.runs],
+            "ended": all(runs),
+        }
+        filled.append(figures)
+        if not all(runs):
+            continue
+        figures["before"] = [run["before"] for run in runs]
+        figures["gain"] = [run["gain"] for run in runs]
+        figures["holds"] = [holds(run["gain"]) for run in runs]
+        figures["steps"] = [run["steps"] for run in runs]
+        figures["seconds"] = [run["total_seconds"] for run in runs]
+        figures["mean"] = {}
+        for name in GAINS:
+            figures["mean"][name] = interval([run["gain"][name][0] for run in runs])
+        greedy = figures["mean"]["greedy"][0]
+        key = (row.task, row.script)
+        if not row.reward:
+            real_gain[key] = greedy
+        elif real_gain.get(key, 0) > 0:
+            figures["share"] = max(0.0, greedy) / real_gain[key]
     return filled
 
 
-def markdown(rows: list[dict], note: str) -> str:
-    """The table: a line a seed, and the mean over seeds."""
+def show(score: list[float]) -> str:
+    """Return a gain as text, with its interval if it has one."""
+    mean, *ends = (f"{value:+.3f}" for value in score)
+    return f"{mean} [{', '.join(ends)}]" if ends else mean
 
-    def score(values: list[float], sign: str = "+") -> str:
-        return f"{values[0]:{sign}.3f}" + (
-            f" [{values[1]:{sign}.3f}, {values[2]:{sign}.3f}]" if values[1:] else ""
-        )
 
+def table_rows(rows: list[dict]) -> list[list]:
+    """Return the rows of the table: one per seed, and the mean over seeds."""
+    gains = [f"{name} gain" for name in GAINS]
     head = [
         "task",
         "script",
         "reward",
         "seed",
         "greedy before",
-        *(f"{name} gain" for name in GAINS),
+        *gains,
         "holds",
         "steps",
         "seconds",
     ]
-    lines = [head, ["---"] * len(head)]
+    lines = [head]
     for row in rows:
         cells = [row["task"], row["name"], row["reward"] or "task"]
         if not row["ended"]:
             lines.append([*cells, "", "failed", *[""] * (len(head) - 5)])
             continue
-        for seed, (before, gain) in enumerate(zip(row["before"], row["gain"], strict=True)):
-            numbers = [score(before["greedy"][:1], ""), *(score(gain[name]) for name in GAINS)]
+        for index, gain in enumerate(row["gain"]):
+            before = f"{row['before'][index]['greedy'][0]:.3f}"
+            verdict = "yes" if row["holds"][index] else "no"
+            figures = [verdict, row["steps"][index], f"{row['seconds'][index]:.0f}"]
             lines.append(
-                [
-                    *cells,
-                    str(seed + 1),
-                    *numbers,
-                    "yes" if row["holds"][seed] else "no",
-                    str(row["steps"][seed]),
-                    f"{row['seconds'][seed]:.0f}",
-                ]
+                [*cells, index + 1, before, *(show(gain[name]) for name in GAINS), *figures]
             )
         share = f"{row['share']:.2f} of the real gain" if "share" in row else ""
-        lines.append(
-            [*cells, "mean", share, *(score(row["mean"][name]) for name in GAINS), *[""] * 3]
-        )
-    return f"{note}\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        means = [show(row["mean"][name]) for name in GAINS]
+        lines.append([*cells, "mean", share, *means, "", "", ""])
+    return lines
 
 
 def plot(rows: list[dict], path: Path) -> str:
-    """Draw gains, a panel each, a point with its interval a seed; a line that says where, or how to install matplotlib."""
+    """Draw the gains; return where, or how to install matplotlib."""
     try:
         import matplotlib
     except ImportError:
-        return "no plot: needs matplotlib; `pip install matplotlib` and this command again, which repeats no run"
+        return "no plot: pip install matplotlib and repeat the command, which repeats no run"
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(GAINS), figsize=(5 * len(GAINS), 5), layout="constrained")
+    figure, panels = pyplot.subplots(1, len(GAINS), figsize=(5 * len(GAINS), 5))
     rows = [row for row in rows if row["ended"]]
-    for axis, name in zip(axes, GAINS, strict=True):
-        for at, row in enumerate(rows):
+    labels = [f"{row['name']} {row['task']} {row['reward']}" for row in rows]
+    for panel, name in zip(panels, GAINS, strict=True):
+        for position, row in enumerate(rows):
             for seed, gain in enumerate(row["gain"]):
                 mean, low, high = gain[name]
-                axis.errorbar(
-                    at + 0.15 * seed, mean, [[mean - low], [high - mean]], fmt="o", color=f"C{seed}"
-                )
-        axis.axhline(0, color="grey", linewidth=0.5)
-        axis.set(title=f"{name} gain", xticks=range(len(rows)))
-        axis.set_xticklabels(
-            [f"{row['name']} {row['task']} {row['reward']}" for row in rows],
-            rotation=60,
-            ha="right",
-        )
+                error = [[mean - low], [high - mean]]
+                panel.errorbar(position + 0.15 * seed, mean, error, fmt="o", color=f"C{seed}")
+        panel.axhline(0, color="grey", linewidth=0.5)
+        panel.set(title=f"{name} gain", xticks=range(len(rows)))
+        panel.set_xticklabels(labels, rotation=60, ha="right")
+    figure.tight_layout()
     figure.savefig(path, dpi=80)
     return f"plot: {path}"
 
 
-def parse_set(text: str) -> tuple[str, str]:
-    """Field and value of NAME=VALUE."""
-    name, equals, value = text.partition("=")
-    if not name or not equals:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
-    return name.lower(), value
-
-
 def main() -> int:
-    """Make the runs, write table, JSON and plot; 1 if a run failed."""
+    """Make the runs; write table, JSON and plot. Returns 1 if a run failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -333,54 +288,38 @@ def main() -> int:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="of every run",
+        help="a setting of every run",
     )
-    parser.add_argument(
-        "--no-control", action="store_true", help="leave out the runs whose rewards are coins"
-    )
+    parser.add_argument("--no-control", action="store_true", help="no runs with random rewards")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, of one thread each")
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs", "gains"), help="folder of the runs"
-    )
-    parser.add_argument(
-        "--write", type=Path, help="what is written, without .md, .json, .png; else OUT/gains"
-    )
+    parser.add_argument("--out", type=Path, default=Path("runs", "gains"), help="of the runs")
+    parser.add_argument("--write", type=Path, help="file names without suffix; else OUT/gains")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    rows, out = (
-        make_plan(args.tasks, args.scripts, args.seeds, dict(args.set), not args.no_control),
-        args.out.resolve(),
-    )
+    settings = {name.lower(): value for name, value in args.set}
+    rows = make_plan(args.tasks, args.scripts, args.seeds, settings, not args.no_control)
+    runs = []
+    for row in rows:
+        runs += row.runs
+    out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     try:
-        found = run_all(
-            [run for row in rows for run in row["runs"]], out, args.jobs, summarize, tell
-        )
+        results = run_all(runs, out, args.jobs)
     except KeyboardInterrupt:
-        print(f"stopped; the same command goes on, and leaves alone what has ended in {args.out}")
+        print(f"stopped; the same command continues, and keeps what has ended in {args.out}")
         return 130
-    command, filled = " ".join(["python", "tools/gains.py", *sys.argv[1:]]), fill_rows(rows, found)
-    made = next(
-        (
-            {key: run[key] for key in ("commit", "hardware", "versions")}
-            for run in found.values()
-            if run
-        ),
-        {},
-    )
-    text = markdown(filled, f"`{command}`\n")
+    command = " ".join(["python", "tools/experiments/gains.py", *sys.argv[1:]])
+    filled = fill_rows(rows, results)
+    data = {"command": command, "date": time.strftime("%Y-%m-%d")}
+    first = next((result for result in results.values() if result), {})
+    data |= {key: first.get(key) for key in ("commit", "hardware", "versions")}
+    data |= {"rows": filled, "runs": results}
+    text = f"`{command}`\n\n{markdown_table(table_rows(filled))}\n"
     path = args.write or args.out / "gains"
-    data = {
-        "command": command,
-        "date": time.strftime("%Y-%m-%d"),
-        **made,
-        "rows": filled,
-        "runs": found,
-    }
     path.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     path.with_suffix(".md").write_text(text, encoding="utf-8")
     print(text + "\n" + plot(filled, path.with_suffix(".png")))
-    return 0 if all(found.values()) else 1
+    return 0 if all(results.values()) else 1
 
 
 if __name__ == "__main__":

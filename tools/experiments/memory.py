@@ -1,18 +1,18 @@
-"""Bytes that PPO, GRPO, GSPO and LoRA hold between steps: weights, gradients, optimizer state and reference policy.
+"""Count the bytes that PPO, GRPO, GSPO and LoRA hold between steps.
 
-    python tools/memory.py [--config FILE] [--set NAME=VALUE] [--rank 8] [--out FILE]
+    python tools/experiments/memory.py [--config FILE] [--set NAME=VALUE] [--rank 8] [--out FILE]
 
-Nothing is computed by a formula: the scripts' networks and optimizers are built and take a step, on PyTorch's fake
-tensors, which have shapes and no content, and their bytes are added up. GRPO and GSPO hold the same tensors. Left out:
-activations, logits, generation's caches and, the tasks having checkers, a reward model.
+They are weights, gradients, optimizer state and reference policy. Nothing is computed by a formula:
+the scripts' networks and optimizers are built and take a step on PyTorch's fake tensors, which have
+shapes and no content, and their bytes are added up. GRPO and GSPO hold the same tensors. Left out
+are activations, logits, caches of generation and, as the tasks have checkers, a reward model.
 """
 
 import argparse
-import importlib
 import json
 import sys
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
@@ -20,180 +20,193 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-ROOT = Path(__file__).resolve().parents[1]
-VOCABULARY = 1024  # where VOCAB_SIZE is 0: the tokenizer of the published shards sp1024
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tools/
+
+from common import ROOT, load_script, parse_set, setting_names
+
+VOCABULARY = 1024  # if VOCAB_SIZE is 0: the tokenizer of the published shards sp1024
 PARTS = ("weights", "gradients", "optimizer", "reference")
-# method -> networks that are trained, what the reference is, and the PPO with a value head to compare with
+OPTIMIZERS = ["adamw", "adamw8bit", "muon", "lion"]
+
+
+@dataclass
+class Method:
+    """A method of training."""
+
+    networks: tuple[str, ...]  # that are trained
+    reference: str  # what the reference policy is: a copy, a frozen adapter, the base, "" for none
+    compared: str  # the PPO with a value head to compare with
+
+
 METHODS = {
-    "PPO, own critic, reference": (("policy", "critic"), "copy", "PPO, value head, reference"),
-    "PPO, value head, reference": (
-        ("policy with value head",),
-        "copy",
-        "PPO, value head, reference",
+    "PPO, own critic, reference": Method(
+        ("policy", "critic"), "copy", "PPO, value head, reference"
     ),
-    "PPO, own critic": (("policy", "critic"), "", "PPO, value head"),
-    "PPO, value head": (("policy with value head",), "", "PPO, value head"),
-    "GRPO or GSPO, reference": (("policy",), "copy", "PPO, value head, reference"),
-    "GRPO or GSPO": (("policy",), "", "PPO, value head"),
-    "LoRA PPO, value head, base": (
-        ("adapter with value head",),
-        "base",
-        "LoRA PPO, value head, base",
+    "PPO, value head, reference": Method(
+        ("policy with value head",), "copy", "PPO, value head, reference"
     ),
-    "LoRA GRPO or GSPO, frozen copy": (("adapter",), "frozen", "LoRA PPO, value head, base"),
-    "LoRA GRPO or GSPO, base": (("adapter",), "base", "LoRA PPO, value head, base"),
+    "PPO, own critic": Method(("policy", "critic"), "", "PPO, value head"),
+    "PPO, value head": Method(("policy with value head",), "", "PPO, value head"),
+    "GRPO or GSPO, reference": Method(("policy",), "copy", "PPO, value head, reference"),
+    "GRPO or GSPO": Method(("policy",), "", "PPO, value head"),
+    "LoRA PPO, value head, base": Method(
+        ("adapter with value head",), "base", "LoRA PPO, value head, base"
+    ),
+    "LoRA GRPO or GSPO, frozen copy": Method(("adapter",), "frozen", "LoRA PPO, value head, base"),
+    "LoRA GRPO or GSPO, base": Method(("adapter",), "base", "LoRA PPO, value head, base"),
 }
 
 
-class Valued(nn.Module):
-    """A network with PPO's value head, one row that reads the last layer; `alone`, a critic without an output head."""
+class ValueModel(nn.Module):
+    """A network with PPO's value head, which reads the last layer.
 
-    def __init__(self, network: nn.Module, alone: bool):
+    is_critic: it is a network of its own, without an output head.
+    """
+
+    def __init__(self, network: nn.Module, is_critic: bool):
         super().__init__()
-        network.head = None if alone else network.head
-        self.network, self.value = network, nn.Parameter(torch.zeros(1, network.config.model_dim))
+        if is_critic:
+            network.head = None
+        self.network = network
+        self.value = nn.Parameter(torch.zeros(1, network.config.model_dim))
 
 
 def nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of tensors."""
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def count(
-    kind: str, settings, rank: int, script: ModuleType, trainer: ModuleType
+def count_bytes(
+    kind: str, settings, rank: int, sample: ModuleType, trainer: ModuleType
 ) -> dict[str, int]:
-    """Bytes of one trained network, after a step of settings.optimizer: weights, gradients, optimizer, and of what its
-    reference may be: copy (of the network), frozen (copy of the adapter), base (the adapter off). Raises UserError.
+    """Return the bytes of one trained network after a step, by part and by kind of reference.
+
+    The references are copy (of the network), frozen (a copy of the adapter), base (the adapter
+    off). Raises UserError.
     """
-    network = script.GPT(script.model_config(settings, settings.vocab_size or VOCABULARY, 1))
-    found = {"": 0, "copy": nbytes(network.parameters())}
+    vocab_size = settings.vocab_size or VOCABULARY
+    network = sample.GPT(sample.model_config(settings, vocab_size, 1))
+    counts = {"": 0, "copy": nbytes(network.parameters())}
     if "adapter" in kind:
-        script.freeze_model(script.setup_lora_adapter(network, rank))
-        found |= {
-            name: nbytes(script.reference_policy(network, frozen).args[1])
-            for name, frozen in (("frozen", True), ("base", False))
-        }
-    model = network if kind in ("policy", "adapter") else Valued(network, alone=kind == "critic")
-    rates, runtime = (
-        trainer.pretraining_rates(settings),
-        script.Runtime(0, 1, torch.device("cpu"), False),
-    )
+        sample.freeze_model(sample.setup_lora_adapter(network, rank))
+        for name, frozen in (("frozen", True), ("base", False)):
+            counts[name] = nbytes(sample.reference_policy(network, frozen).args[1])
+    model = network
+    if kind == "critic" or "value head" in kind:
+        model = ValueModel(network, is_critic=kind == "critic")
+    rates = trainer.pretraining_rates(settings)
+    runtime = sample.Runtime(0, 1, torch.device("cpu"), False)
     optimizer = trainer.Optimizers(model, settings.optimizer, rates, runtime)
     optimizer.step(0.0, trainer.MUON_MOMENTUM, torch.tensor(False))
-    return found | {
-        "weights": nbytes(model.parameters()) + nbytes(model.buffers()),
-        "gradients": nbytes(param.grad for param in model.parameters() if param.grad is not None),
-        "optimizer": nbytes(t for own in optimizer.state_dict().values() for t in own.values()),
-    }
+    counts["weights"] = nbytes(model.parameters()) + nbytes(model.buffers())
+    gradients = [param.grad for param in model.parameters() if param.grad is not None]
+    counts["gradients"] = nbytes(gradients)
+    counts["optimizer"] = 0
+    for state in optimizer.state_dict().values():
+        counts["optimizer"] += nbytes(state.values())
+    return counts
 
 
 def measure(settings, optimizers: list[str], rank: int = 8) -> list[dict]:
-    """A row for each optimizer and method, with its total as a share of PPO's with a reference and a critic of its own
-    (`of_own_critic`), and of PPO's with a value head on the policy and the same reference (`of_value_head`).
+    """Return a row of bytes for each optimizer and method.
+
+    The total is also given as a share: of PPO's with a reference and a critic of its own
+    (`of_own_critic`), and of PPO's with a value head and the same reference (`of_value_head`).
     """
-    script, trainer, rows = (
-        *map(importlib.import_module, ("sample", "train_gpt")),
-        [],
-    )  # adapters, and optimizers
+    sample = load_script(ROOT / "sample.py")  # has adapters
+    trainer = load_script(ROOT / "train_gpt.py")  # has optimizers
+    kinds = set()
+    for method in METHODS.values():
+        kinds.update(method.networks)
+    rows = []
     for optimizer in optimizers:
         own = replace(settings, optimizer=optimizer)
         with FakeTensorMode():
-            kinds = dict.fromkeys(kind for trained, *_ in METHODS.values() for kind in trained)
-            counts = {kind: count(kind, own, rank, script, trainer) for kind in kinds}
-        found, totals = {}, {}
-        for method, (trained, reference, _) in METHODS.items():
-            found[method] = {
-                part: sum(counts[kind][part] for kind in trained) for part in PARTS[:3]
-            }
-            found[method]["reference"] = counts[trained[0]][reference]
-            totals[method] = sum(found[method].values())
-        for method, (*_, value_head) in METHODS.items():
-            rows.append(
-                {
-                    "method": method,
-                    "with": optimizer,
-                    **found[method],
-                    "total": totals[method],
-                    "of_own_critic": totals[method] / totals["PPO, own critic, reference"],
-                    "of_value_head": totals[method] / totals[value_head],
-                }
-            )
+            counts = {kind: count_bytes(kind, own, rank, sample, trainer) for kind in sorted(kinds)}
+        by_method = {}
+        for name, method in METHODS.items():
+            row = {"method": name, "with": optimizer}
+            for part in PARTS[:3]:
+                row[part] = sum(counts[network][part] for network in method.networks)
+            row["reference"] = counts[method.networks[0]][method.reference]
+            row["total"] = sum(row[part] for part in PARTS)
+            by_method[name] = row
+        for name, row in by_method.items():
+            compared = by_method[METHODS[name].compared]
+            own_critic = by_method["PPO, own critic, reference"]
+            row["of_own_critic"] = row["total"] / own_critic["total"]
+            row["of_value_head"] = row["total"] / compared["total"]
+            rows.append(row)
     return rows
 
 
 def describe(rows: list[dict]) -> str:
-    """The table, and what is true of the claim that GRPO saves 40-60% of PPO's memory."""
-    lines, said = [], []
+    """Return the tables, and what is true of the claim that GRPO saves 40-60% of PPO's memory."""
+    lines = []
+    savings = []
+    heads = "".join(f"{part:>15}" for part in (*PARTS, "total"))
     for optimizer in dict.fromkeys(row["with"] for row in rows):
-        own = {row["method"]: row for row in rows if row["with"] == optimizer}
-        heads = "".join(f"{part:>15}" for part in (*PARTS, "total"))
-        lines.append(
-            f"\n{optimizer + ', bytes':32}{heads}  of PPO's, own critic  of PPO's, value head"
+        title = f"{optimizer}, bytes"
+        lines.append(f"\n{title:32}{heads}  of PPO's, own critic  of PPO's, value head")
+        saved = {}
+        for row in rows:
+            if row["with"] == optimizer:
+                cells = "".join(f"{row[part]:15,}" for part in (*PARTS, "total"))
+                shares = f"{row['of_own_critic']:22.1%}{row['of_value_head']:22.1%}"
+                lines.append(f"{row['method']:32}{cells}{shares}")
+                for key in ("of_own_critic", "of_value_head"):
+                    saved[key, row["method"]] = f"{1 - row[key]:.1%}"
+        savings.append(
+            f"{optimizer}: {saved['of_own_critic', 'GRPO or GSPO, reference']} with a reference and "
+            f"{saved['of_own_critic', 'GRPO or GSPO']} without, if PPO has a reference and a critic "
+            f"of its own; {saved['of_value_head', 'GRPO or GSPO, reference']} if PPO's critic is a "
+            f"value head on the policy, {saved['of_value_head', 'LoRA GRPO or GSPO, base']} if both "
+            "train adapters alone"
         )
-        for method, row in own.items():
-            cells = "".join(f"{row[part]:15,}" for part in (*PARTS, "total"))
-            lines.append(
-                f"{method:32}{cells}{row['of_own_critic']:22.1%}{row['of_value_head']:22.1%}"
-            )
-        saved = {
-            (key, method): f"{1 - row[key]:.1%}"
-            for key in ("of_own_critic", "of_value_head")
-            for method, row in own.items()
-        }
-        with_reference, without, adapters = (
-            "GRPO or GSPO, reference",
-            "GRPO or GSPO",
-            "LoRA GRPO or GSPO, base",
-        )
-        said.append(
-            f"{optimizer}: {saved['of_own_critic', with_reference]} with a reference and "
-            f"{saved['of_own_critic', without]} without, if PPO has a reference and a critic of its own; "
-            f"{saved['of_value_head', with_reference]} if PPO's critic is a value head on the policy, "
-            f"{saved['of_value_head', adapters]} if both train adapters alone"
-        )
-    claim = "\nThe claim: without a value network GRPO and GSPO save 40-60% of PPO's memory. Counted here:"
-    return "\n".join([*lines, claim, *said])
+    claim = (
+        "\nThe claim: without a value network GRPO and GSPO save 40-60% of PPO's memory. Counted "
+        "here:"
+    )
+    return "\n".join([*lines, claim, *savings])
 
 
 def main() -> int:
     """Run the command line described at the top of this file."""
-    script, settings = (
-        importlib.import_module("sample"),
-        importlib.import_module("train_gpt").Settings,
+    sample = load_script(ROOT / "sample.py")
+    trainer = load_script(ROOT / "train_gpt.py")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--config", default="", help="CONFIG file of train_gpt.py")
     parser.add_argument(
-        "--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help="its settings"
+        "--set", type=parse_set, nargs="+", action="extend", default=[], metavar="NAME=VALUE"
     )
     parser.add_argument(
-        "--optimizers",
-        nargs="+",
-        default=["adamw", "adamw8bit", "muon"],
-        metavar="NAME",
-        choices=["adamw", "adamw8bit", "muon", "lion"],
-        help="adamw adamw8bit muon",
+        "--optimizers", nargs="+", default=OPTIMIZERS[:3], choices=OPTIMIZERS, metavar="NAME"
     )
     parser.add_argument("--rank", type=int, default=8, help="of the adapters (8)")
     parser.add_argument("--out", type=Path, help="a file for the rows, as JSON")
     args = parser.parse_args()
-    given = dict(pair.partition("=")[::2] for pair in args.set) | (
-        {"CONFIG": args.config} if args.config else {}
-    )
-    if unknown := [name for name in given if name.lower() not in settings.__dataclass_fields__]:
-        raise script.UserError(f"--set {unknown[0]}: no setting of train_gpt.py")
-    settings = script.load_settings(settings, given, presets={"ARCH_MODE": script.ARCH_PRESETS})
+    environ = dict(args.set)
+    unknown = sorted(set(environ) - setting_names(trainer))
+    if unknown:
+        raise sample.UserError(f"--set {unknown[0]}: no setting of train_gpt.py")
+    if args.config:
+        environ["CONFIG"] = args.config
+    presets = {"ARCH_MODE": sample.ARCH_PRESETS}
+    settings = sample.load_settings(trainer.Settings, environ, presets=presets)
     rows = measure(settings, args.optimizers, args.rank)
-    parameters = rows[5]["weights"] // 4  # of the policy alone, GRPO
+    policy = next(row for row in rows if row["method"] == "GRPO or GSPO")
+    parameters = policy["weights"] // 4
     print(
-        f"{parameters:,} parameters, {settings.vocab_size or VOCABULARY} tokens, float32 everywhere, LoRA rank "
-        f"{args.rank}\n{describe(rows)}"
+        f"{parameters:,} parameters, {settings.vocab_size or VOCABULARY} tokens, float32 "
+        f"everywhere, LoRA rank {args.rank}\n{describe(rows)}"
     )
     if args.out:
         found = {"command": sys.argv[1:], "parameters": parameters, "rank": args.rank, "rows": rows}
-        script.replace_file(args.out, (json.dumps(found, indent=1) + "\n").encode())
+        args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-    sys.exit(importlib.import_module("sample").exit_code(main))
+    sys.exit(load_script(ROOT / "sample.py").exit_code(main))
