@@ -11,10 +11,9 @@ import torch
 
 import quantize as Q
 
-TOOLS = Path(__file__).resolve().parents[1] / "tools"
-sys.path.insert(0, str(TOOLS))  # the tools import tools/common.py
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
-from common import load_script
+from common import ROOT, load_script
 
 KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV")
 
@@ -27,7 +26,7 @@ def environment(**changes: object) -> dict[str, str]:
 
 def load_tool(name: str) -> ModuleType:
     """tools/NAME.py."""
-    return load_script(TOOLS / f"{name}.py")
+    return load_script(ROOT / "tools" / f"{name}.py")
 
 
 @pytest.fixture(autouse=True)
