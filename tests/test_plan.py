@@ -219,10 +219,6 @@ def test_the_data_that_are_there_are_taken(plan, tmp_path):
     }
     found = plan(**given)
     manifest = json.loads((tmp_path / "data" / "manifest.json").read_text())
-    if path.stem == "cpu":  # as many as with weights, which tests/test_bench.py counts by hand
-        network = T.GPT(T.model_config(settings, 1024, 1))
-        flops = bench.flops_per_token(network, settings.train_seq_len).total()
-        assert parts(found["FLOPs a token, both ways"])[0] == pytest.approx(flops, abs=1)
     assert found["data"] == "data, vocabulary 264"
     line = next(text for key, text in found.items() if key.startswith("at "))
     epochs = 100 * 1024 / (manifest["train"]["tokens"] - 1024)

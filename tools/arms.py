@@ -23,6 +23,7 @@ from pathlib import Path
 from types import ModuleType
 
 import bench
+import numpy as np
 import torch
 from common import (
     ROOT,
@@ -86,8 +87,10 @@ def option_row(
     if failures:
         return [name, *[""] * len(OPTION_COLUMNS), claim, f"failed: {failures[0]}"]
 
-    def values(key: str) -> list[list[float]]:
-        return [[run.get(key, math.nan) for run in side] for side in (base[1], other[1])]
+    def values(key: str) -> tuple[list[float], list[float]]:
+        old = [run.get(key, math.nan) for run in base[1]]
+        new = [run.get(key, math.nan) for run in other[1]]
+        return old, new
 
     cells = []
     for key, form in OPTION_COLUMNS.values():
@@ -99,8 +102,8 @@ def option_row(
     key, less, more = COMPARED[kind]
     measured = describe_change(*values(key), less, more)
     if kind == "memory":
-        base_net, other_net = ([memory - libraries for memory in side] for side in values(key))
-        net = describe_change(base_net, other_net, less, more)
+        old, new = (np.array(side) - libraries for side in values(key))
+        net = describe_change(old.tolist(), new.tolist(), less, more)
         measured += f"; without the libraries {net}"
     return [name, *cells, claim, measured]
 
@@ -130,10 +133,11 @@ def bench_options(args: argparse.Namespace) -> list[str]:
                 runs[name, arm, repeat] = run_script(script, place, "", {**common, **settings})
     rows = [["choice", *OPTION_COLUMNS, "the seed's claim", "measured"]]
     for name, choice in choices.items():
-        base, *others = (
-            (arm, [runs[name, arm, repeat] for repeat in range(1, args.repeats + 1)])
-            for arm in choice["arms"]
-        )
+        arms = []
+        for arm in choice["arms"]:
+            repeats = [runs[name, arm, repeat] for repeat in range(1, args.repeats + 1)]
+            arms.append((arm, repeats))
+        base, *others = arms
         for other, claim in zip(others, choice["claims"], strict=True):
             rows.append(option_row(base, other, choice["compare"], claim, libraries))
     notes = (
@@ -175,10 +179,10 @@ def read_arms(words: list[str]) -> dict[str, dict[str, str]]:
             raise SystemExit(
                 f"error: {name!r} is no arm; there are {', '.join(arms)}, or a .json file"
             )
-    return {
-        name: {setting: str(value) for setting, value in arms[name].items()}
-        for name in words or arms
-    }
+    chosen = {}
+    for name in words or arms:
+        chosen[name] = {setting: str(value) for setting, value in arms[name].items()}
+    return chosen
 
 
 def check_arms(script: ModuleType, config: str, arms: dict[str, dict], tokenizer: dict) -> None:

@@ -485,7 +485,8 @@ def bench_ops(args: argparse.Namespace) -> list[str]:
     for record in records:
         head |= record
     rows = [list(head)]
-    rows += [[cell(record.get(key)) for key in head] for record in records]
+    for record in records:
+        rows.append([cell(record.get(key)) for key in head])
     notes = (
         f"{torch.get_num_threads()} threads, {args.rounds} rounds in turn, medians; times ours: by "
         "the medians; difference: the largest from ours, over the largest number of ours."
@@ -584,6 +585,11 @@ def bench_train(args: argparse.Namespace) -> list[str]:
 
 
 # ---------------------------------------------------------------------------------------------- rl
+def count_parameters(model: torch.nn.Module) -> int:
+    """Return the number of a model's parameters."""
+    return sum(param.numel() for param in model.parameters())
+
+
 def make_generators(settings: SimpleNamespace, batch: int, new: int) -> dict[str, Callable]:
     """Return functions that sample `new` tokens after each of `batch` prompts of 16 tokens.
 
@@ -609,9 +615,9 @@ def make_generators(settings: SimpleNamespace, batch: int, new: int) -> dict[str
         pad_token_id=0,
     )
     other = transformers.LlamaForCausalLM(shape).eval()
-    sizes = [sum(param.numel() for param in model.parameters()) for model in (network, other)]
-    if sizes[0] != sizes[1]:
-        raise SystemExit(f"error: the models differ: {sizes[0]:,} and {sizes[1]:,} parameters")
+    size, other_size = map(count_parameters, (network, other))
+    if size != other_size:
+        raise SystemExit(f"error: the models differ: {size:,} and {other_size:,} parameters")
     prompts = torch.randint(2, settings.vocab_size, (batch, 16))
     streams = [(row,) for row in range(batch)]
 

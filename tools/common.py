@@ -78,7 +78,8 @@ def half_width(values: list[float]) -> float:
     """Return half of the 95% interval (Student) of the mean, infinite for a single value."""
     if len(values) == 1:
         return math.inf
-    low, high = 0.0, 100.0
+    low = 0.0
+    high = 100.0
     while high - low > 1e-10:  # bisection for the 97.5% quantile
         middle = (low + high) / 2
         if student_tail(middle, len(values) - 1) > 0.025:
@@ -206,7 +207,8 @@ def step_ms(log: str) -> float:
         if next_milliseconds - milliseconds >= 200 or (is_last and not means):
             steps = next_step - step
             means += [(next_milliseconds - milliseconds) / steps] * steps
-            step, milliseconds = next_step, next_milliseconds
+            step = next_step
+            milliseconds = next_milliseconds
     return statistics.median(means)
 
 

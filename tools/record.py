@@ -378,23 +378,11 @@ def check_script(name: str, source: bytes, rules: dict, faults: Faults) -> None:
     faults.require(not packed, "packed data", ", ".join(packed), "text")
 
 
-def check_source(log: Log, name: str, script: bytes, faults: Faults) -> None:
-    """Add a fault with the first line in which a log's source differs from the script."""
-    logged = [*log.source.decode(errors="replace").split("\n"), "the end"]
-    expected = [*script.decode(errors="replace").split("\n"), "the end"]
-    pairs = enumerate(zip(logged, expected, strict=False))
-    line = next(index for index, (a, b) in pairs if a != b)
-    faults = faults.of(log.name)
-    what = f"its source is not {name}, first at line {line + 1}"
-    faults.add(what, repr(logged[line].strip()), repr(expected[line].strip()))
-
-
 def check_code(log: Log, name: str, script: bytes, config: bytes, faults: Faults) -> None:
     """Add the faults of a log's source, settings and seed, given script and config."""
     facts = log.facts
     faults = faults.of(log.name)
-    if log.source != script:
-        check_source(log, name, script, faults)
+    faults.equal(f"its source is not {name}, SHA-256", digest(log.source), digest(script))
     faults.equal("script", facts["script"], name)
     faults.equal(f"code_sha256 is not that of {name}", facts["code_sha256"], digest(script))
     size = len(script) + len(config)
@@ -912,6 +900,9 @@ def submission_json(result: dict, args: argparse.Namespace) -> dict:
         return statistics.fmean(seed[key] for seed in seeds)
 
     keys = "val_bpb val_loss artifact_bytes total_bytes steps train_seconds".split()
+    seed_results = {}
+    for seed in seeds:
+        seed_results[str(seed["seed"])] = {key: seed[key] for key in keys}
     return {
         "author": args.author,
         "github_id": args.github_id,
@@ -927,7 +918,7 @@ def submission_json(result: dict, args: argparse.Namespace) -> dict:
         "hardware": result["hardware"],
         "wallclock_seconds": mean("train_seconds"),
         "seeds": [seed["seed"] for seed in seeds],
-        "seed_results": {str(seed["seed"]): {key: seed[key] for key in keys} for seed in seeds},
+        "seed_results": seed_results,
     }
 
 

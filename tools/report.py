@@ -508,7 +508,10 @@ def changed_settings(runs: list[Run]) -> list[dict[str, str]]:
         values = {run.log.settings.get(name) for run in runs}
         if len(runs) == 1 or len(values) > 1:
             shown.append(name)
-    return [{name: run.log.settings.get(name) for name in shown} for run in runs]
+    columns = []
+    for run in runs:
+        columns.append({name: run.log.settings.get(name) for name in shown})
+    return columns
 
 
 # -------------------------------------------------------------------------------------------- plots
