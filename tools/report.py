@@ -102,7 +102,6 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; overflow-
 td { padding: 5px 12px; min-width: 14ch; max-width: 34ch; vertical-align: top; border-bottom: 1px solid var(--line) }
 tr:last-child td { border-bottom: 0 } tr:first-child { font-weight: 600 } figure, table { font-size: .92rem }
 details { margin: 9px 0 } summary { cursor: pointer; color: var(--soft) }
-td i { height: 9px; width: calc(var(--share) * 12ch); margin: 0 8px 0 0; background: var(--soft) }
 td:first-child { position: sticky; left: 0; background: var(--back); color: var(--soft) }
 """
 
