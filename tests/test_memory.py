@@ -3,14 +3,13 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from conftest import environment, load_tool
 
+import sample as S
 import train_gpt as T
 
-ROOT = Path(__file__).resolve().parents[1]
 memory = load_tool("experiments/memory")
 
 # One attention layer: an embedding of 32 x 64; matrices of 128 x 64 (queries, keys, values), 64 x 64, 128 x 64 and
@@ -83,25 +82,19 @@ def test_bytes_by_hand(optimizer, tied):
         assert row["of_value_head"] == row["total"] / totals[head]
 
 
-def start(*words: object) -> subprocess.CompletedProcess:
-    script = ROOT / "tools" / "experiments" / "memory.py"
-    command = [sys.executable, script, "--optimizers", "adamw", *map(str, words)]
-    return subprocess.run(command, env=environment(), capture_output=True, text=True)
-
-
-def test_the_command(tmp_path):
+def test_the_command(tmp_path, monkeypatch):
     lines = [f"{name.upper()}={value}\n" for name, value in TINY.items()]
     (tmp_path / "tiny.env").write_text("".join(lines))
     out = tmp_path / "out.json"
-    done = start("--config", tmp_path / "tiny.env", "--set", "VOCAB_SIZE=64", "--out", out)
+    words = ["--config", tmp_path / "tiny.env", "--set", "VOCAB_SIZE=64", "--out", out]
+    command = [sys.executable, memory.__file__, "--optimizers", "adamw", *words]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
     policy = POLICY + 32 * 64
     said = f"{policy:,} parameters, 64 tokens, float32 everywhere, LoRA rank 8\n"
     assert done.stdout.startswith(said), done.stderr
     assert "\nadamw: 44.5% with a reference and 55.6% without, " in done.stdout
     rows = {row["method"]: row for row in json.loads(out.read_text())["rows"]}
     assert rows["GRPO or GSPO"]["weights"] == 4 * policy
-    done = start("--set", "LAYERS=3")
-    assert (done.returncode, done.stderr) == (
-        2,
-        "error: --set LAYERS: no setting of train_gpt.py\n",
-    )
+    monkeypatch.setattr(sys, "argv", ["memory.py", "--set", "LAYERS=3"])
+    with pytest.raises(S.UserError, match="--set LAYERS: no setting of train_gpt.py"):
+        memory.main()

@@ -23,6 +23,8 @@ CONFIGS = sorted(
     for path in ROOT.glob("configs/*.env")
     if "train_gpt.py" in path.read_text(encoding="utf-8")
 )
+EVERYDAY = {"cpu": (), "golf_8gpu": ()}
+PATHS = [pytest.param(path, marks=EVERYDAY.get(path.stem, pytest.mark.full)) for path in CONFIGS]
 SMALL = dict(
     MODEL_DIM=32,
     NUM_HEADS=2,
@@ -64,7 +66,7 @@ def parts(line: str) -> tuple[int, dict[str, int]]:
     }
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_every_pretraining_config_has_a_plan(plan, path, tmp_path):
     """Without data, on a CPU, as eight GPUs: sums hold, parameters are the network's, nothing is written."""
     found = plan(str(path), "DEVICE=cuda", WORLD_SIZE=8)
