@@ -27,9 +27,10 @@ SETTINGS = 60
 sync, tokens = load_tool("sync"), load_tool("tokens")
 
 # Every script of the house: those at the top (the smoke test is a test), the data scripts, the tools.
-NAMES = sorted(path.relative_to(ROOT).as_posix() for pattern in ("*.py", "data/*.py", "tools/*.py")
+NAMES = sorted(path.relative_to(ROOT).as_posix() for pattern in ("*.py", "data/*.py", "tools/**/*.py")
                for path in ROOT.glob(pattern) if not path.name.startswith("test_"))
 scripts = pytest.mark.parametrize("name", NAMES)
+TOOLS = [name for name in NAMES if name.startswith("tools/")]
 
 
 def tracked() -> list[Path]:
@@ -78,7 +79,7 @@ def test_large_definitions_are_found() -> None:
     assert large_definitions("class A:\n" + "    x = 1\n" * 533) == ["class A: 1602"]
 
 
-@pytest.mark.parametrize("name", CALM)
+@pytest.mark.parametrize("name", CALM + TOOLS)
 def test_definitions_are_small(name: str) -> None:
     assert large_definitions(text_of(name)) == []
 
@@ -140,7 +141,7 @@ def test_settings_are_few(name: str) -> None:
     assert len(settings_fields(text_of(name))) <= SETTINGS
 
 
-@pytest.mark.parametrize("name", CALM)
+@pytest.mark.parametrize("name", CALM + TOOLS)
 def test_statements_are_plain(name: str) -> None:
     """No exemption from the formatter or the linter; one conditional expression a statement, none inside another; one
     `for` and one `if` a comprehension, none inside another; no tuple assignment of unrelated things."""
