@@ -2698,11 +2698,20 @@ def read_data(tuned: Weights, settings: Settings) -> tuple[Dataset, SimpleNamesp
     return data, options
 
 
-def distill(base: Weights, tuned: Weights, plain: Weights, settings: Settings) -> dict[str, Tensor]:
+KEEP_BITS = 16  # of what is no matrix, in a delta
+
+
+def as_kept(name: str, w: Tensor) -> Tensor:
+    """Return a tensor that is no matrix as a delta gives it back."""
+    stored = w.numpy().astype(delta_dtype(name, KEEP_BITS))
+    return torch.from_numpy(stored.astype("f4"))
+
+
+def distill(base: Weights, tuned: Weights, settings: Settings) -> dict[str, Tensor]:
     """Return scales that bring the logits of base + delta near to the tuned model's.
 
-    plain: what the delta makes without them. The loss is the mean squared error of logits
-    (arXiv:2402.10193). If those of the first batch are not nearer in the end, there are no scales.
+    The loss is the mean squared error of logits (arXiv:2402.10193). If those of the first batch
+    are not nearer in the end, there are no scales.
     """
     data, options = read_data(tuned, settings)
     runtime = start_runtime(settings.device)
@@ -2710,11 +2719,12 @@ def distill(base: Weights, tuned: Weights, plain: Weights, settings: Settings) -
     batches = Batches(data, options, runtime)
     teacher = rebuild(tuned).requires_grad_(False).to(device)
     group = settings.delta_group
-    held = {name: w.to(device) for name, w in plain.tensors.items()}  # the matrices: the base's
+    held = {}  # the base's matrices, and all else of the tuned model
     signs = {}
     scales = {}
     groups = []
     for name, w in tuned.tensors.items():
+        held[name] = as_kept(name, w).to(device)
         if tensor_class(name, w) == "matrix":
             held[name] = base.tensors[name].float().to(device)
             delta = (w.to(device) - held[name]).flatten()
@@ -2966,9 +2976,6 @@ def compare(args: argparse.Namespace) -> None:
     show(distances(read_weights(args.a, args.weights), read_weights(args.b, args.weights)))
 
 
-KEEP_BITS = 16  # of what is no matrix, in a delta
-
-
 def show_sizes(path: Path, base: Weights) -> None:
     """Print the size of a delta file and of its matrices against weights in float32 and bfloat16."""
     size = path.stat().st_size
@@ -3025,12 +3032,11 @@ def make_delta(args: argparse.Namespace) -> None:
         "scale": 2.0 ** math.frexp(most)[1],
         "shape": tuned.shape,
     }
-    replace_file(args.out, pack_delta(base.tensors, tuned.tensors, header, {}))
-    model = read_tuned(args.out, base)
+    scales = {}
     if is_bitdelta and settings.distill_steps and most:
-        scales = distill(base, tuned, model, settings)
-        replace_file(args.out, pack_delta(base.tensors, tuned.tensors, header, scales))
-        model = read_tuned(args.out, base)
+        scales = distill(base, tuned, settings)
+    replace_file(args.out, pack_delta(base.tensors, tuned.tensors, header, scales))
+    model = read_tuned(args.out, base)
     show_sizes(args.out, base)
     print("\nof what the tuned model's weights are beyond the base's:")
     show(distances(tuned, model, base))
