@@ -246,12 +246,6 @@ def test_what_does_not_fit_is_named():
     with pytest.raises(Q.ArtifactError, match=r"^tensor 'norm': 1e\+06 is too large for float16$"):
         Q.pack_delta(base, tuned, header(base), {})
     Q.pack_delta(base, tuned, header(base, keep_bits=32), {})
-    for each in (base, tuned):
-        each["w_two"][3] = math.nan
-        for method in ("bitdelta", "deltaquant"):
-            with pytest.raises(Q.ArtifactError, match=r"^tensor 'w_two': its weights are not finite$"):
-                Q.pack_delta(base, tuned, header(base, method, keep_bits=32, scale_bits=16), {})
-        each["w_two"][3] = 0
 
 
 def test_the_hash_is_of_names_shapes_order_and_weights():
