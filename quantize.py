@@ -49,11 +49,6 @@ from tiktoken.load import load_tiktoken_bpe, read_file_cached
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-try:  # optional: progress bars
-    from tqdm import tqdm
-except ImportError:
-    tqdm = None
-
 
 # === shared: bounds ===
 def bounded(default, low, high=math.inf):
@@ -74,17 +69,14 @@ class Settings:
     seed: int = 1337  # of every random draw
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a device
     matrix_bits: int = bounded(6, 2, 8)  # bits of a matrix code, up to 2**(bits-1) - 1
-    # weights of a matrix that share a delta's scale; -1: a row, 0: the matrix
+    # weights of a matrix that share a scale of a delta; -1: a row, 0: the matrix
     delta_group: int = bounded(128, -1, 1 << 20)
-    delta_scale_bits: int = bounded(32, 16, 32)  # of a scale of bitdelta: 32 or 16
-    # of what a delta holds whole, all but matrices: 16 or 32 (as they are)
-    delta_keep_bits: int = bounded(16, 16, 32)
-    delta_bits: int = bounded(4, 1, 8)  # of a code of deltaquant, 1 to 8
-    # what has its own in deltaquant; group: DELTA_GROUP weights
+    delta_scale_bits: Literal["16", "32"] = "32"  # of a scale of bitdelta
+    delta_bits: int = bounded(4, 1, 8)  # of a code of deltaquant
+    # what has a scale of its own in deltaquant; group: DELTA_GROUP weights
     delta_step: Literal["tensor", "row", "group"] = "row"
     distill_steps: int = 100  # of bitdelta's scales against the tuned model's logits; 0: none
     distill_lr: float = 0.1  # AdamW, on scales in units of their matrix's mean, to 0 by a cosine
-    distill_batch_tokens: int = 0  # a step; 0: four windows of the model's TRAIN_SEQ_LEN
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -1962,193 +1954,248 @@ def read_artifact(path, max_weights=1 << 30):
 
 
 # === shared: deltas ===
-# One file, little endian: magic, version u32, header length u32, zstd(JSON header); for "deltaquant" rANS lane states
-# u32; by tensor, in the order of the base, codes and scales of a matrix, the weights of any other; SHA-256 of the rest.
-# Codes of "bitdelta" are signs, 8 in a byte; of "deltaquant" frequencies u16 of all codes from the lowest on, number of
-# words u32, words u16. What else a reader needs is in the header's "settings" and in the base, whose SHA-256 is there.
-DELTA_PREFIX, DELTA_MAGIC, DELTA_VERSION = struct.Struct("<8sII"), b"UPARDELT", 1
+# A delta file holds what makes a base model into a tuned one. It is little endian: magic, version
+# u32, length u32 of the header, and the header (JSON in a zstd frame). For the method "deltaquant"
+# the states u32 of the rANS lanes follow. Then come the tensors, in the order of the base: codes
+# and scales of a matrix, the floats of any other tensor. The SHA-256 of all before it is the end.
+#
+# The codes of "bitdelta" are signs, 8 in a byte. Those of "deltaquant" are: the frequencies u16 of
+# all codes from the lowest on, the number of words u32, and the rANS words u16. All else that a
+# reader needs is in the header's "settings" and in the base, whose SHA-256 is there.
+DELTA_PREFIX = struct.Struct("<8sII")
+DELTA_MAGIC = b"UPARDELT"
+DELTA_VERSION = 1
 DELTA_FLOATS = {16: "<f2", 32: "<f4"}
 
 
 def group_size(shape: tuple[int, ...], group: int) -> int:
-    """Weights that share a scale: `group` of the flattened ones (the last may be fewer), a row's (-1), all (0)."""
-    row = math.prod(shape[1:] if len(shape) > 1 else shape)
-    return row if group < 0 else min(group or math.inf, math.prod(shape))
+    """Return how many weights share a scale: `group` of them, a row's (-1) or all (0)."""
+    count = math.prod(shape)
+    if group < 0:
+        return count // shape[0] if len(shape) > 1 else count
+    return min(group or count, count)
 
 
-def unpack_signs(signs: Tensor, count: int) -> Tensor:
-    """int8 (count,), -1 or 1, of bits uint8 (ceil(count / 8),), lowest first."""
-    return 2 * torch.from_numpy(np.unpackbits(signs.cpu().numpy(), count=count, bitorder="little")).to(torch.int8) - 1
+def sign_delta(delta: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return signs int8 (n,), that of 0 being 1, and a scale float32 for each `size` weights.
+
+    This is BitDelta (arXiv:2402.10193). The scale is mean |delta|, which has the least squared
+    error. The last group may have fewer weights.
+    """
+    groups = delta.abs().split(size)
+    means = [group.mean(dtype=torch.float64) for group in groups[-1:]]
+    if len(groups) > 1:
+        means = [*torch.stack(groups[:-1]).mean(1, dtype=torch.float64), *means]
+    signs = torch.where(delta >= 0, 1, -1).to(torch.int8)
+    return signs, torch.stack(means).float()
 
 
 def add_delta(base: Tensor, codes: Tensor, scales: Tensor, group: int) -> Tensor:
-    """base + code * scale, float32; codes (n,), scales float32 (groups,), in which it is differentiable."""
-    spread = scales.to(base.device).repeat_interleave(group_size(base.shape, group))[: codes.numel()]
+    """Return base + code * scale, float32, differentiable in the scales float32 (groups,)."""
+    size = group_size(base.shape, group)
+    spread = scales.to(base.device).repeat_interleave(size)[: codes.numel()]
     return base.float() + (codes.to(base.device) * spread).view(base.shape)
 
 
-class BitDeltaQuantizer:
-    """A sign a weight and a scale a group (BitDelta, arXiv 2402.10193): a fine-tuned weight is base + scale * sign.
-
-    group_size: see group_size(). The scale is mean |delta|, which has the least squared error.
-    """
-
-    def __init__(self, group_size: int = 128):
-        self.group = group_size
-
-    def quantize(self, weight: Tensor, base_weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Signs, a bit a weight (1: delta >= 0), see unpack_signs; scales float32 (groups,)."""
-        delta = (weight.float() - base_weight.float()).flatten()
-        *whole, last = delta.abs().split(group_size(weight.shape, self.group))
-        parts = [torch.stack(whole), last] if whole else [last]
-        scales = torch.cat([part.mean(-1, dtype=torch.float64).view(-1) for part in parts]).float()
-        return torch.from_numpy(np.packbits((delta >= 0).cpu().numpy(), bitorder="little")), scales
-
-    def dequantize(self, base_weight: Tensor, signs: Tensor, scales: Tensor) -> Tensor:
-        """base + scale * sign, float32 in the shape of the base."""
-        return add_delta(base_weight, unpack_signs(signs, base_weight.numel()), scales.float(), self.group)
-
-
 def largest_code(bits: int) -> int:
-    """Up to 3 bits codes are odd (mid-rise; 1 bit is a sign), above all whole numbers (mid-tread), up to this one."""
+    """Return the largest code. Up to 3 bits codes are odd numbers, above all whole numbers.
+
+    So 1 bit is a sign, and the codes of a number of bits are among those of one bit more.
+    """
     return 2**bits - 1 if bits < 4 else 2 ** (bits - 1) - 1
 
 
 def quantize_delta(delta: Tensor, size: int, bits: int) -> tuple[Tensor, Tensor]:
-    """Codes int8 (n,) and scales float16 (groups of `size`,) of delta float32 (n,), by scales of least squared error.
+    """Return codes int8 (n,) and a scale float16 for each `size` weights of delta float32 (n,).
 
-    Scales are tried 8 an octave, from the largest |delta| down. Those of one bit fewer are among them, and its codes
-    among the codes, so that a further bit never adds to the error.
+    The scale is the one of least squared error among mean |delta|, the largest |delta| over the
+    largest code of each number of bits (absmax), and 8 scales an octave from the largest |delta|
+    down. Those tried for one bit fewer are among them, so a further bit never adds to the error.
     """
-    if (rest := len(delta) % size) and len(delta) > size:
-        parts = [quantize_delta(part, size, bits) for part in (delta[:-rest], delta[-rest:])]
-        return tuple(torch.cat(both) for both in zip(*parts, strict=True))
-    rows, most = delta.view(-1, min(size, len(delta))), largest_code(bits)
-    mean, largest = rows.abs().mean(1).half(), rows.abs().amax(1)
-    count = 40 + round(8 * math.log2(most)) if bits > 1 else 0  # to where 31/32 of the range is cut off
-    tried = [mean, *((largest * 2 ** (-step / 8)).half() for step in range(count))]
-    least = torch.full_like(mean, math.inf, dtype=torch.float64)
-    codes, scales = torch.zeros_like(rows, dtype=torch.int8), torch.zeros_like(mean)
-    for own in tried:
-        step = own.float()[:, None]
+    rest = len(delta) % size
+    if rest and len(delta) > size:
+        whole = quantize_delta(delta[:-rest], size, bits)
+        last = quantize_delta(delta[-rest:], size, bits)
+        return torch.cat([whole[0], last[0]]), torch.cat([whole[1], last[1]])
+    rows = delta.view(-1, min(size, len(delta)))
+    largest = rows.abs().amax(1)
+    most = largest_code(bits)
+    tried = [rows.abs().mean(1)]
+    if bits > 1:
+        count = 40 + round(8 * math.log2(most))  # to where 31/32 of the range is cut off
+        tried += [largest * 2 ** (-step / 8) for step in range(count)]
+        tried += [largest / largest_code(fewer) for fewer in range(1, bits + 1)]
+
+    least = torch.full_like(largest, math.inf, dtype=torch.float64)
+    scales = torch.zeros_like(largest, dtype=torch.float16)
+    codes = torch.zeros_like(rows, dtype=torch.int8)
+    for scale in tried:
+        step = scale.half().float()[:, None]
         new = rows / torch.where(step > 0, step, 1.0)
-        new = (new.div_(2).floor_().mul_(2).add_(1) if bits < 4 else new.round_()).clamp_(-most, most)
+        new = new.round_() if bits > 3 else new.div_(2).floor_().mul_(2).add_(1)
+        new.clamp_(-most, most)
         error = (new * step).sub_(rows).square_().sum(1, dtype=torch.float64)
         better = error < least
-        least, scales = error.minimum(least), torch.where(better, own, scales)
+        least[better] = error[better]
+        scales[better] = step[better, 0].half()
         codes[better] = new[better].to(torch.int8)
     return codes.flatten(), scales
 
 
 def hash_weights(tensors: dict[str, Tensor]) -> str:
-    """SHA-256 of float32 weights with their names and shapes, in order."""
+    """Return the SHA-256 of float32 weights with their names and shapes, in order."""
     digest = hashlib.sha256()
     for name, w in tensors.items():
-        digest.update(f"{name} {list(w.shape)} ".encode() + w.float().contiguous().numpy().astype("<f4").tobytes())
+        digest.update(f"{name} {list(w.shape)} ".encode())
+        digest.update(w.float().contiguous().numpy().astype("<f4").tobytes())
     return digest.hexdigest()
 
 
 def delta_dtype(name: str, keep_bits: int) -> str:
-    """What a tensor without codes is held in."""
+    """Return what a tensor without codes is stored as."""
     return DELTA_FLOATS[32 if name.endswith(FLOAT32_CONTROLS) else keep_bits]
 
 
-def pack_delta(base: dict[str, Tensor], tuned: dict[str, Tensor], header: dict, scales: dict[str, Tensor],
-               bar: Callable[[Iterable], Iterable] = iter) -> bytes:
-    """A delta file. The header has tokenizer_sha256, meta, and settings: base (hash_weights), shape (what rebuilds the
-    tuned network), method, bits, group, scale_bits, keep_bits, and scale, a power of two near the largest delta, in
-    which scales are. `scales` of bitdelta: name -> better ones. ArtifactError by name: too large for the bits.
+def pack_floats(name: str, values: Tensor, dtype: str) -> bytes:
+    """Return the bytes of a tensor as `dtype`. Raises ArtifactError if a value is too large."""
+    array = values.detach().float().numpy()
+    with np.errstate(over="ignore"):
+        stored = array.astype(dtype)
+    most = np.abs(array).max(initial=0)
+    is_finite = bool(np.isfinite(stored).all())
+    require(is_finite, f"tensor {name!r}: {most:.3g} is too large for {stored.dtype}")
+    return stored.tobytes()
+
+
+def pack_delta(
+    base: dict[str, Tensor], tuned: dict[str, Tensor], header: dict, scales: dict[str, Tensor]
+) -> bytes:
+    """Return a delta file. `scales`: name -> scales of bitdelta that are better than its own.
+
+    The header has tokenizer_sha256, meta and settings: base (see hash_weights), shape (what
+    rebuilds the tuned network), method, bits, group, scale_bits, keep_bits, and scale, a power of
+    two near the largest delta, in units of which scales are stored.
     """
-    own, parts, streams = header["settings"], [], []
-
-    def floats(name: str, values: Tensor, dtype: str) -> bytes:
-        array = values.detach().float().numpy()
-        with np.errstate(over="ignore"):
-            stored = array.astype(dtype)
-        most = np.abs(array).max(initial=0)
-        require(bool(np.isfinite(stored).all()), f"tensor {name!r}: {most:.3g} is too large for {stored.dtype}")
-        return stored.tobytes()
-
-    for name, before in bar(base.items()):
+    settings = header["settings"]
+    parts = []
+    coded = []  # (place among the parts, codes)
+    for name, before in base.items():
         w = tuned[name]
         if tensor_class(name, w) != "matrix":
-            parts.append(floats(name, w, delta_dtype(name, own["keep_bits"])))
+            parts.append(pack_floats(name, w, delta_dtype(name, settings["keep_bits"])))
             continue
-        if own["method"] == "bitdelta":
-            signs, found = BitDeltaQuantizer(own["group"]).quantize(w, before)
-            parts.append(signs.numpy().tobytes())
-            found = scales.get(name, found) / own["scale"]
+        delta = (w.float() - before.float()).flatten() / settings["scale"]
+        size = group_size(w.shape, settings["group"])
+        if settings["method"] == "bitdelta":
+            codes, found = sign_delta(delta, size)
+            if name in scales:
+                found = scales[name] / settings["scale"]
+            parts.append(np.packbits(codes.numpy() > 0, bitorder="little").tobytes())
         else:
-            delta = (w.float() - before.float()).flatten() / own["scale"]
-            codes, found = quantize_delta(delta, group_size(w.shape, own["group"]), own["bits"])
-            streams.append((len(parts), codes.numpy().view(np.uint8)))
+            codes, found = quantize_delta(delta, size, settings["bits"])
+            coded.append((len(parts), codes.numpy().view(np.uint8)))
             parts.append(b"")
-        parts.append(floats(name, found, DELTA_FLOATS[own["scale_bits"]]))
-    states = np.full(rans_lanes(sum(len(symbols) for _, symbols in streams)) if streams else 0, RANS_LOW, np.uint32)
-    for at, symbols in reversed(streams):  # lanes run on from tensor to tensor, so that many cost little
-        table, most = rans_table(np.bincount(symbols, minlength=256)), largest_code(own["bits"])
-        words = RansCoder(states, table[None]).encode(symbols)
-        parts[at] = b"".join([table[np.arange(-most, most + 1)].astype("<u2").tobytes(), struct.pack("<I", len(words)),
-                              words.astype("<u2").tobytes()])
-    text = zstandard.ZstdCompressor(level=19).compress(json.dumps(header, allow_nan=False).encode())
-    prefix = DELTA_PREFIX.pack(DELTA_MAGIC, DELTA_VERSION, len(text))
-    data = b"".join([prefix, text, states.astype("<u4").tobytes(), *parts])
+        parts.append(pack_floats(name, found, DELTA_FLOATS[settings["scale_bits"]]))
+
+    states = np.empty(0, np.uint32)
+    if coded:
+        lanes = rans_lanes(sum(len(symbols) for _, symbols in coded))
+        states = np.full(lanes, RANS_LOW, np.uint32)
+    most = largest_code(settings["bits"])
+    for place, symbols in reversed(coded):  # the states run on from tensor to tensor
+        table = rans_table(np.bincount(symbols, minlength=256))
+        words = RansCoder(states, table[None]).encode(symbols).astype("<u2")
+        frequencies = table[np.arange(-most, most + 1)].astype("<u2")
+        parts[place] = frequencies.tobytes() + struct.pack("<I", len(words)) + words.tobytes()
+    text = json.dumps(header, allow_nan=False).encode()
+    frame = zstandard.ZstdCompressor(level=19).compress(text)
+    prefix = DELTA_PREFIX.pack(DELTA_MAGIC, DELTA_VERSION, len(frame))
+    data = b"".join([prefix, frame, states.astype("<u4").tobytes(), *parts])
     return data + hashlib.sha256(data).digest()
 
 
-def read_delta(path: str | Path, base: dict[str, Tensor],
-               bar: Callable[[Iterable], Iterable] = iter) -> tuple[dict, dict[str, Tensor], int]:
-    """(header, name -> float32 weights of the tuned model, bytes of what is held whole) of a delta of `base`.
+def take(file: io.BytesIO, dtype: str, count: int) -> np.ndarray:
+    """Return the next `count` numbers of a file, native. Raises ArtifactError at its end."""
+    array = np.frombuffer(file.read(count * np.dtype(dtype).itemsize), dtype)
+    require(len(array) == count, f"{count} numbers are {len(array)}")
+    return array.astype(dtype[1:])
 
-    Memory is bounded by file and base, whose shapes all lengths follow from. ArtifactError, one line naming the file,
-    if anything is not as it was written, or the base is another.
+
+def read_codes(file: io.BytesIO, states: np.ndarray, count: int, settings: dict) -> Tensor:
+    """Return the next codes int8 (count,) of a delta file."""
+    if settings["method"] == "bitdelta":
+        signs = take(file, "|u1", -(-count // 8))
+        bits = np.unpackbits(signs, count=count, bitorder="little")
+        return 2 * torch.from_numpy(bits).to(torch.int8) - 1
+    most = largest_code(settings["bits"])
+    table = np.zeros(256, np.uint16)
+    table[np.arange(-most, most + 1)] = take(file, "<u2", 2 * most + 1)
+    words = take(file, "<u2", int(take(file, "<u4", 1)[0]))
+    symbols = RansCoder(states, table[None]).decode(np.zeros(count, np.uint8), words)
+    return torch.from_numpy(symbols.view(np.int8))
+
+
+def read_delta_header(file: io.BytesIO, length: int, base: dict[str, Tensor]) -> dict:
+    """Return the header of a delta file, checked. Raises ArtifactError, or any other error."""
+    frame = zstandard.ZstdDecompressor().stream_reader(file.read(length))
+    header = json.loads(frame.read(1 << 20))  # no more than this is unpacked
+    settings = header["settings"]
+    is_whole = "shape" in settings and "tokenizer_sha256" in header
+    require(is_whole and isinstance(header["meta"], dict), "its header is not whole")
+    found = settings["base"][:12]
+    digest = hash_weights(base)
+    require(settings["base"] == digest, f"of another base, SHA-256 {found}, not {digest[:12]}")
+    is_right = settings["bits"] in range(1, 9) and math.isfinite(settings["scale"])
+    require(is_right, "its settings are out of range")
+    return header
+
+
+def read_delta(path: str | Path, base: dict[str, Tensor]) -> tuple[dict, dict[str, Tensor]]:
+    """Return the header and name -> float32 weights of the tuned model, of a delta of `base`.
+
+    Memory is bounded by the file and the base, whose shapes say how long everything is. Raises
+    ArtifactError, one line with the file's name, if anything is not as it was written or the base
+    is another.
     """
     require(Path(path).is_file(), f"{path}: no such file")
-    data, tensors, kept = Path(path).read_bytes(), {}, 0
-    require(data[:8] == DELTA_MAGIC, f"{path}: is no delta: {len(data)} bytes that begin with {data[:8]!r}")
-    intact = len(data) >= DELTA_PREFIX.size + 32 and hashlib.sha256(data[:-32]).digest() == data[-32:]
-    require(intact, f"{path}: SHA-256 is wrong, damaged or truncated, {len(data)} bytes")
-    _, version, length = DELTA_PREFIX.unpack_from(data)
-    area = io.BytesIO(data[DELTA_PREFIX.size : -32])
-
-    def take(dtype: str, count: int) -> np.ndarray:
-        array = np.frombuffer(area.read(count * np.dtype(dtype).itemsize), dtype)
-        require(len(array) == count, f"{count} numbers are {len(array)}")
-        return array.astype(dtype[1:])  # native
-
+    data = Path(path).read_bytes()
+    size = len(data)
+    require(data[:8] == DELTA_MAGIC, f"{path}: is no delta: {size} bytes, begins with {data[:8]!r}")
+    is_intact = hashlib.sha256(data[:-32]).digest() == data[-32:]
+    require(is_intact, f"{path}: SHA-256 is wrong, damaged or truncated, {size} bytes")
+    tensors = {}
     try:
+        _, version, length = DELTA_PREFIX.unpack_from(data)
         require(version == DELTA_VERSION, f"version {version}, this code reads {DELTA_VERSION}")
-        header = json.loads(zstandard.ZstdDecompressor().stream_reader(area.read(length)).read(1 << 20))  # at most
-        own, digest = header["settings"], hash_weights(base)
-        require({"tokenizer_sha256", "meta"} <= header.keys() and "shape" in own, "tokenizer, meta or shape missing")
-        require(own["base"] == digest, f"of another base, SHA-256 {own['base'][:12]}, this one's is {digest[:12]}")
-        require(own["bits"] in range(1, 9) and math.isfinite(own["scale"]), "its settings are out of range")
-        coded = sum(w.numel() for name, w in base.items() if tensor_class(name, w) == "matrix")
-        states = take("<u4", rans_lanes(coded) if coded and own["method"] != "bitdelta" else 0)
-        for name, w in bar(base.items()):
+        file = io.BytesIO(data[DELTA_PREFIX.size : -32])
+        header = read_delta_header(file, length, base)
+        settings = header["settings"]
+        matrices = [w for name, w in base.items() if tensor_class(name, w) == "matrix"]
+        lanes = 0
+        if matrices and settings["method"] != "bitdelta":
+            lanes = rans_lanes(sum(w.numel() for w in matrices))
+        states = take(file, "<u4", lanes)
+        for name, w in base.items():
             if tensor_class(name, w) != "matrix":
-                array = take(delta_dtype(name, own["keep_bits"]), w.numel())
-                tensors[name], kept = torch.from_numpy(array).to(w.dtype).view(w.shape), kept + array.nbytes
+                dtype = delta_dtype(name, settings["keep_bits"])
+                values = torch.from_numpy(take(file, dtype, w.numel()))
+                tensors[name] = values.to(w.dtype).view(w.shape)
                 continue
-            if own["method"] == "bitdelta":
-                codes = unpack_signs(torch.from_numpy(take("|u1", -(-w.numel() // 8))), w.numel())
-            else:
-                order, table = np.arange(-(most := largest_code(own["bits"])), most + 1), np.zeros(256, np.uint16)
-                table[order] = take("<u2", len(order))
-                words = take("<u2", int(take("<u4", 1)[0]))
-                symbols = RansCoder(states, table[None]).decode(np.zeros(w.numel(), np.uint8), words)
-                codes = torch.from_numpy(symbols.view(np.int8))
-            scales = take(DELTA_FLOATS[own["scale_bits"]], -(-w.numel() // group_size(w.shape, own["group"])))
-            scales = torch.from_numpy(scales).float() * own["scale"]
-            tensors[name] = add_delta(w, codes, scales, own["group"])
-        require(not area.read(1) and (states == RANS_LOW).all(), "bytes are left over, or lanes end wrong")
-        bad = [name for name, w in tensors.items() if not w.isfinite().all()]
-        require(not bad, f"tensors {bad[:1]} are not finite")
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
-            zstandard.ZstdError) as error:
-        text = str(error) if isinstance(error, ArtifactError) else f"{type(error).__name__}: {error}"
-        raise ArtifactError(f"{path}: {text}") from None
-    return header, tensors, kept
+            codes = read_codes(file, states, w.numel(), settings)
+            groups = -(-w.numel() // group_size(w.shape, settings["group"]))
+            scales = torch.from_numpy(take(file, DELTA_FLOATS[settings["scale_bits"]], groups))
+            scales = scales.float() * settings["scale"]
+            tensors[name] = add_delta(w, codes, scales, settings["group"])
+        require(not file.read(1), "bytes are left over")
+        require((states == RANS_LOW).all(), "the lanes do not end at 2**16")
+        for name, w in tensors.items():
+            require(bool(w.isfinite().all()), f"tensor {name!r} is not finite")
+    except Exception as error:  # a file that only claims to be a delta may raise anything
+        reason = str(error) if isinstance(error, ArtifactError) else repr(error)
+        raise ArtifactError(f"{path}: {reason}") from None
+    return header, tensors
+
+
 # === end: deltas ===
 
 
@@ -2245,283 +2292,429 @@ class Scorer:
 # === end: evaluation ===
 
 
-# ----------------------------------------------------------------------------------------------------------- weights
+# ----------------------------------------------------------------------------------------- weights
+AVERAGES = ("raw", "ema", "swa")  # weights that a checkpoint has
 
 
-def progress(items: Iterable, label: str) -> Iterable:
-    """`items` behind a progress bar where tqdm is installed, on a terminal."""
-    return items if tqdm is None else tqdm(items, desc=label, leave=False, disable=None)
+@dataclass
+class Weights:
+    """A MODEL: its weights, and what its file or folder says about them."""
+
+    path: Path
+    tensors: dict[str, Tensor]  # float32, on the CPU
+    shape: dict  # the settings that rebuild the network
+    header: dict = field(default_factory=dict)  # of an artifact or a delta: tokenizer_sha256, meta
+    coded: dict[str, Coded] = field(default_factory=dict)  # of an artifact
+    run: dict = field(default_factory=dict)  # of a checkpoint: settings and steps
+    table: QuantTable = field(default_factory=dict)  # of a checkpoint, as training left it
+    average: str = ""  # of a checkpoint: raw, ema or swa
 
 
-def read_checkpoint(folder: Path, average: str) -> SimpleNamespace:
-    """See read_weights; of a folder whose SHA-256 sums are right. Raises UserError."""
-    def load(name: str) -> dict:
-        return torch.load(folder / name, map_location="cpu", weights_only=True, mmap=True)
+def chosen_weights(folder: Path) -> str:
+    """Return which weights of a run were packed, by its result.json; `raw` without one."""
+    for run in (folder, folder.parent):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            chosen = json.loads((run / "result.json").read_bytes())["weights"]
+            if chosen in AVERAGES:
+                return chosen
+    return "raw"
 
+
+def read_checkpoint(folder: Path, average: str) -> Weights:
+    """Return a whole checkpoint's weights, or a folder's of `unpack` or `apply`. UserError."""
+    load = functools.partial(torch.load, map_location="cpu", weights_only=True, mmap=True)
     try:
-        meta, tensors = json.loads((folder / "meta.json").read_bytes()), load("model.pt")
+        meta = json.loads((folder / "meta.json").read_bytes())
+        tensors = load(folder / "model.pt")
         if "header" in meta:  # of `unpack` or `apply`
-            coded = {name: Coded(*parts) for name, parts in load("coded.pt").items()}
-            return SimpleNamespace(path=folder, tensors=tensors, coded=coded, run={}, table={}, **meta)
+            coded = {name: Coded(*parts) for name, parts in load(folder / "coded.pt").items()}
+            return Weights(folder, tensors, meta["shape"], meta["header"], coded)
         shape = {field.name: meta["identity"][field.name] for field in fields(GPTConfig)}
-        run = {**meta["settings"], "steps": meta["step"]}
-        training = load("training.pt")
-        if average != "raw":  # a network's state is its parameters, in their order
+        training = load(folder / "training.pt")
+        if average != "raw":  # the parameters, in their order
             require(training[average]["count"] > 0, "none had been collected when it was saved")
             tensors = dict(zip(tensors, training[average]["values"], strict=True))
-        table = {kind: {**own} for kind, own in training.get("exporter", {}).get("table", {}).items()}
+        return Weights(
+            folder,
+            tensors,
+            shape,
+            run={**meta["settings"], "steps": meta["step"]},
+            table=training.get("exporter", {}).get("table", {}),
+            average=average,
+        )
     except (LookupError, RuntimeError, TypeError, ValueError, pickle.UnpicklingError) as error:
-        raise UserError(f"{folder}: no checkpoint with {average} weights: {str(error).splitlines()[0]}") from None
-    return SimpleNamespace(path=folder, tensors=tensors, coded={}, run=run, shape=shape, table=table, header={})
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{folder}: no checkpoint with {average} weights: {reason}") from None
 
 
-def read_weights(path: str, average: str = "") -> SimpleNamespace:
-    """A MODEL: path, tensors (name -> float32, on the CPU), shape (the settings that rebuild the network);
+def read_weights(path: str, average: str = "") -> Weights:
+    """Return a MODEL: an artifact's weights, or those of a folder's newest whole checkpoint.
 
-    of a checkpoint `run`, its settings and steps, and `table` (QuantTable, as training left it), the weights being raw,
-    ema or swa; of an artifact `header` and `coded` (name -> Coded); all empty elsewhere. Without
-    `average` it is an artifact. Raises UserError; ArtifactError where an artifact is not as it was written.
+    average: which weights of a checkpoint; "": those that its run chose. Raises UserError, or
+    ArtifactError if an artifact is not as it was written.
     """
-    if average and Path(path).is_dir():  # a checkpoint, or a run, of which it is the newest whole one
-        found, faults = newest_checkpoint(list_checkpoints(Path(path)) or [Path(path)], ("meta.json", "model.pt"))
+    folder = Path(path)
+    if folder.is_dir():
+        found, faults = newest_checkpoint(
+            list_checkpoints(folder) or [folder], ("meta.json", "model.pt")
+        )
         if found is None:
             raise UserError(f"{path}: no whole checkpoint; {'; '.join(faults)}")
-        sys.stderr.write("".join(f"{each}\n" for each in faults))
-        return read_checkpoint(found, average)
-    if not Path(path).is_file():
+        sys.stderr.write("".join(f"{fault}\n" for fault in faults))
+        return read_checkpoint(found, average or chosen_weights(folder))
+    if not folder.is_file():
         raise UserError(f"{path}: no such file; a run's artifact is runs/<RUN_ID>/model.upar")
     header, tensors, coded = read_artifact(path)
-    return SimpleNamespace(path=Path(path), tensors=tensors, coded=coded, run={}, shape=header["settings"], table={},
-                           header=header)
+    # The rest of a forged header was needed to read the file, or does no harm when it is printed.
+    for key, kind in (("settings", dict), ("meta", dict), ("tokenizer_sha256", str)):
+        require(isinstance(header.get(key), kind), f"{path}: the header's {key} is none")
+    return Weights(folder, tensors, header["settings"], header, coded)
+
+
+def read_packed(path: str) -> Weights:
+    """Return the weights of an artifact, or of a run's."""
+    packed = Path(path) / "model.upar"
+    return read_weights(str(packed) if Path(path).is_dir() else path)
 
 
 def write_folder(out: Path, files: dict[str, object]) -> None:
-    """A new folder of files, bytes or what torch.save takes, and their SHA-256 sums. OSError: then there is none."""
+    """Write a new folder of files (bytes, or what torch.save takes) and their SHA-256 sums.
+
+    Raises OSError; then there is no folder.
+    """
     out.mkdir()
     try:
         for name, content in files.items():
-            replace_file(out / name, content) if isinstance(content, bytes) else torch.save(content, out / name)
+            if isinstance(content, bytes):
+                replace_file(out / name, content)
+            else:
+                torch.save(content, out / name)
         sums = [f"{sha256_file(out / name)}  {name}\n" for name in sorted(files)]
-        replace_file(out / "SHA256SUMS", "".join(sums).encode())  # the last: without it the folder is none
-    except (OSError, RuntimeError) as error:  # torch.save's, of a full disk
+        # The sums come last: without them the folder is no checkpoint.
+        replace_file(out / "SHA256SUMS", "".join(sums).encode())
+    except (OSError, RuntimeError) as error:  # torch.save's, if the disk is full
         shutil.rmtree(out, ignore_errors=True)
         raise OSError(f"{out}: cannot be written: {str(error).splitlines()[0]}") from None
 
 
-def write_model(out: Path, source: SimpleNamespace) -> None:
-    """A MODEL as a folder: float32 weights, the codes that they are if any, what rebuilds the network."""
+def copy_tokenizer(header: dict, out: Path, folders: Iterable[Path]) -> None:
+    """Copy a model's tokenizer from one of the folders to beside `out`, where sample.py looks.
+
+    Raises UserError if another tokenizer of that name is there.
+    """
+    name = Path(header["meta"].get("tokenizer", "bytes")).name
+    if name == "bytes":  # is built in
+        return
+    beside = out.absolute().parent / name
+    if beside.exists():
+        if sha256_file(beside) != header["tokenizer_sha256"]:
+            raise UserError(
+                f"OUT {str(out)!r}: {beside} is of another model; choose another folder"
+            )
+        return
+    for folder in folders:
+        path = folder / name
+        if path.is_file() and sha256_file(path) == header["tokenizer_sha256"]:
+            replace_file(beside, path.read_bytes())
+            return
+    sys.stderr.write(f"{out}: sample.py needs TOKENIZER_PATH, for no {name} was found to copy\n")
+
+
+def write_model(out: Path, source: Weights, folders: Iterable[Path]) -> None:
+    """Write a MODEL as a folder: float32 weights, its codes if any, what rebuilds the network."""
     header = {name: source.header[name] for name in ("tokenizer_sha256", "meta")}
-    meta = json.dumps(dict(shape=source.shape, header=header)).encode()
-    coded = {name: (part.codes, part.scale, part.bits) for name, part in source.coded.items()}  # for torch.load
+    copy_tokenizer(header, out, folders)
+    coded = {name: (part.codes, part.scale, part.bits) for name, part in source.coded.items()}
+    meta = json.dumps({"shape": source.shape, "header": header}).encode()
     write_folder(out, {"model.pt": source.tensors, "coded.pt": coded, "meta.json": meta})
+    print(f"{out}: {len(source.tensors)} tensors")
 
 
-def read_header(source: SimpleNamespace, tokenizer_path: str) -> dict:
-    """tokenizer_sha256 and meta for an artifact; of a checkpoint by its tokenizer, which lies beside. UserError."""
+def read_header(source: Weights, tokenizer_path: str) -> dict:
+    """Return tokenizer_sha256 and meta for a file; a checkpoint's tokenizer lies beside. UserError."""
     if source.header:
         return source.header
-    beside = [path for name in ("tokenizer.model", "*.tiktoken") for path in source.path.parent.glob(name)]
-    tokenizer = load_tokenizer(tokenizer_path or (beside or ["bytes"])[0])  # bytes: a run leaves no file
-    if (tokenizer.vocab_size, tokenizer.bos_id) != (source.shape["vocab_size"], source.shape["bos_id"]):
-        none = "" if tokenizer_path or beside else f", for none lies in {source.path.parent}"
-        raise UserError(f"TOKENIZER_PATH={tokenizer_path!r}: {tokenizer.file} has {tokenizer.vocab_size} tokens{none}; "
-                        f"must be the tokenizer of {source.path}, with {source.shape['vocab_size']}")
-    return {"tokenizer_sha256": tokenizer.sha256, "meta": {"seed": source.run["seed"], "tokenizer": tokenizer.file}}
+    folder = source.path.parent
+    beside = [*folder.glob("tokenizer.model"), *folder.glob("*.tiktoken"), "bytes"]
+    tokenizer = load_tokenizer(tokenizer_path or beside[0])
+    if (tokenizer.vocab_size, tokenizer.bos_id) != (
+        source.shape["vocab_size"],
+        source.shape["bos_id"],
+    ):
+        raise UserError(
+            f"TOKENIZER_PATH={tokenizer_path!r}: {tokenizer.file} has {tokenizer.vocab_size} tokens; "
+            f"must be the tokenizer of {source.path}, with {source.shape['vocab_size']}"
+        )
+    meta = {"seed": source.run["seed"], "tokenizer": tokenizer.file}
+    return {"tokenizer_sha256": tokenizer.sha256, "meta": meta}
 
 
-def own_settings(source: SimpleNamespace) -> Settings:
-    """The settings; quantizer and data are the checkpoint's unless given. UserError: given for what has codes."""
+def load_defaults(source: Weights) -> Settings:
+    """Return the settings; quantizer and data are the checkpoint's unless given. UserError."""
+
     def stored(given: dict[str, str]) -> tuple[dict, dict]:
         if source.coded and "MATRIX_BITS" in given:
-            raise UserError(f"MATRIX_BITS: the weights of {source.path} are quantized already; give their checkpoint")
-        return {name: source.run[name] for name in ("matrix_bits", "data_path") if name in source.run}, {}
+            raise UserError(
+                f"MATRIX_BITS: the weights of {source.path} are quantized already; give their "
+                "checkpoint"
+            )
+        names = ("matrix_bits", "data_path")
+        return {name: source.run[name] for name in names if name in source.run}, {}
 
     return load_settings(Settings, dict(os.environ), stored=stored)
 
 
-def code_weights(source: SimpleNamespace, settings: Settings) -> dict[str, Coded]:
-    """`coded` of a model: what it has, or its weights to the nearest code. A class whose quantizer is the checkpoint's
-    has its steps too, as they were widened when quantization-aware training began.
+def pack_model(source: Weights, settings: Settings) -> tuple[bytes, dict[str, int]]:
+    """Return what pack_artifact does: of a model's codes, or of the nearest to its weights.
+
+    A class with the checkpoint's quantizer has its steps too, as they were widened when
+    quantization-aware training began. Raises UserError or ArtifactError.
     """
-    if source.coded:
-        return source.coded
-    table, device = quant_table(settings), start_runtime(settings.device).device
-    for kind, own in table.items():
-        if {**own, "widen": 0} == {**source.table.get(kind, {}), "widen": 0}:
-            own["widen"] = source.table[kind]["widen"]
-    coded = {}
-    for name, w in progress(source.tensors.items(), "quantize"):
-        coded |= quantize_all({name: w.to(device)}, table)
-    return {name: Coded(part.codes.cpu(), part.scale.cpu(), part.bits) for name, part in coded.items()}
-
-
-def pack_model(source: SimpleNamespace, settings: Settings, coded: dict[str, Coded]) -> tuple[bytes, dict[str, int]]:
-    """See pack_artifact. Raises UserError."""
     header = read_header(source, settings.tokenizer_path)
+    coded = source.coded
+    if not coded:
+        table = quant_table(settings)
+        for kind, quantizer in table.items():
+            before = source.table.get(kind, {})
+            if {**before, "widen": quantizer["widen"]} == quantizer:
+                table[kind] = before
+        coded = quantize_all(source.tensors, table)
     try:
-        return pack_artifact(source.tensors, coded, settings=source.shape,
-                             tokenizer_sha256=header["tokenizer_sha256"], meta=header["meta"])
+        return pack_artifact(
+            source.tensors,
+            coded,
+            settings=source.shape,
+            tokenizer_sha256=header["tokenizer_sha256"],
+            meta=header["meta"],
+        )
     except ValueError as error:
         raise UserError(f"{source.path}: {error}") from None
 
 
-def rebuild(source: SimpleNamespace) -> GPT:
-    """The network that these settings and weights are. ArtifactError where they do not fit, or it gives no logits."""
+def rebuild(source: Weights) -> GPT:
+    """Return the network of a MODEL. Raises ArtifactError if it is none, or gives no logits."""
     try:
         with torch.device("meta"):  # takes no memory
             network = GPT(GPTConfig(**source.shape))
         network.load_state_dict(source.tensors, assign=True)
         with torch.no_grad():
-            require(network(torch.tensor([[network.config.bos_id]])).isfinite().all(), "its logits are not finite")
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise ArtifactError(f"{source.path}: its settings rebuild no model: {' '.join(str(error).split())}") from None
+            logits = network(torch.tensor([[network.config.bos_id]]))
+        require(bool(logits.isfinite().all()), "its logits are not finite")
+    except Exception as error:  # forged settings may raise anything
+        reason = " ".join(str(error).split())
+        raise ArtifactError(f"{source.path}: its settings rebuild no model: {reason}") from None
     return network
 
 
-def read_data(tuned: SimpleNamespace, settings: Settings) -> tuple[Dataset, SimpleNamespace]:
-    """What open_data reads, for a model, and settings for Batches. UserError: no DATA_PATH, another tokenizer."""
+def read_data(tuned: Weights, settings: Settings) -> tuple[Dataset, SimpleNamespace]:
+    """Return the Dataset for a model, and the settings of its batches. Raises UserError."""
     if not settings.data_path:
-        raise UserError("DATA_PATH='': distillation and --score read shards; DISTILL_STEPS=0 is without distillation")
-    length = tuned.shape["train_seq_len"]
+        raise UserError(
+            "DATA_PATH='': distillation and --score read shards; DISTILL_STEPS=0 is without "
+            "distillation"
+        )
+    seq_len = tuned.shape["train_seq_len"]
     options = SimpleNamespace(
-        data_path=settings.data_path, tokenizer_path=settings.tokenizer_path, vocab_size=tuned.shape["vocab_size"],
-        holdout_tokens=length, train_seq_len=length, seed=settings.seed, micro_batch_tokens=max(length, 4096),
-        train_batch_tokens=settings.distill_batch_tokens or 4 * length)
+        data_path=settings.data_path,
+        tokenizer_path=settings.tokenizer_path,
+        vocab_size=tuned.shape["vocab_size"],
+        holdout_tokens=seq_len,
+        train_seq_len=seq_len,
+        seed=settings.seed,
+        micro_batch_tokens=max(seq_len, 4096),
+        train_batch_tokens=4 * seq_len,
+    )
     data = open_data(options)
     if data.tokenizer.sha256 != read_header(tuned, settings.tokenizer_path)["tokenizer_sha256"]:
-        raise UserError(f"DATA_PATH={settings.data_path!r}: has another tokenizer than {tuned.path}")
+        raise UserError(
+            f"DATA_PATH={settings.data_path!r}: has another tokenizer than {tuned.path}"
+        )
     return data, options
 
 
-def distill(base: SimpleNamespace, tuned: SimpleNamespace, settings: Settings) -> dict[str, Tensor]:
-    """Scales by which the logits of base + delta come near to the tuned model's, in mean squares (arXiv 2402.10193).
+KEEP_BITS = 16  # of what is no matrix, in a delta
 
-    They are learned in units of their matrix's mean, so that DISTILL_LR suits large deltas and small ones. None, if
-    the logits of the first batch are not nearer in the end.
+
+def as_kept(name: str, w: Tensor) -> Tensor:
+    """Return a tensor that is no matrix as a delta gives it back."""
+    stored = w.numpy().astype(delta_dtype(name, KEEP_BITS))
+    return torch.from_numpy(stored.astype("f4"))
+
+
+def distill(base: Weights, tuned: Weights, settings: Settings) -> dict[str, Tensor]:
+    """Return scales that bring the logits of base + delta near to the tuned model's.
+
+    The loss is the mean squared error of logits (arXiv:2402.10193). If those of the first batch
+    are not nearer in the end, there are no scales.
     """
-    (data, options), runtime, group = read_data(tuned, settings), start_runtime(settings.device), settings.delta_group
-    try:
-        batches = Batches(data, options, runtime)
-    except UserError as error:  # it says what training's setting is called
-        raise UserError(str(error).replace("TRAIN_BATCH_TOKENS", "DISTILL_BATCH_TOKENS")) from None
-    device, teacher = runtime.device, rebuild(tuned).to(runtime.device)
-    held, codes, units, ratios = {}, {}, {}, {}
+    data, options = read_data(tuned, settings)
+    runtime = start_runtime(settings.device)
+    device = runtime.device
+    batches = Batches(data, options, runtime)
+    teacher = rebuild(tuned).requires_grad_(False).to(device)
+    group = settings.delta_group
+    held = {}  # the base's matrices, and all else of the tuned model
+    signs = {}
+    scales = {}
+    groups = []
     for name, w in tuned.tensors.items():
+        held[name] = as_kept(name, w).to(device)
         if tensor_class(name, w) == "matrix":
-            signs, own = BitDeltaQuantizer(group).quantize(w, base.tensors[name])
-            codes[name], units[name] = unpack_signs(signs, w.numel()).to(device), own.mean().to(device)
-            ratios[name] = (own.to(device) / units[name].clamp(min=1e-30)).requires_grad_()
-        stored = w.numpy().astype(delta_dtype(name, settings.delta_keep_bits)).astype("f4")
-        held[name] = (base.tensors[name].float() if name in codes else torch.from_numpy(stored)).to(device)
-    optimizer = torch.optim.AdamW(ratios.values(), lr=settings.distill_lr, weight_decay=0.0)
+            held[name] = base.tensors[name].float().to(device)
+            delta = (w.to(device) - held[name]).flatten()
+            signs[name], scale = sign_delta(delta, group_size(w.shape, group))
+            scales[name] = scale.requires_grad_()
+            # In units of a matrix's mean scale, one DISTILL_LR suits large and small deltas.
+            groups.append({"params": [scale], "lr": settings.distill_lr * scale.mean().item()})
+    optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings.distill_steps)
 
-    def losses(step: int) -> Iterator[Tensor]:  # a batch's mean, in parts
+    def batch_loss(step: int, train: bool) -> float:
+        """Return the mean of a batch; with `train`, add its gradients."""
+        total = 0.0
         for ids, _ in batches.micro_batches(step):
-            weights = {name: add_delta(held[name], codes[name], own * units[name], group)
-                       for name, own in ratios.items()}
-            with torch.no_grad():
-                right = teacher(ids)
-            found = torch.func.functional_call(teacher, {**held, **weights}, (ids,))
-            yield (found - right).square().mean() * (len(ids) / batches.rows)
+            weights = dict(held)
+            for name, scale in scales.items():
+                weights[name] = add_delta(held[name], signs[name], scale, group)
+            logits = torch.func.functional_call(teacher, weights, (ids,))
+            loss = (logits - teacher(ids)).square().mean() * (len(ids) / batches.rows)
+            if train:
+                loss.backward()
+            total += loss.item()
+        return total
 
-    def first_loss() -> float:
-        with torch.no_grad():
-            return sum(part.item() for part in losses(0))
-
-    begin = first_loss()
-    for step in progress(range(settings.distill_steps), "distill"):
-        cosine = (1 + math.cos(math.pi * step / settings.distill_steps)) / 2
-        optimizer.param_groups[0]["lr"] = settings.distill_lr * cosine
+    before = batch_loss(0, train=False)
+    for step in range(settings.distill_steps):
         optimizer.zero_grad()
-        for part in losses(step):
-            part.backward()
+        batch_loss(step, train=True)
         optimizer.step()
-    end = first_loss()
-    print(f"distillation: {settings.distill_steps} steps, mean squared error of logits on the first batch {begin:.6g} "
-          f"before, {end:.6g} after" + ("" if end < begin else "; scales stay as they were, another DISTILL_LR?"))
-    return {name: (own.detach() * units[name]).cpu() for name, own in ratios.items()} if end < begin else {}
+        schedule.step()
+    after = batch_loss(0, train=False)
+    print(
+        f"distillation: {settings.distill_steps} steps, mean squared error of logits on the first "
+        f"batch {before:.6g} before, {after:.6g} after"
+    )
+    if after >= before:
+        print("scales stay as they were; try another DISTILL_LR")
+        return {}
+    return {name: scale.detach().cpu() for name, scale in scales.items()}
 
 
-def read_tuned(path: str, base: SimpleNamespace) -> SimpleNamespace:
-    """The MODEL that a delta file makes of its base; `kept`: bytes of the file for tensors that it holds whole."""
-    header, tensors, kept = read_delta(path, base.tensors, functools.partial(progress, label="delta"))
-    return SimpleNamespace(path=Path(path), tensors=tensors, coded={}, run={}, table={}, header=header, kept=kept,
-                           shape=header["settings"]["shape"])
+def read_tuned(path: str, base: Weights) -> Weights:
+    """Return the MODEL that a delta file makes of its base."""
+    header, tensors = read_delta(path, base.tensors)
+    return Weights(Path(path), tensors, header["settings"]["shape"], header)
 
 
-# ---------------------------------------------------------------------------------------------------------- commands
+# ---------------------------------------------------------------------------------------- commands
 def show(rows: list[list]) -> None:
     """Print rows as a table; floats with five digits, NaN as a dash."""
-    texts = [["-" if x != x else f"{x:.5g}" if isinstance(x, float) else str(x) for x in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-    for row in texts:
-        print("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip())
+    width = max(len(str(row[0])) for row in rows)
+    for name, *cells in rows:
+        texts = [f"{cell:.5g}" if isinstance(cell, float) else str(cell) for cell in cells]
+        texts = ["-".rjust(13) if text == "nan" else text.rjust(13) for text in texts]
+        print("  ".join([str(name).ljust(width), *texts]))
 
 
-def match_tensors(a: SimpleNamespace, b: SimpleNamespace) -> None:
-    """Raise ArtifactError, which names the first tensor that one has and the other has not, or in another shape."""
+def match_tensors(a: Weights, b: Weights) -> None:
+    """Raise ArtifactError, which names the first tensor that one lacks or has in another shape."""
     for name in [*a.tensors, *b.tensors]:
-        one, two = (list(each.tensors[name].shape) if name in each.tensors else "missing" for each in (a, b))
+        one, two = (
+            list(model.tensors[name].shape) if name in model.tensors else "missing"
+            for model in (a, b)
+        )
         require(one == two, f"tensor {name!r}: {one} in {a.path}, {two} in {b.path}")
 
 
-def distances(a: SimpleNamespace, b: SimpleNamespace, base: SimpleNamespace | None = None) -> list[list]:
-    """Rows of a table, by tensor class and of all: how far b's weights are from a's, or what both add to a base's.
+def distances(a: Weights, b: Weights, base: Weights | None = None) -> list[list]:
+    """Return the rows of a table, by tensor class and of all: how far b's weights are from a's.
 
-    ||b - a|| / ||a||, mean (b - a)^2, max |b - a|, a.b / (||a|| ||b||), 10 log10(||a||^2 / ||b - a||^2), in float64.
-    ArtifactError where shapes differ.
+    The columns are ||b - a|| / ||a||, mean (b - a)^2, max |b - a|, a.b / (||a|| ||b||) and
+    10 log10(||a||^2 / ||b - a||^2), in float64. With a base, a and b are what the models add to it.
+    Raises ArtifactError if shapes differ.
     """
     match_tensors(a, b)
-    sums = {key: np.zeros(6) for key in ("matrix", "embedding", "control", "all")}
-    for name, w in progress(a.tensors.items(), "distances"):
-        zero = base.tensors[name].double() if base else 0.0
-        x, y = ((each.double() - zero).flatten().numpy() for each in (w, b.tensors[name]))
-        error, most = y - x, np.abs(y - x).max(initial=0)
-        for total in (sums[tensor_class(name, w)], sums["all"]):
-            total[:] = [*total[:5] + [w.numel(), error @ error, x @ x, y @ y, x @ y], max(total[5], most)]
+    sums = {kind: np.zeros(5) for kind in ("matrix", "embedding", "control", "all")}
+    most = collections.Counter()
+    for name, w in a.tensors.items():
+        x = w.double().flatten().numpy()
+        y = b.tensors[name].double().flatten().numpy()
+        if base:
+            before = base.tensors[name].double().flatten().numpy()
+            x = x - before
+            y = y - before
+        error = y - x
+        for kind in (tensor_class(name, w), "all"):
+            sums[kind] += [len(x), error @ error, x @ x, y @ y, x @ y]
+            most[kind] = max(most[kind], float(np.abs(error).max(initial=0)))
     rows = [["class", "weights", "rel_frobenius", "mse", "max", "cosine", "snr_db"]]
-    with np.errstate(divide="ignore", invalid="ignore"):  # equal: an SNR of inf; all zero: nan
-        for key, (count, error, x, y, product, most) in sums.items():
-            found = np.sqrt(error / x), error / count, most, product / np.sqrt(x * y), 10 * np.log10(x / error)
-            rows += [[key, int(count), *map(float, found)]] if count else []
+    with np.errstate(divide="ignore", invalid="ignore"):  # equal: an SNR of inf; all zero: NaN
+        for kind, (count, error, x, y, product) in sums.items():
+            cosine = product / np.sqrt(x * y)
+            ratios = [
+                np.sqrt(error / x),
+                error / count,
+                most[kind],
+                cosine,
+                10 * np.log10(x / error),
+            ]
+            if count:
+                rows.append([kind, int(count), *map(float, ratios)])
     return rows
 
 
-def judge_codes(source: SimpleNamespace, model: SimpleNamespace, settings: Settings) -> dict[str, list[float]]:
-    """Class -> [steps of an artifact over those of the settings, share of codes that are the nearest to the model's
-    weights, error over that of the nearest]. ArtifactError, naming a tensor, where it cannot be of these weights.
+def check_codes(source: Weights, model: Weights, settings: Settings) -> None:
+    """Raise ArtifactError, which names a tensor, if an artifact cannot be of a model's weights.
 
-    The exporter widens all steps of a class by one factor, so that they say whose they are. GPTQ trades error in
-    weights for error in outputs: up to 2.8 times that of the nearest codes was measured. Other weights of the same
-    size give 9 times that at 5 bits, so that an artifact with more than 4 times it is refused.
+    The exporter widens all steps of a class by one factor, so the steps say whose they are. GPTQ
+    trades error in weights for error in outputs: up to 2.8 times the error of the nearest codes
+    was measured. Other weights of the same size give 9 times that at 5 bits. So more than 4 times
+    the error means other weights.
     """
-    table, found, judged = quant_table(settings), collections.defaultdict(list), {}
-    for name, w in progress(model.tensors.items(), "verify"):
-        what, kind, stored = f"{source.path}: tensor {name!r}", tensor_class(name, w), source.tensors[name]
-        require((kind in table) == (name in source.coded), f"{what}: its coding is not that of class {kind}")
+    table = quant_table(settings)
+    steps = collections.defaultdict(list)  # class -> steps over those of the settings
+    for name, w in model.tensors.items():
+        what = f"{source.path}: tensor {name!r}: "
+        whose = f"the {model.average} weights of {model.path} (--weights)"
+        kind = tensor_class(name, w)
+        require((kind in table) == (name in source.coded), f"{what}its coding is not a {kind}'s")
         if kind not in table:
             dtype = torch.float32 if name.endswith(FLOAT32_CONTROLS) else torch.float16
-            require(torch.equal(w.to(dtype).to(w.dtype), stored), f"{what}: is not that of {model.path} as {dtype}")
+            is_equal = torch.equal(w.to(dtype).float(), source.tensors[name])
+            require(is_equal, f"{what}is not that of {whose} as {dtype}")
             continue
-        part, own = source.coded[name], table[kind]
-        require(part.bits == own["bits"], f"{what}: {part.bits} bits, {own['bits']} by the settings of {model.path}")
-        usual, step = quantize(w, **own)[1].float(), part.scale.float()
-        nearest = round_to(w.flatten(1), step, part.bits)
-        error, least = ((w.flatten(1) - each * step).double().norm().item() for each in (part.codes, nearest))
-        require(error <= 4 * least + 1e-12, f"{what}: {error / max(least, 1e-12):.3g} times the error of the nearest "
-                f"codes to the weights of {model.path}")
-        ratios = (step / usual)[usual > 2**-13].tolist()  # below, float16 is coarse
-        found[kind].append((w.numel(), (nearest == part.codes).sum().item(), error**2, least**2, ratios, what))
-    for kind, rows in found.items():
-        count, same, error, least, ratios = (sum(column, start) for column, start in zip(
-            list(zip(*rows, strict=True))[:5], (0, 0, 0.0, 0.0, []), strict=True))
-        middle = float(np.median(ratios or [math.nan]))
-        for *_, ratios, what in rows:
-            wrong = max([middle, *ratios]) / min([middle, *ratios])
-            require(not wrong > 1.004, f"{what}: its steps are not those of {model.path}, by a factor of {wrong:.4g} "
-                    "when the class's are equal")
-        judged[kind] = [middle, same / count, math.sqrt(error / least) if least else 1.0]
-    return judged
+        part = source.coded[name]
+        bits = table[kind]["bits"]
+        require(part.bits == bits, f"{what}{part.bits} bits, {bits} by the settings of {whose}")
+        rows = w.flatten(1)
+        step = part.scale.float()
+        error = (rows - part.codes * step).double().norm().item()
+        least = (rows - round_to(rows, step, bits) * step).double().norm().item()
+        times = error / max(least, 1e-12)
+        require(times <= 4, f"{what}{times:.3g} times the error of the nearest codes to {whose}")
+        usual = quantize(w, **table[kind])[1].item()
+        if usual > 2**-13:  # below, float16 is coarse
+            steps[kind].append(step.item() / usual)
+            factor = max(steps[kind]) / min(steps[kind])
+            require(factor < 1.004, f"{what}its steps are not those of {whose}, by {factor:.4g}")
+
+
+def measure_tensor(name, record, source, model):
+    """Return of an artifact's tensor: weights, bytes, entropy in bits, squared error, its coder."""
+    w = source.tensors[name]
+    bits = 32 if name.endswith(FLOAT32_CONTROLS) else 16
+    sums = collections.Counter(tensors=1, weights=w.numel(), bytes=record["length"])
+    if name in source.coded:
+        bits = source.coded[name].bits
+        symbols = source.coded[name].codes.numpy().view(np.uint8).reshape(-1)
+        sums["entropy"] = 8 * entropy_bytes(np.bincount(symbols, minlength=256))
+    if model:
+        before = model.tensors[name].double()
+        sums["error"] = (w.double() - before).square().sum().item()
+        sums["power"] = before.square().sum().item()
+    coder = "rans" if name in source.coded else "zstd"
+    sums[f"{bits}-bit {coder}"] = 1
+    return sums
 
 
 def info(args: argparse.Namespace) -> None:
@@ -2529,79 +2722,86 @@ def info(args: argparse.Namespace) -> None:
 
     With --checkpoint, error: ||artifact - checkpoint|| / ||checkpoint||.
     """
-    source, tensors, parts = read_weights(args.artifact), {}, collections.defaultdict(collections.Counter)
-    model = read_weights(args.checkpoint, args.weights) if args.checkpoint else None
-    if model:
+    source = read_packed(args.artifact)
+    model = None
+    if args.checkpoint:
+        model = read_weights(args.checkpoint, args.weights)
         match_tensors(model, source)
-    for name, record in progress(source.header["streams"].items(), "info"):
-        if record["class"] == "coder":
-            parts[f"({name})"].update(bytes=record["length"], zstd=1)
+    parts = collections.defaultdict(collections.Counter)  # by tensor, class, or part of the file
+    left = source.path.stat().st_size
+    for name, record in source.header["streams"].items():
+        left -= record["length"]
+        if name not in source.tensors:
+            parts[f"({name})"].update({"bytes": record["length"], "zstd": 1})
             continue
-        w, coder = source.tensors[name], "rans" if record["dtype"] == "<u2" else "zstd"
-        tensors[name] = sums = collections.Counter(tensors=1, weights=w.numel(), bytes=record["length"])
-        if name in source.coded:
-            counts = np.bincount(source.coded[name].codes.numpy().view(np.uint8).reshape(-1), minlength=256)
-            sums["entropy"] = 8 * entropy_bytes(counts)
-        if model:
-            own = model.tensors[name].double()
-            sums.update(error=(w.double() - own).square().sum().item(), power=own.square().sum().item())
-        bits = record.get("bits", 8 * np.dtype(record["dtype"]).itemsize)
-        sums[f"{bits}-bit {coder}"] = 1
-        parts[tensor_class(name, w)].update(sums)
-    size, weights = source.path.stat().st_size, sum(w.numel() for w in source.tensors.values())
-    parts["(header)"] = collections.Counter(bytes=size - sum(sums["bytes"] for sums in parts.values()))
-    sums = {part: sum(own[part] for own in tensors.values()) for part in ("error", "power")}
-    parts["total"] = collections.Counter(tensors=len(tensors), weights=weights, bytes=size, **sums)
-    rows = [["class", "tensors", "weights", "bytes", "bits/weight", "entropy", "error", "coders"]]
-    for name, sums in [*(tensors.items() if args.tensors else ()), *parts.items()]:
+        sums = measure_tensor(name, record, source, model)
+        for part in (name, tensor_class(name, source.tensors[name]), "total"):
+            parts[part].update(sums)
+    parts["(header)"]["bytes"] = left
+    parts["total"]["bytes"] = source.path.stat().st_size
+    rows = []
+    for name, sums in parts.items():
         coders = [f"{key}:{count}" for key, count in sums.items() if re.search("rans|zstd", key)]
-        weights, power = sums["weights"] or math.nan, sums["power"] or math.nan
-        rows.append([name, sums["tensors"], sums["weights"], sums["bytes"], 8 * sums["bytes"] / weights,
-                     sums.get("entropy", math.nan) / weights, math.sqrt(sums["error"] / power), ", ".join(coders)])
+        weights = sums["weights"] or math.nan
+        per_weight = [8 * sums["bytes"] / weights, (sums["entropy"] or math.nan) / weights]
+        error = math.sqrt(sums["error"] / (sums["power"] or math.nan))
+        counts = [sums["tensors"], sums["weights"], sums["bytes"]]
+        if args.tensors or name not in source.tensors:
+            rows.append([name, *counts, *per_weight, error, ", ".join(coders)])
     print(f"{source.path}: settings {source.shape} meta {source.header['meta']}")
-    show(rows)
+    head = ["class", "tensors", "weights", "bytes", "bits/weight", "entropy", "error", "coders"]
+    show([head, *rows])
 
 
 def unpack(args: argparse.Namespace) -> None:
     """An artifact's weights in a folder, in float32 and as codes, of which `pack` makes the same file."""
-    source = read_weights(args.artifact)
-    write_model(args.out, source)
-    print(f"{args.out}: {len(source.tensors)} tensors")
+    source = read_packed(args.artifact)
+    write_model(args.out, source, [source.path.parent])
 
 
 def pack(args: argparse.Namespace) -> None:
-    """A checkpoint's artifact, every weight at the nearest code."""
+    """A checkpoint's artifact, every weight at the nearest code, and its tokenizer beside it."""
     source = read_weights(args.model, args.weights)
-    settings = own_settings(source)
-    data, sizes = pack_model(source, settings, code_weights(source, settings))
+    settings = load_defaults(source)
+    data, sizes = pack_model(source, settings)
+    folders = [Path(settings.tokenizer_path).parent, source.path.parent]
+    copy_tokenizer(read_header(source, settings.tokenizer_path), args.out, folders)
     replace_file(args.out, data)
-    print(f"{args.out}: {len(data)} bytes; " + " ".join(f"{name}:{size}" for name, size in sizes.items()))
+    parts = " ".join(f"{name}:{size}" for name, size in sizes.items())
+    print(f"{args.out}: {len(data)} bytes; {parts}")
+
+
+def compare_packed(source: Weights, model: Weights) -> None:
+    """Print how an artifact differs from a model. Raises ArtifactError if it is not the model's."""
+    rows = distances(model, source)
+    settings = load_defaults(model)
+    path = source.path
+    require(model.shape == source.shape, f"{path}: its settings are not those of {model.path}")
+    sha256 = read_header(model, settings.tokenizer_path)["tokenizer_sha256"]
+    is_same = sha256 == source.header["tokenizer_sha256"]
+    require(is_same, f"{path}: its tokenizer is not {model.path}'s")
+    if model.coded:
+        for name, w in model.tensors.items():
+            is_equal = torch.equal(w, source.tensors[name])
+            require(is_equal, f"{path}: tensor {name!r} is not that of {model.path}")
+    else:
+        check_codes(source, model, settings)
+    show(rows)
+    whose = f"of the {model.average} weights of {model.path}"
+    if pack_model(model, settings)[0] == path.read_bytes():
+        print(f"{path}: what `pack` makes {whose}, byte for byte")
+    else:
+        print(f"{path}: {whose}, by GPTQ or with steps fitted, or on another machine")
 
 
 def verify(args: argparse.Namespace) -> None:
     """Is an artifact whole, and is it of a checkpoint? Exit code 1 where it is not."""
-    source = read_weights(args.artifact)
+    source = read_packed(args.artifact)
     rebuild(source)
     if args.checkpoint:
-        model = read_weights(args.checkpoint, args.weights)
-        rows, settings = distances(model, source), own_settings(model)
-        require(model.shape == source.shape, f"{source.path}: its settings are not those of {model.path}")
-        tokenizer = read_header(model, settings.tokenizer_path)["tokenizer_sha256"]
-        require(tokenizer == source.header["tokenizer_sha256"], f"{source.path}: its tokenizer is not {model.path}'s")
-        try:
-            judged = {} if model.coded else judge_codes(source, model, settings)
-        except ArtifactError as error:
-            raise ArtifactError(f"{error}; compared are its {args.weights} weights, the log says which were chosen "
-                                "(--weights)") from None
-        wrong = [name for name, w in model.tensors.items() if model.coded and not torch.equal(w, source.tensors[name])]
-        require(not wrong, f"{source.path}: tensor {wrong[:1]} is not that of {model.path}")
-        rows[0] += ["steps", "nearest", "over_nearest"]
-        show([rows[0], *(row + judged.get(row[0], [math.nan] * 3) for row in rows[1:])])
-        packed = pack_model(model, settings, code_weights(model, settings))[0]
-        what = f"what `pack` makes of the {args.weights} weights of {model.path}, byte for byte"
-        other = f"of the {args.weights} weights of {model.path}, by GPTQ or with steps fitted, or on another machine"
-        print(f"{source.path}: {what if packed == source.path.read_bytes() else other}")
-    print(f"{source.path}: whole, {len(source.tensors)} tensors, SHA-256 {sha256_file(source.path)}")
+        compare_packed(source, read_weights(args.checkpoint, args.weights))
+    count = len(source.tensors)
+    print(f"{source.path}: whole, {count} tensors, SHA-256 {sha256_file(source.path)}")
 
 
 def compare(args: argparse.Namespace) -> None:
@@ -2609,148 +2809,226 @@ def compare(args: argparse.Namespace) -> None:
     show(distances(read_weights(args.a, args.weights), read_weights(args.b, args.weights)))
 
 
-def report_delta(path: str, base: SimpleNamespace, tuned: SimpleNamespace, variants: dict[str, int]) -> SimpleNamespace:
-    """Print what a delta's file takes, against files of the same weights, and what it loses; the model read from it."""
-    model, every = read_tuned(path, base), sum(w.numel() for w in base.tensors.values())
-    coded = sum(w.numel() for name, w in base.tensors.items() if tensor_class(name, w) == "matrix")
-    rows = [["file", "bytes", "x_fp32", "x_bf16", "of_matrices", "their_x_fp32", "their_x_bf16"],
-            *([f"weights in {name}", width * every, 4 / width, 2 / width, width * coded, 4 / width, 2 / width]
-              for name, width in (("fp32", 4), ("bf16", 2)))]
-    for name, size in {path: Path(path).stat().st_size, **variants}.items():
-        pairs = (size, every), (size - model.kept, coded)  # without what is held whole, and all of the matrices
-        rows.append([name, *(each for own, count in pairs for each in (own, 4 * count / own, 2 * count / own))])
+def show_sizes(path: Path, base: Weights) -> None:
+    """Print the size of a delta file and of its matrices against weights in float32 and bfloat16."""
+    size = path.stat().st_size
+    coded = 0
+    kept = 0  # bytes of what is no matrix
+    for name, w in base.tensors.items():
+        if tensor_class(name, w) == "matrix":
+            coded += w.numel()
+        else:
+            kept += w.numel() * np.dtype(delta_dtype(name, KEEP_BITS)).itemsize
+    weights = sum(w.numel() for w in base.tensors.values())
+    rows = [["file", "bytes", "x_fp32", "x_bf16"]]
+    for name, used, count in ((path, size, weights), ("its matrices", size - kept, coded)):
+        rows.append([name, used, 4 * count / used, 2 * count / used])
     show(rows)
+
+
+def show_scores(models: list[Weights], settings: Settings) -> None:
+    """Print bits per byte of validation of base, tuned, and base + delta."""
+    data, options = read_data(models[1], settings)
+    runtime = start_runtime(settings.device)
+    seq_len = options.train_seq_len
+    scorer = Scorer(data.tokenizer, runtime, seq_len, max(1, 4096 // seq_len))
+    scores = [scorer.score(rebuild(model).to(runtime.device), data.val).bpb for model in models]
+    base, tuned, delta = scores
+    share = (base - delta) / (base - tuned) if tuned < base else math.nan
+    print(
+        f"\nbits per byte of validation: base {base:.4f}, tuned {tuned:.4f}, base + delta "
+        f"{delta:.4f}, {share:.2%} of the gain"
+    )
+
+
+def make_delta(args: argparse.Namespace) -> None:
+    """Write the delta of two models by settings of the environment, and report on it."""
+    base = read_weights(args.base, args.weights)
+    tuned = read_weights(args.tuned, args.weights)
+    settings = load_defaults(tuned)
+    match_tensors(base, tuned)
+    most = 0.0
+    for name, w in base.tensors.items():
+        if tensor_class(name, w) == "matrix":
+            largest = (tuned.tensors[name] - w).abs().max().item()
+            require(math.isfinite(largest), f"tensor {name!r}: its weights are not finite")
+            most = max(most, largest)
+    is_bitdelta = args.command == "bitdelta"
+    groups = {"row": -1, "tensor": 0, "group": settings.delta_group}
+    header = read_header(tuned, settings.tokenizer_path)
+    header = {name: header[name] for name in ("tokenizer_sha256", "meta")}
+    header["settings"] = {
+        "method": args.command,
+        "base": hash_weights(base.tensors),
+        "bits": 1 if is_bitdelta else settings.delta_bits,
+        "group": groups["group" if is_bitdelta else settings.delta_step],
+        "scale_bits": int(settings.delta_scale_bits) if is_bitdelta else 16,
+        "keep_bits": KEEP_BITS,
+        "scale": 2.0 ** math.frexp(most)[1],
+        "shape": tuned.shape,
+    }
+    scales = {}
+    if is_bitdelta and settings.distill_steps and most:
+        scales = distill(base, tuned, settings)
+    replace_file(args.out, pack_delta(base.tensors, tuned.tensors, header, scales))
+    model = read_tuned(args.out, base)
+    show_sizes(args.out, base)
     print("\nof what the tuned model's weights are beyond the base's:")
     show(distances(tuned, model, base))
-    return model
-
-
-def make_delta(args: argparse.Namespace, method: str) -> None:
-    """Write the delta of two models by settings of the environment, and report on it."""
-    base, tuned = read_weights(args.base, args.weights), read_weights(args.tuned, args.weights)
-    settings, most = own_settings(tuned), 0.0
-    group, bits, scale_bits = settings.delta_group, 1, settings.delta_scale_bits
-    if method == "deltaquant":
-        group, bits, scale_bits = {"row": -1, "tensor": 0, "group": group}[settings.delta_step], settings.delta_bits, 16
-    for name in ("delta_scale_bits", "delta_keep_bits"):
-        if getattr(settings, name) not in DELTA_FLOATS:
-            raise UserError(f"{name.upper()}={getattr(settings, name)}: must be 16 or 32")
-    match_tensors(base, tuned)
-    for name, w in progress(base.tensors.items(), "compare"):
-        for model, own in ((base, w), (tuned, tuned.tensors[name])):
-            require(bool(own.isfinite().all()), f"{model.path}: tensor {name!r}: its weights are not finite")
-        if tensor_class(name, w) == "matrix":
-            most = max(most, (tuned.tensors[name].double() - w.double()).abs().max().item())
-    header = {key: read_header(tuned, settings.tokenizer_path)[key] for key in ("tokenizer_sha256", "meta")}
-    header["settings"] = dict(
-        method=method, base=hash_weights(base.tensors), bits=bits, group=group, scale_bits=scale_bits,
-        keep_bits=settings.delta_keep_bits, scale=2.0 ** math.frexp(most)[1], shape=tuned.shape)
-    scales = distill(base, tuned, settings) if method == "bitdelta" and settings.distill_steps and most else {}
-
-    def packed(**changes: int) -> bytes:
-        own = {**header, "settings": {**header["settings"], **changes}}
-        return pack_delta(base.tensors, tuned.tensors, own, {} if changes else scales,
-                          functools.partial(progress, label=method))
-
-    replace_file(args.out, packed())
-    variants = {"16-bit scales": dict(scale_bits=16), "a 32-bit scale a matrix": dict(scale_bits=32, group=0)}
-    sizes = {f"with {name}": len(packed(**own)) for name, own in variants.items() if method == "bitdelta"}
-    model = report_delta(args.out, base, tuned, sizes)
     if args.score:
-        (data, _), runtime = read_data(tuned, settings), start_runtime(settings.device)
-        length = tuned.shape["train_seq_len"]
-        scorer = Scorer(data.tokenizer, runtime, length, max(1, 4096 // length))
-        before, best, own = (scorer.score(rebuild(each).to(runtime.device), data.val).bpb
-                             for each in progress((base, tuned, model), "score"))
-        share = f"{(before - own) / (before - best):.2%} of the gain" if best < before else "there is no gain"
-        print(f"\nbits per byte of validation: base {before:.4f}, tuned {best:.4f}, base + delta {own:.4f}, {share}")
+        show_scores([base, tuned, model], settings)
 
 
 def bitdelta(args: argparse.Namespace) -> None:
     """What makes BASE into TUNED, one bit a weight of the matrices."""
-    make_delta(args, "bitdelta")
+    make_delta(args)
 
 
 def deltaquant(args: argparse.Namespace) -> None:
     """What makes BASE into TUNED, 1 to 8 bits a weight of the matrices, entropy coded."""
-    make_delta(args, "deltaquant")
+    make_delta(args)
 
 
 def apply(args: argparse.Namespace) -> None:
     """The tuned model that a delta makes of BASE: a folder as `unpack` writes it, in float32."""
-    model = read_tuned(args.delta, read_weights(args.base, args.weights))
-    write_model(args.out, model)
-    print(f"{args.out}: {len(model.tensors)} tensors")
+    base = read_weights(args.base, args.weights)
+    model = read_tuned(args.delta, base)
+    write_model(args.out, model, [model.path.parent, base.path.parent])
 
 
-# What LlamaForCausalLM of transformers is, and its names of a layer's tensors in the order of `export`.
-LLAMA = dict(mlp="swiglu", positions="rope", rope_dims=0, qk_gain_init=0.0, residual_mix=False, unet_skips=False,
-             bigram_vocab_size=0, logit_softcap=0.0)
-LLAMA_LAYER = ("self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj mlp.gate_proj mlp.up_proj "
-               "mlp.down_proj input_layernorm post_attention_layernorm").split()
+# What LlamaForCausalLM of transformers computes, in settings of this project.
+LLAMA = {
+    "mlp": "swiglu",
+    "positions": "rope",
+    "rope_dims": 0,
+    "qk_gain_init": 0.0,
+    "residual_mix": False,
+    "unet_skips": False,
+    "bigram_vocab_size": 0,
+    "logit_softcap": 0.0,
+}
+
+
+LLAMA_LAYER = (
+    "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj mlp.gate_proj mlp.up_proj "
+    "mlp.down_proj input_layernorm post_attention_layernorm"
+).split()
+
+
+def llama_state(network: GPT) -> dict[str, Tensor]:
+    """Return the tensors of a network by their names in LlamaForCausalLM."""
+    shape = network.config
+    kv_rows = shape.num_kv_heads * shape.model_dim // shape.num_heads
+    state = {
+        "model.embed_tokens.weight": network.embed,
+        "model.norm.weight": network.final_norm.weight,
+    }
+    if network.head is not None:
+        state["lm_head.weight"] = network.head
+    for i, (block, mixer) in enumerate(zip(network.blocks, network.mixers, strict=True)):
+        tensors = [*mixer.w_qkv.split([shape.model_dim, kv_rows, kv_rows]), mixer.w_o]
+        tensors += [*block.mlp.w_up.chunk(2), block.mlp.w_down]
+        tensors += [block.mixer_norm.weight, block.mlp_norm.weight]
+        for name, w in zip(LLAMA_LAYER, tensors, strict=True):
+            state[f"model.layers.{i}.{name}.weight"] = w
+    # Copies, because safetensors takes no views.
+    return {name: w.detach().clone() for name, w in state.items()}
+
+
+def llama_config(shape: GPTConfig) -> dict:
+    """Return config.json of LlamaForCausalLM."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.model_dim,
+        "intermediate_size": int(shape.mlp_mult * shape.model_dim),
+        "num_hidden_layers": len(shape.layers.split()),
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "rope_theta": ROPE_BASE,
+        "rope_parameters": {"rope_type": "default", "rope_theta": ROPE_BASE},  # transformers 5
+        "max_position_embeddings": shape.train_seq_len,
+        "rms_norm_eps": torch.finfo(torch.float32).eps,
+        "tie_word_embeddings": shape.tie_embeddings,
+        "bos_token_id": shape.bos_id,
+        "eos_token_id": shape.bos_id,
+    }
 
 
 def export(args: argparse.Namespace) -> None:
     """model.safetensors and config.json, which transformers loads as LlamaForCausalLM; other layouts are refused."""
     source = read_weights(args.model, args.weights)
-    shape = (net := rebuild(source)).config
-    count, kv_rows = len(shape.layers.split()), shape.num_kv_heads * shape.model_dim // shape.num_heads
-    right = {"layers": " ".join("a" * count), "norms": " ".join(["rms_weight"] * count), **LLAMA}
-    if odd := [f"{name}={own!r}" for name, value in right.items() if (own := getattr(shape, name)) != value]:
-        raise UserError(f"{source.path}: transformers' LlamaForCausalLM has no {', '.join(odd)}")
+    network = rebuild(source)
+    shape = network.config
+    count = len(network.blocks)
+    wanted = {"layers": " ".join(["a"] * count), "norms": " ".join(["rms_weight"] * count), **LLAMA}
+    for name, value in wanted.items():
+        found = getattr(shape, name)
+        if found != value:
+            raise UserError(
+                f"{source.path}: transformers' LlamaForCausalLM has no {name}={found!r}"
+            )
     try:
         from safetensors.torch import save
     except ImportError:
         raise UserError("export needs safetensors: pip install safetensors") from None
-    state = {"model.embed_tokens.weight": net.embed, "model.norm.weight": net.final_norm.weight}
-    state |= {} if net.head is None else {"lm_head.weight": net.head}
-    for at, (block, mixer) in enumerate(zip(net.blocks, net.mixers, strict=True)):
-        values = [*mixer.w_qkv.split([shape.model_dim, kv_rows, kv_rows]), mixer.w_o, *block.mlp.w_up.chunk(2),
-                  block.mlp.w_down, block.mixer_norm.weight, block.mlp_norm.weight]
-        state |= {f"model.layers.{at}.{name}.weight": w for name, w in zip(LLAMA_LAYER, values, strict=True)}
-    config = dict(
-        architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=shape.vocab_size,
-        hidden_size=shape.model_dim, intermediate_size=int(shape.mlp_mult * shape.model_dim), num_hidden_layers=count,
-        num_attention_heads=shape.num_heads, num_key_value_heads=shape.num_kv_heads, rope_theta=ROPE_BASE,
-        rope_parameters={"rope_type": "default", "rope_theta": ROPE_BASE},  # transformers 5's name for it
-        max_position_embeddings=shape.train_seq_len, rms_norm_eps=torch.finfo(torch.float32).eps,
-        tie_word_embeddings=shape.tie_embeddings, bos_token_id=shape.bos_id, eos_token_id=shape.bos_id)
-    data = save({name: w.detach().clone() for name, w in state.items()}, {"format": "pt"})
-    write_folder(args.out, {"model.safetensors": data, "config.json": (json.dumps(config, indent=1) + "\n").encode()})
-    print(f"{args.out}: {len(state)} tensors; transformers loads them as LlamaForCausalLM, a text begins with BOS")
+    state = llama_state(network)
+    files = {
+        "model.safetensors": save(state, {"format": "pt"}),
+        "config.json": (json.dumps(llama_config(shape), indent=1) + "\n").encode(),
+    }
+    write_folder(args.out, files)
+    print(f"{args.out}: {len(state)} tensors; transformers loads them as LlamaForCausalLM")
 
 
-# -------------------------------------------------------------------------------------------------------------- main
-COMMANDS = {info: "artifact --tensors --checkpoint --weights", unpack: "artifact out", pack: "model out --weights",
-            verify: "artifact checkpoint --weights", compare: "a b --weights", export: "model out --weights",
-            bitdelta: "base tuned out --weights --score", deltaquant: "base tuned out --weights --score",
-            apply: "base delta out --weights"}
-WORDS = {"--tensors": dict(action="store_true", help="a line for each tensor too"), "checkpoint": dict(nargs="?"),
-         "--weights": dict(choices=("raw", "ema", "swa"), default="raw", help="which weights of a checkpoint"),
-         "out": dict(type=Path), "--score": dict(action="store_true", help="bits per byte on DATA_PATH's validation"),
-         "--checkpoint": dict(help="of the same weights, for the error")}
+# -------------------------------------------------------------------------------------------- main
+COMMANDS = {
+    info: "artifact --tensors --checkpoint --weights",
+    unpack: "artifact out",
+    pack: "model out --weights",
+    verify: "artifact checkpoint --weights",
+    compare: "a b --weights",
+    export: "model out --weights",
+    bitdelta: "base tuned out --weights --score",
+    deltaquant: "base tuned out --weights --score",
+    apply: "base delta out --weights",
+}
+WORDS = {
+    "--tensors": {"action": "store_true", "help": "a line for each tensor too"},
+    "checkpoint": {"nargs": "?"},
+    "--weights": {"choices": AVERAGES, "help": "of a checkpoint (those that its run chose)"},
+    "out": {"type": Path},
+    "--score": {"action": "store_true", "help": "bits per byte on DATA_PATH's validation"},
+    "--checkpoint": {"help": "of the same weights, for the error"},
+}
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse, with mistakes as UserError: one line."""
-
-    def error(self, message: str) -> None:
-        raise UserError(f"{message}; {self.prog} --help says more")
+def fail_usage(message: str) -> None:
+    """Raise a mistake in the command line, which argparse would print in several lines."""
+    raise UserError(f"{message}; quantize.py --help says more")
 
 
 def main() -> int:
-    """One command; its exit code: 1 where `verify` says no, 2 for a mistake."""
-    parser = Parser(prog="quantize.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Run one command. Return its exit code: 1 if `verify` says no, 2 for a mistake."""
+    parser = argparse.ArgumentParser(
+        prog="quantize.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.error = fail_usage
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for run, words in COMMANDS.items():
         command = commands.add_parser(run.__name__, help=run.__doc__, description=run.__doc__)
+        command.error = fail_usage
         command.set_defaults(run=run)
         for word in words.split():
-            command.add_argument(word, **({} if word[0] == "-" else {"metavar": word.upper()}), **WORDS.get(word, {}))
+            names = {} if word.startswith("-") else {"metavar": word.upper()}
+            command.add_argument(word, **names, **WORDS.get(word, {}))
     args = parser.parse_args()
     load_settings(Settings, dict(os.environ))  # a wrong name is an error of every command
     if "out" in args and (args.out.exists() or not args.out.absolute().parent.is_dir()):
-        raise UserError(f"OUT {str(args.out)!r}: exists already, or the folder that it would be in does not")
+        raise UserError(f"OUT {str(args.out)!r}: exists already, or its folder does not")
     try:
         args.run(args)
     except ArtifactError as error:
