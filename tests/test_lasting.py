@@ -382,7 +382,7 @@ def test_what_a_run_leaves(place, straight):
     assert (meta["step"], meta["skipped_steps"], meta["events"]) == (16, 0, [])
     assert meta["settings"] == place.result(straight)["settings"]
     training = torch.load(folder / "step_000016" / "training.pt", weights_only=True)
-    assert set(training) == {"optimizers", "plan", "clock", "table", "ema", "swa"} and training["ema"]["count"] == 3
+    assert set(training) == {"optimizers", "plan", "clock", "exporter", "ema", "swa"} and training["ema"]["count"] == 3
     assert training["clock"]["used"] == [step / 16 for step in range(1, 17)]
     model = torch.load(folder / "step_000012" / "model.pt", weights_only=True)
     assert sum(value.numel() for value in model.values()) == place.result(straight)["params"]["total"]
