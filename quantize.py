@@ -1825,9 +1825,9 @@ def entropy_bytes(counts):
 
 
 def code_by_rans(codes):
-    """Return the coder's arrays by name, and the rANS words of all codes that are shorter so.
+    """Return the arrays that codes (name -> int8 (R, C)) are stored as, by name.
 
-    codes: name -> int8 (R, C).
+    First come the coder's own arrays, then for each tensor its rANS words, or else its codes.
     """
     pairs = {}
     sizes = [np.empty(0, np.uint8)]
@@ -1848,8 +1848,13 @@ def code_by_rans(codes):
     tables = np.stack([rans_table(count) for count in counts])
     coder = RansCoder(states, tables)
     words = {name: coder.encode(pairs[name]) for name in reversed(pairs)}
-    coder_arrays = {"lane_states": states, "tables": tables, "sizes": np.concatenate(sizes)}
-    return {**coder_arrays, **codes, **words}
+    return {
+        "lane_states": states,
+        "tables": tables,
+        "sizes": np.concatenate(sizes),
+        **codes,
+        **words,
+    }
 
 
 def pack_artifact(tensors, coded, **header):
@@ -1946,7 +1951,7 @@ def read_artifact(path, max_weights=1 << 30):
         require((states == RANS_LOW).all(), "the lanes do not end at 2**16")
     except Exception as error:  # a file that only claims to be an artifact may raise anything
         reason = str(error) if isinstance(error, ArtifactError) else repr(error)
-        raise ArtifactError(f"{path}: {reason} ({len(data)} bytes)") from None
+        raise ArtifactError(f"{path}: {reason}") from None
     return header, tensors, coded
 
 

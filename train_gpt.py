@@ -2439,9 +2439,9 @@ def entropy_bytes(counts):
 
 
 def code_by_rans(codes):
-    """Return the coder's arrays by name, and the rANS words of all codes that are shorter so.
+    """Return the arrays that codes (name -> int8 (R, C)) are stored as, by name.
 
-    codes: name -> int8 (R, C).
+    First come the coder's own arrays, then for each tensor its rANS words, or else its codes.
     """
     pairs = {}
     sizes = [np.empty(0, np.uint8)]
@@ -2462,8 +2462,13 @@ def code_by_rans(codes):
     tables = np.stack([rans_table(count) for count in counts])
     coder = RansCoder(states, tables)
     words = {name: coder.encode(pairs[name]) for name in reversed(pairs)}
-    coder_arrays = {"lane_states": states, "tables": tables, "sizes": np.concatenate(sizes)}
-    return {**coder_arrays, **codes, **words}
+    return {
+        "lane_states": states,
+        "tables": tables,
+        "sizes": np.concatenate(sizes),
+        **codes,
+        **words,
+    }
 
 
 def pack_artifact(tensors, coded, **header):
@@ -2560,7 +2565,7 @@ def read_artifact(path, max_weights=1 << 30):
         require((states == RANS_LOW).all(), "the lanes do not end at 2**16")
     except Exception as error:  # a file that only claims to be an artifact may raise anything
         reason = str(error) if isinstance(error, ArtifactError) else repr(error)
-        raise ArtifactError(f"{path}: {reason} ({len(data)} bytes)") from None
+        raise ArtifactError(f"{path}: {reason}") from None
     return header, tensors, coded
 
 
@@ -2645,7 +2650,7 @@ class Exporter(Saved):
         self.out_of_time |= self.run.runtime.agree(time.perf_counter() > self.deadline)
         return not self.out_of_time
 
-    def try_steps(self, name, widen):
+    def try_steps(self, widen):
         """Return a candidate with all steps wider by a factor.
 
         Its codes are those of GPTQ where there is a Hessian, as long as there is time, and else the
@@ -2662,11 +2667,12 @@ class Exporter(Saved):
             part.codes = gptq(tensors[weight], part.scale, part.bits, hessian)
         data, sizes = pack_artifact(tensors, coded, **self.header)
         size = self.run.runtime.agree(len(data))
+        name = "gptq" if self.hessians else "nearest"
         return Candidate(name, table, widen, coded, data, sizes, size)
 
-    def fit(self, name, target):
+    def fit(self, target):
         """Return a candidate of at most `target` bytes, or the last that was tried."""
-        candidate = self.try_steps(name, 1.0)
+        candidate = self.try_steps(1.0)
         weights = sum(part.codes.numel() for part in candidate.coded.values())
         for _ in range(12):
             if candidate.size <= target:
@@ -2675,22 +2681,22 @@ class Exporter(Saved):
             # little below the target, and it may take some attempts.
             excess = candidate.size - 0.998 * target
             widen = candidate.widen * 2 ** (8 * excess / weights)
-            candidate = self.try_steps(name, min(256.0, widen))
+            candidate = self.try_steps(min(256.0, widen))
         size = f"{candidate.size} bytes, at most {self.limit}"
-        self.run.log(f"sizes: {name} {size}; steps wider by {candidate.widen - 1:+.2%}")
+        self.run.log(f"sizes: {candidate.name} {size}; steps wider by {candidate.widen - 1:+.2%}")
         return candidate
 
     def fit_table(self):
         """Widen all steps by one factor if the artifact would be too long."""
         # The weights are yet to change, so 1% is left free.
-        self.table = self.fit("nearest", 0.99 * self.limit).table
+        self.table = self.fit(0.99 * self.limit).table
 
-    def scored(self, name):
+    def scored(self):
         """Return a candidate that fits the limit, with its loss."""
-        candidate = self.fit(name, self.limit)
+        candidate = self.fit(self.limit)
         with decoded(self.network.state_dict(), candidate.coded):
             score = self.score()
-        self.run.log(f"codes: {name}, on held-out training tokens {score}")
+        self.run.log(f"codes: {candidate.name}, on held-out training tokens {score}")
         candidate.nats = score.nats
         return candidate
 
@@ -2702,7 +2708,7 @@ class Exporter(Saved):
         the run's clock; tensors that GPTQ has no time for keep the nearest codes.
         """
         begin = time.perf_counter()
-        chosen = self.scored("nearest")
+        chosen = self.scored()
         # To pack and score GPTQ's codes takes as long again, or longer if steps are to be fitted.
         needed = 2 * (time.perf_counter() - begin)
         self.deadline = begin + seconds_left - needed
@@ -2716,7 +2722,7 @@ class Exporter(Saved):
             if name in chosen.coded:
                 self.hessians[name] = self.run.runtime.sum(hessian)
         if self.hessians and not self.out_of_time:
-            chosen = min(chosen, self.scored("gptq"), key=lambda candidate: candidate.nats)
+            chosen = min(chosen, self.scored(), key=lambda candidate: candidate.nats)
         if self.out_of_time:
             self.run.event("gptq_out_of_time", hint="needs more RESERVE_SECONDS")
         self.run.log(f"codes: {chosen.name} chosen")

@@ -117,8 +117,8 @@ def damage_message(tmp_path):
         with pytest.raises(script.ArtifactError) as caught:
             script.read_artifact(path, max_weights)
         message = str(caught.value)
-        assert message.startswith(f"{path}: ") and message.endswith(f" ({len(data)} bytes)") and "\n" not in message
-        return message.removeprefix(f"{path}: ").removesuffix(f" ({len(data)} bytes)")
+        assert message.startswith(f"{path}: ") and "\n" not in message
+        return message.removeprefix(f"{path}: ")
 
     return message_of
 
@@ -520,7 +520,8 @@ TOO_LARGE = "has a negative size, or exceeds the limit of weights"
         (lambda header: up(header).pop("bits"), "KeyError('bits')"),
         (lambda header: repeated(header).update(shape=[24, 63]), "RuntimeError"),
         (lambda header: repeated(header).update(shape=[24, 65]), "RuntimeError"),
-        (lambda header: header["streams"].update({"a\nb": dict(repeated(header), length=0)}), r"matrix 'a\nb' is damaged"),
+        (lambda header: header["streams"].update({"a\nb": dict(repeated(header), length=0)}),
+         r"matrix 'a\nb' is damaged"),
         (lambda header: norm(header).update(dtype="<f4"), "RuntimeError"),
         (lambda header: norm(header).update(dtype="<u2"), ""),
         (lambda header: norm(header).update(shape=[23]), "RuntimeError"),

@@ -169,7 +169,7 @@ def check_sealed(path, data, position, value):
     at = start + position % (len(data) - 32 - start)
     body = data[:at] + bytes([data[at] ^ value]) + data[at + 1 : -32]
     path.write_bytes(body + hashlib.sha256(body).digest())
-    with pytest.raises(script.ArtifactError, match=r"^[^\n]* is damaged \([0-9]+ bytes\)$"):
+    with pytest.raises(script.ArtifactError, match=r"^[^\n]* is damaged$"):
         script.read_artifact(path)
 
 

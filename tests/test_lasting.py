@@ -383,7 +383,7 @@ def test_what_a_run_leaves(place, straight):
     meta = json.loads((folder / "step_000016" / "meta.json").read_bytes())
     assert meta["step"] == 16 and meta["settings"] == place.result(straight)["settings"]
     training = torch.load(folder / "step_000016" / "training.pt", weights_only=True)
-    assert set(training) == {"run", "optimizers", "plan", "clock", "table", "ema", "swa"}
+    assert set(training) == {"run", "optimizers", "plan", "clock", "exporter", "ema", "swa"}
     assert training["run"] == {"step": 16, "skipped_steps": 0, "skipped_in_a_row": 0, "events": []}
     assert training["ema"]["count"] == 3
     assert training["clock"]["used"] == [step / 16 for step in range(1, 17)]

@@ -122,7 +122,8 @@ def test_pack_is_the_exporter_on_a_run_of_train_gpt(call, trained, tmp_path):
             tensors = dict(zip(tensors, training[weights]["values"], strict=True))
         coded = T.quantize_all(tensors, OWN)
         expected = T.pack_artifact(tensors, coded, settings=header["settings"],
-                                   tokenizer_sha256=header["tokenizer_sha256"], meta={"seed": 7, "tokenizer": "tokenizer.model"})[0]
+                                   tokenizer_sha256=header["tokenizer_sha256"],
+                                   meta={"seed": 7, "tokenizer": "tokenizer.model"})[0]
         assert out.read_bytes() == expected
         assert (expected == (trained / "model.upar").read_bytes()) == (weights == chosen)
         code, output, error = call("verify", trained / "model.upar", trained, "--weights", weights)
@@ -204,19 +205,17 @@ def test_forged_headers_are_one_line(call, tmp_path):
         code, _, error = call("info", path)
         return error if code else ""
 
-    for value in (5, None, True):
-        assert f"tensor name {value!r} in the header is no text" in forge("streams", 4, "name", value=value)
     for key in ("settings", "meta", "tokenizer_sha256"):
         assert f"the header's {key} is none" in forge(key, value=5)
-    for key in ("name", "class", "shape", "dtype", "coder", "length", "crc32", "bits", "scale"):
+    for key in ("class", "shape", "dtype", "length", "crc32", "bits", "scale"):
         for value in (5, "x", [], {}, None, -1.5):
-            for at in (0, 4, -1):
-                forge("streams", at, key, value=value)  # `call` asserts one line
+            for name in ("tables", "embed", "blocks.0.mix"):
+                forge("streams", name, key, value=value)  # `call` asserts one line
 
 
 def test_pack_takes_settings_above_the_checkpoints_and_else_its_widened_steps(call, tmp_path):
     wide = {kind: {**own, "widen": widen} for (kind, own), widen in zip(OWN.items(), (1.7, 1.3), strict=True)}
-    run, (config_file, other) = save(tmp_path / "run", network(), table=wide), (tmp_path / "c.env", tmp_path / "e")
+    run, (config_file, other) = save(tmp_path / "run", network(), exporter={"table": wide}), (tmp_path / "c.env", tmp_path / "e")
     four = {**wide, "matrix": table(matrix_bits=4)["matrix"]}
     for at, (line, changes, expected) in enumerate((
             ("", {}, wide), ("", dict(MATRIX_BITS=4), four), ("MATRIX_BITS=4", {}, four),
@@ -445,7 +444,7 @@ def test_verify_says_no(call, place, tmp_path):
     (["pack", "{run}", "{new}"], {"TOKENIZER_PATH": "nowhere.model"}, "tokenizer nowhere.model: [Errno 2] "),
     (["pack", "{foreign}", "{new}"], {}, "TOKENIZER_PATH='': bytes has 264 tokens, for none lies in {foreign}; "),
     (["pack", "{foreign}", "{new}"], {"TOKENIZER_PATH": "bytes"}, "'bytes': bytes has 264 tokens; must be the token"),
-    (["pack", "{broken}", "{new}"], {}, "tensor embed: must be finite as torch.float16"),
+    (["pack", "{broken}", "{new}"], {}, "tensor embed: must be finite as it is stored"),
 ])
 def test_mistakes_are_one_line_and_exit_code_2(call, place, tmp_path, words, changes, said):
     for name, net in (("foreign", T.GPT(T.model_config(SETTINGS, 300, 1))), ("broken", network())):
