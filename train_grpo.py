@@ -1588,52 +1588,45 @@ MUON_MOMENTUM = 0.95  # of modded-nanogpt and Parameter Golf
 ADAM_BETAS = (0.9, 0.95)  # as for GPT-3: 0.999 remembers longer than short runs last
 ADAM_EPS = 1e-8  # torch's default
 LION_BETAS = (0.9, 0.99)  # the Lion paper's
-LEAST_8BIT = 4096  # weights, as in bitsandbytes: in smaller tensors 8 bits save almost nothing
 
 
-def orthogonalize(G: Tensor, dtype=None) -> Tensor:
+def orthogonalize(G, dtype=None):
     """Return G (N, R, C) with all singular values of each matrix pushed to about 1.
 
     Newton-Schulz: each step applies the odd polynomial a s + b s^3 + c s^5 to every singular value
     s, by products of matrices alone (kellerjordan.github.io/posts/muon). The products are taken in
     `dtype`; None means bfloat16 on CUDA and the dtype of G elsewhere. The result has that of G.
     """
-    a, b, c = NEWTON_SCHULZ
+    if G.size(1) > G.size(2):
+        return orthogonalize(G.mT, dtype).mT  # X X^T is then the smaller of the two products
     if dtype is None:
         dtype = torch.bfloat16 if G.is_cuda else G.dtype
-    tall = G.size(1) > G.size(2)
-    X = G.mT if tall else G  # X X^T is then the smaller of the two products
-    X = X.to(dtype)
+    a, b, c = NEWTON_SCHULZ
+    X = G.to(dtype)
     X = X / (X.norm(dim=(1, 2), keepdim=True) + 1e-7)  # now no singular value is above 1
     for _ in range(NEWTON_SCHULZ_STEPS):
         A = X @ X.mT
         B = torch.baddbmm(A, A, A, beta=b, alpha=c)  # b A + c A A
         X = torch.baddbmm(X, B, X, beta=a)  # a X + B X
-    X = X.mT if tall else X
     return X.to(G.dtype)
 
 
-# Muon and the subclasses of MaskedOptimizer have step(skip), where `skip` is a 0-d bool tensor on
-# the device. If it is true, because loss or gradients were not finite, the step changes neither
-# weights nor state. The host never waits for the device to know it.
+# The optimizers here have step(skip), where `skip` is a 0-d bool tensor on the device. If it is
+# true, because loss or gradients were not finite, the step changes neither weights nor state. The
+# host never waits for the device to know it.
 class Muon(torch.optim.Optimizer):
     """Nesterov momentum whose update is orthogonalized, for the matrices of one parameter group.
 
     A matrix (R, C) moves by lr * sqrt(max(1, R / C)) in spectral norm. A parameter may hold several
     matrices one below the other, such as q, k and v: its attribute `splits` has their numbers of
-    rows, and each is orthogonalized by itself. `dtype`: see orthogonalize.
+    rows, and each is orthogonalized by itself. Options of the group: the runtime, and the dtype of
+    orthogonalize.
     """
 
-    def __init__(self, groups, runtime: Runtime, dtype=None):
-        super().__init__(groups, defaults={})
-        self.runtime = runtime
-        self.dtype = dtype
-
     @torch.no_grad()
-    def step(self, skip: Tensor) -> None:
+    def step(self, skip):
         """Update momentum and weights."""
         group = self.param_groups[0]
-        momentum = group["momentum"]
         lr = torch.where(skip, 0.0, group["lr"])
         by_shape = collections.defaultdict(list)  # (R, C) -> matrices, each with its update
         for param in group["params"]:
@@ -1641,30 +1634,26 @@ class Muon(torch.optim.Optimizer):
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(param)
             buffer = state["momentum_buffer"]
-            buffer.lerp_(torch.where(skip, buffer, param.grad), 1 - momentum)
-            update = torch.where(skip, 0.0, param.grad.lerp(buffer, momentum))  # Nesterov
-            splits = getattr(param, "splits", (len(param),))
+            grad = torch.where(skip, buffer, param.grad)  # then the buffer stays as it is
+            buffer.lerp_(grad, 1 - group["momentum"])
+            update = grad.lerp(buffer, group["momentum"])  # Nesterov
+            param.mul_(1 - lr * group["weight_decay"])
+            splits = getattr(param, "splits", len(param))
             for matrix, part in zip(param.split(splits), update.split(splits), strict=True):
                 by_shape[matrix.shape].append((matrix, part))
 
-        # Matrices of one shape are orthogonalized in one batch.
+        # Matrices of one shape are orthogonalized in one batch. Each rank takes its share of the
+        # batch, and a sum over ranks joins the shares, as in Parameter Golf. Every rank has all
+        # momentum, so a run can be resumed on another number of ranks.
+        runtime = group["runtime"]
+        share = slice(runtime.rank, None, runtime.world_size)
         for (rows, cols), pairs in by_shape.items():
             matrices, updates = zip(*pairs, strict=True)
-            updates = self.orthogonalize_shared(torch.stack(updates))
+            updates = torch.stack(updates)  # (N, R, C)
+            result = torch.zeros_like(updates)
+            result[share] = orthogonalize(updates[share], group["dtype"])
             scale = lr * max(1.0, rows / cols) ** 0.5
-            for matrix, update in zip(matrices, updates, strict=True):
-                matrix.mul_(1 - lr * group["weight_decay"]).sub_(scale * update)
-
-    def orthogonalize_shared(self, updates: Tensor) -> Tensor:
-        """Return updates (N, R, C) orthogonalized, the same on all ranks.
-
-        Each rank takes its share of the N, and a sum over ranks joins the shares, as in Parameter
-        Golf. Every rank has all momentum, so a run can be resumed on another number of ranks.
-        """
-        share = slice(self.runtime.rank, None, self.runtime.world_size)
-        result = torch.zeros_like(updates)
-        result[share] = orthogonalize(updates[share], self.dtype)
-        return self.runtime.sum(result)
+            torch._foreach_sub_(matrices, (scale * runtime.sum(result)).unbind())
 
 
 class MaskedOptimizer(torch.optim.Optimizer):
@@ -1676,15 +1665,15 @@ class MaskedOptimizer(torch.optim.Optimizer):
     """
 
     @torch.no_grad()
-    def step(self, skip: Tensor) -> None:
+    def step(self, skip):
         """Update state and weights."""
         for group in self.param_groups:
-            lr = torch.where(skip, 0.0, group["lr"])
+            lr = group["lr"]
             for param in group["params"]:
                 state = self.state[param]
                 update, new_state = self.update(param.grad, state)
-                update = torch.where(skip, 0.0, update)  # 0 times nan would be nan
-                param.mul_(1 - lr * group["weight_decay"]).sub_(lr * update)
+                moved = param * (1 - lr * group["weight_decay"]) - lr * update
+                param.copy_(torch.where(skip, param, moved))
                 for name, value in new_state.items():
                     state[name] = torch.where(skip, state[name], value)
 
@@ -1692,7 +1681,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
 class Lion(MaskedOptimizer):
     """The sign of an interpolated momentum: every weight moves by lr (arXiv 2302.06675)."""
 
-    def update(self, grad: Tensor, state: dict):
+    def update(self, grad, state):
         """Return the update and the new state, see MaskedOptimizer."""
         if not state:
             state["momentum_buffer"] = torch.zeros_like(grad)
@@ -1710,11 +1699,10 @@ class AdamW8bit(MaskedOptimizer):
     block. After 300 steps the loss was 0.16% above AdamW's; with linear codes of r, 0.9%.
     """
 
-    def update(self, grad: Tensor, state: dict):
+    def update(self, grad, state):
         """Return the update and the new state, see MaskedOptimizer."""
         beta1, beta2 = ADAM_BETAS
-        size = grad.numel()
-        g = F.pad(grad.flatten(), (0, -size % 256)).view(-1, 256)  # (blocks, 256)
+        g = F.pad(grad.flatten(), (0, -grad.numel() % 256)).view(-1, 256)  # (blocks, 256)
         if not state:
             state["updates"] = g.new_zeros(())
             state["scales"] = g.new_zeros(2, len(g), 1)
@@ -1736,7 +1724,7 @@ class AdamW8bit(MaskedOptimizer):
         level = (16 * torch.log2(r_max / r)).clamp(max=255) - 128
         codes = torch.stack([ratio / ratio_scale, level]).nan_to_num(0.0).round().to(torch.int8)
         scales = torch.stack([ratio_scale, r_max])
-        update = update.flatten()[:size].view_as(grad)
+        update = update.flatten()[: grad.numel()].view_as(grad)
         return update, dict(updates=updates, scales=scales, codes=codes)
 
 
@@ -1752,16 +1740,13 @@ class LearningRates:
     embedding_decay: float = 0.0  # the head's, too
 
 
-def parameter_class(name: str, param: nn.Parameter) -> str:
-    """Return the class of a parameter: "matrix", "adapter", "embedding", "head" or "control"."""
-    last = name.rsplit(".", 1)[-1]
-    if last in ("lora_a", "lora_b"):
-        return "adapter"
-    if last == "head":
-        return "head"
-    if last == "ab":
-        return "control"  # stored like an embedding, but it makes GDN's decay and step size
-    return tensor_class(name, param)
+# Parameters that the optimizers treat otherwise than the artifact does, by the end of their names.
+PARAMETER_CLASSES = {
+    "lora_a": "adapter",
+    "lora_b": "adapter",
+    "head": "head",
+    "ab": "control",  # stored like an embedding, but it makes GDN's decay and step size
+}
 
 
 class Optimizers:
@@ -1772,79 +1757,68 @@ class Optimizers:
     """
 
     def __init__(self, model, kind, rates, runtime, dtype=None):
-        self.names = {}
-        by_class = collections.defaultdict(list)
+        # class of parameters -> learning rate, weight decay
+        table = {
+            "matrix": (rates.matrix, rates.matrix_decay),
+            "adapter": (rates.matrix, rates.matrix_decay),  # LoRA: as the matrix it adapts
+            "embedding": (rates.embedding, rates.embedding_decay),
+            "head": (rates.head, rates.embedding_decay),
+            "control": (rates.control, 0.0),
+        }
+        groups = {
+            name: dict(params=[], base_lr=lr, weight_decay=decay)
+            for name, (lr, decay) in table.items()
+        }
+        self.params = {}  # all that train -> their names
         for name, param in model.named_parameters():
             if param.requires_grad:
-                self.names[param] = name
-                by_class[parameter_class(name, param)].append(param)
+                param.grad = torch.zeros_like(param)
+                self.params[param] = name
+                last = name.rsplit(".", 1)[-1]
+                parameter_class = PARAMETER_CLASSES.get(last) or tensor_class(name, param)
+                groups[parameter_class]["params"].append(param)
 
-        matrix = dict(
-            params=by_class["matrix"], base_lr=rates.matrix, weight_decay=rates.matrix_decay
-        )
-        adapter = dict(matrix, params=by_class["adapter"])  # LoRA: as the matrix it adapts
-        embedding = dict(
-            params=by_class["embedding"],
-            base_lr=rates.embedding,
-            weight_decay=rates.embedding_decay,
-        )
-        head = dict(embedding, params=by_class["head"], base_lr=rates.head)
-        control = dict(params=by_class["control"], base_lr=rates.control, weight_decay=0.0)
-
+        adam_groups = [groups.pop("control")]
         adam_betas = ADAM_BETAS
-        groups = [matrix, adapter, embedding, head]
-        adam_groups = [control]
         self.all = []
         if kind == "muon":
-            self.all = [Muon([matrix], runtime, dtype)]
-            adam_groups += [adapter, embedding, head]
+            self.all = [Muon([groups.pop("matrix")], dict(runtime=runtime, dtype=dtype))]
+            adam_groups += groups.values()
         elif kind == "lion":
-            self.all = [Lion(groups, defaults={})]
+            self.all = [Lion(groups.values(), {})]
             adam_betas = LION_BETAS  # the preset's learning rates were tuned with these
+        elif kind == "adamw8bit":
+            self.all = [AdamW8bit(groups.values(), {})]
         elif kind == "adafactor":
             # A step is a share of max(eps[1], RMS of the weights). With torch's 1e-3, matrices that
             # begin at zero hardly move. eps[0] is the paper's (arXiv 1804.04235): torch squares it.
-            self.all = [torch.optim.Adafactor(groups, eps=(1e-15, 0.02))]
-        elif kind == "adamw8bit":
-            for group in groups:
-                params = group["params"]
-                group["params"] = [param for param in params if param.numel() >= LEAST_8BIT]
-                small = [param for param in params if param.numel() < LEAST_8BIT]
-                adam_groups.append(dict(group, params=small))
-            self.all = [AdamW8bit(groups, defaults={})]
+            self.all = [torch.optim.Adafactor(groups.values(), eps=(1e-15, 0.02))]
         elif kind == "adamw":
-            adam_groups += groups
+            adam_groups += groups.values()
         self.all.append(torch.optim.AdamW(adam_groups, betas=adam_betas, eps=ADAM_EPS, fused=True))
 
-        self.params = []
+        grouped = []
         self.state = collections.defaultdict(dict)  # of all optimizers, by parameter
         for optimizer in self.all:
             optimizer.state = self.state
             for group in optimizer.param_groups:
                 # A tensor on the device: compiled code is not traced again when it changes.
                 group["lr"] = torch.tensor(group["base_lr"], device=runtime.device)
-                self.params += group["params"]
+                grouped += group["params"]
         # A parameter in no group would never train; one in two groups would train twice.
-        assert len(self.params) == len(set(self.params)) == len(self.names)
-        for param in self.params:
-            param.grad = torch.zeros_like(param)
+        assert len(grouped) == len(set(grouped)) == len(self.params)
 
     def reduce_gradients(self, runtime, clip, extra):
         """Sum gradients and `extra` (n,) over ranks, then clip the global norm of the gradients.
 
-        Returns the norm before clipping, 0-d, and the sums of `extra`. clip 0: no clipping.
+        Return the norm before clipping, 0-d, and the sums of `extra`. clip 0: no clipping.
         """
-        grads = [param.grad for param in self.params]
         if runtime.distributed:
             # One all-reduce for everything: most tensors are too small to have their own.
-            tensors = [*grads, extra]
-            flat = runtime.sum(torch.cat([tensor.flatten() for tensor in tensors]))
-            sums = flat.split([tensor.numel() for tensor in tensors])
-            for tensor, total in zip(tensors, sums, strict=True):
-                tensor.copy_(total.view_as(tensor))
-        norm = nn.utils.get_total_norm(grads)
-        if clip:
-            nn.utils.clip_grads_with_norm_(self.params, clip, norm)
+            tensors = [*(param.grad for param in self.params), extra]
+            total = runtime.sum(nn.utils.parameters_to_vector(tensors))
+            nn.utils.vector_to_parameters(total, tensors)
+        norm = nn.utils.clip_grad_norm_(self.params, clip or math.inf)
         return norm, extra
 
     def step(self, multiplier, momentum, skip):
@@ -1871,14 +1845,12 @@ class Optimizers:
 
     def state_dict(self):
         """Return moments, scales and counters of each parameter, by its name."""
-        return {self.names[param]: dict(state) for param, state in self.state.items()}
+        return {self.params[param]: state for param, state in self.state.items()}
 
     def load_state_dict(self, saved):
         """Replace the state by a saved one; an empty one is the state before the first step."""
-        self.state.clear()
-        for param, name in self.names.items():
-            if name in saved:
-                self.state[param] = saved[name]
+        for param, name in self.params.items():
+            self.state[param] = saved.get(name, {})
 
 
 # === end: optimizer ===
@@ -1907,45 +1879,46 @@ class StepReport:
     seconds: float  # training clock of rank 0 at the step's end
 
 
-class Clock:
+class Clock(Saved):
     """Training time: rank 0's for all ranks, without validation and saving.
 
     The run ends after ITERATIONS steps, or RESERVE_SECONDS before MAX_WALLCLOCK_SECONDS. replay:
     the progress that each step of another run used; it replaces both limits, and the run ends with
-    it. now: function that returns seconds, for tests.
+    it.
     """
 
-    def __init__(self, settings, runtime: Runtime, replay=(), now=time.perf_counter):
-        self.iterations = settings.iterations or math.inf
+    STATE = ("before", "seconds", "used", "packet")
+
+    def __init__(self, settings, runtime, replay=()):
+        self.iterations = len(replay) or settings.iterations or math.inf
         self.limit = settings.max_wallclock_seconds or math.inf
         if replay:
             self.limit = math.inf
         self.budget = self.limit - settings.reserve_seconds
         self.runtime = runtime
         self.replay = replay
-        self.now = now
         self.before = 0.0  # seconds until the clock was last stopped
-        self.started = None  # `now` when it was last started; None while it stands still
+        self.started = None  # perf_counter when it was last started; None while it stands still
         self.seconds = [0.0]  # rank 0's seconds at the end of each reported step
         self.used = []  # progress of each step, for a replay
         self.packet = None  # report on its way: loss, skip, stop, seconds
         self.arrived = None  # CUDA event: the packet is on the host
 
-    def elapsed(self) -> float:
+    def elapsed(self):
         """Return this rank's training seconds so far."""
         if self.started is None:
             return self.before
-        return self.before + self.now() - self.started
+        return self.before + time.perf_counter() - self.started
 
-    def seconds_left(self) -> float:
+    def seconds_left(self):
         """Return the seconds until MAX_WALLCLOCK_SECONDS, the reserve included."""
         return self.limit - self.elapsed()
 
-    def start(self) -> None:
+    def start(self):
         """Let the clock run."""
-        self.started = self.now()
+        self.started = time.perf_counter()
 
-    def stop(self) -> None:
+    def stop(self):
         """Stop the clock, after the device has done all work given to it."""
         if self.runtime.device.type == "cuda":
             torch.cuda.synchronize()
@@ -1953,13 +1926,13 @@ class Clock:
         self.started = None
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self):
         """A block outside the clock: validation and saving."""
         self.stop()
         yield
         self.start()
 
-    def send_report(self, loss: Tensor, skip: Tensor, stop: Tensor) -> None:
+    def send_report(self, loss, skip, stop):
         """Start to send rank 0's report of the step that ends here; skip, stop: above 0 is yes."""
         seconds = torch.full_like(loss, self.elapsed(), dtype=torch.float64)
         packet = torch.stack([loss, skip, stop, seconds])
@@ -1969,8 +1942,8 @@ class Clock:
         if packet.is_cuda:
             self.arrived = torch.cuda.current_stream().record_event()
 
-    def previous_report(self) -> StepReport | None:
-        """Return the report of the step before, or None if there is none or it was read.
+    def previous_report(self):
+        """Return the StepReport of the step before, or None if there is none or it was read.
 
         Call it when the device has the work of this step. Then the host may wait here for the step
         before, and the device has something to do.
@@ -1982,24 +1955,22 @@ class Clock:
         loss, skip, stop, seconds = self.packet.tolist()
         self.packet = None
         self.seconds.append(seconds)
-        return StepReport(loss, finite=skip == 0, stop_requested=stop > 0, seconds=seconds)
+        return StepReport(loss, skip == 0, stop > 0, seconds)
 
-    def median_step(self) -> float:
+    def median_step(self):
         """Return the median seconds of the last nine steps: a stall does not move it, a drift does.
 
         The first step is left out because it is often slow. The median is 0 until another is known.
         """
-        ends = self.seconds[1:][-10:]
-        if len(ends) < 2:
-            return 0.0
-        return statistics.median(after - before for before, after in itertools.pairwise(ends))
+        steps = np.diff(self.seconds[1:][-10:])
+        return float(np.median(steps)) if len(steps) else 0.0
 
-    def next_end(self) -> float:
+    def next_end(self):
         """Return the seconds at the end of the coming step, predicted from the reports so far."""
         unknown_steps = 1 if self.packet is None else 2
         return self.seconds[-1] + unknown_steps * self.median_step()
 
-    def progress(self, step: int) -> float:
+    def progress(self, step):
         """Return the share of the run that is done when `step` ends: near 1 at the last step.
 
         Call it once a step, before the forward. It is the same on all ranks, at most 1, and never
@@ -2013,19 +1984,13 @@ class Clock:
         self.used.append(progress)
         return progress
 
-    def is_last(self, step: int) -> bool:
+    def is_last(self, step):
         """Return whether the run is over: `step` would pass ITERATIONS or the budget."""
-        if self.replay:
-            return step == len(self.replay)
         return step >= self.iterations or self.next_end() > self.budget
 
-    def state_dict(self) -> dict:
-        """Return the state for a checkpoint."""
-        return dict(before=self.before, seconds=self.seconds, used=self.used, packet=self.packet)
-
-    def load_state_dict(self, saved: dict) -> None:
+    def load_state_dict(self, saved):
         """Replace the state by a saved one."""
-        vars(self).update(saved)
+        super().load_state_dict(saved)
         if self.packet is not None:
             self.packet[2] = 0.0  # the signal that stopped the saved run does not stop this one
 
@@ -2037,24 +2002,14 @@ SWA_START = 0.9  # a plain average forgets nothing: it begins when the learning 
 QAT_START = 0.85  # rounding makes steps slower, and the last steps suffice to adapt the weights
 
 
-@dataclass
-class Phase:
-    """A part of the run, planned in shares of progress, and what became of it."""
-
-    begin: float
-    end: float = 1.0
-    start_step: int = 0  # counted from 1, as in the log; 0: not begun
-    start_progress: float = 0.0
-    steps: int = 0  # for which it was on
-
-
-class Plan:
+class Plan(Saved):
     """The phases of a run and its learning rate. Raises UserError for an impossible plan."""
 
+    STATE = ("progress", "phases")
+
     def __init__(self, settings):
-        iterations = settings.iterations
         seconds = settings.max_wallclock_seconds
-        if not iterations and not seconds:
+        if not settings.iterations and not seconds:
             raise UserError("ITERATIONS=0 and MAX_WALLCLOCK_SECONDS=0: set one, or it never ends")
         if 0 < seconds <= settings.reserve_seconds:
             raise UserError(
@@ -2065,134 +2020,115 @@ class Plan:
         self.floor = settings.lr_floor
         self.warmup = settings.warmup_frac
         self.warmdown = settings.warmdown_frac
+        if settings.warmdown_iters:
+            self.warmdown = settings.warmdown_iters / max(1, settings.iterations)
         if self.shape == "constant":
             self.warmdown = 0.0
-        elif settings.warmdown_iters > iterations:
-            raise UserError(
-                f"WARMDOWN_ITERS={settings.warmdown_iters}: must be at most ITERATIONS={iterations}"
-            )
-        elif settings.warmdown_iters:
-            self.warmdown = settings.warmdown_iters / iterations
         if self.warmup + self.warmdown > 1:
-            most = 1 - self.warmdown
-            raise UserError(f"WARMUP_FRAC={self.warmup}: must be at most {most} with this warmdown")
-        self.progress = 0.0  # of the present step
-        self.phases = {}
+            raise UserError(
+                f"WARMUP_FRAC={self.warmup} and a warmdown of {self.warmdown:g} of the run: must be "
+                "at most 1 in all; the warmdown is WARMDOWN_FRAC, or WARMDOWN_ITERS / ITERATIONS"
+            )
+        self.planned = {}  # name of a phase -> begin and end, in shares of the run
         if self.warmup:
-            self.phases["warmup"] = Phase(0.0, self.warmup)
+            self.planned["warmup"] = (0.0, self.warmup)
         if self.warmdown:
-            self.phases["warmdown"] = Phase(1 - self.warmdown)
+            self.planned["warmdown"] = (1 - self.warmdown, 1.0)
         if settings.ema:
-            self.phases["ema"] = Phase(EMA_START)
+            self.planned["ema"] = (EMA_START, 1.0)
         if settings.swa:
-            self.phases["swa"] = Phase(SWA_START)
+            self.planned["swa"] = (SWA_START, 1.0)
         if settings.qat:
-            self.phases["qat"] = Phase(QAT_START)
+            self.planned["qat"] = (QAT_START, 1.0)
+        self.progress = 0.0  # of the present step
+        self.phases = {}  # what became of those that began, for result.json
 
-    def rates(self, progress: float) -> float:
+    def rates(self, progress):
         """Return the multiplier of all learning rates: 0 to 1 in the warm-up, 1 to LR_FLOOR in the
         warmdown."""
         if progress < self.warmup:
             return progress / self.warmup
-        left = 1.0  # share of the warmdown that is still to come
-        if self.warmdown:
-            left = min(1.0, (1 - progress) / self.warmdown)
-        height = left  # linear; "constant" has no warmdown, so left stays 1
+        if not self.warmdown:
+            return 1.0
+        height = min(1.0, (1 - progress) / self.warmdown)  # linear: 1 to 0 in the warmdown
         if self.shape == "cosine":
-            height = 0.5 - 0.5 * math.cos(math.pi * left)
+            height = 0.5 - 0.5 * math.cos(math.pi * height)
         if self.shape == "wsd":
-            height = 1 - math.sqrt(1 - left)  # arXiv 2405.18392
+            height = 1 - math.sqrt(1 - height)  # arXiv 2405.18392
         return self.floor + (1 - self.floor) * height
 
-    def begin_phases(self, step: int, progress: float) -> list[str]:
+    def begin_phases(self, step, progress):
         """Count `step` for each phase that is on, and return the names of those that begin with it.
 
         Call it once a step, before the forward. All follows from progress, which a replay repeats.
         """
         # A phase also begins if another step as long as this one would reach the end: the run may
         # stop before it, and a phase that never began is an error.
-        next_progress = progress + (progress - self.progress)
-        last_chance = next_progress > 1 - 1e-9
+        last_chance = 2 * progress - self.progress > 1 - 1e-9
         self.progress = progress
         begun = []
-        for name, phase in self.phases.items():
+        for name, (begin, end) in self.planned.items():
             if self.is_on(name):
-                phase.steps += 1
-            elif not phase.start_step and (progress > phase.begin or last_chance):
-                phase.start_step = step + 1
-                phase.start_progress = progress
-                phase.steps = 1
+                self.phases[name]["steps"] += 1
+            elif name not in self.phases and (progress > begin or last_chance):
+                self.phases[name] = {
+                    "begin": begin,
+                    "end": end,
+                    "start_step": step + 1,  # counted from 1, as in the log
+                    "start_progress": progress,
+                    "steps": 1,  # for which it was on
+                }
                 begun.append(name)
         return begun
 
-    def is_on(self, name: str) -> bool:
+    def is_on(self, name):
         """Return whether a phase has begun and is on in the present step."""
-        phase = self.phases.get(name)
-        return phase is not None and phase.start_step > 0 and self.progress <= phase.end
+        has_begun = name in self.planned and name in self.phases
+        return has_begun and self.progress <= self.phases[name]["end"]
 
-    def describe(self) -> str:
+    def describe(self):
         """Return the plan for the log's start, a line for each phase."""
         return "\n".join(
-            f"plan: {name} from {phase.begin:.1%} to {phase.end:.1%} of the run"
-            for name, phase in self.phases.items()
+            f"plan: {name} from {begin:.1%} to {end:.1%} of the run"
+            for name, (begin, end) in self.planned.items()
         )
 
-    def summary(self) -> str:
+    def summary(self):
         """Return what became of the plan for the log's end, a line for each phase."""
         lines = []
-        for name, phase in self.phases.items():
-            result = f"began at step {phase.start_step}, on for {phase.steps} steps"
-            if not phase.steps:
-                result = "NEVER FIRED"
-            lines.append(f"phase: {name:8s} planned {phase.begin:6.1%}, {result}")
+        for name, (begin, _) in self.planned.items():
+            result = "NEVER FIRED"
+            if name in self.phases:
+                result = "began at step {start_step}, on for {steps} steps".format(
+                    **self.phases[name]
+                )
+            lines.append(f"phase: {name:8s} planned {begin:6.1%}, {result}")
         return "\n".join(lines)
 
-    def state_dict(self) -> dict:
-        """Return the state for a checkpoint."""
-        phases = {name: asdict(phase) for name, phase in self.phases.items()}
-        return {"progress": self.progress, "phases": phases}
 
-    def load_state_dict(self, saved: dict) -> None:
-        """Restore the state; phases keep the begin and end of the present settings."""
-        self.progress = saved["progress"]
-        for name, phase in self.phases.items():
-            happened = saved["phases"].get(name, {})
-            vars(phase).update(happened, begin=phase.begin, end=phase.end)
-
-
-class Average:
+class Average(Saved):
     """A float32 average of parameters: exponential with `memory`, a share of the run, or plain."""
 
-    def __init__(self, params: list[nn.Parameter], memory=None):
+    STATE = ("values", "progress", "count")
+
+    def __init__(self, params, memory=None):
         self.params = params
         self.memory = memory
         self.values = []
         self.progress = 0.0  # at the last update
-        self.count = 0  # updates since the last restart
+        self.count = 0  # updates so far; 0 begins a new average
 
-    def restart(self) -> None:
-        """Forget the average: the next update begins a new one."""
-        self.count = 0
-
-    def update(self, progress: float) -> None:
+    @torch.no_grad()
+    def update(self, progress):
         """Take in the parameters as they are."""
-        params = [param.detach() for param in self.params]
         if not self.count:
-            self.values = [param.float().clone() for param in params]
+            self.values = [param.float().clone() for param in self.params]
         weight = 1 / (self.count + 1)
         if self.memory:
             weight = 1 - math.exp((self.progress - progress) / self.memory)
-        torch._foreach_lerp_(self.values, params, weight)
+        torch._foreach_lerp_(self.values, self.params, weight)
         self.progress = progress
         self.count += 1
-
-    def state_dict(self) -> dict:
-        """Return the state for a checkpoint."""
-        return dict(values=self.values, progress=self.progress, count=self.count)
-
-    def load_state_dict(self, saved: dict) -> None:
-        """Replace the state by a saved one."""
-        vars(self).update(saved)
 
 
 # === end: schedule ===
@@ -4227,7 +4163,7 @@ def main() -> int:
             log(f"phase: {name} begins at step {run.step + 1}, {progress:.1%} of the run")
             if name == "qat":
                 for average in averages.values():
-                    average.restart()  # weights that never saw the quantizer do not fit it
+                    average.count = 0  # weights that never saw the quantizer do not fit it
         trainer.qat = plan.is_on("qat")
         multiplier = plan.rates(progress)
 

@@ -109,7 +109,8 @@ def ticking(inner):
         return inner(*args)
     return forward_backward
 T.forward_backward = ticking(T.forward_backward)
-T.Clock.__init__.__defaults__ = (*T.Clock.__init__.__defaults__[:-1], lambda: Tick.seconds)
+import time, types
+T.time = types.SimpleNamespace(**{**vars(time), "perf_counter": lambda: Tick.seconds})
 """
 
 

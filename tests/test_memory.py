@@ -22,10 +22,17 @@ TINY = dict(arch_mode="llama", layer_pattern="a", num_layers=1, model_dim=64, nu
             mlp_mult=2.0, norm="rms", qk_gain_init=4.0, vocab_size=32)
 EMBEDDING, MATRICES, GAIN = 32 * 64, (8192, 4096, 8192, 8192), 2
 POLICY = EMBEDDING + sum(MATRICES) + GAIN
-ADAPTER = 2 * (2 * (128 + 64) + (64 + 64) + (128 + 64))  # of rank 2: w_qkv, w_up; w_o; w_down
-# state: AdamW has two moments and a counter a tensor; the 8-bit one two codes a weight, two scales for 256, a counter
-EIGHT = sum(2 * size + 4 * 2 * size // 256 + 4 for size in MATRICES)
-STATE = {"adamw": 8 * POLICY + 4 * 6, "adamw8bit": EIGHT + 8 * (EMBEDDING + GAIN) + 4 * 2,
+ADAPTERS = (2 * 128, 2 * 64) * 3 + (2 * 64, 2 * 64)  # of rank 2, two tensors each: w_qkv, w_up and w_down; w_o
+ADAPTER = sum(ADAPTERS)
+
+
+def eight(size: int) -> int:
+    """State of a tensor under 8-bit AdamW: in each block of 256 two codes a weight and two scales, and a counter."""
+    return -(-size // 256) * (2 * 256 + 2 * 4) + 4
+
+
+# AdamW has two moments and a counter a tensor; adapters have it under Muon too.
+STATE = {"adamw": 8 * POLICY + 4 * 6, "adamw8bit": sum(map(eight, (EMBEDDING, *MATRICES))) + 8 * GAIN + 4,
          "muon": 4 * sum(MATRICES) + 8 * (EMBEDDING + GAIN) + 4 * 2}
 HEAD = 8 * 64 + 4  # state of a value head
 
@@ -37,7 +44,9 @@ def test_bytes_by_hand(optimizer, tied):
     found = {row["method"]: [row[part] for part in memory.PARTS] for row in rows}
     policy, own = POLICY, STATE[optimizer]
     if not tied:  # the policy has an output head as large as the embedding, a critic of its own has none
-        policy, own = policy + EMBEDDING, own + 8 * EMBEDDING + 4
+        policy += EMBEDDING
+        own += eight(EMBEDDING) if optimizer == "adamw8bit" else 8 * EMBEDDING + 4
+    adapters = sum(map(eight, ADAPTERS)) if optimizer == "adamw8bit" else 8 * ADAPTER + 4 * 8
     both = [4 * (policy + POLICY + 64)] * 2 + [own + STATE[optimizer] + HEAD]
     valued, adapter = [4 * (policy + 64)] * 2 + [own + HEAD], 4 * (policy + ADAPTER) + 4 * 4  # four scales
     assert found == {
@@ -45,9 +54,9 @@ def test_bytes_by_hand(optimizer, tied):
         "PPO, value head, reference": [*valued, 4 * policy], "PPO, value head": [*valued, 0],
         "GRPO or GSPO, reference": [4 * policy, 4 * policy, own, 4 * policy],
         "GRPO or GSPO": [4 * policy, 4 * policy, own, 0],
-        "LoRA PPO, value head, base": [adapter + 4 * 64, 4 * (ADAPTER + 64), 8 * ADAPTER + 4 * 8 + HEAD, 4 * 4],
-        "LoRA GRPO or GSPO, frozen copy": [adapter, 4 * ADAPTER, 8 * ADAPTER + 4 * 8, 4 * ADAPTER],
-        "LoRA GRPO or GSPO, base": [adapter, 4 * ADAPTER, 8 * ADAPTER + 4 * 8, 4 * 4],
+        "LoRA PPO, value head, base": [adapter + 4 * 64, 4 * (ADAPTER + 64), adapters + HEAD, 4 * 4],
+        "LoRA GRPO or GSPO, frozen copy": [adapter, 4 * ADAPTER, adapters, 4 * ADAPTER],
+        "LoRA GRPO or GSPO, base": [adapter, 4 * ADAPTER, adapters, 4 * 4],
     }
     totals = {row["method"]: row["total"] for row in rows}
     assert totals == {method: sum(parts) for method, parts in found.items()}

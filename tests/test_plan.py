@@ -72,7 +72,7 @@ def test_every_pretraining_config_has_a_plan(plan, path, tmp_path):
     world, steps, windows, length = map(int, re.fullmatch(form, found["batch"]).groups())
     assert world == 8 and steps * windows * length * 8 == settings.train_batch_tokens and windows * length <= 131072
     assert {name for name in ("warmup", "warmdown", "ema", "swa", "qat") if name in found} == set(
-        T.Plan(settings).phases)
+        T.Plan(settings).planned)
     own = sum(map(os.path.getsize, (T.__file__, path)))
     assert parts(found["estimated bytes, at most 16,000,000 allowed"])[1]["code"] == own
 

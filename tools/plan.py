@@ -112,8 +112,8 @@ def plan_lines(script: ModuleType, s) -> list[str]:
         f"batch: {batches.tokens:,} tokens = {runtime.world_size} ranks x {batches.rows // batches.micro_rows} "
         f"micro-steps x {batches.micro_rows} windows x {batches.seq_len} tokens, on {device}",
         f"clock: {length:,g} {unit} to train, then {s.reserve_seconds:g} s to choose weights, calibrate and pack",
-        *(f"phase: {name} from {phase.begin * length:,.1f} to {phase.end * length:,.1f} {unit}"
-          for name, phase in plan.phases.items()),
+        *(f"phase: {name} from {begin * length:,.1f} to {end * length:,.1f} {unit}"
+          for name, (begin, end) in plan.planned.items()),
         f"at {TOKENS_PER_SECOND:,} tokens/s, {teraflops:,.2f} TFLOP/s: {tokens / batches.tokens:,.0f} steps, "
         f"{tokens:,.0f} tokens{epochs}"]
 
