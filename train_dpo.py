@@ -2970,15 +2970,15 @@ class Log:
             print(f"{CLEAR_LINE}{seconds_left:.0f} s left {line}", end="", flush=True)
 
 
-def find_faults(result, limit):
-    """Return what makes a finished run fail: a phase that never fired, or more bytes than `limit`."""
+def find_faults(run, total_bytes):
+    """Return what makes a finished run fail: a phase that never fired, or too many bytes."""
     faults = []
     # A run that ended early because it reached its target may lack phases.
-    target_reached = "target_reached" in [event["event"] for event in result["events"]]
-    for name, phase in result["phases"].items():
-        if not phase["steps"] and not target_reached:
+    target_reached = "target_reached" in [event["event"] for event in run.events]
+    for name in run.plan.planned:
+        if name not in run.plan.phases and not target_reached:
             faults.append(f"phase {name} was enabled and never fired")
-    total_bytes = result["total_bytes"]
+    limit = run.settings.artifact_bytes_max
     if total_bytes > limit:
         faults.append(f"{total_bytes} bytes of code and artifact; ARTIFACT_BYTES_MAX={limit}")
     return faults
@@ -3177,14 +3177,14 @@ class Run(Saved):
             "artifact_bytes": len(content),
             "code_bytes": self.code_bytes,
             "total_bytes": self.code_bytes + len(content),
-            "phases": {name: asdict(phase) for name, phase in self.plan.phases.items()},
+            "phases": self.plan.phases,
         }
         result = self.write_json("result.json", result)
         self.log("---")
         for key, value in result.items():
             if not isinstance(value, dict):
                 self.log(f"{key}: {value}")
-        faults = find_faults(result, self.settings.artifact_bytes_max)
+        faults = find_faults(self, result["total_bytes"])
         for fault in faults:
             self.log(f"error: {fault}; everything was saved", sys.stderr)
         return 1 if faults else 0
