@@ -625,7 +625,7 @@ MISTAKES = {
     "misspelt setting": (leave, {"ITERATONS": 5}, "ITERATONS='5'.*did you mean ITERATIONS"),
     "another script's setting": (leave, {"PROMPT": "hello"}, "PROMPT='hello'.*setting of this script"),
     "wrong type": (leave, {"ITERATIONS": "ten"}, "ITERATIONS='ten': must be a whole number"),
-    "out of range": (leave, {"MATRIX_BITS": 9}, "MATRIX_BITS=9: must be from 2 to 8"),
+    "out of range": (leave, {"MATRIX_BITS": 9}, "MATRIX_BITS=9: must be a whole number from 2 to 8"),
     "missing config": (leave, {"CONFIG": "none.env"}, "CONFIG='none.env': no such file"),
     "missing data": (shutil.rmtree, {}, "data/manifest.json: no manifest of format 1.*data/prepare.py"),
     "missing shard": (lambda folder: next(folder.glob("*_train_*.bin")).unlink(), {}, "train_000000.bin: no such file"),

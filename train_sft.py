@@ -38,8 +38,8 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import Field, asdict, dataclass, field, fields, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field, fields, replace
 from decimal import Decimal
 from fractions import Fraction
 from numbers import Real
@@ -61,9 +61,9 @@ from torch.utils.checkpoint import checkpoint
 
 
 # === shared: bounds ===
-def bounded(default, low, high=math.inf):
+def bounded(default, low, high):
     """Return a setting with a lowest and a highest value. A setting without has a lowest of 0."""
-    return field(default=default, metadata={"low": low, "high": high})
+    return field(default=default, metadata={"bounds": (low, high)})
 
 
 # === end: bounds ===
@@ -159,12 +159,14 @@ class UserError(Exception):
     """A mistake of the user. It is printed as one line, and the exit code is 2."""
 
 
-# Settings of older versions. In the environment they are errors, not ignored in silence.
-REMOVED_SETTINGS = (
+# Settings of older versions and of other projects that have no counterpart here. In the environment
+# they are errors, not ignored in silence.
+ABSENT_SETTINGS = (
     "ADAM_WD",
     "BIO_EVENTS",
     "BIO_THRESHOLD",
     "DETERMINISTIC",
+    "DROPOUT",
     "DRY_RUN",
     "EMA_MEMORY_FRAC",
     "EMA_START_FRAC",
@@ -173,6 +175,7 @@ REMOVED_SETTINGS = (
     "GDN_NEG_EIGVAL",
     "HANG_SECONDS",
     "KEEP",
+    "LOG_INTERVAL",
     "MATRIX_CLIP_SIGMAS",
     "MATRIX_STEP",
     "MUON_MOMENTUM_WARMUP_FRAC",
@@ -184,18 +187,19 @@ REMOVED_SETTINGS = (
     "SPIKE_NATS",
     "SPIKE_POLICY",
     "SWA_START_FRAC",
+    "TTT_ENABLED",
     "UNET_SKIPS",
+    "XSA_LAST_N",
 )
 
 # Names that nanoGPT, modded-nanogpt, Parameter Golf and TRL use, and the settings that do the
-# same job here; "" means that this project has no such feature.
+# same job here.
 ALIASES = {
     "BATCH_SIZE": "TRAIN_BATCH_TOKENS",
     "BETA": "KL_BETA",
     "BLOCK_SIZE": "TRAIN_SEQ_LEN",
     "DATASET": "DATA_PATH",
     "DECAY_LR": "LR_SCHEDULE",
-    "DROPOUT": "",
     "EMA_DECAY": "EMA",
     "EMA_ENABLED": "EMA",
     "EMBED_LR": "TIED_EMBED_LR",
@@ -205,7 +209,6 @@ ALIASES = {
     "GRAD_CLIP": "GRAD_CLIP_NORM",
     "LATE_QAT": "QAT",
     "LEARNING_RATE": "MATRIX_LR",
-    "LOG_INTERVAL": "",
     "LORA_R": "LORA_RANK",
     "LOSS_TYPE": "REDUCTION",
     "LR": "LEARNING_RATE",
@@ -227,11 +230,9 @@ ALIASES = {
     "QAT_ENABLED": "QAT",
     "SEQ_LEN": "TRAIN_SEQ_LEN",
     "SWA_ENABLED": "SWA",
-    "TTT_ENABLED": "",
     "VAL_BATCH_SIZE": "MICRO_BATCH_TOKENS",
     "WARMUP_ITERS": "WARMUP_FRAC",
     "WEIGHT_DECAY": "MUON_WD",
-    "XSA_LAST_N": "",
 }
 
 # Settings of Parameter Golf that are constants here: (constant, its value). That value is accepted,
@@ -255,102 +256,105 @@ RETIRED_SETTINGS = {
 }
 
 
-def parse_setting(setting: Field, text: str) -> int | float | bool | str:
-    """Return the value of a setting written as text. Raises UserError if the type is wrong."""
-    name = setting.name.upper()
-    if setting.type is bool:
-        if text not in ("0", "1"):
-            raise UserError(f"{name}={text!r}: must be 0 or 1")
+NUMBER_NAMES = {int: "a whole number", float: "a number"}
+
+
+def parse_setting(setting, text):
+    """Return the value of a setting written as text; text of a wrong type, for check_settings."""
+    if setting.type is bool and text in ("0", "1"):
         return text == "1"
-    if setting.type is int or setting.type is float:
-        try:
+    if setting.type in NUMBER_NAMES:
+        with contextlib.suppress(ValueError):
             return setting.type(text)
-        except ValueError:
-            kind = "a whole number" if setting.type is int else "a number"
-            raise UserError(f"{name}={text!r}: must be {kind}") from None
     return text
 
 
-def check_settings(settings) -> None:
+def check_settings(settings):
     """Check type, choice and range of every field of a settings dataclass. Raises UserError."""
     for setting in fields(settings):
         value = getattr(settings, setting.name)
-        prefix = f"{setting.name.upper()}={value!r}: must be"
-        choices = get_args(setting.type)
+        kind = setting.type
+        choices = get_args(kind)
         if choices:
-            if value not in choices:
-                raise UserError(f"{prefix} one of {', '.join(choices)}")
-        elif setting.type is int or setting.type is float:
-            is_number = isinstance(value, int | setting.type) and not isinstance(value, bool)
-            if not is_number:
-                raise UserError(f"{prefix} of type {setting.type.__name__}")
-            low = setting.metadata.get("low", 0)
-            high = setting.metadata.get("high", math.inf)
-            if not (low <= value <= high and math.isfinite(value)):
-                raise UserError(f"{prefix} from {low} to {high}")
-        elif not isinstance(value, setting.type):
-            raise UserError(f"{prefix} of type {setting.type.__name__}")
+            is_allowed = value in choices
+            allowed = f"one of {', '.join(choices)}"
+        elif kind is bool:
+            is_allowed = isinstance(value, bool)
+            allowed = "0 or 1 (in a program a bool)"
+        elif kind is str:
+            is_allowed = isinstance(value, str)
+            allowed = "a string"
+        else:
+            low, high = setting.metadata.get("bounds", (0, math.inf))
+            # An int may stand for a float, but True for no number; a NaN is in no range.
+            is_allowed = type(value) in (int, kind) and low <= value <= high and value < math.inf
+            allowed = f"{NUMBER_NAMES[kind]} from {low} to {high}"
+        if not is_allowed:
+            raise UserError(f"{setting.name.upper()}={value!r}: must be {allowed}")
 
 
-def sibling_settings() -> set[str]:
+def sibling_settings():
     """Return the names of all settings of the scripts in this script's folder."""
-    names = set()
-    for path in Path(__file__).resolve().parent.glob("*.py"):
+    names = []
+    for path in Path(__file__).parent.glob("*.py"):
         _, _, rest = path.read_text(encoding="utf-8").partition("\nclass Settings:\n")
-        names.update(re.findall(r"^    ([a-z]\w*): ", rest.partition("\n\n\n")[0], re.MULTILINE))
-    return {name.upper() for name in names}
+        names += re.findall(r"\n    (\w+): ", rest.partition("\n\n\n")[0].upper())
+    return names
 
 
-def check_unknown_name(name: str, text: str, names: Iterable[str], hint: str) -> None:
+def check_name(name, text, names):
     """Raise UserError for a name that is no setting, with the setting that was probably meant.
 
-    A retired setting with the value of its constant is accepted. `hint` ends the message.
+    A retired setting with the value of its constant is accepted.
     """
     message = f"{name}={text!r}: no setting of this script"
+    meant = name
+    while meant in ALIASES and meant not in names:
+        meant = ALIASES[meant]
+    close_names = difflib.get_close_matches(meant, names, 1)
     if name in RETIRED_SETTINGS:
         constant, value = RETIRED_SETTINGS[name]
         with contextlib.suppress(ValueError):
             if float(text) == value:
                 return
-        raise UserError(f"{message}, which has the constant {constant} = {value}; {hint}")
-    meant = name
-    while meant in ALIASES and meant not in names:
-        meant = ALIASES[meant]
-    if meant != name and meant in names:
-        raise UserError(f"{message}, which calls it {meant}; {hint}")
-    close_names = difflib.get_close_matches(name, names, 1)
-    if close_names:
-        raise UserError(f"{message}; did you mean {close_names[0]}? {hint}")
-    raise UserError(f"{message}; {hint}")
+        message += f", which has the constant {constant} = {value}"
+    elif close_names:
+        message += f"; did you mean {close_names[0]}?"
+    raise UserError(
+        f"{message} (--help lists the settings; IGNORE_ENV={name} ignores it in the environment)"
+    )
 
 
-def check_environment(environ: dict[str, str], names: Iterable[str]) -> None:
-    """Raise UserError for an environment variable that looks meant as a setting but is none here:
-    a near miss, a name that other projects use, or a setting of another script in this folder.
+def read_environment(environ, names):
+    """Return the environment variables that are settings, and those that look meant as settings but
+    are none here: near misses, names that other projects use, settings of the scripts beside this.
     """
-    ignored = environ.get("IGNORE_ENV", "").replace(" ", "").split(",")
-    known = {*ALIASES, *RETIRED_SETTINGS, *REMOVED_SETTINGS, *sibling_settings()}
-    for name in sorted(set(environ) - set(names) - {*ignored, "CONFIG", "IGNORE_ENV"}):
-        if name in known or difflib.get_close_matches(name, names, 1, 0.85):
-            check_unknown_name(name, environ[name], names, f"IGNORE_ENV={name} ignores it")
+    known = {*names, *ALIASES, *ABSENT_SETTINGS, *RETIRED_SETTINGS, *sibling_settings(), "CONFIG"}
+    ignored = environ.get("IGNORE_ENV", "").replace(",", " ").split()
+    return {
+        name: environ[name]
+        for name in environ.keys() - ignored
+        if name in known or difflib.get_close_matches(name, names, 1, 0.85)
+    }
 
 
-def read_config(path: str) -> dict[str, str]:
+def read_config(path):
     """Return the NAME=value lines of a config file; `#` begins a comment. Raises UserError."""
     if not Path(path).is_file():
         raise UserError(f"CONFIG={path!r}: no such file")
-    config = {}
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
-        line = line.split("#", 1)[0].strip()
-        name, equals, value = line.partition("=")
-        if line and not equals:
-            raise UserError(f"{path}:{number}: {line!r} is not NAME=value")
-        if line:
-            config[name.strip()] = value.strip().strip("'\"")
-    return config
+    given = {}
+    for line in Path(path).read_text(encoding="utf-8").splitlines():
+        name, equals, value = line.partition("#")[0].partition("=")
+        if equals:
+            given[name.strip()] = value.strip().strip("'\"")
+        elif name.strip():
+            raise UserError(f"{path}: {line!r} is not NAME=value")
+    if "CONFIG" in given:
+        raise UserError(f"{path}: CONFIG cannot stand in a config file")
+    return given
 
 
-def read_arguments(arguments: Sequence[str]) -> dict[str, str]:
+def read_arguments(arguments):
     """Return the settings of a command line: configs/x.env, NAME=value or --name=value."""
     given = {}
     for argument in arguments:
@@ -364,54 +368,43 @@ def read_arguments(arguments: Sequence[str]) -> dict[str, str]:
     return given
 
 
-def print_help(cls: type) -> None:
+def print_help(cls):
     """Print the script's docstring, its arguments and its settings, as they stand in the source."""
-    _, _, body = inspect.getsource(cls).partition('"""\n\n')
-    lines = body.partition("\n    def ")[0]
-    print(sys.modules[cls.__module__].__doc__)
+    print(inspect.getmodule(cls).__doc__)
     print("Arguments: a config file (configs/x.env), NAME=value or --name=value.\n\nSettings:")
-    print(lines)
+    print(inspect.getsource(cls))
 
 
-def load_settings(
-    cls: type,
-    environ: dict[str, str],
-    arguments: Sequence[str] = (),
-    presets: dict | None = None,
-    stored: Callable[[dict[str, str]], dict] | None = None,
-):
+def load_settings(cls, environ, arguments=(), presets=(), stored=None):
     """Return the settings of dataclass `cls`: defaults < CONFIG file < environment < arguments.
 
     presets: NAME of a setting -> choice -> values of other settings. Values given in the same place
     override them, so a preset chosen in the environment overrides the file. stored: function of the
-    given texts that returns the values of another run, which replace the defaults.
-    Raises UserError: a wrong value, or a name that is no setting (see check_unknown_name).
+    given texts (NAME -> text) that returns defaults and overrides, two dicts (see stored_settings).
+    Raises UserError: a wrong value, or a name that is no setting (see check_name).
     """
     if "--help" in arguments or "-h" in arguments:
         print_help(cls)
-        sys.exit(0)
+        sys.exit()
     settings = {setting.name.upper(): setting for setting in fields(cls)}
-    typed = read_arguments(arguments)
-    path = typed.get("CONFIG", environ.get("CONFIG", ""))
+    above = {**read_environment(environ, settings), **read_arguments(arguments)}
+    path = above.get("CONFIG")
     config = read_config(path) if path else {}
-    if "CONFIG" in config:
-        raise UserError(f"{path}: CONFIG cannot stand in a config file")
-    check_environment(environ, settings)
-    for name, text in {**config, **typed}.items():
-        if name not in settings:
-            check_unknown_name(name, text, settings, "--help lists the settings")
+    given = {**config, **above}
+    for name in sorted(given.keys() - {*settings, "CONFIG"}):
+        check_name(name, given[name], settings)
 
-    values = stored({**config, **environ, **typed}) if stored else {}
-    top = {**environ, **typed}
-    for texts in (config, top):
-        for name, choices in (presets or {}).items():
-            # A preset in the file has no effect if the environment or an argument sets another.
-            if name in texts and (texts is top or name not in top):
-                values = {**values, **choices.get(texts[name], {})}
+    values, overrides = stored(given) if stored else ({}, {})
+    for texts in (config, above):
+        for name in presets:
+            if name in texts:
+                # A choice in the file has no effect if the environment or an argument has another.
+                values.update(presets[name].get(given[name], {}))
         for name, setting in settings.items():
             if name in texts:
                 values[setting.name] = parse_setting(setting, texts[name])
-    return cls(**{name: value for name, value in values.items() if name.upper() in settings})
+    values.update(overrides)
+    return cls(**{name: values[name] for name in values if name.upper() in settings})
 
 
 # === end: settings ===
@@ -427,7 +420,7 @@ class Runtime:
     device: torch.device
     distributed: bool
 
-    def sum(self, tensor: Tensor) -> Tensor:
+    def sum(self, tensor):
         """Sum a tensor over all ranks, in place, and return it."""
         if self.distributed:
             dist.all_reduce(tensor)
@@ -447,24 +440,21 @@ class Runtime:
             dist.destroy_process_group()
 
 
-def hidden_gpus() -> bool:
+def hidden_gpus():
     """Return whether nvidia-smi lists GPUs, for the case that PyTorch sees none of them."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not shutil.which("nvidia-smi"):
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return False
-    return subprocess.run(["nvidia-smi", "-L"], capture_output=True).stdout.startswith(b"GPU")
+    return subprocess.getoutput("nvidia-smi -L").startswith("GPU")
 
 
-def start_runtime(device: str) -> Runtime:
+def start_runtime(device):
     """Join the process group that torchrun describes (NCCL or gloo), or be a single process."""
-    has_cuda = torch.cuda.is_available()
-    if device == "cuda" and not has_cuda:
-        raise UserError("DEVICE='cuda': PyTorch sees no CUDA device; DEVICE=cpu runs without one")
-    if device == "auto" and not has_cuda and hidden_gpus():
+    use_cuda = device != "cpu" and torch.cuda.is_available()
+    if not use_cuda and (device == "cuda" or (device == "auto" and hidden_gpus())):
         raise UserError(
-            "DEVICE='auto': nvidia-smi lists GPUs but PyTorch sees none; install PyTorch's CUDA "
-            "build or a newer driver, or set DEVICE=cpu"
+            f"DEVICE={device!r}: PyTorch sees no GPU of this machine; install its CUDA build or a "
+            "newer driver, or set DEVICE=cpu"
         )
-    use_cuda = has_cuda and device != "cpu"
     place = torch.device("cpu")
     if use_cuda:
         place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -479,7 +469,7 @@ def start_runtime(device: str) -> Runtime:
     return Runtime(dist.get_rank(), dist.get_world_size(), place, True)
 
 
-def exit_code(main: Callable[[], int]) -> int:
+def exit_code(main):
     """Run `main` and return its exit code: 2 for a UserError, 1 for other faults of one line."""
     rank = int(os.environ.get("RANK", 0))
     try:
@@ -487,10 +477,7 @@ def exit_code(main: Callable[[], int]) -> int:
     except (UserError, FloatingPointError, OSError, torch.OutOfMemoryError) as error:
         if rank:
             time.sleep(5)  # torchrun ends this rank first if rank 0 reports the same error
-        message = str(error).splitlines()[0]
-        if isinstance(error, torch.OutOfMemoryError):
-            message = f"set MICRO_BATCH_TOKENS lower: {message}"
-        sys.stderr.write(f"error: {message}\n")
+        sys.stderr.write(f"error: {str(error).splitlines()[0]}\n")
         return 2 if isinstance(error, UserError) else 1
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
@@ -500,9 +487,9 @@ def exit_code(main: Callable[[], int]) -> int:
         os._exit(1)  # an ordinary exit would wait for the lost rank
 
 
-def replace_file(path: str | Path, data: bytes):
+def replace_file(path, data):
     """Write a file beside `path` and rename it: `path` always holds the old or the new bytes."""
-    part = Path(path).with_name(Path(path).name + ".part")
+    part = f"{path}.part"
     with open(part, "wb") as file:
         file.write(data)
         file.flush()
@@ -510,14 +497,13 @@ def replace_file(path: str | Path, data: bytes):
     os.replace(part, path)
 
 
-def describe_machine(runtime: Runtime) -> dict:
+def describe_machine(runtime):
     """Return commit (`+`: with changes), hardware, versions and peak memory, for the result."""
-    command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
-    folder = Path(__file__).resolve().parent
-    commit = "unknown"
-    if shutil.which("git"):
-        git = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-        commit = git.stdout.strip() or commit
+    command = "git describe --always --abbrev=40 --exclude='*' --dirty=+"
+    # Run by a shell, so that a missing git is no error: its output is empty.
+    git = subprocess.run(
+        command, shell=True, cwd=Path(__file__).parent, capture_output=True, text=True
+    )
     if runtime.device.type == "cuda":
         hardware = torch.cuda.get_device_name()
         peak_bytes = torch.cuda.max_memory_allocated()
@@ -526,39 +512,33 @@ def describe_machine(runtime: Runtime) -> dict:
         unit = 1 if sys.platform == "darwin" else 1024
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return {
-        "commit": commit,
+        "commit": git.stdout.strip() or "unknown",
         "hardware": f"{runtime.world_size} x {hardware}",
         "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
         "peak_memory_mib": peak_bytes / 2**20,
     }
 
 
-def list_checkpoints(run: Path) -> list[Path]:
+def list_checkpoints(run):
     """Return the checkpoints in a run's folder, whole or not, the newest first."""
     folders = [path for path in run.glob("step_*") if re.fullmatch(r"step_\d+(\.part)?", path.name)]
-    return sorted(folders, key=lambda path: (int(path.stem[5:]), path.name), reverse=True)
+    return sorted(folders, key=lambda path: int(path.stem[5:]), reverse=True)
 
 
-def checkpoint_fault(folder: Path, files: Sequence[str]) -> str:
+def checkpoint_fault(folder, files):
     """Return what is wrong with a checkpoint that must have `files`, or "" if it is whole."""
     if folder.suffix == ".part":
         return "half-written"
     try:
         lines = (folder / "SHA256SUMS").read_text().splitlines()
-        sums = {}
-        for line in lines:
-            digest, name = line.split("  ")
-            sums[name] = digest
-        names = {*files, *sums}
-        wrong = [name for name in sorted(names) if sums.get(name) != sha256_file(folder / name)]
+        names = {*files, *(line.partition("  ")[2] for line in lines)}
+        wrong = [name for name in names if f"{sha256_file(folder / name)}  {name}" not in lines]
     except (OSError, ValueError) as error:
         return str(error)
-    return ", ".join(wrong)
+    return ", ".join(sorted(wrong))
 
 
-def newest_checkpoint(
-    folders: Sequence[Path], files: Sequence[str] = ("meta.json", "model.pt", "training.pt")
-) -> tuple[Path | None, list[str]]:
+def newest_checkpoint(folders, files=("meta.json", "model.pt", "training.pt")):
     """Return the first whole checkpoint of `folders`, or None, and a line on each damaged one."""
     faults = []
     for folder in folders:

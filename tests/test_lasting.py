@@ -969,7 +969,7 @@ def test_the_exit_code_of_each_fault(capsys, monkeypatch):
     assert end(T.UserError("wrong\nmore")) == (2, "error: wrong\n")
     assert end(FloatingPointError("nan")) == (1, "error: nan\n")
     assert end(OSError(28, "No space left on device")) == (1, "error: [Errno 28] No space left on device\n")
-    assert end(torch.OutOfMemoryError("much")) == (1, "error: set MICRO_BATCH_TOKENS lower: much\n")
+    assert end(torch.OutOfMemoryError("much")) == (1, "error: much\n")
     with pytest.raises(RuntimeError, match="a bug"):
         end(RuntimeError("a bug"))
 

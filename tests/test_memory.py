@@ -134,7 +134,7 @@ def test_the_command_line_itself():
 
 
 @pytest.mark.parametrize(("words", "said"), [
-    (["--set", "MODEL_DIM=x"], "MODEL_DIM='x': must be a whole number"),
+    (["--set", "MODEL_DIM=x"], "MODEL_DIM='x': must be a whole number from 16 to 65536"),
     (["--set", "MODEL_DIM=500"], "MODEL_DIM=500: must be a multiple of 2 x NUM_HEADS = 16"),
     (["--config", "none.env"], "CONFIG='none.env': no such file"),
     (["--rank", "600"], "LORA_RANK=600: must be from 1 to 512, the smaller side of blocks.0.mlp.w_down")])

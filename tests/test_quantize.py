@@ -397,7 +397,7 @@ def test_verify_says_no(call, place, tmp_path):
     (["pack", "{early}", "{new}", "--weights", "ema"], {}, "with ema weights: none had been collected when it was"),
     (["compare", "{run}", "{early}", "--weights", "swa"], {}, "no checkpoint with swa weights"),
     (["pack", "{place}", "{new}"], {}, "no whole checkpoint"),
-    (["pack", "{run}", "{new}"], {"MATRIX_BITS": 9}, "MATRIX_BITS=9: must be from 2 to 8"),
+    (["pack", "{run}", "{new}"], {"MATRIX_BITS": 9}, "MATRIX_BITS=9: must be a whole number from 2 to 8"),
     (["info", "{artifact}"], {"MATRIX_BIT": 4}, "no setting of this script; did you mean MATRIX_BITS?"),
     (["info", "{artifact}"], {"MODEL_DIM": 4}, "MODEL_DIM='4': no setting of this script"),
     (["pack", "{artifact}", "{new}"], {"MATRIX_BITS": 4}, "MATRIX_BITS: the weights of {artifact} are quantized"),
@@ -605,7 +605,7 @@ def test_the_guide_names_settings_and_constants_that_exist():
     names = set(re.findall(r"(?:`|\b)([A-Z][A-Z_]{2,}[A-Z])(?:`|=)", text))
     known = {name.upper() for module in (Q, T) for name in module.Settings.__dataclass_fields__}
     known |= {name for name in names if hasattr(T, name)}
-    others = names & (T.sibling_settings() - known)
+    others = names & (set(T.sibling_settings()) - known)
     assert len(names) > 10 and names - known - others == set() and others == {"ARTIFACT", "LORA_RANK", "MODE"}
 
 

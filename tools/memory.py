@@ -116,7 +116,7 @@ def describe(rows: list[dict]) -> str:
 
 def main() -> int:
     """Run the command line described at the top of this file."""
-    script, settings = importlib.import_module("sample"), importlib.import_module("train_gpt").Settings
+    script, trainer = importlib.import_module("sample"), importlib.import_module("train_gpt")
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--config", default="", help="CONFIG file of train_gpt.py")
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help="its settings")
@@ -126,9 +126,12 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="a file for the rows, as JSON")
     args = parser.parse_args()
     given = dict(pair.partition("=")[::2] for pair in args.set) | ({"CONFIG": args.config} if args.config else {})
-    if unknown := [name for name in given if name.lower() not in settings.__dataclass_fields__]:
+    if unknown := [name for name in given if name.lower() not in trainer.Settings.__dataclass_fields__]:
         raise script.UserError(f"--set {unknown[0]}: no setting of train_gpt.py")
-    settings = script.load_settings(settings, given, presets={"ARCH_MODE": script.ARCH_PRESETS})
+    try:
+        settings = trainer.load_settings(trainer.Settings, given, presets={"ARCH_MODE": trainer.ARCH_PRESETS})
+    except trainer.UserError as error:
+        raise script.UserError(str(error)) from None
     rows = measure(settings, args.optimizers, args.rank)
     parameters = rows[5]["weights"] // 4  # of the policy alone, GRPO
     print(f"{parameters:,} parameters, {settings.vocab_size or VOCABULARY} tokens, float32 everywhere, LoRA rank "
