@@ -57,7 +57,7 @@ except ImportError:
 
 
 # === shared: bounds ===
-def bounded(default, low, high):
+def bounded(default, low, high=math.inf):
     """Return a setting with a lowest and a highest value. A setting without has a lowest of 0."""
     return field(default=default, metadata={"bounds": (low, high)})
 
@@ -317,7 +317,7 @@ def load_settings(cls, environ, arguments=(), presets=(), stored=None):
 
     presets: NAME of a setting -> choice -> values of other settings. Values given in the same place
     override them, so a preset chosen in the environment overrides the file. stored: function of the
-    given texts (NAME -> text) that returns defaults and overrides, two dicts (see stored_settings).
+    given texts (NAME -> text) that returns the values of another run, which replace the defaults.
     Raises UserError: a wrong value, or a name that is no setting (see check_name).
     """
     if "--help" in arguments or "-h" in arguments:
@@ -331,7 +331,7 @@ def load_settings(cls, environ, arguments=(), presets=(), stored=None):
     for name in sorted(given.keys() - {*settings, "CONFIG"}):
         check_name(name, given[name], settings)
 
-    values, overrides = stored(given) if stored else ({}, {})
+    values = stored(given) if stored else {}
     for texts in (config, above):
         for name in presets:
             if name in texts:
@@ -340,7 +340,6 @@ def load_settings(cls, environ, arguments=(), presets=(), stored=None):
         for name, setting in settings.items():
             if name in texts:
                 values[setting.name] = parse_setting(setting, texts[name])
-    values.update(overrides)
     return cls(**{name: values[name] for name in values if name.upper() in settings})
 
 
