@@ -138,7 +138,6 @@ def test_malformed_fences_are_errors(repo: Path, text: str, message: str) -> Non
         ([], "usage: "),
         (["nowhere.py"], "nowhere.py is no script here"),
         (["b.py", "lora"], "b.py has no section lora, it has model"),
-        (["--force"], "--force is no script here"),
     ],
 )
 def test_bad_arguments_are_one_line(repo: Path, arguments: list[str], message: str) -> None:
