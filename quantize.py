@@ -2859,15 +2859,19 @@ def make_delta(args: argparse.Namespace) -> None:
             require(math.isfinite(largest), f"tensor {name!r}: its weights are not finite")
             most = max(most, largest)
     is_bitdelta = args.command == "bitdelta"
-    groups = {"row": -1, "tensor": 0, "group": settings.delta_group}
+    if is_bitdelta:
+        coding = {"bits": 1, "group": settings.delta_group}
+        coding["scale_bits"] = int(settings.delta_scale_bits)
+    else:
+        groups = {"row": -1, "tensor": 0, "group": settings.delta_group}
+        coding = {"bits": settings.delta_bits, "group": groups[settings.delta_step]}
+        coding["scale_bits"] = 16
     header = read_header(tuned, settings.tokenizer_path)
     header = {name: header[name] for name in ("tokenizer_sha256", "meta")}
     header["settings"] = {
         "method": args.command,
         "base": hash_weights(base.tensors),
-        "bits": 1 if is_bitdelta else settings.delta_bits,
-        "group": groups["group" if is_bitdelta else settings.delta_step],
-        "scale_bits": int(settings.delta_scale_bits) if is_bitdelta else 16,
+        **coding,
         "keep_bits": KEEP_BITS,
         "scale": 2.0 ** math.frexp(most)[1],
         "shape": tuned.shape,

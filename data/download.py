@@ -333,17 +333,6 @@ def save_tokenizer(tokenizer, folder):
     return tokenizer.file
 
 
-def write_shard(path, tokens, vocab_size=1 << 16):
-    """Write tokens (N,) as one shard, uint32 if the vocabulary is above 65,536. Raises UserError."""
-    (magic, version), kind = list(SHARD_KINDS.items())[vocab_size > 1 << 16]
-    packed = np.asarray(tokens).astype(kind)
-    if not np.array_equal(packed, tokens):
-        raise UserError(f"{path}: ids {tokens.min()} to {tokens.max()} do not fit {packed.dtype}")
-    header = np.zeros(256, dtype="<i4")
-    header[:3] = magic, version, len(packed)
-    np.concatenate([header.view(kind), packed]).tofile(path)
-
-
 def write_manifest(folder, manifest):
     """Write manifest.json beside and rename it, so that it is whole or not there."""
     part = folder / "manifest.part"

@@ -338,17 +338,6 @@ def save_tokenizer(tokenizer, folder):
     return tokenizer.file
 
 
-def write_shard(path, tokens, vocab_size=1 << 16):
-    """Write tokens (N,) as one shard, uint32 if the vocabulary is above 65,536. Raises UserError."""
-    (magic, version), kind = list(SHARD_KINDS.items())[vocab_size > 1 << 16]
-    packed = np.asarray(tokens).astype(kind)
-    if not np.array_equal(packed, tokens):
-        raise UserError(f"{path}: ids {tokens.min()} to {tokens.max()} do not fit {packed.dtype}")
-    header = np.zeros(256, dtype="<i4")
-    header[:3] = magic, version, len(packed)
-    np.concatenate([header.view(kind), packed]).tofile(path)
-
-
 def write_manifest(folder, manifest):
     """Write manifest.json beside and rename it, so that it is whole or not there."""
     part = folder / "manifest.part"
@@ -629,8 +618,10 @@ def read_records(paths):
 def spool(request, work):
     """Write every document to spool/SIDE_NN, the bucket by its key. Return the counts."""
     (work / "spool").mkdir()
-    names = [f"{split}_{bucket:02d}" for split in ("train", "val") for bucket in range(BUCKETS)]
-    files = {name: open(work / "spool" / name, "wb") for name in names}
+    files = {}
+    for split, bucket in itertools.product(("train", "val"), range(BUCKETS)):
+        name = f"{split}_{bucket:02d}"
+        files[name] = open(work / "spool" / name, "wb")
     counts = Counter(documents=0, empty=0, not_lossless=0)
     for path in [*request.val_sources, *request.sources]:
         for text in read_documents(path):
@@ -855,6 +846,17 @@ def tokenize(tokenizer_file, lossless, path):
         tokens.append(np.array([tokenizer.bos_id, *ids], dtype="<u4"))
         counts.update(documents=1, source_bytes=len(text), decoded_bytes=len(decoded))
     return np.concatenate(tokens), counts
+
+
+def write_shard(path, tokens, vocab_size=1 << 16):
+    """Write tokens (N,) as one shard, uint32 if the vocabulary is above 65,536. Raises UserError."""
+    (magic, version), kind = list(SHARD_KINDS.items())[vocab_size > 1 << 16]
+    packed = np.asarray(tokens).astype(kind)
+    if not np.array_equal(packed, tokens):
+        raise UserError(f"{path}: ids {tokens.min()} to {tokens.max()} do not fit {packed.dtype}")
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = magic, version, len(packed)
+    np.concatenate([header.view(kind), packed]).tofile(path)
 
 
 def write_split(stem, parts, vocab_size):

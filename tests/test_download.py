@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sentencepiece
-from test_data import HARD_TEXTS, data, gpt2_file, needs_shared, train_model
+from test_data import HARD_TEXTS, data, gpt2_file, needs_shared, train_model, write_shard
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "data" / "download.py"
@@ -101,7 +101,7 @@ def server(model: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     one, shard = Server(), tmp_path / "shard"
     rng = np.random.default_rng(0)
     for i, name in enumerate(["val_000000", "train_000000", "train_000001", "train_000002"]):
-        download.write_shard(shard, np.concatenate([[1], rng.integers(8, 400, 3000 + i)]))
+        write_shard(shard, np.concatenate([[1], rng.integers(8, 400, 3000 + i)]))
         one.files[f"{DATASET}/fineweb_{name}.bin"] = shard.read_bytes()
     one.files["/tokenizers/fineweb_1024_bpe.model"] = model
     one.files["/manifest.json"] = json.dumps({
@@ -261,8 +261,8 @@ def test_manifest_of_published_shards(tmp_path: Path, capsys: pytest.CaptureFixt
     border = sum(len(text.encode()) + 1 for text in train[:7])
     cuts = [0, border + 3, border + 8, border + 60, len(streams["train"])]
     for i, (low, high) in enumerate(zip(cuts, cuts[1:], strict=False)):
-        download.write_shard(tmp_path / f"fineweb_train_{i:06d}.bin", np.array(streams["train"][low:high]))
-    download.write_shard(tmp_path / "fineweb_val_000000.bin", np.array(streams["val"]))
+        write_shard(tmp_path / f"fineweb_train_{i:06d}.bin", np.array(streams["train"][low:high]))
+    write_shard(tmp_path / "fineweb_val_000000.bin", np.array(streams["val"]))
     manifest = described(tmp_path, "bytes")
     assert manifest["overlap_documents"] == 3  # val[0], its repeat val[4], and val[2]
     assert "also stand in training: 3" in capsys.readouterr().out
@@ -279,15 +279,15 @@ def test_manifest_of_published_shards(tmp_path: Path, capsys: pytest.CaptureFixt
         with pytest.raises(download.UserError, match=message):
             described(folder, "bytes")
 
-    download.write_shard(tmp_path / "other_train_000000.bin", np.array([1, 5]))
+    write_shard(tmp_path / "other_train_000000.bin", np.array([1, 5]))
     refuses(r"shards of several data sets \(fineweb, other\)")
     (tmp_path / "other_train_000000.bin").unlink()
-    download.write_shard(tmp_path / "fineweb_train_000000.bin", np.array([1, 300]))
+    write_shard(tmp_path / "fineweb_train_000000.bin", np.array([1, 300]))
     refuses("token 300, expected ids below 264; another tokenizer")
-    download.write_shard(tmp_path / "fineweb_train_000000.bin", np.array([5, 6, 1, 5]))  # llm.c's: inside a document
+    write_shard(tmp_path / "fineweb_train_000000.bin", np.array([5, 6, 1, 5]))  # llm.c's: inside a document
     assert described(tmp_path, "bytes")["train"]["shards"][0]["tokens"] == 4
     val, = tmp_path.glob("*_val_*.bin")
-    download.write_shard(val, np.array([5, 6]))
+    write_shard(val, np.array([5, 6]))
     refuses(r"validation begins with token 5, expected BOS \(1\)")
     refuses(r"no \*_train_\*\.bin shard", tmp_path / "none")
 
@@ -298,8 +298,8 @@ def test_decoded_bytes_across_pieces_and_shards(tmp_path: Path, monkeypatch: pyt
     encoded = [processor.encode(text) for text in HARD_TEXTS] * 3
     stream = np.array([token for ids in encoded for token in (1, *ids)])
     for i, part in enumerate(np.array_split(stream, 5)):
-        download.write_shard(tmp_path / f"x_train_{i:06d}.bin", part)
-    download.write_shard(tmp_path / "x_val_000000.bin", stream)
+        write_shard(tmp_path / f"x_train_{i:06d}.bin", part)
+    write_shard(tmp_path / "x_val_000000.bin", stream)
     monkeypatch.setattr(download, "READ_TOKENS", 7)
     manifest = described(tmp_path, model)
     expected = sum(len(processor.decode(ids).encode("utf-8")) for ids in encoded)
@@ -354,7 +354,7 @@ def test_gpt2_shards_and_their_tokenizer(server: Server, tmp_path: Path) -> None
     tokenizer = data.load_tokenizer(ranks)
     for name, texts in (("val_000000", HARD_TEXTS), ("train_000001", ["one text"]), ("train_000002", HARD_TEXTS[:2])):
         tokens = [token for text in texts for token in (50256, *tokenizer.encode(text))]
-        download.write_shard(tmp_path / "shard", np.array(tokens))
+        write_shard(tmp_path / "shard", np.array(tokens))
         files[f"/fineweb_{name}.bin"] = (tmp_path / "shard").read_bytes()
     server.files = files
     request = ["--variant", "gpt2", "--out", str(out), "--base-url", server.url, "--tokenizer", str(ranks)]
