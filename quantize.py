@@ -32,7 +32,7 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -2311,7 +2311,7 @@ class Weights:
     header: dict = field(default_factory=dict)  # of an artifact or a delta: tokenizer_sha256, meta
     coded: dict[str, Coded] = field(default_factory=dict)  # of an artifact
     run: dict = field(default_factory=dict)  # of a checkpoint: settings and steps
-    table: QuantTable = field(default_factory=dict)  # of a checkpoint, as training left it
+    table: dict = field(default_factory=dict)  # of a checkpoint, as training left it
     average: str = ""  # of a checkpoint: raw, ema or swa
 
 

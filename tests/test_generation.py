@@ -83,7 +83,7 @@ def same(found: list[S.Sample], wanted: list[S.Sample]) -> None:
 
 # ------------------------------------------------------------------------------------------------------------ caches
 def logits_alone(net: S.GPT, prompts: list[list[int]], more: torch.Tensor) -> torch.Tensor:
-    """What a whole forward pass over each prompt and its continuation says from the prompt's last token on (R, T, V)."""
+    """Logits (R, T, V) of a whole forward pass over prompt and continuation, from the prompt's last token on."""
     steps = more.size(1)
     return torch.cat([net(torch.tensor([[*prompt, *row.tolist()]]))[:, -steps - 1 :]
                       for prompt, row in zip(prompts, more, strict=True)])

@@ -215,7 +215,8 @@ def test_forged_headers_are_one_line(call, tmp_path):
 
 def test_pack_takes_settings_above_the_checkpoints_and_else_its_widened_steps(call, tmp_path):
     wide = {kind: {**own, "widen": widen} for (kind, own), widen in zip(OWN.items(), (1.7, 1.3), strict=True)}
-    run, (config_file, other) = save(tmp_path / "run", network(), exporter={"table": wide}), (tmp_path / "c.env", tmp_path / "e")
+    run = save(tmp_path / "run", network(), exporter={"table": wide})
+    config_file, other = tmp_path / "c.env", tmp_path / "e"
     four = {**wide, "matrix": table(matrix_bits=4)["matrix"]}
     for at, (line, changes, expected) in enumerate((
             ("", {}, wide), ("", dict(MATRIX_BITS=4), four), ("MATRIX_BITS=4", {}, four),
