@@ -1110,6 +1110,23 @@ def gdn_scan_adjoint(
     return r, d_u
 
 
+def keep_scan(ctx, inputs, output):
+    """Keep what gdn_scan_backward needs."""
+    w, _, k, decay, _ = inputs
+    ctx.save_for_backward(w, k, decay, *output)
+
+
+def gdn_scan_backward(ctx, d_states, d_new):
+    """Return the gradients of gdn_scan's inputs; d_x is the gradient of x."""
+    w, k, decay, states, new = ctx.saved_tensors
+    direct = d_states[:-1].to(k.dtype)
+    r, d_u = gdn_scan_adjoint(w, d_new.contiguous(), k, decay, d_states[-1], direct)
+    d_w = (d_u @ states[:-1].to(k.dtype).mT).neg_()
+    d_k = new @ r[1:].to(k.dtype).mT
+    d_decay = (r[1:] * states[:-1]).sum((-1, -2), keepdim=True)
+    return d_w, d_u, d_k, d_decay, r[0].clone()
+
+
 # torch.compile calls a registered operator and does not trace it; it would unroll these loops. The
 # first script imported into a process registers them for all: a second registration would free the
 # first, and a handle to it would crash.
@@ -1117,89 +1134,11 @@ if not hasattr(torch.ops.underpar, "gdn_scan"):
     for scan in (gdn_scan, gdn_scan_adjoint):
         registered = torch.library.custom_op(f"underpar::{scan.__name__}", scan, mutates_args=())
         registered.register_fake(scan_outputs)  # the compiler learns the shapes from it
+    torch.library.register_autograd(
+        "underpar::gdn_scan", gdn_scan_backward, setup_context=keep_scan
+    )
 gdn_scan = torch.ops.underpar.gdn_scan.default
 gdn_scan_adjoint = torch.ops.underpar.gdn_scan_adjoint.default
-
-
-class GatedDeltaChunks(torch.autograd.Function):
-    """Gated DeltaNet in chunks of C tokens with a hand-written backward (arXiv 2412.06464, 3).
-
-    With KB = beta K, VB = beta V, G the running sum of g from the chunk's start, and D_ij =
-    exp(G_i - G_j) for i >= j, else 0:
-
-        A = tril(KB K^T * D, -1)     T = (I + A)^-1     U = T VB     W = T (exp(G) KB)
-        new, S from the scan over chunks, which writes by K_out = exp(G_C - G) K
-        O = exp(G) Q S + P new       P = Q K^T * D
-
-    Shapes: q, k, kb (N, M, C, K); vb (N, M, C, V); g (N, M, C, 1); state (M, K, V), see gdn_scan.
-    Matrix products take operands of q's dtype; D, T and S have the dtype of g.
-    """
-
-    @staticmethod
-    def forward(ctx, q, k, kb, vb, g, state):
-        """Return o (N, M, C, V) and the last state (M, K, V)."""
-        dtype = q.dtype
-        # float64: after strong decay a difference of float32 sums would have few digits left.
-        total = g.double().cumsum(-2)
-        grow = total.to(g.dtype).exp()
-        shrink = (total[..., -1:, :] - total).to(g.dtype).exp()
-        gap = (total - total.mT).to(g.dtype)  # (N, M, C, C)
-        # Above the diagonal exp would overflow; on and below it no gap is positive.
-        d = gap.clamp_(max=0).exp_().tril_()
-
-        # The solver reads A below its diagonal only. Neumann's product and Newton's iteration
-        # would not do: powers of A grow to NaN when keys are correlated.
-        a = (kb @ k.mT).to(d.dtype).mul_(d)
-        eye = torch.eye(d.size(-1), dtype=d.dtype, device=d.device)
-        t = torch.linalg.solve_triangular(a, eye, upper=False, unitriangular=True).to(dtype)
-        q_in = (q * grow).to(dtype)
-        k_in = (kb * grow).to(dtype)
-        k_out = (k * shrink).to(dtype)
-        u = t @ vb
-        w = t @ k_in
-        states, new = gdn_scan(w, u, k_out, grow[..., -1:, :], state)
-
-        s = states[:-1].to(dtype)
-        p = (q @ k.mT).mul_(d)
-        o = (q_in @ s).add_(p @ new)
-        ctx.save_for_backward(q, k, kb, grow, shrink, d, a, p, t, q_in, k_in, k_out, u, w, s, new)
-        return o, states[-1].clone()
-
-    @staticmethod
-    def backward(ctx, d_o, d_last):
-        """Return the gradients of forward's inputs; d_x is the gradient of x."""
-        q, k, kb, grow, shrink, d, a, p, t, q_in, k_in, k_out, u, w, s, new = ctx.saved_tensors
-        dtype = q.dtype
-        decay = grow[..., -1:, :]
-        d_o = d_o.contiguous()
-        r, d_u = gdn_scan_adjoint(w, p.mT @ d_o, k_out, decay, d_last, q_in.mT @ d_o)
-        r_next = r[1:].to(dtype)
-        d_q_in = d_o @ s.mT
-        d_k_out = new @ r_next.mT
-        d_p = d_o @ new.mT
-        # Through U, W and the inverse, whose own gradient is never needed.
-        d_vb = t.mT @ d_u
-        d_k_in = (t.mT @ (d_u @ s.mT)).neg_()
-        d_a = (d_vb @ u.mT).add_(d_k_in @ w.mT).neg_().tril_(-1)
-
-        # G_i enters by exp(G_i - G_j) of pairs of tokens, by exp(G_i) and by exp(G_C - G_i). Terms
-        # with i = j and i = C are left out: they are constant, exp(0), and would cancel only up to
-        # rounding, which costs the digits of a small gradient.
-        pairs = (d_p * p).to(d.dtype).tril_(-1).addcmul_(d_a, a)
-        write = (d_k_out * k_out).sum(-1, dtype=d.dtype)
-        write[..., -1] = 0
-        carried = (r_next * s).sum((-1, -2), dtype=d.dtype)
-        d_total = (d_q_in * q_in).add_(d_k_in * k_in).sum(-1, dtype=d.dtype)
-        d_total += pairs.sum(-1) - pairs.sum(-2) - write
-        d_total[..., -1] += write.sum(-1) + carried * decay[..., 0, 0]
-        d_g = d_total.flip(-1).cumsum(-1).flip(-1)[..., None]
-
-        d_qk = d_p.mul_(d)
-        d_kk = d_a.mul_(d)
-        d_q = (d_q_in * grow).add_(d_qk @ k)
-        d_kb = (d_k_in * grow).add_(d_kk @ k)
-        d_k = (d_k_out * shrink).add_(d_qk.mT @ q).add_(d_kk.mT @ kb)
-        return d_q.to(dtype), d_k.to(dtype), d_kb.to(dtype), d_vb, d_g, r[0].clone()
 
 
 def gdn_chunk(q, k, v, g, beta, state=None, chunk=32):
@@ -1213,6 +1152,13 @@ def gdn_chunk(q, k, v, g, beta, state=None, chunk=32):
     q and k (B, T, H, K) are L2-normed, q is scaled by K**-0.5 too; v and o (B, T, H, V) have their
     dtype, which is float64, float32 or bfloat16. g and beta (B, T, H) and the state (B, H, K, V)
     are float32, or float64; no state means zeros. Chunks of 32 are the fastest on a CPU.
+
+    In chunks of C tokens, with KB = beta K, VB = beta V, G the running sum of g from the chunk's
+    start, and D_ij = exp(G_i - G_j) for i >= j, else 0:
+
+        A = tril(KB K^T * D, -1)     T = (I + A)^-1     U = T VB     W = T (exp(G) KB)
+        new, S from the scan over chunks, which writes by K_out = exp(G_C - G) K
+        O = exp(G) Q S + P new       P = Q K^T * D
     """
     b, t, h, dim_k = q.shape
     if state is None:
@@ -1224,11 +1170,31 @@ def gdn_chunk(q, k, v, g, beta, state=None, chunk=32):
         x = x.unflatten(1, (-1, chunk)).movedim((1, 3), (0, 2))  # (N, B, H, C, dim)
         chunks.append(x.flatten(1, 2))
     q, k, v, g, beta = chunks
+    dtype = v.dtype
     # Autocast would round the inverse and the state to bfloat16.
     with torch.autocast(v.device.type, enabled=False):
-        o, last = GatedDeltaChunks.apply(q, k, beta * k, beta * v, g, state.flatten(0, 1))
+        # float64: after strong decay a difference of float32 sums would have few digits left.
+        total = g.double().cumsum(-2)
+        grow = total.to(g.dtype).exp()
+        shrink = (total[..., -1:, :] - total).to(g.dtype).exp()
+        gap = (total - total.mT).to(g.dtype)  # (N, M, C, C)
+        # Above the diagonal exp would overflow; below it no gap is positive. On it D is constant:
+        # a gradient through exp(G_i - G_i) would cancel only up to rounding.
+        eye = torch.eye(chunk, dtype=g.dtype, device=g.device)
+        d = gap.clamp(max=0).exp().tril(-1) + eye
+        # The solver reads A below its diagonal only. Neumann's product and Newton's iteration
+        # would not do: powers of A grow to NaN when keys are correlated.
+        kb = beta * k
+        a = (kb @ k.mT).to(g.dtype) * d
+        inverse = torch.linalg.solve_triangular(a, eye, upper=False, unitriangular=True).to(dtype)
+        u = inverse @ (beta * v)
+        w = inverse @ (kb * grow).to(dtype)
+        k_out = (k * shrink).to(dtype)
+        states, new = gdn_scan(w, u, k_out, grow[..., -1:, :], state.flatten(0, 1))
+        p = ((q @ k.mT) * d).to(dtype)
+        o = (q * grow).to(dtype) @ states[:-1].to(dtype) + p @ new
     o = o.unflatten(1, (b, h)).movedim((0, 2), (1, 3)).flatten(1, 2)  # (B, N * C, H, V)
-    return o[:, :t], last.view_as(state)
+    return o[:, :t], states[-1].view_as(state)
 
 
 def short_conv(x, weight, doc):
