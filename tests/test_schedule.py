@@ -259,7 +259,8 @@ def test_a_resumed_plan_has_the_phases_of_the_present_settings():
     plan.load_state_dict(old.state_dict())
     assert not plan.is_on("qat") and plan.is_on("warmdown")  # what began stays on, what was switched off does not
     assert plan.begin_phases(3, 0.92) == ["ema"] and plan.is_on("ema")
-    assert (plan.phases["ema"]["start_step"], plan.phases["warmdown"]["steps"], plan.phases["qat"]["steps"]) == (4, 3, 1)
+    assert plan.phases["ema"]["start_step"] == 4
+    assert (plan.phases["warmdown"]["steps"], plan.phases["qat"]["steps"]) == (3, 1)
     old, plan = T.Plan(settings()), T.Plan(settings())
     old.begin_phases(0, 0.7)
     plan.load_state_dict(old.state_dict())
