@@ -28,7 +28,7 @@ def randn(*shape, seed=0):
 
 def pack(tensors, coded=None, table=None, meta=None):
     coded = script.quantize_all(tensors, table) if coded is None else coded
-    return script.pack_artifact(tensors, coded, {"dim": 24}, "ab" * 32, meta or {})[0]
+    return script.pack_artifact(tensors, coded, settings={"dim": 24}, tokenizer_sha256="ab" * 32, meta=meta or {})[0]
 
 
 def read(data, path):
@@ -64,7 +64,7 @@ def check_round_trip(path, drawn):
     tensors, coded = drawn
     data = pack(tensors, coded)
     header, back, again = read(data, path)
-    assert list(back) == list(tensors) and list(again) == list(coded)
+    assert back.keys() == tensors.keys() and list(again) == list(coded)
     for name, w in tensors.items():
         assert back[name].numpy().tobytes() == w.numpy().tobytes()
     for name, part in coded.items():
@@ -169,7 +169,7 @@ def check_sealed(path, data, position, value):
     at = start + position % (len(data) - 32 - start)
     body = data[:at] + bytes([data[at] ^ value]) + data[at + 1 : -32]
     path.write_bytes(body + hashlib.sha256(body).digest())
-    with pytest.raises(script.ArtifactError, match=r"^[^\n]* is damaged \([0-9]+ bytes\)$"):
+    with pytest.raises(script.ArtifactError, match=r"^[^\n]* is damaged$"):
         script.read_artifact(path)
 
 
@@ -210,7 +210,7 @@ def pack_codes(**codes):
 
 def spent(header):
     """Bytes of all streams."""
-    return sum(record["length"] for record in header["streams"])
+    return sum(record["length"] for record in header["streams"].values())
 
 
 def sized(side, octaves, what, seed=0):
@@ -231,8 +231,8 @@ def test_bytes_are_the_entropy_by_row_and_column(tmp_path, side, octaves, what):
     assert np.array_equal(back["w_up"].codes, codes)
     ideal = by_size(codes)
     lanes = script.rans_lanes(codes.size)
-    length = header["streams"][-1]["length"]
-    assert header["streams"][-1]["coder"] == "rans"
+    length = header["streams"]["w_up"]["length"]
+    assert header["streams"]["w_up"]["dtype"] == "<u2"
     assert ideal <= length + 2 * lanes and length <= 1.0015 * ideal + 2 * lanes
     # besides lanes: some 25 tables of at most 63 codes, and a byte at most for each row and column
     assert spent(header) - length <= 4 * lanes + 2 * side + 1500
@@ -252,7 +252,7 @@ def test_rows_of_zeros_leave_rans_the_shortest(tmp_path, share):
     header, _, back = read(data, tmp_path / "a.upar")
     zstd = len(script.zstandard.ZstdCompressor(level=1).compress(codes.tobytes()))
     assert np.array_equal(back["embed"].codes, codes) and zstd < entropy(codes)
-    assert header["streams"][-1]["coder"] == "rans" and len(data) < 0.995 * zstd
+    assert header["streams"]["embed"]["dtype"] == "<u2" and len(data) < 0.995 * zstd
     ideal = sum(entropy(codes[(codes != 0).any(1) == one]) for one in (False, True))
     assert ideal < len(data) < 1.01 * ideal + 1500
 
@@ -263,7 +263,7 @@ def test_rows_that_repeat_leave_zstd_the_shortest(tmp_path):
     codes[100:] = codes[5]
     header, _, back = read(pack_codes(embed=codes), tmp_path / "a.upar")
     assert np.array_equal(back["embed"].codes, codes)
-    assert header["streams"][-1]["coder"] == "zstd" and header["streams"][-1]["length"] < 0.5 * entropy(codes)
+    assert header["streams"]["embed"]["dtype"] == "|i1" and header["streams"]["embed"]["length"] < 0.5 * entropy(codes)
 
 
 def test_tensors_share_their_tables(tmp_path):
@@ -271,7 +271,7 @@ def test_tensors_share_their_tables(tmp_path):
     codes = {f"w_{at}": sized(200, 2, "both", seed=at) for at in range(10)}
     one = read(pack_codes(w_0=codes["w_0"]), tmp_path / "a.upar")[0]
     ten = read(pack_codes(**codes), tmp_path / "b.upar")[0]
-    lengths = {record["name"]: record["length"] for record in ten["streams"]}
-    first = {record["name"]: record["length"] for record in one["streams"]}
+    lengths = {name: record["length"] for name, record in ten["streams"].items()}
+    first = {name: record["length"] for name, record in one["streams"].items()}
     assert lengths["tables"] < 1.5 * first["tables"] and lengths["sizes"] > 5 * first["sizes"]
     assert lengths["w_0"] == pytest.approx(first["w_0"], rel=5e-3)

@@ -50,7 +50,7 @@ def kind(request):
     table = {"matrix": {"bits": 6, "clip_sigmas": clip_sigmas}}
     coded = script.quantize_all(tensors, table)
     begin, begin_cpu = time.perf_counter(), time.process_time()
-    data, sizes = script.pack_artifact(tensors, coded, {}, "", {})
+    data, sizes = script.pack_artifact(tensors, coded)
     return (request.param, tensors, coded, data, sizes,
             (time.perf_counter() - begin, time.process_time() - begin_cpu))
 
@@ -87,7 +87,7 @@ def test_part_of_it_is_smaller_than_by_zstd(kind):
     """One of the ten layers, by zstd at its strongest; all of it, and lzma and brotli: see below."""
     _, tensors, coded, *_ = kind
     part = dict(list(coded.items())[:6])
-    data, _ = script.pack_artifact({name: tensors[name] for name in part}, part, {}, "", {})
+    data, _ = script.pack_artifact({name: tensors[name] for name in part}, part)
     raw = np.concatenate([codes.ravel() for codes in codes_of(part)]).tobytes()
     assert len(data) < 0.996 * len(zstandard.ZstdCompressor(level=22).compress(raw))
 
