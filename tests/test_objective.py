@@ -883,7 +883,7 @@ def test_the_divergence_is_0_at_first_and_grows(M, reference, monkeypatch):
     kls = [own.train_step(QUERIES, lengths_score, step)["kl"] for step in range(3)]
     assert kls[0] == 0 and 1e-6 < kls[1] < kls[2]
     if reference == "base":
-        assert all("lora" in name for name in own.optimizers.names.values())
+        assert all("lora" in name for name in own.optimizers.params.values())
 
 
 @each_script
