@@ -525,16 +525,16 @@ def test_resume_takes_the_stored_settings_and_lists_those_changed(place, straigh
     """By path, from another folder of runs; the checkpoint that it starts from is not written again."""
     folder = copied(place, stopped, "changed")
     here = {**UNSET, "OUT_DIR": None, "RESUME": folder}
-    place.run("elsewhere", **{**here, "MATRIX_LR": 0.01, "VAL_LOSS_EVERY": 9})
+    place.run("elsewhere", **{**here, "MATRIX_LR": 0.01, "SAVE_EVERY": 3})
     event, = place.result("changed")["events"]
-    assert event["changed"] == {"matrix_lr": 0.01, "val_loss_every": 9}
+    assert event["changed"] == {"matrix_lr": 0.01, "save_every": "3"}
     assert "event: resume step:6 ranks:1 changed:{" in place.log("changed")
-    expected = {**place.result(straight)["settings"], "matrix_lr": 0.01, "val_loss_every": 9,
+    expected = {**place.result(straight)["settings"], "matrix_lr": 0.01, "save_every": "3",
                 "resume": str(folder), "out_dir": str(place.folder / "stopped")}
     assert place.result("changed")["settings"] == expected
     assert place.artifact("changed") != place.artifact(straight)
     saves = place.log("changed").split("event: resume")[1]
-    assert re.findall(r"^step:(\d+) saved", saves, re.M) == ["8", "12", "16"]
+    assert re.findall(r"^step:(\d+) saved", saves, re.M) == ["9", "12", "15", "16"]  # not 6 again
 
 
 def test_the_clock_goes_on_from_where_it_stood(place):
