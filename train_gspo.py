@@ -976,6 +976,15 @@ gdn_scan = torch.ops.underpar.gdn_scan.default
 gdn_scan_adjoint = torch.ops.underpar.gdn_scan_adjoint.default
 
 
+def split_chunks(x, chunk):
+    """Return x (B, T, H, D) in chunks of tokens, (N, B * H, chunk, D); zeros fill the last one.
+
+    A padded token has k = 0, v = 0 and g = 0: it leaves the state as it is.
+    """
+    x = F.pad(x, (0, 0, 0, 0, 0, -x.size(1) % chunk))
+    return x.unflatten(1, (-1, chunk)).movedim((1, 3), (0, 2)).flatten(1, 2)
+
+
 def gdn_chunk(q, k, v, g, beta, state=None, chunk=32):
     """Return Gated DeltaNet's outputs o and last state, by matrix products over chunks of tokens.
 
@@ -996,16 +1005,11 @@ def gdn_chunk(q, k, v, g, beta, state=None, chunk=32):
         O = exp(G) Q S + P new       P = Q K^T * D
     """
     b, t, h, dim_k = q.shape
+    dtype = v.dtype
     if state is None:
         state = g.new_zeros(b, h, dim_k, v.size(-1))
-    chunks = []
-    for x in (q, k, v, g[..., None], beta[..., None].to(v.dtype)):
-        if t % chunk:  # a padded token has k = 0, v = 0 and g = 0: it leaves the state as it is
-            x = F.pad(x, (0, 0, 0, 0, 0, -t % chunk))
-        x = x.unflatten(1, (-1, chunk)).movedim((1, 3), (0, 2))  # (N, B, H, C, dim)
-        chunks.append(x.flatten(1, 2))
-    q, k, v, g, beta = chunks
-    dtype = v.dtype
+    inputs = (q, k, v, g[..., None], beta[..., None].to(dtype))
+    q, k, v, g, beta = (split_chunks(x, chunk) for x in inputs)
     # Autocast would round the inverse and the state to bfloat16.
     with torch.autocast(v.device.type, enabled=False):
         # float64: after strong decay a difference of float32 sums would have few digits left.
