@@ -510,8 +510,7 @@ def flops_per_token(network: torch.nn.Module, seq_len: int) -> Counter:
         network(ids)
     products = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
     parts = Counter({"products with weights": 3 * products / seq_len})
-    for index in network.mixer_of_layer:
-        mixer = network.mixers[index]
+    for _, mixer in network.layers:
         width = mixer.heads * mixer.head_dim
         if window := getattr(mixer, "window", 0):
             keys = sum(min(position, window) for position in range(1, seq_len + 1)) / seq_len
@@ -593,8 +592,8 @@ def count_parameters(model: torch.nn.Module) -> int:
 def make_generators(settings: SimpleNamespace, batch: int, new: int) -> dict[str, Callable]:
     """Return functions that sample `new` tokens after each of `batch` prompts of 16 tokens.
 
-    One is ours, one transformers', with models of one shape. Each returns ids (batch, new), drawn
-    from the whole distribution at temperature 1; no token ends a text.
+    They are ours, plain and compiled, and transformers', with models of one shape. Each returns ids
+    (batch, new), drawn from the whole distribution at temperature 1; no token ends a text.
     """
     transformers = load_library("transformers")
     if transformers is None:
@@ -621,7 +620,8 @@ def make_generators(settings: SimpleNamespace, batch: int, new: int) -> dict[str
     prompts = torch.randint(2, settings.vocab_size, (batch, 16))
     streams = [(row,) for row in range(batch)]
 
-    def ours() -> torch.Tensor:
+    def ours(compiled: bool) -> torch.Tensor:
+        network.compiled = compiled
         samples = sample.generate(
             network, prompts.tolist(), 1, new, 1.0, 0, 1.0, streams, frozenset()
         )
@@ -640,7 +640,11 @@ def make_generators(settings: SimpleNamespace, batch: int, new: int) -> dict[str
         )
         return ids[:, 16:]
 
-    return {"ours": ours, f"transformers {transformers.__version__}": theirs}
+    return {
+        "ours": functools.partial(ours, False),
+        "ours, compiled": functools.partial(ours, True),
+        f"transformers {transformers.__version__}": theirs,
+    }
 
 
 def policy_speed(rounds: int) -> dict[str, list[float]]:
@@ -707,9 +711,11 @@ def bench_rl(args: argparse.Namespace) -> list[str]:
     torch.manual_seed(0)
     generators = make_generators(settings, args.batch, args.new)
     speeds = generation_speed(generators, args.batch, args.new, args.rounds)
-    ours, theirs = speeds.values()
-    ratio = statistics.median(ours) / statistics.median(theirs)
-    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+    *ours, theirs = speeds.values()
+    ratios = {
+        name: statistics.median(values) / statistics.median(theirs)
+        for name, values in zip(speeds, ours, strict=False)
+    }
     speeds |= policy_speed(args.rounds)
     about = script.describe_machine(script.Runtime(0, 1, torch.device("cpu"), False))
     scripts = ("sample.py", "train_grpo.py")
@@ -718,16 +724,15 @@ def bench_rl(args: argparse.Namespace) -> list[str]:
     for name, values in speeds.items():
         figures = (statistics.median(values), min(values), max(values))
         rows.append([name, *(f"{figure:,.0f}" for figure in figures)])
-    by_round = ", ".join(f"{value:.2f}" for value in ratios)
+    listed = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
     notes = (
         f"Generation: {args.new} tokens after each of {args.batch} prompts of 16, {args.layers} "
-        f"layers x {args.dim}, {settings.vocab_size} tokens, {args.rounds} rounds in turn; ours / "
-        f"transformers' = {ratio:.2f} (rounds: {by_round}). rollout, update: tokens of responses "
-        "in train_grpo.py's default step, rewards included."
+        f"layers x {args.dim}, {settings.vocab_size} tokens, {args.rounds} rounds in turn. Times "
+        f"transformers' speed: {listed}. rollout, update: tokens of responses in train_grpo.py's "
+        "default step, rewards included."
     )
     figures = {
         "tokens_per_second": speeds,
-        "ratio": ratio,
         "ratios": ratios,
         "shape": {key: vars(args)[key] for key in ("layers", "dim", "batch", "new")},
     }

@@ -217,15 +217,12 @@ def precision_part(suite: Suite) -> list[dict]:
     """
     script = suite.script
 
-    class Float32GPT(script.GPT):
-        def embedded(self, *inputs: torch.Tensor) -> torch.Tensor:
-            return super().embedded(*inputs).float()
-
     records = []
     for name in SHAPES:
         settings, network = make_network(suite, name, script)
-        wide = Float32GPT(network.config)
+        wide = script.GPT(network.config)
         wide.load_state_dict(network.state_dict())
+        wide.dtype = torch.float32
         ids = torch.randint(2, 1024, (1, min(512, settings.train_seq_len)))
         exact = network.double()(ids, ids).detach()
         network.float().to(suite.device)
