@@ -534,7 +534,7 @@ def test_headers_that_lie_are_refused(small, damage_message, tmp_path, change, m
 
 
 def test_a_word_that_only_the_last_states_tell_is_refused(tmp_path, damage_message):
-    """The last word of the last tensor, changed under right sums: as many words are read, and the lanes end elsewhere."""
+    """The last word of the last tensor is changed: as many words are read, and the lanes end elsewhere."""
     write(tmp_path / "a.bin", sized_model())
     data = (tmp_path / "a.bin").read_bytes()
     header, start = header_of(data)
