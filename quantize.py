@@ -13,7 +13,6 @@ quantization's default to the checkpoint's. Sections between `# === shared:` fen
 
 import argparse
 import collections
-import concurrent.futures
 import contextlib
 import difflib
 import functools
@@ -33,8 +32,8 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import Field, dataclass, field, fields
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal, get_args
@@ -50,16 +49,11 @@ from tiktoken.load import load_tiktoken_bpe, read_file_cached
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-try:  # optional: progress bars
-    from tqdm import tqdm
-except ImportError:
-    tqdm = None
-
 
 # === shared: bounds ===
-def bounded(default: float, low: float, high: float):
+def bounded(default, low, high=math.inf):
     """Return a setting with a lowest and a highest value. A setting without has a lowest of 0."""
-    return field(default=default, metadata={"low": low, "high": high})
+    return field(default=default, metadata={"bounds": (low, high)})
 
 
 # === end: bounds ===
@@ -75,17 +69,14 @@ class Settings:
     seed: int = 1337  # of every random draw
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a device
     matrix_bits: int = bounded(6, 2, 8)  # bits of a matrix code, up to 2**(bits-1) - 1
-    # weights of a matrix that share a delta's scale; -1: a row, 0: the matrix
+    # weights of a matrix that share a scale of a delta; -1: a row, 0: the matrix
     delta_group: int = bounded(128, -1, 1 << 20)
-    delta_scale_bits: int = bounded(32, 16, 32)  # of a scale of bitdelta: 32 or 16
-    # of what a delta holds whole, all but matrices: 16 or 32 (as they are)
-    delta_keep_bits: int = bounded(16, 16, 32)
-    delta_bits: int = bounded(4, 1, 8)  # of a code of deltaquant, 1 to 8
-    # what has its own in deltaquant; group: DELTA_GROUP weights
+    delta_scale_bits: Literal["16", "32"] = "32"  # of a scale of bitdelta
+    delta_bits: int = bounded(4, 1, 8)  # of a code of deltaquant
+    # what has a scale of its own in deltaquant; group: DELTA_GROUP weights
     delta_step: Literal["tensor", "row", "group"] = "row"
     distill_steps: int = 100  # of bitdelta's scales against the tuned model's logits; 0: none
     distill_lr: float = 0.1  # AdamW, on scales in units of their matrix's mean, to 0 by a cosine
-    distill_batch_tokens: int = 0  # a step; 0: four windows of the model's TRAIN_SEQ_LEN
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -96,12 +87,14 @@ class UserError(Exception):
     """A mistake of the user. It is printed as one line, and the exit code is 2."""
 
 
-# Settings of older versions. In the environment they are errors, not ignored in silence.
-REMOVED_SETTINGS = (
+# Settings of older versions and of other projects that have no counterpart here. In the environment
+# they are errors, not ignored in silence.
+ABSENT_SETTINGS = (
     "ADAM_WD",
     "BIO_EVENTS",
     "BIO_THRESHOLD",
     "DETERMINISTIC",
+    "DROPOUT",
     "DRY_RUN",
     "EMA_MEMORY_FRAC",
     "EMA_START_FRAC",
@@ -110,6 +103,7 @@ REMOVED_SETTINGS = (
     "GDN_NEG_EIGVAL",
     "HANG_SECONDS",
     "KEEP",
+    "LOG_INTERVAL",
     "MATRIX_CLIP_SIGMAS",
     "MATRIX_STEP",
     "MUON_MOMENTUM_WARMUP_FRAC",
@@ -121,18 +115,19 @@ REMOVED_SETTINGS = (
     "SPIKE_NATS",
     "SPIKE_POLICY",
     "SWA_START_FRAC",
+    "TTT_ENABLED",
     "UNET_SKIPS",
+    "XSA_LAST_N",
 )
 
 # Names that nanoGPT, modded-nanogpt, Parameter Golf and TRL use, and the settings that do the
-# same job here; "" means that this project has no such feature.
+# same job here.
 ALIASES = {
     "BATCH_SIZE": "TRAIN_BATCH_TOKENS",
     "BETA": "KL_BETA",
     "BLOCK_SIZE": "TRAIN_SEQ_LEN",
     "DATASET": "DATA_PATH",
     "DECAY_LR": "LR_SCHEDULE",
-    "DROPOUT": "",
     "EMA_DECAY": "EMA",
     "EMA_ENABLED": "EMA",
     "EMBED_LR": "TIED_EMBED_LR",
@@ -142,7 +137,6 @@ ALIASES = {
     "GRAD_CLIP": "GRAD_CLIP_NORM",
     "LATE_QAT": "QAT",
     "LEARNING_RATE": "MATRIX_LR",
-    "LOG_INTERVAL": "",
     "LORA_R": "LORA_RANK",
     "LOSS_TYPE": "REDUCTION",
     "LR": "LEARNING_RATE",
@@ -164,11 +158,9 @@ ALIASES = {
     "QAT_ENABLED": "QAT",
     "SEQ_LEN": "TRAIN_SEQ_LEN",
     "SWA_ENABLED": "SWA",
-    "TTT_ENABLED": "",
     "VAL_BATCH_SIZE": "MICRO_BATCH_TOKENS",
     "WARMUP_ITERS": "WARMUP_FRAC",
     "WEIGHT_DECAY": "MUON_WD",
-    "XSA_LAST_N": "",
 }
 
 # Settings of Parameter Golf that are constants here: (constant, its value). That value is accepted,
@@ -192,102 +184,105 @@ RETIRED_SETTINGS = {
 }
 
 
-def parse_setting(setting: Field, text: str) -> int | float | bool | str:
-    """Return the value of a setting written as text. Raises UserError if the type is wrong."""
-    name = setting.name.upper()
-    if setting.type is bool:
-        if text not in ("0", "1"):
-            raise UserError(f"{name}={text!r}: must be 0 or 1")
+NUMBER_NAMES = {int: "a whole number", float: "a number"}
+
+
+def parse_setting(setting, text):
+    """Return the value of a setting written as text; text of a wrong type, for check_settings."""
+    if setting.type is bool and text in ("0", "1"):
         return text == "1"
-    if setting.type is int or setting.type is float:
-        try:
+    if setting.type in NUMBER_NAMES:
+        with contextlib.suppress(ValueError):
             return setting.type(text)
-        except ValueError:
-            kind = "a whole number" if setting.type is int else "a number"
-            raise UserError(f"{name}={text!r}: must be {kind}") from None
     return text
 
 
-def check_settings(settings) -> None:
+def check_settings(settings):
     """Check type, choice and range of every field of a settings dataclass. Raises UserError."""
     for setting in fields(settings):
         value = getattr(settings, setting.name)
-        prefix = f"{setting.name.upper()}={value!r}: must be"
-        choices = get_args(setting.type)
+        kind = setting.type
+        choices = get_args(kind)
         if choices:
-            if value not in choices:
-                raise UserError(f"{prefix} one of {', '.join(choices)}")
-        elif setting.type is int or setting.type is float:
-            is_number = isinstance(value, int | setting.type) and not isinstance(value, bool)
-            if not is_number:
-                raise UserError(f"{prefix} of type {setting.type.__name__}")
-            low = setting.metadata.get("low", 0)
-            high = setting.metadata.get("high", math.inf)
-            if not (low <= value <= high and math.isfinite(value)):
-                raise UserError(f"{prefix} from {low} to {high}")
-        elif not isinstance(value, setting.type):
-            raise UserError(f"{prefix} of type {setting.type.__name__}")
+            is_allowed = value in choices
+            allowed = f"one of {', '.join(choices)}"
+        elif kind is bool:
+            is_allowed = isinstance(value, bool)
+            allowed = "0 or 1 (in a program a bool)"
+        elif kind is str:
+            is_allowed = isinstance(value, str)
+            allowed = "a string"
+        else:
+            low, high = setting.metadata.get("bounds", (0, math.inf))
+            # An int may stand for a float, but True for no number; a NaN is in no range.
+            is_allowed = type(value) in (int, kind) and low <= value <= high and value < math.inf
+            allowed = f"{NUMBER_NAMES[kind]} from {low} to {high}"
+        if not is_allowed:
+            raise UserError(f"{setting.name.upper()}={value!r}: must be {allowed}")
 
 
-def sibling_settings() -> set[str]:
+def sibling_settings():
     """Return the names of all settings of the scripts in this script's folder."""
-    names = set()
-    for path in Path(__file__).resolve().parent.glob("*.py"):
+    names = []
+    for path in Path(__file__).parent.glob("*.py"):
         _, _, rest = path.read_text(encoding="utf-8").partition("\nclass Settings:\n")
-        names.update(re.findall(r"^    ([a-z]\w*): ", rest.partition("\n\n\n")[0], re.MULTILINE))
-    return {name.upper() for name in names}
+        names += re.findall(r"\n    (\w+): ", rest.partition("\n\n\n")[0].upper())
+    return names
 
 
-def check_unknown_name(name: str, text: str, names: Iterable[str], hint: str) -> None:
+def check_name(name, text, names):
     """Raise UserError for a name that is no setting, with the setting that was probably meant.
 
-    A retired setting with the value of its constant is accepted. `hint` ends the message.
+    A retired setting with the value of its constant is accepted.
     """
     message = f"{name}={text!r}: no setting of this script"
+    meant = name
+    while meant in ALIASES and meant not in names:
+        meant = ALIASES[meant]
+    close_names = difflib.get_close_matches(meant, names, 1)
     if name in RETIRED_SETTINGS:
         constant, value = RETIRED_SETTINGS[name]
         with contextlib.suppress(ValueError):
             if float(text) == value:
                 return
-        raise UserError(f"{message}, which has the constant {constant} = {value}; {hint}")
-    meant = name
-    while meant in ALIASES and meant not in names:
-        meant = ALIASES[meant]
-    if meant != name and meant in names:
-        raise UserError(f"{message}, which calls it {meant}; {hint}")
-    close_names = difflib.get_close_matches(name, names, 1)
-    if close_names:
-        raise UserError(f"{message}; did you mean {close_names[0]}? {hint}")
-    raise UserError(f"{message}; {hint}")
+        message += f", which has the constant {constant} = {value}"
+    elif close_names:
+        message += f"; did you mean {close_names[0]}?"
+    raise UserError(
+        f"{message} (--help lists the settings; IGNORE_ENV={name} ignores it in the environment)"
+    )
 
 
-def check_environment(environ: dict[str, str], names: Iterable[str]) -> None:
-    """Raise UserError for an environment variable that looks meant as a setting but is none here:
-    a near miss, a name that other projects use, or a setting of another script in this folder.
+def read_environment(environ, names):
+    """Return the environment variables that are settings, and those that look meant as settings but
+    are none here: near misses, names that other projects use, settings of the scripts beside this.
     """
-    ignored = environ.get("IGNORE_ENV", "").replace(" ", "").split(",")
-    known = {*ALIASES, *RETIRED_SETTINGS, *REMOVED_SETTINGS, *sibling_settings()}
-    for name in sorted(set(environ) - set(names) - {*ignored, "CONFIG", "IGNORE_ENV"}):
-        if name in known or difflib.get_close_matches(name, names, 1, 0.85):
-            check_unknown_name(name, environ[name], names, f"IGNORE_ENV={name} ignores it")
+    known = {*names, *ALIASES, *ABSENT_SETTINGS, *RETIRED_SETTINGS, *sibling_settings(), "CONFIG"}
+    ignored = environ.get("IGNORE_ENV", "").replace(",", " ").split()
+    return {
+        name: environ[name]
+        for name in environ.keys() - ignored
+        if name in known or difflib.get_close_matches(name, names, 1, 0.85)
+    }
 
 
-def read_config(path: str) -> dict[str, str]:
+def read_config(path):
     """Return the NAME=value lines of a config file; `#` begins a comment. Raises UserError."""
     if not Path(path).is_file():
         raise UserError(f"CONFIG={path!r}: no such file")
-    config = {}
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
-        line = line.split("#", 1)[0].strip()
-        name, equals, value = line.partition("=")
-        if line and not equals:
-            raise UserError(f"{path}:{number}: {line!r} is not NAME=value")
-        if line:
-            config[name.strip()] = value.strip().strip("'\"")
-    return config
+    given = {}
+    for line in Path(path).read_text(encoding="utf-8").splitlines():
+        name, equals, value = line.partition("#")[0].partition("=")
+        if equals:
+            given[name.strip()] = value.strip().strip("'\"")
+        elif name.strip():
+            raise UserError(f"{path}: {line!r} is not NAME=value")
+    if "CONFIG" in given:
+        raise UserError(f"{path}: CONFIG cannot stand in a config file")
+    return given
 
 
-def read_arguments(arguments: Sequence[str]) -> dict[str, str]:
+def read_arguments(arguments):
     """Return the settings of a command line: configs/x.env, NAME=value or --name=value."""
     given = {}
     for argument in arguments:
@@ -301,55 +296,42 @@ def read_arguments(arguments: Sequence[str]) -> dict[str, str]:
     return given
 
 
-def print_help(cls: type) -> None:
+def print_help(cls):
     """Print the script's docstring, its arguments and its settings, as they stand in the source."""
-    _, _, body = inspect.getsource(cls).partition('"""\n\n')
-    lines = body.partition("\n    def ")[0]
-    print(sys.modules[cls.__module__].__doc__)
+    print(inspect.getmodule(cls).__doc__)
     print("Arguments: a config file (configs/x.env), NAME=value or --name=value.\n\nSettings:")
-    print(lines)
+    print(inspect.getsource(cls))
 
 
-def load_settings(
-    cls: type,
-    environ: dict[str, str],
-    arguments: Sequence[str] = (),
-    presets: dict | None = None,
-    stored: Callable[[dict[str, str]], tuple[dict, dict]] | None = None,
-):
+def load_settings(cls, environ, arguments=(), presets=(), stored=None):
     """Return the settings of dataclass `cls`: defaults < CONFIG file < environment < arguments.
 
     presets: NAME of a setting -> choice -> values of other settings. Values given in the same place
     override them, so a preset chosen in the environment overrides the file. stored: function of the
-    given texts that returns defaults and overrides, two dicts (see stored_settings).
-    Raises UserError: a wrong value, or a name that is no setting (see check_unknown_name).
+    given texts (NAME -> text) that returns the values of another run, which replace the defaults.
+    Raises UserError: a wrong value, or a name that is no setting (see check_name).
     """
     if "--help" in arguments or "-h" in arguments:
         print_help(cls)
-        sys.exit(0)
+        sys.exit()
     settings = {setting.name.upper(): setting for setting in fields(cls)}
-    typed = read_arguments(arguments)
-    path = typed.get("CONFIG", environ.get("CONFIG", ""))
+    above = {**read_environment(environ, settings), **read_arguments(arguments)}
+    path = above.get("CONFIG")
     config = read_config(path) if path else {}
-    if "CONFIG" in config:
-        raise UserError(f"{path}: CONFIG cannot stand in a config file")
-    check_environment(environ, settings)
-    for name, text in {**config, **typed}.items():
-        if name not in settings:
-            check_unknown_name(name, text, settings, "--help lists the settings")
+    given = {**config, **above}
+    for name in sorted(given.keys() - {*settings, "CONFIG"}):
+        check_name(name, given[name], settings)
 
-    values, overrides = stored({**config, **environ, **typed}) if stored else ({}, {})
-    top = {**environ, **typed}
-    for texts in (config, top):
-        for name, choices in (presets or {}).items():
-            # A preset in the file has no effect if the environment or an argument sets another.
-            if name in texts and (texts is top or name not in top):
-                values = {**values, **choices.get(texts[name], {})}
+    values = stored(given) if stored else {}
+    for texts in (config, above):
+        for name in presets:
+            if name in texts:
+                # A choice in the file has no effect if the environment or an argument has another.
+                values.update(presets[name].get(given[name], {}))
         for name, setting in settings.items():
             if name in texts:
                 values[setting.name] = parse_setting(setting, texts[name])
-    values = {**values, **overrides}
-    return cls(**{name: value for name, value in values.items() if name.upper() in settings})
+    return cls(**{name: values[name] for name in values if name.upper() in settings})
 
 
 # === end: settings ===
@@ -365,7 +347,7 @@ class Runtime:
     device: torch.device
     distributed: bool
 
-    def sum(self, tensor: Tensor) -> Tensor:
+    def sum(self, tensor):
         """Sum a tensor over all ranks, in place, and return it."""
         if self.distributed:
             dist.all_reduce(tensor)
@@ -385,24 +367,21 @@ class Runtime:
             dist.destroy_process_group()
 
 
-def hidden_gpus() -> bool:
+def hidden_gpus():
     """Return whether nvidia-smi lists GPUs, for the case that PyTorch sees none of them."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not shutil.which("nvidia-smi"):
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return False
-    return subprocess.run(["nvidia-smi", "-L"], capture_output=True).stdout.startswith(b"GPU")
+    return subprocess.getoutput("nvidia-smi -L").startswith("GPU")
 
 
-def start_runtime(device: str) -> Runtime:
+def start_runtime(device):
     """Join the process group that torchrun describes (NCCL or gloo), or be a single process."""
-    has_cuda = torch.cuda.is_available()
-    if device == "cuda" and not has_cuda:
-        raise UserError("DEVICE='cuda': PyTorch sees no CUDA device; DEVICE=cpu runs without one")
-    if device == "auto" and not has_cuda and hidden_gpus():
+    use_cuda = device != "cpu" and torch.cuda.is_available()
+    if not use_cuda and (device == "cuda" or (device == "auto" and hidden_gpus())):
         raise UserError(
-            "DEVICE='auto': nvidia-smi lists GPUs but PyTorch sees none; install PyTorch's CUDA "
-            "build or a newer driver, or set DEVICE=cpu"
+            f"DEVICE={device!r}: PyTorch sees no GPU of this machine; install its CUDA build or a "
+            "newer driver, or set DEVICE=cpu"
         )
-    use_cuda = has_cuda and device != "cpu"
     place = torch.device("cpu")
     if use_cuda:
         place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -417,7 +396,7 @@ def start_runtime(device: str) -> Runtime:
     return Runtime(dist.get_rank(), dist.get_world_size(), place, True)
 
 
-def exit_code(main: Callable[[], int]) -> int:
+def exit_code(main):
     """Run `main` and return its exit code: 2 for a UserError, 1 for other faults of one line."""
     rank = int(os.environ.get("RANK", 0))
     try:
@@ -425,10 +404,7 @@ def exit_code(main: Callable[[], int]) -> int:
     except (UserError, FloatingPointError, OSError, torch.OutOfMemoryError) as error:
         if rank:
             time.sleep(5)  # torchrun ends this rank first if rank 0 reports the same error
-        message = str(error).splitlines()[0]
-        if isinstance(error, torch.OutOfMemoryError):
-            message = f"set MICRO_BATCH_TOKENS lower: {message}"
-        sys.stderr.write(f"error: {message}\n")
+        sys.stderr.write(f"error: {str(error).splitlines()[0]}\n")
         return 2 if isinstance(error, UserError) else 1
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
@@ -438,9 +414,9 @@ def exit_code(main: Callable[[], int]) -> int:
         os._exit(1)  # an ordinary exit would wait for the lost rank
 
 
-def replace_file(path: str | Path, data: bytes):
+def replace_file(path, data):
     """Write a file beside `path` and rename it: `path` always holds the old or the new bytes."""
-    part = Path(path).with_name(Path(path).name + ".part")
+    part = f"{path}.part"
     with open(part, "wb") as file:
         file.write(data)
         file.flush()
@@ -448,14 +424,13 @@ def replace_file(path: str | Path, data: bytes):
     os.replace(part, path)
 
 
-def describe_machine(runtime: Runtime) -> dict:
+def describe_machine(runtime):
     """Return commit (`+`: with changes), hardware, versions and peak memory, for the result."""
-    command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
-    folder = Path(__file__).resolve().parent
-    commit = "unknown"
-    if shutil.which("git"):
-        git = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-        commit = git.stdout.strip() or commit
+    command = "git describe --always --abbrev=40 --exclude='*' --dirty=+"
+    # Run by a shell, so that a missing git is no error: its output is empty.
+    git = subprocess.run(
+        command, shell=True, cwd=Path(__file__).parent, capture_output=True, text=True
+    )
     if runtime.device.type == "cuda":
         hardware = torch.cuda.get_device_name()
         peak_bytes = torch.cuda.max_memory_allocated()
@@ -464,39 +439,33 @@ def describe_machine(runtime: Runtime) -> dict:
         unit = 1 if sys.platform == "darwin" else 1024
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return {
-        "commit": commit,
+        "commit": git.stdout.strip() or "unknown",
         "hardware": f"{runtime.world_size} x {hardware}",
         "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
         "peak_memory_mib": peak_bytes / 2**20,
     }
 
 
-def list_checkpoints(run: Path) -> list[Path]:
+def list_checkpoints(run):
     """Return the checkpoints in a run's folder, whole or not, the newest first."""
     folders = [path for path in run.glob("step_*") if re.fullmatch(r"step_\d+(\.part)?", path.name)]
-    return sorted(folders, key=lambda path: (int(path.stem[5:]), path.name), reverse=True)
+    return sorted(folders, key=lambda path: int(path.stem[5:]), reverse=True)
 
 
-def checkpoint_fault(folder: Path, files: Sequence[str]) -> str:
+def checkpoint_fault(folder, files):
     """Return what is wrong with a checkpoint that must have `files`, or "" if it is whole."""
     if folder.suffix == ".part":
         return "half-written"
     try:
         lines = (folder / "SHA256SUMS").read_text().splitlines()
-        sums = {}
-        for line in lines:
-            digest, name = line.split("  ")
-            sums[name] = digest
-        names = {*files, *sums}
-        wrong = [name for name in sorted(names) if sums.get(name) != sha256_file(folder / name)]
+        names = {*files, *(line.partition("  ")[2] for line in lines)}
+        wrong = [name for name in names if f"{sha256_file(folder / name)}  {name}" not in lines]
     except (OSError, ValueError) as error:
         return str(error)
-    return ", ".join(wrong)
+    return ", ".join(sorted(wrong))
 
 
-def newest_checkpoint(
-    folders: Sequence[Path], files: Sequence[str] = ("meta.json", "model.pt", "training.pt")
-) -> tuple[Path | None, list[str]]:
+def newest_checkpoint(folders, files=("meta.json", "model.pt", "training.pt")):
     """Return the first whole checkpoint of `folders`, or None, and a line on each damaged one."""
     faults = []
     for folder in folders:
@@ -513,51 +482,44 @@ def newest_checkpoint(
 # === shared: tokenizer ===
 ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 
-# OpenAI's encodings split a text by one of these regular expressions and merge bytes within the
-# parts only. They are copied from tiktoken_ext/openai_public.py: a rank file does not have them.
-R50K_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-CL100K_SPLIT = (
-    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
-    r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
-)
-O200K_SPLIT = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 RANK_FILES = "https://openaipublic.blob.core.windows.net/encodings"
 
 
-@dataclass(frozen=True)
+@dataclass
 class PublishedEncoding:
-    """One of OpenAI's encodings: the hash of its rank file, and what that file does not contain."""
+    """One of OpenAI's encodings: the hash of its rank file, and what that file does not contain.
+
+    The regular expressions are copied from tiktoken_ext/openai_public.py. They split a text into
+    the parts within which bytes are merged.
+    """
 
     sha256: str
-    split: str  # regular expression, see above
+    split: str  # regular expression
     end_of_text: int  # id of <|endoftext|>, which begins every document here
     vocab_size: int  # with all special tokens and unused ids
 
 
-GPT2 = PublishedEncoding(
-    "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930", R50K_SPLIT, 50256, 50257
-)
 ENCODINGS = {
-    "gpt2": GPT2,
-    "r50k_base": GPT2,
-    "p50k_base": PublishedEncoding(
-        "94b5ca7dff4d00767bc256fdd1b27e5b17361d7b8a5f968547f9f23eb70d2069", R50K_SPLIT, 50256, 50281
+    "gpt2": PublishedEncoding(
+        "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930",
+        r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
+        50256,
+        50257,
     ),
     "cl100k_base": PublishedEncoding(
         "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7",
-        CL100K_SPLIT,
+        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
+        r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s",
         100257,
         100277,
     ),
     "o200k_base": PublishedEncoding(
         "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d",
-        O200K_SPLIT,
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
         199999,
         200019,
     ),
@@ -584,7 +546,7 @@ class Tokenizer:
     def __post_init__(self):
         self.sha256 = hashlib.sha256(self.content).hexdigest()
         self.vocab_size = len(self.pieces)
-        self.byte_counts = np.array(list(map(len, self.pieces)))  # (V,) int64
+        self.byte_counts = np.fromiter(map(len, self.pieces), int)  # (V,) int64
         self.boundary = self.byte_counts == 0  # (V,) bool
         self.drops_space = np.broadcast_to(self.drops_space, self.vocab_size)
 
@@ -597,41 +559,39 @@ def load_tokenizer(path):
     name = path.name.removesuffix(".tiktoken")
     if name == "bytes":
         return byte_tokenizer()
-    if name in ENCODINGS:
-        return tiktoken_tokenizer(path, name)
-    return sentencepiece_tokenizer(path)
+    try:
+        if name in ENCODINGS:
+            return tiktoken_tokenizer(path, name)
+        return sentencepiece_tokenizer(path)
+    except (OSError, ValueError, RuntimeError) as error:  # missing, damaged or without BOS
+        raise UserError(
+            f"tokenizer {path}: {error}; must be a SentencePiece model with a BOS token, bytes, or "
+            f"NAME or NAME.tiktoken of {[*ENCODINGS]}"
+        ) from error
 
 
 def byte_tokenizer():
     """Return the built-in tokenizer: pad, BOS, EOS and unknown, then 256 bytes, then 4 roles."""
     pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4
-    roles = {role: 260 + i for i, role in enumerate(ROLE_TOKENS)}
     return Tokenizer(
         "bytes",
         b"underpar bytes 264",
         1,
         pieces,
         lambda text: [4 + byte for byte in text.encode()],
-        roles,
+        {role: 260 + i for i, role in enumerate(ROLE_TOKENS)},
     )
 
 
 def tiktoken_tokenizer(path, name):
-    """Return the encoding NAME, from its rank file NAME.tiktoken or from OpenAI's server.
-
-    Raises UserError if the file is missing or damaged.
-    """
+    """Return the encoding NAME, from its rank file NAME.tiktoken or from OpenAI's server."""
     published = ENCODINGS[name]
     source = str(path)
     if not path.suffix:
         source = f"{RANK_FILES}/{name.replace('gpt2', 'r50k_base')}.tiktoken"
-    try:
-        # Both look into tiktoken's cache first and compare the hash.
-        content = read_file_cached(source, published.sha256)
-        ranks = load_tiktoken_bpe(source, published.sha256)
-    except (OSError, ValueError) as error:
-        raise UserError(f"tokenizer {path}: {error}; {name}.tiktoken may be given") from error
-
+    # Both look into tiktoken's cache first and raise ValueError if the hash is another.
+    content = read_file_cached(source, published.sha256)
+    ranks = load_tiktoken_bpe(source, published.sha256)
     pieces = [b""] * published.vocab_size  # special tokens and unused ids decode to nothing
     for piece, rank in ranks.items():
         pieces[rank] = piece
@@ -643,17 +603,11 @@ def tiktoken_tokenizer(path, name):
 
 
 def sentencepiece_tokenizer(path):
-    """Return the tokenizer of a SentencePiece model file. Raises UserError."""
-    try:
-        content = path.read_bytes()
-        model = sentencepiece.SentencePieceProcessor(model_proto=content)
-    except (OSError, RuntimeError) as error:
-        raise UserError(
-            f"tokenizer {path}: no SentencePiece model, NAME.tiktoken, bytes or one of "
-            f"{[*ENCODINGS]}"
-        ) from error
+    """Return the tokenizer of a SentencePiece model file."""
+    content = path.read_bytes()
+    model = sentencepiece.SentencePieceProcessor(model_proto=content)
     if model.bos_id() < 0:
-        raise UserError(f"tokenizer {path}: empty, or without the BOS token of every document")
+        raise ValueError("empty, or without the BOS token of every document")
     pieces = []
     drops_space = []
     roles = {}
@@ -662,7 +616,7 @@ def sentencepiece_tokenizer(path):
         piece = name.replace("\u2581", " ").encode()  # SentencePiece's mark of a space
         if model.is_byte(i):
             piece = bytes.fromhex(name[3:5])  # a byte's name is "<0x41>"
-        elif model.is_control(i) or model.is_unknown(i) or model.is_unused(i):
+        elif model.is_control(i) or model.is_unknown(i):
             piece = b""
         pieces.append(piece)
         # A space that the model's own decoder leaves out, the dummy prefix, is not in the text.
@@ -670,15 +624,15 @@ def sentencepiece_tokenizer(path):
         # Only control tokens cannot be written in a text, so that no user can forge a role.
         if model.is_control(i) and name in ROLE_TOKENS:
             roles[name] = i
-    file = "tokenizer.model"
-    return Tokenizer(file, content, model.bos_id(), pieces, model.encode, roles, drops_space)
+    return Tokenizer(
+        "tokenizer.model", content, model.bos_id(), pieces, model.encode, roles, drops_space
+    )
 
 
 def sha256_file(path):
     """Return the SHA-256 of a file in hexadecimal digits."""
-    # Shards and checkpoints are mapped, not read into memory. An empty file cannot be mapped.
-    content = np.memmap(path, mode="r") if os.path.getsize(path) else b""
-    return hashlib.sha256(content).hexdigest()
+    # Shards and checkpoints are mapped, not read into memory.
+    return hashlib.sha256(np.memmap(path, mode="r")).hexdigest()
 
 
 # === end: tokenizer ===
@@ -686,7 +640,7 @@ def sha256_file(path):
 
 # === shared: data ===
 # llm.c's formats: magic number and version -> type of the tokens, uint32 for vocabularies > 65,536
-SHARD_KINDS = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
+SHARD_KINDS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 
 
 def token_bytes(tokenizer, prev, ids):
@@ -698,29 +652,21 @@ def read_shard(path):
     """Return the tokens of a shard, a memory map (N,). Raises UserError if missing or damaged."""
     if not os.path.isfile(path):
         raise UserError(f"shard {path}: no such file")
-    size = os.path.getsize(path)
-    header = np.fromfile(path, "<i4", 256)  # magic number, version, number of tokens, zeros
+    header = np.fromfile(path, "<i4", 3)  # magic number, version, number of tokens
     kind = SHARD_KINDS.get(tuple(header[:2]))
-    if kind is None or len(header) < 256:
-        raise UserError(f"shard {path}: no shard; must begin with one of {[*SHARD_KINDS]}")
-    count = int(header[2])
-    expected = header.nbytes + kind.itemsize * count
-    if count <= 0 or size != expected:
-        raise UserError(
-            f"shard {path}: truncated or damaged: {size} bytes, must be {expected} for its "
-            f"{count} tokens"
-        )
-    return np.memmap(path, kind, "r", offset=header.nbytes)
+    if not kind or os.path.getsize(path) != 1024 + np.dtype(kind).itemsize * int(header[-1]):
+        raise UserError(f"shard {path}: truncated or damaged, or no shard of llm.c's formats")
+    return np.memmap(path, kind, "r", offset=1024)
 
 
-def load_manifest(data_path: str | Path) -> dict:
-    """Return `manifest.json` of a data folder. Raises UserError if there is none."""
+def load_manifest(data_path):
+    """Return `manifest.json` of a data folder, a dict. Raises UserError if there is none."""
     path = Path(data_path) / "manifest.json"
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        if manifest["format"] == 1:
+        manifest = json.loads(path.read_bytes())
+        if manifest.get("format") == 1:
             return manifest
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError):
         pass
     raise UserError(
         f"{path}: no manifest of format 1; data/prepare.py makes one, data/download.py "
@@ -731,39 +677,35 @@ def load_manifest(data_path: str | Path) -> dict:
 class TokenStream:
     """Shards read as one circular stream of tokens.
 
-    Raises UserError if a token is not below `vocab_size`, or if a shard changes while in use.
+    Raises UserError if a shard changes while in use or has an id that is not below `vocab_size`.
+    `hold_out` sets `windows`, the numbers of the windows to train on.
     """
 
-    def __init__(self, paths, vocab_size=1 << 32):
+    def __init__(self, paths, vocab_size):
         self.paths = paths
         self.vocab_size = vocab_size
         self.shards = [read_shard(path) for path in paths]
         self.times = [os.path.getmtime(path) for path in paths]
-        self.starts = np.cumsum([0] + [len(shard) for shard in self.shards])  # (shards + 1,)
-        self.windows = None  # those to train on, see hold_out
+        self.starts = np.cumsum([0, *map(len, self.shards)])  # (shards + 1,)
 
     def __len__(self):
-        return int(self.starts[-1])
+        return self.starts[-1]
 
     def read(self, start, count):
         """Return `count` tokens from position `start` on, int64; after the last, the first."""
-        out = np.empty(count, dtype=np.int64)
-        done = 0
-        while done < count:
-            position = (start + done) % len(self)
-            shard = np.searchsorted(self.starts, position, side="right") - 1
+        parts = []
+        while count:
+            start %= len(self)
+            shard = np.searchsorted(self.starts, start, "right") - 1
             path = self.paths[shard]
+            part = self.shards[shard][start - self.starts[shard] :][:count]
             # Reading on in a mapped file that was cut short would kill the process (SIGBUS).
-            if not path.exists() or os.path.getmtime(path) != self.times[shard]:
-                raise UserError(f"shard {path}: was changed or removed while in use")
-            part = self.shards[shard][position - self.starts[shard] :][: count - done]
-            if part.max() >= self.vocab_size:
-                raise UserError(
-                    f"shard {path}: token {part.max()}, expected ids below {self.vocab_size}"
-                )
-            out[done : done + len(part)] = part
-            done += len(part)
-        return out
+            if os.path.getmtime(path) != self.times[shard] or part.max() >= self.vocab_size:
+                raise UserError(f"shard {path}: was changed while in use, or has a wrong token id")
+            parts.append(part)
+            start += len(part)
+            count -= len(part)
+        return np.concatenate(parts, dtype=np.int64)
 
 
 def check_dataset(data_path, tokenizer, manifest):
@@ -773,23 +715,21 @@ def check_dataset(data_path, tokenizer, manifest):
     """
     where = Path(data_path) / "manifest.json"
     if tokenizer.sha256 != manifest["tokenizer"]["sha256"]:
-        raise UserError(f"{where}: shards of another tokenizer, not of {tokenizer.file}")
-    overlap = manifest["overlap_documents"]
-    if overlap and not manifest["published"]:
-        raise UserError(f"{where}: {overlap} validation documents also stand in training, not 0")
+        raise UserError(f"{where}: shards of another tokenizer")
+    if manifest["overlap_documents"] and not manifest["published"]:
+        raise UserError(f"{where}: validation documents also stand in training")
     streams = []
     for split in ("train", "val"):
         shards = manifest[split]["shards"]
         paths = [where.with_name(shard["file"]) for shard in shards]
         stream = TokenStream(paths, tokenizer.vocab_size)
-        expected = manifest[split]["tokens"]
-        if len(stream) != expected:
-            raise UserError(f"{where}: {split} has {expected} tokens, its shards {len(stream)}")
+        if len(stream) != manifest[split]["tokens"]:
+            raise UserError(f"{where}: has another number of tokens than the shards of {split}")
         streams.append(stream)
     # Training shards are not hashed, because they may be many gigabytes.
     for path, shard in zip(paths, shards, strict=True):
         if sha256_file(path) != shard["sha256"]:
-            raise UserError(f"shard {path}: its SHA-256 is not that of {where}")
+            raise UserError(f"shard {path}: its SHA-256 is not the manifest's")
     return streams
 
 
@@ -798,12 +738,11 @@ def document_hashes(stream, bos_id):
 
     Tokens before the first BOS belong to no document: a published shard may begin inside one.
     """
-    borders = []
+    begins = []
     for shard, start in zip(stream.shards, stream.starts, strict=False):
-        borders += (start + np.flatnonzero(shard == bos_id)).tolist()
-    borders.append(len(stream))
-    for start, end in itertools.pairwise(borders):
-        yield hashlib.blake2b(stream.read(start, end - start), digest_size=16).digest()
+        begins.extend(start + np.flatnonzero(shard == bos_id))
+    for begin, end in itertools.pairwise([*begins, len(stream)]):
+        yield hashlib.sha256(stream.read(begin, end - begin)).digest()
 
 
 # === end: data ===
@@ -831,20 +770,9 @@ def parse_mixture(data_path):
     part = r"\s*([^,]+):((?=[\d.]*[1-9])\d*\.?\d*)"  # a weight has a digit above 0
     if not re.fullmatch(f"{part}(,{part})*", data_path):
         raise UserError(f"DATA_PATH={data_path!r}: must be a folder or FOLDER:WEIGHT,…")
-    pairs = re.findall(part, data_path)
-    folders = [folder for folder, _ in pairs]
-    weights = [float(weight) for _, weight in pairs]
-    return folders, [weight / sum(weights) for weight in weights]
-
-
-def check_overlap(streams, bos_id):
-    """Raise UserError if a validation document of a folder is also in another's training."""
-    for (train, _), (_, val) in itertools.permutations(streams, 2):
-        hashes = set(document_hashes(val, bos_id))
-        if not hashes.isdisjoint(document_hashes(train, bos_id)):
-            raise UserError(
-                f"{train.paths[0].parent}: a training document is in another folder's validation"
-            )
+    folders, weights = zip(*re.findall(part, data_path), strict=True)
+    total = sum(map(float, weights))
+    return folders, [float(weight) / total for weight in weights]
 
 
 @functools.lru_cache(64)  # a step reads one or two epochs of each folder
@@ -878,8 +806,9 @@ def open_data(settings):
     """Return the Dataset of DATA_PATH, checked against its manifests. Raises UserError."""
     folders, shares = parse_mixture(settings.data_path)
     manifests = [load_manifest(folder) for folder in folders]
-    beside = Path(folders[0]) / manifests[0]["tokenizer"]["file"]
-    tokenizer = load_tokenizer(settings.tokenizer_path or beside)
+    tokenizer = load_tokenizer(
+        settings.tokenizer_path or Path(folders[0], manifests[0]["tokenizer"]["file"])
+    )
     if settings.vocab_size not in (0, tokenizer.vocab_size):
         raise UserError(
             f"VOCAB_SIZE={settings.vocab_size}: must be 0 or {tokenizer.vocab_size}, the tokenizer's"
@@ -888,9 +817,13 @@ def open_data(settings):
         check_dataset(folder, tokenizer, manifest)
         for folder, manifest in zip(folders, manifests, strict=True)
     ]
-    check_overlap(pairs, tokenizer.bos_id)
-    streams, val_streams = zip(*pairs, strict=True)
+    # A manifest counts the validation documents that are in the training of its own folder only.
+    for (train, _), (_, val) in itertools.permutations(pairs, 2):
+        val_hashes = set(document_hashes(val, tokenizer.bos_id))
+        if not val_hashes.isdisjoint(document_hashes(train, tokenizer.bos_id)):
+            raise UserError(f"{train.paths[0]}: a document is in another folder's validation")
 
+    streams, val_streams = zip(*pairs, strict=True)
     val = np.concatenate([stream.read(0, len(stream)) for stream in val_streams])
     byte_count = token_bytes(tokenizer, val[:-1], val[1:]).sum()
     expected = sum(manifest["val"]["decoded_bytes"] for manifest in manifests)
@@ -899,65 +832,56 @@ def open_data(settings):
     held_out = []
     for stream, share in zip(streams, shares, strict=True):
         held_out += hold_out(stream, share, settings)
+    manifest_sha256 = " + ".join(sha256_file(f"{folder}/manifest.json") for folder in folders)
+    yardsticks = manifests[0].get("yardsticks", {}) if len(folders) == 1 else {}
     return Dataset(
-        tokenizer=tokenizer,
-        manifests=manifests,
-        manifest_sha256=" + ".join(sha256_file(f"{folder}/manifest.json") for folder in folders),
-        yardsticks=manifests[0].get("yardsticks", {}) if len(folders) == 1 else {},
-        shares=shares,
-        streams=streams,
-        held_out=np.concatenate(held_out),
-        val=val,
+        tokenizer,
+        manifests,
+        manifest_sha256,
+        yardsticks,
+        shares,
+        streams,
+        np.concatenate(held_out),
+        val,
     )
 
 
 def split_rows(first, last, shares):
-    """Return for each folder the range of its training rows among all rows `first` to `last`.
+    """Yield for each folder the range of its training rows among all rows `first` to `last`.
 
     Of the rows before a row, a folder has its share of what the folders before it have left,
     rounded. So the counts add up, never shrink from row to row, and follow the shares exactly.
     """
-    ranges = []
     share_left = 1.0
     for share in shares:
         begin = round(first * share / share_left)
         end = round(last * share / share_left)
-        ranges.append(range(begin, end))
+        yield range(begin, end)
         first -= begin
         last -= end
         share_left -= share
-    return ranges
 
 
 class Batches:
-    """The training streams as micro-batches; a thread reads one step ahead.
+    """The training streams as micro-batches.
 
     A step reads the same windows whatever the ranks and the micro-batches, resumed or not.
     """
 
     def __init__(self, data, settings, runtime):
         self.data = data
+        self.settings = settings
         self.runtime = runtime
-        self.seed = settings.seed
-        self.seq_len = settings.train_seq_len
-        self.tokens = settings.train_batch_tokens
-        unit = self.seq_len * runtime.world_size
-        if self.tokens % unit:
+        unit = settings.train_seq_len * runtime.world_size
+        if settings.train_batch_tokens % unit:
             raise UserError(
-                f"TRAIN_BATCH_TOKENS={self.tokens}: must be a multiple of TRAIN_SEQ_LEN x ranks = "
-                f"{unit}"
+                f"TRAIN_BATCH_TOKENS={settings.train_batch_tokens}: must be a multiple of "
+                f"TRAIN_SEQ_LEN x ranks = {unit}"
             )
-        self.rows = self.tokens // unit  # of this rank, per step
-        # Enough to keep a GPU busy; little enough for a CPU's caches. A window is the least.
+        self.rows = settings.train_batch_tokens // unit  # of this rank, per step
+        # Enough to keep a GPU busy; little enough for a CPU's caches.
         default = 131072 if runtime.device.type == "cuda" else 4096
-        micro_tokens = settings.micro_batch_tokens or max(default, self.seq_len)
-        if micro_tokens < self.seq_len:
-            raise UserError(
-                f"MICRO_BATCH_TOKENS={micro_tokens}: must be at least TRAIN_SEQ_LEN={self.seq_len}"
-            )
-        self.limit_rows(micro_tokens // self.seq_len)
-        self.reader = concurrent.futures.ThreadPoolExecutor(1)
-        self.ahead = {}  # step -> Future of its windows
+        self.limit_rows((settings.micro_batch_tokens or default) // settings.train_seq_len or 1)
 
     def limit_rows(self, most):
         """Take the largest micro-batch of at most `most` windows that divides this rank's rows."""
@@ -965,13 +889,14 @@ class Batches:
         while self.rows % self.micro_rows:
             self.micro_rows -= 1
 
-    def read(self, step):
-        """Return this rank's windows of step `step` with their last targets, (rows, seq_len + 1).
+    def micro_batches(self, step):
+        """Yield (ids, targets) of this rank's share of step `step`, each (micro_rows, seq_len).
 
         Every epoch of a stream has a pseudo-random order. If windows came in turn, small batches
         would see the same few documents for dozens of steps: on web text, with 16 windows of 256 a
         step, that cost 0.091 bits per byte.
         """
+        seq_len = self.settings.train_seq_len
         first = (step * self.runtime.world_size + self.runtime.rank) * self.rows
         ranges = split_rows(first, first + self.rows, self.data.shares)
         windows = []
@@ -979,17 +904,10 @@ class Batches:
             count = len(stream.windows)
             for row in rows:
                 epoch, place = divmod(row, count)
-                order = shuffle(count, self.seed, epoch)
-                start = stream.windows[order[place]] * self.seq_len
-                windows.append(stream.read(start, self.seq_len + 1))
-        return torch.from_numpy(np.stack(windows))
-
-    def micro_batches(self, step):
-        """Yield (ids, targets) of this rank's share of step `step`, each (micro_rows, seq_len)."""
-        # The first step, or another one than was read ahead, is read now.
-        future = self.ahead.pop(step, None) or self.reader.submit(self.read, step)
-        windows = future.result()
-        self.ahead = {step + 1: self.reader.submit(self.read, step + 1)}
+                window = stream.windows[shuffle(count, self.settings.seed, epoch)[place]]
+                windows.append(stream.read(window * seq_len, seq_len + 1))
+        # A GPU does not wait for this: it has the step before still queued.
+        windows = torch.from_numpy(np.stack(windows))
         if self.runtime.device.type == "cuda":
             windows = windows.pin_memory()  # a copy from other memory would wait for the GPU
         for part in windows.split(self.micro_rows):
@@ -1062,8 +980,8 @@ class GPTConfig:
     embed_init_std: float = 0.005  # standard deviation of the embedding at the start
 
 
-def model_config(settings, vocab_size: int, bos_id: int, **overrides) -> GPTConfig:
-    """Returns the shape of the network that `settings` ask for.
+def model_config(settings, vocab_size, bos_id, **overrides):
+    """Return the GPTConfig of the network that `settings` ask for.
 
     A field's value is taken from `overrides`, else ARCH_LAYOUTS, else `settings`, else GPTConfig's
     default. LAYER_PATTERN is one word per layer, repeated or cut to NUM_LAYERS: g is Gated
@@ -1074,21 +992,19 @@ def model_config(settings, vocab_size: int, bos_id: int, **overrides) -> GPTConf
     """
     words = settings.layer_pattern.split()
     norms = getattr(settings, "norm", "rms").split()
-    for word in words or [""]:
-        if not re.fullmatch("[gsa][0-9]*|[GSA][0-9]+", word):
-            wrong = f"{word!r} is not g, s or a with an optional number; capitals need one"
-            raise UserError(f"LAYER_PATTERN={settings.layer_pattern!r}: {wrong}")
+    if not words or not all(re.fullmatch("[gsa][0-9]*|[GSA][0-9]+", word) for word in words):
+        right = "g, s or a with an optional number; capitals need one"
+        raise UserError(f"LAYER_PATTERN={settings.layer_pattern!r}: each word must be {right}")
     if not norms or set(norms) - set(NORMS):
         raise UserError(f"NORM={settings.norm!r}: must be one or more of {', '.join(NORMS)}")
     num_layers = settings.num_layers or len(words)
 
     names = GPTConfig.__dataclass_fields__
     values = {name: value for name, value in vars(settings).items() if name in names}
-    values["vocab_size"] = vocab_size
-    values["bos_id"] = bos_id
+    values |= ARCH_LAYOUTS[getattr(settings, "arch_mode", "D")]
+    values |= dict(vocab_size=vocab_size, bos_id=bos_id)
     values["layers"] = " ".join((words * num_layers)[:num_layers])
     values["norms"] = " ".join((norms * num_layers)[:num_layers])
-    values |= ARCH_LAYOUTS[getattr(settings, "arch_mode", "D")]
     config = GPTConfig(**{**values, **overrides})
 
     dim = config.model_dim
@@ -1096,40 +1012,40 @@ def model_config(settings, vocab_size: int, bos_id: int, **overrides) -> GPTConf
     if dim % (2 * heads):
         raise UserError(f"MODEL_DIM={dim}: must be a multiple of 2 x NUM_HEADS = {2 * heads}")
     if heads % config.num_kv_heads:
-        right = f"must be a multiple of NUM_KV_HEADS = {config.num_kv_heads}"
-        raise UserError(f"NUM_HEADS={heads}: {right}")
+        kv_heads = config.num_kv_heads
+        raise UserError(f"NUM_HEADS={heads}: must be a multiple of NUM_KV_HEADS = {kv_heads}")
     if config.rope_dims % 2 or config.rope_dims > dim // heads:
-        right = f"must be even, at most MODEL_DIM / NUM_HEADS = {dim // heads}"
-        raise UserError(f"ROPE_DIMS={config.rope_dims}: {right}")
+        most = f"MODEL_DIM / NUM_HEADS = {dim // heads}"
+        raise UserError(f"ROPE_DIMS={config.rope_dims}: must be even, at most {most}")
     if config.positions == "learned" and getattr(settings, "eval_stateful", False):
-        why = "POSITIONS='learned' ends at TRAIN_SEQ_LEN, documents do not"
-        raise UserError(f"EVAL_STATEFUL=1: {why}; it must be 0")
+        raise UserError(
+            "EVAL_STATEFUL=1: must be 0, for POSITIONS='learned' ends at TRAIN_SEQ_LEN, documents do not"
+        )
     return config
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Returns x W^T in x's dtype; weights are kept in float32."""
+def linear(x, weight):
+    """Return x W^T in x's dtype; weights are kept in float32."""
     return F.linear(x, weight.to(x.dtype))
 
 
-def scaled(x: Tensor, scale: Tensor | None) -> Tensor:
-    """Returns x times a learned scale per channel, where there is one."""
+def scaled(x, scale):
+    """Return x times a learned scale per channel, or x if the scale is None."""
     return x if scale is None else x * scale.to(x.dtype)
 
 
-def matrix(splits: tuple[int, ...], cols: int, std: float = 0.0) -> nn.Parameter:
-    """Returns matrices of `splits` rows, one below the other; Muon takes them one by one.
+def matrix(splits, cols, std=0.0):
+    """Return a parameter of matrices with `splits` rows, one below the other.
 
-    Entries are normal with deviation `std`; 0 means 0.5 / sqrt(cols), with which normed inputs
-    give outputs of deviation 0.5.
+    Muon takes the matrices one by one. Entries are normal with deviation `std`; 0 means
+    0.5 / sqrt(cols), with which normed inputs give outputs of deviation 0.5.
     """
-    std = std or 0.5 * cols**-0.5
-    weight = nn.Parameter(torch.randn(sum(splits), cols) * std)
+    weight = nn.Parameter(torch.randn(sum(splits), cols) * (std or 0.5 * cols**-0.5))
     weight.splits = splits
     return weight
 
 
-def rms_norm(x: Tensor) -> Tensor:
+def rms_norm(x):
     """RMSNorm (arXiv 1910.07467) over the last dimension, without weights."""
     return F.rms_norm(x, x.shape[-1:])
 
@@ -1137,27 +1053,27 @@ def rms_norm(x: Tensor) -> Tensor:
 class Norm(nn.Module):
     """One of NORMS: RMSNorm, plain or with weights; LayerNorm with weights and bias."""
 
-    def __init__(self, kind: str, dim: int):
+    def __init__(self, kind, dim):
         super().__init__()
         self.weight = None if kind == "rms" else nn.Parameter(torch.ones(dim))
         self.bias = nn.Parameter(torch.zeros(dim)) if kind == "layer" else None
 
     def forward(self, x):
-        """Returns x (..., dim) normed, in its own dtype."""
+        """Return x (..., dim) normed, in its own dtype."""
         if self.bias is None:
             return scaled(rms_norm(x), self.weight)
         return scaled(F.layer_norm(x, x.shape[-1:]), self.weight) + self.bias.to(x.dtype)
 
 
-def scan_outputs(w: Tensor, u: Tensor, k: Tensor, decay: Tensor, state: Tensor, *others):
-    """Returns room for the outputs of gdn_scan or gdn_scan_adjoint, given their arguments."""
+def scan_outputs(w, u, k, decay, state, *others):
+    """Return room for the outputs of gdn_scan or gdn_scan_adjoint, given their arguments."""
     return state.new_empty(len(w) + 1, *state.shape), torch.empty_like(u)
 
 
 def gdn_scan(
     w: Tensor, u: Tensor, k: Tensor, decay: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns the states S_0 ... S_N between chunks and what each chunk writes, first to last:
+    """Return the states S_0 ... S_N between chunks and what each chunk writes, first to last:
 
         new_n = U_n - W_n S_n
         S_{n+1} = decay_n S_n + K_n^T new_n
@@ -1177,7 +1093,7 @@ def gdn_scan(
 def gdn_scan_adjoint(
     w: Tensor, d_new: Tensor, k: Tensor, decay: Tensor, d_last: Tensor, d_states: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns R_0 ... R_N, the gradients of gdn_scan's states, and those of u, last to first:
+    """Return R_0 ... R_N, the gradients of gdn_scan's states, and those of u, last to first:
 
         d_u_n = d_new_n + K_n R_{n+1}
         R_n = d_states_n + decay_n R_{n+1} - W_n^T d_u_n
@@ -1194,6 +1110,23 @@ def gdn_scan_adjoint(
     return r, d_u
 
 
+def keep_scan(ctx, inputs, output):
+    """Keep what gdn_scan_backward needs."""
+    w, _, k, decay, _ = inputs
+    ctx.save_for_backward(w, k, decay, *output)
+
+
+def gdn_scan_backward(ctx, d_states, d_new):
+    """Return the gradients of gdn_scan's inputs; d_x is the gradient of x."""
+    w, k, decay, states, new = ctx.saved_tensors
+    direct = d_states[:-1].to(k.dtype)
+    r, d_u = gdn_scan_adjoint(w, d_new.contiguous(), k, decay, d_states[-1], direct)
+    d_w = (d_u @ states[:-1].to(k.dtype).mT).neg_()
+    d_k = new @ r[1:].to(k.dtype).mT
+    d_decay = (r[1:] * states[:-1]).sum((-1, -2), keepdim=True)
+    return d_w, d_u, d_k, d_decay, r[0].clone()
+
+
 # torch.compile calls a registered operator and does not trace it; it would unroll these loops. The
 # first script imported into a process registers them for all: a second registration would free the
 # first, and a handle to it would crash.
@@ -1201,101 +1134,15 @@ if not hasattr(torch.ops.underpar, "gdn_scan"):
     for scan in (gdn_scan, gdn_scan_adjoint):
         registered = torch.library.custom_op(f"underpar::{scan.__name__}", scan, mutates_args=())
         registered.register_fake(scan_outputs)  # the compiler learns the shapes from it
+    torch.library.register_autograd(
+        "underpar::gdn_scan", gdn_scan_backward, setup_context=keep_scan
+    )
 gdn_scan = torch.ops.underpar.gdn_scan.default
 gdn_scan_adjoint = torch.ops.underpar.gdn_scan_adjoint.default
 
 
-class GatedDeltaChunks(torch.autograd.Function):
-    """Gated DeltaNet in chunks of C tokens with a hand-written backward (arXiv 2412.06464, 3).
-
-    With KB = beta K, VB = beta V, G the running sum of g from the chunk's start, and D_ij =
-    exp(G_i - G_j) for i >= j, else 0:
-
-        A = tril(KB K^T * D, -1)     T = (I + A)^-1     U = T VB     W = T (exp(G) KB)
-        new, S from the scan over chunks, which writes by K_out = exp(G_C - G) K
-        O = exp(G) Q S + P new       P = Q K^T * D
-
-    Shapes: q, k, kb (N, M, C, K); vb (N, M, C, V); g (N, M, C, 1); state (M, K, V), see gdn_scan.
-    Matrix products take operands of q's dtype; D, T and S have the dtype of g.
-    """
-
-    @staticmethod
-    def forward(ctx, q, k, kb, vb, g, state):
-        """Returns o (N, M, C, V) and the last state (M, K, V)."""
-        dtype = q.dtype
-        # float64: after strong decay a difference of float32 sums would have few digits left.
-        total = g.double().cumsum(-2)
-        grow = total.to(g.dtype).exp()
-        shrink = (total[..., -1:, :] - total).to(g.dtype).exp()
-        gap = (total - total.mT).to(g.dtype)  # (N, M, C, C)
-        # Above the diagonal exp would overflow; on and below it no gap is positive.
-        d = gap.clamp_(max=0).exp_().tril_()
-
-        # The solver reads A below its diagonal only. Neumann's product and Newton's iteration
-        # would not do: powers of A grow to NaN when keys are correlated.
-        a = (kb @ k.mT).to(d.dtype).mul_(d)
-        eye = torch.eye(d.size(-1), dtype=d.dtype, device=d.device)
-        t = torch.linalg.solve_triangular(a, eye, upper=False, unitriangular=True).to(dtype)
-        q_in = (q * grow).to(dtype)
-        k_in = (kb * grow).to(dtype)
-        k_out = (k * shrink).to(dtype)
-        u = t @ vb
-        w = t @ k_in
-        states, new = gdn_scan(w, u, k_out, grow[..., -1:, :], state)
-
-        s = states[:-1].to(dtype)
-        p = (q @ k.mT).mul_(d)
-        o = (q_in @ s).add_(p @ new)
-        ctx.save_for_backward(q, k, kb, grow, shrink, d, a, p, t, q_in, k_in, k_out, u, w, s, new)
-        return o, states[-1].clone()
-
-    @staticmethod
-    def backward(ctx, d_o, d_last):
-        """Returns the gradients of forward's inputs; d_x is the gradient of x."""
-        q, k, kb, grow, shrink, d, a, p, t, q_in, k_in, k_out, u, w, s, new = ctx.saved_tensors
-        dtype = q.dtype
-        decay = grow[..., -1:, :]
-        d_o = d_o.contiguous()
-        r, d_u = gdn_scan_adjoint(w, p.mT @ d_o, k_out, decay, d_last, q_in.mT @ d_o)
-        r_next = r[1:].to(dtype)
-        d_q_in = d_o @ s.mT
-        d_k_out = new @ r_next.mT
-        d_p = d_o @ new.mT
-        # Through U, W and the inverse, whose own gradient is never needed.
-        d_vb = t.mT @ d_u
-        d_k_in = (t.mT @ (d_u @ s.mT)).neg_()
-        d_a = (d_vb @ u.mT).add_(d_k_in @ w.mT).neg_().tril_(-1)
-
-        # G_i enters by exp(G_i - G_j) of pairs of tokens, by exp(G_i) and by exp(G_C - G_i). Terms
-        # with i = j and i = C are left out: they are constant, exp(0), and would cancel only up to
-        # rounding, which costs the digits of a small gradient.
-        pairs = (d_p * p).to(d.dtype).tril_(-1).addcmul_(d_a, a)
-        write = (d_k_out * k_out).sum(-1, dtype=d.dtype)
-        write[..., -1] = 0
-        carried = (r_next * s).sum((-1, -2), dtype=d.dtype)
-        d_total = (d_q_in * q_in).add_(d_k_in * k_in).sum(-1, dtype=d.dtype)
-        d_total += pairs.sum(-1) - pairs.sum(-2) - write
-        d_total[..., -1] += write.sum(-1) + carried * decay[..., 0, 0]
-        d_g = d_total.flip(-1).cumsum(-1).flip(-1)[..., None]
-
-        d_qk = d_p.mul_(d)
-        d_kk = d_a.mul_(d)
-        d_q = (d_q_in * grow).add_(d_qk @ k)
-        d_kb = (d_k_in * grow).add_(d_kk @ k)
-        d_k = (d_k_out * shrink).add_(d_qk.mT @ q).add_(d_kk.mT @ kb)
-        return d_q.to(dtype), d_k.to(dtype), d_kb.to(dtype), d_vb, d_g, r[0].clone()
-
-
-def gdn_chunk(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor | None = None,
-    chunk: int = 32,
-) -> tuple[Tensor, Tensor]:
-    """Returns Gated DeltaNet's outputs o and last state, by matrix products over chunks of tokens.
+def gdn_chunk(q, k, v, g, beta, state=None, chunk=32):
+    """Return Gated DeltaNet's outputs o and last state, by matrix products over chunks of tokens.
 
     The same token by token (arXiv 2412.06464, section 3), with a = exp(g) <= 1:
 
@@ -1305,6 +1152,13 @@ def gdn_chunk(
     q and k (B, T, H, K) are L2-normed, q is scaled by K**-0.5 too; v and o (B, T, H, V) have their
     dtype, which is float64, float32 or bfloat16. g and beta (B, T, H) and the state (B, H, K, V)
     are float32, or float64; no state means zeros. Chunks of 32 are the fastest on a CPU.
+
+    In chunks of C tokens, with KB = beta K, VB = beta V, G the running sum of g from the chunk's
+    start, and D_ij = exp(G_i - G_j) for i >= j, else 0:
+
+        A = tril(KB K^T * D, -1)     T = (I + A)^-1     U = T VB     W = T (exp(G) KB)
+        new, S from the scan over chunks, which writes by K_out = exp(G_C - G) K
+        O = exp(G) Q S + P new       P = Q K^T * D
     """
     b, t, h, dim_k = q.shape
     if state is None:
@@ -1316,15 +1170,35 @@ def gdn_chunk(
         x = x.unflatten(1, (-1, chunk)).movedim((1, 3), (0, 2))  # (N, B, H, C, dim)
         chunks.append(x.flatten(1, 2))
     q, k, v, g, beta = chunks
+    dtype = v.dtype
     # Autocast would round the inverse and the state to bfloat16.
     with torch.autocast(v.device.type, enabled=False):
-        o, last = GatedDeltaChunks.apply(q, k, beta * k, beta * v, g, state.flatten(0, 1))
+        # float64: after strong decay a difference of float32 sums would have few digits left.
+        total = g.double().cumsum(-2)
+        grow = total.to(g.dtype).exp()
+        shrink = (total[..., -1:, :] - total).to(g.dtype).exp()
+        gap = (total - total.mT).to(g.dtype)  # (N, M, C, C)
+        # Above the diagonal exp would overflow; below it no gap is positive. On it D is constant:
+        # a gradient through exp(G_i - G_i) would cancel only up to rounding.
+        eye = torch.eye(chunk, dtype=g.dtype, device=g.device)
+        d = gap.clamp(max=0).exp().tril(-1) + eye
+        # The solver reads A below its diagonal only. Neumann's product and Newton's iteration
+        # would not do: powers of A grow to NaN when keys are correlated.
+        kb = beta * k
+        a = (kb @ k.mT).to(g.dtype) * d
+        inverse = torch.linalg.solve_triangular(a, eye, upper=False, unitriangular=True).to(dtype)
+        u = inverse @ (beta * v)
+        w = inverse @ (kb * grow).to(dtype)
+        k_out = (k * shrink).to(dtype)
+        states, new = gdn_scan(w, u, k_out, grow[..., -1:, :], state.flatten(0, 1))
+        p = ((q @ k.mT) * d).to(dtype)
+        o = (q * grow).to(dtype) @ states[:-1].to(dtype) + p @ new
     o = o.unflatten(1, (b, h)).movedim((0, 2), (1, 3)).flatten(1, 2)  # (B, N * C, H, V)
-    return o[:, :t], last.view_as(state)
+    return o[:, :t], states[-1].view_as(state)
 
 
-def short_conv(x: Tensor, weight: Tensor, doc: Tensor) -> Tensor:
-    """Returns SiLU of a causal depthwise convolution, for the last T tokens of x.
+def short_conv(x, weight, doc):
+    """Return SiLU of a causal depthwise convolution, for the last T tokens of x.
 
     x (B, taps-1 + T, C), weight (C, taps), doc (B, taps-1 + T). Shifted sums beat
     F.conv1d(groups=C) on a CPU, and a tap that would reach into another document can be zero.
@@ -1341,7 +1215,7 @@ def short_conv(x: Tensor, weight: Tensor, doc: Tensor) -> Tensor:
 class GatedDeltaNet(nn.Module):
     """Gated DeltaNet (arXiv 2412.06464): linear attention whose state forgets and corrects."""
 
-    def __init__(self, config: GPTConfig):
+    def __init__(self, config):
         super().__init__()
         dim = config.model_dim
         self.heads = config.num_heads
@@ -1355,99 +1229,79 @@ class GatedDeltaNet(nn.Module):
         decay = torch.empty(self.heads).uniform_(0.01, 16.0)  # from 0 it could be 0: a dead head
         self.A_log = nn.Parameter(decay.log())
         log_dt = torch.empty(self.heads).uniform_(math.log(1e-3), math.log(0.1))
-        dt = log_dt.exp().clamp_min(1e-4)
+        dt = log_dt.exp()
         self.dt_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))  # softplus(dt_bias) = dt
         self.norm = nn.Parameter(torch.ones(self.head_dim))
 
-    def inputs(self, x: Tensor, qkv: Tensor, first: Tensor) -> tuple[Tensor, ...]:
-        """Returns q, k, v, g and beta for gdn_chunk.
-
-        x (..., dim); qkv (..., 3 dim), convolved; first (...): whether a token begins a document.
-        """
-        q, k, v = qkv.unflatten(-1, (3, self.heads, self.head_dim)).unbind(-3)  # (..., H, D)
+    def forward(self, x, doc, positions, cache):
+        """Return (B, T, dim) for x (B, T, dim); doc (B, taps-1 + T), positions: see GPT.context."""
+        T, dim = x.shape[1:]
+        qkv, gate = linear(x, self.w_qkvg).split([3 * dim, dim], dim=-1)
+        # In front stand the tokens that the convolution reaches; before a text there are none.
+        qkv = cache.extend(qkv) if cache else F.pad(qkv, (0, 0, CONV_TAPS - 1, 0))
+        qkv = short_conv(qkv, self.conv, doc)
+        q, k, v = qkv.unflatten(-1, (3, self.heads, self.head_dim)).unbind(-3)  # (B, T, H, D)
         # In float32, since a key longer than 1 lets the state grow. Without the epsilon a key of
         # zeros would get gradients of 1e12.
         wide = self.ab.dtype
         q = q * torch.rsqrt(q.to(wide).square().sum(-1, keepdim=True) + 1e-6)
         k = k * torch.rsqrt(k.to(wide).square().sum(-1, keepdim=True) + 1e-6)
-        a, b = F.linear(x.to(wide), self.ab).split(self.heads, dim=-1)  # (..., H)
+        q = q.to(v.dtype) * self.head_dim**-0.5
+        a, b = F.linear(x.to(wide), self.ab).split(self.heads, dim=-1)  # (B, T, H)
         g = -self.A_log.exp() * F.softplus(a + self.dt_bias)
-        g = torch.where(first[..., None], DOCUMENT_DECAY, g)
-        return q.to(v.dtype) * self.head_dim**-0.5, k.to(v.dtype), v, g, torch.sigmoid(b)
-
-    def gated(self, o: Tensor, gate: Tensor) -> Tensor:
-        """Returns what w_o reads (..., dim), of outputs o (..., H, D) and gate (..., dim)."""
-        return scaled(rms_norm(o), self.norm).flatten(-2) * F.silu(gate)
-
-    def forward(self, x, doc, cache, positions):
-        """Returns (B, T, dim) for x (B, T, dim).
-
-        doc (B, CONV_TAPS-1 + L): the documents of all L tokens so far; the last T of them are x.
-        The cache, if there is one, keeps the state and the convolution's last inputs.
-        """
-        B, T, dim = x.shape
-        past = cache or {}
-        qkv, gate = linear(x, self.w_qkvg).split([3 * dim, dim], dim=-1)
-        tail = past.get("tail", qkv.new_zeros(B, CONV_TAPS - 1, 3 * dim))
-        qkv = torch.cat([tail, qkv], dim=1)
-        doc = doc[:, -qkv.size(1) :]
-        first = doc[:, -T:] != doc[:, -T - 1 : -1]  # (B, T)
-        inputs = self.inputs(x, short_conv(qkv, self.conv, doc), first)
-        o, state = gdn_chunk(*inputs, past.get("state"), chunk=64 if x.is_cuda else 32)
-        if cache is not None:
-            cache.update(state=state, tail=qkv[:, 1 - CONV_TAPS :])
-        return linear(self.gated(o, gate), self.w_o)
+        begins_document = doc[:, -T:] != doc[:, -T - 1 : -1]
+        g = torch.where(begins_document[..., None], DOCUMENT_DECAY, g)
+        inputs = q, k.to(v.dtype), v, g, torch.sigmoid(b)
+        o = cache.recur(*inputs) if cache else gdn_chunk(*inputs, chunk=64 if x.is_cuda else 32)[0]
+        o = scaled(rms_norm(o), self.norm).flatten(-2) * F.silu(gate)
+        return linear(o, self.w_o)
 
 
-def rotate(x: Tensor, positions: Tensor, dims: int) -> Tensor:
-    """Returns x (B, T, H, D) with its first `dims` dimensions rotated by positions (T,).
+def rotate(x, positions, dims):
+    """Return x (B, T, H, D) with its first `dims` dimensions rotated by positions (T,) or (B, T).
 
     Rotary positions (arXiv 2104.09864), paired as in GPT-NeoX.
     """
     half = dims // 2
     exponent = torch.arange(half, device=x.device) / half  # float32
-    angle = positions[:, None, None] * ROPE_BASE**-exponent  # (T, 1, half)
+    angle = positions[..., None, None] * ROPE_BASE**-exponent  # (T, 1, half)
     cos = angle.cos().to(x.dtype)
     sin = angle.sin().to(x.dtype)
     left, right, same = x.split([half, half, x.size(-1) - dims], dim=-1)
     return torch.cat([left * cos - right * sin, left * sin + right * cos, same], dim=-1)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, doc: Tensor, window: int) -> Tensor:
-    """Returns causal attention inside documents (B, H, T, D).
+def attend(q, k, v, doc, window):
+    """Return causal attention inside documents (B, H, T, D).
 
-    q (B, H, T, D), k and v (B, Hkv, L, D), doc (B, L); the queries are the last T of the L
-    positions. Query i sees key j if 0 <= i - j < window and both are of one document. Blocks of
-    queries skip the keys that none of them sees, which on a CPU is 3 times as fast as one masked
-    call at T = 4 windows.
+    q (B, H, T, D), k and v (B, Hkv, T, D), doc (B, T). Query i sees key j if 0 <= i - j < window
+    and both are of one document. Blocks of queries skip the keys that none of them sees, which on a
+    CPU is 3 times as fast as one masked call at T = 4 windows.
     """
     dtype = q.dtype
     T = q.size(2)
-    length = k.size(2)
-    past = length - T
     if q.is_cuda:  # there the kernels that take a mask do not take grouped heads
         k, v = (x.repeat_interleave(q.size(1) // k.size(1), dim=1) for x in (k, v))
     else:  # a CPU's backward pass takes 4 times as long in bfloat16
         q, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (q, k, v))
-    places = torch.arange(length, device=q.device)
-    step = max(64, min(window, T) // 4)
+    places = torch.arange(T, device=q.device)
+    step = max(64, min(window, T, 4096) // 4)  # a mask of longer blocks would need much memory
     outputs = []
-    for start in range(past, length, step):
-        end = min(start + step, length)
-        low = max(0, start - window + 1)  # the first key that a query of the block sees
-        distance = places[start:end, None] - places[low:end]  # (t, l)
-        same_doc = doc[:, start:end, None] == doc[:, None, low:end]  # (B, t, l)
-        mask = (distance >= 0) & (distance < window) & same_doc
-        block = q[:, :, start - past : end - past], k[:, :, low:end], v[:, :, low:end]
-        o = F.scaled_dot_product_attention(*block, mask[:, None], enable_gqa=not q.is_cuda)
-        outputs.append(o)
+    for start in range(0, T, step):
+        queries = slice(start, start + step)
+        keys = slice(max(0, start - window + 1), start + step)  # those that a query may see
+        distance = places[queries, None] - places[keys]
+        same_doc = doc[:, queries, None] == doc[:, None, keys]
+        mask = ((distance >= 0) & (distance < window) & same_doc)[:, None]
+        block = q[:, :, queries], k[:, :, keys], v[:, :, keys]
+        outputs.append(F.scaled_dot_product_attention(*block, mask, enable_gqa=not q.is_cuda))
     return torch.cat(outputs, dim=2).to(dtype)
 
 
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions, and queries and keys that are RMS-normed."""
 
-    def __init__(self, config: GPTConfig, window: int):
+    def __init__(self, config, window):
         super().__init__()
         dim = config.model_dim
         self.heads = config.num_heads
@@ -1463,40 +1317,34 @@ class Attention(nn.Module):
         gain = torch.full((self.heads,), config.qk_gain_init)
         self.q_gain = nn.Parameter(gain) if config.qk_gain_init else None
 
-    def forward(self, x, doc, cache, positions):
-        """Returns (B, T, dim) for x (B, T, dim); doc as in GatedDeltaNet; positions (T,).
-
-        The cache, if there is one, keeps the keys and values that later queries may see.
-        """
-        B, T, dim = x.shape
-        qkv = linear(x, self.w_qkv).view(B, T, -1, self.head_dim)
+    def forward(self, x, doc, positions, cache):
+        """Return (B, T, dim) for x (B, T, dim); the other arguments as in GatedDeltaNet."""
+        T = x.size(1)
+        qkv = linear(x, self.w_qkv).unflatten(-1, (-1, self.head_dim))
         q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=2)  # (B, T, H, D)
         if self.q_gain is not None:
             q = scaled(rms_norm(q), self.q_gain[:, None])
             k = rms_norm(k)
-        q = rotate(q, positions, self.rope_dims).transpose(1, 2)  # (B, H, T, D)
-        k = rotate(k, positions, self.rope_dims).transpose(1, 2)
-        v = v.transpose(1, 2)
-        if cache is not None:
-            k = torch.cat([cache.get("k", k[:, :, :0]), k], dim=2)
-            v = torch.cat([cache.get("v", v[:, :, :0]), v], dim=2)
-            # The next query sees itself and window - 1 keys before it.
-            keep = max(0, k.size(2) - self.window + 1)
-            cache.update(k=k[:, :, keep:], v=v[:, :, keep:])
-        o = attend(q, k, v, doc[:, -k.size(2) :], self.window)
-        return linear(o.transpose(1, 2).reshape(B, T, dim), self.w_o)
+        q = rotate(q, positions, self.rope_dims)
+        k = rotate(k, positions, self.rope_dims)
+        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, H, T, D)
+        if cache:
+            o = cache.attend(q, k, v, self.window)
+        else:
+            o = attend(q, k, v, doc[:, -T:], self.window)
+        return linear(o.transpose(1, 2).flatten(2), self.w_o)
 
 
-def init_wave(units: int) -> nn.Parameter:
-    """Returns omega ~ N(1, 0.1), phi ~ N(0, 0.1) and b = 0 for `oscillate`, (3, units)."""
+def init_wave(units):
+    """Return omega ~ N(1, 0.1), phi ~ N(0, 0.1) and b = 0 for `oscillate`, (3, units)."""
     wave = 0.1 * torch.randn(3, units)
     wave[0] += 1.0
     wave[2] = 0.0
     return nn.Parameter(wave)
 
 
-def oscillate(x: Tensor, wave: Tensor) -> Tensor:
-    """Returns sin(omega x + phi) tanh(x) + b per unit, for x (..., units) and wave (3, units).
+def oscillate(x, wave):
+    """Return sin(omega x + phi) tanh(x) + b per unit, for x (..., units) and wave (3, units).
 
     The activation of WiggleGPT (Eden-Eldith/WiggleGPT, model_bio.py).
     """
@@ -1511,7 +1359,7 @@ class MLP(nn.Module):
     and bio_hard add its SparseEventLayer (model_bio_optimized.py), without biases.
     """
 
-    def __init__(self, config: GPTConfig):
+    def __init__(self, config):
         super().__init__()
         dim = config.model_dim
         hidden = int(config.mlp_mult * dim)
@@ -1525,42 +1373,38 @@ class MLP(nn.Module):
             self.mix_wave = init_wave(hidden)
         self.w_down = nn.Parameter(torch.zeros(dim, hidden))
 
-    def hidden(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns what w_down reads (B, T, hidden), for x (B, T, dim), and the units' events.
-
-        The events are booleans of the same shape, or None where the kind has none.
-        """
+    def forward(self, x):
+        """Return (B, T, dim) for x (B, T, dim)."""
         h = linear(x, self.w_up)
         if self.kind == "relu2":
-            return F.relu(h).square(), None
-        if self.kind == "leaky_relu2":
-            return F.leaky_relu(h, 0.5).square(), None
-        if self.kind == "gelu":
-            return F.gelu(h), None
-        if self.kind == "swiglu":
+            h = F.relu(h).square()
+        elif self.kind == "leaky_relu2":
+            h = F.leaky_relu(h, 0.5).square()
+        elif self.kind == "gelu":
+            h = F.gelu(h)
+        elif self.kind == "swiglu":
             gate, up = h.chunk(2, dim=-1)
-            return F.silu(gate) * up, None
-        if not self.kind.startswith("bio"):
-            raise ValueError(f"no kind of MLP is called {self.kind!r}")
-        h = oscillate(h, self.wave)
-        if self.kind == "bio":
-            return h, None
+            h = F.silu(gate) * up
+        else:
+            h = oscillate(h, self.wave)
+            if self.kind != "bio":
+                h = self.sparse_events(h)
+        return linear(h, self.w_down)
+
+    def sparse_events(self, h):
+        """Return hidden units (B, T, hidden) mixed by those of h whose voltage is high."""
         voltage = torch.sigmoid(linear(h, self.w_gate))
-        events = voltage > BIO_THRESHOLD
         spike = torch.sigmoid(5.0 * (voltage - BIO_THRESHOLD))  # of bio_soft: never zero
         if self.kind == "bio_hard":  # 0 or 1, with the gradient of the soft spike
-            spike = events.to(h.dtype) + (spike - spike.detach())
-        return oscillate(linear(h * spike, self.w_mix), self.mix_wave), events
-
-    def forward(self, x):
-        """Returns (B, T, dim) for x (B, T, dim)."""
-        return linear(self.hidden(x)[0], self.w_down)
+            events = (voltage > BIO_THRESHOLD).to(h.dtype)
+            spike = events + (spike - spike.detach())
+        return oscillate(linear(h * spike, self.w_mix), self.mix_wave)
 
 
 class Block(nn.Module):
     """A layer without its mixer, which may be shared: norms, MLP, and learned scales."""
 
-    def __init__(self, config: GPTConfig, norm: str):
+    def __init__(self, config, norm):
         super().__init__()
         dim = config.model_dim
         self.mixer_norm = Norm(norm, dim)
@@ -1573,7 +1417,7 @@ class Block(nn.Module):
             self.mlp_scale = nn.Parameter(torch.ones(dim))
 
     def forward(self, x, x0, mixer, *context):
-        """Returns the residual stream behind the layer (B, T, dim).
+        """Return the residual stream behind the layer (B, T, dim).
 
         x is the stream before it, x0 the embedding, context the mixer's further arguments.
         """
@@ -1586,7 +1430,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """The language model: embedding, layers, norm, and a head with a soft cap."""
 
-    def __init__(self, config: GPTConfig):
+    def __init__(self, config):
         super().__init__()
         self.config = config
         # The dtype of activations; weights are float32. None means bfloat16 on CUDA, and on a CPU
@@ -1594,10 +1438,12 @@ class GPT(nn.Module):
         self.dtype = None
         # Whether a layer's activations are computed again in the backward pass, to save memory.
         self.activation_checkpointing = False
+        self.compiled = False  # whether a Decoder compiles its steps
         dim = config.model_dim
-        vocab_size = config.vocab_size
-        self.embed = matrix((vocab_size,), dim, config.embed_init_std)
-        self.head = None if config.tie_embeddings else nn.Parameter(torch.zeros(vocab_size, dim))
+        self.embed = matrix((config.vocab_size,), dim, config.embed_init_std)
+        self.head = None
+        if not config.tie_embeddings:
+            self.head = nn.Parameter(torch.zeros_like(self.embed))
         if config.positions == "learned":
             std = 0.1 if config.residual_mix else config.embed_init_std
             self.positions_embed = matrix((config.train_seq_len,), dim, std)
@@ -1610,25 +1456,43 @@ class GPT(nn.Module):
             self.skip = nn.Parameter(torch.ones(len(words) // 2, dim))
 
         # Layers that share a mixer or a block have one name for it; others go by their place.
-        mixers = [word if word[1:] else place for place, word in enumerate(words)]
-        blocks = [word if word.isupper() else place for place, word in enumerate(words)]
-        self.mixer_of_layer = [list(dict.fromkeys(mixers)).index(name) for name in mixers]
-        self.block_of_layer = [list(dict.fromkeys(blocks)).index(name) for name in blocks]
-        self.mixers = nn.ModuleList()
-        for word, index in zip(words, self.mixer_of_layer, strict=True):
-            if index == len(self.mixers):  # the first layer with this mixer
-                is_gdn = word[0] in "gG"
+        mixers = {}
+        blocks = {}
+        self.layers = []  # a block and a mixer per layer
+        for place, (word, norm) in enumerate(zip(words, norms, strict=True)):
+            mixer_name = word if word[1:] else place
+            block_name = word if word.isupper() else place
+            if mixer_name not in mixers:
                 window = config.attn_window if word[0] in "sS" else FULL_WINDOW
-                self.mixers.append(GatedDeltaNet(config) if is_gdn else Attention(config, window))
-        self.blocks = nn.ModuleList()
-        for norm, index in zip(norms, self.block_of_layer, strict=True):
-            if index == len(self.blocks):
-                self.blocks.append(Block(config, norm))
+                is_gdn = word[0] in "gG"
+                mixers[mixer_name] = GatedDeltaNet(config) if is_gdn else Attention(config, window)
+            if block_name not in blocks:
+                blocks[block_name] = Block(config, norm)
+            self.layers.append((blocks[block_name], mixers[mixer_name]))
+        self.mixers = nn.ModuleList(mixers.values())
+        self.blocks = nn.ModuleList(blocks.values())
         self.final_norm = Norm(norms[-1], dim)
 
-    def embedded(self, ids: Tensor, previous: Tensor, positions: Tensor) -> Tensor:
-        """Returns what the first layer reads (..., dim), of ids (...) and the ids before them."""
+    def context(self, ids):
+        """Return what the network needs to know about the places of ids (B, T), a text's first.
+
+        These are the documents' numbers (B, CONV_TAPS-1 + T), in front of them as many places as the
+        convolution reaches; the ids before ids (B, T); and the positions (T,).
+        """
+        doc = F.pad((ids == self.config.bos_id).cumsum(dim=1), (CONV_TAPS - 1, 0))
+        previous = F.pad(ids, (1, 0), value=self.config.bos_id)[:, :-1]
+        return doc, previous, torch.arange(ids.size(1), device=ids.device)
+
+    def features(self, ids, cache=None):
+        """Return what the head reads (B, T, dim), for ids (B, T).
+
+        With a cache, ids go on with the texts that it holds (see Decoder in section generation).
+        """
         config = self.config
+        if config.positions == "learned" and ids.size(1) > config.train_seq_len:
+            most = f"TRAIN_SEQ_LEN={config.train_seq_len}"
+            raise UserError(f"POSITIONS='learned': {ids.size(1)} tokens in a text, {most}")
+        doc, previous, positions = (cache or self).context(ids)
         x = F.embedding(ids, self.embed)
         x = x.to(self.dtype or (torch.bfloat16 if ids.is_cuda else x.dtype))
         if config.residual_mix:
@@ -1640,55 +1504,30 @@ class GPT(nn.Module):
             previous = previous.masked_fill(ids == config.bos_id, config.bos_id)
             pair = ((36313 * ids) ^ (27191 * previous)) % config.bigram_vocab_size
             x = x + linear(F.embedding(pair, self.bigram_embed).to(x.dtype), self.w_bigram)
-        return x
-
-    def features(self, ids: Tensor, cache: dict | None = None) -> Tensor:
-        """Returns what the head reads (B, T, dim), for ids (B, T).
-
-        With a cache, at first {}, several calls read one text. It keeps the text so far under
-        "ids" and what a mixer needs under the number of its layer, also where weights are shared.
-        """
-        config = self.config
-        T = ids.size(1)
-        past = {} if cache is None else cache
-        text = torch.cat([past.get("ids", ids[:, :0]), ids], dim=1)  # (B, L)
-        length = text.size(1)
-        if config.positions == "learned" and length > config.train_seq_len:
-            most = f"TRAIN_SEQ_LEN={config.train_seq_len}"
-            raise UserError(f"POSITIONS='learned': {length} tokens in a text, {most}")
-        past["ids"] = text
-        positions = torch.arange(length - T, length, device=ids.device)
-        previous = F.pad(text, (1, 0), value=config.bos_id)[:, -T - 1 : -1]
-        # The number of each token's document; in front, as many places as the convolution reaches.
-        doc = F.pad((text == config.bos_id).cumsum(dim=1), (CONV_TAPS - 1, 0))
 
         recompute = self.activation_checkpointing and torch.is_grad_enabled()
-        half = len(self.block_of_layer) // 2
+        half = len(self.layers) // 2
         skips = []
-        x = x0 = self.embedded(ids, previous, positions)
-        shared = zip(self.block_of_layer, self.mixer_of_layer, strict=True)
-        for layer, (block, mixer) in enumerate(shared):
-            if skips and layer >= half:
+        x0 = x
+        for place, (block, mixer) in enumerate(self.layers):
+            if skips and place >= half:
                 x = x + scaled(skips.pop(), self.skip[len(skips)])
-            run = self.blocks[block]
-            if recompute:
-                run = functools.partial(checkpoint, run, use_reentrant=False)
-            layer_cache = None if cache is None else cache.setdefault(layer, {})
-            x = run(x, x0, self.mixers[mixer], doc, layer_cache, positions)
-            if config.unet_skips and layer < half:
+            run = functools.partial(checkpoint, block, use_reentrant=False) if recompute else block
+            x = run(x, x0, mixer, doc, positions, cache.layers[place] if cache else None)
+            if config.unet_skips and place < half:
                 skips.append(x)
         return self.final_norm(x)
 
-    def logits(self, x: Tensor) -> Tensor:
-        """Returns logits (..., V), float32 at least, of features x (..., dim)."""
+    def logits(self, x):
+        """Return logits (..., V), float32 at least, of features x (..., dim)."""
         logits = linear(x, self.embed if self.head is None else self.head)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         cap = self.config.logit_softcap
         return cap * torch.tanh(logits / cap) if cap else logits
 
-    def forward(self, ids, targets=None, cache=None):
-        """Returns the nats of targets (B, T) after ids (B, T), 0 for -1; or logits (B, T, V)."""
-        logits = self.logits(self.features(ids, cache))
+    def forward(self, ids, targets=None):
+        """Return the nats of targets (B, T) after ids (B, T), 0 for -1; or logits (B, T, V)."""
+        logits = self.logits(self.features(ids))
         if targets is None:
             return logits
         losses = F.cross_entropy(
@@ -2086,193 +1925,248 @@ def read_artifact(path, max_weights=1 << 30):
 
 
 # === shared: deltas ===
-# One file, little endian: magic, version u32, header length u32, zstd(JSON header); for "deltaquant" rANS lane states
-# u32; by tensor, in the order of the base, codes and scales of a matrix, the weights of any other; SHA-256 of the rest.
-# Codes of "bitdelta" are signs, 8 in a byte; of "deltaquant" frequencies u16 of all codes from the lowest on, number of
-# words u32, words u16. What else a reader needs is in the header's "settings" and in the base, whose SHA-256 is there.
-DELTA_PREFIX, DELTA_MAGIC, DELTA_VERSION = struct.Struct("<8sII"), b"UPARDELT", 1
+# A delta file holds what makes a base model into a tuned one. It is little endian: magic, version
+# u32, length u32 of the header, and the header (JSON in a zstd frame). For the method "deltaquant"
+# the states u32 of the rANS lanes follow. Then come the tensors, in the order of the base: codes
+# and scales of a matrix, the floats of any other tensor. The SHA-256 of all before it is the end.
+#
+# The codes of "bitdelta" are signs, 8 in a byte. Those of "deltaquant" are: the frequencies u16 of
+# all codes from the lowest on, the number of words u32, and the rANS words u16. All else that a
+# reader needs is in the header's "settings" and in the base, whose SHA-256 is there.
+DELTA_PREFIX = struct.Struct("<8sII")
+DELTA_MAGIC = b"UPARDELT"
+DELTA_VERSION = 1
 DELTA_FLOATS = {16: "<f2", 32: "<f4"}
 
 
 def group_size(shape: tuple[int, ...], group: int) -> int:
-    """Weights that share a scale: `group` of the flattened ones (the last may be fewer), a row's (-1), all (0)."""
-    row = math.prod(shape[1:] if len(shape) > 1 else shape)
-    return row if group < 0 else min(group or math.inf, math.prod(shape))
+    """Return how many weights share a scale: `group` of them, a row's (-1) or all (0)."""
+    count = math.prod(shape)
+    if group < 0:
+        return count // shape[0] if len(shape) > 1 else count
+    return min(group or count, count)
 
 
-def unpack_signs(signs: Tensor, count: int) -> Tensor:
-    """int8 (count,), -1 or 1, of bits uint8 (ceil(count / 8),), lowest first."""
-    return 2 * torch.from_numpy(np.unpackbits(signs.cpu().numpy(), count=count, bitorder="little")).to(torch.int8) - 1
+def sign_delta(delta: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return signs int8 (n,), that of 0 being 1, and a scale float32 for each `size` weights.
+
+    This is BitDelta (arXiv:2402.10193). The scale is mean |delta|, which has the least squared
+    error. The last group may have fewer weights.
+    """
+    groups = delta.abs().split(size)
+    means = [group.mean(dtype=torch.float64) for group in groups[-1:]]
+    if len(groups) > 1:
+        means = [*torch.stack(groups[:-1]).mean(1, dtype=torch.float64), *means]
+    signs = torch.where(delta >= 0, 1, -1).to(torch.int8)
+    return signs, torch.stack(means).float()
 
 
 def add_delta(base: Tensor, codes: Tensor, scales: Tensor, group: int) -> Tensor:
-    """base + code * scale, float32; codes (n,), scales float32 (groups,), in which it is differentiable."""
-    spread = scales.to(base.device).repeat_interleave(group_size(base.shape, group))[: codes.numel()]
+    """Return base + code * scale, float32, differentiable in the scales float32 (groups,)."""
+    size = group_size(base.shape, group)
+    spread = scales.to(base.device).repeat_interleave(size)[: codes.numel()]
     return base.float() + (codes.to(base.device) * spread).view(base.shape)
 
 
-class BitDeltaQuantizer:
-    """A sign a weight and a scale a group (BitDelta, arXiv 2402.10193): a fine-tuned weight is base + scale * sign.
-
-    group_size: see group_size(). The scale is mean |delta|, which has the least squared error.
-    """
-
-    def __init__(self, group_size: int = 128):
-        self.group = group_size
-
-    def quantize(self, weight: Tensor, base_weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Signs, a bit a weight (1: delta >= 0), see unpack_signs; scales float32 (groups,)."""
-        delta = (weight.float() - base_weight.float()).flatten()
-        *whole, last = delta.abs().split(group_size(weight.shape, self.group))
-        parts = [torch.stack(whole), last] if whole else [last]
-        scales = torch.cat([part.mean(-1, dtype=torch.float64).view(-1) for part in parts]).float()
-        return torch.from_numpy(np.packbits((delta >= 0).cpu().numpy(), bitorder="little")), scales
-
-    def dequantize(self, base_weight: Tensor, signs: Tensor, scales: Tensor) -> Tensor:
-        """base + scale * sign, float32 in the shape of the base."""
-        return add_delta(base_weight, unpack_signs(signs, base_weight.numel()), scales.float(), self.group)
-
-
 def largest_code(bits: int) -> int:
-    """Up to 3 bits codes are odd (mid-rise; 1 bit is a sign), above all whole numbers (mid-tread), up to this one."""
+    """Return the largest code. Up to 3 bits codes are odd numbers, above all whole numbers.
+
+    So 1 bit is a sign, and the codes of a number of bits are among those of one bit more.
+    """
     return 2**bits - 1 if bits < 4 else 2 ** (bits - 1) - 1
 
 
 def quantize_delta(delta: Tensor, size: int, bits: int) -> tuple[Tensor, Tensor]:
-    """Codes int8 (n,) and scales float16 (groups of `size`,) of delta float32 (n,), by scales of least squared error.
+    """Return codes int8 (n,) and a scale float16 for each `size` weights of delta float32 (n,).
 
-    Scales are tried 8 an octave, from the largest |delta| down. Those of one bit fewer are among them, and its codes
-    among the codes, so that a further bit never adds to the error.
+    The scale is the one of least squared error among mean |delta|, the largest |delta| over the
+    largest code of each number of bits (absmax), and 8 scales an octave from the largest |delta|
+    down. Those tried for one bit fewer are among them, so a further bit never adds to the error.
     """
-    if (rest := len(delta) % size) and len(delta) > size:
-        parts = [quantize_delta(part, size, bits) for part in (delta[:-rest], delta[-rest:])]
-        return tuple(torch.cat(both) for both in zip(*parts, strict=True))
-    rows, most = delta.view(-1, min(size, len(delta))), largest_code(bits)
-    mean, largest = rows.abs().mean(1).half(), rows.abs().amax(1)
-    count = 40 + round(8 * math.log2(most)) if bits > 1 else 0  # to where 31/32 of the range is cut off
-    tried = [mean, *((largest * 2 ** (-step / 8)).half() for step in range(count))]
-    least = torch.full_like(mean, math.inf, dtype=torch.float64)
-    codes, scales = torch.zeros_like(rows, dtype=torch.int8), torch.zeros_like(mean)
-    for own in tried:
-        step = own.float()[:, None]
+    rest = len(delta) % size
+    if rest and len(delta) > size:
+        whole = quantize_delta(delta[:-rest], size, bits)
+        last = quantize_delta(delta[-rest:], size, bits)
+        return torch.cat([whole[0], last[0]]), torch.cat([whole[1], last[1]])
+    rows = delta.view(-1, min(size, len(delta)))
+    largest = rows.abs().amax(1)
+    most = largest_code(bits)
+    tried = [rows.abs().mean(1)]
+    if bits > 1:
+        count = 40 + round(8 * math.log2(most))  # to where 31/32 of the range is cut off
+        tried += [largest * 2 ** (-step / 8) for step in range(count)]
+        tried += [largest / largest_code(fewer) for fewer in range(1, bits + 1)]
+
+    least = torch.full_like(largest, math.inf, dtype=torch.float64)
+    scales = torch.zeros_like(largest, dtype=torch.float16)
+    codes = torch.zeros_like(rows, dtype=torch.int8)
+    for scale in tried:
+        step = scale.half().float()[:, None]
         new = rows / torch.where(step > 0, step, 1.0)
-        new = (new.div_(2).floor_().mul_(2).add_(1) if bits < 4 else new.round_()).clamp_(-most, most)
+        new = new.round_() if bits > 3 else new.div_(2).floor_().mul_(2).add_(1)
+        new.clamp_(-most, most)
         error = (new * step).sub_(rows).square_().sum(1, dtype=torch.float64)
         better = error < least
-        least, scales = error.minimum(least), torch.where(better, own, scales)
+        least[better] = error[better]
+        scales[better] = step[better, 0].half()
         codes[better] = new[better].to(torch.int8)
     return codes.flatten(), scales
 
 
 def hash_weights(tensors: dict[str, Tensor]) -> str:
-    """SHA-256 of float32 weights with their names and shapes, in order."""
+    """Return the SHA-256 of float32 weights with their names and shapes, in order."""
     digest = hashlib.sha256()
     for name, w in tensors.items():
-        digest.update(f"{name} {list(w.shape)} ".encode() + w.float().contiguous().numpy().astype("<f4").tobytes())
+        digest.update(f"{name} {list(w.shape)} ".encode())
+        digest.update(w.float().contiguous().numpy().astype("<f4").tobytes())
     return digest.hexdigest()
 
 
 def delta_dtype(name: str, keep_bits: int) -> str:
-    """What a tensor without codes is held in."""
+    """Return what a tensor without codes is stored as."""
     return DELTA_FLOATS[32 if name.endswith(FLOAT32_CONTROLS) else keep_bits]
 
 
-def pack_delta(base: dict[str, Tensor], tuned: dict[str, Tensor], header: dict, scales: dict[str, Tensor],
-               bar: Callable[[Iterable], Iterable] = iter) -> bytes:
-    """A delta file. The header has tokenizer_sha256, meta, and settings: base (hash_weights), shape (what rebuilds the
-    tuned network), method, bits, group, scale_bits, keep_bits, and scale, a power of two near the largest delta, in
-    which scales are. `scales` of bitdelta: name -> better ones. ArtifactError by name: too large for the bits.
+def pack_floats(name: str, values: Tensor, dtype: str) -> bytes:
+    """Return the bytes of a tensor as `dtype`. Raises ArtifactError if a value is too large."""
+    array = values.detach().float().numpy()
+    with np.errstate(over="ignore"):
+        stored = array.astype(dtype)
+    most = np.abs(array).max(initial=0)
+    is_finite = bool(np.isfinite(stored).all())
+    require(is_finite, f"tensor {name!r}: {most:.3g} is too large for {stored.dtype}")
+    return stored.tobytes()
+
+
+def pack_delta(
+    base: dict[str, Tensor], tuned: dict[str, Tensor], header: dict, scales: dict[str, Tensor]
+) -> bytes:
+    """Return a delta file. `scales`: name -> scales of bitdelta that are better than its own.
+
+    The header has tokenizer_sha256, meta and settings: base (see hash_weights), shape (what
+    rebuilds the tuned network), method, bits, group, scale_bits, keep_bits, and scale, a power of
+    two near the largest delta, in units of which scales are stored.
     """
-    own, parts, streams = header["settings"], [], []
-
-    def floats(name: str, values: Tensor, dtype: str) -> bytes:
-        array = values.detach().float().numpy()
-        with np.errstate(over="ignore"):
-            stored = array.astype(dtype)
-        most = np.abs(array).max(initial=0)
-        require(bool(np.isfinite(stored).all()), f"tensor {name!r}: {most:.3g} is too large for {stored.dtype}")
-        return stored.tobytes()
-
-    for name, before in bar(base.items()):
+    settings = header["settings"]
+    parts = []
+    coded = []  # (place among the parts, codes)
+    for name, before in base.items():
         w = tuned[name]
         if tensor_class(name, w) != "matrix":
-            parts.append(floats(name, w, delta_dtype(name, own["keep_bits"])))
+            parts.append(pack_floats(name, w, delta_dtype(name, settings["keep_bits"])))
             continue
-        if own["method"] == "bitdelta":
-            signs, found = BitDeltaQuantizer(own["group"]).quantize(w, before)
-            parts.append(signs.numpy().tobytes())
-            found = scales.get(name, found) / own["scale"]
+        delta = (w.float() - before.float()).flatten() / settings["scale"]
+        size = group_size(w.shape, settings["group"])
+        if settings["method"] == "bitdelta":
+            codes, found = sign_delta(delta, size)
+            if name in scales:
+                found = scales[name] / settings["scale"]
+            parts.append(np.packbits(codes.numpy() > 0, bitorder="little").tobytes())
         else:
-            delta = (w.float() - before.float()).flatten() / own["scale"]
-            codes, found = quantize_delta(delta, group_size(w.shape, own["group"]), own["bits"])
-            streams.append((len(parts), codes.numpy().view(np.uint8)))
+            codes, found = quantize_delta(delta, size, settings["bits"])
+            coded.append((len(parts), codes.numpy().view(np.uint8)))
             parts.append(b"")
-        parts.append(floats(name, found, DELTA_FLOATS[own["scale_bits"]]))
-    states = np.full(rans_lanes(sum(len(symbols) for _, symbols in streams)) if streams else 0, RANS_LOW, np.uint32)
-    for at, symbols in reversed(streams):  # lanes run on from tensor to tensor, so that many cost little
-        table, most = rans_table(np.bincount(symbols, minlength=256)), largest_code(own["bits"])
-        words = RansCoder(states, table[None]).encode(symbols)
-        parts[at] = b"".join([table[np.arange(-most, most + 1)].astype("<u2").tobytes(), struct.pack("<I", len(words)),
-                              words.astype("<u2").tobytes()])
-    text = zstandard.ZstdCompressor(level=19).compress(json.dumps(header, allow_nan=False).encode())
-    prefix = DELTA_PREFIX.pack(DELTA_MAGIC, DELTA_VERSION, len(text))
-    data = b"".join([prefix, text, states.astype("<u4").tobytes(), *parts])
+        parts.append(pack_floats(name, found, DELTA_FLOATS[settings["scale_bits"]]))
+
+    states = np.empty(0, np.uint32)
+    if coded:
+        lanes = rans_lanes(sum(len(symbols) for _, symbols in coded))
+        states = np.full(lanes, RANS_LOW, np.uint32)
+    most = largest_code(settings["bits"])
+    for place, symbols in reversed(coded):  # the states run on from tensor to tensor
+        table = rans_table(np.bincount(symbols, minlength=256))
+        words = RansCoder(states, table[None]).encode(symbols).astype("<u2")
+        frequencies = table[np.arange(-most, most + 1)].astype("<u2")
+        parts[place] = frequencies.tobytes() + struct.pack("<I", len(words)) + words.tobytes()
+    text = json.dumps(header, allow_nan=False).encode()
+    frame = zstandard.ZstdCompressor(level=19).compress(text)
+    prefix = DELTA_PREFIX.pack(DELTA_MAGIC, DELTA_VERSION, len(frame))
+    data = b"".join([prefix, frame, states.astype("<u4").tobytes(), *parts])
     return data + hashlib.sha256(data).digest()
 
 
-def read_delta(path: str | Path, base: dict[str, Tensor],
-               bar: Callable[[Iterable], Iterable] = iter) -> tuple[dict, dict[str, Tensor], int]:
-    """(header, name -> float32 weights of the tuned model, bytes of what is held whole) of a delta of `base`.
+def take(file: io.BytesIO, dtype: str, count: int) -> np.ndarray:
+    """Return the next `count` numbers of a file, native. Raises ArtifactError at its end."""
+    array = np.frombuffer(file.read(count * np.dtype(dtype).itemsize), dtype)
+    require(len(array) == count, f"{count} numbers are {len(array)}")
+    return array.astype(dtype[1:])
 
-    Memory is bounded by file and base, whose shapes all lengths follow from. ArtifactError, one line naming the file,
-    if anything is not as it was written, or the base is another.
+
+def read_codes(file: io.BytesIO, states: np.ndarray, count: int, settings: dict) -> Tensor:
+    """Return the next codes int8 (count,) of a delta file."""
+    if settings["method"] == "bitdelta":
+        signs = take(file, "|u1", -(-count // 8))
+        bits = np.unpackbits(signs, count=count, bitorder="little")
+        return 2 * torch.from_numpy(bits).to(torch.int8) - 1
+    most = largest_code(settings["bits"])
+    table = np.zeros(256, np.uint16)
+    table[np.arange(-most, most + 1)] = take(file, "<u2", 2 * most + 1)
+    words = take(file, "<u2", int(take(file, "<u4", 1)[0]))
+    symbols = RansCoder(states, table[None]).decode(np.zeros(count, np.uint8), words)
+    return torch.from_numpy(symbols.view(np.int8))
+
+
+def read_delta_header(file: io.BytesIO, length: int, base: dict[str, Tensor]) -> dict:
+    """Return the header of a delta file, checked. Raises ArtifactError, or any other error."""
+    frame = zstandard.ZstdDecompressor().stream_reader(file.read(length))
+    header = json.loads(frame.read(1 << 20))  # no more than this is unpacked
+    settings = header["settings"]
+    is_whole = "shape" in settings and "tokenizer_sha256" in header
+    require(is_whole and isinstance(header["meta"], dict), "its header is not whole")
+    found = settings["base"][:12]
+    digest = hash_weights(base)
+    require(settings["base"] == digest, f"of another base, SHA-256 {found}, not {digest[:12]}")
+    is_right = settings["bits"] in range(1, 9) and math.isfinite(settings["scale"])
+    require(is_right, "its settings are out of range")
+    return header
+
+
+def read_delta(path: str | Path, base: dict[str, Tensor]) -> tuple[dict, dict[str, Tensor]]:
+    """Return the header and name -> float32 weights of the tuned model, of a delta of `base`.
+
+    Memory is bounded by the file and the base, whose shapes say how long everything is. Raises
+    ArtifactError, one line with the file's name, if anything is not as it was written or the base
+    is another.
     """
     require(Path(path).is_file(), f"{path}: no such file")
-    data, tensors, kept = Path(path).read_bytes(), {}, 0
-    require(data[:8] == DELTA_MAGIC, f"{path}: is no delta: {len(data)} bytes that begin with {data[:8]!r}")
-    intact = len(data) >= DELTA_PREFIX.size + 32 and hashlib.sha256(data[:-32]).digest() == data[-32:]
-    require(intact, f"{path}: SHA-256 is wrong, damaged or truncated, {len(data)} bytes")
-    _, version, length = DELTA_PREFIX.unpack_from(data)
-    area = io.BytesIO(data[DELTA_PREFIX.size : -32])
-
-    def take(dtype: str, count: int) -> np.ndarray:
-        array = np.frombuffer(area.read(count * np.dtype(dtype).itemsize), dtype)
-        require(len(array) == count, f"{count} numbers are {len(array)}")
-        return array.astype(dtype[1:])  # native
-
+    data = Path(path).read_bytes()
+    size = len(data)
+    require(data[:8] == DELTA_MAGIC, f"{path}: is no delta: {size} bytes, begins with {data[:8]!r}")
+    is_intact = hashlib.sha256(data[:-32]).digest() == data[-32:]
+    require(is_intact, f"{path}: SHA-256 is wrong, damaged or truncated, {size} bytes")
+    tensors = {}
     try:
+        _, version, length = DELTA_PREFIX.unpack_from(data)
         require(version == DELTA_VERSION, f"version {version}, this code reads {DELTA_VERSION}")
-        header = json.loads(zstandard.ZstdDecompressor().stream_reader(area.read(length)).read(1 << 20))  # at most
-        own, digest = header["settings"], hash_weights(base)
-        require({"tokenizer_sha256", "meta"} <= header.keys() and "shape" in own, "tokenizer, meta or shape missing")
-        require(own["base"] == digest, f"of another base, SHA-256 {own['base'][:12]}, this one's is {digest[:12]}")
-        require(own["bits"] in range(1, 9) and math.isfinite(own["scale"]), "its settings are out of range")
-        coded = sum(w.numel() for name, w in base.items() if tensor_class(name, w) == "matrix")
-        states = take("<u4", rans_lanes(coded) if coded and own["method"] != "bitdelta" else 0)
-        for name, w in bar(base.items()):
+        file = io.BytesIO(data[DELTA_PREFIX.size : -32])
+        header = read_delta_header(file, length, base)
+        settings = header["settings"]
+        matrices = [w for name, w in base.items() if tensor_class(name, w) == "matrix"]
+        lanes = 0
+        if matrices and settings["method"] != "bitdelta":
+            lanes = rans_lanes(sum(w.numel() for w in matrices))
+        states = take(file, "<u4", lanes)
+        for name, w in base.items():
             if tensor_class(name, w) != "matrix":
-                array = take(delta_dtype(name, own["keep_bits"]), w.numel())
-                tensors[name], kept = torch.from_numpy(array).to(w.dtype).view(w.shape), kept + array.nbytes
+                dtype = delta_dtype(name, settings["keep_bits"])
+                values = torch.from_numpy(take(file, dtype, w.numel()))
+                tensors[name] = values.to(w.dtype).view(w.shape)
                 continue
-            if own["method"] == "bitdelta":
-                codes = unpack_signs(torch.from_numpy(take("|u1", -(-w.numel() // 8))), w.numel())
-            else:
-                order, table = np.arange(-(most := largest_code(own["bits"])), most + 1), np.zeros(256, np.uint16)
-                table[order] = take("<u2", len(order))
-                words = take("<u2", int(take("<u4", 1)[0]))
-                symbols = RansCoder(states, table[None]).decode(np.zeros(w.numel(), np.uint8), words)
-                codes = torch.from_numpy(symbols.view(np.int8))
-            scales = take(DELTA_FLOATS[own["scale_bits"]], -(-w.numel() // group_size(w.shape, own["group"])))
-            scales = torch.from_numpy(scales).float() * own["scale"]
-            tensors[name] = add_delta(w, codes, scales, own["group"])
-        require(not area.read(1) and (states == RANS_LOW).all(), "bytes are left over, or lanes end wrong")
-        bad = [name for name, w in tensors.items() if not w.isfinite().all()]
-        require(not bad, f"tensors {bad[:1]} are not finite")
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
-            zstandard.ZstdError) as error:
-        text = str(error) if isinstance(error, ArtifactError) else f"{type(error).__name__}: {error}"
-        raise ArtifactError(f"{path}: {text}") from None
-    return header, tensors, kept
+            codes = read_codes(file, states, w.numel(), settings)
+            groups = -(-w.numel() // group_size(w.shape, settings["group"]))
+            scales = torch.from_numpy(take(file, DELTA_FLOATS[settings["scale_bits"]], groups))
+            scales = scales.float() * settings["scale"]
+            tensors[name] = add_delta(w, codes, scales, settings["group"])
+        require(not file.read(1), "bytes are left over")
+        require((states == RANS_LOW).all(), "the lanes do not end at 2**16")
+        for name, w in tensors.items():
+            require(bool(w.isfinite().all()), f"tensor {name!r} is not finite")
+    except Exception as error:  # a file that only claims to be a delta may raise anything
+        reason = str(error) if isinstance(error, ArtifactError) else repr(error)
+        raise ArtifactError(f"{path}: {reason}") from None
+    return header, tensors
+
+
 # === end: deltas ===
 
 
@@ -2317,7 +2211,7 @@ class Scorer:
     rows: int  # windows in a forward
     note: Callable = lambda progress: None  # is called with a text before each forward
 
-    def score(self, model: Callable, tokens: np.ndarray, stride: int = 0) -> Score:
+    def score(self, model, tokens, stride=0):
         """Return the score of model(ids, targets) -> losses (B, T), in windows of seq_len tokens.
 
         Without a stride, windows stand side by side. With one, a window ends `stride` tokens after
@@ -2327,45 +2221,40 @@ class Scorer:
         end = np.append(np.arange(self.seq_len, last, stride or self.seq_len), last)
         first = np.append(0, end[:-1])
         begin = np.maximum(0, end - self.seq_len) if stride else first
-        return self.score_spans(model, tokens, np.stack([begin, first, end], axis=1))
+        spans = np.stack([begin, first, end], axis=1)
+        return self.score_spans(model, tokens, spans, self.rows, self.seq_len)
 
-    def score_documents(self, model: Callable, tokens: np.ndarray) -> Score:
-        """Return the score of model(ids, targets, cache=...), which sees documents from their BOS.
-
-        A document is fed in pieces of seq_len tokens; the cache carries the state between them.
-        """
+    def score_documents(self, network, tokens):
+        """Return the score of a network that sees every document as a whole, from its BOS on."""
         begin = np.flatnonzero(tokens[:-1] == self.tokenizer.bos_id)
         end = np.append(begin[1:], len(tokens) - 1)
-        longest_first = np.argsort(begin - end, kind="stable")  # similar lengths in a forward
-        spans = np.stack([begin, begin, end], axis=1)[longest_first]
-        return self.score_spans(model, tokens, spans, stateful=True)
+        return self.score_spans(network, tokens, np.stack([begin, begin, end], axis=1))
 
     @torch.no_grad()
-    def score_spans(self, model, tokens, spans, stateful=False) -> Score:
-        """Return the score of spans (S, 3): a row sees tokens begin..end and scores first..end."""
+    def score_spans(self, model, tokens, spans, rows=1, length=0):
+        """Return the score of spans (S, 3): a row sees tokens begin..end and scores first..end.
+
+        A forward has `rows` rows of `length` tokens, or of as many as the longest of them has.
+        """
         device = self.runtime.device
         sums = torch.zeros(3, dtype=torch.float64, device=device)  # nats, tokens, bytes
         spans = spans[self.runtime.rank :: self.runtime.world_size]
         windows = len(spans)
-        spans = np.pad(spans, ((0, -len(spans) % self.rows), (0, 0)))  # empty rows fill a forward
-        for at in range(0, len(spans), self.rows):
+        # Empty rows fill the last forward: windows have one shape, for one compiled graph.
+        spans = np.pad(spans, ((0, -len(spans) % rows), (0, 0)))
+        for at in range(0, len(spans), rows):
             self.note(f"scored {at:,} of {windows:,} windows")
-            begin, first, end = np.hsplit(spans[at : at + self.rows], 3)  # (rows, 1) each
-            # Windows have one shape, for one compiled graph. Documents are as long as the longest.
-            longest = int((end - begin).max()) if stateful else self.seq_len
-            cache = {"cache": {}} if stateful else {}
-            for start in range(0, longest, self.seq_len):
-                places = begin + np.arange(start, min(start + self.seq_len, longest))
-                scored = (first <= places) & (places < end)
-                places = np.where(places < end, places, 0)  # BOS fills what a row leaves
-                ids = tokens[places]
-                targets = tokens[places + 1]
-                byte_count = (token_bytes(self.tokenizer, ids, targets) * scored).sum()
-                targets = np.where(scored, targets, -1)  # the model's loss of -1 is 0
-                ids, targets = (torch.from_numpy(array).to(device) for array in (ids, targets))
-                sums[0] += model(ids, targets, **cache).double().sum()
-                sums[1] += scored.sum()
-                sums[2] += byte_count
+            begin, first, end = np.hsplit(spans[at : at + rows], 3)  # (rows, 1) each
+            places = begin + np.arange(length or (end - begin).max())
+            scored = (first <= places) & (places < end)
+            places = np.where(places < end, places, 0)  # BOS fills what a row leaves
+            ids = tokens[places]
+            targets = tokens[places + 1]
+            sums[1] += scored.sum()
+            sums[2] += (token_bytes(self.tokenizer, ids, targets) * scored).sum()
+            targets = np.where(scored, targets, -1)  # the model's loss of -1 is 0
+            ids, targets = (torch.from_numpy(array).to(device) for array in (ids, targets))
+            sums[0] += model(ids, targets).double().sum()
         nats, count, byte_count = self.runtime.sum(sums).tolist()
         assert count == len(tokens) - 1, f"scored {count:.0f} of {len(tokens) - 1} predictions"
         return Score(nats, int(count), int(byte_count))
@@ -2374,283 +2263,429 @@ class Scorer:
 # === end: evaluation ===
 
 
-# ----------------------------------------------------------------------------------------------------------- weights
+# ----------------------------------------------------------------------------------------- weights
+AVERAGES = ("raw", "ema", "swa")  # weights that a checkpoint has
 
 
-def progress(items: Iterable, label: str) -> Iterable:
-    """`items` behind a progress bar where tqdm is installed, on a terminal."""
-    return items if tqdm is None else tqdm(items, desc=label, leave=False, disable=None)
+@dataclass
+class Weights:
+    """A MODEL: its weights, and what its file or folder says about them."""
+
+    path: Path
+    tensors: dict[str, Tensor]  # float32, on the CPU
+    shape: dict  # the settings that rebuild the network
+    header: dict = field(default_factory=dict)  # of an artifact or a delta: tokenizer_sha256, meta
+    coded: dict[str, Coded] = field(default_factory=dict)  # of an artifact
+    run: dict = field(default_factory=dict)  # of a checkpoint: settings and steps
+    table: dict = field(default_factory=dict)  # of a checkpoint, as training left it
+    average: str = ""  # of a checkpoint: raw, ema or swa
 
 
-def read_checkpoint(folder: Path, average: str) -> SimpleNamespace:
-    """See read_weights; of a folder whose SHA-256 sums are right. Raises UserError."""
-    def load(name: str) -> dict:
-        return torch.load(folder / name, map_location="cpu", weights_only=True, mmap=True)
+def chosen_weights(folder: Path) -> str:
+    """Return which weights of a run were packed, by its result.json; `raw` without one."""
+    for run in (folder, folder.parent):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            chosen = json.loads((run / "result.json").read_bytes())["weights"]
+            if chosen in AVERAGES:
+                return chosen
+    return "raw"
 
+
+def read_checkpoint(folder: Path, average: str) -> Weights:
+    """Return a whole checkpoint's weights, or a folder's of `unpack` or `apply`. UserError."""
+    load = functools.partial(torch.load, map_location="cpu", weights_only=True, mmap=True)
     try:
-        meta, tensors = json.loads((folder / "meta.json").read_bytes()), load("model.pt")
+        meta = json.loads((folder / "meta.json").read_bytes())
+        tensors = load(folder / "model.pt")
         if "header" in meta:  # of `unpack` or `apply`
-            coded = {name: Coded(*parts) for name, parts in load("coded.pt").items()}
-            return SimpleNamespace(path=folder, tensors=tensors, coded=coded, run={}, table={}, **meta)
+            coded = {name: Coded(*parts) for name, parts in load(folder / "coded.pt").items()}
+            return Weights(folder, tensors, meta["shape"], meta["header"], coded)
         shape = {field.name: meta["identity"][field.name] for field in fields(GPTConfig)}
-        run = {**meta["settings"], "steps": meta["step"]}
-        training = load("training.pt")
-        if average != "raw":  # a network's state is its parameters, in their order
+        training = load(folder / "training.pt")
+        if average != "raw":  # the parameters, in their order
             require(training[average]["count"] > 0, "none had been collected when it was saved")
             tensors = dict(zip(tensors, training[average]["values"], strict=True))
-        table = {kind: {**own} for kind, own in training.get("exporter", {}).get("table", {}).items()}
+        return Weights(
+            folder,
+            tensors,
+            shape,
+            run={**meta["settings"], "steps": meta["step"]},
+            table=training.get("exporter", {}).get("table", {}),
+            average=average,
+        )
     except (LookupError, RuntimeError, TypeError, ValueError, pickle.UnpicklingError) as error:
-        raise UserError(f"{folder}: no checkpoint with {average} weights: {str(error).splitlines()[0]}") from None
-    return SimpleNamespace(path=folder, tensors=tensors, coded={}, run=run, shape=shape, table=table, header={})
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{folder}: no checkpoint with {average} weights: {reason}") from None
 
 
-def read_weights(path: str, average: str = "") -> SimpleNamespace:
-    """A MODEL: path, tensors (name -> float32, on the CPU), shape (the settings that rebuild the network);
+def read_weights(path: str, average: str = "") -> Weights:
+    """Return a MODEL: an artifact's weights, or those of a folder's newest whole checkpoint.
 
-    of a checkpoint `run`, its settings and steps, and `table` (QuantTable, as training left it), the weights being raw,
-    ema or swa; of an artifact `header` and `coded` (name -> Coded); all empty elsewhere. Without
-    `average` it is an artifact. Raises UserError; ArtifactError where an artifact is not as it was written.
+    average: which weights of a checkpoint; "": those that its run chose. Raises UserError, or
+    ArtifactError if an artifact is not as it was written.
     """
-    if average and Path(path).is_dir():  # a checkpoint, or a run, of which it is the newest whole one
-        found, faults = newest_checkpoint(list_checkpoints(Path(path)) or [Path(path)], ("meta.json", "model.pt"))
+    folder = Path(path)
+    if folder.is_dir():
+        found, faults = newest_checkpoint(
+            list_checkpoints(folder) or [folder], ("meta.json", "model.pt")
+        )
         if found is None:
             raise UserError(f"{path}: no whole checkpoint; {'; '.join(faults)}")
-        sys.stderr.write("".join(f"{each}\n" for each in faults))
-        return read_checkpoint(found, average)
-    if not Path(path).is_file():
+        sys.stderr.write("".join(f"{fault}\n" for fault in faults))
+        return read_checkpoint(found, average or chosen_weights(folder))
+    if not folder.is_file():
         raise UserError(f"{path}: no such file; a run's artifact is runs/<RUN_ID>/model.upar")
     header, tensors, coded = read_artifact(path)
-    return SimpleNamespace(path=Path(path), tensors=tensors, coded=coded, run={}, shape=header["settings"], table={},
-                           header=header)
+    # The rest of a forged header was needed to read the file, or does no harm when it is printed.
+    for key, kind in (("settings", dict), ("meta", dict), ("tokenizer_sha256", str)):
+        require(isinstance(header.get(key), kind), f"{path}: the header's {key} is none")
+    return Weights(folder, tensors, header["settings"], header, coded)
+
+
+def read_packed(path: str) -> Weights:
+    """Return the weights of an artifact, or of a run's."""
+    packed = Path(path) / "model.upar"
+    return read_weights(str(packed) if Path(path).is_dir() else path)
 
 
 def write_folder(out: Path, files: dict[str, object]) -> None:
-    """A new folder of files, bytes or what torch.save takes, and their SHA-256 sums. OSError: then there is none."""
+    """Write a new folder of files (bytes, or what torch.save takes) and their SHA-256 sums.
+
+    Raises OSError; then there is no folder.
+    """
     out.mkdir()
     try:
         for name, content in files.items():
-            replace_file(out / name, content) if isinstance(content, bytes) else torch.save(content, out / name)
+            if isinstance(content, bytes):
+                replace_file(out / name, content)
+            else:
+                torch.save(content, out / name)
         sums = [f"{sha256_file(out / name)}  {name}\n" for name in sorted(files)]
-        replace_file(out / "SHA256SUMS", "".join(sums).encode())  # the last: without it the folder is none
-    except (OSError, RuntimeError) as error:  # torch.save's, of a full disk
+        # The sums come last: without them the folder is no checkpoint.
+        replace_file(out / "SHA256SUMS", "".join(sums).encode())
+    except (OSError, RuntimeError) as error:  # torch.save's, if the disk is full
         shutil.rmtree(out, ignore_errors=True)
         raise OSError(f"{out}: cannot be written: {str(error).splitlines()[0]}") from None
 
 
-def write_model(out: Path, source: SimpleNamespace) -> None:
-    """A MODEL as a folder: float32 weights, the codes that they are if any, what rebuilds the network."""
+def copy_tokenizer(header: dict, out: Path, folders: Iterable[Path]) -> None:
+    """Copy a model's tokenizer from one of the folders to beside `out`, where sample.py looks.
+
+    Raises UserError if another tokenizer of that name is there.
+    """
+    name = Path(header["meta"].get("tokenizer", "bytes")).name
+    if name == "bytes":  # is built in
+        return
+    beside = out.absolute().parent / name
+    if beside.exists():
+        if sha256_file(beside) != header["tokenizer_sha256"]:
+            raise UserError(
+                f"OUT {str(out)!r}: {beside} is of another model; choose another folder"
+            )
+        return
+    for folder in folders:
+        path = folder / name
+        if path.is_file() and sha256_file(path) == header["tokenizer_sha256"]:
+            replace_file(beside, path.read_bytes())
+            return
+    sys.stderr.write(f"{out}: sample.py needs TOKENIZER_PATH, for no {name} was found to copy\n")
+
+
+def write_model(out: Path, source: Weights, folders: Iterable[Path]) -> None:
+    """Write a MODEL as a folder: float32 weights, its codes if any, what rebuilds the network."""
     header = {name: source.header[name] for name in ("tokenizer_sha256", "meta")}
-    meta = json.dumps(dict(shape=source.shape, header=header)).encode()
-    coded = {name: (part.codes, part.scale, part.bits) for name, part in source.coded.items()}  # for torch.load
+    copy_tokenizer(header, out, folders)
+    coded = {name: (part.codes, part.scale, part.bits) for name, part in source.coded.items()}
+    meta = json.dumps({"shape": source.shape, "header": header}).encode()
     write_folder(out, {"model.pt": source.tensors, "coded.pt": coded, "meta.json": meta})
+    print(f"{out}: {len(source.tensors)} tensors")
 
 
-def read_header(source: SimpleNamespace, tokenizer_path: str) -> dict:
-    """tokenizer_sha256 and meta for an artifact; of a checkpoint by its tokenizer, which lies beside. UserError."""
+def read_header(source: Weights, tokenizer_path: str) -> dict:
+    """Return tokenizer_sha256 and meta for a file; a checkpoint's tokenizer lies beside. UserError."""
     if source.header:
         return source.header
-    beside = [path for name in ("tokenizer.model", "*.tiktoken") for path in source.path.parent.glob(name)]
-    tokenizer = load_tokenizer(tokenizer_path or (beside or ["bytes"])[0])  # bytes: a run leaves no file
-    if (tokenizer.vocab_size, tokenizer.bos_id) != (source.shape["vocab_size"], source.shape["bos_id"]):
-        none = "" if tokenizer_path or beside else f", for none lies in {source.path.parent}"
-        raise UserError(f"TOKENIZER_PATH={tokenizer_path!r}: {tokenizer.file} has {tokenizer.vocab_size} tokens{none}; "
-                        f"must be the tokenizer of {source.path}, with {source.shape['vocab_size']}")
-    return {"tokenizer_sha256": tokenizer.sha256, "meta": {"seed": source.run["seed"], "tokenizer": tokenizer.file}}
+    folder = source.path.parent
+    beside = [*folder.glob("tokenizer.model"), *folder.glob("*.tiktoken"), "bytes"]
+    tokenizer = load_tokenizer(tokenizer_path or beside[0])
+    if (tokenizer.vocab_size, tokenizer.bos_id) != (
+        source.shape["vocab_size"],
+        source.shape["bos_id"],
+    ):
+        raise UserError(
+            f"TOKENIZER_PATH={tokenizer_path!r}: {tokenizer.file} has {tokenizer.vocab_size} tokens; "
+            f"must be the tokenizer of {source.path}, with {source.shape['vocab_size']}"
+        )
+    meta = {"seed": source.run["seed"], "tokenizer": tokenizer.file}
+    return {"tokenizer_sha256": tokenizer.sha256, "meta": meta}
 
 
-def own_settings(source: SimpleNamespace) -> Settings:
-    """The settings; quantizer and data are the checkpoint's unless given. UserError: given for what has codes."""
+def load_defaults(source: Weights) -> Settings:
+    """Return the settings; quantizer and data are the checkpoint's unless given. UserError."""
+
     def stored(given: dict[str, str]) -> tuple[dict, dict]:
         if source.coded and "MATRIX_BITS" in given:
-            raise UserError(f"MATRIX_BITS: the weights of {source.path} are quantized already; give their checkpoint")
-        return {name: source.run[name] for name in ("matrix_bits", "data_path") if name in source.run}, {}
+            raise UserError(
+                f"MATRIX_BITS: the weights of {source.path} are quantized already; give their "
+                "checkpoint"
+            )
+        names = ("matrix_bits", "data_path")
+        return {name: source.run[name] for name in names if name in source.run}, {}
 
     return load_settings(Settings, dict(os.environ), stored=stored)
 
 
-def code_weights(source: SimpleNamespace, settings: Settings) -> dict[str, Coded]:
-    """`coded` of a model: what it has, or its weights to the nearest code. A class whose quantizer is the checkpoint's
-    has its steps too, as they were widened when quantization-aware training began.
+def pack_model(source: Weights, settings: Settings) -> tuple[bytes, dict[str, int]]:
+    """Return what pack_artifact does: of a model's codes, or of the nearest to its weights.
+
+    A class with the checkpoint's quantizer has its steps too, as they were widened when
+    quantization-aware training began. Raises UserError or ArtifactError.
     """
-    if source.coded:
-        return source.coded
-    table, device = quant_table(settings), start_runtime(settings.device).device
-    for kind, own in table.items():
-        if {**own, "widen": 0} == {**source.table.get(kind, {}), "widen": 0}:
-            own["widen"] = source.table[kind]["widen"]
-    coded = {}
-    for name, w in progress(source.tensors.items(), "quantize"):
-        coded |= quantize_all({name: w.to(device)}, table)
-    return {name: Coded(part.codes.cpu(), part.scale.cpu(), part.bits) for name, part in coded.items()}
-
-
-def pack_model(source: SimpleNamespace, settings: Settings, coded: dict[str, Coded]) -> tuple[bytes, dict[str, int]]:
-    """See pack_artifact. Raises UserError."""
     header = read_header(source, settings.tokenizer_path)
+    coded = source.coded
+    if not coded:
+        table = quant_table(settings)
+        for kind, quantizer in table.items():
+            before = source.table.get(kind, {})
+            if {**before, "widen": quantizer["widen"]} == quantizer:
+                table[kind] = before
+        coded = quantize_all(source.tensors, table)
     try:
-        return pack_artifact(source.tensors, coded, settings=source.shape,
-                             tokenizer_sha256=header["tokenizer_sha256"], meta=header["meta"])
+        return pack_artifact(
+            source.tensors,
+            coded,
+            settings=source.shape,
+            tokenizer_sha256=header["tokenizer_sha256"],
+            meta=header["meta"],
+        )
     except ValueError as error:
         raise UserError(f"{source.path}: {error}") from None
 
 
-def rebuild(source: SimpleNamespace) -> GPT:
-    """The network that these settings and weights are. ArtifactError where they do not fit, or it gives no logits."""
+def rebuild(source: Weights) -> GPT:
+    """Return the network of a MODEL. Raises ArtifactError if it is none, or gives no logits."""
     try:
         with torch.device("meta"):  # takes no memory
             network = GPT(GPTConfig(**source.shape))
         network.load_state_dict(source.tensors, assign=True)
         with torch.no_grad():
-            require(network(torch.tensor([[network.config.bos_id]])).isfinite().all(), "its logits are not finite")
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise ArtifactError(f"{source.path}: its settings rebuild no model: {' '.join(str(error).split())}") from None
+            logits = network(torch.tensor([[network.config.bos_id]]))
+        require(bool(logits.isfinite().all()), "its logits are not finite")
+    except Exception as error:  # forged settings may raise anything
+        reason = " ".join(str(error).split())
+        raise ArtifactError(f"{source.path}: its settings rebuild no model: {reason}") from None
     return network
 
 
-def read_data(tuned: SimpleNamespace, settings: Settings) -> tuple[Dataset, SimpleNamespace]:
-    """What open_data reads, for a model, and settings for Batches. UserError: no DATA_PATH, another tokenizer."""
+def read_data(tuned: Weights, settings: Settings) -> tuple[Dataset, SimpleNamespace]:
+    """Return the Dataset for a model, and the settings of its batches. Raises UserError."""
     if not settings.data_path:
-        raise UserError("DATA_PATH='': distillation and --score read shards; DISTILL_STEPS=0 is without distillation")
-    length = tuned.shape["train_seq_len"]
+        raise UserError(
+            "DATA_PATH='': distillation and --score read shards; DISTILL_STEPS=0 is without "
+            "distillation"
+        )
+    seq_len = tuned.shape["train_seq_len"]
     options = SimpleNamespace(
-        data_path=settings.data_path, tokenizer_path=settings.tokenizer_path, vocab_size=tuned.shape["vocab_size"],
-        holdout_tokens=length, train_seq_len=length, seed=settings.seed, micro_batch_tokens=max(length, 4096),
-        train_batch_tokens=settings.distill_batch_tokens or 4 * length)
+        data_path=settings.data_path,
+        tokenizer_path=settings.tokenizer_path,
+        vocab_size=tuned.shape["vocab_size"],
+        holdout_tokens=seq_len,
+        train_seq_len=seq_len,
+        seed=settings.seed,
+        micro_batch_tokens=max(seq_len, 4096),
+        train_batch_tokens=4 * seq_len,
+    )
     data = open_data(options)
     if data.tokenizer.sha256 != read_header(tuned, settings.tokenizer_path)["tokenizer_sha256"]:
-        raise UserError(f"DATA_PATH={settings.data_path!r}: has another tokenizer than {tuned.path}")
+        raise UserError(
+            f"DATA_PATH={settings.data_path!r}: has another tokenizer than {tuned.path}"
+        )
     return data, options
 
 
-def distill(base: SimpleNamespace, tuned: SimpleNamespace, settings: Settings) -> dict[str, Tensor]:
-    """Scales by which the logits of base + delta come near to the tuned model's, in mean squares (arXiv 2402.10193).
+KEEP_BITS = 16  # of what is no matrix, in a delta
 
-    They are learned in units of their matrix's mean, so that DISTILL_LR suits large deltas and small ones. None, if
-    the logits of the first batch are not nearer in the end.
+
+def as_kept(name: str, w: Tensor) -> Tensor:
+    """Return a tensor that is no matrix as a delta gives it back."""
+    stored = w.numpy().astype(delta_dtype(name, KEEP_BITS))
+    return torch.from_numpy(stored.astype("f4"))
+
+
+def distill(base: Weights, tuned: Weights, settings: Settings) -> dict[str, Tensor]:
+    """Return scales that bring the logits of base + delta near to the tuned model's.
+
+    The loss is the mean squared error of logits (arXiv:2402.10193). If those of the first batch
+    are not nearer in the end, there are no scales.
     """
-    (data, options), runtime, group = read_data(tuned, settings), start_runtime(settings.device), settings.delta_group
-    try:
-        batches = Batches(data, options, runtime)
-    except UserError as error:  # it says what training's setting is called
-        raise UserError(str(error).replace("TRAIN_BATCH_TOKENS", "DISTILL_BATCH_TOKENS")) from None
-    device, teacher = runtime.device, rebuild(tuned).to(runtime.device)
-    held, codes, units, ratios = {}, {}, {}, {}
+    data, options = read_data(tuned, settings)
+    runtime = start_runtime(settings.device)
+    device = runtime.device
+    batches = Batches(data, options, runtime)
+    teacher = rebuild(tuned).requires_grad_(False).to(device)
+    group = settings.delta_group
+    held = {}  # the base's matrices, and all else of the tuned model
+    signs = {}
+    scales = {}
+    groups = []
     for name, w in tuned.tensors.items():
+        held[name] = as_kept(name, w).to(device)
         if tensor_class(name, w) == "matrix":
-            signs, own = BitDeltaQuantizer(group).quantize(w, base.tensors[name])
-            codes[name], units[name] = unpack_signs(signs, w.numel()).to(device), own.mean().to(device)
-            ratios[name] = (own.to(device) / units[name].clamp(min=1e-30)).requires_grad_()
-        stored = w.numpy().astype(delta_dtype(name, settings.delta_keep_bits)).astype("f4")
-        held[name] = (base.tensors[name].float() if name in codes else torch.from_numpy(stored)).to(device)
-    optimizer = torch.optim.AdamW(ratios.values(), lr=settings.distill_lr, weight_decay=0.0)
+            held[name] = base.tensors[name].float().to(device)
+            delta = (w.to(device) - held[name]).flatten()
+            signs[name], scale = sign_delta(delta, group_size(w.shape, group))
+            scales[name] = scale.requires_grad_()
+            # In units of a matrix's mean scale, one DISTILL_LR suits large and small deltas.
+            groups.append({"params": [scale], "lr": settings.distill_lr * scale.mean().item()})
+    optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings.distill_steps)
 
-    def losses(step: int) -> Iterator[Tensor]:  # a batch's mean, in parts
+    def batch_loss(step: int, train: bool) -> float:
+        """Return the mean of a batch; with `train`, add its gradients."""
+        total = 0.0
         for ids, _ in batches.micro_batches(step):
-            weights = {name: add_delta(held[name], codes[name], own * units[name], group)
-                       for name, own in ratios.items()}
-            with torch.no_grad():
-                right = teacher(ids)
-            found = torch.func.functional_call(teacher, {**held, **weights}, (ids,))
-            yield (found - right).square().mean() * (len(ids) / batches.rows)
+            weights = dict(held)
+            for name, scale in scales.items():
+                weights[name] = add_delta(held[name], signs[name], scale, group)
+            logits = torch.func.functional_call(teacher, weights, (ids,))
+            loss = (logits - teacher(ids)).square().mean() * (len(ids) / batches.rows)
+            if train:
+                loss.backward()
+            total += loss.item()
+        return total
 
-    def first_loss() -> float:
-        with torch.no_grad():
-            return sum(part.item() for part in losses(0))
-
-    begin = first_loss()
-    for step in progress(range(settings.distill_steps), "distill"):
-        cosine = (1 + math.cos(math.pi * step / settings.distill_steps)) / 2
-        optimizer.param_groups[0]["lr"] = settings.distill_lr * cosine
+    before = batch_loss(0, train=False)
+    for step in range(settings.distill_steps):
         optimizer.zero_grad()
-        for part in losses(step):
-            part.backward()
+        batch_loss(step, train=True)
         optimizer.step()
-    end = first_loss()
-    print(f"distillation: {settings.distill_steps} steps, mean squared error of logits on the first batch {begin:.6g} "
-          f"before, {end:.6g} after" + ("" if end < begin else "; scales stay as they were, another DISTILL_LR?"))
-    return {name: (own.detach() * units[name]).cpu() for name, own in ratios.items()} if end < begin else {}
+        schedule.step()
+    after = batch_loss(0, train=False)
+    print(
+        f"distillation: {settings.distill_steps} steps, mean squared error of logits on the first "
+        f"batch {before:.6g} before, {after:.6g} after"
+    )
+    if after >= before:
+        print("scales stay as they were; try another DISTILL_LR")
+        return {}
+    return {name: scale.detach().cpu() for name, scale in scales.items()}
 
 
-def read_tuned(path: str, base: SimpleNamespace) -> SimpleNamespace:
-    """The MODEL that a delta file makes of its base; `kept`: bytes of the file for tensors that it holds whole."""
-    header, tensors, kept = read_delta(path, base.tensors, functools.partial(progress, label="delta"))
-    return SimpleNamespace(path=Path(path), tensors=tensors, coded={}, run={}, table={}, header=header, kept=kept,
-                           shape=header["settings"]["shape"])
+def read_tuned(path: str, base: Weights) -> Weights:
+    """Return the MODEL that a delta file makes of its base."""
+    header, tensors = read_delta(path, base.tensors)
+    return Weights(Path(path), tensors, header["settings"]["shape"], header)
 
 
-# ---------------------------------------------------------------------------------------------------------- commands
+# ---------------------------------------------------------------------------------------- commands
 def show(rows: list[list]) -> None:
     """Print rows as a table; floats with five digits, NaN as a dash."""
-    texts = [["-" if x != x else f"{x:.5g}" if isinstance(x, float) else str(x) for x in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-    for row in texts:
-        print("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip())
+    width = max(len(str(row[0])) for row in rows)
+    for name, *cells in rows:
+        texts = [f"{cell:.5g}" if isinstance(cell, float) else str(cell) for cell in cells]
+        texts = ["-".rjust(13) if text == "nan" else text.rjust(13) for text in texts]
+        print("  ".join([str(name).ljust(width), *texts]))
 
 
-def match_tensors(a: SimpleNamespace, b: SimpleNamespace) -> None:
-    """Raise ArtifactError, which names the first tensor that one has and the other has not, or in another shape."""
+def match_tensors(a: Weights, b: Weights) -> None:
+    """Raise ArtifactError, which names the first tensor that one lacks or has in another shape."""
     for name in [*a.tensors, *b.tensors]:
-        one, two = (list(each.tensors[name].shape) if name in each.tensors else "missing" for each in (a, b))
+        one, two = (
+            list(model.tensors[name].shape) if name in model.tensors else "missing"
+            for model in (a, b)
+        )
         require(one == two, f"tensor {name!r}: {one} in {a.path}, {two} in {b.path}")
 
 
-def distances(a: SimpleNamespace, b: SimpleNamespace, base: SimpleNamespace | None = None) -> list[list]:
-    """Rows of a table, by tensor class and of all: how far b's weights are from a's, or what both add to a base's.
+def distances(a: Weights, b: Weights, base: Weights | None = None) -> list[list]:
+    """Return the rows of a table, by tensor class and of all: how far b's weights are from a's.
 
-    ||b - a|| / ||a||, mean (b - a)^2, max |b - a|, a.b / (||a|| ||b||), 10 log10(||a||^2 / ||b - a||^2), in float64.
-    ArtifactError where shapes differ.
+    The columns are ||b - a|| / ||a||, mean (b - a)^2, max |b - a|, a.b / (||a|| ||b||) and
+    10 log10(||a||^2 / ||b - a||^2), in float64. With a base, a and b are what the models add to it.
+    Raises ArtifactError if shapes differ.
     """
     match_tensors(a, b)
-    sums = {key: np.zeros(6) for key in ("matrix", "embedding", "control", "all")}
-    for name, w in progress(a.tensors.items(), "distances"):
-        zero = base.tensors[name].double() if base else 0.0
-        x, y = ((each.double() - zero).flatten().numpy() for each in (w, b.tensors[name]))
-        error, most = y - x, np.abs(y - x).max(initial=0)
-        for total in (sums[tensor_class(name, w)], sums["all"]):
-            total[:] = [*total[:5] + [w.numel(), error @ error, x @ x, y @ y, x @ y], max(total[5], most)]
+    sums = {kind: np.zeros(5) for kind in ("matrix", "embedding", "control", "all")}
+    most = collections.Counter()
+    for name, w in a.tensors.items():
+        x = w.double().flatten().numpy()
+        y = b.tensors[name].double().flatten().numpy()
+        if base:
+            before = base.tensors[name].double().flatten().numpy()
+            x = x - before
+            y = y - before
+        error = y - x
+        for kind in (tensor_class(name, w), "all"):
+            sums[kind] += [len(x), error @ error, x @ x, y @ y, x @ y]
+            most[kind] = max(most[kind], float(np.abs(error).max(initial=0)))
     rows = [["class", "weights", "rel_frobenius", "mse", "max", "cosine", "snr_db"]]
-    with np.errstate(divide="ignore", invalid="ignore"):  # equal: an SNR of inf; all zero: nan
-        for key, (count, error, x, y, product, most) in sums.items():
-            found = np.sqrt(error / x), error / count, most, product / np.sqrt(x * y), 10 * np.log10(x / error)
-            rows += [[key, int(count), *map(float, found)]] if count else []
+    with np.errstate(divide="ignore", invalid="ignore"):  # equal: an SNR of inf; all zero: NaN
+        for kind, (count, error, x, y, product) in sums.items():
+            cosine = product / np.sqrt(x * y)
+            ratios = [
+                np.sqrt(error / x),
+                error / count,
+                most[kind],
+                cosine,
+                10 * np.log10(x / error),
+            ]
+            if count:
+                rows.append([kind, int(count), *map(float, ratios)])
     return rows
 
 
-def judge_codes(source: SimpleNamespace, model: SimpleNamespace, settings: Settings) -> dict[str, list[float]]:
-    """Class -> [steps of an artifact over those of the settings, share of codes that are the nearest to the model's
-    weights, error over that of the nearest]. ArtifactError, naming a tensor, where it cannot be of these weights.
+def check_codes(source: Weights, model: Weights, settings: Settings) -> None:
+    """Raise ArtifactError, which names a tensor, if an artifact cannot be of a model's weights.
 
-    The exporter widens all steps of a class by one factor, so that they say whose they are. GPTQ trades error in
-    weights for error in outputs: up to 2.8 times that of the nearest codes was measured. Other weights of the same
-    size give 9 times that at 5 bits, so that an artifact with more than 4 times it is refused.
+    The exporter widens all steps of a class by one factor, so the steps say whose they are. GPTQ
+    trades error in weights for error in outputs: up to 2.8 times the error of the nearest codes
+    was measured. Other weights of the same size give 9 times that at 5 bits. So more than 4 times
+    the error means other weights.
     """
-    table, found, judged = quant_table(settings), collections.defaultdict(list), {}
-    for name, w in progress(model.tensors.items(), "verify"):
-        what, kind, stored = f"{source.path}: tensor {name!r}", tensor_class(name, w), source.tensors[name]
-        require((kind in table) == (name in source.coded), f"{what}: its coding is not that of class {kind}")
+    table = quant_table(settings)
+    steps = collections.defaultdict(list)  # class -> steps over those of the settings
+    for name, w in model.tensors.items():
+        what = f"{source.path}: tensor {name!r}: "
+        whose = f"the {model.average} weights of {model.path} (--weights)"
+        kind = tensor_class(name, w)
+        require((kind in table) == (name in source.coded), f"{what}its coding is not a {kind}'s")
         if kind not in table:
             dtype = torch.float32 if name.endswith(FLOAT32_CONTROLS) else torch.float16
-            require(torch.equal(w.to(dtype).to(w.dtype), stored), f"{what}: is not that of {model.path} as {dtype}")
+            is_equal = torch.equal(w.to(dtype).float(), source.tensors[name])
+            require(is_equal, f"{what}is not that of {whose} as {dtype}")
             continue
-        part, own = source.coded[name], table[kind]
-        require(part.bits == own["bits"], f"{what}: {part.bits} bits, {own['bits']} by the settings of {model.path}")
-        usual, step = quantize(w, **own)[1].float(), part.scale.float()
-        nearest = round_to(w.flatten(1), step, part.bits)
-        error, least = ((w.flatten(1) - each * step).double().norm().item() for each in (part.codes, nearest))
-        require(error <= 4 * least + 1e-12, f"{what}: {error / max(least, 1e-12):.3g} times the error of the nearest "
-                f"codes to the weights of {model.path}")
-        ratios = (step / usual)[usual > 2**-13].tolist()  # below, float16 is coarse
-        found[kind].append((w.numel(), (nearest == part.codes).sum().item(), error**2, least**2, ratios, what))
-    for kind, rows in found.items():
-        count, same, error, least, ratios = (sum(column, start) for column, start in zip(
-            list(zip(*rows, strict=True))[:5], (0, 0, 0.0, 0.0, []), strict=True))
-        middle = float(np.median(ratios or [math.nan]))
-        for *_, ratios, what in rows:
-            wrong = max([middle, *ratios]) / min([middle, *ratios])
-            require(not wrong > 1.004, f"{what}: its steps are not those of {model.path}, by a factor of {wrong:.4g} "
-                    "when the class's are equal")
-        judged[kind] = [middle, same / count, math.sqrt(error / least) if least else 1.0]
-    return judged
+        part = source.coded[name]
+        bits = table[kind]["bits"]
+        require(part.bits == bits, f"{what}{part.bits} bits, {bits} by the settings of {whose}")
+        rows = w.flatten(1)
+        step = part.scale.float()
+        error = (rows - part.codes * step).double().norm().item()
+        least = (rows - round_to(rows, step, bits) * step).double().norm().item()
+        times = error / max(least, 1e-12)
+        require(times <= 4, f"{what}{times:.3g} times the error of the nearest codes to {whose}")
+        usual = quantize(w, **table[kind])[1].item()
+        if usual > 2**-13:  # below, float16 is coarse
+            steps[kind].append(step.item() / usual)
+            factor = max(steps[kind]) / min(steps[kind])
+            require(factor < 1.004, f"{what}its steps are not those of {whose}, by {factor:.4g}")
+
+
+def measure_tensor(name, record, source, model):
+    """Return of an artifact's tensor: weights, bytes, entropy in bits, squared error, its coder."""
+    w = source.tensors[name]
+    bits = 32 if name.endswith(FLOAT32_CONTROLS) else 16
+    sums = collections.Counter(tensors=1, weights=w.numel(), bytes=record["length"])
+    if name in source.coded:
+        bits = source.coded[name].bits
+        symbols = source.coded[name].codes.numpy().view(np.uint8).reshape(-1)
+        sums["entropy"] = 8 * entropy_bytes(np.bincount(symbols, minlength=256))
+    if model:
+        before = model.tensors[name].double()
+        sums["error"] = (w.double() - before).square().sum().item()
+        sums["power"] = before.square().sum().item()
+    coder = "rans" if name in source.coded else "zstd"
+    sums[f"{bits}-bit {coder}"] = 1
+    return sums
 
 
 def info(args: argparse.Namespace) -> None:
@@ -2658,79 +2693,86 @@ def info(args: argparse.Namespace) -> None:
 
     With --checkpoint, error: ||artifact - checkpoint|| / ||checkpoint||.
     """
-    source, tensors, parts = read_weights(args.artifact), {}, collections.defaultdict(collections.Counter)
-    model = read_weights(args.checkpoint, args.weights) if args.checkpoint else None
-    if model:
+    source = read_packed(args.artifact)
+    model = None
+    if args.checkpoint:
+        model = read_weights(args.checkpoint, args.weights)
         match_tensors(model, source)
-    for name, record in progress(source.header["streams"].items(), "info"):
-        if record["class"] == "coder":
-            parts[f"({name})"].update(bytes=record["length"], zstd=1)
+    parts = collections.defaultdict(collections.Counter)  # by tensor, class, or part of the file
+    left = source.path.stat().st_size
+    for name, record in source.header["streams"].items():
+        left -= record["length"]
+        if name not in source.tensors:
+            parts[f"({name})"].update({"bytes": record["length"], "zstd": 1})
             continue
-        w, coder = source.tensors[name], "rans" if record["dtype"] == "<u2" else "zstd"
-        tensors[name] = sums = collections.Counter(tensors=1, weights=w.numel(), bytes=record["length"])
-        if name in source.coded:
-            counts = np.bincount(source.coded[name].codes.numpy().view(np.uint8).reshape(-1), minlength=256)
-            sums["entropy"] = 8 * entropy_bytes(counts)
-        if model:
-            own = model.tensors[name].double()
-            sums.update(error=(w.double() - own).square().sum().item(), power=own.square().sum().item())
-        bits = record.get("bits", 8 * np.dtype(record["dtype"]).itemsize)
-        sums[f"{bits}-bit {coder}"] = 1
-        parts[tensor_class(name, w)].update(sums)
-    size, weights = source.path.stat().st_size, sum(w.numel() for w in source.tensors.values())
-    parts["(header)"] = collections.Counter(bytes=size - sum(sums["bytes"] for sums in parts.values()))
-    sums = {part: sum(own[part] for own in tensors.values()) for part in ("error", "power")}
-    parts["total"] = collections.Counter(tensors=len(tensors), weights=weights, bytes=size, **sums)
-    rows = [["class", "tensors", "weights", "bytes", "bits/weight", "entropy", "error", "coders"]]
-    for name, sums in [*(tensors.items() if args.tensors else ()), *parts.items()]:
+        sums = measure_tensor(name, record, source, model)
+        for part in (name, tensor_class(name, source.tensors[name]), "total"):
+            parts[part].update(sums)
+    parts["(header)"]["bytes"] = left
+    parts["total"]["bytes"] = source.path.stat().st_size
+    rows = []
+    for name, sums in parts.items():
         coders = [f"{key}:{count}" for key, count in sums.items() if re.search("rans|zstd", key)]
-        weights, power = sums["weights"] or math.nan, sums["power"] or math.nan
-        rows.append([name, sums["tensors"], sums["weights"], sums["bytes"], 8 * sums["bytes"] / weights,
-                     sums.get("entropy", math.nan) / weights, math.sqrt(sums["error"] / power), ", ".join(coders)])
+        weights = sums["weights"] or math.nan
+        per_weight = [8 * sums["bytes"] / weights, (sums["entropy"] or math.nan) / weights]
+        error = math.sqrt(sums["error"] / (sums["power"] or math.nan))
+        counts = [sums["tensors"], sums["weights"], sums["bytes"]]
+        if args.tensors or name not in source.tensors:
+            rows.append([name, *counts, *per_weight, error, ", ".join(coders)])
     print(f"{source.path}: settings {source.shape} meta {source.header['meta']}")
-    show(rows)
+    head = ["class", "tensors", "weights", "bytes", "bits/weight", "entropy", "error", "coders"]
+    show([head, *rows])
 
 
 def unpack(args: argparse.Namespace) -> None:
     """An artifact's weights in a folder, in float32 and as codes, of which `pack` makes the same file."""
-    source = read_weights(args.artifact)
-    write_model(args.out, source)
-    print(f"{args.out}: {len(source.tensors)} tensors")
+    source = read_packed(args.artifact)
+    write_model(args.out, source, [source.path.parent])
 
 
 def pack(args: argparse.Namespace) -> None:
-    """A checkpoint's artifact, every weight at the nearest code."""
+    """A checkpoint's artifact, every weight at the nearest code, and its tokenizer beside it."""
     source = read_weights(args.model, args.weights)
-    settings = own_settings(source)
-    data, sizes = pack_model(source, settings, code_weights(source, settings))
+    settings = load_defaults(source)
+    data, sizes = pack_model(source, settings)
+    folders = [Path(settings.tokenizer_path).parent, source.path.parent]
+    copy_tokenizer(read_header(source, settings.tokenizer_path), args.out, folders)
     replace_file(args.out, data)
-    print(f"{args.out}: {len(data)} bytes; " + " ".join(f"{name}:{size}" for name, size in sizes.items()))
+    parts = " ".join(f"{name}:{size}" for name, size in sizes.items())
+    print(f"{args.out}: {len(data)} bytes; {parts}")
+
+
+def compare_packed(source: Weights, model: Weights) -> None:
+    """Print how an artifact differs from a model. Raises ArtifactError if it is not the model's."""
+    rows = distances(model, source)
+    settings = load_defaults(model)
+    path = source.path
+    require(model.shape == source.shape, f"{path}: its settings are not those of {model.path}")
+    sha256 = read_header(model, settings.tokenizer_path)["tokenizer_sha256"]
+    is_same = sha256 == source.header["tokenizer_sha256"]
+    require(is_same, f"{path}: its tokenizer is not {model.path}'s")
+    if model.coded:
+        for name, w in model.tensors.items():
+            is_equal = torch.equal(w, source.tensors[name])
+            require(is_equal, f"{path}: tensor {name!r} is not that of {model.path}")
+    else:
+        check_codes(source, model, settings)
+    show(rows)
+    whose = f"of the {model.average} weights of {model.path}"
+    if pack_model(model, settings)[0] == path.read_bytes():
+        print(f"{path}: what `pack` makes {whose}, byte for byte")
+    else:
+        print(f"{path}: {whose}, by GPTQ or with steps fitted, or on another machine")
 
 
 def verify(args: argparse.Namespace) -> None:
     """Is an artifact whole, and is it of a checkpoint? Exit code 1 where it is not."""
-    source = read_weights(args.artifact)
+    source = read_packed(args.artifact)
     rebuild(source)
     if args.checkpoint:
-        model = read_weights(args.checkpoint, args.weights)
-        rows, settings = distances(model, source), own_settings(model)
-        require(model.shape == source.shape, f"{source.path}: its settings are not those of {model.path}")
-        tokenizer = read_header(model, settings.tokenizer_path)["tokenizer_sha256"]
-        require(tokenizer == source.header["tokenizer_sha256"], f"{source.path}: its tokenizer is not {model.path}'s")
-        try:
-            judged = {} if model.coded else judge_codes(source, model, settings)
-        except ArtifactError as error:
-            raise ArtifactError(f"{error}; compared are its {args.weights} weights, the log says which were chosen "
-                                "(--weights)") from None
-        wrong = [name for name, w in model.tensors.items() if model.coded and not torch.equal(w, source.tensors[name])]
-        require(not wrong, f"{source.path}: tensor {wrong[:1]} is not that of {model.path}")
-        rows[0] += ["steps", "nearest", "over_nearest"]
-        show([rows[0], *(row + judged.get(row[0], [math.nan] * 3) for row in rows[1:])])
-        packed = pack_model(model, settings, code_weights(model, settings))[0]
-        what = f"what `pack` makes of the {args.weights} weights of {model.path}, byte for byte"
-        other = f"of the {args.weights} weights of {model.path}, by GPTQ or with steps fitted, or on another machine"
-        print(f"{source.path}: {what if packed == source.path.read_bytes() else other}")
-    print(f"{source.path}: whole, {len(source.tensors)} tensors, SHA-256 {sha256_file(source.path)}")
+        compare_packed(source, read_weights(args.checkpoint, args.weights))
+    count = len(source.tensors)
+    print(f"{source.path}: whole, {count} tensors, SHA-256 {sha256_file(source.path)}")
 
 
 def compare(args: argparse.Namespace) -> None:
@@ -2738,148 +2780,230 @@ def compare(args: argparse.Namespace) -> None:
     show(distances(read_weights(args.a, args.weights), read_weights(args.b, args.weights)))
 
 
-def report_delta(path: str, base: SimpleNamespace, tuned: SimpleNamespace, variants: dict[str, int]) -> SimpleNamespace:
-    """Print what a delta's file takes, against files of the same weights, and what it loses; the model read from it."""
-    model, every = read_tuned(path, base), sum(w.numel() for w in base.tensors.values())
-    coded = sum(w.numel() for name, w in base.tensors.items() if tensor_class(name, w) == "matrix")
-    rows = [["file", "bytes", "x_fp32", "x_bf16", "of_matrices", "their_x_fp32", "their_x_bf16"],
-            *([f"weights in {name}", width * every, 4 / width, 2 / width, width * coded, 4 / width, 2 / width]
-              for name, width in (("fp32", 4), ("bf16", 2)))]
-    for name, size in {path: Path(path).stat().st_size, **variants}.items():
-        pairs = (size, every), (size - model.kept, coded)  # without what is held whole, and all of the matrices
-        rows.append([name, *(each for own, count in pairs for each in (own, 4 * count / own, 2 * count / own))])
+def show_sizes(path: Path, base: Weights) -> None:
+    """Print the size of a delta file and of its matrices against weights in float32 and bfloat16."""
+    size = path.stat().st_size
+    coded = 0
+    kept = 0  # bytes of what is no matrix
+    for name, w in base.tensors.items():
+        if tensor_class(name, w) == "matrix":
+            coded += w.numel()
+        else:
+            kept += w.numel() * np.dtype(delta_dtype(name, KEEP_BITS)).itemsize
+    weights = sum(w.numel() for w in base.tensors.values())
+    rows = [["file", "bytes", "x_fp32", "x_bf16"]]
+    for name, used, count in ((path, size, weights), ("its matrices", size - kept, coded)):
+        rows.append([name, used, 4 * count / used, 2 * count / used])
     show(rows)
+
+
+def show_scores(models: list[Weights], settings: Settings) -> None:
+    """Print bits per byte of validation of base, tuned, and base + delta."""
+    data, options = read_data(models[1], settings)
+    runtime = start_runtime(settings.device)
+    seq_len = options.train_seq_len
+    scorer = Scorer(data.tokenizer, runtime, seq_len, max(1, 4096 // seq_len))
+    scores = [scorer.score(rebuild(model).to(runtime.device), data.val).bpb for model in models]
+    base, tuned, delta = scores
+    share = (base - delta) / (base - tuned) if tuned < base else math.nan
+    print(
+        f"\nbits per byte of validation: base {base:.4f}, tuned {tuned:.4f}, base + delta "
+        f"{delta:.4f}, {share:.2%} of the gain"
+    )
+
+
+def make_delta(args: argparse.Namespace) -> None:
+    """Write the delta of two models by settings of the environment, and report on it."""
+    base = read_weights(args.base, args.weights)
+    tuned = read_weights(args.tuned, args.weights)
+    settings = load_defaults(tuned)
+    match_tensors(base, tuned)
+    most = 0.0
+    for name, w in base.tensors.items():
+        if tensor_class(name, w) == "matrix":
+            largest = (tuned.tensors[name] - w).abs().max().item()
+            require(math.isfinite(largest), f"tensor {name!r}: its weights are not finite")
+            most = max(most, largest)
+    is_bitdelta = args.command == "bitdelta"
+    if is_bitdelta:
+        coding = {"bits": 1, "group": settings.delta_group}
+        coding["scale_bits"] = int(settings.delta_scale_bits)
+    else:
+        groups = {"row": -1, "tensor": 0, "group": settings.delta_group}
+        coding = {"bits": settings.delta_bits, "group": groups[settings.delta_step]}
+        coding["scale_bits"] = 16
+    header = read_header(tuned, settings.tokenizer_path)
+    header = {name: header[name] for name in ("tokenizer_sha256", "meta")}
+    header["settings"] = {
+        "method": args.command,
+        "base": hash_weights(base.tensors),
+        **coding,
+        "keep_bits": KEEP_BITS,
+        "scale": 2.0 ** math.frexp(most)[1],
+        "shape": tuned.shape,
+    }
+    scales = {}
+    if is_bitdelta and settings.distill_steps and most:
+        scales = distill(base, tuned, settings)
+    replace_file(args.out, pack_delta(base.tensors, tuned.tensors, header, scales))
+    model = read_tuned(args.out, base)
+    show_sizes(args.out, base)
     print("\nof what the tuned model's weights are beyond the base's:")
     show(distances(tuned, model, base))
-    return model
-
-
-def make_delta(args: argparse.Namespace, method: str) -> None:
-    """Write the delta of two models by settings of the environment, and report on it."""
-    base, tuned = read_weights(args.base, args.weights), read_weights(args.tuned, args.weights)
-    settings, most = own_settings(tuned), 0.0
-    group, bits, scale_bits = settings.delta_group, 1, settings.delta_scale_bits
-    if method == "deltaquant":
-        group, bits, scale_bits = {"row": -1, "tensor": 0, "group": group}[settings.delta_step], settings.delta_bits, 16
-    for name in ("delta_scale_bits", "delta_keep_bits"):
-        if getattr(settings, name) not in DELTA_FLOATS:
-            raise UserError(f"{name.upper()}={getattr(settings, name)}: must be 16 or 32")
-    match_tensors(base, tuned)
-    for name, w in progress(base.tensors.items(), "compare"):
-        for model, own in ((base, w), (tuned, tuned.tensors[name])):
-            require(bool(own.isfinite().all()), f"{model.path}: tensor {name!r}: its weights are not finite")
-        if tensor_class(name, w) == "matrix":
-            most = max(most, (tuned.tensors[name].double() - w.double()).abs().max().item())
-    header = {key: read_header(tuned, settings.tokenizer_path)[key] for key in ("tokenizer_sha256", "meta")}
-    header["settings"] = dict(
-        method=method, base=hash_weights(base.tensors), bits=bits, group=group, scale_bits=scale_bits,
-        keep_bits=settings.delta_keep_bits, scale=2.0 ** math.frexp(most)[1], shape=tuned.shape)
-    scales = distill(base, tuned, settings) if method == "bitdelta" and settings.distill_steps and most else {}
-
-    def packed(**changes: int) -> bytes:
-        own = {**header, "settings": {**header["settings"], **changes}}
-        return pack_delta(base.tensors, tuned.tensors, own, {} if changes else scales,
-                          functools.partial(progress, label=method))
-
-    replace_file(args.out, packed())
-    variants = {"16-bit scales": dict(scale_bits=16), "a 32-bit scale a matrix": dict(scale_bits=32, group=0)}
-    sizes = {f"with {name}": len(packed(**own)) for name, own in variants.items() if method == "bitdelta"}
-    model = report_delta(args.out, base, tuned, sizes)
     if args.score:
-        (data, _), runtime = read_data(tuned, settings), start_runtime(settings.device)
-        length = tuned.shape["train_seq_len"]
-        scorer = Scorer(data.tokenizer, runtime, length, max(1, 4096 // length))
-        before, best, own = (scorer.score(rebuild(each).to(runtime.device), data.val).bpb
-                             for each in progress((base, tuned, model), "score"))
-        share = f"{(before - own) / (before - best):.2%} of the gain" if best < before else "there is no gain"
-        print(f"\nbits per byte of validation: base {before:.4f}, tuned {best:.4f}, base + delta {own:.4f}, {share}")
+        show_scores([base, tuned, model], settings)
 
 
 def bitdelta(args: argparse.Namespace) -> None:
     """What makes BASE into TUNED, one bit a weight of the matrices."""
-    make_delta(args, "bitdelta")
+    make_delta(args)
 
 
 def deltaquant(args: argparse.Namespace) -> None:
     """What makes BASE into TUNED, 1 to 8 bits a weight of the matrices, entropy coded."""
-    make_delta(args, "deltaquant")
+    make_delta(args)
 
 
 def apply(args: argparse.Namespace) -> None:
     """The tuned model that a delta makes of BASE: a folder as `unpack` writes it, in float32."""
-    model = read_tuned(args.delta, read_weights(args.base, args.weights))
-    write_model(args.out, model)
-    print(f"{args.out}: {len(model.tensors)} tensors")
+    base = read_weights(args.base, args.weights)
+    model = read_tuned(args.delta, base)
+    write_model(args.out, model, [model.path.parent, base.path.parent])
 
 
-# What LlamaForCausalLM of transformers is, and its names of a layer's tensors in the order of `export`.
-LLAMA = dict(mlp="swiglu", positions="rope", rope_dims=0, qk_gain_init=0.0, residual_mix=False, unet_skips=False,
-             bigram_vocab_size=0, logit_softcap=0.0)
-LLAMA_LAYER = ("self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj mlp.gate_proj mlp.up_proj "
-               "mlp.down_proj input_layernorm post_attention_layernorm").split()
+# What LlamaForCausalLM of transformers computes, in settings of this project.
+LLAMA = {
+    "mlp": "swiglu",
+    "positions": "rope",
+    "rope_dims": 0,
+    "qk_gain_init": 0.0,
+    "residual_mix": False,
+    "unet_skips": False,
+    "bigram_vocab_size": 0,
+    "logit_softcap": 0.0,
+}
+
+
+LLAMA_LAYER = (
+    "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj mlp.gate_proj mlp.up_proj "
+    "mlp.down_proj input_layernorm post_attention_layernorm"
+).split()
+
+
+def llama_state(network: GPT) -> dict[str, Tensor]:
+    """Return the tensors of a network by their names in LlamaForCausalLM."""
+    shape = network.config
+    kv_rows = shape.num_kv_heads * shape.model_dim // shape.num_heads
+    state = {
+        "model.embed_tokens.weight": network.embed,
+        "model.norm.weight": network.final_norm.weight,
+    }
+    if network.head is not None:
+        state["lm_head.weight"] = network.head
+    for i, (block, mixer) in enumerate(zip(network.blocks, network.mixers, strict=True)):
+        tensors = [*mixer.w_qkv.split([shape.model_dim, kv_rows, kv_rows]), mixer.w_o]
+        tensors += [*block.mlp.w_up.chunk(2), block.mlp.w_down]
+        tensors += [block.mixer_norm.weight, block.mlp_norm.weight]
+        for name, w in zip(LLAMA_LAYER, tensors, strict=True):
+            state[f"model.layers.{i}.{name}.weight"] = w
+    # Copies, because safetensors takes no views.
+    return {name: w.detach().clone() for name, w in state.items()}
+
+
+def llama_config(shape: GPTConfig) -> dict:
+    """Return config.json of LlamaForCausalLM."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.model_dim,
+        "intermediate_size": int(shape.mlp_mult * shape.model_dim),
+        "num_hidden_layers": len(shape.layers.split()),
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "rope_theta": ROPE_BASE,
+        "rope_parameters": {"rope_type": "default", "rope_theta": ROPE_BASE},  # transformers 5
+        "max_position_embeddings": shape.train_seq_len,
+        "rms_norm_eps": torch.finfo(torch.float32).eps,
+        "tie_word_embeddings": shape.tie_embeddings,
+        "bos_token_id": shape.bos_id,
+        "eos_token_id": shape.bos_id,
+    }
 
 
 def export(args: argparse.Namespace) -> None:
     """model.safetensors and config.json, which transformers loads as LlamaForCausalLM; other layouts are refused."""
     source = read_weights(args.model, args.weights)
-    shape = (net := rebuild(source)).config
-    count, kv_rows = len(shape.layers.split()), shape.num_kv_heads * shape.model_dim // shape.num_heads
-    right = {"layers": " ".join("a" * count), "norms": " ".join(["rms_weight"] * count), **LLAMA}
-    if odd := [f"{name}={own!r}" for name, value in right.items() if (own := getattr(shape, name)) != value]:
-        raise UserError(f"{source.path}: transformers' LlamaForCausalLM has no {', '.join(odd)}")
+    network = rebuild(source)
+    shape = network.config
+    count = len(network.blocks)
+    wanted = {"layers": " ".join(["a"] * count), "norms": " ".join(["rms_weight"] * count), **LLAMA}
+    for name, value in wanted.items():
+        found = getattr(shape, name)
+        if found != value:
+            raise UserError(
+                f"{source.path}: transformers' LlamaForCausalLM has no {name}={found!r}"
+            )
     try:
         from safetensors.torch import save
     except ImportError:
         raise UserError("export needs safetensors: pip install safetensors") from None
-    state = {"model.embed_tokens.weight": net.embed, "model.norm.weight": net.final_norm.weight}
-    state |= {} if net.head is None else {"lm_head.weight": net.head}
-    for at, (block, mixer) in enumerate(zip(net.blocks, net.mixers, strict=True)):
-        values = [*mixer.w_qkv.split([shape.model_dim, kv_rows, kv_rows]), mixer.w_o, *block.mlp.w_up.chunk(2),
-                  block.mlp.w_down, block.mixer_norm.weight, block.mlp_norm.weight]
-        state |= {f"model.layers.{at}.{name}.weight": w for name, w in zip(LLAMA_LAYER, values, strict=True)}
-    config = dict(
-        architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=shape.vocab_size,
-        hidden_size=shape.model_dim, intermediate_size=int(shape.mlp_mult * shape.model_dim), num_hidden_layers=count,
-        num_attention_heads=shape.num_heads, num_key_value_heads=shape.num_kv_heads, rope_theta=ROPE_BASE,
-        rope_parameters={"rope_type": "default", "rope_theta": ROPE_BASE},  # transformers 5's name for it
-        max_position_embeddings=shape.train_seq_len, rms_norm_eps=torch.finfo(torch.float32).eps,
-        tie_word_embeddings=shape.tie_embeddings, bos_token_id=shape.bos_id, eos_token_id=shape.bos_id)
-    data = save({name: w.detach().clone() for name, w in state.items()}, {"format": "pt"})
-    write_folder(args.out, {"model.safetensors": data, "config.json": (json.dumps(config, indent=1) + "\n").encode()})
-    print(f"{args.out}: {len(state)} tensors; transformers loads them as LlamaForCausalLM, a text begins with BOS")
+    state = llama_state(network)
+    files = {
+        "model.safetensors": save(state, {"format": "pt"}),
+        "config.json": (json.dumps(llama_config(shape), indent=1) + "\n").encode(),
+    }
+    write_folder(args.out, files)
+    print(f"{args.out}: {len(state)} tensors; transformers loads them as LlamaForCausalLM")
 
 
-# -------------------------------------------------------------------------------------------------------------- main
-COMMANDS = {info: "artifact --tensors --checkpoint --weights", unpack: "artifact out", pack: "model out --weights",
-            verify: "artifact checkpoint --weights", compare: "a b --weights", export: "model out --weights",
-            bitdelta: "base tuned out --weights --score", deltaquant: "base tuned out --weights --score",
-            apply: "base delta out --weights"}
-WORDS = {"--tensors": dict(action="store_true", help="a line for each tensor too"), "checkpoint": dict(nargs="?"),
-         "--weights": dict(choices=("raw", "ema", "swa"), default="raw", help="which weights of a checkpoint"),
-         "out": dict(type=Path), "--score": dict(action="store_true", help="bits per byte on DATA_PATH's validation"),
-         "--checkpoint": dict(help="of the same weights, for the error")}
+# -------------------------------------------------------------------------------------------- main
+COMMANDS = {
+    info: "artifact --tensors --checkpoint --weights",
+    unpack: "artifact out",
+    pack: "model out --weights",
+    verify: "artifact checkpoint --weights",
+    compare: "a b --weights",
+    export: "model out --weights",
+    bitdelta: "base tuned out --weights --score",
+    deltaquant: "base tuned out --weights --score",
+    apply: "base delta out --weights",
+}
+WORDS = {
+    "--tensors": {"action": "store_true", "help": "a line for each tensor too"},
+    "checkpoint": {"nargs": "?"},
+    "--weights": {"choices": AVERAGES, "help": "of a checkpoint (those that its run chose)"},
+    "out": {"type": Path},
+    "--score": {"action": "store_true", "help": "bits per byte on DATA_PATH's validation"},
+    "--checkpoint": {"help": "of the same weights, for the error"},
+}
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse, with mistakes as UserError: one line."""
-
-    def error(self, message: str) -> None:
-        raise UserError(f"{message}; {self.prog} --help says more")
+def fail_usage(message: str) -> None:
+    """Raise a mistake in the command line, which argparse would print in several lines."""
+    raise UserError(f"{message}; quantize.py --help says more")
 
 
 def main() -> int:
-    """One command; its exit code: 1 where `verify` says no, 2 for a mistake."""
-    parser = Parser(prog="quantize.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Run one command. Return its exit code: 1 if `verify` says no, 2 for a mistake."""
+    parser = argparse.ArgumentParser(
+        prog="quantize.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.error = fail_usage
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for run, words in COMMANDS.items():
         command = commands.add_parser(run.__name__, help=run.__doc__, description=run.__doc__)
+        command.error = fail_usage
         command.set_defaults(run=run)
         for word in words.split():
-            command.add_argument(word, **({} if word[0] == "-" else {"metavar": word.upper()}), **WORDS.get(word, {}))
+            names = {} if word.startswith("-") else {"metavar": word.upper()}
+            command.add_argument(word, **names, **WORDS.get(word, {}))
     args = parser.parse_args()
     load_settings(Settings, dict(os.environ))  # a wrong name is an error of every command
     if "out" in args and (args.out.exists() or not args.out.absolute().parent.is_dir()):
-        raise UserError(f"OUT {str(args.out)!r}: exists already, or the folder that it would be in does not")
+        raise UserError(f"OUT {str(args.out)!r}: exists already, or its folder does not")
     try:
         args.run(args)
     except ArtifactError as error:

@@ -38,8 +38,8 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import Field, asdict, dataclass, field, fields, replace
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field, fields, replace
 from decimal import Decimal
 from fractions import Fraction
 from numbers import Real
@@ -61,9 +61,9 @@ from torch.utils.checkpoint import checkpoint
 
 
 # === shared: bounds ===
-def bounded(default: float, low: float, high: float):
+def bounded(default, low, high=math.inf):
     """Return a setting with a lowest and a highest value. A setting without has a lowest of 0."""
-    return field(default=default, metadata={"low": low, "high": high})
+    return field(default=default, metadata={"bounds": (low, high)})
 
 
 # === end: bounds ===
@@ -90,8 +90,8 @@ class Settings:
     # empty: the task's checker; random: a control; file.py:function, see load_reward
     reward: str = ""
     reward_seconds: float = 60.0  # a reward function that takes longer ends the run
-    eval_prompts: int = bounded(512, 1, 1 << 20)  # held-out prompts that score the policy
-    eval_samples: int = bounded(8, 1, 1 << 20)  # of each, for pass@1 and pass@EVAL_SAMPLES
+    eval_prompts: int = bounded(512, 1)  # held-out prompts that score the policy
+    eval_samples: int = bounded(8, 1)  # of each, for pass@1 and pass@EVAL_SAMPLES
     # policy at the start
     # a run, a checkpoint or an artifact; empty: a small model, warmed up on demonstrations
     init_from: str = ""
@@ -101,18 +101,18 @@ class Settings:
     sft_accuracy: float = 0.5
     sft_lr: float = 0.02  # its Muon's, of matrices; of all else AdamW's is a twentieth
     layer_pattern: str = "g a g"  # g GDN, s sliding window, a full attention
-    num_layers: int = bounded(0, 0, 512)  # repeat or cut the pattern to this; 0: as long as it is
-    model_dim: int = bounded(64, 16, 65536)  # width of the residual stream
-    num_heads: int = bounded(4, 1, 1024)  # query heads of attention, and heads of GDN
+    num_layers: int = 0  # repeat or cut the pattern to this; 0: as long as it is
+    model_dim: int = bounded(64, 16)  # width of the residual stream
+    num_heads: int = bounded(4, 1)  # query heads of attention, and heads of GDN
     # kind of MLP; bio_soft and bio_hard are the bio-MLP with sparse events
     mlp: Literal["relu2", "leaky_relu2", "gelu", "swiglu", "bio", "bio_soft", "bio_hard"] = "relu2"
-    train_seq_len: int = bounded(128, 2, 1 << 20)  # tokens in a window, training and evaluation
+    train_seq_len: int = bounded(128, 2)  # tokens in a window, training and evaluation
     lora_rank: int = 0  # of adapters, which alone are trained; 0: all weights are
     lora_alpha: float = 16.0  # adapters count by LORA_ALPHA / LORA_RANK
     # rollout
-    prompts_per_step: int = bounded(32, 1, 1 << 20)  # over all ranks
-    group_size: int = bounded(8, 1, 1 << 20)  # samples of a prompt
-    max_new_tokens: int = bounded(16, 1, 1 << 20)  # length of each, at most
+    prompts_per_step: int = bounded(32, 1)  # over all ranks
+    group_size: int = bounded(8, 1)  # samples of a prompt
+    max_new_tokens: int = bounded(16, 1)  # length of each, at most
     # of the distribution; 0: always the likeliest token
     temperature: float = bounded(0.5, 0.0, 100.0)
     # times that a group of one reward is drawn again, by another prompt (arXiv 2503.14476)
@@ -129,8 +129,8 @@ class Settings:
     kl_beta: float = 0.0  # weight of the divergence from the reference
     # of that: the policy as it starts; base: that without adapters
     reference: Literal["start", "base"] = "start"
-    mini_batches: int = bounded(4, 1, 1 << 20)  # updates by the samples of a step
-    epochs: int = bounded(1, 1, 1 << 20)  # times that each sample is used
+    mini_batches: int = bounded(4, 1)  # updates by the samples of a step
+    epochs: int = bounded(1, 1)  # times that each sample is used
     micro_batch_tokens: int = 0  # per forward and rank; 0: fitted to memory. Same global batch
     # clock
     iterations: int = 0  # optimizer steps; 0: no limit in steps
@@ -158,9 +158,9 @@ class Settings:
     qat: bool = True  # late quantization-aware training of all that the artifact quantizes
     # artifact
     matrix_bits: int = bounded(6, 2, 8)  # bits of a matrix code, up to 2**(bits-1) - 1
-    artifact_bytes_max: int = bounded(16000000, 1, 1 << 40)  # script + config + artifact, in bytes
+    artifact_bytes_max: int = bounded(16000000, 1)  # script + config + artifact, in bytes
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         check_settings(self)
 
 
@@ -169,12 +169,14 @@ class UserError(Exception):
     """A mistake of the user. It is printed as one line, and the exit code is 2."""
 
 
-# Settings of older versions. In the environment they are errors, not ignored in silence.
-REMOVED_SETTINGS = (
+# Settings of older versions and of other projects that have no counterpart here. In the environment
+# they are errors, not ignored in silence.
+ABSENT_SETTINGS = (
     "ADAM_WD",
     "BIO_EVENTS",
     "BIO_THRESHOLD",
     "DETERMINISTIC",
+    "DROPOUT",
     "DRY_RUN",
     "EMA_MEMORY_FRAC",
     "EMA_START_FRAC",
@@ -183,6 +185,7 @@ REMOVED_SETTINGS = (
     "GDN_NEG_EIGVAL",
     "HANG_SECONDS",
     "KEEP",
+    "LOG_INTERVAL",
     "MATRIX_CLIP_SIGMAS",
     "MATRIX_STEP",
     "MUON_MOMENTUM_WARMUP_FRAC",
@@ -194,18 +197,19 @@ REMOVED_SETTINGS = (
     "SPIKE_NATS",
     "SPIKE_POLICY",
     "SWA_START_FRAC",
+    "TTT_ENABLED",
     "UNET_SKIPS",
+    "XSA_LAST_N",
 )
 
 # Names that nanoGPT, modded-nanogpt, Parameter Golf and TRL use, and the settings that do the
-# same job here; "" means that this project has no such feature.
+# same job here.
 ALIASES = {
     "BATCH_SIZE": "TRAIN_BATCH_TOKENS",
     "BETA": "KL_BETA",
     "BLOCK_SIZE": "TRAIN_SEQ_LEN",
     "DATASET": "DATA_PATH",
     "DECAY_LR": "LR_SCHEDULE",
-    "DROPOUT": "",
     "EMA_DECAY": "EMA",
     "EMA_ENABLED": "EMA",
     "EMBED_LR": "TIED_EMBED_LR",
@@ -215,7 +219,6 @@ ALIASES = {
     "GRAD_CLIP": "GRAD_CLIP_NORM",
     "LATE_QAT": "QAT",
     "LEARNING_RATE": "MATRIX_LR",
-    "LOG_INTERVAL": "",
     "LORA_R": "LORA_RANK",
     "LOSS_TYPE": "REDUCTION",
     "LR": "LEARNING_RATE",
@@ -237,11 +240,9 @@ ALIASES = {
     "QAT_ENABLED": "QAT",
     "SEQ_LEN": "TRAIN_SEQ_LEN",
     "SWA_ENABLED": "SWA",
-    "TTT_ENABLED": "",
     "VAL_BATCH_SIZE": "MICRO_BATCH_TOKENS",
     "WARMUP_ITERS": "WARMUP_FRAC",
     "WEIGHT_DECAY": "MUON_WD",
-    "XSA_LAST_N": "",
 }
 
 # Settings of Parameter Golf that are constants here: (constant, its value). That value is accepted,
@@ -265,102 +266,105 @@ RETIRED_SETTINGS = {
 }
 
 
-def parse_setting(setting: Field, text: str) -> int | float | bool | str:
-    """Return the value of a setting written as text. Raises UserError if the type is wrong."""
-    name = setting.name.upper()
-    if setting.type is bool:
-        if text not in ("0", "1"):
-            raise UserError(f"{name}={text!r}: must be 0 or 1")
+NUMBER_NAMES = {int: "a whole number", float: "a number"}
+
+
+def parse_setting(setting, text):
+    """Return the value of a setting written as text; text of a wrong type, for check_settings."""
+    if setting.type is bool and text in ("0", "1"):
         return text == "1"
-    if setting.type is int or setting.type is float:
-        try:
+    if setting.type in NUMBER_NAMES:
+        with contextlib.suppress(ValueError):
             return setting.type(text)
-        except ValueError:
-            kind = "a whole number" if setting.type is int else "a number"
-            raise UserError(f"{name}={text!r}: must be {kind}") from None
     return text
 
 
-def check_settings(settings) -> None:
+def check_settings(settings):
     """Check type, choice and range of every field of a settings dataclass. Raises UserError."""
     for setting in fields(settings):
         value = getattr(settings, setting.name)
-        prefix = f"{setting.name.upper()}={value!r}: must be"
-        choices = get_args(setting.type)
+        kind = setting.type
+        choices = get_args(kind)
         if choices:
-            if value not in choices:
-                raise UserError(f"{prefix} one of {', '.join(choices)}")
-        elif setting.type is int or setting.type is float:
-            is_number = isinstance(value, int | setting.type) and not isinstance(value, bool)
-            if not is_number:
-                raise UserError(f"{prefix} of type {setting.type.__name__}")
-            low = setting.metadata.get("low", 0)
-            high = setting.metadata.get("high", math.inf)
-            if not (low <= value <= high and math.isfinite(value)):
-                raise UserError(f"{prefix} from {low} to {high}")
-        elif not isinstance(value, setting.type):
-            raise UserError(f"{prefix} of type {setting.type.__name__}")
+            is_allowed = value in choices
+            allowed = f"one of {', '.join(choices)}"
+        elif kind is bool:
+            is_allowed = isinstance(value, bool)
+            allowed = "0 or 1 (in a program a bool)"
+        elif kind is str:
+            is_allowed = isinstance(value, str)
+            allowed = "a string"
+        else:
+            low, high = setting.metadata.get("bounds", (0, math.inf))
+            # An int may stand for a float, but True for no number; a NaN is in no range.
+            is_allowed = type(value) in (int, kind) and low <= value <= high and value < math.inf
+            allowed = f"{NUMBER_NAMES[kind]} from {low} to {high}"
+        if not is_allowed:
+            raise UserError(f"{setting.name.upper()}={value!r}: must be {allowed}")
 
 
-def sibling_settings() -> set[str]:
+def sibling_settings():
     """Return the names of all settings of the scripts in this script's folder."""
-    names = set()
-    for path in Path(__file__).resolve().parent.glob("*.py"):
+    names = []
+    for path in Path(__file__).parent.glob("*.py"):
         _, _, rest = path.read_text(encoding="utf-8").partition("\nclass Settings:\n")
-        names.update(re.findall(r"^    ([a-z]\w*): ", rest.partition("\n\n\n")[0], re.MULTILINE))
-    return {name.upper() for name in names}
+        names += re.findall(r"\n    (\w+): ", rest.partition("\n\n\n")[0].upper())
+    return names
 
 
-def check_unknown_name(name: str, text: str, names: Iterable[str], hint: str) -> None:
+def check_name(name, text, names):
     """Raise UserError for a name that is no setting, with the setting that was probably meant.
 
-    A retired setting with the value of its constant is accepted. `hint` ends the message.
+    A retired setting with the value of its constant is accepted.
     """
     message = f"{name}={text!r}: no setting of this script"
+    meant = name
+    while meant in ALIASES and meant not in names:
+        meant = ALIASES[meant]
+    close_names = difflib.get_close_matches(meant, names, 1)
     if name in RETIRED_SETTINGS:
         constant, value = RETIRED_SETTINGS[name]
         with contextlib.suppress(ValueError):
             if float(text) == value:
                 return
-        raise UserError(f"{message}, which has the constant {constant} = {value}; {hint}")
-    meant = name
-    while meant in ALIASES and meant not in names:
-        meant = ALIASES[meant]
-    if meant != name and meant in names:
-        raise UserError(f"{message}, which calls it {meant}; {hint}")
-    close_names = difflib.get_close_matches(name, names, 1)
-    if close_names:
-        raise UserError(f"{message}; did you mean {close_names[0]}? {hint}")
-    raise UserError(f"{message}; {hint}")
+        message += f", which has the constant {constant} = {value}"
+    elif close_names:
+        message += f"; did you mean {close_names[0]}?"
+    raise UserError(
+        f"{message} (--help lists the settings; IGNORE_ENV={name} ignores it in the environment)"
+    )
 
 
-def check_environment(environ: dict[str, str], names: Iterable[str]) -> None:
-    """Raise UserError for an environment variable that looks meant as a setting but is none here:
-    a near miss, a name that other projects use, or a setting of another script in this folder.
+def read_environment(environ, names):
+    """Return the environment variables that are settings, and those that look meant as settings but
+    are none here: near misses, names that other projects use, settings of the scripts beside this.
     """
-    ignored = environ.get("IGNORE_ENV", "").replace(" ", "").split(",")
-    known = {*ALIASES, *RETIRED_SETTINGS, *REMOVED_SETTINGS, *sibling_settings()}
-    for name in sorted(set(environ) - set(names) - {*ignored, "CONFIG", "IGNORE_ENV"}):
-        if name in known or difflib.get_close_matches(name, names, 1, 0.85):
-            check_unknown_name(name, environ[name], names, f"IGNORE_ENV={name} ignores it")
+    known = {*names, *ALIASES, *ABSENT_SETTINGS, *RETIRED_SETTINGS, *sibling_settings(), "CONFIG"}
+    ignored = environ.get("IGNORE_ENV", "").replace(",", " ").split()
+    return {
+        name: environ[name]
+        for name in environ.keys() - ignored
+        if name in known or difflib.get_close_matches(name, names, 1, 0.85)
+    }
 
 
-def read_config(path: str) -> dict[str, str]:
+def read_config(path):
     """Return the NAME=value lines of a config file; `#` begins a comment. Raises UserError."""
     if not Path(path).is_file():
         raise UserError(f"CONFIG={path!r}: no such file")
-    config = {}
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
-        line = line.split("#", 1)[0].strip()
-        name, equals, value = line.partition("=")
-        if line and not equals:
-            raise UserError(f"{path}:{number}: {line!r} is not NAME=value")
-        if line:
-            config[name.strip()] = value.strip().strip("'\"")
-    return config
+    given = {}
+    for line in Path(path).read_text(encoding="utf-8").splitlines():
+        name, equals, value = line.partition("#")[0].partition("=")
+        if equals:
+            given[name.strip()] = value.strip().strip("'\"")
+        elif name.strip():
+            raise UserError(f"{path}: {line!r} is not NAME=value")
+    if "CONFIG" in given:
+        raise UserError(f"{path}: CONFIG cannot stand in a config file")
+    return given
 
 
-def read_arguments(arguments: Sequence[str]) -> dict[str, str]:
+def read_arguments(arguments):
     """Return the settings of a command line: configs/x.env, NAME=value or --name=value."""
     given = {}
     for argument in arguments:
@@ -374,55 +378,42 @@ def read_arguments(arguments: Sequence[str]) -> dict[str, str]:
     return given
 
 
-def print_help(cls: type) -> None:
+def print_help(cls):
     """Print the script's docstring, its arguments and its settings, as they stand in the source."""
-    _, _, body = inspect.getsource(cls).partition('"""\n\n')
-    lines = body.partition("\n    def ")[0]
-    print(sys.modules[cls.__module__].__doc__)
+    print(inspect.getmodule(cls).__doc__)
     print("Arguments: a config file (configs/x.env), NAME=value or --name=value.\n\nSettings:")
-    print(lines)
+    print(inspect.getsource(cls))
 
 
-def load_settings(
-    cls: type,
-    environ: dict[str, str],
-    arguments: Sequence[str] = (),
-    presets: dict | None = None,
-    stored: Callable[[dict[str, str]], tuple[dict, dict]] | None = None,
-):
+def load_settings(cls, environ, arguments=(), presets=(), stored=None):
     """Return the settings of dataclass `cls`: defaults < CONFIG file < environment < arguments.
 
     presets: NAME of a setting -> choice -> values of other settings. Values given in the same place
     override them, so a preset chosen in the environment overrides the file. stored: function of the
-    given texts that returns defaults and overrides, two dicts (see stored_settings).
-    Raises UserError: a wrong value, or a name that is no setting (see check_unknown_name).
+    given texts (NAME -> text) that returns the values of another run, which replace the defaults.
+    Raises UserError: a wrong value, or a name that is no setting (see check_name).
     """
     if "--help" in arguments or "-h" in arguments:
         print_help(cls)
-        sys.exit(0)
+        sys.exit()
     settings = {setting.name.upper(): setting for setting in fields(cls)}
-    typed = read_arguments(arguments)
-    path = typed.get("CONFIG", environ.get("CONFIG", ""))
+    above = {**read_environment(environ, settings), **read_arguments(arguments)}
+    path = above.get("CONFIG")
     config = read_config(path) if path else {}
-    if "CONFIG" in config:
-        raise UserError(f"{path}: CONFIG cannot stand in a config file")
-    check_environment(environ, settings)
-    for name, text in {**config, **typed}.items():
-        if name not in settings:
-            check_unknown_name(name, text, settings, "--help lists the settings")
+    given = {**config, **above}
+    for name in sorted(given.keys() - {*settings, "CONFIG"}):
+        check_name(name, given[name], settings)
 
-    values, overrides = stored({**config, **environ, **typed}) if stored else ({}, {})
-    top = {**environ, **typed}
-    for texts in (config, top):
-        for name, choices in (presets or {}).items():
-            # A preset in the file has no effect if the environment or an argument sets another.
-            if name in texts and (texts is top or name not in top):
-                values = {**values, **choices.get(texts[name], {})}
+    values = stored(given) if stored else {}
+    for texts in (config, above):
+        for name in presets:
+            if name in texts:
+                # A choice in the file has no effect if the environment or an argument has another.
+                values.update(presets[name].get(given[name], {}))
         for name, setting in settings.items():
             if name in texts:
                 values[setting.name] = parse_setting(setting, texts[name])
-    values = {**values, **overrides}
-    return cls(**{name: value for name, value in values.items() if name.upper() in settings})
+    return cls(**{name: values[name] for name in values if name.upper() in settings})
 
 
 # === end: settings ===
@@ -438,7 +429,7 @@ class Runtime:
     device: torch.device
     distributed: bool
 
-    def sum(self, tensor: Tensor) -> Tensor:
+    def sum(self, tensor):
         """Sum a tensor over all ranks, in place, and return it."""
         if self.distributed:
             dist.all_reduce(tensor)
@@ -458,24 +449,21 @@ class Runtime:
             dist.destroy_process_group()
 
 
-def hidden_gpus() -> bool:
+def hidden_gpus():
     """Return whether nvidia-smi lists GPUs, for the case that PyTorch sees none of them."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not shutil.which("nvidia-smi"):
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return False
-    return subprocess.run(["nvidia-smi", "-L"], capture_output=True).stdout.startswith(b"GPU")
+    return subprocess.getoutput("nvidia-smi -L").startswith("GPU")
 
 
-def start_runtime(device: str) -> Runtime:
+def start_runtime(device):
     """Join the process group that torchrun describes (NCCL or gloo), or be a single process."""
-    has_cuda = torch.cuda.is_available()
-    if device == "cuda" and not has_cuda:
-        raise UserError("DEVICE='cuda': PyTorch sees no CUDA device; DEVICE=cpu runs without one")
-    if device == "auto" and not has_cuda and hidden_gpus():
+    use_cuda = device != "cpu" and torch.cuda.is_available()
+    if not use_cuda and (device == "cuda" or (device == "auto" and hidden_gpus())):
         raise UserError(
-            "DEVICE='auto': nvidia-smi lists GPUs but PyTorch sees none; install PyTorch's CUDA "
-            "build or a newer driver, or set DEVICE=cpu"
+            f"DEVICE={device!r}: PyTorch sees no GPU of this machine; install its CUDA build or a "
+            "newer driver, or set DEVICE=cpu"
         )
-    use_cuda = has_cuda and device != "cpu"
     place = torch.device("cpu")
     if use_cuda:
         place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -490,7 +478,7 @@ def start_runtime(device: str) -> Runtime:
     return Runtime(dist.get_rank(), dist.get_world_size(), place, True)
 
 
-def exit_code(main: Callable[[], int]) -> int:
+def exit_code(main):
     """Run `main` and return its exit code: 2 for a UserError, 1 for other faults of one line."""
     rank = int(os.environ.get("RANK", 0))
     try:
@@ -498,10 +486,7 @@ def exit_code(main: Callable[[], int]) -> int:
     except (UserError, FloatingPointError, OSError, torch.OutOfMemoryError) as error:
         if rank:
             time.sleep(5)  # torchrun ends this rank first if rank 0 reports the same error
-        message = str(error).splitlines()[0]
-        if isinstance(error, torch.OutOfMemoryError):
-            message = f"set MICRO_BATCH_TOKENS lower: {message}"
-        sys.stderr.write(f"error: {message}\n")
+        sys.stderr.write(f"error: {str(error).splitlines()[0]}\n")
         return 2 if isinstance(error, UserError) else 1
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
@@ -511,9 +496,9 @@ def exit_code(main: Callable[[], int]) -> int:
         os._exit(1)  # an ordinary exit would wait for the lost rank
 
 
-def replace_file(path: str | Path, data: bytes):
+def replace_file(path, data):
     """Write a file beside `path` and rename it: `path` always holds the old or the new bytes."""
-    part = Path(path).with_name(Path(path).name + ".part")
+    part = f"{path}.part"
     with open(part, "wb") as file:
         file.write(data)
         file.flush()
@@ -521,14 +506,13 @@ def replace_file(path: str | Path, data: bytes):
     os.replace(part, path)
 
 
-def describe_machine(runtime: Runtime) -> dict:
+def describe_machine(runtime):
     """Return commit (`+`: with changes), hardware, versions and peak memory, for the result."""
-    command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
-    folder = Path(__file__).resolve().parent
-    commit = "unknown"
-    if shutil.which("git"):
-        git = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-        commit = git.stdout.strip() or commit
+    command = "git describe --always --abbrev=40 --exclude='*' --dirty=+"
+    # Run by a shell, so that a missing git is no error: its output is empty.
+    git = subprocess.run(
+        command, shell=True, cwd=Path(__file__).parent, capture_output=True, text=True
+    )
     if runtime.device.type == "cuda":
         hardware = torch.cuda.get_device_name()
         peak_bytes = torch.cuda.max_memory_allocated()
@@ -537,39 +521,33 @@ def describe_machine(runtime: Runtime) -> dict:
         unit = 1 if sys.platform == "darwin" else 1024
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return {
-        "commit": commit,
+        "commit": git.stdout.strip() or "unknown",
         "hardware": f"{runtime.world_size} x {hardware}",
         "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
         "peak_memory_mib": peak_bytes / 2**20,
     }
 
 
-def list_checkpoints(run: Path) -> list[Path]:
+def list_checkpoints(run):
     """Return the checkpoints in a run's folder, whole or not, the newest first."""
     folders = [path for path in run.glob("step_*") if re.fullmatch(r"step_\d+(\.part)?", path.name)]
-    return sorted(folders, key=lambda path: (int(path.stem[5:]), path.name), reverse=True)
+    return sorted(folders, key=lambda path: int(path.stem[5:]), reverse=True)
 
 
-def checkpoint_fault(folder: Path, files: Sequence[str]) -> str:
+def checkpoint_fault(folder, files):
     """Return what is wrong with a checkpoint that must have `files`, or "" if it is whole."""
     if folder.suffix == ".part":
         return "half-written"
     try:
         lines = (folder / "SHA256SUMS").read_text().splitlines()
-        sums = {}
-        for line in lines:
-            digest, name = line.split("  ")
-            sums[name] = digest
-        names = {*files, *sums}
-        wrong = [name for name in sorted(names) if sums.get(name) != sha256_file(folder / name)]
+        names = {*files, *(line.partition("  ")[2] for line in lines)}
+        wrong = [name for name in names if f"{sha256_file(folder / name)}  {name}" not in lines]
     except (OSError, ValueError) as error:
         return str(error)
-    return ", ".join(wrong)
+    return ", ".join(sorted(wrong))
 
 
-def newest_checkpoint(
-    folders: Sequence[Path], files: Sequence[str] = ("meta.json", "model.pt", "training.pt")
-) -> tuple[Path | None, list[str]]:
+def newest_checkpoint(folders, files=("meta.json", "model.pt", "training.pt")):
     """Return the first whole checkpoint of `folders`, or None, and a line on each damaged one."""
     faults = []
     for folder in folders:
@@ -586,51 +564,44 @@ def newest_checkpoint(
 # === shared: tokenizer ===
 ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 
-# OpenAI's encodings split a text by one of these regular expressions and merge bytes within the
-# parts only. They are copied from tiktoken_ext/openai_public.py: a rank file does not have them.
-R50K_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-CL100K_SPLIT = (
-    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
-    r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
-)
-O200K_SPLIT = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 RANK_FILES = "https://openaipublic.blob.core.windows.net/encodings"
 
 
-@dataclass(frozen=True)
+@dataclass
 class PublishedEncoding:
-    """One of OpenAI's encodings: the hash of its rank file, and what that file does not contain."""
+    """One of OpenAI's encodings: the hash of its rank file, and what that file does not contain.
+
+    The regular expressions are copied from tiktoken_ext/openai_public.py. They split a text into
+    the parts within which bytes are merged.
+    """
 
     sha256: str
-    split: str  # regular expression, see above
+    split: str  # regular expression
     end_of_text: int  # id of <|endoftext|>, which begins every document here
     vocab_size: int  # with all special tokens and unused ids
 
 
-GPT2 = PublishedEncoding(
-    "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930", R50K_SPLIT, 50256, 50257
-)
 ENCODINGS = {
-    "gpt2": GPT2,
-    "r50k_base": GPT2,
-    "p50k_base": PublishedEncoding(
-        "94b5ca7dff4d00767bc256fdd1b27e5b17361d7b8a5f968547f9f23eb70d2069", R50K_SPLIT, 50256, 50281
+    "gpt2": PublishedEncoding(
+        "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930",
+        r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
+        50256,
+        50257,
     ),
     "cl100k_base": PublishedEncoding(
         "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7",
-        CL100K_SPLIT,
+        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
+        r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s",
         100257,
         100277,
     ),
     "o200k_base": PublishedEncoding(
         "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d",
-        O200K_SPLIT,
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
         199999,
         200019,
     ),
@@ -657,7 +628,7 @@ class Tokenizer:
     def __post_init__(self):
         self.sha256 = hashlib.sha256(self.content).hexdigest()
         self.vocab_size = len(self.pieces)
-        self.byte_counts = np.array(list(map(len, self.pieces)))  # (V,) int64
+        self.byte_counts = np.fromiter(map(len, self.pieces), int)  # (V,) int64
         self.boundary = self.byte_counts == 0  # (V,) bool
         self.drops_space = np.broadcast_to(self.drops_space, self.vocab_size)
 
@@ -670,41 +641,39 @@ def load_tokenizer(path):
     name = path.name.removesuffix(".tiktoken")
     if name == "bytes":
         return byte_tokenizer()
-    if name in ENCODINGS:
-        return tiktoken_tokenizer(path, name)
-    return sentencepiece_tokenizer(path)
+    try:
+        if name in ENCODINGS:
+            return tiktoken_tokenizer(path, name)
+        return sentencepiece_tokenizer(path)
+    except (OSError, ValueError, RuntimeError) as error:  # missing, damaged or without BOS
+        raise UserError(
+            f"tokenizer {path}: {error}; must be a SentencePiece model with a BOS token, bytes, or "
+            f"NAME or NAME.tiktoken of {[*ENCODINGS]}"
+        ) from error
 
 
 def byte_tokenizer():
     """Return the built-in tokenizer: pad, BOS, EOS and unknown, then 256 bytes, then 4 roles."""
     pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4
-    roles = {role: 260 + i for i, role in enumerate(ROLE_TOKENS)}
     return Tokenizer(
         "bytes",
         b"underpar bytes 264",
         1,
         pieces,
         lambda text: [4 + byte for byte in text.encode()],
-        roles,
+        {role: 260 + i for i, role in enumerate(ROLE_TOKENS)},
     )
 
 
 def tiktoken_tokenizer(path, name):
-    """Return the encoding NAME, from its rank file NAME.tiktoken or from OpenAI's server.
-
-    Raises UserError if the file is missing or damaged.
-    """
+    """Return the encoding NAME, from its rank file NAME.tiktoken or from OpenAI's server."""
     published = ENCODINGS[name]
     source = str(path)
     if not path.suffix:
         source = f"{RANK_FILES}/{name.replace('gpt2', 'r50k_base')}.tiktoken"
-    try:
-        # Both look into tiktoken's cache first and compare the hash.
-        content = read_file_cached(source, published.sha256)
-        ranks = load_tiktoken_bpe(source, published.sha256)
-    except (OSError, ValueError) as error:
-        raise UserError(f"tokenizer {path}: {error}; {name}.tiktoken may be given") from error
-
+    # Both look into tiktoken's cache first and raise ValueError if the hash is another.
+    content = read_file_cached(source, published.sha256)
+    ranks = load_tiktoken_bpe(source, published.sha256)
     pieces = [b""] * published.vocab_size  # special tokens and unused ids decode to nothing
     for piece, rank in ranks.items():
         pieces[rank] = piece
@@ -716,17 +685,11 @@ def tiktoken_tokenizer(path, name):
 
 
 def sentencepiece_tokenizer(path):
-    """Return the tokenizer of a SentencePiece model file. Raises UserError."""
-    try:
-        content = path.read_bytes()
-        model = sentencepiece.SentencePieceProcessor(model_proto=content)
-    except (OSError, RuntimeError) as error:
-        raise UserError(
-            f"tokenizer {path}: no SentencePiece model, NAME.tiktoken, bytes or one of "
-            f"{[*ENCODINGS]}"
-        ) from error
+    """Return the tokenizer of a SentencePiece model file."""
+    content = path.read_bytes()
+    model = sentencepiece.SentencePieceProcessor(model_proto=content)
     if model.bos_id() < 0:
-        raise UserError(f"tokenizer {path}: empty, or without the BOS token of every document")
+        raise ValueError("empty, or without the BOS token of every document")
     pieces = []
     drops_space = []
     roles = {}
@@ -735,7 +698,7 @@ def sentencepiece_tokenizer(path):
         piece = name.replace("\u2581", " ").encode()  # SentencePiece's mark of a space
         if model.is_byte(i):
             piece = bytes.fromhex(name[3:5])  # a byte's name is "<0x41>"
-        elif model.is_control(i) or model.is_unknown(i) or model.is_unused(i):
+        elif model.is_control(i) or model.is_unknown(i):
             piece = b""
         pieces.append(piece)
         # A space that the model's own decoder leaves out, the dummy prefix, is not in the text.
@@ -743,15 +706,15 @@ def sentencepiece_tokenizer(path):
         # Only control tokens cannot be written in a text, so that no user can forge a role.
         if model.is_control(i) and name in ROLE_TOKENS:
             roles[name] = i
-    file = "tokenizer.model"
-    return Tokenizer(file, content, model.bos_id(), pieces, model.encode, roles, drops_space)
+    return Tokenizer(
+        "tokenizer.model", content, model.bos_id(), pieces, model.encode, roles, drops_space
+    )
 
 
 def sha256_file(path):
     """Return the SHA-256 of a file in hexadecimal digits."""
-    # Shards and checkpoints are mapped, not read into memory. An empty file cannot be mapped.
-    content = np.memmap(path, mode="r") if os.path.getsize(path) else b""
-    return hashlib.sha256(content).hexdigest()
+    # Shards and checkpoints are mapped, not read into memory.
+    return hashlib.sha256(np.memmap(path, mode="r")).hexdigest()
 
 
 # === end: tokenizer ===
@@ -852,8 +815,8 @@ class GPTConfig:
     embed_init_std: float = 0.005  # standard deviation of the embedding at the start
 
 
-def model_config(settings, vocab_size: int, bos_id: int, **overrides) -> GPTConfig:
-    """Returns the shape of the network that `settings` ask for.
+def model_config(settings, vocab_size, bos_id, **overrides):
+    """Return the GPTConfig of the network that `settings` ask for.
 
     A field's value is taken from `overrides`, else ARCH_LAYOUTS, else `settings`, else GPTConfig's
     default. LAYER_PATTERN is one word per layer, repeated or cut to NUM_LAYERS: g is Gated
@@ -864,21 +827,19 @@ def model_config(settings, vocab_size: int, bos_id: int, **overrides) -> GPTConf
     """
     words = settings.layer_pattern.split()
     norms = getattr(settings, "norm", "rms").split()
-    for word in words or [""]:
-        if not re.fullmatch("[gsa][0-9]*|[GSA][0-9]+", word):
-            wrong = f"{word!r} is not g, s or a with an optional number; capitals need one"
-            raise UserError(f"LAYER_PATTERN={settings.layer_pattern!r}: {wrong}")
+    if not words or not all(re.fullmatch("[gsa][0-9]*|[GSA][0-9]+", word) for word in words):
+        right = "g, s or a with an optional number; capitals need one"
+        raise UserError(f"LAYER_PATTERN={settings.layer_pattern!r}: each word must be {right}")
     if not norms or set(norms) - set(NORMS):
         raise UserError(f"NORM={settings.norm!r}: must be one or more of {', '.join(NORMS)}")
     num_layers = settings.num_layers or len(words)
 
     names = GPTConfig.__dataclass_fields__
     values = {name: value for name, value in vars(settings).items() if name in names}
-    values["vocab_size"] = vocab_size
-    values["bos_id"] = bos_id
+    values |= ARCH_LAYOUTS[getattr(settings, "arch_mode", "D")]
+    values |= dict(vocab_size=vocab_size, bos_id=bos_id)
     values["layers"] = " ".join((words * num_layers)[:num_layers])
     values["norms"] = " ".join((norms * num_layers)[:num_layers])
-    values |= ARCH_LAYOUTS[getattr(settings, "arch_mode", "D")]
     config = GPTConfig(**{**values, **overrides})
 
     dim = config.model_dim
@@ -886,40 +847,40 @@ def model_config(settings, vocab_size: int, bos_id: int, **overrides) -> GPTConf
     if dim % (2 * heads):
         raise UserError(f"MODEL_DIM={dim}: must be a multiple of 2 x NUM_HEADS = {2 * heads}")
     if heads % config.num_kv_heads:
-        right = f"must be a multiple of NUM_KV_HEADS = {config.num_kv_heads}"
-        raise UserError(f"NUM_HEADS={heads}: {right}")
+        kv_heads = config.num_kv_heads
+        raise UserError(f"NUM_HEADS={heads}: must be a multiple of NUM_KV_HEADS = {kv_heads}")
     if config.rope_dims % 2 or config.rope_dims > dim // heads:
-        right = f"must be even, at most MODEL_DIM / NUM_HEADS = {dim // heads}"
-        raise UserError(f"ROPE_DIMS={config.rope_dims}: {right}")
+        most = f"MODEL_DIM / NUM_HEADS = {dim // heads}"
+        raise UserError(f"ROPE_DIMS={config.rope_dims}: must be even, at most {most}")
     if config.positions == "learned" and getattr(settings, "eval_stateful", False):
-        why = "POSITIONS='learned' ends at TRAIN_SEQ_LEN, documents do not"
-        raise UserError(f"EVAL_STATEFUL=1: {why}; it must be 0")
+        raise UserError(
+            "EVAL_STATEFUL=1: must be 0, for POSITIONS='learned' ends at TRAIN_SEQ_LEN, documents do not"
+        )
     return config
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Returns x W^T in x's dtype; weights are kept in float32."""
+def linear(x, weight):
+    """Return x W^T in x's dtype; weights are kept in float32."""
     return F.linear(x, weight.to(x.dtype))
 
 
-def scaled(x: Tensor, scale: Tensor | None) -> Tensor:
-    """Returns x times a learned scale per channel, where there is one."""
+def scaled(x, scale):
+    """Return x times a learned scale per channel, or x if the scale is None."""
     return x if scale is None else x * scale.to(x.dtype)
 
 
-def matrix(splits: tuple[int, ...], cols: int, std: float = 0.0) -> nn.Parameter:
-    """Returns matrices of `splits` rows, one below the other; Muon takes them one by one.
+def matrix(splits, cols, std=0.0):
+    """Return a parameter of matrices with `splits` rows, one below the other.
 
-    Entries are normal with deviation `std`; 0 means 0.5 / sqrt(cols), with which normed inputs
-    give outputs of deviation 0.5.
+    Muon takes the matrices one by one. Entries are normal with deviation `std`; 0 means
+    0.5 / sqrt(cols), with which normed inputs give outputs of deviation 0.5.
     """
-    std = std or 0.5 * cols**-0.5
-    weight = nn.Parameter(torch.randn(sum(splits), cols) * std)
+    weight = nn.Parameter(torch.randn(sum(splits), cols) * (std or 0.5 * cols**-0.5))
     weight.splits = splits
     return weight
 
 
-def rms_norm(x: Tensor) -> Tensor:
+def rms_norm(x):
     """RMSNorm (arXiv 1910.07467) over the last dimension, without weights."""
     return F.rms_norm(x, x.shape[-1:])
 
@@ -927,27 +888,27 @@ def rms_norm(x: Tensor) -> Tensor:
 class Norm(nn.Module):
     """One of NORMS: RMSNorm, plain or with weights; LayerNorm with weights and bias."""
 
-    def __init__(self, kind: str, dim: int):
+    def __init__(self, kind, dim):
         super().__init__()
         self.weight = None if kind == "rms" else nn.Parameter(torch.ones(dim))
         self.bias = nn.Parameter(torch.zeros(dim)) if kind == "layer" else None
 
     def forward(self, x):
-        """Returns x (..., dim) normed, in its own dtype."""
+        """Return x (..., dim) normed, in its own dtype."""
         if self.bias is None:
             return scaled(rms_norm(x), self.weight)
         return scaled(F.layer_norm(x, x.shape[-1:]), self.weight) + self.bias.to(x.dtype)
 
 
-def scan_outputs(w: Tensor, u: Tensor, k: Tensor, decay: Tensor, state: Tensor, *others):
-    """Returns room for the outputs of gdn_scan or gdn_scan_adjoint, given their arguments."""
+def scan_outputs(w, u, k, decay, state, *others):
+    """Return room for the outputs of gdn_scan or gdn_scan_adjoint, given their arguments."""
     return state.new_empty(len(w) + 1, *state.shape), torch.empty_like(u)
 
 
 def gdn_scan(
     w: Tensor, u: Tensor, k: Tensor, decay: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns the states S_0 ... S_N between chunks and what each chunk writes, first to last:
+    """Return the states S_0 ... S_N between chunks and what each chunk writes, first to last:
 
         new_n = U_n - W_n S_n
         S_{n+1} = decay_n S_n + K_n^T new_n
@@ -967,7 +928,7 @@ def gdn_scan(
 def gdn_scan_adjoint(
     w: Tensor, d_new: Tensor, k: Tensor, decay: Tensor, d_last: Tensor, d_states: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns R_0 ... R_N, the gradients of gdn_scan's states, and those of u, last to first:
+    """Return R_0 ... R_N, the gradients of gdn_scan's states, and those of u, last to first:
 
         d_u_n = d_new_n + K_n R_{n+1}
         R_n = d_states_n + decay_n R_{n+1} - W_n^T d_u_n
@@ -984,6 +945,23 @@ def gdn_scan_adjoint(
     return r, d_u
 
 
+def keep_scan(ctx, inputs, output):
+    """Keep what gdn_scan_backward needs."""
+    w, _, k, decay, _ = inputs
+    ctx.save_for_backward(w, k, decay, *output)
+
+
+def gdn_scan_backward(ctx, d_states, d_new):
+    """Return the gradients of gdn_scan's inputs; d_x is the gradient of x."""
+    w, k, decay, states, new = ctx.saved_tensors
+    direct = d_states[:-1].to(k.dtype)
+    r, d_u = gdn_scan_adjoint(w, d_new.contiguous(), k, decay, d_states[-1], direct)
+    d_w = (d_u @ states[:-1].to(k.dtype).mT).neg_()
+    d_k = new @ r[1:].to(k.dtype).mT
+    d_decay = (r[1:] * states[:-1]).sum((-1, -2), keepdim=True)
+    return d_w, d_u, d_k, d_decay, r[0].clone()
+
+
 # torch.compile calls a registered operator and does not trace it; it would unroll these loops. The
 # first script imported into a process registers them for all: a second registration would free the
 # first, and a handle to it would crash.
@@ -991,101 +969,15 @@ if not hasattr(torch.ops.underpar, "gdn_scan"):
     for scan in (gdn_scan, gdn_scan_adjoint):
         registered = torch.library.custom_op(f"underpar::{scan.__name__}", scan, mutates_args=())
         registered.register_fake(scan_outputs)  # the compiler learns the shapes from it
+    torch.library.register_autograd(
+        "underpar::gdn_scan", gdn_scan_backward, setup_context=keep_scan
+    )
 gdn_scan = torch.ops.underpar.gdn_scan.default
 gdn_scan_adjoint = torch.ops.underpar.gdn_scan_adjoint.default
 
 
-class GatedDeltaChunks(torch.autograd.Function):
-    """Gated DeltaNet in chunks of C tokens with a hand-written backward (arXiv 2412.06464, 3).
-
-    With KB = beta K, VB = beta V, G the running sum of g from the chunk's start, and D_ij =
-    exp(G_i - G_j) for i >= j, else 0:
-
-        A = tril(KB K^T * D, -1)     T = (I + A)^-1     U = T VB     W = T (exp(G) KB)
-        new, S from the scan over chunks, which writes by K_out = exp(G_C - G) K
-        O = exp(G) Q S + P new       P = Q K^T * D
-
-    Shapes: q, k, kb (N, M, C, K); vb (N, M, C, V); g (N, M, C, 1); state (M, K, V), see gdn_scan.
-    Matrix products take operands of q's dtype; D, T and S have the dtype of g.
-    """
-
-    @staticmethod
-    def forward(ctx, q, k, kb, vb, g, state):
-        """Returns o (N, M, C, V) and the last state (M, K, V)."""
-        dtype = q.dtype
-        # float64: after strong decay a difference of float32 sums would have few digits left.
-        total = g.double().cumsum(-2)
-        grow = total.to(g.dtype).exp()
-        shrink = (total[..., -1:, :] - total).to(g.dtype).exp()
-        gap = (total - total.mT).to(g.dtype)  # (N, M, C, C)
-        # Above the diagonal exp would overflow; on and below it no gap is positive.
-        d = gap.clamp_(max=0).exp_().tril_()
-
-        # The solver reads A below its diagonal only. Neumann's product and Newton's iteration
-        # would not do: powers of A grow to NaN when keys are correlated.
-        a = (kb @ k.mT).to(d.dtype).mul_(d)
-        eye = torch.eye(d.size(-1), dtype=d.dtype, device=d.device)
-        t = torch.linalg.solve_triangular(a, eye, upper=False, unitriangular=True).to(dtype)
-        q_in = (q * grow).to(dtype)
-        k_in = (kb * grow).to(dtype)
-        k_out = (k * shrink).to(dtype)
-        u = t @ vb
-        w = t @ k_in
-        states, new = gdn_scan(w, u, k_out, grow[..., -1:, :], state)
-
-        s = states[:-1].to(dtype)
-        p = (q @ k.mT).mul_(d)
-        o = (q_in @ s).add_(p @ new)
-        ctx.save_for_backward(q, k, kb, grow, shrink, d, a, p, t, q_in, k_in, k_out, u, w, s, new)
-        return o, states[-1].clone()
-
-    @staticmethod
-    def backward(ctx, d_o, d_last):
-        """Returns the gradients of forward's inputs; d_x is the gradient of x."""
-        q, k, kb, grow, shrink, d, a, p, t, q_in, k_in, k_out, u, w, s, new = ctx.saved_tensors
-        dtype = q.dtype
-        decay = grow[..., -1:, :]
-        d_o = d_o.contiguous()
-        r, d_u = gdn_scan_adjoint(w, p.mT @ d_o, k_out, decay, d_last, q_in.mT @ d_o)
-        r_next = r[1:].to(dtype)
-        d_q_in = d_o @ s.mT
-        d_k_out = new @ r_next.mT
-        d_p = d_o @ new.mT
-        # Through U, W and the inverse, whose own gradient is never needed.
-        d_vb = t.mT @ d_u
-        d_k_in = (t.mT @ (d_u @ s.mT)).neg_()
-        d_a = (d_vb @ u.mT).add_(d_k_in @ w.mT).neg_().tril_(-1)
-
-        # G_i enters by exp(G_i - G_j) of pairs of tokens, by exp(G_i) and by exp(G_C - G_i). Terms
-        # with i = j and i = C are left out: they are constant, exp(0), and would cancel only up to
-        # rounding, which costs the digits of a small gradient.
-        pairs = (d_p * p).to(d.dtype).tril_(-1).addcmul_(d_a, a)
-        write = (d_k_out * k_out).sum(-1, dtype=d.dtype)
-        write[..., -1] = 0
-        carried = (r_next * s).sum((-1, -2), dtype=d.dtype)
-        d_total = (d_q_in * q_in).add_(d_k_in * k_in).sum(-1, dtype=d.dtype)
-        d_total += pairs.sum(-1) - pairs.sum(-2) - write
-        d_total[..., -1] += write.sum(-1) + carried * decay[..., 0, 0]
-        d_g = d_total.flip(-1).cumsum(-1).flip(-1)[..., None]
-
-        d_qk = d_p.mul_(d)
-        d_kk = d_a.mul_(d)
-        d_q = (d_q_in * grow).add_(d_qk @ k)
-        d_kb = (d_k_in * grow).add_(d_kk @ k)
-        d_k = (d_k_out * shrink).add_(d_qk.mT @ q).add_(d_kk.mT @ kb)
-        return d_q.to(dtype), d_k.to(dtype), d_kb.to(dtype), d_vb, d_g, r[0].clone()
-
-
-def gdn_chunk(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor | None = None,
-    chunk: int = 32,
-) -> tuple[Tensor, Tensor]:
-    """Returns Gated DeltaNet's outputs o and last state, by matrix products over chunks of tokens.
+def gdn_chunk(q, k, v, g, beta, state=None, chunk=32):
+    """Return Gated DeltaNet's outputs o and last state, by matrix products over chunks of tokens.
 
     The same token by token (arXiv 2412.06464, section 3), with a = exp(g) <= 1:
 
@@ -1095,6 +987,13 @@ def gdn_chunk(
     q and k (B, T, H, K) are L2-normed, q is scaled by K**-0.5 too; v and o (B, T, H, V) have their
     dtype, which is float64, float32 or bfloat16. g and beta (B, T, H) and the state (B, H, K, V)
     are float32, or float64; no state means zeros. Chunks of 32 are the fastest on a CPU.
+
+    In chunks of C tokens, with KB = beta K, VB = beta V, G the running sum of g from the chunk's
+    start, and D_ij = exp(G_i - G_j) for i >= j, else 0:
+
+        A = tril(KB K^T * D, -1)     T = (I + A)^-1     U = T VB     W = T (exp(G) KB)
+        new, S from the scan over chunks, which writes by K_out = exp(G_C - G) K
+        O = exp(G) Q S + P new       P = Q K^T * D
     """
     b, t, h, dim_k = q.shape
     if state is None:
@@ -1106,15 +1005,35 @@ def gdn_chunk(
         x = x.unflatten(1, (-1, chunk)).movedim((1, 3), (0, 2))  # (N, B, H, C, dim)
         chunks.append(x.flatten(1, 2))
     q, k, v, g, beta = chunks
+    dtype = v.dtype
     # Autocast would round the inverse and the state to bfloat16.
     with torch.autocast(v.device.type, enabled=False):
-        o, last = GatedDeltaChunks.apply(q, k, beta * k, beta * v, g, state.flatten(0, 1))
+        # float64: after strong decay a difference of float32 sums would have few digits left.
+        total = g.double().cumsum(-2)
+        grow = total.to(g.dtype).exp()
+        shrink = (total[..., -1:, :] - total).to(g.dtype).exp()
+        gap = (total - total.mT).to(g.dtype)  # (N, M, C, C)
+        # Above the diagonal exp would overflow; below it no gap is positive. On it D is constant:
+        # a gradient through exp(G_i - G_i) would cancel only up to rounding.
+        eye = torch.eye(chunk, dtype=g.dtype, device=g.device)
+        d = gap.clamp(max=0).exp().tril(-1) + eye
+        # The solver reads A below its diagonal only. Neumann's product and Newton's iteration
+        # would not do: powers of A grow to NaN when keys are correlated.
+        kb = beta * k
+        a = (kb @ k.mT).to(g.dtype) * d
+        inverse = torch.linalg.solve_triangular(a, eye, upper=False, unitriangular=True).to(dtype)
+        u = inverse @ (beta * v)
+        w = inverse @ (kb * grow).to(dtype)
+        k_out = (k * shrink).to(dtype)
+        states, new = gdn_scan(w, u, k_out, grow[..., -1:, :], state.flatten(0, 1))
+        p = ((q @ k.mT) * d).to(dtype)
+        o = (q * grow).to(dtype) @ states[:-1].to(dtype) + p @ new
     o = o.unflatten(1, (b, h)).movedim((0, 2), (1, 3)).flatten(1, 2)  # (B, N * C, H, V)
-    return o[:, :t], last.view_as(state)
+    return o[:, :t], states[-1].view_as(state)
 
 
-def short_conv(x: Tensor, weight: Tensor, doc: Tensor) -> Tensor:
-    """Returns SiLU of a causal depthwise convolution, for the last T tokens of x.
+def short_conv(x, weight, doc):
+    """Return SiLU of a causal depthwise convolution, for the last T tokens of x.
 
     x (B, taps-1 + T, C), weight (C, taps), doc (B, taps-1 + T). Shifted sums beat
     F.conv1d(groups=C) on a CPU, and a tap that would reach into another document can be zero.
@@ -1131,7 +1050,7 @@ def short_conv(x: Tensor, weight: Tensor, doc: Tensor) -> Tensor:
 class GatedDeltaNet(nn.Module):
     """Gated DeltaNet (arXiv 2412.06464): linear attention whose state forgets and corrects."""
 
-    def __init__(self, config: GPTConfig):
+    def __init__(self, config):
         super().__init__()
         dim = config.model_dim
         self.heads = config.num_heads
@@ -1145,99 +1064,79 @@ class GatedDeltaNet(nn.Module):
         decay = torch.empty(self.heads).uniform_(0.01, 16.0)  # from 0 it could be 0: a dead head
         self.A_log = nn.Parameter(decay.log())
         log_dt = torch.empty(self.heads).uniform_(math.log(1e-3), math.log(0.1))
-        dt = log_dt.exp().clamp_min(1e-4)
+        dt = log_dt.exp()
         self.dt_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))  # softplus(dt_bias) = dt
         self.norm = nn.Parameter(torch.ones(self.head_dim))
 
-    def inputs(self, x: Tensor, qkv: Tensor, first: Tensor) -> tuple[Tensor, ...]:
-        """Returns q, k, v, g and beta for gdn_chunk.
-
-        x (..., dim); qkv (..., 3 dim), convolved; first (...): whether a token begins a document.
-        """
-        q, k, v = qkv.unflatten(-1, (3, self.heads, self.head_dim)).unbind(-3)  # (..., H, D)
+    def forward(self, x, doc, positions, cache):
+        """Return (B, T, dim) for x (B, T, dim); doc (B, taps-1 + T), positions: see GPT.context."""
+        T, dim = x.shape[1:]
+        qkv, gate = linear(x, self.w_qkvg).split([3 * dim, dim], dim=-1)
+        # In front stand the tokens that the convolution reaches; before a text there are none.
+        qkv = cache.extend(qkv) if cache else F.pad(qkv, (0, 0, CONV_TAPS - 1, 0))
+        qkv = short_conv(qkv, self.conv, doc)
+        q, k, v = qkv.unflatten(-1, (3, self.heads, self.head_dim)).unbind(-3)  # (B, T, H, D)
         # In float32, since a key longer than 1 lets the state grow. Without the epsilon a key of
         # zeros would get gradients of 1e12.
         wide = self.ab.dtype
         q = q * torch.rsqrt(q.to(wide).square().sum(-1, keepdim=True) + 1e-6)
         k = k * torch.rsqrt(k.to(wide).square().sum(-1, keepdim=True) + 1e-6)
-        a, b = F.linear(x.to(wide), self.ab).split(self.heads, dim=-1)  # (..., H)
+        q = q.to(v.dtype) * self.head_dim**-0.5
+        a, b = F.linear(x.to(wide), self.ab).split(self.heads, dim=-1)  # (B, T, H)
         g = -self.A_log.exp() * F.softplus(a + self.dt_bias)
-        g = torch.where(first[..., None], DOCUMENT_DECAY, g)
-        return q.to(v.dtype) * self.head_dim**-0.5, k.to(v.dtype), v, g, torch.sigmoid(b)
-
-    def gated(self, o: Tensor, gate: Tensor) -> Tensor:
-        """Returns what w_o reads (..., dim), of outputs o (..., H, D) and gate (..., dim)."""
-        return scaled(rms_norm(o), self.norm).flatten(-2) * F.silu(gate)
-
-    def forward(self, x, doc, cache, positions):
-        """Returns (B, T, dim) for x (B, T, dim).
-
-        doc (B, CONV_TAPS-1 + L): the documents of all L tokens so far; the last T of them are x.
-        The cache, if there is one, keeps the state and the convolution's last inputs.
-        """
-        B, T, dim = x.shape
-        past = cache or {}
-        qkv, gate = linear(x, self.w_qkvg).split([3 * dim, dim], dim=-1)
-        tail = past.get("tail", qkv.new_zeros(B, CONV_TAPS - 1, 3 * dim))
-        qkv = torch.cat([tail, qkv], dim=1)
-        doc = doc[:, -qkv.size(1) :]
-        first = doc[:, -T:] != doc[:, -T - 1 : -1]  # (B, T)
-        inputs = self.inputs(x, short_conv(qkv, self.conv, doc), first)
-        o, state = gdn_chunk(*inputs, past.get("state"), chunk=64 if x.is_cuda else 32)
-        if cache is not None:
-            cache.update(state=state, tail=qkv[:, 1 - CONV_TAPS :])
-        return linear(self.gated(o, gate), self.w_o)
+        begins_document = doc[:, -T:] != doc[:, -T - 1 : -1]
+        g = torch.where(begins_document[..., None], DOCUMENT_DECAY, g)
+        inputs = q, k.to(v.dtype), v, g, torch.sigmoid(b)
+        o = cache.recur(*inputs) if cache else gdn_chunk(*inputs, chunk=64 if x.is_cuda else 32)[0]
+        o = scaled(rms_norm(o), self.norm).flatten(-2) * F.silu(gate)
+        return linear(o, self.w_o)
 
 
-def rotate(x: Tensor, positions: Tensor, dims: int) -> Tensor:
-    """Returns x (B, T, H, D) with its first `dims` dimensions rotated by positions (T,).
+def rotate(x, positions, dims):
+    """Return x (B, T, H, D) with its first `dims` dimensions rotated by positions (T,) or (B, T).
 
     Rotary positions (arXiv 2104.09864), paired as in GPT-NeoX.
     """
     half = dims // 2
     exponent = torch.arange(half, device=x.device) / half  # float32
-    angle = positions[:, None, None] * ROPE_BASE**-exponent  # (T, 1, half)
+    angle = positions[..., None, None] * ROPE_BASE**-exponent  # (T, 1, half)
     cos = angle.cos().to(x.dtype)
     sin = angle.sin().to(x.dtype)
     left, right, same = x.split([half, half, x.size(-1) - dims], dim=-1)
     return torch.cat([left * cos - right * sin, left * sin + right * cos, same], dim=-1)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, doc: Tensor, window: int) -> Tensor:
-    """Returns causal attention inside documents (B, H, T, D).
+def attend(q, k, v, doc, window):
+    """Return causal attention inside documents (B, H, T, D).
 
-    q (B, H, T, D), k and v (B, Hkv, L, D), doc (B, L); the queries are the last T of the L
-    positions. Query i sees key j if 0 <= i - j < window and both are of one document. Blocks of
-    queries skip the keys that none of them sees, which on a CPU is 3 times as fast as one masked
-    call at T = 4 windows.
+    q (B, H, T, D), k and v (B, Hkv, T, D), doc (B, T). Query i sees key j if 0 <= i - j < window
+    and both are of one document. Blocks of queries skip the keys that none of them sees, which on a
+    CPU is 3 times as fast as one masked call at T = 4 windows.
     """
     dtype = q.dtype
     T = q.size(2)
-    length = k.size(2)
-    past = length - T
     if q.is_cuda:  # there the kernels that take a mask do not take grouped heads
         k, v = (x.repeat_interleave(q.size(1) // k.size(1), dim=1) for x in (k, v))
     else:  # a CPU's backward pass takes 4 times as long in bfloat16
         q, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (q, k, v))
-    places = torch.arange(length, device=q.device)
-    step = max(64, min(window, T) // 4)
+    places = torch.arange(T, device=q.device)
+    step = max(64, min(window, T, 4096) // 4)  # a mask of longer blocks would need much memory
     outputs = []
-    for start in range(past, length, step):
-        end = min(start + step, length)
-        low = max(0, start - window + 1)  # the first key that a query of the block sees
-        distance = places[start:end, None] - places[low:end]  # (t, l)
-        same_doc = doc[:, start:end, None] == doc[:, None, low:end]  # (B, t, l)
-        mask = (distance >= 0) & (distance < window) & same_doc
-        block = q[:, :, start - past : end - past], k[:, :, low:end], v[:, :, low:end]
-        o = F.scaled_dot_product_attention(*block, mask[:, None], enable_gqa=not q.is_cuda)
-        outputs.append(o)
+    for start in range(0, T, step):
+        queries = slice(start, start + step)
+        keys = slice(max(0, start - window + 1), start + step)  # those that a query may see
+        distance = places[queries, None] - places[keys]
+        same_doc = doc[:, queries, None] == doc[:, None, keys]
+        mask = ((distance >= 0) & (distance < window) & same_doc)[:, None]
+        block = q[:, :, queries], k[:, :, keys], v[:, :, keys]
+        outputs.append(F.scaled_dot_product_attention(*block, mask, enable_gqa=not q.is_cuda))
     return torch.cat(outputs, dim=2).to(dtype)
 
 
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions, and queries and keys that are RMS-normed."""
 
-    def __init__(self, config: GPTConfig, window: int):
+    def __init__(self, config, window):
         super().__init__()
         dim = config.model_dim
         self.heads = config.num_heads
@@ -1253,40 +1152,34 @@ class Attention(nn.Module):
         gain = torch.full((self.heads,), config.qk_gain_init)
         self.q_gain = nn.Parameter(gain) if config.qk_gain_init else None
 
-    def forward(self, x, doc, cache, positions):
-        """Returns (B, T, dim) for x (B, T, dim); doc as in GatedDeltaNet; positions (T,).
-
-        The cache, if there is one, keeps the keys and values that later queries may see.
-        """
-        B, T, dim = x.shape
-        qkv = linear(x, self.w_qkv).view(B, T, -1, self.head_dim)
+    def forward(self, x, doc, positions, cache):
+        """Return (B, T, dim) for x (B, T, dim); the other arguments as in GatedDeltaNet."""
+        T = x.size(1)
+        qkv = linear(x, self.w_qkv).unflatten(-1, (-1, self.head_dim))
         q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=2)  # (B, T, H, D)
         if self.q_gain is not None:
             q = scaled(rms_norm(q), self.q_gain[:, None])
             k = rms_norm(k)
-        q = rotate(q, positions, self.rope_dims).transpose(1, 2)  # (B, H, T, D)
-        k = rotate(k, positions, self.rope_dims).transpose(1, 2)
-        v = v.transpose(1, 2)
-        if cache is not None:
-            k = torch.cat([cache.get("k", k[:, :, :0]), k], dim=2)
-            v = torch.cat([cache.get("v", v[:, :, :0]), v], dim=2)
-            # The next query sees itself and window - 1 keys before it.
-            keep = max(0, k.size(2) - self.window + 1)
-            cache.update(k=k[:, :, keep:], v=v[:, :, keep:])
-        o = attend(q, k, v, doc[:, -k.size(2) :], self.window)
-        return linear(o.transpose(1, 2).reshape(B, T, dim), self.w_o)
+        q = rotate(q, positions, self.rope_dims)
+        k = rotate(k, positions, self.rope_dims)
+        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, H, T, D)
+        if cache:
+            o = cache.attend(q, k, v, self.window)
+        else:
+            o = attend(q, k, v, doc[:, -T:], self.window)
+        return linear(o.transpose(1, 2).flatten(2), self.w_o)
 
 
-def init_wave(units: int) -> nn.Parameter:
-    """Returns omega ~ N(1, 0.1), phi ~ N(0, 0.1) and b = 0 for `oscillate`, (3, units)."""
+def init_wave(units):
+    """Return omega ~ N(1, 0.1), phi ~ N(0, 0.1) and b = 0 for `oscillate`, (3, units)."""
     wave = 0.1 * torch.randn(3, units)
     wave[0] += 1.0
     wave[2] = 0.0
     return nn.Parameter(wave)
 
 
-def oscillate(x: Tensor, wave: Tensor) -> Tensor:
-    """Returns sin(omega x + phi) tanh(x) + b per unit, for x (..., units) and wave (3, units).
+def oscillate(x, wave):
+    """Return sin(omega x + phi) tanh(x) + b per unit, for x (..., units) and wave (3, units).
 
     The activation of WiggleGPT (Eden-Eldith/WiggleGPT, model_bio.py).
     """
@@ -1301,7 +1194,7 @@ class MLP(nn.Module):
     and bio_hard add its SparseEventLayer (model_bio_optimized.py), without biases.
     """
 
-    def __init__(self, config: GPTConfig):
+    def __init__(self, config):
         super().__init__()
         dim = config.model_dim
         hidden = int(config.mlp_mult * dim)
@@ -1315,42 +1208,38 @@ class MLP(nn.Module):
             self.mix_wave = init_wave(hidden)
         self.w_down = nn.Parameter(torch.zeros(dim, hidden))
 
-    def hidden(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns what w_down reads (B, T, hidden), for x (B, T, dim), and the units' events.
-
-        The events are booleans of the same shape, or None where the kind has none.
-        """
+    def forward(self, x):
+        """Return (B, T, dim) for x (B, T, dim)."""
         h = linear(x, self.w_up)
         if self.kind == "relu2":
-            return F.relu(h).square(), None
-        if self.kind == "leaky_relu2":
-            return F.leaky_relu(h, 0.5).square(), None
-        if self.kind == "gelu":
-            return F.gelu(h), None
-        if self.kind == "swiglu":
+            h = F.relu(h).square()
+        elif self.kind == "leaky_relu2":
+            h = F.leaky_relu(h, 0.5).square()
+        elif self.kind == "gelu":
+            h = F.gelu(h)
+        elif self.kind == "swiglu":
             gate, up = h.chunk(2, dim=-1)
-            return F.silu(gate) * up, None
-        if not self.kind.startswith("bio"):
-            raise ValueError(f"no kind of MLP is called {self.kind!r}")
-        h = oscillate(h, self.wave)
-        if self.kind == "bio":
-            return h, None
+            h = F.silu(gate) * up
+        else:
+            h = oscillate(h, self.wave)
+            if self.kind != "bio":
+                h = self.sparse_events(h)
+        return linear(h, self.w_down)
+
+    def sparse_events(self, h):
+        """Return hidden units (B, T, hidden) mixed by those of h whose voltage is high."""
         voltage = torch.sigmoid(linear(h, self.w_gate))
-        events = voltage > BIO_THRESHOLD
         spike = torch.sigmoid(5.0 * (voltage - BIO_THRESHOLD))  # of bio_soft: never zero
         if self.kind == "bio_hard":  # 0 or 1, with the gradient of the soft spike
-            spike = events.to(h.dtype) + (spike - spike.detach())
-        return oscillate(linear(h * spike, self.w_mix), self.mix_wave), events
-
-    def forward(self, x):
-        """Returns (B, T, dim) for x (B, T, dim)."""
-        return linear(self.hidden(x)[0], self.w_down)
+            events = (voltage > BIO_THRESHOLD).to(h.dtype)
+            spike = events + (spike - spike.detach())
+        return oscillate(linear(h * spike, self.w_mix), self.mix_wave)
 
 
 class Block(nn.Module):
     """A layer without its mixer, which may be shared: norms, MLP, and learned scales."""
 
-    def __init__(self, config: GPTConfig, norm: str):
+    def __init__(self, config, norm):
         super().__init__()
         dim = config.model_dim
         self.mixer_norm = Norm(norm, dim)
@@ -1363,7 +1252,7 @@ class Block(nn.Module):
             self.mlp_scale = nn.Parameter(torch.ones(dim))
 
     def forward(self, x, x0, mixer, *context):
-        """Returns the residual stream behind the layer (B, T, dim).
+        """Return the residual stream behind the layer (B, T, dim).
 
         x is the stream before it, x0 the embedding, context the mixer's further arguments.
         """
@@ -1376,7 +1265,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """The language model: embedding, layers, norm, and a head with a soft cap."""
 
-    def __init__(self, config: GPTConfig):
+    def __init__(self, config):
         super().__init__()
         self.config = config
         # The dtype of activations; weights are float32. None means bfloat16 on CUDA, and on a CPU
@@ -1384,10 +1273,12 @@ class GPT(nn.Module):
         self.dtype = None
         # Whether a layer's activations are computed again in the backward pass, to save memory.
         self.activation_checkpointing = False
+        self.compiled = False  # whether a Decoder compiles its steps
         dim = config.model_dim
-        vocab_size = config.vocab_size
-        self.embed = matrix((vocab_size,), dim, config.embed_init_std)
-        self.head = None if config.tie_embeddings else nn.Parameter(torch.zeros(vocab_size, dim))
+        self.embed = matrix((config.vocab_size,), dim, config.embed_init_std)
+        self.head = None
+        if not config.tie_embeddings:
+            self.head = nn.Parameter(torch.zeros_like(self.embed))
         if config.positions == "learned":
             std = 0.1 if config.residual_mix else config.embed_init_std
             self.positions_embed = matrix((config.train_seq_len,), dim, std)
@@ -1400,25 +1291,43 @@ class GPT(nn.Module):
             self.skip = nn.Parameter(torch.ones(len(words) // 2, dim))
 
         # Layers that share a mixer or a block have one name for it; others go by their place.
-        mixers = [word if word[1:] else place for place, word in enumerate(words)]
-        blocks = [word if word.isupper() else place for place, word in enumerate(words)]
-        self.mixer_of_layer = [list(dict.fromkeys(mixers)).index(name) for name in mixers]
-        self.block_of_layer = [list(dict.fromkeys(blocks)).index(name) for name in blocks]
-        self.mixers = nn.ModuleList()
-        for word, index in zip(words, self.mixer_of_layer, strict=True):
-            if index == len(self.mixers):  # the first layer with this mixer
-                is_gdn = word[0] in "gG"
+        mixers = {}
+        blocks = {}
+        self.layers = []  # a block and a mixer per layer
+        for place, (word, norm) in enumerate(zip(words, norms, strict=True)):
+            mixer_name = word if word[1:] else place
+            block_name = word if word.isupper() else place
+            if mixer_name not in mixers:
                 window = config.attn_window if word[0] in "sS" else FULL_WINDOW
-                self.mixers.append(GatedDeltaNet(config) if is_gdn else Attention(config, window))
-        self.blocks = nn.ModuleList()
-        for norm, index in zip(norms, self.block_of_layer, strict=True):
-            if index == len(self.blocks):
-                self.blocks.append(Block(config, norm))
+                is_gdn = word[0] in "gG"
+                mixers[mixer_name] = GatedDeltaNet(config) if is_gdn else Attention(config, window)
+            if block_name not in blocks:
+                blocks[block_name] = Block(config, norm)
+            self.layers.append((blocks[block_name], mixers[mixer_name]))
+        self.mixers = nn.ModuleList(mixers.values())
+        self.blocks = nn.ModuleList(blocks.values())
         self.final_norm = Norm(norms[-1], dim)
 
-    def embedded(self, ids: Tensor, previous: Tensor, positions: Tensor) -> Tensor:
-        """Returns what the first layer reads (..., dim), of ids (...) and the ids before them."""
+    def context(self, ids):
+        """Return what the network needs to know about the places of ids (B, T), a text's first.
+
+        These are the documents' numbers (B, CONV_TAPS-1 + T), in front of them as many places as the
+        convolution reaches; the ids before ids (B, T); and the positions (T,).
+        """
+        doc = F.pad((ids == self.config.bos_id).cumsum(dim=1), (CONV_TAPS - 1, 0))
+        previous = F.pad(ids, (1, 0), value=self.config.bos_id)[:, :-1]
+        return doc, previous, torch.arange(ids.size(1), device=ids.device)
+
+    def features(self, ids, cache=None):
+        """Return what the head reads (B, T, dim), for ids (B, T).
+
+        With a cache, ids go on with the texts that it holds (see Decoder in section generation).
+        """
         config = self.config
+        if config.positions == "learned" and ids.size(1) > config.train_seq_len:
+            most = f"TRAIN_SEQ_LEN={config.train_seq_len}"
+            raise UserError(f"POSITIONS='learned': {ids.size(1)} tokens in a text, {most}")
+        doc, previous, positions = (cache or self).context(ids)
         x = F.embedding(ids, self.embed)
         x = x.to(self.dtype or (torch.bfloat16 if ids.is_cuda else x.dtype))
         if config.residual_mix:
@@ -1430,55 +1339,30 @@ class GPT(nn.Module):
             previous = previous.masked_fill(ids == config.bos_id, config.bos_id)
             pair = ((36313 * ids) ^ (27191 * previous)) % config.bigram_vocab_size
             x = x + linear(F.embedding(pair, self.bigram_embed).to(x.dtype), self.w_bigram)
-        return x
-
-    def features(self, ids: Tensor, cache: dict | None = None) -> Tensor:
-        """Returns what the head reads (B, T, dim), for ids (B, T).
-
-        With a cache, at first {}, several calls read one text. It keeps the text so far under
-        "ids" and what a mixer needs under the number of its layer, also where weights are shared.
-        """
-        config = self.config
-        T = ids.size(1)
-        past = {} if cache is None else cache
-        text = torch.cat([past.get("ids", ids[:, :0]), ids], dim=1)  # (B, L)
-        length = text.size(1)
-        if config.positions == "learned" and length > config.train_seq_len:
-            most = f"TRAIN_SEQ_LEN={config.train_seq_len}"
-            raise UserError(f"POSITIONS='learned': {length} tokens in a text, {most}")
-        past["ids"] = text
-        positions = torch.arange(length - T, length, device=ids.device)
-        previous = F.pad(text, (1, 0), value=config.bos_id)[:, -T - 1 : -1]
-        # The number of each token's document; in front, as many places as the convolution reaches.
-        doc = F.pad((text == config.bos_id).cumsum(dim=1), (CONV_TAPS - 1, 0))
 
         recompute = self.activation_checkpointing and torch.is_grad_enabled()
-        half = len(self.block_of_layer) // 2
+        half = len(self.layers) // 2
         skips = []
-        x = x0 = self.embedded(ids, previous, positions)
-        shared = zip(self.block_of_layer, self.mixer_of_layer, strict=True)
-        for layer, (block, mixer) in enumerate(shared):
-            if skips and layer >= half:
+        x0 = x
+        for place, (block, mixer) in enumerate(self.layers):
+            if skips and place >= half:
                 x = x + scaled(skips.pop(), self.skip[len(skips)])
-            run = self.blocks[block]
-            if recompute:
-                run = functools.partial(checkpoint, run, use_reentrant=False)
-            layer_cache = None if cache is None else cache.setdefault(layer, {})
-            x = run(x, x0, self.mixers[mixer], doc, layer_cache, positions)
-            if config.unet_skips and layer < half:
+            run = functools.partial(checkpoint, block, use_reentrant=False) if recompute else block
+            x = run(x, x0, mixer, doc, positions, cache.layers[place] if cache else None)
+            if config.unet_skips and place < half:
                 skips.append(x)
         return self.final_norm(x)
 
-    def logits(self, x: Tensor) -> Tensor:
-        """Returns logits (..., V), float32 at least, of features x (..., dim)."""
+    def logits(self, x):
+        """Return logits (..., V), float32 at least, of features x (..., dim)."""
         logits = linear(x, self.embed if self.head is None else self.head)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         cap = self.config.logit_softcap
         return cap * torch.tanh(logits / cap) if cap else logits
 
-    def forward(self, ids, targets=None, cache=None):
-        """Returns the nats of targets (B, T) after ids (B, T), 0 for -1; or logits (B, T, V)."""
-        logits = self.logits(self.features(ids, cache))
+    def forward(self, ids, targets=None):
+        """Return the nats of targets (B, T) after ids (B, T), 0 for -1; or logits (B, T, V)."""
+        logits = self.logits(self.features(ids))
         if targets is None:
             return logits
         losses = F.cross_entropy(
@@ -2608,62 +2492,50 @@ def save_checkpoint(folder, step, parts, meta):
         shutil.rmtree(old, ignore_errors=True)
 
 
-def replayed_progress(folder):
-    """Return the progress that each step of the run in `folder` used; [] without a folder."""
-    if not folder:
-        return []
-    return json.loads((Path(folder) / "progress.json").read_bytes())["progress"]
+def find_run(name, out_dir):
+    """Return the folder of a run that is named by its path or by its RUN_ID in out_dir."""
+    return Path(name) if os.sep in name else Path(out_dir, name)
 
 
-def replay_settings(folder, out_dir):
-    """Return defaults and overrides (two dicts) of a run that repeats the one in `folder`."""
+def stored_settings(given):
+    """Return the settings of the run that RESUME or REPLAY names, or {} if neither is given.
+
+    given: name of a setting -> text. Raises UserError if the run cannot be continued or repeated.
+    """
+    out_dir = given.get("OUT_DIR", Settings.out_dir)
+    if given.get("RESUME"):
+        folder = find_run(given["RESUME"], out_dir)
+        if given.get("RUN_ID", folder.name) != folder.name:
+            raise UserError(f"RUN_ID={given['RUN_ID']!r}: must be that of RESUME, {folder.name!r}")
+        newest, faults = newest_checkpoint(list_checkpoints(folder))
+        if newest is None or (folder / "result.json").exists():
+            must = "must be an unfinished run with a whole checkpoint"
+            raise UserError(f"RESUME={str(folder)!r}: {must}; {' '.join(faults)}")
+        return json.loads((newest / "meta.json").read_bytes())["settings"]
+    if given.get("REPLAY"):
+        stored = read_progress(find_run(given["REPLAY"], out_dir))
+        return {**stored["settings"], "run_id": "", "resume": ""}
+    return {}
+
+
+def read_progress(folder):
+    """Return progress.json of a run. Raises UserError if the run cannot be repeated."""
+    prefix = f"REPLAY={str(folder)!r}:"
     path = folder / "progress.json"
     if not path.is_file():
-        raise UserError(f"REPLAY={str(folder)!r}: no {path}; must be a run that trained to its end")
+        raise UserError(f"{prefix} no {path}; must be a run that trained to its end")
     stored = json.loads(path.read_bytes())
     for event in stored["events"]:
         if event.get("changed"):
-            raise UserError(f"REPLAY={str(folder)!r}: was resumed with changed {event['changed']}")
-    defaults = {**stored["settings"], "run_id": "", "resume": "", "out_dir": out_dir}
-    return defaults, {"replay": str(folder)}
+            raise UserError(f"{prefix} was resumed with changed {event['changed']}")
+    return stored
 
 
-def resume_settings(folder, run_id, is_restart):
-    """Return defaults and overrides (two dicts) of a run that continues."""
-    prefix = f"RESUME={str(folder)!r}:"
-    if not folder.is_dir():
-        raise UserError(f"{prefix} no such folder; must be a RUN_ID or a path")
-    if run_id not in ("", folder.name):
-        raise UserError(f"{prefix} RUN_ID={run_id!r} is another run")
-    if (folder / "result.json").exists():
-        raise UserError(f"{prefix} is finished: it has a result.json")
-    newest, faults = newest_checkpoint(list_checkpoints(folder))
-    overrides = {"resume": str(folder), "run_id": folder.name, "out_dir": str(folder.parent)}
-    if newest is None and is_restart:
-        return {}, overrides  # the run failed before its first checkpoint and begins anew
-    if newest is None:
-        raise UserError(f"{prefix} has no whole checkpoint; {' '.join(faults[:1])}")
-    defaults = json.loads((newest / "meta.json").read_bytes())["settings"]
-    return defaults, {**overrides, "replay": defaults["replay"]}
-
-
-def stored_settings(given, out_dir):
-    """Return the settings of the run that RESUME or REPLAY names, as load_settings takes them.
-
-    Under torchrun --max-restarts a RUN_ID whose folder exists is resumed.
-    """
-    out_dir = given.get("OUT_DIR", out_dir)
-    run_id = given.get("RUN_ID", "")
-    is_elastic = given.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-    is_restart = is_elastic and run_id != "" and (Path(out_dir) / run_id).is_dir()
-    resume = run_id if is_restart else given.get("RESUME", "")
-    name = resume or given.get("REPLAY", "")
-    if not name:
-        return {}, {}
-    folder = Path(name) if os.sep in name else Path(out_dir) / name
-    if resume:
-        return resume_settings(folder, run_id, is_restart)
-    return replay_settings(folder, out_dir)
+def replayed_progress(settings):
+    """Return the progress that each step of the run that REPLAY names used; [] without one."""
+    if not settings.replay:
+        return []
+    return read_progress(find_run(settings.replay, settings.out_dir))["progress"]
 
 
 def load_tracker(name):
@@ -2680,7 +2552,9 @@ def load_tracker(name):
 
 
 def make_tracker(package, settings, folder):
-    """Return track(metrics, step), which feeds TensorBoard or W&B."""
+    """Return track(metrics, step), which feeds TensorBoard or W&B; None without a package."""
+    if package is None:
+        return None
     if settings.tracker == "wandb":
         config = asdict(settings)
         package.init(project="underpar", name=folder.name, dir=str(folder), config=config)
@@ -2695,38 +2569,40 @@ def make_tracker(package, settings, folder):
     return track
 
 
+def handle_stop_signals(handler):
+    """From here on SIGTERM and SIGINT call `handler`; signal.SIG_DFL: they end the process."""
+    signal.signal(signal.SIGTERM, handler)
+    signal.signal(signal.SIGINT, handler)
+
+
 class StopSignal:
-    """Remembers SIGTERM or SIGINT from listen() to restore(), so that the loop saves and stops.
+    """Remembers SIGTERM or SIGINT, so that the loop saves and stops.
 
     A second signal ends the process at once.
     """
 
     def __init__(self):
         self.number = 0
-        self.received = 0.0
-
-    def listen(self):
-        """Remember signals from here on."""
-        signal.signal(signal.SIGTERM, self.receive)
-        signal.signal(signal.SIGINT, self.receive)
-
-    def restore(self):
-        """Give signals their ordinary effect: they end the process."""
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        self.received = math.inf
+        handle_stop_signals(self.receive)
 
     def receive(self, number, frame):
         """Handle a signal."""
         # torchrun repeats the Ctrl-C of a terminal, so a signal within a second is the same one.
-        if self.number and time.monotonic() - self.received > 1:
+        if time.monotonic() - self.received > 1:
             sys.stderr.write(f"{signal.Signals(number).name}: ended without a checkpoint\n")
             os._exit(128 + number)
         self.number = number
         self.received = time.monotonic()
 
 
+def name_values(values):
+    """Return a dict as `name:value` words of the log."""
+    return " ".join(f"{name}:{value}" for name, value in values.items())
+
+
 class Log:
-    """log.txt, the terminal and the tracker. Only rank 0 opens it; on other ranks it is mute."""
+    """log.txt, the terminal and the tracker. Only rank 0 has a file; on other ranks it is mute."""
 
     def __init__(self, iterations):
         self.iterations = iterations
@@ -2734,19 +2610,13 @@ class Log:
         self.track = None
         self.last_line = time.monotonic()
 
-    def open(self, path, track):
-        """Write to the file at `path` from here on, and feed `track` if there is one."""
-        self.file = open(path, "ab", buffering=0)
-        self.track = track
-
-    def __call__(self, text, terminal=True):
-        """Write text to the file and the terminal."""
+    def __call__(self, text, stream=None):
+        """Write text to the file and to a stream, sys.stdout if it is None."""
         if self.file is None:
             return
         self.last_line = time.monotonic()
         try:
-            if terminal:
-                print(CLEAR_LINE * sys.stdout.isatty() + text, flush=True)
+            print(CLEAR_LINE * sys.stdout.isatty() + text, file=stream, flush=True)
             self.file.write(text.encode() + b"\n")
         except OSError as error:  # a full disk may have room again before the next checkpoint
             with contextlib.suppress(OSError):
@@ -2778,127 +2648,118 @@ class Log:
             print(f"{CLEAR_LINE}{seconds_left:.0f} s left {line}", end="", flush=True)
 
 
-class Run:
+@dataclass
+class Run(Saved):
     """A run: its folder, log, events and checkpoints, and how far it is.
 
-    STATE: what a checkpoint stores of the run itself.
-    parts: name -> object with state_dict and load_state_dict, one of them the "network".
-    identity: values that must not change when a run is resumed.
+    parts: name -> object with state_dict and load_state_dict, which checkpoints store. The script
+    adds the "network" and all else that steps change.
     """
 
-    STATE = ("step", "saved_seconds", "skipped_steps", "skipped_in_a_row", "events")
+    STATE = ("step", "skipped_steps", "skipped_in_a_row", "events")
 
-    def __init__(self, settings, runtime, parts, identity):
-        interval = re.fullmatch(r"(\d+)(s?)", settings.save_every)
-        if not interval:
+    settings: Settings
+    runtime: Runtime
+    plan: Plan
+    clock: Clock
+    identity: dict  # values that must not change when a run is resumed
+
+    def __post_init__(self):
+        settings = self.settings
+        if not re.fullmatch(r"0|[1-9]\d*s?", settings.save_every):
             raise UserError(f"SAVE_EVERY={settings.save_every!r}: must be 500 (steps), 120s or 0")
-        self.save_interval = int(interval[1]) or math.inf
-        self.saves_by_seconds = interval[2] == "s"
-        # PyTorch issue 135712: restarted ranks never meet through the agent's store.
-        is_elastic = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-        shares_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        if is_elastic and (shares_store or not settings.run_id):
-            raise UserError(
-                "torchrun --max-restarts: needs RUN_ID, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
-            )
-        self.settings = settings
-        self.runtime = runtime
-        self.parts = parts
-        self.identity = identity
-        name = runtime.agree(settings.run_id or time.strftime("run_%Y%m%d_%H%M%S"))
-        self.folder = Path(settings.out_dir) / name
+        self.folder = find_run(settings.resume, settings.out_dir)
+        if not settings.resume:
+            self.folder /= self.runtime.agree(settings.run_id or time.strftime("run_%Y%m%d_%H%M%S"))
         self.log = Log(settings.iterations)
+        files = [__file__, settings.config]
+        self.code_bytes = sum(os.path.getsize(file) for file in files if file)
+        self.parts = {"run": self, "plan": self.plan, "clock": self.clock}
         self.events = []
         self.step = 0
         self.skipped_steps = 0
         self.skipped_in_a_row = 0
         self.saved_step = -1  # step and training seconds of the newest checkpoint
-        self.saved_seconds = 0.0
+        self.saved_seconds = -math.inf
 
     def open(self):
         """Make or find the folder and begin the log; return the checkpoint to load, or None."""
-        if self.runtime.rank != 0:
-            return self.runtime.agree(None)
-        package = load_tracker(self.settings.tracker)  # may raise, before there is a folder
         checkpoint = None
-        faults = []
-        if self.settings.resume:
+        if self.runtime.rank == 0:
+            package = load_tracker(self.settings.tracker)  # may raise, before there is a folder
+            if not self.settings.resume:
+                self.make_folder()
+            self.log.file = (self.folder / "log.txt").open("ab", buffering=0)
+            self.log.track = make_tracker(package, self.settings, self.folder)
+            self.write_header()
             checkpoint, faults = newest_checkpoint(list_checkpoints(self.folder))
-        else:
-            self.make_folder()
-        track = None
-        if package:
-            track = make_tracker(package, self.settings, self.folder)
-        self.log.open(self.folder / "log.txt", track)
-        self.write_header()
-        for fault in faults:
-            self.log(fault)
+            for fault in faults:
+                self.log(fault)
         return self.runtime.agree(checkpoint)
 
     def make_folder(self):
         """Make the folder of a new run. Raises UserError, with nothing made."""
         run_id = self.settings.run_id
-        out_dir = self.settings.out_dir
         if os.path.exists(self.folder) or Path(run_id).name != run_id:
-            why = f"must be a plain name that does not exist in {out_dir}"
+            why = f"must be a plain name that does not exist in {self.settings.out_dir}"
             raise UserError(f"RUN_ID={run_id!r}: {why}; RESUME continues a run")
-        try:
-            self.folder.mkdir(parents=True)
-        except OSError as error:
-            raise UserError(f"OUT_DIR={out_dir!r}: cannot write there ({error})") from None
+        self.folder.mkdir(parents=True)
 
     def write_header(self):
         """Log the script's source, the command, the machine and all settings; * marks a change."""
-        source = Path(__file__).read_text(encoding="utf-8") + "\n" + "=" * 120
+        source = Path(__file__).read_text(encoding="utf-8") + "\n" + "=" * 120 + "\n"
         if source not in (self.folder / "log.txt").read_text(encoding="utf-8"):
-            self.log(source, terminal=False)
-        self.log(f"command: {' '.join([Path(sys.executable).name, *sys.argv])}", terminal=False)
-        machine = describe_machine(self.runtime)
-        self.log(" ".join(f"{key}:{value}" for key, value in machine.items()))
-        for setting in fields(self.settings):
-            value = getattr(self.settings, setting.name)
-            mark = " " if value == setting.default else "*"
-            if setting.type is bool:
+            self.log.file.write(source.encode())
+        self.log(f"command: {' '.join(sys.argv)}")
+        self.log(name_values(describe_machine(self.runtime)))
+        for name, value in asdict(self.settings).items():
+            mark = " " if value == getattr(Settings, name) else "*"
+            if isinstance(value, bool):
                 value = int(value)
-            self.log(f"{mark} {setting.name.upper()}={value}")
+            self.log(f"{mark} {name.upper()}={value}")
 
     def event(self, name, **facts):
         """Log an event that result.json reports too."""
         self.events.append({"event": name, **facts})
-        self.log(f"event: {name} " + " ".join(f"{key}:{value}" for key, value in facts.items()))
+        self.log(f"event: {name} {name_values(facts)}")
 
-    def is_save_due(self, seconds):
-        """Return whether SAVE_EVERY asks for a checkpoint at `seconds` of training."""
-        if self.saves_by_seconds:
-            return seconds - self.saved_seconds >= self.save_interval
-        return self.step > 0 and self.step % self.save_interval == 0
+    def write_file(self, name, data):
+        """Write a file of the folder, on rank 0 while the others wait; return its path."""
+        path = self.folder / name
+        if self.runtime.rank == 0:
+            replace_file(path, data)
+        self.runtime.agree(None)
+        return path
 
-    def save(self, seconds):
-        """Write a checkpoint. A failure is an event if an older one exists, else a UserError."""
-        self.saved_seconds = seconds
-        if self.saved_step == self.step or self.runtime.rank != 0:
-            return
+    def is_save_due(self):
+        """Return whether SAVE_EVERY asks for a checkpoint here; the first is due before step 1."""
+        every = self.settings.save_every
+        interval = int(every.rstrip("s"))
+        if every.endswith("s"):
+            return self.clock.seconds[-1] - self.saved_seconds >= interval
+        return interval > 0 and self.step % interval == 0
+
+    def save(self):
+        """Write a checkpoint, on rank 0 while the others wait.
+
+        A failure is an event if there is an older checkpoint, else an OSError.
+        """
+        self.saved_seconds = self.clock.seconds[-1]
+        if self.saved_step != self.step and self.runtime.rank == 0:
+            begin = time.perf_counter()
+            training = {name: part.state_dict() for name, part in self.parts.items()}
+            files = {"model": training.pop("network"), "training": training}
+            settings = asdict(self.settings)
+            meta = {"step": self.step, "settings": settings, "identity": self.identity}
+            try:
+                save_checkpoint(self.folder, self.step, files, meta)
+                self.log(f"step:{self.step} saved in {1000 * (time.perf_counter() - begin):.0f}ms")
+            except OSError as error:
+                if not list_checkpoints(self.folder):
+                    raise
+                self.event("save_failed", step=self.step, error=str(error))
         self.saved_step = self.step
-        begin = time.perf_counter()
-        training = {name: part.state_dict() for name, part in self.parts.items()}
-        files = {"model": training.pop("network"), "training": training}
-        meta = {
-            "script": Path(__file__).name,
-            "code_sha256": sha256_file(__file__),
-            "settings": asdict(self.settings),
-            "identity": self.identity,
-            "rng": torch.get_rng_state().tolist(),
-            **{name: getattr(self, name) for name in self.STATE},
-        }
-        try:
-            save_checkpoint(self.folder, self.step, files, meta)
-        except OSError as error:
-            if newest_checkpoint(list_checkpoints(self.folder))[0] is None:
-                out_dir = self.settings.out_dir
-                raise UserError(f"OUT_DIR={out_dir!r}: cannot save there ({error})") from None
-            self.event("save_failed", step=self.step, error=str(error))
-            return
-        self.log(f"step:{self.step} saved in {1000 * (time.perf_counter() - begin):.0f}ms")
+        self.runtime.agree(None)
 
     def load(self, folder):
         """Restore a checkpoint. Raises UserError if the run would become another one."""
@@ -2906,23 +2767,20 @@ class Run:
         for name, value in self.identity.items():
             before = meta["identity"].get(name)
             if before != value:
-                prefix = f"RESUME={self.settings.resume!r}:"
-                raise UserError(f"{prefix} {name.upper()}={value!r}; must stay {before!r}")
+                raise UserError(f"{name.upper()}={value!r}: must stay {before!r} under RESUME")
         place = self.runtime.device
         states = torch.load(folder / "training.pt", map_location=place, weights_only=True)
         states["network"] = torch.load(folder / "model.pt", map_location=place, weights_only=True)
         for name, part in self.parts.items():
             if name in states:
                 part.load_state_dict(states[name])
-        torch.set_rng_state(torch.tensor(meta["rng"], dtype=torch.uint8))
-        for name in self.STATE:
-            setattr(self, name, meta[name])
         self.saved_step = self.step
-        changed = {}
-        for name, value in asdict(self.settings).items():
-            is_place = name in ("resume", "run_id", "out_dir")
-            if not is_place and meta["settings"].get(name) != value:
-                changed[name] = value
+        before = meta["settings"]
+        changed = {
+            name: value
+            for name, value in asdict(self.settings).items()
+            if value != before.get(name) and name not in ("resume", "run_id", "out_dir")
+        }
         self.event("resume", step=self.step, ranks=self.runtime.world_size, changed=changed)
 
     def count_skipped(self, report):
@@ -2937,305 +2795,336 @@ class Run:
         self.skipped_in_a_row += 1
         self.event("skipped_step", step=self.step, loss=str(report.loss))
         if self.skipped_in_a_row >= MAX_SKIPPED_STEPS:
-            fault = f"{MAX_SKIPPED_STEPS} steps in a row had a loss or gradient that is not finite"
-            self.log(f"error: {fault}", terminal=False)
-            raise FloatingPointError(f"{fault}; the last checkpoint of {self.folder} is good")
+            raise FloatingPointError(
+                f"{MAX_SKIPPED_STEPS} steps in a row had a loss or gradient that is not finite; "
+                f"the last checkpoint of {self.folder} is good"
+            )
 
-    def write_result(self, result, faults):
-        """Write result.json and log it, and report the faults of a run that was saved (rank 0)."""
-        replace_file(self.folder / "result.json", (json.dumps(result, indent=1) + "\n").encode())
+    def write_json(self, name, facts):
+        """Write facts, events and settings into a file of the folder; return them all."""
+        facts = {**facts, "events": self.events, "settings": asdict(self.settings)}
+        self.write_file(name, (json.dumps(facts, indent=1) + "\n").encode())
+        return facts
+
+    def write_artifact(self, content):
+        """Write model.upar, and log what became of plan and clock; return the artifact's path."""
+        seconds = self.clock.elapsed()
+        self.log(self.plan.summary())
+        self.log(
+            f"clock: {seconds:.1f} s to train and choose, "
+            f"MAX_WALLCLOCK_SECONDS={self.settings.max_wallclock_seconds}"
+        )
+        if self.settings.replay:
+            self.event("replay", of=self.settings.replay)
+        if self.clock.limit < seconds:
+            self.event("over_clock", seconds=seconds, hint="needs more RESERVE_SECONDS")
+        return self.write_file("model.upar", content)
+
+    def find_faults(self, total_bytes):
+        """Return what makes a finished run fail: phases that never fired, too many bytes."""
+        faults = []
+        # A run that ended early because it reached its target may lack phases.
+        target_reached = "target_reached" in [event["event"] for event in self.events]
+        for name in self.plan.planned:
+            if name not in self.plan.phases and not target_reached:
+                faults.append(f"phase {name} was enabled and never fired")
+        limit = self.settings.artifact_bytes_max
+        if total_bytes > limit:
+            faults.append(f"{total_bytes} bytes of code and artifact; ARTIFACT_BYTES_MAX={limit}")
+        return faults
+
+    def write_result(self, facts, content):
+        """Write result.json, and log it; return the exit code of the run: 1 if it has a fault.
+
+        facts: what the script reports beside the facts of every run. content: of the artifact.
+        """
+        result = {
+            "script": Path(__file__).name,
+            "run_id": self.folder.name,
+            "seed": self.settings.seed,
+            "code_sha256": sha256_file(__file__),
+            **describe_machine(self.runtime),
+            "world_size": self.runtime.world_size,
+            "steps": self.step,
+            "skipped_steps": self.skipped_steps,
+            "train_seconds": self.clock.elapsed(),
+            **facts,
+            "artifact": str(self.folder / "model.upar"),
+            "artifact_sha256": hashlib.sha256(content).hexdigest(),
+            "artifact_bytes": len(content),
+            "code_bytes": self.code_bytes,
+            "total_bytes": self.code_bytes + len(content),
+            "phases": self.plan.phases,
+        }
+        result = self.write_json("result.json", result)
         self.log("---")
         for key, value in result.items():
             if not isinstance(value, dict):
                 self.log(f"{key}: {value}")
+        faults = self.find_faults(result["total_bytes"])
         for fault in faults:
-            self.log(f"error: {fault}; everything was saved", terminal=False)
-            sys.stderr.write(f"error: {fault}; everything was saved\n")
+            self.log(f"error: {fault}; everything was saved", sys.stderr)
+        return 1 if faults else 0
 
 
 # === end: checkpoint ===
 
 
 # === shared: generation ===
+ROOM = 64  # tokens for which a Decoder makes room at a time
+
+
 @dataclass
 class Sample:
-    """What followed a prompt: ids, a stop token included, their log-probabilities where they were drawn, and whether
-    a stop token ended it. Greedy tokens have a log-probability of 0.
+    """What followed a prompt. Greedy tokens have a log-probability of 0."""
+
+    ids: list[int]  # a stop token included
+    logps: list[float]  # log-probabilities of the ids where they were drawn
+    finished: bool  # whether a stop token ended it
+
+
+def gdn_step(q, k, v, g, beta, state):
+    """Return Gated DeltaNet's output o and the next state for one token: the formula of gdn_chunk.
+
+    q and k (B, H, K), v and o (B, H, V), g and beta (B, H), state (B, H, K, V). With S the state
+    and a = exp(g), o = a S^T q + (q . k) delta, so that the state is read once for q and k.
+    """
+    dtype = v.dtype
+    q, k, v = (x.to(state.dtype) for x in (q, k, v))
+    decay = g.exp()[..., None, None]
+    read = decay * (torch.stack([k, q], dim=-2) @ state)  # (B, H, 2, V)
+    delta = beta[..., None] * (v - read[..., 0, :])
+    o = read[..., 1, :] + (q * k).sum(-1, keepdim=True) * delta
+    return o.to(dtype), torch.addcmul(state * decay, k[..., None], delta[..., None, :])
+
+
+class LayerCache:
+    """What a layer keeps of the texts so far: tensors by name, a row for each text.
+
+    They are written in place, because a CUDA graph reads and writes the same memory at each replay.
     """
 
-    ids: list[int]
-    logps: list[float]
-    finished: bool
+    def __init__(self, decoder):
+        self.decoder = decoder
+        self.kept = {}
 
+    def keep(self, name, value):
+        """Keep a tensor under a name."""
+        if name in self.kept:
+            self.kept[name].copy_(value)
+        else:
+            self.kept[name] = value.clone()
 
-def plain(module: nn.Module) -> SimpleNamespace:
-    """What a module's methods read: its settings, and its tensors as they are now, adapters added."""
-    names = [*module._parameters, *getattr(module, "parametrizations", ())]
-    return SimpleNamespace(**{name: value for name, value in vars(module).items() if name[0] != "_"},
-                           **{name: getattr(module, name) for name in names})
+    def extend(self, qkv):
+        """Return qkv (B, T, C) with the CONV_TAPS - 1 tokens before it in front."""
+        tail = self.kept.get("tail", qkv.new_zeros(len(qkv), CONV_TAPS - 1, qkv.size(2)))
+        qkv = torch.cat([tail, qkv], dim=1)
+        self.keep("tail", qkv[:, 1 - CONV_TAPS :])
+        return qkv
 
+    def recur(self, q, k, v, g, beta):
+        """Return the outputs of gdn_chunk, whose state goes on from call to call."""
+        inputs = (q, k, v, g, beta)
+        if q.size(1) == 1 and "state" in self.kept:
+            o, state = gdn_step(*(x[:, 0] for x in inputs), self.kept["state"])
+            o = o[:, None]
+        else:
+            o, state = gdn_chunk(*inputs, self.kept.get("state"))
+        self.keep("state", state)
+        return o
 
-def put(room: Tensor, dim: int, slot: int | Tensor, value: Tensor) -> None:
-    """Write `value` into room's place `slot` of dimension `dim`; for a graph a tensor (1,) says where."""
-    if isinstance(slot, int):
-        room.select(dim, slot).copy_(value)
-    else:
-        place = room.movedim(dim, 0)
-        place.index_copy_(0, slot, value.expand(place.shape[1:])[None])
-
-
-def gdn_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Gated DeltaNet (arXiv 2412.06464, section 3) for one token, by head: o (B, H, V) in v's dtype, and S'.
-
-    S' = a S + b k (v - a S^T k)^T and o = S'^T q, with a = exp(g): q, k (B, H, K), L2-normed, q scaled by K**-0.5 too;
-    v (B, H, V); g, beta (B, H), g <= 0; S (B, H, K, V), float32 at least and read once: o = a S^T q + (q . k) delta.
-    """
-    dtype = torch.promote_types(v.dtype, torch.float32)
-    q, k, beta, decay = q.to(dtype), k.to(dtype), beta.to(dtype), g.to(dtype).exp()
-    read_k, read_q = (decay[..., None, None] * (torch.stack((k, q), -2) @ state)).unbind(-2)  # (B, H, V) each
-    delta = beta[..., None] * (v - read_k)
-    o = read_q + (q * k).sum(-1, keepdim=True) * delta
-    return o.to(v.dtype), torch.addcmul(state * decay[..., None, None], k[..., None], delta[..., None, :])
+    def attend(self, q, k, v, window):
+        """Return attention (B, H, T, D) over all keys so far; shapes as in `attend`."""
+        if not self.kept:
+            shape = (*k.shape[:2], self.decoder.room, k.size(3))
+            self.kept = {"keys": k.new_zeros(shape), "values": v.new_zeros(shape)}
+        keys = self.kept["keys"].index_copy_(2, self.decoder.slots, k)
+        values = self.kept["values"].index_copy_(2, self.decoder.slots, v)
+        # Heads that share keys become queries of one head: the kernels that take a mask do not take
+        # grouped heads.
+        groups = q.size(1) // k.size(1)
+        q = q.unflatten(1, (-1, groups)).flatten(2, 3)  # (B, Hkv, groups * T, D)
+        mask = self.decoder.masks[window].repeat(1, 1, groups, 1)
+        o = F.scaled_dot_product_attention(q, keys, values, mask)
+        return o.unflatten(2, (groups, -1)).flatten(1, 2)
 
 
 class Decoder:
-    """`count` texts a prompt that go on token by token: GPT.features and GPT.logits of one token a row.
+    """Texts that go on token by token: the network's own modules with a cache for each layer.
 
-    A prompt is read once, with the others of its length, so that no padding enters a recurrent state. A small network's
-    step is all overhead on a CPU: hence few operations, weights laid out beforehand, caches written in place. A new key
-    takes the same slot in all rows; `bias` hides slots from rows. On CUDA a graph of the step is replayed.
+    `logits` (R, V) say what comes next. Prompts of different lengths are padded in front. Padding
+    and text are different documents, so no text sees its padding. With network.compiled a step is
+    compiled; on CUDA it is recorded as a graph and replayed.
     """
 
-    def __init__(self, network: GPT, prompts: list[list[int]], count: int):
-        """The rows stand prompt by prompt. What changes in the network later is not seen."""
-        device, config, caches, lasts, order = network.embed.device, network.config, [], [], []
-        for length in sorted({len(prompt) for prompt in prompts}):
-            alike = [number for number, prompt in enumerate(prompts) if len(prompt) == length]
-            ids = torch.tensor([prompts[number] for number in alike], device=device)
-            caches.append({})
-            lasts.append(network.features(ids, caches[-1])[:, -1])  # (n, dim)
-            order += alike
-        place = torch.tensor(order, device=device).argsort().repeat_interleave(count)  # row of each sample's prompt
-        self.network, self.graph, self.room, self.steps, self.end = network, None, 0, 0, length
-        self.wide = torch.promote_types(network.embed.dtype, torch.float32)  # of caches and logits
-        self.narrow = torch.bfloat16 if ids.is_cuda else self.wide  # of the residual stream and of weights
-        self.at = torch.zeros(1, dtype=torch.int64, device=device) if ids.is_cuda else 0  # steps: a graph counts them
-        self.logits = network.logits(torch.cat(lasts))[place]  # (R, V), of what comes first
-        self.last = torch.cat([cache["ids"][:, -1] for cache in caches])[place]
-        self.position = torch.tensor([len(prompts[number]) for number in order], device=device)[place]
-        docs = [(cache["ids"] == config.bos_id).cumsum(dim=1) for cache in caches]
-        seen = [doc == doc[:, -1:] for doc in docs]  # by the next token
-        seen = torch.cat([F.pad(part, (length + CONV_TAPS - part.size(1), 0)) for part in seen])[place]
-        self.rope_dims = max((getattr(mixer, "rope_dims", 0) for mixer in network.mixers), default=0)
-        half, width = self.rope_dims // 2, config.model_dim // config.num_heads
-        near = torch.arange(width, device=device)  # of a head's dimensions: two that turn together become neighbours
-        near = torch.cat([near[: 2 * half].view(2, half).T.flatten(), near[2 * half :]])
-        frequency = ROPE_BASE ** (-torch.arange(half, device=device, dtype=torch.float32) / half)
-        self.frequency, self.bias, self.past, self.layers = F.pad(frequency, (0, width // 2 - half)), {}, {}, []
-        self.root = torch.tensor((config.model_dim * torch.finfo(self.wide).eps) ** 0.5, dtype=self.wide)
-        self.zero = torch.zeros((), dtype=self.wide, device=device)
-        self.head = self.laid(network.embed if network.head is None else network.head, norm=network.final_norm)
-        for at, (block, mixer) in enumerate(zip(network.block_of_layer, network.mixer_of_layer, strict=True)):
-            block, mixer = network.blocks[block], network.mixers[mixer]
-            layer = SimpleNamespace(
-                block=block, own=plain(mixer), mlp=plain(block.mlp), window=getattr(mixer, "window", 0),
-                w_o=self.laid(mixer.w_o, block.mixer_scale), w_down=self.laid(block.mlp.w_down, block.mlp_scale))
-            layer.mlp.w_up = self.laid(block.mlp.w_up, norm=block.mlp_norm).mT
-            slots = self.past[layer.window] = max(0, min(length, layer.window - 1))
-            parts = {name: [cache[at][name] for cache in caches] for name in caches[0][at]}
-            if layer.window:
-                parts = {name: [F.pad(part, (0, 0, slots - part.size(2), 0)) for part in parts[name]] for name in parts}
-            kept = {name: torch.cat(parts[name])[place] for name in parts}
-            if layer.window:
-                k, v = (kept[name].to(self.wide).flatten(0, 1) for name in ("k", "v"))
-                layer.kept = {"k": k[..., near].mT, "v": v}  # (R * Hkv, D, slots), (R * Hkv, slots, D)
-                hidden = ~seen[:, None, seen.size(1) - slots :].repeat_interleave(mixer.kv_heads, dim=0)
-                self.bias[layer.window] = torch.zeros_like(hidden, dtype=self.wide).masked_fill_(hidden, -math.inf)
-                q, k, v = (w.unflatten(0, (mixer.kv_heads, -1, width)) for w in mixer.w_qkv.split(
-                    [mixer.heads * width, mixer.kv_heads * width, mixer.kv_heads * width]))
-                layer.w_in = torch.cat([q[:, :, near], k[:, :, near], v], dim=1).flatten(0, 2)  # by key's head
-                if mixer.q_gain is not None:
-                    layer.gain = F.pad(mixer.q_gain.view(mixer.kv_heads, -1, 1), (0, 0, 0, 1), value=1.0)
-            else:
-                layer.kept = {**kept, "tail": kept["tail"] * seen[:, 1 - CONV_TAPS :, None]}
-                layer.w_in, layer.conv = mixer.w_qkvg, mixer.conv
-                layer.own.ab = self.laid(mixer.ab, norm=block.mixer_norm, dtype=self.wide).mT
-            layer.w_in = self.laid(layer.w_in, norm=block.mixer_norm)
-            self.layers.append(layer)
+    def __init__(self, network, prompts):
+        """Read the prompts, lists of at least one id."""
+        self.network = network
+        self.layers = [LayerCache(self) for _ in network.layers]
+        self.windows = {mixer.window for mixer in network.mixers if hasattr(mixer, "window")}
+        device = network.embed.device
+        bos = network.config.bos_id
+        rows = len(prompts)
+        self.length = max(len(prompt) for prompt in prompts)
+        self.room = self.length + ROOM
+        self.graph = None
+        self.compiled_step = torch.compile(self.step, dynamic=True)
+        padded = [[bos] * (self.length - len(prompt)) + prompt for prompt in prompts]
+        padding = [[self.length - len(prompt)] for prompt in prompts]
+        self.used = torch.zeros((), dtype=torch.int64, device=device)  # slots that hold a token
+        self.kept = {
+            "padding": torch.tensor(padding, device=device),
+            "last": torch.full((rows, 1), bos, device=device),
+            "doc": torch.zeros(rows, self.room, dtype=torch.int64, device=device),
+            "tail_doc": torch.zeros(rows, CONV_TAPS - 1, dtype=torch.int64, device=device),
+        }
+        features = network.features(torch.tensor(padded, device=device), self)
+        self.logits = network.logits(features[:, -1])
 
-    def laid(self, weight: Tensor, scale: Tensor | None = None, norm: Norm | None = None,
-             dtype: torch.dtype | None = None) -> Tensor:
-        """weight (out, in), transposed in memory, times what its outputs, or the inputs that `normed` gives, lack."""
-        weight = weight if scale is None else weight * scale[:, None]
-        if norm is not None and norm.bias is None and not weight.is_cuda:
-            weight = weight * (weight.size(1) ** 0.5 if norm.weight is None else norm.weight * weight.size(1) ** 0.5)
-        return weight.to(dtype or self.narrow).mT.contiguous()
+    def take(self, rows):
+        """Go on with these rows (n,) alone, in this order; a row may come several times."""
+        self.graph = None
+        self.logits = self.logits[rows]
+        for cache in (self, *self.layers):
+            cache.kept = {name: value[rows] for name, value in cache.kept.items()}
 
-    def normed(self, x: Tensor, norm: Norm) -> Tensor:
-        """norm(x), or on a CPU for RMSNorm, whose own operation takes twice the time, what `laid` makes up for."""
-        if norm.bias is not None or x.is_cuda:
-            return norm(x)
-        return x / torch.hypot(torch.linalg.vector_norm(x, dim=1, keepdim=True), self.root)
-
-    def keep(self, rows: Tensor) -> None:
-        """Go on with rows (n,) alone."""
-        self.graph, count = None, len(self.last)
-        self.last, self.position = self.last[rows], self.position[rows]
-        for tensors in (self.bias, *(layer.kept for layer in self.layers)):
-            tensors.update({name: value.unflatten(0, (count, -1))[rows].flatten(0, 1)
-                            for name, value in tensors.items()})
-
-    def grow(self, steps: int) -> None:
-        """Make room for `steps` more tokens, where a window does not end before."""
-        self.graph, self.room, more = None, self.room + steps, {}
-        angle = torch.arange(self.end + self.room, device=self.last.device)[:, None] * self.frequency
-        self.turns = torch.complex(angle.cos().to(self.wide), angle.sin().to(self.wide))[:, None, None]
-        for window, bias in self.bias.items():
-            more[window] = min(window, self.past[window] + self.room) - bias.size(2)
-            self.bias[window] = F.pad(bias, (0, more[window]), value=-math.inf)
+    def grow(self):
+        """Make room for more tokens."""
+        self.graph = None
+        self.room += ROOM
+        self.kept["doc"] = F.pad(self.kept["doc"], (0, ROOM))
         for layer in self.layers:
-            if layer.window:
-                layer.kept = {"k": F.pad(layer.kept["k"], (0, more[layer.window])),
-                              "v": F.pad(layer.kept["v"], (0, 0, 0, more[layer.window]))}
+            for name in layer.kept.keys() & {"keys", "values"}:
+                layer.kept[name] = F.pad(layer.kept[name], (0, 0, 0, ROOM))
 
-    def __call__(self, ids: Tensor) -> Tensor:
-        """Logits (R, V) of what comes after ids (R,)."""
-        if self.steps == self.room:
-            self.grow(64 if isinstance(self.at, int) else 512)
-        self.steps += 1
-        if not ids.is_cuda:
-            return self.step(ids)
-        if self.graph is None:  # this step warms up; the next ones are recorded here, and replayed
-            logits, self.ids, self.graph = self.step(ids), ids.clone(), torch.cuda.CUDAGraph()
+    def context(self, ids):
+        """Return documents, previous ids and positions (B, T) of ids (B, T), see GPT.context."""
+        kept = self.kept
+        self.slots = self.used + torch.arange(ids.size(1), device=ids.device)
+        positions = self.slots - kept["padding"]  # below 0 in the padding
+        begins_document = (ids == self.network.config.bos_id) | (positions == 0)
+        doc = kept["tail_doc"][:, -1:] + begins_document.cumsum(dim=1)
+        kept["doc"].index_copy_(1, self.slots, doc)
+        distance = self.slots[:, None] - torch.arange(self.room, device=ids.device)
+        seen = (distance >= 0) & (doc[:, :, None] == kept["doc"][:, None])
+        self.masks = {window: (seen & (distance < window))[:, None] for window in self.windows}
+        previous = torch.cat([kept["last"], ids], dim=1)
+        doc = torch.cat([kept["tail_doc"], doc], dim=1)
+        kept["last"].copy_(previous[:, -1:])
+        kept["tail_doc"].copy_(doc[:, 1 - CONV_TAPS :])
+        self.used += ids.size(1)
+        return doc, previous[:, :-1], positions.clamp(min=0)
+
+    def step(self, ids):
+        """Return the logits (R, V) of what comes after ids (R,)."""
+        return self.network.logits(self.network.features(ids[:, None], self)[:, 0])
+
+    def __call__(self, ids):
+        """Go on with ids (R,), a token in each row."""
+        if self.length == self.room:
+            self.grow()
+        self.length += 1
+        # One row would be compiled anew.
+        step = self.compiled_step if self.network.compiled and len(ids) > 1 else self.step
+        if self.graph is not None:
+            self.ids.copy_(ids)
+            self.graph.replay()
+            self.logits = self.next_logits
+            return
+        self.logits = step(ids)
+        if ids.is_cuda:  # that step warmed up; the next ones are recorded here, and replayed
+            self.ids = ids.clone()
+            self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph):
-                self.logits = self.step(self.ids)
-            return logits
-        self.ids.copy_(ids)
-        self.graph.replay()
-        return self.logits
-
-    def step(self, ids: Tensor) -> Tensor:
-        """The network: in a graph the same operations on the same memory at every call; else of used slots alone."""
-        config, whole, skips, self.views = self.network.config, isinstance(self.at, Tensor), [], {}
-        first = ids == config.bos_id
-        for window, bias in self.bias.items():
-            slot, used = (self.past[window] + self.at) % bias.size(2), bias.size(2)
-            if whole or first.any():
-                bias.view(len(ids), -1, used).masked_fill_(first[:, None, None], -math.inf)
-            put(bias, 2, slot, self.zero)
-            used = used if whole else min(used, self.past[window] + self.at + 1)
-            self.views[window] = slot, used, bias[..., :used]
-        turn = self.turns[self.position]  # (R, 1, 1, D / 2)
-        x = x0 = self.network.embedded(ids, self.last, self.position)
-        for at, layer in enumerate(self.layers):
-            block, half = layer.block, len(self.layers) // 2
-            if at >= half and skips:
-                x = x + scaled(skips.pop(), self.network.skip[len(skips)])
-            if block.mix is not None:
-                x = scaled(x, block.mix[0]) + scaled(x0, block.mix[1])
-            y = self.normed(x, block.mixer_norm)
-            y = self.attend(layer, y, turn) if layer.window else self.recur(layer, y, first)
-            x = torch.addmm(x, y.to(x.dtype), layer.w_o)
-            x = torch.addmm(x, MLP.hidden(layer.mlp, self.normed(x, block.mlp_norm))[0], layer.w_down)
-            if config.unet_skips and at < half:
-                skips.append(x)
-        self.last.copy_(ids)
-        self.position.add_(1)
-        self.at += 1
-        logits, cap = torch.mm(self.normed(x, self.network.final_norm), self.head).to(self.wide), config.logit_softcap
-        return cap * torch.tanh(logits / cap) if cap else logits
-
-    def attend(self, layer: SimpleNamespace, x: Tensor, turn: Tensor) -> Tensor:
-        """Attention up to what w_o reads (R, dim), of x (R, dim)."""
-        width, (slot, used, bias), keys, values = layer.own.head_dim, self.views[layer.window], *layer.kept.values()
-        qkv = torch.mm(x, layer.w_in).view(len(x), layer.own.kv_heads, -1, width)  # (R, Hkv, H / Hkv + 2, D)
-        if layer.own.q_gain is not None:
-            qkv[:, :, :-1] = F.rms_norm(qkv[:, :, :-1], (width,)) * layer.gain.to(x.dtype)
-        qkv = qkv.to(self.wide)
-        if self.rope_dims:
-            torch.view_as_complex(qkv.view(*qkv.shape[:3], -1, 2))[:, :, :-1].mul_(turn)
-        qkv = qkv.flatten(0, 1)
-        put(keys, 2, slot, qkv[:, -2])
-        put(values, 1, slot, qkv[:, -1])
-        scores = torch.baddbmm(bias, qkv[:, :-2], keys[..., :used], alpha=width**-0.5)
-        return torch.bmm(scores.softmax(-1), values[:, :used]).view(len(x), -1)
-
-    def recur(self, layer: SimpleNamespace, x: Tensor, first: Tensor) -> Tensor:
-        """GatedDeltaNet up to what w_o reads (R, dim), of x (R, dim)."""
-        kept, dim = layer.kept, x.size(1)
-        qkv, gate = torch.mm(x, layer.w_in).split([3 * dim, dim], dim=1)
-        taps = torch.cat([kept["tail"] * ~first[:, None, None], qkv[:, None]], dim=1)  # (R, taps, 3 dim)
-        kept["tail"].copy_(taps[:, 1:])
-        inputs = GatedDeltaNet.inputs(layer.own, x, F.silu((taps * layer.conv.T.to(x.dtype)).sum(1)), first)
-        o, state = gdn_step(*inputs, kept["state"])
-        kept["state"].copy_(state)
-        return GatedDeltaNet.gated(layer.own, o, gate)
+                self.next_logits = step(self.ids)
 
 
-def draw(logits: Tensor, temperature: float, top_k: int, top_p: float, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens (B,) and their log-probabilities from logits (B, V), by uniform (B,) in [0, 1) each: the inverse CDF."""
+def draw(logits, temperature, top_k, top_p, uniform):
+    """Return tokens (B,) and their log-probabilities, drawn from logits (B, V).
+
+    uniform (B,) in [0, 1) decides: the inverse of the cumulative distribution. temperature 0: the
+    likeliest token; top_k: that many tokens, 0: all; top_p: the likeliest tokens that together have
+    this probability (arXiv 1904.09751).
+    """
     if temperature == 0:
         return logits.argmax(-1), logits.new_zeros(len(logits))
-    logits = logits if temperature == 1 else logits / temperature
+    logits = logits / temperature
     if top_k:
-        logits = logits.masked_fill(logits < logits.topk(min(top_k, logits.size(-1))).values[:, -1:], -math.inf)
-    if top_p < 1:  # the likeliest tokens that together hold at least top_p (arXiv 1904.09751)
+        least = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -math.inf)
+    if top_p < 1:
         ordered, order = logits.softmax(-1).sort(descending=True)
         beyond = ordered.cumsum(-1) - ordered >= top_p
-        logits = logits.masked_fill(torch.zeros_like(beyond).scatter(1, order, beyond), -math.inf)
+        beyond = torch.zeros_like(beyond).scatter(1, order, beyond)
+        logits = logits.masked_fill(beyond, -math.inf)
     chances = logits.softmax(-1)
     total = chances.cumsum(-1, dtype=torch.float64)
-    picks = torch.searchsorted(total, uniform[:, None] * total[:, -1:], right=True).clamp_(max=logits.size(-1) - 1)
+    picks = torch.searchsorted(total, uniform[:, None] * total[:, -1:], right=True)
+    picks.clamp_(max=logits.size(-1) - 1)
     return picks[:, 0], chances.gather(1, picks)[:, 0].log()
 
 
-@torch.inference_mode()  # a tenth faster on a CPU than no_grad
-def generate(network: GPT, prompts: list[list[int]], count: int, max_new_tokens: int, temperature: float, top_k: int,
-             top_p: float, seeds: list[tuple[int, ...]], stop: frozenset[int], rows: int = 4096,
-             first: int = 0) -> list[Sample]:
-    """`count` continuations of each prompt, prompt by prompt, at most `rows` at once; a prompt is at least one token.
+def continue_texts(decoder, draws, sampling, stop):
+    """Return a Sample for each row of a Decoder; draws (R, steps) are uniform numbers in [0, 1).
 
-    Sample i of prompt p depends on (seeds[p], first + i) alone, up to the last digits of the batch's matrix products.
-    temperature 0: the likeliest token; top_k 0, top_p 1: all tokens.
+    sampling: temperature, top_k and top_p of `draw`. Rows that reached a stop token leave the batch.
     """
-    rest = max_new_tokens, temperature, top_k, top_p
-    if len(prompts) > 1 and len(prompts) * count > rows:
-        share = max(1, rows // count)
-        parts = [slice(begin, begin + share) for begin in range(0, len(prompts), share)]
-        return [sample for part in parts
-                for sample in generate(network, prompts[part], count, *rest, seeds[part], stop, rows, first)]
-    if prompts and count > rows:
-        parts = [(begin, min(rows, count - begin)) for begin in range(0, count, rows)]
-        return [sample for begin, some in parts
-                for sample in generate(network, prompts, some, *rest, seeds, stop, rows, first + begin)]
-    if not prompts:
-        return []
-    decoder, device = Decoder(network, prompts, count), network.embed.device
-    draws = [np.random.default_rng([*seed, first + sample]).random(max_new_tokens)
-             for seed in seeds for sample in range(count)]
-    uniforms = torch.from_numpy(np.stack(draws, axis=1)).to(device)
-    live, ends = torch.arange(uniforms.size(1), device=device), torch.tensor(sorted(stop), device=device)
-    tokens, logps = (torch.zeros(uniforms.shape, dtype=dtype, device=device) for dtype in (torch.int64, torch.float32))
-    done, drawn, logits = torch.zeros_like(live, dtype=torch.bool), [], decoder.logits
-    for step in range(max_new_tokens):
-        drawn.append(draw(logits, temperature, top_k, top_p, uniforms[step]))
-        picks = drawn[-1][0]
-        done, last = done | (picks[:, None] == ends).any(1) if stop else done, step + 1 == max_new_tokens
-        left = int((~done).sum()) if stop else len(live)
-        if not left or last or left < 0.8 * len(live):  # finished rows leave
-            for into, parts in zip((tokens, logps), zip(*drawn, strict=True), strict=True):
-                into[step + 1 - len(drawn) : step + 1, live] = torch.stack(parts).to(into.dtype)
-            if not left or last:
-                break
-            keep, drawn = (~done).nonzero()[:, 0], []
-            live, picks, done, uniforms = live[keep], picks[keep], done[keep], uniforms[:, keep]
-            decoder.keep(keep)
-        logits = decoder(picks)
-    found = []
-    for ids, own in zip(tokens[: step + 1].T.tolist(), logps[: step + 1].T.tolist(), strict=True):
-        length = next((at + 1 for at, token in enumerate(ids) if token in stop), len(ids))
-        found.append(Sample(ids[:length], own[:length], ids[length - 1] in stop))
-    return found
+    rows, steps = draws.shape
+    device = draws.device
+    ids = torch.zeros(rows, steps, dtype=torch.int64, device=device)
+    logps = torch.zeros(rows, steps, device=device)
+    lengths = torch.zeros(rows, dtype=torch.int64, device=device)
+    ends = torch.tensor(sorted(stop), dtype=torch.int64, device=device)
+    live = torch.arange(rows, device=device)  # rows that the decoder has
+    running = torch.ones(rows, dtype=torch.bool, device=device)  # those of them without a stop token
+    for step in range(steps):
+        picks, pick_logps = draw(decoder.logits, *sampling, draws[live, step])
+        ids[live, step] = picks
+        logps[live, step] = pick_logps.float()
+        lengths[live] += running
+        running &= ~torch.isin(picks, ends)
+        left = int(running.sum())
+        if left == 0 or step == steps - 1:
+            break
+        if 1 < left < 0.8 * len(live):
+            keep = running.nonzero()[:, 0]
+            decoder.take(keep)
+            live = live[keep]
+            picks = picks[keep]
+            running = running[keep]
+        decoder(picks)
+    samples = []
+    for row, length in enumerate(lengths.tolist()):
+        row_ids = ids[row, :length].tolist()
+        samples.append(Sample(row_ids, logps[row, :length].tolist(), row_ids[-1] in stop))
+    return samples
+
+
+@torch.inference_mode()  # a tenth faster on a CPU than no_grad
+def generate(
+    network, prompts, count, max_new_tokens, temperature, top_k, top_p, seeds, stop, rows=4096
+):
+    """Return `count` Samples for each prompt (a list of at least one id), prompt by prompt.
+
+    Sample i of prompt p depends on (seeds[p], i) alone, up to the last digits of the batch's matrix
+    products. stop: ids that end a sample. At most `rows` texts are in a batch. See `draw`.
+    """
+    samples = []
+    texts = list(itertools.product(range(len(prompts)), range(count)))
+    for start in range(0, len(texts), rows):
+        batch = texts[start : start + rows]
+        numbers = [number for number, _ in batch]  # of their prompts, which rise
+        draws = [
+            np.random.default_rng([*seeds[number], sample]).random(max_new_tokens)
+            for number, sample in batch
+        ]
+        draws = torch.from_numpy(np.stack(draws)).to(network.embed.device)
+        decoder = Decoder(network, prompts[numbers[0] : numbers[-1] + 1])
+        decoder.take(torch.tensor(numbers, device=draws.device) - numbers[0])
+        samples += continue_texts(decoder, draws, (temperature, top_k, top_p), stop)
+    return samples
+
+
 # === end: generation ===
 
 
@@ -3588,7 +3477,7 @@ def checkpointed(values: dict) -> SimpleNamespace:
 def fitting_tokens(network: GPT, device: torch.device) -> int:
     """Tokens whose activations, roughly, take half of the memory that is free now; on a CPU of 1 GiB."""
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 1 << 30
-    return max(4096, free // 2 // (100 * network.config.model_dim * len(network.block_of_layer)))
+    return max(4096, free // 2 // (100 * network.config.model_dim * len(network.layers)))
 # === end: start ===
 
 
@@ -3965,10 +3854,8 @@ FIRST_STEPS = 10  # if no group of these steps has two different rewards, the ru
 def main() -> int:
     """Train, pack and score one policy; return the exit code. Raises UserError before step 1."""
     begin = time.perf_counter()
-    stored = functools.partial(stored_settings, out_dir=Settings.out_dir)
-    settings = load_settings(Settings, os.environ, sys.argv[1:], stored=stored)
+    settings = load_settings(Settings, os.environ, sys.argv[1:], stored=stored_settings)
     plan = Plan(settings)
-    stop_signal = StopSignal()
     runtime = start_runtime(settings.device)
     device = runtime.device
     update_unit(settings, runtime.world_size)
@@ -3984,7 +3871,7 @@ def main() -> int:
     config = network.config
 
     # clock, run folder and log
-    clock = Clock(settings, runtime, replayed_progress(settings.replay))
+    clock = Clock(settings, runtime, replayed_progress(settings))
     identity = {
         **asdict(config),
         "tokenizer_sha256": tokenizer.sha256,
@@ -3994,11 +3881,11 @@ def main() -> int:
         "group_size": settings.group_size,
         "lora_rank": settings.lora_rank,
     }
-    run = Run(settings, runtime, {}, identity)
+    run = Run(settings, runtime, plan, clock, identity)
     checkpoint = run.open()
     log = run.log
-    if runtime.rank == 0 and tokenizer.file != "bytes":
-        (run.folder / tokenizer.file).write_bytes(tokenizer.content)
+    if tokenizer.file != "bytes":
+        run.write_file(tokenizer.file, tokenizer.content)
 
     # policy, trainer, averages
     if source != "new":
@@ -4024,11 +3911,9 @@ def main() -> int:
     reference = {}  # the weights to which KL_BETA holds the policy
     if trainer.reference:
         reference = dict(enumerate(trainer.reference.args[1]))
-    run.parts = dict(
+    run.parts.update(
         network=network,
         optimizers=trainer.optimizers,
-        plan=plan,
-        clock=clock,
         **averages,
         before=checkpointed(before),
         history=checkpointed(history),
@@ -4061,8 +3946,6 @@ def main() -> int:
         before["greedy"] = score(1, 0.0)
         for temperature in sorted({*START_TEMPERATURES, settings.temperature}):
             before[str(temperature)] = score(settings.eval_samples, temperature)
-        if run.save_interval < math.inf:
-            run.save(0.0)  # if the run cannot save, this shows before its first step
     start = policy_scores(before["greedy"], before[str(settings.temperature)])
     if not checkpoint:
         log.metrics(0, held_out_metrics(start))
@@ -4071,7 +3954,7 @@ def main() -> int:
 
     metrics = {}
     stopping = False
-    stop_signal.listen()
+    stop_signal = StopSignal()
     clock.start()
     while True:
         last_step = clock.is_last(run.step)
@@ -4087,10 +3970,9 @@ def main() -> int:
                 sampled = score(settings.eval_samples, settings.temperature)
                 scores = policy_scores(score(1, 0.0), sampled)
             log.metrics(run.step, held_out_metrics(scores))
-        if last_step or stopping or run.is_save_due(clock.seconds[-1]):
+        if last_step or stopping or run.is_save_due():
             with clock.paused():
-                run.save(clock.seconds[-1])
-                runtime.agree(None)  # all ranks wait here
+                run.save()
         if last_step or stopping:
             break
         faulthandler.dump_traceback_later(max(HANG_SECONDS, 20 * clock.median_step()))
@@ -4130,7 +4012,7 @@ def main() -> int:
         for name, values in history.items():
             values.append(metrics[name])
         if len(history["reward"]) == FIRST_STEPS and min(history["zero_variance"]) == 1:
-            run.save(clock.elapsed())
+            run.save()
             raise UserError(
                 f"REWARD={settings.reward!r}: in the first {FIRST_STEPS} steps each group has one "
                 f"reward (mean {statistics.mean(history['reward']):.3f}), so nothing can be "
@@ -4143,13 +4025,11 @@ def main() -> int:
         log(f"stopped by {number.name} after step {run.step}; RESUME={run.folder} goes on")
         runtime.leave()
         return 128 + number
-    stop_signal.restore()
+    handle_stop_signals(signal.SIG_DFL)
     report = clock.previous_report()
     if report is not None:
         log_step(run, clock, report, metrics)
-    if runtime.rank == 0:
-        record = {"settings": asdict(settings), "progress": clock.used, "events": run.events}
-        replace_file(run.folder / "progress.json", json.dumps(record).encode())
+    run.write_json("progress.json", {"progress": clock.used})
 
     # Choose the weights, quantize and pack them; this is on the clock, too.
     clock.start()
@@ -4165,17 +4045,7 @@ def main() -> int:
         meta={"seed": settings.seed, "tokenizer": tokenizer.file},
     )
     clock.stop()
-    log(plan.summary())
-    limit = settings.max_wallclock_seconds
-    log(f"clock: {clock.elapsed():.1f} s to train and choose, MAX_WALLCLOCK_SECONDS={limit}")
-    if settings.replay:
-        run.event("replay", of=settings.replay)
-    elif 0 < limit < clock.elapsed():
-        run.event("over_clock", seconds=clock.elapsed(), hint="needs more RESERVE_SECONDS")
-    artifact = run.folder / "model.upar"
-    if runtime.rank == 0:
-        replace_file(artifact, content)
-    runtime.agree(None)  # rank 0 has written it
+    artifact = run.write_artifact(content)
 
     # Score what the artifact file alone gives back.
     trainer.network, _, _ = load_model("ARTIFACT", str(artifact))
@@ -4189,54 +4059,25 @@ def main() -> int:
     gain, best = policy_gain(before, greedy, sampled, settings.temperature)
     log(f"gain: {gain}, paired; best: of the start at temperature {best}")
 
-    code_bytes = len(Path(__file__).read_bytes())
-    if settings.config:
-        code_bytes += len(Path(settings.config).read_bytes())
-    total_bytes = code_bytes + len(content)
-    faults = []
-    for name in plan.planned:
-        if name not in plan.phases:
-            faults.append(f"phase {name} was enabled and never fired")
-    if total_bytes > settings.artifact_bytes_max:
-        maximum = settings.artifact_bytes_max
-        faults.append(f"{total_bytes} bytes of code and artifact; ARTIFACT_BYTES_MAX={maximum}")
-    if runtime.rank == 0:
-        pass1 = {name: right.mean().item() for name, right in before.items() if name != "greedy"}
-        result = {
-            "script": Path(__file__).name,
-            "run_id": run.folder.name,
-            "seed": settings.seed,
-            "code_sha256": sha256_file(__file__),
-            "tokenizer_sha256": tokenizer.sha256,
-            **describe_machine(runtime),
-            "world_size": runtime.world_size,
-            "task": task.name,
-            "init_from": source,
-            "steps": run.step,
-            "skipped_steps": run.skipped_steps,
-            "samples": run.step * samples,
-            "train_seconds": clock.elapsed(),
-            "total_seconds": time.perf_counter() - begin,
-            "params": count_parameters(network),
-            "weights": chosen,
-            "optimizer_state_bytes": trainer.optimizers.state_bytes(),
-            "before": {**start, "pass1_by_temperature": pass1},
-            "after": after,
-            "gain": gain,
-            "last": {name: value for name, value in metrics.items() if name != "clips"},
-            "artifact": str(artifact),
-            "artifact_sha256": sha256_file(artifact),
-            "artifact_bytes": len(content),
-            "code_bytes": code_bytes,
-            "total_bytes": total_bytes,
-            "bytes_by_class": sizes,
-            "phases": plan.phases,
-            "events": run.events,
-            "settings": asdict(settings),
-        }
-        run.write_result(result, faults)
+    pass1 = {name: right.mean().item() for name, right in before.items() if name != "greedy"}
+    facts = {
+        "tokenizer_sha256": tokenizer.sha256,
+        "task": task.name,
+        "init_from": source,
+        "samples": run.step * samples,
+        "total_seconds": time.perf_counter() - begin,
+        "params": count_parameters(network),
+        "weights": chosen,
+        "optimizer_state_bytes": trainer.optimizers.state_bytes(),
+        "before": {**start, "pass1_by_temperature": pass1},
+        "after": after,
+        "gain": gain,
+        "last": {name: value for name, value in metrics.items() if name != "clips"},
+        "bytes_by_class": sizes,
+    }
+    exit_status = run.write_result(facts, content)
     runtime.leave()
-    return 1 if faults else 0
+    return exit_status
 
 
 if __name__ == "__main__":

@@ -1,50 +1,48 @@
-"""Prepares text for training: documents -> tokenizer -> shards and manifest.json.
+"""Prepare text for training: documents -> tokenizer -> shards and manifest.json.
 
-    python data/prepare.py                                    the embedded default: Python's own standard library
+    python data/prepare.py                              the default: Python's own standard library
+    python data/prepare.py input.txt --out data/mine    one document: its tail is the validation
     python data/prepare.py texts/ more.jsonl.zst --out data/mine
     python data/prepare.py train.jsonl --val val.jsonl --tokenizer some.model --out data/mine
 
-Sources are .jsonl and .jsonl.zst files (a document is the field `text` of a line), .txt files (a document each) and
-folders of these. The work is done in stages under OUT/.work, so that a killed run goes on where it stopped: spool
-(bucket files by a seeded hash, the global shuffle), select (duplicates dropped, val apart), tokenizer, shards.
+A source is a file or a folder. A line of a .jsonl or .jsonl.zst file is an object whose field
+`text` is a document. A .txt, .md or .py file is one document, and so is a file without extension.
+What a folder has beside these, or not in UTF-8, is skipped and named. Hidden files and folders are
+not searched.
+
+Exact and near duplicates are dropped. Documents are shuffled over all sources by a seed. OUT gets
+its files at the end, so that an interrupted or refused run leaves nothing that counts.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import hashlib
 import io
 import itertools
 import json
 import lzma
 import math
-import multiprocessing.connection
 import os
 import re
 import shutil
 import struct
 import sys
 import sysconfig
-import threading
 import zlib
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import sentencepiece
 import tiktoken
 import zstandard
-from numpy.lib.format import open_memmap
 from tiktoken.load import load_tiktoken_bpe, read_file_cached
-
-try:
-    from tqdm import tqdm
-except ImportError:
-    tqdm = None
 
 
 class UserError(Exception):
@@ -54,51 +52,44 @@ class UserError(Exception):
 # === shared: tokenizer ===
 ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 
-# OpenAI's encodings split a text by one of these regular expressions and merge bytes within the
-# parts only. They are copied from tiktoken_ext/openai_public.py: a rank file does not have them.
-R50K_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-CL100K_SPLIT = (
-    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
-    r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
-)
-O200K_SPLIT = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 RANK_FILES = "https://openaipublic.blob.core.windows.net/encodings"
 
 
-@dataclass(frozen=True)
+@dataclass
 class PublishedEncoding:
-    """One of OpenAI's encodings: the hash of its rank file, and what that file does not contain."""
+    """One of OpenAI's encodings: the hash of its rank file, and what that file does not contain.
+
+    The regular expressions are copied from tiktoken_ext/openai_public.py. They split a text into
+    the parts within which bytes are merged.
+    """
 
     sha256: str
-    split: str  # regular expression, see above
+    split: str  # regular expression
     end_of_text: int  # id of <|endoftext|>, which begins every document here
     vocab_size: int  # with all special tokens and unused ids
 
 
-GPT2 = PublishedEncoding(
-    "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930", R50K_SPLIT, 50256, 50257
-)
 ENCODINGS = {
-    "gpt2": GPT2,
-    "r50k_base": GPT2,
-    "p50k_base": PublishedEncoding(
-        "94b5ca7dff4d00767bc256fdd1b27e5b17361d7b8a5f968547f9f23eb70d2069", R50K_SPLIT, 50256, 50281
+    "gpt2": PublishedEncoding(
+        "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930",
+        r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
+        50256,
+        50257,
     ),
     "cl100k_base": PublishedEncoding(
         "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7",
-        CL100K_SPLIT,
+        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
+        r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s",
         100257,
         100277,
     ),
     "o200k_base": PublishedEncoding(
         "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d",
-        O200K_SPLIT,
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
         199999,
         200019,
     ),
@@ -125,7 +116,7 @@ class Tokenizer:
     def __post_init__(self):
         self.sha256 = hashlib.sha256(self.content).hexdigest()
         self.vocab_size = len(self.pieces)
-        self.byte_counts = np.array(list(map(len, self.pieces)))  # (V,) int64
+        self.byte_counts = np.fromiter(map(len, self.pieces), int)  # (V,) int64
         self.boundary = self.byte_counts == 0  # (V,) bool
         self.drops_space = np.broadcast_to(self.drops_space, self.vocab_size)
 
@@ -138,41 +129,39 @@ def load_tokenizer(path):
     name = path.name.removesuffix(".tiktoken")
     if name == "bytes":
         return byte_tokenizer()
-    if name in ENCODINGS:
-        return tiktoken_tokenizer(path, name)
-    return sentencepiece_tokenizer(path)
+    try:
+        if name in ENCODINGS:
+            return tiktoken_tokenizer(path, name)
+        return sentencepiece_tokenizer(path)
+    except (OSError, ValueError, RuntimeError) as error:  # missing, damaged or without BOS
+        raise UserError(
+            f"tokenizer {path}: {error}; must be a SentencePiece model with a BOS token, bytes, or "
+            f"NAME or NAME.tiktoken of {[*ENCODINGS]}"
+        ) from error
 
 
 def byte_tokenizer():
     """Return the built-in tokenizer: pad, BOS, EOS and unknown, then 256 bytes, then 4 roles."""
     pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4
-    roles = {role: 260 + i for i, role in enumerate(ROLE_TOKENS)}
     return Tokenizer(
         "bytes",
         b"underpar bytes 264",
         1,
         pieces,
         lambda text: [4 + byte for byte in text.encode()],
-        roles,
+        {role: 260 + i for i, role in enumerate(ROLE_TOKENS)},
     )
 
 
 def tiktoken_tokenizer(path, name):
-    """Return the encoding NAME, from its rank file NAME.tiktoken or from OpenAI's server.
-
-    Raises UserError if the file is missing or damaged.
-    """
+    """Return the encoding NAME, from its rank file NAME.tiktoken or from OpenAI's server."""
     published = ENCODINGS[name]
     source = str(path)
     if not path.suffix:
         source = f"{RANK_FILES}/{name.replace('gpt2', 'r50k_base')}.tiktoken"
-    try:
-        # Both look into tiktoken's cache first and compare the hash.
-        content = read_file_cached(source, published.sha256)
-        ranks = load_tiktoken_bpe(source, published.sha256)
-    except (OSError, ValueError) as error:
-        raise UserError(f"tokenizer {path}: {error}; {name}.tiktoken may be given") from error
-
+    # Both look into tiktoken's cache first and raise ValueError if the hash is another.
+    content = read_file_cached(source, published.sha256)
+    ranks = load_tiktoken_bpe(source, published.sha256)
     pieces = [b""] * published.vocab_size  # special tokens and unused ids decode to nothing
     for piece, rank in ranks.items():
         pieces[rank] = piece
@@ -184,17 +173,11 @@ def tiktoken_tokenizer(path, name):
 
 
 def sentencepiece_tokenizer(path):
-    """Return the tokenizer of a SentencePiece model file. Raises UserError."""
-    try:
-        content = path.read_bytes()
-        model = sentencepiece.SentencePieceProcessor(model_proto=content)
-    except (OSError, RuntimeError) as error:
-        raise UserError(
-            f"tokenizer {path}: no SentencePiece model, NAME.tiktoken, bytes or one of "
-            f"{[*ENCODINGS]}"
-        ) from error
+    """Return the tokenizer of a SentencePiece model file."""
+    content = path.read_bytes()
+    model = sentencepiece.SentencePieceProcessor(model_proto=content)
     if model.bos_id() < 0:
-        raise UserError(f"tokenizer {path}: empty, or without the BOS token of every document")
+        raise ValueError("empty, or without the BOS token of every document")
     pieces = []
     drops_space = []
     roles = {}
@@ -203,7 +186,7 @@ def sentencepiece_tokenizer(path):
         piece = name.replace("\u2581", " ").encode()  # SentencePiece's mark of a space
         if model.is_byte(i):
             piece = bytes.fromhex(name[3:5])  # a byte's name is "<0x41>"
-        elif model.is_control(i) or model.is_unknown(i) or model.is_unused(i):
+        elif model.is_control(i) or model.is_unknown(i):
             piece = b""
         pieces.append(piece)
         # A space that the model's own decoder leaves out, the dummy prefix, is not in the text.
@@ -211,15 +194,15 @@ def sentencepiece_tokenizer(path):
         # Only control tokens cannot be written in a text, so that no user can forge a role.
         if model.is_control(i) and name in ROLE_TOKENS:
             roles[name] = i
-    file = "tokenizer.model"
-    return Tokenizer(file, content, model.bos_id(), pieces, model.encode, roles, drops_space)
+    return Tokenizer(
+        "tokenizer.model", content, model.bos_id(), pieces, model.encode, roles, drops_space
+    )
 
 
 def sha256_file(path):
     """Return the SHA-256 of a file in hexadecimal digits."""
-    # Shards and checkpoints are mapped, not read into memory. An empty file cannot be mapped.
-    content = np.memmap(path, mode="r") if os.path.getsize(path) else b""
-    return hashlib.sha256(content).hexdigest()
+    # Shards and checkpoints are mapped, not read into memory.
+    return hashlib.sha256(np.memmap(path, mode="r")).hexdigest()
 
 
 # === end: tokenizer ===
@@ -227,7 +210,7 @@ def sha256_file(path):
 
 # === shared: data ===
 # llm.c's formats: magic number and version -> type of the tokens, uint32 for vocabularies > 65,536
-SHARD_KINDS = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
+SHARD_KINDS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 
 
 def token_bytes(tokenizer, prev, ids):
@@ -239,29 +222,21 @@ def read_shard(path):
     """Return the tokens of a shard, a memory map (N,). Raises UserError if missing or damaged."""
     if not os.path.isfile(path):
         raise UserError(f"shard {path}: no such file")
-    size = os.path.getsize(path)
-    header = np.fromfile(path, "<i4", 256)  # magic number, version, number of tokens, zeros
+    header = np.fromfile(path, "<i4", 3)  # magic number, version, number of tokens
     kind = SHARD_KINDS.get(tuple(header[:2]))
-    if kind is None or len(header) < 256:
-        raise UserError(f"shard {path}: no shard; must begin with one of {[*SHARD_KINDS]}")
-    count = int(header[2])
-    expected = header.nbytes + kind.itemsize * count
-    if count <= 0 or size != expected:
-        raise UserError(
-            f"shard {path}: truncated or damaged: {size} bytes, must be {expected} for its "
-            f"{count} tokens"
-        )
-    return np.memmap(path, kind, "r", offset=header.nbytes)
+    if not kind or os.path.getsize(path) != 1024 + np.dtype(kind).itemsize * int(header[-1]):
+        raise UserError(f"shard {path}: truncated or damaged, or no shard of llm.c's formats")
+    return np.memmap(path, kind, "r", offset=1024)
 
 
-def load_manifest(data_path: str | Path) -> dict:
-    """Return `manifest.json` of a data folder. Raises UserError if there is none."""
+def load_manifest(data_path):
+    """Return `manifest.json` of a data folder, a dict. Raises UserError if there is none."""
     path = Path(data_path) / "manifest.json"
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        if manifest["format"] == 1:
+        manifest = json.loads(path.read_bytes())
+        if manifest.get("format") == 1:
             return manifest
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError):
         pass
     raise UserError(
         f"{path}: no manifest of format 1; data/prepare.py makes one, data/download.py "
@@ -272,39 +247,35 @@ def load_manifest(data_path: str | Path) -> dict:
 class TokenStream:
     """Shards read as one circular stream of tokens.
 
-    Raises UserError if a token is not below `vocab_size`, or if a shard changes while in use.
+    Raises UserError if a shard changes while in use or has an id that is not below `vocab_size`.
+    `hold_out` sets `windows`, the numbers of the windows to train on.
     """
 
-    def __init__(self, paths, vocab_size=1 << 32):
+    def __init__(self, paths, vocab_size):
         self.paths = paths
         self.vocab_size = vocab_size
         self.shards = [read_shard(path) for path in paths]
         self.times = [os.path.getmtime(path) for path in paths]
-        self.starts = np.cumsum([0] + [len(shard) for shard in self.shards])  # (shards + 1,)
-        self.windows = None  # those to train on, see hold_out
+        self.starts = np.cumsum([0, *map(len, self.shards)])  # (shards + 1,)
 
     def __len__(self):
-        return int(self.starts[-1])
+        return self.starts[-1]
 
     def read(self, start, count):
         """Return `count` tokens from position `start` on, int64; after the last, the first."""
-        out = np.empty(count, dtype=np.int64)
-        done = 0
-        while done < count:
-            position = (start + done) % len(self)
-            shard = np.searchsorted(self.starts, position, side="right") - 1
+        parts = []
+        while count:
+            start %= len(self)
+            shard = np.searchsorted(self.starts, start, "right") - 1
             path = self.paths[shard]
+            part = self.shards[shard][start - self.starts[shard] :][:count]
             # Reading on in a mapped file that was cut short would kill the process (SIGBUS).
-            if not path.exists() or os.path.getmtime(path) != self.times[shard]:
-                raise UserError(f"shard {path}: was changed or removed while in use")
-            part = self.shards[shard][position - self.starts[shard] :][: count - done]
-            if part.max() >= self.vocab_size:
-                raise UserError(
-                    f"shard {path}: token {part.max()}, expected ids below {self.vocab_size}"
-                )
-            out[done : done + len(part)] = part
-            done += len(part)
-        return out
+            if os.path.getmtime(path) != self.times[shard] or part.max() >= self.vocab_size:
+                raise UserError(f"shard {path}: was changed while in use, or has a wrong token id")
+            parts.append(part)
+            start += len(part)
+            count -= len(part)
+        return np.concatenate(parts, dtype=np.int64)
 
 
 def check_dataset(data_path, tokenizer, manifest):
@@ -314,23 +285,21 @@ def check_dataset(data_path, tokenizer, manifest):
     """
     where = Path(data_path) / "manifest.json"
     if tokenizer.sha256 != manifest["tokenizer"]["sha256"]:
-        raise UserError(f"{where}: shards of another tokenizer, not of {tokenizer.file}")
-    overlap = manifest["overlap_documents"]
-    if overlap and not manifest["published"]:
-        raise UserError(f"{where}: {overlap} validation documents also stand in training, not 0")
+        raise UserError(f"{where}: shards of another tokenizer")
+    if manifest["overlap_documents"] and not manifest["published"]:
+        raise UserError(f"{where}: validation documents also stand in training")
     streams = []
     for split in ("train", "val"):
         shards = manifest[split]["shards"]
         paths = [where.with_name(shard["file"]) for shard in shards]
         stream = TokenStream(paths, tokenizer.vocab_size)
-        expected = manifest[split]["tokens"]
-        if len(stream) != expected:
-            raise UserError(f"{where}: {split} has {expected} tokens, its shards {len(stream)}")
+        if len(stream) != manifest[split]["tokens"]:
+            raise UserError(f"{where}: has another number of tokens than the shards of {split}")
         streams.append(stream)
     # Training shards are not hashed, because they may be many gigabytes.
     for path, shard in zip(paths, shards, strict=True):
         if sha256_file(path) != shard["sha256"]:
-            raise UserError(f"shard {path}: its SHA-256 is not that of {where}")
+            raise UserError(f"shard {path}: its SHA-256 is not the manifest's")
     return streams
 
 
@@ -339,136 +308,147 @@ def document_hashes(stream, bos_id):
 
     Tokens before the first BOS belong to no document: a published shard may begin inside one.
     """
-    borders = []
+    begins = []
     for shard, start in zip(stream.shards, stream.starts, strict=False):
-        borders += (start + np.flatnonzero(shard == bos_id)).tolist()
-    borders.append(len(stream))
-    for start, end in itertools.pairwise(borders):
-        yield hashlib.blake2b(stream.read(start, end - start), digest_size=16).digest()
+        begins.extend(start + np.flatnonzero(shard == bos_id))
+    for begin, end in itertools.pairwise([*begins, len(stream)]):
+        yield hashlib.sha256(stream.read(begin, end - begin)).digest()
 
 
 # === end: data ===
 
 
-# === shared: text ===
-def with_roles(tokenizer: Tokenizer) -> Tokenizer:
-    """The tokenizer, and where it has no role tokens four more for them; its file and SHA-256 stay."""
-    if tokenizer.roles:
-        return tokenizer
-    pieces, drops = [*tokenizer.pieces, *[b""] * len(ROLE_TOKENS)], np.append(tokenizer.drops_space, [False] * 4)
-    roles = {role: tokenizer.vocab_size + i for i, role in enumerate(ROLE_TOKENS)}
-    return replace(tokenizer, pieces=pieces, drops_space=drops, roles=roles)
-
-
-def decode_bytes(tokenizer: Tokenizer, ids: list[int] | np.ndarray) -> bytes:
-    """The bytes of a token sequence that starts a document; `token_bytes` counts exactly these."""
-    ids = np.asarray(ids, dtype=np.int64)
-    drops = tokenizer.drops_space[ids] & tokenizer.boundary[np.append(tokenizer.bos_id, ids)[:-1]]
-    return b"".join([tokenizer.pieces[i][drop:] for i, drop in zip(ids.tolist(), drops.tolist(), strict=True)])
-
-
-def chat_ids(tokenizer: Tokenizer, prompt: str) -> tuple[list[int], int]:
-    """The ids of a prompt, a document from its start, and the token that ends the answer to it: a user's turn where the
-    tokenizer has role tokens; else a line, and a BOS, which begins another document, ends the answer.
-    """
-    roles = tokenizer.roles
-    if not roles:
-        return [tokenizer.bos_id, *tokenizer.encode(prompt + "\n")], tokenizer.bos_id
-    turn = roles["<|user|>"], *tokenizer.encode(prompt), roles["<|end|>"], roles["<|assistant|>"]
-    return [tokenizer.bos_id, *turn], roles["<|end|>"]
-
-
-def completion(tokenizer: Tokenizer, prompt: list[int], ids: list[int]) -> str:
-    """The text of `ids`, sampled after the ids of a prompt; role tokens and BOS are no text."""
-    return decode_bytes(tokenizer, [*prompt, *ids])[len(decode_bytes(tokenizer, prompt)):].decode(errors="replace")
-# === end: text ===
-
-
 # === shared: preparation ===
-YARDSTICK_TOKENS = 20_000_000  # training tokens the count models see at most: they take up to 100 bytes a token
+YARDSTICK_TOKENS = 20_000_000  # of training text: the count models take up to 100 bytes per token
 
 
-def save_tokenizer(tokenizer: Tokenizer, folder: str | Path) -> str:
-    """Writes the file that gives the tokenizer back into `folder`; its name, or `bytes`, which needs no file."""
+def decode_bytes(tokenizer, ids):
+    """Return the bytes of tokens that begin a document; `token_bytes` counts exactly these."""
+    ids = np.asarray(ids, dtype=np.int64)
+    previous = np.append(tokenizer.bos_id, ids)[:-1]
+    drops = tokenizer.drops_space[ids] & tokenizer.boundary[previous]
+    pairs = zip(ids.tolist(), drops.tolist(), strict=True)
+    return b"".join([tokenizer.pieces[token][drop:] for token, drop in pairs])
+
+
+def save_tokenizer(tokenizer, folder):
+    """Write the tokenizer's file into `folder` and return its name. `bytes` needs no file."""
     if tokenizer.file != "bytes":
         (Path(folder) / tokenizer.file).write_bytes(tokenizer.content)
     return tokenizer.file
 
 
-def write_shard(path: str | Path, tokens: np.ndarray, vocab_size: int = 1 << 16) -> None:
-    """Writes `tokens` (N,) as one shard, uint32 for a vocabulary above 65,536. Raises UserError for ids too large."""
-    (magic, version), kind = list(SHARD_KINDS.items())[vocab_size > 1 << 16]
-    packed = np.asarray(tokens).astype(kind)
-    if not np.array_equal(packed, tokens):
-        raise UserError(f"{path}: token ids {tokens.min()}..{tokens.max()} do not fit {packed.dtype}")
-    header = np.array([magic, version, len(tokens)] + [0] * 253, dtype="<i4")
-    np.concatenate([header.view(kind), packed]).tofile(path)
+def write_manifest(folder, manifest):
+    """Write manifest.json beside and rename it, so that it is whole or not there."""
+    part = folder / "manifest.part"
+    part.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    os.replace(part, folder / "manifest.json")
 
 
-def count_model_nats(train: np.ndarray, val: np.ndarray, vocab_size: int) -> tuple[float, float]:
-    """Nats of bigram and trigram count models of `train` on val[1:], Witten-Bell smoothed down to uniform.
+def print_summary(folder, manifest):
+    """Print what a manifest says, and how to train on the data."""
+    for split in ("train", "val"):
+        part = manifest[split]
+        ratio = part["decoded_bytes"] / max(1, part["tokens"] - part["documents"])
+        print(
+            f"{split}: {part['documents']:,} documents, {part['tokens']:,} tokens, "
+            f"{part['decoded_bytes']:,} bytes, {ratio:.4f} bytes per token (BOS not counted)"
+        )
+    for name, bpb in manifest["yardsticks"].items():
+        print(f"{name.removesuffix('_bpb')}: {bpb:.4f} bits per validation byte")
+    print(f"validation documents that also stand in training: {manifest['overlap_documents']}")
+    print(f"to train on it: DATA_PATH={folder}")
 
-    p(t | h) = (c(h t) + n(h) p(t | h')) / (c(h) + n(h)), n(h) the number of different tokens seen after h, h' one
-    token shorter (Witten and Bell 1991, method C). The scale to read a score on: no gradient made these.
+
+def count_overlap(train, val, bos_id):
+    """Return how many documents of one TokenStream also stand in another, token for token."""
+    hashes = list(document_hashes(val, bos_id))
+    repeated = set(hashes).intersection(document_hashes(train, bos_id))
+    return sum(digest in repeated for digest in hashes)
+
+
+def gram_keys(tokens, order, base):
+    """Return a number (N - 1,) for the last `order` tokens at each position but the first.
+
+    At position 1 the trigram begins before the tokens, where the key has the digit base - 1.
+    """
+    padded = np.append(base - 1, tokens)
+    return sum(padded[2 - back : len(padded) - back] * base**back for back in range(order))
+
+
+def look_up(keys, values, wanted, default):
+    """Return values[i] where keys[i] is the wanted key, and `default` for keys that are missing."""
+    at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+    return np.where(keys[at] == wanted, values[at], default)
+
+
+def count_model_nats(train, val, vocab_size):
+    """Return the nats of val[1:] under a bigram and a trigram count model of `train`.
+
+    p(t | h) = (c(h t) + n(h) p(t | h')) / (c(h) + n(h)), where n(h) is the number of different
+    tokens seen after h, and h' is one token shorter (Witten and Bell 1991, method C). The last
+    backoff is to a uniform distribution.
     """
     base = vocab_size + 1
-
-    def grams(tokens: np.ndarray, order: int) -> np.ndarray:  # keys of the last `order` tokens at positions >= 1
-        padded = np.append(vocab_size, tokens)
-        return sum(padded[2 - back : len(padded) - back] * base**back for back in range(order))
-
-    def look_up(keys: np.ndarray, counts: np.ndarray, wanted: np.ndarray, missing: int) -> np.ndarray:
-        at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-        return np.where(keys[at] == wanted, counts[at], missing)
-
-    p, nats = np.full(len(val) - 1, 1.0 / vocab_size), []
+    p = np.full(len(val) - 1, 1.0 / vocab_size)
+    nats = []
     for order in (1, 2, 3):
-        keys, counts = np.unique(grams(train, order), return_counts=True)
+        keys, counts = np.unique(gram_keys(train, order, base), return_counts=True)
         histories, first, kinds = np.unique(keys // base, return_index=True, return_counts=True)
-        wanted = grams(val, order)
-        different = look_up(histories, kinds, wanted // base, 1)  # 1 and no counts after an unseen history: p stays
-        seen = look_up(histories, np.add.reduceat(counts, first), wanted // base, 0)
-        p = (look_up(keys, counts, wanted, 0) + different * p) / (seen + different)
+        wanted = gram_keys(val, order, base)
+        # After an unseen history n is 1 and all counts are 0, so p stays.
+        n = look_up(histories, kinds, wanted // base, 1)
+        total = look_up(histories, np.add.reduceat(counts, first), wanted // base, 0)
+        p = (look_up(keys, counts, wanted, 0) + n * p) / (total + n)
         nats.append(float(-np.log(p).sum()))
-    return nats[1], nats[2]
+    return nats[1:]
 
 
-def yardsticks(train: TokenStream, val: TokenStream, tokenizer: Tokenizer) -> dict[str, float]:
-    """Bits per byte of the validation bytes by count models of the training tokens and by general compressors."""
+def yardsticks(train, val, tokenizer):
+    """Return bits per validation byte by count models and compressors, to read a score beside."""
     tokens = val.read(0, len(val))
-    print(f"count models and compressors on {len(tokens):,} validation tokens; minutes where they are many", flush=True)
-    starts = np.flatnonzero(tokens == tokenizer.bos_id)[::1000]  # whole documents at a time: decoding takes memory
-    text = b"".join(decode_bytes(tokenizer, part) for part in np.split(tokens, starts[1:]))
+    print(f"count models and compressors on {len(tokens):,} validation tokens", flush=True)
+    # A thousand documents at a time, because decoding takes memory.
+    borders = np.flatnonzero(tokens == tokenizer.bos_id)[1000::1000]
+    text = b"".join(decode_bytes(tokenizer, part) for part in np.split(tokens, borders))
+    trained_on = train.read(0, min(len(train), YARDSTICK_TOKENS))
+    bigram, trigram = count_model_nats(trained_on, tokens, tokenizer.vocab_size)
     to_bpb = 1 / math.log(2) / len(text)
-    bigram, trigram = count_model_nats(train.read(0, min(len(train), YARDSTICK_TOKENS)), tokens, tokenizer.vocab_size)
     zstd = zstandard.ZstdCompressor(level=22).compress(text)
-    return {"bigram_bpb": bigram * to_bpb, "trigram_bpb": trigram * to_bpb,
-            "zstd22_bpb": 8 * len(zstd) / len(text), "xz_bpb": 8 * len(lzma.compress(text, preset=9)) / len(text)}
+    return {
+        "bigram_bpb": bigram * to_bpb,
+        "trigram_bpb": trigram * to_bpb,
+        "zstd22_bpb": 8 * len(zstd) / len(text),
+        "xz_bpb": 8 * len(lzma.compress(text, preset=9)) / len(text),
+    }
+
+
 # === end: preparation ===
 
 
-SUFFIXES = (".jsonl", ".jsonl.zst", ".txt")
-GRAM_WORDS = 8  # near duplicates share over half of their sequences of this many words
-SHARD_TOKENS = 100_000_000  # as the published FineWeb shards
-SAMPLE_BYTES = 10_000_000  # of training text a tokenizer is trained on
-BUCKETS = 64  # one of them stands in memory at once while documents are put in order
-CHUNK_BYTES = 2_000_000  # of text in one job
+LINES = (".jsonl", ".jsonl.zst")  # files of many documents
+ENDINGS = (*LINES, ".txt", ".md", ".py")  # what a folder is searched for, beside files without one
+NAMED = 20  # skipped files that are named; the others are only counted
+NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
+STDLIB_TESTS = {"test", "tests", "idle_test"}
+EMBEDDED_BYTES = 8_000_000  # of the standard library; its tests are taken only up to here
 VAL_BYTES = 20_000_000  # most validation text that a split makes
-EMBEDDED_BYTES, EMBEDDED_VAL_BYTES = 8_000_000, 500_000  # of the standard library: enough text, most validation
-NOT_STDLIB, STDLIB_TESTS = {"site-packages", "dist-packages", "__pycache__"}, {"test", "tests", "idle_test"}
-LOSSLESS_PROBE = "  two  spaces\n\n\ttab\r\nﬁ é \U0001f600 \ue000 "  # normalising tokenizers change this
-MOST_SOURCES = 32  # named apart in the manifest
-
-Document = tuple[bytes, bytes, int]  # (key, text as UTF-8, number of its source); documents are ordered by their keys
+EMBEDDED_VAL_BYTES = 500_000  # the same for the standard library
+BUCKETS = 64  # files of documents in process; a worker holds one of them in memory
+GRAM_WORDS = 8  # near duplicates share over half of their sequences of this many words
+SAMPLE_BYTES = 10_000_000  # of training text, which the tokenizer is trained on
+SHARD_TOKENS = 100_000_000  # as the published FineWeb shards
+LOSSLESS_PROBE = (
+    "  two  spaces\n\n\ttab\r\nﬁ é \U0001f600 \ue000 "  # tokenizers that normalize change it
+)
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be prepared; everything here and the sources' contents decide the bytes of the result."""
+    """What is to be prepared. These fields and the contents of the sources decide the result."""
 
-    sources: dict[Path, str]  # file -> its name in the manifest
-    val_sources: dict[Path, str]  # empty: the sources are split by hash
-    out: Path
+    sources: dict  # file -> its name in the manifest
+    val_sources: dict  # empty: the sources are split
     name: str
     tokenizer: str  # "" to train one
     vocab_size: int
@@ -476,381 +456,425 @@ class Request:
     val_max_bytes: int  # 0: no limit
     seed: int
 
-    def identity(self) -> dict:
-        """What tells two requests apart, as JSON; reads every source once for its SHA-256."""
+    def identity(self):
+        """Return what tells two requests apart, for the manifest. Every source is read once."""
         digest = hashlib.sha256()
         for split, sources in (("train", self.sources), ("val", self.val_sources)):
             for path, name in sources.items():
-                digest.update(f"{split} {name} {sha256_file(path)}\n".encode())
-        tokenizer = load_tokenizer(self.tokenizer).sha256 if self.tokenizer else "trained"
-        split = {} if self.val_sources else {"val_frac": self.val_frac, "val_max_bytes": self.val_max_bytes}
-        return {"format": 1, "name": self.name, "seed": self.seed, "sources_sha256": digest.hexdigest(),
-                "tokenizer": tokenizer} | ({} if self.tokenizer else {"vocab_size": self.vocab_size}) | split
+                # An empty file has no bytes that sha256_file could map.
+                sha256 = sha256_file(path) if path.stat().st_size else hashlib.sha256().hexdigest()
+                digest.update(f"{split} {name} {sha256}\n".encode())
+        identity = {"format": 1, "name": self.name, "seed": self.seed}
+        identity["sources_sha256"] = digest.hexdigest()
+        if self.tokenizer:
+            identity["tokenizer"] = load_tokenizer(self.tokenizer).sha256
+        else:
+            identity |= {"tokenizer": "trained", "vocab_size": self.vocab_size}
+        if not self.val_sources:
+            identity |= {"val_frac": self.val_frac, "val_max_bytes": self.val_max_bytes}
+        return identity
+
+    def has_one_document(self):
+        """Return whether the sources are a single text file, which is split by its tail."""
+        files = [path.name for path in self.sources]
+        return not self.val_sources and len(files) == 1 and not files[0].endswith(LINES)
 
 
-def progress(items: Iterable, label: str) -> Iterable:
-    """`items` behind a progress bar where tqdm is installed."""
-    return items if tqdm is None else tqdm(items, desc=label, leave=False, disable=None)
+def is_utf8(path):
+    """Return whether a text file decodes as UTF-8. Files of many documents are not read here."""
+    try:
+        path.name.endswith(LINES) or path.read_bytes().decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
-def write_json(path: Path, content: dict) -> None:
-    """Writes a JSON file beside and renames it."""
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    os.replace(part, path)
+def find_sources(arguments, only):
+    """Return file -> name in the manifest, in a fixed order, and the names of skipped files.
 
-
-def start_worker(load: Callable[[str | Path], Any], path: str | Path) -> None:
-    """A worker's beginning: LOADED is what its jobs share, and it ends with its parent, also a killed one."""
-
-    def leave_with_parent() -> None:
-        multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])
-        os._exit(1)
-
-    global LOADED
-    LOADED = load(path)
-    if multiprocessing.parent_process():
-        threading.Thread(target=leave_with_parent, daemon=True).start()
-
-
-def run_jobs(workers: int, work: Callable, jobs: Iterable, load: Callable, path: str | Path) -> Iterator:
-    """`work(job)` for each job, in order. At most four jobs per worker are under way, which bounds the memory."""
-    if workers == 1:
-        start_worker(load, path)
-        yield from map(work, jobs)
-        return
-    with ProcessPoolExecutor(workers, initializer=start_worker, initargs=(load, path)) as pool:
-        waiting = deque()
-        for job in jobs:
-            waiting.append(pool.submit(work, job))
-            if len(waiting) >= 4 * workers:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-
-
-def find_sources(arguments: list[str]) -> dict[Path, str]:
-    """The files that the arguments name, folders searched, in a fixed order, each with its name in the manifest."""
-    sources: dict[Path, str] = {}
+    only: the endings of file names that are taken from folders; none: the usual ones.
+    """
+    sources = {}
+    skipped = []
     for root in map(Path, arguments):
         if not root.exists():
             raise UserError(f"source {root}: no such file or folder")
-        paths = [root] if root.is_file() else sorted(path for path in root.rglob("*") if path.is_file())
-        found = {p: p.relative_to(root.parent).as_posix() for p in paths if p.name.endswith(SUFFIXES)}
+        endings = tuple(only) if root.is_dir() else ()
+        found = {}
+        for path in sorted(root.rglob("*")) if root.is_dir() else [root]:
+            is_hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
+            if is_hidden or not path.is_file():
+                continue
+            name = path.relative_to(root.parent).as_posix()
+            has_kind = path.name.endswith(endings or ENDINGS)
+            if not endings and "." not in path.name:
+                has_kind = True
+            if has_kind and is_utf8(path):
+                found[path] = name
+            else:
+                skipped.append(name)
         if not found:
-            raise UserError(f"source {root}: no text in it that can be read; {', '.join(SUFFIXES)} files can")
+            raise UserError(
+                f"source {root}: no text in UTF-8 in it; read are {', '.join(endings or ENDINGS)}"
+            )
         sources |= found
+    return sources, skipped
+
+
+def find_stdlib():
+    """Return file -> name in the manifest of the standard library's *.py files, its tests last."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    parts = {path: path.relative_to(root).parts for path in sorted(root.rglob("*.py"))}
+    sources = {}
+    total = 0
+    for path in sorted(parts, key=lambda path: not STDLIB_TESTS.isdisjoint(parts[path])):
+        is_test = not STDLIB_TESTS.isdisjoint(parts[path])
+        if not NOT_STDLIB.isdisjoint(parts[path]) or (is_test and total >= EMBEDDED_BYTES):
+            continue
+        if is_utf8(path):
+            sources[path] = "/".join(["stdlib", *parts[path]])
+            total += path.stat().st_size
+    if total < 1_000_000:
+        raise UserError(f"standard library {root}: only {total} bytes of .py files; name a SOURCE")
+    python = sys.version.split()[0]
+    print(
+        f"no SOURCE: the standard library of Python {python}, {len(sources)} files, {total:,} bytes"
+    )
     return sources
 
 
-def number_sources(files: dict[Path, str], name: str) -> tuple[list[str], dict[Path, int]]:
-    """The sources that validation documents are counted to, and for each file the number of its source. A source is a
-    file or the first folder in the folder named on the command line; where that makes more than MOST_SOURCES, its loose
-    files together; where it still does, all of it; at last everything, as `name`.
-    """
-    parts = [re.sub(r"\.(jsonl|jsonl\.zst|txt|py)$", "", file).split("/") for file in files.values()]
-    levels = [[part[len(part) > depth] for part in parts] for depth in (1, 2, sys.maxsize)] + [[name] * len(parts)]
-    own = next(level for level in levels if len(set(level)) <= MOST_SOURCES)
-    names = sorted(set(own))
-    return names, {path: names.index(source) for path, source in zip(files, own, strict=True)}
-
-
-def find_stdlib() -> tuple[dict[Path, str], str]:
-    """The standard library's *.py files with their names, tests only up to EMBEDDED_BYTES; a sentence on them."""
-    root, total, skipped = Path(sysconfig.get_paths()["stdlib"]), 0, 0
-    sources: dict[Path, str] = {}
-    parts = {path: set(path.relative_to(root).parts) for path in sorted(root.rglob("*.py"))}
-    for path in sorted(parts, key=lambda path: bool(parts[path] & STDLIB_TESTS)):
-        if parts[path] & NOT_STDLIB or parts[path] & STDLIB_TESTS and total >= EMBEDDED_BYTES:
-            continue
-        try:
-            total += len(path.read_bytes().decode("utf-8").encode("utf-8"))
-            sources[path] = f"stdlib/{path.relative_to(root).as_posix()}"
-        except (UnicodeDecodeError, OSError):
-            skipped += 1
-    if total < 1_000_000:
-        raise UserError(f"standard library {root}: only {total} bytes of .py files; name a SOURCE of text instead")
-    return sources, (f"the standard library of Python {sys.version.split()[0]}: {len(sources)} files, {total:,} bytes "
-                     f"({skipped} files that are not UTF-8 left out)")
-
-
-def read_documents(path: Path) -> Iterator[str]:
-    """The documents of one source file. Raises UserError naming file and line."""
-    if path.suffix in (".txt", ".py"):
-        try:
-            yield path.read_bytes().decode("utf-8")  # bytes, because text mode would change the line ends
-        except UnicodeDecodeError as error:
-            raise UserError(f"source {path}: not UTF-8 at byte {error.start}; convert it or leave it out") from error
+def read_documents(path):
+    """Yield the documents of a source file. Raises UserError that names file and line."""
+    if not path.name.endswith(LINES):
+        yield path.read_bytes().decode()  # text mode would change the line ends
         return
     number = 0
     with open(path, "rb") as lines:
         if path.suffix == ".zst":
-            unpacker = zstandard.ZstdDecompressor(max_window_size=1 << 31)
-            lines = io.BufferedReader(unpacker.stream_reader(lines, read_across_frames=True), 1 << 20)
+            unpacker = zstandard.ZstdDecompressor(max_window_size=1 << 31)  # of zstd --long=31
+            lines = io.BufferedReader(unpacker.stream_reader(lines, read_across_frames=True))
         try:
             for number, line in enumerate(lines, 1):
                 row = json.loads(line) if line.strip() else {"text": ""}
                 if not isinstance(row, dict) or not isinstance(row.get("text"), str):
-                    raise UserError(f"source {path}, line {number}: not an object with a field `text` that is a string")
+                    raise UserError(
+                        f"source {path}, line {number}: no object with a text in `text`"
+                    )
                 yield row["text"]
         except zstandard.ZstdError as error:
-            raise UserError(f"source {path}: damaged zstd data after line {number} ({error})") from error
+            raise UserError(f"source {path}: damaged zstd data after line {number}") from error
         except ValueError as error:
             raise UserError(f"source {path}, line {number}: not JSON ({error})") from error
 
 
-def packed(key: bytes, text: bytes, source: int) -> bytes:
-    """A document as a record: 32 bytes of key, 8 of length, 2 of source, the text."""
-    return key + struct.pack("<QH", len(text), source) + text
+def split_tail(data, request):
+    """Return a single document in two: what trains, and the tail that validates.
+
+    The tail begins with a line, or with a word if that part of the document has no line end.
+    """
+    size = int(request.val_frac * len(data))
+    if request.val_max_bytes:
+        size = min(size, request.val_max_bytes)
+    for separator in (b"\n", b" "):
+        cut = data.find(separator, len(data) - size) + 1
+        if 0 < cut < len(data):
+            return {"train": data[:cut], "val": data[cut:]}
+    raise UserError(f"one document, no line or word begins in its last {size} bytes; give --val")
 
 
-def read_records(paths: Iterable[Path]) -> Iterator[Document]:
-    """The documents of files of records."""
+def split_document(data, path, request):
+    """Return split -> text: a document is of one side, unless it is the only one.
+
+    Its SHA-256 decides which side, unless --val says so.
+    """
+    if request.has_one_document():
+        return split_tail(data, request)
+    is_val = path in request.val_sources
+    if not request.val_sources:
+        share = int.from_bytes(hashlib.sha256(data).digest()[:8], "big") / 2**64
+        is_val = share < request.val_frac
+    return {"val" if is_val else "train": data}
+
+
+# A record is a document in process: key (32 bytes), length (8 bytes), text in UTF-8. The key is
+# SHA-256(seed, SHA-256(text)). The order of the keys is the global shuffle, and equal texts have
+# equal keys.
+def write_record(file, key, data):
+    """Append a document to a file of records."""
+    file.write(key + struct.pack("<Q", len(data)) + data)
+
+
+def read_records(paths):
+    """Return the distinct documents of files of records, (key, text) in the order of the keys."""
+    records = set()
     for path in paths:
         with open(path, "rb") as file:
-            while head := file.read(42):
-                size, source = struct.unpack("<QH", head[32:])
-                yield head[:32], file.read(size), source
+            while key := file.read(32):
+                (size,) = struct.unpack("<Q", file.read(8))
+                records.add((key, file.read(size)))
+    return sorted(records)
 
 
-def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """The documents in lists of about CHUNK_BYTES of text."""
-    batch, size = [], 0
-    for document in documents:
-        batch.append(document)
-        size += len(document[1])
-        if size >= CHUNK_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def spool(request: Request, work: Path) -> None:
-    """Stage 1: every document into `spool/NNN.train` or `.val`, the bucket by its key, SHA-256(seed, SHA-256(text)):
-    equal texts meet in one bucket, and the order of keys is the global shuffle. The side is the document's own SHA-256
-    against the validation fraction, or the option that named its file.
-    """
-    done, part = work / "spool", work / "spool.part"
-    if done.exists():
-        return
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir()
-    sources = [(path, "val") for path in request.val_sources] + [(path, "train") for path in request.sources]
-    _, numbers = number_sources(request.val_sources or request.sources, request.name)
-    counts = {"documents": 0, "empty": 0, "not_lossless": 0}
-    files = {(b, side): open(part / f"{b:03d}.{side}", "wb") for b in range(BUCKETS) for side in ("train", "val")}
-    for path, side in progress(sources, "reading"):
+def spool(request, work):
+    """Write every document to spool/SIDE_NN, the bucket by its key. Return the counts."""
+    (work / "spool").mkdir()
+    files = {}
+    for split, bucket in itertools.product(("train", "val"), range(BUCKETS)):
+        name = f"{split}_{bucket:02d}"
+        files[name] = open(work / "spool" / name, "wb")
+    counts = Counter(documents=0, empty=0, not_lossless=0)
+    for path in [*request.val_sources, *request.sources]:
         for text in read_documents(path):
             counts["documents"] += 1
+            try:
+                data = text.encode()
+            except UnicodeEncodeError:  # a lone surrogate from a JSON escape has no bytes
+                counts["not_lossless"] += 1
+                continue
             if not text.strip():
                 counts["empty"] += 1
                 continue
-            try:
-                data = text.encode("utf-8")
-            except UnicodeEncodeError:  # a lone surrogate from a JSON escape: no bytes to give back
-                counts["not_lossless"] += 1
-                continue
-            digest = hashlib.sha256(data).digest()
-            key = hashlib.sha256(b"%d:" % request.seed + digest).digest()
-            if not request.val_sources:
-                side = "val" if int.from_bytes(digest[:8], "big") < request.val_frac * 2**64 else "train"
-            bucket = files[int.from_bytes(key[:4], "big") * BUCKETS >> 32, side]
-            bucket.write(packed(key, data, numbers.get(path, 0)))
+            for split, part in split_document(data, path, request).items():
+                digest = hashlib.sha256(part).digest()
+                key = hashlib.sha256(b"%d:" % request.seed + digest).digest()
+                write_record(files[f"{split}_{key[0] * BUCKETS >> 8:02d}"], key, part)
     for file in files.values():
         file.close()
-    write_json(part / "counts.json", counts)
-    os.replace(part, done)
+    # The two parts of a single document count as two.
+    counts["documents"] += request.has_one_document()
+    return counts
 
 
-def grams(data: bytes) -> np.ndarray:
-    """Hashes of the distinct 8-word sequences of a text, sorted uint64; a shorter text is one sequence."""
-    text = data.decode("utf-8")
+def grams(data):
+    """Return hashes of the distinct 8-word sequences of a text, sorted uint64 (N,).
+
+    A shorter text is one sequence.
+    """
+    text = data.decode()
     words = re.findall(r"\w+", text.lower()) or ["".join(text.split())]
-    hashes = np.array([zlib.crc32(word.encode("utf-8")) for word in words], dtype=np.uint64)
-    total = np.zeros(count := max(1, len(words) - GRAM_WORDS + 1), dtype=np.uint64)
+    hashes = np.array([zlib.crc32(word.encode()) for word in words], dtype=np.uint64)
+    count = max(1, len(words) - GRAM_WORDS + 1)
+    total = np.zeros(count, dtype=np.uint64)
     for i in range(min(GRAM_WORDS, len(words))):
         total = total * np.uint64(0x9E3779B97F4A7C15) + hashes[i : i + count]
         total ^= total >> np.uint64(29)
     return np.unique(total)
 
 
-def recount_grams(data: bytes) -> np.ndarray:
-    """What `grams` does, written a second time for the recount: BLAKE2b of the joined words."""
-    text = data.decode("utf-8")
-    words = [match.group() for match in re.finditer(r"\w+", text.lower())] or ["".join(text.split())]
-    joined = {" ".join(words[i : i + GRAM_WORDS]) for i in range(max(1, len(words) - GRAM_WORDS + 1))}
-    hashes = [hashlib.blake2b(gram.encode("utf-8"), digest_size=8).digest() for gram in joined]
-    return np.unique(np.frombuffer(b"".join(hashes), dtype="<u8"))
+class Coverage:
+    """Which 8-grams of the validation documents stand in the training documents kept so far."""
+
+    def __init__(self, documents, path):
+        """Write the 8-grams of all documents to `path`, sorted, repeats kept."""
+        parts = [grams(text) for _, text in documents]
+        everything = np.concatenate(parts)
+        order = np.argsort(everything, kind="stable")
+        np.save(path, everything[order])
+        self.sizes = np.array([len(part) for part in parts])  # (documents,)
+        self.owners = np.repeat(np.arange(len(parts)), self.sizes)[order]  # document of each place
+        self.seen = np.zeros(len(order), dtype=bool)
+        self.covered = np.zeros(len(parts), dtype=np.int64)  # (documents,) places that are seen
+
+    def admit(self, places, protect):
+        """Count `places` as seen. Return False, and count nothing, if validation is to be protected
+        and a document of it would be covered by over half.
+        """
+        new = places[~self.seen[places]]
+        covered = self.covered + np.bincount(self.owners[new], minlength=len(self.sizes))
+        if protect and np.any(2 * covered > self.sizes):
+            return False
+        self.covered = covered
+        self.seen[new] = True
+        return True
 
 
-def write_index(path: Path, documents: list[np.ndarray]) -> np.ndarray:
-    """Writes the 8-grams of all documents sorted, repeats kept; returns the document's number of each of them."""
-    everything = np.concatenate(documents)
-    order = np.argsort(everything, kind="stable")
-    np.save(path, everything[order])
-    return np.repeat(np.arange(len(documents)), [len(own) for own in documents])[order]
-
-
-def match_index(job: tuple[Callable, list[Document]]) -> list[tuple[int, int, np.ndarray]]:
-    """For each document of the job: its number of 8-grams, how many the index holds, and their places there."""
-    make, documents = job
-    out = []
-    for _, text, _ in documents:
-        own = make(text)
-        first, last = np.searchsorted(LOADED, own), np.searchsorted(LOADED, own, side="right")
-        found = first < last
-        places = [np.arange(*ends) for ends in zip(first[found], last[found], strict=True)]
-        out.append((len(own), len(places), np.concatenate([np.empty(0, dtype=np.int64), *places])))
-    return out
-
-
-def read_spool(spooled: Path, *sides: str) -> Iterator[Document]:
-    """The distinct documents of the sides, in the order of keys, a bucket at a time; of equal ones the first source."""
-    for bucket in range(BUCKETS):
-        found = sorted(set(read_records(spooled / f"{bucket:03d}.{side}" for side in sides)))
-        yield from (next(equal) for _, equal in itertools.groupby(found, key=lambda document: document[0]))
-
-
-def take_validation(request: Request, spooled: Path) -> list[Document]:
-    """The validation documents in order: all that a --val source holds, else the split's up to the byte limit."""
-    taken, size = [], 0
-    for document in read_spool(spooled, "val"):
-        size += len(document[1])
-        if not request.val_sources and 0 < request.val_max_bytes < size:
-            break
-        taken.append(document)
-    return taken
-
-
-def select(request: Request, work: Path, workers: int) -> dict:
-    """Stage 2: the documents to keep, in order, into `kept/train_NNNNNN` and `kept/val_NNNNNN`; returns the counts.
-    A training document is dropped when over half of its 8-grams stand in validation. A validation document over half
-    of whose 8-grams stand in the training documents then left is dropped too; with --val, where validation stays as
-    given, the training document that would bring it over half is dropped instead.
+def match_bucket(work, bucket):
+    """Return for each document of a bucket: its number of 8-grams, how many of them validation has,
+    and their places in index.npy.
     """
-    done, part, spooled = work / "kept", work / "kept.part", work / "spool"
-    if done.exists():
-        return json.loads((done / "counts.json").read_text())
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir()
-    counts = json.loads((spooled / "counts.json").read_text())
-    val = take_validation(request, spooled)
-    if not val:
-        raise UserError(f"no validation document among {counts['documents']} documents; raise --val-frac "
-                        f"{request.val_frac} and --val-max-bytes {request.val_max_bytes}, or give --val")
-    val_keys, val_grams = {key for key, _, _ in val}, [grams(text) for _, text, _ in val]
-    owners = write_index(part / "index.npy", val_grams)
-    sizes = np.array([len(own) for own in val_grams])
-    covered = np.zeros(len(val), dtype=np.int64)  # 8-grams of each validation document that stand in training so far
-    seen = np.zeros(len(owners), dtype=np.bool_)
-    distinct, train_documents = len(val), 0
-    # What the byte limit left out of the split's validation side is training text.
-    rest = (document for document in read_spool(spooled, "val", "train") if document[0] not in val_keys)
-    ahead, behind = itertools.tee(batches(rest))
-    results = run_jobs(workers, match_index, ((grams, batch) for batch in ahead), open_memmap, part / "index.npy")
-    for number, (batch, matches) in enumerate(zip(behind, progress(results, "selecting"), strict=True)):
-        kept = []
-        for document, (size, shared, places) in zip(batch, matches, strict=True):
-            new = places[~seen[places]]
-            after = covered + np.bincount(owners[new], minlength=len(val))
-            if 2 * shared <= size and not (request.val_sources and np.any(2 * after > sizes)):
-                kept.append(document)
-                covered, seen[new] = after, True
-        (part / f"train_{number:06d}").write_bytes(b"".join(packed(*document) for document in kept))
-        distinct += len(batch)
-        train_documents += len(kept)
-    kept = [document for document, over in zip(val, 2 * covered > sizes, strict=True) if not over]
-    counts["exact_duplicates"] = counts["documents"] - counts["empty"] - counts["not_lossless"] - distinct
-    counts["near_duplicates"] = distinct - train_documents - len(kept)
-    for number, batch in enumerate(batches(kept)):
-        (part / f"val_{number:06d}").write_bytes(b"".join(packed(*document) for document in batch))
-    if not train_documents or not kept:
-        raise UserError(f"no {'validation' if train_documents else 'training'} document is left of "
-                        f"{counts['documents']} ({counts['exact_duplicates']} exact, {counts['near_duplicates']} near "
-                        "duplicates); give more text or another --val-frac")
-    write_json(part / "counts.json", counts)
-    os.replace(part, done)
-    return counts
+    index = np.load(work / "index.npy", mmap_mode="r")
+    matches = []
+    for _, text in read_records(sorted(work.glob(f"spool/*_{bucket:02d}"))):
+        own = grams(text)
+        first = np.searchsorted(index, own)
+        last = np.searchsorted(index, own, side="right")
+        found = np.flatnonzero(first < last)
+        places = [np.arange(first[i], last[i]) for i in found]
+        matches.append((len(own), len(found), np.concatenate([np.empty(0, np.int64), *places])))
+    return matches
 
 
-def recount_overlap(work: Path, workers: int) -> int:
-    """Validation and training documents kept that share over half of their 8-grams with the other side; to be 0."""
-    val = [recount_grams(text) for _, text, _ in read_records(sorted((work / "kept").glob("val_*")))]
-    paths, overlap = sorted((work / "kept").glob("train_*")), 0
-    owners = write_index(work / "recount.npy", val)
-    seen = np.zeros(len(owners), dtype=np.bool_)
-    jobs = ((recount_grams, list(read_records([path]))) for path in paths)
-    for matches in progress(run_jobs(workers, match_index, jobs, open_memmap, work / "recount.npy"), "recounting"):
-        for size, shared, places in matches:
-            overlap += shared > size / 2
-            seen[places] = True
-    covered = Counter(owners[seen].tolist())
-    return overlap + sum(covered[number] > len(own) / 2 for number, own in enumerate(val))
+def run_jobs(workers, work, jobs):
+    """Yield work(job) for each job, in order, from that many processes."""
+    if workers == 1:
+        yield from map(work, jobs)
+        return
+    with ProcessPoolExecutor(workers) as pool:
+        yield from pool.map(work, jobs)
 
 
-def sample_lines(paths: list[Path]) -> Iterator[str]:
-    """The lines of the first SAMPLE_BYTES of text, without line ends; the trainer leaves out lines over 4,192 bytes."""
+def take_validation(request, work):
+    """Return the documents of the validation side, up to the byte limit of a split."""
+    limit = 0 if request.val_sources else request.val_max_bytes
+    documents = []
     size = 0
-    for _, text, _ in read_records(paths):
-        if size >= SAMPLE_BYTES:
-            return
-        size += len(text)
-        for line in text.decode("utf-8").split("\n"):
-            yield from (line[start : start + 1000] for start in range(0, len(line), 1000))
+    for bucket in range(BUCKETS):
+        for document in read_records([work / f"spool/val_{bucket:02d}"]):
+            size += len(document[1])
+            if 0 < limit < size:
+                return documents
+            documents.append(document)
+    return documents
 
 
-def train_tokenizer(work: Path, vocab_size: int) -> Path:
-    """Stage 3: a lossless SentencePiece BPE model of a sample of the (shuffled) training text, tokenizer.model."""
-    done, model = work / "tokenizer.model", io.BytesIO()
-    if done.exists():
-        return done
+def select(request, work, counts, workers):
+    """Write the documents to keep, in order, to kept/train_NN and kept/val_00; complete the counts.
+
+    A training document is dropped if over half of its 8-grams stand in validation. A validation
+    document is dropped if over half of its 8-grams stand in the training documents that are left.
+    With --val validation stays as it is given: the training document that would bring one of its
+    documents above half is dropped.
+    """
+    val = take_validation(request, work)
+    if not val:
+        raise UserError(
+            f"no validation document among {counts['documents']} documents; raise --val-frac "
+            f"{request.val_frac} and --val-max-bytes {request.val_max_bytes}, or give --val"
+        )
+    coverage = Coverage(val, work / "index.npy")
+    val_keys = {key for key, _ in val}
+    (work / "kept").mkdir()
+    distinct = len(val)
+    train_documents = 0
+    jobs = run_jobs(workers, functools.partial(match_bucket, work), range(BUCKETS))
+    for bucket, matches in enumerate(jobs):
+        documents = read_records(sorted(work.glob(f"spool/*_{bucket:02d}")))
+        with open(work / f"kept/train_{bucket:02d}", "wb") as file:
+            for (key, text), (size, shared, places) in zip(documents, matches, strict=True):
+                if key in val_keys:
+                    continue
+                # What the byte limit left out of the validation side trains.
+                distinct += 1
+                if 2 * shared <= size and coverage.admit(places, bool(request.val_sources)):
+                    write_record(file, key, text)
+                    train_documents += 1
+    is_kept = 2 * coverage.covered <= coverage.sizes
+    with open(work / "kept/val_00", "wb") as file:
+        for i in np.flatnonzero(is_kept):
+            write_record(file, *val[i])
+
+    counts["exact_duplicates"] = counts["documents"] - distinct
+    counts["exact_duplicates"] -= counts["empty"] + counts["not_lossless"]
+    counts["near_duplicates"] = distinct - train_documents - int(is_kept.sum())
+    for split, count in (("training", train_documents), ("validation", is_kept.sum())):
+        if not count:
+            raise UserError(
+                f"no {split} document is left of {counts['documents']} "
+                f"({counts['exact_duplicates']} exact, {counts['near_duplicates']} near "
+                "duplicates); give more text or another --val-frac"
+            )
+
+
+def sample_lines(paths):
+    """Yield the lines of the first SAMPLE_BYTES of text, in parts, without line ends."""
+    size = 0
+    for path in paths:
+        for _, text in read_records([path]):
+            if size >= SAMPLE_BYTES:
+                return
+            size += len(text)
+            for line in text.decode().split("\n"):
+                # SentencePiece's trainer leaves out lines of over 4,192 bytes.
+                yield from (line[start : start + 1000] for start in range(0, len(line), 1000))
+
+
+def train_tokenizer(work, vocab_size):
+    """Return the path of a lossless SentencePiece BPE model, trained on the training text."""
+    model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=sample_lines(sorted((work / "kept").glob("train_*"))), model_writer=model,
-            model_type="bpe", vocab_size=vocab_size, byte_fallback=True, normalization_rule_name="identity",
-            add_dummy_prefix=False, remove_extra_whitespaces=False, allow_whitespace_only_pieces=True,
-            user_defined_symbols=["\n"], control_symbols=list(ROLE_TOKENS), pad_id=0, bos_id=1, eos_id=2, unk_id=3,
-            character_coverage=0.999, num_threads=1, minloglevel=2)
+            sentence_iterator=sample_lines(sorted(work.glob("kept/train_*"))),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True,
+            user_defined_symbols=["\n"],
+            control_symbols=list(ROLE_TOKENS),
+            pad_id=0,
+            bos_id=1,
+            eos_id=2,
+            unk_id=3,
+            character_coverage=0.999,
+            num_threads=1,
+            minloglevel=2,
+        )
     except (RuntimeError, OSError) as error:
-        raise UserError(f"--vocab-size {vocab_size}: no such tokenizer from this text; give another, more text, or "
-                        f"--tokenizer bytes ({' '.join(str(error).split())[-160:]})") from error
-    (work / "tokenizer.part").write_bytes(model.getvalue())
-    os.replace(work / "tokenizer.part", done)
-    return done
+        reason = " ".join(str(error).split())[-160:]
+        raise UserError(
+            f"--vocab-size {vocab_size}: no such tokenizer from this text; give another, more "
+            f"text, or --tokenizer bytes ({reason})"
+        ) from error
+    path = work / "tokenizer.model"
+    path.write_bytes(model.getvalue())
+    return path
 
 
-def tokenize(job: tuple[Path, bool]) -> tuple[np.ndarray, list[int], Counter]:
-    """Of a file's documents that a lossless tokenizer gives back exactly BOS + tokens and the sources; all counts."""
-    path, lossless = job
-    tokens, sources, counts = [], [], Counter()
-    for _, text, source in read_records([path]):
-        ids = LOADED.encode(text.decode("utf-8"))
-        decoded = decode_bytes(LOADED, ids)
-        if not decoded or lossless and decoded != text:
+@functools.lru_cache(1)  # a process tokenizes many files
+def worker_tokenizer(path, sha256):
+    """Return the tokenizer of a file, whose SHA-256 tells files of one path apart."""
+    return load_tokenizer(path)
+
+
+def tokenize(tokenizer_file, lossless, path):
+    """Return the tokens of a file of records, a BOS before each document, and the counts.
+
+    If the tokenizer is lossless, only documents that it gives back exactly are taken.
+    """
+    tokenizer = worker_tokenizer(*tokenizer_file)
+    tokens = [np.empty(0, dtype="<u2")]
+    counts = Counter()
+    for _, text in read_records([path]):
+        ids = tokenizer.encode(text.decode())
+        decoded = decode_bytes(tokenizer, ids)
+        if not decoded or (lossless and decoded != text):
             counts["not_lossless"] += 1
             continue
-        tokens += [LOADED.bos_id, *ids]
-        sources.append(source)
+        tokens.append(np.array([tokenizer.bos_id, *ids], dtype="<u4"))
         counts.update(documents=1, source_bytes=len(text), decoded_bytes=len(decoded))
-    return np.array(tokens, dtype="<u4" if LOADED.vocab_size > 1 << 16 else "<u2"), sources, counts
+    return np.concatenate(tokens), counts
 
 
-def write_split(request: Request, work: Path, split: str, tokenizer: Tokenizer, workers: int, lossless: bool) -> dict:
-    """Stage 4: `kept/SPLIT_*` as shards of SHARD_TOKENS; a document may run on into the next. The manifest's part."""
-    shards, waiting, document_sources, counts = [], np.empty(0, dtype="<u2"), [], Counter()
+def write_shard(path, tokens, vocab_size=1 << 16):
+    """Write tokens (N,) as one shard, uint32 if the vocabulary is above 65,536. Raises UserError."""
+    (magic, version), kind = list(SHARD_KINDS.items())[vocab_size > 1 << 16]
+    packed = np.asarray(tokens).astype(kind)
+    if not np.array_equal(packed, tokens):
+        raise UserError(f"{path}: ids {tokens.min()} to {tokens.max()} do not fit {packed.dtype}")
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = magic, version, len(packed)
+    np.concatenate([header.view(kind), packed]).tofile(path)
 
-    def write(tokens: np.ndarray) -> None:
-        path = request.out / f"{request.name}_{split}_{len(shards):06d}.bin"
-        write_shard(work / "shard.part", tokens, tokenizer.vocab_size)
-        os.replace(work / "shard.part", path)
+
+def write_split(stem, parts, vocab_size):
+    """Write tokens as shards STEM_NNNNNN.bin of SHARD_TOKENS; return the manifest's part on them.
+
+    A document may go on in the next shard. `parts` yields what `tokenize` returns.
+    """
+    shards = []
+    counts = Counter(documents=0, source_bytes=0, decoded_bytes=0, not_lossless=0)
+    waiting = np.empty(0, dtype="<u2")
+
+    def write(tokens):
+        path = Path(f"{stem}_{len(shards):06d}.bin")
+        write_shard(path, tokens, vocab_size)
         shards.append({"file": path.name, "tokens": len(tokens), "sha256": sha256_file(path)})
 
-    jobs = [(path, lossless) for path in sorted((work / "kept").glob(f"{split}_*"))]
-    results = run_jobs(workers, tokenize, jobs, load_tokenizer, request.out / tokenizer.file)
-    for tokens, sources, found in progress(results, f"tokenizing {split}"):
-        counts += found
-        document_sources += sources
+    for tokens, found in parts:
+        counts.update(found)
         waiting = np.concatenate([waiting, tokens])
         while len(waiting) >= SHARD_TOKENS:
             write(waiting[:SHARD_TOKENS])
@@ -858,125 +882,165 @@ def write_split(request: Request, work: Path, split: str, tokenizer: Tokenizer, 
     if len(waiting):
         write(waiting)
     if not shards:
-        raise UserError(f"the tokenizer gives back none of the {counts['not_lossless']} {split} documents exactly; "
-                        "use another tokenizer or text")
-    return {"shards": shards, "tokens": sum(shard["tokens"] for shard in shards)} | {
-        key: counts[key] for key in ("documents", "source_bytes", "decoded_bytes", "not_lossless")
-    } | ({"document_sources": document_sources} if split == "val" else {})
+        raise UserError(
+            f"the tokenizer gives back none of {counts['not_lossless']} documents of {stem.name} "
+            "exactly; use another tokenizer or text"
+        )
+    return {"shards": shards, "tokens": sum(shard["tokens"] for shard in shards), **counts}
 
 
-def claim_folder(request: Request, identity: dict, work: Path) -> dict | None:
-    """The manifest of this request if it is finished, else None, the folder ready; UserError for another request's."""
-    remedy, state = f"delete {request.out} or choose another --out", work / "request.json"
-    mark = identity | {"records": 2}  # version of the files of documents, which a run goes on with
-    if (request.out / "manifest.json").exists():
-        manifest = load_manifest(request.out)
-        if manifest.get("request") != identity:
-            raise UserError(f"{request.out}: holds data of another request (other sources or options); {remedy}")
-        check_dataset(request.out, load_tokenizer(request.out / manifest["tokenizer"]["file"]), manifest)
-        print(f"{request.out}: already holds exactly this data; nothing to do")
-        shutil.rmtree(work, ignore_errors=True)
-        return manifest
-    if state.exists():
-        if json.loads(state.read_text()) != mark:
-            raise UserError(f"{request.out}: holds the unfinished data of another request; {remedy}")
-        print(f"going on with the unfinished run in {request.out}")
-        return None
-    if any(request.out.glob("*.bin")):
-        raise UserError(f"{request.out}: holds .bin files without a manifest; {remedy}")
-    try:
-        work.mkdir(parents=True, exist_ok=True)
-        write_json(state, mark)
-    except OSError as error:
-        raise UserError(f"--out {request.out}: cannot be written ({error.strerror})") from error
-    return None
-
-
-def prepare(request: Request, workers: int) -> dict:
-    """Does what the request says, or finds it done; returns the manifest."""
-    work, identity = request.out / ".work", request.identity()
-    if finished := claim_folder(request, identity, work):
-        return finished
-    spool(request, work)
-    counts = select(request, work, workers)
-    overlap = recount_overlap(work, workers)
-    if overlap:
-        raise UserError(f"{request.out}: {overlap} documents stand in training and validation, expected 0; not written")
-    tokenizer = load_tokenizer(request.tokenizer or train_tokenizer(work, request.vocab_size))
-    save_tokenizer(tokenizer, request.out)
-    lossless = decode_bytes(tokenizer, tokenizer.encode(LOSSLESS_PROBE)) == LOSSLESS_PROBE.encode("utf-8")
-    splits = {split: write_split(request, work, split, tokenizer, workers, lossless) for split in ("train", "val")}
-    counts["not_lossless"] += sum(part.pop("not_lossless") for part in splits.values())
+def build(request, work, workers):
+    """Write shards and tokenizer into work/result. Return the manifest."""
+    print("reading the sources", flush=True)
+    counts = spool(request, work)
+    print(f"looking for duplicates among {counts['documents']:,} documents", flush=True)
+    select(request, work, counts, workers)
+    result = work / "result"
+    result.mkdir()
+    path = request.tokenizer or train_tokenizer(work, request.vocab_size)
+    tokenizer = load_tokenizer(path)
+    save_tokenizer(tokenizer, result)
+    probe = decode_bytes(tokenizer, tokenizer.encode(LOSSLESS_PROBE))
     manifest = {
-        "format": 1, "name": request.name, "published": False,
-        "tokenizer": {"file": tokenizer.file, "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size,
-                      "bos_id": tokenizer.bos_id},
-        "lossless": lossless, **splits, "overlap_documents": overlap,
-        "dropped": {key: counts[key] for key in ("exact_duplicates", "near_duplicates", "not_lossless", "empty")},
-        "seed": request.seed, "sources": number_sources(request.val_sources or request.sources, request.name)[0],
-        "source_files": [*request.sources.values(), *request.val_sources.values()],
-        "request": identity,
+        "format": 1,
+        "name": request.name,
+        "published": False,
+        "tokenizer": {
+            "file": tokenizer.file,
+            "sha256": tokenizer.sha256,
+            "vocab_size": tokenizer.vocab_size,
+            "bos_id": tokenizer.bos_id,
+        },
+        "lossless": probe == LOSSLESS_PROBE.encode(),
     }
-    manifest["yardsticks"] = yardsticks(*check_dataset(request.out, tokenizer, manifest), tokenizer)
-    write_json(request.out / "manifest.json", manifest)
-    shutil.rmtree(work)
+    print("tokenizing", flush=True)
+    job = functools.partial(tokenize, (path, tokenizer.sha256), manifest["lossless"])
+    for split in ("train", "val"):
+        parts = run_jobs(workers, job, sorted(work.glob(f"kept/{split}_*")))
+        part = write_split(result / f"{request.name}_{split}", parts, tokenizer.vocab_size)
+        counts["not_lossless"] += part.pop("not_lossless")
+        manifest[split] = part
+    if request.has_one_document():
+        manifest["split"] = "tail"  # of the only document; a split by hash has no such line
+    kinds = ("exact_duplicates", "near_duplicates", "not_lossless", "empty")
+    manifest |= {
+        "overlap_documents": 0,
+        "dropped": {kind: counts[kind] for kind in kinds},
+        "seed": request.seed,
+        "source_files": [*request.sources.values(), *request.val_sources.values()],
+    }
+    train, val = check_dataset(result, tokenizer, manifest)
+    overlap = count_overlap(train, val, tokenizer.bos_id)
+    if overlap:
+        raise UserError(f"{overlap} validation documents stand in training, expected 0")
+    manifest["yardsticks"] = yardsticks(train, val, tokenizer)
     return manifest
 
 
-def print_table(out: Path, manifest: dict) -> None:
-    """What was made, for people, and the settings that use it."""
-    print(f"{'':8}{'documents':>12}{'tokens':>16}{'decoded bytes':>16}{'bytes/token':>14}   BOS not counted")
-    for split in ("train", "val"):
-        part = manifest[split]
-        ratio = part["decoded_bytes"] / (part["tokens"] - part["documents"])
-        print(f"{split:8}{part['documents']:12,}{part['tokens']:16,}{part['decoded_bytes']:16,}{ratio:14.4f}")
-    print("dropped: " + ", ".join(f"{count:,} {kind}" for kind, count in manifest["dropped"].items()))
-    if not manifest["lossless"]:
-        print("the tokenizer does not give back its text exactly: scores count decoded bytes, not source bytes")
-    measured = ", ".join(f"{name.removesuffix('_bpb')} {bpb:.4f}" for name, bpb in manifest["yardsticks"].items())
-    print(f"bits per byte of the validation text by {measured}\nvalidation documents that also stand in training: "
-          f"{manifest['overlap_documents']}\nto train on it: DATA_PATH={out}")
+def prepare(request, out, workers):
+    """Make what the request says in folder `out`, or find it made. Return the manifest."""
+    identity = request.identity()
+    if (out / "manifest.json").exists():
+        manifest = load_manifest(out)
+        if manifest.get("request") != identity:
+            raise UserError(
+                f"{out}: holds data of another request (other sources or options); delete {out} or "
+                "choose another --out"
+            )
+        check_dataset(out, load_tokenizer(out / manifest["tokenizer"]["file"]), manifest)
+        print(f"{out}: already holds exactly this data; nothing to do")
+        return manifest
+    work = out / ".work"
+    shutil.rmtree(work, ignore_errors=True)  # of a run that was killed
+    try:
+        work.mkdir(parents=True)
+        manifest = build(request, work, workers)
+        manifest["request"] = identity
+        for path in (work / "result").iterdir():
+            os.replace(path, out / path.name)
+        write_manifest(out, manifest)
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot be written ({error})") from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            out.rmdir()  # if it is empty, because the run was refused
+    return manifest
 
 
-def run(arguments: list[str] | None = None) -> None:
-    """The command; raises UserError for the user's mistakes."""
+def parse_arguments(arguments):
+    """Return the parsed command line. Raises UserError for a value out of range."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("sources", nargs="*", metavar="SOURCE", help="files, folders; none: Python's standard library")
-    parser.add_argument("--val", nargs="+", default=[], metavar="SOURCE", help="validation text; no split by hash then")
-    parser.add_argument("--out", type=Path, help="folder to write (data/NAME beside this script)")
-    parser.add_argument("--vocab-size", type=int, default=1024, help="pieces of the tokenizer trained here (1024)")
-    parser.add_argument("--tokenizer", default="", help=".model file, tiktoken name or file, or `bytes` (train one)")
-    parser.add_argument("--val-frac", type=float, default=0.05, help="share of the documents for validation (0.05)")
-    parser.add_argument("--val-max-bytes", type=int, help=f"most validation bytes, 0: no limit ({VAL_BYTES:,})")
-    parser.add_argument("--seed", type=int, default=0, help="of the document order (0)")
-    parser.add_argument("--name", help="first part of the shards' file names (text; embedded without SOURCE)")
-    parser.add_argument("--workers", type=int, default=0, help="processes (0: all cores)")
+    option = parser.add_argument
+    option("sources", nargs="*", metavar="SOURCE", help="files, folders; none: standard library")
+    option("--val", nargs="+", default=[], metavar="SOURCE", help="validation text; no split then")
+    option("--only", nargs="+", default=[], metavar="ENDING", help="of folders, e.g. .txt alone")
+    option("--out", type=Path, help="folder to write (data/NAME beside this script)")
+    option("--vocab-size", type=int, default=1024, help="pieces of a tokenizer trained here (1024)")
+    option("--tokenizer", default="", help=".model file, tiktoken name or file, or `bytes`")
+    option("--val-frac", type=float, default=0.05, help="share of text for validation (0.05)")
+    option("--val-max-bytes", type=int, help=f"most validation bytes, 0: no limit ({VAL_BYTES:,})")
+    option("--seed", type=int, default=0, help="of the document order (0)")
+    option("--name", help="first part of the shards' names (text; embedded without SOURCE)")
+    option("--workers", type=int, help="processes (all cores)")
     args = parser.parse_args(arguments)
-    checks = (("--vocab-size", args.vocab_size, 300 <= args.vocab_size <= 1 << 16, "300 to 65,536"),
-              ("--val-frac", args.val_frac, 0 < args.val_frac < 1, "a number between 0 and 1"),
-              ("--val-max-bytes", args.val_max_bytes, (args.val_max_bytes or 0) >= 0, "0 or more"),
-              ("--workers", args.workers, args.workers >= 0, "0 or more"),
-              ("--name", args.name, re.fullmatch(r"[A-Za-z0-9.-]+", args.name or "-"), "letters, digits, . and -"),
-              ("--val", args.val, args.sources or not args.val, "a SOURCE of training text beside it"),
-              ("--val-max-bytes", args.val_max_bytes, not args.val or args.val_max_bytes is None,
-               "no --val beside it, whose text is taken whole"))
-    for option, value, good, wanted in checks:
-        if not good:
-            raise UserError(f"{option} {value}: expected {wanted}")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    limit = args.val_max_bytes
+    name_is_right = re.fullmatch(r"[A-Za-z0-9.-]+", args.name or "-")
+    limit_is_right = limit is None or (limit >= 0 and not args.val)
+    for name, value, is_right, expected in (
+        ("--val-frac", args.val_frac, 0 < args.val_frac < 1, "a number between 0 and 1"),
+        ("--val-max-bytes", limit, limit_is_right, "0 or more, and no --val beside it"),
+        ("--name", args.name, name_is_right, "letters, digits, . and -"),
+        ("--val", args.val, args.sources or not args.val, "a SOURCE of training text beside it"),
+    ):
+        if not is_right:
+            raise UserError(f"{name} {value}: expected {expected}")
+    return args
+
+
+def run(arguments=None):
+    """Run the command. Raises UserError for mistakes of the user."""
+    args = parse_arguments(arguments)
     if args.sources:
-        sources, name, val_max_bytes = find_sources(args.sources), args.name or "text", VAL_BYTES
+        sources, skipped = find_sources(args.sources, args.only)
+        name = args.name or "text"
+        limit = VAL_BYTES
     else:
-        (sources, note), name, val_max_bytes = find_stdlib(), args.name or "embedded", EMBEDDED_VAL_BYTES
-        print(f"no SOURCE named: {note}", flush=True)
+        sources = find_stdlib()
+        skipped = []
+        name = args.name or "embedded"
+        limit = EMBEDDED_VAL_BYTES
+    val_sources, val_skipped = find_sources(args.val, args.only)
+    skipped += val_skipped
+    if skipped:
+        names = ", ".join(skipped[:NAMED]) + ", …" * (len(skipped) > NAMED)
+        print(f"skipped {len(skipped)} files, of another kind or not UTF-8: {names}", flush=True)
+    if args.val_max_bytes is not None:
+        limit = args.val_max_bytes
+    request = Request(
+        sources=sources,
+        val_sources=val_sources,
+        name=name,
+        tokenizer=args.tokenizer,
+        vocab_size=args.vocab_size,
+        val_frac=args.val_frac,
+        val_max_bytes=limit,
+        seed=args.seed,
+    )
     out = args.out or Path(os.path.relpath(Path(__file__).resolve().parent / name))
-    request = Request(sources, find_sources(args.val), out, name, args.tokenizer, args.vocab_size, args.val_frac,
-                      val_max_bytes if args.val_max_bytes is None else args.val_max_bytes, args.seed)
-    print_table(out, prepare(request, args.workers or cores))
+    manifest = prepare(request, out, args.workers or os.cpu_count())
+    if manifest.get("split") == "tail":
+        print(
+            f"one document: its last {manifest['val']['source_bytes']:,} bytes are the validation"
+        )
+    if not manifest["lossless"]:
+        print("the tokenizer changes its text: scores count decoded bytes, not source bytes")
+    print("dropped: " + ", ".join(f"{n:,} {kind}" for kind, n in manifest["dropped"].items()))
+    print_summary(out, manifest)
 
 
-def main() -> None:
-    """Runs the command; a mistake of the user's is one line and exit code 2."""
+def main():
+    """Run the command. A mistake of the user is one line, and the exit code is 2."""
     try:
         run()
     except UserError as error:

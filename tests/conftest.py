@@ -1,6 +1,5 @@
 """Fixtures of several test files."""
 
-import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -12,6 +11,10 @@ import torch
 
 import quantize as Q
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+
+from common import ROOT, load_script
+
 KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV")
 
 
@@ -22,12 +25,8 @@ def environment(**changes: object) -> dict[str, str]:
 
 
 def load_tool(name: str) -> ModuleType:
-    """tools/NAME.py, under a name that no import of it has."""
-    path = Path(__file__).resolve().parents[1] / "tools" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"{name}_under_test", path)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where dataclasses look
-    spec.loader.exec_module(module)
-    return module
+    """tools/NAME.py."""
+    return load_script(ROOT / "tools" / f"{name}.py")
 
 
 @pytest.fixture(autouse=True)

@@ -281,19 +281,16 @@ class Scripted:
     answers: list[list] = []
     prompts: list[list[int]] = []
 
-    def __init__(self, network: S.GPT, prompts: list[list[int]], count: int):
+    def __init__(self, network: S.GPT, prompts: list[list[int]]):
         self.prompts.append(prompts[0])
         self.left = [*self.answers.pop(0)]
-        self.logits = self.next()
+        self(None)
 
-    def next(self) -> torch.Tensor:
+    def __call__(self, ids: torch.Tensor | None) -> None:
         token = self.left.pop(0) if self.left else IDS[END]
         if token == "^C":
             raise KeyboardInterrupt
-        return torch.eye(264)[[token]] * 100
-
-    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.next()
+        self.logits = torch.eye(264)[[token]] * 100
 
 
 def as_bytes(text: str) -> list[int]:

@@ -8,8 +8,6 @@ import json
 import math
 import random
 import resource
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -55,47 +53,47 @@ def pair(shapes: dict[str, tuple[int, ...]], kind: str = "gaussian") -> tuple[di
 @pytest.mark.parametrize("count", [1, 127, 128, 129, 1000])
 @pytest.mark.parametrize("group", [128, -1, 0, 7])
 def test_bitdelta_against_numpy(count, group):
-    """Signs, 8 a byte, 0 being +1; mean |delta| over the real values of each group; base + scale * sign, exactly."""
+    """Signs, that of 0 being 1; mean |delta| over the real values of each group; base + scale * sign, exactly."""
     weight, base = draw("student_t", (5, count), 1), draw("gaussian", (5, count), 2)
     weight[0, 0] = base[0, 0]
-    quantizer = Q.BitDeltaQuantizer(group_size=group)
-    signs, scales = quantizer.quantize(weight, base)
-    delta = (weight - base).numpy().ravel()
     size = {-1: count, 0: 5 * count}.get(group, group)
-    starts = np.arange(0, 5 * count, size)
-    expected = np.array([np.abs(delta[at : at + size].astype(np.float64)).mean() for at in starts])
-    assert signs.dtype == torch.uint8 and signs.shape == (math.ceil(5 * count / 8),)
+    signs, scales = Q.sign_delta((weight - base).flatten(), size)
+    delta = (weight - base).numpy().ravel()
+    expected = [np.abs(delta[at : at + size].astype(np.float64)).mean() for at in range(0, 5 * count, size)]
     assert scales.dtype == torch.float32 and np.allclose(scales.numpy(), expected, rtol=1e-7, atol=0)
-    bits = [(signs[at // 8].item() >> at % 8) & 1 for at in range(5 * count)]
-    assert bits == [int(value >= 0) for value in delta] and bits[0] == 1
-    sign = np.where(delta >= 0, np.float32(1), np.float32(-1)).reshape(5, count)
-    spread = np.repeat(scales.numpy(), size)[: 5 * count].reshape(5, count)
-    assert np.array_equal(quantizer.dequantize(base, signs, scales).numpy(), base.numpy() + sign * spread)
+    assert signs.dtype == torch.int8 and signs.tolist() == np.where(delta >= 0, 1, -1).tolist() and signs[0] == 1
+    spread = np.repeat(scales.numpy(), size)[: 5 * count]
+    made = base.numpy() + (signs.numpy() * spread).reshape(5, count)
+    assert np.array_equal(Q.add_delta(base, signs, scales, group).numpy(), made)
+    shorter, longer = (np.square(delta - signs.numpy() * spread * factor).sum() for factor in (0.99, 1.01))
+    assert np.square(delta - signs.numpy() * spread).sum() <= min(shorter, longer)  # the least error
 
 
-@pytest.mark.parametrize("group", [128, -1, 0])
-def test_bitdeltas_scale_has_the_least_error(group):
-    weight, base = draw("lognormal", (16, 256), 1), torch.zeros(16, 256)
-    quantizer = Q.BitDeltaQuantizer(group)
-    signs, scales = quantizer.quantize(weight, base)
-    error = [(quantizer.dequantize(base, signs, scales * factor) - weight).double().square().sum()
-             for factor in (0.99, 1.0, 1.01)]
-    assert error[1] < error[0] and error[1] < error[2]
-    assert Q.BitDeltaQuantizer().group == 128
-    sizes = [Q.group_size(shape, group) for shape, group in (((7,), -1), ((7,), 0), ((3, 4, 5), -1), ((3, 4, 5), 0),
-                                                             ((3, 4, 5), 59), ((3, 4, 5), 60), ((3, 4, 5), 1 << 40))]
-    assert sizes == [7, 7, 20, 60, 59, 60, 60]
+def test_sizes_of_groups():
+    assert [Q.group_size((3, 4, 5), group) for group in (-1, 0, 59, 60, 1 << 40)] == [20, 60, 59, 60, 60]
+    assert Q.group_size((7,), -1) == Q.group_size((7,), 0) == 7
 
 
-@pytest.mark.parametrize("group", [128, -1, 0])
-def test_no_difference_gives_the_base(group):
+def test_no_difference_gives_the_base():
     base = draw("gaussian", (16, 129))
-    quantizer = Q.BitDeltaQuantizer(group)
-    signs, scales = quantizer.quantize(base, base)
-    assert torch.equal(quantizer.dequantize(base, signs, scales), base) and not scales.any()
-    for bits in range(1, 9):
-        codes, scales = Q.quantize_delta(torch.zeros(129), 128, bits)
-        assert torch.equal(Q.add_delta(base[0], codes, scales.float(), 128), base[0])
+    found = [Q.sign_delta(torch.zeros(16 * 129), 128)]
+    found += [Q.quantize_delta(torch.zeros(16 * 129), 128, bits) for bits in range(1, 9)]
+    for codes, scales in found:
+        assert torch.equal(Q.add_delta(base, codes, scales.float(), 128), base) and not scales.any()
+
+
+@pytest.mark.parametrize("kind", DISTRIBUTIONS)
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_no_group_is_worse_than_by_absmax(kind, bits):
+    """Plain absmax: the largest weight of a group has the largest code. At 8 bits it was better in 1 of 4 groups."""
+    delta = draw(kind, (64, 512), bits).flatten()
+    codes, scales = Q.quantize_delta(delta, 128, bits)
+    rows, most = delta.view(-1, 128), Q.largest_code(bits)
+    step = (rows.abs().amax(1, keepdim=True) / most).half().float()
+    absmax = (2 * (rows / step / 2).floor() + 1 if bits < 4 else (rows / step).round()).clamp(-most, most)
+    errors = [(each * s - rows).square().double().sum(1)
+              for each, s in ((codes.view(-1, 128), scales.float()[:, None]), (absmax, step))]
+    assert (errors[0] <= errors[1] * (1 + 1e-6)).all()
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
@@ -209,23 +207,22 @@ def test_a_file_gives_back_what_was_quantized(tmp_path, method, changes, keep_bi
     base, tuned = pair(SHAPES)
     own = header(base, method, keep_bits=keep_bits, **changes)
     (tmp_path / "d").write_bytes(Q.pack_delta(base, tuned, own, {}))
-    found, tensors, kept = Q.read_delta(tmp_path / "d", base)
+    found, tensors = Q.read_delta(tmp_path / "d", base)
     assert found == own and list(tensors) == list(SHAPES)
     assert Q.pack_delta(base, tuned, own, {}) == (tmp_path / "d").read_bytes()
-    assert kept == (40 * 32 + 7 + 2400) * keep_bits // 8 + 16  # A_log is float32 always
     for name, w in base.items():
         if name not in ("w_one", "w_two", "a.w_three"):
             full = keep_bits == 32 or name == "gdn.A_log"
             assert torch.equal(tensors[name], tuned[name] if full else tuned[name].half().float())
             continue
-        size = Q.group_size(w.shape, changes["group"])
+        size, delta = Q.group_size(w.shape, changes["group"]), (tuned[name] - w).flatten()
         if method == "bitdelta":
-            signs, scales = Q.BitDeltaQuantizer(changes["group"]).quantize(tuned[name], w)
+            codes, scales = Q.sign_delta(delta, size)
             scales = scales if "scale_bits" not in changes else (scales * 8).half().float() / 8
-            expected = Q.BitDeltaQuantizer(changes["group"]).dequantize(w, signs, scales)
         else:
-            codes, scales = Q.quantize_delta((tuned[name] - w).flatten() * 8, size, changes["bits"])
-            expected = w + (codes * scales.float().repeat_interleave(size)[: w.numel()] / 8).view(w.shape)
+            codes, scales = Q.quantize_delta(delta * 8, size, changes["bits"])
+            scales = scales.float() / 8
+        expected = w + (codes * scales.repeat_interleave(size)[: w.numel()]).view(w.shape)
         assert tensors[name].dtype == torch.float32 and torch.equal(tensors[name], expected)
 
 
@@ -237,7 +234,7 @@ def test_scales_and_sizes_at_the_edges(tmp_path, method, changes):
         tuned = {name: w + delta for name, w in base.items()}
         own = header(base, method, scale=scale, **changes)
         (tmp_path / "d").write_bytes(Q.pack_delta(base, tuned, own, {}))
-        _, tensors, _ = Q.read_delta(tmp_path / "d", base)
+        _, tensors = Q.read_delta(tmp_path / "d", base)
         for name, w in tuned.items():
             error = (tensors[name] - w).abs().max().item()
             assert error == 0 if delta in (0.0, -0.5) else error <= 1e-3 * abs(delta) + 1e-7 * w.abs().max().item()
@@ -266,7 +263,7 @@ def read(data: bytes, base: dict, path: Path) -> str:
     """The one line that read_delta refuses these bytes with, or "" where it reads them."""
     path.write_bytes(data)
     try:
-        _, tensors, _ = Q.read_delta(path, base)
+        _, tensors = Q.read_delta(path, base)
     except Q.ArtifactError as error:
         assert str(error).startswith(f"{path}: ") and "\n" not in str(error)
         return str(error)
@@ -314,7 +311,8 @@ def test_damaged_files_are_refused_in_one_line(tmp_path, sealed, count):
 def test_forged_headers_are_refused(tmp_path):
     base, tuned = pair(SHAPES)
     for changes in (dict(bits=60), dict(bits=0), dict(bits=-3), dict(group=1 << 62), dict(group=0.5), dict(group="a"),
-                    dict(scale=1e300), dict(scale="x"), dict(scale_bits=8), dict(keep_bits=64), dict(method=[])):
+                    dict(scale=1e300), dict(scale="x"), dict(scale_bits=8), dict(keep_bits=64), dict(method=[]),
+                    dict(base=5), dict(base=None)):
         own = header(base, "deltaquant", bits=3, group=-1, scale_bits=16)
         data = Q.pack_delta(base, tuned, own, {})
         length = Q.DELTA_PREFIX.unpack_from(data)[2]
@@ -416,18 +414,17 @@ def bits_per_byte(tensors: dict[str, torch.Tensor], data: Path) -> float:
 
 
 @pytest.mark.parametrize(("command", "changes"), [
-    ("bitdelta", dict(DISTILL_STEPS=0)),
-    ("deltaquant", dict(DELTA_BITS=2, DELTA_STEP="group", DELTA_GROUP=32, DELTA_KEEP_BITS=32)),
+    ("bitdelta", dict(DISTILL_STEPS=0)), ("deltaquant", dict(DELTA_BITS=2, DELTA_STEP="group", DELTA_GROUP=32)),
     *(pytest.param(*each, marks=pytest.mark.full) for each in (
         ("bitdelta", dict(DISTILL_STEPS=0, DELTA_GROUP=-1, DELTA_SCALE_BITS=16)), ("deltaquant", {})))])
 def test_what_the_commands_print_and_write(call, place, tmp_path, command, changes):
-    """Sizes are of the file, errors by their definitions, bits per byte by evaluation; `apply` in a process of its own
-    gives the tensors of memory, bit for bit, of which `pack` and `compare` read the folder.
+    """Sizes are of the file, errors by their definitions, bits per byte by evaluation; `apply` gives the tensors of
+    memory, bit for bit, of which `pack` and `compare` read the folder.
     """
     base, tuned, out = weights(place / "base"), weights(place / "tuned"), tmp_path / "d"
     code, output, error = call(command, place / "base", place / "tuned", out, "--score", **changes)
     assert code == 0, error
-    found, tensors, kept = Q.read_delta(out, base)
+    found, tensors = Q.read_delta(out, base)
     own = found["settings"]
     default = dict(bits=1, group=128, scale_bits=32) if command == "bitdelta" else dict(bits=4, group=-1, scale_bits=16)
     given = {name.removeprefix("DELTA_").lower(): value for name, value in changes.items()}
@@ -439,38 +436,29 @@ def test_what_the_commands_print_and_write(call, place, tmp_path, command, chang
     assert 1 <= own["scale"] / largest <= 2 and math.frexp(own["scale"])[0] == 0.5
 
     sizes, errors = tables_of(output)
-    every = sum(w.numel() for w in base.values())
-    coded = sum(base[name].numel() for name in matrices)
-    assert [sizes["weights in fp32"][key] for key in ("bytes", "of_matrices")] == [str(4 * every), str(4 * coded)]
-    assert [sizes["weights in bf16"][key] for key in ("bytes", "x_fp32", "x_bf16")] == [str(2 * every), "2", "1"]
-    row = sizes[str(out)]
-    assert [int(row["bytes"]), int(row["of_matrices"])] == [out.stat().st_size, out.stat().st_size - kept]
-    assert float(row["x_fp32"]) == pytest.approx(4 * every / out.stat().st_size, rel=1e-4)
-    assert float(row["their_x_bf16"]) == pytest.approx(2 * coded / (out.stat().st_size - kept), rel=1e-4)
-    if command == "bitdelta":
-        for name, change in (("with 16-bit scales", dict(scale_bits=16)),
-                             ("with a 32-bit scale a matrix", dict(scale_bits=32, group=0))):
-            other = {**found, "settings": {**own, **change}}
-            assert int(sizes[name]["bytes"]) == len(Q.pack_delta(base, tuned, other, {}))
+    every, coded = (sum(base[name].numel() for name in names) for names in (base, matrices))
+    whole = sum(w.numel() * (4 if name.endswith(("A_log", "dt_bias")) else 2) for name, w in base.items()
+                if name not in matrices)
+    used = out.stat().st_size
+    for name, size, count in ((str(out), used, every), ("its matrices", used - whole, coded)):
+        assert int(sizes[name]["bytes"]) == size
+        assert [float(sizes[name][key]) for key in ("x_fp32", "x_bf16")] == pytest.approx(
+            [4 * count / size, 2 * count / size], rel=1e-4)
     for kind, row in errors.items():
         chosen = [name for name, w in base.items() if kind in ("all", T.tensor_class(name, w))]
         x, y = (np.concatenate([(each[name].double() - base[name].double()).numpy().ravel() for name in chosen])
                 for each in (tuned, tensors))
         norm = np.linalg.norm
-        values = [norm(y - x) / norm(x), np.mean((y - x) ** 2), np.abs(y - x).max(), x @ y / norm(x) / norm(y),
-                  20 * np.log10(norm(x) / max(norm(y - x), 1e-300))]
-        if norm(y - x) > 0:
-            assert [float(row[key]) for key in ("rel_frobenius", "mse", "max", "cosine", "snr_db")] == pytest.approx(
-                values, rel=2e-4)
+        assert [float(row[key]) for key in ("rel_frobenius", "mse", "max", "cosine", "snr_db")] == pytest.approx(
+            [norm(y - x) / norm(x), np.mean((y - x) ** 2), np.abs(y - x).max(), x @ y / norm(x) / norm(y),
+             20 * np.log10(norm(x) / norm(y - x))], rel=2e-4)
     before, best, after = (bits_per_byte(each, place / "data") for each in (base, tuned, tensors))
     assert best < before - 0.5 and (before - after) / (before - best) > 0.5
     assert output.splitlines()[-1] == (
         f"bits per byte of validation: base {before:.4f}, tuned {best:.4f}, base + delta {after:.4f}, "
         f"{(before - after) / (before - best):.2%} of the gain")
 
-    done = subprocess.run([sys.executable, str(ROOT / "quantize.py"), "apply", str(place / "base"), str(out),
-                           str(tmp_path / "m")], env=environment(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert call("apply", place / "base", out, tmp_path / "m")[0] == 0
     again = torch.load(tmp_path / "m" / "model.pt", weights_only=True)
     assert list(again) == list(base) and all(torch.equal(again[name], tensors[name]) for name in base)
     assert call("pack", tmp_path / "m", tmp_path / "m.upar")[0] == call("verify", tmp_path / "m.upar")[0] == 0
@@ -481,61 +469,26 @@ def test_what_the_commands_print_and_write(call, place, tmp_path, command, chang
 def test_distillation(call, place, tmp_path):
     """The scales bring the logits of the first batch nearer, by as much as is printed; signs and the rest stay."""
     base, tuned = weights(place / "base"), weights(place / "tuned")
-    lines = {}
+    words, lines, read = ("bitdelta", place / "base", place / "tuned"), {}, {}
     for steps in (0, 60):
-        code, output, error = call("bitdelta", place / "base", place / "tuned", tmp_path / str(steps),
-                                   DISTILL_STEPS=steps, DISTILL_LR=0.01)
+        code, output, error = call(*words, tmp_path / str(steps), DISTILL_STEPS=steps, DISTILL_LR=0.01)
         assert code == 0, error
-        lines[steps] = output.splitlines()[0]
+        lines[steps], read[steps] = output.splitlines()[0], Q.read_delta(tmp_path / str(steps), base)[1]
     assert lines[0].startswith("file") and lines[60].startswith("distillation: 60 steps, mean squared error of logits")
     ids = torch.cat([ids for ids, _ in batches_of(place / "data").micro_batches(0)])
-    read = {steps: Q.read_delta(tmp_path / str(steps), base)[1] for steps in lines}
     with torch.no_grad():
         right = rebuilt(tuned)(ids)
         losses = [(rebuilt(each)(ids) - right).square().mean().item() for each in read.values()]
-    words = lines[60].split()
+    said = lines[60].split()
     assert ids.shape == (4, 32) and losses[1] < 0.8 * losses[0]
-    assert [float(words[words.index(word) - 1]) for word in ("before,", "after")] == pytest.approx(losses, rel=1e-3)
+    assert [float(said[said.index(word) - 1]) for word in ("before,", "after")] == pytest.approx(losses, rel=1e-3)
     for name, w in base.items():
         one, two = (each[name] - w for each in read.values())
         coded = T.tensor_class(name, w) == "matrix"
         assert torch.equal(one > 0, two > 0) and torch.equal(one, two) != coded
-    size = {(tmp_path / str(steps)).stat().st_size for steps in lines}
-    assert max(size) - min(size) < 8  # the header's
-    words = "bitdelta", place / "base", place / "tuned", tmp_path / "wild"
-    code, output, _ = call(*words, DISTILL_LR=10, DISTILL_STEPS=2)
+    code, output, _ = call(*words, tmp_path / "wild", DISTILL_LR=10, DISTILL_STEPS=2)
     assert code == 0 and "scales stay as they were" in output
     assert torch.equal(Q.read_delta(tmp_path / "wild", base)[1]["mixers.0.w_o"], read[0]["mixers.0.w_o"])
-
-
-def test_distillation_in_many_micro_batches(call, place, tmp_path, monkeypatch):
-    """However long a step is, windows come 4,096 tokens at a time; the loss is the whole step's."""
-    shapes, data = [], place / "data"
-    micro_batches = Q.Batches.micro_batches
-    monkeypatch.setattr(Q.Batches, "micro_batches", lambda own, step: (
-        (shapes.append(tuple(ids.shape)) or (ids, targets)) for ids, targets in micro_batches(own, step)))
-    code, output, error = call("bitdelta", place / "base", place / "tuned", tmp_path / "d", DISTILL_STEPS=1,
-                               DISTILL_BATCH_TOKENS=3 * 4096)
-    assert code == 0 and shapes == [(128, 32)] * 9, error  # before, the step, after
-    options = dataclasses.replace(SETTINGS, data_path=str(data), holdout_tokens=32, train_batch_tokens=3 * 4096)
-    own = T.Batches(T.open_data(options), options, T.start_runtime("cpu"))
-    ids = torch.cat([ids for ids, _ in micro_batches(own, 0)])
-    base, tuned = weights(place / "base"), weights(place / "tuned")
-    delta = {name: Q.BitDeltaQuantizer().dequantize(w, *Q.BitDeltaQuantizer().quantize(tuned[name], w))
-             if T.tensor_class(name, w) == "matrix" else tuned[name] for name, w in base.items()}
-    with torch.no_grad():
-        loss = (rebuilt(delta)(ids) - rebuilt(tuned)(ids)).square().mean().item()
-    words = output.splitlines()[0].split()
-    assert float(words[words.index("before,") - 1]) == pytest.approx(loss, rel=0.01)
-
-
-def test_the_printed_error_falls_with_the_bits(call, place, tmp_path):
-    found = []
-    for bits in (1, 2, 3, 4, 8):
-        code, output, _ = call("deltaquant", place / "base", place / "tuned", tmp_path / str(bits), DELTA_BITS=bits)
-        assert code == 0
-        found.append((float(tables_of(output)[1]["matrix"]["rel_frobenius"]), (tmp_path / str(bits)).stat().st_size))
-    assert all(a[0] > 1.5 * b[0] and a[1] < b[1] for a, b in zip(found, found[1:], strict=False)), found
 
 
 @pytest.mark.parametrize(("words", "changes", "said"), [
@@ -549,16 +502,12 @@ def test_the_printed_error_falls_with_the_bits(call, place, tmp_path):
     (["deltaquant", "{base}", "{nan}", "{new}"], {}, "tensor 'mixers.1.w_o': its weights are not finite"),
     (["bitdelta", "{nan}", "{tuned}", "{new}"], {}, "tensor 'mixers.1.w_o': its weights are not finite"),
     (["deltaquant", "{base}", "{loud}", "{new}"], {}, "tensor 'embed': 1e+06 is too large for float16"),
-    (["deltaquant", "{base}", "{tuned}", "{new}"], {"DELTA_BITS": 9}, "DELTA_BITS=9: must be from 1 to 8"),
-    (["deltaquant", "{base}", "{tuned}", "{new}"], {"DELTA_BITS": 0}, "DELTA_BITS=0: must be from 1 to 8"),
+    (["deltaquant", "{base}", "{tuned}", "{new}"], {"DELTA_BITS": 9}, "DELTA_BITS=9: must be a whole number from 1"),
     (["deltaquant", "{base}", "{tuned}", "{new}"], {"DELTA_STEP": "grid"}, "must be one of tensor, row, group"),
     (["bitdelta", "{base}", "{tuned}", "{new}"], {"DELTA_SCALE_BITS": 24}, "DELTA_SCALE_BITS=24: must be 16 or 32"),
-    (["bitdelta", "{base}", "{tuned}", "{new}"], {"DELTA_KEEP_BITS": 8}, "DELTA_KEEP_BITS=8: must be from 16 to 32"),
-    (["bitdelta", "{base}", "{tuned}", "{new}"], {"DELTA_GROUP": -2}, "DELTA_GROUP=-2: must be from -1"),
+    (["bitdelta", "{base}", "{tuned}", "{new}"], {"DELTA_GROUP": -2}, "DELTA_GROUP=-2: must be a whole number from -1"),
     (["bitdelta", "{base}", "{tuned}", "{new}"], {"DATA_PATH": ""}, "DATA_PATH='': distillation and --score"),
     (["bitdelta", "{base}", "{tuned}", "{new}"], {"DATA_PATH": "nowhere"}, "nowhere"),
-    (["bitdelta", "{base}", "{tuned}", "{new}"], {"DISTILL_BATCH_TOKENS": 33},
-     "error: DISTILL_BATCH_TOKENS=33: must be a multiple of TRAIN_SEQ_LEN"),
     (["bitdelta", "{base}", "{tuned}", "{delta}"], {}, "exists already"),
 ])
 def test_mistakes_are_one_line_and_exit_code_2(call, place, tmp_path, words, changes, said):

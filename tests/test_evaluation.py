@@ -200,19 +200,15 @@ def documents_of(lengths: list[int], seed: int = 0) -> np.ndarray:
 LENGTHS = [30, 1, 64, 65, 2, 150, 7, 1, 17, 40]  # with pieces of 16 and 64 one of a single token; BOS alone
 
 
-class CachedTableModel:
-    """`loss_of` for rows that go on with the cache; wants a GPT's arguments. Notes each call's shape and first row."""
+class DocumentModel:
+    """`loss_of` for whole documents. Notes each call's rows."""
 
     def __init__(self):
-        self.shapes: list[tuple[int, int]] = []
         self.fed: list[list[int]] = []
 
-    def __call__(self, ids: torch.Tensor, targets: torch.Tensor, cache: dict) -> torch.Tensor:
-        self.shapes.append(tuple(ids.shape))
-        self.fed.append(ids[0].tolist())
-        seen, before = cache.get("seen", 0), cache.get("mixed", 0)
-        mixed = before + (torch.arange(seen + 1, seen + ids.size(1) + 1) * (ids + 3)).cumsum(1)
-        cache.update(seen=seen + ids.size(1), mixed=mixed[:, -1:])
+    def __call__(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        self.fed += ids.tolist()
+        mixed = (torch.arange(1, ids.size(1) + 1) * (ids + 3)).cumsum(1)
         losses = 1.0 + ((mixed * 31 + ids * 7 + targets * 101) % 9973).double() / 9973
         return torch.where(targets >= 0, losses, 0.0)
 
@@ -220,21 +216,19 @@ class CachedTableModel:
 def test_documents_by_hand():
     tokens = np.array([BOS, 70, 71, BOS, BOS, 72, 73, 74, 75])
     for stream, last in ((tokens, [BOS, 72, 73, 74]), (np.append(tokens, BOS), [BOS, 72, 73, 74, 75])):
-        scorer(9, 1).score_documents(model := CachedTableModel(), stream)
-        assert model.fed == [last, [BOS, 70, 71], [BOS]]  # longest first
-    score = scorer(2, 2).score_documents(CachedTableModel(), tokens)
+        scorer(9, 1).score_documents(model := DocumentModel(), stream)
+        assert model.fed == [[BOS, 70, 71], [BOS], last]
+    score = scorer(2, 2).score_documents(DocumentModel(), tokens)
     assert (score.tokens, score.bytes) == (8, 6)  # two of the predictions are BOS
     rows = [[BOS, 70, 71, BOS], [BOS, BOS], [BOS, 72, 73, 74, 75]]
     expected = [loss_of(row[:at], row[at]) for row in rows for at in range(1, len(row))]
     assert score.nats == pytest.approx(math.fsum(expected), rel=1e-14)
 
 
-@pytest.mark.parametrize("batch", [1, 3, 16])
-@pytest.mark.parametrize("seq_len", [1, 7, 16, 64, 300])
-def test_stateful_score_is_that_of_a_slow_loop_over_documents(seq_len, batch):
+def test_stateful_score_is_that_of_a_slow_loop_over_documents():
     """Every prediction once, after all of its document; the BOS after a document is predicted by its last token."""
-    tokens, model = documents_of(LENGTHS), CachedTableModel()
-    score = scorer(seq_len, batch).score_documents(model, tokens)
+    tokens, model = documents_of(LENGTHS), DocumentModel()
+    score = scorer(16, 3).score_documents(model, tokens)
     starts = [0]
     expected = []
     for i in range(len(tokens) - 1):
@@ -242,17 +236,16 @@ def test_stateful_score_is_that_of_a_slow_loop_over_documents(seq_len, batch):
         expected.append(loss_of(tokens[starts[-1] : i + 1].tolist(), int(tokens[i + 1])))
     assert score.nats == pytest.approx(math.fsum(expected), rel=1e-12)
     assert (score.tokens, score.bytes) == (sum(LENGTHS) - 1, sum(LENGTHS) - len(LENGTHS))
-    assert {rows for rows, _ in model.shapes} == {batch} and max(width for _, width in model.shapes) <= seq_len
-    by_length = sorted([*LENGTHS[:-1], LENGTHS[-1] - 1], reverse=True)  # the last token has no successor
-    assert sum(width for _, width in model.shapes) == sum(by_length[::batch])  # as long as the longest row, no more
+    # The last token has no successor.
+    assert [len(row) for row in model.fed] == [*LENGTHS[:-1], LENGTHS[-1] - 1]
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 12])
 def test_ranks_share_out_the_documents(world_size):
     tokens = documents_of(LENGTHS)
     scores, parts = on_ranks(
-        world_size, lambda rank: scorer(16, 2, rank).score_documents(CachedTableModel(), tokens))
-    alone = scorer(16, 2).score_documents(CachedTableModel(), tokens)
+        world_size, lambda rank: scorer(16, 2, rank).score_documents(DocumentModel(), tokens))
+    alone = scorer(16, 2).score_documents(DocumentModel(), tokens)
     for score in scores:
         assert (score.tokens, score.bytes) == (alone.tokens, alone.bytes)
         assert score.nats == pytest.approx(alone.nats, rel=1e-13)
@@ -299,8 +292,8 @@ def test_progress_is_noted_before_each_forward():
     score = T.Scorer(BYTES, runtime(), 16, 2, lines.append).score(TableModel(), random_tokens(100))
     assert lines == ["scored 0 of 7 windows", "scored 2 of 7 windows", "scored 4 of 7 windows", "scored 6 of 7 windows"]
     del lines[:]
-    T.Scorer(BYTES, runtime(), 16, 4, lines.append).score_documents(CachedTableModel(), documents_of(LENGTHS))
-    assert lines == ["scored 0 of 10 windows", "scored 4 of 10 windows", "scored 8 of 10 windows"]
+    T.Scorer(BYTES, runtime(), 16, 4, lines.append).score_documents(DocumentModel(), documents_of(LENGTHS))
+    assert lines == [f"scored {at} of 10 windows" for at in range(10)]
     assert score.nats == scorer(16, 2).score(TableModel(), random_tokens(100)).nats  # and without a note
 
 
@@ -315,7 +308,7 @@ def test_a_token_that_is_not_scored_once_is_no_score():
 def packed_run(folder: Path, **changes) -> tuple[T.Run, Path]:
     """An open run with these settings, and the artifact of `tiny_network` with its codes."""
     settings = T.Settings(out_dir=str(folder), run_id="a", compile=False, device="cpu", train_seq_len=16, **changes)
-    run = T.Run(settings, runtime(), {}, {})
+    run = T.Run(settings, runtime(), None, None, {})
     run.open()
     network = tiny_network().float()
     coded = T.quantize_all(network.state_dict(), T.quant_table(settings))
@@ -379,7 +372,7 @@ def test_as_little_as_a_window_is_scored(stride):
     for count in (17, 16, 2):  # one more than the predictions
         tokens = random_tokens(count)
         assert scorer(16, 2).score(TableModel(), tokens, stride).tokens == count - 1
-        assert scorer(16, 2).score_documents(CachedTableModel(), tokens).tokens == count - 1
+        assert scorer(16, 2).score_documents(DocumentModel(), tokens).tokens == count - 1
 
 
 def test_score_closed_forms():

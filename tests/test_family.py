@@ -79,14 +79,6 @@ def gradients(net: T.GPT, ids: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 @by_choice
-def test_steps_with_a_cache_are_the_forward_pass(choice):
-    net, ids = network(choice), tokens()
-    cache = {}
-    pieces = [net(part, cache=cache) for part in ids.split([9, 1, 1, 12, 17], dim=1)]
-    assert (torch.cat(pieces, dim=1) - net(ids)).abs().max() < 1e-9
-
-
-@by_choice
 def test_nothing_passes_a_documents_start(choice):
     """Other tokens before it change nothing behind it, neither do later ones change what stands before them."""
     net, ids = network(choice), tokens()
@@ -184,24 +176,21 @@ def test_the_bio_mlp_against_the_seeds_formulas(kind, monkeypatch):
     torch.manual_seed(5)
     monkeypatch.setattr(T, "BIO_THRESHOLD", 0.45)
     mlp = T.MLP(config(settings=SETTINGS, mlp=kind)).double()
-    mlp.w_down.data.normal_()
+    mlp.w_down = torch.nn.Parameter(torch.eye(len(mlp.wave[0]), dtype=torch.float64))  # hidden units come out
     x = torch.randn(3, 5, 32, dtype=torch.float64)
 
     def osc(value, wave):
         return (wave[0] * value + wave[1]).sin() * value.tanh() + wave[2]
 
     h = osc(x @ mlp.w_up.T, mlp.wave)
-    hidden, fired = mlp.hidden(x)
     if kind == "bio":
-        assert fired is None and not hasattr(mlp, "w_gate")
-        assert (mlp(x) - h @ mlp.w_down.T).abs().max() < 1e-12
+        assert not hasattr(mlp, "w_gate") and (mlp(x) - h).abs().max() < 1e-12
         return
     volt = 1 / (1 + torch.exp(-(h @ mlp.w_gate.T)))
     strength = 1 / (1 + torch.exp(-5 * (volt - 0.45)))
     gate = strength if kind == "bio_soft" else (volt > 0.45).double()
-    assert (hidden - osc((h * gate) @ mlp.w_mix.T, mlp.mix_wave)).abs().max() < 1e-12
-    assert torch.equal(fired, volt > 0.45) and 0.02 < fired.double().mean() < 0.98
-    assert (gate == 0).double().mean().item() == (0 if kind == "bio_soft" else pytest.approx(1 - fired.double().mean()))
+    assert 0.02 < (volt > 0.45).double().mean() < 0.98
+    assert (mlp(x) - osc((h * gate) @ mlp.w_mix.T, mlp.mix_wave)).abs().max() < 1e-12
     mlp(x).sum().backward()  # hard events: the gradient of the soft ones reaches the gate
     assert mlp.w_gate.grad.abs().max() > 1e-6
 
@@ -369,9 +358,9 @@ def test_learned_positions_end_with_an_error():
 
 def test_capitals_share_whole_layers():
     net = network("shared layers")
-    assert net.block_of_layer == [0, 1, 2, 1, 3] and net.mixer_of_layer == [0, 1, 2, 1, 3]
-    net(tokens(), cache=(cache := {}))
-    assert len(net.blocks) == 4 and set(cache) == {"ids", 0, 1, 2, 3, 4}
+    places = [0, 1, 2, 1, 3]
+    assert [list(net.blocks).index(block) for block, _ in net.layers] == places
+    assert [list(net.mixers).index(mixer) for _, mixer in net.layers] == places
 
 
 @by_graph

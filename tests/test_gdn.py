@@ -248,7 +248,7 @@ def test_bfloat16_recurrence_and_step():
     o, last = gdn_recurrent(*inputs)
     state, outs = inputs[5].float(), []
     for t in range(20):
-        o_t, state = S.gdn_step(*(x[:, t] for x in inputs[:5]), state)
+        o_t, state = S.gdn_step(*(x[:, t] for x in inputs[:3]), *(x[:, t].float() for x in inputs[3:5]), state)
         outs.append(o_t)
     for got, got_last in ((o, last), (torch.stack(outs, 1), state)):
         assert (got.dtype, got_last.dtype) == (torch.bfloat16, torch.float32)

@@ -11,7 +11,7 @@ import torch
 import sample as S
 import train_gpt as T
 
-BOS, VOCAB, LENGTH, LAST_UNIFORM = 1, 48, 70, 1 - 2**-53
+BOS, VOCAB, LAST_UNIFORM = 1, 48, 1 - 2**-53
 BASE = T.Settings(layer_pattern="g s a", model_dim=32, num_heads=4, num_kv_heads=2, mlp_mult=2.0, attn_window=5,
                   qk_gain_init=1.5, train_seq_len=96)
 CHOICES = {
@@ -82,25 +82,15 @@ def same(found: list[S.Sample], wanted: list[S.Sample]) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ caches
-@pytest.mark.parametrize("choice", [*CHOICES, *T.ARCH_PRESETS])
-def test_cached_steps_are_the_forward_pass(choice):
-    """A prompt read whole or in chunks, then token by token; BOS inside both; a window much shorter than the prompt."""
-    settings, ids = settings_of(choice), texts(2, 3, LENGTH)
-    ids[0, 67] = ids[1, 30] = ids[2, 64] = BOS
-    for dtype, chunks, tolerance in ((torch.float64, (1, 7, 64, LENGTH), 1e-9), (torch.float32, (7, 64), 1e-4)):
-        net = network(settings, dtype)
-        full = net(ids).log_softmax(-1)
-        assert full.dtype == dtype and full.std(-1).min() > 0.1  # not a network that says the same of everything
-        for chunk in chunks:
-            cache, parts = {}, list(ids.split(chunk, 1) if chunk == LENGTH else ids[:, :64].split(chunk, 1))
-            parts += ids[:, 64:].split(1, 1) if chunk < LENGTH else []
-            found = torch.cat([net(part, cache=cache) for part in parts], 1).log_softmax(-1)
-            torch.testing.assert_close(found, full, rtol=0, atol=tolerance)
+def logits_alone(net: S.GPT, prompts: list[list[int]], more: torch.Tensor) -> torch.Tensor:
+    """Logits (R, T, V) of a whole forward pass over prompt and continuation, from the prompt's last token on."""
+    steps = more.size(1)
+    return torch.cat([net(torch.tensor([[*prompt, *row.tolist()]]))[:, -steps - 1 :]
+                      for prompt, row in zip(prompts, more, strict=True)])
 
 
-@pytest.mark.parametrize("recorded", [False, True], ids=["eager", "as in a graph"])
 @pytest.mark.parametrize("choice", [*CHOICES, *T.ARCH_PRESETS])
-def test_rows_of_different_lengths_go_on_as_each_alone(choice, recorded):
+def test_rows_of_different_lengths_go_on_as_each_alone(choice):
     """Texts of 1 to 29 tokens, whose windows of 5 end before the longest's begin, go on for 40: as the whole forward
     pass. BOS stands inside them and comes later; two are begun by none. Rows change places and leave on the way.
     """
@@ -111,73 +101,71 @@ def test_rows_of_different_lengths_go_on_as_each_alone(choice, recorded):
     more[:, 0], more[0, 25] = 5, BOS
     for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-4)):
         net = network(settings_of(choice), dtype)
-        alone = torch.cat([net(torch.tensor([[*prompt, *row.tolist()]]))[:, -41:]
-                           for prompt, row in zip(prompts, more, strict=True)]).log_softmax(-1)
-        decoder, order = S.Decoder(net, prompts, 1), torch.arange(5)
-        if recorded:  # where to write is a tensor then, and every slot is read
-            decoder.at = torch.zeros(1, dtype=torch.int64)
-        torch.testing.assert_close(decoder.logits.log_softmax(-1), alone[:, 0], rtol=0, atol=tolerance)
+        alone = logits_alone(net, prompts, more)
+        assert alone.dtype == dtype and alone.std(-1).min() > 0.1  # not a network that says the same of everything
+        decoder, order = S.Decoder(net, prompts), torch.arange(5)
+        torch.testing.assert_close(decoder.logits, alone[:, 0], rtol=0, atol=tolerance)
         for step in range(40):
             if step in (13, 27):
                 keep = torch.tensor([4, 1, 3, 0, 2] if step == 13 else [3, 0, 1])
-                decoder.keep(keep)
+                decoder.take(keep)
                 order = order[keep]
-            found = decoder(more[order, step]).log_softmax(-1)
-            torch.testing.assert_close(found, alone[order, step + 1], rtol=0, atol=tolerance)
+            decoder(more[order, step])
+            torch.testing.assert_close(decoder.logits, alone[order, step + 1], rtol=0, atol=tolerance)
 
 
 def test_room_grows_with_the_text():
     """Beyond what is first made room for, around a window of 5 and one that ends only later, of 80."""
     for window in (5, 80):
         net, more = mixed(attn_window=window, train_seq_len=256), texts(5, 2, 150)
-        full = net(torch.cat([torch.tensor([[1, 9, 4]] * 2), more], 1))
-        decoder = S.Decoder(net, [[1, 9, 4]], 2)
+        full = logits_alone(net, [[1, 9, 4]] * 2, more)
+        decoder = S.Decoder(net, [[1, 9, 4]] * 2)
         for step in range(150):
-            torch.testing.assert_close(decoder(more[:, step]), full[:, step + 3], rtol=0, atol=1e-9)
-        slots = {layer.window: layer.kept["k"].size(-1) for layer in decoder.layers if layer.window}
-        assert slots[window] == window and 153 <= slots[1 << 30] <= 3 + 192
+            decoder(more[:, step])
+            torch.testing.assert_close(decoder.logits, full[:, step + 1], rtol=0, atol=1e-9)
+        assert {layer.kept["keys"].size(2) for layer in decoder.layers if "keys" in layer.kept} == {3 + 3 * S.ROOM}
 
 
 def test_copies_of_a_prompt_do_not_see_each_other():
     net, prompts, more = mixed(), prompts_of(6, 11, 4), texts(7, 6, 6)
     more[2] = more[0]
-    decoder = S.Decoder(net, prompts, 3)
-    found = [decoder(more[:, step]) for step in range(6)][-1]
-    assert torch.equal(found[2], found[0]) and not torch.equal(found[1], found[0])
-    for row in range(6):
-        wanted = net(torch.tensor([[*prompts[row // 3], *more[row].tolist()]]))[0, -1]
-        torch.testing.assert_close(found[row], wanted, rtol=0, atol=1e-9)
+    decoder = S.Decoder(net, prompts)
+    decoder.take(torch.arange(2).repeat_interleave(3))
+    for step in range(6):
+        decoder(more[:, step])
+    assert torch.equal(decoder.logits[2], decoder.logits[0]) and not torch.equal(decoder.logits[1], decoder.logits[0])
+    wanted = logits_alone(net, [prompts[row // 3] for row in range(6)], more)[:, -1]
+    torch.testing.assert_close(decoder.logits, wanted, rtol=0, atol=1e-9)
 
 
-def test_small_activations_are_normed_as_in_the_network():
-    """Where the epsilon of RMSNorm counts: an embedding of 1e-4 before the first norm."""
-    net = network(settings_of("llama"), torch.float32)
-    net.embed.mul_(1e-4)
-    ids = texts(8, 2, 9)
-    decoder = S.Decoder(net, ids[:, :8].tolist(), 1)
-    torch.testing.assert_close(decoder(ids[:, 8]), net(ids)[:, -1], rtol=1e-3, atol=1e-9)
+def test_several_tokens_go_on_with_a_text():
+    """A decoder's cache takes pieces of any length: an environment's answer, for example."""
+    net, ids = mixed(), texts(8, 2, 40)
+    full = net(ids)
+    decoder = S.Decoder(net, ids[:, :7].tolist())
+    for start, end in ((7, 8), (8, 20), (20, 21), (21, 40)):
+        found = net.logits(net.features(ids[:, start:end], decoder))
+        torch.testing.assert_close(found, full[:, start:end], rtol=0, atol=1e-9)
 
 
-def tensors_of(cache: dict) -> list[torch.Tensor]:
-    found = []
-    for value in cache.values():
-        value = value[0] if isinstance(value, tuple) else value
-        found += tensors_of(value) if isinstance(value, dict) else [value] if isinstance(value, torch.Tensor) else []
-    return found
-
-
-def test_a_window_bounds_the_memory_of_its_layer():
-    """Numbers that a cache keeps: at most two windows of keys in s, all of them in a, a state that never grows in g."""
-    net = mixed(layer_pattern="s a g", bigram_vocab_size=0)
-    for prompt in (1, 3, 40):
-        cache, ids = {}, texts(8, 2, 96)
-        net(ids[:, :prompt], cache=cache)
-        state = sum(one.numel() for one in tensors_of(cache[2]))
-        for at in range(prompt, 96):
-            net(ids[:, at : at + 1], cache=cache)
-            kept = [sum(one.numel() for one in tensors_of(cache[layer])) // (2 * 2 * 2 * 8) for layer in (0, 1)]
-            assert kept[0] <= 2 * max(5, prompt) and at + 1 <= kept[1] <= 2 * max(prompt, at + 1)
-        assert kept[0] <= 10 and sum(one.numel() for one in tensors_of(cache[2])) == state
+def test_compiled_steps_are_the_plain_ones():
+    """Also when rows leave and the room grows, without another compilation."""
+    net, prompts = mixed(torch.float32), prompts_of(4, 3, 9, 17, 5, 8)
+    more = texts(9, 5, 70)
+    wanted = logits_alone(net, prompts, more)
+    net.compiled = True
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    decoder, rows = S.Decoder(net, prompts), torch.arange(5)
+    with torch.no_grad():
+        for step in range(70):
+            if step in (20, 50):
+                keep = torch.tensor([0, 2, 3, 4] if step == 20 else [1, 2])
+                decoder.take(keep)
+                rows = rows[keep]
+            decoder(more[rows, step])
+            torch.testing.assert_close(decoder.logits, wanted[rows, step + 1], rtol=0, atol=1e-4)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 # ----------------------------------------------------------------------------------------------------------- batches
@@ -262,8 +250,8 @@ def test_finished_rows_leave_the_batch(monkeypatch):
     assert len(seen) == max(lengths) - 1
     for step, rows in enumerate(seen, 1):
         left = sum(length > step for length in lengths)
-        assert left <= rows <= left / 0.8
-    assert seen[-1] < 10 < 40 < seen[0]
+        assert left <= rows <= max(2, left / 0.8)
+    assert seen[-1] < 10 < 30 < seen[0]
 
 
 def test_greedy_is_the_likeliest_token_of_the_whole_forward_pass():
@@ -347,7 +335,7 @@ def test_pairs_of_tokens_have_the_frequencies_of_the_model():
     found = generate(net, [prompt], count, 2)
     counts = np.bincount([6 * one.ids[0] + one.ids[1] for one in found], minlength=36)
     expected = count * np.exp(chances)
-    assert expected.sum() == pytest.approx(count) and expected.max() < count / 2
+    assert expected.sum() == pytest.approx(count) and expected.max() < 0.6 * count
     assert ((counts - expected) ** 2 / expected).sum() < 35 + 4.75 * math.sqrt(70) + 15
     for one in found[:200]:
         assert sum(one.logps) == pytest.approx(chances[6 * one.ids[0] + one.ids[1]], abs=1e-6)

@@ -18,7 +18,7 @@ LINES_PER_CONFIG, COLUMNS = 15, 120
 # Tokens at most, as tools/tokens.py counts them. The goal of train_gpt.py is 22,000 (CONTRIBUTING.md, "Sizes"), that of
 # the other scripts 20,000 to 26,000. Until they are reached these figures may only shrink.
 TOKENS = {"train_gpt.py": 27_450, "train_sft.py": 33_850, "train_dpo.py": 33_700, "train_ppo.py": 37_350,
-          "train_grpo.py": 36_080, "train_gspo.py": 36_050, "quantize.py": 24_650, "sample.py": 30_000}
+          "train_grpo.py": 36_080, "train_gspo.py": 36_050, "quantize.py": 24_200, "sample.py": 30_000}
 CALM = ["train_gpt.py"]  # scripts that meet all limits
 TOKENS_OF_MAIN, TOKENS_PER_FUNCTION, TOKENS_PER_FORMULA, TOKENS_PER_CLASS = 1_800, 500, 650, 1_600
 FORMULAS = {"backward"}  # a function that is one formula: the backward pass of Gated DeltaNet
@@ -27,9 +27,10 @@ SETTINGS = 60
 sync, tokens = load_tool("sync"), load_tool("tokens")
 
 # Every script of the house: those at the top (the smoke test is a test), the data scripts, the tools.
-NAMES = sorted(path.relative_to(ROOT).as_posix() for pattern in ("*.py", "data/*.py", "tools/*.py")
+NAMES = sorted(path.relative_to(ROOT).as_posix() for pattern in ("*.py", "data/*.py", "tools/**/*.py")
                for path in ROOT.glob(pattern) if not path.name.startswith("test_"))
 scripts = pytest.mark.parametrize("name", NAMES)
+TOOLS = [name for name in NAMES if name.startswith("tools/")]
 
 
 def tracked() -> list[Path]:
@@ -78,7 +79,7 @@ def test_large_definitions_are_found() -> None:
     assert large_definitions("class A:\n" + "    x = 1\n" * 533) == ["class A: 1602"]
 
 
-@pytest.mark.parametrize("name", CALM)
+@pytest.mark.parametrize("name", CALM + TOOLS)
 def test_definitions_are_small(name: str) -> None:
     assert large_definitions(text_of(name)) == []
 
@@ -140,7 +141,7 @@ def test_settings_are_few(name: str) -> None:
     assert len(settings_fields(text_of(name))) <= SETTINGS
 
 
-@pytest.mark.parametrize("name", CALM)
+@pytest.mark.parametrize("name", CALM + TOOLS)
 def test_statements_are_plain(name: str) -> None:
     """No exemption from the formatter or the linter; one conditional expression a statement, none inside another; one
     `for` and one `if` a comprehension, none inside another; no tuple assignment of unrelated things."""

@@ -274,7 +274,7 @@ class Table(nn.Module):
     def __init__(self, size: int = 264, seed: int = 0):
         super().__init__()
         self.embed = nn.Parameter(torch.randn(size, size, generator=torch.Generator().manual_seed(seed)))
-        self.config, self.block_of_layer = SimpleNamespace(model_dim=size, train_seq_len=128, vocab_size=size), [0]
+        self.config, self.layers = SimpleNamespace(model_dim=size, train_seq_len=128, vocab_size=size), [0]
         self.seen = []  # how many tokens logits were made for
 
     def features(self, ids, cache=None):
@@ -666,7 +666,7 @@ def ranked_updates(runtime) -> dict[str, tuple]:
 
         def step(number: int, own=own, task=task) -> dict:
             rollout = own.rollout(lambda at, draw: own.query(task, number, at, draw), 8, lambda problems, texts: [
-                float(sum(map(ord, text)) % 3 > 0) for text in texts], number)
+                float(sum(map(ord, text)) % 5 > 0) for text in texts], number)
             return {**rollout.metrics, **own.update(rollout)}
 
         with pytest.MonkeyPatch.context() as patch:
@@ -883,7 +883,7 @@ def test_the_divergence_is_0_at_first_and_grows(M, reference, monkeypatch):
     kls = [own.train_step(QUERIES, lengths_score, step)["kl"] for step in range(3)]
     assert kls[0] == 0 and 1e-6 < kls[1] < kls[2]
     if reference == "base":
-        assert all("lora" in name for name in own.optimizers.names.values())
+        assert all("lora" in name for name in own.optimizers.params.values())
 
 
 @each_script

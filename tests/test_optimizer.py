@@ -228,6 +228,7 @@ def test_every_parameter_is_in_its_group(kind):
             expected = (torch.optim.AdamW if other else named, lr, decay)
             assert owner_of(optimizers, getattr(net, name)) == expected, name
     assert optimizers.params == {param: name for name, param in net.named_parameters()}
+    assert optimizers.all[-1].param_groups[0]["betas"] == ((0.9, 0.99) if kind == "lion" else (0.9, 0.95))
 
 
 def test_the_models_parameters_are_in_their_groups():
@@ -444,6 +445,14 @@ def test_the_momentum_of_the_schedule_is_muons():
     optimizers.step(1.0, 0.875, GOOD)
     buffers = [state["momentum_buffer"] for state in optimizers.state.values() if "momentum_buffer" in state]
     assert len(buffers) == 2 and all((buffer == 0.125).all() for buffer in buffers)
+
+
+def test_the_dtype_given_is_that_of_muons_products():
+    nets = [Bare().float(), Bare().float()]
+    for net, dtype in zip(nets, (None, torch.bfloat16), strict=True):
+        random_step(T.Optimizers(net, "muon", RATES, ALONE, dtype), 0)
+    wide, narrow = ((net.w_qkv - Bare().w_qkv).float() for net in nets)
+    assert 1e-4 < (wide - narrow).norm() / wide.norm() < 0.03
 
 
 def test_muons_momentum_rises_over_the_first_twentieth():

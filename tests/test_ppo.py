@@ -453,7 +453,7 @@ def test_the_divergence_is_0_at_first_and_grows(reference, monkeypatch):
     found = [own.train_step(QUERIES, lengths_score, step) for step in range(3)]
     assert found[0]["kl"] == found[0]["kl_k3"] == 0 and 1e-6 < found[1]["kl_k3"] < found[2]["kl_k3"]
     if reference == "base":
-        assert all("lora" in name or name == "w_value" for name in own.optimizers["optimizers"].names.values())
+        assert all("lora" in name or name == "w_value" for name in own.optimizers["optimizers"].params.values())
 
 
 def test_a_separate_critic_leaves_the_policy_alone(monkeypatch):
@@ -499,10 +499,10 @@ def test_the_head_of_a_start_that_has_one_goes_on(monkeypatch):
     scripted(monkeypatch, P)
     own.train_step(QUERIES, lengths_score)
     assert not torch.equal(own.critic.w_value, was)  # adapters and the head, nothing else
-    assert {name.rpartition(".")[2] for name in own.optimizers["optimizers"].names.values()} == {
+    assert {name.rpartition(".")[2] for name in own.optimizers["optimizers"].params.values()} == {
         "lora_a", "lora_b", "w_value"}
     own = trainer(policy(lora_rank=2, qat=False), critic="separate", lora_rank=2, qat=False, reward_model=valued())
-    assert {name.rpartition(".")[2] for name in own.optimizers["critic_optimizers"].names.values()} == {
+    assert {name.rpartition(".")[2] for name in own.optimizers["critic_optimizers"].params.values()} == {
         "lora_a", "lora_b", "w_value"} and torch.equal(own.critic.w_value, was)
 
 

@@ -191,7 +191,7 @@ def test_types_of_control_tensors(tmp_path, name, dtype):
 
 @pytest.mark.parametrize("value", ["1", "9", "3000"])
 def test_wrong_bits_are_refused_as_settings(value):
-    with pytest.raises(script.UserError, match=f"^MATRIX_BITS={value}: must be from 2 to 8$"):
+    with pytest.raises(script.UserError, match=f"^MATRIX_BITS={value}: must be a whole number from 2 to 8$"):
         script.Settings(matrix_bits=int(value))
 
 

@@ -1,7 +1,9 @@
 """Section runtime: which device a run takes, and what it says where it cannot."""
 
 import os
+import re
 import stat
+import subprocess
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ def listed_gpu(tmp_path, monkeypatch):
 
 
 def test_gpus_that_pytorch_does_not_see_are_an_error(listed_gpu):
-    with pytest.raises(T.UserError, match="^DEVICE='auto': nvidia-smi lists GPUs but PyTorch sees none; .*DEVICE=cpu$"):
+    with pytest.raises(T.UserError, match="^DEVICE='auto': PyTorch sees no GPU of this machine; .*DEVICE=cpu$"):
         T.start_runtime("auto")
     assert T.start_runtime("cpu").device == torch.device("cpu")
 
@@ -35,21 +37,53 @@ def test_gpus_that_the_user_hides_are_left_alone(listed_gpu, monkeypatch, hidden
 
 def test_cuda_without_a_device_is_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(T.UserError, match="^DEVICE='cuda': PyTorch sees no CUDA device; DEVICE=cpu runs without one$"):
+    with pytest.raises(T.UserError, match="^DEVICE='cuda': PyTorch sees no GPU of this machine; .*DEVICE=cpu$"):
         T.start_runtime("cuda")
+
+
+def test_a_visible_gpu_is_taken_unless_the_cpu_is_asked_for(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert T.start_runtime("cpu").device == torch.device("cpu") and chosen == []
+    assert T.start_runtime("auto").device == T.start_runtime("cuda").device == torch.device("cuda", 1)
+    assert chosen == [torch.device("cuda", 1)] * 2
+
+
+def test_the_machine_is_described(monkeypatch, tmp_path):
+    def git(*words):
+        subprocess.run(["git", "-c", "user.name=x", "-c", "user.email=x@x", *words], cwd=tmp_path, check=True)
+
+    def describe():
+        return T.describe_machine(T.Runtime(0, 2, torch.device("cpu"), False))
+
+    monkeypatch.setattr(T, "__file__", str(tmp_path / "script.py"))
+    assert describe()["commit"] == "unknown"
+    (tmp_path / "script.py").write_text("one")
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"], ["tag", "-am", "a tag", "v1"]):
+        git(*words)
+    about = describe()
+    assert re.fullmatch("[0-9a-f]{40}", about["commit"])
+    (tmp_path / "script.py").write_text("two")
+    assert describe()["commit"] == about["commit"] + "+"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert describe()["commit"] == "unknown"
+    assert about["hardware"] == f"2 x {os.uname().machine} CPU, {torch.get_num_threads()} threads"
+    assert about["versions"]["torch"] == torch.__version__ and 50 < about["peak_memory_mib"] < 50_000
 
 
 def test_a_stop_signal_is_remembered_until_it_is_restored():
     import signal
 
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    stop_signal = T.StopSignal()
     try:
-        stop_signal.listen()
+        stop_signal = T.StopSignal()
         assert stop_signal.number == 0
         os.kill(os.getpid(), signal.SIGINT)
         assert stop_signal.number == signal.SIGINT
-        stop_signal.restore()
+        T.handle_stop_signals(signal.SIG_DFL)
         assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGINT) == signal.SIG_DFL
     finally:
         signal.signal(signal.SIGTERM, before[0])

@@ -1,5 +1,6 @@
 """Clock, plan and averages against a fake clock: every phase fires, the rate lands at its floor, ranks agree."""
 
+import copy
 import json
 import math
 import subprocess
@@ -249,6 +250,23 @@ def test_a_resumed_run_goes_on_where_it_was(now, tmp_path):
     assert clock.is_last(number) and resumed_plan.phases == plan.phases and resumed.used == clock.used
 
 
+def test_a_resumed_plan_has_the_phases_of_the_present_settings():
+    old = T.Plan(settings(ema=False))
+    for step, progress in enumerate((0.3, 0.6, 0.9)):
+        old.begin_phases(step, progress)
+    assert old.is_on("qat") and not old.is_on("ema")
+    plan = T.Plan(settings(qat=False, warmdown_frac=0.05))
+    plan.load_state_dict(old.state_dict())
+    assert not plan.is_on("qat") and plan.is_on("warmdown")  # what began stays on, what was switched off does not
+    assert plan.begin_phases(3, 0.92) == ["ema"] and plan.is_on("ema")
+    assert plan.phases["ema"]["start_step"] == 4
+    assert (plan.phases["warmdown"]["steps"], plan.phases["qat"]["steps"]) == (3, 1)
+    old, plan = T.Plan(settings()), T.Plan(settings())
+    old.begin_phases(0, 0.7)
+    plan.load_state_dict(old.state_dict())
+    assert plan.begin_phases(1, 0.71) == []  # the length of the last step is known, so 1.0 is not the next one
+
+
 def test_a_phase_that_never_fired_is_named():
     plan, *_ = run(settings(), lambda step, at: 120.0)  # two steps, before the time of the first is known
     assert "qat" in never_fired(plan)
@@ -266,7 +284,7 @@ def test_reports_arrive_one_step_late(now):
     assert clock.previous_report() == T.StepReport(loss=3.5, finite=False, stop_requested=True, seconds=2.0)
     assert clock.seconds[-1] == 2.0
     assert clock.previous_report() is None
-    assert clock.elapsed() == 2.0
+    assert clock.elapsed() == 2.0 and clock.seconds_left() == 108.0  # the reserve included
     now.seconds += 1.0
     clock.send_report(torch.tensor(2.5), torch.tensor(False), torch.tensor(0.0))
     assert clock.previous_report() == T.StepReport(loss=2.5, finite=True, stop_requested=False, seconds=3.0)
@@ -303,6 +321,12 @@ def test_ema_and_swa_closed_forms():
     with T.swapped([param], swa.values):
         assert param.tolist() == pytest.approx([3.75] * 3)
     assert param.tolist() == [8.0] * 3
+    for average, memory in ((ema, 0.1), (swa, None)):  # one saved and loaded goes on as the other does
+        loaded = T.Average([param], memory)
+        loaded.load_state_dict({name: copy.deepcopy(value) for name, value in average.state_dict().items()})
+        for each in (average, loaded):
+            each.update(0.65)
+        assert torch.equal(loaded.values[0], average.values[0]) and loaded.count == average.count == 5
     swa.count = 0
     swa.update(0.7)
     assert swa.count == 1 and swa.values[0].tolist() == [8.0] * 3

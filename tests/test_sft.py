@@ -618,10 +618,10 @@ def captured(made: S.GPT, ids: torch.Tensor, attention: bool) -> tuple[torch.Ten
     found, wanted, x = [], "mixer" if attention else "block", None
     doc = F.pad((ids == BOS).cumsum(1), (S.CONV_TAPS - 1, 0))
     positions = torch.arange(ids.size(1))
-    x = x0 = made.embedded(ids, torch.cat([torch.full_like(ids[:, :1], BOS), ids[:, :-1]], dim=1), None)
+    x = x0 = S.rms_norm(F.embedding(ids, made.embed))
     for block, mixer in zip(made.blocks, made.mixers, strict=True):
         x = block.mix[0] * x + block.mix[1] * x0
-        y = mixer(block.mixer_norm(x), doc, None, positions)
+        y = mixer(block.mixer_norm(x), doc, positions, None)
         x = x + y * block.mixer_scale
         x = x + block.mlp(block.mlp_norm(x)) * block.mlp_scale
         found.append(y if wanted == "mixer" else x)

@@ -55,7 +55,7 @@ def stand_in(monkeypatch, name: str, **parts: object) -> None:
 def run_of(module, folder, kind: str, run_id: str = "a"):
     """An open run with this TRACKER at its seventh step."""
     settings = replace(module.Settings(), tracker=kind, out_dir=str(folder), run_id=run_id, iterations=0)
-    run = module.Run(settings, module.Runtime(0, 1, torch.device("cpu"), False), {}, {})
+    run = module.Run(settings, module.Runtime(0, 1, torch.device("cpu"), False), None, None, {})
     run.open()
     run.step = 7
     return run
@@ -120,7 +120,7 @@ def test_a_package_that_is_missing_is_an_error_at_the_start(monkeypatch, tmp_pat
 def test_other_ranks_mirror_nothing(monkeypatch, tmp_path):
     stand_in(monkeypatch, "wandb", init=lambda **arguments: pytest.fail("a rank but the first has begun to mirror"))
     settings = replace(T.Settings(), tracker="wandb", out_dir=str(tmp_path), run_id="a")
-    run = T.Run(settings, T.Runtime(1, 2, torch.device("cpu"), False), {}, {})
+    run = T.Run(settings, T.Runtime(1, 2, torch.device("cpu"), False), None, None, {})
     run.open()
     run.log.metrics(1, METRICS)
     assert list(tmp_path.iterdir()) == []

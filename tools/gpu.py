@@ -1,13 +1,12 @@
-"""The GPU suite, `python tools/bench.py gpu`: its parts, and what starts each in a process of its own.
+"""The parts of `python tools/bench.py gpu`, each of which runs in a process of its own.
 
-A part that fails, hangs or is left out costs the others nothing: what ended stands in a file of its own. With --device
-cpu the same code goes over toys: a rehearsal, whose figures say nothing of a GPU.
+A part that fails, hangs or is left out does not affect the others: each part writes its own file.
+With --device cpu the same code runs on toys, as a rehearsal; those figures say nothing of a GPU.
 """
 
 import argparse
 import contextlib
 import functools
-import importlib
 import json
 import os
 import re
@@ -16,29 +15,55 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import bench
 import torch
+from common import ROOT, SCRIPT, load_script, publish, run_script, short_run
 
-ROOT = Path(__file__).resolve().parents[1]
-# The shapes that are measured, as settings, and what makes a toy of each for a rehearsal on the CPU.
-RUNS = {"cpu.env": {"CONFIG": str(ROOT / "configs" / "cpu.env")}, "defaults": {}, "baseline": {"ARCH_MODE": "baseline"}}
-TOY = {"MODEL_DIM": "32", "NUM_HEADS": "2", "NUM_KV_HEADS": "1", "NUM_LAYERS": "2", "TRAIN_SEQ_LEN": "64",
-       "ATTN_WINDOW": "16"}
-BATCH = {"cuda": 65536, "cpu": 256}  # tokens of a step, as the part train has: what that compiled is in the cache
+# Settings of the measured shapes, and what makes a toy of each for a rehearsal on the CPU.
+SHAPES = {
+    "cpu.env": {"CONFIG": str(ROOT / "configs" / "cpu.env")},
+    "defaults": {},
+    "baseline": {"ARCH_MODE": "baseline"},
+}
+TOY = {
+    "MODEL_DIM": "32",
+    "NUM_HEADS": "2",
+    "NUM_KV_HEADS": "1",
+    "NUM_LAYERS": "2",
+    "TRAIN_SEQ_LEN": "64",
+    "ATTN_WINDOW": "16",
+}
+# Tokens of a step, the same in every part, so that what one part compiled is in the cache.
+BATCH = {"cuda": 65536, "cpu": 256}
+PROMPT = 16  # tokens before a generated text
 
 
-def load_bench() -> ModuleType:
-    """tools/bench.py, whose measuring functions the parts take."""
-    sys.path.insert(0, str(Path(__file__).parent))
-    return importlib.import_module("bench")
+@dataclass
+class Suite:
+    """What the parts share."""
+
+    script: ModuleType  # train_gpt.py
+    runtime: object  # its Runtime
+    device: str
+    folder: Path  # for the parts' files
+    data: str  # data folder of the part train, "" for the default
+
+    @property
+    def cuda(self) -> bool:
+        """Return whether the device is a GPU."""
+        return self.device == "cuda"
 
 
-def make_network(suite: SimpleNamespace, name: str, script: ModuleType) -> tuple:
-    """(settings, network of `script`, on the CPU) of a shape of RUNS; weights that would begin at 0 do not."""
-    given = {**RUNS[name], **({} if suite.cuda else TOY)}
-    settings = suite.script.load_settings(suite.script.Settings, given, presets={"ARCH_MODE": script.ARCH_PRESETS})
+def make_network(suite: Suite, name: str, script: ModuleType) -> tuple:
+    """Return (settings, network of `script` on the CPU) of a shape, with no weights at zero."""
+    environ = SHAPES[name] if suite.cuda else {**SHAPES[name], **TOY}
+    presets = {"ARCH_MODE": script.ARCH_PRESETS}
+    settings = suite.script.load_settings(suite.script.Settings, environ, presets=presets)
     torch.manual_seed(0)
     network = script.GPT(script.model_config(settings, 1024, 1))
     for param in network.parameters():
@@ -47,247 +72,350 @@ def make_network(suite: SimpleNamespace, name: str, script: ModuleType) -> tuple
     return settings, network
 
 
-def machine_part(suite: SimpleNamespace) -> list[dict]:
-    """What the device is, and what it can do."""
-    types = {"float32": torch.float32, **({"bfloat16": torch.bfloat16} if suite.cuda else {})}
-    peaks = {f"{name} TFLOP/s": suite.bench.matmul_peak(suite.device, dtype) / 1e12 for name, dtype in types.items()}
+def machine_part(suite: Suite) -> list[dict]:
+    """Return records of what the device is: FLOP/s, memory bandwidth, and on CUDA its name."""
+    dtypes = [torch.float32, torch.bfloat16] if suite.cuda else [torch.float32]
+    peaks = {"what": "matrix products, the best of 20"}
+    for dtype in dtypes:
+        name = str(dtype).removeprefix("torch.")
+        peaks[f"{name} TFLOP/s"] = bench.matmul_peak(suite.device, dtype) / 1e12
     source = torch.ones(1 << (28 if suite.cuda else 22), device=suite.device)
     target = source.clone()
-    seconds = statistics.median(suite.bench.in_turn({"copy": lambda: target.copy_(source)}, 10, suite.cuda)["copy"])
-    records = [{"what": "products of matrices, the best of 20", **peaks},
-               {"what": "copy, read and written", "GB/s": 2 * source.nbytes / seconds / 1e9}]
+    times = bench.in_turn({"copy": lambda: target.copy_(source)}, 10, suite.cuda)["copy"]
+    bandwidth = 2 * source.nbytes / statistics.median(times) / 1e9
+    records = [peaks, {"what": "copy, read and written", "GB/s": bandwidth}]
     if suite.cuda:
         card = torch.cuda.get_device_properties(0)
-        driver = subprocess.run(["nvidia-smi", "--query-gpu=driver_version,power.limit", "--format=csv,noheader"],
-                                capture_output=True, text=True).stdout.strip()
-        records.append({"what": f"{card.name}, sm_{card.major}{card.minor}, driver and power limit {driver}",
-                        "MiB": card.total_memory / 2**20, "multiprocessors": card.multi_processor_count})
+        query = ["nvidia-smi", "--query-gpu=driver_version,power.limit", "--format=csv,noheader"]
+        driver = subprocess.run(query, capture_output=True, text=True).stdout.strip()
+        name = f"{card.name}, sm_{card.major}{card.minor}, driver and power limit {driver}"
+        memory = card.total_memory / 2**20
+        records.append({"what": name, "MiB": memory, "multiprocessors": card.multi_processor_count})
     return records
 
 
-def steps_part(suite: SimpleNamespace, name: str, compiled: bool) -> list[dict]:
-    """Forward, backward and optimizer step of one shape, with tokens/s, MFU (as in `train`) and peak memory."""
+def time_steps(suite: Suite, model: Callable, optimizers: object, rows: int, length: int) -> list:
+    """Return the median seconds of forward, backward, optimizer and the whole step."""
+    ids = torch.randint(2, 1024, (rows, length), device=suite.device)
+    targets = torch.randint(2, 1024, (rows, length), device=suite.device)
+    skip = torch.tensor(False, device=suite.device)
+    steps = []
+    for _ in range(13):
+        marks = [bench.mark(suite.cuda)]
+        loss = model(ids, targets).mean()
+        marks.append(bench.mark(suite.cuda))
+        loss.backward()
+        marks.append(bench.mark(suite.cuda))
+        optimizers.step(0.0, suite.script.MUON_MOMENTUM, skip)
+        torch._foreach_zero_([param.grad for param in optimizers.params])
+        marks.append(bench.mark(suite.cuda))
+        steps.append(marks)
+    medians = []
+    for first, last in ((0, 1), (1, 2), (2, 3), (0, 3)):
+        seconds = [bench.between(marks[first], marks[last]) for marks in steps[3:]]  # 3 warm up
+        medians.append(statistics.median(seconds))
+    return medians
+
+
+def steps_part(suite: Suite, name: str, compiled: bool) -> list[dict]:
+    """Return the record of training steps of one shape: times, tokens/s, MFU and peak memory."""
     script = suite.script
     settings, network = make_network(suite, name, script)
-    flops = suite.bench.flops_per_token(network, settings.train_seq_len).total()
+    flops = bench.flops_per_token(network, settings.train_seq_len).total()
     network.to(suite.device)
-    rates, skip = script.pretraining_rates(settings), torch.tensor(False, device=suite.device)
+    rates = script.pretraining_rates(settings)
     optimizers = script.Optimizers(network, settings.optimizer, rates, suite.runtime)
     model = torch.compile(network, dynamic=False, fullgraph=True) if compiled else network
-    rows = BATCH[suite.device] // settings.train_seq_len
-    ids, targets = (torch.randint(2, 1024, (rows, settings.train_seq_len), device=suite.device) for _ in range(2))
     if suite.cuda:
         torch.cuda.reset_peak_memory_stats()
-    marks = []
-    for _ in range(13):
-        marks.append([suite.bench.mark(suite.cuda)])
-        loss = model(ids, targets).mean()
-        marks[-1].append(suite.bench.mark(suite.cuda))
-        loss.backward()
-        marks[-1].append(suite.bench.mark(suite.cuda))
-        optimizers.step(0.0, script.MUON_MOMENTUM, skip)
-        torch._foreach_zero_([param.grad for param in optimizers.params])
-        marks[-1].append(suite.bench.mark(suite.cuda))
-    forward, backward, step, total = (  # the first three warmed up
-        statistics.median(suite.bench.between(each[first], each[last]) for each in marks[3:])
-        for first, last in ((0, 1), (1, 2), (2, 3), (0, 3)))
-    peak, speed = suite.bench.matmul_peak(suite.device), ids.numel() / total
-    return [{"what": f"{name}, {'compiled' if compiled else 'eager'}", "batch": ids.numel(),
-             "forward ms": 1e3 * forward, "backward ms": 1e3 * backward, "optimizer ms": 1e3 * step, "tokens/s": speed,
-             "MFU %": 100 * speed * flops / peak,
-             "peak MiB": script.describe_machine(suite.runtime)["peak_memory_mib"]}]
+    rows = BATCH[suite.device] // settings.train_seq_len
+    seconds = time_steps(suite, model, optimizers, rows, settings.train_seq_len)
+    tokens = rows * settings.train_seq_len
+    speed = tokens / seconds[3]
+    record = {
+        "what": f"{name}, {'compiled' if compiled else 'eager'}",
+        "batch": tokens,
+        "forward ms": 1e3 * seconds[0],
+        "backward ms": 1e3 * seconds[1],
+        "optimizer ms": 1e3 * seconds[2],
+        "tokens/s": speed,
+        "MFU %": 100 * speed * flops / bench.matmul_peak(suite.device),
+        "peak MiB": script.describe_machine(suite.runtime)["peak_memory_mib"],
+    }
+    return [record]
 
 
-def eager_part(suite: SimpleNamespace) -> list[dict]:
-    return [record for name in RUNS for record in steps_part(suite, name, False)]
+def eager_part(suite: Suite) -> list[dict]:
+    """Return the records of training steps of every shape, without a compiler."""
+    records = []
+    for name in SHAPES:
+        records += steps_part(suite, name, False)
+    return records
+
+
+def sample_batch(sample: ModuleType, network: torch.nn.Module, rows: int, new: int) -> tuple:
+    """Return (prompts, samples of `new` tokens after each), drawn at temperature 1."""
+    prompts = torch.randint(2, 1024, (rows, PROMPT)).tolist()
+    seeds = [(row,) for row in range(rows)]
+    samples = sample.generate(network, prompts, 1, new, 1.0, 0, 1.0, seeds, frozenset())
+    return prompts, samples
 
 
 @torch.inference_mode()
-def logits_part(suite: SimpleNamespace) -> list[dict]:
-    """Logits of the decoder, token by token behind a prompt of 16, against those of one forward over the whole text."""
-    sample, records = suite.bench.load_script(ROOT / "sample.py"), []
-    for name in RUNS:
+def logits_part(suite: Suite) -> list[dict]:
+    """Return how far log-probabilities of generation are from those of one forward pass."""
+    sample = load_script(ROOT / "sample.py")
+    records = []
+    for name in SHAPES:
         settings, network = make_network(suite, name, sample)
-        ids = torch.randint(2, 1024, (4, min(768, settings.train_seq_len)), device=suite.device)
-        ids[:, ids.size(1) // 2] = 1  # a document's begin
-        whole, decoder = network.to(suite.device)(ids)[:, 15:-1], sample.Decoder(network, ids[:, :16].tolist(), 1)
-        cached = [decoder.logits.clone(), *(decoder(ids[:, at]).clone() for at in range(16, ids.size(1) - 1))]
-        apart = (torch.stack(cached, dim=1) - whole).abs()
-        same = (torch.stack(cached, dim=1).argmax(-1) == whole.argmax(-1)).double().mean()
-        records.append({"what": f"{name}, decoder against forward, {ids.size(1)} tokens", "largest": apart.max().item(),
-                        "mean": apart.mean().item(), "deviation of logits": whole.std().item(),
-                        "same likeliest token %": 100 * same.item()})
+        network.to(suite.device)
+        new = min(768, settings.train_seq_len) - PROMPT
+        prompts, samples = sample_batch(sample, network, 4, new)
+        texts = [prompt + drawn.ids for prompt, drawn in zip(prompts, samples, strict=True)]
+        ids = torch.tensor(texts, device=suite.device)
+        logits = network(ids)[:, PROMPT - 1 : -1].float()
+        expected = logits.log_softmax(-1).gather(2, ids[:, PROMPT:, None])[..., 0]
+        generated = torch.tensor([drawn.logps for drawn in samples], device=suite.device)
+        difference = (generated - expected).abs()
+        what = f"{name}, generation against forward, {ids.size(1)} tokens"
+        mean = difference.mean().item()
+        records.append({"what": what, "largest": difference.max().item(), "mean": mean})
     return records
 
 
 @torch.inference_mode()
-def generation_part(suite: SimpleNamespace) -> list[dict]:
-    """Tokens/s of the decoder, the likeliest token each, with its CUDA graph (on a CPU there is none) and without."""
-    sample, new, records = suite.bench.load_script(ROOT / "sample.py"), 64 if suite.cuda else 8, []
-
-    class Plain(sample.Decoder):
-        def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-            if self.steps == self.room:
-                self.grow(512)
-            self.steps += 1
-            return self.step(ids)
-
-    def advance(decoder: sample.Decoder, ids: torch.Tensor) -> None:
-        for _ in range(new):
-            ids = decoder(ids).argmax(-1)
-
-    for name in RUNS:
+def generation_part(suite: Suite) -> list[dict]:
+    """Return the tokens/s of generation for several batch sizes."""
+    sample = load_script(ROOT / "sample.py")
+    new = 64 if suite.cuda else 8
+    records = []
+    for name in SHAPES:
         _, network = make_network(suite, name, sample)
         network.to(suite.device)
-        for batch in (1, 64, 1024) if suite.cuda else (1, 4):
-            prompts = torch.randint(2, 1024, (batch, 16), device=suite.device)
-            ways = {kind.__name__: functools.partial(advance, kind(network, prompts.tolist(), 1), prompts[:, -1])
-                    for kind in (sample.Decoder, Plain)}
-            for way in ways.values():
-                way()
-            times = suite.bench.in_turn(ways, 3, suite.cuda, 0)
-            graph, plain = (batch * new / statistics.median(seconds) for seconds in times.values())
-            records.append({"what": f"{name}, {batch} rows", "tokens/s": graph, "without graph": plain,
-                            "ratio": graph / plain})
+        for rows in (1, 64, 1024) if suite.cuda else (1, 4):
+            sample_batch(sample, network, rows, new)  # warms up
+            seconds = []
+            for _ in range(3):
+                begin = time.perf_counter()
+                sample_batch(sample, network, rows, new)
+                seconds.append(time.perf_counter() - begin)
+            speed = rows * new / statistics.median(seconds)
+            records.append({"what": f"{name}, {rows} rows", "tokens/s": speed})
     return records
 
 
-def precision_part(suite: SimpleNamespace) -> list[dict]:
-    """Losses and gradients in bfloat16 (on the CPU in float32) against float32, timed too, and float64 on the CPU."""
-    script, records = suite.script, []
+def losses_and_gradients(model: torch.nn.Module, ids: torch.Tensor) -> list[torch.Tensor]:
+    """Return the losses of a batch and the gradients of their mean."""
+    losses = model(ids, ids)
+    return [losses, *torch.autograd.grad(losses.mean(), list(model.parameters()))]
 
-    class Wide(script.GPT):
+
+def precision_part(suite: Suite) -> list[dict]:
+    """Return records of losses and gradients as trained, in float32, and in float64 on the CPU.
+
+    Training is in bfloat16 on a GPU and in float32 on a CPU.
+    """
+    script = suite.script
+
+    class Float32GPT(script.GPT):
         def embedded(self, *inputs: torch.Tensor) -> torch.Tensor:
             return super().embedded(*inputs).float()
 
-    for name in RUNS:
+    records = []
+    for name in SHAPES:
         settings, network = make_network(suite, name, script)
-        wide = Wide(network.config)
+        wide = Float32GPT(network.config)
         wide.load_state_dict(network.state_dict())
-        small = torch.randint(2, 1024, (1, min(512, settings.train_seq_len)))
-        exact = network.double()(small, small).detach()
+        ids = torch.randint(2, 1024, (1, min(512, settings.train_seq_len)))
+        exact = network.double()(ids, ids).detach()
         network.float().to(suite.device)
         wide.to(suite.device)
+        models = {"as trained": network, "float32": wide}
+        ids = ids.to(suite.device)
+        for kind, model in models.items():
+            difference = model(ids, ids).double().cpu() - exact
+            record = {
+                "what": f"{name}, losses against float64, {kind}",
+                "of means": difference.mean().item(),
+                "largest": difference.abs().max().item(),
+            }
+            records.append(record)
         rows = max(1, (16384 if suite.cuda else 128) // settings.train_seq_len)
-        ids = torch.randint(2, 1024, (rows, settings.train_seq_len), device=suite.device)
-
-        def run(model: torch.nn.Module, ids: torch.Tensor = ids) -> list[torch.Tensor]:
-            losses = model(ids, ids)
-            return [losses, *torch.autograd.grad(losses.mean(), list(model.parameters()))]
-
-        for model, how in ((network, "as trained"), (wide, "float32")):
-            losses = model(small.to(suite.device), small.to(suite.device)).double().cpu()
-            apart = losses - exact
-            records.append({"what": f"{name}, losses against float64, {how}", "of means": apart.mean().item(),
-                            "largest": apart.abs().max().item()})
-        ways = {"as trained": functools.partial(run, network), "float32": functools.partial(run, wide)}
-        records += suite.bench.compare("losses and gradients", f"{name}, {ids.numel()} tokens", ways, 5, suite.cuda)
+        batch = torch.randint(2, 1024, (rows, settings.train_seq_len), device=suite.device)
+        ways = {
+            kind: functools.partial(losses_and_gradients, model, batch)
+            for kind, model in models.items()
+        }
+        shape = f"{name}, {batch.numel()} tokens"
+        records += bench.compare("losses and gradients", shape, ways, 5, suite.cuda)
     return records
 
 
-def train_part(suite: SimpleNamespace) -> list[dict]:
-    """A run of train_gpt.py's defaults, scored from the artifact that it wrote."""
-    script, given = suite.script, {"HOLDOUT_TOKENS": "65536"}
+def train_part(suite: Suite) -> list[dict]:
+    """Return the record of a run of train_gpt.py's defaults, scored from its artifact."""
+    settings = {"DEVICE": suite.device, "TRAIN_BATCH_TOKENS": str(BATCH[suite.device])}
+    settings["HOLDOUT_TOKENS"] = "65536"
+    seconds = 60
     if not suite.cuda:
-        given = {**TOY, "COMPILE": "0", "HOLDOUT_TOKENS": "4096"}
-    args = SimpleNamespace(seconds=60 if suite.cuda else 3, data=suite.data, set=[])
-    settings, manifest = suite.bench.short_run(script, args, DEVICE=suite.device,
-                                               TRAIN_BATCH_TOKENS=str(BATCH[suite.device]), **given)
-    run = suite.bench.run_script(script, suite.folder / "run", "", settings)
+        settings |= {**TOY, "COMPILE": "0", "HOLDOUT_TOKENS": "4096"}
+        seconds = 3
+    args = argparse.Namespace(seconds=seconds, data=suite.data, set=settings)
+    settings, manifest = short_run(suite.script, args)
+    run = run_script(suite.script, suite.folder / "run", "", settings)
     if "failed" in run:
         raise SystemExit(run["failed"])
-    return [{"what": f"{args.seconds} s on {manifest['name']}", **{key: run[key] for key in (
-        "steps", "tokens", "step_ms", "tokens_per_second", "val_bpb", "artifact_bytes", "peak_memory_mib")},
-        "val_bpb before quantization": run["before_quantization"]["val_bpb"]}]
+    record = {"what": f"{seconds} s on {manifest['name']}"}
+    keys = "steps tokens step_ms tokens_per_second val_bpb artifact_bytes peak_memory_mib"
+    for key in keys.split():
+        record[key] = run[key]
+    record["val_bpb before quantization"] = run["before_quantization"]["val_bpb"]
+    return [record]
 
 
-def ops_part(suite: SimpleNamespace, only: str) -> list[dict]:
-    """The operations of `ops`; rANS takes the codes of the part train where that wrote its artifact."""
+def ops_part(suite: Suite, only: str) -> list[dict]:
+    """Return the records of `bench.py ops`; rANS takes the artifact of the part train, if any."""
     artifact = suite.folder / "run" / "model.upar"
-    shapes = [(8, 2048, 8, 64), (64, 256, 4, 32)] if suite.cuda else [(1, 64, 2, 16)]
-    models = suite.bench.MODELS_OF_OPS if suite.cuda else {"toy": TOY}
-    ops = SimpleNamespace(script=suite.script, only=only.split(), shapes=shapes, models=models,
-                          rounds=5 if suite.cuda else 2, chunk=64 if suite.cuda else 32,
-                          codes=1 << (20 if suite.cuda else 14), artifact=str(artifact) if artifact.is_file() else "")
-    return list(suite.bench.op_records(ops, suite.device))
+    ops = SimpleNamespace(
+        script=suite.script,
+        only=only.split(),
+        shapes=[(8, 2048, 8, 64), (64, 256, 4, 32)],
+        models=bench.MUON_MODELS,
+        rounds=5,
+        chunk=64,
+        codes=1 << 20,
+        artifact=str(artifact) if artifact.is_file() else "",
+    )
+    if not suite.cuda:
+        ops.shapes = [(1, 64, 2, 16)]
+        ops.models = {"toy": TOY}
+        ops.rounds = 2
+        ops.chunk = 32
+        ops.codes = 1 << 14
+    return list(bench.op_records(ops, suite.device))
 
 
-# By worth: name -> (what measures it; seconds that must be left: on an H100 or H200, a guess, not yet run there; of a
-# toy on the CPU). It is ended after half as many again.
+@dataclass
+class Part:
+    """A part of the suite. It is killed after 1.5 times the seconds that it needs."""
+
+    measure: Callable[[Suite], list[dict]]
+    gpu_seconds: float  # needed on an H100 or H200: estimates, not yet run there
+    toy_seconds: float  # needed for the rehearsal on a CPU
+
+
+# The most useful parts come first.
 PARTS = {
-    "machine": (machine_part, 15, 10), "eager": (eager_part, 40, 15), "logits": (logits_part, 25, 12),
-    "train": (train_part, 180, 60), "generation": (generation_part, 30, 12),
-    "ops": (functools.partial(ops_part, only="gdn attention muon"), 45, 15),
-    **{f"compiled_{name}": (functools.partial(steps_part, name=name, compiled=True), 45, 90)
-       for name in ("defaults", "cpu.env", "baseline")},
-    "precision": (precision_part, 25, 12), "rans": (functools.partial(ops_part, only="rans"), 20, 10),
+    "machine": Part(machine_part, 15, 10),
+    "eager": Part(eager_part, 40, 15),
+    "logits": Part(logits_part, 25, 12),
+    "train": Part(train_part, 180, 60),
+    "generation": Part(generation_part, 30, 12),
+    "ops": Part(functools.partial(ops_part, only="gdn attention muon"), 45, 15),
+    **{
+        f"compiled_{name}": Part(functools.partial(steps_part, name=name, compiled=True), 45, 90)
+        for name in ("defaults", "cpu.env", "baseline")
+    },
+    "precision": Part(precision_part, 25, 12),
+    "rans": Part(functools.partial(ops_part, only="rans"), 20, 10),
 }
 
 
+# --------------------------------------------------------------------------------------- processes
 def run_part(name: str, device: str, folder: str, data: str) -> None:
-    """Measure one part in this process, and write its records, seconds and machine into `folder`."""
-    begin, bench = time.perf_counter(), load_bench()
-    script = bench.load_script(bench.SCRIPT)
-    suite = SimpleNamespace(bench=bench, script=script, runtime=script.start_runtime(device), device=device,
-                            cuda=device == "cuda", folder=Path(folder), data=data)
-    found = {"records": PARTS[name][0](suite), "seconds": time.perf_counter() - begin,
-             **script.describe_machine(suite.runtime), "code_sha256": script.sha256_file(bench.SCRIPT)}
-    script.replace_file(suite.folder / f"{name}.json", json.dumps(found, indent=1).encode())
+    """Measure one part in this process; write its records, seconds and machine into `folder`."""
+    begin = time.perf_counter()
+    script = load_script(SCRIPT)
+    suite = Suite(script, script.start_runtime(device), device, Path(folder), data)
+    records = PARTS[name].measure(suite)
+    result = {
+        "records": records,
+        "seconds": time.perf_counter() - begin,
+        **script.describe_machine(suite.runtime),
+        "code_sha256": script.sha256_file(SCRIPT),
+    }
+    script.replace_file(suite.folder / f"{name}.json", json.dumps(result, indent=1).encode())
 
 
 def start_part(name: str, device: str, folder: Path, data: str, limit: float) -> dict:
-    """A part's records, or {"failed": why}, from a process that ends, with all that it started, after `limit` s."""
+    """Return a part's records, or {"failed": reason}, from a process of its own.
+
+    The process and all that it started are killed after `limit` seconds.
+    """
     log = folder / f"{name}.log"
+    command = [sys.executable, __file__, name, device, str(folder), data]
     with open(log, "w", encoding="utf-8") as errors:
-        child = subprocess.Popen([sys.executable, __file__, name, device, str(folder), data], cwd=ROOT, stderr=errors,
-                                 start_new_session=True)
+        child = subprocess.Popen(command, cwd=ROOT, stderr=errors, start_new_session=True)
         try:
             code = child.wait(timeout=limit)
         except subprocess.TimeoutExpired:
-            return {"failed": f"ended after {limit:.0f} s, the time that it had"}
+            return {"failed": f"killed after {limit:.0f} s, the time that was left for it"}
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # all have ended
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
-    if code:
-        said = [line for line in log.read_text(encoding="utf-8").splitlines() if line.strip()]
-        named = [line for line in said if re.match(r"error: |[\w.]*(Error|Exception)\b", line)]
-        return {"failed": f"{(named or said or [f'exit code {code}'])[-1]} ({log})"}
-    return json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+    if code == 0:
+        return json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+    lines = [line for line in log.read_text(encoding="utf-8").splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"error: |[\w.]*(Error|Exception)\b", line)]
+    reason = (errors or lines or [f"exit code {code}"])[-1]
+    return {"failed": f"{reason} ({log})"}
 
 
-def bench_gpu(args: argparse.Namespace) -> list[str]:
-    """Measure the parts in turn while the time lasts; each is kept when it ended. Returns failures."""
-    begin, bench = time.monotonic(), load_bench()
-    if strange := sorted(set(args.only) - set(PARTS)):
-        raise SystemExit(f"error: --only {strange[0]}: there are {', '.join(PARTS)}")
-    bench.check_device(args.device)
-    folder, data = ROOT / args.runs / time.strftime("gpu_%Y%m%d_%H%M%S"), str(Path(args.data).resolve())
-    folder.mkdir(parents=True)
-    parts, left_out = {}, []
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    for name in (name for name in PARTS if name in (args.only or PARTS)):
-        left, need = args.seconds - (time.monotonic() - begin), PARTS[name][1 if args.device == "cuda" else 2]
-        if left < need or "interrupted" in parts:
+def run_parts(args: argparse.Namespace, folder: Path, begin: float) -> tuple[dict, list[str]]:
+    """Return (results of the parts that ran, names of those that were left out)."""
+    data = str(Path(args.data).resolve()) if args.data else ""
+    results = {}
+    left_out = []
+    for name, part in PARTS.items():
+        if args.only and name not in args.only:
+            continue
+        left = args.seconds - (time.monotonic() - begin)
+        needed = part.gpu_seconds if args.device == "cuda" else part.toy_seconds
+        if left < needed or "interrupted" in results:
             left_out.append(name)
             continue
         try:
-            parts[name] = start_part(name, args.device, folder, data if args.data else "", min(left, 1.5 * need))
+            result = start_part(name, args.device, folder, data, min(left, 1.5 * needed))
         except KeyboardInterrupt:
-            parts["interrupted"] = {"failed": f"in the part {name}"}
+            results["interrupted"] = {"failed": f"in the part {name}"}
             left_out.append(name)
             continue
-        print(f"{name}: {parts[name].get('failed') or bench.cell(parts[name]['seconds']) + ' s'}", flush=True)
+        results[name] = result
+        print(f"{name}: {result.get('failed') or bench.cell(result['seconds']) + ' s'}", flush=True)
+    return results, left_out
+
+
+def bench_gpu(args: argparse.Namespace) -> list[str]:
+    """Measure the parts in turn while the time lasts. Returns failures."""
+    begin = time.monotonic()
+    unknown = sorted(set(args.only) - set(PARTS))
+    if unknown:
+        raise SystemExit(f"error: --only {unknown[0]}: there are {', '.join(PARTS)}")
+    bench.check_device(args.device)
+    folder = ROOT / args.runs / time.strftime("gpu_%Y%m%d_%H%M%S")
+    folder.mkdir(parents=True)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    results, left_out = run_parts(args, folder, begin)
     rows = [["part", "what", "figures"]]
-    for name, part in parts.items():
-        for record in part.get("records") or [{"what": f"failed: {part['failed']}"}]:
-            words = ", ".join(value for value in record.values() if isinstance(value, str))
-            numbers = (f"{key} {bench.cell(value)}" for key, value in record.items() if isinstance(value, int | float))
-            rows.append([name, words, ", ".join(numbers)])
-    notes = (f"{time.monotonic() - begin:.0f} s of {args.seconds:g}; left out: {', '.join(left_out) or 'nothing'}."
-             + " A rehearsal at toy size." * (args.device == "cpu"))
-    return bench.publish(args, args.runs + "/gpu_{date}.json", list(parts.items()), rows, notes, parts=parts,
-                         left_out=left_out)
+    for name, result in results.items():
+        if "failed" in result:
+            rows.append([name, f"failed: {result['failed']}", ""])
+            continue
+        for record in result["records"]:
+            words = [value for value in record.values() if isinstance(value, str)]
+            figures = [
+                f"{key} {bench.cell(value)}"
+                for key, value in record.items()
+                if isinstance(value, int | float)
+            ]
+            rows.append([name, ", ".join(words), ", ".join(figures)])
+    seconds = time.monotonic() - begin
+    notes = f"{seconds:.0f} s of {args.seconds:g}; left out: {', '.join(left_out) or 'nothing'}."
+    if args.device == "cpu":
+        notes += " A rehearsal at toy size."
+    figures = {"parts": results, "left_out": left_out}
+    path = args.runs + "/gpu_{date}.json"
+    return publish(args, path, list(results.items()), rows, notes, figures)
 
 
 if __name__ == "__main__":

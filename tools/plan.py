@@ -10,8 +10,6 @@ no step, writes nothing and needs neither data nor GPUs. It plans for WORLD_SIZE
 (1,024 if that is 0).
 """
 
-import functools
-import importlib.util
 import math
 import os
 import sys
@@ -19,23 +17,21 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import torch
+from bench import flops_per_token
+from common import SCRIPT, load_script
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-SCRIPT = Path(__file__).resolve().parents[1] / "train_gpt.py"
 TOKENS_PER_SECOND = 1_000_000  # the stated speed
 # Bits that a trained weight takes less than a normal one, because rows and columns differ in size (docs/lab.md).
 LESS_BITS = {"matrix": 0.1, "embedding": 0.75}
 # Optimizer -> bytes of state per weight of a matrix, per weight of an embedding. All other weights take AdamW's 8.
-STATE_BYTES = {"muon": (4, 8), "lion": (4, 4), "adamw": (8, 8), "adamw8bit": (2, 2), "adafactor": (0, 0)}
-
-
-def load(path: Path) -> ModuleType:
-    """Return the module in a file: train_gpt.py, or tools/bench.py, which counts FLOPs."""
-    spec = importlib.util.spec_from_file_location(f"{path.stem}_of_plan", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look it up there
-    spec.loader.exec_module(module)
-    return module
+STATE_BYTES = {
+    "muon": (4, 8),
+    "lion": (4, 4),
+    "adamw": (8, 8),
+    "adamw8bit": (2, 2),
+    "adafactor": (0, 0),
+}
 
 
 def find_data(script: ModuleType, settings) -> tuple[SimpleNamespace, bool]:
@@ -72,51 +68,70 @@ def estimate_memory(script: ModuleType, settings, network: torch.nn.Module) -> d
     matrix, embedding = STATE_BYTES[settings.optimizer]
     copies = 2 + settings.ema + settings.swa + settings.qat  # 2: weights and gradients
     return {
-        "optimizer": matrix * counts["matrix"] + embedding * counts["embedding"] + 8 * counts["control"],
+        "optimizer": matrix * counts["matrix"]
+        + embedding * counts["embedding"]
+        + 8 * counts["control"],
         "weights, gradients, averages, QAT": 4 * counts["total"] * copies,
     }
 
 
 def listed(parts: dict[str, float]) -> str:
     """Return a sum and its parts as text, for example `5 = a 2 + b 3`."""
-    return f"{sum(parts.values()):,.0f} = " + " + ".join(f"{name} {number:,.0f}" for name, number in parts.items())
+    return f"{sum(parts.values()):,.0f} = " + " + ".join(
+        f"{name} {number:,.0f}" for name, number in parts.items()
+    )
 
 
-def plan_lines(script: ModuleType, s) -> list[str]:
-    """Return the lines of the plan for settings `s`. Raises UserError."""
-    bench = load(Path(__file__).with_name("bench.py"))
-    plan, device = script.Plan(s), s.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
-    runtime = script.Runtime(0, int(os.environ.get("WORLD_SIZE", 1)), torch.device(device), False)
-    data, found = find_data(script, s)
-    batches, vocab_size = script.Batches(data, s, runtime), data.tokenizer.vocab_size
-    with FakeTensorMode():  # no weight takes memory, no product time; the device meta would do, but autocast refuses it
-        network = script.GPT(script.model_config(s, vocab_size, data.tokenizer.bos_id))
-        flops = bench.flops_per_token(network, s.train_seq_len)
-    counts = {kind: count for kind, count in script.count_parameters(network).items() if kind != "total"}
-    sizes = estimate_bytes(script, s, network)
+def plan_lines(script: ModuleType, settings) -> list[str]:
+    """Return the lines of the plan. Raises UserError."""
+    plan = script.Plan(settings)
+    device = settings.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    runtime = script.Runtime(0, world_size, torch.device(device), False)
+    data, has_data = find_data(script, settings)
+    batches = script.Batches(data, settings, runtime)
+    vocab_size = data.tokenizer.vocab_size
+    # Fake tensors take no memory and no time. The device meta would, too, but autocast refuses it.
+    with FakeTensorMode():
+        config = script.model_config(settings, vocab_size, data.tokenizer.bos_id)
+        network = script.GPT(config)
+        flops = flops_per_token(network, settings.train_seq_len)
+    counts = script.count_parameters(network)
+    counts.pop("total")
+    sizes = estimate_bytes(script, settings, network)
+    memory = estimate_memory(script, settings, network)
 
-    timed = s.max_wallclock_seconds > 0
-    length, unit = (s.max_wallclock_seconds - s.reserve_seconds, "s") if timed else (s.iterations, "steps")
-    by_time = TOKENS_PER_SECOND * length if timed else math.inf
-    tokens = min(s.iterations * batches.tokens or math.inf, by_time)
+    length = settings.iterations
+    unit = "steps"
+    tokens = settings.iterations * settings.train_batch_tokens
+    if settings.max_wallclock_seconds > 0:
+        length = settings.max_wallclock_seconds - settings.reserve_seconds
+        unit = "s"
+        tokens = min(tokens or math.inf, TOKENS_PER_SECOND * length)
+    assumed = "" if has_data else ", both assumed: there are no data"
     epochs = ""
-    if found:
+    if has_data:
         windows = sum(len(stream.windows) for stream in data.streams)
-        epochs = f", {tokens / (windows * s.train_seq_len):.3f} epochs"
+        epochs = f", {tokens / (windows * settings.train_seq_len):.3f} epochs"
     teraflops = TOKENS_PER_SECOND * sum(flops.values()) / 1e12
     return [
-        f"data: {s.data_path}, vocabulary {vocab_size:,}" + ("" if found else ", both assumed: there are no data"),
+        f"data: {settings.data_path}, vocabulary {vocab_size:,}{assumed}",
         f"parameters: {listed(counts)}",
-        f"estimated bytes, at most {s.artifact_bytes_max:,} allowed: {listed(sizes)}",
+        f"estimated bytes, at most {settings.artifact_bytes_max:,} allowed: {listed(sizes)}",
         f"FLOPs a token, both ways: {listed(flops)}",
-        f"memory a rank, bytes, without activations: {listed(estimate_memory(script, s, network))}",
-        f"batch: {batches.tokens:,} tokens = {runtime.world_size} ranks x {batches.rows // batches.micro_rows} "
-        f"micro-steps x {batches.micro_rows} windows x {batches.seq_len} tokens, on {device}",
-        f"clock: {length:,g} {unit} to train, then {s.reserve_seconds:g} s to choose weights, calibrate and pack",
-        *(f"phase: {name} from {begin * length:,.1f} to {end * length:,.1f} {unit}"
-          for name, (begin, end) in plan.planned.items()),
-        f"at {TOKENS_PER_SECOND:,} tokens/s, {teraflops:,.2f} TFLOP/s: {tokens / batches.tokens:,.0f} steps, "
-        f"{tokens:,.0f} tokens{epochs}"]
+        f"memory a rank, bytes, without activations: {listed(memory)}",
+        f"batch: {settings.train_batch_tokens:,} tokens = {world_size} ranks x "
+        f"{batches.rows // batches.micro_rows} micro-steps x {batches.micro_rows} windows x "
+        f"{settings.train_seq_len} tokens, on {device}",
+        f"clock: {length:,g} {unit} to train, then {settings.reserve_seconds:g} s to choose "
+        "weights, calibrate and pack",
+        *(
+            f"phase: {name} from {begin * length:,.1f} to {end * length:,.1f} {unit}"
+            for name, (begin, end) in plan.planned.items()
+        ),
+        f"at {TOKENS_PER_SECOND:,} tokens/s, {teraflops:,.2f} TFLOP/s: "
+        f"{tokens / settings.train_batch_tokens:,.0f} steps, {tokens:,.0f} tokens{epochs}",
+    ]
 
 
 def main(arguments: list[str]) -> int:
@@ -124,12 +139,13 @@ def main(arguments: list[str]) -> int:
     if "-h" in arguments or "--help" in arguments:
         print(__doc__)
         return 0
-    script = load(SCRIPT)
+    script = load_script(SCRIPT)
 
     def run() -> int:
         presets = {"ARCH_MODE": script.ARCH_PRESETS, "OPTIMIZER": script.OPTIMIZER_PRESETS}
-        stored = functools.partial(script.stored_settings, out_dir=script.Settings.out_dir)
-        settings = script.load_settings(script.Settings, os.environ, arguments, presets, stored)
+        settings = script.load_settings(
+            script.Settings, os.environ, arguments, presets, script.stored_settings
+        )
         print("\n".join(plan_lines(script, settings)))
         return 0
 

@@ -1,19 +1,20 @@
-"""Records: a folder that photographs a result, its check, and the tables of them.
+"""Records: make, check and list folders that document a result; write Parameter Golf submissions.
 
-    python tools/record.py new RUN RUN RUN --track track_cpu_3min --name WiderMLP [--against FOLDER] [--baseline RUN…]
+    python tools/record.py new RUN RUN RUN --track track_cpu_3min --name WiderMLP [--against FOLDER]
     python tools/record.py check [FOLDER…] [--artifact [--data data/django]]
     python tools/record.py table
+    python tools/record.py submission RUN RUN RUN --name WiderMLP --author A [--blurb TEXT]
 
-A record is records/<track>/<YYYY-MM-DD>_<Name>/: README.md, the script exactly as in the logs, config.env, seed_<n>.txt
-(the logs), seed_<n>.upar (artifacts under 1 MiB), result.json, made from the logs alone; baseline_<n>.txt: a record
-that it claims to beat, run again beside it; manifest.json where its data are another tokenizer's. A track's rules stand
-in its track.json. `check` prints a line for every fault, and exits with 1 if there is one.
+A record is records/<track>/<YYYY-MM-DD>_<Name>/: README.md, the script exactly as in the logs,
+config.env, seed_<n>.txt (the logs), seed_<n>.upar (artifacts under 1 MiB), result.json, made from
+the logs alone; baseline_<n>.txt: a record that it claims to beat, run again beside it; manifest.json
+if its data have another tokenizer. The rules of a track are in its track.json. `check` prints a line
+for every fault and exits with 1 if there is one. `submission` refuses what `check` would refuse.
 """
 
 import argparse
 import ast
 import functools
-import hashlib
 import json
 import math
 import os
@@ -24,578 +25,1014 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from hashlib import sha256
+from itertools import zip_longest
 from pathlib import Path
 
-import numpy as np
+from common import (
+    ROOT,
+    half_width,
+    inherited_environment,
+    markdown_table,
+    replace_marked,
+    student_tail,
+)
 
-ROOT = Path(__file__).resolve().parents[1]
 RULE = b"\n" + b"=" * 120 + b"\n"  # below the source, in a log
-FREE = ("RUN_ID", "OUT_DIR", "CONFIG", "DATA_PATH", "TOKENIZER_PATH", "SEED")  # what a record's command may set
-# What is read of the block at a log's end; result.json keeps WHOLE of a record, and of each seed the rest.
-WHOLE = "script code_sha256 manifest_sha256 tokenizer_sha256 hardware world_size".split()
-KINDS = {**dict.fromkeys([*WHOLE, "commit", "artifact_sha256"], str), "events": ast.literal_eval,
-         **dict.fromkeys("seed steps tokens val_tokens val_bytes artifact_bytes code_bytes total_bytes".split(), int),
-         **dict.fromkeys("train_seconds total_seconds val_loss val_nats val_bpb bytes_per_token".split(), float)}
-TEXT = "documents source_bytes decoded_bytes sources_sha256 seed val_frac val_max_bytes".split()  # in a manifest
-SLIDING = "val_bpb_sliding"  # read where it is there
-LEGENDRE = functools.lru_cache(np.polynomial.legendre.leggauss)  # it takes longer than all else in a check
-# What may happen to a record's run: a masked step, optional work that the clock left no time for, a full disk. The
-# first two are events of scripts before the rewrite.
-EVENTS = ("skip", "rewind", "skipped_step", "weights_left_out", "gptq_left_out", "save_failed")
-SMALL = 1 << 20  # bytes: artifacts below are committed, and no log is longer
-SECTIONS, UNWRITTEN = ("What changed", "Why", "What did not help"), "To be written."
-STRANGE = {"exec", "eval", "__import__", "builtins", "importlib", "marshal", "runpy", "pickle"}  # ways to hide code
-UNREADABLE = (ArithmeticError, LookupError, OSError, SyntaxError, TypeError, ValueError)  # of edited files
-KEPT = "PATH HOME TMPDIR LANG LD_LIBRARY_PATH PYTHONPATH VIRTUAL_ENV OMP_NUM_THREADS CUDA_VISIBLE_DEVICES".split()
-
-# In a clean process: a script's own main, stopped once it has its settings; then, of an artifact, the score.
-PROCESS = '''
-import hashlib, importlib.util, json, sys
-from dataclasses import fields
-from types import SimpleNamespace
-
-path, way, *artifacts = sys.argv[1:]
-spec = importlib.util.spec_from_file_location("record_script", path)
-script = sys.modules["record_script"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(script)
-sys.argv = [path]  # the script reads its own arguments
-load, settings = script.load_settings, []
-script.load_settings = lambda *given, **more: settings.append(load(*given, **more)) or sys.exit()
-try:
-    script.main()
-except SystemExit:
-    s = settings[0]
-found = [{f.name.upper(): str(int(getattr(s, f.name)) if f.type is bool else getattr(s, f.name)) for f in fields(s)}]
-if artifacts:
-    data, runtime, found, digest = script.open_data(s), script.start_runtime(s.device), [], hashlib.sha256()
-    tokens, tokenizer = data.val, data.tokenizer
-    for at in range(1, len(tokens), 1 << 20):
-        ids = tokens[at : at + (1 << 20)]
-        drops = tokenizer.drops_space[ids] & tokenizer.boundary[tokens[at - 1 :][: len(ids)]]
-        digest.update(b"".join(tokenizer.pieces[i][drop:] for i, drop in zip(ids.tolist(), drops.tolist())))
-for artifact in artifacts:
-    header, tensors, _ = script.read_artifact(artifact)
-    counts = [script.NGrams] if header["settings"].get("ngram_order") else []  # older scripts have none
-    network = script.GPT(SimpleNamespace(**header["settings"]), *counts).to(runtime.device)
-    network.load_state_dict(tensors)
-    stride = s.eval_stride if way == "val_bpb_sliding" else None
-    if hasattr(script, "Scorer"):
-        score = script.Scorer(tokenizer, runtime, s.train_seq_len, 4).score(network, tokens, stride)
-    else:  # a frozen record
-        score = script.score_tokens(network, tokens, tokenizer, runtime, s.train_seq_len, stride or s.train_seq_len, 4)
-    found.append({"score": score.bpb, "val_bytes": score.bytes, "val_text_sha256": digest.hexdigest(),
-                  "tokenizer_sha256": header["tokenizer_sha256"]})
-print(json.dumps(found))
-'''
+# Settings that the environment of a record's run may set.
+FREE_SETTINGS = ("RUN_ID", "OUT_DIR", "CONFIG", "DATA_PATH", "TOKENIZER_PATH", "SEED")
+# Results at the end of a log. The first are the same in all runs of a record.
+SHARED_FACTS = "script code_sha256 manifest_sha256 tokenizer_sha256 hardware world_size".split()
+FACTS = {
+    str: [*SHARED_FACTS, "commit", "artifact_sha256"],
+    int: "seed steps tokens val_tokens val_bytes artifact_bytes code_bytes total_bytes".split(),
+    float: "train_seconds total_seconds val_loss val_nats val_bpb bytes_per_token".split(),
+    ast.literal_eval: ["events"],
+}
+SLIDING = "val_bpb_sliding"  # in some logs
+# Keys of a manifest that identify the validation text.
+TEXT_KEYS = (
+    "documents source_bytes decoded_bytes sources_sha256 seed val_frac val_max_bytes".split()
+)
+# Events that a record's run may have: a masked step, optional work that the clock left no time
+# for, a full disk. The first two are events of scripts before the rewrite.
+EVENTS = "skip rewind skipped_step weights_left_out gptq_left_out save_failed".split()
+MIB = 1 << 20  # artifacts below are committed, and no log is longer
+SECTIONS = ("What changed", "Why", "What did not help")
+UNWRITTEN = "To be written."
+# Names by which a script can hide code.
+STRANGE = {"exec", "eval", "__import__", "builtins", "importlib", "marshal", "runpy", "pickle"}
+UNREADABLE = (ArithmeticError, LookupError, OSError, SyntaxError, TypeError, ValueError)
+# Rules of Parameter Golf, for a submission without --track. Its 600 s are on 8 H100, and a
+# submission on other hardware says which.
+GOLF = {
+    "title": "Parameter Golf",
+    "score": "val_bpb",
+    "seconds": 600,
+    "bytes": 16_000_000,
+    "seeds": 3,
+    "p": 0.01,
+    "hardware": ".*",
+    "script_columns": 120,
+}
 
 
 class RecordError(Exception):
-    """What cannot be gone on from, in one line."""
+    """Why a command cannot continue, in one line."""
+
+
+@dataclass
+class Faults:
+    """Collected faults, as lines `NAME: WHAT (found FOUND, expected EXPECTED)`."""
+
+    name: str = ""  # of the file or folder that is checked
+    lines: list[str] = field(default_factory=list)
+
+    def of(self, name: str) -> "Faults":
+        """Return the same collection for another file."""
+        return Faults(name, self.lines)
+
+    def add(self, what: str, found: object, expected: object) -> None:
+        """Add a fault."""
+        self.lines.append(f"{self.name}: {what} (found {found}, expected {expected})")
+
+    def equal(self, what: str, found: object, expected: object) -> None:
+        """Add a fault if the two values differ."""
+        if found != expected:
+            self.add(what, found, expected)
+
+    def require(self, holds: object, what: str, found: object, expected: object) -> None:
+        """Add a fault unless `holds`."""
+        if not holds:
+            self.add(what, found, expected)
+
+    def at_most(self, what: str, found: float, limit: float) -> None:
+        """Add a fault if a number is above its limit."""
+        self.require(found <= limit, what, found, f"at most {limit}")
+
+    def at_least(self, what: str, found: float, limit: float) -> None:
+        """Add a fault if a number is below its limit."""
+        self.require(found >= limit, what, found, f"at least {limit}")
 
 
 @dataclass
 class Log:
-    """A finished run, by its log.txt alone."""
+    """A finished run, as its log describes it."""
 
     name: str
     data: bytes  # the whole file
-    source: bytes  # the script's
+    source: bytes  # of the script
     settings: dict[str, str]  # as printed
-    text: str  # from there to the block at the end
-    facts: dict  # of that block
+    text: str  # from the settings to the results
+    facts: dict  # the results
     versions: dict
 
+    def find(self, pattern: str) -> list:
+        """Return the matches of a pattern in the lines of the text."""
+        return re.findall(pattern, self.text, re.MULTILINE)
 
-def sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
+
+def digest(data: bytes) -> str:
+    """Return the SHA-256 of some bytes."""
+    return sha256(data).hexdigest()
 
 
-def wrong(name: str, *rows: tuple) -> list[str]:
-    """A line for each of the rows (what, found, expected) that are not equal, or whose fourth entry is false."""
-    return [f"{name}: {what} (found {found}, expected {expected})" for what, found, expected, *holds in rows
-            if not (holds[0] if holds else found == expected)]
+def read_facts(lines: list[str]) -> dict:
+    """Return the results at the end of a log."""
+    pairs = dict(line.split(": ", 1) for line in lines if ": " in line)
+    facts = {}
+    for kind, keys in FACTS.items():
+        facts |= {key: kind(pairs[key]) for key in keys}
+    if SLIDING in pairs:
+        facts[SLIDING] = float(pairs[SLIDING])
+    return facts
 
 
 def read_log(path: Path) -> Log:
-    """The log of a run that came to its end. Raises OSError, RecordError."""
+    """Return the log of a finished run. Raises OSError, RecordError."""
     data = path.read_bytes()
     source, _, rest = data.partition(RULE)
     text, _, end = rest.decode("utf-8", errors="replace").rpartition("\n---\n")
-    settings = dict(re.findall(r"^[* ] ([A-Z][A-Z0-9_]*)=(.*)$", text.partition("\nparameters: ")[0], re.MULTILINE))
+    head = text.partition("\nparameters: ")[0]
+    settings = dict(re.findall(r"^[* ] ([A-Z][A-Z0-9_]*)=(.*)$", head, re.MULTILINE))
     versions = re.search(r"^commit:.* versions:(\{[^}]*\})", text, re.MULTILINE)
     if not settings or not versions:
-        raise RecordError(f"{path.name}: not the log of a run that ended (expected source, a line of 120 =, versions, "
-                          "settings, and results below ---)")
-    pairs = dict(line.split(": ", 1) for line in end.splitlines() if ": " in line)
-    kinds = KINDS | ({SLIDING: float} if SLIDING in pairs else {})
+        raise RecordError(
+            f"{path.name}: not the log of a run that ended (expected source, a line of 120 =, "
+            "versions, settings, and results below ---)"
+        )
+    lines = end.splitlines()
     try:
-        facts, versions = {key: kind(pairs[key]) for key, kind in kinds.items()}, ast.literal_eval(versions[1])
+        facts = read_facts(lines)
+        versions = ast.literal_eval(versions[1])
     except UNREADABLE as error:
-        raise RecordError(f"{path.name}: its results cannot be read ({type(error).__name__}: {error})") from None
-    text += "".join(f"\n{line}" for line in end.splitlines() if line.startswith("error: "))
-    return Log(path.name, data, source, settings, text, facts, versions)
+        reason = f"{type(error).__name__}: {error}"
+        raise RecordError(f"{path.name}: its results cannot be read ({reason})") from None
+    errors = [f"\n{line}" for line in lines if line.startswith("error: ")]
+    return Log(path.name, data, source, settings, text + "".join(errors), facts, versions)
 
 
-# --------------------------------------------------------------------------------------------------------- statistics
-def student_tail(t: float, df: float) -> float:
-    """P(T > t) of Student's distribution: with t = sqrt(df) tan(a) its density is cos(a)**(df - 1) but for a factor;
-    by 200 Gauss-Legendre nodes to eight digits and more, from one to hundreds of degrees of freedom."""
-    nodes, weights = LEGENDRE(200)
-    low = math.atan(t / math.sqrt(df))
-    half = (math.pi / 2 - low) / 2
-    area = half * float(weights @ np.cos(low + half * (nodes + 1)) ** (df - 1))
-    return area * math.exp(math.lgamma((df + 1) / 2) - math.lgamma(df / 2)) / math.sqrt(math.pi)
+def read_logs(folder: Path, pattern: str) -> list[Log]:
+    """Return the logs of a folder in the order of their names."""
+    return [read_log(path) for path in sorted(folder.glob(pattern))]
 
 
-def half_width(values: list[float]) -> float:
-    """Half of the 95% interval of the mean of two values or more (Student), its quantile by bisection."""
-    low, high = 0.0, 100.0
-    while high - low > 1e-10:
-        middle = (low + high) / 2
-        low, high = (middle, high) if student_tail(middle, len(values) - 1) > 0.025 else (low, middle)
-    return low * statistics.stdev(values) / math.sqrt(len(values))
+@dataclass
+class Welch:
+    """A one-sided Welch test (1947) that the mean of new scores is smaller than that of old ones."""
+
+    t: float
+    df: float  # degrees of freedom
+    p: float
 
 
-def welch(new: list[float], old: list[float]) -> tuple[float, float, float]:
-    """(t, degrees of freedom, p) of the one-sided test that the mean of `new` is the smaller one (Welch 1947)."""
-    parts = [statistics.variance(each) / len(each) for each in (new, old)]
-    margin = statistics.fmean(old) - statistics.fmean(new)
-    if not sum(parts):
-        raise RecordError(f"runs of different seeds all score {new[0]} and {old[0]} (expected some spread)")
-    df = sum(parts) ** 2 / sum(part**2 / (len(each) - 1) for part, each in zip(parts, (new, old), strict=True))
-    t = margin / math.sqrt(sum(parts))
-    return t, df, student_tail(t, df)
+def welch(new: list[float], old: list[float]) -> Welch:
+    """Return the test that the mean of `new` is smaller. Raises RecordError without any spread."""
+    new_part = statistics.variance(new) / len(new)
+    old_part = statistics.variance(old) / len(old)
+    total = new_part + old_part
+    if not total:
+        raise RecordError(
+            f"runs of different seeds all score {new[0]} and {old[0]} (expected some spread)"
+        )
+    df = total**2 / (new_part**2 / (len(new) - 1) + old_part**2 / (len(old) - 1))
+    t = (statistics.fmean(old) - statistics.fmean(new)) / math.sqrt(total)
+    return Welch(t, df, student_tail(t, df))
 
 
-# ------------------------------------------------------------------------------------------------ track, script, pages
-def read_track(track: Path) -> tuple[dict, dict]:
-    """A track's rules and the manifest of its data. Raises RecordError where they are missing or do not agree."""
+# ------------------------------------------------------------------------------------------- track
+@dataclass
+class Track:
+    """A track: its rules (track.json) and the manifest of its data."""
+
+    folder: Path
+    rules: dict
+    manifest: dict
+
+
+def read_track(folder: Path) -> Track:
+    """Return a track. Raises RecordError if its files are missing or do not agree."""
     try:
-        rules, text = json.loads((track / "track.json").read_bytes()), (track / "manifest.json").read_bytes()
+        rules = json.loads((folder / "track.json").read_bytes())
+        text = (folder / "manifest.json").read_bytes()
+        manifest = json.loads(text)
     except (OSError, ValueError):
-        raise RecordError(f"{track}: no track that can be read (expected track.json and manifest.json)") from None
-    manifest, pinned = json.loads(text), rules["data"]
-    if faults := wrong(f"{track}/track.json", *((f"data.{key}", pinned[key], value) for key, value in {
-            "manifest_sha256": sha256(text), "val_bytes": manifest["val"]["decoded_bytes"],
-            "overlap_documents": manifest["overlap_documents"]}.items())):
-        raise RecordError(faults[0])
-    return rules, manifest
+        raise RecordError(
+            f"{folder}: no track that can be read (expected track.json and manifest.json)"
+        ) from None
+    faults = Faults(f"{folder}/track.json")
+    for key, value in pinned_data(text, manifest).items():
+        faults.equal(f"data.{key}", rules["data"][key], value)
+    if faults.lines:
+        raise RecordError(faults.lines[0])
+    return Track(folder, rules, manifest)
 
 
-def run_script(script: Path, config: Path, way: str = "", artifacts: tuple = (), **settings: str) -> list[dict]:
-    """What PROCESS prints of a script and a config. Raises RecordError with the last line that it left."""
-    env = {name: os.environ[name] for name in KEPT if name in os.environ} | settings
-    env |= {"CONFIG": str(config.resolve()), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run([sys.executable, "-c", PROCESS, str(script.resolve()), way, *artifacts], env=env,
-                          capture_output=True, text=True)
+def pinned_data(text: bytes, manifest: dict) -> dict:
+    """Return what track.json says of the data, from the text of their manifest."""
+    return {
+        "manifest_sha256": digest(text),
+        "val_bytes": manifest["val"]["decoded_bytes"],
+        "overlap_documents": manifest["overlap_documents"],
+    }
+
+
+def make_golf_track(folder: Path, log: Log) -> None:
+    """Write a track with the rules of Parameter Golf and the data of a run. Raises RecordError."""
+    path = Path(log.settings["DATA_PATH"]) / "manifest.json"
+    if not path.is_file():
+        raise RecordError(f"{path}: no such file (expected the manifest of the runs' data)")
+    text = path.read_bytes()
+    data = {"path": str(path.parent), **pinned_data(text, json.loads(text))}
+    folder.mkdir()
+    (folder / "track.json").write_text(json.dumps({**GOLF, "data": data}))
+    (folder / "manifest.json").write_bytes(text)
+
+
+def run_record_script(script: Path, config: Path, *words: str, **settings: str) -> dict | list:
+    """Return what tools/rescore.py prints of a script and a config. Raises RecordError."""
+    environ = inherited_environment()
+    environ |= {"CONFIG": str(config.resolve()), "PYTHONDONTWRITEBYTECODE": "1", **settings}
+    rescore = str(Path(__file__).with_name("rescore.py"))
+    command = [sys.executable, rescore, str(script.resolve()), *words]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True)
     if done.returncode:
-        raise RecordError((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
+        lines = done.stderr.strip().splitlines()
+        raise RecordError(lines[-1] if lines else f"exit code {done.returncode}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
 @functools.lru_cache
 def resolve_settings(name: str, script: bytes, config: bytes) -> dict[str, str]:
-    """The settings, as a log prints them, that a script has by its defaults and a config. Raises RecordError."""
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / name).write_bytes(script)
-        (Path(folder) / "config.env").write_bytes(config)
-        return run_script(Path(folder) / name, Path(folder) / "config.env")[0]
+    """Return the settings, as a log prints them, of a script with a config. Raises RecordError."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        (folder / name).write_bytes(script)
+        (folder / "config.env").write_bytes(config)
+        return run_record_script(folder / name, folder / "config.env")
 
 
-def summarize(track: str, record: str, score: str, logs: list[Log], config: bytes, old: dict[str, list[Log]]) -> dict:
-    """result.json, by the logs in the order of their seeds; `old`: logs of each record that this one claims to beat."""
-    first, values, claims = logs[0].facts, [log.facts[score] for log in logs], []
-    for name, runs in old.items():
-        before = [log.facts[score] for log in runs]
-        t, df, p = welch(values, before)  # of one text, so p is the same for nats and for bits per byte
-        margin = statistics.fmean(before) - statistics.fmean(values)
-        nats = margin * math.log(2) * first["val_bytes"] / first["val_tokens"]  # by this record's tokenizer
-        claims.append({"against": name, "logs": [log.name for log in runs], "mean": statistics.fmean(before),
-                       "margin": margin, "margin_nats_per_token": nats, "t": t, "df": df, "p": p})
-    seeds = [{key: value for key, value in log.facts.items() if key not in WHOLE} for log in logs]
-    return {"format": 1, "track": track, "record": record, "score": score, "mean": statistics.fmean(values),
-            "interval95": half_width(values), "claims": claims, **{key: first[key] for key in WHOLE},
-            "config_sha256": sha256(config), "versions": logs[0].versions, "seeds": seeds}
+# ----------------------------------------------------------------------------------------- results
+def summarize(
+    track: Track, record: str, logs: list[Log], config: bytes, beaten: dict[str, list[Log]]
+) -> dict:
+    """Return result.json. `beaten` has the logs of each record that this one claims to beat."""
+    score = track.rules["score"]
+    first = logs[0].facts
+    scores = [log.facts[score] for log in logs]
+    claims = []
+    for name, runs in beaten.items():
+        old_scores = [log.facts[score] for log in runs]
+        # All scores are of one text, so p is the same for nats and for bits per byte.
+        test = welch(scores, old_scores)
+        margin = statistics.fmean(old_scores) - statistics.fmean(scores)
+        nats = margin * math.log(2) * first["val_bytes"] / first["val_tokens"]
+        claims.append(
+            {
+                "against": name,
+                "logs": [log.name for log in runs],
+                "mean": statistics.fmean(old_scores),
+                "margin": margin,
+                "margin_nats_per_token": nats,
+                **vars(test),
+            }
+        )
+    seeds = []
+    for log in logs:
+        seeds.append({key: log.facts[key] for key in log.facts if key not in SHARED_FACTS})
+    return {
+        "format": 1,
+        "track": track.folder.name,
+        "record": record,
+        "score": score,
+        "mean": statistics.fmean(scores),
+        "interval95": half_width(scores),
+        "claims": claims,
+        **{key: first[key] for key in SHARED_FACTS},
+        "config_sha256": digest(config),
+        "versions": logs[0].versions,
+        "seeds": seeds,
+    }
 
 
-def find_block(name: str, text: str) -> str:
-    """A block of a page, markers included; "" where there is none."""
-    return "".join(re.findall(f"<!-- {name} -->.*?<!-- /{name} -->", text, re.DOTALL)[:1])
-
-
-def table(header: list[str], rows: list[list]) -> str:
-    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in [header, ["---"] * len(header), *rows])
-
-
-def result_block(result: dict) -> str:
-    """The part of a record's README that is made from its result.json: seeds, mean, claims."""
+def result_text(result: dict) -> str:
+    """Return the part of a README that follows from result.json: seeds, mean, claims."""
     scores = [key for key in ("val_bpb", SLIDING, "val_loss") if key in result["seeds"][0]]
-    rows = [[seed["seed"], *(f"{seed[key]:.4f}" for key in scores), seed["steps"], f"{seed['train_seconds']:.1f}",
-             f"{seed['artifact_bytes']:,}", f"{seed['total_bytes']:,}"] for seed in result["seeds"]]
-    said = [table(["seed", *scores, "steps", "train_seconds", "artifact_bytes", "total_bytes"], rows),
-            f"Mean `{result['score']}` **{result['mean']:.4f}**, 95% interval ±{result['interval95']:.4f} (Student, "
-            f"{len(rows)} seeds). {result['hardware']}, torch {result['versions']['torch']}."]
+    rows = [["seed", *scores, "steps", "train_seconds", "artifact_bytes", "total_bytes"]]
+    for seed in result["seeds"]:
+        row = [seed["seed"], *(f"{seed[key]:.4f}" for key in scores), seed["steps"]]
+        row.append(f"{seed['train_seconds']:.1f}")
+        rows.append([*row, f"{seed['artifact_bytes']:,}", f"{seed['total_bytes']:,}"])
+    mean = (
+        f"Mean `{result['score']}` **{result['mean']:.4f}**, 95% interval "
+        f"±{result['interval95']:.4f} (Student, {len(result['seeds'])} seeds). "
+        f"{result['hardware']}, torch {result['versions']['torch']}."
+    )
+    paragraphs = [markdown_table(rows), mean]
     for claim in result["claims"]:
-        again = any(name.startswith("baseline_") for name in claim["logs"])
-        said.append(f"Better than `{claim['against']}` ({claim['mean']:.4f}, {len(claim['logs'])} runs, "
-                    f"{'made again beside these: baseline_*.txt' if again else 'its own logs'}) by "
-                    f"{claim['margin']:.4f} bits per byte, {claim['margin_nats_per_token']:.4f} nats per token: "
-                    f"p = {claim['p']:.2g} (one-sided Welch test, {claim['df']:.1f} degrees of freedom).")
-    return "\n".join(["<!-- result -->", "\n\n".join(said), "<!-- /result -->"])
+        origin = "its own logs"
+        if claim["logs"][0].startswith("baseline_"):
+            origin = "made again beside these: baseline_*.txt"
+        paragraphs.append(
+            f"Better than `{claim['against']}` ({claim['mean']:.4f}, {len(claim['logs'])} runs, "
+            f"{origin}) by {claim['margin']:.4f} bits per byte, "
+            f"{claim['margin_nats_per_token']:.4f} nats per token: p = {claim['p']:.2g} "
+            f"(one-sided Welch test, {claim['df']:.1f} degrees of freedom)."
+        )
+    return "\n\n".join(paragraphs)
 
 
-# -------------------------------------------------------------------------------------------------------------- checks
-def check_script(name: str, source: bytes, rules: dict) -> list[str]:
-    """Faults of a record's script by its text; nothing of it is run."""
+# ------------------------------------------------------------------------------------------ checks
+def check_script(name: str, source: bytes, rules: dict, faults: Faults) -> None:
+    """Add the faults of a record's script by its text; nothing of it is run."""
+    faults = faults.of(name)
     try:
-        lines, tree = source.decode("utf-8").splitlines(), ast.parse(source)
+        text = source.decode("utf-8")
+        tree = ast.parse(source)
     except (SyntaxError, ValueError) as error:
-        return [f"{name}: does not compile ({str(error).splitlines()[0]})"]
-    wide, strange, packed = max(map(len, lines)), [], []
+        faults.lines.append(f"{name}: does not compile ({str(error).splitlines()[0]})")
+        return
+    strange = []
+    packed = []
     for node in ast.walk(tree):
-        names = [node.id] if isinstance(node, ast.Name) else []
-        if isinstance(node, ast.Import | ast.ImportFrom):
+        names = []
+        if isinstance(node, ast.Name):
+            names = [node.id]
+        elif isinstance(node, ast.Import | ast.ImportFrom):
             names = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
-        strange += [f"{own} at line {node.lineno}" for own in names if own.split(".")[0] in STRANGE]
-        text = getattr(node, "value", None)
-        if isinstance(text, str | bytes) and len(text) > max(400, 40 * len(text.split())):
-            packed.append(f"{len(text)} characters in {len(text.split())} words at line {node.lineno}")
+        for used in names:
+            if used.split(".")[0] in STRANGE:
+                strange.append(f"{used} at line {node.lineno}")
+        value = getattr(node, "value", None)
+        if isinstance(value, str | bytes):
+            words = len(value.split())
+            if len(value) > max(400, 40 * words):
+                packed.append(f"{len(value)} characters in {words} words at line {node.lineno}")
         if isinstance(node, ast.List | ast.Tuple | ast.Set) and len(node.elts) > 256:
             packed.append(f"{len(node.elts)} elements at line {node.lineno}")
-    return wrong(name, ("columns", wide, f"at most {rules['script_columns']}", wide <= rules["script_columns"]),
-                 ("runs what cannot be read in it", ", ".join(strange), f"none of {sorted(STRANGE)}", not strange),
-                 ("packed data", ", ".join(packed), "text", not packed))
+    columns = max(len(line) for line in text.splitlines())
+    faults.at_most("columns", columns, rules["script_columns"])
+    allowed = f"none of {sorted(STRANGE)}"
+    faults.require(not strange, "runs what cannot be read in it", ", ".join(strange), allowed)
+    faults.require(not packed, "packed data", ", ".join(packed), "text")
 
 
-def check_code(log: Log, name: str, script: bytes, config: bytes) -> list[str]:
-    """Faults of a log's source, settings and seed, by script and config."""
-    theirs, ours = ([*text.decode(errors="replace").split("\n"), "the end"] for text in (log.source, script))
-    at = next((at for at, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), 0)
-    rows = [(f"its source is not {name}, first at line {at + 1}", repr(theirs[at].strip()), repr(ours[at].strip()),
-             log.source == script), ("script", log.facts["script"], name),
-            (f"code_sha256 is not that of {name}", log.facts["code_sha256"], sha256(script)),
-            ("code_bytes are not those of script and config", log.facts["code_bytes"], len(script) + len(config)),
-            ("seed is not the setting", str(log.facts["seed"]), log.settings.get("SEED"))]
+def check_code(log: Log, name: str, script: bytes, config: bytes, faults: Faults) -> None:
+    """Add the faults of a log's source, settings and seed, given script and config."""
+    facts = log.facts
+    faults = faults.of(log.name)
+    faults.equal(f"its source is not {name}, SHA-256", digest(log.source), digest(script))
+    faults.equal("script", facts["script"], name)
+    faults.equal(f"code_sha256 is not that of {name}", facts["code_sha256"], digest(script))
+    size = len(script) + len(config)
+    faults.equal("code_bytes are not those of script and config", facts["code_bytes"], size)
+    faults.equal("seed is not the setting", str(facts["seed"]), log.settings.get("SEED"))
     try:
         expected = resolve_settings(name, script, config)
     except RecordError as error:
-        return wrong(log.name, *rows, ("settings", error, f"{name} to take config.env", False))
-    return wrong(log.name, *rows, *((f"setting {key} is not that of {name} with config.env", log.settings.get(key),
-                                     expected.get(key)) for key in sorted(expected.keys() | log.settings.keys())
-                                    if key not in FREE))
+        faults.add("settings", error, f"{name} to take config.env")
+        return
+    for key in sorted(expected.keys() | log.settings.keys()):
+        if key not in FREE_SETTINGS:
+            what = f"setting {key} is not that of {name} with config.env"
+            faults.equal(what, log.settings.get(key), expected.get(key))
 
 
-def check_run(log: Log, rules: dict) -> list[str]:
-    """Faults of what happened: errors, events, phases, time (choosing and calibration included), hardware, bytes."""
-    facts, seconds = log.facts, log.facts["train_seconds"]
-    rows = [("the run ended with an error", error, "none", False)
-            for error in re.findall(r"^error: (.*)", log.text, re.MULTILINE)]
-    rows += [("event", event["event"], f"none but {' '.join(EVENTS)}", event["event"] in EVENTS)
-             for event in facts["events"]]
-    planned = re.findall(r"^plan: (\w+) from ", log.text, re.MULTILINE)
-    ended = dict(re.findall(r"^phase: (\w+) +planned +[\d.]+%, (.*)$", log.text, re.MULTILINE))
-    begun = dict(re.findall(r"^phase: (\w+) begins at step (\d+),", log.text, re.MULTILINE))
-    rows.append(("phases at the end", [*ended], planned))
+def check_phases(log: Log, faults: Faults) -> None:
+    """Add the faults of a run's phases: each that was planned must have begun and been on."""
+    faults = faults.of(log.name)
+    planned = log.find(r"^plan: (\w+) from ")
+    ended = dict(log.find(r"^phase: (\w+) +planned +[\d.]+%, (.*)$"))
+    begun = dict(log.find(r"^phase: (\w+) begins at step (\d+),"))
+    faults.equal("phases at the end", list(ended), planned)
     averages = [name for name in ("ema", "swa", "qat") if log.settings.get(name.upper()) == "1"]
     for name in dict.fromkeys([*planned, *averages]):
-        on = re.fullmatch(r"began at step (\d+)(?: \(.*\))?, on for (\d+) steps", said := ended.get(name, "nothing"))
-        rows.append((f"phase {name} never fired", said, f"to begin at step {begun.get(name, '?')}, for 1 step or more",
-                     on and int(on[2]) > 0 and on[1] == begun.get(name)))
-    clock = re.findall(r"^clock: ([\d.]+) s to train and choose", log.text, re.MULTILINE)
-    steps = re.findall(r"^step:(\d+)/\S+ train_loss:.* train_time:(\d+)ms", log.text, re.MULTILINE)
-    late = [f"step {n} at {ms} ms" for n, ms in steps if int(n) > facts["steps"] or int(ms) > 1000 * seconds + 1]
-    return wrong(
-        log.name, *rows,
-        ("over the clock", f"{seconds:.3f} s", f"at most {rules['seconds']} s", seconds <= rules["seconds"]),
-        ("train_seconds by the line `clock:`", seconds, clock, [f"{seconds:.1f}"] == clock),
-        ("steps beyond the end", late or "no steps", f"up to {facts['steps']} at {seconds:.3f} s", steps and not late),
-        ("tokens", facts["tokens"], f"{facts['steps']} x TRAIN_BATCH_TOKENS",
-         facts["tokens"] == facts["steps"] * int(log.settings.get("TRAIN_BATCH_TOKENS", 0))),
-        ("hardware", facts["hardware"], rules["hardware"], re.fullmatch(rules["hardware"], facts["hardware"])),
-        ("total_bytes are not code and artifact", facts["total_bytes"], facts["code_bytes"] + facts["artifact_bytes"]),
-        ("over the cap", f"{facts['total_bytes']} bytes of code and artifact", f"at most {rules['bytes']}",
-         facts["total_bytes"] <= rules["bytes"]),
-        ("bytes of the log", len(log.data), f"at most {SMALL}", len(log.data) <= SMALL))
+        summary = ended.get(name, "nothing")
+        step = begun.get(name, "?")
+        match = re.fullmatch(r"began at step (\d+)(?: \(.*\))?, on for (\d+) steps", summary)
+        fired = match and int(match[2]) > 0 and match[1] == step
+        expected = f"to begin at step {step}, for 1 step or more"
+        faults.require(fired, f"phase {name} never fired", summary, expected)
 
 
-def check_score(log: Log, manifest: dict, rules: dict) -> list[str]:
-    """Faults of nats, tokens, bytes and bits per byte: among themselves, by the log's lines, by the manifest."""
-    facts, val = log.facts, manifest["val"]
-    nats, tokens, size = facts["val_nats"], facts["val_tokens"], facts["val_bytes"]
-    rows = [("the track's score", "none", rules["score"], rules["score"] in facts),
-            ("val_tokens are not all of validation", tokens, val["tokens"] - 1),
-            ("val_bytes are not all of validation", size, val["decoded_bytes"]),
-            ("tokenizer_sha256 is not the manifest's", facts["tokenizer_sha256"], manifest["tokenizer"]["sha256"]),
-            ("overlap of training and validation, data", re.findall("^data: .*", log.text, re.MULTILINE), [
-                f"data: {manifest['name']}, train {manifest['train']['tokens']} tokens, val {val['tokens']} tokens, "
-                f"{val['decoded_bytes']} bytes, overlap {rules['data']['overlap_documents']} documents"])]
-    follows = {"val_loss": nats / tokens, "val_bpb": nats / math.log(2) / size, "bytes_per_token": size / tokens}
-    rows += [(f"{key} does not follow from nats, tokens and bytes", facts[key], value,
-              math.isclose(facts[key], value, rel_tol=1e-9)) for key, value in follows.items()]
-    line = r"^from the artifact: (|sliding )val_loss:\S+ bpb:(\S+) nats:(\S+) tokens:(\d+) bytes:(\d+) "
-    said = {way: own for way, *own in re.findall(line, log.text, re.MULTILINE)}
+def check_clock(log: Log, rules: dict, faults: Faults) -> None:
+    """Add the faults of a run's time, which includes choosing and calibration, and its steps."""
+    faults = faults.of(log.name)
+    seconds = log.facts["train_seconds"]
+    faults.at_most("over the clock, seconds", seconds, rules["seconds"])
+    clock = log.find(r"^clock: ([\d.]+) s to train and choose")
+    agrees = clock == [f"{seconds:.1f}"]
+    faults.require(agrees, "train_seconds by the line `clock:`", seconds, clock)
+    steps = log.find(r"^step:(\d+)/\S+ train_loss:.* train_time:(\d+)ms")
+    late = []
+    for step, milliseconds in steps:
+        if int(step) > log.facts["steps"] or int(milliseconds) > 1000 * seconds + 1:
+            late.append(f"step {step} at {milliseconds} ms")
+    expected = f"up to {log.facts['steps']} at {seconds:.3f} s"
+    in_time = steps and not late
+    faults.require(in_time, "steps beyond the end", late or "no steps", expected)
+
+
+def check_run(log: Log, rules: dict, faults: Faults) -> None:
+    """Add the faults of what happened: errors, events, phases, time, hardware, bytes."""
+    facts = log.facts
+    faults = faults.of(log.name)
+    for error in log.find(r"^error: (.*)"):
+        faults.add("the run ended with an error", error, "none")
+    for event in facts["events"]:
+        allowed = event["event"] in EVENTS
+        faults.require(allowed, "event", event["event"], f"none but {' '.join(EVENTS)}")
+    check_phases(log, faults)
+    check_clock(log, rules, faults)
+    tokens = facts["steps"] * int(log.settings.get("TRAIN_BATCH_TOKENS", 0))
+    expected = f"{facts['steps']} x TRAIN_BATCH_TOKENS"
+    faults.require(facts["tokens"] == tokens, "tokens", facts["tokens"], expected)
+    hardware = facts["hardware"]
+    allowed = re.fullmatch(rules["hardware"], hardware)
+    faults.require(allowed, "hardware", hardware, rules["hardware"])
+    total = facts["total_bytes"]
+    size = facts["code_bytes"] + facts["artifact_bytes"]
+    faults.equal("total_bytes are not code and artifact", total, size)
+    faults.at_most("over the cap, bytes of code and artifact", total, rules["bytes"])
+    faults.at_most("bytes of the log", len(log.data), MIB)
+
+
+def check_score(log: Log, manifest: dict, rules: dict, faults: Faults) -> None:
+    """Add the faults of nats, tokens, bytes and bits per byte, given the data's manifest."""
+    facts = log.facts
+    val = manifest["val"]
+    nats, tokens, size = (facts[key] for key in ("val_nats", "val_tokens", "val_bytes"))
+    faults = faults.of(log.name)
+    faults.require(rules["score"] in facts, "the track's score", "none", rules["score"])
+    faults.equal("val_tokens are not all of validation", tokens, val["tokens"] - 1)
+    faults.equal("val_bytes are not all of validation", size, val["decoded_bytes"])
+    tokenizer = manifest["tokenizer"]["sha256"]
+    faults.equal("tokenizer_sha256 is not the manifest's", facts["tokenizer_sha256"], tokenizer)
+    line = (
+        f"data: {manifest['name']}, train {manifest['train']['tokens']} tokens, val "
+        f"{val['tokens']} tokens, {val['decoded_bytes']} bytes, overlap "
+        f"{rules['data']['overlap_documents']} documents"
+    )
+    faults.equal("overlap of training and validation, data", log.find("^data: .*"), [line])
+    consequences = {
+        "val_loss": nats / tokens,
+        "val_bpb": nats / math.log(2) / size,
+        "bytes_per_token": size / tokens,
+    }
+    for key, value in consequences.items():
+        what = f"{key} does not follow from nats, tokens and bytes"
+        faults.require(math.isclose(facts[key], value, rel_tol=1e-9), what, facts[key], value)
     for way, key in {"": "val_bpb", "sliding ": SLIDING}.items():
-        if key in facts:  # the line has nats to a tenth
-            bpb = float(said[way][1]) / math.log(2) / size if way in said else math.nan
-            rows.append((f"{key} by the line `from the artifact: {way}val_`", facts[key], said.get(way), abs(
-                bpb - facts[key]) < 0.05 / math.log(2) / size + 1e-9 and said[way][2:] == [str(tokens), str(size)]
-                         and f"{facts[key]:.4f}" == said[way][0]))
-    return wrong(log.name, *rows)
+        if key in facts:
+            check_score_line(log, way, key, faults)
 
 
-def check_artifact(log: Log, path: Path) -> list[str]:
-    """Faults of an artifact file: size and SHA-256 counted again. One of 1 MiB or more need not be there."""
+def check_score_line(log: Log, way: str, key: str, faults: Faults) -> None:
+    """Add a fault unless a score follows from its line in the log, which has nats to a tenth."""
+    facts = log.facts
+    pattern = (
+        rf"^from the artifact: {way}val_loss:\S+ bpb:(\S+) nats:(\S+) tokens:(\d+) bytes:(\d+) "
+    )
+    lines = log.find(pattern)
+    what = f"{key} by the line `from the artifact: {way}val_`"
+    if not lines:
+        faults.add(what, facts[key], None)
+        return
+    bpb, nats, tokens, size = lines[-1]
+    bits_per_nat = 1 / math.log(2) / facts["val_bytes"]
+    error = abs(float(nats) * bits_per_nat - facts[key])
+    same_counts = [tokens, size] == [str(facts["val_tokens"]), str(facts["val_bytes"])]
+    agrees = same_counts and bpb == f"{facts[key]:.4f}" and error < 0.05 * bits_per_nat + 1e-9
+    faults.require(agrees, what, facts[key], [bpb, nats, tokens, size])
+
+
+def check_artifact(log: Log, path: Path, faults: Faults) -> None:
+    """Add the faults of an artifact's size and SHA-256. One of 1 MiB or more may be absent."""
+    faults = faults.of(path.name)
     size = log.facts["artifact_bytes"]
     if not path.is_file():
-        return wrong(path.name, ("no such file", "none", f"the artifact of {size} bytes", size >= SMALL))
+        expected = f"the artifact of {size} bytes"
+        faults.require(size >= MIB, "no such file", "none", expected)
+        return
     data = path.read_bytes()
-    return wrong(path.name, (f"artifact_bytes of {log.name}", len(data), size),
-                 (f"is not the artifact of {log.name}, SHA-256", sha256(data), log.facts["artifact_sha256"]))
+    faults.equal(f"artifact_bytes of {log.name}", len(data), size)
+    what = f"is not the artifact of {log.name}, SHA-256"
+    faults.equal(what, digest(data), log.facts["artifact_sha256"])
 
 
-def find_manifest(folder: Path, log: Log, rules: dict, manifest: dict) -> tuple[dict, list[str]]:
-    """The manifest of a record's data, and faults: the track's, or its own of the same text by another tokenizer."""
-    sha, path = log.facts["manifest_sha256"], folder / "manifest.json"
-    if sha == rules["data"]["manifest_sha256"]:
-        return manifest, []
-    if not path.is_file() or sha256(path.read_bytes()) != sha:
-        return manifest, wrong(log.name, ("manifest_sha256: other data than the track's", sha, rules["data"][
-            "manifest_sha256"] + ", or that of a manifest.json here", False))
-    own = json.loads(path.read_bytes())
-    texts = [{key: {**of["val"], **(of.get("request") or {})}.get(key) for key in TEXT} for of in (own, manifest)]
-    return own, wrong(path.name, ("not the track's validation text", *texts),
-                      ("overlap_documents", own["overlap_documents"], manifest["overlap_documents"]))
+def text_facts(manifest: dict) -> dict:
+    """Return what identifies the validation text of a manifest."""
+    facts = {**manifest["val"], **(manifest.get("request") or {})}
+    return {key: facts.get(key) for key in TEXT_KEYS}
 
 
-def compare(logs: list[Log]) -> list[str]:
-    """What the runs of one record may not differ in, and do; what they must differ in, and do not."""
-    first, found = logs[0], []
-    for at, log in enumerate(logs[1:], 1):
-        rows = [("code", sha256(log.source), sha256(first.source)), ("versions", log.versions, first.versions)]
-        rows += [(f"setting {key}", log.settings.get(key), first.settings.get(key))
-                 for key in sorted(log.settings.keys() | first.settings.keys()) if key not in FREE]
-        rows += [(key, log.facts[key], first.facts[key]) for key in [*WHOLE[2:], "code_bytes"]]
-        found += wrong(f"{log.name} differs from {first.name}", *rows)
-        for key in ("seed", "artifact_sha256"):
-            found += [f"{log.name} and {other.name} have the same {key} (found {log.facts[key]}, expected others)"
-                      for other in logs[:at] if other.facts[key] == log.facts[key]]
-    return found
+def find_manifest(folder: Path, log: Log, track: Track, faults: Faults) -> dict:
+    """Return the manifest of a record's data, and add its faults.
+
+    It is the track's, or the record's own of the same text with another tokenizer.
+    """
+    expected = track.rules["data"]["manifest_sha256"]
+    found = log.facts["manifest_sha256"]
+    if found == expected:
+        return track.manifest
+    path = folder / "manifest.json"
+    if not path.is_file() or digest(path.read_bytes()) != found:
+        what = "manifest_sha256: other data than the track's"
+        faults.of(log.name).add(what, found, f"{expected}, or that of a manifest.json here")
+        return track.manifest
+    manifest = json.loads(path.read_bytes())
+    faults = faults.of(path.name)
+    what = "not the track's validation text"
+    faults.equal(what, text_facts(manifest), text_facts(track.manifest))
+    key = "overlap_documents"
+    faults.equal(key, manifest[key], track.manifest[key])
+    return manifest
 
 
-def check_old(track: Path, names: list[str], first: Log, baselines: list[Log]) -> tuple[dict, list[str]]:
-    """Name -> logs of each record that one with log `first` claims to beat: the baselines that ran it, or its own."""
-    (rules, manifest), old, found, left = read_track(track), {}, [], list(baselines)
+def compare(logs: list[Log], faults: Faults) -> None:
+    """Add the differences that runs of one record may not have, and those that they lack."""
+    first = logs[0]
+    for index, log in enumerate(logs[1:], 1):
+        faults = faults.of(f"{log.name} differs from {first.name}")
+        faults.equal("code", digest(log.source), digest(first.source))
+        faults.equal("versions", log.versions, first.versions)
+        for key in sorted(log.settings.keys() | first.settings.keys()):
+            if key not in FREE_SETTINGS:
+                faults.equal(f"setting {key}", log.settings.get(key), first.settings.get(key))
+        for key in [*SHARED_FACTS[2:], "code_bytes"]:
+            faults.equal(key, log.facts[key], first.facts[key])
+        for other in logs[:index]:
+            for key in ("seed", "artifact_sha256"):
+                if other.facts[key] == log.facts[key]:
+                    pair = faults.of(f"{log.name} and {other.name}")
+                    pair.add(f"have the same {key}", log.facts[key], "others")
+
+
+def check_beaten(
+    track: Track, names: list[str], first: Log, baselines: list[Log], faults: Faults
+) -> dict[str, list[Log]]:
+    """Return the logs of each record that is claimed to be beaten, and add their faults.
+
+    `first` is a log of the claiming record. The logs of a beaten record are those of `baselines`
+    that ran its script and config, or else its own.
+    """
+    rules = track.rules
+    beaten = {}
+    left = list(baselines)
     for name in names:
-        own = [read_log(path) for path in sorted((track / name).glob("seed_*.txt"))]
-        if not own:
-            raise RecordError(f"{name}: no record of {track.name} (expected one that this one claims to beat)")
-        file = own[0].facts["script"]
-        script, config = (track / name / file).read_bytes(), (track / name / "config.env").read_bytes()
-        again = [log for log in baselines if log.source == script and not check_code(log, file, script, config)]
-        left, old[name] = [log for log in left if log not in again], again or own
-        own_manifest, _ = find_manifest(track / name, own[0], rules, manifest)
-        for log in again:
-            found += check_run(log, rules) + check_score(log, own_manifest, rules)
-        machines = [(log.facts["hardware"], log.versions) for log in (old[name][0], first)]
-        found += compare(old[name]) + wrong(
-            f"claim against {name}", ("machine; run it again beside these", *machines),
-            ("runs of it", len(old[name]), f"at least {rules['seeds']}", len(old[name]) >= rules["seeds"]))
-    return old, found + wrong("baselines", ("not of a record that this one claims to beat",
-                                            [log.name for log in left], "its script and config", not left))
+        folder = track.folder / name
+        logs = read_logs(folder, "seed_*.txt")
+        if not logs:
+            raise RecordError(
+                f"{name}: no record of {track.folder.name} (expected one that this one claims to "
+                "beat)"
+            )
+        script_name = logs[0].facts["script"]
+        script = (folder / script_name).read_bytes()
+        config = (folder / "config.env").read_bytes()
+        manifest = find_manifest(folder, logs[0], track, Faults())
+        again = []
+        for log in baselines:
+            code_faults = Faults()
+            check_code(log, script_name, script, config, code_faults)
+            if not code_faults.lines:
+                again.append(log)
+                left.remove(log)
+                check_run(log, rules, faults)
+                check_score(log, manifest, rules, faults)
+        beaten[name] = again or logs
+        compare(beaten[name], faults)
+        old = beaten[name][0]
+        machine = (old.facts["hardware"], old.versions)
+        faults = faults.of(f"claim against {name}")
+        what = "machine; run it again beside these"
+        faults.equal(what, machine, (first.facts["hardware"], first.versions))
+        faults.at_least("runs of it", len(beaten[name]), rules["seeds"])
+    names_left = [log.name for log in left]
+    what = "not of a record that this one claims to beat"
+    faults.of("baselines").require(not left, what, names_left, "its script and config")
+    return beaten
 
 
-def check_pages(folder: Path, result: dict, rules: dict, written: bool) -> list[str]:
-    """Faults of the claims, of result.json against what follows from the logs, and of README.md against both."""
-    found = []
+def rounded(text: str) -> dict:
+    """Return JSON with numbers of nine digits: another machine's logarithm may round otherwise."""
+    return json.loads(text, parse_float=lambda number: float(f"{float(number):.9g}"))
+
+
+def check_pages(folder: Path, result: dict, rules: dict, written: bool, faults: Faults) -> None:
+    """Add the faults of the claims, of result.json and of README.md.
+
+    `result` is what follows from the logs. `written`: the sections of README.md must be written.
+    """
     for claim in result["claims"]:
-        found += wrong(f"claim against {claim['against']}", (
-            "not significant", f"p = {claim['p']:.4g} at a margin of {claim['margin']:.4f} bits per byte",
-            f"p < {rules['p']}", claim["margin"] > 0 and claim["p"] < rules["p"]))
-    # Another machine's logarithm may round otherwise.
-    stored, right = (json.loads(text, parse_float=lambda number: float(f"{float(number):.9g}"))
-                     for text in ((folder / "result.json").read_text(), json.dumps(result)))
-    found += wrong("result.json", *((f"{key} is not what the logs say", stored.get(key), right.get(key))
-                                    for key in {**right, **stored}))
-    text, right = (folder / "README.md").read_text(encoding="utf-8"), result_block(result).splitlines()
-    there = [*find_block("result", text).splitlines(), *[""] * len(right)][: len(right)]
-    found += wrong("README.md", *((f"line {at} of its table is not by result.json", repr(a), repr(b))
-                                  for at, (a, b) in enumerate(zip(there, right, strict=True), 1)))
-    return found + wrong("README.md", *((f"section {title!r} is not written", "nothing", "a few words", bool(
-        re.search(rf"^## {title}\n+(?!#|{UNWRITTEN})\S", text, re.MULTILINE))) for title in SECTIONS if written))
+        found = f"p = {claim['p']:.4g} at a margin of {claim['margin']:.4f} bits per byte"
+        significant = claim["margin"] > 0 and claim["p"] < rules["p"]
+        own = faults.of(f"claim against {claim['against']}")
+        own.require(significant, "not significant", found, f"p < {rules['p']}")
+    stored = rounded((folder / "result.json").read_text())
+    expected = rounded(json.dumps(result))
+    faults = faults.of("result.json")
+    for key in {**expected, **stored}:
+        faults.equal(f"{key} is not what the logs say", stored.get(key), expected.get(key))
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    block = re.search("<!-- result -->\n(.*?)\n<!-- /result -->", text, re.DOTALL)
+    lines = block[1].splitlines() if block else []
+    faults = faults.of("README.md")
+    expected_lines = result_text(result).splitlines()
+    for number, pair in enumerate(zip_longest(lines, expected_lines, fillvalue=""), 1):
+        found, expected = map(repr, pair)
+        faults.equal(f"line {number} of its table is not by result.json", found, expected)
+    for title in SECTIONS:
+        pattern = rf"^## {title}\n+(?!#|{UNWRITTEN})\S"
+        if written and not re.search(pattern, text, re.MULTILINE):
+            faults.add(f"section {title!r} is not written", "nothing", "a few words")
 
 
-def check_folder(folder: Path, track: Path, written: bool = True) -> list[str]:
-    """Every fault of a record of a track. `written`: the sections of its README must be written, too."""
-    rules, manifest = read_track(track)
-    scripts, found, logs = sorted(folder.glob("*.py")), [], []
-    if not re.fullmatch(r"20\d\d-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])_[A-Za-z0-9]+", folder.name):
-        found += wrong("folder", ("name", folder.name, "YYYY-MM-DD_Name, letters and digits", False))
-    missing = [name for name in ("README.md", "config.env", "result.json") if not (folder / name).is_file()]
+def read_seed_logs(folder: Path, faults: Faults) -> list[Log]:
+    """Return the logs of a record that can be read, in the order of their seeds."""
+    logs = []
     for path in sorted(folder.glob("seed_*.txt")):
         try:
-            logs.append(read_log(path))
-            found += wrong(path.name, ("seed of the log", f"seed_{logs[-1].facts['seed']}.txt", path.name))
+            log = read_log(path)
         except RecordError as error:
-            found.append(str(error))
-    found += wrong("files", ("missing", missing, "none", not missing),
-                   ("scripts", [path.name for path in scripts], "one", len(scripts) == 1),
-                   ("logs seed_*.txt", len(logs), f"at least {rules['seeds']}", len(logs) >= rules["seeds"]))
-    if missing or len(scripts) != 1 or len(logs) < 2:
-        return found
-    logs.sort(key=lambda log: log.facts["seed"])
-    name, script, config = scripts[0].name, scripts[0].read_bytes(), (folder / "config.env").read_bytes()
-    own_manifest, faults = find_manifest(folder, logs[0], rules, manifest)
-    found += check_script(name, script, rules) + compare(logs) + faults
-    for log in logs:
-        found += check_code(log, name, script, config) + check_artifact(log, folder / f"{Path(log.name).stem}.upar")
+            faults.lines.append(str(error))
+            continue
+        logs.append(log)
+        name = f"seed_{log.facts['seed']}.txt"
+        faults.of(path.name).equal("seed of the log", name, path.name)
+    return sorted(logs, key=lambda log: log.facts["seed"])
+
+
+def check_folder(folder: Path, track_folder: Path, written: bool = True) -> list[str]:
+    """Return every fault of a record. `written`: the sections of its README must be written."""
+    track = read_track(track_folder)
+    faults = Faults("folder")
+    date = r"20\d\d-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])"
+    has_name = re.fullmatch(rf"{date}_[A-Za-z0-9]+", folder.name)
+    faults.require(has_name, "name", folder.name, "YYYY-MM-DD_Name, letters and digits")
+    logs = read_seed_logs(folder, faults)
+    faults = faults.of("files")
+    needed = ("README.md", "config.env", "result.json")
+    missing = [name for name in needed if not (folder / name).is_file()]
+    scripts = sorted(folder.glob("*.py"))
+    faults.equal("missing", missing, [])
+    faults.require(len(scripts) == 1, "scripts", [path.name for path in scripts], "one")
+    faults.at_least("logs seed_*.txt", len(logs), track.rules["seeds"])
+    if not missing and len(scripts) == 1 and len(logs) > 1:
+        check_runs(folder, track, scripts[0], logs, faults)
         try:
-            found += check_run(log, rules) + check_score(log, own_manifest, rules)
+            check_result(folder, track, logs, written, faults)
+        except (RecordError, *UNREADABLE) as error:
+            reason = f"{type(error).__name__}: {error}"
+            line = f"result.json: it or its claims cannot be followed ({reason})"
+            faults.lines.append(line)
+    return faults.lines
+
+
+def check_runs(folder: Path, track: Track, script: Path, logs: list[Log], faults: Faults) -> None:
+    """Add the faults of a record's script, logs and artifacts."""
+    source = script.read_bytes()
+    config = (folder / "config.env").read_bytes()
+    check_script(script.name, source, track.rules, faults)
+    compare(logs, faults)
+    manifest = find_manifest(folder, logs[0], track, faults)
+    for log in logs:
+        check_code(log, script.name, source, config, faults)
+        check_artifact(log, folder / f"{Path(log.name).stem}.upar", faults)
+        try:
+            check_run(log, track.rules, faults)
+            check_score(log, manifest, track.rules, faults)
         except UNREADABLE as error:
-            found.append(f"{log.name}: cannot be followed ({type(error).__name__}: {error})")
-    try:
-        stored = json.loads((folder / "result.json").read_bytes())
-        baselines = [read_log(path) for path in sorted(folder.glob("baseline_*.txt"))]
-        old, faults = check_old(track, [claim["against"] for claim in stored["claims"]], logs[0], baselines)
-        result = summarize(track.name, folder.name, rules["score"], logs, config, old)
-        return [*found, *faults, *check_pages(folder, result, rules, written)]
-    except (RecordError, *UNREADABLE) as error:
-        return [*found, f"result.json: it or its claims cannot be followed ({type(error).__name__}: {error})"]
+            reason = f"{type(error).__name__}: {error}"
+            faults.lines.append(f"{log.name}: cannot be followed ({reason})")
 
 
-def check_scores(folder: Path, track: Path, data: str) -> list[str]:
-    """Faults of the artifacts, scored again by the record's script in a clean process."""
-    (rules, _), found, script = read_track(track), [], next(folder.glob("*.py"))
-    data, paths = Path(data or ROOT / rules["data"]["path"]).resolve(), sorted(folder.glob("seed_*.upar"))
+def check_result(
+    folder: Path, track: Track, logs: list[Log], written: bool, faults: Faults
+) -> None:
+    """Add the faults of a record's claims and pages."""
+    stored = json.loads((folder / "result.json").read_bytes())
+    names = [claim["against"] for claim in stored["claims"]]
+    baselines = read_logs(folder, "baseline_*.txt")
+    beaten = check_beaten(track, names, logs[0], baselines, faults)
+    config = (folder / "config.env").read_bytes()
+    result = summarize(track, folder.name, logs, config, beaten)
+    check_pages(folder, result, track.rules, written, faults)
+
+
+def check_artifact_scores(folder: Path, data: str) -> list[str]:
+    """Return the faults of the artifacts, scored again by the record's script."""
+    rules = read_track(folder.parent).rules
+    data = Path(data or ROOT / rules["data"]["path"]).resolve()
+    paths = sorted(folder.glob("seed_*.upar"))
+    faults = Faults("artifacts")
     if not paths:
-        return wrong("artifacts", ("to score again", "none", "seed_<n>.upar, also where git does not keep them", False))
+        faults.add("to score again", "none", "seed_<n>.upar, also where git does not keep them")
+        return faults.lines
+    script = next(folder.glob("*.py"))
+    words = [rules["score"], *map(str, paths)]
     try:
-        scores = run_script(script, folder / "config.env", rules["score"], tuple(map(str, paths)), DATA_PATH=str(data))
+        scores = run_record_script(script, folder / "config.env", *words, DATA_PATH=str(data))
     except RecordError as error:
         return [f"artifacts: cannot be scored on {data} ({error})"]
     for path, again in zip(paths, scores, strict=True):
-        log = read_log(path.with_suffix(".txt"))
-        score = log.facts[rules["score"]]
-        found += wrong(path.name, ("its score is not reproduced", again["score"], f"{score} to 1e-6",
-                                   abs(again["score"] - score) <= 1e-6),
-                       *((key, again[key], rules["data"][key]) for key in ("val_bytes", "val_text_sha256")),
-                       ("tokenizer_sha256", again["tokenizer_sha256"], log.facts["tokenizer_sha256"]))
-    return found
+        facts = read_log(path.with_suffix(".txt")).facts
+        faults = faults.of(path.name)
+        found = again["score"]
+        score = facts[rules["score"]]
+        same = abs(found - score) <= 1e-6
+        faults.require(same, "its score is not reproduced", found, f"{score} to 1e-6")
+        for key in ("val_bytes", "val_text_sha256"):
+            faults.equal(key, again[key], rules["data"][key])
+        faults.equal("tokenizer_sha256", again["tokenizer_sha256"], facts["tokenizer_sha256"])
+    return faults.lines
 
 
-# ------------------------------------------------------------------------------------------------------------ commands
-def folders(records: Path) -> list[Path]:
-    """All records."""
-    return sorted(path for track in records.glob("*/track.json") for path in track.parent.iterdir()
-                  if path.is_dir() and not path.name.startswith("."))
+# ---------------------------------------------------------------------------------------- commands
+def list_records(records: Path) -> list[Path]:
+    """Return the folders of all records."""
+    folders = []
+    for path in records.glob("*/track.json"):
+        for folder in path.parent.iterdir():
+            if folder.is_dir() and not folder.name.startswith("."):
+                folders.append(folder)
+    return sorted(folders)
 
 
-def write_tables(records: Path, write: bool) -> list[str]:
-    """Brings the tables in records/README.md and README.md up to date, or says which are not; lines of faults."""
-    parts, found = [], []
-    for track in sorted(path.parent for path in records.glob("*/track.json")):
-        rules, rows = read_track(track)[0], []
-        own = [folder / "result.json" for folder in folders(records) if folder.parent == track]
-        for result in sorted((json.loads(path.read_bytes()) for path in own), key=lambda each: each["mean"]):
-            page = track / result["record"] / "README.md"
-            changed = re.search(r"^## What changed\n+(.+)", page.read_text(encoding="utf-8"), re.MULTILINE)
-            claims = "; ".join(f"{claim['against'][11:]} by {claim['margin']:.4f}, p = {claim['p']:.1g}"
-                               for claim in result["claims"])
-            most = max(seed["total_bytes"] for seed in result["seeds"])
-            rows.append([f"{result['mean']:.4f} ± {result['interval95']:.4f}", len(result["seeds"]),
-                         f"[{result['record']}](records/{track.name}/{result['record']}/README.md)",
-                         changed[1] if changed else "", claims, f"{most:,}"])
-        header = ["bits per byte", "seeds", "record", "what changed", "better than", "bytes"]
-        parts.append(f"{rules['title']} ([{track.name}](records/{track.name}/README.md)):\n\n{table(header, rows)}")
+def leaderboard(track: Path) -> str:
+    """Return the table of a track's records, the best first."""
+    rules = read_track(track).rules
+    results = []
+    for folder in list_records(track.parent):
+        if folder.parent == track:
+            results.append(json.loads((folder / "result.json").read_bytes()))
+    results.sort(key=lambda result: result["mean"])
+    rows = [["bits per byte", "seeds", "record", "what changed", "better than", "bytes"]]
+    for result in results:
+        name = result["record"]
+        page = (track / name / "README.md").read_text(encoding="utf-8")
+        changed = re.search(r"^## What changed\n+(.+)", page, re.MULTILINE)
+        claims = [
+            f"{claim['against'][11:]} by {claim['margin']:.4f}, p = {claim['p']:.1g}"
+            for claim in result["claims"]
+        ]
+        rows.append(
+            [
+                f"{result['mean']:.4f} ± {result['interval95']:.4f}",
+                len(result["seeds"]),
+                f"[{name}](records/{track.name}/{name}/README.md)",
+                changed[1] if changed else "",
+                "; ".join(claims),
+                f"{max(seed['total_bytes'] for seed in result['seeds']):,}",
+            ]
+        )
+    link = f"[{track.name}](records/{track.name}/README.md)"
+    return f"{rules['title']} ({link}):\n\n{markdown_table(rows)}"
+
+
+def update_tables(records: Path, write: bool) -> list[str]:
+    """Return which tables in records/README.md and README.md are old; `write` updates them."""
+    tracks = sorted(path.parent for path in records.glob("*/track.json"))
+    tables = "\n\n".join(leaderboard(track) for track in tracks)
+    lines = []
     for page in (records / "README.md", records.parent / "README.md"):
-        right = "\n".join(["<!-- records -->", "\n\n".join(parts), "<!-- /records -->"])
-        right = right.replace("](records/", "](") if page.parent == records else right
+        own_tables = tables
+        if page.parent == records:
+            own_tables = tables.replace("](records/", "](")
         text = page.read_text(encoding="utf-8")
-        there = find_block("records", text)
-        if write and there:
-            page.write_text(text.replace(there, right), encoding="utf-8")
-        elif there != right:
-            found += wrong(str(page), ("<!-- records --> to <!-- /records -->", "an old table" if there else "none",
-                                       "what `table` writes", False))
-    return found
+        try:
+            new_text = replace_marked(text, "records", own_tables)
+        except SystemExit as error:
+            raise RecordError(f"{page}: {str(error).removeprefix('error: ')}") from None
+        if write:
+            page.write_text(new_text, encoding="utf-8")
+        elif new_text != text:
+            lines.append(f"{page}: <!-- records --> to <!-- /records -->: run `table`")
+    return lines
 
 
-def new(args: argparse.Namespace) -> Path:
-    """Makes a record of finished runs and checks it; its folder. Raises RecordError, OSError."""
-    track, against = args.records / args.track, [Path(folder).resolve().name for folder in args.against]
-    rules, folder = read_track(track)[0], track / f"{time.strftime('%Y-%m-%d')}_{args.name}"
-    logs, baselines = ([read_log(run / "log.txt") for run in runs] for runs in (args.runs, args.baseline))
-    for run, log in zip(args.runs, logs, strict=True):
+def read_runs(args: argparse.Namespace) -> list[Log]:
+    """Return the logs of the runs in the order of their seeds. Raises RecordError if they differ."""
+    if not re.fullmatch("[A-Za-z0-9]+", args.name):
+        raise RecordError(f"--name {args.name}: must be letters and digits alone")
+    logs = []
+    for run in args.runs:
+        log = read_log(run / "log.txt")
         log.name = str(run)
-    if folder.exists() or not re.fullmatch("[A-Za-z0-9]+", args.name):
-        raise RecordError(f"--name {args.name}: {folder} exists, or this is not of letters and digits alone")
-    if faults := compare(logs):
-        raise RecordError(f"{faults[0]}; {len(faults)} in all" if len(faults) > 1 else faults[0])
-    if len(logs) < rules["seeds"]:
-        raise RecordError(f"{len(logs)} runs: a record of {track.name} needs {rules['seeds']} or more")
-    config = Path(logs[0].settings["CONFIG"]).read_bytes() if logs[0].settings["CONFIG"] else b""
-    with tempfile.TemporaryDirectory(dir=track, prefix=".new_") as place:
-        (part := Path(place) / folder.name).mkdir()
-        (part / logs[0].facts["script"]).write_bytes(logs[0].source)
-        (part / "config.env").write_bytes(config)
-        if logs[0].facts["manifest_sha256"] != rules["data"]["manifest_sha256"]:
-            shutil.copyfile(Path(logs[0].settings["DATA_PATH"]) / "manifest.json", part / "manifest.json")
-        for number, log in enumerate(baselines, 1):
-            log.name = f"baseline_{number:02d}.txt"
-            (part / log.name).write_bytes(log.data)
-        for run, log in zip(args.runs, logs, strict=True):
-            log.name = f"seed_{log.facts['seed']}.txt"
-            (part / log.name).write_bytes(log.data)
-            if log.facts["artifact_bytes"] < SMALL:
-                shutil.copyfile(run / "model.upar", (part / log.name).with_suffix(".upar"))
-        logs.sort(key=lambda log: log.facts["seed"])
-        old, _ = check_old(track, against, logs[0], baselines)
-        result = summarize(track.name, folder.name, rules["score"], logs, config, old)
-        (part / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        again = (f"OUT_DIR=../../../runs DATA_PATH=../../../{rules['data']['path']} CONFIG=config.env "
-                 f"SEED={logs[0].facts['seed']} python {result['script']}")
-        parts = [f"# {args.name}", result_block(result), *(f"## {title}\n\n{UNWRITTEN}" for title in SECTIONS),
-                 f"## Again, in this folder\n\n```bash\n{again}\n```\n"]
-        (part / "README.md").write_text("\n\n".join(parts), encoding="utf-8")
-        if faults := check_folder(part, track, written=False):
-            raise RecordError("nothing was written, it would fail: " + "\n  ".join(faults))
+        logs.append(log)
+    faults = Faults()
+    compare(logs, faults)
+    if faults.lines:
+        more = f"; {len(faults.lines)} in all" if len(faults.lines) > 1 else ""
+        raise RecordError(faults.lines[0] + more)
+    return sorted(logs, key=lambda log: log.facts["seed"])
+
+
+def write_record(folder: Path, track: Track, logs: list[Log], args: argparse.Namespace) -> dict:
+    """Write a record of runs into a new `folder`; return its result.json.
+
+    Raises RecordError if check_folder finds a fault.
+    """
+    seeds = track.rules["seeds"]
+    if len(logs) < seeds:
+        raise RecordError(
+            f"{len(logs)} runs: a record of {track.folder.name} needs {seeds} or more"
+        )
+    folder.mkdir()
+    settings = logs[0].settings
+    config = Path(settings["CONFIG"]).read_bytes() if settings["CONFIG"] else b""
+    (folder / logs[0].facts["script"]).write_bytes(logs[0].source)
+    (folder / "config.env").write_bytes(config)
+    if logs[0].facts["manifest_sha256"] != track.rules["data"]["manifest_sha256"]:
+        manifest = Path(settings["DATA_PATH"]) / "manifest.json"
+        shutil.copyfile(manifest, folder / "manifest.json")
+    for log in logs:
+        run = Path(log.name)
+        log.name = f"seed_{log.facts['seed']}.txt"
+        (folder / log.name).write_bytes(log.data)
+        if log.facts["artifact_bytes"] < MIB:
+            shutil.copyfile(run / "model.upar", (folder / log.name).with_suffix(".upar"))
+    baselines = []
+    for number, run in enumerate(args.baseline, 1):
+        log = read_log(run / "log.txt")
+        log.name = f"baseline_{number:02d}.txt"
+        (folder / log.name).write_bytes(log.data)
+        baselines.append(log)
+    names = [Path(old).resolve().name for old in args.against]
+    beaten = check_beaten(track, names, logs[0], baselines, Faults())
+    result = summarize(track, folder.name, logs, config, beaten)
+    (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    again = (
+        f"OUT_DIR=../../../runs DATA_PATH=../../../{track.rules['data']['path']} "
+        f"CONFIG=config.env SEED={logs[0].facts['seed']} python {result['script']}"
+    )
+    table = f"<!-- result -->\n{result_text(result)}\n<!-- /result -->"
+    sections = [f"## {title}\n\n{UNWRITTEN}" for title in SECTIONS]
+    command = f"## Again, in this folder\n\n```bash\n{again}\n```\n"
+    page = "\n\n".join([f"# {args.name}", table, *sections, command])
+    (folder / "README.md").write_text(page, encoding="utf-8")
+    faults = check_folder(folder, track.folder, written=False)
+    if faults:
+        raise RecordError("nothing was written, it would fail: " + "\n  ".join(faults))
+    return result
+
+
+def make_record(args: argparse.Namespace) -> Path:
+    """Make a record of finished runs and check it; return its folder."""
+    track = read_track(args.records / args.track)
+    folder = track.folder / f"{time.strftime('%Y-%m-%d')}_{args.name}"
+    if folder.exists():
+        raise RecordError(f"--name {args.name}: {folder} exists")
+    with tempfile.TemporaryDirectory(dir=track.folder, prefix=".new_") as place:
+        part = Path(place) / folder.name
+        write_record(part, track, read_runs(args), args)
         os.replace(part, folder)
     return folder
 
 
+# -------------------------------------------------------------------------------------- submission
+def submission_json(result: dict, args: argparse.Namespace) -> dict:
+    """Return the keys of a Parameter Golf submission.json: means over seeds, the largest bytes."""
+    seeds = result["seeds"]
+
+    def mean(key: str) -> float:
+        return statistics.fmean(seed[key] for seed in seeds)
+
+    keys = "val_bpb val_loss artifact_bytes total_bytes steps train_seconds".split()
+    seed_results = {}
+    for seed in seeds:
+        seed_results[str(seed["seed"])] = {key: seed[key] for key in keys}
+    return {
+        "author": args.author,
+        "github_id": args.github_id,
+        "name": args.name,
+        "blurb": args.blurb,
+        "date": time.strftime("%Y-%m-%d"),
+        "track": result["track"],
+        "val_loss": mean("val_loss"),
+        "val_bpb": mean("val_bpb"),
+        "val_bpb_std": statistics.stdev(seed["val_bpb"] for seed in seeds),
+        "bytes_total": max(seed["total_bytes"] for seed in seeds),
+        "bytes_code": max(seed["code_bytes"] for seed in seeds),
+        "hardware": result["hardware"],
+        "wallclock_seconds": mean("train_seconds"),
+        "seeds": [seed["seed"] for seed in seeds],
+        "seed_results": seed_results,
+    }
+
+
+def make_submission(args: argparse.Namespace) -> Path:
+    """Write a Parameter Golf submission folder of finished runs; return the folder."""
+    folder = args.out / f"{time.strftime('%Y-%m-%d')}_{args.name}"
+    if folder.exists():
+        raise RecordError(f"--name {args.name}: {folder} exists")
+    logs = read_runs(args)
+    with tempfile.TemporaryDirectory() as place:
+        track_folder = args.records / args.track
+        if not args.track:
+            track_folder = Path(place) / "track_non_record_16mb"
+            make_golf_track(track_folder, logs[0])
+        record = Path(place) / folder.name
+        result = write_record(record, read_track(track_folder), logs, args)
+        folder.mkdir(parents=True)
+        for name in (result["script"], "config.env"):
+            shutil.copyfile(record / name, folder / name)
+    for log in logs:
+        (folder / f"train_seed{log.facts['seed']}.log").write_bytes(log.data)
+    submission = submission_json(result, args)
+    text = json.dumps(submission, indent=2) + "\n"
+    (folder / "submission.json").write_text(text, encoding="utf-8")
+    command = f"SEED={logs[0].facts['seed']} CONFIG=config.env python {result['script']}"
+    counts = (
+        f"Largest submission: {submission['bytes_total']:,} bytes, of which "
+        f"{submission['bytes_code']:,} are code (script and config.env). Scores are of the model "
+        "that was read back from the artifact; each validation token is scored once."
+    )
+    parts = [f"# {args.name}", args.blurb, result_text(result), counts]
+    parts.append(f"```bash\n{command}\n```\n")
+    page = "\n\n".join(part for part in parts if part)
+    (folder / "README.md").write_text(page, encoding="utf-8")
+    return folder
+
+
+# -------------------------------------------------------------------------------------------- main
+def check(args: argparse.Namespace) -> list[str]:
+    """Return the faults of the given records; of all records and the tables if none is given."""
+    lines = []
+    for folder in args.folders or list_records(args.records):
+        path = folder.resolve()
+        own = check_folder(path, path.parent)
+        if args.artifact and not own:
+            own = check_artifact_scores(path, args.data)
+        lines += [f"{folder}: {fault}" for fault in own]
+    if not args.folders and not lines:
+        return update_tables(args.records, write=False)
+    return lines
+
+
+def add_run_arguments(parser: argparse.ArgumentParser, track_required: bool) -> None:
+    """Add the arguments of a command that reads finished runs."""
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="folders of runs of different seeds"
+    )
+    parser.add_argument("--track", required=track_required, default="")
+    parser.add_argument("--name", required=True, help="letters and digits")
+    parser.add_argument(
+        "--against", nargs="+", default=[], metavar="FOLDER", help="records that it claims to beat"
+    )
+    parser.add_argument(
+        "--baseline",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="RUN",
+        help="runs of those records, made beside these",
+    )
+
+
 def main() -> int:
-    """The command line: 0; 1 where a record has faults; 2 where a command cannot be carried out."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--records", type=Path, default=ROOT / "records", help="folder of the tracks")
+    """Return 0; 1 if a record has faults; 2 if a command cannot be carried out."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--records", type=Path, default=ROOT / "records", help="folder of the tracks"
+    )
     commands = parser.add_subparsers(dest="command", required=True)
-    make = commands.add_parser("new", help="a record of finished runs")
-    make.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folders of runs of different seeds")
-    make.add_argument("--track", required=True)
-    make.add_argument("--name", required=True, help="letters and digits")
-    make.add_argument("--against", nargs="+", default=[], metavar="FOLDER", help="records that it claims to beat")
-    make.add_argument("--baseline", nargs="+", type=Path, default=[], metavar="RUN", help="those, run again beside it")
-    look = commands.add_parser("check", help="a line for every fault of records")
-    look.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help="records; none: all, and the tables")
-    look.add_argument("--artifact", action="store_true", help="score the artifacts again, too")
-    look.add_argument("--data", default="", help="where the track's data are (the folder that it names)")
+    add_run_arguments(commands.add_parser("new", help="a record of finished runs"), True)
+    checker = commands.add_parser("check", help="a line for every fault of records")
+    checker.add_argument(
+        "folders", nargs="*", type=Path, metavar="FOLDER", help="none: all, and the tables"
+    )
+    checker.add_argument("--artifact", action="store_true", help="score the artifacts again, too")
+    checker.add_argument("--data", default="", help="where the track's data are now")
     commands.add_parser("table", help="rewrite the tables in records/README.md and README.md")
-    args, faults = parser.parse_args(), []
+    golf = commands.add_parser("submission", help="a Parameter Golf submission of finished runs")
+    add_run_arguments(golf, False)
+    golf.add_argument("--author", required=True)
+    golf.add_argument("--github-id", default="")
+    golf.add_argument("--blurb", default="", help="what it is, in a sentence")
+    golf.add_argument("--out", type=Path, default=Path("runs", "submissions"), help="folder")
+    args = parser.parse_args()
+    faults = []
     try:
         if args.command == "new":
-            print(f"{new(args)}: now write the sections of its README.md; then check, and table")
+            folder = make_record(args)
+            print(f"{folder}: now write the sections of its README.md; then check, and table")
+            return 0
+        if args.command == "submission":
+            print(f"{make_submission(args)}: written and checked")
             return 0
         if args.command == "table":
-            faults = write_tables(args.records, write=True)
+            update_tables(args.records, write=True)
         else:
-            for folder in args.folders or folders(args.records):
-                own = check_folder(folder.resolve(), folder.resolve().parent)
-                if args.artifact and not own:
-                    own = check_scores(folder.resolve(), folder.resolve().parent, args.data)
-                faults += [f"{folder}: {fault}" for fault in own]
-            faults += [] if args.folders or faults else write_tables(args.records, write=False)
-    except (OSError, RecordError) as error:
-        said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error
-        sys.stderr.write(f"error: {said}\n")
+            faults = check(args)
+    except OSError as error:
+        sys.stderr.write(f"error: {error.filename}: {error.strerror}\n")
+        return 2
+    except RecordError as error:
+        sys.stderr.write(f"error: {error}\n")
         return 2
     print("\n".join(faults) or "no fault")
     return 1 if faults else 0

@@ -1,13 +1,14 @@
-"""One HTML page of runs, ended, still going or broken off: curves, schedule, step time, bytes, errors, settings.
+"""Write one HTML page of runs: results, curves, schedule, step time, artifact, settings.
 
     python tools/report.py runs/RUN_ID                       # writes runs/RUN_ID/report.html
     python tools/report.py runs/a runs/b --out both.html     # together: curves in one plot, settings that differ
     python tools/report.py records/track_cpu_3min/* --out records.html
 
-A RUN is a run's folder, its name in runs/, or a record's folder, which holds a run of each seed; without --out the page
-lies in the first one. Every number is of the log, result.json, the artifact or, for its error, the checkpoint of the
-last step; what a run has not is left out and said.
-Whatever number a script adds to the lines of its steps is drawn too. The page is one file. Needs matplotlib.
+A RUN is a run's folder, its name in runs/, or the folder of a record, which has a run for each seed.
+Runs may have ended, be in progress or have been interrupted. Without --out the page is written into
+the first one. All numbers come from the log, result.json, the artifact and, for quantization errors,
+the last checkpoint; the page says what is missing. Every number in the log's step lines is drawn.
+The page is one file without outside resources. Needs matplotlib.
 """
 
 import argparse
@@ -18,40 +19,70 @@ import importlib.util
 import io
 import itertools
 import json
+import math
 import re
 import statistics
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import numpy as np
+from common import ROOT, load_script
 
-ROOT = Path(__file__).resolve().parents[1]
 AXES = {"seconds": "seconds of training", "tokens": "tokens", "step": "steps"}
-# A number in the lines of a script's steps -> heading, and what is drawn over all AXES; the rest is drawn over steps.
+
+
+@dataclass
+class Family:
+    """A kind of training."""
+
+    heading: str
+    main_series: tuple[str, ...]  # drawn over all AXES; other numbers are drawn over steps
+
+
+# The number in a script's step lines that identifies the kind of training -> that kind.
 FAMILIES = {
-    "train_loss": ("Pretraining", ("train_loss", "held-out val_loss", "held-out bpb")),
-    "reward": ("Learning from rewards", ("reward", "held-out pass1")),
-    "margin": ("Learning from pairs", ("loss", "held-out loss", "held-out accuracy")),
-    "targets": ("Supervised fine-tuning", ("loss", "held-out loss", "held-out accuracy")),
+    "train_loss": Family("Pretraining", ("train_loss", "held-out val_loss", "held-out bpb")),
+    "reward": Family("Learning from rewards", ("reward", "held-out pass1")),
+    "margin": Family("Learning from pairs", ("loss", "held-out loss", "held-out accuracy")),
+    "targets": Family("Supervised fine-tuning", ("loss", "held-out loss", "held-out accuracy")),
 }
-NOT_DRAWN = set("step seconds tokens lr_mul progress train_time step_avg tok_s train_tok_s gen_tok_s data_wait epoch "
-                "passes targets sampler_gap bad".split())
-UNITS = {"train_loss": "nats", "held-out val_loss": "nats", "clip_active": "share of tokens", "length": "tokens"}
-FIGURES = """script task objective val_bpb val_bpb_sliding val_bpb_stateful bpb_before_quantization val_loss bigram_bpb
-    trigram_bpb zstd22_bpb xz_bpb artifact_bytes code_bytes total_bytes parameters steps tokens samples pairs
-    tokens_per_second median_step_ms train_seconds total_seconds peak_memory_mib weights init_from seed hardware
-    versions commit code_sha256 manifest_sha256 data_sha256""".split()  # names of result.json, or made of it
-OUTLIER = 1.5  # medians: a stretch of steps that takes longer is marked
+NOT_DRAWN = set(
+    "step seconds tokens lr_mul progress train_time step_avg tok_s train_tok_s gen_tok_s data_wait "
+    "epoch passes targets sampler_gap bad".split()
+)
+UNITS = {
+    "train_loss": "nats",
+    "held-out val_loss": "nats",
+    "clip_active": "share of tokens",
+    "length": "tokens",
+}
+# Rows of the table of results: names in result.json, or made from it.
+RESULTS = (
+    "script task objective val_bpb val_bpb_sliding val_bpb_stateful bpb_before_quantization "
+    "val_loss bigram_bpb trigram_bpb zstd22_bpb xz_bpb artifact_bytes code_bytes total_bytes "
+    "parameters steps tokens samples pairs tokens_per_second median_step_ms train_seconds "
+    "total_seconds peak_memory_mib weights init_from seed hardware versions commit code_sha256 "
+    "manifest_sha256 data_sha256"
+).split()
+OUTLIER = 1.5  # a stretch of steps that takes longer than this many medians is marked
 COLORS = "#2f7ed8 #e0731d #2ca25f #d6455d #8e6bd8 #a0703c #d85aa8 #1aa3b8 #9a9a1f #7a8793".split()
 PARTS = "matrix embedding control coder header".split()  # of an artifact, see quantize.py
 PAIR = re.compile(r"(?:^| )(\w+):(-?(?:\d[\d.]*(?:e[-+]?\d+)?|nan|inf))(?:ms|%)?(?= |$)")
 TEXT = "#010203"  # becomes the page's own colour
-STYLE = {"svg.fonttype": "none", "text.parse_math": False, "font.size": 10, "axes.spines.top": False,
-         "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.15, "grid.color": TEXT, "axes.edgecolor": TEXT,
-         "axes.labelcolor": TEXT, "text.color": TEXT, "xtick.color": TEXT, "ytick.color": TEXT}
+STYLE = {
+    "svg.fonttype": "none",
+    "text.parse_math": False,
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.15,
+    **dict.fromkeys(("grid.color", "axes.edgecolor", "axes.labelcolor", "text.color"), TEXT),
+    **dict.fromkeys(("xtick.color", "ytick.color"), TEXT),
+}
 CSS = """
 :root { color-scheme: light dark; --back: #fff; --text: #1c2126; --soft: #5c6670; --line: #8885; --card: #f4f6f8 }
 @media (prefers-color-scheme: dark) { :root { --back: #14171a; --text: #e6e9ec; --soft: #a2abb4; --card: #1d2226 } }
@@ -70,356 +101,644 @@ figcaption { padding: 0 6px 4px } svg { display: block; width: 100%; height: aut
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; overflow-wrap: break-word }
 td { padding: 5px 12px; min-width: 14ch; max-width: 34ch; vertical-align: top; border-bottom: 1px solid var(--line) }
 tr:last-child td { border-bottom: 0 } tr:first-child { font-weight: 600 } figure, table { font-size: .92rem }
+details { margin: 9px 0 } summary { cursor: pointer; color: var(--soft) }
 td:first-child { position: sticky; left: 0; background: var(--back); color: var(--soft) }
 """
 
 
-def read_log(path: Path) -> SimpleNamespace:
-    """What a log says, of a run in any state; of steps that were made again after a resume, the last time counts.
+@dataclass
+class Point:
+    """A number at a step, with an interval if there is one (otherwise low = value = high)."""
 
-    series: name -> [step, value, low, high] (without an interval all equal), of the numbers in the lines of steps and,
-    as "held-out NAME", of scores, whose last is the artifact's if the run has `ended`; settings: NAME -> text;
-    `changed`: those not the default; begun, planned: phase -> progress, its start, its end; weights: which were chosen;
-    last: the last step logged or saved; batch: tokens or samples a step. SystemExit: not such a log, or without steps.
-    """
-    _, rule, text = path.read_text(encoding="utf-8", errors="replace").partition("\n" + "=" * 120 + "\n")
+    step: int
+    value: float
+    low: float
+    high: float
+
+
+@dataclass
+class Log:
+    """What a log says of a run in any state. Of steps made again after a resume the last counts."""
+
+    series: dict[str, list[Point]] = field(default_factory=lambda: defaultdict(list))
+    settings: dict[str, str] = field(default_factory=dict)
+    changed: set[str] = field(default_factory=set)  # settings that are not the default
+    planned: dict[str, float] = field(default_factory=dict)  # phase -> progress at its end
+    begun: dict[str, float] = field(default_factory=dict)  # phase -> progress at its start
+    machine: dict = field(default_factory=dict)
+    events: list[str] = field(default_factory=list)
+    weights: str = ""  # which were chosen
+    last: int = 0  # the last step that is logged or saved
+    batch: int = 0  # tokens or samples of a step
+    ended: bool = False  # then the last held-out scores are the artifact's
+    train_seconds: float = 0.0  # on the clock at the end, 0 if the run has not ended
+
+    def add(self, name: str, step: int, value: float | list[float]) -> None:
+        """Add a number, or [mean, low, high], in place of those of this and later steps."""
+        points = self.series[name]
+        while points and points[-1].step >= step:
+            points.pop()
+        interval = value if isinstance(value, list) else [value] * 3
+        points.append(Point(step, *interval))
+
+    def add_scores(self, step: int, text: str) -> None:
+        """Add held-out scores, a dictionary as the log prints it. Counts and nan are left out."""
+        scores = ast.literal_eval(re.sub(r"\b(nan|inf)\b", "None", text))
+        for name, score in scores.items():
+            is_interval = isinstance(score, list) and None not in score
+            if is_interval or isinstance(score, float):
+                self.add(f"held-out {name}", step, score)
+
+
+@dataclass
+class Run:
+    """A run that is drawn."""
+
+    name: str
+    folder: Path
+    artifact: Path
+    log: Log
+    result: dict  # {} if the run has not ended
+    family: str
+    color: str = ""
+    notes: list[str] = field(default_factory=list)
+    bytes: dict[str, int] = field(default_factory=dict)  # of the artifact by part
+    streams: list[dict] = field(default_factory=list)  # of the artifact, one per tensor
+    errors: dict[str, float] = field(default_factory=dict)  # of quantization by layer
+
+
+# ------------------------------------------------------------------------------------------ reading
+def read_step_line(log: Log, step: int, line: str) -> None:
+    """Read a line that begins with step:N."""
+    numbers = {name: float(value) for name, value in PAIR.findall(line)}
+    held_out = re.findall(r"held_out/(\w+):(\S+)", line)
+    if "val_bpb" in numbers:
+        numbers["bpb"] = numbers["val_bpb"]  # logs before the rewrite say bpb
+    if "val_loss" in numbers:
+        log.add("held-out val_loss", step, numbers["val_loss"])
+        log.add("held-out bpb", step, numbers["bpb"])
+    elif "train_time" in numbers:
+        log.last = step  # a resumed run may log earlier steps again
+        for name, value in numbers.items():
+            if not re.fullmatch(r"clip_\w+_\d+", name):  # those of a mini-batch
+                log.add(name, step, value)
+        log.add("step", step, float(step))
+        log.add("seconds", step, numbers["train_time"] / 1000)
+        return
+    elif held_out:
+        for name, value in held_out:
+            if name != "n":
+                log.add(f"held-out {name}", step, float(value))
+    elif " saved" not in line:
+        return  # a line that was cut short
+    log.last = max(log.last, step)
+
+
+def read_line(log: Log, line: str) -> None:
+    """Read a line of a log."""
+    if match := re.match(r"step:(\d+)[ /]", line):
+        read_step_line(log, int(match[1]), line)
+    elif match := re.match(r"before: ({.*})$", line):
+        if not log.last:  # a resumed run prints it again
+            log.add_scores(0, match[1])
+    elif match := re.match(r"after: ({.*})$", line):
+        log.ended = True
+        log.add_scores(log.last, match[1])
+    elif match := re.match(r"from the artifact: val_loss:(\S+) bpb:(\S+)", line):
+        log.ended = True
+        log.add("held-out val_loss", log.last, float(match[1]))
+        log.add("held-out bpb", log.last, float(match[2]))
+    elif match := re.match(r"([* ]) ([A-Z][A-Z0-9_]*)=(.*)", line):
+        mark, name, value = match.groups()
+        log.settings[name] = value
+        log.changed.discard(name)
+        if mark == "*":
+            log.changed.add(name)
+    elif match := re.match(r"plan: (\w+) from \S+% to (\S+)% of", line):
+        log.planned[match[1]] = float(match[2]) / 100
+    elif match := re.match(r"phase: (\w+) begins at step \d+, (\S+)% of", line):
+        log.begun[match[1]] = float(match[2]) / 100
+    elif match := re.match(r"weights: (\w+) chosen", line):
+        log.weights = match[1]
+    elif match := re.match(r"batch: (\d+) tokens a step", line):
+        log.batch = int(match[1])
+    elif match := re.match(r"batch: a step is (\d+) prompts x (\d+) samples", line):
+        log.batch = int(match[1]) * int(match[2])
+    elif match := re.match(r"commit:(\S+) hardware:(.*) versions:({.*}) peak_memory_mib:", line):
+        versions = ast.literal_eval(match[3])
+        log.machine = {"commit": match[1], "hardware": match[2], "versions": versions}
+    elif match := re.match(r"train_seconds: (\S+)", line):
+        log.train_seconds = float(match[1])
+    elif line.startswith(("event: ", "error: ")):
+        log.events.append(line)
+
+
+def read_log(path: Path) -> Log:
+    """Return what a log says. Raises SystemExit if it is no such log, or without steps."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    _, rule, text = text.partition("\n" + "=" * 120 + "\n")
     if not rule:
-        raise SystemExit(f"error: {path}: no log of these scripts, which has 120 '=' in a line after the source")
-    log = SimpleNamespace(series=defaultdict(list), settings={}, changed=set(), begun={}, planned={}, machine={},
-                          events=[], weights="", last=0, batch=0, ended=False)
-
-    def add(step: int, values: dict | str, kind: str = "held-out ") -> None:
-        if isinstance(values, str):  # a dict as the log has it
-            values = ast.literal_eval(re.sub(r"\b(nan|inf)\b", "None", values))
-        for name, value in values.items():
-            if isinstance(value, float) or isinstance(value, list) and None not in value:  # else a count
-                points = log.series[kind + name]
-                while points and points[-1][0] >= step:
-                    points.pop()
-                points.append([step, *(value if isinstance(value, list) else [value] * 3)])
-
+        raise SystemExit(
+            f"error: {path}: no log of these scripts, which has a line of 120 '=' after the source"
+        )
+    log = Log()
     for line in text.split("\n")[:-1]:  # what follows the last newline was cut short
-        values = {name: float(value) for name, value in PAIR.findall(line)}
-        if "val_bpb" in values:
-            values["bpb"] = values["val_bpb"]  # older logs say bpb
-        scores = {name: values[name] for name in ("val_loss", "bpb") if name in values}
-        if (found := re.match(r"step:(\d+)/", line)) and "train_time" in values and not scores:
-            log.last = int(found[1])
-            values = {name: value for name, value in values.items() if not re.fullmatch(r"clip_\w+_\d+", name)}
-            add(log.last, {**values, "step": float(log.last), "seconds": values["train_time"] / 1000}, "")
-        elif found := re.match(r"step:(\d+)(?:/\S+)? (?:saved|val_loss|held_out ({.*})$)", line):
-            log.last = max(log.last, int(found[1]))
-            add(int(found[1]), found[2] or scores)
-        elif found := re.match(r"step:(\d+)/\S+ held_out/", line):
-            log.last = max(log.last, int(found[1]))
-            means = re.findall(r"held_out/(\w+):(\S+)", line)
-            add(int(found[1]), {name: float(mean) for name, mean in means if name != "n"})
-        elif (found := re.match("before: ({.*})$", line)) and not log.last:  # a resumed run says it again
-            add(0, found[1])
-        elif line.startswith(("after: {", "from the artifact: val_loss:")):
-            log.ended = True
-            add(log.last, scores or line[7:])
-        elif found := re.match(r"([* ]) ([A-Z][A-Z0-9_]*)=(.*)", line):
-            log.settings[found[2]] = found[3]
-            log.changed = log.changed | {found[2]} if found[1] == "*" else log.changed - {found[2]}
-        elif found := re.match(r"plan: (\w+) from \S+% to (\S+)% of", line):
-            log.planned[found[1]] = float(found[2]) / 100
-        elif found := re.match(r"phase: (\w+) begins at step \d+, (\S+)% of", line):
-            log.begun[found[1]] = float(found[2]) / 100
-        elif found := re.match(r"weights: (\w+) chosen", line):
-            log.weights = found[1]
-        elif found := re.match(r"batch: (?:(\d+) tokens a step|a step is (\d+) prompts x (\d+) samples)", line):
-            log.batch = int(found[1] or int(found[2]) * int(found[3]))
-        elif found := re.match(r"commit:(\S+) hardware:(.*) versions:({.*}) peak_memory_mib:", line):
-            log.machine = {"commit": found[1], "hardware": found[2], "versions": ast.literal_eval(found[3])}
-        elif line.startswith(("event: ", "error: ")):
-            log.events.append(line)
-    log.series = dict(log.series)
+        read_line(log, line)
     if "seconds" not in log.series:
         raise SystemExit(f"error: {path}: no step is logged, so there is nothing to draw")
     return log
 
 
-def find_runs(name: str) -> list[tuple[Path, Path, dict]]:
-    """Log, artifact and result ({}: none) of a run, by folder or name, or of each seed of a record. SystemExit."""
+def find_runs(name: str) -> list[Run]:
+    """Return a run, by folder or name, or the run of each seed of a record. Raises SystemExit."""
     folder = next((path for path in (Path(name), Path("runs", name)) if path.is_dir()), None)
     if folder is None:
-        raise SystemExit(f"error: {name}: no such run; must be a run's folder, its name in runs/, or a record's folder")
+        raise SystemExit(
+            f"error: {name}: no such run; must be a run's folder, its name in runs/, or a record's "
+            "folder"
+        )
     path = folder / "result.json"
     result = json.loads(path.read_bytes()) if path.is_file() else {}
     if (folder / "log.txt").is_file():
-        return [(folder / "log.txt", folder / "model.upar", result)]
-    seeds = [(folder / f"seed_{own['seed']}", {**result, **own}) for own in result.get("seeds", [])]
-    if not seeds:
-        raise SystemExit(f"error: {folder}: no log.txt in it; must be the folder of a run, runs/<RUN_ID>, or a record")
-    return [(path.with_suffix(".txt"), path.with_suffix(".upar"), own) for path, own in seeds]
+        return [read_run(folder / "log.txt", folder / "model.upar", result)]
+    runs = []
+    for seed in result.get("seeds", []):
+        path = folder / f"seed_{seed['seed']}.txt"
+        runs.append(read_run(path, path.with_suffix(".upar"), {**result, **seed}))
+    if not runs:
+        raise SystemExit(
+            f"error: {folder}: no log.txt in it; must be the folder of a run, runs/<RUN_ID>, or a "
+            "record"
+        )
+    return runs
 
 
-def read_run(path: Path, artifact: Path, result: dict) -> SimpleNamespace:
-    """A run: folder, artifact (its path), log (see read_log), result, notes; and read_artifact's. SystemExit."""
-    log, folder = read_log(path), path.parent
+def read_run(path: Path, artifact: Path, result: dict) -> Run:
+    """Return a run by its log, the path of its artifact and its result. Raises SystemExit."""
+    log = read_log(path)
+    folder = path.parent
     name = folder.resolve().name
     if path.stem != "log":  # a record's: <date>_<Name>, seed_<n>
         name = f"{name.partition('_')[2]} {path.stem.replace('_', ' ')}"
-    family = next((key for key in FAMILIES if {key, "lr_mul", "progress"} <= log.series.keys()), None)
-    if family is None:
-        raise SystemExit(f"error: {folder}: no log of a training script: has not lr_mul, progress and one of "
-                         + ", ".join(FAMILIES))
-    each = result["tokens"] / result["steps"] if family == "targets" and result else log.batch
-    if each and family != "margin":  # train_dpo.py does not say how many
-        steps, lengths = np.array([point[:2] for point in log.series["length" if family == "reward" else "step"]]).T
-        # of samples the mean length is that of the logged step, for those since the one before too
-        tokens = np.cumsum(np.diff(steps, prepend=0) * each * (lengths if family == "reward" else 1))
-        log.series["tokens"] = [[step, *[total] * 3] for step, total in zip(steps, tokens.tolist(), strict=True)]
-    last = f"the last step in its log is {log.last}, {log.series['progress'][-1][1]:.0%} of the run"
-    notes = [] if result else [f"has not ended, or ended early: no result.json; {last}"]
-    return SimpleNamespace(name=name, folder=folder, artifact=artifact, log=log, result=result, family=family,
-                           notes=notes, bytes={}, errors={})
+    families = [key for key in FAMILIES if {key, "lr_mul", "progress"} <= log.series.keys()]
+    if not families:
+        raise SystemExit(
+            f"error: {folder}: no log of a training script, which has lr_mul, progress and one of "
+            + ", ".join(FAMILIES)
+        )
+    run = Run(name, folder, artifact, log, result, families[0])
+    add_tokens(run)
+    if not result:
+        progress = log.series["progress"][-1].value
+        run.notes.append(
+            "has not ended, or ended early: no result.json; the last step in its log is "
+            f"{log.last}, {progress:.0%} of the run"
+        )
+    return run
 
 
-def along(log: SimpleNamespace, steps: list[int], axis: str) -> np.ndarray:
-    """Where the ends of steps lie on an axis: in straight lines between logged steps, after the last at its mean."""
-    x, y = zip((0, 0), *(point[:2] for point in log.series[axis]), strict=True)
+def add_tokens(run: Run) -> None:
+    """Add the series of tokens trained on, if the log says how many a step has."""
+    log = run.log
+    tokens_per_step = log.batch
+    if run.family == "targets" and run.result:
+        tokens_per_step = run.result["tokens"] / run.result["steps"]
+    if not tokens_per_step or run.family == "margin":  # train_dpo.py does not say how many
+        return
+    total = 0.0
+    previous = 0
+    # A sample has the mean length of its step; steps that are not logged have that of the next.
+    for point in log.series["length" if run.family == "reward" else "step"]:
+        length = point.value if run.family == "reward" else 1
+        total += (point.step - previous) * tokens_per_step * length
+        previous = point.step
+        log.add("tokens", point.step, total)
+
+
+def positions(log: Log, steps: list[int], axis: str) -> np.ndarray:
+    """Return where the ends of steps are on an axis: on straight lines between logged steps.
+
+    A run logs its first five steps and then one every ten seconds, so of a short run few are known.
+    A run that has ended ends where its clock stopped, which includes choosing weights; of others
+    the steps after the last logged one take its mean.
+    """
+    x = [0.0]
+    y = [0.0]
+    for point in log.series[axis]:
+        x.append(point.step)
+        y.append(point.value)
+    if axis == "seconds" and log.ended and log.train_seconds and log.last > x[-1]:
+        x.append(log.last)
+        y.append(log.train_seconds)
     return np.interp(steps, [*x, 1e6 * x[-1]], [*y, 1e6 * y[-1]])
 
 
-def spans(log: SimpleNamespace) -> dict[str, tuple[float, float]]:
-    """Phase -> the shares of the run between which it was on, as far as the log goes."""
-    last = 1.0 if log.ended else log.series["progress"][-1][1]
-    return {name: (begin, max(begin, min(log.planned.get(name, 1.0), last))) for name, begin in log.begun.items()}
+@dataclass
+class Span:
+    """The part of a run in which a phase was on, as shares of the run."""
+
+    begin: float
+    end: float
 
 
-def step_times(log: SimpleNamespace) -> tuple[list[tuple[int, float]], float, list[tuple[int, float]]]:
-    """(step, milliseconds a step since the logged step before), their median, and those of over OUTLIER medians."""
-    pairs = itertools.pairwise([[0, 0.0], *log.series["train_time"]])
-    times = [(b[0], (b[1] - a[1]) / (b[0] - a[0])) for a, b in pairs]
-    median = statistics.median(time for _, time in times)
-    return times, median, [pair for pair in times if pair[1] > OUTLIER * median]
+def phase_spans(log: Log) -> dict[str, Span]:
+    """Return when each phase was on, as far as the log goes."""
+    last = 1.0 if log.ended else log.series["progress"][-1].value
+    spans = {}
+    for name, begin in log.begun.items():
+        end = min(log.planned.get(name, 1.0), last)
+        spans[name] = Span(begin, max(begin, end))
+    return spans
 
 
-def read_artifact(run: SimpleNamespace, Q: ModuleType) -> None:
-    """Fill `bytes`, by part of the file, and `errors`, by layer; what cannot be is a note. Q: quantize.py."""
-    path = run.artifact
+def step_times(log: Log) -> dict[int, float]:
+    """Return the mean milliseconds per step since the logged step before, by step."""
+    times = {}
+    points = [Point(0, 0.0, 0.0, 0.0), *log.series["train_time"]]
+    for previous, point in itertools.pairwise(points):
+        times[point.step] = (point.value - previous.value) / (point.step - previous.step)
+    return times
+
+
+def read_artifact(run: Run, quantize: ModuleType) -> None:
+    """Read bytes, streams and errors of a run's artifact; what is impossible becomes a note."""
     try:
-        source = Q.read_weights(str(path))
-    except (Q.UserError, Q.ArtifactError) as fault:
-        run.notes.append(f"artifact: {fault}")
+        artifact = quantize.read_weights(str(run.artifact))
+    except (quantize.UserError, quantize.ArtifactError) as error:
+        run.notes.append(f"artifact: {error}")
         return
-    sums = Counter()
-    for record in source.header["streams"].values():
-        sums[record["class"]] += record["length"]
-    sums["header"] = path.stat().st_size - sums.total()
-    run.bytes, layers = dict(sums), defaultdict(list)
-    for name in source.coded:
-        found = re.match(r"(?:mixers|blocks)\.(\d+)\.", name)
-        layers[f"layer {found[1]}" if found else name].append(name)
-    if path.name != "model.upar":  # a record's, which has no checkpoints
+    for name, stream in artifact.header["streams"].items():
+        run.streams.append({"name": name, **stream})
+    sizes = Counter()
+    for stream in run.streams:
+        sizes[stream["class"]] += stream["length"]
+    sizes["header"] = run.artifact.stat().st_size - sizes.total()
+    run.bytes = dict(sizes)
+    if run.artifact.name != "model.upar":  # a record's, which has no checkpoints
         return
     try:
-        model = Q.read_weights(str(run.folder), run.log.weights or "raw")
-        model.tensors = {name: own for name, own in model.tensors.items() if name in source.tensors}  # without a critic
-        Q.match_tensors(model, source)
-        Q.require(model.run["steps"] == run.log.last, f"{model.path} is not of step {run.log.last}")
-    except (Q.UserError, Q.ArtifactError) as fault:
-        run.notes.append(f"no quantization error, for the weights from before it are not at hand: {fault}")
+        model = quantize.read_weights(str(run.folder), run.log.weights or "raw")
+        tensors = model.tensors
+        model.tensors = {name: tensors[name] for name in tensors if name in artifact.tensors}
+        quantize.match_tensors(model, artifact)
+        is_last = model.run["steps"] == run.log.last
+        quantize.require(is_last, f"{model.path} is not of step {run.log.last}")
+    except (quantize.UserError, quantize.ArtifactError) as error:
+        run.notes.append(f"no quantization errors, because the checkpoint is missing: {error}")
         return
-    for layer, names in layers.items():
-        pair = (SimpleNamespace(path=each.path, tensors={name: each.tensors[name] for name in names})
-                for each in (model, source))
-        run.errors[layer] = Q.distances(*pair)[-1][2]
+    sums = defaultdict(lambda: np.zeros(2))  # layer -> squared norms of difference and weights
+    for name in artifact.coded:
+        match = re.match(r"(?:mixers|blocks)\.(\d+)\.", name)
+        weights = model.tensors[name].double()
+        difference = artifact.tensors[name].double() - weights
+        layer = f"layer {match[1]}" if match else name
+        sums[layer] += [difference.square().sum().item(), weights.square().sum().item()]
+    run.errors = {layer: math.sqrt(error / norm) for layer, (error, norm) in sums.items()}
 
 
+# ------------------------------------------------------------------------------------------- tables
 def show(value: object) -> str:
-    """A value as text: numbers short, an interval after its mean, what is missing as a dash."""
-    if isinstance(value, list) and len(value) == 3:
-        return show(value[0]) + (f" [{show(value[1])}, {show(value[2])}]" if value[1] != value[2] else "")
+    """Return a value as text: numbers short, hashes cut, a dash for None."""
     if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}" if abs(value) < 1 else f"{value:.5g}"
+        if abs(value) >= 1e4:
+            return f"{value:,.0f}"
+        return f"{value:.4g}" if abs(value) < 1 else f"{value:.5g}"
     if type(value) is int and value >= 10000:
         return f"{value:,}"
-    return "–" if value is None else re.sub(r"\b([0-9a-f]{12})[0-9a-f]{28,52}\b", r"\1", str(value))  # hashes
+    if value is None:
+        return "–"
+    return re.sub(r"\b([0-9a-f]{12})[0-9a-f]{28,52}\b", r"\1", str(value))
 
 
-def table(runs: list[SimpleNamespace], columns: list[dict]) -> str:
-    """HTML of dicts, one a run, side by side in a box in which they scroll; what none of them has is no row."""
-    rows = [[name, *(column.get(name) for column in columns)] for name in dict.fromkeys(itertools.chain(*columns))]
-    lines = [["", *(run.name for run in runs)], *(row for row in rows if any(cell is not None for cell in row[1:]))]
-    cells = (("".join(f"<td>{html.escape(show(cell))}</td>" for cell in line)) for line in lines)
-    return f'<div class="scroll"><table>{"".join(f"<tr>{each}</tr>" for each in cells)}</table></div>\n'
+def show_score(score: object) -> str:
+    """Return a score with three digits, and its 95% interval in brackets."""
+    if not isinstance(score, list):
+        return f"{score:.3f}" if isinstance(score, float) else show(score)
+    mean, low, high = (f"{value:.3f}" for value in score)
+    return mean if low == high else f"{mean} [{low}, {high}]"
 
 
-def key(colors: dict[str, str], kind: str = "key") -> str:
-    """HTML of what the colours mean."""
-    items = (f'<li><i style="--c:{color}"></i>{html.escape(name)}</li>' for name, color in colors.items())
+def html_table(rows: list[list]) -> str:
+    """Return an HTML table in a box in which it scrolls. The first row is its head."""
+    lines = []
+    for row in rows:
+        cells = [f"<td>{html.escape(show(cell))}</td>" for cell in row]
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    return f'<div class="scroll"><table>{"".join(lines)}</table></div>\n'
+
+
+def runs_table(runs: list[Run], columns: list[dict]) -> str:
+    """Return an HTML table of dictionaries, one per run; rows without any value are left out."""
+    rows = [["", *(run.name for run in runs)]]
+    for name in dict.fromkeys(itertools.chain(*columns)):
+        values = [column.get(name) for column in columns]
+        if any(value is not None for value in values):
+            rows.append([name, *values])
+    return html_table(rows)
+
+
+def result_rows(run: Run) -> dict[str, object]:
+    """Return the rows of the table of results; for a run that has not ended, what its log says."""
+    log = run.log
+    last = {name: points[-1].value for name, points in log.series.items()}
+    values = {
+        "steps": log.last,
+        "train_seconds": last["seconds"],
+        "tokens": last.get("tokens"),
+        **log.machine,
+        **run.result,
+    }
+    values["bpb_before_quantization"] = values.get("before_quantization", {}).get("val_bpb")
+    values["parameters"] = values.get("params", {}).get("total")
+    values["median_step_ms"] = statistics.median(step_times(log).values())
+    if "tokens" in last:
+        values["tokens_per_second"] = last["tokens"] / last["seconds"]
+    versions = values.get("versions", {})
+    values["versions"] = " ".join(f"{name} {text}" for name, text in versions.items() if text)
+    rows = {name: values.get(name) for name in RESULTS}
+    for name, points in log.series.items():
+        if name.startswith("held-out ") and not run.result.get("before"):
+            ends = points if len(points) == 1 else [points[0], points[-1]]
+            rows[name] = " → ".join(show(point.value) for point in ends)
+    for name, begin in log.begun.items():
+        phase = values.get("phases", {}).get(name)
+        rows[f"phase {name}"] = f"began at {begin:.1%}"
+        if phase:
+            planned = phase["planned"] if "planned" in phase else phase["begin"]  # older results
+            rows[f"phase {name}"] = (
+                f"planned {planned:.1%}, from step {phase['start_step']} for {phase['steps']} steps"
+            )
+    rows["events"] = "; ".join(log.events) or None
+    return rows
+
+
+def gain_rows(result: dict) -> list[list]:
+    """Return the rows of a post-training run's scores before, after, and its gain."""
+    columns = [name for name in ("before", "gain", "after") if result.get(name)]
+    rows = [["95% intervals", *columns]]
+    names = dict.fromkeys(itertools.chain(*(result[column] for column in columns)))
+    for name in names:
+        scores = [result[column].get(name) for column in columns]
+        if any(isinstance(score, float | list) for score in scores):  # else a count
+            rows.append([name, *map(show_score, scores)])
+    return rows
+
+
+def stream_rows(run: Run) -> list[list]:
+    """Return the rows of the artifact's tensors, the largest first."""
+    rows = [["tensor", "class", "weights", "stored as", "bytes", "bits per weight"]]
+    for stream in sorted(run.streams, key=lambda stream: -stream["length"]):
+        if stream["class"] == "coder":
+            continue
+        weights = math.prod(stream["shape"])
+        bits = 8 * stream["length"] / max(1, weights)
+        coder = f"{stream['bits']}-bit rANS" if "bits" in stream else stream["dtype"]
+        rows.append(
+            [stream["name"], stream["class"], weights, coder, stream["length"], f"{bits:.2f}"]
+        )
+    return rows
+
+
+def changed_settings(runs: list[Run]) -> list[dict[str, str]]:
+    """Return the settings of each run that differ between runs; of one run those it changed."""
+    names = set().union(*(run.log.changed for run in runs))
+    names -= {"RUN_ID", "OUT_DIR", "RESUME", "CONFIG"}
+    shown = []
+    for name in sorted(names):
+        values = {run.log.settings.get(name) for run in runs}
+        if len(runs) == 1 or len(values) > 1:
+            shown.append(name)
+    columns = []
+    for run in runs:
+        columns.append({name: run.log.settings.get(name) for name in shown})
+    return columns
+
+
+# -------------------------------------------------------------------------------------------- plots
+def color_key(colors: dict[str, str], kind: str = "key") -> str:
+    """Return an HTML list of what the colours mean."""
+    items = []
+    for name, color in colors.items():
+        items.append(f'<li><i style="--c:{color}"></i>{html.escape(name)}</li>')
     return f'<ul class="{kind}">{"".join(items)}</ul>\n'
 
 
 @contextlib.contextmanager
-def plot(page: list[str], title: str, xlabel: str, colors: dict[str, str] | None = None) -> Iterator:
-    """Axes of matplotlib to draw on; then the figure, with a key to `colors`, is in the page as SVG."""
+def plot(
+    page: list[str], title: str, xlabel: str, colors: dict[str, str] | None = None
+) -> Iterator:
+    """Give matplotlib axes to draw on; then add the figure to the page as SVG, with a key."""
     import matplotlib.figure
     import matplotlib.ticker
-    with matplotlib.rc_context({**STYLE, "svg.hashsalt": f"{len(page)} {title}"}):  # so an id stands once in the page
+
+    # The salt makes the ids in a figure unlike those in other figures of the page.
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": f"{len(page)} {title}"}):
         figure = matplotlib.figure.Figure(figsize=(4.6, 2.9), layout="constrained")
         axes = figure.add_subplot(xlabel=xlabel)
         axes.locator_params(axis="x", nbins=6)
         if xlabel in ("tokens", "bytes"):
             axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
         yield axes
-        figure.savefig(out := io.StringIO(), format="svg", transparent=True,
-                       metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-    svg = out.getvalue()[out.getvalue().index("<svg") :].replace(TEXT, "currentColor")
+        file = io.StringIO()
+        metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(file, format="svg", transparent=True, metadata=metadata)
+    svg = file.getvalue()
+    svg = svg[svg.index("<svg") :].replace(TEXT, "currentColor")
     svg = re.sub(r'<g id="[^"]*"(/?)>', r"<g\1>", svg)  # group ids repeat from figure to figure
-    page.append(f"<figure><figcaption>{html.escape(title)}</figcaption>{svg}{key(colors or {})}</figure>\n")
+    caption = f"<figcaption>{html.escape(title)}</figcaption>"
+    page.append(f"<figure>{caption}{svg}{color_key(colors or {})}</figure>\n")
 
 
-def draw_series(page: list[str], runs: list[SimpleNamespace], name: str, axis: str) -> None:
-    """One series of all runs; where a run has ended, a diamond for its artifact."""
-    with plot(page, f"{name}, {UNITS[name]}" if name in UNITS else name, AXES[axis]) as axes:
-        late = []  # what comes after the first tenth, in which a loss falls from where it starts
+def line_marker(points: list) -> str:
+    """Return the marker of a line: a dot at each of few points."""
+    return "." if len(points) < 60 else ""
+
+
+def draw_series(page: list[str], runs: list[Run], name: str, axis: str) -> None:
+    """Draw one series of all runs, with a diamond for the artifact of a run that has ended."""
+    title = f"{name}, {UNITS[name]}" if name in UNITS else name
+    late = []  # what comes after the first tenth, in which a loss falls from where it starts
+    with plot(page, title, AXES[axis]) as axes:
         for run in runs:
-            if name in run.log.series and axis in run.log.series:
-                steps, value, low, high = zip(*run.log.series[name], strict=True)
-                x = along(run.log, steps, axis)
-                axes.plot(x, value, color=run.color, linewidth=1.6, marker="." if len(x) < 60 else "")
-                if low != high:
-                    axes.fill_between(x, low, high, color=run.color, alpha=0.15, linewidth=0)
-                if name.startswith("held-out ") and run.log.ended:
-                    axes.plot(x[-1], value[-1], color=run.color, marker="D")
-                late += [y for at, *ys in zip(x, low, high, strict=True) for y in ys if at > x[-1] / 10 and y - y == 0]
+            if name not in run.log.series or axis not in run.log.series:
+                continue
+            points = run.log.series[name]
+            x = positions(run.log, [point.step for point in points], axis)
+            values = [point.value for point in points]
+            low = [point.low for point in points]
+            high = [point.high for point in points]
+            axes.plot(x, values, color=run.color, linewidth=1.6, marker=line_marker(points))
+            if low != high:
+                axes.fill_between(x, low, high, color=run.color, alpha=0.15, linewidth=0)
+            if name.startswith("held-out ") and run.log.ended:
+                axes.plot(x[-1], values[-1], color=run.color, marker="D")
+            for at, point in zip(x, points, strict=True):
+                if at > x[-1] / 10 and math.isfinite(point.low + point.high):
+                    late += [point.low, point.high]
         axes.set_xlim(left=0)
         if name.endswith("loss") and len(late) >= 20:
             room = 0.05 * (max(late) - min(late)) + 1e-6
             axes.set_ylim(min(late) - room, max(late) + room)
 
 
-def draw_run(page: list[str], run: SimpleNamespace) -> None:
-    """Multiplier of the learning rate over the run with its phases, and the milliseconds of its steps."""
-    phases = spans(run.log)
-    colors = dict(zip(phases, COLORS, strict=False))
-    progress, rates = ([point[1] for point in run.log.series[name]] for name in ("progress", "lr_mul"))
-    with plot(page, f"{run.name}: learning-rate multiplier and phases", "share of the run, %", colors) as axes:
-        axes.plot([100 * each for each in progress], rates, color=TEXT, marker="." if len(rates) < 60 else "")
-        for at, (name, span) in enumerate(phases.items()):
-            axes.axvspan(*(100 * each for each in span), color=colors[name], alpha=0.13, linewidth=1)
-            axes.plot([100 * each for each in span], [1.08 + 0.06 * at] * 2, color=colors[name], linewidth=4)
+def draw_schedule(page: list[str], run: Run) -> None:
+    """Draw the learning-rate multiplier over the run, with its phases."""
+    spans = phase_spans(run.log)
+    colors = dict(zip(spans, COLORS, strict=False))
+    title = f"{run.name}: learning-rate multiplier and phases"
+    progress = [100 * point.value for point in run.log.series["progress"]]
+    rates = [point.value for point in run.log.series["lr_mul"]]
+    with plot(page, title, "share of the run, %", colors) as axes:
+        axes.plot(progress, rates, color=TEXT, marker=line_marker(rates))
+        for row, (name, span) in enumerate(spans.items()):
+            ends = (100 * span.begin, 100 * span.end)
+            axes.axvspan(*ends, color=colors[name], alpha=0.13, linewidth=1)
+            axes.plot(ends, [1.08 + 0.06 * row] * 2, color=colors[name], linewidth=4)
         axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
-    times, median, slow = step_times(run.log)
-    title = f"{run.name}: step time, ms; median {median:.4g}; {len(slow)} of {len(times)} over {OUTLIER} medians"
+
+
+def draw_step_times(page: list[str], run: Run) -> None:
+    """Draw the milliseconds of the steps, and mark those that stand out."""
+    times = step_times(run.log)
+    median = statistics.median(times.values())
+    slow = {step: time for step, time in times.items() if time > OUTLIER * median}
+    counts = f"{len(slow)} of {len(times)} over {OUTLIER} medians"
+    title = f"{run.name}: step time, ms; median {median:.4g}; {counts}"
     with plot(page, title, AXES["step"]) as axes:
-        axes.plot(*zip(*times, strict=True), color=run.color, linewidth=1, marker="." if len(times) < 60 else "")
+        marker = line_marker(times)
+        axes.plot(list(times), list(times.values()), color=run.color, linewidth=1, marker=marker)
         axes.axhline(median, color=TEXT, linewidth=1, linestyle="--")
-        axes.plot([step for step, _ in slow], [time for _, time in slow], "o", color="#d62728")
+        axes.plot(list(slow), list(slow.values()), "o", color="#d62728")
         axes.set_ylim(bottom=0)
 
 
-def draw_artifacts(page: list[str], runs: list[SimpleNamespace]) -> None:
-    """What the artifacts' bytes are, and how far their weights are from those of training."""
+def draw_artifacts(page: list[str], runs: list[Run]) -> None:
+    """Show the bytes of the artifacts by part and tensor, and the errors of their weights."""
     colors = dict(zip(PARTS, COLORS, strict=False))
     page.append('<h2>Artifact</h2>\n<div class="plots">')
-    with plot(page, "Bytes of the artifact by tensor class and part of the file", "bytes", colors) as axes:
+    title = "Bytes of the artifact by tensor class and part of the file"
+    with plot(page, title, "bytes", colors) as axes:
         axes.figure.set_figheight(max(1.5, 0.8 + 0.3 * len(runs)))
-        for at, run in enumerate(runs):
-            ends = np.cumsum([0, *(run.bytes.get(part, 0) for part in PARTS)])
-            axes.barh([at] * len(PARTS), np.diff(ends), 0.6, ends[:-1], color=list(colors.values()))
-        axes.set_yticks(range(len(runs)), [run.name if len(run.name) <= 16 else f"{run.name[:15]}…" for run in runs])
+        for row, run in enumerate(runs):
+            left = 0
+            for part in PARTS:
+                size = run.bytes.get(part, 0)
+                axes.barh(row, size, 0.6, left, color=colors[part])
+                left += size
+        labels = [run.name if len(run.name) <= 16 else f"{run.name[:15]}…" for run in runs]
+        axes.set_yticks(range(len(runs)), labels)
         axes.set_ylim(len(runs) - 0.4, -0.6)
     if any(run.errors for run in runs):
         title = "Error of quantized weights by layer: ‖artifact − checkpoint‖ / ‖checkpoint‖"
         with plot(page, title, "") as axes:
             for run in runs:
-                axes.plot(list(run.errors), list(run.errors.values()), color=run.color, marker="o", markersize=4)
-            axes.tick_params(axis="x", rotation=90 if max(len(run.errors) for run in runs) > 6 else 0)
+                errors = list(run.errors.values())
+                axes.plot(list(run.errors), errors, color=run.color, marker="o", markersize=4)
+            many = max(len(run.errors) for run in runs) > 6
+            axes.tick_params(axis="x", rotation=90 if many else 0)
             axes.set_ylim(bottom=0)
     page.append("</div>\n")
-    page.append(table(runs, [{part: f"{size:,} ({size / sum(run.bytes.values()):.1%})" for part, size in (
-        *run.bytes.items(), ("all", sum(run.bytes.values())))} for run in runs]))
+    columns = []
+    for run in runs:
+        total = sum(run.bytes.values())
+        sizes = {**run.bytes, "all": total}
+        columns.append({part: f"{size:,} ({size / total:.1%})" for part, size in sizes.items()})
+    page.append(runs_table(runs, columns))
+    for run in runs:
+        state = " open" if len(runs) == 1 else ""
+        summary = f"<summary>Bytes by tensor: {html.escape(run.name)}</summary>"
+        page.append(f"<details{state}>{summary}\n{html_table(stream_rows(run))}</details>\n")
 
 
-def facts(run: SimpleNamespace) -> dict[str, object]:
-    """Rows of the table of results, label -> value; of a run that has not ended what its log says."""
-    log, last = run.log, {name: points[-1][1] for name, points in run.log.series.items()}
-    found = {"steps": log.last, "train_seconds": last["seconds"], "tokens": last.get("tokens")}
-    found |= {**log.machine, **run.result}
-    found |= {"bpb_before_quantization": found.get("before_quantization", {}).get("val_bpb"),
-              "parameters": found.get("params", {}).get("total"), "median_step_ms": step_times(log)[1],
-              "tokens_per_second": last["tokens"] / last["seconds"] if "tokens" in last else None,
-              "versions": " ".join(f"{name} {each}" for name, each in found.get("versions", {}).items() if each)}
-    rows = {name: found.get(name) for name in FIGURES}
-    for name, points in log.series.items():
-        if name.startswith("held-out "):
-            rows[name] = " → ".join(show(score) for _, *score in (points[:1] + points[1:][-1:]))
-    for name, begin in log.begun.items():
-        phase = found.get("phases", {}).get(name)
-        if phase is None:
-            rows[f"phase {name}"] = f"began at {begin:.1%}"
-        else:
-            planned = phase["planned"] if "planned" in phase else phase["begin"]  # older results have "planned"
-            rows[f"phase {name}"] = f"planned {planned:.1%}, from step {phase['start_step']} for {phase['steps']} steps"
-    return {**rows, "events": "; ".join(log.events) or None}
+def draw_family(page: list[str], runs: list[Run], family: Family) -> None:
+    """Draw the series of the runs of one kind of training."""
+    page.append(f"<h2>{family.heading}</h2>\n")
+    others = {}
+    for run in runs:
+        others |= dict.fromkeys(run.log.series)
+    others = [name for name in others if name not in {*family.main_series, *NOT_DRAWN}]
+    groups = [([name], AXES) for name in family.main_series]
+    for names, axes in [*groups, (others, ["step"])]:
+        page.append('<div class="plots">')
+        for name, axis in itertools.product(names, axes):
+            if any({name, axis} <= run.log.series.keys() for run in runs):
+                draw_series(page, runs, name, axis)
+        page.append("</div>\n")
 
 
-def settings(runs: list[SimpleNamespace]) -> list[dict[str, str]]:
-    """Of each run the settings that are not the default in all; of several runs those in which they differ."""
-    names = sorted(set().union(*(run.log.changed for run in runs)) - {"RUN_ID", "OUT_DIR", "RESUME", "CONFIG"})
-    differ = [name for name in names if len(runs) == 1 or len({run.log.settings.get(name) for run in runs}) > 1]
-    return [{name: run.log.settings.get(name) for name in differ} for run in runs]
-
-
-def render(runs: list[SimpleNamespace]) -> str:
-    """The page."""
-    title = html.escape(", ".join(run.name for run in runs) if len(runs) < 6 else f"{len(runs)} runs")
-    page = ['<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><link rel="icon" href="data:,">'
-            '<meta name="viewport" content="width=device-width, initial-scale=1">'
-            f"<title>{title}</title><style>{CSS}</style></head><body>\n<h1>{title}</h1>\n"]
-    page += [f"<p>{html.escape(f'{run.name}: {note}')}</p>\n" for run in runs for note in run.notes]
-    if len({run.result["manifest_sha256"] for run in runs if "manifest_sha256" in run.result}) > 1:
-        page.append("<p>The validation data of these runs differ: their bits per byte cannot be compared.</p>\n")
-    page.append(key({run.name: run.color for run in runs}, "runs")
-                + "<p>Diamonds: the model that was read back from the artifact. Bands: 95% intervals.</p>\n")
-    page.append("<h2>Results</h2>\n" + table(runs, [facts(run) for run in runs]))
-    for family, (heading, chief) in FAMILIES.items():
-        own = [run for run in runs if run.family == family]
-        rest = dict.fromkeys(name for run in own for name in run.log.series if name not in {*chief, *NOT_DRAWN})
-        page.append(f"<h2>{heading}</h2>\n" if own else "")
-        for names, axes in (*(((name,), AXES) for name in chief), (rest, ("step",))):
-            pairs = [(name, axis) for name in names for axis in axes
-                     if any(name in run.log.series and axis in run.log.series for run in own)]
-            page.append('<div class="plots">' if pairs else "")
-            for name, axis in pairs:
-                draw_series(page, own, name, axis)
-            page.append("</div>\n" if pairs else "")
+def render(runs: list[Run]) -> str:
+    """Return the page."""
+    names = ", ".join(run.name for run in runs) if len(runs) < 6 else f"{len(runs)} runs"
+    title = html.escape(names)
+    page = [
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<link rel="icon" href="data:,">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{title}</title><style>{CSS}</style></head><body>\n<h1>{title}</h1>\n"
+    ]
+    for run in runs:
+        page += [f"<p>{html.escape(f'{run.name}: {note}')}</p>\n" for note in run.notes]
+    if len({run.result.get("manifest_sha256") for run in runs} - {None}) > 1:
+        page.append(
+            "<p>The validation data of these runs differ: their bits per byte cannot be "
+            "compared.</p>\n"
+        )
+    page.append(color_key({run.name: run.color for run in runs}, "runs"))
+    page.append("<p>Diamonds: the model read back from the artifact. Bands: 95% intervals.</p>\n")
+    page.append("<h2>Results</h2>\n" + runs_table(runs, [result_rows(run) for run in runs]))
+    for run in runs:
+        if run.result.get("before"):
+            page.append(f"<h2>{html.escape(run.name)}: held-out scores before and after</h2>\n")
+            page.append(html_table(gain_rows(run.result)))
+    for key, family in FAMILIES.items():
+        members = [run for run in runs if run.family == key]
+        if members:
+            draw_family(page, members, family)
     page.append('<h2>Schedule and step time</h2>\n<div class="plots">')
     for run in runs:
-        draw_run(page, run)
-    page.append("</div>\n<p>Step times are means of the steps from one logged line to the next.</p>\n")
-    if held := [run for run in runs if run.bytes]:
-        draw_artifacts(page, held)
-    page.append(f"<h2>Settings {'in which the runs differ' if len(runs) > 1 else 'that are not the default'}</h2>\n")
-    return "".join([*page, table(runs, settings(runs)), "</body></html>\n"])
+        draw_schedule(page, run)
+        draw_step_times(page, run)
+    page.append("</div>\n<p>Step times are means from one logged step to the next.</p>\n")
+    packed = [run for run in runs if run.bytes]
+    if packed:
+        draw_artifacts(page, packed)
+    which = "in which the runs differ" if len(runs) > 1 else "that are not the default"
+    page.append(f"<h2>Settings {which}</h2>\n")
+    page.append(runs_table(runs, changed_settings(runs)) + "</body></html>\n")
+    return "".join(page)
 
 
 def main() -> None:
-    """Write the page; its path and size."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", metavar="RUN", nargs="+", help="folder of a run, its name in runs/, or a record")
-    parser.add_argument("--out", type=Path, help="the page; else report.html in the first run's folder")
+    """Write the page; print its path and size."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "runs", metavar="RUN", nargs="+", help="folder of a run, its name in runs/, or a record"
+    )
+    parser.add_argument("--out", type=Path, help="the page; else report.html in the first run")
     args = parser.parse_args()
     if importlib.util.find_spec("matplotlib") is None:
-        raise SystemExit("error: matplotlib, which draws the plots, is not installed: pip install matplotlib")
-    runs = [read_run(*found) for name in dict.fromkeys(args.runs) for found in find_runs(name)]
+        raise SystemExit("error: the plots need matplotlib: pip install matplotlib")
+    runs = []
+    for name in dict.fromkeys(args.runs):
+        runs += find_runs(name)
     names = Counter(run.name for run in runs)
-    for number, run in enumerate(runs):
-        run.name, run.color = run.name if names[run.name] == 1 else str(run.folder), COLORS[number % len(COLORS)]
+    for run, color in zip(runs, itertools.cycle(COLORS), strict=False):
+        run.color = color
+        if names[run.name] > 1:
+            run.name = str(run.folder)
         if run.artifact.is_file():
-            sys.path.insert(0, str(ROOT))
-            read_artifact(run, importlib.import_module("quantize"))
-    page, out = render(runs), args.out or runs[0].folder / "report.html"
+            read_artifact(run, load_script(ROOT / "quantize.py"))
+    out = args.out or runs[0].folder / "report.html"
+    page = render(runs)
     try:
         out.write_text(page, encoding="utf-8")
     except OSError as error:
         raise SystemExit(f"error: {out}: cannot be written: {error.strerror}") from None
-    print(f"{out}: {out.stat().st_size} bytes, {page.count('<svg')} plots of {len(runs)} run{'s' * (len(runs) > 1)}")
+    plots = page.count("<svg")
+    plural = "s" if len(runs) > 1 else ""
+    print(f"{out}: {out.stat().st_size} bytes, {plots} plots of {len(runs)} run{plural}")
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python tools/sync.py FILE [SECTION…]    copy FILE's sections (all, or the named ones) into the other scripts
     python tools/sync.py --check            list every difference and malformed fence; exit code 1 if there is one
 
-A section stands between `# === shared: NAME ===` and `# === end: NAME ===`. The scripts are the top-level *.py,
-data/*.py and tools/*.py. Only a script that carries the fence receives the section; an empty fence is an invitation. A
+A section stands between `# === shared: NAME ===` and `# === end: NAME ===`. The scripts are the top-level *.py
+and data/*.py. Only a script that carries the fence receives the section; an empty fence is an invitation. A
 section that was itself edited since HEAD is never overwritten: commit it, revert it, or name its file as the source.
 """
 
@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
@@ -19,103 +20,142 @@ ROOT = Path(__file__).resolve().parents[1]
 ORDER = (
     "bounds settings runtime tokenizer data text chat preparation batches model lora optimizer schedule "
     "quantization artifact export deltas weights evaluation checkpoint generation tasks rows responses start "
-    "supervision pairs policy judge runs jobs"
+    "supervision pairs policy judge"
 ).split()
 FENCE = re.compile(r"# === (shared|end): (\w+) ===\n?")
-NEARLY_FENCE = re.compile(r"\s*#\W*(shared|end)\b\W*\w+\W*=\s*$|\s*#\s*=+\s*(shared|end)\b", re.IGNORECASE)
+NEARLY_FENCE = re.compile(
+    r"\s*#\W*(shared|end)\b\W*\w+\W*=\s*$|\s*#\s*=+\s*(shared|end)\b", re.IGNORECASE
+)
 
 
 class SyncError(SystemExit):
     """A malformed fence or a refused copy: Python prints the one line it carries and exits with code 1."""
 
 
-def parse(text: str, name: str) -> dict[str, tuple[int, list[str]]]:
-    """Fenced sections: section -> (line number of its opening fence, lines between the fences); may raise SyncError."""
-    sections: dict[str, tuple[int, list[str]]] = {}
-    is_open, body, allowed = "", [], ORDER
+@dataclass
+class Section:
+    """A fenced section of a script."""
+
+    line: int  # number of the line of its opening fence
+    body: list[str]  # the lines between the fences
+
+
+def parse(text: str, name: str) -> dict[str, Section]:
+    """Return the fenced sections of a script by name. Raises SyncError for malformed fences."""
+    sections = {}
+    current = ""  # the open section
+    allowed = ORDER
     for number, line in enumerate(text.splitlines(keepends=True), 1):
         fence = FENCE.fullmatch(line)
-        if not fence:
+        if fence is None:
             if NEARLY_FENCE.match(line):
-                raise SyncError(f"{name}:{number}: misspelt fence {line.strip()!r}, expected '# === shared: NAME ==='")
-            body.append(line)
+                raise SyncError(
+                    f"{name}:{number}: misspelt fence {line.strip()!r}, "
+                    "expected '# === shared: NAME ==='"
+                )
+            if current:
+                sections[current].body.append(line)
             continue
         kind, section = fence.groups()
-        if kind == "end" and section == is_open:
-            is_open, body = "", []
-        elif kind == "end" or is_open:
-            raise SyncError(f"{name}:{number}: {line.strip()} while {is_open or 'no section'} is open")
+        if kind == "end" and section == current:
+            current = ""
+        elif kind == "end" or current:
+            state = current or "no section"
+            raise SyncError(f"{name}:{number}: {line.strip()} while {state} is open")
         elif section not in allowed:
-            why = "stands twice" if section in sections else "stands too late" if section in ORDER else "is unknown"
-            raise SyncError(f"{name}:{number}: section {section} {why}, the order is {' '.join(ORDER)}")
+            reason = "is unknown"
+            if section in ORDER:
+                reason = "stands twice" if section in sections else "stands too late"
+            order = " ".join(ORDER)
+            raise SyncError(f"{name}:{number}: section {section} {reason}, the order is {order}")
         else:
-            is_open, body, allowed = section, [], ORDER[ORDER.index(section) + 1:]
-            sections[section] = (number, body)
-    if is_open:
-        raise SyncError(f"{name}:{sections[is_open][0]}: section {is_open} is never closed")
+            current = section
+            allowed = ORDER[ORDER.index(section) + 1 :]
+            sections[section] = Section(number, [])
+    if current:
+        line = sections[current].line
+        raise SyncError(f"{name}:{line}: section {current} is never closed")
     return sections
 
 
 def load(root: Path) -> dict[str, str]:
-    """The scripts that may carry fences: name relative to root -> text, line ends as they are."""
-    paths = sorted(path for folder in ("", "data/", "tools/") for path in root.glob(folder + "*.py"))
-    return {path.relative_to(root).as_posix(): path.read_bytes().decode("utf-8") for path in paths}
+    """Return the texts of the scripts that may carry fences, by name relative to `root`."""
+    paths = sorted([*root.glob("*.py"), *root.glob("data/*.py")])
+    # Bytes, because reading as text would change the line ends.
+    return {path.relative_to(root).as_posix(): path.read_bytes().decode() for path in paths}
 
 
 def differences(texts: dict[str, str]) -> list[str]:
-    """One line for each section that differs from the same section of the first script that carries it."""
-    first: dict[str, tuple[str, list[str]]] = {}
-    found = []
+    """Return a line for each section that differs from the first script that carries it."""
+    first = {}
+    lines = []
     for name, text in texts.items():
-        for section, (start, here) in parse(text, name).items():
-            origin, there = first.setdefault(section, (name, here))
-            unequal = [i for i, (a, b) in enumerate(zip_longest(here, there)) if a != b]
+        for section, own in parse(text, name).items():
+            origin, original = first.setdefault(section, (name, own))
+            pairs = zip_longest(own.body, original.body)
+            unequal = [index for index, (a, b) in enumerate(pairs) if a != b]
             if unequal:
-                found.append(f"{name}: {section}, line {start + 1 + unequal[0]} differs from {origin}")
-    return found
+                line = own.line + 1 + unequal[0]
+                lines.append(f"{name}: {section}, line {line} differs from {origin}")
+    return lines
+
+
+def committed_sections(root: Path, name: str) -> dict[str, Section]:
+    """Return the fenced sections of a script as of HEAD."""
+    done = subprocess.run(["git", "show", f"HEAD:./{name}"], cwd=root, capture_output=True)
+    return parse(done.stdout.decode(), f"HEAD:{name}") if done.returncode == 0 else {}
 
 
 def copy(root: Path, source: str, wanted: list[str]) -> list[str]:
-    """Copy sections of `source` (all if none is wanted) into the other scripts; returns a line for each one copied.
+    """Copy sections of `source` (all if none is wanted) to the other scripts; return what was done.
 
-    SyncError, with nothing written, if a target's section is neither empty nor the source's nor that of HEAD.
+    Raises SyncError and writes nothing if a section to be replaced is neither empty nor equal to
+    the source's or to that of HEAD.
     """
     texts = load(root)
     if source not in texts:
         raise SyncError(f"{source} is no script here, expected one of {' '.join(texts)}")
-    ours = {section: body for section, (_, body) in parse(texts[source], source).items()}
-    if missing := [section for section in wanted if section not in ours]:
-        raise SyncError(f"{source} has no section {missing[0]}, it has {' '.join(ours)}")
-    chosen = {section: ours[section] for section in wanted or ours}
-    changed, report = {}, []
+    available = parse(texts[source], source)
+    for section in wanted:
+        if section not in available:
+            raise SyncError(f"{source} has no section {section}, it has {' '.join(available)}")
+    bodies = {section: available[section].body for section in wanted or available}
+    changed = {}
+    report = []
     for name, text in texts.items():
         lines = text.splitlines(keepends=True)
-        shown = subprocess.run(["git", "show", f"HEAD:./{name}"], cwd=root, capture_output=True)
-        committed = parse(shown.stdout.decode("utf-8"), f"HEAD:{name}") if shown.returncode == 0 else {}
-        for section, (start, body) in reversed(parse(text, name).items()):
-            if body == chosen.get(section, body):
+        committed = committed_sections(root, name)
+        # Backwards, so that the line numbers of the sections before stay right.
+        for section, own in reversed(parse(text, name).items()):
+            if section not in bodies or own.body == bodies[section]:
                 continue
-            if body and body != committed.get(section, (0, []))[1]:
-                raise SyncError(f"section {section} of {name} was edited since HEAD and differs from {source}'s: "
-                                f"commit it, revert it or name {name} as the source (nothing was copied)")
-            lines[start:start + len(body)] = chosen[section]
+            if own.body and (section not in committed or own.body != committed[section].body):
+                raise SyncError(
+                    f"section {section} of {name} was edited since HEAD and differs from "
+                    f"{source}'s: commit it, revert it or name {name} as the source "
+                    "(nothing was copied)"
+                )
+            lines[own.line : own.line + len(own.body)] = bodies[section]
             changed[name] = "".join(lines)
             report.append(f"{source} -> {name}: {section}")
     for name, text in changed.items():
-        (root / name).write_bytes(text.encode("utf-8"))
+        (root / name).write_bytes(text.encode())
     return report
 
 
 def main(arguments: list[str]) -> None:
     """Run the command line described at the top of this file."""
     if arguments == ["--check"]:
-        found = differences(load(ROOT))
-        print("\n".join(found) or "sync: the fenced sections are equal")
-        sys.exit(1 if found else 0)
+        lines = differences(load(ROOT))
+        print("\n".join(lines) or "sync: the fenced sections are equal")
+        sys.exit(1 if lines else 0)
     if not arguments:
         raise SyncError("usage: python tools/sync.py FILE [SECTION…] | --check")
     source = Path(os.path.relpath(arguments[0], ROOT)).as_posix()
-    print("\n".join(copy(ROOT, source, arguments[1:])) or "sync: nothing to copy, the sections are equal")
+    print(
+        "\n".join(copy(ROOT, source, arguments[1:]))
+        or "sync: nothing to copy, the sections are equal"
+    )
 
 
 if __name__ == "__main__":

@@ -16,23 +16,30 @@ import sys
 import textwrap
 import tokenize
 
-SKIPPED = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+SKIPPED = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
 
 
 def fields_of(text: str) -> int:
-    """Tokens of the expressions inside an f-string, its nested format fields included."""
+    """Return the tokens of the expressions in an f-string, including nested format fields."""
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except SyntaxError:
         return 0
     values = [node.value for node in ast.walk(tree) if isinstance(node, ast.FormattedValue)]
-    inner = {id(sub) for value in values for sub in ast.walk(value)}
-    return sum(count(ast.unparse(value)) for value in values if id(value) in inner)
+    return sum(count(ast.unparse(value)) for value in values)
 
 
 def count(text: str) -> int:
-    """Tokens of Python source."""
-    total, inside = 0, 0
+    """Return the tokens of Python source."""
+    total = 0
+    inside = 0
     start = getattr(tokenize, "FSTRING_START", None)
     middle = {getattr(tokenize, "FSTRING_MIDDLE", None)}
     end = getattr(tokenize, "FSTRING_END", None)
@@ -54,8 +61,9 @@ def count(text: str) -> int:
 
 
 def functions(text: str) -> list[tuple[int, str]]:
-    """(tokens, name) of every function and class, the largest first."""
-    lines, found = text.split("\n"), []
+    """Return (tokens, name) of every function and class, the largest first."""
+    lines = text.split("\n")
+    found = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             source = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno])) + "\n"
@@ -65,17 +73,23 @@ def functions(text: str) -> list[tuple[int, str]]:
 
 
 def main() -> None:
+    """Run the command line described at the top of this file."""
     paths = [argument for argument in sys.argv[1:] if argument != "--json"]
     result = {}
     for path in paths:
         with open(path, encoding="utf-8") as file:
             text = file.read()
-        code = sum(bool(line.strip()) and not line.strip().startswith("#") for line in text.split("\n"))
-        tokens, longest = count(text), functions(text)
+        code = sum(
+            bool(line.strip()) and not line.strip().startswith("#") for line in text.split("\n")
+        )
+        tokens = count(text)
+        longest = functions(text)
         result[path] = {"tokens": tokens, "bytes": len(text.encode()), "longest": longest[:12]}
         if "--json" not in sys.argv:
             shown = ", ".join(f"{name} {size}" for size, name in longest[:8])
-            print(f"{path}: {tokens} tokens, {tokens / max(1, code):.1f} a line of code; longest: {shown}")
+            print(
+                f"{path}: {tokens} tokens, {tokens / max(1, code):.1f} a line of code; longest: {shown}"
+            )
     if "--json" in sys.argv:
         print(json.dumps(result))
 
