@@ -533,6 +533,24 @@ def test_headers_that_lie_are_refused(small, damage_message, tmp_path, change, m
     assert damage_message(sealed(small, change)).startswith(message)
 
 
+def test_a_word_that_only_the_last_states_tell_is_refused(tmp_path, damage_message):
+    """The last word of the last tensor is changed: as many words are read, and the lanes end elsewhere."""
+    write(tmp_path / "a.bin", sized_model())
+    data = (tmp_path / "a.bin").read_bytes()
+    header, start = header_of(data)
+    payload = data[start:-32][-header["streams"]["head"]["length"] :]
+    words = bytearray(zstandard.ZstdDecompressor().decompress(payload))
+    words[-2] ^= 1
+    changed = zstandard.ZstdCompressor().compress(bytes(words))
+
+    def change(header):
+        header["streams"]["head"].update(length=len(changed), crc32=zlib.crc32(changed))
+
+    assert list(header["streams"])[-1] == "head"
+    area = data[start : -32 - len(payload)] + changed
+    assert damage_message(sealed(data, change, area)) == "the lanes do not end at 2**16"
+
+
 def places(value):
     """Every (container, key) of a JSON value."""
     found = []
