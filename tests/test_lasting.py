@@ -584,6 +584,9 @@ def test_replays_of_a_wallclock_run_are_the_same_to_the_byte(place, source, repl
                         for each in (out, source))
         assert found == asked and all(found.values())
     assert len(steps_kept(place.of("again"))) == 1  # the end, whatever SAVE_EVERY says
+    times = dict(re.findall(r"^step:(\d+)/.* train_time:(\d+)ms", place.log(source), re.M))
+    first, middle, last = re.findall(r"^step:(\d+) saved in", place.log(source), re.M)  # SAVE_EVERY=1s, and at the end
+    assert first == "0" and 1000 <= int(times[middle]) < 1200 and int(last) == place.result(source)["steps"]
     stored, again = (json.loads((place.of(out) / "progress.json").read_text()) for out in (source, "again"))
     assert again["progress"] == stored["progress"]
     losses = [re.findall(r"^step:\d+/\S+ train_loss:(\S+)", place.log(out), re.M) for out in (source, "again")]

@@ -1,11 +1,13 @@
 """Clock, plan and averages against a fake clock: every phase fires, the rate lands at its floor, ranks agree."""
 
 import copy
+import itertools
 import json
 import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -365,3 +367,22 @@ def test_all_ranks_use_rank_0s_clock(tmp_path):
     assert zero == one
     assert zero[0] == pytest.approx(20.0 / 0.5, abs=3)
     assert len(zero[2]) == 5 and all(phase["steps"] > 0 for phase in zero[2].values())
+
+
+@pytest.mark.parametrize(("best", "seconds_left", "chosen"), [
+    (1.0, 9.0, "raw"), (2.0, 9.0, "ema"), (3.0, 9.0, "swa"), (3.0, 2.9, "raw"), (3.0, 3.1, "swa"), (1.0, -1.0, "raw")])
+def test_the_weights_that_score_best_are_chosen(best, seconds_left, chosen):
+    """A score takes a second here; three must be left for another one."""
+    network = torch.nn.Linear(1, 1, bias=False)
+    weight = network.weight.data.fill_(1.0)
+    averages = {name: SimpleNamespace(count=count, values=[torch.full((1, 1), value)])
+                for name, count, value in (("ema", 3, 2.0), ("swa", 1, 3.0), ("none", 0, best))}
+    times, events = itertools.count(), []
+    clock = SimpleNamespace(elapsed=lambda: float(next(times)), seconds_left=lambda: seconds_left)
+    run = SimpleNamespace(clock=clock, runtime=T.Runtime(0, 1, torch.device("cpu"), False), log=lambda text: None,
+                          event=lambda name, **facts: events.append((name, facts["weights"])))
+    exporter = SimpleNamespace(network=network, table={}, score=lambda: T.Score(abs(weight.item() - best), 1, 1))
+    assert T.choose_weights(exporter, averages, run) == chosen
+    assert weight.item() == {"raw": 1.0, "ema": 2.0, "swa": 3.0}[chosen]
+    late = seconds_left < 3
+    assert events == ([("weights_left_out", "ema"), ("weights_left_out", "swa")] if late else [])
