@@ -2333,7 +2333,9 @@ def count_parameters(network):
 ARTIFACT_PREFIX = struct.Struct("<8sIII")
 ARTIFACT_MAGIC = b"UNDERPAR"
 ARTIFACT_VERSION = 6
-ARTIFACT_ZSTD = zstandard.ZstdCompressor(level=6)  # up to 0.5% fewer bytes than 3; from 12 on it is slow
+ARTIFACT_ZSTD = zstandard.ZstdCompressor(
+    level=6
+)  # up to 0.5% fewer bytes than 3; from 12 on it is slow
 RANS_BITS = 14  # rounding frequencies costs 20 bytes per million codes; at 12 bits 150
 RANS_TOTAL = 1 << RANS_BITS
 RANS_LOW = 1 << 16  # states stay in [2**16, 2**32), so a step moves at most one 16-bit word
