@@ -345,7 +345,7 @@ def test_an_artifact_is_scored_in_the_ways_asked_for(tmp_path, stride, stateful)
 
 
 def test_whole_documents_want_positions_without_an_end():
-    with pytest.raises(T.UserError, match="EVAL_STATEFUL=1: POSITIONS='learned' ends"):
+    with pytest.raises(T.UserError, match="EVAL_STATEFUL=1: must be 0, for POSITIONS='learned' ends"):
         T.model_config(T.Settings(eval_stateful=True, positions="learned"), 300, 1)
 
 

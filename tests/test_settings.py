@@ -406,14 +406,12 @@ def test_layers_are_resolved(changes, layers):
     assert config.norms.split() == (["rms", "layer"] * count)[:count]
 
 
-@pytest.mark.parametrize(("pattern", "said"), [
-    ("g x", "LAYER_PATTERN='g x': 'x' is not"), ("g,s", "'g,s' is not g, s or a"), ("s-1", "'s-1' is not"),
-    ("1", "'1' is not"), ("  ", "'' is not"), ("G", "'G' is not"), ("k g", "'k' is not g, s or a"),
-])
-def test_wrong_layers_are_refused(pattern, said):
+@pytest.mark.parametrize("pattern", ["g x", "g,s", "s-1", "1", "  ", "G", "k g"])
+def test_wrong_layers_are_refused(pattern):
     with pytest.raises(T.UserError) as error:
         T.model_config(replace(T.Settings(), layer_pattern=pattern), 300, 1)
-    assert said in str(error.value)
+    right = "g, s or a with an optional number; capitals need one"
+    assert str(error.value) == f"LAYER_PATTERN={pattern!r}: each word must be {right}"
 
 
 def test_a_preset_of_the_environment_stands_above_the_file(tmp_path):
