@@ -1213,7 +1213,10 @@ class GatedDeltaNet(nn.Module):
         begins_document = doc[:, -T:] != doc[:, -T - 1 : -1]
         g = torch.where(begins_document[..., None], DOCUMENT_DECAY, g)
         inputs = q, k.to(v.dtype), v, g, torch.sigmoid(b)
-        o = cache.recur(*inputs) if cache else gdn_chunk(*inputs, chunk=64 if x.is_cuda else 32)[0]
+        if cache:
+            o = cache.recur(*inputs)
+        else:
+            o, _ = gdn_chunk(*inputs, chunk=64 if x.is_cuda else 32)
         o = scaled(rms_norm(o), self.norm).flatten(-2) * F.silu(gate)
         return linear(o, self.w_o)
 

@@ -1259,7 +1259,10 @@ class GatedDeltaNet(nn.Module):
         begins_document = doc[:, -T:] != doc[:, -T - 1 : -1]
         g = torch.where(begins_document[..., None], DOCUMENT_DECAY, g)
         inputs = q, k.to(v.dtype), v, g, torch.sigmoid(b)
-        o = cache.recur(*inputs) if cache else gdn_chunk(*inputs, chunk=64 if x.is_cuda else 32)[0]
+        if cache:
+            o = cache.recur(*inputs)
+        else:
+            o, _ = gdn_chunk(*inputs, chunk=64 if x.is_cuda else 32)
         o = scaled(rms_norm(o), self.norm).flatten(-2) * F.silu(gate)
         return linear(o, self.w_o)
 
@@ -2863,7 +2866,7 @@ class Run(Saved):
             package = load_tracker(self.settings.tracker)  # may raise, before there is a folder
             if not self.settings.resume:
                 self.make_folder()
-            self.log.file = (self.folder / "log.txt").open("ab", buffering=0)
+            self.log.file = open(self.folder / "log.txt", "ab", buffering=0)
             self.log.track = make_tracker(package, self.settings, self.folder)
             self.write_header()
             checkpoint, faults = newest_checkpoint(list_checkpoints(self.folder))
@@ -2875,8 +2878,10 @@ class Run(Saved):
         """Make the folder of a new run. Raises UserError, with nothing made."""
         run_id = self.settings.run_id
         if os.path.exists(self.folder) or Path(run_id).name != run_id:
-            why = f"must be a plain name that does not exist in {self.settings.out_dir}"
-            raise UserError(f"RUN_ID={run_id!r}: {why}; RESUME continues a run")
+            raise UserError(
+                f"RUN_ID={run_id!r}: must be a plain name that does not exist in "
+                f"{self.settings.out_dir}; RESUME continues a run"
+            )
         self.folder.mkdir(parents=True)
 
     def write_header(self):
@@ -2970,7 +2975,7 @@ class Run(Saved):
         self.event("skipped_step", step=self.step, loss=str(report.loss))
         if self.skipped_in_a_row >= MAX_SKIPPED_STEPS:
             raise FloatingPointError(
-                f"{MAX_SKIPPED_STEPS} steps in a row had a loss or gradient that is not finite; "
+                f"{self.skipped_in_a_row} steps in a row had a loss or gradient that is not finite; "
                 f"the last checkpoint of {self.folder} is good"
             )
 
@@ -3002,9 +3007,8 @@ class Run(Saved):
         for name in self.plan.planned:
             if name not in self.plan.phases and not target_reached:
                 faults.append(f"phase {name} was enabled and never fired")
-        limit = self.settings.artifact_bytes_max
-        if total_bytes > limit:
-            faults.append(f"{total_bytes} bytes of code and artifact; ARTIFACT_BYTES_MAX={limit}")
+        if total_bytes > self.settings.artifact_bytes_max:
+            faults.append(f"{total_bytes} bytes of code and artifact exceed ARTIFACT_BYTES_MAX")
         return faults
 
     def write_result(self, facts, content):
