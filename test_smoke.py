@@ -643,7 +643,7 @@ MISTAKES = {
     "uneven batch": (leave, {"TRAIN_BATCH_TOKENS": 500}, "TRAIN_BATCH_TOKENS=500: must be a multiple of .*32"),
     "endless run": (leave, {"ITERATIONS": 0}, "ITERATIONS=0 and MAX_WALLCLOCK_SECONDS=0: set one, or it never ends"),
     "shape": (leave, {"NUM_HEADS": 3}, "MODEL_DIM=32: must be a multiple"),
-    "layers": (leave, {"LAYER_PATTERN": "g x"}, "LAYER_PATTERN='g x': 'x'"),
+    "layers": (leave, {"LAYER_PATTERN": "g x"}, "LAYER_PATTERN='g x': each word must be"),
 }
 
 

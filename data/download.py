@@ -619,7 +619,7 @@ def describe(folder, tokenizer_path):
             raise UserError(f"{folder}: no *_{split}_*.bin shard there")
         names |= {path.name.split(f"_{split}_")[0] for path in paths}
         splits[split] = describe_split(paths, tokenizer)
-        streams[split] = TokenStream(paths)
+        streams[split] = TokenStream(paths, tokenizer.vocab_size)
     if len(names) > 1:
         raise UserError(f"{folder}: shards of several data sets ({', '.join(sorted(names))})")
     first = streams["val"].read(0, 1)[0]

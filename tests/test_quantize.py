@@ -393,7 +393,7 @@ def test_verify_says_no(call, place, tmp_path):
     artifact, net = tmp_path / "m.upar", network()
     for settings, said in (
             (dict(mlp_mult=3.0), "size mismatch"), (dict(layers="g s g", norms="rms rms rms"), "Missing key"),
-            (dict(num_heads=0), "division"), (dict(mlp="relu3"), "relu3"), (dict(logit_softcap=1e39), "not finite")):
+            (dict(num_heads=0), "division"), (dict(mlp="relu3"), "no attribute 'wave'"), (dict(logit_softcap=1e39), "not finite")):
         write(artifact, net, **settings)
         code, _, error = call("verify", artifact)
         assert code == 1 and f"{artifact}: its settings rebuild no model: " in error and said in error
@@ -443,7 +443,7 @@ def test_verify_says_no(call, place, tmp_path):
     (["pack", "{artifact}", "{new}"], {"MATRIX_BITS": 4}, "MATRIX_BITS: the weights of {artifact} are quantized"),
     (["pack", "{artifact}", "{new}"], {"CONFIG": "{config}"}, "MATRIX_BITS: the weights of {artifact} are quantized"),
     (["pack", "{run}", "{new}"], {"TOKENIZER_PATH": "nowhere.model"}, "tokenizer nowhere.model: [Errno 2] "),
-    (["pack", "{foreign}", "{new}"], {}, "TOKENIZER_PATH='': bytes has 264 tokens, for none lies in {foreign}; "),
+    (["pack", "{foreign}", "{new}"], {}, "TOKENIZER_PATH='': bytes has 264 tokens; must be the token"),
     (["pack", "{foreign}", "{new}"], {"TOKENIZER_PATH": "bytes"}, "'bytes': bytes has 264 tokens; must be the token"),
     (["pack", "{broken}", "{new}"], {}, "tensor embed: must be finite as it is stored"),
 ])
