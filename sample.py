@@ -1684,10 +1684,12 @@ def swapped(params, values):
     params = [param.detach() for param in params]  # the same memory, which may be written in place
     originals = [param.clone() for param in params]
     try:
-        torch._foreach_copy_(params, list(values))
+        for param, value in zip(params, values, strict=True):
+            param.copy_(value)
         yield
     finally:
-        torch._foreach_copy_(params, originals)
+        for param, original in zip(params, originals, strict=True):
+            param.copy_(original)
 
 
 def decoded(tensors, coded):
