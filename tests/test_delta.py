@@ -504,7 +504,7 @@ def test_distillation(call, place, tmp_path):
     (["deltaquant", "{base}", "{loud}", "{new}"], {}, "tensor 'embed': 1e+06 is too large for float16"),
     (["deltaquant", "{base}", "{tuned}", "{new}"], {"DELTA_BITS": 9}, "DELTA_BITS=9: must be a whole number from 1"),
     (["deltaquant", "{base}", "{tuned}", "{new}"], {"DELTA_STEP": "grid"}, "must be one of tensor, row, group"),
-    (["bitdelta", "{base}", "{tuned}", "{new}"], {"DELTA_SCALE_BITS": 24}, "DELTA_SCALE_BITS='24': must be one of 16, 32"),
+    (["bitdelta", "{base}", "{tuned}", "{new}"], {"DELTA_SCALE_BITS": 24}, "='24': must be one of 16, 32"),
     (["bitdelta", "{base}", "{tuned}", "{new}"], {"DELTA_GROUP": -2}, "DELTA_GROUP=-2: must be a whole number from -1"),
     (["bitdelta", "{base}", "{tuned}", "{new}"], {"DATA_PATH": ""}, "DATA_PATH='': distillation and --score"),
     (["bitdelta", "{base}", "{tuned}", "{new}"], {"DATA_PATH": "nowhere"}, "nowhere"),

@@ -219,11 +219,11 @@ def test_without_calibration_codes_are_the_nearest(trained):
 @pytest.mark.parametrize("share", [0.985, 2.0])
 def test_gptq_is_taken_where_its_held_out_loss_is_lower(trained, share, worth):
     """With losses turned round the other way is taken; also where steps change to meet the limit."""
-    bench = Bench(trained, 1.0, worth, clip_sigmas=40.0)
+    bench = Bench(trained, 1.0, worth, clip_sigmas=80.0)
     state = bench.net.state_dict()
     nearest, by_gptq = bench.nearest(), bench.by_gptq(calibration())
     losses = [bench.loss(nearest), bench.loss(by_gptq)]
-    assert losses[1] < losses[0] - 1  # it is of use here
+    assert losses[1] < losses[0] - 5  # it is of use here
     expected = by_gptq if worth > 0 else nearest
     bench.exporter.limit = int(share * len(bench.pack(expected)))
     coded = bench.exporter.pack(calibration(), math.inf).coded

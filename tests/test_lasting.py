@@ -716,13 +716,15 @@ def test_fifty_kills_change_nothing(place):
 RECORD = """
 import json, os
 name = os.environ["OUT_DIR"] + ".rows." + os.environ.get("RANK", "0")
-inner_read = T.Batches.read
-def read(self, step):
-    rows = inner_read(self, step)
+inner = T.Batches.micro_batches
+def micro_batches(self, step):
+    rows = []
+    for ids, targets in inner(self, step):
+        rows += T.torch.cat([ids, targets[:, -1:]], dim=1).tolist()
+        yield ids, targets
     with open(name, "a") as file:
-        file.write(json.dumps([step, rows.tolist()]) + "\\n")
-    return rows
-T.Batches.read = read
+        file.write(json.dumps([step, rows]) + "\\n")
+T.Batches.micro_batches = micro_batches
 """
 
 

@@ -393,7 +393,7 @@ def test_verify_says_no(call, place, tmp_path):
     artifact, net = tmp_path / "m.upar", network()
     for settings, said in (
             (dict(mlp_mult=3.0), "size mismatch"), (dict(layers="g s g", norms="rms rms rms"), "Missing key"),
-            (dict(num_heads=0), "division"), (dict(mlp="relu3"), "no attribute 'wave'"), (dict(logit_softcap=1e39), "not finite")):
+            (dict(num_heads=0), "division"), (dict(mlp="relu3"), "'wave'"), (dict(logit_softcap=1e39), "not finite")):
         write(artifact, net, **settings)
         code, _, error = call("verify", artifact)
         assert code == 1 and f"{artifact}: its settings rebuild no model: " in error and said in error
