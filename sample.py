@@ -96,8 +96,8 @@ class Settings:
     score_judge: str = ""  # a reward model that decides win; empty: TASK's checker
     score_delimiter: str = " "  # between a context and what may follow it, of choices and lambada
     score_file: str = ""  # file to write the scores to, as JSON; empty: none
-    # sort, reverse, add, countdown, zebra, gsm8k, or jsonl: lines with prompt and answer
-    task: str = "sort"
+    # gsm8k and jsonl read TASK_PATH; jsonl: lines with prompt and answer
+    task: Literal["sort", "reverse", "add", "countdown", "zebra", "gsm8k", "jsonl"] = "sort"
     task_path: str = ""  # file of gsm8k or jsonl
     eval_prompts: int = bounded(512, 1, 1 << 20)  # held-out prompts that score the policy
     eval_samples: int = bounded(8, 1, 1 << 20)  # of each, for pass@1 and pass@EVAL_SAMPLES

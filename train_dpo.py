@@ -86,8 +86,8 @@ class Settings:
     # data
     train_files: str = ""  # files of rows, each maybe :WEIGHT; empty: TASK
     val_files: str = ""  # files of held-out rows; empty: one prompt in ten, by a hash
-    # sort, reverse, add, countdown, zebra, gsm8k, or jsonl: lines with prompt and answer
-    task: str = "sort"
+    # gsm8k and jsonl read TASK_PATH; jsonl: lines with prompt and answer
+    task: Literal["sort", "reverse", "add", "countdown", "zebra", "gsm8k", "jsonl"] = "sort"
     task_path: str = ""  # file of gsm8k or jsonl
     train_pairs: int = bounded(4096, 1)  # pairs made of TASK to train on
     eval_prompts: int = bounded(512, 1)  # held-out prompts that score the policy
@@ -1630,6 +1630,10 @@ def reference_policy(model: nn.Module, frozen: bool) -> Callable[[], contextlib.
         raise UserError("reference_policy: nothing is trained, or no adapter is there to turn off; set one up first")
     return functools.partial(swapped, params, [w.detach().clone() if frozen else w.new_zeros(()) for w in params])
 # === end: lora ===
+
+
+# === shared: reference ===
+# === end: reference ===
 
 
 # === shared: optimizer ===

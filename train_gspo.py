@@ -84,8 +84,8 @@ class Settings:
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a device
     activation_checkpointing: bool = False  # recompute layers in the backward pass: less memory
     # task
-    # sort, reverse, add, countdown, zebra, gsm8k, or jsonl: lines with prompt and answer
-    task: str = "sort"
+    # gsm8k and jsonl read TASK_PATH; jsonl: lines with prompt and answer
+    task: Literal["sort", "reverse", "add", "countdown", "zebra", "gsm8k", "jsonl"] = "sort"
     task_path: str = ""  # file of gsm8k or jsonl
     # empty: the task's checker; random: a control; file.py:function, see load_reward
     reward: str = ""
@@ -1462,6 +1462,10 @@ def reference_policy(model: nn.Module, frozen: bool) -> Callable[[], contextlib.
         raise UserError("reference_policy: nothing is trained, or no adapter is there to turn off; set one up first")
     return functools.partial(swapped, params, [w.detach().clone() if frozen else w.new_zeros(()) for w in params])
 # === end: lora ===
+
+
+# === shared: reference ===
+# === end: reference ===
 
 
 # === shared: optimizer ===
@@ -3330,6 +3334,10 @@ def load_reward(spec: str, task: Task, seconds: float) -> Callable[[list[Problem
         raise UserError(f"REWARD={spec!r}: must be a function that can be imported; {error!r:.200}") from error
     return called
 # === end: tasks ===
+
+
+# === shared: rewards ===
+# === end: rewards ===
 
 
 # === shared: responses ===

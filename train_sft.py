@@ -88,8 +88,8 @@ class Settings:
     val_files: str = ""  # files of held-out rows; empty: one prompt in ten, by a hash
     # whose tokens are learned; assistant: its end too
     train_on: Literal["assistant", "all"] = "assistant"
-    # sort, reverse, add, countdown, zebra, gsm8k, or jsonl: lines with prompt and answer
-    task: str = "sort"
+    # gsm8k and jsonl read TASK_PATH; jsonl: lines with prompt and answer
+    task: Literal["sort", "reverse", "add", "countdown", "zebra", "gsm8k", "jsonl"] = "sort"
     task_path: str = ""  # file of gsm8k or jsonl
     demonstrations: int = bounded(20000, 1)  # of TASK, where there are no TRAIN_FILES
     eval_prompts: int = bounded(512, 1)  # held-out prompts that score the policy
