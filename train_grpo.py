@@ -11,23 +11,23 @@ stand in other scripts too, byte for byte (tools/sync.py).
 """
 
 import collections
+import concurrent.futures
 import contextlib
 import copy
 import difflib
 import faulthandler
 import functools
 import hashlib
-import importlib.util
 import inspect
 import io
 import itertools
 import json
 import math
-import operator
 import os
 import random
 import re
 import resource
+import runpy
 import shutil
 import signal
 import statistics
@@ -38,11 +38,9 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
 from decimal import Decimal
-from fractions import Fraction
-from numbers import Real
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal, get_args
@@ -57,6 +55,7 @@ import zstandard
 from tiktoken.load import load_tiktoken_bpe, read_file_cached
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
 
