@@ -3446,6 +3446,10 @@ def supervise(network, rows, settings, runtime):
 # === end: supervision ===
 
 
+# === shared: intervals ===
+# === end: intervals ===
+
+
 # === shared: pairs ===
 @dataclass(frozen=True)
 class Pair:

@@ -3632,6 +3632,10 @@ def supervise(network, rows, settings, runtime):
 # === end: supervision ===
 
 
+# === shared: intervals ===
+# === end: intervals ===
+
+
 # === shared: policy ===
 START_TEMPERATURES = (0.3, 0.5, 0.7, 1.0)  # sharpening alone must not look like learning
 SFT_PROBLEMS, CHOICE_PROBLEMS, EVAL_STEP = 1 << 40, 1 << 41, 1 << 31  # numbers beyond those of problems and steps

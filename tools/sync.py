@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ORDER = (
     "bounds settings runtime tokenizer data text chat preparation batches model lora reference optimizer schedule "
     "quantization artifact export deltas weights evaluation checkpoint generation tasks rewards rows responses start "
-    "supervision pairs policy judge"
+    "supervision intervals pairs policy judge"
 ).split()
 FENCE = re.compile(r"# === (shared|end): (\w+) ===\n?")
 NEARLY_FENCE = re.compile(
