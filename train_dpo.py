@@ -38,6 +38,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from decimal import Decimal
+from fractions import Fraction
 from numbers import Real
 from pathlib import Path
 from types import SimpleNamespace
@@ -3272,16 +3273,6 @@ def held_out_metrics(scores):
     return metrics
 
 
-def mean_interval(values):
-    """Return the mean of (n,) values of different prompts, and the ends of its 95% interval.
-
-    The interval is the normal approximation.
-    """
-    mean = values.mean().item()
-    half = 1.96 * values.std().item() / len(values) ** 0.5
-    return [mean, mean - half, mean + half]
-
-
 # === end: responses ===
 
 
@@ -3447,6 +3438,16 @@ def supervise(network, rows, settings, runtime):
 
 
 # === shared: intervals ===
+def mean_interval(values):
+    """Return the mean of (n,) values of different prompts, and the ends of its 95% interval.
+
+    The interval is the normal approximation.
+    """
+    mean = values.mean().item()
+    half = 1.96 * values.std().item() / len(values) ** 0.5
+    return [mean, mean - half, mean + half]
+
+
 # === end: intervals ===
 
 

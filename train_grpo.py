@@ -41,6 +41,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
 from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal, get_args
@@ -3171,7 +3172,7 @@ def expression_value(text):
     if re.search(r"(^|[-+*/(]) ?[-+*/)]|[0-9)] ?\(", text):
         return None
     try:
-        return eval(re.sub("[0-9]+", r"Fraction('\g<0>')", text))
+        return eval(re.sub("[0-9]+", r"Fraction('\g<0>')", text), {"Fraction": Fraction})
     except (SyntaxError, ZeroDivisionError):
         return None
 

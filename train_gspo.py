@@ -41,6 +41,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
 from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal, get_args
@@ -3406,7 +3407,7 @@ def checked_rewards(rewards, asked):
     """Return what a reward function returned, a number for each (query, completion), as floats."""
     try:
         values = torch.as_tensor(rewards, dtype=torch.float64)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
+    except (TypeError, ValueError, RuntimeError):
         values = torch.zeros(())
     if values.shape != (len(asked),):
         raise UserError(f"reward: must be a list of {len(asked)} numbers, not {rewards!r:.200}")
@@ -3452,16 +3453,6 @@ def held_out_metrics(scores):
     for name, value in scores.items():
         metrics[f"held_out/{name}"] = value[0] if isinstance(value, list) else value
     return metrics
-
-
-def mean_interval(values):
-    """Return the mean of (n,) values of different prompts, and the ends of its 95% interval.
-
-    The interval is the normal approximation.
-    """
-    mean = values.mean().item()
-    half = 1.96 * values.std().item() / len(values) ** 0.5
-    return [mean, mean - half, mean + half]
 
 
 # === end: responses ===
@@ -3629,6 +3620,16 @@ def supervise(network, rows, settings, runtime):
 
 
 # === shared: intervals ===
+def mean_interval(values):
+    """Return the mean of (n,) values of different prompts, and the ends of its 95% interval.
+
+    The interval is the normal approximation.
+    """
+    mean = values.mean().item()
+    half = 1.96 * values.std().item() / len(values) ** 0.5
+    return [mean, mean - half, mean + half]
+
+
 # === end: intervals ===
 
 

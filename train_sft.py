@@ -38,6 +38,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal, get_args
@@ -3402,16 +3403,6 @@ def held_out_metrics(scores):
     for name, value in scores.items():
         metrics[f"held_out/{name}"] = value[0] if isinstance(value, list) else value
     return metrics
-
-
-def mean_interval(values):
-    """Return the mean of (n,) values of different prompts, and the ends of its 95% interval.
-
-    The interval is the normal approximation.
-    """
-    mean = values.mean().item()
-    half = 1.96 * values.std().item() / len(values) ** 0.5
-    return [mean, mean - half, mean + half]
 
 
 # === end: responses ===
