@@ -3170,7 +3170,7 @@ def expression_value(text):
     if re.search(r"(^|[-+*/(]) ?[-+*/)]|[0-9)] ?\(", text):
         return None
     try:
-        return eval(re.sub("[0-9]+", r"Fraction('\g<0>')", text))
+        return eval(re.sub("[0-9]+", r"Fraction('\g<0>')", text), {"Fraction": Fraction})
     except (SyntaxError, ZeroDivisionError):
         return None
 
