@@ -11,23 +11,23 @@ stand in other scripts too, byte for byte (tools/sync.py).
 """
 
 import collections
+import concurrent.futures
 import contextlib
 import copy
 import difflib
 import faulthandler
 import functools
 import hashlib
-import importlib.util
 import inspect
 import io
 import itertools
 import json
 import math
-import operator
 import os
 import random
 import re
 import resource
+import runpy
 import shutil
 import signal
 import statistics
@@ -38,11 +38,10 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
 from decimal import Decimal
 from fractions import Fraction
-from numbers import Real
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal, get_args
@@ -57,6 +56,7 @@ import zstandard
 from tiktoken.load import load_tiktoken_bpe, read_file_cached
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
 
@@ -84,8 +84,8 @@ class Settings:
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a device
     activation_checkpointing: bool = False  # recompute layers in the backward pass: less memory
     # task
-    # sort, reverse, add, countdown, zebra, gsm8k, or jsonl: lines with prompt and answer
-    task: str = "sort"
+    # gsm8k and jsonl read TASK_PATH; jsonl: lines with prompt and answer
+    task: Literal["sort", "reverse", "add", "countdown", "zebra", "gsm8k", "jsonl"] = "sort"
     task_path: str = ""  # file of gsm8k or jsonl
     # empty: the task's checker; random: a control; file.py:function, see load_reward
     reward: str = ""
@@ -723,36 +723,47 @@ def sha256_file(path):
 
 
 # === shared: text ===
-def with_roles(tokenizer: Tokenizer) -> Tokenizer:
-    """The tokenizer, and where it has no role tokens four more for them; its file and SHA-256 stay."""
+def with_roles(tokenizer):
+    """Return the tokenizer with tokens for the roles, four more if it has none. Its file stays."""
     if tokenizer.roles:
         return tokenizer
-    pieces, drops = [*tokenizer.pieces, *[b""] * len(ROLE_TOKENS)], np.append(tokenizer.drops_space, [False] * 4)
-    roles = {role: tokenizer.vocab_size + i for i, role in enumerate(ROLE_TOKENS)}
-    return replace(tokenizer, pieces=pieces, drops_space=drops, roles=roles)
+    count = len(ROLE_TOKENS)
+    return replace(
+        tokenizer,
+        pieces=tokenizer.pieces + [b""] * count,
+        drops_space=np.append(tokenizer.drops_space, [False] * count),
+        roles={role: tokenizer.vocab_size + i for i, role in enumerate(ROLE_TOKENS)},
+    )
 
 
-def decode_bytes(tokenizer: Tokenizer, ids: list[int] | np.ndarray) -> bytes:
-    """The bytes of a token sequence that starts a document; `token_bytes` counts exactly these."""
+def decode_bytes(tokenizer, ids):
+    """Return the bytes of tokens that begin a document; `byte_counts` counts exactly these."""
     ids = np.asarray(ids, dtype=np.int64)
-    drops = tokenizer.drops_space[ids] & tokenizer.boundary[np.append(tokenizer.bos_id, ids)[:-1]]
-    return b"".join([tokenizer.pieces[i][drop:] for i, drop in zip(ids.tolist(), drops.tolist(), strict=True)])
+    previous = np.append(tokenizer.bos_id, ids)[:-1]
+    drops = tokenizer.drops_space[ids] & tokenizer.boundary[previous]
+    pairs = zip(ids.tolist(), drops.tolist(), strict=True)
+    return b"".join([tokenizer.pieces[token][drop:] for token, drop in pairs])
 
 
-def chat_ids(tokenizer: Tokenizer, prompt: str) -> tuple[list[int], int]:
-    """The ids of a prompt, a document from its start, and the token that ends the answer to it: a user's turn where the
-    tokenizer has role tokens; else a line, and a BOS, which begins another document, ends the answer.
+def chat_ids(tokenizer, prompt):
+    """Return the ids of a prompt, as a document begins, and the token that ends the answer to it.
+
+    With role tokens the prompt is a user's turn. Without, it is a line, and the BOS of the next
+    document ends the answer.
     """
     roles = tokenizer.roles
     if not roles:
         return [tokenizer.bos_id, *tokenizer.encode(prompt + "\n")], tokenizer.bos_id
-    turn = roles["<|user|>"], *tokenizer.encode(prompt), roles["<|end|>"], roles["<|assistant|>"]
-    return [tokenizer.bos_id, *turn], roles["<|end|>"]
+    turn = [roles["<|user|>"], *tokenizer.encode(prompt), roles["<|end|>"]]
+    return [tokenizer.bos_id, *turn, roles["<|assistant|>"]], roles["<|end|>"]
 
 
-def completion(tokenizer: Tokenizer, prompt: list[int], ids: list[int]) -> str:
-    """The text of `ids`, sampled after the ids of a prompt; role tokens and BOS are no text."""
-    return decode_bytes(tokenizer, [*prompt, *ids])[len(decode_bytes(tokenizer, prompt)):].decode(errors="replace")
+def completion(tokenizer, prompt, ids):
+    """Return the text of `ids`, sampled after the ids of a prompt. BOS and roles are no text."""
+    length = len(decode_bytes(tokenizer, prompt))
+    return decode_bytes(tokenizer, [*prompt, *ids])[length:].decode(errors="replace")
+
+
 # === end: text ===
 
 
@@ -1385,92 +1396,84 @@ class GPT(nn.Module):
 
 # === shared: lora ===
 class Lora(nn.Module):
-    """W + alpha / rank B A, for W (out, in): LoRA (arXiv 2106.09685) as a parametrization, which keeps W as `original`.
+    """W + alpha / rank B A in place of a matrix W (out, in): LoRA, arXiv 2106.09685.
 
-    A (rank, in) is normal with deviation in**-0.5, B (out, rank) is 0: a fresh adapter changes nothing, bit for bit.
+    It is a parametrization, which keeps W as `original`. A (rank, in) is normal with the standard
+    deviation in**-0.5, and B (out, rank) is 0: a new adapter changes nothing, bit for bit.
     """
 
-    def __init__(self, weight: Tensor, rank: int, alpha: float):
+    def __init__(self, weight, rank, alpha):
         super().__init__()
-        self.lora_a = nn.Parameter((torch.randn(rank, weight.size(1)) * weight.size(1)**-0.5).to(weight))
-        self.lora_b = nn.Parameter(weight.new_zeros(weight.size(0), rank))
+        rows, columns = weight.shape
+        self.lora_a = nn.Parameter((torch.randn(rank, columns) * columns**-0.5).to(weight))
+        self.lora_b = nn.Parameter(weight.new_zeros(rows, rank))
         self.register_buffer("scale", weight.new_tensor(alpha / rank))
 
-    def forward(self, weight: Tensor) -> Tensor:
+    def forward(self, weight):
         return torch.addmm(weight, self.scale * self.lora_b, self.lora_a)
 
 
-def setup_lora_adapter(model: nn.Module, rank: int = 8, alpha: float = 16.0,
-                       targets: str = r"^(mixers|blocks)\.") -> nn.Module:
-    """Put an adapter on every w_* in whose dotted name the regular expression `targets` is found; returns the model.
+def setup_lora_adapter(model, rank=8, alpha=16.0):
+    """Put an adapter on every matrix of mixers and MLPs, and return the model.
 
-    By default all of mixers and MLPs; "w_qkv|mlp" leaves out the mixers' outputs. Matrices in one parameter share A.
-    Each forward makes the sums anew: generate under torch.no_grad() and parametrize.cached(). Raises UserError.
+    Mixers or MLPs that layers share have one adapter. Every forward computes the sums again:
+    generate under torch.no_grad() and parametrize.cached(). Raises UserError if the model has
+    adapters already.
     """
-    weights = {name: w for name, w in model.named_parameters() if name.rpartition(".")[2].startswith("w_")}
-    if any(isinstance(module, Lora) for module in model.modules()):
-        raise UserError(f"LORA_RANK={rank}: the model has an adapter already; train it, or merge_lora(model) first")
-    try:
-        found = {name: w for name, w in weights.items() if re.search(targets, name)}
-    except re.error as error:
-        raise UserError(f"LORA_TARGETS={targets!r}: must be a regular expression ({error})") from None
-    if not found:
-        kinds = ", ".join(dict.fromkeys(re.sub(r"\d+", "0", name) for name in weights))
-        raise UserError(f"LORA_TARGETS={targets!r}: found in no name of a matrix; must be part of such as {kinds}")
-    most, name = min((min(w.shape), name) for name, w in found.items())
-    if not 1 <= rank <= most:
-        raise UserError(f"LORA_RANK={rank}: must be from 1 to {most}, the smaller side of {name}")
-    for name, weight in found.items():
+    matrices = [
+        name
+        for name, _ in model.named_parameters()
+        if re.fullmatch(r"(mixers|blocks)\.[\w.]*\bw_\w+", name)
+    ]
+    if not matrices:
+        raise UserError("setup_lora_adapter: the model has adapters; merge_lora(model) first")
+    for name in matrices:
         path, _, last = name.rpartition(".")
-        parametrize.register_parametrization(model.get_submodule(path), last, Lora(weight, rank, alpha))
+        module = model.get_submodule(path)
+        adapter = Lora(getattr(module, last), rank, alpha)
+        parametrize.register_parametrization(module, last, adapter)
     return model
-
-
-def freeze_model(model: nn.Module, trainable_layers: Iterable[str] = ("lora",)) -> nn.Module:
-    """Let only parameters be trained whose dotted name contains one of these; the model. UserError where none does."""
-    parts = (trainable_layers,) if isinstance(trainable_layers, str) else trainable_layers
-    for name, param in model.named_parameters():
-        param.requires_grad_(any(part in name for part in parts))
-    if not count_trainable(model)["trainable"]:
-        raise UserError(f"trainable_layers={parts!r}: part of no name; for 'lora', setup_lora_adapter comes first")
-    return model
-
-
-def unfreeze_model(model: nn.Module) -> nn.Module:
-    """Let every parameter be trained; the model."""
-    return model.requires_grad_(True)
-
-
-def count_trainable(model: nn.Module) -> dict[str, int]:
-    """Parameters that are trained, and all of them, those of adapters included."""
-    params = list(model.parameters())
-    return {"trainable": sum(p.numel() for p in params if p.requires_grad), "all": sum(p.numel() for p in params)}
 
 
 @torch.no_grad()
-def merge_lora(model: nn.Module) -> nn.Module:
-    """Add the adapter to the weights and remove it; the model, plain again, as QAT and export need it."""
-    for module in filter(parametrize.is_parametrized, list(model.modules())):
-        parts = {name: (part.original, part()) for name, part in module.parametrizations.items()}
-        module.__class__ = type(module).__base__  # torch's own removal would break copies, which share this class
+def merge_lora(model):
+    """Add the adapters to the weights, as QAT and export need it, and return the plain model."""
+    for module in list(model.modules()):
+        if not parametrize.is_parametrized(module):
+            continue
+        weights = {name: part.original for name, part in module.parametrizations.items()}
+        merged = {name: getattr(module, name).clone() for name in weights}
+        # torch's own removal changes the class, which copies of the module share.
+        module.__class__ = type(module).__base__
         del module.parametrizations
-        for name, (weight, merged) in parts.items():
+        for name, weight in weights.items():
+            weight.copy_(merged[name])
             setattr(module, name, weight)
-            weight.copy_(merged)
     return model
 
 
-def reference_policy(model: nn.Module, frozen: bool) -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """reference(): a context in which the model, compiled or not, is the reference policy; not under cached().
-
-    That is, `frozen`, the model as it is now, by a copy of what is trained: a loaded adapter's KL begins at 0. Or its
-    base, with the adapter off, which takes no memory, and is the same for a fresh adapter. Raises UserError.
-    """
-    params = [w for name, w in model.named_parameters() if (w.requires_grad if frozen else name.endswith(".lora_b"))]
-    if not params:
-        raise UserError("reference_policy: nothing is trained, or no adapter is there to turn off; set one up first")
-    return functools.partial(swapped, params, [w.detach().clone() if frozen else w.new_zeros(()) for w in params])
 # === end: lora ===
+
+
+# === shared: reference ===
+def reference_policy(model, frozen):
+    """Return a function that returns a context in which the model is the reference policy.
+
+    frozen: the reference is the model as it is now, held by a copy of what is trained. Otherwise it
+    is the model without adapters, which takes no memory and is the same for a new adapter. A
+    compiled model stays compiled. Do not use it under parametrize.cached(). Raises UserError.
+    """
+    params = []
+    for name, param in model.named_parameters():
+        if (frozen and param.requires_grad) or (not frozen and name.endswith(".lora_b")):
+            params.append(param)
+    if not params:
+        raise UserError("REFERENCE: no adapter to switch off, and nothing trained to copy")
+    values = [param.detach().clone() if frozen else param.new_zeros(()) for param in params]
+    return functools.partial(swapped, params, values)
+
+
+# === end: reference ===
 
 
 # === shared: optimizer ===
@@ -2416,52 +2419,62 @@ def read_artifact(path, max_weights=1 << 30):
 
 
 # === shared: weights ===
-def load_model(name: str, path: str, tokenizer_path: str = "") -> tuple:
-    """Network (on the CPU), tokenizer and the file taken of `path`: an artifact, a checkpoint (its raw weights), or a
-    run, of which it is the artifact or, while it has none, the newest whole checkpoint. UserError naming the setting
-    `name`, or the file.
+def load_model(name, path, tokenizer_path=""):
+    """Return a network, on the CPU, its tokenizer and the file that they are from.
+
+    path: an artifact, a checkpoint, or a run: its artifact, or the newest whole checkpoint while it
+    has none. name: the setting that a UserError blames.
     """
-    where = Path(path)
-    file = where / "model.upar" if (where / "model.upar").is_file() else where
+    file = Path(path)
+    if path and (file / "model.upar").is_file():
+        file = file / "model.upar"
     if path and file.is_dir():
-        found, faults = newest_checkpoint(list_checkpoints(file) or [file], ("meta.json", "model.pt"))
-        if found is None:
-            raise UserError(f"{name}={path!r}: neither model.upar nor a whole checkpoint; {'; '.join(faults)}")
-        file, meta = found, json.loads((found / "meta.json").read_bytes())
-        whole = meta.get("identity") or meta["shape"]  # of a run, or of what quantize.py unpacked
-        shape = {key: whole[key] for key in GPTConfig.__dataclass_fields__}
+        candidates = list_checkpoints(file) or [file]
+        file, faults = newest_checkpoint(candidates, ("meta.json", "model.pt"))
+        if file is None:
+            raise UserError(
+                f"{name}={path!r}: neither model.upar nor a whole checkpoint; {'; '.join(faults)}"
+            )
+        meta = json.loads((file / "meta.json").read_bytes())
+        shape = meta.get("identity") or meta["shape"]  # of a run, or of what quantize.py unpacked
         tensors = torch.load(file / "model.pt", map_location="cpu", weights_only=True)
-        beside = [one for kind in ("tokenizer.model", "*.tiktoken") for one in file.parent.glob(kind)]
-        sha256 = load_tokenizer(beside[0]).sha256 if beside else None
-    elif path and file.is_file():
+        beside = [*file.parent.glob("tokenizer.model"), *file.parent.glob("*.tiktoken")]
+        sha256 = sha256_file(beside[0]) if beside else None
+    else:
         try:
             header, tensors, _ = read_artifact(file)
-        except ArtifactError as error:
-            raise UserError(f"{name}={path!r}: {error}") from None
-        shape, sha256 = header["settings"], header["tokenizer_sha256"]
+        except (ArtifactError, OSError) as error:
+            raise UserError(
+                f"{name}={path!r}: must be a run, a checkpoint or an artifact; {error}"
+            ) from None
+        shape = header["settings"]
         beside = [file.parent / header["meta"]["tokenizer"]]
-    else:
-        raise UserError(f"{name}={path!r}: no such file; must be a run, a checkpoint or an artifact (model.upar)")
+        sha256 = header["tokenizer_sha256"]
+
     tokenizer = load_tokenizer(tokenizer_path or (beside or ["bytes"])[0])
-    if shape["vocab_size"] == tokenizer.vocab_size + len(ROLE_TOKENS):  # post-training has added them
-        tokenizer = with_roles(tokenizer)
-    if (sha256 or tokenizer.sha256) != tokenizer.sha256 or tokenizer.vocab_size != shape["vocab_size"]:
-        raise UserError(f"TOKENIZER_PATH={tokenizer_path!r}: {tokenizer.file} with {tokenizer.vocab_size} tokens "
-                        f"is not the one of {file}, which has {shape['vocab_size']}")
-    network = GPT(GPTConfig(**shape))
-    adapter = [key for key in tensors if key.endswith(".lora_a")]
-    if adapter:
-        names = [re.escape(key.replace("parametrizations.", "").removesuffix(".0.lora_a")) for key in adapter]
-        setup_lora_adapter(network, len(tensors[adapter[0]]), targets="|".join(names))
+    vocab_size = shape["vocab_size"]
+    if vocab_size == tokenizer.vocab_size + len(ROLE_TOKENS):
+        tokenizer = with_roles(tokenizer)  # post-training has added them
+    if sha256 not in (None, tokenizer.sha256) or tokenizer.vocab_size != vocab_size:
+        raise UserError(
+            f"TOKENIZER_PATH={tokenizer_path!r}: {tokenizer.file} with {tokenizer.vocab_size} "
+            f"tokens is not the one of {file}, which has {vocab_size}"
+        )
+    network = GPT(GPTConfig(**{field: shape[field] for field in GPTConfig.__dataclass_fields__}))
+    ranks = [len(tensor) for key, tensor in tensors.items() if key.endswith(".lora_a")]
+    if ranks:
+        setup_lora_adapter(network, ranks[0])
     if "w_value" in tensors:
         add_value_head(network)
     network.load_state_dict(tensors)
     return network, tokenizer, str(file)
 
 
-def add_value_head(network: "GPT") -> None:
-    """Give the network `w_value` (dim,), zeros: a reward or a value is its product with what the head reads."""
+def add_value_head(network):
+    """Give the network `w_value` (dim,), zeros. Times the features it is a reward or a value."""
     network.w_value = nn.Parameter(torch.zeros_like(network.embed[0]))
+
+
 # === end: weights ===
 
 
@@ -3143,274 +3156,313 @@ def generate(
 
 
 # === shared: tasks ===
-GENERATED = ("sort", "reverse", "add", "countdown", "zebra")
 FROM_FILE = {"gsm8k": ("question", "answer"), "jsonl": ("prompt", "answer")}  # keys of a line
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A question, a right answer (a warm start's demonstration; of most tasks the only one), and a checker's data."""
+    """A question and a right answer, which is the only one for most tasks."""
 
     prompt: str
     answer: str
-    data: dict
 
 
-def is_held_out(prompt: str) -> bool:
-    """Whether a prompt is kept from training: one in five, by a hash, whatever task, seed and index it came from."""
-    return int.from_bytes(hashlib.blake2b(prompt.encode(), digest_size=8).digest(), "big") % 5 == 0
+def is_held_out(prompt):
+    """Return whether a prompt is kept from training: one in five, by a hash, whatever the seed."""
+    return int(hashlib.blake2b(prompt.encode(), digest_size=8).hexdigest(), 16) % 5 == 0
 
 
-def expression_value(text: str) -> Fraction | None:
-    """Exact value of whole numbers, + - * / and parentheses; None of any other text, and where it divides by 0. A sign
-    before a number is none. At most 100 characters bound time and depth, whatever a model writes."""
-    operators = {"+": (1, operator.add), "-": (1, operator.sub), "*": (2, operator.mul), "/": (2, operator.truediv)}
-    tokens = ["", *re.findall(r"[0-9]+|\S", text)[::-1]]  # the next one stands last
+def expression_value(text):
+    """Return the exact value of whole numbers, + - * / and parentheses; None of any other text.
 
-    def value_from(least: int) -> Fraction:  # an operand, and what follows by operators that bind at least so strongly
-        token = tokens.pop()
-        value = value_from(1) if token == "(" else Fraction(token)  # ValueError where it is no number
-        if token == "(" and tokens.pop() != ")":
-            raise ValueError("a parenthesis stays open")
-        while operators.get(tokens[-1], (0,))[0] >= least:
-            strength, apply = operators[tokens.pop()]
-            value = apply(value, value_from(strength + 1))
-        return value
-
-    with contextlib.suppress(ValueError, ZeroDivisionError):
-        value = value_from(1) if len(text) <= 100 and text.isascii() else None
-        return value if tokens == [""] else None
-
-
-def zebra_problem(rng: random.Random) -> Problem:
-    """Who lives in houses 1 to 3, with which pet (and drink): `Ann<dog, Bob~cat, Cid=2`, clues that leave one world.
-
-    = same house, < left of, > right of, ~ beside. The answer, house by house: `Ann eel, Cid cat, Bob dog`.
+    A division by 0 has no value, nor has a text of more than 100 characters.
     """
-    relations = {"=": operator.eq, "<": operator.lt, ">": operator.gt, "~": lambda x, y: abs(x - y) == 1}
-    names = "Ann Bob Cid cat dog eel ale gin tea".split()[:rng.choice((6, 9))] + ["1", "2", "3"]
-    orders = itertools.product(itertools.permutations((1, 2, 3)), repeat=len(names) // 3 - 1)
-    worlds = [dict(zip(names, itertools.chain(*order, (1, 2, 3)), strict=True)) for order in orders]  # name -> house
-    world, clues = rng.choice(worlds), []
+    if not re.fullmatch(r"[0-9+*/()\s-]{1,100}", text, re.ASCII):
+        return None
+    text = " ".join(text.split())
+    # An operand that is missing would allow signs, powers, floor divisions and (), and an operator
+    # that is missing calls. Without these, eval computes sums and products of at most 50 numbers.
+    if re.search(r"(^|[-+*/(]) ?[-+*/)]|[0-9)] ?\(", text):
+        return None
+    try:
+        return eval(re.sub("[0-9]+", r"Fraction('\g<0>')", text), {"Fraction": Fraction})
+    except (SyntaxError, ZeroDivisionError):
+        return None
+
+
+def sort_problem(rng):
+    """Return 5 to 9 digits to sort: `52713`, `12357`."""
+    digits = "".join(rng.choices(string.digits, k=rng.randint(5, 9)))
+    return Problem(digits, "".join(sorted(digits)))
+
+
+def reverse_problem(rng):
+    """Return 5 to 9 letters to reverse: `abcde`, `edcba`."""
+    letters = "".join(rng.choices(string.ascii_lowercase, k=rng.randint(5, 9)))
+    return Problem(letters, letters[::-1])
+
+
+def add_problem(rng):
+    """Return two numbers of 3 digits to add: `123+456`, `579`."""
+    a = rng.randint(100, 999)
+    b = rng.randint(100, 999)
+    return Problem(f"{a}+{b}", str(a + b))
+
+
+def countdown_problem(rng):
+    """Return three numbers up to 20 and a target below 100 to reach: `3 7 20=41`, `(3*7)+20`.
+
+    An answer uses each number once.
+    """
+    target = None
+    while target not in range(1, 100):
+        # Sorted, because otherwise one problem could stand on both sides of the split.
+        numbers = sorted(rng.randint(1, 20) for _ in range(3))
+        a, b, c = rng.sample(numbers, 3)
+        p, q = rng.choices("+-*/", k=2)
+        answer = rng.choice((f"({a}{p}{b}){q}{c}", f"{a}{p}({b}{q}{c})"))
+        target = expression_value(answer)
+    return Problem("{} {} {}={}".format(*numbers, target), answer)
+
+
+def zebra_problem(rng):
+    """Return clues on who lives with which pet (and drink) in houses 1 to 3, and the only solution.
+
+    `Ann<dog, Bob~cat, Cid=2`: = same house, < left of, > right of, ~ beside. The answer goes house
+    by house: `Ann eel, Cid cat, Bob dog`.
+    """
+    distances = {"=": (0,), "<": (-2, -1), ">": (1, 2), "~": (-1, 1)}  # between two houses
+    names = "Ann Bob Cid cat dog eel ale gin tea".split()[: rng.choice((6, 9))]
+    words = [*names, "1", "2", "3"]
+    orders = itertools.product(itertools.permutations((1, 2, 3)), repeat=len(names) // 3)
+    worlds = [(*itertools.chain(*order), 1, 2, 3) for order in orders]  # the house of each word
+    world = rng.choice(worlds)
+    clues = []
     while len(worlds) > 1:
-        (a, b), relation = sorted(rng.sample(names, 2), key=names.index), rng.choice("=<>~")
-        left = [other for other in worlds if relations[relation](other[a], other[b])]
+        a, b = sorted(rng.sample(range(len(words)), 2))
+        sign = rng.choice("=<>~")
+        left = [other for other in worlds if other[a] - other[b] in distances[sign]]
         if world in left and len(left) < len(worlds):
             worlds = left
-            clues.append(f"{a}{relation}{b}")
-    answer = ", ".join(" ".join(name for name in names[:-3] if world[name] == house) for house in (1, 2, 3))
-    return Problem(", ".join(sorted(clues)), answer, {})
+            clues.append(f"{words[a]}{sign}{words[b]}")
+    houses = []
+    for house in (1, 2, 3):
+        kinds = range(0, len(names), 3)
+        houses.append(" ".join(names[world.index(house, kind)] for kind in kinds))
+    return Problem(", ".join(sorted(clues)), ", ".join(houses))
 
 
-def draw_problem(name: str, rng: random.Random) -> Problem | None:
-    """A problem of a generated task, as `prompt` and `answer` below or in `zebra_problem`; None: draw again.
-
-    sort, 5 to 9 digits: `52713`, `12357`. reverse, 5 to 9 letters: `abcde`, `edcba`. add, 3 digits: `123+456`, `579`.
-    countdown, three numbers up to 20 and a target below 100: `3 7 20=41`, `(3*7)+20` or what else uses each one once.
-    """
-    if name == "zebra":
-        return zebra_problem(rng)
-    if name == "add":
-        a, b = rng.randint(100, 999), rng.randint(100, 999)
-        return Problem(f"{a}+{b}", str(a + b), {})
-    if name in ("sort", "reverse"):
-        letters = rng.choices(string.digits if name == "sort" else string.ascii_lowercase, k=rng.randint(5, 9))
-        return Problem("".join(letters), "".join(sorted(letters) if name == "sort" else letters[::-1]), {})
-    given = sorted(rng.randint(1, 20) for _ in range(3))  # or one problem could stand on both sides of the split
-    (a, b, c), (p, q) = rng.sample(given, 3), rng.choices("+-*/", k=2)
-    answer = rng.choice((f"({a}{p}{b}){q}{c}", f"{a}{p}({b}{q}{c})"))  # every tree of three leaves
-    if (target := expression_value(answer)) in range(1, 100):
-        return Problem(f"{given[0]} {given[1]} {given[2]}={target}", answer, {"numbers": given, "target": int(target)})
+GENERATED = {
+    "sort": sort_problem,
+    "reverse": reverse_problem,
+    "add": add_problem,
+    "countdown": countdown_problem,
+    "zebra": zebra_problem,
+}
 
 
-def final_number(text: str, lenient: bool) -> Decimal | None:
-    """The number that a GSM8K answer ends with, None without one. Strict: after the first `#### `, as the data set's
-    own grader reads it. Lenient: the last number of the text, `It costs $18.` -> 18."""
-    number = r"(?:(?<![0-9])-)?\$?(?:[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?|\.[0-9]+)" if lenient else r"#### (-?[0-9.,]+)"
-    found = re.findall(number, text) or [""]  # leniently, a minus after a digit is a subtraction
-    digits = re.sub("[,$]", "", found[-1 if lenient else 0]).removesuffix(".")
-    return Decimal(digits) if re.fullmatch(r"-?([0-9]+(\.[0-9]+)?|\.[0-9]+)", digits) else None
+def final_number(text):
+    """Return the number after the first `#### `, as GSM8K's own grader reads it, or NaN."""
+    found = re.search(r"#### (-?[0-9.,]+)", text)
+    digits = found[1].replace(",", "").removesuffix(".") if found else ""
+    is_number = re.fullmatch(r"-?([0-9]+(\.[0-9]+)?|\.[0-9]+)", digits)
+    return Decimal(digits if is_number else "NaN")
 
 
 @dataclass(frozen=True)
 class Task:
-    """Problems of one kind, split by `is_held_out`; problem i depends on name, file, seed and i alone."""
+    """Problems of one kind, split by is_held_out. Problem i depends on task, seed and i alone."""
 
     name: str
     seed: int
     rows: tuple[list[Problem], list[Problem]]  # of a file: to train on, held out
 
-    def problem(self, index: int, held_out: bool) -> Problem:
-        """Problem `index` of a split: a draw of its own, or a row of the file, which begins again at its end."""
+    def problem(self, index, held_out):
+        """Return problem `index` of a split, new or of the file, which begins again at its end."""
         if self.name in FROM_FILE:
-            return self.rows[held_out][index % len(self.rows[held_out])]
-        rng, problem = random.Random(f"{self.name} {self.seed} {held_out} {index}"), None
-        while problem is None or is_held_out(problem.prompt) != held_out:
-            problem = draw_problem(self.name, rng)
-        return problem
+            rows = self.rows[held_out]
+            return rows[index % len(rows)]
+        rng = random.Random(f"{self.name} {self.seed} {held_out} {index}")
+        while True:
+            problem = GENERATED[self.name](rng)
+            if is_held_out(problem.prompt) == held_out:
+                return problem
 
-    def held_out(self, n: int) -> list[Problem]:
-        """The first n held-out problems with different prompts; all there are, if they are fewer."""
-        found: dict[str, Problem] = {}
+    def held_out(self, n):
+        """Return the first n held-out problems with different prompts, or all if there are fewer."""
+        problems = {}
         for index in range(len(self.rows[True]) or 50 * n):
-            if len(found) < n:
+            if len(problems) < n:
                 problem = self.problem(index, held_out=True)
-                found.setdefault(problem.prompt, problem)
-        return list(found.values())
+                problems.setdefault(problem.prompt, problem)
+        return list(problems.values())
 
-    def reward(self, problem: Problem, text: str, lenient: bool = False) -> float:
-        """1.0 for a right answer, else 0.0. `lenient`: gsm8k by the last number, for evaluation beside the strict."""
+    def reward(self, problem, text):
+        """Return 1.0 for a right answer, else 0.0."""
         if self.name == "gsm8k":
-            return float(final_number(text, lenient) == final_number(problem.answer, lenient=False))
+            return float(final_number(text) == final_number(problem.answer))  # NaN equals nothing
         if self.name == "countdown":
+            *numbers, target = map(int, re.findall("[0-9]+", problem.prompt))
             used = sorted(map(int, re.findall("[0-9]+", text[:100])))
-            return float(used == problem.data["numbers"] and expression_value(text) == problem.data["target"])
+            return float(used == numbers and expression_value(text) == target)
         return float(text.strip() == problem.answer)
 
 
-def make_task(name: str, path: str, seed: int) -> Task:
-    """The task of this name; gsm8k and jsonl read the JSON lines of `path`, where of equal prompts the first counts.
+def make_task(name, path, seed):
+    """Return the task of this name. gsm8k and jsonl read the JSON lines of `path`.
 
-    Raises UserError: an unknown name, a file missing or not wanted, a row that is no problem, a split without any.
+    Of equal prompts the first line counts. Raises UserError: a wrong path, a line that is no
+    problem, a split without any.
     """
-    keys, problems, rows = FROM_FILE.get(name, ()), {}, ([], [])
-    if name not in (*GENERATED, *FROM_FILE):
-        raise UserError(f"TASK={name!r}: must be one of {', '.join((*GENERATED, *FROM_FILE))}")
-    if bool(path) != bool(keys) or path and not Path(path).is_file():
-        raise UserError(f"TASK_PATH={path!r}: must be {'a file of JSON lines' if keys else 'empty'} for TASK={name}")
-    for number, line in enumerate(Path(path).read_bytes().splitlines() if path else (), 1):
+    task = Task(name, seed, ([], []))
+    if name in GENERATED and not path:
+        return task
+    if name in GENERATED or not Path(path).is_file():
+        raise UserError(
+            f"TASK_PATH={path!r}: must be a file of JSON lines for gsm8k and jsonl, else empty"
+        )
+    problems = {}
+    for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
         try:
-            prompt, answer = (json.loads(line)[key].strip() for key in keys)
-            (prompt + answer).encode()  # JSON can hold half a surrogate pair, UTF-8 cannot
-            if not (prompt and answer) or name == "gsm8k" and final_number(answer, lenient=False) is None:
-                raise ValueError("blank, or without a number")
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            raise UserError(f"{path}:{number}: must be JSON with texts {keys[0]!r} and {keys[1]!r}, not blank (gsm8k's "
-                            "with #### and a number)") from None
-        problems.setdefault(prompt, Problem(prompt, answer, {}))
-    for problem in random.Random(seed).sample([*problems.values()], len(problems)):
-        rows[is_held_out(problem.prompt)].append(problem)
-    if path and not all(rows):
-        raise UserError(f"{path}: {len(rows[1])} of {len(problems)} problems held out by a hash; must be some, not all")
-    return Task(name, seed, rows)
+            row = json.loads(line)
+            problem = Problem(*(row[key].strip() for key in FROM_FILE[name]))
+            is_right = task.reward(problem, problem.answer)
+        except (ValueError, LookupError, TypeError, AttributeError):
+            is_right = False
+        if not (is_right and problem.prompt and problem.answer):
+            raise UserError(
+                f"{path}:{number}: must be JSON with the texts {' and '.join(FROM_FILE[name])}, "
+                "not blank (gsm8k's with #### and a number)"
+            )
+        problems.setdefault(problem.prompt, problem)
+    for problem in random.Random(seed).sample(list(problems.values()), len(problems)):
+        task.rows[is_held_out(problem.prompt)].append(problem)
+    if not all(task.rows):
+        raise UserError(
+            f"{path}: {len(task.rows[True])} of {len(problems)} problems held out by a hash; must "
+            "be some, not all"
+        )
+    return task
 
 
-def load_reward(spec: str, task: Task, seconds: float) -> Callable[[list[Problem], list[str]], list[float]]:
-    """The function from problems, and a text that answers each, to rewards that REWARD=`spec` names.
-
-    Empty: the task's checker. random, for control runs: a fair coin by a hash of seed, prompt, text and how often the
-    call had both before, so that neither batch nor rank nor resume changes it. path.py:function: a user's, called as
-    function(prompts, completions, answers) in a daemon thread; one that hangs does not keep the process. UserError: a
-    file or function that is none; later, with a sample, if the user's raises, takes over `seconds` (0: no limit) or
-    returns anything but a list of numbers below 1e15, one a text.
-    """
-    def coins(problems: list[Problem], texts: list[str]) -> list[float]:
-        pairs = [(problem.prompt, text) for problem, text in zip(problems, texts, strict=True)]
-        return [float(random.Random(f"{task.seed} {pair} {pairs[:i].count(pair)}").getrandbits(1))
-                for i, pair in enumerate(pairs)]
-
-    def called(problems: list[Problem], texts: list[str]) -> list[float]:
-        outcome = []
-
-        def call() -> None:
-            try:
-                outcome.extend((function([p.prompt for p in problems], texts[:], [p.answer for p in problems]), ""))
-            except BaseException as error:  # SystemExit too
-                frame = error.__traceback__.tb_next  # None: the call itself failed
-                outcome.extend((error, f" in line {frame.tb_lineno}" if frame else ""))
-
-        thread = threading.Thread(target=call, daemon=True)
-        thread.start()
-        thread.join(seconds or None)
-        scores, line = outcome or (TimeoutError(f"over {seconds} seconds"), "")
-        listed = isinstance(scores, list | tuple) and len(scores) == len(texts)
-        for i, score in enumerate(scores if listed else [scores]):
-            if not (listed and isinstance(score, Real) and abs(score) < 1e15):
-                raise UserError(f"REWARD={spec!r}: must return a list of {len(texts)} numbers, not {score!r:.99}{line}"
-                                f" for prompt {problems[i].prompt!r:.80}, completion {texts[i]!r:.80}")
-        return [float(score) for score in scores]
-
-    if spec in ("", "random"):
-        return coins if spec else lambda problems, texts: [*map(task.reward, problems, texts)]
-    path, _, name = spec.rpartition(":")
-    if not (path.endswith(".py") and Path(path).is_file()):
-        raise UserError(f"REWARD={spec!r}: must be empty, random, or path.py:function with a file that exists")
-    source = importlib.util.spec_from_file_location(f"reward_{Path(path).stem}", path)
-    module = sys.modules[source.name] = importlib.util.module_from_spec(source)  # there dataclasses look for it
-    try:
-        source.loader.exec_module(module)
-        function = getattr(module, name).__call__  # or AttributeError
-    except (Exception, SystemExit) as error:
-        raise UserError(f"REWARD={spec!r}: must be a function that can be imported; {error!r:.200}") from error
-    return called
 # === end: tasks ===
 
 
-# === shared: responses ===
-def token_logps(network: GPT, batch: SimpleNamespace, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probabilities (B, T) of batch.targets, 0 where these are -1, and the entropies there, without a gradient.
+# === shared: rewards ===
+def toss_coins(seed, problems, texts):
+    """Return a fair coin for each text: the reward of control runs.
 
-    Logits of more than 4,096 tokens are made, and in the backward pass made again, for so many at a time: all of them,
-    (B, T, vocabulary), would take more memory than the network.
+    It is a hash of seed, prompt, text and how often the call had both before, so that batch, rank
+    and resuming do not change it.
     """
-    def some(features: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        logps = (network.logits(features) / temperature).log_softmax(-1)  # (n, V)
-        return logps.gather(1, wanted[:, None])[:, 0], torch.special.entr(logps.detach().exp()).sum(-1)
-
-    features, wanted = network.features(batch.ids)[batch.mask], batch.targets[batch.mask]  # (tokens, dim), (tokens,)
-    parts = [checkpoint(some, *part, use_reentrant=False) if len(wanted) > 4096 else some(*part)
-             for part in zip(features.split(4096), wanted.split(4096), strict=True)]
-    return tuple(torch.zeros(batch.mask.shape, device=wanted.device).masked_scatter(batch.mask, torch.cat(each))
-                 for each in zip(*parts, strict=True))
+    seen = collections.Counter()
+    coins = []
+    for problem, text in zip(problems, texts, strict=True):
+        pair = problem.prompt, text
+        coins.append(float(random.Random(f"{seed} {pair} {seen[pair]}").getrandbits(1)))
+        seen[pair] += 1
+    return coins
 
 
-def make_batches(rows: list[tuple], device: torch.device, tokens: int) -> list[SimpleNamespace]:
-    """Rows (prompt ids, response ids, log-probabilities, advantage) as batches of at most so many tokens, or one row.
+def load_reward(spec, task, seconds):
+    """Return the function from problems and texts that answer them to rewards that REWARD names.
 
-    Each is padded on the right to its longest: no padding stands before a token, so none enters a state. ids (B, T);
-    targets (B, T), the token after each where that is the response's, else -1; mask, where they are not; sampled.
+    spec: empty: the task's checker; random: toss_coins; path.py:function: a user's, which is called
+    as function(prompts, completions, answers). What it raises is shown with its traceback. Raises
+    UserError if there is no such function, and later if it takes over `seconds` (0: no limit).
     """
-    rows, found = sorted(rows, key=lambda row: len(row[0]) + len(row[1])), []
-    while rows:
-        width = len(rows[-1][0]) + len(rows[-1][1]) - 1
-        here, rows = rows[-max(1, tokens // width) :], rows[: -max(1, tokens // width)]
-        ids, sampled = torch.zeros(len(here), width, dtype=torch.long), torch.zeros(len(here), width)
-        targets = torch.full_like(ids, -1)
-        for at, (prompt, response, logps, _) in enumerate(here):
-            span = slice(len(prompt) - 1, len(prompt) + len(response) - 1)
-            ids[at, : span.stop] = torch.tensor([*prompt, *response[:-1]])
-            targets[at, span], sampled[at, span] = torch.tensor(response), torch.tensor(logps)
-        advantages = torch.tensor([row[3] for row in here])
-        parts = {name: x.to(device) for name, x in dict(ids=ids, targets=targets, mask=targets >= 0, sampled=sampled,
-                                                        advantages=advantages).items()}
-        found.append(SimpleNamespace(**parts, old=None, reference=None))
-    return found
+    if not spec:
+        return lambda problems, texts: list(map(task.reward, problems, texts))
+    if spec == "random":
+        return functools.partial(toss_coins, task.seed)
+    path, _, name = spec.rpartition(":")
+    if not (path.endswith(".py") and Path(path).is_file()):
+        raise UserError(
+            f"REWARD={spec!r}: must be empty, random, or path.py:function with a file that exists"
+        )
+    function = runpy.run_path(path).get(name)
+    if not callable(function):
+        raise UserError(f"REWARD={spec!r}: {path} has no function {name!r}")
+
+    def call_function(problems, texts):
+        prompts = [problem.prompt for problem in problems]
+        answers = [problem.answer for problem in problems]
+        rewards = concurrent.futures.Future()
+
+        def call():
+            try:
+                rewards.set_result(function(prompts, list(texts), answers))
+            except BaseException as error:
+                rewards.set_exception(error)
+
+        # A daemon, so that a function that hangs does not keep the process.
+        threading.Thread(target=call, daemon=True).start()
+        try:
+            return rewards.result(seconds or None)
+        except concurrent.futures.TimeoutError:
+            raise UserError(f"REWARD={spec!r}: took over REWARD_SECONDS={seconds}") from None
+
+    return call_function
 
 
-def prompt_of(query: object) -> str:
-    """The prompt of a query: a string, or an object or a dict that has `prompt`. Raises UserError."""
-    prompt = query.get("prompt") if isinstance(query, dict) else getattr(query, "prompt", query)
+def prompt_of(query):
+    """Return the prompt of a query: itself, or its `prompt` if it is an object or a dict."""
+    prompt = getattr(query, "prompt", query)
+    if isinstance(query, dict):
+        prompt = query.get("prompt")
     if not isinstance(prompt, str):
-        raise UserError(f"prompts: must be strings, or objects or dicts with a string `prompt`, not {query!r:.80}")
+        raise UserError(
+            "prompts: must be strings, or objects or dicts with a string `prompt`, not "
+            f"{query!r:.80}"
+        )
     return prompt
 
 
-def checked_rewards(given: object, asked: list[tuple]) -> list[float]:
-    """What a reward function returned for (query, completion)s, a number for each. UserError for anything else."""
+def checked_rewards(rewards, asked):
+    """Return what a reward function returned, a number for each (query, completion), as floats."""
     try:
-        values = torch.as_tensor(given, dtype=torch.float64).tolist()
+        values = torch.as_tensor(rewards, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError):
-        values = given
-    values = values if isinstance(values, list) and len(values) == len(asked) else [repr(given)] * len(asked)
-    for value, (query, text) in zip(values, asked, strict=True):
-        if not (isinstance(value, float) and abs(value) < 1e15):
-            sample = f"prompt {prompt_of(query)!r:.80}, completion {text!r:.80}"
-            raise UserError(f"reward: must be a list of {len(asked)} numbers, finite and below 1e15; it is, or holds, "
-                            f"{value!r:.60}; sample: {sample}")
-    return values
+        values = torch.zeros(())
+    if values.shape != (len(asked),):
+        raise UserError(f"reward: must be a list of {len(asked)} numbers, not {rewards!r:.200}")
+    for value, (query, text) in zip(values.tolist(), asked, strict=True):
+        if not abs(value) < 1e15:
+            raise UserError(
+                f"reward: must be finite and below 1e15, not {value} for prompt "
+                f"{prompt_of(query)!r:.80}, completion {text!r:.80}"
+            )
+    return values.tolist()
 
 
-def held_out_metrics(scores: dict) -> dict[str, float]:
+# === end: rewards ===
+
+
+# === shared: responses ===
+def token_logps(network, batch, temperature):
+    """Return log-probabilities (B, T) of batch.targets, and the entropies there, without a gradient.
+
+    Both are 0 where batch.mask is false. Logits are made for 4,096 tokens at a time and made again
+    in the backward pass: all of them, (B, T, vocabulary), would take more memory than the network.
+    """
+
+    def chunk_logps(features, targets):
+        logps = (network.logits(features) / temperature).log_softmax(-1)  # (tokens, vocabulary)
+        entropies = torch.special.entr(logps.detach().exp()).sum(-1)
+        return logps.gather(1, targets[:, None])[:, 0], entropies
+
+    features = network.features(batch.ids)[batch.mask].split(4096)  # (tokens, dim) each
+    targets = batch.targets[batch.mask].split(4096)
+    chunks = [
+        checkpoint(chunk_logps, *chunk, use_reentrant=False)
+        for chunk in zip(features, targets, strict=True)
+    ]
+    logps, entropies = map(torch.cat, zip(*chunks, strict=True))
+    zeros = torch.zeros(batch.mask.shape, device=logps.device)
+    return zeros.masked_scatter(batch.mask, logps), zeros.masked_scatter(batch.mask, entropies)
+
+
+def held_out_metrics(scores):
     """Return held-out scores for the log and the tracker: of a score with an interval, the mean."""
     metrics = {}
     for name, value in scores.items():
@@ -3418,68 +3470,73 @@ def held_out_metrics(scores: dict) -> dict[str, float]:
     return metrics
 
 
-def mean_interval(values: Tensor) -> list[float]:
-    """Mean of (n,) values of different prompts and the ends of its 95% interval, by the normal approximation."""
-    mean, half = values.mean().item(), 1.96 * values.std().item() / len(values) ** 0.5
-    return [mean, mean - half, mean + half]
 # === end: responses ===
 
 
 # === shared: start ===
+def start_policy(settings, runtime):
+    """Return the network, on the runtime's device, its tokenizer, and where they are from.
 
-
-def start_policy(settings: Settings, runtime: Runtime) -> tuple[GPT, Tokenizer, str]:
-    """Network, on the runtime's device, and tokenizer: those of INIT_FROM, or "new"; and where they are from."""
+    They are those of INIT_FROM, or "new".
+    """
     if settings.lora_rank and settings.qat:
         raise UserError("QAT=1: adapters are not quantized; must be 0 with LORA_RANK")
     if settings.init_from:
-        network, tokenizer, source = load_model("INIT_FROM", settings.init_from, settings.tokenizer_path)
+        network, tokenizer, source = load_model(
+            "INIT_FROM", settings.init_from, settings.tokenizer_path
+        )
     else:
         torch.manual_seed(settings.seed)
-        tokenizer, source = load_tokenizer(settings.tokenizer_path or "bytes"), "new"
-        network = GPT(
-            model_config(
-                settings,
-                tokenizer.vocab_size,
-                tokenizer.bos_id,
-                num_kv_heads=settings.num_heads,
-                attn_window=1 << 20,  # s layers see a whole conversation
-                embed_init_std=0.02,
-            )
+        tokenizer = load_tokenizer(settings.tokenizer_path or "bytes")
+        source = "new"
+        config = model_config(
+            settings,
+            tokenizer.vocab_size,
+            tokenizer.bos_id,
+            num_kv_heads=settings.num_heads,
+            attn_window=1 << 20,  # s layers see a whole conversation
+            embed_init_std=0.02,
         )
-    ranks = {len(param) for name, param in network.named_parameters() if name.endswith("lora_a")}
-    if ranks - {settings.lora_rank}:
-        raise UserError(f"LORA_RANK={settings.lora_rank}: {source} has adapters of rank {min(ranks)}; must be that")
-    alphas = {module.scale.item() * settings.lora_rank for module in network.modules() if isinstance(module, Lora)}
-    if any(not math.isclose(alpha, settings.lora_alpha, rel_tol=1e-6) for alpha in alphas):
-        raise UserError(f"LORA_ALPHA={settings.lora_alpha}: {source} has adapters of alpha {min(alphas):g}; must be so")
+        network = GPT(config)
+    for module in network.modules():
+        if isinstance(module, Lora):
+            rank = len(module.lora_a)
+            alpha = round(module.scale.item() * rank, 4)  # the scale is in float32
+            if (rank, alpha) != (settings.lora_rank, settings.lora_alpha):
+                raise UserError(
+                    f"LORA_RANK={settings.lora_rank}, LORA_ALPHA={settings.lora_alpha}: {source} "
+                    f"has adapters of rank {rank} and alpha {alpha}; must be those"
+                )
     network.activation_checkpointing = settings.activation_checkpointing
     return network.to(runtime.device), tokenizer, source
 
 
-def adapt(network: GPT, settings: Settings) -> None:
-    """Put adapters of LORA_RANK, if any, on the network unless INIT_FROM brought some; train these alone."""
+def adapt(network, settings):
+    """With LORA_RANK, put adapters on the network unless it has some, and train these alone."""
     if settings.lora_rank:
         torch.manual_seed(settings.seed)
-        if not any(name.endswith("lora_a") for name, _ in network.named_parameters()):
+        if not any(isinstance(module, Lora) for module in network.modules()):
             setup_lora_adapter(network, settings.lora_rank, settings.lora_alpha)
-        freeze_model(network)
+        for name, param in network.named_parameters():
+            param.requires_grad_(".lora_" in name)
 
 
-def policy_optimizers(network: GPT, settings: Settings, runtime: Runtime) -> Optimizers:
-    """Of what is trained, all of it at LEARNING_RATE and, but for scalars, WEIGHT_DECAY."""
-    lr, decay = settings.learning_rate, settings.weight_decay
+def policy_optimizers(network, settings, runtime):
+    """Return the optimizers of what is trained, all of it at LEARNING_RATE."""
+    lr = settings.learning_rate
+    decay = settings.weight_decay
     rates = LearningRates(lr, lr, lr, lr, matrix_decay=decay, embedding_decay=decay)
     return Optimizers(network, settings.optimizer, rates, runtime)
 
 
-def checkpointed(values: dict) -> SimpleNamespace:
-    """Return a part of checkpoints that stores `values`. Loading fills tensors that are there already, in place; other
-    tensors come back on the CPU, as scores are.
+def checkpointed(values):
+    """Return a part of checkpoints that stores the dict `values`.
+
+    Loading writes tensors that are there already in place. Others come back on the CPU.
     """
 
-    def load(saved: dict) -> None:
-        for name, value in saved.items():
+    def load(stored):
+        for name, value in stored.items():
             if isinstance(values.get(name), Tensor):
                 values[name].copy_(value)
             else:
@@ -3488,44 +3545,107 @@ def checkpointed(values: dict) -> SimpleNamespace:
     return SimpleNamespace(state_dict=functools.partial(dict, values), load_state_dict=load)
 
 
-def fitting_tokens(network: GPT, device: torch.device) -> int:
-    """Tokens whose activations, roughly, take half of the memory that is free now; on a CPU of 1 GiB."""
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 1 << 30
+def fitting_tokens(network, device):
+    """Return the tokens whose activations take about half of the free memory; of 1 GiB on a CPU."""
+    free = 1 << 30
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
     return max(4096, free // 2 // (100 * network.config.model_dim * len(network.layers)))
+
+
 # === end: start ===
 
 
 # === shared: supervision ===
-def supervise(network: GPT, rows: Callable[[range], list[tuple]], settings: Settings, runtime: Runtime) -> list[float]:
-    """Up to SFT_STEPS of Muon on 64 answers each, until SFT_ACCURACY; of each step the share that was greedily right.
+def make_batches(rows, device, tokens):
+    """Return rows (prompt ids, response ids, log-probabilities, advantage) as padded batches.
 
-    rows: from numbers to as many (prompt ids, answer ids). Every rank takes the same steps. AdamW learns to sort as
-    soon (170 steps), but not, in 400, to reverse (Muon: 300).
+    A batch has at most `tokens` tokens, or one row. Rows are padded on the right, so no padding
+    enters a state. ids (B, T); targets (B, T), the token after each if it is the response's, else
+    -1; mask, where it is; sampled (B, T), the log-probabilities; advantages (B,).
     """
-    alone, size, solved = Runtime(0, 1, runtime.device, False), 64, []
+    rows = sorted(rows, key=lambda row: len(row[0]) + len(row[1]))
+    batches = []
+    while rows:
+        count = max(1, tokens // (len(rows[-1][0]) + len(rows[-1][1]) - 1))
+        ids = []
+        targets = []
+        sampled = []
+        for prompt, response, logps, _ in rows[-count:]:
+            before = len(prompt) - 1  # positions that predict a token of the prompt
+            ids.append(torch.tensor([*prompt, *response[:-1]]))
+            targets.append(torch.tensor([-1] * before + response))
+            sampled.append(torch.tensor([0.0] * before + logps))
+        targets = pad_sequence(targets, batch_first=True, padding_value=-1).to(device)
+        batches.append(
+            SimpleNamespace(
+                ids=pad_sequence(ids, batch_first=True).to(device),
+                targets=targets,
+                mask=targets >= 0,
+                sampled=pad_sequence(sampled, batch_first=True).to(device),
+                advantages=torch.tensor([row[3] for row in rows[-count:]], device=device),
+                old=None,
+                reference=None,
+            )
+        )
+        del rows[-count:]
+    return batches
+
+
+def supervise(network, rows, settings, runtime):
+    """Train on demonstrations; return the share of each step's answers that were right greedily.
+
+    A step is 64 of them. Training ends after SFT_STEPS, or at SFT_ACCURACY. rows: function from
+    numbers to as many (prompt ids, answer ids). Every rank takes the same steps. The optimizer is
+    Muon: AdamW learns to sort as soon (170 steps), but not, in 400 steps, to reverse (Muon: 300).
+    """
+    alone = Runtime(0, 1, runtime.device, False)
     adam_lr = settings.sft_lr / 20
-    rates = LearningRates(matrix=settings.sft_lr, embedding=adam_lr, head=adam_lr, control=adam_lr, matrix_decay=0.0)
+    rates = LearningRates(settings.sft_lr, adam_lr, adam_lr, adam_lr, matrix_decay=0.0)
     optimizers = Optimizers(network, "muon", rates, alone)
+    shares = []
     for step in range(settings.sft_steps):
-        if len(solved) >= 10 and 0 < settings.sft_accuracy <= statistics.mean(solved[-10:]):
+        if len(shares) >= 10 and 0 < settings.sft_accuracy <= statistics.mean(shares[-10:]):
             break
-        own, right = rows(range(step * size, (step + 1) * size)), 0
-        tokens = sum(len(answer) for _, answer in own)
+        answers = [
+            (prompt, answer, [0.0] * len(answer), 0.0)
+            for prompt, answer in rows(range(step * 64, step * 64 + 64))
+        ]
+        tokens = sum(len(answer) for _, answer, _, _ in answers)
         torch._foreach_zero_([param.grad for param in optimizers.params])
-        whole = [(prompt, answer, [0.0] * len(answer), 0.0) for prompt, answer in own]
-        for batch in make_batches(whole, runtime.device, 8192):
-            wanted, logits = batch.targets[batch.mask], network.logits(network.features(batch.ids)[batch.mask])
-            (F.cross_entropy(logits, wanted, reduction="sum") / tokens).backward()
-            hits = (~batch.mask).masked_scatter(batch.mask, logits.argmax(-1) == wanted)
+        right = 0
+        for batch in make_batches(answers, runtime.device, 8192):
+            logits = network.logits(network.features(batch.ids)[batch.mask])
+            targets = batch.targets[batch.mask]
+            loss = F.cross_entropy(logits, targets, reduction="sum") / tokens
+            loss.backward()
+            hits = (~batch.mask).masked_scatter(batch.mask, logits.argmax(-1) == targets)
             right += hits.all(1).sum().item()
         norm, _ = optimizers.reduce_gradients(alone, 1.0, torch.zeros(1, device=runtime.device))
         multiplier = min(1.0, (step + 1) / 10, 2 - 2 * step / settings.sft_steps)
         optimizers.step(multiplier, MUON_MOMENTUM, ~torch.isfinite(norm))
-        solved.append(right / size)
-    for param in network.parameters() if runtime.distributed else ():
-        dist.broadcast(param.detach(), src=0)
-    return solved
+        shares.append(right / 64)
+    if runtime.distributed:
+        for param in network.parameters():
+            dist.broadcast(param.detach(), src=0)
+    return shares
+
+
 # === end: supervision ===
+
+
+# === shared: intervals ===
+def mean_interval(values):
+    """Return the mean of (n,) values of different prompts, and the ends of its 95% interval.
+
+    The interval is the normal approximation.
+    """
+    mean = values.mean().item()
+    half = 1.96 * values.std().item() / len(values) ** 0.5
+    return [mean, mean - half, mean + half]
+
+
+# === end: intervals ===
 
 
 # === shared: policy ===

@@ -301,7 +301,7 @@ def test_synthetic_pairs_are_right_and_wrong_and_length_tells_little(name):
 def test_slips_of_short_and_foreign_answers():
     task, rng = D.Task("jsonl", 0, ([], [])), random.Random(0)
     for answer, kinds in (("x", "letter"), ("é", "letter"), ("7", "digit"), ("A", "letter"), ("aa", "letter")):
-        slips = {D.slip(task, D.Problem("p", answer, {}), rng) for _ in range(300)}
+        slips = {D.slip(task, D.Problem("p", answer), rng) for _ in range(300)}
         assert answer not in slips and "" not in slips and len(slips) > 5
         assert answer + answer in slips or len(answer) > 1
         assert all(slip.isdigit() for slip in slips) == (kinds == "digit")

@@ -9,8 +9,22 @@ from test_model import SETTINGS, config, tokens
 
 import sample as S
 import train_gpt as T
+import train_grpo as P
 
 ALONE = T.Runtime(rank=0, world_size=1, device=torch.device("cpu"), distributed=False)
+
+
+def train_only(net: T.GPT, parts: tuple[str, ...] = ("lora",)) -> T.GPT:
+    """The network, of which only parameters are trained whose names contain one of these."""
+    for name, param in net.named_parameters():
+        param.requires_grad_(any(part in name for part in parts))
+    return net
+
+
+def sizes(net: T.GPT) -> tuple[int, int]:
+    """Parameters that are trained, and all of them."""
+    params = list(net.parameters())
+    return sum(param.numel() for param in params if param.requires_grad), sum(param.numel() for param in params)
 
 
 def network(dtype: torch.dtype = torch.float64, **changes) -> T.GPT:
@@ -31,7 +45,7 @@ def trained(net: T.GPT, seed: int = 1, size: float = 0.1) -> T.GPT:
     for name, param in net.named_parameters():
         if name.endswith("lora_b"):
             param.data.normal_(std=size)
-    return S.freeze_model(net)
+    return train_only(net)
 
 
 def dense(net: T.GPT) -> dict[str, torch.Tensor]:
@@ -98,28 +112,38 @@ def test_counts_against_the_closed_form():
     dim, hidden, rank = 32, 64, 3
     net = network()
     before = sum(param.numel() for param in net.parameters())
-    assert S.count_trainable(net) == {"trainable": before, "all": before}
+    assert sizes(net) == (before, before)
     S.setup_lora_adapter(net, rank=rank)
     gdn, attention = (4 * dim + dim) + (dim + dim), (2 * dim + dim) + (dim + dim)  # rows + columns of w_qkvg, w_o
     added = rank * (2 * gdn + 2 * attention + 5 * 2 * (dim + hidden))  # of g s1 g a s1: four mixers, five MLPs
-    assert S.count_trainable(net) == {"trainable": before + added, "all": before + added}
-    assert S.count_trainable(S.freeze_model(net, ["lora"])) == {"trainable": added, "all": before + added}
-    assert S.count_trainable(S.freeze_model(net, "lora"))["trainable"] == added  # and no name with one of l, o, r, a
-    mlps = 5 * (2 * dim * hidden + rank * 2 * (dim + hidden))
-    assert S.count_trainable(S.freeze_model(net, ["mlp.", "final_norm"]))["trainable"] == mlps
-    assert S.count_trainable(S.unfreeze_model(net))["trainable"] == before + added
-    assert S.count_trainable(S.merge_lora(net)) == {"trainable": before, "all": before}
+    assert sizes(net) == (before + added, before + added)
+    assert sizes(train_only(net)) == (added, before + added)
+    assert sizes(S.merge_lora(net.requires_grad_(True))) == (before, before)
 
 
-@pytest.mark.parametrize(("targets", "changes", "expected"), [
-    ("w_qkv", {}, "mixers.0.w_qkvg mixers.1.w_qkv mixers.2.w_qkvg mixers.3.w_qkv"),
-    (r"mixers\.0|1\.mlp", {}, "mixers.0.w_qkvg mixers.0.w_o blocks.1.mlp.w_up blocks.1.mlp.w_down"),
-    ("w_gate|w_bigram", dict(mlp="bio_hard", layer_pattern="a", bigram_vocab_size=64),
-     "blocks.0.mlp.w_gate w_bigram")])
-def test_targets_are_found_by_name(targets, changes, expected):
-    net = S.setup_lora_adapter(network(**changes), 2, targets=targets)
+def test_adapt_trains_adapters_alone_and_keeps_those_that_are_there():
+    net = network(torch.float32)
+    settings = P.Settings(lora_rank=3, lora_alpha=6.0, qat=False)
+    P.adapt(net, dataclasses.replace(settings, lora_rank=0))
+    assert sizes(net)[0] == sizes(net)[1]
+    P.adapt(net, settings)
+    before = copy.deepcopy(net.state_dict())
+    assert before["mixers.0.parametrizations.w_o.0.lora_a"].shape == (3, 32)
+    assert before["mixers.0.parametrizations.w_o.0.scale"] == 2.0
+    P.adapt(net, dataclasses.replace(settings, seed=2))
+    assert all(torch.equal(before[name], w) for name, w in net.state_dict().items())
+    assert {name for name, param in net.named_parameters() if param.requires_grad} == {
+        name for name, _ in net.named_parameters() if name.endswith(("lora_a", "lora_b"))}
+
+
+def test_matrices_of_mixers_and_mlps_have_adapters():
+    net = network(layer_pattern="g1 g1 a", mlp="bio_hard", bigram_vocab_size=64)
+    matrices = [name for name, _ in net.named_parameters() if ".w_" in name]
+    assert {name.rpartition(".")[2] for name in matrices} >= {"w_qkvg", "w_qkv", "w_o", "w_up", "w_down", "w_gate"}
+    S.setup_lora_adapter(net, 2)
     found = [name for name, _ in net.named_parameters() if name.endswith("lora_b")]
-    assert [name.replace("parametrizations.", "").removesuffix(".0.lora_b") for name in found] == expected.split()
+    found = [name.replace("parametrizations.", "").removesuffix(".0.lora_b") for name in found]
+    assert len(found) == len(matrices) and set(found) == set(matrices)
 
 
 @kinds
@@ -191,15 +215,15 @@ def kl(net: T.GPT, policy: torch.Tensor, reference, ids: torch.Tensor) -> float:
 
 def test_the_reference_of_a_fresh_and_of_a_trained_adapter():
     """A fresh adapter's reference is its base; a trained one's a copy of it: the base would begin with a KL."""
-    net, ids = S.freeze_model(S.setup_lora_adapter(network())), tokens(0, 2, 40)
+    net, ids = train_only(S.setup_lora_adapter(network())), tokens(0, 2, 40)
     base = net(ids).log_softmax(-1).detach()
-    references = [S.reference_policy(net, frozen) for frozen in (False, True)]
+    references = [P.reference_policy(net, frozen) for frozen in (False, True)]
     assert [kl(net, base, each, ids) for each in references] == [0.0, 0.0]
     loaded = copy.deepcopy(trained(net)).state_dict()
     net = S.setup_lora_adapter(network(), alpha=1.0)
     net.load_state_dict(loaded)
-    S.freeze_model(net)
-    policy, off, copied = net(ids).log_softmax(-1).detach(), *(S.reference_policy(net, each) for each in (False, True))
+    train_only(net)
+    policy, off, copied = net(ids).log_softmax(-1).detach(), *(P.reference_policy(net, each) for each in (False, True))
     assert kl(net, policy, copied, ids) == 0.0
     expected = (policy.exp() * (policy - base)).sum(-1).mean().item()
     assert kl(net, policy, off, ids) == pytest.approx(expected, rel=1e-9) and expected > 0.01
@@ -216,8 +240,8 @@ def test_the_reference_of_a_fresh_and_of_a_trained_adapter():
 
 def test_a_frozen_reference_keeps_all_that_is_trained():
     net, ids = trained(network()), tokens(0, 2, 40)
-    S.freeze_model(net, ["lora", "final_norm", "scale", "mix"])
-    before, reference = net(ids).log_softmax(-1).detach(), S.reference_policy(net, True)
+    train_only(net, ("lora", "final_norm", "scale", "mix"))
+    before, reference = net(ids).log_softmax(-1).detach(), P.reference_policy(net, True)
     optimizer = torch.optim.Adam([param for param in net.parameters() if param.requires_grad], lr=0.05)
     nats(net, ids).backward()
     optimizer.step()
@@ -226,8 +250,8 @@ def test_a_frozen_reference_keeps_all_that_is_trained():
     with reference(), torch.no_grad():
         assert torch.equal(net(ids).log_softmax(-1), before)
     kept = reference.args[1]
-    assert sum(value.numel() for value in kept) == S.count_trainable(net)["trainable"]
-    assert sum(value.numel() for value in S.reference_policy(net, False).args[1]) == 18  # a zero each
+    assert sum(value.numel() for value in kept) == sizes(net)[0]
+    assert sum(value.numel() for value in P.reference_policy(net, False).args[1]) == 18  # a zero each
 
 
 def test_a_compiled_network_has_adapter_and_reference_in_one_graph():
@@ -240,7 +264,7 @@ def test_a_compiled_network_has_adapter_and_reference_in_one_graph():
         expected = net(ids)
         assert (compiled(ids) - expected).abs().max() < 1e-12
         for seed, frozen in ((5, False), (6, True)):
-            reference = S.reference_policy(net, frozen)
+            reference = P.reference_policy(net, frozen)
             trained(net, seed)
             with reference():
                 assert (compiled(ids) - net(ids)).abs().max() < 1e-12
@@ -271,7 +295,7 @@ def test_adapters_have_the_rates_of_matrices(name, owner):
     settings = dataclasses.replace(SETTINGS, model_dim=256, optimizer=name, matrix_lr=0.011, muon_wd=0.07)
     net = trained(T.GPT(T.model_config(settings, 64, 1)))
     for part in ("original", "lora"):  # all of the network, then the adapter alone
-        S.unfreeze_model(net) if part == "original" else S.freeze_model(net)
+        net.requires_grad_(True) if part == "original" else train_only(net)
         optimizers = T.Optimizers(net, name, T.pretraining_rates(settings), ALONE)
         groups = {param: (type(each).__name__, group) for each in optimizers.all for group in each.param_groups
                   for param in group["params"]}
@@ -286,13 +310,13 @@ def test_adapters_have_the_rates_of_matrices(name, owner):
                 assert found == (matrix, 0.011, 0.07), param
         assert sum(".lora_" in param for param in rated) == 36
         assert len(rated) == (36 if part == "lora" else len(names))
-    assert sum(param.grad.numel() for param in optimizers.params) == S.count_trainable(net)["trainable"]
+    assert sum(param.grad.numel() for param in optimizers.params) == sizes(net)[0]
 
 
 @pytest.mark.parametrize("name", ["muon", "adamw8bit"])
 def test_steps_move_the_adapter_alone(name):
     settings = dataclasses.replace(SETTINGS, optimizer=name, matrix_lr=0.003)
-    net, ids = S.freeze_model(S.setup_lora_adapter(network(torch.float32), rank=4)), tokens(3, 4, 40)
+    net, ids = train_only(S.setup_lora_adapter(network(torch.float32), rank=4)), tokens(3, 4, 40)
     before = {key: w.clone() for key, w in net.state_dict().items()}
     optimizers, losses = T.Optimizers(net, name, T.pretraining_rates(settings), ALONE), []
     for _ in range(20):
@@ -312,7 +336,7 @@ def test_an_adapted_matrix_is_counted_as_one_and_qat_takes_it_merged():
     before, table = T.count_parameters(net), T.quant_table(T.Settings())
     S.setup_lora_adapter(net)
     counts = T.count_parameters(net)
-    added = S.count_trainable(S.freeze_model(net))["trainable"]
+    added = sizes(train_only(net))[0]
     assert counts == {**before, "control": before["control"] + added, "total": before["total"] + added}
     trained(net)
     expected = {name: T.dequantize(*T.quantize(w.float(), **table["matrix"])) for name, w in dense(net).items()
@@ -330,7 +354,7 @@ def step(w: torch.Tensor) -> float:
 
 # ------------------------------------------------------------------------------------------------------------- errors
 def refused(function, *args, **kwargs) -> str:
-    with pytest.raises(S.UserError) as error:
+    with pytest.raises((S.UserError, P.UserError)) as error:
         function(*args, **kwargs)
     return str(error.value)
 
@@ -338,21 +362,10 @@ def refused(function, *args, **kwargs) -> str:
 def test_mistakes_are_named_and_leave_the_network_alone():
     net = network()
     before = dict(net.state_dict())
-    assert refused(S.setup_lora_adapter, net, targets="w_query") == (
-        "LORA_TARGETS='w_query': found in no name of a matrix; must be part of such as mixers.0.w_qkvg, mixers.0.w_o, "
-        "mixers.0.w_qkv, blocks.0.mlp.w_up, blocks.0.mlp.w_down")
-    assert refused(S.setup_lora_adapter, net, targets="embed").startswith("LORA_TARGETS='embed': found in no name")
-    assert refused(S.setup_lora_adapter, net, targets="(w_") == (
-        "LORA_TARGETS='(w_': must be a regular expression (missing ), unterminated subpattern at position 0)")
-    for rank in (0, -1, 33):
-        said = f"LORA_RANK={rank}: must be from 1 to 32, the smaller side of blocks.0.mlp.w_down"
-        assert refused(S.setup_lora_adapter, net, rank) == said
-    assert refused(S.freeze_model, net) == (
-        "trainable_layers=('lora',): part of no name; for 'lora', setup_lora_adapter comes first")
     for frozen in (False, True):  # the base of no adapter; a copy of nothing
-        assert refused(S.reference_policy, net, frozen) == (
-            "reference_policy: nothing is trained, or no adapter is there to turn off; set one up first")
+        assert refused(P.reference_policy, net.requires_grad_(False), frozen) == (
+            "REFERENCE: no adapter to switch off, and nothing trained to copy")
     assert net.state_dict().keys() == before.keys()
     S.setup_lora_adapter(net, 32)
-    said = "LORA_RANK=4: the model has an adapter already; train it, or merge_lora(model) first"
-    assert refused(S.setup_lora_adapter, net, 4) == said
+    assert refused(S.setup_lora_adapter, net, 4) == (
+        "setup_lora_adapter: the model has adapters; merge_lora(model) first")

@@ -931,15 +931,16 @@ def test_adapters_of_another_rank_are_refused(M, monkeypatch):
     monkeypatch.setattr(M, "load_model", lambda *given: (network, BYTES, "runs/x/model.upar"))
     for rank in (0, 3):
         said = refused(M.start_policy, M.Settings(init_from="runs/x", lora_rank=rank, qat=False), ALONE)
-        assert f"LORA_RANK={rank}" in said and "runs/x/model.upar" in said and "2" in said
+        assert said == (f"LORA_RANK={rank}, LORA_ALPHA=16.0: runs/x/model.upar has adapters of rank 2 and alpha 16.0; "
+                        "must be those")
     said = refused(M.start_policy, M.Settings(init_from="x", lora_rank=2, lora_alpha=4.0, qat=False), ALONE)
-    assert said == "LORA_ALPHA=4.0: runs/x/model.upar has adapters of alpha 16; must be so"
+    assert said.startswith("LORA_RANK=2, LORA_ALPHA=4.0: runs/x/model.upar has adapters of rank 2 and alpha 16.0")
     assert M.start_policy(M.Settings(init_from="runs/x", lora_rank=2, qat=False), ALONE)[0] is network
 
 
 @each_script
 def test_queries_are_strings_or_have_a_prompt(M):
-    assert [M.prompt_of(query) for query in ("a", {"prompt": "b"}, M.Problem("c", "", {}))] == ["a", "b", "c"]
+    assert [M.prompt_of(query) for query in ("a", {"prompt": "b"}, M.Problem("c", ""))] == ["a", "b", "c"]
     for query in ({"question": "x"}, 7, {"prompt": 7}):
         assert "with a string `prompt`, not" in refused(M.prompt_of, query)
 

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import time
+import typing
 from collections import Counter
 from decimal import Decimal
 from fractions import Fraction
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import pytest
 
+import sample as S
 import train_grpo as G
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,7 +48,6 @@ def test_the_demonstration_is_right_and_what_is_near_it_is_wrong(name: str) -> N
         for index in range(count):
             asked = own.problem(index, held_out)
             assert own.reward(asked, asked.answer) == own.reward(asked, f" {asked.answer}\n") == 1.0
-            assert own.reward(asked, asked.answer, lenient=True) == 1.0
             near = (asked.answer[:-1], asked.answer + "1", asked.answer + "=", "", asked.prompt + "\n" + asked.answer,
                     f"{asked.answer}\n{asked.answer}", f"{asked.answer}<|end|>")
             assert [own.reward(asked, text) for text in near] == [0.0] * len(near)
@@ -79,9 +80,8 @@ def test_answers_equal_those_of_a_brute_force() -> None:
 ])
 def test_answers_by_hand(name: str, prompt: str, right: list[str], wrong: list[str]) -> None:
     values = [int(number) for number in re.findall("[0-9]+", prompt)]
-    data = {"numbers": values[:-1], "target": values[-1]} if name == "countdown" else {}
     answer = {"sort": "".join(sorted(prompt)), "reverse": prompt[::-1], "add": str(sum(values))}.get(name, "")
-    asked = G.Problem(prompt, answer, data)
+    asked = G.Problem(prompt, answer)
     assert {text: task(name).reward(asked, text) for text in right} == dict.fromkeys(right, 1.0)
     assert {text: task(name).reward(asked, text) for text in wrong} == dict.fromkeys(wrong, 0.0)
 
@@ -133,13 +133,14 @@ def test_every_expression_of_three_numbers_is_scored_by_its_value() -> None:
     own = task("countdown")
     for index in range(15):
         asked, reached = own.problem(index, False), 0
-        for a, b, c in itertools.permutations(asked.data["numbers"]):
+        *numbers, target = map(int, re.findall("[0-9]+", asked.prompt))
+        for a, b, c in itertools.permutations(numbers):
             for p, q in itertools.product("+-*/", repeat=2):
                 for text in (f"({a}{p}{b}){q}{c}", f"{a}{p}({b}{q}{c})", f"{a}{p}{b}{q}{c}"):
-                    right = by_ast(text) == asked.data["target"]
+                    right = by_ast(text) == target
                     assert own.reward(asked, text) == right
                     reached += right
-        assert reached > 0 and asked.prompt == "{} {} {}={}".format(*asked.data["numbers"], asked.data["target"])
+        assert reached > 0 and asked.prompt == "{} {} {}={}".format(*sorted(numbers), target)
 
 
 @pytest.mark.parametrize("text", [
@@ -152,7 +153,7 @@ def test_every_expression_of_three_numbers_is_scored_by_its_value() -> None:
 def test_hostile_text_is_no_expression_and_takes_no_time(text: str) -> None:
     start = time.perf_counter()
     assert G.expression_value(text) is None
-    asked = G.Problem("3 7 20=41", "", {"numbers": [3, 7, 20], "target": 41})
+    asked = G.Problem("3 7 20=41", "")
     assert task("countdown").reward(asked, text) == 0.0
     assert time.perf_counter() - start < 0.5
 
@@ -217,7 +218,8 @@ def test_a_zebra_puzzle_has_one_solution_which_is_the_answer() -> None:
     ("#### " + "9" * 9999, Decimal("9" * 9999), Decimal("9" * 9999)), ("5\n#### 6\n7", 6, 7), ("18\u2009", None, 18),
 ])
 def test_the_final_number(text: str, strict: float | None, lenient: float | None) -> None:
-    assert (G.final_number(text, lenient=False), G.final_number(text, lenient=True)) == (strict, lenient)
+    for found, expected in ((G.final_number(text), strict), (G.final_number(S.last_number(text)), lenient)):
+        assert found.is_nan() if expected is None else found == expected
 
 
 def grade_school_grader(text: str) -> str | None:
@@ -231,9 +233,9 @@ def test_the_strict_number_is_that_of_the_data_sets_grader() -> None:
     for _ in range(5000):
         text = "".join(rng.choices(["#### ", "#", " ", "-", "$", ",", ".", "1", "23", "456", "x", "\n"],
                                    weights=[8, 1, 1, 2, 1, 2, 2, 4, 4, 4, 1, 1], k=rng.randint(1, 9)))
-        own, theirs = G.final_number(text, lenient=False), grade_school_grader(text)
+        own, theirs = G.final_number(text), grade_school_grader(text)
         number = re.fullmatch(r"(-?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+))\.?", theirs or "")  # that grader takes `1..` too
-        assert own == (Decimal(number[1]) if number else None), text
+        assert own == Decimal(number[1]) if number else own.is_nan(), text
 
 
 def write(path: Path, rows: list) -> str:
@@ -249,10 +251,10 @@ def test_gsm8k_has_a_strict_and_a_lenient_reward(tmp_path: Path) -> None:
         for index in range(60):
             asked = own.problem(index, held_out)
             number = 1000 + int(re.search(r"\+ (\d+)\?", asked.prompt)[1])
-            assert own.reward(asked, asked.answer) == own.reward(asked, asked.answer, lenient=True) == 1.0
+            assert own.reward(asked, asked.answer) == own.reward(asked, S.last_number(asked.answer)) == 1.0
             for text, strict, lenient in ((f"#### {number}.0", 1, 1), (f"So ${number:,}.", 0, 1), (f"{number}", 0, 1),
                                           (f"#### {number + 1}", 0, 0), (f"#### {number} of 5", 1, 0), ("", 0, 0)):
-                assert (own.reward(asked, text), own.reward(asked, text, lenient=True)) == (strict, lenient), text
+                assert (own.reward(asked, text), own.reward(asked, S.last_number(text))) == (strict, lenient), text
 
 
 # ------------------------------------------------------------------------------------------- splits, draws, determinism
@@ -317,9 +319,9 @@ def test_lengths_are_spread_evenly() -> None:
     sums = [tuple(map(int, task("add").problem(i, False).prompt.split("+"))) for i in range(4000)]
     assert {100 <= number <= 999 for pair in sums for number in pair} == {True}
     assert abs(sum(map(sum, sums)) / 8000 - 549.5) < 4 * 900 / math.sqrt(12 * 8000)
-    puzzles = [task("countdown").problem(i, False).data for i in range(1000)]
-    assert {number for puzzle in puzzles for number in puzzle["numbers"]} == set(range(1, 21))
-    assert min(puzzle["target"] for puzzle in puzzles) == 1 and 90 < max(puzzle["target"] for puzzle in puzzles) < 100
+    puzzles = [[int(n) for n in re.findall("[0-9]+", task("countdown").problem(i, False).prompt)] for i in range(1000)]
+    assert {number for puzzle in puzzles for number in puzzle[:-1]} == set(range(1, 21))
+    assert min(puzzle[-1] for puzzle in puzzles) == 1 and 90 < max(puzzle[-1] for puzzle in puzzles) < 100
     assert max(len(task("zebra").problem(i, False).prompt) for i in range(300)) < 100
 
 
@@ -348,22 +350,20 @@ GOOD = "".join(json.dumps({"prompt": f"p{i}", "answer": "a"}) + "\n" for i in ra
     b"{", b"not json", b"", b"null", b"3", b'"prompt"', b"[1, 2]", b"{}", b'{"prompt": "x"}', b'{"answer": "x"}',
     b'{"prompt": "x", "answer": 3}', b'{"prompt": null, "answer": "x"}', b'{"prompt": ["x"], "answer": "x"}',
     b'{"prompt": "", "answer": "x"}', b'{"prompt": " ", "answer": "x"}', b'{"prompt": "x", "answer": " \\n"}',
-    b'{"prompt": "\xff", "answer": "x"}', b'{"prompt": "\\ud800", "answer": "x"}',
-    b'{"prompt": "x", "answer": "\\ud800"}', b'{"prompt": "x", "answer": "y"} {}', b'{"question": "x", "answer": "y"}',
-    b"[" * 100000,
+    b'{"prompt": "\xff", "answer": "x"}', b'{"prompt": "x", "answer": "y"} {}', b'{"question": "x", "answer": "y"}',
 ], ids=lambda line: ascii(line)[:40])
 def test_a_row_that_is_no_problem_is_named_with_file_and_line(line: bytes, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(GOOD + line + b"\n" + GOOD)
     assert raised(G.make_task, "jsonl", str(path), 0) == (
-        f"{path}:31: must be JSON with texts 'prompt' and 'answer', not blank (gsm8k's with #### and a number)")
+        f"{path}:31: must be JSON with the texts prompt and answer, not blank (gsm8k's with #### and a number)")
 
 
 def test_a_gsm8k_row_without_its_number_is_refused(tmp_path: Path) -> None:
     for answer in ("18", "#### none", "####18"):
         rows = [{"question": "q", "answer": "#### 1"}, {"question": "r", "answer": answer}]
         said = raised(G.make_task, "gsm8k", write(tmp_path / "a.jsonl", rows), 0)
-        assert said.startswith(f"{tmp_path}/a.jsonl:2: must be JSON with texts 'question' and 'answer', not blank (")
+        assert said.startswith(f"{tmp_path}/a.jsonl:2: must be JSON with the texts question and answer, not blank (")
 
 
 def test_a_task_without_problems_is_refused(tmp_path: Path) -> None:
@@ -378,12 +378,13 @@ def test_a_task_without_problems_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_wrong_name_or_path_is_refused(tmp_path: Path) -> None:
-    assert raised(G.make_task, "sorting", "", 0) == (
+    assert raised(lambda: G.Settings(task="sorting")) == (
         "TASK='sorting': must be one of sort, reverse, add, countdown, zebra, gsm8k, jsonl")
-    assert raised(G.make_task, "sort", "x", 0) == "TASK_PATH='x': must be empty for TASK=sort"
+    assert {*G.GENERATED, *G.FROM_FILE} == set(typing.get_args(G.Settings.__dataclass_fields__["task"].type))
     missing = str(tmp_path / "none.jsonl")
-    for name, path in (("gsm8k", ""), ("jsonl", ""), ("jsonl", missing), ("gsm8k", str(tmp_path))):
-        assert raised(G.make_task, name, path, 0) == f"TASK_PATH={path!r}: must be a file of JSON lines for TASK={name}"
+    for name, path in (("sort", "x"), ("gsm8k", ""), ("jsonl", ""), ("jsonl", missing), ("gsm8k", str(tmp_path))):
+        assert raised(G.make_task, name, path, 0) == (
+            f"TASK_PATH={path!r}: must be a file of JSON lines for gsm8k and jsonl, else empty")
 
 
 # -------------------------------------------------------------------------------------------------------------- rewards
@@ -423,7 +424,8 @@ def user_reward(folder: Path, source: str, seconds: float = 5.0, name: str = "sc
     path = folder / "mine.py"
     path.write_text(source, encoding="utf-8")
     reward = G.load_reward(f"{path}:{name}", task("sort"), seconds)
-    return reward([G.Problem(prompt, "".join(sorted(prompt)), {}) for prompt in PROMPTS], TEXTS)
+    rewards = reward([G.Problem(prompt, "".join(sorted(prompt))) for prompt in PROMPTS], TEXTS)
+    return G.checked_rewards(rewards, list(zip(PROMPTS, TEXTS, strict=True)))
 
 
 @pytest.mark.parametrize(("body", "expected"), [
@@ -442,49 +444,53 @@ def test_a_users_reward(body: str, expected: list[float], tmp_path: Path) -> Non
     assert PROMPTS[0] == "52713" and len(TEXTS) == 2
 
 
-@pytest.mark.parametrize(("body", "got", "sample"), [
-    ("raise ValueError('of mine')", "ValueError('of mine') in line 2", 0),
-    ("return [1 / len(''), 0]", "ZeroDivisionError('division by zero') in line 2", 0),
-    ("return helper()", "KeyError('deep') in line 2", 0),
-    ("import sys\n    sys.exit(3)", "SystemExit(3) in line 3", 0),
-    ("raise KeyboardInterrupt", "KeyboardInterrupt() in line 2", 0),
-    ("return [float('nan'), 0.0]", "nan", 0),
-    ("return [0.0, float('inf')]", "inf", 1),
-    ("return [0.0, -float('inf')]", "-inf", 1),
-    ("return [0.0, 1e15]", "1000000000000000.0", 1),
-    ("return [0.0, 10**400]", "1" + "0" * 98, 1),
-    ("return [0.0, None]", "None", 1),
-    ("return [0.0, '1']", "'1'", 1),
-    ("return [0.0, [1]]", "[1]", 1),
-    ("return [1j, 0.0]", "1j", 0),
-    ("return [0.0]", "[0.0]", 0),
-    ("return [0.0, 0.0, 0.0]", "[0.0, 0.0, 0.0]", 0),
-    ("return []", "[]", 0),
-    ("return 1.0", "1.0", 0),
-    ("return None", "None", 0),
-    ("return '10'", "'10'", 0),
-    ("return {0: 1.0, 1: 0.0}", "{0: 1.0, 1: 0.0}", 0),
-    ("return {0.5, 1.0}", "{0.5, 1.0}", 0),
-    ("import numpy\n    return numpy.ones(2)", "array([1., 1.])", 0),
-    ("return (0.0 for _ in prompts)", "<generator object score.<locals>.<genexpr>", 0),
-    ("return ValueError('not raised')", "ValueError('not raised')", 0),
+@pytest.mark.parametrize(("body", "got"), [
+    ("return [0.0, None]", "[0.0, None]"),
+    ("return [0.0, '1']", "[0.0, '1']"),
+    ("return [0.0, [1]]", "[0.0, [1]]"),
+    ("return [1j, 0.0]", "[1j, 0.0]"),
+    ("return [0.0]", "[0.0]"),
+    ("return [0.0, 0.0, 0.0]", "[0.0, 0.0, 0.0]"),
+    ("return []", "[]"),
+    ("return 1.0", "1.0"),
+    ("return None", "None"),
+    ("return '10'", "'10'"),
+    ("return {0: 1.0, 1: 0.0}", "{0: 1.0, 1: 0.0}"),
+    ("return {0.5, 1.0}", "{0.5, 1.0}"),
+    ("return (0.0 for _ in prompts)", "<generator object score.<locals>.<genexpr>"),
+    ("return ValueError('not raised')", "ValueError('not raised')"),
 ])
-def test_what_a_users_reward_does_wrong_is_one_line(body: str, got: str, sample: int, tmp_path: Path) -> None:
-    source = f"def score(prompts, completions, answers):\n    {body}\n\n\ndef helper():\n    raise KeyError('deep')\n"
-    said = raised(user_reward, tmp_path, source)
-    assert said.startswith(f"REWARD='{tmp_path}/mine.py:score': must return a list of 2 numbers, not {got}"), said
-    shown = (repr(PROMPTS[sample])[:80], repr(TEXTS[sample])[:80])
-    assert said.endswith(" for prompt {}, completion {}".format(*shown)), said
+def test_what_is_no_list_of_rewards_is_refused_in_a_line(body: str, got: str, tmp_path: Path) -> None:
+    said = raised(user_reward, tmp_path, f"def score(prompts, completions, answers):\n    {body}\n")
+    assert said.startswith(f"reward: must be a list of 2 numbers, not {got}"), said
+
+
+@pytest.mark.parametrize(("values", "sample"), [
+    ("[float('nan'), 0.0]", 0), ("[0.0, float('inf')]", 1), ("[0.0, -float('inf')]", 1), ("[0.0, 1e15]", 1)])
+def test_a_reward_without_bound_is_refused_with_its_sample(values: str, sample: int, tmp_path: Path) -> None:
+    said = raised(user_reward, tmp_path, f"def score(prompts, completions, answers):\n    return {values}\n")
+    assert said == (f"reward: must be finite and below 1e15, not {eval(values)[sample]} for prompt "
+                    f"{repr(PROMPTS[sample])[:80]}, completion {repr(TEXTS[sample])[:80]}")
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyError, TimeoutError, SystemExit, KeyboardInterrupt])
+def test_what_a_users_reward_raises_has_its_traceback(error: type, tmp_path: Path) -> None:
+    source = f"def score(prompts, completions, answers):\n    helper()\n\n\ndef helper():\n    raise {error.__name__}(7)\n"
+    with pytest.raises(G.UserError if error is TimeoutError else error) as raised_error:
+        user_reward(tmp_path, source)
+    if error is not TimeoutError:
+        last = raised_error.traceback[-1]
+        assert (last.path, last.lineno + 1) == (tmp_path / "mine.py", 6)
 
 
 def test_a_users_reward_that_takes_other_arguments(tmp_path: Path) -> None:
-    said = raised(user_reward, tmp_path, "def score(prompts):\n    return [0.0, 0.0]\n")
-    assert "not TypeError(" in said and "positional argument" in said and " in line" not in said
+    with pytest.raises(TypeError, match="positional argument"):
+        user_reward(tmp_path, "def score(prompts):\n    return [0.0, 0.0]\n")
 
 
 def test_a_users_reward_that_hangs_is_given_up(tmp_path: Path) -> None:
     said = raised(user_reward, tmp_path, "import threading\ndef score(p, c, a):\n    threading.Event().wait()\n", 0.5)
-    assert "must return a list of 2 numbers, not TimeoutError('over 0.5 seconds') for prompt '52713', " in said
+    assert said == f"REWARD='{tmp_path}/mine.py:score': took over REWARD_SECONDS=0.5"
 
 
 def test_a_users_reward_that_hangs_does_not_keep_the_process(tmp_path: Path) -> None:
@@ -494,29 +500,29 @@ def test_a_users_reward_that_hangs_does_not_keep_the_process(tmp_path: Path) -> 
             "    G.load_reward('mine.py:score', own, 0.5)([own.problem(0, False)], ['7'])\n"
             "except G.UserError as error:\n    sys.exit(str(error))\n")
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    prompt = task("sort").problem(0, False).prompt
-    assert done.returncode == 1 and done.stdout == "" and done.stderr == (
-        "REWARD='mine.py:score': must return a list of 1 numbers, not TimeoutError('over 0.5 seconds') "
-        f"for prompt '{prompt}', completion '7'\n")
+    assert (done.returncode, done.stdout, done.stderr) == (
+        1, "", "REWARD='mine.py:score': took over REWARD_SECONDS=0.5\n")
 
 
 def test_a_slow_reward_within_its_time_or_without_a_limit(tmp_path: Path) -> None:
     source = "import time\ndef score(prompts, completions, answers):\n    time.sleep(0.2)\n    return [1, 2]\n"
     assert user_reward(tmp_path, source, 30.0) == user_reward(tmp_path, source, 0.0) == [1.0, 2.0]
-    assert "TimeoutError('over 0.05 seconds')" in raised(user_reward, tmp_path, source, 0.05)
+    assert "took over REWARD_SECONDS=0.05" in raised(user_reward, tmp_path, source, 0.05)
 
 
-@pytest.mark.parametrize(("source", "name", "said"), [
-    ("raise ValueError('early')", "score", "ValueError('early')"),
-    ("import nothing_here", "score", "ModuleNotFoundError("), ("def score(:", "score", "SyntaxError("),
-    ("import sys; sys.exit(1)", "score", "SystemExit(1)"), ("x = 1", "score", "AttributeError("),
-    ("score = 1", "score", "AttributeError("), ("x = 1", "", "AttributeError("),
-])
-def test_a_file_without_the_function_is_refused(source: str, name: str, said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("source", "name"), [("x = 1", "score"), ("score = 1", "score"), ("x = 1", "")])
+def test_a_file_without_the_function_is_refused(source: str, name: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(source)
     spec = f"{tmp_path}/mine.py:{name}"
-    error = raised(G.load_reward, spec, task("sort"), 1.0)
-    assert error.startswith(f"REWARD={spec!r}: must be a function that can be imported; {said}"), error
+    assert raised(G.load_reward, spec, task("sort"), 1.0) == (
+        f"REWARD={spec!r}: {tmp_path}/mine.py has no function {name!r}")
+
+
+def test_what_a_file_raises_has_its_traceback(tmp_path: Path) -> None:
+    for source, error in (("raise ValueError('early')", ValueError), ("def score(:", SyntaxError)):
+        (tmp_path / "mine.py").write_text(source)
+        with pytest.raises(error):
+            G.load_reward(f"{tmp_path}/mine.py:score", task("sort"), 1.0)
 
 
 @pytest.mark.parametrize("spec", ["mine", "mine.py", "none.py:score", "mine.txt:score", ":", "random:", " "])

@@ -11,6 +11,7 @@ from test_model import config
 
 import sample as S
 import train_gpt as T
+import train_grpo as P
 
 BYTES = S.load_tokenizer("bytes")
 IDS = torch.tensor([[1, *range(70, 110)]])
@@ -157,28 +158,26 @@ def test_what_is_not_there(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     pack(tmp_path, network(0))  # ./model.upar, which an empty setting does not mean
     for path in ("", "runs/none", str(tmp_path / "model.upra")):
-        assert refused("ARTIFACT", path) == (
-            f"ARTIFACT={path!r}: no such file; must be a run, a checkpoint or an artifact (model.upar)")
+        assert refused("ARTIFACT", path).startswith(
+            f"ARTIFACT={path!r}: must be a run, a checkpoint or an artifact; [Errno ")
     (tmp_path / "empty").mkdir()
     assert refused("ARTIFACT", "empty") == (
         "ARTIFACT='empty': neither model.upar nor a whole checkpoint; checkpoint empty is damaged and skipped: "
         "[Errno 2] No such file or directory: 'empty/SHA256SUMS'")
 
 
-@pytest.mark.parametrize("targets", ["^(mixers|blocks)", r"mixers\.1|w_bigram"])
-def test_a_checkpoint_with_an_adapter(tmp_path, targets):
-    net = S.setup_lora_adapter(network(0, bigram_vocab_size=32), 3, 5.0, targets)
+def test_a_checkpoint_with_an_adapter(tmp_path):
+    net = S.setup_lora_adapter(network(0, bigram_vocab_size=32), 3, 5.0)
     for name, param in net.named_parameters():
         if name.endswith("lora_b"):
             param.data.normal_()
     place = save(tmp_path / "run", 5, net)
     found, tokenizer, taken = S.load_model("INIT_FROM", str(tmp_path / "run"))
     check((found, tokenizer, taken), net.state_dict(), place)
-    assert S.count_trainable(S.freeze_model(found)) == S.count_trainable(S.freeze_model(net))
     with torch.no_grad():
         expected = net(IDS)
         assert torch.equal(found(IDS), expected)
-        with S.reference_policy(found, frozen=False)():
+        with P.reference_policy(found, frozen=False)():
             assert (found(IDS) - expected).abs().max() > 0.1
     check((S.merge_lora(found), tokenizer, taken), S.merge_lora(net).state_dict(), place)
 

@@ -77,7 +77,7 @@ def nbytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def count_bytes(
-    kind: str, settings, rank: int, sample: ModuleType, trainer: ModuleType
+    kind: str, settings, rank: int, policies: ModuleType, trainer: ModuleType
 ) -> dict[str, int]:
     """Return the bytes of one trained network after a step, by part and by kind of reference.
 
@@ -85,17 +85,19 @@ def count_bytes(
     off). Raises UserError.
     """
     vocab_size = settings.vocab_size or VOCABULARY
-    network = sample.GPT(sample.model_config(settings, vocab_size, 1))
+    network = policies.GPT(policies.model_config(settings, vocab_size, 1))
     counts = {"": 0, "copy": nbytes(network.parameters())}
     if "adapter" in kind:
-        sample.freeze_model(sample.setup_lora_adapter(network, rank))
+        policies.setup_lora_adapter(network, rank)
+        for name, param in network.named_parameters():
+            param.requires_grad_(".lora_" in name)
         for name, frozen in (("frozen", True), ("base", False)):
-            counts[name] = nbytes(sample.reference_policy(network, frozen).args[1])
+            counts[name] = nbytes(policies.reference_policy(network, frozen).args[1])
     model = network
     if kind == "critic" or "value head" in kind:
         model = ValueModel(network, is_critic=kind == "critic")
     rates = trainer.pretraining_rates(settings)
-    runtime = sample.Runtime(0, 1, torch.device("cpu"), False)
+    runtime = policies.Runtime(0, 1, torch.device("cpu"), False)
     optimizer = trainer.Optimizers(model, settings.optimizer, rates, runtime)
     optimizer.step(0.0, trainer.MUON_MOMENTUM, torch.tensor(False))
     counts["weights"] = nbytes(model.parameters()) + nbytes(model.buffers())
@@ -113,7 +115,7 @@ def measure(settings, optimizers: list[str], rank: int = 8) -> list[dict]:
     The total is also given as a share: of PPO's with a reference and a critic of its own
     (`of_own_critic`), and of PPO's with a value head and the same reference (`of_value_head`).
     """
-    sample = load_script(ROOT / "sample.py")  # has adapters
+    policies = load_script(ROOT / "train_grpo.py")  # has adapters
     trainer = load_script(ROOT / "train_gpt.py")  # has optimizers
     kinds = set()
     for method in METHODS.values():
@@ -122,7 +124,9 @@ def measure(settings, optimizers: list[str], rank: int = 8) -> list[dict]:
     for optimizer in optimizers:
         own = replace(settings, optimizer=optimizer)
         with FakeTensorMode():
-            counts = {kind: count_bytes(kind, own, rank, sample, trainer) for kind in sorted(kinds)}
+            counts = {
+                kind: count_bytes(kind, own, rank, policies, trainer) for kind in sorted(kinds)
+            }
         by_method = {}
         for name, method in METHODS.items():
             row = {"method": name, "with": optimizer}
@@ -172,7 +176,7 @@ def describe(rows: list[dict]) -> str:
 
 def main() -> int:
     """Run the command line described at the top of this file."""
-    sample = load_script(ROOT / "sample.py")
+    policies = load_script(ROOT / "train_grpo.py")
     trainer = load_script(ROOT / "train_gpt.py")
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -190,14 +194,14 @@ def main() -> int:
     environ = dict(args.set)
     unknown = sorted(set(environ) - setting_names(trainer))
     if unknown:
-        raise sample.UserError(f"--set {unknown[0]}: no setting of train_gpt.py")
+        raise policies.UserError(f"--set {unknown[0]}: no setting of train_gpt.py")
     if args.config:
         environ["CONFIG"] = args.config
-    presets = {"ARCH_MODE": sample.ARCH_PRESETS}
+    presets = {"ARCH_MODE": trainer.ARCH_PRESETS}
     try:
         settings = trainer.load_settings(trainer.Settings, environ, presets=presets)
     except trainer.UserError as error:
-        raise sample.UserError(str(error)) from None
+        raise policies.UserError(str(error)) from None
     rows = measure(settings, args.optimizers, args.rank)
     policy = next(row for row in rows if row["method"] == "GRPO or GSPO")
     parameters = policy["weights"] // 4
@@ -212,4 +216,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(load_script(ROOT / "sample.py").exit_code(main))
+    sys.exit(load_script(ROOT / "train_grpo.py").exit_code(main))
