@@ -751,38 +751,49 @@ def completion(tokenizer, prompt, ids):
 
 
 # === shared: chat ===
-# What data sets call the roles; what a tool says is read like a user's turn.
-ROLES = {name: role for role, names in (
-    ("<|system|>", "system"), ("<|user|>", "user human tool function observation"),
-    ("<|assistant|>", "assistant gpt model bot function_call")) for name in names.split()}
-LISTS = {"messages": "messages", "conversations": "ShareGPT"}  # field -> format
-# format -> the field that tells it and begins the user's turn, one that may go on with it, those that may answer
-FORMATS = {"Alpaca": ("instruction", "input", ("output",)), "question/answer": ("question", "", ("answer",)),
-           "prompt/completion": ("prompt", "", ("completion", "response", "answer"))}
+ROLES = {  # what data sets call the roles; a model reads what a tool says like a user's turn
+    "system": "<|system|>",
+    "user": "<|user|>",
+    "human": "<|user|>",
+    "tool": "<|user|>",
+    "function": "<|user|>",
+    "observation": "<|user|>",
+    "assistant": "<|assistant|>",
+    "gpt": "<|assistant|>",
+    "model": "<|assistant|>",
+    "bot": "<|assistant|>",
+    "function_call": "<|assistant|>",
+}
 
 
 class RowError(Exception):
-    """What is wrong with a row of data, in the same few words for all rows of the kind."""
+    """What is wrong with a row of data, in the same few words for all rows with this fault."""
 
 
-def text_of(row: dict, *names: str) -> str:
-    """The text that the first of these fields in a row holds. Raises RowError."""
+def text_of(row, *names):
+    """Return the text in the first of these fields that a row has. Raises RowError."""
     name = next((name for name in names if name in row), None)
     if name is None:
         raise RowError(f"missing field {' or '.join(map(repr, names))}")
     if not isinstance(row[name], str):
         raise RowError(f"field {name!r} is no text")
-    if not row[name].isascii() and row[name].encode(errors="replace").decode() != row[name]:
-        raise RowError("half a surrogate pair, which is no Unicode")
+    try:
+        row[name].encode()
+    except UnicodeEncodeError:
+        raise RowError("half a surrogate pair, which is no Unicode") from None
     return row[name]
 
 
-def listed_turns(messages: object, field: str) -> list[tuple[str, str]]:
-    """Turns, (role token, text), of a list of {"role", "content"} or {"from", "value"}. Raises RowError."""
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise RowError(f"field {field!r} is no list of messages")
+def listed_turns(row, name):
+    """Return the turns in a field: a list of {"role", "content"} or {"from", "value"}.
+
+    A turn is (role token, text). Raises RowError.
+    """
     turns = []
+    messages = row[name] if isinstance(row[name], list) else [None]
     for message in messages:
+        if not isinstance(message, dict):
+            raise RowError(f"field {name!r} is no list of messages")
         role = text_of(message, "role", "from")
         if role not in ROLES:
             raise RowError(f"unknown role {role!r:.30}")
@@ -790,20 +801,119 @@ def listed_turns(messages: object, field: str) -> list[tuple[str, str]]:
     return turns
 
 
-def row_turns(row: dict) -> tuple[str, list[tuple[str, str]]]:
-    """A row's format and its turns, (role token, text), of which one at least is the assistant's and not empty; plain
-    text is a single turn without a role. Raises RowError.
+def turn_ids(tokenizer, turns):
+    """Return the ids of a conversation, and for each whether the assistant says it.
+
+    The ids are BOS, then for each turn its role token, its text and <|end|>; the assistant says its
+    text and the <|end|>. Plain text, a turn with the role "", is all to be learned but its BOS, and
+    ends with the BOS of the next document, as in pretraining. Needs role tokens (`with_roles`).
     """
-    listed = {field: name for field, name in LISTS.items() if field in row}
-    if listed:
-        field, name = listed.popitem()
-        turns = listed_turns(row[field], field)
-    elif name := next((name for name, (field, *_) in FORMATS.items() if field in row), ""):
-        field, more, answers = FORMATS[name]
-        parts = [text_of(row, key) for key in (field, more) if key == field or row.get(key)]
-        turns = [("<|user|>", "\n\n".join(filter(None, parts))), ("<|assistant|>", text_of(row, *answers))]
+    ids = [tokenizer.bos_id]
+    said = [False]
+    for role, text in turns:
+        body = tokenizer.encode(text)
+        if role:
+            ids += [tokenizer.roles[role], *body, tokenizer.roles["<|end|>"]]
+            said += [False] + [role == "<|assistant|>"] * (len(body) + 1)
+        else:
+            ids += [*body, tokenizer.bos_id]
+            said += [True] * (len(body) + 1)
+    return ids, said
+
+
+def read_file(path):
+    """Return the bytes of a file, decompressed if its name ends in .zst. Raises UserError."""
+    try:
+        with open(path, "rb") as file:
+            if path.endswith(".zst"):
+                decompressor = zstandard.ZstdDecompressor()
+                return decompressor.stream_reader(file, read_across_frames=True).read()
+            return file.read()
+    except (OSError, zstandard.ZstdError) as error:
+        raise UserError(f"{path}: cannot be read; {error!s:.200}") from None
+
+
+def parse_line(line):
+    """Return what a line of JSON says. Raises RowError."""
+    try:
+        return json.loads(line.decode())
+    except UnicodeDecodeError:
+        raise RowError("invalid UTF-8") from None
+    except (ValueError, RecursionError):
+        raise RowError("no JSON") from None
+
+
+def read_rows(path, parse, log):
+    """Return what `parse` makes of the rows of a file: JSON lines, or one JSON list, maybe .zst.
+
+    parse: function from a row to its format and an item; it raises RowError. Malformed rows are
+    left out, and the log counts them by fault. Raises UserError: no such file, or no usable row.
+    """
+    # Some editors put a mark, of three bytes, before UTF-8.
+    content = read_file(path).removeprefix(b"\xef\xbb\xbf")
+    rows = content.splitlines()
+    if content.lstrip().startswith(b"["):
+        with contextlib.suppress(RowError):  # otherwise these are lines, each of which is a list
+            rows = parse_line(content)
+    items = []
+    formats = collections.Counter()
+    faults = {}  # fault -> numbers of the rows that have it
+    for number, row in enumerate(rows, 1):
+        try:
+            if isinstance(row, bytes):
+                if not row.strip():
+                    continue
+                row = parse_line(row)
+            if not isinstance(row, dict):
+                raise RowError("no JSON object")
+            name, item = parse(row)
+        except RowError as error:
+            faults.setdefault(str(error), []).append(number)
+            continue
+        formats[name] += 1
+        items.append(item)
+    used = ", ".join(f"{count} {name}" for name, count in formats.items()) or "none"
+    left_out = [
+        f"{fault}: {len(numbers)} (the first is row {numbers[0]})"
+        for fault, numbers in faults.items()
+    ]
+    count = len(items) + sum(map(len, faults.values()))  # without blank lines
+    report = f"{path}: {count} rows, used {used}; left out {'; '.join(left_out) or 'none'}"
+    if not items:
+        raise UserError(f"{report}; must hold one usable row at least")
+    log(f"data: {report}")
+    return items
+
+
+# === end: chat ===
+
+
+# === shared: conversations ===
+def row_turns(row):
+    """Return the format of a row and its turns, (role token, text); plain text is a turn without role.
+
+    The assistant has a turn, and none of its turns is empty. Raises RowError.
+    """
+    if "messages" in row:
+        name = "messages"
+        turns = listed_turns(row, "messages")
+    elif "conversations" in row:
+        name = "ShareGPT"
+        turns = listed_turns(row, "conversations")
+    elif "instruction" in row:
+        name = "Alpaca"
+        parts = [text_of(row, field) for field in ("instruction", "input") if row.get(field)]
+        turns = [("<|user|>", "\n\n".join(parts)), ("<|assistant|>", text_of(row, "output"))]
+    elif "question" in row:
+        name = "question/answer"
+        turns = [("<|user|>", text_of(row, "question")), ("<|assistant|>", text_of(row, "answer"))]
+    elif "prompt" in row:
+        name = "prompt/completion"
+        answer = text_of(row, "completion", "response", "answer")
+        turns = [("<|user|>", text_of(row, "prompt")), ("<|assistant|>", answer)]
     elif "text" in row:
-        name, turns = "text", [("", text_of(row, "text"))]
+        name = "text"
+        turns = [("", text_of(row, "text"))]
     else:
         raise RowError(f"no known format, fields {', '.join(sorted(map(str, row)))!r:.80}")
     answers = [text for role, text in turns if role in ("<|assistant|>", "")]
@@ -814,118 +924,43 @@ def row_turns(row: dict) -> tuple[str, list[tuple[str, str]]]:
     return name, turns
 
 
-def row_pair(row: dict) -> tuple[str, tuple[list[tuple[str, str]], str, str]]:
-    """A row's format and (turns before the answers, chosen, rejected): `prompt`, text or messages, and both answers,
-    text or a message each; or two conversations that are one until their last turns. Raises RowError.
-    """
-    prompt, answers = row.get("prompt", []), []
-    before = listed_turns(prompt, "prompt") if isinstance(prompt, list) else [("<|user|>", text_of(row, "prompt"))]
-    sides = [listed_turns(row[name], name) if isinstance(row.get(name), list) else
-             [("<|assistant|>", text_of(row, name))] for name in ("chosen", "rejected")]
-    if len(sides[0]) != len(sides[1]) or sides[0][:-1] != sides[1][:-1]:
-        raise RowError("chosen and rejected differ before their last turn")
-    for side in sides:
-        if not side or side[-1][0] != "<|assistant|>":
-            raise RowError("chosen or rejected does not end with the assistant's turn")
-        if not side[-1][1].strip():
-            raise RowError("empty answer")
-        answers.append(side[-1][1])
-    shared = sides[0][:-1]  # of some data sets it holds the prompt again
-    before = shared if shared[: len(before)] == before else [*before, *shared]
-    if not before:
-        raise RowError("missing field 'prompt'")
-    if answers[0] == answers[1]:
-        raise RowError("identical chosen and rejected")
-    return "messages" if isinstance(prompt, list) else "prompt/chosen/rejected", (before, *answers)
+# === end: conversations ===
 
 
-def turn_ids(tokenizer: Tokenizer, turns: list[tuple[str, str]]) -> tuple[list[int], list[bool]]:
-    """Ids of a conversation, and which of them are what an assistant says, the token that ends it included.
-
-    BOS, then of each turn its role token, the text and <|end|>. Plain text is all to be learned but its BOS, and ends
-    with the BOS of what would come next, as in pretraining. Needs role tokens (`with_roles`).
-    """
-    ids, said, roles = [tokenizer.bos_id], [False], tokenizer.roles
-    for role, text in turns:
-        own = [*([roles[role]] if role else []), *tokenizer.encode(text), roles["<|end|>"] if role else ids[0]]
-        ids += own
-        said += [role != "<|user|>" and role != "<|system|>"] * len(own)
-        if role:
-            said[-len(own)] = False  # the role token is given, not said
-    return ids, said
-
-
-def turns_of(tokenizer: Tokenizer, ids: list[int]) -> list[tuple[str, str]]:
-    """The turns that `turn_ids` made ids of; the last one may lack its <|end|>."""
-    names, turns, role, begin = {i: role for role, i in tokenizer.roles.items()}, [], None, 0
-    for at, token in enumerate([*ids, tokenizer.bos_id]):
-        if token == tokenizer.bos_id or token in names:
-            if role or role == "" and at > begin:
-                turns.append((role, completion(tokenizer, ids[:begin], ids[begin:at])))
-            role, begin = None if names.get(token) == "<|end|>" else names.get(token, ""), at + 1
-    return turns
-
-
-def read_rows(path: str, parse: Callable[[dict], tuple[str, object]], log: Callable[[str], None]) -> list:
-    """What `parse` makes of the rows of a file: JSON lines, or one JSON list, compressed if its name ends in .zst.
-
-    parse: from a row to its format and an item; it raises RowError. Rows that are none are left out, counted and named
-    in the log by kind. Raises UserError: no such file, or no usable row.
-    """
-    try:
-        with open(path, "rb") as file:
-            reader = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
-            content = reader.read() if path.endswith(".zst") else file.read()
-        content, whole = content.removeprefix(b"\xef\xbb\xbf"), None  # a mark that some editors put before UTF-8
-        with contextlib.suppress(ValueError, RecursionError):  # or lines of which the first is a list, and no row
-            whole = json.loads(content) if content.lstrip()[:1] == b"[" else None
-    except (OSError, zstandard.ZstdError) as error:
-        raise UserError(f"{path}: must be a file of JSON lines, or one JSON list, maybe .zst; {error!s:.200}") from None
-    items, formats, faults = [], collections.Counter(), {}
-    for number, line in enumerate(content.splitlines() if whole is None else whole, 1):
-        try:
-            if whole is None and not line.strip():
-                continue
-            row = json.loads(line.decode()) if whole is None else line
-            if not isinstance(row, dict):
-                raise RowError("no JSON object")
-            kind, item = parse(row)
-            formats[kind] += 1
-            items.append(item)
-        except (UnicodeDecodeError, ValueError, RecursionError, RowError) as error:
-            kinds = {UnicodeDecodeError: "invalid UTF-8", RowError: str(error)}
-            faults.setdefault(kinds.get(type(error), "no JSON"), []).append(number)
-    left = "; ".join(f"{kind}: {len(rows)} (the first is row {rows[0]})" for kind, rows in faults.items())
-    used = ", ".join(f"{count} {kind}" for kind, count in formats.items()) or "none"
-    said = f"{path}: {sum(map(len, faults.values())) + len(items)} rows, used {used}; left out {left or 'none'}"
-    if not items:
-        raise UserError(f"{said}; must hold one usable row at least")
-    log(f"data: {said}")
-    return items
-
-
-def weighted_files(name: str, text: str) -> dict[str, float]:
-    """File -> weight, 1 where none is given, of a setting's `FILE,FILE:WEIGHT`. Raises UserError."""
-    parts = [re.fullmatch(r"(.+?)(?::(\d+\.?\d*|\.\d+))?", part.strip()) for part in text.split(",") if text]
-    files = {part[1]: float(part[2] or 1) for part in parts if part}
+# === shared: finetuning ===
+def weighted_files(name, text):
+    """Return file -> weight of a setting's FILE,FILE:WEIGHT; without a weight 1. Raises UserError."""
+    files = {}
+    parts = text.split(",") if text else []
+    for part in parts:
+        match = re.fullmatch(r"(.+?)(?::(\d+\.?\d*|\.\d+))?", part.strip())
+        if match:
+            files[match[1]] = float(match[2] or 1)
     if len(files) < len(parts) or not all(files.values()):
-        raise UserError(f"{name}={text!r}: must be FILE or FILE:WEIGHT with commas between, each once, above 0")
+        raise UserError(
+            f"{name}={text!r}: must be FILE or FILE:WEIGHT with commas between, each once, above 0"
+        )
     return files
 
 
-def grow_roles(network: "GPT", tokenizer: Tokenizer) -> Tokenizer:
-    """The tokenizer with role tokens; where it had none the embedding, and a head, grow by the mean of their rows."""
+def grow_roles(network, tokenizer):
+    """Return the tokenizer with role tokens; if it had none, the network grows by rows for them.
+
+    The new rows of the embedding and of the head are the mean of the others.
+    """
     grown = with_roles(tokenizer)
-    for name in ("embed", "head") if grown is not tokenizer else ():
-        weight = getattr(network, name, None)
-        if weight is not None:
-            rows = weight.detach().mean(0, keepdim=True).expand(len(ROLE_TOKENS), -1)
-            grew = nn.Parameter(torch.cat([weight.detach(), rows]))
-            grew.splits = (len(grew),)
-            setattr(network, name, grew)
+    for name in ("embed", "head"):
+        weight = getattr(network, name)
+        if weight is not None and len(weight) < grown.vocab_size:
+            new_rows = weight.detach().mean(0).expand(len(ROLE_TOKENS), -1)
+            weight = nn.Parameter(torch.cat([weight.detach(), new_rows]))
+            weight.splits = (len(weight),)
+            setattr(network, name, weight)
     network.config.vocab_size = grown.vocab_size
     return grown
-# === end: chat ===
+
+
+# === end: finetuning ===
 
 
 # === shared: model ===

@@ -574,7 +574,7 @@ def test_faults_of_files_and_models_are_one_line(place, tmp_path):
             (dict(score_path=f"{tmp_path}/latin.txt"), r"^SCORE_PATH='.*latin.txt': must be a file of UTF-8 text or"),
             (dict(score_path=f"{tmp_path}/blank.txt"), r"^SCORE_PATH='.*blank.txt': .*empty text$"),
             (dict(score_path=f"{tmp_path}/none.txt"), r"^SCORE_PATH='.*none.txt': .*No such file"),
-            (dict(score_path=f"{tmp_path}/none.jsonl"), r"none.jsonl: must be a file of JSON lines"),
+            (dict(score_path=f"{tmp_path}/none.jsonl"), r"none.jsonl: cannot be read; .*No such file"),
             (dict(score_path=f"{tmp_path}/good.txt", eval_stride=64), "^EVAL_STRIDE=64: must be less than the")):
         with pytest.raises(S.UserError, match=said) as error:
             S.score(settings(place, "text", **changes))
