@@ -380,15 +380,18 @@ def test_no_machine_paths_and_no_registries() -> None:
 
 
 def files_in_commands(text: str) -> list[str]:
-    """Scripts and configs that the ```bash blocks of a document name; words with placeholders are left out."""
+    """Scripts and configs that the ```bash blocks of a document name, without those that a command there writes by
+    `>`; words with placeholders are left out."""
+    written = re.findall(r" > ([\w./-]+)", text)
     words = [word for block in re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
              for line in block.splitlines() for word in re.split(r"[\s=;]+", line.split("#")[0])]
-    return [word for word in words if re.fullmatch(r"[\w./-]+\.(py|sh|env)", word)]
+    return [word for word in words if re.fullmatch(r"[\w./-]+\.(py|sh|env)", word) and word not in written]
 
 
 def test_commands_are_parsed() -> None:
     text = "```bash\nCONFIG=configs/x.env python a.py  # see b.py\n./run.sh; cat records/<one>/c.py\n```\n`d.py`\n"
     assert files_in_commands(text) == ["configs/x.env", "a.py", "./run.sh"]
+    assert files_in_commands("```bash\nsed 1d a.py > b.py\npython b.py\n```\n") == ["a.py"]
 
 
 def test_documented_commands_name_files_that_exist() -> None:

@@ -250,13 +250,28 @@ def test_the_commands_on_a_good_record(place, first):
     result = json.loads((first / "result.json").read_text())
     size = max(seed["total_bytes"] for seed in result["seeds"])
     row = (
-        f"| {result['mean']:.4f} ± {result['interval95']:.4f} | 3 | [{first.name}](records/"
+        f"| {result['mean']:.4f} ± {result['interval95']:.4f} |  | 3 | [{first.name}](records/"
         f"track_tiny/{first.name}/README.md) | Nothing. |  | {size:,} |"
     )
     assert row in (place / "README.md").read_text()
     assert row.replace("(records/", "(") in (place / "records" / "README.md").read_text()
     done = call(place, "check")
     assert (done.returncode, done.stdout) == (0, "no fault\n"), done.stderr + done.stdout
+
+
+def test_the_table_separates_machines_and_names_counts():
+    """By the committed records: each machine's rows stand together, and a rerun stands with its machine."""
+    lines = R.leaderboard(ROOT / "records" / "track_cpu_3min").splitlines()[4:]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    assert [row[1] for row in rows] == ["AMX"] * 4 + ["no AMX"] * 5
+    for machine in ("AMX", "no AMX"):
+        scores = [row[0] for row in rows if row[1] == machine]
+        assert scores == sorted(scores)
+    scores = {(re.search(r"_(\w+)\]", row[3])[1], row[1]): row[0] for row in rows}
+    assert scores["Bigrams", "AMX"] == "1.3136 ± 0.0120; 1.4764 with no AMX"
+    assert scores["Bigrams", "no AMX"] == "1.4764"
+    counted = {name for (name, _), score in scores.items() if "counts of n-grams" in score}
+    assert counted == {"Counts", "Gate", "Places", "TwoLayers"}
 
 
 # ------------------------------------------------------------------------------------------- faults

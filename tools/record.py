@@ -760,35 +760,79 @@ def list_records(records: Path) -> list[Path]:
     return sorted(folders)
 
 
+def read_machines(track: Path) -> dict[str, str]:
+    """Return the machine of each record, in the order of the table below `## Machines` of a track's page.
+
+    The logs name the number of cores and not what these can multiply, so a person writes that table.
+    """
+    page = track / "README.md"
+    text = page.read_text(encoding="utf-8") if page.exists() else ""
+    section = text.partition("\n## Machines\n")[2].partition("\n## ")[0]
+    machines = {}
+    for machine, names in re.findall(r"^\| (?!machine )(.+?) \| (.+?) \|$", section, re.MULTILINE):
+        for name in names.split(", "):
+            machines[name.strip("`")] = machine
+    return machines
+
+
+def rerun_row(claim: dict, result: dict, machine: str) -> list:
+    """Return the table's row of a beaten record that was run again beside the record of `result`."""
+    name = claim["against"]
+    what = f"`{name[11:]}` run again, on the machine of `{result['record'][11:]}`."
+    link = f"[{name}](records/{result['track']}/{name}/README.md)"
+    return [f"{claim['mean']:.4f}", machine, len(claim["logs"]), link, what, "", ""]
+
+
+def record_row(track: Path, result: dict, machine: str, reruns: list[str]) -> list:
+    """Return the table's row of a record. `reruns` are its scores on other machines, as text."""
+    name = result["record"]
+    page = (track / name / "README.md").read_text(encoding="utf-8")
+    config = (track / name / "config.env").read_text(encoding="utf-8")
+    score = f"{result['mean']:.4f} ± {result['interval95']:.4f}"
+    if re.search(r"^NGRAM_ORDER=[1-9]", config, re.MULTILINE):
+        score += ", with counts of n-grams"
+    changed = re.search(r"^## What changed\n+(.+)", page, re.MULTILINE)
+    claims = []
+    for claim in result["claims"]:
+        claims.append(f"{claim['against'][11:]} by {claim['margin']:.4f}, p = {claim['p']:.1g}")
+    return [
+        "; ".join([score, *reruns]),
+        machine,
+        len(result["seeds"]),
+        f"[{name}](records/{track.name}/{name}/README.md)",
+        changed[1] if changed else "",
+        "; ".join(claims),
+        f"{max(seed['total_bytes'] for seed in result['seeds']):,}",
+    ]
+
+
 def leaderboard(track: Path) -> str:
-    """Return the table of a track's records, the best first."""
+    """Return the table of a track's records: by machine, and for each machine the best first."""
     rules = read_track(track).rules
+    machines = read_machines(track)
     results = []
     for folder in list_records(track.parent):
         if folder.parent == track:
             results.append(json.loads((folder / "result.json").read_bytes()))
-    results.sort(key=lambda result: result["mean"])
-    rows = [["bits per byte", "seeds", "record", "what changed", "better than", "bytes"]]
+    rows = []  # (machine, score, cells)
+    reruns = {}  # record -> its scores on other machines
     for result in results:
-        name = result["record"]
-        page = (track / name / "README.md").read_text(encoding="utf-8")
-        changed = re.search(r"^## What changed\n+(.+)", page, re.MULTILINE)
-        claims = [
-            f"{claim['against'][11:]} by {claim['margin']:.4f}, p = {claim['p']:.1g}"
-            for claim in result["claims"]
-        ]
-        rows.append(
-            [
-                f"{result['mean']:.4f} ± {result['interval95']:.4f}",
-                len(result["seeds"]),
-                f"[{name}](records/{track.name}/{name}/README.md)",
-                changed[1] if changed else "",
-                "; ".join(claims),
-                f"{max(seed['total_bytes'] for seed in result['seeds']):,}",
-            ]
-        )
+        machine = machines.get(result["record"][11:], "")
+        for claim in result["claims"]:
+            name = claim["against"]
+            if machines.get(name[11:], "") != machine:
+                reruns.setdefault(name, []).append(f"{claim['mean']:.4f} with {machine}")
+                rows.append((machine, claim["mean"], rerun_row(claim, result, machine)))
+    for result in results:
+        machine = machines.get(result["record"][11:], "")
+        cells = record_row(track, result, machine, reruns.get(result["record"], []))
+        rows.append((machine, result["mean"], cells))
+    order = list(dict.fromkeys([*machines.values(), ""]))
+    rows.sort(key=lambda row: (order.index(row[0]), row[1]))
+    head = ["bits per byte", "machine", "seeds", "record", "what changed", "better than", "bytes"]
     link = f"[{track.name}](records/{track.name}/README.md)"
-    return f"{rules['title']} ({link}):\n\n{markdown_table(rows)}"
+    table = markdown_table([head, *(cells for _, _, cells in rows)])
+    return f"{rules['title']} ({link}):\n\n{table}"
 
 
 def update_tables(records: Path, write: bool) -> list[str]:
