@@ -475,7 +475,8 @@ def test_a_reward_without_bound_is_refused_with_its_sample(values: str, sample: 
 
 @pytest.mark.parametrize("error", [ValueError, KeyError, TimeoutError, SystemExit, KeyboardInterrupt])
 def test_what_a_users_reward_raises_has_its_traceback(error: type, tmp_path: Path) -> None:
-    source = f"def score(prompts, completions, answers):\n    helper()\n\n\ndef helper():\n    raise {error.__name__}(7)\n"
+    source = "def score(prompts, completions, answers):\n    helper()\n\n\ndef helper():\n    raise NAME(7)\n"
+    source = source.replace("NAME", error.__name__)
     with pytest.raises(G.UserError if error is TimeoutError else error) as raised_error:
         user_reward(tmp_path, source)
     if error is not TimeoutError:
