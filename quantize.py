@@ -2423,14 +2423,14 @@ def read_header(source: Weights, tokenizer_path: str) -> dict:
 def load_defaults(source: Weights) -> Settings:
     """Return the settings; quantizer and data are the checkpoint's unless given. UserError."""
 
-    def stored(given: dict[str, str]) -> tuple[dict, dict]:
+    def stored(given):
         if source.coded and "MATRIX_BITS" in given:
             raise UserError(
                 f"MATRIX_BITS: the weights of {source.path} are quantized already; give their "
                 "checkpoint"
             )
         names = ("matrix_bits", "data_path")
-        return {name: source.run[name] for name in names if name in source.run}, {}
+        return {name: source.run[name] for name in names if name in source.run}
 
     return load_settings(Settings, dict(os.environ), stored=stored)
 
