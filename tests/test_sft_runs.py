@@ -157,7 +157,7 @@ def test_grpo_goes_on_from_here(place, straight):
     prompt, end = G.chat_ids(tokenizer, "cat")
     samples = G.generate(network, [prompt], 50, 8, 1.0, 0, 1.0, [(0,)], frozenset([end]))
     text = "".join(G.completion(tokenizer, prompt, sample.ids) for sample in samples)
-    assert sum(letter in string.ascii_uppercase for letter in text) > 0.8 * len(text) > 40
+    assert sum(letter in string.ascii_uppercase for letter in text) > 0.7 * len(text) > 40
     assert sum(sample.finished for sample in samples) > 40
 
 
@@ -280,7 +280,7 @@ FAULTS = {
     "teacher of another tokenizer": ({"TOKENIZER_PATH": "MODEL", "TEACHER": "STRAIGHT"},
                                      r"TEACHER='.*': .*model.upar has the tokenizer bytes with 264 tokens, the student "
                                      r"tokenizer.model with 400; must be the same, see TOKENIZER_PATH"),
-    "no such teacher": ({"TEACHER": "none"}, "TEACHER='none': no such file"),
+    "no such teacher": ({"TEACHER": "none"}, "TEACHER='none': must be a run, a checkpoint or an artifact"),
     "nothing to distil from": ({"KD_ALPHA": 0.9}, "KD_ALPHA=0.9: needs a TEACHER"),
     "nothing trains the head": ({"TEACHER": "STRAIGHT", "KD_LOSS": "pool", "KD_ALPHA": 1}, "KD_ALPHA=1 with KD_LOSS"),
     "top one": ({"TEACHER": "STRAIGHT", "KD_TOP_K": 1}, "KD_TOP_K=1 leaves nothing"),
@@ -289,7 +289,7 @@ FAULTS = {
     "temperature": ({"KD_TEMPERATURE": 0}, "KD_TEMPERATURE=0.0: must be a number from 0.01"),
     "setting of quantize.py": ({"DISTILL_STEPS": 5}, "DISTILL_STEPS='5': no setting of this script"),
     "windows": ({"TRAIN_BATCH_TOKENS": 100}, "TRAIN_BATCH_TOKENS=100: must be a multiple of TRAIN_SEQ_LEN x ranks"),
-    "no such file": ({"TRAIN_FILES": "none.jsonl"}, "none.jsonl: must be a file of JSON lines"),
+    "no such file": ({"TRAIN_FILES": "none.jsonl"}, "none.jsonl: cannot be read"),
     "what to train on": ({"TRAIN_ON": "user"}, "TRAIN_ON='user': must be one of assistant, all"),
     "adapters and QAT": ({"LORA_RANK": 4}, "QAT=1: adapters are not quantized"),
     "rows too long": ({"TRAIN_SEQ_LEN": 8, "TRAIN_BATCH_TOKENS": 8},
