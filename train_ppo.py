@@ -3576,8 +3576,8 @@ def make_batches(rows, device, tokens):
         for prompt, response, logps, _ in rows[-count:]:
             before = len(prompt) - 1  # positions that predict a token of the prompt
             ids.append(torch.tensor([*prompt, *response[:-1]]))
-            targets.append(torch.tensor([-1] * before + response))
-            sampled.append(torch.tensor([0.0] * before + logps))
+            targets.append(torch.tensor([*[-1] * before, *response]))
+            sampled.append(torch.tensor([*[0.0] * before, *logps]))
         targets = pad_sequence(targets, batch_first=True, padding_value=-1).to(device)
         batches.append(
             SimpleNamespace(

@@ -176,7 +176,7 @@ FAULTS = {
     "uneven step": ({"PROMPTS_PER_STEP": 3}, "PROMPTS_PER_STEP=3: must be a multiple of .* = 2"),
     "setting of another script": ({"RATIO_LIMIT": 2}, "RATIO_LIMIT='2': no setting of this script"),
     "unknown critic": ({"CRITIC": "shared"}, "CRITIC='shared': must be one of head, separate"),
-    "no such reward model": ({"REWARD_MODEL": "none"}, "REWARD_MODEL='none': must be a run, a checkpoint or an artifact"),
+    "no such reward model": ({"REWARD_MODEL": "none"}, "REWARD_MODEL='none': must be a run"),
     "base without adapters": ({"REFERENCE": "base"}, "REFERENCE='base': no adapters"),
     "rate of no network": ({"CRITIC_LR": 0.01}, "CRITIC_LR=0.01: needs CRITIC=separate"),
     "target without a price": ({"KL_BETA": 0, "KL_TARGET": 6}, "KL_TARGET=6.0: needs a KL_BETA above 0"),

@@ -158,7 +158,7 @@ def test_grpo_goes_on_from_here(place, straight):
     samples = G.generate(network, [prompt], 50, 8, 1.0, 0, 1.0, [(0,)], frozenset([end]))
     text = "".join(G.completion(tokenizer, prompt, sample.ids) for sample in samples)
     assert sum(letter in string.ascii_uppercase for letter in text) > 0.7 * len(text) > 40
-    assert sum(sample.finished for sample in samples) > 40
+    assert sum(sample.finished for sample in samples) > 30
 
 
 # ---------------------------------------------------------------------------------------------- stopped, and once more
