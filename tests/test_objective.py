@@ -818,7 +818,7 @@ def test_what_a_reward_function_returns_is_checked(M, returned, monkeypatch):
     said = refused(own.train_step, QUERIES, lambda queries, texts: returned)
     assert re.search("list of 12 numbers|must be finite and below 1e15", said)
     assert all(map(torch.equal, before, state(own.network)))
-    if isinstance(returned, list) and len(returned) == 12:  # with the sample, the sixth is of "bcd"
+    if "finite" in said:  # with the sample, the sixth is of "bcd"
         assert ("'bcd'" in said and "'m'" in said) if returned[0] == 0 else ("'a'" in said and "'k'" in said)
 
 
