@@ -739,7 +739,8 @@ def decode_bytes(tokenizer, ids):
     ids = np.asarray(ids, dtype=np.int64)
     previous = np.append(tokenizer.bos_id, ids)[:-1]
     drops = tokenizer.drops_space[ids] & tokenizer.boundary[previous]
-    return b"".join(tokenizer.pieces[i][drop:] for i, drop in zip(ids, drops, strict=True))
+    pairs = zip(ids.tolist(), drops.tolist(), strict=True)
+    return b"".join([tokenizer.pieces[token][drop:] for token, drop in pairs])
 
 
 def chat_ids(tokenizer, prompt):
