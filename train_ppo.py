@@ -725,19 +725,6 @@ def sha256_file(path):
 
 
 # === shared: text ===
-def with_roles(tokenizer):
-    """Return the tokenizer with tokens for the roles, four more if it has none. Its file stays."""
-    if tokenizer.roles:
-        return tokenizer
-    count = len(ROLE_TOKENS)
-    return replace(
-        tokenizer,
-        pieces=tokenizer.pieces + [b""] * count,
-        drops_space=np.append(tokenizer.drops_space, [False] * count),
-        roles={role: tokenizer.vocab_size + i for i, role in enumerate(ROLE_TOKENS)},
-    )
-
-
 def decode_bytes(tokenizer, ids):
     """Return the bytes of tokens that begin a document; `byte_counts` counts exactly these."""
     ids = np.asarray(ids, dtype=np.int64)
@@ -2421,6 +2408,19 @@ def read_artifact(path, max_weights=1 << 30):
 
 
 # === shared: weights ===
+def with_roles(tokenizer):
+    """Return the tokenizer with tokens for the roles, four more if it has none. Its file stays."""
+    if tokenizer.roles:
+        return tokenizer
+    count = len(ROLE_TOKENS)
+    return replace(
+        tokenizer,
+        pieces=tokenizer.pieces + [b""] * count,
+        drops_space=np.append(tokenizer.drops_space, [False] * count),
+        roles={role: tokenizer.vocab_size + i for i, role in enumerate(ROLE_TOKENS)},
+    )
+
+
 def load_model(name, path, tokenizer_path=""):
     """Return a network, on the CPU, its tokenizer and the file that they are from.
 

@@ -816,10 +816,12 @@ def test_what_a_reward_function_returns_is_checked(M, returned, monkeypatch):
     own = trainer(M)
     before = state(own.network)
     said = refused(own.train_step, QUERIES, lambda queries, texts: returned)
-    assert re.search("list of 12 numbers|must be finite and below 1e15", said)
     assert all(map(torch.equal, before, state(own.network)))
-    if "finite" in said:  # with the sample, the sixth is of "bcd"
-        assert ("'bcd'" in said and "'m'" in said) if returned[0] == 0 else ("'a'" in said and "'k'" in said)
+    if not isinstance(returned, list) or len(returned) != 12 or not isinstance(returned[0], float):
+        assert said.startswith("reward: must be a list of 12 numbers, not ")
+    else:  # with the sample, the sixth is of "bcd"
+        sample = "prompt 'bcd', completion 'm'" if returned[0] == 0 else "prompt 'a', completion 'k'"
+        assert said.startswith("reward: must be finite and below 1e15, not ") and said.endswith(sample)
 
 
 @each_script
