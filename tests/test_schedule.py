@@ -1,7 +1,7 @@
 """Clock, plan and averages against a fake clock: every phase fires, the rate lands at its floor, ranks agree."""
 
-import itertools
 import copy
+import itertools
 import json
 import math
 import subprocess
