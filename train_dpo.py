@@ -35,11 +35,10 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
 from decimal import Decimal
 from fractions import Fraction
-from numbers import Real
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal, get_args
@@ -81,6 +80,7 @@ class Settings:
     seed: int = 1337  # of every random draw
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a device
     activation_checkpointing: bool = False  # recompute layers in the backward pass: less memory
+    compile: bool = False  # torch.compile; on a CPU it needs a C++ compiler
     # data
     train_files: str = ""  # files of rows, each maybe :WEIGHT; empty: TASK
     val_files: str = ""  # files of held-out rows; empty: one prompt in ten, by a hash
@@ -150,6 +150,20 @@ class Settings:
 
     def __post_init__(self):
         check_settings(self)
+        if self.beta == 0:
+            raise UserError("BETA=0: must be above 0, or nothing is learned")
+        if self.reference == "base" and not self.lora_rank:
+            raise UserError(
+                "REFERENCE='base': needs LORA_RANK, or there are no adapters to leave out"
+            )
+        readers = {"label_smoothing": "cdpo, robust", "margin": "reward", "centering": "reward"}
+        for name, objectives in readers.items():
+            value = getattr(self, name)
+            if value != getattr(Settings, name) and self.objective not in objectives.split(", "):
+                raise UserError(
+                    f"{name.upper()}={value}: OBJECTIVE={self.objective} does not read it, only "
+                    f"{objectives}"
+                )
 
 
 # === shared: settings ===
@@ -708,38 +722,6 @@ def sha256_file(path):
 # === end: tokenizer ===
 
 
-# === shared: text ===
-def decode_bytes(tokenizer, ids):
-    """Return the bytes of tokens that begin a document; `byte_counts` counts exactly these."""
-    ids = np.asarray(ids, dtype=np.int64)
-    previous = np.append(tokenizer.bos_id, ids)[:-1]
-    drops = tokenizer.drops_space[ids] & tokenizer.boundary[previous]
-    pairs = zip(ids.tolist(), drops.tolist(), strict=True)
-    return b"".join([tokenizer.pieces[token][drop:] for token, drop in pairs])
-
-
-def chat_ids(tokenizer, prompt):
-    """Return the ids of a prompt, as a document begins, and the token that ends the answer to it.
-
-    With role tokens the prompt is a user's turn. Without, it is a line, and the BOS of the next
-    document ends the answer.
-    """
-    roles = tokenizer.roles
-    if not roles:
-        return [tokenizer.bos_id, *tokenizer.encode(prompt + "\n")], tokenizer.bos_id
-    turn = [roles["<|user|>"], *tokenizer.encode(prompt), roles["<|end|>"]]
-    return [tokenizer.bos_id, *turn, roles["<|assistant|>"]], roles["<|end|>"]
-
-
-def completion(tokenizer, prompt, ids):
-    """Return the text of `ids`, sampled after the ids of a prompt. BOS and roles are no text."""
-    length = len(decode_bytes(tokenizer, prompt))
-    return decode_bytes(tokenizer, [*prompt, *ids])[length:].decode(errors="replace")
-
-
-# === end: text ===
-
-
 # === shared: chat ===
 ROLES = {  # what data sets call the roles; a model reads what a tool says like a user's turn
     "system": "<|system|>",
@@ -833,18 +815,12 @@ def parse_line(line):
         raise RowError("no JSON") from None
 
 
-def read_rows(path, parse, log):
-    """Return what `parse` makes of the rows of a file: JSON lines, or one JSON list, maybe .zst.
+def parse_rows(path, rows, parse, log):
+    """Return what `parse` makes of rows: dicts, or lines of JSON. Blank lines are skipped.
 
     parse: function from a row to its format and an item; it raises RowError. Malformed rows are
-    left out, and the log counts them by fault. Raises UserError: no such file, or no usable row.
+    left out, and the log counts them by fault. Raises UserError if no row is usable.
     """
-    # Some editors put a mark, of three bytes, before UTF-8.
-    content = read_file(path).removeprefix(b"\xef\xbb\xbf")
-    rows = content.splitlines()
-    if content.lstrip().startswith(b"["):
-        with contextlib.suppress(RowError):  # otherwise these are lines, each of which is a list
-            rows = parse_line(content)
     items = []
     formats = collections.Counter()
     faults = {}  # fault -> numbers of the rows that have it
@@ -867,12 +843,22 @@ def read_rows(path, parse, log):
         f"{fault}: {len(numbers)} (the first is row {numbers[0]})"
         for fault, numbers in faults.items()
     ]
-    count = len(items) + sum(map(len, faults.values()))  # without blank lines
-    report = f"{path}: {count} rows, used {used}; left out {'; '.join(left_out) or 'none'}"
+    report = f"{path}: used {used}; left out {'; '.join(left_out) or 'none'}"
     if not items:
         raise UserError(f"{report}; must hold one usable row at least")
     log(f"data: {report}")
     return items
+
+
+def read_rows(path, parse, log):
+    """Return parse_rows of a file: JSON lines, or one JSON list, maybe .zst. Raises UserError."""
+    # Some editors put a mark, of three bytes, before UTF-8.
+    content = read_file(path).removeprefix(b"\xef\xbb\xbf")
+    rows = content.splitlines()
+    if content.lstrip().startswith(b"["):
+        with contextlib.suppress(RowError):  # otherwise these are lines, each of which is a list
+            rows = parse_line(content)
+    return parse_rows(path, rows, parse, log)
 
 
 # === end: chat ===
@@ -915,42 +901,6 @@ def row_pair(row):
 
 
 # === end: preferences ===
-
-
-# === shared: finetuning ===
-def weighted_files(name, text):
-    """Return file -> weight of a setting's FILE,FILE:WEIGHT; without a weight 1. Raises UserError."""
-    files = {}
-    parts = text.split(",") if text else []
-    for part in parts:
-        match = re.fullmatch(r"(.+?)(?::(\d+\.?\d*|\.\d+))?", part.strip())
-        if match:
-            files[match[1]] = float(match[2] or 1)
-    if len(files) < len(parts) or not all(files.values()):
-        raise UserError(
-            f"{name}={text!r}: must be FILE or FILE:WEIGHT with commas between, each once, above 0"
-        )
-    return files
-
-
-def grow_roles(network, tokenizer):
-    """Return the tokenizer with role tokens; if it had none, the network grows by rows for them.
-
-    The new rows of the embedding and of the head are the mean of the others.
-    """
-    grown = with_roles(tokenizer)
-    for name in ("embed", "head"):
-        weight = getattr(network, name)
-        if weight is not None and len(weight) < grown.vocab_size:
-            new_rows = weight.detach().mean(0).expand(len(ROLE_TOKENS), -1)
-            weight = nn.Parameter(torch.cat([weight.detach(), new_rows]))
-            weight.splits = (len(weight),)
-            setattr(network, name, weight)
-    network.config.vocab_size = grown.vocab_size
-    return grown
-
-
-# === end: finetuning ===
 
 
 # === shared: model ===
@@ -3289,6 +3239,125 @@ def make_task(name, path, seed):
 # === end: tasks ===
 
 
+# === shared: examples ===
+DEMONSTRATION = 1 << 40  # number of the first problem here, beyond those of an RL script
+
+
+@dataclass
+class Examples:
+    """Examples to learn from. Each has a `key`: those with one prompt have one key."""
+
+    train: list
+    parts: list  # of each file: its numbers in `train`, and its weight
+    choice: list  # choose between averages
+    held_out: list  # score the model
+    sha256: str  # of all, which must not change when a run is resumed
+
+
+def weighted_files(name, text):
+    """Return file -> weight of a setting's FILE,FILE:WEIGHT; without a weight 1. Raises UserError."""
+    files = {}
+    for part in filter(None, text.split(",")):
+        path, weight = re.fullmatch(r"(.*?)(?::(\d*\.?\d+))?", part.strip()).groups()
+        if path in files or not float(weight or 1):
+            raise UserError(f"{name}={text!r}: must be FILE or FILE:WEIGHT, each once, above 0")
+        files[path] = float(weight or 1)
+    return files
+
+
+def prompt_key(turns):
+    """Return a hash of the turns before the first answer to a user.
+
+    It is the same for a conversation and for one that goes on from it. Otherwise the model would
+    already have seen the earlier answers of held-out conversations.
+    """
+    prompt = []
+    for role, text in turns:
+        if role == "<|assistant|>" and "<|user|>" in dict(prompt):
+            break
+        prompt.append((role, text))
+    return int(hashlib.blake2b(json.dumps(prompt).encode(), digest_size=8).hexdigest(), 16)
+
+
+def read_examples(settings, parse, make_row, count, log):
+    """Return Examples of TRAIN_FILES and VAL_FILES, or of `count` problems of TASK.
+
+    parse: see parse_rows. make_row: function from a Task and a Problem to a row. Without VAL_FILES
+    one prompt in ten is held out, with all its examples of all files. With them, examples are left
+    out of training whose prompt stands there. Raises UserError.
+    """
+    weights = weighted_files("TRAIN_FILES", settings.train_files)
+    files = [read_rows(path, parse, log) for path in weights]
+    held_out = []
+    for path in filter(None, settings.val_files.split(",")):
+        held_out += read_rows(path.strip(), parse, log)
+    if not files:
+        name = f"TASK={settings.task}"
+        task = make_task(settings.task, settings.task_path, settings.seed)
+        count = min(
+            count, len(task.rows[False]) or count
+        )  # a task from a file has so many problems
+        problems = [task.problem(DEMONSTRATION + number, False) for number in range(count)]
+        rows = [make_row(task, problem) for problem in problems]
+        files = [parse_rows(name, rows, parse, log)]
+        weights = {name: 1.0}
+        if not held_out:
+            rows = [make_row(task, problem) for problem in task.held_out(settings.eval_prompts)]
+            held_out = parse_rows(f"{name}, held out", rows, parse, log)
+
+    held_out_keys = {example.key for example in held_out}
+    train = []
+    parts = []
+    choice = []
+    for examples, weight in zip(files, weights.values(), strict=True):
+        begin = len(train)
+        for example in examples:
+            if example.key in held_out_keys:
+                continue
+            if not held_out_keys and example.key % 10 == 0:
+                held_out.append(example)
+            elif example.key % 50 == 1:
+                choice.append(example)
+            else:
+                train.append(example)
+        if len(train) > begin:
+            parts.append((np.arange(begin, len(train)), weight))
+    if not train or len(held_out) < 2:
+        raise UserError(
+            f"VAL_FILES={settings.val_files!r}: {len(held_out)} rows held out, {len(train)} of other "
+            "prompts to train on; must be 2 and 1 at least"
+        )
+    # By their hashes: the same ones with any seed.
+    held_out = sorted(held_out, key=lambda example: example.key)[: settings.eval_prompts]
+    choice = choice or train[:256]
+    log(
+        f"data: {len(train)} rows to train on, {len(choice)} to choose between averages, "
+        f"{len(held_out)} held out"
+    )
+    digest = hashlib.sha256()
+    for example in train + choice + held_out:
+        for value in vars(example).values():
+            digest.update(np.asarray(value).tobytes())
+    return Examples(train, parts, choice, held_out, digest.hexdigest())
+
+
+def epoch_numbers(parts, seed, epoch):
+    """Return the numbers of an epoch's examples: WEIGHT times those of a file.
+
+    An epoch goes round and round through a file's examples in a drawn order. What it leaves out of
+    a round is where the next begins.
+    """
+    epochs = []
+    for numbers, weight in parts:
+        order = np.random.default_rng([seed, numbers[0]]).permutation(numbers)
+        count = max(1, round(weight * len(order)))
+        epochs.append(order[(epoch * count + np.arange(count)) % len(order)])
+    return np.concatenate(epochs)
+
+
+# === end: examples ===
+
+
 # === shared: responses ===
 def token_logps(network, batch, temperature):
     """Return log-probabilities (B, T) of batch.targets, and the entropies there, without a gradient.
@@ -3485,6 +3554,214 @@ def supervise(network, rows, settings, runtime):
 # === end: supervision ===
 
 
+# === shared: finetuning ===
+# A step that takes longer than this and than 20 median steps prints the stacks of all threads.
+HANG_SECONDS = 120.0
+
+
+def grow_roles(network, tokenizer):
+    """Return the tokenizer with role tokens; if it had none, the network grows by rows for them.
+
+    The new rows of the embedding and of the head are the mean of the others.
+    """
+    grown = with_roles(tokenizer)
+    for name in ("embed", "head"):
+        weight = getattr(network, name)
+        if weight is not None and len(weight) < grown.vocab_size:
+            new_rows = weight.detach().mean(0).expand(len(ROLE_TOKENS), -1)
+            weight = nn.Parameter(torch.cat([weight.detach(), new_rows]))
+            weight.splits = (len(weight),)
+            setattr(network, name, weight)
+    network.config.vocab_size = grown.vocab_size
+    return grown
+
+
+def start_network(settings, runtime):
+    """Return start_policy's network and tokenizer, with role tokens, and where they are from.
+
+    Raises UserError if the network does not fit the settings.
+    """
+    network, tokenizer, source = start_policy(settings, runtime)
+    config = network.config
+    if settings.lora_rank and not tokenizer.roles:
+        raise UserError(
+            f"LORA_RANK={settings.lora_rank}: {source} has no role tokens, and adapters would not "
+            "learn their embeddings; must be 0 in the first fine-tuning"
+        )
+    if config.positions == "learned" and settings.train_seq_len > config.train_seq_len:
+        raise UserError(
+            f"TRAIN_SEQ_LEN={settings.train_seq_len}: must be at most {config.train_seq_len}, "
+            f"because {source} has learned positions"
+        )
+    config.train_seq_len = max(config.train_seq_len, settings.train_seq_len)
+    return network, grow_roles(network, tokenizer), source
+
+
+def open_run(settings, steps, network, tokenizer, runtime, **identity):
+    """Return an open Run of at most `steps` steps (0: no limit), and the checkpoint to load or None.
+
+    identity: what must not change when the run is resumed, beside what every run has.
+    """
+    timing = replace(settings, iterations=steps)
+    plan = Plan(timing)
+    clock = Clock(timing, runtime, replayed_progress(settings))
+    for name in ("seed", "lora_rank", "train_files"):
+        identity[name] = getattr(settings, name)
+    identity |= {**asdict(network.config), "tokenizer_sha256": tokenizer.sha256}
+    run = Run(settings, runtime, plan, clock, identity)
+    run.log.iterations = steps
+    checkpoint = run.open()
+    if tokenizer.file != "bytes":
+        run.write_file(tokenizer.file, tokenizer.content)
+    run.log(plan.describe())
+    return run, checkpoint
+
+
+class Finetuner:
+    """What SFTTrainer and DPOTrainer share: a network, its optimizers and averages.
+
+    modules: others that are trained with the network.
+    """
+
+    def __init__(self, network, settings, runtime, *modules):
+        self.network = network
+        self.settings = settings
+        self.runtime = runtime
+        self.micro_tokens = settings.micro_batch_tokens or fitting_tokens(network, runtime.device)
+        self.table = quant_table(settings)
+        self.qat = False  # whether weights are rounded as in the artifact
+        self.params = [param for param in network.parameters() if param.requires_grad]
+        self.optimizers = policy_optimizers(nn.ModuleList([network, *modules]), settings, runtime)
+        self.averages = {}
+        if settings.ema:
+            self.averages["ema"] = Average(self.params, EMA_MEMORY)
+        if settings.swa:
+            self.averages["swa"] = Average(self.params)
+        if settings.compile:
+            network.features = torch.compile(network.features)
+
+    def weights(self):
+        """Return a context in which weights are rounded as in the artifact if QAT is on."""
+        return quantized(self.network, self.table) if self.qat else contextlib.nullcontext()
+
+    def begin_step(self, run):
+        """Begin the phases of a step; return its progress and the multiplier of learning rates."""
+        progress = run.clock.progress(run.step)
+        for name in run.plan.begin_phases(run.step, progress):
+            run.log(f"phase: {name} begins at step {run.step + 1}, {progress:.1%} of the run")
+            if name == "qat":
+                for average in self.averages.values():
+                    average.count = 0  # weights that never saw the quantizer do not fit it
+        self.qat = run.plan.is_on("qat")
+        return progress, run.plan.rates(progress)
+
+    def update_averages(self, run):
+        """Take the weights into the averages that are on."""
+        for name, average in self.averages.items():
+            if run.plan.is_on(name):
+                average.update(run.plan.progress)
+
+
+def log_step(run, metrics):
+    """Log the step before, if its report has come; return whether a rank is to stop."""
+    report = run.clock.previous_report()
+    if report is None:
+        return False
+    run.count_skipped(report)
+    values = {name: float(value) for name, value in metrics.items()}
+    values["train_time"] = 1000 * report.seconds
+    values["step_avg"] = 1000 * report.seconds / run.step
+    run.log.metrics(run.step, values, run.clock.budget - report.seconds)
+    return report.stop_requested
+
+
+def score_table(columns):
+    """Return scores as a table for the log. columns: title -> name of a score -> its value.
+
+    A value is a number, or a mean and the ends of its interval.
+    """
+    lines = ["".join(f"{title:>30s}" for title in ["", *columns])]
+    for name in next(iter(columns.values())):
+        line = f"{name:>30s}"
+        for scores in columns.values():
+            value = scores.get(name, "")
+            if isinstance(value, list):
+                value = "{:.4g} [{:.4g}, {:.4g}]".format(*value)
+            line += f"{value:>30}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def choose_weights(trainer, loss, log):
+    """Give the network the raw or averaged weights with the least loss(); return a name."""
+    params = [param.detach() for param in trainer.params]
+    candidates = {"raw": params}
+    for name, average in trainer.averages.items():
+        if average.count:
+            candidates[name] = average.values
+    losses = {}
+    for name, values in candidates.items():
+        with swapped(params, values):
+            losses[name] = loss()
+        log(f"weights: {name}, loss {losses[name]:.4f}")
+    chosen = min(losses, key=losses.get)
+    log(f"weights: {chosen} chosen")
+    torch._foreach_copy_(params, candidates[chosen])
+    return chosen
+
+
+def leave_stopped(run, stop_signal):
+    """Log that a signal stopped the run, which is saved; return the exit code."""
+    number = signal.Signals(stop_signal.number or signal.SIGTERM)
+    run.log(f"stopped by {number.name} after step {run.step}; RESUME={run.folder} continues it")
+    run.runtime.leave()
+    return 128 + number
+
+
+def finish(run, trainer, tokenizer, metrics, loss):
+    """Choose, quantize and pack the weights; this is on the clock, too.
+
+    metrics: of the last step. loss: function without arguments, the loss of the present weights.
+    Return the artifact and facts for result.json. The trainer has the network that the artifact
+    file alone gives back.
+    """
+    handle_stop_signals(signal.SIG_DFL)
+    log_step(run, metrics)
+    network = trainer.network
+    run.write_json("progress.json", {"progress": run.clock.used})
+    run.clock.start()
+    # Adapters are quantized as parts of the weights that they change.
+    trainer.qat = not run.settings.lora_rank
+    chosen = choose_weights(trainer, loss, run.log)
+    merge_lora(network)
+    state = network.state_dict()
+    content, sizes = pack_artifact(
+        state,
+        quantize_all(state, trainer.table),
+        settings=asdict(network.config),
+        tokenizer_sha256=tokenizer.sha256,
+        meta={"seed": run.settings.seed, "tokenizer": tokenizer.file},
+    )
+    run.clock.stop()
+    path = run.write_artifact(content)
+    trainer.network, *_ = load_model("ARTIFACT", str(path))
+    trainer.network.to(run.runtime.device)
+    trainer.qat = False
+    facts = {
+        "tokenizer_sha256": tokenizer.sha256,
+        "data_sha256": run.identity["data_sha256"],
+        "last": {name: float(value) for name, value in metrics.items()},
+        "params": count_parameters(network),
+        "weights": chosen,
+        "optimizer_state_bytes": trainer.optimizers.state_bytes(),
+        "bytes_by_class": sizes,
+    }
+    return content, facts
+
+
+# === end: finetuning ===
+
+
 # === shared: intervals ===
 def mean_interval(values):
     """Return the mean of (n,) values of different prompts, and the ends of its 95% interval.
@@ -3500,460 +3777,357 @@ def mean_interval(values):
 
 
 # === shared: pairs ===
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Pair:
-    """Ids, int32, of a prompt, with the token that begins an answer, and of answers, each with its end token."""
+    """Token ids of a prompt, up to the token that begins an answer, and of two answers to it."""
 
-    prompt: np.ndarray
-    answers: tuple[np.ndarray, np.ndarray]  # chosen, rejected
-    margin: float
-    key: int  # a hash of the prompt's turns
-
-    def width(self) -> int:
-        """Tokens of the prompt and the longer answer."""
-        return len(self.prompt) + max(map(len, self.answers))
+    key: int  # see prompt_key
+    prompt: Tensor
+    chosen: Tensor  # with its end token, as `rejected`
+    rejected: Tensor
+    margin: float  # by how much the reward of `chosen` should be greater
 
 
-def parse_pair(row: dict, tokenizer: Tokenizer, context: int, margin: float) -> tuple[str, Pair]:
-    """A row's format and its pair; `margin` is that of a row without one. Raises RowError."""
-    kind, (before, *texts) = row_pair(row)
-    own = row.get("margin", margin)
-    if not (isinstance(own, Real) and abs(own) < 1e15):
+def parse_pair(row, tokenizer, settings):
+    """Return the format of a row and its Pair. Raises RowError."""
+    name, (before, *answers) = row_pair(row)
+    margin = row.get("margin", settings.margin)
+    if not isinstance(margin, int | float) or not abs(margin) < math.inf:
         raise RowError("field 'margin' is no number")
     roles = tokenizer.roles
-    prompt = np.array([*turn_ids(tokenizer, before)[0], roles["<|assistant|>"]], np.int32)
-    answers = tuple(np.array([*tokenizer.encode(text), roles["<|end|>"]], np.int32) for text in texts)
-    key = hashlib.blake2b(json.dumps(before).encode(), digest_size=8).digest()
-    pair = Pair(prompt, answers, float(own), int.from_bytes(key, "big"))
-    if np.array_equal(*answers):
+    prompt, _ = turn_ids(tokenizer, before)
+    prompt = torch.tensor([*prompt, roles["<|assistant|>"]])
+    chosen, rejected = [
+        torch.tensor([*tokenizer.encode(answer), roles["<|end|>"]]) for answer in answers
+    ]
+    if torch.equal(chosen, rejected):
         raise RowError("chosen and rejected are the same tokens")
-    if pair.width() > context:
-        raise RowError(f"answer longer than the context, TRAIN_SEQ_LEN={context}")
-    return kind, pair
+    if len(prompt) + max(len(chosen), len(rejected)) > settings.train_seq_len:
+        raise RowError(f"more than TRAIN_SEQ_LEN={settings.train_seq_len} tokens")
+    return name, Pair(prompt_key(before), prompt, chosen, rejected, float(margin))
 
 
-def slip(task: Task, problem: Problem, rng: random.Random) -> str:
-    """A wrong answer by the task's checker: two characters of the right one swapped, or one changed into another of its
-    kind, dropped or doubled, so that its length tells little."""
-    right, text = problem.answer, problem.answer
-    while not text.strip() or task.reward(problem, text):
-        at = rng.randrange(len(right))
-        first, char, rest = right[:at], right[at], right[at + 1 :]
-        kinds = (string.digits, string.ascii_lowercase, string.ascii_uppercase, "+-*/()")
-        others = next((kind for kind in kinds if char in kind), string.ascii_lowercase).replace(char, "")
-        text = first + rng.choice((rest[:1] + char + rest[1:], rng.choice(others) + rest, rest, char + char + rest))
-    return text
+def right_and_wrong(task, problem):
+    """Return a row with a right answer to a problem, and a slip of it that is wrong by the task's checker.
 
-
-def task_pairs(task: Task, problems: list[Problem], parse: Callable, log: Callable) -> list[Pair]:
-    """A pair of each problem, its right answer and a slip, drawn by the task's seed; what is left out is counted."""
-    pairs, faults = [], collections.Counter()
-    for at, problem in enumerate(problems):
-        wrong = slip(task, problem, random.Random(f"{task.seed} {at} {problem.prompt}"))
-        try:
-            pairs.append(parse({"prompt": problem.prompt, "chosen": problem.answer, "rejected": wrong})[1])
-        except RowError as error:
-            faults[str(error)] += 1
-    said = f"{len(pairs)} pairs of {task.name}; left out {dict(faults) or 'none'}"
-    if not pairs:
-        raise UserError(f"TASK={task.name!r}: {said}; must have one usable pair at least")
-    log(f"data: {said}")
-    return pairs
-
-
-def load_pairs(s: Settings, tokenizer: Tokenizer, context: int, log: Callable) -> SimpleNamespace:
-    """pairs: all but the held-out ones; parts: which of them to train on, and their weight, by file; choice: which of
-    them, up to 256 more, choose among the averages; held_out; sha256 of all. Raises UserError.
+    Two characters are swapped, or one is changed into another of its kind, dropped or doubled, so
+    that the length tells little.
     """
-    parse = functools.partial(parse_pair, tokenizer=tokenizer, context=context, margin=s.margin)
-    held = [pair for path in s.val_files.split(",") if path for pair in read_rows(path.strip(), parse, log)]
-    weights = weighted_files("TRAIN_FILES", s.train_files)
-    files = [read_rows(path, parse, log) for path in weights]
-    if not files:
-        task, weights = make_task(s.task, s.task_path, s.seed), {s.task: 1.0}
-        files = [task_pairs(task, [task.problem(at, False) for at in range(s.train_pairs)], parse, log)]
-        held = held or task_pairs(task, task.held_out(s.eval_prompts), parse, log)
-    pairs = [pair for own in files for pair in own]
-    keys = {pair.key for pair in held} or {pair.key for pair in pairs if pair.key % 10 == 0}
-    held = sorted(held or [pair for pair in pairs if pair.key in keys], key=lambda pair: pair.key)[: s.eval_prompts]
-    files = [[pair for pair in own if pair.key not in keys] for own in files]
-    kept, parts, first = [pair for own in files for pair in own], [], 0
-    if len(held) < 2 or not kept:
-        raise UserError(f"VAL_FILES={s.val_files!r}: {len(held)} pairs held out, {len(kept)} of other prompts to train "
-                        "on; must be 2 and 1 at least")
-    choice = np.random.default_rng(s.seed).permutation(len(kept))[: min(256, len(kept) // 10)]
-    for own, weight in zip(files, weights.values(), strict=True):
-        parts += [(np.setdiff1d(np.arange(first, first + len(own)), choice), weight)]
-        first += len(own)
-    log(f"data: {len(kept) - len(choice)} pairs to train on, {len(choice)} of the same files to choose among averages, "
-        f"{len(held)} held out; {len(pairs) - len(kept)} left out of training with a held-out prompt")
-    digest = hashlib.sha256(f"{len(kept)}".encode())
-    for pair in (*kept, *held):
-        digest.update(repr((pair.margin, *(ids.tobytes() for ids in (pair.prompt, *pair.answers)))).encode())
-    return SimpleNamespace(pairs=kept, parts=[part for part in parts if len(part[0])], choice=choice, held_out=held,
-                           sha256=digest.hexdigest())
+    rng = random.Random(f"{task.seed} {problem.prompt}")
+    right = problem.answer
+    wrong = right
+    while not wrong.strip() or task.reward(problem, wrong):
+        place = rng.randrange(len(right))
+        char = right[place]
+        rest = right[place + 1 :]
+        kinds = (string.digits, string.ascii_uppercase, "+-*/()")
+        kind = next((kind for kind in kinds if char in kind), string.ascii_lowercase)
+        other = rng.choice(kind.replace(char, ""))
+        changed = (rest[:1] + char + rest[1:], other + rest, rest, char + char + rest)
+        wrong = right[:place] + rng.choice(changed)
+    return {"prompt": problem.prompt, "chosen": right, "rejected": wrong}
 
 
-def pass_order(parts: list[tuple[np.ndarray, float]], seed: int, number: int) -> np.ndarray:
-    """Which pairs pass `number` over the data takes, in random order: of each part its weight times, as drawn."""
-    rng, found = np.random.default_rng([seed, number]), []
-    for own, weight in parts:
-        count = max(1, round(weight * len(own)))
-        found += [rng.permutation(own)[: count - at] for at in range(0, count, len(own))]
-    return rng.permutation(np.concatenate(found))
+@dataclass
+class PairBatch:
+    """Pairs as 2 n rows of ids, padded on the right: the chosen answers, then the rejected ones."""
+
+    ids: Tensor  # (2 n, T)
+    targets: Tensor  # (2 n, T), the token after each if it is the answer's, else -1
+    mask: Tensor  # (2 n, T), whether it is the answer's
+    numbers: list  # of the pairs, among those of all ranks
 
 
-def pair_facts(pairs: list[Pair], references: Tensor) -> SimpleNamespace:
-    """What `pair_losses` asks of n pairs: reference, the reference's scores, and lengths (n, 2), margin (n,)."""
-    lengths = torch.tensor([[len(answer) for answer in pair.answers] for pair in pairs], device=references.device)
-    margins = torch.tensor([pair.margin for pair in pairs], dtype=torch.float64, device=references.device)
-    return SimpleNamespace(reference=references, lengths=lengths, margin=margins)
+def pair_batch(pairs, numbers, device):
+    """Return the pairs of these numbers as a PairBatch."""
+    ids = []
+    targets = []
+    for name in ("chosen", "rejected"):
+        for number in numbers:
+            prompt = pairs[number].prompt
+            answer = getattr(pairs[number], name)
+            ids.append(torch.cat([prompt, answer]))
+            targets.append(F.pad(answer, (len(prompt) - 1, 1), value=-1))
+    ids = pad_sequence(ids, batch_first=True).to(device)
+    targets = pad_sequence(targets, batch_first=True, padding_value=-1).to(device)
+    return PairBatch(ids, targets, targets >= 0, list(numbers))
 
 
-def pair_batches(pairs: list[Pair], references: Tensor, device: torch.device, tokens: int) -> Iterator[SimpleNamespace]:
-    """Pairs as batches of at most so many tokens, or one pair: of n pairs the chosen rows, then the rejected ones.
+def wilson(right, n):
+    """Return the share right / n and the ends of its 95% interval by Wilson's score; of 0 / 0 any."""
+    if not n:
+        return [0.0, 0.0, 1.0]
+    z2 = 1.96**2
+    centre = (right + z2 / 2) / (n + z2)
+    half = 1.96 / (n + z2) * math.sqrt(right * (n - right) / n + z2 / 4)
+    return [right / n, max(0.0, centre - half), min(1.0, centre + half)]
 
-    Padded on the right: no padding stands before a token. ids, targets (2n, T), the token after each where it is the
-    answer's, else -1; mask, where they are not; last (2n,), the place of the answer's last token; where, the pairs'
-    numbers; and `pair_facts`. references (len(pairs), 2), on the CPU.
+
+# === end: pairs ===
+
+
+# ---------------------------------------------------------------------------------------------------- objective
+def pair_scores(network, batch, is_reward):
+    """Return the scores (n, 2) of chosen and rejected answers, float64.
+
+    A score is the log-probability of all of an answer's tokens, its end token too, or what the
+    reward head reads at the end token.
     """
-    order = sorted(range(len(pairs)), key=lambda at: pairs[at].width())
-    while order:
-        width = pairs[order[-1]].width()
-        where, order = order[-max(1, tokens // (2 * width)) :], order[: -max(1, tokens // (2 * width))]
-        ids, last = torch.zeros(2 * len(where), width, dtype=torch.long), []
-        targets = torch.full_like(ids, -1)
-        for row, (side, at) in enumerate(itertools.product((0, 1), where)):
-            prompt, answer = pairs[at].prompt, torch.from_numpy(pairs[at].answers[side])
-            last.append(len(prompt) + len(answer) - 1)
-            ids[row, : len(prompt)], ids[row, len(prompt) : last[-1] + 1] = torch.from_numpy(prompt), answer
-            targets[row, len(prompt) - 1 : last[-1]] = answer
-        facts = pair_facts([pairs[at] for at in where], references[where].to(device))
-        parts = {name: x.to(device) for name, x in dict(ids=ids, targets=targets, mask=targets >= 0,
-                                                        last=torch.tensor(last)).items()}
-        yield SimpleNamespace(**parts, **vars(facts), where=where)
-
-
-def pair_scores(network: GPT, batch: SimpleNamespace, reward: bool) -> Tensor:
-    """Scores (n, 2) of chosen and rejected, float64: an answer's log-probability, its end token's included, or what the
-    reward head reads at that end token."""
-    if reward:
+    if is_reward:
         rows = torch.arange(len(batch.ids), device=batch.ids.device)
-        scores = network.features(batch.ids)[rows, batch.last].to(network.w_value.dtype) @ network.w_value
+        last = batch.mask.cumsum(1).argmax(1) + 1  # the end token stands after the last target
+        features = network.features(batch.ids)[rows, last]
+        scores = features.to(network.w_value.dtype) @ network.w_value
     else:
         scores = token_logps(network, batch, 1.0)[0].double().sum(1)
     return scores.double().view(2, -1).T
 
 
-def wilson(right: float, n: float) -> list[float]:
-    """Share right / n and the ends of its 95% interval by Wilson's score, which fits shares near 0 and 1; of n = 0
-    anything."""
-    if not n:
-        return [0.0, 0.0, 1.0]
-    z2 = 1.96**2
-    centre, half = (right + z2 / 2) / (n + z2), 1.96 / (n + z2) * math.sqrt(right * (n - right) / n + z2 / 4)
-    return [right / n, max(0.0, centre - half), min(1.0, centre + half)]
-# === end: pairs ===
+def answer_lengths(pairs):
+    """Return the numbers of tokens of chosen and rejected answers, (n, 2)."""
+    return torch.tensor([(len(pair.chosen), len(pair.rejected)) for pair in pairs])
 
 
-# --------------------------------------------------------------------------------------------------------- objective
-# Of each pair, by `pair_metrics`; SHARES are of pairs, the last two of those whose answers differ in length
-METRICS = ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward", "chosen_logp", "rejected_logp", "likelier",
-           "differ", "longer_preferred", "longer_chosen")
-OF_POLICIES, SHARES = ("chosen_logp", "rejected_logp", "likelier"), ("accuracy", "likelier", *METRICS[-2:])
+def pair_losses(scores, reference, pairs, settings):
+    """Return the losses (n,) and rewards (n, 2) of pairs; scores and the reference's are (n, 2).
 
-
-def pair_losses(scores: Tensor, facts: SimpleNamespace, s: Settings) -> tuple[Tensor, Tensor]:
-    """Losses (n,) and rewards (n, 2) of scores (n, 2) with `pair_facts`. With D the log-ratio to the reference of the
-    chosen answer less that of the rejected one, x = BETA D, e = LABEL_SMOOTHING, the loss is
-
-    dpo -log sigmoid(x) (arXiv 2305.18290, equation 7); cdpo (1 - e) dpo(x) + e dpo(-x); robust, the same without bias
-    if a share e of the pairs is the wrong way round, ((1 - e) dpo(x) - e dpo(-x)) / (1 - 2e) (2403.00409); ipo
-    (D - 1 / (2 BETA))^2 with log-ratios over their lengths in tokens (2310.12036); reward, of chosen c and rejected r,
-    -log sigmoid(c - r - margin) + CENTERING (c + r)^2 (2312.09244). Rewards are BETA times these log-ratios.
+    With D the log-ratio to the reference of the chosen answer less that of the rejected one,
+    x = BETA D and e = LABEL_SMOOTHING, the loss is
+    dpo: -log sigmoid(x) (arXiv 2305.18290, equation 7);
+    cdpo: (1 - e) dpo(x) + e dpo(-x);
+    robust: ((1 - e) dpo(x) - e dpo(-x)) / (1 - 2e), the same without bias if a share e of the pairs
+    is the wrong way round (2403.00409);
+    ipo: (D - 1 / (2 BETA))^2, with log-ratios divided by the answers' lengths (2310.12036);
+    reward, of chosen c and rejected r: -log sigmoid(c - r - margin) + CENTERING (c + r)^2
+    (2312.09244).
+    Rewards are BETA times the log-ratios, or with OBJECTIVE=reward the scores.
     """
-    if s.objective == "reward":
+    if settings.objective == "reward":
         chosen, rejected = scores.unbind(1)
-        return -F.logsigmoid(chosen - rejected - facts.margin) + s.centering * (chosen + rejected) ** 2, scores
-    ratios, e = scores - facts.reference, s.label_smoothing
-    ratios = ratios / facts.lengths if s.objective == "ipo" else ratios
-    apart = ratios[:, 0] - ratios[:, 1]
-    right, wrong = -F.logsigmoid(s.beta * apart), -F.logsigmoid(-s.beta * apart)
-    losses = {"dpo": right, "cdpo": (1 - e) * right + e * wrong, "ipo": (apart - 1 / (2 * s.beta)) ** 2,
-              "robust": ((1 - e) * right - e * wrong) / (1 - 2 * e)}[s.objective]
-    return losses, s.beta * ratios
+        margin = torch.tensor([pair.margin for pair in pairs]).to(scores)
+        losses = -F.logsigmoid(chosen - rejected - margin)
+        return losses + settings.centering * (chosen + rejected) ** 2, scores
+    beta = settings.beta
+    e = settings.label_smoothing
+    ratios = scores - reference
+    if settings.objective == "ipo":
+        ratios = ratios / answer_lengths(pairs).to(ratios)
+    difference = ratios[:, 0] - ratios[:, 1]
+    right = -F.logsigmoid(beta * difference)
+    wrong = -F.logsigmoid(-beta * difference)
+    losses = {
+        "dpo": right,
+        "cdpo": (1 - e) * right + e * wrong,
+        "robust": ((1 - e) * right - e * wrong) / (1 - 2 * e),
+        "ipo": (difference - 1 / (2 * beta)) ** 2,
+    }
+    return losses[settings.objective], beta * ratios
 
 
-def pair_metrics(losses: Tensor, rewards: Tensor, scores: Tensor, lengths: Tensor) -> Tensor:
-    """METRICS (11, n) of pairs, float64; a share's are 0 or 1, and equal rewards count as wrong."""
-    margin, longer = rewards[:, 0] - rewards[:, 1], (lengths[:, 0] - lengths[:, 1]).sign()
-    return torch.stack([losses, margin > 0, margin, *rewards.T, *scores.T, scores[:, 0] > scores[:, 1], longer != 0,
-                        longer * margin > 0, longer > 0]).detach().double()
+def pair_metrics(scores, reference, pairs, settings):
+    """Return name -> values of n pairs, or whether something is so; equal rewards count as wrong.
+
+    `longer_preferred` and `longer_chosen` are of those pairs whose answers differ in length.
+    """
+    losses, rewards = pair_losses(scores, reference, pairs, settings)
+    margin = rewards[:, 0] - rewards[:, 1]
+    lengths = answer_lengths(pairs).to(margin)
+    longer = lengths[:, 0] - lengths[:, 1]
+    metrics = {
+        "loss": losses,
+        "accuracy": margin > 0,
+        "margin": margin,
+        "chosen_reward": rewards[:, 0],
+        "rejected_reward": rewards[:, 1],
+        "longer_preferred": (longer * margin > 0)[longer != 0],
+        "longer_chosen": (longer > 0)[longer != 0],
+    }
+    if settings.objective != "reward":
+        metrics["chosen_logp"] = scores[:, 0]
+        metrics["rejected_logp"] = scores[:, 1]
+        metrics["likelier"] = scores[:, 0] > scores[:, 1]
+    return metrics
 
 
-def shown(means: Iterable, reward: bool) -> dict:
-    """name -> what stands at its place, of those METRICS that the log shows."""
-    left_out = {"differ", *(OF_POLICIES if reward else ())}
-    return {name: value for name, value in zip(METRICS, means, strict=True) if name not in left_out}
+def pair_summary(metrics):
+    """Return means of pair_metrics with 95% intervals: of shares Wilson's, of others the normal."""
+    summary = {"n": len(metrics["loss"]), "n_of_different_lengths": len(metrics["longer_chosen"])}
+    for name, values in metrics.items():
+        if values.dtype == torch.bool:
+            summary[name] = wilson(values.sum().item(), len(values))
+        else:
+            summary[name] = mean_interval(values)
+    return summary
 
 
-def pair_summary(values: Tensor, reward: bool) -> dict:
-    """For result.json, of METRICS (11, n): means with 95% intervals, shares by Wilson, others by the normal."""
-    n, differ = values.size(1), values[METRICS.index("differ")].sum().item()
-    found = [wilson(row.sum().item(), differ if name.startswith("longer") else n) if name in SHARES else
-             mean_interval(row) for name, row in zip(METRICS, values, strict=True)]
-    return {"n": n, "n_of_different_lengths": int(differ), **shown(found, reward)}
+class DPOTrainer(Finetuner):
+    """A policy, or with OBJECTIVE=reward a reward model, that learns from pairs."""
 
+    @property
+    def is_reward(self):
+        """Return whether the network is a reward model."""
+        return self.settings.objective == "reward"
 
-class DPOTrainer:
-    """A policy, or with OBJECTIVE=reward a reward model, that learns from pairs. UserError: settings do not fit."""
-
-    def __init__(self, network: GPT, settings: Settings, runtime: Runtime):
-        self.network, self.settings, self.runtime = network, settings, runtime
-        s, self.reward = settings, settings.objective == "reward"
-        for wrong, said in (
-            (s.pairs_per_step % runtime.world_size,
-             f"PAIRS_PER_STEP={s.pairs_per_step}: must be a multiple of the {runtime.world_size} ranks"),
-            (not s.beta and not self.reward, "BETA=0: must be above 0, or nothing is learned"),
-            *((getattr(s, name) != getattr(Settings, name) and s.objective not in readers.split(),
-               f"{name.upper()}={getattr(s, name)}: OBJECTIVE={s.objective} does not read it; it is for {readers}") for
-              name, readers in (("label_smoothing", "cdpo and robust"), ("margin", "reward"), ("centering", "reward"))),
-            (s.reference == "base" and not any(name.endswith("lora_b") for name, _ in network.named_parameters()),
-             "REFERENCE='base': no adapters to switch off; needs LORA_RANK, or REFERENCE=start"),
-        ):
-            if wrong:
-                raise UserError(said)
-        self.optimizers = policy_optimizers(network, s, runtime)
-        self.micro_tokens = s.micro_batch_tokens or fitting_tokens(network, runtime.device)
-        self.table, self.qat = quant_table(s), False
-        self.trained = [param for param in network.parameters() if param.requires_grad]
-
-    def weights(self) -> contextlib.AbstractContextManager[None]:
-        """The weights that are scored: in quantization-aware training, as the artifact gives them back."""
-        return quantized(self.network, self.table) if self.qat else contextlib.nullcontext()
+    def batches(self, pairs):
+        """Yield this rank's share of the pairs as PairBatches."""
+        runtime = self.runtime
+        share = range(len(pairs))[runtime.rank :: runtime.world_size]
+        count = max(1, self.micro_tokens // (2 * self.settings.train_seq_len))
+        for begin in range(0, len(share), count):
+            yield pair_batch(pairs, share[begin : begin + count], runtime.device)
 
     @torch.no_grad()
-    def scores(self, pairs: list[Pair]) -> Tensor:
-        """`pair_scores` (n, 2) of all pairs on every rank's CPU; the ranks share them out."""
-        found, own = torch.zeros(len(pairs), 2, dtype=torch.float64), range(len(pairs))
-        own = own[self.runtime.rank :: self.runtime.world_size]
-        with self.weights(), parametrize.cached():
-            for batch in pair_batches([pairs[at] for at in own], found[list(own)], self.runtime.device,
-                                      self.micro_tokens):
-                found[[own[at] for at in batch.where]] = pair_scores(self.network, batch, self.reward).cpu()
-        return self.runtime.sum(found.to(self.runtime.device)).cpu()
-
-    def reference(self, parts: list[list[Pair]], sha256: str, folder: Path) -> tuple[Tensor, str]:
-        """The reference's scores of the pairs of parts, one behind the other, each part batched on its own, and what
-        the log says: made, or read from the cache in `folder`, a file for each hash of weights and data (`sha256`). A
-        reward model has no reference: zeros.
-        """
-        count = sum(map(len, parts))
-        if self.reward:
-            return torch.zeros(count, 2, dtype=torch.float64), "none, for OBJECTIVE=reward"
-        digest, begin, found = hashlib.sha256(sha256.encode()), time.perf_counter(), None
-        for name, tensor in self.network.state_dict().items():
-            digest.update(name.encode() + tensor.cpu().contiguous().numpy().tobytes())
-        what = self.settings.reference, self.runtime.device.type, torch.__version__, vars(self.network.config)
-        digest.update(f"{what} {sha256_file(__file__)}".encode())  # other code may give other numbers
-        path = folder / f"reference_{digest.hexdigest()[:32]}.npy"
-        if self.runtime.rank == 0:
-            with contextlib.suppress(OSError, ValueError, EOFError):  # none there, or damaged
-                found = np.load(path)
-        found = self.runtime.agree(found)
-        if found is not None and found.shape == (count, 2) and np.isfinite(found).all():
-            return torch.from_numpy(found), f"log-probabilities of {count} pairs read from {path}"
-        base = self.settings.reference == "base"
-        with torch.no_grad(), reference_policy(self.network, False)() if base else contextlib.nullcontext():
-            scores = torch.cat([self.scores(part) for part in parts])
-        said = f"log-probabilities of {count} pairs made in {time.perf_counter() - begin:.1f} s, kept in {path}"
-        if self.runtime.rank == 0:
-            np.save(buffer := io.BytesIO(), scores.numpy())
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                replace_file(path, buffer.getvalue())
-            except OSError as error:  # the run does not need it
-                said += f": not kept, {error.strerror}"
-        return scores, said
-
-    def measure(self, pairs: list[Pair], references: Tensor) -> Tensor:
-        """METRICS (11, n) of pairs with their reference's scores (n, 2)."""
-        scores, facts = self.scores(pairs), pair_facts(pairs, references)
-        return pair_metrics(*pair_losses(scores, facts, self.settings), scores, facts.lengths)
-
-    def update(self, pairs: list[Pair], references: Tensor, multiplier: float = 1.0) -> dict:
-        """One optimizer step on the mean loss of all ranks' pairs at `multiplier` times the learning rate; the means of
-        METRICS over them. pairs, references (n, 2): those of this step on all ranks, of which each takes its share."""
-        runtime, begin = self.runtime, time.perf_counter()
-        own, count = slice(runtime.rank, None, runtime.world_size), len(pairs)
-        torch._foreach_zero_([param.grad for param in self.optimizers.params])
-        sums = torch.zeros(len(METRICS) + 1, device=runtime.device)
+    def score(self, pairs):
+        """Return pair_scores (n, 2) of all pairs, which the ranks share, on the CPU."""
+        scores = torch.zeros(len(pairs), 2, dtype=torch.float64, device=self.runtime.device)
         with self.weights():
-            for batch in pair_batches(pairs[own], references[own], runtime.device, self.micro_tokens):
-                scores = pair_scores(self.network, batch, self.reward)
-                losses, rewards = pair_losses(scores, batch, self.settings)
-                (losses.sum() / count).backward()
-                seen = pair_metrics(losses, rewards, scores, batch.lengths).sum(1)
-                sums += torch.cat([seen, (batch.last + 1).sum()[None]]).to(sums.dtype)
-        norm, sums = self.optimizers.reduce_gradients(runtime, self.settings.grad_clip_norm, sums)
-        skipped = ~torch.isfinite(norm + sums[0])
-        self.optimizers.step(multiplier, MUON_MOMENTUM, skipped)
-        *sums, tokens, norm, skipped = torch.stack([*sums, norm, skipped]).tolist()
-        differ = max(1.0, sums[METRICS.index("differ")])
-        means = [total / (differ if name.startswith("longer") else count)
-                 for name, total in zip(METRICS, sums, strict=True)]
-        return {**shown(means, self.reward), "grad_norm": norm, "skipped": skipped,
-                "train_tok_s": tokens / (time.perf_counter() - begin)}
+            for batch in self.batches(pairs):
+                scores[batch.numbers] = pair_scores(self.network, batch, self.is_reward)
+        return self.runtime.sum(scores).cpu()
+
+    def forward_backward(self, pairs, reference):
+        """Compute this rank's gradients of the mean loss of all pairs; return their pair_metrics.
+
+        pairs, reference (n, 2): those of the step on all ranks.
+        """
+        torch._foreach_zero_([param.grad for param in self.optimizers.params])
+        reference = reference.to(self.runtime.device)
+        scores = torch.zeros_like(reference)
+        with self.weights():
+            for batch in self.batches(pairs):
+                part = pair_scores(self.network, batch, self.is_reward)
+                batch_pairs = [pairs[number] for number in batch.numbers]
+                losses, _ = pair_losses(part, reference[batch.numbers], batch_pairs, self.settings)
+                (losses.sum() / len(pairs)).backward()
+                scores[batch.numbers] = part.detach()
+        return pair_metrics(self.runtime.sum(scores), reference, pairs, self.settings)
 
 
 # -------------------------------------------------------------------------------------------- main
-# A step that takes longer than this and than 20 median steps prints the stacks of all threads.
-HANG_SECONDS = 120.0
+def reference_scores(trainer, parts, data_sha256, run):
+    """Return the reference's scores (n, 2) of lists of pairs, of one list after the other.
 
-
-def log_step(run: Run, clock: Clock, report: StepReport, metrics: dict[str, float]) -> None:
-    """Count the finished step if it was skipped, and log its metrics."""
-    run.count_skipped(report)
-    values = dict(metrics)
-    values["train_time"] = 1000 * report.seconds
-    values["step_avg"] = 1000 * report.seconds / run.step
-    steps_left = clock.iterations - run.step
-    seconds_left = min(clock.budget - report.seconds, steps_left * clock.median_step())
-    run.log.metrics(run.step, values, seconds_left)
-
-
-def choose_weights(
-    trainer: DPOTrainer, averages: dict[str, Average], measure: Callable[[], Tensor], log: Log
-) -> str:
-    """Give the network the raw or averaged weights with the least loss; return a name.
-
-    measure: returns METRICS (11, n) of the pairs that choose.
+    They are read from a file in the folder `cache` beside the run if one has the same weights, data
+    and code, or else made and stored there. A reward model has no reference: zeros.
     """
-    params = [param.detach() for param in trainer.trained]
-    candidates = {"raw": params}
-    for name, average in averages.items():
-        if average.count:
-            candidates[name] = average.values
-    chosen = "raw"
-    if len(candidates) > 1:
-        losses = {}
-        for name, values in candidates.items():
-            with swapped(params, values):
-                metrics = measure()
-            losses[name] = metrics[METRICS.index("loss")].mean().item()
-            log(f"weights: {name}, loss {losses[name]:.4f} of {metrics.size(1)} pairs")
-        chosen = min(losses, key=losses.get)
-    log(f"weights: {chosen} chosen")
-    torch._foreach_copy_(params, candidates[chosen])
-    return chosen
+    settings = run.settings
+    if trainer.is_reward:
+        return torch.zeros(sum(map(len, parts)), 2, dtype=torch.float64)
+    text = f"{data_sha256} {settings.reference} {trainer.network.config} {sha256_file(__file__)}"
+    digest = hashlib.sha256(text.encode())
+    for tensor in trainer.network.state_dict().values():
+        digest.update(tensor.cpu().numpy().tobytes())
+    path = run.folder.parent / "cache" / f"reference_{digest.hexdigest()[:32]}.npy"
+    scores = None
+    if run.runtime.rank == 0 and path.is_file():
+        scores = np.load(path)
+    scores = run.runtime.agree(scores)
+    if scores is not None:
+        run.log(f"reference: log-probabilities read from {path}")
+        return torch.from_numpy(scores)
+    reference = contextlib.nullcontext()
+    if settings.reference == "base":
+        reference = reference_policy(trainer.network, frozen=False)()
+    with reference:
+        # Each list has its own batches, so that scores of the held-out pairs are equal to the bit.
+        scores = torch.cat([trainer.score(part) for part in parts])
+    if run.runtime.rank == 0:
+        buffer = io.BytesIO()
+        np.save(buffer, scores.numpy())
+        path.parent.mkdir(exist_ok=True)
+        replace_file(path, buffer.getvalue())
+    run.log(f"reference: log-probabilities made and stored in {path}")
+    return scores
 
 
-def main() -> int:
+def main():
     """Train, pack and score one model; return the exit code. Raises UserError before step 1."""
     begin = time.perf_counter()
     settings = load_settings(Settings, os.environ, sys.argv[1:], stored=stored_settings)
-    plan = Plan(settings)
     runtime = start_runtime(settings.device)
-    device = runtime.device
+    if settings.pairs_per_step % runtime.world_size:
+        raise UserError(
+            f"PAIRS_PER_STEP={settings.pairs_per_step}: must be a multiple of the "
+            f"{runtime.world_size} ranks"
+        )
 
-    # policy and pairs
-    network, tokenizer, source = start_policy(settings, runtime)
-    tokenizer = grow_roles(network, tokenizer)
-    config = network.config
-    if config.positions != "learned":  # learned positions end where they do
-        config.train_seq_len = max(config.train_seq_len, settings.train_seq_len)
+    # policy, pairs and run
+    network, tokenizer, source = start_network(settings, runtime)
     is_reward = settings.objective == "reward"
     if is_reward and not hasattr(network, "w_value"):
         add_value_head(network)
     notes = []
-    data = load_pairs(settings, tokenizer, config.train_seq_len, notes.append)
-
-    # clock, run folder and log
-    clock = Clock(settings, runtime, replayed_progress(settings))
-    identity = {
-        **asdict(config),
-        "tokenizer_sha256": tokenizer.sha256,
-        "data_sha256": data.sha256,
-        "seed": settings.seed,
-        "objective": settings.objective,
-        "pairs_per_step": settings.pairs_per_step,
-        "lora_rank": settings.lora_rank,
-        "train_files": settings.train_files,
-    }
-    run = Run(settings, runtime, plan, clock, identity)
-    checkpoint_path = run.open()
+    parse = functools.partial(parse_pair, tokenizer=tokenizer, settings=settings)
+    data = read_examples(settings, parse, right_and_wrong, settings.train_pairs, notes.append)
+    run, checkpoint = open_run(
+        settings,
+        settings.iterations,
+        network,
+        tokenizer,
+        runtime,
+        data_sha256=data.sha256,
+        objective=settings.objective,
+        pairs_per_step=settings.pairs_per_step,
+    )
     log = run.log
+    clock = run.clock
     log("\n".join(notes))
-    if tokenizer.file != "bytes":
-        run.write_file(tokenizer.file, tokenizer.content)
+
+    @functools.lru_cache(2)
+    def epoch_order(epoch):
+        rng = np.random.default_rng([settings.seed, 0, epoch])
+        return rng.permutation(epoch_numbers(data.parts, settings.seed, epoch)).tolist()
+
+    def pairs_of(numbers):
+        """Return the numbers in data.train of the pairs that the run reads."""
+        epoch_pairs = len(epoch_order(0))
+        return [epoch_order(number // epoch_pairs)[number % epoch_pairs] for number in numbers]
 
     # A new model first learns the chosen answers; a resumed run has its weights in the checkpoint.
-    orders = functools.lru_cache(2)(functools.partial(pass_order, data.parts, settings.seed))
-    pass_size = len(orders(0))
+    log(f"policy: {source}, layers {network.config.layers}")
+    if source == "new" and not checkpoint:
 
-    def demonstrations(numbers: range) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return prompt and chosen answer of pairs, in the order of the first pass."""
-        pairs = [data.pairs[orders(0)[number % pass_size]] for number in numbers]
-        return [(pair.prompt, pair.answers[0]) for pair in pairs]
+        def demonstrations(numbers):
+            pairs = [data.train[number] for number in pairs_of(numbers)]
+            return [(pair.prompt.tolist(), pair.chosen.tolist()) for pair in pairs]
 
-    if source != "new":
-        log(f"policy: {source}")
-    elif not checkpoint_path:
         solved = supervise(network, demonstrations, settings, runtime)
-        last = " ".join(f"{share:.2f}" for share in solved[-5:])
-        log(
-            f"policy: new, {len(solved)} supervised steps on chosen answers, last accuracies {last}"
-        )
-
-    # trainer and averages
+        log(f"policy: {len(solved)} supervised steps, last accuracies {solved[-5:]}")
     adapt(network, settings)
     if is_reward:
         network.w_value.requires_grad_(True)  # beside adapters, too
     trainer = DPOTrainer(network, settings, runtime)
-    averages = {}
-    if settings.ema:
-        averages["ema"] = Average(trainer.trained, EMA_MEMORY)
-    if settings.swa:
-        averages["swa"] = Average(trainer.trained)
-    # Of the start: the reference's scores of all pairs, and METRICS of the held-out ones.
-    start: dict[str, Tensor] = {}
+    start = {}  # scores before the first step: the reference's of all pairs, and of the held-out pairs
     run.parts.update(
         network=network,
         optimizers=trainer.optimizers,
         start=checkpointed(start),
-        **averages,
+        **trainer.averages,
     )
-    numbers = " ".join(f"{name}:{count}" for name, count in count_parameters(network).items())
-    trained = sum(param.numel() for param in trainer.trained)
-    log(f"parameters: {numbers} trained:{trained} layers: {config.layers}")
-    log(plan.describe())
-    log(
-        f"batch: a step is {settings.pairs_per_step} pairs, over {runtime.world_size} ranks, "
-        f"chosen and rejected in one forward of at most {trainer.micro_tokens} tokens; a pass over "
-        f"the data {pass_size / settings.pairs_per_step:.1f} steps"
-    )
-    first_loss = math.log(2)
-    if settings.objective == "ipo":
-        first_loss = 1 / (2 * settings.beta) ** 2
-    log(
-        "note: accuracy counts pairs whose chosen reward is greater, not equal. While policy and "
-        "reference are one, or a reward head is new, rewards are 0, accuracy is 0 and the loss, "
-        f"without margins, {first_loss:.4g}: no fault. The first step's line may show another "
-        "accuracy, because its rewards are 0 but for float32's last digits"
-    )
-    if checkpoint_path:
-        run.load(checkpoint_path)
+    log(f"parameters: {name_values(count_parameters(network))}")
+    log(f"batch: an epoch is {len(epoch_order(0))} pairs in steps of {settings.pairs_per_step}")
+    if checkpoint:
+        run.load(checkpoint)
     else:
-        cache = run.folder.parent / "cache"
-        parts = [data.pairs, data.held_out]
-        start["reference"], how = trainer.reference(parts, data.sha256, cache)
-        log(f"reference: {how}")
-        start["before"] = trainer.measure(data.held_out, start["reference"][len(data.pairs) :])
-    held_out_reference = start["reference"][len(data.pairs) :]
-    before = pair_summary(start["before"], is_reward)
-    if not checkpoint_path:
-        log.metrics(0, held_out_metrics(before))
-    log(f"before: {before}")
+        parts = [data.train, data.choice, data.held_out]
+        start["reference"] = reference_scores(trainer, parts, data.sha256, run)
+        start["held_out"] = trainer.score(data.held_out)
+    sizes = [len(data.train), len(data.choice), len(data.held_out)]
+    reference, choice_reference, held_out_reference = start["reference"].split(sizes)
+
+    def measure(scores):
+        return pair_metrics(scores, held_out_reference, data.held_out, settings)
+
+    before = measure(start["held_out"])
+    summaries = {"before": pair_summary(before)}
+    if not checkpoint:
+        log.metrics(0, held_out_metrics(summaries["before"]))
+    log(score_table(summaries))
+    log(
+        "note: accuracy counts pairs whose chosen reward is greater, not equal. Before the first "
+        "step policy and reference are one and a reward head is new, so all rewards and the "
+        "accuracy are 0"
+    )
     log(f"set-up and first scores: {time.perf_counter() - begin:.1f} s, outside the clock")
 
     metrics = {}
@@ -3962,7 +4136,7 @@ def main() -> int:
     clock.start()
     while True:
         last_step = clock.is_last(run.step)
-        trainer.qat = plan.is_on("qat")  # also in the scores of a run that was resumed
+        trainer.qat = run.plan.is_on("qat")  # also in the scores of a run that was resumed
         if stop_signal.number and not runtime.distributed:
             stopping = True  # a single process need not ask other ranks
         faulthandler.cancel_dump_traceback_later()
@@ -3971,8 +4145,8 @@ def main() -> int:
         val_is_due = settings.val_loss_every and run.step % settings.val_loss_every == 0
         if val_is_due and run.step and not (last_step or stopping):
             with clock.paused():
-                scores = trainer.measure(data.held_out, held_out_reference)
-            log.metrics(run.step, held_out_metrics(pair_summary(scores, is_reward)))
+                scores = pair_summary(measure(trainer.score(data.held_out)))
+            log.metrics(run.step, held_out_metrics(scores))
         if last_step or stopping or run.is_save_due():
             with clock.paused():
                 run.save()
@@ -3981,104 +4155,62 @@ def main() -> int:
         faulthandler.dump_traceback_later(max(HANG_SECONDS, 20 * clock.median_step()))
 
         # 2. The phases and learning rate of this step.
-        progress = clock.progress(run.step)
-        for name in plan.begin_phases(run.step, progress):
-            log(f"phase: {name} begins at step {run.step + 1}, {progress:.1%} of the run")
-            if name == "qat":
-                for average in averages.values():
-                    average.count = 0  # weights that never saw the quantizer do not fit it
-        trainer.qat = plan.is_on("qat")
-        multiplier = plan.rates(progress)
+        progress, multiplier = trainer.begin_step(run)
 
-        # 3. Read the report of the step before.
-        report = clock.previous_report()
-        if report is not None:
-            stopping = report.stop_requested
-            log_step(run, clock, report, metrics)
-
-        # 4. The pairs of this step: forward, backward and update.
+        # 3. Forward and backward over the pairs of this step.
         first = run.step * settings.pairs_per_step
-        last = first + settings.pairs_per_step
-        chosen_pairs = [int(orders(at // pass_size)[at % pass_size]) for at in range(first, last)]
-        pairs = [data.pairs[at] for at in chosen_pairs]
-        metrics = trainer.update(pairs, start["reference"][chosen_pairs], multiplier)
-        skip = torch.tensor(metrics.pop("skipped"), device=device)
-        metrics["lr_mul"] = multiplier
-        metrics["progress"] = progress
-        metrics["passes"] = last / pass_size
+        numbers = pairs_of(range(first, first + settings.pairs_per_step))
+        pairs = [data.train[number] for number in numbers]
+        values = trainer.forward_backward(pairs, reference[numbers])
+        loss = values["loss"].mean()
+        stop = torch.tensor([float(stop_signal.number)], device=runtime.device)
+        clip = settings.grad_clip_norm
+        norm, stop = trainer.optimizers.reduce_gradients(runtime, clip, stop)
+        skip = ~(torch.isfinite(norm) & torch.isfinite(loss))
 
-        # 5. Update the averages.
-        for name, average in averages.items():
-            if plan.is_on(name):
-                average.update(progress)
-        stop = runtime.sum(torch.tensor(float(stop_signal.number), device=device))
-        clock.send_report(torch.tensor(metrics["loss"], device=device), skip, stop)
+        # 4. Log the step before, now that the device has work queued.
+        stopping = log_step(run, metrics)
+
+        # 5. Update the weights and their averages.
+        trainer.optimizers.step(multiplier, MUON_MOMENTUM, skip)
+        trainer.update_averages(run)
+        clock.send_report(loss, skip, stop[0])
+        metrics = {
+            name: value.double().sum() / max(1, len(value)) for name, value in values.items()
+        }
+        metrics |= {
+            "grad_norm": norm,
+            "lr_mul": multiplier,
+            "progress": progress,
+            "passes": (run.step + 1) * settings.pairs_per_step / len(epoch_order(0)),
+        }
         run.step += 1
 
     clock.stop()
     if stopping:
-        number = signal.Signals(stop_signal.number or signal.SIGTERM)
-        log(f"stopped by {number.name} after step {run.step}; RESUME={run.folder} continues it")
-        runtime.leave()
-        return 128 + number
-    handle_stop_signals(signal.SIG_DFL)
-    report = clock.previous_report()
-    if report is not None:
-        log_step(run, clock, report, metrics)
-    run.write_json("progress.json", {"progress": clock.used})
+        return leave_stopped(run, stop_signal)
 
-    # Choose the weights, quantize and pack them; this is on the clock, too.
-    clock.start()
-    # Adapters are quantized as parts of the weights that they change.
-    trainer.qat = not settings.lora_rank
-    seen = data.choice.tolist() or orders(0)[:256].tolist()
-    seen_pairs = [data.pairs[at] for at in seen]
-    measure = functools.partial(trainer.measure, seen_pairs, start["reference"][seen])
-    chosen = choose_weights(trainer, averages, measure, log)
-    if settings.lora_rank:
-        merge_lora(network)
-    state = network.state_dict()
-    content, sizes = pack_artifact(
-        state,
-        quantize_all(state, trainer.table),
-        settings=asdict(config),
-        tokenizer_sha256=tokenizer.sha256,
-        meta={"seed": settings.seed, "tokenizer": tokenizer.file},
-    )
-    clock.stop()
-    artifact = run.write_artifact(content)
+    def loss_of_choice():
+        scores = trainer.score(data.choice)
+        losses, _ = pair_losses(scores, choice_reference, data.choice, settings)
+        return losses.mean().item()
+
+    content, facts = finish(run, trainer, tokenizer, metrics, loss_of_choice)
 
     # Score what the artifact file alone gives back, and what was gained, pair by pair.
-    trainer.network, *_ = load_model("ARTIFACT", str(artifact))
-    trainer.network.to(device)
-    trainer.qat = False
-    scores = trainer.measure(data.held_out, held_out_reference)
-    after = pair_summary(scores, is_reward)
-    gain = {}
-    for name, change in shown(scores - start["before"], is_reward).items():
-        if not name.startswith("longer"):
-            gain[name] = mean_interval(change)
-    log.metrics(run.step, held_out_metrics(after))
-    log(f"after: {after}")
-    log(f"gain: {gain}, paired")
-
-    facts = {
-        "tokenizer_sha256": tokenizer.sha256,
-        "data_sha256": data.sha256,
+    after = measure(trainer.score(data.held_out))
+    summaries["after"] = pair_summary(after)
+    summaries["gain"] = {
+        name: mean_interval(after[name].double() - before[name].double()) for name in after
+    }
+    log.metrics(run.step, held_out_metrics(summaries["after"]))
+    log(score_table(summaries))
+    facts |= {
+        **summaries,
         "objective": settings.objective,
         "init_from": source,
-        "train_pairs": len(data.pairs),
-        "pairs": run.step * settings.pairs_per_step,
+        "train_pairs": len(data.train),
         "total_seconds": time.perf_counter() - begin,
-        "params": count_parameters(network),
-        "weights": chosen,
-        "optimizer_state_bytes": trainer.optimizers.state_bytes(),
-        "before": before,
-        "after": after,
-        "gain": gain,
-        "intervals": "95%: Wilson of shares, else normal",
-        "last": metrics,
-        "bytes_by_class": sizes,
     }
     exit_status = run.write_result(facts, content)
     runtime.leave()

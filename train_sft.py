@@ -35,7 +35,7 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
 from decimal import Decimal
 from fractions import Fraction
@@ -53,6 +53,7 @@ import zstandard
 from tiktoken.load import load_tiktoken_bpe, read_file_cached
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
 
@@ -79,6 +80,7 @@ class Settings:
     seed: int = 1337  # of every random draw
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a device
     activation_checkpointing: bool = False  # recompute layers in the backward pass: less memory
+    compile: bool = False  # torch.compile; on a CPU it needs a C++ compiler
     # data
     train_files: str = ""  # files of rows, each maybe :WEIGHT; empty: TASK
     val_files: str = ""  # files of held-out rows; empty: one prompt in ten, by a hash
@@ -111,8 +113,6 @@ class Settings:
     kd_temperature: float = bounded(1.0, 0.01, 1000.0)
     kd_beta: float = bounded(0.5, 0.0, 1.0)  # of jsd: 0 is forward, 1 is reverse
     kd_top_k: int = 0  # compare the teacher's likeliest tokens alone, so many, renormalised; 0: all
-    # of attention, pool, projection; all: each with the one at its depth
-    kd_layers: Literal["last", "all"] = "last"
     # batch
     train_batch_tokens: int = bounded(2048, 2)  # per optimizer step, over all ranks
     train_seq_len: int = bounded(256, 2)  # tokens in a window, training and evaluation
@@ -148,6 +148,12 @@ class Settings:
 
     def __post_init__(self):
         check_settings(self)
+        if self.kd_top_k == 1:
+            raise UserError("KD_TOP_K=1: must be 0 or at least 2, or there is nothing to compare")
+        if self.kd_alpha == 1 and self.kd_loss in ("attention", "pool", "projection"):
+            raise UserError(f"KD_ALPHA=1: must be less, or KD_LOSS={self.kd_loss} trains no head")
+        if self.compile and self.teacher:
+            raise UserError("COMPILE=1: must be 0 with a TEACHER")
 
 
 # === shared: settings ===
@@ -706,38 +712,6 @@ def sha256_file(path):
 # === end: tokenizer ===
 
 
-# === shared: text ===
-def decode_bytes(tokenizer, ids):
-    """Return the bytes of tokens that begin a document; `byte_counts` counts exactly these."""
-    ids = np.asarray(ids, dtype=np.int64)
-    previous = np.append(tokenizer.bos_id, ids)[:-1]
-    drops = tokenizer.drops_space[ids] & tokenizer.boundary[previous]
-    pairs = zip(ids.tolist(), drops.tolist(), strict=True)
-    return b"".join([tokenizer.pieces[token][drop:] for token, drop in pairs])
-
-
-def chat_ids(tokenizer, prompt):
-    """Return the ids of a prompt, as a document begins, and the token that ends the answer to it.
-
-    With role tokens the prompt is a user's turn. Without, it is a line, and the BOS of the next
-    document ends the answer.
-    """
-    roles = tokenizer.roles
-    if not roles:
-        return [tokenizer.bos_id, *tokenizer.encode(prompt + "\n")], tokenizer.bos_id
-    turn = [roles["<|user|>"], *tokenizer.encode(prompt), roles["<|end|>"]]
-    return [tokenizer.bos_id, *turn, roles["<|assistant|>"]], roles["<|end|>"]
-
-
-def completion(tokenizer, prompt, ids):
-    """Return the text of `ids`, sampled after the ids of a prompt. BOS and roles are no text."""
-    length = len(decode_bytes(tokenizer, prompt))
-    return decode_bytes(tokenizer, [*prompt, *ids])[length:].decode(errors="replace")
-
-
-# === end: text ===
-
-
 # === shared: chat ===
 ROLES = {  # what data sets call the roles; a model reads what a tool says like a user's turn
     "system": "<|system|>",
@@ -831,18 +805,12 @@ def parse_line(line):
         raise RowError("no JSON") from None
 
 
-def read_rows(path, parse, log):
-    """Return what `parse` makes of the rows of a file: JSON lines, or one JSON list, maybe .zst.
+def parse_rows(path, rows, parse, log):
+    """Return what `parse` makes of rows: dicts, or lines of JSON. Blank lines are skipped.
 
     parse: function from a row to its format and an item; it raises RowError. Malformed rows are
-    left out, and the log counts them by fault. Raises UserError: no such file, or no usable row.
+    left out, and the log counts them by fault. Raises UserError if no row is usable.
     """
-    # Some editors put a mark, of three bytes, before UTF-8.
-    content = read_file(path).removeprefix(b"\xef\xbb\xbf")
-    rows = content.splitlines()
-    if content.lstrip().startswith(b"["):
-        with contextlib.suppress(RowError):  # otherwise these are lines, each of which is a list
-            rows = parse_line(content)
     items = []
     formats = collections.Counter()
     faults = {}  # fault -> numbers of the rows that have it
@@ -865,12 +833,22 @@ def read_rows(path, parse, log):
         f"{fault}: {len(numbers)} (the first is row {numbers[0]})"
         for fault, numbers in faults.items()
     ]
-    count = len(items) + sum(map(len, faults.values()))  # without blank lines
-    report = f"{path}: {count} rows, used {used}; left out {'; '.join(left_out) or 'none'}"
+    report = f"{path}: used {used}; left out {'; '.join(left_out) or 'none'}"
     if not items:
         raise UserError(f"{report}; must hold one usable row at least")
     log(f"data: {report}")
     return items
+
+
+def read_rows(path, parse, log):
+    """Return parse_rows of a file: JSON lines, or one JSON list, maybe .zst. Raises UserError."""
+    # Some editors put a mark, of three bytes, before UTF-8.
+    content = read_file(path).removeprefix(b"\xef\xbb\xbf")
+    rows = content.splitlines()
+    if content.lstrip().startswith(b"["):
+        with contextlib.suppress(RowError):  # otherwise these are lines, each of which is a list
+            rows = parse_line(content)
+    return parse_rows(path, rows, parse, log)
 
 
 # === end: chat ===
@@ -888,22 +866,22 @@ def row_turns(row):
     elif "conversations" in row:
         name = "ShareGPT"
         turns = listed_turns(row, "conversations")
-    elif "instruction" in row:
-        name = "Alpaca"
-        parts = [text_of(row, field) for field in ("instruction", "input") if row.get(field)]
-        turns = [("<|user|>", "\n\n".join(parts)), ("<|assistant|>", text_of(row, "output"))]
-    elif "question" in row:
-        name = "question/answer"
-        turns = [("<|user|>", text_of(row, "question")), ("<|assistant|>", text_of(row, "answer"))]
-    elif "prompt" in row:
-        name = "prompt/completion"
-        answer = text_of(row, "completion", "response", "answer")
-        turns = [("<|user|>", text_of(row, "prompt")), ("<|assistant|>", answer)]
     elif "text" in row:
         name = "text"
         turns = [("", text_of(row, "text"))]
     else:
-        raise RowError(f"no known format, fields {', '.join(sorted(map(str, row)))!r:.80}")
+        if "instruction" in row:
+            name = "Alpaca"
+            parts = [text_of(row, field) for field in ("instruction", "input") if row.get(field)]
+            prompt = "\n\n".join(parts)
+            answer = text_of(row, "output")
+        elif "prompt" in row or "question" in row:
+            name = "prompt/completion"
+            prompt = text_of(row, "prompt", "question")
+            answer = text_of(row, "completion", "response", "answer")
+        else:
+            raise RowError(f"no known format, fields {', '.join(sorted(map(str, row)))!r:.80}")
+        turns = [("<|user|>", prompt), ("<|assistant|>", answer)]
     answers = [text for role, text in turns if role in ("<|assistant|>", "")]
     if not answers:
         raise RowError("no turn of the assistant")
@@ -913,42 +891,6 @@ def row_turns(row):
 
 
 # === end: conversations ===
-
-
-# === shared: finetuning ===
-def weighted_files(name, text):
-    """Return file -> weight of a setting's FILE,FILE:WEIGHT; without a weight 1. Raises UserError."""
-    files = {}
-    parts = text.split(",") if text else []
-    for part in parts:
-        match = re.fullmatch(r"(.+?)(?::(\d+\.?\d*|\.\d+))?", part.strip())
-        if match:
-            files[match[1]] = float(match[2] or 1)
-    if len(files) < len(parts) or not all(files.values()):
-        raise UserError(
-            f"{name}={text!r}: must be FILE or FILE:WEIGHT with commas between, each once, above 0"
-        )
-    return files
-
-
-def grow_roles(network, tokenizer):
-    """Return the tokenizer with role tokens; if it had none, the network grows by rows for them.
-
-    The new rows of the embedding and of the head are the mean of the others.
-    """
-    grown = with_roles(tokenizer)
-    for name in ("embed", "head"):
-        weight = getattr(network, name)
-        if weight is not None and len(weight) < grown.vocab_size:
-            new_rows = weight.detach().mean(0).expand(len(ROLE_TOKENS), -1)
-            weight = nn.Parameter(torch.cat([weight.detach(), new_rows]))
-            weight.splits = (len(weight),)
-            setattr(network, name, weight)
-    network.config.vocab_size = grown.vocab_size
-    return grown
-
-
-# === end: finetuning ===
 
 
 # === shared: model ===
@@ -3266,158 +3208,219 @@ def make_task(name, path, seed):
 # === end: tasks ===
 
 
+# === shared: examples ===
+DEMONSTRATION = 1 << 40  # number of the first problem here, beyond those of an RL script
+
+
+@dataclass
+class Examples:
+    """Examples to learn from. Each has a `key`: those with one prompt have one key."""
+
+    train: list
+    parts: list  # of each file: its numbers in `train`, and its weight
+    choice: list  # choose between averages
+    held_out: list  # score the model
+    sha256: str  # of all, which must not change when a run is resumed
+
+
+def weighted_files(name, text):
+    """Return file -> weight of a setting's FILE,FILE:WEIGHT; without a weight 1. Raises UserError."""
+    files = {}
+    for part in filter(None, text.split(",")):
+        path, weight = re.fullmatch(r"(.*?)(?::(\d*\.?\d+))?", part.strip()).groups()
+        if path in files or not float(weight or 1):
+            raise UserError(f"{name}={text!r}: must be FILE or FILE:WEIGHT, each once, above 0")
+        files[path] = float(weight or 1)
+    return files
+
+
+def prompt_key(turns):
+    """Return a hash of the turns before the first answer to a user.
+
+    It is the same for a conversation and for one that goes on from it. Otherwise the model would
+    already have seen the earlier answers of held-out conversations.
+    """
+    prompt = []
+    for role, text in turns:
+        if role == "<|assistant|>" and "<|user|>" in dict(prompt):
+            break
+        prompt.append((role, text))
+    return int(hashlib.blake2b(json.dumps(prompt).encode(), digest_size=8).hexdigest(), 16)
+
+
+def read_examples(settings, parse, make_row, count, log):
+    """Return Examples of TRAIN_FILES and VAL_FILES, or of `count` problems of TASK.
+
+    parse: see parse_rows. make_row: function from a Task and a Problem to a row. Without VAL_FILES
+    one prompt in ten is held out, with all its examples of all files. With them, examples are left
+    out of training whose prompt stands there. Raises UserError.
+    """
+    weights = weighted_files("TRAIN_FILES", settings.train_files)
+    files = [read_rows(path, parse, log) for path in weights]
+    held_out = []
+    for path in filter(None, settings.val_files.split(",")):
+        held_out += read_rows(path.strip(), parse, log)
+    if not files:
+        name = f"TASK={settings.task}"
+        task = make_task(settings.task, settings.task_path, settings.seed)
+        count = min(
+            count, len(task.rows[False]) or count
+        )  # a task from a file has so many problems
+        problems = [task.problem(DEMONSTRATION + number, False) for number in range(count)]
+        rows = [make_row(task, problem) for problem in problems]
+        files = [parse_rows(name, rows, parse, log)]
+        weights = {name: 1.0}
+        if not held_out:
+            rows = [make_row(task, problem) for problem in task.held_out(settings.eval_prompts)]
+            held_out = parse_rows(f"{name}, held out", rows, parse, log)
+
+    held_out_keys = {example.key for example in held_out}
+    train = []
+    parts = []
+    choice = []
+    for examples, weight in zip(files, weights.values(), strict=True):
+        begin = len(train)
+        for example in examples:
+            if example.key in held_out_keys:
+                continue
+            if not held_out_keys and example.key % 10 == 0:
+                held_out.append(example)
+            elif example.key % 50 == 1:
+                choice.append(example)
+            else:
+                train.append(example)
+        if len(train) > begin:
+            parts.append((np.arange(begin, len(train)), weight))
+    if not train or len(held_out) < 2:
+        raise UserError(
+            f"VAL_FILES={settings.val_files!r}: {len(held_out)} rows held out, {len(train)} of other "
+            "prompts to train on; must be 2 and 1 at least"
+        )
+    # By their hashes: the same ones with any seed.
+    held_out = sorted(held_out, key=lambda example: example.key)[: settings.eval_prompts]
+    choice = choice or train[:256]
+    log(
+        f"data: {len(train)} rows to train on, {len(choice)} to choose between averages, "
+        f"{len(held_out)} held out"
+    )
+    digest = hashlib.sha256()
+    for example in train + choice + held_out:
+        for value in vars(example).values():
+            digest.update(np.asarray(value).tobytes())
+    return Examples(train, parts, choice, held_out, digest.hexdigest())
+
+
+def epoch_numbers(parts, seed, epoch):
+    """Return the numbers of an epoch's examples: WEIGHT times those of a file.
+
+    An epoch goes round and round through a file's examples in a drawn order. What it leaves out of
+    a round is where the next begins.
+    """
+    epochs = []
+    for numbers, weight in parts:
+        order = np.random.default_rng([seed, numbers[0]]).permutation(numbers)
+        count = max(1, round(weight * len(order)))
+        epochs.append(order[(epoch * count + np.arange(count)) % len(order)])
+    return np.concatenate(epochs)
+
+
+# === end: examples ===
+
+
 # === shared: rows ===
-DEMONSTRATION = 1 << 40  # number of the first one, beyond those of an RL script's problems
-
-
 @dataclass(frozen=True, eq=False)
 class Row:
-    """A conversation from its BOS on: ids (n,); what the assistant says of them and what is learned, bool (n,); a hash
-    of its prompt."""
+    """A conversation: all tokens but the last, and the token after each if it is learned, else -1."""
 
-    key: int
-    ids: np.ndarray
-    said: np.ndarray
-    learned: np.ndarray
+    key: int  # see prompt_key
+    ids: Tensor  # (n,)
+    targets: Tensor  # (n,)
 
 
-def make_row(turns: list[tuple[str, str]], tokenizer: Tokenizer, s) -> Row:
-    """Of turns as in `row_turns`. Its prompt is what comes before the first answer to a user, or else all: the earlier
-    answers of a conversation are learned and scored too. Raises RowError."""
-    ends = [at for at, (role, _) in enumerate(turns) if role == "<|assistant|>" and "<|user|>" in dict(turns[:at])]
-    key = hashlib.blake2b(json.dumps(turns[: ends[0]] if ends else turns).encode(), digest_size=8).digest()
-    ids, said = map(np.array, turn_ids(tokenizer, turns))
-    if len(ids) > s.train_seq_len:
-        raise RowError(f"answer longer than the context, TRAIN_SEQ_LEN={s.train_seq_len}")
-    return Row(int.from_bytes(key, "big"), ids, said, said | (s.train_on == "all") & (np.arange(len(ids)) > 0))
+def parse_row(row, tokenizer, settings):
+    """Return the format of a row and its Row. Raises RowError."""
+    name, turns = row_turns(row)
+    ids, said = turn_ids(tokenizer, turns)
+    if len(ids) > settings.train_seq_len:
+        raise RowError(f"more than TRAIN_SEQ_LEN={settings.train_seq_len} tokens")
+    ids = torch.tensor(ids)
+    is_learned = torch.tensor(said) | (settings.train_on == "all")
+    targets = torch.where(is_learned, ids, -1)
+    return name, Row(prompt_key(turns), ids[:-1], targets[1:])
 
 
-def read_data(s, tokenizer: Tokenizer, say: Callable[[str], None]) -> SimpleNamespace:
-    """rows to train on, of all files; parts, a file's numbers of rows and its weight; held_out rows. Raises UserError.
+def demonstration(task, problem):
+    """Return a row with the answer to a problem."""
+    return {"prompt": problem.prompt, "completion": problem.answer}
 
-    Without VAL_FILES one prompt in ten is held out, with all its rows of all files; with them rows are left out whose
-    prompt stands there. s: settings.
+
+def best_fit(rows, numbers, room):
+    """Return windows, lists of numbers of rows, of at most `room` tokens, or of one row.
+
+    Best-fit decreasing: the longest row first, each into the fullest window that has room for it.
     """
-    def parse(row: dict) -> tuple[str, Row]:
-        name, turns = row_turns(row)
-        return name, make_row(turns, tokenizer, s)
-
-    held_out = [row for path in s.val_files.split(",") if path for row in read_rows(path.strip(), parse, say)]
-    if s.train_files:
-        files = [(path, read_rows(path, parse, say), weight)
-                 for path, weight in weighted_files("TRAIN_FILES", s.train_files).items()]
-        held_out = held_out or [row for _, rows, _ in files for row in rows if row.key % 10 == 0]
-    else:
-        task = make_task(s.task, s.task_path, s.seed)
-        count = min(s.demonstrations, len(task.rows[False]) or s.demonstrations)
-        problems = [task.problem(DEMONSTRATION + at, False) for at in range(count)], task.held_out(s.eval_prompts)
-        try:
-            rows, own = ([parse({"prompt": problem.prompt, "completion": problem.answer})[1] for problem in some]
-                         for some in problems)
-        except RowError as error:
-            raise UserError(f"TASK={s.task!r}: a demonstration is an {error}; must be longer") from None
-        files, held_out = [(f"TASK={s.task}", rows, 1.0)], held_out or own
-    keys = {row.key for row in held_out}
-    files = [(path, [row for row in rows if row.key not in keys], weight) for path, rows, weight in files]
-    for path, rows, weight in files:
-        if not rows or len(held_out) < 2:
-            raise UserError(f"{path}: {len(rows)} rows to train on, and {len(held_out)} held out of all; must be 1 and "
-                            "2 at least; VAL_FILES names others to hold out")
-        say(f"data: {path}, {len(rows)} rows to train on with weight {weight:g}, {sum(len(row.ids) for row in rows)} "
-            f"tokens, {sum(int(row.learned.sum()) for row in rows)} of them learned; {len(held_out)} held out of all")
-    held_out = random.Random(s.seed).sample(held_out, min(s.eval_prompts, len(held_out)))
-    ends = [0, *itertools.accumulate(len(rows) for _, rows, _ in files)]
-    parts = [(range(*pair), weight) for pair, (_, _, weight) in zip(itertools.pairwise(ends), files, strict=True)]
-    return SimpleNamespace(rows=[row for _, rows, _ in files for row in rows], parts=parts, held_out=held_out)
-
-
-def best_fit(lengths: list[int], room: int) -> list[list[int]]:
-    """Numbers of the lengths, each at most `room`, in windows: best-fit decreasing, the longest length first, each into
-    the fullest window that has room for it.
-    """
-    windows, free = [], []  # free: (room left, window), sorted
-    for at in sorted(range(len(lengths)), key=lambda at: -lengths[at]):
-        place = bisect.bisect_left(free, (lengths[at], -1))
-        left, window = free.pop(place) if place < len(free) else (room, len(windows))
-        if window == len(windows):
+    windows = []
+    free = []  # (room left, index of a window), sorted
+    for number in sorted(numbers, key=lambda number: -len(rows[number].ids)):
+        length = len(rows[number].ids)
+        place = bisect.bisect_left(free, (length, -1))
+        if place == len(free):
+            free.append((room, len(windows)))
             windows.append([])
-        windows[window].append(at)
-        bisect.insort(free, (left - lengths[at], window))
+        left, window = free.pop(place)
+        windows[window].append(number)
+        bisect.insort(free, (left - length, window))
     return windows
 
 
-class Epochs:
-    """What each step reads: an epoch's rows, packed into windows of TRAIN_SEQ_LEN and shared out over its steps.
+def epoch_windows(data, seed, room, epoch):
+    """Return an epoch's windows in random order, a function of seed and epoch alone."""
+    rng = np.random.default_rng([seed, 0, epoch])
+    numbers = rng.permutation(epoch_numbers(data.parts, seed, epoch)).tolist()
+    windows = best_fit(data.train, numbers, room)
+    return [windows[place] for place in rng.permutation(len(windows))]
 
-    A function of seed and step alone. The windows of the first epoch say how many `steps` each has.
+
+@dataclass
+class RowBatch:
+    """Windows of rows. No row predicts the BOS of the next; padding comes last."""
+
+    ids: Tensor  # (B, T)
+    targets: Tensor  # (B, T), the token after each if it is learned, else -1
+    mask: Tensor  # (B, T), whether it is learned
+    row: Tensor  # (B, T), index of the token's row in `numbers`, -1 in the padding
+    numbers: Tensor  # (R,), numbers of the rows
+
+
+def row_batches(rows, windows, count, device):
+    """Yield windows, lists of numbers of rows, as RowBatches of `count` windows."""
+    for begin in range(0, len(windows), count):
+        lines = []
+        numbers = []
+        for window in windows[begin : begin + count]:
+            parts = []
+            for number in window:
+                row = rows[number]
+                index = torch.full_like(row.ids, len(numbers))
+                parts.append(torch.stack([row.ids, row.targets, index], dim=1))
+                numbers.append(number)
+            lines.append(torch.cat(parts))
+        lines = pad_sequence(lines, batch_first=True, padding_value=-1).to(device)
+        ids, targets, row = lines.unbind(2)
+        numbers = torch.tensor(numbers, device=device)
+        yield RowBatch(ids.clamp(min=0), targets, targets >= 0, row, numbers)
+
+
+def ratio_interval(sums, counts):
+    """Return sum / count of rows (n,), and the ends of its 95% interval over rows.
+
+    The interval is that of the linearized ratio estimator.
     """
-
-    def __init__(self, data: SimpleNamespace, s, packed: bool):
-        self.lengths, self.parts, self.s, self.packed = [len(row.ids) - 1 for row in data.rows], data.parts, s, packed
-        self.kept = 0, self.windows(0)
-        self.steps = -(-len(self.kept[1]) // (s.train_batch_tokens // s.train_seq_len))
-
-    def rows(self, epoch: int) -> list[int]:
-        """Numbers of an epoch's rows, WEIGHT times those of a file: it goes round and round through its rows in a drawn
-        order, so that what an epoch leaves out of a round is where the next begins.
-        """
-        found = []
-        for numbers, weight in self.parts:
-            order = np.random.default_rng([self.s.seed, numbers.start]).permutation(numbers)
-            count = max(1, round(weight * len(numbers)))
-            found.append(order[(epoch * count + np.arange(count)) % len(order)])
-        return np.concatenate(found).tolist()
-
-    def windows(self, epoch: int) -> list[list[int]]:
-        """An epoch's windows, lists of numbers of rows, in a drawn order; without packing a row has one to itself."""
-        draw, rows = np.random.default_rng([self.s.seed, 0, epoch]), self.rows(epoch)
-        rows = [rows[at] for at in draw.permutation(len(rows))]
-        lengths = [self.lengths[row] for row in rows]
-        bins = best_fit(lengths, self.s.train_seq_len) if self.packed else [[at] for at in range(len(rows))]
-        return [[rows[at] for at in bins[number]] for number in draw.permutation(len(bins))]
-
-    def step(self, step: int) -> list[list[int]]:
-        """The windows of a step, those of all ranks."""
-        epoch, part = divmod(step, self.steps)
-        if self.kept[0] != epoch:
-            self.kept = epoch, self.windows(epoch)
-        return self.kept[1][part :: self.steps]
-
-
-def make_windows(rows: list[Row], windows: list[list[int]], device: torch.device, tokens: int,
-                 wanted: str) -> list[SimpleNamespace]:
-    """Windows, lists of numbers of rows, as batches of at most so many tokens, or of one window.
-
-    Rows stand one after the other, each from its BOS to its last token but one, so that none predicts another's BOS;
-    the padding comes last. ids (B, T); targets (B, T), the token after each where it is `wanted`, said or learned, else
-    -1; mask, where they are not; row (B, T), the place of a token's row in numbers (R,), -1 in the padding.
-    """
-    lengths = [sum(len(rows[at].ids) - 1 for at in window) for window in windows]
-    order, found = sorted(range(len(windows)), key=lengths.__getitem__), []
-    while order:
-        width = lengths[order[-1]]
-        share = max(1, tokens // width)
-        here, order = order[-share:], order[:-share]
-        ids, numbers = torch.zeros(len(here), width, dtype=torch.long), []
-        targets, row = torch.full_like(ids, -1), torch.full_like(ids, -1)
-        for line, window in enumerate(here):
-            begin = 0
-            for at in windows[window]:
-                own, span = rows[at].ids, slice(begin, begin + len(rows[at].ids) - 1)
-                ids[line, span], row[line, span] = torch.from_numpy(own[:-1]), len(numbers)
-                targets[line, span] = torch.from_numpy(np.where(getattr(rows[at], wanted)[1:], own[1:], -1))
-                begin = span.stop
-                numbers.append(at)
-        parts = dict(ids=ids, targets=targets, mask=targets >= 0, row=row, numbers=torch.tensor(numbers))
-        found.append(SimpleNamespace(**{name: x.to(device) for name, x in parts.items()}))
-    return found
-
-
-def ratio_interval(sums: Tensor, counts: Tensor) -> list[float]:
-    """Sum over count of n rows (n,) and the ends of its 95% interval over rows, by the linearized ratio estimator."""
     ratio = sums.sum() / counts.sum()
     half = 1.96 * (sums - ratio * counts).std() * len(counts) ** 0.5 / counts.sum()
     return [ratio.item(), (ratio - half).item(), (ratio + half).item()]
+
+
 # === end: rows ===
 
 
@@ -3539,389 +3542,472 @@ def fitting_tokens(network, device):
 # === end: start ===
 
 
-# --------------------------------------------------------------------------------------------------------- objective
-DIVERGENCES = ("forward", "reverse", "jsd")  # of KD_LOSS, what compares distributions of tokens
-
-
-def divergence(student: Tensor, teacher: Tensor, s: Settings) -> Tensor:
-    """From logits (n, V): KD_LOSS between the distributions T and S of teacher and student, in nats (n,), times the
-    square of the KD_TEMPERATURE, by which both are divided, so that the gradient keeps its size (arXiv 1503.02531).
-
-    forward: KL(T, S); reverse: KL(S, T); jsd (2306.13649): KD_BETA KL(T, M) + (1 - KD_BETA) KL(S, M) with
-    M = KD_BETA T + (1 - KD_BETA) S, where 0 means forward and 1 reverse. KD_TOP_K: of both, those of the teacher's
-    likeliest tokens, renormalised.
-    """
-    if s.kd_top_k:
-        teacher, likeliest = teacher.topk(min(s.kd_top_k, teacher.size(1)))
-        student = student.gather(1, likeliest)
-    t, p = ((logits / s.kd_temperature).log_softmax(-1) for logits in (teacher, student))
-    beta = {"forward": 0.0, "reverse": 1.0}.get(s.kd_loss, s.kd_beta)
-
-    def kl(x: Tensor, y: Tensor) -> Tensor:
-        return (x.exp() * (x - y)).sum(-1)
-
-    if beta in (0.0, 1.0):
-        found = kl(p, t) if beta else kl(t, p)
-    else:
-        middle = torch.logaddexp(t + math.log(beta), p + math.log1p(-beta))
-        found = beta * kl(t, middle) + (1 - beta) * kl(p, middle)
-    return s.kd_temperature**2 * found
-
-
-def attention_distance(student: Tensor, teacher: Tensor, batch: SimpleNamespace) -> Tensor:
-    """Activation-based attention transfer (arXiv 1612.03928, equation 2, squared) of x (B, T, dim), dims may differ.
-
-    A token's attention is the sum of the squares of x there; a row's map, that of its tokens, is divided by its norm,
-    with 1e-6 under the root, for a new mixer puts out zeros.
-    Returns of each target the squared distance of the maps of its row, (n,).
-    """
-    real, maps = batch.row >= 0, []
-    of, none = batch.row[real], student.new_zeros(len(batch.numbers), dtype=wide(student).dtype)
-    for x in (student, teacher):
-        energy = wide(x).square().sum(-1)[real]  # (tokens,)
-        norms = (none.index_add(0, of, energy.square()) + 1e-6).sqrt()
-        maps.append(energy / norms[of])
-    return none.index_add(0, of, (maps[0] - maps[1]).square())[batch.row[batch.mask]]
-
-
-def pooled_distance(student: Tensor, teacher: Tensor) -> Tensor:
-    """Cosine distance (n,) of x (n, dim), averaged over neighbouring channels to the smaller dim of the two."""
-    dim, parts = min(student.size(1), teacher.size(1)), (wide(x)[:, None] for x in (student, teacher))
-    return 1 - F.cosine_similarity(*(F.adaptive_avg_pool1d(x, dim)[:, 0] for x in parts), dim=1)
-
-
-def wide(x: Tensor) -> Tensor:
-    """In float32 at least."""
-    return x.float() if x.dtype == torch.bfloat16 else x
-
-
-def matched_layers(student: int, teacher: int, which: str) -> list[tuple[int, int]]:
-    """Pairs of layers, of networks with so many: the last ones, or each of the student's, with those at its depth."""
-    pairs = [(at, -(-(at + 1) * teacher // student) - 1) for at in range(student)]
-    return pairs[-1:] if which == "last" else pairs
-
-
-@contextlib.contextmanager
-def tapped(modules: Iterable[nn.Module]) -> Iterator[list[Tensor]]:
-    """Inside, the list gets what the modules put out, call by call."""
-    found = []
-    hooks = [module.register_forward_hook(lambda module, inputs, output: found.append(output)) for module in modules]
-    try:
-        yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def distilled_losses(student: GPT, teacher: GPT, projections: nn.ParameterList, batch: SimpleNamespace,
-                     s: Settings) -> tuple[Tensor, Tensor]:
-    """Of each target of a batch cross-entropy, in nats, and KD_LOSS, (n,) each; the teacher gets no gradient.
-
-    attention takes what mixers put out; pool and projection what the head reads or, with KD_LAYERS=all, what layers put
-    out. projection: mean squared error of the student's channels times a learned matrix and the teacher's. As in
-    `token_logps`, logits of more than 4,096 tokens are never held at once.
-    """
-    mask, features, layers = batch.mask, [], []
-    for network in (student, teacher):
-        frozen = torch.no_grad() if network is teacher else contextlib.nullcontext()
-        with frozen, tapped(network.mixers if s.kd_loss == "attention" else network.blocks) as found:
-            features.append(network.features(batch.ids))
-        layers.append(found if s.kd_loss == "attention" or s.kd_layers == "all" else [features[-1]])
-
-    def some(x: Tensor, y: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        logits = student.logits(x)
-        nats = F.cross_entropy(logits, wanted, reduction="none")
-        if s.kd_loss not in DIVERGENCES:
-            return nats, torch.zeros_like(nats)
-        with torch.no_grad():
-            right = teacher.logits(y)
-        return nats, divergence(logits, right, s)
-
-    parts = [x.split(4096) for x in (features[0][mask], features[1][mask], batch.targets[mask])]
-    run = functools.partial(checkpoint, some, use_reentrant=False) if len(parts[0]) > 1 else some
-    nats, apart = (torch.cat(each) for each in zip(*map(run, *parts), strict=True))
-    if s.kd_loss in DIVERGENCES:
-        return nats, apart
-    pairs = [(layers[0][own], layers[1][other])
-             for own, other in matched_layers(*map(len, layers), s.kd_layers)]
-    if s.kd_loss == "attention":
-        found = [attention_distance(x, y, batch) for x, y in pairs]
-    elif s.kd_loss == "pool":
-        found = [pooled_distance(x[mask], y[mask]) for x, y in pairs]
-    else:
-        found = [(F.linear(wide(x[mask]), weight) - wide(y[mask])).square().mean(1)
-                 for (x, y), weight in zip(pairs, projections, strict=True)]
-    return nats, torch.stack(found).mean(0)
-
-
-def row_scores(found: Tensor) -> dict:
-    """For result.json, of held-out rows' nats, tokens and likeliest tokens (n, 3); the answers' tokens alone."""
-    nats, tokens, right = found.T
-    return {"rows": len(found), "tokens": int(tokens.sum()), "loss": ratio_interval(nats, tokens),
-            "accuracy": np.clip(ratio_interval(right, tokens), 0, 1).tolist()}
-
-
-class SFTTrainer:
-    """A network that learns rows and, where there is a teacher, to be like it; `projections` go with it to school only.
-
-    model: a GPT whose tokenizer has role tokens; teacher: another with the same.
-    """
-
-    def __init__(self, model: GPT, config: Settings, teacher: GPT | None = None, runtime: Runtime | None = None):
-        self.settings = s = config
-        self.network, self.teacher, self.projections = model, teacher, nn.ParameterList()
-        self.runtime = runtime or Runtime(0, 1, model.embed.device, False)
-        if teacher is not None and s.kd_loss == "projection":
-            torch.manual_seed(s.seed)
-            depths, dims = zip(*((len(each.layers), each.config.model_dim) for each in (model, teacher)),
-                               strict=True)
-            self.projections.extend(nn.Parameter((torch.randn(dims[::-1]) * dims[0]**-0.5).to(model.embed))
-                                    for _ in matched_layers(*depths, s.kd_layers))
-        self.optimizers = policy_optimizers(nn.ModuleList([model, self.projections]), s, self.runtime)
-        self.micro_tokens = s.micro_batch_tokens or fitting_tokens(model, self.runtime.device)
-        self.table, self.qat = quant_table(s), False
-        self.trained = [param for param in model.parameters() if param.requires_grad]
-        self.packed = "learned" not in {each.config.positions for each in (model, teacher) if each is not None}
-
-    def weights(self) -> contextlib.AbstractContextManager[None]:
-        """The weights that are trained and scored: in quantization-aware training, as the artifact gives them back."""
-        return quantized(self.network, self.table) if self.qat else contextlib.nullcontext()
-
-    def batches(self, rows: list[Row], windows: list[list[int]], wanted: str) -> list[SimpleNamespace]:
-        """This rank's share of windows, as in `make_windows`."""
-        own = windows[self.runtime.rank :: self.runtime.world_size]
-        return make_windows(rows, own, self.runtime.device, self.micro_tokens, wanted)
-
-    def forward_backward(self, batches: list[SimpleNamespace], total: int) -> Tensor:
-        """Gradients of this rank's part of the loss, a mean over `total` targets of all ranks; of that, and of the
-        cross-entropy and the teacher's loss in it, this rank's parts (3,)."""
-        s, device = self.settings, self.runtime.device
-        torch._foreach_zero_([param.grad for param in self.optimizers.params])
-        sums = torch.zeros(3, device=device, dtype=self.network.embed.dtype)
-        alpha = 0.0 if self.teacher is None else s.kd_alpha
-        with self.weights():
-            for batch in batches:
-                if self.teacher is None:
-                    nats = -token_logps(self.network, batch, 1.0)[0]
-                    apart = torch.zeros_like(nats)
-                else:
-                    nats, apart = distilled_losses(self.network, self.teacher, self.projections, batch, s)
-                nats, apart = nats.sum() / total, apart.sum() / total
-                loss = (1 - alpha) * nats + alpha * apart
-                loss.backward()
-                sums += torch.stack([loss, nats, apart]).detach()
-        return sums
-
-    @torch.no_grad()
-    def score(self, rows: list[Row], network: GPT | None = None) -> Tensor:
-        """Of each row's answers, by the network or another: nats, tokens, tokens that were the likeliest, (n, 3)."""
-        network = network or self.network
-        found = torch.zeros(len(rows), 3, dtype=torch.float64, device=self.runtime.device)
-        windows = best_fit([len(row.ids) - 1 for row in rows], self.settings.train_seq_len)
-        windows = windows if self.packed else [[at] for at in range(len(rows))]
-        with self.weights(), parametrize.cached():
-            for batch in self.batches(rows, windows, "said"):
-                parts = network.features(batch.ids)[batch.mask], batch.targets[batch.mask], batch.row[batch.mask]
-                for features, wanted, row in zip(*(x.split(4096) for x in parts), strict=True):
-                    logits = network.logits(features)
-                    nats = F.cross_entropy(logits, wanted, reduction="none")
-                    each = torch.stack([nats, torch.ones_like(nats), logits.argmax(-1) == wanted], dim=1)
-                    found.index_add_(0, batch.numbers[row], each.double())
-        return self.runtime.sum(found).cpu()
-
-
-def load_teacher(s: Settings, tokenizer: Tokenizer, runtime: Runtime) -> GPT | None:
-    """The network that TEACHER names, adapters merged, or None. Raises UserError where it does not fit."""
-    given = [name for name, value in vars(s).items() if name[:3] == "kd_" and value != getattr(Settings, name)]
-    if given and not s.teacher:
-        raise UserError(f"{given[0].upper()}={getattr(s, given[0])!r}: needs a TEACHER to learn from")
-    if not s.teacher:
-        return None
-    network, own, file = load_model("TEACHER", s.teacher)
-    context = network.config.train_seq_len
-    for wrong, said in (
-        ((own.sha256, own.vocab_size) != (tokenizer.sha256, tokenizer.vocab_size),
-         f"{file} has the tokenizer {own.file} with {own.vocab_size} tokens, the student {tokenizer.file} with "
-         f"{tokenizer.vocab_size}; must be the same, see TOKENIZER_PATH"),
-        (network.config.positions == "learned" and context < s.train_seq_len,
-         f"{file} has learned positions for {context} tokens; TRAIN_SEQ_LEN={s.train_seq_len} must be at most that"),
-        (s.kd_top_k == 1, "KD_TOP_K=1 leaves nothing to compare; must be 0, or at least 2"),
-        (s.kd_alpha == 1 and s.kd_loss not in DIVERGENCES,
-         f"KD_ALPHA=1 with KD_LOSS={s.kd_loss} trains no head; must be less"),
-    ):
-        if wrong:
-            raise UserError(f"TEACHER={s.teacher!r}: {said}")
-    return merge_lora(network).to(runtime.device).requires_grad_(False)
-
-
-def prepare_student(s: Settings, runtime: Runtime) -> tuple[GPT, Tokenizer, str, bool]:
-    """Network, its tokenizer with role tokens, where they are from, and whether it grew by these. Raises UserError."""
-    unit = s.train_seq_len * runtime.world_size
-    if s.train_batch_tokens % unit:
-        raise UserError(f"TRAIN_BATCH_TOKENS={s.train_batch_tokens}: must be a multiple of TRAIN_SEQ_LEN x ranks = "
-                        f"{unit}")
-    network, tokenizer, source = start_policy(s, runtime)
-    config, known = network.config, tokenizer.vocab_size
-    if s.lora_rank and not tokenizer.roles:
-        raise UserError(f"LORA_RANK={s.lora_rank}: {source} has no role tokens, and adapters would not learn their "
-                        "embeddings; must be 0 here, adapters can come after")
-    if config.positions == "learned" and s.train_seq_len > config.train_seq_len:
-        raise UserError(f"TRAIN_SEQ_LEN={s.train_seq_len}: must be at most {config.train_seq_len}, for {source} has "
-                        "learned positions")
-    tokenizer = grow_roles(network, tokenizer)
-    config.train_seq_len = max(config.train_seq_len, s.train_seq_len)
-    return network, tokenizer, source, tokenizer.vocab_size > known
-
-
-# -------------------------------------------------------------------------------------------- main
+# === shared: finetuning ===
 # A step that takes longer than this and than 20 median steps prints the stacks of all threads.
 HANG_SECONDS = 120.0
 
 
-def hash_rows(rows: list[Row]) -> str:
-    """Return the SHA-256 of ids and masks, which must not change when a run is resumed."""
-    digest = hashlib.sha256()
-    for row in rows:
-        digest.update(row.ids.tobytes() + row.said.tobytes())
-    return digest.hexdigest()
+def grow_roles(network, tokenizer):
+    """Return the tokenizer with role tokens; if it had none, the network grows by rows for them.
+
+    The new rows of the embedding and of the head are the mean of the others.
+    """
+    grown = with_roles(tokenizer)
+    for name in ("embed", "head"):
+        weight = getattr(network, name)
+        if weight is not None and len(weight) < grown.vocab_size:
+            new_rows = weight.detach().mean(0).expand(len(ROLE_TOKENS), -1)
+            weight = nn.Parameter(torch.cat([weight.detach(), new_rows]))
+            weight.splits = (len(weight),)
+            setattr(network, name, weight)
+    network.config.vocab_size = grown.vocab_size
+    return grown
 
 
-def log_step(run: Run, clock: Clock, report: StepReport, metrics: dict) -> None:
-    """Count the finished step if it was skipped, and log its metrics (numbers or 0-d tensors)."""
+def start_network(settings, runtime):
+    """Return start_policy's network and tokenizer, with role tokens, and where they are from.
+
+    Raises UserError if the network does not fit the settings.
+    """
+    network, tokenizer, source = start_policy(settings, runtime)
+    config = network.config
+    if settings.lora_rank and not tokenizer.roles:
+        raise UserError(
+            f"LORA_RANK={settings.lora_rank}: {source} has no role tokens, and adapters would not "
+            "learn their embeddings; must be 0 in the first fine-tuning"
+        )
+    if config.positions == "learned" and settings.train_seq_len > config.train_seq_len:
+        raise UserError(
+            f"TRAIN_SEQ_LEN={settings.train_seq_len}: must be at most {config.train_seq_len}, "
+            f"because {source} has learned positions"
+        )
+    config.train_seq_len = max(config.train_seq_len, settings.train_seq_len)
+    return network, grow_roles(network, tokenizer), source
+
+
+def open_run(settings, steps, network, tokenizer, runtime, **identity):
+    """Return an open Run of at most `steps` steps (0: no limit), and the checkpoint to load or None.
+
+    identity: what must not change when the run is resumed, beside what every run has.
+    """
+    timing = replace(settings, iterations=steps)
+    plan = Plan(timing)
+    clock = Clock(timing, runtime, replayed_progress(settings))
+    for name in ("seed", "lora_rank", "train_files"):
+        identity[name] = getattr(settings, name)
+    identity |= {**asdict(network.config), "tokenizer_sha256": tokenizer.sha256}
+    run = Run(settings, runtime, plan, clock, identity)
+    run.log.iterations = steps
+    checkpoint = run.open()
+    if tokenizer.file != "bytes":
+        run.write_file(tokenizer.file, tokenizer.content)
+    run.log(plan.describe())
+    return run, checkpoint
+
+
+class Finetuner:
+    """What SFTTrainer and DPOTrainer share: a network, its optimizers and averages.
+
+    modules: others that are trained with the network.
+    """
+
+    def __init__(self, network, settings, runtime, *modules):
+        self.network = network
+        self.settings = settings
+        self.runtime = runtime
+        self.micro_tokens = settings.micro_batch_tokens or fitting_tokens(network, runtime.device)
+        self.table = quant_table(settings)
+        self.qat = False  # whether weights are rounded as in the artifact
+        self.params = [param for param in network.parameters() if param.requires_grad]
+        self.optimizers = policy_optimizers(nn.ModuleList([network, *modules]), settings, runtime)
+        self.averages = {}
+        if settings.ema:
+            self.averages["ema"] = Average(self.params, EMA_MEMORY)
+        if settings.swa:
+            self.averages["swa"] = Average(self.params)
+        if settings.compile:
+            network.features = torch.compile(network.features)
+
+    def weights(self):
+        """Return a context in which weights are rounded as in the artifact if QAT is on."""
+        return quantized(self.network, self.table) if self.qat else contextlib.nullcontext()
+
+    def begin_step(self, run):
+        """Begin the phases of a step; return its progress and the multiplier of learning rates."""
+        progress = run.clock.progress(run.step)
+        for name in run.plan.begin_phases(run.step, progress):
+            run.log(f"phase: {name} begins at step {run.step + 1}, {progress:.1%} of the run")
+            if name == "qat":
+                for average in self.averages.values():
+                    average.count = 0  # weights that never saw the quantizer do not fit it
+        self.qat = run.plan.is_on("qat")
+        return progress, run.plan.rates(progress)
+
+    def update_averages(self, run):
+        """Take the weights into the averages that are on."""
+        for name, average in self.averages.items():
+            if run.plan.is_on(name):
+                average.update(run.plan.progress)
+
+
+def log_step(run, metrics):
+    """Log the step before, if its report has come; return whether a rank is to stop."""
+    report = run.clock.previous_report()
+    if report is None:
+        return False
     run.count_skipped(report)
     values = {name: float(value) for name, value in metrics.items()}
     values["train_time"] = 1000 * report.seconds
     values["step_avg"] = 1000 * report.seconds / run.step
-    steps_left = clock.iterations - run.step
-    seconds_left = min(clock.budget - report.seconds, steps_left * clock.median_step())
-    run.log.metrics(run.step, values, seconds_left)
+    run.log.metrics(run.step, values, run.clock.budget - report.seconds)
+    return report.stop_requested
 
 
-def describe_epoch(epochs: Epochs, settings: Settings) -> str:
-    """Return a line for the log: windows of an epoch, how full they are, and its steps."""
-    windows = epochs.windows(0)
-    filled = sum(epochs.lengths[at] for at in itertools.chain(*windows))
-    share = filled / (len(windows) * settings.train_seq_len)
-    line = (
-        f"batch: an epoch is {len(windows)} windows of {settings.train_seq_len} tokens, "
-        f"{share:.1%} full, in {epochs.steps} steps of at most {settings.train_batch_tokens} tokens"
-    )
-    if not epochs.packed:
-        line += "; one row to a window, because learned positions cannot be packed"
-    return line
+def score_table(columns):
+    """Return scores as a table for the log. columns: title -> name of a score -> its value.
 
-
-def choose_weights(
-    trainer: SFTTrainer, averages: dict[str, Average], rows: list[Row], log: Log
-) -> str:
-    """Give the network the raw or averaged weights with the least loss; return a name.
-
-    The loss is that of some of the rows of training, about two batches.
+    A value is a number, or a mean and the ends of its interval.
     """
-    settings = trainer.settings
-    tokens = sum(len(row.ids) - 1 for row in rows)
-    count = 2 * settings.train_batch_tokens * len(rows) // tokens
-    count = max(1, min(count, len(rows)))
-    rows = random.Random(settings.seed).sample(rows, count)
-    params = [param.detach() for param in trainer.trained]
+    lines = ["".join(f"{title:>30s}" for title in ["", *columns])]
+    for name in next(iter(columns.values())):
+        line = f"{name:>30s}"
+        for scores in columns.values():
+            value = scores.get(name, "")
+            if isinstance(value, list):
+                value = "{:.4g} [{:.4g}, {:.4g}]".format(*value)
+            line += f"{value:>30}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def choose_weights(trainer, loss, log):
+    """Give the network the raw or averaged weights with the least loss(); return a name."""
+    params = [param.detach() for param in trainer.params]
     candidates = {"raw": params}
-    for name, average in averages.items():
+    for name, average in trainer.averages.items():
         if average.count:
             candidates[name] = average.values
-    chosen = "raw"
-    if len(candidates) > 1:
-        losses = {}
-        for name, values in candidates.items():
-            with swapped(params, values):
-                losses[name] = row_scores(trainer.score(rows))["loss"][0]
-            log(f"weights: {name}, loss {losses[name]:.4f} of {len(rows)} rows of training")
-        chosen = min(losses, key=losses.get)
+    losses = {}
+    for name, values in candidates.items():
+        with swapped(params, values):
+            losses[name] = loss()
+        log(f"weights: {name}, loss {losses[name]:.4f}")
+    chosen = min(losses, key=losses.get)
     log(f"weights: {chosen} chosen")
     torch._foreach_copy_(params, candidates[chosen])
     return chosen
 
 
-def main() -> int:
+def leave_stopped(run, stop_signal):
+    """Log that a signal stopped the run, which is saved; return the exit code."""
+    number = signal.Signals(stop_signal.number or signal.SIGTERM)
+    run.log(f"stopped by {number.name} after step {run.step}; RESUME={run.folder} continues it")
+    run.runtime.leave()
+    return 128 + number
+
+
+def finish(run, trainer, tokenizer, metrics, loss):
+    """Choose, quantize and pack the weights; this is on the clock, too.
+
+    metrics: of the last step. loss: function without arguments, the loss of the present weights.
+    Return the artifact and facts for result.json. The trainer has the network that the artifact
+    file alone gives back.
+    """
+    handle_stop_signals(signal.SIG_DFL)
+    log_step(run, metrics)
+    network = trainer.network
+    run.write_json("progress.json", {"progress": run.clock.used})
+    run.clock.start()
+    # Adapters are quantized as parts of the weights that they change.
+    trainer.qat = not run.settings.lora_rank
+    chosen = choose_weights(trainer, loss, run.log)
+    merge_lora(network)
+    state = network.state_dict()
+    content, sizes = pack_artifact(
+        state,
+        quantize_all(state, trainer.table),
+        settings=asdict(network.config),
+        tokenizer_sha256=tokenizer.sha256,
+        meta={"seed": run.settings.seed, "tokenizer": tokenizer.file},
+    )
+    run.clock.stop()
+    path = run.write_artifact(content)
+    trainer.network, *_ = load_model("ARTIFACT", str(path))
+    trainer.network.to(run.runtime.device)
+    trainer.qat = False
+    facts = {
+        "tokenizer_sha256": tokenizer.sha256,
+        "data_sha256": run.identity["data_sha256"],
+        "last": {name: float(value) for name, value in metrics.items()},
+        "params": count_parameters(network),
+        "weights": chosen,
+        "optimizer_state_bytes": trainer.optimizers.state_bytes(),
+        "bytes_by_class": sizes,
+    }
+    return content, facts
+
+
+# === end: finetuning ===
+
+
+# ---------------------------------------------------------------------------------------------------- objective
+def divergence(student, teacher, settings):
+    """Return KD_LOSS between the distributions T of the teacher and S of the student, (n,), in nats.
+
+    student, teacher: logits (n, V). forward: KL(T, S); reverse: KL(S, T); jsd (arXiv 2306.13649):
+    KD_BETA KL(T, M) + (1 - KD_BETA) KL(S, M) with M = KD_BETA T + (1 - KD_BETA) S, where 0 means
+    forward and 1 reverse. Logits are divided by KD_TEMPERATURE, and the result is multiplied by its
+    square, so that the gradient keeps its size (1503.02531). KD_TOP_K: of both, the probabilities
+    of the teacher's likeliest tokens, renormalised.
+    """
+    if settings.kd_top_k:
+        teacher, likeliest = teacher.topk(min(settings.kd_top_k, teacher.size(1)))
+        student = student.gather(1, likeliest)
+    log_s = (student / settings.kd_temperature).log_softmax(-1)
+    log_t = (teacher / settings.kd_temperature).log_softmax(-1)
+    beta = {"forward": 0.0, "reverse": 1.0}.get(settings.kd_loss, settings.kd_beta)
+
+    def kl(log_p, log_q):
+        return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+    if beta == 0:
+        result = kl(log_t, log_s)
+    elif beta == 1:
+        result = kl(log_s, log_t)
+    else:
+        log_m = torch.logaddexp(log_t + math.log(beta), log_s + math.log1p(-beta))
+        result = beta * kl(log_t, log_m) + (1 - beta) * kl(log_s, log_m)
+    return settings.kd_temperature**2 * result
+
+
+def attention_distance(student, teacher, batch):
+    """Return the attention transfer loss of each target (arXiv 1612.03928, equation 2, squared), (n,).
+
+    student, teacher: outputs (B, T, dim) of mixers; dims may differ. The attention to a token is
+    the sum of squares of its output. A row's map, that of its tokens, is divided by its norm; 1e-6
+    stands under the root because a new mixer puts out zeros. A target has the squared distance of
+    its row's maps.
+    """
+    is_token = batch.row >= 0
+    row = batch.row[is_token]
+    maps = []
+    for outputs in (student, teacher):
+        energy = outputs.square().sum(-1)[is_token]
+        squares = energy.new_zeros(len(batch.numbers)).index_add(0, row, energy.square())
+        maps.append(energy / (squares + 1e-6).sqrt()[row])
+    difference = maps[0] - maps[1]
+    distances = torch.zeros_like(squares).index_add(0, row, difference.square())
+    return distances[batch.row[batch.mask]]
+
+
+def pooled_distance(student, teacher):
+    """Return the cosine distance (n,) of x (n, dim), averaged over neighbouring channels to one dim."""
+    dim = min(student.size(1), teacher.size(1))
+    student = F.adaptive_avg_pool1d(student[:, None], dim)
+    teacher = F.adaptive_avg_pool1d(teacher[:, None], dim)
+    return 1 - F.cosine_similarity(student, teacher, dim=2)[:, 0]
+
+
+def features_and_mixed(network, ids):
+    """Return what the head reads and what the last mixer puts out, (B, T, dim), float32 at least."""
+    outputs = []
+    _, mixer = network.layers[-1]
+    hook = mixer.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+    outputs.insert(0, network.features(ids))
+    hook.remove()
+    return [x.to(torch.promote_types(x.dtype, torch.float32)) for x in outputs]
+
+
+def distilled_losses(student, teacher, projection, batch, settings):
+    """Return cross-entropy in nats and KD_LOSS of each target, (n,) each.
+
+    attention compares what the last mixers put out, pool and projection what the heads read.
+    projection: the mean squared error between the student's channels times a learned matrix and
+    the teacher's.
+    """
+    features, mixed = features_and_mixed(student, batch.ids)
+    with torch.no_grad():
+        teacher_features, teacher_mixed = features_and_mixed(teacher, batch.ids)
+        teacher_features = teacher_features[batch.mask]
+        teacher_logits = teacher.logits(teacher_features)
+    features = features[batch.mask]
+    logits = student.logits(features)
+    nats = F.cross_entropy(logits, batch.targets[batch.mask], reduction="none")
+    if settings.kd_loss == "attention":
+        return nats, attention_distance(mixed, teacher_mixed, batch)
+    if settings.kd_loss == "pool":
+        return nats, pooled_distance(features, teacher_features)
+    if settings.kd_loss == "projection":
+        return nats, (features @ projection[0].T - teacher_features).square().mean(1)
+    return nats, divergence(logits, teacher_logits, settings)
+
+
+class SFTTrainer(Finetuner):
+    """A network that learns rows and, if there is a teacher, to be like it.
+
+    model: a GPT whose tokenizer has role tokens; teacher: another with the same tokenizer.
+    `projection`, of KD_LOSS=projection, is trained with the model and is no part of it.
+    """
+
+    def __init__(self, model, config, teacher=None, runtime=None):
+        runtime = runtime or Runtime(0, 1, model.embed.device, False)
+        self.teacher = teacher
+        self.projection = nn.ParameterList()
+        positions = [model.config.positions]
+        if teacher:
+            positions.append(teacher.config.positions)
+            torch.manual_seed(config.seed)
+            width = model.config.model_dim
+            weight = torch.randn(teacher.config.model_dim, width) * width**-0.5
+            if config.kd_loss == "projection":
+                self.projection.append(nn.Parameter(weight.to(model.embed)))
+        # Learned positions count from the window's beginning, so each row has its own window.
+        self.room = 0 if "learned" in positions else config.train_seq_len
+        super().__init__(model, config, runtime, self.projection)
+
+    def batches(self, rows, windows, tokens):
+        """Return this rank's share of windows as RowBatches of at most so many tokens, or of one."""
+        share = windows[self.runtime.rank :: self.runtime.world_size]
+        count = max(1, tokens // self.settings.train_seq_len)
+        return row_batches(rows, share, count, self.runtime.device)
+
+    def forward_backward(self, rows, windows, total):
+        """Compute this rank's gradients of the mean loss over the `total` targets of the windows.
+
+        Return this rank's parts of that mean and of the two losses in it, cross-entropy and KD_LOSS,
+        (3,). windows: those of all ranks.
+        """
+        alpha = self.settings.kd_alpha if self.teacher else 0.0
+        # With a teacher, logits of a batch are held at once.
+        tokens = min(self.micro_tokens, 4096) if self.teacher else self.micro_tokens
+        torch._foreach_zero_([param.grad for param in self.optimizers.params])
+        sums = torch.zeros(3, device=self.runtime.device)
+        with self.weights():
+            for batch in self.batches(rows, windows, tokens):
+                if self.teacher:
+                    nats, kd = distilled_losses(
+                        self.network, self.teacher, self.projection, batch, self.settings
+                    )
+                else:
+                    nats = -token_logps(self.network, batch, 1.0)[0]
+                    kd = torch.zeros_like(nats)
+                loss = ((1 - alpha) * nats.sum() + alpha * kd.sum()) / total
+                loss.backward()
+                sums += torch.stack([loss, nats.sum() / total, kd.sum() / total]).detach()
+        return sums
+
+    @torch.no_grad()
+    def score(self, rows, network=None):
+        """Return nats, tokens and right tokens of each row's targets, (n, 3), by one network.
+
+        A token is right if it is the likeliest. network: None is the one in training.
+        """
+        network = network or self.network
+        scores = torch.zeros(len(rows), 3, dtype=torch.float64, device=self.runtime.device)
+        windows = best_fit(rows, range(len(rows)), self.room)
+        with self.weights():
+            for batch in self.batches(rows, windows, 4096):
+                logits = network.logits(network.features(batch.ids)[batch.mask])
+                targets = batch.targets[batch.mask]
+                nats = F.cross_entropy(logits, targets, reduction="none")
+                right = logits.argmax(-1) == targets
+                values = torch.stack([nats, torch.ones_like(nats), right], dim=1).double()
+                scores.index_add_(0, batch.numbers[batch.row[batch.mask]], values)
+        return self.runtime.sum(scores).cpu()
+
+
+def row_summary(scores):
+    """Return means and intervals of the scores of SFTTrainer.score."""
+    nats, tokens, right = scores.T
+    return {
+        "rows": len(scores),
+        "tokens": int(tokens.sum()),
+        "loss": ratio_interval(nats, tokens),
+        "accuracy": ratio_interval(right, tokens),
+    }
+
+
+# -------------------------------------------------------------------------------------------- main
+def load_teacher(settings, tokenizer, runtime):
+    """Return the network that TEACHER names, its adapters merged, or None. Raises UserError."""
+    for name in ("kd_loss", "kd_alpha", "kd_temperature", "kd_beta", "kd_top_k"):
+        if not settings.teacher and getattr(settings, name) != getattr(Settings, name):
+            raise UserError(f"{name.upper()}={getattr(settings, name)!r}: needs a TEACHER")
+    if not settings.teacher:
+        return None
+    teacher, teacher_tokenizer, file = load_model("TEACHER", settings.teacher)
+    if teacher_tokenizer.pieces != tokenizer.pieces:
+        raise UserError(
+            f"TEACHER={settings.teacher!r}: {file} has the tokenizer {teacher_tokenizer.file}; must "
+            f"be the student's, {tokenizer.file}, with role tokens (see TOKENIZER_PATH)"
+        )
+    return merge_lora(teacher).to(runtime.device)
+
+
+def main():
     """Train, pack and score one model; return the exit code. Raises UserError before step 1."""
     begin = time.perf_counter()
     settings = load_settings(Settings, os.environ, sys.argv[1:], stored=stored_settings)
     runtime = start_runtime(settings.device)
+    unit = settings.train_seq_len * runtime.world_size
+    if settings.train_batch_tokens % unit:
+        raise UserError(
+            f"TRAIN_BATCH_TOKENS={settings.train_batch_tokens}: must be a multiple of "
+            f"TRAIN_SEQ_LEN x ranks = {unit}"
+        )
 
-    # student, teacher and rows
-    network, tokenizer, source, grown = prepare_student(settings, runtime)
-    config = network.config
+    # student, teacher, rows and the windows of an epoch
+    network, tokenizer, source = start_network(settings, runtime)
     teacher = load_teacher(settings, tokenizer, runtime)
     notes = []
-    data = read_data(settings, tokenizer, notes.append)
+    parse = functools.partial(parse_row, tokenizer=tokenizer, settings=settings)
+    data = read_examples(settings, parse, demonstration, settings.demonstrations, notes.append)
     adapt(network, settings)
     trainer = SFTTrainer(network, settings, teacher, runtime)
-    epochs = Epochs(data, settings, trainer.packed)
-    averages = {}
-    if settings.ema:
-        averages["ema"] = Average(trainer.trained, EMA_MEMORY)
-    if settings.swa:
-        averages["swa"] = Average(trainer.trained)
+    windows_of = functools.partial(epoch_windows, data, settings.seed, trainer.room)
+    windows_of = functools.lru_cache(1)(windows_of)
+    windows_per_step = settings.train_batch_tokens // settings.train_seq_len
+    epoch_steps = math.ceil(len(windows_of(0)) / windows_per_step)
 
-    # plan and clock; EPOCHS sets the number of steps if ITERATIONS does not
-    steps = settings.iterations or settings.epochs * epochs.steps
-    timing = replace(settings, iterations=steps)
-    plan = Plan(timing)
-    clock = Clock(timing, runtime, replayed_progress(settings))
-
-    # run folder and log
-    before = {}  # scores of the held-out rows before the first step
-    counted = {"tokens": 0, "targets": 0}
-    data_sha256 = hash_rows(data.rows + data.held_out)
-    identity = {
-        **asdict(config),
-        "tokenizer_sha256": tokenizer.sha256,
-        "data_sha256": data_sha256,
-        "seed": settings.seed,
-        "train_files": settings.train_files,
-        "train_on": settings.train_on,
-        "train_batch_tokens": settings.train_batch_tokens,
-        "lora_rank": settings.lora_rank,
-        "teacher": settings.teacher,
-        "kd_loss": settings.kd_loss,
-        "kd_layers": settings.kd_layers,
-    }
-    run = Run(settings, runtime, plan, clock, identity)
-    run.log.iterations = steps
+    # run and first scores; EPOCHS sets the number of steps if ITERATIONS does not
+    run, checkpoint = open_run(
+        settings,
+        settings.iterations or settings.epochs * epoch_steps,
+        network,
+        tokenizer,
+        runtime,
+        data_sha256=data.sha256,
+        train_on=settings.train_on,
+        train_batch_tokens=settings.train_batch_tokens,
+        teacher=settings.teacher,
+        kd_loss=settings.kd_loss,
+    )
+    log = run.log
+    clock = run.clock
+    log("\n".join(notes))
+    counts = {"tokens": 0}
+    start = {}  # scores of the held-out rows, of the student before the first step and of the teacher
     run.parts.update(
         network=network,
-        projections=trainer.projections,
+        projection=trainer.projection,
         optimizers=trainer.optimizers,
-        before=checkpointed(before),
-        counted=checkpointed(counted),
-        **averages,
+        counts=checkpointed(counts),
+        start=checkpointed(start),
+        **trainer.averages,
     )
-    checkpoint_path = run.open()
-    log = run.log
-    if tokenizer.file != "bytes":
-        run.write_file(tokenizer.file, tokenizer.content)
-    log(f"model: {source}")
-    if grown:
-        log("model: its vocabulary was grown by the role tokens")
-    log("\n".join(notes))
-    counts = count_parameters(network)
-    trained = sum(param.numel() for param in trainer.optimizers.params)
-    numbers = " ".join(f"{name}:{count}" for name, count in counts.items())
-    log(f"parameters: {numbers} trained:{trained} layers: {config.layers}")
-    log(describe_epoch(epochs, settings))
-    log(f"batch: {steps} steps at most, over {runtime.world_size} ranks")
-    log(plan.describe())
-    if checkpoint_path:
-        run.load(checkpoint_path)
+    log(f"model: {source}, layers {network.config.layers}")
+    log(f"parameters: {name_values(count_parameters(network))}")
+    log(f"batch: an epoch is {len(windows_of(0))} windows in {epoch_steps} steps")
+    if checkpoint:
+        run.load(checkpoint)
     else:
-        before["scores"] = trainer.score(data.held_out)
-        if teacher is not None:
-            before["teacher"] = trainer.score(data.held_out, teacher)
-    start = row_scores(before["scores"])
-    if not checkpoint_path:
-        log.metrics(0, held_out_metrics(start))
-    log(f"before: {start}")
-    if teacher is not None:
-        log(f"teacher: {row_scores(before['teacher'])}")
+        start["before"] = trainer.score(data.held_out)
+        if teacher:
+            start["teacher"] = trainer.score(data.held_out, teacher)
+    summaries = {name: row_summary(scores) for name, scores in start.items()}
+    if not checkpoint:
+        log.metrics(0, held_out_metrics(summaries["before"]))
+    log(score_table(summaries))
     log(f"set-up and first scores: {time.perf_counter() - begin:.1f} s, outside the clock")
 
     metrics = {}
@@ -3930,7 +4016,7 @@ def main() -> int:
     clock.start()
     while True:
         last_step = clock.is_last(run.step)
-        trainer.qat = plan.is_on("qat")  # also in the scores of a run that was resumed
+        trainer.qat = run.plan.is_on("qat")  # also in the scores of a run that was resumed
         if stop_signal.number and not runtime.distributed:
             stopping = True  # a single process need not ask other ranks
         faulthandler.cancel_dump_traceback_later()
@@ -3939,7 +4025,7 @@ def main() -> int:
         val_is_due = settings.val_loss_every and run.step % settings.val_loss_every == 0
         if val_is_due and run.step and not (last_step or stopping):
             with clock.paused():
-                scores = row_scores(trainer.score(data.held_out))
+                scores = row_summary(trainer.score(data.held_out))
             log.metrics(run.step, held_out_metrics(scores))
         if last_step or stopping or run.is_save_due():
             with clock.paused():
@@ -3949,48 +4035,35 @@ def main() -> int:
         faulthandler.dump_traceback_later(max(HANG_SECONDS, 20 * clock.median_step()))
 
         # 2. The phases and learning rate of this step.
-        progress = clock.progress(run.step)
-        for name in plan.begin_phases(run.step, progress):
-            log(f"phase: {name} begins at step {run.step + 1}, {progress:.1%} of the run")
-            if name == "qat":
-                for average in averages.values():
-                    average.count = 0  # weights that never saw the quantizer do not fit it
-        trainer.qat = plan.is_on("qat")
-        multiplier = plan.rates(progress)
+        progress, multiplier = trainer.begin_step(run)
 
         # 3. Forward and backward over the windows of this step.
-        windows = epochs.step(run.step)
-        rows = [data.rows[at] for at in itertools.chain(*windows)]
-        targets = sum(int(row.learned.sum()) for row in rows)
-        batches = trainer.batches(data.rows, windows, "learned")
-        sums = trainer.forward_backward(batches, targets)
+        epoch, place = divmod(run.step, epoch_steps)
+        windows = windows_of(epoch)[place::epoch_steps]
+        rows = [data.train[number] for number in itertools.chain(*windows)]
+        targets = sum(int((row.targets >= 0).sum()) for row in rows)
+        sums = trainer.forward_backward(data.train, windows, targets)
         extra = torch.cat([sums, sums.new_tensor([stop_signal.number])])
         clip = settings.grad_clip_norm
         norm, extra = trainer.optimizers.reduce_gradients(runtime, clip, extra)
         loss, nats, kd, stop = extra
         skip = ~(torch.isfinite(norm) & torch.isfinite(loss))
 
-        # 4. Read the report of the step before, now that the device has work queued.
-        report = clock.previous_report()
-        if report is not None:
-            stopping = report.stop_requested
-            log_step(run, clock, report, metrics)
+        # 4. Log the step before, now that the device has work queued.
+        stopping = log_step(run, metrics)
 
         # 5. Update the weights and their averages.
         trainer.optimizers.step(multiplier, MUON_MOMENTUM, skip)
-        for name, average in averages.items():
-            if plan.is_on(name):
-                average.update(progress)
-        counted["tokens"] += sum(len(row.ids) - 1 for row in rows)
-        counted["targets"] += targets
+        trainer.update_averages(run)
         clock.send_report(loss, skip, stop)
+        counts["tokens"] += sum(len(row.ids) for row in rows)
         metrics = {
             "loss": loss,
             "nats": nats,
             "kd": kd,
             "grad_norm": norm,
             "targets": targets,
-            "epoch": run.step // epochs.steps + 1,
+            "epoch": epoch + 1,
             "lr_mul": multiplier,
             "progress": progress,
         }
@@ -3998,67 +4071,30 @@ def main() -> int:
 
     clock.stop()
     if stopping:
-        number = signal.Signals(stop_signal.number or signal.SIGTERM)
-        log(f"stopped by {number.name} after step {run.step}; RESUME={run.folder} continues it")
-        runtime.leave()
-        return 128 + number
-    handle_stop_signals(signal.SIG_DFL)
-    report = clock.previous_report()
-    if report is not None:
-        log_step(run, clock, report, metrics)
-    run.write_json("progress.json", {"progress": clock.used})
+        return leave_stopped(run, stop_signal)
 
-    # Choose the weights, quantize and pack them; this is on the clock, too.
-    clock.start()
-    # Adapters are quantized as parts of the weights that they change.
-    trainer.qat = not settings.lora_rank
-    chosen = choose_weights(trainer, averages, data.rows, log)
-    if settings.lora_rank:
-        merge_lora(network)
-    state = network.state_dict()
-    content, sizes = pack_artifact(
-        state,
-        quantize_all(state, trainer.table),
-        settings=asdict(config),
-        tokenizer_sha256=tokenizer.sha256,
-        meta={"seed": settings.seed, "tokenizer": tokenizer.file, "grown": grown},
-    )
-    clock.stop()
-    artifact = run.write_artifact(content)
+    def loss_of_choice():
+        return row_summary(trainer.score(data.choice))["loss"][0]
+
+    content, facts = finish(run, trainer, tokenizer, metrics, loss_of_choice)
 
     # Score what the artifact file alone gives back, and what was gained, row by row.
-    final, *_ = load_model("ARTIFACT", str(artifact))
-    trainer.qat = False
-    scores = trainer.score(data.held_out, final.to(runtime.device))
-    nats, tokens, right = before["scores"].T
-    after = row_scores(scores)
-    gain = {
+    scores = trainer.score(data.held_out)
+    nats, tokens, right = start["before"].T
+    summaries["after"] = row_summary(scores)
+    summaries["gain"] = {
         "loss": ratio_interval(nats - scores[:, 0], tokens),
         "accuracy": ratio_interval(scores[:, 2] - right, tokens),
     }
-    log.metrics(run.step, held_out_metrics(after))
-    log(f"after: {after}")
-    log(f"gain: {gain}, paired; of the loss, what it is less")
-
-    facts = {
-        "tokenizer_sha256": tokenizer.sha256,
-        "grown": grown,
-        "data_sha256": data_sha256,
+    log.metrics(run.step, held_out_metrics(summaries["after"]))
+    log(score_table(summaries))
+    facts |= {
+        **summaries,
+        **counts,
         "init_from": source,
-        "rows": len(data.rows),
-        **counted,
+        "rows": len(data.train),
         "total_seconds": time.perf_counter() - begin,
-        "params": count_parameters(network),
-        "weights": chosen,
-        "optimizer_state_bytes": trainer.optimizers.state_bytes(),
-        "before": start,
-        "after": after,
-        "gain": gain,
-        "last": {name: float(value) for name, value in metrics.items()},
-        "bytes_by_class": sizes,
     }
-    if teacher is not None:
-        facts["teacher"] = {"file": settings.teacher, **row_scores(before["teacher"])}
     exit_status = run.write_result(facts, content)
     runtime.leave()
     return exit_status

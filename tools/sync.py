@@ -18,9 +18,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ORDER = (
-    "bounds settings runtime tokenizer data text chat conversations preferences finetuning preparation "
+    "bounds settings runtime tokenizer data text chat conversations preferences preparation "
     "batches model lora reference optimizer schedule quantization artifact export deltas weights evaluation "
-    "checkpoint generation tasks rewards rows responses start supervision intervals pairs policy judge"
+    "checkpoint generation tasks rewards examples rows responses start supervision finetuning intervals "
+    "pairs policy judge"
 ).split()
 FENCE = re.compile(r"# === (shared|end): (\w+) ===\n?")
 NEARLY_FENCE = re.compile(
