@@ -785,18 +785,12 @@ def parse_line(line):
         raise RowError("no JSON") from None
 
 
-def read_rows(path, parse, log):
-    """Return what `parse` makes of the rows of a file: JSON lines, or one JSON list, maybe .zst.
+def parse_rows(path, rows, parse, log):
+    """Return what `parse` makes of rows: dicts, or lines of JSON. Blank lines are skipped.
 
     parse: function from a row to its format and an item; it raises RowError. Malformed rows are
-    left out, and the log counts them by fault. Raises UserError: no such file, or no usable row.
+    left out, and the log counts them by fault. Raises UserError if no row is usable.
     """
-    # Some editors put a mark, of three bytes, before UTF-8.
-    content = read_file(path).removeprefix(b"\xef\xbb\xbf")
-    rows = content.splitlines()
-    if content.lstrip().startswith(b"["):
-        with contextlib.suppress(RowError):  # otherwise these are lines, each of which is a list
-            rows = parse_line(content)
     items = []
     formats = collections.Counter()
     faults = {}  # fault -> numbers of the rows that have it
@@ -819,12 +813,22 @@ def read_rows(path, parse, log):
         f"{fault}: {len(numbers)} (the first is row {numbers[0]})"
         for fault, numbers in faults.items()
     ]
-    count = len(items) + sum(map(len, faults.values()))  # without blank lines
-    report = f"{path}: {count} rows, used {used}; left out {'; '.join(left_out) or 'none'}"
+    report = f"{path}: used {used}; left out {'; '.join(left_out) or 'none'}"
     if not items:
         raise UserError(f"{report}; must hold one usable row at least")
     log(f"data: {report}")
     return items
+
+
+def read_rows(path, parse, log):
+    """Return parse_rows of a file: JSON lines, or one JSON list, maybe .zst. Raises UserError."""
+    # Some editors put a mark, of three bytes, before UTF-8.
+    content = read_file(path).removeprefix(b"\xef\xbb\xbf")
+    rows = content.splitlines()
+    if content.lstrip().startswith(b"["):
+        with contextlib.suppress(RowError):  # otherwise these are lines, each of which is a list
+            rows = parse_line(content)
+    return parse_rows(path, rows, parse, log)
 
 
 # === end: chat ===
@@ -842,22 +846,22 @@ def row_turns(row):
     elif "conversations" in row:
         name = "ShareGPT"
         turns = listed_turns(row, "conversations")
-    elif "instruction" in row:
-        name = "Alpaca"
-        parts = [text_of(row, field) for field in ("instruction", "input") if row.get(field)]
-        turns = [("<|user|>", "\n\n".join(parts)), ("<|assistant|>", text_of(row, "output"))]
-    elif "question" in row:
-        name = "question/answer"
-        turns = [("<|user|>", text_of(row, "question")), ("<|assistant|>", text_of(row, "answer"))]
-    elif "prompt" in row:
-        name = "prompt/completion"
-        answer = text_of(row, "completion", "response", "answer")
-        turns = [("<|user|>", text_of(row, "prompt")), ("<|assistant|>", answer)]
     elif "text" in row:
         name = "text"
         turns = [("", text_of(row, "text"))]
     else:
-        raise RowError(f"no known format, fields {', '.join(sorted(map(str, row)))!r:.80}")
+        if "instruction" in row:
+            name = "Alpaca"
+            parts = [text_of(row, field) for field in ("instruction", "input") if row.get(field)]
+            prompt = "\n\n".join(parts)
+            answer = text_of(row, "output")
+        elif "prompt" in row or "question" in row:
+            name = "prompt/completion"
+            prompt = text_of(row, "prompt", "question")
+            answer = text_of(row, "completion", "response", "answer")
+        else:
+            raise RowError(f"no known format, fields {', '.join(sorted(map(str, row)))!r:.80}")
+        turns = [("<|user|>", prompt), ("<|assistant|>", answer)]
     answers = [text for role, text in turns if role in ("<|assistant|>", "")]
     if not answers:
         raise RowError("no turn of the assistant")
