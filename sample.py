@@ -813,7 +813,7 @@ def parse_rows(path, rows, parse, log):
         f"{fault}: {len(numbers)} (the first is row {numbers[0]})"
         for fault, numbers in faults.items()
     ]
-    report = f"{path}: used {used}; left out {'; '.join(left_out) or 'none'}"
+    report = f"{path}: {len(rows)} rows, used {used}; left out {'; '.join(left_out) or 'none'}"
     if not items:
         raise UserError(f"{report}; must hold one usable row at least")
     log(f"data: {report}")
@@ -824,7 +824,7 @@ def read_rows(path, parse, log):
     """Return parse_rows of a file: JSON lines, or one JSON list, maybe .zst. Raises UserError."""
     # Some editors put a mark, of three bytes, before UTF-8.
     content = read_file(path).removeprefix(b"\xef\xbb\xbf")
-    rows = content.splitlines()
+    rows = content.rstrip().splitlines()
     if content.lstrip().startswith(b"["):
         with contextlib.suppress(RowError):  # otherwise these are lines, each of which is a list
             rows = parse_line(content)
