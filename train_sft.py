@@ -3923,7 +3923,7 @@ def row_summary(scores):
         "rows": len(scores),
         "tokens": int(tokens.sum()),
         "loss": ratio_interval(nats, tokens),
-        "accuracy": ratio_interval(right, tokens),
+        "accuracy": np.clip(ratio_interval(right, tokens), 0, 1).tolist(),
     }
 
 

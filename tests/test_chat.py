@@ -36,7 +36,7 @@ IDS = dict(zip(S.ROLE_TOKENS, range(260, 264), strict=True))  # of BYTES; a byte
     ({"instruction": "", "input": "1 2", "output": "3"}, "Alpaca", [(USER, "1 2"), (ASSISTANT, "3")]),
     ({"instruction": "Hi", "input": None, "output": "3"}, "Alpaca", [(USER, "Hi"), (ASSISTANT, "3")]),
     ({"instruction": "Hi", "output": " Ho ", "id": 7}, "Alpaca", [(USER, "Hi"), (ASSISTANT, " Ho ")]),
-    ({"question": "1+1?", "answer": "2 #### 2"}, "question/answer", [(USER, "1+1?"), (ASSISTANT, "2 #### 2")]),
+    ({"question": "1+1?", "answer": "2 #### 2"}, "prompt/completion", [(USER, "1+1?"), (ASSISTANT, "2 #### 2")]),
     ({"prompt": "a", "completion": "b"}, "prompt/completion", [(USER, "a"), (ASSISTANT, "b")]),
     ({"prompt": "a", "response": "b"}, "prompt/completion", [(USER, "a"), (ASSISTANT, "b")]),
     ({"prompt": "a", "answer": "b"}, "prompt/completion", [(USER, "a"), (ASSISTANT, "b")]),
@@ -156,7 +156,7 @@ def test_files_of_every_kind_give_the_same_rows(tmp_path):
     mixed = [rows[0], {"text": "t"}, 3, {"question": "q", "answer": "a"}, {"text": "u"}]
     (tmp_path / "g.json").write_text(json.dumps(mixed))
     assert len(S.read_rows(str(tmp_path / "g.json"), S.row_turns, log.append)) == 4
-    assert log.pop() == (f"data: {tmp_path / 'g.json'}: 5 rows, used 1 prompt/completion, 2 text, 1 question/answer; "
+    assert log.pop() == (f"data: {tmp_path / 'g.json'}: 5 rows, used 2 prompt/completion, 2 text; "
                          "left out no JSON object: 1 (the first is row 3)")
 
 
