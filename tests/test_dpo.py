@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
+import functools
 import json
 import math
 import os
@@ -63,19 +62,26 @@ BY_HAND = {
 }
 
 
-def facts(**changes) -> SimpleNamespace:
-    return SimpleNamespace(**{name: torch.tensor(value) for name, value in {**FACTS, **changes}.items()})
-
-
 def settings(**changes) -> D.Settings:
-    own = dict(beta=0.1, label_smoothing=0.1, layer_pattern="g a", model_dim=16, num_heads=2, qat=False)
+    own = dict(beta=0.1, layer_pattern="g a", model_dim=16, num_heads=2, qat=False)
     return D.Settings(**{**own, **changes})
+
+
+def pair_of(lengths: tuple[int, int], margin: float = 0.0) -> D.Pair:
+    return D.Pair(0, torch.ones(1), *(torch.ones(length) for length in lengths), margin)
+
+
+def losses(objective: str, scores=SCORES, reference=FACTS["reference"], lengths=FACTS["lengths"],
+           margin=FACTS["margin"], **changes) -> tuple[torch.Tensor, torch.Tensor]:
+    """pair_losses of tables of numbers."""
+    pairs = [pair_of(*facts) for facts in zip(lengths, margin, strict=True)]
+    return D.pair_losses(torch.as_tensor(scores), torch.tensor(reference), pairs, settings(objective=objective, **changes))
 
 
 @pytest.mark.parametrize("objective", POLICIES)
 def test_losses_are_the_values_worked_by_hand(objective):
-    losses, rewards = D.pair_losses(torch.tensor(SCORES), facts(), settings(objective=objective))
-    assert losses.tolist() == pytest.approx(BY_HAND[objective], abs=1e-11)
+    found, rewards = losses(objective)
+    assert found.tolist() == pytest.approx(BY_HAND[objective], abs=1e-11)
     ratios = ((0.2, -0.125), (0.0, 0.5)) if objective == "ipo" else ((1.0, -0.5), (0.0, 0.5))
     assert (rewards - 0.1 * torch.tensor(ratios)).abs().max() < 1e-15  # the implicit reward, BETA times the log-ratio
 
@@ -84,9 +90,9 @@ def test_bradley_terry_with_margin_and_centering():
     """Rewards (1, 0.5), margin 0: log(1 + e^-0.5) + c 1.5^2; (-1, 0.25), margin 0.5: log(1 + e^1.75) + c 0.75^2."""
     scores = torch.tensor(((1.0, 0.5), (-1.0, 0.25)))
     for centering in (0.0, 0.01, 2.0):
-        losses, rewards = D.pair_losses(scores, facts(), settings(objective="reward", centering=centering))
-        assert losses.tolist() == pytest.approx((0.474076984180 + centering * 2.25,
-                                                 1.910224150438 + centering * 0.5625), abs=1e-11)
+        found, rewards = losses("reward", scores, centering=centering)
+        assert found.tolist() == pytest.approx((0.474076984180 + centering * 2.25,
+                                                1.910224150438 + centering * 0.5625), abs=1e-11)
         assert torch.equal(rewards, scores)
 
 
@@ -94,17 +100,21 @@ def test_bradley_terry_with_margin_and_centering():
 @pytest.mark.parametrize("beta", [0.05, 0.5])
 def test_gradients_are_finite_differences(objective, beta):
     rng = torch.Generator().manual_seed(3)
-    s = settings(objective=objective, beta=beta, label_smoothing=0.2, centering=0.3)
     scores = (6 * torch.randn(7, 2, generator=rng)).requires_grad_()
     lengths = torch.randint(1, 9, (7, 2), generator=rng).tolist()
-    own = facts(reference=(6 * torch.randn(7, 2, generator=rng)).tolist(), lengths=lengths, margin=[0.3] * 7)
-    [slopes] = torch.autograd.grad(D.pair_losses(scores, own, s)[0].sum(), scores)
+    reference = (6 * torch.randn(7, 2, generator=rng)).tolist()
+    own = dict(cdpo=dict(label_smoothing=0.2), robust=dict(label_smoothing=0.2), reward=dict(centering=0.3))
+
+    def loss(scores: torch.Tensor) -> torch.Tensor:
+        return losses(objective, scores, reference, lengths, [0.3] * 7, beta=beta, **own.get(objective, {}))[0]
+
+    [slopes] = torch.autograd.grad(loss(scores).sum(), scores)
     for at in np.ndindex(7, 2):
         ends = []
         for step in (1e-6, -1e-6):
             moved = scores.detach().clone()
             moved[at] += step
-            ends.append(D.pair_losses(moved, own, s)[0][at[0]])
+            ends.append(loss(moved)[at[0]])
         assert abs((ends[0] - ends[1]) / 2e-6 - slopes[at]) < 1e-7
     if objective != "reward":  # a common shift of both log-ratios is free, but where lengths divide them
         assert objective == "ipo" or slopes.sum(1).abs().max() < 1e-15
@@ -112,52 +122,50 @@ def test_gradients_are_finite_differences(objective, beta):
 
 def test_at_the_start_rewards_are_0_and_losses_say_so():
     """Strictly greater: accuracy 0, not 0.5, where policy and reference are one."""
-    scores = torch.tensor(SCORES)
-    own = facts(reference=SCORES)
+    scores, pairs = torch.tensor(SCORES), [pair_of(lengths) for lengths in FACTS["lengths"]]
     for objective, value in (("dpo", math.log(2)), ("cdpo", math.log(2)), ("robust", math.log(2)), ("ipo", 25.0)):
-        losses, rewards = D.pair_losses(scores, own, settings(objective=objective))
-        assert losses.tolist() == pytest.approx([value] * 2, abs=1e-12) and not rewards.any()
-        found = D.pair_summary(D.pair_metrics(losses, rewards, scores, own.lengths), False)
+        metrics = D.pair_metrics(scores, scores, pairs, settings(objective=objective))
+        assert metrics["loss"].tolist() == pytest.approx([value] * 2, abs=1e-12)
+        assert not metrics["chosen_reward"].any() and not metrics["rejected_reward"].any()
+        found = D.pair_summary(metrics)
         assert found["accuracy"][0] == found["margin"][0] == found["longer_preferred"][0] == 0
         assert found["likelier"][0] == 0.5 and found["longer_chosen"][0] == 1.0
 
 
 def test_smoothing_of_0_is_dpo():
     for objective in ("cdpo", "robust"):
-        found = D.pair_losses(torch.tensor(SCORES), facts(), settings(objective=objective, label_smoothing=0.0))[0]
-        assert found.tolist() == pytest.approx(DPO, abs=1e-11)
+        assert losses(objective, label_smoothing=0.0)[0].tolist() == pytest.approx(DPO, abs=1e-11)
 
 
 @pytest.mark.parametrize("e", [0.05, 0.2, 0.45])
 def test_robust_is_unbiased_under_flips_and_cdpo_is_their_expectation(e):
     """Each pair is the wrong way round with probability e: the expectation of the robust loss is DPO's on the truth."""
-    def flipped(objective: str) -> torch.Tensor:
-        right = D.pair_losses(torch.tensor(SCORES), facts(), settings(objective=objective, label_smoothing=e))[0]
-        turned = {name: [row[::-1] for row in FACTS[name]] for name in ("reference", "lengths")}
-        scores = torch.tensor([row[::-1] for row in SCORES])
-        return (1 - e) * right + e * D.pair_losses(scores, facts(**turned),
-                                                   settings(objective=objective, label_smoothing=e))[0]
+    def flipped(objective: str, **changes) -> torch.Tensor:
+        turned = [[row[::-1] for row in table] for table in (SCORES, FACTS["reference"], FACTS["lengths"])]
+        return (1 - e) * losses(objective, **changes)[0] + e * losses(objective, *turned, **changes)[0]
 
-    assert flipped("robust").tolist() == pytest.approx(DPO, abs=1e-11)
-    cdpo = D.pair_losses(torch.tensor(SCORES), facts(), settings(objective="cdpo", label_smoothing=e))[0]
+    assert flipped("robust", label_smoothing=e).tolist() == pytest.approx(DPO, abs=1e-11)
+    cdpo = losses("cdpo", label_smoothing=e)[0]
     assert flipped("dpo").tolist() == pytest.approx(cdpo.tolist(), abs=1e-12)
 
 
 def test_metrics_by_hand():
     """Four pairs: right, wrong, a tie, right; the third has answers of one length."""
-    losses, lengths = torch.tensor([1.0, 2.0, 3.0, 6.0]), torch.tensor([[3, 5], [4, 2], [6, 6], [9, 1]])
-    rewards = torch.tensor([[0.5, 0.25], [-1.0, 1.0], [0.25, 0.25], [2.0, 0.0]])
+    pairs = [pair_of(lengths) for lengths in ((3, 5), (4, 2), (6, 6), (9, 1))]
     scores = torch.tensor([[-1.0, -2.0], [-4.0, -2.0], [-2.0, -3.0], [-7.0, -5.0]])
-    values = D.pair_metrics(losses, rewards, scores, lengths)
-    found = D.pair_summary(values, False)
-    means = dict(loss=3.0, accuracy=0.5, margin=0.0625, chosen_reward=0.4375, rejected_reward=0.375, chosen_logp=-3.5,
+    rewards = torch.tensor([[0.5, 0.25], [-1.0, 1.0], [0.25, 0.25], [2.0, 0.0]])
+    metrics = D.pair_metrics(scores, scores - 10 * rewards, pairs, settings())
+    assert metrics["loss"].tolist() == pytest.approx([math.log1p(math.exp(-x)) for x in (0.25, -2, 0, 2)], abs=1e-12)
+    found = D.pair_summary(metrics)
+    means = dict(accuracy=0.5, margin=0.0625, chosen_reward=0.4375, rejected_reward=0.375, chosen_logp=-3.5,
                  rejected_logp=-3.0, likelier=0.5, longer_preferred=1 / 3, longer_chosen=2 / 3)
     assert {name: value[0] for name, value in found.items() if name in means} == pytest.approx(means, abs=1e-12)
     assert (found["n"], found["n_of_different_lengths"]) == (4, 3)
     assert found["accuracy"] == D.wilson(2, 4) and found["longer_preferred"] == D.wilson(1, 3)
     spread = statistics.stdev([0.25, -2.0, 0.0, 2.0]) / 2
     assert found["margin"] == pytest.approx([0.0625, 0.0625 - 1.96 * spread, 0.0625 + 1.96 * spread], abs=1e-12)
-    assert not {"likelier", "chosen_logp", "rejected_logp"} & set(D.pair_summary(values, True))
+    reward = D.pair_metrics(scores, scores, pairs, settings(objective="reward"))
+    assert not {"likelier", "chosen_logp", "rejected_logp"} & set(reward)
 
 
 def test_wilsons_interval():
@@ -171,27 +179,26 @@ def test_wilsons_interval():
 
 
 # ------------------------------------------------------------------------------------------------- rows become pairs
-def parse(row: dict, context: int = 64, margin: float = 0.0) -> tuple[str, D.Pair]:
-    return D.parse_pair(row, BYTES, context, margin)
+def parse(row: dict) -> tuple[str, D.Pair]:
+    return D.parse_pair(row, BYTES, settings(train_seq_len=64))
 
 
 def test_the_ids_of_a_pair():
     kind, pair = parse({"prompt": "ab", "chosen": "c", "rejected": "de"})
-    assert kind == "prompt/chosen/rejected" and pair.margin == 0.0 and pair.width() == 9
+    assert kind == "prompt/chosen/rejected" and pair.margin == 0.0
     assert pair.prompt.tolist() == [1, USER, 101, 102, END, ASSISTANT]  # a byte's id is 4 more
-    assert [ids.tolist() for ids in pair.answers] == [[103, END], [104, 105, END]]
+    assert [pair.chosen.tolist(), pair.rejected.tolist()] == [[103, END], [104, 105, END]]
     messages = [("system", "s"), ("user", "u"), ("assistant", "v"), ("user", "w")]
     listed = [{"role": role, "content": text} for role, text in messages]
     _, pair = parse({"prompt": listed, "chosen": "x", "rejected": [{"role": "assistant", "content": "y"}], "margin": 2})
     assert pair.prompt.tolist() == [1, 260, 119, END, USER, 121, END, ASSISTANT, 122, END, USER, 123, END, ASSISTANT]
-    assert [ids.tolist() for ids in pair.answers] == [[124, END], [125, END]] and pair.margin == 2.0
-    for row in ({"chosen": [*listed, {"role": "assistant", "content": "x"}],
-                 "rejected": [*listed, {"role": "assistant", "content": "y"}]},  # two whole conversations
-                {"prompt": listed, "chosen": [*listed, {"role": "assistant", "content": "x"}],
-                 "rejected": [*listed, {"role": "assistant", "content": "y"}]}):  # and the prompt beside them
+    assert [pair.chosen.tolist(), pair.rejected.tolist()] == [[124, END], [125, END]] and pair.margin == 2.0
+    whole = {"chosen": [*listed, {"role": "assistant", "content": "x"}],  # two whole conversations, with the same key
+             "rejected": [*listed, {"role": "assistant", "content": "y"}]}
+    for row in (whole, {"prompt": listed, **whole}):
         again = parse(row)[1]
         assert again.prompt.tolist() == pair.prompt.tolist() and again.key == pair.key
-        assert [ids.tolist() for ids in again.answers] == [[124, END], [125, END]]
+        assert again.chosen.tolist() == [124, END]
 
 
 GOOD = {"prompt": "ab", "chosen": "c", "rejected": "d"}
@@ -200,7 +207,7 @@ BAD = {  # what the log calls it -> a row, or a line
     "missing field 'prompt'": {"chosen": "c", "rejected": "d"},
     "empty answer": {**GOOD, "rejected": " \n"}, "identical chosen and rejected": {**GOOD, "rejected": "c"},
     "unknown role 'narrator'": {**GOOD, "prompt": [{"role": "narrator", "content": "x"}]},
-    "answer longer than the context, TRAIN_SEQ_LEN=64": {**GOOD, "rejected": "d" * 200},
+    "more than TRAIN_SEQ_LEN=64 tokens": {**GOOD, "rejected": "d" * 200},
     "field 'margin' is no number": {**GOOD, "margin": "1"},
     "chosen or rejected does not end with the assistant's turn": {**GOOD, "chosen": [{"role": "user", "content": "x"}]},
     "chosen and rejected differ before their last turn": {
@@ -218,12 +225,18 @@ def write_rows(path: Path, rows: list) -> str:
     return str(path)
 
 
+def load(**changes) -> tuple[D.Examples, list[str]]:
+    s, said = settings(**{"train_seq_len": 64, **changes}), []
+    parse = functools.partial(D.parse_pair, tokenizer=BYTES, settings=s)
+    return D.read_examples(s, parse, D.right_and_wrong, s.train_pairs, said.append), said
+
+
 @pytest.mark.parametrize("name", ["pairs.jsonl", "pairs.jsonl.zst"])
 def test_each_malformed_row_is_counted_and_named(tmp_path, name):
     rows = [{"prompt": f"p{at}", "chosen": "c", "rejected": "d"} for at in range(60)]
-    path, said = write_rows(tmp_path / name, [*BAD.values(), *BAD.values(), *rows]), []
-    data = D.load_pairs(settings(train_files=path), BYTES, 64, said.append)
-    assert len(data.pairs) + len(data.held_out) == 60
+    path = write_rows(tmp_path / name, [*BAD.values(), *BAD.values(), *rows])
+    data, said = load(train_files=path)
+    assert len({*data.train, *data.choice, *data.held_out}) == 60
     for at, kind in enumerate(BAD, 1):
         assert f"{kind}: 2 (the first is row {at})" in said[0], kind
     assert f"{60 + 2 * len(BAD)} rows, used 60 prompt/chosen/rejected" in said[0]
@@ -232,76 +245,41 @@ def test_each_malformed_row_is_counted_and_named(tmp_path, name):
 def test_a_file_without_a_usable_row_is_an_error(tmp_path):
     path = write_rows(tmp_path / "pairs.jsonl", [*BAD.values()])
     with pytest.raises(D.UserError, match="pairs.jsonl: 14 rows, used none.*must hold one usable row at least"):
-        D.load_pairs(settings(train_files=path), BYTES, 64, print)
-    with pytest.raises(D.UserError, match="^TASK='sort': 0 pairs of sort; left out {'answer longer than the c.*': 8}"):
-        D.load_pairs(settings(train_pairs=8), BYTES, 10, print)
+        load(train_files=path)
+    with pytest.raises(D.UserError, match="^TASK=sort: 8 rows, used none; left out more than TRAIN_SEQ_LEN=10 .*: 8 "):
+        load(train_pairs=8, train_seq_len=10)
     one = write_rows(tmp_path / "one.jsonl", [GOOD])
-    with pytest.raises(D.UserError, match="^VAL_FILES='': 0 pairs held out, 1 of other prompts to train on; must be"):
-        D.load_pairs(settings(train_files=one), BYTES, 64, print)
-    for wrong in (f"{one}:0", f"{one},{one}:2", f"{one},,"):
-        with pytest.raises(D.UserError, match="^TRAIN_FILES=.*: must be FILE or FILE:WEIGHT"):
-            D.load_pairs(settings(train_files=wrong), BYTES, 64, print)
+    with pytest.raises(D.UserError, match="^VAL_FILES='': 0 rows held out, 1 of other prompts to train on; must be"):
+        load(train_files=one)
 
 
-def test_held_out_prompts_are_never_trained(tmp_path):
-    """Several pairs a prompt; without VAL_FILES one prompt in ten, whole; with them, their prompts leave training."""
-    rows = [{"prompt": f"p{at % 200}", "chosen": f"c{at}", "rejected": "d"} for at in range(800)]
-    path, said = write_rows(tmp_path / "pairs.jsonl", rows), []
-    data = D.load_pairs(settings(train_files=path, eval_prompts=500), BYTES, 64, said.append)
-    keys = [{pair.key for pair in own} for own in (data.pairs, data.held_out)]
-    assert not keys[0] & keys[1] and len(keys[0] | keys[1]) == 200 and 10 <= len(keys[1]) <= 32
-    assert len(data.held_out) == 4 * len(keys[1])
-    assert said[1].endswith(f" held out; {len(data.held_out)} left out of training with a held-out prompt")
-    assert [len(data.choice), len(set(data.choice))] == [len(data.pairs) // 10] * 2
-    [(own, weight)] = data.parts
-    assert weight == 1 and sorted([*own, *data.choice]) == list(range(len(data.pairs)))
-    rows = [{"prompt": f"p{at}", "chosen": "x", "rejected": "y"} for at in range(9)]
-    held = write_rows(tmp_path / "held.jsonl", rows)
-    data = D.load_pairs(settings(train_files=path, val_files=held), BYTES, 64, said.append)
-    assert len(data.held_out) == 9 and len(data.pairs) == 800 - 9 * 4 and said[-1].endswith(
-        "36 left out of training with a held-out prompt")
-    assert len(D.load_pairs(settings(train_files=path, eval_prompts=5), BYTES, 64, print).held_out) == 5
-
-
-def test_a_pass_takes_each_pair_by_its_files_weight():
-    parts = [(np.arange(0, 10), 1.0), (np.arange(10, 20), 2.5), (np.arange(20, 40), 0.25)]
-    first, second = (D.pass_order(parts, 7, number) for number in range(2))
-    for order in (first, second):
-        counts = np.bincount(order, minlength=40)
-        assert (counts[:10] == 1).all() and counts[20:].sum() == 5 and counts[20:].max() == 1
-        assert counts[10:20].sum() == 25 and set(counts[10:20]) == {2, 3}
-    assert not np.array_equal(first, second) and np.array_equal(first, D.pass_order(parts, 7, 0))
-    assert not np.array_equal(first, D.pass_order(parts, 8, 0))
-
-
-def text_of(ids: np.ndarray) -> str:
-    return bytes(int(i) - 4 for i in ids if 4 <= i < 260).decode()
+def text_of(ids: torch.Tensor) -> str:
+    return bytes(i - 4 for i in ids.tolist() if 4 <= i < 260).decode()
 
 
 @pytest.mark.parametrize("name", ["sort", "reverse", "add", "countdown", "zebra"])
 def test_synthetic_pairs_are_right_and_wrong_and_length_tells_little(name):
-    said, s = [], settings(task=name, train_pairs=300, eval_prompts=100)
-    data, task = D.load_pairs(s, BYTES, 256, said.append), D.make_task(name, "", s.seed)
-    problems = {problem.prompt: problem for problem in (task.problem(at, False) for at in range(300))}
-    problems |= {problem.prompt: problem for problem in task.held_out(100)}
-    assert len(data.pairs) == 300 and len(data.held_out) == 100
+    data, _ = load(task=name, train_pairs=300, eval_prompts=100, train_seq_len=256)
+    task = D.make_task(name, "", 1337)
+    problems = [task.problem(D.DEMONSTRATION + at, False) for at in range(300)] + task.held_out(100)
+    problems = {problem.prompt: problem for problem in problems}
+    pairs = [*data.train, *data.choice]
+    assert len({*pairs}) == 300 and len(data.held_out) == 100
     longer = [0, 0]
-    for pair in (*data.pairs, *data.held_out):
+    for pair in (*pairs, *data.held_out):
         problem = problems[text_of(pair.prompt)]
-        right, wrong = map(text_of, pair.answers)
+        right, wrong = text_of(pair.chosen), text_of(pair.rejected)
         assert task.reward(problem, right) == 1 and task.reward(problem, wrong) == 0 and wrong.strip()
         assert abs(len(right) - len(wrong)) <= 1
         for side in (0, 1):
             longer[side] += len((right, wrong)[side]) > len((right, wrong)[1 - side])
     assert 0.35 < longer[0] / sum(longer) < 0.65 and sum(longer) > 70
-    again = D.load_pairs(s, BYTES, 256, print)
-    assert again.sha256 == data.sha256 != D.load_pairs(dataclasses.replace(s, seed=2), BYTES, 256, print).sha256
 
 
 def test_slips_of_short_and_foreign_answers():
-    task, rng = D.Task("jsonl", 0, ([], [])), random.Random(0)
     for answer, kinds in (("x", "letter"), ("é", "letter"), ("7", "digit"), ("A", "letter"), ("aa", "letter")):
-        slips = {D.slip(task, D.Problem("p", answer), rng) for _ in range(300)}
+        task = [D.Task("jsonl", seed, ([], [])) for seed in range(300)]
+        slips = {D.right_and_wrong(own, D.Problem("p", answer))["rejected"] for own in task}
         assert answer not in slips and "" not in slips and len(slips) > 5
         assert answer + answer in slips or len(answer) > 1
         assert all(slip.isdigit() for slip in slips) == (kinds == "digit")
@@ -331,18 +309,18 @@ def pairs_of(seed: int, count: int) -> list[D.Pair]:
     """Random prompts and answers of 1 to 9 tokens, END not among them: nothing but the place tells the last token."""
     rng = random.Random(seed)
 
-    def ids(low: int, high: int) -> np.ndarray:
-        return np.array([rng.randrange(4, 260) for _ in range(rng.randint(low, high))], np.int32)
+    def ids(low: int, high: int) -> list[int]:
+        return [rng.randrange(4, 260) for _ in range(rng.randint(low, high))]
 
-    return [D.Pair(np.append(1, ids(1, 6)).astype(np.int32), (ids(1, 9), ids(1, 9)), rng.random(), rng.getrandbits(60))
+    return [D.Pair(rng.getrandbits(60), *map(torch.tensor, ([1, *ids(1, 6)], ids(1, 9), ids(1, 9))), rng.random())
             for _ in range(count)]
 
 
 def by_hand(network: nn.Module, pair: D.Pair, reward: bool) -> list[float]:
     """Scores of one pair, row by row without padding, token by token."""
     found = []
-    for answer in pair.answers:
-        ids = torch.tensor([[*pair.prompt.tolist(), *answer.tolist()]])
+    for answer in (pair.chosen, pair.rejected):
+        ids = torch.cat([pair.prompt, answer])[None]
         x = network.features(ids)[0].detach()
         logps = network.logits(x).detach().log_softmax(-1)
         begin = len(pair.prompt)
@@ -352,41 +330,33 @@ def by_hand(network: nn.Module, pair: D.Pair, reward: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("reward", [False, True], ids=["policy", "reward"])
-@pytest.mark.parametrize("tokens", [1, 40, 10**6])
-def test_scores_take_the_whole_answer_and_the_value_its_last_token(reward, tokens):
+def test_scores_take_the_whole_answer_and_the_value_its_last_token(reward):
     """Whatever stands beside a row: from its first token, which the prompt's last place predicts, to its end token."""
-    network, pairs, seen = Table(), pairs_of(0, 17), []
-    references = torch.randn(17, 2, generator=torch.Generator().manual_seed(0))
-    for batch in D.pair_batches(pairs, references, CPU, tokens):
-        n, width = len(batch.where), batch.ids.size(1)
-        assert batch.ids.shape == (2 * n, width) and (2 * n * width <= max(tokens, 2 * width))
+    network, pairs = Table(), pairs_of(0, 17)
+    for numbers in ([3], [5, 1, 8], range(17)):
+        batch = D.pair_batch(pairs, numbers, CPU)
+        n = len(numbers)
         scores = D.pair_scores(network, batch, reward)
-        assert scores.shape == (n, 2) and scores.dtype == torch.float64
-        for at, place in enumerate(batch.where):
-            assert scores[at].tolist() == pytest.approx(by_hand(network, pairs[place], reward), abs=1e-11)
-            assert batch.reference[at].tolist() == references[place].tolist()
-            assert batch.lengths[at].tolist() == [len(answer) for answer in pairs[place].answers]
-            assert batch.margin[at] == pairs[place].margin
-        padded = copy.copy(batch)  # wider, and of other content
-        ids = torch.full((2 * n, width + 5), 77)
-        for row, last in enumerate(batch.last.tolist()):
-            ids[row, : last + 1] = batch.ids[row, : last + 1]
-        padded.ids, padded.targets = ids, F.pad(batch.targets, (0, 5), value=-1)
-        padded.mask = padded.targets >= 0
-        assert (D.pair_scores(network, padded, reward) - scores).abs().max() < 1e-11
-        seen += batch.where
-    assert sorted(seen) == list(range(17))
+        assert scores.shape == (n, 2) and scores.dtype == torch.float64 and batch.numbers == [*numbers]
+        for found, number in zip(scores, numbers, strict=True):
+            assert found.tolist() == pytest.approx(by_hand(network, pairs[number], reward), abs=1e-11)
+        # Wider, and with other ids in the padding.
+        last = batch.mask.long().cumsum(1).argmax(1)[:, None] + 1
+        batch.ids = torch.where(torch.arange(batch.ids.size(1)) > last, 77, batch.ids)
+        batch.ids, batch.targets = F.pad(batch.ids, (0, 5), value=77), F.pad(batch.targets, (0, 5), value=-1)
+        batch.mask = batch.targets >= 0
+        assert (D.pair_scores(network, batch, reward) - scores).abs().max() < 1e-11
 
 
 def test_each_token_of_the_answer_has_its_gradient():
     """Of log-probabilities by the features: at the place before each answer token, the end token's too, no other."""
     network, [pair] = Table(), pairs_of(3, 1)
-    [batch] = D.pair_batches([pair], torch.zeros(1, 2), CPU, 10**6)
+    batch = D.pair_batch([pair], [0], CPU)
     places = torch.zeros(*batch.ids.shape, 8, requires_grad=True)
     features = network.features
     network.features = lambda ids: features(ids) + places
     D.pair_scores(network, batch, False).sum().backward()
-    for row, answer in enumerate(pair.answers):
+    for row, answer in enumerate((pair.chosen, pair.rejected)):
         used = places.grad[row].abs().sum(-1) > 0
         begin = len(pair.prompt) - 1
         assert used.nonzero()[:, 0].tolist() == list(range(begin, begin + len(answer)))
@@ -410,31 +380,31 @@ def network_of(reward: bool = False, **changes) -> D.GPT:
 def test_micro_batches_and_ranks_give_the_gradient_of_one_batch(objective):
     """And that is the gradient of the mean of losses, pair by pair, by another forward."""
     reward, pairs = objective == "reward", pairs_of(1, 12)
-    references, found, whole = torch.randn(12, 2, generator=torch.Generator().manual_seed(2)), {}, {}
-    for name, ranks, tokens in (("one", 1, 10**6), ("micro", 1, 30), ("single", 1, 1), ("ranks", 2, 10**6)):
-        s, grads, means = settings(objective=objective, micro_batch_tokens=tokens, grad_clip_norm=0.0), [], []
+    references, found, whole = torch.randn(12, 2, generator=torch.Generator().manual_seed(2)).double(), {}, {}
+    for name, ranks, tokens in (("one", 1, 10**6), ("micro", 1, 600), ("single", 1, 1), ("ranks", 2, 10**6)):
+        s, grads = settings(objective=objective, micro_batch_tokens=tokens), []
         for rank in range(ranks):
             trainer = D.DPOTrainer(network_of(reward), s, D.Runtime(rank, ranks, CPU, False))
-            means.append(trainer.update(pairs, references, 0.0))
-            grads.append([param.grad.clone() for param in trainer.trained])
+            metrics = trainer.forward_backward(pairs, references)
+            grads.append([param.grad.clone() for param in trainer.params])
         found[name] = [sum(each) for each in zip(*grads, strict=True)]
-        for key in whole:
-            assert sum(each[key] for each in means) == pytest.approx(whole[key], abs=1e-12)
-        whole = whole or {key: means[0][key] for key in ("loss", "accuracy", "margin")}
+        whole = whole or metrics
+        for key in metrics if ranks == 1 else ():
+            assert (metrics[key].double() - whole[key].double()).abs().max() < 1e-11, key
     network, total = network_of(reward), 0.0
     for at, pair in enumerate(pairs):
         scores = []
-        for answer in pair.answers:
-            ids = torch.tensor([[*pair.prompt.tolist(), *answer.tolist()]])
+        for answer in (pair.chosen, pair.rejected):
+            ids = torch.cat([pair.prompt, answer])[None]
             if reward:
                 scores.append(network.features(ids)[0, -1] @ network.w_value)
             else:
                 targets = ids[:, 1:].clone()
                 targets[:, : len(pair.prompt) - 1] = -1
                 scores.append(-network(ids[:, :-1], targets).sum())
-        own = SimpleNamespace(reference=references[at][None], margin=torch.tensor([pair.margin]),
-                              lengths=torch.tensor([[len(answer) for answer in pair.answers]]))
-        total = total + D.pair_losses(torch.stack(scores)[None], own, settings(objective=objective))[0][0] / 12
+        loss, _ = D.pair_losses(torch.stack(scores)[None], references[at][None], [pair], settings(objective=objective))
+        total = total + loss[0] / 12
+        assert whole["loss"][at].item() == pytest.approx(loss.item(), abs=1e-10)
     params = [param for param in network.parameters() if param.requires_grad]
     slopes = torch.autograd.grad(total, params, allow_unused=True)
     expected = [torch.zeros_like(p) if slope is None else slope for p, slope in zip(params, slopes, strict=True)]
@@ -444,48 +414,45 @@ def test_micro_batches_and_ranks_give_the_gradient_of_one_batch(objective):
         assert worst < 1e-10, name
 
 
-def test_wrong_settings_are_refused():
-    for changes, said in ((dict(beta=0.0), "BETA=0: must be above"), (dict(reference="base"), "REFERENCE='base': no "),
-                          (dict(pairs_per_step=7), "PAIRS_PER_STEP=7: must be a multiple of the 2 ranks"),
-                          (dict(label_smoothing=0.2),
-                           "LABEL_SMOOTHING=0.2: OBJECTIVE=dpo does not read it; it is for cdpo and robust"),
-                          (dict(margin=0.5, objective="ipo"), "MARGIN=0.5: OBJECTIVE=ipo does not read it"),
-                          (dict(centering=0.0), "CENTERING=0.0: OBJECTIVE=dpo does not read it; it is for reward")):
+@pytest.mark.parametrize(("changes", "said"), [
+    (dict(beta=0.0), "BETA=0: must be above"), (dict(reference="base"), "REFERENCE='base': needs LORA_RANK"),
+    (dict(label_smoothing=0.2), "LABEL_SMOOTHING=0.2: OBJECTIVE=dpo does not read it, only cdpo, robust"),
+    (dict(margin=0.5, objective="ipo"), "MARGIN=0.5: OBJECTIVE=ipo does not read it"),
+    (dict(centering=0.0), "CENTERING=0.0: OBJECTIVE=dpo does not read it, only reward"),
+    (dict(label_smoothing=0.5, objective="cdpo"), "LABEL_SMOOTHING=0.5: must be a number from 0.0 to 0.499"),
+    (dict(objective="kto"), "OBJECTIVE='kto': must be one of dpo, ipo,"), (dict(beta=-1.0), "BETA=-1.0: must be"),
+    (dict(pairs_per_step=0), "PAIRS_PER_STEP=0: must be"),
+])
+def test_wrong_settings_are_refused(changes, said):
+    """In a program as in the environment."""
+    environ = {name.upper(): str(value) for name, value in changes.items()}
+    for make in (lambda: D.Settings(**changes), lambda: D.load_settings(D.Settings, environ)):
         with pytest.raises(D.UserError, match=f"^{re.escape(said)}"):
-            D.DPOTrainer(network_of(), settings(qat=False, **changes), D.Runtime(0, 2, CPU, False))
-    for name, value in (("label_smoothing", 0.5), ("objective", "kto"), ("pairs_per_step", 0), ("beta", -1.0)):
-        with pytest.raises(D.UserError, match=f"^{name.upper()}={value!r}: must be"):
-            D.load_settings(D.Settings, {name.upper(): str(value)})
+            make()
 
 
 # ------------------------------------------------------------------------------------------------ the reference's cache
+def reference_of(network: D.GPT, pairs: list[D.Pair], folder: Path, data: str = "data", **changes) -> tuple:
+    """The reference's scores, and what the log says of them."""
+    s, said = settings(**changes), []
+    run = SimpleNamespace(settings=s, runtime=ALONE, folder=folder / "run", log=said.append)
+    return D.reference_scores(D.DPOTrainer(network, s, ALONE), [pairs], data, run), said[0]
+
+
 def test_the_cache_is_read_for_the_same_weights_and_data_alone(tmp_path):
-    pairs, s = pairs_of(4, 9), settings(qat=False)
-
-    def scores(network, data: str = "data", **changes) -> tuple[torch.Tensor, str]:
-        trainer = D.DPOTrainer(network, dataclasses.replace(s, **changes), ALONE)
-        return trainer.reference([pairs], data, tmp_path / "cache")
-
-    made, said = scores(network_of())
-    assert "made in" in said and len([*tmp_path.rglob("*.npy")]) == 1
-    assert made.tolist() == D.DPOTrainer(network_of(), s, ALONE).scores(pairs).tolist()
-    read, said = scores(network_of())
+    pairs = pairs_of(4, 9)
+    made, said = reference_of(network_of(), pairs, tmp_path)
+    assert "made" in said and len([*tmp_path.rglob("*.npy")]) == 1
+    assert made.tolist() == D.DPOTrainer(network_of(), settings(), ALONE).score(pairs).tolist()
+    read, said = reference_of(network_of(), pairs, tmp_path)
     assert " read from " in said and torch.equal(read, made)
     other = network_of()
     with torch.no_grad():
         next(other.parameters())[0, 0] += 1e-3
-    found, said = scores(other)
-    assert "made in" in said and not torch.equal(found, made)
-    assert "made in" in scores(network_of(), "other data")[1]
-    assert " read from " in scores(other)[1] and len([*tmp_path.rglob("*.npy")]) == 3
-    for path in tmp_path.rglob("*.npy"):
-        path.write_bytes(path.read_bytes()[:-9])  # damaged: made again, and mended
-    again, said = scores(network_of())
-    assert "made in" in said and torch.equal(again, made)
-    assert " read from " in scores(network_of())[1]
-    (tmp_path / "file").write_text("")
-    _, said = D.DPOTrainer(network_of(), s, ALONE).reference([pairs], "data", tmp_path / "file")
-    assert "not kept, " in said
+    found, said = reference_of(other, pairs, tmp_path)
+    assert "made" in said and not torch.equal(found, made)
+    assert "made" in reference_of(network_of(), pairs, tmp_path, "other data")[1]
+    assert " read from " in reference_of(other, pairs, tmp_path)[1] and len([*tmp_path.rglob("*.npy")]) == 3
 
 
 def test_a_changed_row_changes_the_hash_of_the_data(tmp_path):
@@ -493,22 +460,21 @@ def test_a_changed_row_changes_the_hash_of_the_data(tmp_path):
     found = set()
     for change in ({}, {"chosen": "e"}, {"rejected": "e"}, {"prompt": "q"}, {"margin": 0.5}):
         path = write_rows(tmp_path / "pairs.jsonl", [{**rows[0], **change}, *rows[1:]])
-        found.add(D.load_pairs(settings(train_files=path), BYTES, 64, print).sha256)
+        found.add(load(train_files=path)[0].sha256)
     assert len(found) == 5
 
 
 def test_the_base_is_the_reference_without_adapters(tmp_path):
     """Adapters with a B that is not 0: the start is the policy with them, the base is without."""
-    s, pairs = settings(qat=False, lora_rank=2), pairs_of(5, 6)
-    network = network_of(lora_rank=2)
-    start, base = (D.DPOTrainer(network, dataclasses.replace(s, reference=name), ALONE).reference(
-        [pairs], "data", tmp_path)[0] for name in ("start", "base"))
-    assert torch.equal(start, D.DPOTrainer(network, s, ALONE).scores(pairs)) and (start - base).abs().max() > 1e-3
+    network, pairs = network_of(lora_rank=2), pairs_of(5, 6)
+    start, base = (reference_of(network, pairs, tmp_path, lora_rank=2, reference=name)[0] for name in ("start", "base"))
+    trainer = D.DPOTrainer(network, settings(lora_rank=2), ALONE)
+    assert torch.equal(start, trainer.score(pairs)) and (start - base).abs().max() > 1e-3
     with torch.no_grad():
         for name, param in network.named_parameters():
             if name.endswith("lora_b"):
                 param.zero_()
-    assert (D.DPOTrainer(network, s, ALONE).scores(pairs) - base).abs().max() < 1e-10
+    assert (trainer.score(pairs) - base).abs().max() < 1e-10
 
 
 # ---------------------------------------------------------------------------------------------- the head in an artifact
@@ -524,7 +490,7 @@ def test_a_reward_head_survives_packing(float32, tmp_path):
     for one in loaded:
         assert torch.equal(one.w_value, network.w_value.half().float()) and one.w_value.shape == (16,)
     assert ((loaded[0].w_value - network.w_value).abs() <= network.w_value.abs() * 2**-11 + 2**-25).all()
-    [batch] = D.pair_batches(pairs, torch.zeros(8, 2), CPU, 10**6)
+    batch = D.pair_batch(pairs, range(8), CPU)
     with torch.no_grad(), D.quantized(network, D.quant_table(D.Settings())):
         expected = D.pair_scores(network, batch, True)
     with torch.no_grad():
@@ -657,7 +623,7 @@ def test_a_run_learns_and_says_so(place, request, out, float32):
     assert result["after"]["n_of_different_lengths"] == 0
     assert "note: accuracy counts pairs whose chosen reward is greater, not equal" in log
     assert "identical chosen and rejected: 1 (the first is row " in log and "used 400 prompt/chosen/rejected" in log
-    assert ("none, for OBJECTIVE=reward" if out == "reward" else "made in") in log
+    assert ("log-probabilities made and stored in " in log) == (out != "reward")
     steps = re.findall(r"^step:\d+/24 loss:(\S+) accuracy:(\S+) margin:(\S+) ", log, re.MULTILINE)
     assert len(steps) == 24 and float(steps[-1][1]) > 0.5
     assert {name: phase["steps"] > 0 for name, phase in result["phases"].items()} == dict.fromkeys(
@@ -669,7 +635,7 @@ def test_a_run_learns_and_says_so(place, request, out, float32):
 
 def test_the_file_alone_gives_the_scores(place, reward, straight, float32):
     """sample.py's reader and a forward row by row: the reward model's mean rewards, the policy's log-probabilities."""
-    data = D.load_pairs(D.Settings(train_files=place.pairs), BYTES, 128, print)
+    data, _ = load(train_files=place.pairs, train_seq_len=128)
     for out, kind in ((reward, True), (straight, False)):
         network, tokenizer, _ = P.load_model("ARTIFACT", str(place.of(out)))
         assert hasattr(network, "w_value") == kind and tokenizer.sha256 == BYTES.sha256
@@ -686,7 +652,7 @@ def test_a_second_run_reads_the_cache_and_is_the_same(place, straight):
     place.run(straight, RUN_ID="again")
     (place.folder / "again").mkdir()
     (place.of(straight).parent / "again").rename(place.of("again"))
-    said = r"^reference: log-probabilities of 400 pairs read from .*/cache/reference_"
+    said = r"^reference: log-probabilities read from .*/cache/reference_"
     assert re.search(said, place.log("again"), re.M)
     place.same("again", straight)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ast
+import functools
 import hashlib
 import json
 import os
@@ -36,12 +36,12 @@ UNSET = dict.fromkeys([*TINY, "TRAIN_FILES", "RUN_ID"])  # what a run takes from
 STOPPED = """
 import os, signal, time
 forward_backward, calls = Trainer.forward_backward, []
-def stopped(self, batches, total):
+def stopped(self, rows, windows, total):
     calls.append(0)
     if len(calls) == 13:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.3)
-    return forward_backward(self, batches, total)
+    return forward_backward(self, rows, windows, total)
 Trainer.forward_backward = stopped
 """
 
@@ -58,8 +58,7 @@ class SftPlace(Place):
 
     def same(self, out: str, other: str) -> None:
         super().same(out, other)
-        for key in ("tokens", "targets"):
-            assert self.result(out)[key] == self.result(other)[key], key
+        assert self.result(out)["tokens"] == self.result(other)["tokens"]
 
     def steps(self, out: str) -> list[dict]:
         """The numbers of each step's line."""
@@ -72,6 +71,12 @@ def rows_of(count: int) -> list[dict]:
     """A word of three letters, and it in capitals."""
     words = ["".join(chr(97 + 11 * number // 26**place % 26) for place in range(3)) for number in range(count)]
     return [{"instruction": word, "output": word.upper()} for word in words]
+
+
+def read(tokenizer: S.Tokenizer, **changes) -> S.Examples:
+    settings = S.Settings(train_seq_len=64, **changes)
+    parse = functools.partial(S.parse_row, tokenizer=tokenizer, settings=settings)
+    return S.read_examples(settings, parse, S.demonstration, settings.demonstrations, [].append)
 
 
 @pytest.fixture(scope="session")
@@ -95,7 +100,7 @@ def straight(place: SftPlace) -> str:
 def test_the_result_is_complete_and_agrees_with_the_log(place, straight):
     result, log, run = place.result(straight), place.log(straight), place.of(straight)
     artifact, script = (run / "model.upar").read_bytes(), (ROOT / "train_sft.py").read_bytes()
-    exact = {"script": "train_sft.py", "run_id": "run", "steps": 20, "events": [], "seed": 1337, "grown": False,
+    exact = {"script": "train_sft.py", "run_id": "run", "steps": 20, "events": [], "seed": 1337,
              "code_sha256": hashlib.sha256(script).hexdigest(), "code_bytes": len(script), "init_from": "new",
              "artifact": str(run / "model.upar"), "artifact_sha256": hashlib.sha256(artifact).hexdigest(),
              "artifact_bytes": len(artifact), "total_bytes": len(artifact) + len(script), "world_size": 1}
@@ -105,15 +110,15 @@ def test_the_result_is_complete_and_agrees_with_the_log(place, straight):
     assert sum(result["bytes_by_class"].values()) == len(artifact)
     assert log.split("\n---\n")[1].splitlines() == [
         f"{key}: {value}" for key, value in result.items() if not isinstance(value, dict)]
-    for key in ("before", "after", "gain"):
-        said = ast.literal_eval(re.search(rf"^{key}: ({{.*?}})(,|$)", log, re.MULTILINE)[1])
-        assert said == result[key]
+    for name in ("loss", "accuracy"):
+        cells = ["{:.4g} [{:.4g}, {:.4g}]".format(*result[key][name]) for key in ("before", "after", "gain")]
+        assert re.search(rf"^ +{name} +" + " *".join(map(re.escape, cells)) + "$", log, re.MULTILINE)
     steps = place.steps(straight)
-    assert len(steps) == 20 and sum(step["targets"] for step in steps) == result["targets"] < result["tokens"]
+    assert len(steps) == 20 and 0 < sum(step["targets"] for step in steps) < result["tokens"]
     assert {name: result["last"][name] for name in result["last"]} == pytest.approx(
         {name: steps[-1][name] for name in result["last"]}, rel=1e-3, abs=1e-9)
     rows = result["rows"] + result["before"]["rows"]
-    assert rows == 300 and "data: " in log and "300 rows, used 300 Alpaca; left out none\n" in log
+    assert 285 < rows < 300 and "data: " in log and "300 rows, used 300 Alpaca; left out none\n" in log
 
 
 def test_it_learns_and_all_phases_fire(place, straight):
@@ -130,16 +135,14 @@ def test_the_file_alone_gives_the_score(place, straight):
     """sample.py's load_model and a forward of each held-out row by itself: loss, accuracy, intervals and gain."""
     result = place.result(straight)
     network, tokenizer, _ = P.load_model("ARTIFACT", str(place.of(straight)))
-    settings = S.Settings(train_files=str(place.folder / "rows.jsonl"), train_seq_len=64)
-    data = S.read_data(settings, tokenizer, [].append)
+    data = read(tokenizer, train_files=str(place.folder / "rows.jsonl"))
     found = []
     for row in data.held_out:
         with torch.no_grad():
-            logits, wanted = network(torch.from_numpy(row.ids[None, :-1]))[0], torch.from_numpy(row.ids[1:])
-        assert row.said.sum() == 4  # three letters and the end
-        said = torch.from_numpy(row.said[1:])
-        found.append([F.cross_entropy(logits[said], wanted[said], reduction="sum").item(), 4.0,
-                      (logits.argmax(-1) == wanted)[said].sum().item()])
+            logits, said = network(row.ids[None])[0], row.targets >= 0
+        assert said.sum() == 4  # three letters and the end
+        found.append([F.cross_entropy(logits[said], row.targets[said], reduction="sum").item(), 4.0,
+                      (logits.argmax(-1) == row.targets)[said].sum().item()])
     nats, tokens, right = np.array(found).T
     assert result["after"]["rows"] == len(found) and result["after"]["tokens"] == 4 * len(found)
     for name, each in (("loss", nats / 4), ("accuracy", right / 4)):  # rows alike long: a plain mean
@@ -208,12 +211,12 @@ def test_epochs_set_the_steps_where_iterations_do_not(place):
               EVAL_PROMPTS=30, MAX_WALLCLOCK_SECONDS=60, OPTIMIZER="adamw8bit", ACTIVATION_CHECKPOINTING=1,
               VAL_LOSS_EVERY=3)
     result, log = place.result("epochs"), place.log("epochs")
-    steps = int(re.search(r"in (\d+) steps of at most 512 tokens", log)[1])
-    assert result["steps"] == 3 * steps and result["rows"] == 90 and result["before"]["rows"] == 30
-    data = S.read_data(S.Settings(task="reverse", demonstrations=90, train_seq_len=64),
-                       S.load_tokenizer("bytes"), [].append)
-    assert result["targets"] == 3 * sum(int(row.learned.sum()) for row in data.rows)
-    assert result["tokens"] == 3 * sum(len(row.ids) - 1 for row in data.rows)
+    steps = int(re.search(r"an epoch is \d+ windows in (\d+) steps", log)[1])
+    data = read(S.load_tokenizer("bytes"), task="reverse", demonstrations=90)
+    assert result["steps"] == 3 * steps and result["rows"] == len(data.train) and result["before"]["rows"] == 30
+    assert result["tokens"] == 3 * sum(len(row.ids) for row in data.train)
+    targets = sum(int((row.targets >= 0).sum()) for row in data.train)
+    assert sum(step["targets"] for step in place.steps("epochs")) <= 3 * targets
     said = re.findall(r"^step:(\d+)/\d+ held_out/rows:30 held_out/tokens:\d+ held_out/loss:\S+ held_out/accuracy:", log,
                       re.MULTILINE)
     assert list(map(int, said)) == list(range(0, 3 * steps + 1, 3))
@@ -237,13 +240,12 @@ def test_a_vocabulary_grows_by_role_tokens(place, tmp_path):
     model = train_model(tmp_path / "plain.model", control_symbols=[])
     place.run("sft", "grown", TOKENIZER_PATH=model)
     result, tokenizer = place.result("grown"), S.load_tokenizer(model)
-    header, tensors, _ = S.read_artifact(place.of("grown") / "model.upar")
-    assert result["grown"] and header["meta"]["grown"] and len(tensors["embed"]) == tokenizer.vocab_size + 4
-    assert result["gain"]["loss"][1] > 0.5 and "grown by the role tokens" in place.log("grown")
+    _, tensors, _ = S.read_artifact(place.of("grown") / "model.upar")
+    assert len(tensors["embed"]) == tokenizer.vocab_size + 4 and result["gain"]["loss"][1] > 0.5
     rows = tensors["embed"][-4:]
     assert (rows[1] - rows[2]).abs().max() > 0.01  # they began alike
     place.run("sft", "grown further", INIT_FROM=place.of("grown"), **SHORT)
-    assert not place.result("grown further")["grown"] and place.result("grown further")["before"] == result["after"]
+    assert place.result("grown further")["before"] == result["after"]
     line = place.refused("sft", "grown lora", TOKENIZER_PATH=model, LORA_RANK=2, QAT=0)
     assert "has no role tokens, and adapters would not learn" in line
 
@@ -255,7 +257,7 @@ HALF = {"LAYER_PATTERN": "g", "MODEL_DIM": "16"}
 @pytest.mark.parametrize("kind", ["jsd", "projection"])
 def test_a_half_size_student_learns_from_a_teacher(place, straight, kind):
     """Stopped, resumed to the same byte, with a projection that is kept and not exported."""
-    changes = {**HALF, "TEACHER": place.of(straight), "KD_LOSS": kind, "KD_LAYERS": "all", "KD_TEMPERATURE": 2}
+    changes = {**HALF, "TEACHER": place.of(straight), "KD_LOSS": kind, "KD_TEMPERATURE": 2}
     place.run("sft", kind, **changes)
     result, steps = place.result(kind), place.steps(kind)
     assert result["gain"]["loss"][1] > 0.3 and steps[-1]["kd"] < steps[0]["kd"]
@@ -263,12 +265,12 @@ def test_a_half_size_student_learns_from_a_teacher(place, straight, kind):
         assert step["loss"] == pytest.approx(0.5 * step["nats"] + 0.5 * step["kd"], rel=1e-3)
     teacher = place.result(straight)["after"]
     assert {name: result["teacher"][name] for name in teacher} == teacher
-    assert f"\nteacher: {teacher}" in place.log(kind)
+    assert re.search(r"^ +before +teacher$", place.log(kind), re.MULTILINE)
     later = STOPPED.replace("== 13", "== 18")  # what goes on is quantization-aware
     place.run("sft", f"{kind} stopped", later, 128 + signal.SIGTERM, **changes)
     training = torch.load(S.newest_checkpoint(S.list_checkpoints(place.of(f"{kind} stopped")))[0] / "training.pt",
                           weights_only=True)
-    assert [list(w.shape) for w in training["projections"].values()] == ([[32, 16]] if kind == "projection" else [])
+    assert [list(w.shape) for w in training["projection"].values()] == ([[32, 16]] if kind == "projection" else [])
     place.run("sft", f"{kind} stopped", **{**UNSET, "OUT_DIR": place.folder / f"{kind} stopped", "RESUME": "run"})
     place.same(f"{kind} stopped", kind)
     _, tensors, _ = S.read_artifact(place.of(kind) / "model.upar")
@@ -278,12 +280,12 @@ def test_a_half_size_student_learns_from_a_teacher(place, straight, kind):
 
 FAULTS = {
     "teacher of another tokenizer": ({"TOKENIZER_PATH": "MODEL", "TEACHER": "STRAIGHT"},
-                                     r"TEACHER='.*': .*model.upar has the tokenizer bytes with 264 tokens, the student "
-                                     r"tokenizer.model with 400; must be the same, see TOKENIZER_PATH"),
+                                     r"TEACHER='.*': .*model.upar has the tokenizer bytes; must be the student's, "
+                                     r"tokenizer.model, with role tokens"),
     "no such teacher": ({"TEACHER": "none"}, "TEACHER='none': must be a run, a checkpoint or an artifact"),
     "nothing to distil from": ({"KD_ALPHA": 0.9}, "KD_ALPHA=0.9: needs a TEACHER"),
-    "nothing trains the head": ({"TEACHER": "STRAIGHT", "KD_LOSS": "pool", "KD_ALPHA": 1}, "KD_ALPHA=1 with KD_LOSS"),
-    "top one": ({"TEACHER": "STRAIGHT", "KD_TOP_K": 1}, "KD_TOP_K=1 leaves nothing"),
+    "nothing trains the head": ({"TEACHER": "STRAIGHT", "KD_LOSS": "pool", "KD_ALPHA": 1}, "KD_ALPHA=1: must be less, or KD_LOSS=pool trains"),
+    "top one": ({"TEACHER": "STRAIGHT", "KD_TOP_K": 1}, "KD_TOP_K=1: must be 0 or at least 2"),
     "no such loss": ({"KD_LOSS": "hinton"}, "KD_LOSS='hinton': must be one of forward, reverse, jsd, attention, "),
     "alpha": ({"KD_ALPHA": 1.5}, "KD_ALPHA=1.5: must be a number from 0.0 to 1.0"),
     "temperature": ({"KD_TEMPERATURE": 0}, "KD_TEMPERATURE=0.0: must be a number from 0.01"),
@@ -293,7 +295,8 @@ FAULTS = {
     "what to train on": ({"TRAIN_ON": "user"}, "TRAIN_ON='user': must be one of assistant, all"),
     "adapters and QAT": ({"LORA_RANK": 4}, "QAT=1: adapters are not quantized"),
     "rows too long": ({"TRAIN_SEQ_LEN": 8, "TRAIN_BATCH_TOKENS": 8},
-                      r"used none; left out answer longer than the context, TRAIN_SEQ_LEN=8: 300 .*must hold one"),
+                      r"used none; left out more than TRAIN_SEQ_LEN=8 tokens: 300 .*must hold one"),
+    "compiled with a teacher": ({"TEACHER": "STRAIGHT", "COMPILE": 1}, "COMPILE=1: must be 0 with a TEACHER"),
 }
 
 
