@@ -3617,6 +3617,25 @@ def open_run(settings, steps, network, tokenizer, runtime, **identity):
     return run, checkpoint
 
 
+def compile_features(network, width):
+    """Compile the network's features for training.
+
+    Ids are padded to `width` tokens, and their rows to a power of two: each shape is compiled.
+    """
+    eager = network.features
+    compiled = torch.compile(eager, dynamic=False)
+
+    def features(ids):
+        if not torch.is_grad_enabled():
+            return eager(ids)
+        rows, tokens = ids.shape
+        more_rows = (1 << (rows - 1).bit_length()) - rows
+        padded = F.pad(ids, (0, width - tokens, 0, more_rows))
+        return compiled(padded)[:rows, :tokens]
+
+    network.features = features
+
+
 class Finetuner:
     """What SFTTrainer and DPOTrainer share: a network, its optimizers and averages.
 
@@ -3638,7 +3657,7 @@ class Finetuner:
         if settings.swa:
             self.averages["swa"] = Average(self.params)
         if settings.compile:
-            network.features = torch.compile(network.features)
+            compile_features(network, settings.train_seq_len)
 
     def weights(self):
         """Return a context in which weights are rounded as in the artifact if QAT is on."""
