@@ -75,7 +75,8 @@ def losses(objective: str, scores=SCORES, reference=FACTS["reference"], lengths=
            margin=FACTS["margin"], **changes) -> tuple[torch.Tensor, torch.Tensor]:
     """pair_losses of tables of numbers."""
     pairs = [pair_of(*facts) for facts in zip(lengths, margin, strict=True)]
-    return D.pair_losses(torch.as_tensor(scores), torch.tensor(reference), pairs, settings(objective=objective, **changes))
+    s = settings(objective=objective, **changes)
+    return D.pair_losses(torch.as_tensor(scores), torch.tensor(reference), pairs, s)
 
 
 @pytest.mark.parametrize("objective", POLICIES)
