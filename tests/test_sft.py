@@ -678,3 +678,23 @@ def test_the_interval_of_an_accuracy_ends_at_1():
     found = S.row_summary(torch.tensor([[0.1, 5.0, 5.0]] * 9 + [[0.1, 5.0, 4.0]]))
     share, low, high = found["accuracy"]
     assert share == pytest.approx(0.98) and 0.93 < low < 0.95 and high == 1 and found["rows"] == 10
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_compiled_forward_changes_nothing(rank, monkeypatch):
+    """With adapters too, which are traced; without inductor, which takes minutes."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    found = []
+    for compiled in (False, True):
+        made, found_here = network(0, "a"), []
+        s = S.Settings(train_seq_len=64, lora_rank=rank, qat=False, compile=compiled, micro_batch_tokens=128)
+        S.adapt(made, s)
+        trainer = S.SFTTrainer(made, s)
+        for step in range(3):
+            rows = some_rows(14, step)
+            sums = trainer.forward_backward(rows, windows_of(rows), targets_of(rows))
+            trainer.optimizers.step(1.0, 0.95, torch.tensor(False))
+            found_here += [sums[0].item(), trainer.score(rows)[:, 0].sum().item()]
+        found.append(found_here)
+        assert made.features.__name__ == "features" and ("features" in vars(made)) == compiled
+    assert found[0] == pytest.approx(found[1], rel=1e-9) and found[0][0] != found[0][2]
