@@ -48,6 +48,7 @@ import zstandard
 from tiktoken.load import load_tiktoken_bpe, read_file_cached
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
 

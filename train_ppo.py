@@ -98,15 +98,9 @@ class Settings:
     init_from: str = ""
     tokenizer_path: str = ""  # .model or .tiktoken file, encoding or "bytes"; empty: the data's
     sft_steps: int = 400  # of that warm-up, at most
-    # share answered greedily in its last ten batches, at which it ends; 0: never
-    sft_accuracy: float = 0.5
-    sft_lr: float = 0.02  # its Muon's, of matrices; of all else AdamW's is a twentieth
     layer_pattern: str = "g a g"  # g GDN, s sliding window, a full attention
-    num_layers: int = 0  # repeat or cut the pattern to this; 0: as long as it is
     model_dim: int = bounded(64, 16)  # width of the residual stream
     num_heads: int = bounded(4, 1)  # query heads of attention, and heads of GDN
-    # kind of MLP; bio_soft and bio_hard are the bio-MLP with sparse events
-    mlp: Literal["relu2", "leaky_relu2", "gelu", "swiglu", "bio", "bio_soft", "bio_hard"] = "relu2"
     train_seq_len: int = bounded(128, 2)  # tokens in a window, training and evaluation
     lora_rank: int = 0  # of adapters, which alone are trained; 0: all weights are
     lora_alpha: float = 16.0  # adapters count by LORA_ALPHA / LORA_RANK
