@@ -451,8 +451,7 @@ def exit_code(main):
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
-        reason = str(error).strip()[-90:]
-        sys.stderr.write(f"error: rank {rank} lost another rank ({reason}); RESUME continues\n")
+        sys.stderr.write(f"error: rank {rank} lost another rank; RESUME continues\n")
         os._exit(1)  # an ordinary exit would wait for the lost rank
 
 
@@ -1040,13 +1039,11 @@ def model_config(settings, vocab_size, bos_id, **overrides):
 
     names = GPTConfig.__dataclass_fields__
     given = {**ARCH_PRESETS[getattr(settings, "arch_mode", "D")], **vars(settings), **overrides}
-    config = GPTConfig(
-        vocab_size,
-        bos_id,
-        layers=" ".join((words * num_layers)[:num_layers]),
-        norms=" ".join((norms * num_layers)[:num_layers]),
-        **{name: value for name, value in given.items() if name in names},
-    )
+    values = {name: value for name, value in given.items() if name in names}
+    values |= dict(vocab_size=vocab_size, bos_id=bos_id)
+    values["layers"] = " ".join((words * num_layers)[:num_layers])
+    values["norms"] = " ".join((norms * num_layers)[:num_layers])
+    config = GPTConfig(**values)
 
     dim = config.model_dim
     heads = config.num_heads
@@ -1596,19 +1593,17 @@ ADAM_EPS = 1e-8  # torch's default
 LION_BETAS = (0.9, 0.99)  # the Lion paper's
 
 
-def orthogonalize(G, dtype=None):
+def orthogonalize(G):
     """Return G (N, R, C) with all singular values of each matrix pushed to about 1.
 
     Newton-Schulz: each step applies the odd polynomial a s + b s^3 + c s^5 to every singular value
     s, by products of matrices alone (kellerjordan.github.io/posts/muon). The products are taken in
-    `dtype`; None means bfloat16 on CUDA and the dtype of G elsewhere. The result has that of G.
+    bfloat16 on CUDA.
     """
     if G.size(1) > G.size(2):
-        return orthogonalize(G.mT, dtype).mT  # X X^T is then the smaller of the two products
-    if dtype is None:
-        dtype = torch.bfloat16 if G.is_cuda else G.dtype
+        return orthogonalize(G.mT).mT  # X X^T is then the smaller of the two products
     a, b, c = NEWTON_SCHULZ
-    X = G.to(dtype)
+    X = G.bfloat16() if G.is_cuda else G
     X = X / (X.norm(dim=(1, 2), keepdim=True) + 1e-7)  # now no singular value is above 1
     for _ in range(NEWTON_SCHULZ_STEPS):
         A = X @ X.mT
@@ -1625,8 +1620,7 @@ class Muon(torch.optim.Optimizer):
 
     A matrix (R, C) moves by lr * sqrt(max(1, R / C)) in spectral norm. A parameter may hold several
     matrices one below the other, such as q, k and v: its attribute `splits` has their numbers of
-    rows, and each is orthogonalized by itself. Options of the group: the runtime, and the dtype of
-    orthogonalize.
+    rows, and each is orthogonalized by itself. The group has the runtime, too.
     """
 
     @torch.no_grad()
@@ -1657,7 +1651,7 @@ class Muon(torch.optim.Optimizer):
             matrices, updates = zip(*pairs, strict=True)
             updates = torch.stack(updates)  # (N, R, C)
             result = torch.zeros_like(updates)
-            result[share] = orthogonalize(updates[share], group["dtype"])
+            result[share] = orthogonalize(updates[share])
             scale = lr * max(1.0, rows / cols) ** 0.5
             torch._foreach_sub_(matrices, (scale * runtime.sum(result)).unbind())
 
@@ -1747,11 +1741,10 @@ class Optimizers:
     """The optimizers of a model: the one that `kind` names, and AdamW for what that leaves.
 
     kind: as the setting OPTIMIZER. rates: class of parameters -> learning rate, weight decay; the
-    classes are those of tensor_class and PARAMETER_CLASSES. dtype: of Muon's products, see
-    orthogonalize.
+    classes are those of tensor_class and PARAMETER_CLASSES.
     """
 
-    def __init__(self, model, kind, rates, runtime, dtype=None):
+    def __init__(self, model, kind, rates, runtime):
         groups = {
             name: dict(params=[], base_lr=lr, weight_decay=decay)
             for name, (lr, decay) in rates.items()
@@ -1769,7 +1762,7 @@ class Optimizers:
         adam_betas = ADAM_BETAS
         self.all = []
         if kind == "muon":
-            self.all = [Muon([groups.pop("matrix")], dict(runtime=runtime, dtype=dtype))]
+            self.all = [Muon([groups.pop("matrix")], dict(runtime=runtime))]
             adam_groups += groups.values()
         elif kind == "lion":
             self.all = [Lion(groups.values(), {})]
@@ -3307,7 +3300,7 @@ def main():
         "head": (OTHER_HEAD_LRS.get(settings.optimizer, HEAD_LR), 0.0),  # an untied one
         "control": (settings.scalar_lr, 0.0),  # gains, mixes, and GDN's decay and step size
     }
-    optimizers = Optimizers(network, settings.optimizer, rates, runtime, network.dtype)
+    optimizers = Optimizers(network, settings.optimizer, rates, runtime)
     averages = {}
     for name, memory in (("ema", EMA_MEMORY), ("swa", None)):
         if getattr(settings, name):
