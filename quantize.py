@@ -11,6 +11,7 @@ checkpoint), or what `unpack` or `apply` wrote. Settings below are environment v
 quantization's default to the checkpoint's. Sections between `# === shared:` fences: tools/sync.py.
 """
 
+import base64
 import argparse
 import collections
 import contextlib
@@ -2364,7 +2365,7 @@ def read_header(source: Weights, tokenizer_path: str) -> dict:
         return source.header
     folder = source.path.parent
     beside = [*folder.glob("tokenizer.model"), *folder.glob("*.tiktoken"), "bytes"]
-    tokenizer = load_tokenizer(tokenizer_path or beside[0])
+    tokenizer = read_tokenizer(tokenizer_path or beside[0], source.shape)
     if (tokenizer.vocab_size, tokenizer.bos_id) != (
         source.shape["vocab_size"],
         source.shape["bos_id"],

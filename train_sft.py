@@ -11,6 +11,7 @@ read back and scored at the end) and result.json. Sections between `# === shared
 byte for byte (tools/sync.py).
 """
 
+import base64
 import bisect
 import collections
 import contextlib
@@ -49,7 +50,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import zstandard
-from tiktoken.load import load_tiktoken_bpe, read_file_cached
+from tiktoken.load import read_file_cached
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
@@ -689,6 +690,93 @@ def sha256_file(path):
 
 
 # === end: tokenizer ===
+
+
+# === shared: encoding ===
+ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+RANK_FILES = "https://openaipublic.blob.core.windows.net/encodings"
+# Published encodings: the hash of their rank file and what that file does not contain. Every
+# document begins with <|endoftext|>. The regular expressions are copied from
+# tiktoken_ext/openai_public.py. They split a text into the parts within which bytes are merged.
+ENCODINGS = {
+    "gpt2": dict(
+        sha256="306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930",
+        bos_id=50256,
+        vocab_size=50257,  # with all special tokens and unused ids
+        split=r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
+    ),
+    "cl100k_base": dict(
+        sha256="223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7",
+        bos_id=100257,
+        vocab_size=100277,  # with all special tokens and unused ids
+        split=(
+            r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
+            r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+        ),
+    ),
+    "o200k_base": dict(
+        sha256="446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d",
+        bos_id=199999,
+        vocab_size=200019,  # with all special tokens and unused ids
+        split=(
+            r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+            r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+            r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        ),
+    ),
+}
+
+
+def load_tokenizer(path):
+    """Return the Tokenizer of `path`, see read_tokenizer, or of the published encoding NAME.
+
+    It has two attributes more: `encode`, from a text to ids without BOS, where special tokens are
+    plain text; and `roles`, the ids of ROLE_TOKENS, {} if it has none. Raises UserError.
+    """
+    path = Path(path)
+    name = path.name.removesuffix(".tiktoken")
+    facts = ENCODINGS.get(name)
+    if path.suffix == ".tiktoken" and not facts:
+        raise UserError(f"tokenizer {path}: must be one of {[*ENCODINGS]}")
+    if facts and not path.suffix:
+        tokenizer = rank_tokenizer(f"{name}.tiktoken", published_ranks(name, facts), facts)
+    else:
+        tokenizer = read_tokenizer(path, facts)
+    tokenizer.roles = {}
+    if name == "bytes":
+        tokenizer.encode = lambda text: [4 + byte for byte in text.encode()]
+        tokenizer.roles = {role: 260 + i for i, role in enumerate(ROLE_TOKENS)}
+    elif facts:
+        if tokenizer.sha256 != facts["sha256"]:
+            raise UserError(f"tokenizer {path}: is not the published rank file of {name}")
+        ranks = {piece: rank for rank, piece in enumerate(tokenizer.pieces) if piece}
+        bpe = tiktoken.Encoding(
+            name, pat_str=facts["split"], mergeable_ranks=ranks, special_tokens={}
+        )
+        tokenizer.encode = bpe.encode_ordinary
+    else:
+        model = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.content)
+        tokenizer.encode = model.encode
+        for role in ROLE_TOKENS:
+            i = model.piece_to_id(role)
+            # Only control tokens cannot be written in a text, so that no user can forge a role.
+            if model.is_control(i):
+                tokenizer.roles[role] = i
+    return tokenizer
+
+
+def published_ranks(name, facts):
+    """Return the rank file of an encoding, from tiktoken's cache or OpenAI's server."""
+    url = f"{RANK_FILES}/{name.replace('gpt2', 'r50k_base')}.tiktoken"
+    try:
+        return read_file_cached(url, facts["sha256"])
+    except (OSError, ValueError) as error:
+        raise UserError(f"tokenizer {name}: {error}") from error
+
+
+# === end: encoding ===
 
 
 # === shared: text ===
