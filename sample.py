@@ -24,6 +24,7 @@ import os
 import random
 import re
 import resource
+import shlex
 import statistics
 import string
 import struct

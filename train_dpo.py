@@ -27,6 +27,7 @@ import os
 import random
 import re
 import resource
+import shlex
 import shutil
 import signal
 import statistics

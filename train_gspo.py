@@ -29,6 +29,7 @@ import random
 import re
 import resource
 import runpy
+import shlex
 import shutil
 import signal
 import statistics

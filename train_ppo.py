@@ -28,6 +28,7 @@ import random
 import re
 import resource
 import runpy
+import shlex
 import shutil
 import signal
 import statistics

@@ -28,6 +28,7 @@ import os
 import random
 import re
 import resource
+import shlex
 import shutil
 import signal
 import string
