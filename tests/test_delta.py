@@ -57,7 +57,7 @@ def test_bitdelta_against_numpy(count, group):
     weight, base = draw("student_t", (5, count), 1), draw("gaussian", (5, count), 2)
     weight[0, 0] = base[0, 0]
     size = {-1: count, 0: 5 * count}.get(group, group)
-    signs, scales = Q.sign_delta((weight - base).flatten(), size)
+    signs, scales = Q.quantize_delta((weight - base).flatten(), size, 1)
     delta = (weight - base).numpy().ravel()
     expected = [np.abs(delta[at : at + size].astype(np.float64)).mean() for at in range(0, 5 * count, size)]
     assert scales.dtype == torch.float32 and np.allclose(scales.numpy(), expected, rtol=1e-7, atol=0)
@@ -70,16 +70,15 @@ def test_bitdelta_against_numpy(count, group):
 
 
 def test_sizes_of_groups():
-    assert [Q.group_size((3, 4, 5), group) for group in (-1, 0, 59, 60, 1 << 40)] == [20, 60, 59, 60, 60]
-    assert Q.group_size((7,), -1) == Q.group_size((7,), 0) == 7
+    w = torch.zeros(3, 4, 5)
+    assert [Q.group_size(w, group) for group in (-1, 0, 59, 60, 1 << 40)] == [20, 60, 59, 60, 60]
 
 
 def test_no_difference_gives_the_base():
     base = draw("gaussian", (16, 129))
-    found = [Q.sign_delta(torch.zeros(16 * 129), 128)]
-    found += [Q.quantize_delta(torch.zeros(16 * 129), 128, bits) for bits in range(1, 9)]
-    for codes, scales in found:
-        assert torch.equal(Q.add_delta(base, codes, scales.float(), 128), base) and not scales.any()
+    for bits in range(1, 9):
+        codes, scales = Q.quantize_delta(torch.zeros(16 * 129), 128, bits)
+        assert torch.equal(Q.add_delta(base, codes, scales, 128), base) and not scales.any()
 
 
 @pytest.mark.parametrize("kind", DISTRIBUTIONS)
@@ -103,14 +102,16 @@ def test_codes_of_deltaquant(bits):
     codes, scales = Q.quantize_delta(delta, 128, bits)
     most = {1: 1, 2: 3, 3: 7}.get(bits, 2 ** (bits - 1) - 1)
     allowed = np.arange(-most, most + 1, 2 if bits < 4 else 1)
-    assert codes.shape == (4000,) and scales.shape == (32,) and scales.dtype == torch.float16
+    assert codes.shape == (4000,) and scales.shape == (32,)
     assert set(codes.tolist()) <= set(allowed.tolist()) and codes.abs().max() == most
     step = scales.double().repeat_interleave(128)[:4000].numpy()
     away = np.abs(delta.double().numpy()[:, None] - step[:, None] * allowed)
     chosen = np.abs(delta.double().numpy() - step * codes.numpy())
     assert (chosen <= away.min(1) * (1 + 1e-5) + 1e-9).all()
     if bits == 1:
-        assert torch.equal(scales[:-1], delta[:3968].view(-1, 128).abs().mean(1).half())
+        assert torch.allclose(scales[:-1], delta[:3968].view(-1, 128).abs().mean(1))
+    else:
+        assert torch.equal(scales, scales.half().float())
 
 
 @pytest.mark.parametrize("kind", DISTRIBUTIONS)
@@ -201,27 +202,22 @@ WAYS = [("bitdelta", dict(group=128)), ("bitdelta", dict(group=-1, scale_bits=16
         *(("deltaquant", dict(bits=bits, group=group, scale_bits=16)) for bits in range(1, 9) for group in (64, -1, 0))]
 
 
-@pytest.mark.parametrize("keep_bits", [16, 32])
 @pytest.mark.parametrize(("method", "changes"), WAYS)
-def test_a_file_gives_back_what_was_quantized(tmp_path, method, changes, keep_bits):
+def test_a_file_gives_back_what_was_quantized(tmp_path, method, changes):
     base, tuned = pair(SHAPES)
-    own = header(base, method, keep_bits=keep_bits, **changes)
+    own = header(base, method, **changes)
     (tmp_path / "d").write_bytes(Q.pack_delta(base, tuned, own, {}))
     found, tensors = Q.read_delta(tmp_path / "d", base)
     assert found == own and list(tensors) == list(SHAPES)
     assert Q.pack_delta(base, tuned, own, {}) == (tmp_path / "d").read_bytes()
     for name, w in base.items():
         if name not in ("w_one", "w_two", "a.w_three"):
-            full = keep_bits == 32 or name == "gdn.A_log"
+            full = name == "gdn.A_log"
             assert torch.equal(tensors[name], tuned[name] if full else tuned[name].half().float())
             continue
-        size, delta = Q.group_size(w.shape, changes["group"]), (tuned[name] - w).flatten()
-        if method == "bitdelta":
-            codes, scales = Q.sign_delta(delta, size)
-            scales = scales if "scale_bits" not in changes else (scales * 8).half().float() / 8
-        else:
-            codes, scales = Q.quantize_delta(delta * 8, size, changes["bits"])
-            scales = scales.float() / 8
+        size, delta = Q.group_size(w, changes["group"]), (tuned[name] - w).flatten()
+        codes, scales = Q.quantize_delta(delta * 8, size, changes.get("bits", 1))
+        scales = (scales.half().float() if "scale_bits" in changes else scales) / 8
         expected = w + (codes * scales.repeat_interleave(size)[: w.numel()]).view(w.shape)
         assert tensors[name].dtype == torch.float32 and torch.equal(tensors[name], expected)
 
@@ -243,9 +239,8 @@ def test_scales_and_sizes_at_the_edges(tmp_path, method, changes):
 def test_what_does_not_fit_is_named():
     base, tuned = pair(SHAPES)
     tuned["norm"][3] = 1e6
-    with pytest.raises(Q.ArtifactError, match=r"^tensor 'norm': 1e\+06 is too large for float16$"):
+    with pytest.raises(Q.ArtifactError, match=r"^tensor 'norm': too large for float16$"):
         Q.pack_delta(base, tuned, header(base), {})
-    Q.pack_delta(base, tuned, header(base, keep_bits=32), {})
 
 
 def test_the_hash_is_of_names_shapes_order_and_weights():
@@ -311,7 +306,7 @@ def test_damaged_files_are_refused_in_one_line(tmp_path, sealed, count):
 def test_forged_headers_are_refused(tmp_path):
     base, tuned = pair(SHAPES)
     for changes in (dict(bits=60), dict(bits=0), dict(bits=-3), dict(group=1 << 62), dict(group=0.5), dict(group="a"),
-                    dict(scale=1e300), dict(scale="x"), dict(scale_bits=8), dict(keep_bits=64), dict(method=[]),
+                    dict(scale=1e300), dict(scale="x"), dict(scale_bits=8), dict(method=[]),
                     dict(base=5), dict(base=None)):
         own = header(base, "deltaquant", bits=3, group=-1, scale_bits=16)
         data = Q.pack_delta(base, tuned, own, {})
@@ -492,16 +487,16 @@ def test_distillation(call, place, tmp_path):
 
 
 @pytest.mark.parametrize(("words", "changes", "said"), [
-    (["apply", "{tuned}", "{delta}", "{new}"], {}, "{delta}: of another base, SHA-256 "),
-    (["apply", "{base}", "{artifact}", "{new}"], {}, "{artifact}: is no delta: "),
+    (["apply", "{tuned}", "{delta}", "{new}"], {}, "{delta}: of another base, not of SHA-256 "),
+    (["apply", "{base}", "{artifact}", "{new}"], {}, "{artifact}: is no delta"),
     (["apply", "{delta}", "{delta}", "{new}"], {}, "{delta}: is no underpar artifact"),
-    (["apply", "{base}", "{damaged}", "{new}"], {}, "{damaged}: SHA-256 is wrong, damaged or truncated"),
-    (["apply", "{base}", "{missing}", "{new}"], {}, "{missing}: no such file"),
+    (["apply", "{base}", "{damaged}", "{new}"], {}, "{damaged}: damaged: the SHA-256 is wrong"),
+    (["apply", "{base}", "{missing}", "{new}"], {}, "{missing}: [Errno 2] No such file"),
     (["bitdelta", "{base}", "{wide}", "{new}"], {}, "tensor 'blocks.0.mlp.w_up': [64, 32] in "),
     (["deltaquant", "{base}", "{layer}", "{new}"], {}, "tensor 'blocks.0.mixer_norm.weight': missing in "),
     (["deltaquant", "{base}", "{nan}", "{new}"], {}, "tensor 'mixers.1.w_o': its weights are not finite"),
     (["bitdelta", "{nan}", "{tuned}", "{new}"], {}, "tensor 'mixers.1.w_o': its weights are not finite"),
-    (["deltaquant", "{base}", "{loud}", "{new}"], {}, "tensor 'embed': 1e+06 is too large for float16"),
+    (["deltaquant", "{base}", "{loud}", "{new}"], {}, "tensor 'embed': too large for float16"),
     (["deltaquant", "{base}", "{tuned}", "{new}"], {"DELTA_BITS": 9}, "DELTA_BITS=9: must be a whole number from 1"),
     (["deltaquant", "{base}", "{tuned}", "{new}"], {"DELTA_STEP": "grid"}, "must be one of tensor, row, group"),
     (["bitdelta", "{base}", "{tuned}", "{new}"], {"DELTA_SCALE_BITS": 24}, "='24': must be one of 16, 32"),
