@@ -52,7 +52,7 @@ from torch.utils.checkpoint import checkpoint
 
 # === shared: bounds ===
 def bounded(default, low, high=math.inf):
-    """Return a setting with a lowest and a highest value. A setting without has a lowest of 0."""
+    """Return a setting with a lowest and a highest value; other numbers have a lowest of 0."""
     return field(default=default, metadata={"bounds": (low, high)})
 
 
@@ -70,7 +70,7 @@ class Settings:
     config: str = ""  # file of NAME=value lines; the environment overrides it
     resume: str = ""  # run to continue from its newest whole checkpoint: a RUN_ID or a folder
     replay: str = ""  # finished run to repeat step by step: its stored progress replaces the clock
-    seed: int = 1337  # of every random draw
+    seed: int = 1337  # decides every random draw
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a device
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of activations; auto: bfloat16 if fast
     compile: bool = True  # torch.compile; on a CPU it needs a C++ compiler
@@ -123,7 +123,8 @@ class Settings:
     muon_wd: float = 0.04  # decoupled weight decay of matrices, under every optimizer
     grad_clip_norm: float = 0.0  # largest global gradient norm; 0: no clipping
     # schedule, in shares of the run
-    lr_schedule: Literal["linear", "cosine", "wsd", "constant"] = "linear"  # shape of the warmdown
+    # shape of the warmdown, see Plan.rates; constant has none, and no floor
+    lr_schedule: Literal["linear", "cosine", "wsd", "constant"] = "linear"
     warmup_frac: float = bounded(0.01, 0.0, 1.0)  # share in which the learning rate rises from 0
     warmdown_frac: float = bounded(0.5, 0.0, 1.0)  # last share, in which it falls to the floor
     warmdown_iters: int = 0  # the warmdown in steps of ITERATIONS; 0: use the share
@@ -1784,12 +1785,12 @@ class Saved:
 
 @dataclass
 class StepReport:
-    """What rank 0 knows about a finished step, one step late: no step waits for the device."""
+    """What rank 0 knows about a step. It arrives one step late, so that no step waits for it."""
 
     loss: float  # mean over the global batch, in nats
     finite: bool  # whether loss and gradients were finite; if not, the update was masked
     stop_requested: bool  # whether any rank got a signal
-    seconds: float  # training clock of rank 0 at the step's end
+    seconds: float  # training clock of rank 0 when it had queued the whole step
 
 
 class Clock(Saved):
@@ -1856,10 +1857,10 @@ class Clock(Saved):
             self.arrived = torch.cuda.current_stream().record_event()
 
     def previous_report(self):
-        """Return the StepReport of the step before, or None if there is none or it was read.
+        """Return the StepReport of the step before; None before the first step and if it was read.
 
-        Call it when the device has the work of this step. Then the host may wait here for the step
-        before, and the device has something to do.
+        Call it after this step's forward and backward are queued: it blocks until the report of the
+        step before has arrived, and meanwhile the device works on this step.
         """
         if self.packet is None:
             return None
@@ -1880,6 +1881,7 @@ class Clock(Saved):
 
     def next_end(self):
         """Return the seconds at the end of the coming step, predicted from the reports so far."""
+        # While a report is on its way, the step that it is about has no known end either.
         unknown_steps = 1 if self.packet is None else 2
         return self.seconds[-1] + unknown_steps * self.median_step()
 
@@ -1931,13 +1933,13 @@ class Plan(Saved):
                 f"RESERVE_SECONDS={settings.reserve_seconds}: must be below "
                 f"MAX_WALLCLOCK_SECONDS={seconds}"
             )
-        self.shape = settings.lr_schedule
+        self.lr_schedule = settings.lr_schedule
         self.floor = settings.lr_floor
         self.warmup = settings.warmup_frac
         self.warmdown = settings.warmdown_frac
         if settings.warmdown_iters:
             self.warmdown = settings.warmdown_iters / max(1, settings.iterations)
-        if self.shape == "constant":
+        if self.lr_schedule == "constant":
             self.warmdown = 0.0
         if self.warmup + self.warmdown > 1:
             raise UserError(
@@ -1952,8 +1954,8 @@ class Plan(Saved):
         for name, begin in PHASE_STARTS.items():
             if getattr(settings, name):
                 self.planned[name] = (begin, 1.0)
-        self.progress = 0.0  # of the present step
-        self.phases = {}  # what became of those that began, for result.json
+        self.progress = 0.0  # share of the run that the present step has reached
+        self.phases = {}  # name of each phase that has begun -> facts for result.json
 
     def rates(self, progress):
         """Return the multiplier of all learning rates: 0 to 1 in the warm-up, 1 to LR_FLOOR in the
@@ -1963,19 +1965,20 @@ class Plan(Saved):
         if not self.warmdown:
             return 1.0
         height = min(1.0, (1 - progress) / self.warmdown)  # linear: 1 to 0 in the warmdown
-        if self.shape == "cosine":
+        if self.lr_schedule == "cosine":
             height = 0.5 - 0.5 * math.cos(math.pi * height)
-        if self.shape == "wsd":
+        elif self.lr_schedule == "wsd":
             height = 1 - math.sqrt(1 - height)  # arXiv 2405.18392
         return self.floor + (1 - self.floor) * height
 
     def begin_phases(self, step, progress):
-        """Count `step` for each phase that is on, and return the names of those that begin with it.
+        """Return the names of the phases that begin with this step, and count it for those on.
 
-        Call it once a step, before the forward. All follows from progress, which a replay repeats.
+        Call it once a step, before the forward; `is_on` answers for the same step. Progress alone
+        decides, so that a replay repeats it.
         """
         # A phase also begins if another step as long as this one would reach the end: the run may
-        # stop before it, and a phase that never began is an error.
+        # stop before it, and a phase that never began is an error (Run.write_result).
         last_chance = 2 * progress - self.progress > 1 - 1e-9
         self.progress = progress
         begun = []
@@ -1987,7 +1990,7 @@ class Plan(Saved):
                     "begin": begin,
                     "start_step": step + 1,  # counted from 1, as in the log
                     "start_progress": progress,
-                    "steps": 1,  # for which it was on
+                    "steps": 1,  # number of steps in this phase so far
                 }
                 begun.append(name)
         return begun
@@ -3014,8 +3017,8 @@ OPTIMIZER_PRESETS = {
     "adamw8bit": {"matrix_lr": 0.003, "tied_embed_lr": 0.01},
     "adafactor": {"matrix_lr": 0.1, "tied_embed_lr": 0.4},  # shares of a tensor's root mean square
 }
-# Of an untied output head, as in Parameter Golf. Lion moves every weight by the whole rate, and
-# Adafactor's is a share of the head's root mean square.
+# Learning rate of an untied output head, as in Parameter Golf. Lion moves every weight by the whole
+# rate, and Adafactor's rate is a share of the head's root mean square.
 HEAD_LR = 0.008
 OTHER_HEAD_LRS = {"lion": 0.002, "adafactor": 0.1}
 MUON_MOMENTUM_START = 0.85  # early gradients change quickly, and a long memory of them misleads
@@ -3264,7 +3267,7 @@ def main():
     stop_signal = StopSignal()
     clock.start()
     while True:
-        last_step = clock.is_last(run.step)
+        last_step = clock.is_last(run.step)  # run.step steps are finished
         if stop_signal.number and not runtime.distributed:
             stopping = True  # a single process need not ask other ranks
         faulthandler.cancel_dump_traceback_later()
@@ -3306,7 +3309,7 @@ def main():
         loss, stop = extra  # the mean over the global batch now
         skip = ~(torch.isfinite(norm) & torch.isfinite(loss))
 
-        # 4. Log the step before, now that the device has work queued.
+        # 4. Read and log the report of the step before, now that the device has work queued.
         stopping = log_step(run, metrics)
 
         # 5. Update the weights and their averages.
@@ -3335,7 +3338,7 @@ def main():
     score = functools.partial(scorer.score, model, data.held_out)
     chosen = choose_weights(exporter, averages, run, score)
     calibration = []
-    if not settings.qat:  # QAT fitted the table when it began, and the weights to the nearest codes
+    if "qat" not in plan.phases:  # QAT fits the table when it begins, and the weights to the codes
         exporter.fit_table()
         calibration = list(calibration_ids(batches, run))
     content = exporter.pack(calibration)
