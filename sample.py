@@ -2137,8 +2137,8 @@ class Decoder:
         self.graph = None
         self.step = torch.compile(self.read, dynamic=True) if network.compiled else self.read
         bos = network.config.bos_id
-        ids = pad_sequence([torch.tensor(prompt) for prompt in prompts], True, bos, "left")
-        ids = ids.to(network.embed.device)
+        ids = [torch.tensor(prompt) for prompt in prompts]
+        ids = pad_sequence(ids, True, bos, "left").to(network.embed.device)
         before = CONV_TAPS - 1  # padding of all rows, which the first token's convolution reaches
         padding = [[before + ids.size(1) - len(prompt)] for prompt in prompts]
         self.used = ids.new_tensor(before)  # slots that hold a token
@@ -2174,7 +2174,7 @@ class Decoder:
         docs = ((texts == self.network.config.bos_id) | (places == padding)).cumsum(dim=1)
         self.distance = self.slots[:, None] - places  # (T, room)
         self.is_seen = (self.distance >= 0) & (docs[:, self.slots, None] == docs[:, None])
-        return docs[:, reach], texts[:, self.slots - 1], (self.slots - padding).clamp(min=0)
+        return docs[:, reach], texts[:, self.slots - 1], (self.slots - padding).clamp(0)
 
     def read(self, ids):
         """Return the logits (R, V) of what comes after ids (R, T)."""
@@ -2205,7 +2205,7 @@ def draw(logits, temperature, top_k, top_p, uniform):
     likeliest token; top_k: that many tokens, 0: all; top_p: the likeliest tokens that together have
     this probability (arXiv 1904.09751).
     """
-    if temperature == 0:
+    if not temperature:
         return logits.argmax(-1), logits.new_zeros(len(logits))
     chances = (logits / temperature).softmax(-1)
     if top_k or top_p < 1:
@@ -2239,6 +2239,7 @@ def generate(network, prompts, count, max_new_tokens, temperature, top_k, top_p,
         decoder.take([row // count for row in range(len(draws))])
         live = [Sample([], [], False) for _ in draws]  # those that the decoder goes on with
         samples += live
+        picks = None
         for step in range(max_new_tokens):
             if step:
                 decoder(picks)

@@ -30,7 +30,6 @@ import resource
 import shlex
 import shutil
 import signal
-import statistics
 import string
 import struct
 import subprocess
@@ -3314,9 +3313,9 @@ def adapt(network, settings):
 
 def policy_optimizers(network, settings, runtime):
     """Return the optimizers of what is trained, all of it at LEARNING_RATE."""
-    lr = settings.learning_rate
-    decay = settings.weight_decay
-    rates = LearningRates(lr, lr, lr, lr, matrix_decay=decay, embedding_decay=decay)
+    rate = (settings.learning_rate, settings.weight_decay)
+    rates = dict.fromkeys(("matrix", "adapter", "embedding", "head"), rate)
+    rates["control"] = (settings.learning_rate, 0.0)
     return Optimizers(network, settings.optimizer, rates, runtime)
 
 
@@ -3398,7 +3397,8 @@ def supervise(network, rows, settings, runtime):
     same steps.
     """
     alone = Runtime(0, 1, runtime.device, False)
-    rates = LearningRates(SFT_LR, SFT_LR / 20, SFT_LR / 20, SFT_LR / 20, matrix_decay=0.0)
+    rates = dict.fromkeys(("embedding", "head", "control"), (SFT_LR / 20, 0.0))  # no decay
+    rates["matrix"] = (SFT_LR, 0.0)
     optimizers = Optimizers(network, "muon", rates, alone)
     shares = []
     for step in range(settings.sft_steps):

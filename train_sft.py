@@ -3449,9 +3449,9 @@ def adapt(network, settings):
 
 def policy_optimizers(network, settings, runtime):
     """Return the optimizers of what is trained, all of it at LEARNING_RATE."""
-    lr = settings.learning_rate
-    decay = settings.weight_decay
-    rates = LearningRates(lr, lr, lr, lr, matrix_decay=decay, embedding_decay=decay)
+    rate = (settings.learning_rate, settings.weight_decay)
+    rates = dict.fromkeys(("matrix", "adapter", "embedding", "head"), rate)
+    rates["control"] = (settings.learning_rate, 0.0)
     return Optimizers(network, settings.optimizer, rates, runtime)
 
 

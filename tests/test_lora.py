@@ -325,13 +325,13 @@ def test_cached_generation_makes_each_sum_once(monkeypatch):
     ],
 )
 def test_adapters_have_the_rates_of_matrices(name, owner):
-    settings = dataclasses.replace(
-        SETTINGS, model_dim=256, optimizer=name, matrix_lr=0.011, muon_wd=0.07
-    )
+    settings = dataclasses.replace(SETTINGS, model_dim=256)
+    rates = dict.fromkeys(("matrix", "adapter"), (0.011, 0.07))
+    rates |= dict.fromkeys(("embedding", "head", "control"), (0.02, 0.0))
     net = trained(T.GPT(T.model_config(settings, 64, 1)))
     for part in ("original", "lora"):  # all of the network, then the adapter alone
         net.requires_grad_(True) if part == "original" else train_only(net)
-        optimizers = T.Optimizers(net, name, T.pretraining_rates(settings), ALONE)
+        optimizers = T.Optimizers(net, name, rates, ALONE)
         groups = {
             param: (type(each).__name__, group)
             for each in optimizers.all
