@@ -224,17 +224,3 @@ def test_a_checkpoint_with_an_adapter(tmp_path):
         with P.reference_policy(found, frozen=False)():
             assert (found(IDS) - expected).abs().max() > 0.1
     check((S.merge_lora(found), tokenizer, taken), S.merge_lora(net).state_dict(), place)
-
-
-def test_sample_merges_the_adapter(tmp_path, capsys, monkeypatch):
-    net, given = S.setup_lora_adapter(network(0), 3), []
-    for name, param in net.named_parameters():
-        if name.endswith("lora_b"):
-            param.data.normal_()
-    save(tmp_path / "run", 5, net)
-    expected = S.merge_lora(net)
-    monkeypatch.setattr(S, "generate", lambda network, *rest: given.append(network) or [])
-    S.sample(S.Settings(artifact=str(tmp_path / "run"), device="cpu"))
-    assert given[0].state_dict().keys() == expected.state_dict().keys()
-    with torch.no_grad():
-        assert torch.equal(given[0](IDS), expected(IDS))
