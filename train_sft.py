@@ -3687,7 +3687,7 @@ def finish(run, trainer, tokenizer, metrics, loss):
     chosen = choose_weights(trainer, loss, run.log)
     merge_lora(network)
     state = network.state_dict()
-    content, sizes = pack_artifact(
+    content = pack_artifact(
         state,
         quantize_all(state, trainer.table),
         settings=asdict(network.config),
@@ -3706,7 +3706,6 @@ def finish(run, trainer, tokenizer, metrics, loss):
         "params": count_parameters(network),
         "weights": chosen,
         "optimizer_state_bytes": trainer.optimizers.state_bytes(),
-        "bytes_by_class": sizes,
     }
     return content, facts
 

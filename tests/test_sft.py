@@ -60,7 +60,8 @@ def network(seed: int = 0, pattern: str = "g a", dim: int = 16, **changes) -> S.
     torch.manual_seed(seed)
     settings = S.Settings(layer_pattern=pattern, model_dim=dim, num_heads=2, train_seq_len=64)
     shape = {"num_kv_heads": 2, "attn_window": 1 << 20, "embed_init_std": 0.02, **changes}
-    made = S.GPT(S.model_config(SimpleNamespace(num_layers=0, **vars(settings)), BYTES.vocab_size, BYTES.bos_id, **shape))
+    settings = SimpleNamespace(num_layers=0, **vars(settings))
+    made = S.GPT(S.model_config(settings, BYTES.vocab_size, BYTES.bos_id, **shape))
     with torch.no_grad():
         for param in made.parameters():
             param.add_(0.1 * torch.randn_like(param))
