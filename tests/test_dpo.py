@@ -483,9 +483,9 @@ def test_a_reward_head_survives_packing(float32, tmp_path):
     """In 16 bits: to 2^-11 of each weight; and two readers of the file give the same rewards."""
     network, pairs = network_of(reward=True), pairs_of(6, 8)
     state = network.state_dict()
-    packed, _ = D.pack_artifact(state, D.quantize_all(state, D.quant_table(D.Settings())),
-                                settings=vars(network.config), tokenizer_sha256=BYTES.sha256,
-                                meta={"seed": 1, "tokenizer": "bytes"})
+    packed = D.pack_artifact(state, D.quantize_all(state, D.quant_table(D.Settings())),
+                             settings=vars(network.config), tokenizer_sha256=BYTES.sha256,
+                             meta={"seed": 1, "tokenizer": "bytes"})
     (tmp_path / "model.upar").write_bytes(packed)
     loaded = [M.load_model("INIT_FROM", str(tmp_path))[0] for M in (D, P)]
     for one in loaded:
