@@ -3597,10 +3597,9 @@ class Finetuner:
         self.params = [param for param in network.parameters() if param.requires_grad]
         self.optimizers = policy_optimizers(nn.ModuleList([network, *modules]), settings, runtime)
         self.averages = {}
-        if settings.ema:
-            self.averages["ema"] = Average(self.params, EMA_MEMORY)
-        if settings.swa:
-            self.averages["swa"] = Average(self.params)
+        for name, memory in (("ema", EMA_MEMORY), ("swa", None)):
+            if getattr(settings, name):
+                self.averages[name] = Average(self.params, memory)
         if settings.compile:
             compile_features(network, settings.train_seq_len)
 
@@ -3613,9 +3612,6 @@ class Finetuner:
         progress = run.clock.progress(run.step)
         for name in run.plan.begin_phases(run.step, progress):
             run.log(f"phase: {name} begins at step {run.step + 1}, {progress:.1%} of the run")
-            if name == "qat":
-                for average in self.averages.values():
-                    average.count = 0  # weights that never saw the quantizer do not fit it
         self.qat = run.plan.is_on("qat")
         return progress, run.plan.rates(progress)
 
