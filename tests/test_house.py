@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LINES_PER_CONFIG, COLUMNS = 15, 120
 # Tokens at most, as tools/tokens.py counts them. The goal of train_gpt.py is 22,000 (CONTRIBUTING.md, "Sizes"), that of
 # the other scripts 20,000 to 26,000. Until they are reached these figures may only shrink.
-TOKENS = {"train_gpt.py": 23_400, "train_sft.py": 28_170, "train_dpo.py": 28_430, "train_ppo.py": 31_150,
+TOKENS = {"train_gpt.py": 23_400, "train_sft.py": 26_280, "train_dpo.py": 27_090, "train_ppo.py": 31_150,
           "train_grpo.py": 29_880, "train_gspo.py": 29_850, "quantize.py": 21_640, "sample.py": 24_050}
 CALM = ["train_gpt.py"]  # scripts that meet all limits
 TOKENS_OF_MAIN, TOKENS_PER_FUNCTION, TOKENS_PER_FORMULA, TOKENS_PER_CLASS = 1_800, 500, 650, 1_600
