@@ -1877,9 +1877,9 @@ def quantize_delta(delta, size, bits):
     """
     rest = len(delta) % size
     if rest and len(delta) > size:
-        whole = quantize_delta(delta[:-rest], size, bits)
-        last = quantize_delta(delta[-rest:], size, bits)
-        return torch.cat([whole[0], last[0]]), torch.cat([whole[1], last[1]])
+        parts = delta.split([len(delta) - rest, rest])
+        codes, scales = zip(*(quantize_delta(part, size, bits) for part in parts), strict=True)
+        return torch.cat(codes), torch.cat(scales)
     rows = delta.view(-1, min(size, len(delta)))
     scales = rows.abs().mean(1, dtype=torch.float64).float()
     if bits == 1:
@@ -1975,10 +1975,9 @@ def pack_delta(base, tuned, header, scales):
 
 
 def take(file, dtype, count):
-    """Return the next `count` numbers of a file, native. Raises ArtifactError at its end."""
-    array = np.frombuffer(file.read(count * np.dtype(dtype).itemsize), dtype)
-    require(len(array) == count, f"{count} numbers are {len(array)}")
-    return array.astype(dtype[1:])
+    """Return the next `count` numbers of a file, native; fewer at its end."""
+    data = file.read(count * np.dtype(dtype).itemsize)
+    return np.frombuffer(data, dtype).astype(dtype[1:])
 
 
 def read_codes(file, states, count, settings):
