@@ -1887,11 +1887,11 @@ def quantize_delta(delta, size, bits):
     largest = rows.abs().amax(1)
     most = largest_code(bits)
     count = 40 + round(8 * math.log2(most))  # to where 31/32 of the range is cut off
-    factors = [2 ** (-step / 8) for step in range(count)]
-    factors += [1 / largest_code(fewer) for fewer in range(1, bits + 1)]
+    tried = [largest * 2 ** (-step / 8) for step in range(count)]
+    tried += [largest / largest_code(fewer) for fewer in range(1, bits + 1)]
     least = torch.full_like(largest, math.inf, dtype=torch.float64)
     codes = torch.zeros_like(rows)
-    for scale in [scales, *(largest * factor for factor in factors)]:
+    for scale in [scales, *tried]:
         step = scale.half().float()[:, None]
         new = rows / torch.where(step > 0, step, 1.0)
         new = new.round_() if bits > 3 else new.div_(2).floor_().mul_(2).add_(1)
