@@ -2196,9 +2196,7 @@ def read_weights(path: str, average: str = "") -> Weights:
     """
     folder = Path(path)
     if folder.is_dir():
-        found, faults = newest_checkpoint(
-            list_checkpoints(folder) or [folder], ("meta.json", "model.pt")
-        )
+        found, faults = newest_checkpoint(folder)
         if found is None:
             raise UserError(f"{path}: no whole checkpoint; {'; '.join(faults)}")
         sys.stderr.write("".join(f"{fault}\n" for fault in faults))
