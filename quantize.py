@@ -1877,9 +1877,9 @@ def quantize_delta(delta, size, bits):
     """
     rest = len(delta) % size
     if rest and len(delta) > size:
-        whole = quantize_delta(delta[:-rest], size, bits)
-        last = quantize_delta(delta[-rest:], size, bits)
-        return torch.cat([whole[0], last[0]]), torch.cat([whole[1], last[1]])
+        parts = delta.split([len(delta) - rest, rest])
+        codes, scales = zip(*(quantize_delta(part, size, bits) for part in parts), strict=True)
+        return torch.cat(codes), torch.cat(scales)
     rows = delta.view(-1, min(size, len(delta)))
     scales = rows.abs().mean(1, dtype=torch.float64).float()
     if bits == 1:
@@ -1887,11 +1887,11 @@ def quantize_delta(delta, size, bits):
     largest = rows.abs().amax(1)
     most = largest_code(bits)
     count = 40 + round(8 * math.log2(most))  # to where 31/32 of the range is cut off
-    factors = [2 ** (-step / 8) for step in range(count)]
-    factors += [1 / largest_code(fewer) for fewer in range(1, bits + 1)]
+    tried = [largest * 2 ** (-step / 8) for step in range(count)]
+    tried += [largest / largest_code(fewer) for fewer in range(1, bits + 1)]
     least = torch.full_like(largest, math.inf, dtype=torch.float64)
     codes = torch.zeros_like(rows)
-    for scale in [scales, *(largest * factor for factor in factors)]:
+    for scale in [scales, *tried]:
         step = scale.half().float()[:, None]
         new = rows / torch.where(step > 0, step, 1.0)
         new = new.round_() if bits > 3 else new.div_(2).floor_().mul_(2).add_(1)
@@ -1975,10 +1975,9 @@ def pack_delta(base, tuned, header, scales):
 
 
 def take(file, dtype, count):
-    """Return the next `count` numbers of a file, native. Raises ArtifactError at its end."""
-    array = np.frombuffer(file.read(count * np.dtype(dtype).itemsize), dtype)
-    require(len(array) == count, f"{count} numbers are {len(array)}")
-    return array.astype(dtype[1:])
+    """Return the next `count` numbers of a file, native; fewer at its end."""
+    data = file.read(count * np.dtype(dtype).itemsize)
+    return np.frombuffer(data, dtype).astype(dtype[1:])
 
 
 def read_codes(file, states, count, settings):
@@ -2197,9 +2196,7 @@ def read_weights(path: str, average: str = "") -> Weights:
     """
     folder = Path(path)
     if folder.is_dir():
-        found, faults = newest_checkpoint(
-            list_checkpoints(folder) or [folder], ("meta.json", "model.pt")
-        )
+        found, faults = newest_checkpoint(folder)
         if found is None:
             raise UserError(f"{path}: no whole checkpoint; {'; '.join(faults)}")
         sys.stderr.write("".join(f"{fault}\n" for fault in faults))

@@ -2509,8 +2509,7 @@ def load_model(name, path, tokenizer_path=""):
     if path and (file / "model.upar").is_file():
         file = file / "model.upar"
     if path and file.is_dir():
-        candidates = list_checkpoints(file) or [file]
-        file, faults = newest_checkpoint(candidates, ("meta.json", "model.pt"))
+        file, faults = newest_checkpoint(file)
         if file is None:
             raise UserError(
                 f"{name}={path!r}: neither model.upar nor a whole checkpoint; {'; '.join(faults)}"
