@@ -89,7 +89,7 @@ class Settings:
     train_seq_len: int = bounded(2048, 2)  # tokens in a window, training and evaluation
     micro_batch_tokens: int = 0  # per forward and rank; 0: fitted to memory. Same global batch
     # checkpoints
-    save_every: str = "120s"  # between checkpoints: steps, or seconds (120s); 0: only at the end
+    save_every: int = 500  # steps between checkpoints, outside the clock; 0: only at the end
     profile: bool = False  # write trace.json of steps 4 to 6; the run must have a seventh
     # log and validation
     tracker: Literal["none", "tensorboard", "wandb"] = "none"  # where metrics go, beside the log
@@ -104,8 +104,8 @@ class Settings:
     model_dim: int = bounded(512, 16)  # width of the residual stream
     num_heads: int = bounded(8, 1)  # query heads of attention, and heads of GDN
     num_kv_heads: int = bounded(4, 1)  # key and value heads of attention
-    # kind of MLP; bio_soft and bio_hard are the bio-MLP with sparse events
-    mlp: Literal["relu2", "leaky_relu2", "gelu", "swiglu", "bio", "bio_soft", "bio_hard"] = "relu2"
+    # kind of MLP; bio_soft is the bio-MLP with sparse events
+    mlp: Literal["relu2", "leaky_relu2", "gelu", "swiglu", "bio", "bio_soft"] = "relu2"
     mlp_mult: float = bounded(3.0, 0.25, 16.0)  # hidden width of the MLP divided by model_dim
     norm: str = "rms"  # rms, rms_weight or layer, or one word per layer
     positions: Literal["rope", "learned", "none"] = "rope"  # how attention knows positions
@@ -1407,7 +1407,7 @@ class MLP(nn.Module):
     """Two matrices around an activation. A new kind is a word of the setting `mlp` and a branch.
 
     ReLU^2 is of arXiv 2109.08668, SwiGLU (with a gate) of 2002.05202, bio of WiggleGPT; bio_soft
-    and bio_hard add its SparseEventLayer (model_bio_optimized.py), without biases.
+    adds its SparseEventLayer (model_bio_optimized.py) with soft events, without biases.
     """
 
     def __init__(self, config):
@@ -1418,7 +1418,7 @@ class MLP(nn.Module):
         self.w_up = matrix((hidden, hidden) if self.kind == "swiglu" else (hidden,), dim)
         if self.kind.startswith("bio"):
             self.wave = init_wave(hidden)
-        if self.kind in ("bio_soft", "bio_hard"):
+        if self.kind == "bio_soft":
             self.w_gate = matrix((hidden,), hidden)
             self.w_mix = matrix((hidden,), hidden)
             self.mix_wave = init_wave(hidden)
@@ -1438,17 +1438,14 @@ class MLP(nn.Module):
             h = F.silu(gate) * up
         else:
             h = oscillate(h, self.wave)
-            if self.kind != "bio":
+            if self.kind == "bio_soft":
                 h = self.sparse_events(h)
         return linear(h, self.w_down)
 
     def sparse_events(self, h):
         """Return hidden units (B, T, hidden) mixed by those of h whose voltage is high."""
         voltage = torch.sigmoid(linear(h, self.w_gate))
-        spike = torch.sigmoid(5.0 * (voltage - BIO_THRESHOLD))  # of bio_soft: never zero
-        if self.kind == "bio_hard":  # 0 or 1, with the gradient of the soft spike
-            events = (voltage > BIO_THRESHOLD).to(h.dtype)
-            spike = events + (spike - spike.detach())
+        spike = torch.sigmoid(5.0 * (voltage - BIO_THRESHOLD))
         return oscillate(linear(h * spike, self.w_mix), self.mix_wave)
 
 
@@ -2918,8 +2915,6 @@ class Run(Saved):
 
     def __post_init__(self):
         settings = self.settings
-        if not re.fullmatch(r"0|[1-9]\d*s?", settings.save_every):
-            raise UserError(f"SAVE_EVERY={settings.save_every!r}: must be 500 (steps), 120s or 0")
         self.folder = find_run(settings.resume, settings.out_dir)
         if not settings.resume:
             self.folder /= self.runtime.agree(settings.run_id or time.strftime("run_%Y%m%d_%H%M%S"))
@@ -2931,8 +2926,7 @@ class Run(Saved):
         self.step = 0
         self.skipped_steps = 0
         self.skipped_in_a_row = 0
-        self.saved_step = -1  # step and training seconds of the newest checkpoint
-        self.saved_seconds = -math.inf
+        self.saved_step = -1  # of the newest checkpoint
 
     def open(self):
         """Make or find the folder and begin the log; return the checkpoint to load, or None."""
@@ -2989,17 +2983,13 @@ class Run(Saved):
     def is_save_due(self):
         """Return whether SAVE_EVERY asks for a checkpoint here; the first is due before step 1."""
         every = self.settings.save_every
-        interval = int(every.rstrip("s"))
-        if every.endswith("s"):
-            return self.clock.seconds[-1] - self.saved_seconds >= interval
-        return interval > 0 and self.step % interval == 0
+        return every > 0 and self.step % every == 0
 
     def save(self):
         """Write a checkpoint, on rank 0 while the others wait.
 
         A failure is an event if there is an older checkpoint, else an OSError.
         """
-        self.saved_seconds = self.clock.seconds[-1]
         if self.saved_step != self.step and self.runtime.rank == 0:
             begin = time.perf_counter()
             training = {name: part.state_dict() for name, part in self.parts.items()}
