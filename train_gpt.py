@@ -13,6 +13,7 @@ Sections between `# === shared:` fences stand in other scripts too, byte for byt
 `python tools/sync.py train_gpt.py` copies them. Outside the repository just edit them.
 """
 
+import base64
 import collections
 import contextlib
 import difflib
@@ -40,12 +41,10 @@ from typing import Literal, get_args
 
 import numpy as np
 import sentencepiece
-import tiktoken
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import zstandard
-from tiktoken.load import load_tiktoken_bpe, read_file_cached
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -77,7 +76,7 @@ class Settings:
     activation_checkpointing: bool = False  # recompute layers in the backward pass: less memory
     # data
     data_path: str = "data/embedded"  # folder of shards and manifest.json, or a mixture a:0.7,b:0.3
-    tokenizer_path: str = ""  # .model or .tiktoken file, encoding or "bytes"; empty: the data's
+    tokenizer_path: str = ""  # .model or .tiktoken file, or "bytes"; empty: the data's
     vocab_size: int = 0  # checked against the tokenizer; 0: not checked
     holdout_tokens: int = bounded(131072, 1)  # to choose raw, EMA or SWA weights
     # clock
@@ -451,8 +450,7 @@ def exit_code(main):
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
-        reason = str(error).strip()[-90:]
-        sys.stderr.write(f"error: rank {rank} lost another rank ({reason}); RESUME continues\n")
+        sys.stderr.write(f"error: rank {rank} lost another rank; RESUME continues\n")
         os._exit(1)  # an ordinary exit would wait for the lost rank
 
 
@@ -524,55 +522,9 @@ def newest_checkpoint(folder):
 
 
 # === shared: tokenizer ===
-ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
-
-RANK_FILES = "https://openaipublic.blob.core.windows.net/encodings"
-
-
-@dataclass
-class PublishedEncoding:
-    """One of OpenAI's encodings: the hash of its rank file, and what that file does not contain.
-
-    The regular expressions are copied from tiktoken_ext/openai_public.py. They split a text into
-    the parts within which bytes are merged.
-    """
-
-    sha256: str
-    split: str  # regular expression
-    end_of_text: int  # id of <|endoftext|>, which begins every document here
-    vocab_size: int  # with all special tokens and unused ids
-
-
-ENCODINGS = {
-    "gpt2": PublishedEncoding(
-        "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930",
-        r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
-        50256,
-        50257,
-    ),
-    "cl100k_base": PublishedEncoding(
-        "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7",
-        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
-        r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s",
-        100257,
-        100277,
-    ),
-    "o200k_base": PublishedEncoding(
-        "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d",
-        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-        199999,
-        200019,
-    ),
-}
-
-
 @dataclass
 class Tokenizer:
-    """A tokenizer, from `load_tokenizer`, and the bytes that each token stands for.
+    """A tokenizer, from `read_tokenizer`, and the bytes that each token stands for.
 
     A token counts the UTF-8 bytes that it decodes to. After a boundary (a control, unknown or
     unused token) it counts them without the space that some SentencePiece models put before every
@@ -583,9 +535,9 @@ class Tokenizer:
     content: bytes  # of that file; its SHA-256 tells tokenizers apart
     bos_id: int
     pieces: list  # bytes that each token decodes to, b"" for boundaries
-    encode: Callable  # text -> ids without BOS; special tokens in a text are plain text
-    roles: dict  # ROLE_TOKENS -> ids; {} if the tokenizer has none
     drops_space: np.ndarray | bool = False  # (V,) bool, loses its first space after a boundary
+    encode: Callable = None  # text -> ids; this and roles are of load_tokenizer in section encoding
+    roles: dict = None
 
     def __post_init__(self):
         self.sha256 = hashlib.sha256(self.content).hexdigest()
@@ -595,66 +547,44 @@ class Tokenizer:
         self.drops_space = np.broadcast_to(self.drops_space, self.vocab_size)
 
 
-def load_tokenizer(path):
-    """Return the Tokenizer of a SentencePiece file or a rank file NAME.tiktoken, of the published
-    encoding NAME, or the built-in one, `bytes`. Raises UserError.
+def read_tokenizer(path, facts):
+    """Return the Tokenizer of a SentencePiece file or a rank file NAME.tiktoken, or the built-in
+    one, `bytes`.
+
+    facts: bos_id and vocab_size, which a rank file does not contain. Raises UserError.
     """
     path = Path(path)
-    name = path.name.removesuffix(".tiktoken")
-    if name == "bytes":
-        return byte_tokenizer()
+    if path.name == "bytes":  # pad, BOS, EOS and unknown, then 256 bytes, then 4 roles
+        pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4
+        return Tokenizer("bytes", b"underpar bytes 264", 1, pieces)
     try:
-        if name in ENCODINGS:
-            return tiktoken_tokenizer(path, name)
-        return sentencepiece_tokenizer(path)
-    except (OSError, ValueError, RuntimeError) as error:  # missing, damaged or without BOS
+        content = path.read_bytes()
+        if path.suffix == ".tiktoken":
+            return rank_tokenizer(path.name, content, facts)
+        return sentencepiece_tokenizer(content)
+    except (OSError, LookupError, ValueError, RuntimeError) as error:
         raise UserError(
-            f"tokenizer {path}: {error}; must be a SentencePiece model with a BOS token, bytes, or "
-            f"NAME or NAME.tiktoken of {[*ENCODINGS]}"
+            f"tokenizer {path}: {error}; must be a SentencePiece model with a BOS token, the rank "
+            "file NAME.tiktoken of the data, or bytes"
         ) from error
 
 
-def byte_tokenizer():
-    """Return the built-in tokenizer: pad, BOS, EOS and unknown, then 256 bytes, then 4 roles."""
-    pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4
-    return Tokenizer(
-        "bytes",
-        b"underpar bytes 264",
-        1,
-        pieces,
-        lambda text: [4 + byte for byte in text.encode()],
-        {role: 260 + i for i, role in enumerate(ROLE_TOKENS)},
-    )
+def rank_tokenizer(file, content, facts):
+    """Return the tokenizer of a rank file: a line per piece, in base64, and its id."""
+    pieces = [b""] * facts["vocab_size"]  # special tokens and unused ids stay b""
+    for line in content.splitlines():
+        piece, rank = line.split()
+        pieces[int(rank)] = base64.b64decode(piece)
+    return Tokenizer(file, content, facts["bos_id"], pieces)
 
 
-def tiktoken_tokenizer(path, name):
-    """Return the encoding NAME, from its rank file NAME.tiktoken or from OpenAI's server."""
-    published = ENCODINGS[name]
-    source = str(path)
-    if not path.suffix:
-        source = f"{RANK_FILES}/{name.replace('gpt2', 'r50k_base')}.tiktoken"
-    # Both look into tiktoken's cache first and raise ValueError if the hash is another.
-    content = read_file_cached(source, published.sha256)
-    ranks = load_tiktoken_bpe(source, published.sha256)
-    pieces = [b""] * published.vocab_size  # special tokens and unused ids decode to nothing
-    for piece, rank in ranks.items():
-        pieces[rank] = piece
-    # Without special tokens: what looks like one in a text is plain text.
-    bpe = tiktoken.Encoding(name, pat_str=published.split, mergeable_ranks=ranks, special_tokens={})
-    return Tokenizer(
-        f"{name}.tiktoken", content, published.end_of_text, pieces, bpe.encode_ordinary, {}
-    )
-
-
-def sentencepiece_tokenizer(path):
-    """Return the tokenizer of a SentencePiece model file."""
-    content = path.read_bytes()
+def sentencepiece_tokenizer(content):
+    """Return the tokenizer of a SentencePiece model, the bytes of its file."""
     model = sentencepiece.SentencePieceProcessor(model_proto=content)
     if model.bos_id() < 0:
         raise ValueError("empty, or without the BOS token of every document")
     pieces = []
     drops_space = []
-    roles = {}
     for i in range(model.vocab_size()):
         name = model.id_to_piece(i)
         piece = name.replace("\u2581", " ").encode()  # SentencePiece's mark of a space
@@ -665,12 +595,7 @@ def sentencepiece_tokenizer(path):
         pieces.append(piece)
         # A space that the model's own decoder leaves out, the dummy prefix, is not in the text.
         drops_space.append(piece == b" " + model.decode([i]).encode())
-        # Only control tokens cannot be written in a text, so that no user can forge a role.
-        if model.is_control(i) and name in ROLE_TOKENS:
-            roles[name] = i
-    return Tokenizer(
-        "tokenizer.model", content, model.bos_id(), pieces, model.encode, roles, drops_space
-    )
+    return Tokenizer("tokenizer.model", content, model.bos_id(), pieces, drops_space)
 
 
 def sha256_file(path):
@@ -847,9 +772,9 @@ def open_data(settings):
     """Return the Dataset of DATA_PATH, checked against its manifests. Raises UserError."""
     folders, shares = parse_mixture(settings.data_path)
     manifests = [load_manifest(folder) for folder in folders]
-    tokenizer = load_tokenizer(
-        settings.tokenizer_path or Path(folders[0], manifests[0]["tokenizer"]["file"])
-    )
+    facts = manifests[0]["tokenizer"]
+    path = settings.tokenizer_path or Path(folders[0], facts["file"])
+    tokenizer = read_tokenizer(path, facts)
     if settings.vocab_size not in (0, tokenizer.vocab_size):
         raise UserError(
             f"VOCAB_SIZE={settings.vocab_size}: must be 0 or {tokenizer.vocab_size}, the tokenizer's"
@@ -1040,13 +965,11 @@ def model_config(settings, vocab_size, bos_id, **overrides):
 
     names = GPTConfig.__dataclass_fields__
     given = {**ARCH_PRESETS[getattr(settings, "arch_mode", "D")], **vars(settings), **overrides}
-    config = GPTConfig(
-        vocab_size,
-        bos_id,
-        layers=" ".join((words * num_layers)[:num_layers]),
-        norms=" ".join((norms * num_layers)[:num_layers]),
-        **{name: value for name, value in given.items() if name in names},
-    )
+    values = {name: value for name, value in given.items() if name in names}
+    values |= dict(vocab_size=vocab_size, bos_id=bos_id)
+    values["layers"] = " ".join((words * num_layers)[:num_layers])
+    values["norms"] = " ".join((norms * num_layers)[:num_layers])
+    config = GPTConfig(**values)
 
     dim = config.model_dim
     heads = config.num_heads
@@ -1596,19 +1519,17 @@ ADAM_EPS = 1e-8  # torch's default
 LION_BETAS = (0.9, 0.99)  # the Lion paper's
 
 
-def orthogonalize(G, dtype=None):
+def orthogonalize(G):
     """Return G (N, R, C) with all singular values of each matrix pushed to about 1.
 
     Newton-Schulz: each step applies the odd polynomial a s + b s^3 + c s^5 to every singular value
     s, by products of matrices alone (kellerjordan.github.io/posts/muon). The products are taken in
-    `dtype`; None means bfloat16 on CUDA and the dtype of G elsewhere. The result has that of G.
+    bfloat16 on CUDA.
     """
     if G.size(1) > G.size(2):
-        return orthogonalize(G.mT, dtype).mT  # X X^T is then the smaller of the two products
-    if dtype is None:
-        dtype = torch.bfloat16 if G.is_cuda else G.dtype
+        return orthogonalize(G.mT).mT  # X X^T is then the smaller of the two products
     a, b, c = NEWTON_SCHULZ
-    X = G.to(dtype)
+    X = G.bfloat16() if G.is_cuda else G
     X = X / (X.norm(dim=(1, 2), keepdim=True) + 1e-7)  # now no singular value is above 1
     for _ in range(NEWTON_SCHULZ_STEPS):
         A = X @ X.mT
@@ -1625,8 +1546,7 @@ class Muon(torch.optim.Optimizer):
 
     A matrix (R, C) moves by lr * sqrt(max(1, R / C)) in spectral norm. A parameter may hold several
     matrices one below the other, such as q, k and v: its attribute `splits` has their numbers of
-    rows, and each is orthogonalized by itself. Options of the group: the runtime, and the dtype of
-    orthogonalize.
+    rows, and each is orthogonalized by itself. The group has the runtime, too.
     """
 
     @torch.no_grad()
@@ -1657,7 +1577,7 @@ class Muon(torch.optim.Optimizer):
             matrices, updates = zip(*pairs, strict=True)
             updates = torch.stack(updates)  # (N, R, C)
             result = torch.zeros_like(updates)
-            result[share] = orthogonalize(updates[share], group["dtype"])
+            result[share] = orthogonalize(updates[share])
             scale = lr * max(1.0, rows / cols) ** 0.5
             torch._foreach_sub_(matrices, (scale * runtime.sum(result)).unbind())
 
@@ -1747,11 +1667,10 @@ class Optimizers:
     """The optimizers of a model: the one that `kind` names, and AdamW for what that leaves.
 
     kind: as the setting OPTIMIZER. rates: class of parameters -> learning rate, weight decay; the
-    classes are those of tensor_class and PARAMETER_CLASSES. dtype: of Muon's products, see
-    orthogonalize.
+    classes are those of tensor_class and PARAMETER_CLASSES.
     """
 
-    def __init__(self, model, kind, rates, runtime, dtype=None):
+    def __init__(self, model, kind, rates, runtime):
         groups = {
             name: dict(params=[], base_lr=lr, weight_decay=decay)
             for name, (lr, decay) in rates.items()
@@ -1769,7 +1688,7 @@ class Optimizers:
         adam_betas = ADAM_BETAS
         self.all = []
         if kind == "muon":
-            self.all = [Muon([groups.pop("matrix")], dict(runtime=runtime, dtype=dtype))]
+            self.all = [Muon([groups.pop("matrix")], dict(runtime=runtime))]
             adam_groups += groups.values()
         elif kind == "lion":
             self.all = [Lion(groups.values(), {})]
@@ -3307,7 +3226,7 @@ def main():
         "head": (OTHER_HEAD_LRS.get(settings.optimizer, HEAD_LR), 0.0),  # an untied one
         "control": (settings.scalar_lr, 0.0),  # gains, mixes, and GDN's decay and step size
     }
-    optimizers = Optimizers(network, settings.optimizer, rates, runtime, network.dtype)
+    optimizers = Optimizers(network, settings.optimizer, rates, runtime)
     averages = {}
     for name, memory in (("ema", EMA_MEMORY), ("swa", None)):
         if getattr(settings, name):
