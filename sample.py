@@ -90,8 +90,7 @@ class Settings:
     score: Literal["text", "choices", "lambada", "task", "preference", "win", "quality"] = "text"
     # files to score, separated by commas; task, win and quality read TASK's prompts without
     score_path: str = ""
-    # second model: the opponent of win, the reference of preference, the reader of quality
-    score_model: str = ""
+    score_model: str = ""  # second model: the opponent of win, the reference of preference
     score_judge: str = ""  # a reward model that decides win; empty: TASK's checker
     score_delimiter: str = " "  # between context and answer, for choices and lambada
     score_file: str = ""  # file to write the scores to, as JSON; empty: none
@@ -2487,20 +2486,20 @@ READ_SETTINGS = {
     "task": f"eval_samples {ASKING}",
     "preference": "score_path score_model",
     "win": f"score_model score_judge {ASKING}",
-    "quality": f"score_model layout num_samples {ASKING}",
+    "quality": f"layout num_samples {ASKING}",
 }
 
 
 def check_modes(settings):
     """Raise UserError for a setting that MODE and SCORE do not read, or need and do not have."""
-    read = "mode artifact tokenizer_path seed device"
     kind = settings.mode
+    read = {"mode", "artifact", "tokenizer_path", "seed", "device"}
     if kind == "score":
-        read += " score score_file"
         kind = settings.score
-    read = f"{read} {READ_SETTINGS[kind]}".split()
-    if settings.layout == "chat" and "score_delimiter" in read:
-        read.remove("score_delimiter")
+        read |= {"score", "score_file"}
+    read |= {*READ_SETTINGS[kind].split()}
+    if settings.layout == "chat":
+        read -= {"score_delimiter"}
     for setting in fields(settings):
         value = getattr(settings, setting.name)
         if setting.name not in read and value != setting.default:
@@ -2688,8 +2687,8 @@ def row_features(model, rows):
 class Row:
     """A context and an answer in ids, which together fit a model's context."""
 
-    context: list[int]
-    answer: list[int]
+    context: list
+    answer: list
     is_cut: bool = False  # whether the context lost its beginning
 
 
@@ -2855,8 +2854,8 @@ class Models:
     """The models of a score, and where it reports about rows."""
 
     scored: Model
-    other: Model | None  # SCORE_MODEL
-    judge: Model | None  # SCORE_JUDGE
+    other: Model  # SCORE_MODEL, or None
+    judge: Model  # SCORE_JUDGE, or None
     log: Callable
 
 
@@ -2865,7 +2864,7 @@ class Question:
     """A prompt that models answer."""
 
     turns: list
-    problem: Problem | None  # whose answer the task's checker knows
+    problem: Problem  # whose answer the task's checker knows, or None
 
 
 @dataclass
@@ -3196,33 +3195,8 @@ def word_groups(text, n):
     return [*zip(*(words[start:] for start in range(n)), strict=False)]
 
 
-def read_answers(reader, answers, settings):
-    """Return a model's perplexity, per token, and bits per byte of answers that fit."""
-    rows = []
-    size = 0
-    for answer in answers:
-        with contextlib.suppress(RowError):
-            [row] = answer_rows(reader, answer.question.turns, [answer.text], settings)
-            if settings.layout == "chat":
-                row.answer.pop()  # the token that ends an answer is no text
-            if row.answer:
-                rows.append(row)
-                size += len(answer.text.encode())
-    if not rows:
-        raise UserError(
-            f"SCORE_MODEL: no answer has a text that fits the context of {reader.source}"
-        )
-    nats = -sum(logps.sum().item() for logps, _ in token_scores(reader, rows))
-    return {
-        "perplexity": math.exp(nats / sum(len(row.answer) for row in rows)),
-        "read": len(rows),
-        "read_bpb": nats / math.log(2) / size,
-        "contexts_cut": sum(row.is_cut for row in rows),
-    }
-
-
 def score_quality(models, path, settings):
-    """Return how varied NUM_SAMPLES answers to each prompt are, and how SCORE_MODEL reads them.
+    """Return how varied NUM_SAMPLES answers to each prompt are.
 
     distinct: the share of different words, pairs and triples of words (arXiv 1510.03055).
     repetition: the mean share of an answer's groups of four words that it had before (1908.04319).
@@ -3239,8 +3213,6 @@ def score_quality(models, path, settings):
     result["words"] = statistics.fmean(len(answer.text.split()) for answer in answers)
     result["tokens"] = statistics.fmean(answer.tokens for answer in answers)
     result["finished"] = statistics.fmean(answer.finished for answer in answers)
-    if models.other:
-        result |= read_answers(models.other, answers, settings)
     return {**result, "n": len(answers), "prompts": len(questions)}
 
 

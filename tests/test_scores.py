@@ -494,28 +494,17 @@ def test_win_rate_by_a_reward_model(place, tmp_path, monkeypatch):
 
 
 # ----------------------------------------------------------------------------------------- quality
-@pytest.mark.parametrize("layout", ["text", "chat"])
-def test_quality_by_hand(place, tmp_path, monkeypatch, layout):
+def test_quality_by_hand(place, tmp_path, monkeypatch):
     texts = ["a b a b a b a", "c  a\nb", ""]
     path = write(tmp_path, "rows.jsonl", *({"prompt": prompt} for prompt in "pqr"))
     scripted(monkeypatch, [[text] for text in texts])
-    changes = dict(score_model=str(place / "other"), layout=layout, max_new_tokens=9)
-    scores = scored(place, "quality", path, **changes)
+    scores = scored(place, "quality", path, max_new_tokens=9)
     assert scores["distinct1"] == 3 / 10  # a b c, of 7 + 3
     assert scores["distinct2"] == 3 / 8  # ab ba ca, of 6 + 2
     assert scores["distinct3"] == 3 / 6  # aba bab cab, of 5 + 1
     assert scores["repetition"] == 1 - 2 / 4  # abab baba abab baba, of the first alone
     assert scores["words"] == 10 / 3 and scores["tokens"] == (13 + 6) / 3
-    assert scores["finished"] == 1
-    nats = 0.0
-    for prompt, text in zip("pqr", texts, strict=True):
-        context = [BOS, *ids_of(prompt)]
-        if layout == "chat":
-            context = [BOS, 261, *ids_of(prompt), 263, 262]
-        nats -= math.fsum(plain_logps(loaded(place, "other"), context, ids_of(text)))
-    assert scores["perplexity"] == pytest.approx(math.exp(nats / 19), rel=1e-5)
-    assert scores["read_bpb"] == pytest.approx(nats / math.log(2) / 19, rel=1e-5)
-    assert (scores["read"], scores["n"], scores["prompts"]) == (2, 3, 3)
+    assert (scores["finished"], scores["n"], scores["prompts"]) == (1, 3, 3)
 
 
 # --------------------------------------------------------------------------------------- intervals
