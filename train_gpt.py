@@ -28,6 +28,7 @@ import math
 import os
 import re
 import resource
+import shlex
 import shutil
 import signal
 import struct
@@ -132,7 +133,7 @@ class Settings:
     qat: bool = True  # late quantization-aware training of all that the artifact quantizes
     # artifact
     matrix_bits: int = bounded(6, 2, 8)  # bits of a matrix code, up to 2**(bits-1) - 1
-    gptq_calibration_batches: int = 16  # training batches for GPTQ at the end; 0: no GPTQ
+    gptq_calibration_batches: int = 16  # for GPTQ at the end of a run without QAT; 0: no GPTQ
     artifact_bytes_max: int = bounded(16000000, 1)  # script + config + artifact, in bytes
 
     def __post_init__(self):
@@ -466,10 +467,10 @@ def replace_file(path, data):
 
 def describe_machine(runtime):
     """Return commit (`+`: with changes), hardware, versions and peak memory, for the result."""
-    command = "git describe --always --abbrev=40 --exclude='*' --dirty=+"
-    # Run by a shell, so that a missing git is no error: its output is empty.
-    git = subprocess.run(
-        command, shell=True, cwd=Path(__file__).parent, capture_output=True, text=True
+    folder = shlex.quote(str(Path(__file__).parent))
+    # Run by a shell, so that a missing git is no error.
+    status, commit = subprocess.getstatusoutput(
+        f"git -C {folder} describe --always --abbrev=40 --exclude='*' --dirty=+"
     )
     if runtime.device.type == "cuda":
         hardware = torch.cuda.get_device_name()
@@ -479,7 +480,7 @@ def describe_machine(runtime):
         unit = 1 if sys.platform == "darwin" else 1024
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return {
-        "commit": git.stdout.strip() or "unknown",
+        "commit": "unknown" if status else commit,
         "hardware": f"{runtime.world_size} x {hardware}",
         "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
         "peak_memory_mib": peak_bytes / 2**20,
@@ -761,8 +762,8 @@ def hold_out(stream, share, settings):
     windows = shuffle(len(stream) // seq_len, 0)
     if len(windows) <= count:
         raise UserError(
-            f"HOLDOUT_TOKENS={settings.holdout_tokens}: must leave a window of TRAIN_SEQ_LEN of the "
-            f"{len(stream)} training tokens"
+            f"HOLDOUT_TOKENS={settings.holdout_tokens}: must leave a window of TRAIN_SEQ_LEN of "
+            "the training tokens"
         )
     stream.windows = windows[count:]
     return [stream.read(window * seq_len, seq_len) for window in windows[:count]]
@@ -957,8 +958,10 @@ def model_config(settings, vocab_size, bos_id, **overrides):
     words = settings.layer_pattern.split()
     norms = getattr(settings, "norm", "rms").split()
     if not words or not all(re.fullmatch("[gsa][0-9]*|[GSA][0-9]+", word) for word in words):
-        right = "g, s or a with an optional number; capitals need one"
-        raise UserError(f"LAYER_PATTERN={settings.layer_pattern!r}: each word must be {right}")
+        raise UserError(
+            f"LAYER_PATTERN={settings.layer_pattern!r}: each word must be g, s or a with an optional "
+            "number; capitals need one"
+        )
     if not norms or set(norms) - set(NORMS):
         raise UserError(f"NORM={settings.norm!r}: must be one or more of {', '.join(NORMS)}")
     num_layers = settings.num_layers or len(words)
@@ -976,11 +979,14 @@ def model_config(settings, vocab_size, bos_id, **overrides):
     if dim % (2 * heads):
         raise UserError(f"MODEL_DIM={dim}: must be a multiple of 2 x NUM_HEADS = {2 * heads}")
     if heads % config.num_kv_heads:
-        kv_heads = config.num_kv_heads
-        raise UserError(f"NUM_HEADS={heads}: must be a multiple of NUM_KV_HEADS = {kv_heads}")
+        raise UserError(
+            f"NUM_HEADS={heads}: must be a multiple of NUM_KV_HEADS = {config.num_kv_heads}"
+        )
     if config.rope_dims % 2 or config.rope_dims > dim // heads:
-        most = f"MODEL_DIM / NUM_HEADS = {dim // heads}"
-        raise UserError(f"ROPE_DIMS={config.rope_dims}: must be even, at most {most}")
+        raise UserError(
+            f"ROPE_DIMS={config.rope_dims}: must be even, at most MODEL_DIM / NUM_HEADS = "
+            f"{dim // heads}"
+        )
     if config.positions == "learned" and getattr(settings, "eval_stateful", False):
         raise UserError(
             "EVAL_STATEFUL=1: must be 0, for POSITIONS='learned' ends at TRAIN_SEQ_LEN, documents do not"
@@ -1461,8 +1467,10 @@ class GPT(nn.Module):
         """
         config = self.config
         if config.positions == "learned" and ids.size(1) > config.train_seq_len:
-            most = f"TRAIN_SEQ_LEN={config.train_seq_len}"
-            raise UserError(f"POSITIONS='learned': {ids.size(1)} tokens in a text, {most}")
+            raise UserError(
+                f"POSITIONS='learned': {ids.size(1)} tokens in a text, at most TRAIN_SEQ_LEN="
+                f"{config.train_seq_len}"
+            )
         doc, previous, positions = (cache or self).context(ids)
         x = F.embedding(ids, self.embed)
         x = x.to(self.dtype or (torch.bfloat16 if ids.is_cuda else x.dtype))
@@ -1972,13 +1980,12 @@ class Plan(Saved):
         last_chance = 2 * progress - self.progress > 1 - 1e-9
         self.progress = progress
         begun = []
-        for name, (begin, end) in self.planned.items():
+        for name, (begin, _) in self.planned.items():
             if self.is_on(name):
                 self.phases[name]["steps"] += 1
             elif name not in self.phases and (progress > begin or last_chance):
                 self.phases[name] = {
                     "begin": begin,
-                    "end": end,
                     "start_step": step + 1,  # counted from 1, as in the log
                     "start_progress": progress,
                     "steps": 1,  # for which it was on
@@ -1989,7 +1996,7 @@ class Plan(Saved):
     def is_on(self, name):
         """Return whether a phase has begun and is on in the present step."""
         has_begun = name in self.planned and name in self.phases
-        return has_begun and self.progress <= self.phases[name]["end"]
+        return has_begun and self.progress <= self.planned[name][1]
 
     def describe(self):
         """Return the plan and what became of it so far, a line for each phase."""
@@ -2329,7 +2336,7 @@ def pack_artifact(tensors, coded, **header):
 
 def read_streams(data, max_weights):
     """Return header and arrays (name -> flat) of an artifact. Raises ArtifactError if damaged."""
-    require(data.startswith(ARTIFACT_MAGIC), f"is no underpar artifact, begins with {data[:8]!r}")
+    require(data.startswith(ARTIFACT_MAGIC), "is no underpar artifact")
     _, version, length = ARTIFACT_PREFIX.unpack_from(data)
     require(version == ARTIFACT_VERSION, f"version {version}, this code reads {ARTIFACT_VERSION}")
     require(hashlib.sha256(data[:-32]).digest() == data[-32:], "damaged: the SHA-256 is wrong")
@@ -2412,17 +2419,6 @@ def gptq(w, scale, bits, hessian):
 
 
 @dataclass
-class Candidate:
-    """Codes that could be written."""
-
-    name: str  # "nearest" or "gptq"
-    table: dict  # their quantizers
-    coded: dict  # name -> Coded
-    data: bytes  # their artifact
-    nats: float = math.inf  # on held-out training tokens
-
-
-@dataclass
 class Exporter(Saved):
     """Packs a network into an artifact of at most `limit` bytes."""
 
@@ -2431,7 +2427,6 @@ class Exporter(Saved):
     network: nn.Module
     table: dict  # see quant_table; fit_table widens its steps, for QAT and export alike
     limit: int
-    score: Callable  # () -> Score of the network as it is, on held-out training tokens
     run: "Run"
     header: dict  # see pack_artifact
     needed_seconds: float = 0.0  # of the clock, which GPTQ must leave
@@ -2443,16 +2438,13 @@ class Exporter(Saved):
         self.out_of_time |= run.runtime.agree(run.clock.seconds_left() < self.needed_seconds)
         return not self.out_of_time
 
-    def try_steps(self, widen, hessians):
-        """Return a candidate with all steps wider by a factor.
+    def encode(self, table, hessians):
+        """Return the artifact by the quantizers of a table.
 
         Its codes are those of GPTQ where there is a Hessian, as long as there is time, and else the
         nearest.
         """
         tensors = self.network.state_dict()
-        table = {}
-        for kind, quantizer in self.table.items():
-            table[kind] = {**quantizer, "clip_sigmas": quantizer["clip_sigmas"] * widen}
         coded = quantize_all(tensors, table)
         for name, hessian in hessians.items():
             self.run.log.note(f"codes: GPTQ of {name}")
@@ -2460,77 +2452,67 @@ class Exporter(Saved):
                 break
             part = coded[name]
             part.codes = gptq(tensors[name], part.scale, part.bits, hessian)
-        data = pack_artifact(tensors, coded, **self.header)
         # Rank 0's artifact is the one that is written; the others may differ in a last digit.
-        data = self.run.runtime.agree(data)
-        return Candidate("gptq" if hessians else "nearest", table, coded, data)
+        return self.run.runtime.agree(pack_artifact(tensors, coded, **self.header))
 
-    def fit(self, target, hessians=()):
-        """Return a candidate of at most `target` bytes, or the last that was tried."""
+    def fit(self, target, hessians):
+        """Return quantizers whose artifact has at most `target` bytes, or the last tried, and it."""
         widen = 1.0
         for _ in range(12):
-            candidate = self.try_steps(widen, dict(hessians))
-            size = len(candidate.data)
+            table = {}
+            for kind, quantizer in self.table.items():
+                table[kind] = {**quantizer, "clip_sigmas": quantizer["clip_sigmas"] * widen}
+            data = self.encode(table, hessians)
             self.run.log(
-                f"sizes: {candidate.name} {size} bytes, at most {self.limit}; "
-                f"steps wider by {widen - 1:+.2%}"
+                f"sizes: {len(data)} bytes, at most {self.limit}; steps wider by {widen - 1:+.2%}"
             )
-            if size <= target:
+            if len(data) <= target:
                 break
             # Steps twice as wide save one bit per weight. Coarse steps save less, so the aim is a
             # little below the target, and it may take some attempts.
-            weights = sum(part.codes.numel() for part in candidate.coded.values())
-            excess = size - 0.998 * target
+            counts = count_parameters(self.network)
+            weights = sum(counts[kind] for kind in self.table)
+            excess = len(data) - 0.998 * target
             widen = min(256.0, widen * 2 ** (8 * excess / weights))
-        return candidate
+        return table, data
 
     def fit_table(self):
         """Widen all steps by one factor if the artifact would be too long."""
         # The weights are yet to change, so 1% is left free.
-        self.table = self.fit(0.99 * self.limit).table
-
-    def scored(self, hessians=()):
-        """Return a candidate that fits the limit, with its loss."""
-        candidate = self.fit(self.limit, hessians)
-        with decoded(self.network.state_dict(), candidate.coded):
-            score = self.score()
-        self.run.log(f"codes: {candidate.name}, on held-out training tokens {score}")
-        candidate.nats = score.nats
-        return candidate
+        self.table, _ = self.fit(0.99 * self.limit, {})
 
     @torch.no_grad()
     def pack(self, calibration):
-        """Return the candidate to write: the nearest codes, or those of GPTQ if they score better.
+        """Return the artifact: the nearest codes or, with `calibration`, those of GPTQ.
 
         calibration: token ids (B, T) from which GPTQ learns the inputs of layers. The clock runs;
         tensors that GPTQ has no time for keep the nearest codes.
         """
         begin = self.run.clock.elapsed()
-        chosen = self.scored()
-        # To pack and score GPTQ's codes takes as long again, or longer if steps are to be fitted.
+        _, data = self.fit(self.limit, {})
+        if not calibration:
+            return data
+        # To pack GPTQ's codes takes as long again, or longer if steps are to be fitted.
         self.needed_seconds = 2 * (self.run.clock.elapsed() - begin)
         hessians = {}
-        params = dict(self.network.named_parameters())
-        for name in chosen.coded:
-            columns = params[name].flatten(1).size(1)
-            # `linear` adds to it x x^T of all inputs x.
-            hessians[name] = params[name].hessian = params[name].new_zeros(columns, columns)
-        calibrated = False
+        for name, param in self.network.named_parameters():
+            if tensor_class(name, param) in self.table:
+                columns = param.flatten(1).size(1)
+                # `linear` adds to it x x^T of all inputs x.
+                hessians[name] = param.hessian = param.new_zeros(columns, columns)
         for ids in calibration:
             self.run.log.note("codes: calibration of GPTQ")
-            calibrated = self.has_time()
-            if not calibrated:
+            if not self.has_time():
                 break
             self.network(ids)
-        for name, hessian in hessians.items():
-            del params[name].hessian
+        for param in self.network.parameters():
+            vars(param).pop("hessian", None)
+        for hessian in hessians.values():
             self.run.runtime.sum(hessian)
-        if calibrated:
-            chosen = min(chosen, self.scored(hessians), key=lambda candidate: candidate.nats)
+        _, data = self.fit(self.limit, hessians)
         if self.out_of_time:
-            self.run.event("gptq_out_of_time", hint="needs more RESERVE_SECONDS")
-        self.run.log(f"codes: {chosen.name} chosen")
-        return chosen
+            self.run.event("gptq_out_of_time")
+        return data
 
 
 # === end: export ===
@@ -2679,8 +2661,10 @@ def stored_settings(given):
             raise UserError(f"RUN_ID={given['RUN_ID']!r}: must be that of RESUME, {folder.name!r}")
         newest, faults = newest_checkpoint(folder)
         if newest is None or (folder / "result.json").exists():
-            must = "must be an unfinished run with a whole checkpoint"
-            raise UserError(f"RESUME={str(folder)!r}: {must}; {' '.join(faults)}")
+            raise UserError(
+                f"RESUME={str(folder)!r}: must be an unfinished run with a whole checkpoint; "
+                f"{' '.join(faults)}"
+            )
         return json.loads((newest / "meta.json").read_bytes())["settings"]
     if given.get("REPLAY"):
         stored = read_progress(find_run(given["REPLAY"], out_dir))
@@ -2788,7 +2772,7 @@ class Log:
             self.file.write(text.encode() + b"\n")
         except OSError as error:  # a full disk may have room again before the next checkpoint
             with contextlib.suppress(OSError):
-                sys.stderr.write(f"log.txt: {error.strerror}, lost: {text[:200]}\n")
+                sys.stderr.write(f"log.txt: {error}\n")
 
     def is_due(self):
         """Return whether nothing was written for LOG_SECONDS."""
@@ -2848,30 +2832,28 @@ class Run(Saved):
         self.saved_step = -1  # of the newest checkpoint
 
     def open(self):
-        """Make or find the folder and begin the log; return the checkpoint to load, or None."""
+        """Make or find the folder and begin the log; return the checkpoint to load, or None.
+
+        Raises UserError, with nothing made but perhaps an empty folder.
+        """
         checkpoint = None
         faults = []
         if self.runtime.rank == 0:
+            run_id = self.settings.run_id
             if self.settings.resume:
                 checkpoint, faults = newest_checkpoint(self.folder)
-            else:
-                self.make_folder()
+            elif any(self.folder.glob("*")) or Path(run_id).name != run_id:
+                raise UserError(
+                    f"RUN_ID={run_id!r}: must be a plain name of a new run in "
+                    f"{self.settings.out_dir}; RESUME continues a run"
+                )
+            self.folder.mkdir(parents=True, exist_ok=True)
             self.log.track = make_tracker(self.settings, self.folder)
             self.log.file = open(self.folder / "log.txt", "ab", buffering=0)
             self.write_header()
             for fault in faults:
                 self.log(fault)
         return self.runtime.agree(checkpoint)
-
-    def make_folder(self):
-        """Make the folder of a new run, or take one that is empty. Raises UserError."""
-        run_id = self.settings.run_id
-        if any(self.folder.glob("*")) or Path(run_id).name != run_id:
-            raise UserError(
-                f"RUN_ID={run_id!r}: must be a plain name that does not exist in "
-                f"{self.settings.out_dir}; RESUME continues a run"
-            )
-        self.folder.mkdir(parents=True, exist_ok=True)
 
     def write_header(self):
         """Log the script's source, the command, the machine and all settings; * marks a change."""
@@ -2898,11 +2880,6 @@ class Run(Saved):
             replace_file(path, data)
         self.runtime.agree(None)
         return path
-
-    def is_save_due(self):
-        """Return whether SAVE_EVERY asks for a checkpoint here; the first is due before step 1."""
-        every = self.settings.save_every
-        return every > 0 and self.step % every == 0
 
     def save(self):
         """Write a checkpoint, on rank 0 while the others wait.
@@ -3045,12 +3022,6 @@ HANG_SECONDS = 120.0
 HEAVY_FOR_CPU = 1e12  # parameters times tokens per step: about a minute per step on two cores
 
 
-def muon_momentum(progress):
-    """Return Muon's momentum at this share of the run: it rises to MUON_MOMENTUM and stays."""
-    share = min(1.0, progress / MUON_WARMUP_FRAC)
-    return MUON_MOMENTUM_START + share * (MUON_MOMENTUM - MUON_MOMENTUM_START)
-
-
 def activation_dtype(name, device):
     """Return the dtype of activations; "auto" is bfloat16 if the device has units for it."""
     has_units = device.type == "cuda" or torch.cpu._is_amx_tile_supported()
@@ -3150,10 +3121,11 @@ def calibration_ids(batches, run):
             yield ids
 
 
-def choose_weights(exporter, averages, run):
+def choose_weights(exporter, averages, run, score):
     """Give the network the raw or averaged weights that score best, quantized, on held-out tokens.
 
-    An average is left out, with an event, if the clock has no time to score it. Return a name.
+    score: () -> Score of the network as it is. An average is left out, with an event, if the clock
+    has no time to score it. Return a name.
     """
     params = [param.detach() for param in exporter.network.parameters()]
     candidates = {"raw": params}
@@ -3164,12 +3136,12 @@ def choose_weights(exporter, averages, run):
     scoring_seconds = 0.0
     for name, values in candidates.items():
         begin = run.clock.elapsed()
-        # Scoring an average must leave time to score and pack the codes of the weights chosen.
-        if scores and run.runtime.agree(run.clock.seconds_left() < 3 * scoring_seconds):
-            run.event("weights_left_out", weights=name, hint="needs more RESERVE_SECONDS")
+        # Scoring an average must leave time to pack the weights chosen.
+        if scores and run.runtime.agree(run.clock.seconds_left() < 2 * scoring_seconds):
+            run.event("weights_left_out", weights=name)
             continue
         with swapped(params, values), quantized(exporter.network, exporter.table):
-            scores[name] = exporter.score()
+            scores[name] = score()
         scoring_seconds = run.clock.elapsed() - begin
         run.log(f"weights: {name}, quantized, on held-out training tokens {scores[name]}")
     chosen = min(scores, key=lambda name: scores[name].nats)
@@ -3249,7 +3221,7 @@ def main():
         run.write_file(tokenizer.file, tokenizer.content)
     counts = count_parameters(network)
     log(f"parameters: {name_values(counts)}")
-    log(f"model: arch_mode {settings.arch_mode}, layers {config.layers}, {network.dtype}")
+    log(f"model: layers {config.layers}, activations in {network.dtype}")
     for manifest in data.manifests:
         log(
             "data: {name}, train {train[tokens]} tokens, val {val[tokens]} tokens, "
@@ -3265,19 +3237,17 @@ def main():
     warm_up(model, optimizers, batches, settings)
     micro_steps = batches.rows // batches.micro_rows
     log(f"batch: {micro_steps} micro-steps of {batches.micro_rows} windows on each rank")
-    header = {
-        "settings": asdict(config),
-        "tokenizer_sha256": tokenizer.sha256,
-        "meta": {"seed": settings.seed, "tokenizer": tokenizer.file},
-    }
     scorer = Scorer(tokenizer, runtime, settings.train_seq_len, batches.micro_rows, log.note)
     exporter = Exporter(
         network,
         quant_table(settings),
         limit=settings.artifact_bytes_max - run.code_bytes,
-        score=functools.partial(scorer.score, model, data.held_out),
         run=run,
-        header=header,
+        header={
+            "settings": asdict(config),
+            "tokenizer_sha256": tokenizer.sha256,
+            "meta": {"seed": settings.seed, "tokenizer": tokenizer.file},
+        },
     )
     run.parts.update(network=network, optimizers=optimizers, exporter=exporter, **averages)
     if checkpoint:
@@ -3304,7 +3274,8 @@ def main():
             if score.loss <= settings.target_val_loss:
                 last_step = True
                 run.event("target_reached", step=run.step, seconds=clock.elapsed())
-        if last_step or stopping or run.is_save_due():
+        save_is_due = settings.save_every and run.step % settings.save_every == 0
+        if last_step or stopping or save_is_due:
             with clock.paused():
                 run.save()
         if last_step or stopping:
@@ -3335,7 +3306,9 @@ def main():
         stopping = log_step(run, metrics)
 
         # 5. Update the weights and their averages.
-        optimizers.step(multiplier, muon_momentum(progress), skip)
+        warm = min(1.0, progress / MUON_WARMUP_FRAC)
+        momentum = MUON_MOMENTUM_START + warm * (MUON_MOMENTUM - MUON_MOMENTUM_START)
+        optimizers.step(multiplier, momentum, skip)
         for name, average in averages.items():
             if plan.is_on(name):
                 average.update(progress)
@@ -3355,12 +3328,15 @@ def main():
 
     # Choose the weights, quantize and pack them; this is on the clock, too.
     clock.start()
-    chosen = choose_weights(exporter, averages, run)
-    if not settings.qat:
-        exporter.fit_table()  # with QAT it was fitted when QAT began
-    packed = exporter.pack(calibration_ids(batches, run))
+    score = functools.partial(scorer.score, model, data.held_out)
+    chosen = choose_weights(exporter, averages, run, score)
+    calibration = []
+    if not settings.qat:  # QAT fitted the table when it began, and the weights to the nearest codes
+        exporter.fit_table()
+        calibration = list(calibration_ids(batches, run))
+    content = exporter.pack(calibration)
     clock.stop()
-    artifact = run.write_artifact(packed.data)
+    artifact = run.write_artifact(content)
 
     # Score the weights before quantization, then what the artifact file alone gives back.
     before = scorer.score(model, data.val)
@@ -3378,7 +3354,7 @@ def main():
         **data.yardsticks,
         "total_seconds": time.perf_counter() - begin,
     }
-    exit_status = run.write_result(facts, packed.data)
+    exit_status = run.write_result(facts, content)
     runtime.leave()
     return exit_status
 
