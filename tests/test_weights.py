@@ -44,7 +44,7 @@ def pack(folder: Path, net: T.GPT, tokenizer: S.Tokenizer = BYTES) -> tuple[Path
     folder.mkdir(exist_ok=True)
     state = net.state_dict()
     coded = T.quantize_all(state, T.quant_table(T.Settings()))
-    packed, _ = T.pack_artifact(state, coded, settings=vars(net.config), tokenizer_sha256=tokenizer.sha256,
+    packed = T.pack_artifact(state, coded, settings=vars(net.config), tokenizer_sha256=tokenizer.sha256,
                                 meta={"seed": 1, "tokenizer": tokenizer.file})
     (folder / "model.upar").write_bytes(packed)
     if tokenizer.file != "bytes":
