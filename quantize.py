@@ -27,6 +27,7 @@ import os
 import pickle
 import re
 import resource
+import shlex
 import shutil
 import struct
 import subprocess

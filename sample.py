@@ -25,6 +25,7 @@ import os
 import random
 import re
 import resource
+import shlex
 import statistics
 import string
 import struct
