@@ -347,7 +347,8 @@ def test_the_newest_whole_checkpoint_is_taken(call, tmp_path):
         path = run / f"step_{step:06d}" / "model.pt"
         path.write_bytes(path.read_bytes()[:-1] + b"?")
     code, _, error = call("pack", run, tmp_path / "none.upar")
-    assert code == 2 and "step_1000000 is damaged and skipped: model.pt; checkpoint " in error
+    assert code == 2 and "no whole checkpoint; checkpoint " in error
+    assert "step_1000000 is damaged and skipped: model.pt was changed" in error
     assert not (tmp_path / "none.upar").exists()
 
 
