@@ -2524,6 +2524,8 @@ def check_modes(settings):
             )
     if "score_path" in read and "task" not in read and not settings.score_path:
         raise UserError(f"SCORE_PATH='': must be given for SCORE={kind}")
+    if not Path(settings.score_file).absolute().parent.is_dir():
+        raise UserError(f"SCORE_FILE={settings.score_file!r}: must be in a folder that exists")
     needs_checker = kind in ("task", "win") and not settings.score_judge
     tasks = [*FROM_FILE] if needs_checker else [*FROM_FILE, "sort"]
     if settings.score_path and (settings.task_path or settings.task not in tasks):
@@ -2544,10 +2546,9 @@ class Model:
     context: int  # tokens
 
 
-def open_model(name, settings, runtime):
-    """Return the Model that the setting `name` names, on the device."""
-    tokenizer_path = settings.tokenizer_path if name == "artifact" else ""
-    network, tokenizer, source = load_model(name.upper(), getattr(settings, name), tokenizer_path)
+def open_model(name, path, runtime, tokenizer_path=""):
+    """Return the Model of a path, which the setting `name` has, on the device."""
+    network, tokenizer, source = load_model(name, path, tokenizer_path)
     network = merge_lora(network).to(runtime.device).requires_grad_(False)
     return Model(network, tokenizer, source, network.config.train_seq_len)
 
@@ -2581,7 +2582,8 @@ def system_turns(settings):
 # ---------------------------------------------------------------------------------------- generate
 def sample(settings):
     """Print NUM_SAMPLES continuations of PROMPT."""
-    model = open_model("artifact", settings, start_runtime(settings.device))
+    runtime = start_runtime(settings.device)
+    model = open_model("ARTIFACT", settings.artifact, runtime, settings.tokenizer_path)
     turns = [*system_turns(settings), ("<|user|>", settings.prompt)]
     prompt, end = prompt_ids(model.tokenizer, turns, settings.layout)
     if settings.layout == "chat" and not settings.prompt.strip():
@@ -2645,7 +2647,8 @@ def stream_answer(model, talk, settings, count, number):
 
 def chat(settings):
     """Answer the lines of standard input, a user's turn each, until it ends or Ctrl-C comes."""
-    model = open_model("artifact", settings, start_runtime(settings.device))
+    runtime = start_runtime(settings.device)
+    model = open_model("ARTIFACT", settings.artifact, runtime, settings.tokenizer_path)
     note = functools.partial(print, file=sys.stderr, flush=True)
     system = system_turns(settings)
     turns = system
@@ -2895,9 +2898,13 @@ def check_room(answering, turns, settings):
     """Raise RowError unless the models' contexts have room for a prompt and MAX_NEW_TOKENS."""
     for model in answering:
         room = room_left(model, turns, settings.layout)
+        if room < 1:
+            raise RowError(f"prompt as long as the context of {model.context} tokens, or longer")
         if room < settings.max_new_tokens:
-            most = f", MAX_NEW_TOKENS={settings.max_new_tokens}" if room > 0 else ""
-            raise RowError(f"no room for an answer in the context of {model.context}{most}")
+            raise RowError(
+                f"prompt without room for MAX_NEW_TOKENS={settings.max_new_tokens} in the context "
+                f"of {model.context} tokens"
+            )
 
 
 def row_question(row, task):
@@ -2933,7 +2940,7 @@ def read_questions(answering, path, settings, log):
         try:
             check_room(answering, question.turns, settings)
         except RowError as error:
-            raise UserError(f"TASK={task.name!r}: {error}; {problem.prompt!r:.40}") from None
+            raise UserError(f"TASK={task.name}, {problem.prompt!r:.40}: {error}") from None
         questions.append(question)
     return questions, task
 
@@ -3259,11 +3266,12 @@ def score(settings):
         print(line)
         reports.append(line)
 
-    models = Models(open_model("artifact", settings, runtime), None, None, log)
+    model = open_model("ARTIFACT", settings.artifact, runtime, settings.tokenizer_path)
+    models = Models(model, None, None, log)
     if settings.score_model or settings.score == "win":
-        models.other = open_model("score_model", settings, runtime)
+        models.other = open_model("SCORE_MODEL", settings.score_model, runtime)
     if settings.score_judge:
-        models.judge = open_model("score_judge", settings, runtime)
+        models.judge = open_model("SCORE_JUDGE", settings.score_judge, runtime)
         if not hasattr(models.judge.network, "w_value"):
             raise UserError(
                 f"SCORE_JUDGE={settings.score_judge!r}: has no value head; must be a reward model"

@@ -364,15 +364,15 @@ def test_prompts_without_room_are_named_by_row(place, tmp_path, capsys):
     scores = scored(place, "quality", path, layout="chat", max_new_tokens=10)
     assert scores["prompts"] == 2  # BOS, role, 50, end, role and 10 are 64
     out = capsys.readouterr().out
-    fault = "no room for an answer in the context of 64"
-    assert f"left out {fault}, MAX_NEW_TOKENS=10: 1 (the first is row 4); {fault}: 1 (" in out
-    with pytest.raises(S.UserError, match="used none; left out .*, MAX_NEW_TOKENS=62: 3"):
+    fault = "left out prompt without room for MAX_NEW_TOKENS=10 in the context of 64 tokens: 1 (the"
+    assert f"{fault} first is row 4); prompt as long as the context of 64 tokens, or lon" in out
+    with pytest.raises(S.UserError, match="used none; left out .*MAX_NEW_TOKENS=62 in .*: 3"):
         scored(place, "quality", path, max_new_tokens=62)
     task = write(
         tmp_path, "task.jsonl", *({"prompt": f"{'p' * 40} {i}", "answer": "x"} for i in range(20))
     )
     changes = dict(task="jsonl", task_path=task, max_new_tokens=30)
-    with pytest.raises(S.UserError, match="^TASK='jsonl': no room .*, MAX_NEW_TOKENS=30; 'ppp"):
+    with pytest.raises(S.UserError, match="^TASK=jsonl, 'ppp.*: prompt without room for MAX_NEW"):
         scored(place, "task", **changes)
 
 
@@ -632,6 +632,7 @@ MISTAKES = [
         "MODE=score SCORE=win SCORE_MODEL=main SCORE_JUDGE=other",
         "SCORE_JUDGE='other': has no value head; must be a reward model",
     ),
+    ("MODE=score SCORE_PATH=good.txt SCORE_FILE=no/x", "SCORE_FILE='no/x': must be in a folder "),
     ("MODE=scores", "MODE='scores': must be one of generate, chat, score"),
     ("LAYOUT=chat", "PROMPT='': must be given for LAYOUT=chat"),
     ("ARTIFACT=nowhere", "ARTIFACT='nowhere': must be a run, a checkpoint or an artifact; "),
