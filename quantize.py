@@ -63,7 +63,7 @@ def bounded(default, low, high=math.inf):
 class Settings:
     """Every setting is an environment variable: its name in capitals."""
 
-    tokenizer_path: str = ""  # .model or .tiktoken file, encoding or "bytes"; empty: the data's
+    tokenizer_path: str = ""  # .model or .tiktoken file, or "bytes"; empty: the data's
     data_path: str = ""  # folder of shards and manifest.json, or a mixture a:0.7,b:0.3
     seed: int = 1337  # of every random draw
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a device

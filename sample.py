@@ -70,7 +70,7 @@ class Settings:
     # generate: continue PROMPT; chat: answer the lines of standard input; score: measure SCORE
     mode: Literal["generate", "chat", "score"] = "generate"
     artifact: str = ""  # the model: a run, a checkpoint or an artifact (model.upar)
-    tokenizer_path: str = ""  # .model or .tiktoken file, encoding or "bytes"; empty: the data's
+    tokenizer_path: str = ""  # .model or .tiktoken file, or "bytes"; empty: the data's
     seed: int = 1337  # of every random draw
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a device
     # generate
