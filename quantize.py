@@ -1975,7 +1975,7 @@ def pack_delta(
 
     states = np.empty(0, np.uint32)
     if coded:
-        lanes = RANS_LANES
+        lanes = rans_lanes(sum(len(symbols) for _, symbols in coded))
         states = np.full(lanes, RANS_LOW, np.uint32)
     most = largest_code(settings["bits"])
     for place, symbols in reversed(coded):  # the states run on from tensor to tensor
@@ -2049,7 +2049,7 @@ def read_delta(path: str | Path, base: dict[str, Tensor]) -> tuple[dict, dict[st
         matrices = [w for name, w in base.items() if tensor_class(name, w) == "matrix"]
         lanes = 0
         if matrices and settings["method"] != "bitdelta":
-            lanes = RANS_LANES
+            lanes = rans_lanes(sum(w.numel() for w in matrices))
         states = take(file, "<u4", lanes)
         for name, w in base.items():
             if tensor_class(name, w) != "matrix":
