@@ -436,14 +436,6 @@ def test_pairs_must_fit_both_models(place, tmp_path):
         scored(place, "preference", path, score_model=str(tmp_path / "short"))
 
 
-def test_prompts_that_are_cut_are_counted_for_both_models(place, tmp_path):
-    pack(tmp_path / "long", lively(8, train_seq_len=128))
-    row = {"prompt": "q" * 80, "chosen": "x", "rejected": "y"}
-    path = write(tmp_path, "pairs.jsonl", row, *PAIRS)
-    for other, count in ((tmp_path / "long", 2), (place / "other", 4)):
-        assert scored(place, "preference", path, score_model=str(other))["contexts_cut"] == count
-
-
 def test_a_reward_model_prefers_by_its_value_head(place, tmp_path):
     path = write(tmp_path, "pairs.jsonl", *PAIRS)
     made = settings(place, "preference", score_path=path)
@@ -602,20 +594,6 @@ def test_settings_that_do_not_fit_are_refused(given, message):
     with pytest.raises(S.UserError) as error:
         S.check_modes(S.Settings(**given))
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
-
-
-ACCEPTED = [
-    dict(layout="chat", system="x"),
-    dict(mode="score", score="task", task="gsm8k", task_path="x"),
-    dict(SCORE, score="task", task="gsm8k"),
-    dict(SCORE, score="win", score_model="x", score_judge="y"),
-    dict(SCORE, score="quality", num_samples=4, layout="chat"),
-]
-
-
-@pytest.mark.parametrize("given", ACCEPTED)
-def test_settings_that_fit_are_accepted(given):
-    S.check_modes(S.Settings(**given))
 
 
 MISTAKES = [
