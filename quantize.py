@@ -1841,39 +1841,23 @@ def read_artifact(path, max_weights=1 << 30):
 DELTA_PREFIX = struct.Struct("<8sII")
 DELTA_MAGIC = b"UPARDELT"
 DELTA_VERSION = 1
-DELTA_FLOATS = {16: "<f2", 32: "<f4"}
 
 
-def group_size(shape: tuple[int, ...], group: int) -> int:
+def group_size(w, group):
     """Return how many weights share a scale: `group` of them, a row's (-1) or all (0)."""
-    count = math.prod(shape)
+    count = w.numel()
     if group < 0:
-        return count // shape[0] if len(shape) > 1 else count
+        return count // len(w)
     return min(group or count, count)
 
 
-def sign_delta(delta: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return signs int8 (n,), that of 0 being 1, and a scale float32 for each `size` weights.
-
-    This is BitDelta (arXiv:2402.10193). The scale is mean |delta|, which has the least squared
-    error. The last group may have fewer weights.
-    """
-    groups = delta.abs().split(size)
-    means = [group.mean(dtype=torch.float64) for group in groups[-1:]]
-    if len(groups) > 1:
-        means = [*torch.stack(groups[:-1]).mean(1, dtype=torch.float64), *means]
-    signs = torch.where(delta >= 0, 1, -1).to(torch.int8)
-    return signs, torch.stack(means).float()
-
-
-def add_delta(base: Tensor, codes: Tensor, scales: Tensor, group: int) -> Tensor:
+def add_delta(base, codes, scales, group):
     """Return base + code * scale, float32, differentiable in the scales float32 (groups,)."""
-    size = group_size(base.shape, group)
-    spread = scales.to(base.device).repeat_interleave(size)[: codes.numel()]
+    spread = scales.to(base.device).repeat_interleave(group_size(base, group))[: base.numel()]
     return base.float() + (codes.to(base.device) * spread).view(base.shape)
 
 
-def largest_code(bits: int) -> int:
+def largest_code(bits):
     """Return the largest code. Up to 3 bits codes are odd numbers, above all whole numbers.
 
     So 1 bit is a sign, and the codes of a number of bits are among those of one bit more.
@@ -1881,31 +1865,33 @@ def largest_code(bits: int) -> int:
     return 2**bits - 1 if bits < 4 else 2 ** (bits - 1) - 1
 
 
-def quantize_delta(delta: Tensor, size: int, bits: int) -> tuple[Tensor, Tensor]:
-    """Return codes int8 (n,) and a scale float16 for each `size` weights of delta float32 (n,).
+def quantize_delta(delta, size, bits):
+    """Return codes int8 (n,) and a scale for each `size` weights of delta float32 (n,).
 
-    The scale is the one of least squared error among mean |delta|, the largest |delta| over the
-    largest code of each number of bits (absmax), and 8 scales an octave from the largest |delta|
-    down. Those tried for one bit fewer are among them, so a further bit never adds to the error.
+    With 1 bit this is BitDelta (arXiv:2402.10193): the codes are signs, that of 0 being 1, and the
+    scale is mean |delta|, which has the least squared error. With more, scales are float16 numbers:
+    the one of least squared error among mean |delta|, the largest |delta| over the largest code of
+    each number of bits (absmax), and 8 scales an octave from the largest |delta| down. Those tried
+    for one bit fewer are among them, so a further bit never adds to the error. The last group may
+    have fewer weights.
     """
     rest = len(delta) % size
     if rest and len(delta) > size:
-        whole = quantize_delta(delta[:-rest], size, bits)
-        last = quantize_delta(delta[-rest:], size, bits)
-        return torch.cat([whole[0], last[0]]), torch.cat([whole[1], last[1]])
+        parts = delta.split([len(delta) - rest, rest])
+        codes, scales = zip(*(quantize_delta(part, size, bits) for part in parts), strict=True)
+        return torch.cat(codes), torch.cat(scales)
     rows = delta.view(-1, min(size, len(delta)))
+    scales = rows.abs().mean(1, dtype=torch.float64).float()
+    if bits == 1:
+        return torch.where(delta >= 0, 1, -1).to(torch.int8), scales
     largest = rows.abs().amax(1)
     most = largest_code(bits)
-    tried = [rows.abs().mean(1)]
-    if bits > 1:
-        count = 40 + round(8 * math.log2(most))  # to where 31/32 of the range is cut off
-        tried += [largest * 2 ** (-step / 8) for step in range(count)]
-        tried += [largest / largest_code(fewer) for fewer in range(1, bits + 1)]
-
+    count = 40 + round(8 * math.log2(most))  # to where 31/32 of the range is cut off
+    factors = [2 ** (-step / 8) for step in range(count)]
+    factors += [1 / largest_code(fewer) for fewer in range(1, bits + 1)]
     least = torch.full_like(largest, math.inf, dtype=torch.float64)
-    scales = torch.zeros_like(largest, dtype=torch.float16)
-    codes = torch.zeros_like(rows, dtype=torch.int8)
-    for scale in tried:
+    codes = torch.zeros_like(rows)
+    for scale in [scales, *(largest * factor for factor in factors)]:
         step = scale.half().float()[:, None]
         new = rows / torch.where(step > 0, step, 1.0)
         new = new.round_() if bits > 3 else new.div_(2).floor_().mul_(2).add_(1)
@@ -1913,74 +1899,72 @@ def quantize_delta(delta: Tensor, size: int, bits: int) -> tuple[Tensor, Tensor]
         error = (new * step).sub_(rows).square_().sum(1, dtype=torch.float64)
         better = error < least
         least[better] = error[better]
-        scales[better] = step[better, 0].half()
-        codes[better] = new[better].to(torch.int8)
-    return codes.flatten(), scales
+        scales[better] = step[better, 0]
+        codes[better] = new[better]
+    return codes.flatten().to(torch.int8), scales
 
 
-def hash_weights(tensors: dict[str, Tensor]) -> str:
+def hash_weights(tensors):
     """Return the SHA-256 of float32 weights with their names and shapes, in order."""
     digest = hashlib.sha256()
     for name, w in tensors.items():
         digest.update(f"{name} {list(w.shape)} ".encode())
-        digest.update(w.float().contiguous().numpy().astype("<f4").tobytes())
+        digest.update(w.float().numpy().astype("<f4").tobytes())
     return digest.hexdigest()
 
 
-def delta_dtype(name: str, keep_bits: int) -> str:
-    """Return what a tensor without codes is stored as."""
-    return DELTA_FLOATS[32 if name.endswith(FLOAT32_CONTROLS) else keep_bits]
+def delta_dtype(name):
+    """Return how a delta stores a tensor that is no matrix, as artifacts do."""
+    return "<f4" if name.endswith(FLOAT32_CONTROLS) else "<f2"
 
 
-def pack_floats(name: str, values: Tensor, dtype: str) -> bytes:
+def delta_states(weights):
+    """Return the states of rANS lanes at the end: a power of two from 8 to 1,024 of them."""
+    lanes = min(1024, max(8, 1 << (weights // 8192).bit_length() >> 1))
+    return np.full(lanes if weights else 0, RANS_LOW, np.uint32)
+
+
+def pack_floats(name, values, dtype):
     """Return the bytes of a tensor as `dtype`. Raises ArtifactError if a value is too large."""
-    array = values.detach().float().numpy()
     with np.errstate(over="ignore"):
-        stored = array.astype(dtype)
-    most = np.abs(array).max(initial=0)
-    is_finite = bool(np.isfinite(stored).all())
-    require(is_finite, f"tensor {name!r}: {most:.3g} is too large for {stored.dtype}")
+        stored = values.detach().float().numpy().astype(dtype)
+    require(np.isfinite(stored).all(), f"tensor {name!r}: too large for {stored.dtype}")
     return stored.tobytes()
 
 
-def pack_delta(
-    base: dict[str, Tensor], tuned: dict[str, Tensor], header: dict, scales: dict[str, Tensor]
-) -> bytes:
+def pack_delta(base, tuned, header, scales):
     """Return a delta file. `scales`: name -> scales of bitdelta that are better than its own.
 
     The header has tokenizer_sha256, meta and settings: base (see hash_weights), shape (what
-    rebuilds the tuned network), method, bits, group, scale_bits, keep_bits, and scale, a power of
-    two near the largest delta, in units of which scales are stored.
+    rebuilds the tuned network), method, bits, group, scale_bits, and scale, a power of two near the
+    largest delta, in units of which scales are stored.
     """
     settings = header["settings"]
+    bits = settings["bits"]
     parts = []
-    coded = []  # (place among the parts, codes)
+    coded = {}  # place among the parts -> codes of deltaquant
     for name, before in base.items():
         w = tuned[name]
         if tensor_class(name, w) != "matrix":
-            parts.append(pack_floats(name, w, delta_dtype(name, settings["keep_bits"])))
+            parts.append(pack_floats(name, w, delta_dtype(name)))
             continue
         delta = (w.float() - before.float()).flatten() / settings["scale"]
-        size = group_size(w.shape, settings["group"])
+        codes, steps = quantize_delta(delta, group_size(w, settings["group"]), bits)
+        codes = codes.numpy()
+        if name in scales:
+            steps = scales[name] / settings["scale"]
         if settings["method"] == "bitdelta":
-            codes, found = sign_delta(delta, size)
-            if name in scales:
-                found = scales[name] / settings["scale"]
-            parts.append(np.packbits(codes.numpy() > 0, bitorder="little").tobytes())
+            parts.append(np.packbits(codes > 0, bitorder="little").tobytes())
         else:
-            codes, found = quantize_delta(delta, size, settings["bits"])
-            coded.append((len(parts), codes.numpy().view(np.uint8)))
+            coded[len(parts)] = codes.view(np.uint8)
             parts.append(b"")
-        parts.append(pack_floats(name, found, DELTA_FLOATS[settings["scale_bits"]]))
+        parts.append(pack_floats(name, steps, f"<f{settings['scale_bits'] // 8}"))
 
-    states = np.empty(0, np.uint32)
-    if coded:
-        lanes = rans_lanes(sum(len(symbols) for _, symbols in coded))
-        states = np.full(lanes, RANS_LOW, np.uint32)
-    most = largest_code(settings["bits"])
-    for place, symbols in reversed(coded):  # the states run on from tensor to tensor
-        table = rans_table(np.bincount(symbols, minlength=256))
-        words = RansCoder(states, table[None]).encode(symbols).astype("<u2")
+    states = delta_states(sum(len(symbols) for symbols in coded.values()))
+    most = largest_code(bits)
+    for place in reversed(coded):  # the states run on from tensor to tensor
+        table = rans_table(np.bincount(coded[place], minlength=256))
+        words = RansCoder(states, table[None]).encode(coded[place]).astype("<u2")
         frequencies = table[np.arange(-most, most + 1)].astype("<u2")
         parts[place] = frequencies.tobytes() + struct.pack("<I", len(words)) + words.tobytes()
     text = json.dumps(header, allow_nan=False).encode()
@@ -1990,14 +1974,13 @@ def pack_delta(
     return data + hashlib.sha256(data).digest()
 
 
-def take(file: io.BytesIO, dtype: str, count: int) -> np.ndarray:
-    """Return the next `count` numbers of a file, native. Raises ArtifactError at its end."""
-    array = np.frombuffer(file.read(count * np.dtype(dtype).itemsize), dtype)
-    require(len(array) == count, f"{count} numbers are {len(array)}")
-    return array.astype(dtype[1:])
+def take(file, dtype, count):
+    """Return the next `count` numbers of a file, native; fewer at its end."""
+    data = file.read(count * np.dtype(dtype).itemsize)
+    return np.frombuffer(data, dtype).astype(dtype[1:])
 
 
-def read_codes(file: io.BytesIO, states: np.ndarray, count: int, settings: dict) -> Tensor:
+def read_codes(file, states, count, settings):
     """Return the next codes int8 (count,) of a delta file."""
     if settings["method"] == "bitdelta":
         signs = take(file, "|u1", -(-count // 8))
@@ -2006,70 +1989,58 @@ def read_codes(file: io.BytesIO, states: np.ndarray, count: int, settings: dict)
     most = largest_code(settings["bits"])
     table = np.zeros(256, np.uint16)
     table[np.arange(-most, most + 1)] = take(file, "<u2", 2 * most + 1)
-    words = take(file, "<u2", int(take(file, "<u4", 1)[0]))
+    words = take(file, "<u2", take(file, "<u4", 1).item())
     symbols = RansCoder(states, table[None]).decode(np.zeros(count, np.uint8), words)
     return torch.from_numpy(symbols.view(np.int8))
 
 
-def read_delta_header(file: io.BytesIO, length: int, base: dict[str, Tensor]) -> dict:
-    """Return the header of a delta file, checked. Raises ArtifactError, or any other error."""
+def read_delta_file(data, base):
+    """Return the header and the weights of a delta file; any error if it is not whole."""
+    require(data.startswith(DELTA_MAGIC), "is no delta")
+    require(hashlib.sha256(data[:-32]).digest() == data[-32:], "damaged: the SHA-256 is wrong")
+    _, version, length = DELTA_PREFIX.unpack_from(data)
+    require(version == DELTA_VERSION, f"version {version}, this code reads {DELTA_VERSION}")
+    file = io.BytesIO(data[DELTA_PREFIX.size : -32])
     frame = zstandard.ZstdDecompressor().stream_reader(file.read(length))
     header = json.loads(frame.read(1 << 20))  # no more than this is unpacked
     settings = header["settings"]
-    is_whole = "shape" in settings and "tokenizer_sha256" in header
+    is_whole = header.keys() >= {"tokenizer_sha256", "meta"} and "shape" in settings
     require(is_whole and isinstance(header["meta"], dict), "its header is not whole")
-    found = settings["base"][:12]
     digest = hash_weights(base)
-    require(settings["base"] == digest, f"of another base, SHA-256 {found}, not {digest[:12]}")
-    is_right = settings["bits"] in range(1, 9) and math.isfinite(settings["scale"])
-    require(is_right, "its settings are out of range")
-    return header
+    require(settings["base"] == digest, f"of another base, not of SHA-256 {digest[:12]}")
+    sizes = {name: w.numel() for name, w in base.items() if tensor_class(name, w) == "matrix"}
+    coded = 0 if settings["method"] == "bitdelta" else sum(sizes.values())
+    states = take(file, "<u4", len(delta_states(coded)))
+    tensors = {}
+    for name, w in base.items():
+        if name not in sizes:
+            values = take(file, delta_dtype(name), w.numel())
+            tensors[name] = torch.from_numpy(values).to(w.dtype).view(w.shape)
+            continue
+        codes = read_codes(file, states, w.numel(), settings)
+        groups = -(-w.numel() // group_size(w, settings["group"]))
+        steps = take(file, f"<f{settings['scale_bits'] // 8}", groups)
+        steps = torch.from_numpy(steps).float() * settings["scale"]
+        tensors[name] = add_delta(w, codes, steps, settings["group"])
+    require(not file.read(1), "bytes are left over")
+    require((states == RANS_LOW).all(), "the lanes do not end at 2**16")
+    for name, w in tensors.items():
+        require(w.isfinite().all(), f"tensor {name!r} is not finite")
+    return header, tensors
 
 
-def read_delta(path: str | Path, base: dict[str, Tensor]) -> tuple[dict, dict[str, Tensor]]:
+def read_delta(path, base):
     """Return the header and name -> float32 weights of the tuned model, of a delta of `base`.
 
     Memory is bounded by the file and the base, whose shapes say how long everything is. Raises
     ArtifactError, one line with the file's name, if anything is not as it was written or the base
     is another.
     """
-    require(Path(path).is_file(), f"{path}: no such file")
-    data = Path(path).read_bytes()
-    size = len(data)
-    require(data[:8] == DELTA_MAGIC, f"{path}: is no delta: {size} bytes, begins with {data[:8]!r}")
-    is_intact = hashlib.sha256(data[:-32]).digest() == data[-32:]
-    require(is_intact, f"{path}: SHA-256 is wrong, damaged or truncated, {size} bytes")
-    tensors = {}
     try:
-        _, version, length = DELTA_PREFIX.unpack_from(data)
-        require(version == DELTA_VERSION, f"version {version}, this code reads {DELTA_VERSION}")
-        file = io.BytesIO(data[DELTA_PREFIX.size : -32])
-        header = read_delta_header(file, length, base)
-        settings = header["settings"]
-        matrices = [w for name, w in base.items() if tensor_class(name, w) == "matrix"]
-        lanes = 0
-        if matrices and settings["method"] != "bitdelta":
-            lanes = rans_lanes(sum(w.numel() for w in matrices))
-        states = take(file, "<u4", lanes)
-        for name, w in base.items():
-            if tensor_class(name, w) != "matrix":
-                dtype = delta_dtype(name, settings["keep_bits"])
-                values = torch.from_numpy(take(file, dtype, w.numel()))
-                tensors[name] = values.to(w.dtype).view(w.shape)
-                continue
-            codes = read_codes(file, states, w.numel(), settings)
-            groups = -(-w.numel() // group_size(w.shape, settings["group"]))
-            scales = torch.from_numpy(take(file, DELTA_FLOATS[settings["scale_bits"]], groups))
-            scales = scales.float() * settings["scale"]
-            tensors[name] = add_delta(w, codes, scales, settings["group"])
-        require(not file.read(1), "bytes are left over")
-        require((states == RANS_LOW).all(), "the lanes do not end at 2**16")
-        for name, w in tensors.items():
-            require(bool(w.isfinite().all()), f"tensor {name!r} is not finite")
+        return read_delta_file(Path(path).read_bytes(), base)
     except Exception as error:  # a file that only claims to be a delta may raise anything
-        reason = str(error) if isinstance(error, ArtifactError) else repr(error)
+        reason = str(error) if isinstance(error, ArtifactError | OSError) else repr(error)
         raise ArtifactError(f"{path}: {reason}") from None
-    return header, tensors
 
 
 # === end: deltas ===
@@ -2389,12 +2360,9 @@ def read_data(tuned, settings):
     return data, options
 
 
-KEEP_BITS = 16  # of what is no matrix, in a delta
-
-
 def as_kept(name, w):
     """Return a tensor that is no matrix as a delta gives it back."""
-    stored = w.numpy().astype(delta_dtype(name, KEEP_BITS))
+    stored = w.numpy().astype(delta_dtype(name))
     return torch.from_numpy(stored.astype("f4"))
 
 
@@ -2419,7 +2387,7 @@ def distill(base, tuned, settings):
         if tensor_class(name, w) == "matrix":
             held[name] = base.tensors[name].float().to(device)
             delta = (w.to(device) - held[name]).flatten()
-            signs[name], scale = sign_delta(delta, group_size(w.shape, group))
+            signs[name], scale = quantize_delta(delta, group_size(w, group), 1)
             scales[name] = scale.requires_grad_()
             # In units of a matrix's mean scale, one DISTILL_LR suits large and small deltas.
             groups.append({"params": [scale], "lr": settings.distill_lr * scale.mean().item()})
@@ -2671,7 +2639,7 @@ def show_sizes(path, base):
         kind = tensor_class(name, w)
         counts[kind] += w.numel()
         if kind != "matrix":
-            kept += w.numel() * np.dtype(delta_dtype(name, KEEP_BITS)).itemsize
+            kept += w.numel() * np.dtype(delta_dtype(name)).itemsize
     for name, used, count in (
         (path, size, counts.total()),
         ("its matrices", size - kept, counts["matrix"]),
@@ -2720,7 +2688,6 @@ def make_delta(args):
         "method": args.command,
         "base": hash_weights(base.tensors),
         **coding,
-        "keep_bits": KEEP_BITS,
         "scale": 2.0 ** math.frexp(most)[1],
         "shape": tuned.shape,
     }

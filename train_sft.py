@@ -3026,14 +3026,17 @@ def is_held_out(prompt):
     return int(hashlib.blake2b(prompt.encode(), digest_size=8).hexdigest(), 16) % 5 == 0
 
 
+def whole_numbers(text):
+    """Return the whole numbers in a text."""
+    return [int(digits) for digits in re.findall("[0-9]+", text)]
+
+
 def expression_value(text):
     """Return the exact value of whole numbers, + - * / and parentheses; None of any other text.
 
     A division by 0 has no value, nor has a text of more than 100 characters.
     """
-    if not re.fullmatch(r"[0-9+*/()\s-]{1,100}", text, re.ASCII):
-        return None
-    text = " ".join(text.split())
+    text = " ".join(text.split()) if re.fullmatch(r"[0-9+*/()\s-]{1,100}", text, re.ASCII) else "("
     # An operand that is missing would allow signs, powers, floor divisions and (), and an operator
     # that is missing calls. Without these, eval computes sums and products of at most 50 numbers.
     if re.search(r"(^|[-+*/(]) ?[-+*/)]|[0-9)] ?\(", text):
@@ -3044,15 +3047,20 @@ def expression_value(text):
         return None
 
 
+def random_text(rng, characters):
+    """Return 5 to 9 of these characters."""
+    return "".join(rng.choices(characters, k=rng.randint(5, 9)))
+
+
 def sort_problem(rng):
-    """Return 5 to 9 digits to sort: `52713`, `12357`."""
-    digits = "".join(rng.choices(string.digits, k=rng.randint(5, 9)))
+    """Return digits to sort: `52713`, `12357`."""
+    digits = random_text(rng, string.digits)
     return Problem(digits, "".join(sorted(digits)))
 
 
 def reverse_problem(rng):
-    """Return 5 to 9 letters to reverse: `abcde`, `edcba`."""
-    letters = "".join(rng.choices(string.ascii_lowercase, k=rng.randint(5, 9)))
+    """Return letters to reverse: `abcde`, `edcba`."""
+    letters = random_text(rng, string.ascii_lowercase)
     return Problem(letters, letters[::-1])
 
 
@@ -3079,31 +3087,32 @@ def countdown_problem(rng):
     return Problem("{} {} {}={}".format(*numbers, target), answer)
 
 
+DISTANCES = {"=": (0,), "<": (-2, -1), ">": (1, 2), "~": (-1, 1)}  # of two houses, by a clue's sign
+
+
 def zebra_problem(rng):
     """Return clues on who lives with which pet (and drink) in houses 1 to 3, and the only solution.
 
     `Ann<dog, Bob~cat, Cid=2`: = same house, < left of, > right of, ~ beside. The answer goes house
     by house: `Ann eel, Cid cat, Bob dog`.
     """
-    distances = {"=": (0,), "<": (-2, -1), ">": (1, 2), "~": (-1, 1)}  # between two houses
     names = "Ann Bob Cid cat dog eel ale gin tea".split()[: rng.choice((6, 9))]
-    words = [*names, "1", "2", "3"]
+    words = [*names, *"123"]
     orders = itertools.product(itertools.permutations((1, 2, 3)), repeat=len(names) // 3)
-    worlds = [(*itertools.chain(*order), 1, 2, 3) for order in orders]  # the house of each word
+    worlds = [sum(order, ()) + (1, 2, 3) for order in orders]  # the house of each word
     world = rng.choice(worlds)
     clues = []
     while len(worlds) > 1:
         a, b = sorted(rng.sample(range(len(words)), 2))
         sign = rng.choice("=<>~")
-        left = [other for other in worlds if other[a] - other[b] in distances[sign]]
-        if world in left and len(left) < len(worlds):
+        left = [other for other in worlds if other[a] - other[b] in DISTANCES[sign]]
+        if world in left and left != worlds:
             worlds = left
-            clues.append(f"{words[a]}{sign}{words[b]}")
-    houses = []
-    for house in (1, 2, 3):
-        kinds = range(0, len(names), 3)
-        houses.append(" ".join(names[world.index(house, kind)] for kind in kinds))
-    return Problem(", ".join(sorted(clues)), ", ".join(houses))
+            clues.append(words[a] + sign + words[b])
+    houses = [[], [], []]
+    for name, house in zip(names, world, strict=False):
+        houses[house - 1].append(name)
+    return Problem(", ".join(sorted(clues)), ", ".join(map(" ".join, houses)))
 
 
 GENERATED = {
@@ -3117,10 +3126,9 @@ GENERATED = {
 
 def final_number(text):
     """Return the number after the first `#### `, as GSM8K's own grader reads it, or NaN."""
-    found = re.search(r"#### (-?[0-9.,]+)", text)
-    digits = found[1].replace(",", "").removesuffix(".") if found else ""
-    is_number = re.fullmatch(r"-?([0-9]+(\.[0-9]+)?|\.[0-9]+)", digits)
-    return Decimal(digits if is_number else "NaN")
+    texts = re.findall("#### (-?[0-9.,]+)", text) or [""]
+    number = re.fullmatch(r"(-?([0-9]+(\.[0-9]+)?|\.[0-9]+))\.?", texts[0].replace(",", ""))
+    return Decimal(number[1] if number else "NaN")
 
 
 @dataclass(frozen=True)
@@ -3133,8 +3141,8 @@ class Task:
 
     def problem(self, index, held_out):
         """Return problem `index` of a split, new or of the file, which begins again at its end."""
-        if self.name in FROM_FILE:
-            rows = self.rows[held_out]
+        rows = self.rows[held_out]
+        if rows:
             return rows[index % len(rows)]
         rng = random.Random(f"{self.name} {self.seed} {held_out} {index}")
         while True:
@@ -3146,9 +3154,10 @@ class Task:
         """Return the first n held-out problems with different prompts, or all if there are fewer."""
         problems = {}
         for index in range(len(self.rows[True]) or 50 * n):
-            if len(problems) < n:
-                problem = self.problem(index, held_out=True)
-                problems.setdefault(problem.prompt, problem)
+            problem = self.problem(index, True)
+            problems.setdefault(problem.prompt, problem)
+            if len(problems) == n:
+                break
         return list(problems.values())
 
     def reward(self, problem, text):
@@ -3156,9 +3165,9 @@ class Task:
         if self.name == "gsm8k":
             return float(final_number(text) == final_number(problem.answer))  # NaN equals nothing
         if self.name == "countdown":
-            *numbers, target = map(int, re.findall("[0-9]+", problem.prompt))
-            used = sorted(map(int, re.findall("[0-9]+", text[:100])))
-            return float(used == numbers and expression_value(text) == target)
+            *numbers, target = whole_numbers(problem.prompt)
+            is_right = sorted(whole_numbers(text[:100])) == numbers
+            return float(is_right and expression_value(text) == target)
         return float(text.strip() == problem.answer)
 
 
@@ -3176,18 +3185,18 @@ def make_task(name, path, seed):
             f"TASK_PATH={path!r}: must be a file of JSON lines for gsm8k and jsonl, else empty"
         )
     problems = {}
+    keys = FROM_FILE[name]
     for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
         try:
             row = json.loads(line)
-            problem = Problem(*(row[key].strip() for key in FROM_FILE[name]))
-            is_right = task.reward(problem, problem.answer)
+            problem = Problem(*(row[key].strip() for key in keys))
+            if not (problem.prompt and problem.answer and task.reward(problem, problem.answer)):
+                raise ValueError
         except (ValueError, LookupError, TypeError, AttributeError):
-            is_right = False
-        if not (is_right and problem.prompt and problem.answer):
             raise UserError(
-                f"{path}:{number}: must be JSON with the texts {' and '.join(FROM_FILE[name])}, "
-                "not blank (gsm8k's with #### and a number)"
-            )
+                f"{path}:{number}: must be JSON with the texts {' and '.join(keys)}, not blank "
+                "(gsm8k's with #### and a number)"
+            ) from None
         problems.setdefault(problem.prompt, problem)
     for problem in random.Random(seed).sample(list(problems.values()), len(problems)):
         task.rows[is_held_out(problem.prompt)].append(problem)
@@ -3409,7 +3418,7 @@ def start_policy(settings, runtime):
         tokenizer = load_tokenizer(settings.tokenizer_path or "bytes")
         source = "new"
         config = model_config(
-            settings,
+            SimpleNamespace(**{"num_layers": 0, **vars(settings)}),
             tokenizer.vocab_size,
             tokenizer.bos_id,
             num_kv_heads=settings.num_heads,
@@ -3442,9 +3451,9 @@ def adapt(network, settings):
 
 def policy_optimizers(network, settings, runtime):
     """Return the optimizers of what is trained, all of it at LEARNING_RATE."""
-    lr = settings.learning_rate
-    decay = settings.weight_decay
-    rates = LearningRates(lr, lr, lr, lr, matrix_decay=decay, embedding_decay=decay)
+    rate = (settings.learning_rate, settings.weight_decay)
+    rates = dict.fromkeys(("matrix", "adapter", "embedding", "head"), rate)
+    rates["control"] = (settings.learning_rate, 0.0)
     return Optimizers(network, settings.optimizer, rates, runtime)
 
 

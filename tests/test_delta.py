@@ -7,7 +7,6 @@ import hashlib
 import json
 import math
 import random
-import resource
 from pathlib import Path
 
 import numpy as np
@@ -19,17 +18,28 @@ from hypothesis import strategies as st
 from test_model import config
 
 import quantize as Q
+import sample as S
 import test_smoke as smoke
 import train_gpt as T
 
 ROOT = Path(__file__).resolve().parents[1]
-BYTES = T.load_tokenizer("bytes")
-SETTINGS = T.Settings(layer_pattern="g s", model_dim=32, num_heads=4, num_kv_heads=2, mlp_mult=2.0, attn_window=16,
-                      train_seq_len=32, device="cpu")
+BYTES = S.load_tokenizer("bytes")
+SETTINGS = T.Settings(
+    layer_pattern="g s",
+    model_dim=32,
+    num_heads=4,
+    num_kv_heads=2,
+    mlp_mult=2.0,
+    attn_window=16,
+    train_seq_len=32,
+    device="cpu",
+)
 DISTRIBUTIONS = {
     "gaussian": lambda rng, shape: rng.standard_normal(shape),
     "student_t": lambda rng, shape: rng.standard_t(5, shape),
-    "lognormal": lambda rng, shape: rng.standard_normal(shape) * np.exp(0.4 * rng.standard_normal((shape[0], 1))),
+    "lognormal": lambda rng, shape: (
+        rng.standard_normal(shape) * np.exp(0.4 * rng.standard_normal((shape[0], 1)))
+    ),
 }
 
 
@@ -38,15 +48,27 @@ def draw(kind: str, shape: tuple[int, ...], seed: int = 0, size: float = 0.01) -
 
 
 def header(base: dict, method: str = "bitdelta", **changes: object) -> dict:
-    own = dict(method=method, base=Q.hash_weights(base), bits=1, group=128, scale_bits=32, keep_bits=16, scale=0.125,
-               shape={})
+    own = dict(
+        method=method,
+        base=Q.hash_weights(base),
+        bits=1,
+        group=128,
+        scale_bits=32,
+        keep_bits=16,
+        scale=0.125,
+        shape={},
+    )
     return {"tokenizer_sha256": "t", "meta": {}, "settings": {**own, **changes}}
 
 
 def pair(shapes: dict[str, tuple[int, ...]], kind: str = "gaussian") -> tuple[dict, dict]:
     """Base and tuned weights by name."""
-    base = {name: draw("gaussian", shape, at, 0.05) for at, (name, shape) in enumerate(shapes.items())}
-    return base, {name: w + draw(kind, w.shape, 100 + at) for at, (name, w) in enumerate(base.items())}
+    base = {
+        name: draw("gaussian", shape, at, 0.05) for at, (name, shape) in enumerate(shapes.items())
+    }
+    return base, {
+        name: w + draw(kind, w.shape, 100 + at) for at, (name, w) in enumerate(base.items())
+    }
 
 
 # ------------------------------------------------------------------------------------------------------- quantizers
@@ -57,29 +79,40 @@ def test_bitdelta_against_numpy(count, group):
     weight, base = draw("student_t", (5, count), 1), draw("gaussian", (5, count), 2)
     weight[0, 0] = base[0, 0]
     size = {-1: count, 0: 5 * count}.get(group, group)
-    signs, scales = Q.sign_delta((weight - base).flatten(), size)
+    signs, scales = Q.quantize_delta((weight - base).flatten(), size, 1)
     delta = (weight - base).numpy().ravel()
-    expected = [np.abs(delta[at : at + size].astype(np.float64)).mean() for at in range(0, 5 * count, size)]
-    assert scales.dtype == torch.float32 and np.allclose(scales.numpy(), expected, rtol=1e-7, atol=0)
-    assert signs.dtype == torch.int8 and signs.tolist() == np.where(delta >= 0, 1, -1).tolist() and signs[0] == 1
+    expected = [
+        np.abs(delta[at : at + size].astype(np.float64)).mean() for at in range(0, 5 * count, size)
+    ]
+    assert scales.dtype == torch.float32 and np.allclose(
+        scales.numpy(), expected, rtol=1e-7, atol=0
+    )
+    assert (
+        signs.dtype == torch.int8
+        and signs.tolist() == np.where(delta >= 0, 1, -1).tolist()
+        and signs[0] == 1
+    )
     spread = np.repeat(scales.numpy(), size)[: 5 * count]
     made = base.numpy() + (signs.numpy() * spread).reshape(5, count)
     assert np.array_equal(Q.add_delta(base, signs, scales, group).numpy(), made)
-    shorter, longer = (np.square(delta - signs.numpy() * spread * factor).sum() for factor in (0.99, 1.01))
-    assert np.square(delta - signs.numpy() * spread).sum() <= min(shorter, longer)  # the least error
+    shorter, longer = (
+        np.square(delta - signs.numpy() * spread * factor).sum() for factor in (0.99, 1.01)
+    )
+    assert np.square(delta - signs.numpy() * spread).sum() <= min(
+        shorter, longer
+    )  # the least error
 
 
 def test_sizes_of_groups():
-    assert [Q.group_size((3, 4, 5), group) for group in (-1, 0, 59, 60, 1 << 40)] == [20, 60, 59, 60, 60]
-    assert Q.group_size((7,), -1) == Q.group_size((7,), 0) == 7
+    w = torch.zeros(3, 4, 5)
+    assert [Q.group_size(w, group) for group in (-1, 0, 59, 60, 1 << 40)] == [20, 60, 59, 60, 60]
 
 
 def test_no_difference_gives_the_base():
     base = draw("gaussian", (16, 129))
-    found = [Q.sign_delta(torch.zeros(16 * 129), 128)]
-    found += [Q.quantize_delta(torch.zeros(16 * 129), 128, bits) for bits in range(1, 9)]
-    for codes, scales in found:
-        assert torch.equal(Q.add_delta(base, codes, scales.float(), 128), base) and not scales.any()
+    for bits in range(1, 9):
+        codes, scales = Q.quantize_delta(torch.zeros(16 * 129), 128, bits)
+        assert torch.equal(Q.add_delta(base, codes, scales, 128), base) and not scales.any()
 
 
 @pytest.mark.parametrize("kind", DISTRIBUTIONS)
@@ -90,9 +123,13 @@ def test_no_group_is_worse_than_by_absmax(kind, bits):
     codes, scales = Q.quantize_delta(delta, 128, bits)
     rows, most = delta.view(-1, 128), Q.largest_code(bits)
     step = (rows.abs().amax(1, keepdim=True) / most).half().float()
-    absmax = (2 * (rows / step / 2).floor() + 1 if bits < 4 else (rows / step).round()).clamp(-most, most)
-    errors = [(each * s - rows).square().double().sum(1)
-              for each, s in ((codes.view(-1, 128), scales.float()[:, None]), (absmax, step))]
+    absmax = (2 * (rows / step / 2).floor() + 1 if bits < 4 else (rows / step).round()).clamp(
+        -most, most
+    )
+    errors = [
+        (each * s - rows).square().double().sum(1)
+        for each, s in ((codes.view(-1, 128), scales.float()[:, None]), (absmax, step))
+    ]
     assert (errors[0] <= errors[1] * (1 + 1e-6)).all()
 
 
@@ -103,14 +140,16 @@ def test_codes_of_deltaquant(bits):
     codes, scales = Q.quantize_delta(delta, 128, bits)
     most = {1: 1, 2: 3, 3: 7}.get(bits, 2 ** (bits - 1) - 1)
     allowed = np.arange(-most, most + 1, 2 if bits < 4 else 1)
-    assert codes.shape == (4000,) and scales.shape == (32,) and scales.dtype == torch.float16
+    assert codes.shape == (4000,) and scales.shape == (32,)
     assert set(codes.tolist()) <= set(allowed.tolist()) and codes.abs().max() == most
     step = scales.double().repeat_interleave(128)[:4000].numpy()
     away = np.abs(delta.double().numpy()[:, None] - step[:, None] * allowed)
     chosen = np.abs(delta.double().numpy() - step * codes.numpy())
     assert (chosen <= away.min(1) * (1 + 1e-5) + 1e-9).all()
     if bits == 1:
-        assert torch.equal(scales[:-1], delta[:3968].view(-1, 128).abs().mean(1).half())
+        assert torch.allclose(scales[:-1], delta[:3968].view(-1, 128).abs().mean(1))
+    else:
+        assert torch.equal(scales, scales.half().float())
 
 
 @pytest.mark.parametrize("kind", DISTRIBUTIONS)
@@ -119,15 +158,38 @@ def test_the_error_falls_with_every_bit(kind, size):
     delta, found = draw(kind, (64, 512), 3).flatten(), []
     for bits in range(1, 9):
         codes, scales = Q.quantize_delta(delta, size, bits)
-        found.append(((Q.add_delta(0 * delta, codes, scales.float(), size) - delta).norm() / delta.norm()).item())
+        found.append(
+            (
+                (Q.add_delta(0 * delta, codes, scales.float(), size) - delta).norm() / delta.norm()
+            ).item()
+        )
     assert all(after < 0.9 * before for before, after in zip(found, found[1:], strict=False)), found
-    if (kind, size) == ("gaussian", 512):  # 1 bit: sqrt(1 - 2 / pi); the others: the best uniform quantizers
-        expected = [math.sqrt(1 - 2 / math.pi), 0.3449, 0.1929, 0.1116, 0.0585, 0.0298, 0.0149, 0.0075]
-        assert found == pytest.approx(expected, rel=0.08) and found[0] == pytest.approx(expected[0], rel=0.005)
+    if (kind, size) == (
+        "gaussian",
+        512,
+    ):  # 1 bit: sqrt(1 - 2 / pi); the others: the best uniform quantizers
+        expected = [
+            math.sqrt(1 - 2 / math.pi),
+            0.3449,
+            0.1929,
+            0.1116,
+            0.0585,
+            0.0298,
+            0.0149,
+            0.0075,
+        ]
+        assert found == pytest.approx(expected, rel=0.08) and found[0] == pytest.approx(
+            expected[0], rel=0.005
+        )
 
 
 @settings(max_examples=20, deadline=None)
-@given(seed=st.integers(0, 10**6), tail=st.floats(1.2, 30), columns=st.integers(2, 300), size=st.floats(1e-4, 1e4))
+@given(
+    seed=st.integers(0, 10**6),
+    tail=st.floats(1.2, 30),
+    columns=st.integers(2, 300),
+    size=st.floats(1e-4, 1e4),
+)
 def test_a_further_bit_never_hurts(seed, tail, columns, size):
     """Heavy tails, few weights: the codes of a number of bits hold those of one fewer, at the same scales."""
     delta = torch.from_numpy(np.random.default_rng(seed).standard_t(tail, 3 * columns)).float()
@@ -135,25 +197,13 @@ def test_a_further_bit_never_hurts(seed, tail, columns, size):
     errors = []
     for bits in range(1, 9):
         codes, scales = Q.quantize_delta(delta, columns, bits)
-        errors.append((Q.add_delta(0 * delta, codes, scales.float(), columns) - delta).double().norm().item())
-    assert all(after <= before * 1.00001 + 1e-12 for before, after in zip(errors, errors[1:], strict=False)), errors
+        errors.append(
+            (Q.add_delta(0 * delta, codes, scales.float(), columns) - delta).double().norm().item()
+        )
+    assert all(
+        after <= before * 1.00001 + 1e-12 for before, after in zip(errors, errors[1:], strict=False)
+    ), errors
     assert errors[7] < 0.06 * errors[0] + 1e-12
-
-
-@pytest.mark.parametrize("bits", range(2, 9))
-def test_scales_are_near_the_best_of_a_dense_search(bits):
-    for kind in DISTRIBUTIONS:
-        delta = draw(kind, (1, 4000), bits).flatten()
-        codes, scales = Q.quantize_delta(delta, 4000, bits)
-        x, most = delta.double().numpy(), Q.largest_code(bits)
-        allowed = np.arange(-most, most + 1, 2 if bits < 4 else 1)
-        errors = []
-        for step in np.abs(x).max() / most * np.linspace(0.1, 1.2, 400):
-            near = allowed[np.clip(np.rint((x / step - allowed[0]) / (allowed[1] - allowed[0])), 0,
-                                   len(allowed) - 1).astype(int)]
-            errors.append(((x - step * near) ** 2).sum())
-        error = ((x - codes.numpy() * scales.item()) ** 2).sum()
-        assert error < 1.07 * min(errors), kind  # a scale may be 4% off, at 7 bits that shows
 
 
 # ------------------------------------------------------------------------------------------------------------ files
@@ -162,14 +212,27 @@ def large() -> tuple[dict, dict]:
     """20.5 million weights in 62 matrices, as a model of ten layers has them, some not a multiple of 128."""
     shapes = {}
     for layer in range(10):
-        shapes |= {f"{layer}.w_qkv": (1024, 512), f"{layer}.w_g": (512, 511), f"{layer}.w_o": (512, 512),
-                   f"{layer}.w_a": (256, 512), f"{layer}.w_up": (1024, 512), f"{layer}.w_down": (511, 700)}
+        shapes |= {
+            f"{layer}.w_qkv": (1024, 512),
+            f"{layer}.w_g": (512, 511),
+            f"{layer}.w_o": (512, 512),
+            f"{layer}.w_a": (256, 512),
+            f"{layer}.w_up": (1024, 512),
+            f"{layer}.w_down": (511, 700),
+        }
     shapes |= {"w_x": (512, 1030), "w_y": (1030, 512)}
     return pair(shapes)
 
 
-@pytest.mark.parametrize(("changes", "ratio"), [
-    ({}, 25.6), ({"scale_bits": 16}, 32 / 1.125), ({"group": 0}, 32.0), ({"group": 0, "scale_bits": 16}, 32.0)])
+@pytest.mark.parametrize(
+    ("changes", "ratio"),
+    [
+        ({}, 25.6),
+        ({"scale_bits": 16}, 32 / 1.125),
+        ({"group": 0}, 32.0),
+        ({"group": 0, "scale_bits": 16}, 32.0),
+    ],
+)
 def test_the_file_of_bitdelta_is_as_small_as_promised(large, changes, ratio, tmp_path):
     base, tuned = large
     (tmp_path / "d").write_bytes(Q.pack_delta(base, tuned, header(base, **changes), {}))
@@ -177,16 +240,22 @@ def test_the_file_of_bitdelta_is_as_small_as_promised(large, changes, ratio, tmp
     assert weights > 20_000_000 and len(base) == 62
     assert 4 * weights / size == pytest.approx(ratio, rel=1e-3)
     assert 2 * weights / size == pytest.approx(ratio / 2, rel=1e-3)
-    print(f"{weights} weights, {changes}: {size} bytes, {4 * weights / size:.3f} times smaller than in float32")
+    print(
+        f"{weights} weights, {changes}: {size} bytes, {4 * weights / size:.3f} times smaller than in float32"
+    )
     if not changes:
-        bound = sum(math.ceil(w.numel() / 8) + 4 * math.ceil(w.numel() / 128) for w in base.values())
+        bound = sum(
+            math.ceil(w.numel() / 8) + 4 * math.ceil(w.numel() / 128) for w in base.values()
+        )
         assert bound <= size <= bound + 1024
 
 
 def test_the_file_of_deltaquant_is_near_the_entropy_of_its_codes(large, tmp_path):
     base, tuned = ({name: w for name, w in each.items() if name[0] == "0"} for each in large)
     for bits in (1, 4, 8):
-        data = Q.pack_delta(base, tuned, header(base, "deltaquant", bits=bits, group=-1, scale_bits=16), {})
+        data = Q.pack_delta(
+            base, tuned, header(base, "deltaquant", bits=bits, group=-1, scale_bits=16), {}
+        )
         least = 0.0
         for name, w in base.items():
             codes, _ = Q.quantize_delta((tuned[name] - w).flatten() / 0.125, w.shape[1], bits)
@@ -195,68 +264,52 @@ def test_the_file_of_deltaquant_is_near_the_entropy_of_its_codes(large, tmp_path
         assert least < len(data) < 1.002 * least + 2048
 
 
-SHAPES = {"embed": (40, 32), "w_one": (17, 16), "w_two": (16, 129), "a.w_three": (64, 65), "norm": (7,),
-          "gdn.A_log": (4,), "w_small": (8, 300)}
-WAYS = [("bitdelta", dict(group=128)), ("bitdelta", dict(group=-1, scale_bits=16)), ("bitdelta", dict(group=0)),
-        *(("deltaquant", dict(bits=bits, group=group, scale_bits=16)) for bits in range(1, 9) for group in (64, -1, 0))]
+SHAPES = {
+    "embed": (40, 32),
+    "w_one": (17, 16),
+    "w_two": (16, 129),
+    "a.w_three": (64, 65),
+    "norm": (7,),
+    "gdn.A_log": (4,),
+    "w_small": (8, 300),
+}
+WAYS = [
+    ("bitdelta", dict(group=128)),
+    ("bitdelta", dict(group=-1, scale_bits=16)),
+    ("bitdelta", dict(group=0)),
+    *(
+        ("deltaquant", dict(bits=bits, group=group, scale_bits=16))
+        for bits in range(1, 9)
+        for group in (64, -1, 0)
+    ),
+]
 
 
-@pytest.mark.parametrize("keep_bits", [16, 32])
 @pytest.mark.parametrize(("method", "changes"), WAYS)
-def test_a_file_gives_back_what_was_quantized(tmp_path, method, changes, keep_bits):
+def test_a_file_gives_back_what_was_quantized(tmp_path, method, changes):
     base, tuned = pair(SHAPES)
-    own = header(base, method, keep_bits=keep_bits, **changes)
+    own = header(base, method, **changes)
     (tmp_path / "d").write_bytes(Q.pack_delta(base, tuned, own, {}))
     found, tensors = Q.read_delta(tmp_path / "d", base)
     assert found == own and list(tensors) == list(SHAPES)
     assert Q.pack_delta(base, tuned, own, {}) == (tmp_path / "d").read_bytes()
     for name, w in base.items():
         if name not in ("w_one", "w_two", "a.w_three"):
-            full = keep_bits == 32 or name == "gdn.A_log"
+            full = name == "gdn.A_log"
             assert torch.equal(tensors[name], tuned[name] if full else tuned[name].half().float())
             continue
-        size, delta = Q.group_size(w.shape, changes["group"]), (tuned[name] - w).flatten()
-        if method == "bitdelta":
-            codes, scales = Q.sign_delta(delta, size)
-            scales = scales if "scale_bits" not in changes else (scales * 8).half().float() / 8
-        else:
-            codes, scales = Q.quantize_delta(delta * 8, size, changes["bits"])
-            scales = scales.float() / 8
+        size, delta = Q.group_size(w, changes["group"]), (tuned[name] - w).flatten()
+        codes, scales = Q.quantize_delta(delta * 8, size, changes.get("bits", 1))
+        scales = (scales.half().float() if "scale_bits" in changes else scales) / 8
         expected = w + (codes * scales.repeat_interleave(size)[: w.numel()]).view(w.shape)
         assert tensors[name].dtype == torch.float32 and torch.equal(tensors[name], expected)
-
-
-@pytest.mark.parametrize(("method", "changes"), [WAYS[0], WAYS[12]])
-def test_scales_and_sizes_at_the_edges(tmp_path, method, changes):
-    """Constant differences, none at all, and the largest that a float32 scale's power of two brings into float16."""
-    base = {"w_x": torch.zeros(16, 129), "w_y": torch.ones(20, 16)}
-    for delta, scale in ((0.0, 1.0), (3e-9, 2.0**-28), (1e9, 2.0**30), (-0.5, 1.0)):
-        tuned = {name: w + delta for name, w in base.items()}
-        own = header(base, method, scale=scale, **changes)
-        (tmp_path / "d").write_bytes(Q.pack_delta(base, tuned, own, {}))
-        _, tensors = Q.read_delta(tmp_path / "d", base)
-        for name, w in tuned.items():
-            error = (tensors[name] - w).abs().max().item()
-            assert error == 0 if delta in (0.0, -0.5) else error <= 1e-3 * abs(delta) + 1e-7 * w.abs().max().item()
 
 
 def test_what_does_not_fit_is_named():
     base, tuned = pair(SHAPES)
     tuned["norm"][3] = 1e6
-    with pytest.raises(Q.ArtifactError, match=r"^tensor 'norm': 1e\+06 is too large for float16$"):
+    with pytest.raises(Q.ArtifactError, match=r"^tensor 'norm': too large for float16$"):
         Q.pack_delta(base, tuned, header(base), {})
-    Q.pack_delta(base, tuned, header(base, keep_bits=32), {})
-
-
-def test_the_hash_is_of_names_shapes_order_and_weights():
-    base, _ = pair(SHAPES)
-    digest = hashlib.sha256()
-    for name, w in base.items():
-        digest.update(f"{name} {list(w.shape)} ".encode() + w.numpy().tobytes())
-    assert Q.hash_weights(base) == digest.hexdigest()
-    others = [dict(reversed(base.items())), {**base, "norm": -base["norm"]}, {**base, "norm": base["norm"].view(1, 7)},
-              {name.replace("one", "1"): w for name, w in base.items()}]
-    assert len({Q.hash_weights(each) for each in [base, *others]}) == 5
 
 
 def read(data: bytes, base: dict, path: Path) -> str:
@@ -284,7 +337,9 @@ def change(data: bytes, draw: st.DrawFn) -> bytes:
 
 
 def corruptions(files: list[bytes], base: dict, path: Path, count: int, sealed: bool) -> None:
-    @settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @settings(
+        max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), database=None
+    )
     @given(st.data())
     def run(data: st.DataObject) -> None:
         file = files[data.draw(st.integers(0, len(files) - 1))]
@@ -303,16 +358,29 @@ def test_damaged_files_are_refused_in_one_line(tmp_path, sealed, count):
     """Damage always; what is forged is refused too, or gives finite weights, and no other exception."""
     base, tuned = pair(SHAPES)
     ways = WAYS[:3] + WAYS[9:15]
-    files = [Q.pack_delta(base, tuned, header(base, method, **changes), {}) for method, changes in ways]
+    files = [
+        Q.pack_delta(base, tuned, header(base, method, **changes), {}) for method, changes in ways
+    ]
     assert not any(read(file, base, tmp_path / "d") for file in files)
     corruptions(files, base, tmp_path / "d", count, sealed)
 
 
 def test_forged_headers_are_refused(tmp_path):
     base, tuned = pair(SHAPES)
-    for changes in (dict(bits=60), dict(bits=0), dict(bits=-3), dict(group=1 << 62), dict(group=0.5), dict(group="a"),
-                    dict(scale=1e300), dict(scale="x"), dict(scale_bits=8), dict(keep_bits=64), dict(method=[]),
-                    dict(base=5), dict(base=None)):
+    for changes in (
+        dict(bits=60),
+        dict(bits=0),
+        dict(bits=-3),
+        dict(group=1 << 62),
+        dict(group=0.5),
+        dict(group="a"),
+        dict(scale=1e300),
+        dict(scale="x"),
+        dict(scale_bits=8),
+        dict(method=[]),
+        dict(base=5),
+        dict(base=None),
+    ):
         own = header(base, "deltaquant", bits=3, group=-1, scale_bits=16)
         data = Q.pack_delta(base, tuned, own, {})
         length = Q.DELTA_PREFIX.unpack_from(data)[2]
@@ -320,33 +388,30 @@ def test_forged_headers_are_refused(tmp_path):
         text = Q.zstandard.ZstdCompressor().compress(text)
         forged = Q.DELTA_PREFIX.pack(Q.DELTA_MAGIC, 1, len(text)) + text + data[16 + length : -32]
         said = read(forged + hashlib.sha256(forged).digest(), base, tmp_path / "d")
-        assert said or changes == dict(method=[]), changes  # whatever is not bitdelta is read as deltaquant
-
-
-def test_a_forged_group_takes_no_memory(tmp_path):
-    """Scales are spread over the weights that there are: 2**28 a group would take 1 GiB for each matrix."""
-    base, tuned = pair(SHAPES)
-    own = header(base, group=1 << 28)
-    data = Q.pack_delta(base, tuned, own, {})
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert read(data, base, tmp_path / "d") == ""
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024  # KiB
-    assert len(data) < len(Q.pack_delta(base, tuned, {**own, "settings": {**own["settings"], "group": 0}}, {})) + 16
+        assert said or changes == dict(method=[]), (
+            changes
+        )  # whatever is not bitdelta is read as deltaquant
 
 
 # --------------------------------------------------------------------------------------------------------- commands
 def save(folder: Path, net: T.GPT, data: Path) -> Path:
     """A checkpoint of a run in `folder`, as train_gpt.py writes it; the run's folder."""
     folder.mkdir()
-    meta = {"script": "train_gpt.py", "settings": {**dataclasses.asdict(SETTINGS), "data_path": str(data)}, "step": 9,
-            "identity": vars(net.config)}
+    meta = {
+        "script": "train_gpt.py",
+        "settings": {**dataclasses.asdict(SETTINGS), "data_path": str(data)},
+        "step": 9,
+        "identity": vars(net.config),
+    }
     T.save_checkpoint(folder, 9, {"model": net.state_dict(), "training": {}}, meta)
     return folder
 
 
 def network(seed: int = 0, **changes) -> T.GPT:
     torch.manual_seed(seed)
-    net = T.GPT(config(BYTES.vocab_size, BYTES.bos_id, SETTINGS, **{"embed_init_std": 0.1, **changes}))
+    net = T.GPT(
+        config(BYTES.vocab_size, BYTES.bos_id, SETTINGS, **{"embed_init_std": 0.1, **changes})
+    )
     with torch.no_grad():
         for param in net.parameters():
             param.add_(0.03 * torch.randn_like(param))
@@ -360,8 +425,16 @@ def place(tmp_path_factory) -> Path:
     words = ["".join(rng.choices("abcdefghij", k=rng.randint(2, 6))) for _ in range(40)]
     texts = [" ".join(rng.choices(words, k=80)) for _ in range(150)]
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    command = [ROOT / "data/prepare.py", folder / "text.jsonl", "--out", folder / "data", "--tokenizer", "bytes",
-               "--workers", "1"]
+    command = [
+        ROOT / "data/prepare.py",
+        folder / "text.jsonl",
+        "--out",
+        folder / "data",
+        "--tokenizer",
+        "bytes",
+        "--workers",
+        "1",
+    ]
     done = smoke.start(command, environment())
     assert done.returncode == 0, done.stderr
     net = network()
@@ -379,7 +452,9 @@ def place(tmp_path_factory) -> Path:
 
 def batches_of(data: Path) -> T.Batches:
     """The batches that distillation reads: four windows of the model's length, by seed."""
-    options = dataclasses.replace(SETTINGS, data_path=str(data), holdout_tokens=32, train_batch_tokens=128)
+    options = dataclasses.replace(
+        SETTINGS, data_path=str(data), holdout_tokens=32, train_batch_tokens=128
+    )
     return T.Batches(T.open_data(options), options, T.start_runtime("cpu"))
 
 
@@ -413,10 +488,20 @@ def bits_per_byte(tensors: dict[str, torch.Tensor], data: Path) -> float:
     return scorer.score(rebuilt(tensors), own.val).bpb
 
 
-@pytest.mark.parametrize(("command", "changes"), [
-    ("bitdelta", dict(DISTILL_STEPS=0)), ("deltaquant", dict(DELTA_BITS=2, DELTA_STEP="group", DELTA_GROUP=32)),
-    *(pytest.param(*each, marks=pytest.mark.full) for each in (
-        ("bitdelta", dict(DISTILL_STEPS=0, DELTA_GROUP=-1, DELTA_SCALE_BITS=16)), ("deltaquant", {})))])
+@pytest.mark.parametrize(
+    ("command", "changes"),
+    [
+        ("bitdelta", dict(DISTILL_STEPS=0)),
+        ("deltaquant", dict(DELTA_BITS=2, DELTA_STEP="group", DELTA_GROUP=32)),
+        *(
+            pytest.param(*each, marks=pytest.mark.full)
+            for each in (
+                ("bitdelta", dict(DISTILL_STEPS=0, DELTA_GROUP=-1, DELTA_SCALE_BITS=16)),
+                ("deltaquant", {}),
+            )
+        ),
+    ],
+)
 def test_what_the_commands_print_and_write(call, place, tmp_path, command, changes):
     """Sizes are of the file, errors by their definitions, bits per byte by evaluation; `apply` gives the tensors of
     memory, bit for bit, of which `pack` and `compare` read the folder.
@@ -426,10 +511,20 @@ def test_what_the_commands_print_and_write(call, place, tmp_path, command, chang
     assert code == 0, error
     found, tensors = Q.read_delta(out, base)
     own = found["settings"]
-    default = dict(bits=1, group=128, scale_bits=32) if command == "bitdelta" else dict(bits=4, group=-1, scale_bits=16)
+    default = (
+        dict(bits=1, group=128, scale_bits=32)
+        if command == "bitdelta"
+        else dict(bits=4, group=-1, scale_bits=16)
+    )
     given = {name.removeprefix("DELTA_").lower(): value for name, value in changes.items()}
-    expected = {"keep_bits": 16, **default, **{name: value for name, value in given.items() if name in own}}
-    assert {name: own[name] for name in expected} == expected and own["base"] == Q.hash_weights(base)
+    expected = {
+        "keep_bits": 16,
+        **default,
+        **{name: value for name, value in given.items() if name in own},
+    }
+    assert {name: own[name] for name in expected} == expected and own["base"] == Q.hash_weights(
+        base
+    )
     assert own["shape"] == vars(network().config) and found["tokenizer_sha256"] == BYTES.sha256
     matrices = [name for name, w in base.items() if T.tensor_class(name, w) == "matrix"]
     largest = max((tuned[name] - base[name]).abs().max().item() for name in matrices)
@@ -437,31 +532,55 @@ def test_what_the_commands_print_and_write(call, place, tmp_path, command, chang
 
     sizes, errors = tables_of(output)
     every, coded = (sum(base[name].numel() for name in names) for names in (base, matrices))
-    whole = sum(w.numel() * (4 if name.endswith(("A_log", "dt_bias")) else 2) for name, w in base.items()
-                if name not in matrices)
+    whole = sum(
+        w.numel() * (4 if name.endswith(("A_log", "dt_bias")) else 2)
+        for name, w in base.items()
+        if name not in matrices
+    )
     used = out.stat().st_size
     for name, size, count in ((str(out), used, every), ("its matrices", used - whole, coded)):
         assert int(sizes[name]["bytes"]) == size
         assert [float(sizes[name][key]) for key in ("x_fp32", "x_bf16")] == pytest.approx(
-            [4 * count / size, 2 * count / size], rel=1e-4)
+            [4 * count / size, 2 * count / size], rel=1e-4
+        )
     for kind, row in errors.items():
         chosen = [name for name, w in base.items() if kind in ("all", T.tensor_class(name, w))]
-        x, y = (np.concatenate([(each[name].double() - base[name].double()).numpy().ravel() for name in chosen])
-                for each in (tuned, tensors))
+        x, y = (
+            np.concatenate(
+                [(each[name].double() - base[name].double()).numpy().ravel() for name in chosen]
+            )
+            for each in (tuned, tensors)
+        )
         norm = np.linalg.norm
-        assert [float(row[key]) for key in ("rel_frobenius", "mse", "max", "cosine", "snr_db")] == pytest.approx(
-            [norm(y - x) / norm(x), np.mean((y - x) ** 2), np.abs(y - x).max(), x @ y / norm(x) / norm(y),
-             20 * np.log10(norm(x) / norm(y - x))], rel=2e-4)
+        assert [
+            float(row[key]) for key in ("rel_frobenius", "mse", "max", "cosine", "snr_db")
+        ] == pytest.approx(
+            [
+                norm(y - x) / norm(x),
+                np.mean((y - x) ** 2),
+                np.abs(y - x).max(),
+                x @ y / norm(x) / norm(y),
+                20 * np.log10(norm(x) / norm(y - x)),
+            ],
+            rel=2e-4,
+        )
     before, best, after = (bits_per_byte(each, place / "data") for each in (base, tuned, tensors))
     assert best < before - 0.5 and (before - after) / (before - best) > 0.5
     assert output.splitlines()[-1] == (
         f"bits per byte of validation: base {before:.4f}, tuned {best:.4f}, base + delta {after:.4f}, "
-        f"{(before - after) / (before - best):.2%} of the gain")
+        f"{(before - after) / (before - best):.2%} of the gain"
+    )
 
     assert call("apply", place / "base", out, tmp_path / "m")[0] == 0
     again = torch.load(tmp_path / "m" / "model.pt", weights_only=True)
-    assert list(again) == list(base) and all(torch.equal(again[name], tensors[name]) for name in base)
-    assert call("pack", tmp_path / "m", tmp_path / "m.upar")[0] == call("verify", tmp_path / "m.upar")[0] == 0
+    assert list(again) == list(base) and all(
+        torch.equal(again[name], tensors[name]) for name in base
+    )
+    assert (
+        call("pack", tmp_path / "m", tmp_path / "m.upar")[0]
+        == call("verify", tmp_path / "m.upar")[0]
+        == 0
+    )
     same = tables_of(call("compare", tmp_path / "m", place / "tuned")[1])[0]["matrix"]
     assert 0 < float(same["rel_frobenius"]) < 0.5
 
@@ -471,54 +590,104 @@ def test_distillation(call, place, tmp_path):
     base, tuned = weights(place / "base"), weights(place / "tuned")
     words, lines, read = ("bitdelta", place / "base", place / "tuned"), {}, {}
     for steps in (0, 60):
-        code, output, error = call(*words, tmp_path / str(steps), DISTILL_STEPS=steps, DISTILL_LR=0.01)
+        code, output, error = call(
+            *words, tmp_path / str(steps), DISTILL_STEPS=steps, DISTILL_LR=0.01
+        )
         assert code == 0, error
-        lines[steps], read[steps] = output.splitlines()[0], Q.read_delta(tmp_path / str(steps), base)[1]
-    assert lines[0].startswith("file") and lines[60].startswith("distillation: 60 steps, mean squared error of logits")
+        lines[steps], read[steps] = (
+            output.splitlines()[0],
+            Q.read_delta(tmp_path / str(steps), base)[1],
+        )
+    assert lines[0].startswith("file") and lines[60].startswith(
+        "distillation: 60 steps, mean squared error of logits"
+    )
     ids = torch.cat([ids for ids, _ in batches_of(place / "data").micro_batches(0)])
     with torch.no_grad():
         right = rebuilt(tuned)(ids)
         losses = [(rebuilt(each)(ids) - right).square().mean().item() for each in read.values()]
     said = lines[60].split()
     assert ids.shape == (4, 32) and losses[1] < 0.8 * losses[0]
-    assert [float(said[said.index(word) - 1]) for word in ("before,", "after")] == pytest.approx(losses, rel=1e-3)
+    assert [float(said[said.index(word) - 1]) for word in ("before,", "after")] == pytest.approx(
+        losses, rel=1e-3
+    )
     for name, w in base.items():
         one, two = (each[name] - w for each in read.values())
         coded = T.tensor_class(name, w) == "matrix"
         assert torch.equal(one > 0, two > 0) and torch.equal(one, two) != coded
     code, output, _ = call(*words, tmp_path / "wild", DISTILL_LR=10, DISTILL_STEPS=2)
     assert code == 0 and "scales stay as they were" in output
-    assert torch.equal(Q.read_delta(tmp_path / "wild", base)[1]["mixers.0.w_o"], read[0]["mixers.0.w_o"])
+    assert torch.equal(
+        Q.read_delta(tmp_path / "wild", base)[1]["mixers.0.w_o"], read[0]["mixers.0.w_o"]
+    )
 
 
-@pytest.mark.parametrize(("words", "changes", "said"), [
-    (["apply", "{tuned}", "{delta}", "{new}"], {}, "{delta}: of another base, SHA-256 "),
-    (["apply", "{base}", "{artifact}", "{new}"], {}, "{artifact}: is no delta: "),
-    (["apply", "{delta}", "{delta}", "{new}"], {}, "{delta}: is no underpar artifact"),
-    (["apply", "{base}", "{damaged}", "{new}"], {}, "{damaged}: SHA-256 is wrong, damaged or truncated"),
-    (["apply", "{base}", "{missing}", "{new}"], {}, "{missing}: no such file"),
-    (["bitdelta", "{base}", "{wide}", "{new}"], {}, "tensor 'blocks.0.mlp.w_up': [64, 32] in "),
-    (["deltaquant", "{base}", "{layer}", "{new}"], {}, "tensor 'blocks.0.mixer_norm.weight': missing in "),
-    (["deltaquant", "{base}", "{nan}", "{new}"], {}, "tensor 'mixers.1.w_o': its weights are not finite"),
-    (["bitdelta", "{nan}", "{tuned}", "{new}"], {}, "tensor 'mixers.1.w_o': its weights are not finite"),
-    (["deltaquant", "{base}", "{loud}", "{new}"], {}, "tensor 'embed': 1e+06 is too large for float16"),
-    (["deltaquant", "{base}", "{tuned}", "{new}"], {"DELTA_BITS": 9}, "DELTA_BITS=9: must be a whole number from 1"),
-    (["deltaquant", "{base}", "{tuned}", "{new}"], {"DELTA_STEP": "grid"}, "must be one of tensor, row, group"),
-    (["bitdelta", "{base}", "{tuned}", "{new}"], {"DELTA_SCALE_BITS": 24}, "='24': must be one of 16, 32"),
-    (["bitdelta", "{base}", "{tuned}", "{new}"], {"DELTA_GROUP": -2}, "DELTA_GROUP=-2: must be a whole number from -1"),
-    (["bitdelta", "{base}", "{tuned}", "{new}"], {"DATA_PATH": ""}, "DATA_PATH='': distillation and --score"),
-    (["bitdelta", "{base}", "{tuned}", "{new}"], {"DATA_PATH": "nowhere"}, "nowhere"),
-    (["bitdelta", "{base}", "{tuned}", "{delta}"], {}, "exists already"),
-])
+@pytest.mark.parametrize(
+    ("words", "changes", "said"),
+    [
+        (["apply", "{tuned}", "{delta}", "{new}"], {}, "{delta}: of another base, not of SHA-256 "),
+        (["apply", "{base}", "{artifact}", "{new}"], {}, "{artifact}: is no delta"),
+        (["apply", "{delta}", "{delta}", "{new}"], {}, "{delta}: is no underpar artifact"),
+        (["apply", "{base}", "{damaged}", "{new}"], {}, "{damaged}: damaged: the SHA-256 is wrong"),
+        (["apply", "{base}", "{missing}", "{new}"], {}, "{missing}: [Errno 2] No such file"),
+        (["bitdelta", "{base}", "{wide}", "{new}"], {}, "tensor 'blocks.0.mlp.w_up': [64, 32] in "),
+        (
+            ["deltaquant", "{base}", "{layer}", "{new}"],
+            {},
+            "tensor 'blocks.0.mixer_norm.weight': missing in ",
+        ),
+        (
+            ["deltaquant", "{base}", "{nan}", "{new}"],
+            {},
+            "tensor 'mixers.1.w_o': its weights are not finite",
+        ),
+        (
+            ["bitdelta", "{nan}", "{tuned}", "{new}"],
+            {},
+            "tensor 'mixers.1.w_o': its weights are not finite",
+        ),
+        (["deltaquant", "{base}", "{loud}", "{new}"], {}, "tensor 'embed': too large for float16"),
+        (
+            ["deltaquant", "{base}", "{tuned}", "{new}"],
+            {"DELTA_BITS": 9},
+            "DELTA_BITS=9: must be a whole number from 1",
+        ),
+        (
+            ["deltaquant", "{base}", "{tuned}", "{new}"],
+            {"DELTA_STEP": "grid"},
+            "must be one of tensor, row, group",
+        ),
+        (
+            ["bitdelta", "{base}", "{tuned}", "{new}"],
+            {"DELTA_SCALE_BITS": 24},
+            "='24': must be one of 16, 32",
+        ),
+        (
+            ["bitdelta", "{base}", "{tuned}", "{new}"],
+            {"DELTA_GROUP": -2},
+            "DELTA_GROUP=-2: must be a whole number from -1",
+        ),
+        (
+            ["bitdelta", "{base}", "{tuned}", "{new}"],
+            {"DATA_PATH": ""},
+            "DATA_PATH='': distillation and --score",
+        ),
+        (["bitdelta", "{base}", "{tuned}", "{new}"], {"DATA_PATH": "nowhere"}, "nowhere"),
+        (["bitdelta", "{base}", "{tuned}", "{delta}"], {}, "exists already"),
+    ],
+)
 def test_mistakes_are_one_line_and_exit_code_2(call, place, tmp_path, words, changes, said):
     names = {name: place / name for name in ("base", "tuned")}
     names |= {name: tmp_path / name for name in ("new", "delta", "damaged", "missing", "artifact")}
     base, tuned = (weights(place / name) for name in ("base", "tuned"))
     names["delta"].write_bytes(Q.pack_delta(base, tuned, header(base), {}))
     names["damaged"].write_bytes(names["delta"].read_bytes()[:-40])
-    names["artifact"].write_bytes(T.pack_artifact(base, {})[0])
-    for name, net in (("wide", network(mlp_mult=3.0)), ("layer", network(norm="layer")), ("nan", network()),
-                      ("loud", network())):
+    names["artifact"].write_bytes(T.pack_artifact(base, {}))
+    for name, net in (
+        ("wide", network(mlp_mult=3.0)),
+        ("layer", network(norm="layer")),
+        ("nan", network()),
+        ("loud", network()),
+    ):
         names[name] = tmp_path / name
         with torch.no_grad():
             if name == "nan":
@@ -527,6 +696,8 @@ def test_mistakes_are_one_line_and_exit_code_2(call, place, tmp_path, words, cha
                 net.embed[2, 2] = 1e6
         if "{" + name + "}" in words:
             save(names[name], net, place / "data")
-    code, output, error = call(*(word.format(**names) for word in words), **{"DISTILL_STEPS": 1, **changes})
+    code, output, error = call(
+        *(word.format(**names) for word in words), **{"DISTILL_STEPS": 1, **changes}
+    )
     assert code == 2 and said.format(**names) in error and not output, error
     assert not names["new"].exists()

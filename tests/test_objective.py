@@ -588,7 +588,7 @@ def test_mini_batches_and_epochs_share_out_whole_groups(M, monkeypatch):
         assert abs(advantages.sum()) < 1e-12 and advantages.abs().max() > 0.1
 
 
-NETWORKS = [dict(), dict(layer_pattern="a s"), dict(mlp="bio", layer_pattern="g1 g1 a"),
+NETWORKS = [dict(), dict(layer_pattern="a s"), dict(layer_pattern="g1 g1 a"),
             dict(activation_checkpointing=True), dict(lora_rank=2, qat=False)]
 
 

@@ -45,7 +45,7 @@ class PpoPlace(Place):
     """Its runs have a warm start that gets a fifth right, and are sampled at temperature 1."""
 
     def environment(self, **changes: object) -> dict[str, str]:
-        return super().environment(**{"SFT_LR": 0.4, "TEMPERATURE": 1, **changes})
+        return super().environment(**{"TEMPERATURE": 1, **changes})
 
 
 RUNS = {"head": {}, "separate": {"CRITIC": "separate", "KL_TARGET": "0.5", "EPOCHS": "2"}}

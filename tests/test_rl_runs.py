@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV")
 TINY = {
     "DEVICE": "cpu", "LAYER_PATTERN": "g a", "MODEL_DIM": "32", "NUM_HEADS": "2", "SFT_STEPS": "20",
-    "SFT_LR": "0.4", "TEMPERATURE": "1",
+    "TEMPERATURE": "1",
     "TASK": "jsonl", "PROMPTS_PER_STEP": "4", "GROUP_SIZE": "4", "MINI_BATCHES": "2", "MAX_NEW_TOKENS": "3",
     "EVAL_PROMPTS": "16", "EVAL_SAMPLES": "2", "ITERATIONS": "10", "MAX_WALLCLOCK_SECONDS": "0", "RESERVE_SECONDS": "0",
     "SAVE_EVERY": "4", "LEARNING_RATE": "0.003",
@@ -59,6 +59,7 @@ for line in sys.stdin:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     name = order["env"].pop("SCRIPT")
     T = sys.modules[f"train_{name}"]
+    T.SFT_LR = 0.4  # a warm start that gets a fifth right
     os.environ.clear()
     os.environ.update(order["env"])
     sys.argv = [T.__file__]
