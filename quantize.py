@@ -2688,6 +2688,7 @@ def make_delta(args):
         "method": args.command,
         "base": hash_weights(base.tensors),
         **coding,
+        "keep_bits": 16,  # of what is no matrix
         "scale": 2.0 ** math.frexp(most)[1],
         "shape": tuned.shape,
     }
