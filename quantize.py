@@ -33,7 +33,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -63,7 +63,7 @@ def bounded(default, low, high=math.inf):
 class Settings:
     """Every setting is an environment variable: its name in capitals."""
 
-    tokenizer_path: str = ""  # .model or .tiktoken file, encoding or "bytes"; empty: the data's
+    tokenizer_path: str = ""  # .model or .tiktoken file, or "bytes"; empty: the data's
     data_path: str = ""  # folder of shards and manifest.json, or a mixture a:0.7,b:0.3
     seed: int = 1337  # of every random draw
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a device
@@ -77,7 +77,7 @@ class Settings:
     distill_steps: int = 100  # of bitdelta's scales against the tuned model's logits; 0: none
     distill_lr: float = 0.1  # AdamW, on scales in units of their matrix's mean, to 0 by a cosine
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         check_settings(self)
 
 
@@ -2151,7 +2151,7 @@ class Weights:
     average: str = ""  # of a checkpoint: raw, ema or swa
 
 
-def chosen_weights(folder: Path) -> str:
+def chosen_weights(folder):
     """Return which weights of a run were packed, by its result.json; `raw` without one."""
     for run in (folder, folder.parent):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
@@ -2161,7 +2161,7 @@ def chosen_weights(folder: Path) -> str:
     return "raw"
 
 
-def read_checkpoint(folder: Path, average: str) -> Weights:
+def read_checkpoint(folder, average):
     """Return a whole checkpoint's weights, or a folder's of `unpack` or `apply`. UserError."""
     load = functools.partial(torch.load, map_location="cpu", weights_only=True, mmap=True)
     try:
@@ -2188,7 +2188,7 @@ def read_checkpoint(folder: Path, average: str) -> Weights:
         raise UserError(f"{folder}: no checkpoint with {average} weights: {reason}") from None
 
 
-def read_weights(path: str, average: str = "") -> Weights:
+def read_weights(path, average=""):
     """Return a MODEL: an artifact's weights, or those of a folder's newest whole checkpoint.
 
     average: which weights of a checkpoint; "": those that its run chose. Raises UserError, or
@@ -2196,27 +2196,29 @@ def read_weights(path: str, average: str = "") -> Weights:
     """
     folder = Path(path)
     if folder.is_dir():
-        found, faults = newest_checkpoint(folder)
-        if found is None:
+        checkpoint, faults = newest_checkpoint(folder)
+        if checkpoint is None:
             raise UserError(f"{path}: no whole checkpoint; {'; '.join(faults)}")
         sys.stderr.write("".join(f"{fault}\n" for fault in faults))
-        return read_checkpoint(found, average or chosen_weights(folder))
+        return read_checkpoint(checkpoint, average or chosen_weights(folder))
     if not folder.is_file():
         raise UserError(f"{path}: no such file; a run's artifact is runs/<RUN_ID>/model.upar")
     header, tensors, coded = read_artifact(path)
     # The rest of a forged header was needed to read the file, or does no harm when it is printed.
     for key, kind in (("settings", dict), ("meta", dict), ("tokenizer_sha256", str)):
         require(isinstance(header.get(key), kind), f"{path}: the header's {key} is none")
+    tokenizer = header["meta"].setdefault("tokenizer", "bytes")
+    require(isinstance(tokenizer, str), f"{path}: the header's tokenizer is none")
     return Weights(folder, tensors, header["settings"], header, coded)
 
 
-def read_packed(path: str) -> Weights:
+def read_packed(path):
     """Return the weights of an artifact, or of a run's."""
     packed = Path(path) / "model.upar"
     return read_weights(str(packed) if Path(path).is_dir() else path)
 
 
-def write_folder(out: Path, files: dict[str, object]) -> None:
+def write_folder(out, files):
     """Write a new folder of files (bytes, or what torch.save takes) and their SHA-256 sums.
 
     Raises OSError; then there is no folder.
@@ -2236,50 +2238,44 @@ def write_folder(out: Path, files: dict[str, object]) -> None:
         raise OSError(f"{out}: cannot be written: {str(error).splitlines()[0]}") from None
 
 
-def copy_tokenizer(header: dict, out: Path, folders: Iterable[Path]) -> None:
-    """Copy a model's tokenizer from one of the folders to beside `out`, where sample.py looks.
+def copy_tokenizer(header, out, *models):
+    """Copy a tokenizer from beside one of the models to beside `out`, where sample.py looks.
 
     Raises UserError if another tokenizer of that name is there.
     """
-    name = Path(header["meta"].get("tokenizer", "bytes")).name
+    name = Path(header["meta"]["tokenizer"]).name
     if name == "bytes":  # is built in
         return
-    beside = out.absolute().parent / name
-    if beside.exists():
-        if sha256_file(beside) != header["tokenizer_sha256"]:
-            raise UserError(
-                f"OUT {str(out)!r}: {beside} is of another model; choose another folder"
-            )
-        return
-    for folder in folders:
-        path = folder / name
+    target = out.absolute().parent / name
+    for path in [target, *(model.parent / name for model in models)]:
         if path.is_file() and sha256_file(path) == header["tokenizer_sha256"]:
-            replace_file(beside, path.read_bytes())
+            replace_file(target, path.read_bytes())
             return
+        if path == target and path.exists():
+            raise UserError(f"OUT {str(out)!r}: {path} is of another model; choose another folder")
     sys.stderr.write(f"{out}: sample.py needs TOKENIZER_PATH, for no {name} was found to copy\n")
 
 
-def write_model(out: Path, source: Weights, folders: Iterable[Path]) -> None:
+def write_model(out, source, *models):
     """Write a MODEL as a folder: float32 weights, its codes if any, what rebuilds the network."""
-    header = {name: source.header[name] for name in ("tokenizer_sha256", "meta")}
-    copy_tokenizer(header, out, folders)
+    header = read_header(source, "")
+    copy_tokenizer(header, out, *models)
     coded = {name: (part.codes, part.scale, part.bits) for name, part in source.coded.items()}
     meta = json.dumps({"shape": source.shape, "header": header}).encode()
     write_folder(out, {"model.pt": source.tensors, "coded.pt": coded, "meta.json": meta})
     print(f"{out}: {len(source.tensors)} tensors")
 
 
-def read_header(source: Weights, tokenizer_path: str) -> dict:
+def read_header(source, tokenizer_path):
     """Return tokenizer_sha256 and meta for a file; a checkpoint's tokenizer lies beside. UserError."""
     if source.header:
-        return source.header
+        return {name: source.header[name] for name in ("tokenizer_sha256", "meta")}
     folder = source.path.parent
     beside = [*folder.glob("tokenizer.model"), *folder.glob("*.tiktoken"), "bytes"]
     tokenizer = read_tokenizer(tokenizer_path or beside[0], source.shape)
-    if (tokenizer.vocab_size, tokenizer.bos_id) != (
-        source.shape["vocab_size"],
-        source.shape["bos_id"],
-    ):
+    # Post-training adds four tokens for the roles to a tokenizer that has none.
+    is_right = source.shape["vocab_size"] - tokenizer.vocab_size in (0, 4)
+    if not is_right or tokenizer.bos_id != source.shape["bos_id"]:
         raise UserError(
             f"TOKENIZER_PATH={tokenizer_path!r}: {tokenizer.file} has {tokenizer.vocab_size} tokens; "
             f"must be the tokenizer of {source.path}, with {source.shape['vocab_size']}"
@@ -2288,7 +2284,7 @@ def read_header(source: Weights, tokenizer_path: str) -> dict:
     return {"tokenizer_sha256": tokenizer.sha256, "meta": meta}
 
 
-def load_defaults(source: Weights) -> Settings:
+def load_defaults(source):
     """Return the settings; quantizer and data are the checkpoint's unless given. UserError."""
 
     def stored(given):
@@ -2303,34 +2299,27 @@ def load_defaults(source: Weights) -> Settings:
     return load_settings(Settings, dict(os.environ), stored=stored)
 
 
-def pack_model(source: Weights, settings: Settings) -> tuple[bytes, dict[str, int]]:
-    """Return what pack_artifact does: of a model's codes, or of the nearest to its weights.
+def pack_model(source, settings):
+    """Return the artifact of a model: of its codes, or else of the nearest to its weights.
 
-    A class with the checkpoint's quantizer has its steps too, as they were widened when
-    quantization-aware training began. Raises UserError or ArtifactError.
+    A class with the checkpoint's bits has its steps too, as they were widened when quantization-
+    aware training began. Raises UserError or ArtifactError.
     """
     header = read_header(source, settings.tokenizer_path)
     coded = source.coded
     if not coded:
         table = quant_table(settings)
-        for kind, quantizer in table.items():
-            before = source.table.get(kind, {})
-            if {**before, "widen": quantizer["widen"]} == quantizer:
-                table[kind] = before
+        for kind, quantizer in source.table.items():
+            if quantizer["bits"] == table[kind]["bits"]:
+                table[kind] = quantizer
         coded = quantize_all(source.tensors, table)
     try:
-        return pack_artifact(
-            source.tensors,
-            coded,
-            settings=source.shape,
-            tokenizer_sha256=header["tokenizer_sha256"],
-            meta=header["meta"],
-        )
+        return pack_artifact(source.tensors, coded, settings=source.shape, **header)
     except ValueError as error:
         raise UserError(f"{source.path}: {error}") from None
 
 
-def rebuild(source: Weights) -> GPT:
+def rebuild(source):
     """Return the network of a MODEL. Raises ArtifactError if it is none, or gives no logits."""
     try:
         with torch.device("meta"):  # takes no memory
@@ -2345,7 +2334,7 @@ def rebuild(source: Weights) -> GPT:
     return network
 
 
-def read_data(tuned: Weights, settings: Settings) -> tuple[Dataset, SimpleNamespace]:
+def read_data(tuned, settings):
     """Return the Dataset for a model, and the settings of its batches. Raises UserError."""
     if not settings.data_path:
         raise UserError(
@@ -2371,16 +2360,13 @@ def read_data(tuned: Weights, settings: Settings) -> tuple[Dataset, SimpleNamesp
     return data, options
 
 
-KEEP_BITS = 16  # of what is no matrix, in a delta
-
-
-def as_kept(name: str, w: Tensor) -> Tensor:
+def as_kept(name, w):
     """Return a tensor that is no matrix as a delta gives it back."""
     stored = w.numpy().astype(delta_dtype(name))
     return torch.from_numpy(stored.astype("f4"))
 
 
-def distill(base: Weights, tuned: Weights, settings: Settings) -> dict[str, Tensor]:
+def distill(base, tuned, settings):
     """Return scales that bring the logits of base + delta near to the tuned model's.
 
     The loss is the mean squared error of logits (arXiv:2402.10193). If those of the first batch
@@ -2408,7 +2394,7 @@ def distill(base: Weights, tuned: Weights, settings: Settings) -> dict[str, Tens
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings.distill_steps)
 
-    def batch_loss(step: int, train: bool) -> float:
+    def batch_loss(step, train):
         """Return the mean of a batch; with `train`, add its gradients."""
         total = 0.0
         for ids, _ in batches.micro_batches(step):
@@ -2439,14 +2425,14 @@ def distill(base: Weights, tuned: Weights, settings: Settings) -> dict[str, Tens
     return {name: scale.detach().cpu() for name, scale in scales.items()}
 
 
-def read_tuned(path: str, base: Weights) -> Weights:
+def read_tuned(path, base):
     """Return the MODEL that a delta file makes of its base."""
     header, tensors = read_delta(path, base.tensors)
     return Weights(Path(path), tensors, header["settings"]["shape"], header)
 
 
 # ---------------------------------------------------------------------------------------- commands
-def show(rows: list[list]) -> None:
+def show(rows):
     """Print rows as a table; floats with five digits, NaN as a dash."""
     width = max(len(str(row[0])) for row in rows)
     for name, *cells in rows:
@@ -2455,7 +2441,7 @@ def show(rows: list[list]) -> None:
         print("  ".join([str(name).ljust(width), *texts]))
 
 
-def match_tensors(a: Weights, b: Weights) -> None:
+def match_tensors(a, b):
     """Raise ArtifactError, which names the first tensor that one lacks or has in another shape."""
     for name in [*a.tensors, *b.tensors]:
         one, two = (
@@ -2465,44 +2451,35 @@ def match_tensors(a: Weights, b: Weights) -> None:
         require(one == two, f"tensor {name!r}: {one} in {a.path}, {two} in {b.path}")
 
 
-def distances(a: Weights, b: Weights, base: Weights | None = None) -> list[list]:
+def distances(a, b, base=None):
     """Return the rows of a table, by tensor class and of all: how far b's weights are from a's.
 
     The columns are ||b - a|| / ||a||, mean (b - a)^2, max |b - a|, a.b / (||a|| ||b||) and
-    10 log10(||a||^2 / ||b - a||^2), in float64. With a base, a and b are what the models add to it.
+    20 log10(||a|| / ||b - a||), in float64. With a base, a and b are what the models add to it.
     Raises ArtifactError if shapes differ.
     """
     match_tensors(a, b)
-    sums = {kind: np.zeros(5) for kind in ("matrix", "embedding", "control", "all")}
-    most = collections.Counter()
+    parts = {kind: [] for kind in ("matrix", "embedding", "control", "all")}
     for name, w in a.tensors.items():
-        x = w.double().flatten().numpy()
-        y = b.tensors[name].double().flatten().numpy()
+        pair = torch.stack([w, b.tensors[name]]).double().flatten(1)
         if base:
-            before = base.tensors[name].double().flatten().numpy()
-            x = x - before
-            y = y - before
-        error = y - x
-        for kind in (tensor_class(name, w), "all"):
-            sums[kind] += [len(x), error @ error, x @ x, y @ y, x @ y]
-            most[kind] = max(most[kind], float(np.abs(error).max(initial=0)))
+            pair -= base.tensors[name].double().flatten()
+        parts[tensor_class(name, w)].append(pair)
+        parts["all"].append(pair)
     rows = [["class", "weights", "rel_frobenius", "mse", "max", "cosine", "snr_db"]]
-    with np.errstate(divide="ignore", invalid="ignore"):  # equal: an SNR of inf; all zero: NaN
-        for kind, (count, error, x, y, product) in sums.items():
-            cosine = product / np.sqrt(x * y)
-            ratios = [
-                np.sqrt(error / x),
-                error / count,
-                most[kind],
-                cosine,
-                10 * np.log10(x / error),
-            ]
-            if count:
-                rows.append([kind, int(count), *map(float, ratios)])
+    for kind, pairs in parts.items():
+        if pairs:
+            x, y = torch.cat(pairs, dim=1)
+            error = y - x
+            relative = error.norm() / x.norm()  # equal: an SNR of inf; all zero: NaN
+            cosine = x @ y / (x.norm() * y.norm())
+            ratios = [relative, error.square().mean(), error.abs().max(), cosine]
+            ratios.append(-20 * relative.log10())
+            rows.append([kind, len(x), *(ratio.item() for ratio in ratios)])
     return rows
 
 
-def check_codes(source: Weights, model: Weights, settings: Settings) -> None:
+def check_codes(source, model, settings):
     """Raise ArtifactError, which names a tensor, if an artifact cannot be of a model's weights.
 
     The exporter widens all steps of a class by one factor, so the steps say whose they are. GPTQ
@@ -2538,87 +2515,91 @@ def check_codes(source: Weights, model: Weights, settings: Settings) -> None:
             require(factor < 1.004, f"{what}its steps are not those of {whose}, by {factor:.4g}")
 
 
-def measure_tensor(name, record, source, model):
+def measure_tensor(name, source, model):
     """Return of an artifact's tensor: weights, bytes, entropy in bits, squared error, its coder."""
     w = source.tensors[name]
-    bits = 32 if name.endswith(FLOAT32_CONTROLS) else 16
-    sums = collections.Counter(tensors=1, weights=w.numel(), bytes=record["length"])
+    length = source.header["streams"][name]["length"]
+    sums = collections.Counter(tensors=1, weights=w.numel(), bytes=length)
     if name in source.coded:
-        bits = source.coded[name].bits
-        symbols = source.coded[name].codes.numpy().view(np.uint8).reshape(-1)
-        sums["entropy"] = 8 * entropy_bytes(np.bincount(symbols, minlength=256))
+        part = source.coded[name]
+        _, counts = np.unique(part.codes.numpy(), return_counts=True)
+        sums["entropy"] = (counts * np.log2(counts.sum() / counts)).sum()
+        coder = f"{part.bits}-bit rans"
+    else:
+        bits = 32 if name.endswith(FLOAT32_CONTROLS) else 16
+        coder = f"{bits}-bit zstd"
+    sums[coder] = 1
     if model:
         before = model.tensors[name].double()
         sums["error"] = (w.double() - before).square().sum().item()
         sums["power"] = before.square().sum().item()
-    coder = "rans" if name in source.coded else "zstd"
-    sums[f"{bits}-bit {coder}"] = 1
     return sums
 
 
-def info(args: argparse.Namespace) -> None:
-    """What an artifact's bytes are spent on; entropy: of the codes, order 0, by tensor, in bits a weight.
+def info(args):
+    """Print what an artifact's bytes are spent on.
 
-    With --checkpoint, error: ||artifact - checkpoint|| / ||checkpoint||.
+    entropy: of the codes, order 0, by tensor, in bits a weight. With --checkpoint, error:
+    ||artifact - checkpoint|| / ||checkpoint||.
     """
     source = read_packed(args.artifact)
     model = None
     if args.checkpoint:
         model = read_weights(args.checkpoint, args.weights)
         match_tensors(model, source)
+    size = source.path.stat().st_size
     parts = collections.defaultdict(collections.Counter)  # by tensor, class, or part of the file
-    left = source.path.stat().st_size
+    parts["(header)"]["bytes"] = size
     for name, record in source.header["streams"].items():
-        left -= record["length"]
+        parts["(header)"]["bytes"] -= record["length"]
         if name not in source.tensors:
             parts[f"({name})"].update({"bytes": record["length"], "zstd": 1})
             continue
-        sums = measure_tensor(name, record, source, model)
+        sums = measure_tensor(name, source, model)
         for part in (name, tensor_class(name, source.tensors[name]), "total"):
             parts[part].update(sums)
-    parts["(header)"]["bytes"] = left
-    parts["total"]["bytes"] = source.path.stat().st_size
-    rows = []
+    parts["total"]["bytes"] = size
+    rows = [["class", "tensors", "weights", "bytes", "bits/weight", "entropy", "error", "coders"]]
     for name, sums in parts.items():
+        if name in source.tensors and not args.tensors:
+            continue
         coders = [f"{key}:{count}" for key, count in sums.items() if re.search("rans|zstd", key)]
         weights = sums["weights"] or math.nan
-        per_weight = [8 * sums["bytes"] / weights, (sums["entropy"] or math.nan) / weights]
+        entropy = sums["entropy"] or math.nan
         error = math.sqrt(sums["error"] / (sums["power"] or math.nan))
         counts = [sums["tensors"], sums["weights"], sums["bytes"]]
-        if args.tensors or name not in source.tensors:
-            rows.append([name, *counts, *per_weight, error, ", ".join(coders)])
+        rates = [8 * sums["bytes"] / weights, entropy / weights, error]
+        rows.append([name, *counts, *rates, ", ".join(coders)])
     print(f"{source.path}: settings {source.shape} meta {source.header['meta']}")
-    head = ["class", "tensors", "weights", "bytes", "bits/weight", "entropy", "error", "coders"]
-    show([head, *rows])
+    show(rows)
 
 
-def unpack(args: argparse.Namespace) -> None:
-    """An artifact's weights in a folder, in float32 and as codes, of which `pack` makes the same file."""
+def unpack(args):
+    """Write an artifact's weights as a folder, in float32 and as codes; `pack` makes it again."""
     source = read_packed(args.artifact)
-    write_model(args.out, source, [source.path.parent])
+    write_model(args.out, source, source.path)
 
 
-def pack(args: argparse.Namespace) -> None:
-    """A checkpoint's artifact, every weight at the nearest code, and its tokenizer beside it."""
+def pack(args):
+    """Write a checkpoint's artifact, every weight at the nearest code, and its tokenizer beside."""
     source = read_weights(args.model, args.weights)
     settings = load_defaults(source)
-    data, sizes = pack_model(source, settings)
-    folders = [Path(settings.tokenizer_path).parent, source.path.parent]
-    copy_tokenizer(read_header(source, settings.tokenizer_path), args.out, folders)
+    data = pack_model(source, settings)
+    header = read_header(source, settings.tokenizer_path)
+    copy_tokenizer(header, args.out, Path(settings.tokenizer_path), source.path)
     replace_file(args.out, data)
-    parts = " ".join(f"{name}:{size}" for name, size in sizes.items())
-    print(f"{args.out}: {len(data)} bytes; {parts}")
+    print(f"{args.out}: {len(data)} bytes")
 
 
-def compare_packed(source: Weights, model: Weights) -> None:
+def compare_packed(source, model):
     """Print how an artifact differs from a model. Raises ArtifactError if it is not the model's."""
     rows = distances(model, source)
     settings = load_defaults(model)
     path = source.path
     require(model.shape == source.shape, f"{path}: its settings are not those of {model.path}")
     sha256 = read_header(model, settings.tokenizer_path)["tokenizer_sha256"]
-    is_same = sha256 == source.header["tokenizer_sha256"]
-    require(is_same, f"{path}: its tokenizer is not {model.path}'s")
+    is_equal = sha256 == source.header["tokenizer_sha256"]
+    require(is_equal, f"{path}: its tokenizer is not {model.path}'s")
     if model.coded:
         for name, w in model.tensors.items():
             is_equal = torch.equal(w, source.tensors[name])
@@ -2627,14 +2608,14 @@ def compare_packed(source: Weights, model: Weights) -> None:
         check_codes(source, model, settings)
     show(rows)
     whose = f"of the {model.average} weights of {model.path}"
-    if pack_model(model, settings)[0] == path.read_bytes():
+    if pack_model(model, settings) == path.read_bytes():
         print(f"{path}: what `pack` makes {whose}, byte for byte")
     else:
         print(f"{path}: {whose}, by GPTQ or with steps fitted, or on another machine")
 
 
-def verify(args: argparse.Namespace) -> None:
-    """Is an artifact whole, and is it of a checkpoint? Exit code 1 where it is not."""
+def verify(args):
+    """Check that an artifact is whole, and of a checkpoint; if not, the exit code is 1."""
     source = read_packed(args.artifact)
     rebuild(source)
     if args.checkpoint:
@@ -2643,29 +2624,31 @@ def verify(args: argparse.Namespace) -> None:
     print(f"{source.path}: whole, {count} tensors, SHA-256 {sha256_file(source.path)}")
 
 
-def compare(args: argparse.Namespace) -> None:
-    """How far the weights of model B are from those of A."""
+def compare(args):
+    """Print how far the weights of model B are from those of A."""
     show(distances(read_weights(args.a, args.weights), read_weights(args.b, args.weights)))
 
 
-def show_sizes(path: Path, base: Weights) -> None:
+def show_sizes(path, base):
     """Print the size of a delta file and of its matrices against weights in float32 and bfloat16."""
     size = path.stat().st_size
-    coded = 0
+    rows = [["file", "bytes", "x_fp32", "x_bf16"]]
+    counts = collections.Counter()
     kept = 0  # bytes of what is no matrix
     for name, w in base.tensors.items():
-        if tensor_class(name, w) == "matrix":
-            coded += w.numel()
-        else:
+        kind = tensor_class(name, w)
+        counts[kind] += w.numel()
+        if kind != "matrix":
             kept += w.numel() * np.dtype(delta_dtype(name)).itemsize
-    weights = sum(w.numel() for w in base.tensors.values())
-    rows = [["file", "bytes", "x_fp32", "x_bf16"]]
-    for name, used, count in ((path, size, weights), ("its matrices", size - kept, coded)):
+    for name, used, count in (
+        (path, size, counts.total()),
+        ("its matrices", size - kept, counts["matrix"]),
+    ):
         rows.append([name, used, 4 * count / used, 2 * count / used])
     show(rows)
 
 
-def show_scores(models: list[Weights], settings: Settings) -> None:
+def show_scores(models, settings):
     """Print bits per byte of validation of base, tuned, and base + delta."""
     data, options = read_data(models[1], settings)
     runtime = start_runtime(settings.device)
@@ -2680,7 +2663,7 @@ def show_scores(models: list[Weights], settings: Settings) -> None:
     )
 
 
-def make_delta(args: argparse.Namespace) -> None:
+def make_delta(args):
     """Write the delta of two models by settings of the environment, and report on it."""
     base = read_weights(args.base, args.weights)
     tuned = read_weights(args.tuned, args.weights)
@@ -2701,12 +2684,11 @@ def make_delta(args: argparse.Namespace) -> None:
         coding = {"bits": settings.delta_bits, "group": groups[settings.delta_step]}
         coding["scale_bits"] = 16
     header = read_header(tuned, settings.tokenizer_path)
-    header = {name: header[name] for name in ("tokenizer_sha256", "meta")}
     header["settings"] = {
         "method": args.command,
         "base": hash_weights(base.tensors),
         **coding,
-        "keep_bits": KEEP_BITS,
+        "keep_bits": 16,  # of what is no matrix
         "scale": 2.0 ** math.frexp(most)[1],
         "shape": tuned.shape,
     }
@@ -2722,21 +2704,21 @@ def make_delta(args: argparse.Namespace) -> None:
         show_scores([base, tuned, model], settings)
 
 
-def bitdelta(args: argparse.Namespace) -> None:
-    """What makes BASE into TUNED, one bit a weight of the matrices."""
+def bitdelta(args):
+    """Write what makes BASE into TUNED, one bit a weight of the matrices."""
     make_delta(args)
 
 
-def deltaquant(args: argparse.Namespace) -> None:
-    """What makes BASE into TUNED, 1 to 8 bits a weight of the matrices, entropy coded."""
+def deltaquant(args):
+    """Write what makes BASE into TUNED, 1 to 8 bits a weight of the matrices, entropy coded."""
     make_delta(args)
 
 
-def apply(args: argparse.Namespace) -> None:
-    """The tuned model that a delta makes of BASE: a folder as `unpack` writes it, in float32."""
+def apply(args):
+    """Write the model that a delta makes of BASE: a folder as `unpack` writes it, in float32."""
     base = read_weights(args.base, args.weights)
     model = read_tuned(args.delta, base)
-    write_model(args.out, model, [model.path.parent, base.path.parent])
+    write_model(args.out, model, model.path, base.path)
 
 
 # What LlamaForCausalLM of transformers computes, in settings of this project.
@@ -2758,7 +2740,7 @@ LLAMA_LAYER = (
 ).split()
 
 
-def llama_state(network: GPT) -> dict[str, Tensor]:
+def llama_state(network):
     """Return the tensors of a network by their names in LlamaForCausalLM."""
     shape = network.config
     kv_rows = shape.num_kv_heads * shape.model_dim // shape.num_heads
@@ -2778,7 +2760,7 @@ def llama_state(network: GPT) -> dict[str, Tensor]:
     return {name: w.detach().clone() for name, w in state.items()}
 
 
-def llama_config(shape: GPTConfig) -> dict:
+def llama_config(shape):
     """Return config.json of LlamaForCausalLM."""
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -2799,18 +2781,18 @@ def llama_config(shape: GPTConfig) -> dict:
     }
 
 
-def export(args: argparse.Namespace) -> None:
-    """model.safetensors and config.json, which transformers loads as LlamaForCausalLM; other layouts are refused."""
+def export(args):
+    """Write model.safetensors and config.json, which transformers loads as LlamaForCausalLM."""
     source = read_weights(args.model, args.weights)
     network = rebuild(source)
     shape = network.config
     count = len(network.blocks)
     wanted = {"layers": " ".join(["a"] * count), "norms": " ".join(["rms_weight"] * count), **LLAMA}
     for name, value in wanted.items():
-        found = getattr(shape, name)
-        if found != value:
+        actual = getattr(shape, name)
+        if actual != value:
             raise UserError(
-                f"{source.path}: transformers' LlamaForCausalLM has no {name}={found!r}"
+                f"{source.path}: transformers' LlamaForCausalLM has no {name}={actual!r}"
             )
     try:
         from safetensors.torch import save
@@ -2847,12 +2829,12 @@ WORDS = {
 }
 
 
-def fail_usage(message: str) -> None:
+def fail_usage(message):
     """Raise a mistake in the command line, which argparse would print in several lines."""
     raise UserError(f"{message}; quantize.py --help says more")
 
 
-def main() -> int:
+def main():
     """Run one command. Return its exit code: 1 if `verify` says no, 2 for a mistake."""
     parser = argparse.ArgumentParser(
         prog="quantize.py",

@@ -1,15 +1,16 @@
-"""Write text, chat, and score, with a model from a run, a checkpoint or an artifact.
+"""Generate text, chat and score, with a model from a run, a checkpoint or an artifact.
 
-    ARTIFACT=runs/<RUN_ID>/model.upar PROMPT="Once upon a time" python sample.py
-    ARTIFACT=runs/<RUN_ID>/model.upar TEMPERATURE=0.7 NUM_SAMPLES=4 MAX_NEW_TOKENS=200 python sample.py
-    ARTIFACT=runs/<RUN_ID> MODE=chat SYSTEM="Answer briefly." python sample.py  # /reset forgets; Ctrl-C ends an answer
+    ARTIFACT=runs/<RUN_ID> PROMPT="Once upon a time" python sample.py
+    ARTIFACT=runs/<RUN_ID> TEMPERATURE=0.7 NUM_SAMPLES=4 MAX_NEW_TOKENS=200 python sample.py
+    ARTIFACT=runs/<RUN_ID> MODE=chat SYSTEM="Answer briefly." python sample.py
     ARTIFACT=runs/<RUN_ID> MODE=score SCORE=choices SCORE_PATH=piqa.jsonl,copa.jsonl.zst python sample.py
 
-Settings below are environment variables, in capitals. SCORE: docs/scoring.md. `# === shared:` fences: tools/sync.py.
+In a chat, a line is a turn, /reset forgets the conversation, and Ctrl-C ends an answer. The scores
+are explained in docs/scoring.md. Every setting below is an environment variable or an argument,
+NAME=value. Sections between `# === shared:` fences stand in other scripts too (tools/sync.py).
 """
 
 import base64
-import codecs
 import collections
 import contextlib
 import difflib
@@ -31,12 +32,11 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Literal, get_args
 
 import numpy as np
@@ -62,47 +62,47 @@ def bounded(default, low, high=math.inf):
 # === end: bounds ===
 
 
-# ---------------------------------------------------------------------------------------------------------- settings
+# ---------------------------------------------------------------------------------------- settings
 @dataclass(frozen=True)
 class Settings:
     """Every setting is an environment variable: its name in capitals."""
 
-    # go on from PROMPT; chat: by lines; score: measure SCORE
+    # generate: continue PROMPT; chat: answer the lines of standard input; score: measure SCORE
     mode: Literal["generate", "chat", "score"] = "generate"
     artifact: str = ""  # the model: a run, a checkpoint or an artifact (model.upar)
-    tokenizer_path: str = ""  # .model or .tiktoken file, encoding or "bytes"; empty: the data's
-    prompt: str = ""  # text to go on from; empty: a document's beginning
+    tokenizer_path: str = ""  # .model or .tiktoken file, or "bytes"; empty: the data's
+    seed: int = 1337  # of every random draw
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a device
+    # generate
+    prompt: str = ""  # text to continue; empty: a document's beginning
     # of a prompt; chat: a user's turn, as post-training has it
     layout: Literal["text", "chat"] = "text"
-    system: str = ""  # first turn of a chat: what the model is to be; empty: none
-    num_samples: int = bounded(1, 1, 1 << 16)  # how many continuations
-    max_new_tokens: int = bounded(100, 1, 1 << 20)  # length of each, at most
-    # of the distribution; 0: always the likeliest token
-    temperature: float = bounded(0.8, 0.0, 100.0)
+    system: str = ""  # what stands before the prompt; in a chat the first turn
+    num_samples: int = bounded(1, 1)  # how many continuations
+    max_new_tokens: int = bounded(100, 1)  # length of each, at most
+    temperature: float = bounded(
+        0.8, 0.0, 100.0
+    )  # of the distribution; 0: always the likeliest token
     top_k: int = 50  # draw from this many likeliest tokens; 0: from all
     # draw from the likeliest tokens that hold this share of probability; 1: from all
     top_p: float = bounded(1.0, 1e-09, 1.0)
-    seed: int = 1337  # of every random draw
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a device
     # score
-    # text: bits per byte
+    # text: bits per byte; the others are listed in docs/scoring.md
     score: Literal["text", "choices", "lambada", "task", "preference", "win", "quality"] = "text"
-    # files to score, with commas between them; of task, win and quality in TASK_PATH's place
+    # files to score, separated by commas; task, win and quality read TASK's prompts without
     score_path: str = ""
-    # another model: win's opponent, the reference of preference, the reader of quality
-    score_model: str = ""
+    score_model: str = ""  # second model: the opponent of win, the reference of preference
     score_judge: str = ""  # a reward model that decides win; empty: TASK's checker
-    score_delimiter: str = " "  # between a context and what may follow it, of choices and lambada
+    score_delimiter: str = " "  # between context and answer, for choices and lambada
     score_file: str = ""  # file to write the scores to, as JSON; empty: none
     # gsm8k and jsonl read TASK_PATH; jsonl: lines with prompt and answer
     task: Literal["sort", "reverse", "add", "countdown", "zebra", "gsm8k", "jsonl"] = "sort"
     task_path: str = ""  # file of gsm8k or jsonl
-    eval_prompts: int = bounded(512, 1, 1 << 20)  # held-out prompts that score the policy
-    eval_samples: int = bounded(8, 1, 1 << 20)  # of each, for pass@1 and pass@EVAL_SAMPLES
+    eval_prompts: int = bounded(512, 1)  # held-out prompts that score the policy
+    eval_samples: int = bounded(8, 1)  # of each, for pass@1 and pass@EVAL_SAMPLES
     eval_stride: int = 0  # stride of the sliding-window score; 0: leave that score out
-    micro_batch_tokens: int = 0  # per forward and rank; 0: fitted to memory. Same global batch
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         check_settings(self)
 
 
@@ -2468,479 +2468,173 @@ def make_task(name, path, seed):
 # === end: tasks ===
 
 
-# ------------------------------------------------------------------------------------------------------------ models
-EVAL_STEP = 1 << 31  # in the seeds of scored samples, as in train_grpo.py: a task's scores are those of its result.json
-# What MODE or SCORE reads beside what all of them do, and needs; other settings must be left at their defaults.
-DRAWN, ASKED = "max_new_tokens temperature top_k top_p", "score_path task task_path eval_prompts"
-USES = {
-    "generate": f"prompt layout system num_samples {DRAWN}", "chat": f"system {DRAWN}",
-    "text": "score_path eval_stride", "preference": "score_path score_model",
-    "choices": "score_path layout score_delimiter", "lambada": "score_path layout score_delimiter",
-    "task": f"eval_samples {ASKED} {DRAWN}", "win": f"score_model score_judge {ASKED} {DRAWN}",
-    "quality": f"score_model layout num_samples {ASKED} {DRAWN}"}
-NEEDS = {"win": "score_model", **dict.fromkeys(("text", "choices", "lambada", "preference"), "score_path")}
-ALWAYS, SCORING = "mode artifact tokenizer_path seed device", "score score_file micro_batch_tokens"
+# What each MODE or SCORE reads; another setting that is given is an error.
+SAMPLING = "max_new_tokens temperature top_k top_p"
+ASKING = f"score_path task task_path eval_prompts {SAMPLING}"
+READ_SETTINGS = {
+    "generate": f"prompt layout system num_samples {SAMPLING}",
+    "chat": f"system {SAMPLING}",
+    "text": "score_path eval_stride",
+    "choices": "score_path layout score_delimiter",
+    "lambada": "score_path layout score_delimiter",
+    "task": f"eval_samples {ASKING}",
+    "preference": "score_path score_model",
+    "win": f"score_model score_judge {ASKING}",
+    "quality": f"layout num_samples {ASKING}",
+}
 
 
-def check_modes(settings: Settings) -> None:
-    """Raises UserError for a setting that MODE and SCORE do not read, or one that they need and that is empty."""
-    s, scores = settings, settings.mode == "score"
-    kind, what = (s.score, f"SCORE={s.score}") if scores else (s.mode, f"MODE={s.mode}")
-    used = f"{ALWAYS} {SCORING if scores else ''} {USES[kind]}".split()
-    if "layout" in used:
-        what += f" with LAYOUT={s.layout}"
-        used = [name for name in used if name != {"text": "system", "chat": "score_delimiter"}[s.layout]]
-    for setting in fields(s):
-        value = getattr(s, setting.name)
-        if setting.name not in used and value != setting.default:
-            raise UserError(f"{setting.name.upper()}={value!r}: {what} does not read it; must be left at "
-                            f"{setting.default!r}")
-    if kind in NEEDS and not getattr(s, NEEDS[kind]):
-        raise UserError(f"{NEEDS[kind].upper()}='': must be given for {what}")
-    if s.score_path and (s.task_path or s.task not in FROM_FILE and (
-            s.task != Settings.task or kind in ("task", "win") and not s.score_judge)):
-        raise UserError(f"SCORE_PATH={s.score_path!r}: with it TASK_PATH must be empty, and TASK gsm8k or jsonl, whose "
-                        "rows a checker knows; or TASK unset, for SCORE=win with SCORE_JUDGE")
+def check_modes(settings):
+    """Raise UserError for a setting that MODE and SCORE do not read, or need and do not have."""
+    kind = settings.mode
+    read = {"mode", "artifact", "tokenizer_path", "seed", "device"}
+    if kind == "score":
+        kind = settings.score
+        read |= {"score", "score_file"}
+    read |= {*READ_SETTINGS[kind].split()}
+    if settings.layout == "chat":
+        read -= {"score_delimiter"}
+    for setting in fields(settings):
+        value = getattr(settings, setting.name)
+        if setting.name not in read and value != setting.default:
+            raise UserError(
+                f"{setting.name.upper()}={value!r}: not read with MODE={settings.mode} "
+                f"SCORE={settings.score} LAYOUT={settings.layout}; must be left at "
+                f"{setting.default!r}"
+            )
+    if "score_path" in read and "task" not in read and not settings.score_path:
+        raise UserError(f"SCORE_PATH='': must be given for SCORE={kind}")
+    if not Path(settings.score_file).absolute().parent.is_dir():
+        raise UserError(f"SCORE_FILE={settings.score_file!r}: must be in a folder that exists")
+    needs_checker = kind in ("task", "win") and not settings.score_judge
+    tasks = [*FROM_FILE] if needs_checker else [*FROM_FILE, "sort"]
+    if settings.score_path and (settings.task_path or settings.task not in tasks):
+        raise UserError(
+            f"SCORE_PATH={settings.score_path!r}: takes TASK_PATH's place, for TASK gsm8k or jsonl; "
+            "other rows have no checker: they need SCORE=quality, or SCORE=win with SCORE_JUDGE"
+        )
 
 
-def open_model(name: str, settings: Settings, runtime: Runtime) -> SimpleNamespace:
-    """The model that setting `name` says: its network, tokenizer, file, and how many tokens a batch of it may have."""
-    own = settings.tokenizer_path if name == "artifact" else ""
-    network, tokenizer, source = load_model(name.upper(), getattr(settings, name), own)
+# ------------------------------------------------------------------------------------------ models
+@dataclass
+class Model:
+    """A model and what belongs to it."""
+
+    network: GPT
+    tokenizer: Tokenizer
+    source: str  # the file that it was read from
+    context: int  # tokens
+
+
+def open_model(name, path, runtime, tokenizer_path=""):
+    """Return the Model of a path, which the setting `name` has, on the device."""
+    network, tokenizer, source = load_model(name, path, tokenizer_path)
     network = merge_lora(network).to(runtime.device).requires_grad_(False)
-    tokens = settings.micro_batch_tokens or (1 << 16 if runtime.device.type == "cuda" else 4096)
-    return SimpleNamespace(network=network, tokenizer=tokenizer, source=source, tokens=tokens, device=runtime.device,
-                           context=network.config.train_seq_len)
+    return Model(network, tokenizer, source, network.config.train_seq_len)
 
 
-def asked(tokenizer: Tokenizer, turns: list[tuple[str, str]], layout: str) -> tuple[list[int], int]:
-    """Ids of a prompt, (role token, text)s, and the token that ends the answer: in layout chat turns, after which the
-    assistant's begins (of a tokenizer without role tokens lines, as in `chat_ids`); in layout text their bare text.
+def prompt_ids(tokenizer, turns, layout):
+    """Return the ids of a prompt, turns (role token, text), and the token that ends the answer.
+
+    In layout text the prompt is the bare text. In layout chat it ends where the assistant's turn
+    begins; for a tokenizer without role tokens it is lines, as in `chat_ids`.
     """
-    roles, text = tokenizer.roles, "\n".join(text for _, text in turns)
+    text = "\n".join(text for _, text in turns)
     if layout == "text":
         return [tokenizer.bos_id, *tokenizer.encode(text)], tokenizer.bos_id
-    if not roles:
+    if not tokenizer.roles:
         return chat_ids(tokenizer, text)
-    return [*turn_ids(tokenizer, turns)[0], roles["<|assistant|>"]], roles["<|end|>"]
+    ids, _ = turn_ids(tokenizer, turns)
+    return [*ids, tokenizer.roles["<|assistant|>"]], tokenizer.roles["<|end|>"]
 
 
-def answered(tokenizer: Tokenizer, turns: list[tuple[str, str]], answers: list[str],
-             layout: str) -> list[tuple[list[int], list[int]]]:
-    """Ids of a prompt and of each answer to it; in layout chat with the token that ends an answer.
-
-    In layout text context and answer are encoded together, and a token may stand on both sides of where the answer
-    begins: what follows the tokens that all of them and the context begin with is scored.
-    """
-    if layout == "chat":
-        prompt, end = asked(tokenizer, turns, layout)
-        return [(prompt, [*tokenizer.encode(answer), end]) for answer in answers]
-    context = "\n".join(text for _, text in turns)
-    wholes = [tokenizer.encode(context + answer) for answer in answers]
-    shared = len(os.path.commonprefix([tokenizer.encode(context), *wholes]))
-    return [([tokenizer.bos_id, *whole[:shared]], whole[shared:]) for whole in wholes]
+def room_left(model, turns, layout):
+    """Return for how many tokens a model's context has room after a prompt."""
+    ids, _ = prompt_ids(model.tokenizer, turns, layout)
+    return model.context - len(ids)
 
 
-# ----------------------------------------------------------------------------------------------------- probabilities
-def padded(model: SimpleNamespace, rows: list[list[int]]) -> Iterator[tuple[list[int], Tensor]]:
-    """Batches of rows of ids: their numbers, and them (B, T), longest first, at most model.tokens tokens or one row.
-    What fills a row up stands behind it, so that nothing of it enters a state."""
-    order, begin = sorted(range(len(rows)), key=lambda at: -len(rows[at])), 0
-    while begin < len(order):
-        width = len(rows[order[begin]])
-        here = order[begin : begin + max(1, model.tokens // width)]
-        begin += len(here)
-        yield here, torch.tensor([rows[at] + [0] * (width - len(rows[at])) for at in here], device=model.device)
+def system_turns(settings):
+    """Return the turns that stand before all others: that of SYSTEM, if it is given."""
+    return [("<|system|>", settings.system)] if settings.system else []
 
 
+# ---------------------------------------------------------------------------------------- generate
+def sample(settings):
+    """Print NUM_SAMPLES continuations of PROMPT."""
+    runtime = start_runtime(settings.device)
+    model = open_model("ARTIFACT", settings.artifact, runtime, settings.tokenizer_path)
+    turns = [*system_turns(settings), ("<|user|>", settings.prompt)]
+    prompt, end = prompt_ids(model.tokenizer, turns, settings.layout)
+    if settings.layout == "chat" and not settings.prompt.strip():
+        raise UserError("PROMPT='': must be given for LAYOUT=chat")
+    room = model.context + 1 - len(prompt)  # the last token is not read
+    if model.network.config.positions == "learned" and settings.max_new_tokens > room:
+        fault = f"MAX_NEW_TOKENS={settings.max_new_tokens}: must be at most {room}"
+        if room < 1:
+            fault = f"PROMPT={settings.prompt!r:.40}: must be shorter"
+        raise UserError(
+            f"{fault}; the prompt has {len(prompt)} tokens, the model positions for {model.context}"
+        )
+    samples = generate(
+        model.network,
+        [prompt],
+        settings.num_samples,
+        settings.max_new_tokens,
+        settings.temperature,
+        settings.top_k,
+        settings.top_p,
+        [(settings.seed,)],
+        frozenset([end, model.tokenizer.bos_id]),
+    )
+    begin = 1 if settings.layout == "text" else len(prompt)  # a text is printed with its prompt
+    for one in samples:
+        ids = prompt + one.ids
+        print(completion(model.tokenizer, ids[:begin], ids[begin:]))
+
+
+# -------------------------------------------------------------------------------------------- chat
 @torch.inference_mode()
-def token_scores(model: SimpleNamespace, rows: list[tuple[list[int], list[int]]]) -> list[tuple[Tensor, Tensor]]:
-    """Of each row, ids of a context (one at least) and the n that follow: their log-probabilities (n,), float64, and
-    whether each was the likeliest token (n,).
+def stream_answer(model, talk, settings, count, number):
+    """Return the answer to turns, of `count` tokens at most, printed token by token.
+
+    Ctrl-C ends it. It is the sample that `generate` would draw with the seed (SEED, number).
     """
-    found = {}
-    for here, ids in padded(model, [[*context, *follows[:-1]] for context, follows in rows]):
-        features, sizes = model.network.features(ids), [len(rows[at][1]) for at in here]
-        picked = torch.cat([row[len(rows[at][0]) - 1 :][: len(rows[at][1])]
-                            for row, at in zip(features, here, strict=True)])
-        wanted = torch.tensor([token for at in here for token in rows[at][1]], device=model.device)
-        logps, hits = [], []
-        for part, tokens in zip(picked.split(1024), wanted.split(1024), strict=True):  # or logits would take all memory
-            logits = model.network.logits(part)
-            logps.append(logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0].double().cpu())
-            hits.append((logits.argmax(-1) == tokens).cpu())
-        found |= zip(here, zip(torch.cat(logps).split(sizes), torch.cat(hits).split(sizes), strict=True), strict=True)
-    return [found[at] for at in range(len(rows))]
-
-
-def item_scores(model: SimpleNamespace, items: list[list[tuple[list[int], list[int]]]]) -> tuple[list, dict[str, int]]:
-    """`token_scores` of the rows of each item, and how many contexts were cut and items left out: a context that leaves
-    no room gives way behind its BOS; an item with an answer that is empty or longer than the model's context is None.
-    Raises UserError if all are."""
-    rows, fits, cut = [], [], 0
-    for item in items:
-        fits.append(all(0 < len(follows) <= model.context for _, follows in item))
-        for context, follows in item if fits[-1] else ():
-            over = max(0, len(context) + len(follows) - 1 - model.context)
-            rows.append(([context[0], *context[1 + over :]], follows))
-            cut += over > 0
-    if not any(fits):
-        raise UserError(f"{len(items)} rows with answers that are empty or longer than the context of {model.source}, "
-                        f"{model.context} tokens; must be one that fits")
-    scores = iter(token_scores(model, rows))
-    return ([[*itertools.islice(scores, len(item))] if fit else None for item, fit in zip(items, fits, strict=True)],
-            {"contexts_cut": cut, "left_out": fits.count(False)})
-
-
-@torch.inference_mode()
-def rewards(model: SimpleNamespace, talks: list[list[tuple[str, str]]]) -> list[float]:
-    """What a reward model gives conversations, by their last token; of one longer than its context the end."""
-    rows, found = [turn_ids(model.tokenizer, turns)[0] for turns in talks], {}
-    rows = [[ids[0], *ids[1 + max(0, len(ids) - model.context) :]] for ids in rows]
-    for here, ids in padded(model, rows):
-        last = model.network.features(ids)[range(len(here)), [len(rows[at]) - 1 for at in here]]
-        found |= zip(here, (last.float() @ model.network.w_value.float()).tolist(), strict=True)
-    return [found[at] for at in range(len(rows))]
-
-
-def interval(values: list[float], share: bool = True) -> list[float | None]:
-    """Mean of values of independent rows and the ends of its 95% interval, None of one value: Wilson's (JASA 22, 1927)
-    of a share whose values are all 0 or 1, else the normal approximation, for a share no further than 0 and 1."""
-    n, mean, z = len(values), statistics.fmean(values), 1.959964
-    if share and set(values) <= {0, 1}:
-        centre, half = mean + z * z / (2 * n), z * math.sqrt(mean * (1 - mean) / n + z * z / (4 * n * n))
-        return [mean, *(end / (1 + z * z / n) for end in (centre - half, centre + half))]
-    half = z * statistics.stdev(values) / math.sqrt(n) if n > 1 else math.nan
-    ends = (max(0.0, mean - half), min(1.0, mean + half)) if share else (mean - half, mean + half)
-    return [mean, *(ends if n > 1 else (None, None))]
-
-
-# -------------------------------------------------------------------------------------------------------------- rows
-def row_text(row: dict) -> tuple[str, str]:
-    """A document. Raises RowError, as do the next ones; `read_rows` counts what they raise."""
-    text = text_of(row, "text")
-    if not text.strip():
-        raise RowError("empty text")
-    return "text", text
-
-
-def row_options(row: dict) -> tuple[str, tuple[list[tuple[str, str]], int]]:
-    """Kind, and (context, continuation) of each option, and which is right. Choices: `query` or `ctx`, `choices` or
-    `endings`, `gold` or `label`; contexts, for one continuation: `context_options`, `continuation`, `gold`; sentences:
-    `sentence_good`, `sentence_bad`.
-    """
-    gold, lists = row.get("gold", row.get("label")), {"context_options": "contexts", "choices": "choices",
-                                                      "endings": "choices"}
-    name = next((name for name in lists if name in row), "choices")
-    if kind := "sentences" * ("sentence_good" in row):
-        gold, options = 0, [("", text_of(row, name)) for name in ("sentence_good", "sentence_bad")]
-    elif not isinstance(row.get(name), list) or len(row[name]) < 2:
-        raise RowError(f"field {name!r} is no list of two texts or more")
-    else:
-        kind, texts = lists[name], [text_of({name: text}, name) for text in row[name]]
-        options = ([(text, text_of(row, "continuation")) for text in texts] if kind == "contexts" else
-                   [(text_of(row, "query", "ctx"), text) for text in texts])
-    if not all(text.strip() for _, text in options):
-        raise RowError("empty answer")
-    if isinstance(gold, bool) or not str(gold).isdecimal() or int(gold) >= len(options):
-        raise RowError("gold is not the number of a choice")
-    return kind, (options, int(gold))
-
-
-def row_last(row: dict) -> tuple[str, tuple[str, str]]:
-    """A context and what follows it: `context` and `continuation` or `answer`, or a `text` and its last word."""
-    if "context" in row:
-        kind, context, word = "context", text_of(row, "context"), text_of(row, "continuation", "answer")
-    else:
-        kind, (context, _, word) = "text", text_of(row, "text").rstrip().rpartition(" ")
-    if not (context.strip() and word.strip()):
-        raise RowError("empty context or answer")
-    return kind, (context.rstrip(), word.strip())
-
-
-def row_prompt(row: dict) -> tuple[str, list[tuple[str, str]]]:
-    """The turns before an assistant's last answer, of any format of `row_turns` and `row_pair`, or of a `prompt`."""
-    if "chosen" in row:
-        kind, (turns, *_) = row_pair(row)
-    elif isinstance(row.get("prompt"), str):
-        kind, turns = "prompt", [("<|user|>", text_of(row, "prompt"))]
-    else:
-        kind, turns = row_turns(row)
-        while turns and turns.pop()[0] != "<|assistant|>":
-            pass
-    if not any(text.strip() for _, text in turns):
-        raise RowError("no prompt")
-    return kind, turns
-
-
-def row_problem(name: str, row: dict) -> tuple[str, Problem]:
-    """A problem of the task gsm8k or jsonl."""
-    prompt, answer = (text_of(row, key).strip() for key in FROM_FILE[name])
-    if not (prompt and answer) or name == "gsm8k" and final_number(answer).is_nan():
-        raise RowError("empty prompt or answer, or none with #### and a number")
-    return name, Problem(prompt, answer)
-
-
-def read_text(path: str) -> list[str]:
-    """The documents of a file: JSON lines with `text` where its name ends in .jsonl or .json, else one; .zst or not."""
-    if re.search(r"\.jsonl?(\.zst)?$", path):
-        return read_rows(path, row_text, print)
-    try:
-        content = Path(path).read_bytes()
-        if path.endswith(".zst"):
-            content = zstandard.ZstdDecompressor().stream_reader(content, read_across_frames=True).read()
-        return [row_text({"text": content.decode()})[1]]
-    except (OSError, zstandard.ZstdError, UnicodeDecodeError, RowError) as error:
-        raise UserError(f"SCORE_PATH={path!r}: must be a file of UTF-8 text or of JSON lines; {error!s:.200}") from None
-
-
-def questions(models: list[SimpleNamespace], path: str, settings: Settings, layout: str) -> tuple[Task, list, int]:
-    """The task, EVAL_PROMPTS prompts at most, of `path` or the task's held-out ones, each with its turns and problem,
-    and how many were left out because MAX_NEW_TOKENS more exceed the context of one of the models. UserError if all.
-    """
-    s, task = settings, None
-    if path and s.task not in FROM_FILE:
-        turns = read_rows(path, row_prompt, print)[: s.eval_prompts]
-        found = [SimpleNamespace(turns=own, problem=None) for own in turns]
-    else:
-        task = (Task(s.task, s.seed, ([], read_rows(path, functools.partial(row_problem, s.task), print))) if path else
-                make_task(s.task, s.task_path, s.seed))
-        found = [SimpleNamespace(turns=[("<|user|>", problem.prompt)], problem=problem)
-                 for problem in task.held_out(s.eval_prompts)]
-    fit = [one for one in found if all(len(asked(model.tokenizer, one.turns, layout)[0]) + s.max_new_tokens
-                                       <= model.context for model in models)]
-    if not fit:
-        raise UserError(f"MAX_NEW_TOKENS={s.max_new_tokens}: exceeds with each of {len(found)} prompts the context of "
-                        f"{min(model.context for model in models)} tokens; must be less")
-    return task, fit, len(found) - len(fit)
-
-
-def answer(model: SimpleNamespace, asking: list, settings: Settings, count: int, temperature: float,
-           layout: str) -> list[list[SimpleNamespace]]:
-    """`count` answers to each of `questions`: their ids, text, and whether the model ended them."""
-    s, prompts = settings, [asked(model.tokenizer, one.turns, layout) for one in asking]
-    seeds = [(s.seed, EVAL_STEP, at) for at in range(len(prompts))]
-    found = iter(generate(model.network, [ids for ids, _ in prompts], count, s.max_new_tokens, temperature, s.top_k,
-                          s.top_p, seeds, frozenset([prompts[0][1]])))
-    return [[SimpleNamespace(text=completion(model.tokenizer, ids, one.ids), ids=one.ids, finished=one.finished)
-             for one in itertools.islice(found, count)] for ids, _ in prompts]
-
-
-# ------------------------------------------------------------------------------------------------------------ scores
-def score_text(models: SimpleNamespace, path: str, settings: Settings) -> dict:
-    """Bits per byte of the bytes that the tokens decode to, over windows of the model's context, as train_gpt.py's
-    val_bpb; where these are not the text's own bytes, by those too.
-    """
-    model, stream, size, source = models.artifact, [], 0, 0
-    context, stride, documents = model.context, settings.eval_stride, read_text(path)
-    if stride >= context:
-        raise UserError(f"EVAL_STRIDE={stride}: must be less than the model's context, {context}")
-    for text in documents:
-        ids = model.tokenizer.encode(text)
-        stream += [model.tokenizer.bos_id, *ids]
-        size, source = size + len(decode_bytes(model.tokenizer, ids)), source + len(text.encode())
-    if not size:
-        raise UserError(f"SCORE_PATH={path!r}: {model.tokenizer.file} knows nothing of it; must be other text")
-    found = {"documents": len(documents), "tokens": len(stream) - 1, "bytes": size, "source_bytes": source}
-    for name, step in {"": context, **({"_sliding": stride} if stride else {})}.items():
-        ends = [*range(context, len(stream) - 1, step), len(stream) - 1]
-        rows = [(stream[first if step == context else max(0, end - context) : first + 1], stream[first + 1 : end + 1])
-                for first, end in zip([0, *ends], ends, strict=False)]
-        nats = -sum(logps.sum().item() for logps, _ in token_scores(model, rows))
-        found |= {f"bpb{name}": nats / math.log(2) / size, f"nats{name}": nats}
-        found |= {f"bpb{name}_of_source": nats / math.log(2) / source} if source != size else {}
-    return found
-
-
-def score_choices(models: SimpleNamespace, path: str, settings: Settings) -> dict:
-    """Accuracy of the option with the highest log-probability: its sum, per token scored, and per byte of the option;
-    of options level with each other each counts its share.
-    """
-    rows, items, right = read_rows(path, row_options, print), [], collections.defaultdict(list)
-    tokenizer, layout, chance = models.artifact.tokenizer, settings.layout, []
-    for options, _ in rows:
-        joined = [(context.rstrip(), settings.score_delimiter + text) if context.strip() and layout == "text"
-                  else (context, text) for context, text in options]
-        groups = [[text for _, text in joined]] if len(dict(joined)) == 1 else [[text] for _, text in joined]
-        items.append([row for (context, _), texts in zip(joined, groups, strict=False)
-                      for row in answered(tokenizer, [("<|user|>", context)], texts, layout)])
-    scores, left = item_scores(models.artifact, items)
-    for (options, gold), item in zip(rows, scores, strict=True):
-        ways = {"accuracy": [1] * len(options), "accuracy_per_token": [len(logps) for logps, _ in item or ()],
-                "accuracy_per_byte": [len(text.encode()) for _, text in options]}
-        for name, sizes in ways.items() if item else ():
-            values = [logps.sum().item() / size for (logps, _), size in zip(item, sizes, strict=True)]
-            right[name].append((values[gold] == max(values)) / values.count(max(values)))
-        chance += [1 / len(options)] if item else []
-    shares = {name: interval(values) for name, values in right.items()}
-    return {**shares, "chance": statistics.fmean(chance), "n": len(chance), **left}
-
-
-def score_lambada(models: SimpleNamespace, path: str, settings: Settings) -> dict:
-    """Share of rows whose answer is the likeliest token by token; perplexity of an answer, exp(mean of its nats)."""
-    s, tokenizer = settings, models.artifact.tokenizer
-    items = [answered(tokenizer, [("<|user|>", context)], [s.score_delimiter * (s.layout == "text") + word], s.layout)
-             for context, word in read_rows(path, row_last, print)]
-    scores, left = item_scores(models.artifact, items)
-    kept = [item[0] for item in scores if item]
-    nats, tokens = [-logps.sum().item() for logps, _ in kept], sum(len(logps) for logps, _ in kept)
-    return {"accuracy": interval([float(hits.all()) for _, hits in kept]), "n": len(kept), **left, "tokens": tokens,
-            "perplexity": math.exp(min(709, statistics.fmean(nats))), "nats_per_token": sum(nats) / tokens}
-
-
-def last_number(text):
-    """Return the last number of a text as GSM8K marks an answer, `#### 18`, or "" without one."""
-    # A minus after a digit is a subtraction.
-    number = r"(?:(?<![0-9])-)?\$?(?:[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?|\.[0-9]+)"
-    found = re.findall(number, text)
-    return "#### " + found[-1].replace("$", "") if found else ""
-
-
-def score_task(models: SimpleNamespace, path: str, settings: Settings) -> dict:
-    """Shares of right answers by the task's checker: greedy, and pass@k, whether one of k samples is right, without
-    bias from n samples of which c are: 1 - C(n - c, k) / C(n, k) (arXiv 2107.03374, equation 1).
-    """
-    s, n = settings, settings.eval_samples
-    task, asking, left = questions([models.artifact], path, s, "chat")
-
-    def right(count: int, temperature: float, *ways: Callable) -> list[list[int]]:
-        answers = answer(models.artifact, asking, s, count, temperature, "chat")
-        return [[sum(task.reward(one.problem, read(sample.text)) >= 1 for sample in samples)
-                 for one, samples in zip(asking, answers, strict=True)] for read in ways]
-
-    greedy, lenient = right(1, 0.0, str, last_number)
-    [counts] = right(n, s.temperature, str)
-    found = {"greedy": interval(greedy), **({"greedy_lenient": interval(lenient)} if s.task == "gsm8k" else {})}
-    for k in sorted({n, *(1 << power for power in range(n.bit_length()))}):
-        found[f"pass{k}"] = interval([1 - math.comb(n - c, k) / math.comb(n, k) for c in counts])
-    return {**found, "n": len(asking), "samples": n, "left_out": left}
-
-
-def score_preference(models: SimpleNamespace, path: str, settings: Settings) -> dict:
-    """Share of pairs in which the chosen answer has the higher log-probability (with SCORE_MODEL over that model's), as
-    a sum and per token, and, of a model with a value head, the higher reward. Level pairs count as wrong."""
-    pairs, own, sides, found = read_rows(path, row_pair, print), models.artifact, [], {}
-    for model in filter(None, (own, models.score_model)):
-        scores, left = item_scores(model, [answered(model.tokenizer, turns, texts, "chat") for turns, *texts in pairs])
-        found["contexts_cut"] = found.get("contexts_cut", 0) + left["contexts_cut"]
-        sides.append([item and [torch.stack([logps.sum(), logps.mean()]) for logps, _ in item] for item in scores])
-    kept = [at for at in range(len(pairs)) if all(side[at] for side in sides)]
-    if not kept:
-        raise UserError(f"SCORE_PATH={path!r}: no pair fits both {own.source} and {models.score_model.source}")
-    margins = torch.stack([sum(sign * (side[at][0] - side[at][1]) for sign, side in zip((1, -1), sides, strict=False))
-                           for at in kept]).T.tolist()
-    if hasattr(own.network, "w_value"):
-        both = rewards(own, [[*pairs[at][0], ("<|assistant|>", text)] for at in kept for text in pairs[at][1:]])
-        margins.append([chosen - rejected for chosen, rejected in zip(both[::2], both[1::2], strict=True)])
-    for name, values in zip(("", "_per_token", "_reward"), margins, strict=False):
-        found |= {f"accuracy{name}": interval([float(value > 0) for value in values]),
-                  f"margin{name}": interval(values, share=False), f"ties{name}": values.count(0)}
-    longer = [float(len(pairs[at][1].encode()) > len(pairs[at][2].encode())) for at in kept]
-    return {**found, "chosen_longer": interval(longer), "n": len(kept), "left_out": len(pairs) - len(kept)}
-
-
-def score_win(models: SimpleNamespace, path: str, settings: Settings) -> dict:
-    """Share of prompts whose one answer is judged better than SCORE_MODEL's, a tie being half a win, and the mean
-    difference of the marks: each paired, by prompts.
-    """
-    s, both, judge = settings, [models.artifact, models.score_model], models.score_judge
-    task, asking, left = questions(both, path, s, "chat")
-    texts = [[one.text for [one] in answer(model, asking, s, 1, s.temperature, "chat")] for model in both]
-    talks = {(at, text): [*asking[at].turns, ("<|assistant|>", text)] for own in texts for at, text in enumerate(own)}
-    given = (dict(zip(talks, rewards(judge, [*talks.values()]), strict=True)) if judge else
-             {(at, text): task.reward(asking[at].problem, text) for at, text in talks})
-    marks = [[given[key] for key in enumerate(own)] for own in texts]  # equal answers have one mark, to the last digit
-    apart = [own - other for own, other in zip(*marks, strict=True)]
-    wins, ties = sum(margin > 0 for margin in apart), apart.count(0)
-    return {"win_rate": interval([(margin > 0) + (margin == 0) / 2 for margin in apart]), "wins": wins, "ties": ties,
-            "losses": len(apart) - wins - ties, "mark": statistics.fmean(marks[0]),
-            "mark_of_other": statistics.fmean(marks[1]), "difference": interval(apart, share=False),
-            "n": len(apart), "judge": judge.source if judge else f"checker of {task.name}", "left_out": left}
-
-
-def score_quality(models: SimpleNamespace, path: str, settings: Settings) -> dict:
-    """Of NUM_SAMPLES answers to each prompt: distinct words, pairs and triples of words among all of them (arXiv
-    1510.03055), the mean share of an answer's four words in a row that it has had before (1908.04319), lengths, and
-    with SCORE_MODEL that model's perplexity of a token and bits per byte.
-    """
-    s, reader, found = settings, models.score_model, {}
-    _, asking, left = questions([models.artifact], path, s, s.layout)
-    answers = answer(models.artifact, asking, s, s.num_samples, s.temperature, s.layout)
-    pairs = [(one.turns, sample) for one, samples in zip(asking, answers, strict=True) for sample in samples]
-    words = [sample.text.split() for _, sample in pairs]
-    runs = {n: [[tuple(own[at : at + n]) for at in range(len(own) - n + 1)] for own in words] for n in (1, 2, 3, 4)}
-    for n in (1, 2, 3):
-        grams = [gram for own in runs[n] for gram in own]
-        found[f"distinct{n}"] = len(set(grams)) / len(grams) if grams else None
-    repeated = [1 - len(set(own)) / len(own) for own in runs[4] if own]
-    found |= {"repetition": statistics.fmean(repeated or [0.0]), "words": statistics.fmean(map(len, words)),
-              "tokens": statistics.fmean(len(sample.ids) for _, sample in pairs),
-              "finished": statistics.fmean(sample.finished for _, sample in pairs)}
-    if reader:  # of the text alone: the token that ends an answer in layout chat is none
-        rows = [answered(reader.tokenizer, turns, [sample.text], s.layout)[0] for turns, sample in pairs]
-        rows = [[(prompt, follows[: len(follows) - (s.layout == "chat")])] for prompt, follows in rows]
-        scores, cut = item_scores(reader, rows)
-        read = [(item[0][0], sample.text) for item, (_, sample) in zip(scores, pairs, strict=True) if item]
-        nats = -sum(logps.sum().item() for logps, _ in read)
-        found |= {"perplexity": math.exp(nats / sum(len(logps) for logps, _ in read)), "read": len(read),
-                  "read_bpb": nats / math.log(2) / sum(len(text.encode()) for _, text in read), **cut}
-    return {**found, "n": len(pairs), "prompts": len(asking), "left_out": left}
-
-
-def score(settings: Settings) -> dict[str, dict]:
-    """SCORE of each of SCORE_PATH, or of TASK: printed, and written to SCORE_FILE. Raises UserError."""
-    s, runtime, found = settings, start_runtime(settings.device), {}
-    models = SimpleNamespace(**{name: open_model(name, s, runtime) if getattr(s, name) or name == "artifact" else None
-                                for name in ("artifact", "score_model", "score_judge")})
-    if models.score_judge and not hasattr(models.score_judge.network, "w_value"):
-        raise UserError(f"SCORE_JUDGE={s.score_judge!r}: has no value head; must be a reward model")
-    measure = {"text": score_text, "choices": score_choices, "lambada": score_lambada, "task": score_task,
-               "preference": score_preference, "win": score_win, "quality": score_quality}[s.score]
-    for path in s.score_path.split(","):
-        found[path or s.task] = measure(models, path, s)
-        shown = json.loads(json.dumps(found[path or s.task]), parse_float=lambda text: float(f"{float(text):.5g}"))
-        print(f"{s.score} {path or s.task}:", *(f"{name}:{value}" for name, value in shown.items()), flush=True)
-    if s.score_file:
-        result = {"script": Path(__file__).name, "model": models.artifact.source, "score": s.score, "scores": found,
-                  **describe_machine(runtime), "settings": asdict(s)}
-        replace_file(s.score_file, (json.dumps(result, indent=1) + "\n").encode())
-    return found
-
-
-# -------------------------------------------------------------------------------------------------------------- main
-@torch.inference_mode()
-def stream(model: SimpleNamespace, prompt: list[int], stop: frozenset[int], settings: Settings, most: int,
-           seed: tuple[int, ...]) -> str:
-    """An answer of `most` tokens at most, written as it grows: what `generate` draws by the same seed. The bytes of a
-    character are held back until it is whole; Ctrl-C ends the answer.
-    """
-    s, last, text, characters = settings, prompt[-1], "", codecs.getincrementaldecoder("utf-8")("replace")
-    uniform = torch.from_numpy(np.random.default_rng([*seed, 0]).random(most)).to(model.device)
+    prompt, end = prompt_ids(model.tokenizer, talk, "chat")
+    uniform = np.random.default_rng([settings.seed, number, 0]).random(count)
+    uniform = torch.from_numpy(uniform).to(model.network.embed.device)
+    ids = []
+    text = ""
+    length = 0  # characters that were printed
     try:
         decoder = Decoder(model.network, [prompt])
-        for step in range(most):
-            token, _ = draw(decoder.logits, s.temperature, s.top_k, s.top_p, uniform[step : step + 1])
-            if int(token) in stop:
+        for step in range(count):
+            sampling = settings.temperature, settings.top_k, settings.top_p
+            token, _ = draw(decoder.logits, *sampling, uniform[step : step + 1])
+            if int(token) in (end, model.tokenizer.bos_id):
                 break
-            before = len(decode_bytes(model.tokenizer, [last]))
-            piece = characters.decode(decode_bytes(model.tokenizer, [last, int(token)])[before:])
-            text, last = text + piece, int(token)
-            print(piece, end="", flush=True)
+            ids.append(int(token))
+            text = completion(model.tokenizer, prompt, ids)
+            if not text.endswith("\ufffd"):  # a character of which bytes are to come
+                print(text[length:], end="", flush=True)
+                length = len(text)
             decoder(token)
     except KeyboardInterrupt:
         print(" [stopped]", end="", file=sys.stderr, flush=True)
-    rest = characters.decode(b"", final=True)
-    print(rest, flush=True)
-    return text + rest
+    print(text[length:], flush=True)
+    return text
 
 
-def chat(settings: Settings) -> None:
-    """Answer the lines of standard input, each a user's turn, until it ends or Ctrl-C comes between two answers."""
-    s, note = settings, functools.partial(print, file=sys.stderr, flush=True)
-    model, system = open_model("artifact", s, start_runtime(s.device)), [("<|system|>", s.system)] if s.system else []
-    turns, most = system, min(s.max_new_tokens, model.context // 2)
-    if hasattr(sys.stdin, "reconfigure"):
-        sys.stdin.reconfigure(errors="replace")  # bytes that are no UTF-8 do not end the program
+def chat(settings):
+    """Answer the lines of standard input, a user's turn each, until it ends or Ctrl-C comes."""
+    runtime = start_runtime(settings.device)
+    model = open_model("ARTIFACT", settings.artifact, runtime, settings.tokenizer_path)
+    note = functools.partial(print, file=sys.stderr, flush=True)
+    system = system_turns(settings)
+    turns = system
+    count = min(settings.max_new_tokens, model.context // 2)  # tokens of an answer
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # invalid UTF-8 does not end the program
     for number in itertools.count():
         try:
             line = input("> " if sys.stdin.isatty() else "")
@@ -2952,42 +2646,643 @@ def chat(settings: Settings) -> None:
         if line.strip() in ("", "/reset"):
             continue
         talk = [*turns, ("<|user|>", line)]
-        while len((ids := asked(model.tokenizer, talk, "chat"))[0]) + most > model.context and talk != system:
-            del talk[len(system) : len(system) + 2]  # the oldest question and its answer
+        # Without room for an answer, the oldest question and its answer give way.
+        while talk != system and room_left(model, talk, "chat") < count:
+            del talk[len(system) : len(system) + 2]
         if talk == system:
-            note(f"[left out: with {most} tokens to answer it exceeds the context of {model.context}]")
+            note(
+                f"[left out: with {count} tokens to answer it exceeds the context of "
+                f"{model.context}]"
+            )
             continue
         if len(talk) <= len(turns):
-            note(f"[the context is full: the oldest {len(turns) + 1 - len(talk)} turns are forgotten]")
-        text = stream(model, ids[0], frozenset([ids[1], model.tokenizer.bos_id]), s, most, (s.seed, number))
-        turns = [*talk, ("<|assistant|>", text)]
+            note(
+                f"[the context is full: the oldest {len(turns) + 1 - len(talk)} turns are forgotten]"
+            )
+        turns = [*talk, ("<|assistant|>", stream_answer(model, talk, settings, count, number))]
 
 
-def sample(settings: Settings) -> None:
-    """Load, generate, print. Raises UserError for a missing artifact or another tokenizer."""
-    s, model = settings, open_model("artifact", settings, start_runtime(settings.device))
-    tokenizer, system = model.tokenizer, [("<|system|>", s.system)] if s.system else []
-    prompt, end = asked(tokenizer, [*system, ("<|user|>", s.prompt)], s.layout)
-    most = model.context + 1 - len(prompt)
-    if model.network.config.positions == "learned" and s.max_new_tokens > most:
-        raise UserError(f"MAX_NEW_TOKENS={s.max_new_tokens}: must be at most {most} after this prompt, for the "
-                        f"model has positions for {model.context} tokens")
-    for one in generate(model.network, [prompt], s.num_samples, s.max_new_tokens, s.temperature, s.top_k, s.top_p,
-                        [(s.seed,)], frozenset([end, tokenizer.bos_id])):
-        print(completion(tokenizer, prompt, one.ids) if s.layout == "chat" else
-              decode_bytes(tokenizer, [*prompt, *one.ids]).decode("utf-8", errors="replace"))
+# ------------------------------------------------------------------------------- log-probabilities
+BATCH_ROWS = 32  # in a forward pass; more need more memory and are hardly faster
 
 
-def main() -> int:
-    """Settings, then what MODE says; the exit code."""
+def row_features(model, rows):
+    """Yield the number of each row of ids, the longest first, and its features (T, dim).
+
+    Rows are padded at their ends, where nothing of a row sees the padding.
+    """
+    order = sorted(range(len(rows)), key=lambda number: -len(rows[number]))
+    for start in range(0, len(order), BATCH_ROWS):
+        numbers = order[start : start + BATCH_ROWS]
+        batch = pad_sequence([torch.tensor(rows[number]) for number in numbers], batch_first=True)
+        features = model.network.features(batch.to(model.network.embed.device))
+        for number, row in zip(numbers, features, strict=True):
+            yield number, row[: len(rows[number])]
+
+
+@dataclass
+class Row:
+    """A context and an answer in ids, which together fit a model's context."""
+
+    context: list
+    answer: list
+    is_cut: bool = False  # whether the context lost its beginning
+
+
+@torch.inference_mode()
+def token_scores(model, rows):
+    """Return for each Row the log-probabilities of its answer's n ids (n,), float64, and hits (n,).
+
+    A hit is an id that was the likeliest one.
+    """
+    scores = [None] * len(rows)
+    inputs = [[*row.context, *row.answer[:-1]] for row in rows]
+    for number, features in row_features(model, inputs):
+        answer = torch.tensor(rows[number].answer, device=features.device)
+        logits = model.network.logits(features[-len(answer) :])
+        logps = logits.log_softmax(-1).gather(1, answer[:, None])[:, 0]
+        hits = logits.argmax(-1) == answer
+        scores[number] = logps.double().cpu(), hits.cpu()
+    return scores
+
+
+@torch.inference_mode()
+def rewards(model, conversations):
+    """Return a reward model's rewards of conversations, which it reads off their last tokens.
+
+    A conversation that exceeds its context loses its beginning, but not its BOS.
+    """
+    rows = []
+    for turns in conversations:
+        bos, *ids = turn_ids(model.tokenizer, turns)[0]
+        rows.append([bos, *ids[1 - model.context :]])
+    values = [0.0] * len(rows)
+    for number, features in row_features(model, rows):
+        values[number] = (features[-1].float() @ model.network.w_value.float()).item()
+    return values
+
+
+def answer_rows(model, turns, answers, settings):
+    """Return a Row for each answer to the same turns. Raises RowError if an answer does not fit.
+
+    In layout chat an answer includes the token that ends it. In layout text context and answer are
+    encoded together, because a token may stand on both sides of the border: what follows the tokens
+    that all of them and the context alone begin with counts as the answer. A context that is too
+    long loses its beginning, but not its BOS.
+    """
+    encode = model.tokenizer.encode
+    prompt, end = prompt_ids(model.tokenizer, turns, settings.layout)
+    if settings.layout == "chat":
+        texts = [[*prompt, *encode(answer), end] for answer in answers]
+        border = len(prompt)
+    else:
+        context = "\n".join(text for _, text in turns)
+        texts = [[prompt[0], *encode(context + answer)] for answer in answers]
+        border = len(os.path.commonprefix([prompt, *texts]))
+    rows = []
+    for ids in texts:
+        if not border < len(ids) <= border + model.context:
+            raise RowError(f"answer empty or longer than the context of {model.context} tokens")
+        excess = max(0, len(ids) - 1 - model.context)
+        context = [ids[0], *ids[1 + excess : border]]
+        rows.append(Row(context, ids[border:], excess > 0))
+    return rows
+
+
+def continuation_rows(model, context, answers, settings):
+    """Return `answer_rows` of texts that follow a context, in layout text after SCORE_DELIMITER."""
+    if settings.layout == "text" and context.strip():
+        context = context.rstrip()
+        answers = [settings.score_delimiter + answer for answer in answers]
+    return answer_rows(model, [("<|user|>", context)], answers, settings)
+
+
+def interval(values, share=True):
+    """Return the mean of independent values and its 95% interval, None for a single value.
+
+    share: the values are within 0 and 1. If they all are 0 or 1 the interval is Wilson's (JASA 22,
+    1927), otherwise the normal approximation.
+    """
+    n = len(values)
+    mean = statistics.fmean(values)
+    z = 1.959964
+    if share and set(values) <= {0, 1}:
+        pull = z * z / n  # towards one half
+        center = (mean + pull / 2) / (1 + pull)
+        half = math.sqrt(pull * mean * (1 - mean) + pull * pull / 4) / (1 + pull)
+        return [mean, center - half, center + half]
+    if n == 1:
+        return [mean, None, None]
+    half = z * statistics.stdev(values) / math.sqrt(n)
+    if share:
+        return [mean, max(0.0, mean - half), min(1.0, mean + half)]
+    return [mean, mean - half, mean + half]
+
+
+# -------------------------------------------------------------------------------------------- rows
+# Functions for `read_rows`: each returns the format of a row and what it reads, or raises RowError.
+def filled_text(row, *names):
+    """Return the text in the first of these fields that a row has, if it is not blank."""
+    text = text_of(row, *names)
+    if not text.strip():
+        raise RowError("empty text")
+    return text
+
+
+def row_text(row):
+    """Return the document in a row."""
+    return "text", filled_text(row, "text")
+
+
+def row_options(row):
+    """Return groups of options, (context, continuations), and the number of the right option.
+
+    Fields: `query` or `ctx`, `choices` or `endings`, `gold` or `label`; or `context_options`,
+    `continuation`, `gold`; or `sentence_good`, `sentence_bad`.
+    """
+    if "sentence_good" in row:
+        texts = [filled_text(row, name) for name in ("sentence_good", "sentence_bad")]
+        return "sentences", ([("", texts)], 0)
+    name = next((name for name in ("context_options", "endings") if name in row), "choices")
+    if not isinstance(row.get(name), list) or len(row[name]) < 2:
+        raise RowError(f"field {name!r} is no list of two texts or more")
+    texts = [filled_text({name: text}, name) for text in row[name]]
+    gold = str(row.get("gold", row.get("label")))
+    if not gold.isdecimal() or int(gold) >= len(texts):
+        raise RowError("gold is not the number of a choice")
+    if name == "context_options":
+        groups = [(text, [filled_text(row, "continuation")]) for text in texts]
+    else:
+        groups = [(text_of(row, "query", "ctx"), texts)]
+    return name, (groups, int(gold))
+
+
+def row_last(row):
+    """Return a context and its answer, or a text without its last word and that word."""
+    if "context" in row:
+        context = filled_text(row, "context")
+        return "context", (context.rstrip(), filled_text(row, "continuation", "answer").strip())
+    context, _, word = filled_text(row, "text").rstrip().rpartition(" ")
+    if not context.strip():
+        raise RowError("text of one word")
+    return "text", (context.rstrip(), word.strip())
+
+
+def row_prompt(row):
+    """Return the turns before the assistant's last answer, in any format, or a bare `prompt`."""
+    if "chosen" in row:
+        name, (turns, _, _) = row_pair(row)
+    elif isinstance(row.get("prompt"), str):
+        name = "prompt"
+        turns = [("<|user|>", text_of(row, "prompt"))]
+    else:
+        name, turns = row_turns(row)
+        while turns and turns[-1][0] != "<|assistant|>":
+            turns.pop()
+        turns = turns[:-1]
+    if not any(text.strip() for _, text in turns):
+        raise RowError("no prompt")
+    return name, turns
+
+
+# ----------------------------------------------------------------------------------------- answers
+@dataclass
+class Models:
+    """The models of a score, and where it reports about rows."""
+
+    scored: Model
+    other: Model  # SCORE_MODEL, or None
+    judge: Model  # SCORE_JUDGE, or None
+    log: Callable
+
+
+@dataclass
+class Question:
+    """A prompt that models answer."""
+
+    turns: list
+    problem: Problem  # whose answer the task's checker knows, or None
+
+
+@dataclass
+class Answer:
+    """What a model answers to a question."""
+
+    question: Question
+    text: str
+    tokens: int
+    finished: bool  # whether the model ended it, and not MAX_NEW_TOKENS
+
+
+def check_room(answering, turns, settings):
+    """Raise RowError unless the models' contexts have room for a prompt and MAX_NEW_TOKENS."""
+    for model in answering:
+        room = room_left(model, turns, settings.layout)
+        if room < 1:
+            raise RowError(f"prompt as long as the context of {model.context} tokens, or longer")
+        if room < settings.max_new_tokens:
+            raise RowError(
+                f"prompt without room for MAX_NEW_TOKENS={settings.max_new_tokens} in the context "
+                f"of {model.context} tokens"
+            )
+
+
+def row_question(row, task):
+    """Return the Question in a row: a problem of the task gsm8k or jsonl, otherwise a prompt."""
+    if task not in FROM_FILE:
+        name, turns = row_prompt(row)
+        return name, Question(turns, None)
+    prompt, answer = [filled_text(row, field).strip() for field in FROM_FILE[task]]
+    if task == "gsm8k" and final_number(answer).is_nan():
+        raise RowError("answer without #### and a number")
+    return task, Question([("<|user|>", prompt)], Problem(prompt, answer))
+
+
+def read_questions(answering, path, settings, log):
+    """Return EVAL_PROMPTS questions of a file, or of TASK's held-out ones, and the task.
+
+    A row without room for an answer by each of the models is left out, and `read_rows` names it. A
+    problem of TASK without room raises UserError.
+    """
+
+    def parse(row):
+        name, question = row_question(row, settings.task)
+        check_room(answering, question.turns, settings)
+        return name, question
+
+    if path:
+        questions = read_rows(path, parse, log)
+        return questions[: settings.eval_prompts], Task(settings.task, settings.seed, ([], []))
+    task = make_task(settings.task, settings.task_path, settings.seed)
+    questions = []
+    for problem in task.held_out(settings.eval_prompts):
+        question = Question([("<|user|>", problem.prompt)], problem)
+        try:
+            check_room(answering, question.turns, settings)
+        except RowError as error:
+            raise UserError(f"TASK={task.name}, {problem.prompt!r:.40}: {error}") from None
+        questions.append(question)
+    return questions, task
+
+
+def answer_questions(model, questions, settings, count):
+    """Return `count` Answers to each question, question by question."""
+    prompts = [prompt_ids(model.tokenizer, one.turns, settings.layout) for one in questions]
+    _, end = prompts[0]
+    samples = generate(
+        model.network,
+        [ids for ids, _ in prompts],
+        count,
+        settings.max_new_tokens,
+        settings.temperature,
+        settings.top_k,
+        settings.top_p,
+        # The seeds of the RL scripts' evaluation, so that a run's own scores can be repeated.
+        [(settings.seed, 1 << 31, number) for number in range(len(prompts))],
+        frozenset([end]),
+    )
+    answers = []
+    for number, one in enumerate(samples):
+        ids, _ = prompts[number // count]
+        text = completion(model.tokenizer, ids, one.ids)
+        answers.append(Answer(questions[number // count], text, len(one.ids), one.finished))
+    return answers
+
+
+# ------------------------------------------------------------------------------------------ scores
+def read_documents(path, log):
+    """Return the documents of a file: JSON lines with `text` by its name, otherwise the file."""
+    if re.search(r"\.jsonl?(\.zst)?$", path):
+        return read_rows(path, row_text, log)
+    try:
+        return [filled_text({"text": read_file(path).decode()}, "text")]
+    except (UnicodeDecodeError, RowError) as error:
+        raise UserError(f"SCORE_PATH={path!r}: must be UTF-8 text or JSON lines; {error}") from None
+
+
+def stream_nats(model, stream, stride):
+    """Return the nats of all ids of a stream but the first, in windows of the model's context.
+
+    Without a stride, windows stand side by side. With one, a window ends `stride` ids after the one
+    before it and scores these ids only, so that they have a longer context.
+    """
+    last = len(stream) - 1
+    rows = []
+    first = 0
+    for end in [*range(model.context, last, stride or model.context), last]:
+        begin = max(0, end - model.context) if stride else first
+        rows.append(Row(stream[begin : first + 1], stream[first + 1 : end + 1]))
+        first = end
+    return -sum(logps.sum().item() for logps, _ in token_scores(model, rows))
+
+
+def score_text(models, path, settings):
+    """Return bits per byte of texts over windows of the model's context, as val_bpb is defined.
+
+    The bytes are those that the tokens decode to. If a tokenizer loses bytes of a text, the bits
+    per byte of the text itself are returned too.
+    """
+    model = models.scored
+    stride = settings.eval_stride
+    if stride >= model.context:
+        raise UserError(f"EVAL_STRIDE={stride}: must be less than the context, {model.context}")
+    documents = read_documents(path, models.log)
+    stream = []
+    size = 0
+    for text in documents:
+        ids = model.tokenizer.encode(text)
+        stream += [model.tokenizer.bos_id, *ids]
+        size += len(decode_bytes(model.tokenizer, ids))
+    if not size:
+        raise UserError(f"SCORE_PATH={path!r}: {model.tokenizer.file} has no token for any of it")
+    source_size = len("".join(documents).encode())
+    result = {"documents": len(documents), "tokens": len(stream) - 1}
+    result |= {"bytes": size, "source_bytes": source_size}
+    strides = {"": 0}
+    if stride:
+        strides["_sliding"] = stride
+    for suffix, step in strides.items():
+        nats = stream_nats(model, stream, step)
+        result[f"bpb{suffix}"] = nats / math.log(2) / size
+        result[f"nats{suffix}"] = nats
+        if source_size != size:
+            result[f"bpb{suffix}_of_source"] = nats / math.log(2) / source_size
+    return result
+
+
+def top_share(values, gold):
+    """Return 1 if value `gold` is the largest, its share if others are as large, else 0."""
+    best = values == values.max()
+    return float(best[gold] / best.sum())
+
+
+def score_choices(models, path, settings):
+    """Return how often the right option has the highest log-probability.
+
+    It is summed, per token or per byte of the option. Options that tie share the point.
+    """
+
+    def parse(row):
+        name, (groups, gold) = row_options(row)
+        rows = []
+        texts = []
+        for context, answers in groups:
+            rows += continuation_rows(models.scored, context, answers, settings)
+            texts += answers
+        return name, (rows, texts, gold)
+
+    questions = read_rows(path, parse, models.log)
+    rows = sum((rows for rows, _, _ in questions), [])
+    scores = iter(token_scores(models.scored, rows))
+    points = collections.defaultdict(list)
+    for options, texts, gold in questions:
+        sums = np.array([next(scores)[0].sum().item() for _ in options])
+        points["accuracy"].append(top_share(sums, gold))
+        tokens = [len(option.answer) for option in options]
+        points["accuracy_per_token"].append(top_share(sums / tokens, gold))
+        sizes = [len(text.encode()) for text in texts]
+        points["accuracy_per_byte"].append(top_share(sums / sizes, gold))
+    result = {name: interval(values) for name, values in points.items()}
+    result["chance"] = statistics.fmean(1 / len(texts) for _, texts, _ in questions)
+    return {**result, "n": len(questions), "contexts_cut": sum(row.is_cut for row in rows)}
+
+
+def score_lambada(models, path, settings):
+    """Return how often greedy decoding gives the answer, and the perplexity of answers."""
+
+    def parse(row):
+        name, (context, answer) = row_last(row)
+        return name, *continuation_rows(models.scored, context, [answer], settings)
+
+    rows = read_rows(path, parse, models.log)
+    scores = token_scores(models.scored, rows)
+    nats = [-logps.sum().item() for logps, _ in scores]
+    tokens = sum(len(row.answer) for row in rows)
+    return {
+        "accuracy": interval([float(hits.all()) for _, hits in scores]),
+        "n": len(rows),
+        "contexts_cut": sum(row.is_cut for row in rows),
+        "tokens": tokens,
+        "perplexity": math.exp(min(709, statistics.fmean(nats))),  # more is no float
+        "nats_per_token": sum(nats) / tokens,
+    }
+
+
+def last_number(text):
+    """Return the last number of a text as GSM8K marks an answer, `#### 18`, or "" without one."""
+    # A minus after a digit is a subtraction.
+    number = r"(?:(?<![0-9])-)?\$?(?:[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?|\.[0-9]+)"
+    numbers = re.findall(number, text)
+    return "#### " + numbers[-1].replace("$", "") if numbers else ""
+
+
+def count_right(task, answers, count, read=str):
+    """Return how many of the `count` answers to each question are right, as `read` reads them."""
+    marks = [task.reward(answer.question.problem, read(answer.text)) for answer in answers]
+    return [marks[start : start + count].count(1.0) for start in range(0, len(marks), count)]
+
+
+def score_task(models, path, settings):
+    """Return how often greedy decoding is right, and pass@k: whether one of k samples is.
+
+    pass@k is unbiased (arXiv 2107.03374, equation 1): with c right ones of n samples it is
+    1 - C(n - c, k) / C(n, k).
+    """
+    n = settings.eval_samples
+    questions, task = read_questions([models.scored], path, settings, models.log)
+    greedy = answer_questions(models.scored, questions, replace(settings, temperature=0.0), 1)
+    result = {"greedy": interval(count_right(task, greedy, 1))}
+    if settings.task == "gsm8k":
+        result["greedy_lenient"] = interval(count_right(task, greedy, 1, last_number))
+    counts = count_right(task, answer_questions(models.scored, questions, settings, n), n)
+    for k in sorted({n, *(1 << power for power in range(n.bit_length()))}):
+        result[f"pass{k}"] = interval([1 - math.comb(n - c, k) / math.comb(n, k) for c in counts])
+    return {**result, "n": len(questions), "samples": n}
+
+
+def pair_margins(model, pairs, settings):
+    """Return the log-probability of the chosen answer less that of the rejected one, for each pair.
+
+    These are summed and per token, float64 (n, 2). Returned with them is how many contexts were cut.
+    """
+    rows = []
+    for turns, *answers in pairs:
+        rows += answer_rows(model, turns, answers, settings)
+    values = [[logps.sum().item(), logps.mean().item()] for logps, _ in token_scores(model, rows)]
+    values = np.array(values)
+    return values[::2] - values[1::2], sum(row.is_cut for row in rows)
+
+
+def reward_margins(model, pairs):
+    """Return by how much reward the chosen answer of each pair leads."""
+    conversations = []
+    for turns, *answers in pairs:
+        conversations += [[*turns, ("<|assistant|>", answer)] for answer in answers]
+    values = np.array(rewards(model, conversations))
+    return values[::2] - values[1::2]
+
+
+def score_preference(models, path, settings):
+    """Return how often the chosen answer has the higher log-probability, and by how much.
+
+    It is summed and per token, relative to SCORE_MODEL if there is one (DPO's reward), and also the
+    reward if the model has a value head. A tie counts as wrong.
+    """
+    both = [model for model in (models.scored, models.other) if model]
+
+    def parse(row):
+        name, (turns, *answers) = row_pair(row)
+        for model in both:
+            answer_rows(model, turns, answers, settings)  # or RowError
+        return name, (turns, *answers)
+
+    pairs = read_rows(path, parse, models.log)
+    margins, contexts_cut = pair_margins(models.scored, pairs, settings)
+    if models.other:
+        reference, count = pair_margins(models.other, pairs, settings)
+        margins -= reference
+        contexts_cut += count
+    columns = dict(zip(("", "_per_token"), margins.T, strict=True))
+    if hasattr(models.scored.network, "w_value"):
+        columns["_reward"] = reward_margins(models.scored, pairs)
+    result = {"contexts_cut": contexts_cut}
+    for name, values in columns.items():
+        result[f"accuracy{name}"] = interval([float(value > 0) for value in values])
+        result[f"margin{name}"] = interval(values.tolist(), share=False)
+        result[f"ties{name}"] = values.tolist().count(0)
+    longer = [float(len(one.encode()) > len(two.encode())) for _, one, two in pairs]
+    return {**result, "chosen_longer": interval(longer), "n": len(pairs)}
+
+
+def score_win(models, path, settings):
+    """Return how often the answer to a prompt is better than SCORE_MODEL's, a tie being half a win.
+
+    The reward of SCORE_JUDGE or of the task's checker decides. Intervals are paired by prompt.
+    """
+    both = [models.scored, models.other]
+    questions, task = read_questions(both, path, settings, models.log)
+    texts = []
+    marks = []
+    for model in both:
+        answers = answer_questions(model, questions, settings, 1)
+        texts.append([answer.text for answer in answers])
+        if models.judge:
+            talks = [[*one.question.turns, ("<|assistant|>", one.text)] for one in answers]
+            marks.append(rewards(models.judge, talks))
+        else:
+            marks.append(count_right(task, answers, 1))
+    leads = []
+    for text, other_text, mark, other_mark in zip(*texts, *marks, strict=True):
+        # Equal answers tie, though the last digits of their rewards may differ between batches.
+        leads.append(0.0 if text == other_text else mark - other_mark)
+    wins = sum(lead > 0 for lead in leads)
+    ties = leads.count(0)
+    return {
+        "win_rate": interval([(lead > 0) + (lead == 0) / 2 for lead in leads]),
+        "wins": wins,
+        "ties": ties,
+        "losses": len(leads) - wins - ties,
+        "mark": statistics.fmean(marks[0]),
+        "mark_of_other": statistics.fmean(marks[1]),
+        "difference": interval(leads, share=False),
+        "n": len(leads),
+        "judge": models.judge.source if models.judge else f"checker of {task.name}",
+    }
+
+
+def word_groups(text, n):
+    """Return each n words of a text that stand side by side."""
+    words = text.split()
+    return [*zip(*(words[start:] for start in range(n)), strict=False)]
+
+
+def score_quality(models, path, settings):
+    """Return how varied NUM_SAMPLES answers to each prompt are.
+
+    distinct: the share of different words, pairs and triples of words (arXiv 1510.03055).
+    repetition: the mean share of an answer's groups of four words that it had before (1908.04319).
+    """
+    questions, _ = read_questions([models.scored], path, settings, models.log)
+    answers = answer_questions(models.scored, questions, settings, settings.num_samples)
+    result = {}
+    for n in (1, 2, 3):
+        groups = sum((word_groups(answer.text, n) for answer in answers), [])
+        result[f"distinct{n}"] = len(set(groups)) / len(groups) if groups else None
+    fours = [word_groups(answer.text, 4) for answer in answers]
+    repeated = [1 - len(set(groups)) / len(groups) for groups in fours if groups]
+    result["repetition"] = statistics.fmean(repeated or [0.0])
+    result["words"] = statistics.fmean(len(answer.text.split()) for answer in answers)
+    result["tokens"] = statistics.fmean(answer.tokens for answer in answers)
+    result["finished"] = statistics.fmean(answer.finished for answer in answers)
+    return {**result, "n": len(answers), "prompts": len(questions)}
+
+
+MEASURES = {
+    "text": score_text,
+    "choices": score_choices,
+    "lambada": score_lambada,
+    "task": score_task,
+    "preference": score_preference,
+    "win": score_win,
+    "quality": score_quality,
+}
+
+
+def rounded(value):
+    """Return a figure, or a list of figures, to five digits."""
+    if isinstance(value, list):
+        return [rounded(part) for part in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def score(settings):
+    """Print SCORE for each file of SCORE_PATH, or for TASK; return and write all figures."""
+    runtime = start_runtime(settings.device)
+    if settings.score in ("task", "preference", "win"):
+        settings = replace(settings, layout="chat")
+    reports = []
+
+    def log(line):
+        print(line)
+        reports.append(line)
+
+    model = open_model("ARTIFACT", settings.artifact, runtime, settings.tokenizer_path)
+    models = Models(model, None, None, log)
+    if settings.score_model or settings.score == "win":
+        models.other = open_model("SCORE_MODEL", settings.score_model, runtime)
+    if settings.score_judge:
+        models.judge = open_model("SCORE_JUDGE", settings.score_judge, runtime)
+        if not hasattr(models.judge.network, "w_value"):
+            raise UserError(
+                f"SCORE_JUDGE={settings.score_judge!r}: has no value head; must be a reward model"
+            )
+    scores = {}
+    for path in settings.score_path.split(","):
+        name = path or settings.task
+        scores[name] = MEASURES[settings.score](models, path, settings)
+        figures = [f"{key}:{rounded(value)}" for key, value in scores[name].items()]
+        print(f"{settings.score} {name}:", *figures, flush=True)
+    if settings.score_file:
+        result = {
+            "script": Path(__file__).name,
+            "model": models.scored.source,
+            "score": settings.score,
+            "scores": scores,
+            "rows": reports,
+            **describe_machine(runtime),
+            "settings": asdict(settings),
+        }
+        replace_file(settings.score_file, (json.dumps(result, indent=1) + "\n").encode())
+    return scores
+
+
+# -------------------------------------------------------------------------------------------- main
+def main():
+    """Run what MODE says. Return the exit code."""
     settings = load_settings(Settings, os.environ, sys.argv[1:])
     check_modes(settings)
-    if settings.mode == "chat":
-        chat(settings)
-    elif settings.mode == "score":
-        score(settings)
-    else:
-        sample(settings)
+    modes = {"generate": sample, "chat": chat, "score": score}
+    modes[settings.mode](settings)
     return 0
 
 

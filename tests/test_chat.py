@@ -213,7 +213,7 @@ def test_ids_of_turns_part_by_part(tokenizer):
         assert (ids, said) == (expected, mask)
     prompt, end = S.chat_ids(tokenizer, "the cat")
     assert (prompt, end) == ([*S.turn_ids(tokenizer, [(USER, "the cat")])[0], roles[ASSISTANT]], roles[END])
-    assert S.asked(tokenizer, [(USER, "the cat")], "chat") == (prompt, end)
+    assert S.prompt_ids(tokenizer, [(USER, "the cat")], "chat") == (prompt, end)
 
 
 def test_roles_are_added_once(tokenizer):
@@ -315,7 +315,7 @@ def test_a_chat_keeps_its_history_until_it_is_reset(monkeypatch, capsys, tmp_pat
     out, err, prompts = talk(monkeypatch, capsys, tmp_path, ["a", "", "b", "/reset", "c"], answers, system="S")
     assert (out, err) == ("one\nzwölf\n3\n", "[what was said is forgotten]\n")
     turns = [(SYSTEM, "S"), (USER, "a"), (ASSISTANT, "one"), (USER, "b")]
-    assert prompts == [S.asked(BYTES, own, "chat")[0] for own in (turns[:2], turns, [(SYSTEM, "S"), (USER, "c")])]
+    assert prompts == [S.prompt_ids(BYTES, own, "chat")[0] for own in (turns[:2], turns, [(SYSTEM, "S"), (USER, "c")])]
     assert prompts[0] == [1, 260, 87, 263, 261, 101, 263, 262]
 
 
@@ -324,13 +324,13 @@ def test_a_character_is_written_when_it_is_whole(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(S, "print", lambda text, **_: written.append(text), raising=False)
     text = "é\U0001f600x"
     talk(monkeypatch, capsys, tmp_path, ["a", "b"], [as_bytes(text), as_bytes("\U0001f600")[:3]], max_new_tokens=20)
-    assert written == ["", "é", "", "", "", "\U0001f600", "x", "", "", "", "", "\ufffd"]
+    assert written == ["é", "\U0001f600", "x", "", "\ufffd"]
 
 
 def test_ctrl_c_ends_the_answer_and_what_was_said_stays(monkeypatch, capsys, tmp_path):
     out, err, prompts = talk(monkeypatch, capsys, tmp_path, ["a", "b"], [[*as_bytes("yes"), "^C"], as_bytes("no")])
     assert (out, err) == ("yes\nno\n", " [stopped]")
-    assert prompts[1] == S.asked(BYTES, [(USER, "a"), (ASSISTANT, "yes"), (USER, "b")], "chat")[0]
+    assert prompts[1] == S.prompt_ids(BYTES, [(USER, "a"), (ASSISTANT, "yes"), (USER, "b")], "chat")[0]
 
     def interrupted(prompt: str) -> str:
         raise KeyboardInterrupt
@@ -347,9 +347,9 @@ def test_the_oldest_turns_give_way_when_the_context_is_full(monkeypatch, capsys,
     assert out == "abc\n" * 5
     pair = [(USER, "0123456789"), (ASSISTANT, "abc")]
     histories = [[], pair, pair * 2, pair * 2]
-    expected = [S.asked(BYTES, [(SYSTEM, "S"), *before, pair[0]], "chat")[0] for before in histories]
+    expected = [S.prompt_ids(BYTES, [(SYSTEM, "S"), *before, pair[0]], "chat")[0] for before in histories]
     assert prompts[:4] == expected and [len(ids) for ids in expected] == [17, 34, 51, 51]
-    assert prompts[4:] == [S.asked(BYTES, [(SYSTEM, "S"), *pair, *pair, (USER, "y")], "chat")[0]]
+    assert prompts[4:] == [S.prompt_ids(BYTES, [(SYSTEM, "S"), *pair, *pair, (USER, "y")], "chat")[0]]
     assert err == ("[the context is full: the oldest 2 turns are forgotten]\n"
                    "[left out: with 8 tokens to answer it exceeds the context of 64]\n"
                    "[the context is full: the oldest 2 turns are forgotten]\n")
@@ -361,7 +361,7 @@ def test_an_answer_is_what_generate_draws(monkeypatch, capsys, tmp_path):
     net, *_ = S.load_model("ARTIFACT", str(tmp_path / "model.upar"))
     turns = []
     for number, line_ in enumerate(["hello", "again"]):
-        prompt, end = S.asked(BYTES, [*turns, (USER, line_)], "chat")
+        prompt, end = S.prompt_ids(BYTES, [*turns, (USER, line_)], "chat")
         [one] = S.generate(net, [prompt], 1, 6, 1.0, 50, 1.0, [(5, number)], frozenset([end, 1]))
         ids = one.ids[:-1] if one.finished else one.ids
         turns += [(USER, line_), (ASSISTANT, S.completion(BYTES, prompt, ids))]
@@ -370,7 +370,7 @@ def test_an_answer_is_what_generate_draws(monkeypatch, capsys, tmp_path):
 
 def test_a_tokenizer_without_roles_has_lines(tmp_path):
     bare = S.load_tokenizer(train_model(tmp_path / "bare.model", control_symbols=[]))
-    assert S.asked(bare, [(USER, "the cat"), (ASSISTANT, "sat"), (USER, "on")], "chat") == (
+    assert S.prompt_ids(bare, [(USER, "the cat"), (ASSISTANT, "sat"), (USER, "on")], "chat") == (
         [1, *bare.encode("the cat\nsat\non\n")], 1)
 
 

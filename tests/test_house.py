@@ -17,9 +17,10 @@ ROOT = Path(__file__).resolve().parents[1]
 LINES_PER_CONFIG, COLUMNS = 15, 120
 # Tokens at most, as tools/tokens.py counts them. The goal of train_gpt.py is 22,000 (CONTRIBUTING.md, "Sizes"), that of
 # the other scripts 20,000 to 26,000. Until they are reached these figures may only shrink.
-TOKENS = {"train_gpt.py": 23_400, "train_sft.py": 26_280, "train_dpo.py": 27_090, "train_ppo.py": 31_150,
-          "train_grpo.py": 29_880, "train_gspo.py": 29_850, "quantize.py": 21_640, "sample.py": 24_050}
-CALM = ["train_gpt.py"]  # scripts that meet all limits
+TOKENS = {"train_gpt.py": 22_000, "train_sft.py": 26_280, "train_dpo.py": 27_090, "train_ppo.py": 31_150,
+          "train_grpo.py": 29_880, "train_gspo.py": 29_850, "quantize.py": 20_190, "sample.py": 22_340}
+CALM = ["train_gpt.py", "quantize.py", "sample.py"]  # scripts whose code is plain
+SPLIT = ["train_gpt.py"]  # scripts without a definition that main does not reach
 TOKENS_OF_MAIN, TOKENS_PER_FUNCTION, TOKENS_PER_FORMULA, TOKENS_PER_CLASS = 1_800, 500, 650, 1_600
 FORMULAS = {"backward"}  # a function that is one formula: the backward pass of Gated DeltaNet
 SETTINGS = 60
@@ -131,7 +132,7 @@ def test_unreached_definitions_are_found() -> None:
     assert unreached_definitions(source) == ["UNUSED", "dead", "A.lost"]
 
 
-@pytest.mark.parametrize("name", CALM)
+@pytest.mark.parametrize("name", SPLIT)
 def test_every_definition_is_reached_from_main(name: str) -> None:
     assert unreached_definitions(text_of(name)) == []
 
