@@ -3908,26 +3908,30 @@ class Exam(Saved):
         self.before = {}  # as of scores()
         self.pass1_by_temperature = {}
 
-    def solve(self, trainer, problems, count, temperature):
-        """Return whether answers to problems are right by the task's checker, (n, count), float64.
+    def is_right(self, answers):
+        """Return whether the task's checker says that answers are right."""
+        return [self.task.reward(answer.query, answer.text) >= 1 for answer in answers]
 
-        The ranks share the problems out. The result is on the runtime's device.
+    def marks(self, trainer, problems, count, temperature, mark=None):
+        """Return the marks of `count` answers to each problem, (n, count), float64.
+
+        mark: from answers to numbers; None: is_right. The ranks share the problems out.
         """
         runtime = trainer.runtime
-        right = torch.zeros(len(problems), count, dtype=torch.float64, device=runtime.device)
+        marks = torch.zeros(len(problems), count, dtype=torch.float64, device=runtime.device)
         numbers = range(runtime.rank, len(problems), runtime.world_size)
         seeds = [(trainer.settings.seed, EVAL_STEP, number) for number in numbers]
         queries = [problems[number] for number in numbers]
         answers = trainer.sample(queries, count, temperature, seeds)
-        hits = [self.task.reward(answer.query, answer.text) >= 1 for answer in answers]
-        right[numbers] = right.new_tensor(hits).view(-1, count)
-        return runtime.sum(right)
+        mark = mark or self.is_right
+        marks[numbers] = marks.new_tensor(mark(answers)).view(-1, count)
+        return runtime.sum(marks)
 
     def scores(self, trainer):
         """Return scores by problem, (n,) each: greedy, and mean and best of EVAL_SAMPLES samples."""
-        greedy = self.solve(trainer, self.problems, 1, 0.0)
+        greedy = self.marks(trainer, self.problems, 1, 0.0)
         temperature = trainer.settings.temperature
-        sampled = self.solve(trainer, self.problems, EVAL_SAMPLES, temperature)
+        sampled = self.marks(trainer, self.problems, EVAL_SAMPLES, temperature)
         return {
             "greedy": greedy[:, 0],
             "pass1": sampled.mean(1),
@@ -3938,7 +3942,7 @@ class Exam(Saved):
         """Score the policy before training."""
         self.before = self.scores(trainer)
         for temperature in START_TEMPERATURES:
-            sampled = self.solve(trainer, self.problems, EVAL_SAMPLES, temperature)
+            sampled = self.marks(trainer, self.problems, EVAL_SAMPLES, temperature)
             self.pass1_by_temperature[str(temperature)] = sampled.mean(1)
         self.pass1_by_temperature[str(trainer.settings.temperature)] = self.before["pass1"]
 
@@ -4073,7 +4077,7 @@ def choose_weights(trainer, averages, exam, log):
     shares = {}
     for name, values in candidates.items():
         with swapped(raw, values):
-            right = exam.solve(trainer, problems, 1, trainer.settings.temperature)
+            right = exam.marks(trainer, problems, 1, trainer.settings.temperature)
         shares[name] = right.mean().item()
         log(f"weights: {name}, pass1 {shares[name]:.4f} on {CHOICE_PROBLEMS} training problems")
     chosen = max(shares, key=shares.get)
@@ -4247,13 +4251,13 @@ class GRPOTrainer(PolicyTrainer):
         for rows in rollout.rows:
             mini_batches.append(make_batches(rows, runtime.device, self.micro_tokens))
         # Old log-probabilities are the training forward's: the sampler's last digits would count in
-        # a narrow band. The first mini-batch has them from its own forward.
+        # a narrow band.
         with torch.no_grad(), self.weights():
-            for batch in itertools.chain(*mini_batches[1:]):
+            for batch in itertools.chain(*mini_batches):
                 batch.old, _ = token_logps(self.network, batch, temperature)
-        with torch.no_grad(), self.reference():
-            for batch in itertools.chain(*mini_batches) if self.ref_model else ():
-                batch.reference, _ = token_logps(self.ref_model, batch, temperature)
+                if self.ref_model is not None:
+                    with self.reference():
+                        batch.reference, _ = token_logps(self.ref_model, batch, temperature)
 
         updates = []
         for batches in mini_batches * settings.epochs:
@@ -4267,8 +4271,6 @@ class GRPOTrainer(PolicyTrainer):
             with self.weights():
                 for batch in batches:
                     logps, entropy = token_logps(self.network, batch, temperature)
-                    if batch.old is None:
-                        batch.old = logps.detach()
                     losses, logged = policy_loss(logps, batch, settings)
                     weights = token_weights(batch.mask, total, settings, runtime.world_size)
                     loss = (losses * weights).sum()
@@ -4310,12 +4312,12 @@ def main():
         averages["ema"] = Average(trainer.trained, EMA_MEMORY)
     if settings.swa:
         averages["swa"] = Average(trainer.trained)
-    silent = {"steps": 0}  # from the first on, in which each group had one reward
-    run.parts.update(averages, silent=checkpointed(silent))
+    run.parts.update(averages)
     begin_run(run, trainer, exam, checkpoint)
     run.log(f"set-up and first scores: {time.perf_counter() - begin:.1f} s, outside the clock")
 
     metrics = {}
+    is_silent = not checkpoint  # whether each group so far had one reward
     stopping = False
     stop_signal = StopSignal()
     clock.start()
@@ -4368,8 +4370,8 @@ def main():
         clock.send_report(loss, bad, runtime.sum(stop))
         run.step += 1
 
-        silent["steps"] += metrics["zero_variance"] == 1
-        if run.step == silent["steps"] == FIRST_STEPS:
+        is_silent = is_silent and metrics["zero_variance"] == 1
+        if is_silent and run.step == FIRST_STEPS:
             run.save()
             raise UserError(
                 f"REWARD={settings.reward!r}: in the first {FIRST_STEPS} steps each group has one "
