@@ -3102,9 +3102,7 @@ def continue_texts(decoder, draws, sampling, stop):
     lengths = torch.zeros(rows, dtype=torch.int64, device=device)
     ends = torch.tensor(sorted(stop), dtype=torch.int64, device=device)
     live = torch.arange(rows, device=device)  # rows that the decoder has
-    running = torch.ones(
-        rows, dtype=torch.bool, device=device
-    )  # those of them without a stop token
+    running = torch.ones(rows, dtype=torch.bool, device=device)  # those of them without a stop token
     for step in range(steps):
         picks, pick_logps = draw(decoder.logits, *sampling, draws[live, step])
         ids[live, step] = picks
