@@ -29,7 +29,6 @@ import struct
 import subprocess
 import sys
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from decimal import Decimal
@@ -109,44 +108,25 @@ class UserError(Exception):
     """A mistake of the user. It is printed as one line, and the exit code is 2."""
 
 
-# Settings of older versions and of other projects that have no counterpart here. In the environment
-# they are errors, not ignored in silence.
+# Settings of other projects that have no counterpart here. In the environment they are errors, not
+# ignored in silence.
 ABSENT_SETTINGS = (
     "ADAM_WD",
-    "BIO_EVENTS",
-    "BIO_THRESHOLD",
-    "DETERMINISTIC",
     "DROPOUT",
-    "DRY_RUN",
-    "EMA_MEMORY_FRAC",
-    "EMA_START_FRAC",
-    "EMBED_CLIP_SIGMAS",
-    "EMBED_STEP",
-    "GDN_NEG_EIGVAL",
-    "HANG_SECONDS",
-    "KEEP",
     "LOG_INTERVAL",
-    "MATRIX_CLIP_SIGMAS",
-    "MATRIX_STEP",
-    "MUON_MOMENTUM_WARMUP_FRAC",
-    "NGRAM_MIN_COUNT",
-    "NGRAM_ORDER",
-    "QAT_START_FRAC",
+    "MUON_MOMENTUM_WARMUP_STEPS",
     "QK_NORM",
-    "RESIDUAL_MIX",
-    "SPIKE_NATS",
-    "SPIKE_POLICY",
-    "SWA_START_FRAC",
     "TTT_ENABLED",
-    "UNET_SKIPS",
     "XSA_LAST_N",
 )
 
-# Names that nanoGPT, modded-nanogpt, Parameter Golf and TRL use, and the settings that do the
-# same job here.
+# Names that nanoGPT, modded-nanogpt, Parameter Golf and TRL use, and the settings or constants that
+# do the same job here.
 ALIASES = {
     "BATCH_SIZE": "TRAIN_BATCH_TOKENS",
     "BETA": "KL_BETA",
+    "BETA1": "ADAM_BETAS[0]",
+    "BETA2": "ADAM_BETAS[1]",
     "BLOCK_SIZE": "TRAIN_SEQ_LEN",
     "DATASET": "DATA_PATH",
     "DECAY_LR": "LR_SCHEDULE",
@@ -170,6 +150,8 @@ ALIASES = {
     "MAX_STEPS": "ITERATIONS",
     "MIN_LR": "LR_FLOOR",
     "MODEL_NAME_OR_PATH": "INIT_FROM",
+    "MUON_BACKEND_STEPS": "NEWTON_SCHULZ_STEPS",
+    "MUON_MOMENTUM_WARMUP_START": "MUON_MOMENTUM_START",
     "MUON_WEIGHT_DECAY": "MUON_WD",
     "NUM_GENERATIONS": "GROUP_SIZE",
     "NUM_ITERATIONS": "ITERATIONS",
@@ -180,29 +162,30 @@ ALIASES = {
     "QAT_ENABLED": "QAT",
     "SEQ_LEN": "TRAIN_SEQ_LEN",
     "SWA_ENABLED": "SWA",
+    "TIED_EMBED_INIT_STD": "EMBED_INIT_STD",
+    "TRAIN_LOG_EVERY": "LOG_SECONDS",
     "VAL_BATCH_SIZE": "MICRO_BATCH_TOKENS",
     "WARMUP_ITERS": "WARMUP_FRAC",
     "WEIGHT_DECAY": "MUON_WD",
 }
 
-# Settings of Parameter Golf that are constants here: (constant, its value). That value is accepted,
-# so that pasted commands run.
+# Constants of this script that are settings elsewhere. Their values are accepted, so that pasted
+# commands run.
 RETIRED_SETTINGS = {
-    "ADAM_EPS": ("ADAM_EPS", 1e-8),
-    "BETA1": ("ADAM_BETAS[0]", 0.9),
-    "BETA2": ("ADAM_BETAS[1]", 0.95),
-    "BIGRAM_DIM": ("BIGRAM_DIM", 128),
-    "EMBED_BITS": ("EMBED_BITS", 8),
-    "HEAD_LR": ("HEAD_LR", 0.008),
-    "LOGIT_SOFTCAP": ("logit_softcap", 30.0),
-    "MUON_BACKEND_STEPS": ("NEWTON_SCHULZ_STEPS", 5),
-    "MUON_MOMENTUM": ("MUON_MOMENTUM", 0.95),
-    "MUON_MOMENTUM_WARMUP_START": ("MUON_MOMENTUM_START", 0.85),
-    "MUON_MOMENTUM_WARMUP_STEPS": ("MUON_WARMUP_FRAC", 0.05),
-    "ROPE_BASE": ("ROPE_BASE", 10000.0),
-    "TIED_EMBED_INIT_STD": ("embed_init_std", 0.005),
-    "TRAIN_LOG_EVERY": ("LOG_SECONDS", 10.0),
-    "WARMUP_STEPS": ("WARMUP_STEPS", 2),
+    "ADAM_BETAS[0]": 0.9,
+    "ADAM_BETAS[1]": 0.95,
+    "ADAM_EPS": 1e-8,
+    "BIGRAM_DIM": 128,
+    "EMBED_BITS": 8,
+    "EMBED_INIT_STD": 0.005,
+    "HEAD_LR": 0.008,
+    "LOGIT_SOFTCAP": 30.0,
+    "LOG_SECONDS": 10.0,
+    "MUON_MOMENTUM": 0.95,
+    "MUON_MOMENTUM_START": 0.85,
+    "NEWTON_SCHULZ_STEPS": 5,
+    "ROPE_BASE": 10000.0,
+    "WARMUP_STEPS": 2,
 }
 
 
@@ -262,12 +245,12 @@ def check_name(name, text, names):
     while meant in ALIASES and meant not in names:
         meant = ALIASES[meant]
     close_names = difflib.get_close_matches(meant, names, 1)
-    if name in RETIRED_SETTINGS:
-        constant, value = RETIRED_SETTINGS[name]
+    if meant in RETIRED_SETTINGS:
+        value = RETIRED_SETTINGS[meant]
         with contextlib.suppress(ValueError):
             if float(text) == value:
                 return
-        message += f", which has the constant {constant} = {value}"
+        message += f", which has the constant {meant} = {value}"
     elif close_names:
         message += f"; did you mean {close_names[0]}?"
     raise UserError(
@@ -470,31 +453,33 @@ def describe_machine(runtime):
 
 def list_checkpoints(run):
     """Return the checkpoints in a run's folder, whole or not, the newest first."""
-    folders = [path for path in run.glob("step_*") if re.fullmatch(r"step_\d+(\.part)?", path.name)]
-    return sorted(folders, key=lambda path: int(path.stem[5:]), reverse=True)
+    folders = [path for path in run.glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
+    return sorted(folders, key=lambda path: int(path.name[5:]), reverse=True)
 
 
-def checkpoint_fault(folder, files):
-    """Return what is wrong with a checkpoint that must have `files`, or "" if it is whole."""
-    if folder.suffix == ".part":
-        return "half-written"
+def checkpoint_fault(folder):
+    """Return what is wrong with a checkpoint, or "" if it is whole."""
     try:
-        lines = (folder / "SHA256SUMS").read_text().splitlines()
-        names = {*files, *(line.partition("  ")[2] for line in lines)}
-        wrong = [name for name in names if f"{sha256_file(folder / name)}  {name}" not in lines]
+        for line in (folder / "SHA256SUMS").read_text().splitlines():
+            digest, _, name = line.partition("  ")
+            if sha256_file(folder / name) != digest:
+                return f"{name} was changed"
     except (OSError, ValueError) as error:
         return str(error)
-    return ", ".join(sorted(wrong))
+    return ""
 
 
-def newest_checkpoint(folders, files=("meta.json", "model.pt", "training.pt")):
-    """Return the first whole checkpoint of `folders`, or None, and a line on each damaged one."""
+def newest_checkpoint(folder):
+    """Return the newest whole checkpoint of a run, or None, and a line on each damaged one.
+
+    The folder of a checkpoint stands for itself.
+    """
     faults = []
-    for folder in folders:
-        fault = checkpoint_fault(folder, files)
+    for candidate in list_checkpoints(folder) or [folder]:
+        fault = checkpoint_fault(candidate)
         if not fault:
-            return folder, faults
-        faults.append(f"checkpoint {folder} is damaged and skipped: {fault}")
+            return candidate, faults
+        faults.append(f"checkpoint {candidate} is damaged and skipped: {fault}")
     return None, faults
 
 
@@ -909,12 +894,15 @@ def row_pair(row):
 
 
 # === shared: model ===
-# What ARCH_MODE stands for: values of settings, below the CONFIG file and the environment.
+# What ARCH_MODE stands for: values of settings, below the CONFIG file and the environment, and of
+# fields of GPTConfig that are no settings.
 ARCH_PRESETS = {
     "D": {},  # the defaults: GDN, and two layers of sliding-window attention with the same weights
     "gdn": dict(layer_pattern="g", num_layers=10),
     "hybrid": dict(layer_pattern="g g a a a a a a a a g"),  # of openai/parameter-golf PR 1895
-    "baseline": dict(layer_pattern="a", num_layers=9, mlp_mult=2.0, qk_gain_init=1.5),
+    "baseline": dict(  # the first script of Parameter Golf
+        layer_pattern="a", num_layers=9, mlp_mult=2.0, qk_gain_init=1.5, unet_skips=True
+    ),
     "llama": dict(
         layer_pattern="a",
         num_layers=12,
@@ -922,15 +910,10 @@ ARCH_PRESETS = {
         mlp_mult=2.75,
         norm="rms_weight",
         qk_gain_init=0.0,
+        residual_mix=False,
+        logit_softcap=0.0,
+        embed_init_std=0.02,
     ),
-}
-# The fields of GPTConfig that an ARCH_MODE fixes: they are no settings.
-ARCH_LAYOUTS = {
-    "D": {},
-    "gdn": {},
-    "hybrid": {},
-    "baseline": dict(unet_skips=True),  # as in the first script of Parameter Golf
-    "llama": dict(residual_mix=False, logit_softcap=0.0, embed_init_std=0.02),
 }
 NORMS = ("rms", "rms_weight", "layer")
 CONV_TAPS = 4  # tokens that GDN's short convolution sees, the current one included
@@ -972,7 +955,7 @@ class GPTConfig:
 def model_config(settings, vocab_size, bos_id, **overrides):
     """Return the GPTConfig of the network that `settings` ask for.
 
-    A field's value is taken from `overrides`, else ARCH_LAYOUTS, else `settings`, else GPTConfig's
+    A field's value is taken from `overrides`, else `settings`, else ARCH_PRESETS, else GPTConfig's
     default. LAYER_PATTERN is one word per layer, repeated or cut to NUM_LAYERS: g is Gated
     DeltaNet, s sliding-window attention, a full attention. Layers whose words have the same number
     share the mixer's weights (s1 ... s1); in capitals they share all of the layer's weights (A1 A2
@@ -989,12 +972,14 @@ def model_config(settings, vocab_size, bos_id, **overrides):
     num_layers = settings.num_layers or len(words)
 
     names = GPTConfig.__dataclass_fields__
-    values = {name: value for name, value in vars(settings).items() if name in names}
-    values |= ARCH_LAYOUTS[getattr(settings, "arch_mode", "D")]
-    values |= dict(vocab_size=vocab_size, bos_id=bos_id)
-    values["layers"] = " ".join((words * num_layers)[:num_layers])
-    values["norms"] = " ".join((norms * num_layers)[:num_layers])
-    config = GPTConfig(**{**values, **overrides})
+    given = {**ARCH_PRESETS[getattr(settings, "arch_mode", "D")], **vars(settings), **overrides}
+    config = GPTConfig(
+        vocab_size,
+        bos_id,
+        layers=" ".join((words * num_layers)[:num_layers]),
+        norms=" ".join((norms * num_layers)[:num_layers]),
+        **{name: value for name, value in given.items() if name in names},
+    )
 
     dim = config.model_dim
     heads = config.num_heads
@@ -1015,6 +1000,9 @@ def model_config(settings, vocab_size, bos_id, **overrides):
 
 def linear(x, weight):
     """Return x W^T in x's dtype; weights are kept in float32."""
+    if hasattr(weight, "hessian"):  # section export calibrates GPTQ
+        rows = x.flatten(0, -2).float()
+        weight.hessian += rows.mT @ rows
     return F.linear(x, weight.to(x.dtype))
 
 
@@ -1240,7 +1228,7 @@ class GatedDeltaNet(nn.Module):
         q = q * torch.rsqrt(q.to(wide).square().sum(-1, keepdim=True) + 1e-6)
         k = k * torch.rsqrt(k.to(wide).square().sum(-1, keepdim=True) + 1e-6)
         q = q.to(v.dtype) * self.head_dim**-0.5
-        a, b = F.linear(x.to(wide), self.ab).split(self.heads, dim=-1)  # (B, T, H)
+        a, b = linear(x.to(wide), self.ab).split(self.heads, dim=-1)  # (B, T, H)
         g = -self.A_log.exp() * F.softplus(a + self.dt_bias)
         begins_document = doc[:, -T:] != doc[:, -T - 1 : -1]
         g = torch.where(begins_document[..., None], DOCUMENT_DECAY, g)
@@ -1644,17 +1632,15 @@ def round_to(w, scale, bits):
     return (w / torch.where(scale > 0, scale, 1.0)).round_().clamp_(-qmax, qmax)
 
 
-def quantize(w, bits, clip_sigmas, widen=1.0):
+def quantize(w, bits, clip_sigmas):
     """Return codes int8 (R, C) and the scale float16 (1,) of w (R, ...).
 
-    The largest code stands for `clip_sigmas` root mean squares of w, times `widen`: the factor by
-    which the exporter widens all steps if the artifact would exceed its limit. The root mean square
-    is not about the mean, so a constant tensor keeps its value. If w is not finite, neither is the
-    scale.
+    The largest code stands for `clip_sigmas` root mean squares of w. The root mean square is not
+    about the mean, so a constant tensor keeps its value. If w is not finite, neither is the scale.
     """
     rows = w.flatten(1).float()
     sigma = rows.square().mean().sqrt().view(1)
-    scale = (sigma * clip_sigmas / (2 ** (bits - 1) - 1) * widen).half()
+    scale = (sigma * clip_sigmas / (2 ** (bits - 1) - 1)).half()
     return round_to(rows, scale, bits).to(torch.int8), scale
 
 
@@ -1666,8 +1652,8 @@ def dequantize(codes, scale):
 def quant_table(settings):
     """Return the quantizers that a run begins with: tensor class -> arguments of `quantize`."""
     return {
-        "matrix": {"bits": settings.matrix_bits, "clip_sigmas": MATRIX_CLIP_SIGMAS, "widen": 1.0},
-        "embedding": {"bits": EMBED_BITS, "clip_sigmas": EMBED_CLIP_SIGMAS, "widen": 1.0},
+        "matrix": {"bits": settings.matrix_bits, "clip_sigmas": MATRIX_CLIP_SIGMAS},
+        "embedding": {"bits": EMBED_BITS, "clip_sigmas": EMBED_CLIP_SIGMAS},
     }
 
 
@@ -1725,28 +1711,29 @@ def count_parameters(network):
 
 
 # === shared: artifact ===
-# An artifact is one file: magic, version u32, length u32 and CRC-32 of the header, all little
-# endian; the header (JSON in a zstd frame); the streams without gaps; the SHA-256 of all before it.
+# An artifact is one file: magic, version u32 and length u32 of the header, both little endian; the
+# header (JSON in a zstd frame); the streams without gaps; the SHA-256 of all before it.
 #
-# Every stream is a zstd frame of an array. The header lists them in the order of the file: three
-# arrays of class "coder", then the tensors. An entry has name, class, shape, dtype (as numpy writes
-# it) and the stream's length and CRC-32. A tensor with "scale" and "bits" is stored as codes.
+# Every stream is a zstd frame of an array. The header lists them in the order of the file: the
+# coder's three arrays, then the tensors. An entry has name, shape, dtype (as numpy writes it) and the
+# stream's length. A tensor with "scale" and "bits" is stored as codes.
 #
-# Codes are int8, or uint16 words of range ANS (Duda, arXiv:1311.2540) in interleaved lanes. In
-# trained matrices rows differ in size, and so do columns that read hidden units; given both sizes,
-# codes are nearly normal. So the code at row r and column c is coded by table sizes[r] + sizes[c],
-# which saves 5% of the bytes (docs/lab.md, 2026-11-21). The coder's arrays are the lane states u32
-# at which decoding begins; the tables u16 (97, 256) of frequencies, by code & 255; and the sizes
-# u8: of each tensor in words, in turn, those of its rows, then those of its columns. Code i of a
-# tensor is in lane i % lanes. The states run on from tensor to tensor, and end at 2**16.
-ARTIFACT_PREFIX = struct.Struct("<8sIII")
+# Codes are uint16 words of range ANS (Duda, arXiv:1311.2540) in interleaved lanes. In trained
+# matrices rows differ in size, and so do columns that read hidden units; given both sizes, codes
+# are nearly normal. So the code at row r and column c is coded by table sizes[r] + sizes[c], which
+# saves 5% of the bytes (docs/lab.md, 2026-11-21). The coder's arrays are the lane states u32 at
+# which decoding begins; the tables u16 (97, 256) of frequencies, by code & 255; and the sizes u8:
+# of each tensor of codes, in turn, those of its rows, then those of its columns. Code i of a tensor
+# is in lane i % lanes. The states run on from tensor to tensor, and end at 2**16.
+ARTIFACT_PREFIX = struct.Struct("<8sII")
 ARTIFACT_MAGIC = b"UNDERPAR"
-ARTIFACT_VERSION = 6
+ARTIFACT_VERSION = 7
 ARTIFACT_ZSTD = zstandard.ZstdCompressor(
     level=6
 )  # up to 0.5% fewer bytes than 3; from 12 on it is slow
 RANS_BITS = 14  # rounding frequencies costs 20 bytes per million codes; at 12 bits 150
 RANS_TOTAL = 1 << RANS_BITS
+RANS_LANES = 256  # move side by side, so many are fast; each of them costs 2 bytes
 RANS_LOW = 1 << 16  # states stay in [2**16, 2**32), so a step moves at most one 16-bit word
 
 
@@ -1772,14 +1759,6 @@ def rans_table(counts):
     ends = np.cumsum(counts) / counts.sum() * (RANS_TOTAL - present.sum())
     # Rounded ends of the symbols' ranges add up, which rounded shares would not.
     return (present + np.diff(np.rint(ends), prepend=0)).astype(np.uint16)
-
-
-def rans_lanes(symbols):
-    """Return the number of lanes: a power of two from 8 to 1,024, about one per 8,192 symbols.
-
-    Lanes move side by side, so many are fast; each of them costs 2 bytes.
-    """
-    return min(1024, max(8, 1 << (symbols // 8192).bit_length() >> 1))
 
 
 class RansCoder:
@@ -1845,16 +1824,10 @@ def size_numbers(mean_squares):
     return np.rint(2 * octaves + 16).astype(np.uint8)
 
 
-def entropy_bytes(counts):
-    """Return the bytes of symbols that occur counts (..., 256) times, by a table for each row."""
-    total = np.maximum(1, counts.sum(-1, keepdims=True))
-    return (counts * np.log2(total / np.maximum(1, counts))).sum() / 8
-
-
 def code_by_rans(codes):
     """Return the arrays that codes (name -> int8 (R, C)) are stored as, by name.
 
-    First come the coder's own arrays, then for each tensor its rANS words, or else its codes.
+    First come the coder's own arrays, then the rANS words of each tensor.
     """
     pairs = {}
     sizes = [np.empty(0, np.uint8)]
@@ -1864,28 +1837,19 @@ def code_by_rans(codes):
         rows = size_numbers(power.mean(1))
         columns = size_numbers(power.mean(0) / max(power.mean(), 1e-9))
         tables = np.add.outer(rows, columns).astype(np.int32)
-        symbols = (tables << 8 | array.view(np.uint8)).reshape(-1)
-        count = np.bincount(symbols, minlength=counts.size).reshape(counts.shape)
-        # zstd is shorter where rows are alike, as an embedding's of tokens that never occurred.
-        if entropy_bytes(count) < len(ARTIFACT_ZSTD.compress(array.tobytes())):
-            pairs[name] = symbols
-            sizes += [rows, columns]
-            counts += count
-    states = np.full(rans_lanes(int(counts.sum())), RANS_LOW, np.uint32)
+        pairs[name] = (tables << 8 | array.view(np.uint8)).reshape(-1)
+        sizes += [rows, columns]
+        counts += np.bincount(pairs[name], minlength=counts.size).reshape(counts.shape)
+    states = np.full(RANS_LANES, RANS_LOW, np.uint32)
     tables = np.stack([rans_table(count) for count in counts])
     coder = RansCoder(states, tables)
     words = {name: coder.encode(pairs[name]) for name in reversed(pairs)}
-    return {
-        "lane_states": states,
-        "tables": tables,
-        "sizes": np.concatenate(sizes),
-        **codes,
-        **words,
-    }
+    coded = {name: words[name] for name in codes}  # in the order of decoding
+    return {"lane_states": states, "tables": tables, "sizes": np.concatenate(sizes), **coded}
 
 
 def pack_artifact(tensors, coded, **header):
-    """Return the artifact of `tensors`, those of `coded` as codes, and its bytes by tensor class.
+    """Return the artifact of `tensors`, those of `coded` as codes.
 
     header: settings, which rebuild the model, tokenizer_sha256 and meta, which is anything; JSON.
     The same input gives the same bytes. Raises ArtifactError if a tensor is not finite as stored.
@@ -1898,44 +1862,35 @@ def pack_artifact(tensors, coded, **header):
 
     payloads = b""
     records = {}
-    sizes = collections.Counter()
     for name, array in arrays.items():
         payload = ARTIFACT_ZSTD.compress(array.tobytes())
-        record = {"class": "coder", "shape": array.shape, "dtype": array.dtype.str}
-        record |= {"length": len(payload), "crc32": zlib.crc32(payload)}
-        if name in tensors:
-            tensor = tensors[name]
-            record |= {"class": tensor_class(name, tensor), "shape": tensor.shape}
+        shape = tensors[name].shape if name in tensors else array.shape
+        record = {"shape": shape, "dtype": array.dtype.str, "length": len(payload)}
         if name in coded:
             record |= {"bits": coded[name].bits, "scale": coded[name].scale.item()}
         is_finite = np.isfinite(record.get("scale", array)).all()
         require(is_finite, f"tensor {name}: must be finite as it is stored")
         records[name] = record
-        sizes[record["class"]] += len(payload)
         payloads += payload
     text = json.dumps({**header, "streams": records})
     frame = ARTIFACT_ZSTD.compress(text.encode())
-    prefix = ARTIFACT_PREFIX.pack(ARTIFACT_MAGIC, ARTIFACT_VERSION, len(frame), zlib.crc32(frame))
+    prefix = ARTIFACT_PREFIX.pack(ARTIFACT_MAGIC, ARTIFACT_VERSION, len(frame))
     data = prefix + frame + payloads
-    data += hashlib.sha256(data).digest()
-    sizes["header"] = len(data) - sizes.total()
-    return data, sizes
+    return data + hashlib.sha256(data).digest()
 
 
 def read_streams(data, max_weights):
     """Return header and arrays (name -> flat) of an artifact. Raises ArtifactError if damaged."""
     require(data.startswith(ARTIFACT_MAGIC), f"is no underpar artifact, begins with {data[:8]!r}")
-    _, version, length, crc32 = ARTIFACT_PREFIX.unpack_from(data)
+    _, version, length = ARTIFACT_PREFIX.unpack_from(data)
     require(version == ARTIFACT_VERSION, f"version {version}, this code reads {ARTIFACT_VERSION}")
+    require(hashlib.sha256(data[:-32]).digest() == data[-32:], "damaged: the SHA-256 is wrong")
     file = io.BytesIO(data[ARTIFACT_PREFIX.size : -32])
     frame = file.read(length)
-    require(zlib.crc32(frame) == crc32, "the header is damaged")
     header = json.loads(zstandard.ZstdDecompressor().stream_reader(frame).read(1 << 24))
     arrays = {}
     for name, record in header["streams"].items():
         payload = file.read(record["length"])
-        is_whole = zlib.crc32(payload) == record["crc32"]
-        require(is_whole, f"{record['class']} {name!r} is damaged")
         # The shapes bound all that is allocated. A size of 0 counts as 1, or it would hide others.
         weights = math.prod(max(1, size) for size in record["shape"])
         max_weights -= weights
@@ -1943,7 +1898,6 @@ def read_streams(data, max_weights):
         require(fits, f"{name!r} has a negative size, or exceeds the limit of weights")
         raw = zstandard.ZstdDecompressor().stream_reader(payload).read(4 * weights + 1)
         arrays[name] = np.frombuffer(raw, record["dtype"]).copy()
-    require(hashlib.sha256(data[:-32]).digest() == data[-32:], "the SHA-256 is wrong")
     return header, arrays
 
 
@@ -1951,8 +1905,8 @@ def read_artifact(path, max_weights=1 << 30):
     """Return the header, the tensors by name in float32, and `coded` as it was written.
 
     Bit-exact on every machine. Memory is bounded by the file, at most max_weights numbers and
-    weights, and the decoding of one tensor. Raises ArtifactError, one line that names the file and
-    the damaged part, if anything is not as it was written.
+    weights, and the decoding of one tensor. Raises ArtifactError, one line that names the file, if
+    anything is not as it was written.
     """
     data = Path(path).read_bytes()
     tensors = {}
@@ -1963,18 +1917,19 @@ def read_artifact(path, max_weights=1 << 30):
         coder = RansCoder(states, tables.reshape(-1, 256))
         for name, array in arrays.items():
             record = header["streams"][name]
-            if array.dtype == np.uint16:
-                height, *width = record["shape"]
+            shape = record["shape"]
+            if "scale" in record:
+                height, *width = shape
                 ends = [height, height + math.prod(width)]
                 rows, columns, sizes = np.split(sizes, ends)
                 contexts = np.add.outer(rows, columns).reshape(-1)
-                array = coder.decode(contexts, array).view(np.int8)
-            values = torch.from_numpy(array).reshape(record["shape"])
-            if "scale" in record:
+                symbols = coder.decode(contexts, array).view(np.int8)
+                codes = torch.from_numpy(symbols).view(height, -1)
                 scale = torch.tensor([record["scale"]], dtype=torch.float16)
-                coded[name] = Coded(values.flatten(1), scale, record["bits"])
-                values = dequantize(values, scale)
-            tensors[name] = values.float()
+                coded[name] = Coded(codes, scale, record["bits"])
+                tensors[name] = dequantize(codes, scale).view(shape)
+            else:
+                tensors[name] = torch.from_numpy(array).float().view(shape)
         require((states == RANS_LOW).all(), "the lanes do not end at 2**16")
     except Exception as error:  # a file that only claims to be an artifact may raise anything
         reason = str(error) if isinstance(error, ArtifactError) else repr(error)

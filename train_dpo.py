@@ -34,7 +34,6 @@ import struct
 import subprocess
 import sys
 import time
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from decimal import Decimal
@@ -157,44 +156,25 @@ class UserError(Exception):
     """A mistake of the user. It is printed as one line, and the exit code is 2."""
 
 
-# Settings of older versions and of other projects that have no counterpart here. In the environment
-# they are errors, not ignored in silence.
+# Settings of other projects that have no counterpart here. In the environment they are errors, not
+# ignored in silence.
 ABSENT_SETTINGS = (
     "ADAM_WD",
-    "BIO_EVENTS",
-    "BIO_THRESHOLD",
-    "DETERMINISTIC",
     "DROPOUT",
-    "DRY_RUN",
-    "EMA_MEMORY_FRAC",
-    "EMA_START_FRAC",
-    "EMBED_CLIP_SIGMAS",
-    "EMBED_STEP",
-    "GDN_NEG_EIGVAL",
-    "HANG_SECONDS",
-    "KEEP",
     "LOG_INTERVAL",
-    "MATRIX_CLIP_SIGMAS",
-    "MATRIX_STEP",
-    "MUON_MOMENTUM_WARMUP_FRAC",
-    "NGRAM_MIN_COUNT",
-    "NGRAM_ORDER",
-    "QAT_START_FRAC",
+    "MUON_MOMENTUM_WARMUP_STEPS",
     "QK_NORM",
-    "RESIDUAL_MIX",
-    "SPIKE_NATS",
-    "SPIKE_POLICY",
-    "SWA_START_FRAC",
     "TTT_ENABLED",
-    "UNET_SKIPS",
     "XSA_LAST_N",
 )
 
-# Names that nanoGPT, modded-nanogpt, Parameter Golf and TRL use, and the settings that do the
-# same job here.
+# Names that nanoGPT, modded-nanogpt, Parameter Golf and TRL use, and the settings or constants that
+# do the same job here.
 ALIASES = {
     "BATCH_SIZE": "TRAIN_BATCH_TOKENS",
     "BETA": "KL_BETA",
+    "BETA1": "ADAM_BETAS[0]",
+    "BETA2": "ADAM_BETAS[1]",
     "BLOCK_SIZE": "TRAIN_SEQ_LEN",
     "DATASET": "DATA_PATH",
     "DECAY_LR": "LR_SCHEDULE",
@@ -218,6 +198,8 @@ ALIASES = {
     "MAX_STEPS": "ITERATIONS",
     "MIN_LR": "LR_FLOOR",
     "MODEL_NAME_OR_PATH": "INIT_FROM",
+    "MUON_BACKEND_STEPS": "NEWTON_SCHULZ_STEPS",
+    "MUON_MOMENTUM_WARMUP_START": "MUON_MOMENTUM_START",
     "MUON_WEIGHT_DECAY": "MUON_WD",
     "NUM_GENERATIONS": "GROUP_SIZE",
     "NUM_ITERATIONS": "ITERATIONS",
@@ -228,29 +210,30 @@ ALIASES = {
     "QAT_ENABLED": "QAT",
     "SEQ_LEN": "TRAIN_SEQ_LEN",
     "SWA_ENABLED": "SWA",
+    "TIED_EMBED_INIT_STD": "EMBED_INIT_STD",
+    "TRAIN_LOG_EVERY": "LOG_SECONDS",
     "VAL_BATCH_SIZE": "MICRO_BATCH_TOKENS",
     "WARMUP_ITERS": "WARMUP_FRAC",
     "WEIGHT_DECAY": "MUON_WD",
 }
 
-# Settings of Parameter Golf that are constants here: (constant, its value). That value is accepted,
-# so that pasted commands run.
+# Constants of this script that are settings elsewhere. Their values are accepted, so that pasted
+# commands run.
 RETIRED_SETTINGS = {
-    "ADAM_EPS": ("ADAM_EPS", 1e-8),
-    "BETA1": ("ADAM_BETAS[0]", 0.9),
-    "BETA2": ("ADAM_BETAS[1]", 0.95),
-    "BIGRAM_DIM": ("BIGRAM_DIM", 128),
-    "EMBED_BITS": ("EMBED_BITS", 8),
-    "HEAD_LR": ("HEAD_LR", 0.008),
-    "LOGIT_SOFTCAP": ("logit_softcap", 30.0),
-    "MUON_BACKEND_STEPS": ("NEWTON_SCHULZ_STEPS", 5),
-    "MUON_MOMENTUM": ("MUON_MOMENTUM", 0.95),
-    "MUON_MOMENTUM_WARMUP_START": ("MUON_MOMENTUM_START", 0.85),
-    "MUON_MOMENTUM_WARMUP_STEPS": ("MUON_WARMUP_FRAC", 0.05),
-    "ROPE_BASE": ("ROPE_BASE", 10000.0),
-    "TIED_EMBED_INIT_STD": ("embed_init_std", 0.005),
-    "TRAIN_LOG_EVERY": ("LOG_SECONDS", 10.0),
-    "WARMUP_STEPS": ("WARMUP_STEPS", 2),
+    "ADAM_BETAS[0]": 0.9,
+    "ADAM_BETAS[1]": 0.95,
+    "ADAM_EPS": 1e-8,
+    "BIGRAM_DIM": 128,
+    "EMBED_BITS": 8,
+    "EMBED_INIT_STD": 0.005,
+    "HEAD_LR": 0.008,
+    "LOGIT_SOFTCAP": 30.0,
+    "LOG_SECONDS": 10.0,
+    "MUON_MOMENTUM": 0.95,
+    "MUON_MOMENTUM_START": 0.85,
+    "NEWTON_SCHULZ_STEPS": 5,
+    "ROPE_BASE": 10000.0,
+    "WARMUP_STEPS": 2,
 }
 
 
@@ -310,12 +293,12 @@ def check_name(name, text, names):
     while meant in ALIASES and meant not in names:
         meant = ALIASES[meant]
     close_names = difflib.get_close_matches(meant, names, 1)
-    if name in RETIRED_SETTINGS:
-        constant, value = RETIRED_SETTINGS[name]
+    if meant in RETIRED_SETTINGS:
+        value = RETIRED_SETTINGS[meant]
         with contextlib.suppress(ValueError):
             if float(text) == value:
                 return
-        message += f", which has the constant {constant} = {value}"
+        message += f", which has the constant {meant} = {value}"
     elif close_names:
         message += f"; did you mean {close_names[0]}?"
     raise UserError(
@@ -518,31 +501,33 @@ def describe_machine(runtime):
 
 def list_checkpoints(run):
     """Return the checkpoints in a run's folder, whole or not, the newest first."""
-    folders = [path for path in run.glob("step_*") if re.fullmatch(r"step_\d+(\.part)?", path.name)]
-    return sorted(folders, key=lambda path: int(path.stem[5:]), reverse=True)
+    folders = [path for path in run.glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
+    return sorted(folders, key=lambda path: int(path.name[5:]), reverse=True)
 
 
-def checkpoint_fault(folder, files):
-    """Return what is wrong with a checkpoint that must have `files`, or "" if it is whole."""
-    if folder.suffix == ".part":
-        return "half-written"
+def checkpoint_fault(folder):
+    """Return what is wrong with a checkpoint, or "" if it is whole."""
     try:
-        lines = (folder / "SHA256SUMS").read_text().splitlines()
-        names = {*files, *(line.partition("  ")[2] for line in lines)}
-        wrong = [name for name in names if f"{sha256_file(folder / name)}  {name}" not in lines]
+        for line in (folder / "SHA256SUMS").read_text().splitlines():
+            digest, _, name = line.partition("  ")
+            if sha256_file(folder / name) != digest:
+                return f"{name} was changed"
     except (OSError, ValueError) as error:
         return str(error)
-    return ", ".join(sorted(wrong))
+    return ""
 
 
-def newest_checkpoint(folders, files=("meta.json", "model.pt", "training.pt")):
-    """Return the first whole checkpoint of `folders`, or None, and a line on each damaged one."""
+def newest_checkpoint(folder):
+    """Return the newest whole checkpoint of a run, or None, and a line on each damaged one.
+
+    The folder of a checkpoint stands for itself.
+    """
     faults = []
-    for folder in folders:
-        fault = checkpoint_fault(folder, files)
+    for candidate in list_checkpoints(folder) or [folder]:
+        fault = checkpoint_fault(candidate)
         if not fault:
-            return folder, faults
-        faults.append(f"checkpoint {folder} is damaged and skipped: {fault}")
+            return candidate, faults
+        faults.append(f"checkpoint {candidate} is damaged and skipped: {fault}")
     return None, faults
 
 
@@ -954,12 +939,15 @@ def grow_roles(network, tokenizer):
 
 
 # === shared: model ===
-# What ARCH_MODE stands for: values of settings, below the CONFIG file and the environment.
+# What ARCH_MODE stands for: values of settings, below the CONFIG file and the environment, and of
+# fields of GPTConfig that are no settings.
 ARCH_PRESETS = {
     "D": {},  # the defaults: GDN, and two layers of sliding-window attention with the same weights
     "gdn": dict(layer_pattern="g", num_layers=10),
     "hybrid": dict(layer_pattern="g g a a a a a a a a g"),  # of openai/parameter-golf PR 1895
-    "baseline": dict(layer_pattern="a", num_layers=9, mlp_mult=2.0, qk_gain_init=1.5),
+    "baseline": dict(  # the first script of Parameter Golf
+        layer_pattern="a", num_layers=9, mlp_mult=2.0, qk_gain_init=1.5, unet_skips=True
+    ),
     "llama": dict(
         layer_pattern="a",
         num_layers=12,
@@ -967,15 +955,10 @@ ARCH_PRESETS = {
         mlp_mult=2.75,
         norm="rms_weight",
         qk_gain_init=0.0,
+        residual_mix=False,
+        logit_softcap=0.0,
+        embed_init_std=0.02,
     ),
-}
-# The fields of GPTConfig that an ARCH_MODE fixes: they are no settings.
-ARCH_LAYOUTS = {
-    "D": {},
-    "gdn": {},
-    "hybrid": {},
-    "baseline": dict(unet_skips=True),  # as in the first script of Parameter Golf
-    "llama": dict(residual_mix=False, logit_softcap=0.0, embed_init_std=0.02),
 }
 NORMS = ("rms", "rms_weight", "layer")
 CONV_TAPS = 4  # tokens that GDN's short convolution sees, the current one included
@@ -1017,7 +1000,7 @@ class GPTConfig:
 def model_config(settings, vocab_size, bos_id, **overrides):
     """Return the GPTConfig of the network that `settings` ask for.
 
-    A field's value is taken from `overrides`, else ARCH_LAYOUTS, else `settings`, else GPTConfig's
+    A field's value is taken from `overrides`, else `settings`, else ARCH_PRESETS, else GPTConfig's
     default. LAYER_PATTERN is one word per layer, repeated or cut to NUM_LAYERS: g is Gated
     DeltaNet, s sliding-window attention, a full attention. Layers whose words have the same number
     share the mixer's weights (s1 ... s1); in capitals they share all of the layer's weights (A1 A2
@@ -1034,12 +1017,14 @@ def model_config(settings, vocab_size, bos_id, **overrides):
     num_layers = settings.num_layers or len(words)
 
     names = GPTConfig.__dataclass_fields__
-    values = {name: value for name, value in vars(settings).items() if name in names}
-    values |= ARCH_LAYOUTS[getattr(settings, "arch_mode", "D")]
-    values |= dict(vocab_size=vocab_size, bos_id=bos_id)
-    values["layers"] = " ".join((words * num_layers)[:num_layers])
-    values["norms"] = " ".join((norms * num_layers)[:num_layers])
-    config = GPTConfig(**{**values, **overrides})
+    given = {**ARCH_PRESETS[getattr(settings, "arch_mode", "D")], **vars(settings), **overrides}
+    config = GPTConfig(
+        vocab_size,
+        bos_id,
+        layers=" ".join((words * num_layers)[:num_layers]),
+        norms=" ".join((norms * num_layers)[:num_layers]),
+        **{name: value for name, value in given.items() if name in names},
+    )
 
     dim = config.model_dim
     heads = config.num_heads
@@ -1060,6 +1045,9 @@ def model_config(settings, vocab_size, bos_id, **overrides):
 
 def linear(x, weight):
     """Return x W^T in x's dtype; weights are kept in float32."""
+    if hasattr(weight, "hessian"):  # section export calibrates GPTQ
+        rows = x.flatten(0, -2).float()
+        weight.hessian += rows.mT @ rows
     return F.linear(x, weight.to(x.dtype))
 
 
@@ -1285,7 +1273,7 @@ class GatedDeltaNet(nn.Module):
         q = q * torch.rsqrt(q.to(wide).square().sum(-1, keepdim=True) + 1e-6)
         k = k * torch.rsqrt(k.to(wide).square().sum(-1, keepdim=True) + 1e-6)
         q = q.to(v.dtype) * self.head_dim**-0.5
-        a, b = F.linear(x.to(wide), self.ab).split(self.heads, dim=-1)  # (B, T, H)
+        a, b = linear(x.to(wide), self.ab).split(self.heads, dim=-1)  # (B, T, H)
         g = -self.A_log.exp() * F.softplus(a + self.dt_bias)
         begins_document = doc[:, -T:] != doc[:, -T - 1 : -1]
         g = torch.where(begins_document[..., None], DOCUMENT_DECAY, g)
@@ -1809,18 +1797,6 @@ class AdamW8bit(MaskedOptimizer):
         return update, dict(updates=updates, scales=scales, codes=codes)
 
 
-@dataclass
-class LearningRates:
-    """Learning rates and decoupled weight decays by class of parameters; control has no decay."""
-
-    matrix: float
-    embedding: float  # a tied one is the output head, too
-    head: float  # an untied output head
-    control: float  # gains, mixes, and what makes GDN's decay and step size
-    matrix_decay: float
-    embedding_decay: float = 0.0  # the head's, too
-
-
 # Parameters that the optimizers treat otherwise than the artifact does, by the end of their names.
 PARAMETER_CLASSES = {
     "lora_a": "adapter",
@@ -1833,22 +1809,15 @@ PARAMETER_CLASSES = {
 class Optimizers:
     """The optimizers of a model: the one that `kind` names, and AdamW for what that leaves.
 
-    kind: as the setting OPTIMIZER. rates: what each class of parameters gets. dtype: of Muon's
-    products, see orthogonalize.
+    kind: as the setting OPTIMIZER. rates: class of parameters -> learning rate, weight decay; the
+    classes are those of tensor_class and PARAMETER_CLASSES. dtype: of Muon's products, see
+    orthogonalize.
     """
 
     def __init__(self, model, kind, rates, runtime, dtype=None):
-        # class of parameters -> learning rate, weight decay
-        table = {
-            "matrix": (rates.matrix, rates.matrix_decay),
-            "adapter": (rates.matrix, rates.matrix_decay),  # LoRA: as the matrix it adapts
-            "embedding": (rates.embedding, rates.embedding_decay),
-            "head": (rates.head, rates.embedding_decay),
-            "control": (rates.control, 0.0),
-        }
         groups = {
             name: dict(params=[], base_lr=lr, weight_decay=decay)
-            for name, (lr, decay) in table.items()
+            for name, (lr, decay) in rates.items()
         }
         self.params = {}  # all that train -> their names
         for name, param in model.named_parameters():
@@ -2076,11 +2045,13 @@ class Clock(Saved):
             self.packet[2] = 0.0  # the signal that stopped the saved run does not stop this one
 
 
-# Phases begin at these shares of the run.
-EMA_START = 0.5  # earlier weights are far from the final ones, and the memory would forget them
+# Phases that settings switch on begin at these shares of the run.
+PHASE_STARTS = {
+    "ema": 0.5,  # earlier weights are far from the final ones, and the memory would forget them
+    "swa": 0.9,  # a plain average forgets nothing: it begins when the learning rate is low
+    "qat": 0.85,  # rounding makes steps slower, and the last steps suffice to adapt the weights
+}
 EMA_MEMORY = 0.02  # share of the run after which weights count 1 / e in the average
-SWA_START = 0.9  # a plain average forgets nothing: it begins when the learning rate is low
-QAT_START = 0.85  # rounding makes steps slower, and the last steps suffice to adapt the weights
 
 
 class Plan(Saved):
@@ -2115,12 +2086,9 @@ class Plan(Saved):
             self.planned["warmup"] = (0.0, self.warmup)
         if self.warmdown:
             self.planned["warmdown"] = (1 - self.warmdown, 1.0)
-        if settings.ema:
-            self.planned["ema"] = (EMA_START, 1.0)
-        if settings.swa:
-            self.planned["swa"] = (SWA_START, 1.0)
-        if settings.qat:
-            self.planned["qat"] = (QAT_START, 1.0)
+        for name, begin in PHASE_STARTS.items():
+            if getattr(settings, name):
+                self.planned[name] = (begin, 1.0)
         self.progress = 0.0  # of the present step
         self.phases = {}  # what became of those that began, for result.json
 
@@ -2168,22 +2136,15 @@ class Plan(Saved):
         return has_begun and self.progress <= self.phases[name]["end"]
 
     def describe(self):
-        """Return the plan for the log's start, a line for each phase."""
-        return "\n".join(
-            f"plan: {name} from {begin:.1%} to {end:.1%} of the run"
-            for name, (begin, end) in self.planned.items()
-        )
-
-    def summary(self):
-        """Return what became of the plan for the log's end, a line for each phase."""
+        """Return the plan and what became of it so far, a line for each phase."""
         lines = []
-        for name, (begin, _) in self.planned.items():
-            result = "NEVER FIRED"
+        for name, (begin, end) in self.planned.items():
+            result = "not yet begun"
             if name in self.phases:
-                result = "began at step {start_step}, on for {steps} steps".format(
+                result = "begun at step {start_step}, on for {steps} steps".format(
                     **self.phases[name]
                 )
-            lines.append(f"phase: {name:8s} planned {begin:6.1%}, {result}")
+            lines.append(f"plan: {name} from {begin:.1%} to {end:.1%} of the run, {result}")
         return "\n".join(lines)
 
 
@@ -2263,17 +2224,15 @@ def round_to(w, scale, bits):
     return (w / torch.where(scale > 0, scale, 1.0)).round_().clamp_(-qmax, qmax)
 
 
-def quantize(w, bits, clip_sigmas, widen=1.0):
+def quantize(w, bits, clip_sigmas):
     """Return codes int8 (R, C) and the scale float16 (1,) of w (R, ...).
 
-    The largest code stands for `clip_sigmas` root mean squares of w, times `widen`: the factor by
-    which the exporter widens all steps if the artifact would exceed its limit. The root mean square
-    is not about the mean, so a constant tensor keeps its value. If w is not finite, neither is the
-    scale.
+    The largest code stands for `clip_sigmas` root mean squares of w. The root mean square is not
+    about the mean, so a constant tensor keeps its value. If w is not finite, neither is the scale.
     """
     rows = w.flatten(1).float()
     sigma = rows.square().mean().sqrt().view(1)
-    scale = (sigma * clip_sigmas / (2 ** (bits - 1) - 1) * widen).half()
+    scale = (sigma * clip_sigmas / (2 ** (bits - 1) - 1)).half()
     return round_to(rows, scale, bits).to(torch.int8), scale
 
 
@@ -2285,8 +2244,8 @@ def dequantize(codes, scale):
 def quant_table(settings):
     """Return the quantizers that a run begins with: tensor class -> arguments of `quantize`."""
     return {
-        "matrix": {"bits": settings.matrix_bits, "clip_sigmas": MATRIX_CLIP_SIGMAS, "widen": 1.0},
-        "embedding": {"bits": EMBED_BITS, "clip_sigmas": EMBED_CLIP_SIGMAS, "widen": 1.0},
+        "matrix": {"bits": settings.matrix_bits, "clip_sigmas": MATRIX_CLIP_SIGMAS},
+        "embedding": {"bits": EMBED_BITS, "clip_sigmas": EMBED_CLIP_SIGMAS},
     }
 
 
@@ -2344,28 +2303,29 @@ def count_parameters(network):
 
 
 # === shared: artifact ===
-# An artifact is one file: magic, version u32, length u32 and CRC-32 of the header, all little
-# endian; the header (JSON in a zstd frame); the streams without gaps; the SHA-256 of all before it.
+# An artifact is one file: magic, version u32 and length u32 of the header, both little endian; the
+# header (JSON in a zstd frame); the streams without gaps; the SHA-256 of all before it.
 #
-# Every stream is a zstd frame of an array. The header lists them in the order of the file: three
-# arrays of class "coder", then the tensors. An entry has name, class, shape, dtype (as numpy writes
-# it) and the stream's length and CRC-32. A tensor with "scale" and "bits" is stored as codes.
+# Every stream is a zstd frame of an array. The header lists them in the order of the file: the
+# coder's three arrays, then the tensors. An entry has name, shape, dtype (as numpy writes it) and the
+# stream's length. A tensor with "scale" and "bits" is stored as codes.
 #
-# Codes are int8, or uint16 words of range ANS (Duda, arXiv:1311.2540) in interleaved lanes. In
-# trained matrices rows differ in size, and so do columns that read hidden units; given both sizes,
-# codes are nearly normal. So the code at row r and column c is coded by table sizes[r] + sizes[c],
-# which saves 5% of the bytes (docs/lab.md, 2026-11-21). The coder's arrays are the lane states u32
-# at which decoding begins; the tables u16 (97, 256) of frequencies, by code & 255; and the sizes
-# u8: of each tensor in words, in turn, those of its rows, then those of its columns. Code i of a
-# tensor is in lane i % lanes. The states run on from tensor to tensor, and end at 2**16.
-ARTIFACT_PREFIX = struct.Struct("<8sIII")
+# Codes are uint16 words of range ANS (Duda, arXiv:1311.2540) in interleaved lanes. In trained
+# matrices rows differ in size, and so do columns that read hidden units; given both sizes, codes
+# are nearly normal. So the code at row r and column c is coded by table sizes[r] + sizes[c], which
+# saves 5% of the bytes (docs/lab.md, 2026-11-21). The coder's arrays are the lane states u32 at
+# which decoding begins; the tables u16 (97, 256) of frequencies, by code & 255; and the sizes u8:
+# of each tensor of codes, in turn, those of its rows, then those of its columns. Code i of a tensor
+# is in lane i % lanes. The states run on from tensor to tensor, and end at 2**16.
+ARTIFACT_PREFIX = struct.Struct("<8sII")
 ARTIFACT_MAGIC = b"UNDERPAR"
-ARTIFACT_VERSION = 6
+ARTIFACT_VERSION = 7
 ARTIFACT_ZSTD = zstandard.ZstdCompressor(
     level=6
 )  # up to 0.5% fewer bytes than 3; from 12 on it is slow
 RANS_BITS = 14  # rounding frequencies costs 20 bytes per million codes; at 12 bits 150
 RANS_TOTAL = 1 << RANS_BITS
+RANS_LANES = 256  # move side by side, so many are fast; each of them costs 2 bytes
 RANS_LOW = 1 << 16  # states stay in [2**16, 2**32), so a step moves at most one 16-bit word
 
 
@@ -2391,14 +2351,6 @@ def rans_table(counts):
     ends = np.cumsum(counts) / counts.sum() * (RANS_TOTAL - present.sum())
     # Rounded ends of the symbols' ranges add up, which rounded shares would not.
     return (present + np.diff(np.rint(ends), prepend=0)).astype(np.uint16)
-
-
-def rans_lanes(symbols):
-    """Return the number of lanes: a power of two from 8 to 1,024, about one per 8,192 symbols.
-
-    Lanes move side by side, so many are fast; each of them costs 2 bytes.
-    """
-    return min(1024, max(8, 1 << (symbols // 8192).bit_length() >> 1))
 
 
 class RansCoder:
@@ -2464,16 +2416,10 @@ def size_numbers(mean_squares):
     return np.rint(2 * octaves + 16).astype(np.uint8)
 
 
-def entropy_bytes(counts):
-    """Return the bytes of symbols that occur counts (..., 256) times, by a table for each row."""
-    total = np.maximum(1, counts.sum(-1, keepdims=True))
-    return (counts * np.log2(total / np.maximum(1, counts))).sum() / 8
-
-
 def code_by_rans(codes):
     """Return the arrays that codes (name -> int8 (R, C)) are stored as, by name.
 
-    First come the coder's own arrays, then for each tensor its rANS words, or else its codes.
+    First come the coder's own arrays, then the rANS words of each tensor.
     """
     pairs = {}
     sizes = [np.empty(0, np.uint8)]
@@ -2483,28 +2429,19 @@ def code_by_rans(codes):
         rows = size_numbers(power.mean(1))
         columns = size_numbers(power.mean(0) / max(power.mean(), 1e-9))
         tables = np.add.outer(rows, columns).astype(np.int32)
-        symbols = (tables << 8 | array.view(np.uint8)).reshape(-1)
-        count = np.bincount(symbols, minlength=counts.size).reshape(counts.shape)
-        # zstd is shorter where rows are alike, as an embedding's of tokens that never occurred.
-        if entropy_bytes(count) < len(ARTIFACT_ZSTD.compress(array.tobytes())):
-            pairs[name] = symbols
-            sizes += [rows, columns]
-            counts += count
-    states = np.full(rans_lanes(int(counts.sum())), RANS_LOW, np.uint32)
+        pairs[name] = (tables << 8 | array.view(np.uint8)).reshape(-1)
+        sizes += [rows, columns]
+        counts += np.bincount(pairs[name], minlength=counts.size).reshape(counts.shape)
+    states = np.full(RANS_LANES, RANS_LOW, np.uint32)
     tables = np.stack([rans_table(count) for count in counts])
     coder = RansCoder(states, tables)
     words = {name: coder.encode(pairs[name]) for name in reversed(pairs)}
-    return {
-        "lane_states": states,
-        "tables": tables,
-        "sizes": np.concatenate(sizes),
-        **codes,
-        **words,
-    }
+    coded = {name: words[name] for name in codes}  # in the order of decoding
+    return {"lane_states": states, "tables": tables, "sizes": np.concatenate(sizes), **coded}
 
 
 def pack_artifact(tensors, coded, **header):
-    """Return the artifact of `tensors`, those of `coded` as codes, and its bytes by tensor class.
+    """Return the artifact of `tensors`, those of `coded` as codes.
 
     header: settings, which rebuild the model, tokenizer_sha256 and meta, which is anything; JSON.
     The same input gives the same bytes. Raises ArtifactError if a tensor is not finite as stored.
@@ -2517,44 +2454,35 @@ def pack_artifact(tensors, coded, **header):
 
     payloads = b""
     records = {}
-    sizes = collections.Counter()
     for name, array in arrays.items():
         payload = ARTIFACT_ZSTD.compress(array.tobytes())
-        record = {"class": "coder", "shape": array.shape, "dtype": array.dtype.str}
-        record |= {"length": len(payload), "crc32": zlib.crc32(payload)}
-        if name in tensors:
-            tensor = tensors[name]
-            record |= {"class": tensor_class(name, tensor), "shape": tensor.shape}
+        shape = tensors[name].shape if name in tensors else array.shape
+        record = {"shape": shape, "dtype": array.dtype.str, "length": len(payload)}
         if name in coded:
             record |= {"bits": coded[name].bits, "scale": coded[name].scale.item()}
         is_finite = np.isfinite(record.get("scale", array)).all()
         require(is_finite, f"tensor {name}: must be finite as it is stored")
         records[name] = record
-        sizes[record["class"]] += len(payload)
         payloads += payload
     text = json.dumps({**header, "streams": records})
     frame = ARTIFACT_ZSTD.compress(text.encode())
-    prefix = ARTIFACT_PREFIX.pack(ARTIFACT_MAGIC, ARTIFACT_VERSION, len(frame), zlib.crc32(frame))
+    prefix = ARTIFACT_PREFIX.pack(ARTIFACT_MAGIC, ARTIFACT_VERSION, len(frame))
     data = prefix + frame + payloads
-    data += hashlib.sha256(data).digest()
-    sizes["header"] = len(data) - sizes.total()
-    return data, sizes
+    return data + hashlib.sha256(data).digest()
 
 
 def read_streams(data, max_weights):
     """Return header and arrays (name -> flat) of an artifact. Raises ArtifactError if damaged."""
     require(data.startswith(ARTIFACT_MAGIC), f"is no underpar artifact, begins with {data[:8]!r}")
-    _, version, length, crc32 = ARTIFACT_PREFIX.unpack_from(data)
+    _, version, length = ARTIFACT_PREFIX.unpack_from(data)
     require(version == ARTIFACT_VERSION, f"version {version}, this code reads {ARTIFACT_VERSION}")
+    require(hashlib.sha256(data[:-32]).digest() == data[-32:], "damaged: the SHA-256 is wrong")
     file = io.BytesIO(data[ARTIFACT_PREFIX.size : -32])
     frame = file.read(length)
-    require(zlib.crc32(frame) == crc32, "the header is damaged")
     header = json.loads(zstandard.ZstdDecompressor().stream_reader(frame).read(1 << 24))
     arrays = {}
     for name, record in header["streams"].items():
         payload = file.read(record["length"])
-        is_whole = zlib.crc32(payload) == record["crc32"]
-        require(is_whole, f"{record['class']} {name!r} is damaged")
         # The shapes bound all that is allocated. A size of 0 counts as 1, or it would hide others.
         weights = math.prod(max(1, size) for size in record["shape"])
         max_weights -= weights
@@ -2562,7 +2490,6 @@ def read_streams(data, max_weights):
         require(fits, f"{name!r} has a negative size, or exceeds the limit of weights")
         raw = zstandard.ZstdDecompressor().stream_reader(payload).read(4 * weights + 1)
         arrays[name] = np.frombuffer(raw, record["dtype"]).copy()
-    require(hashlib.sha256(data[:-32]).digest() == data[-32:], "the SHA-256 is wrong")
     return header, arrays
 
 
@@ -2570,8 +2497,8 @@ def read_artifact(path, max_weights=1 << 30):
     """Return the header, the tensors by name in float32, and `coded` as it was written.
 
     Bit-exact on every machine. Memory is bounded by the file, at most max_weights numbers and
-    weights, and the decoding of one tensor. Raises ArtifactError, one line that names the file and
-    the damaged part, if anything is not as it was written.
+    weights, and the decoding of one tensor. Raises ArtifactError, one line that names the file, if
+    anything is not as it was written.
     """
     data = Path(path).read_bytes()
     tensors = {}
@@ -2582,18 +2509,19 @@ def read_artifact(path, max_weights=1 << 30):
         coder = RansCoder(states, tables.reshape(-1, 256))
         for name, array in arrays.items():
             record = header["streams"][name]
-            if array.dtype == np.uint16:
-                height, *width = record["shape"]
+            shape = record["shape"]
+            if "scale" in record:
+                height, *width = shape
                 ends = [height, height + math.prod(width)]
                 rows, columns, sizes = np.split(sizes, ends)
                 contexts = np.add.outer(rows, columns).reshape(-1)
-                array = coder.decode(contexts, array).view(np.int8)
-            values = torch.from_numpy(array).reshape(record["shape"])
-            if "scale" in record:
+                symbols = coder.decode(contexts, array).view(np.int8)
+                codes = torch.from_numpy(symbols).view(height, -1)
                 scale = torch.tensor([record["scale"]], dtype=torch.float16)
-                coded[name] = Coded(values.flatten(1), scale, record["bits"])
-                values = dequantize(values, scale)
-            tensors[name] = values.float()
+                coded[name] = Coded(codes, scale, record["bits"])
+                tensors[name] = dequantize(codes, scale).view(shape)
+            else:
+                tensors[name] = torch.from_numpy(array).float().view(shape)
         require((states == RANS_LOW).all(), "the lanes do not end at 2**16")
     except Exception as error:  # a file that only claims to be an artifact may raise anything
         reason = str(error) if isinstance(error, ArtifactError) else repr(error)
@@ -2691,7 +2619,7 @@ def save_checkpoint(folder, step, parts, meta):
     parts: file name -> what torch.save takes; meta: JSON. Raises OSError, leaving nothing behind.
     """
     final = folder / f"step_{step:06d}"
-    unfinished = final.with_suffix(".part")
+    unfinished = folder / "unfinished"
     files = {"meta.json": json.dumps(meta).encode()}
     for name, part in parts.items():
         buffer = io.BytesIO()  # torch.save into a file raises no OSError on a full disk
@@ -2699,8 +2627,7 @@ def save_checkpoint(folder, step, parts, meta):
         files[f"{name}.pt"] = buffer.getvalue()
     sums = [f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in files.items()]
     files["SHA256SUMS"] = "".join(sums).encode()
-    for leftover in folder.glob("step_*.part"):
-        shutil.rmtree(leftover)
+    shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
     try:
         unfinished.mkdir()
         for name, data in files.items():
@@ -2732,7 +2659,7 @@ def stored_settings(given):
         folder = find_run(given["RESUME"], out_dir)
         if given.get("RUN_ID", folder.name) != folder.name:
             raise UserError(f"RUN_ID={given['RUN_ID']!r}: must be that of RESUME, {folder.name!r}")
-        newest, faults = newest_checkpoint(list_checkpoints(folder))
+        newest, faults = newest_checkpoint(folder)
         if newest is None or (folder / "result.json").exists():
             must = "must be an unfinished run with a whole checkpoint"
             raise UserError(f"RESUME={str(folder)!r}: {must}; {' '.join(faults)}")
@@ -2763,35 +2690,33 @@ def replayed_progress(settings):
     return read_progress(find_run(settings.replay, settings.out_dir))["progress"]
 
 
-def load_tracker(name):
-    """Return the package that TRACKER names, or None. Raises UserError if it is not installed."""
-    package = None
+def make_tracker(settings, folder):
+    """Return track(metrics, step), which feeds TensorBoard or W&B; None if TRACKER is none.
+
+    Raises UserError if the package is not installed.
+    """
     try:
-        if name == "wandb":
-            import wandb as package
-        elif name == "tensorboard":
-            from torch.utils import tensorboard as package
+        if settings.tracker == "wandb":
+            import wandb
+
+            config = asdict(settings)
+            wandb.init(project="underpar", name=folder.name, dir=str(folder), config=config)
+            return wandb.log
+        if settings.tracker == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter
+
+            writer = SummaryWriter(folder)
+
+            def track(metrics, step):
+                for name, value in metrics.items():
+                    writer.add_scalar(name, value, step)
+                writer.flush()  # the values stay, however the run ends
+
+            return track
     except ImportError:
+        name = settings.tracker
         raise UserError(f"TRACKER={name!r}: is not installed; pip install {name}") from None
-    return package
-
-
-def make_tracker(package, settings, folder):
-    """Return track(metrics, step), which feeds TensorBoard or W&B; None without a package."""
-    if package is None:
-        return None
-    if settings.tracker == "wandb":
-        config = asdict(settings)
-        package.init(project="underpar", name=folder.name, dir=str(folder), config=config)
-        return package.log
-    writer = package.SummaryWriter(folder)
-
-    def track(metrics, step):
-        for name, value in metrics.items():
-            writer.add_scalar(name, value, step)
-        writer.flush()  # the values stay, however the run ends
-
-    return track
+    return None
 
 
 def handle_stop_signals(handler):
@@ -2910,27 +2835,28 @@ class Run(Saved):
     def open(self):
         """Make or find the folder and begin the log; return the checkpoint to load, or None."""
         checkpoint = None
+        faults = []
         if self.runtime.rank == 0:
-            package = load_tracker(self.settings.tracker)  # may raise, before there is a folder
-            if not self.settings.resume:
+            if self.settings.resume:
+                checkpoint, faults = newest_checkpoint(self.folder)
+            else:
                 self.make_folder()
+            self.log.track = make_tracker(self.settings, self.folder)
             self.log.file = open(self.folder / "log.txt", "ab", buffering=0)
-            self.log.track = make_tracker(package, self.settings, self.folder)
             self.write_header()
-            checkpoint, faults = newest_checkpoint(list_checkpoints(self.folder))
             for fault in faults:
                 self.log(fault)
         return self.runtime.agree(checkpoint)
 
     def make_folder(self):
-        """Make the folder of a new run. Raises UserError, with nothing made."""
+        """Make the folder of a new run, or take one that is empty. Raises UserError."""
         run_id = self.settings.run_id
-        if os.path.exists(self.folder) or Path(run_id).name != run_id:
+        if any(self.folder.glob("*")) or Path(run_id).name != run_id:
             raise UserError(
                 f"RUN_ID={run_id!r}: must be a plain name that does not exist in "
                 f"{self.settings.out_dir}; RESUME continues a run"
             )
-        self.folder.mkdir(parents=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
 
     def write_header(self):
         """Log the script's source, the command, the machine and all settings; * marks a change."""
@@ -3036,28 +2962,11 @@ class Run(Saved):
     def write_artifact(self, content):
         """Write model.upar, and log what became of plan and clock; return the artifact's path."""
         seconds = self.clock.elapsed()
-        self.log(self.plan.summary())
-        self.log(
-            f"clock: {seconds:.1f} s to train and choose, "
-            f"MAX_WALLCLOCK_SECONDS={self.settings.max_wallclock_seconds}"
-        )
-        if self.settings.replay:
-            self.event("replay", of=self.settings.replay)
+        self.log(f"clock: {seconds:.1f} s to train and choose, at most {self.clock.limit}")
+        self.log(self.plan.describe())
         if self.clock.limit < seconds:
             self.event("over_clock", seconds=seconds, hint="needs more RESERVE_SECONDS")
         return self.write_file("model.upar", content)
-
-    def find_faults(self, total_bytes):
-        """Return what makes a finished run fail: phases that never fired, too many bytes."""
-        faults = []
-        # A run that ended early because it reached its target may lack phases.
-        target_reached = "target_reached" in [event["event"] for event in self.events]
-        for name in self.plan.planned:
-            if name not in self.plan.phases and not target_reached:
-                faults.append(f"phase {name} was enabled and never fired")
-        if total_bytes > self.settings.artifact_bytes_max:
-            faults.append(f"{total_bytes} bytes of code and artifact exceed ARTIFACT_BYTES_MAX")
-        return faults
 
     def write_result(self, facts, content):
         """Write result.json, and log it; return the exit code of the run: 1 if it has a fault.
@@ -3087,7 +2996,14 @@ class Run(Saved):
         for key, value in result.items():
             if not isinstance(value, dict):
                 self.log(f"{key}: {value}")
-        faults = self.find_faults(result["total_bytes"])
+        faults = []
+        # A run that ended early because it reached its target may lack phases.
+        target_reached = "target_reached" in [event["event"] for event in self.events]
+        for name in self.plan.planned.keys() - self.plan.phases:
+            if not target_reached:
+                faults.append(f"phase {name} was enabled and never fired")
+        if result["total_bytes"] > self.settings.artifact_bytes_max:
+            faults.append("code and artifact exceed ARTIFACT_BYTES_MAX")
         for fault in faults:
             self.log(f"error: {fault}; everything was saved", sys.stderr)
         return 1 if faults else 0

@@ -492,7 +492,7 @@ def check_score_line(log: Log, way: str, key: str, faults: Faults) -> None:
     """Add a fault unless a score follows from its line in the log, which has nats to a tenth."""
     facts = log.facts
     pattern = (
-        rf"^from the artifact: {way}val_loss:\S+ bpb:(\S+) nats:(\S+) tokens:(\d+) bytes:(\d+) "
+        rf"^from the artifact: {way}val_loss:\S+ bpb:(\S+) nats:(\S+) tokens:(\d+) bytes:(\d+)"
     )
     lines = log.find(pattern)
     what = f"{key} by the line `from the artifact: {way}val_`"
