@@ -11,7 +11,6 @@ stand in other scripts too, byte for byte (tools/sync.py).
 """
 
 import collections
-import concurrent.futures
 import contextlib
 import copy
 import difflib
@@ -35,7 +34,6 @@ import string
 import struct
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -95,24 +93,17 @@ class Settings:
     init_from: str = ""
     tokenizer_path: str = ""  # .model or .tiktoken file, encoding or "bytes"; empty: the data's
     sft_steps: int = 400  # of that warm-up, at most
-    # share answered greedily in its last ten batches, at which it ends; 0: never
-    sft_accuracy: float = 0.5
-    sft_lr: float = 0.02  # its Muon's, of matrices; of all else AdamW's is a twentieth
     layer_pattern: str = "g a g"  # g GDN, s sliding window, a full attention
-    num_layers: int = 0  # repeat or cut the pattern to this; 0: as long as it is
     model_dim: int = bounded(64, 16)  # width of the residual stream
     num_heads: int = bounded(4, 1)  # query heads of attention, and heads of GDN
-    # kind of MLP; bio_soft and bio_hard are the bio-MLP with sparse events
-    mlp: Literal["relu2", "leaky_relu2", "gelu", "swiglu", "bio", "bio_soft", "bio_hard"] = "relu2"
-    train_seq_len: int = bounded(128, 2)  # tokens in a window, training and evaluation
     lora_rank: int = 0  # of adapters, which alone are trained; 0: all weights are
     lora_alpha: float = 16.0  # adapters count by LORA_ALPHA / LORA_RANK
     # rollout
     prompts_per_step: int = bounded(32, 1)  # over all ranks
-    group_size: int = bounded(8, 1)  # samples of a prompt
+    group_size: int = bounded(8, 2)  # samples of a prompt
     max_new_tokens: int = bounded(16, 1)  # length of each, at most
     # of the distribution; 0: always the likeliest token
-    temperature: float = bounded(0.5, 0.0, 100.0)
+    temperature: float = bounded(0.5, 0.01, 100.0)
     # times that a group of one reward is drawn again, by another prompt (arXiv 2503.14476)
     dynamic_rounds: int = 0
     # last tokens of MAX_NEW_TOKENS that cost up to 1 of reward, evenly; 0: they cost nothing
@@ -159,7 +150,15 @@ class Settings:
     artifact_bytes_max: int = bounded(16000000, 1)  # script + config + artifact, in bytes
 
     def __post_init__(self):
+        if isinstance(self.scale_rewards, bool):  # TRL's values
+            object.__setattr__(self, "scale_rewards", "group" if self.scale_rewards else "none")
         check_settings(self)
+        prompts_unit(self, ranks=1)
+        if 0 < self.ratio_limit <= 1 + self.right_clip_range:
+            raise UserError(
+                f"RATIO_LIMIT={self.ratio_limit}: must be 0, or above the band, "
+                f"{1 + self.right_clip_range}"
+            )
 
 
 # === shared: settings ===
@@ -812,7 +811,7 @@ def model_config(settings, vocab_size, bos_id, **overrides):
         raise UserError(f"LAYER_PATTERN={settings.layer_pattern!r}: each word must be {right}")
     if not norms or set(norms) - set(NORMS):
         raise UserError(f"NORM={settings.norm!r}: must be one or more of {', '.join(NORMS)}")
-    num_layers = settings.num_layers or len(words)
+    num_layers = getattr(settings, "num_layers", 0) or len(words)
 
     names = GPTConfig.__dataclass_fields__
     given = {**ARCH_PRESETS[getattr(settings, "arch_mode", "D")], **vars(settings), **overrides}
@@ -2354,8 +2353,7 @@ def load_model(name, path, tokenizer_path=""):
     if path and (file / "model.upar").is_file():
         file = file / "model.upar"
     if path and file.is_dir():
-        candidates = list_checkpoints(file) or [file]
-        file, faults = newest_checkpoint(candidates, ("meta.json", "model.pt"))
+        file, faults = newest_checkpoint(file)
         if file is None:
             raise UserError(
                 f"{name}={path!r}: neither model.upar nor a whole checkpoint; {'; '.join(faults)}"
@@ -3016,7 +3014,9 @@ def continue_texts(decoder, draws, sampling, stop):
     lengths = torch.zeros(rows, dtype=torch.int64, device=device)
     ends = torch.tensor(sorted(stop), dtype=torch.int64, device=device)
     live = torch.arange(rows, device=device)  # rows that the decoder has
-    running = torch.ones(rows, dtype=torch.bool, device=device)  # those of them without a stop token
+    running = torch.ones(
+        rows, dtype=torch.bool, device=device
+    )  # those of them without a stop token
     for step in range(steps):
         picks, pick_logps = draw(decoder.logits, *sampling, draws[live, step])
         ids[live, step] = picks
@@ -3329,21 +3329,21 @@ def prompt_of(query):
     return prompt
 
 
-def checked_rewards(rewards, asked):
-    """Return what a reward function returned, a number for each (query, completion), as floats."""
+def checked_rewards(rewards, queries, texts):
+    """Return what a reward function returned, a number for each text, as a tensor (n,), float64."""
     try:
         values = torch.as_tensor(rewards, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError):
         values = torch.zeros(())
-    if values.shape != (len(asked),):
-        raise UserError(f"reward: must be a list of {len(asked)} numbers, not {rewards!r:.200}")
-    for value, (query, text) in zip(values.tolist(), asked, strict=True):
+    if values.shape != (len(texts),):
+        raise UserError(f"reward: must be a list of {len(texts)} numbers, not {rewards!r:.200}")
+    for value, query, text in zip(values.tolist(), queries, texts, strict=True):
         if not abs(value) < 1e15:
             raise UserError(
                 f"reward: must be finite and below 1e15, not {value} for prompt "
                 f"{prompt_of(query)!r:.80}, completion {text!r:.80}"
             )
-    return values.tolist()
+    return values
 
 
 def sum_rewards(functions, queries, texts):
@@ -3356,8 +3356,7 @@ def sum_rewards(functions, queries, texts):
     if isinstance(queries[0], dict):
         for name in queries[0].keys() - {"prompt"}:
             columns[name] = [query[name] for query in queries]
-    asked = list(zip(queries, texts, strict=True))
-    return np.sum([checked_rewards(function(**columns), asked) for function in functions], axis=0)
+    return sum(checked_rewards(function(**columns), queries, texts) for function in functions)
 
 
 # === end: rewards ===
@@ -3450,7 +3449,8 @@ def policy_optimizers(network, settings, runtime):
     """Return the optimizers of what is trained, all of it at LEARNING_RATE."""
     lr = settings.learning_rate
     decay = settings.weight_decay
-    rates = LearningRates(lr, lr, lr, lr, matrix_decay=decay, embedding_decay=decay)
+    rates = {name: (lr, decay) for name in ("matrix", "adapter", "embedding", "head")}
+    rates["control"] = (lr, 0.0)
     return Optimizers(network, settings.optimizer, rates, runtime)
 
 
@@ -3482,6 +3482,10 @@ def fitting_tokens(network, device):
 
 
 # === shared: supervision ===
+SFT_LR = 0.02
+SFT_ACCURACY = 0.5
+
+
 def make_batches(rows, device, tokens):
     """Return rows (prompt ids, response ids, log-probabilities, advantage) as padded batches.
 
@@ -3525,12 +3529,12 @@ def supervise(network, rows, settings, runtime):
     Muon: AdamW learns to sort as soon (170 steps), but not, in 400 steps, to reverse (Muon: 300).
     """
     alone = Runtime(0, 1, runtime.device, False)
-    adam_lr = settings.sft_lr / 20
-    rates = LearningRates(settings.sft_lr, adam_lr, adam_lr, adam_lr, matrix_decay=0.0)
+    rates = dict.fromkeys(("adapter", "embedding", "head", "control"), (SFT_LR / 20, 0.0))
+    rates["matrix"] = (SFT_LR, 0.0)
     optimizers = Optimizers(network, "muon", rates, alone)
     shares = []
     for step in range(settings.sft_steps):
-        if len(shares) >= 10 and 0 < settings.sft_accuracy <= statistics.mean(shares[-10:]):
+        if len(shares) >= 10 and SFT_ACCURACY <= statistics.mean(shares[-10:]):
             break
         answers = [
             (prompt, answer, [0.0] * len(answer), 0.0)
@@ -3595,8 +3599,10 @@ class Answer:
 
     query: object  # a string, or an object or a dict with `prompt`
     prompt: list[int]
-    sample: Sample
     text: str
+    ids: list[int]
+    logps: list[float]  # of the ids, by the sampler
+    finished: bool  # whether a stop token ended it
 
 
 @dataclass
@@ -3709,13 +3715,14 @@ class PolicyTrainer:
         for index, sample in enumerate(samples):
             prompt = prompts[index // count]
             text = completion(self.tokenizer, prompt, sample.ids)
-            answers.append(Answer(queries[index // count], prompt, sample, text))
+            answers.append(Answer(queries[index // count], prompt, text, **vars(sample)))
         return answers
 
     def rewards(self, answers, reward_function):
-        """Return the rewards of answers, by a function of lists of queries and texts."""
-        asked = [(answer.query, answer.text) for answer in answers]
-        return checked_rewards(reward_function(*map(list, zip(*asked, strict=True))), asked)
+        """Return the rewards of answers (n,), by a function of lists of queries and texts."""
+        queries = [answer.query for answer in answers]
+        texts = [answer.text for answer in answers]
+        return checked_rewards(reward_function(queries, texts), queries, texts)
 
     def make_rollout(self, answers, rewards, values, begin):
         """Return the Rollout of this rank's answers, begun at a time; rewards, values: (answers,).
@@ -3725,28 +3732,27 @@ class PolicyTrainer:
         """
         rows = []
         for answer, value in zip(answers, values.tolist(), strict=True):
-            rows.append((answer.prompt, answer.sample.ids, answer.sample.logps, value))
+            rows.append((answer.prompt, answer.ids, answer.logps, value))
         size = len(rows) // self.settings.mini_batches
         mini_batches = [rows[start : start + size] for start in range(0, len(rows), size)]
 
+        runtime = self.runtime
+        count = len(rows) * runtime.world_size
         groups = rewards.view(-1, self.settings.group_size)
-        is_constant = (groups == groups[:, :1]).all(1, keepdim=True).expand_as(groups).flatten()
-        lengths = torch.tensor([len(answer.sample.ids) for answer in answers])
-        finished = torch.tensor([answer.sample.finished for answer in answers])
-        ones = torch.ones_like(rewards)
-        sums = torch.stack([ones, rewards, rewards**2, is_constant, lengths, finished]).sum(1)
-        count, *sums = self.runtime.sum(sums.to(self.runtime.device)).tolist()
-        mean, square, zero_variance, length, finished = (total / count for total in sums)
+        zero_variance, _ = moments((groups == groups[:, :1]).all(1), runtime)
+        length, _ = moments(torch.tensor([len(answer.ids) for answer in answers]), runtime)
+        finished, _ = moments(torch.tensor([answer.finished for answer in answers]), runtime)
+        mean, variance = moments(rewards, runtime)
         metrics = {
             "reward": mean,
-            "reward_std": math.sqrt(max(0.0, square - mean**2)),
+            "reward_std": (variance * (1 - 1 / count)).sqrt(),  # of all rewards, not of a sample
             "zero_variance": zero_variance,
             "length": length,
             "finished": finished,
             "truncated": 1 - finished,
             "gen_tok_s": count * length / (time.perf_counter() - begin),
         }
-        return Rollout(mini_batches, metrics)
+        return Rollout(mini_batches, {name: value.item() for name, value in metrics.items()})
 
     def step(self, queries, count, reward_function):
         """Return the metrics of a rollout of `count` queries, taken in turn, and of its updates."""
@@ -3791,15 +3797,14 @@ def update_metrics(names, updates, seconds):
     clip_active and clip_outside are also given for each update.
     """
     norm, bad, loss, tokens, *sums = torch.stack(updates).double().cpu().T  # (updates,) each
-    metrics = {"loss": loss.mean().item()}
+    metrics = {"loss": loss.mean().item(), "grad_norm": norm.mean().item()}
+    metrics["bad"] = bad.sum().item()
+    metrics["train_tok_s"] = tokens.sum().item() / seconds
     for name, values in zip(names, sums, strict=True):
         metrics[name] = (values.sum() / tokens.sum()).item()
         if name.startswith("clip_"):
             for number, share in enumerate((values / tokens).tolist(), 1):
                 metrics[f"{name}_{number}"] = share
-    metrics["grad_norm"] = norm.mean().item()
-    metrics["bad"] = bad.sum().item()
-    metrics["train_tok_s"] = tokens.sum().item() / seconds
     return metrics
 
 
@@ -3809,7 +3814,7 @@ class Exam(Saved):
     Raises UserError for under two problems.
     """
 
-    STATE = ("before", "pass1_by_temperature")
+    STATE = ("before", "best_pass1")
 
     def __init__(self, task, settings):
         self.task = task
@@ -3820,7 +3825,7 @@ class Exam(Saved):
                 "needs at least 2"
             )
         self.before = {}  # as of scores()
-        self.pass1_by_temperature = {}
+        self.best_pass1 = None  # pass1 at the best of START_TEMPERATURES
 
     def is_right(self, answers):
         """Return whether the task's checker says that answers are right."""
@@ -3855,10 +3860,11 @@ class Exam(Saved):
     def begin(self, trainer):
         """Score the policy before training."""
         self.before = self.scores(trainer)
+        candidates = [self.before["pass1"]]
         for temperature in START_TEMPERATURES:
-            sampled = self.marks(trainer, self.problems, EVAL_SAMPLES, temperature)
-            self.pass1_by_temperature[str(temperature)] = sampled.mean(1)
-        self.pass1_by_temperature[str(trainer.settings.temperature)] = self.before["pass1"]
+            marks = self.marks(trainer, self.problems, EVAL_SAMPLES, temperature)
+            candidates.append(marks.mean(1))
+        self.best_pass1 = max(candidates, key=torch.mean)
 
     def gain(self, after):
         """Return gains with 95% intervals, paired by problem.
@@ -3866,8 +3872,7 @@ class Exam(Saved):
         pass1_over_best is over the start at its best temperature.
         """
         gain = {name: mean_interval(after[name] - self.before[name]) for name in after}
-        best = max(self.pass1_by_temperature.values(), key=torch.mean)
-        gain["pass1_over_best"] = mean_interval(after["pass1"] - best)
+        gain["pass1_over_best"] = mean_interval(after["pass1"] - self.best_pass1)
         return gain
 
 
@@ -3928,8 +3933,9 @@ def begin_run(run, trainer, exam, checkpoint):
     run.parts.update(network=network, optimizers=trainer.optimizers, exam=exam)
     if trainer.ref_model not in (None, network):
         run.parts["reference"] = trainer.ref_model
-    trained = sum(param.numel() for param in trainer.trained)
-    run.log(f"parameters: {name_values(count_parameters(network))} trained:{trained}")
+    counts = count_parameters(network)
+    counts["trained"] = sum(param.numel() for param in trainer.trained)
+    run.log(f"parameters: {name_values(counts)}")
     run.log(run.plan.describe())
     run.log(
         f"batch: {settings.prompts_per_step} prompts x {settings.group_size} samples a step, "
@@ -3946,8 +3952,10 @@ def begin_run(run, trainer, exam, checkpoint):
             exam.scores(trainer)
     else:
         exam.begin(trainer)
-        run.log.metrics(0, held_out_metrics(score_intervals(exam.before)))
-    run.log(interval_table("before", score_intervals(exam.before)))
+    start = score_intervals(exam.before)
+    run.log(interval_table("before", start))
+    if not checkpoint:
+        run.log.metrics(0, held_out_metrics(start))
 
 
 def log_step(run, metrics):
@@ -4001,14 +4009,14 @@ def choose_weights(trainer, averages, exam, log):
 
 
 def pack_policy(run, trainer):
-    """Write model.upar, the policy alone; return its bytes, and how many each class has of them."""
+    """Write model.upar, the policy alone; return its bytes."""
     network = trainer.network
     if run.settings.lora_rank:
         merge_lora(network)
     tensors = network.state_dict()
     tensors.pop("w_value", None)  # a critic's
     tokenizer = trainer.tokenizer
-    content, sizes = pack_artifact(
+    content = pack_artifact(
         tensors,
         quantize_all(tensors, trainer.table),
         settings=asdict(network.config),
@@ -4017,7 +4025,7 @@ def pack_policy(run, trainer):
     )
     run.clock.stop()
     run.write_artifact(content)
-    return content, sizes
+    return content
 
 
 def score_artifact(run, trainer, exam):
@@ -4026,15 +4034,12 @@ def score_artifact(run, trainer, exam):
     trainer.network.to(run.runtime.device)
     trainer.qat = False
     scores = exam.scores(trainer)
-    before = score_intervals(exam.before)
     after = score_intervals(scores)
     gain = exam.gain(scores)
     run.log.metrics(run.step, held_out_metrics(after))
     run.log(interval_table("after", after))
     run.log(interval_table("gain", gain, "+"))
-    starts = exam.pass1_by_temperature
-    before["pass1_by_temperature"] = {name: starts[name].mean().item() for name in starts}
-    return {"before": before, "after": after, "gain": gain}
+    return {"before": score_intervals(exam.before), "after": after, "gain": gain}
 
 
 # === end: policy ===
@@ -4135,17 +4140,18 @@ class GRPOTrainer(PolicyTrainer):
             drawn = [queries(first + number) for number in pending]
             seeds = [(settings.seed, step, draw, number) for number in pending]
             answers = self.sample(drawn, size, settings.temperature, seeds)
-            values = torch.tensor(self.rewards(answers, reward_function), dtype=torch.float64)
+            values = self.rewards(answers, reward_function)
             for index, number in enumerate(pending):
-                groups[number] = answers[index * size : (index + 1) * size]
-                rewards[number] = values[index * size : (index + 1) * size]
+                group = slice(index * size, (index + 1) * size)
+                groups[number] = answers[group]
+                rewards[number] = values[group]
             pending = [number for number in numbers if len(rewards[number].unique()) == 1]
 
         answers = list(itertools.chain(*groups.values()))
         rewards = torch.stack(list(rewards.values()))  # (P, G)
         shaped = rewards
         if settings.overlong_buffer:  # DAPO's soft punishment, arXiv 2503.14476, equation 13
-            lengths = torch.tensor([len(answer.sample.ids) for answer in answers])
+            lengths = torch.tensor([len(answer.ids) for answer in answers])
             excess = lengths - settings.max_new_tokens + settings.overlong_buffer
             shaped = rewards - (excess / settings.overlong_buffer).clamp(0, 1).view_as(rewards)
         _, variance = moments(shaped.flatten(), self.runtime)
@@ -4303,7 +4309,7 @@ def main():
     # Choosing the weights and packing them are on the clock, too.
     clock.start()
     chosen = choose_weights(trainer, averages, exam, run.log)
-    content, sizes = pack_policy(run, trainer)
+    content = pack_policy(run, trainer)
     facts = {
         "tokenizer_sha256": tokenizer.sha256,
         "task": task.name,
@@ -4314,7 +4320,6 @@ def main():
         "optimizer_state_bytes": trainer.optimizers.state_bytes(),
         **score_artifact(run, trainer, exam),
         "last": metrics,
-        "bytes_by_class": sizes,
         "total_seconds": time.perf_counter() - begin,
     }
     exit_status = run.write_result(facts, content)

@@ -10,7 +10,6 @@ runs/<RUN_ID>/: log.txt, checkpoints, model.upar (the policy), result.json. `# =
 """
 
 import collections
-import concurrent.futures
 import contextlib
 import copy
 import difflib
@@ -34,7 +33,6 @@ import string
 import struct
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -96,16 +94,9 @@ class Settings:
     init_from: str = ""
     tokenizer_path: str = ""  # .model or .tiktoken file, encoding or "bytes"; empty: the data's
     sft_steps: int = 400  # of that warm-up, at most
-    # share answered greedily in its last ten batches, at which it ends; 0: never
-    sft_accuracy: float = 0.5
-    sft_lr: float = 0.02  # its Muon's, of matrices; of all else AdamW's is a twentieth
     layer_pattern: str = "g a g"  # g GDN, s sliding window, a full attention
-    num_layers: int = 0  # repeat or cut the pattern to this; 0: as long as it is
     model_dim: int = bounded(64, 16)  # width of the residual stream
     num_heads: int = bounded(4, 1)  # query heads of attention, and heads of GDN
-    # kind of MLP; bio_soft and bio_hard are the bio-MLP with sparse events
-    mlp: Literal["relu2", "leaky_relu2", "gelu", "swiglu", "bio", "bio_soft", "bio_hard"] = "relu2"
-    train_seq_len: int = bounded(128, 2)  # tokens in a window, training and evaluation
     lora_rank: int = 0  # of adapters, which alone are trained; 0: all weights are
     lora_alpha: float = 16.0  # adapters count by LORA_ALPHA / LORA_RANK
     # rollout
@@ -113,14 +104,11 @@ class Settings:
     group_size: int = bounded(8, 1)  # samples of a prompt
     max_new_tokens: int = bounded(16, 1)  # length of each, at most
     # of the distribution; 0: always the likeliest token
-    temperature: float = bounded(0.5, 0.0, 100.0)
+    temperature: float = bounded(0.5, 0.01, 100.0)
     # objective
     # on the policy's layers, or a copy of the reward model or the start
     critic: Literal["head", "separate"] = "head"
-    critic_lr: float = 0.001  # of all weights of a separate critic
     value_coef: float = 0.1  # weight of the value loss
-    value_clip_range: float = 0.2  # of a value about the rollout's; 0: no clipping
-    gamma: float = bounded(1.0, 0.0, 1.0)  # discount of what a token later is worth
     # of advantages: 0 trusts the next value, 1 the rewards alone
     gae_lambda: float = bounded(0.95, 0.0, 1.0)
     left_clip_range: float = 0.2  # below 1, for the ratio of probabilities
@@ -162,6 +150,11 @@ class Settings:
 
     def __post_init__(self):
         check_settings(self)
+        prompts_unit(self, ranks=1)
+        if self.kl_target and not self.kl_beta:
+            raise UserError(f"KL_TARGET={self.kl_target}: needs a KL_BETA above 0 to begin with")
+        if self.reward and self.reward_model:
+            raise UserError(f"REWARD={self.reward!r}: must be empty with REWARD_MODEL")
 
 
 # === shared: settings ===
@@ -814,7 +807,7 @@ def model_config(settings, vocab_size, bos_id, **overrides):
         raise UserError(f"LAYER_PATTERN={settings.layer_pattern!r}: each word must be {right}")
     if not norms or set(norms) - set(NORMS):
         raise UserError(f"NORM={settings.norm!r}: must be one or more of {', '.join(NORMS)}")
-    num_layers = settings.num_layers or len(words)
+    num_layers = getattr(settings, "num_layers", 0) or len(words)
 
     names = GPTConfig.__dataclass_fields__
     given = {**ARCH_PRESETS[getattr(settings, "arch_mode", "D")], **vars(settings), **overrides}
@@ -2356,8 +2349,7 @@ def load_model(name, path, tokenizer_path=""):
     if path and (file / "model.upar").is_file():
         file = file / "model.upar"
     if path and file.is_dir():
-        candidates = list_checkpoints(file) or [file]
-        file, faults = newest_checkpoint(candidates, ("meta.json", "model.pt"))
+        file, faults = newest_checkpoint(file)
         if file is None:
             raise UserError(
                 f"{name}={path!r}: neither model.upar nor a whole checkpoint; {'; '.join(faults)}"
@@ -3018,7 +3010,9 @@ def continue_texts(decoder, draws, sampling, stop):
     lengths = torch.zeros(rows, dtype=torch.int64, device=device)
     ends = torch.tensor(sorted(stop), dtype=torch.int64, device=device)
     live = torch.arange(rows, device=device)  # rows that the decoder has
-    running = torch.ones(rows, dtype=torch.bool, device=device)  # those of them without a stop token
+    running = torch.ones(
+        rows, dtype=torch.bool, device=device
+    )  # those of them without a stop token
     for step in range(steps):
         picks, pick_logps = draw(decoder.logits, *sampling, draws[live, step])
         ids[live, step] = picks
@@ -3331,21 +3325,21 @@ def prompt_of(query):
     return prompt
 
 
-def checked_rewards(rewards, asked):
-    """Return what a reward function returned, a number for each (query, completion), as floats."""
+def checked_rewards(rewards, queries, texts):
+    """Return what a reward function returned, a number for each text, as a tensor (n,), float64."""
     try:
         values = torch.as_tensor(rewards, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError):
         values = torch.zeros(())
-    if values.shape != (len(asked),):
-        raise UserError(f"reward: must be a list of {len(asked)} numbers, not {rewards!r:.200}")
-    for value, (query, text) in zip(values.tolist(), asked, strict=True):
+    if values.shape != (len(texts),):
+        raise UserError(f"reward: must be a list of {len(texts)} numbers, not {rewards!r:.200}")
+    for value, query, text in zip(values.tolist(), queries, texts, strict=True):
         if not abs(value) < 1e15:
             raise UserError(
                 f"reward: must be finite and below 1e15, not {value} for prompt "
                 f"{prompt_of(query)!r:.80}, completion {text!r:.80}"
             )
-    return values.tolist()
+    return values
 
 
 def sum_rewards(functions, queries, texts):
@@ -3358,8 +3352,7 @@ def sum_rewards(functions, queries, texts):
     if isinstance(queries[0], dict):
         for name in queries[0].keys() - {"prompt"}:
             columns[name] = [query[name] for query in queries]
-    asked = list(zip(queries, texts, strict=True))
-    return np.sum([checked_rewards(function(**columns), asked) for function in functions], axis=0)
+    return sum(checked_rewards(function(**columns), queries, texts) for function in functions)
 
 
 # === end: rewards ===
@@ -3452,7 +3445,8 @@ def policy_optimizers(network, settings, runtime):
     """Return the optimizers of what is trained, all of it at LEARNING_RATE."""
     lr = settings.learning_rate
     decay = settings.weight_decay
-    rates = LearningRates(lr, lr, lr, lr, matrix_decay=decay, embedding_decay=decay)
+    rates = {name: (lr, decay) for name in ("matrix", "adapter", "embedding", "head")}
+    rates["control"] = (lr, 0.0)
     return Optimizers(network, settings.optimizer, rates, runtime)
 
 
@@ -3484,6 +3478,10 @@ def fitting_tokens(network, device):
 
 
 # === shared: supervision ===
+SFT_LR = 0.02
+SFT_ACCURACY = 0.5
+
+
 def make_batches(rows, device, tokens):
     """Return rows (prompt ids, response ids, log-probabilities, advantage) as padded batches.
 
@@ -3527,12 +3525,12 @@ def supervise(network, rows, settings, runtime):
     Muon: AdamW learns to sort as soon (170 steps), but not, in 400 steps, to reverse (Muon: 300).
     """
     alone = Runtime(0, 1, runtime.device, False)
-    adam_lr = settings.sft_lr / 20
-    rates = LearningRates(settings.sft_lr, adam_lr, adam_lr, adam_lr, matrix_decay=0.0)
+    rates = dict.fromkeys(("adapter", "embedding", "head", "control"), (SFT_LR / 20, 0.0))
+    rates["matrix"] = (SFT_LR, 0.0)
     optimizers = Optimizers(network, "muon", rates, alone)
     shares = []
     for step in range(settings.sft_steps):
-        if len(shares) >= 10 and 0 < settings.sft_accuracy <= statistics.mean(shares[-10:]):
+        if len(shares) >= 10 and SFT_ACCURACY <= statistics.mean(shares[-10:]):
             break
         answers = [
             (prompt, answer, [0.0] * len(answer), 0.0)
@@ -3597,8 +3595,10 @@ class Answer:
 
     query: object  # a string, or an object or a dict with `prompt`
     prompt: list[int]
-    sample: Sample
     text: str
+    ids: list[int]
+    logps: list[float]  # of the ids, by the sampler
+    finished: bool  # whether a stop token ended it
 
 
 @dataclass
@@ -3711,13 +3711,14 @@ class PolicyTrainer:
         for index, sample in enumerate(samples):
             prompt = prompts[index // count]
             text = completion(self.tokenizer, prompt, sample.ids)
-            answers.append(Answer(queries[index // count], prompt, sample, text))
+            answers.append(Answer(queries[index // count], prompt, text, **vars(sample)))
         return answers
 
     def rewards(self, answers, reward_function):
-        """Return the rewards of answers, by a function of lists of queries and texts."""
-        asked = [(answer.query, answer.text) for answer in answers]
-        return checked_rewards(reward_function(*map(list, zip(*asked, strict=True))), asked)
+        """Return the rewards of answers (n,), by a function of lists of queries and texts."""
+        queries = [answer.query for answer in answers]
+        texts = [answer.text for answer in answers]
+        return checked_rewards(reward_function(queries, texts), queries, texts)
 
     def make_rollout(self, answers, rewards, values, begin):
         """Return the Rollout of this rank's answers, begun at a time; rewards, values: (answers,).
@@ -3727,28 +3728,27 @@ class PolicyTrainer:
         """
         rows = []
         for answer, value in zip(answers, values.tolist(), strict=True):
-            rows.append((answer.prompt, answer.sample.ids, answer.sample.logps, value))
+            rows.append((answer.prompt, answer.ids, answer.logps, value))
         size = len(rows) // self.settings.mini_batches
         mini_batches = [rows[start : start + size] for start in range(0, len(rows), size)]
 
+        runtime = self.runtime
+        count = len(rows) * runtime.world_size
         groups = rewards.view(-1, self.settings.group_size)
-        is_constant = (groups == groups[:, :1]).all(1, keepdim=True).expand_as(groups).flatten()
-        lengths = torch.tensor([len(answer.sample.ids) for answer in answers])
-        finished = torch.tensor([answer.sample.finished for answer in answers])
-        ones = torch.ones_like(rewards)
-        sums = torch.stack([ones, rewards, rewards**2, is_constant, lengths, finished]).sum(1)
-        count, *sums = self.runtime.sum(sums.to(self.runtime.device)).tolist()
-        mean, square, zero_variance, length, finished = (total / count for total in sums)
+        zero_variance, _ = moments((groups == groups[:, :1]).all(1), runtime)
+        length, _ = moments(torch.tensor([len(answer.ids) for answer in answers]), runtime)
+        finished, _ = moments(torch.tensor([answer.finished for answer in answers]), runtime)
+        mean, variance = moments(rewards, runtime)
         metrics = {
             "reward": mean,
-            "reward_std": math.sqrt(max(0.0, square - mean**2)),
+            "reward_std": (variance * (1 - 1 / count)).sqrt(),  # of all rewards, not of a sample
             "zero_variance": zero_variance,
             "length": length,
             "finished": finished,
             "truncated": 1 - finished,
             "gen_tok_s": count * length / (time.perf_counter() - begin),
         }
-        return Rollout(mini_batches, metrics)
+        return Rollout(mini_batches, {name: value.item() for name, value in metrics.items()})
 
     def step(self, queries, count, reward_function):
         """Return the metrics of a rollout of `count` queries, taken in turn, and of its updates."""
@@ -3793,15 +3793,14 @@ def update_metrics(names, updates, seconds):
     clip_active and clip_outside are also given for each update.
     """
     norm, bad, loss, tokens, *sums = torch.stack(updates).double().cpu().T  # (updates,) each
-    metrics = {"loss": loss.mean().item()}
+    metrics = {"loss": loss.mean().item(), "grad_norm": norm.mean().item()}
+    metrics["bad"] = bad.sum().item()
+    metrics["train_tok_s"] = tokens.sum().item() / seconds
     for name, values in zip(names, sums, strict=True):
         metrics[name] = (values.sum() / tokens.sum()).item()
         if name.startswith("clip_"):
             for number, share in enumerate((values / tokens).tolist(), 1):
                 metrics[f"{name}_{number}"] = share
-    metrics["grad_norm"] = norm.mean().item()
-    metrics["bad"] = bad.sum().item()
-    metrics["train_tok_s"] = tokens.sum().item() / seconds
     return metrics
 
 
@@ -3811,7 +3810,7 @@ class Exam(Saved):
     Raises UserError for under two problems.
     """
 
-    STATE = ("before", "pass1_by_temperature")
+    STATE = ("before", "best_pass1")
 
     def __init__(self, task, settings):
         self.task = task
@@ -3822,7 +3821,7 @@ class Exam(Saved):
                 "needs at least 2"
             )
         self.before = {}  # as of scores()
-        self.pass1_by_temperature = {}
+        self.best_pass1 = None  # pass1 at the best of START_TEMPERATURES
 
     def is_right(self, answers):
         """Return whether the task's checker says that answers are right."""
@@ -3857,10 +3856,11 @@ class Exam(Saved):
     def begin(self, trainer):
         """Score the policy before training."""
         self.before = self.scores(trainer)
+        candidates = [self.before["pass1"]]
         for temperature in START_TEMPERATURES:
-            sampled = self.marks(trainer, self.problems, EVAL_SAMPLES, temperature)
-            self.pass1_by_temperature[str(temperature)] = sampled.mean(1)
-        self.pass1_by_temperature[str(trainer.settings.temperature)] = self.before["pass1"]
+            marks = self.marks(trainer, self.problems, EVAL_SAMPLES, temperature)
+            candidates.append(marks.mean(1))
+        self.best_pass1 = max(candidates, key=torch.mean)
 
     def gain(self, after):
         """Return gains with 95% intervals, paired by problem.
@@ -3868,8 +3868,7 @@ class Exam(Saved):
         pass1_over_best is over the start at its best temperature.
         """
         gain = {name: mean_interval(after[name] - self.before[name]) for name in after}
-        best = max(self.pass1_by_temperature.values(), key=torch.mean)
-        gain["pass1_over_best"] = mean_interval(after["pass1"] - best)
+        gain["pass1_over_best"] = mean_interval(after["pass1"] - self.best_pass1)
         return gain
 
 
@@ -3930,8 +3929,9 @@ def begin_run(run, trainer, exam, checkpoint):
     run.parts.update(network=network, optimizers=trainer.optimizers, exam=exam)
     if trainer.ref_model not in (None, network):
         run.parts["reference"] = trainer.ref_model
-    trained = sum(param.numel() for param in trainer.trained)
-    run.log(f"parameters: {name_values(count_parameters(network))} trained:{trained}")
+    counts = count_parameters(network)
+    counts["trained"] = sum(param.numel() for param in trainer.trained)
+    run.log(f"parameters: {name_values(counts)}")
     run.log(run.plan.describe())
     run.log(
         f"batch: {settings.prompts_per_step} prompts x {settings.group_size} samples a step, "
@@ -3948,8 +3948,10 @@ def begin_run(run, trainer, exam, checkpoint):
             exam.scores(trainer)
     else:
         exam.begin(trainer)
-        run.log.metrics(0, held_out_metrics(score_intervals(exam.before)))
-    run.log(interval_table("before", score_intervals(exam.before)))
+    start = score_intervals(exam.before)
+    run.log(interval_table("before", start))
+    if not checkpoint:
+        run.log.metrics(0, held_out_metrics(start))
 
 
 def log_step(run, metrics):
@@ -4003,14 +4005,14 @@ def choose_weights(trainer, averages, exam, log):
 
 
 def pack_policy(run, trainer):
-    """Write model.upar, the policy alone; return its bytes, and how many each class has of them."""
+    """Write model.upar, the policy alone; return its bytes."""
     network = trainer.network
     if run.settings.lora_rank:
         merge_lora(network)
     tensors = network.state_dict()
     tensors.pop("w_value", None)  # a critic's
     tokenizer = trainer.tokenizer
-    content, sizes = pack_artifact(
+    content = pack_artifact(
         tensors,
         quantize_all(tensors, trainer.table),
         settings=asdict(network.config),
@@ -4019,7 +4021,7 @@ def pack_policy(run, trainer):
     )
     run.clock.stop()
     run.write_artifact(content)
-    return content, sizes
+    return content
 
 
 def score_artifact(run, trainer, exam):
@@ -4028,15 +4030,12 @@ def score_artifact(run, trainer, exam):
     trainer.network.to(run.runtime.device)
     trainer.qat = False
     scores = exam.scores(trainer)
-    before = score_intervals(exam.before)
     after = score_intervals(scores)
     gain = exam.gain(scores)
     run.log.metrics(run.step, held_out_metrics(after))
     run.log(interval_table("after", after))
     run.log(interval_table("gain", gain, "+"))
-    starts = exam.pass1_by_temperature
-    before["pass1_by_temperature"] = {name: starts[name].mean().item() for name in starts}
-    return {"before": before, "after": after, "gain": gain}
+    return {"before": score_intervals(exam.before), "after": after, "gain": gain}
 
 
 # === end: policy ===
@@ -4063,19 +4062,19 @@ def load_judge(settings, tokenizer, runtime):
 
 
 @torch.no_grad()
-def answer_values(network, rows, tokens):
-    """Return the scores (n,), on the CPU, of rows (prompt ids, response ids) by a reward model.
+def answer_values(network, answers, tokens):
+    """Return the scores (n,), on the CPU, of Answers by a reward model.
 
-    A score is w_value times the features of the response's last token, which reads the whole. At
-    most `tokens` tokens are in a batch.
+    A score is w_value times the features of the answer's last token, which reads the whole. At most
+    `tokens` tokens are in a batch.
     """
-    values = torch.zeros(len(rows))
-    places = []
-    for place, (prompt, response) in enumerate(rows):
+    rows = []
+    for number, answer in enumerate(answers):
         # One target behind the whole text: the mask is where its last token stands.
-        places.append(([*prompt, *response], [0], [0.0], place))
-    for batch in make_batches(places, network.embed.device, tokens):
-        last = network.features(batch.ids)[batch.mask]  # (rows, dim)
+        rows.append(([*answer.prompt, *answer.ids], [0], [0.0], number))
+    values = torch.zeros(len(answers))
+    for batch in make_batches(rows, network.embed.device, tokens):
+        last = network.features(batch.ids)[batch.mask]  # (answers, dim)
         scores = last.to(network.w_value.dtype) @ network.w_value
         values[batch.advantages.cpu()] = scores.to(values)
     return values
@@ -4098,6 +4097,11 @@ class JudgedExam(Exam):
 
 
 # --------------------------------------------------------------------------------------- objective
+GAMMA = 1.0  # discount: what an answer earns does not depend on its length
+VALUE_CLIP_RANGE = 0.2  # of a value, around the rollout's
+CRITIC_LR = 0.001  # of a separate critic: three times the policy's, because it begins with nothing
+
+
 def divergences(logps, reference, mask):
     """Return two estimates (B, T) of the divergence from the reference, for tokens drawn with logps.
 
@@ -4160,9 +4164,10 @@ def ppo_loss(logps, values, batch, settings):
 
     # Not from the values themselves: inside the band both errors are then the same, bit for bit.
     moved = (values - batch.values) * batch.mask
-    band = settings.value_clip_range or math.inf
     error = (batch.values + moved - batch.returns).square()
-    clipped = (batch.values + moved.clamp(-band, band) - batch.returns).square()
+    clipped = (
+        batch.values + moved.clamp(-VALUE_CLIP_RANGE, VALUE_CLIP_RANGE) - batch.returns
+    ).square()
     value = 0.5 * torch.maximum(error, clipped)
 
     below = ratio < low
@@ -4234,7 +4239,7 @@ class PPOTrainer(PolicyTrainer):
         self.reward_model = reward_model
         self.all_optimizers = [self.optimizers]
         if self.critic is not model:
-            rates = replace(settings, learning_rate=settings.critic_lr)
+            rates = replace(settings, learning_rate=CRITIC_LR)
             self.all_optimizers.append(policy_optimizers(self.critic, rates, self.runtime))
         self.control = {"kl_beta": settings.kl_beta}  # what KL_TARGET steers
 
@@ -4242,9 +4247,8 @@ class PPOTrainer(PolicyTrainer):
         """Return the rewards of answers: the reward model's of their very tokens, or a function's."""
         if self.reward_model is None:
             return super().rewards(answers, reward_function)
-        rows = [(answer.prompt, answer.sample.ids) for answer in answers]
-        asked = [(answer.query, answer.text) for answer in answers]
-        return checked_rewards(answer_values(self.reward_model, rows, self.micro_tokens), asked)
+        values = answer_values(self.reward_model, answers, self.micro_tokens)
+        return super().rewards(answers, lambda queries, texts: values)
 
     @torch.no_grad()
     def rollout(self, queries, count, reward_function, step):
@@ -4259,7 +4263,7 @@ class PPOTrainer(PolicyTrainer):
         drawn = [queries(step * count + number) for number in numbers]
         seeds = [(settings.seed, step, 0, number) for number in numbers]
         answers = self.sample(drawn, settings.group_size, settings.temperature, seeds)
-        scores = torch.tensor(self.rewards(answers, reward_function), dtype=torch.float64)
+        scores = self.rewards(answers, reward_function)
         return self.make_rollout(answers, scores, scores, begin)
 
     def forward(self, batch):
@@ -4281,7 +4285,7 @@ class PPOTrainer(PolicyTrainer):
         runtime = self.runtime
         beta = self.control["kl_beta"]
         mini_batches = []
-        estimates = []  # k1 and k3 of the answers' tokens
+        tokens = []  # of the answers: k1, k3, advantage and return
         with self.weights():
             for rows in rollout.rows:
                 mini_batches.append([])
@@ -4292,29 +4296,25 @@ class PPOTrainer(PolicyTrainer):
                         with self.reference():
                             reference, _ = token_logps(self.ref_model, batch, settings.temperature)
                     k1, k3 = divergences(old, reference, batch.mask)
-                    estimates.append(torch.stack([k1[batch.mask], k3[batch.mask]]))
                     divergence = k1 if settings.kl_shaping == "k1" else k3
                     rewards = shaped_rewards(batch.advantages, divergence, batch.mask, beta)
                     advantages = advantage_estimates(
-                        rewards, values, batch.mask, settings.gamma, settings.gae_lambda
+                        rewards, values, batch.mask, GAMMA, settings.gae_lambda
                     )
-                    tensors = batch.ids, batch.targets, batch.mask, batch.sampled, old, values
                     returns = advantages + values
+                    tensors = batch.ids, batch.targets, batch.mask, batch.sampled, old, values
                     mini_batches[-1].append(Experience(*tensors, advantages, returns))
+                    tokens.append(torch.stack([k1, k3, advantages, returns])[:, batch.mask])
 
-        batches = list(itertools.chain(*mini_batches))
-        advantages = torch.cat([batch.advantages[batch.mask] for batch in batches])
-        returns = torch.cat([batch.returns[batch.mask] for batch in batches])
-        mean, variance = moments(advantages, runtime)
-        _, spread = moments(returns, runtime)
-        for batch in batches:  # advantages are whitened; returns are not
+        k1, k3, (mean, variance), (_, spread) = (
+            moments(values, runtime) for values in torch.cat(tokens, dim=1)
+        )
+        for batch in itertools.chain(*mini_batches):  # advantages are whitened; returns are not
             white = (batch.advantages - mean) * (variance + 1e-8).rsqrt() * batch.mask
             batch.advantages = white.to(batch.values.dtype)
         metrics = {"explained_variance": (1 - variance / spread).item() if spread > 0 else 0.0}
         if self.ref_model is not None:
-            for name, values in zip(("kl", "kl_k3"), torch.cat(estimates, dim=1), strict=True):
-                metrics[name] = moments(values, runtime)[0].item()
-            metrics["kl_beta"] = beta
+            metrics |= {"kl": k1[0].item(), "kl_k3": k3[0].item(), "kl_beta": beta}
             divergence = metrics["kl"] * rollout.metrics["length"]
             self.control["kl_beta"] = steered(beta, divergence, settings.kl_target)
         return mini_batches, metrics
@@ -4465,7 +4465,7 @@ def main():
     # Choosing the weights and packing them are on the clock, too.
     clock.start()
     chosen = choose_weights(trainer, averages, exam, run.log)
-    content, sizes = pack_policy(run, trainer)
+    content = pack_policy(run, trainer)
     facts = {
         "tokenizer_sha256": tokenizer.sha256,
         "task": task.name,
@@ -4476,7 +4476,6 @@ def main():
         "optimizer_state_bytes": sum(part.state_bytes() for part in trainer.all_optimizers),
         **score_artifact(run, trainer, exam),
         "last": metrics,
-        "bytes_by_class": sizes,
         "total_seconds": time.perf_counter() - begin,
     }
     exit_status = run.write_result(facts, content)
