@@ -150,6 +150,8 @@ class Settings:
     def __post_init__(self):
         if isinstance(self.scale_rewards, bool):  # TRL's values
             object.__setattr__(self, "scale_rewards", "group" if self.scale_rewards else "none")
+        if self.importance == "sequence_token":
+            object.__setattr__(self, "importance", "token")
         check_settings(self)
         prompts_unit(self, ranks=1)
 

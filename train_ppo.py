@@ -4080,6 +4080,17 @@ def answer_values(network, answers, tokens):
     return values
 
 
+class JudgedTrainer(PolicyTrainer):
+    """A PolicyTrainer whose reward_model, if it has one, scores answers in place of a function."""
+
+    def rewards(self, answers, reward_function=None):
+        """Return the rewards of answers (n,); a reward model reads their very tokens."""
+        if self.reward_model is None:
+            return super().rewards(answers, reward_function)
+        values = answer_values(self.reward_model, answers, self.micro_tokens)
+        return super().rewards(answers, lambda queries, texts: values)
+
+
 class JudgedExam(Exam):
     """An exam whose sampled answers a reward model scores, too, if there is one."""
 
@@ -4220,7 +4231,7 @@ def make_critic(model, settings):
 PPOConfig = Settings  # PPOConfig(learning_rate=1e-4, group_size=16)
 
 
-class PPOTrainer(PolicyTrainer):
+class PPOTrainer(JudgedTrainer):
     """Proximal policy optimization; arguments and use as of PolicyTrainer.
 
     reward_model: a GPT with a value head that scores in place of reward functions. With CRITIC=head
@@ -4242,13 +4253,6 @@ class PPOTrainer(PolicyTrainer):
             rates = replace(settings, learning_rate=CRITIC_LR)
             self.all_optimizers.append(policy_optimizers(self.critic, rates, self.runtime))
         self.control = {"kl_beta": settings.kl_beta}  # what KL_TARGET steers
-
-    def rewards(self, answers, reward_function=None):
-        """Return the rewards of answers: the reward model's of their very tokens, or a function's."""
-        if self.reward_model is None:
-            return super().rewards(answers, reward_function)
-        values = answer_values(self.reward_model, answers, self.micro_tokens)
-        return super().rewards(answers, lambda queries, texts: values)
 
     @torch.no_grad()
     def rollout(self, queries, count, reward_function, step):
