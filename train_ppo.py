@@ -3834,12 +3834,11 @@ class Exam(Saved):
         """
         runtime = trainer.runtime
         marks = torch.zeros(len(problems), count, dtype=torch.float64, device=runtime.device)
-        numbers = range(runtime.rank, len(problems), runtime.world_size)
-        seeds = [(trainer.settings.seed, EVAL_STEP, number) for number in numbers]
-        queries = [problems[number] for number in numbers]
-        answers = trainer.sample(queries, count, temperature, seeds)
+        share = slice(runtime.rank, None, runtime.world_size)
+        seeds = [(trainer.settings.seed, EVAL_STEP, number) for number in range(len(problems))]
+        answers = trainer.sample(problems[share], count, temperature, seeds[share])
         mark = mark or self.is_right
-        marks[numbers] = marks.new_tensor(mark(answers)).view(-1, count)
+        marks[share] = torch.as_tensor(mark(answers)).view(-1, count).to(marks)
         return runtime.sum(marks)
 
     def scores(self, trainer):

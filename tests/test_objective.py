@@ -18,11 +18,9 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import KEPT
 from torch import nn
 
 import train_grpo as G

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import KEPT
 from test_objective import ALONE
-from test_rl_runs import KEPT, SHORT, STOPPED, TINY, UNSET, Place
+from test_rl_runs import SHORT, STOPPED, TINY, UNSET, Place
 
 import sample
 import train_grpo as G
@@ -35,17 +36,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     (folder / "rewards.py").write_text(
         "calls = 0\ndef raises(prompts, completions, answers):\n    global calls\n    calls += 1\n"
         "    return {}['no such key'] if calls == 3 else [float(len(text)) for text in completions]\n")
-    made = PpoPlace(folder)
+    made = Place(folder)
     yield made
     made.server.stdin.close()
     made.server.wait(10)
-
-
-class PpoPlace(Place):
-    """Its runs have a warm start that gets a fifth right, and are sampled at temperature 1."""
-
-    def environment(self, **changes: object) -> dict[str, str]:
-        return super().environment(**{"SFT_LR": 0.4, "TEMPERATURE": 1, **changes})
 
 
 RUNS = {"head": {}, "separate": {"CRITIC": "separate", "KL_TARGET": "0.5", "EPOCHS": "2"}}
@@ -67,7 +61,7 @@ def judge(place: Place) -> Path:
     torch.nn.init.normal_(network.w_value)
     tensors = network.state_dict()
     coded = P.quantize_all(tensors, P.quant_table(settings))
-    packed, _ = P.pack_artifact(tensors, coded, settings=vars(network.config), tokenizer_sha256=tokenizer.sha256,
+    packed = P.pack_artifact(tensors, coded, settings=vars(network.config), tokenizer_sha256=tokenizer.sha256,
                                 meta={"tokenizer": "bytes"})
     (place.folder / "judge.upar").write_bytes(packed)
     return place.folder / "judge.upar"
@@ -102,7 +96,6 @@ def test_the_result_is_complete_and_agrees_with_the_log(place, straight):
         assert 0 <= step["clip_active"] <= step["clip_outside"] <= 1 and 0 <= step["value_clip"] <= 1
         assert step["kl_k3"] >= 0 and step["finished"] + step["truncated"] == pytest.approx(1)
         assert step["sampler_gap"] < 1e-4 and step["explained_variance"] <= 1 and step["grad_norm"] > 0
-        assert ("critic_grad_norm" in step) == (straight == "separate")
     assert steps[0]["kl"] == steps[0]["explained_variance"] == 0 and steps[-1]["kl_k3"] > 0
     betas = [step["kl_beta"] for step in steps]
     assert betas[1] == pytest.approx(0.049, rel=1e-3) if straight == "separate" else set(betas) == {0.05}
@@ -116,7 +109,7 @@ def test_the_artifact_is_the_policy_alone_and_others_take_it(place, straight):
     assert ("w_value" in tensors) == (straight == "head")
     place.run("grpo", f"grpo from {straight}", INIT_FROM=place.of(straight), **SHORT)
     before, after = place.result(f"grpo from {straight}")["before"], place.result(straight)["after"]
-    assert {name: before[name] for name in after} == after
+    assert before == after
 
 
 def test_the_start_is_that_of_grpo(place, straight):
@@ -157,7 +150,7 @@ def test_a_run_by_a_reward_model(place, judge):
 
 def test_adapters_and_a_random_reward(place, straight):
     """REWARD=random: coins, so about half of the samples are rewarded whatever they say."""
-    changes = dict(RUNS[straight], LORA_RANK=4, QAT=0, REFERENCE="base", REWARD="random", ITERATIONS=6, EMA=0, SWA=0)
+    changes = dict(RUNS[straight], LORA_RANK=4, QAT=0, REWARD="random", ITERATIONS=6, EMA=0, SWA=0)
     place.run("ppo", f"{straight} adapted", INIT_FROM=place.of(straight), **changes)
     rewards = [step["reward"] for step in steps_of(place.log(f"{straight} adapted"))]
     assert abs(sum(rewards) / 6 - 0.5) < 4 * 0.5 / 96**0.5
@@ -178,8 +171,6 @@ FAULTS = {
     "setting of another script": ({"RATIO_LIMIT": 2}, "RATIO_LIMIT='2': no setting of this script"),
     "unknown critic": ({"CRITIC": "shared"}, "CRITIC='shared': must be one of head, separate"),
     "no such reward model": ({"REWARD_MODEL": "none"}, "REWARD_MODEL='none': must be a run"),
-    "base without adapters": ({"REFERENCE": "base"}, "REFERENCE='base': no adapters"),
-    "rate of no network": ({"CRITIC_LR": 0.01}, "CRITIC_LR=0.01: needs CRITIC=separate"),
     "target without a price": ({"KL_BETA": 0, "KL_TARGET": 6}, "KL_TARGET=6.0: needs a KL_BETA above 0"),
     "no reward at all": ({"SFT_STEPS": 0, "ITERATIONS": 12, "SAVE_EVERY": 0},
                          "first 10 steps all samples have one reward .mean 0.000"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import json
 import os
@@ -17,18 +16,18 @@ from pathlib import Path
 import pytest
 import sentencepiece
 import torch
+from conftest import KEPT
 from test_lasting import Child
 
 import sample as P
 import train_grpo as G
 
 ROOT = Path(__file__).resolve().parents[1]
-KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV")
 TINY = {
     "DEVICE": "cpu", "LAYER_PATTERN": "g a", "MODEL_DIM": "32", "NUM_HEADS": "2", "SFT_STEPS": "20",
-    "SFT_LR": "0.4", "TEMPERATURE": "1",
+    "TEMPERATURE": "1",
     "TASK": "jsonl", "PROMPTS_PER_STEP": "4", "GROUP_SIZE": "4", "MINI_BATCHES": "2", "MAX_NEW_TOKENS": "3",
-    "EVAL_PROMPTS": "16", "EVAL_SAMPLES": "2", "ITERATIONS": "10", "MAX_WALLCLOCK_SECONDS": "0", "RESERVE_SECONDS": "0",
+    "EVAL_PROMPTS": "16", "ITERATIONS": "10", "MAX_WALLCLOCK_SECONDS": "0", "RESERVE_SECONDS": "0",
     "SAVE_EVERY": "4", "LEARNING_RATE": "0.003",
 }
 SHORT = {"ITERATIONS": "2", "EMA": "0", "SWA": "0", "QAT": "0", "SAVE_EVERY": "1"}
@@ -62,6 +61,9 @@ for line in sys.stdin:
     os.environ.clear()
     os.environ.update(order["env"])
     sys.argv = [T.__file__]
+    T.SFT_LR = 0.4  # so that 20 steps of the warm start suffice
+    T.EVAL_SAMPLES = 2
+    T.REWARD_SECONDS = 1
     torch.seed()  # a fresh process has a seed of its own
     try:
         exec(order["patch"], {"T": T, "Trainer": getattr(T, f"{name.upper()}Trainer")})
@@ -199,7 +201,7 @@ class Place:
 
     def checkpoint(self, out: str) -> tuple[str, dict]:
         """The newest whole checkpoint of a run: name, tensors."""
-        found, faults = G.newest_checkpoint(G.list_checkpoints(self.of(out)))
+        found, faults = G.newest_checkpoint(self.of(out))
         assert found and not faults, faults
         return found.name, torch.load(found / "model.pt", weights_only=True)
 
@@ -253,14 +255,15 @@ def test_the_result_is_complete_and_agrees_with_the_log(place, straight):
              "artifact": str(run / "model.upar"), "artifact_sha256": hashlib.sha256(artifact).hexdigest(),
              "artifact_bytes": len(artifact), "total_bytes": len(artifact) + len(script), "world_size": 1}
     assert {key: result[key] for key in exact} == exact
-    assert sum(result["bytes_by_class"].values()) == len(artifact)
     assert {name.upper(): value for name, value in result["settings"].items() if name.upper() in TINY} == {
         name: type(result["settings"][name.lower()])(value) for name, value in TINY.items()}
     ends = log.split("\n---\n")[1].splitlines()
     assert ends == [f"{key}: {value}" for key, value in result.items() if not isinstance(value, dict)]
-    for key in ("before", "after", "gain"):
-        said = ast.literal_eval(re.search(rf"^{key}: ({{.*?}})", log, re.MULTILINE)[1])
-        assert said == {name: result[key][name] for name in said} and {"greedy", "pass1", "pass2"} < set(said)
+    for key, sign in (("before", ""), ("after", ""), ("gain", "+")):
+        rows = re.findall(rf"^{key}: (\w+) +(\S+) \[(\S+), (\S+)\]$", log, re.MULTILINE)
+        expected = {name: score for name, score in result[key].items() if name != "n"}
+        assert {"greedy", "pass1", "pass2"} <= set(expected)
+        assert rows == [(name, *(f"{value:{sign}.3f}" for value in score)) for name, score in expected.items()]
     steps = steps_of(log)
     assert len(steps) == 10
     logged = {name: value for name, value in steps[-1].items() if not re.search(r"_\d+$", name)}
@@ -289,11 +292,7 @@ def test_scores_are_shares_with_their_intervals(place, straight):
         mean, low, high = result["gain"][name]
         assert mean == pytest.approx(result["after"][name][0] - result["before"][name][0], abs=1e-12)
         assert low <= mean <= high
-    by_temperature = result["before"]["pass1_by_temperature"]
-    assert sorted(by_temperature) == ["0.3", "0.5", "0.7", "1.0"]
-    assert by_temperature[str(result["settings"]["temperature"])] == result["before"]["pass1"][0]
-    assert result["gain"]["pass1_over_best"][0] == pytest.approx(
-        result["after"]["pass1"][0] - max(by_temperature.values()), abs=1e-12)
+    assert result["gain"]["pass1_over_best"][0] <= result["gain"]["pass1"][0]
 
 
 def test_the_file_alone_gives_the_greedy_score(place, straight):
@@ -315,7 +314,7 @@ def test_the_file_alone_gives_the_greedy_score(place, straight):
 def test_metrics_are_within_their_bounds_and_the_note_is_true(place, straight):
     """Of each step the first mini-batch has no clips; a policy that is trained moves."""
     log = place.log(straight)
-    assert "note: the first mini-batch of a step has no clips" in log
+    assert "note: the ratios of a step's first mini-batch are 1" in log
     assert len(steps_of(log)) == 10
     for step in steps_of(log):
         assert step["clip_active_1"] == step["clip_outside_1"] == 0
@@ -408,7 +407,7 @@ def test_a_run_goes_on_from_a_run_a_checkpoint_or_an_artifact(place, grpo):
 
 
 def test_adapters_alone_are_trained_and_the_artifact_has_none(place, grpo):
-    changes = dict(INIT_FROM=grpo, LORA_RANK=4, QAT=0, KL_BETA=0.05, REFERENCE="base")
+    changes = dict(INIT_FROM=grpo, LORA_RANK=4, QAT=0, KL_BETA=0.05)
     place.run("grpo", "lora", "T.KEEP_CHECKPOINTS = 9", **changes)
     before, after = (torch.load(place.of("lora") / f"step_{step:06d}" / "model.pt", weights_only=True)
                      for step in (0, 10))
@@ -435,7 +434,7 @@ def test_a_new_policy_is_warmed_up_before_it_gets_adapters(place):
 
 def test_stopped_and_resumed_with_adapters_and_a_reference(place, grpo):
     """The reference, a copy of the start, is in the checkpoint: after that KL is measured from there."""
-    changes = {"LORA_RANK": 4, "QAT": 0, "KL_BETA": 0.05, "REFERENCE": "start", "INIT_FROM": grpo}
+    changes = {"LORA_RANK": 4, "QAT": 0, "KL_BETA": 0.05, "INIT_FROM": grpo}
     place.run("gspo", "adapters", **changes)
     place.run("gspo", "adapters stopped", STOPPED, 128 + signal.SIGTERM, **changes)
     place.run("gspo", "adapters stopped", **{**UNSET, "RESUME": "run"})
@@ -450,15 +449,6 @@ def test_ranks_have_the_same_adapters(place, grpo):
     place.ranks("grpo", out, patch, 2, INIT_FROM=grpo, LORA_RANK=4, **SHORT)
     of_rank = [json.loads(Path(f"{place.folder / out}.{rank}").read_text()) for rank in (0, 1)]
     assert of_rank[0] == of_rank[1] and len(of_rank[0]) == 2
-
-
-def test_a_generated_task_and_a_random_reward(place):
-    """REWARD=random: coins, so about half of the samples are rewarded whatever they say."""
-    place.run("grpo", "reverse", TASK="reverse", TASK_PATH=None, REWARD="random", MAX_NEW_TOKENS=10, SFT_STEPS=5,
-              **{**SHORT, "ITERATIONS": 8})
-    rewards = [step["reward"] for step in steps_of(place.log("reverse"))]
-    assert len(rewards) == 8 and abs(sum(rewards) / 8 - 0.5) < 4 * 0.5 / 128**0.5
-    assert place.result("reverse")["task"] == "reverse" and place.result("reverse")["before"]["n"] == 16
 
 
 def test_a_new_policy_without_a_warm_up(place):
@@ -490,7 +480,7 @@ def test_a_tokenizer_without_role_tokens(place, tmp_path):
 
 # -------------------------------------------------------------------------------------------------------------- faults
 BAD_REWARDS = {
-    "hangs": r"REWARD='\S+:hangs': took over REWARD_SECONDS=1.0",
+    "hangs": r"REWARD='\S+:hangs': took over 1 seconds",
     "nan": r"reward: must be finite and below 1e15, not nan for prompt '\w\w', completion '.*",
     "few": r"reward: must be a list of 16 numbers, not \[0.0.*"}
 
@@ -499,7 +489,7 @@ BAD_REWARDS = {
 def test_a_reward_that_fails_is_one_line_and_the_run_can_go_on(place, name):
     """In the third step: the checkpoint of the second stands, and with a mended function the run ends as it would."""
     rewards, out, changes = place.folder / "rewards.py", f"reward {name}", {**SHORT, "ITERATIONS": 3, "SFT_STEPS": 10}
-    line = place.refused("gspo", out, REWARD=f"{rewards}:{name}", REWARD_SECONDS=1, **changes)
+    line = place.refused("gspo", out, REWARD=f"{rewards}:{name}", **changes)
     assert re.fullmatch(rf"error: {BAD_REWARDS[name]}\n", line), line
     assert place.checkpoint(out)[0] == "step_000002" and not (place.of(out) / "result.json").exists()
     if name == "nan":
@@ -516,23 +506,20 @@ def test_ten_steps_without_any_reward_end_the_run(place):
     assert {step["grad_norm"] for step in steps_of(place.log("nothing"))} == {0.0}
 
 
-LONG = [{"prompt": "ab" * 70 + letter, "answer": "x"} for letter in "abcdefghijklmnopqrst"]
 FAULTS = {
-    "prompt beyond the context": (LONG, {}, "MAX_NEW_TOKENS=3: a prompt has 14[0-9] tokens, the model's context 128; "),
-    "one long prompt": ([{"prompt": f"{i}" + "z" * 130 * (i == 77), "answer": "x"} for i in range(90)], {},
-                        "MAX_NEW_TOKENS=3: a prompt has 13[0-9] tokens, the model's context 128; must be"),
+    "one long prompt": ([{"prompt": f"{i}" + "z" * 2050 * (i == 77), "answer": "x"} for i in range(90)], {},
+                        "MAX_NEW_TOKENS=3: a prompt has 205[0-9] tokens, the model's context 2048; must be"),
     "no interval": (None, {"EVAL_PROMPTS": 1}, "EVAL_PROMPTS=1: 1 held out; an interval needs at least 2"),
     "empty task": ([], {}, r"task.jsonl: 0 of 0 problems"),
     "row without an answer": ([{"prompt": "ab"}], {}, r"task.jsonl:1: must be JSON with the texts prompt and answer"),
-    "group of one": (None, {"GROUP_SIZE": 1}, "GROUP_SIZE=1: must be at least 2"),
+    "group of one": (None, {"GROUP_SIZE": 1}, "GROUP_SIZE=1: must be a whole number from 2"),
     "uneven step": (None, {"PROMPTS_PER_STEP": 3}, "PROMPTS_PER_STEP=3: must be a multiple of .* = 2"),
-    "temperature 0": (None, {"TEMPERATURE": 0}, "TEMPERATURE=0.0: must be above 0"),
+    "temperature 0": (None, {"TEMPERATURE": 0}, "TEMPERATURE=0.0: must be a number from 0.01"),
     "misspelt setting": (None, {"GRUOP_SIZE": 8}, "GRUOP_SIZE='8': no setting .*did you mean GROUP_SIZE"),
     "setting of the other script": (None, {"IMPORTANCE": "token"}, "IMPORTANCE='token': no setting of this script"),
     "unknown task": (None, {"TASK": "sorting"}, "TASK='sorting': must be one of sort, "),
     "no such start": (None, {"INIT_FROM": "none"}, "INIT_FROM='none': must be a run, a checkpoint or an artifact"),
     "adapters and QAT": (None, {"LORA_RANK": 4, "QAT": 1, "ITERATIONS": 10}, "QAT=1: adapters are not quantized"),
-    "base without adapters": (None, {"KL_BETA": 0.1, "REFERENCE": "base"}, "REFERENCE='base': no adapters"),
     "endless run": (None, {"ITERATIONS": 0}, "or it never ends"),
 }
 
@@ -545,13 +532,6 @@ def test_a_fault_is_one_line(place, name, tmp_path):
     line = place.refused("grpo", f"fault {name}", **{**SHORT, "SFT_STEPS": 1, "EVAL_PROMPTS": 4, **task, **changes})
     assert re.search(said, line), line
     assert not (place.of(f"fault {name}") / "result.json").exists()
-
-
-def test_a_start_of_another_vocabulary_is_one_line(place, grpo, tmp_path):
-    line = place.refused("gspo", "vocabulary", INIT_FROM=grpo, TOKENIZER_PATH=words_model(tmp_path))
-    assert line.startswith(f"error: TOKENIZER_PATH='{tmp_path}/words.model': tokenizer.model with ")
-    assert line.endswith(f"is not the one of {grpo / 'model.upar'}, which has 264\n")
-    assert not place.of("vocabulary").exists()
 
 
 def test_an_existing_run_is_not_overwritten(place, straight):
@@ -585,8 +565,8 @@ assert world() == before, (world(), before)
 """
 AFTER = """
 assert world() == before, (world(), before)
-assert metrics["reward"] >= 0 and metrics["loss"] == metrics["loss"] and len(metrics["clips"]) == 2, metrics
-assert [len(found["clips"]) for found in trainer.train(score)] == [2, 2, 2]
+assert metrics["reward"] >= 0 and metrics["loss"] == metrics["loss"] and "clip_active_2" in metrics, metrics
+assert len(trainer.train(score)) == 3
 """
 
 
@@ -608,7 +588,7 @@ def test_the_guides_program_in_a_fresh_interpreter(place, grpo, tmp_path):
 def test_the_guides_reward_function(tmp_path):
     """Its values, by hand."""
     (tmp_path / "mine.py").write_text(blocks("python")[0])
-    reward = G.load_reward(f"{tmp_path / 'mine.py'}:score", G.make_task("sort", "", 0), 5)
+    reward = G.load_reward(f"{tmp_path / 'mine.py'}:score", G.make_task("sort", "", 0))
     problems = [G.Problem("312", "123")] * 4
     assert reward(problems, ["123", "124", "12", "xyz"]) == pytest.approx([1.0, 0.1 * 2 / 3, 0.1 * 2 / 3, 0.0])
 
