@@ -12,6 +12,7 @@ quantization's default to the checkpoint's. Sections between `# === shared:` fen
 """
 
 import argparse
+import base64
 import collections
 import contextlib
 import difflib
@@ -26,6 +27,7 @@ import os
 import pickle
 import re
 import resource
+import shlex
 import shutil
 import struct
 import subprocess
@@ -39,12 +41,10 @@ from typing import Literal, get_args
 
 import numpy as np
 import sentencepiece
-import tiktoken
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import zstandard
-from tiktoken.load import load_tiktoken_bpe, read_file_cached
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -392,8 +392,7 @@ def exit_code(main):
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
-        reason = str(error).strip()[-90:]
-        sys.stderr.write(f"error: rank {rank} lost another rank ({reason}); RESUME continues\n")
+        sys.stderr.write(f"error: rank {rank} lost another rank; RESUME continues\n")
         os._exit(1)  # an ordinary exit would wait for the lost rank
 
 
@@ -409,10 +408,10 @@ def replace_file(path, data):
 
 def describe_machine(runtime):
     """Return commit (`+`: with changes), hardware, versions and peak memory, for the result."""
-    command = "git describe --always --abbrev=40 --exclude='*' --dirty=+"
-    # Run by a shell, so that a missing git is no error: its output is empty.
-    git = subprocess.run(
-        command, shell=True, cwd=Path(__file__).parent, capture_output=True, text=True
+    folder = shlex.quote(str(Path(__file__).parent))
+    # Run by a shell, so that a missing git is no error.
+    status, commit = subprocess.getstatusoutput(
+        f"git -C {folder} describe --always --abbrev=40 --exclude='*' --dirty=+"
     )
     if runtime.device.type == "cuda":
         hardware = torch.cuda.get_device_name()
@@ -422,7 +421,7 @@ def describe_machine(runtime):
         unit = 1 if sys.platform == "darwin" else 1024
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return {
-        "commit": git.stdout.strip() or "unknown",
+        "commit": "unknown" if status else commit,
         "hardware": f"{runtime.world_size} x {hardware}",
         "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
         "peak_memory_mib": peak_bytes / 2**20,
@@ -465,55 +464,9 @@ def newest_checkpoint(folder):
 
 
 # === shared: tokenizer ===
-ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
-
-RANK_FILES = "https://openaipublic.blob.core.windows.net/encodings"
-
-
-@dataclass
-class PublishedEncoding:
-    """One of OpenAI's encodings: the hash of its rank file, and what that file does not contain.
-
-    The regular expressions are copied from tiktoken_ext/openai_public.py. They split a text into
-    the parts within which bytes are merged.
-    """
-
-    sha256: str
-    split: str  # regular expression
-    end_of_text: int  # id of <|endoftext|>, which begins every document here
-    vocab_size: int  # with all special tokens and unused ids
-
-
-ENCODINGS = {
-    "gpt2": PublishedEncoding(
-        "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930",
-        r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
-        50256,
-        50257,
-    ),
-    "cl100k_base": PublishedEncoding(
-        "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7",
-        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
-        r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s",
-        100257,
-        100277,
-    ),
-    "o200k_base": PublishedEncoding(
-        "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d",
-        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-        199999,
-        200019,
-    ),
-}
-
-
 @dataclass
 class Tokenizer:
-    """A tokenizer, from `load_tokenizer`, and the bytes that each token stands for.
+    """A tokenizer, from `read_tokenizer`, and the bytes that each token stands for.
 
     A token counts the UTF-8 bytes that it decodes to. After a boundary (a control, unknown or
     unused token) it counts them without the space that some SentencePiece models put before every
@@ -524,9 +477,9 @@ class Tokenizer:
     content: bytes  # of that file; its SHA-256 tells tokenizers apart
     bos_id: int
     pieces: list  # bytes that each token decodes to, b"" for boundaries
-    encode: Callable  # text -> ids without BOS; special tokens in a text are plain text
-    roles: dict  # ROLE_TOKENS -> ids; {} if the tokenizer has none
     drops_space: np.ndarray | bool = False  # (V,) bool, loses its first space after a boundary
+    encode: Callable = None  # text -> ids; this and roles are of load_tokenizer in section encoding
+    roles: dict = None
 
     def __post_init__(self):
         self.sha256 = hashlib.sha256(self.content).hexdigest()
@@ -536,66 +489,44 @@ class Tokenizer:
         self.drops_space = np.broadcast_to(self.drops_space, self.vocab_size)
 
 
-def load_tokenizer(path):
-    """Return the Tokenizer of a SentencePiece file or a rank file NAME.tiktoken, of the published
-    encoding NAME, or the built-in one, `bytes`. Raises UserError.
+def read_tokenizer(path, facts):
+    """Return the Tokenizer of a SentencePiece file or a rank file NAME.tiktoken, or the built-in
+    one, `bytes`.
+
+    facts: bos_id and vocab_size, which a rank file does not contain. Raises UserError.
     """
     path = Path(path)
-    name = path.name.removesuffix(".tiktoken")
-    if name == "bytes":
-        return byte_tokenizer()
+    if path.name == "bytes":  # pad, BOS, EOS and unknown, then 256 bytes, then 4 roles
+        pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4
+        return Tokenizer("bytes", b"underpar bytes 264", 1, pieces)
     try:
-        if name in ENCODINGS:
-            return tiktoken_tokenizer(path, name)
-        return sentencepiece_tokenizer(path)
-    except (OSError, ValueError, RuntimeError) as error:  # missing, damaged or without BOS
+        content = path.read_bytes()
+        if path.suffix == ".tiktoken":
+            return rank_tokenizer(path.name, content, facts)
+        return sentencepiece_tokenizer(content)
+    except (OSError, LookupError, ValueError, RuntimeError) as error:
         raise UserError(
-            f"tokenizer {path}: {error}; must be a SentencePiece model with a BOS token, bytes, or "
-            f"NAME or NAME.tiktoken of {[*ENCODINGS]}"
+            f"tokenizer {path}: {error}; must be a SentencePiece model with a BOS token, the rank "
+            "file NAME.tiktoken of the data, or bytes"
         ) from error
 
 
-def byte_tokenizer():
-    """Return the built-in tokenizer: pad, BOS, EOS and unknown, then 256 bytes, then 4 roles."""
-    pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4
-    return Tokenizer(
-        "bytes",
-        b"underpar bytes 264",
-        1,
-        pieces,
-        lambda text: [4 + byte for byte in text.encode()],
-        {role: 260 + i for i, role in enumerate(ROLE_TOKENS)},
-    )
+def rank_tokenizer(file, content, facts):
+    """Return the tokenizer of a rank file: a line per piece, in base64, and its id."""
+    pieces = [b""] * facts["vocab_size"]  # special tokens and unused ids stay b""
+    for line in content.splitlines():
+        piece, rank = line.split()
+        pieces[int(rank)] = base64.b64decode(piece)
+    return Tokenizer(file, content, facts["bos_id"], pieces)
 
 
-def tiktoken_tokenizer(path, name):
-    """Return the encoding NAME, from its rank file NAME.tiktoken or from OpenAI's server."""
-    published = ENCODINGS[name]
-    source = str(path)
-    if not path.suffix:
-        source = f"{RANK_FILES}/{name.replace('gpt2', 'r50k_base')}.tiktoken"
-    # Both look into tiktoken's cache first and raise ValueError if the hash is another.
-    content = read_file_cached(source, published.sha256)
-    ranks = load_tiktoken_bpe(source, published.sha256)
-    pieces = [b""] * published.vocab_size  # special tokens and unused ids decode to nothing
-    for piece, rank in ranks.items():
-        pieces[rank] = piece
-    # Without special tokens: what looks like one in a text is plain text.
-    bpe = tiktoken.Encoding(name, pat_str=published.split, mergeable_ranks=ranks, special_tokens={})
-    return Tokenizer(
-        f"{name}.tiktoken", content, published.end_of_text, pieces, bpe.encode_ordinary, {}
-    )
-
-
-def sentencepiece_tokenizer(path):
-    """Return the tokenizer of a SentencePiece model file."""
-    content = path.read_bytes()
+def sentencepiece_tokenizer(content):
+    """Return the tokenizer of a SentencePiece model, the bytes of its file."""
     model = sentencepiece.SentencePieceProcessor(model_proto=content)
     if model.bos_id() < 0:
         raise ValueError("empty, or without the BOS token of every document")
     pieces = []
     drops_space = []
-    roles = {}
     for i in range(model.vocab_size()):
         name = model.id_to_piece(i)
         piece = name.replace("\u2581", " ").encode()  # SentencePiece's mark of a space
@@ -606,12 +537,7 @@ def sentencepiece_tokenizer(path):
         pieces.append(piece)
         # A space that the model's own decoder leaves out, the dummy prefix, is not in the text.
         drops_space.append(piece == b" " + model.decode([i]).encode())
-        # Only control tokens cannot be written in a text, so that no user can forge a role.
-        if model.is_control(i) and name in ROLE_TOKENS:
-            roles[name] = i
-    return Tokenizer(
-        "tokenizer.model", content, model.bos_id(), pieces, model.encode, roles, drops_space
-    )
+    return Tokenizer("tokenizer.model", content, model.bos_id(), pieces, drops_space)
 
 
 def sha256_file(path):
@@ -777,8 +703,8 @@ def hold_out(stream, share, settings):
     windows = shuffle(len(stream) // seq_len, 0)
     if len(windows) <= count:
         raise UserError(
-            f"HOLDOUT_TOKENS={settings.holdout_tokens}: must leave a window of TRAIN_SEQ_LEN of the "
-            f"{len(stream)} training tokens"
+            f"HOLDOUT_TOKENS={settings.holdout_tokens}: must leave a window of TRAIN_SEQ_LEN of "
+            "the training tokens"
         )
     stream.windows = windows[count:]
     return [stream.read(window * seq_len, seq_len) for window in windows[:count]]
@@ -788,9 +714,9 @@ def open_data(settings):
     """Return the Dataset of DATA_PATH, checked against its manifests. Raises UserError."""
     folders, shares = parse_mixture(settings.data_path)
     manifests = [load_manifest(folder) for folder in folders]
-    tokenizer = load_tokenizer(
-        settings.tokenizer_path or Path(folders[0], manifests[0]["tokenizer"]["file"])
-    )
+    facts = manifests[0]["tokenizer"]
+    path = settings.tokenizer_path or Path(folders[0], facts["file"])
+    tokenizer = read_tokenizer(path, facts)
     if settings.vocab_size not in (0, tokenizer.vocab_size):
         raise UserError(
             f"VOCAB_SIZE={settings.vocab_size}: must be 0 or {tokenizer.vocab_size}, the tokenizer's"
@@ -973,32 +899,35 @@ def model_config(settings, vocab_size, bos_id, **overrides):
     words = settings.layer_pattern.split()
     norms = getattr(settings, "norm", "rms").split()
     if not words or not all(re.fullmatch("[gsa][0-9]*|[GSA][0-9]+", word) for word in words):
-        right = "g, s or a with an optional number; capitals need one"
-        raise UserError(f"LAYER_PATTERN={settings.layer_pattern!r}: each word must be {right}")
+        raise UserError(
+            f"LAYER_PATTERN={settings.layer_pattern!r}: each word must be g, s or a with an optional "
+            "number; capitals need one"
+        )
     if not norms or set(norms) - set(NORMS):
         raise UserError(f"NORM={settings.norm!r}: must be one or more of {', '.join(NORMS)}")
     num_layers = settings.num_layers or len(words)
 
     names = GPTConfig.__dataclass_fields__
     given = {**ARCH_PRESETS[getattr(settings, "arch_mode", "D")], **vars(settings), **overrides}
-    config = GPTConfig(
-        vocab_size,
-        bos_id,
-        layers=" ".join((words * num_layers)[:num_layers]),
-        norms=" ".join((norms * num_layers)[:num_layers]),
-        **{name: value for name, value in given.items() if name in names},
-    )
+    values = {name: value for name, value in given.items() if name in names}
+    values |= dict(vocab_size=vocab_size, bos_id=bos_id)
+    values["layers"] = " ".join((words * num_layers)[:num_layers])
+    values["norms"] = " ".join((norms * num_layers)[:num_layers])
+    config = GPTConfig(**values)
 
     dim = config.model_dim
     heads = config.num_heads
     if dim % (2 * heads):
         raise UserError(f"MODEL_DIM={dim}: must be a multiple of 2 x NUM_HEADS = {2 * heads}")
     if heads % config.num_kv_heads:
-        kv_heads = config.num_kv_heads
-        raise UserError(f"NUM_HEADS={heads}: must be a multiple of NUM_KV_HEADS = {kv_heads}")
+        raise UserError(
+            f"NUM_HEADS={heads}: must be a multiple of NUM_KV_HEADS = {config.num_kv_heads}"
+        )
     if config.rope_dims % 2 or config.rope_dims > dim // heads:
-        most = f"MODEL_DIM / NUM_HEADS = {dim // heads}"
-        raise UserError(f"ROPE_DIMS={config.rope_dims}: must be even, at most {most}")
+        raise UserError(
+            f"ROPE_DIMS={config.rope_dims}: must be even, at most MODEL_DIM / NUM_HEADS = "
+            f"{dim // heads}"
+        )
     if config.positions == "learned" and getattr(settings, "eval_stateful", False):
         raise UserError(
             "EVAL_STATEFUL=1: must be 0, for POSITIONS='learned' ends at TRAIN_SEQ_LEN, documents do not"
@@ -1348,7 +1277,7 @@ class MLP(nn.Module):
     """Two matrices around an activation. A new kind is a word of the setting `mlp` and a branch.
 
     ReLU^2 is of arXiv 2109.08668, SwiGLU (with a gate) of 2002.05202, bio of WiggleGPT; bio_soft
-    and bio_hard add its SparseEventLayer (model_bio_optimized.py), without biases.
+    adds its SparseEventLayer (model_bio_optimized.py) with soft events, without biases.
     """
 
     def __init__(self, config):
@@ -1359,7 +1288,7 @@ class MLP(nn.Module):
         self.w_up = matrix((hidden, hidden) if self.kind == "swiglu" else (hidden,), dim)
         if self.kind.startswith("bio"):
             self.wave = init_wave(hidden)
-        if self.kind in ("bio_soft", "bio_hard"):
+        if self.kind == "bio_soft":
             self.w_gate = matrix((hidden,), hidden)
             self.w_mix = matrix((hidden,), hidden)
             self.mix_wave = init_wave(hidden)
@@ -1379,17 +1308,14 @@ class MLP(nn.Module):
             h = F.silu(gate) * up
         else:
             h = oscillate(h, self.wave)
-            if self.kind != "bio":
+            if self.kind == "bio_soft":
                 h = self.sparse_events(h)
         return linear(h, self.w_down)
 
     def sparse_events(self, h):
         """Return hidden units (B, T, hidden) mixed by those of h whose voltage is high."""
         voltage = torch.sigmoid(linear(h, self.w_gate))
-        spike = torch.sigmoid(5.0 * (voltage - BIO_THRESHOLD))  # of bio_soft: never zero
-        if self.kind == "bio_hard":  # 0 or 1, with the gradient of the soft spike
-            events = (voltage > BIO_THRESHOLD).to(h.dtype)
-            spike = events + (spike - spike.detach())
+        spike = torch.sigmoid(5.0 * (voltage - BIO_THRESHOLD))
         return oscillate(linear(h * spike, self.w_mix), self.mix_wave)
 
 
@@ -1482,8 +1408,10 @@ class GPT(nn.Module):
         """
         config = self.config
         if config.positions == "learned" and ids.size(1) > config.train_seq_len:
-            most = f"TRAIN_SEQ_LEN={config.train_seq_len}"
-            raise UserError(f"POSITIONS='learned': {ids.size(1)} tokens in a text, {most}")
+            raise UserError(
+                f"POSITIONS='learned': {ids.size(1)} tokens in a text, at most TRAIN_SEQ_LEN="
+                f"{config.train_seq_len}"
+            )
         doc, previous, positions = (cache or self).context(ids)
         x = F.embedding(ids, self.embed)
         x = x.to(self.dtype or (torch.bfloat16 if ids.is_cuda else x.dtype))
@@ -1828,7 +1756,7 @@ def pack_artifact(tensors, coded, **header):
 
 def read_streams(data, max_weights):
     """Return header and arrays (name -> flat) of an artifact. Raises ArtifactError if damaged."""
-    require(data.startswith(ARTIFACT_MAGIC), f"is no underpar artifact, begins with {data[:8]!r}")
+    require(data.startswith(ARTIFACT_MAGIC), "is no underpar artifact")
     _, version, length = ARTIFACT_PREFIX.unpack_from(data)
     require(version == ARTIFACT_VERSION, f"version {version}, this code reads {ARTIFACT_VERSION}")
     require(hashlib.sha256(data[:-32]).digest() == data[-32:], "damaged: the SHA-256 is wrong")
@@ -2364,7 +2292,7 @@ def read_header(source: Weights, tokenizer_path: str) -> dict:
         return source.header
     folder = source.path.parent
     beside = [*folder.glob("tokenizer.model"), *folder.glob("*.tiktoken"), "bytes"]
-    tokenizer = load_tokenizer(tokenizer_path or beside[0])
+    tokenizer = read_tokenizer(tokenizer_path or beside[0], source.shape)
     if (tokenizer.vocab_size, tokenizer.bos_id) != (
         source.shape["vocab_size"],
         source.shape["bos_id"],

@@ -13,6 +13,7 @@ Sections between `# === shared:` fences stand in other scripts too, byte for byt
 `python tools/sync.py train_gpt.py` copies them. Outside the repository just edit them.
 """
 
+import base64
 import collections
 import contextlib
 import difflib
@@ -27,6 +28,7 @@ import math
 import os
 import re
 import resource
+import shlex
 import shutil
 import signal
 import struct
@@ -40,12 +42,10 @@ from typing import Literal, get_args
 
 import numpy as np
 import sentencepiece
-import tiktoken
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import zstandard
-from tiktoken.load import load_tiktoken_bpe, read_file_cached
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -77,7 +77,7 @@ class Settings:
     activation_checkpointing: bool = False  # recompute layers in the backward pass: less memory
     # data
     data_path: str = "data/embedded"  # folder of shards and manifest.json, or a mixture a:0.7,b:0.3
-    tokenizer_path: str = ""  # .model or .tiktoken file, encoding or "bytes"; empty: the data's
+    tokenizer_path: str = ""  # .model or .tiktoken file, or "bytes"; empty: the data's
     vocab_size: int = 0  # checked against the tokenizer; 0: not checked
     holdout_tokens: int = bounded(131072, 1)  # to choose raw, EMA or SWA weights
     # clock
@@ -133,7 +133,7 @@ class Settings:
     qat: bool = True  # late quantization-aware training of all that the artifact quantizes
     # artifact
     matrix_bits: int = bounded(6, 2, 8)  # bits of a matrix code, up to 2**(bits-1) - 1
-    gptq_calibration_batches: int = 16  # training batches for GPTQ at the end; 0: no GPTQ
+    gptq_calibration_batches: int = 16  # for GPTQ at the end of a run without QAT; 0: no GPTQ
     artifact_bytes_max: int = bounded(16000000, 1)  # script + config + artifact, in bytes
 
     def __post_init__(self):
@@ -451,8 +451,7 @@ def exit_code(main):
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
-        reason = str(error).strip()[-90:]
-        sys.stderr.write(f"error: rank {rank} lost another rank ({reason}); RESUME continues\n")
+        sys.stderr.write(f"error: rank {rank} lost another rank; RESUME continues\n")
         os._exit(1)  # an ordinary exit would wait for the lost rank
 
 
@@ -468,10 +467,10 @@ def replace_file(path, data):
 
 def describe_machine(runtime):
     """Return commit (`+`: with changes), hardware, versions and peak memory, for the result."""
-    command = "git describe --always --abbrev=40 --exclude='*' --dirty=+"
-    # Run by a shell, so that a missing git is no error: its output is empty.
-    git = subprocess.run(
-        command, shell=True, cwd=Path(__file__).parent, capture_output=True, text=True
+    folder = shlex.quote(str(Path(__file__).parent))
+    # Run by a shell, so that a missing git is no error.
+    status, commit = subprocess.getstatusoutput(
+        f"git -C {folder} describe --always --abbrev=40 --exclude='*' --dirty=+"
     )
     if runtime.device.type == "cuda":
         hardware = torch.cuda.get_device_name()
@@ -481,7 +480,7 @@ def describe_machine(runtime):
         unit = 1 if sys.platform == "darwin" else 1024
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return {
-        "commit": git.stdout.strip() or "unknown",
+        "commit": "unknown" if status else commit,
         "hardware": f"{runtime.world_size} x {hardware}",
         "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
         "peak_memory_mib": peak_bytes / 2**20,
@@ -524,55 +523,9 @@ def newest_checkpoint(folder):
 
 
 # === shared: tokenizer ===
-ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
-
-RANK_FILES = "https://openaipublic.blob.core.windows.net/encodings"
-
-
-@dataclass
-class PublishedEncoding:
-    """One of OpenAI's encodings: the hash of its rank file, and what that file does not contain.
-
-    The regular expressions are copied from tiktoken_ext/openai_public.py. They split a text into
-    the parts within which bytes are merged.
-    """
-
-    sha256: str
-    split: str  # regular expression
-    end_of_text: int  # id of <|endoftext|>, which begins every document here
-    vocab_size: int  # with all special tokens and unused ids
-
-
-ENCODINGS = {
-    "gpt2": PublishedEncoding(
-        "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930",
-        r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
-        50256,
-        50257,
-    ),
-    "cl100k_base": PublishedEncoding(
-        "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7",
-        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
-        r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s",
-        100257,
-        100277,
-    ),
-    "o200k_base": PublishedEncoding(
-        "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d",
-        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-        199999,
-        200019,
-    ),
-}
-
-
 @dataclass
 class Tokenizer:
-    """A tokenizer, from `load_tokenizer`, and the bytes that each token stands for.
+    """A tokenizer, from `read_tokenizer`, and the bytes that each token stands for.
 
     A token counts the UTF-8 bytes that it decodes to. After a boundary (a control, unknown or
     unused token) it counts them without the space that some SentencePiece models put before every
@@ -583,9 +536,9 @@ class Tokenizer:
     content: bytes  # of that file; its SHA-256 tells tokenizers apart
     bos_id: int
     pieces: list  # bytes that each token decodes to, b"" for boundaries
-    encode: Callable  # text -> ids without BOS; special tokens in a text are plain text
-    roles: dict  # ROLE_TOKENS -> ids; {} if the tokenizer has none
     drops_space: np.ndarray | bool = False  # (V,) bool, loses its first space after a boundary
+    encode: Callable = None  # text -> ids; this and roles are of load_tokenizer in section encoding
+    roles: dict = None
 
     def __post_init__(self):
         self.sha256 = hashlib.sha256(self.content).hexdigest()
@@ -595,66 +548,44 @@ class Tokenizer:
         self.drops_space = np.broadcast_to(self.drops_space, self.vocab_size)
 
 
-def load_tokenizer(path):
-    """Return the Tokenizer of a SentencePiece file or a rank file NAME.tiktoken, of the published
-    encoding NAME, or the built-in one, `bytes`. Raises UserError.
+def read_tokenizer(path, facts):
+    """Return the Tokenizer of a SentencePiece file or a rank file NAME.tiktoken, or the built-in
+    one, `bytes`.
+
+    facts: bos_id and vocab_size, which a rank file does not contain. Raises UserError.
     """
     path = Path(path)
-    name = path.name.removesuffix(".tiktoken")
-    if name == "bytes":
-        return byte_tokenizer()
+    if path.name == "bytes":  # pad, BOS, EOS and unknown, then 256 bytes, then 4 roles
+        pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4
+        return Tokenizer("bytes", b"underpar bytes 264", 1, pieces)
     try:
-        if name in ENCODINGS:
-            return tiktoken_tokenizer(path, name)
-        return sentencepiece_tokenizer(path)
-    except (OSError, ValueError, RuntimeError) as error:  # missing, damaged or without BOS
+        content = path.read_bytes()
+        if path.suffix == ".tiktoken":
+            return rank_tokenizer(path.name, content, facts)
+        return sentencepiece_tokenizer(content)
+    except (OSError, LookupError, ValueError, RuntimeError) as error:
         raise UserError(
-            f"tokenizer {path}: {error}; must be a SentencePiece model with a BOS token, bytes, or "
-            f"NAME or NAME.tiktoken of {[*ENCODINGS]}"
+            f"tokenizer {path}: {error}; must be a SentencePiece model with a BOS token, the rank "
+            "file NAME.tiktoken of the data, or bytes"
         ) from error
 
 
-def byte_tokenizer():
-    """Return the built-in tokenizer: pad, BOS, EOS and unknown, then 256 bytes, then 4 roles."""
-    pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4
-    return Tokenizer(
-        "bytes",
-        b"underpar bytes 264",
-        1,
-        pieces,
-        lambda text: [4 + byte for byte in text.encode()],
-        {role: 260 + i for i, role in enumerate(ROLE_TOKENS)},
-    )
+def rank_tokenizer(file, content, facts):
+    """Return the tokenizer of a rank file: a line per piece, in base64, and its id."""
+    pieces = [b""] * facts["vocab_size"]  # special tokens and unused ids stay b""
+    for line in content.splitlines():
+        piece, rank = line.split()
+        pieces[int(rank)] = base64.b64decode(piece)
+    return Tokenizer(file, content, facts["bos_id"], pieces)
 
 
-def tiktoken_tokenizer(path, name):
-    """Return the encoding NAME, from its rank file NAME.tiktoken or from OpenAI's server."""
-    published = ENCODINGS[name]
-    source = str(path)
-    if not path.suffix:
-        source = f"{RANK_FILES}/{name.replace('gpt2', 'r50k_base')}.tiktoken"
-    # Both look into tiktoken's cache first and raise ValueError if the hash is another.
-    content = read_file_cached(source, published.sha256)
-    ranks = load_tiktoken_bpe(source, published.sha256)
-    pieces = [b""] * published.vocab_size  # special tokens and unused ids decode to nothing
-    for piece, rank in ranks.items():
-        pieces[rank] = piece
-    # Without special tokens: what looks like one in a text is plain text.
-    bpe = tiktoken.Encoding(name, pat_str=published.split, mergeable_ranks=ranks, special_tokens={})
-    return Tokenizer(
-        f"{name}.tiktoken", content, published.end_of_text, pieces, bpe.encode_ordinary, {}
-    )
-
-
-def sentencepiece_tokenizer(path):
-    """Return the tokenizer of a SentencePiece model file."""
-    content = path.read_bytes()
+def sentencepiece_tokenizer(content):
+    """Return the tokenizer of a SentencePiece model, the bytes of its file."""
     model = sentencepiece.SentencePieceProcessor(model_proto=content)
     if model.bos_id() < 0:
         raise ValueError("empty, or without the BOS token of every document")
     pieces = []
     drops_space = []
-    roles = {}
     for i in range(model.vocab_size()):
         name = model.id_to_piece(i)
         piece = name.replace("\u2581", " ").encode()  # SentencePiece's mark of a space
@@ -665,12 +596,7 @@ def sentencepiece_tokenizer(path):
         pieces.append(piece)
         # A space that the model's own decoder leaves out, the dummy prefix, is not in the text.
         drops_space.append(piece == b" " + model.decode([i]).encode())
-        # Only control tokens cannot be written in a text, so that no user can forge a role.
-        if model.is_control(i) and name in ROLE_TOKENS:
-            roles[name] = i
-    return Tokenizer(
-        "tokenizer.model", content, model.bos_id(), pieces, model.encode, roles, drops_space
-    )
+    return Tokenizer("tokenizer.model", content, model.bos_id(), pieces, drops_space)
 
 
 def sha256_file(path):
@@ -836,8 +762,8 @@ def hold_out(stream, share, settings):
     windows = shuffle(len(stream) // seq_len, 0)
     if len(windows) <= count:
         raise UserError(
-            f"HOLDOUT_TOKENS={settings.holdout_tokens}: must leave a window of TRAIN_SEQ_LEN of the "
-            f"{len(stream)} training tokens"
+            f"HOLDOUT_TOKENS={settings.holdout_tokens}: must leave a window of TRAIN_SEQ_LEN of "
+            "the training tokens"
         )
     stream.windows = windows[count:]
     return [stream.read(window * seq_len, seq_len) for window in windows[:count]]
@@ -847,9 +773,9 @@ def open_data(settings):
     """Return the Dataset of DATA_PATH, checked against its manifests. Raises UserError."""
     folders, shares = parse_mixture(settings.data_path)
     manifests = [load_manifest(folder) for folder in folders]
-    tokenizer = load_tokenizer(
-        settings.tokenizer_path or Path(folders[0], manifests[0]["tokenizer"]["file"])
-    )
+    facts = manifests[0]["tokenizer"]
+    path = settings.tokenizer_path or Path(folders[0], facts["file"])
+    tokenizer = read_tokenizer(path, facts)
     if settings.vocab_size not in (0, tokenizer.vocab_size):
         raise UserError(
             f"VOCAB_SIZE={settings.vocab_size}: must be 0 or {tokenizer.vocab_size}, the tokenizer's"
@@ -1032,32 +958,35 @@ def model_config(settings, vocab_size, bos_id, **overrides):
     words = settings.layer_pattern.split()
     norms = getattr(settings, "norm", "rms").split()
     if not words or not all(re.fullmatch("[gsa][0-9]*|[GSA][0-9]+", word) for word in words):
-        right = "g, s or a with an optional number; capitals need one"
-        raise UserError(f"LAYER_PATTERN={settings.layer_pattern!r}: each word must be {right}")
+        raise UserError(
+            f"LAYER_PATTERN={settings.layer_pattern!r}: each word must be g, s or a with an optional "
+            "number; capitals need one"
+        )
     if not norms or set(norms) - set(NORMS):
         raise UserError(f"NORM={settings.norm!r}: must be one or more of {', '.join(NORMS)}")
     num_layers = settings.num_layers or len(words)
 
     names = GPTConfig.__dataclass_fields__
     given = {**ARCH_PRESETS[getattr(settings, "arch_mode", "D")], **vars(settings), **overrides}
-    config = GPTConfig(
-        vocab_size,
-        bos_id,
-        layers=" ".join((words * num_layers)[:num_layers]),
-        norms=" ".join((norms * num_layers)[:num_layers]),
-        **{name: value for name, value in given.items() if name in names},
-    )
+    values = {name: value for name, value in given.items() if name in names}
+    values |= dict(vocab_size=vocab_size, bos_id=bos_id)
+    values["layers"] = " ".join((words * num_layers)[:num_layers])
+    values["norms"] = " ".join((norms * num_layers)[:num_layers])
+    config = GPTConfig(**values)
 
     dim = config.model_dim
     heads = config.num_heads
     if dim % (2 * heads):
         raise UserError(f"MODEL_DIM={dim}: must be a multiple of 2 x NUM_HEADS = {2 * heads}")
     if heads % config.num_kv_heads:
-        kv_heads = config.num_kv_heads
-        raise UserError(f"NUM_HEADS={heads}: must be a multiple of NUM_KV_HEADS = {kv_heads}")
+        raise UserError(
+            f"NUM_HEADS={heads}: must be a multiple of NUM_KV_HEADS = {config.num_kv_heads}"
+        )
     if config.rope_dims % 2 or config.rope_dims > dim // heads:
-        most = f"MODEL_DIM / NUM_HEADS = {dim // heads}"
-        raise UserError(f"ROPE_DIMS={config.rope_dims}: must be even, at most {most}")
+        raise UserError(
+            f"ROPE_DIMS={config.rope_dims}: must be even, at most MODEL_DIM / NUM_HEADS = "
+            f"{dim // heads}"
+        )
     if config.positions == "learned" and getattr(settings, "eval_stateful", False):
         raise UserError(
             "EVAL_STATEFUL=1: must be 0, for POSITIONS='learned' ends at TRAIN_SEQ_LEN, documents do not"
@@ -1538,8 +1467,10 @@ class GPT(nn.Module):
         """
         config = self.config
         if config.positions == "learned" and ids.size(1) > config.train_seq_len:
-            most = f"TRAIN_SEQ_LEN={config.train_seq_len}"
-            raise UserError(f"POSITIONS='learned': {ids.size(1)} tokens in a text, {most}")
+            raise UserError(
+                f"POSITIONS='learned': {ids.size(1)} tokens in a text, at most TRAIN_SEQ_LEN="
+                f"{config.train_seq_len}"
+            )
         doc, previous, positions = (cache or self).context(ids)
         x = F.embedding(ids, self.embed)
         x = x.to(self.dtype or (torch.bfloat16 if ids.is_cuda else x.dtype))
@@ -1596,19 +1527,17 @@ ADAM_EPS = 1e-8  # torch's default
 LION_BETAS = (0.9, 0.99)  # the Lion paper's
 
 
-def orthogonalize(G, dtype=None):
+def orthogonalize(G):
     """Return G (N, R, C) with all singular values of each matrix pushed to about 1.
 
     Newton-Schulz: each step applies the odd polynomial a s + b s^3 + c s^5 to every singular value
     s, by products of matrices alone (kellerjordan.github.io/posts/muon). The products are taken in
-    `dtype`; None means bfloat16 on CUDA and the dtype of G elsewhere. The result has that of G.
+    bfloat16 on CUDA.
     """
     if G.size(1) > G.size(2):
-        return orthogonalize(G.mT, dtype).mT  # X X^T is then the smaller of the two products
-    if dtype is None:
-        dtype = torch.bfloat16 if G.is_cuda else G.dtype
+        return orthogonalize(G.mT).mT  # X X^T is then the smaller of the two products
     a, b, c = NEWTON_SCHULZ
-    X = G.to(dtype)
+    X = G.bfloat16() if G.is_cuda else G
     X = X / (X.norm(dim=(1, 2), keepdim=True) + 1e-7)  # now no singular value is above 1
     for _ in range(NEWTON_SCHULZ_STEPS):
         A = X @ X.mT
@@ -1625,8 +1554,7 @@ class Muon(torch.optim.Optimizer):
 
     A matrix (R, C) moves by lr * sqrt(max(1, R / C)) in spectral norm. A parameter may hold several
     matrices one below the other, such as q, k and v: its attribute `splits` has their numbers of
-    rows, and each is orthogonalized by itself. Options of the group: the runtime, and the dtype of
-    orthogonalize.
+    rows, and each is orthogonalized by itself. The group has the runtime, too.
     """
 
     @torch.no_grad()
@@ -1657,7 +1585,7 @@ class Muon(torch.optim.Optimizer):
             matrices, updates = zip(*pairs, strict=True)
             updates = torch.stack(updates)  # (N, R, C)
             result = torch.zeros_like(updates)
-            result[share] = orthogonalize(updates[share], group["dtype"])
+            result[share] = orthogonalize(updates[share])
             scale = lr * max(1.0, rows / cols) ** 0.5
             torch._foreach_sub_(matrices, (scale * runtime.sum(result)).unbind())
 
@@ -1747,11 +1675,10 @@ class Optimizers:
     """The optimizers of a model: the one that `kind` names, and AdamW for what that leaves.
 
     kind: as the setting OPTIMIZER. rates: class of parameters -> learning rate, weight decay; the
-    classes are those of tensor_class and PARAMETER_CLASSES. dtype: of Muon's products, see
-    orthogonalize.
+    classes are those of tensor_class and PARAMETER_CLASSES.
     """
 
-    def __init__(self, model, kind, rates, runtime, dtype=None):
+    def __init__(self, model, kind, rates, runtime):
         groups = {
             name: dict(params=[], base_lr=lr, weight_decay=decay)
             for name, (lr, decay) in rates.items()
@@ -1769,7 +1696,7 @@ class Optimizers:
         adam_betas = ADAM_BETAS
         self.all = []
         if kind == "muon":
-            self.all = [Muon([groups.pop("matrix")], dict(runtime=runtime, dtype=dtype))]
+            self.all = [Muon([groups.pop("matrix")], dict(runtime=runtime))]
             adam_groups += groups.values()
         elif kind == "lion":
             self.all = [Lion(groups.values(), {})]
@@ -2053,13 +1980,12 @@ class Plan(Saved):
         last_chance = 2 * progress - self.progress > 1 - 1e-9
         self.progress = progress
         begun = []
-        for name, (begin, end) in self.planned.items():
+        for name, (begin, _) in self.planned.items():
             if self.is_on(name):
                 self.phases[name]["steps"] += 1
             elif name not in self.phases and (progress > begin or last_chance):
                 self.phases[name] = {
                     "begin": begin,
-                    "end": end,
                     "start_step": step + 1,  # counted from 1, as in the log
                     "start_progress": progress,
                     "steps": 1,  # for which it was on
@@ -2070,7 +1996,7 @@ class Plan(Saved):
     def is_on(self, name):
         """Return whether a phase has begun and is on in the present step."""
         has_begun = name in self.planned and name in self.phases
-        return has_begun and self.progress <= self.phases[name]["end"]
+        return has_begun and self.progress <= self.planned[name][1]
 
     def describe(self):
         """Return the plan and what became of it so far, a line for each phase."""
@@ -2410,7 +2336,7 @@ def pack_artifact(tensors, coded, **header):
 
 def read_streams(data, max_weights):
     """Return header and arrays (name -> flat) of an artifact. Raises ArtifactError if damaged."""
-    require(data.startswith(ARTIFACT_MAGIC), f"is no underpar artifact, begins with {data[:8]!r}")
+    require(data.startswith(ARTIFACT_MAGIC), "is no underpar artifact")
     _, version, length = ARTIFACT_PREFIX.unpack_from(data)
     require(version == ARTIFACT_VERSION, f"version {version}, this code reads {ARTIFACT_VERSION}")
     require(hashlib.sha256(data[:-32]).digest() == data[-32:], "damaged: the SHA-256 is wrong")
@@ -2493,17 +2419,6 @@ def gptq(w, scale, bits, hessian):
 
 
 @dataclass
-class Candidate:
-    """Codes that could be written."""
-
-    name: str  # "nearest" or "gptq"
-    table: dict  # their quantizers
-    coded: dict  # name -> Coded
-    data: bytes  # their artifact
-    nats: float = math.inf  # on held-out training tokens
-
-
-@dataclass
 class Exporter(Saved):
     """Packs a network into an artifact of at most `limit` bytes."""
 
@@ -2512,7 +2427,6 @@ class Exporter(Saved):
     network: nn.Module
     table: dict  # see quant_table; fit_table widens its steps, for QAT and export alike
     limit: int
-    score: Callable  # () -> Score of the network as it is, on held-out training tokens
     run: "Run"
     header: dict  # see pack_artifact
     needed_seconds: float = 0.0  # of the clock, which GPTQ must leave
@@ -2524,16 +2438,13 @@ class Exporter(Saved):
         self.out_of_time |= run.runtime.agree(run.clock.seconds_left() < self.needed_seconds)
         return not self.out_of_time
 
-    def try_steps(self, widen, hessians):
-        """Return a candidate with all steps wider by a factor.
+    def encode(self, table, hessians):
+        """Return the artifact by the quantizers of a table.
 
         Its codes are those of GPTQ where there is a Hessian, as long as there is time, and else the
         nearest.
         """
         tensors = self.network.state_dict()
-        table = {}
-        for kind, quantizer in self.table.items():
-            table[kind] = {**quantizer, "clip_sigmas": quantizer["clip_sigmas"] * widen}
         coded = quantize_all(tensors, table)
         for name, hessian in hessians.items():
             self.run.log.note(f"codes: GPTQ of {name}")
@@ -2541,77 +2452,67 @@ class Exporter(Saved):
                 break
             part = coded[name]
             part.codes = gptq(tensors[name], part.scale, part.bits, hessian)
-        data = pack_artifact(tensors, coded, **self.header)
         # Rank 0's artifact is the one that is written; the others may differ in a last digit.
-        data = self.run.runtime.agree(data)
-        return Candidate("gptq" if hessians else "nearest", table, coded, data)
+        return self.run.runtime.agree(pack_artifact(tensors, coded, **self.header))
 
-    def fit(self, target, hessians=()):
-        """Return a candidate of at most `target` bytes, or the last that was tried."""
+    def fit(self, target, hessians):
+        """Return quantizers whose artifact has at most `target` bytes, or the last tried, and it."""
         widen = 1.0
         for _ in range(12):
-            candidate = self.try_steps(widen, dict(hessians))
-            size = len(candidate.data)
+            table = {}
+            for kind, quantizer in self.table.items():
+                table[kind] = {**quantizer, "clip_sigmas": quantizer["clip_sigmas"] * widen}
+            data = self.encode(table, hessians)
             self.run.log(
-                f"sizes: {candidate.name} {size} bytes, at most {self.limit}; "
-                f"steps wider by {widen - 1:+.2%}"
+                f"sizes: {len(data)} bytes, at most {self.limit}; steps wider by {widen - 1:+.2%}"
             )
-            if size <= target:
+            if len(data) <= target:
                 break
             # Steps twice as wide save one bit per weight. Coarse steps save less, so the aim is a
             # little below the target, and it may take some attempts.
-            weights = sum(part.codes.numel() for part in candidate.coded.values())
-            excess = size - 0.998 * target
+            counts = count_parameters(self.network)
+            weights = sum(counts[kind] for kind in self.table)
+            excess = len(data) - 0.998 * target
             widen = min(256.0, widen * 2 ** (8 * excess / weights))
-        return candidate
+        return table, data
 
     def fit_table(self):
         """Widen all steps by one factor if the artifact would be too long."""
         # The weights are yet to change, so 1% is left free.
-        self.table = self.fit(0.99 * self.limit).table
-
-    def scored(self, hessians=()):
-        """Return a candidate that fits the limit, with its loss."""
-        candidate = self.fit(self.limit, hessians)
-        with decoded(self.network.state_dict(), candidate.coded):
-            score = self.score()
-        self.run.log(f"codes: {candidate.name}, on held-out training tokens {score}")
-        candidate.nats = score.nats
-        return candidate
+        self.table, _ = self.fit(0.99 * self.limit, {})
 
     @torch.no_grad()
     def pack(self, calibration):
-        """Return the candidate to write: the nearest codes, or those of GPTQ if they score better.
+        """Return the artifact: the nearest codes or, with `calibration`, those of GPTQ.
 
         calibration: token ids (B, T) from which GPTQ learns the inputs of layers. The clock runs;
         tensors that GPTQ has no time for keep the nearest codes.
         """
         begin = self.run.clock.elapsed()
-        chosen = self.scored()
-        # To pack and score GPTQ's codes takes as long again, or longer if steps are to be fitted.
+        _, data = self.fit(self.limit, {})
+        if not calibration:
+            return data
+        # To pack GPTQ's codes takes as long again, or longer if steps are to be fitted.
         self.needed_seconds = 2 * (self.run.clock.elapsed() - begin)
         hessians = {}
-        params = dict(self.network.named_parameters())
-        for name in chosen.coded:
-            columns = params[name].flatten(1).size(1)
-            # `linear` adds to it x x^T of all inputs x.
-            hessians[name] = params[name].hessian = params[name].new_zeros(columns, columns)
-        calibrated = False
+        for name, param in self.network.named_parameters():
+            if tensor_class(name, param) in self.table:
+                columns = param.flatten(1).size(1)
+                # `linear` adds to it x x^T of all inputs x.
+                hessians[name] = param.hessian = param.new_zeros(columns, columns)
         for ids in calibration:
             self.run.log.note("codes: calibration of GPTQ")
-            calibrated = self.has_time()
-            if not calibrated:
+            if not self.has_time():
                 break
             self.network(ids)
-        for name, hessian in hessians.items():
-            del params[name].hessian
+        for param in self.network.parameters():
+            vars(param).pop("hessian", None)
+        for hessian in hessians.values():
             self.run.runtime.sum(hessian)
-        if calibrated:
-            chosen = min(chosen, self.scored(hessians), key=lambda candidate: candidate.nats)
+        _, data = self.fit(self.limit, hessians)
         if self.out_of_time:
-            self.run.event("gptq_out_of_time", hint="needs more RESERVE_SECONDS")
-        self.run.log(f"codes: {chosen.name} chosen")
-        return chosen
+            self.run.event("gptq_out_of_time")
+        return data
 
 
 # === end: export ===
@@ -2760,8 +2661,10 @@ def stored_settings(given):
             raise UserError(f"RUN_ID={given['RUN_ID']!r}: must be that of RESUME, {folder.name!r}")
         newest, faults = newest_checkpoint(folder)
         if newest is None or (folder / "result.json").exists():
-            must = "must be an unfinished run with a whole checkpoint"
-            raise UserError(f"RESUME={str(folder)!r}: {must}; {' '.join(faults)}")
+            raise UserError(
+                f"RESUME={str(folder)!r}: must be an unfinished run with a whole checkpoint; "
+                f"{' '.join(faults)}"
+            )
         return json.loads((newest / "meta.json").read_bytes())["settings"]
     if given.get("REPLAY"):
         stored = read_progress(find_run(given["REPLAY"], out_dir))
@@ -2869,7 +2772,7 @@ class Log:
             self.file.write(text.encode() + b"\n")
         except OSError as error:  # a full disk may have room again before the next checkpoint
             with contextlib.suppress(OSError):
-                sys.stderr.write(f"log.txt: {error.strerror}, lost: {text[:200]}\n")
+                sys.stderr.write(f"log.txt: {error}\n")
 
     def is_due(self):
         """Return whether nothing was written for LOG_SECONDS."""
@@ -2929,30 +2832,28 @@ class Run(Saved):
         self.saved_step = -1  # of the newest checkpoint
 
     def open(self):
-        """Make or find the folder and begin the log; return the checkpoint to load, or None."""
+        """Make or find the folder and begin the log; return the checkpoint to load, or None.
+
+        Raises UserError, with nothing made but perhaps an empty folder.
+        """
         checkpoint = None
         faults = []
         if self.runtime.rank == 0:
+            run_id = self.settings.run_id
             if self.settings.resume:
                 checkpoint, faults = newest_checkpoint(self.folder)
-            else:
-                self.make_folder()
+            elif any(self.folder.glob("*")) or Path(run_id).name != run_id:
+                raise UserError(
+                    f"RUN_ID={run_id!r}: must be a plain name of a new run in "
+                    f"{self.settings.out_dir}; RESUME continues a run"
+                )
+            self.folder.mkdir(parents=True, exist_ok=True)
             self.log.track = make_tracker(self.settings, self.folder)
             self.log.file = open(self.folder / "log.txt", "ab", buffering=0)
             self.write_header()
             for fault in faults:
                 self.log(fault)
         return self.runtime.agree(checkpoint)
-
-    def make_folder(self):
-        """Make the folder of a new run, or take one that is empty. Raises UserError."""
-        run_id = self.settings.run_id
-        if any(self.folder.glob("*")) or Path(run_id).name != run_id:
-            raise UserError(
-                f"RUN_ID={run_id!r}: must be a plain name that does not exist in "
-                f"{self.settings.out_dir}; RESUME continues a run"
-            )
-        self.folder.mkdir(parents=True, exist_ok=True)
 
     def write_header(self):
         """Log the script's source, the command, the machine and all settings; * marks a change."""
@@ -2979,11 +2880,6 @@ class Run(Saved):
             replace_file(path, data)
         self.runtime.agree(None)
         return path
-
-    def is_save_due(self):
-        """Return whether SAVE_EVERY asks for a checkpoint here; the first is due before step 1."""
-        every = self.settings.save_every
-        return every > 0 and self.step % every == 0
 
     def save(self):
         """Write a checkpoint, on rank 0 while the others wait.
@@ -3126,12 +3022,6 @@ HANG_SECONDS = 120.0
 HEAVY_FOR_CPU = 1e12  # parameters times tokens per step: about a minute per step on two cores
 
 
-def muon_momentum(progress):
-    """Return Muon's momentum at this share of the run: it rises to MUON_MOMENTUM and stays."""
-    share = min(1.0, progress / MUON_WARMUP_FRAC)
-    return MUON_MOMENTUM_START + share * (MUON_MOMENTUM - MUON_MOMENTUM_START)
-
-
 def activation_dtype(name, device):
     """Return the dtype of activations; "auto" is bfloat16 if the device has units for it."""
     has_units = device.type == "cuda" or torch.cpu._is_amx_tile_supported()
@@ -3231,10 +3121,11 @@ def calibration_ids(batches, run):
             yield ids
 
 
-def choose_weights(exporter, averages, run):
+def choose_weights(exporter, averages, run, score):
     """Give the network the raw or averaged weights that score best, quantized, on held-out tokens.
 
-    An average is left out, with an event, if the clock has no time to score it. Return a name.
+    score: () -> Score of the network as it is. An average is left out, with an event, if the clock
+    has no time to score it. Return a name.
     """
     params = [param.detach() for param in exporter.network.parameters()]
     candidates = {"raw": params}
@@ -3245,12 +3136,12 @@ def choose_weights(exporter, averages, run):
     scoring_seconds = 0.0
     for name, values in candidates.items():
         begin = run.clock.elapsed()
-        # Scoring an average must leave time to score and pack the codes of the weights chosen.
-        if scores and run.runtime.agree(run.clock.seconds_left() < 3 * scoring_seconds):
-            run.event("weights_left_out", weights=name, hint="needs more RESERVE_SECONDS")
+        # Scoring an average must leave time to pack the weights chosen.
+        if scores and run.runtime.agree(run.clock.seconds_left() < 2 * scoring_seconds):
+            run.event("weights_left_out", weights=name)
             continue
         with swapped(params, values), quantized(exporter.network, exporter.table):
-            scores[name] = exporter.score()
+            scores[name] = score()
         scoring_seconds = run.clock.elapsed() - begin
         run.log(f"weights: {name}, quantized, on held-out training tokens {scores[name]}")
     chosen = min(scores, key=lambda name: scores[name].nats)
@@ -3307,7 +3198,7 @@ def main():
         "head": (OTHER_HEAD_LRS.get(settings.optimizer, HEAD_LR), 0.0),  # an untied one
         "control": (settings.scalar_lr, 0.0),  # gains, mixes, and GDN's decay and step size
     }
-    optimizers = Optimizers(network, settings.optimizer, rates, runtime, network.dtype)
+    optimizers = Optimizers(network, settings.optimizer, rates, runtime)
     averages = {}
     for name, memory in (("ema", EMA_MEMORY), ("swa", None)):
         if getattr(settings, name):
@@ -3330,7 +3221,7 @@ def main():
         run.write_file(tokenizer.file, tokenizer.content)
     counts = count_parameters(network)
     log(f"parameters: {name_values(counts)}")
-    log(f"model: arch_mode {settings.arch_mode}, layers {config.layers}, {network.dtype}")
+    log(f"model: layers {config.layers}, activations in {network.dtype}")
     for manifest in data.manifests:
         log(
             "data: {name}, train {train[tokens]} tokens, val {val[tokens]} tokens, "
@@ -3346,19 +3237,17 @@ def main():
     warm_up(model, optimizers, batches, settings)
     micro_steps = batches.rows // batches.micro_rows
     log(f"batch: {micro_steps} micro-steps of {batches.micro_rows} windows on each rank")
-    header = {
-        "settings": asdict(config),
-        "tokenizer_sha256": tokenizer.sha256,
-        "meta": {"seed": settings.seed, "tokenizer": tokenizer.file},
-    }
     scorer = Scorer(tokenizer, runtime, settings.train_seq_len, batches.micro_rows, log.note)
     exporter = Exporter(
         network,
         quant_table(settings),
         limit=settings.artifact_bytes_max - run.code_bytes,
-        score=functools.partial(scorer.score, model, data.held_out),
         run=run,
-        header=header,
+        header={
+            "settings": asdict(config),
+            "tokenizer_sha256": tokenizer.sha256,
+            "meta": {"seed": settings.seed, "tokenizer": tokenizer.file},
+        },
     )
     run.parts.update(network=network, optimizers=optimizers, exporter=exporter, **averages)
     if checkpoint:
@@ -3385,7 +3274,8 @@ def main():
             if score.loss <= settings.target_val_loss:
                 last_step = True
                 run.event("target_reached", step=run.step, seconds=clock.elapsed())
-        if last_step or stopping or run.is_save_due():
+        save_is_due = settings.save_every and run.step % settings.save_every == 0
+        if last_step or stopping or save_is_due:
             with clock.paused():
                 run.save()
         if last_step or stopping:
@@ -3416,7 +3306,9 @@ def main():
         stopping = log_step(run, metrics)
 
         # 5. Update the weights and their averages.
-        optimizers.step(multiplier, muon_momentum(progress), skip)
+        warm = min(1.0, progress / MUON_WARMUP_FRAC)
+        momentum = MUON_MOMENTUM_START + warm * (MUON_MOMENTUM - MUON_MOMENTUM_START)
+        optimizers.step(multiplier, momentum, skip)
         for name, average in averages.items():
             if plan.is_on(name):
                 average.update(progress)
@@ -3436,12 +3328,15 @@ def main():
 
     # Choose the weights, quantize and pack them; this is on the clock, too.
     clock.start()
-    chosen = choose_weights(exporter, averages, run)
-    if not settings.qat:
-        exporter.fit_table()  # with QAT it was fitted when QAT began
-    packed = exporter.pack(calibration_ids(batches, run))
+    score = functools.partial(scorer.score, model, data.held_out)
+    chosen = choose_weights(exporter, averages, run, score)
+    calibration = []
+    if not settings.qat:  # QAT fitted the table when it began, and the weights to the nearest codes
+        exporter.fit_table()
+        calibration = list(calibration_ids(batches, run))
+    content = exporter.pack(calibration)
     clock.stop()
-    artifact = run.write_artifact(packed.data)
+    artifact = run.write_artifact(content)
 
     # Score the weights before quantization, then what the artifact file alone gives back.
     before = scorer.score(model, data.val)
@@ -3459,7 +3354,7 @@ def main():
         **data.yardsticks,
         "total_seconds": time.perf_counter() - begin,
     }
-    exit_status = run.write_result(facts, packed.data)
+    exit_status = run.write_result(facts, content)
     runtime.leave()
     return exit_status
 

@@ -11,6 +11,7 @@ read back and scored at the end) and result.json. Sections between `# === shared
 byte for byte (tools/sync.py).
 """
 
+import base64
 import bisect
 import collections
 import contextlib
@@ -27,6 +28,7 @@ import os
 import random
 import re
 import resource
+import shlex
 import shutil
 import signal
 import string
@@ -49,7 +51,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import zstandard
-from tiktoken.load import load_tiktoken_bpe, read_file_cached
+from tiktoken.load import read_file_cached
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
@@ -460,8 +462,7 @@ def exit_code(main):
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
-        reason = str(error).strip()[-90:]
-        sys.stderr.write(f"error: rank {rank} lost another rank ({reason}); RESUME continues\n")
+        sys.stderr.write(f"error: rank {rank} lost another rank; RESUME continues\n")
         os._exit(1)  # an ordinary exit would wait for the lost rank
 
 
@@ -477,10 +478,10 @@ def replace_file(path, data):
 
 def describe_machine(runtime):
     """Return commit (`+`: with changes), hardware, versions and peak memory, for the result."""
-    command = "git describe --always --abbrev=40 --exclude='*' --dirty=+"
-    # Run by a shell, so that a missing git is no error: its output is empty.
-    git = subprocess.run(
-        command, shell=True, cwd=Path(__file__).parent, capture_output=True, text=True
+    folder = shlex.quote(str(Path(__file__).parent))
+    # Run by a shell, so that a missing git is no error.
+    status, commit = subprocess.getstatusoutput(
+        f"git -C {folder} describe --always --abbrev=40 --exclude='*' --dirty=+"
     )
     if runtime.device.type == "cuda":
         hardware = torch.cuda.get_device_name()
@@ -490,7 +491,7 @@ def describe_machine(runtime):
         unit = 1 if sys.platform == "darwin" else 1024
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return {
-        "commit": git.stdout.strip() or "unknown",
+        "commit": "unknown" if status else commit,
         "hardware": f"{runtime.world_size} x {hardware}",
         "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
         "peak_memory_mib": peak_bytes / 2**20,
@@ -533,55 +534,9 @@ def newest_checkpoint(folder):
 
 
 # === shared: tokenizer ===
-ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
-
-RANK_FILES = "https://openaipublic.blob.core.windows.net/encodings"
-
-
-@dataclass
-class PublishedEncoding:
-    """One of OpenAI's encodings: the hash of its rank file, and what that file does not contain.
-
-    The regular expressions are copied from tiktoken_ext/openai_public.py. They split a text into
-    the parts within which bytes are merged.
-    """
-
-    sha256: str
-    split: str  # regular expression
-    end_of_text: int  # id of <|endoftext|>, which begins every document here
-    vocab_size: int  # with all special tokens and unused ids
-
-
-ENCODINGS = {
-    "gpt2": PublishedEncoding(
-        "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930",
-        r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
-        50256,
-        50257,
-    ),
-    "cl100k_base": PublishedEncoding(
-        "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7",
-        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
-        r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s",
-        100257,
-        100277,
-    ),
-    "o200k_base": PublishedEncoding(
-        "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d",
-        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-        199999,
-        200019,
-    ),
-}
-
-
 @dataclass
 class Tokenizer:
-    """A tokenizer, from `load_tokenizer`, and the bytes that each token stands for.
+    """A tokenizer, from `read_tokenizer`, and the bytes that each token stands for.
 
     A token counts the UTF-8 bytes that it decodes to. After a boundary (a control, unknown or
     unused token) it counts them without the space that some SentencePiece models put before every
@@ -592,9 +547,9 @@ class Tokenizer:
     content: bytes  # of that file; its SHA-256 tells tokenizers apart
     bos_id: int
     pieces: list  # bytes that each token decodes to, b"" for boundaries
-    encode: Callable  # text -> ids without BOS; special tokens in a text are plain text
-    roles: dict  # ROLE_TOKENS -> ids; {} if the tokenizer has none
     drops_space: np.ndarray | bool = False  # (V,) bool, loses its first space after a boundary
+    encode: Callable = None  # text -> ids; this and roles are of load_tokenizer in section encoding
+    roles: dict = None
 
     def __post_init__(self):
         self.sha256 = hashlib.sha256(self.content).hexdigest()
@@ -604,66 +559,44 @@ class Tokenizer:
         self.drops_space = np.broadcast_to(self.drops_space, self.vocab_size)
 
 
-def load_tokenizer(path):
-    """Return the Tokenizer of a SentencePiece file or a rank file NAME.tiktoken, of the published
-    encoding NAME, or the built-in one, `bytes`. Raises UserError.
+def read_tokenizer(path, facts):
+    """Return the Tokenizer of a SentencePiece file or a rank file NAME.tiktoken, or the built-in
+    one, `bytes`.
+
+    facts: bos_id and vocab_size, which a rank file does not contain. Raises UserError.
     """
     path = Path(path)
-    name = path.name.removesuffix(".tiktoken")
-    if name == "bytes":
-        return byte_tokenizer()
+    if path.name == "bytes":  # pad, BOS, EOS and unknown, then 256 bytes, then 4 roles
+        pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4
+        return Tokenizer("bytes", b"underpar bytes 264", 1, pieces)
     try:
-        if name in ENCODINGS:
-            return tiktoken_tokenizer(path, name)
-        return sentencepiece_tokenizer(path)
-    except (OSError, ValueError, RuntimeError) as error:  # missing, damaged or without BOS
+        content = path.read_bytes()
+        if path.suffix == ".tiktoken":
+            return rank_tokenizer(path.name, content, facts)
+        return sentencepiece_tokenizer(content)
+    except (OSError, LookupError, ValueError, RuntimeError) as error:
         raise UserError(
-            f"tokenizer {path}: {error}; must be a SentencePiece model with a BOS token, bytes, or "
-            f"NAME or NAME.tiktoken of {[*ENCODINGS]}"
+            f"tokenizer {path}: {error}; must be a SentencePiece model with a BOS token, the rank "
+            "file NAME.tiktoken of the data, or bytes"
         ) from error
 
 
-def byte_tokenizer():
-    """Return the built-in tokenizer: pad, BOS, EOS and unknown, then 256 bytes, then 4 roles."""
-    pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4
-    return Tokenizer(
-        "bytes",
-        b"underpar bytes 264",
-        1,
-        pieces,
-        lambda text: [4 + byte for byte in text.encode()],
-        {role: 260 + i for i, role in enumerate(ROLE_TOKENS)},
-    )
+def rank_tokenizer(file, content, facts):
+    """Return the tokenizer of a rank file: a line per piece, in base64, and its id."""
+    pieces = [b""] * facts["vocab_size"]  # special tokens and unused ids stay b""
+    for line in content.splitlines():
+        piece, rank = line.split()
+        pieces[int(rank)] = base64.b64decode(piece)
+    return Tokenizer(file, content, facts["bos_id"], pieces)
 
 
-def tiktoken_tokenizer(path, name):
-    """Return the encoding NAME, from its rank file NAME.tiktoken or from OpenAI's server."""
-    published = ENCODINGS[name]
-    source = str(path)
-    if not path.suffix:
-        source = f"{RANK_FILES}/{name.replace('gpt2', 'r50k_base')}.tiktoken"
-    # Both look into tiktoken's cache first and raise ValueError if the hash is another.
-    content = read_file_cached(source, published.sha256)
-    ranks = load_tiktoken_bpe(source, published.sha256)
-    pieces = [b""] * published.vocab_size  # special tokens and unused ids decode to nothing
-    for piece, rank in ranks.items():
-        pieces[rank] = piece
-    # Without special tokens: what looks like one in a text is plain text.
-    bpe = tiktoken.Encoding(name, pat_str=published.split, mergeable_ranks=ranks, special_tokens={})
-    return Tokenizer(
-        f"{name}.tiktoken", content, published.end_of_text, pieces, bpe.encode_ordinary, {}
-    )
-
-
-def sentencepiece_tokenizer(path):
-    """Return the tokenizer of a SentencePiece model file."""
-    content = path.read_bytes()
+def sentencepiece_tokenizer(content):
+    """Return the tokenizer of a SentencePiece model, the bytes of its file."""
     model = sentencepiece.SentencePieceProcessor(model_proto=content)
     if model.bos_id() < 0:
         raise ValueError("empty, or without the BOS token of every document")
     pieces = []
     drops_space = []
-    roles = {}
     for i in range(model.vocab_size()):
         name = model.id_to_piece(i)
         piece = name.replace("\u2581", " ").encode()  # SentencePiece's mark of a space
@@ -674,12 +607,7 @@ def sentencepiece_tokenizer(path):
         pieces.append(piece)
         # A space that the model's own decoder leaves out, the dummy prefix, is not in the text.
         drops_space.append(piece == b" " + model.decode([i]).encode())
-        # Only control tokens cannot be written in a text, so that no user can forge a role.
-        if model.is_control(i) and name in ROLE_TOKENS:
-            roles[name] = i
-    return Tokenizer(
-        "tokenizer.model", content, model.bos_id(), pieces, model.encode, roles, drops_space
-    )
+    return Tokenizer("tokenizer.model", content, model.bos_id(), pieces, drops_space)
 
 
 def sha256_file(path):
@@ -689,6 +617,93 @@ def sha256_file(path):
 
 
 # === end: tokenizer ===
+
+
+# === shared: encoding ===
+ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+RANK_FILES = "https://openaipublic.blob.core.windows.net/encodings"
+# Published encodings: the hash of their rank file and what that file does not contain. Every
+# document begins with <|endoftext|>. The regular expressions are copied from
+# tiktoken_ext/openai_public.py. They split a text into the parts within which bytes are merged.
+ENCODINGS = {
+    "gpt2": dict(
+        sha256="306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930",
+        bos_id=50256,
+        vocab_size=50257,  # with all special tokens and unused ids
+        split=r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
+    ),
+    "cl100k_base": dict(
+        sha256="223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7",
+        bos_id=100257,
+        vocab_size=100277,  # with all special tokens and unused ids
+        split=(
+            r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
+            r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+        ),
+    ),
+    "o200k_base": dict(
+        sha256="446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d",
+        bos_id=199999,
+        vocab_size=200019,  # with all special tokens and unused ids
+        split=(
+            r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+            r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+            r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        ),
+    ),
+}
+
+
+def load_tokenizer(path):
+    """Return the Tokenizer of `path`, see read_tokenizer, or of the published encoding NAME.
+
+    It has two attributes more: `encode`, from a text to ids without BOS, where special tokens are
+    plain text; and `roles`, the ids of ROLE_TOKENS, {} if it has none. Raises UserError.
+    """
+    path = Path(path)
+    name = path.name.removesuffix(".tiktoken")
+    facts = ENCODINGS.get(name)
+    if path.suffix == ".tiktoken" and not facts:
+        raise UserError(f"tokenizer {path}: must be one of {[*ENCODINGS]}")
+    if facts and not path.suffix:
+        tokenizer = rank_tokenizer(f"{name}.tiktoken", published_ranks(name, facts), facts)
+    else:
+        tokenizer = read_tokenizer(path, facts)
+    tokenizer.roles = {}
+    if name == "bytes":
+        tokenizer.encode = lambda text: [4 + byte for byte in text.encode()]
+        tokenizer.roles = {role: 260 + i for i, role in enumerate(ROLE_TOKENS)}
+    elif facts:
+        if tokenizer.sha256 != facts["sha256"]:
+            raise UserError(f"tokenizer {path}: is not the published rank file of {name}")
+        ranks = {piece: rank for rank, piece in enumerate(tokenizer.pieces) if piece}
+        bpe = tiktoken.Encoding(
+            name, pat_str=facts["split"], mergeable_ranks=ranks, special_tokens={}
+        )
+        tokenizer.encode = bpe.encode_ordinary
+    else:
+        model = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.content)
+        tokenizer.encode = model.encode
+        for role in ROLE_TOKENS:
+            i = model.piece_to_id(role)
+            # Only control tokens cannot be written in a text, so that no user can forge a role.
+            if model.is_control(i):
+                tokenizer.roles[role] = i
+    return tokenizer
+
+
+def published_ranks(name, facts):
+    """Return the rank file of an encoding, from tiktoken's cache or OpenAI's server."""
+    url = f"{RANK_FILES}/{name.replace('gpt2', 'r50k_base')}.tiktoken"
+    try:
+        return read_file_cached(url, facts["sha256"])
+    except (OSError, ValueError) as error:
+        raise UserError(f"tokenizer {name}: {error}") from error
+
+
+# === end: encoding ===
 
 
 # === shared: text ===
@@ -1008,32 +1023,35 @@ def model_config(settings, vocab_size, bos_id, **overrides):
     words = settings.layer_pattern.split()
     norms = getattr(settings, "norm", "rms").split()
     if not words or not all(re.fullmatch("[gsa][0-9]*|[GSA][0-9]+", word) for word in words):
-        right = "g, s or a with an optional number; capitals need one"
-        raise UserError(f"LAYER_PATTERN={settings.layer_pattern!r}: each word must be {right}")
+        raise UserError(
+            f"LAYER_PATTERN={settings.layer_pattern!r}: each word must be g, s or a with an optional "
+            "number; capitals need one"
+        )
     if not norms or set(norms) - set(NORMS):
         raise UserError(f"NORM={settings.norm!r}: must be one or more of {', '.join(NORMS)}")
     num_layers = settings.num_layers or len(words)
 
     names = GPTConfig.__dataclass_fields__
     given = {**ARCH_PRESETS[getattr(settings, "arch_mode", "D")], **vars(settings), **overrides}
-    config = GPTConfig(
-        vocab_size,
-        bos_id,
-        layers=" ".join((words * num_layers)[:num_layers]),
-        norms=" ".join((norms * num_layers)[:num_layers]),
-        **{name: value for name, value in given.items() if name in names},
-    )
+    values = {name: value for name, value in given.items() if name in names}
+    values |= dict(vocab_size=vocab_size, bos_id=bos_id)
+    values["layers"] = " ".join((words * num_layers)[:num_layers])
+    values["norms"] = " ".join((norms * num_layers)[:num_layers])
+    config = GPTConfig(**values)
 
     dim = config.model_dim
     heads = config.num_heads
     if dim % (2 * heads):
         raise UserError(f"MODEL_DIM={dim}: must be a multiple of 2 x NUM_HEADS = {2 * heads}")
     if heads % config.num_kv_heads:
-        kv_heads = config.num_kv_heads
-        raise UserError(f"NUM_HEADS={heads}: must be a multiple of NUM_KV_HEADS = {kv_heads}")
+        raise UserError(
+            f"NUM_HEADS={heads}: must be a multiple of NUM_KV_HEADS = {config.num_kv_heads}"
+        )
     if config.rope_dims % 2 or config.rope_dims > dim // heads:
-        most = f"MODEL_DIM / NUM_HEADS = {dim // heads}"
-        raise UserError(f"ROPE_DIMS={config.rope_dims}: must be even, at most {most}")
+        raise UserError(
+            f"ROPE_DIMS={config.rope_dims}: must be even, at most MODEL_DIM / NUM_HEADS = "
+            f"{dim // heads}"
+        )
     if config.positions == "learned" and getattr(settings, "eval_stateful", False):
         raise UserError(
             "EVAL_STATEFUL=1: must be 0, for POSITIONS='learned' ends at TRAIN_SEQ_LEN, documents do not"
@@ -1383,7 +1401,7 @@ class MLP(nn.Module):
     """Two matrices around an activation. A new kind is a word of the setting `mlp` and a branch.
 
     ReLU^2 is of arXiv 2109.08668, SwiGLU (with a gate) of 2002.05202, bio of WiggleGPT; bio_soft
-    and bio_hard add its SparseEventLayer (model_bio_optimized.py), without biases.
+    adds its SparseEventLayer (model_bio_optimized.py) with soft events, without biases.
     """
 
     def __init__(self, config):
@@ -1394,7 +1412,7 @@ class MLP(nn.Module):
         self.w_up = matrix((hidden, hidden) if self.kind == "swiglu" else (hidden,), dim)
         if self.kind.startswith("bio"):
             self.wave = init_wave(hidden)
-        if self.kind in ("bio_soft", "bio_hard"):
+        if self.kind == "bio_soft":
             self.w_gate = matrix((hidden,), hidden)
             self.w_mix = matrix((hidden,), hidden)
             self.mix_wave = init_wave(hidden)
@@ -1414,17 +1432,14 @@ class MLP(nn.Module):
             h = F.silu(gate) * up
         else:
             h = oscillate(h, self.wave)
-            if self.kind != "bio":
+            if self.kind == "bio_soft":
                 h = self.sparse_events(h)
         return linear(h, self.w_down)
 
     def sparse_events(self, h):
         """Return hidden units (B, T, hidden) mixed by those of h whose voltage is high."""
         voltage = torch.sigmoid(linear(h, self.w_gate))
-        spike = torch.sigmoid(5.0 * (voltage - BIO_THRESHOLD))  # of bio_soft: never zero
-        if self.kind == "bio_hard":  # 0 or 1, with the gradient of the soft spike
-            events = (voltage > BIO_THRESHOLD).to(h.dtype)
-            spike = events + (spike - spike.detach())
+        spike = torch.sigmoid(5.0 * (voltage - BIO_THRESHOLD))
         return oscillate(linear(h * spike, self.w_mix), self.mix_wave)
 
 
@@ -1517,8 +1532,10 @@ class GPT(nn.Module):
         """
         config = self.config
         if config.positions == "learned" and ids.size(1) > config.train_seq_len:
-            most = f"TRAIN_SEQ_LEN={config.train_seq_len}"
-            raise UserError(f"POSITIONS='learned': {ids.size(1)} tokens in a text, {most}")
+            raise UserError(
+                f"POSITIONS='learned': {ids.size(1)} tokens in a text, at most TRAIN_SEQ_LEN="
+                f"{config.train_seq_len}"
+            )
         doc, previous, positions = (cache or self).context(ids)
         x = F.embedding(ids, self.embed)
         x = x.to(self.dtype or (torch.bfloat16 if ids.is_cuda else x.dtype))
@@ -1636,19 +1653,17 @@ ADAM_EPS = 1e-8  # torch's default
 LION_BETAS = (0.9, 0.99)  # the Lion paper's
 
 
-def orthogonalize(G, dtype=None):
+def orthogonalize(G):
     """Return G (N, R, C) with all singular values of each matrix pushed to about 1.
 
     Newton-Schulz: each step applies the odd polynomial a s + b s^3 + c s^5 to every singular value
     s, by products of matrices alone (kellerjordan.github.io/posts/muon). The products are taken in
-    `dtype`; None means bfloat16 on CUDA and the dtype of G elsewhere. The result has that of G.
+    bfloat16 on CUDA.
     """
     if G.size(1) > G.size(2):
-        return orthogonalize(G.mT, dtype).mT  # X X^T is then the smaller of the two products
-    if dtype is None:
-        dtype = torch.bfloat16 if G.is_cuda else G.dtype
+        return orthogonalize(G.mT).mT  # X X^T is then the smaller of the two products
     a, b, c = NEWTON_SCHULZ
-    X = G.to(dtype)
+    X = G.bfloat16() if G.is_cuda else G
     X = X / (X.norm(dim=(1, 2), keepdim=True) + 1e-7)  # now no singular value is above 1
     for _ in range(NEWTON_SCHULZ_STEPS):
         A = X @ X.mT
@@ -1665,8 +1680,7 @@ class Muon(torch.optim.Optimizer):
 
     A matrix (R, C) moves by lr * sqrt(max(1, R / C)) in spectral norm. A parameter may hold several
     matrices one below the other, such as q, k and v: its attribute `splits` has their numbers of
-    rows, and each is orthogonalized by itself. Options of the group: the runtime, and the dtype of
-    orthogonalize.
+    rows, and each is orthogonalized by itself. The group has the runtime, too.
     """
 
     @torch.no_grad()
@@ -1697,7 +1711,7 @@ class Muon(torch.optim.Optimizer):
             matrices, updates = zip(*pairs, strict=True)
             updates = torch.stack(updates)  # (N, R, C)
             result = torch.zeros_like(updates)
-            result[share] = orthogonalize(updates[share], group["dtype"])
+            result[share] = orthogonalize(updates[share])
             scale = lr * max(1.0, rows / cols) ** 0.5
             torch._foreach_sub_(matrices, (scale * runtime.sum(result)).unbind())
 
@@ -1787,11 +1801,10 @@ class Optimizers:
     """The optimizers of a model: the one that `kind` names, and AdamW for what that leaves.
 
     kind: as the setting OPTIMIZER. rates: class of parameters -> learning rate, weight decay; the
-    classes are those of tensor_class and PARAMETER_CLASSES. dtype: of Muon's products, see
-    orthogonalize.
+    classes are those of tensor_class and PARAMETER_CLASSES.
     """
 
-    def __init__(self, model, kind, rates, runtime, dtype=None):
+    def __init__(self, model, kind, rates, runtime):
         groups = {
             name: dict(params=[], base_lr=lr, weight_decay=decay)
             for name, (lr, decay) in rates.items()
@@ -1809,7 +1822,7 @@ class Optimizers:
         adam_betas = ADAM_BETAS
         self.all = []
         if kind == "muon":
-            self.all = [Muon([groups.pop("matrix")], dict(runtime=runtime, dtype=dtype))]
+            self.all = [Muon([groups.pop("matrix")], dict(runtime=runtime))]
             adam_groups += groups.values()
         elif kind == "lion":
             self.all = [Lion(groups.values(), {})]
@@ -2093,13 +2106,12 @@ class Plan(Saved):
         last_chance = 2 * progress - self.progress > 1 - 1e-9
         self.progress = progress
         begun = []
-        for name, (begin, end) in self.planned.items():
+        for name, (begin, _) in self.planned.items():
             if self.is_on(name):
                 self.phases[name]["steps"] += 1
             elif name not in self.phases and (progress > begin or last_chance):
                 self.phases[name] = {
                     "begin": begin,
-                    "end": end,
                     "start_step": step + 1,  # counted from 1, as in the log
                     "start_progress": progress,
                     "steps": 1,  # for which it was on
@@ -2110,7 +2122,7 @@ class Plan(Saved):
     def is_on(self, name):
         """Return whether a phase has begun and is on in the present step."""
         has_begun = name in self.planned and name in self.phases
-        return has_begun and self.progress <= self.phases[name]["end"]
+        return has_begun and self.progress <= self.planned[name][1]
 
     def describe(self):
         """Return the plan and what became of it so far, a line for each phase."""
@@ -2450,7 +2462,7 @@ def pack_artifact(tensors, coded, **header):
 
 def read_streams(data, max_weights):
     """Return header and arrays (name -> flat) of an artifact. Raises ArtifactError if damaged."""
-    require(data.startswith(ARTIFACT_MAGIC), f"is no underpar artifact, begins with {data[:8]!r}")
+    require(data.startswith(ARTIFACT_MAGIC), "is no underpar artifact")
     _, version, length = ARTIFACT_PREFIX.unpack_from(data)
     require(version == ARTIFACT_VERSION, f"version {version}, this code reads {ARTIFACT_VERSION}")
     require(hashlib.sha256(data[:-32]).digest() == data[-32:], "damaged: the SHA-256 is wrong")
@@ -2638,8 +2650,10 @@ def stored_settings(given):
             raise UserError(f"RUN_ID={given['RUN_ID']!r}: must be that of RESUME, {folder.name!r}")
         newest, faults = newest_checkpoint(folder)
         if newest is None or (folder / "result.json").exists():
-            must = "must be an unfinished run with a whole checkpoint"
-            raise UserError(f"RESUME={str(folder)!r}: {must}; {' '.join(faults)}")
+            raise UserError(
+                f"RESUME={str(folder)!r}: must be an unfinished run with a whole checkpoint; "
+                f"{' '.join(faults)}"
+            )
         return json.loads((newest / "meta.json").read_bytes())["settings"]
     if given.get("REPLAY"):
         stored = read_progress(find_run(given["REPLAY"], out_dir))
@@ -2747,7 +2761,7 @@ class Log:
             self.file.write(text.encode() + b"\n")
         except OSError as error:  # a full disk may have room again before the next checkpoint
             with contextlib.suppress(OSError):
-                sys.stderr.write(f"log.txt: {error.strerror}, lost: {text[:200]}\n")
+                sys.stderr.write(f"log.txt: {error}\n")
 
     def is_due(self):
         """Return whether nothing was written for LOG_SECONDS."""
@@ -2793,8 +2807,6 @@ class Run(Saved):
 
     def __post_init__(self):
         settings = self.settings
-        if not re.fullmatch(r"0|[1-9]\d*s?", settings.save_every):
-            raise UserError(f"SAVE_EVERY={settings.save_every!r}: must be 500 (steps), 120s or 0")
         self.folder = find_run(settings.resume, settings.out_dir)
         if not settings.resume:
             self.folder /= self.runtime.agree(settings.run_id or time.strftime("run_%Y%m%d_%H%M%S"))
@@ -2806,34 +2818,31 @@ class Run(Saved):
         self.step = 0
         self.skipped_steps = 0
         self.skipped_in_a_row = 0
-        self.saved_step = -1  # step and training seconds of the newest checkpoint
-        self.saved_seconds = -math.inf
+        self.saved_step = -1  # of the newest checkpoint
 
     def open(self):
-        """Make or find the folder and begin the log; return the checkpoint to load, or None."""
+        """Make or find the folder and begin the log; return the checkpoint to load, or None.
+
+        Raises UserError, with nothing made but perhaps an empty folder.
+        """
         checkpoint = None
         faults = []
         if self.runtime.rank == 0:
+            run_id = self.settings.run_id
             if self.settings.resume:
                 checkpoint, faults = newest_checkpoint(self.folder)
-            else:
-                self.make_folder()
+            elif any(self.folder.glob("*")) or Path(run_id).name != run_id:
+                raise UserError(
+                    f"RUN_ID={run_id!r}: must be a plain name of a new run in "
+                    f"{self.settings.out_dir}; RESUME continues a run"
+                )
+            self.folder.mkdir(parents=True, exist_ok=True)
             self.log.track = make_tracker(self.settings, self.folder)
             self.log.file = open(self.folder / "log.txt", "ab", buffering=0)
             self.write_header()
             for fault in faults:
                 self.log(fault)
         return self.runtime.agree(checkpoint)
-
-    def make_folder(self):
-        """Make the folder of a new run, or take one that is empty. Raises UserError."""
-        run_id = self.settings.run_id
-        if any(self.folder.glob("*")) or Path(run_id).name != run_id:
-            raise UserError(
-                f"RUN_ID={run_id!r}: must be a plain name that does not exist in "
-                f"{self.settings.out_dir}; RESUME continues a run"
-            )
-        self.folder.mkdir(parents=True, exist_ok=True)
 
     def write_header(self):
         """Log the script's source, the command, the machine and all settings; * marks a change."""
@@ -2861,20 +2870,11 @@ class Run(Saved):
         self.runtime.agree(None)
         return path
 
-    def is_save_due(self):
-        """Return whether SAVE_EVERY asks for a checkpoint here; the first is due before step 1."""
-        every = self.settings.save_every
-        interval = int(every.rstrip("s"))
-        if every.endswith("s"):
-            return self.clock.seconds[-1] - self.saved_seconds >= interval
-        return interval > 0 and self.step % interval == 0
-
     def save(self):
         """Write a checkpoint, on rank 0 while the others wait.
 
         A failure is an event if there is an older checkpoint, else an OSError.
         """
-        self.saved_seconds = self.clock.seconds[-1]
         if self.saved_step != self.step and self.runtime.rank == 0:
             begin = time.perf_counter()
             training = {name: part.state_dict() for name, part in self.parts.items()}
