@@ -128,7 +128,7 @@ class Settings:
     max_wallclock_seconds: float = 150.0  # training clock; 0: no limit in time
     reserve_seconds: float = 5.0  # end of the clock kept to choose weights, quantize and pack
     # checkpoints and faults
-    save_every: str = "120s"  # between checkpoints: steps, or seconds (120s); 0: only at the end
+    save_every: int = 100  # steps between checkpoints, outside the clock; 0: only at the end
     # log and validation
     tracker: Literal["none", "tensorboard", "wandb"] = "none"  # where metrics go, beside the log
     val_loss_every: int = 0  # steps between validations, outside the clock; 0: only at the end
@@ -3885,13 +3885,20 @@ def score_intervals(scores):
     return intervals
 
 
-def interval_table(title, intervals, sign=""):
-    """Return lines for the log: of each score with an interval, the mean and the interval."""
-    lines = []
-    for name, score in intervals.items():
-        if name != "n":
-            mean, low, high = (f"{value:{sign}.3f}" for value in score)
-            lines.append(f"{title}: {name:16} {mean} [{low}, {high}]")
+def score_table(columns):
+    """Return scores as a table for the log. columns: title -> name of a score -> its value.
+
+    A value is a number, or a mean and the ends of its interval.
+    """
+    lines = ["".join(f"{title:>30s}" for title in ["", *columns])]
+    for name in list(columns.values())[-1]:  # the gain has all
+        line = f"{name:>30s}"
+        for scores in columns.values():
+            value = scores.get(name, "")
+            if isinstance(value, list):
+                value = "{:.3f} [{:.3f}, {:.3f}]".format(*value)
+            line += f"{value:>30}"
+        lines.append(line)
     return "\n".join(lines)
 
 
@@ -3952,7 +3959,7 @@ def begin_run(run, trainer, exam, checkpoint):
     else:
         exam.begin(trainer)
     start = score_intervals(exam.before)
-    run.log(interval_table("before", start))
+    run.log(score_table({"before": start}))
     if not checkpoint:
         run.log.metrics(0, held_out_metrics(start))
 
@@ -4032,13 +4039,15 @@ def score_artifact(run, trainer, exam):
     trainer.network, _, _ = load_model("ARTIFACT", str(run.folder / "model.upar"))
     trainer.network.to(run.runtime.device)
     trainer.qat = False
-    scores = exam.scores(trainer)
-    after = score_intervals(scores)
-    gain = exam.gain(scores)
-    run.log.metrics(run.step, held_out_metrics(after))
-    run.log(interval_table("after", after))
-    run.log(interval_table("gain", gain, "+"))
-    return {"before": score_intervals(exam.before), "after": after, "gain": gain}
+    after = exam.scores(trainer)
+    scores = {
+        "before": score_intervals(exam.before),
+        "after": score_intervals(after),
+        "gain": exam.gain(after),
+    }
+    run.log.metrics(run.step, held_out_metrics(scores["after"]))
+    run.log(score_table(scores))
+    return scores
 
 
 # === end: policy ===
@@ -4253,7 +4262,8 @@ def main():
             with clock.paused():
                 scores = score_intervals(exam.scores(trainer))
             run.log.metrics(run.step, held_out_metrics(scores))
-        if last_step or stopping or run.is_save_due():
+        save_is_due = settings.save_every and run.step % settings.save_every == 0
+        if last_step or stopping or save_is_due:
             with clock.paused():
                 run.save()
         if last_step or stopping:

@@ -110,7 +110,6 @@ class Settings:
     # objective
     # on the policy's layers, or a copy of the reward model or the start
     critic: Literal["head", "separate"] = "head"
-    value_coef: float = 0.1  # weight of the value loss
     # of advantages: 0 trusts the next value, 1 the rewards alone
     gae_lambda: float = bounded(0.95, 0.0, 1.0)
     left_clip_range: float = 0.2  # below 1, for the ratio of probabilities
@@ -127,7 +126,7 @@ class Settings:
     max_wallclock_seconds: float = 150.0  # training clock; 0: no limit in time
     reserve_seconds: float = 5.0  # end of the clock kept to choose weights, quantize and pack
     # checkpoints and faults
-    save_every: str = "120s"  # between checkpoints: steps, or seconds (120s); 0: only at the end
+    save_every: int = 100  # steps between checkpoints, outside the clock; 0: only at the end
     # log and validation
     tracker: Literal["none", "tensorboard", "wandb"] = "none"  # where metrics go, beside the log
     val_loss_every: int = 0  # steps between validations, outside the clock; 0: only at the end
@@ -3881,13 +3880,20 @@ def score_intervals(scores):
     return intervals
 
 
-def interval_table(title, intervals, sign=""):
-    """Return lines for the log: of each score with an interval, the mean and the interval."""
-    lines = []
-    for name, score in intervals.items():
-        if name != "n":
-            mean, low, high = (f"{value:{sign}.3f}" for value in score)
-            lines.append(f"{title}: {name:16} {mean} [{low}, {high}]")
+def score_table(columns):
+    """Return scores as a table for the log. columns: title -> name of a score -> its value.
+
+    A value is a number, or a mean and the ends of its interval.
+    """
+    lines = ["".join(f"{title:>30s}" for title in ["", *columns])]
+    for name in list(columns.values())[-1]:  # the gain has all
+        line = f"{name:>30s}"
+        for scores in columns.values():
+            value = scores.get(name, "")
+            if isinstance(value, list):
+                value = "{:.3f} [{:.3f}, {:.3f}]".format(*value)
+            line += f"{value:>30}"
+        lines.append(line)
     return "\n".join(lines)
 
 
@@ -3948,7 +3954,7 @@ def begin_run(run, trainer, exam, checkpoint):
     else:
         exam.begin(trainer)
     start = score_intervals(exam.before)
-    run.log(interval_table("before", start))
+    run.log(score_table({"before": start}))
     if not checkpoint:
         run.log.metrics(0, held_out_metrics(start))
 
@@ -4028,13 +4034,15 @@ def score_artifact(run, trainer, exam):
     trainer.network, _, _ = load_model("ARTIFACT", str(run.folder / "model.upar"))
     trainer.network.to(run.runtime.device)
     trainer.qat = False
-    scores = exam.scores(trainer)
-    after = score_intervals(scores)
-    gain = exam.gain(scores)
-    run.log.metrics(run.step, held_out_metrics(after))
-    run.log(interval_table("after", after))
-    run.log(interval_table("gain", gain, "+"))
-    return {"before": score_intervals(exam.before), "after": after, "gain": gain}
+    after = exam.scores(trainer)
+    scores = {
+        "before": score_intervals(exam.before),
+        "after": score_intervals(after),
+        "gain": exam.gain(after),
+    }
+    run.log.metrics(run.step, held_out_metrics(scores["after"]))
+    run.log(score_table(scores))
+    return scores
 
 
 # === end: policy ===
@@ -4107,6 +4115,7 @@ class JudgedExam(Exam):
 
 
 # --------------------------------------------------------------------------------------- objective
+VALUE_COEF = 0.1  # weight of the value loss; 1 and 5 gained less with a head (docs/ppo.md)
 GAMMA = 1.0  # discount: what an answer earns does not depend on its length
 VALUE_CLIP_RANGE = 0.2  # of a value, around the rollout's
 CRITIC_LR = 0.001  # of a separate critic: three times the policy's, because it begins with nothing
@@ -4185,7 +4194,7 @@ def ppo_loss(logps, values, batch, settings):
     active = (below & (batch.advantages < 0)) | (above & (batch.advantages > 0))
     gap = (batch.old - batch.sampled).abs()
     logged = [policy, value, active, below | above, clipped > error, 0.5 * delta**2, gap]
-    loss = (policy + settings.value_coef * value) * batch.mask
+    loss = (policy + VALUE_COEF * value) * batch.mask
     return loss, torch.stack(logged).detach() * batch.mask
 
 
@@ -4230,12 +4239,14 @@ def make_critic(model, settings):
 PPOConfig = Settings  # PPOConfig(learning_rate=1e-4, group_size=16)
 
 
-class PPOTrainer(JudgedTrainer):
+class PPOTrainer(JudgedTrainer, Saved):
     """Proximal policy optimization; arguments and use as of PolicyTrainer.
 
     reward_model: a GPT with a value head that scores in place of reward functions. With CRITIC=head
     the model gets a value head.
     """
+
+    STATE = ("kl_beta",)
 
     def __init__(self, model, tokenizer, args=None, *, reward_model=None, **options):
         settings = args or Settings()
@@ -4251,7 +4262,7 @@ class PPOTrainer(JudgedTrainer):
         if self.critic is not model:
             rates = replace(settings, learning_rate=CRITIC_LR)
             self.all_optimizers.append(policy_optimizers(self.critic, rates, self.runtime))
-        self.control = {"kl_beta": settings.kl_beta}  # what KL_TARGET steers
+        self.kl_beta = settings.kl_beta  # KL_TARGET steers it
 
     @torch.no_grad()
     def rollout(self, queries, count, reward_function, step):
@@ -4286,7 +4297,6 @@ class PPOTrainer(JudgedTrainer):
         ranks' tokens. Then KL_TARGET steers."""
         settings = self.settings
         runtime = self.runtime
-        beta = self.control["kl_beta"]
         mini_batches = []
         tokens = []  # of the answers: k1, k3, advantage and return
         with self.weights():
@@ -4300,7 +4310,7 @@ class PPOTrainer(JudgedTrainer):
                             reference, _ = token_logps(self.ref_model, batch, settings.temperature)
                     k1, k3 = divergences(old, reference, batch.mask)
                     divergence = k1 if settings.kl_shaping == "k1" else k3
-                    rewards = shaped_rewards(batch.advantages, divergence, batch.mask, beta)
+                    rewards = shaped_rewards(batch.advantages, divergence, batch.mask, self.kl_beta)
                     advantages = advantage_estimates(
                         rewards, values, batch.mask, GAMMA, settings.gae_lambda
                     )
@@ -4317,9 +4327,9 @@ class PPOTrainer(JudgedTrainer):
             batch.advantages = white.to(batch.values.dtype)
         metrics = {"explained_variance": (1 - variance / spread).item() if spread > 0 else 0.0}
         if self.ref_model is not None:
-            metrics |= {"kl": k1[0].item(), "kl_k3": k3[0].item(), "kl_beta": beta}
+            metrics |= {"kl": k1[0].item(), "kl_k3": k3[0].item(), "kl_beta": self.kl_beta}
             divergence = metrics["kl"] * rollout.metrics["length"]
-            self.control["kl_beta"] = steered(beta, divergence, settings.kl_target)
+            self.kl_beta = steered(self.kl_beta, divergence, settings.kl_target)
         return mini_batches, metrics
 
     def update(self, rollout, multiplier=1.0):
@@ -4388,7 +4398,7 @@ def main():
         averages["ema"] = Average(trainer.trained, EMA_MEMORY)
     if settings.swa:
         averages["swa"] = Average(trainer.trained)
-    run.parts.update(averages, control=checkpointed(trainer.control))
+    run.parts.update(averages, trainer=trainer)
     if trainer.critic is not network:
         run.parts["critic"] = trainer.critic
         run.parts["critic_optimizers"] = trainer.all_optimizers[1]
@@ -4413,7 +4423,8 @@ def main():
             with clock.paused():
                 scores = score_intervals(exam.scores(trainer))
             run.log.metrics(run.step, held_out_metrics(scores))
-        if last_step or stopping or run.is_save_due():
+        save_is_due = settings.save_every and run.step % settings.save_every == 0
+        if last_step or stopping or save_is_due:
             with clock.paused():
                 run.save()
         if last_step or stopping:

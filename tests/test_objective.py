@@ -1452,9 +1452,8 @@ def test_intervals_of_shares_end_at_0_and_1_and_stand_in_a_table(M):
     assert found["n"] == 40 and found["greedy"][0] == pytest.approx(0.975)
     assert 0.9 < found["greedy"][1] < 0.975 and found["greedy"][2] == 1
     assert found["pass8"][0] == pytest.approx(0.025) and found["pass8"][1] == 0
-    assert M.interval_table("before", found) == (
-        "before: greedy           0.975 [0.926, 1.000]\nbefore: pass8            0.025 [0.000, 0.074]"
-    )
-    assert M.interval_table("gain", {"greedy": [0.1, -0.05, 0.25]}, "+") == (
-        "gain: greedy           +0.100 [-0.050, +0.250]"
-    )
+    lines = M.score_table({"before": found, "gain": {"greedy": [0.1, -0.05, 0.25]}}).splitlines()
+    assert [line.split() for line in lines] == [
+        ["before", "gain"],
+        ["greedy", "0.975", "[0.926,", "1.000]", "0.100", "[-0.050,", "0.250]"],
+    ]

@@ -176,7 +176,7 @@ def test_moments_are_those_of_a_sample():
 
 # ---------------------------------------------------------------------------------------------------------------- loss
 LENGTHS = (5, 3, 1, 6, 2)
-BAND = dict(left_clip_range=0.1, right_clip_range=0.15, value_coef=0.3)
+BAND = dict(left_clip_range=0.1, right_clip_range=0.15)
 
 
 def case(seed: int, width: int = 6, pad: float = 0.0) -> SimpleNamespace:
@@ -248,9 +248,9 @@ def written_out(rows: dict, s: P.Settings) -> tuple[float, list, list, list[floa
             near = V_old + max(-band, min(band, V - V_old))
             value = 0.5 * max((V - R) ** 2, (near - R) ** 2)
             taken = (near - R) ** 2 > (V - R) ** 2
-            loss += policy + s.value_coef * value
+            loss += policy + P.VALUE_COEF * value
             by_logp[-1].append(0.0 if stopped else -A * r)
-            by_value[-1].append(0.0 if taken else s.value_coef * (V - R))
+            by_value[-1].append(0.0 if taken else P.VALUE_COEF * (V - R))
             for name, number in enumerate(
                 (
                     policy,
@@ -268,12 +268,13 @@ def written_out(rows: dict, s: P.Settings) -> tuple[float, list, list, list[floa
 
 @pytest.mark.parametrize(
     ("changes", "band"),
-    [(BAND, 0.2), (BAND, math.inf), (dict(value_coef=0.0), 0.2), ({}, 0.2)],
-    ids=["narrow", "values free", "policy alone", "defaults"],
+    [(BAND, 0.2), (BAND, math.inf), ({}, 0.2)],
+    ids=["narrow", "values free", "defaults"],
 )
 @pytest.mark.parametrize("seed", range(3))
 def test_the_loss_is_its_closed_form(changes, band, seed, monkeypatch):
     monkeypatch.setattr(P, "VALUE_CLIP_RANGE", band)
+    monkeypatch.setattr(P, "VALUE_COEF", 0.3)
     settings, made = P.Settings(**changes), case(seed)
     loss, by_logp, by_value, sums = measured(made, settings)
     expected, own_logp, own_value, own_sums = written_out(made.rows, settings)
@@ -309,7 +310,7 @@ def test_the_loss_worked_by_hand():
         advantages=torch.tensor([[2, 1, -1, -1.0]]),
     )
     logps, values = torch.tensor([[1, 1.5, 1.5, 0.5]]).log(), torch.tensor([[0.1, 0.5, 0.5, 3.0]])
-    losses, logged = P.ppo_loss(logps, values, batch, P.Settings(value_coef=0.1))
+    losses, logged = P.ppo_loss(logps, values, batch, P.Settings())
     assert logged[0][0].tolist() == pytest.approx([-2, -1.2, 1.5, 0.8], abs=1e-15)
     # (.1 - 1)^2 / 2; (.2 - 1)^2 / 2, clipped; (.5 + 1)^2 / 2, not clipped; (3 - 1)^2 / 2, not (.2 - 1)^2 / 2
     assert logged[1][0].tolist() == pytest.approx([0.405, 0.32, 1.125, 2.0], abs=1e-15)
@@ -662,8 +663,9 @@ def test_a_separate_critic_leaves_the_policy_alone(monkeypatch):
     found = {}
     for coef, rate in ((0.1, 0.01), (7.0, 0.03)):
         monkeypatch.setattr(P, "CRITIC_LR", rate)
+        monkeypatch.setattr(P, "VALUE_COEF", coef)
         network = policy()
-        own = trainer(network, critic="separate", value_coef=coef)
+        own = trainer(network, critic="separate")
         assert getattr(network, "w_value", None) is None and own.critic is not network
         before = state(own.critic)
         take(own, QUERIES, lengths_score)
@@ -692,9 +694,9 @@ def test_values_are_learned(critic, monkeypatch):
     }
     scripted(monkeypatch, P, lambda seed, s: samples[s])
     monkeypatch.setattr(P, "VALUE_CLIP_RANGE", math.inf)
+    monkeypatch.setattr(P, "VALUE_COEF", 1.0)
     own = trainer(
         critic=critic,
-        value_coef=1.0,
         epochs=4,
         learning_rate=0.01,
         gae_lambda=1.0,
