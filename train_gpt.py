@@ -339,9 +339,8 @@ def read_arguments(arguments):
 
 
 def print_help(cls):
-    """Print the script's docstring, its arguments and its settings, as they stand in the source."""
+    """Print the script's docstring and its settings, as they stand in the source."""
     print(inspect.getmodule(cls).__doc__)
-    print("Arguments: a config file (configs/x.env), NAME=value or --name=value.\n\nSettings:")
     print(inspect.getsource(cls))
 
 
@@ -2173,13 +2172,13 @@ def count_parameters(network):
 # coder's three arrays, then the tensors. An entry has name, shape, dtype (as numpy writes it) and the
 # stream's length. A tensor with "scale" and "bits" is stored as codes.
 #
-# Codes are uint16 words of range ANS (Duda, arXiv:1311.2540) in interleaved lanes. In trained
-# matrices rows differ in size, and so do columns that read hidden units; given both sizes, codes
-# are nearly normal. So the code at row r and column c is coded by table sizes[r] + sizes[c], which
-# saves 5% of the bytes (docs/lab.md, 2026-11-21). The coder's arrays are the lane states u32 at
-# which decoding begins; the tables u16 (97, 256) of frequencies, by code & 255; and the sizes u8:
-# of each tensor of codes, in turn, those of its rows, then those of its columns. Code i of a tensor
-# is in lane i % lanes. The states run on from tensor to tensor, and end at 2**16.
+# Codes are int8, or uint16 words of range ANS (Duda, arXiv:1311.2540) in interleaved lanes. In
+# trained matrices rows differ in size, and so do columns that read hidden units; given both sizes,
+# codes are nearly normal. So the code at row r and column c is coded by table sizes[r] + sizes[c],
+# which saves 5% of the bytes (docs/lab.md, 2026-11-21). The coder's arrays are the lane states u32
+# at which decoding begins; the tables u16 (97, 256) of frequencies, by code & 255; and the sizes
+# u8: of each tensor in words, in turn, those of its rows, then those of its columns. Code i of a
+# tensor is in lane i % lanes. The states run on from tensor to tensor, and end at 2**16.
 ARTIFACT_PREFIX = struct.Struct("<8sII")
 ARTIFACT_MAGIC = b"UNDERPAR"
 ARTIFACT_VERSION = 7
@@ -2188,7 +2187,6 @@ ARTIFACT_ZSTD = zstandard.ZstdCompressor(
 )  # up to 0.5% fewer bytes than 3; from 12 on it is slow
 RANS_BITS = 14  # rounding frequencies costs 20 bytes per million codes; at 12 bits 150
 RANS_TOTAL = 1 << RANS_BITS
-RANS_LANES = 256  # move side by side, so many are fast; each of them costs 2 bytes
 RANS_LOW = 1 << 16  # states stay in [2**16, 2**32), so a step moves at most one 16-bit word
 
 
@@ -2282,7 +2280,7 @@ def size_numbers(mean_squares):
 def code_by_rans(codes):
     """Return the arrays that codes (name -> int8 (R, C)) are stored as, by name.
 
-    First come the coder's own arrays, then the rANS words of each tensor.
+    First come the coder's own arrays, then for each tensor its rANS words, or else its codes.
     """
     pairs = {}
     sizes = [np.empty(0, np.uint8)]
@@ -2292,15 +2290,23 @@ def code_by_rans(codes):
         rows = size_numbers(power.mean(1))
         columns = size_numbers(power.mean(0) / max(power.mean(), 1e-9))
         tables = np.add.outer(rows, columns).astype(np.int32)
-        pairs[name] = (tables << 8 | array.view(np.uint8)).reshape(-1)
-        sizes += [rows, columns]
-        counts += np.bincount(pairs[name], minlength=counts.size).reshape(counts.shape)
-    states = np.full(RANS_LANES, RANS_LOW, np.uint32)
+        symbols = (tables << 8 | array.view(np.uint8)).reshape(-1)
+        count = np.bincount(symbols, minlength=counts.size).reshape(counts.shape)
+        total = np.maximum(1, count.sum(1, keepdims=True))
+        entropy = (count * np.log2(total / np.maximum(1, count))).sum() / 8  # in bytes
+        # zstd is shorter where rows are alike, as an embedding's of tokens that rarely occur.
+        if entropy < len(ARTIFACT_ZSTD.compress(array.tobytes())):
+            pairs[name] = symbols
+            sizes += [rows, columns]
+            counts += count
+    # Lanes move side by side, so many are fast; each of them costs 2 bytes.
+    lanes = min(1024, max(8, int(counts.sum()) // 8192))
+    states = np.full(lanes, RANS_LOW, np.uint32)
     tables = np.stack([rans_table(count) for count in counts])
     coder = RansCoder(states, tables)
     words = {name: coder.encode(pairs[name]) for name in reversed(pairs)}
-    coded = {name: words[name] for name in codes}  # in the order of decoding
-    return {"lane_states": states, "tables": tables, "sizes": np.concatenate(sizes), **coded}
+    arrays = {"lane_states": states, "tables": tables, "sizes": np.concatenate(sizes)}
+    return {**arrays, **codes, **words}
 
 
 def pack_artifact(tensors, coded, **header):
@@ -2373,18 +2379,18 @@ def read_artifact(path, max_weights=1 << 30):
         for name, array in arrays.items():
             record = header["streams"][name]
             shape = record["shape"]
-            if "scale" in record:
+            if array.dtype == np.uint16:
                 height, *width = shape
                 ends = [height, height + math.prod(width)]
                 rows, columns, sizes = np.split(sizes, ends)
                 contexts = np.add.outer(rows, columns).reshape(-1)
-                symbols = coder.decode(contexts, array).view(np.int8)
-                codes = torch.from_numpy(symbols).view(height, -1)
+                array = coder.decode(contexts, array).view(np.int8)
+            values = torch.from_numpy(array).view(shape)
+            if "scale" in record:
                 scale = torch.tensor([record["scale"]], dtype=torch.float16)
-                coded[name] = Coded(codes, scale, record["bits"])
-                tensors[name] = dequantize(codes, scale).view(shape)
-            else:
-                tensors[name] = torch.from_numpy(array).float().view(shape)
+                coded[name] = Coded(values.flatten(1), scale, record["bits"])
+                values = dequantize(values, scale)
+            tensors[name] = values.float()
         require((states == RANS_LOW).all(), "the lanes do not end at 2**16")
     except Exception as error:  # a file that only claims to be an artifact may raise anything
         reason = str(error) if isinstance(error, ArtifactError) else repr(error)
@@ -2887,14 +2893,13 @@ class Run(Saved):
         A failure is an event if there is an older checkpoint, else an OSError.
         """
         if self.saved_step != self.step and self.runtime.rank == 0:
-            begin = time.perf_counter()
             training = {name: part.state_dict() for name, part in self.parts.items()}
             files = {"model": training.pop("network"), "training": training}
             settings = asdict(self.settings)
             meta = {"step": self.step, "settings": settings, "identity": self.identity}
             try:
                 save_checkpoint(self.folder, self.step, files, meta)
-                self.log(f"step:{self.step} saved in {1000 * (time.perf_counter() - begin):.0f}ms")
+                self.log(f"step:{self.step} saved")
             except OSError as error:
                 if not list_checkpoints(self.folder):
                     raise
@@ -2950,7 +2955,6 @@ class Run(Saved):
     def write_artifact(self, content):
         """Write model.upar, and log what became of plan and clock; return the artifact's path."""
         seconds = self.clock.elapsed()
-        self.log(f"clock: {seconds:.1f} s to train and choose, at most {self.clock.limit}")
         self.log(self.plan.describe())
         if self.clock.limit < seconds:
             self.event("over_clock", seconds=seconds, hint="needs more RESERVE_SECONDS")
@@ -3087,14 +3091,16 @@ def warm_up(model, optimizers, batches, settings):
 
 
 def profile_steps(run):
-    """With PROFILE, trace steps 4 to 6 of the loop, which advances this iterator once per step."""
+    """With PROFILE, trace steps 4 to 6 of the loop, which advances this iterator once per step.
+
+    The run's trace.json opens at https://ui.perfetto.dev.
+    """
     if not run.settings.profile or run.runtime.rank:
         return
     yield from [None] * 3
     with torch.profiler.profile() as trace:
         yield from [None] * 3
     trace.export_chrome_trace(str(run.folder / "trace.json"))
-    run.log(f"profile: {run.folder}/trace.json opens at https://ui.perfetto.dev")
 
 
 def log_step(run, metrics):
@@ -3220,8 +3226,7 @@ def main():
     if tokenizer.file != "bytes":
         run.write_file(tokenizer.file, tokenizer.content)
     counts = count_parameters(network)
-    log(f"parameters: {name_values(counts)}")
-    log(f"model: layers {config.layers}, activations in {network.dtype}")
+    log(f"parameters: {name_values(counts)} layers: {config.layers}")
     for manifest in data.manifests:
         log(
             "data: {name}, train {train[tokens]} tokens, val {val[tokens]} tokens, "
@@ -3252,7 +3257,6 @@ def main():
     run.parts.update(network=network, optimizers=optimizers, exporter=exporter, **averages)
     if checkpoint:
         run.load(checkpoint)
-    log(f"set-up and warm-up: {time.perf_counter() - begin:.1f} s, outside the clock")
 
     profile = profile_steps(run)
     metrics = {}

@@ -357,9 +357,8 @@ def read_arguments(arguments):
 
 
 def print_help(cls):
-    """Print the script's docstring, its arguments and its settings, as they stand in the source."""
+    """Print the script's docstring and its settings, as they stand in the source."""
     print(inspect.getmodule(cls).__doc__)
-    print("Arguments: a config file (configs/x.env), NAME=value or --name=value.\n\nSettings:")
     print(inspect.getsource(cls))
 
 
@@ -2114,13 +2113,13 @@ def count_parameters(network):
 # coder's three arrays, then the tensors. An entry has name, shape, dtype (as numpy writes it) and the
 # stream's length. A tensor with "scale" and "bits" is stored as codes.
 #
-# Codes are uint16 words of range ANS (Duda, arXiv:1311.2540) in interleaved lanes. In trained
-# matrices rows differ in size, and so do columns that read hidden units; given both sizes, codes
-# are nearly normal. So the code at row r and column c is coded by table sizes[r] + sizes[c], which
-# saves 5% of the bytes (docs/lab.md, 2026-11-21). The coder's arrays are the lane states u32 at
-# which decoding begins; the tables u16 (97, 256) of frequencies, by code & 255; and the sizes u8:
-# of each tensor of codes, in turn, those of its rows, then those of its columns. Code i of a tensor
-# is in lane i % lanes. The states run on from tensor to tensor, and end at 2**16.
+# Codes are int8, or uint16 words of range ANS (Duda, arXiv:1311.2540) in interleaved lanes. In
+# trained matrices rows differ in size, and so do columns that read hidden units; given both sizes,
+# codes are nearly normal. So the code at row r and column c is coded by table sizes[r] + sizes[c],
+# which saves 5% of the bytes (docs/lab.md, 2026-11-21). The coder's arrays are the lane states u32
+# at which decoding begins; the tables u16 (97, 256) of frequencies, by code & 255; and the sizes
+# u8: of each tensor in words, in turn, those of its rows, then those of its columns. Code i of a
+# tensor is in lane i % lanes. The states run on from tensor to tensor, and end at 2**16.
 ARTIFACT_PREFIX = struct.Struct("<8sII")
 ARTIFACT_MAGIC = b"UNDERPAR"
 ARTIFACT_VERSION = 7
@@ -2129,7 +2128,6 @@ ARTIFACT_ZSTD = zstandard.ZstdCompressor(
 )  # up to 0.5% fewer bytes than 3; from 12 on it is slow
 RANS_BITS = 14  # rounding frequencies costs 20 bytes per million codes; at 12 bits 150
 RANS_TOTAL = 1 << RANS_BITS
-RANS_LANES = 256  # move side by side, so many are fast; each of them costs 2 bytes
 RANS_LOW = 1 << 16  # states stay in [2**16, 2**32), so a step moves at most one 16-bit word
 
 
@@ -2223,7 +2221,7 @@ def size_numbers(mean_squares):
 def code_by_rans(codes):
     """Return the arrays that codes (name -> int8 (R, C)) are stored as, by name.
 
-    First come the coder's own arrays, then the rANS words of each tensor.
+    First come the coder's own arrays, then for each tensor its rANS words, or else its codes.
     """
     pairs = {}
     sizes = [np.empty(0, np.uint8)]
@@ -2233,15 +2231,23 @@ def code_by_rans(codes):
         rows = size_numbers(power.mean(1))
         columns = size_numbers(power.mean(0) / max(power.mean(), 1e-9))
         tables = np.add.outer(rows, columns).astype(np.int32)
-        pairs[name] = (tables << 8 | array.view(np.uint8)).reshape(-1)
-        sizes += [rows, columns]
-        counts += np.bincount(pairs[name], minlength=counts.size).reshape(counts.shape)
-    states = np.full(RANS_LANES, RANS_LOW, np.uint32)
+        symbols = (tables << 8 | array.view(np.uint8)).reshape(-1)
+        count = np.bincount(symbols, minlength=counts.size).reshape(counts.shape)
+        total = np.maximum(1, count.sum(1, keepdims=True))
+        entropy = (count * np.log2(total / np.maximum(1, count))).sum() / 8  # in bytes
+        # zstd is shorter where rows are alike, as an embedding's of tokens that rarely occur.
+        if entropy < len(ARTIFACT_ZSTD.compress(array.tobytes())):
+            pairs[name] = symbols
+            sizes += [rows, columns]
+            counts += count
+    # Lanes move side by side, so many are fast; each of them costs 2 bytes.
+    lanes = min(1024, max(8, int(counts.sum()) // 8192))
+    states = np.full(lanes, RANS_LOW, np.uint32)
     tables = np.stack([rans_table(count) for count in counts])
     coder = RansCoder(states, tables)
     words = {name: coder.encode(pairs[name]) for name in reversed(pairs)}
-    coded = {name: words[name] for name in codes}  # in the order of decoding
-    return {"lane_states": states, "tables": tables, "sizes": np.concatenate(sizes), **coded}
+    arrays = {"lane_states": states, "tables": tables, "sizes": np.concatenate(sizes)}
+    return {**arrays, **codes, **words}
 
 
 def pack_artifact(tensors, coded, **header):
@@ -2314,18 +2320,18 @@ def read_artifact(path, max_weights=1 << 30):
         for name, array in arrays.items():
             record = header["streams"][name]
             shape = record["shape"]
-            if "scale" in record:
+            if array.dtype == np.uint16:
                 height, *width = shape
                 ends = [height, height + math.prod(width)]
                 rows, columns, sizes = np.split(sizes, ends)
                 contexts = np.add.outer(rows, columns).reshape(-1)
-                symbols = coder.decode(contexts, array).view(np.int8)
-                codes = torch.from_numpy(symbols).view(height, -1)
+                array = coder.decode(contexts, array).view(np.int8)
+            values = torch.from_numpy(array).view(shape)
+            if "scale" in record:
                 scale = torch.tensor([record["scale"]], dtype=torch.float16)
-                coded[name] = Coded(codes, scale, record["bits"])
-                tensors[name] = dequantize(codes, scale).view(shape)
-            else:
-                tensors[name] = torch.from_numpy(array).float().view(shape)
+                coded[name] = Coded(values.flatten(1), scale, record["bits"])
+                values = dequantize(values, scale)
+            tensors[name] = values.float()
         require((states == RANS_LOW).all(), "the lanes do not end at 2**16")
     except Exception as error:  # a file that only claims to be an artifact may raise anything
         reason = str(error) if isinstance(error, ArtifactError) else repr(error)
@@ -2690,14 +2696,13 @@ class Run(Saved):
         A failure is an event if there is an older checkpoint, else an OSError.
         """
         if self.saved_step != self.step and self.runtime.rank == 0:
-            begin = time.perf_counter()
             training = {name: part.state_dict() for name, part in self.parts.items()}
             files = {"model": training.pop("network"), "training": training}
             settings = asdict(self.settings)
             meta = {"step": self.step, "settings": settings, "identity": self.identity}
             try:
                 save_checkpoint(self.folder, self.step, files, meta)
-                self.log(f"step:{self.step} saved in {1000 * (time.perf_counter() - begin):.0f}ms")
+                self.log(f"step:{self.step} saved")
             except OSError as error:
                 if not list_checkpoints(self.folder):
                     raise
@@ -2753,7 +2758,6 @@ class Run(Saved):
     def write_artifact(self, content):
         """Write model.upar, and log what became of plan and clock; return the artifact's path."""
         seconds = self.clock.elapsed()
-        self.log(f"clock: {seconds:.1f} s to train and choose, at most {self.clock.limit}")
         self.log(self.plan.describe())
         if self.clock.limit < seconds:
             self.event("over_clock", seconds=seconds, hint="needs more RESERVE_SECONDS")
@@ -2822,13 +2826,13 @@ def gdn_step(q, k, v, g, beta, state):
     q and k (B, H, K), v and o (B, H, V), g and beta (B, H), state (B, H, K, V). With S the state
     and a = exp(g), o = a S^T q + (q . k) delta, so that the state is read once for q and k.
     """
-    dtype = v.dtype
-    q, k, v = (x.to(state.dtype) for x in (q, k, v))
+    kq = torch.stack([k, q], dim=-2).to(state.dtype)  # (B, H, 2, K)
+    k, q = kq.unbind(-2)
     decay = g.exp()[..., None, None]
-    read = decay * (torch.stack([k, q], dim=-2) @ state)  # (B, H, 2, V)
-    delta = beta[..., None] * (v - read[..., 0, :])
-    o = read[..., 1, :] + (q * k).sum(-1, keepdim=True) * delta
-    return o.to(dtype), torch.addcmul(state * decay, k[..., None], delta[..., None, :])
+    read_k, read_q = (decay * (kq @ state)).unbind(-2)  # (B, H, V)
+    delta = beta[..., None] * (v - read_k)
+    o = read_q + (q * k).sum(-1, keepdim=True) * delta
+    return o.to(v.dtype), torch.addcmul(state * decay, k[..., None], delta[..., None, :])
 
 
 class LayerCache:
@@ -2843,41 +2847,39 @@ class LayerCache:
 
     def keep(self, name, value):
         """Keep a tensor under a name."""
-        if name in self.kept:
-            self.kept[name].copy_(value)
-        else:
-            self.kept[name] = value.clone()
+        self.kept.setdefault(name, torch.empty_like(value)).copy_(value)
 
     def extend(self, qkv):
         """Return qkv (B, T, C) with the CONV_TAPS - 1 tokens before it in front."""
-        tail = self.kept.get("tail", qkv.new_zeros(len(qkv), CONV_TAPS - 1, qkv.size(2)))
-        qkv = torch.cat([tail, qkv], dim=1)
+        qkv = F.pad(qkv, (0, 0, CONV_TAPS - 1, 0))
+        if "tail" in self.kept:
+            qkv[:, : CONV_TAPS - 1] = self.kept["tail"]
         self.keep("tail", qkv[:, 1 - CONV_TAPS :])
         return qkv
 
-    def recur(self, q, k, v, g, beta):
+    def recur(self, *inputs):
         """Return the outputs of gdn_chunk, whose state goes on from call to call."""
-        inputs = (q, k, v, g, beta)
-        if q.size(1) == 1 and "state" in self.kept:
-            o, state = gdn_step(*(x[:, 0] for x in inputs), self.kept["state"])
-            o = o[:, None]
+        state = self.kept.get("state")
+        if state is None or inputs[0].size(1) > 1:
+            o, state = gdn_chunk(*inputs, state)
         else:
-            o, state = gdn_chunk(*inputs, self.kept.get("state"))
+            o, state = gdn_step(*inputs, state[:, None])
+            state = state[:, 0]
         self.keep("state", state)
         return o
 
     def attend(self, q, k, v, window):
         """Return attention (B, H, T, D) over all keys so far; shapes as in `attend`."""
+        decoder = self.decoder
+        kv = torch.stack([k, v], 1)  # (B, 2, Hkv, T, D)
         if not self.kept:
-            shape = (*k.shape[:2], self.decoder.room, k.size(3))
-            self.kept = {"keys": k.new_zeros(shape), "values": v.new_zeros(shape)}
-        keys = self.kept["keys"].index_copy_(2, self.decoder.slots, k)
-        values = self.kept["values"].index_copy_(2, self.decoder.slots, v)
+            self.kept["kv"] = kv.new_zeros(*kv.shape[:3], decoder.distance.size(1), kv.size(4))
+        keys, values = self.kept["kv"].index_copy_(3, decoder.slots, kv).unbind(1)
         # Heads that share keys become queries of one head: the kernels that take a mask do not take
         # grouped heads.
         groups = q.size(1) // k.size(1)
         q = q.unflatten(1, (-1, groups)).flatten(2, 3)  # (B, Hkv, groups * T, D)
-        mask = self.decoder.masks[window].repeat(1, 1, groups, 1)
+        mask = (decoder.is_seen & (decoder.distance < window))[:, None].repeat(1, 1, groups, 1)
         o = F.scaled_dot_product_attention(q, keys, values, mask)
         return o.unflatten(2, (groups, -1)).flatten(1, 2)
 
@@ -2894,25 +2896,19 @@ class Decoder:
         """Read the prompts, lists of at least one id."""
         self.network = network
         self.layers = [LayerCache(self) for _ in network.layers]
-        self.windows = {mixer.window for mixer in network.mixers if hasattr(mixer, "window")}
-        device = network.embed.device
-        bos = network.config.bos_id
-        rows = len(prompts)
-        self.length = max(len(prompt) for prompt in prompts)
-        self.room = self.length + ROOM
         self.graph = None
-        self.compiled_step = torch.compile(self.step, dynamic=True)
-        padded = [[bos] * (self.length - len(prompt)) + prompt for prompt in prompts]
-        padding = [[self.length - len(prompt)] for prompt in prompts]
-        self.used = torch.zeros((), dtype=torch.int64, device=device)  # slots that hold a token
+        self.step = torch.compile(self.read, dynamic=True) if network.compiled else self.read
+        bos = network.config.bos_id
+        ids = pad_sequence([torch.tensor(prompt) for prompt in prompts], True, bos, "left")
+        ids = ids.to(network.embed.device)
+        before = CONV_TAPS - 1  # padding of all rows, which the first token's convolution reaches
+        padding = [[before + ids.size(1) - len(prompt)] for prompt in prompts]
+        self.used = ids.new_tensor(before)  # slots that hold a token
         self.kept = {
-            "padding": torch.tensor(padding, device=device),
-            "last": torch.full((rows, 1), bos, device=device),
-            "doc": torch.zeros(rows, self.room, dtype=torch.int64, device=device),
-            "tail_doc": torch.zeros(rows, CONV_TAPS - 1, dtype=torch.int64, device=device),
+            "ids": F.pad(ids, (before, ROOM), value=bos),
+            "padding": ids.new_tensor(padding),
         }
-        features = network.features(torch.tensor(padded, device=device), self)
-        self.logits = network.logits(features[:, -1])
+        self.logits = self.read(ids)
 
     def take(self, rows):
         """Go on with these rows (n,) alone, in this order; a row may come several times."""
@@ -2924,52 +2920,44 @@ class Decoder:
     def grow(self):
         """Make room for more tokens."""
         self.graph = None
-        self.room += ROOM
-        self.kept["doc"] = F.pad(self.kept["doc"], (0, ROOM))
+        self.kept["ids"] = F.pad(self.kept["ids"], (0, ROOM))
         for layer in self.layers:
-            for name in layer.kept.keys() & {"keys", "values"}:
-                layer.kept[name] = F.pad(layer.kept[name], (0, 0, 0, ROOM))
+            if "kv" in layer.kept:
+                layer.kept["kv"] = F.pad(layer.kept["kv"], (0, 0, 0, ROOM))
 
     def context(self, ids):
         """Return documents, previous ids and positions (B, T) of ids (B, T), see GPT.context."""
-        kept = self.kept
-        self.slots = self.used + torch.arange(ids.size(1), device=ids.device)
-        positions = self.slots - kept["padding"]  # below 0 in the padding
-        begins_document = (ids == self.network.config.bos_id) | (positions == 0)
-        doc = kept["tail_doc"][:, -1:] + begins_document.cumsum(dim=1)
-        kept["doc"].index_copy_(1, self.slots, doc)
-        distance = self.slots[:, None] - torch.arange(self.room, device=ids.device)
-        seen = (distance >= 0) & (doc[:, :, None] == kept["doc"][:, None])
-        self.masks = {window: (seen & (distance < window))[:, None] for window in self.windows}
-        previous = torch.cat([kept["last"], ids], dim=1)
-        doc = torch.cat([kept["tail_doc"], doc], dim=1)
-        kept["last"].copy_(previous[:, -1:])
-        kept["tail_doc"].copy_(doc[:, 1 - CONV_TAPS :])
+        reach = self.used + torch.arange(1 - CONV_TAPS, ids.size(1), device=ids.device)
+        self.slots = reach[CONV_TAPS - 1 :]
         self.used += ids.size(1)
-        return doc, previous[:, :-1], positions.clamp(min=0)
+        texts = self.kept["ids"].index_copy_(1, self.slots, ids)  # (B, room)
+        padding = self.kept["padding"]
+        places = torch.arange(texts.size(1), device=ids.device)
+        docs = ((texts == self.network.config.bos_id) | (places == padding)).cumsum(dim=1)
+        self.distance = self.slots[:, None] - places  # (T, room)
+        self.is_seen = (self.distance >= 0) & (docs[:, self.slots, None] == docs[:, None])
+        return docs[:, reach], texts[:, self.slots - 1], (self.slots - padding).clamp(min=0)
 
-    def step(self, ids):
-        """Return the logits (R, V) of what comes after ids (R,)."""
-        return self.network.logits(self.network.features(ids[:, None], self)[:, 0])
+    def read(self, ids):
+        """Return the logits (R, V) of what comes after ids (R, T)."""
+        return self.network.logits(self.network.features(ids, self)[:, -1])
 
     def __call__(self, ids):
         """Go on with ids (R,), a token in each row."""
-        if self.length == self.room:
+        ids = ids[:, None]
+        if self.used == self.kept["ids"].size(1):
             self.grow()
-        self.length += 1
-        # One row would be compiled anew.
-        step = self.compiled_step if self.network.compiled and len(ids) > 1 else self.step
-        if self.graph is not None:
+        if self.graph:
             self.ids.copy_(ids)
             self.graph.replay()
             self.logits = self.next_logits
             return
-        self.logits = step(ids)
+        self.logits = self.step(ids)
         if ids.is_cuda:  # that step warmed up; the next ones are recorded here, and replayed
             self.ids = ids.clone()
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph):
-                self.next_logits = step(self.ids)
+                self.next_logits = self.step(self.ids)
 
 
 def draw(logits, temperature, top_k, top_p, uniform):
@@ -2981,82 +2969,55 @@ def draw(logits, temperature, top_k, top_p, uniform):
     """
     if temperature == 0:
         return logits.argmax(-1), logits.new_zeros(len(logits))
-    logits = logits / temperature
-    if top_k:
-        least = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
-        logits = logits.masked_fill(logits < least, -math.inf)
-    if top_p < 1:
-        ordered, order = logits.softmax(-1).sort(descending=True)
-        beyond = ordered.cumsum(-1) - ordered >= top_p
-        beyond = torch.zeros_like(beyond).scatter(1, order, beyond)
-        logits = logits.masked_fill(beyond, -math.inf)
-    chances = logits.softmax(-1)
+    chances = (logits / temperature).softmax(-1)
+    if top_k or top_p < 1:
+        ordered = chances.sort(descending=True).values[:, : top_k or None]
+        beyond = ordered.cumsum(-1) - ordered >= top_p * ordered.sum(-1, keepdim=True)
+        least = ordered.masked_fill(beyond, math.inf).amin(-1, keepdim=True)
+        chances = chances * (chances >= least)
+        chances /= chances.sum(-1, keepdim=True)
     total = chances.cumsum(-1, dtype=torch.float64)
     picks = torch.searchsorted(total, uniform[:, None] * total[:, -1:], right=True)
-    picks.clamp_(max=logits.size(-1) - 1)
     return picks[:, 0], chances.gather(1, picks)[:, 0].log()
 
 
-def continue_texts(decoder, draws, sampling, stop):
-    """Return a Sample for each row of a Decoder; draws (R, steps) are uniform numbers in [0, 1).
-
-    sampling: temperature, top_k and top_p of `draw`. Rows that reached a stop token leave the batch.
-    """
-    rows, steps = draws.shape
-    device = draws.device
-    ids = torch.zeros(rows, steps, dtype=torch.int64, device=device)
-    logps = torch.zeros(rows, steps, device=device)
-    lengths = torch.zeros(rows, dtype=torch.int64, device=device)
-    ends = torch.tensor(sorted(stop), dtype=torch.int64, device=device)
-    live = torch.arange(rows, device=device)  # rows that the decoder has
-    running = torch.ones(
-        rows, dtype=torch.bool, device=device
-    )  # those of them without a stop token
-    for step in range(steps):
-        picks, pick_logps = draw(decoder.logits, *sampling, draws[live, step])
-        ids[live, step] = picks
-        logps[live, step] = pick_logps.float()
-        lengths[live] += running
-        running &= ~torch.isin(picks, ends)
-        left = int(running.sum())
-        if left == 0 or step == steps - 1:
-            break
-        if 1 < left < 0.8 * len(live):
-            keep = running.nonzero()[:, 0]
-            decoder.take(keep)
-            live = live[keep]
-            picks = picks[keep]
-            running = running[keep]
-        decoder(picks)
-    samples = []
-    for row, length in enumerate(lengths.tolist()):
-        row_ids = ids[row, :length].tolist()
-        samples.append(Sample(row_ids, logps[row, :length].tolist(), row_ids[-1] in stop))
-    return samples
-
-
 @torch.inference_mode()  # a tenth faster on a CPU than no_grad
-def generate(
-    network, prompts, count, max_new_tokens, temperature, top_k, top_p, seeds, stop, rows=4096
-):
+def generate(network, prompts, count, max_new_tokens, temperature, top_k, top_p, seeds, stop):
     """Return `count` Samples for each prompt (a list of at least one id), prompt by prompt.
 
     Sample i of prompt p depends on (seeds[p], i) alone, up to the last digits of the batch's matrix
-    products. stop: ids that end a sample. At most `rows` texts are in a batch. See `draw`.
+    products. stop: ids that end a sample. See `draw`.
     """
     samples = []
-    texts = list(itertools.product(range(len(prompts)), range(count)))
-    for start in range(0, len(texts), rows):
-        batch = texts[start : start + rows]
-        numbers = [number for number, _ in batch]  # of their prompts, which rise
+    share = max(1, 4096 // count)  # prompts in a batch, whose memory their texts bound
+    for start in range(0, len(prompts), share):
+        batch = slice(start, start + share)
         draws = [
-            np.random.default_rng([*seeds[number], sample]).random(max_new_tokens)
-            for number, sample in batch
+            np.random.default_rng([*seed, sample]).random(max_new_tokens)
+            for seed, sample in itertools.product(seeds[batch], range(count))
         ]
         draws = torch.from_numpy(np.stack(draws)).to(network.embed.device)
-        decoder = Decoder(network, prompts[numbers[0] : numbers[-1] + 1])
-        decoder.take(torch.tensor(numbers, device=draws.device) - numbers[0])
-        samples += continue_texts(decoder, draws, (temperature, top_k, top_p), stop)
+        decoder = Decoder(network, prompts[batch])
+        decoder.take([row // count for row in range(len(draws))])
+        live = [Sample([], [], False) for _ in draws]  # those that the decoder goes on with
+        samples += live
+        for step in range(max_new_tokens):
+            if step:
+                decoder(picks)
+            picks, logps = draw(decoder.logits, temperature, top_k, top_p, draws[:, step])
+            for sample, token, logp in zip(live, picks.tolist(), logps.tolist(), strict=True):
+                if not sample.finished:
+                    sample.ids.append(token)
+                    sample.logps.append(logp)
+                    sample.finished = token in stop
+            running = [row for row, sample in enumerate(live) if not sample.finished]
+            if not running:
+                break
+            if 1 < len(running) < 0.8 * len(live):  # a step of one row would be compiled anew
+                live = [live[row] for row in running]
+                decoder.take(running)
+                draws = draws[running]
+                picks = picks[running]
     return samples
 
 
@@ -3080,14 +3041,17 @@ def is_held_out(prompt):
     return int(hashlib.blake2b(prompt.encode(), digest_size=8).hexdigest(), 16) % 5 == 0
 
 
+def whole_numbers(text):
+    """Return the whole numbers in a text."""
+    return [int(digits) for digits in re.findall("[0-9]+", text)]
+
+
 def expression_value(text):
     """Return the exact value of whole numbers, + - * / and parentheses; None of any other text.
 
     A division by 0 has no value, nor has a text of more than 100 characters.
     """
-    if not re.fullmatch(r"[0-9+*/()\s-]{1,100}", text, re.ASCII):
-        return None
-    text = " ".join(text.split())
+    text = " ".join(text.split()) if re.fullmatch(r"[0-9+*/()\s-]{1,100}", text, re.ASCII) else "("
     # An operand that is missing would allow signs, powers, floor divisions and (), and an operator
     # that is missing calls. Without these, eval computes sums and products of at most 50 numbers.
     if re.search(r"(^|[-+*/(]) ?[-+*/)]|[0-9)] ?\(", text):
@@ -3098,15 +3062,20 @@ def expression_value(text):
         return None
 
 
+def random_text(rng, characters):
+    """Return 5 to 9 of these characters."""
+    return "".join(rng.choices(characters, k=rng.randint(5, 9)))
+
+
 def sort_problem(rng):
-    """Return 5 to 9 digits to sort: `52713`, `12357`."""
-    digits = "".join(rng.choices(string.digits, k=rng.randint(5, 9)))
+    """Return digits to sort: `52713`, `12357`."""
+    digits = random_text(rng, string.digits)
     return Problem(digits, "".join(sorted(digits)))
 
 
 def reverse_problem(rng):
-    """Return 5 to 9 letters to reverse: `abcde`, `edcba`."""
-    letters = "".join(rng.choices(string.ascii_lowercase, k=rng.randint(5, 9)))
+    """Return letters to reverse: `abcde`, `edcba`."""
+    letters = random_text(rng, string.ascii_lowercase)
     return Problem(letters, letters[::-1])
 
 
@@ -3133,31 +3102,32 @@ def countdown_problem(rng):
     return Problem("{} {} {}={}".format(*numbers, target), answer)
 
 
+DISTANCES = {"=": (0,), "<": (-2, -1), ">": (1, 2), "~": (-1, 1)}  # of two houses, by a clue's sign
+
+
 def zebra_problem(rng):
     """Return clues on who lives with which pet (and drink) in houses 1 to 3, and the only solution.
 
     `Ann<dog, Bob~cat, Cid=2`: = same house, < left of, > right of, ~ beside. The answer goes house
     by house: `Ann eel, Cid cat, Bob dog`.
     """
-    distances = {"=": (0,), "<": (-2, -1), ">": (1, 2), "~": (-1, 1)}  # between two houses
     names = "Ann Bob Cid cat dog eel ale gin tea".split()[: rng.choice((6, 9))]
-    words = [*names, "1", "2", "3"]
+    words = [*names, *"123"]
     orders = itertools.product(itertools.permutations((1, 2, 3)), repeat=len(names) // 3)
-    worlds = [(*itertools.chain(*order), 1, 2, 3) for order in orders]  # the house of each word
+    worlds = [sum(order, ()) + (1, 2, 3) for order in orders]  # the house of each word
     world = rng.choice(worlds)
     clues = []
     while len(worlds) > 1:
         a, b = sorted(rng.sample(range(len(words)), 2))
         sign = rng.choice("=<>~")
-        left = [other for other in worlds if other[a] - other[b] in distances[sign]]
-        if world in left and len(left) < len(worlds):
+        left = [other for other in worlds if other[a] - other[b] in DISTANCES[sign]]
+        if world in left and left != worlds:
             worlds = left
-            clues.append(f"{words[a]}{sign}{words[b]}")
-    houses = []
-    for house in (1, 2, 3):
-        kinds = range(0, len(names), 3)
-        houses.append(" ".join(names[world.index(house, kind)] for kind in kinds))
-    return Problem(", ".join(sorted(clues)), ", ".join(houses))
+            clues.append(words[a] + sign + words[b])
+    houses = [[], [], []]
+    for name, house in zip(names, world, strict=False):
+        houses[house - 1].append(name)
+    return Problem(", ".join(sorted(clues)), ", ".join(map(" ".join, houses)))
 
 
 GENERATED = {
@@ -3171,10 +3141,9 @@ GENERATED = {
 
 def final_number(text):
     """Return the number after the first `#### `, as GSM8K's own grader reads it, or NaN."""
-    found = re.search(r"#### (-?[0-9.,]+)", text)
-    digits = found[1].replace(",", "").removesuffix(".") if found else ""
-    is_number = re.fullmatch(r"-?([0-9]+(\.[0-9]+)?|\.[0-9]+)", digits)
-    return Decimal(digits if is_number else "NaN")
+    texts = re.findall("#### (-?[0-9.,]+)", text) or [""]
+    number = re.fullmatch(r"(-?([0-9]+(\.[0-9]+)?|\.[0-9]+))\.?", texts[0].replace(",", ""))
+    return Decimal(number[1] if number else "NaN")
 
 
 @dataclass(frozen=True)
@@ -3187,8 +3156,8 @@ class Task:
 
     def problem(self, index, held_out):
         """Return problem `index` of a split, new or of the file, which begins again at its end."""
-        if self.name in FROM_FILE:
-            rows = self.rows[held_out]
+        rows = self.rows[held_out]
+        if rows:
             return rows[index % len(rows)]
         rng = random.Random(f"{self.name} {self.seed} {held_out} {index}")
         while True:
@@ -3200,9 +3169,10 @@ class Task:
         """Return the first n held-out problems with different prompts, or all if there are fewer."""
         problems = {}
         for index in range(len(self.rows[True]) or 50 * n):
-            if len(problems) < n:
-                problem = self.problem(index, held_out=True)
-                problems.setdefault(problem.prompt, problem)
+            problem = self.problem(index, True)
+            problems.setdefault(problem.prompt, problem)
+            if len(problems) == n:
+                break
         return list(problems.values())
 
     def reward(self, problem, text):
@@ -3210,9 +3180,9 @@ class Task:
         if self.name == "gsm8k":
             return float(final_number(text) == final_number(problem.answer))  # NaN equals nothing
         if self.name == "countdown":
-            *numbers, target = map(int, re.findall("[0-9]+", problem.prompt))
-            used = sorted(map(int, re.findall("[0-9]+", text[:100])))
-            return float(used == numbers and expression_value(text) == target)
+            *numbers, target = whole_numbers(problem.prompt)
+            is_right = sorted(whole_numbers(text[:100])) == numbers
+            return float(is_right and expression_value(text) == target)
         return float(text.strip() == problem.answer)
 
 
@@ -3230,18 +3200,18 @@ def make_task(name, path, seed):
             f"TASK_PATH={path!r}: must be a file of JSON lines for gsm8k and jsonl, else empty"
         )
     problems = {}
+    keys = FROM_FILE[name]
     for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
         try:
             row = json.loads(line)
-            problem = Problem(*(row[key].strip() for key in FROM_FILE[name]))
-            is_right = task.reward(problem, problem.answer)
+            problem = Problem(*(row[key].strip() for key in keys))
+            if not (problem.prompt and problem.answer and task.reward(problem, problem.answer)):
+                raise ValueError
         except (ValueError, LookupError, TypeError, AttributeError):
-            is_right = False
-        if not (is_right and problem.prompt and problem.answer):
             raise UserError(
-                f"{path}:{number}: must be JSON with the texts {' and '.join(FROM_FILE[name])}, "
-                "not blank (gsm8k's with #### and a number)"
-            )
+                f"{path}:{number}: must be JSON with the texts {' and '.join(keys)}, not blank "
+                "(gsm8k's with #### and a number)"
+            ) from None
         problems.setdefault(problem.prompt, problem)
     for problem in random.Random(seed).sample(list(problems.values()), len(problems)):
         task.rows[is_held_out(problem.prompt)].append(problem)
@@ -3409,7 +3379,7 @@ def start_policy(settings, runtime):
         tokenizer = load_tokenizer(settings.tokenizer_path or "bytes")
         source = "new"
         config = model_config(
-            settings,
+            SimpleNamespace(**{"num_layers": 0, **vars(settings)}),
             tokenizer.vocab_size,
             tokenizer.bos_id,
             num_kv_heads=settings.num_heads,
@@ -3477,7 +3447,10 @@ def fitting_tokens(network, device):
 
 
 # === shared: supervision ===
+# Of the warm-up of a new policy. Muon's rate of matrices; AdamW takes a twentieth of it for all
+# else. AdamW alone learns to sort as soon (170 steps), but not, in 400 steps, to reverse (300).
 SFT_LR = 0.02
+# The warm-up ends at this share of right answers: what is learned then is left to the rewards.
 SFT_ACCURACY = 0.5
 
 
@@ -3519,9 +3492,9 @@ def make_batches(rows, device, tokens):
 def supervise(network, rows, settings, runtime):
     """Train on demonstrations; return the share of each step's answers that were right greedily.
 
-    A step is 64 of them. Training ends after SFT_STEPS, or at SFT_ACCURACY. rows: function from
-    numbers to as many (prompt ids, answer ids). Every rank takes the same steps. The optimizer is
-    Muon: AdamW learns to sort as soon (170 steps), but not, in 400 steps, to reverse (Muon: 300).
+    A step is 64 of them. Training ends after SFT_STEPS, or when SFT_ACCURACY is the mean of ten
+    steps. rows: function from numbers to as many (prompt ids, answer ids). Every rank takes the
+    same steps.
     """
     alone = Runtime(0, 1, runtime.device, False)
     rates = dict.fromkeys(("adapter", "embedding", "head", "control"), (SFT_LR / 20, 0.0))
@@ -3529,13 +3502,10 @@ def supervise(network, rows, settings, runtime):
     optimizers = Optimizers(network, "muon", rates, alone)
     shares = []
     for step in range(settings.sft_steps):
-        if len(shares) >= 10 and SFT_ACCURACY <= statistics.mean(shares[-10:]):
+        if sum(shares[-10:]) >= 10 * SFT_ACCURACY:
             break
-        answers = [
-            (prompt, answer, [0.0] * len(answer), 0.0)
-            for prompt, answer in rows(range(step * 64, step * 64 + 64))
-        ]
-        tokens = sum(len(answer) for _, answer, _, _ in answers)
+        answers = [(*pair, [], 0.0) for pair in rows(range(step * 64, step * 64 + 64))]
+        tokens = sum(len(row[1]) for row in answers)
         torch._foreach_zero_([param.grad for param in optimizers.params])
         right = 0
         for batch in make_batches(answers, runtime.device, 8192):

@@ -350,9 +350,8 @@ def read_arguments(arguments):
 
 
 def print_help(cls):
-    """Print the script's docstring, its arguments and its settings, as they stand in the source."""
+    """Print the script's docstring and its settings, as they stand in the source."""
     print(inspect.getmodule(cls).__doc__)
-    print("Arguments: a config file (configs/x.env), NAME=value or --name=value.\n\nSettings:")
     print(inspect.getsource(cls))
 
 
@@ -2299,13 +2298,13 @@ def count_parameters(network):
 # coder's three arrays, then the tensors. An entry has name, shape, dtype (as numpy writes it) and the
 # stream's length. A tensor with "scale" and "bits" is stored as codes.
 #
-# Codes are uint16 words of range ANS (Duda, arXiv:1311.2540) in interleaved lanes. In trained
-# matrices rows differ in size, and so do columns that read hidden units; given both sizes, codes
-# are nearly normal. So the code at row r and column c is coded by table sizes[r] + sizes[c], which
-# saves 5% of the bytes (docs/lab.md, 2026-11-21). The coder's arrays are the lane states u32 at
-# which decoding begins; the tables u16 (97, 256) of frequencies, by code & 255; and the sizes u8:
-# of each tensor of codes, in turn, those of its rows, then those of its columns. Code i of a tensor
-# is in lane i % lanes. The states run on from tensor to tensor, and end at 2**16.
+# Codes are int8, or uint16 words of range ANS (Duda, arXiv:1311.2540) in interleaved lanes. In
+# trained matrices rows differ in size, and so do columns that read hidden units; given both sizes,
+# codes are nearly normal. So the code at row r and column c is coded by table sizes[r] + sizes[c],
+# which saves 5% of the bytes (docs/lab.md, 2026-11-21). The coder's arrays are the lane states u32
+# at which decoding begins; the tables u16 (97, 256) of frequencies, by code & 255; and the sizes
+# u8: of each tensor in words, in turn, those of its rows, then those of its columns. Code i of a
+# tensor is in lane i % lanes. The states run on from tensor to tensor, and end at 2**16.
 ARTIFACT_PREFIX = struct.Struct("<8sII")
 ARTIFACT_MAGIC = b"UNDERPAR"
 ARTIFACT_VERSION = 7
@@ -2314,7 +2313,6 @@ ARTIFACT_ZSTD = zstandard.ZstdCompressor(
 )  # up to 0.5% fewer bytes than 3; from 12 on it is slow
 RANS_BITS = 14  # rounding frequencies costs 20 bytes per million codes; at 12 bits 150
 RANS_TOTAL = 1 << RANS_BITS
-RANS_LANES = 256  # move side by side, so many are fast; each of them costs 2 bytes
 RANS_LOW = 1 << 16  # states stay in [2**16, 2**32), so a step moves at most one 16-bit word
 
 
@@ -2408,7 +2406,7 @@ def size_numbers(mean_squares):
 def code_by_rans(codes):
     """Return the arrays that codes (name -> int8 (R, C)) are stored as, by name.
 
-    First come the coder's own arrays, then the rANS words of each tensor.
+    First come the coder's own arrays, then for each tensor its rANS words, or else its codes.
     """
     pairs = {}
     sizes = [np.empty(0, np.uint8)]
@@ -2418,15 +2416,23 @@ def code_by_rans(codes):
         rows = size_numbers(power.mean(1))
         columns = size_numbers(power.mean(0) / max(power.mean(), 1e-9))
         tables = np.add.outer(rows, columns).astype(np.int32)
-        pairs[name] = (tables << 8 | array.view(np.uint8)).reshape(-1)
-        sizes += [rows, columns]
-        counts += np.bincount(pairs[name], minlength=counts.size).reshape(counts.shape)
-    states = np.full(RANS_LANES, RANS_LOW, np.uint32)
+        symbols = (tables << 8 | array.view(np.uint8)).reshape(-1)
+        count = np.bincount(symbols, minlength=counts.size).reshape(counts.shape)
+        total = np.maximum(1, count.sum(1, keepdims=True))
+        entropy = (count * np.log2(total / np.maximum(1, count))).sum() / 8  # in bytes
+        # zstd is shorter where rows are alike, as an embedding's of tokens that rarely occur.
+        if entropy < len(ARTIFACT_ZSTD.compress(array.tobytes())):
+            pairs[name] = symbols
+            sizes += [rows, columns]
+            counts += count
+    # Lanes move side by side, so many are fast; each of them costs 2 bytes.
+    lanes = min(1024, max(8, int(counts.sum()) // 8192))
+    states = np.full(lanes, RANS_LOW, np.uint32)
     tables = np.stack([rans_table(count) for count in counts])
     coder = RansCoder(states, tables)
     words = {name: coder.encode(pairs[name]) for name in reversed(pairs)}
-    coded = {name: words[name] for name in codes}  # in the order of decoding
-    return {"lane_states": states, "tables": tables, "sizes": np.concatenate(sizes), **coded}
+    arrays = {"lane_states": states, "tables": tables, "sizes": np.concatenate(sizes)}
+    return {**arrays, **codes, **words}
 
 
 def pack_artifact(tensors, coded, **header):
@@ -2499,18 +2505,18 @@ def read_artifact(path, max_weights=1 << 30):
         for name, array in arrays.items():
             record = header["streams"][name]
             shape = record["shape"]
-            if "scale" in record:
+            if array.dtype == np.uint16:
                 height, *width = shape
                 ends = [height, height + math.prod(width)]
                 rows, columns, sizes = np.split(sizes, ends)
                 contexts = np.add.outer(rows, columns).reshape(-1)
-                symbols = coder.decode(contexts, array).view(np.int8)
-                codes = torch.from_numpy(symbols).view(height, -1)
+                array = coder.decode(contexts, array).view(np.int8)
+            values = torch.from_numpy(array).view(shape)
+            if "scale" in record:
                 scale = torch.tensor([record["scale"]], dtype=torch.float16)
-                coded[name] = Coded(codes, scale, record["bits"])
-                tensors[name] = dequantize(codes, scale).view(shape)
-            else:
-                tensors[name] = torch.from_numpy(array).float().view(shape)
+                coded[name] = Coded(values.flatten(1), scale, record["bits"])
+                values = dequantize(values, scale)
+            tensors[name] = values.float()
         require((states == RANS_LOW).all(), "the lanes do not end at 2**16")
     except Exception as error:  # a file that only claims to be an artifact may raise anything
         reason = str(error) if isinstance(error, ArtifactError) else repr(error)
@@ -2876,14 +2882,13 @@ class Run(Saved):
         A failure is an event if there is an older checkpoint, else an OSError.
         """
         if self.saved_step != self.step and self.runtime.rank == 0:
-            begin = time.perf_counter()
             training = {name: part.state_dict() for name, part in self.parts.items()}
             files = {"model": training.pop("network"), "training": training}
             settings = asdict(self.settings)
             meta = {"step": self.step, "settings": settings, "identity": self.identity}
             try:
                 save_checkpoint(self.folder, self.step, files, meta)
-                self.log(f"step:{self.step} saved in {1000 * (time.perf_counter() - begin):.0f}ms")
+                self.log(f"step:{self.step} saved")
             except OSError as error:
                 if not list_checkpoints(self.folder):
                     raise
@@ -2939,7 +2944,6 @@ class Run(Saved):
     def write_artifact(self, content):
         """Write model.upar, and log what became of plan and clock; return the artifact's path."""
         seconds = self.clock.elapsed()
-        self.log(f"clock: {seconds:.1f} s to train and choose, at most {self.clock.limit}")
         self.log(self.plan.describe())
         if self.clock.limit < seconds:
             self.event("over_clock", seconds=seconds, hint="needs more RESERVE_SECONDS")
@@ -3006,14 +3010,17 @@ def is_held_out(prompt):
     return int(hashlib.blake2b(prompt.encode(), digest_size=8).hexdigest(), 16) % 5 == 0
 
 
+def whole_numbers(text):
+    """Return the whole numbers in a text."""
+    return [int(digits) for digits in re.findall("[0-9]+", text)]
+
+
 def expression_value(text):
     """Return the exact value of whole numbers, + - * / and parentheses; None of any other text.
 
     A division by 0 has no value, nor has a text of more than 100 characters.
     """
-    if not re.fullmatch(r"[0-9+*/()\s-]{1,100}", text, re.ASCII):
-        return None
-    text = " ".join(text.split())
+    text = " ".join(text.split()) if re.fullmatch(r"[0-9+*/()\s-]{1,100}", text, re.ASCII) else "("
     # An operand that is missing would allow signs, powers, floor divisions and (), and an operator
     # that is missing calls. Without these, eval computes sums and products of at most 50 numbers.
     if re.search(r"(^|[-+*/(]) ?[-+*/)]|[0-9)] ?\(", text):
@@ -3024,15 +3031,20 @@ def expression_value(text):
         return None
 
 
+def random_text(rng, characters):
+    """Return 5 to 9 of these characters."""
+    return "".join(rng.choices(characters, k=rng.randint(5, 9)))
+
+
 def sort_problem(rng):
-    """Return 5 to 9 digits to sort: `52713`, `12357`."""
-    digits = "".join(rng.choices(string.digits, k=rng.randint(5, 9)))
+    """Return digits to sort: `52713`, `12357`."""
+    digits = random_text(rng, string.digits)
     return Problem(digits, "".join(sorted(digits)))
 
 
 def reverse_problem(rng):
-    """Return 5 to 9 letters to reverse: `abcde`, `edcba`."""
-    letters = "".join(rng.choices(string.ascii_lowercase, k=rng.randint(5, 9)))
+    """Return letters to reverse: `abcde`, `edcba`."""
+    letters = random_text(rng, string.ascii_lowercase)
     return Problem(letters, letters[::-1])
 
 
@@ -3059,31 +3071,32 @@ def countdown_problem(rng):
     return Problem("{} {} {}={}".format(*numbers, target), answer)
 
 
+DISTANCES = {"=": (0,), "<": (-2, -1), ">": (1, 2), "~": (-1, 1)}  # of two houses, by a clue's sign
+
+
 def zebra_problem(rng):
     """Return clues on who lives with which pet (and drink) in houses 1 to 3, and the only solution.
 
     `Ann<dog, Bob~cat, Cid=2`: = same house, < left of, > right of, ~ beside. The answer goes house
     by house: `Ann eel, Cid cat, Bob dog`.
     """
-    distances = {"=": (0,), "<": (-2, -1), ">": (1, 2), "~": (-1, 1)}  # between two houses
     names = "Ann Bob Cid cat dog eel ale gin tea".split()[: rng.choice((6, 9))]
-    words = [*names, "1", "2", "3"]
+    words = [*names, *"123"]
     orders = itertools.product(itertools.permutations((1, 2, 3)), repeat=len(names) // 3)
-    worlds = [(*itertools.chain(*order), 1, 2, 3) for order in orders]  # the house of each word
+    worlds = [sum(order, ()) + (1, 2, 3) for order in orders]  # the house of each word
     world = rng.choice(worlds)
     clues = []
     while len(worlds) > 1:
         a, b = sorted(rng.sample(range(len(words)), 2))
         sign = rng.choice("=<>~")
-        left = [other for other in worlds if other[a] - other[b] in distances[sign]]
-        if world in left and len(left) < len(worlds):
+        left = [other for other in worlds if other[a] - other[b] in DISTANCES[sign]]
+        if world in left and left != worlds:
             worlds = left
-            clues.append(f"{words[a]}{sign}{words[b]}")
-    houses = []
-    for house in (1, 2, 3):
-        kinds = range(0, len(names), 3)
-        houses.append(" ".join(names[world.index(house, kind)] for kind in kinds))
-    return Problem(", ".join(sorted(clues)), ", ".join(houses))
+            clues.append(words[a] + sign + words[b])
+    houses = [[], [], []]
+    for name, house in zip(names, world, strict=False):
+        houses[house - 1].append(name)
+    return Problem(", ".join(sorted(clues)), ", ".join(map(" ".join, houses)))
 
 
 GENERATED = {
@@ -3097,10 +3110,9 @@ GENERATED = {
 
 def final_number(text):
     """Return the number after the first `#### `, as GSM8K's own grader reads it, or NaN."""
-    found = re.search(r"#### (-?[0-9.,]+)", text)
-    digits = found[1].replace(",", "").removesuffix(".") if found else ""
-    is_number = re.fullmatch(r"-?([0-9]+(\.[0-9]+)?|\.[0-9]+)", digits)
-    return Decimal(digits if is_number else "NaN")
+    texts = re.findall("#### (-?[0-9.,]+)", text) or [""]
+    number = re.fullmatch(r"(-?([0-9]+(\.[0-9]+)?|\.[0-9]+))\.?", texts[0].replace(",", ""))
+    return Decimal(number[1] if number else "NaN")
 
 
 @dataclass(frozen=True)
@@ -3113,8 +3125,8 @@ class Task:
 
     def problem(self, index, held_out):
         """Return problem `index` of a split, new or of the file, which begins again at its end."""
-        if self.name in FROM_FILE:
-            rows = self.rows[held_out]
+        rows = self.rows[held_out]
+        if rows:
             return rows[index % len(rows)]
         rng = random.Random(f"{self.name} {self.seed} {held_out} {index}")
         while True:
@@ -3126,9 +3138,10 @@ class Task:
         """Return the first n held-out problems with different prompts, or all if there are fewer."""
         problems = {}
         for index in range(len(self.rows[True]) or 50 * n):
-            if len(problems) < n:
-                problem = self.problem(index, held_out=True)
-                problems.setdefault(problem.prompt, problem)
+            problem = self.problem(index, True)
+            problems.setdefault(problem.prompt, problem)
+            if len(problems) == n:
+                break
         return list(problems.values())
 
     def reward(self, problem, text):
@@ -3136,9 +3149,9 @@ class Task:
         if self.name == "gsm8k":
             return float(final_number(text) == final_number(problem.answer))  # NaN equals nothing
         if self.name == "countdown":
-            *numbers, target = map(int, re.findall("[0-9]+", problem.prompt))
-            used = sorted(map(int, re.findall("[0-9]+", text[:100])))
-            return float(used == numbers and expression_value(text) == target)
+            *numbers, target = whole_numbers(problem.prompt)
+            is_right = sorted(whole_numbers(text[:100])) == numbers
+            return float(is_right and expression_value(text) == target)
         return float(text.strip() == problem.answer)
 
 
@@ -3156,18 +3169,18 @@ def make_task(name, path, seed):
             f"TASK_PATH={path!r}: must be a file of JSON lines for gsm8k and jsonl, else empty"
         )
     problems = {}
+    keys = FROM_FILE[name]
     for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
         try:
             row = json.loads(line)
-            problem = Problem(*(row[key].strip() for key in FROM_FILE[name]))
-            is_right = task.reward(problem, problem.answer)
+            problem = Problem(*(row[key].strip() for key in keys))
+            if not (problem.prompt and problem.answer and task.reward(problem, problem.answer)):
+                raise ValueError
         except (ValueError, LookupError, TypeError, AttributeError):
-            is_right = False
-        if not (is_right and problem.prompt and problem.answer):
             raise UserError(
-                f"{path}:{number}: must be JSON with the texts {' and '.join(FROM_FILE[name])}, "
-                "not blank (gsm8k's with #### and a number)"
-            )
+                f"{path}:{number}: must be JSON with the texts {' and '.join(keys)}, not blank "
+                "(gsm8k's with #### and a number)"
+            ) from None
         problems.setdefault(problem.prompt, problem)
     for problem in random.Random(seed).sample(list(problems.values()), len(problems)):
         task.rows[is_held_out(problem.prompt)].append(problem)
@@ -3389,7 +3402,7 @@ def start_policy(settings, runtime):
         tokenizer = load_tokenizer(settings.tokenizer_path or "bytes")
         source = "new"
         config = model_config(
-            settings,
+            SimpleNamespace(**{"num_layers": 0, **vars(settings)}),
             tokenizer.vocab_size,
             tokenizer.bos_id,
             num_kv_heads=settings.num_heads,

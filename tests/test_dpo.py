@@ -535,7 +535,7 @@ def test_a_reward_head_survives_packing(float32, tmp_path):
 
 # ---------------------------------------------------------------------------------------------------- whole runs, tiny
 TINY = {
-    "DEVICE": "cpu", "LAYER_PATTERN": "g a", "MODEL_DIM": "32", "NUM_HEADS": "2", "SFT_STEPS": "20", "SFT_LR": "0.02",
+    "DEVICE": "cpu", "LAYER_PATTERN": "g a", "MODEL_DIM": "32", "NUM_HEADS": "2", "SFT_STEPS": "20",
     "PAIRS_PER_STEP": "16", "ITERATIONS": "24", "MAX_WALLCLOCK_SECONDS": "0", "RESERVE_SECONDS": "0",
     "SAVE_EVERY": "11", "LEARNING_RATE": "0.01",
 }

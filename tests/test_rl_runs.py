@@ -72,6 +72,7 @@ for line in sys.stdin:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     name = order["env"].pop("SCRIPT")
     T = sys.modules[f"train_{name}"]
+    T.SFT_LR = 0.4  # a warm start that gets a fifth right
     os.environ.clear()
     os.environ.update(order["env"])
     sys.argv = [T.__file__]
