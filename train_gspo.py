@@ -3908,7 +3908,7 @@ def begin_run(run, trainer, exam, checkpoint):
     run.log(f"parameters: {name_values(counts)}")
     run.log(run.plan.describe())
     run.log(
-        f"batch: {settings.prompts_per_step} prompts x {settings.group_size} samples a step, "
+        f"batch: a step is {settings.prompts_per_step} prompts x {settings.group_size} samples, "
         f"{settings.mini_batches} mini-batches x {settings.epochs} epochs"
     )
     run.log(
@@ -3923,9 +3923,9 @@ def begin_run(run, trainer, exam, checkpoint):
     else:
         exam.begin(trainer)
     start = score_intervals(exam.before)
-    run.log(score_table({"before": start}))
     if not checkpoint:
         run.log.metrics(0, held_out_metrics(start))
+    run.log(score_table({"before": start}))
 
 
 def log_step(run, metrics):

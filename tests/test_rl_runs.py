@@ -701,7 +701,7 @@ def test_a_fault_is_one_line(place, name, tmp_path):
 def test_an_existing_run_is_not_overwritten(place, straight):
     before = {path: path.read_bytes() for path in place.of(straight).rglob("*") if path.is_file()}
     line = place.refused(straight, straight)
-    assert line.startswith("error: RUN_ID='run': ") and "does not exist in" in line
+    assert line.startswith("error: RUN_ID='run': ") and "a new run in" in line
     assert {
         path: path.read_bytes() for path in place.of(straight).rglob("*") if path.is_file()
     } == before
@@ -742,8 +742,8 @@ def test_the_guides_program_in_a_fresh_interpreter(place, grpo, tmp_path):
     """From another folder, without a GPU: importing changes nothing, training writes and prints nothing itself."""
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "first").symlink_to(grpo)
-    _, program = blocks("python")
-    (tmp_path / "program.py").write_text(BEFORE + program + AFTER)
+    _, program, trl = blocks("python")
+    (tmp_path / "program.py").write_text(BEFORE + program + AFTER + trl)
     kept = {name: os.environ[name] for name in KEPT if name in os.environ}
     environ = {
         **kept,
@@ -759,7 +759,7 @@ def test_the_guides_program_in_a_fresh_interpreter(place, grpo, tmp_path):
         text=True,
     )
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
-    assert re.fullmatch(r"[\d.]+ [\d.]+ [\d.]+\n", done.stdout), done.stdout
+    assert re.fullmatch(r"[\d.]+ [\d.]+ [\d.]+\n\[(-?[\d.]+(, )?){3}\]\n", done.stdout), done.stdout
     assert sorted(path.name for path in tmp_path.iterdir()) == ["program.py", "runs"]
 
 
