@@ -78,7 +78,7 @@ class Settings:
     config: str = ""  # file of NAME=value lines; the environment overrides it
     resume: str = ""  # run to continue from its newest whole checkpoint: a RUN_ID or a folder
     replay: str = ""  # finished run to repeat step by step: its stored progress replaces the clock
-    seed: int = 1337  # of every random draw
+    seed: int = 1337  # decides every random draw
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a device
     compile: bool = False  # torch.compile; on a CPU it needs a C++ compiler
     activation_checkpointing: bool = False  # recompute layers in the backward pass: less memory

@@ -77,7 +77,7 @@ class Settings:
     config: str = ""  # file of NAME=value lines; the environment overrides it
     resume: str = ""  # run to continue from its newest whole checkpoint: a RUN_ID or a folder
     replay: str = ""  # finished run to repeat step by step: its stored progress replaces the clock
-    seed: int = 1337  # of every random draw
+    seed: int = 1337  # decides every random draw
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a device
     compile: bool = False  # torch.compile; on a CPU it needs a C++ compiler
     activation_checkpointing: bool = False  # recompute layers in the backward pass: less memory
@@ -4101,6 +4101,10 @@ class JudgedExam(Exam):
 
 # --------------------------------------------------------------------------------------- objective
 VALUE_COEF = 0.1  # weight of the value loss; 1 and 5 gained less with a head (docs/ppo.md)
+# What an update sums over its tokens, in the order of ppo_loss.
+METRICS = (
+    "entropy policy_loss value_loss clip_active clip_outside value_clip approx_kl sampler_gap"
+).split()
 GAMMA = 1.0  # discount: what an answer earns does not depend on its length
 VALUE_CLIP_RANGE = 0.2  # of a value, around the rollout's
 CRITIC_LR = 0.001  # of a separate critic: three times the policy's, because it begins with nothing
@@ -4176,11 +4180,17 @@ def ppo_loss(logps, values, batch, settings):
 
     below = ratio < low
     above = ratio > high
-    active = (below & (batch.advantages < 0)) | (above & (batch.advantages > 0))
-    gap = (batch.old - batch.sampled).abs()
-    logged = [policy, value, active, below | above, clipped > error, 0.5 * delta**2, gap]
-    loss = (policy + VALUE_COEF * value) * batch.mask
-    return loss, torch.stack(logged).detach() * batch.mask
+    active = torch.where(batch.advantages < 0, below, above & (batch.advantages > 0))
+    logged = [
+        policy,
+        value,
+        active,
+        below | above,
+        clipped > error,
+        0.5 * delta**2,
+        (batch.old - batch.sampled).abs(),
+    ]
+    return (policy + VALUE_COEF * value) * batch.mask, torch.stack(logged).detach() * batch.mask
 
 
 @dataclass
@@ -4238,15 +4248,15 @@ class PPOTrainer(JudgedTrainer, Saved):
         self.critic = model
         if settings.critic == "separate":
             self.critic = make_critic(reward_model or model, settings)
-        if getattr(self.critic, "w_value", None) is None:
+        if not hasattr(self.critic, "w_value"):
             add_value_head(self.critic)
         self.critic.w_value.requires_grad_(True)  # with adapters, too
         super().__init__(model, tokenizer, settings, **options)
         self.reward_model = reward_model
         self.all_optimizers = [self.optimizers]
         if self.critic is not model:
-            rates = replace(settings, learning_rate=CRITIC_LR)
-            self.all_optimizers.append(policy_optimizers(self.critic, rates, self.runtime))
+            settings = replace(settings, learning_rate=CRITIC_LR)
+            self.all_optimizers.append(policy_optimizers(self.critic, settings, self.runtime))
         self.kl_beta = settings.kl_beta  # KL_TARGET steers it
 
     @torch.no_grad()
@@ -4259,8 +4269,8 @@ class PPOTrainer(JudgedTrainer, Saved):
         begin = time.perf_counter()
         settings = self.settings
         numbers = range(self.runtime.rank, count, self.runtime.world_size)
-        drawn = [queries(step * count + number) for number in numbers]
         seeds = [(settings.seed, step, 0, number) for number in numbers]
+        drawn = [queries(step * count + number) for number in numbers]
         answers = self.sample(drawn, settings.group_size, settings.temperature, seeds)
         scores = self.rewards(answers, reward_function)
         return self.make_rollout(answers, scores, scores, begin)
@@ -4281,13 +4291,12 @@ class PPOTrainer(JudgedTrainer, Saved):
         """Return the rollout's mini-batches, lists of Experience, and what was measured of all
         ranks' tokens. Then KL_TARGET steers."""
         settings = self.settings
-        runtime = self.runtime
         mini_batches = []
         tokens = []  # of the answers: k1, k3, advantage and return
         with self.weights():
             for rows in rollout.rows:
                 mini_batches.append([])
-                for batch in make_batches(rows, runtime.device, self.micro_tokens):
+                for batch in make_batches(rows, self.runtime.device, self.micro_tokens):
                     old, values, _ = self.forward(batch)
                     reference = old
                     if self.ref_model is not None:
@@ -4299,22 +4308,30 @@ class PPOTrainer(JudgedTrainer, Saved):
                     advantages = advantage_estimates(
                         rewards, values, batch.mask, GAMMA, settings.gae_lambda
                     )
-                    returns = advantages + values
-                    tensors = batch.ids, batch.targets, batch.mask, batch.sampled, old, values
-                    mini_batches[-1].append(Experience(*tensors, advantages, returns))
-                    tokens.append(torch.stack([k1, k3, advantages, returns])[:, batch.mask])
+                    batch = Experience(
+                        batch.ids,
+                        batch.targets,
+                        batch.mask,
+                        batch.sampled,
+                        old,
+                        values,
+                        advantages,
+                        advantages + values,
+                    )
+                    mini_batches[-1].append(batch)
+                    tokens.append(torch.stack([k1, k3, advantages, batch.returns])[:, batch.mask])
 
         k1, k3, (mean, variance), (_, spread) = (
-            moments(values, runtime) for values in torch.cat(tokens, dim=1)
+            moments(values, self.runtime) for values in torch.cat(tokens, dim=1)
         )
         for batch in itertools.chain(*mini_batches):  # advantages are whitened; returns are not
             white = (batch.advantages - mean) * (variance + 1e-8).rsqrt() * batch.mask
-            batch.advantages = white.to(batch.values.dtype)
+            batch.advantages = white.to(batch.values)
         metrics = {"explained_variance": (1 - variance / spread).item() if spread > 0 else 0.0}
         if self.ref_model is not None:
             metrics |= {"kl": k1[0].item(), "kl_k3": k3[0].item(), "kl_beta": self.kl_beta}
-            divergence = metrics["kl"] * rollout.metrics["length"]
-            self.kl_beta = steered(self.kl_beta, divergence, settings.kl_target)
+            answer_kl = metrics["kl"] * rollout.metrics["length"]
+            self.kl_beta = steered(self.kl_beta, answer_kl, settings.kl_target)
         return mini_batches, metrics
 
     def update(self, rollout, multiplier=1.0):
@@ -4348,11 +4365,7 @@ class PPOTrainer(JudgedTrainer, Saved):
             for optimizers in self.all_optimizers:
                 optimizers.step(multiplier, MUON_MOMENTUM, bad)
             updates.append(torch.cat([torch.stack([norms[0], bad]), runtime.sum(sums)]))
-        names = (
-            "entropy policy_loss value_loss clip_active clip_outside value_clip approx_kl".split()
-        )
-        names.append("sampler_gap")
-        return metrics | update_metrics(names, updates, time.perf_counter() - begin)
+        return metrics | update_metrics(METRICS, updates, time.perf_counter() - begin)
 
 
 # -------------------------------------------------------------------------------------------- main

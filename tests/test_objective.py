@@ -295,18 +295,6 @@ def test_at_ratio_1_grpo_and_gspo_have_one_gradient_and_a_loss_of_0():
         assert (slopes - expected).abs().max() < 1e-15
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_gspo_token_is_gspo_and_neither_is_grpo_off_policy(seed):
-    rows = case(seed)
-    sequence, token, grpo = (
-        measured(M, tensors_of(rows), M.Settings(kl_beta=0.1, **BAND, **changes))
-        for M, changes in ((S, dict(importance="sequence")), (S, dict(importance="token")), (G, {}))
-    )
-    for one, other, third in zip(sequence, token, grpo, strict=True):
-        assert (one - other).abs().max() < 1e-14
-        assert (one - third).abs().max() > 1e-3
-
-
 @pytest.mark.parametrize("pad", [-7.5, 0.0, 3.0])
 def test_the_content_and_the_width_of_padding_change_nothing(pad):
     for M, settings in variants():
@@ -316,24 +304,6 @@ def test_the_content_and_the_width_of_padding_change_nothing(pad):
             assert abs(loss - expected[0]) < 1e-15 and (sums - expected[2]).abs().max() < 1e-13
             assert torch.equal(slopes[:, 6:], torch.zeros(8, width - 6))
             assert (slopes[:, :6] - expected[1]).abs().max() < 1e-15
-
-
-@each_script
-def test_the_divergence_is_k3_and_pulls_towards_the_reference(M):
-    rows = case()
-    rows.advantages = [0.0] * 8
-    batch = tensors_of(rows)
-    loss, slopes, sums = measured(M, batch, M.Settings(kl_beta=0.25))
-    away = (batch.reference - batch.logps).detach()
-    weights = batch.mask / (8 * batch.mask.sum(1, keepdim=True))
-    assert abs(loss - (0.25 * weights * (away.exp() - away - 1)).sum()) < 1e-15 and loss > 0
-    assert (slopes - 0.25 * weights * (1 - away.exp())).abs().max() < 1e-15
-    assert (
-        (slopes < 0) == (batch.mask & (away > 0))
-    ).all()  # descending raises what the reference finds likelier
-    assert (
-        measured(M, batch, M.Settings())[1].abs().max() == 0
-    )  # no advantages, no divergence: exactly no gradient
 
 
 # ------------------------------------------------------------------------------------- rows and log-probabilities
@@ -477,25 +447,6 @@ def test_log_probabilities_are_those_of_the_whole_softmax(M, temperature):
 
 
 @each_script
-def test_what_stands_in_the_padding_never_reaches_a_response(M):
-    network = policy(M)
-    [batch] = M.make_batches(with_logps(rows_of(2, 5)), CPU, 1 << 30)
-    logps, entropy = M.token_logps(network, batch, 1.0)
-    after = batch.mask.flip(1).cumsum(1).flip(1) == 0  # behind the last target
-    assert after.any()
-    batch.ids = torch.where(after, torch.randint(1, 264, batch.ids.shape), batch.ids)
-    for one, other in zip(M.token_logps(network, batch, 1.0), (logps, entropy), strict=True):
-        assert torch.equal(one, other)
-    wide = copy.copy(batch)
-    wide.ids, wide.targets = (
-        F.pad(batch.ids, (0, 7), value=1),
-        F.pad(batch.targets, (0, 7), value=-1),
-    )
-    wide.mask = wide.targets >= 0
-    assert (M.token_logps(network, wide, 1.0)[0][:, :-7] - logps).abs().max() < 1e-13
-
-
-@each_script
 def test_logits_are_made_for_4096_tokens_at_most(M):
     table, rows = (
         Table(40),
@@ -608,44 +559,6 @@ def furthest(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
 
 
 QUERIES = ["a", "bcd", "ef", "ghijkl"]
-
-
-@each_script
-def test_first_and_end_tokens_are_in_the_loss_by_hand_on_a_table(M, monkeypatch):
-    """Each response's path through the table is its own, so every token's part of the gradient has a row of its own."""
-    samples = {
-        0: ([10, 11, END], True),
-        1: ([20, END], True),
-        2: ([30, 31, 32, 33], False),
-        3: ([END], True),
-    }
-    scripted(monkeypatch, M, lambda seed, s: samples[s])
-    rewards, table = [1.0, 0.0, 0.5, 0.25], Table()
-    own, start = trainer(M, table, group_size=4, temperature=0.8), table.embed.detach().clone()
-    metrics = take(own, ["xyz"], lambda queries, texts: rewards)
-    probabilities, expected = (start / 0.8).softmax(-1), torch.zeros_like(start)
-    for (ids, _), advantage in zip(
-        samples.values(), advantages_of([rewards], "group"), strict=True
-    ):
-        for before, token in zip([ASSISTANT, *ids[:-1]], ids, strict=True):
-            slope = (F.one_hot(torch.tensor(token), 264) - probabilities[before]) / 0.8
-            expected[before] -= advantage / 4 / len(ids) * slope
-    assert (table.embed.grad - expected).abs().max() < 1e-12
-    assert expected.abs().sum(1).nonzero().flatten().tolist() == [10, 11, 20, 30, 31, 32, ASSISTANT]
-    # The first token of each response moves row 262, the end tokens rows 11 and 20: neither may be left out.
-    assert (
-        min(
-            expected[11, END].abs(),
-            expected[20, END].abs(),
-            *expected[ASSISTANT, [10, 20, 30, END]].abs(),
-        )
-        > 1e-3
-    )
-    assert (
-        expected[33].abs().max() == expected[END].abs().max() == 0
-    )  # nothing follows a last token
-    assert metrics["grad_norm"] == pytest.approx(expected.norm().item(), abs=1e-12)
-    assert torch.equal((table.embed - start).sign(), -expected.sign())  # a step down
 
 
 @each_script
@@ -806,29 +719,6 @@ def recorded(monkeypatch, M) -> list:
     return calls
 
 
-@each_script
-def test_mini_batches_and_epochs_share_out_whole_groups(M, monkeypatch):
-    seen, calls = scripted(monkeypatch, M), recorded(monkeypatch, M)
-    own = trainer(M, mini_batches=2, epochs=3, micro_batch_tokens=1 << 20)
-    metrics = take(own, QUERIES, lengths_score, step=7)
-    assert len(clips_of(metrics)) == len(calls) == 6
-    assert all(state["step"] == 6 for state in own.optimizers.all[0].state.values())
-    assert (
-        seen == [(own.settings.seed, 7, 0, number) for number in range(4)] and len(set(seen)) == 4
-    )
-    prompts = [G.chat_ids(BYTES, query)[0] for query in QUERIES]
-    for update, (_, batch) in enumerate(calls):
-        wanted = prompts[0:2] if update % 2 == 0 else prompts[2:4]
-        found = [
-            ids[: int(mask.nonzero()[0]) + 1].tolist()
-            for ids, mask in zip(batch.ids, batch.mask, strict=True)
-        ]
-        assert sorted(found) == sorted(prompt for prompt in wanted for _ in range(3))
-        assert batch is calls[update % 2][1]  # the old log-probabilities stay those of the rollout
-        advantages = torch.tensor(batch.advantages.tolist())
-        assert abs(advantages.sum()) < 1e-12 and advantages.abs().max() > 0.1
-
-
 NETWORKS = [
     dict(),
     dict(layer_pattern="a s"),
@@ -874,34 +764,6 @@ def test_equal_rewards_move_nothing(M, value, monkeypatch):
     metrics = take(own, QUERIES, lambda queries, texts: [value] * len(texts))
     assert metrics["grad_norm"] == 0 and metrics["zero_variance"] == 1
     assert all(map(torch.equal, before, state(own.network)))
-
-
-@each_script
-def test_with_equal_rewards_the_divergence_alone_has_a_gradient(M, monkeypatch):
-    scripted(monkeypatch, M)
-    other = policy(M)
-    with torch.no_grad():
-        for param in other.parameters():
-            param.add_(0.05 * torch.randn_like(param))
-    own, calls = trainer(M, kl_beta=0.3), recorded(monkeypatch, M)
-    own = TRAINERS[M](own.network, BYTES, own.settings, ref_model=other)
-    network = copy.deepcopy(own.network)
-    metrics = take(own, QUERIES, lambda queries, texts: [1.0] * len(texts))
-    [(_, batch)] = calls
-    away = M.token_logps(other, batch, 1.0)[0].detach() - M.token_logps(network, batch, 1.0)[0]
-    k3 = (away.exp() - away - 1) * batch.mask
-    (0.3 * (k3 / batch.mask.sum(1, keepdim=True)).sum(1).mean()).backward()
-    assert (
-        furthest([p.grad for p in own.network.parameters()], [p.grad for p in network.parameters()])
-        < 1e-12
-    )
-    assert (
-        metrics["kl"] == pytest.approx((k3.sum() / batch.mask.sum()).item(), abs=1e-6)
-        and metrics["kl"] > 0.01
-    )
-    assert metrics["loss"] == pytest.approx(
-        0.3 * (k3 / batch.mask.sum(1, keepdim=True)).sum(1).mean().item(), abs=1e-6
-    )
 
 
 def ranked_updates(runtime) -> dict[str, tuple]:

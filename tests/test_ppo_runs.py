@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
 import re
 import signal
 import subprocess
@@ -14,9 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import KEPT
 from test_objective import ALONE
-from test_rl_runs import SHORT, STOPPED, TINY, UNSET, Place
+from test_rl_runs import SHORT, STOPPED, TINY, UNSET, Place, blocks, run_guide, steps_of
 
 import sample
 import train_grpo as G
@@ -71,15 +69,6 @@ def judge(place: Place) -> Path:
     )
     (place.folder / "judge.upar").write_bytes(packed)
     return place.folder / "judge.upar"
-
-
-def steps_of(log: str) -> list[dict]:
-    """The numbers of each step's line."""
-    lines = re.findall(r"^step:\d+/\d+ (reward:.*?) train_time", log, re.MULTILINE)
-    return [
-        {key: float(value) for key, value in (pair.split(":") for pair in line.split())}
-        for line in lines
-    ]
 
 
 def test_the_result_is_complete_and_agrees_with_the_log(place, straight):
@@ -277,75 +266,21 @@ def test_ppo_learns_to_sort_from_the_warm_start(place, critic):
 
 
 # ------------------------------------------------------------------------------------------------------------ the guide
-def blocks(language: str) -> list[str]:
-    return re.findall(
-        rf"^```{language}\n(.*?)^```", GUIDE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
-    )
-
-
 @pytest.mark.full
 def test_every_command_of_the_guide(place, judge, tmp_path):
-    """As they stand there, one after the other in one folder, by bash; settings from the environment make them tiny."""
-    bin_ = tmp_path / "bin"
-    bin_.mkdir()
-    for name, module in (("python", ""), ("torchrun", "-m torch.distributed.run")):
-        (bin_ / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {module} "$@"\n')
-        (bin_ / name).chmod(0o755)
-    for name in ("train_grpo.py", "train_gspo.py", "train_ppo.py", "sample.py"):
-        (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "runs" / "judge").mkdir(
         parents=True
-    )  # stands for what train_dpo.py with OBJECTIVE=reward leaves
+    )  # as train_dpo.py with OBJECTIVE=reward leaves
     (tmp_path / "runs" / "judge" / "model.upar").write_bytes(judge.read_bytes())
-    kept = {name: os.environ[name] for name in KEPT if name in os.environ}
-    tiny = {name: value for name, value in TINY.items() if name not in ("TASK", "LEARNING_RATE")}
-    environ = {
-        **kept,
-        **tiny,
-        "ITERATIONS": "8",
-        "SFT_STEPS": "5",
-        "EVAL_PROMPTS": "8",
-        "SAVE_EVERY": "0",
-        "MAX_NEW_TOKENS": "10",
-        "OMP_NUM_THREADS": "1",
-        "PATH": f"{bin_}:{os.environ['PATH']}",
-    }
-    commands = [
-        line for block in blocks("bash") for line in block.replace("\\\n", " ").splitlines()
-    ]
-    assert len(commands) >= 6
-    for command in commands:
-        own = (
-            environ
-            if "train_" in command
-            else {name: environ[name] for name in (*kept, "OMP_NUM_THREADS", "PATH")}
-        )
-        done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", command],
-            cwd=tmp_path,
-            env=own,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, f"{command}: {done.stdout[-500:]} {done.stderr[-1500:]}"
-    program = "\n".join(blocks("python"))
-    (tmp_path / "program.py").write_text(program)
-    done = subprocess.run(
-        [sys.executable, "program.py"],
-        cwd=tmp_path,
-        env={**kept, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert (done.returncode, done.stderr) == (0, "") and re.fullmatch(
-        r"[\d.]+ -?[\d.e-]+ -?[\d.e-]+\n", done.stdout
-    )
+    run_guide(GUIDE, tmp_path)
+    program = ["-c", "\n".join(blocks("python", GUIDE))]
+    done = subprocess.run([sys.executable, *program], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.fullmatch(r"[\d.]+ -?[\d.e-]+ -?[\d.e-]+\n", done.stdout), done.stdout
 
 
 def test_the_guide_names_settings_that_exist():
     names = set(re.findall(r"\b([A-Z][A-Z_]{3,})=", GUIDE.read_text(encoding="utf-8")))
     known = {name.upper() for module in (P, G) for name in module.Settings.__dataclass_fields__}
     assert names and names - known - {"OBJECTIVE", "PROMPT"} == set()
-    assert all(itertools.chain(blocks("bash"), blocks("python")))
+    assert all(itertools.chain(blocks("bash", GUIDE), blocks("python", GUIDE)))

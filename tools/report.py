@@ -151,8 +151,14 @@ class Log:
                 self.add(f"held-out {name}", step, score)
 
 
-    def add_table_row(self, name: str, cells: dict[str, tuple]) -> None:
-        """Add held-out scores of a row of the table before and after: title -> mean and interval."""
+    def read_table(self, line: str) -> None:
+        """Add held-out scores of a line of the table: titles, or a name and means with intervals."""
+        name, *titles = line.split()
+        if name == "before":
+            self.columns = [name, *titles]
+            return
+        scores = re.findall(r"(\S+) \[(\S+), (\S+)\]", line)
+        cells = dict(zip(self.columns, scores, strict=False))
         if "before" in cells and not self.last:  # a resumed run prints it again
             self.add(f"held-out {name}", 0, list(map(float, cells["before"])))
         if "after" in cells:
@@ -208,11 +214,8 @@ def read_line(log: Log, line: str) -> None:
     """Read a line of a log."""
     if match := re.match(r"step:(\d+)[ /]", line):
         read_step_line(log, int(match[1]), line)
-    elif re.fullmatch(r"( +(before|gain|after))+", line):
-        log.columns = line.split()
-    elif log.columns and (match := re.fullmatch(r" +(\w+) +(.*\[.*)", line)):
-        cells = re.findall(r"(\S+) \[(\S+), (\S+)\]", match[2])
-        log.add_table_row(match[1], dict(zip(log.columns, cells, strict=False)))
+    elif re.match(r" +(before|\w+ .*\[)", line):
+        log.read_table(line)
     elif match := re.match(r"before: ({.*})$", line):
         if not log.last:  # a resumed run prints it again
             log.add_scores(0, match[1])
