@@ -91,7 +91,7 @@ def test_the_result_is_complete_and_agrees_with_the_log(place, straight):
     assert {key: result[key] for key in exact} == exact
     assert {
         name: (phase["start_step"], phase["steps"]) for name, phase in result["phases"].items()
-    } == {"warmup": (1, 1), "warmdown": (8, 3), "ema": (6, 5), "qat": (9, 2), "swa": (9, 2)}
+    } == {"warmup": (1, 1), "warmdown": (8, 3), "ema": (9, 2), "qat": (9, 2), "swa": (9, 2)}
     for name in ("greedy", "pass1", "pass2"):
         mean, low, high = result["gain"][name]
         assert mean == pytest.approx(

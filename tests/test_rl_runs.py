@@ -321,7 +321,7 @@ def test_all_phases_fired_where_the_plan_says(place, straight):
     assert {name: (phase["start_step"], phase["steps"]) for name, phase in phases.items()} == {
         "warmup": (1, 1),
         "warmdown": (8, 3),
-        "ema": (6, 5),
+        "ema": (9, 2),
         "qat": (9, 2),
         "swa": (9, 2),
     }

@@ -489,7 +489,8 @@ def test_a_users_reward_that_takes_other_arguments(tmp_path: Path) -> None:
 
 
 HANGS = ["import threading\ndef score(p, c, a):\n    threading.Event().wait()\n",
-         "def score(p, c, a):\n    while True:\n        pass\n", "import time\ndef score(p, c, a):\n    time.sleep(9)\n"]
+         "def score(p, c, a):\n    while True:\n        pass\n",
+         "import time\ndef score(p, c, a):\n    time.sleep(9)\n"]
 
 
 @pytest.mark.parametrize("source", HANGS, ids=["waits", "computes", "sleeps"])
