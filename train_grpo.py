@@ -12,7 +12,6 @@ stand in other scripts too, byte for byte (tools/sync.py).
 
 import base64
 import collections
-import concurrent.futures
 import contextlib
 import copy
 import difflib
@@ -32,12 +31,10 @@ import runpy
 import shlex
 import shutil
 import signal
-import statistics
 import string
 import struct
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -81,8 +78,9 @@ class Settings:
     config: str = ""  # file of NAME=value lines; the environment overrides it
     resume: str = ""  # run to continue from its newest whole checkpoint: a RUN_ID or a folder
     replay: str = ""  # finished run to repeat step by step: its stored progress replaces the clock
-    seed: int = 1337  # of every random draw
+    seed: int = 1337  # decides every random draw
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a device
+    compile: bool = False  # torch.compile; on a CPU it needs a C++ compiler
     activation_checkpointing: bool = False  # recompute layers in the backward pass: less memory
     # task
     # gsm8k and jsonl read TASK_PATH; jsonl: lines with prompt and answer
@@ -90,9 +88,7 @@ class Settings:
     task_path: str = ""  # file of gsm8k or jsonl
     # empty: the task's checker; random: a control; file.py:function, see load_reward
     reward: str = ""
-    reward_seconds: float = 60.0  # a reward function that takes longer ends the run
     eval_prompts: int = bounded(512, 1)  # held-out prompts that score the policy
-    eval_samples: int = bounded(8, 1)  # of each, for pass@1 and pass@EVAL_SAMPLES
     # policy at the start
     # a run, a checkpoint or an artifact; empty: a small model, warmed up on demonstrations
     init_from: str = ""
@@ -101,15 +97,14 @@ class Settings:
     layer_pattern: str = "g a g"  # g GDN, s sliding window, a full attention
     model_dim: int = bounded(64, 16)  # width of the residual stream
     num_heads: int = bounded(4, 1)  # query heads of attention, and heads of GDN
-    train_seq_len: int = bounded(128, 2)  # tokens in a window, training and evaluation
     lora_rank: int = 0  # of adapters, which alone are trained; 0: all weights are
     lora_alpha: float = 16.0  # adapters count by LORA_ALPHA / LORA_RANK
     # rollout
     prompts_per_step: int = bounded(32, 1)  # over all ranks
-    group_size: int = bounded(8, 1)  # samples of a prompt
+    group_size: int = bounded(8, 2)  # samples of a prompt
     max_new_tokens: int = bounded(16, 1)  # length of each, at most
     # of the distribution; 0: always the likeliest token
-    temperature: float = bounded(0.5, 0.0, 100.0)
+    temperature: float = bounded(0.5, 0.01, 100.0)
     # times that a group of one reward is drawn again, by another prompt (arXiv 2503.14476)
     dynamic_rounds: int = 0
     # last tokens of MAX_NEW_TOKENS that cost up to 1 of reward, evenly; 0: they cost nothing
@@ -124,8 +119,6 @@ class Settings:
     # whose standard deviation advantages are divided by
     scale_rewards: Literal["group", "batch", "none"] = "group"
     kl_beta: float = 0.0  # weight of the divergence from the reference
-    # of that: the policy as it starts; base: that without adapters
-    reference: Literal["start", "base"] = "start"
     mini_batches: int = bounded(4, 1)  # updates by the samples of a step
     epochs: int = bounded(1, 1)  # times that each sample is used
     micro_batch_tokens: int = 0  # per forward and rank; 0: fitted to memory. Same global batch
@@ -134,7 +127,7 @@ class Settings:
     max_wallclock_seconds: float = 150.0  # training clock; 0: no limit in time
     reserve_seconds: float = 5.0  # end of the clock kept to choose weights, quantize and pack
     # checkpoints and faults
-    save_every: str = "120s"  # between checkpoints: steps, or seconds (120s); 0: only at the end
+    save_every: int = 100  # steps between checkpoints, outside the clock; 0: only at the end
     # log and validation
     tracker: Literal["none", "tensorboard", "wandb"] = "none"  # where metrics go, beside the log
     val_loss_every: int = 0  # steps between validations, outside the clock; 0: only at the end
@@ -158,7 +151,15 @@ class Settings:
     artifact_bytes_max: int = bounded(16000000, 1)  # script + config + artifact, in bytes
 
     def __post_init__(self):
+        if isinstance(self.scale_rewards, bool):  # TRL's values
+            object.__setattr__(self, "scale_rewards", "group" if self.scale_rewards else "none")
         check_settings(self)
+        prompts_unit(self, ranks=1)
+        if 0 < self.ratio_limit <= 1 + self.right_clip_range:
+            raise UserError(
+                f"RATIO_LIMIT={self.ratio_limit}: must be 0, or above the band, "
+                f"{1 + self.right_clip_range}"
+            )
 
 
 # === shared: settings ===
@@ -2918,8 +2919,8 @@ class Decoder:
         self.graph = None
         self.step = torch.compile(self.read, dynamic=True) if network.compiled else self.read
         bos = network.config.bos_id
-        ids = [torch.tensor(prompt) for prompt in prompts]
-        ids = pad_sequence(ids, True, bos, "left").to(network.embed.device)
+        ids = pad_sequence([torch.tensor(prompt) for prompt in prompts], True, bos, "left")
+        ids = ids.to(network.embed.device)
         before = CONV_TAPS - 1  # padding of all rows, which the first token's convolution reaches
         padding = [[before + ids.size(1) - len(prompt)] for prompt in prompts]
         self.used = ids.new_tensor(before)  # slots that hold a token
@@ -2955,7 +2956,7 @@ class Decoder:
         docs = ((texts == self.network.config.bos_id) | (places == padding)).cumsum(dim=1)
         self.distance = self.slots[:, None] - places  # (T, room)
         self.is_seen = (self.distance >= 0) & (docs[:, self.slots, None] == docs[:, None])
-        return docs[:, reach], texts[:, self.slots - 1], (self.slots - padding).clamp(0)
+        return docs[:, reach], texts[:, self.slots - 1], (self.slots - padding).clamp(min=0)
 
     def read(self, ids):
         """Return the logits (R, V) of what comes after ids (R, T)."""
@@ -2986,7 +2987,7 @@ def draw(logits, temperature, top_k, top_p, uniform):
     likeliest token; top_k: that many tokens, 0: all; top_p: the likeliest tokens that together have
     this probability (arXiv 1904.09751).
     """
-    if not temperature:
+    if temperature == 0:
         return logits.argmax(-1), logits.new_zeros(len(logits))
     chances = (logits / temperature).softmax(-1)
     if top_k or top_p < 1:
@@ -3020,7 +3021,6 @@ def generate(network, prompts, count, max_new_tokens, temperature, top_k, top_p,
         decoder.take([row // count for row in range(len(draws))])
         live = [Sample([], [], False) for _ in draws]  # those that the decoder goes on with
         samples += live
-        picks = None
         for step in range(max_new_tokens):
             if step:
                 decoder(picks)
@@ -3247,6 +3247,9 @@ def make_task(name, path, seed):
 
 
 # === shared: rewards ===
+REWARD_SECONDS = 60  # a reward function of a file that takes longer ends the run
+
+
 def toss_coins(seed, problems, texts):
     """Return a fair coin for each text: the reward of control runs.
 
@@ -3262,12 +3265,12 @@ def toss_coins(seed, problems, texts):
     return coins
 
 
-def load_reward(spec, task, seconds):
+def load_reward(spec, task):
     """Return the function from problems and texts that answer them to rewards that REWARD names.
 
     spec: empty: the task's checker; random: toss_coins; path.py:function: a user's, which is called
     as function(prompts, completions, answers). What it raises is shown with its traceback. Raises
-    UserError if there is no such function, and later if it takes over `seconds` (0: no limit).
+    UserError if there is no such function, and later if it takes over REWARD_SECONDS.
     """
     if not spec:
         return lambda problems, texts: list(map(task.reward, problems, texts))
@@ -3282,23 +3285,18 @@ def load_reward(spec, task, seconds):
     if not callable(function):
         raise UserError(f"REWARD={spec!r}: {path} has no function {name!r}")
 
+    def give_up(number, frame):
+        raise UserError(f"REWARD={spec!r}: took over {REWARD_SECONDS} seconds")
+
     def call_function(problems, texts):
         prompts = [problem.prompt for problem in problems]
         answers = [problem.answer for problem in problems]
-        rewards = concurrent.futures.Future()
-
-        def call():
-            try:
-                rewards.set_result(function(prompts, list(texts), answers))
-            except BaseException as error:
-                rewards.set_exception(error)
-
-        # A daemon, so that a function that hangs does not keep the process.
-        threading.Thread(target=call, daemon=True).start()
+        signal.signal(signal.SIGALRM, give_up)
+        signal.setitimer(signal.ITIMER_REAL, REWARD_SECONDS)
         try:
-            return rewards.result(seconds or None)
-        except concurrent.futures.TimeoutError:
-            raise UserError(f"REWARD={spec!r}: took over REWARD_SECONDS={seconds}") from None
+            return function(prompts, list(texts), answers)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
     return call_function
 
@@ -3316,21 +3314,34 @@ def prompt_of(query):
     return prompt
 
 
-def checked_rewards(rewards, asked):
-    """Return what a reward function returned, a number for each (query, completion), as floats."""
+def checked_rewards(rewards, queries, texts):
+    """Return what a reward function returned, a number for each text, as a tensor (n,), float64."""
     try:
         values = torch.as_tensor(rewards, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError):
         values = torch.zeros(())
-    if values.shape != (len(asked),):
-        raise UserError(f"reward: must be a list of {len(asked)} numbers, not {rewards!r:.200}")
-    for value, (query, text) in zip(values.tolist(), asked, strict=True):
+    if values.shape != (len(texts),):
+        raise UserError(f"reward: must be a list of {len(texts)} numbers, not {rewards!r:.200}")
+    for value, query, text in zip(values.tolist(), queries, texts, strict=True):
         if not abs(value) < 1e15:
             raise UserError(
                 f"reward: must be finite and below 1e15, not {value} for prompt "
                 f"{prompt_of(query)!r:.80}, completion {text!r:.80}"
             )
-    return values.tolist()
+    return values
+
+
+def sum_rewards(functions, queries, texts):
+    """Return the sums of what reward functions with TRL's signature return, a list of one or more.
+
+    Each is called as function(prompts=, completions=, NAME=...), lists with an entry for each text.
+    The names are the other keys of the queries, if these are dicts.
+    """
+    columns = {"prompts": [prompt_of(query) for query in queries], "completions": texts}
+    if isinstance(queries[0], dict):
+        for name in queries[0].keys() - {"prompt"}:
+            columns[name] = [query[name] for query in queries]
+    return sum(checked_rewards(function(**columns), queries, texts) for function in functions)
 
 
 # === end: rewards ===
@@ -3421,9 +3432,10 @@ def adapt(network, settings):
 
 def policy_optimizers(network, settings, runtime):
     """Return the optimizers of what is trained, all of it at LEARNING_RATE."""
-    rate = (settings.learning_rate, settings.weight_decay)
-    rates = dict.fromkeys(("matrix", "adapter", "embedding", "head"), rate)
-    rates["control"] = (settings.learning_rate, 0.0)
+    lr = settings.learning_rate
+    decay = settings.weight_decay
+    rates = {name: (lr, decay) for name in ("matrix", "adapter", "embedding", "head")}
+    rates["control"] = (lr, 0.0)
     return Optimizers(network, settings.optimizer, rates, runtime)
 
 
@@ -3505,7 +3517,7 @@ def supervise(network, rows, settings, runtime):
     same steps.
     """
     alone = Runtime(0, 1, runtime.device, False)
-    rates = dict.fromkeys(("embedding", "head", "control"), (SFT_LR / 20, 0.0))  # no decay
+    rates = dict.fromkeys(("adapter", "embedding", "head", "control"), (SFT_LR / 20, 0.0))
     rates["matrix"] = (SFT_LR, 0.0)
     optimizers = Optimizers(network, "muon", rates, alone)
     shares = []
@@ -3552,441 +3564,673 @@ def mean_interval(values):
 
 # === shared: policy ===
 START_TEMPERATURES = (0.3, 0.5, 0.7, 1.0)  # sharpening alone must not look like learning
-SFT_PROBLEMS, CHOICE_PROBLEMS, EVAL_STEP = 1 << 40, 1 << 41, 1 << 31  # numbers beyond those of problems and steps
+EVAL_SAMPLES = 8  # of each held-out problem
+CHOICE_PROBLEMS = 256  # unseen training problems that choose between raw and averaged weights
+# The problems of the warm start and of that choice have numbers, and scored samples have a step in
+# their seeds, that no training step reaches.
+FIRST_SFT_PROBLEM = 1 << 40
+FIRST_CHOICE_PROBLEM = 1 << 41
+EVAL_STEP = 1 << 31
+# What must stay when a run is resumed, beside the model's shape and the tokenizer.
+IDENTITY = "seed task prompts_per_step group_size lora_rank critic reward_model".split()
+# A step that takes longer than this and than 20 median steps prints the stacks of all threads.
+HANG_SECONDS = 120.0
+FIRST_STEPS = 10  # a run whose first steps teach nothing ends: a dead start
 
 
-def check_room(network: GPT, prompts: list[list[int]], most: int) -> None:
-    """Raise UserError where the context has no room for MAX_NEW_TOKENS=`most` after one of these prompts."""
-    longest, context = max(map(len, prompts), default=0), network.config.train_seq_len
-    if longest + most > context:
-        raise UserError(f"MAX_NEW_TOKENS={most}: a prompt has {longest} tokens, the model's context {context}; "
-                        f"must be at most {max(0, context - longest)}, or the prompt shorter")
+@dataclass
+class Answer:
+    """A sampled answer to a query."""
+
+    query: object  # a string, or an object or a dict with `prompt`
+    prompt: list[int]
+    text: str
+    ids: list[int]
+    logps: list[float]  # of the ids, by the sampler
+    finished: bool  # whether a stop token ended it
 
 
-def warm_start(network: GPT, tokenizer: Tokenizer, task: Task, settings: Settings, runtime: Runtime) -> list[float]:
-    """`supervise` by demonstrations of the task."""
-    def rows(numbers: range) -> list[tuple]:
-        found = []
-        for at in numbers:
-            problem = task.problem(SFT_PROBLEMS + at, False)
-            prompt, end = chat_ids(tokenizer, problem.prompt)
-            found.append((prompt, [*tokenizer.encode(problem.answer), end]))
-        return found
+@dataclass
+class Rollout:
+    """The answers of a step."""
 
-    return supervise(network, rows, settings, runtime)
+    rows: list[list[tuple]]  # of this rank, as make_batches takes them, by mini-batch
+    metrics: dict[str, float]  # of all ranks
+
+
+def check_room(network, prompts, max_new_tokens):
+    """Raise UserError if the context has no room for an answer after one of these prompts."""
+    longest = max(map(len, prompts), default=0)
+    context = network.config.train_seq_len
+    if longest + max_new_tokens > context:
+        raise UserError(
+            f"MAX_NEW_TOKENS={max_new_tokens}: a prompt has {longest} tokens, the model's context "
+            f"{context}; must be at most {max(0, context - longest)}, or the prompt shorter"
+        )
+
+
+def prompts_unit(settings, ranks):
+    """Return MINI_BATCHES x ranks, which must divide the prompts of a step. Raises UserError."""
+    unit = settings.mini_batches * ranks
+    if settings.prompts_per_step % unit:
+        raise UserError(
+            f"PROMPTS_PER_STEP={settings.prompts_per_step}: must be a multiple of MINI_BATCHES x "
+            f"ranks = {unit}"
+        )
+    return unit
+
+
+def moments(values, runtime):
+    """Return mean and variance (of a sample, n - 1) of values (n,) over all ranks, 0-d, float64."""
+    values = values.to(runtime.device, torch.float64)
+    total, count = runtime.sum(torch.stack([values.sum(), values.new_tensor(len(values))]))
+    mean = total / count
+    return mean, runtime.sum((values - mean).square().sum()) / (count - 1).clamp(min=1)
 
 
 class PolicyTrainer:
-    """What trainers of a policy have in common; their own: settings, network, tokenizer, runtime, table, qat, dataset,
-    steps (so far), stop (tokens that end an answer), unit (what divides a step's prompts), query, rollout and update.
+    """A policy that learns from rewards: `train_step` is a rollout and its updates, `train` many.
+
+    model: a GPT. tokenizer: of load_tokenizer. train_dataset: prompts for `train`: strings, or
+    objects or dicts with `prompt`. reward_funcs: a function or a list of functions with TRL's
+    signature, see sum_rewards. ref_model: a GPT that KL_BETA keeps the policy near, in place of the
+    policy as it is now. A subclass has `rollout` and `update`. Raises UserError.
     """
 
-    reward_model = None  # a GPT that scores in place of reward functions
+    reward_model = None  # a network that scores answers in place of a function
 
-    def weights(self) -> contextlib.AbstractContextManager[None]:
-        """The weights that sample and are scored: in quantization-aware training, as the artifact gives them back."""
+    def __init__(
+        self,
+        model,
+        tokenizer,
+        args=None,
+        *,
+        ref_model=None,
+        train_dataset=(),
+        reward_funcs=(),
+        runtime=None,
+    ):
+        self.settings = settings = args or Settings()
+        self.network = model
+        self.tokenizer = tokenizer
+        self.dataset = train_dataset
+        self.runtime = runtime or Runtime(0, 1, model.embed.device, False)
+        self.unit = prompts_unit(settings, self.runtime.world_size)
+        functions = [reward_funcs] if callable(reward_funcs) else reward_funcs
+        self.reward_function = functions and functools.partial(sum_rewards, functions)
+        # The reference is ref_model inside the context that self.reference() returns.
+        self.ref_model = None
+        self.reference = contextlib.nullcontext
+        adapters = [w for name, w in model.named_parameters() if name.endswith("lora_b")]
+        if (
+            settings.kl_beta
+            and ref_model is None
+            and adapters
+            and not any(map(torch.any, adapters))
+        ):
+            # New adapters change nothing: without them the policy is what it is now.
+            self.ref_model = model
+            self.reference = reference_policy(model, frozen=False)
+        elif settings.kl_beta:
+            self.ref_model = copy.deepcopy(ref_model or model)
+        self.optimizers = policy_optimizers(model, settings, self.runtime)
+        self.trained = list(self.optimizers.params)
+        self.micro_tokens = settings.micro_batch_tokens or fitting_tokens(
+            model, self.runtime.device
+        )
+        self.table = quant_table(settings)
+        self.qat = False
+        self.stop = frozenset([chat_ids(tokenizer, "")[1]])  # tokens that end an answer
+        self.steps = 0  # of train_step and train so far
+
+    def weights(self):
+        """Return the context of the weights that sample and are scored: under QAT the rounded."""
         return quantized(self.network, self.table) if self.qat else contextlib.nullcontext()
 
-    def sample(self, queries: list, count: int, temperature: float, seeds: list[tuple]) -> list[SimpleNamespace]:
-        """`count` completions of each query: a group with query, prompt (its ids), samples and texts."""
+    def sample(self, queries, count, temperature, seeds):
+        """Return `count` Answers to each query, query by query."""
         prompts = [chat_ids(self.tokenizer, prompt_of(query))[0] for query in queries]
-        most = self.settings.max_new_tokens
-        check_room(self.network, prompts, most)
+        length = self.settings.max_new_tokens
+        check_room(self.network, prompts, length)
         with torch.no_grad(), self.weights(), parametrize.cached():
-            found = iter(generate(self.network, prompts, count, most, temperature, 0, 1.0, seeds, self.stop))
-        groups = []
-        for query, prompt in zip(queries, prompts, strict=True):
-            samples = list(itertools.islice(found, count))
-            texts = [completion(self.tokenizer, prompt, sample.ids) for sample in samples]
-            groups.append(SimpleNamespace(query=query, prompt=prompt, samples=samples, texts=texts, rewards=[]))
-        return groups
+            samples = generate(
+                self.network, prompts, count, length, temperature, 0, 1.0, seeds, self.stop
+            )
+        answers = []
+        for index, sample in enumerate(samples):
+            prompt = prompts[index // count]
+            text = completion(self.tokenizer, prompt, sample.ids)
+            answers.append(Answer(queries[index // count], prompt, text, **vars(sample)))
+        return answers
 
-    def train_step(self, queries: list, reward_function: Callable | None, step: int | None = None,
-                   multiplier: float = 1.0) -> dict:
-        """A rollout of `queries`, strings, or objects or dicts with `prompt`, and its updates; the metrics of both.
+    def rewards(self, answers, reward_function):
+        """Return the rewards of answers (n,), by a function of lists of queries and texts."""
+        queries = [answer.query for answer in answers]
+        texts = [answer.text for answer in answers]
+        return checked_rewards(reward_function(queries, texts), queries, texts)
 
-        reward_function: from lists of queries, each GROUP_SIZE times, and of completions to a list of numbers. step: of
-        the samples' seeds; by default the number of rollouts so far.
+    def make_rollout(self, answers, rewards, values, begin):
+        """Return the Rollout of this rank's answers, begun at a time; rewards, values: (answers,).
+
+        The values are what make_batches calls advantages. zero_variance is the share of answers in
+        groups of one reward.
+        """
+        rows = []
+        for answer, value in zip(answers, values.tolist(), strict=True):
+            rows.append((answer.prompt, answer.ids, answer.logps, value))
+        size = len(rows) // self.settings.mini_batches
+        mini_batches = [rows[start : start + size] for start in range(0, len(rows), size)]
+
+        runtime = self.runtime
+        count = len(rows) * runtime.world_size
+        groups = rewards.view(-1, self.settings.group_size)
+        zero_variance, _ = moments((groups == groups[:, :1]).all(1), runtime)
+        length, _ = moments(torch.tensor([len(answer.ids) for answer in answers]), runtime)
+        finished, _ = moments(torch.tensor([answer.finished for answer in answers]), runtime)
+        mean, variance = moments(rewards, runtime)
+        metrics = {
+            "reward": mean,
+            "reward_std": (variance * (1 - 1 / count)).sqrt(),  # of all rewards, not of a sample
+            "zero_variance": zero_variance,
+            "length": length,
+            "finished": finished,
+            "truncated": 1 - finished,
+            "gen_tok_s": count * length / (time.perf_counter() - begin),
+        }
+        return Rollout(mini_batches, {name: value.item() for name, value in metrics.items()})
+
+    def step(self, queries, count, reward_function):
+        """Return the metrics of a rollout of `count` queries, taken in turn, and of its updates."""
+        reward_function = reward_function or self.reward_function
+        if not (reward_function or self.reward_model):
+            raise UserError("reward_funcs: none; needs one, or a reward_function")
+        rollout = self.rollout(
+            lambda index: queries[index % len(queries)], count, reward_function, self.steps
+        )
+        self.steps += 1
+        return {**rollout.metrics, **self.update(rollout)}
+
+    def train_step(self, queries, reward_function=None):
+        """Return the metrics of a rollout of `queries`, see train_dataset, and of its updates.
+
+        reward_function: from lists of queries, each GROUP_SIZE times, and of completions to a list
+        of numbers; None: reward_funcs.
         """
         if not queries or len(queries) % self.unit:
-            raise UserError(f"train_step: {len(queries)} queries; not a multiple of MINI_BATCHES x ranks = {self.unit}")
-        step = self.steps if step is None else step
-        rollout = self.rollout(lambda number, draw: queries[number], len(queries), reward_function, step)
-        return {**rollout.metrics, **self.update(rollout, multiplier)}
+            raise UserError(
+                f"train_step: {len(queries)} queries; not a multiple of MINI_BATCHES x ranks = "
+                f"{self.unit}"
+            )
+        return self.step(queries, len(queries), reward_function)
 
-    def train(self, reward_function: Callable | None = None) -> list[dict]:
-        """ITERATIONS steps over train_dataset, or over TASK with its own reward; the metrics of each."""
-        s = self.settings
-        if not s.iterations or self.dataset and not (reward_function or self.reward_model):
-            raise UserError(f"ITERATIONS={s.iterations}: train needs some, and for a train_dataset a reward_function")
-        task = None if self.dataset else make_task(s.task, s.task_path, s.seed)
-        reward, found = reward_function or load_reward(s.reward, task, s.reward_seconds), []
-        for step in range(s.iterations):
-            rollout = self.rollout(functools.partial(self.query, task, step), s.prompts_per_step, reward, step)
-            found.append({**rollout.metrics, **self.update(rollout)})
-        return found
+    def train(self, reward_function=None):
+        """Take ITERATIONS steps over train_dataset; return the metrics of each, see train_step."""
+        settings = self.settings
+        if not (settings.iterations and self.dataset):
+            raise UserError(
+                f"ITERATIONS={settings.iterations}: must be above 0, and there must be a "
+                "train_dataset"
+            )
+        steps = range(settings.iterations)
+        return [self.step(self.dataset, settings.prompts_per_step, reward_function) for _ in steps]
 
 
-def solve(trainer: PolicyTrainer, task: Task, problems: list[Problem], count: int, temperature: float) -> Tensor:
-    """Whether `count` samples of each problem are right by the task's own checker, (n, count) of 0 and 1, float64;
-    the ranks share them out.
+def update_metrics(names, updates, seconds):
+    """Return means over the updates of a step, and over their tokens of the sums with these names.
+
+    updates: of each, norm of the gradient, whether it was skipped, loss, tokens, and the sums.
+    clip_active and clip_outside are also given for each update.
     """
-    runtime, right = trainer.runtime, torch.zeros(len(problems), count, dtype=torch.float64)
-    own = range(runtime.rank, len(problems), runtime.world_size)
-    groups = trainer.sample([problems[at] for at in own], count, temperature,
-                            [(trainer.settings.seed, EVAL_STEP, at) for at in own])
-    for at, group in zip(own, groups, strict=True):
-        right[at] = torch.tensor([float(task.reward(problems[at], text) >= 1) for text in group.texts])
-    return runtime.sum(right.to(runtime.device)).cpu()
+    norm, bad, loss, tokens, *sums = torch.stack(updates).double().cpu().T  # (updates,) each
+    metrics = {"loss": loss.mean().item(), "grad_norm": norm.mean().item()}
+    metrics["bad"] = bad.sum().item()
+    metrics["train_tok_s"] = tokens.sum().item() / seconds
+    for name, values in zip(names, sums, strict=True):
+        metrics[name] = (values.sum() / tokens.sum()).item()
+        if name.startswith("clip_"):
+            for number, share in enumerate((values / tokens).tolist(), 1):
+                metrics[f"{name}_{number}"] = share
+    return metrics
 
 
-def policy_scores(greedy: Tensor, sampled: Tensor) -> dict:
-    """For result.json, of held-out problems: greedy (n, 1), sampled (n, k); shares and 95% intervals, in [0, 1]."""
-    found = {"greedy": greedy[:, 0], "pass1": sampled.mean(1), f"pass{sampled.size(1)}": sampled.amax(1)}
-    return {"n": len(greedy), **{name: np.clip(mean_interval(each), 0, 1).tolist() for name, each in found.items()}}
+class Exam(Saved):
+    """The held-out problems of a task, and the policy's scores before training.
 
-
-def policy_gain(before: dict[str, Tensor], greedy: Tensor, sampled: Tensor, temperature: float) -> tuple[dict, str]:
-    """Paired gains with 95% intervals, as in `policy_scores`; and pass1 over the start's at its best temperature, which
-    that is. before: "greedy" and the start's samples by temperature, shaped as greedy (n, 1) and sampled (n, k).
+    Raises UserError for under two problems.
     """
-    best, was = max(before.keys() - {"greedy"}, key=lambda name: before[name].mean()), before[str(temperature)]
-    gain = {"greedy": (greedy - before["greedy"])[:, 0], "pass1": sampled.mean(1) - was.mean(1),
-            f"pass{sampled.size(1)}": sampled.amax(1) - was.amax(1),
-            "pass1_over_best": sampled.mean(1) - before[best].mean(1)}
-    return {name: mean_interval(values) for name, values in gain.items()}, best
+
+    STATE = ("before", "best_pass1")
+
+    def __init__(self, task, settings):
+        self.task = task
+        self.problems = task.held_out(settings.eval_prompts)
+        if len(self.problems) < 2:
+            raise UserError(
+                f"EVAL_PROMPTS={settings.eval_prompts}: {len(self.problems)} held out; an interval "
+                "needs at least 2"
+            )
+        self.before = {}  # as of scores()
+        self.best_pass1 = None  # pass1 at the best of START_TEMPERATURES
+
+    def is_right(self, answers):
+        """Return whether the task's checker says that answers are right."""
+        return [self.task.reward(answer.query, answer.text) >= 1 for answer in answers]
+
+    def marks(self, trainer, problems, count, temperature, mark=None):
+        """Return the marks of `count` answers to each problem, (n, count), float64.
+
+        mark: from answers to numbers; None: is_right. The ranks share the problems out.
+        """
+        runtime = trainer.runtime
+        marks = torch.zeros(len(problems), count, dtype=torch.float64, device=runtime.device)
+        share = slice(runtime.rank, None, runtime.world_size)
+        seeds = [(trainer.settings.seed, EVAL_STEP, number) for number in range(len(problems))]
+        answers = trainer.sample(problems[share], count, temperature, seeds[share])
+        mark = mark or self.is_right
+        marks[share] = torch.as_tensor(mark(answers)).view(-1, count).to(marks)
+        return runtime.sum(marks)
+
+    def scores(self, trainer):
+        """Return scores by problem, (n,) each: greedy, and mean and best of EVAL_SAMPLES samples."""
+        greedy = self.marks(trainer, self.problems, 1, 0.0)
+        temperature = trainer.settings.temperature
+        sampled = self.marks(trainer, self.problems, EVAL_SAMPLES, temperature)
+        return {
+            "greedy": greedy[:, 0],
+            "pass1": sampled.mean(1),
+            f"pass{EVAL_SAMPLES}": sampled.amax(1),
+        }
+
+    def begin(self, trainer):
+        """Score the policy before training."""
+        self.before = self.scores(trainer)
+        candidates = [self.before["pass1"]]
+        for temperature in START_TEMPERATURES:
+            marks = self.marks(trainer, self.problems, EVAL_SAMPLES, temperature)
+            candidates.append(marks.mean(1))
+        self.best_pass1 = max(candidates, key=torch.mean)
+
+    def gain(self, after):
+        """Return gains with 95% intervals, paired by problem.
+
+        pass1_over_best is over the start at its best temperature.
+        """
+        gain = {name: mean_interval(after[name] - self.before[name]) for name in after}
+        gain["pass1_over_best"] = mean_interval(after["pass1"] - self.best_pass1)
+        return gain
 
 
-def log_step(run: Run, clock: Clock, report: StepReport, metrics: dict) -> None:
-    """Count the finished step if one of its updates was skipped, and log its metrics.
+def score_intervals(scores):
+    """Return the mean of each score (n,) with its 95% interval; of shares it ends at 0 and 1."""
+    intervals = {"n": len(scores["greedy"])}
+    for name, values in scores.items():
+        intervals[name] = mean_interval(values)
+        if name != "reward_model":
+            intervals[name] = np.clip(intervals[name], 0, 1).tolist()
+    return intervals
 
-    metrics: as of the trainer; they are empty for a step that was taken before the run was resumed. Of `clips`, by
-    update the shares of tokens that were clipped and outside the band, each share gets a name of its own.
+
+def score_table(columns):
+    """Return scores as a table for the log. columns: title -> name of a score -> its value.
+
+    A value is a number, or a mean and the ends of its interval.
     """
+    lines = ["".join(f"{title:>30s}" for title in ["", *columns])]
+    for name in list(columns.values())[-1]:  # the gain has all
+        line = f"{name:>30s}"
+        for scores in columns.values():
+            value = scores.get(name, "")
+            if isinstance(value, list):
+                value = "{:.3f} [{:.3f}, {:.3f}]".format(*value)
+            line += f"{value:>30}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def open_run(settings, runtime, network, tokenizer):
+    """Return the run, its folder made or found, and the checkpoint to resume from, or None."""
+    identity = {name: getattr(settings, name, None) for name in IDENTITY}
+    identity |= {**asdict(network.config), "tokenizer_sha256": tokenizer.sha256}
+    clock = Clock(settings, runtime, replayed_progress(settings))
+    run = Run(settings, runtime, Plan(settings), clock, identity)
+    checkpoint = run.open()
+    if tokenizer.file != "bytes":
+        run.write_file(tokenizer.file, tokenizer.content)
+    return run, checkpoint
+
+
+def warm_start(network, tokenizer, task, run):
+    """Train a new policy on demonstrations of the task, see supervise."""
+
+    def rows(numbers):
+        demonstrations = []
+        for number in numbers:
+            problem = task.problem(FIRST_SFT_PROBLEM + number, held_out=False)
+            prompt, end = chat_ids(tokenizer, problem.prompt)
+            demonstrations.append((prompt, [*tokenizer.encode(problem.answer), end]))
+        return demonstrations
+
+    shares = supervise(network, rows, run.settings, run.runtime)
+    run.log(f"policy: new, {len(shares)} supervised steps, last accuracies {shares[-5:]}")
+
+
+def begin_run(run, trainer, exam, checkpoint):
+    """Load the checkpoint, or score the start; log what is trained and where it begins."""
+    settings = run.settings
+    network = trainer.network
+    problems = itertools.chain(*exam.task.rows)
+    prompts = [chat_ids(trainer.tokenizer, problem.prompt)[0] for problem in problems]
+    check_room(network, prompts, settings.max_new_tokens)
+    run.parts.update(network=network, optimizers=trainer.optimizers, exam=exam)
+    if trainer.ref_model not in (None, network):
+        run.parts["reference"] = trainer.ref_model
+    counts = count_parameters(network)
+    counts["trained"] = sum(param.numel() for param in trainer.trained)
+    run.log(f"parameters: {name_values(counts)}")
+    run.log(run.plan.describe())
+    run.log(
+        f"batch: a step is {settings.prompts_per_step} prompts x {settings.group_size} samples, "
+        f"{settings.mini_batches} mini-batches x {settings.epochs} epochs"
+    )
+    run.log(
+        "note: the ratios of a step's first mini-batch are 1: nothing is clipped, and the policy's "
+        "loss is about 0, but its gradient is not; look at the rewards"
+    )
+    network.compiled = settings.compile  # of generation; sampling here compiles it
+    if checkpoint:
+        run.load(checkpoint)
+        if settings.compile:
+            exam.scores(trainer)
+    else:
+        exam.begin(trainer)
+    start = score_intervals(exam.before)
+    if not checkpoint:
+        run.log.metrics(0, held_out_metrics(start))
+    run.log(score_table({"before": start}))
+
+
+def log_step(run, metrics):
+    """Log the step before, if its report has come; return whether a rank is to stop.
+
+    metrics: of the trainer; empty after a run was resumed.
+    """
+    report = run.clock.previous_report()
+    if report is None:
+        return False
     run.count_skipped(report)
-    if not metrics:
-        return
-    shown = {name: value for name, value in metrics.items() if name not in ("bad", "clips")}
-    for update, (active, outside) in enumerate(metrics["clips"], 1):
-        shown[f"clip_active_{update}"] = active
-        shown[f"clip_outside_{update}"] = outside
-    shown["train_time"] = 1000 * report.seconds
-    shown["step_avg"] = 1000 * report.seconds / run.step
-    steps_left = clock.iterations - run.step
-    seconds_left = min(clock.budget - report.seconds, steps_left * clock.median_step())
-    run.log.metrics(run.step, shown, seconds_left)
+    if metrics:
+        seconds = report.seconds
+        times = {"train_time": 1000 * seconds, "step_avg": 1000 * seconds / run.step}
+        run.log.metrics(run.step, {**metrics, **times}, run.clock.budget - seconds)
+    return report.stop_requested
 
 
-def choose_weights(trainer: PolicyTrainer, averages: dict[str, Average], task: Task, log: Callable) -> str:
-    """Give the policy those of raw and averaged weights that answer 256 unseen training problems best; their name."""
-    s, shares = trainer.settings, {}
-    values = {"raw": [param.detach() for param in trainer.trained],
-              **{name: average.values for name, average in averages.items() if average.count}}
-    trainer.qat = not s.lora_rank  # adapters are quantized as parts of the weights that they change
-    problems = [task.problem(CHOICE_PROBLEMS + at, False) for at in range(256)]
-    for name in values if len(values) > 1 else ():
-        with swapped(trainer.trained, values[name]):
-            shares[name] = solve(trainer, task, problems, 1, s.temperature).mean().item()
-        log(f"weights: {name}, pass1 {shares[name]:.4f} on {len(problems)} training problems")
-    chosen = max(shares, key=shares.get, default="raw")
+def stop_run(run, stop_signal):
+    """Leave a run that a signal stopped; return its exit code."""
+    number = signal.Signals(stop_signal.number or signal.SIGTERM)
+    run.log(f"stopped by {number.name} after step {run.step}; RESUME={run.folder} goes on")
+    run.runtime.leave()
+    return 128 + number
+
+
+def choose_weights(trainer, averages, exam, log):
+    """Give the policy those of raw and averaged weights that answer unseen training problems best.
+
+    Return their name.
+    """
+    raw = [param.detach() for param in trainer.trained]
+    candidates = {"raw": raw}
+    for name, average in averages.items():
+        if average.count:
+            candidates[name] = average.values
+    # Adapters are quantized as parts of the weights that they change.
+    trainer.qat = not trainer.settings.lora_rank
+    numbers = range(FIRST_CHOICE_PROBLEM, FIRST_CHOICE_PROBLEM + CHOICE_PROBLEMS)
+    problems = [exam.task.problem(number, held_out=False) for number in numbers]
+    shares = {}
+    for name, values in candidates.items():
+        with swapped(raw, values):
+            right = exam.marks(trainer, problems, 1, trainer.settings.temperature)
+        shares[name] = right.mean().item()
+        log(f"weights: {name}, pass1 {shares[name]:.4f} on {CHOICE_PROBLEMS} training problems")
+    chosen = max(shares, key=shares.get)
     log(f"weights: {chosen} chosen")
-    torch._foreach_copy_(values["raw"], values[chosen])
+    torch._foreach_copy_(raw, candidates[chosen])
     return chosen
+
+
+def pack_policy(run, trainer):
+    """Write model.upar, the policy alone; return its bytes."""
+    network = trainer.network
+    if run.settings.lora_rank:
+        merge_lora(network)
+    tensors = network.state_dict()
+    tensors.pop("w_value", None)  # a critic's
+    tokenizer = trainer.tokenizer
+    content = pack_artifact(
+        tensors,
+        quantize_all(tensors, trainer.table),
+        settings=asdict(network.config),
+        tokenizer_sha256=tokenizer.sha256,
+        meta={"seed": run.settings.seed, "tokenizer": tokenizer.file},
+    )
+    run.clock.stop()
+    run.write_artifact(content)
+    return content
+
+
+def score_artifact(run, trainer, exam):
+    """Score the policy that the artifact file alone gives back; return all scores for result.json."""
+    trainer.network, _, _ = load_model("ARTIFACT", str(run.folder / "model.upar"))
+    trainer.network.to(run.runtime.device)
+    trainer.qat = False
+    after = exam.scores(trainer)
+    scores = {
+        "before": score_intervals(exam.before),
+        "after": score_intervals(after),
+        "gain": exam.gain(after),
+    }
+    run.log.metrics(run.step, held_out_metrics(scores["after"]))
+    run.log(score_table(scores))
+    return scores
+
+
 # === end: policy ===
 
 
-# --------------------------------------------------------------------------------------------------------- objective
-def group_advantages(rewards: Tensor, scale: str, batch_std: Tensor) -> Tensor:
-    """Rewards (P, G) less their group's mean, over its standard deviation (of a sample, + 1e-4), `batch_std`, or 1.
+# --------------------------------------------------------------------------------------- objective
+def group_advantages(rewards, scale, batch_std):
+    """Return rewards (P, G) minus their group's mean, divided by a standard deviation.
 
-    arXiv 2402.03300, section 4.1.2; "none" is Dr. GRPO's (2503.20783). A group of one reward has advantages of 0.
+    That is their group's (of a sample, + 1e-4; arXiv 2402.03300, section 4.1.2), `batch_std`, or
+    with scale "none" 1 (Dr. GRPO, 2503.20783). A group of one reward has advantages of 0.
     """
-    apart = rewards - rewards[:, :1]  # or equal rewards could differ from their mean in the last digit
-    centred = apart - apart.mean(1, keepdim=True)
+    # Without the first subtraction equal rewards could differ from their mean in the last digit.
+    centred = rewards - rewards[:, :1]
+    centred = centred - centred.mean(1, keepdim=True)
     if scale == "none":
         return centred
-    return centred / ((rewards.std(1, keepdim=True) if scale == "group" else batch_std) + 1e-4)
+    std = rewards.std(1, keepdim=True) if scale == "group" else batch_std
+    return centred / (std + 1e-4)
 
 
-def token_weights(mask: Tensor, total: Tensor, settings: Settings, ranks: int) -> Tensor:
-    """What each token's loss counts, (B, T), so that losses add up over micro-batches and ranks to the mini-batch's.
+def token_weights(mask, total, settings, ranks):
+    """Return what the loss of each token counts (B, T): a mini-batch's losses then add up to its
+    loss, over micro-batches and ranks.
 
-    mask (B, T), the tokens of responses; total (3,): samples and tokens of the mini-batch, tokens of this rank's part.
+    mask (B, T): tokens of responses. total (3,): samples and tokens of the mini-batch, and tokens
+    of this rank's part.
     """
-    samples, tokens, own = total
-    return mask / {"sequence": samples * mask.sum(1, keepdim=True).clamp(min=1), "dapo": tokens, "bnpo": own * ranks,
-                   "dr_grpo": samples * settings.max_new_tokens}[settings.reduction]
+    samples, tokens, rank_tokens = total
+    if settings.reduction == "sequence":
+        return mask / (samples * mask.sum(1, keepdim=True).clamp(min=1))
+    divisors = {
+        "dapo": tokens,
+        "bnpo": rank_tokens * ranks,
+        "dr_grpo": samples * settings.max_new_tokens,
+    }
+    return mask / divisors[settings.reduction]
 
 
-def importance(delta: Tensor, mask: Tensor, settings: Settings) -> Tensor:
-    """Ratio of probabilities (B, T) by which the clipped surrogate weighs a token; delta (B, T), log p - log p_old."""
+def importance(delta, mask, settings):
+    """Return the ratio (B, T) that weighs each token, from delta = log p - log p_old (B, T)."""
     return delta.exp()
 
 
-def policy_loss(logps: Tensor, batch: SimpleNamespace, settings: Settings) -> tuple[Tensor, Tensor]:
-    """Loss of each token (B, T), and of it (5, B, T): clip active, r outside, |log p / p_old|, KL, sampler gap.
+def policy_loss(logps, batch, settings):
+    """Return the loss of each token (B, T), and for the log (5, B, T): whether the clip is active,
+    whether the ratio is outside the band, |log p / p_old|, KL, and the sampler gap.
 
-    The clipped surrogate (arXiv 1707.06347, equation 7) of r with a band that may be asymmetric (2503.14476), and with
-    KL_BETA that times k3 = e^x - x - 1, x = log p_ref - log p. Of `batch`: mask (B, T), advantages (B,), old, reference
-    and sampled, log-probabilities (B, T). Active: the clip is what the loss takes, so there is no gradient; outside: r
-    is not in the band, whatever the advantage's sign. Sampler gap: |log p_old - what the sampler had|.
+    The loss is the clipped surrogate (arXiv 1707.06347, equation 7) with a band that may be
+    asymmetric (2503.14476), plus KL_BETA times k3 = e^x - x - 1, where x = log p_ref - log p. An
+    active clip leaves no gradient. The sampler gap is |log p_old - what the sampler computed|.
     """
-    advantages, mask, reference = batch.advantages[:, None], batch.mask, batch.reference
-    delta, away = (logps - batch.old) * mask, ((logps.detach() if reference is None else reference) - logps) * mask
-    ratio, low, high = importance(delta, mask, settings), 1 - settings.left_clip_range, 1 + settings.right_clip_range
-    limited = ratio.clamp(max=settings.ratio_limit) if settings.ratio_limit else ratio
+    advantages = batch.advantages[:, None]
+    low = 1 - settings.left_clip_range
+    high = 1 + settings.right_clip_range
+    delta = (logps - batch.old) * batch.mask
+    ratio = importance(delta, batch.mask, settings)
+    limited = ratio.clamp(max=settings.ratio_limit or math.inf)
     loss = -torch.minimum(limited * advantages, ratio.clamp(low, high) * advantages)
-    below, above, kl = ratio < low, ratio > high, away.exp() - away - 1
-    active = below & (advantages < 0) | above & (advantages > 0) | (limited < ratio) & (advantages < 0)
-    logged = torch.stack([active, below | above, delta.abs(), kl, (batch.old - batch.sampled).abs()]).detach() * mask
+
+    reference = logps.detach() if batch.reference is None else batch.reference
+    x = (reference - logps) * batch.mask
+    kl = x.exp() - x - 1
+
+    below = (ratio < low) | (limited < ratio)
+    active = torch.where(advantages < 0, below, (ratio > high) & (advantages > 0))
+    outside = (ratio < low) | (ratio > high)
+    gap = (batch.old - batch.sampled).abs()
+    logged = torch.stack([active, outside, delta.abs(), kl, gap]).detach() * batch.mask
     return loss + settings.kl_beta * kl, logged
-
-
-def update_unit(s: Settings, ranks: int) -> int:
-    """MINI_BATCHES x ranks, which divides the prompts of a step. Raises UserError: settings that do not fit."""
-    unit = s.mini_batches * ranks
-    for wrong, said in (
-        (s.group_size < 2, f"GROUP_SIZE={s.group_size}: must be at least 2, for a group's rewards are compared"),
-        (s.prompts_per_step % unit,
-         f"PROMPTS_PER_STEP={s.prompts_per_step}: must be a multiple of MINI_BATCHES x ranks = {unit}"),
-        (s.temperature <= 0, f"TEMPERATURE={s.temperature}: must be above 0, or all samples of a group are one"),
-        (0 < s.ratio_limit <= 1 + s.right_clip_range, f"RATIO_LIMIT={s.ratio_limit}: must be 0, or above the band, "
-                                                      f"{1 + s.right_clip_range}"),
-    ):
-        if wrong:
-            raise UserError(said)
-    return unit
 
 
 GRPOConfig = Settings  # GRPOConfig(learning_rate=1e-4, group_size=16)
 
 
 class GRPOTrainer(PolicyTrainer):
-    """A policy that learns from rewards: `train_step` is a rollout and its updates, `train` many of them.
-
-    model: a GPT; tokenizer: of load_tokenizer; config: Settings, which other trainers call args. train_dataset: prompts
-    for `train`, strings, or objects or dicts with `prompt`. ref_model: a GPT to stay near to by KL_BETA, in place of
-    REFERENCE. Raises UserError where the numbers do not fit together.
-    """
-
-    def __init__(self, model: GPT, tokenizer: Tokenizer, config: Settings | None = None, *,
-                 args: Settings | None = None, ref_model: GPT | None = None, train_dataset: list | None = None,
-                 runtime: Runtime | None = None):
-        self.settings = s = config or args or Settings()
-        self.network, self.tokenizer, self.dataset = model, tokenizer, train_dataset
-        self.runtime = runtime or Runtime(0, 1, model.embed.device, False)
-        self.unit = update_unit(s, self.runtime.world_size)
-        if (s.kl_beta and s.reference == "base" and ref_model is None
-                and not any(name.endswith("lora_b") for name, _ in model.named_parameters())):
-            raise UserError("REFERENCE='base': no adapters to switch off; needs LORA_RANK, or REFERENCE=start")
-        self.optimizers = policy_optimizers(model, s, self.runtime)
-        self.micro_tokens = s.micro_batch_tokens or fitting_tokens(model, self.runtime.device)
-        self.table, self.qat, self.stop = quant_table(s), False, frozenset([chat_ids(tokenizer, "")[1]])
-        self.trained, self.steps = [param for param in model.parameters() if param.requires_grad], 0
-        self.reference, self.ref_model = None, model  # a context in which ref_model is the reference policy
-        if s.kl_beta and ref_model is not None:
-            self.reference, self.ref_model = contextlib.nullcontext, copy.deepcopy(ref_model)
-        elif s.kl_beta:
-            self.reference = reference_policy(model, s.reference == "start")
-
-    def groups(self, queries: Callable[[int, int], object], count: int, reward: Callable,
-               step: int) -> list[SimpleNamespace]:
-        """This rank's groups of `count`, rewarded, in the order of mini-batches; drawn again as DYNAMIC_ROUNDS says."""
-        s = self.settings
-        ranks = np.arange(count).reshape(s.mini_batches, self.runtime.world_size, -1)
-        found = dict.fromkeys(ranks[:, self.runtime.rank].reshape(-1).tolist())  # number -> group
-        for draw in range(s.dynamic_rounds + 1):
-            wanted = [number for number, group in found.items() if group is None or len(set(group.rewards)) == 1]
-            groups = self.sample([queries(number, draw) for number in wanted], s.group_size, s.temperature,
-                                 [(s.seed, step, draw, number) for number in wanted])
-            asked = [(group.query, text) for group in groups for text in group.texts]
-            rewards = checked_rewards(reward(*map(list, zip(*asked, strict=True))), asked) if asked else []
-            for at, (number, group) in enumerate(zip(wanted, groups, strict=True)):
-                group.rewards, found[number] = rewards[at * s.group_size : (at + 1) * s.group_size], group
-        return list(found.values())
+    """Group relative policy optimization; arguments and use as of PolicyTrainer."""
 
     @torch.no_grad()
-    def rollout(self, queries: Callable[[int, int], object], count: int, reward: Callable,
-                step: int) -> SimpleNamespace:
-        """Samples of this rank's share of `count` prompts: `rows` of make_batches by mini-batch, all ranks' `metrics`.
+    def rollout(self, queries, count, reward_function, step):
+        """Return the Rollout of this rank's share of `count` prompts, with the answers' advantages.
 
-        queries(number, draw): prompt `number` of a step; another one for each draw, see DYNAMIC_ROUNDS. reward: from
-        lists of queries, each GROUP_SIZE times, and of completions to a list of numbers.
+        queries(index): query of an index that no other prompt has. reward_function: from lists of
+        queries, each GROUP_SIZE times, and of texts to a list of numbers.
         """
-        s, begin, self.steps = self.settings, time.perf_counter(), self.steps + 1
-        groups = self.groups(queries, count, reward, step)
-        rewards = torch.tensor([group.rewards for group in groups], dtype=torch.float64)  # (P, G)
-        lengths = torch.tensor([[len(sample.ids) for sample in group.samples] for group in groups]).double()
-        ended = torch.tensor([[sample.finished for sample in group.samples] for group in groups]).double()
-        over = lengths - s.max_new_tokens + s.overlong_buffer  # DAPO's soft punishment, arXiv 2503.14476, equation 13
-        shaped = rewards - (over / s.overlong_buffer).clamp(0, 1) if s.overlong_buffer else rewards
-        alike = (rewards == rewards[:, :1]).all(1, keepdim=True).expand_as(rewards).double()
-        sums = torch.stack([torch.ones_like(shaped), shaped, shaped**2, rewards, rewards**2, lengths, ended, alike])
-        total, *means = self.runtime.sum(sums.sum((1, 2)).to(self.runtime.device)).tolist()
-        shaped_mean, shaped_square, mean, square, length, finished, zero = (each / total for each in means)
-        batch_std = math.sqrt(max(0.0, shaped_square - shaped_mean**2) * total / (total - 1))
-        advantages = group_advantages(shaped, s.scale_rewards, batch_std).tolist()
-        rows = [[(group.prompt, sample.ids, sample.logps, advantage)
-                 for sample, advantage in zip(group.samples, own, strict=True)]
-                for group, own in zip(groups, advantages, strict=True)]
-        share = len(rows) // s.mini_batches
-        rows = [list(itertools.chain(*rows[at : at + share])) for at in range(0, len(rows), share)]
-        return SimpleNamespace(rows=rows, metrics={
-            "reward": mean, "reward_std": math.sqrt(max(0.0, square - mean**2)), "zero_variance": zero,
-            "length": length, "finished": finished, "truncated": 1 - finished,
-            "gen_tok_s": total * length / (time.perf_counter() - begin)})
+        begin = time.perf_counter()
+        settings = self.settings
+        size = settings.group_size
+        numbers = range(self.runtime.rank, count, self.runtime.world_size)
+        groups = {}  # number of a prompt -> its answers
+        rewards = {}  # (G,) each
+        pending = numbers
+        # A group of one reward teaches nothing: it is drawn again, by another prompt.
+        for draw in range(settings.dynamic_rounds + 1):
+            if not pending:
+                break
+            first = (step * (settings.dynamic_rounds + 1) + draw) * count
+            drawn = [queries(first + number) for number in pending]
+            seeds = [(settings.seed, step, draw, number) for number in pending]
+            answers = self.sample(drawn, size, settings.temperature, seeds)
+            values = self.rewards(answers, reward_function)
+            for index, number in enumerate(pending):
+                group = slice(index * size, (index + 1) * size)
+                groups[number] = answers[group]
+                rewards[number] = values[group]
+            pending = [number for number in numbers if len(rewards[number].unique()) == 1]
 
-    def update(self, rollout: SimpleNamespace, multiplier: float = 1.0) -> dict:
-        """MINI_BATCHES x EPOCHS optimizer steps at `multiplier` times the learning rate; what was measured in them."""
-        s, begin, runtime = self.settings, time.perf_counter(), self.runtime
-        minis = [make_batches(rows, runtime.device, self.micro_tokens) for rows in rollout.rows]
-        with torch.no_grad(), self.weights():  # by the training forward: a sampler's last digits count in a narrow band
-            for batch in itertools.chain(*minis[1:]):  # the first mini-batch has them from its own forward
-                batch.old, _ = token_logps(self.network, batch, s.temperature)
-        with torch.no_grad(), self.reference() if self.reference else contextlib.nullcontext():
-            for batch in itertools.chain(*minis) if self.reference else ():
-                batch.reference, _ = token_logps(self.ref_model, batch, s.temperature)
-        seen = []
-        for batches in minis * s.epochs:
-            size = torch.tensor([sum(len(batch.ids) for batch in batches),
-                                 sum(int(batch.mask.sum()) for batch in batches)], device=runtime.device)
-            total = torch.cat([runtime.sum(size.clone()), size[1:]])
-            torch._foreach_zero_([param.grad for param in self.optimizers.params])
-            sums = torch.zeros(8, device=runtime.device)  # loss, tokens, entropy, and policy_loss's five
+        answers = list(itertools.chain(*groups.values()))
+        rewards = torch.stack(list(rewards.values()))  # (P, G)
+        shaped = rewards
+        if settings.overlong_buffer:  # DAPO's soft punishment, arXiv 2503.14476, equation 13
+            lengths = torch.tensor([len(answer.ids) for answer in answers])
+            excess = lengths - settings.max_new_tokens + settings.overlong_buffer
+            shaped = rewards - (excess / settings.overlong_buffer).clamp(0, 1).view_as(rewards)
+        _, variance = moments(shaped.flatten(), self.runtime)
+        advantages = group_advantages(shaped, settings.scale_rewards, variance.sqrt().cpu())
+        return self.make_rollout(answers, rewards.flatten(), advantages.flatten(), begin)
+
+    def update(self, rollout, multiplier=1.0):
+        """Take MINI_BATCHES x EPOCHS optimizer steps at `multiplier` times the learning rate.
+
+        Return what was measured in them.
+        """
+        begin = time.perf_counter()
+        settings = self.settings
+        runtime = self.runtime
+        temperature = settings.temperature
+        mini_batches = []
+        for rows in rollout.rows:
+            mini_batches.append(make_batches(rows, runtime.device, self.micro_tokens))
+        # Old log-probabilities are the training forward's: the sampler's last digits would count in
+        # a narrow band.
+        with torch.no_grad(), self.weights():
+            for batch in itertools.chain(*mini_batches):
+                batch.old, _ = token_logps(self.network, batch, temperature)
+                if self.ref_model is not None:
+                    with self.reference():
+                        batch.reference, _ = token_logps(self.ref_model, batch, temperature)
+
+        updates = []
+        for batches in mini_batches * settings.epochs:
+            samples = runtime.world_size * sum(len(batch.ids) for batch in batches)
+            tokens = sum(batch.mask.sum() for batch in batches)
+            total = samples, runtime.sum(tokens.clone()), tokens
+            torch._foreach_zero_([param.grad for param in self.trained])
+            sums = torch.zeros(
+                8, device=runtime.device
+            )  # loss, tokens, entropy, policy_loss's five
             with self.weights():
                 for batch in batches:
-                    logps, entropy = token_logps(self.network, batch, s.temperature)
-                    batch.old = logps.detach() if batch.old is None else batch.old
-                    losses, logged = policy_loss(logps, batch, s)
-                    loss = (losses * token_weights(batch.mask, total, s, runtime.world_size)).sum()
+                    logps, entropy = token_logps(self.network, batch, temperature)
+                    losses, logged = policy_loss(logps, batch, settings)
+                    weights = token_weights(batch.mask, total, settings, runtime.world_size)
+                    loss = (losses * weights).sum()
                     loss.backward()
-                    sums += torch.stack([loss.detach(), batch.mask.sum(), entropy.sum(), *logged.sum((1, 2))])
-            norm, sums = self.optimizers.reduce_gradients(runtime, s.grad_clip_norm, sums)
+                    parts = [loss.detach(), batch.mask.sum(), entropy.sum(), *logged.sum((1, 2))]
+                    sums += torch.stack(parts)
+            norm, sums = self.optimizers.reduce_gradients(runtime, settings.grad_clip_norm, sums)
             bad = ~torch.isfinite(norm)
             self.optimizers.step(multiplier, MUON_MOMENTUM, bad)
-            seen.append(torch.cat([torch.stack([norm, bad]), sums]))
-        norm, bad, loss, tokens, *sums = torch.stack(seen).double().cpu().T  # (updates,) each
+            updates.append(torch.cat([torch.stack([norm, bad]), sums]))
         names = "entropy clip_active clip_outside log_ratio kl sampler_gap".split()
-        means = {name: (each.sum() / tokens.sum()).item() for name, each in zip(names, sums, strict=True)}
-        return {"loss": loss.mean().item(), **means,
-                "grad_norm": norm.mean().item(), "bad": bad.sum().item(),
-                "train_tok_s": tokens.sum().item() / (time.perf_counter() - begin),
-                "clips": (torch.stack(sums[1:3]) / tokens).T.tolist()}  # of each update: active, outside
-
-    def query(self, task: Task | None, step: int, number: int, draw: int) -> object:
-        """Prompt `number` of a step, at the `draw`-th time: of the task's training problems, or of train_dataset."""
-        at = (step * (self.settings.dynamic_rounds + 1) + draw) * self.settings.prompts_per_step + number
-        return task.problem(at, False) if task else self.dataset[at % len(self.dataset)]
+        return update_metrics(names, updates, time.perf_counter() - begin)
 
 
 # -------------------------------------------------------------------------------------------- main
-# A step that takes longer than this and than 20 median steps prints the stacks of all threads.
-HANG_SECONDS = 120.0
-FIRST_STEPS = 10  # if no group of these steps has two different rewards, the run ends: a dead start
-
-
-def main() -> int:
+def main():
     """Train, pack and score one policy; return the exit code. Raises UserError before step 1."""
     begin = time.perf_counter()
     settings = load_settings(Settings, os.environ, sys.argv[1:], stored=stored_settings)
-    plan = Plan(settings)
     runtime = start_runtime(settings.device)
-    device = runtime.device
-    update_unit(settings, runtime.world_size)
+    prompts_unit(settings, runtime.world_size)
     task = make_task(settings.task, settings.task_path, settings.seed)
-    reward = load_reward(settings.reward, task, settings.reward_seconds)
-    problems = task.held_out(settings.eval_prompts)
-    if len(problems) < 2:
-        raise UserError(
-            f"EVAL_PROMPTS={settings.eval_prompts}: {len(problems)} held out; an interval needs at "
-            "least 2"
-        )
+    exam = Exam(task, settings)
+    reward = load_reward(settings.reward, task)
     network, tokenizer, source = start_policy(settings, runtime)
-    config = network.config
 
-    # clock, run folder and log
-    clock = Clock(settings, runtime, replayed_progress(settings))
-    identity = {
-        **asdict(config),
-        "tokenizer_sha256": tokenizer.sha256,
-        "seed": settings.seed,
-        "task": settings.task,
-        "prompts_per_step": settings.prompts_per_step,
-        "group_size": settings.group_size,
-        "lora_rank": settings.lora_rank,
-    }
-    run = Run(settings, runtime, plan, clock, identity)
-    checkpoint = run.open()
-    log = run.log
-    if tokenizer.file != "bytes":
-        run.write_file(tokenizer.file, tokenizer.content)
-
-    # policy, trainer, averages
-    if source != "new":
-        log(f"policy: {source}")
-    elif not checkpoint:
-        solved = warm_start(network, tokenizer, task, settings, runtime)
-        last = " ".join(f"{share:.2f}" for share in solved[-5:])
-        log(
-            f"policy: new, {len(solved)} supervised steps on demonstrations of {task.name}, "
-            f"last accuracies {last}"
-        )
+    # run folder and log, policy, trainer, averages
+    run, checkpoint = open_run(settings, runtime, network, tokenizer)
+    clock = run.clock
+    plan = run.plan
+    if source == "new" and not checkpoint:
+        warm_start(network, tokenizer, task, run)
+    else:
+        run.log(f"policy: {source}")
     adapt(network, settings)
     trainer = GRPOTrainer(network, tokenizer, settings, runtime=runtime)
-    prompts = [chat_ids(tokenizer, problem.prompt)[0] for problem in itertools.chain(*task.rows)]
-    check_room(network, prompts, settings.max_new_tokens)
     averages = {}
     if settings.ema:
         averages["ema"] = Average(trainer.trained, EMA_MEMORY)
     if settings.swa:
         averages["swa"] = Average(trainer.trained)
-    before = {}  # "greedy" or a temperature -> which held-out samples of the start were right
-    history = {"reward": [], "zero_variance": []}
-    reference = {}  # the weights to which KL_BETA holds the policy
-    if trainer.reference:
-        reference = dict(enumerate(trainer.reference.args[1]))
-    run.parts.update(
-        network=network,
-        optimizers=trainer.optimizers,
-        **averages,
-        before=checkpointed(before),
-        history=checkpointed(history),
-        reference=checkpointed(reference),
-    )
-    counts = count_parameters(network)
-    trained = sum(param.numel() for param in trainer.trained)
-    log(
-        "parameters: "
-        + " ".join(f"{name}:{count}" for name, count in counts.items())
-        + f" trained:{trained} layers: {config.layers}"
-    )
-    log(plan.describe())
-    samples = settings.prompts_per_step * settings.group_size
-    log(
-        f"batch: a step is {settings.prompts_per_step} prompts x {settings.group_size} samples = "
-        f"{samples}; {settings.mini_batches} mini-batches x {settings.epochs} epochs = "
-        f"{settings.mini_batches * settings.epochs} updates of {samples // settings.mini_batches} "
-        f"samples each, over {runtime.world_size} ranks"
-    )
-    log(
-        "note: the first mini-batch of a step has no clips, for its ratios are 1, and where each "
-        "sample counts alike a loss of 0, for the advantages of a group add up to 0; its gradient "
-        "is not 0: look at the rewards"
-    )
-    score = functools.partial(solve, trainer, task, problems)
-    if checkpoint:
-        run.load(checkpoint)
-    else:
-        before["greedy"] = score(1, 0.0)
-        for temperature in sorted({*START_TEMPERATURES, settings.temperature}):
-            before[str(temperature)] = score(settings.eval_samples, temperature)
-    start = policy_scores(before["greedy"], before[str(settings.temperature)])
-    if not checkpoint:
-        log.metrics(0, held_out_metrics(start))
-    log(f"before: {start}")
-    log(f"set-up and first scores: {time.perf_counter() - begin:.1f} s, outside the clock")
+    run.parts.update(averages)
+    begin_run(run, trainer, exam, checkpoint)
+    run.log(f"set-up and first scores: {time.perf_counter() - begin:.1f} s, outside the clock")
 
     metrics = {}
+    is_silent = not checkpoint  # whether each group so far had one reward
     stopping = False
     stop_signal = StopSignal()
     clock.start()
@@ -4001,10 +4245,10 @@ def main() -> int:
         val_is_due = settings.val_loss_every and run.step % settings.val_loss_every == 0
         if val_is_due and run.step and not (last_step or stopping):
             with clock.paused():
-                sampled = score(settings.eval_samples, settings.temperature)
-                scores = policy_scores(score(1, 0.0), sampled)
-            log.metrics(run.step, held_out_metrics(scores))
-        if last_step or stopping or run.is_save_due():
+                scores = score_intervals(exam.scores(trainer))
+            run.log.metrics(run.step, held_out_metrics(scores))
+        save_is_due = settings.save_every and run.step % settings.save_every == 0
+        if last_step or stopping or save_is_due:
             with clock.paused():
                 run.save()
         if last_step or stopping:
@@ -4014,7 +4258,7 @@ def main() -> int:
         # 2. The phases and learning rates of this step.
         progress = clock.progress(run.step)
         for name in plan.begin_phases(run.step, progress):
-            log(f"phase: {name} begins at step {run.step + 1}, {progress:.1%} of the run")
+            run.log(f"phase: {name} begins at step {run.step + 1}, {progress:.1%} of the run")
             if name == "qat":
                 for average in averages.values():
                     average.count = 0  # weights that never saw the quantizer do not fit it
@@ -4022,14 +4266,11 @@ def main() -> int:
         multiplier = plan.rates(progress)
 
         # 3. Sample answers to new prompts, and reward them.
-        queries = functools.partial(trainer.query, task, run.step)
+        queries = functools.partial(task.problem, held_out=False)
         rollout = trainer.rollout(queries, settings.prompts_per_step, reward, run.step)
 
-        # 4. Read the report of the step before.
-        report = clock.previous_report()
-        if report is not None:
-            stopping = report.stop_requested
-            log_step(run, clock, report, metrics)
+        # 4. Log the step before.
+        stopping = log_step(run, metrics)
 
         # 5. Update the weights and their averages.
         metrics = {**rollout.metrics, **trainer.update(rollout, multiplier)}
@@ -4038,76 +4279,42 @@ def main() -> int:
         for name, average in averages.items():
             if plan.is_on(name):
                 average.update(progress)
-        stop = runtime.sum(torch.tensor(float(stop_signal.number), device=device))
-        skip = torch.tensor(metrics["bad"], device=device)
-        clock.send_report(torch.tensor(metrics["loss"], device=device), skip, stop)
+        values = [metrics["loss"], metrics["bad"], stop_signal.number]
+        loss, bad, stop = torch.tensor(values, device=runtime.device)
+        clock.send_report(loss, bad, runtime.sum(stop))
         run.step += 1
 
-        for name, values in history.items():
-            values.append(metrics[name])
-        if len(history["reward"]) == FIRST_STEPS and min(history["zero_variance"]) == 1:
+        is_silent = is_silent and metrics["zero_variance"] == 1
+        if is_silent and run.step == FIRST_STEPS:
             run.save()
             raise UserError(
                 f"REWARD={settings.reward!r}: in the first {FIRST_STEPS} steps each group has one "
-                f"reward (mean {statistics.mean(history['reward']):.3f}), so nothing can be "
-                "learned; needs another start (INIT_FROM, SFT_STEPS) or TASK"
+                f"reward (mean {metrics['reward']:.3f}), so nothing can be learned; needs another "
+                "start (INIT_FROM, SFT_STEPS) or TASK"
             )
 
     clock.stop()
     if stopping:
-        number = signal.Signals(stop_signal.number or signal.SIGTERM)
-        log(f"stopped by {number.name} after step {run.step}; RESUME={run.folder} goes on")
-        runtime.leave()
-        return 128 + number
+        return stop_run(run, stop_signal)
     handle_stop_signals(signal.SIG_DFL)
-    report = clock.previous_report()
-    if report is not None:
-        log_step(run, clock, report, metrics)
+    log_step(run, metrics)
     run.write_json("progress.json", {"progress": clock.used})
 
-    # Choose the weights, quantize and pack them; this is on the clock, too.
+    # Choosing the weights and packing them are on the clock, too.
     clock.start()
-    chosen = choose_weights(trainer, averages, task, log)
-    if settings.lora_rank:
-        merge_lora(network)
-    tensors = network.state_dict()
-    content, sizes = pack_artifact(
-        tensors,
-        quantize_all(tensors, trainer.table),
-        settings=asdict(config),
-        tokenizer_sha256=tokenizer.sha256,
-        meta={"seed": settings.seed, "tokenizer": tokenizer.file},
-    )
-    clock.stop()
-    artifact = run.write_artifact(content)
-
-    # Score what the artifact file alone gives back.
-    trainer.network, _, _ = load_model("ARTIFACT", str(artifact))
-    trainer.network.to(device)
-    trainer.qat = False
-    greedy = score(1, 0.0)
-    sampled = score(settings.eval_samples, settings.temperature)
-    after = policy_scores(greedy, sampled)
-    log.metrics(run.step, held_out_metrics(after))
-    log(f"after: {after}")
-    gain, best = policy_gain(before, greedy, sampled, settings.temperature)
-    log(f"gain: {gain}, paired; best: of the start at temperature {best}")
-
-    pass1 = {name: right.mean().item() for name, right in before.items() if name != "greedy"}
+    chosen = choose_weights(trainer, averages, exam, run.log)
+    content = pack_policy(run, trainer)
     facts = {
         "tokenizer_sha256": tokenizer.sha256,
         "task": task.name,
         "init_from": source,
-        "samples": run.step * samples,
-        "total_seconds": time.perf_counter() - begin,
+        "samples": run.step * settings.prompts_per_step * settings.group_size,
         "params": count_parameters(network),
         "weights": chosen,
         "optimizer_state_bytes": trainer.optimizers.state_bytes(),
-        "before": {**start, "pass1_by_temperature": pass1},
-        "after": after,
-        "gain": gain,
-        "last": {name: value for name, value in metrics.items() if name != "clips"},
-        "bytes_by_class": sizes,
+        **score_artifact(run, trainer, exam),
+        "last": metrics,
+        "total_seconds": time.perf_counter() - begin,
     }
     exit_status = run.write_result(facts, content)
     runtime.leave()

@@ -11,7 +11,6 @@ runs/<RUN_ID>/: log.txt, checkpoints, model.upar (the policy), result.json. `# =
 
 import base64
 import collections
-import concurrent.futures
 import contextlib
 import copy
 import difflib
@@ -31,12 +30,10 @@ import runpy
 import shlex
 import shutil
 import signal
-import statistics
 import string
 import struct
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -80,8 +77,9 @@ class Settings:
     config: str = ""  # file of NAME=value lines; the environment overrides it
     resume: str = ""  # run to continue from its newest whole checkpoint: a RUN_ID or a folder
     replay: str = ""  # finished run to repeat step by step: its stored progress replaces the clock
-    seed: int = 1337  # of every random draw
+    seed: int = 1337  # decides every random draw
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a device
+    compile: bool = False  # torch.compile; on a CPU it needs a C++ compiler
     activation_checkpointing: bool = False  # recompute layers in the backward pass: less memory
     # task
     # gsm8k and jsonl read TASK_PATH; jsonl: lines with prompt and answer
@@ -91,9 +89,7 @@ class Settings:
     reward: str = ""
     # run, checkpoint or artifact with a value head that scores answers in place of REWARD
     reward_model: str = ""
-    reward_seconds: float = 60.0  # a reward function that takes longer ends the run
     eval_prompts: int = bounded(512, 1)  # held-out prompts that score the policy
-    eval_samples: int = bounded(8, 1)  # of each, for pass@1 and pass@EVAL_SAMPLES
     # policy at the start
     # a run, a checkpoint or an artifact; empty: a small model, warmed up on demonstrations
     init_from: str = ""
@@ -102,7 +98,6 @@ class Settings:
     layer_pattern: str = "g a g"  # g GDN, s sliding window, a full attention
     model_dim: int = bounded(64, 16)  # width of the residual stream
     num_heads: int = bounded(4, 1)  # query heads of attention, and heads of GDN
-    train_seq_len: int = bounded(128, 2)  # tokens in a window, training and evaluation
     lora_rank: int = 0  # of adapters, which alone are trained; 0: all weights are
     lora_alpha: float = 16.0  # adapters count by LORA_ALPHA / LORA_RANK
     # rollout
@@ -110,21 +105,15 @@ class Settings:
     group_size: int = bounded(8, 1)  # samples of a prompt
     max_new_tokens: int = bounded(16, 1)  # length of each, at most
     # of the distribution; 0: always the likeliest token
-    temperature: float = bounded(0.5, 0.0, 100.0)
+    temperature: float = bounded(0.5, 0.01, 100.0)
     # objective
     # on the policy's layers, or a copy of the reward model or the start
     critic: Literal["head", "separate"] = "head"
-    critic_lr: float = 0.001  # of all weights of a separate critic
-    value_coef: float = 0.1  # weight of the value loss
-    value_clip_range: float = 0.2  # of a value about the rollout's; 0: no clipping
-    gamma: float = bounded(1.0, 0.0, 1.0)  # discount of what a token later is worth
     # of advantages: 0 trusts the next value, 1 the rewards alone
     gae_lambda: float = bounded(0.95, 0.0, 1.0)
     left_clip_range: float = 0.2  # below 1, for the ratio of probabilities
     right_clip_range: float = 0.2  # above 1
     kl_beta: float = 0.05  # weight of the divergence from the reference
-    # of that: the policy as it starts; base: that without adapters
-    reference: Literal["start", "base"] = "start"
     # its estimate at a token, which rewards lose: k1 without bias, k3 above 0
     kl_shaping: Literal["k1", "k3"] = "k1"
     kl_target: float = 0.0  # nats an answer by k1, to which KL_BETA is steered; 0: it stays
@@ -136,7 +125,7 @@ class Settings:
     max_wallclock_seconds: float = 150.0  # training clock; 0: no limit in time
     reserve_seconds: float = 5.0  # end of the clock kept to choose weights, quantize and pack
     # checkpoints and faults
-    save_every: str = "120s"  # between checkpoints: steps, or seconds (120s); 0: only at the end
+    save_every: int = 100  # steps between checkpoints, outside the clock; 0: only at the end
     # log and validation
     tracker: Literal["none", "tensorboard", "wandb"] = "none"  # where metrics go, beside the log
     val_loss_every: int = 0  # steps between validations, outside the clock; 0: only at the end
@@ -161,6 +150,11 @@ class Settings:
 
     def __post_init__(self):
         check_settings(self)
+        prompts_unit(self, ranks=1)
+        if self.kl_target and not self.kl_beta:
+            raise UserError(f"KL_TARGET={self.kl_target}: needs a KL_BETA above 0 to begin with")
+        if self.reward and self.reward_model:
+            raise UserError(f"REWARD={self.reward!r}: must be empty with REWARD_MODEL")
 
 
 # === shared: settings ===
@@ -2920,8 +2914,8 @@ class Decoder:
         self.graph = None
         self.step = torch.compile(self.read, dynamic=True) if network.compiled else self.read
         bos = network.config.bos_id
-        ids = [torch.tensor(prompt) for prompt in prompts]
-        ids = pad_sequence(ids, True, bos, "left").to(network.embed.device)
+        ids = pad_sequence([torch.tensor(prompt) for prompt in prompts], True, bos, "left")
+        ids = ids.to(network.embed.device)
         before = CONV_TAPS - 1  # padding of all rows, which the first token's convolution reaches
         padding = [[before + ids.size(1) - len(prompt)] for prompt in prompts]
         self.used = ids.new_tensor(before)  # slots that hold a token
@@ -2957,7 +2951,7 @@ class Decoder:
         docs = ((texts == self.network.config.bos_id) | (places == padding)).cumsum(dim=1)
         self.distance = self.slots[:, None] - places  # (T, room)
         self.is_seen = (self.distance >= 0) & (docs[:, self.slots, None] == docs[:, None])
-        return docs[:, reach], texts[:, self.slots - 1], (self.slots - padding).clamp(0)
+        return docs[:, reach], texts[:, self.slots - 1], (self.slots - padding).clamp(min=0)
 
     def read(self, ids):
         """Return the logits (R, V) of what comes after ids (R, T)."""
@@ -2988,7 +2982,7 @@ def draw(logits, temperature, top_k, top_p, uniform):
     likeliest token; top_k: that many tokens, 0: all; top_p: the likeliest tokens that together have
     this probability (arXiv 1904.09751).
     """
-    if not temperature:
+    if temperature == 0:
         return logits.argmax(-1), logits.new_zeros(len(logits))
     chances = (logits / temperature).softmax(-1)
     if top_k or top_p < 1:
@@ -3022,7 +3016,6 @@ def generate(network, prompts, count, max_new_tokens, temperature, top_k, top_p,
         decoder.take([row // count for row in range(len(draws))])
         live = [Sample([], [], False) for _ in draws]  # those that the decoder goes on with
         samples += live
-        picks = None
         for step in range(max_new_tokens):
             if step:
                 decoder(picks)
@@ -3249,6 +3242,9 @@ def make_task(name, path, seed):
 
 
 # === shared: rewards ===
+REWARD_SECONDS = 60  # a reward function of a file that takes longer ends the run
+
+
 def toss_coins(seed, problems, texts):
     """Return a fair coin for each text: the reward of control runs.
 
@@ -3264,12 +3260,12 @@ def toss_coins(seed, problems, texts):
     return coins
 
 
-def load_reward(spec, task, seconds):
+def load_reward(spec, task):
     """Return the function from problems and texts that answer them to rewards that REWARD names.
 
     spec: empty: the task's checker; random: toss_coins; path.py:function: a user's, which is called
     as function(prompts, completions, answers). What it raises is shown with its traceback. Raises
-    UserError if there is no such function, and later if it takes over `seconds` (0: no limit).
+    UserError if there is no such function, and later if it takes over REWARD_SECONDS.
     """
     if not spec:
         return lambda problems, texts: list(map(task.reward, problems, texts))
@@ -3284,23 +3280,18 @@ def load_reward(spec, task, seconds):
     if not callable(function):
         raise UserError(f"REWARD={spec!r}: {path} has no function {name!r}")
 
+    def give_up(number, frame):
+        raise UserError(f"REWARD={spec!r}: took over {REWARD_SECONDS} seconds")
+
     def call_function(problems, texts):
         prompts = [problem.prompt for problem in problems]
         answers = [problem.answer for problem in problems]
-        rewards = concurrent.futures.Future()
-
-        def call():
-            try:
-                rewards.set_result(function(prompts, list(texts), answers))
-            except BaseException as error:
-                rewards.set_exception(error)
-
-        # A daemon, so that a function that hangs does not keep the process.
-        threading.Thread(target=call, daemon=True).start()
+        signal.signal(signal.SIGALRM, give_up)
+        signal.setitimer(signal.ITIMER_REAL, REWARD_SECONDS)
         try:
-            return rewards.result(seconds or None)
-        except concurrent.futures.TimeoutError:
-            raise UserError(f"REWARD={spec!r}: took over REWARD_SECONDS={seconds}") from None
+            return function(prompts, list(texts), answers)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
     return call_function
 
@@ -3318,21 +3309,34 @@ def prompt_of(query):
     return prompt
 
 
-def checked_rewards(rewards, asked):
-    """Return what a reward function returned, a number for each (query, completion), as floats."""
+def checked_rewards(rewards, queries, texts):
+    """Return what a reward function returned, a number for each text, as a tensor (n,), float64."""
     try:
         values = torch.as_tensor(rewards, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError):
         values = torch.zeros(())
-    if values.shape != (len(asked),):
-        raise UserError(f"reward: must be a list of {len(asked)} numbers, not {rewards!r:.200}")
-    for value, (query, text) in zip(values.tolist(), asked, strict=True):
+    if values.shape != (len(texts),):
+        raise UserError(f"reward: must be a list of {len(texts)} numbers, not {rewards!r:.200}")
+    for value, query, text in zip(values.tolist(), queries, texts, strict=True):
         if not abs(value) < 1e15:
             raise UserError(
                 f"reward: must be finite and below 1e15, not {value} for prompt "
                 f"{prompt_of(query)!r:.80}, completion {text!r:.80}"
             )
-    return values.tolist()
+    return values
+
+
+def sum_rewards(functions, queries, texts):
+    """Return the sums of what reward functions with TRL's signature return, a list of one or more.
+
+    Each is called as function(prompts=, completions=, NAME=...), lists with an entry for each text.
+    The names are the other keys of the queries, if these are dicts.
+    """
+    columns = {"prompts": [prompt_of(query) for query in queries], "completions": texts}
+    if isinstance(queries[0], dict):
+        for name in queries[0].keys() - {"prompt"}:
+            columns[name] = [query[name] for query in queries]
+    return sum(checked_rewards(function(**columns), queries, texts) for function in functions)
 
 
 # === end: rewards ===
@@ -3423,9 +3427,10 @@ def adapt(network, settings):
 
 def policy_optimizers(network, settings, runtime):
     """Return the optimizers of what is trained, all of it at LEARNING_RATE."""
-    rate = (settings.learning_rate, settings.weight_decay)
-    rates = dict.fromkeys(("matrix", "adapter", "embedding", "head"), rate)
-    rates["control"] = (settings.learning_rate, 0.0)
+    lr = settings.learning_rate
+    decay = settings.weight_decay
+    rates = {name: (lr, decay) for name in ("matrix", "adapter", "embedding", "head")}
+    rates["control"] = (lr, 0.0)
     return Optimizers(network, settings.optimizer, rates, runtime)
 
 
@@ -3507,7 +3512,7 @@ def supervise(network, rows, settings, runtime):
     same steps.
     """
     alone = Runtime(0, 1, runtime.device, False)
-    rates = dict.fromkeys(("embedding", "head", "control"), (SFT_LR / 20, 0.0))  # no decay
+    rates = dict.fromkeys(("adapter", "embedding", "head", "control"), (SFT_LR / 20, 0.0))
     rates["matrix"] = (SFT_LR, 0.0)
     optimizers = Optimizers(network, "muon", rates, alone)
     shares = []
@@ -3554,287 +3559,674 @@ def mean_interval(values):
 
 # === shared: policy ===
 START_TEMPERATURES = (0.3, 0.5, 0.7, 1.0)  # sharpening alone must not look like learning
-SFT_PROBLEMS, CHOICE_PROBLEMS, EVAL_STEP = 1 << 40, 1 << 41, 1 << 31  # numbers beyond those of problems and steps
+EVAL_SAMPLES = 8  # of each held-out problem
+CHOICE_PROBLEMS = 256  # unseen training problems that choose between raw and averaged weights
+# The problems of the warm start and of that choice have numbers, and scored samples have a step in
+# their seeds, that no training step reaches.
+FIRST_SFT_PROBLEM = 1 << 40
+FIRST_CHOICE_PROBLEM = 1 << 41
+EVAL_STEP = 1 << 31
+# What must stay when a run is resumed, beside the model's shape and the tokenizer.
+IDENTITY = "seed task prompts_per_step group_size lora_rank critic reward_model".split()
+# A step that takes longer than this and than 20 median steps prints the stacks of all threads.
+HANG_SECONDS = 120.0
+FIRST_STEPS = 10  # a run whose first steps teach nothing ends: a dead start
 
 
-def check_room(network: GPT, prompts: list[list[int]], most: int) -> None:
-    """Raise UserError where the context has no room for MAX_NEW_TOKENS=`most` after one of these prompts."""
-    longest, context = max(map(len, prompts), default=0), network.config.train_seq_len
-    if longest + most > context:
-        raise UserError(f"MAX_NEW_TOKENS={most}: a prompt has {longest} tokens, the model's context {context}; "
-                        f"must be at most {max(0, context - longest)}, or the prompt shorter")
+@dataclass
+class Answer:
+    """A sampled answer to a query."""
+
+    query: object  # a string, or an object or a dict with `prompt`
+    prompt: list[int]
+    text: str
+    ids: list[int]
+    logps: list[float]  # of the ids, by the sampler
+    finished: bool  # whether a stop token ended it
 
 
-def warm_start(network: GPT, tokenizer: Tokenizer, task: Task, settings: Settings, runtime: Runtime) -> list[float]:
-    """`supervise` by demonstrations of the task."""
-    def rows(numbers: range) -> list[tuple]:
-        found = []
-        for at in numbers:
-            problem = task.problem(SFT_PROBLEMS + at, False)
-            prompt, end = chat_ids(tokenizer, problem.prompt)
-            found.append((prompt, [*tokenizer.encode(problem.answer), end]))
-        return found
+@dataclass
+class Rollout:
+    """The answers of a step."""
 
-    return supervise(network, rows, settings, runtime)
+    rows: list[list[tuple]]  # of this rank, as make_batches takes them, by mini-batch
+    metrics: dict[str, float]  # of all ranks
+
+
+def check_room(network, prompts, max_new_tokens):
+    """Raise UserError if the context has no room for an answer after one of these prompts."""
+    longest = max(map(len, prompts), default=0)
+    context = network.config.train_seq_len
+    if longest + max_new_tokens > context:
+        raise UserError(
+            f"MAX_NEW_TOKENS={max_new_tokens}: a prompt has {longest} tokens, the model's context "
+            f"{context}; must be at most {max(0, context - longest)}, or the prompt shorter"
+        )
+
+
+def prompts_unit(settings, ranks):
+    """Return MINI_BATCHES x ranks, which must divide the prompts of a step. Raises UserError."""
+    unit = settings.mini_batches * ranks
+    if settings.prompts_per_step % unit:
+        raise UserError(
+            f"PROMPTS_PER_STEP={settings.prompts_per_step}: must be a multiple of MINI_BATCHES x "
+            f"ranks = {unit}"
+        )
+    return unit
+
+
+def moments(values, runtime):
+    """Return mean and variance (of a sample, n - 1) of values (n,) over all ranks, 0-d, float64."""
+    values = values.to(runtime.device, torch.float64)
+    total, count = runtime.sum(torch.stack([values.sum(), values.new_tensor(len(values))]))
+    mean = total / count
+    return mean, runtime.sum((values - mean).square().sum()) / (count - 1).clamp(min=1)
 
 
 class PolicyTrainer:
-    """What trainers of a policy have in common; their own: settings, network, tokenizer, runtime, table, qat, dataset,
-    steps (so far), stop (tokens that end an answer), unit (what divides a step's prompts), query, rollout and update.
+    """A policy that learns from rewards: `train_step` is a rollout and its updates, `train` many.
+
+    model: a GPT. tokenizer: of load_tokenizer. train_dataset: prompts for `train`: strings, or
+    objects or dicts with `prompt`. reward_funcs: a function or a list of functions with TRL's
+    signature, see sum_rewards. ref_model: a GPT that KL_BETA keeps the policy near, in place of the
+    policy as it is now. A subclass has `rollout` and `update`. Raises UserError.
     """
 
-    reward_model = None  # a GPT that scores in place of reward functions
+    reward_model = None  # a network that scores answers in place of a function
 
-    def weights(self) -> contextlib.AbstractContextManager[None]:
-        """The weights that sample and are scored: in quantization-aware training, as the artifact gives them back."""
+    def __init__(
+        self,
+        model,
+        tokenizer,
+        args=None,
+        *,
+        ref_model=None,
+        train_dataset=(),
+        reward_funcs=(),
+        runtime=None,
+    ):
+        self.settings = settings = args or Settings()
+        self.network = model
+        self.tokenizer = tokenizer
+        self.dataset = train_dataset
+        self.runtime = runtime or Runtime(0, 1, model.embed.device, False)
+        self.unit = prompts_unit(settings, self.runtime.world_size)
+        functions = [reward_funcs] if callable(reward_funcs) else reward_funcs
+        self.reward_function = functions and functools.partial(sum_rewards, functions)
+        # The reference is ref_model inside the context that self.reference() returns.
+        self.ref_model = None
+        self.reference = contextlib.nullcontext
+        adapters = [w for name, w in model.named_parameters() if name.endswith("lora_b")]
+        if (
+            settings.kl_beta
+            and ref_model is None
+            and adapters
+            and not any(map(torch.any, adapters))
+        ):
+            # New adapters change nothing: without them the policy is what it is now.
+            self.ref_model = model
+            self.reference = reference_policy(model, frozen=False)
+        elif settings.kl_beta:
+            self.ref_model = copy.deepcopy(ref_model or model)
+        self.optimizers = policy_optimizers(model, settings, self.runtime)
+        self.trained = list(self.optimizers.params)
+        self.micro_tokens = settings.micro_batch_tokens or fitting_tokens(
+            model, self.runtime.device
+        )
+        self.table = quant_table(settings)
+        self.qat = False
+        self.stop = frozenset([chat_ids(tokenizer, "")[1]])  # tokens that end an answer
+        self.steps = 0  # of train_step and train so far
+
+    def weights(self):
+        """Return the context of the weights that sample and are scored: under QAT the rounded."""
         return quantized(self.network, self.table) if self.qat else contextlib.nullcontext()
 
-    def sample(self, queries: list, count: int, temperature: float, seeds: list[tuple]) -> list[SimpleNamespace]:
-        """`count` completions of each query: a group with query, prompt (its ids), samples and texts."""
+    def sample(self, queries, count, temperature, seeds):
+        """Return `count` Answers to each query, query by query."""
         prompts = [chat_ids(self.tokenizer, prompt_of(query))[0] for query in queries]
-        most = self.settings.max_new_tokens
-        check_room(self.network, prompts, most)
+        length = self.settings.max_new_tokens
+        check_room(self.network, prompts, length)
         with torch.no_grad(), self.weights(), parametrize.cached():
-            found = iter(generate(self.network, prompts, count, most, temperature, 0, 1.0, seeds, self.stop))
-        groups = []
-        for query, prompt in zip(queries, prompts, strict=True):
-            samples = list(itertools.islice(found, count))
-            texts = [completion(self.tokenizer, prompt, sample.ids) for sample in samples]
-            groups.append(SimpleNamespace(query=query, prompt=prompt, samples=samples, texts=texts, rewards=[]))
-        return groups
+            samples = generate(
+                self.network, prompts, count, length, temperature, 0, 1.0, seeds, self.stop
+            )
+        answers = []
+        for index, sample in enumerate(samples):
+            prompt = prompts[index // count]
+            text = completion(self.tokenizer, prompt, sample.ids)
+            answers.append(Answer(queries[index // count], prompt, text, **vars(sample)))
+        return answers
 
-    def train_step(self, queries: list, reward_function: Callable | None, step: int | None = None,
-                   multiplier: float = 1.0) -> dict:
-        """A rollout of `queries`, strings, or objects or dicts with `prompt`, and its updates; the metrics of both.
+    def rewards(self, answers, reward_function):
+        """Return the rewards of answers (n,), by a function of lists of queries and texts."""
+        queries = [answer.query for answer in answers]
+        texts = [answer.text for answer in answers]
+        return checked_rewards(reward_function(queries, texts), queries, texts)
 
-        reward_function: from lists of queries, each GROUP_SIZE times, and of completions to a list of numbers. step: of
-        the samples' seeds; by default the number of rollouts so far.
+    def make_rollout(self, answers, rewards, values, begin):
+        """Return the Rollout of this rank's answers, begun at a time; rewards, values: (answers,).
+
+        The values are what make_batches calls advantages. zero_variance is the share of answers in
+        groups of one reward.
+        """
+        rows = []
+        for answer, value in zip(answers, values.tolist(), strict=True):
+            rows.append((answer.prompt, answer.ids, answer.logps, value))
+        size = len(rows) // self.settings.mini_batches
+        mini_batches = [rows[start : start + size] for start in range(0, len(rows), size)]
+
+        runtime = self.runtime
+        count = len(rows) * runtime.world_size
+        groups = rewards.view(-1, self.settings.group_size)
+        zero_variance, _ = moments((groups == groups[:, :1]).all(1), runtime)
+        length, _ = moments(torch.tensor([len(answer.ids) for answer in answers]), runtime)
+        finished, _ = moments(torch.tensor([answer.finished for answer in answers]), runtime)
+        mean, variance = moments(rewards, runtime)
+        metrics = {
+            "reward": mean,
+            "reward_std": (variance * (1 - 1 / count)).sqrt(),  # of all rewards, not of a sample
+            "zero_variance": zero_variance,
+            "length": length,
+            "finished": finished,
+            "truncated": 1 - finished,
+            "gen_tok_s": count * length / (time.perf_counter() - begin),
+        }
+        return Rollout(mini_batches, {name: value.item() for name, value in metrics.items()})
+
+    def step(self, queries, count, reward_function):
+        """Return the metrics of a rollout of `count` queries, taken in turn, and of its updates."""
+        reward_function = reward_function or self.reward_function
+        if not (reward_function or self.reward_model):
+            raise UserError("reward_funcs: none; needs one, or a reward_function")
+        rollout = self.rollout(
+            lambda index: queries[index % len(queries)], count, reward_function, self.steps
+        )
+        self.steps += 1
+        return {**rollout.metrics, **self.update(rollout)}
+
+    def train_step(self, queries, reward_function=None):
+        """Return the metrics of a rollout of `queries`, see train_dataset, and of its updates.
+
+        reward_function: from lists of queries, each GROUP_SIZE times, and of completions to a list
+        of numbers; None: reward_funcs.
         """
         if not queries or len(queries) % self.unit:
-            raise UserError(f"train_step: {len(queries)} queries; not a multiple of MINI_BATCHES x ranks = {self.unit}")
-        step = self.steps if step is None else step
-        rollout = self.rollout(lambda number, draw: queries[number], len(queries), reward_function, step)
-        return {**rollout.metrics, **self.update(rollout, multiplier)}
+            raise UserError(
+                f"train_step: {len(queries)} queries; not a multiple of MINI_BATCHES x ranks = "
+                f"{self.unit}"
+            )
+        return self.step(queries, len(queries), reward_function)
 
-    def train(self, reward_function: Callable | None = None) -> list[dict]:
-        """ITERATIONS steps over train_dataset, or over TASK with its own reward; the metrics of each."""
-        s = self.settings
-        if not s.iterations or self.dataset and not (reward_function or self.reward_model):
-            raise UserError(f"ITERATIONS={s.iterations}: train needs some, and for a train_dataset a reward_function")
-        task = None if self.dataset else make_task(s.task, s.task_path, s.seed)
-        reward, found = reward_function or load_reward(s.reward, task, s.reward_seconds), []
-        for step in range(s.iterations):
-            rollout = self.rollout(functools.partial(self.query, task, step), s.prompts_per_step, reward, step)
-            found.append({**rollout.metrics, **self.update(rollout)})
-        return found
+    def train(self, reward_function=None):
+        """Take ITERATIONS steps over train_dataset; return the metrics of each, see train_step."""
+        settings = self.settings
+        if not (settings.iterations and self.dataset):
+            raise UserError(
+                f"ITERATIONS={settings.iterations}: must be above 0, and there must be a "
+                "train_dataset"
+            )
+        steps = range(settings.iterations)
+        return [self.step(self.dataset, settings.prompts_per_step, reward_function) for _ in steps]
 
 
-def solve(trainer: PolicyTrainer, task: Task, problems: list[Problem], count: int, temperature: float) -> Tensor:
-    """Whether `count` samples of each problem are right by the task's own checker, (n, count) of 0 and 1, float64;
-    the ranks share them out.
+def update_metrics(names, updates, seconds):
+    """Return means over the updates of a step, and over their tokens of the sums with these names.
+
+    updates: of each, norm of the gradient, whether it was skipped, loss, tokens, and the sums.
+    clip_active and clip_outside are also given for each update.
     """
-    runtime, right = trainer.runtime, torch.zeros(len(problems), count, dtype=torch.float64)
-    own = range(runtime.rank, len(problems), runtime.world_size)
-    groups = trainer.sample([problems[at] for at in own], count, temperature,
-                            [(trainer.settings.seed, EVAL_STEP, at) for at in own])
-    for at, group in zip(own, groups, strict=True):
-        right[at] = torch.tensor([float(task.reward(problems[at], text) >= 1) for text in group.texts])
-    return runtime.sum(right.to(runtime.device)).cpu()
+    norm, bad, loss, tokens, *sums = torch.stack(updates).double().cpu().T  # (updates,) each
+    metrics = {"loss": loss.mean().item(), "grad_norm": norm.mean().item()}
+    metrics["bad"] = bad.sum().item()
+    metrics["train_tok_s"] = tokens.sum().item() / seconds
+    for name, values in zip(names, sums, strict=True):
+        metrics[name] = (values.sum() / tokens.sum()).item()
+        if name.startswith("clip_"):
+            for number, share in enumerate((values / tokens).tolist(), 1):
+                metrics[f"{name}_{number}"] = share
+    return metrics
 
 
-def policy_scores(greedy: Tensor, sampled: Tensor) -> dict:
-    """For result.json, of held-out problems: greedy (n, 1), sampled (n, k); shares and 95% intervals, in [0, 1]."""
-    found = {"greedy": greedy[:, 0], "pass1": sampled.mean(1), f"pass{sampled.size(1)}": sampled.amax(1)}
-    return {"n": len(greedy), **{name: np.clip(mean_interval(each), 0, 1).tolist() for name, each in found.items()}}
+class Exam(Saved):
+    """The held-out problems of a task, and the policy's scores before training.
 
-
-def policy_gain(before: dict[str, Tensor], greedy: Tensor, sampled: Tensor, temperature: float) -> tuple[dict, str]:
-    """Paired gains with 95% intervals, as in `policy_scores`; and pass1 over the start's at its best temperature, which
-    that is. before: "greedy" and the start's samples by temperature, shaped as greedy (n, 1) and sampled (n, k).
+    Raises UserError for under two problems.
     """
-    best, was = max(before.keys() - {"greedy"}, key=lambda name: before[name].mean()), before[str(temperature)]
-    gain = {"greedy": (greedy - before["greedy"])[:, 0], "pass1": sampled.mean(1) - was.mean(1),
-            f"pass{sampled.size(1)}": sampled.amax(1) - was.amax(1),
-            "pass1_over_best": sampled.mean(1) - before[best].mean(1)}
-    return {name: mean_interval(values) for name, values in gain.items()}, best
+
+    STATE = ("before", "best_pass1")
+
+    def __init__(self, task, settings):
+        self.task = task
+        self.problems = task.held_out(settings.eval_prompts)
+        if len(self.problems) < 2:
+            raise UserError(
+                f"EVAL_PROMPTS={settings.eval_prompts}: {len(self.problems)} held out; an interval "
+                "needs at least 2"
+            )
+        self.before = {}  # as of scores()
+        self.best_pass1 = None  # pass1 at the best of START_TEMPERATURES
+
+    def is_right(self, answers):
+        """Return whether the task's checker says that answers are right."""
+        return [self.task.reward(answer.query, answer.text) >= 1 for answer in answers]
+
+    def marks(self, trainer, problems, count, temperature, mark=None):
+        """Return the marks of `count` answers to each problem, (n, count), float64.
+
+        mark: from answers to numbers; None: is_right. The ranks share the problems out.
+        """
+        runtime = trainer.runtime
+        marks = torch.zeros(len(problems), count, dtype=torch.float64, device=runtime.device)
+        share = slice(runtime.rank, None, runtime.world_size)
+        seeds = [(trainer.settings.seed, EVAL_STEP, number) for number in range(len(problems))]
+        answers = trainer.sample(problems[share], count, temperature, seeds[share])
+        mark = mark or self.is_right
+        marks[share] = torch.as_tensor(mark(answers)).view(-1, count).to(marks)
+        return runtime.sum(marks)
+
+    def scores(self, trainer):
+        """Return scores by problem, (n,) each: greedy, and mean and best of EVAL_SAMPLES samples."""
+        greedy = self.marks(trainer, self.problems, 1, 0.0)
+        temperature = trainer.settings.temperature
+        sampled = self.marks(trainer, self.problems, EVAL_SAMPLES, temperature)
+        return {
+            "greedy": greedy[:, 0],
+            "pass1": sampled.mean(1),
+            f"pass{EVAL_SAMPLES}": sampled.amax(1),
+        }
+
+    def begin(self, trainer):
+        """Score the policy before training."""
+        self.before = self.scores(trainer)
+        candidates = [self.before["pass1"]]
+        for temperature in START_TEMPERATURES:
+            marks = self.marks(trainer, self.problems, EVAL_SAMPLES, temperature)
+            candidates.append(marks.mean(1))
+        self.best_pass1 = max(candidates, key=torch.mean)
+
+    def gain(self, after):
+        """Return gains with 95% intervals, paired by problem.
+
+        pass1_over_best is over the start at its best temperature.
+        """
+        gain = {name: mean_interval(after[name] - self.before[name]) for name in after}
+        gain["pass1_over_best"] = mean_interval(after["pass1"] - self.best_pass1)
+        return gain
 
 
-def log_step(run: Run, clock: Clock, report: StepReport, metrics: dict) -> None:
-    """Count the finished step if one of its updates was skipped, and log its metrics.
+def score_intervals(scores):
+    """Return the mean of each score (n,) with its 95% interval; of shares it ends at 0 and 1."""
+    intervals = {"n": len(scores["greedy"])}
+    for name, values in scores.items():
+        intervals[name] = mean_interval(values)
+        if name != "reward_model":
+            intervals[name] = np.clip(intervals[name], 0, 1).tolist()
+    return intervals
 
-    metrics: as of the trainer; they are empty for a step that was taken before the run was resumed. Of `clips`, by
-    update the shares of tokens that were clipped and outside the band, each share gets a name of its own.
+
+def score_table(columns):
+    """Return scores as a table for the log. columns: title -> name of a score -> its value.
+
+    A value is a number, or a mean and the ends of its interval.
     """
+    lines = ["".join(f"{title:>30s}" for title in ["", *columns])]
+    for name in list(columns.values())[-1]:  # the gain has all
+        line = f"{name:>30s}"
+        for scores in columns.values():
+            value = scores.get(name, "")
+            if isinstance(value, list):
+                value = "{:.3f} [{:.3f}, {:.3f}]".format(*value)
+            line += f"{value:>30}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def open_run(settings, runtime, network, tokenizer):
+    """Return the run, its folder made or found, and the checkpoint to resume from, or None."""
+    identity = {name: getattr(settings, name, None) for name in IDENTITY}
+    identity |= {**asdict(network.config), "tokenizer_sha256": tokenizer.sha256}
+    clock = Clock(settings, runtime, replayed_progress(settings))
+    run = Run(settings, runtime, Plan(settings), clock, identity)
+    checkpoint = run.open()
+    if tokenizer.file != "bytes":
+        run.write_file(tokenizer.file, tokenizer.content)
+    return run, checkpoint
+
+
+def warm_start(network, tokenizer, task, run):
+    """Train a new policy on demonstrations of the task, see supervise."""
+
+    def rows(numbers):
+        demonstrations = []
+        for number in numbers:
+            problem = task.problem(FIRST_SFT_PROBLEM + number, held_out=False)
+            prompt, end = chat_ids(tokenizer, problem.prompt)
+            demonstrations.append((prompt, [*tokenizer.encode(problem.answer), end]))
+        return demonstrations
+
+    shares = supervise(network, rows, run.settings, run.runtime)
+    run.log(f"policy: new, {len(shares)} supervised steps, last accuracies {shares[-5:]}")
+
+
+def begin_run(run, trainer, exam, checkpoint):
+    """Load the checkpoint, or score the start; log what is trained and where it begins."""
+    settings = run.settings
+    network = trainer.network
+    problems = itertools.chain(*exam.task.rows)
+    prompts = [chat_ids(trainer.tokenizer, problem.prompt)[0] for problem in problems]
+    check_room(network, prompts, settings.max_new_tokens)
+    run.parts.update(network=network, optimizers=trainer.optimizers, exam=exam)
+    if trainer.ref_model not in (None, network):
+        run.parts["reference"] = trainer.ref_model
+    counts = count_parameters(network)
+    counts["trained"] = sum(param.numel() for param in trainer.trained)
+    run.log(f"parameters: {name_values(counts)}")
+    run.log(run.plan.describe())
+    run.log(
+        f"batch: a step is {settings.prompts_per_step} prompts x {settings.group_size} samples, "
+        f"{settings.mini_batches} mini-batches x {settings.epochs} epochs"
+    )
+    run.log(
+        "note: the ratios of a step's first mini-batch are 1: nothing is clipped, and the policy's "
+        "loss is about 0, but its gradient is not; look at the rewards"
+    )
+    network.compiled = settings.compile  # of generation; sampling here compiles it
+    if checkpoint:
+        run.load(checkpoint)
+        if settings.compile:
+            exam.scores(trainer)
+    else:
+        exam.begin(trainer)
+    start = score_intervals(exam.before)
+    if not checkpoint:
+        run.log.metrics(0, held_out_metrics(start))
+    run.log(score_table({"before": start}))
+
+
+def log_step(run, metrics):
+    """Log the step before, if its report has come; return whether a rank is to stop.
+
+    metrics: of the trainer; empty after a run was resumed.
+    """
+    report = run.clock.previous_report()
+    if report is None:
+        return False
     run.count_skipped(report)
-    if not metrics:
-        return
-    shown = {name: value for name, value in metrics.items() if name not in ("bad", "clips")}
-    for update, (active, outside) in enumerate(metrics["clips"], 1):
-        shown[f"clip_active_{update}"] = active
-        shown[f"clip_outside_{update}"] = outside
-    shown["train_time"] = 1000 * report.seconds
-    shown["step_avg"] = 1000 * report.seconds / run.step
-    steps_left = clock.iterations - run.step
-    seconds_left = min(clock.budget - report.seconds, steps_left * clock.median_step())
-    run.log.metrics(run.step, shown, seconds_left)
+    if metrics:
+        seconds = report.seconds
+        times = {"train_time": 1000 * seconds, "step_avg": 1000 * seconds / run.step}
+        run.log.metrics(run.step, {**metrics, **times}, run.clock.budget - seconds)
+    return report.stop_requested
 
 
-def choose_weights(trainer: PolicyTrainer, averages: dict[str, Average], task: Task, log: Callable) -> str:
-    """Give the policy those of raw and averaged weights that answer 256 unseen training problems best; their name."""
-    s, shares = trainer.settings, {}
-    values = {"raw": [param.detach() for param in trainer.trained],
-              **{name: average.values for name, average in averages.items() if average.count}}
-    trainer.qat = not s.lora_rank  # adapters are quantized as parts of the weights that they change
-    problems = [task.problem(CHOICE_PROBLEMS + at, False) for at in range(256)]
-    for name in values if len(values) > 1 else ():
-        with swapped(trainer.trained, values[name]):
-            shares[name] = solve(trainer, task, problems, 1, s.temperature).mean().item()
-        log(f"weights: {name}, pass1 {shares[name]:.4f} on {len(problems)} training problems")
-    chosen = max(shares, key=shares.get, default="raw")
+def stop_run(run, stop_signal):
+    """Leave a run that a signal stopped; return its exit code."""
+    number = signal.Signals(stop_signal.number or signal.SIGTERM)
+    run.log(f"stopped by {number.name} after step {run.step}; RESUME={run.folder} goes on")
+    run.runtime.leave()
+    return 128 + number
+
+
+def choose_weights(trainer, averages, exam, log):
+    """Give the policy those of raw and averaged weights that answer unseen training problems best.
+
+    Return their name.
+    """
+    raw = [param.detach() for param in trainer.trained]
+    candidates = {"raw": raw}
+    for name, average in averages.items():
+        if average.count:
+            candidates[name] = average.values
+    # Adapters are quantized as parts of the weights that they change.
+    trainer.qat = not trainer.settings.lora_rank
+    numbers = range(FIRST_CHOICE_PROBLEM, FIRST_CHOICE_PROBLEM + CHOICE_PROBLEMS)
+    problems = [exam.task.problem(number, held_out=False) for number in numbers]
+    shares = {}
+    for name, values in candidates.items():
+        with swapped(raw, values):
+            right = exam.marks(trainer, problems, 1, trainer.settings.temperature)
+        shares[name] = right.mean().item()
+        log(f"weights: {name}, pass1 {shares[name]:.4f} on {CHOICE_PROBLEMS} training problems")
+    chosen = max(shares, key=shares.get)
     log(f"weights: {chosen} chosen")
-    torch._foreach_copy_(values["raw"], values[chosen])
+    torch._foreach_copy_(raw, candidates[chosen])
     return chosen
+
+
+def pack_policy(run, trainer):
+    """Write model.upar, the policy alone; return its bytes."""
+    network = trainer.network
+    if run.settings.lora_rank:
+        merge_lora(network)
+    tensors = network.state_dict()
+    tensors.pop("w_value", None)  # a critic's
+    tokenizer = trainer.tokenizer
+    content = pack_artifact(
+        tensors,
+        quantize_all(tensors, trainer.table),
+        settings=asdict(network.config),
+        tokenizer_sha256=tokenizer.sha256,
+        meta={"seed": run.settings.seed, "tokenizer": tokenizer.file},
+    )
+    run.clock.stop()
+    run.write_artifact(content)
+    return content
+
+
+def score_artifact(run, trainer, exam):
+    """Score the policy that the artifact file alone gives back; return all scores for result.json."""
+    trainer.network, _, _ = load_model("ARTIFACT", str(run.folder / "model.upar"))
+    trainer.network.to(run.runtime.device)
+    trainer.qat = False
+    after = exam.scores(trainer)
+    scores = {
+        "before": score_intervals(exam.before),
+        "after": score_intervals(after),
+        "gain": exam.gain(after),
+    }
+    run.log.metrics(run.step, held_out_metrics(scores["after"]))
+    run.log(score_table(scores))
+    return scores
+
+
 # === end: policy ===
 
 
 # === shared: judge ===
-def load_judge(settings: Settings, tokenizer: Tokenizer, runtime: Runtime) -> GPT | None:
-    """The network of REWARD_MODEL, if any, on the runtime's device. Raises UserError: no value head, other tokens."""
+def load_judge(settings, tokenizer, runtime):
+    """Return the network of REWARD_MODEL on the runtime's device, or None. Raises UserError."""
     if not settings.reward_model:
         return None
-    network, own, source = load_model("REWARD_MODEL", settings.reward_model)
-    said = f"REWARD_MODEL={settings.reward_model!r}: {source}"
-    if getattr(network, "w_value", None) is None:
-        raise UserError(f"{said} has no value head; must be a reward model, of train_dpo.py with OBJECTIVE=reward")
-    if (own.sha256, own.vocab_size) != (tokenizer.sha256, tokenizer.vocab_size):
-        raise UserError(f"{said} has tokenizer {own.file} with {own.vocab_size} tokens, the policy {tokenizer.file} "
-                        f"with {tokenizer.vocab_size}; must be the same")
+    network, own_tokenizer, source = load_model("REWARD_MODEL", settings.reward_model)
+    prefix = f"REWARD_MODEL={settings.reward_model!r}: {source}"
+    if not hasattr(network, "w_value"):
+        raise UserError(
+            f"{prefix} has no value head; must be a reward model, of train_dpo.py with "
+            "OBJECTIVE=reward"
+        )
+    if own_tokenizer.pieces != tokenizer.pieces:
+        raise UserError(
+            f"{prefix} has tokenizer {own_tokenizer.file}, the policy {tokenizer.file}; must be "
+            "the same"
+        )
     return network.to(runtime.device)
 
 
 @torch.no_grad()
-def answer_values(network: GPT, rows: list[tuple], tokens: int) -> Tensor:
-    """Scores (n,), on the CPU, of (prompt ids, response ids) by a reward model: w_value times the features of the
-    response's last token, which reads the whole. At most so many tokens at once.
+def answer_values(network, answers, tokens):
+    """Return the scores (n,), on the CPU, of Answers by a reward model.
+
+    A score is w_value times the features of the answer's last token, which reads the whole. At most
+    `tokens` tokens are in a batch.
     """
-    found = torch.zeros(len(rows))
-    whole = [([*prompt, *response], [0], [0.0], at) for at, (prompt, response) in enumerate(rows)]  # its mask: the last
-    for batch in make_batches(whole, network.embed.device, tokens):
-        last = network.features(batch.ids)[batch.mask]  # (rows, dim)
-        found[batch.advantages.cpu()] = (last.to(network.w_value.dtype) @ network.w_value).to(found)
-    return found
+    rows = []
+    for number, answer in enumerate(answers):
+        # One target behind the whole text: the mask is where its last token stands.
+        rows.append(([*answer.prompt, *answer.ids], [0], [0.0], number))
+    values = torch.zeros(len(answers))
+    for batch in make_batches(rows, network.embed.device, tokens):
+        last = network.features(batch.ids)[batch.mask]  # (answers, dim)
+        scores = last.to(network.w_value.dtype) @ network.w_value
+        values[batch.advantages.cpu()] = scores.to(values)
+    return values
 
 
-def group_rewards(trainer: PolicyTrainer, groups: list[SimpleNamespace], reward: Callable | None) -> list[float]:
-    """Of each sample of each group: by the trainer's reward_model, of the very tokens, or else by the function."""
-    asked = [(group.query, text) for group in groups for text in group.texts]
-    if trainer.reward_model is None:
-        return checked_rewards(reward(*map(list, zip(*asked, strict=True))), asked)
-    rows = [(group.prompt, sample.ids) for group in groups for sample in group.samples]
-    return checked_rewards(answer_values(trainer.reward_model, rows, trainer.micro_tokens), asked)
+class JudgedTrainer(PolicyTrainer):
+    """A PolicyTrainer whose reward_model, if it has one, scores answers in place of a function."""
+
+    def rewards(self, answers, reward_function=None):
+        """Return the rewards of answers (n,); a reward model reads their very tokens."""
+        if self.reward_model is None:
+            return super().rewards(answers, reward_function)
+        values = answer_values(self.reward_model, answers, self.micro_tokens)
+        return super().rewards(answers, lambda queries, texts: values)
 
 
-def judged(trainer: PolicyTrainer, problems: list) -> Tensor:
-    """Mean reward, by the reward model, of EVAL_SAMPLES answers to each problem, (n,) float64; ranks share them out."""
-    s, runtime, found = trainer.settings, trainer.runtime, torch.zeros(len(problems), dtype=torch.float64)
-    own = list(range(runtime.rank, len(problems), runtime.world_size))
-    groups = trainer.sample([problems[at] for at in own], s.eval_samples, s.temperature,
-                            [(s.seed, EVAL_STEP, at) for at in own])
-    found[own] = torch.tensor(group_rewards(trainer, groups, None)).double().view(-1, s.eval_samples).mean(1)
-    return runtime.sum(found.to(runtime.device)).cpu()
+class JudgedExam(Exam):
+    """An exam whose sampled answers a reward model scores, too, if there is one."""
+
+    def scores(self, trainer):
+        """Return scores by problem, see Exam; reward_model is the mean of EVAL_SAMPLES answers."""
+        scores = super().scores(trainer)
+        if trainer.reward_model is not None:
+            temperature = trainer.settings.temperature
+            marks = self.marks(trainer, self.problems, EVAL_SAMPLES, temperature, trainer.rewards)
+            scores["reward_model"] = marks.mean(1)
+        return scores
+
+
 # === end: judge ===
 
 
-# --------------------------------------------------------------------------------------------------------- objective
-def divergences(logps: Tensor, reference: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Two estimates, (B, T) each, of the divergence from the reference at tokens that were drawn with these logps.
+# --------------------------------------------------------------------------------------- objective
+VALUE_COEF = 0.1  # weight of the value loss; 1 and 5 gained less with a head (docs/ppo.md)
+# What an update sums over its tokens, in the order of ppo_loss.
+METRICS = (
+    "entropy policy_loss value_loss clip_active clip_outside value_clip approx_kl sampler_gap"
+).split()
+GAMMA = 1.0  # discount: what an answer earns does not depend on its length
+VALUE_CLIP_RANGE = 0.2  # of a value, around the rollout's
+CRITIC_LR = 0.001  # of a separate critic: three times the policy's, because it begins with nothing
 
-    With x = log p - log p_ref: k1 = x, and k3 = e^-x - 1 + x, of the same mean and never below 0
-    (joschu.net/blog/kl-approx.html). 0 outside the mask.
+
+def divergences(logps, reference, mask):
+    """Return two estimates (B, T) of the divergence from the reference, for tokens drawn with logps.
+
+    With x = log p - log p_ref they are k1 = x, and k3 = e^-x - 1 + x, of the same mean and never
+    below 0 (joschu.net/blog/kl-approx.html). Both are 0 outside the mask.
     """
-    apart = (logps - reference) * mask
-    return apart, torch.expm1(-apart) + apart
+    x = (logps - reference) * mask
+    return x, torch.expm1(-x) + x
 
 
-def shaped_rewards(scores: Tensor, divergence: Tensor, mask: Tensor, beta: float) -> Tensor:
-    """Rewards of tokens (B, T): -beta times the divergence (B, T), and at a response's last one its score (B,) too."""
+def shaped_rewards(scores, divergence, mask, beta):
+    """Return the rewards of tokens (B, T): -beta times the divergence (B, T) and, for the last token
+    of a response, its score (B,) too."""
     last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
     return last * scores[:, None] - beta * divergence * mask
 
 
-def advantage_estimates(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, gae_lambda: float) -> Tensor:
-    """GAE (arXiv 1506.02438, equation 16) of rewards and values (B, T): A = d + gamma lambda A of the token after, with
-    d = r + gamma V of the token after - V. Tokens are those of the mask, and A is 0 elsewhere. V and A after the last
-    are 0, whether the response ended or was cut off: it is scored as it stands, and nothing can follow.
+def advantage_estimates(rewards, values, mask, gamma, gae_lambda):
+    """Return GAE advantages (B, T) of rewards and values (B, T) (arXiv 1506.02438, equation 16).
+
+    A = d + gamma lambda A' with d = r + gamma V' - V, where A' and V' are those of the next token of
+    the mask. After the last they are 0, whether the response ended or was cut off: it is scored as
+    it stands, and nothing can follow.
     """
-    found, advantage, value = torch.zeros_like(values), values.new_zeros(len(values)), values.new_zeros(len(values))
-    for at in reversed(range(values.size(1))):
-        own = mask[:, at]
-        error = rewards[:, at] + gamma * value - values[:, at]
-        advantage = torch.where(own, error + gamma * gae_lambda * advantage, advantage)
-        value = torch.where(own, values[:, at], value)
-        found[:, at] = advantage
-    return found * mask
+    advantages = torch.zeros_like(values)
+    advantage = next_value = values.new_zeros(len(values))
+    for t in reversed(range(values.size(1))):
+        inside = mask[:, t]
+        error = rewards[:, t] + gamma * next_value - values[:, t]
+        advantage = torch.where(inside, error + gamma * gae_lambda * advantage, advantage)
+        next_value = torch.where(inside, values[:, t], next_value)
+        advantages[:, t] = advantage
+    return advantages * mask
 
 
-def moments(parts: list[Tensor], masks: list[Tensor], runtime: Runtime) -> tuple[Tensor, Tensor]:
-    """Mean and variance (of a sample, n - 1) of what the masks choose of the parts, over all ranks; 0-d, float64."""
-    chosen = torch.cat([part[mask] for part, mask in zip(parts, masks, strict=True)]).double()
-    total, count = runtime.sum(torch.stack([chosen.sum(), chosen.new_tensor(len(chosen))]))
-    mean = total / count
-    return mean, runtime.sum((chosen - mean).square().sum()) / (count - 1).clamp(min=1)
+def steered(beta, divergence, target):
+    """Return the next KL_BETA (arXiv 1909.08593, section 2.2), at most 2% more or less.
 
-
-def steered(beta: float, divergence: float, target: float) -> float:
-    """The next KL_BETA (arXiv 1909.08593, section 2.2), 2% more or less at most; divergence, target: nats an answer."""
-    return beta * (1 + 0.1 * min(0.2, max(-0.2, divergence / target - 1))) if target else beta
-
-
-def ppo_loss(logps: Tensor, values: Tensor, batch: SimpleNamespace, settings: Settings) -> tuple[Tensor, Tensor]:
-    """Loss of each token (B, T), and of it (7, B, T): policy loss, value loss, clip active, ratio outside, value clip,
-    k2 = log(p / p_old)^2 / 2, sampler gap |log p_old - what the sampler had|; 0 outside the mask.
-
-    The clipped surrogate (arXiv 1707.06347, equation 7) and VALUE_COEF times half the larger squared error of the value
-    and of the value clipped to VALUE_CLIP_RANGE about the rollout's. Of `batch`, all (B, T): mask, advantages, returns,
-    sampled, and of the policy and critic of the rollout, old and values. Active: the clip is what the loss takes, so
-    there is no gradient; outside: the ratio is not in the band, whatever the advantage's sign; value clip: the clipped
-    error is what the loss takes.
+    divergence and target are in nats per answer; target 0 leaves beta as it is.
     """
-    delta, moved = (logps - batch.old) * batch.mask, (values - batch.values) * batch.mask
-    ratio, low, high = delta.exp(), 1 - settings.left_clip_range, 1 + settings.right_clip_range
+    if not target:
+        return beta
+    return beta * (1 + 0.1 * min(0.2, max(-0.2, divergence / target - 1)))
+
+
+def ppo_loss(logps, values, batch, settings):
+    """Return the loss of each token (B, T), and for the log (7, B, T): policy loss, value loss,
+    whether the clip is active, whether the ratio is outside the band, whether the value is clipped,
+    k2 = log(p / p_old)^2 / 2, and the sampler gap |log p_old - what the sampler computed|.
+
+    The loss is the clipped surrogate (arXiv 1707.06347, equation 7) plus VALUE_COEF times half the
+    larger squared error of the value, and of the value clipped to VALUE_CLIP_RANGE around the
+    rollout's. An active clip leaves no gradient. All is 0 outside the mask.
+    """
+    low = 1 - settings.left_clip_range
+    high = 1 + settings.right_clip_range
+    delta = (logps - batch.old) * batch.mask
+    ratio = delta.exp()
     policy = -torch.minimum(ratio * batch.advantages, ratio.clamp(low, high) * batch.advantages)
-    below, above, band = ratio < low, ratio > high, settings.value_clip_range or math.inf
-    error = (batch.values + moved - batch.returns).square()  # not by values: inside the band both are one, bit for bit
-    clipped = (batch.values + moved.clamp(-band, band) - batch.returns).square()
+
+    # Not from the values themselves: inside the band both errors are then the same, bit for bit.
+    moved = (values - batch.values) * batch.mask
+    error = (batch.values + moved - batch.returns).square()
+    clipped = (
+        batch.values + moved.clamp(-VALUE_CLIP_RANGE, VALUE_CLIP_RANGE) - batch.returns
+    ).square()
     value = 0.5 * torch.maximum(error, clipped)
-    active = below & (batch.advantages < 0) | above & (batch.advantages > 0)
-    logged = [policy, value, active, below | above, clipped > error, 0.5 * delta**2, (batch.old - batch.sampled).abs()]
-    return (policy + settings.value_coef * value) * batch.mask, torch.stack(logged).detach() * batch.mask
+
+    below = ratio < low
+    above = ratio > high
+    active = torch.where(batch.advantages < 0, below, above & (batch.advantages > 0))
+    logged = [
+        policy,
+        value,
+        active,
+        below | above,
+        clipped > error,
+        0.5 * delta**2,
+        (batch.old - batch.sampled).abs(),
+    ]
+    return (policy + VALUE_COEF * value) * batch.mask, torch.stack(logged).detach() * batch.mask
 
 
-def update_unit(s: Settings, ranks: int) -> int:
-    """MINI_BATCHES x ranks, which divides the prompts of a step. Raises UserError: settings that do not fit."""
-    unit = s.mini_batches * ranks
-    for wrong, said in (
-        (s.prompts_per_step % unit,
-         f"PROMPTS_PER_STEP={s.prompts_per_step}: must be a multiple of MINI_BATCHES x ranks = {unit}"),
-        (s.temperature <= 0, f"TEMPERATURE={s.temperature}: must be above 0, or nothing is explored"),
-        (s.critic == "head" and s.critic_lr != Settings.critic_lr, f"CRITIC_LR={s.critic_lr}: needs CRITIC=separate"),
-        (s.kl_target and not s.kl_beta, f"KL_TARGET={s.kl_target}: needs a KL_BETA above 0 to begin with"),
-        (s.reward and s.reward_model, f"REWARD={s.reward!r}: must be empty with REWARD_MODEL"),
-    ):
-        if wrong:
-            raise UserError(said)
-    return unit
+@dataclass
+class Experience:
+    """A batch of answers as ppo_loss wants it; all tensors are (B, T)."""
+
+    ids: Tensor
+    targets: Tensor
+    mask: Tensor  # the answers' tokens
+    sampled: Tensor  # log-probabilities, of the sampler
+    old: Tensor  # of the training forward at the rollout
+    values: Tensor  # of the critic at the rollout
+    advantages: Tensor
+    returns: Tensor
 
 
-def make_critic(model: GPT, settings: Settings) -> GPT:
-    """A network of its own for values: a copy of `model`, with adapters where LORA_RANK says, and without its head."""
+@dataclass
+class Trunk:
+    """A network that has read a batch: what token_logps asks it for."""
+
+    output: Tensor
+    logits: Callable
+
+    def features(self, ids):
+        """Return the features of the ids."""
+        return self.output
+
+
+def make_critic(model, settings):
+    """Return a copy of a network for values, with adapters if LORA_RANK says so, without a head."""
     critic = copy.deepcopy(model)
-    for own, param in zip(critic.parameters(), model.parameters(), strict=True):
-        if hasattr(param, "splits"):
-            own.splits = param.splits  # for Muon; a copy has lost them
-    critic.head, critic.activation_checkpointing = None, settings.activation_checkpointing
+    for param, original in zip(critic.parameters(), model.parameters(), strict=True):
+        if hasattr(original, "splits"):
+            param.splits = original.splits  # for Muon; a copy has lost them
+    critic.head = None
+    critic.activation_checkpointing = settings.activation_checkpointing
     adapt(critic, settings)
     return critic
 
@@ -3842,267 +4234,177 @@ def make_critic(model: GPT, settings: Settings) -> GPT:
 PPOConfig = Settings  # PPOConfig(learning_rate=1e-4, group_size=16)
 
 
-class PPOTrainer(PolicyTrainer):
-    """A policy that learns from rewards by a critic: `train_step` is a rollout and its updates, `train` many of them.
+class PPOTrainer(JudgedTrainer, Saved):
+    """Proximal policy optimization; arguments and use as of PolicyTrainer.
 
-    model: a GPT, which gets a value head where CRITIC=head; tokenizer: of load_tokenizer; config: Settings, which other
-    trainers call args. train_dataset: prompts for `train`, strings or others with `prompt`. ref_model: a GPT to stay
-    near to by KL_BETA, in place of REFERENCE. reward_model: a GPT with a value head that scores in place of reward
-    functions, and stays as it is. Raises UserError where the numbers do not fit together.
+    reward_model: a GPT with a value head that scores in place of reward functions. With CRITIC=head
+    the model gets a value head.
     """
 
-    def __init__(self, model: GPT, tokenizer: Tokenizer, config: Settings | None = None, *,
-                 args: Settings | None = None, ref_model: GPT | None = None, reward_model: GPT | None = None,
-                 train_dataset: list | None = None, runtime: Runtime | None = None):
-        self.settings = s = config or args or Settings()
-        self.network, self.tokenizer, self.dataset, self.reward_model = model, tokenizer, train_dataset, reward_model
-        self.runtime = runtime or Runtime(0, 1, model.embed.device, False)
-        self.unit = update_unit(s, self.runtime.world_size)
-        if (s.kl_beta and s.reference == "base" and ref_model is None
-                and not any(name.endswith("lora_b") for name, _ in model.named_parameters())):
-            raise UserError("REFERENCE='base': no adapters to switch off; needs LORA_RANK, or REFERENCE=start")
-        self.critic = make_critic(reward_model or model, s) if s.critic == "separate" else model
-        if getattr(self.critic, "w_value", None) is None:
+    STATE = ("kl_beta",)
+
+    def __init__(self, model, tokenizer, args=None, *, reward_model=None, **options):
+        settings = args or Settings()
+        self.critic = model
+        if settings.critic == "separate":
+            self.critic = make_critic(reward_model or model, settings)
+        if not hasattr(self.critic, "w_value"):
             add_value_head(self.critic)
         self.critic.w_value.requires_grad_(True)  # with adapters, too
-        self.optimizers = {"optimizers": policy_optimizers(model, s, self.runtime)}
+        super().__init__(model, tokenizer, settings, **options)
+        self.reward_model = reward_model
+        self.all_optimizers = [self.optimizers]
         if self.critic is not model:
-            own = replace(s, learning_rate=s.critic_lr)
-            self.optimizers["critic_optimizers"] = policy_optimizers(self.critic, own, self.runtime)
-        self.micro_tokens = s.micro_batch_tokens or fitting_tokens(model, self.runtime.device)
-        self.table, self.qat, self.stop = quant_table(s), False, frozenset([chat_ids(tokenizer, "")[1]])
-        self.trained, self.steps = [param for param in model.parameters() if param.requires_grad], 0
-        self.control = {"kl_beta": s.kl_beta}  # what KL_TARGET steers
-        self.reference, self.ref_model = None, model  # a context in which ref_model is the reference policy
-        if s.kl_beta and ref_model is not None:
-            self.reference, self.ref_model = contextlib.nullcontext, copy.deepcopy(ref_model)
-        elif s.kl_beta:
-            self.reference = reference_policy(model, s.reference == "start")
+            settings = replace(settings, learning_rate=CRITIC_LR)
+            self.all_optimizers.append(policy_optimizers(self.critic, settings, self.runtime))
+        self.kl_beta = settings.kl_beta  # KL_TARGET steers it
 
     @torch.no_grad()
-    def rollout(self, queries: Callable[[int, int], object], count: int, reward: Callable | None,
-                step: int) -> SimpleNamespace:
-        """Samples of this rank's share of `count` prompts: `rows` of make_batches by mini-batch, with their scores in
-        the advantages' place; all ranks' `metrics`.
+    def rollout(self, queries, count, reward_function, step):
+        """Return the Rollout of this rank's share of `count` prompts, with the answers' scores.
 
-        queries(number, 0): prompt `number` of a step. reward: from lists of queries, each GROUP_SIZE times, and of
-        completions to a list of numbers.
+        queries(index): query of an index that no other prompt has. reward_function: from lists of
+        queries, each GROUP_SIZE times, and of texts to a list of numbers.
         """
-        s, runtime, begin, self.steps = self.settings, self.runtime, time.perf_counter(), self.steps + 1
-        numbers = np.arange(count).reshape(s.mini_batches, runtime.world_size, -1)[:, runtime.rank].ravel().tolist()
-        groups = self.sample([queries(number, 0) for number in numbers], s.group_size, s.temperature,
-                             [(s.seed, step, 0, number) for number in numbers])
-        scores = iter(group_rewards(self, groups, reward))
-        rows = [(group.prompt, sample.ids, sample.logps, next(scores)) for group in groups for sample in group.samples]
-        ended = [sample.finished for group in groups for sample in group.samples]
-        each = torch.tensor([(1, score, score**2, len(ids), end) for (_, ids, _, score), end in zip(
-            rows, ended, strict=True)], dtype=torch.float64)
-        total, *means = runtime.sum(each.sum(0).to(runtime.device)).tolist()
-        mean, square, length, finished = (value / total for value in means)
-        share = len(rows) // s.mini_batches
-        return SimpleNamespace(rows=[rows[at : at + share] for at in range(0, len(rows), share)], metrics={
-            "reward": mean, "reward_std": math.sqrt(max(0.0, square - mean**2)), "length": length,
-            "finished": finished, "truncated": 1 - finished,
-            "gen_tok_s": total * length / (time.perf_counter() - begin)})
+        begin = time.perf_counter()
+        settings = self.settings
+        numbers = range(self.runtime.rank, count, self.runtime.world_size)
+        seeds = [(settings.seed, step, 0, number) for number in numbers]
+        drawn = [queries(step * count + number) for number in numbers]
+        answers = self.sample(drawn, settings.group_size, settings.temperature, seeds)
+        scores = self.rewards(answers, reward_function)
+        return self.make_rollout(answers, scores, scores, begin)
 
-    def forward(self, batch: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probabilities, values and entropies (B, T), of the state that a response's token is drawn in; else 0."""
+    def forward(self, batch):
+        """Return log-probabilities, values and entropies (B, T), of the state in which a token of an
+        answer is drawn; elsewhere 0."""
         features = self.network.features(batch.ids)
-        trunk = SimpleNamespace(features=lambda ids: features, logits=self.network.logits)  # which has read the ids
+        trunk = Trunk(features, self.network.logits)
         logps, entropy = token_logps(trunk, batch, self.settings.temperature)
-        own = features if self.critic is self.network else self.critic.features(batch.ids)
-        values = own.to(self.critic.w_value.dtype) @ self.critic.w_value
+        if self.critic is not self.network:
+            features = self.critic.features(batch.ids)
+        values = features.to(self.critic.w_value.dtype) @ self.critic.w_value
         return logps, torch.where(batch.mask, values, 0.0), entropy
 
     @torch.no_grad()
-    def buffer(self, rollout: SimpleNamespace) -> tuple[list[list[SimpleNamespace]], dict]:
-        """The mini-batches of a rollout, lists of batches with what `ppo_loss` wants, each tensor once for all epochs;
-        and what is measured of all ranks' tokens. Then KL_TARGET steers.
-        """
-        s, runtime, beta = self.settings, self.runtime, self.control["kl_beta"]
-        minis = [make_batches(rows, runtime.device, self.micro_tokens) for rows in rollout.rows]
-        batches = list(itertools.chain(*minis))
-        masks = [batch.mask for batch in batches]
-        with self.weights():  # by the training forward: a sampler's last digits count in a narrow band
-            for batch in batches:
-                batch.old, batch.values, _ = self.forward(batch)
-        references = [batch.old for batch in batches]
-        if self.reference:
-            with self.reference():
-                references = [token_logps(self.ref_model, batch, s.temperature)[0] for batch in batches]
-        apart = [divergences(batch.old, own, batch.mask) for batch, own in zip(batches, references, strict=True)]
-        for batch, (k1, k3) in zip(batches, apart, strict=True):
-            rewards = shaped_rewards(batch.advantages, k1 if s.kl_shaping == "k1" else k3, batch.mask, beta)
-            batch.advantages = advantage_estimates(rewards, batch.values, batch.mask, s.gamma, s.gae_lambda)
-            batch.returns = batch.advantages + batch.values
-        mean, variance = moments([batch.advantages for batch in batches], masks, runtime)
-        _, spread = moments([batch.returns for batch in batches], masks, runtime)
-        for batch in batches:  # whitened; the returns are not
-            white = (batch.advantages - mean) * (variance + 1e-8).rsqrt() * batch.mask
-            batch.advantages = white.to(batch.values.dtype)
-        measured = {"explained_variance": (1 - variance / spread).item() if spread > 0 else 0.0}
-        if self.reference:
-            kl, kl_k3 = (moments(list(each), masks, runtime)[0].item() for each in zip(*apart, strict=True))
-            measured.update(kl=kl, kl_k3=kl_k3, kl_beta=beta)
-            self.control["kl_beta"] = steered(beta, kl * rollout.metrics["length"], s.kl_target)
-        return minis, measured
+    def experience(self, rollout):
+        """Return the rollout's mini-batches, lists of Experience, and what was measured of all
+        ranks' tokens. Then KL_TARGET steers."""
+        settings = self.settings
+        mini_batches = []
+        tokens = []  # of the answers: k1, k3, advantage and return
+        with self.weights():
+            for rows in rollout.rows:
+                mini_batches.append([])
+                for batch in make_batches(rows, self.runtime.device, self.micro_tokens):
+                    old, values, _ = self.forward(batch)
+                    reference = old
+                    if self.ref_model is not None:
+                        with self.reference():
+                            reference, _ = token_logps(self.ref_model, batch, settings.temperature)
+                    k1, k3 = divergences(old, reference, batch.mask)
+                    divergence = k1 if settings.kl_shaping == "k1" else k3
+                    rewards = shaped_rewards(batch.advantages, divergence, batch.mask, self.kl_beta)
+                    advantages = advantage_estimates(
+                        rewards, values, batch.mask, GAMMA, settings.gae_lambda
+                    )
+                    batch = Experience(
+                        batch.ids,
+                        batch.targets,
+                        batch.mask,
+                        batch.sampled,
+                        old,
+                        values,
+                        advantages,
+                        advantages + values,
+                    )
+                    mini_batches[-1].append(batch)
+                    tokens.append(torch.stack([k1, k3, advantages, batch.returns])[:, batch.mask])
 
-    def update(self, rollout: SimpleNamespace, multiplier: float = 1.0) -> dict:
-        """MINI_BATCHES x EPOCHS optimizer steps at `multiplier` times the learning rate; what was measured in them."""
-        s, begin, runtime = self.settings, time.perf_counter(), self.runtime
-        minis, measured = self.buffer(rollout)
-        owners, seen = list(self.optimizers.values()), []
-        for batches in minis * s.epochs:
-            tokens = runtime.sum(torch.stack([batch.mask.sum() for batch in batches]).sum())
-            torch._foreach_zero_([param.grad for own in owners for param in own.params])
-            sums = torch.zeros(10, device=runtime.device)  # loss, tokens, entropy, and ppo_loss's seven
+        k1, k3, (mean, variance), (_, spread) = (
+            moments(values, self.runtime) for values in torch.cat(tokens, dim=1)
+        )
+        for batch in itertools.chain(*mini_batches):  # advantages are whitened; returns are not
+            white = (batch.advantages - mean) * (variance + 1e-8).rsqrt() * batch.mask
+            batch.advantages = white.to(batch.values)
+        metrics = {"explained_variance": (1 - variance / spread).item() if spread > 0 else 0.0}
+        if self.ref_model is not None:
+            metrics |= {"kl": k1[0].item(), "kl_k3": k3[0].item(), "kl_beta": self.kl_beta}
+            answer_kl = metrics["kl"] * rollout.metrics["length"]
+            self.kl_beta = steered(self.kl_beta, answer_kl, settings.kl_target)
+        return mini_batches, metrics
+
+    def update(self, rollout, multiplier=1.0):
+        """Take MINI_BATCHES x EPOCHS optimizer steps at `multiplier` times the learning rates.
+
+        Return what was measured in them.
+        """
+        begin = time.perf_counter()
+        settings = self.settings
+        runtime = self.runtime
+        mini_batches, metrics = self.experience(rollout)
+        updates = []
+        for batches in mini_batches * settings.epochs:
+            tokens = runtime.sum(sum(batch.mask.sum() for batch in batches))
+            sums = torch.zeros(10, device=runtime.device)  # loss, tokens, entropy, ppo_loss's seven
+            for optimizers in self.all_optimizers:
+                torch._foreach_zero_([param.grad for param in optimizers.params])
             with self.weights():
                 for batch in batches:
                     logps, values, entropy = self.forward(batch)
-                    losses, logged = ppo_loss(logps, values, batch, s)
+                    losses, logged = ppo_loss(logps, values, batch, settings)
                     loss = losses.sum() / tokens
                     loss.backward()
-                    sums += torch.stack([loss.detach(), batch.mask.sum(), entropy.sum(), *logged.sum((1, 2))])
-            norms = [own.reduce_gradients(runtime, s.grad_clip_norm, sums[:0])[0] for own in owners]
+                    parts = [loss.detach(), batch.mask.sum(), entropy.sum(), *logged.sum((1, 2))]
+                    sums += torch.stack(parts)
+            norms = []
+            for optimizers in self.all_optimizers:
+                norm, _ = optimizers.reduce_gradients(runtime, settings.grad_clip_norm, sums[:0])
+                norms.append(norm)
             bad = ~torch.isfinite(torch.stack(norms)).all()
-            for own in owners:
-                own.step(multiplier, MUON_MOMENTUM, bad)
-            seen.append(torch.cat([torch.stack([norms[0], norms[-1], bad]), runtime.sum(sums)]))
-        norm, critic_norm, bad, loss, tokens, *sums = torch.stack(seen).double().cpu().T  # (updates,) each
-        names = "entropy policy_loss value_loss clip_active clip_outside value_clip approx_kl sampler_gap".split()
-        means = {name: (each.sum() / tokens.sum()).item() for name, each in zip(names, sums, strict=True)}
-        return {"loss": loss.mean().item(), **means, **measured, "grad_norm": norm.mean().item(),
-                **({"critic_grad_norm": critic_norm.mean().item()} if len(owners) > 1 else {}),
-                "bad": bad.sum().item(), "train_tok_s": tokens.sum().item() / (time.perf_counter() - begin),
-                "clips": (torch.stack(sums[3:5]) / tokens).T.tolist()}  # of each update: active, outside
-
-    def query(self, task: Task | None, step: int, number: int, draw: int) -> object:
-        """Prompt `number` of a step, which has one draw: of the task's training problems, or of train_dataset."""
-        at = step * self.settings.prompts_per_step + number
-        return task.problem(at, False) if task else self.dataset[at % len(self.dataset)]
+            for optimizers in self.all_optimizers:
+                optimizers.step(multiplier, MUON_MOMENTUM, bad)
+            updates.append(torch.cat([torch.stack([norms[0], bad]), runtime.sum(sums)]))
+        return metrics | update_metrics(METRICS, updates, time.perf_counter() - begin)
 
 
 # -------------------------------------------------------------------------------------------- main
-# A step that takes longer than this and than 20 median steps prints the stacks of all threads.
-HANG_SECONDS = 120.0
-FIRST_STEPS = 10  # if all samples of each of these have one reward, the run ends: nothing can be learned
-
-
-def main() -> int:
+def main():
     """Train, pack and score one policy; return the exit code. Raises UserError before step 1."""
     begin = time.perf_counter()
     settings = load_settings(Settings, os.environ, sys.argv[1:], stored=stored_settings)
-    plan = Plan(settings)
     runtime = start_runtime(settings.device)
-    device = runtime.device
-    update_unit(settings, runtime.world_size)
+    prompts_unit(settings, runtime.world_size)
     task = make_task(settings.task, settings.task_path, settings.seed)
-    reward = load_reward(settings.reward, task, settings.reward_seconds)
-    problems = task.held_out(settings.eval_prompts)
-    if len(problems) < 2:
-        raise UserError(
-            f"EVAL_PROMPTS={settings.eval_prompts}: {len(problems)} held out; an interval needs at "
-            "least 2"
-        )
+    exam = JudgedExam(task, settings)
+    reward = load_reward(settings.reward, task)
     network, tokenizer, source = start_policy(settings, runtime)
     judge = load_judge(settings, tokenizer, runtime)
-    config = network.config
 
-    # clock, run folder and log
-    clock = Clock(settings, runtime, replayed_progress(settings))
-    identity = {
-        **asdict(config),
-        "tokenizer_sha256": tokenizer.sha256,
-        "seed": settings.seed,
-        "task": settings.task,
-        "prompts_per_step": settings.prompts_per_step,
-        "group_size": settings.group_size,
-        "lora_rank": settings.lora_rank,
-        "critic": settings.critic,
-        "reward_model": settings.reward_model,
-    }
-    run = Run(settings, runtime, plan, clock, identity)
-    checkpoint = run.open()
-    log = run.log
-    if tokenizer.file != "bytes":
-        run.write_file(tokenizer.file, tokenizer.content)
-
-    # policy, trainer, averages
-    if source != "new":
-        log(f"policy: {source}")
-    elif not checkpoint:
-        solved = warm_start(network, tokenizer, task, settings, runtime)
-        last = " ".join(f"{share:.2f}" for share in solved[-5:])
-        log(
-            f"policy: new, {len(solved)} supervised steps on demonstrations of {task.name}, "
-            f"last accuracies {last}"
-        )
+    # run folder and log, policy, trainer, averages
+    run, checkpoint = open_run(settings, runtime, network, tokenizer)
+    clock = run.clock
+    plan = run.plan
+    if source == "new" and not checkpoint:
+        warm_start(network, tokenizer, task, run)
+    else:
+        run.log(f"policy: {source}")
     adapt(network, settings)
-    trainer = PPOTrainer(
-        network, tokenizer, settings, reward_model=judge, runtime=runtime
-    )
-    prompts = [chat_ids(tokenizer, problem.prompt)[0] for problem in itertools.chain(*task.rows)]
-    check_room(network, prompts, settings.max_new_tokens)
+    trainer = PPOTrainer(network, tokenizer, settings, reward_model=judge, runtime=runtime)
     averages = {}
     if settings.ema:
         averages["ema"] = Average(trainer.trained, EMA_MEMORY)
     if settings.swa:
         averages["swa"] = Average(trainer.trained)
-    before = {}  # "greedy" or a temperature -> which held-out samples of the start were right
-    opinion = {}  # "before" -> mean reward of each held-out problem by the reward model, at the start
-    history = {"reward": [], "reward_std": []}
-    reference = {}  # the weights to which KL_BETA holds the policy
-    if trainer.reference:
-        reference = dict(enumerate(trainer.reference.args[1]))
-    run.parts.update(
-        network=network,
-        **trainer.optimizers,
-        **averages,
-        before=checkpointed(before),
-        opinion=checkpointed(opinion),
-        history=checkpointed(history),
-        reference=checkpointed(reference),
-        control=checkpointed(trainer.control),
-    )
+    run.parts.update(averages, trainer=trainer)
     if trainer.critic is not network:
         run.parts["critic"] = trainer.critic
-    counts = count_parameters(network)
-    trained = sum(param.numel() for param in trainer.trained)
-    log(
-        "parameters: "
-        + " ".join(f"{name}:{count}" for name, count in counts.items())
-        + f" trained:{trained} layers: {config.layers} critic: {settings.critic}"
-    )
-    log(plan.describe())
-    samples = settings.prompts_per_step * settings.group_size
-    log(
-        f"batch: a step is {settings.prompts_per_step} prompts x {settings.group_size} samples = "
-        f"{samples}; {settings.mini_batches} mini-batches x {settings.epochs} epochs = "
-        f"{settings.mini_batches * settings.epochs} updates of {samples // settings.mini_batches} "
-        f"samples each, over {runtime.world_size} ranks"
-    )
-    log(
-        "note: the first mini-batch of a step has no clips, for its ratios are 1; advantages are "
-        "whitened, so that the policy's loss is near 0 while its gradient is not: look at the rewards"
-    )
-    score = functools.partial(solve, trainer, task, problems)
-    if checkpoint:
-        run.load(checkpoint)
-    else:
-        before["greedy"] = score(1, 0.0)
-        for temperature in sorted({*START_TEMPERATURES, settings.temperature}):
-            before[str(temperature)] = score(settings.eval_samples, temperature)
-        if judge:
-            opinion["before"] = judged(trainer, problems)
-    start = policy_scores(before["greedy"], before[str(settings.temperature)])
-    if judge:
-        start["reward_model"] = mean_interval(opinion["before"])
-    if not checkpoint:
-        log.metrics(0, held_out_metrics(start))
-    log(f"before: {start}")
-    log(f"set-up and first scores: {time.perf_counter() - begin:.1f} s, outside the clock")
+        run.parts["critic_optimizers"] = trainer.all_optimizers[1]
+    begin_run(run, trainer, exam, checkpoint)
+    run.log(f"set-up and first scores: {time.perf_counter() - begin:.1f} s, outside the clock")
 
     metrics = {}
+    is_silent = not checkpoint  # whether all answers of each step so far had one reward
     stopping = False
     stop_signal = StopSignal()
     clock.start()
@@ -4117,10 +4419,10 @@ def main() -> int:
         val_is_due = settings.val_loss_every and run.step % settings.val_loss_every == 0
         if val_is_due and run.step and not (last_step or stopping):
             with clock.paused():
-                sampled = score(settings.eval_samples, settings.temperature)
-                scores = policy_scores(score(1, 0.0), sampled)
-            log.metrics(run.step, held_out_metrics(scores))
-        if last_step or stopping or run.is_save_due():
+                scores = score_intervals(exam.scores(trainer))
+            run.log.metrics(run.step, held_out_metrics(scores))
+        save_is_due = settings.save_every and run.step % settings.save_every == 0
+        if last_step or stopping or save_is_due:
             with clock.paused():
                 run.save()
         if last_step or stopping:
@@ -4130,7 +4432,7 @@ def main() -> int:
         # 2. The phases and learning rates of this step.
         progress = clock.progress(run.step)
         for name in plan.begin_phases(run.step, progress):
-            log(f"phase: {name} begins at step {run.step + 1}, {progress:.1%} of the run")
+            run.log(f"phase: {name} begins at step {run.step + 1}, {progress:.1%} of the run")
             if name == "qat":
                 for average in averages.values():
                     average.count = 0  # weights that never saw the quantizer do not fit it
@@ -4138,14 +4440,11 @@ def main() -> int:
         multiplier = plan.rates(progress)
 
         # 3. Sample answers to new prompts, and reward them.
-        queries = functools.partial(trainer.query, task, run.step)
+        queries = functools.partial(task.problem, held_out=False)
         rollout = trainer.rollout(queries, settings.prompts_per_step, reward, run.step)
 
-        # 4. Read the report of the step before.
-        report = clock.previous_report()
-        if report is not None:
-            stopping = report.stop_requested
-            log_step(run, clock, report, metrics)
+        # 4. Log the step before.
+        stopping = log_step(run, metrics)
 
         # 5. Update the weights and their averages.
         metrics = {**rollout.metrics, **trainer.update(rollout, multiplier)}
@@ -4154,83 +4453,42 @@ def main() -> int:
         for name, average in averages.items():
             if plan.is_on(name):
                 average.update(progress)
-        stop = runtime.sum(torch.tensor(float(stop_signal.number), device=device))
-        skip = torch.tensor(metrics["bad"], device=device)
-        clock.send_report(torch.tensor(metrics["loss"], device=device), skip, stop)
+        values = [metrics["loss"], metrics["bad"], stop_signal.number]
+        loss, bad, stop = torch.tensor(values, device=runtime.device)
+        clock.send_report(loss, bad, runtime.sum(stop))
         run.step += 1
 
-        for name, values in history.items():
-            values.append(metrics[name])
-        mean = statistics.mean(history["reward"])
-        is_constant = max(history["reward_std"]) <= 1e-6 * abs(mean)  # 0 but for rounding
-        if len(history["reward"]) == FIRST_STEPS and is_constant:
+        is_silent = is_silent and metrics["reward_std"] <= 1e-6 * abs(metrics["reward"])
+        if is_silent and run.step == FIRST_STEPS:
             run.save()
             raise UserError(
                 f"REWARD={settings.reward!r}: in each of the first {FIRST_STEPS} steps all samples "
-                f"have one reward (mean {mean:.3f}), so nothing can be learned; needs another "
-                "start (INIT_FROM) or TASK"
+                f"have one reward (mean {metrics['reward']:.3f}), so nothing can be learned; needs "
+                "another start (INIT_FROM, SFT_STEPS) or TASK"
             )
 
     clock.stop()
     if stopping:
-        number = signal.Signals(stop_signal.number or signal.SIGTERM)
-        log(f"stopped by {number.name} after step {run.step}; RESUME={run.folder} goes on")
-        runtime.leave()
-        return 128 + number
+        return stop_run(run, stop_signal)
     handle_stop_signals(signal.SIG_DFL)
-    report = clock.previous_report()
-    if report is not None:
-        log_step(run, clock, report, metrics)
+    log_step(run, metrics)
     run.write_json("progress.json", {"progress": clock.used})
 
-    # Choose the weights, quantize and pack them; this is on the clock, too.
+    # Choosing the weights and packing them are on the clock, too.
     clock.start()
-    chosen = choose_weights(trainer, averages, task, log)
-    if settings.lora_rank:
-        merge_lora(network)
-    tensors = network.state_dict()
-    tensors.pop("w_value", None)  # the artifact is the policy alone
-    content, sizes = pack_artifact(
-        tensors,
-        quantize_all(tensors, trainer.table),
-        settings=asdict(config),
-        tokenizer_sha256=tokenizer.sha256,
-        meta={"seed": settings.seed, "tokenizer": tokenizer.file},
-    )
-    clock.stop()
-    artifact = run.write_artifact(content)
-
-    # Score what the artifact file alone gives back.
-    trainer.network, _, _ = load_model("ARTIFACT", str(artifact))
-    trainer.network.to(device)
-    trainer.qat = False
-    greedy = score(1, 0.0)
-    sampled = score(settings.eval_samples, settings.temperature)
-    after = policy_scores(greedy, sampled)
-    gain, best = policy_gain(before, greedy, sampled, settings.temperature)
-    if judge:
-        rewards = judged(trainer, problems)
-        after["reward_model"] = mean_interval(rewards)
-        gain["reward_model"] = mean_interval(rewards - opinion["before"])
-    log.metrics(run.step, held_out_metrics(after))
-    log(f"after: {after}")
-    log(f"gain: {gain}, paired; best: of the start at temperature {best}")
-
-    pass1 = {name: right.mean().item() for name, right in before.items() if name != "greedy"}
+    chosen = choose_weights(trainer, averages, exam, run.log)
+    content = pack_policy(run, trainer)
     facts = {
         "tokenizer_sha256": tokenizer.sha256,
         "task": task.name,
         "init_from": source,
-        "samples": run.step * samples,
-        "total_seconds": time.perf_counter() - begin,
+        "samples": run.step * settings.prompts_per_step * settings.group_size,
         "params": count_parameters(network),
         "weights": chosen,
-        "optimizer_state_bytes": sum(each.state_bytes() for each in trainer.optimizers.values()),
-        "before": {**start, "pass1_by_temperature": pass1},
-        "after": after,
-        "gain": gain,
-        "last": {name: value for name, value in metrics.items() if name != "clips"},
-        "bytes_by_class": sizes,
+        "optimizer_state_bytes": sum(part.state_bytes() for part in trainer.all_optimizers),
+        **score_artifact(run, trainer, exam),
+        "last": metrics,
+        "total_seconds": time.perf_counter() - begin,
     }
     exit_status = run.write_result(facts, content)
     runtime.leave()

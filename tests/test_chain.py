@@ -87,7 +87,7 @@ def test_each_link_reads_what_the_one_before_wrote(tmp_path):
     dpo = chain.train("dpo", "train_dpo.py", steps=20, INIT_FROM=chain.of("sft"), TRAIN_PAIRS=512, **tiny)
     assert 0 <= judge["after"]["accuracy"][0] <= 1 and dpo["init_from"] == str(chain.of("sft") / "model.upar")
     ppo = chain.train("ppo", "train_ppo.py", steps=12, INIT_FROM=chain.of("dpo"), REWARD_MODEL=chain.of("judge"),
-                      EVAL_SAMPLES=2, PROMPTS_PER_STEP=8, GROUP_SIZE=4, **tiny)
+                      PROMPTS_PER_STEP=8, GROUP_SIZE=4, **tiny)
     assert ppo["init_from"] == str(chain.of("dpo") / "model.upar")
     half = dict(MODEL_DIM=32, NUM_HEADS=2, LAYER_PATTERN="g a", DEMONSTRATIONS=2000)
     small = chain.train("small", "train_sft.py", steps=20, TEACHER=chain.of("ppo"), **half, **tiny)

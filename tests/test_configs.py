@@ -190,7 +190,7 @@ def test_run_sh_picks_by_gpus_unless_config_is_given(gpus, given, config):
 # ----------------------------------------------------------------------------------------------------------- tiny runs
 SHAPE = dict(DEVICE="cpu", MODEL_DIM=32, NUM_HEADS=2, ITERATIONS=8, MAX_WALLCLOCK_SECONDS=0, SAVE_EVERY=0)
 SCORES = dict(EVAL_PROMPTS=8, SFT_STEPS=4, LAYER_PATTERN="g a")
-ROLLOUT = dict(**SHAPE, **SCORES, PROMPTS_PER_STEP=4, GROUP_SIZE=4, MINI_BATCHES=2, MAX_NEW_TOKENS=10, EVAL_SAMPLES=2)
+ROLLOUT = dict(**SHAPE, **SCORES, PROMPTS_PER_STEP=4, GROUP_SIZE=4, MINI_BATCHES=2, MAX_NEW_TOKENS=10)
 SIZES = {
     "train_gpt": dict(**SHAPE, COMPILE=0, NUM_KV_HEADS=1, TRAIN_SEQ_LEN=32, TRAIN_BATCH_TOKENS=256, HOLDOUT_TOKENS=1024,
                       EVAL_STRIDE=0, GPTQ_CALIBRATION_BATCHES=2),

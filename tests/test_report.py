@@ -53,7 +53,6 @@ REWARDS = dict(
     MINI_BATCHES=2,
     MAX_NEW_TOKENS=6,
     EVAL_PROMPTS=8,
-    EVAL_SAMPLES=2,
     VAL_LOSS_EVERY=4,
 )
 # A step takes 100 ms, step 4 takes 400; the run was resumed at step 2, and broken off while it
@@ -168,7 +167,7 @@ def test_the_series_of_real_runs(runs):
     points = run.log.series["held-out pass1"]
     assert [point.step for point in points] == [0, 4, 8]
     before = [points[0].value, points[0].low, points[0].high]
-    assert before == run.result["before"]["pass1"]
+    assert before == pytest.approx(run.result["before"]["pass1"], abs=5e-4)
     lengths = values(run.log, "length")
     assert values(run.log, "tokens")[:2] == pytest.approx([16 * lengths[0], 16 * sum(lengths[:2])])
 

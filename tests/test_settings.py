@@ -151,7 +151,7 @@ def test_wrong_values_are_refused(name, value, said):
 
 @pytest.mark.parametrize(("module", "name", "value"), [
     (T, "iterations", 5.5), (T, "iterations", True), (T, "matrix_lr", "0.1"), (T, "qat", 1), (T, "run_id", 7),
-    (R, "scale_rewards", False), (R, "left_clip_range", -1), (R2, "importance", "sequence_token"),
+    (R, "scale_rewards", "batches"), (R, "left_clip_range", -1), (R2, "importance", "tokens"),
     (R3, "kl_shaping", "K1"), (R3, "critic", "seperate"), (F, "train_on", "user"), (D, "objective", "DPO"),
 ])
 def test_a_wrong_value_in_a_program_is_refused(module, name, value):

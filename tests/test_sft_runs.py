@@ -336,7 +336,7 @@ def test_every_command_of_the_guides(tmp_path, guide, least):
         for row in rows))
     kept = {name: os.environ[name] for name in KEPT if name in os.environ}
     grpo = {"SFT_STEPS": "5", "PROMPTS_PER_STEP": "4", "GROUP_SIZE": "4", "MINI_BATCHES": "2", "MAX_NEW_TOKENS": "10",
-            "EVAL_PROMPTS": "8", "EVAL_SAMPLES": "2"}
+            "EVAL_PROMPTS": "8"}
     tiny = {name: value for name, value in TINY.items() if name not in ("LEARNING_RATE", "LAYER_PATTERN", "MODEL_DIM",
                                                                         "NUM_HEADS")} | {"ITERATIONS": "8"}
     plain = {**kept, "OMP_NUM_THREADS": "1", "PATH": f"{bin_}:{os.environ['PATH']}"}

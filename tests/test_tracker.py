@@ -22,7 +22,7 @@ import train_sft as F
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = dict(TASK="sort", SFT_STEPS=2, PROMPTS_PER_STEP=4, GROUP_SIZE=4, MINI_BATCHES=2, MAX_NEW_TOKENS=6,
-            EVAL_PROMPTS=8, EVAL_SAMPLES=2, ITERATIONS=8, VAL_LOSS_EVERY=4, MODEL_DIM=32, NUM_HEADS=2,
+            EVAL_PROMPTS=8, ITERATIONS=8, VAL_LOSS_EVERY=4, MODEL_DIM=32, NUM_HEADS=2,
             LAYER_PATTERN="g a", MAX_WALLCLOCK_SECONDS=0, RESERVE_SECONDS=0, SAVE_EVERY=0,
             WARMUP_FRAC=0.25)
 # A wandb that writes what it is given to wandb.jsonl, beside the folder of runs.
@@ -143,7 +143,7 @@ def test_a_whole_run_is_mirrored(tmp_path):
     for which, step in (("before", 0), ("after", 8)):
         means = {f"held_out/{name}": value[0] for name, value in result[which].items() if isinstance(value, list)}
         assert held_out[step] == {"held_out/n": 8, **means} and held_out[step].keys() == held_out[4].keys()
-        assert list(means) == ["held_out/greedy", "held_out/pass1", "held_out/pass2"]
+        assert list(means) == ["held_out/greedy", "held_out/pass1", "held_out/pass8"]
     rewards = {step: numbers["reward"] for step, numbers in rows.items() if "reward" in numbers}
     text = (tmp_path / "runs" / "a" / "log.txt").read_text(encoding="utf-8")
     lines = re.findall(r"^step:(\d+)/8 reward:(\S+)", text, re.MULTILINE)

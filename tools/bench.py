@@ -659,15 +659,12 @@ def policy_speed(rounds: int) -> dict[str, list[float]]:
     network, tokenizer, _ = script.start_policy(settings, runtime)
     trainer = script.GRPOTrainer(network, tokenizer, settings, runtime=runtime)
     task = script.make_task(settings.task, settings.task_path, settings.seed)
-    reward = script.load_reward(settings.reward, task, settings.reward_seconds)
+    reward = script.load_reward(settings.reward, task)
+    queries = functools.partial(task.problem, held_out=False)
     speeds = {"rollout": [], "update": []}
     for step in range(1 + rounds):
-
-        def query(number: int, draw: int, step: int = step) -> object:
-            return trainer.query(task, step, number, draw)
-
         times = [time.perf_counter()]
-        rollout = trainer.rollout(query, settings.prompts_per_step, reward, step)
+        rollout = trainer.rollout(queries, settings.prompts_per_step, reward, step)
         times.append(time.perf_counter())
         trainer.update(rollout, 0.0)
         times.append(time.perf_counter())

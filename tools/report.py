@@ -130,6 +130,7 @@ class Log:
     weights: str = ""  # which were chosen
     last: int = 0  # the last step that is logged or saved
     batch: int = 0  # tokens or samples of a step
+    columns: list[str] = field(default_factory=list)  # of the table of scores
     ended: bool = False  # then the last held-out scores are the artifact's
     train_seconds: float = 0.0  # on the clock at the end, 0 if the run has not ended
 
@@ -148,6 +149,21 @@ class Log:
             is_interval = isinstance(score, list) and None not in score
             if is_interval or isinstance(score, float):
                 self.add(f"held-out {name}", step, score)
+
+
+    def read_table(self, line: str) -> None:
+        """Add held-out scores of a line of the table: titles, or a name and means with intervals."""
+        name, *titles = line.split()
+        if name == "before":
+            self.columns = [name, *titles]
+            return
+        scores = re.findall(r"(\S+) \[(\S+), (\S+)\]", line)
+        cells = dict(zip(self.columns, scores, strict=False))
+        if "before" in cells and not self.last:  # a resumed run prints it again
+            self.add(f"held-out {name}", 0, list(map(float, cells["before"])))
+        if "after" in cells:
+            self.ended = True
+            self.add(f"held-out {name}", self.last, list(map(float, cells["after"])))
 
 
 @dataclass
@@ -198,6 +214,8 @@ def read_line(log: Log, line: str) -> None:
     """Read a line of a log."""
     if match := re.match(r"step:(\d+)[ /]", line):
         read_step_line(log, int(match[1]), line)
+    elif re.match(r" +(before|\w+ .*\[)", line):
+        log.read_table(line)
     elif match := re.match(r"before: ({.*})$", line):
         if not log.last:  # a resumed run prints it again
             log.add_scores(0, match[1])
