@@ -2914,8 +2914,8 @@ class Decoder:
         self.graph = None
         self.step = torch.compile(self.read, dynamic=True) if network.compiled else self.read
         bos = network.config.bos_id
-        ids = pad_sequence([torch.tensor(prompt) for prompt in prompts], True, bos, "left")
-        ids = ids.to(network.embed.device)
+        ids = [torch.tensor(prompt) for prompt in prompts]
+        ids = pad_sequence(ids, True, bos, "left").to(network.embed.device)
         before = CONV_TAPS - 1  # padding of all rows, which the first token's convolution reaches
         padding = [[before + ids.size(1) - len(prompt)] for prompt in prompts]
         self.used = ids.new_tensor(before)  # slots that hold a token
@@ -2951,7 +2951,7 @@ class Decoder:
         docs = ((texts == self.network.config.bos_id) | (places == padding)).cumsum(dim=1)
         self.distance = self.slots[:, None] - places  # (T, room)
         self.is_seen = (self.distance >= 0) & (docs[:, self.slots, None] == docs[:, None])
-        return docs[:, reach], texts[:, self.slots - 1], (self.slots - padding).clamp(min=0)
+        return docs[:, reach], texts[:, self.slots - 1], (self.slots - padding).clamp(0)
 
     def read(self, ids):
         """Return the logits (R, V) of what comes after ids (R, T)."""
@@ -2982,7 +2982,7 @@ def draw(logits, temperature, top_k, top_p, uniform):
     likeliest token; top_k: that many tokens, 0: all; top_p: the likeliest tokens that together have
     this probability (arXiv 1904.09751).
     """
-    if temperature == 0:
+    if not temperature:
         return logits.argmax(-1), logits.new_zeros(len(logits))
     chances = (logits / temperature).softmax(-1)
     if top_k or top_p < 1:
@@ -3016,6 +3016,7 @@ def generate(network, prompts, count, max_new_tokens, temperature, top_k, top_p,
         decoder.take([row // count for row in range(len(draws))])
         live = [Sample([], [], False) for _ in draws]  # those that the decoder goes on with
         samples += live
+        picks = None
         for step in range(max_new_tokens):
             if step:
                 decoder(picks)
@@ -3427,10 +3428,9 @@ def adapt(network, settings):
 
 def policy_optimizers(network, settings, runtime):
     """Return the optimizers of what is trained, all of it at LEARNING_RATE."""
-    lr = settings.learning_rate
-    decay = settings.weight_decay
-    rates = {name: (lr, decay) for name in ("matrix", "adapter", "embedding", "head")}
-    rates["control"] = (lr, 0.0)
+    rate = (settings.learning_rate, settings.weight_decay)
+    rates = dict.fromkeys(("matrix", "adapter", "embedding", "head"), rate)
+    rates["control"] = (settings.learning_rate, 0.0)
     return Optimizers(network, settings.optimizer, rates, runtime)
 
 
@@ -3512,7 +3512,7 @@ def supervise(network, rows, settings, runtime):
     same steps.
     """
     alone = Runtime(0, 1, runtime.device, False)
-    rates = dict.fromkeys(("adapter", "embedding", "head", "control"), (SFT_LR / 20, 0.0))
+    rates = dict.fromkeys(("embedding", "head", "control"), (SFT_LR / 20, 0.0))  # no decay
     rates["matrix"] = (SFT_LR, 0.0)
     optimizers = Optimizers(network, "muon", rates, alone)
     shares = []
