@@ -1,9 +1,17 @@
-"""Fixtures of several test files."""
+"""What several test files need: environments, forked processes, whole runs in a folder, tiny data."""
 
+import functools
+import json
 import os
+import random
+import re
+import signal
+import socket
+import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
-from types import ModuleType
 from unittest import mock
 
 import pytest
@@ -16,17 +24,239 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 from common import ROOT, load_script
 
 KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV")
+# Settings of a run of train_gpt.py that takes seconds.
+TINY = dict(
+    DTYPE="float32",
+    COMPILE=0,
+    LAYER_PATTERN="g s1 g s1",
+    MODEL_DIM=32,
+    NUM_HEADS=2,
+    NUM_KV_HEADS=1,
+    ATTN_WINDOW=16,
+    TRAIN_SEQ_LEN=32,
+    TRAIN_BATCH_TOKENS=512,
+    HOLDOUT_TOKENS=1024,
+    EVAL_STRIDE=0,
+    ITERATIONS=30,
+    MAX_WALLCLOCK_SECONDS=0,
+    RESERVE_SECONDS=0,
+    GPTQ_CALIBRATION_BATCHES=2,
+)
+# Constants of a patched script: a log line for each step, and no untimed steps.
+CONSTANTS = "T.LOG_SECONDS = 0.0\nT.WARMUP_STEPS = 0\n"
+# A patch: training seconds by the steps that were begun, 20 to 80 ms each, whatever the machine does.
+TICKS = """
+import time, types
+class Tick:
+    steps = seconds = 0
+def ticking(inner):
+    def forward_backward(*args):
+        Tick.steps += 1
+        Tick.seconds += 0.02 + 0.06 * (0.618 * Tick.steps % 1)
+        return inner(*args)
+    return forward_backward
+T.forward_backward = ticking(T.forward_backward)
+T.time = types.SimpleNamespace(**{**vars(time), "perf_counter": lambda: Tick.seconds})
+"""
+# Forks a process for each line of its input: a command line `words`, or T.main() of train_gpt.py
+# behind the code of `patch`, which may change functions of T. To import torch takes longer than
+# most runs. A line with "poll" asks for the exit code of a process, null while it runs.
+SERVER = """
+import json, os, runpy, signal, sys
+sys.path.insert(0, sys.argv[1])
+import numpy, sentencepiece, tiktoken, torch, torch._dynamo, torch.profiler
+import train_gpt as T
+
+for line in sys.stdin:
+    order = json.loads(line)
+    if "poll" in order:
+        done, status = os.waitpid(order["poll"], os.WNOHANG)
+        print(json.dumps(os.waitstatus_to_exitcode(status) if done else None), flush=True)
+        continue
+    child = os.fork()
+    if child:
+        print(child, flush=True)
+        continue
+    os.setsid()
+    for number, path in enumerate((order.get("given", os.devnull), order["out"], order["err"])):
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC if number else os.O_RDONLY
+        os.dup2(os.open(path, flags, 0o644), number)
+    signal.alarm(600)
+    os.environ.clear()
+    os.environ.update(order["env"])
+    sys.stdin = open(0)
+    if "words" not in order:
+        sys.argv = [T.__file__]
+        exec(order["patch"], {"T": T})
+        sys.exit(T.exit_code(T.main))
+    os.chdir(order["cwd"])
+    sys.argv, sys.path[0] = order["words"], os.path.dirname(os.path.abspath(order["words"][0]))
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    sys.exit(0)
+"""
 
 
-def environment(**changes: object) -> dict[str, str]:
-    """What a command line of a test finds in its environment."""
-    kept = {name: os.environ[name] for name in KEPT if name in os.environ}
-    return {**kept, "OMP_NUM_THREADS": "1", "DEVICE": "cpu", **{name: str(text) for name, text in changes.items()}}
+def environment(**changes):
+    """Return what a command line of a test finds in its environment; None leaves a name out."""
+    given = {name: os.environ[name] for name in KEPT if name in os.environ}
+    given |= {"OMP_NUM_THREADS": "1", "DEVICE": "cpu", **changes}
+    return {name: str(value) for name, value in given.items() if value is not None}
 
 
-def load_tool(name: str) -> ModuleType:
-    """tools/NAME.py."""
+@functools.cache
+def server(threads="1"):
+    """Return a process that forks others. It ends with its input."""
+    words = [sys.executable, "-c", SERVER, str(ROOT)]
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(words, env=environment(OMP_NUM_THREADS=threads), **pipes)
+
+
+class Child:
+    """A forked process; `code` is its exit code once it has ended, -n if signal n ended it."""
+
+    def __init__(self, server, folder, name, patch, environ, **order):
+        self.server = server
+        self.code = None
+        self.paths = [folder / f"{name}.{kind}" for kind in ("out", "err")]
+        out, err = map(str, self.paths)
+        self.pid = self.ask(dict(env=environ, patch=CONSTANTS + patch, out=out, err=err, **order))
+
+    def ask(self, order):
+        self.server.stdin.write(json.dumps(order) + "\n")
+        self.server.stdin.flush()
+        return json.loads(self.server.stdout.readline())
+
+    def poll(self):
+        if self.code is None:
+            self.code = self.ask({"poll": self.pid})
+        return self.code
+
+    def wait(self, seconds=300):
+        """Return the exit code; the process must end within this time."""
+        end = time.monotonic() + seconds
+        while self.poll() is None and time.monotonic() < end:
+            time.sleep(0.01)
+        if self.code is None:
+            os.kill(self.pid, signal.SIGKILL)
+            pytest.fail(f"still running after {seconds} s: {self.out[-500:]} {self.err[-500:]}")
+        return self.code
+
+    def send(self, number):
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    @property
+    def out(self):
+        return self.paths[0].read_text(encoding="utf-8") if self.paths[0].exists() else ""
+
+    @property
+    def err(self):
+        return self.paths[1].read_text(encoding="utf-8") if self.paths[1].exists() else ""
+
+
+def start(command, environ, cwd=".", given=""):
+    """Run a script with arguments to its end, in a fork; return what subprocess.run would."""
+    words = list(map(str, command))
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "given").write_text(given, encoding="utf-8")
+        order = dict(words=words, cwd=str(Path(cwd).resolve()), given=f"{folder}/given")
+        child = Child(server(environ["OMP_NUM_THREADS"]), Path(folder), "run", "", environ, **order)
+        return subprocess.CompletedProcess(words, child.wait(600), child.out, child.err)
+
+
+def rank_environments(count):
+    """Return the variables that tell each of `count` processes its rank, as torchrun does."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return [{**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in range(count)]
+
+
+class Place:
+    """A folder with runs of train_gpt.py, each in <out>/run of it, by `tiny` settings."""
+
+    def __init__(self, folder, data, tiny):
+        self.folder = folder
+        self.data = data
+        self.tiny = tiny
+        self.unset = dict.fromkeys([*tiny, "DATA_PATH"])  # what a run takes from the one it resumes
+        self.count = 0
+
+    def environment(self, out, **changes):
+        paths = {"DATA_PATH": self.data, "OUT_DIR": self.folder / out, "RUN_ID": "run"}
+        return environment(**{**self.tiny, **paths, **changes})
+
+    def begin(self, out, patch="", **changes):
+        """Start a run in the folder `out`."""
+        self.count += 1
+        name = f"{out}_{self.count}"
+        return Child(server(), self.folder, name, patch, self.environment(out, **changes))
+
+    def run(self, out, patch="", code=0, **changes):
+        """Return a run from beginning to end, which must have this exit code."""
+        child = self.begin(out, patch, **changes)
+        assert child.wait() == code, child.out[-800:] + child.err[-2000:]
+        assert "Traceback" not in child.err, child.err
+        return child
+
+    def ranks(self, out, patch="", ranks=2, code=0, **changes):
+        """Return the ended processes of a run on gloo ranks."""
+        children = [self.begin(out, patch, **rank, **changes) for rank in rank_environments(ranks)]
+        codes = [child.wait() for child in children]
+        assert codes == [code] * ranks, [child.err for child in children]
+        return children
+
+    def resume(self, out, patch="", code=0, **changes):
+        """Go on with the run of `out`, with its settings."""
+        return self.run(out, patch, code, **{**self.unset, "RUN_ID": None, "RESUME": "run", **changes})
+
+    def of(self, out):
+        return self.folder / out / "run"
+
+    def log(self, out):
+        """Return the log behind the script's source and the rule."""
+        text = (self.of(out) / "log.txt").read_text(encoding="utf-8")
+        return text.replace((ROOT / "train_gpt.py").read_text(encoding="utf-8"), "")
+
+    def logged(self, out, name):
+        """Return the values of a metric, by step; a later line of a step replaces an earlier one."""
+        found = re.findall(rf"^step:(\d+)/.*?\b{name}:([^\s]+?)(?:ms)?(?: |$)", self.log(out), re.M)
+        return {int(step): float(value) for step, value in found}
+
+    def result(self, out):
+        return json.loads((self.of(out) / "result.json").read_text())
+
+    def artifact(self, out):
+        return (self.of(out) / "model.upar").read_bytes()
+
+
+@pytest.fixture(scope="session")
+def tiny_data(tmp_path_factory):
+    """Return a folder with 200 KB of random words, prepared by data/prepare.py: 400 tokens."""
+    folder = tmp_path_factory.mktemp("tiny")
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefghijklmnop", k=rng.randint(2, 8))) for _ in range(120)]
+    words += ["naïve", "größer", "日本", "🙂", "x\t=\t1", "  indented", "don't", "\r\n"]
+    lines = [" ".join(rng.choices(words, k=rng.randint(4, 12))) for _ in range(4500)]
+    rows = [json.dumps({"text": "\n".join(lines[i : i + 10])}) for i in range(0, 4500, 10)]
+    (folder / "text.jsonl").write_text("\n".join(rows))
+    options = "--vocab-size 400 --val-frac 0.025 --workers 1".split()
+    command = [ROOT / "data" / "prepare.py", folder / "text.jsonl", "--out", folder / "data"]
+    done = start([*command, *options], environment())
+    assert done.returncode == 0, done.stderr
+    return folder / "data"
+
+
+def load_tool(name):
+    """Return tools/NAME.py as a module."""
     return load_script(ROOT / "tools" / f"{name}.py")
+
+
+def asked(request, test, parameter):
+    """Return the values of a parameter for which pytest is to run a test: no others are made."""
+    items = [item for item in request.session.items if getattr(item, "originalname", "") == test]
+    return {item.callspec.params[parameter] for item in items}
 
 
 @pytest.fixture(autouse=True)
@@ -45,14 +275,21 @@ def one_thread():
 
 @pytest.fixture
 def call(capsys):
-    """Function: run a command line of quantize.py in this process; its exit code, output and what stands on stderr."""
+    """Return a function: it runs a command line of quantize.py in this process.
 
-    def run(*words: object, **changes: object) -> tuple[int, str, str]:
-        with (mock.patch.dict(os.environ, environment(**changes), clear=True),
-              mock.patch.object(sys, "argv", ["quantize.py", *map(str, words)])):
+    It returns the exit code, the output and what stands on stderr.
+    """
+
+    def run(*words, **changes):
+        arguments = ["quantize.py", *map(str, words)]
+        with (
+            mock.patch.dict(os.environ, environment(**changes), clear=True),
+            mock.patch.object(sys, "argv", arguments),
+        ):
             code = Q.exit_code(Q.main)
         out, err = capsys.readouterr()
-        assert code == 0 or out == "" and err.count("\n") == 1 and err.startswith("error: "), err
+        is_line = out == "" and err.count("\n") == 1 and err.startswith("error: ")
+        assert code == 0 or is_line, err
         return code, out, err
 
     return run

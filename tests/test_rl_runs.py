@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import sentencepiece
 import torch
-from test_lasting import Child
+from conftest import Child
 
 import sample as P
 import train_grpo as G
