@@ -1,4 +1,4 @@
-"""The size solver and GPTQ at a run's end: files that just fit, weights that stay; runs resumed, repeated, loaded."""
+"""The size solver and GPTQ at a run's end: files that just fit, weights that stay; runs resumed and loaded."""
 
 import json
 import math
@@ -7,29 +7,23 @@ import re
 import time
 import types
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT, TINY, Place, environment, start
 
-import test_smoke as smoke
 import train_gpt as T
 
-ROOT = Path(__file__).resolve().parents[1]
-TABLE = {"matrix": {"bits": 6, "clip_sigmas": 8.0, "widen": 1.0},
-         "embedding": {"bits": 8, "clip_sigmas": 20.0, "widen": 1.0}}
+TABLE = {
+    "matrix": {"bits": 6, "clip_sigmas": 8.0, "widen": 1.0},
+    "embedding": {"bits": 8, "clip_sigmas": 20.0, "widen": 1.0},
+}
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def text(seed, batch=4, length=64):
-    """Token ids (B, T) of a text in which a token says much about the next."""
+    """Return token ids (B, T) of a text in which a token says much about the next."""
     random = torch.Generator().manual_seed(seed)
     ids = torch.randint(2, 64, (batch, length), generator=random)
     for at in range(2, length):
@@ -39,11 +33,27 @@ def text(seed, batch=4, length=64):
     return ids
 
 
+def make(state=None):
+    settings = T.Settings(
+        layer_pattern="g g s",
+        model_dim=64,
+        num_heads=4,
+        num_kv_heads=2,
+        mlp_mult=2.0,
+        attn_window=16,
+        train_seq_len=64,
+    )
+    net = T.GPT(T.model_config(settings, 64, 1))
+    if state:
+        net.load_state_dict(state)
+    return net
+
+
 @pytest.fixture(scope="module")
 def trained():
-    """The state of a network of every kind of layer that has learned something."""
+    """Return the state of a network of every kind of layer that has learned something."""
     torch.manual_seed(0)
-    net, loss = make(), None
+    net = make()
     optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
     for step in range(150):
         ids = text(step)
@@ -53,15 +63,6 @@ def trained():
         optimizer.zero_grad()
     assert loss < 3.9  # 4.1 would be nothing
     return {name: w.clone() for name, w in net.state_dict().items()}
-
-
-def make(state=None):
-    settings = T.Settings(layer_pattern="g g s", model_dim=64, num_heads=4, num_kv_heads=2, mlp_mult=2.0,
-                          attn_window=16, train_seq_len=64)
-    net = T.GPT(T.model_config(settings, 64, 1))
-    if state:
-        net.load_state_dict(state)
-    return net
 
 
 class Lines(list):
@@ -140,15 +141,23 @@ def same(one, other):
         torch.equal(a.codes, b.codes) and torch.equal(a.scale, b.scale) and a.bits == b.bits for a, b in parts)
 
 
-@pytest.mark.parametrize("gptq", [True, False], ids=["gptq", "nearest"])
-@pytest.mark.parametrize(("share", "clip_sigmas"), [
-    (0.7, 8.0), (0.45, 8.0), (0.7, 12.0), *(pytest.param(*each, marks=pytest.mark.full) for each in (
-        (0.9, 8.0), (0.3, 8.0), (0.7, 4.0)))])
+@pytest.mark.parametrize(
+    ("share", "clip_sigmas", "gptq"),
+    [
+        (0.7, 12.0, True),
+        (0.45, 8.0, False),
+        pytest.param(0.9, 8.0, True, marks=pytest.mark.full),
+        pytest.param(0.3, 8.0, True, marks=pytest.mark.full),
+        pytest.param(0.7, 4.0, True, marks=pytest.mark.full),
+    ],
+)
 def test_the_artifact_meets_a_limit_and_uses_it(trained, tmp_path, share, clip_sigmas, gptq):
     bench = Bench(trained, share, clip_sigmas=clip_sigmas)
     bench.exporter.fit_table()
     table = json.loads(json.dumps(bench.exporter.table))
-    assert table["matrix"]["widen"] == table["embedding"]["widen"] > 1
+    assert table["matrix"]["widen"] == table["embedding"]["widen"] > 1  # all steps alike
+    size = len(bench.pack(T.quantize_all(bench.net.state_dict(), table)))
+    assert 0.98 * bench.limit <= size <= 0.99 * bench.limit  # the rest is for what is yet to come
     with torch.no_grad():  # training goes on for a while
         for param in bench.net.parameters():
             param.add_(0.02 * param.std().nan_to_num() * torch.randn_like(param))
@@ -189,34 +198,13 @@ def test_a_limit_that_nothing_meets_is_told_and_ends(trained):
     bench = Bench(trained, 0.01)
     bench.exporter.fit_table()
     assert all(quantizer["widen"] <= 256 for quantizer in bench.exporter.table.values())
-    chosen = bench.exporter.pack(calibration(1), math.inf)
+    chosen = bench.exporter.pack([], math.inf)
     assert len(bench.pack(chosen.coded)) == chosen.size > bench.limit
     size = f"sizes: {chosen.name} {chosen.size} bytes, at most {bench.limit}; "
     assert any(line.startswith(size) for line in bench.lines)
 
 
-def test_all_steps_are_widened_alike_to_below_the_limit(trained):
-    """A hundredth of it is kept for what is yet to come."""
-    bench = Bench(trained, 0.6)
-    bench.exporter.fit_table()
-    bench.table = bench.exporter.table
-    matrix, embedding = (bench.table[kind]["widen"] for kind in ("matrix", "embedding"))
-    assert matrix == embedding > 1
-    assert 0.98 * bench.limit <= len(bench.pack(bench.nearest())) <= 0.99 * bench.limit
-
-
-def test_without_calibration_codes_are_the_nearest(trained):
-    bench = Bench(trained, 0.6)
-    bench.exporter.fit_table()
-    coded = bench.exporter.pack([], math.inf).coded
-    assert bench.lines[-1] == "codes: nearest chosen"
-    for name, part in coded.items():
-        w = bench.net.state_dict()[name]
-        assert torch.equal(part.codes, T.round_to(w.flatten(1), part.scale, part.bits).char())
-
-
-@pytest.mark.parametrize("worth", [1.0, -1.0])
-@pytest.mark.parametrize("share", [0.985, 2.0])
+@pytest.mark.parametrize(("share", "worth"), [(0.985, 1.0), (2.0, 1.0), (2.0, -1.0)])
 def test_gptq_is_taken_where_its_held_out_loss_is_lower(trained, share, worth):
     """With losses turned round the other way is taken; also where steps change to meet the limit."""
     bench = Bench(trained, 1.0, worth, clip_sigmas=60.0)
@@ -258,7 +246,7 @@ def test_gptq_meets_a_limit_that_only_the_nearest_codes_meet_as_they_are(trained
     assert chosen.name == min(losses, key=losses.get) and chosen.nats == pytest.approx(losses[chosen.name], abs=0.051)
 
 
-@pytest.mark.parametrize("asked", [0, 2, 4, 9, 100])
+@pytest.mark.parametrize("asked", [0, 4, 9, 100])
 def test_gptq_goes_on_as_long_as_the_clock_allows(trained, asked):
     """The clock is out after so many questions: batches first, then tensors; what is left keeps the nearest codes."""
     bench = Bench(trained, 2.0)
@@ -307,166 +295,121 @@ def test_what_must_follow_gptq_is_kept_free(trained):
     assert not any(line.startswith("codes: GPTQ of ") for line in bench.lines)
 
 
-# ---------------------------------------------------------------------------------------------------- whole runs
-# Runs T.main(). At step `stop` the process gets SIGTERM; logits of the network that the end of the run evaluates go to
-# a file.
-DRIVER = """
-import os, signal, sys
-root, out, stop = sys.argv[1], sys.argv[2], int(sys.argv[3])
-sys.path.insert(0, root)
-import torch
-import train_gpt as T
-
-forward_backward, compile_model = T.forward_backward, T.compile_model
-
-def stopping(model, batches, step):
-    if step == stop:
-        os.kill(os.getpid(), signal.SIGTERM)
-    return forward_backward(model, batches, step)
-
+# ---------------------------------------------------------------------------------------- whole runs
+# A patch: logits of the last network that is compiled, which is rebuilt from the artifact.
+LOGITS = """
+import os
+compile_model = T.compile_model
 def keeping(network, settings):
-    with torch.no_grad():  # the last network that is compiled is the one rebuilt from the artifact
-        torch.save(network(torch.arange(96).view(2, 48) * 7 % 400), out)
+    with T.torch.no_grad():
+        logits = network(T.torch.arange(96).view(2, 48) * 7 % 400)
+    T.torch.save(logits, os.environ["OUT_DIR"] + ".pt")
     return compile_model(network, settings)
-
-T.forward_backward, T.compile_model = stopping, keeping
-T.LOG_SECONDS, T.WARMUP_STEPS, sys.argv = 0.0, 0, sys.argv[:1]
-sys.exit(T.exit_code(T.main))
+T.compile_model = keeping
 """
-# Logits of the same tokens by a process that knows the artifact alone: as main() rebuilds it, as sample.py loads it.
+# Logits of the same tokens by a process that knows the artifact alone, as sample.py loads it.
 LOADED = """
-import os, sys
-from pathlib import Path
-from types import SimpleNamespace
+import sys
 root, artifact, out = sys.argv[1:]
 sys.path.insert(0, root)
 import torch
 import sample as S
-import train_gpt as T
 
-logits, ids = [], torch.arange(96).view(2, 48) * 7 % 400
-S.generate = lambda network, *rest: logits.append(network(ids)) or []
+logits = []
+S.generate = lambda network, *rest: logits.append(network(torch.arange(96).view(2, 48) * 7 % 400)) or []
 with torch.no_grad():
-    header, tensors, _ = T.read_artifact(Path(artifact))
-    packed = T.GPT(T.GPTConfig(**header["settings"]))
-    packed.load_state_dict(tensors)
-    logits.append(packed(ids))
     S.sample(S.Settings(artifact=artifact, device="cpu"))
 torch.save(logits, out)
 """
-place = smoke.place  # the folder of tiny data; each module has its own
+# A patch: the process gets SIGTERM in step 29 of 30, with QAT since step 26.
+STOP = """
+import os, signal
+inner = T.forward_backward
+def stopping(model, batches, step):
+    if step == 28:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return inner(model, batches, step)
+T.forward_backward = stopping
+"""
 
 
 @pytest.fixture(scope="module")
-def run(place):
-    """Function: a run by the driver in the folder of that name; its folder and the exit code that was expected."""
-    (place / "export.py").write_text(DRIVER)
-    (place / "loaded.py").write_text(LOADED)
-
-    def start(name, stop=-1, code=0, **changes):
-        own = {"DATA_PATH": place / "data", "OUT_DIR": place / name, "RUN_ID": "tiny", "VAL_LOSS_EVERY": 0, **changes}
-        environ = {key: text for key, text in smoke.environment(**own).items() if text != "None"}
-        done = smoke.start([place / "export.py", ROOT, place / f"{name}.pt", stop], environ)
-        assert done.returncode == code, done.stderr
-        return place / name / "tiny"
-
-    return start
-
-
-def result_of(folder):
-    return json.loads((folder / "result.json").read_text())
-
-
-def log_of(folder):
-    return (folder / "log.txt").read_text(encoding="utf-8").split("=" * 120 + "\n")[-1]
+def place(tmp_path_factory, tiny_data):
+    return Place(tmp_path_factory.mktemp("export"), tiny_data, TINY)
 
 
 @pytest.fixture(scope="module")
-def free(run):
-    """A run whose artifact is as large as the settings make it."""
-    return run("free")
-
-
-@pytest.fixture(scope="module")
-def limit(free):
-    """ARTIFACT_BYTES_MAX a little above the code: the artifact has three quarters of what it would take."""
-    result = result_of(free)
-    assert result["total_bytes"] == result["code_bytes"] + result["artifact_bytes"] < 16_000_000
+def limit(place):
+    """Return ARTIFACT_BYTES_MAX with three quarters of what the artifact of a free run takes."""
+    place.run("free")
+    result = place.result("free")
+    assert re.search(r"^sizes: nearest .*; steps wider by \+0.00%$", place.log("free"), re.M)
     return result["code_bytes"] + int(0.75 * result["artifact_bytes"])
 
 
 @pytest.fixture(scope="module")
-def tight(run, limit):
-    return run("tight", ARTIFACT_BYTES_MAX=limit)
+def tight(place, limit):
+    place.run("tight", LOGITS, ARTIFACT_BYTES_MAX=limit)
+    return place.result("tight")
 
 
-def test_a_run_meets_a_limit_and_uses_it(free, tight, limit):
-    result, whole = result_of(tight), result_of(free)
-    room = limit - result["code_bytes"]
-    assert 0.97 * room <= result["artifact_bytes"] <= room == int(0.75 * whole["artifact_bytes"])
-    assert result["total_bytes"] <= limit
-    log = log_of(tight)
-    parts = ["phase: qat begins at step 26", "\nsizes: nearest ", "step:30/30 train_loss:", "weights: raw",
-             "\ncodes: nearest, on held-out training tokens loss:", "\ncodes: gptq, on held-out", " chosen\nphase: "]
+def test_a_run_meets_a_limit_and_uses_it(place, tight, limit):
+    room = limit - tight["code_bytes"]
+    assert 0.97 * room <= tight["artifact_bytes"] <= room and tight["total_bytes"] <= limit
+    log = place.log("tight")
+    parts = ["phase: qat begins at step 26", "\nsizes: nearest ", "step:30/30 train_loss:"]
+    parts += ["weights: raw", "\ncodes: nearest, on held-out training tokens loss:"]
+    parts += ["\ncodes: gptq, on held-out", " chosen\nphase: "]
     places = [log.find(part) for part in parts]
     assert -1 not in places and places == sorted(places)
-    changes = [float(change) for change in re.findall(r"^sizes: .*; steps wider by ([+-]\d+\.\d\d)%$", log, re.M)]
-    assert len(changes) == 3 and changes[0] >= 1 and all(0 <= change <= 5 for change in changes[1:])
-    assert re.search(r"^sizes: nearest \d+ bytes, at most \d+; steps wider by \+0.00%$", log_of(free), re.M)
-    assert result["val_bpb"] == pytest.approx(result["before_quantization"]["val_bpb"], rel=0.05)
+    changes = re.findall(r"^sizes: .*; steps wider by ([+-]\d+\.\d\d)%$", log, re.M)
+    widened, *rest = map(float, changes)
+    assert len(rest) == 2 and widened >= 1 and 0 <= min(rest) <= max(rest) <= 5
+    bpb = tight["before_quantization"]["val_bpb"]
+    assert tight["val_bpb"] == pytest.approx(bpb, rel=0.05)
 
 
-def test_without_qat_a_run_meets_the_limit_too(run, limit):
-    folder = run("no qat", ARTIFACT_BYTES_MAX=limit, QAT=0)
-    result, room = result_of(folder), limit - result_of(folder)["code_bytes"]
+def test_without_qat_a_run_meets_the_limit_too(place, limit):
+    place.run("no qat", ARTIFACT_BYTES_MAX=limit, QAT=0)
+    result = place.result("no qat")
+    room = limit - result["code_bytes"]
     assert 0.97 * room <= result["artifact_bytes"] <= room
-    log = log_of(folder)
-    assert log.find("\nweights: ") < log.find("\nsizes: ") < log.find("\ncodes: ") and "qat begins" not in log
-
-
-def test_a_limit_below_the_code_fails_and_everything_is_saved(run):
-    folder = run("hopeless", code=1, ARTIFACT_BYTES_MAX=1000, ITERATIONS=10)
-    assert result_of(folder)["total_bytes"] > 1000 and (folder / "model.upar").is_file()
+    log = place.log("no qat")
+    assert log.find("\nweights: ") < log.find("\nsizes: ") < log.find("\ncodes: ")
+    assert "qat begins" not in log
 
 
 def table_of(folder):
-    """The table of the newest checkpoint."""
+    """Return the table of the newest checkpoint."""
     newest = max(folder.glob("step_*"))
     return torch.load(newest / "training.pt", weights_only=True)["exporter"]["table"]
 
 
-def test_a_resume_after_qat_began_keeps_the_widened_table(run, tight, limit):
-    """Stopped in step 29 of 30, with QAT since step 27: table and artifact are those of the run that was not."""
-    folder = run("stopped", stop=28, code=143, ARTIFACT_BYTES_MAX=limit)
-    table = table_of(folder)
-    assert all(own["widen"] > 1 for own in table.values()) and table == table_of(tight)
-    assert not (folder / "model.upar").exists()
-    names = [*smoke.TINY, "RUN_ID", "DATA_PATH", "OUT_DIR", "VAL_LOSS_EVERY"]
-    again = run("stopped", **{**dict.fromkeys(names), "RESUME": folder})
-    assert again == folder and table_of(folder) == table
-    assert log_of(folder).count("\nsizes: ") == log_of(tight).count("\nsizes: ") == 3  # it is not fitted again
-    assert (folder / "model.upar").read_bytes() == (tight / "model.upar").read_bytes()
-    assert result_of(folder)["val_nats"] == result_of(tight)["val_nats"]
+def test_a_resume_after_qat_began_keeps_the_widened_table(place, tight, limit):
+    """Table and artifact are those of the run that was not stopped."""
+    place.run("stopped", STOP, 143, ARTIFACT_BYTES_MAX=limit)
+    table = table_of(place.of("stopped"))
+    assert all(quantizer["widen"] > 1 for quantizer in table.values())
+    assert table == table_of(place.of("tight"))
+    place.resume("stopped")
+    assert table_of(place.of("stopped")) == table
+    assert place.log("stopped").count("\nsizes: ") == 3  # it is not fitted again
+    assert place.artifact("stopped") == place.artifact("tight")
+    assert place.result("stopped")["val_nats"] == tight["val_nats"]
 
 
-def test_a_replay_gives_the_same_artifact(run, tight, place):
-    names = [*smoke.TINY, "DATA_PATH", "VAL_LOSS_EVERY"]
-    folder = run("replayed", **{**dict.fromkeys(names), "RUN_ID": "tiny", "OUT_DIR": place / "replayed",
-                                "REPLAY": tight})
-    assert (folder / "model.upar").read_bytes() == (tight / "model.upar").read_bytes()
-
-
-@pytest.mark.parametrize("name", ["free", "tight"])
-def test_a_fresh_process_has_the_logits_that_were_evaluated(request, place, name):
-    """Bit for bit, as main() rebuilds it and as sample.py loads it, from copies of artifact and tokenizer alone."""
-    folder, alone = request.getfixturevalue(name), place / f"alone {name}"
+def test_a_fresh_process_has_the_logits_that_were_evaluated(place, tight):
+    """Bit for bit, as sample.py loads the network, from copies of artifact and tokenizer alone."""
+    alone = place.folder / "alone"
     alone.mkdir()
-    for path in (folder / "model.upar", *folder.glob("tokenizer*")):
+    for path in (place.of("tight") / "model.upar", *place.of("tight").glob("tokenizer*")):
         os.link(path, alone / path.name)
-    kept = {key: value for key, value in smoke.environment().items() if key not in smoke.TINY}
-    done = smoke.start([place / "loaded.py", ROOT, alone / "model.upar", place / f"loaded {name}.pt"], kept)
+    (place.folder / "loaded.py").write_text(LOADED)
+    words = [place.folder / "loaded.py", ROOT, alone / "model.upar", place.folder / "loaded.pt"]
+    done = start(words, environment())
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
-    evaluated = torch.load(place / f"{name}.pt", weights_only=True)
-    loaded = torch.load(place / f"loaded {name}.pt", weights_only=True)
-    assert len(loaded) == 2 and evaluated.shape == (2, 48, 400) and evaluated.std() > 0.1
-    assert all(each.numpy().tobytes() == evaluated.numpy().tobytes() for each in loaded)
+    evaluated, loaded = (
+        torch.load(place.folder / f"{name}.pt", weights_only=True) for name in ("tight", "loaded")
+    )
+    assert evaluated.shape == (2, 48, 400) and evaluated.std() > 0.1
+    assert loaded[0].numpy().tobytes() == evaluated.numpy().tobytes()

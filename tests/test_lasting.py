@@ -694,7 +694,8 @@ def test_a_full_disk_under_the_terminal_does_not_end_the_run(place, straight):
     """Python's own exit code for a stdout that it cannot flush at the end is 120."""
     patch = "import os\nos.dup2(os.open('/dev/full', os.O_WRONLY), 1)"
     assert place.begin("full terminal", patch).wait() == 120
-    assert_same(place, "full terminal", straight)
+    assert place.artifact("full terminal") == place.artifact(straight)
+    assert (place.of("full terminal") / "result.json").exists()
 
 
 @pytest.mark.parametrize(
