@@ -28,14 +28,14 @@ KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRT
 TINY = dict(
     DTYPE="float32",
     COMPILE=0,
-    LAYER_PATTERN="g s1 g s1",
+    LAYER_PATTERN="g s1 s1",
     MODEL_DIM=32,
     NUM_HEADS=2,
     NUM_KV_HEADS=1,
     ATTN_WINDOW=16,
     TRAIN_SEQ_LEN=32,
     TRAIN_BATCH_TOKENS=512,
-    HOLDOUT_TOKENS=1024,
+    HOLDOUT_TOKENS=512,
     EVAL_STRIDE=0,
     ITERATIONS=30,
     MAX_WALLCLOCK_SECONDS=0,
@@ -241,7 +241,7 @@ def tiny_data(tmp_path_factory):
     lines = [" ".join(rng.choices(words, k=rng.randint(4, 12))) for _ in range(4500)]
     rows = [json.dumps({"text": "\n".join(lines[i : i + 10])}) for i in range(0, 4500, 10)]
     (folder / "text.jsonl").write_text("\n".join(rows))
-    options = "--vocab-size 400 --val-frac 0.025 --workers 1".split()
+    options = "--vocab-size 400 --val-frac 0.01 --workers 1".split()
     command = [ROOT / "data" / "prepare.py", folder / "text.jsonl", "--out", folder / "data"]
     done = start([*command, *options], environment())
     assert done.returncode == 0, done.stderr

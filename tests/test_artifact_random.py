@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 import train_gpt as script
 
 # The data of a test are the same in every run of it, as elsewhere here; a failure prints how to repeat it.
-few = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-often = settings(few, max_examples=2000)
+few = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+counts = pytest.mark.parametrize("count", [40, pytest.param(2000, marks=pytest.mark.full)])
 SECONDS, BYTES = 1.0, 64 << 20  # that a damaged file of some KB may take to be refused
 
 
@@ -73,17 +73,14 @@ def check_round_trip(path, drawn):
     assert pack(back, again) == data
 
 
-@given(drawn=tensors_and_codes())
-@few
-def test_any_codes_come_back(tmp_path, drawn):
-    check_round_trip(tmp_path / "a.upar", drawn)
+@counts
+def test_any_codes_come_back(tmp_path, count):
+    @settings(few, max_examples=count)
+    @given(drawn=tensors_and_codes())
+    def check(drawn):
+        check_round_trip(tmp_path / "a.upar", drawn)
 
-
-@pytest.mark.full
-@given(drawn=tensors_and_codes())
-@often
-def test_any_codes_come_back_2000_times(tmp_path, drawn):
-    check_round_trip(tmp_path / "a.upar", drawn)
+    check()
 
 
 # -------------------------------------------------------------------------------------------------------------- damage
@@ -145,22 +142,15 @@ def refused(path, data):
     assert str(caught.value).startswith(f"{path}: ") and "\n" not in str(caught.value)
 
 
-def check_damage(path, data):
-    if data not in ARTIFACTS:
-        refused(path, data)
+@counts
+def test_no_damage_loads(tmp_path, count):
+    @settings(few, max_examples=count)
+    @given(data=damaged())
+    def check(data):
+        if data not in ARTIFACTS:
+            refused(tmp_path / "a.upar", data)
 
-
-@given(data=damaged())
-@few
-def test_no_damage_loads(tmp_path, data):
-    check_damage(tmp_path / "a.upar", data)
-
-
-@pytest.mark.full
-@given(data=damaged())
-@often
-def test_no_damage_loads_2000_times(tmp_path, data):
-    check_damage(tmp_path / "a.upar", data)
+    check()
 
 
 def check_sealed(path, data, position, value):
@@ -173,17 +163,14 @@ def check_sealed(path, data, position, value):
         script.read_artifact(path)
 
 
-@given(data=st.sampled_from(ARTIFACTS), position=st.integers(0, 2**20), value=st.integers(1, 255))
-@few
-def test_damage_under_a_right_digest_is_found(tmp_path, data, position, value):
-    check_sealed(tmp_path / "a.upar", data, position, value)
+@counts
+def test_damage_under_a_right_digest_is_found(tmp_path, count):
+    @settings(few, max_examples=count)
+    @given(st.sampled_from(ARTIFACTS), st.integers(0, 2**20), st.integers(1, 255))
+    def check(data, position, value):
+        check_sealed(tmp_path / "a.upar", data, position, value)
 
-
-@pytest.mark.full
-@given(data=st.sampled_from(ARTIFACTS), position=st.integers(0, 2**20), value=st.integers(1, 255))
-@often
-def test_damage_under_a_right_digest_is_found_2000_times(tmp_path, data, position, value):
-    check_sealed(tmp_path / "a.upar", data, position, value)
+    check()
 
 
 # ----------------------------------------------------------------------------------------------------- rows and columns
@@ -224,7 +211,7 @@ def sized(side, octaves, what, seed=0):
 
 
 @pytest.mark.parametrize("what", ["alike", "rows", "both"])
-@pytest.mark.parametrize(("side", "octaves"), [(100, 2), (100, 3), (200, 2), (400, 3), (1000, 1)])
+@pytest.mark.parametrize(("side", "octaves"), [(100, 3), (200, 2), (400, 3)])
 def test_bytes_are_the_entropy_by_row_and_column(tmp_path, side, octaves, what):
     codes = sized(side, octaves, what)
     header, _, back = read(pack_codes(w_up=codes), tmp_path / "a.upar")
@@ -242,7 +229,7 @@ def test_bytes_are_the_entropy_by_row_and_column(tmp_path, side, octaves, what):
         assert spent(header) < 1.01 * entropy(codes) + 600
 
 
-@pytest.mark.parametrize("share", [0.1, 0.4, 0.6])
+@pytest.mark.parametrize("share", [0.1, 0.6])
 def test_rows_of_zeros_leave_rans_the_shortest(tmp_path, share):
     """Embeddings of tokens that never came: without rows zstd beats the entropy of all codes, with rows it does not."""
     random = np.random.default_rng(0)

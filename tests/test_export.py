@@ -54,14 +54,14 @@ def trained():
     """Return the state of a network of every kind of layer that has learned something."""
     torch.manual_seed(0)
     net = make()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
-    for step in range(150):
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    for step in range(60):
         ids = text(step)
         loss = net(ids[:, :-1], ids[:, 1:]).mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert loss < 3.9  # 4.1 would be nothing
+    assert loss < 2  # 4.1 would be nothing
     return {name: w.clone() for name, w in net.state_dict().items()}
 
 

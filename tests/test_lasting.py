@@ -19,7 +19,7 @@ from conftest import CONSTANTS, ROOT, TICKS, TINY, Place, rank_environments
 import train_gpt as T
 
 GUIDE = ROOT / "docs" / "runs.md"
-SHORT = dict(TINY, TRAIN_BATCH_TOKENS=256, HOLDOUT_TOKENS=2048, ITERATIONS=16, SAVE_EVERY=4)
+SHORT = dict(TINY, TRAIN_BATCH_TOKENS=256, ITERATIONS=16, SAVE_EVERY=4)
 
 
 def at(step, code):
