@@ -209,7 +209,9 @@ class Place:
 
     def resume(self, out, patch="", code=0, **changes):
         """Go on with the run of `out`, with its settings."""
-        return self.run(out, patch, code, **{**self.unset, "RUN_ID": None, "RESUME": "run", **changes})
+        return self.run(
+            out, patch, code, **{**self.unset, "RUN_ID": None, "RESUME": "run", **changes}
+        )
 
     def of(self, out):
         return self.folder / out / "run"

@@ -17,7 +17,14 @@ import train_gpt as script
 
 TABLE = {"matrix": {"bits": 6, "clip_sigmas": 8.0}, "embedding": {"bits": 8, "clip_sigmas": 6.0}}
 CODER = ["lane_states", "tables", "sizes"]
-LETTERS = {"|i1": "b", "|u1": "B", "<u2": "H", "<u4": "I", "<f2": "e", "<f4": "f"}  # dtype -> struct's letter
+LETTERS = {
+    "|i1": "b",
+    "|u1": "B",
+    "<u2": "H",
+    "<u4": "I",
+    "<f2": "e",
+    "<f4": "f",
+}  # dtype -> struct's letter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -72,8 +79,9 @@ def write(path, tensors, table=TABLE, meta=None):
     """Write the file as train_gpt.main() does; returns the bytes by class."""
     coded = script.quantize_all(tensors, table)
     settings = {"dim": 24, "name": "é"}
-    data, sizes = script.pack_artifact(tensors, coded, settings=settings, tokenizer_sha256="ab" * 32,
-                                       meta=meta or {"steps": 3})
+    data, sizes = script.pack_artifact(
+        tensors, coded, settings=settings, tokenizer_sha256="ab" * 32, meta=meta or {"steps": 3}
+    )
     path.write_bytes(data)
     return sizes
 
@@ -200,7 +208,11 @@ def test_table_is_whole_and_nearly_as_good_as_the_best(counts):
     counts = np.array(counts + [0] * (256 - len(counts)))
     table = script.rans_table(counts)
     assert table.dtype == np.uint16 and table.sum() == 2**14
-    assert (table[counts > 0] > 0).all() and (table[2:][counts[2:] == 0] == 0).all() and table[:2].all()
+    assert (
+        (table[counts > 0] > 0).all()
+        and (table[2:][counts[2:] == 0] == 0).all()
+        and table[:2].all()
+    )
     # the best there is: the cost is convex, so 2**14 units go one by one to where each saves most
     kept = counts[counts > 0].tolist()
     best = [1] * len(kept)
@@ -286,10 +298,16 @@ def test_a_scalar_reader_by_the_book_finds_the_same_numbers(tmp_path, make):
     write(path, model)
     book = Book(path.read_bytes())
     header, tensors, coded = script.read_artifact(path)
-    assert header == book.header and list(tensors) == list(book.tensors) and tensors.keys() == model.keys()
+    assert (
+        header == book.header
+        and list(tensors) == list(book.tensors)
+        and tensors.keys() == model.keys()
+    )
     for name, w in model.items():
         ours = tensors[name].numpy().tobytes()
-        assert ours == book.tensors[name].tobytes() == expected(name, w, TABLE).numpy().tobytes(), name
+        assert ours == book.tensors[name].tobytes() == expected(name, w, TABLE).numpy().tobytes(), (
+            name
+        )
     assert set(coded) == set(book.codes)
     for name, (codes, scale, bits) in book.codes.items():
         want = script.quantize(model[name], **TABLE[script.tensor_class(name, model[name])])
@@ -305,7 +323,9 @@ def test_the_header_lists_every_stream(tmp_path):
     sizes = write(tmp_path / "a.bin", model, meta={"note": "ü", "list": [1, 2.5, None]})
     header, tensors, _ = script.read_artifact(tmp_path / "a.bin")
     assert all(tensor.dtype == torch.float32 for tensor in tensors.values())
-    assert header["settings"] == {"dim": 24, "name": "é"} and header["tokenizer_sha256"] == "ab" * 32
+    assert (
+        header["settings"] == {"dim": 24, "name": "é"} and header["tokenizer_sha256"] == "ab" * 32
+    )
     assert header["meta"] == {"note": "ü", "list": [1, 2.5, None]}
     records = header["streams"]
     coded = [name for name, w in model.items() if script.tensor_class(name, w) in TABLE]
@@ -314,10 +334,14 @@ def test_the_header_lists_every_stream(tmp_path):
     assert records["blocks.0.w_repeated"]["dtype"] == "|i1" and records["gain"]["dtype"] == "<f2"
     assert records["blocks.0.w_zeros"]["length"] < 16
     assert records["blocks.0.w_up"]["bits"] == 6 and records["embed"]["bits"] == 8
-    assert records["blocks.0.A_log"]["dtype"] == "<f4" and records["blocks.0.conv"]["dtype"] == "<f2"
+    assert (
+        records["blocks.0.A_log"]["dtype"] == "<f4" and records["blocks.0.conv"]["dtype"] == "<f2"
+    )
     assert sum(sizes.values()) == (tmp_path / "a.bin").stat().st_size
     for kind in ("matrix", "embedding", "control", "coder"):
-        lengths = [record["length"] for record in header["streams"].values() if record["class"] == kind]
+        lengths = [
+            record["length"] for record in header["streams"].values() if record["class"] == kind
+        ]
         assert sizes[kind] == sum(lengths) > 0
 
 
@@ -327,20 +351,38 @@ def test_the_header_lists_every_stream(tmp_path):
         {},
         {"w_one_row": randn(1, 16), "gain": torch.tensor([0.0, -0.0])},
         {"w_constant": torch.full((64, 64), 0.25)},
-        {"embed": randn(300, 20), "w_matrix": randn(33, 31, seed=1), "embed2": randn(1, 5000, seed=2)},
-        {"w_large": randn(700, 700), "w_bfloat": randn(20, 20).bfloat16(), "w_double": randn(20, 20).double()},
-        {"w_transposed": randn(40, 30).T, "w_strided": randn(64, 64)[:, ::2], "norm": torch.nn.Parameter(randn(9))},
+        {
+            "embed": randn(300, 20),
+            "w_matrix": randn(33, 31, seed=1),
+            "embed2": randn(1, 5000, seed=2),
+        },
+        {
+            "w_large": randn(700, 700),
+            "w_bfloat": randn(20, 20).bfloat16(),
+            "w_double": randn(20, 20).double(),
+        },
+        {
+            "w_transposed": randn(40, 30).T,
+            "w_strided": randn(64, 64)[:, ::2],
+            "norm": torch.nn.Parameter(randn(9)),
+        },
     ],
     ids=lambda tensors: "+".join(tensors) or "none",
 )
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_shapes_and_types(tmp_path, tensors, bits):
-    table = {"matrix": {"bits": bits, "clip_sigmas": 4.0}, "embedding": {"bits": 10 - bits, "clip_sigmas": 4.0}}
+    table = {
+        "matrix": {"bits": bits, "clip_sigmas": 4.0},
+        "embedding": {"bits": 10 - bits, "clip_sigmas": 4.0},
+    }
     write(tmp_path / "a.bin", tensors, table)
     _, back, _ = script.read_artifact(tmp_path / "a.bin")
     assert back.keys() == tensors.keys()
     for name, w in tensors.items():
-        assert back[name].numpy().tobytes() == expected(name, w.detach(), table).contiguous().numpy().tobytes()
+        assert (
+            back[name].numpy().tobytes()
+            == expected(name, w.detach(), table).contiguous().numpy().tobytes()
+        )
 
 
 def test_same_input_same_bytes_and_nothing_else_is_changed(tmp_path, small):
@@ -350,8 +392,13 @@ def test_same_input_same_bytes_and_nothing_else_is_changed(tmp_path, small):
     for _ in range(2):
         write(tmp_path / "a.bin", model)
         assert (tmp_path / "a.bin").read_bytes() == small
-        packed, _ = script.pack_artifact(model, coded, settings={"dim": 24, "name": "é"}, tokenizer_sha256="ab" * 32,
-                                         meta={"steps": 3})
+        packed, _ = script.pack_artifact(
+            model,
+            coded,
+            settings={"dim": 24, "name": "é"},
+            tokenizer_sha256="ab" * 32,
+            meta={"steps": 3},
+        )
         assert packed == small
     assert all(torch.equal(w, model[name]) for name, w in small_model().items())
     for name, (codes, scale) in copies.items():
@@ -401,10 +448,21 @@ def test_every_flipped_byte_is_an_error_that_names_the_damaged_part(small, damag
 
 def test_every_truncation_and_appended_bytes_are_errors(small, damage_message):
     start = header_of(small)[1]
-    for length in [*range(64), *range(64, len(small) - 64, 9), start, start + 1, *range(len(small) - 64, len(small))]:
+    for length in [
+        *range(64),
+        *range(64, len(small) - 64, 9),
+        start,
+        start + 1,
+        *range(len(small) - 64, len(small)),
+    ]:
         assert damage_message(small[:length])
-    assert damage_message(small[:start]) == "the header is damaged"  # its last bytes are taken for the SHA-256
-    assert damage_message(small[:-1]).endswith(" is damaged") or damage_message(small[:-1]) == "the SHA-256 is wrong"
+    assert (
+        damage_message(small[:start]) == "the header is damaged"
+    )  # its last bytes are taken for the SHA-256
+    assert (
+        damage_message(small[:-1]).endswith(" is damaged")
+        or damage_message(small[:-1]) == "the SHA-256 is wrong"
+    )
     assert damage_message(small + b"\0") == "the SHA-256 is wrong"
 
 
@@ -488,7 +546,21 @@ def test_nonsense_in_any_place_of_the_header_is_an_artifact_error_or_harmless(tm
     write(path, {"w_rans": randn(32, 24).clamp(-0.1, 0.1), "norm": randn(5)})
     data = path.read_bytes()
     header, start = header_of(data)
-    junk = [None, True, -1, 0, 2.5, 10**6, 1 << 70, math.nan, "", "rans", [], [1 << 40, 0], {"a": 1}]
+    junk = [
+        None,
+        True,
+        -1,
+        0,
+        2.5,
+        10**6,
+        1 << 70,
+        math.nan,
+        "",
+        "rans",
+        [],
+        [1 << 40, 0],
+        {"a": 1},
+    ]
     read = 0
     tracemalloc.start()
     for at in range(len(places(header))):
@@ -496,7 +568,12 @@ def test_nonsense_in_any_place_of_the_header_is_an_artifact_error_or_harmless(tm
             changed = json.loads(json.dumps(header))
             container, key = places(changed)[at]
             container[key] = value
-            path.write_bytes(signed(zstandard.ZstdCompressor().compress(json.dumps(changed).encode()), data[start:-32]))
+            path.write_bytes(
+                signed(
+                    zstandard.ZstdCompressor().compress(json.dumps(changed).encode()),
+                    data[start:-32],
+                )
+            )
             try:
                 read += len(script.read_artifact(path, 30_000)[1]) > 0
             except script.ArtifactError as error:
@@ -517,17 +594,20 @@ def test_nothing_is_allocated_from_a_length_that_was_not_checked(small, tmp_path
     area = small[header_of(small)[1] : -32]
     empty = header_of(small)[0]["streams"]["empty"]["length"]
     tracemalloc.start()
-    assert damage_message(sealed(small, bomb, area[: len(area) - empty] + zeros)).startswith("ValueError")
+    assert damage_message(sealed(small, bomb, area[: len(area) - empty] + zeros)).startswith(
+        "ValueError"
+    )
     assert damage_message(signed(frame)).startswith("JSONDecodeError")
     assert damage_message(signed(deep)).startswith("RecursionError")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 100 << 20
     header, _ = header_of(small)
-    weights = sum(math.prod(max(1, size) for size in record["shape"]) for record in header["streams"].values())
+    weights = sum(
+        math.prod(max(1, size) for size in record["shape"]) for record in header["streams"].values()
+    )
     (tmp_path / "a.bin").write_bytes(small)
     assert script.read_artifact(tmp_path / "a.bin", max_weights=weights)
     assert damage_message(small, weights - 1) == f"'empty' {TOO_LARGE}"
     with pytest.raises(FileNotFoundError):
         script.read_artifact(tmp_path / "none.bin")
-

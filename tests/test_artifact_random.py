@@ -28,7 +28,9 @@ def randn(*shape, seed=0):
 
 def pack(tensors, coded=None, table=None, meta=None):
     coded = script.quantize_all(tensors, table) if coded is None else coded
-    return script.pack_artifact(tensors, coded, settings={"dim": 24}, tokenizer_sha256="ab" * 32, meta=meta or {})[0]
+    return script.pack_artifact(
+        tensors, coded, settings={"dim": 24}, tokenizer_sha256="ab" * 32, meta=meta or {}
+    )[0]
 
 
 def read(data, path):
@@ -43,10 +45,14 @@ def tensors_and_codes(draw):
     tensors, coded = {}, {}
     for at in range(draw(st.integers(0, 5))):
         rows, columns = draw(st.integers(16, 60)), draw(st.integers(16, 60))
-        name = f"blocks.{at}." + draw(st.sampled_from(["w_up", "embed", "ab", "norm", "conv", "A_log"]))
+        name = f"blocks.{at}." + draw(
+            st.sampled_from(["w_up", "embed", "ab", "norm", "conv", "A_log"])
+        )
         bits, random = draw(st.integers(2, 8)), np.random.default_rng(draw(st.integers(0, 2**32)))
         qmax = 2 ** (bits - 1) - 1
-        spread = 2.0 ** draw(st.floats(-4, 8)) * np.exp(draw(st.floats(0, 2)) * random.normal(size=(rows, 1)))
+        spread = 2.0 ** draw(st.floats(-4, 8)) * np.exp(
+            draw(st.floats(0, 2)) * random.normal(size=(rows, 1))
+        )
         codes = random.normal(size=(rows, columns)) * spread
         if draw(st.booleans()):
             codes *= np.exp(draw(st.floats(0, 2)) * random.normal(size=columns))
@@ -68,7 +74,9 @@ def check_round_trip(path, drawn):
     for name, w in tensors.items():
         assert back[name].numpy().tobytes() == w.numpy().tobytes()
     for name, part in coded.items():
-        assert torch.equal(again[name].codes, part.codes) and torch.equal(again[name].scale, part.scale)
+        assert torch.equal(again[name].codes, part.codes) and torch.equal(
+            again[name].scale, part.scale
+        )
         assert again[name].bits == part.bits
     assert pack(back, again) == data
 
@@ -91,11 +99,18 @@ def two_artifacts():
         random = torch.Generator().manual_seed(seed)
         rows, columns = (torch.randn(size, generator=random).exp() for size in (64, 80))
         tensors = {
-            "embed": randn(40, 24, seed=seed), "w_cells": randn(64, 80, seed=seed + 1) * rows[:, None] * columns,
-            "w_alike": randn(48, 40, seed=seed + 2), "w_zeros": torch.zeros(32, 32), "norm": randn(24, seed=seed + 3),
-            "w_small": randn(20, 16, seed=seed + 4), "A_log": randn(8, seed=seed + 5),
+            "embed": randn(40, 24, seed=seed),
+            "w_cells": randn(64, 80, seed=seed + 1) * rows[:, None] * columns,
+            "w_alike": randn(48, 40, seed=seed + 2),
+            "w_zeros": torch.zeros(32, 32),
+            "norm": randn(24, seed=seed + 3),
+            "w_small": randn(20, 16, seed=seed + 4),
+            "A_log": randn(8, seed=seed + 5),
         }
-        table = {"matrix": {"bits": 6, "clip_sigmas": 8.0}, "embedding": {"bits": 8, "clip_sigmas": 6.0}}
+        table = {
+            "matrix": {"bits": 6, "clip_sigmas": 8.0},
+            "embedding": {"bits": 8, "clip_sigmas": 6.0},
+        }
         found.append(pack(tensors, table=table, meta={"seed": seed}))
     return found
 
@@ -191,7 +206,10 @@ def by_size(codes):
 
 def pack_codes(**codes):
     """An artifact of these codes."""
-    coded = {name: script.Coded(torch.from_numpy(array), torch.ones(1).half(), 8) for name, array in codes.items()}
+    coded = {
+        name: script.Coded(torch.from_numpy(array), torch.ones(1).half(), 8)
+        for name, array in codes.items()
+    }
     return pack({name: part.codes.float() for name, part in coded.items()}, coded)
 
 
@@ -203,7 +221,9 @@ def spent(header):
 def sized(side, octaves, what, seed=0):
     """Normal codes (side, side) whose rows, or rows and columns, differ in size by up to `octaves`, in no order."""
     random = np.random.default_rng(seed)
-    sizes = [random.permutation(2.0 ** np.linspace(-octaves / 2, octaves / 2, side)) for _ in range(2)]
+    sizes = [
+        random.permutation(2.0 ** np.linspace(-octaves / 2, octaves / 2, side)) for _ in range(2)
+    ]
     codes = random.normal(size=(side, side)) * 4
     codes *= sizes[0][:, None] if what != "alike" else 1
     codes *= sizes[1] if what == "both" else 1
@@ -250,7 +270,9 @@ def test_rows_that_repeat_leave_zstd_the_shortest(tmp_path):
     codes[100:] = codes[5]
     header, _, back = read(pack_codes(embed=codes), tmp_path / "a.upar")
     assert np.array_equal(back["embed"].codes, codes)
-    assert header["streams"]["embed"]["dtype"] == "|i1" and header["streams"]["embed"]["length"] < 0.5 * entropy(codes)
+    assert header["streams"]["embed"]["dtype"] == "|i1" and header["streams"]["embed"][
+        "length"
+    ] < 0.5 * entropy(codes)
 
 
 def test_tensors_share_their_tables(tmp_path):

@@ -27,8 +27,8 @@ def test_ways_run_in_turn_and_are_compared_with_ours(monkeypatch):
     called = []
     monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
-    def way(name: str, seconds: float, last: float):
-        def run() -> list[torch.Tensor]:
+    def way(name, seconds, last):
+        def run():
             called.append(name)
             now[0] += seconds
             return [torch.tensor([2.0, last]), torch.empty(0)]
@@ -44,7 +44,7 @@ def test_ways_run_in_turn_and_are_compared_with_ours(monkeypatch):
     assert theirs["difference"] == 0.25  # 1 relative to 4
 
 
-def op_records(only: str, artifact: str = "") -> list[dict]:
+def op_records(only, artifact=""):
     tiny = {"MODEL_DIM": "32", "NUM_HEADS": "2", "NUM_KV_HEADS": "1", "LAYER_PATTERN": "g a"}
     ops = SimpleNamespace(
         script=T,
@@ -144,7 +144,7 @@ def test_flops_by_hand(changes):
     settings = T.Settings(**shape, attn_window=16, **changes)
     network = T.GPT(T.model_config(settings, 48, 1))
 
-    def weights(module: torch.nn.Module, recurse: bool = True) -> int:
+    def weights(module, recurse=True):
         named = module.named_parameters(recurse=recurse)
         sizes = [
             param.numel() for name, param in named if name.split(".")[-1].startswith(("w_", "ab"))
@@ -160,20 +160,20 @@ def test_flops_by_hand(changes):
     assert bench.flops_per_token(network, 64).total() == pytest.approx(6 * used + state)
 
 
-def arm_runs(*scores: float | str) -> dict[int, dict]:
+def arm_runs(*scores):
     runs = {}
     for seed, score in enumerate(scores, 1):
         runs[seed] = {"failed": score} if isinstance(score, str) else arm_run(score)
     return runs
 
 
-def arm_run(score: float) -> dict:
+def arm_run(score):
     """A run of configs/cpu.env."""
     settings = T.load_settings(T.Settings, {"CONFIG": str(ROOT / "configs" / "cpu.env")})
     return {**option_run(4000, 512), "val_bpb": score, "settings": vars(settings)}
 
 
-def option_run(speed: float, memory: float) -> dict:
+def option_run(speed, memory):
     """A run without optimizer state."""
     run = {"tokens_per_second": speed, "step_ms": 1e5 / speed, "peak_memory_mib": memory}
     return {**run, "tokens": 5000, "steps": 5, "parameters": 793688}
@@ -225,7 +225,7 @@ def run(tmp_path, monkeypatch):
         Settings=SimpleNamespace(__dataclass_fields__=fields), sha256_file=T.sha256_file
     )
 
-    def call(config: str = "", threads: int = 0, **settings: str) -> dict:
+    def call(config="", threads=0, **settings):
         return common.run_script(script, tmp_path / "runs" / "one", config, settings, threads)
 
     return call
@@ -260,7 +260,7 @@ def test_jobs_are_pinned_to_cores_of_their_own():
     cores = sorted(os.sched_getaffinity(0))
     jobs = min(2, len(cores))
 
-    def make(run: tuple) -> tuple:
+    def make(run):
         time.sleep(0.05)
         return run, tuple(os.sched_getaffinity(0))
 
@@ -320,7 +320,7 @@ def command(tmp_path, monkeypatch, capsys):
     (tmp_path / "configs/cpu.env").write_text((ROOT / "configs/cpu.env").read_text())
     monkeypatch.chdir(tmp_path)
 
-    def call(tool, line: str, stub) -> tuple[int, str, str, list]:
+    def call(tool, line, stub):
         made = []
 
         def run(script, place, config, settings, threads=0):
@@ -338,7 +338,7 @@ def command(tmp_path, monkeypatch, capsys):
 
 
 def test_options_run_in_turn_and_write_table_and_json(command, tmp_path):
-    def stub(name: str) -> dict:
+    def stub(name):
         return option_run(1300, 900) if name == "compile_compiled_2" else option_run(1000, 800)
 
     words = "options --only compile --write-docs --seconds 3 --set MODEL_DIM=64"
@@ -366,7 +366,7 @@ def test_arms_go_by_seed_and_are_judged(command, tmp_path):
     (tmp_path / "arms.json").write_text(json.dumps(given))
     scores = {"a_s1": 2.0, "a_s2": 2.2, "b_s1": 1.9, "b_s2": 2.1, "c_s1": 2.1}
 
-    def stub(name: str) -> dict:
+    def stub(name):
         return arm_run(scores[name]) if name in scores else {"failed": "killed"}
 
     words = "arms --arms arms.json --seeds 2 --seconds 7"
@@ -413,7 +413,7 @@ def test_configs_are_arms_of_any_size(command, tmp_path):
 
 
 def test_train_states_the_share_of_the_peak(command, tmp_path):
-    def stub(name: str) -> dict:
+    def stub(name):
         return {"failed": "error: bad"} if name == "bad" else arm_run(2.0)
 
     code, out, err, made = command(bench, "train configs/cpu.env bad.env --seconds 2", stub)

@@ -88,7 +88,11 @@ class Bench:
         self.events = []
         self.table = {kind: dict(quantizer) for kind, quantizer in TABLE.items()}
         self.table["matrix"]["clip_sigmas"] = clip_sigmas
-        self.header = {"settings": vars(self.net.config), "tokenizer_sha256": "0" * 64, "meta": {"seed": 1}}
+        self.header = {
+            "settings": vars(self.net.config),
+            "tokenizer_sha256": "0" * 64,
+            "meta": {"seed": 1},
+        }
         self.size = len(self.pack(self.nearest()))
         self.limit = int(share * self.size)
         runtime = T.Runtime(0, 1, torch.device("cpu"), False)
@@ -138,7 +142,9 @@ def same(one, other):
     """Whether two models have the same codes and scales."""
     parts = [(one[name], other[name]) for name in one]
     return list(one) == list(other) and all(
-        torch.equal(a.codes, b.codes) and torch.equal(a.scale, b.scale) and a.bits == b.bits for a, b in parts)
+        torch.equal(a.codes, b.codes) and torch.equal(a.scale, b.scale) and a.bits == b.bits
+        for a, b in parts
+    )
 
 
 @pytest.mark.parametrize(
@@ -168,19 +174,26 @@ def test_the_artifact_meets_a_limit_and_uses_it(trained, tmp_path, share, clip_s
     assert packed == bench.pack(coded) and len(packed) == chosen.size == sum(chosen.sizes.values())
     assert 0.97 * bench.limit <= len(packed) <= bench.limit
     nearest = T.quantize_all(before, table)
-    changes = {round(part.scale.item() / nearest[name].scale.item(), 2) for name, part in coded.items()}
+    changes = {
+        round(part.scale.item() / nearest[name].scale.item(), 2) for name, part in coded.items()
+    }
     assert max(changes) - min(changes) < 0.02 and 0.99 <= min(changes)
     assert max(changes) <= 1.12  # GPTQ's codes take more bytes
     assert chosen.widen == pytest.approx(max(changes), abs=0.02)
     assert all(torch.equal(w, before[name]) for name, w in bench.net.state_dict().items())
     size = rf"bytes, at most {bench.limit}; steps wider by \+\d+\.\d\d%"
     assert re.fullmatch(rf"sizes: nearest \d+ {size}", bench.lines[0])
-    assert any(re.fullmatch(rf"sizes: {chosen.name} {len(packed)} {size}", line) for line in bench.lines[1:])
+    assert any(
+        re.fullmatch(rf"sizes: {chosen.name} {len(packed)} {size}", line)
+        for line in bench.lines[1:]
+    )
     (tmp_path / "a.upar").write_bytes(packed)
     _, tensors, back = T.read_artifact(tmp_path / "a.upar")
     assert same(back, coded)
     for name, part in coded.items():
-        assert torch.equal(T.dequantize(part.codes, part.scale).view_as(tensors[name]), tensors[name])
+        assert torch.equal(
+            T.dequantize(part.codes, part.scale).view_as(tensors[name]), tensors[name]
+        )
 
 
 def test_a_limit_that_the_settings_meet_changes_nothing(trained):
@@ -215,7 +228,11 @@ def test_gptq_is_taken_where_its_held_out_loss_is_lower(trained, share, worth):
     expected = by_gptq if worth > 0 else nearest
     bench.exporter.limit = int(share * len(bench.pack(expected)))
     coded = bench.exporter.pack(calibration(), math.inf).coded
-    said = re.findall(r"^codes: (nearest|gptq), on held-out training tokens nats:(\S+)$", "\n".join(bench.lines), re.M)
+    said = re.findall(
+        r"^codes: (nearest|gptq), on held-out training tokens nats:(\S+)$",
+        "\n".join(bench.lines),
+        re.M,
+    )
     assert [name for name, _ in said] == ["nearest", "gptq"]
     assert bench.lines[-1] == f"codes: {'gptq' if worth > 0 else 'nearest'} chosen"
     logged = [float(nats) for _, nats in said]
@@ -238,12 +255,23 @@ def test_gptq_meets_a_limit_that_only_the_nearest_codes_meet_as_they_are(trained
     bench.exporter.limit = sizes[0] - 20
     chosen = bench.exporter.pack(calibration(), math.inf)
     assert len(bench.pack(chosen.coded)) <= sizes[0] - 20
-    tried = {name: (int(size), float(change)) for name, size, change in re.findall(
-        r"^sizes: (\S+) (\d+) bytes, .* by \+(\S+)%$", "\n".join(bench.lines), re.M)}
-    assert all(size <= sizes[0] - 20 for size, _ in tried.values()) and 5 < tried["gptq"][1] > tried["nearest"][1]
-    losses = {name: float(nats) for name, nats in re.findall(
-        r"^codes: (\S+), .* nats:(\S+)$", "\n".join(bench.lines), re.M)}
-    assert chosen.name == min(losses, key=losses.get) and chosen.nats == pytest.approx(losses[chosen.name], abs=0.051)
+    tried = {
+        name: (int(size), float(change))
+        for name, size, change in re.findall(
+            r"^sizes: (\S+) (\d+) bytes, .* by \+(\S+)%$", "\n".join(bench.lines), re.M
+        )
+    }
+    assert (
+        all(size <= sizes[0] - 20 for size, _ in tried.values())
+        and 5 < tried["gptq"][1] > tried["nearest"][1]
+    )
+    losses = {
+        name: float(nats)
+        for name, nats in re.findall(r"^codes: (\S+), .* nats:(\S+)$", "\n".join(bench.lines), re.M)
+    }
+    assert chosen.name == min(losses, key=losses.get) and chosen.nats == pytest.approx(
+        losses[chosen.name], abs=0.051
+    )
 
 
 @pytest.mark.parametrize("asked", [0, 4, 9, 100])
@@ -261,9 +289,13 @@ def test_gptq_goes_on_as_long_as_the_clock_allows(trained, asked):
         return agree(value)
 
     summed = []
-    bench.exporter.run.runtime = types.SimpleNamespace(agree=asking, sum=lambda tensor: summed.append(tensor) or tensor)
+    bench.exporter.run.runtime = types.SimpleNamespace(
+        agree=asking, sum=lambda tensor: summed.append(tensor) or tensor
+    )
     coded = bench.exporter.pack(calibration(), math.inf).coded
-    assert [id(tensor) for tensor in summed] == [id(tensor) for tensor in bench.exporter.hessians.values()]
+    assert [id(tensor) for tensor in summed] == [
+        id(tensor) for tensor in bench.exporter.hessians.values()
+    ]
     assert bool(summed) == (asked > 0) and bench.exporter.hessians.keys() <= coded.keys()
     assert not any(questions)
     assert bench.events == (["gptq_out_of_time"] if asked < 100 else [])
@@ -271,11 +303,17 @@ def test_gptq_goes_on_as_long_as_the_clock_allows(trained, asked):
         assert same(coded, nearest)
     done = [name for name in coded if not torch.equal(coded[name].codes, nearest[name].codes)]
     if asked == 9 and not same(coded, nearest):
-        assert 0 < len(done) <= 5 and all(torch.equal(coded[name].codes, by_gptq[name].codes) for name in done)
+        assert 0 < len(done) <= 5 and all(
+            torch.equal(coded[name].codes, by_gptq[name].codes) for name in done
+        )
     if asked == 100 and not same(coded, nearest):
         assert same(coded, by_gptq)
     assert bench.lines[2] == "codes: calibration of GPTQ"
-    rounded = [line.removeprefix("codes: GPTQ of ") for line in bench.lines if line.startswith("codes: GPTQ of ")]
+    rounded = [
+        line.removeprefix("codes: GPTQ of ")
+        for line in bench.lines
+        if line.startswith("codes: GPTQ of ")
+    ]
     every = [name for name in nearest if not torch.equal(nearest[name].codes, by_gptq[name].codes)]
     assert len(rounded) == max(0, min(asked - 3, len(every))) and set(rounded) <= set(every)
 
@@ -290,7 +328,9 @@ def test_what_must_follow_gptq_is_kept_free(trained):
         return score()
 
     bench.exporter.score = slow
-    coded = bench.exporter.pack(calibration(), 1.0).coded  # what must follow is taken to need twice 0.3 s and more
+    coded = bench.exporter.pack(
+        calibration(), 1.0
+    ).coded  # what must follow is taken to need twice 0.3 s and more
     assert same(coded, bench.nearest()) and bench.events == ["gptq_out_of_time"]
     assert not any(line.startswith("codes: GPTQ of ") for line in bench.lines)
 

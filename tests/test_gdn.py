@@ -4,14 +4,12 @@ import importlib.util
 import shutil
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from reference import gdn_recurrent
-from torch import Tensor
 
 import sample as S
 
@@ -19,7 +17,7 @@ SCRIPT = Path(__file__).resolve().parents[1] / "train_gpt.py"
 NAMES = ("o", "last state", "q", "k", "v", "g", "beta", "state")
 
 
-def load(name: str) -> ModuleType:
+def load(name):
     """Import the script under a name of its own."""
     spec = importlib.util.spec_from_file_location(name, SCRIPT)
     module = importlib.util.module_from_spec(spec)
@@ -39,18 +37,30 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def make_inputs(kind: str, dtype: torch.dtype, b=2, t=100, h=2, dim_k=16, dim_v=24, seed=0) -> list[Tensor]:
+def make_inputs(kind, dtype, b=2, t=100, h=2, dim_k=16, dim_v=24, seed=0):
     """q, k, v, g, beta and an initial state of one of the kinds of the numerical notes."""
     rng = torch.Generator().manual_seed(seed)
 
-    def randn(*shape: int) -> Tensor:
+    def randn(*shape):
         return torch.randn(*shape, dtype=torch.float64, generator=rng)
 
-    q, k, v, state = randn(b, t, h, dim_k), randn(b, t, h, dim_k), randn(b, t, h, dim_v), randn(b, h, dim_k, dim_v)
+    q, k, v, state = (
+        randn(b, t, h, dim_k),
+        randn(b, t, h, dim_k),
+        randn(b, t, h, dim_v),
+        randn(b, h, dim_k, dim_v),
+    )
     g = -torch.rand(b, t, h, dtype=torch.float64, generator=rng)
     beta = torch.sigmoid(randn(b, t, h))
-    if kind.startswith("correlated"):  # keys after SiLU are mostly positive; weak decay; strong writes
-        q, k, g, beta = F.silu(q + 0.5), F.silu(k + 0.5), 0.05 * g, torch.sigmoid(2 + randn(b, t, h))
+    if kind.startswith(
+        "correlated"
+    ):  # keys after SiLU are mostly positive; weak decay; strong writes
+        q, k, g, beta = (
+            F.silu(q + 0.5),
+            F.silu(k + 0.5),
+            0.05 * g,
+            torch.sigmoid(2 + randn(b, t, h)),
+        )
     if kind in ("correlated beta 2", "negative eigenvalues"):
         beta = 2 * beta
     if kind == "strong decay":
@@ -63,28 +73,36 @@ def make_inputs(kind: str, dtype: torch.dtype, b=2, t=100, h=2, dim_k=16, dim_v=
     return [x.to(dtype) for x in (q, k, v, g, beta, state)]
 
 
-def run(rule, inputs: list[Tensor], **options) -> list[Tensor]:
+def run(rule, inputs, **options):
     """[o, last state, gradients of all inputs] under a fixed random weighting of both outputs."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     o, last = rule(*leaves, **options)
     rng = torch.Generator().manual_seed(1)
-    loss = sum((y.double() * torch.randn(y.shape, dtype=torch.float64, generator=rng)).sum() for y in (o, last))
+    loss = sum(
+        (y.double() * torch.randn(y.shape, dtype=torch.float64, generator=rng)).sum()
+        for y in (o, last)
+    )
     loss.backward()
     return [o.detach(), last.detach(), *(x.grad for x in leaves)]
 
 
-def errors(got: list[Tensor], want: list[Tensor]) -> dict[str, float]:
+def errors(got, want):
     """max|a - b| / max(max|b|, 1e-3) by name."""
     pairs = zip(NAMES, got, want, strict=False)
-    return {n: ((a.double() - b).abs().max() / b.double().abs().max().clamp(min=1e-3)).item() for n, a, b in pairs}
+    return {
+        n: ((a.double() - b).abs().max() / b.double().abs().max().clamp(min=1e-3)).item()
+        for n, a, b in pairs
+    }
 
 
-def assert_close(got: list[Tensor], want: list[Tensor], tolerance: float) -> None:
-    bad = {name: f"{e:.1e}" for name, e in errors(got, want).items() if not e <= tolerance}  # NaN counts as bad
+def assert_close(got, want, tolerance):
+    bad = {
+        name: f"{e:.1e}" for name, e in errors(got, want).items() if not e <= tolerance
+    }  # NaN counts as bad
     assert not bad, f"relative error above {tolerance:g}: {bad}"
 
 
-def oracle(inputs: list[Tensor]) -> list[Tensor]:
+def oracle(inputs):
     return run(gdn_recurrent, [x.double() for x in inputs])
 
 
@@ -106,7 +124,10 @@ def test_recurrence_against_numpy():
 @pytest.mark.parametrize("form", [gdn_recurrent, gdn.gdn_chunk])
 def test_closed_forms(form):
     """With beta = 1 and g = 0 orthonormal keys are a dictionary, and writing under a key again replaces its value."""
-    eye, v = torch.eye(4, dtype=torch.float64), torch.arange(24, dtype=torch.float64).sin().view(1, 8, 1, 3)
+    eye, v = (
+        torch.eye(4, dtype=torch.float64),
+        torch.arange(24, dtype=torch.float64).sin().view(1, 8, 1, 3),
+    )
     k = torch.cat((eye, eye))[None, :, None]  # each key twice: tokens 0-3, then 4-7
     zero, one = torch.zeros(1, 8, 1, dtype=torch.float64), torch.ones(1, 8, 1, dtype=torch.float64)
     o, last = form(k, k, v, zero, one)
@@ -152,8 +173,13 @@ def test_lengths_and_no_state(t):
 
 
 def test_gradients_against_finite_differences():
-    inputs = [x.requires_grad_() for x in make_inputs("random", torch.float64, b=1, t=19, h=1, dim_k=3, dim_v=2)]
-    assert torch.autograd.gradcheck(lambda *x: gdn.gdn_chunk(*x, chunk=16), inputs, atol=1e-7, rtol=1e-6)
+    inputs = [
+        x.requires_grad_()
+        for x in make_inputs("random", torch.float64, b=1, t=19, h=1, dim_k=3, dim_v=2)
+    ]
+    assert torch.autograd.gradcheck(
+        lambda *x: gdn.gdn_chunk(*x, chunk=16), inputs, atol=1e-7, rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize("decay", [-12.0, -30.0])
@@ -215,7 +241,7 @@ def test_state_carried_over_segments():
     """Two calls that hand the state on equal one call, through the gradients too (float32)."""
     inputs = make_inputs("correlated", torch.float32)
 
-    def in_two(*x: Tensor) -> tuple[Tensor, Tensor]:
+    def in_two(*x):
         *tokens, state = x
         o_1, state = gdn.gdn_chunk(*(y[:, :45] for y in tokens), state)
         o_2, state = gdn.gdn_chunk(*(y[:, 45:] for y in tokens), state)
@@ -230,7 +256,9 @@ def test_bfloat16(kind, tolerance):
     inputs = make_inputs(kind, torch.float32, t=150, dim_k=32, dim_v=32)
     inputs[:3] = [x.bfloat16() for x in inputs[:3]]
     got = run(gdn.gdn_chunk, inputs)
-    assert [x.dtype for x in got] == [torch.bfloat16, torch.float32] + [torch.bfloat16] * 3 + [torch.float32] * 3
+    assert [x.dtype for x in got] == [torch.bfloat16, torch.float32] + [torch.bfloat16] * 3 + [
+        torch.float32
+    ] * 3
     assert_close(got, oracle(inputs), tolerance)
     with torch.autocast("cpu", torch.bfloat16):
         again = gdn.gdn_chunk(*inputs)
@@ -248,7 +276,9 @@ def test_bfloat16_recurrence_and_step():
     o, last = gdn_recurrent(*inputs)
     state, outs = inputs[5].float(), []
     for t in range(20):
-        o_t, state = S.gdn_step(*(x[:, t] for x in inputs[:3]), *(x[:, t].float() for x in inputs[3:5]), state)
+        o_t, state = S.gdn_step(
+            *(x[:, t] for x in inputs[:3]), *(x[:, t].float() for x in inputs[3:5]), state
+        )
         outs.append(o_t)
     for got, got_last in ((o, last), (torch.stack(outs, 1), state)):
         assert (got.dtype, got_last.dtype) == (torch.bfloat16, torch.float32)
@@ -267,13 +297,15 @@ def test_the_custom_ops_obey_their_declarations():
         state = torch.randn(m, dim_k, dim_v)
         d_states = torch.randn(n, m, dim_k, dim_v, dtype=dtype)
         torch.library.opcheck(gdn.gdn_scan, (w, u, k, decay, state), test_utils=tests)
-        torch.library.opcheck(gdn.gdn_scan_adjoint, (w, u, k, decay, state, d_states), test_utils=tests)
+        torch.library.opcheck(
+            gdn.gdn_scan_adjoint, (w, u, k, decay, state, d_states), test_utils=tests
+        )
 
 
 def test_graph_does_not_grow_with_length():
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    def step(*inputs: Tensor) -> tuple[Tensor, ...]:
+    def step(*inputs):
         o, last = gdn.gdn_chunk(*inputs)
         return torch.autograd.grad(o.sum() + last.sum(), inputs)
 
@@ -288,8 +320,13 @@ def test_graph_does_not_grow_with_length():
     assert counts[0] == counts[1]
 
 
-@pytest.mark.parametrize("backend,dtype", [
-    ("aot_eager", torch.bfloat16), pytest.param("inductor", torch.float32, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "backend,dtype",
+    [
+        ("aot_eager", torch.bfloat16),
+        pytest.param("inductor", torch.float32, marks=pytest.mark.full),
+    ],
+)
 def test_compiled_equals_eager(backend, dtype):
     """One graph, values and gradients of the eager form, and no recompilation once it is warm."""
     if backend == "inductor" and not any(map(shutil.which, ("c++", "g++", "clang++"))):

@@ -26,7 +26,9 @@ def correlated(samples, width, seed=0, rank=None):
     x = torch.randn(samples, rank or max(1, width // 3), generator=generator, dtype=torch.float64)
     x = x @ torch.randn(x.shape[1], width, generator=generator, dtype=torch.float64)
     x += 0.3 * torch.randn(samples, width, generator=generator, dtype=torch.float64)
-    x *= torch.logspace(-0.5, 0.5, width, dtype=torch.float64)[torch.randperm(width, generator=generator)]
+    x *= torch.logspace(-0.5, 0.5, width, dtype=torch.float64)[
+        torch.randperm(width, generator=generator)
+    ]
     return x.mT @ x
 
 
@@ -58,9 +60,18 @@ def harm(w, codes, scale, hessian):
     return torch.einsum("rc,cd,rd->", error, hessian.double(), error).item()
 
 
-@pytest.mark.parametrize(("rows", "width", "samples", "bits"), [
-    (7, 5, 40, 3), (1, 40, 100, 4), (16, 128, 300, 4), (16, 129, 300, 3), (20, 300, 1000, 6), (9, 300, 100, 2),
-    (4, 520, 2000, 8)])
+@pytest.mark.parametrize(
+    ("rows", "width", "samples", "bits"),
+    [
+        (7, 5, 40, 3),
+        (1, 40, 100, 4),
+        (16, 128, 300, 4),
+        (16, 129, 300, 3),
+        (20, 300, 1000, 6),
+        (9, 300, 100, 2),
+        (4, 520, 2000, 8),
+    ],
+)
 def test_gptq_is_the_textbook_column_by_column(rows, width, samples, bits):
     w, hessian = weights(rows, width), correlated(samples, width)
     codes, scale = script.quantize(w, bits, 3.0)
@@ -107,7 +118,9 @@ def test_dead_inputs_are_rounded_to_nearest_and_move_no_other():
 def test_gptq_takes_shapes_of_more_dimensions_and_a_scale_of_zero():
     w, hessian = weights(18, 24).reshape(18, 4, 6), correlated(100, 24)
     scale = script.quantize(w, 4, 3.0)[1]
-    assert torch.equal(script.gptq(w, scale, 4, hessian), script.gptq(w.reshape(18, 24), scale, 4, hessian))
+    assert torch.equal(
+        script.gptq(w, scale, 4, hessian), script.gptq(w.reshape(18, 24), scale, 4, hessian)
+    )
     scale = script.quantize(torch.zeros(18, 24), 4, 3.0)[1]
     assert scale.item() == 0 and not script.gptq(torch.zeros(18, 24), scale, 4, hessian).any()
 
@@ -115,7 +128,10 @@ def test_gptq_takes_shapes_of_more_dimensions_and_a_scale_of_zero():
 # ------------------------------------------------------------------------------------------------------------ Hessians
 def hook_sums(net, batches):
     """name -> sum x x^T, float64, by hooks that know where each weight of the model is used."""
-    names, sums = {id(param): name for name, param in net.named_parameters()}, collections.defaultdict(float)
+    names, sums = (
+        {id(param): name for name, param in net.named_parameters()},
+        collections.defaultdict(float),
+    )
 
     def add(weight, x):
         x = x.detach().double().flatten(0, -2)
@@ -134,7 +150,7 @@ def hook_sums(net, batches):
         module.w_o.data.copy_(kept)
 
     def mlp(module, args):
-        x, = args
+        (x,) = args
         add(module.w_up, x)
         kept = module.w_down.detach().clone()
         module.w_down.data = torch.eye(kept.size(1))  # then the module's output is w_down's input
@@ -150,12 +166,17 @@ def hook_sums(net, batches):
 
     hooks = [each.register_forward_pre_hook(mixer) for each in net.mixers]
     hooks += [block.mlp.register_forward_pre_hook(mlp) for block in net.blocks]
-    hooks.append(net.final_norm.register_forward_hook(
-        lambda module, args, out: add(net.embed if net.head is None else net.head, out)))
+    hooks.append(
+        net.final_norm.register_forward_hook(
+            lambda module, args, out: add(net.embed if net.head is None else net.head, out)
+        )
+    )
     for ids in batches:
         net(ids)
         if hasattr(net, "w_bigram"):
-            before = torch.cat([torch.full_like(ids[:, :1], 1), ids[:, :-1]], 1).masked_fill(ids == 1, 1)
+            before = torch.cat([torch.full_like(ids[:, :1], 1), ids[:, :-1]], 1).masked_fill(
+                ids == 1, 1
+            )
             pair = ((36313 * ids) ^ (27191 * before)) % net.config.bigram_vocab_size
             add(net.w_bigram, F.embedding(pair, net.bigram_embed))
     for hook in hooks:
@@ -164,9 +185,14 @@ def hook_sums(net, batches):
 
 
 NETS = {
-    "D's layers": dict(layer_pattern="g s a"), "GDN shared": dict(layer_pattern="g1 g1 s"),
-    "shared": dict(layer_pattern="g S1 g S1 s1"), "untied": dict(tie_embeddings=False),
-    **{kind: dict(mlp=kind) for kind in ("leaky_relu2", "gelu", "swiglu", "bio", "bio_soft", "bio_hard")},
+    "D's layers": dict(layer_pattern="g s a"),
+    "GDN shared": dict(layer_pattern="g1 g1 s"),
+    "shared": dict(layer_pattern="g S1 g S1 s1"),
+    "untied": dict(tie_embeddings=False),
+    **{
+        kind: dict(mlp=kind)
+        for kind in ("leaky_relu2", "gelu", "swiglu", "bio", "bio_soft", "bio_hard")
+    },
     "everything": EVERYTHING,
 }
 
@@ -178,7 +204,9 @@ def test_hessians_are_the_sums_that_hooks_make(kind, dtype, monkeypatch):
     """bfloat16: what the layers read, and so the copies of the weights, which are what F.linear meets on a GPU."""
     net = network("plain", torch.float32, **NETS[kind])
     looked_up = F.embedding
-    monkeypatch.setattr(F, "embedding", lambda ids, table, **rest: looked_up(ids, table, **rest).to(dtype))
+    monkeypatch.setattr(
+        F, "embedding", lambda ids, table, **rest: looked_up(ids, table, **rest).to(dtype)
+    )
     batches = [tokens(seed) for seed in range(3)]
     plain = [net(ids) for ids in batches]
     with script.Hessians(net) as taps:
@@ -191,7 +219,11 @@ def test_hessians_are_the_sums_that_hooks_make(kind, dtype, monkeypatch):
         assert (got - want).abs().max() <= 2e-6 * want.abs().max(), name
     # all that the exporter quantizes has one, but for tables that are looked up
     looked_up = {"positions_embed", "bigram_embed", *(["embed"] if net.head is not None else [])}
-    quantized = {name for name, param in net.named_parameters() if script.tensor_class(name, param) != "control"}
+    quantized = {
+        name
+        for name, param in net.named_parameters()
+        if script.tensor_class(name, param) != "control"
+    }
     assert quantized - set(taps.sums) == quantized & looked_up
 
 
@@ -199,7 +231,9 @@ def test_hessians_are_the_sums_that_hooks_make(kind, dtype, monkeypatch):
 def test_hessians_keep_no_activations_and_no_copies_of_weights(monkeypatch):
     net = network("plain", torch.float32, layer_pattern="g1 g1 s")
     looked_up = F.embedding
-    monkeypatch.setattr(F, "embedding", lambda ids, table, **rest: looked_up(ids, table, **rest).bfloat16())
+    monkeypatch.setattr(
+        F, "embedding", lambda ids, table, **rest: looked_up(ids, table, **rest).bfloat16()
+    )
     with script.Hessians(net):
         kept = []
         for seed in range(3):

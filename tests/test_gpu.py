@@ -33,7 +33,7 @@ json.dump({"records": [{"what": device, "x": 1.5}], "seconds": 2.0, "data": data
 
 
 # ------------------------------------------------------------------------------------------------------------ processes
-def is_running(pid: int) -> bool:
+def is_running(pid):
     """Whether a process is there and is no zombie."""
     state = subprocess.run(
         ["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True
@@ -58,10 +58,10 @@ def test_a_part_ends_fails_or_is_ended(tmp_path, monkeypatch):
 def suite_of(tmp_path, monkeypatch, capsys):
     """Calls the suite with parts that take the seconds given, or fail: (exit code, out, err, JSON, limits by part)."""
 
-    def call(words: str, parts: dict) -> tuple:
+    def call(words, parts):
         now, limits = [0.0], {}
 
-        def start(name: str, device: str, folder: Path, data: str, limit: float) -> dict:
+        def start(name, device, folder, data, limit):
             limits[name] = limit
             if parts[name] == "stop":
                 raise KeyboardInterrupt

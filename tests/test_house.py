@@ -17,8 +17,16 @@ ROOT = Path(__file__).resolve().parents[1]
 LINES_PER_CONFIG, COLUMNS = 15, 120
 # Tokens at most, as tools/tokens.py counts them. The goal of train_gpt.py is 22,000 (CONTRIBUTING.md, "Sizes"), that of
 # the other scripts 20,000 to 26,000. Until they are reached these figures may only shrink.
-TOKENS = {"train_gpt.py": 23_400, "train_sft.py": 28_170, "train_dpo.py": 28_430, "train_ppo.py": 31_150,
-          "train_grpo.py": 29_880, "train_gspo.py": 29_850, "quantize.py": 21_640, "sample.py": 24_050}
+TOKENS = {
+    "train_gpt.py": 23_400,
+    "train_sft.py": 28_170,
+    "train_dpo.py": 28_430,
+    "train_ppo.py": 31_150,
+    "train_grpo.py": 29_880,
+    "train_gspo.py": 29_850,
+    "quantize.py": 21_640,
+    "sample.py": 24_050,
+}
 CALM = ["train_gpt.py"]  # scripts that meet all limits
 TOKENS_OF_MAIN, TOKENS_PER_FUNCTION, TOKENS_PER_FORMULA, TOKENS_PER_CLASS = 1_800, 500, 650, 1_600
 FORMULAS = {"backward"}  # a function that is one formula: the backward pass of Gated DeltaNet
@@ -27,41 +35,53 @@ SETTINGS = 60
 sync, tokens = load_tool("sync"), load_tool("tokens")
 
 # Every script of the house: those at the top (the smoke test is a test), the data scripts, the tools.
-NAMES = sorted(path.relative_to(ROOT).as_posix() for pattern in ("*.py", "data/*.py", "tools/**/*.py")
-               for path in ROOT.glob(pattern) if not path.name.startswith("test_"))
+NAMES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for pattern in ("*.py", "data/*.py", "tools/**/*.py")
+    for path in ROOT.glob(pattern)
+    if not path.name.startswith("test_")
+)
 scripts = pytest.mark.parametrize("name", NAMES)
 TOOLS = [name for name in NAMES if name.startswith("tools/")]
 
 
-def tracked() -> list[Path]:
+def tracked():
     """Files that git tracks or would track: what stands in .gitignore is left out."""
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True,
-                            text=True, check=True).stdout
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "-z"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
     return sorted({ROOT / name for name in listed.split("\0") if (ROOT / name).is_file()})
 
 
-def text_of(name: str) -> str:
+def text_of(name):
     return (ROOT / name).read_text(encoding="utf-8")
 
 
-def test_fenced_sections_are_equal_and_in_order() -> None:
+def test_fenced_sections_are_equal_and_in_order():
     different = sync.differences(sync.load(ROOT))
     assert not different, "\n".join(different)
 
 
 @pytest.mark.parametrize("name", TOKENS)
-def test_script_sizes(name: str) -> None:
+def test_script_sizes(name):
     assert tokens.count(text_of(name)) <= TOKENS[name]
 
 
-def test_tokens_are_counted() -> None:
+def test_tokens_are_counted():
     source = 'def f(x):\n    """Doc."""\n    # a comment\n    return f"{x + 1} {x!r:>{w}}", [\n        1,\n    ]\n'
     # def f ( x ) : "doc" return f"..." with x + 1, x and w inside, then , [ 1 , ]
     assert tokens.count(source) == 6 + 1 + 1 + 1 + 5 + 5
-    assert [name for _, name in tokens.functions(source + "class A:\n    pass\n")] == ["f", "class A"]
+    assert [name for _, name in tokens.functions(source + "class A:\n    pass\n")] == [
+        "f",
+        "class A",
+    ]
 
 
-def large_definitions(source: str) -> list[str]:
+def large_definitions(source):
     """`name: tokens` of every function and class that is larger than its limit."""
     large = []
     for size, name in tokens.functions(source):
@@ -72,7 +92,7 @@ def large_definitions(source: str) -> list[str]:
     return large
 
 
-def test_large_definitions_are_found() -> None:
+def test_large_definitions_are_found():
     assert large_definitions("def f():\n" + "    x = 1\n" * 165) == []
     assert large_definitions("def f():\n" + "    x = 1\n" * 166) == ["f: 503"]
     assert large_definitions("def main():\n" + "    x = 1\n" * 598) == []
@@ -80,11 +100,11 @@ def test_large_definitions_are_found() -> None:
 
 
 @pytest.mark.parametrize("name", CALM + TOOLS)
-def test_definitions_are_small(name: str) -> None:
+def test_definitions_are_small(name):
     assert large_definitions(text_of(name)) == []
 
 
-def unreached_definitions(source: str) -> list[str]:
+def unreached_definitions(source):
     """Functions, classes, methods and constants of a script that nothing reached from `main` names.
 
     A method counts as reached if its name is read as an attribute somewhere in reached code outside of itself. Python
@@ -97,8 +117,11 @@ def unreached_definitions(source: str) -> list[str]:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names = [node.name]
         elif isinstance(node, ast.Assign):
-            names = [target.id for target in ast.walk(node) if isinstance(target, ast.Name)
-                     and isinstance(target.ctx, ast.Store)]
+            names = [
+                target.id
+                for target in ast.walk(node)
+                if isinstance(target, ast.Name) and isinstance(target.ctx, ast.Store)
+            ]
         elif not isinstance(node, ast.Import | ast.ImportFrom):
             pending += [name.id for name in ast.walk(node) if isinstance(name, ast.Name)]
         for name in names:
@@ -112,37 +135,53 @@ def unreached_definitions(source: str) -> list[str]:
         for node in definitions[name]:
             pending += [inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)]
     unreached = sorted(set(definitions) - reached)
-    attributes = [node for name in reached for part in definitions[name] for node in ast.walk(part)
-                  if isinstance(node, ast.Attribute)]
+    attributes = [
+        node
+        for name in reached
+        for part in definitions[name]
+        for node in ast.walk(part)
+        if isinstance(node, ast.Attribute)
+    ]
     for name in sorted(reached):
-        for method in [inner for node in definitions[name] if isinstance(node, ast.ClassDef) for inner in node.body
-                       if isinstance(inner, ast.FunctionDef)]:
+        for method in [
+            inner
+            for node in definitions[name]
+            if isinstance(node, ast.ClassDef)
+            for inner in node.body
+            if isinstance(inner, ast.FunctionDef)
+        ]:
             inside = {id(node) for node in ast.walk(method)}
-            is_called = any(node.attr == method.name and id(node) not in inside for node in attributes)
-            if not (is_called or method.name.startswith("__") or method.name in ("forward", "backward")):
+            is_called = any(
+                node.attr == method.name and id(node) not in inside for node in attributes
+            )
+            if not (
+                is_called or method.name.startswith("__") or method.name in ("forward", "backward")
+            ):
                 unreached.append(f"{name}.{method.name}")
     return unreached
 
 
-def test_unreached_definitions_are_found() -> None:
-    source = ("LIMIT = 1\nUNUSED = 2\ndef main():\n    A().go()\nclass A:\n    def go(self):\n        return LIMIT\n"
-              "    def lost(self):\n        return self.lost()\ndef dead():\n    return dead()\n"
-              "if __name__ == '__main__':\n    main()\n")
+def test_unreached_definitions_are_found():
+    source = (
+        "LIMIT = 1\nUNUSED = 2\ndef main():\n    A().go()\nclass A:\n    def go(self):\n        return LIMIT\n"
+        "    def lost(self):\n        return self.lost()\ndef dead():\n    return dead()\n"
+        "if __name__ == '__main__':\n    main()\n"
+    )
     assert unreached_definitions(source) == ["UNUSED", "dead", "A.lost"]
 
 
 @pytest.mark.parametrize("name", CALM)
-def test_every_definition_is_reached_from_main(name: str) -> None:
+def test_every_definition_is_reached_from_main(name):
     assert unreached_definitions(text_of(name)) == []
 
 
 @pytest.mark.parametrize("name", CALM)
-def test_settings_are_few(name: str) -> None:
+def test_settings_are_few(name):
     assert len(settings_fields(text_of(name))) <= SETTINGS
 
 
 @pytest.mark.parametrize("name", CALM + TOOLS)
-def test_statements_are_plain(name: str) -> None:
+def test_statements_are_plain(name):
     """No exemption from the formatter or the linter; one conditional expression a statement, none inside another; one
     `for` and one `if` a comprehension, none inside another; no tuple assignment of unrelated things."""
     text = text_of(name)
@@ -150,50 +189,67 @@ def test_statements_are_plain(name: str) -> None:
     assert dense_statements(text) == []
 
 
-def dense_statements(source: str) -> list[str]:
+def dense_statements(source):
     """`line: what` of every statement that holds more than one thought."""
     tree, dense = ast.parse(source), []
     comprehensions = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
     for node in ast.walk(tree):
         if isinstance(node, comprehensions):
-            inner = [part for part in ast.walk(node) if isinstance(part, comprehensions) and part is not node]
+            inner = [
+                part
+                for part in ast.walk(node)
+                if isinstance(part, comprehensions) and part is not node
+            ]
             if inner or len(node.generators) > 1 or len(node.generators[0].ifs) > 1:
                 dense.append(f"{node.lineno}: comprehension")
         pair = [node.targets[0], node.value] if isinstance(node, ast.Assign) else [None, None]
         if all(isinstance(side, ast.Tuple) for side in pair):
             dense.append(f"{node.lineno}: tuple assignment")
         if isinstance(node, ast.stmt) and not isinstance(
-                node, ast.FunctionDef | ast.ClassDef | ast.If | ast.For | ast.While | ast.With | ast.Try):
+            node, ast.FunctionDef | ast.ClassDef | ast.If | ast.For | ast.While | ast.With | ast.Try
+        ):
             count = sum(isinstance(part, ast.IfExp) for part in ast.walk(node))
             if count > 1:
                 dense.append(f"{node.lineno}: {count} conditional expressions")
     return dense
 
 
-def test_dense_statements_are_found() -> None:
-    for source in ("a, b = x, y", "x = a if b else c if d else e", "x = [i for r in s for i in r]",
-                   "x = [[i for i in r] for r in s]", "x = [i for i in r if a if b]"):
+def test_dense_statements_are_found():
+    for source in (
+        "a, b = x, y",
+        "x = a if b else c if d else e",
+        "x = [i for r in s for i in r]",
+        "x = [[i for i in r] for r in s]",
+        "x = [i for i in r if a if b]",
+    ):
         assert len(dense_statements(source)) >= 1, source
     assert dense_statements("a, b = f()\nx = a if b else c\ny = [i for i in r if i]\n") == []
 
 
 @scripts
-def test_no_bare_except(name: str) -> None:
-    handlers = [node for node in ast.walk(ast.parse(text_of(name))) if isinstance(node, ast.ExceptHandler)]
+def test_no_bare_except(name):
+    handlers = [
+        node for node in ast.walk(ast.parse(text_of(name))) if isinstance(node, ast.ExceptHandler)
+    ]
     assert [handler.lineno for handler in handlers if handler.type is None] == []
 
 
-def test_columns() -> None:
-    long = [f"{path.relative_to(ROOT)}:{number}" for path in tracked() if path.suffix in (".py", ".sh", ".env")
-            if "records" not in path.parts
-            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1) if len(line) > COLUMNS]
+def test_columns():
+    long = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in tracked()
+        if path.suffix in (".py", ".sh", ".env")
+        if "records" not in path.parts
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if len(line) > COLUMNS
+    ]
     assert not long, "\n".join(long)
 
 
 # Imports scripts, each in a fork inside an empty folder, and reports, as lines, whatever one did beyond defining
 # things. The environment and sockets are watched by who asks: modules of the standard library and of packages may read
 # their own variables. Packages are there already, for to import them takes longer than all else.
-IMPORT = '''
+IMPORT = """
 import importlib.util, os, sys
 import sentencepiece, tiktoken, torch, torch.distributed, zstandard
 for script, folder in zip(sys.argv[1::2], sys.argv[2::2]):
@@ -245,26 +301,40 @@ if torch.get_default_dtype() != torch.float32 or not torch.is_grad_enabled():
 if dict(os.environ) != before:
     found.append("the environment is changed")
 print("\\n".join(found), end="")
-'''
+"""
 
 
-def import_effects(scripts: list[Path], folder: Path) -> list[str]:
+def import_effects(scripts, folder):
     """Import scripts in processes of their own, under nonsense settings; what each did, as text."""
-    nonsense = {"SEED": "notanumber", "CONFIG": "missing.env", "COMPILE": "maybe", "RANK": "x", "WORLD_SIZE": "y",
-                "LOCAL_RANK": "z", "DATA_PATH": "/nonexistent", "PYTHONDONTWRITEBYTECODE": "1"}
+    nonsense = {
+        "SEED": "notanumber",
+        "CONFIG": "missing.env",
+        "COMPILE": "maybe",
+        "RANK": "x",
+        "WORLD_SIZE": "y",
+        "LOCAL_RANK": "z",
+        "DATA_PATH": "/nonexistent",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
     folders = [folder / str(number) for number in range(len(scripts))]
     for each in folders:
         each.mkdir()
     words = [str(word) for pair in zip(scripts, folders, strict=True) for word in pair]
-    done = subprocess.run([sys.executable, "-c", IMPORT, *words], env={**os.environ, **nonsense}, capture_output=True,
-                          text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT, *words],
+        env={**os.environ, **nonsense},
+        capture_output=True,
+        text=True,
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     said = ["".join(Path(f"{each}.{number}").read_text() for number in (1, 2)) for each in folders]
-    return [own + "".join(f"\nleft {path.name}" for path in each.iterdir())
-            for own, each in zip(said, folders, strict=True)]
+    return [
+        own + "".join(f"\nleft {path.name}" for path in each.iterdir())
+        for own, each in zip(said, folders, strict=True)
+    ]
 
 
-def test_import_has_no_effects(tmp_path: Path) -> None:
+def test_import_has_no_effects(tmp_path):
     found = import_effects([ROOT / name for name in NAMES], tmp_path)
     assert {name: effects for name, effects in zip(NAMES, found, strict=True) if effects} == {}
 
@@ -281,7 +351,7 @@ EFFECTS = [
 ]
 
 
-def test_import_effects_are_found(tmp_path: Path) -> None:
+def test_import_effects_are_found(tmp_path):
     scripts = [tmp_path / f"script_{number}.py" for number in range(len(EFFECTS))]
     for path, (source, _) in zip(scripts, EFFECTS, strict=True):
         path.write_text(source)
@@ -289,47 +359,80 @@ def test_import_effects_are_found(tmp_path: Path) -> None:
         assert effect in found if effect else found == "", source
 
 
-def settings_fields(source: str) -> dict[str, tuple[str, str]]:
+def settings_fields(source):
     """The fields of a script's Settings class: name -> (annotation, comment); {} without such a class."""
     tree = ast.parse(source)
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     comments = {token.start[0]: token.string for token in tokens if token.type == tokenize.COMMENT}
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and node.name == "Settings":
-            return {field.target.id: (ast.unparse(field.annotation),
-                                      comments.get(field.end_lineno) or comments.get(field.lineno - 1, ""))
-                    for field in node.body if isinstance(field, ast.AnnAssign)}
+            return {
+                field.target.id: (
+                    ast.unparse(field.annotation),
+                    comments.get(field.end_lineno) or comments.get(field.lineno - 1, ""),
+                )
+                for field in node.body
+                if isinstance(field, ast.AnnAssign)
+            }
     return {}
 
 
-def unread_fields(source: str) -> list[str]:
+def unread_fields(source):
     """Fields of Settings that no attribute access outside the class reads."""
     tree = ast.parse(source)
-    tree.body = [node for node in tree.body if not (isinstance(node, ast.ClassDef) and node.name == "Settings")]
-    read = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
+    tree.body = [
+        node
+        for node in tree.body
+        if not (isinstance(node, ast.ClassDef) and node.name == "Settings")
+    ]
+    read = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+    }
     for function in (node for node in tree.body if isinstance(node, ast.FunctionDef)):
         read |= built_names(function, tree)
     return sorted(set(settings_fields(source)) - read)
 
 
-def built_names(function: ast.FunctionDef, tree: ast.Module) -> set[str]:
+def built_names(function, tree):
     """Names that `getattr(x, f"{a}_{b}")` in a function may read: parts are strings of it or of constants it names."""
-    patterns = [node.args[1].values for node in ast.walk(function)
-                if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "getattr"
-                and isinstance(node.args[1], ast.JoinedStr)]
+    patterns = [
+        node.args[1].values
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call)
+        and getattr(node.func, "id", "") == "getattr"
+        and isinstance(node.args[1], ast.JoinedStr)
+    ]
     used = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
-    places = [function, *(node for node in tree.body if isinstance(node, ast.Assign)
-                          and used & {name.id for name in ast.walk(node) if isinstance(name, ast.Name)})]
-    words = {node.value for place in places for node in ast.walk(place)
-             if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    return {"".join(parts) for values in patterns for parts in itertools.product(
-        *([value.value] if isinstance(value, ast.Constant) else words for value in values))}
+    places = [
+        function,
+        *(
+            node
+            for node in tree.body
+            if isinstance(node, ast.Assign)
+            and used & {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
+        ),
+    ]
+    words = {
+        node.value
+        for place in places
+        for node in ast.walk(place)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    return {
+        "".join(parts)
+        for values in patterns
+        for parts in itertools.product(
+            *([value.value] if isinstance(value, ast.Constant) else words for value in values)
+        )
+    }
 
 
 SAMPLE = "class Settings:\n    a: int = 1  # one\n    b: str = ''  # two\n    def f(self):\n        return self.b\n"
 
 
-def test_settings_are_parsed() -> None:
+def test_settings_are_parsed():
     assert settings_fields(SAMPLE) == {"a": ("int", "# one"), "b": ("str", "# two")}
     assert unread_fields(SAMPLE + "x = s.a\n") == ["b"]
     assert unread_fields(SAMPLE + "x = s.a\ns.b = 1\n") == ["b"]
@@ -341,13 +444,15 @@ def test_settings_are_parsed() -> None:
 
 
 @scripts
-def test_every_setting_is_read_and_commented(name: str) -> None:
+def test_every_setting_is_read_and_commented(name):
     assert unread_fields(text_of(name)) == []
-    assert [field for field, (_, comment) in settings_fields(text_of(name)).items() if not comment] == []
+    assert [
+        field for field, (_, comment) in settings_fields(text_of(name)).items() if not comment
+    ] == []
 
 
-def test_a_setting_is_the_same_line_in_every_script() -> None:
-    first: dict[str, tuple[str, tuple[str, str]]] = {}
+def test_a_setting_is_the_same_line_in_every_script():
+    first = {}
     different = []
     for name in NAMES:
         for field, line in settings_fields(text_of(name)).items():
@@ -357,50 +462,84 @@ def test_a_setting_is_the_same_line_in_every_script() -> None:
     assert not different, "\n".join(different)
 
 
-def test_configs_are_short() -> None:
-    lines = {path.name: len(path.read_text(encoding="utf-8").splitlines()) for path in ROOT.glob("configs/*.env")}
+def test_configs_are_short():
+    lines = {
+        path.name: len(path.read_text(encoding="utf-8").splitlines())
+        for path in ROOT.glob("configs/*.env")
+    }
     assert {name: count for name, count in lines.items() if count > LINES_PER_CONFIG} == {}
 
 
 # Written in two halves, so that this file does not find itself.
-NOT_OURS = [re.compile(re.escape(a + b)) for a, b in (
-    ("/wo", "rk/"), ("/ro", "ot/"), ("/tmp", "/v/"), ("/opt/", "pypi"), ("/opt/", "wheels"), ("/ho", "me/"),
-    ("pypi", ".org"), ("python", "hosted"), ("npm", "js.org"), ("deb.de", "bian.org"), ("crates", ".io"))]
+NOT_OURS = [
+    re.compile(re.escape(a + b))
+    for a, b in (
+        ("/wo", "rk/"),
+        ("/ro", "ot/"),
+        ("/tmp", "/v/"),
+        ("/opt/", "pypi"),
+        ("/opt/", "wheels"),
+        ("/ho", "me/"),
+        ("pypi", ".org"),
+        ("python", "hosted"),
+        ("npm", "js.org"),
+        ("deb.de", "bian.org"),
+        ("crates", ".io"),
+    )
+]
 PYTORCH_INDEX = "download.py" + "torch.org"
 
 
-def test_no_machine_paths_and_no_registries() -> None:
+def test_no_machine_paths_and_no_registries():
     found = []
     for path in tracked():
         text = path.read_bytes().decode("utf-8", errors="replace")
-        found += [f"{path.relative_to(ROOT)}: {pattern.pattern}" for pattern in NOT_OURS if pattern.search(text)]
+        found += [
+            f"{path.relative_to(ROOT)}: {pattern.pattern}"
+            for pattern in NOT_OURS
+            if pattern.search(text)
+        ]
         if PYTORCH_INDEX in text and path != ROOT / "run.sh":
             found.append(f"{path.relative_to(ROOT)}: {PYTORCH_INDEX}")
     assert not found, "\n".join(found)
 
 
-def files_in_commands(text: str) -> list[str]:
+def files_in_commands(text):
     """Scripts and configs that the ```bash blocks of a document name, without those that a command there writes by
     `>`; words with placeholders are left out."""
     written = re.findall(r" > ([\w./-]+)", text)
-    words = [word for block in re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-             for line in block.splitlines() for word in re.split(r"[\s=;]+", line.split("#")[0])]
-    return [word for word in words if re.fullmatch(r"[\w./-]+\.(py|sh|env)", word) and word not in written]
+    words = [
+        word
+        for block in re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+        for line in block.splitlines()
+        for word in re.split(r"[\s=;]+", line.split("#")[0])
+    ]
+    return [
+        word
+        for word in words
+        if re.fullmatch(r"[\w./-]+\.(py|sh|env)", word) and word not in written
+    ]
 
 
-def test_commands_are_parsed() -> None:
+def test_commands_are_parsed():
     text = "```bash\nCONFIG=configs/x.env python a.py  # see b.py\n./run.sh; cat records/<one>/c.py\n```\n`d.py`\n"
     assert files_in_commands(text) == ["configs/x.env", "a.py", "./run.sh"]
     assert files_in_commands("```bash\nsed 1d a.py > b.py\npython b.py\n```\n") == ["a.py"]
 
 
-def test_documented_commands_name_files_that_exist() -> None:
-    missing = [f"{path.name}: {name}" for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
-               for name in files_in_commands(path.read_text(encoding="utf-8")) if not (ROOT / name).exists()]
+def test_documented_commands_name_files_that_exist():
+    missing = [
+        f"{path.name}: {name}"
+        for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+        for name in files_in_commands(path.read_text(encoding="utf-8"))
+        if not (ROOT / name).exists()
+    ]
     assert not missing, "\n".join(missing)
 
 
-def test_grpo_and_gspo_differ_by_few_lines() -> None:
-    listed = subprocess.run(["diff", "train_grpo.py", "train_gspo.py"], cwd=ROOT, capture_output=True, text=True).stdout
+def test_grpo_and_gspo_differ_by_few_lines():
+    listed = subprocess.run(
+        ["diff", "train_grpo.py", "train_gspo.py"], cwd=ROOT, capture_output=True, text=True
+    ).stdout
     counts = {mark: sum(line.startswith(mark) for line in listed.splitlines()) for mark in "<>"}
     assert 0 < counts["<"] <= 80 and 0 < counts[">"] <= 80, counts

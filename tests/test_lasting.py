@@ -1,7 +1,6 @@
 """Nothing is lost: kills, signals, hangs, bad steps, damaged files, full disks, provoked; resumes and replays."""
 
 import json
-import os
 import random
 import re
 import shutil
@@ -19,7 +18,7 @@ from conftest import CONSTANTS, ROOT, TICKS, TINY, Place, rank_environments
 import train_gpt as T
 
 GUIDE = ROOT / "docs" / "runs.md"
-SHORT = dict(TINY, TRAIN_BATCH_TOKENS=256, ITERATIONS=16, SAVE_EVERY=4)
+SHORT = dict(TINY, MODEL_DIM=48, TRAIN_BATCH_TOKENS=256, ITERATIONS=16, SAVE_EVERY=4)
 
 
 def at(step, code):
@@ -133,7 +132,9 @@ def cut(path):
     path.write_bytes(path.read_bytes()[:-2])
 
 
-@pytest.mark.parametrize("harm", [flip, cut, Path.unlink], ids=["flipped bit", "truncated", "missing"])
+@pytest.mark.parametrize(
+    "harm", [flip, cut, Path.unlink], ids=["flipped bit", "truncated", "missing"]
+)
 @pytest.mark.parametrize("name", ["model.pt", "training.pt", "meta.json", "SHA256SUMS"])
 def test_a_damaged_checkpoint_is_named_and_skipped(pair, name, harm):
     older, newer = pair
@@ -145,9 +146,14 @@ def test_a_damaged_checkpoint_is_named_and_skipped(pair, name, harm):
     harm(older / name)
     found, faults = newest(older.parent)
     assert found is None
-    assert [str(path) in fault for path, fault in zip((newer, older), faults, strict=True)] == [1, 1]
+    assert [str(path) in fault for path, fault in zip((newer, older), faults, strict=True)] == [
+        1,
+        1,
+    ]
     must = "must be an unfinished run with a whole checkpoint"
-    with pytest.raises(T.UserError, match=f"^RESUME='.*run': {must}; checkpoint {newer} is damaged"):
+    with pytest.raises(
+        T.UserError, match=f"^RESUME='.*run': {must}; checkpoint {newer} is damaged"
+    ):
         T.stored_settings({"RESUME": "run", "OUT_DIR": str(older.parent.parent)})
 
 
@@ -815,8 +821,15 @@ def test_the_guides_commands_on_one_process(place):
     blocks = re.findall(r"^```bash\n(.*?)^```", GUIDE.read_text(encoding="utf-8"), re.M | re.S)
     lines = "".join(blocks).replace("\\\n", " ").splitlines()
     commands = [line.split("#")[0].split() for line in lines]
-    given = [dict(w.split("=", 1) for w in words[:-2]) for words in commands if words[-2] == "python"]
-    assert list(map(list, given)) == [["RUN_ID", "CONFIG"], ["RESUME"], ["REPLAY"], ["PROFILE", "CONFIG"]]
+    given = [
+        dict(w.split("=", 1) for w in words[:-2]) for words in commands if words[-2] == "python"
+    ]
+    assert list(map(list, given)) == [
+        ["RUN_ID", "CONFIG"],
+        ["RESUME"],
+        ["REPLAY"],
+        ["PROFILE", "CONFIG"],
+    ]
     for changes, patch in zip(given, (stop_at(6), "", "", ""), strict=True):
         base = {**place.unset, "RUN_ID": None}
         if "CONFIG" in changes:  # settings of the tests make it tiny

@@ -32,7 +32,7 @@ ADAPTERS = (2 * 128, 2 * 64) * 3 + (2 * 64, 2 * 64)  # of rank 2: w_qkv, w_up an
 ADAPTER = sum(ADAPTERS)
 
 
-def eight(size: int) -> int:
+def eight(size):
     """State of a tensor under 8-bit AdamW: two codes a weight, two scales for 256, a counter."""
     return -(-size // 256) * (2 * 256 + 2 * 4) + 4
 
@@ -52,7 +52,9 @@ def test_bytes_by_hand(optimizer, tied):
     rows = memory.measure(T.Settings(**TINY, tie_embeddings=tied), [optimizer], rank=2)
     found = {row["method"]: [row[part] for part in memory.PARTS] for row in rows}
     policy, own = POLICY, STATE[optimizer]
-    if not tied:  # the policy has an output head as large as the embedding, a critic of its own none
+    if (
+        not tied
+    ):  # the policy has an output head as large as the embedding, a critic of its own none
         policy += EMBEDDING
         own += eight(EMBEDDING) if optimizer == "adamw8bit" else 8 * EMBEDDING + 4
     adapters = sum(map(eight, ADAPTERS)) if optimizer == "adamw8bit" else 8 * ADAPTER + 4 * 8

@@ -1,7 +1,5 @@
 """tools/plan.py: every pretraining config; FLOPs, bytes and memory by hand and by runs; it writes nothing."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -46,7 +44,7 @@ def plan(tmp_path, monkeypatch, capsys):
     """
     monkeypatch.chdir(tmp_path)
 
-    def run(*arguments: str, code: int = 0, **changes: object) -> dict[str, str]:
+    def run(*arguments, code=0, **changes):
         with mock.patch.dict(os.environ, environment(**changes), clear=True):
             assert tool.main(list(arguments)) == code
         out, err = capsys.readouterr()
@@ -57,7 +55,7 @@ def plan(tmp_path, monkeypatch, capsys):
     return run
 
 
-def parts(line: str) -> tuple[int, dict[str, int]]:
+def parts(line):
     """Return (sum, its parts by name) of a line "5 = a 2 + b 3"."""
     total, _, rest = line.partition(" = ")
     named = dict(re.fullmatch(r"(.+) ([\d,]+)", part).groups() for part in rest.split(" + "))

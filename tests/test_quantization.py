@@ -26,7 +26,9 @@ def one_thread():
 def random_rows(rows=40, columns=96, seed=0):
     """Rows whose sizes span six decades."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, columns, generator=generator) * torch.logspace(-4, 2, rows).unsqueeze(1)
+    return torch.randn(rows, columns, generator=generator) * torch.logspace(-4, 2, rows).unsqueeze(
+        1
+    )
 
 
 @pytest.mark.parametrize("scale", [0.125, 0.003173828125])  # both float16 numbers
@@ -60,7 +62,9 @@ def test_against_float64(bits, clip_sigmas, widen):
     want = clip_sigmas * np.sqrt((exact**2).mean()) * widen / qmax
     assert codes.dtype == torch.int8 and codes.shape == (40, 96)
     assert scale.dtype == torch.float16 and scale.shape == (1,)
-    assert abs(scale.item() - want) <= max(want * 2.0**-11, 2.0**-25) * 1.001  # one rounding to float16, no floor
+    assert (
+        abs(scale.item() - want) <= max(want * 2.0**-11, 2.0**-25) * 1.001
+    )  # one rounding to float16, no floor
     steps = exact / scale.item()
     decided = np.abs(np.abs(steps % 1 - 0.5)) > 1e-4  # float32 may break a tie the other way
     assert decided.mean() > 0.99
@@ -90,7 +94,10 @@ def test_error_is_at_most_half_a_step_inside_the_clip(clip_sigmas):
 
 
 def test_tensors_of_zeros_tiny_ones_and_constant_ones():
-    for w in (torch.zeros(16, 16), torch.full((16, 16), 1e-9)):  # the second one's scale is below the smallest float16
+    for w in (
+        torch.zeros(16, 16),
+        torch.full((16, 16), 1e-9),
+    ):  # the second one's scale is below the smallest float16
         codes, scale = script.quantize(w, **rule(6))
         assert scale.tolist() == [0] and not codes.any()
     w = torch.full((16, 16), 0.3)
@@ -103,8 +110,12 @@ def test_tensors_of_zeros_tiny_ones_and_constant_ones():
 
 def test_qat_and_the_exporter_have_the_same_weights_bit_for_bit():
     """What stands in the network inside `quantized` against numpy's product of the codes that quantize_all gives."""
-    weights = {"w_plain": random_rows(), "w_deep": random_rows().reshape(40, 4, 24), "embed": -torch.ones(16, 16),
-               "w_bfloat": random_rows().to(torch.bfloat16)}
+    weights = {
+        "w_plain": random_rows(),
+        "w_deep": random_rows().reshape(40, 4, 24),
+        "embed": -torch.ones(16, 16),
+        "w_bfloat": random_rows().to(torch.bfloat16),
+    }
     net = torch.nn.Module()
     net.params = torch.nn.ParameterDict(weights)
     for table in (TABLE, {"matrix": rule(8, 3.0), "embedding": rule(4, 2.0, 1.3)}):
@@ -114,20 +125,31 @@ def test_qat_and_the_exporter_have_the_same_weights_bit_for_bit():
                 part = coded[f"params.{name}"]
                 assert part.bits == table[script.tensor_class(name, w)]["bits"]
                 assert part.codes.shape == (len(w), w[0].numel())
-                product = part.codes.numpy().astype(np.float32) * part.scale.numpy().astype(np.float32)
-                fake, expected = net.params[name], torch.from_numpy(product).reshape(w.shape).to(w.dtype)
+                product = part.codes.numpy().astype(np.float32) * part.scale.numpy().astype(
+                    np.float32
+                )
+                fake, expected = (
+                    net.params[name],
+                    torch.from_numpy(product).reshape(w.shape).to(w.dtype),
+                )
                 assert fake.dtype == w.dtype and fake.shape == w.shape
-                assert fake.detach().float().numpy().tobytes() == expected.float().numpy().tobytes()  # also -0.0
+                assert (
+                    fake.detach().float().numpy().tobytes() == expected.float().numpy().tobytes()
+                )  # also -0.0
 
 
 def test_the_tables_of_the_settings():
     table = script.quant_table(script.Settings(matrix_bits=5))
-    assert table == {"matrix": {"bits": 5, "clip_sigmas": 8.0, "widen": 1.0},
-                     "embedding": {"bits": 8, "clip_sigmas": 6.0, "widen": 1.0}}
+    assert table == {
+        "matrix": {"bits": 5, "clip_sigmas": 8.0, "widen": 1.0},
+        "embedding": {"bits": 8, "clip_sigmas": 6.0, "widen": 1.0},
+    }
 
 
 def test_product_of_code_and_scale_is_exact_in_float32():
-    scales = torch.arange(1, 31744, dtype=torch.int32).to(torch.int16).view(torch.float16)  # every positive float16
+    scales = (
+        torch.arange(1, 31744, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    )  # every positive float16
     for code in (-127, 31, 113):
         back = script.dequantize(torch.full((len(scales),), code, dtype=torch.int8), scales)
         assert torch.equal(back.double(), scales.double() * code)
@@ -181,8 +203,15 @@ def test_tensor_class(name, shape, kind):
     assert script.tensor_class(name, torch.zeros(shape)) == kind
 
 
-@pytest.mark.parametrize(("name", "dtype"), [
-    ("blocks.3.gdn.A_log", "<f4"), ("dt_bias", "<f4"), ("blocks.3.A_log.weight", "<f2"), ("norm", "<f2")])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("blocks.3.gdn.A_log", "<f4"),
+        ("dt_bias", "<f4"),
+        ("blocks.3.A_log.weight", "<f2"),
+        ("norm", "<f2"),
+    ],
+)
 def test_types_of_control_tensors(tmp_path, name, dtype):
     (tmp_path / "a.bin").write_bytes(pack({name: torch.ones(8)}, TABLE))
     header, *_ = script.read_artifact(tmp_path / "a.bin")
@@ -191,7 +220,9 @@ def test_types_of_control_tensors(tmp_path, name, dtype):
 
 @pytest.mark.parametrize("value", ["1", "9", "3000"])
 def test_wrong_bits_are_refused_as_settings(value):
-    with pytest.raises(script.UserError, match=f"^MATRIX_BITS={value}: must be a whole number from 2 to 8$"):
+    with pytest.raises(
+        script.UserError, match=f"^MATRIX_BITS={value}: must be a whole number from 2 to 8$"
+    ):
         script.Settings(matrix_bits=int(value))
 
 
@@ -254,7 +285,9 @@ def test_swapping_is_the_straight_through_estimator():
         torch.optim.AdamW(net.parameters(), lr=0.01).step()
     for name, parameter in swapped.named_parameters():
         assert not torch.equal(parameter, masters[name])
-        assert torch.allclose(parameter, dict(explicit.named_parameters())[name], rtol=0, atol=1e-9), name
+        assert torch.allclose(
+            parameter, dict(explicit.named_parameters())[name], rtol=0, atol=1e-9
+        ), name
 
 
 def test_masters_return_after_an_exception_and_backward_outside_is_refused():
@@ -263,10 +296,14 @@ def test_masters_return_after_an_exception_and_backward_outside_is_refused():
     with pytest.raises(ZeroDivisionError), script.quantized(net, TABLE):
         assert not torch.equal(net.w_up, before[1])
         raise ZeroDivisionError
-    assert all(torch.equal(parameter, old) for parameter, old in zip(net.parameters(), before, strict=True))
+    assert all(
+        torch.equal(parameter, old) for parameter, old in zip(net.parameters(), before, strict=True)
+    )
     with script.quantized(net, TABLE):
         loss = net(torch.arange(32))
-    assert all(torch.equal(parameter, old) for parameter, old in zip(net.parameters(), before, strict=True))
+    assert all(
+        torch.equal(parameter, old) for parameter, old in zip(net.parameters(), before, strict=True)
+    )
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 

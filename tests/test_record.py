@@ -7,15 +7,13 @@ import random
 import re
 import shutil
 import statistics
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 import sentencepiece
-from conftest import environment, load_tool
-
 import test_smoke as smoke
+from conftest import environment, load_tool
 
 ROOT = Path(__file__).resolve().parents[1]
 common, R = load_tool("common"), load_tool("record")
@@ -75,7 +73,7 @@ def test_a_script_is_read(source, fault):
 
 
 # ------------------------------------------------------------------------------------ a tiny record
-def change(path: Path, *pairs: tuple[str, str]) -> None:
+def change(path, *pairs):
     """Replace a text in a file, where it must be."""
     text = path.read_text(encoding="utf-8")
     for old, new in pairs:
@@ -84,12 +82,12 @@ def change(path: Path, *pairs: tuple[str, str]) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def fact(path: Path, key: str) -> str:
+def fact(path, key):
     """A value at the end of a log, as it is written."""
     return re.findall(rf"^{key}: (.*)$", path.read_text(), re.MULTILINE)[-1]
 
 
-def rescore(path: Path, factor: float, tokens: int = 0, size: int = 0) -> None:
+def rescore(path, factor, tokens=0, size=0):
     """Rewrite a log as if its model had `factor` times the nats, on so many tokens and bytes."""
     old_size = int(fact(path, "val_bytes"))
     tokens = tokens or int(fact(path, "val_tokens"))
@@ -118,7 +116,7 @@ def rescore(path: Path, factor: float, tokens: int = 0, size: int = 0) -> None:
     path.write_text(f"{head}\n---\n{end}")
 
 
-def rebuild(folder: Path) -> None:
+def rebuild(folder):
     """Make result.json and the README's table again from the logs, as someone who cheats would."""
     track = R.read_track(folder.parent)
     logs = R.read_seed_logs(folder, R.Faults())
@@ -133,7 +131,7 @@ def rebuild(folder: Path) -> None:
     page.write_text(common.replace_marked(page.read_text(), "result", R.result_text(result)))
 
 
-def call(place: Path, *words: object) -> subprocess.CompletedProcess:
+def call(place, *words):
     """tools/record.py in a process, on the place's records."""
     script = [ROOT / "tools" / "record.py", "--records", place / "records", *words]
     return smoke.start(script, environment(), place)
@@ -275,18 +273,18 @@ def test_the_table_separates_machines_and_names_counts():
 
 
 # ------------------------------------------------------------------------------------------- faults
-def shorten_validation(folder: Path) -> None:
+def shorten_validation(folder):
     for path in folder.glob("seed_*.txt"):
         rescore(path, 0.5, int(fact(path, "val_tokens")) // 2, int(fact(path, "val_bytes")) // 2)
     rebuild(folder)
 
 
-def miscount_bytes(folder: Path) -> None:
+def miscount_bytes(folder):
     path = folder / "seed_1.txt"
     rescore(path, 1.0, 0, int(fact(path, "val_bytes")) * 117 // 100)
 
 
-def overrun(folder: Path) -> None:
+def overrun(folder):
     path = folder / "seed_1.txt"
     seconds = fact(path, "train_seconds")
     clock = f"\nclock: {float(seconds):.1f} s"
@@ -294,7 +292,7 @@ def overrun(folder: Path) -> None:
     change(path, (clock, "\nclock: 180.2 s"))
 
 
-def outgrow(folder: Path) -> None:
+def outgrow(folder):
     path = folder / "seed_1.txt"
     total = int(fact(path, "code_bytes")) + 1_500_000
     change(path, (f"artifact_bytes: {fact(path, 'artifact_bytes')}", "artifact_bytes: 1500000"))
@@ -302,39 +300,39 @@ def outgrow(folder: Path) -> None:
     path.with_suffix(".upar").unlink()
 
 
-def flip_byte(folder: Path) -> None:
+def flip_byte(folder):
     data = bytearray((folder / "seed_1.upar").read_bytes())
     data[len(data) // 2] ^= 1
     (folder / "seed_1.upar").write_bytes(data)
 
 
-def silence_phase(folder: Path) -> None:
+def silence_phase(folder):
     path = folder / "seed_1.txt"
     line = re.search(r"^phase: swa +planned.*$", path.read_text(), re.MULTILINE)[0]
     change(path, (line, line.split(",")[0] + ", NEVER FIRED"))
 
 
-def repeat_seed(folder: Path) -> None:
+def repeat_seed(folder):
     for kind in ("txt", "upar"):
         shutil.copyfile(folder / f"seed_1.{kind}", folder / f"seed_2.{kind}")
 
 
-def restate_mean(folder: Path) -> None:
+def restate_mean(folder):
     result = json.loads((folder / "result.json").read_text())
     (folder / "result.json").write_text(json.dumps(result | {"mean": result["mean"] - 0.01}))
 
 
-def cut_log(folder: Path) -> None:
+def cut_log(folder):
     path = folder / "seed_1.txt"
     path.write_bytes(path.read_bytes()[:-3000])
 
 
-def hide_code(folder: Path) -> None:
+def hide_code(folder):
     for path in (folder / "train_gpt.py", *folder.glob("seed_*.txt")):
         change(path, ("\nimport zlib\n", "\nexec('')\n"))
 
 
-def edit(name: str, old: str, new: str):
+def edit(name, old, new):
     """Replaces a text in a file of a record."""
     return lambda folder: change(folder / name, (old, new))
 
@@ -471,7 +469,7 @@ def test_data_of_another_tokenizer_is_the_same_text(copy):
 
 
 # ---------------------------------------------------------------------------------- new, submission
-def copied_runs(place: Path, to: Path) -> list[Path]:
+def copied_runs(place, to):
     runs = place / "runs"
     names = ("run_1", "run_2", "run_3")
     return [Path(shutil.copytree(runs / name, to / name)) for name in names]

@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import test_smoke as smoke
 import torch
 from conftest import environment, load_tool
 
 import quantize as Q
-import test_smoke as smoke
 
 pytest.importorskip("matplotlib", reason="tools/report.py draws with matplotlib")
 ROOT = Path(__file__).resolve().parents[1]
@@ -84,13 +84,13 @@ step:6/10 train_loss:4.0000 lr_mul:0.8000 progress:0.6000 train_time:900ms {STEP
 step:7/10 train_loss:3.9000 lr_mul:0.6000 progress:0.7000 data_wait:1.58% train_time:100"""
 
 
-def read_run(folder: Path):
+def read_run(folder):
     (run,) = report.find_runs(str(folder))
     return run
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> dict[str, Path]:
+def runs(tmp_path_factory):
     """Folders of a run of train_gpt.py and one of train_grpo.py, by steps."""
     folder = tmp_path_factory.mktemp("report")
     numbers = [f"{at * 7919 % 100003:05d} and {at * 104729 % 99991:05d}." for at in range(2000)]
@@ -98,7 +98,7 @@ def runs(tmp_path_factory) -> dict[str, Path]:
     lines = [json.dumps({"text": text}) for text in texts]
     (folder / "text.jsonl").write_text("\n".join(lines))
 
-    def call(script: str, *words: object, **settings: object) -> None:
+    def call(script, *words, **settings):
         done = smoke.start([ROOT / script, *words], environment(OUT_DIR=folder, **settings))
         assert done.returncode == 0, done.stdout[-800:] + done.stderr[-2000:]
 
@@ -110,13 +110,13 @@ def runs(tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.fixture
-def by_hand(tmp_path) -> Path:
+def by_hand(tmp_path):
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "log.txt").write_text(LOG)
     return tmp_path / "x"
 
 
-def call_main(monkeypatch, *words: object) -> str:
+def call_main(monkeypatch, *words):
     """The line that the command line ends with if it does not end well."""
     monkeypatch.setattr(sys, "argv", ["report.py", *map(str, words)])
     try:
@@ -127,7 +127,7 @@ def call_main(monkeypatch, *words: object) -> str:
     return ""
 
 
-def values(log, name: str) -> list[float]:
+def values(log, name):
     return [point.value for point in log.series[name]]
 
 
@@ -211,7 +211,7 @@ def test_bytes_and_errors_are_those_of_the_artifact(runs, tmp_path):
 
 
 # --------------------------------------------------------------------------------------------- page
-def page_of(monkeypatch, out: Path, *runs: Path) -> str:
+def page_of(monkeypatch, out, *runs):
     """The page of these runs, made by the command line. It asks for no other file."""
     assert call_main(monkeypatch, *runs, "--out", out) == ""
     page = out.read_text(encoding="utf-8")

@@ -72,7 +72,11 @@ def test_the_log_has_its_parts_in_order(place, first):
     parts = ["command: ", "\ncommit:", "\n* RUN_ID=run\n", "\nparameters: ", "\ndata: text"]
     parts += [f"\nplan: {name} from " for name in PHASES]
     parts += ["\nbatch: 512 tokens a step = 1 ranks x 1 micro-steps x 16 windows x 32 tokens\n"]
-    parts += ["\nphase: warmup begins at step 1", "\nstep:1/30 train_loss:", "\nstep:10/30 val_loss:"]
+    parts += [
+        "\nphase: warmup begins at step 1",
+        "\nstep:1/30 train_loss:",
+        "\nstep:10/30 val_loss:",
+    ]
     parts += ["\nphase: warmdown begins at step 16", "\nphase: qat begins at step 26"]
     parts += ["\nstep:30/30 train_loss:", "\nweights: raw", "\nweights: ema", "\nweights: swa"]
     parts += [f"\nphase: {name:8s} planned " for name in PHASES]
@@ -186,7 +190,11 @@ def test_sample_scores_text_as_the_run_did(place, first):
     [found] = json.loads((place.folder / "scores.json").read_text())["scores"].values()
     assert (found["tokens"], found["bytes"]) == (result["val_tokens"], result["val_bytes"])
     assert found["source_bytes"] == found["bytes"] and found["documents"] == len(documents)
-    for ours, name in (("bpb", "val_bpb"), ("bpb_sliding", "val_bpb_sliding"), ("nats", "val_nats")):
+    for ours, name in (
+        ("bpb", "val_bpb"),
+        ("bpb_sliding", "val_bpb_sliding"),
+        ("nats", "val_nats"),
+    ):
         assert found[ours] == pytest.approx(result[name], rel=1e-6)
 
 
@@ -219,7 +227,10 @@ def test_ranks_and_micro_batches_do_not_change_the_losses(place):
     assert len(losses) == 20 and losses[-1] < losses[0] - 1
     assert exact_losses(place, "two") == exact_losses(place, "two", rank=1)
     nats = place.result("one")["val_nats"]
-    for out, shape in (("micro", "1 ranks x 8 micro-steps x 2"), ("two", "2 ranks x 1 micro-steps x 8")):
+    for out, shape in (
+        ("micro", "1 ranks x 8 micro-steps x 2"),
+        ("two", "2 ranks x 1 micro-steps x 8"),
+    ):
         others = exact_losses(place, out)
         assert others[:17] == pytest.approx(losses[:17], rel=1e-5)
         assert others == pytest.approx(losses, rel=2e-4)
@@ -439,7 +450,9 @@ def test_an_existing_run_is_not_overwritten(place, first, capsys, tmp_path):
     before = files()
     line = refused(capsys, place.environment("first"))
     assert line.startswith("error: RUN_ID='run': must be a plain name that does not exist in")
-    assert files() == before and [path.name for path in place.of("first").parent.iterdir()] == ["run"]
+    assert files() == before and [path.name for path in place.of("first").parent.iterdir()] == [
+        "run"
+    ]
     (tmp_path / "runs").write_text("a file")
     line = refused(capsys, place.environment("first", OUT_DIR=tmp_path / "runs"), 1)
     assert line.startswith(f"error: [Errno 20] Not a directory: '{tmp_path}/runs/run")
