@@ -154,6 +154,15 @@ class Child:
         return self.paths[1].read_text(encoding="utf-8") if self.paths[1].exists() else ""
 
 
+def refusal(error, match, call, *arguments, **words):
+    """Return the line of the error that this call ends with, which matches."""
+    with pytest.raises(error, match=match) as caught:
+        call(*arguments, **words)
+    line = str(caught.value)
+    assert "\n" not in line
+    return line
+
+
 def start(command, environ, cwd=".", given=""):
     """Run a script with arguments to its end, in a fork; return what subprocess.run would."""
     words = list(map(str, command))

@@ -216,15 +216,15 @@ def test_the_artifact_is_the_same_to_the_byte(place, first):
 def test_ranks_and_micro_batches_do_not_change_the_losses(place):
     """One rank, one in micro-steps of 2 windows, two gloo ranks: float32 sums in another order.
 
-    Within 1e-5 of a loss (measured: 4e-7) until the weights are quantized, from step 18 on; then
+    Within 1e-5 of a loss until the weights are quantized, from step 11 on; then
     within 2e-4 (measured: 2e-5): a weight at the edge of two codes may fall to either side.
     """
-    changes = dict(ITERATIONS=20, GRAD_CLIP_NORM=1)
+    changes = dict(ITERATIONS=12, GRAD_CLIP_NORM=1)
     place.run("one", EXACT, **changes)
     place.run("micro", EXACT, MICRO_BATCH_TOKENS=64, **changes)
     place.ranks("two", EXACT, **changes)
     losses = exact_losses(place, "one")
-    assert len(losses) == 20 and losses[-1] < losses[0] - 1
+    assert len(losses) == 12 and losses[-1] < losses[0] - 1
     assert exact_losses(place, "two") == exact_losses(place, "two", rank=1)
     nats = place.result("one")["val_nats"]
     for out, shape in (
@@ -232,7 +232,7 @@ def test_ranks_and_micro_batches_do_not_change_the_losses(place):
         ("two", "2 ranks x 1 micro-steps x 8"),
     ):
         others = exact_losses(place, out)
-        assert others[:17] == pytest.approx(losses[:17], rel=1e-5)
+        assert others[:10] == pytest.approx(losses[:10], rel=1e-5)
         assert others == pytest.approx(losses, rel=2e-4)
         assert place.result(out)["val_nats"] == pytest.approx(nats, rel=1e-4)
         line = f"\nbatch: 512 tokens a step = {shape} windows x 32 tokens\n"
