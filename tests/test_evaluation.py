@@ -39,15 +39,14 @@ def loss_of(context, target):
 
 
 class TableModel:
-    """`loss_of` for batches, (ids, targets) -> losses (B, T), 0 where the target is -1; float64. Counts its calls."""
+    """`loss_of` for batches, (ids, targets) -> float64 losses (B, T), 0 where the target is -1."""
 
     def __init__(self):
-        self.shapes = []
+        self.shapes = []  # of its calls
 
     def __call__(self, ids, targets):
         self.shapes.append(tuple(ids.shape))
-        at = torch.arange(1, ids.size(1) + 1)
-        mixed = (at * (ids + 3)).cumsum(1)
+        mixed = (torch.arange(1, ids.size(1) + 1) * (ids + 3)).cumsum(1)
         losses = 1.0 + ((mixed * 31 + ids * 7 + targets * 101) % 9973).double() / 9973
         return torch.where(targets >= 0, losses, 0.0)
 
@@ -130,13 +129,6 @@ def test_score_is_that_of_a_slow_loop(stride, batch):
         assert len(model.shapes) == -(-len(windows(count - 1, 16, stride)) // batch)
 
 
-def test_the_score_depends_on_the_mode():
-    """Else the comparison above could not tell plain windows from sliding ones."""
-    tokens, model = random_tokens(100), TableModel()
-    scores = [scorer(16, 4).score(model, tokens, stride) for stride in (0, 15, 7, 1)]
-    assert len({round(score.nats, 6) for score in scores}) == 4
-
-
 @pytest.mark.parametrize("shift", [-1, 0, 1])
 def test_targets_are_the_next_tokens(shift):
     """The loss is 1 where the target is not the successor that the map names; an offset by one misses them all."""
@@ -186,21 +178,6 @@ def on_ranks(world_size, score):
     return list(scores.values()), parts
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 8])
-def test_ranks_share_out_the_windows(world_size):
-    tokens = random_tokens(100)
-    scores, parts = on_ranks(
-        world_size, lambda rank: scorer(16, 2, rank).score(TableModel(), tokens)
-    )
-    alone = scorer(16, 2).score(TableModel(), tokens)
-    for score in scores:
-        assert (score.tokens, score.bytes) == (alone.tokens, alone.bytes)
-        assert score.nats == pytest.approx(alone.nats, rel=1e-13)
-    predictions = [int(count) for _, count, _ in parts]  # how many each rank has scored
-    assert sum(count > 0 for count in predictions) == min(world_size, 7)
-    assert sum(predictions) == 99
-
-
 def documents_of(lengths, seed=0):
     """A stream of documents of these lengths, BOS included."""
     rng = np.random.default_rng(seed)
@@ -221,37 +198,9 @@ LENGTHS = [
 ]  # with pieces of 16 and 64 one of a single token; BOS alone
 
 
-class DocumentModel:
-    """`loss_of` for whole documents. Notes each call's rows."""
-
-    def __init__(self):
-        self.fed = []
-
-    def __call__(self, ids, targets):
-        self.fed += ids.tolist()
-        mixed = (torch.arange(1, ids.size(1) + 1) * (ids + 3)).cumsum(1)
-        losses = 1.0 + ((mixed * 31 + ids * 7 + targets * 101) % 9973).double() / 9973
-        return torch.where(targets >= 0, losses, 0.0)
-
-
-def test_documents_by_hand():
-    tokens = np.array([BOS, 70, 71, BOS, BOS, 72, 73, 74, 75])
-    for stream, last in (
-        (tokens, [BOS, 72, 73, 74]),
-        (np.append(tokens, BOS), [BOS, 72, 73, 74, 75]),
-    ):
-        scorer(9, 1).score_documents(model := DocumentModel(), stream)
-        assert model.fed == [[BOS, 70, 71], [BOS], last]
-    score = scorer(2, 2).score_documents(DocumentModel(), tokens)
-    assert (score.tokens, score.bytes) == (8, 6)  # two of the predictions are BOS
-    rows = [[BOS, 70, 71, BOS], [BOS, BOS], [BOS, 72, 73, 74, 75]]
-    expected = [loss_of(row[:at], row[at]) for row in rows for at in range(1, len(row))]
-    assert score.nats == pytest.approx(math.fsum(expected), rel=1e-14)
-
-
 def test_stateful_score_is_that_of_a_slow_loop_over_documents():
     """Every prediction once, after all of its document; the BOS after a document is predicted by its last token."""
-    tokens, model = documents_of(LENGTHS), DocumentModel()
+    tokens, model = documents_of(LENGTHS), TableModel()
     score = scorer(16, 3).score_documents(model, tokens)
     starts = [0]
     expected = []
@@ -265,17 +214,21 @@ def test_stateful_score_is_that_of_a_slow_loop_over_documents():
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 12])
-def test_ranks_share_out_the_documents(world_size):
+@pytest.mark.parametrize("name", ["score", "score_documents"])
+def test_ranks_share_out_windows_and_documents(name, world_size):
     tokens = documents_of(LENGTHS)
-    scores, parts = on_ranks(
-        world_size, lambda rank: scorer(16, 2, rank).score_documents(DocumentModel(), tokens)
-    )
-    alone = scorer(16, 2).score_documents(DocumentModel(), tokens)
-    for score in scores:
-        assert (score.tokens, score.bytes) == (alone.tokens, alone.bytes)
-        assert score.nats == pytest.approx(alone.nats, rel=1e-13)
-    predictions = [int(count) for _, count, _ in parts]
-    assert sum(count > 0 for count in predictions) == min(world_size, len(LENGTHS))
+
+    def score(*rank):
+        return getattr(scorer(64, 2, *rank), name)(TableModel(), tokens)
+
+    scores, parts = on_ranks(world_size, score)
+    alone = score()
+    for found in scores:
+        assert (found.tokens, found.bytes) == (alone.tokens, alone.bytes)
+        assert found.nats == pytest.approx(alone.nats, rel=1e-13)
+    predictions = [int(count) for _, count, _ in parts]  # how many each rank has scored
+    rows = 6 if name == "score" else len(LENGTHS)
+    assert sum(count > 0 for count in predictions) == min(world_size, rows)
     assert sum(predictions) == len(tokens) - 1
 
 
@@ -320,26 +273,6 @@ def test_stateful_score_is_the_plain_score_of_one_window():
     assert abs(short / math.fsum(nats) - 1) > 1e-3
 
 
-def test_progress_is_noted_before_each_forward():
-    """What a terminal shows; the caller throttles it."""
-    lines = []
-    score = T.Scorer(BYTES, runtime(), 16, 2, lines.append).score(TableModel(), random_tokens(100))
-    assert lines == [
-        "scored 0 of 7 windows",
-        "scored 2 of 7 windows",
-        "scored 4 of 7 windows",
-        "scored 6 of 7 windows",
-    ]
-    del lines[:]
-    T.Scorer(BYTES, runtime(), 16, 4, lines.append).score_documents(
-        DocumentModel(), documents_of(LENGTHS)
-    )
-    assert lines == [f"scored {at} of 10 windows" for at in range(10)]
-    assert (
-        score.nats == scorer(16, 2).score(TableModel(), random_tokens(100)).nats
-    )  # and without a note
-
-
 def test_a_token_that_is_not_scored_once_is_no_score():
     """A plan of windows that leaves tokens out, or has some twice, must not become a number."""
     tokens = random_tokens(33)
@@ -363,8 +296,7 @@ def packed_run(folder, **changes):
     return run, run.folder / "model.upar"
 
 
-@pytest.mark.parametrize("stride", [0, 8, 16, 64])
-@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.parametrize(("stride", "stateful"), [(0, False), (8, True), (16, False)])
 def test_an_artifact_is_scored_in_the_ways_asked_for(tmp_path, stride, stateful):
     """From the file alone. A stride of a whole window would be the plain score."""
     tokens = documents_of(LENGTHS)
@@ -415,14 +347,6 @@ def test_sums_are_float64():
 
     score = scorer(16, 1).score(model, random_tokens(65))
     assert score.nats == 4 * (2.0**24 + 15)
-
-
-@pytest.mark.parametrize("stride", [0, 4])
-def test_as_little_as_a_window_is_scored(stride):
-    for count in (17, 16, 2):  # one more than the predictions
-        tokens = random_tokens(count)
-        assert scorer(16, 2).score(TableModel(), tokens, stride).tokens == count - 1
-        assert scorer(16, 2).score_documents(DocumentModel(), tokens).tokens == count - 1
 
 
 def test_score_closed_forms():

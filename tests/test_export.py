@@ -375,7 +375,8 @@ T.forward_backward = stopping
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory, tiny_data):
-    return Place(tmp_path_factory.mktemp("export"), tiny_data, TINY)
+    tiny = dict(TINY, LAYER_PATTERN="g s1 g s1")
+    return Place(tmp_path_factory.mktemp("export"), tiny_data, tiny)
 
 
 @pytest.fixture(scope="module")

@@ -191,15 +191,6 @@ def test_the_artifact_gives_back_the_network_that_qat_trained(choice, tmp_path):
         assert (net(ids) - trained).abs().max() > 1e-3  # 4 bits are not for nothing
 
 
-def test_a_fresh_networks_loss_is_that_of_no_knowledge():
-    for choice in CHOICES:
-        torch.manual_seed(3)
-        net = T.GPT(config(settings=SETTINGS, **CHOICES[choice], embed_init_std=0.005))
-        assert net(tokens(), tokens(1)).mean().item() == pytest.approx(math.log(64), abs=0.02), (
-            choice
-        )
-
-
 @pytest.mark.parametrize("kind", ["relu2", "leaky_relu2", "gelu", "swiglu"])
 def test_mlps_against_formulas(kind):
     torch.manual_seed(4)
@@ -261,34 +252,6 @@ def test_oscillation_and_its_gradients_in_closed_form():
     by_phi = x.tanh() * angle.cos()
     expected = torch.stack([(x * by_phi).sum(0), by_phi.sum(0), torch.full((3,), 50.0)])
     assert (wave.grad - expected).abs().max() < 1e-11
-
-
-def single_unit(unit, weights):
-    """Share of XOR's four points on the right side after training unit(w . x + c), from the best of several starts."""
-    points = torch.tensor([[0.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 1.0]])
-    labels, best = torch.tensor([0.0, 1.0, 1.0, 0.0]), 0.0
-    for start in weights:
-        line, wave = start.clone().requires_grad_(), wave_of(1).requires_grad_()
-        optimizer = torch.optim.Adam([line, wave], lr=0.05)
-        for _ in range(400):
-            out = unit((points @ line[:2] + line[2])[:, None], wave)[:, 0] * line[3] + line[4]
-            loss = F.binary_cross_entropy_with_logits(out, labels)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        best = max(best, ((out > 0) == (labels > 0.5)).float().mean().item())
-    return best
-
-
-def test_a_bio_unit_learns_xor_and_a_monotone_unit_cannot():
-    torch.manual_seed(7)
-    starts = torch.randn(4, 5)
-    assert single_unit(T.oscillate, starts) == 1.0
-    assert single_unit(lambda x, wave: torch.sigmoid(x), starts) <= 0.75
-    assert single_unit(lambda x, wave: F.relu(x), starts) <= 0.75
-    assert (
-        single_unit(lambda x, wave: x.square(), starts) == 1.0
-    )  # any even function can: nothing special about it
 
 
 def test_waves_get_gradients_and_are_never_decayed():
@@ -417,22 +380,6 @@ def test_the_llama_preset_is_transformers_llama():
         assert (net(ids) - theirs(ids).logits).abs().max() < 1e-4
 
 
-def test_presets_have_their_layers():
-    def shape(mode):
-        return T.model_config(
-            T.load_settings(T.Settings, {"ARCH_MODE": mode}, presets={"ARCH_MODE": T.ARCH_PRESETS}),
-            1024,
-            1,
-        )
-
-    assert shape("gdn").layers == " ".join("g" * 10)
-    assert shape("hybrid").layers == " ".join("gg" + "a" * 8 + "g")
-    layouts = {mode: shape(mode) for mode in T.ARCH_PRESETS}
-    assert [mode for mode, layout in layouts.items() if layout.unet_skips] == ["baseline"]
-    assert [mode for mode, layout in layouts.items() if not layout.residual_mix] == ["llama"]
-    assert T.ARCH_LAYOUTS.keys() == T.ARCH_PRESETS.keys()
-
-
 def test_overrides_stand_above_the_layout_and_the_settings():
     settings = dataclasses.replace(SETTINGS, arch_mode="llama")
     changed = T.model_config(settings, 64, 1, residual_mix=True, attn_window=9)
@@ -461,13 +408,6 @@ def test_learned_positions_end_with_an_error():
         net(tokens(length=65))
 
 
-def test_capitals_share_whole_layers():
-    net = network("shared layers")
-    places = [0, 1, 2, 1, 3]
-    assert [list(net.blocks).index(block) for block, _ in net.layers] == places
-    assert [list(net.mixers).index(mixer) for _, mixer in net.layers] == places
-
-
 @by_graph
 def test_one_graph_without_breaks(choice, recompute):
     """Traced whole, with its backward pass, and called again without tracing; equal to eager."""
@@ -483,25 +423,6 @@ def test_one_graph_without_breaks(choice, recompute):
         for name, param in net.named_parameters():
             scale = expected[name].abs().max()
             assert (param.grad - expected[name]).abs().max() < 1e-4 * scale + 1e-6, name
-
-
-def test_the_graphs_compiled_every_day_hold_every_choice():
-    """Every value of every setting in CHOICES, word by word; a layer word counts by its kind."""
-
-    def values(*picked):
-        return {
-            (name, word[0].lower() if name == "layer_pattern" else word)
-            for each in picked
-            for name, value in each.items()
-            for word in str(value).split()
-            if name != "num_layers"
-        }
-
-    usual = {(name, str(value)) for name, value in dataclasses.asdict(SETTINGS).items()}
-    usual |= {(field.name, str(field.default)) for field in dataclasses.fields(T.GPTConfig)}
-    assert values(*CHOICES.values()) - usual <= values(
-        EVERYTHING, *GRAPHS.values(), dict(layer_pattern="g s")
-    )
 
 
 @pytest.fixture(scope="module")

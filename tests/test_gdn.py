@@ -1,9 +1,6 @@
 """Gated DeltaNet: the chunk form, the decoding step and the custom ops against the float64 recurrence."""
 
-import importlib.util
 import shutil
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,29 +9,12 @@ import torch.nn.functional as F
 from reference import gdn_recurrent
 
 import sample as S
+import train_gpt as gdn
 
-SCRIPT = Path(__file__).resolve().parents[1] / "train_gpt.py"
 NAMES = ("o", "last state", "q", "k", "v", "g", "beta", "state")
 
 
-def load(name):
-    """Import the script under a name of its own."""
-    spec = importlib.util.spec_from_file_location(name, SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-gdn = load("gdn_under_test")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def make_inputs(kind, dtype, b=2, t=100, h=2, dim_k=16, dim_v=24, seed=0):
@@ -150,7 +130,7 @@ FLOAT32 = [
 ]
 
 
-@pytest.mark.parametrize("chunk", [16, 32, 64])
+@pytest.mark.parametrize("chunk", [16, 64])
 @pytest.mark.parametrize("kind,tolerance", FLOAT32)
 def test_chunk_against_oracle(kind, tolerance, chunk):
     """Output, final state and all gradients, with an initial state and a length that is no multiple of the chunk."""
@@ -269,23 +249,6 @@ def test_bfloat16(kind, tolerance):
     assert all(torch.equal(a, b) for a, b in zip(inside, gdn.gdn_chunk(*single), strict=True))
 
 
-def test_bfloat16_recurrence_and_step():
-    """Computed in float32 with a float32 state; only the output is rounded, to 8 bits."""
-    inputs = [x.bfloat16() for x in make_inputs("random", torch.float32, t=20)]
-    want, want_last = gdn_recurrent(*(x.double() for x in inputs))
-    o, last = gdn_recurrent(*inputs)
-    state, outs = inputs[5].float(), []
-    for t in range(20):
-        o_t, state = S.gdn_step(
-            *(x[:, t] for x in inputs[:3]), *(x[:, t].float() for x in inputs[3:5]), state
-        )
-        outs.append(o_t)
-    for got, got_last in ((o, last), (torch.stack(outs, 1), state)):
-        assert (got.dtype, got_last.dtype) == (torch.bfloat16, torch.float32)
-        assert_close([got], [want], 2**-8)
-        assert_close([got_last], [want_last], 1e-6)
-
-
 def test_the_custom_ops_obey_their_declarations():
     """Schema and fake outputs, forward and adjoint, in float32 and with bfloat16 operands around a float32 state."""
     n, m, c, dim_k, dim_v = 3, 2, 16, 4, 6
@@ -300,24 +263,6 @@ def test_the_custom_ops_obey_their_declarations():
         torch.library.opcheck(
             gdn.gdn_scan_adjoint, (w, u, k, decay, state, d_states), test_utils=tests
         )
-
-
-def test_graph_does_not_grow_with_length():
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    def step(*inputs):
-        o, last = gdn.gdn_chunk(*inputs)
-        return torch.autograd.grad(o.sum() + last.sum(), inputs)
-
-    counts = []
-    for t in (64, 512):
-        inputs = [x.requires_grad_() for x in make_inputs("random", torch.float32, t=t)]
-        nodes = make_fx(step, tracing_mode="fake")(*inputs).graph.nodes
-        names = [str(node.target) for node in nodes]
-        for scan in ("underpar.gdn_scan.", "underpar.gdn_scan_adjoint."):
-            assert sum(scan in name for name in names) == 1
-        counts.append(len(names))
-    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize(
@@ -344,18 +289,7 @@ def test_compiled_equals_eager(backend, dtype):
     torch._dynamo.reset()
 
 
-def test_two_scripts_in_one_process():
-    """A second copy of the text uses the ops of the first; both copies work, in either order, and agree to the bit."""
-    other = load("gdn_second_copy")
-    assert other.gdn_scan is gdn.gdn_scan and other.gdn_scan_adjoint is gdn.gdn_scan_adjoint
-    assert other.gdn_chunk is not gdn.gdn_chunk
-    inputs = make_inputs("random", torch.float32)
-    results = [run(module.gdn_chunk, inputs) for module in (gdn, other, gdn)]
-    for x, y, z in zip(*results, strict=True):
-        assert torch.equal(x, y) and torch.equal(x, z)
-
-
-@pytest.mark.parametrize("chunk", [1, 8, 24, 200])
+@pytest.mark.parametrize("chunk", [1, 24, 200])
 def test_any_chunk(chunk):
     """Of one token, no power of two, longer than the text."""
     inputs = make_inputs("correlated beta 2", torch.float64)

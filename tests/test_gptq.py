@@ -11,13 +11,7 @@ from test_family import EVERYTHING, network, tokens
 
 import train_gpt as script
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def correlated(samples, width, seed=0, rank=None):
@@ -63,12 +57,9 @@ def harm(w, codes, scale, hessian):
 @pytest.mark.parametrize(
     ("rows", "width", "samples", "bits"),
     [
-        (7, 5, 40, 3),
         (1, 40, 100, 4),
-        (16, 128, 300, 4),
         (16, 129, 300, 3),
         (20, 300, 1000, 6),
-        (9, 300, 100, 2),
         (4, 520, 2000, 8),
     ],
 )
@@ -84,8 +75,8 @@ def test_gptq_is_the_textbook_column_by_column(rows, width, samples, bits):
     assert all(torch.equal(old, new) for old, new in zip(before, (w, scale, hessian), strict=True))
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 6, 8])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("seed", range(3))
 def test_gptq_does_less_harm_than_rounding_to_nearest(seed, bits):
     """Of what GPTQ makes small: at most as much harm, and at 4 bits and more, where little is clipped, 0.6 of it."""
     w, hessian = weights(24, 150, seed), correlated(400, 150, seed)

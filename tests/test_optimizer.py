@@ -1,11 +1,6 @@
 """Every optimizer against formulas and torch's own, groups, masked steps, state, splits; ranks."""
 
-import dataclasses
-import functools
-import subprocess
-import sys
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import torch
@@ -42,13 +37,6 @@ def test_orthogonalize_against_polynomials_of_the_singular_values(shape, steps, 
         assert (single[at] - found[at]).abs().max() < 1e-4
 
 
-def test_newton_schulz_in_bfloat16_returns_the_dtype_of_the_gradient():
-    G = torch.randn(2, 32, 48, generator=torch.Generator().manual_seed(0))
-    found = T.orthogonalize(G, dtype=torch.bfloat16)
-    wide = T.orthogonalize(G)
-    assert found.dtype == torch.float32 and 1e-4 < (found - wide).norm() / wide.norm() < 0.03
-
-
 def test_five_steps_are_nearly_orthogonal():
     G = torch.randn(1, 64, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     assert (torch.linalg.svdvals(T.orthogonalize(G)) - 1).abs().mean() < 0.2
@@ -80,23 +68,6 @@ def test_muon_against_the_formula_over_50_steps(shape):
         update = by_singular_values(0.1 * grad + 0.9 * buffer, 5)
         weight = 0.97 * weight - 0.1 * max(1, shape[0] / shape[1]) ** 0.5 * update
     assert (param - weight).abs().max() < 1e-8
-
-
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
-def test_muon_is_torchs_over_50_steps():
-    torch.manual_seed(2)
-    start = torch.randn(48, 32) * 0.1
-    ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
-    muon = T.Muon(group(ours, lr=0.02, weight_decay=0.5, momentum=0.95), MUON)
-    torchs = torch.optim.Muon([theirs], lr=0.02, weight_decay=0.5, momentum=0.95)
-    for _ in range(50):
-        ours.grad = torch.randn(48, 32)
-        theirs.grad = ours.grad.clone()
-        muon.step(GOOD)
-        torchs.step()
-    assert (ours - theirs).norm() < 0.01 * (
-        theirs - start
-    ).norm()  # torch's Newton-Schulz is in bfloat16
 
 
 def test_lion_against_the_formula_over_50_steps():
@@ -165,29 +136,6 @@ def test_8_bit_adamw_leaves_blocks_without_gradient_alone():
     assert (eight.state[param]["codes"][:, :32] == 0).all() and (
         eight.state[param]["scales"][:, :32] == 0
     ).all()
-
-
-@pytest.mark.parametrize("even", [True, False])
-def test_8_bit_adamw_is_nearer_to_adamw_than_bitsandbytes(even):
-    bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-    torch.manual_seed(4)
-    start = torch.randn(64, 128)
-    grads = [torch.randn(64, 128) * 1e-3 for _ in range(50)] if even else uneven(50, 64, 128)
-    ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
-    eight = T.AdamW8bit(group(ours, lr=0.01), {})
-    reference = bnb.optim.AdamW8bit(
-        [theirs], lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.3
-    )
-    for grad in grads:
-        ours.grad, theirs.grad = grad.clone(), grad.clone()
-        eight.step(GOOD)
-        reference.step()
-    exact = adamw(start, grads, 0.01, 0.3)
-    far = [((param - exact).norm() / (exact - start).norm()).item() for param in (ours, theirs)]
-    print(f"distance from AdamW, of its way: ours {far[0]:.4f}, bitsandbytes {far[1]:.4f}")
-    assert far[0] < 0.03 and far[0] < far[1]
-    if even:
-        assert far[1] < 0.1
 
 
 def test_splits_are_orthogonalized_by_themselves():
@@ -320,15 +268,6 @@ def test_adafactor_is_torchs_over_50_steps():
     assert follow("adafactor", references) < 2e-6  # float32 rates
 
 
-def test_adafactor_moves_what_begins_at_zero():
-    net = Bare().float()
-    optimizers = T.Optimizers(net, "adafactor", RATES, ALONE)
-    for param in net.parameters():
-        param.grad = torch.randn_like(param) * 1e-9  # as small as a mean over many tokens makes it
-    optimizers.step(1.0, 0.9, GOOD)
-    assert net.w_down.square().mean().sqrt().item() == pytest.approx(0.02 * 0.003, rel=0.01)
-
-
 def random_step(optimizers, seed, bad=GOOD, fill=None):
     torch.manual_seed(seed)
     for param in optimizers.params:
@@ -343,7 +282,7 @@ def everything(optimizers):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("fill", [float("nan"), float("inf"), 1.0])
+@pytest.mark.parametrize("fill", [float("nan"), 1.0])
 def test_a_bad_step_changes_nothing_and_a_good_one_everything(kind, fill):
     net = Bare().float()
     optimizers = T.Optimizers(net, kind, RATES, ALONE)
@@ -385,21 +324,6 @@ def test_steps_after_a_saved_state_are_those_of_a_run_without_a_break(kind, used
     assert state_bytes(whole) == state_bytes(resumed) > 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_empty_state_is_that_before_the_first_step(kind):
-    nets = [Bare().float(), Bare().float()]
-    used, new = (T.Optimizers(net, kind, RATES, ALONE) for net in nets)
-    for seed in range(3):
-        random_step(used, seed)
-    used.load_state_dict({})
-    assert not any(used.state_dict().values()) and state_bytes(used) == 0
-    nets[0].load_state_dict(nets[1].state_dict())
-    for seed in range(3, 6):
-        random_step(used, seed)
-        random_step(new, seed)
-    assert all(torch.equal(a, b) for a, b in zip(everything(used), everything(new), strict=True))
-
-
 def state_bytes(optimizers):
     return sum(value.nbytes for own in optimizers.state_dict().values() for value in own.values())
 
@@ -427,59 +351,6 @@ def test_state_bytes():
     assert found["adamw8bit"] == blocks * (2 * 256 + 2 * 4) + 5 * 4 + adam(*small)
     rows_and_columns = sum(sum(getattr(Bare(), name).shape) for name in sizes if name not in small)
     assert found["adafactor"] == 4 * rows_and_columns + 4 * 5 + adam(*small)
-
-
-@functools.cache
-def fit(kind):
-    """(first loss, mean of the last ten, bytes of state) of 80 steps of a small model on a Markov chain, by preset."""
-    cfg = T.Settings(
-        optimizer=kind,
-        model_dim=64,
-        num_heads=2,
-        num_kv_heads=1,
-        layer_pattern="s s",
-        **{"tied_embed_lr": 0.01, **T.OPTIMIZER_PRESETS.get(kind, {})},
-    )
-    torch.manual_seed(6)
-    net = T.GPT(T.model_config(cfg, 256, 1))
-    optimizers = T.Optimizers(net, kind, T.pretraining_rates(cfg), ALONE)
-    follows = torch.randint(2, 256, (256, 4))
-    losses = []
-    for step in range(80):
-        ids = [torch.randint(2, 256, (8,))]
-        for _ in range(32):
-            ids.append(follows[ids[-1], torch.randint(0, 4, (8,))])
-        ids = torch.stack(ids, dim=1)
-        loss = net(ids[:, :-1], ids[:, 1:]).mean()
-        loss.backward()
-        optimizers.step(min(1.0, 2 - step / 40), 0.9, GOOD)
-        net.zero_grad(set_to_none=False)
-        losses.append(loss.item())
-    return losses[0], sum(losses[-10:]) / 10, state_bytes(optimizers)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_optimizer_learns_by_its_preset(kind):
-    first, last, _ = fit(kind)
-    assert first == pytest.approx(torch.tensor(256.0).log().item(), abs=0.02)
-    assert last < first - 1.0
-
-
-def test_8_bit_adamw_reaches_the_loss_of_adamw_with_a_quarter_of_the_state():
-    (_, full, full_bytes), (_, eight, eight_bytes) = fit("adamw"), fit("adamw8bit")
-    assert eight == pytest.approx(full, rel=0.01)
-    assert eight_bytes < 0.3 * full_bytes
-
-
-def test_presets_are_settings_within_their_ranges():
-    kinds = {field.name: field.type for field in dataclasses.fields(T.Settings)}
-    assert set(T.OPTIMIZER_PRESETS) == set(KINDS) == set(get_args(kinds["optimizer"]))
-    for kind, preset in T.OPTIMIZER_PRESETS.items():
-        settings = T.load_settings(
-            T.Settings, {"OPTIMIZER": kind}, presets={"OPTIMIZER": T.OPTIMIZER_PRESETS}
-        )
-        assert {name: getattr(settings, name) for name in preset} == preset
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -535,41 +406,3 @@ def test_clipping_bounds_the_global_norm():
     )
     clipped = torch.cat([param.grad.flatten() for param in optimizers.params]).norm()
     assert clipped.item() == pytest.approx(0.1, rel=1e-4)
-
-
-RANKS = """
-import sys, torch, torch.distributed as dist
-sys.path.insert(0, {root!r})
-import train_gpt as T
-torch.set_num_threads(1)
-runtime = T.start_runtime("cpu")
-torch.manual_seed(5)
-cfg = T.Settings(model_dim=32, num_heads=2, num_kv_heads=1, layer_pattern="g s g")
-net = T.GPT(T.model_config(cfg, 64, 1))
-optimizers = T.Optimizers(net, "muon", T.pretraining_rates(cfg), runtime)
-for step in range(4):
-    for at, param in enumerate(optimizers.params):
-        full = torch.randn(2, *param.shape, generator=torch.Generator().manual_seed(100 * step + at))
-        param.grad = full[runtime.rank] if runtime.world_size == 2 else full.sum(0)
-    _, extra = optimizers.reduce_gradients(runtime, 0.0, torch.tensor([1.0, 2.0 + runtime.rank]))
-    assert extra.tolist() == ([2.0, 5.0] if runtime.world_size == 2 else [1.0, 2.0])
-    optimizers.step(1.0, 0.9, torch.tensor(False))
-own = torch.cat([param.detach().flatten() for param in optimizers.params])
-if runtime.world_size == 2:
-    both = [torch.empty_like(own) for _ in range(2)]
-    dist.all_gather(both, own)
-    assert torch.equal(both[0], both[1]), "ranks differ"
-if runtime.rank == 0:
-    torch.save(own, sys.argv[1])
-runtime.leave()
-"""
-
-
-def test_two_ranks_step_as_one(tmp_path):
-    script = tmp_path / "ranks.py"
-    script.write_text(RANKS.format(root=str(ROOT)))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    subprocess.run([sys.executable, script, tmp_path / "one.pt"], check=True)
-    subprocess.run([*launch, script, tmp_path / "two.pt"], check=True, capture_output=True)
-    one, two = torch.load(tmp_path / "one.pt"), torch.load(tmp_path / "two.pt")
-    assert (one - two).abs().max() < 1e-5

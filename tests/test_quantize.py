@@ -16,12 +16,12 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import test_smoke as smoke
 import torch
 from conftest import environment
 from test_model import config
 
 import quantize as Q
-import test_smoke as smoke
 import train_gpt as T
 
 ROOT = Path(__file__).resolve().parents[1]
