@@ -1,8 +1,6 @@
 """tools/bench.py, tools/arms.py and the timed runs of tools/common.py."""
 
 import json
-import os
-import re
 import sys
 import time
 from pathlib import Path
@@ -21,29 +19,6 @@ TOKENIZER = {"vocab_size": 1024, "bos_id": 1}
 
 
 # ---------------------------------------------------------------------------------------------- ops
-def test_ways_run_in_turn_and_are_compared_with_ours(monkeypatch):
-    """A call of ours takes 4 ms, so that three fill a round of 10 ms; one of theirs takes 20 ms."""
-    now = [100.0]
-    called = []
-    monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-
-    def way(name, seconds, last):
-        def run():
-            called.append(name)
-            now[0] += seconds
-            return [torch.tensor([2.0, last]), torch.empty(0)]
-
-        return run
-
-    ways = {"a": way("a", 0.004, -4.0), "b": way("b", 0.02, -3.0)}
-    ours, theirs = bench.compare("sum", "B1", ways, 2, False)
-    assert "".join(called) == "ab" + "ab" + "aaab" * 2  # results, estimates, rounds
-    figures = [ours[key] for key in ("ms", "least", "most", "times ours")]
-    assert figures == pytest.approx([4, 4, 4, 1]) and ours["difference"] is None
-    assert (theirs["ms"], theirs["times ours"]) == pytest.approx((20, 5))
-    assert theirs["difference"] == 0.25  # 1 relative to 4
-
-
 def op_records(only, artifact=""):
     tiny = {"MODEL_DIM": "32", "NUM_HEADS": "2", "NUM_KV_HEADS": "1", "LAYER_PATTERN": "g a"}
     ops = SimpleNamespace(
@@ -95,18 +70,6 @@ def test_coders_write_the_bytes_of_the_entropy(one_thread, monkeypatch):
     monkeypatch.setattr(bench, "coders", broken)
     with pytest.raises(SystemExit, match="rANS: the codes read differ from the codes written"):
         op_records("rans")
-
-
-def test_rans_takes_the_six_bit_codes_of_an_artifact(tmp_path):
-    six = T.Coded(*T.quantize(torch.randn(32, 32), 6, 8.0), 6)
-    eight = T.Coded(*T.quantize(torch.randn(32, 32), 8, 6.0), 8)
-    tensors = {"w_a": torch.zeros(32, 32), "embed": torch.zeros(32, 32)}
-    packed, _ = T.pack_artifact(tensors, {"w_a": six, "embed": eight})
-    (tmp_path / "a.upar").write_bytes(packed)
-    codes = bench.int6_codes(SimpleNamespace(script=T, artifact=str(tmp_path / "a.upar")))
-    assert np.array_equal(codes, six.codes.numpy().reshape(-1))
-    with pytest.raises(SystemExit, match="error: --artifact: .*No such file"):
-        op_records("rans", artifact="no.upar")
 
 
 # ------------------------------------------------------------------------------------------ figures
@@ -255,22 +218,6 @@ def test_a_finished_run_is_kept_and_a_failed_one_repeated(run, tmp_path):
         run(SEED="5")
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not pin")
-def test_jobs_are_pinned_to_cores_of_their_own():
-    cores = sorted(os.sched_getaffinity(0))
-    jobs = min(2, len(cores))
-
-    def make(run):
-        time.sleep(0.05)
-        return run, tuple(os.sched_getaffinity(0))
-
-    results = arms.run_pinned(make, list(range(6)), jobs, 1)
-    assert [run for run, _ in results] == list(range(6))
-    assert {pinned for _, pinned in results} == {(core,) for core in cores[:jobs]}
-    with pytest.raises(SystemExit, match="more than the"):
-        arms.run_pinned(make, [], len(cores) + 1, 1)
-
-
 # ----------------------------------------------------------------------------------------- commands
 @pytest.mark.parametrize(
     ("settings", "message"),
@@ -393,23 +340,6 @@ def test_arms_go_by_seed_and_are_judged(command, tmp_path):
     saved = json.loads((tmp_path / "o.json").read_text())["arms"]
     assert saved["c"]["runs"]["2"] == {"failed": "killed"}
     assert saved["c"]["half_width"] is None  # JSON has no infinity
-
-
-def test_configs_are_arms_of_any_size(command, tmp_path):
-    """Each run has all settings but paths and seed from a file, so a record can be made of it."""
-    (tmp_path / "configs" / "big.env").write_text("MODEL_DIM=256\nMAX_WALLCLOCK_SECONDS=600")
-    words = "arms --arms configs/cpu.env configs/big.env --seeds 1 --seconds 7 --runs race"
-    code, out, err, made = command(arms, words, lambda name: arm_run(2.0))
-    assert (code, err) == (0, "")
-    assert made[1] == ("big_s1", {"CONFIG": "race/big.env", "DATA_PATH": "data/x", "SEED": "1"})
-    lines = (tmp_path / "race" / "big.env").read_text().splitlines()
-    assert lines[1:] == [
-        "MAX_WALLCLOCK_SECONDS=600",
-        "MAX_WALLCLOCK_SECONDS=7",
-        "EVAL_STRIDE=0",
-        "VAL_LOSS_EVERY=0",
-    ]
-    assert re.search(r"^arm big: [\d,]+ parameters, \+\d{3,}\.\d%$", out, re.MULTILINE)
 
 
 def test_train_states_the_share_of_the_peak(command, tmp_path):

@@ -196,15 +196,6 @@ def test_interrupted_command_goes_on(server, tmp_path):
     assert arrived(server, out) and ranges_of(server, name) == ["bytes=2000-"]
 
 
-def test_server_without_ranges_starts_again(server, tmp_path):
-    out, name = tmp_path / "out", "fineweb_val_000000.bin"
-    server.ranges = False
-    out.mkdir()
-    (out / f"{name}.part").write_bytes(b"?" * 2000)
-    fetch_all(server, out)
-    assert arrived(server, out) and ranges_of(server, name) == ["bytes=2000-"]
-
-
 @pytest.mark.parametrize("rest", [b"?" * 1500, b"?" * 100_000])
 def test_foreign_rest_is_fetched_again(rest, server, tmp_path):
     out, name = tmp_path / "out", "fineweb_val_000000.bin"
@@ -242,14 +233,6 @@ def test_shard_header_is_checked(server, tmp_path):
         download.UserError, match=r"val_000000\.bin: arrived damaged twice: 0 bytes;"
     ):
         fetch_all(server, tmp_path / "out")
-
-
-def test_a_file_that_was_cut_short_since_is_fetched_again(server, tmp_path):
-    fetch_all(server, tmp_path / "out")
-    there = tmp_path / "out" / "fineweb_train_000000.bin"
-    there.write_bytes(there.read_bytes()[:-1])
-    fetch_all(server, tmp_path / "out")
-    assert arrived(server, tmp_path / "out") and len(ranges_of(server, "train_000001.bin")) == 1
 
 
 def test_server_errors_are_retried_and_missing_files_are_not(server, tmp_path):
@@ -410,26 +393,6 @@ def test_a_slow_server_is_named(server, tmp_path, monkeypatch):
     ) as caught:
         download.fetch(f"{server.url}{DATASET}/fineweb_val_000000.bin", tmp_path / "a.bin")
     assert "\n" not in str(caught.value)
-
-
-def test_other_published_tokenizers(server, tmp_path):
-    variant = "sp8192"
-    for path in list(server.files):
-        server.files[path.replace("sp1024", variant).replace("1024_bpe", f"{variant[2:]}_bpe")] = (
-            server.files.pop(path)
-        )
-    server.files["/manifest.json"] = server.files["/manifest.json"].replace(
-        b"1024", variant[2:].encode()
-    )
-    out = tmp_path / "out"
-    download.run(
-        ["--variant", variant, "--train-shards", "1", "--out", str(out), "--base-url", server.url]
-    )
-    manifest = data.load_manifest(out)
-    assert [shard["file"] for shard in manifest["train"]["shards"]] == ["fineweb_train_000000.bin"]
-    assert any(
-        path == f"/datasets/fineweb10B_{variant}/fineweb_val_000000.bin" for path, _ in server.log
-    )
 
 
 @needs_shared

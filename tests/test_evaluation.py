@@ -210,7 +210,7 @@ def test_stateful_score_is_that_of_a_slow_loop_over_documents():
     assert score.nats == pytest.approx(math.fsum(expected), rel=1e-12)
     assert (score.tokens, score.bytes) == (sum(LENGTHS) - 1, sum(LENGTHS) - len(LENGTHS))
     # The last token has no successor.
-    assert [len(row) for row in model.fed] == [*LENGTHS[:-1], LENGTHS[-1] - 1]
+    assert [width for _, width in model.shapes] == [*LENGTHS[:-1], LENGTHS[-1] - 1]
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 12])
