@@ -12,10 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sentencepiece
-import test_smoke as smoke
-from conftest import environment, load_tool
+from conftest import ROOT, environment, load_tool, start
 
-ROOT = Path(__file__).resolve().parents[1]
 common, R = load_tool("common"), load_tool("record")
 
 CONFIG = """DEVICE=cpu
@@ -134,7 +132,7 @@ def rebuild(folder):
 def call(place, *words):
     """tools/record.py in a process, on the place's records."""
     script = [ROOT / "tools" / "record.py", "--records", place / "records", *words]
-    return smoke.start(script, environment(), place)
+    return start(script, environment(), place)
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +152,7 @@ def place(tmp_path_factory):
     for seed in ("1", "2", "3"):
         commands.append((["train_gpt.py"], {"RUN_ID": f"run_{seed}", "SEED": seed}))
     for (script, *rest), own in commands:
-        done = smoke.start([ROOT / script, *rest], {**env, **own}, place)
+        done = start([ROOT / script, *rest], {**env, **own}, place)
         assert done.returncode == 0, done.stderr
     track = place / "records" / "track_tiny"
     track.mkdir(parents=True)

@@ -6,17 +6,14 @@ import math
 import re
 import shutil
 import sys
-from pathlib import Path
 
 import pytest
-import test_smoke as smoke
 import torch
-from conftest import environment, load_tool
+from conftest import ROOT, environment, load_tool, start
 
 import quantize as Q
 
 pytest.importorskip("matplotlib", reason="tools/report.py draws with matplotlib")
-ROOT = Path(__file__).resolve().parents[1]
 report = load_tool("report")
 
 BOTH = dict(
@@ -99,7 +96,7 @@ def runs(tmp_path_factory):
     (folder / "text.jsonl").write_text("\n".join(lines))
 
     def call(script, *words, **settings):
-        done = smoke.start([ROOT / script, *words], environment(OUT_DIR=folder, **settings))
+        done = start([ROOT / script, *words], environment(OUT_DIR=folder, **settings))
         assert done.returncode == 0, done.stdout[-800:] + done.stderr[-2000:]
 
     out = ("--out", folder / "data", "--tokenizer", "bytes", "--workers", 1)
