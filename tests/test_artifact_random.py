@@ -264,28 +264,6 @@ def test_rows_of_zeros_leave_rans_the_shortest(tmp_path, share):
     assert ideal < len(data) < 1.01 * ideal + 1500
 
 
-def test_rows_that_repeat_leave_zstd_the_shortest(tmp_path):
-    random = np.random.default_rng(0)
-    codes = np.clip(np.rint(random.normal(size=(300, 128)) * 21), -127, 127).astype(np.int8)
-    codes[100:] = codes[5]
-    header, _, back = read(pack_codes(embed=codes), tmp_path / "a.upar")
-    assert np.array_equal(back["embed"].codes, codes)
-    assert header["streams"]["embed"]["dtype"] == "|i1" and header["streams"]["embed"][
-        "length"
-    ] < 0.5 * entropy(codes)
-
-
-def test_tensors_share_their_tables(tmp_path):
-    """Ten tensors of one size cost ten times their codes, and the tables once."""
-    codes = {f"w_{at}": sized(200, 2, "both", seed=at) for at in range(10)}
-    one = read(pack_codes(w_0=codes["w_0"]), tmp_path / "a.upar")[0]
-    ten = read(pack_codes(**codes), tmp_path / "b.upar")[0]
-    lengths = {name: record["length"] for name, record in ten["streams"].items()}
-    first = {name: record["length"] for name, record in one["streams"].items()}
-    assert lengths["tables"] < 1.5 * first["tables"] and lengths["sizes"] > 5 * first["sizes"]
-    assert lengths["w_0"] == pytest.approx(first["w_0"], rel=5e-3)
-
-
 # --------------------------------------------------------------------------------- 20 million codes
 LAYER = [(512, 512), (512, 512), (256, 512), (256, 512), (1204, 512), (512, 1204)]
 

@@ -2,7 +2,6 @@
 
 import json
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -284,30 +283,6 @@ def command(tmp_path, monkeypatch, capsys):
     return call
 
 
-def test_options_run_in_turn_and_write_table_and_json(command, tmp_path):
-    def stub(name):
-        return option_run(1300, 900) if name == "compile_compiled_2" else option_run(1000, 800)
-
-    words = "options --only compile --write-docs --seconds 3 --set MODEL_DIM=64"
-    code, _, err, made = command(arms, words, stub)
-    assert (code, err) == (0, "")
-    names = [f"compile_{arm}_{repeat}" for repeat in (1, 2) for arm in ("eager", "compiled")]
-    assert [name for name, _ in made] == names
-    assert [settings["COMPILE"] for _, settings in made] == ["0", "1", "0", "1"]
-    assert (made[0][1]["MODEL_DIM"], made[0][1]["MAX_WALLCLOCK_SECONDS"]) == ("64", "4")
-    page = (tmp_path / "docs" / "choices.md").read_text()
-    assert page.startswith("top\n<!-- options -->\n| choice |")
-    assert page.endswith("\n<!-- /options -->\nend\n")
-    assert f"`python tools/arms.py {words} --out o.json`, {time.strftime('%Y-%m-%d')}, " in page
-    assert "| eager → compiled | 1,000 → 1,150 (×1.15) | " in page
-    assert "| not reported | 20-30% faster | 15.0% faster (+0.0, +30.0) |\n" in page
-    saved = json.loads((tmp_path / "o.json").read_text())
-    assert [run["tokens_per_second"] for run in saved["runs"]] == [1000, 1000, 1000, 1300]
-    code, out, err, _ = command(arms, "options --only compile", lambda name: {"failed": "no gcc"})
-    assert code == 1 and "| 20-30% faster | failed: no gcc |" in out
-    assert err.endswith("failed: compile, compiled: no gcc\n")
-
-
 def test_arms_go_by_seed_and_are_judged(command, tmp_path):
     given = {"a": {}, "b": {"MLP": "gelu"}, "c": {"SCALAR_LR": 0.01}}
     (tmp_path / "arms.json").write_text(json.dumps(given))
@@ -358,20 +333,6 @@ def test_train_states_the_share_of_the_peak(command, tmp_path):
     saved = json.loads((tmp_path / "o.json").read_text())["configs"]["configs/cpu.env"]
     assert saved["mfu"] == pytest.approx(4000 * flops / 1e11)
     assert (code, err) == (1, "failed: bad.env: error: bad\n")
-
-
-def test_generators_sample_as_many_tokens_by_models_of_one_size():
-    pytest.importorskip("transformers", reason="transformers is not installed")
-    shape = {"NUM_LAYERS": "2", "MODEL_DIM": "32", "TRAIN_SEQ_LEN": "64", "VOCAB_SIZE": "64"}
-    environ = {"ARCH_MODE": "llama", **shape}
-    settings = T.load_settings(T.Settings, environ, presets={"ARCH_MODE": T.ARCH_PRESETS})
-    generators = bench.make_generators(settings, 3, 40)
-    assert list(generators)[:2] == ["ours", "ours, compiled"]
-    for name, generate in generators.items():
-        if name == "ours, compiled":  # compiling takes 10 s: a full test does it
-            continue
-        ids = generate()
-        assert ids.shape == (3, 40) and len(ids.unique()) > 35  # nearly even over 64 tokens
 
 
 @pytest.mark.full

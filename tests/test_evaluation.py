@@ -102,12 +102,6 @@ def test_windows_score_each_prediction_once_in_context(seq_len):
                 assert len(found) == 1 + max(0, -(-(count - seq_len) // stride))
 
 
-def test_windows_by_hand():
-    assert windows(10, 4, 4) == [(0, 0, 4), (4, 4, 8), (8, 8, 10)]
-    assert windows(10, 4, 3) == [(0, 0, 4), (3, 4, 7), (6, 7, 10)]
-    assert windows(9, 4, 3) == [(0, 0, 4), (3, 4, 7), (5, 7, 9)]
-
-
 @pytest.mark.parametrize("batch", [1, 3, 8])
 @pytest.mark.parametrize("stride", [16, 15, 7, 1])
 def test_score_is_that_of_a_slow_loop(stride, batch):

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 import time
 import types
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from conftest import ROOT, TINY, Place, environment, start
+from conftest import TINY, Place
 
 import train_gpt as T
 
@@ -336,31 +335,6 @@ def test_what_must_follow_gptq_is_kept_free(trained):
 
 
 # ---------------------------------------------------------------------------------------- whole runs
-# A patch: logits of the last network that is compiled, which is rebuilt from the artifact.
-LOGITS = """
-import os
-compile_model = T.compile_model
-def keeping(network, settings):
-    with T.torch.no_grad():
-        logits = network(T.torch.arange(96).view(2, 48) * 7 % 400)
-    T.torch.save(logits, os.environ["OUT_DIR"] + ".pt")
-    return compile_model(network, settings)
-T.compile_model = keeping
-"""
-# Logits of the same tokens by a process that knows the artifact alone, as sample.py loads it.
-LOADED = """
-import sys
-root, artifact, out = sys.argv[1:]
-sys.path.insert(0, root)
-import torch
-import sample as S
-
-logits = []
-S.generate = lambda network, *rest: logits.append(network(torch.arange(96).view(2, 48) * 7 % 400)) or []
-with torch.no_grad():
-    S.sample(S.Settings(artifact=artifact, device="cpu"))
-torch.save(logits, out)
-"""
 # A patch: the process gets SIGTERM in step 29 of 30, with QAT since step 26.
 STOP = """
 import os, signal
@@ -390,7 +364,7 @@ def limit(place):
 
 @pytest.fixture(scope="module")
 def tight(place, limit):
-    place.run("tight", LOGITS, ARTIFACT_BYTES_MAX=limit)
+    place.run("tight", ARTIFACT_BYTES_MAX=limit)
     return place.result("tight")
 
 
@@ -437,20 +411,3 @@ def test_a_resume_after_qat_began_keeps_the_widened_table(place, tight, limit):
     assert place.log("stopped").count("\nsizes: ") == 3  # it is not fitted again
     assert place.artifact("stopped") == place.artifact("tight")
     assert place.result("stopped")["val_nats"] == tight["val_nats"]
-
-
-def test_a_fresh_process_has_the_logits_that_were_evaluated(place, tight):
-    """Bit for bit, as sample.py loads the network, from copies of artifact and tokenizer alone."""
-    alone = place.folder / "alone"
-    alone.mkdir()
-    for path in (place.of("tight") / "model.upar", *place.of("tight").glob("tokenizer*")):
-        os.link(path, alone / path.name)
-    (place.folder / "loaded.py").write_text(LOADED)
-    words = [place.folder / "loaded.py", ROOT, alone / "model.upar", place.folder / "loaded.pt"]
-    done = start(words, environment())
-    assert (done.returncode, done.stdout) == (0, ""), done.stderr
-    evaluated, loaded = (
-        torch.load(place.folder / f"{name}.pt", weights_only=True) for name in ("tight", "loaded")
-    )
-    assert evaluated.shape == (2, 48, 400) and evaluated.std() > 0.1
-    assert loaded[0].numpy().tobytes() == evaluated.numpy().tobytes()

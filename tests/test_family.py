@@ -254,22 +254,6 @@ def test_oscillation_and_its_gradients_in_closed_form():
     assert (wave.grad - expected).abs().max() < 1e-11
 
 
-def test_waves_get_gradients_and_are_never_decayed():
-    net = network("bio soft", torch.float32)
-    grads = gradients(net, tokens())
-    names = [name for name in grads if name.endswith("wave")]
-    assert len(names) == 4 and all(grads[name].abs().min(1).values.max() > 0 for name in names)
-    rates = T.LearningRates(0.01, 0.01, 0.01, 0.01, matrix_decay=0.5, embedding_decay=0.5)
-    optimizers = T.Optimizers(net, "muon", rates, T.Runtime(0, 1, torch.device("cpu"), False))
-    decay = {
-        param: group["weight_decay"]
-        for each in optimizers.all
-        for group in each.param_groups
-        for param in group["params"]
-    }
-    assert [decay[param] for name, param in net.named_parameters() if name in names] == [0.0] * 4
-
-
 def test_the_baseline_preset_is_parameter_golfs():
     """Its 17,059,912 parameters, and its forward pass written out from openai/parameter-golf's train_gpt.py."""
     settings = T.load_settings(
@@ -324,60 +308,6 @@ def test_the_baseline_preset_is_parameter_golfs():
     assert (
         net(ids) - 30 * torch.tanh(norm(x) @ net.embed.T / 30)
     ).abs().max() < 1e-5  # angles are float32
-
-
-def test_the_llama_preset_is_transformers_llama():
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    settings = T.load_settings(
-        T.Settings,
-        {"ARCH_MODE": "llama", "NUM_LAYERS": "3", "MODEL_DIM": "64"},
-        presets={"ARCH_MODE": T.ARCH_PRESETS},
-    )
-    torch.manual_seed(9)
-    net = T.GPT(T.model_config(settings, 100, 1))
-    with torch.no_grad():
-        for param in net.parameters():
-            param.add_(0.1 * torch.randn_like(param))
-    theirs = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=100,
-            hidden_size=64,
-            intermediate_size=176,
-            num_hidden_layers=3,
-            num_attention_heads=8,
-            num_key_value_heads=4,
-            rms_norm_eps=torch.finfo(torch.float32).eps,
-            rope_theta=10000.0,
-            tie_word_embeddings=True,
-            max_position_embeddings=64,
-        )
-    )
-    state = {
-        "model.embed_tokens.weight": net.embed,
-        "lm_head.weight": net.embed,
-        "model.norm.weight": net.final_norm.weight,
-    }
-    for at, (block, mixer) in enumerate(zip(net.blocks, net.mixers, strict=True)):
-        q, k, v = mixer.w_qkv.split([64, 32, 32])
-        gate, up = block.mlp.w_up.chunk(2)
-        state |= {
-            f"model.layers.{at}.{name}.weight": value
-            for name, value in {
-                "self_attn.q_proj": q,
-                "self_attn.k_proj": k,
-                "self_attn.v_proj": v,
-                "self_attn.o_proj": mixer.w_o,
-                "mlp.gate_proj": gate,
-                "mlp.up_proj": up,
-                "mlp.down_proj": block.mlp.w_down,
-                "input_layernorm": block.mixer_norm.weight,
-                "post_attention_layernorm": block.mlp_norm.weight,
-            }.items()
-        }
-    theirs.load_state_dict({name: value.detach().clone() for name, value in state.items()})
-    ids = torch.randint(2, 100, (2, 30))
-    with torch.no_grad():
-        assert (net(ids) - theirs(ids).logits).abs().max() < 1e-4
 
 
 def test_overrides_stand_above_the_layout_and_the_settings():

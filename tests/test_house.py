@@ -339,26 +339,6 @@ def test_import_has_no_effects(tmp_path):
     assert {name: effects for name, effects in zip(NAMES, found, strict=True) if effects} == {}
 
 
-EFFECTS = [
-    ("import os\nx = os.environ.get('SEED')\n", "reads SEED from the environment"),
-    ("import os\nx = os.getenv('SEED', '1')\n", "reads SEED from the environment"),
-    ("import os\nx = dict(os.environ)\n", "lists the environment"),
-    ("import os\nos.environ['X_Y'] = '1'\n", "the environment is changed"),
-    ("print('hello')\n", "hello\n"),
-    ("open('made.txt', 'w').close()\n", "\nleft made.txt"),
-    ("import torch\ntorch.set_default_dtype(torch.float64)\n", "torch's defaults are changed"),
-    ("import torch\nx = torch.zeros(1)\n", ""),
-]
-
-
-def test_import_effects_are_found(tmp_path):
-    scripts = [tmp_path / f"script_{number}.py" for number in range(len(EFFECTS))]
-    for path, (source, _) in zip(scripts, EFFECTS, strict=True):
-        path.write_text(source)
-    for found, (source, effect) in zip(import_effects(scripts, tmp_path), EFFECTS, strict=True):
-        assert effect in found if effect else found == "", source
-
-
 def settings_fields(source):
     """The fields of a script's Settings class: name -> (annotation, comment); {} without such a class."""
     tree = ast.parse(source)
@@ -427,20 +407,6 @@ def built_names(function, tree):
             *([value.value] if isinstance(value, ast.Constant) else words for value in values)
         )
     }
-
-
-SAMPLE = "class Settings:\n    a: int = 1  # one\n    b: str = ''  # two\n    def f(self):\n        return self.b\n"
-
-
-def test_settings_are_parsed():
-    assert settings_fields(SAMPLE) == {"a": ("int", "# one"), "b": ("str", "# two")}
-    assert unread_fields(SAMPLE + "x = s.a\n") == ["b"]
-    assert unread_fields(SAMPLE + "x = s.a\ns.b = 1\n") == ["b"]
-    assert unread_fields(SAMPLE + "x = s.a + s.b\n") == []
-    built = "K = ('c', 'b')\nL = 'a'\ndef g(s):\n    return getattr(s, f'{L}_{p}'), "
-    built = SAMPLE.replace("    a:", "    a_b:") + built
-    assert unread_fields(built + "K, s.b\n") == []
-    assert unread_fields(built + "s.b\n") == ["a_b"]
 
 
 @scripts
@@ -519,12 +485,6 @@ def files_in_commands(text):
         for word in words
         if re.fullmatch(r"[\w./-]+\.(py|sh|env)", word) and word not in written
     ]
-
-
-def test_commands_are_parsed():
-    text = "```bash\nCONFIG=configs/x.env python a.py  # see b.py\n./run.sh; cat records/<one>/c.py\n```\n`d.py`\n"
-    assert files_in_commands(text) == ["configs/x.env", "a.py", "./run.sh"]
-    assert files_in_commands("```bash\nsed 1d a.py > b.py\npython b.py\n```\n") == ["a.py"]
 
 
 def test_documented_commands_name_files_that_exist():

@@ -53,33 +53,7 @@ def tokens(seed, batch, length, documents=True):
     return ids
 
 
-def naive_attention(q, k, v, doc, window):
-    """Loops over every pair; q (B, H, T, D), k and v (B, Hkv, T, D)."""
-    B, H, length, D = q.shape
-    out = torch.zeros_like(q)
-    for b in range(B):
-        for h in range(H):
-            head = h // (H // k.size(1))
-            for i in range(length):
-                seen = [j for j in range(length) if 0 <= i - j < window and doc[b, i] == doc[b, j]]
-                logits = torch.stack([q[b, h, i] @ k[b, head, j] for j in seen]) / math.sqrt(D)
-                out[b, h, i] = sum(
-                    p * v[b, head, j] for p, j in zip(logits.softmax(0), seen, strict=True)
-                )
-    return out
-
-
-@pytest.mark.parametrize("window", [1, 3, 8, 9, 40, 1 << 30])
-def test_attention_sees_exactly_its_window_and_document(window):
-    torch.manual_seed(1)
-    q, k, v = (torch.randn(2, heads, 9, 4, dtype=torch.float64) for heads in (4, 2, 2))
-    doc = torch.tensor([[1] * 9, [1, 1, 1, 2, 2, 2, 2, 3, 3]])
-    assert (
-        T.attend(q, k, v, doc, window) - naive_attention(q, k, v, doc, window)
-    ).abs().max() < 1e-12
-
-
-@pytest.mark.parametrize("window, length", [(16, 200), (100, 300), (256, 300), (300, 300)])
+@pytest.mark.parametrize("window, length", [(1, 9), (8, 9), (16, 200), (100, 300), (1 << 30, 300)])
 def test_attention_in_blocks_is_attention_in_one(window, length):
     torch.manual_seed(2)
     q, k, v = (torch.randn(2, heads, length, 8, dtype=torch.float64) for heads in (4, 2, 2))

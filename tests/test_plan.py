@@ -225,18 +225,3 @@ def test_the_data_that_are_there_are_taken(plan, tmp_path):
     assert line == f"100 steps, 102,400 tokens, {epochs:.3f} epochs"
     assert "VOCAB_SIZE=48: must be 0 or 264" in plan(code=2, **{**given, "VOCAB_SIZE": 48})["error"]
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
-
-
-def test_the_command(tmp_path):
-    """From another folder, as eight processes would; it writes nothing."""
-    words = [f"--{name.lower()}={value}" for name, value in SMALL.items()]
-    done = subprocess.run(
-        [sys.executable, ROOT / "tools" / "plan.py", *words],
-        cwd=tmp_path,
-        env=environment(WORLD_SIZE=2),
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "\nbatch: 1,024 tokens = 2 ranks x 1 micro-steps x 8 windows x 64" in done.stdout
-    assert list(tmp_path.iterdir()) == []

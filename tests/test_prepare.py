@@ -216,19 +216,6 @@ def test_near_duplicates_with_given_validation(tmp_path):
     assert max(shared_share(text, rest) for text in documents(out, "val")) <= 0.5
 
 
-def test_near_duplicates_of_a_split(tmp_path):
-    base = [words(i) for i in range(60)]
-    texts = base + [variant(text, 0.75) for text in base[:40]]
-    # Long documents that hold a short one: far from a near duplicate of it, while all of it stands in them.
-    texts += [words(400 + i, 300) + " " + text for i, text in enumerate(base[40:])]
-    out, manifest = prepared(tmp_path, texts, *BYTES, "--val-frac", 0.4)
-    train, val = documents(out, "train"), documents(out, "val")
-    dropped = manifest["dropped"]["near_duplicates"]
-    assert dropped >= 10 and len(train) + len(val) == 120 - dropped
-    assert max(shared_share(text, train) for text in val) <= 0.5
-    assert max(shared_share(text, val) for text in train) <= 0.5
-
-
 @pytest.fixture(scope="module")
 def medium(tmp_path_factory):
     """A source of several shards, and what one worker makes of it in few buckets."""

@@ -539,19 +539,6 @@ def test_a_submission_is_what_the_runs_left(place):
     assert again.returncode == 2 and again.stderr.endswith(f"{folder.name} exists\n")
 
 
-def test_a_submission_refuses_what_check_refuses(place, tmp_path):
-    """Settings that no config has, too few runs, a run that was resumed: nothing is written."""
-    runs = copied_runs(place, tmp_path)
-    for run in runs:
-        change(run / "log.txt", ("  MATRIX_LR=0.02", "* MATRIX_LR=0.03"))
-    words = ["--name", "Bad", "--author", "A", "--out", tmp_path / "out"]
-    done = call(place, "submission", *runs, *words)
-    assert done.returncode == 2 and done.stderr.count("setting MATRIX_LR is not that of") == 3
-    done = call(place, "submission", *runs[:2], *words)
-    assert done.returncode == 2 and "2 runs: a record of" in done.stderr
-    assert not (tmp_path / "out").exists()
-
-
 def test_the_shipped_records_pass():
     """And the shipped script can be a record of the shipped track."""
     faults = R.Faults()

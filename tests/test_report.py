@@ -170,15 +170,6 @@ def test_the_series_of_real_runs(runs):
     assert values(run.log, "tokens")[:2] == pytest.approx([16 * lengths[0], 16 * sum(lengths[:2])])
 
 
-def test_a_short_run_ends_when_its_clock_stopped(runs):
-    """It logs five steps of twelve; the rest lies between them and the end, not at their mean."""
-    run = read_run(runs["gpt"])
-    fifth = values(run.log, "seconds")[4]
-    end = run.result["train_seconds"]
-    found = report.positions(run.log, [5, 10, 12], "seconds").tolist()
-    assert found == pytest.approx([fifth, fifth + (end - fifth) * 5 / 7, end])
-
-
 # ----------------------------------------------------------------------------------------- artifact
 def test_bytes_and_errors_are_those_of_the_artifact(runs, tmp_path):
     run = read_run(runs["gpt"])
@@ -245,15 +236,6 @@ def test_the_page_of_two_runs(runs, monkeypatch, tmp_path, capsys):
     }
     assert {text for text in shown if f">{html.escape(text)}<" not in page} == set()
     assert ">MODEL_DIM<" not in page and "cannot be compared" in page  # the former alike in all
-
-
-def test_the_page_of_a_run_that_broke_off(by_hand, monkeypatch, tmp_path):
-    page = page_of(monkeypatch, by_hand / "report.html", by_hand)
-    assert page.count("<svg") == 3 * 3 + 2 and "Artifact" not in page
-    (tmp_path / "y").mkdir()
-    (tmp_path / "y" / "log.txt").write_text(LOG.replace("  SEED=1337", "* SEED=3"))
-    both = [read_run(by_hand), read_run(tmp_path / "y")]
-    assert report.changed_settings(both) == [{"SEED": "1337"}, {"SEED": "3"}]
 
 
 def test_errors_are_one_line(by_hand, monkeypatch, tmp_path):
