@@ -174,23 +174,6 @@ def test_rans_is_lossless(lanes):
     roundtrip([], lanes)
 
 
-def test_symbols_of_many_tables_mix_in_one_stream():
-    random = np.random.default_rng(3)
-    contexts = random.integers(0, 9, 20_000).astype(np.uint8)
-    symbols = np.rint(random.normal(size=20_000) * (contexts + 1)).astype(np.int8).view(np.uint8)
-    pairs = contexts.astype(np.int64) << 8 | symbols
-    counts = np.bincount(pairs, minlength=9 * 256).reshape(9, 256)
-    tables = np.stack([script.rans_table(each) for each in counts])
-    states = np.full(64, script.RANS_LOW, np.uint32)
-    words = script.RansCoder(states, tables).encode(pairs)
-    assert np.array_equal(script.RansCoder(states, tables).decode(contexts, words), symbols)
-    assert (states == script.RANS_LOW).all()
-    total = counts.sum(1, keepdims=True)
-    entropy = -(counts * np.log2(np.maximum(counts, 1) / total)).sum() / 8
-    assert entropy - 64 < 2 * len(words) < 1.002 * entropy + 2 * 64
-    assert script.entropy_bytes(counts) == pytest.approx(entropy, rel=1e-12)
-
-
 @pytest.mark.parametrize(
     "counts",
     [

@@ -239,16 +239,6 @@ def test_the_shipped_arms_have_equal_parameters(capsys):
         arms.read_arms(["x"])
 
 
-def test_the_shipped_options_name_settings_and_claims():
-    names = set()
-    model, choices = arms.read_choices([])
-    for choice in choices.values():
-        assert len(choice["claims"]) == len(choice["arms"]) - 1
-        assert choice["compare"] in arms.COMPARED
-        names = names.union(model, *choice["arms"].values())
-    assert names - common.setting_names(T) <= {"OPTIMIZER"}
-
-
 @pytest.fixture
 def command(tmp_path, monkeypatch, capsys):
     """Calls a tool with a command line and a stub for runs: (exit code, out, err, runs)."""

@@ -129,21 +129,6 @@ def test_every_script_that_a_head_names_takes_the_config(name):
         assert [int(each.replace(",", "")) for each in said] in ([], [count])
 
 
-@pytest.mark.parametrize(
-    ("lines", "dead"),
-    [
-        ("ARCH_MODE=gdn\nMODEL_DIM=128", []),
-        ("ARCH_MODE=D\nMODEL_DIM=128", ["ARCH_MODE"]),
-        ("ARCH_MODE=llama\nMLP_MULT=2.75", ["MLP_MULT"]),
-        ("OPTIMIZER=lion\nMATRIX_LR=0.001\nMUON_WD=0.1", ["MATRIX_LR"]),
-        ("ITERATIONS=100\nWARMDOWN_ITERS=10\nWARMDOWN_FRAC=0.2", ["WARMDOWN_FRAC"]),
-    ],
-)
-def test_dead_lines_are_found(tmp_path, lines, dead):
-    (tmp_path / "x.env").write_text(f"# x\n{lines}\n")
-    assert dead_lines(tmp_path / "x.env", "train_gpt", tmp_path) == dead
-
-
 CPU, ONE_GPU, EIGHT_GPUS = (f"configs/{name}.env" for name in ("cpu", "golf_1gpu", "golf_8gpu"))
 
 

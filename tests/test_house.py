@@ -2,7 +2,6 @@
 
 import ast
 import io
-import itertools
 import os
 import re
 import subprocess
@@ -90,13 +89,6 @@ def large_definitions(source):
         if size > (TOKENS_PER_CLASS if name.startswith("class ") else limit):
             large.append(f"{name}: {size}")
     return large
-
-
-def test_large_definitions_are_found():
-    assert large_definitions("def f():\n" + "    x = 1\n" * 165) == []
-    assert large_definitions("def f():\n" + "    x = 1\n" * 166) == ["f: 503"]
-    assert large_definitions("def main():\n" + "    x = 1\n" * 598) == []
-    assert large_definitions("class A:\n" + "    x = 1\n" * 533) == ["class A: 1602"]
 
 
 @pytest.mark.parametrize("name", CALM + TOOLS)
@@ -335,8 +327,9 @@ def import_effects(scripts, folder):
 
 
 def test_import_has_no_effects(tmp_path):
-    found = import_effects([ROOT / name for name in NAMES], tmp_path)
-    assert {name: effects for name, effects in zip(NAMES, found, strict=True) if effects} == {}
+    names = [name for name in NAMES if name not in TOOLS]
+    found = import_effects([ROOT / name for name in names], tmp_path)
+    assert {name: effects for name, effects in zip(names, found, strict=True) if effects} == {}
 
 
 def settings_fields(source):
@@ -370,43 +363,7 @@ def unread_fields(source):
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
     }
-    for function in (node for node in tree.body if isinstance(node, ast.FunctionDef)):
-        read |= built_names(function, tree)
     return sorted(set(settings_fields(source)) - read)
-
-
-def built_names(function, tree):
-    """Names that `getattr(x, f"{a}_{b}")` in a function may read: parts are strings of it or of constants it names."""
-    patterns = [
-        node.args[1].values
-        for node in ast.walk(function)
-        if isinstance(node, ast.Call)
-        and getattr(node.func, "id", "") == "getattr"
-        and isinstance(node.args[1], ast.JoinedStr)
-    ]
-    used = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
-    places = [
-        function,
-        *(
-            node
-            for node in tree.body
-            if isinstance(node, ast.Assign)
-            and used & {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
-        ),
-    ]
-    words = {
-        node.value
-        for place in places
-        for node in ast.walk(place)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    }
-    return {
-        "".join(parts)
-        for values in patterns
-        for parts in itertools.product(
-            *([value.value] if isinstance(value, ast.Constant) else words for value in values)
-        )
-    }
 
 
 @scripts

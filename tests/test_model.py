@@ -210,14 +210,16 @@ def test_a_fresh_network_is_uniform():
     assert losses.mean().item() == pytest.approx(math.log(64), abs=0.02)
 
 
-def train_through_the_switch(compiled):
+def train_through_the_switch(backend):
     """Losses of seven steps; from the fifth on the weights are quantized to 3 bits."""
     torch.manual_seed(16)
     net = T.GPT(config(layer_pattern="g s"))
     with torch.no_grad():
         for param in net.parameters():
             param.add_(0.05 * torch.randn_like(param))
-    model = torch.compile(net, dynamic=False, fullgraph=True) if compiled else net
+    model = net
+    if backend != "eager":
+        model = torch.compile(net, backend=backend, dynamic=False, fullgraph=True)
     table = {
         "matrix": {"bits": 3, "clip_sigmas": 4.0},
         "embedding": {"bits": 8, "clip_sigmas": 20.0},
@@ -227,7 +229,7 @@ def train_through_the_switch(compiled):
     for at in range(7):
         steady = (
             torch.compiler.set_stance("fail_on_recompile")
-            if compiled and at
+            if backend != "eager" and at
             else contextlib.nullcontext()
         )
         with steady, T.quantized(net, table) if at >= 4 else contextlib.nullcontext():
@@ -239,8 +241,9 @@ def train_through_the_switch(compiled):
     return losses
 
 
-def test_compiled_training_equals_eager_through_the_qat_switch_without_recompiling():
-    """Quantization by swapping weights: the loss changes at the switch, compiled equals eager, no new graph."""
-    eager, compiled = train_through_the_switch(False), train_through_the_switch(True)
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
+def test_compiled_training_equals_eager_through_the_qat_switch_without_recompiling(backend):
+    """Quantization by swapping weights: the loss changes at the switch, and no graph is new."""
+    eager, compiled = train_through_the_switch("eager"), train_through_the_switch(backend)
     assert compiled == pytest.approx(eager, rel=2e-5)
     assert abs(eager[4] - eager[3]) > 2 * abs(eager[3] - eager[2])

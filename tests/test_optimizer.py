@@ -314,31 +314,6 @@ def state_bytes(optimizers):
     return sum(value.nbytes for own in optimizers.state_dict().values() for value in own.values())
 
 
-def test_state_bytes():
-    found, sizes = {}, {name: param.numel() for name, param in Bare().named_parameters()}
-    for kind in KINDS:
-        optimizers = T.Optimizers(Bare().float(), kind, RATES, ALONE)
-        assert state_bytes(optimizers) == 0
-        random_step(optimizers, 0)
-        found[kind] = state_bytes(optimizers)
-        optimizers.load_state_dict({})
-        assert state_bytes(optimizers) == 0
-
-    def adam(*names):
-        return sum(8 * sizes[name] + 4 for name in names)  # two moments and a step counter
-
-    small = ("ab", "norm")
-    assert found["adamw"] == adam(*sizes)
-    assert found["muon"] == 4 * (sizes["w_qkv"] + sizes["w_down"]) + adam(
-        "embed", "bigram_embed", "head", *small
-    )
-    assert found["lion"] == 4 * (sum(sizes.values()) - sizes["ab"] - sizes["norm"]) + adam(*small)
-    blocks = sum(size // 256 for name, size in sizes.items() if name not in small)
-    assert found["adamw8bit"] == blocks * (2 * 256 + 2 * 4) + 5 * 4 + adam(*small)
-    rows_and_columns = sum(sum(getattr(Bare(), name).shape) for name in sizes if name not in small)
-    assert found["adafactor"] == 4 * rows_and_columns + 4 * 5 + adam(*small)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_multiplier_scales_every_rate_and_zero_moves_nothing(kind):
     optimizers = T.Optimizers(Bare().float(), kind, RATES, ALONE)

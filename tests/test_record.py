@@ -3,7 +3,6 @@
 import hashlib
 import json
 import math
-import random
 import re
 import shutil
 import statistics
@@ -136,36 +135,26 @@ def call(place, *words):
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """A folder with data, a track, three finished runs of 20 steps, and a written record."""
+def place(tmp_path_factory, tiny_data):
+    """Return a folder with a track, three finished runs of 20 steps, and a written record."""
     place = tmp_path_factory.mktemp("record")
-    rng = random.Random(0)
-    words = ["".join(rng.choices("abcdefghijklmnop", k=rng.randint(2, 8))) for _ in range(60)]
-    texts = ["\n".join(" ".join(rng.choices(words, k=9)) for _ in range(8)) for _ in range(140)]
-    rows = [json.dumps({"text": text}) + "\n" for text in texts]
-    (place / "text.jsonl").write_text("".join(rows))
     (place / "tiny.env").write_text(CONFIG)
-    env = environment(CONFIG="tiny.env", DATA_PATH="data")
-    env.pop("DEVICE")  # the config sets it, as a record's must
-    prepare = "data/prepare.py text.jsonl --out data --vocab-size 320 --workers 1"
-    commands = [(prepare.split(), {})]
-    for seed in ("1", "2", "3"):
-        commands.append((["train_gpt.py"], {"RUN_ID": f"run_{seed}", "SEED": seed}))
-    for (script, *rest), own in commands:
-        done = start([ROOT / script, *rest], {**env, **own}, place)
+    for seed in ("1", "2", "3"):  # the config sets DEVICE, as a record's must
+        settings = dict(CONFIG="tiny.env", RUN_ID=f"run_{seed}", SEED=seed, DEVICE=None)
+        environ = environment(DATA_PATH=tiny_data, **settings)
+        done = start([ROOT / "train_gpt.py"], environ, place)
         assert done.returncode == 0, done.stderr
     track = place / "records" / "track_tiny"
     track.mkdir(parents=True)
-    shutil.copyfile(place / "data" / "manifest.json", track / "manifest.json")
+    shutil.copyfile(tiny_data / "manifest.json", track / "manifest.json")
     text = (track / "manifest.json").read_bytes()
     manifest = json.loads(text)
-    model = sentencepiece.SentencePieceProcessor(str(place / "data" / "tokenizer.model"))
-    shard = place / "data" / manifest["val"]["shards"][0]["file"]
-    ids = np.fromfile(shard, dtype="<u2")[512:]
+    model = sentencepiece.SentencePieceProcessor(str(tiny_data / "tokenizer.model"))
+    ids = np.fromfile(tiny_data / manifest["val"]["shards"][0]["file"], dtype="<u2")[512:]
     documents = np.split(ids, np.flatnonzero(ids == model.bos_id()))
     val_text = "".join(model.decode(part[1:].tolist()) for part in documents if len(part)).encode()
     data = R.pinned_data(text, manifest)
-    data |= {"path": str(place / "data"), "val_text_sha256": hashlib.sha256(val_text).hexdigest()}
+    data |= {"path": str(tiny_data), "val_text_sha256": hashlib.sha256(val_text).hexdigest()}
     rules = {**R.GOLF, "seconds": 180, "bytes": 1_000_000, "hardware": "1 x .* CPU, 1 threads"}
     (track / "track.json").write_text(json.dumps({**rules, "title": "Tiny", "data": data}))
     for page in (place / "README.md", place / "records" / "README.md"):

@@ -9,50 +9,17 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, environment, load_tool, start
+from conftest import ROOT, TINY, environment, load_tool, start
 
 import quantize as Q
 
 pytest.importorskip("matplotlib", reason="tools/report.py draws with matplotlib")
 report = load_tool("report")
 
-BOTH = dict(
-    MODEL_DIM=32,
-    NUM_HEADS=2,
-    LAYER_PATTERN="g a",
-    MAX_WALLCLOCK_SECONDS=0,
-    RESERVE_SECONDS=0,
-    SAVE_EVERY=0,
-    WARMUP_FRAC=0.25,
-    WARMDOWN_FRAC=0.5,
-)
-PRETRAIN = dict(
-    BOTH,
-    COMPILE=0,
-    NUM_KV_HEADS=1,
-    TRAIN_SEQ_LEN=32,
-    TRAIN_BATCH_TOKENS=256,
-    SWA=0,
-    EMA=0,
-    EVAL_STRIDE=0,
-    HOLDOUT_TOKENS=512,
-    ITERATIONS=12,
-    VAL_LOSS_EVERY=5,
-    GPTQ_CALIBRATION_BATCHES=1,
-)
-REWARDS = dict(
-    BOTH,
-    ITERATIONS=8,
-    TASK="sort",
-    SFT_STEPS=2,
-    PROMPTS_PER_STEP=4,
-    GROUP_SIZE=4,
-    MINI_BATCHES=2,
-    MAX_NEW_TOKENS=6,
-    EVAL_PROMPTS=8,
-    EVAL_SAMPLES=2,
-    VAL_LOSS_EVERY=4,
-)
+BOTH = dict(TINY, LAYER_PATTERN="g a", SAVE_EVERY=0, WARMUP_FRAC=0.25, VAL_LOSS_EVERY=4)
+PRETRAIN = dict(BOTH, SWA=0, EMA=0, ITERATIONS=12, VAL_LOSS_EVERY=5)
+REWARDS = dict(ITERATIONS=8, TASK="sort", SFT_STEPS=2, PROMPTS_PER_STEP=4, GROUP_SIZE=4)
+REWARDS |= dict(MINI_BATCHES=2, MAX_NEW_TOKENS=6, EVAL_PROMPTS=8, EVAL_SAMPLES=2)
 # A step takes 100 ms, step 4 takes 400; the run was resumed at step 2, and broken off while it
 # wrote the line of step 7.
 STEP = "data_wait:1.58% step_avg:100.00ms tok_s:640"
@@ -87,23 +54,18 @@ def read_run(folder):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """Folders of a run of train_gpt.py and one of train_grpo.py, by steps."""
+def runs(tmp_path_factory, tiny_data):
+    """Return the folders of a run of train_gpt.py and one of train_grpo.py."""
     folder = tmp_path_factory.mktemp("report")
-    numbers = [f"{at * 7919 % 100003:05d} and {at * 104729 % 99991:05d}." for at in range(2000)]
-    texts = [" ".join(numbers[at : at + 20]) for at in range(0, len(numbers), 20)]
-    lines = [json.dumps({"text": text}) for text in texts]
-    (folder / "text.jsonl").write_text("\n".join(lines))
-
-    def call(script, *words, **settings):
-        done = start([ROOT / script, *words], environment(OUT_DIR=folder, **settings))
+    names = ("MODEL_DIM", "NUM_HEADS", "LAYER_PATTERN", "MAX_WALLCLOCK_SECONDS", "RESERVE_SECONDS")
+    names += ("SAVE_EVERY", "WARMUP_FRAC", "VAL_LOSS_EVERY")
+    rewards = {name: BOTH[name] for name in names} | REWARDS
+    orders = {"gpt": dict(PRETRAIN, DATA_PATH=tiny_data), "grpo": rewards}
+    for name, settings in orders.items():
+        environ = environment(OUT_DIR=folder, RUN_ID=name, **settings)
+        done = start([ROOT / f"train_{name}.py"], environ)
         assert done.returncode == 0, done.stdout[-800:] + done.stderr[-2000:]
-
-    out = ("--out", folder / "data", "--tokenizer", "bytes", "--workers", 1)
-    call("data/prepare.py", folder / "text.jsonl", *out)
-    call("train_gpt.py", RUN_ID="gpt", DATA_PATH=folder / "data", **PRETRAIN)
-    call("train_grpo.py", RUN_ID="grpo", **REWARDS)
-    return {name: folder / name for name in ("gpt", "grpo")}
+    return {name: folder / name for name in orders}
 
 
 @pytest.fixture
@@ -158,7 +120,7 @@ def test_the_series_of_real_runs(runs):
     shares = [step / 12 for step in steps]
     rates = [min(1, share / 0.25, (1 - share) / 0.5) for share in shares]
     assert values(log, "lr_mul") == pytest.approx(rates, abs=5e-5)
-    assert values(log, "tokens") == [256.0 * step for step in steps]
+    assert values(log, "tokens") == [512.0 * step for step in steps]
     assert [point.step for point in log.series["held-out bpb"]] == [5, 10, 12] and log.ended
     assert values(log, "held-out bpb")[-1] == pytest.approx(run.result["val_bpb"], abs=5e-5)
     run = read_run(runs["grpo"])

@@ -140,26 +140,6 @@ def test_constant_has_no_warmdown_whatever_its_length_says():
         assert multipliers[-1] == 1.0 and "warmdown" not in plan.describe() + plan.summary()
 
 
-def test_table_and_summary_say_what_happened():
-    cfg = settings(iterations=10, max_wallclock_seconds=0.0, warmup_frac=0.2, swa=False, ema=False)
-    plan, *_ = run(cfg, SPEEDS["steady"])
-    assert plan.describe().splitlines() == [
-        "plan: warmup from 0.0% to 20.0% of the run",
-        "plan: warmdown from 50.0% to 100.0% of the run",
-        "plan: qat from 85.0% to 100.0% of the run",
-    ]
-    assert plan.phases == {
-        "warmup": dict(begin=0.0, end=0.2, start_step=1, start_progress=0.1, steps=2),
-        "warmdown": dict(begin=0.5, end=1.0, start_step=6, start_progress=0.6, steps=5),
-        "qat": dict(begin=0.85, end=1.0, start_step=9, start_progress=0.9, steps=2),
-    }
-    assert plan.summary().splitlines() == [
-        "phase: warmup   planned   0.0%, began at step 1, on for 2 steps",
-        "phase: warmdown planned  50.0%, began at step 6, on for 5 steps",
-        "phase: qat      planned  85.0%, began at step 9, on for 2 steps",
-    ]
-
-
 @pytest.mark.parametrize(
     "changes, said",
     [

@@ -73,13 +73,6 @@ def test_copies_only_the_named_section_from_the_named_file(repo):
     assert (repo / "b.py").read_text() == fenced(model="m = 1\nm = 2\n")
 
 
-def test_check_names_file_section_and_first_line(repo):
-    (repo / "b.py").write_text(fenced(model="m = 1\nm = 9\n"))
-    assert sync(repo, "--check") == (1, "b.py: model, line 4 differs from a.py\n")
-    (repo / "b.py").write_text(fenced(model="m = 1\nm = 2\nm = 3\n"))
-    assert sync(repo, "--check") == (1, "b.py: model, line 5 differs from a.py\n")
-
-
 def test_refuses_a_section_edited_since_head_and_writes_nothing(repo):
     (repo / "a.py").write_text(fenced(data="d = 1\n", model="m = 5\n"))
     (repo / "data" / "c.py").write_text(fenced(data="d = 1\n", model="m = 6\n"))
