@@ -13,6 +13,7 @@ Sections between `# === shared:` fences stand in other scripts too, byte for byt
 `python tools/sync.py train_gpt.py` copies them. Outside the repository just edit them.
 """
 
+import base64
 import collections
 import contextlib
 import difflib
@@ -27,13 +28,13 @@ import math
 import os
 import re
 import resource
+import shlex
 import shutil
 import signal
 import struct
 import subprocess
 import sys
 import time
-import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -41,19 +42,17 @@ from typing import Literal, get_args
 
 import numpy as np
 import sentencepiece
-import tiktoken
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import zstandard
-from tiktoken.load import load_tiktoken_bpe, read_file_cached
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 
 # === shared: bounds ===
 def bounded(default, low, high=math.inf):
-    """Return a setting with a lowest and a highest value. A setting without has a lowest of 0."""
+    """Return a setting with a lowest and a highest value; other numbers have a lowest of 0."""
     return field(default=default, metadata={"bounds": (low, high)})
 
 
@@ -71,16 +70,14 @@ class Settings:
     config: str = ""  # file of NAME=value lines; the environment overrides it
     resume: str = ""  # run to continue from its newest whole checkpoint: a RUN_ID or a folder
     replay: str = ""  # finished run to repeat step by step: its stored progress replaces the clock
-    seed: int = 1337  # of every random draw
+    seed: int = 1337  # decides every random draw
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a device
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of activations; auto: bfloat16 if fast
     compile: bool = True  # torch.compile; on a CPU it needs a C++ compiler
-    # mode of torch.compile; reduce-overhead replays CUDA graphs
-    compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
     activation_checkpointing: bool = False  # recompute layers in the backward pass: less memory
     # data
     data_path: str = "data/embedded"  # folder of shards and manifest.json, or a mixture a:0.7,b:0.3
-    tokenizer_path: str = ""  # .model or .tiktoken file, encoding or "bytes"; empty: the data's
+    tokenizer_path: str = ""  # .model or .tiktoken file, or "bytes"; empty: the data's
     vocab_size: int = 0  # checked against the tokenizer; 0: not checked
     holdout_tokens: int = bounded(131072, 1)  # to choose raw, EMA or SWA weights
     # clock
@@ -92,7 +89,7 @@ class Settings:
     train_seq_len: int = bounded(2048, 2)  # tokens in a window, training and evaluation
     micro_batch_tokens: int = 0  # per forward and rank; 0: fitted to memory. Same global batch
     # checkpoints
-    save_every: str = "120s"  # between checkpoints: steps, or seconds (120s); 0: only at the end
+    save_every: int = 500  # steps between checkpoints, outside the clock; 0: only at the end
     profile: bool = False  # write trace.json of steps 4 to 6; the run must have a seventh
     # log and validation
     tracker: Literal["none", "tensorboard", "wandb"] = "none"  # where metrics go, beside the log
@@ -107,8 +104,8 @@ class Settings:
     model_dim: int = bounded(512, 16)  # width of the residual stream
     num_heads: int = bounded(8, 1)  # query heads of attention, and heads of GDN
     num_kv_heads: int = bounded(4, 1)  # key and value heads of attention
-    # kind of MLP; bio_soft and bio_hard are the bio-MLP with sparse events
-    mlp: Literal["relu2", "leaky_relu2", "gelu", "swiglu", "bio", "bio_soft", "bio_hard"] = "relu2"
+    # kind of MLP; bio_soft is the bio-MLP with sparse events
+    mlp: Literal["relu2", "leaky_relu2", "gelu", "swiglu", "bio", "bio_soft"] = "relu2"
     mlp_mult: float = bounded(3.0, 0.25, 16.0)  # hidden width of the MLP divided by model_dim
     norm: str = "rms"  # rms, rms_weight or layer, or one word per layer
     positions: Literal["rope", "learned", "none"] = "rope"  # how attention knows positions
@@ -126,7 +123,8 @@ class Settings:
     muon_wd: float = 0.04  # decoupled weight decay of matrices, under every optimizer
     grad_clip_norm: float = 0.0  # largest global gradient norm; 0: no clipping
     # schedule, in shares of the run
-    lr_schedule: Literal["linear", "cosine", "wsd", "constant"] = "linear"  # shape of the warmdown
+    # shape of the warmdown, see Plan.rates; constant has none, and no floor
+    lr_schedule: Literal["linear", "cosine", "wsd", "constant"] = "linear"
     warmup_frac: float = bounded(0.01, 0.0, 1.0)  # share in which the learning rate rises from 0
     warmdown_frac: float = bounded(0.5, 0.0, 1.0)  # last share, in which it falls to the floor
     warmdown_iters: int = 0  # the warmdown in steps of ITERATIONS; 0: use the share
@@ -136,7 +134,7 @@ class Settings:
     qat: bool = True  # late quantization-aware training of all that the artifact quantizes
     # artifact
     matrix_bits: int = bounded(6, 2, 8)  # bits of a matrix code, up to 2**(bits-1) - 1
-    gptq_calibration_batches: int = 16  # training batches for GPTQ at the end; 0: no GPTQ
+    gptq_calibration_batches: int = 16  # for GPTQ at the end of a run without QAT; 0: no GPTQ
     artifact_bytes_max: int = bounded(16000000, 1)  # script + config + artifact, in bytes
 
     def __post_init__(self):
@@ -148,44 +146,25 @@ class UserError(Exception):
     """A mistake of the user. It is printed as one line, and the exit code is 2."""
 
 
-# Settings of older versions and of other projects that have no counterpart here. In the environment
-# they are errors, not ignored in silence.
+# Settings of other projects that have no counterpart here. In the environment they are errors, not
+# ignored in silence.
 ABSENT_SETTINGS = (
     "ADAM_WD",
-    "BIO_EVENTS",
-    "BIO_THRESHOLD",
-    "DETERMINISTIC",
     "DROPOUT",
-    "DRY_RUN",
-    "EMA_MEMORY_FRAC",
-    "EMA_START_FRAC",
-    "EMBED_CLIP_SIGMAS",
-    "EMBED_STEP",
-    "GDN_NEG_EIGVAL",
-    "HANG_SECONDS",
-    "KEEP",
     "LOG_INTERVAL",
-    "MATRIX_CLIP_SIGMAS",
-    "MATRIX_STEP",
-    "MUON_MOMENTUM_WARMUP_FRAC",
-    "NGRAM_MIN_COUNT",
-    "NGRAM_ORDER",
-    "QAT_START_FRAC",
+    "MUON_MOMENTUM_WARMUP_STEPS",
     "QK_NORM",
-    "RESIDUAL_MIX",
-    "SPIKE_NATS",
-    "SPIKE_POLICY",
-    "SWA_START_FRAC",
     "TTT_ENABLED",
-    "UNET_SKIPS",
     "XSA_LAST_N",
 )
 
-# Names that nanoGPT, modded-nanogpt, Parameter Golf and TRL use, and the settings that do the
-# same job here.
+# Names that nanoGPT, modded-nanogpt, Parameter Golf and TRL use, and the settings or constants that
+# do the same job here.
 ALIASES = {
     "BATCH_SIZE": "TRAIN_BATCH_TOKENS",
     "BETA": "KL_BETA",
+    "BETA1": "ADAM_BETAS[0]",
+    "BETA2": "ADAM_BETAS[1]",
     "BLOCK_SIZE": "TRAIN_SEQ_LEN",
     "DATASET": "DATA_PATH",
     "DECAY_LR": "LR_SCHEDULE",
@@ -209,6 +188,8 @@ ALIASES = {
     "MAX_STEPS": "ITERATIONS",
     "MIN_LR": "LR_FLOOR",
     "MODEL_NAME_OR_PATH": "INIT_FROM",
+    "MUON_BACKEND_STEPS": "NEWTON_SCHULZ_STEPS",
+    "MUON_MOMENTUM_WARMUP_START": "MUON_MOMENTUM_START",
     "MUON_WEIGHT_DECAY": "MUON_WD",
     "NUM_GENERATIONS": "GROUP_SIZE",
     "NUM_ITERATIONS": "ITERATIONS",
@@ -219,29 +200,30 @@ ALIASES = {
     "QAT_ENABLED": "QAT",
     "SEQ_LEN": "TRAIN_SEQ_LEN",
     "SWA_ENABLED": "SWA",
+    "TIED_EMBED_INIT_STD": "EMBED_INIT_STD",
+    "TRAIN_LOG_EVERY": "LOG_SECONDS",
     "VAL_BATCH_SIZE": "MICRO_BATCH_TOKENS",
     "WARMUP_ITERS": "WARMUP_FRAC",
     "WEIGHT_DECAY": "MUON_WD",
 }
 
-# Settings of Parameter Golf that are constants here: (constant, its value). That value is accepted,
-# so that pasted commands run.
+# Constants of this script that are settings elsewhere. Their values are accepted, so that pasted
+# commands run.
 RETIRED_SETTINGS = {
-    "ADAM_EPS": ("ADAM_EPS", 1e-8),
-    "BETA1": ("ADAM_BETAS[0]", 0.9),
-    "BETA2": ("ADAM_BETAS[1]", 0.95),
-    "BIGRAM_DIM": ("BIGRAM_DIM", 128),
-    "EMBED_BITS": ("EMBED_BITS", 8),
-    "HEAD_LR": ("HEAD_LR", 0.008),
-    "LOGIT_SOFTCAP": ("logit_softcap", 30.0),
-    "MUON_BACKEND_STEPS": ("NEWTON_SCHULZ_STEPS", 5),
-    "MUON_MOMENTUM": ("MUON_MOMENTUM", 0.95),
-    "MUON_MOMENTUM_WARMUP_START": ("MUON_MOMENTUM_START", 0.85),
-    "MUON_MOMENTUM_WARMUP_STEPS": ("MUON_WARMUP_FRAC", 0.05),
-    "ROPE_BASE": ("ROPE_BASE", 10000.0),
-    "TIED_EMBED_INIT_STD": ("embed_init_std", 0.005),
-    "TRAIN_LOG_EVERY": ("LOG_SECONDS", 10.0),
-    "WARMUP_STEPS": ("WARMUP_STEPS", 2),
+    "ADAM_BETAS[0]": 0.9,
+    "ADAM_BETAS[1]": 0.95,
+    "ADAM_EPS": 1e-8,
+    "BIGRAM_DIM": 128,
+    "EMBED_BITS": 8,
+    "EMBED_INIT_STD": 0.005,
+    "HEAD_LR": 0.008,
+    "LOGIT_SOFTCAP": 30.0,
+    "LOG_SECONDS": 10.0,
+    "MUON_MOMENTUM": 0.95,
+    "MUON_MOMENTUM_START": 0.85,
+    "NEWTON_SCHULZ_STEPS": 5,
+    "ROPE_BASE": 10000.0,
+    "WARMUP_STEPS": 2,
 }
 
 
@@ -301,12 +283,12 @@ def check_name(name, text, names):
     while meant in ALIASES and meant not in names:
         meant = ALIASES[meant]
     close_names = difflib.get_close_matches(meant, names, 1)
-    if name in RETIRED_SETTINGS:
-        constant, value = RETIRED_SETTINGS[name]
+    if meant in RETIRED_SETTINGS:
+        value = RETIRED_SETTINGS[meant]
         with contextlib.suppress(ValueError):
             if float(text) == value:
                 return
-        message += f", which has the constant {constant} = {value}"
+        message += f", which has the constant {meant} = {value}"
     elif close_names:
         message += f"; did you mean {close_names[0]}?"
     raise UserError(
@@ -358,9 +340,8 @@ def read_arguments(arguments):
 
 
 def print_help(cls):
-    """Print the script's docstring, its arguments and its settings, as they stand in the source."""
+    """Print the script's docstring and its settings, as they stand in the source."""
     print(inspect.getmodule(cls).__doc__)
-    print("Arguments: a config file (configs/x.env), NAME=value or --name=value.\n\nSettings:")
     print(inspect.getsource(cls))
 
 
@@ -470,8 +451,7 @@ def exit_code(main):
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
-        reason = str(error).strip()[-90:]
-        sys.stderr.write(f"error: rank {rank} lost another rank ({reason}); RESUME continues\n")
+        sys.stderr.write(f"error: rank {rank} lost another rank; RESUME continues\n")
         os._exit(1)  # an ordinary exit would wait for the lost rank
 
 
@@ -487,10 +467,10 @@ def replace_file(path, data):
 
 def describe_machine(runtime):
     """Return commit (`+`: with changes), hardware, versions and peak memory, for the result."""
-    command = "git describe --always --abbrev=40 --exclude='*' --dirty=+"
-    # Run by a shell, so that a missing git is no error: its output is empty.
-    git = subprocess.run(
-        command, shell=True, cwd=Path(__file__).parent, capture_output=True, text=True
+    folder = shlex.quote(str(Path(__file__).parent))
+    # Run by a shell, so that a missing git is no error.
+    status, commit = subprocess.getstatusoutput(
+        f"git -C {folder} describe --always --abbrev=40 --exclude='*' --dirty=+"
     )
     if runtime.device.type == "cuda":
         hardware = torch.cuda.get_device_name()
@@ -500,7 +480,7 @@ def describe_machine(runtime):
         unit = 1 if sys.platform == "darwin" else 1024
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return {
-        "commit": git.stdout.strip() or "unknown",
+        "commit": "unknown" if status else commit,
         "hardware": f"{runtime.world_size} x {hardware}",
         "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
         "peak_memory_mib": peak_bytes / 2**20,
@@ -509,31 +489,33 @@ def describe_machine(runtime):
 
 def list_checkpoints(run):
     """Return the checkpoints in a run's folder, whole or not, the newest first."""
-    folders = [path for path in run.glob("step_*") if re.fullmatch(r"step_\d+(\.part)?", path.name)]
-    return sorted(folders, key=lambda path: int(path.stem[5:]), reverse=True)
+    folders = [path for path in run.glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
+    return sorted(folders, key=lambda path: int(path.name[5:]), reverse=True)
 
 
-def checkpoint_fault(folder, files):
-    """Return what is wrong with a checkpoint that must have `files`, or "" if it is whole."""
-    if folder.suffix == ".part":
-        return "half-written"
+def checkpoint_fault(folder):
+    """Return what is wrong with a checkpoint, or "" if it is whole."""
     try:
-        lines = (folder / "SHA256SUMS").read_text().splitlines()
-        names = {*files, *(line.partition("  ")[2] for line in lines)}
-        wrong = [name for name in names if f"{sha256_file(folder / name)}  {name}" not in lines]
+        for line in (folder / "SHA256SUMS").read_text().splitlines():
+            digest, _, name = line.partition("  ")
+            if sha256_file(folder / name) != digest:
+                return f"{name} was changed"
     except (OSError, ValueError) as error:
         return str(error)
-    return ", ".join(sorted(wrong))
+    return ""
 
 
-def newest_checkpoint(folders, files=("meta.json", "model.pt", "training.pt")):
-    """Return the first whole checkpoint of `folders`, or None, and a line on each damaged one."""
+def newest_checkpoint(folder):
+    """Return the newest whole checkpoint of a run, or None, and a line on each damaged one.
+
+    The folder of a checkpoint stands for itself.
+    """
     faults = []
-    for folder in folders:
-        fault = checkpoint_fault(folder, files)
+    for candidate in list_checkpoints(folder) or [folder]:
+        fault = checkpoint_fault(candidate)
         if not fault:
-            return folder, faults
-        faults.append(f"checkpoint {folder} is damaged and skipped: {fault}")
+            return candidate, faults
+        faults.append(f"checkpoint {candidate} is damaged and skipped: {fault}")
     return None, faults
 
 
@@ -541,55 +523,9 @@ def newest_checkpoint(folders, files=("meta.json", "model.pt", "training.pt")):
 
 
 # === shared: tokenizer ===
-ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
-
-RANK_FILES = "https://openaipublic.blob.core.windows.net/encodings"
-
-
-@dataclass
-class PublishedEncoding:
-    """One of OpenAI's encodings: the hash of its rank file, and what that file does not contain.
-
-    The regular expressions are copied from tiktoken_ext/openai_public.py. They split a text into
-    the parts within which bytes are merged.
-    """
-
-    sha256: str
-    split: str  # regular expression
-    end_of_text: int  # id of <|endoftext|>, which begins every document here
-    vocab_size: int  # with all special tokens and unused ids
-
-
-ENCODINGS = {
-    "gpt2": PublishedEncoding(
-        "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930",
-        r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
-        50256,
-        50257,
-    ),
-    "cl100k_base": PublishedEncoding(
-        "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7",
-        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
-        r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s",
-        100257,
-        100277,
-    ),
-    "o200k_base": PublishedEncoding(
-        "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d",
-        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-        199999,
-        200019,
-    ),
-}
-
-
 @dataclass
 class Tokenizer:
-    """A tokenizer, from `load_tokenizer`, and the bytes that each token stands for.
+    """A tokenizer, from `read_tokenizer`, and the bytes that each token stands for.
 
     A token counts the UTF-8 bytes that it decodes to. After a boundary (a control, unknown or
     unused token) it counts them without the space that some SentencePiece models put before every
@@ -600,9 +536,9 @@ class Tokenizer:
     content: bytes  # of that file; its SHA-256 tells tokenizers apart
     bos_id: int
     pieces: list  # bytes that each token decodes to, b"" for boundaries
-    encode: Callable  # text -> ids without BOS; special tokens in a text are plain text
-    roles: dict  # ROLE_TOKENS -> ids; {} if the tokenizer has none
     drops_space: np.ndarray | bool = False  # (V,) bool, loses its first space after a boundary
+    encode: Callable = None  # text -> ids; this and roles are of load_tokenizer in section encoding
+    roles: dict = None
 
     def __post_init__(self):
         self.sha256 = hashlib.sha256(self.content).hexdigest()
@@ -612,66 +548,44 @@ class Tokenizer:
         self.drops_space = np.broadcast_to(self.drops_space, self.vocab_size)
 
 
-def load_tokenizer(path):
-    """Return the Tokenizer of a SentencePiece file or a rank file NAME.tiktoken, of the published
-    encoding NAME, or the built-in one, `bytes`. Raises UserError.
+def read_tokenizer(path, facts):
+    """Return the Tokenizer of a SentencePiece file or a rank file NAME.tiktoken, or the built-in
+    one, `bytes`.
+
+    facts: bos_id and vocab_size, which a rank file does not contain. Raises UserError.
     """
     path = Path(path)
-    name = path.name.removesuffix(".tiktoken")
-    if name == "bytes":
-        return byte_tokenizer()
+    if path.name == "bytes":  # pad, BOS, EOS and unknown, then 256 bytes, then 4 roles
+        pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4
+        return Tokenizer("bytes", b"underpar bytes 264", 1, pieces)
     try:
-        if name in ENCODINGS:
-            return tiktoken_tokenizer(path, name)
-        return sentencepiece_tokenizer(path)
-    except (OSError, ValueError, RuntimeError) as error:  # missing, damaged or without BOS
+        content = path.read_bytes()
+        if path.suffix == ".tiktoken":
+            return rank_tokenizer(path.name, content, facts)
+        return sentencepiece_tokenizer(content)
+    except (OSError, LookupError, ValueError, RuntimeError) as error:
         raise UserError(
-            f"tokenizer {path}: {error}; must be a SentencePiece model with a BOS token, bytes, or "
-            f"NAME or NAME.tiktoken of {[*ENCODINGS]}"
+            f"tokenizer {path}: {error}; must be a SentencePiece model with a BOS token, the rank "
+            "file NAME.tiktoken of the data, or bytes"
         ) from error
 
 
-def byte_tokenizer():
-    """Return the built-in tokenizer: pad, BOS, EOS and unknown, then 256 bytes, then 4 roles."""
-    pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4
-    return Tokenizer(
-        "bytes",
-        b"underpar bytes 264",
-        1,
-        pieces,
-        lambda text: [4 + byte for byte in text.encode()],
-        {role: 260 + i for i, role in enumerate(ROLE_TOKENS)},
-    )
+def rank_tokenizer(file, content, facts):
+    """Return the tokenizer of a rank file: a line per piece, in base64, and its id."""
+    pieces = [b""] * facts["vocab_size"]  # special tokens and unused ids stay b""
+    for line in content.splitlines():
+        piece, rank = line.split()
+        pieces[int(rank)] = base64.b64decode(piece)
+    return Tokenizer(file, content, facts["bos_id"], pieces)
 
 
-def tiktoken_tokenizer(path, name):
-    """Return the encoding NAME, from its rank file NAME.tiktoken or from OpenAI's server."""
-    published = ENCODINGS[name]
-    source = str(path)
-    if not path.suffix:
-        source = f"{RANK_FILES}/{name.replace('gpt2', 'r50k_base')}.tiktoken"
-    # Both look into tiktoken's cache first and raise ValueError if the hash is another.
-    content = read_file_cached(source, published.sha256)
-    ranks = load_tiktoken_bpe(source, published.sha256)
-    pieces = [b""] * published.vocab_size  # special tokens and unused ids decode to nothing
-    for piece, rank in ranks.items():
-        pieces[rank] = piece
-    # Without special tokens: what looks like one in a text is plain text.
-    bpe = tiktoken.Encoding(name, pat_str=published.split, mergeable_ranks=ranks, special_tokens={})
-    return Tokenizer(
-        f"{name}.tiktoken", content, published.end_of_text, pieces, bpe.encode_ordinary, {}
-    )
-
-
-def sentencepiece_tokenizer(path):
-    """Return the tokenizer of a SentencePiece model file."""
-    content = path.read_bytes()
+def sentencepiece_tokenizer(content):
+    """Return the tokenizer of a SentencePiece model, the bytes of its file."""
     model = sentencepiece.SentencePieceProcessor(model_proto=content)
     if model.bos_id() < 0:
         raise ValueError("empty, or without the BOS token of every document")
     pieces = []
     drops_space = []
-    roles = {}
     for i in range(model.vocab_size()):
         name = model.id_to_piece(i)
         piece = name.replace("\u2581", " ").encode()  # SentencePiece's mark of a space
@@ -682,12 +596,7 @@ def sentencepiece_tokenizer(path):
         pieces.append(piece)
         # A space that the model's own decoder leaves out, the dummy prefix, is not in the text.
         drops_space.append(piece == b" " + model.decode([i]).encode())
-        # Only control tokens cannot be written in a text, so that no user can forge a role.
-        if model.is_control(i) and name in ROLE_TOKENS:
-            roles[name] = i
-    return Tokenizer(
-        "tokenizer.model", content, model.bos_id(), pieces, model.encode, roles, drops_space
-    )
+    return Tokenizer("tokenizer.model", content, model.bos_id(), pieces, drops_space)
 
 
 def sha256_file(path):
@@ -738,15 +647,14 @@ def load_manifest(data_path):
 class TokenStream:
     """Shards read as one circular stream of tokens.
 
-    Raises UserError if a shard changes while in use or has an id that is not below `vocab_size`.
-    `hold_out` sets `windows`, the numbers of the windows to train on.
+    Raises UserError if a shard has an id that is not below `vocab_size`. `hold_out` sets `windows`,
+    the numbers of the windows to train on.
     """
 
     def __init__(self, paths, vocab_size):
         self.paths = paths
         self.vocab_size = vocab_size
         self.shards = [read_shard(path) for path in paths]
-        self.times = [os.path.getmtime(path) for path in paths]
         self.starts = np.cumsum([0, *map(len, self.shards)])  # (shards + 1,)
 
     def __len__(self):
@@ -758,11 +666,9 @@ class TokenStream:
         while count:
             start %= len(self)
             shard = np.searchsorted(self.starts, start, "right") - 1
-            path = self.paths[shard]
             part = self.shards[shard][start - self.starts[shard] :][:count]
-            # Reading on in a mapped file that was cut short would kill the process (SIGBUS).
-            if os.path.getmtime(path) != self.times[shard] or part.max() >= self.vocab_size:
-                raise UserError(f"shard {path}: was changed while in use, or has a wrong token id")
+            if part.max() >= self.vocab_size:
+                raise UserError(f"shard {self.paths[shard]}: has ids beyond the tokenizer's")
             parts.append(part)
             start += len(part)
             count -= len(part)
@@ -856,8 +762,8 @@ def hold_out(stream, share, settings):
     windows = shuffle(len(stream) // seq_len, 0)
     if len(windows) <= count:
         raise UserError(
-            f"HOLDOUT_TOKENS={settings.holdout_tokens}: must leave a window of TRAIN_SEQ_LEN of the "
-            f"{len(stream)} training tokens"
+            f"HOLDOUT_TOKENS={settings.holdout_tokens}: must leave a window of TRAIN_SEQ_LEN of "
+            "the training tokens"
         )
     stream.windows = windows[count:]
     return [stream.read(window * seq_len, seq_len) for window in windows[:count]]
@@ -867,9 +773,9 @@ def open_data(settings):
     """Return the Dataset of DATA_PATH, checked against its manifests. Raises UserError."""
     folders, shares = parse_mixture(settings.data_path)
     manifests = [load_manifest(folder) for folder in folders]
-    tokenizer = load_tokenizer(
-        settings.tokenizer_path or Path(folders[0], manifests[0]["tokenizer"]["file"])
-    )
+    facts = manifests[0]["tokenizer"]
+    path = settings.tokenizer_path or Path(folders[0], facts["file"])
+    tokenizer = read_tokenizer(path, facts)
     if settings.vocab_size not in (0, tokenizer.vocab_size):
         raise UserError(
             f"VOCAB_SIZE={settings.vocab_size}: must be 0 or {tokenizer.vocab_size}, the tokenizer's"
@@ -981,12 +887,15 @@ class Batches:
 
 
 # === shared: model ===
-# What ARCH_MODE stands for: values of settings, below the CONFIG file and the environment.
+# What ARCH_MODE stands for: values of settings, below the CONFIG file and the environment, and of
+# fields of GPTConfig that are no settings.
 ARCH_PRESETS = {
     "D": {},  # the defaults: GDN, and two layers of sliding-window attention with the same weights
     "gdn": dict(layer_pattern="g", num_layers=10),
     "hybrid": dict(layer_pattern="g g a a a a a a a a g"),  # of openai/parameter-golf PR 1895
-    "baseline": dict(layer_pattern="a", num_layers=9, mlp_mult=2.0, qk_gain_init=1.5),
+    "baseline": dict(  # the first script of Parameter Golf
+        layer_pattern="a", num_layers=9, mlp_mult=2.0, qk_gain_init=1.5, unet_skips=True
+    ),
     "llama": dict(
         layer_pattern="a",
         num_layers=12,
@@ -994,15 +903,10 @@ ARCH_PRESETS = {
         mlp_mult=2.75,
         norm="rms_weight",
         qk_gain_init=0.0,
+        residual_mix=False,
+        logit_softcap=0.0,
+        embed_init_std=0.02,
     ),
-}
-# The fields of GPTConfig that an ARCH_MODE fixes: they are no settings.
-ARCH_LAYOUTS = {
-    "D": {},
-    "gdn": {},
-    "hybrid": {},
-    "baseline": dict(unet_skips=True),  # as in the first script of Parameter Golf
-    "llama": dict(residual_mix=False, logit_softcap=0.0, embed_init_std=0.02),
 }
 NORMS = ("rms", "rms_weight", "layer")
 CONV_TAPS = 4  # tokens that GDN's short convolution sees, the current one included
@@ -1044,7 +948,7 @@ class GPTConfig:
 def model_config(settings, vocab_size, bos_id, **overrides):
     """Return the GPTConfig of the network that `settings` ask for.
 
-    A field's value is taken from `overrides`, else ARCH_LAYOUTS, else `settings`, else GPTConfig's
+    A field's value is taken from `overrides`, else `settings`, else ARCH_PRESETS, else GPTConfig's
     default. LAYER_PATTERN is one word per layer, repeated or cut to NUM_LAYERS: g is Gated
     DeltaNet, s sliding-window attention, a full attention. Layers whose words have the same number
     share the mixer's weights (s1 ... s1); in capitals they share all of the layer's weights (A1 A2
@@ -1054,30 +958,35 @@ def model_config(settings, vocab_size, bos_id, **overrides):
     words = settings.layer_pattern.split()
     norms = getattr(settings, "norm", "rms").split()
     if not words or not all(re.fullmatch("[gsa][0-9]*|[GSA][0-9]+", word) for word in words):
-        right = "g, s or a with an optional number; capitals need one"
-        raise UserError(f"LAYER_PATTERN={settings.layer_pattern!r}: each word must be {right}")
+        raise UserError(
+            f"LAYER_PATTERN={settings.layer_pattern!r}: each word must be g, s or a with an optional "
+            "number; capitals need one"
+        )
     if not norms or set(norms) - set(NORMS):
         raise UserError(f"NORM={settings.norm!r}: must be one or more of {', '.join(NORMS)}")
     num_layers = settings.num_layers or len(words)
 
     names = GPTConfig.__dataclass_fields__
-    values = {name: value for name, value in vars(settings).items() if name in names}
-    values |= ARCH_LAYOUTS[getattr(settings, "arch_mode", "D")]
+    given = {**ARCH_PRESETS[getattr(settings, "arch_mode", "D")], **vars(settings), **overrides}
+    values = {name: value for name, value in given.items() if name in names}
     values |= dict(vocab_size=vocab_size, bos_id=bos_id)
     values["layers"] = " ".join((words * num_layers)[:num_layers])
     values["norms"] = " ".join((norms * num_layers)[:num_layers])
-    config = GPTConfig(**{**values, **overrides})
+    config = GPTConfig(**values)
 
     dim = config.model_dim
     heads = config.num_heads
     if dim % (2 * heads):
         raise UserError(f"MODEL_DIM={dim}: must be a multiple of 2 x NUM_HEADS = {2 * heads}")
     if heads % config.num_kv_heads:
-        kv_heads = config.num_kv_heads
-        raise UserError(f"NUM_HEADS={heads}: must be a multiple of NUM_KV_HEADS = {kv_heads}")
+        raise UserError(
+            f"NUM_HEADS={heads}: must be a multiple of NUM_KV_HEADS = {config.num_kv_heads}"
+        )
     if config.rope_dims % 2 or config.rope_dims > dim // heads:
-        most = f"MODEL_DIM / NUM_HEADS = {dim // heads}"
-        raise UserError(f"ROPE_DIMS={config.rope_dims}: must be even, at most {most}")
+        raise UserError(
+            f"ROPE_DIMS={config.rope_dims}: must be even, at most MODEL_DIM / NUM_HEADS = "
+            f"{dim // heads}"
+        )
     if config.positions == "learned" and getattr(settings, "eval_stateful", False):
         raise UserError(
             "EVAL_STATEFUL=1: must be 0, for POSITIONS='learned' ends at TRAIN_SEQ_LEN, documents do not"
@@ -1087,6 +996,9 @@ def model_config(settings, vocab_size, bos_id, **overrides):
 
 def linear(x, weight):
     """Return x W^T in x's dtype; weights are kept in float32."""
+    if hasattr(weight, "hessian"):  # section export calibrates GPTQ
+        rows = x.flatten(0, -2).float()
+        weight.hessian += rows.mT @ rows
     return F.linear(x, weight.to(x.dtype))
 
 
@@ -1312,7 +1224,7 @@ class GatedDeltaNet(nn.Module):
         q = q * torch.rsqrt(q.to(wide).square().sum(-1, keepdim=True) + 1e-6)
         k = k * torch.rsqrt(k.to(wide).square().sum(-1, keepdim=True) + 1e-6)
         q = q.to(v.dtype) * self.head_dim**-0.5
-        a, b = F.linear(x.to(wide), self.ab).split(self.heads, dim=-1)  # (B, T, H)
+        a, b = linear(x.to(wide), self.ab).split(self.heads, dim=-1)  # (B, T, H)
         g = -self.A_log.exp() * F.softplus(a + self.dt_bias)
         begins_document = doc[:, -T:] != doc[:, -T - 1 : -1]
         g = torch.where(begins_document[..., None], DOCUMENT_DECAY, g)
@@ -1424,7 +1336,7 @@ class MLP(nn.Module):
     """Two matrices around an activation. A new kind is a word of the setting `mlp` and a branch.
 
     ReLU^2 is of arXiv 2109.08668, SwiGLU (with a gate) of 2002.05202, bio of WiggleGPT; bio_soft
-    and bio_hard add its SparseEventLayer (model_bio_optimized.py), without biases.
+    adds its SparseEventLayer (model_bio_optimized.py) with soft events, without biases.
     """
 
     def __init__(self, config):
@@ -1435,7 +1347,7 @@ class MLP(nn.Module):
         self.w_up = matrix((hidden, hidden) if self.kind == "swiglu" else (hidden,), dim)
         if self.kind.startswith("bio"):
             self.wave = init_wave(hidden)
-        if self.kind in ("bio_soft", "bio_hard"):
+        if self.kind == "bio_soft":
             self.w_gate = matrix((hidden,), hidden)
             self.w_mix = matrix((hidden,), hidden)
             self.mix_wave = init_wave(hidden)
@@ -1455,17 +1367,14 @@ class MLP(nn.Module):
             h = F.silu(gate) * up
         else:
             h = oscillate(h, self.wave)
-            if self.kind != "bio":
+            if self.kind == "bio_soft":
                 h = self.sparse_events(h)
         return linear(h, self.w_down)
 
     def sparse_events(self, h):
         """Return hidden units (B, T, hidden) mixed by those of h whose voltage is high."""
         voltage = torch.sigmoid(linear(h, self.w_gate))
-        spike = torch.sigmoid(5.0 * (voltage - BIO_THRESHOLD))  # of bio_soft: never zero
-        if self.kind == "bio_hard":  # 0 or 1, with the gradient of the soft spike
-            events = (voltage > BIO_THRESHOLD).to(h.dtype)
-            spike = events + (spike - spike.detach())
+        spike = torch.sigmoid(5.0 * (voltage - BIO_THRESHOLD))
         return oscillate(linear(h * spike, self.w_mix), self.mix_wave)
 
 
@@ -1558,8 +1467,10 @@ class GPT(nn.Module):
         """
         config = self.config
         if config.positions == "learned" and ids.size(1) > config.train_seq_len:
-            most = f"TRAIN_SEQ_LEN={config.train_seq_len}"
-            raise UserError(f"POSITIONS='learned': {ids.size(1)} tokens in a text, {most}")
+            raise UserError(
+                f"POSITIONS='learned': {ids.size(1)} tokens in a text, at most TRAIN_SEQ_LEN="
+                f"{config.train_seq_len}"
+            )
         doc, previous, positions = (cache or self).context(ids)
         x = F.embedding(ids, self.embed)
         x = x.to(self.dtype or (torch.bfloat16 if ids.is_cuda else x.dtype))
@@ -1616,19 +1527,17 @@ ADAM_EPS = 1e-8  # torch's default
 LION_BETAS = (0.9, 0.99)  # the Lion paper's
 
 
-def orthogonalize(G, dtype=None):
+def orthogonalize(G):
     """Return G (N, R, C) with all singular values of each matrix pushed to about 1.
 
     Newton-Schulz: each step applies the odd polynomial a s + b s^3 + c s^5 to every singular value
     s, by products of matrices alone (kellerjordan.github.io/posts/muon). The products are taken in
-    `dtype`; None means bfloat16 on CUDA and the dtype of G elsewhere. The result has that of G.
+    bfloat16 on CUDA.
     """
     if G.size(1) > G.size(2):
-        return orthogonalize(G.mT, dtype).mT  # X X^T is then the smaller of the two products
-    if dtype is None:
-        dtype = torch.bfloat16 if G.is_cuda else G.dtype
+        return orthogonalize(G.mT).mT  # X X^T is then the smaller of the two products
     a, b, c = NEWTON_SCHULZ
-    X = G.to(dtype)
+    X = G.bfloat16() if G.is_cuda else G
     X = X / (X.norm(dim=(1, 2), keepdim=True) + 1e-7)  # now no singular value is above 1
     for _ in range(NEWTON_SCHULZ_STEPS):
         A = X @ X.mT
@@ -1645,8 +1554,7 @@ class Muon(torch.optim.Optimizer):
 
     A matrix (R, C) moves by lr * sqrt(max(1, R / C)) in spectral norm. A parameter may hold several
     matrices one below the other, such as q, k and v: its attribute `splits` has their numbers of
-    rows, and each is orthogonalized by itself. Options of the group: the runtime, and the dtype of
-    orthogonalize.
+    rows, and each is orthogonalized by itself. The group has the runtime, too.
     """
 
     @torch.no_grad()
@@ -1677,7 +1585,7 @@ class Muon(torch.optim.Optimizer):
             matrices, updates = zip(*pairs, strict=True)
             updates = torch.stack(updates)  # (N, R, C)
             result = torch.zeros_like(updates)
-            result[share] = orthogonalize(updates[share], group["dtype"])
+            result[share] = orthogonalize(updates[share])
             scale = lr * max(1.0, rows / cols) ** 0.5
             torch._foreach_sub_(matrices, (scale * runtime.sum(result)).unbind())
 
@@ -1754,18 +1662,6 @@ class AdamW8bit(MaskedOptimizer):
         return update, dict(updates=updates, scales=scales, codes=codes)
 
 
-@dataclass
-class LearningRates:
-    """Learning rates and decoupled weight decays by class of parameters; control has no decay."""
-
-    matrix: float
-    embedding: float  # a tied one is the output head, too
-    head: float  # an untied output head
-    control: float  # gains, mixes, and what makes GDN's decay and step size
-    matrix_decay: float
-    embedding_decay: float = 0.0  # the head's, too
-
-
 # Parameters that the optimizers treat otherwise than the artifact does, by the end of their names.
 PARAMETER_CLASSES = {
     "lora_a": "adapter",
@@ -1778,22 +1674,14 @@ PARAMETER_CLASSES = {
 class Optimizers:
     """The optimizers of a model: the one that `kind` names, and AdamW for what that leaves.
 
-    kind: as the setting OPTIMIZER. rates: what each class of parameters gets. dtype: of Muon's
-    products, see orthogonalize.
+    kind: as the setting OPTIMIZER. rates: class of parameters -> learning rate, weight decay; the
+    classes are those of tensor_class and PARAMETER_CLASSES.
     """
 
-    def __init__(self, model, kind, rates, runtime, dtype=None):
-        # class of parameters -> learning rate, weight decay
-        table = {
-            "matrix": (rates.matrix, rates.matrix_decay),
-            "adapter": (rates.matrix, rates.matrix_decay),  # LoRA: as the matrix it adapts
-            "embedding": (rates.embedding, rates.embedding_decay),
-            "head": (rates.head, rates.embedding_decay),
-            "control": (rates.control, 0.0),
-        }
+    def __init__(self, model, kind, rates, runtime):
         groups = {
             name: dict(params=[], base_lr=lr, weight_decay=decay)
-            for name, (lr, decay) in table.items()
+            for name, (lr, decay) in rates.items()
         }
         self.params = {}  # all that train -> their names
         for name, param in model.named_parameters():
@@ -1808,7 +1696,7 @@ class Optimizers:
         adam_betas = ADAM_BETAS
         self.all = []
         if kind == "muon":
-            self.all = [Muon([groups.pop("matrix")], dict(runtime=runtime, dtype=dtype))]
+            self.all = [Muon([groups.pop("matrix")], dict(runtime=runtime))]
             adam_groups += groups.values()
         elif kind == "lion":
             self.all = [Lion(groups.values(), {})]
@@ -1897,12 +1785,12 @@ class Saved:
 
 @dataclass
 class StepReport:
-    """What rank 0 knows about a finished step, one step late: no step waits for the device."""
+    """What rank 0 knows about a step. It arrives one step late, so that no step waits for it."""
 
     loss: float  # mean over the global batch, in nats
     finite: bool  # whether loss and gradients were finite; if not, the update was masked
     stop_requested: bool  # whether any rank got a signal
-    seconds: float  # training clock of rank 0 at the step's end
+    seconds: float  # training clock of rank 0 when it had queued the whole step
 
 
 class Clock(Saved):
@@ -1969,10 +1857,10 @@ class Clock(Saved):
             self.arrived = torch.cuda.current_stream().record_event()
 
     def previous_report(self):
-        """Return the StepReport of the step before, or None if there is none or it was read.
+        """Return the StepReport of the step before; None before the first step and if it was read.
 
-        Call it when the device has the work of this step. Then the host may wait here for the step
-        before, and the device has something to do.
+        Call it after this step's forward and backward are queued: it blocks until the report of the
+        step before has arrived, and meanwhile the device works on this step.
         """
         if self.packet is None:
             return None
@@ -1993,6 +1881,7 @@ class Clock(Saved):
 
     def next_end(self):
         """Return the seconds at the end of the coming step, predicted from the reports so far."""
+        # While a report is on its way, the step that it is about has no known end either.
         unknown_steps = 1 if self.packet is None else 2
         return self.seconds[-1] + unknown_steps * self.median_step()
 
@@ -2021,11 +1910,13 @@ class Clock(Saved):
             self.packet[2] = 0.0  # the signal that stopped the saved run does not stop this one
 
 
-# Phases begin at these shares of the run.
-EMA_START = 0.5  # earlier weights are far from the final ones, and the memory would forget them
+# Phases that settings switch on begin at these shares of the run.
+PHASE_STARTS = {
+    "ema": 0.5,  # earlier weights are far from the final ones, and the memory would forget them
+    "swa": 0.9,  # a plain average forgets nothing: it begins when the learning rate is low
+    "qat": 0.85,  # rounding makes steps slower, and the last steps suffice to adapt the weights
+}
 EMA_MEMORY = 0.02  # share of the run after which weights count 1 / e in the average
-SWA_START = 0.9  # a plain average forgets nothing: it begins when the learning rate is low
-QAT_START = 0.85  # rounding makes steps slower, and the last steps suffice to adapt the weights
 
 
 class Plan(Saved):
@@ -2042,13 +1933,13 @@ class Plan(Saved):
                 f"RESERVE_SECONDS={settings.reserve_seconds}: must be below "
                 f"MAX_WALLCLOCK_SECONDS={seconds}"
             )
-        self.shape = settings.lr_schedule
+        self.lr_schedule = settings.lr_schedule
         self.floor = settings.lr_floor
         self.warmup = settings.warmup_frac
         self.warmdown = settings.warmdown_frac
         if settings.warmdown_iters:
             self.warmdown = settings.warmdown_iters / max(1, settings.iterations)
-        if self.shape == "constant":
+        if self.lr_schedule == "constant":
             self.warmdown = 0.0
         if self.warmup + self.warmdown > 1:
             raise UserError(
@@ -2060,14 +1951,11 @@ class Plan(Saved):
             self.planned["warmup"] = (0.0, self.warmup)
         if self.warmdown:
             self.planned["warmdown"] = (1 - self.warmdown, 1.0)
-        if settings.ema:
-            self.planned["ema"] = (EMA_START, 1.0)
-        if settings.swa:
-            self.planned["swa"] = (SWA_START, 1.0)
-        if settings.qat:
-            self.planned["qat"] = (QAT_START, 1.0)
-        self.progress = 0.0  # of the present step
-        self.phases = {}  # what became of those that began, for result.json
+        for name, begin in PHASE_STARTS.items():
+            if getattr(settings, name):
+                self.planned[name] = (begin, 1.0)
+        self.progress = 0.0  # share of the run that the present step has reached
+        self.phases = {}  # name of each phase that has begun -> facts for result.json
 
     def rates(self, progress):
         """Return the multiplier of all learning rates: 0 to 1 in the warm-up, 1 to LR_FLOOR in the
@@ -2077,32 +1965,32 @@ class Plan(Saved):
         if not self.warmdown:
             return 1.0
         height = min(1.0, (1 - progress) / self.warmdown)  # linear: 1 to 0 in the warmdown
-        if self.shape == "cosine":
+        if self.lr_schedule == "cosine":
             height = 0.5 - 0.5 * math.cos(math.pi * height)
-        if self.shape == "wsd":
+        elif self.lr_schedule == "wsd":
             height = 1 - math.sqrt(1 - height)  # arXiv 2405.18392
         return self.floor + (1 - self.floor) * height
 
     def begin_phases(self, step, progress):
-        """Count `step` for each phase that is on, and return the names of those that begin with it.
+        """Return the names of the phases that begin with this step, and count it for those on.
 
-        Call it once a step, before the forward. All follows from progress, which a replay repeats.
+        Call it once a step, before the forward; `is_on` answers for the same step. Progress alone
+        decides, so that a replay repeats it.
         """
         # A phase also begins if another step as long as this one would reach the end: the run may
-        # stop before it, and a phase that never began is an error.
+        # stop before it, and a phase that never began is an error (Run.write_result).
         last_chance = 2 * progress - self.progress > 1 - 1e-9
         self.progress = progress
         begun = []
-        for name, (begin, end) in self.planned.items():
+        for name, (begin, _) in self.planned.items():
             if self.is_on(name):
                 self.phases[name]["steps"] += 1
             elif name not in self.phases and (progress > begin or last_chance):
                 self.phases[name] = {
                     "begin": begin,
-                    "end": end,
                     "start_step": step + 1,  # counted from 1, as in the log
                     "start_progress": progress,
-                    "steps": 1,  # for which it was on
+                    "steps": 1,  # number of steps in this phase so far
                 }
                 begun.append(name)
         return begun
@@ -2110,25 +1998,18 @@ class Plan(Saved):
     def is_on(self, name):
         """Return whether a phase has begun and is on in the present step."""
         has_begun = name in self.planned and name in self.phases
-        return has_begun and self.progress <= self.phases[name]["end"]
+        return has_begun and self.progress <= self.planned[name][1]
 
     def describe(self):
-        """Return the plan for the log's start, a line for each phase."""
-        return "\n".join(
-            f"plan: {name} from {begin:.1%} to {end:.1%} of the run"
-            for name, (begin, end) in self.planned.items()
-        )
-
-    def summary(self):
-        """Return what became of the plan for the log's end, a line for each phase."""
+        """Return the plan and what became of it so far, a line for each phase."""
         lines = []
-        for name, (begin, _) in self.planned.items():
-            result = "NEVER FIRED"
+        for name, (begin, end) in self.planned.items():
+            result = "not yet begun"
             if name in self.phases:
-                result = "began at step {start_step}, on for {steps} steps".format(
+                result = "begun at step {start_step}, on for {steps} steps".format(
                     **self.phases[name]
                 )
-            lines.append(f"phase: {name:8s} planned {begin:6.1%}, {result}")
+            lines.append(f"plan: {name} from {begin:.1%} to {end:.1%} of the run, {result}")
         return "\n".join(lines)
 
 
@@ -2208,17 +2089,15 @@ def round_to(w, scale, bits):
     return (w / torch.where(scale > 0, scale, 1.0)).round_().clamp_(-qmax, qmax)
 
 
-def quantize(w, bits, clip_sigmas, widen=1.0):
+def quantize(w, bits, clip_sigmas):
     """Return codes int8 (R, C) and the scale float16 (1,) of w (R, ...).
 
-    The largest code stands for `clip_sigmas` root mean squares of w, times `widen`: the factor by
-    which the exporter widens all steps if the artifact would exceed its limit. The root mean square
-    is not about the mean, so a constant tensor keeps its value. If w is not finite, neither is the
-    scale.
+    The largest code stands for `clip_sigmas` root mean squares of w. The root mean square is not
+    about the mean, so a constant tensor keeps its value. If w is not finite, neither is the scale.
     """
     rows = w.flatten(1).float()
     sigma = rows.square().mean().sqrt().view(1)
-    scale = (sigma * clip_sigmas / (2 ** (bits - 1) - 1) * widen).half()
+    scale = (sigma * clip_sigmas / (2 ** (bits - 1) - 1)).half()
     return round_to(rows, scale, bits).to(torch.int8), scale
 
 
@@ -2230,8 +2109,8 @@ def dequantize(codes, scale):
 def quant_table(settings):
     """Return the quantizers that a run begins with: tensor class -> arguments of `quantize`."""
     return {
-        "matrix": {"bits": settings.matrix_bits, "clip_sigmas": MATRIX_CLIP_SIGMAS, "widen": 1.0},
-        "embedding": {"bits": EMBED_BITS, "clip_sigmas": EMBED_CLIP_SIGMAS, "widen": 1.0},
+        "matrix": {"bits": settings.matrix_bits, "clip_sigmas": MATRIX_CLIP_SIGMAS},
+        "embedding": {"bits": EMBED_BITS, "clip_sigmas": EMBED_CLIP_SIGMAS},
     }
 
 
@@ -2289,12 +2168,12 @@ def count_parameters(network):
 
 
 # === shared: artifact ===
-# An artifact is one file: magic, version u32, length u32 and CRC-32 of the header, all little
-# endian; the header (JSON in a zstd frame); the streams without gaps; the SHA-256 of all before it.
+# An artifact is one file: magic, version u32 and length u32 of the header, both little endian; the
+# header (JSON in a zstd frame); the streams without gaps; the SHA-256 of all before it.
 #
-# Every stream is a zstd frame of an array. The header lists them in the order of the file: three
-# arrays of class "coder", then the tensors. An entry has name, class, shape, dtype (as numpy writes
-# it) and the stream's length and CRC-32. A tensor with "scale" and "bits" is stored as codes.
+# Every stream is a zstd frame of an array. The header lists them in the order of the file: the
+# coder's three arrays, then the tensors. An entry has name, shape, dtype (as numpy writes it) and the
+# stream's length. A tensor with "scale" and "bits" is stored as codes.
 #
 # Codes are int8, or uint16 words of range ANS (Duda, arXiv:1311.2540) in interleaved lanes. In
 # trained matrices rows differ in size, and so do columns that read hidden units; given both sizes,
@@ -2303,9 +2182,9 @@ def count_parameters(network):
 # at which decoding begins; the tables u16 (97, 256) of frequencies, by code & 255; and the sizes
 # u8: of each tensor in words, in turn, those of its rows, then those of its columns. Code i of a
 # tensor is in lane i % lanes. The states run on from tensor to tensor, and end at 2**16.
-ARTIFACT_PREFIX = struct.Struct("<8sIII")
+ARTIFACT_PREFIX = struct.Struct("<8sII")
 ARTIFACT_MAGIC = b"UNDERPAR"
-ARTIFACT_VERSION = 6
+ARTIFACT_VERSION = 7
 ARTIFACT_ZSTD = zstandard.ZstdCompressor(
     level=6
 )  # up to 0.5% fewer bytes than 3; from 12 on it is slow
@@ -2336,14 +2215,6 @@ def rans_table(counts):
     ends = np.cumsum(counts) / counts.sum() * (RANS_TOTAL - present.sum())
     # Rounded ends of the symbols' ranges add up, which rounded shares would not.
     return (present + np.diff(np.rint(ends), prepend=0)).astype(np.uint16)
-
-
-def rans_lanes(symbols):
-    """Return the number of lanes: a power of two from 8 to 1,024, about one per 8,192 symbols.
-
-    Lanes move side by side, so many are fast; each of them costs 2 bytes.
-    """
-    return min(1024, max(8, 1 << (symbols // 8192).bit_length() >> 1))
 
 
 class RansCoder:
@@ -2409,12 +2280,6 @@ def size_numbers(mean_squares):
     return np.rint(2 * octaves + 16).astype(np.uint8)
 
 
-def entropy_bytes(counts):
-    """Return the bytes of symbols that occur counts (..., 256) times, by a table for each row."""
-    total = np.maximum(1, counts.sum(-1, keepdims=True))
-    return (counts * np.log2(total / np.maximum(1, counts))).sum() / 8
-
-
 def code_by_rans(codes):
     """Return the arrays that codes (name -> int8 (R, C)) are stored as, by name.
 
@@ -2430,26 +2295,25 @@ def code_by_rans(codes):
         tables = np.add.outer(rows, columns).astype(np.int32)
         symbols = (tables << 8 | array.view(np.uint8)).reshape(-1)
         count = np.bincount(symbols, minlength=counts.size).reshape(counts.shape)
-        # zstd is shorter where rows are alike, as an embedding's of tokens that never occurred.
-        if entropy_bytes(count) < len(ARTIFACT_ZSTD.compress(array.tobytes())):
+        total = np.maximum(1, count.sum(1, keepdims=True))
+        entropy = (count * np.log2(total / np.maximum(1, count))).sum() / 8  # in bytes
+        # zstd is shorter where rows are alike, as an embedding's of tokens that rarely occur.
+        if entropy < len(ARTIFACT_ZSTD.compress(array.tobytes())):
             pairs[name] = symbols
             sizes += [rows, columns]
             counts += count
-    states = np.full(rans_lanes(int(counts.sum())), RANS_LOW, np.uint32)
+    # Lanes move side by side, so many are fast; each of them costs 2 bytes.
+    lanes = min(1024, max(8, int(counts.sum()) // 8192))
+    states = np.full(lanes, RANS_LOW, np.uint32)
     tables = np.stack([rans_table(count) for count in counts])
     coder = RansCoder(states, tables)
     words = {name: coder.encode(pairs[name]) for name in reversed(pairs)}
-    return {
-        "lane_states": states,
-        "tables": tables,
-        "sizes": np.concatenate(sizes),
-        **codes,
-        **words,
-    }
+    arrays = {"lane_states": states, "tables": tables, "sizes": np.concatenate(sizes)}
+    return {**arrays, **codes, **words}
 
 
 def pack_artifact(tensors, coded, **header):
-    """Return the artifact of `tensors`, those of `coded` as codes, and its bytes by tensor class.
+    """Return the artifact of `tensors`, those of `coded` as codes.
 
     header: settings, which rebuild the model, tokenizer_sha256 and meta, which is anything; JSON.
     The same input gives the same bytes. Raises ArtifactError if a tensor is not finite as stored.
@@ -2462,44 +2326,35 @@ def pack_artifact(tensors, coded, **header):
 
     payloads = b""
     records = {}
-    sizes = collections.Counter()
     for name, array in arrays.items():
         payload = ARTIFACT_ZSTD.compress(array.tobytes())
-        record = {"class": "coder", "shape": array.shape, "dtype": array.dtype.str}
-        record |= {"length": len(payload), "crc32": zlib.crc32(payload)}
-        if name in tensors:
-            tensor = tensors[name]
-            record |= {"class": tensor_class(name, tensor), "shape": tensor.shape}
+        shape = tensors[name].shape if name in tensors else array.shape
+        record = {"shape": shape, "dtype": array.dtype.str, "length": len(payload)}
         if name in coded:
             record |= {"bits": coded[name].bits, "scale": coded[name].scale.item()}
         is_finite = np.isfinite(record.get("scale", array)).all()
         require(is_finite, f"tensor {name}: must be finite as it is stored")
         records[name] = record
-        sizes[record["class"]] += len(payload)
         payloads += payload
     text = json.dumps({**header, "streams": records})
     frame = ARTIFACT_ZSTD.compress(text.encode())
-    prefix = ARTIFACT_PREFIX.pack(ARTIFACT_MAGIC, ARTIFACT_VERSION, len(frame), zlib.crc32(frame))
+    prefix = ARTIFACT_PREFIX.pack(ARTIFACT_MAGIC, ARTIFACT_VERSION, len(frame))
     data = prefix + frame + payloads
-    data += hashlib.sha256(data).digest()
-    sizes["header"] = len(data) - sizes.total()
-    return data, sizes
+    return data + hashlib.sha256(data).digest()
 
 
 def read_streams(data, max_weights):
     """Return header and arrays (name -> flat) of an artifact. Raises ArtifactError if damaged."""
-    require(data.startswith(ARTIFACT_MAGIC), f"is no underpar artifact, begins with {data[:8]!r}")
-    _, version, length, crc32 = ARTIFACT_PREFIX.unpack_from(data)
+    require(data.startswith(ARTIFACT_MAGIC), "is no underpar artifact")
+    _, version, length = ARTIFACT_PREFIX.unpack_from(data)
     require(version == ARTIFACT_VERSION, f"version {version}, this code reads {ARTIFACT_VERSION}")
+    require(hashlib.sha256(data[:-32]).digest() == data[-32:], "damaged: the SHA-256 is wrong")
     file = io.BytesIO(data[ARTIFACT_PREFIX.size : -32])
     frame = file.read(length)
-    require(zlib.crc32(frame) == crc32, "the header is damaged")
     header = json.loads(zstandard.ZstdDecompressor().stream_reader(frame).read(1 << 24))
     arrays = {}
     for name, record in header["streams"].items():
         payload = file.read(record["length"])
-        is_whole = zlib.crc32(payload) == record["crc32"]
-        require(is_whole, f"{record['class']} {name!r} is damaged")
         # The shapes bound all that is allocated. A size of 0 counts as 1, or it would hide others.
         weights = math.prod(max(1, size) for size in record["shape"])
         max_weights -= weights
@@ -2507,7 +2362,6 @@ def read_streams(data, max_weights):
         require(fits, f"{name!r} has a negative size, or exceeds the limit of weights")
         raw = zstandard.ZstdDecompressor().stream_reader(payload).read(4 * weights + 1)
         arrays[name] = np.frombuffer(raw, record["dtype"]).copy()
-    require(hashlib.sha256(data[:-32]).digest() == data[-32:], "the SHA-256 is wrong")
     return header, arrays
 
 
@@ -2515,8 +2369,8 @@ def read_artifact(path, max_weights=1 << 30):
     """Return the header, the tensors by name in float32, and `coded` as it was written.
 
     Bit-exact on every machine. Memory is bounded by the file, at most max_weights numbers and
-    weights, and the decoding of one tensor. Raises ArtifactError, one line that names the file and
-    the damaged part, if anything is not as it was written.
+    weights, and the decoding of one tensor. Raises ArtifactError, one line that names the file, if
+    anything is not as it was written.
     """
     data = Path(path).read_bytes()
     tensors = {}
@@ -2527,13 +2381,14 @@ def read_artifact(path, max_weights=1 << 30):
         coder = RansCoder(states, tables.reshape(-1, 256))
         for name, array in arrays.items():
             record = header["streams"][name]
+            shape = record["shape"]
             if array.dtype == np.uint16:
-                height, *width = record["shape"]
+                height, *width = shape
                 ends = [height, height + math.prod(width)]
                 rows, columns, sizes = np.split(sizes, ends)
                 contexts = np.add.outer(rows, columns).reshape(-1)
                 array = coder.decode(contexts, array).view(np.int8)
-            values = torch.from_numpy(array).reshape(record["shape"])
+            values = torch.from_numpy(array).view(shape)
             if "scale" in record:
                 scale = torch.tensor([record["scale"]], dtype=torch.float16)
                 coded[name] = Coded(values.flatten(1), scale, record["bits"])
@@ -2550,26 +2405,6 @@ def read_artifact(path, max_weights=1 << 30):
 
 
 # === shared: export ===
-class Hessians(torch.overrides.TorchFunctionMode):
-    """Inside, adds up x x^T over all inputs x of F.linear: `sums`, name of the weight -> (C, C)."""
-
-    def __init__(self, network):
-        super().__init__()
-        self.sums = collections.defaultdict(float)
-        for name, param in network.named_parameters():
-            param.weight_name = name
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        # Layers read their weights in the dtype of the activations: a copy has its weight's name.
-        if func is Tensor.to and hasattr(args[0], "weight_name"):
-            out.weight_name = args[0].weight_name
-        if func is F.linear and hasattr(args[1], "weight_name"):
-            x = args[0].flatten(0, -2).float()
-            self.sums[args[1].weight_name] += x.mT @ x
-        return out
-
-
 def gptq(w, scale, bits, hessian):
     """Return codes int8 (R, C) of w (R, ...) that make the squared error of the outputs small.
 
@@ -2593,117 +2428,100 @@ def gptq(w, scale, bits, hessian):
 
 
 @dataclass
-class Candidate:
-    """Codes that could be written."""
-
-    name: str  # "nearest" or "gptq"
-    table: dict[str, dict]  # their quantizers
-    widen: float  # the factor by which steps are wider than those of the exporter's table
-    coded: dict[str, Coded]
-    data: bytes  # their artifact
-    sizes: dict[str, int]  # its bytes by tensor class
-    size: int  # its bytes, the same number on every rank
-    nats: float = math.inf  # on held-out training tokens
-
-
-@dataclass
 class Exporter(Saved):
     """Packs a network into an artifact of at most `limit` bytes."""
 
     STATE = ("table",)
 
     network: nn.Module
-    table: dict[str, dict]  # see quant_table; fit_table widens its steps, for QAT and export alike
+    table: dict  # see quant_table; fit_table widens its steps, for QAT and export alike
     limit: int
-    score: Callable  # () -> Score of the network as it is, on held-out training tokens
     run: "Run"
     header: dict  # see pack_artifact
-    hessians: dict = field(default_factory=dict)  # name of a weight -> its sum of x x^T, for GPTQ
-    deadline: float = math.inf  # on time.perf_counter(), for GPTQ
+    needed_seconds: float = 0.0  # of the clock, which GPTQ must leave
     out_of_time: bool = False
 
     def has_time(self):
         """Return whether GPTQ may go on; once it may not, the answer stays the same."""
-        self.out_of_time |= self.run.runtime.agree(time.perf_counter() > self.deadline)
+        run = self.run
+        self.out_of_time |= run.runtime.agree(run.clock.seconds_left() < self.needed_seconds)
         return not self.out_of_time
 
-    def try_steps(self, widen):
-        """Return a candidate with all steps wider by a factor.
+    def encode(self, table, hessians):
+        """Return the artifact by the quantizers of a table.
 
         Its codes are those of GPTQ where there is a Hessian, as long as there is time, and else the
         nearest.
         """
         tensors = self.network.state_dict()
-        table = {kind: {**q, "widen": q["widen"] * widen} for kind, q in self.table.items()}
         coded = quantize_all(tensors, table)
-        for weight, hessian in self.hessians.items():
-            self.run.log.note(f"codes: GPTQ of {weight}")
+        for name, hessian in hessians.items():
+            self.run.log.note(f"codes: GPTQ of {name}")
             if not self.has_time():
                 break
-            part = coded[weight]
-            part.codes = gptq(tensors[weight], part.scale, part.bits, hessian)
-        data, sizes = pack_artifact(tensors, coded, **self.header)
-        size = self.run.runtime.agree(len(data))
-        name = "gptq" if self.hessians else "nearest"
-        return Candidate(name, table, widen, coded, data, sizes, size)
+            part = coded[name]
+            part.codes = gptq(tensors[name], part.scale, part.bits, hessian)
+        # Rank 0's artifact is the one that is written; the others may differ in a last digit.
+        return self.run.runtime.agree(pack_artifact(tensors, coded, **self.header))
 
-    def fit(self, target):
-        """Return a candidate of at most `target` bytes, or the last that was tried."""
-        candidate = self.try_steps(1.0)
-        weights = sum(part.codes.numel() for part in candidate.coded.values())
+    def fit(self, target, hessians):
+        """Return quantizers whose artifact has at most `target` bytes, or the last tried, and it."""
+        widen = 1.0
         for _ in range(12):
-            if candidate.size <= target:
+            table = {}
+            for kind, quantizer in self.table.items():
+                table[kind] = {**quantizer, "clip_sigmas": quantizer["clip_sigmas"] * widen}
+            data = self.encode(table, hessians)
+            self.run.log(
+                f"sizes: {len(data)} bytes, at most {self.limit}; steps wider by {widen - 1:+.2%}"
+            )
+            if len(data) <= target:
                 break
             # Steps twice as wide save one bit per weight. Coarse steps save less, so the aim is a
             # little below the target, and it may take some attempts.
-            excess = candidate.size - 0.998 * target
-            widen = candidate.widen * 2 ** (8 * excess / weights)
-            candidate = self.try_steps(min(256.0, widen))
-        size = f"{candidate.size} bytes, at most {self.limit}"
-        self.run.log(f"sizes: {candidate.name} {size}; steps wider by {candidate.widen - 1:+.2%}")
-        return candidate
+            counts = count_parameters(self.network)
+            weights = sum(counts[kind] for kind in self.table)
+            excess = len(data) - 0.998 * target
+            widen = min(256.0, widen * 2 ** (8 * excess / weights))
+        return table, data
 
     def fit_table(self):
         """Widen all steps by one factor if the artifact would be too long."""
         # The weights are yet to change, so 1% is left free.
-        self.table = self.fit(0.99 * self.limit).table
-
-    def scored(self):
-        """Return a candidate that fits the limit, with its loss."""
-        candidate = self.fit(self.limit)
-        with decoded(self.network.state_dict(), candidate.coded):
-            score = self.score()
-        self.run.log(f"codes: {candidate.name}, on held-out training tokens {score}")
-        candidate.nats = score.nats
-        return candidate
+        self.table, _ = self.fit(0.99 * self.limit, {})
 
     @torch.no_grad()
-    def pack(self, calibration, seconds_left):
-        """Return the candidate to write: the nearest codes, or those of GPTQ if they score better.
+    def pack(self, calibration):
+        """Return the artifact: the nearest codes or, with `calibration`, those of GPTQ.
 
-        calibration: token ids (B, T) from which GPTQ learns the inputs of layers. seconds_left: of
-        the run's clock; tensors that GPTQ has no time for keep the nearest codes.
+        calibration: token ids (B, T) from which GPTQ learns the inputs of layers. The clock runs;
+        tensors that GPTQ has no time for keep the nearest codes.
         """
-        begin = time.perf_counter()
-        chosen = self.scored()
-        # To pack and score GPTQ's codes takes as long again, or longer if steps are to be fitted.
-        needed = 2 * (time.perf_counter() - begin)
-        self.deadline = begin + seconds_left - needed
-        self.run.log("codes: calibration of GPTQ")
-        with Hessians(self.network) as taps:
-            for ids in calibration:
-                if not self.has_time():
-                    break
-                self.network(ids)
-        for name, hessian in taps.sums.items():
-            if name in chosen.coded:
-                self.hessians[name] = self.run.runtime.sum(hessian)
-        if self.hessians and not self.out_of_time:
-            chosen = min(chosen, self.scored(), key=lambda candidate: candidate.nats)
+        begin = self.run.clock.elapsed()
+        _, data = self.fit(self.limit, {})
+        if not calibration:
+            return data
+        # To pack GPTQ's codes takes as long again, or longer if steps are to be fitted.
+        self.needed_seconds = 2 * (self.run.clock.elapsed() - begin)
+        hessians = {}
+        for name, param in self.network.named_parameters():
+            if tensor_class(name, param) in self.table:
+                columns = param.flatten(1).size(1)
+                # `linear` adds to it x x^T of all inputs x.
+                hessians[name] = param.hessian = param.new_zeros(columns, columns)
+        for ids in calibration:
+            self.run.log.note("codes: calibration of GPTQ")
+            if not self.has_time():
+                break
+            self.network(ids)
+        for param in self.network.parameters():
+            vars(param).pop("hessian", None)
+        for hessian in hessians.values():
+            self.run.runtime.sum(hessian)
+        _, data = self.fit(self.limit, hessians)
         if self.out_of_time:
-            self.run.event("gptq_out_of_time", hint="needs more RESERVE_SECONDS")
-        self.run.log(f"codes: {chosen.name} chosen")
-        return chosen
+            self.run.event("gptq_out_of_time")
+        return data
 
 
 # === end: export ===
@@ -2722,21 +2540,15 @@ class Score:
         self.loss = self.nats / self.tokens
         self.bpb = self.nats / math.log(2) / self.bytes
 
-    def result(self) -> dict:
+    def result(self):
         """Return the score's keys in result.json."""
-        return {
-            "val_loss": self.loss,
-            "val_bpb": self.bpb,
-            "val_nats": self.nats,
-            "val_tokens": self.tokens,
-            "val_bytes": self.bytes,
-            "bytes_per_token": self.bytes / self.tokens,
-        }
+        result = {f"val_{name}": value for name, value in vars(self).items()}
+        return {**result, "bytes_per_token": self.bytes / self.tokens}
 
     def __str__(self):
         return (
             f"loss:{self.loss:.4f} bpb:{self.bpb:.4f} nats:{self.nats:.1f} tokens:{self.tokens} "
-            f"bytes:{self.bytes} bytes_per_token:{self.bytes / self.tokens:.4f}"
+            f"bytes:{self.bytes}"
         )
 
 
@@ -2816,7 +2628,7 @@ def save_checkpoint(folder, step, parts, meta):
     parts: file name -> what torch.save takes; meta: JSON. Raises OSError, leaving nothing behind.
     """
     final = folder / f"step_{step:06d}"
-    unfinished = final.with_suffix(".part")
+    unfinished = folder / "unfinished"
     files = {"meta.json": json.dumps(meta).encode()}
     for name, part in parts.items():
         buffer = io.BytesIO()  # torch.save into a file raises no OSError on a full disk
@@ -2824,8 +2636,7 @@ def save_checkpoint(folder, step, parts, meta):
         files[f"{name}.pt"] = buffer.getvalue()
     sums = [f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in files.items()]
     files["SHA256SUMS"] = "".join(sums).encode()
-    for leftover in folder.glob("step_*.part"):
-        shutil.rmtree(leftover)
+    shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
     try:
         unfinished.mkdir()
         for name, data in files.items():
@@ -2857,10 +2668,12 @@ def stored_settings(given):
         folder = find_run(given["RESUME"], out_dir)
         if given.get("RUN_ID", folder.name) != folder.name:
             raise UserError(f"RUN_ID={given['RUN_ID']!r}: must be that of RESUME, {folder.name!r}")
-        newest, faults = newest_checkpoint(list_checkpoints(folder))
+        newest, faults = newest_checkpoint(folder)
         if newest is None or (folder / "result.json").exists():
-            must = "must be an unfinished run with a whole checkpoint"
-            raise UserError(f"RESUME={str(folder)!r}: {must}; {' '.join(faults)}")
+            raise UserError(
+                f"RESUME={str(folder)!r}: must be an unfinished run with a whole checkpoint; "
+                f"{' '.join(faults)}"
+            )
         return json.loads((newest / "meta.json").read_bytes())["settings"]
     if given.get("REPLAY"):
         stored = read_progress(find_run(given["REPLAY"], out_dir))
@@ -2888,35 +2701,33 @@ def replayed_progress(settings):
     return read_progress(find_run(settings.replay, settings.out_dir))["progress"]
 
 
-def load_tracker(name):
-    """Return the package that TRACKER names, or None. Raises UserError if it is not installed."""
-    package = None
+def make_tracker(settings, folder):
+    """Return track(metrics, step), which feeds TensorBoard or W&B; None if TRACKER is none.
+
+    Raises UserError if the package is not installed.
+    """
     try:
-        if name == "wandb":
-            import wandb as package
-        elif name == "tensorboard":
-            from torch.utils import tensorboard as package
+        if settings.tracker == "wandb":
+            import wandb
+
+            config = asdict(settings)
+            wandb.init(project="underpar", name=folder.name, dir=str(folder), config=config)
+            return wandb.log
+        if settings.tracker == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter
+
+            writer = SummaryWriter(folder)
+
+            def track(metrics, step):
+                for name, value in metrics.items():
+                    writer.add_scalar(name, value, step)
+                writer.flush()  # the values stay, however the run ends
+
+            return track
     except ImportError:
+        name = settings.tracker
         raise UserError(f"TRACKER={name!r}: is not installed; pip install {name}") from None
-    return package
-
-
-def make_tracker(package, settings, folder):
-    """Return track(metrics, step), which feeds TensorBoard or W&B; None without a package."""
-    if package is None:
-        return None
-    if settings.tracker == "wandb":
-        config = asdict(settings)
-        package.init(project="underpar", name=folder.name, dir=str(folder), config=config)
-        return package.log
-    writer = package.SummaryWriter(folder)
-
-    def track(metrics, step):
-        for name, value in metrics.items():
-            writer.add_scalar(name, value, step)
-        writer.flush()  # the values stay, however the run ends
-
-    return track
+    return None
 
 
 def handle_stop_signals(handler):
@@ -2970,7 +2781,7 @@ class Log:
             self.file.write(text.encode() + b"\n")
         except OSError as error:  # a full disk may have room again before the next checkpoint
             with contextlib.suppress(OSError):
-                sys.stderr.write(f"log.txt: {error.strerror}, lost: {text[:200]}\n")
+                sys.stderr.write(f"log.txt: {error}\n")
 
     def is_due(self):
         """Return whether nothing was written for LOG_SECONDS."""
@@ -3016,8 +2827,6 @@ class Run(Saved):
 
     def __post_init__(self):
         settings = self.settings
-        if not re.fullmatch(r"0|[1-9]\d*s?", settings.save_every):
-            raise UserError(f"SAVE_EVERY={settings.save_every!r}: must be 500 (steps), 120s or 0")
         self.folder = find_run(settings.resume, settings.out_dir)
         if not settings.resume:
             self.folder /= self.runtime.agree(settings.run_id or time.strftime("run_%Y%m%d_%H%M%S"))
@@ -3029,33 +2838,31 @@ class Run(Saved):
         self.step = 0
         self.skipped_steps = 0
         self.skipped_in_a_row = 0
-        self.saved_step = -1  # step and training seconds of the newest checkpoint
-        self.saved_seconds = -math.inf
+        self.saved_step = -1  # of the newest checkpoint
 
     def open(self):
-        """Make or find the folder and begin the log; return the checkpoint to load, or None."""
+        """Make or find the folder and begin the log; return the checkpoint to load, or None.
+
+        Raises UserError, with nothing made but perhaps an empty folder.
+        """
         checkpoint = None
+        faults = []
         if self.runtime.rank == 0:
-            package = load_tracker(self.settings.tracker)  # may raise, before there is a folder
-            if not self.settings.resume:
-                self.make_folder()
+            run_id = self.settings.run_id
+            if self.settings.resume:
+                checkpoint, faults = newest_checkpoint(self.folder)
+            elif any(self.folder.glob("*")) or Path(run_id).name != run_id:
+                raise UserError(
+                    f"RUN_ID={run_id!r}: must be a plain name of a new run in "
+                    f"{self.settings.out_dir}; RESUME continues a run"
+                )
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.log.track = make_tracker(self.settings, self.folder)
             self.log.file = open(self.folder / "log.txt", "ab", buffering=0)
-            self.log.track = make_tracker(package, self.settings, self.folder)
             self.write_header()
-            checkpoint, faults = newest_checkpoint(list_checkpoints(self.folder))
             for fault in faults:
                 self.log(fault)
         return self.runtime.agree(checkpoint)
-
-    def make_folder(self):
-        """Make the folder of a new run. Raises UserError, with nothing made."""
-        run_id = self.settings.run_id
-        if os.path.exists(self.folder) or Path(run_id).name != run_id:
-            raise UserError(
-                f"RUN_ID={run_id!r}: must be a plain name that does not exist in "
-                f"{self.settings.out_dir}; RESUME continues a run"
-            )
-        self.folder.mkdir(parents=True)
 
     def write_header(self):
         """Log the script's source, the command, the machine and all settings; * marks a change."""
@@ -3083,29 +2890,19 @@ class Run(Saved):
         self.runtime.agree(None)
         return path
 
-    def is_save_due(self):
-        """Return whether SAVE_EVERY asks for a checkpoint here; the first is due before step 1."""
-        every = self.settings.save_every
-        interval = int(every.rstrip("s"))
-        if every.endswith("s"):
-            return self.clock.seconds[-1] - self.saved_seconds >= interval
-        return interval > 0 and self.step % interval == 0
-
     def save(self):
         """Write a checkpoint, on rank 0 while the others wait.
 
         A failure is an event if there is an older checkpoint, else an OSError.
         """
-        self.saved_seconds = self.clock.seconds[-1]
         if self.saved_step != self.step and self.runtime.rank == 0:
-            begin = time.perf_counter()
             training = {name: part.state_dict() for name, part in self.parts.items()}
             files = {"model": training.pop("network"), "training": training}
             settings = asdict(self.settings)
             meta = {"step": self.step, "settings": settings, "identity": self.identity}
             try:
                 save_checkpoint(self.folder, self.step, files, meta)
-                self.log(f"step:{self.step} saved in {1000 * (time.perf_counter() - begin):.0f}ms")
+                self.log(f"step:{self.step} saved")
             except OSError as error:
                 if not list_checkpoints(self.folder):
                     raise
@@ -3161,28 +2958,10 @@ class Run(Saved):
     def write_artifact(self, content):
         """Write model.upar, and log what became of plan and clock; return the artifact's path."""
         seconds = self.clock.elapsed()
-        self.log(self.plan.summary())
-        self.log(
-            f"clock: {seconds:.1f} s to train and choose, "
-            f"MAX_WALLCLOCK_SECONDS={self.settings.max_wallclock_seconds}"
-        )
-        if self.settings.replay:
-            self.event("replay", of=self.settings.replay)
+        self.log(self.plan.describe())
         if self.clock.limit < seconds:
             self.event("over_clock", seconds=seconds, hint="needs more RESERVE_SECONDS")
         return self.write_file("model.upar", content)
-
-    def find_faults(self, total_bytes):
-        """Return what makes a finished run fail: phases that never fired, too many bytes."""
-        faults = []
-        # A run that ended early because it reached its target may lack phases.
-        target_reached = "target_reached" in [event["event"] for event in self.events]
-        for name in self.plan.planned:
-            if name not in self.plan.phases and not target_reached:
-                faults.append(f"phase {name} was enabled and never fired")
-        if total_bytes > self.settings.artifact_bytes_max:
-            faults.append(f"{total_bytes} bytes of code and artifact exceed ARTIFACT_BYTES_MAX")
-        return faults
 
     def write_result(self, facts, content):
         """Write result.json, and log it; return the exit code of the run: 1 if it has a fault.
@@ -3212,7 +2991,14 @@ class Run(Saved):
         for key, value in result.items():
             if not isinstance(value, dict):
                 self.log(f"{key}: {value}")
-        faults = self.find_faults(result["total_bytes"])
+        faults = []
+        # A run that ended early because it reached its target may lack phases.
+        target_reached = "target_reached" in [event["event"] for event in self.events]
+        for name in self.plan.planned.keys() - self.plan.phases:
+            if not target_reached:
+                faults.append(f"phase {name} was enabled and never fired")
+        if result["total_bytes"] > self.settings.artifact_bytes_max:
+            faults.append("code and artifact exceed ARTIFACT_BYTES_MAX")
         for fault in faults:
             self.log(f"error: {fault}; everything was saved", sys.stderr)
         return 1 if faults else 0
@@ -3231,8 +3017,8 @@ OPTIMIZER_PRESETS = {
     "adamw8bit": {"matrix_lr": 0.003, "tied_embed_lr": 0.01},
     "adafactor": {"matrix_lr": 0.1, "tied_embed_lr": 0.4},  # shares of a tensor's root mean square
 }
-# Of an untied output head, as in Parameter Golf. Lion moves every weight by the whole rate, and
-# Adafactor's is a share of the head's root mean square.
+# Learning rate of an untied output head, as in Parameter Golf. Lion moves every weight by the whole
+# rate, and Adafactor's rate is a share of the head's root mean square.
 HEAD_LR = 0.008
 OTHER_HEAD_LRS = {"lion": 0.002, "adafactor": 0.1}
 MUON_MOMENTUM_START = 0.85  # early gradients change quickly, and a long memory of them misleads
@@ -3241,23 +3027,6 @@ WARMUP_STEPS = 2  # untimed steps: the first compiles, the second shows that not
 # A step that takes longer than this and than 20 median steps prints the stacks of all threads.
 HANG_SECONDS = 120.0
 HEAVY_FOR_CPU = 1e12  # parameters times tokens per step: about a minute per step on two cores
-
-
-def pretraining_rates(settings):
-    """Return the learning rates and weight decays of each class of parameters."""
-    return LearningRates(
-        matrix=settings.matrix_lr,
-        embedding=settings.tied_embed_lr,
-        head=OTHER_HEAD_LRS.get(settings.optimizer, HEAD_LR),
-        control=settings.scalar_lr,
-        matrix_decay=settings.muon_wd,
-    )
-
-
-def muon_momentum(progress):
-    """Return Muon's momentum at this share of the run: it rises to MUON_MOMENTUM and stays."""
-    share = min(1.0, progress / MUON_WARMUP_FRAC)
-    return MUON_MOMENTUM_START + share * (MUON_MOMENTUM - MUON_MOMENTUM_START)
 
 
 def activation_dtype(name, device):
@@ -3272,7 +3041,7 @@ def compile_model(network, settings):
     """Return the network compiled into one graph or, with COMPILE=0, the network itself."""
     if not settings.compile:
         return network
-    return torch.compile(network, dynamic=False, fullgraph=True, mode=settings.compile_mode)
+    return torch.compile(network, dynamic=False, fullgraph=True)
 
 
 def forward_backward(model, batches, step):
@@ -3280,7 +3049,6 @@ def forward_backward(model, batches, step):
 
     Return this rank's part of that mean, in nats per token.
     """
-    # Gradients keep their memory: tensors made by a CUDA graph are overwritten by its next call.
     torch._foreach_zero_([param.grad for param in model.parameters()])
     loss = torch.zeros((), device=batches.runtime.device)
     for ids, targets in batches.micro_batches(step):
@@ -3326,14 +3094,16 @@ def warm_up(model, optimizers, batches, settings):
 
 
 def profile_steps(run):
-    """With PROFILE, trace steps 4 to 6 of the loop, which advances this iterator once per step."""
+    """With PROFILE, trace steps 4 to 6 of the loop, which advances this iterator once per step.
+
+    The run's trace.json opens at https://ui.perfetto.dev.
+    """
     if not run.settings.profile or run.runtime.rank:
         return
     yield from [None] * 3
     with torch.profiler.profile() as trace:
         yield from [None] * 3
     trace.export_chrome_trace(str(run.folder / "trace.json"))
-    run.log(f"profile: {run.folder}/trace.json opens at https://ui.perfetto.dev")
 
 
 def log_step(run, metrics):
@@ -3360,10 +3130,11 @@ def calibration_ids(batches, run):
             yield ids
 
 
-def choose_weights(exporter, averages, run):
+def choose_weights(exporter, averages, run, score):
     """Give the network the raw or averaged weights that score best, quantized, on held-out tokens.
 
-    An average is left out, with an event, if the clock has no time to score it. Return a name.
+    score: () -> Score of the network as it is. An average is left out, with an event, if the clock
+    has no time to score it. Return a name.
     """
     params = [param.detach() for param in exporter.network.parameters()]
     candidates = {"raw": params}
@@ -3374,12 +3145,12 @@ def choose_weights(exporter, averages, run):
     scoring_seconds = 0.0
     for name, values in candidates.items():
         begin = run.clock.elapsed()
-        # Scoring an average must leave time to score and pack the codes of the weights chosen.
-        if scores and run.runtime.agree(run.clock.seconds_left() < 3 * scoring_seconds):
-            run.event("weights_left_out", weights=name, hint="needs more RESERVE_SECONDS")
+        # Scoring an average must leave time to pack the weights chosen.
+        if scores and run.runtime.agree(run.clock.seconds_left() < 2 * scoring_seconds):
+            run.event("weights_left_out", weights=name)
             continue
         with swapped(params, values), quantized(exporter.network, exporter.table):
-            scores[name] = exporter.score()
+            scores[name] = score()
         scoring_seconds = run.clock.elapsed() - begin
         run.log(f"weights: {name}, quantized, on held-out training tokens {scores[name]}")
     chosen = min(scores, key=lambda name: scores[name].nats)
@@ -3430,14 +3201,17 @@ def main():
     network.activation_checkpointing = settings.activation_checkpointing
     network.dtype = activation_dtype(settings.dtype, device)
     model = compile_model(network, settings)
-    optimizers = Optimizers(
-        network, settings.optimizer, pretraining_rates(settings), runtime, network.dtype
-    )
+    rates = {  # learning rate and decoupled weight decay of each class of parameters
+        "matrix": (settings.matrix_lr, settings.muon_wd),
+        "embedding": (settings.tied_embed_lr, 0.0),  # a tied one is the output head, too
+        "head": (OTHER_HEAD_LRS.get(settings.optimizer, HEAD_LR), 0.0),  # an untied one
+        "control": (settings.scalar_lr, 0.0),  # gains, mixes, and GDN's decay and step size
+    }
+    optimizers = Optimizers(network, settings.optimizer, rates, runtime)
     averages = {}
-    if settings.ema:
-        averages["ema"] = Average(list(network.parameters()), EMA_MEMORY)
-    if settings.swa:
-        averages["swa"] = Average(list(network.parameters()))
+    for name, memory in (("ema", EMA_MEMORY), ("swa", None)):
+        if getattr(settings, name):
+            averages[name] = Average(list(network.parameters()), memory)
 
     # run folder and log
     identity = {
@@ -3455,8 +3229,7 @@ def main():
     if tokenizer.file != "bytes":
         run.write_file(tokenizer.file, tokenizer.content)
     counts = count_parameters(network)
-    log(f"parameters: {name_values(counts)}")
-    log(f"model: arch_mode {settings.arch_mode}, layers {config.layers}, {network.dtype}")
+    log(f"parameters: {name_values(counts)} layers: {config.layers}")
     for manifest in data.manifests:
         log(
             "data: {name}, train {train[tokens]} tokens, val {val[tokens]} tokens, "
@@ -3470,29 +3243,23 @@ def main():
         )
     log("warm-up: compiling and allocating, outside the clock")
     warm_up(model, optimizers, batches, settings)
-    log(
-        f"batch: {settings.train_batch_tokens} tokens a step = {runtime.world_size} ranks x "
-        f"{batches.rows // batches.micro_rows} micro-steps x {batches.micro_rows} windows x "
-        f"{settings.train_seq_len} tokens"
-    )
-    header = {
-        "settings": asdict(config),
-        "tokenizer_sha256": tokenizer.sha256,
-        "meta": {"seed": settings.seed, "tokenizer": tokenizer.file},
-    }
+    micro_steps = batches.rows // batches.micro_rows
+    log(f"batch: {micro_steps} micro-steps of {batches.micro_rows} windows on each rank")
     scorer = Scorer(tokenizer, runtime, settings.train_seq_len, batches.micro_rows, log.note)
     exporter = Exporter(
         network,
         quant_table(settings),
         limit=settings.artifact_bytes_max - run.code_bytes,
-        score=functools.partial(scorer.score, model, data.held_out),
         run=run,
-        header=header,
+        header={
+            "settings": asdict(config),
+            "tokenizer_sha256": tokenizer.sha256,
+            "meta": {"seed": settings.seed, "tokenizer": tokenizer.file},
+        },
     )
     run.parts.update(network=network, optimizers=optimizers, exporter=exporter, **averages)
     if checkpoint:
         run.load(checkpoint)
-    log(f"set-up and warm-up: {time.perf_counter() - begin:.1f} s, outside the clock")
 
     profile = profile_steps(run)
     metrics = {}
@@ -3500,7 +3267,7 @@ def main():
     stop_signal = StopSignal()
     clock.start()
     while True:
-        last_step = clock.is_last(run.step)
+        last_step = clock.is_last(run.step)  # run.step steps are finished
         if stop_signal.number and not runtime.distributed:
             stopping = True  # a single process need not ask other ranks
         faulthandler.cancel_dump_traceback_later()
@@ -3514,7 +3281,8 @@ def main():
             if score.loss <= settings.target_val_loss:
                 last_step = True
                 run.event("target_reached", step=run.step, seconds=clock.elapsed())
-        if last_step or stopping or run.is_save_due():
+        save_is_due = settings.save_every and run.step % settings.save_every == 0
+        if last_step or stopping or save_is_due:
             with clock.paused():
                 run.save()
         if last_step or stopping:
@@ -3541,11 +3309,13 @@ def main():
         loss, stop = extra  # the mean over the global batch now
         skip = ~(torch.isfinite(norm) & torch.isfinite(loss))
 
-        # 4. Log the step before, now that the device has work queued.
+        # 4. Read and log the report of the step before, now that the device has work queued.
         stopping = log_step(run, metrics)
 
         # 5. Update the weights and their averages.
-        optimizers.step(multiplier, muon_momentum(progress), skip)
+        warm = min(1.0, progress / MUON_WARMUP_FRAC)
+        momentum = MUON_MOMENTUM_START + warm * (MUON_MOMENTUM - MUON_MOMENTUM_START)
+        optimizers.step(multiplier, momentum, skip)
         for name, average in averages.items():
             if plan.is_on(name):
                 average.update(progress)
@@ -3565,12 +3335,15 @@ def main():
 
     # Choose the weights, quantize and pack them; this is on the clock, too.
     clock.start()
-    chosen = choose_weights(exporter, averages, run)
-    if not settings.qat:
-        exporter.fit_table()  # with QAT it was fitted when QAT began
-    packed = exporter.pack(calibration_ids(batches, run), clock.seconds_left())
+    score = functools.partial(scorer.score, model, data.held_out)
+    chosen = choose_weights(exporter, averages, run, score)
+    calibration = []
+    if "qat" not in plan.phases:  # QAT fits the table when it begins, and the weights to the codes
+        exporter.fit_table()
+        calibration = list(calibration_ids(batches, run))
+    content = exporter.pack(calibration)
     clock.stop()
-    artifact = run.write_artifact(packed.data)
+    artifact = run.write_artifact(content)
 
     # Score the weights before quantization, then what the artifact file alone gives back.
     before = scorer.score(model, data.val)
@@ -3586,10 +3359,9 @@ def main():
         **score_artifact(artifact, scorer, data, run),
         "before_quantization": before.result(),
         **data.yardsticks,
-        "bytes_by_class": packed.sizes,
         "total_seconds": time.perf_counter() - begin,
     }
-    exit_status = run.write_result(facts, packed.data)
+    exit_status = run.write_result(facts, content)
     runtime.leave()
     return exit_status
 

@@ -11,6 +11,7 @@ read back and scored at the end) and result.json. Sections between `# === shared
 byte for byte (tools/sync.py).
 """
 
+import base64
 import bisect
 import collections
 import contextlib
@@ -27,6 +28,7 @@ import os
 import random
 import re
 import resource
+import shlex
 import shutil
 import signal
 import string
@@ -34,7 +36,6 @@ import struct
 import subprocess
 import sys
 import time
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from decimal import Decimal
@@ -50,7 +51,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import zstandard
-from tiktoken.load import load_tiktoken_bpe, read_file_cached
+from tiktoken.load import read_file_cached
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
@@ -155,44 +156,25 @@ class UserError(Exception):
     """A mistake of the user. It is printed as one line, and the exit code is 2."""
 
 
-# Settings of older versions and of other projects that have no counterpart here. In the environment
-# they are errors, not ignored in silence.
+# Settings of other projects that have no counterpart here. In the environment they are errors, not
+# ignored in silence.
 ABSENT_SETTINGS = (
     "ADAM_WD",
-    "BIO_EVENTS",
-    "BIO_THRESHOLD",
-    "DETERMINISTIC",
     "DROPOUT",
-    "DRY_RUN",
-    "EMA_MEMORY_FRAC",
-    "EMA_START_FRAC",
-    "EMBED_CLIP_SIGMAS",
-    "EMBED_STEP",
-    "GDN_NEG_EIGVAL",
-    "HANG_SECONDS",
-    "KEEP",
     "LOG_INTERVAL",
-    "MATRIX_CLIP_SIGMAS",
-    "MATRIX_STEP",
-    "MUON_MOMENTUM_WARMUP_FRAC",
-    "NGRAM_MIN_COUNT",
-    "NGRAM_ORDER",
-    "QAT_START_FRAC",
+    "MUON_MOMENTUM_WARMUP_STEPS",
     "QK_NORM",
-    "RESIDUAL_MIX",
-    "SPIKE_NATS",
-    "SPIKE_POLICY",
-    "SWA_START_FRAC",
     "TTT_ENABLED",
-    "UNET_SKIPS",
     "XSA_LAST_N",
 )
 
-# Names that nanoGPT, modded-nanogpt, Parameter Golf and TRL use, and the settings that do the
-# same job here.
+# Names that nanoGPT, modded-nanogpt, Parameter Golf and TRL use, and the settings or constants that
+# do the same job here.
 ALIASES = {
     "BATCH_SIZE": "TRAIN_BATCH_TOKENS",
     "BETA": "KL_BETA",
+    "BETA1": "ADAM_BETAS[0]",
+    "BETA2": "ADAM_BETAS[1]",
     "BLOCK_SIZE": "TRAIN_SEQ_LEN",
     "DATASET": "DATA_PATH",
     "DECAY_LR": "LR_SCHEDULE",
@@ -216,6 +198,8 @@ ALIASES = {
     "MAX_STEPS": "ITERATIONS",
     "MIN_LR": "LR_FLOOR",
     "MODEL_NAME_OR_PATH": "INIT_FROM",
+    "MUON_BACKEND_STEPS": "NEWTON_SCHULZ_STEPS",
+    "MUON_MOMENTUM_WARMUP_START": "MUON_MOMENTUM_START",
     "MUON_WEIGHT_DECAY": "MUON_WD",
     "NUM_GENERATIONS": "GROUP_SIZE",
     "NUM_ITERATIONS": "ITERATIONS",
@@ -226,29 +210,30 @@ ALIASES = {
     "QAT_ENABLED": "QAT",
     "SEQ_LEN": "TRAIN_SEQ_LEN",
     "SWA_ENABLED": "SWA",
+    "TIED_EMBED_INIT_STD": "EMBED_INIT_STD",
+    "TRAIN_LOG_EVERY": "LOG_SECONDS",
     "VAL_BATCH_SIZE": "MICRO_BATCH_TOKENS",
     "WARMUP_ITERS": "WARMUP_FRAC",
     "WEIGHT_DECAY": "MUON_WD",
 }
 
-# Settings of Parameter Golf that are constants here: (constant, its value). That value is accepted,
-# so that pasted commands run.
+# Constants of this script that are settings elsewhere. Their values are accepted, so that pasted
+# commands run.
 RETIRED_SETTINGS = {
-    "ADAM_EPS": ("ADAM_EPS", 1e-8),
-    "BETA1": ("ADAM_BETAS[0]", 0.9),
-    "BETA2": ("ADAM_BETAS[1]", 0.95),
-    "BIGRAM_DIM": ("BIGRAM_DIM", 128),
-    "EMBED_BITS": ("EMBED_BITS", 8),
-    "HEAD_LR": ("HEAD_LR", 0.008),
-    "LOGIT_SOFTCAP": ("logit_softcap", 30.0),
-    "MUON_BACKEND_STEPS": ("NEWTON_SCHULZ_STEPS", 5),
-    "MUON_MOMENTUM": ("MUON_MOMENTUM", 0.95),
-    "MUON_MOMENTUM_WARMUP_START": ("MUON_MOMENTUM_START", 0.85),
-    "MUON_MOMENTUM_WARMUP_STEPS": ("MUON_WARMUP_FRAC", 0.05),
-    "ROPE_BASE": ("ROPE_BASE", 10000.0),
-    "TIED_EMBED_INIT_STD": ("embed_init_std", 0.005),
-    "TRAIN_LOG_EVERY": ("LOG_SECONDS", 10.0),
-    "WARMUP_STEPS": ("WARMUP_STEPS", 2),
+    "ADAM_BETAS[0]": 0.9,
+    "ADAM_BETAS[1]": 0.95,
+    "ADAM_EPS": 1e-8,
+    "BIGRAM_DIM": 128,
+    "EMBED_BITS": 8,
+    "EMBED_INIT_STD": 0.005,
+    "HEAD_LR": 0.008,
+    "LOGIT_SOFTCAP": 30.0,
+    "LOG_SECONDS": 10.0,
+    "MUON_MOMENTUM": 0.95,
+    "MUON_MOMENTUM_START": 0.85,
+    "NEWTON_SCHULZ_STEPS": 5,
+    "ROPE_BASE": 10000.0,
+    "WARMUP_STEPS": 2,
 }
 
 
@@ -308,12 +293,12 @@ def check_name(name, text, names):
     while meant in ALIASES and meant not in names:
         meant = ALIASES[meant]
     close_names = difflib.get_close_matches(meant, names, 1)
-    if name in RETIRED_SETTINGS:
-        constant, value = RETIRED_SETTINGS[name]
+    if meant in RETIRED_SETTINGS:
+        value = RETIRED_SETTINGS[meant]
         with contextlib.suppress(ValueError):
             if float(text) == value:
                 return
-        message += f", which has the constant {constant} = {value}"
+        message += f", which has the constant {meant} = {value}"
     elif close_names:
         message += f"; did you mean {close_names[0]}?"
     raise UserError(
@@ -365,9 +350,8 @@ def read_arguments(arguments):
 
 
 def print_help(cls):
-    """Print the script's docstring, its arguments and its settings, as they stand in the source."""
+    """Print the script's docstring and its settings, as they stand in the source."""
     print(inspect.getmodule(cls).__doc__)
-    print("Arguments: a config file (configs/x.env), NAME=value or --name=value.\n\nSettings:")
     print(inspect.getsource(cls))
 
 
@@ -477,8 +461,7 @@ def exit_code(main):
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
-        reason = str(error).strip()[-90:]
-        sys.stderr.write(f"error: rank {rank} lost another rank ({reason}); RESUME continues\n")
+        sys.stderr.write(f"error: rank {rank} lost another rank; RESUME continues\n")
         os._exit(1)  # an ordinary exit would wait for the lost rank
 
 
@@ -494,10 +477,10 @@ def replace_file(path, data):
 
 def describe_machine(runtime):
     """Return commit (`+`: with changes), hardware, versions and peak memory, for the result."""
-    command = "git describe --always --abbrev=40 --exclude='*' --dirty=+"
-    # Run by a shell, so that a missing git is no error: its output is empty.
-    git = subprocess.run(
-        command, shell=True, cwd=Path(__file__).parent, capture_output=True, text=True
+    folder = shlex.quote(str(Path(__file__).parent))
+    # Run by a shell, so that a missing git is no error.
+    status, commit = subprocess.getstatusoutput(
+        f"git -C {folder} describe --always --abbrev=40 --exclude='*' --dirty=+"
     )
     if runtime.device.type == "cuda":
         hardware = torch.cuda.get_device_name()
@@ -507,7 +490,7 @@ def describe_machine(runtime):
         unit = 1 if sys.platform == "darwin" else 1024
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return {
-        "commit": git.stdout.strip() or "unknown",
+        "commit": "unknown" if status else commit,
         "hardware": f"{runtime.world_size} x {hardware}",
         "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
         "peak_memory_mib": peak_bytes / 2**20,
@@ -516,31 +499,33 @@ def describe_machine(runtime):
 
 def list_checkpoints(run):
     """Return the checkpoints in a run's folder, whole or not, the newest first."""
-    folders = [path for path in run.glob("step_*") if re.fullmatch(r"step_\d+(\.part)?", path.name)]
-    return sorted(folders, key=lambda path: int(path.stem[5:]), reverse=True)
+    folders = [path for path in run.glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
+    return sorted(folders, key=lambda path: int(path.name[5:]), reverse=True)
 
 
-def checkpoint_fault(folder, files):
-    """Return what is wrong with a checkpoint that must have `files`, or "" if it is whole."""
-    if folder.suffix == ".part":
-        return "half-written"
+def checkpoint_fault(folder):
+    """Return what is wrong with a checkpoint, or "" if it is whole."""
     try:
-        lines = (folder / "SHA256SUMS").read_text().splitlines()
-        names = {*files, *(line.partition("  ")[2] for line in lines)}
-        wrong = [name for name in names if f"{sha256_file(folder / name)}  {name}" not in lines]
+        for line in (folder / "SHA256SUMS").read_text().splitlines():
+            digest, _, name = line.partition("  ")
+            if sha256_file(folder / name) != digest:
+                return f"{name} was changed"
     except (OSError, ValueError) as error:
         return str(error)
-    return ", ".join(sorted(wrong))
+    return ""
 
 
-def newest_checkpoint(folders, files=("meta.json", "model.pt", "training.pt")):
-    """Return the first whole checkpoint of `folders`, or None, and a line on each damaged one."""
+def newest_checkpoint(folder):
+    """Return the newest whole checkpoint of a run, or None, and a line on each damaged one.
+
+    The folder of a checkpoint stands for itself.
+    """
     faults = []
-    for folder in folders:
-        fault = checkpoint_fault(folder, files)
+    for candidate in list_checkpoints(folder) or [folder]:
+        fault = checkpoint_fault(candidate)
         if not fault:
-            return folder, faults
-        faults.append(f"checkpoint {folder} is damaged and skipped: {fault}")
+            return candidate, faults
+        faults.append(f"checkpoint {candidate} is damaged and skipped: {fault}")
     return None, faults
 
 
@@ -548,55 +533,9 @@ def newest_checkpoint(folders, files=("meta.json", "model.pt", "training.pt")):
 
 
 # === shared: tokenizer ===
-ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
-
-RANK_FILES = "https://openaipublic.blob.core.windows.net/encodings"
-
-
-@dataclass
-class PublishedEncoding:
-    """One of OpenAI's encodings: the hash of its rank file, and what that file does not contain.
-
-    The regular expressions are copied from tiktoken_ext/openai_public.py. They split a text into
-    the parts within which bytes are merged.
-    """
-
-    sha256: str
-    split: str  # regular expression
-    end_of_text: int  # id of <|endoftext|>, which begins every document here
-    vocab_size: int  # with all special tokens and unused ids
-
-
-ENCODINGS = {
-    "gpt2": PublishedEncoding(
-        "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930",
-        r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
-        50256,
-        50257,
-    ),
-    "cl100k_base": PublishedEncoding(
-        "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7",
-        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
-        r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s",
-        100257,
-        100277,
-    ),
-    "o200k_base": PublishedEncoding(
-        "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d",
-        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-        199999,
-        200019,
-    ),
-}
-
-
 @dataclass
 class Tokenizer:
-    """A tokenizer, from `load_tokenizer`, and the bytes that each token stands for.
+    """A tokenizer, from `read_tokenizer`, and the bytes that each token stands for.
 
     A token counts the UTF-8 bytes that it decodes to. After a boundary (a control, unknown or
     unused token) it counts them without the space that some SentencePiece models put before every
@@ -607,9 +546,9 @@ class Tokenizer:
     content: bytes  # of that file; its SHA-256 tells tokenizers apart
     bos_id: int
     pieces: list  # bytes that each token decodes to, b"" for boundaries
-    encode: Callable  # text -> ids without BOS; special tokens in a text are plain text
-    roles: dict  # ROLE_TOKENS -> ids; {} if the tokenizer has none
     drops_space: np.ndarray | bool = False  # (V,) bool, loses its first space after a boundary
+    encode: Callable = None  # text -> ids; this and roles are of load_tokenizer in section encoding
+    roles: dict = None
 
     def __post_init__(self):
         self.sha256 = hashlib.sha256(self.content).hexdigest()
@@ -619,66 +558,44 @@ class Tokenizer:
         self.drops_space = np.broadcast_to(self.drops_space, self.vocab_size)
 
 
-def load_tokenizer(path):
-    """Return the Tokenizer of a SentencePiece file or a rank file NAME.tiktoken, of the published
-    encoding NAME, or the built-in one, `bytes`. Raises UserError.
+def read_tokenizer(path, facts):
+    """Return the Tokenizer of a SentencePiece file or a rank file NAME.tiktoken, or the built-in
+    one, `bytes`.
+
+    facts: bos_id and vocab_size, which a rank file does not contain. Raises UserError.
     """
     path = Path(path)
-    name = path.name.removesuffix(".tiktoken")
-    if name == "bytes":
-        return byte_tokenizer()
+    if path.name == "bytes":  # pad, BOS, EOS and unknown, then 256 bytes, then 4 roles
+        pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4
+        return Tokenizer("bytes", b"underpar bytes 264", 1, pieces)
     try:
-        if name in ENCODINGS:
-            return tiktoken_tokenizer(path, name)
-        return sentencepiece_tokenizer(path)
-    except (OSError, ValueError, RuntimeError) as error:  # missing, damaged or without BOS
+        content = path.read_bytes()
+        if path.suffix == ".tiktoken":
+            return rank_tokenizer(path.name, content, facts)
+        return sentencepiece_tokenizer(content)
+    except (OSError, LookupError, ValueError, RuntimeError) as error:
         raise UserError(
-            f"tokenizer {path}: {error}; must be a SentencePiece model with a BOS token, bytes, or "
-            f"NAME or NAME.tiktoken of {[*ENCODINGS]}"
+            f"tokenizer {path}: {error}; must be a SentencePiece model with a BOS token, the rank "
+            "file NAME.tiktoken of the data, or bytes"
         ) from error
 
 
-def byte_tokenizer():
-    """Return the built-in tokenizer: pad, BOS, EOS and unknown, then 256 bytes, then 4 roles."""
-    pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4
-    return Tokenizer(
-        "bytes",
-        b"underpar bytes 264",
-        1,
-        pieces,
-        lambda text: [4 + byte for byte in text.encode()],
-        {role: 260 + i for i, role in enumerate(ROLE_TOKENS)},
-    )
+def rank_tokenizer(file, content, facts):
+    """Return the tokenizer of a rank file: a line per piece, in base64, and its id."""
+    pieces = [b""] * facts["vocab_size"]  # special tokens and unused ids stay b""
+    for line in content.splitlines():
+        piece, rank = line.split()
+        pieces[int(rank)] = base64.b64decode(piece)
+    return Tokenizer(file, content, facts["bos_id"], pieces)
 
 
-def tiktoken_tokenizer(path, name):
-    """Return the encoding NAME, from its rank file NAME.tiktoken or from OpenAI's server."""
-    published = ENCODINGS[name]
-    source = str(path)
-    if not path.suffix:
-        source = f"{RANK_FILES}/{name.replace('gpt2', 'r50k_base')}.tiktoken"
-    # Both look into tiktoken's cache first and raise ValueError if the hash is another.
-    content = read_file_cached(source, published.sha256)
-    ranks = load_tiktoken_bpe(source, published.sha256)
-    pieces = [b""] * published.vocab_size  # special tokens and unused ids decode to nothing
-    for piece, rank in ranks.items():
-        pieces[rank] = piece
-    # Without special tokens: what looks like one in a text is plain text.
-    bpe = tiktoken.Encoding(name, pat_str=published.split, mergeable_ranks=ranks, special_tokens={})
-    return Tokenizer(
-        f"{name}.tiktoken", content, published.end_of_text, pieces, bpe.encode_ordinary, {}
-    )
-
-
-def sentencepiece_tokenizer(path):
-    """Return the tokenizer of a SentencePiece model file."""
-    content = path.read_bytes()
+def sentencepiece_tokenizer(content):
+    """Return the tokenizer of a SentencePiece model, the bytes of its file."""
     model = sentencepiece.SentencePieceProcessor(model_proto=content)
     if model.bos_id() < 0:
         raise ValueError("empty, or without the BOS token of every document")
     pieces = []
     drops_space = []
-    roles = {}
     for i in range(model.vocab_size()):
         name = model.id_to_piece(i)
         piece = name.replace("\u2581", " ").encode()  # SentencePiece's mark of a space
@@ -689,12 +606,7 @@ def sentencepiece_tokenizer(path):
         pieces.append(piece)
         # A space that the model's own decoder leaves out, the dummy prefix, is not in the text.
         drops_space.append(piece == b" " + model.decode([i]).encode())
-        # Only control tokens cannot be written in a text, so that no user can forge a role.
-        if model.is_control(i) and name in ROLE_TOKENS:
-            roles[name] = i
-    return Tokenizer(
-        "tokenizer.model", content, model.bos_id(), pieces, model.encode, roles, drops_space
-    )
+    return Tokenizer("tokenizer.model", content, model.bos_id(), pieces, drops_space)
 
 
 def sha256_file(path):
@@ -704,6 +616,93 @@ def sha256_file(path):
 
 
 # === end: tokenizer ===
+
+
+# === shared: encoding ===
+ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+RANK_FILES = "https://openaipublic.blob.core.windows.net/encodings"
+# Published encodings: the hash of their rank file and what that file does not contain. Every
+# document begins with <|endoftext|>. The regular expressions are copied from
+# tiktoken_ext/openai_public.py. They split a text into the parts within which bytes are merged.
+ENCODINGS = {
+    "gpt2": dict(
+        sha256="306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930",
+        bos_id=50256,
+        vocab_size=50257,  # with all special tokens and unused ids
+        split=r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
+    ),
+    "cl100k_base": dict(
+        sha256="223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7",
+        bos_id=100257,
+        vocab_size=100277,  # with all special tokens and unused ids
+        split=(
+            r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
+            r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+        ),
+    ),
+    "o200k_base": dict(
+        sha256="446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d",
+        bos_id=199999,
+        vocab_size=200019,  # with all special tokens and unused ids
+        split=(
+            r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+            r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+            r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        ),
+    ),
+}
+
+
+def load_tokenizer(path):
+    """Return the Tokenizer of `path`, see read_tokenizer, or of the published encoding NAME.
+
+    It has two attributes more: `encode`, from a text to ids without BOS, where special tokens are
+    plain text; and `roles`, the ids of ROLE_TOKENS, {} if it has none. Raises UserError.
+    """
+    path = Path(path)
+    name = path.name.removesuffix(".tiktoken")
+    facts = ENCODINGS.get(name)
+    if path.suffix == ".tiktoken" and not facts:
+        raise UserError(f"tokenizer {path}: must be one of {[*ENCODINGS]}")
+    if facts and not path.suffix:
+        tokenizer = rank_tokenizer(f"{name}.tiktoken", published_ranks(name, facts), facts)
+    else:
+        tokenizer = read_tokenizer(path, facts)
+    tokenizer.roles = {}
+    if name == "bytes":
+        tokenizer.encode = lambda text: [4 + byte for byte in text.encode()]
+        tokenizer.roles = {role: 260 + i for i, role in enumerate(ROLE_TOKENS)}
+    elif facts:
+        if tokenizer.sha256 != facts["sha256"]:
+            raise UserError(f"tokenizer {path}: is not the published rank file of {name}")
+        ranks = {piece: rank for rank, piece in enumerate(tokenizer.pieces) if piece}
+        bpe = tiktoken.Encoding(
+            name, pat_str=facts["split"], mergeable_ranks=ranks, special_tokens={}
+        )
+        tokenizer.encode = bpe.encode_ordinary
+    else:
+        model = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.content)
+        tokenizer.encode = model.encode
+        for role in ROLE_TOKENS:
+            i = model.piece_to_id(role)
+            # Only control tokens cannot be written in a text, so that no user can forge a role.
+            if model.is_control(i):
+                tokenizer.roles[role] = i
+    return tokenizer
+
+
+def published_ranks(name, facts):
+    """Return the rank file of an encoding, from tiktoken's cache or OpenAI's server."""
+    url = f"{RANK_FILES}/{name.replace('gpt2', 'r50k_base')}.tiktoken"
+    try:
+        return read_file_cached(url, facts["sha256"])
+    except (OSError, ValueError) as error:
+        raise UserError(f"tokenizer {name}: {error}") from error
+
+
+# === end: encoding ===
 
 
 # === shared: text ===
@@ -952,12 +951,15 @@ def grow_roles(network, tokenizer):
 
 
 # === shared: model ===
-# What ARCH_MODE stands for: values of settings, below the CONFIG file and the environment.
+# What ARCH_MODE stands for: values of settings, below the CONFIG file and the environment, and of
+# fields of GPTConfig that are no settings.
 ARCH_PRESETS = {
     "D": {},  # the defaults: GDN, and two layers of sliding-window attention with the same weights
     "gdn": dict(layer_pattern="g", num_layers=10),
     "hybrid": dict(layer_pattern="g g a a a a a a a a g"),  # of openai/parameter-golf PR 1895
-    "baseline": dict(layer_pattern="a", num_layers=9, mlp_mult=2.0, qk_gain_init=1.5),
+    "baseline": dict(  # the first script of Parameter Golf
+        layer_pattern="a", num_layers=9, mlp_mult=2.0, qk_gain_init=1.5, unet_skips=True
+    ),
     "llama": dict(
         layer_pattern="a",
         num_layers=12,
@@ -965,15 +967,10 @@ ARCH_PRESETS = {
         mlp_mult=2.75,
         norm="rms_weight",
         qk_gain_init=0.0,
+        residual_mix=False,
+        logit_softcap=0.0,
+        embed_init_std=0.02,
     ),
-}
-# The fields of GPTConfig that an ARCH_MODE fixes: they are no settings.
-ARCH_LAYOUTS = {
-    "D": {},
-    "gdn": {},
-    "hybrid": {},
-    "baseline": dict(unet_skips=True),  # as in the first script of Parameter Golf
-    "llama": dict(residual_mix=False, logit_softcap=0.0, embed_init_std=0.02),
 }
 NORMS = ("rms", "rms_weight", "layer")
 CONV_TAPS = 4  # tokens that GDN's short convolution sees, the current one included
@@ -1015,7 +1012,7 @@ class GPTConfig:
 def model_config(settings, vocab_size, bos_id, **overrides):
     """Return the GPTConfig of the network that `settings` ask for.
 
-    A field's value is taken from `overrides`, else ARCH_LAYOUTS, else `settings`, else GPTConfig's
+    A field's value is taken from `overrides`, else `settings`, else ARCH_PRESETS, else GPTConfig's
     default. LAYER_PATTERN is one word per layer, repeated or cut to NUM_LAYERS: g is Gated
     DeltaNet, s sliding-window attention, a full attention. Layers whose words have the same number
     share the mixer's weights (s1 ... s1); in capitals they share all of the layer's weights (A1 A2
@@ -1025,30 +1022,35 @@ def model_config(settings, vocab_size, bos_id, **overrides):
     words = settings.layer_pattern.split()
     norms = getattr(settings, "norm", "rms").split()
     if not words or not all(re.fullmatch("[gsa][0-9]*|[GSA][0-9]+", word) for word in words):
-        right = "g, s or a with an optional number; capitals need one"
-        raise UserError(f"LAYER_PATTERN={settings.layer_pattern!r}: each word must be {right}")
+        raise UserError(
+            f"LAYER_PATTERN={settings.layer_pattern!r}: each word must be g, s or a with an optional "
+            "number; capitals need one"
+        )
     if not norms or set(norms) - set(NORMS):
         raise UserError(f"NORM={settings.norm!r}: must be one or more of {', '.join(NORMS)}")
     num_layers = settings.num_layers or len(words)
 
     names = GPTConfig.__dataclass_fields__
-    values = {name: value for name, value in vars(settings).items() if name in names}
-    values |= ARCH_LAYOUTS[getattr(settings, "arch_mode", "D")]
+    given = {**ARCH_PRESETS[getattr(settings, "arch_mode", "D")], **vars(settings), **overrides}
+    values = {name: value for name, value in given.items() if name in names}
     values |= dict(vocab_size=vocab_size, bos_id=bos_id)
     values["layers"] = " ".join((words * num_layers)[:num_layers])
     values["norms"] = " ".join((norms * num_layers)[:num_layers])
-    config = GPTConfig(**{**values, **overrides})
+    config = GPTConfig(**values)
 
     dim = config.model_dim
     heads = config.num_heads
     if dim % (2 * heads):
         raise UserError(f"MODEL_DIM={dim}: must be a multiple of 2 x NUM_HEADS = {2 * heads}")
     if heads % config.num_kv_heads:
-        kv_heads = config.num_kv_heads
-        raise UserError(f"NUM_HEADS={heads}: must be a multiple of NUM_KV_HEADS = {kv_heads}")
+        raise UserError(
+            f"NUM_HEADS={heads}: must be a multiple of NUM_KV_HEADS = {config.num_kv_heads}"
+        )
     if config.rope_dims % 2 or config.rope_dims > dim // heads:
-        most = f"MODEL_DIM / NUM_HEADS = {dim // heads}"
-        raise UserError(f"ROPE_DIMS={config.rope_dims}: must be even, at most {most}")
+        raise UserError(
+            f"ROPE_DIMS={config.rope_dims}: must be even, at most MODEL_DIM / NUM_HEADS = "
+            f"{dim // heads}"
+        )
     if config.positions == "learned" and getattr(settings, "eval_stateful", False):
         raise UserError(
             "EVAL_STATEFUL=1: must be 0, for POSITIONS='learned' ends at TRAIN_SEQ_LEN, documents do not"
@@ -1058,6 +1060,9 @@ def model_config(settings, vocab_size, bos_id, **overrides):
 
 def linear(x, weight):
     """Return x W^T in x's dtype; weights are kept in float32."""
+    if hasattr(weight, "hessian"):  # section export calibrates GPTQ
+        rows = x.flatten(0, -2).float()
+        weight.hessian += rows.mT @ rows
     return F.linear(x, weight.to(x.dtype))
 
 
@@ -1283,7 +1288,7 @@ class GatedDeltaNet(nn.Module):
         q = q * torch.rsqrt(q.to(wide).square().sum(-1, keepdim=True) + 1e-6)
         k = k * torch.rsqrt(k.to(wide).square().sum(-1, keepdim=True) + 1e-6)
         q = q.to(v.dtype) * self.head_dim**-0.5
-        a, b = F.linear(x.to(wide), self.ab).split(self.heads, dim=-1)  # (B, T, H)
+        a, b = linear(x.to(wide), self.ab).split(self.heads, dim=-1)  # (B, T, H)
         g = -self.A_log.exp() * F.softplus(a + self.dt_bias)
         begins_document = doc[:, -T:] != doc[:, -T - 1 : -1]
         g = torch.where(begins_document[..., None], DOCUMENT_DECAY, g)
@@ -1395,7 +1400,7 @@ class MLP(nn.Module):
     """Two matrices around an activation. A new kind is a word of the setting `mlp` and a branch.
 
     ReLU^2 is of arXiv 2109.08668, SwiGLU (with a gate) of 2002.05202, bio of WiggleGPT; bio_soft
-    and bio_hard add its SparseEventLayer (model_bio_optimized.py), without biases.
+    adds its SparseEventLayer (model_bio_optimized.py) with soft events, without biases.
     """
 
     def __init__(self, config):
@@ -1406,7 +1411,7 @@ class MLP(nn.Module):
         self.w_up = matrix((hidden, hidden) if self.kind == "swiglu" else (hidden,), dim)
         if self.kind.startswith("bio"):
             self.wave = init_wave(hidden)
-        if self.kind in ("bio_soft", "bio_hard"):
+        if self.kind == "bio_soft":
             self.w_gate = matrix((hidden,), hidden)
             self.w_mix = matrix((hidden,), hidden)
             self.mix_wave = init_wave(hidden)
@@ -1426,17 +1431,14 @@ class MLP(nn.Module):
             h = F.silu(gate) * up
         else:
             h = oscillate(h, self.wave)
-            if self.kind != "bio":
+            if self.kind == "bio_soft":
                 h = self.sparse_events(h)
         return linear(h, self.w_down)
 
     def sparse_events(self, h):
         """Return hidden units (B, T, hidden) mixed by those of h whose voltage is high."""
         voltage = torch.sigmoid(linear(h, self.w_gate))
-        spike = torch.sigmoid(5.0 * (voltage - BIO_THRESHOLD))  # of bio_soft: never zero
-        if self.kind == "bio_hard":  # 0 or 1, with the gradient of the soft spike
-            events = (voltage > BIO_THRESHOLD).to(h.dtype)
-            spike = events + (spike - spike.detach())
+        spike = torch.sigmoid(5.0 * (voltage - BIO_THRESHOLD))
         return oscillate(linear(h * spike, self.w_mix), self.mix_wave)
 
 
@@ -1529,8 +1531,10 @@ class GPT(nn.Module):
         """
         config = self.config
         if config.positions == "learned" and ids.size(1) > config.train_seq_len:
-            most = f"TRAIN_SEQ_LEN={config.train_seq_len}"
-            raise UserError(f"POSITIONS='learned': {ids.size(1)} tokens in a text, {most}")
+            raise UserError(
+                f"POSITIONS='learned': {ids.size(1)} tokens in a text, at most TRAIN_SEQ_LEN="
+                f"{config.train_seq_len}"
+            )
         doc, previous, positions = (cache or self).context(ids)
         x = F.embedding(ids, self.embed)
         x = x.to(self.dtype or (torch.bfloat16 if ids.is_cuda else x.dtype))
@@ -1648,19 +1652,17 @@ ADAM_EPS = 1e-8  # torch's default
 LION_BETAS = (0.9, 0.99)  # the Lion paper's
 
 
-def orthogonalize(G, dtype=None):
+def orthogonalize(G):
     """Return G (N, R, C) with all singular values of each matrix pushed to about 1.
 
     Newton-Schulz: each step applies the odd polynomial a s + b s^3 + c s^5 to every singular value
     s, by products of matrices alone (kellerjordan.github.io/posts/muon). The products are taken in
-    `dtype`; None means bfloat16 on CUDA and the dtype of G elsewhere. The result has that of G.
+    bfloat16 on CUDA.
     """
     if G.size(1) > G.size(2):
-        return orthogonalize(G.mT, dtype).mT  # X X^T is then the smaller of the two products
-    if dtype is None:
-        dtype = torch.bfloat16 if G.is_cuda else G.dtype
+        return orthogonalize(G.mT).mT  # X X^T is then the smaller of the two products
     a, b, c = NEWTON_SCHULZ
-    X = G.to(dtype)
+    X = G.bfloat16() if G.is_cuda else G
     X = X / (X.norm(dim=(1, 2), keepdim=True) + 1e-7)  # now no singular value is above 1
     for _ in range(NEWTON_SCHULZ_STEPS):
         A = X @ X.mT
@@ -1677,8 +1679,7 @@ class Muon(torch.optim.Optimizer):
 
     A matrix (R, C) moves by lr * sqrt(max(1, R / C)) in spectral norm. A parameter may hold several
     matrices one below the other, such as q, k and v: its attribute `splits` has their numbers of
-    rows, and each is orthogonalized by itself. Options of the group: the runtime, and the dtype of
-    orthogonalize.
+    rows, and each is orthogonalized by itself. The group has the runtime, too.
     """
 
     @torch.no_grad()
@@ -1709,7 +1710,7 @@ class Muon(torch.optim.Optimizer):
             matrices, updates = zip(*pairs, strict=True)
             updates = torch.stack(updates)  # (N, R, C)
             result = torch.zeros_like(updates)
-            result[share] = orthogonalize(updates[share], group["dtype"])
+            result[share] = orthogonalize(updates[share])
             scale = lr * max(1.0, rows / cols) ** 0.5
             torch._foreach_sub_(matrices, (scale * runtime.sum(result)).unbind())
 
@@ -1786,18 +1787,6 @@ class AdamW8bit(MaskedOptimizer):
         return update, dict(updates=updates, scales=scales, codes=codes)
 
 
-@dataclass
-class LearningRates:
-    """Learning rates and decoupled weight decays by class of parameters; control has no decay."""
-
-    matrix: float
-    embedding: float  # a tied one is the output head, too
-    head: float  # an untied output head
-    control: float  # gains, mixes, and what makes GDN's decay and step size
-    matrix_decay: float
-    embedding_decay: float = 0.0  # the head's, too
-
-
 # Parameters that the optimizers treat otherwise than the artifact does, by the end of their names.
 PARAMETER_CLASSES = {
     "lora_a": "adapter",
@@ -1810,22 +1799,14 @@ PARAMETER_CLASSES = {
 class Optimizers:
     """The optimizers of a model: the one that `kind` names, and AdamW for what that leaves.
 
-    kind: as the setting OPTIMIZER. rates: what each class of parameters gets. dtype: of Muon's
-    products, see orthogonalize.
+    kind: as the setting OPTIMIZER. rates: class of parameters -> learning rate, weight decay; the
+    classes are those of tensor_class and PARAMETER_CLASSES.
     """
 
-    def __init__(self, model, kind, rates, runtime, dtype=None):
-        # class of parameters -> learning rate, weight decay
-        table = {
-            "matrix": (rates.matrix, rates.matrix_decay),
-            "adapter": (rates.matrix, rates.matrix_decay),  # LoRA: as the matrix it adapts
-            "embedding": (rates.embedding, rates.embedding_decay),
-            "head": (rates.head, rates.embedding_decay),
-            "control": (rates.control, 0.0),
-        }
+    def __init__(self, model, kind, rates, runtime):
         groups = {
             name: dict(params=[], base_lr=lr, weight_decay=decay)
-            for name, (lr, decay) in table.items()
+            for name, (lr, decay) in rates.items()
         }
         self.params = {}  # all that train -> their names
         for name, param in model.named_parameters():
@@ -1840,7 +1821,7 @@ class Optimizers:
         adam_betas = ADAM_BETAS
         self.all = []
         if kind == "muon":
-            self.all = [Muon([groups.pop("matrix")], dict(runtime=runtime, dtype=dtype))]
+            self.all = [Muon([groups.pop("matrix")], dict(runtime=runtime))]
             adam_groups += groups.values()
         elif kind == "lion":
             self.all = [Lion(groups.values(), {})]
@@ -2053,11 +2034,13 @@ class Clock(Saved):
             self.packet[2] = 0.0  # the signal that stopped the saved run does not stop this one
 
 
-# Phases begin at these shares of the run.
-EMA_START = 0.5  # earlier weights are far from the final ones, and the memory would forget them
+# Phases that settings switch on begin at these shares of the run.
+PHASE_STARTS = {
+    "ema": 0.5,  # earlier weights are far from the final ones, and the memory would forget them
+    "swa": 0.9,  # a plain average forgets nothing: it begins when the learning rate is low
+    "qat": 0.85,  # rounding makes steps slower, and the last steps suffice to adapt the weights
+}
 EMA_MEMORY = 0.02  # share of the run after which weights count 1 / e in the average
-SWA_START = 0.9  # a plain average forgets nothing: it begins when the learning rate is low
-QAT_START = 0.85  # rounding makes steps slower, and the last steps suffice to adapt the weights
 
 
 class Plan(Saved):
@@ -2092,12 +2075,9 @@ class Plan(Saved):
             self.planned["warmup"] = (0.0, self.warmup)
         if self.warmdown:
             self.planned["warmdown"] = (1 - self.warmdown, 1.0)
-        if settings.ema:
-            self.planned["ema"] = (EMA_START, 1.0)
-        if settings.swa:
-            self.planned["swa"] = (SWA_START, 1.0)
-        if settings.qat:
-            self.planned["qat"] = (QAT_START, 1.0)
+        for name, begin in PHASE_STARTS.items():
+            if getattr(settings, name):
+                self.planned[name] = (begin, 1.0)
         self.progress = 0.0  # of the present step
         self.phases = {}  # what became of those that began, for result.json
 
@@ -2125,13 +2105,12 @@ class Plan(Saved):
         last_chance = 2 * progress - self.progress > 1 - 1e-9
         self.progress = progress
         begun = []
-        for name, (begin, end) in self.planned.items():
+        for name, (begin, _) in self.planned.items():
             if self.is_on(name):
                 self.phases[name]["steps"] += 1
             elif name not in self.phases and (progress > begin or last_chance):
                 self.phases[name] = {
                     "begin": begin,
-                    "end": end,
                     "start_step": step + 1,  # counted from 1, as in the log
                     "start_progress": progress,
                     "steps": 1,  # for which it was on
@@ -2142,25 +2121,18 @@ class Plan(Saved):
     def is_on(self, name):
         """Return whether a phase has begun and is on in the present step."""
         has_begun = name in self.planned and name in self.phases
-        return has_begun and self.progress <= self.phases[name]["end"]
+        return has_begun and self.progress <= self.planned[name][1]
 
     def describe(self):
-        """Return the plan for the log's start, a line for each phase."""
-        return "\n".join(
-            f"plan: {name} from {begin:.1%} to {end:.1%} of the run"
-            for name, (begin, end) in self.planned.items()
-        )
-
-    def summary(self):
-        """Return what became of the plan for the log's end, a line for each phase."""
+        """Return the plan and what became of it so far, a line for each phase."""
         lines = []
-        for name, (begin, _) in self.planned.items():
-            result = "NEVER FIRED"
+        for name, (begin, end) in self.planned.items():
+            result = "not yet begun"
             if name in self.phases:
-                result = "began at step {start_step}, on for {steps} steps".format(
+                result = "begun at step {start_step}, on for {steps} steps".format(
                     **self.phases[name]
                 )
-            lines.append(f"phase: {name:8s} planned {begin:6.1%}, {result}")
+            lines.append(f"plan: {name} from {begin:.1%} to {end:.1%} of the run, {result}")
         return "\n".join(lines)
 
 
@@ -2240,17 +2212,15 @@ def round_to(w, scale, bits):
     return (w / torch.where(scale > 0, scale, 1.0)).round_().clamp_(-qmax, qmax)
 
 
-def quantize(w, bits, clip_sigmas, widen=1.0):
+def quantize(w, bits, clip_sigmas):
     """Return codes int8 (R, C) and the scale float16 (1,) of w (R, ...).
 
-    The largest code stands for `clip_sigmas` root mean squares of w, times `widen`: the factor by
-    which the exporter widens all steps if the artifact would exceed its limit. The root mean square
-    is not about the mean, so a constant tensor keeps its value. If w is not finite, neither is the
-    scale.
+    The largest code stands for `clip_sigmas` root mean squares of w. The root mean square is not
+    about the mean, so a constant tensor keeps its value. If w is not finite, neither is the scale.
     """
     rows = w.flatten(1).float()
     sigma = rows.square().mean().sqrt().view(1)
-    scale = (sigma * clip_sigmas / (2 ** (bits - 1) - 1) * widen).half()
+    scale = (sigma * clip_sigmas / (2 ** (bits - 1) - 1)).half()
     return round_to(rows, scale, bits).to(torch.int8), scale
 
 
@@ -2262,8 +2232,8 @@ def dequantize(codes, scale):
 def quant_table(settings):
     """Return the quantizers that a run begins with: tensor class -> arguments of `quantize`."""
     return {
-        "matrix": {"bits": settings.matrix_bits, "clip_sigmas": MATRIX_CLIP_SIGMAS, "widen": 1.0},
-        "embedding": {"bits": EMBED_BITS, "clip_sigmas": EMBED_CLIP_SIGMAS, "widen": 1.0},
+        "matrix": {"bits": settings.matrix_bits, "clip_sigmas": MATRIX_CLIP_SIGMAS},
+        "embedding": {"bits": EMBED_BITS, "clip_sigmas": EMBED_CLIP_SIGMAS},
     }
 
 
@@ -2321,12 +2291,12 @@ def count_parameters(network):
 
 
 # === shared: artifact ===
-# An artifact is one file: magic, version u32, length u32 and CRC-32 of the header, all little
-# endian; the header (JSON in a zstd frame); the streams without gaps; the SHA-256 of all before it.
+# An artifact is one file: magic, version u32 and length u32 of the header, both little endian; the
+# header (JSON in a zstd frame); the streams without gaps; the SHA-256 of all before it.
 #
-# Every stream is a zstd frame of an array. The header lists them in the order of the file: three
-# arrays of class "coder", then the tensors. An entry has name, class, shape, dtype (as numpy writes
-# it) and the stream's length and CRC-32. A tensor with "scale" and "bits" is stored as codes.
+# Every stream is a zstd frame of an array. The header lists them in the order of the file: the
+# coder's three arrays, then the tensors. An entry has name, shape, dtype (as numpy writes it) and the
+# stream's length. A tensor with "scale" and "bits" is stored as codes.
 #
 # Codes are int8, or uint16 words of range ANS (Duda, arXiv:1311.2540) in interleaved lanes. In
 # trained matrices rows differ in size, and so do columns that read hidden units; given both sizes,
@@ -2335,9 +2305,9 @@ def count_parameters(network):
 # at which decoding begins; the tables u16 (97, 256) of frequencies, by code & 255; and the sizes
 # u8: of each tensor in words, in turn, those of its rows, then those of its columns. Code i of a
 # tensor is in lane i % lanes. The states run on from tensor to tensor, and end at 2**16.
-ARTIFACT_PREFIX = struct.Struct("<8sIII")
+ARTIFACT_PREFIX = struct.Struct("<8sII")
 ARTIFACT_MAGIC = b"UNDERPAR"
-ARTIFACT_VERSION = 6
+ARTIFACT_VERSION = 7
 ARTIFACT_ZSTD = zstandard.ZstdCompressor(
     level=6
 )  # up to 0.5% fewer bytes than 3; from 12 on it is slow
@@ -2368,14 +2338,6 @@ def rans_table(counts):
     ends = np.cumsum(counts) / counts.sum() * (RANS_TOTAL - present.sum())
     # Rounded ends of the symbols' ranges add up, which rounded shares would not.
     return (present + np.diff(np.rint(ends), prepend=0)).astype(np.uint16)
-
-
-def rans_lanes(symbols):
-    """Return the number of lanes: a power of two from 8 to 1,024, about one per 8,192 symbols.
-
-    Lanes move side by side, so many are fast; each of them costs 2 bytes.
-    """
-    return min(1024, max(8, 1 << (symbols // 8192).bit_length() >> 1))
 
 
 class RansCoder:
@@ -2441,12 +2403,6 @@ def size_numbers(mean_squares):
     return np.rint(2 * octaves + 16).astype(np.uint8)
 
 
-def entropy_bytes(counts):
-    """Return the bytes of symbols that occur counts (..., 256) times, by a table for each row."""
-    total = np.maximum(1, counts.sum(-1, keepdims=True))
-    return (counts * np.log2(total / np.maximum(1, counts))).sum() / 8
-
-
 def code_by_rans(codes):
     """Return the arrays that codes (name -> int8 (R, C)) are stored as, by name.
 
@@ -2462,26 +2418,25 @@ def code_by_rans(codes):
         tables = np.add.outer(rows, columns).astype(np.int32)
         symbols = (tables << 8 | array.view(np.uint8)).reshape(-1)
         count = np.bincount(symbols, minlength=counts.size).reshape(counts.shape)
-        # zstd is shorter where rows are alike, as an embedding's of tokens that never occurred.
-        if entropy_bytes(count) < len(ARTIFACT_ZSTD.compress(array.tobytes())):
+        total = np.maximum(1, count.sum(1, keepdims=True))
+        entropy = (count * np.log2(total / np.maximum(1, count))).sum() / 8  # in bytes
+        # zstd is shorter where rows are alike, as an embedding's of tokens that rarely occur.
+        if entropy < len(ARTIFACT_ZSTD.compress(array.tobytes())):
             pairs[name] = symbols
             sizes += [rows, columns]
             counts += count
-    states = np.full(rans_lanes(int(counts.sum())), RANS_LOW, np.uint32)
+    # Lanes move side by side, so many are fast; each of them costs 2 bytes.
+    lanes = min(1024, max(8, int(counts.sum()) // 8192))
+    states = np.full(lanes, RANS_LOW, np.uint32)
     tables = np.stack([rans_table(count) for count in counts])
     coder = RansCoder(states, tables)
     words = {name: coder.encode(pairs[name]) for name in reversed(pairs)}
-    return {
-        "lane_states": states,
-        "tables": tables,
-        "sizes": np.concatenate(sizes),
-        **codes,
-        **words,
-    }
+    arrays = {"lane_states": states, "tables": tables, "sizes": np.concatenate(sizes)}
+    return {**arrays, **codes, **words}
 
 
 def pack_artifact(tensors, coded, **header):
-    """Return the artifact of `tensors`, those of `coded` as codes, and its bytes by tensor class.
+    """Return the artifact of `tensors`, those of `coded` as codes.
 
     header: settings, which rebuild the model, tokenizer_sha256 and meta, which is anything; JSON.
     The same input gives the same bytes. Raises ArtifactError if a tensor is not finite as stored.
@@ -2494,44 +2449,35 @@ def pack_artifact(tensors, coded, **header):
 
     payloads = b""
     records = {}
-    sizes = collections.Counter()
     for name, array in arrays.items():
         payload = ARTIFACT_ZSTD.compress(array.tobytes())
-        record = {"class": "coder", "shape": array.shape, "dtype": array.dtype.str}
-        record |= {"length": len(payload), "crc32": zlib.crc32(payload)}
-        if name in tensors:
-            tensor = tensors[name]
-            record |= {"class": tensor_class(name, tensor), "shape": tensor.shape}
+        shape = tensors[name].shape if name in tensors else array.shape
+        record = {"shape": shape, "dtype": array.dtype.str, "length": len(payload)}
         if name in coded:
             record |= {"bits": coded[name].bits, "scale": coded[name].scale.item()}
         is_finite = np.isfinite(record.get("scale", array)).all()
         require(is_finite, f"tensor {name}: must be finite as it is stored")
         records[name] = record
-        sizes[record["class"]] += len(payload)
         payloads += payload
     text = json.dumps({**header, "streams": records})
     frame = ARTIFACT_ZSTD.compress(text.encode())
-    prefix = ARTIFACT_PREFIX.pack(ARTIFACT_MAGIC, ARTIFACT_VERSION, len(frame), zlib.crc32(frame))
+    prefix = ARTIFACT_PREFIX.pack(ARTIFACT_MAGIC, ARTIFACT_VERSION, len(frame))
     data = prefix + frame + payloads
-    data += hashlib.sha256(data).digest()
-    sizes["header"] = len(data) - sizes.total()
-    return data, sizes
+    return data + hashlib.sha256(data).digest()
 
 
 def read_streams(data, max_weights):
     """Return header and arrays (name -> flat) of an artifact. Raises ArtifactError if damaged."""
-    require(data.startswith(ARTIFACT_MAGIC), f"is no underpar artifact, begins with {data[:8]!r}")
-    _, version, length, crc32 = ARTIFACT_PREFIX.unpack_from(data)
+    require(data.startswith(ARTIFACT_MAGIC), "is no underpar artifact")
+    _, version, length = ARTIFACT_PREFIX.unpack_from(data)
     require(version == ARTIFACT_VERSION, f"version {version}, this code reads {ARTIFACT_VERSION}")
+    require(hashlib.sha256(data[:-32]).digest() == data[-32:], "damaged: the SHA-256 is wrong")
     file = io.BytesIO(data[ARTIFACT_PREFIX.size : -32])
     frame = file.read(length)
-    require(zlib.crc32(frame) == crc32, "the header is damaged")
     header = json.loads(zstandard.ZstdDecompressor().stream_reader(frame).read(1 << 24))
     arrays = {}
     for name, record in header["streams"].items():
         payload = file.read(record["length"])
-        is_whole = zlib.crc32(payload) == record["crc32"]
-        require(is_whole, f"{record['class']} {name!r} is damaged")
         # The shapes bound all that is allocated. A size of 0 counts as 1, or it would hide others.
         weights = math.prod(max(1, size) for size in record["shape"])
         max_weights -= weights
@@ -2539,7 +2485,6 @@ def read_streams(data, max_weights):
         require(fits, f"{name!r} has a negative size, or exceeds the limit of weights")
         raw = zstandard.ZstdDecompressor().stream_reader(payload).read(4 * weights + 1)
         arrays[name] = np.frombuffer(raw, record["dtype"]).copy()
-    require(hashlib.sha256(data[:-32]).digest() == data[-32:], "the SHA-256 is wrong")
     return header, arrays
 
 
@@ -2547,8 +2492,8 @@ def read_artifact(path, max_weights=1 << 30):
     """Return the header, the tensors by name in float32, and `coded` as it was written.
 
     Bit-exact on every machine. Memory is bounded by the file, at most max_weights numbers and
-    weights, and the decoding of one tensor. Raises ArtifactError, one line that names the file and
-    the damaged part, if anything is not as it was written.
+    weights, and the decoding of one tensor. Raises ArtifactError, one line that names the file, if
+    anything is not as it was written.
     """
     data = Path(path).read_bytes()
     tensors = {}
@@ -2559,13 +2504,14 @@ def read_artifact(path, max_weights=1 << 30):
         coder = RansCoder(states, tables.reshape(-1, 256))
         for name, array in arrays.items():
             record = header["streams"][name]
+            shape = record["shape"]
             if array.dtype == np.uint16:
-                height, *width = record["shape"]
+                height, *width = shape
                 ends = [height, height + math.prod(width)]
                 rows, columns, sizes = np.split(sizes, ends)
                 contexts = np.add.outer(rows, columns).reshape(-1)
                 array = coder.decode(contexts, array).view(np.int8)
-            values = torch.from_numpy(array).reshape(record["shape"])
+            values = torch.from_numpy(array).view(shape)
             if "scale" in record:
                 scale = torch.tensor([record["scale"]], dtype=torch.float16)
                 coded[name] = Coded(values.flatten(1), scale, record["bits"])
@@ -2668,7 +2614,7 @@ def save_checkpoint(folder, step, parts, meta):
     parts: file name -> what torch.save takes; meta: JSON. Raises OSError, leaving nothing behind.
     """
     final = folder / f"step_{step:06d}"
-    unfinished = final.with_suffix(".part")
+    unfinished = folder / "unfinished"
     files = {"meta.json": json.dumps(meta).encode()}
     for name, part in parts.items():
         buffer = io.BytesIO()  # torch.save into a file raises no OSError on a full disk
@@ -2676,8 +2622,7 @@ def save_checkpoint(folder, step, parts, meta):
         files[f"{name}.pt"] = buffer.getvalue()
     sums = [f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in files.items()]
     files["SHA256SUMS"] = "".join(sums).encode()
-    for leftover in folder.glob("step_*.part"):
-        shutil.rmtree(leftover)
+    shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
     try:
         unfinished.mkdir()
         for name, data in files.items():
@@ -2709,10 +2654,12 @@ def stored_settings(given):
         folder = find_run(given["RESUME"], out_dir)
         if given.get("RUN_ID", folder.name) != folder.name:
             raise UserError(f"RUN_ID={given['RUN_ID']!r}: must be that of RESUME, {folder.name!r}")
-        newest, faults = newest_checkpoint(list_checkpoints(folder))
+        newest, faults = newest_checkpoint(folder)
         if newest is None or (folder / "result.json").exists():
-            must = "must be an unfinished run with a whole checkpoint"
-            raise UserError(f"RESUME={str(folder)!r}: {must}; {' '.join(faults)}")
+            raise UserError(
+                f"RESUME={str(folder)!r}: must be an unfinished run with a whole checkpoint; "
+                f"{' '.join(faults)}"
+            )
         return json.loads((newest / "meta.json").read_bytes())["settings"]
     if given.get("REPLAY"):
         stored = read_progress(find_run(given["REPLAY"], out_dir))
@@ -2740,35 +2687,33 @@ def replayed_progress(settings):
     return read_progress(find_run(settings.replay, settings.out_dir))["progress"]
 
 
-def load_tracker(name):
-    """Return the package that TRACKER names, or None. Raises UserError if it is not installed."""
-    package = None
+def make_tracker(settings, folder):
+    """Return track(metrics, step), which feeds TensorBoard or W&B; None if TRACKER is none.
+
+    Raises UserError if the package is not installed.
+    """
     try:
-        if name == "wandb":
-            import wandb as package
-        elif name == "tensorboard":
-            from torch.utils import tensorboard as package
+        if settings.tracker == "wandb":
+            import wandb
+
+            config = asdict(settings)
+            wandb.init(project="underpar", name=folder.name, dir=str(folder), config=config)
+            return wandb.log
+        if settings.tracker == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter
+
+            writer = SummaryWriter(folder)
+
+            def track(metrics, step):
+                for name, value in metrics.items():
+                    writer.add_scalar(name, value, step)
+                writer.flush()  # the values stay, however the run ends
+
+            return track
     except ImportError:
+        name = settings.tracker
         raise UserError(f"TRACKER={name!r}: is not installed; pip install {name}") from None
-    return package
-
-
-def make_tracker(package, settings, folder):
-    """Return track(metrics, step), which feeds TensorBoard or W&B; None without a package."""
-    if package is None:
-        return None
-    if settings.tracker == "wandb":
-        config = asdict(settings)
-        package.init(project="underpar", name=folder.name, dir=str(folder), config=config)
-        return package.log
-    writer = package.SummaryWriter(folder)
-
-    def track(metrics, step):
-        for name, value in metrics.items():
-            writer.add_scalar(name, value, step)
-        writer.flush()  # the values stay, however the run ends
-
-    return track
+    return None
 
 
 def handle_stop_signals(handler):
@@ -2822,7 +2767,7 @@ class Log:
             self.file.write(text.encode() + b"\n")
         except OSError as error:  # a full disk may have room again before the next checkpoint
             with contextlib.suppress(OSError):
-                sys.stderr.write(f"log.txt: {error.strerror}, lost: {text[:200]}\n")
+                sys.stderr.write(f"log.txt: {error}\n")
 
     def is_due(self):
         """Return whether nothing was written for LOG_SECONDS."""
@@ -2868,8 +2813,6 @@ class Run(Saved):
 
     def __post_init__(self):
         settings = self.settings
-        if not re.fullmatch(r"0|[1-9]\d*s?", settings.save_every):
-            raise UserError(f"SAVE_EVERY={settings.save_every!r}: must be 500 (steps), 120s or 0")
         self.folder = find_run(settings.resume, settings.out_dir)
         if not settings.resume:
             self.folder /= self.runtime.agree(settings.run_id or time.strftime("run_%Y%m%d_%H%M%S"))
@@ -2881,33 +2824,31 @@ class Run(Saved):
         self.step = 0
         self.skipped_steps = 0
         self.skipped_in_a_row = 0
-        self.saved_step = -1  # step and training seconds of the newest checkpoint
-        self.saved_seconds = -math.inf
+        self.saved_step = -1  # of the newest checkpoint
 
     def open(self):
-        """Make or find the folder and begin the log; return the checkpoint to load, or None."""
+        """Make or find the folder and begin the log; return the checkpoint to load, or None.
+
+        Raises UserError, with nothing made but perhaps an empty folder.
+        """
         checkpoint = None
+        faults = []
         if self.runtime.rank == 0:
-            package = load_tracker(self.settings.tracker)  # may raise, before there is a folder
-            if not self.settings.resume:
-                self.make_folder()
+            run_id = self.settings.run_id
+            if self.settings.resume:
+                checkpoint, faults = newest_checkpoint(self.folder)
+            elif any(self.folder.glob("*")) or Path(run_id).name != run_id:
+                raise UserError(
+                    f"RUN_ID={run_id!r}: must be a plain name of a new run in "
+                    f"{self.settings.out_dir}; RESUME continues a run"
+                )
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.log.track = make_tracker(self.settings, self.folder)
             self.log.file = open(self.folder / "log.txt", "ab", buffering=0)
-            self.log.track = make_tracker(package, self.settings, self.folder)
             self.write_header()
-            checkpoint, faults = newest_checkpoint(list_checkpoints(self.folder))
             for fault in faults:
                 self.log(fault)
         return self.runtime.agree(checkpoint)
-
-    def make_folder(self):
-        """Make the folder of a new run. Raises UserError, with nothing made."""
-        run_id = self.settings.run_id
-        if os.path.exists(self.folder) or Path(run_id).name != run_id:
-            raise UserError(
-                f"RUN_ID={run_id!r}: must be a plain name that does not exist in "
-                f"{self.settings.out_dir}; RESUME continues a run"
-            )
-        self.folder.mkdir(parents=True)
 
     def write_header(self):
         """Log the script's source, the command, the machine and all settings; * marks a change."""
@@ -2935,29 +2876,19 @@ class Run(Saved):
         self.runtime.agree(None)
         return path
 
-    def is_save_due(self):
-        """Return whether SAVE_EVERY asks for a checkpoint here; the first is due before step 1."""
-        every = self.settings.save_every
-        interval = int(every.rstrip("s"))
-        if every.endswith("s"):
-            return self.clock.seconds[-1] - self.saved_seconds >= interval
-        return interval > 0 and self.step % interval == 0
-
     def save(self):
         """Write a checkpoint, on rank 0 while the others wait.
 
         A failure is an event if there is an older checkpoint, else an OSError.
         """
-        self.saved_seconds = self.clock.seconds[-1]
         if self.saved_step != self.step and self.runtime.rank == 0:
-            begin = time.perf_counter()
             training = {name: part.state_dict() for name, part in self.parts.items()}
             files = {"model": training.pop("network"), "training": training}
             settings = asdict(self.settings)
             meta = {"step": self.step, "settings": settings, "identity": self.identity}
             try:
                 save_checkpoint(self.folder, self.step, files, meta)
-                self.log(f"step:{self.step} saved in {1000 * (time.perf_counter() - begin):.0f}ms")
+                self.log(f"step:{self.step} saved")
             except OSError as error:
                 if not list_checkpoints(self.folder):
                     raise
@@ -3013,28 +2944,10 @@ class Run(Saved):
     def write_artifact(self, content):
         """Write model.upar, and log what became of plan and clock; return the artifact's path."""
         seconds = self.clock.elapsed()
-        self.log(self.plan.summary())
-        self.log(
-            f"clock: {seconds:.1f} s to train and choose, "
-            f"MAX_WALLCLOCK_SECONDS={self.settings.max_wallclock_seconds}"
-        )
-        if self.settings.replay:
-            self.event("replay", of=self.settings.replay)
+        self.log(self.plan.describe())
         if self.clock.limit < seconds:
             self.event("over_clock", seconds=seconds, hint="needs more RESERVE_SECONDS")
         return self.write_file("model.upar", content)
-
-    def find_faults(self, total_bytes):
-        """Return what makes a finished run fail: phases that never fired, too many bytes."""
-        faults = []
-        # A run that ended early because it reached its target may lack phases.
-        target_reached = "target_reached" in [event["event"] for event in self.events]
-        for name in self.plan.planned:
-            if name not in self.plan.phases and not target_reached:
-                faults.append(f"phase {name} was enabled and never fired")
-        if total_bytes > self.settings.artifact_bytes_max:
-            faults.append(f"{total_bytes} bytes of code and artifact exceed ARTIFACT_BYTES_MAX")
-        return faults
 
     def write_result(self, facts, content):
         """Write result.json, and log it; return the exit code of the run: 1 if it has a fault.
@@ -3064,7 +2977,14 @@ class Run(Saved):
         for key, value in result.items():
             if not isinstance(value, dict):
                 self.log(f"{key}: {value}")
-        faults = self.find_faults(result["total_bytes"])
+        faults = []
+        # A run that ended early because it reached its target may lack phases.
+        target_reached = "target_reached" in [event["event"] for event in self.events]
+        for name in self.plan.planned.keys() - self.plan.phases:
+            if not target_reached:
+                faults.append(f"phase {name} was enabled and never fired")
+        if result["total_bytes"] > self.settings.artifact_bytes_max:
+            faults.append("code and artifact exceed ARTIFACT_BYTES_MAX")
         for fault in faults:
             self.log(f"error: {fault}; everything was saved", sys.stderr)
         return 1 if faults else 0

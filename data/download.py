@@ -14,6 +14,7 @@ records that use them) and of KellerJordan/modded-nanogpt, data/cached_fineweb10
 from __future__ import annotations
 
 import argparse
+import base64
 import hashlib
 import http.client
 import itertools
@@ -37,7 +38,7 @@ import numpy as np
 import sentencepiece
 import tiktoken
 import zstandard
-from tiktoken.load import load_tiktoken_bpe, read_file_cached
+from tiktoken.load import read_file_cached
 
 
 class UserError(Exception):
@@ -45,55 +46,9 @@ class UserError(Exception):
 
 
 # === shared: tokenizer ===
-ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
-
-RANK_FILES = "https://openaipublic.blob.core.windows.net/encodings"
-
-
-@dataclass
-class PublishedEncoding:
-    """One of OpenAI's encodings: the hash of its rank file, and what that file does not contain.
-
-    The regular expressions are copied from tiktoken_ext/openai_public.py. They split a text into
-    the parts within which bytes are merged.
-    """
-
-    sha256: str
-    split: str  # regular expression
-    end_of_text: int  # id of <|endoftext|>, which begins every document here
-    vocab_size: int  # with all special tokens and unused ids
-
-
-ENCODINGS = {
-    "gpt2": PublishedEncoding(
-        "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930",
-        r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
-        50256,
-        50257,
-    ),
-    "cl100k_base": PublishedEncoding(
-        "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7",
-        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
-        r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s",
-        100257,
-        100277,
-    ),
-    "o200k_base": PublishedEncoding(
-        "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d",
-        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-        199999,
-        200019,
-    ),
-}
-
-
 @dataclass
 class Tokenizer:
-    """A tokenizer, from `load_tokenizer`, and the bytes that each token stands for.
+    """A tokenizer, from `read_tokenizer`, and the bytes that each token stands for.
 
     A token counts the UTF-8 bytes that it decodes to. After a boundary (a control, unknown or
     unused token) it counts them without the space that some SentencePiece models put before every
@@ -104,9 +59,9 @@ class Tokenizer:
     content: bytes  # of that file; its SHA-256 tells tokenizers apart
     bos_id: int
     pieces: list  # bytes that each token decodes to, b"" for boundaries
-    encode: Callable  # text -> ids without BOS; special tokens in a text are plain text
-    roles: dict  # ROLE_TOKENS -> ids; {} if the tokenizer has none
     drops_space: np.ndarray | bool = False  # (V,) bool, loses its first space after a boundary
+    encode: Callable = None  # text -> ids; this and roles are of load_tokenizer in section encoding
+    roles: dict = None
 
     def __post_init__(self):
         self.sha256 = hashlib.sha256(self.content).hexdigest()
@@ -116,66 +71,44 @@ class Tokenizer:
         self.drops_space = np.broadcast_to(self.drops_space, self.vocab_size)
 
 
-def load_tokenizer(path):
-    """Return the Tokenizer of a SentencePiece file or a rank file NAME.tiktoken, of the published
-    encoding NAME, or the built-in one, `bytes`. Raises UserError.
+def read_tokenizer(path, facts):
+    """Return the Tokenizer of a SentencePiece file or a rank file NAME.tiktoken, or the built-in
+    one, `bytes`.
+
+    facts: bos_id and vocab_size, which a rank file does not contain. Raises UserError.
     """
     path = Path(path)
-    name = path.name.removesuffix(".tiktoken")
-    if name == "bytes":
-        return byte_tokenizer()
+    if path.name == "bytes":  # pad, BOS, EOS and unknown, then 256 bytes, then 4 roles
+        pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4
+        return Tokenizer("bytes", b"underpar bytes 264", 1, pieces)
     try:
-        if name in ENCODINGS:
-            return tiktoken_tokenizer(path, name)
-        return sentencepiece_tokenizer(path)
-    except (OSError, ValueError, RuntimeError) as error:  # missing, damaged or without BOS
+        content = path.read_bytes()
+        if path.suffix == ".tiktoken":
+            return rank_tokenizer(path.name, content, facts)
+        return sentencepiece_tokenizer(content)
+    except (OSError, LookupError, ValueError, RuntimeError) as error:
         raise UserError(
-            f"tokenizer {path}: {error}; must be a SentencePiece model with a BOS token, bytes, or "
-            f"NAME or NAME.tiktoken of {[*ENCODINGS]}"
+            f"tokenizer {path}: {error}; must be a SentencePiece model with a BOS token, the rank "
+            "file NAME.tiktoken of the data, or bytes"
         ) from error
 
 
-def byte_tokenizer():
-    """Return the built-in tokenizer: pad, BOS, EOS and unknown, then 256 bytes, then 4 roles."""
-    pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4
-    return Tokenizer(
-        "bytes",
-        b"underpar bytes 264",
-        1,
-        pieces,
-        lambda text: [4 + byte for byte in text.encode()],
-        {role: 260 + i for i, role in enumerate(ROLE_TOKENS)},
-    )
+def rank_tokenizer(file, content, facts):
+    """Return the tokenizer of a rank file: a line per piece, in base64, and its id."""
+    pieces = [b""] * facts["vocab_size"]  # special tokens and unused ids stay b""
+    for line in content.splitlines():
+        piece, rank = line.split()
+        pieces[int(rank)] = base64.b64decode(piece)
+    return Tokenizer(file, content, facts["bos_id"], pieces)
 
 
-def tiktoken_tokenizer(path, name):
-    """Return the encoding NAME, from its rank file NAME.tiktoken or from OpenAI's server."""
-    published = ENCODINGS[name]
-    source = str(path)
-    if not path.suffix:
-        source = f"{RANK_FILES}/{name.replace('gpt2', 'r50k_base')}.tiktoken"
-    # Both look into tiktoken's cache first and raise ValueError if the hash is another.
-    content = read_file_cached(source, published.sha256)
-    ranks = load_tiktoken_bpe(source, published.sha256)
-    pieces = [b""] * published.vocab_size  # special tokens and unused ids decode to nothing
-    for piece, rank in ranks.items():
-        pieces[rank] = piece
-    # Without special tokens: what looks like one in a text is plain text.
-    bpe = tiktoken.Encoding(name, pat_str=published.split, mergeable_ranks=ranks, special_tokens={})
-    return Tokenizer(
-        f"{name}.tiktoken", content, published.end_of_text, pieces, bpe.encode_ordinary, {}
-    )
-
-
-def sentencepiece_tokenizer(path):
-    """Return the tokenizer of a SentencePiece model file."""
-    content = path.read_bytes()
+def sentencepiece_tokenizer(content):
+    """Return the tokenizer of a SentencePiece model, the bytes of its file."""
     model = sentencepiece.SentencePieceProcessor(model_proto=content)
     if model.bos_id() < 0:
         raise ValueError("empty, or without the BOS token of every document")
     pieces = []
     drops_space = []
-    roles = {}
     for i in range(model.vocab_size()):
         name = model.id_to_piece(i)
         piece = name.replace("\u2581", " ").encode()  # SentencePiece's mark of a space
@@ -186,12 +119,7 @@ def sentencepiece_tokenizer(path):
         pieces.append(piece)
         # A space that the model's own decoder leaves out, the dummy prefix, is not in the text.
         drops_space.append(piece == b" " + model.decode([i]).encode())
-        # Only control tokens cannot be written in a text, so that no user can forge a role.
-        if model.is_control(i) and name in ROLE_TOKENS:
-            roles[name] = i
-    return Tokenizer(
-        "tokenizer.model", content, model.bos_id(), pieces, model.encode, roles, drops_space
-    )
+    return Tokenizer("tokenizer.model", content, model.bos_id(), pieces, drops_space)
 
 
 def sha256_file(path):
@@ -201,6 +129,93 @@ def sha256_file(path):
 
 
 # === end: tokenizer ===
+
+
+# === shared: encoding ===
+ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+RANK_FILES = "https://openaipublic.blob.core.windows.net/encodings"
+# Published encodings: the hash of their rank file and what that file does not contain. Every
+# document begins with <|endoftext|>. The regular expressions are copied from
+# tiktoken_ext/openai_public.py. They split a text into the parts within which bytes are merged.
+ENCODINGS = {
+    "gpt2": dict(
+        sha256="306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930",
+        bos_id=50256,
+        vocab_size=50257,  # with all special tokens and unused ids
+        split=r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
+    ),
+    "cl100k_base": dict(
+        sha256="223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7",
+        bos_id=100257,
+        vocab_size=100277,  # with all special tokens and unused ids
+        split=(
+            r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
+            r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+        ),
+    ),
+    "o200k_base": dict(
+        sha256="446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d",
+        bos_id=199999,
+        vocab_size=200019,  # with all special tokens and unused ids
+        split=(
+            r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+            r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+            r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        ),
+    ),
+}
+
+
+def load_tokenizer(path):
+    """Return the Tokenizer of `path`, see read_tokenizer, or of the published encoding NAME.
+
+    It has two attributes more: `encode`, from a text to ids without BOS, where special tokens are
+    plain text; and `roles`, the ids of ROLE_TOKENS, {} if it has none. Raises UserError.
+    """
+    path = Path(path)
+    name = path.name.removesuffix(".tiktoken")
+    facts = ENCODINGS.get(name)
+    if path.suffix == ".tiktoken" and not facts:
+        raise UserError(f"tokenizer {path}: must be one of {[*ENCODINGS]}")
+    if facts and not path.suffix:
+        tokenizer = rank_tokenizer(f"{name}.tiktoken", published_ranks(name, facts), facts)
+    else:
+        tokenizer = read_tokenizer(path, facts)
+    tokenizer.roles = {}
+    if name == "bytes":
+        tokenizer.encode = lambda text: [4 + byte for byte in text.encode()]
+        tokenizer.roles = {role: 260 + i for i, role in enumerate(ROLE_TOKENS)}
+    elif facts:
+        if tokenizer.sha256 != facts["sha256"]:
+            raise UserError(f"tokenizer {path}: is not the published rank file of {name}")
+        ranks = {piece: rank for rank, piece in enumerate(tokenizer.pieces) if piece}
+        bpe = tiktoken.Encoding(
+            name, pat_str=facts["split"], mergeable_ranks=ranks, special_tokens={}
+        )
+        tokenizer.encode = bpe.encode_ordinary
+    else:
+        model = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.content)
+        tokenizer.encode = model.encode
+        for role in ROLE_TOKENS:
+            i = model.piece_to_id(role)
+            # Only control tokens cannot be written in a text, so that no user can forge a role.
+            if model.is_control(i):
+                tokenizer.roles[role] = i
+    return tokenizer
+
+
+def published_ranks(name, facts):
+    """Return the rank file of an encoding, from tiktoken's cache or OpenAI's server."""
+    url = f"{RANK_FILES}/{name.replace('gpt2', 'r50k_base')}.tiktoken"
+    try:
+        return read_file_cached(url, facts["sha256"])
+    except (OSError, ValueError) as error:
+        raise UserError(f"tokenizer {name}: {error}") from error
+
+
+# === end: encoding ===
 
 
 # === shared: data ===
@@ -242,15 +257,14 @@ def load_manifest(data_path):
 class TokenStream:
     """Shards read as one circular stream of tokens.
 
-    Raises UserError if a shard changes while in use or has an id that is not below `vocab_size`.
-    `hold_out` sets `windows`, the numbers of the windows to train on.
+    Raises UserError if a shard has an id that is not below `vocab_size`. `hold_out` sets `windows`,
+    the numbers of the windows to train on.
     """
 
     def __init__(self, paths, vocab_size):
         self.paths = paths
         self.vocab_size = vocab_size
         self.shards = [read_shard(path) for path in paths]
-        self.times = [os.path.getmtime(path) for path in paths]
         self.starts = np.cumsum([0, *map(len, self.shards)])  # (shards + 1,)
 
     def __len__(self):
@@ -262,11 +276,9 @@ class TokenStream:
         while count:
             start %= len(self)
             shard = np.searchsorted(self.starts, start, "right") - 1
-            path = self.paths[shard]
             part = self.shards[shard][start - self.starts[shard] :][:count]
-            # Reading on in a mapped file that was cut short would kill the process (SIGBUS).
-            if os.path.getmtime(path) != self.times[shard] or part.max() >= self.vocab_size:
-                raise UserError(f"shard {path}: was changed while in use, or has a wrong token id")
+            if part.max() >= self.vocab_size:
+                raise UserError(f"shard {self.paths[shard]}: has ids beyond the tokenizer's")
             parts.append(part)
             start += len(part)
             count -= len(part)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ORDER = (
-    "bounds settings runtime tokenizer data text chat conversations preferences finetuning preparation "
+    "bounds settings runtime tokenizer encoding data text chat conversations preferences finetuning preparation "
     "batches model lora reference optimizer schedule quantization artifact export deltas weights evaluation "
     "checkpoint generation tasks rewards rows responses start supervision intervals pairs policy judge"
 ).split()
