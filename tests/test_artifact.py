@@ -6,7 +6,6 @@ import json
 import math
 import struct
 import tracemalloc
-import zlib
 
 import numpy as np
 import pytest
@@ -76,14 +75,13 @@ def expected(name, w, table):
 
 
 def write(path, tensors, table=TABLE, meta=None):
-    """Write the file as train_gpt.main() does; returns the bytes by class."""
+    """Write the file as train_gpt.main() does."""
     coded = script.quantize_all(tensors, table)
     settings = {"dim": 24, "name": "é"}
-    data, sizes = script.pack_artifact(
+    data = script.pack_artifact(
         tensors, coded, settings=settings, tokenizer_sha256="ab" * 32, meta=meta or {"steps": 3}
     )
     path.write_bytes(data)
-    return sizes
 
 
 @pytest.fixture(scope="module")
@@ -95,14 +93,14 @@ def small(tmp_path_factory):
 
 def header_of(data):
     """The header and where the streams begin, read without the code under test."""
-    magic, version, length, crc32 = struct.unpack_from("<8sIII", data)
-    assert magic == b"UNDERPAR" and version == 6 and zlib.crc32(data[20 : 20 + length]) == crc32
-    return json.loads(zstandard.ZstdDecompressor().decompress(data[20 : 20 + length])), 20 + length
+    magic, version, length = struct.unpack_from("<8sII", data)
+    assert (magic, version) == (b"UNDERPAR", 7)
+    return json.loads(zstandard.ZstdDecompressor().decompress(data[16 : 16 + length])), 16 + length
 
 
 def signed(frame, area=b""):
-    """A file of a header's frame and streams, with right sums."""
-    body = struct.pack("<8sIII", b"UNDERPAR", 6, len(frame), zlib.crc32(frame)) + frame + area
+    """A file of a header's frame and streams, with the right SHA-256."""
+    body = struct.pack("<8sII", b"UNDERPAR", 7, len(frame)) + frame + area
     return body + hashlib.sha256(body).digest()
 
 
@@ -234,11 +232,11 @@ class Book:
         for name, record in self.header["streams"].items():
             payload = self.area[: record["length"]]
             self.area = self.area[record["length"] :]
-            assert len(payload) == record["length"] and zlib.crc32(payload) == record["crc32"]
+            assert len(payload) == record["length"]
             raw = zstandard.ZstdDecompressor().decompress(payload)
             letter = LETTERS[record["dtype"]]
             numbers = list(struct.unpack(f"<{len(raw) // struct.calcsize(letter)}{letter}", raw))
-            if record["class"] == "coder":
+            if name in CODER:
                 assert math.prod(record["shape"]) == len(numbers)
                 arrays[name] = numbers
                 continue
@@ -303,7 +301,7 @@ def test_a_scalar_reader_by_the_book_finds_the_same_numbers(tmp_path, make):
 
 def test_the_header_lists_every_stream(tmp_path):
     model = small_model()
-    sizes = write(tmp_path / "a.bin", model, meta={"note": "ü", "list": [1, 2.5, None]})
+    write(tmp_path / "a.bin", model, meta={"note": "ü", "list": [1, 2.5, None]})
     header, tensors, _ = script.read_artifact(tmp_path / "a.bin")
     assert all(tensor.dtype == torch.float32 for tensor in tensors.values())
     assert (
@@ -320,12 +318,6 @@ def test_the_header_lists_every_stream(tmp_path):
     assert (
         records["blocks.0.A_log"]["dtype"] == "<f4" and records["blocks.0.conv"]["dtype"] == "<f2"
     )
-    assert sum(sizes.values()) == (tmp_path / "a.bin").stat().st_size
-    for kind in ("matrix", "embedding", "control", "coder"):
-        lengths = [
-            record["length"] for record in header["streams"].values() if record["class"] == kind
-        ]
-        assert sizes[kind] == sum(lengths) > 0
 
 
 @pytest.mark.parametrize(
@@ -375,7 +367,7 @@ def test_same_input_same_bytes_and_nothing_else_is_changed(tmp_path, small):
     for _ in range(2):
         write(tmp_path / "a.bin", model)
         assert (tmp_path / "a.bin").read_bytes() == small
-        packed, _ = script.pack_artifact(
+        packed = script.pack_artifact(
             model,
             coded,
             settings={"dim": 24, "name": "é"},
@@ -399,62 +391,38 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path, name, value):
 
 
 # -------------------------------------------------------------------------------------------------------------- damage
-def owners_of(data):
-    """The name that an error should have, for each byte of the streams."""
-    owners = []
-    for name, record in header_of(data)[0]["streams"].items():
-        owners += [f"{record['class']} {name!r} is damaged"] * record["length"]
-    return owners
+DAMAGED = "damaged: the SHA-256 is wrong"
 
 
 @pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.full)])
-def test_every_flipped_byte_is_an_error_that_names_the_damaged_part(small, damage_message, step):
+def test_every_flipped_byte_is_an_error(small, damage_message, step):
     assert 3000 < len(small) < 7000
-    start = header_of(small)[1]
-    owners = owners_of(small)
-    assert len(owners) == len(small) - 32 - start
     for position in range(0, len(small), step):
         damaged = bytearray(small)
         damaged[position] ^= 1 << position % 8
         message = damage_message(bytes(damaged))
         if position < 8:
-            assert message.startswith("is no underpar artifact, begins with b'")
+            assert message == "is no underpar artifact"
         elif position < 12:
-            assert message.startswith("version ")
-        elif position < start:  # the header, its length or its sum
-            assert message == "the header is damaged"
-        elif position < len(small) - 32:
-            assert message == owners[position - start]
+            assert message.startswith("version ") and message.endswith(", this code reads 7")
         else:
-            assert message == "the SHA-256 is wrong"
+            assert message == DAMAGED
 
 
 def test_every_truncation_and_appended_bytes_are_errors(small, damage_message):
-    start = header_of(small)[1]
-    for length in [
-        *range(64),
-        *range(64, len(small) - 64, 9),
-        start,
-        start + 1,
-        *range(len(small) - 64, len(small)),
-    ]:
-        assert damage_message(small[:length])
-    assert (
-        damage_message(small[:start]) == "the header is damaged"
-    )  # its last bytes are taken for the SHA-256
-    assert (
-        damage_message(small[:-1]).endswith(" is damaged")
-        or damage_message(small[:-1]) == "the SHA-256 is wrong"
-    )
-    assert damage_message(small + b"\0") == "the SHA-256 is wrong"
+    lengths = [*range(64), *range(64, len(small) - 64, 9), *range(len(small) - 64, len(small))]
+    for length in lengths:
+        message = damage_message(small[:length])
+        assert length < 16 or message == DAMAGED
+    assert damage_message(small + b"\0") == DAMAGED
 
 
 TOO_LARGE = "has a negative size, or exceeds the limit of weights"
 # What the record of a stream says instead, and how the error begins.
 UP = "blocks.0.w_up"
 LIES = [
-    ("lane_states", dict(length=10**15), "coder 'lane_states' is damaged"),
-    ("lane_states", dict(length=-1), "coder 'lane_states' is damaged"),
+    ("lane_states", dict(length=10**15), ""),
+    ("lane_states", dict(length=-1), ""),
     ("lane_states", dict(shape=[7]), ""),
     ("lane_states", dict(dtype="<u8"), ""),
     ("lane_states", dict(dtype="O"), "ValueError"),
@@ -464,7 +432,6 @@ LIES = [
     ("tables", dict(shape=[5, 256]), "ValueError"),
     ("sizes", dict(shape=[]), ""),
     ("sizes", dict(dtype="<u2"), ""),
-    (UP, dict(crc32=1), "matrix 'blocks.0.w_up' is damaged"),
     (UP, dict(shape=[1 << 40, 0]), f"'blocks.0.w_up' {TOO_LARGE}"),
     (UP, dict(shape=[-30, -40]), f"'blocks.0.w_up' {TOO_LARGE}"),
     (UP, dict(shape=[0, 1200]), ""),
@@ -479,7 +446,7 @@ LIES = [
     ("blocks.0.w_repeated", dict(shape=[24, 63]), "RuntimeError"),
     ("blocks.0.norm", dict(dtype="<f4"), "RuntimeError"),
     ("blocks.0.norm", dict(dtype="<u2"), ""),
-    ("more\nlines", dict(length=0), r"matrix 'more\nlines' is damaged"),
+    ("more\nlines", dict(length=0), ""),
 ]
 
 
@@ -505,7 +472,7 @@ def test_a_word_that_only_the_last_states_tell_is_refused(tmp_path, damage_messa
     changed = zstandard.ZstdCompressor().compress(bytes(words))
 
     def change(header):
-        header["streams"]["head"].update(length=len(changed), crc32=zlib.crc32(changed))
+        header["streams"]["head"].update(length=len(changed))
 
     assert list(header["streams"])[-1] == "head"
     area = data[start : -32 - len(payload)] + changed
@@ -570,7 +537,7 @@ def test_nothing_is_allocated_from_a_length_that_was_not_checked(small, tmp_path
     zeros = zstandard.ZstdCompressor(level=19).compress(bytes(1 << 28))
 
     def bomb(header):  # a frame that declares and holds 256 MB where 24 values belong
-        header["streams"]["empty"].update(shape=[24], length=len(zeros), crc32=zlib.crc32(zeros))
+        header["streams"]["empty"].update(shape=[24], length=len(zeros))
 
     frame = zstandard.ZstdCompressor(level=19).compress(b" " * (1 << 28))
     deep = zstandard.ZstdCompressor().compress(b"[" * 1_000_000)

@@ -1,7 +1,5 @@
 """Section artifact, by chance: any codes come back, no damage loads; bytes against entropies by row and column."""
 
-import hashlib
-import struct
 import time
 import tracemalloc
 
@@ -30,7 +28,7 @@ def pack(tensors, coded=None, table=None, meta=None):
     coded = script.quantize_all(tensors, table) if coded is None else coded
     return script.pack_artifact(
         tensors, coded, settings={"dim": 24}, tokenizer_sha256="ab" * 32, meta=meta or {}
-    )[0]
+    )
 
 
 def read(data, path):
@@ -168,26 +166,6 @@ def test_no_damage_loads(tmp_path, count):
     check()
 
 
-def check_sealed(path, data, position, value):
-    """Damage of a stream under a right SHA-256 is found by its CRC-32."""
-    start = 20 + struct.unpack_from("<8sII", data)[2]
-    at = start + position % (len(data) - 32 - start)
-    body = data[:at] + bytes([data[at] ^ value]) + data[at + 1 : -32]
-    path.write_bytes(body + hashlib.sha256(body).digest())
-    with pytest.raises(script.ArtifactError, match=r"^[^\n]* is damaged$"):
-        script.read_artifact(path)
-
-
-@counts
-def test_damage_under_a_right_digest_is_found(tmp_path, count):
-    @settings(few, max_examples=count)
-    @given(st.sampled_from(ARTIFACTS), st.integers(0, 2**20), st.integers(1, 255))
-    def check(data, position, value):
-        check_sealed(tmp_path / "a.upar", data, position, value)
-
-    check()
-
-
 # ----------------------------------------------------------------------------------------------------- rows and columns
 def entropy(symbols):
     """Order-0 entropy in bytes."""
@@ -237,7 +215,7 @@ def test_bytes_are_the_entropy_by_row_and_column(tmp_path, side, octaves, what):
     header, _, back = read(pack_codes(w_up=codes), tmp_path / "a.upar")
     assert np.array_equal(back["w_up"].codes, codes)
     ideal = by_size(codes)
-    lanes = script.rans_lanes(codes.size)
+    lanes = header["streams"]["lane_states"]["shape"][0]
     length = header["streams"]["w_up"]["length"]
     assert header["streams"]["w_up"]["dtype"] == "<u2"
     assert ideal <= length + 2 * lanes and length <= 1.0015 * ideal + 2 * lanes
@@ -296,14 +274,13 @@ def test_the_file_is_near_the_entropy_of_its_codes(tmp_path, kind, clip_sigmas, 
             w *= torch.exp(0.4 * torch.randn(len(w), 1, generator=generator))
         tensors[f"w_{number}"] = w
     coded = script.quantize_all(tensors, {"matrix": {"bits": 6, "clip_sigmas": clip_sigmas}})
-    data, sizes = script.pack_artifact(tensors, coded)
+    data = script.pack_artifact(tensors, coded)
     _, _, back = read(data, tmp_path / "a.upar")
     assert all(torch.equal(back[name].codes, part.codes) for name, part in coded.items())
     assert all(torch.equal(back[name].scale, part.scale) for name, part in coded.items())
-    assert len(data) == sum(sizes.values())
     codes = [part.codes.numpy() for part in coded.values()]
     assert len(data) - sum(map(entropy, codes)) <= excess
     part = dict(list(coded.items())[:6])
-    data, _ = script.pack_artifact({name: tensors[name] for name in part}, part)
+    data = script.pack_artifact({name: tensors[name] for name in part}, part)
     raw = b"".join(array.tobytes() for array in codes[:6])
     assert len(data) < 0.996 * len(script.zstandard.ZstdCompressor(level=22).compress(raw))
