@@ -6,6 +6,7 @@ import types
 import numpy as np
 import pytest
 import torch
+from conftest import pretraining_rates
 from test_data import write_shard
 
 import train_gpt as T
@@ -219,8 +220,8 @@ def test_after_the_warm_up_neither_training_nor_evaluation_compiles(stream):
     of, tokenizer = batches(stream), T.load_tokenizer("bytes")
     net = T.GPT(T.model_config(cfg, tokenizer.vocab_size, tokenizer.bos_id))
     model = torch.compile(net, dynamic=False, fullgraph=True)
-    optimizers = T.Optimizers(net, "muon", T.pretraining_rates(cfg), of.runtime)
-    table = {"matrix": {"bits": 6, "clip_sigmas": 12.85, "widen": 1.0}}
+    optimizers = T.Optimizers(net, "muon", pretraining_rates(cfg), of.runtime)
+    table = {"matrix": {"bits": 6, "clip_sigmas": 12.85}}
     before = [param.detach().clone() for param in net.parameters()]
     T.warm_up(model, optimizers, of, cfg)
     assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))

@@ -95,7 +95,7 @@ def test_step_time_is_the_median(times, expected):
         {"layer_pattern": "g g s1 s1"},
         {"layer_pattern": "A1 A2 A1 A2"},
         {"layer_pattern": "g a", "mlp": "swiglu"},
-        {"layer_pattern": "a", "mlp": "bio_hard", "tie_embeddings": False},
+        {"layer_pattern": "a", "mlp": "bio_soft", "tie_embeddings": False},
         {"layer_pattern": "g g", "bigram_vocab_size": 64, "positions": "learned"},
     ],
     ids=str,

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import pretraining_rates
 from test_model import config
 
 import train_gpt as T
@@ -30,7 +31,6 @@ CHOICES = {
     "swiglu": dict(mlp="swiglu"),
     "bio": dict(mlp="bio"),
     "bio soft": dict(mlp="bio_soft"),
-    "bio hard": dict(mlp="bio_hard"),
     "rms_weight": dict(norm="rms_weight"),
     "layer": dict(norm="layer"),
     "norms by layer": dict(norm="layer rms", num_layers=3),
@@ -59,7 +59,7 @@ by_choice = pytest.mark.parametrize("choice", [*CHOICES, "everything"])
 # Compiled every day: together they take every branch of the network; each choice by itself is compiled by `full`.
 GRAPHS = {
     "lean": dict(
-        mlp="bio_hard", residual_mix=False, qk_gain_init=0.0, logit_softcap=0.0, positions="none"
+        mlp="bio", residual_mix=False, qk_gain_init=0.0, logit_softcap=0.0, positions="none"
     ),
     "bio soft, rope_dims": dict(mlp="bio_soft", rope_dims=4, layer_pattern="a"),
     **{
@@ -102,7 +102,7 @@ def network(choice="plain", dtype=torch.float64, **changes):
 
 def quantizer(bits, clip_sigmas):
     """An entry of a QuantTable."""
-    return {"bits": bits, "clip_sigmas": clip_sigmas, "widen": 1.0}
+    return {"bits": bits, "clip_sigmas": clip_sigmas}
 
 
 def tokens(seed=0, batch=2, length=40):
@@ -144,8 +144,6 @@ def test_checkpointing_gives_the_same_gradients(choice):
 @by_choice
 def test_gradients_are_finite_differences(choice):
     """Along one random direction of all parameters; the hard events' gradient is straight through, so not theirs."""
-    if choice == "bio hard":
-        return
     net, ids = network(choice), tokens()
     grads = gradients(net, ids)
     params = dict(net.named_parameters())
@@ -208,7 +206,7 @@ def test_mlps_against_formulas(kind):
     assert mlp.w_up.splits == ((64, 64) if kind == "swiglu" else (64,))
 
 
-@pytest.mark.parametrize("kind", ["bio", "bio_soft", "bio_hard"])
+@pytest.mark.parametrize("kind", ["bio", "bio_soft"])
 def test_the_bio_mlp_against_the_seeds_formulas(kind, monkeypatch):
     """The voltage starts near 0.5: a threshold of 0.45 has units on both sides."""
     torch.manual_seed(5)
@@ -228,11 +226,7 @@ def test_the_bio_mlp_against_the_seeds_formulas(kind, monkeypatch):
         return
     volt = 1 / (1 + torch.exp(-(h @ mlp.w_gate.T)))
     strength = 1 / (1 + torch.exp(-5 * (volt - 0.45)))
-    gate = strength if kind == "bio_soft" else (volt > 0.45).double()
-    assert 0.02 < (volt > 0.45).double().mean() < 0.98
-    assert (mlp(x) - osc((h * gate) @ mlp.w_mix.T, mlp.mix_wave)).abs().max() < 1e-12
-    mlp(x).sum().backward()  # hard events: the gradient of the soft ones reaches the gate
-    assert mlp.w_gate.grad.abs().max() > 1e-6
+    assert (mlp(x) - osc((h * strength) @ mlp.w_mix.T, mlp.mix_wave)).abs().max() < 1e-12
 
 
 def wave_of(units):
@@ -376,7 +370,7 @@ def test_each_optimizer_trains_alike_compiled_and_eager(both, kind):
     for name, run in (("eager", net), ("compiled", model)):
         net.load_state_dict(start)
         alone = T.Runtime(0, 1, torch.device("cpu"), False)
-        optimizers = T.Optimizers(net, kind, T.pretraining_rates(settings), alone)
+        optimizers = T.Optimizers(net, kind, pretraining_rates(settings), alone)
         table = {"matrix": quantizer(6, 12.85), "embedding": quantizer(8, 20.0)}
         losses[name] = []
         for step in range(6):

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import environment, load_tool
+from conftest import environment, load_tool, pretraining_rates
 
 import train_gpt as T
 
@@ -134,7 +134,7 @@ def test_memory_is_that_of_optimizers(plan, optimizer, one_thread):
     settings = T.load_settings(T.Settings, {name: str(value) for name, value in changes.items()})
     network = T.GPT(T.model_config(settings, 256, 1))
     runtime = T.Runtime(0, 1, torch.device("cpu"), False)
-    optimizers = T.Optimizers(network, settings.optimizer, T.pretraining_rates(settings), runtime)
+    optimizers = T.Optimizers(network, settings.optimizer, pretraining_rates(settings), runtime)
     optimizers.step(0.0, 0.9, torch.tensor(False))
     held = sum(tensor.nbytes for own in optimizers.state_dict().values() for tensor in own.values())
     assert memory["optimizer"] == pytest.approx(held, rel=0.03)

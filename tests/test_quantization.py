@@ -7,9 +7,9 @@ import torch
 import train_gpt as script
 
 
-def rule(bits, clip_sigmas=8.0, widen=1.0):
+def rule(bits, clip_sigmas=8.0):
     """An entry of a QuantTable."""
-    return {"bits": bits, "clip_sigmas": clip_sigmas, "widen": widen}
+    return {"bits": bits, "clip_sigmas": clip_sigmas}
 
 
 TABLE = {"matrix": rule(6, 12.85), "embedding": rule(8, 20.0)}
@@ -35,15 +35,14 @@ def test_sdclip_by_hand():
     assert scale.item() == np.float16(2 / 31) and codes.tolist() == [[31, 0], [0, 0]]
 
 
-@pytest.mark.parametrize("widen", [1.0, 1.7])
 @pytest.mark.parametrize("clip_sigmas", [0.5, 2.5, 12.85])
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 7, 8])
-def test_against_float64(bits, clip_sigmas, widen):
+def test_against_float64(bits, clip_sigmas):
     w = random_rows()
-    codes, scale = script.quantize(w, bits, clip_sigmas, widen)
+    codes, scale = script.quantize(w, bits, clip_sigmas)
     exact = w.double().numpy()
     qmax = 2 ** (bits - 1) - 1
-    want = clip_sigmas * np.sqrt((exact**2).mean()) * widen / qmax
+    want = clip_sigmas * np.sqrt((exact**2).mean()) / qmax
     assert codes.dtype == torch.int8 and codes.shape == (40, 96)
     assert scale.dtype == torch.float16 and scale.shape == (1,)
     assert (
@@ -81,7 +80,7 @@ def test_qat_and_the_exporter_have_the_same_weights_bit_for_bit():
     }
     net = torch.nn.Module()
     net.params = torch.nn.ParameterDict(weights)
-    for table in (TABLE, {"matrix": rule(8, 3.0), "embedding": rule(4, 2.0, 1.3)}):
+    for table in (TABLE, {"matrix": rule(8, 3.0), "embedding": rule(4, 2.6)}):
         coded = script.quantize_all(net.state_dict(), table)
         with script.quantized(net, table):
             for name, w in weights.items():
@@ -104,8 +103,8 @@ def test_qat_and_the_exporter_have_the_same_weights_bit_for_bit():
 def test_the_tables_of_the_settings():
     table = script.quant_table(script.Settings(matrix_bits=5))
     assert table == {
-        "matrix": {"bits": 5, "clip_sigmas": 8.0, "widen": 1.0},
-        "embedding": {"bits": 8, "clip_sigmas": 6.0, "widen": 1.0},
+        "matrix": {"bits": 5, "clip_sigmas": 8.0},
+        "embedding": {"bits": 8, "clip_sigmas": 6.0},
     }
 
 
