@@ -51,7 +51,7 @@ from torch.utils.checkpoint import checkpoint
 
 # === shared: bounds ===
 def bounded(default, low, high=math.inf):
-    """Return a setting with a lowest and a highest value. A setting without has a lowest of 0."""
+    """Return a setting with a lowest and a highest value; other numbers have a lowest of 0."""
     return field(default=default, metadata={"bounds": (low, high)})
 
 
@@ -279,12 +279,6 @@ def read_arguments(arguments):
     return given
 
 
-def print_help(cls):
-    """Print the script's docstring and its settings, as they stand in the source."""
-    print(inspect.getmodule(cls).__doc__)
-    print(inspect.getsource(cls))
-
-
 def load_settings(cls, environ, arguments=(), presets=(), stored=None):
     """Return the settings of dataclass `cls`: defaults < CONFIG file < environment < arguments.
 
@@ -293,8 +287,9 @@ def load_settings(cls, environ, arguments=(), presets=(), stored=None):
     given texts (NAME -> text) that returns the values of another run, which replace the defaults.
     Raises UserError: a wrong value, or a name that is no setting (see check_name).
     """
-    if "--help" in arguments or "-h" in arguments:
-        print_help(cls)
+    if "--help" in arguments:
+        print(inspect.getmodule(cls).__doc__)
+        print(inspect.getsource(cls))
         sys.exit()
     settings = {setting.name.upper(): setting for setting in fields(cls)}
     above = {**read_environment(environ, settings), **read_arguments(arguments)}
@@ -386,7 +381,8 @@ def exit_code(main):
     except (UserError, FloatingPointError, OSError, torch.OutOfMemoryError) as error:
         if rank:
             time.sleep(5)  # torchrun ends this rank first if rank 0 reports the same error
-        sys.stderr.write(f"error: {str(error).splitlines()[0]}\n")
+        message, *_ = str(error).split("\n")
+        sys.stderr.write(f"error: {message}\n")
         return 2 if isinstance(error, UserError) else 1
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
@@ -692,7 +688,7 @@ def shuffle(count, *seed):
 
 
 def hold_out(stream, share, settings):
-    """Return some windows from all over a stream; set `stream.windows` to the numbers of the others.
+    """Return some windows from all over a stream; set `stream.windows`, the numbers of the rest.
 
     The end of a stream would not do: it may be of one source. The first token of a held-out window
     may be the last target of a training window. Raises UserError.
@@ -718,7 +714,7 @@ def open_data(settings):
     tokenizer = read_tokenizer(path, facts)
     if settings.vocab_size not in (0, tokenizer.vocab_size):
         raise UserError(
-            f"VOCAB_SIZE={settings.vocab_size}: must be 0 or {tokenizer.vocab_size}, the tokenizer's"
+            f"VOCAB_SIZE={settings.vocab_size}: must be 0 or the tokenizer's {tokenizer.vocab_size}"
         )
     pairs = [  # streams of training and validation
         check_dataset(folder, tokenizer, manifest)
@@ -827,8 +823,8 @@ class Batches:
 
 
 # === shared: model ===
-# What ARCH_MODE stands for: values of settings, below the CONFIG file and the environment, and of
-# fields of GPTConfig that are no settings.
+# What ARCH_MODE stands for. load_settings takes the values of settings from here, where the user
+# gave no others; model_config takes the fields of GPTConfig that are no settings.
 ARCH_PRESETS = {
     "D": {},  # the defaults: GDN, and two layers of sliding-window attention with the same weights
     "gdn": dict(layer_pattern="g", num_layers=10),
@@ -872,7 +868,7 @@ class GPTConfig:
     num_heads: int = 8  # query heads of attention, and heads of GDN
     num_kv_heads: int = 4  # key/value heads of attention
     attn_window: int = 512  # keys a sliding-window query sees, itself included
-    mlp: str = "relu2"  # kind of MLP, see MLP.hidden
+    mlp: str = "relu2"  # kind of MLP, see MLP.forward
     mlp_mult: float = 3.0  # hidden width of the MLP over model_dim
     positions: str = "rope"  # rope, learned or none
     rope_dims: int = 0  # dimensions of a head that rotate; 0: all
@@ -892,14 +888,15 @@ def model_config(settings, vocab_size, bos_id, **overrides):
     default. LAYER_PATTERN is one word per layer, repeated or cut to NUM_LAYERS: g is Gated
     DeltaNet, s sliding-window attention, a full attention. Layers whose words have the same number
     share the mixer's weights (s1 ... s1); in capitals they share all of the layer's weights (A1 A2
-    A1 A2: depth recurrence). NORM is repeated in the same way.
+    A1 A2: depth recurrence). NORM is repeated in the same way: a shared layer has the norms of its
+    first place, and the last word is also the norm before the head.
     Raises UserError where the numbers do not fit together.
     """
     words = settings.layer_pattern.split()
     norms = getattr(settings, "norm", "rms").split()
     if not words or not all(re.fullmatch("[gsa][0-9]*|[GSA][0-9]+", word) for word in words):
         raise UserError(
-            f"LAYER_PATTERN={settings.layer_pattern!r}: each word must be g, s or a with an optional "
+            f"LAYER_PATTERN={settings.layer_pattern!r}: each word must be g, s or a, perhaps with a "
             "number; capitals need one"
         )
     if not norms or set(norms) - set(NORMS):
@@ -928,9 +925,7 @@ def model_config(settings, vocab_size, bos_id, **overrides):
             f"{dim // heads}"
         )
     if config.positions == "learned" and getattr(settings, "eval_stateful", False):
-        raise UserError(
-            "EVAL_STATEFUL=1: must be 0, for POSITIONS='learned' ends at TRAIN_SEQ_LEN, documents do not"
-        )
+        raise UserError("EVAL_STATEFUL=1: must be 0, for POSITIONS='learned' ends at TRAIN_SEQ_LEN")
     return config
 
 
@@ -1273,7 +1268,10 @@ def oscillate(x, wave):
 
 
 class MLP(nn.Module):
-    """Two matrices around an activation. A new kind is a word of the setting `mlp` and a branch.
+    """Two matrices around an activation.
+
+    A new kind is a word in the choices of the setting `mlp` and a branch in `forward`. Matrices of
+    its own are named w_*, which the optimizer and the artifact go by (tensor_class).
 
     ReLU^2 is of arXiv 2109.08668, SwiGLU (with a gate) of 2002.05202, bio of WiggleGPT; bio_soft
     adds its SparseEventLayer (model_bio_optimized.py) with soft events, without biases.
@@ -1305,10 +1303,12 @@ class MLP(nn.Module):
         elif self.kind == "swiglu":
             gate, up = h.chunk(2, dim=-1)
             h = F.silu(gate) * up
-        else:
+        elif self.kind == "bio":
             h = oscillate(h, self.wave)
-            if self.kind == "bio_soft":
-                h = self.sparse_events(h)
+        elif self.kind == "bio_soft":
+            h = self.sparse_events(oscillate(h, self.wave))
+        else:
+            raise ValueError(f"mlp={self.kind!r}: no such kind")
         return linear(h, self.w_down)
 
     def sparse_events(self, h):
@@ -1391,10 +1391,11 @@ class GPT(nn.Module):
         self.final_norm = Norm(norms[-1], dim)
 
     def context(self, ids):
-        """Return what the network needs to know about the places of ids (B, T), a text's first.
+        """Return doc, previous and positions for ids (B, T) at the beginning of texts.
 
-        These are the documents' numbers (B, CONV_TAPS-1 + T), in front of them as many places as the
-        convolution reaches; the ids before ids (B, T); and the positions (T,).
+        doc (B, CONV_TAPS-1 + T): the number of each token's document; in front stand the places
+        that the convolution of the first token reaches. previous (B, T): the id before each id.
+        positions (T,): 0, 1, 2 ...
         """
         doc = F.pad((ids == self.config.bos_id).cumsum(dim=1), (CONV_TAPS - 1, 0))
         previous = F.pad(ids, (1, 0), value=self.config.bos_id)[:, :-1]
@@ -1430,7 +1431,8 @@ class GPT(nn.Module):
         x0 = x
         for place, (block, mixer) in enumerate(self.layers):
             if skips and place >= half:
-                x = x + scaled(skips.pop(), self.skip[len(skips)])
+                skip = skips.pop()
+                x = x + scaled(skip, self.skip[len(skips)])
             run = functools.partial(checkpoint, block, use_reentrant=False) if recompute else block
             x = run(x, x0, mixer, doc, positions, cache.layers[place] if cache else None)
             if config.unet_skips and place < half:
@@ -1510,7 +1512,7 @@ def quantize(w, bits, clip_sigmas):
     """Return codes int8 (R, C) and the scale float16 (1,) of w (R, ...).
 
     The largest code stands for `clip_sigmas` root mean squares of w. The root mean square is not
-    about the mean, so a constant tensor keeps its value. If w is not finite, neither is the scale.
+    about the mean, so a constant tensor does not vanish. If w is not finite, neither is the scale.
     """
     rows = w.flatten(1).float()
     sigma = rows.square().mean().sqrt().view(1)
@@ -1585,26 +1587,32 @@ def count_parameters(network):
 
 
 # === shared: artifact ===
-# An artifact is one file: magic, version u32 and length u32 of the header, both little endian; the
-# header (JSON in a zstd frame); the streams without gaps; the SHA-256 of all before it.
+# An artifact is one file:
 #
-# Every stream is a zstd frame of an array. The header lists them in the order of the file: the
-# coder's three arrays, then the tensors. An entry has name, shape, dtype (as numpy writes it) and the
-# stream's length. A tensor with "scale" and "bits" is stored as codes.
+#   magic, version u32, length of the header u32     little endian
+#   header                                           JSON in a zstd frame
+#   streams, without gaps                            each is a zstd frame of an array
+#   SHA-256 of all before it
 #
-# Codes are int8, or uint16 words of range ANS (Duda, arXiv:1311.2540) in interleaved lanes. In
-# trained matrices rows differ in size, and so do columns that read hidden units; given both sizes,
-# codes are nearly normal. So the code at row r and column c is coded by table sizes[r] + sizes[c],
-# which saves 5% of the bytes (docs/lab.md, 2026-11-21). The coder's arrays are the lane states u32
-# at which decoding begins; the tables u16 (97, 256) of frequencies, by code & 255; and the sizes
-# u8: of each tensor in words, in turn, those of its rows, then those of its columns. Code i of a
-# tensor is in lane i % lanes. The states run on from tensor to tensor, and end at 2**16.
+# The header lists the streams in their order, with name, shape, dtype (as numpy writes it) and
+# length. The first three belong to the coder, the others are the tensors:
+#
+#   lane_states u32 (lanes,)    states of the coder at which decoding begins
+#   tables u16 (97, 256)        frequencies of the symbols, code & 255
+#   sizes u8                    of each tensor in words: a size per row, then a size per column
+#   a control                   float16, or float32
+#   a quantized tensor          with "scale" and "bits": codes int8, or words u16
+#
+# Words are of range ANS (Duda, arXiv:1311.2540) in interleaved lanes: code i of a tensor is in lane
+# i % lanes. The states run on from tensor to tensor, and end at 2**16. In trained matrices rows
+# differ in size, and so do columns that read hidden units; given both sizes, codes are nearly
+# normal. So the code at row r and column c is coded by table sizes[r] + sizes[c], which saves 5% of
+# the bytes (docs/lab.md, 2026-11-21).
 ARTIFACT_PREFIX = struct.Struct("<8sII")
 ARTIFACT_MAGIC = b"UNDERPAR"
 ARTIFACT_VERSION = 7
-ARTIFACT_ZSTD = zstandard.ZstdCompressor(
-    level=6
-)  # up to 0.5% fewer bytes than 3; from 12 on it is slow
+# Level 6 takes up to 0.5% fewer bytes than 3; from 12 on it is slow.
+ARTIFACT_ZSTD = zstandard.ZstdCompressor(level=6)
 RANS_BITS = 14  # rounding frequencies costs 20 bytes per million codes; at 12 bits 150
 RANS_TOTAL = 1 << RANS_BITS
 RANS_LOW = 1 << 16  # states stay in [2**16, 2**32), so a step moves at most one 16-bit word
@@ -1623,8 +1631,8 @@ def require(condition, message):
 def rans_table(counts):
     """Return frequencies uint16 (256,), of sum 2**14, for symbols that occur counts (256,) times.
 
-    Each symbol that occurs has 1 and its share of what is left. So have the first two symbols,
-    because a single one with all of 2**14 would overflow a state.
+    Each symbol that occurs has 1 and its share of what is left. The first two symbols count as if
+    they occurred, because a single symbol with all of 2**14 would overflow a state.
     """
     counts = counts.astype(np.float64)
     counts[:2] += 1e-9
@@ -1648,8 +1656,8 @@ class RansCoder:
         # Slots are numbered through all tables, and `first` is a symbol's first one.
         self.frequency = tables.astype(np.uint32).reshape(-1)
         self.first = np.cumsum(self.frequency, dtype=np.uint32) - self.frequency
-        # A slot's step is the frequency of its symbol << 16 | its place among the symbol's slots:
-        # one look-up for both makes decoding 1.5 times as fast as two.
+        # Of each slot, `steps` has the frequency of its symbol in the upper 16 bits and the slot's
+        # place among those of the symbol in the lower: one look-up is 1.5 times as fast as two.
         slots = np.arange(self.frequency.sum(), dtype=np.uint32)
         places = slots - np.repeat(self.first, self.frequency)
         self.steps = np.repeat(self.frequency << 16, self.frequency) | places

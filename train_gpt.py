@@ -114,8 +114,8 @@ class Settings:
     qk_gain_init: float = 4.0  # initial gain of normed queries; 0: no norm of queries and keys
     bigram_vocab_size: int = 0  # rows of the hashed embedding of token pairs
     tie_embeddings: bool = True  # the embedding is the output head
-    # optimizer; its learning rates have presets, see OPTIMIZER_PRESETS
-    # optimizer of matrices; all but muon take embeddings and head too
+    # optimizer and learning rates; defaults of the rates by optimizer: OPTIMIZER_PRESETS
+    # of the matrices; all but muon update embeddings and head, too; the rest is AdamW's
     optimizer: Literal["muon", "lion", "adamw", "adamw8bit", "adafactor"] = "muon"
     matrix_lr: float = 0.02  # learning rate of the layers' matrices
     tied_embed_lr: float = 0.03  # learning rate of embeddings, and of the head if it is tied
@@ -339,12 +339,6 @@ def read_arguments(arguments):
     return given
 
 
-def print_help(cls):
-    """Print the script's docstring and its settings, as they stand in the source."""
-    print(inspect.getmodule(cls).__doc__)
-    print(inspect.getsource(cls))
-
-
 def load_settings(cls, environ, arguments=(), presets=(), stored=None):
     """Return the settings of dataclass `cls`: defaults < CONFIG file < environment < arguments.
 
@@ -353,8 +347,9 @@ def load_settings(cls, environ, arguments=(), presets=(), stored=None):
     given texts (NAME -> text) that returns the values of another run, which replace the defaults.
     Raises UserError: a wrong value, or a name that is no setting (see check_name).
     """
-    if "--help" in arguments or "-h" in arguments:
-        print_help(cls)
+    if "--help" in arguments:
+        print(inspect.getmodule(cls).__doc__)
+        print(inspect.getsource(cls))
         sys.exit()
     settings = {setting.name.upper(): setting for setting in fields(cls)}
     above = {**read_environment(environ, settings), **read_arguments(arguments)}
@@ -446,7 +441,8 @@ def exit_code(main):
     except (UserError, FloatingPointError, OSError, torch.OutOfMemoryError) as error:
         if rank:
             time.sleep(5)  # torchrun ends this rank first if rank 0 reports the same error
-        sys.stderr.write(f"error: {str(error).splitlines()[0]}\n")
+        message, *_ = str(error).split("\n")
+        sys.stderr.write(f"error: {message}\n")
         return 2 if isinstance(error, UserError) else 1
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
@@ -752,7 +748,7 @@ def shuffle(count, *seed):
 
 
 def hold_out(stream, share, settings):
-    """Return some windows from all over a stream; set `stream.windows` to the numbers of the others.
+    """Return some windows from all over a stream; set `stream.windows`, the numbers of the rest.
 
     The end of a stream would not do: it may be of one source. The first token of a held-out window
     may be the last target of a training window. Raises UserError.
@@ -778,7 +774,7 @@ def open_data(settings):
     tokenizer = read_tokenizer(path, facts)
     if settings.vocab_size not in (0, tokenizer.vocab_size):
         raise UserError(
-            f"VOCAB_SIZE={settings.vocab_size}: must be 0 or {tokenizer.vocab_size}, the tokenizer's"
+            f"VOCAB_SIZE={settings.vocab_size}: must be 0 or the tokenizer's {tokenizer.vocab_size}"
         )
     pairs = [  # streams of training and validation
         check_dataset(folder, tokenizer, manifest)
@@ -887,8 +883,8 @@ class Batches:
 
 
 # === shared: model ===
-# What ARCH_MODE stands for: values of settings, below the CONFIG file and the environment, and of
-# fields of GPTConfig that are no settings.
+# What ARCH_MODE stands for. load_settings takes the values of settings from here, where the user
+# gave no others; model_config takes the fields of GPTConfig that are no settings.
 ARCH_PRESETS = {
     "D": {},  # the defaults: GDN, and two layers of sliding-window attention with the same weights
     "gdn": dict(layer_pattern="g", num_layers=10),
@@ -932,7 +928,7 @@ class GPTConfig:
     num_heads: int = 8  # query heads of attention, and heads of GDN
     num_kv_heads: int = 4  # key/value heads of attention
     attn_window: int = 512  # keys a sliding-window query sees, itself included
-    mlp: str = "relu2"  # kind of MLP, see MLP.hidden
+    mlp: str = "relu2"  # kind of MLP, see MLP.forward
     mlp_mult: float = 3.0  # hidden width of the MLP over model_dim
     positions: str = "rope"  # rope, learned or none
     rope_dims: int = 0  # dimensions of a head that rotate; 0: all
@@ -952,14 +948,15 @@ def model_config(settings, vocab_size, bos_id, **overrides):
     default. LAYER_PATTERN is one word per layer, repeated or cut to NUM_LAYERS: g is Gated
     DeltaNet, s sliding-window attention, a full attention. Layers whose words have the same number
     share the mixer's weights (s1 ... s1); in capitals they share all of the layer's weights (A1 A2
-    A1 A2: depth recurrence). NORM is repeated in the same way.
+    A1 A2: depth recurrence). NORM is repeated in the same way: a shared layer has the norms of its
+    first place, and the last word is also the norm before the head.
     Raises UserError where the numbers do not fit together.
     """
     words = settings.layer_pattern.split()
     norms = getattr(settings, "norm", "rms").split()
     if not words or not all(re.fullmatch("[gsa][0-9]*|[GSA][0-9]+", word) for word in words):
         raise UserError(
-            f"LAYER_PATTERN={settings.layer_pattern!r}: each word must be g, s or a with an optional "
+            f"LAYER_PATTERN={settings.layer_pattern!r}: each word must be g, s or a, perhaps with a "
             "number; capitals need one"
         )
     if not norms or set(norms) - set(NORMS):
@@ -988,9 +985,7 @@ def model_config(settings, vocab_size, bos_id, **overrides):
             f"{dim // heads}"
         )
     if config.positions == "learned" and getattr(settings, "eval_stateful", False):
-        raise UserError(
-            "EVAL_STATEFUL=1: must be 0, for POSITIONS='learned' ends at TRAIN_SEQ_LEN, documents do not"
-        )
+        raise UserError("EVAL_STATEFUL=1: must be 0, for POSITIONS='learned' ends at TRAIN_SEQ_LEN")
     return config
 
 
@@ -1333,7 +1328,10 @@ def oscillate(x, wave):
 
 
 class MLP(nn.Module):
-    """Two matrices around an activation. A new kind is a word of the setting `mlp` and a branch.
+    """Two matrices around an activation.
+
+    A new kind is a word in the choices of the setting `mlp` and a branch in `forward`. Matrices of
+    its own are named w_*, which the optimizer and the artifact go by (tensor_class).
 
     ReLU^2 is of arXiv 2109.08668, SwiGLU (with a gate) of 2002.05202, bio of WiggleGPT; bio_soft
     adds its SparseEventLayer (model_bio_optimized.py) with soft events, without biases.
@@ -1365,10 +1363,12 @@ class MLP(nn.Module):
         elif self.kind == "swiglu":
             gate, up = h.chunk(2, dim=-1)
             h = F.silu(gate) * up
-        else:
+        elif self.kind == "bio":
             h = oscillate(h, self.wave)
-            if self.kind == "bio_soft":
-                h = self.sparse_events(h)
+        elif self.kind == "bio_soft":
+            h = self.sparse_events(oscillate(h, self.wave))
+        else:
+            raise ValueError(f"mlp={self.kind!r}: no such kind")
         return linear(h, self.w_down)
 
     def sparse_events(self, h):
@@ -1451,10 +1451,11 @@ class GPT(nn.Module):
         self.final_norm = Norm(norms[-1], dim)
 
     def context(self, ids):
-        """Return what the network needs to know about the places of ids (B, T), a text's first.
+        """Return doc, previous and positions for ids (B, T) at the beginning of texts.
 
-        These are the documents' numbers (B, CONV_TAPS-1 + T), in front of them as many places as the
-        convolution reaches; the ids before ids (B, T); and the positions (T,).
+        doc (B, CONV_TAPS-1 + T): the number of each token's document; in front stand the places
+        that the convolution of the first token reaches. previous (B, T): the id before each id.
+        positions (T,): 0, 1, 2 ...
         """
         doc = F.pad((ids == self.config.bos_id).cumsum(dim=1), (CONV_TAPS - 1, 0))
         previous = F.pad(ids, (1, 0), value=self.config.bos_id)[:, :-1]
@@ -1490,7 +1491,8 @@ class GPT(nn.Module):
         x0 = x
         for place, (block, mixer) in enumerate(self.layers):
             if skips and place >= half:
-                x = x + scaled(skips.pop(), self.skip[len(skips)])
+                skip = skips.pop()
+                x = x + scaled(skip, self.skip[len(skips)])
             run = functools.partial(checkpoint, block, use_reentrant=False) if recompute else block
             x = run(x, x0, mixer, doc, positions, cache.layers[place] if cache else None)
             if config.unet_skips and place < half:
@@ -1546,9 +1548,9 @@ def orthogonalize(G):
     return X.to(G.dtype)
 
 
-# The optimizers here have step(skip), where `skip` is a 0-d bool tensor on the device. If it is
-# true, because loss or gradients were not finite, the step changes neither weights nor state. The
-# host never waits for the device to know it.
+# Muon, Lion and AdamW8bit have step(skip), where `skip` is a 0-d bool tensor on the device. If it
+# is true, because loss or gradients were not finite, the step changes neither weights nor state.
+# The host never waits for the device to know it.
 class Muon(torch.optim.Optimizer):
     """Nesterov momentum whose update is orthogonalized, for the matrices of one parameter group.
 
@@ -1593,9 +1595,9 @@ class Muon(torch.optim.Optimizer):
 class MaskedOptimizer(torch.optim.Optimizer):
     """Base of optimizers that update every parameter by itself, with decoupled weight decay.
 
-    A subclass has `update(grad, state)`, which returns the update (shape of grad), lr times which
-    is subtracted from the weights, and the new state, a dict of new tensors. If `state` is empty,
-    update first fills it with zeros.
+    A subclass has `update(grad, state)`. It returns the update, which the weights lose times lr,
+    and the new state, a dict of new tensors: nothing may change in place, because a skipped step
+    keeps the old state. If `state` is empty, update first fills it with zeros.
     """
 
     @torch.no_grad()
@@ -1675,7 +1677,8 @@ class Optimizers:
     """The optimizers of a model: the one that `kind` names, and AdamW for what that leaves.
 
     kind: as the setting OPTIMIZER. rates: class of parameters -> learning rate, weight decay; the
-    classes are those of tensor_class and PARAMETER_CLASSES.
+    classes are those of tensor_class and PARAMETER_CLASSES. A new kind is a word in the choices of
+    the setting `optimizer`, a branch here, and in train_gpt.py a row of OPTIMIZER_PRESETS.
     """
 
     def __init__(self, model, kind, rates, runtime):
@@ -1709,6 +1712,8 @@ class Optimizers:
             self.all = [torch.optim.Adafactor(groups.values(), eps=(1e-15, 0.02))]
         elif kind == "adamw":
             adam_groups += groups.values()
+        else:
+            raise ValueError(f"optimizer={kind!r}: no such kind")
         self.all.append(torch.optim.AdamW(adam_groups, betas=adam_betas, eps=ADAM_EPS, fused=True))
 
         grouped = []
@@ -1725,6 +1730,7 @@ class Optimizers:
     def reduce_gradients(self, runtime, clip, extra):
         """Sum gradients and `extra` (n,) over ranks, then clip the global norm of the gradients.
 
+        Each rank's gradients and `extra` are its part of a mean over the global batch.
         Return the norm before clipping, 0-d, and the sums of `extra`. clip 0: no clipping.
         """
         if runtime.distributed:
@@ -1740,7 +1746,7 @@ class Optimizers:
         for optimizer in self.all:
             for group in optimizer.param_groups:
                 group["lr"].fill_(group["base_lr"] * multiplier)
-                group["momentum"] = momentum  # scheduled for Muon; the others have constants
+                group["momentum"] = momentum  # Muon reads it; the others have constants
             if isinstance(optimizer, torch.optim.AdamW):
                 optimizer.found_inf = skip.float()  # 1: torch's fused kernel changes nothing
                 optimizer.step()
@@ -1912,7 +1918,7 @@ class Clock(Saved):
 
 # Phases that settings switch on begin at these shares of the run.
 PHASE_STARTS = {
-    "ema": 0.5,  # earlier weights are far from the final ones, and the memory would forget them
+    "ema": 0.85,  # earlier weights would be forgotten, and have not seen the quantizer
     "swa": 0.9,  # a plain average forgets nothing: it begins when the learning rate is low
     "qat": 0.85,  # rounding makes steps slower, and the last steps suffice to adapt the weights
 }
@@ -1943,8 +1949,8 @@ class Plan(Saved):
             self.warmdown = 0.0
         if self.warmup + self.warmdown > 1:
             raise UserError(
-                f"WARMUP_FRAC={self.warmup} and a warmdown of {self.warmdown:g} of the run: must be "
-                "at most 1 in all; the warmdown is WARMDOWN_FRAC, or WARMDOWN_ITERS / ITERATIONS"
+                f"WARMUP_FRAC={self.warmup} and a warmdown of {self.warmdown:g} of the run: must "
+                "be at most 1 in all; the warmdown is WARMDOWN_FRAC, or WARMDOWN_ITERS / ITERATIONS"
             )
         self.planned = {}  # name of a phase -> begin and end, in shares of the run
         if self.warmup:
@@ -2093,7 +2099,7 @@ def quantize(w, bits, clip_sigmas):
     """Return codes int8 (R, C) and the scale float16 (1,) of w (R, ...).
 
     The largest code stands for `clip_sigmas` root mean squares of w. The root mean square is not
-    about the mean, so a constant tensor keeps its value. If w is not finite, neither is the scale.
+    about the mean, so a constant tensor does not vanish. If w is not finite, neither is the scale.
     """
     rows = w.flatten(1).float()
     sigma = rows.square().mean().sqrt().view(1)
@@ -2168,26 +2174,32 @@ def count_parameters(network):
 
 
 # === shared: artifact ===
-# An artifact is one file: magic, version u32 and length u32 of the header, both little endian; the
-# header (JSON in a zstd frame); the streams without gaps; the SHA-256 of all before it.
+# An artifact is one file:
 #
-# Every stream is a zstd frame of an array. The header lists them in the order of the file: the
-# coder's three arrays, then the tensors. An entry has name, shape, dtype (as numpy writes it) and the
-# stream's length. A tensor with "scale" and "bits" is stored as codes.
+#   magic, version u32, length of the header u32     little endian
+#   header                                           JSON in a zstd frame
+#   streams, without gaps                            each is a zstd frame of an array
+#   SHA-256 of all before it
 #
-# Codes are int8, or uint16 words of range ANS (Duda, arXiv:1311.2540) in interleaved lanes. In
-# trained matrices rows differ in size, and so do columns that read hidden units; given both sizes,
-# codes are nearly normal. So the code at row r and column c is coded by table sizes[r] + sizes[c],
-# which saves 5% of the bytes (docs/lab.md, 2026-11-21). The coder's arrays are the lane states u32
-# at which decoding begins; the tables u16 (97, 256) of frequencies, by code & 255; and the sizes
-# u8: of each tensor in words, in turn, those of its rows, then those of its columns. Code i of a
-# tensor is in lane i % lanes. The states run on from tensor to tensor, and end at 2**16.
+# The header lists the streams in their order, with name, shape, dtype (as numpy writes it) and
+# length. The first three belong to the coder, the others are the tensors:
+#
+#   lane_states u32 (lanes,)    states of the coder at which decoding begins
+#   tables u16 (97, 256)        frequencies of the symbols, code & 255
+#   sizes u8                    of each tensor in words: a size per row, then a size per column
+#   a control                   float16, or float32
+#   a quantized tensor          with "scale" and "bits": codes int8, or words u16
+#
+# Words are of range ANS (Duda, arXiv:1311.2540) in interleaved lanes: code i of a tensor is in lane
+# i % lanes. The states run on from tensor to tensor, and end at 2**16. In trained matrices rows
+# differ in size, and so do columns that read hidden units; given both sizes, codes are nearly
+# normal. So the code at row r and column c is coded by table sizes[r] + sizes[c], which saves 5% of
+# the bytes (docs/lab.md, 2026-11-21).
 ARTIFACT_PREFIX = struct.Struct("<8sII")
 ARTIFACT_MAGIC = b"UNDERPAR"
 ARTIFACT_VERSION = 7
-ARTIFACT_ZSTD = zstandard.ZstdCompressor(
-    level=6
-)  # up to 0.5% fewer bytes than 3; from 12 on it is slow
+# Level 6 takes up to 0.5% fewer bytes than 3; from 12 on it is slow.
+ARTIFACT_ZSTD = zstandard.ZstdCompressor(level=6)
 RANS_BITS = 14  # rounding frequencies costs 20 bytes per million codes; at 12 bits 150
 RANS_TOTAL = 1 << RANS_BITS
 RANS_LOW = 1 << 16  # states stay in [2**16, 2**32), so a step moves at most one 16-bit word
@@ -2206,8 +2218,8 @@ def require(condition, message):
 def rans_table(counts):
     """Return frequencies uint16 (256,), of sum 2**14, for symbols that occur counts (256,) times.
 
-    Each symbol that occurs has 1 and its share of what is left. So have the first two symbols,
-    because a single one with all of 2**14 would overflow a state.
+    Each symbol that occurs has 1 and its share of what is left. The first two symbols count as if
+    they occurred, because a single symbol with all of 2**14 would overflow a state.
     """
     counts = counts.astype(np.float64)
     counts[:2] += 1e-9
@@ -2231,8 +2243,8 @@ class RansCoder:
         # Slots are numbered through all tables, and `first` is a symbol's first one.
         self.frequency = tables.astype(np.uint32).reshape(-1)
         self.first = np.cumsum(self.frequency, dtype=np.uint32) - self.frequency
-        # A slot's step is the frequency of its symbol << 16 | its place among the symbol's slots:
-        # one look-up for both makes decoding 1.5 times as fast as two.
+        # Of each slot, `steps` has the frequency of its symbol in the upper 16 bits and the slot's
+        # place among those of the symbol in the lower: one look-up is 1.5 times as fast as two.
         slots = np.arange(self.frequency.sum(), dtype=np.uint32)
         places = slots - np.repeat(self.first, self.frequency)
         self.steps = np.repeat(self.frequency << 16, self.frequency) | places
@@ -2465,7 +2477,7 @@ class Exporter(Saved):
         return self.run.runtime.agree(pack_artifact(tensors, coded, **self.header))
 
     def fit(self, target, hessians):
-        """Return quantizers whose artifact has at most `target` bytes, or the last tried, and it."""
+        """Return quantizers and their artifact of at most `target` bytes, or the last tried."""
         widen = 1.0
         for _ in range(12):
             table = {}
@@ -2473,7 +2485,7 @@ class Exporter(Saved):
                 table[kind] = {**quantizer, "clip_sigmas": quantizer["clip_sigmas"] * widen}
             data = self.encode(table, hessians)
             self.run.log(
-                f"sizes: {len(data)} bytes, at most {self.limit}; steps wider by {widen - 1:+.2%}"
+                f"sizes: {len(data)} bytes, at most {target:.0f}; steps wider by {widen - 1:+.2%}"
             )
             if len(data) <= target:
                 break
@@ -2498,7 +2510,7 @@ class Exporter(Saved):
         tensors that GPTQ has no time for keep the nearest codes.
         """
         begin = self.run.clock.elapsed()
-        _, data = self.fit(self.limit, {})
+        self.table, data = self.fit(self.limit, {})
         if not calibration:
             return data
         # To pack GPTQ's codes takes as long again, or longer if steps are to be fitted.
@@ -2853,8 +2865,8 @@ class Run(Saved):
                 checkpoint, faults = newest_checkpoint(self.folder)
             elif any(self.folder.glob("*")) or Path(run_id).name != run_id:
                 raise UserError(
-                    f"RUN_ID={run_id!r}: must be a plain name of a new run in "
-                    f"{self.settings.out_dir}; RESUME continues a run"
+                    f"RUN_ID={run_id!r}: must be a plain name of a new run in OUT_DIR; RESUME "
+                    "continues a run"
                 )
             self.folder.mkdir(parents=True, exist_ok=True)
             self.log.track = make_tracker(self.settings, self.folder)
@@ -2945,8 +2957,8 @@ class Run(Saved):
         self.event("skipped_step", step=self.step, loss=str(report.loss))
         if self.skipped_in_a_row >= MAX_SKIPPED_STEPS:
             raise FloatingPointError(
-                f"{self.skipped_in_a_row} steps in a row had a loss or gradient that is not finite; "
-                f"the last checkpoint of {self.folder} is good"
+                f"{self.skipped_in_a_row} steps in a row had a loss or gradient that is not finite;"
+                f" the last checkpoint of {self.folder} is good"
             )
 
     def write_json(self, name, facts):
@@ -2960,7 +2972,7 @@ class Run(Saved):
         seconds = self.clock.elapsed()
         self.log(self.plan.describe())
         if self.clock.limit < seconds:
-            self.event("over_clock", seconds=seconds, hint="needs more RESERVE_SECONDS")
+            self.event("over_clock", seconds=seconds)
         return self.write_file("model.upar", content)
 
     def write_result(self, facts, content):
@@ -3087,9 +3099,8 @@ def warm_up(model, optimizers, batches, settings):
         optimizers.reduce_gradients(runtime, settings.grad_clip_norm, out_of_memory)
         optimizers.step(0.0, MUON_MOMENTUM, skip)
         step += 1
-    if step:
-        with torch.no_grad():
-            model(*next(batches.micro_batches(0)))
+    with torch.no_grad():
+        model(*next(batches.micro_batches(0)))
     optimizers.load_state_dict({})
 
 
@@ -3296,8 +3307,6 @@ def main():
             log(f"phase: {name} begins at step {run.step + 1}, {progress:.1%} of the run")
             if name == "qat":
                 exporter.fit_table()
-                for average in averages.values():
-                    average.count = 0  # weights that never saw the quantizer do not fit it
         multiplier = plan.rates(progress)
 
         # 3. Forward and backward. Under QAT the weights inside this block are rounded as in the
