@@ -134,7 +134,7 @@ def test_held_out_windows_are_from_all_over_and_never_read(tmp_path):
     for count in (5000, 10**9):
         with pytest.raises(
             T.UserError,
-            match=f"^HOLDOUT_TOKENS={count}: must leave a window .* of the 5003 training",
+            match=f"^HOLDOUT_TOKENS={count}: must leave a window",
         ):
             T.hold_out(stream, 1.0, T.Settings(train_seq_len=8, holdout_tokens=count))
 
@@ -217,7 +217,7 @@ def test_after_the_warm_up_neither_training_nor_evaluation_compiles(stream):
         train_seq_len=8,
         train_batch_tokens=64,
     )
-    of, tokenizer = batches(stream), T.load_tokenizer("bytes")
+    of, tokenizer = batches(stream), T.read_tokenizer("bytes", {})
     net = T.GPT(T.model_config(cfg, tokenizer.vocab_size, tokenizer.bos_id))
     model = torch.compile(net, dynamic=False, fullgraph=True)
     optimizers = T.Optimizers(net, "muon", pretraining_rates(cfg), of.runtime)

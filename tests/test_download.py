@@ -148,7 +148,7 @@ def test_command_downloads_and_writes_the_manifest(server, tmp_path):
     assert [shard["tokens"] for shard in manifest["train"]["shards"]] == [3002, 3003]
     content = server.files[f"{DATASET}/fineweb_val_000000.bin"]
     assert manifest["val"]["shards"][0]["sha256"] == hashlib.sha256(content).hexdigest()
-    data.check_dataset(out, data.load_tokenizer(out / "tokenizer.model"), manifest)
+    data.check_dataset(out, download.load_tokenizer(out / "tokenizer.model"), manifest)
     again = start([SCRIPT, *words], environment())
     assert again.returncode == 0 and "; 0 to fetch" in again.stdout
     assert len(ranges_of(server, ".bin")) == 3
@@ -323,7 +323,7 @@ def test_bad_servers(server, tmp_path, monkeypatch):
 @needs_shared
 def test_gpt2_shards_and_their_tokenizer(server, tmp_path):
     ranks, out = gpt2_file(tmp_path), tmp_path / "out"
-    tokenizer = data.load_tokenizer(ranks)
+    tokenizer = download.load_tokenizer(ranks)
     texts = {"val_000000": HARD_TEXTS, "train_000001": ["one"], "train_000002": HARD_TEXTS[:2]}
     server.files = {}
     for name, documents in texts.items():
@@ -336,4 +336,4 @@ def test_gpt2_shards_and_their_tokenizer(server, tmp_path):
     manifest = data.load_manifest(out)
     assert manifest["published"] and manifest["overlap_documents"] == 2
     assert manifest["val"]["decoded_bytes"] == sum(len(text.encode()) for text in HARD_TEXTS)
-    data.check_dataset(out, data.load_tokenizer(out / "gpt2.tiktoken"), manifest)
+    data.check_dataset(out, download.load_tokenizer(out / "gpt2.tiktoken"), manifest)

@@ -8,11 +8,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from test_data import HARD_TEXTS, train_model
+from test_data import HARD_TEXTS, prepare, train_model
 
 import train_gpt as T
 
-BYTES = T.load_tokenizer("bytes")
+load_tokenizer = prepare.load_tokenizer
+BYTES = load_tokenizer("bytes")
 BOS = BYTES.bos_id
 
 
@@ -285,7 +286,7 @@ def packed_run(folder, **changes):
     network = tiny_network().float()
     coded = T.quantize_all(network.state_dict(), T.quant_table(settings))
     header = dict(settings=asdict(network.config), tokenizer_sha256="", meta={})
-    content, _ = T.pack_artifact(network.state_dict(), coded, **header)
+    content = T.pack_artifact(network.state_dict(), coded, **header)
     (run.folder / "model.upar").write_bytes(content)
     return run, run.folder / "model.upar"
 
@@ -323,7 +324,7 @@ def test_whole_documents_want_positions_without_an_end():
 
 
 def test_score_bytes_are_those_of_the_text(tmp_path):
-    trained = T.load_tokenizer(train_model(tmp_path / "own.model"))
+    trained = load_tokenizer(train_model(tmp_path / "own.model"))
     for tokenizer in (BYTES, trained):
         tokens = [
             token for text in HARD_TEXTS for token in (tokenizer.bos_id, *tokenizer.encode(text))

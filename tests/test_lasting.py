@@ -76,7 +76,7 @@ def copied(place, out, name):
 
 def newest(folder):
     """Return the newest whole checkpoint of a run, and a line on each newer one."""
-    return T.newest_checkpoint(T.list_checkpoints(folder))
+    return T.newest_checkpoint(folder)
 
 
 def steps_kept(folder):
@@ -167,20 +167,14 @@ def test_every_byte_of_the_list_of_hashes_counts(pair):
         flip(path, 8 * place + place % 8)
         same = path.read_bytes()[place] == ord("\v")
         assert newest(older.parent)[0] == (newer if same else older), place
-    lines = [match.end() for match in re.finditer(b"\n", whole)]
-    for size in [*range(0, len(whole) - 1, 10), *lines[:-1], lines[0] + 1]:
-        path.write_bytes(whole[:size])
-        assert newest(older.parent)[0] == older, whole[:size]
 
 
 def test_a_half_written_checkpoint_is_skipped_and_cleared_away(pair):
     older, newer = pair
-    part = older.parent / "step_000012.part"
-    shutil.copytree(newer, part)
-    fault = f"checkpoint {part} is damaged and skipped: half-written"
-    assert newest(older.parent) == (newer, [fault])
+    shutil.copytree(newer, older.parent / "unfinished")
+    assert newest(older.parent) == (newer, [])
     save(older.parent, 16)
-    assert steps_kept(older.parent) == [8, 16]
+    assert steps_kept(older.parent) == [8, 16] and not (older.parent / "unfinished").exists()
 
 
 def full_disk(*_):
@@ -210,9 +204,9 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
 
 
 def test_what_a_run_leaves(place, straight):
-    """Two checkpoints of 16 steps; weights_only loads all of it; no file is half-written."""
+    """Two checkpoints of 16 steps; weights_only loads all of it."""
     folder = place.of(straight)
-    assert steps_kept(folder) == [12, 16] and not list(folder.rglob("*.part"))
+    assert steps_kept(folder) == [12, 16]
     meta = json.loads((folder / "step_000016" / "meta.json").read_bytes())
     result = place.result(straight)
     assert (meta["step"], meta["settings"]) == (16, result["settings"])
@@ -223,21 +217,20 @@ def test_what_a_run_leaves(place, straight):
     assert training["clock"]["used"] == [step / 16 for step in range(1, 17)]
     model = torch.load(folder / "step_000012" / "model.pt", weights_only=True)
     assert sum(value.numel() for value in model.values()) == result["params"]["total"]
-    assert steps_logged(place, straight, r" saved in \d+ms$") == [0, 4, 8, 12, 16]
+    assert steps_logged(place, straight, " saved$") == [0, 4, 8, 12, 16]
 
 
 def test_a_run_goes_on_from_the_newest_whole_checkpoint(place, straight, stopped):
     folder = copied(place, stopped, "damaged")
     assert steps_kept(folder) == [4, 6]
     flip(folder / "step_000006" / "training.pt")
-    (folder / "step_000008.part").mkdir()
     place.resume("damaged")
     log = place.log("damaged")
-    assert f"checkpoint {folder}/step_000006 is damaged and skipped: training.pt\n" in log
-    assert f"checkpoint {folder}/step_000008.part is damaged and skipped: " in log
+    assert (
+        f"checkpoint {folder}/step_000006 is damaged and skipped: training.pt was changed\n" in log
+    )
     assert events(place, "damaged", "step") == [4]
     assert_same(place, "damaged", straight)
-    assert not list(folder.rglob("*.part"))
 
 
 # ------------------------------------------------------------------------------------------- signals
@@ -339,7 +332,7 @@ def test_resume_refuses_what_is_no_unfinished_run(place, straight, stopped):
 def test_resume_takes_the_stored_settings_and_lists_those_changed(place, straight, stopped):
     """By path, from another folder of runs; the checkpoint that it starts from is not written again."""
     folder = copied(place, stopped, "changed")
-    changed = {"matrix_lr": 0.01, "save_every": "3"}
+    changed = {"matrix_lr": 0.01, "save_every": 3}
     given = {**place.unset, "RUN_ID": None, "OUT_DIR": None, "RESUME": folder}
     place.run("elsewhere", **{**given, "MATRIX_LR": 0.01, "SAVE_EVERY": 3})
     assert events(place, "changed", "changed") == [changed]
@@ -375,7 +368,7 @@ def test_the_clock_goes_on_from_where_it_stood(place):
 @pytest.fixture(scope="session")
 def source(place):
     """Return a run against the clock, to be repeated; it validates and saves on its way."""
-    clock = dict(ITERATIONS=0, MAX_WALLCLOCK_SECONDS=3, RESERVE_SECONDS=1, SAVE_EVERY="1s")
+    clock = dict(ITERATIONS=0, MAX_WALLCLOCK_SECONDS=3, RESERVE_SECONDS=1, SAVE_EVERY=15)
     place.run("source", TICKS, VAL_LOSS_EVERY=50, **clock)
     assert place.result("source")["steps"] > 20
     return "source"
@@ -392,9 +385,8 @@ def test_replays_of_a_wallclock_run_are_the_same_to_the_byte(place, source):
     assert place.result("again")["events"] == [{"event": "replay", "of": str(place.of(source))}]
     assert len(place.result(source)["phases"]) == 5
     assert len(steps_kept(place.of("again"))) == 1  # the end, whatever SAVE_EVERY says
-    times = place.logged(source, "train_time")
-    begin, middle, last = steps_logged(place, source, " saved in")  # SAVE_EVERY=1s, and at the end
-    assert begin == 0 and 1000 <= times[middle] < 1200 and last == place.result(source)["steps"]
+    begin, *middle, last = steps_logged(place, source, " saved")
+    assert (begin, middle[0], last) == (0, 15, place.result(source)["steps"])
     used = [json.loads((place.of(out) / "progress.json").read_text()) for out in (source, "again")]
     assert used[0]["progress"] == used[1]["progress"]
     losses = place.logged(source, "train_loss")
@@ -480,7 +472,7 @@ def test_kills_change_nothing(place, source):
 
 @pytest.mark.full
 def test_fifty_kills_change_nothing(place):
-    clock = dict(ITERATIONS=0, MAX_WALLCLOCK_SECONDS=7, RESERVE_SECONDS=1, SAVE_EVERY="2s")
+    clock = dict(ITERATIONS=0, MAX_WALLCLOCK_SECONDS=7, RESERVE_SECONDS=1, SAVE_EVERY=40)
     place.run("long", TICKS, **clock)
     kinds = list("u" * 5 + "t" * 18 + "s" * 14 + "v" * 9)
     random.Random(2).shuffle(kinds)
@@ -634,21 +626,6 @@ def test_ten_bad_steps_in_a_row_end_the_run(place):
 
 
 # ----------------------------------------------------------------------------------- data and disk
-def test_a_shard_that_changes_during_the_run(place, straight):
-    data = shutil.copytree(place.data, place.folder / "harmed data")
-    (shard,) = data.glob("*_train_*.bin")
-    whole = shard.read_bytes()
-    code = f"import pathlib; path = pathlib.Path({str(shard)!r})\npath.write_bytes(path.read_bytes()[:-1000])"
-    child = place.run("harmed", at(6, code), 2, DATA_PATH=data)
-    assert child.err == f"error: shard {shard}: was changed while in use, or has a wrong token id\n"
-    assert newest(place.of("harmed"))[0].name == "step_000004"
-    child = place.resume("harmed", code=2)
-    assert re.fullmatch(rf"error: shard {shard}: truncated or damaged, .*\n", child.err)
-    shard.write_bytes(whole)
-    place.resume("harmed")
-    assert_same(place, "harmed", straight)
-
-
 def limit(size):
     """Return a patch: no file may become larger than `size` bytes; more fails as a full disk does."""
     return f"import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, ({size}, resource.RLIM_INFINITY))\n"
@@ -689,8 +666,7 @@ def test_a_disk_that_is_full_at_the_start_is_one_line(place):
 def test_a_log_that_cannot_be_written_does_not_end_the_run(place, straight):
     child = place.run("no log", at(6, limit(20000)) + at(13, limit(-1)), SAVE_EVERY=0)
     steps = list(range(1, 17))  # step 6 is logged in the middle of step 7
-    lost = re.findall(r"^log.txt: File too large, lost: step:(\d+)/", child.err, re.M)
-    assert [int(step) for step in lost] == steps[5:12]
+    assert child.err.count("log.txt: [Errno 27] File too large\n") >= 7
     assert steps_logged(place, "no log") == steps[:5] + steps[12:]
     assert re.findall(r"^step:(\d+)/", child.out, re.M) == [str(step) for step in steps]
     assert_same(place, "no log", straight)
@@ -753,7 +729,7 @@ def test_a_rank_killed_inside_a_collective_ends_the_other(place):
     environments = rank_environments(2)
     children = [place.begin("killed", DIE, **environ) for environ in environments]
     assert children[1].wait() == -signal.SIGKILL and children[0].wait() == 1
-    line = r"^error: rank 0 lost another rank \(.*\); RESUME continues$"
+    line = r"^error: rank 0 lost another rank; RESUME continues$"
     assert re.search(line, children[0].err, re.M), children[0].err
     folder = place.of("killed")
     assert newest(folder) == (folder / "step_000004", []) and not (folder / "result.json").exists()
@@ -794,7 +770,7 @@ def test_sigterm_to_torchrun_saves_once(place):
     assert process.returncode != 0
     assert "ended without" not in said and "rank 0 lost" not in said
     (step,) = re.findall(r"^stopped by SIGTERM after step (\d+)", place.log("term"), re.M)
-    assert steps_logged(place, "term", " saved in ") == [int(step)]
+    assert steps_logged(place, "term", " saved") == [int(step)]
     assert newest(place.of("term")) == (place.of("term") / f"step_{int(step):06d}", [])
 
 
@@ -851,8 +827,8 @@ def test_profile_traces_three_steps(place):
     assert line in place.log("profile").splitlines()
 
 
-def test_the_compile_mode_reaches_the_compiler(place):
+def test_networks_are_compiled_whole(place):
     patch = "T.torch.compile = lambda net, **words: print('compile', words, flush=True) or net"
-    child = place.run("compile", patch, COMPILE=1, COMPILE_MODE="max-autotune", ITERATIONS=8)
-    words = {"dynamic": False, "fullgraph": True, "mode": "max-autotune"}
+    child = place.run("compile", patch, COMPILE=1, ITERATIONS=8)
+    words = {"dynamic": False, "fullgraph": True}
     assert child.out.count(f"compile {words}\n") == 2
