@@ -896,7 +896,7 @@ def model_config(settings, vocab_size, bos_id, **overrides):
     norms = getattr(settings, "norm", "rms").split()
     if not words or not all(re.fullmatch("[gsa][0-9]*|[GSA][0-9]+", word) for word in words):
         raise UserError(
-            f"LAYER_PATTERN={settings.layer_pattern!r}: each word must be g, s or a, perhaps with a "
+            f"LAYER_PATTERN={settings.layer_pattern!r}: each word must be g, s or a, maybe with a "
             "number; capitals need one"
         )
     if not norms or set(norms) - set(NORMS):

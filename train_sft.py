@@ -1020,7 +1020,7 @@ def model_config(settings, vocab_size, bos_id, **overrides):
     norms = getattr(settings, "norm", "rms").split()
     if not words or not all(re.fullmatch("[gsa][0-9]*|[GSA][0-9]+", word) for word in words):
         raise UserError(
-            f"LAYER_PATTERN={settings.layer_pattern!r}: each word must be g, s or a, perhaps with a "
+            f"LAYER_PATTERN={settings.layer_pattern!r}: each word must be g, s or a, maybe with a "
             "number; capitals need one"
         )
     if not norms or set(norms) - set(NORMS):
@@ -1789,6 +1789,9 @@ class AdamW8bit(MaskedOptimizer):
         return update, dict(updates=updates, scales=scales, codes=codes)
 
 
+MASKED_OPTIMIZERS = {"lion": Lion, "adamw8bit": AdamW8bit}
+
+
 # Parameters that the optimizers treat otherwise than the artifact does, by the end of their names.
 PARAMETER_CLASSES = {
     "lora_a": "adapter",
@@ -1803,7 +1806,8 @@ class Optimizers:
 
     kind: as the setting OPTIMIZER. rates: class of parameters -> learning rate, weight decay; the
     classes are those of tensor_class and PARAMETER_CLASSES. A new kind is a word in the choices of
-    the setting `optimizer`, a branch here, and in train_gpt.py a row of OPTIMIZER_PRESETS.
+    the setting `optimizer`, a class in MASKED_OPTIMIZERS, and in train_gpt.py a row of
+    OPTIMIZER_PRESETS.
     """
 
     def __init__(self, model, kind, rates, runtime):
@@ -1821,16 +1825,12 @@ class Optimizers:
                 groups[parameter_class]["params"].append(param)
 
         adam_groups = [groups.pop("control")]
-        adam_betas = ADAM_BETAS
         self.all = []
         if kind == "muon":
             self.all = [Muon([groups.pop("matrix")], dict(runtime=runtime))]
             adam_groups += groups.values()
-        elif kind == "lion":
-            self.all = [Lion(groups.values(), {})]
-            adam_betas = LION_BETAS  # the preset's learning rates were tuned with these
-        elif kind == "adamw8bit":
-            self.all = [AdamW8bit(groups.values(), {})]
+        elif kind in MASKED_OPTIMIZERS:
+            self.all = [MASKED_OPTIMIZERS[kind](groups.values(), {})]
         elif kind == "adafactor":
             # A step is a share of max(eps[1], RMS of the weights). With torch's 1e-3, matrices that
             # begin at zero hardly move. eps[0] is the paper's (arXiv 1804.04235): torch squares it.
@@ -1839,7 +1839,9 @@ class Optimizers:
             adam_groups += groups.values()
         else:
             raise ValueError(f"optimizer={kind!r}: no such kind")
-        self.all.append(torch.optim.AdamW(adam_groups, betas=adam_betas, eps=ADAM_EPS, fused=True))
+        # Lion's preset was tuned with its betas in AdamW, too.
+        betas = LION_BETAS if kind == "lion" else ADAM_BETAS
+        self.all.append(torch.optim.AdamW(adam_groups, betas=betas, eps=ADAM_EPS, fused=True))
 
         grouped = []
         self.state = collections.defaultdict(dict)  # of all optimizers, by parameter
