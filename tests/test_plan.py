@@ -196,4 +196,4 @@ def test_the_data_that_are_there_are_taken(plan, tiny_data):
     line = next(text for key, text in found.items() if key.startswith("at "))
     epochs = 100 * 1024 / (manifest["train"]["tokens"] - 1024)
     assert line == f"100 steps, 102,400 tokens, {epochs:.3f} epochs"
-    assert "VOCAB_SIZE=48: must be 0 or 400" in plan(code=2, **given)["error"]
+    assert "VOCAB_SIZE=48: must be 0 or the tokenizer's 400" in plan(code=2, **given)["error"]
