@@ -1,4 +1,6 @@
-"""Section artifact: rANS against entropy and a scalar decoder, lossless files, damage named in one line."""
+"""Section artifact: rANS against entropy and a scalar decoder, lossless files, damage named in one
+line.
+"""
 
 import hashlib
 import heapq
@@ -115,7 +117,9 @@ def sealed(data, change=None, area=None):
 
 @pytest.fixture
 def damage_message(tmp_path):
-    """Function: the one line that reading these bytes from a file ends with, without the file's name."""
+    """Function: the one line that reading these bytes from a file ends with, without the file's
+    name.
+    """
 
     def message_of(data, max_weights=1 << 30):
         path = tmp_path / "damaged.bin"
@@ -129,9 +133,9 @@ def damage_message(tmp_path):
     return message_of
 
 
-# ---------------------------------------------------------------------------------------------------------------- rANS
+# --------------------------------------------------------------------------------------------- rANS
 def roundtrip(tensors, lanes):
-    """Encode tensors of symbols as one stack, decode them as one queue; returns the words of each."""
+    """Encode tensors of symbols as one stack, decode them as one queue; return all words."""
     counts = [np.bincount(np.append(symbols, [7, 200]), minlength=256) for symbols in tensors]
     tables = np.stack([script.rans_table(each) for each in [*counts, np.zeros(256)]])
     begin = (1 << 16) + np.random.default_rng(1).integers(0, 1 << 16, lanes).astype(np.uint32)
@@ -219,9 +223,11 @@ def test_a_table_of_one_symbol_or_none_does_not_overflow():
         script.RansCoder(np.full(8, 1 << 16, np.uint32), np.ones((1, 256), np.uint16))
 
 
-# --------------------------------------------------------------------------------------------------------------- files
+# -------------------------------------------------------------------------------------------- files
 class Book:
-    """An artifact read once more by the format's text alone: one symbol, one state and one search at a time."""
+    """An artifact read once more by the format's text alone: one symbol, one state and one search
+    at a time.
+    """
 
     def __init__(self, data):
         self.header, start = header_of(data)
@@ -390,7 +396,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path, name, value):
         write(tmp_path / "a.bin", {"fine": torch.ones(3), f"some.{name}": tensor})
 
 
-# -------------------------------------------------------------------------------------------------------------- damage
+# ------------------------------------------------------------------------------------------- damage
 DAMAGED = "damaged: the SHA-256 is wrong"
 
 
@@ -462,7 +468,9 @@ def test_headers_that_lie_are_refused(small, damage_message, tmp_path, name, lie
 
 
 def test_a_word_that_only_the_last_states_tell_is_refused(tmp_path, damage_message):
-    """The last word of the last tensor is changed: as many words are read, and the lanes end elsewhere."""
+    """The last word of the last tensor is changed: as many words are read, and the lanes end
+    elsewhere.
+    """
     write(tmp_path / "a.bin", sized_model())
     data = (tmp_path / "a.bin").read_bytes()
     header, start = header_of(data)

@@ -1,4 +1,6 @@
-"""Section artifact, by chance: any codes come back, no damage loads; bytes against entropies by row and column."""
+"""Section artifact, by chance: any codes come back, no damage loads; bytes against entropies by row
+and column.
+"""
 
 import time
 import tracemalloc
@@ -11,7 +13,8 @@ from hypothesis import strategies as st
 
 import train_gpt as script
 
-# The data of a test are the same in every run of it, as elsewhere here; a failure prints how to repeat it.
+# The data of a test are the same in every run of it, as elsewhere here; a failure prints how to
+# repeat it.
 few = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 counts = pytest.mark.parametrize("count", [40, pytest.param(2000, marks=pytest.mark.full)])
 SECONDS, BYTES = 1.0, 64 << 20  # that a damaged file of some KB may take to be refused
@@ -36,7 +39,7 @@ def read(data, path):
     return script.read_artifact(path)
 
 
-# --------------------------------------------------------------------------------------------------------- round trips
+# -------------------------------------------------------------------------------------- round trips
 @st.composite
 def tensors_and_codes(draw):
     """Up to five tensors, each of codes, or of float16; of any sizes and any distribution."""
@@ -89,7 +92,7 @@ def test_any_codes_come_back(tmp_path, count):
     check()
 
 
-# -------------------------------------------------------------------------------------------------------------- damage
+# ------------------------------------------------------------------------------------------- damage
 def two_artifacts():
     """Two files of the same tensors' names and shapes, with every coder."""
     found = []
@@ -118,7 +121,9 @@ ARTIFACTS = two_artifacts()
 
 @st.composite
 def damaged(draw):
-    """One of the artifacts with one byte changed, cut short at either end or within, or with a piece of the other."""
+    """One of the artifacts with one byte changed, cut short at either end or within, or with a
+    piece of the other.
+    """
     at = draw(st.integers(0, 1))
     own, other = ARTIFACTS[at], ARTIFACTS[1 - at]
     kind = draw(st.sampled_from(["byte", "cut", "head", "hole", "splice", "insert", "join"]))
@@ -166,7 +171,7 @@ def test_no_damage_loads(tmp_path, count):
     check()
 
 
-# ----------------------------------------------------------------------------------------------------- rows and columns
+# --------------------------------------------------------------------------------- rows and columns
 def entropy(symbols):
     """Order-0 entropy in bytes."""
     share = np.unique(symbols, return_counts=True)[1] / max(1, symbols.size)
@@ -197,7 +202,9 @@ def spent(header):
 
 
 def sized(side, octaves, what, seed=0):
-    """Normal codes (side, side) whose rows, or rows and columns, differ in size by up to `octaves`, in no order."""
+    """Normal codes (side, side) whose rows, or rows and columns, differ in size by up to `octaves`,
+    in no order.
+    """
     random = np.random.default_rng(seed)
     sizes = [
         random.permutation(2.0 ** np.linspace(-octaves / 2, octaves / 2, side)) for _ in range(2)
@@ -229,7 +236,9 @@ def test_bytes_are_the_entropy_by_row_and_column(tmp_path, side, octaves, what):
 
 @pytest.mark.parametrize("share", [0.1, 0.6])
 def test_rows_of_zeros_leave_rans_the_shortest(tmp_path, share):
-    """Embeddings of tokens that never came: without rows zstd beats the entropy of all codes, with rows it does not."""
+    """Embeddings of tokens that never came: without rows zstd beats the entropy of all codes, with
+    rows it does not.
+    """
     random = np.random.default_rng(0)
     codes = np.clip(np.rint(random.normal(size=(2048, 128)) * 21), -127, 127).astype(np.int8)
     codes[random.random(2048) < share] = 0

@@ -1,4 +1,6 @@
-"""Training batches: a pseudo-random order of windows, the same tokens whatever the ranks and micro-batches."""
+"""Training batches: a pseudo-random order of windows, the same tokens whatever the ranks and micro-
+batches.
+"""
 
 import math
 import types
@@ -77,7 +79,8 @@ def test_windows_of_one_document_are_no_closer_than_chance_has_them(windows):
     when = np.argsort(order(range(windows), windows))  # the row that reads each window
     for apart in range(1, 8):
         distance = np.abs(when[apart:] - when[:-apart])
-        # Two different rows of n in random order: the mean distance is (n + 1) / 3, its deviation n / sqrt(18).
+        # Two different rows of n in random order: the mean distance is (n + 1) / 3, its deviation n
+        # / sqrt(18).
         error = windows / math.sqrt(18 * (windows - apart))
         assert abs(distance.mean() - (windows + 1) / 3) < 4 * error, (apart, distance.mean())
         near = (distance <= windows // 50).mean()
@@ -87,7 +90,9 @@ def test_windows_of_one_document_are_no_closer_than_chance_has_them(windows):
 
 @pytest.mark.parametrize("windows", [100, 1000, 10007])
 def test_every_step_reads_from_all_over_the_stream(windows):
-    """The windows of ten steps of 16, in tenths of the stream: chi-squared with 9 degrees of freedom."""
+    """The windows of ten steps of 16, in tenths of the stream: chi-squared with 9 degrees of
+    freedom.
+    """
     found = order(range(min(windows, 160)), windows)
     counts = np.bincount(np.array(found) * 10 // windows, minlength=10)
     expected = len(found) / 10
@@ -208,7 +213,9 @@ def test_a_step_may_read_more_than_an_epoch_of_a_small_part(mixed):
 
 @pytest.mark.full
 def test_after_the_warm_up_neither_training_nor_evaluation_compiles(stream):
-    """What compiles late would do so on the clock: choosing among the averages is the first evaluation of a run."""
+    """What compiles late would do so on the clock: choosing among the averages is the first
+    evaluation of a run.
+    """
     cfg = T.Settings(
         model_dim=32,
         num_heads=2,
@@ -309,5 +316,6 @@ def test_ranks_share_one_batch_of_a_mixture(mixed, world, micro):
             rows(batches(data, rank, world, micro_batch_tokens=micro), step)
             for rank in range(world)
         ]
-        # Each rank reads its rows folder by folder, so that only the order in the batch depends on the ranks.
+        # Each rank reads its rows folder by folder, so that only the order in the batch depends on
+        # the ranks.
         assert sorted(torch.cat(parts).tolist()) == sorted(rows(batches(data), step).tolist())

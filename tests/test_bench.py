@@ -167,9 +167,11 @@ with open(place.parent / "calls", "a") as file:
     file.write(place.name + "\\n")
 names = ("SEED", "TASK", "WIDTH", "CONFIG", "OMP_NUM_THREADS", "RANK")
 seen = {name: os.environ.get(name) for name in names}
-result = {"seen": seen, "tokens": 3000, "steps": 3, "params": {"total": 10}, "optimizer_state_bytes": 80}
+result = {"seen": seen, "tokens": 3000, "steps": 3, "params": {"total": 10}}
+result["optimizer_state_bytes"] = 80
 (place / "result.json").write_text(json.dumps(result))
-(place / "log.txt").write_text("".join(f"step:{i}/3 train_loss:1 train_time:{250 * i}ms\\n" for i in range(3)))
+lines = [f"step:{i}/3 train_loss:1 train_time:{250 * i}ms\\n" for i in range(3)]
+(place / "log.txt").write_text("".join(lines))
 if os.environ.get("TASK"):
     sys.exit("first line\\n" + os.environ["TASK"])
 """

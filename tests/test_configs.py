@@ -1,4 +1,6 @@
-"""configs/*.env: heads that say what to expect, no dead line, settings that fit; a tiny run of each; run.sh."""
+"""configs/*.env: heads that say what to expect, no dead line, settings that fit; a tiny run of
+each; run.sh.
+"""
 
 import importlib
 import json
@@ -45,7 +47,7 @@ def parts(path):
 
 
 def commands(head):
-    """(CONFIG, launcher, script) of each command in a head; a command may go on behind a backslash."""
+    """Return (CONFIG, launcher, script) of each command in a head."""
     text = "\n".join(re.sub("^# *", "", line) for line in head).replace("\\\n", " ")
     return re.findall(r"CONFIG=(\S+)(?: +\w+=\S+)* +(python|torchrun [^\n]*?) +(\w+)\.py\b", text)
 
@@ -65,7 +67,9 @@ def value_of(text, kind):
 
 
 def dead_lines(path, script, folder):
-    """Settings that change nothing: without the line all are the same, or others leave it nothing to do."""
+    """Settings that change nothing: without the line all are the same, or others leave it nothing
+    to do.
+    """
     head, lines = parts(path)
     _, settings = load(script, path)
     found = []
@@ -109,7 +113,9 @@ def test_no_line_is_dead(name, tmp_path):
 
 @configs
 def test_every_script_that_a_head_names_takes_the_config(name):
-    """Types, ranges, and the numbers that must fit together: phases, shape, the batch over the command's ranks."""
+    """Types, ranges, and the numbers that must fit together: phases, shape, the batch over the
+    command's ranks.
+    """
     path = ROOT / "configs" / f"{name}.env"
     head, lines = parts(path)
     for _, launcher, script in commands(head):
@@ -145,7 +151,7 @@ def test_run_sh_picks_by_gpus_unless_config_is_given(gpus, given, config):
     assert given or (ROOT / config).is_file()
 
 
-# ----------------------------------------------------------------------------------------------------------- tiny runs
+# ---------------------------------------------------------------------------------------- tiny runs
 SHAPE = dict(
     DEVICE="cpu", MODEL_DIM=32, NUM_HEADS=2, ITERATIONS=8, MAX_WALLCLOCK_SECONDS=0, SAVE_EVERY=0
 )
@@ -231,7 +237,7 @@ def runs(tmp_path_factory, tiny_data, request):
     "name", [pytest.param(name, marks=pytest.mark.full if name in LONG else ()) for name in NAMES]
 )
 def test_a_tiny_run(runs, name):
-    """It learns, packs and scores; the settings that it ran by are the config's, but for the sizes."""
+    """It learns, packs and scores, by the settings of the config but for the sizes."""
     place, done = runs
     assert f"exit {name} 0\n" in done.stdout, done.stdout[-1000:] + done.stderr[-3000:]
     path, folder = ROOT / "configs" / f"{name}.env", place / name

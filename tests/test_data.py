@@ -34,7 +34,8 @@ HARD_TEXTS = [
     "windows\r\nline\r\nends\r\rand\rbare returns\r\n",
     "ümläuts, Привет, 日本語のテキスト, العربية, ไทย, é as e\u0301",
     "emoji \U0001f600\U0001f468\u200d\U0001f469\u200d\U0001f467 and flags \U0001f1e9\U0001f1ea",
-    "private use \ue000\uf8ff\U000f0000, zero width \u200b\ufeff, nbsp\u00a0, ideographic\u3000space",
+    "private use \ue000\uf8ff\U000f0000, zero width \u200b\ufeff",
+    "nbsp\u00a0, ideographic\u3000space",
     "ligature ﬁ, fullwidth ＡＢ, superscript ², control \x01\x7f, line sep \u2028",
     "role text <|user|> hello <|end|> is plain text here",
     "<0x41> written out, <s> and </s> and <unk> too",
@@ -103,7 +104,9 @@ def counted(tokenizer, ids):
 
 
 def canonical_bytes(processor, prev, ids):
-    """Parameter Golf's rule, written out: marker stripped, byte tokens 1, one more unless a boundary stands before."""
+    """Parameter Golf's rule, written out: marker stripped, byte tokens 1, one more unless a
+    boundary stands before.
+    """
     total = 0
     for before, token in zip(prev, ids, strict=True):
 
@@ -231,7 +234,9 @@ FAKE_RANKS = b"".join(
 
 
 def fake_encoding(monkeypatch, script, folder, end_of_text=300):
-    """A rank file in `folder` that has 258 ranks and is what the script takes for the published cl100k_base."""
+    """A rank file in `folder` that has 258 ranks and is what the script takes for the published
+    cl100k_base.
+    """
     sha256 = hashlib.sha256(FAKE_RANKS).hexdigest()
     facts = dict(sha256=sha256, bos_id=end_of_text, vocab_size=end_of_text + 3)
     published = script.ENCODINGS["cl100k_base"] | facts

@@ -1,4 +1,6 @@
-"""Scores: every prediction once and in its context, bytes of the text, ranks and stateful evaluation."""
+"""Scores: every prediction once and in its context, bytes of the text, ranks and stateful
+evaluation.
+"""
 
 import math
 import threading
@@ -34,7 +36,9 @@ def random_tokens(count, seed=0):
 
 
 def loss_of(context, target):
-    """The table model's loss: any change of the context's length, content, order or of the target changes it."""
+    """The table model's loss: any change of the context's length, content, order or of the target
+    changes it.
+    """
     mixed = sum((at + 1) * (token + 3) for at, token in enumerate(context))
     return 1.0 + (mixed * 31 + context[-1] * 7 + target * 101) % 9973 / 9973
 
@@ -68,7 +72,9 @@ def slow_nats(tokens, seq_len, stride):
 
 
 def windows(count, seq_len, stride):
-    """The rows (begin, first scored, end) of `count` predictions; where documents begin is nothing to them."""
+    """The rows (begin, first scored, end) of `count` predictions; where documents begin is nothing
+    to them.
+    """
     rows = []
 
     def model(ids, targets):
@@ -126,7 +132,9 @@ def test_score_is_that_of_a_slow_loop(stride, batch):
 
 @pytest.mark.parametrize("shift", [-1, 0, 1])
 def test_targets_are_the_next_tokens(shift):
-    """The loss is 1 where the target is not the successor that the map names; an offset by one misses them all."""
+    """The loss is 1 where the target is not the successor that the map names; an offset by one
+    misses them all.
+    """
     successor = {BOS: 10, **{token: 10 + (token - 10) * 5 % 89 + 1 for token in range(10, 100)}}
     tokens = [BOS]
     while len(tokens) < 90:
@@ -194,7 +202,9 @@ LENGTHS = [
 
 
 def test_stateful_score_is_that_of_a_slow_loop_over_documents():
-    """Every prediction once, after all of its document; the BOS after a document is predicted by its last token."""
+    """Every prediction once, after all of its document; the BOS after a document is predicted by
+    its last token.
+    """
     tokens, model = documents_of(LENGTHS), TableModel()
     score = scorer(16, 3).score_documents(model, tokens)
     starts = [0]
@@ -228,7 +238,9 @@ def test_ranks_share_out_windows_and_documents(name, world_size):
 
 
 def tiny_network():
-    """GDN, sliding window and full attention in float64; no weight is zero, so that every layer matters."""
+    """GDN, sliding window and full attention in float64; no weight is zero, so that every layer
+    matters.
+    """
     settings = T.Settings(
         layer_pattern="g s a",
         model_dim=32,
@@ -246,7 +258,9 @@ def tiny_network():
 
 
 def test_stateful_score_is_the_plain_score_of_one_window():
-    """Whatever the pieces, the rows and the ranks: every token sees its document from its first token on."""
+    """Whatever the pieces, the rows and the ranks: every token sees its document from its first
+    token on.
+    """
     tokens, network = documents_of(LENGTHS), tiny_network()
     edges = [*np.flatnonzero(tokens == BOS), len(tokens) - 1]
     with torch.no_grad():
@@ -334,7 +348,9 @@ def test_score_bytes_are_those_of_the_text(tmp_path):
 
 
 def test_sums_are_float64():
-    """2**24 + 1 is no float32: summed in single precision, small losses beside large ones would be lost."""
+    """2**24 + 1 is no float32: summed in single precision, small losses beside large ones would be
+    lost.
+    """
 
     def model(ids, targets):
         losses = torch.where(torch.arange(targets.size(1)) == 0, 2.0**24, 1.0)

@@ -1,4 +1,6 @@
-"""The size solver and GPTQ at a run's end: files that just fit, weights that stay; runs resumed and loaded."""
+"""The size solver and GPTQ at a run's end: files that just fit, weights that stay; runs resumed and
+loaded.
+"""
 
 import json
 import math
@@ -219,7 +221,7 @@ def test_gptq_goes_on_as_long_as_the_clock_allows(trained, tmp_path, asked):
         assert same(coded, by_gptq)
 
 
-# ---------------------------------------------------------------------------------------- whole runs
+# --------------------------------------------------------------------------------------- whole runs
 # A patch: the process gets SIGTERM in step 29 of 30, with QAT since step 26.
 STOP = """
 import os, signal

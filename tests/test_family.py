@@ -1,4 +1,6 @@
-"""Every choice of the model by values: references, caches, documents, checkpointing, QAT, artifact, one graph."""
+"""Every choice of the model by values: references, caches, documents, checkpointing, QAT, artifact,
+one graph.
+"""
 
 import contextlib
 import dataclasses
@@ -56,7 +58,8 @@ EVERYTHING = dict(
     tie_embeddings=False,
 )
 by_choice = pytest.mark.parametrize("choice", [*CHOICES, "everything"])
-# Compiled every day: together they take every branch of the network; each choice by itself is compiled by `full`.
+# Compiled every day: together they take every branch of the network; each choice by itself is
+# compiled by `full`.
 GRAPHS = {
     "lean": dict(
         mlp="bio", residual_mix=False, qk_gain_init=0.0, logit_softcap=0.0, positions="none"
@@ -120,7 +123,9 @@ def gradients(net, ids):
 
 @by_choice
 def test_nothing_passes_a_documents_start(choice):
-    """Other tokens before it change nothing behind it, neither do later ones change what stands before them."""
+    """Other tokens before it change nothing behind it, neither do later ones change what stands
+    before them.
+    """
     net, ids = network(choice), tokens()
     logits = net(ids)
     before, after = ids.clone(), ids.clone()
@@ -143,7 +148,9 @@ def test_checkpointing_gives_the_same_gradients(choice):
 
 @by_choice
 def test_gradients_are_finite_differences(choice):
-    """Along one random direction of all parameters; the hard events' gradient is straight through, so not theirs."""
+    """Along one random direction of all parameters; the hard events' gradient is straight through,
+    so not theirs.
+    """
     net, ids = network(choice), tokens()
     grads = gradients(net, ids)
     params = dict(net.named_parameters())
@@ -164,7 +171,9 @@ def test_gradients_are_finite_differences(choice):
 
 @by_choice
 def test_the_artifact_gives_back_the_network_that_qat_trained(choice, tmp_path):
-    """QAT's forward pass, the rebuilt network's forward pass, and the quantizer applied to each tensor by hand."""
+    """QAT's forward pass, the rebuilt network's forward pass, and the quantizer applied to each
+    tensor by hand.
+    """
     net, ids = network(choice, torch.float32), tokens()
     table = {"matrix": quantizer(4, 4.0), "embedding": quantizer(6, 5.0)}
     with torch.no_grad():
@@ -249,7 +258,9 @@ def test_oscillation_and_its_gradients_in_closed_form():
 
 
 def test_the_baseline_preset_is_parameter_golfs():
-    """Its 17,059,912 parameters, and its forward pass written out from openai/parameter-golf's train_gpt.py."""
+    """Its 17,059,912 parameters, and its forward pass written out from openai/parameter-golf's
+    train_gpt.py.
+    """
     settings = T.load_settings(
         T.Settings, {"ARCH_MODE": "baseline"}, presets={"ARCH_MODE": T.ARCH_PRESETS}
     )
@@ -313,7 +324,9 @@ def test_overrides_stand_above_the_layout_and_the_settings():
 
 
 def test_settings_without_a_field_take_its_default():
-    """As the post-training scripts' do: what GPTConfig says stands where neither settings nor overrides do."""
+    """As the post-training scripts' do: what GPTConfig says stands where neither settings nor
+    overrides do.
+    """
     settings = SimpleNamespace(
         layer_pattern="g a", num_layers=3, model_dim=32, num_heads=4, mlp="gelu"
     )
@@ -359,7 +372,7 @@ def both():
 @pytest.mark.full
 @pytest.mark.parametrize("kind", T.OPTIMIZER_PRESETS)
 def test_each_optimizer_trains_alike_compiled_and_eager(both, kind):
-    """Six steps from the same weights, quantized in the last two; one graph serves all optimizers."""
+    """Six steps from the same weights, quantized in the last two; one graph serves all."""
     net, model = both
     values = {"matrix_lr": 0.02, **T.OPTIMIZER_PRESETS[kind]}
     settings = dataclasses.replace(

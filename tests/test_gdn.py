@@ -1,4 +1,6 @@
-"""Gated DeltaNet: the chunk form, the decoding step and the custom ops against the float64 recurrence."""
+"""Gated DeltaNet: the chunk form, the decoding step and the custom ops against the float64
+recurrence.
+"""
 
 import shutil
 
@@ -103,7 +105,9 @@ def test_recurrence_against_numpy():
 
 @pytest.mark.parametrize("form", [gdn_recurrent, gdn.gdn_chunk])
 def test_closed_forms(form):
-    """With beta = 1 and g = 0 orthonormal keys are a dictionary, and writing under a key again replaces its value."""
+    """With beta = 1 and g = 0 orthonormal keys are a dictionary, and writing under a key again
+    replaces its value.
+    """
     eye, v = (
         torch.eye(4, dtype=torch.float64),
         torch.arange(24, dtype=torch.float64).sin().view(1, 8, 1, 3),
@@ -133,7 +137,9 @@ FLOAT32 = [
 @pytest.mark.parametrize("chunk", [16, 64])
 @pytest.mark.parametrize("kind,tolerance", FLOAT32)
 def test_chunk_against_oracle(kind, tolerance, chunk):
-    """Output, final state and all gradients, with an initial state and a length that is no multiple of the chunk."""
+    """Output, final state and all gradients, with an initial state and a length that is no multiple
+    of the chunk.
+    """
     exact = make_inputs(kind, torch.float64, t=150)
     assert_close(run(gdn.gdn_chunk, exact, chunk=chunk), oracle(exact), 1e-10)
     single = make_inputs(kind, torch.float32, t=150, dim_k=32, dim_v=32)
@@ -142,7 +148,9 @@ def test_chunk_against_oracle(kind, tolerance, chunk):
 
 @pytest.mark.parametrize("t", [1, 15, 32, 33, 64])
 def test_lengths_and_no_state(t):
-    """Shorter than a chunk, exact multiples, one more; without an initial state, and with only o in the loss."""
+    """Shorter than a chunk, exact multiples, one more; without an initial state, and with only o in
+    the loss.
+    """
     inputs = make_inputs("random", torch.float64, t=t)
     assert_close(run(gdn.gdn_chunk, inputs), oracle(inputs), 1e-10)
     leaves = [[x.clone().requires_grad_() for x in inputs[:5]] for _ in range(2)]
@@ -164,7 +172,8 @@ def test_gradients_against_finite_differences():
 
 @pytest.mark.parametrize("decay", [-12.0, -30.0])
 def test_constant_strong_decay(decay):
-    """Differences of up to 30 * 64 nats in a chunk stay finite, and the gradient of g, e^decay of the others, is right.
+    """Differences of up to 30 * 64 nats in a chunk stay finite, and the gradient of g, e^decay of
+    the others, is right.
 
     Terms of that gradient that cancel only up to rounding would be seen here (6e-5 to 6e-4).
     """
@@ -174,7 +183,9 @@ def test_constant_strong_decay(decay):
 
 
 def test_many_resets_in_one_chunk():
-    """Documents of 3 tokens: decays inside the last ones keep their digits after 20 resets of -60 before them."""
+    """Documents of 3 tokens: decays inside the last ones keep their digits after 20 resets of -60
+    before them.
+    """
     inputs = make_inputs("correlated", torch.float32, t=64)
     inputs[3][:, ::3] = -60.0
     assert_close(run(gdn.gdn_chunk, inputs, chunk=64), oracle(inputs), 2e-6)
@@ -182,7 +193,9 @@ def test_many_resets_in_one_chunk():
 
 @pytest.mark.parametrize("dtype,tolerance", [(torch.float64, 1e-10), (torch.float32, 1e-5)])
 def test_document_resets(dtype, tolerance):
-    """g = -60 at a first token equals starting from nothing: outputs, and gradients that do not cross the boundary."""
+    """g = -60 at a first token equals starting from nothing: outputs, and gradients that do not
+    cross the boundary.
+    """
     starts, t = [0, 37, 41, 96], 120
     inputs = make_inputs("correlated", dtype, t=t)
     whole = [x.clone() for x in inputs]
@@ -232,7 +245,9 @@ def test_state_carried_over_segments():
 
 @pytest.mark.parametrize("kind,tolerance", [("random", 1.5e-2), ("correlated", 2e-2)])
 def test_bfloat16(kind, tolerance):
-    """bfloat16 q, k, v with float32 g, beta and state: output bfloat16, state float32; autocast changes nothing."""
+    """bfloat16 q, k, v with float32 g, beta and state: output bfloat16, state float32; autocast
+    changes nothing.
+    """
     inputs = make_inputs(kind, torch.float32, t=150, dim_k=32, dim_v=32)
     inputs[:3] = [x.bfloat16() for x in inputs[:3]]
     got = run(gdn.gdn_chunk, inputs)
@@ -250,7 +265,9 @@ def test_bfloat16(kind, tolerance):
 
 
 def test_the_custom_ops_obey_their_declarations():
-    """Schema and fake outputs, forward and adjoint, in float32 and with bfloat16 operands around a float32 state."""
+    """Schema and fake outputs, forward and adjoint, in float32 and with bfloat16 operands around a
+    float32 state.
+    """
     n, m, c, dim_k, dim_v = 3, 2, 16, 4, 6
     tests = ("test_schema", "test_faketensor")
     for dtype in (torch.float32, torch.bfloat16):

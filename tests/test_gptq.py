@@ -14,7 +14,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def correlated(samples, width, seed=0, rank=None):
-    """H = sum x x^T over inputs x (samples, width) float64 that share a few directions, of sizes over a decade."""
+    """H = sum x x^T over inputs x (samples, width) float64 that share a few directions, of sizes
+    over a decade.
+    """
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(samples, rank or max(1, width // 3), generator=generator, dtype=torch.float64)
     x = x @ torch.randn(x.shape[1], width, generator=generator, dtype=torch.float64)
@@ -30,9 +32,11 @@ def weights(rows, width, seed=1):
 
 
 def obq(w, scale, bits, hessian):
-    """The textbook's way (Optimal Brain Quantization, arXiv 2208.11580, section 4; GPTQ's order), in numpy float64.
+    """The textbook's way (Optimal Brain Quantization, arXiv 2208.11580, section 4; GPTQ's order),
+    in numpy float64.
 
-    One column after the other is rounded; the rest are moved to where they make good its error the best; then it is
+    One column after the other is rounded; the rest are moved to where they make good its error the
+    best; then it is
     eliminated from the inverse Hessian. No blocks, no Cholesky factor.
     """
     w, scale, h = w.double().numpy().copy(), scale.item(), hessian.double().numpy()
@@ -77,7 +81,9 @@ def test_gptq_is_the_textbook_column_by_column(rows, width, samples, bits):
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("seed", range(3))
 def test_gptq_does_less_harm_than_rounding_to_nearest(seed, bits):
-    """Of what GPTQ makes small: at most as much harm, and at 4 bits and more, where little is clipped, 0.6 of it."""
+    """Of what GPTQ makes small: at most as much harm, and at 4 bits and more, where little is
+    clipped, 0.6 of it.
+    """
     w, hessian = weights(24, 150, seed), correlated(400, 150, seed)
     codes, scale = script.quantize(w, bits, 4.0)
     nearest = harm(w, codes, scale, hessian)
@@ -115,7 +121,7 @@ def test_gptq_takes_shapes_of_more_dimensions_and_a_scale_of_zero():
     assert scale.item() == 0 and not script.gptq(torch.zeros(18, 24), scale, 4, hessian).any()
 
 
-# ------------------------------------------------------------------------------------------------------------ Hessians
+# ----------------------------------------------------------------------------------------- Hessians
 def hook_sums(net, batches):
     """name -> sum x x^T, float64, by hooks that know where each weight of the model is used."""
     names, sums = (
@@ -200,7 +206,9 @@ NETS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", NETS)
 def test_hessians_are_the_sums_that_hooks_make(kind, dtype, monkeypatch):
-    """bfloat16: what the layers read, and so the copies of the weights, which are what F.linear meets on a GPU."""
+    """bfloat16: what the layers read, and so the copies of the weights, which are what F.linear
+    meets on a GPU.
+    """
     net = network("plain", torch.float32, **NETS[kind])
     looked_up = F.embedding
     monkeypatch.setattr(

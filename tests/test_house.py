@@ -1,4 +1,6 @@
-"""The rules of the house, held over every script: fences, sizes, imports without effects, settings, docs, paths."""
+"""The rules of the house, held over every script: fences, sizes, imports without effects, settings,
+docs, paths.
+"""
 
 import ast
 import io
@@ -14,7 +16,8 @@ from conftest import load_tool
 
 ROOT = Path(__file__).resolve().parents[1]
 LINES_PER_CONFIG, COLUMNS = 15, 120
-# Tokens at most, as tools/tokens.py counts them. The goal of train_gpt.py is 22,000 (CONTRIBUTING.md, "Sizes"), that of
+# Tokens at most, as tools/tokens.py counts them. The goal of train_gpt.py is 22,000
+# (CONTRIBUTING.md, "Sizes"), that of
 # the other scripts 20,000 to 26,000. Until they are reached these figures may only shrink.
 TOKENS = {
     "train_gpt.py": 23_400,
@@ -33,7 +36,8 @@ SETTINGS = 60
 
 sync, tokens = load_tool("sync"), load_tool("tokens")
 
-# Every script of the house: those at the top (the smoke test is a test), the data scripts, the tools.
+# Every script of the house: those at the top (the smoke test is a test), the data scripts, the
+# tools.
 NAMES = sorted(
     path.relative_to(ROOT).as_posix()
     for pattern in ("*.py", "data/*.py", "tools/**/*.py")
@@ -71,7 +75,8 @@ def test_script_sizes(name):
 
 
 def test_tokens_are_counted():
-    source = 'def f(x):\n    """Doc."""\n    # a comment\n    return f"{x + 1} {x!r:>{w}}", [\n        1,\n    ]\n'
+    source = 'def f(x):\n    """Doc."""\n    # a comment\n'
+    source += '    return f"{x + 1} {x!r:>{w}}", [\n        1,\n    ]\n'
     # def f ( x ) : "doc" return f"..." with x + 1, x and w inside, then , [ 1 , ]
     assert tokens.count(source) == 6 + 1 + 1 + 1 + 5 + 5
     assert [name for _, name in tokens.functions(source + "class A:\n    pass\n")] == [
@@ -99,7 +104,8 @@ def test_definitions_are_small(name):
 def unreached_definitions(source):
     """Functions, classes, methods and constants of a script that nothing reached from `main` names.
 
-    A method counts as reached if its name is read as an attribute somewhere in reached code outside of itself. Python
+    A method counts as reached if its name is read as an attribute somewhere in reached code outside
+    of itself. Python
     and PyTorch call methods with double underscores, `forward` and `backward`.
     """
     tree = ast.parse(source)
@@ -155,7 +161,8 @@ def unreached_definitions(source):
 
 def test_unreached_definitions_are_found():
     source = (
-        "LIMIT = 1\nUNUSED = 2\ndef main():\n    A().go()\nclass A:\n    def go(self):\n        return LIMIT\n"
+        "LIMIT = 1\nUNUSED = 2\ndef main():\n    A().go()\n"
+        "class A:\n    def go(self):\n        return LIMIT\n"
         "    def lost(self):\n        return self.lost()\ndef dead():\n    return dead()\n"
         "if __name__ == '__main__':\n    main()\n"
     )
@@ -174,8 +181,10 @@ def test_settings_are_few(name):
 
 @pytest.mark.parametrize("name", CALM + TOOLS)
 def test_statements_are_plain(name):
-    """No exemption from the formatter or the linter; one conditional expression a statement, none inside another; one
-    `for` and one `if` a comprehension, none inside another; no tuple assignment of unrelated things."""
+    """No exemption from the formatter or the linter; one conditional expression a statement, none
+    inside another; one
+    comprehension, none inside another; no tuple assignment of unrelated things.
+    """
     text = text_of(name)
     assert not re.search(r"# (fmt: |noqa|ruff: )", text)
     assert dense_statements(text) == []
@@ -238,8 +247,10 @@ def test_columns():
     assert not long, "\n".join(long)
 
 
-# Imports scripts, each in a fork inside an empty folder, and reports, as lines, whatever one did beyond defining
-# things. The environment and sockets are watched by who asks: modules of the standard library and of packages may read
+# Imports scripts, each in a fork inside an empty folder, and reports, as lines, whatever one did
+# beyond defining
+# things. The environment and sockets are watched by who asks: modules of the standard library and
+# of packages may read
 # their own variables. Packages are there already, for to import them takes longer than all else.
 IMPORT = """
 import importlib.util, os, sys
@@ -333,7 +344,9 @@ def test_import_has_no_effects(tmp_path):
 
 
 def settings_fields(source):
-    """The fields of a script's Settings class: name -> (annotation, comment); {} without such a class."""
+    """The fields of a script's Settings class: name -> (annotation, comment); {} without such a
+    class.
+    """
     tree = ast.parse(source)
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     comments = {token.start[0]: token.string for token in tokens if token.type == tokenize.COMMENT}
@@ -428,7 +441,8 @@ def test_no_machine_paths_and_no_registries():
 
 
 def files_in_commands(text):
-    """Scripts and configs that the ```bash blocks of a document name, without those that a command there writes by
+    """Scripts and configs that the ```bash blocks of a document name, without those that a command
+    there writes by
     `>`; words with placeholders are left out."""
     written = re.findall(r" > ([\w./-]+)", text)
     words = [

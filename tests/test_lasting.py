@@ -1,4 +1,6 @@
-"""Nothing is lost: kills, signals, hangs, bad steps, damaged files, full disks, provoked; resumes and replays."""
+"""Nothing is lost: kills, signals, hangs, bad steps, damaged files, full disks, provoked; resumes
+and replays.
+"""
 
 import json
 import random
@@ -48,7 +50,7 @@ def place(tmp_path_factory, tiny_data):
 
 @pytest.fixture(scope="session")
 def straight(place):
-    """Return the run without faults that others are compared with: 16 steps, a checkpoint each 4."""
+    """Return the run without faults that others are compared with: 16 steps."""
     place.run("straight")
     return "straight"
 
@@ -91,7 +93,7 @@ def events(place, out, name="event"):
     return [event[name] for event in place.result(out)["events"]]
 
 
-# --------------------------------------------------------------------------------------- checkpoints
+# -------------------------------------------------------------------------------------- checkpoints
 def save(folder, step):
     model = {"w": torch.arange(5.0) + step}
     training = {"clock": {"before": 0.1 * step}, "plan": {}}
@@ -233,7 +235,7 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(place, straight, stopped
     assert_same(place, "damaged", straight)
 
 
-# ------------------------------------------------------------------------------------------- signals
+# ------------------------------------------------------------------------------------------ signals
 @pytest.mark.parametrize(("name", "step"), [("SIGTERM", 10), ("SIGINT", 15)])
 def test_a_signal_ends_the_step_saves_and_leaves(place, straight, name, step):
     """With EMA running; and one step before the end, with averages that began again with QAT."""
@@ -302,7 +304,7 @@ T.NAME = slow
     assert_same(place, "packing", straight)
 
 
-# -------------------------------------------------------------------------------------- RESUME rules
+# ------------------------------------------------------------------------------------- RESUME rules
 def test_resume_refuses_what_is_no_unfinished_run(place, straight, stopped):
     def refused(**changes):
         child = place.resume(stopped, code=2, **changes)
@@ -330,7 +332,9 @@ def test_resume_refuses_what_is_no_unfinished_run(place, straight, stopped):
 
 
 def test_resume_takes_the_stored_settings_and_lists_those_changed(place, straight, stopped):
-    """By path, from another folder of runs; the checkpoint that it starts from is not written again."""
+    """By path, from another folder of runs; the checkpoint that it starts from is not written
+    again.
+    """
     folder = copied(place, stopped, "changed")
     changed = {"matrix_lr": 0.01, "save_every": 3}
     given = {**place.unset, "RUN_ID": None, "OUT_DIR": None, "RESUME": folder}
@@ -347,7 +351,9 @@ def test_resume_takes_the_stored_settings_and_lists_those_changed(place, straigh
 
 
 def test_the_clock_goes_on_from_where_it_stood(place):
-    """2.8 s of a clock of 3, and 2 to choose, are gone when the run is stopped; the rest is trained."""
+    """2.8 s of a clock of 3, and 2 to choose, are gone when the run is stopped; the rest is
+    trained.
+    """
     clock = {"ITERATIONS": 0, "MAX_WALLCLOCK_SECONDS": 5, "RESERVE_SECONDS": 2}
     place.run("clock", TICKS + at(12, "Tick.seconds += 2") + stop_at(15), 143, **clock)
     training = torch.load(place.of("clock") / "step_000016" / "training.pt", weights_only=True)
@@ -415,8 +421,9 @@ def marked(place, name, letter):
         os.pwrite(file, letter if before != b"f" and letter == b"t" else before, 0)
         return done
     setattr(place, name, outer)
-for place, name, letter in ((T, "forward_backward", b"t"), (T, "save_checkpoint", b"s"), (T.Scorer, "score", b"v")):
-    marked(place, name, letter)
+marked(T, "forward_backward", b"t")
+marked(T, "save_checkpoint", b"s")
+marked(T.Scorer, "score", b"v")
 replace_file = T.replace_file
 def replacing(path, data):
     if str(path).endswith("progress.json"):
@@ -502,7 +509,7 @@ def test_a_damaged_newer_checkpoint_does_not_count_as_kept(place, straight):
     assert steps_kept(place.of("pruned")) == [8, 9]
 
 
-# ----------------------------------------------------------------------------------- numbers of ranks
+# --------------------------------------------------------------------------------- numbers of ranks
 RECORD = """
 import json, os
 name = os.environ["OUT_DIR"] + ".rows." + os.environ.get("RANK", "0")
@@ -562,7 +569,7 @@ def test_one_rank_two_ranks_one_rank(place):
     assert rows_read(place, "ranks") == rows_read(place, "ranks straight")
 
 
-# ------------------------------------------------------------------------------------------ bad steps
+# ---------------------------------------------------------------------------------------- bad steps
 # Step s turns bad as bad["s"] says: "loss", NaN; "gradient", one of NaN. Prints each step with a
 # hash of the weights that it saw.
 SPOIL = """
@@ -627,8 +634,9 @@ def test_ten_bad_steps_in_a_row_end_the_run(place):
 
 # ----------------------------------------------------------------------------------- data and disk
 def limit(size):
-    """Return a patch: no file may become larger than `size` bytes; more fails as a full disk does."""
-    return f"import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, ({size}, resource.RLIM_INFINITY))\n"
+    """Return a patch: a file of more than `size` bytes fails as on a full disk."""
+    limits = f"({size}, resource.RLIM_INFINITY)"
+    return f"import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, {limits})\n"
 
 
 def test_a_save_that_fails_is_an_event(place, straight):
@@ -700,7 +708,7 @@ def test_the_exit_code_of_each_fault(error, code, line, capsys):
         T.exit_code(lambda: 1 / 0)
 
 
-# ---------------------------------------------------------------------------------------------- hangs
+# -------------------------------------------------------------------------------------------- hangs
 def test_a_hang_prints_the_stacks_and_the_run_goes_on(place, straight):
     patch = TICKS + "T.HANG_SECONDS = 1.0\n" + at(6, "time.sleep(2.5)")
     child = place.run("hang", patch)
@@ -736,7 +744,7 @@ def test_a_rank_killed_inside_a_collective_ends_the_other(place):
     assert steps_logged(place, "killed") == [1, 2, 3, 4, 5]  # 6 is logged in step 7
 
 
-# ------------------------------------------------------------------------------------------- torchrun
+# ----------------------------------------------------------------------------------------- torchrun
 def ended(process, seconds):
     """Return what a process has said on stderr; it must end by itself within this time."""
     try:
@@ -817,7 +825,7 @@ def test_the_guides_commands_on_one_process(place):
     assert (place.folder / "guide" / "profile" / "trace.json").is_file()
 
 
-# ------------------------------------------------------------------------------------------ profiling
+# ---------------------------------------------------------------------------------------- profiling
 def test_profile_traces_three_steps(place):
     place.run("profile", PROFILE=1, ITERATIONS=8, SAVE_EVERY=0)
     trace = json.loads((place.of("profile") / "trace.json").read_text())

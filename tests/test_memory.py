@@ -1,4 +1,6 @@
-"""tools/experiments/memory.py: bytes counted by hand, bytes of real tensors, what it prints and refuses."""
+"""tools/experiments/memory.py: bytes counted by hand, bytes of real tensors, what it prints and
+refuses.
+"""
 
 import json
 
@@ -9,7 +11,8 @@ import train_gpt as T
 
 memory = load_tool("experiments/memory")
 
-# One attention layer: an embedding of 32 x 64; matrices of 128 x 64 (queries, keys, values), 64 x 64, 128 x 64 and
+# One attention layer: an embedding of 32 x 64; matrices of 128 x 64 (queries, keys, values), 64 x
+# 64, 128 x 64 and
 # 64 x 128; a gain for each of two heads. The layout of ARCH_MODE=llama has no other weights.
 TINY = dict(
     arch_mode="llama",

@@ -1,4 +1,6 @@
-"""The network against independent references: attention, convolution, documents, caches, sharing, compilation."""
+"""The network against independent references: attention, convolution, documents, caches, sharing,
+compilation.
+"""
 
 import contextlib
 import dataclasses
@@ -23,7 +25,9 @@ SETTINGS = T.Settings(
 
 
 def config(vocab_size=64, bos_id=1, settings=SETTINGS, **changes):
-    """Shape of the test network, with settings or fields of GPTConfig changed; its embedding is not near zero."""
+    """Shape of the test network, with settings or fields of GPTConfig changed; its embedding is not
+    near zero.
+    """
     layout = {name: value for name, value in changes.items() if not hasattr(settings, name)}
     picked = {name: value for name, value in changes.items() if hasattr(settings, name)}
     return T.model_config(
@@ -35,7 +39,7 @@ def config(vocab_size=64, bos_id=1, settings=SETTINGS, **changes):
 
 
 def network(seed=0, **changes):
-    """A float64 network whose zero-initialised projections are not zero, so that every path counts."""
+    """Return a float64 network without zero projections, so that every path counts."""
     torch.manual_seed(seed)
     net = T.GPT(config(**changes)).double()
     with torch.no_grad():
@@ -75,7 +79,9 @@ def test_attention_of_bfloat16_on_a_cpu_is_that_of_float32_rounded_once():
 
 @pytest.mark.parametrize("pattern", ["g s1 g a s1", "a"])
 def test_activations_in_bfloat16_leave_weights_gradients_and_logits_in_float32(pattern):
-    """Near to float32's, and not the same: the dtype reaches what lies between; None is the weights' own on a CPU."""
+    """Near to float32's, and not the same: the dtype reaches what lies between; None is the
+    weights' own on a CPU.
+    """
     ids, found = tokens(3, 2, 40), {}
     for dtype in (None, torch.float32, torch.bfloat16):
         net = network(layer_pattern=pattern).float()

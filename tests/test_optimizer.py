@@ -17,7 +17,9 @@ MUON = dict(runtime=ALONE)  # options of its group
 
 
 def by_singular_values(G, steps):
-    """One matrix in float64 whose singular values went through the polynomial a s + b s^3 + c s^5, one by one."""
+    """One matrix in float64 whose singular values went through the polynomial a s + b s^3 + c s^5,
+    one by one.
+    """
     U, S, V = torch.linalg.svd(G.double(), full_matrices=False)
     S = S / (S.square().sum().sqrt() + 1e-7)
     for _ in range(steps):
@@ -218,7 +220,9 @@ def test_the_models_parameters_are_in_their_groups():
 
 
 def follow(kind, references):
-    """Largest difference after 50 steps between Optimizers and `references`: names -> optimizer of a second network."""
+    """Largest difference after 50 steps between Optimizers and `references`: names -> optimizer of
+    a second network.
+    """
     ours, theirs = Bare(), Bare()
     optimizers = T.Optimizers(ours, kind, RATES, ALONE)
     made = [

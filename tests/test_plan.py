@@ -1,4 +1,6 @@
-"""tools/plan.py: every pretraining config; FLOPs, bytes and memory by hand and by runs; it writes nothing."""
+"""tools/plan.py: every pretraining config; FLOPs, bytes and memory by hand and by runs; it writes
+nothing.
+"""
 
 import json
 import os
@@ -35,9 +37,10 @@ bench, tool = load_tool("bench"), load_tool("plan")
 
 @pytest.fixture
 def plan(tmp_path, monkeypatch, capsys):
-    """Function: the plan for arguments and an environment, made in an empty folder: {name: rest of its line}.
+    """Function: the plan for arguments and an environment, made in an empty folder: {name: rest of
+    its line}.
 
-    A phase stands under its own name. A plan that ends with an exit code above 0 gives {"error": message}.
+    A phase stands under its own name. A plan that fails gives {"error": message}.
     """
     monkeypatch.chdir(tmp_path)
 
@@ -63,7 +66,9 @@ def parts(line):
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_every_pretraining_config_has_a_plan(plan, path, tmp_path):
-    """Without data, on a CPU, as eight GPUs: sums hold, parameters are the network's, nothing is written."""
+    """Without data, on a CPU, as eight GPUs: sums hold, parameters are the network's, nothing is
+    written.
+    """
     found = plan(str(path), "DEVICE=cuda", WORLD_SIZE=8)
     assert list(tmp_path.iterdir()) == []
     settings = T.load_settings(T.Settings, {}, [str(path)], PRESETS)
@@ -96,7 +101,8 @@ def test_every_pretraining_config_has_a_plan(plan, path, tmp_path):
     assert parts(found["estimated bytes, at most 16,000,000 allowed"])[1]["code"] == own
 
 
-# Artifacts of this shape after so many steps of 2,048 tokens (docs/lab.md, 2026-11-22, "A dry run's bytes").
+# Artifacts of this shape after so many steps of 2,048 tokens (docs/lab.md, 2026-11-22, "A dry run's
+# bytes").
 SHAPE = dict(
     LAYER_PATTERN="g s g s",
     MODEL_DIM=128,
@@ -121,7 +127,9 @@ def test_bytes_are_those_of_artifacts(plan, steps, size, matrix, embedding):
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw8bit"])
 def test_memory_is_that_of_optimizers(plan, optimizer, one_thread):
-    """State of a step of the real optimizer; weights, gradients, two averages and masters are 4 bytes a parameter."""
+    """State of a step of the real optimizer; weights, gradients, two averages and masters are 4
+    bytes a parameter.
+    """
     changes = {
         **SMALL,
         "LAYER_PATTERN": "g s",
@@ -146,7 +154,9 @@ def test_memory_is_that_of_optimizers(plan, optimizer, one_thread):
 
 
 def test_seconds_steps_and_tokens(plan):
-    """A million tokens a second for 180 - 8 s; ITERATIONS, where fewer, end it before; without a clock in steps."""
+    """A million tokens a second for 180 - 8 s; ITERATIONS, where fewer, end it before; without a
+    clock in steps.
+    """
     clock = dict(MAX_WALLCLOCK_SECONDS=180, RESERVE_SECONDS=8, NUM_LAYERS=2)
     found = plan(**SMALL, **clock)
     assert found["clock"] == "172 s to train, then 8 s to choose weights, calibrate and pack"

@@ -415,7 +415,9 @@ BYTE_TOKENIZER = prepare.load_tokenizer("bytes")
 
 
 def slow_count_nats(train, val, vocab_size):
-    """Witten-Bell (method C) with dictionaries: nats of val[1:] under the unigram, bigram and trigram model."""
+    """Witten-Bell (method C) with dictionaries: nats of val[1:] under the unigram, bigram and
+    trigram model.
+    """
     followers = defaultdict(Counter)
     for i in range(1, len(train)):
         before = (train[i - 2] if i > 1 else None, train[i - 1])

@@ -1,4 +1,6 @@
-"""Section quantization: the quantizer against closed forms and float64; weights under QAT are the exporter's."""
+"""Section quantization: the quantizer against closed forms and float64; weights under QAT are the
+exporter's.
+"""
 
 import numpy as np
 import pytest
@@ -71,7 +73,9 @@ def test_tensors_of_zeros_tiny_ones_and_constant_ones():
 
 
 def test_qat_and_the_exporter_have_the_same_weights_bit_for_bit():
-    """What stands in the network inside `quantized` against numpy's product of the codes that quantize_all gives."""
+    """What stands in the network inside `quantized` against numpy's product of the codes that
+    quantize_all gives.
+    """
     weights = {
         "w_plain": random_rows(),
         "w_deep": random_rows().reshape(40, 4, 24),
@@ -148,7 +152,9 @@ def fake(w, name):
 
 
 class Net(torch.nn.Module):
-    """An embedding tied to the output, two matrices and a gain, with quantized weights as an option."""
+    """An embedding tied to the output, two matrices and a gain, with quantized weights as an
+    option.
+    """
 
     def __init__(self, explicit=False):
         super().__init__()

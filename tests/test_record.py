@@ -245,7 +245,9 @@ def test_the_commands_on_a_good_record(place, first):
 
 
 def test_the_table_separates_machines_and_names_counts():
-    """By the committed records: each machine's rows stand together, and a rerun stands with its machine."""
+    """By the committed records: each machine's rows stand together, and a rerun stands with its
+    machine.
+    """
     lines = R.leaderboard(ROOT / "records" / "track_cpu_3min").splitlines()[4:]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     assert [row[1] for row in rows] == ["AMX"] * 4 + ["no AMX"] * 5
@@ -399,7 +401,7 @@ def test_a_tampered_record_is_named(copy, tamper, fault):
 
 
 def test_a_forged_score_is_found_by_the_artifact(copy):
-    """A log that is rewritten throughout has no other fault; the other artifacts give their scores."""
+    """A log that is rewritten throughout has no other fault."""
     rescore(copy / "seed_2.txt", 0.99)
     rebuild(copy)
     assert R.check_folder(copy, copy.parent) == []

@@ -1,4 +1,6 @@
-"""Clock, plan and averages against a fake clock: every phase fires, the rate lands at its floor, ranks agree."""
+"""Clock, plan and averages against a fake clock: every phase fires, the rate lands at its floor,
+ranks agree.
+"""
 
 import copy
 import itertools
@@ -163,7 +165,9 @@ def test_impossible_plans_are_errors(changes, said):
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_run_of_few_steps_has_every_phase(count):
-    """So no ITERATIONS is too small: the last step is at 100% of the run, beyond every phase's begin."""
+    """So no ITERATIONS is too small: the last step is at 100% of the run, beyond every phase's
+    begin.
+    """
     plan, *_ = run(settings(iterations=count, max_wallclock_seconds=0.0), SPEEDS["steady"])
     assert never_fired(plan) == []
     assert plan.phases["qat"]["steps"] == max(1, min(2, count))
@@ -171,7 +175,9 @@ def test_a_run_of_few_steps_has_every_phase(count):
 
 @pytest.mark.parametrize("budget", [1.6, 2.3, 3.7])
 def test_short_runs_by_the_clock_have_steps_of_qat(budget):
-    """Steps of 0.25 s: at most 15 of them, the last of which ends up to a step before the clock does."""
+    """Steps of 0.25 s: at most 15 of them, the last of which ends up to a step before the clock
+    does.
+    """
     plan, clock, *_ = run(
         settings(max_wallclock_seconds=budget, reserve_seconds=0.0), SPEEDS["steady"]
     )
@@ -200,7 +206,9 @@ def test_the_step_that_announces_a_phase_has_it():
 
 
 def test_a_resumed_run_goes_on_where_it_was(now, tmp_path):
-    """Clock and plan saved before step 7 and loaded into new ones; a stop that was on its way is forgotten."""
+    """Clock and plan saved before step 7 and loaded into new ones; a stop that was on its way is
+    forgotten.
+    """
     cfg = settings(iterations=20, max_wallclock_seconds=110.0)
     clock = T.Clock(cfg, runtime())
     plan = T.Plan(cfg)

@@ -1,4 +1,6 @@
-"""Whole runs, tiny: data/prepare.py, train_gpt.py on one and two ranks, sample.py; what a run leaves and refuses."""
+"""Whole runs, tiny: data/prepare.py, train_gpt.py on one and two ranks, sample.py; what a run
+leaves and refuses.
+"""
 
 import hashlib
 import json
@@ -50,7 +52,7 @@ def exact_losses(place, out, rank=0):
 
 # ----------------------------------------------------------------------------------- one whole run
 def test_loss_rate_and_phases_of_a_run(place, first):
-    """The loss falls from that of uniform weights; with 30 steps a phase begins beyond its share."""
+    """The loss falls from that of uniform weights; phases begin beyond their share of 30 steps."""
     losses = list(place.logged("first", "train_loss").values())
     assert len(losses) == 30 and losses[0] == pytest.approx(math.log(400), abs=0.02)
     assert sum(losses[-5:]) / 5 < losses[0] - 1.5
@@ -271,7 +273,7 @@ def test_every_choice_trains_and_packs(place, choice):
     assert result["val_bpb"] == pytest.approx(result["before_quantization"]["val_bpb"], rel=0.03)
 
 
-# ----------------------------------------------------------------------------------- against a clock
+# ---------------------------------------------------------------------------------- against a clock
 def test_every_phase_fires_under_a_clock_that_cuts_the_run(place):
     """ITERATIONS=9999 WARMDOWN_ITERS=3000, 40 steps by the clock: in the field nothing fired."""
     clock = dict(MAX_WALLCLOCK_SECONDS=3, RESERVE_SECONDS=1)
@@ -362,7 +364,7 @@ def test_the_default_model_is_heavy_for_a_cpu(config, is_heavy):
     assert (work > T.HEAVY_FOR_CPU) == is_heavy
 
 
-# ------------------------------------------------------------------------------------------ refusals
+# ----------------------------------------------------------------------------------------- refusals
 def shorten(split):
     def spoil(folder):
         (path,) = folder.glob(f"*_{split}_*.bin")

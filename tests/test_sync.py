@@ -1,4 +1,4 @@
-"""tools/sync.py in a small repository of its own: what it copies, what it refuses, what it lists."""
+"""tools/sync.py in a small repository of its own: what it copies, refuses and lists."""
 
 import shutil
 import subprocess

@@ -1,4 +1,6 @@
-"""TRACKER: the numbers of the log, and no others, reach a stand-in for TensorBoard or W&B; what is refused."""
+"""TRACKER: the numbers of the log, and no others, reach a stand-in for TensorBoard or W&B; what is
+refused.
+"""
 
 import importlib.machinery
 import sys
