@@ -340,7 +340,7 @@ def test_settings_without_a_field_take_its_default():
 def test_learned_positions_end_with_an_error():
     net = network("learned")
     with pytest.raises(
-        T.UserError, match="^POSITIONS='learned': 65 tokens in a text, TRAIN_SEQ_LEN=64$"
+        T.UserError, match="^POSITIONS='learned': 65 tokens in a text, at most TRAIN_SEQ_LEN=64$"
     ):
         net(tokens(length=65))
 

@@ -181,9 +181,9 @@ def test_settings_are_few(name):
 
 @pytest.mark.parametrize("name", CALM + TOOLS)
 def test_statements_are_plain(name):
-    """No exemption from the formatter or the linter; one conditional expression a statement, none
-    inside another; one
-    comprehension, none inside another; no tuple assignment of unrelated things.
+    """No exemption from formatter and linter; one conditional expression in a statement, none
+    inside another; one `for` and one `if` in a comprehension, none inside another; no tuple
+    assignment of unrelated things.
     """
     text = text_of(name)
     assert not re.search(r"# (fmt: |noqa|ruff: )", text)
