@@ -292,7 +292,7 @@ REQUESTS = [
     ("--train-shards 0", "--train-shards 0: expected 1 or more"),
     ("--train-shards 4", "--train-shards 4: sp1024 has 3"),
     ("--variant gpt2 --tokenizer bytes --train-shards 104", "--train-shards 104: gpt2 has 103"),
-    ("--variant gpt2 --tokenizer none.tiktoken", r"tokenizer .*none\.tiktoken: .*No such file"),
+    ("--variant gpt2 --tokenizer none.model", r"tokenizer .*none\.model: .*No such file"),
     ("--train-shards 1", "10 bytes free, up to 600,003,072 needed; fewer --train-shards"),
 ]
 
