@@ -322,7 +322,7 @@ def test_resume_refuses_what_is_no_unfinished_run(place, straight, stopped):
         assert f"RESUME='{wrong}': {must}" in refused(RESUME=wrong)
     assert f"RESUME='{place.folder}/stopped/none': must be" in refused(RESUME="none")
     assert "RUN_ID='other': must be that of RESUME, 'run'" in refused(RUN_ID="other")
-    rules = (("MODEL_DIM", 64, 32), ("SEED", 5, 1337), ("TRAIN_BATCH_TOKENS", 512, 256))
+    rules = (("MODEL_DIM", 64, 48), ("SEED", 5, 1337), ("TRAIN_BATCH_TOKENS", 512, 256))
     for name, value, was in rules:
         assert f"{name}={value}: must stay {was} under RESUME\n" in refused(**{name: value})
     after = files()
