@@ -1,4 +1,4 @@
-"""What several test files need: environments, forked processes, whole runs in a folder, tiny data."""
+"""What several test files need: environments, forked processes, whole runs, tiny data."""
 
 import functools
 import json
@@ -44,7 +44,8 @@ TINY = dict(
 )
 # Constants of a patched script: a log line for each step, and no untimed steps.
 CONSTANTS = "T.LOG_SECONDS = 0.0\nT.WARMUP_STEPS = 0\n"
-# A patch: training seconds by the steps that were begun, 20 to 80 ms each, whatever the machine does.
+# A patch: training seconds by the steps that were begun, 20 to 80 ms each, whatever the machine
+# does.
 TICKS = """
 import time, types
 class Tick:
@@ -231,7 +232,7 @@ class Place:
         return text.replace((ROOT / "train_gpt.py").read_text(encoding="utf-8"), "")
 
     def logged(self, out, name):
-        """Return the values of a metric, by step; a later line of a step replaces an earlier one."""
+        """Return the values of a metric by step; a later line replaces an earlier one."""
         found = re.findall(rf"^step:(\d+)/.*?\b{name}:([^\s]+?)(?:ms)?(?: |$)", self.log(out), re.M)
         return {int(step): float(value) for step, value in found}
 
@@ -257,6 +258,16 @@ def tiny_data(tmp_path_factory):
     done = start([*command, *options], environment())
     assert done.returncode == 0, done.stderr
     return folder / "data"
+
+
+def pretraining_rates(settings):
+    """Return what train_gpt.main() gives each class: the learning rate and the weight decay."""
+    return {
+        "matrix": (settings.matrix_lr, settings.muon_wd),
+        "embedding": (settings.tied_embed_lr, 0.0),
+        "head": (0.008, 0.0),
+        "control": (settings.scalar_lr, 0.0),
+    }
 
 
 def load_tool(name):

@@ -1,4 +1,6 @@
-"""Section artifact: rANS against entropy and a scalar decoder, lossless files, damage named in one line."""
+"""Section artifact: rANS against entropy and a scalar decoder, lossless files, damage named in one
+line.
+"""
 
 import hashlib
 import heapq
@@ -6,7 +8,6 @@ import json
 import math
 import struct
 import tracemalloc
-import zlib
 
 import numpy as np
 import pytest
@@ -17,7 +18,14 @@ import train_gpt as script
 
 TABLE = {"matrix": {"bits": 6, "clip_sigmas": 8.0}, "embedding": {"bits": 8, "clip_sigmas": 6.0}}
 CODER = ["lane_states", "tables", "sizes"]
-LETTERS = {"|i1": "b", "|u1": "B", "<u2": "H", "<u4": "I", "<f2": "e", "<f4": "f"}  # dtype -> struct's letter
+LETTERS = {
+    "|i1": "b",
+    "|u1": "B",
+    "<u2": "H",
+    "<u4": "I",
+    "<f2": "e",
+    "<f4": "f",
+}  # dtype -> struct's letter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -69,13 +77,13 @@ def expected(name, w, table):
 
 
 def write(path, tensors, table=TABLE, meta=None):
-    """Write the file as train_gpt.main() does; returns the bytes by class."""
+    """Write the file as train_gpt.main() does."""
     coded = script.quantize_all(tensors, table)
     settings = {"dim": 24, "name": "é"}
-    data, sizes = script.pack_artifact(tensors, coded, settings=settings, tokenizer_sha256="ab" * 32,
-                                       meta=meta or {"steps": 3})
+    data = script.pack_artifact(
+        tensors, coded, settings=settings, tokenizer_sha256="ab" * 32, meta=meta or {"steps": 3}
+    )
     path.write_bytes(data)
-    return sizes
 
 
 @pytest.fixture(scope="module")
@@ -87,14 +95,14 @@ def small(tmp_path_factory):
 
 def header_of(data):
     """The header and where the streams begin, read without the code under test."""
-    magic, version, length, crc32 = struct.unpack_from("<8sIII", data)
-    assert magic == b"UNDERPAR" and version == 6 and zlib.crc32(data[20 : 20 + length]) == crc32
-    return json.loads(zstandard.ZstdDecompressor().decompress(data[20 : 20 + length])), 20 + length
+    magic, version, length = struct.unpack_from("<8sII", data)
+    assert (magic, version) == (b"UNDERPAR", 7)
+    return json.loads(zstandard.ZstdDecompressor().decompress(data[16 : 16 + length])), 16 + length
 
 
 def signed(frame, area=b""):
-    """A file of a header's frame and streams, with right sums."""
-    body = struct.pack("<8sIII", b"UNDERPAR", 6, len(frame), zlib.crc32(frame)) + frame + area
+    """A file of a header's frame and streams, with the right SHA-256."""
+    body = struct.pack("<8sII", b"UNDERPAR", 7, len(frame)) + frame + area
     return body + hashlib.sha256(body).digest()
 
 
@@ -109,7 +117,9 @@ def sealed(data, change=None, area=None):
 
 @pytest.fixture
 def damage_message(tmp_path):
-    """Function: the one line that reading these bytes from a file ends with, without the file's name."""
+    """Function: the one line that reading these bytes from a file ends with, without the file's
+    name.
+    """
 
     def message_of(data, max_weights=1 << 30):
         path = tmp_path / "damaged.bin"
@@ -123,9 +133,9 @@ def damage_message(tmp_path):
     return message_of
 
 
-# ---------------------------------------------------------------------------------------------------------------- rANS
+# --------------------------------------------------------------------------------------------- rANS
 def roundtrip(tensors, lanes):
-    """Encode tensors of symbols as one stack, decode them as one queue; returns the words of each."""
+    """Encode tensors of symbols as one stack, decode them as one queue; return all words."""
     counts = [np.bincount(np.append(symbols, [7, 200]), minlength=256) for symbols in tensors]
     tables = np.stack([script.rans_table(each) for each in [*counts, np.zeros(256)]])
     begin = (1 << 16) + np.random.default_rng(1).integers(0, 1 << 16, lanes).astype(np.uint32)
@@ -143,7 +153,7 @@ def roundtrip(tensors, lanes):
     return words
 
 
-@pytest.mark.parametrize("lanes", [1, 8, 64, 1024])
+@pytest.mark.parametrize("lanes", [1, 64, 1024])
 def test_rans_is_lossless(lanes):
     random = np.random.default_rng(0)
     uneven = np.minimum(random.geometric(0.5, 5000), 255).astype(np.uint8)
@@ -166,23 +176,6 @@ def test_rans_is_lossless(lanes):
     roundtrip([], lanes)
 
 
-def test_symbols_of_many_tables_mix_in_one_stream():
-    random = np.random.default_rng(3)
-    contexts = random.integers(0, 9, 20_000).astype(np.uint8)
-    symbols = np.rint(random.normal(size=20_000) * (contexts + 1)).astype(np.int8).view(np.uint8)
-    pairs = contexts.astype(np.int64) << 8 | symbols
-    counts = np.bincount(pairs, minlength=9 * 256).reshape(9, 256)
-    tables = np.stack([script.rans_table(each) for each in counts])
-    states = np.full(64, script.RANS_LOW, np.uint32)
-    words = script.RansCoder(states, tables).encode(pairs)
-    assert np.array_equal(script.RansCoder(states, tables).decode(contexts, words), symbols)
-    assert (states == script.RANS_LOW).all()
-    total = counts.sum(1, keepdims=True)
-    entropy = -(counts * np.log2(np.maximum(counts, 1) / total)).sum() / 8
-    assert entropy - 64 < 2 * len(words) < 1.002 * entropy + 2 * 64
-    assert script.entropy_bytes(counts) == pytest.approx(entropy, rel=1e-12)
-
-
 @pytest.mark.parametrize(
     "counts",
     [
@@ -200,7 +193,11 @@ def test_table_is_whole_and_nearly_as_good_as_the_best(counts):
     counts = np.array(counts + [0] * (256 - len(counts)))
     table = script.rans_table(counts)
     assert table.dtype == np.uint16 and table.sum() == 2**14
-    assert (table[counts > 0] > 0).all() and (table[2:][counts[2:] == 0] == 0).all() and table[:2].all()
+    assert (
+        (table[counts > 0] > 0).all()
+        and (table[2:][counts[2:] == 0] == 0).all()
+        and table[:2].all()
+    )
     # the best there is: the cost is convex, so 2**14 units go one by one to where each saves most
     kept = counts[counts > 0].tolist()
     best = [1] * len(kept)
@@ -226,14 +223,11 @@ def test_a_table_of_one_symbol_or_none_does_not_overflow():
         script.RansCoder(np.full(8, 1 << 16, np.uint32), np.ones((1, 256), np.uint16))
 
 
-def test_lanes_follow_the_number_of_symbols():
-    sizes = {0: 8, 1: 8, 100_000: 8, 200_000: 16, 2_000_000: 128, 20_000_000: 1024, 10**9: 1024}
-    assert {symbols: script.rans_lanes(symbols) for symbols in sizes} == sizes
-
-
-# --------------------------------------------------------------------------------------------------------------- files
+# -------------------------------------------------------------------------------------------- files
 class Book:
-    """An artifact read once more by the format's text alone: one symbol, one state and one search at a time."""
+    """An artifact read once more by the format's text alone: one symbol, one state and one search
+    at a time.
+    """
 
     def __init__(self, data):
         self.header, start = header_of(data)
@@ -244,11 +238,11 @@ class Book:
         for name, record in self.header["streams"].items():
             payload = self.area[: record["length"]]
             self.area = self.area[record["length"] :]
-            assert len(payload) == record["length"] and zlib.crc32(payload) == record["crc32"]
+            assert len(payload) == record["length"]
             raw = zstandard.ZstdDecompressor().decompress(payload)
             letter = LETTERS[record["dtype"]]
             numbers = list(struct.unpack(f"<{len(raw) // struct.calcsize(letter)}{letter}", raw))
-            if record["class"] == "coder":
+            if name in CODER:
                 assert math.prod(record["shape"]) == len(numbers)
                 arrays[name] = numbers
                 continue
@@ -291,10 +285,16 @@ def test_a_scalar_reader_by_the_book_finds_the_same_numbers(tmp_path, make):
     write(path, model)
     book = Book(path.read_bytes())
     header, tensors, coded = script.read_artifact(path)
-    assert header == book.header and list(tensors) == list(book.tensors) and tensors.keys() == model.keys()
+    assert (
+        header == book.header
+        and list(tensors) == list(book.tensors)
+        and tensors.keys() == model.keys()
+    )
     for name, w in model.items():
         ours = tensors[name].numpy().tobytes()
-        assert ours == book.tensors[name].tobytes() == expected(name, w, TABLE).numpy().tobytes(), name
+        assert ours == book.tensors[name].tobytes() == expected(name, w, TABLE).numpy().tobytes(), (
+            name
+        )
     assert set(coded) == set(book.codes)
     for name, (codes, scale, bits) in book.codes.items():
         want = script.quantize(model[name], **TABLE[script.tensor_class(name, model[name])])
@@ -305,15 +305,14 @@ def test_a_scalar_reader_by_the_book_finds_the_same_numbers(tmp_path, make):
         assert all(header["streams"][name]["dtype"] == "<u2" for name in model)
 
 
-def test_file_gives_back_every_tensor_and_the_header(tmp_path):
+def test_the_header_lists_every_stream(tmp_path):
     model = small_model()
-    sizes = write(tmp_path / "a.bin", model, meta={"note": "ü", "list": [1, 2.5, None]})
+    write(tmp_path / "a.bin", model, meta={"note": "ü", "list": [1, 2.5, None]})
     header, tensors, _ = script.read_artifact(tmp_path / "a.bin")
-    assert tensors.keys() == model.keys()
-    for name, w in model.items():
-        assert tensors[name].dtype == torch.float32 and tensors[name].shape == w.shape
-        assert tensors[name].numpy().tobytes() == expected(name, w, TABLE).numpy().tobytes(), name
-    assert header["settings"] == {"dim": 24, "name": "é"} and header["tokenizer_sha256"] == "ab" * 32
+    assert all(tensor.dtype == torch.float32 for tensor in tensors.values())
+    assert (
+        header["settings"] == {"dim": 24, "name": "é"} and header["tokenizer_sha256"] == "ab" * 32
+    )
     assert header["meta"] == {"note": "ü", "list": [1, 2.5, None]}
     records = header["streams"]
     coded = [name for name, w in model.items() if script.tensor_class(name, w) in TABLE]
@@ -322,50 +321,49 @@ def test_file_gives_back_every_tensor_and_the_header(tmp_path):
     assert records["blocks.0.w_repeated"]["dtype"] == "|i1" and records["gain"]["dtype"] == "<f2"
     assert records["blocks.0.w_zeros"]["length"] < 16
     assert records["blocks.0.w_up"]["bits"] == 6 and records["embed"]["bits"] == 8
-    assert records["blocks.0.A_log"]["dtype"] == "<f4" and records["blocks.0.conv"]["dtype"] == "<f2"
-    assert sum(sizes.values()) == (tmp_path / "a.bin").stat().st_size
-    for kind in ("matrix", "embedding", "control", "coder"):
-        lengths = [record["length"] for record in header["streams"].values() if record["class"] == kind]
-        assert sizes[kind] == sum(lengths) > 0
+    assert (
+        records["blocks.0.A_log"]["dtype"] == "<f4" and records["blocks.0.conv"]["dtype"] == "<f2"
+    )
 
 
 @pytest.mark.parametrize(
     "tensors",
     [
         {},
-        {"norm": torch.ones(3)},
-        {"w_one_row": randn(1, 16)},
-        {"w_matrix": randn(16, 16)},
+        {"w_one_row": randn(1, 16), "gain": torch.tensor([0.0, -0.0])},
         {"w_constant": torch.full((64, 64), 0.25)},
-        {"embed": randn(300, 20), "w_matrix": randn(33, 31, seed=1), "embed2": randn(1, 5000, seed=2)},
-        {"w_large": randn(700, 700), "w_bfloat": randn(20, 20).bfloat16(), "w_double": randn(20, 20).double()},
-        {"w_transposed": randn(40, 30).T, "w_strided": randn(64, 64)[:, ::2], "norm": torch.nn.Parameter(randn(9))},
+        {
+            "embed": randn(300, 20),
+            "w_matrix": randn(33, 31, seed=1),
+            "embed2": randn(1, 5000, seed=2),
+        },
+        {
+            "w_large": randn(700, 700),
+            "w_bfloat": randn(20, 20).bfloat16(),
+            "w_double": randn(20, 20).double(),
+        },
+        {
+            "w_transposed": randn(40, 30).T,
+            "w_strided": randn(64, 64)[:, ::2],
+            "norm": torch.nn.Parameter(randn(9)),
+        },
     ],
     ids=lambda tensors: "+".join(tensors) or "none",
 )
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_shapes_and_types(tmp_path, tensors, bits):
-    table = {"matrix": {"bits": bits, "clip_sigmas": 4.0}, "embedding": {"bits": 10 - bits, "clip_sigmas": 4.0}}
+    table = {
+        "matrix": {"bits": bits, "clip_sigmas": 4.0},
+        "embedding": {"bits": 10 - bits, "clip_sigmas": 4.0},
+    }
     write(tmp_path / "a.bin", tensors, table)
     _, back, _ = script.read_artifact(tmp_path / "a.bin")
     assert back.keys() == tensors.keys()
     for name, w in tensors.items():
-        assert back[name].numpy().tobytes() == expected(name, w.detach(), table).contiguous().numpy().tobytes()
-
-
-def test_all_codes_of_8_bits_come_back(tmp_path):
-    w = torch.cat([torch.arange(-127, 128).float().repeat(40), torch.zeros(100)]).reshape(20, -1)
-    coded = {"w_all": script.Coded(w.to(torch.int8), torch.ones(1).half(), 8)}
-    data, _ = script.pack_artifact({"w_all": w}, coded)
-    (tmp_path / "a.bin").write_bytes(data)
-    assert torch.equal(script.read_artifact(tmp_path / "a.bin")[1]["w_all"], w)
-
-
-def test_zeros_of_both_signs_come_back(tmp_path):
-    zeros = torch.zeros(40)
-    zeros[::3] = -0.0
-    write(tmp_path / "a.bin", {"gain": zeros})
-    assert script.read_artifact(tmp_path / "a.bin")[1]["gain"].numpy().tobytes() == zeros.numpy().tobytes()
+        assert (
+            back[name].numpy().tobytes()
+            == expected(name, w.detach(), table).contiguous().numpy().tobytes()
+        )
 
 
 def test_same_input_same_bytes_and_nothing_else_is_changed(tmp_path, small):
@@ -375,166 +373,104 @@ def test_same_input_same_bytes_and_nothing_else_is_changed(tmp_path, small):
     for _ in range(2):
         write(tmp_path / "a.bin", model)
         assert (tmp_path / "a.bin").read_bytes() == small
-        packed, _ = script.pack_artifact(model, coded, settings={"dim": 24, "name": "é"}, tokenizer_sha256="ab" * 32,
-                                         meta={"steps": 3})
+        packed = script.pack_artifact(
+            model,
+            coded,
+            settings={"dim": 24, "name": "é"},
+            tokenizer_sha256="ab" * 32,
+            meta={"steps": 3},
+        )
         assert packed == small
     assert all(torch.equal(w, model[name]) for name, w in small_model().items())
     for name, (codes, scale) in copies.items():
         assert torch.equal(codes, coded[name].codes) and torch.equal(scale, coded[name].scale)
 
 
-def test_what_was_read_packs_to_the_same_bytes(tmp_path, small):
-    (tmp_path / "a.bin").write_bytes(small)
-    header, tensors, coded = script.read_artifact(tmp_path / "a.bin")
-    header.pop("streams")
-    again, _ = script.pack_artifact(tensors, coded, **header)
-    assert again == small
-
-
 @pytest.mark.parametrize(
-    ("name", "tensor"),
-    [
-        ("w_bad", torch.full((20, 20), float("nan"))),
-        ("w_bad", torch.full((20, 20), float("inf"))),
-        ("w_bad", torch.full((20, 20), 1e9)),
-        ("bad", torch.full((20,), float("nan"))),
-        ("bad", torch.full((20,), 7e4)),
-        ("A_log", torch.full((20,), float("inf"))),
-    ],
+    ("name", "value"),
+    [("w_bad", math.nan), ("w_bad", 1e9), ("bad", math.nan), ("bad", 7e4), ("A_log", math.inf)],
 )
-def test_what_does_not_fit_is_refused_by_name(tmp_path, name, tensor):
+def test_what_does_not_fit_is_refused_by_name(tmp_path, name, value):
+    tensor = torch.full((20, 20), value)
     with pytest.raises(ValueError, match=rf"^tensor some\.{name}: must be finite as it is stored$"):
         write(tmp_path / "a.bin", {"fine": torch.ones(3), f"some.{name}": tensor})
 
 
-# -------------------------------------------------------------------------------------------------------------- damage
-def owners_of(data):
-    """The name that an error should have, for each byte of the streams."""
-    owners = []
-    for name, record in header_of(data)[0]["streams"].items():
-        owners += [f"{record['class']} {name!r} is damaged"] * record["length"]
-    return owners
+# ------------------------------------------------------------------------------------------- damage
+DAMAGED = "damaged: the SHA-256 is wrong"
 
 
 @pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.full)])
-def test_every_flipped_byte_is_an_error_that_names_the_damaged_part(small, damage_message, step):
+def test_every_flipped_byte_is_an_error(small, damage_message, step):
     assert 3000 < len(small) < 7000
-    start = header_of(small)[1]
-    owners = owners_of(small)
-    assert len(owners) == len(small) - 32 - start
     for position in range(0, len(small), step):
         damaged = bytearray(small)
         damaged[position] ^= 1 << position % 8
         message = damage_message(bytes(damaged))
         if position < 8:
-            assert message.startswith("is no underpar artifact, begins with b'")
+            assert message == "is no underpar artifact"
         elif position < 12:
-            assert message.startswith("version ")
-        elif position < start:  # the header, its length or its sum
-            assert message == "the header is damaged"
-        elif position < len(small) - 32:
-            assert message == owners[position - start]
+            assert message.startswith("version ") and message.endswith(", this code reads 7")
         else:
-            assert message == "the SHA-256 is wrong"
+            assert message == DAMAGED
 
 
 def test_every_truncation_and_appended_bytes_are_errors(small, damage_message):
-    start = header_of(small)[1]
-    for length in [*range(64), *range(64, len(small) - 64, 9), start, start + 1, *range(len(small) - 64, len(small))]:
-        assert damage_message(small[:length])
-    assert damage_message(small[:start]) == "the header is damaged"  # its last bytes are taken for the SHA-256
-    assert damage_message(small[:-1]).endswith(" is damaged") or damage_message(small[:-1]) == "the SHA-256 is wrong"
-    assert damage_message(small + b"\0") == "the SHA-256 is wrong"
+    lengths = [*range(64), *range(64, len(small) - 64, 9), *range(len(small) - 64, len(small))]
+    for length in lengths:
+        message = damage_message(small[:length])
+        assert length < 16 or message == DAMAGED
+    assert damage_message(small + b"\0") == DAMAGED
 
 
-def test_splices_of_two_artifacts_are_errors(tmp_path, small, damage_message):
-    other_model = {name: w * 1.0 if w.ndim < 2 else w.flip(0) for name, w in small_model().items()}
-    write(tmp_path / "b.bin", other_model)
-    other = (tmp_path / "b.bin").read_bytes()
-    start, other_start = header_of(small)[1], header_of(other)[1]
-    for cut in [*range(21, min(len(small), len(other)) - 1, 13), start, len(small) - 32]:
-        if small[:cut] != other[:cut] and small[cut:] != other[cut:]:
-            assert damage_message(small[:cut] + other[cut:])
-            assert damage_message(other[:cut] + small[cut:])
-    # foreign streams under this header, with a right digest: the CRCs must tell
-    for area in (other[other_start:-32][: len(small) - start - 32], small[start:-32][::-1]):
-        area = area.ljust(len(small) - start - 32, b"\0")
-        assert damage_message(sealed(small, area=area)).endswith(" is damaged")
-
-
-def test_files_of_other_kinds_and_versions_are_refused_by_name(small, damage_message):
-    assert damage_message(b"") and damage_message(b"UNDERPAR")
-    assert damage_message(b"PK" + bytes(100)).startswith("is no underpar artifact")
-    for version in (5, 7):
-        other = small[:8] + struct.pack("<I", version) + small[12:]
-        assert damage_message(other) == f"version {version}, this code reads 6"
-
-
-def record_of(name):
-    """Function of a header: its record of the stream of this name."""
-    return lambda header: header["streams"][name]
-
-
-up, states, tables, sizes, repeated, norm = map(record_of, (
-    "blocks.0.w_up", "lane_states", "tables", "sizes", "blocks.0.w_repeated", "blocks.0.norm"))
 TOO_LARGE = "has a negative size, or exceeds the limit of weights"
+# What the record of a stream says instead, and how the error begins.
+UP = "blocks.0.w_up"
+LIES = [
+    ("lane_states", dict(length=10**15), ""),
+    ("lane_states", dict(length=-1), ""),
+    ("lane_states", dict(shape=[7]), ""),
+    ("lane_states", dict(dtype="<u8"), ""),
+    ("lane_states", dict(dtype="O"), "ValueError"),
+    ("lane_states", dict(dtype="V1000000000"), "ValueError"),
+    ("tables", dict(shape=[1 << 40, 256]), f"'tables' {TOO_LARGE}"),
+    ("tables", dict(shape=[-1 << 70, 256]), f"'tables' {TOO_LARGE}"),
+    ("tables", dict(shape=[5, 256]), "ValueError"),
+    ("sizes", dict(shape=[]), ""),
+    ("sizes", dict(dtype="<u2"), ""),
+    (UP, dict(shape=[1 << 40, 0]), f"'blocks.0.w_up' {TOO_LARGE}"),
+    (UP, dict(shape=[-30, -40]), f"'blocks.0.w_up' {TOO_LARGE}"),
+    (UP, dict(shape=[0, 1200]), ""),
+    (UP, dict(shape=[30.0, 40]), "TypeError"),
+    (UP, dict(shape=[]), "ValueError"),
+    (UP, dict(shape=[31, 40]), ""),
+    (UP, dict(shape=[30, 39]), "rANS words are left over"),
+    (UP, dict(shape=[40, 30]), ""),
+    (UP, dict(length=1 << 70), "OverflowError"),
+    (UP, dict(dtype="|i1"), "RuntimeError"),
+    (UP, dict(scale="a"), ""),
+    ("blocks.0.w_repeated", dict(shape=[24, 63]), "RuntimeError"),
+    ("blocks.0.norm", dict(dtype="<f4"), "RuntimeError"),
+    ("blocks.0.norm", dict(dtype="<u2"), ""),
+    ("more\nlines", dict(length=0), ""),
+]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda header: header.pop("streams"), "KeyError('streams')"),
-        (lambda header: header["streams"].pop("sizes"), "embedding 'embed' is damaged"),
-        (lambda header: header["streams"].update(more=7), "TypeError"),
-        (lambda header: header["streams"].update(more=dict(up(header), length=0, crc32=0)), "RuntimeError"),
-        (lambda header: states(header).update(length=10**15), "coder 'lane_states' is damaged"),
-        (lambda header: states(header).update(length=-1), "coder 'lane_states' is damaged"),
-        (lambda header: tables(header).update(shape=[1 << 40, 256]), f"'tables' {TOO_LARGE}"),
-        (lambda header: tables(header).update(shape=[-1 << 70, 256]), f"'tables' {TOO_LARGE}"),
-        (lambda header: tables(header).update(shape=[5, 256]), "ValueError"),
-        (lambda header: tables(header).update(shape=[30, 255]), "ValueError"),
-        (lambda header: tables(header).update(dtype="<u4"), "ValueError"),
-        (lambda header: sizes(header).update(shape=[]), ""),
-        (lambda header: sizes(header).update(dtype="<u2"), ""),
-        (lambda header: states(header).update(shape=[7]), ""),
-        (lambda header: states(header).update(dtype="<u8"), ""),
-        (lambda header: states(header).update(dtype="O"), "ValueError"),
-        (lambda header: states(header).update(dtype="V1000000000"), "ValueError"),
-        (lambda header: states(header).update(dtype=None), ""),
-        (lambda header: up(header).pop("crc32"), "KeyError('crc32')"),
-        (lambda header: up(header).update(crc32=1), "matrix 'blocks.0.w_up' is damaged"),
-        (lambda header: up(header).update(shape=[1 << 20, 1 << 20]), f"'blocks.0.w_up' {TOO_LARGE}"),
-        (lambda header: up(header).update(shape=[1 << 40, 0]), f"'blocks.0.w_up' {TOO_LARGE}"),
-        (lambda header: up(header).update(shape=[0, 1200]), ""),
-        (lambda header: up(header).update(shape=[-30, -40]), f"'blocks.0.w_up' {TOO_LARGE}"),
-        (lambda header: up(header).update(shape=[30.0, 40]), "TypeError"),
-        (lambda header: up(header).update(shape=["30", 40]), "TypeError"),
-        (lambda header: up(header).update(shape=[]), "ValueError"),
-        (lambda header: up(header).update(shape=[31, 40]), ""),
-        (lambda header: up(header).update(shape=[30, 39]), "rANS words are left over"),
-        (lambda header: up(header).update(shape=[40, 30]), ""),
-        (lambda header: up(header).update(length=1 << 70), "OverflowError"),
-        (lambda header: up(header).update(length=up(header)["length"] - 1), "matrix 'blocks.0.w_up' is damaged"),
-        (lambda header: up(header).update(dtype="|i1"), "RuntimeError"),
-        (lambda header: up(header).update(scale="a"), ""),
-        (lambda header: up(header).pop("bits"), "KeyError('bits')"),
-        (lambda header: repeated(header).update(shape=[24, 63]), "RuntimeError"),
-        (lambda header: repeated(header).update(shape=[24, 65]), "RuntimeError"),
-        (lambda header: header["streams"].update({"a\nb": dict(repeated(header), length=0)}),
-         r"matrix 'a\nb' is damaged"),
-        (lambda header: norm(header).update(dtype="<f4"), "RuntimeError"),
-        (lambda header: norm(header).update(dtype="<u2"), ""),
-        (lambda header: norm(header).update(shape=[23]), "RuntimeError"),
-    ],
-)
-def test_headers_that_lie_are_refused(small, damage_message, tmp_path, change, message):
+@pytest.mark.parametrize(("name", "lie", "message"), LIES)
+def test_headers_that_lie_are_refused(small, damage_message, tmp_path, name, lie, message):
+    def change(header):
+        streams = header["streams"]
+        streams.setdefault(name, dict(streams[UP])).update(lie)
+
     (tmp_path / "a.bin").write_bytes(sealed(small))
     assert script.read_artifact(tmp_path / "a.bin")  # the test's own sealing is right
     assert damage_message(sealed(small, change)).startswith(message)
 
 
 def test_a_word_that_only_the_last_states_tell_is_refused(tmp_path, damage_message):
-    """The last word of the last tensor is changed: as many words are read, and the lanes end elsewhere."""
+    """The last word of the last tensor is changed: as many words are read, and the lanes end
+    elsewhere.
+    """
     write(tmp_path / "a.bin", sized_model())
     data = (tmp_path / "a.bin").read_bytes()
     header, start = header_of(data)
@@ -544,7 +480,7 @@ def test_a_word_that_only_the_last_states_tell_is_refused(tmp_path, damage_messa
     changed = zstandard.ZstdCompressor().compress(bytes(words))
 
     def change(header):
-        header["streams"]["head"].update(length=len(changed), crc32=zlib.crc32(changed))
+        header["streams"]["head"].update(length=len(changed))
 
     assert list(header["streams"])[-1] == "head"
     area = data[start : -32 - len(payload)] + changed
@@ -554,11 +490,9 @@ def test_a_word_that_only_the_last_states_tell_is_refused(tmp_path, damage_messa
 def places(value):
     """Every (container, key) of a JSON value."""
     found = []
-    items = []
+    items = list(enumerate(value)) if isinstance(value, list) else []
     if isinstance(value, dict):
         items = list(value.items())
-    elif isinstance(value, list):
-        items = list(enumerate(value))
     for key, inner in items:
         found += [(value, key), *places(inner)]
     return found
@@ -570,8 +504,21 @@ def test_nonsense_in_any_place_of_the_header_is_an_artifact_error_or_harmless(tm
     write(path, {"w_rans": randn(32, 24).clamp(-0.1, 0.1), "norm": randn(5)})
     data = path.read_bytes()
     header, start = header_of(data)
-    junk = [None, True, -1, 0, 1, 2.5, 10**6, 1 << 29, 1 << 70, -(1 << 70), math.nan, math.inf, "", "rans", "zstd", []]
-    junk += [[[]], [1 << 40, 0], {}, {"a": 1}]
+    junk = [
+        None,
+        True,
+        -1,
+        0,
+        2.5,
+        10**6,
+        1 << 70,
+        math.nan,
+        "",
+        "rans",
+        [],
+        [1 << 40, 0],
+        {"a": 1},
+    ]
     read = 0
     tracemalloc.start()
     for at in range(len(places(header))):
@@ -579,57 +526,46 @@ def test_nonsense_in_any_place_of_the_header_is_an_artifact_error_or_harmless(tm
             changed = json.loads(json.dumps(header))
             container, key = places(changed)[at]
             container[key] = value
-            path.write_bytes(signed(zstandard.ZstdCompressor().compress(json.dumps(changed).encode()), data[start:-32]))
+            path.write_bytes(
+                signed(
+                    zstandard.ZstdCompressor().compress(json.dumps(changed).encode()),
+                    data[start:-32],
+                )
+            )
             try:
                 read += len(script.read_artifact(path, 30_000)[1]) > 0
             except script.ArtifactError as error:
                 assert "\n" not in str(error) and "MemoryError" not in str(error)
     assert tracemalloc.get_traced_memory()[1] < 100 << 20
     tracemalloc.stop()
-    assert 50 < read < 500  # settings, meta, class and scale are not the reader's to judge
+    assert 30 < read < 500  # settings, meta, class and scale are not the reader's to judge
 
 
 def test_nothing_is_allocated_from_a_length_that_was_not_checked(small, tmp_path, damage_message):
     zeros = zstandard.ZstdCompressor(level=19).compress(bytes(1 << 28))
 
     def bomb(header):  # a frame that declares and holds 256 MB where 24 values belong
-        header["streams"]["empty"].update(shape=[24], length=len(zeros), crc32=zlib.crc32(zeros))
+        header["streams"]["empty"].update(shape=[24], length=len(zeros))
 
     frame = zstandard.ZstdCompressor(level=19).compress(b" " * (1 << 28))
     deep = zstandard.ZstdCompressor().compress(b"[" * 1_000_000)
     area = small[header_of(small)[1] : -32]
     empty = header_of(small)[0]["streams"]["empty"]["length"]
     tracemalloc.start()
-    assert damage_message(sealed(small, bomb, area[: len(area) - empty] + zeros)).startswith("ValueError")
+    assert damage_message(sealed(small, bomb, area[: len(area) - empty] + zeros)).startswith(
+        "ValueError"
+    )
     assert damage_message(signed(frame)).startswith("JSONDecodeError")
     assert damage_message(signed(deep)).startswith("RecursionError")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 100 << 20
     header, _ = header_of(small)
-    weights = sum(math.prod(max(1, size) for size in record["shape"]) for record in header["streams"].values())
+    weights = sum(
+        math.prod(max(1, size) for size in record["shape"]) for record in header["streams"].values()
+    )
     (tmp_path / "a.bin").write_bytes(small)
     assert script.read_artifact(tmp_path / "a.bin", max_weights=weights)
     assert damage_message(small, weights - 1) == f"'empty' {TOO_LARGE}"
     with pytest.raises(FileNotFoundError):
         script.read_artifact(tmp_path / "none.bin")
-
-
-def test_sizes_are_quarter_octaves():
-    power = 2.0 ** np.random.default_rng(0).uniform(-8, 16, 500)
-    sizes = script.size_numbers(power)
-    assert sizes.dtype == np.uint8 and np.array_equal(sizes, np.rint(4 * np.log2(np.sqrt(power)) + 16))
-    assert script.size_numbers(np.array([0.0, 2.0**-9, 2.0**-8, 1.0, 2.0**16, 1e9])).tolist() == [0, 0, 0, 16, 48, 48]
-
-
-def test_tables_are_by_the_sizes_of_row_and_column():
-    """A column's size is relative to the mean square of all codes."""
-    codes = np.clip(np.rint(np.random.default_rng(0).normal(size=(50, 60)) * 9), -127, 127).astype(np.int8)
-    codes[3] = 0
-    codes[:, 7] *= 2
-    sizes = script.code_by_rans({"w_up": codes})["sizes"]
-    power = codes.astype(np.float64) ** 2
-    rows = np.rint(2 * np.log2(np.clip(power.mean(1), 2.0**-8, None)) + 16)
-    columns = np.rint(2 * np.log2(power.mean(0) / power.mean()) + 16)
-    assert np.array_equal(sizes, np.concatenate([rows, columns])) and sizes[3] == 0 and sizes[57] > 17
-    assert script.code_by_rans({"w_zeros": np.zeros((16, 16), np.int8)})["sizes"].max() == 0

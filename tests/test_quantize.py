@@ -13,6 +13,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import test_smoke as smoke
 import torch
 from conftest import TINY, environment, start
 from test_model import config

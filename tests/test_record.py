@@ -3,21 +3,16 @@
 import hashlib
 import json
 import math
-import random
 import re
 import shutil
 import statistics
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 import sentencepiece
-from conftest import environment, load_tool
+from conftest import ROOT, environment, load_tool, start
 
-import test_smoke as smoke
-
-ROOT = Path(__file__).resolve().parents[1]
 common, R = load_tool("common"), load_tool("record")
 
 CONFIG = """DEVICE=cpu
@@ -75,7 +70,7 @@ def test_a_script_is_read(source, fault):
 
 
 # ------------------------------------------------------------------------------------ a tiny record
-def change(path: Path, *pairs: tuple[str, str]) -> None:
+def change(path, *pairs):
     """Replace a text in a file, where it must be."""
     text = path.read_text(encoding="utf-8")
     for old, new in pairs:
@@ -84,12 +79,12 @@ def change(path: Path, *pairs: tuple[str, str]) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def fact(path: Path, key: str) -> str:
+def fact(path, key):
     """A value at the end of a log, as it is written."""
     return re.findall(rf"^{key}: (.*)$", path.read_text(), re.MULTILINE)[-1]
 
 
-def rescore(path: Path, factor: float, tokens: int = 0, size: int = 0) -> None:
+def rescore(path, factor, tokens=0, size=0):
     """Rewrite a log as if its model had `factor` times the nats, on so many tokens and bytes."""
     old_size = int(fact(path, "val_bytes"))
     tokens = tokens or int(fact(path, "val_tokens"))
@@ -118,7 +113,7 @@ def rescore(path: Path, factor: float, tokens: int = 0, size: int = 0) -> None:
     path.write_text(f"{head}\n---\n{end}")
 
 
-def rebuild(folder: Path) -> None:
+def rebuild(folder):
     """Make result.json and the README's table again from the logs, as someone who cheats would."""
     track = R.read_track(folder.parent)
     logs = R.read_seed_logs(folder, R.Faults())
@@ -133,43 +128,33 @@ def rebuild(folder: Path) -> None:
     page.write_text(common.replace_marked(page.read_text(), "result", R.result_text(result)))
 
 
-def call(place: Path, *words: object) -> subprocess.CompletedProcess:
+def call(place, *words):
     """tools/record.py in a process, on the place's records."""
     script = [ROOT / "tools" / "record.py", "--records", place / "records", *words]
-    return smoke.start(script, environment(), place)
+    return start(script, environment(), place)
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """A folder with data, a track, three finished runs of 20 steps, and a written record."""
+def place(tmp_path_factory, tiny_data):
+    """Return a folder with a track, three finished runs of 20 steps, and a written record."""
     place = tmp_path_factory.mktemp("record")
-    rng = random.Random(0)
-    words = ["".join(rng.choices("abcdefghijklmnop", k=rng.randint(2, 8))) for _ in range(60)]
-    texts = ["\n".join(" ".join(rng.choices(words, k=9)) for _ in range(8)) for _ in range(140)]
-    rows = [json.dumps({"text": text}) + "\n" for text in texts]
-    (place / "text.jsonl").write_text("".join(rows))
     (place / "tiny.env").write_text(CONFIG)
-    env = environment(CONFIG="tiny.env", DATA_PATH="data")
-    env.pop("DEVICE")  # the config sets it, as a record's must
-    prepare = "data/prepare.py text.jsonl --out data --vocab-size 320 --workers 1"
-    commands = [(prepare.split(), {})]
-    for seed in ("1", "2", "3"):
-        commands.append((["train_gpt.py"], {"RUN_ID": f"run_{seed}", "SEED": seed}))
-    for (script, *rest), own in commands:
-        done = smoke.start([ROOT / script, *rest], {**env, **own}, place)
+    for seed in ("1", "2", "3"):  # the config sets DEVICE, as a record's must
+        settings = dict(CONFIG="tiny.env", RUN_ID=f"run_{seed}", SEED=seed, DEVICE=None)
+        environ = environment(DATA_PATH=tiny_data, **settings)
+        done = start([ROOT / "train_gpt.py"], environ, place)
         assert done.returncode == 0, done.stderr
     track = place / "records" / "track_tiny"
     track.mkdir(parents=True)
-    shutil.copyfile(place / "data" / "manifest.json", track / "manifest.json")
+    shutil.copyfile(tiny_data / "manifest.json", track / "manifest.json")
     text = (track / "manifest.json").read_bytes()
     manifest = json.loads(text)
-    model = sentencepiece.SentencePieceProcessor(str(place / "data" / "tokenizer.model"))
-    shard = place / "data" / manifest["val"]["shards"][0]["file"]
-    ids = np.fromfile(shard, dtype="<u2")[512:]
+    model = sentencepiece.SentencePieceProcessor(str(tiny_data / "tokenizer.model"))
+    ids = np.fromfile(tiny_data / manifest["val"]["shards"][0]["file"], dtype="<u2")[512:]
     documents = np.split(ids, np.flatnonzero(ids == model.bos_id()))
     val_text = "".join(model.decode(part[1:].tolist()) for part in documents if len(part)).encode()
     data = R.pinned_data(text, manifest)
-    data |= {"path": str(place / "data"), "val_text_sha256": hashlib.sha256(val_text).hexdigest()}
+    data |= {"path": str(tiny_data), "val_text_sha256": hashlib.sha256(val_text).hexdigest()}
     rules = {**R.GOLF, "seconds": 180, "bytes": 1_000_000, "hardware": "1 x .* CPU, 1 threads"}
     (track / "track.json").write_text(json.dumps({**rules, "title": "Tiny", "data": data}))
     for page in (place / "README.md", place / "records" / "README.md"):
@@ -260,7 +245,9 @@ def test_the_commands_on_a_good_record(place, first):
 
 
 def test_the_table_separates_machines_and_names_counts():
-    """By the committed records: each machine's rows stand together, and a rerun stands with its machine."""
+    """By the committed records: each machine's rows stand together, and a rerun stands with its
+    machine.
+    """
     lines = R.leaderboard(ROOT / "records" / "track_cpu_3min").splitlines()[4:]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     assert [row[1] for row in rows] == ["AMX"] * 4 + ["no AMX"] * 5
@@ -275,26 +262,24 @@ def test_the_table_separates_machines_and_names_counts():
 
 
 # ------------------------------------------------------------------------------------------- faults
-def shorten_validation(folder: Path) -> None:
+def shorten_validation(folder):
     for path in folder.glob("seed_*.txt"):
         rescore(path, 0.5, int(fact(path, "val_tokens")) // 2, int(fact(path, "val_bytes")) // 2)
     rebuild(folder)
 
 
-def miscount_bytes(folder: Path) -> None:
+def miscount_bytes(folder):
     path = folder / "seed_1.txt"
     rescore(path, 1.0, 0, int(fact(path, "val_bytes")) * 117 // 100)
 
 
-def overrun(folder: Path) -> None:
+def overrun(folder):
     path = folder / "seed_1.txt"
     seconds = fact(path, "train_seconds")
-    clock = f"\nclock: {float(seconds):.1f} s"
     change(path, (f"\ntrain_seconds: {seconds}", "\ntrain_seconds: 180.25"))
-    change(path, (clock, "\nclock: 180.2 s"))
 
 
-def outgrow(folder: Path) -> None:
+def outgrow(folder):
     path = folder / "seed_1.txt"
     total = int(fact(path, "code_bytes")) + 1_500_000
     change(path, (f"artifact_bytes: {fact(path, 'artifact_bytes')}", "artifact_bytes: 1500000"))
@@ -302,39 +287,39 @@ def outgrow(folder: Path) -> None:
     path.with_suffix(".upar").unlink()
 
 
-def flip_byte(folder: Path) -> None:
+def flip_byte(folder):
     data = bytearray((folder / "seed_1.upar").read_bytes())
     data[len(data) // 2] ^= 1
     (folder / "seed_1.upar").write_bytes(data)
 
 
-def silence_phase(folder: Path) -> None:
+def silence_phase(folder):
     path = folder / "seed_1.txt"
-    line = re.search(r"^phase: swa +planned.*$", path.read_text(), re.MULTILINE)[0]
-    change(path, (line, line.split(",")[0] + ", NEVER FIRED"))
+    line = re.search(r"^plan: swa from .*, begun at .*$", path.read_text(), re.MULTILINE)[0]
+    change(path, (line, line.split(", begun")[0] + ", not yet begun"))
 
 
-def repeat_seed(folder: Path) -> None:
+def repeat_seed(folder):
     for kind in ("txt", "upar"):
         shutil.copyfile(folder / f"seed_1.{kind}", folder / f"seed_2.{kind}")
 
 
-def restate_mean(folder: Path) -> None:
+def restate_mean(folder):
     result = json.loads((folder / "result.json").read_text())
     (folder / "result.json").write_text(json.dumps(result | {"mean": result["mean"] - 0.01}))
 
 
-def cut_log(folder: Path) -> None:
+def cut_log(folder):
     path = folder / "seed_1.txt"
     path.write_bytes(path.read_bytes()[:-3000])
 
 
-def hide_code(folder: Path) -> None:
+def hide_code(folder):
     for path in (folder / "train_gpt.py", *folder.glob("seed_*.txt")):
         change(path, ("\nimport zlib\n", "\nexec('')\n"))
 
 
-def edit(name: str, old: str, new: str):
+def edit(name, old, new):
     """Replaces a text in a file of a record."""
     return lambda folder: change(folder / name, (old, new))
 
@@ -359,7 +344,10 @@ TAMPERED = [
     (lambda folder: (folder / "seed_1.upar").unlink(), "seed_1.upar: no such file .found none, ex"),
     (miscount_bytes, f"{LOG}: val_bytes are not all of validation"),
     (shorten_validation, f"{LOG}: val_tokens are not all of validation"),
-    (silence_phase, f"{LOG}: phase swa never fired .found NEVER FIRED, expected to begin at step "),
+    (
+        silence_phase,
+        f"{LOG}: phase swa never fired .found not yet begun, expected to begin at step ",
+    ),
     (edit(LOG, "  MATRIX_LR=0.02", "* MATRIX_LR=0.3"), f"{LOG}: setting MATRIX_LR is not that of"),
     (edit("config.env", "MODEL_DIM=32", "MODEL_DIM=160"), f"{LOG}: setting MODEL_DIM is not that"),
     (
@@ -367,7 +355,6 @@ TAMPERED = [
         f"{LOG}: code_bytes are not those of scr",
     ),
     (overrun, f"{LOG}: over the clock, seconds .found 180.25, expected at most 180"),
-    (edit(LOG, "\nclock: ", "\nclock: 9"), f"{LOG}: train_seconds by the line `clock:`"),
     (
         outgrow,
         f"{LOG}: over the cap, bytes of code and artifact .found 1.*, expected at most 1000000",
@@ -414,7 +401,7 @@ def test_a_tampered_record_is_named(copy, tamper, fault):
 
 
 def test_a_forged_score_is_found_by_the_artifact(copy):
-    """A log that is rewritten throughout has no other fault; the other artifacts give their scores."""
+    """A log that is rewritten throughout has no other fault."""
     rescore(copy / "seed_2.txt", 0.99)
     rebuild(copy)
     assert R.check_folder(copy, copy.parent) == []
@@ -471,7 +458,7 @@ def test_data_of_another_tokenizer_is_the_same_text(copy):
 
 
 # ---------------------------------------------------------------------------------- new, submission
-def copied_runs(place: Path, to: Path) -> list[Path]:
+def copied_runs(place, to):
     runs = place / "runs"
     names = ("run_1", "run_2", "run_3")
     return [Path(shutil.copytree(runs / name, to / name)) for name in names]
@@ -541,19 +528,6 @@ def test_a_submission_is_what_the_runs_left(place):
     assert "\nA toy.\n" in (folder / "README.md").read_text()
     again = call(place, "submission", *runs, "--name", "Toy", *words)
     assert again.returncode == 2 and again.stderr.endswith(f"{folder.name} exists\n")
-
-
-def test_a_submission_refuses_what_check_refuses(place, tmp_path):
-    """Settings that no config has, too few runs, a run that was resumed: nothing is written."""
-    runs = copied_runs(place, tmp_path)
-    for run in runs:
-        change(run / "log.txt", ("  MATRIX_LR=0.02", "* MATRIX_LR=0.03"))
-    words = ["--name", "Bad", "--author", "A", "--out", tmp_path / "out"]
-    done = call(place, "submission", *runs, *words)
-    assert done.returncode == 2 and done.stderr.count("setting MATRIX_LR is not that of") == 3
-    done = call(place, "submission", *runs[:2], *words)
-    assert done.returncode == 2 and "2 runs: a record of" in done.stderr
-    assert not (tmp_path / "out").exists()
 
 
 def test_the_shipped_records_pass():

@@ -6,55 +6,20 @@ import math
 import re
 import shutil
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import environment, load_tool
+from conftest import ROOT, TINY, environment, load_tool, start
 
 import quantize as Q
-import test_smoke as smoke
 
 pytest.importorskip("matplotlib", reason="tools/report.py draws with matplotlib")
-ROOT = Path(__file__).resolve().parents[1]
 report = load_tool("report")
 
-BOTH = dict(
-    MODEL_DIM=32,
-    NUM_HEADS=2,
-    LAYER_PATTERN="g a",
-    MAX_WALLCLOCK_SECONDS=0,
-    RESERVE_SECONDS=0,
-    SAVE_EVERY=0,
-    WARMUP_FRAC=0.25,
-    WARMDOWN_FRAC=0.5,
-)
-PRETRAIN = dict(
-    BOTH,
-    COMPILE=0,
-    NUM_KV_HEADS=1,
-    TRAIN_SEQ_LEN=32,
-    TRAIN_BATCH_TOKENS=256,
-    SWA=0,
-    EMA=0,
-    EVAL_STRIDE=0,
-    HOLDOUT_TOKENS=512,
-    ITERATIONS=12,
-    VAL_LOSS_EVERY=5,
-    GPTQ_CALIBRATION_BATCHES=1,
-)
-REWARDS = dict(
-    BOTH,
-    ITERATIONS=8,
-    TASK="sort",
-    SFT_STEPS=2,
-    PROMPTS_PER_STEP=4,
-    GROUP_SIZE=4,
-    MINI_BATCHES=2,
-    MAX_NEW_TOKENS=6,
-    EVAL_PROMPTS=8,
-    VAL_LOSS_EVERY=4,
-)
+BOTH = dict(TINY, LAYER_PATTERN="g a", SAVE_EVERY=0, WARMUP_FRAC=0.25, VAL_LOSS_EVERY=4)
+PRETRAIN = dict(BOTH, SWA=0, EMA=0, ITERATIONS=12, VAL_LOSS_EVERY=5)
+REWARDS = dict(ITERATIONS=8, TASK="sort", SFT_STEPS=2, PROMPTS_PER_STEP=4, GROUP_SIZE=4)
+REWARDS |= dict(MINI_BATCHES=2, MAX_NEW_TOKENS=6, EVAL_PROMPTS=8)
 # A step takes 100 ms, step 4 takes 400; the run was resumed at step 2, and broken off while it
 # wrote the line of step 7.
 STEP = "data_wait:1.58% step_avg:100.00ms tok_s:640"
@@ -83,39 +48,34 @@ step:6/10 train_loss:4.0000 lr_mul:0.8000 progress:0.6000 train_time:900ms {STEP
 step:7/10 train_loss:3.9000 lr_mul:0.6000 progress:0.7000 data_wait:1.58% train_time:100"""
 
 
-def read_run(folder: Path):
+def read_run(folder):
     (run,) = report.find_runs(str(folder))
     return run
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> dict[str, Path]:
-    """Folders of a run of train_gpt.py and one of train_grpo.py, by steps."""
+def runs(tmp_path_factory, tiny_data):
+    """Return the folders of a run of train_gpt.py and one of train_grpo.py."""
     folder = tmp_path_factory.mktemp("report")
-    numbers = [f"{at * 7919 % 100003:05d} and {at * 104729 % 99991:05d}." for at in range(2000)]
-    texts = [" ".join(numbers[at : at + 20]) for at in range(0, len(numbers), 20)]
-    lines = [json.dumps({"text": text}) for text in texts]
-    (folder / "text.jsonl").write_text("\n".join(lines))
-
-    def call(script: str, *words: object, **settings: object) -> None:
-        done = smoke.start([ROOT / script, *words], environment(OUT_DIR=folder, **settings))
+    names = ("MODEL_DIM", "NUM_HEADS", "LAYER_PATTERN", "MAX_WALLCLOCK_SECONDS", "RESERVE_SECONDS")
+    names += ("SAVE_EVERY", "WARMUP_FRAC", "VAL_LOSS_EVERY")
+    rewards = {name: BOTH[name] for name in names} | REWARDS
+    orders = {"gpt": dict(PRETRAIN, DATA_PATH=tiny_data), "grpo": rewards}
+    for name, settings in orders.items():
+        environ = environment(OUT_DIR=folder, RUN_ID=name, **settings)
+        done = start([ROOT / f"train_{name}.py"], environ)
         assert done.returncode == 0, done.stdout[-800:] + done.stderr[-2000:]
-
-    out = ("--out", folder / "data", "--tokenizer", "bytes", "--workers", 1)
-    call("data/prepare.py", folder / "text.jsonl", *out)
-    call("train_gpt.py", RUN_ID="gpt", DATA_PATH=folder / "data", **PRETRAIN)
-    call("train_grpo.py", RUN_ID="grpo", **REWARDS)
-    return {name: folder / name for name in ("gpt", "grpo")}
+    return {name: folder / name for name in orders}
 
 
 @pytest.fixture
-def by_hand(tmp_path) -> Path:
+def by_hand(tmp_path):
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "log.txt").write_text(LOG)
     return tmp_path / "x"
 
 
-def call_main(monkeypatch, *words: object) -> str:
+def call_main(monkeypatch, *words):
     """The line that the command line ends with if it does not end well."""
     monkeypatch.setattr(sys, "argv", ["report.py", *map(str, words)])
     try:
@@ -126,7 +86,7 @@ def call_main(monkeypatch, *words: object) -> str:
     return ""
 
 
-def values(log, name: str) -> list[float]:
+def values(log, name):
     return [point.value for point in log.series[name]]
 
 
@@ -160,7 +120,7 @@ def test_the_series_of_real_runs(runs):
     shares = [step / 12 for step in steps]
     rates = [min(1, share / 0.25, (1 - share) / 0.5) for share in shares]
     assert values(log, "lr_mul") == pytest.approx(rates, abs=5e-5)
-    assert values(log, "tokens") == [256.0 * step for step in steps]
+    assert values(log, "tokens") == [512.0 * step for step in steps]
     assert [point.step for point in log.series["held-out bpb"]] == [5, 10, 12] and log.ended
     assert values(log, "held-out bpb")[-1] == pytest.approx(run.result["val_bpb"], abs=5e-5)
     run = read_run(runs["grpo"])
@@ -170,15 +130,6 @@ def test_the_series_of_real_runs(runs):
     assert before == pytest.approx(run.result["before"]["pass1"], abs=5e-4)
     lengths = values(run.log, "length")
     assert values(run.log, "tokens")[:2] == pytest.approx([16 * lengths[0], 16 * sum(lengths[:2])])
-
-
-def test_a_short_run_ends_when_its_clock_stopped(runs):
-    """It logs five steps of twelve; the rest lies between them and the end, not at their mean."""
-    run = read_run(runs["gpt"])
-    fifth = values(run.log, "seconds")[4]
-    end = run.result["train_seconds"]
-    found = report.positions(run.log, [5, 10, 12], "seconds").tolist()
-    assert found == pytest.approx([fifth, fifth + (end - fifth) * 5 / 7, end])
 
 
 # ----------------------------------------------------------------------------------------- artifact
@@ -210,7 +161,7 @@ def test_bytes_and_errors_are_those_of_the_artifact(runs, tmp_path):
 
 
 # --------------------------------------------------------------------------------------------- page
-def page_of(monkeypatch, out: Path, *runs: Path) -> str:
+def page_of(monkeypatch, out, *runs):
     """The page of these runs, made by the command line. It asks for no other file."""
     assert call_main(monkeypatch, *runs, "--out", out) == ""
     page = out.read_text(encoding="utf-8")
@@ -247,15 +198,6 @@ def test_the_page_of_two_runs(runs, monkeypatch, tmp_path, capsys):
     }
     assert {text for text in shown if f">{html.escape(text)}<" not in page} == set()
     assert ">MODEL_DIM<" not in page and "cannot be compared" in page  # the former alike in all
-
-
-def test_the_page_of_a_run_that_broke_off(by_hand, monkeypatch, tmp_path):
-    page = page_of(monkeypatch, by_hand / "report.html", by_hand)
-    assert page.count("<svg") == 3 * 3 + 2 and "Artifact" not in page
-    (tmp_path / "y").mkdir()
-    (tmp_path / "y" / "log.txt").write_text(LOG.replace("  SEED=1337", "* SEED=3"))
-    both = [read_run(by_hand), read_run(tmp_path / "y")]
-    assert report.changed_settings(both) == [{"SEED": "1337"}, {"SEED": "3"}]
 
 
 def test_errors_are_one_line(by_hand, monkeypatch, tmp_path):

@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 import sentencepiece
 import torch
-from conftest import KEPT
-from test_lasting import Child
+from conftest import KEPT, Child
 
 import sample as P
 import train_grpo as G

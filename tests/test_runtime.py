@@ -24,7 +24,9 @@ def listed_gpu(tmp_path, monkeypatch):
 
 
 def test_gpus_that_pytorch_does_not_see_are_an_error(listed_gpu):
-    with pytest.raises(T.UserError, match="^DEVICE='auto': PyTorch sees no GPU of this machine; .*DEVICE=cpu$"):
+    with pytest.raises(
+        T.UserError, match="^DEVICE='auto': PyTorch sees no GPU of this machine; .*DEVICE=cpu$"
+    ):
         T.start_runtime("auto")
     assert T.start_runtime("cpu").device == torch.device("cpu")
 
@@ -37,7 +39,9 @@ def test_gpus_that_the_user_hides_are_left_alone(listed_gpu, monkeypatch, hidden
 
 def test_cuda_without_a_device_is_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(T.UserError, match="^DEVICE='cuda': PyTorch sees no GPU of this machine; .*DEVICE=cpu$"):
+    with pytest.raises(
+        T.UserError, match="^DEVICE='cuda': PyTorch sees no GPU of this machine; .*DEVICE=cpu$"
+    ):
         T.start_runtime("cuda")
 
 
@@ -48,13 +52,17 @@ def test_a_visible_gpu_is_taken_unless_the_cpu_is_asked_for(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert T.start_runtime("cpu").device == torch.device("cpu") and chosen == []
-    assert T.start_runtime("auto").device == T.start_runtime("cuda").device == torch.device("cuda", 1)
+    assert (
+        T.start_runtime("auto").device == T.start_runtime("cuda").device == torch.device("cuda", 1)
+    )
     assert chosen == [torch.device("cuda", 1)] * 2
 
 
 def test_the_machine_is_described(monkeypatch, tmp_path):
     def git(*words):
-        subprocess.run(["git", "-c", "user.name=x", "-c", "user.email=x@x", *words], cwd=tmp_path, check=True)
+        subprocess.run(
+            ["git", "-c", "user.name=x", "-c", "user.email=x@x", *words], cwd=tmp_path, check=True
+        )
 
     def describe():
         return T.describe_machine(T.Runtime(0, 2, torch.device("cpu"), False))
@@ -62,7 +70,12 @@ def test_the_machine_is_described(monkeypatch, tmp_path):
     monkeypatch.setattr(T, "__file__", str(tmp_path / "script.py"))
     assert describe()["commit"] == "unknown"
     (tmp_path / "script.py").write_text("one")
-    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"], ["tag", "-am", "a tag", "v1"]):
+    for words in (
+        ["init", "-q"],
+        ["add", "."],
+        ["commit", "-qm", "one"],
+        ["tag", "-am", "a tag", "v1"],
+    ):
         git(*words)
     about = describe()
     assert re.fullmatch("[0-9a-f]{40}", about["commit"])
@@ -71,7 +84,9 @@ def test_the_machine_is_described(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert describe()["commit"] == "unknown"
     assert about["hardware"] == f"2 x {os.uname().machine} CPU, {torch.get_num_threads()} threads"
-    assert about["versions"]["torch"] == torch.__version__ and 50 < about["peak_memory_mib"] < 50_000
+    assert (
+        about["versions"]["torch"] == torch.__version__ and 50 < about["peak_memory_mib"] < 50_000
+    )
 
 
 def test_a_stop_signal_is_remembered_until_it_is_restored():
