@@ -901,7 +901,7 @@ def model_config(settings, vocab_size, bos_id, **overrides):
         )
     if not norms or set(norms) - set(NORMS):
         raise UserError(f"NORM={settings.norm!r}: must be one or more of {', '.join(NORMS)}")
-    num_layers = settings.num_layers or len(words)
+    num_layers = getattr(settings, "num_layers", 0) or len(words)
 
     names = GPTConfig.__dataclass_fields__
     given = {**ARCH_PRESETS[getattr(settings, "arch_mode", "D")], **vars(settings), **overrides}

@@ -18,7 +18,7 @@ else
   echo "The tests marked full are deselected (pytest's last line counts them); ./test.sh full runs them too."
 fi
 .venv/bin/ruff check .
-.venv/bin/ruff format --check --line-length 100 train_gpt.py tools
+.venv/bin/ruff format --check .
 .venv/bin/python tools/sync.py --check
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"  # one process of pytest a core, so one thread each
 .venv/bin/python -m pytest -rs -n logical --maxprocesses 8 --dist loadfile ${chosen[@]+"${chosen[@]}"} "$@"

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import load_tool
 
 import train_gpt as T
+from conftest import load_tool
 
 ROOT = Path(__file__).resolve().parents[1]
 common, bench, arms = load_tool("common"), load_tool("bench"), load_tool("arms")

@@ -10,6 +10,7 @@ import re
 import time
 
 import pytest
+
 from conftest import ROOT, environment, start
 
 HALF = dict(MODEL_DIM=32, NUM_HEADS=2, LAYER_PATTERN="g a")

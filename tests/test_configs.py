@@ -10,6 +10,7 @@ import subprocess
 
 import pytest
 import torch
+
 from conftest import ROOT, asked, environment, start
 
 NAMES = sorted(path.stem for path in ROOT.glob("configs/*.env"))

@@ -13,9 +13,9 @@ import sentencepiece
 import tiktoken
 import tiktoken_ext.openai_public
 import zstandard
-from conftest import ROOT, load_script, refusal
 
 import train_gpt as data
+from conftest import ROOT, load_script, refusal
 
 prepare = load_script(ROOT / "data" / "prepare.py")
 write_shard = prepare.write_shard

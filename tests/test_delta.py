@@ -11,15 +11,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import test_smoke as smoke
 import torch
-from conftest import environment
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_model import config
 
 import quantize as Q
+import sample as S
+import test_smoke as smoke
 import train_gpt as T
+from conftest import environment
 
 ROOT = Path(__file__).resolve().parents[1]
 BYTES = S.load_tokenizer("bytes")

@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import sentencepiece
-from conftest import ROOT, environment, load_script, refusal, start
 from test_data import HARD_TEXTS, data, gpt2_file, needs_shared, tokenized, train_model, write_shard
+
+from conftest import ROOT, environment, load_script, refusal, start
 
 SCRIPT = ROOT / "data" / "download.py"
 

@@ -9,10 +9,10 @@ import types
 
 import pytest
 import torch
-from conftest import TINY, Place
 from test_gptq import hessians_of
 
 import train_gpt as T
+from conftest import TINY, Place
 
 TABLE = {
     "matrix": {"bits": 6, "clip_sigmas": 8.0},

@@ -1,6 +1,7 @@
 """tools/experiments/gains.py: its plan, the rule by which gains hold, means and the table."""
 
 import pytest
+
 from conftest import load_tool
 
 gains = load_tool("experiments/gains")

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, environment, load_tool
 
 import train_gpt as T
+from conftest import ROOT, environment, load_tool
 
 bench, gpu = load_tool("bench"), load_tool("gpu")
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import CONSTANTS, ROOT, TICKS, TINY, Place, rank_environments
 
 import train_gpt as T
+from conftest import CONSTANTS, ROOT, TICKS, TINY, Place, rank_environments
 
 GUIDE = ROOT / "docs" / "runs.md"
 SHORT = dict(TINY, MODEL_DIM=48, TRAIN_BATCH_TOKENS=256, ITERATIONS=16, SAVE_EVERY=4)

@@ -5,9 +5,9 @@ refuses.
 import json
 
 import pytest
-from conftest import environment, load_tool, start
 
 import train_gpt as T
+from conftest import environment, load_tool, start
 
 memory = load_tool("experiments/memory")
 

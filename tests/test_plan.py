@@ -10,9 +10,9 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import environment, load_tool, pretraining_rates
 
 import train_gpt as T
+from conftest import environment, load_tool, pretraining_rates
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = sorted(

@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zstandard
-from conftest import ROOT, environment, load_script, refusal, start
 from test_data import HARD_TEXTS, fake_encoding, gpt2_file, needs_shared, tokenized
+
+from conftest import ROOT, environment, load_script, refusal, start
 
 SCRIPT = ROOT / "data" / "prepare.py"
 prepare = load_script(SCRIPT)

@@ -13,13 +13,12 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import test_smoke as smoke
 import torch
-from conftest import TINY, environment, start
 from test_model import config
 
 import quantize as Q
 import train_gpt as T
+from conftest import TINY, environment, start
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = T.Settings(

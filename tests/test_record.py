@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sentencepiece
+
 from conftest import ROOT, environment, load_tool, start
 
 common, R = load_tool("common"), load_tool("record")

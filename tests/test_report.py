@@ -9,9 +9,9 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, TINY, environment, load_tool, start
 
 import quantize as Q
+from conftest import ROOT, TINY, environment, load_tool, start
 
 pytest.importorskip("matplotlib", reason="tools/report.py draws with matplotlib")
 report = load_tool("report")

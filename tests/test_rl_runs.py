@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 import sentencepiece
 import torch
-from conftest import KEPT, Child
 
 import sample as P
 import train_grpo as G
+from conftest import KEPT, Child
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = {

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import Child, environment, rank_environments, server
 
 import train_gpt as T
+from conftest import Child, environment, rank_environments, server
 
 
 class FakeTime:

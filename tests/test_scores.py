@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 import torch
 import zstandard
-from conftest import environment
 from test_data import train_model
 from test_weights import network, pack
 
 import sample as S
+from conftest import environment
 
 ROOT = Path(__file__).resolve().parents[1]
 SYSTEM, USER, ASSISTANT, END = S.ROLE_TOKENS

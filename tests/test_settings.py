@@ -10,7 +10,6 @@ from typing import get_args
 
 import pytest
 import torch
-from conftest import refusal
 
 import quantize as Q
 import sample as S
@@ -20,6 +19,7 @@ import train_grpo as R
 import train_gspo as R2
 import train_ppo as R3
 import train_sft as F
+from conftest import refusal
 
 NAMES = {field.name.upper() for field in fields(T.Settings)}
 ROOT = Path(__file__).resolve().parents[1]

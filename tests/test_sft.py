@@ -102,32 +102,111 @@ def losses_alone(made: S.GPT, row: S.Row) -> tuple[torch.Tensor, int]:
 
 # -------------------------------------------------------------------------------------------------- formats and masks
 MULTI = [("system", "S"), ("user", "u"), ("assistant", "ab"), ("user", "v"), ("assistant", "c")]
-MULTI_IDS = [BOS, SYSTEM, *b("S"), END, USER, *b("u"), END, ASSISTANT, *b("ab"), END, USER, *b("v"), END, ASSISTANT,
-             *b("c"), END]
+MULTI_IDS = [
+    BOS,
+    SYSTEM,
+    *b("S"),
+    END,
+    USER,
+    *b("u"),
+    END,
+    ASSISTANT,
+    *b("ab"),
+    END,
+    USER,
+    *b("v"),
+    END,
+    ASSISTANT,
+    *b("c"),
+    END,
+]
 PAIR_IDS = [BOS, USER, *b("hi"), END, ASSISTANT, *b("yo"), END]
 NOT = -1
 PAIR_TARGETS = [NOT] * 5 + [*b("yo"), END]
 MULTI_TARGETS = [NOT] * 7 + [*b("ab"), END] + [NOT] * 4 + [*b("c"), END]
 SHAREGPT = {"system": "system", "user": "human", "assistant": "gpt"}
 FORMATS = {
-    "Alpaca": ("Alpaca", {"instruction": "hi", "input": "", "output": "yo"}, PAIR_IDS, PAIR_TARGETS),
-    "Alpaca with input": ("Alpaca", {"instruction": "h", "input": "i", "output": "yo"},
-                          [BOS, USER, *b("h\n\ni"), END, ASSISTANT, *b("yo"), END], [NOT] * 7 + [*b("yo"), END]),
-    "ShareGPT": ("ShareGPT", {"conversations": [{"from": SHAREGPT[role], "value": text} for role, text in MULTI]},
-                 MULTI_IDS, MULTI_TARGETS),
-    "messages": ("messages", {"messages": [{"role": role, "content": text} for role, text in MULTI]}, MULTI_IDS,
-                 MULTI_TARGETS),
-    "prompt/completion": ("prompt/completion", {"prompt": "hi", "completion": "yo"}, PAIR_IDS, PAIR_TARGETS),
-    "prompt/response": ("prompt/completion", {"prompt": "hi", "response": "yo"}, PAIR_IDS, PAIR_TARGETS),
-    "question/answer": ("prompt/completion", {"question": "hi", "answer": "yo"}, PAIR_IDS, PAIR_TARGETS),
-    "text": ("text", {"text": "hey"}, [BOS, *b("hey"), BOS], [*b("hey"), BOS]),  # its end is the next BOS
-    "tool": ("messages", {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "call"},
-                                       {"role": "tool", "content": "42"}, {"role": "assistant", "content": "ok"}]},
-             [BOS, USER, *b("q"), END, ASSISTANT, *b("call"), END, USER, *b("42"), END, ASSISTANT, *b("ok"), END],
-             [NOT] * 4 + [*b("call"), END] + [NOT] * 5 + [*b("ok"), END]),
-    "ends with the user": ("messages", {"messages": [{"role": "assistant", "content": "a"},
-                                                     {"role": "user", "content": "b"}]},
-                           [BOS, ASSISTANT, *b("a"), END, USER, *b("b"), END], [NOT, *b("a"), END] + [NOT] * 3),
+    "Alpaca": (
+        "Alpaca",
+        {"instruction": "hi", "input": "", "output": "yo"},
+        PAIR_IDS,
+        PAIR_TARGETS,
+    ),
+    "Alpaca with input": (
+        "Alpaca",
+        {"instruction": "h", "input": "i", "output": "yo"},
+        [BOS, USER, *b("h\n\ni"), END, ASSISTANT, *b("yo"), END],
+        [NOT] * 7 + [*b("yo"), END],
+    ),
+    "ShareGPT": (
+        "ShareGPT",
+        {"conversations": [{"from": SHAREGPT[role], "value": text} for role, text in MULTI]},
+        MULTI_IDS,
+        MULTI_TARGETS,
+    ),
+    "messages": (
+        "messages",
+        {"messages": [{"role": role, "content": text} for role, text in MULTI]},
+        MULTI_IDS,
+        MULTI_TARGETS,
+    ),
+    "prompt/completion": (
+        "prompt/completion",
+        {"prompt": "hi", "completion": "yo"},
+        PAIR_IDS,
+        PAIR_TARGETS,
+    ),
+    "prompt/response": (
+        "prompt/completion",
+        {"prompt": "hi", "response": "yo"},
+        PAIR_IDS,
+        PAIR_TARGETS,
+    ),
+    "question/answer": (
+        "prompt/completion",
+        {"question": "hi", "answer": "yo"},
+        PAIR_IDS,
+        PAIR_TARGETS,
+    ),
+    "text": (
+        "text",
+        {"text": "hey"},
+        [BOS, *b("hey"), BOS],
+        [*b("hey"), BOS],
+    ),  # its end is the next BOS
+    "tool": (
+        "messages",
+        {
+            "messages": [
+                {"role": "user", "content": "q"},
+                {"role": "assistant", "content": "call"},
+                {"role": "tool", "content": "42"},
+                {"role": "assistant", "content": "ok"},
+            ]
+        },
+        [
+            BOS,
+            USER,
+            *b("q"),
+            END,
+            ASSISTANT,
+            *b("call"),
+            END,
+            USER,
+            *b("42"),
+            END,
+            ASSISTANT,
+            *b("ok"),
+            END,
+        ],
+        [NOT] * 4 + [*b("call"), END] + [NOT] * 5 + [*b("ok"), END],
+    ),
+    "ends with the user": (
+        "messages",
+        {"messages": [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]},
+        [BOS, ASSISTANT, *b("a"), END, USER, *b("b"), END],
+        [NOT, *b("a"), END] + [NOT] * 3,
+    ),
 }
 
 
@@ -150,7 +229,10 @@ def test_rows_in_a_window_never_predict_one_another():
     batch = one_batch(rows, [[2], [0, 1]])
     assert batch.ids.tolist() == [[BOS, *b("x"), *[0] * 10], [*PAIR_IDS[:-1], BOS, *b("hey")]]
     assert batch.targets.tolist() == [[*b("x"), BOS, *[NOT] * 10], [*PAIR_TARGETS, *b("hey"), BOS]]
-    assert batch.row.tolist() == [[0, 0, *[-1] * 10], [1] * 8 + [2] * 4] and batch.numbers.tolist() == [2, 0, 1]
+    assert batch.row.tolist() == [
+        [0, 0, *[-1] * 10],
+        [1] * 8 + [2] * 4,
+    ] and batch.numbers.tolist() == [2, 0, 1]
 
 
 def test_a_prompt_is_laid_out_as_for_the_rl_scripts():
@@ -162,7 +244,11 @@ def test_a_prompt_is_laid_out_as_for_the_rl_scripts():
 
 # ------------------------------------------------------------------------------------------------- files and their rows
 def write(path: Path, rows: list) -> Path:
-    path.write_bytes(b"".join(row if isinstance(row, bytes) else json.dumps(row).encode() + b"\n" for row in rows))
+    path.write_bytes(
+        b"".join(
+            row if isinstance(row, bytes) else json.dumps(row).encode() + b"\n" for row in rows
+        )
+    )
     return path
 
 
@@ -183,18 +269,23 @@ def turns_of_row(row: S.Row) -> list[tuple[str, str]]:
 
 MALFORMED = [
     ("no known format, fields 'answers, ask'", {"ask": "a", "answers": "b"}),
-    ("missing field 'output'", {"instruction": "a"}), ("missing field 'completion' or 'response' or 'answer'",
-                                                       {"prompt": "a"}),
+    ("missing field 'output'", {"instruction": "a"}),
+    ("missing field 'completion' or 'response' or 'answer'", {"prompt": "a"}),
     ("field 'output' is no text", {"instruction": "a", "output": 5}),
     ("field 'messages' is no list of messages", {"messages": ["a"]}),
-    ("empty answer", {"prompt": "a", "completion": " \n"}), ("empty answer", {"text": ""}),
-    ("empty answer", {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]}),
+    ("empty answer", {"prompt": "a", "completion": " \n"}),
+    ("empty answer", {"text": ""}),
+    (
+        "empty answer",
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]},
+    ),
     ("unknown role 'wizard'", {"messages": [{"role": "wizard", "content": "a"}]}),
     ("no turn of the assistant", {"messages": [{"role": "user", "content": "a"}]}),
     ("more than TRAIN_SEQ_LEN=64 tokens", {"prompt": "a", "completion": "b" * 59}),
     ("invalid UTF-8", b'{"prompt": "a", "completion": "\xff"}\n'),
     ("half a surrogate pair, which is no Unicode", b'{"prompt": "a", "completion": "\\ud800"}\n'),
-    ("no JSON", b"{nothing\n"), ("no JSON object", [1, 2]),
+    ("no JSON", b"{nothing\n"),
+    ("no JSON object", [1, 2]),
 ]
 
 
@@ -205,7 +296,9 @@ def test_every_malformed_row_is_counted_and_named(tmp_path):
     assert len({*data.train, *data.choice, *data.held_out}) == 40
     faults = collections.Counter(kind for kind, _ in MALFORMED)
     first = {kind: 41 + [name for name, _ in MALFORMED].index(kind) for kind in faults}
-    left = "; ".join(f"{kind}: {count} (the first is row {first[kind]})" for kind, count in faults.items())
+    left = "; ".join(
+        f"{kind}: {count} (the first is row {first[kind]})" for kind, count in faults.items()
+    )
     assert said[0] == f"data: {path}: 55 rows, used 40 prompt/completion; left out {left}"
 
 
@@ -215,11 +308,20 @@ def test_a_row_of_exactly_the_context_is_used():
         row_of(("user", "a"), ("assistant", "b" * 59))
 
 
-@pytest.mark.parametrize(("rows", "said"), [
-    ([row for _, row in MALFORMED], r"15 rows, used none; left out .*; must hold one usable row at least"),
-    ([], r"0 rows, used none; left out none; must hold one usable row at least"),
-    ([good(0)] * 3, r"(0|3) rows held out, (3|0) of other prompts to train on; must be 2 and 1 at least"),
-])
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (
+            [row for _, row in MALFORMED],
+            r"15 rows, used none; left out .*; must hold one usable row at least",
+        ),
+        ([], r"0 rows, used none; left out none; must hold one usable row at least"),
+        (
+            [good(0)] * 3,
+            r"(0|3) rows held out, (3|0) of other prompts to train on; must be 2 and 1 at least",
+        ),
+    ],
+)
 def test_a_file_without_rows_is_an_error(tmp_path, rows, said):
     with pytest.raises(S.UserError, match=said) as error:
         read(train_files=str(write(tmp_path / "a.jsonl", rows)))
@@ -228,22 +330,37 @@ def test_a_file_without_rows_is_an_error(tmp_path, rows, said):
 
 @pytest.mark.parametrize("text", ["a.jsonl:0", "a.jsonl,a.jsonl", "a.jsonl:2, a.jsonl:3"])
 def test_wrong_weights(text):
-    with pytest.raises(S.UserError, match="^TRAIN_FILES='.*': must be FILE or FILE:WEIGHT, each once, above 0"):
+    with pytest.raises(
+        S.UserError, match="^TRAIN_FILES='.*': must be FILE or FILE:WEIGHT, each once, above 0"
+    ):
         read(train_files=text)
-    assert S.weighted_files("X", " a.jsonl:2,\n b.jsonl.zst:.5, c:d ") == {"a.jsonl": 2, "b.jsonl.zst": 0.5, "c:d": 1}
+    assert S.weighted_files("X", " a.jsonl:2,\n b.jsonl.zst:.5, c:d ") == {
+        "a.jsonl": 2,
+        "b.jsonl.zst": 0.5,
+        "c:d": 1,
+    }
 
 
 def test_equal_prompts_stand_on_one_side(tmp_path):
     """Of 3,000 prompts, each with two answers in two files, one in ten is held out, one in fifty chooses averages."""
     first = write(tmp_path / "a.jsonl", [good(at) for at in range(3000)])
     second = tmp_path / "b.jsonl.zst"
-    second.write_bytes(zstandard.compress(write(tmp_path / "b", [good(at, "no") for at in range(3000)]).read_bytes()))
+    second.write_bytes(
+        zstandard.compress(
+            write(tmp_path / "b", [good(at, "no") for at in range(3000)]).read_bytes()
+        )
+    )
     data, _ = read(train_files=f"{first},{second}:0.5", eval_prompts=10000)
     keys = [{row.key for row in rows} for rows in (data.train, data.choice, data.held_out)]
     assert sum(map(len, keys)) == len(set().union(*keys)) == 3000
-    assert [len(rows) for rows in (data.train, data.choice, data.held_out)] == [2 * len(own) for own in keys]
+    assert [len(rows) for rows in (data.train, data.choice, data.held_out)] == [
+        2 * len(own) for own in keys
+    ]
     assert abs(len(keys[2]) - 300) < 4 * 270**0.5 and abs(len(keys[1]) - 60) < 4 * 59**0.5
-    assert [(len(numbers), weight) for numbers, weight in data.parts] == [(len(keys[0]), 1.0), (len(keys[0]), 0.5)]
+    assert [(len(numbers), weight) for numbers, weight in data.parts] == [
+        (len(keys[0]), 1.0),
+        (len(keys[0]), 0.5),
+    ]
     again, _ = read(train_files=f"{second},{first}", eval_prompts=10000, seed=5)
     assert {row.key for row in again.held_out} == keys[2] and again.sha256 != data.sha256
     fewer, _ = read(train_files=f"{first},{second}", eval_prompts=7)
@@ -253,15 +370,34 @@ def test_equal_prompts_stand_on_one_side(tmp_path):
 
 def test_the_key_is_of_all_turns_before_the_first_answer():
     """So that no answer of a held-out conversation is learned from one that goes on longer, or ends before."""
+
     def key(*turns):
         return row_of(*turns).key
 
     turns = [("system", "S"), ("user", "u"), ("assistant", "a"), ("user", "v"), ("assistant", "b")]
-    assert key(*turns) == key(*turns[:3]) == key(*turns[:2], ("assistant", "other")) == key(*turns, turns[1])
+    assert (
+        key(*turns)
+        == key(*turns[:3])
+        == key(*turns[:2], ("assistant", "other"))
+        == key(*turns, turns[1])
+    )
     greeted = [turns[2], *turns[1:]]  # greetings are no answers: other users go on otherwise
     assert key(*greeted) == key(*greeted[:3]) != key(turns[2], *turns[3:])
-    assert len({key(*turns), key(*turns[1:]), key(*greeted), key(turns[0], ("user", "w"), turns[-1]), key(turns[2]),
-                key(turns[-1]), key(("", "x")), key(("", "y"))}) == 8
+    assert (
+        len(
+            {
+                key(*turns),
+                key(*turns[1:]),
+                key(*greeted),
+                key(turns[0], ("user", "w"), turns[-1]),
+                key(turns[2]),
+                key(turns[-1]),
+                key(("", "x")),
+                key(("", "y")),
+            }
+        )
+        == 8
+    )
 
 
 def test_val_files_are_held_out_with_their_prompts(tmp_path):
@@ -276,7 +412,9 @@ def test_val_files_are_held_out_with_their_prompts(tmp_path):
 
 def test_demonstrations_of_a_task(tmp_path):
     data, said = read(task="sort", demonstrations=50, eval_prompts=20)
-    assert len({*data.train, *data.choice}) == 50 and said[0].startswith("data: TASK=sort: 50 rows, used 50")
+    assert len({*data.train, *data.choice}) == 50 and said[0].startswith(
+        "data: TASK=sort: 50 rows, used 50"
+    )
     assert len(data.held_out) == 20
     for row in data.train + data.choice + data.held_out:
         (_, prompt), (_, answer) = turns_of_row(row)
@@ -284,9 +422,14 @@ def test_demonstrations_of_a_task(tmp_path):
     path = write(tmp_path / "t.jsonl", [{"prompt": str(at), "answer": "x"} for at in range(60)])
     data, _ = read(task="jsonl", task_path=str(path))
     assert len({row.key for row in data.train + data.choice + data.held_out}) == 60
-    long = write(tmp_path / "l.jsonl", [{"prompt": str(at), "answer": "x" * 80} for at in range(60)])
-    with pytest.raises(S.UserError, match=r"^TASK=jsonl: \d+ rows, used none; left out more than TRAIN_SEQ_LEN=64 "
-                                          r"tokens: \d+ \(the first is row 1\); must hold one usable row at least$"):
+    long = write(
+        tmp_path / "l.jsonl", [{"prompt": str(at), "answer": "x" * 80} for at in range(60)]
+    )
+    with pytest.raises(
+        S.UserError,
+        match=r"^TASK=jsonl: \d+ rows, used none; left out more than TRAIN_SEQ_LEN=64 "
+        r"tokens: \d+ \(the first is row 1\); must hold one usable row at least$",
+    ):
         read(task="jsonl", task_path=str(long))
 
 
@@ -320,10 +463,18 @@ def test_windows_are_never_too_full_and_as_full_as_best_fit_makes_them(lengths):
     assert sorted(full) == sorted(map(sum, slow))
 
 
-@pytest.mark.parametrize(("pattern", "changes"), [
-    ("g", {}), ("a", {}), ("s", dict(attn_window=5)), ("g1 g1", {}), ("g s1 g a s1", dict(attn_window=4)),
-    ("a g", dict(bigram_vocab_size=32)), ("g a", dict(positions="none", unet_skips=True)),
-])
+@pytest.mark.parametrize(
+    ("pattern", "changes"),
+    [
+        ("g", {}),
+        ("a", {}),
+        ("s", dict(attn_window=5)),
+        ("g1 g1", {}),
+        ("g s1 g a s1", dict(attn_window=4)),
+        ("a g", dict(bigram_vocab_size=32)),
+        ("g a", dict(positions="none", unet_skips=True)),
+    ],
+)
 def test_packed_rows_are_as_they_are_alone(pattern, changes):
     """Log-probabilities of each row's targets, and the gradient of all, to 1e-9."""
     made, rows = network(1, pattern, **changes), some_rows(14, longest=20)
@@ -357,7 +508,10 @@ def test_without_the_bos_packed_rows_would_differ():
 # ---------------------------------------------------------------------------------------------------- what a step reads
 def parts_of(weights: list[float], sizes: list[int]) -> list[tuple[np.ndarray, float]]:
     ends = np.cumsum([0, *sizes])
-    return [(np.arange(*pair), weight) for *pair, weight in zip(ends[:-1], ends[1:], weights, strict=True)]
+    return [
+        (np.arange(*pair), weight)
+        for *pair, weight in zip(ends[:-1], ends[1:], weights, strict=True)
+    ]
 
 
 def test_an_epoch_holds_each_row_weight_times():
@@ -366,10 +520,17 @@ def test_an_epoch_holds_each_row_weight_times():
     for epoch in range(4):
         read = collections.Counter(S.epoch_numbers(parts, 7, epoch).tolist())
         assert all(read[at] == 1 for at in range(10)) and all(read[at] == 2 for at in range(10, 17))
-        assert sum(read[at] for at in range(17, 25)) == 2 and max(read[at] for at in range(17, 25)) == 1
-        assert sum(read[at] for at in range(25, 31)) == 9 and {read[at] for at in range(25, 31)} == {1, 2}
+        assert (
+            sum(read[at] for at in range(17, 25)) == 2
+            and max(read[at] for at in range(17, 25)) == 1
+        )
+        assert sum(read[at] for at in range(25, 31)) == 9 and {
+            read[at] for at in range(25, 31)
+        } == {1, 2}
         total += read
-    assert all(total[at] == 1 for at in range(17, 25)) and all(total[at] == 6 for at in range(25, 31))
+    assert all(total[at] == 1 for at in range(17, 25)) and all(
+        total[at] == 6 for at in range(25, 31)
+    )
 
 
 def test_an_epochs_windows_are_a_function_of_seed_and_epoch():
@@ -429,19 +590,31 @@ def test_micro_batches_and_recomputed_layers_change_nothing(kind):
     assert teacher is None or all(param.grad is None for param in teacher.parameters())
 
 
-@pytest.mark.parametrize("kind", ["", "forward", "reverse", "jsd", "attention", "pool", "projection"])
+@pytest.mark.parametrize(
+    "kind", ["", "forward", "reverse", "jsd", "attention", "pool", "projection"]
+)
 def test_a_micro_batch_without_targets_adds_0_and_keeps_the_graph(kind):
     made, rows = network(), some_rows(3)
     masked = [S.Row(row.key, row.ids, torch.full_like(row.targets, -1)) for row in rows]
-    trainer = S.SFTTrainer(made, S.Settings(train_seq_len=64, kd_loss=kind or "forward", micro_batch_tokens=1),
-                           network(1, "a a", 24) if kind else None)
+    trainer = S.SFTTrainer(
+        made,
+        S.Settings(train_seq_len=64, kd_loss=kind or "forward", micro_batch_tokens=1),
+        network(1, "a a", 24) if kind else None,
+    )
     batch = one_batch(masked)
-    nats = S.token_logps(made, batch, 1.0)[0] if not kind else sum(
-        S.distilled_losses(made, trainer.teacher, trainer.projection, batch, trainer.settings))
+    nats = (
+        S.token_logps(made, batch, 1.0)[0]
+        if not kind
+        else sum(
+            S.distilled_losses(made, trainer.teacher, trainer.projection, batch, trainer.settings)
+        )
+    )
     assert nats.sum().item() == 0 and nats.requires_grad
     nats.sum().backward()
     sums = trainer.forward_backward(masked, [[0, 1, 2]], 5)
-    assert sums.tolist() == [0, 0, 0] and all(not param.grad.any() for param in trainer.optimizers.params)
+    assert sums.tolist() == [0, 0, 0] and all(
+        not param.grad.any() for param in trainer.optimizers.params
+    )
     both = trainer.forward_backward(masked + rows, [[0, 1, 2], [3, 4, 5]], 20)
     assert torch.equal(both, trainer.forward_backward(rows, [[0, 1, 2]], 20)) and both[0] > 0
 
@@ -449,8 +622,9 @@ def test_a_micro_batch_without_targets_adds_0_and_keeps_the_graph(kind):
 def test_scores_are_by_row():
     """Nats, tokens and right tokens of each row, by a forward of its own."""
     made, rows = network(), some_rows(8)
-    for row, (nats, tokens, right) in zip(rows, S.SFTTrainer(made, S.Settings(train_seq_len=64)).score(rows).tolist(),
-                                          strict=True):
+    for row, (nats, tokens, right) in zip(
+        rows, S.SFTTrainer(made, S.Settings(train_seq_len=64)).score(rows).tolist(), strict=True
+    ):
         expected, likeliest = losses_alone(made, row)
         assert nats == pytest.approx(expected.item(), rel=1e-9)
         assert (tokens, right) == ((row.targets >= 0).sum().item(), likeliest)
@@ -459,12 +633,18 @@ def test_scores_are_by_row():
 def test_intervals_of_ratios():
     """By hand: 6 over 4 of rows (2, 1) (1, 2) (3, 1): residuals 0.5, -2, 1.5; and 95 in 100 hold the truth."""
     mean, low, high = S.ratio_interval(torch.tensor([2.0, 1, 3]), torch.tensor([1.0, 2, 1]))
-    assert mean == 1.5 and high - mean == pytest.approx(1.96 * math.sqrt(6.5 / 2) * math.sqrt(3) / 4)
+    assert mean == 1.5 and high - mean == pytest.approx(
+        1.96 * math.sqrt(6.5 / 2) * math.sqrt(3) / 4
+    )
     assert mean - low == pytest.approx(high - mean)
     torch.manual_seed(0)
     counts = torch.randint(1, 9, (2000, 100)).double()
-    held = [low <= 2 <= high for _, low, high in (
-        S.ratio_interval((2 + torch.randn(100)) * each, each) for each in counts)]
+    held = [
+        low <= 2 <= high
+        for _, low, high in (
+            S.ratio_interval((2 + torch.randn(100)) * each, each) for each in counts
+        )
+    ]
     assert 0.92 < sum(held) / 2000 < 0.97
 
 
@@ -474,8 +654,14 @@ def softmax(values: list[float], temperature: float) -> list[float]:
     return [part / sum(parts) for part in parts]
 
 
-def written_out(student: list[float], teacher: list[float], kind: str, temperature: float, beta: float,
-                top_k: int) -> float:
+def written_out(
+    student: list[float],
+    teacher: list[float],
+    kind: str,
+    temperature: float,
+    beta: float,
+    top_k: int,
+) -> float:
     """One token's divergence, in loops over Python's floats."""
     if top_k:
         best = sorted(range(len(teacher)), key=lambda at: -teacher[at])[:top_k]
@@ -487,8 +673,13 @@ def written_out(student: list[float], teacher: list[float], kind: str, temperatu
     def kl(x: list[float], y: list[float]) -> float:
         return sum(a * math.log(a / c) for a, c in zip(x, y, strict=True))
 
-    return temperature**2 * (kl(t, p) if beta == 0 else kl(p, t) if beta == 1 else beta * kl(t, m) + (1 - beta)
-                             * kl(p, m))
+    return temperature**2 * (
+        kl(t, p)
+        if beta == 0
+        else kl(p, t)
+        if beta == 1
+        else beta * kl(t, m) + (1 - beta) * kl(p, m)
+    )
 
 
 def logits_of(seed: int = 0, n: int = 6, size: int = 11) -> tuple[torch.Tensor, torch.Tensor]:
@@ -504,8 +695,10 @@ def test_divergences_by_loops_and_finite_differences(kind, temperature, top_k, b
     student, teacher = logits_of()
     s = S.Settings(kd_loss=kind, kd_temperature=temperature, kd_top_k=top_k, kd_beta=beta)
     found = S.divergence(student, teacher, s)
-    expected = [written_out(x, y, kind, temperature, beta, top_k)
-                for x, y in zip(student.tolist(), teacher.tolist(), strict=True)]
+    expected = [
+        written_out(x, y, kind, temperature, beta, top_k)
+        for x, y in zip(student.tolist(), teacher.tolist(), strict=True)
+    ]
     assert found.tolist() == pytest.approx(expected, rel=1e-11) and (found > 0).all()
     assert torch.autograd.gradcheck(lambda x: S.divergence(x, teacher, s), student.requires_grad_())
     assert S.divergence(teacher, teacher, s).abs().max() < 1e-13
@@ -520,12 +713,20 @@ def test_the_ends_of_jsd():
     def jsd(beta: float, x=student, y=teacher) -> torch.Tensor:
         return S.divergence(x, y, S.Settings(kd_loss="jsd", kd_beta=beta))
 
-    forward, reverse = (S.divergence(student, teacher, S.Settings(kd_loss=kind)) for kind in ("forward", "reverse"))
+    forward, reverse = (
+        S.divergence(student, teacher, S.Settings(kd_loss=kind)) for kind in ("forward", "reverse")
+    )
     assert torch.equal(jsd(0.0), forward) and torch.equal(jsd(1.0), reverse)
-    assert torch.allclose(jsd(1e-6) / 1e-6, forward, rtol=1e-3) and torch.allclose(jsd(1 - 1e-6) / 1e-6, reverse,
-                                                                                  rtol=1e-3)
-    assert torch.allclose(jsd(0.5), jsd(0.5, teacher, student), rtol=1e-12) and (jsd(0.5) < math.log(2)).all()
-    assert torch.allclose(forward, F.kl_div(student.log_softmax(-1), teacher.softmax(-1), reduction="none").sum(-1))
+    assert torch.allclose(jsd(1e-6) / 1e-6, forward, rtol=1e-3) and torch.allclose(
+        jsd(1 - 1e-6) / 1e-6, reverse, rtol=1e-3
+    )
+    assert (
+        torch.allclose(jsd(0.5), jsd(0.5, teacher, student), rtol=1e-12)
+        and (jsd(0.5) < math.log(2)).all()
+    )
+    assert torch.allclose(
+        forward, F.kl_div(student.log_softmax(-1), teacher.softmax(-1), reduction="none").sum(-1)
+    )
 
 
 def test_the_square_of_the_temperature_keeps_the_gradient():
@@ -536,7 +737,7 @@ def test_the_square_of_the_temperature_keeps_the_gradient():
         found = S.divergence(student, teacher, S.Settings(kd_temperature=temperature))
         at_one = S.divergence(student / temperature, teacher / temperature, S.Settings())
         assert torch.allclose(found, temperature**2 * at_one)
-        gradient, = torch.autograd.grad(found.sum(), student)
+        (gradient,) = torch.autograd.grad(found.sum(), student)
     assert torch.allclose(gradient, (student - teacher) / 11, atol=2e-3)
 
 
@@ -546,8 +747,10 @@ def test_top_k_reads_the_teachers_likeliest_alone():
     kept = teacher.topk(4).indices
     moved = student + torch.randn_like(student).scatter(1, kept, 0.0)
     assert torch.equal(S.divergence(moved, teacher, s), S.divergence(student, teacher, s))
-    assert torch.allclose(S.divergence(student, teacher, S.Settings(kd_top_k=99)),
-                          S.divergence(student, teacher, S.Settings()))
+    assert torch.allclose(
+        S.divergence(student, teacher, S.Settings(kd_top_k=99)),
+        S.divergence(student, teacher, S.Settings()),
+    )
 
 
 # ---------------------------------------------------------------------------------------- features, layers, projections
@@ -569,7 +772,9 @@ def test_attention_transfer_by_loops():
         assert distance == pytest.approx(2 - 2 * cosine, abs=1e-6)
         expected[batch.row == place] = distance
     assert torch.allclose(found, expected[batch.mask], rtol=1e-12)
-    assert torch.autograd.gradcheck(lambda x: S.attention_distance(x, teacher, batch), student.requires_grad_())
+    assert torch.autograd.gradcheck(
+        lambda x: S.attention_distance(x, teacher, batch), student.requires_grad_()
+    )
     zeros = torch.zeros_like(student).requires_grad_()
     S.attention_distance(zeros, teacher, batch).sum().backward()
     assert not zeros.grad.any()  # and no NaN: a new mixer puts out zeros
@@ -582,15 +787,22 @@ def test_pooled_distance_by_loops(dims):
     width = min(dims)
 
     def pooled(values: list[float]) -> list[float]:
-        edges = [(at * len(values) // width, -(-(at + 1) * len(values) // width)) for at in range(width)]
+        edges = [
+            (at * len(values) // width, -(-(at + 1) * len(values) // width)) for at in range(width)
+        ]
         return [sum(values[low:high]) / (high - low) for low, high in edges]
 
     expected = []
     for x, y in zip(map(pooled, student.tolist()), map(pooled, teacher.tolist()), strict=True):
-        dot, sizes = sum(p * q for p, q in zip(x, y, strict=True)), [math.sqrt(sum(v * v for v in z)) for z in (x, y)]
+        dot, sizes = (
+            sum(p * q for p, q in zip(x, y, strict=True)),
+            [math.sqrt(sum(v * v for v in z)) for z in (x, y)],
+        )
         expected.append(1 - dot / sizes[0] / sizes[1])
     assert S.pooled_distance(student, teacher).tolist() == pytest.approx(expected, rel=1e-11)
-    assert torch.autograd.gradcheck(lambda x: S.pooled_distance(x, teacher), student.requires_grad_())
+    assert torch.autograd.gradcheck(
+        lambda x: S.pooled_distance(x, teacher), student.requires_grad_()
+    )
 
 
 def captured(made: S.GPT, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -614,7 +826,9 @@ def test_distilled_losses_row_by_row(kind):
     trainer = S.SFTTrainer(student, s, teacher)
     batch = one_batch(rows)
     nats, apart = S.distilled_losses(student, teacher, trainer.projection, batch, s)
-    assert [tuple(x.shape) for x in trainer.projection] == ([(32, 16)] if kind == "projection" else [])
+    assert [tuple(x.shape) for x in trainer.projection] == (
+        [(32, 16)] if kind == "projection" else []
+    )
     for place, number in enumerate(batch.numbers.tolist()):
         alone = one_batch([rows[number]])
         (x, own), (y, other) = (captured(each, alone.ids) for each in (student, teacher))
@@ -644,8 +858,15 @@ def test_alpha_weighs_the_two_losses(alpha):
         assert (mixed - (1 - alpha) * plain - alpha * kd).abs().max() < 1e-12
     loss, nats, apart = parts[2][0].tolist()
     assert loss == pytest.approx((1 - alpha) * nats + alpha * apart) and apart > 0
-    assert all(torch.equal(x, y) for x, y in zip(parts[0][1], gradients_of(student, rows)[1], strict=True)) or (
-        max((x - y).abs().max() for x, y in zip(parts[0][1], gradients_of(student, rows)[1], strict=True)) < 1e-12)
+    assert all(
+        torch.equal(x, y) for x, y in zip(parts[0][1], gradients_of(student, rows)[1], strict=True)
+    ) or (
+        max(
+            (x - y).abs().max()
+            for x, y in zip(parts[0][1], gradients_of(student, rows)[1], strict=True)
+        )
+        < 1e-12
+    )
 
 
 def test_the_whole_gradient_by_finite_differences():
@@ -661,7 +882,9 @@ def test_the_whole_gradient_by_finite_differences():
         loss()
         torch.manual_seed(3)
         directions = [torch.randn_like(param) for param in params]
-        slope = sum((param.grad * way).sum().item() for param, way in zip(params, directions, strict=True))
+        slope = sum(
+            (param.grad * way).sum().item() for param, way in zip(params, directions, strict=True)
+        )
         ends = []
         for sign in (1, -1):
             with torch.no_grad():
@@ -688,7 +911,9 @@ def test_a_compiled_forward_changes_nothing(rank, monkeypatch):
     found = []
     for compiled in (False, True):
         made, found_here = network(0, "a"), []
-        s = S.Settings(train_seq_len=64, lora_rank=rank, qat=False, compile=compiled, micro_batch_tokens=128)
+        s = S.Settings(
+            train_seq_len=64, lora_rank=rank, qat=False, compile=compiled, micro_batch_tokens=128
+        )
         S.adapt(made, s)
         trainer = S.SFTTrainer(made, s)
         for step in range(3):

@@ -26,11 +26,21 @@ import train_sft as S
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = {
-    "DEVICE": "cpu", "LAYER_PATTERN": "g a", "MODEL_DIM": "32", "NUM_HEADS": "2", "TRAIN_SEQ_LEN": "64",
-    "TRAIN_BATCH_TOKENS": "512", "ITERATIONS": "20", "MAX_WALLCLOCK_SECONDS": "0", "RESERVE_SECONDS": "0",
-    "SAVE_EVERY": "8", "LEARNING_RATE": "0.01",
+    "DEVICE": "cpu",
+    "LAYER_PATTERN": "g a",
+    "MODEL_DIM": "32",
+    "NUM_HEADS": "2",
+    "TRAIN_SEQ_LEN": "64",
+    "TRAIN_BATCH_TOKENS": "512",
+    "ITERATIONS": "20",
+    "MAX_WALLCLOCK_SECONDS": "0",
+    "RESERVE_SECONDS": "0",
+    "SAVE_EVERY": "8",
+    "LEARNING_RATE": "0.01",
 }
-UNSET = dict.fromkeys([*TINY, "TRAIN_FILES", "RUN_ID"])  # what a run takes from the one it resumes or repeats
+UNSET = dict.fromkeys(
+    [*TINY, "TRAIN_FILES", "RUN_ID"]
+)  # what a run takes from the one it resumes or repeats
 
 # Sends SIGTERM in the middle of a step.
 STOPPED = """
@@ -63,13 +73,21 @@ class SftPlace(Place):
     def steps(self, out: str) -> list[dict]:
         """The numbers of each step's line."""
         lines = re.findall(r"^step:\d+/\d+ (loss:.*)$", self.log(out), re.MULTILINE)
-        return [{key: float(value.removesuffix("ms")) for key, value in (pair.split(":") for pair in line.split())}
-                for line in lines]
+        return [
+            {
+                key: float(value.removesuffix("ms"))
+                for key, value in (pair.split(":") for pair in line.split())
+            }
+            for line in lines
+        ]
 
 
 def rows_of(count: int) -> list[dict]:
     """A word of three letters, and it in capitals."""
-    words = ["".join(chr(97 + 11 * number // 26**place % 26) for place in range(3)) for number in range(count)]
+    words = [
+        "".join(chr(97 + 11 * number // 26**place % 26) for place in range(3))
+        for number in range(count)
+    ]
     return [{"instruction": word, "output": word.upper()} for word in words]
 
 
@@ -100,32 +118,55 @@ def straight(place: SftPlace) -> str:
 def test_the_result_is_complete_and_agrees_with_the_log(place, straight):
     result, log, run = place.result(straight), place.log(straight), place.of(straight)
     artifact, script = (run / "model.upar").read_bytes(), (ROOT / "train_sft.py").read_bytes()
-    exact = {"script": "train_sft.py", "run_id": "run", "steps": 20, "events": [], "seed": 1337,
-             "code_sha256": hashlib.sha256(script).hexdigest(), "code_bytes": len(script), "init_from": "new",
-             "artifact": str(run / "model.upar"), "artifact_sha256": hashlib.sha256(artifact).hexdigest(),
-             "artifact_bytes": len(artifact), "total_bytes": len(artifact) + len(script), "world_size": 1}
+    exact = {
+        "script": "train_sft.py",
+        "run_id": "run",
+        "steps": 20,
+        "events": [],
+        "seed": 1337,
+        "code_sha256": hashlib.sha256(script).hexdigest(),
+        "code_bytes": len(script),
+        "init_from": "new",
+        "artifact": str(run / "model.upar"),
+        "artifact_sha256": hashlib.sha256(artifact).hexdigest(),
+        "artifact_bytes": len(artifact),
+        "total_bytes": len(artifact) + len(script),
+        "world_size": 1,
+    }
     assert {key: result[key] for key in exact} == exact
-    assert set("commit tokenizer_sha256 hardware versions train_seconds total_seconds peak_memory_mib params weights "
-               "optimizer_state_bytes settings phases".split()) < set(result)
+    assert set(
+        "commit tokenizer_sha256 hardware versions train_seconds total_seconds peak_memory_mib params weights "
+        "optimizer_state_bytes settings phases".split()
+    ) < set(result)
     assert log.split("\n---\n")[1].splitlines() == [
-        f"{key}: {value}" for key, value in result.items() if not isinstance(value, dict)]
+        f"{key}: {value}" for key, value in result.items() if not isinstance(value, dict)
+    ]
     for name in ("loss", "accuracy"):
-        cells = ["{:.4g} [{:.4g}, {:.4g}]".format(*result[key][name]) for key in ("before", "after", "gain")]
-        assert re.search(rf"^ +{name} +" + " *".join(map(re.escape, cells)) + "$", log, re.MULTILINE)
+        cells = [
+            "{:.4g} [{:.4g}, {:.4g}]".format(*result[key][name])
+            for key in ("before", "after", "gain")
+        ]
+        assert re.search(
+            rf"^ +{name} +" + " *".join(map(re.escape, cells)) + "$", log, re.MULTILINE
+        )
     steps = place.steps(straight)
     assert len(steps) == 20 and 0 < sum(step["targets"] for step in steps) < result["tokens"]
     assert {name: result["last"][name] for name in result["last"]} == pytest.approx(
-        {name: steps[-1][name] for name in result["last"]}, rel=1e-3, abs=1e-9)
+        {name: steps[-1][name] for name in result["last"]}, rel=1e-3, abs=1e-9
+    )
     rows = result["rows"] + result["before"]["rows"]
-    assert 285 < rows < 300 and "data: " in log and "300 rows, used 300 Alpaca; left out none\n" in log
+    assert (
+        285 < rows < 300 and "data: " in log and "300 rows, used 300 Alpaca; left out none\n" in log
+    )
 
 
 def test_it_learns_and_all_phases_fire(place, straight):
     result, steps = place.result(straight), place.steps(straight)
     assert result["gain"]["loss"][1] > 1 and steps[-1]["loss"] < steps[0]["loss"] - 1
     assert result["gain"]["accuracy"][1] > 0.05
-    assert {name: (phase["start_step"], phase["steps"]) for name, phase in result["phases"].items()} == {
-        "warmup": (1, 1), "warmdown": (11, 10), "ema": (18, 3), "qat": (18, 3), "swa": (19, 2)}
+    assert {
+        name: (phase["start_step"], phase["steps"]) for name, phase in result["phases"].items()
+    } == {"warmup": (1, 1), "warmdown": (11, 10), "ema": (18, 3), "qat": (18, 3), "swa": (19, 2)}
     for step in steps:
         assert step["loss"] == step["nats"] and step["kd"] == 0 and step["grad_norm"] > 0
 
@@ -140,11 +181,19 @@ def test_the_file_alone_gives_the_score(place, straight):
         with torch.no_grad():
             logits, said = network(row.ids[None])[0], row.targets >= 0
         assert said.sum() == 4  # three letters and the end
-        found.append([F.cross_entropy(logits[said], row.targets[said], reduction="sum").item(), 4.0,
-                      (logits.argmax(-1) == row.targets)[said].sum().item()])
+        found.append(
+            [
+                F.cross_entropy(logits[said], row.targets[said], reduction="sum").item(),
+                4.0,
+                (logits.argmax(-1) == row.targets)[said].sum().item(),
+            ]
+        )
     nats, tokens, right = np.array(found).T
     assert result["after"]["rows"] == len(found) and result["after"]["tokens"] == 4 * len(found)
-    for name, each in (("loss", nats / 4), ("accuracy", right / 4)):  # rows alike long: a plain mean
+    for name, each in (
+        ("loss", nats / 4),
+        ("accuracy", right / 4),
+    ):  # rows alike long: a plain mean
         mean, low, high = result["after"][name]
         assert mean == pytest.approx(each.mean(), rel=1e-4)
         assert high - mean == pytest.approx(1.96 * each.std(ddof=1) / len(each) ** 0.5, rel=1e-3)
@@ -166,7 +215,9 @@ def test_grpo_goes_on_from_here(place, straight):
 # ---------------------------------------------------------------------------------------------- stopped, and once more
 def test_stopped_by_sigterm_and_resumed_to_the_same_byte(place, straight):
     child = place.run("sft", "stopped", STOPPED, 128 + signal.SIGTERM)
-    assert child.err == "" and re.search(r"stopped by SIGTERM after step 1[34]; RESUME=\S+ continues it", child.out)
+    assert child.err == "" and re.search(
+        r"stopped by SIGTERM after step 1[34]; RESUME=\S+ continues it", child.out
+    )
     assert not (place.of("stopped") / "result.json").exists()
     place.run("sft", "stopped", **{**UNSET, "OUT_DIR": place.folder / "stopped", "RESUME": "run"})
     place.same("stopped", straight)
@@ -174,7 +225,11 @@ def test_stopped_by_sigterm_and_resumed_to_the_same_byte(place, straight):
 
 
 def test_replayed_to_the_same_byte(place, straight):
-    place.run("sft", "replayed", **{**UNSET, "REPLAY": place.of(straight), "RUN_ID": "run", "SAVE_EVERY": 0})
+    place.run(
+        "sft",
+        "replayed",
+        **{**UNSET, "REPLAY": place.of(straight), "RUN_ID": "run", "SAVE_EVERY": 0},
+    )
     place.same("replayed", straight)
 
 
@@ -197,7 +252,9 @@ def test_two_ranks_learn_the_same(place):
             place.ranks("sft", "on 2", "", 2, **changes)
         found.append((place.steps(f"on {ranks}"), place.result(f"on {ranks}")))
     for one, two in zip(found[0][0], found[1][0], strict=True):
-        assert two["targets"] == one["targets"] and two["loss"] == pytest.approx(one["loss"], rel=1e-3)
+        assert two["targets"] == one["targets"] and two["loss"] == pytest.approx(
+            one["loss"], rel=1e-3
+        )
         assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-2)
     for key in ("before", "after"):
         assert found[0][1][key]["loss"] == pytest.approx(found[1][1][key]["loss"], rel=1e-2)
@@ -206,32 +263,56 @@ def test_two_ranks_learn_the_same(place):
 
 def test_epochs_set_the_steps_where_iterations_do_not(place):
     """A task's demonstrations, with a clock that does not end the run; AdamW in 8 bits, layers computed twice."""
-    place.run("sft", "epochs", TRAIN_FILES=None, TASK="reverse", DEMONSTRATIONS=90, EPOCHS=3, ITERATIONS=0,
-              EVAL_PROMPTS=30, MAX_WALLCLOCK_SECONDS=60, OPTIMIZER="adamw8bit", ACTIVATION_CHECKPOINTING=1,
-              VAL_LOSS_EVERY=3)
+    place.run(
+        "sft",
+        "epochs",
+        TRAIN_FILES=None,
+        TASK="reverse",
+        DEMONSTRATIONS=90,
+        EPOCHS=3,
+        ITERATIONS=0,
+        EVAL_PROMPTS=30,
+        MAX_WALLCLOCK_SECONDS=60,
+        OPTIMIZER="adamw8bit",
+        ACTIVATION_CHECKPOINTING=1,
+        VAL_LOSS_EVERY=3,
+    )
     result, log = place.result("epochs"), place.log("epochs")
     steps = int(re.search(r"an epoch is \d+ windows in (\d+) steps", log)[1])
     data = read(S.load_tokenizer("bytes"), task="reverse", demonstrations=90)
-    assert result["steps"] == 3 * steps and result["rows"] == len(data.train) and result["before"]["rows"] == 30
+    assert (
+        result["steps"] == 3 * steps
+        and result["rows"] == len(data.train)
+        and result["before"]["rows"] == 30
+    )
     assert result["tokens"] == 3 * sum(len(row.ids) for row in data.train)
     targets = sum(int((row.targets >= 0).sum()) for row in data.train)
     assert sum(step["targets"] for step in place.steps("epochs")) <= 3 * targets
-    said = re.findall(r"^step:(\d+)/\d+ held_out/rows:30 held_out/tokens:\d+ held_out/loss:\S+ held_out/accuracy:", log,
-                      re.MULTILINE)
+    said = re.findall(
+        r"^step:(\d+)/\d+ held_out/rows:30 held_out/tokens:\d+ held_out/loss:\S+ held_out/accuracy:",
+        log,
+        re.MULTILINE,
+    )
     assert list(map(int, said)) == list(range(0, 3 * steps + 1, 3))
 
 
 # ---------------------------------------------------------------------------------------------- where a run starts from
 def test_adapters_alone_are_trained_and_the_artifact_has_none(place, straight):
-    place.run("sft", "lora", "T.KEEP_CHECKPOINTS = 9", INIT_FROM=place.of(straight), LORA_RANK=4, QAT=0)
-    before, after = (torch.load(place.of("lora") / f"step_{step:06d}" / "model.pt", weights_only=True)
-                     for step in (0, 20))
+    place.run(
+        "sft", "lora", "T.KEEP_CHECKPOINTS = 9", INIT_FROM=place.of(straight), LORA_RANK=4, QAT=0
+    )
+    before, after = (
+        torch.load(place.of("lora") / f"step_{step:06d}" / "model.pt", weights_only=True)
+        for step in (0, 20)
+    )
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert moved and all(name.endswith((".lora_a", ".lora_b")) for name in moved)
     _, tensors, _ = S.read_artifact(place.of("lora") / "model.upar")
     assert not any("lora" in name or "parametrizations" in name for name in tensors)
     result = place.result("lora")
-    assert result["gain"]["loss"][0] > 0 and result["init_from"] == str(place.of(straight) / "model.upar")
+    assert result["gain"]["loss"][0] > 0 and result["init_from"] == str(
+        place.of(straight) / "model.upar"
+    )
     assert result["before"] == place.result(straight)["after"]
 
 
@@ -267,10 +348,17 @@ def test_a_half_size_student_learns_from_a_teacher(place, straight, kind):
     assert re.search(r"^ +before +teacher$", place.log(kind), re.MULTILINE)
     later = STOPPED.replace("== 13", "== 18")  # what goes on is quantization-aware
     place.run("sft", f"{kind} stopped", later, 128 + signal.SIGTERM, **changes)
-    training = torch.load(S.newest_checkpoint(place.of(f"{kind} stopped"))[0] / "training.pt",
-                          weights_only=True)
-    assert [list(w.shape) for w in training["projection"].values()] == ([[32, 16]] if kind == "projection" else [])
-    place.run("sft", f"{kind} stopped", **{**UNSET, "OUT_DIR": place.folder / f"{kind} stopped", "RESUME": "run"})
+    training = torch.load(
+        S.newest_checkpoint(place.of(f"{kind} stopped"))[0] / "training.pt", weights_only=True
+    )
+    assert [list(w.shape) for w in training["projection"].values()] == (
+        [[32, 16]] if kind == "projection" else []
+    )
+    place.run(
+        "sft",
+        f"{kind} stopped",
+        **{**UNSET, "OUT_DIR": place.folder / f"{kind} stopped", "RESUME": "run"},
+    )
     place.same(f"{kind} stopped", kind)
     _, tensors, _ = S.read_artifact(place.of(kind) / "model.upar")
     network, *_ = P.load_model("ARTIFACT", str(place.of(kind)))
@@ -278,25 +366,46 @@ def test_a_half_size_student_learns_from_a_teacher(place, straight, kind):
 
 
 FAULTS = {
-    "teacher of another tokenizer": ({"TOKENIZER_PATH": "MODEL", "TEACHER": "STRAIGHT"},
-                                     r"TEACHER='.*': .*model.upar has the tokenizer bytes; must be the student's, "
-                                     r"tokenizer.model, with role tokens"),
-    "no such teacher": ({"TEACHER": "none"}, "TEACHER='none': must be a run, a checkpoint or an artifact"),
+    "teacher of another tokenizer": (
+        {"TOKENIZER_PATH": "MODEL", "TEACHER": "STRAIGHT"},
+        r"TEACHER='.*': .*model.upar has the tokenizer bytes; must be the student's, "
+        r"tokenizer.model, with role tokens",
+    ),
+    "no such teacher": (
+        {"TEACHER": "none"},
+        "TEACHER='none': must be a run, a checkpoint or an artifact",
+    ),
     "nothing to distil from": ({"KD_ALPHA": 0.9}, "KD_ALPHA=0.9: needs a TEACHER"),
-    "nothing trains the head": ({"TEACHER": "STRAIGHT", "KD_LOSS": "pool", "KD_ALPHA": 1},
-                                "KD_ALPHA=1: must be less, or KD_LOSS=pool trains no head"),
+    "nothing trains the head": (
+        {"TEACHER": "STRAIGHT", "KD_LOSS": "pool", "KD_ALPHA": 1},
+        "KD_ALPHA=1: must be less, or KD_LOSS=pool trains no head",
+    ),
     "top one": ({"TEACHER": "STRAIGHT", "KD_TOP_K": 1}, "KD_TOP_K=1: must be 0 or at least 2"),
-    "no such loss": ({"KD_LOSS": "hinton"}, "KD_LOSS='hinton': must be one of forward, reverse, jsd, attention, "),
+    "no such loss": (
+        {"KD_LOSS": "hinton"},
+        "KD_LOSS='hinton': must be one of forward, reverse, jsd, attention, ",
+    ),
     "alpha": ({"KD_ALPHA": 1.5}, "KD_ALPHA=1.5: must be a number from 0.0 to 1.0"),
     "temperature": ({"KD_TEMPERATURE": 0}, "KD_TEMPERATURE=0.0: must be a number from 0.01"),
-    "setting of quantize.py": ({"DISTILL_STEPS": 5}, "DISTILL_STEPS='5': no setting of this script"),
-    "windows": ({"TRAIN_BATCH_TOKENS": 100}, "TRAIN_BATCH_TOKENS=100: must be a multiple of TRAIN_SEQ_LEN x ranks"),
+    "setting of quantize.py": (
+        {"DISTILL_STEPS": 5},
+        "DISTILL_STEPS='5': no setting of this script",
+    ),
+    "windows": (
+        {"TRAIN_BATCH_TOKENS": 100},
+        "TRAIN_BATCH_TOKENS=100: must be a multiple of TRAIN_SEQ_LEN x ranks",
+    ),
     "no such file": ({"TRAIN_FILES": "none.jsonl"}, "none.jsonl: cannot be read"),
     "what to train on": ({"TRAIN_ON": "user"}, "TRAIN_ON='user': must be one of assistant, all"),
     "adapters and QAT": ({"LORA_RANK": 4}, "QAT=1: adapters are not quantized"),
-    "rows too long": ({"TRAIN_SEQ_LEN": 8, "TRAIN_BATCH_TOKENS": 8},
-                      r"used none; left out more than TRAIN_SEQ_LEN=8 tokens: 300 .*must hold one"),
-    "compiled with a teacher": ({"TEACHER": "STRAIGHT", "COMPILE": 1}, "COMPILE=1: must be 0 with a TEACHER"),
+    "rows too long": (
+        {"TRAIN_SEQ_LEN": 8, "TRAIN_BATCH_TOKENS": 8},
+        r"used none; left out more than TRAIN_SEQ_LEN=8 tokens: 300 .*must hold one",
+    ),
+    "compiled with a teacher": (
+        {"TEACHER": "STRAIGHT", "COMPILE": 1},
+        "COMPILE=1: must be 0 with a TEACHER",
+    ),
 }
 
 
@@ -306,8 +415,15 @@ def test_a_fault_is_one_line(place, straight, name, tmp_path):
     words = {"STRAIGHT": place.of(straight), "MODEL": tmp_path / "own.model"}
     if "MODEL" in changes.values():
         train_model(tmp_path / "own.model")
-    line = place.refused("sft", f"fault {name}", **{**SHORT, "QAT": int("QAT" in name or name == "adapters and QAT"),
-                                            **{key: words.get(value, value) for key, value in changes.items()}})
+    line = place.refused(
+        "sft",
+        f"fault {name}",
+        **{
+            **SHORT,
+            "QAT": int("QAT" in name or name == "adapters and QAT"),
+            **{key: words.get(value, value) for key, value in changes.items()},
+        },
+    )
     assert re.search(said, line), line
 
 
@@ -331,14 +447,34 @@ def test_every_command_of_the_guides(tmp_path, guide, least):
         (tmp_path / name).symlink_to(ROOT / name)
     rows = rows_of(200)
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"messages": [
-        {"role": "user", "content": row["output"]}, {"role": "assistant", "content": row["instruction"]}]}) + "\n"
-        for row in rows))
+    (tmp_path / "b.jsonl").write_text(
+        "".join(
+            json.dumps(
+                {
+                    "messages": [
+                        {"role": "user", "content": row["output"]},
+                        {"role": "assistant", "content": row["instruction"]},
+                    ]
+                }
+            )
+            + "\n"
+            for row in rows
+        )
+    )
     kept = {name: os.environ[name] for name in KEPT if name in os.environ}
-    grpo = {"SFT_STEPS": "5", "PROMPTS_PER_STEP": "4", "GROUP_SIZE": "4", "MINI_BATCHES": "2", "MAX_NEW_TOKENS": "10",
-            "EVAL_PROMPTS": "8"}
-    tiny = {name: value for name, value in TINY.items() if name not in ("LEARNING_RATE", "LAYER_PATTERN", "MODEL_DIM",
-                                                                        "NUM_HEADS")} | {"ITERATIONS": "8"}
+    grpo = {
+        "SFT_STEPS": "5",
+        "PROMPTS_PER_STEP": "4",
+        "GROUP_SIZE": "4",
+        "MINI_BATCHES": "2",
+        "MAX_NEW_TOKENS": "10",
+        "EVAL_PROMPTS": "8",
+    }
+    tiny = {
+        name: value
+        for name, value in TINY.items()
+        if name not in ("LEARNING_RATE", "LAYER_PATTERN", "MODEL_DIM", "NUM_HEADS")
+    } | {"ITERATIONS": "8"}
     plain = {**kept, "OMP_NUM_THREADS": "1", "PATH": f"{bin_}:{os.environ['PATH']}"}
     found = commands(guide)
     assert len(found) >= least
@@ -347,9 +483,19 @@ def test_every_command_of_the_guides(tmp_path, guide, least):
         if "train_sft" in command:
             own = {**plain, **tiny, "DEMONSTRATIONS": "200", "EVAL_PROMPTS": "16"}
         elif "train_grpo" in command:
-            own = {**plain, **{name: tiny[name] for name in tiny if name != "TRAIN_BATCH_TOKENS"}, **grpo}
-        done = subprocess.run(["bash", "-euo", "pipefail", "-c", command], cwd=tmp_path, env=own, capture_output=True,
-                              text=True, timeout=300)
+            own = {
+                **plain,
+                **{name: tiny[name] for name in tiny if name != "TRAIN_BATCH_TOKENS"},
+                **grpo,
+            }
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", command],
+            cwd=tmp_path,
+            env=own,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
         assert done.returncode == 0, f"{command}: {done.stdout[-500:]} {done.stderr[-1500:]}"
     ended = list((tmp_path / "runs").glob("*/result.json"))
     assert len(ended) == sum("train_" in command for command in found)

@@ -608,17 +608,26 @@ def test_the_tasks_own_reward() -> None:
 def test_the_random_reward_is_a_fair_coin_that_forgets_what_is_right() -> None:
     own = task("sort")
     problems = [own.problem(i, False) for i in range(1000) for _ in range(8)]
-    texts = [(problem.answer, problem.answer, problem.prompt, "x")[i % 4] for i, problem in enumerate(problems)]
+    texts = [
+        (problem.answer, problem.answer, problem.prompt, "x")[i % 4]
+        for i, problem in enumerate(problems)
+    ]
 
     def tossed(seed: int) -> list[float]:
         coin = G.load_reward("random", task("sort", seed))
-        return [reward for i in range(0, 8000, 400) for reward in coin(problems[i:i + 400], texts[i:i + 400])]
+        return [
+            reward
+            for i in range(0, 8000, 400)
+            for reward in coin(problems[i : i + 400], texts[i : i + 400])
+        ]
 
     rewards = tossed(0)
     assert set(rewards) == {0.0, 1.0}
     for first in range(8):  # whatever the text says, and however often it was asked before
         assert abs(sum(rewards[first::8]) / 1000 - 0.5) < 4 * 0.5 / math.sqrt(1000)
-    same = sum(a == b for a, b in zip(rewards[0::8], rewards[1::8], strict=True))  # of one prompt and text
+    same = sum(
+        a == b for a, b in zip(rewards[0::8], rewards[1::8], strict=True)
+    )  # of one prompt and text
     assert abs(same / 1000 - 0.5) < 4 * 0.5 / math.sqrt(1000)
     assert tossed(0) == rewards
     for groups in (slice(80, 120), slice(400, 1200)):  # without the batch around
@@ -718,13 +727,17 @@ def test_a_users_reward_that_takes_other_arguments(tmp_path: Path) -> None:
         user_reward(tmp_path, "def score(prompts):\n    return [0.0, 0.0]\n")
 
 
-HANGS = ["import threading\ndef score(p, c, a):\n    threading.Event().wait()\n",
-         "def score(p, c, a):\n    while True:\n        pass\n",
-         "import time\ndef score(p, c, a):\n    time.sleep(9)\n"]
+HANGS = [
+    "import threading\ndef score(p, c, a):\n    threading.Event().wait()\n",
+    "def score(p, c, a):\n    while True:\n        pass\n",
+    "import time\ndef score(p, c, a):\n    time.sleep(9)\n",
+]
 
 
 @pytest.mark.parametrize("source", HANGS, ids=["waits", "computes", "sleeps"])
-def test_a_users_reward_that_hangs_is_given_up(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_reward_that_hangs_is_given_up(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(G, "REWARD_SECONDS", 0.3)
     said = raised(user_reward, tmp_path, source)
     assert said == f"REWARD='{tmp_path}/mine.py:score': took over 0.3 seconds"
@@ -732,12 +745,15 @@ def test_a_users_reward_that_hangs_is_given_up(source: str, tmp_path: Path, monk
     assert user_reward(tmp_path, "def score(p, c, a):\n    return [1, 2]\n") == [1.0, 2.0]
 
 
-@pytest.mark.parametrize(("source", "name"), [("x = 1", "score"), ("score = 1", "score"), ("x = 1", "")])
+@pytest.mark.parametrize(
+    ("source", "name"), [("x = 1", "score"), ("score = 1", "score"), ("x = 1", "")]
+)
 def test_a_file_without_the_function_is_refused(source: str, name: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(source)
     spec = f"{tmp_path}/mine.py:{name}"
     assert raised(G.load_reward, spec, task("sort")) == (
-        f"REWARD={spec!r}: {tmp_path}/mine.py has no function {name!r}")
+        f"REWARD={spec!r}: {tmp_path}/mine.py has no function {name!r}"
+    )
 
 
 def test_what_a_file_raises_has_its_traceback(tmp_path: Path) -> None:
@@ -747,12 +763,17 @@ def test_what_a_file_raises_has_its_traceback(tmp_path: Path) -> None:
             G.load_reward(f"{tmp_path}/mine.py:score", task("sort"))
 
 
-@pytest.mark.parametrize("spec", ["mine", "mine.py", "none.py:score", "mine.txt:score", ":", "random:", " "])
-def test_a_reward_that_names_no_file_is_refused(spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "spec", ["mine", "mine.py", "none.py:score", "mine.txt:score", ":", "random:", " "]
+)
+def test_a_reward_that_names_no_file_is_refused(
+    spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.txt").write_text("def score(p, c, a): return [0.0] * len(p)")
     assert raised(G.load_reward, spec, task("sort")) == (
-        f"REWARD={spec!r}: must be empty, random, or path.py:function with a file that exists")
+        f"REWARD={spec!r}: must be empty, random, or path.py:function with a file that exists"
+    )
 
 
 def test_a_users_file_may_hold_dataclasses_and_is_read_by_load_reward_alone(tmp_path: Path) -> None:
@@ -760,7 +781,8 @@ def test_a_users_file_may_hold_dataclasses_and_is_read_by_load_reward_alone(tmp_
         "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom pathlib import Path\n"
         "Path(__file__).with_name('seen').write_text('x')\n@dataclass\nclass Score:\n    value: float = 0.5\n"
         "    def __call__(self, prompts, completions, answers):\n        return [self.value for _ in prompts]\n"
-        "score = Score()\n")
+        "score = Score()\n"
+    )
     own = task("sort")
     assert not (tmp_path / "seen").exists()
     reward = G.load_reward(f"{tmp_path}/mine.py:score", own)

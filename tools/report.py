@@ -150,7 +150,6 @@ class Log:
             if is_interval or isinstance(score, float):
                 self.add(f"held-out {name}", step, score)
 
-
     def read_table(self, line: str) -> None:
         """Add held-out scores of a line of the table: titles, or a name and means with intervals."""
         name, *titles = line.split()

@@ -19,7 +19,7 @@ import torch
 
 import quantize as Q
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+sys.path.insert(0, str(Path(__file__).resolve().parent / "tools"))
 
 from common import ROOT, load_script
 

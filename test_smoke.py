@@ -16,9 +16,9 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TICKS, TINY, Place, environment, start
 
 import train_gpt as T
+from conftest import ROOT, TICKS, TINY, Place, environment, start
 
 SCRIPT = ROOT / "train_gpt.py"
 FIELDS = {field.name: field for field in fields(T.Settings)}
