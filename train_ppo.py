@@ -93,7 +93,7 @@ class Settings:
     # policy at the start
     # a run, a checkpoint or an artifact; empty: a small model, warmed up on demonstrations
     init_from: str = ""
-    tokenizer_path: str = ""  # .model or .tiktoken file, encoding or "bytes"; empty: the data's
+    tokenizer_path: str = ""  # .model or .tiktoken file, or "bytes"; empty: the data's
     sft_steps: int = 400  # of that warm-up, at most
     layer_pattern: str = "g a g"  # g GDN, s sliding window, a full attention
     model_dim: int = bounded(64, 16)  # width of the residual stream
@@ -136,7 +136,8 @@ class Settings:
     weight_decay: float = 0.0  # decoupled, of all but scalars
     grad_clip_norm: float = 1.0  # largest global gradient norm; 0: no clipping
     # schedule, in shares of the run (see Clock)
-    lr_schedule: Literal["linear", "cosine", "wsd", "constant"] = "linear"  # shape of the warmdown
+    # shape of the warmdown, see Plan.rates; constant has none, and no floor
+    lr_schedule: Literal["linear", "cosine", "wsd", "constant"] = "linear"
     warmup_frac: float = bounded(0.02, 0.0, 1.0)  # share in which the learning rate rises from 0
     warmdown_frac: float = bounded(0.3, 0.0, 1.0)  # last share, in which it falls to the floor
     warmdown_iters: int = 0  # the warmdown in steps of ITERATIONS; 0: use the share

@@ -387,7 +387,9 @@ def settings_fields(source):
 
 
 def unread_fields(source):
-    """Fields of Settings that no attribute access outside the class reads."""
+    """Fields of Settings that neither an attribute access outside the class reads nor a key of
+    PHASE_STARTS, by which Plan does.
+    """
     tree = ast.parse(source)
     tree.body = [
         node
@@ -399,6 +401,9 @@ def unread_fields(source):
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
     }
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "PHASE_STARTS":
+            read |= ast.literal_eval(node.value).keys()
     return sorted(set(settings_fields(source)) - read)
 
 
