@@ -822,12 +822,12 @@ def model_config(settings, vocab_size, bos_id, **overrides):
     num_layers = getattr(settings, "num_layers", 0) or len(words)
 
     names = GPTConfig.__dataclass_fields__
-    given = {**ARCH_PRESETS[getattr(settings, "arch_mode", "D")], **vars(settings), **overrides}
+    given = {**ARCH_PRESETS[getattr(settings, "arch_mode", "D")], **vars(settings)}
     values = {name: value for name, value in given.items() if name in names}
     values |= dict(vocab_size=vocab_size, bos_id=bos_id)
     values["layers"] = " ".join((words * num_layers)[:num_layers])
     values["norms"] = " ".join((norms * num_layers)[:num_layers])
-    config = GPTConfig(**values)
+    config = GPTConfig(**{**values, **overrides})
 
     dim = config.model_dim
     heads = config.num_heads
