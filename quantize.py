@@ -65,7 +65,7 @@ class Settings:
 
     tokenizer_path: str = ""  # .model or .tiktoken file, or "bytes"; empty: the data's
     data_path: str = ""  # folder of shards and manifest.json, or a mixture a:0.7,b:0.3
-    seed: int = 1337  # of every random draw
+    seed: int = 1337  # decides every random draw
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a device
     matrix_bits: int = bounded(6, 2, 8)  # bits of a matrix code, up to 2**(bits-1) - 1
     # weights of a matrix that share a scale of a delta; -1: a row, 0: the matrix

@@ -71,7 +71,7 @@ class Settings:
     mode: Literal["generate", "chat", "score"] = "generate"
     artifact: str = ""  # the model: a run, a checkpoint or an artifact (model.upar)
     tokenizer_path: str = ""  # .model or .tiktoken file, or "bytes"; empty: the data's
-    seed: int = 1337  # of every random draw
+    seed: int = 1337  # decides every random draw
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a device
     # generate
     prompt: str = ""  # text to continue; empty: a document's beginning

@@ -387,8 +387,8 @@ def settings_fields(source):
 
 
 def unread_fields(source):
-    """Fields of Settings that neither an attribute access outside the class reads nor a key of
-    PHASE_STARTS, by which Plan does.
+    """Fields of Settings that nothing outside the class reads: no attribute access, no getattr, no
+    key of PHASE_STARTS, by which Plan reads them.
     """
     tree = ast.parse(source)
     tree.body = [
@@ -401,9 +401,11 @@ def unread_fields(source):
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
     }
-    for node in tree.body:
+    for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "PHASE_STARTS":
             read |= ast.literal_eval(node.value).keys()
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr":
+            read |= {name.value for name in node.args if isinstance(name, ast.Constant)}
     return sorted(set(settings_fields(source)) - read)
 
 

@@ -317,7 +317,7 @@ def cut_log(folder):
 
 def hide_code(folder):
     for path in (folder / "train_gpt.py", *folder.glob("seed_*.txt")):
-        change(path, ("\nimport zlib\n", "\nexec('')\n"))
+        change(path, ("\nimport time\n", "\nexec('')\n"))
 
 
 def edit(name, old, new):
@@ -333,7 +333,7 @@ TAMPERED = [
     (edit(LOG, "\nval_tokens: ", "\nval_tokens: 0 #"), f"{LOG}: its results cannot be read"),
     (cut_log, f"{LOG}: (not the log of a run that ended|its results cannot be read)"),
     (
-        edit(LOG, "\nimport zlib\n", "\nimport bz2\n"),
+        edit(LOG, "\nimport time\n", "\nimport bz2\n"),
         f"{LOG}: its source is not train_gpt.py, SHA-",
     ),
     (edit(LOG, "\ncode_sha256: ", "\ncode_sha256: 0"), f"{LOG}: code_sha256 is not that of train_"),
@@ -468,7 +468,7 @@ def copied_runs(place, to):
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("\nimport zlib\n", "\nimport  zlib\n", "run_2 differs from .*run_1: code "),
+        ("\nimport time\n", "\nimport  time\n", "run_2 differs from .*run_1: code "),
         ("  MATRIX_LR=0.02", "* MATRIX_LR=0.03", "run_2 differs from .*run_1: setting MATRIX_LR "),
         (" CPU, 1 threads", " CPU, 2 threads", "run_2 differs from .*run_1: hardware "),
         ("\nseed: 2", "\nseed: 1", "run_2 and .*run_1: have the same seed"),

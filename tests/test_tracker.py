@@ -138,7 +138,8 @@ def test_a_package_that_is_missing_is_an_error_at_the_start(monkeypatch, tmp_pat
     with pytest.raises(T.UserError) as error:
         run_of(T, tmp_path, kind)
     assert str(error.value) == f"TRACKER={kind!r}: is not installed; pip install {kind}"
-    assert list(tmp_path.iterdir()) == []  # so the same RUN_ID may be used once it is
+    # The folder is empty, so the same RUN_ID may be used once it is installed.
+    assert not any(path.is_file() for path in tmp_path.rglob("*"))
     with pytest.raises(T.UserError, match="must be one of none, tensorboard, wandb"):
         T.load_settings(T.Settings, {"TRACKER": "mlflow"})
 

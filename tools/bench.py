@@ -37,6 +37,7 @@ from common import (
     SCRIPT,
     add_run_options,
     load_script,
+    pretraining_rates,
     publish,
     run_command,
     run_script,
@@ -298,7 +299,7 @@ def muon_cases(ops: SimpleNamespace, device: str) -> Iterator[tuple[str, str, di
         presets = {"ARCH_MODE": script.ARCH_PRESETS}
         settings = script.load_settings(script.Settings, environ, presets=presets)
         network = script.GPT(script.model_config(settings, 1024, 1)).to(device)
-        rates = script.pretraining_rates(settings)
+        rates = pretraining_rates(settings)
         muon = script.Optimizers(network, settings.optimizer, rates, runtime).all[0]
         muon.param_groups[0]["momentum"] = script.MUON_MOMENTUM
         # One of our parameters may hold several matrices; torch's Muon needs them one by one.
@@ -339,8 +340,7 @@ def rans_coder(script: ModuleType, codes: np.ndarray) -> tuple[Callable, Callabl
 
     def encode() -> list[np.ndarray]:
         table = script.rans_table(counts)
-        lanes = script.rans_lanes(codes.size)
-        states = np.full(lanes, script.RANS_LOW, np.uint32)
+        states = np.full(min(1024, codes.size // 8192), script.RANS_LOW, np.uint32)
         words = script.RansCoder(states, table[None]).encode(symbols)
         return [table, states, words]
 

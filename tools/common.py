@@ -331,3 +331,14 @@ def run_command(parser: argparse.ArgumentParser) -> None:
     failures = args.run(args) or []
     sys.stderr.writelines(f"failed: {failure}\n" for failure in failures)
     sys.exit(1 if failures else 0)
+
+
+def pretraining_rates(settings) -> dict[str, tuple[float, float]]:
+    """Return learning rate and weight decay by class of parameters, about as train_gpt.py's main."""
+    return {
+        "matrix": (settings.matrix_lr, settings.muon_wd),
+        "embedding": (settings.tied_embed_lr, 0.0),
+        "head": (settings.tied_embed_lr, 0.0),
+        "control": (settings.scalar_lr, 0.0),
+        "adapter": (settings.matrix_lr, settings.muon_wd),
+    }

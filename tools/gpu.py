@@ -22,7 +22,15 @@ from types import ModuleType, SimpleNamespace
 
 import bench
 import torch
-from common import ROOT, SCRIPT, load_script, publish, run_script, short_run
+from common import (
+    ROOT,
+    SCRIPT,
+    load_script,
+    pretraining_rates,
+    publish,
+    run_script,
+    short_run,
+)
 
 # Settings of the measured shapes, and what makes a toy of each for a rehearsal on the CPU.
 SHAPES = {
@@ -123,7 +131,7 @@ def steps_part(suite: Suite, name: str, compiled: bool) -> list[dict]:
     settings, network = make_network(suite, name, script)
     flops = bench.flops_per_token(network, settings.train_seq_len).total()
     network.to(suite.device)
-    rates = script.pretraining_rates(settings)
+    rates = pretraining_rates(settings)
     optimizers = script.Optimizers(network, settings.optimizer, rates, suite.runtime)
     model = torch.compile(network, dynamic=False, fullgraph=True) if compiled else network
     if suite.cuda:

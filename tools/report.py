@@ -231,14 +231,14 @@ def read_line(log: Log, line: str) -> None:
         log.changed.discard(name)
         if mark == "*":
             log.changed.add(name)
+        if name == "TRAIN_BATCH_TOKENS":
+            log.batch = int(value)
     elif match := re.match(r"plan: (\w+) from \S+% to (\S+)% of", line):
         log.planned[match[1]] = float(match[2]) / 100
     elif match := re.match(r"phase: (\w+) begins at step \d+, (\S+)% of", line):
         log.begun[match[1]] = float(match[2]) / 100
     elif match := re.match(r"weights: (\w+) chosen", line):
         log.weights = match[1]
-    elif match := re.match(r"batch: (\d+) tokens a step", line):
-        log.batch = int(match[1])
     elif match := re.match(r"batch: a step is (\d+) prompts x (\d+) samples", line):
         log.batch = int(match[1]) * int(match[2])
     elif match := re.match(r"commit:(\S+) hardware:(.*) versions:({.*}) peak_memory_mib:", line):
@@ -385,7 +385,10 @@ def read_artifact(run: Run, quantize: ModuleType) -> None:
         run.notes.append(f"artifact: {error}")
         return
     for name, stream in artifact.header["streams"].items():
-        run.streams.append({"name": name, **stream})
+        kind = "coder"
+        if name in artifact.tensors:
+            kind = quantize.tensor_class(name, artifact.tensors[name])
+        run.streams.append({"name": name, "class": kind, **stream})
     sizes = Counter()
     for stream in run.streams:
         sizes[stream["class"]] += stream["length"]

@@ -22,7 +22,7 @@ from torch._subclasses import FakeTensorMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tools/
 
-from common import ROOT, load_script, parse_set, setting_names
+from common import ROOT, load_script, parse_set, pretraining_rates, setting_names
 
 VOCABULARY = 1024  # if VOCAB_SIZE is 0: the tokenizer of the published shards sp1024
 PARTS = ("weights", "gradients", "optimizer", "reference")
@@ -96,7 +96,7 @@ def count_bytes(
     model = network
     if kind == "critic" or "value head" in kind:
         model = ValueModel(network, is_critic=kind == "critic")
-    rates = trainer.pretraining_rates(settings)
+    rates = pretraining_rates(settings)
     runtime = policies.Runtime(0, 1, torch.device("cpu"), False)
     optimizer = trainer.Optimizers(model, settings.optimizer, rates, runtime)
     optimizer.step(0.0, trainer.MUON_MOMENTUM, torch.tensor(False))
