@@ -3396,7 +3396,7 @@ def start_policy(settings, runtime):
         tokenizer = load_tokenizer(settings.tokenizer_path or "bytes")
         source = "new"
         config = model_config(
-            SimpleNamespace(**{"num_layers": 0, **vars(settings)}),
+            settings,
             tokenizer.vocab_size,
             tokenizer.bos_id,
             num_kv_heads=settings.num_heads,
