@@ -130,7 +130,7 @@ class Settings:
     tracker: Literal["none", "tensorboard", "wandb"] = "none"  # where metrics go, beside the log
     val_loss_every: int = 0  # steps between validations, outside the clock; 0: only at the end
     # optimizer
-    # optimizer of matrices; all but muon take embeddings and head too
+    # of the matrices; all but muon update embeddings and head, too; the rest is AdamW's
     optimizer: Literal["muon", "lion", "adamw", "adamw8bit", "adafactor"] = "adamw"
     learning_rate: float = 0.0003  # of all weights
     weight_decay: float = 0.0  # decoupled, of all but scalars

@@ -31,7 +31,7 @@ commit:abc+ hardware:1 x <CPU> versions:{{'python': '3.11.7', 'cuda': None}} pea
 * MATRIX_LR=0.5
 plan: warmup from 0.0% to 20.0% of the run
 plan: warmdown from 50.0% to 100.0% of the run
-batch: 64 tokens a step = 1 ranks x 1 micro-steps x 2 windows x 32 tokens
+  TRAIN_BATCH_TOKENS=64
 step:1/10 train_loss:5.5000 lr_mul:0.5000 progress:0.1000 train_time:100ms {STEP}
 phase: warmup begins at step 1, 10.0% of the run
 step:2 val_loss:5.2500 bpb:1.5000 nats:9.0 tokens:8 bytes:6 bytes_per_token:0.7500
@@ -100,7 +100,8 @@ def test_a_log_by_hand(by_hand):
     assert math.isnan(losses.pop(1)) and losses == [5.5, -4e-05, 4.0]
     assert values(log, "held-out bpb") == [1.5, 1.25]
     assert values(log, "tokens") == [64, 192, 256, 384]
-    assert log.settings == {"SEED": "1337", "RUN_ID": "x", "MATRIX_LR": "0.25"}
+    shown = {"SEED": "1337", "RUN_ID": "x", "MATRIX_LR": "0.25", "TRAIN_BATCH_TOKENS": "64"}
+    assert log.settings == shown
     assert log.changed == {"RUN_ID", "MATRIX_LR"} and not log.ended
     assert log.machine["hardware"] == "1 x <CPU>"
     assert log.events == ["event: resume step:2 ranks:1 changed:{}"]
