@@ -160,6 +160,7 @@ def test_room_grows_with_the_text():
         }
 
 
+@pytest.mark.full  # compiling takes 45 s
 def test_compiled_steps_are_the_plain_ones():
     """Also when rows leave and the room grows, without another compilation."""
     net, prompts = mixed(torch.float32), prompts_of(4, 3, 9, 17, 5, 8)
