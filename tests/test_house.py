@@ -22,13 +22,13 @@ LINES_PER_CONFIG, COLUMNS = 15, 120
 # the other scripts 20,000 to 26,000. Until they are reached these figures may only shrink.
 TOKENS = {
     "train_gpt.py": 22_000,
-    "train_sft.py": 26_280,
-    "train_dpo.py": 27_090,
-    "train_ppo.py": 29_510,
-    "train_grpo.py": 28_510,
-    "train_gspo.py": 28_490,
+    "train_sft.py": 26_260,
+    "train_dpo.py": 27_070,
+    "train_ppo.py": 29_490,
+    "train_grpo.py": 28_500,
+    "train_gspo.py": 28_480,
     "quantize.py": 20_190,
-    "sample.py": 22_340,
+    "sample.py": 22_310,
 }
 CALM = ["train_gpt.py", "quantize.py", "sample.py"]  # scripts whose code is plain
 SPLIT = ["train_gpt.py"]  # scripts without a definition that main does not reach

@@ -340,7 +340,7 @@ def rans_coder(script: ModuleType, codes: np.ndarray) -> tuple[Callable, Callabl
 
     def encode() -> list[np.ndarray]:
         table = script.rans_table(counts)
-        states = np.full(min(1024, codes.size // 8192), script.RANS_LOW, np.uint32)
+        states = np.full(min(1024, max(8, codes.size // 8192)), script.RANS_LOW, np.uint32)
         words = script.RansCoder(states, table[None]).encode(symbols)
         return [table, states, words]
 
