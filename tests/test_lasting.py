@@ -838,3 +838,32 @@ def test_networks_are_compiled_whole(place):
     child = place.run("compile", patch, COMPILE=1, ITERATIONS=8)
     words = {"dynamic": False, "fullgraph": True}
     assert child.out.count(f"compile {words}\n") == 2
+
+
+# ------------------------------------------------------------------------------ what is read again
+def test_a_replay_has_a_name_of_its_own_and_an_unchanged_source(tmp_path):
+    settings = {"run_id": "source", "resume": "runs/source", "seed": 3}
+    stored = {"progress": [0.5, 1.0], "events": [], "settings": settings}
+    path = tmp_path / "progress.json"
+    path.write_text(json.dumps(stored))
+    given = {"REPLAY": str(tmp_path)}
+    assert T.stored_settings(given) == {"run_id": "", "resume": "", "seed": 3}
+    event = {"event": "resume", "changed": {}}
+    path.write_text(json.dumps({**stored, "events": [event]}))
+    assert T.read_progress(tmp_path)["progress"] == [0.5, 1.0]
+    event["changed"] = {"matrix_lr": 0.1}
+    path.write_text(json.dumps({**stored, "events": [event]}))
+    with pytest.raises(T.UserError, match="was resumed with changed {'matrix_lr': 0.1}"):
+        T.stored_settings(given)
+
+
+def test_a_checkpoint_appears_by_a_rename(tmp_path, monkeypatch):
+    """A checkpoint that is copied into place would be seen half-written."""
+
+    def fail(path, target):
+        raise OSError("no rename")
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(OSError, match="no rename"):
+        T.save_checkpoint(tmp_path, 3, {"model": {}}, {})
+    assert list(tmp_path.iterdir()) == []
