@@ -1642,9 +1642,9 @@ def orthogonalize(G):
     return X.to(G.dtype)
 
 
-# Muon, Lion and AdamW8bit have step(skip), where `skip` is a 0-d bool tensor on the device. If it
-# is true, because loss or gradients were not finite, the step changes neither weights nor state.
-# The host never waits for the device to know it.
+# Muon and MASKED_OPTIMIZERS have step(skip), where `skip` is a 0-d bool tensor on the device. If it is
+# true, because loss or gradients were not finite, the step changes neither weights nor state. The
+# host never waits for the device to know it.
 class Muon(torch.optim.Optimizer):
     """Nesterov momentum whose update is orthogonalized, for the matrices of one parameter group.
 
