@@ -219,6 +219,20 @@ def test_gptq_goes_on_as_long_as_the_clock_allows(trained, tmp_path, asked):
         assert 0 < len(done) <= 5
     if asked == 100:
         assert same(coded, by_gptq)
+    # The layers' inputs are no longer summed up.
+    assert not any(hasattr(param, "hessian") for param in bench.exporter.network.parameters())
+
+
+@pytest.mark.parametrize(("seconds_left", "events"), [(5.0, ["gptq_out_of_time"]), (7.0, [])])
+def test_gptq_leaves_the_time_to_pack_twice(trained, seconds_left, events):
+    """Packing takes 3 s here."""
+    clock = Clock()
+    times = iter([0.0, 3.0])
+    clock.elapsed = lambda: next(times)
+    clock.seconds_left = lambda: seconds_left
+    bench = Bench(trained, 2.0, clock=clock)
+    bench.exporter.pack(calibration())
+    assert bench.events == events
 
 
 # --------------------------------------------------------------------------------------- whole runs
