@@ -4080,7 +4080,7 @@ def main():
     summaries = {"before": pair_summary(before)}
     if not checkpoint:
         log.metrics(0, held_out_metrics(summaries["before"]))
-    log(score_table(summaries))
+    log(score_table(summaries, summaries["before"], ".4g"))
     log(
         "note: accuracy counts pairs whose chosen reward is greater, not equal. Before the first "
         "step policy and reference are one and a reward head is new, so all rewards and the "
@@ -4165,7 +4165,7 @@ def main():
         if not name.startswith("longer")  # too few pairs may differ in length
     }
     log.metrics(run.step, held_out_metrics(summaries["after"]))
-    log(score_table(summaries))
+    log(score_table(summaries, summaries["before"], ".4g"))
     facts |= {
         **summaries,
         "objective": settings.objective,

@@ -3574,8 +3574,6 @@ FIRST_CHOICE_PROBLEM = 1 << 41
 EVAL_STEP = 1 << 31
 # What must stay when a run is resumed, beside the model's shape and the tokenizer.
 IDENTITY = "seed task prompts_per_step group_size lora_rank critic reward_model".split()
-# A step that takes longer than this and than 20 median steps prints the stacks of all threads.
-HANG_SECONDS = 120.0
 FIRST_STEPS = 10  # a run whose first steps teach nothing ends: a dead start
 
 
@@ -3871,23 +3869,6 @@ def score_intervals(scores):
     return intervals
 
 
-def score_table(columns):
-    """Return scores as a table for the log. columns: title -> name of a score -> its value.
-
-    A value is a number, or a mean and the ends of its interval.
-    """
-    lines = ["".join(f"{title:>30s}" for title in ["", *columns])]
-    for name in list(columns.values())[-1]:  # the gain has all
-        line = f"{name:>30s}"
-        for scores in columns.values():
-            value = scores.get(name, "")
-            if isinstance(value, list):
-                value = "{:.3f} [{:.3f}, {:.3f}]".format(*value)
-            line += f"{value:>30}"
-        lines.append(line)
-    return "\n".join(lines)
-
-
 def open_run(settings, runtime, network, tokenizer):
     """Return the run, its folder made or found, and the checkpoint to resume from, or None."""
     identity = {name: getattr(settings, name, None) for name in IDENTITY}
@@ -3947,7 +3928,7 @@ def begin_run(run, trainer, exam, checkpoint):
     start = score_intervals(exam.before)
     if not checkpoint:
         run.log.metrics(0, held_out_metrics(start))
-    run.log(score_table({"before": start}))
+    run.log(score_table({"before": start}, start, ".3f"))
 
 
 def log_step(run, metrics):
@@ -4032,7 +4013,7 @@ def score_artifact(run, trainer, exam):
         "gain": exam.gain(after),
     }
     run.log.metrics(run.step, held_out_metrics(scores["after"]))
-    run.log(score_table(scores))
+    run.log(score_table(scores, scores["gain"], ".3f"))
     return scores
 
 
@@ -4167,8 +4148,9 @@ class GRPOTrainer(PolicyTrainer):
         # Old log-probabilities are the training forward's: the sampler's last digits would count in
         # a narrow band.
         with torch.no_grad(), self.weights():
-            for batch in itertools.chain(*mini_batches):
+            for batch in itertools.chain(*mini_batches[1:]):
                 batch.old, _ = token_logps(self.network, batch, temperature)
+            for batch in itertools.chain(*mini_batches):
                 if self.ref_model is not None:
                     with self.reference():
                         batch.reference, _ = token_logps(self.ref_model, batch, temperature)
@@ -4179,12 +4161,13 @@ class GRPOTrainer(PolicyTrainer):
             tokens = sum(batch.mask.sum() for batch in batches)
             total = samples, runtime.sum(tokens.clone()), tokens
             torch._foreach_zero_([param.grad for param in self.trained])
-            sums = torch.zeros(
-                8, device=runtime.device
-            )  # loss, tokens, entropy, policy_loss's five
+            # loss, tokens, entropy, policy_loss's five
+            sums = torch.zeros(8, device=runtime.device)
             with self.weights():
                 for batch in batches:
                     logps, entropy = token_logps(self.network, batch, temperature)
+                    if batch.old is None:  # the first mini-batch: nothing was updated before it
+                        batch.old = logps.detach()
                     losses, logged = policy_loss(logps, batch, settings)
                     weights = token_weights(batch.mask, total, settings, runtime.world_size)
                     loss = (losses * weights).sum()
@@ -4222,10 +4205,9 @@ def main():
     adapt(network, settings)
     trainer = GRPOTrainer(network, tokenizer, settings, runtime=runtime)
     averages = {}
-    if settings.ema:
-        averages["ema"] = Average(trainer.trained, EMA_MEMORY)
-    if settings.swa:
-        averages["swa"] = Average(trainer.trained)
+    for name, memory in (("ema", EMA_MEMORY), ("swa", None)):
+        if getattr(settings, name):
+            averages[name] = Average(trainer.trained, memory)
     run.parts.update(averages)
     begin_run(run, trainer, exam, checkpoint)
     run.log(f"set-up and first scores: {time.perf_counter() - begin:.1f} s, outside the clock")
@@ -4260,9 +4242,6 @@ def main():
         progress = clock.progress(run.step)
         for name in plan.begin_phases(run.step, progress):
             run.log(f"phase: {name} begins at step {run.step + 1}, {progress:.1%} of the run")
-            if name == "qat":
-                for average in averages.values():
-                    average.count = 0  # weights that never saw the quantizer do not fit it
         trainer.qat = plan.is_on("qat")
         multiplier = plan.rates(progress)
 

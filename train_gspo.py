@@ -4159,8 +4159,9 @@ class GSPOTrainer(PolicyTrainer):
         # Old log-probabilities are the training forward's: the sampler's last digits would count in
         # a narrow band.
         with torch.no_grad(), self.weights():
-            for batch in itertools.chain(*mini_batches):
+            for batch in itertools.chain(*mini_batches[1:]):
                 batch.old, _ = token_logps(self.network, batch, temperature)
+            for batch in itertools.chain(*mini_batches):
                 if self.ref_model is not None:
                     with self.reference():
                         batch.reference, _ = token_logps(self.ref_model, batch, temperature)
@@ -4171,12 +4172,13 @@ class GSPOTrainer(PolicyTrainer):
             tokens = sum(batch.mask.sum() for batch in batches)
             total = samples, runtime.sum(tokens.clone()), tokens
             torch._foreach_zero_([param.grad for param in self.trained])
-            sums = torch.zeros(
-                8, device=runtime.device
-            )  # loss, tokens, entropy, policy_loss's five
+            # loss, tokens, entropy, policy_loss's five
+            sums = torch.zeros(8, device=runtime.device)
             with self.weights():
                 for batch in batches:
                     logps, entropy = token_logps(self.network, batch, temperature)
+                    if batch.old is None:  # the first mini-batch: nothing was updated before it
+                        batch.old = logps.detach()
                     losses, logged = policy_loss(logps, batch, settings)
                     weights = token_weights(batch.mask, total, settings, runtime.world_size)
                     loss = (losses * weights).sum()
@@ -4214,10 +4216,9 @@ def main():
     adapt(network, settings)
     trainer = GSPOTrainer(network, tokenizer, settings, runtime=runtime)
     averages = {}
-    if settings.ema:
-        averages["ema"] = Average(trainer.trained, EMA_MEMORY)
-    if settings.swa:
-        averages["swa"] = Average(trainer.trained)
+    for name, memory in (("ema", EMA_MEMORY), ("swa", None)):
+        if getattr(settings, name):
+            averages[name] = Average(trainer.trained, memory)
     run.parts.update(averages)
     begin_run(run, trainer, exam, checkpoint)
     run.log(f"set-up and first scores: {time.perf_counter() - begin:.1f} s, outside the clock")
@@ -4252,9 +4253,6 @@ def main():
         progress = clock.progress(run.step)
         for name in plan.begin_phases(run.step, progress):
             run.log(f"phase: {name} begins at step {run.step + 1}, {progress:.1%} of the run")
-            if name == "qat":
-                for average in averages.values():
-                    average.count = 0  # weights that never saw the quantizer do not fit it
         trainer.qat = plan.is_on("qat")
         multiplier = plan.rates(progress)
 

@@ -4393,10 +4393,9 @@ def main():
     adapt(network, settings)
     trainer = PPOTrainer(network, tokenizer, settings, reward_model=judge, runtime=runtime)
     averages = {}
-    if settings.ema:
-        averages["ema"] = Average(trainer.trained, EMA_MEMORY)
-    if settings.swa:
-        averages["swa"] = Average(trainer.trained)
+    for name, memory in (("ema", EMA_MEMORY), ("swa", None)):
+        if getattr(settings, name):
+            averages[name] = Average(trainer.trained, memory)
     run.parts.update(averages, trainer=trainer)
     if trainer.critic is not network:
         run.parts["critic"] = trainer.critic
@@ -4434,9 +4433,6 @@ def main():
         progress = clock.progress(run.step)
         for name in plan.begin_phases(run.step, progress):
             run.log(f"phase: {name} begins at step {run.step + 1}, {progress:.1%} of the run")
-            if name == "qat":
-                for average in averages.values():
-                    average.count = 0  # weights that never saw the quantizer do not fit it
         trainer.qat = plan.is_on("qat")
         multiplier = plan.rates(progress)
 

@@ -3400,10 +3400,33 @@ def held_out_metrics(scores):
     return metrics
 
 
+def score_table(columns, names, number):
+    """Return scores as a table for the log. columns: title -> name of a score -> its value.
+
+    A value is a number, or a mean and the ends of its interval; `number` is the format of these.
+    names: of the scores to show.
+    """
+    lines = ["".join(f"{title:>30s}" for title in ["", *columns])]
+    for name in names:
+        line = f"{name:>30s}"
+        for scores in columns.values():
+            value = scores.get(name, "")
+            if isinstance(value, list):
+                mean, low, high = (format(end, number) for end in value)
+                value = f"{mean} [{low}, {high}]"
+            line += f"{value:>30}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
 # === end: responses ===
 
 
 # === shared: start ===
+# A step that takes longer than this and than 20 median steps prints the stacks of all threads.
+HANG_SECONDS = 120.0
+
+
 def start_policy(settings, runtime):
     """Return the network, on the runtime's device, its tokenizer, and where they are from.
 
@@ -3459,22 +3482,6 @@ def policy_optimizers(network, settings, runtime):
     return Optimizers(network, settings.optimizer, rates, runtime)
 
 
-def checkpointed(values):
-    """Return a part of checkpoints that stores the dict `values`.
-
-    Loading writes tensors that are there already in place. Others come back on the CPU.
-    """
-
-    def load(stored):
-        for name, value in stored.items():
-            if isinstance(values.get(name), Tensor):
-                values[name].copy_(value)
-            else:
-                values[name] = value.cpu() if isinstance(value, Tensor) else value
-
-    return SimpleNamespace(state_dict=functools.partial(dict, values), load_state_dict=load)
-
-
 def fitting_tokens(network, device):
     """Return the tokens whose activations take about half of the free memory; of 1 GiB on a CPU."""
     free = 1 << 30
@@ -3487,10 +3494,6 @@ def fitting_tokens(network, device):
 
 
 # === shared: finetuning ===
-# A step that takes longer than this and than 20 median steps prints the stacks of all threads.
-HANG_SECONDS = 120.0
-
-
 def grow_roles(network, tokenizer):
     """Return the tokenizer with role tokens; if it had none, the network grows by rows for them.
 
@@ -3622,23 +3625,6 @@ def log_step(run, metrics):
     return report.stop_requested
 
 
-def score_table(columns):
-    """Return scores as a table for the log. columns: title -> name of a score -> its value.
-
-    A value is a number, or a mean and the ends of its interval.
-    """
-    lines = ["".join(f"{title:>30s}" for title in ["", *columns])]
-    for name in next(iter(columns.values())):
-        line = f"{name:>30s}"
-        for scores in columns.values():
-            value = scores.get(name, "")
-            if isinstance(value, list):
-                value = "{:.4g} [{:.4g}, {:.4g}]".format(*value)
-            line += f"{value:>30}"
-        lines.append(line)
-    return "\n".join(lines)
-
-
 def choose_weights(trainer, loss, log):
     """Give the network the raw or averaged weights with the least loss(); return a name."""
     params = [param.detach() for param in trainer.params]
@@ -3655,6 +3641,22 @@ def choose_weights(trainer, loss, log):
     log(f"weights: {chosen} chosen")
     torch._foreach_copy_(params, candidates[chosen])
     return chosen
+
+
+def checkpointed(values):
+    """Return a part of checkpoints that stores the dict `values`.
+
+    Loading writes tensors that are there already in place. Others come back on the CPU.
+    """
+
+    def load(stored):
+        for name, value in stored.items():
+            if isinstance(values.get(name), Tensor):
+                values[name].copy_(value)
+            else:
+                values[name] = value.cpu() if isinstance(value, Tensor) else value
+
+    return SimpleNamespace(state_dict=functools.partial(dict, values), load_state_dict=load)
 
 
 def leave_stopped(run, stop_signal):
@@ -3965,7 +3967,7 @@ def main():
     summaries = {name: row_summary(scores) for name, scores in start.items()}
     if not checkpoint:
         log.metrics(0, held_out_metrics(summaries["before"]))
-    log(score_table(summaries))
+    log(score_table(summaries, summaries["before"], ".4g"))
     log(f"set-up and first scores: {time.perf_counter() - begin:.1f} s, outside the clock")
 
     metrics = {}
@@ -4046,7 +4048,7 @@ def main():
         "accuracy": ratio_interval(scores[:, 2] - right, tokens),
     }
     log.metrics(run.step, held_out_metrics(summaries["after"]))
-    log(score_table(summaries))
+    log(score_table(summaries, summaries["before"], ".4g"))
     facts |= {
         **summaries,
         **counts,
