@@ -3330,10 +3330,33 @@ def held_out_metrics(scores):
     return metrics
 
 
+def score_table(columns, names, number):
+    """Return scores as a table for the log. columns: title -> name of a score -> its value.
+
+    A value is a number, or a mean and the ends of its interval; `number` is the format of these.
+    names: of the scores to show.
+    """
+    lines = ["".join(f"{title:>30s}" for title in ["", *columns])]
+    for name in names:
+        line = f"{name:>30s}"
+        for scores in columns.values():
+            value = scores.get(name, "")
+            if isinstance(value, list):
+                mean, low, high = (format(end, number) for end in value)
+                value = f"{mean} [{low}, {high}]"
+            line += f"{value:>30}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
 # === end: responses ===
 
 
 # === shared: start ===
+# A step that takes longer than this and than 20 median steps prints the stacks of all threads.
+HANG_SECONDS = 120.0
+
+
 def start_policy(settings, runtime):
     """Return the network, on the runtime's device, its tokenizer, and where they are from.
 
@@ -3387,22 +3410,6 @@ def policy_optimizers(network, settings, runtime):
     rates = dict.fromkeys(("matrix", "adapter", "embedding", "head"), rate)
     rates["control"] = (settings.learning_rate, 0.0)
     return Optimizers(network, settings.optimizer, rates, runtime)
-
-
-def checkpointed(values):
-    """Return a part of checkpoints that stores the dict `values`.
-
-    Loading writes tensors that are there already in place. Others come back on the CPU.
-    """
-
-    def load(stored):
-        for name, value in stored.items():
-            if isinstance(values.get(name), Tensor):
-                values[name].copy_(value)
-            else:
-                values[name] = value.cpu() if isinstance(value, Tensor) else value
-
-    return SimpleNamespace(state_dict=functools.partial(dict, values), load_state_dict=load)
 
 
 def fitting_tokens(network, device):
@@ -3499,10 +3506,6 @@ def supervise(network, rows, settings, runtime):
 
 
 # === shared: finetuning ===
-# A step that takes longer than this and than 20 median steps prints the stacks of all threads.
-HANG_SECONDS = 120.0
-
-
 def grow_roles(network, tokenizer):
     """Return the tokenizer with role tokens; if it had none, the network grows by rows for them.
 
@@ -3634,23 +3637,6 @@ def log_step(run, metrics):
     return report.stop_requested
 
 
-def score_table(columns):
-    """Return scores as a table for the log. columns: title -> name of a score -> its value.
-
-    A value is a number, or a mean and the ends of its interval.
-    """
-    lines = ["".join(f"{title:>30s}" for title in ["", *columns])]
-    for name in next(iter(columns.values())):
-        line = f"{name:>30s}"
-        for scores in columns.values():
-            value = scores.get(name, "")
-            if isinstance(value, list):
-                value = "{:.4g} [{:.4g}, {:.4g}]".format(*value)
-            line += f"{value:>30}"
-        lines.append(line)
-    return "\n".join(lines)
-
-
 def choose_weights(trainer, loss, log):
     """Give the network the raw or averaged weights with the least loss(); return a name."""
     params = [param.detach() for param in trainer.params]
@@ -3667,6 +3653,22 @@ def choose_weights(trainer, loss, log):
     log(f"weights: {chosen} chosen")
     torch._foreach_copy_(params, candidates[chosen])
     return chosen
+
+
+def checkpointed(values):
+    """Return a part of checkpoints that stores the dict `values`.
+
+    Loading writes tensors that are there already in place. Others come back on the CPU.
+    """
+
+    def load(stored):
+        for name, value in stored.items():
+            if isinstance(values.get(name), Tensor):
+                values[name].copy_(value)
+            else:
+                values[name] = value.cpu() if isinstance(value, Tensor) else value
+
+    return SimpleNamespace(state_dict=functools.partial(dict, values), load_state_dict=load)
 
 
 def leave_stopped(run, stop_signal):

@@ -3376,10 +3376,33 @@ def held_out_metrics(scores):
     return metrics
 
 
+def score_table(columns, names, number):
+    """Return scores as a table for the log. columns: title -> name of a score -> its value.
+
+    A value is a number, or a mean and the ends of its interval; `number` is the format of these.
+    names: of the scores to show.
+    """
+    lines = ["".join(f"{title:>30s}" for title in ["", *columns])]
+    for name in names:
+        line = f"{name:>30s}"
+        for scores in columns.values():
+            value = scores.get(name, "")
+            if isinstance(value, list):
+                mean, low, high = (format(end, number) for end in value)
+                value = f"{mean} [{low}, {high}]"
+            line += f"{value:>30}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
 # === end: responses ===
 
 
 # === shared: start ===
+# A step that takes longer than this and than 20 median steps prints the stacks of all threads.
+HANG_SECONDS = 120.0
+
+
 def start_policy(settings, runtime):
     """Return the network, on the runtime's device, its tokenizer, and where they are from.
 
@@ -3433,22 +3456,6 @@ def policy_optimizers(network, settings, runtime):
     rates = dict.fromkeys(("matrix", "adapter", "embedding", "head"), rate)
     rates["control"] = (settings.learning_rate, 0.0)
     return Optimizers(network, settings.optimizer, rates, runtime)
-
-
-def checkpointed(values):
-    """Return a part of checkpoints that stores the dict `values`.
-
-    Loading writes tensors that are there already in place. Others come back on the CPU.
-    """
-
-    def load(stored):
-        for name, value in stored.items():
-            if isinstance(values.get(name), Tensor):
-                values[name].copy_(value)
-            else:
-                values[name] = value.cpu() if isinstance(value, Tensor) else value
-
-    return SimpleNamespace(state_dict=functools.partial(dict, values), load_state_dict=load)
 
 
 def fitting_tokens(network, device):
@@ -3569,8 +3576,6 @@ FIRST_CHOICE_PROBLEM = 1 << 41
 EVAL_STEP = 1 << 31
 # What must stay when a run is resumed, beside the model's shape and the tokenizer.
 IDENTITY = "seed task prompts_per_step group_size lora_rank critic reward_model".split()
-# A step that takes longer than this and than 20 median steps prints the stacks of all threads.
-HANG_SECONDS = 120.0
 FIRST_STEPS = 10  # a run whose first steps teach nothing ends: a dead start
 
 
@@ -3866,23 +3871,6 @@ def score_intervals(scores):
     return intervals
 
 
-def score_table(columns):
-    """Return scores as a table for the log. columns: title -> name of a score -> its value.
-
-    A value is a number, or a mean and the ends of its interval.
-    """
-    lines = ["".join(f"{title:>30s}" for title in ["", *columns])]
-    for name in list(columns.values())[-1]:  # the gain has all
-        line = f"{name:>30s}"
-        for scores in columns.values():
-            value = scores.get(name, "")
-            if isinstance(value, list):
-                value = "{:.3f} [{:.3f}, {:.3f}]".format(*value)
-            line += f"{value:>30}"
-        lines.append(line)
-    return "\n".join(lines)
-
-
 def open_run(settings, runtime, network, tokenizer):
     """Return the run, its folder made or found, and the checkpoint to resume from, or None."""
     identity = {name: getattr(settings, name, None) for name in IDENTITY}
@@ -3942,7 +3930,7 @@ def begin_run(run, trainer, exam, checkpoint):
     start = score_intervals(exam.before)
     if not checkpoint:
         run.log.metrics(0, held_out_metrics(start))
-    run.log(score_table({"before": start}))
+    run.log(score_table({"before": start}, start, ".3f"))
 
 
 def log_step(run, metrics):
@@ -4027,7 +4015,7 @@ def score_artifact(run, trainer, exam):
         "gain": exam.gain(after),
     }
     run.log.metrics(run.step, held_out_metrics(scores["after"]))
-    run.log(score_table(scores))
+    run.log(score_table(scores, scores["gain"], ".3f"))
     return scores
 
 

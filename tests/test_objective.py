@@ -1314,7 +1314,8 @@ def test_intervals_of_shares_end_at_0_and_1_and_stand_in_a_table(M):
     assert found["n"] == 40 and found["greedy"][0] == pytest.approx(0.975)
     assert 0.9 < found["greedy"][1] < 0.975 and found["greedy"][2] == 1
     assert found["pass8"][0] == pytest.approx(0.025) and found["pass8"][1] == 0
-    lines = M.score_table({"before": found, "gain": {"greedy": [0.1, -0.05, 0.25]}}).splitlines()
+    gain = {"greedy": [0.1, -0.05, 0.25]}
+    lines = M.score_table({"before": found, "gain": gain}, gain, ".3f").splitlines()
     assert [line.split() for line in lines] == [
         ["before", "gain"],
         ["greedy", "0.975", "[0.926,", "1.000]", "0.100", "[-0.050,", "0.250]"],
