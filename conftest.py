@@ -260,16 +260,6 @@ def tiny_data(tmp_path_factory):
     return folder / "data"
 
 
-def pretraining_rates(settings):
-    """Return what train_gpt.main() gives each class: the learning rate and the weight decay."""
-    return {
-        "matrix": (settings.matrix_lr, settings.muon_wd),
-        "embedding": (settings.tied_embed_lr, 0.0),
-        "head": (0.008, 0.0),
-        "control": (settings.scalar_lr, 0.0),
-    }
-
-
 def load_tool(name):
     """Return tools/NAME.py as a module."""
     return load_script(ROOT / "tools" / f"{name}.py")

@@ -3342,8 +3342,7 @@ def score_table(columns, names, number):
         for scores in columns.values():
             value = scores.get(name, "")
             if isinstance(value, list):
-                mean, low, high = (format(end, number) for end in value)
-                value = f"{mean} [{low}, {high}]"
+                value = "{0:{3}} [{1:{3}}, {2:{3}}]".format(*value, number)
             line += f"{value:>30}"
         lines.append(line)
     return "\n".join(lines)
@@ -3656,17 +3655,11 @@ def choose_weights(trainer, loss, log):
 
 
 def checkpointed(values):
-    """Return a part of checkpoints that stores the dict `values`.
-
-    Loading writes tensors that are there already in place. Others come back on the CPU.
-    """
+    """Return a part of checkpoints that stores the dict `values`; tensors come back on the CPU."""
 
     def load(stored):
         for name, value in stored.items():
-            if isinstance(values.get(name), Tensor):
-                values[name].copy_(value)
-            else:
-                values[name] = value.cpu() if isinstance(value, Tensor) else value
+            values[name] = value.cpu() if isinstance(value, Tensor) else value
 
     return SimpleNamespace(state_dict=functools.partial(dict, values), load_state_dict=load)
 
@@ -3704,8 +3697,8 @@ def finish(run, trainer, tokenizer, metrics, loss):
         meta={"seed": run.settings.seed, "tokenizer": tokenizer.file},
     )
     run.clock.stop()
-    path = run.write_artifact(content)
-    trainer.network, *_ = load_model("ARTIFACT", str(path))
+    run.write_artifact(content)
+    trainer.network, *_ = load_model("ARTIFACT", str(run.folder))
     trainer.network.to(run.runtime.device)
     trainer.qat = False
     facts = {

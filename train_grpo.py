@@ -3393,8 +3393,7 @@ def score_table(columns, names, number):
         for scores in columns.values():
             value = scores.get(name, "")
             if isinstance(value, list):
-                mean, low, high = (format(end, number) for end in value)
-                value = f"{mean} [{low}, {high}]"
+                value = "{0:{3}} [{1:{3}}, {2:{3}}]".format(*value, number)
             line += f"{value:>30}"
         lines.append(line)
     return "\n".join(lines)

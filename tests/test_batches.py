@@ -8,10 +8,10 @@ import types
 import numpy as np
 import pytest
 import torch
+from common import pretraining_rates
 from test_data import write_shard
 
 import train_gpt as T
-from conftest import pretraining_rates
 
 
 def make_stream(folder, name, *shards, vocab_size=64):

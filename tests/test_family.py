@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from common import pretraining_rates
 from test_model import config
 
 import train_gpt as T
-from conftest import pretraining_rates
 
 SETTINGS = T.Settings(
     layer_pattern="g s",

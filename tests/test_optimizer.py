@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from common import pretraining_rates
 from torch import nn
 
 import train_gpt as T
-from conftest import pretraining_rates
 
 ROOT = Path(__file__).resolve().parent.parent
 ALONE = T.Runtime(rank=0, world_size=1, device=torch.device("cpu"), distributed=False)

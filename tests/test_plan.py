@@ -10,9 +10,10 @@ from unittest import mock
 
 import pytest
 import torch
+from common import pretraining_rates
 
 import train_gpt as T
-from conftest import environment, load_tool, pretraining_rates
+from conftest import environment, load_tool
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = sorted(

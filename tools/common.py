@@ -334,11 +334,14 @@ def run_command(parser: argparse.ArgumentParser) -> None:
 
 
 def pretraining_rates(settings) -> dict[str, tuple[float, float]]:
-    """Return learning rate and weight decay by class of parameters, about as train_gpt.py's main."""
+    """Return what train_gpt.py's main gives each class: learning rate and weight decay.
+
+    Its head has another rate under Lion and Adafactor, and it has no adapters.
+    """
     return {
         "matrix": (settings.matrix_lr, settings.muon_wd),
         "embedding": (settings.tied_embed_lr, 0.0),
-        "head": (settings.tied_embed_lr, 0.0),
+        "head": (0.008, 0.0),
         "control": (settings.scalar_lr, 0.0),
         "adapter": (settings.matrix_lr, settings.muon_wd),
     }
