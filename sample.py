@@ -22,20 +22,17 @@ import itertools
 import json
 import math
 import os
-import random
 import re
 import resource
+import runpy
 import shlex
 import statistics
-import string
 import struct
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
-from decimal import Decimal
-from fractions import Fraction
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -46,7 +43,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import zstandard
-from tiktoken.load import read_file_cached
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import pad_sequence
@@ -70,7 +66,6 @@ class Settings:
     # generate: continue PROMPT; chat: answer the lines of standard input; score: measure SCORE
     mode: Literal["generate", "chat", "score"] = "generate"
     artifact: str = ""  # the model: a run, a checkpoint or an artifact (model.upar)
-    tokenizer_path: str = ""  # .model or .tiktoken file, or "bytes"; empty: the data's
     seed: int = 1337  # decides every random draw
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a device
     # generate
@@ -89,16 +84,14 @@ class Settings:
     # score
     # text: bits per byte; the others are listed in docs/scoring.md
     score: Literal["text", "choices", "lambada", "task", "preference", "win", "quality"] = "text"
-    # files to score, separated by commas; task, win and quality read TASK's prompts without
-    score_path: str = ""
+    score_path: str = ""  # FILE,FILE to score
     score_model: str = ""  # second model: the opponent of win, the reference of preference
-    score_judge: str = ""  # a reward model that decides win; empty: TASK's checker
+    score_judge: str = ""  # a reward model that decides win; empty: REWARD
     score_delimiter: str = " "  # between context and answer, for choices and lambada
     score_file: str = ""  # file to write the scores to, as JSON; empty: none
-    # gsm8k and jsonl read TASK_PATH; jsonl: lines with prompt and answer
-    task: Literal["sort", "reverse", "add", "countdown", "zebra", "gsm8k", "jsonl"] = "sort"
-    task_path: str = ""  # file of gsm8k or jsonl
-    eval_prompts: int = bounded(512, 1)  # held-out prompts that score the policy
+    held_out: bool = False  # of SCORE_PATH, only the prompts that training holds out, by a hash
+    reward: str = "exact"  # of an answer: exact, or file.py:function, see load_reward
+    eval_prompts: int = bounded(512, 1)  # prompts that models answer, at most
     eval_samples: int = bounded(8, 1)  # of each, for pass@1 and pass@EVAL_SAMPLES
     eval_stride: int = 0  # stride of the sliding-window score; 0: leave that score out
 
@@ -165,6 +158,7 @@ ALIASES = {
     "QAT_ENABLED": "QAT",
     "SEQ_LEN": "TRAIN_SEQ_LEN",
     "SWA_ENABLED": "SWA",
+    "TASK": "TRAIN_FILES",
     "TIED_EMBED_INIT_STD": "EMBED_INIT_STD",
     "TRAIN_LOG_EVERY": "LOG_SECONDS",
     "VAL_BATCH_SIZE": "MICRO_BATCH_TOKENS",
@@ -498,7 +492,7 @@ class Tokenizer:
     bos_id: int
     pieces: list  # bytes that each token decodes to, b"" for boundaries
     drops_space: np.ndarray | bool = False  # (V,) bool, loses its first space after a boundary
-    encode: Callable = None  # text -> ids; this and roles are of load_tokenizer in section encoding
+    encode: Callable = None  # text -> ids; this and roles are of add_encoder in section encoding
     roles: dict = None
 
     def __post_init__(self):
@@ -571,7 +565,6 @@ def sha256_file(path):
 
 # === shared: encoding ===
 ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
-RANK_FILES = "https://openaipublic.blob.core.windows.net/encodings"
 # Published encodings: the hash of their rank file and what that file does not contain. Every
 # document begins with <|endoftext|>. The regular expressions are copied from
 # tiktoken_ext/openai_public.py. They split a text into the parts within which bytes are merged.
@@ -607,27 +600,29 @@ ENCODINGS = {
 
 
 def load_tokenizer(path):
-    """Return the Tokenizer of `path`, see read_tokenizer, or of the published encoding NAME.
-
-    It has two attributes more: `encode`, from a text to ids without BOS, where special tokens are
-    plain text; and `roles`, the ids of ROLE_TOKENS, {} if it has none. Raises UserError.
-    """
+    """Return the Tokenizer of a file, see read_tokenizer, with its encoder. Raises UserError."""
     path = Path(path)
-    name = path.name.removesuffix(".tiktoken")
-    facts = ENCODINGS.get(name)
+    facts = ENCODINGS.get(path.stem)
     if path.suffix == ".tiktoken" and not facts:
         raise UserError(f"tokenizer {path}: must be one of {[*ENCODINGS]}")
-    if facts and not path.suffix:
-        tokenizer = rank_tokenizer(f"{name}.tiktoken", published_ranks(name, facts), facts)
-    else:
-        tokenizer = read_tokenizer(path, facts)
+    return add_encoder(read_tokenizer(path, facts))
+
+
+def add_encoder(tokenizer):
+    """Give a Tokenizer its attributes `encode` and `roles`, and return it.
+
+    encode: from a text to ids without BOS, where special tokens are plain text. roles: the ids of
+    ROLE_TOKENS, {} if it has none. Raises UserError.
+    """
+    name = tokenizer.file.removesuffix(".tiktoken")
+    facts = ENCODINGS.get(name)
     tokenizer.roles = {}
     if name == "bytes":
         tokenizer.encode = lambda text: [4 + byte for byte in text.encode()]
         tokenizer.roles = {role: 260 + i for i, role in enumerate(ROLE_TOKENS)}
     elif facts:
         if tokenizer.sha256 != facts["sha256"]:
-            raise UserError(f"tokenizer {path}: is not the published rank file of {name}")
+            raise UserError(f"tokenizer {name}: is not the published rank file")
         ranks = {piece: rank for rank, piece in enumerate(tokenizer.pieces) if piece}
         bpe = tiktoken.Encoding(
             name, pat_str=facts["split"], mergeable_ranks=ranks, special_tokens={}
@@ -642,15 +637,6 @@ def load_tokenizer(path):
             if model.is_control(i):
                 tokenizer.roles[role] = i
     return tokenizer
-
-
-def published_ranks(name, facts):
-    """Return the rank file of an encoding, from tiktoken's cache or OpenAI's server."""
-    url = f"{RANK_FILES}/{name.replace('gpt2', 'r50k_base')}.tiktoken"
-    try:
-        return read_file_cached(url, facts["sha256"])
-    except (OSError, ValueError) as error:
-        raise UserError(f"tokenizer {name}: {error}") from error
 
 
 # === end: encoding ===
@@ -909,28 +895,6 @@ def row_pair(row):
 
 
 # === shared: model ===
-# What ARCH_MODE stands for. load_settings takes the values of settings from here, where the user
-# gave no others; model_config takes the fields of GPTConfig that are no settings.
-ARCH_PRESETS = {
-    "D": {},  # the defaults: GDN, and two layers of sliding-window attention with the same weights
-    "gdn": dict(layer_pattern="g", num_layers=10),
-    "hybrid": dict(layer_pattern="g g a a a a a a a a g"),  # of openai/parameter-golf PR 1895
-    "baseline": dict(  # the first script of Parameter Golf
-        layer_pattern="a", num_layers=9, mlp_mult=2.0, qk_gain_init=1.5, unet_skips=True
-    ),
-    "llama": dict(
-        layer_pattern="a",
-        num_layers=12,
-        mlp="swiglu",
-        mlp_mult=2.75,
-        norm="rms_weight",
-        qk_gain_init=0.0,
-        residual_mix=False,
-        logit_softcap=0.0,
-        embed_init_std=0.02,
-    ),
-}
-NORMS = ("rms", "rms_weight", "layer")
 CONV_TAPS = 4  # tokens that GDN's short convolution sees, the current one included
 # GDN's log decay at a document's first token, which cuts off what stands before it: -inf would
 # give NaN, and -1e4 would cost digits.
@@ -947,8 +911,8 @@ class GPTConfig:
 
     vocab_size: int
     bos_id: int  # the first token of a document; nothing sees what stands before it
-    layers: str  # one word per layer, see model_config
-    norms: str  # one of NORMS per layer
+    layers: str  # one word per layer: g, s or a, see GPT
+    norms: str  # one word per layer, see Norm
     train_seq_len: int = 2048  # tokens in a window; learned positions end there
     model_dim: int = 512  # width of the residual stream
     num_heads: int = 8  # query heads of attention, and heads of GDN
@@ -965,54 +929,6 @@ class GPTConfig:
     unet_skips: bool = False  # the second half of the layers adds the first half's outputs
     logit_softcap: float = 30.0  # logits = c tanh(z / c); 0: as they are
     embed_init_std: float = 0.005  # standard deviation of the embedding at the start
-
-
-def model_config(settings, vocab_size, bos_id, **overrides):
-    """Return the GPTConfig of the network that `settings` ask for.
-
-    A field's value is taken from `overrides`, else `settings`, else ARCH_PRESETS, else GPTConfig's
-    default. LAYER_PATTERN is one word per layer, repeated or cut to NUM_LAYERS: g is Gated
-    DeltaNet, s sliding-window attention, a full attention. Layers whose words have the same number
-    share the mixer's weights (s1 ... s1); in capitals they share all of the layer's weights (A1 A2
-    A1 A2: depth recurrence). NORM is repeated in the same way: a shared layer has the norms of its
-    first place, and the last word is also the norm before the head.
-    Raises UserError where the numbers do not fit together.
-    """
-    words = settings.layer_pattern.split()
-    norms = getattr(settings, "norm", "rms").split()
-    if not words or not all(re.fullmatch("[gsa][0-9]*|[GSA][0-9]+", word) for word in words):
-        raise UserError(
-            f"LAYER_PATTERN={settings.layer_pattern!r}: each word must be g, s or a, maybe with a "
-            "number; capitals need one"
-        )
-    if not norms or set(norms) - set(NORMS):
-        raise UserError(f"NORM={settings.norm!r}: must be one or more of {', '.join(NORMS)}")
-    num_layers = getattr(settings, "num_layers", 0) or len(words)
-
-    names = GPTConfig.__dataclass_fields__
-    given = {**ARCH_PRESETS[getattr(settings, "arch_mode", "D")], **vars(settings)}
-    values = {name: value for name, value in given.items() if name in names}
-    values |= dict(vocab_size=vocab_size, bos_id=bos_id)
-    values["layers"] = " ".join((words * num_layers)[:num_layers])
-    values["norms"] = " ".join((norms * num_layers)[:num_layers])
-    config = GPTConfig(**{**values, **overrides})
-
-    dim = config.model_dim
-    heads = config.num_heads
-    if dim % (2 * heads):
-        raise UserError(f"MODEL_DIM={dim}: must be a multiple of 2 x NUM_HEADS = {2 * heads}")
-    if heads % config.num_kv_heads:
-        raise UserError(
-            f"NUM_HEADS={heads}: must be a multiple of NUM_KV_HEADS = {config.num_kv_heads}"
-        )
-    if config.rope_dims % 2 or config.rope_dims > dim // heads:
-        raise UserError(
-            f"ROPE_DIMS={config.rope_dims}: must be even, at most MODEL_DIM / NUM_HEADS = "
-            f"{dim // heads}"
-        )
-    if config.positions == "learned" and getattr(settings, "eval_stateful", False):
-        raise UserError("EVAL_STATEFUL=1: must be 0, for POSITIONS='learned' ends at TRAIN_SEQ_LEN")
-    return config
 
 
 def linear(x, weight):
@@ -1607,132 +1523,6 @@ def merge_lora(model):
 # === end: lora ===
 
 
-# === shared: quantization ===
-# The artifact stores matrices and embeddings as whole-number codes with one scale per tensor, and
-# all other tensors as floats. The entropy coder makes rare codes cheap, so the scale alone decides
-# the size. One scale per tensor took 7 to 10% fewer bytes at equal loss than one per row, because
-# the coder knows the sizes of rows and columns (docs/lab.md, 2026-11-21).
-#
-# The largest code stands for this many root mean squares (Parameter Golf's SDClip). With the
-# default of 6 bits, 8 sigma give a step of 0.26 sigma, about 4 bits per weight.
-MATRIX_CLIP_SIGMAS = 8.0
-# At the same step an embedding's weight costs 40 times as much loss as a matrix's (docs/lab.md).
-# So embeddings have a finer step, 0.047 sigma.
-EMBED_CLIP_SIGMAS = 6.0
-EMBED_BITS = 8
-# These stay float32: they pass through exp and softplus into a decay that every token applies.
-FLOAT32_CONTROLS = ("A_log", "dt_bias")
-
-
-@dataclass
-class Coded:
-    """A quantized tensor: weight = code * scale."""
-
-    codes: Tensor  # int8 (R, C), of size 2**(bits - 1) - 1 at most
-    scale: Tensor  # float16 (1,)
-    bits: int
-
-
-def tensor_class(name, tensor):
-    """Return "matrix", "embedding" or "control", by the last part of the tensor's dotted name.
-
-    "w_*" is a matrix; "*embed*", "head" and "ab" (GDN's decay and step size) are embeddings. All
-    other tensors are controls: few weights that scale whole channels. So is every tensor with fewer
-    than 16 rows or columns, seen as (shape[0], the other dimensions).
-    """
-    if tensor.ndim < 2 or min(tensor.flatten(1).shape) < 16:
-        return "control"
-    # Under a LoRA adapter PyTorch calls the weight itself NAME.original.
-    last = name.removesuffix(".original").rsplit(".", 1)[-1]
-    if last.startswith("w_"):
-        return "matrix"
-    return "embedding" if "embed" in last or last in ("head", "ab") else "control"
-
-
-def round_to(w, scale, bits):
-    """Return the codes nearest to w / scale, as floats; a scale of 0 gives codes of 0."""
-    qmax = 2 ** (bits - 1) - 1
-    return (w / torch.where(scale > 0, scale, 1.0)).round_().clamp_(-qmax, qmax)
-
-
-def quantize(w, bits, clip_sigmas):
-    """Return codes int8 (R, C) and the scale float16 (1,) of w (R, ...).
-
-    The largest code stands for `clip_sigmas` root mean squares of w. The root mean square is not
-    about the mean, so a constant tensor does not vanish. If w is not finite, neither is the scale.
-    """
-    rows = w.flatten(1).float()
-    sigma = rows.square().mean().sqrt().view(1)
-    scale = (sigma * clip_sigmas / (2 ** (bits - 1) - 1)).half()
-    return round_to(rows, scale, bits).to(torch.int8), scale
-
-
-def dequantize(codes, scale):
-    """Return code * scale, float32 (R, C): 8 by 11 bits, so exact on every machine."""
-    return codes.float() * scale
-
-
-def quant_table(settings):
-    """Return the quantizers that a run begins with: tensor class -> arguments of `quantize`."""
-    return {
-        "matrix": {"bits": settings.matrix_bits, "clip_sigmas": MATRIX_CLIP_SIGMAS},
-        "embedding": {"bits": EMBED_BITS, "clip_sigmas": EMBED_CLIP_SIGMAS},
-    }
-
-
-def quantize_all(tensors, table):
-    """Return name -> Coded of those tensors whose class the table has: nearest codes."""
-    coded = {}
-    for name, w in tensors.items():
-        quantizer = table.get(tensor_class(name, w))
-        if quantizer:
-            coded[name] = Coded(*quantize(w, **quantizer), quantizer["bits"])
-    return coded
-
-
-@contextlib.contextmanager
-def swapped(params, values):
-    """Inside, `params` hold `values`; afterwards, also after an exception, their old values."""
-    params = [param.detach() for param in params]  # the same memory, which may be written in place
-    originals = [param.clone() for param in params]
-    try:
-        for param, value in zip(params, values, strict=True):
-            param.copy_(value)
-        yield
-    finally:
-        for param, original in zip(params, originals, strict=True):
-            param.copy_(original)
-
-
-def decoded(tensors, coded):
-    """Return a context in which the coded tensors hold the weights that their codes stand for."""
-    values = (dequantize(c.codes, c.scale).view_as(tensors[name]) for name, c in coded.items())
-    return swapped([tensors[name] for name in coded], values)
-
-
-def quantized(network, table):
-    """Return a context in which weights are what the artifact would give back, for training.
-
-    This holds for forward and backward. No flag in the model changes, so compiled code is not
-    traced again. The gradient at the quantized weight q(w) is applied to w: this is the straight-
-    through estimator (Bengio et al., arXiv:1308.3432), w + (q(w) - w).detach().
-    """
-    tensors = network.state_dict()
-    return decoded(tensors, quantize_all(tensors, table))
-
-
-def count_parameters(network):
-    """Return the number of parameters of each tensor class, and in total."""
-    counts = collections.Counter()
-    for name, param in network.named_parameters():
-        counts[tensor_class(name, param)] += param.numel()
-    counts["total"] = counts.total()
-    return counts
-
-
-# === end: quantization ===
-
-
 # === shared: artifact ===
 # An artifact is one file:
 #
@@ -1758,8 +1548,6 @@ def count_parameters(network):
 ARTIFACT_PREFIX = struct.Struct("<8sII")
 ARTIFACT_MAGIC = b"UNDERPAR"
 ARTIFACT_VERSION = 7
-# Level 6 takes up to 0.5% fewer bytes than 3; from 12 on it is slow.
-ARTIFACT_ZSTD = zstandard.ZstdCompressor(level=6)
 RANS_BITS = 14  # rounding frequencies costs 20 bytes per million codes; at 12 bits 150
 RANS_TOTAL = 1 << RANS_BITS
 RANS_LOW = 1 << 16  # states stay in [2**16, 2**32), so a step moves at most one 16-bit word
@@ -1775,18 +1563,18 @@ def require(condition, message):
         raise ArtifactError(message)
 
 
-def rans_table(counts):
-    """Return frequencies uint16 (256,), of sum 2**14, for symbols that occur counts (256,) times.
+@dataclass
+class Coded:
+    """A quantized tensor: weight = code * scale."""
 
-    Each symbol that occurs has 1 and its share of what is left. The first two symbols count as if
-    they occurred, because a single symbol with all of 2**14 would overflow a state.
-    """
-    counts = counts.astype(np.float64)
-    counts[:2] += 1e-9
-    present = counts > 0
-    ends = np.cumsum(counts) / counts.sum() * (RANS_TOTAL - present.sum())
-    # Rounded ends of the symbols' ranges add up, which rounded shares would not.
-    return (present + np.diff(np.rint(ends), prepend=0)).astype(np.uint16)
+    codes: Tensor  # int8 (R, C), of size 2**(bits - 1) - 1 at most
+    scale: Tensor  # float16 (1,)
+    bits: int
+
+
+def dequantize(codes, scale):
+    """Return code * scale, float32 (R, C): 8 by 11 bits, so exact on every machine."""
+    return codes.float() * scale
 
 
 class RansCoder:
@@ -1844,75 +1632,6 @@ class RansCoder:
             words = words[len(low) :]
         require(len(words) == 0, "rANS words are left over")
         return self.symbols.take(slots)
-
-
-def size_numbers(mean_squares):
-    """Return sizes uint8, from 0 to 48, of mean squares: quarter octaves of their roots."""
-    octaves = np.log2(np.clip(mean_squares, 2**-8, 2**16))
-    return np.rint(2 * octaves + 16).astype(np.uint8)
-
-
-def code_by_rans(codes):
-    """Return the arrays that codes (name -> int8 (R, C)) are stored as, by name.
-
-    First come the coder's own arrays, then for each tensor its rANS words, or else its codes.
-    """
-    pairs = {}
-    sizes = [np.empty(0, np.uint8)]
-    counts = np.zeros((97, 256), np.int64)  # by table and symbol, of all tensors
-    for name, array in codes.items():
-        power = np.square(array, dtype=np.float32)
-        rows = size_numbers(power.mean(1))
-        columns = size_numbers(power.mean(0) / max(power.mean(), 1e-9))
-        tables = np.add.outer(rows, columns).astype(np.int32)
-        symbols = (tables << 8 | array.view(np.uint8)).reshape(-1)
-        count = np.bincount(symbols, minlength=counts.size).reshape(counts.shape)
-        total = np.maximum(1, count.sum(1, keepdims=True))
-        entropy = (count * np.log2(total / np.maximum(1, count))).sum() / 8  # in bytes
-        # zstd is shorter where rows are alike, as an embedding's of tokens that rarely occur.
-        if entropy < len(ARTIFACT_ZSTD.compress(array.tobytes())):
-            pairs[name] = symbols
-            sizes += [rows, columns]
-            counts += count
-    # Lanes move side by side, so many are fast; each of them costs 2 bytes.
-    lanes = min(1024, max(8, int(counts.sum()) // 8192))
-    states = np.full(lanes, RANS_LOW, np.uint32)
-    tables = np.stack([rans_table(count) for count in counts])
-    coder = RansCoder(states, tables)
-    words = {name: coder.encode(pairs[name]) for name in reversed(pairs)}
-    arrays = {"lane_states": states, "tables": tables, "sizes": np.concatenate(sizes)}
-    return {**arrays, **codes, **words}
-
-
-def pack_artifact(tensors, coded, **header):
-    """Return the artifact of `tensors`, those of `coded` as codes.
-
-    header: settings, which rebuild the model, tokenizer_sha256 and meta, which is anything; JSON.
-    The same input gives the same bytes. Raises ArtifactError if a tensor is not finite as stored.
-    """
-    arrays = code_by_rans({name: part.codes.cpu().numpy() for name, part in coded.items()})
-    for name, tensor in tensors.items():
-        if name not in coded:
-            dtype = torch.float32 if name.endswith(FLOAT32_CONTROLS) else torch.float16
-            arrays[name] = tensor.detach().to(dtype).cpu().numpy()
-
-    payloads = b""
-    records = {}
-    for name, array in arrays.items():
-        payload = ARTIFACT_ZSTD.compress(array.tobytes())
-        shape = tensors[name].shape if name in tensors else array.shape
-        record = {"shape": shape, "dtype": array.dtype.str, "length": len(payload)}
-        if name in coded:
-            record |= {"bits": coded[name].bits, "scale": coded[name].scale.item()}
-        is_finite = np.isfinite(record.get("scale", array)).all()
-        require(is_finite, f"tensor {name}: must be finite as it is stored")
-        records[name] = record
-        payloads += payload
-    text = json.dumps({**header, "streams": records})
-    frame = ARTIFACT_ZSTD.compress(text.encode())
-    prefix = ARTIFACT_PREFIX.pack(ARTIFACT_MAGIC, ARTIFACT_VERSION, len(frame))
-    data = prefix + frame + payloads
-    return data + hashlib.sha256(data).digest()
 
 
 def read_streams(data, max_weights):
@@ -1990,16 +1709,18 @@ def with_roles(tokenizer):
     )
 
 
-def load_model(name, path, tokenizer_path=""):
+def load_model(name, path):
     """Return a network, on the CPU, its tokenizer and the file that they are from.
 
     path: an artifact, a checkpoint, or a run: its artifact, or the newest whole checkpoint while it
-    has none. name: the setting that a UserError blames.
+    has none. The tokenizer's file stands beside it. name: the setting that a UserError blames.
     """
     file = Path(path)
-    if path and (file / "model.upar").is_file():
+    if not path:
+        raise UserError(f"{name}='': must be a run, a checkpoint or an artifact")
+    if (file / "model.upar").is_file():
         file = file / "model.upar"
-    if path and file.is_dir():
+    if file.is_dir():
         file, faults = newest_checkpoint(file)
         if file is None:
             raise UserError(
@@ -2021,14 +1742,14 @@ def load_model(name, path, tokenizer_path=""):
         beside = [file.parent / header["meta"]["tokenizer"]]
         sha256 = header["tokenizer_sha256"]
 
-    tokenizer = load_tokenizer(tokenizer_path or (beside or ["bytes"])[0])
+    tokenizer = load_tokenizer((beside or ["bytes"])[0])
     vocab_size = shape["vocab_size"]
     if vocab_size == tokenizer.vocab_size + len(ROLE_TOKENS):
         tokenizer = with_roles(tokenizer)  # post-training has added them
     if sha256 not in (None, tokenizer.sha256) or tokenizer.vocab_size != vocab_size:
         raise UserError(
-            f"TOKENIZER_PATH={tokenizer_path!r}: {tokenizer.file} with {tokenizer.vocab_size} "
-            f"tokens is not the one of {file}, which has {vocab_size}"
+            f"{name}={path!r}: the tokenizer beside it, {tokenizer.file} with "
+            f"{tokenizer.vocab_size} tokens, is not the one of {file}, which has {vocab_size}"
         )
     network = GPT(GPTConfig(**{field: shape[field] for field in GPTConfig.__dataclass_fields__}))
     ranks = [len(tensor) for key, tensor in tensors.items() if key.endswith(".lora_a")]
@@ -2266,220 +1987,63 @@ def generate(network, prompts, count, max_new_tokens, temperature, top_k, top_p,
 # === end: generation ===
 
 
-# === shared: tasks ===
-FROM_FILE = {"gsm8k": ("question", "answer"), "jsonl": ("prompt", "answer")}  # keys of a line
+# === shared: split ===
+def prompt_key(turns):
+    """Return a hash of the turns, (role token, text), before the first answer to a user.
 
-
-@dataclass(frozen=True)
-class Problem:
-    """A question and a right answer, which is the only one for most tasks."""
-
-    prompt: str
-    answer: str
-
-
-def is_held_out(prompt):
-    """Return whether a prompt is kept from training: one in five, by a hash, whatever the seed."""
-    return int(hashlib.blake2b(prompt.encode(), digest_size=8).hexdigest(), 16) % 5 == 0
-
-
-def whole_numbers(text):
-    """Return the whole numbers in a text."""
-    return [int(digits) for digits in re.findall("[0-9]+", text)]
-
-
-def expression_value(text):
-    """Return the exact value of whole numbers, + - * / and parentheses; None of any other text.
-
-    A division by 0 has no value, nor has a text of more than 100 characters.
+    It is the same for a conversation and for one that goes on from it. Otherwise the model would
+    already have seen the earlier answers of held-out conversations.
     """
-    text = " ".join(text.split()) if re.fullmatch(r"[0-9+*/()\s-]{1,100}", text, re.ASCII) else "("
-    # An operand that is missing would allow signs, powers, floor divisions and (), and an operator
-    # that is missing calls. Without these, eval computes sums and products of at most 50 numbers.
-    if re.search(r"(^|[-+*/(]) ?[-+*/)]|[0-9)] ?\(", text):
-        return None
-    try:
-        return eval(re.sub("[0-9]+", r"Fraction('\g<0>')", text), {"Fraction": Fraction})
-    except (SyntaxError, ZeroDivisionError):
-        return None
+    prompt = []
+    for role, text in turns:
+        if role == "<|assistant|>" and "<|user|>" in dict(prompt):
+            break
+        prompt.append((role, text))
+    return int(hashlib.blake2b(json.dumps(prompt).encode(), digest_size=8).hexdigest(), 16)
 
 
-def random_text(rng, characters):
-    """Return 5 to 9 of these characters."""
-    return "".join(rng.choices(characters, k=rng.randint(5, 9)))
+# === end: split ===
 
 
-def sort_problem(rng):
-    """Return digits to sort: `52713`, `12357`."""
-    digits = random_text(rng, string.digits)
-    return Problem(digits, "".join(sorted(digits)))
+# === shared: rewards ===
+def exact_match(prompts, completions, answer):
+    """Return 1.0 for each completion that is the answer, else 0.0."""
+    pairs = zip(completions, answer, strict=True)
+    return [float(text.strip() == right.strip()) for text, right in pairs]
 
 
-def reverse_problem(rng):
-    """Return letters to reverse: `abcde`, `edcba`."""
-    letters = random_text(rng, string.ascii_lowercase)
-    return Problem(letters, letters[::-1])
+def load_reward(spec):
+    """Return the reward function that REWARD names: exact_match, or path.py:function.
 
-
-def add_problem(rng):
-    """Return two numbers of 3 digits to add: `123+456`, `579`."""
-    a = rng.randint(100, 999)
-    b = rng.randint(100, 999)
-    return Problem(f"{a}+{b}", str(a + b))
-
-
-def countdown_problem(rng):
-    """Return three numbers up to 20 and a target below 100 to reach: `3 7 20=41`, `(3*7)+20`.
-
-    An answer uses each number once.
+    It is called with lists as function(prompts=, completions=, answer=), as TRL calls it, and
+    returns a number for each completion. Raises UserError.
     """
-    target = None
-    while target not in range(1, 100):
-        # Sorted, because otherwise one problem could stand on both sides of the split.
-        numbers = sorted(rng.randint(1, 20) for _ in range(3))
-        a, b, c = rng.sample(numbers, 3)
-        p, q = rng.choices("+-*/", k=2)
-        answer = rng.choice((f"({a}{p}{b}){q}{c}", f"{a}{p}({b}{q}{c})"))
-        target = expression_value(answer)
-    return Problem("{} {} {}={}".format(*numbers, target), answer)
+    if spec == "exact":
+        return exact_match
+    path, _, name = spec.rpartition(":")
+    function = None
+    if path.endswith(".py") and Path(path).is_file():
+        function = runpy.run_path(path).get(name)
+    if not callable(function):
+        raise UserError(f"REWARD={spec!r}: must be exact, or path.py:function with such a function")
+    return function
 
 
-DISTANCES = {"=": (0,), "<": (-2, -1), ">": (1, 2), "~": (-1, 1)}  # of two houses, by a clue's sign
-
-
-def zebra_problem(rng):
-    """Return clues on who lives with which pet (and drink) in houses 1 to 3, and the only solution.
-
-    `Ann<dog, Bob~cat, Cid=2`: = same house, < left of, > right of, ~ beside. The answer goes house
-    by house: `Ann eel, Cid cat, Bob dog`.
-    """
-    names = "Ann Bob Cid cat dog eel ale gin tea".split()[: rng.choice((6, 9))]
-    words = [*names, *"123"]
-    orders = itertools.product(itertools.permutations((1, 2, 3)), repeat=len(names) // 3)
-    worlds = [sum(order, ()) + (1, 2, 3) for order in orders]  # the house of each word
-    world = rng.choice(worlds)
-    clues = []
-    while len(worlds) > 1:
-        a, b = sorted(rng.sample(range(len(words)), 2))
-        sign = rng.choice("=<>~")
-        left = [other for other in worlds if other[a] - other[b] in DISTANCES[sign]]
-        if world in left and left != worlds:
-            worlds = left
-            clues.append(words[a] + sign + words[b])
-    houses = [[], [], []]
-    for name, house in zip(names, world, strict=False):
-        houses[house - 1].append(name)
-    return Problem(", ".join(sorted(clues)), ", ".join(map(" ".join, houses)))
-
-
-GENERATED = {
-    "sort": sort_problem,
-    "reverse": reverse_problem,
-    "add": add_problem,
-    "countdown": countdown_problem,
-    "zebra": zebra_problem,
-}
-
-
-def final_number(text):
-    """Return the number after the first `#### `, as GSM8K's own grader reads it, or NaN."""
-    texts = re.findall("#### (-?[0-9.,]+)", text) or [""]
-    number = re.fullmatch(r"(-?([0-9]+(\.[0-9]+)?|\.[0-9]+))\.?", texts[0].replace(",", ""))
-    return Decimal(number[1] if number else "NaN")
-
-
-@dataclass(frozen=True)
-class Task:
-    """Problems of one kind, split by is_held_out. Problem i depends on task, seed and i alone."""
-
-    name: str
-    seed: int
-    rows: tuple[list[Problem], list[Problem]]  # of a file: to train on, held out
-
-    def problem(self, index, held_out):
-        """Return problem `index` of a split, new or of the file, which begins again at its end."""
-        rows = self.rows[held_out]
-        if rows:
-            return rows[index % len(rows)]
-        rng = random.Random(f"{self.name} {self.seed} {held_out} {index}")
-        while True:
-            problem = GENERATED[self.name](rng)
-            if is_held_out(problem.prompt) == held_out:
-                return problem
-
-    def held_out(self, n):
-        """Return the first n held-out problems with different prompts, or all if there are fewer."""
-        problems = {}
-        for index in range(len(self.rows[True]) or 50 * n):
-            problem = self.problem(index, True)
-            problems.setdefault(problem.prompt, problem)
-            if len(problems) == n:
-                break
-        return list(problems.values())
-
-    def reward(self, problem, text):
-        """Return 1.0 for a right answer, else 0.0."""
-        if self.name == "gsm8k":
-            return float(final_number(text) == final_number(problem.answer))  # NaN equals nothing
-        if self.name == "countdown":
-            *numbers, target = whole_numbers(problem.prompt)
-            is_right = sorted(whole_numbers(text[:100])) == numbers
-            return float(is_right and expression_value(text) == target)
-        return float(text.strip() == problem.answer)
-
-
-def make_task(name, path, seed):
-    """Return the task of this name. gsm8k and jsonl read the JSON lines of `path`.
-
-    Of equal prompts the first line counts. Raises UserError: a wrong path, a line that is no
-    problem, a split without any.
-    """
-    task = Task(name, seed, ([], []))
-    if name in GENERATED and not path:
-        return task
-    if name in GENERATED or not Path(path).is_file():
-        raise UserError(
-            f"TASK_PATH={path!r}: must be a file of JSON lines for gsm8k and jsonl, else empty"
-        )
-    problems = {}
-    keys = FROM_FILE[name]
-    for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
-        try:
-            row = json.loads(line)
-            problem = Problem(*(row[key].strip() for key in keys))
-            if not (problem.prompt and problem.answer and task.reward(problem, problem.answer)):
-                raise ValueError
-        except (ValueError, LookupError, TypeError, AttributeError):
-            raise UserError(
-                f"{path}:{number}: must be JSON with the texts {' and '.join(keys)}, not blank "
-                "(gsm8k's with #### and a number)"
-            ) from None
-        problems.setdefault(problem.prompt, problem)
-    for problem in random.Random(seed).sample(list(problems.values()), len(problems)):
-        task.rows[is_held_out(problem.prompt)].append(problem)
-    if not all(task.rows):
-        raise UserError(
-            f"{path}: {len(task.rows[True])} of {len(problems)} problems held out by a hash; must "
-            "be some, not all"
-        )
-    return task
-
-
-# === end: tasks ===
+# === end: rewards ===
 
 
 # What each MODE or SCORE reads; another setting that is given is an error.
 SAMPLING = "max_new_tokens temperature top_k top_p"
-ASKING = f"score_path task task_path eval_prompts {SAMPLING}"
+ASKING = f"score_path held_out eval_prompts {SAMPLING}"
 READ_SETTINGS = {
     "generate": f"prompt layout system num_samples {SAMPLING}",
     "chat": f"system {SAMPLING}",
     "text": "score_path eval_stride",
     "choices": "score_path layout score_delimiter",
     "lambada": "score_path layout score_delimiter",
-    "task": f"eval_samples {ASKING}",
+    "task": f"reward eval_samples {ASKING}",
     "preference": "score_path score_model",
-    "win": f"score_model score_judge {ASKING}",
+    "win": f"reward score_model score_judge {ASKING}",
     "quality": f"layout num_samples {ASKING}",
 }
 
@@ -2487,7 +2051,7 @@ READ_SETTINGS = {
 def check_modes(settings):
     """Raise UserError for a setting that MODE and SCORE do not read, or need and do not have."""
     kind = settings.mode
-    read = {"mode", "artifact", "tokenizer_path", "seed", "device"}
+    read = {"mode", "artifact", "seed", "device"}
     if kind == "score":
         kind = settings.score
         read |= {"score", "score_file"}
@@ -2502,17 +2066,10 @@ def check_modes(settings):
                 f"SCORE={settings.score} LAYOUT={settings.layout}; must be left at "
                 f"{setting.default!r}"
             )
-    if "score_path" in read and "task" not in read and not settings.score_path:
+    if "score_path" in read and not settings.score_path:
         raise UserError(f"SCORE_PATH='': must be given for SCORE={kind}")
     if not Path(settings.score_file).absolute().parent.is_dir():
         raise UserError(f"SCORE_FILE={settings.score_file!r}: must be in a folder that exists")
-    needs_checker = kind in ("task", "win") and not settings.score_judge
-    tasks = [*FROM_FILE] if needs_checker else [*FROM_FILE, "sort"]
-    if settings.score_path and (settings.task_path or settings.task not in tasks):
-        raise UserError(
-            f"SCORE_PATH={settings.score_path!r}: takes TASK_PATH's place, for TASK gsm8k or jsonl; "
-            "other rows have no checker: they need SCORE=quality, or SCORE=win with SCORE_JUDGE"
-        )
 
 
 # ------------------------------------------------------------------------------------------ models
@@ -2526,9 +2083,9 @@ class Model:
     context: int  # tokens
 
 
-def open_model(name, path, runtime, tokenizer_path=""):
+def open_model(name, path, runtime):
     """Return the Model of a path, which the setting `name` has, on the device."""
-    network, tokenizer, source = load_model(name, path, tokenizer_path)
+    network, tokenizer, source = load_model(name, path)
     network = merge_lora(network).to(runtime.device).requires_grad_(False)
     return Model(network, tokenizer, source, network.config.train_seq_len)
 
@@ -2563,7 +2120,7 @@ def system_turns(settings):
 def sample(settings):
     """Print NUM_SAMPLES continuations of PROMPT."""
     runtime = start_runtime(settings.device)
-    model = open_model("ARTIFACT", settings.artifact, runtime, settings.tokenizer_path)
+    model = open_model("ARTIFACT", settings.artifact, runtime)
     turns = [*system_turns(settings), ("<|user|>", settings.prompt)]
     prompt, end = prompt_ids(model.tokenizer, turns, settings.layout)
     if settings.layout == "chat" and not settings.prompt.strip():
@@ -2628,7 +2185,7 @@ def stream_answer(model, talk, settings, count, number):
 def chat(settings):
     """Answer the lines of standard input, a user's turn each, until it ends or Ctrl-C comes."""
     runtime = start_runtime(settings.device)
-    model = open_model("ARTIFACT", settings.artifact, runtime, settings.tokenizer_path)
+    model = open_model("ARTIFACT", settings.artifact, runtime)
     note = functools.partial(print, file=sys.stderr, flush=True)
     system = system_turns(settings)
     turns = system
@@ -2861,7 +2418,7 @@ class Question:
     """A prompt that models answer."""
 
     turns: list
-    problem: Problem  # whose answer the task's checker knows, or None
+    problem: dict  # {"prompt", "answer"}, or None
 
 
 @dataclass
@@ -2887,42 +2444,29 @@ def check_room(answering, turns, settings):
             )
 
 
-def row_question(row, task):
-    """Return the Question in a row: a problem of the task gsm8k or jsonl, otherwise a prompt."""
-    if task not in FROM_FILE:
-        name, turns = row_prompt(row)
-        return name, Question(turns, None)
-    prompt, answer = [filled_text(row, field).strip() for field in FROM_FILE[task]]
-    if task == "gsm8k" and final_number(answer).is_nan():
-        raise RowError("answer without #### and a number")
-    return task, Question([("<|user|>", prompt)], Problem(prompt, answer))
-
-
 def read_questions(answering, path, settings, log):
-    """Return EVAL_PROMPTS questions of a file, or of TASK's held-out ones, and the task.
+    """Return EVAL_PROMPTS questions of a file; with HELD_OUT of those that training holds out.
 
-    A row without room for an answer by each of the models is left out, and `read_rows` names it. A
-    problem of TASK without room raises UserError.
+    A row without room for an answer by each of the models is left out, and `read_rows` names it.
+    Where REWARD marks the answers, each row needs the texts `prompt` (or `question`) and `answer`.
     """
+    needs_answer = settings.score in ("task", "win") and not settings.score_judge
 
     def parse(row):
-        name, question = row_question(row, settings.task)
-        check_room(answering, question.turns, settings)
-        return name, question
+        name, turns = row_prompt(row)
+        problem = None
+        if needs_answer:
+            prompt = filled_text(row, "question" if "question" in row else "prompt")
+            problem = {"prompt": prompt, "answer": filled_text(row, "answer")}
+        check_room(answering, turns, settings)
+        return name, Question(turns, problem)
 
-    if path:
-        questions = read_rows(path, parse, log)
-        return questions[: settings.eval_prompts], Task(settings.task, settings.seed, ([], []))
-    task = make_task(settings.task, settings.task_path, settings.seed)
-    questions = []
-    for problem in task.held_out(settings.eval_prompts):
-        question = Question([("<|user|>", problem.prompt)], problem)
-        try:
-            check_room(answering, question.turns, settings)
-        except RowError as error:
-            raise UserError(f"TASK={task.name}, {problem.prompt!r:.40}: {error}") from None
-        questions.append(question)
-    return questions, task
+    questions = read_rows(path, parse, log)
+    if settings.held_out:
+        questions = [one for one in questions if prompt_key(one.turns) % 10 == 0]
+    if not questions:
+        raise UserError(f"HELD_OUT=1: no prompt of {path} is held out; must be 0")
+    return questions[: settings.eval_prompts]
 
 
 def answer_questions(model, questions, settings, count):
@@ -3068,18 +2612,15 @@ def score_lambada(models, path, settings):
     }
 
 
-def last_number(text):
-    """Return the last number of a text as GSM8K marks an answer, `#### 18`, or "" without one."""
-    # A minus after a digit is a subtraction.
-    number = r"(?:(?<![0-9])-)?\$?(?:[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?|\.[0-9]+)"
-    numbers = re.findall(number, text)
-    return "#### " + numbers[-1].replace("$", "") if numbers else ""
-
-
-def count_right(task, answers, count, read=str):
-    """Return how many of the `count` answers to each question are right, as `read` reads them."""
-    marks = [task.reward(answer.question.problem, read(answer.text)) for answer in answers]
-    return [marks[start : start + count].count(1.0) for start in range(0, len(marks), count)]
+def count_right(reward, answers, count):
+    """Return how many of the `count` answers to each question have a reward of 1 or more."""
+    rewards = reward(
+        prompts=[answer.question.problem["prompt"] for answer in answers],
+        completions=[answer.text for answer in answers],
+        answer=[answer.question.problem["answer"] for answer in answers],
+    )
+    marks = [value >= 1 for value in rewards]
+    return [marks[start : start + count].count(True) for start in range(0, len(marks), count)]
 
 
 def score_task(models, path, settings):
@@ -3089,12 +2630,11 @@ def score_task(models, path, settings):
     1 - C(n - c, k) / C(n, k).
     """
     n = settings.eval_samples
-    questions, task = read_questions([models.scored], path, settings, models.log)
+    questions = read_questions([models.scored], path, settings, models.log)
+    reward = load_reward(settings.reward)
     greedy = answer_questions(models.scored, questions, replace(settings, temperature=0.0), 1)
-    result = {"greedy": interval(count_right(task, greedy, 1))}
-    if settings.task == "gsm8k":
-        result["greedy_lenient"] = interval(count_right(task, greedy, 1, last_number))
-    counts = count_right(task, answer_questions(models.scored, questions, settings, n), n)
+    result = {"greedy": interval(count_right(reward, greedy, 1))}
+    counts = count_right(reward, answer_questions(models.scored, questions, settings, n), n)
     for k in sorted({n, *(1 << power for power in range(n.bit_length()))}):
         result[f"pass{k}"] = interval([1 - math.comb(n - c, k) / math.comb(n, k) for c in counts])
     return {**result, "n": len(questions), "samples": n}
@@ -3157,10 +2697,11 @@ def score_preference(models, path, settings):
 def score_win(models, path, settings):
     """Return how often the answer to a prompt is better than SCORE_MODEL's, a tie being half a win.
 
-    The reward of SCORE_JUDGE or of the task's checker decides. Intervals are paired by prompt.
+    The reward of SCORE_JUDGE or REWARD decides. Intervals are paired by prompt.
     """
     both = [models.scored, models.other]
-    questions, task = read_questions(both, path, settings, models.log)
+    questions = read_questions(both, path, settings, models.log)
+    reward = load_reward(settings.reward)
     texts = []
     marks = []
     for model in both:
@@ -3170,7 +2711,7 @@ def score_win(models, path, settings):
             talks = [[*one.question.turns, ("<|assistant|>", one.text)] for one in answers]
             marks.append(rewards(models.judge, talks))
         else:
-            marks.append(count_right(task, answers, 1))
+            marks.append(count_right(reward, answers, 1))
     leads = []
     for text, other_text, mark, other_mark in zip(*texts, *marks, strict=True):
         # Equal answers tie, though the last digits of their rewards may differ between batches.
@@ -3186,7 +2727,7 @@ def score_win(models, path, settings):
         "mark_of_other": statistics.fmean(marks[1]),
         "difference": interval(leads, share=False),
         "n": len(leads),
-        "judge": models.judge.source if models.judge else f"checker of {task.name}",
+        "judge": models.judge.source if models.judge else f"REWARD={settings.reward}",
     }
 
 
@@ -3202,7 +2743,7 @@ def score_quality(models, path, settings):
     distinct: the share of different words, pairs and triples of words (arXiv 1510.03055).
     repetition: the mean share of an answer's groups of four words that it had before (1908.04319).
     """
-    questions, _ = read_questions([models.scored], path, settings, models.log)
+    questions = read_questions([models.scored], path, settings, models.log)
     answers = answer_questions(models.scored, questions, settings, settings.num_samples)
     result = {}
     for n in (1, 2, 3):
@@ -3236,7 +2777,7 @@ def rounded(value):
 
 
 def score(settings):
-    """Print SCORE for each file of SCORE_PATH, or for TASK; return and write all figures."""
+    """Print SCORE for each file of SCORE_PATH; return and write all figures."""
     runtime = start_runtime(settings.device)
     if settings.score in ("task", "preference", "win"):
         settings = replace(settings, layout="chat")
@@ -3246,7 +2787,7 @@ def score(settings):
         print(line)
         reports.append(line)
 
-    model = open_model("ARTIFACT", settings.artifact, runtime, settings.tokenizer_path)
+    model = open_model("ARTIFACT", settings.artifact, runtime)
     models = Models(model, None, None, log)
     if settings.score_model or settings.score == "win":
         models.other = open_model("SCORE_MODEL", settings.score_model, runtime)
@@ -3258,10 +2799,9 @@ def score(settings):
             )
     scores = {}
     for path in settings.score_path.split(","):
-        name = path or settings.task
-        scores[name] = MEASURES[settings.score](models, path, settings)
-        figures = [f"{key}:{rounded(value)}" for key, value in scores[name].items()]
-        print(f"{settings.score} {name}:", *figures, flush=True)
+        scores[path] = MEASURES[settings.score](models, path, settings)
+        figures = [f"{key}:{rounded(value)}" for key, value in scores[path].items()]
+        print(f"{settings.score} {path}:", *figures, flush=True)
     if settings.score_file:
         result = {
             "script": Path(__file__).name,

@@ -30,15 +30,12 @@ import runpy
 import shlex
 import shutil
 import signal
-import string
 import struct
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
-from decimal import Decimal
-from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal, get_args
@@ -50,7 +47,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import zstandard
-from tiktoken.load import read_file_cached
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import pad_sequence
@@ -81,23 +77,17 @@ class Settings:
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a device
     compile: bool = False  # torch.compile; on a CPU it needs a C++ compiler
     activation_checkpointing: bool = False  # recompute layers in the backward pass: less memory
-    # task
-    # gsm8k and jsonl read TASK_PATH; jsonl: lines with prompt and answer
-    task: Literal["sort", "reverse", "add", "countdown", "zebra", "gsm8k", "jsonl"] = "sort"
-    task_path: str = ""  # file of gsm8k or jsonl
-    # empty: the task's checker; random: a control; file.py:function, see load_reward
-    reward: str = ""
+    # problems
+    train_files: str = "data/sort.jsonl"  # FILE,FILE of problems, which data/tasks.py writes
+    val_files: str = ""  # FILE,FILE of held-out problems; empty: one prompt in ten, by a hash
+    # of an answer: exact, or file.py:function, see load_reward; with a REWARD_MODEL it scores
+    # held-out answers alone
+    reward: str = "exact"
     # run, checkpoint or artifact with a value head that scores answers in place of REWARD
     reward_model: str = ""
-    eval_prompts: int = bounded(512, 1)  # held-out prompts that score the policy
+    eval_prompts: int = bounded(512, 2)  # held-out prompts that score the policy
     # policy at the start
-    # a run, a checkpoint or an artifact; empty: a small model, warmed up on demonstrations
-    init_from: str = ""
-    tokenizer_path: str = ""  # .model or .tiktoken file, or "bytes"; empty: the data's
-    sft_steps: int = 400  # of that warm-up, at most
-    layer_pattern: str = "g a g"  # g GDN, s sliding window, a full attention
-    model_dim: int = bounded(64, 16)  # width of the residual stream
-    num_heads: int = bounded(4, 1)  # query heads of attention, and heads of GDN
+    init_from: str = ""  # a run, a checkpoint or an artifact, such as of train_sft.py
     lora_rank: int = 0  # of adapters, which alone are trained; 0: all weights are
     lora_alpha: float = 16.0  # adapters count by LORA_ALPHA / LORA_RANK
     # rollout
@@ -107,8 +97,6 @@ class Settings:
     # of the distribution; 0: always the likeliest token
     temperature: float = bounded(0.5, 0.01, 100.0)
     # objective
-    # on the policy's layers, or a copy of the reward model or the start
-    critic: Literal["head", "separate"] = "head"
     # of advantages: 0 trusts the next value, 1 the rewards alone
     gae_lambda: float = bounded(0.95, 0.0, 1.0)
     left_clip_range: float = 0.2  # below 1, for the ratio of probabilities
@@ -131,7 +119,7 @@ class Settings:
     val_loss_every: int = 0  # steps between validations, outside the clock; 0: only at the end
     # optimizer
     # of the matrices; all but muon update embeddings and head, too; the rest is AdamW's
-    optimizer: Literal["muon", "lion", "adamw", "adamw8bit", "adafactor"] = "adamw"
+    optimizer: Literal["muon", "lion", "adamw", "adafactor"] = "adamw"
     learning_rate: float = 0.0003  # of all weights
     weight_decay: float = 0.0  # decoupled, of all but scalars
     grad_clip_norm: float = 1.0  # largest global gradient norm; 0: no clipping
@@ -154,8 +142,6 @@ class Settings:
         prompts_unit(self, ranks=1)
         if self.kl_target and not self.kl_beta:
             raise UserError(f"KL_TARGET={self.kl_target}: needs a KL_BETA above 0 to begin with")
-        if self.reward and self.reward_model:
-            raise UserError(f"REWARD={self.reward!r}: must be empty with REWARD_MODEL")
 
 
 # === shared: settings ===
@@ -217,6 +203,7 @@ ALIASES = {
     "QAT_ENABLED": "QAT",
     "SEQ_LEN": "TRAIN_SEQ_LEN",
     "SWA_ENABLED": "SWA",
+    "TASK": "TRAIN_FILES",
     "TIED_EMBED_INIT_STD": "EMBED_INIT_STD",
     "TRAIN_LOG_EVERY": "LOG_SECONDS",
     "VAL_BATCH_SIZE": "MICRO_BATCH_TOKENS",
@@ -550,7 +537,7 @@ class Tokenizer:
     bos_id: int
     pieces: list  # bytes that each token decodes to, b"" for boundaries
     drops_space: np.ndarray | bool = False  # (V,) bool, loses its first space after a boundary
-    encode: Callable = None  # text -> ids; this and roles are of load_tokenizer in section encoding
+    encode: Callable = None  # text -> ids; this and roles are of add_encoder in section encoding
     roles: dict = None
 
     def __post_init__(self):
@@ -623,7 +610,6 @@ def sha256_file(path):
 
 # === shared: encoding ===
 ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
-RANK_FILES = "https://openaipublic.blob.core.windows.net/encodings"
 # Published encodings: the hash of their rank file and what that file does not contain. Every
 # document begins with <|endoftext|>. The regular expressions are copied from
 # tiktoken_ext/openai_public.py. They split a text into the parts within which bytes are merged.
@@ -659,27 +645,29 @@ ENCODINGS = {
 
 
 def load_tokenizer(path):
-    """Return the Tokenizer of `path`, see read_tokenizer, or of the published encoding NAME.
-
-    It has two attributes more: `encode`, from a text to ids without BOS, where special tokens are
-    plain text; and `roles`, the ids of ROLE_TOKENS, {} if it has none. Raises UserError.
-    """
+    """Return the Tokenizer of a file, see read_tokenizer, with its encoder. Raises UserError."""
     path = Path(path)
-    name = path.name.removesuffix(".tiktoken")
-    facts = ENCODINGS.get(name)
+    facts = ENCODINGS.get(path.stem)
     if path.suffix == ".tiktoken" and not facts:
         raise UserError(f"tokenizer {path}: must be one of {[*ENCODINGS]}")
-    if facts and not path.suffix:
-        tokenizer = rank_tokenizer(f"{name}.tiktoken", published_ranks(name, facts), facts)
-    else:
-        tokenizer = read_tokenizer(path, facts)
+    return add_encoder(read_tokenizer(path, facts))
+
+
+def add_encoder(tokenizer):
+    """Give a Tokenizer its attributes `encode` and `roles`, and return it.
+
+    encode: from a text to ids without BOS, where special tokens are plain text. roles: the ids of
+    ROLE_TOKENS, {} if it has none. Raises UserError.
+    """
+    name = tokenizer.file.removesuffix(".tiktoken")
+    facts = ENCODINGS.get(name)
     tokenizer.roles = {}
     if name == "bytes":
         tokenizer.encode = lambda text: [4 + byte for byte in text.encode()]
         tokenizer.roles = {role: 260 + i for i, role in enumerate(ROLE_TOKENS)}
     elif facts:
         if tokenizer.sha256 != facts["sha256"]:
-            raise UserError(f"tokenizer {path}: is not the published rank file of {name}")
+            raise UserError(f"tokenizer {name}: is not the published rank file")
         ranks = {piece: rank for rank, piece in enumerate(tokenizer.pieces) if piece}
         bpe = tiktoken.Encoding(
             name, pat_str=facts["split"], mergeable_ranks=ranks, special_tokens={}
@@ -694,15 +682,6 @@ def load_tokenizer(path):
             if model.is_control(i):
                 tokenizer.roles[role] = i
     return tokenizer
-
-
-def published_ranks(name, facts):
-    """Return the rank file of an encoding, from tiktoken's cache or OpenAI's server."""
-    url = f"{RANK_FILES}/{name.replace('gpt2', 'r50k_base')}.tiktoken"
-    try:
-        return read_file_cached(url, facts["sha256"])
-    except (OSError, ValueError) as error:
-        raise UserError(f"tokenizer {name}: {error}") from error
 
 
 # === end: encoding ===
@@ -741,28 +720,6 @@ def completion(tokenizer, prompt, ids):
 
 
 # === shared: model ===
-# What ARCH_MODE stands for. load_settings takes the values of settings from here, where the user
-# gave no others; model_config takes the fields of GPTConfig that are no settings.
-ARCH_PRESETS = {
-    "D": {},  # the defaults: GDN, and two layers of sliding-window attention with the same weights
-    "gdn": dict(layer_pattern="g", num_layers=10),
-    "hybrid": dict(layer_pattern="g g a a a a a a a a g"),  # of openai/parameter-golf PR 1895
-    "baseline": dict(  # the first script of Parameter Golf
-        layer_pattern="a", num_layers=9, mlp_mult=2.0, qk_gain_init=1.5, unet_skips=True
-    ),
-    "llama": dict(
-        layer_pattern="a",
-        num_layers=12,
-        mlp="swiglu",
-        mlp_mult=2.75,
-        norm="rms_weight",
-        qk_gain_init=0.0,
-        residual_mix=False,
-        logit_softcap=0.0,
-        embed_init_std=0.02,
-    ),
-}
-NORMS = ("rms", "rms_weight", "layer")
 CONV_TAPS = 4  # tokens that GDN's short convolution sees, the current one included
 # GDN's log decay at a document's first token, which cuts off what stands before it: -inf would
 # give NaN, and -1e4 would cost digits.
@@ -779,8 +736,8 @@ class GPTConfig:
 
     vocab_size: int
     bos_id: int  # the first token of a document; nothing sees what stands before it
-    layers: str  # one word per layer, see model_config
-    norms: str  # one of NORMS per layer
+    layers: str  # one word per layer: g, s or a, see GPT
+    norms: str  # one word per layer, see Norm
     train_seq_len: int = 2048  # tokens in a window; learned positions end there
     model_dim: int = 512  # width of the residual stream
     num_heads: int = 8  # query heads of attention, and heads of GDN
@@ -797,54 +754,6 @@ class GPTConfig:
     unet_skips: bool = False  # the second half of the layers adds the first half's outputs
     logit_softcap: float = 30.0  # logits = c tanh(z / c); 0: as they are
     embed_init_std: float = 0.005  # standard deviation of the embedding at the start
-
-
-def model_config(settings, vocab_size, bos_id, **overrides):
-    """Return the GPTConfig of the network that `settings` ask for.
-
-    A field's value is taken from `overrides`, else `settings`, else ARCH_PRESETS, else GPTConfig's
-    default. LAYER_PATTERN is one word per layer, repeated or cut to NUM_LAYERS: g is Gated
-    DeltaNet, s sliding-window attention, a full attention. Layers whose words have the same number
-    share the mixer's weights (s1 ... s1); in capitals they share all of the layer's weights (A1 A2
-    A1 A2: depth recurrence). NORM is repeated in the same way: a shared layer has the norms of its
-    first place, and the last word is also the norm before the head.
-    Raises UserError where the numbers do not fit together.
-    """
-    words = settings.layer_pattern.split()
-    norms = getattr(settings, "norm", "rms").split()
-    if not words or not all(re.fullmatch("[gsa][0-9]*|[GSA][0-9]+", word) for word in words):
-        raise UserError(
-            f"LAYER_PATTERN={settings.layer_pattern!r}: each word must be g, s or a, maybe with a "
-            "number; capitals need one"
-        )
-    if not norms or set(norms) - set(NORMS):
-        raise UserError(f"NORM={settings.norm!r}: must be one or more of {', '.join(NORMS)}")
-    num_layers = getattr(settings, "num_layers", 0) or len(words)
-
-    names = GPTConfig.__dataclass_fields__
-    given = {**ARCH_PRESETS[getattr(settings, "arch_mode", "D")], **vars(settings)}
-    values = {name: value for name, value in given.items() if name in names}
-    values |= dict(vocab_size=vocab_size, bos_id=bos_id)
-    values["layers"] = " ".join((words * num_layers)[:num_layers])
-    values["norms"] = " ".join((norms * num_layers)[:num_layers])
-    config = GPTConfig(**{**values, **overrides})
-
-    dim = config.model_dim
-    heads = config.num_heads
-    if dim % (2 * heads):
-        raise UserError(f"MODEL_DIM={dim}: must be a multiple of 2 x NUM_HEADS = {2 * heads}")
-    if heads % config.num_kv_heads:
-        raise UserError(
-            f"NUM_HEADS={heads}: must be a multiple of NUM_KV_HEADS = {config.num_kv_heads}"
-        )
-    if config.rope_dims % 2 or config.rope_dims > dim // heads:
-        raise UserError(
-            f"ROPE_DIMS={config.rope_dims}: must be even, at most MODEL_DIM / NUM_HEADS = "
-            f"{dim // heads}"
-        )
-    if config.positions == "learned" and getattr(settings, "eval_stateful", False):
-        raise UserError("EVAL_STATEFUL=1: must be 0, for POSITIONS='learned' ends at TRAIN_SEQ_LEN")
-    return config
 
 
 def linear(x, weight):
@@ -1439,27 +1348,6 @@ def merge_lora(model):
 # === end: lora ===
 
 
-# === shared: reference ===
-def reference_policy(model, frozen):
-    """Return a function that returns a context in which the model is the reference policy.
-
-    frozen: the reference is the model as it is now, held by a copy of what is trained. Otherwise it
-    is the model without adapters, which takes no memory and is the same for a new adapter. A
-    compiled model stays compiled. Do not use it under parametrize.cached(). Raises UserError.
-    """
-    params = []
-    for name, param in model.named_parameters():
-        if (frozen and param.requires_grad) or (not frozen and name.endswith(".lora_b")):
-            params.append(param)
-    if not params:
-        raise UserError("REFERENCE: no adapter to switch off, and nothing trained to copy")
-    values = [param.detach().clone() if frozen else param.new_zeros(()) for param in params]
-    return functools.partial(swapped, params, values)
-
-
-# === end: reference ===
-
-
 # === shared: optimizer ===
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # coefficients of s, s^3 and s^5 by Keller Jordan
 NEWTON_SCHULZ_STEPS = 5  # bring singular values above 0.002 to between 0.68 and 1.21
@@ -1567,44 +1455,7 @@ class Lion(MaskedOptimizer):
         return update, {"momentum_buffer": buffer.lerp(grad, 1 - beta2)}
 
 
-class AdamW8bit(MaskedOptimizer):
-    """AdamW (arXiv 1711.05101) with two bytes of state per weight (arXiv 2110.02861).
-
-    The moments m and v are kept in blocks of 256 weights. One byte has the level n of r = sqrt(v):
-    r = r_max 2**(-n / 16), where r_max is the block's largest. The other has m / r, linear in the
-    block. After 300 steps the loss was 0.16% above AdamW's; with linear codes of r, 0.9%.
-    """
-
-    def update(self, grad, state):
-        """Return the update and the new state, see MaskedOptimizer."""
-        beta1, beta2 = ADAM_BETAS
-        g = F.pad(grad.flatten(), (0, -grad.numel() % 256)).view(-1, 256)  # (blocks, 256)
-        if not state:
-            state["updates"] = g.new_zeros(())
-            state["scales"] = g.new_zeros(2, len(g), 1)
-            state["codes"] = g.new_zeros(2, len(g), 256, dtype=torch.int8)
-
-        # Decode the moments and update them.
-        ratio, level = state["codes"].to(g.dtype)
-        ratio_scale, r_max = state["scales"]  # (blocks, 1)
-        r = r_max * torch.exp2((level + 128) / -16)
-        m = (r * ratio * ratio_scale).lerp(g, 1 - beta1)
-        r = r.square().lerp(g.square(), 1 - beta2).sqrt()
-        updates = state["updates"] + 1
-        update = m / (1 - beta1**updates) / (r / (1 - beta2**updates).sqrt() + ADAM_EPS)
-
-        # Encode them again. A block that never had a gradient has 0 / 0 here, and codes of 0.
-        ratio = torch.where(r > 0, m / r, 0.0)
-        ratio_scale = ratio.abs().amax(1, keepdim=True) / 127
-        r_max = r.amax(1, keepdim=True)
-        level = (16 * torch.log2(r_max / r)).clamp(max=255) - 128
-        codes = torch.stack([ratio / ratio_scale, level]).nan_to_num(0.0).round().to(torch.int8)
-        scales = torch.stack([ratio_scale, r_max])
-        update = update.flatten()[: grad.numel()].view_as(grad)
-        return update, dict(updates=updates, scales=scales, codes=codes)
-
-
-MASKED_OPTIMIZERS = {"lion": Lion, "adamw8bit": AdamW8bit}
+MASKED_OPTIMIZERS = {"lion": Lion}
 
 
 # Parameters that the optimizers treat otherwise than the artifact does, by the end of their names.
@@ -1771,10 +1622,6 @@ class Clock(Saved):
         if self.started is None:
             return self.before
         return self.before + time.perf_counter() - self.started
-
-    def seconds_left(self):
-        """Return the seconds until MAX_WALLCLOCK_SECONDS, the reserve included."""
-        return self.limit - self.elapsed()
 
     def start(self):
         """Let the clock run."""
@@ -2002,17 +1849,6 @@ MATRIX_CLIP_SIGMAS = 8.0
 # So embeddings have a finer step, 0.047 sigma.
 EMBED_CLIP_SIGMAS = 6.0
 EMBED_BITS = 8
-# These stay float32: they pass through exp and softplus into a decay that every token applies.
-FLOAT32_CONTROLS = ("A_log", "dt_bias")
-
-
-@dataclass
-class Coded:
-    """A quantized tensor: weight = code * scale."""
-
-    codes: Tensor  # int8 (R, C), of size 2**(bits - 1) - 1 at most
-    scale: Tensor  # float16 (1,)
-    bits: int
 
 
 def tensor_class(name, tensor):
@@ -2047,11 +1883,6 @@ def quantize(w, bits, clip_sigmas):
     sigma = rows.square().mean().sqrt().view(1)
     scale = (sigma * clip_sigmas / (2 ** (bits - 1) - 1)).half()
     return round_to(rows, scale, bits).to(torch.int8), scale
-
-
-def dequantize(codes, scale):
-    """Return code * scale, float32 (R, C): 8 by 11 bits, so exact on every machine."""
-    return codes.float() * scale
 
 
 def quant_table(settings):
@@ -2140,8 +1971,6 @@ def count_parameters(network):
 ARTIFACT_PREFIX = struct.Struct("<8sII")
 ARTIFACT_MAGIC = b"UNDERPAR"
 ARTIFACT_VERSION = 7
-# Level 6 takes up to 0.5% fewer bytes than 3; from 12 on it is slow.
-ARTIFACT_ZSTD = zstandard.ZstdCompressor(level=6)
 RANS_BITS = 14  # rounding frequencies costs 20 bytes per million codes; at 12 bits 150
 RANS_TOTAL = 1 << RANS_BITS
 RANS_LOW = 1 << 16  # states stay in [2**16, 2**32), so a step moves at most one 16-bit word
@@ -2157,18 +1986,18 @@ def require(condition, message):
         raise ArtifactError(message)
 
 
-def rans_table(counts):
-    """Return frequencies uint16 (256,), of sum 2**14, for symbols that occur counts (256,) times.
+@dataclass
+class Coded:
+    """A quantized tensor: weight = code * scale."""
 
-    Each symbol that occurs has 1 and its share of what is left. The first two symbols count as if
-    they occurred, because a single symbol with all of 2**14 would overflow a state.
-    """
-    counts = counts.astype(np.float64)
-    counts[:2] += 1e-9
-    present = counts > 0
-    ends = np.cumsum(counts) / counts.sum() * (RANS_TOTAL - present.sum())
-    # Rounded ends of the symbols' ranges add up, which rounded shares would not.
-    return (present + np.diff(np.rint(ends), prepend=0)).astype(np.uint16)
+    codes: Tensor  # int8 (R, C), of size 2**(bits - 1) - 1 at most
+    scale: Tensor  # float16 (1,)
+    bits: int
+
+
+def dequantize(codes, scale):
+    """Return code * scale, float32 (R, C): 8 by 11 bits, so exact on every machine."""
+    return codes.float() * scale
 
 
 class RansCoder:
@@ -2226,6 +2055,88 @@ class RansCoder:
             words = words[len(low) :]
         require(len(words) == 0, "rANS words are left over")
         return self.symbols.take(slots)
+
+
+def read_streams(data, max_weights):
+    """Return header and arrays (name -> flat) of an artifact. Raises ArtifactError if damaged."""
+    require(data.startswith(ARTIFACT_MAGIC), "is no underpar artifact")
+    _, version, length = ARTIFACT_PREFIX.unpack_from(data)
+    require(version == ARTIFACT_VERSION, f"version {version}, this code reads {ARTIFACT_VERSION}")
+    require(hashlib.sha256(data[:-32]).digest() == data[-32:], "damaged: the SHA-256 is wrong")
+    file = io.BytesIO(data[ARTIFACT_PREFIX.size : -32])
+    frame = file.read(length)
+    header = json.loads(zstandard.ZstdDecompressor().stream_reader(frame).read(1 << 24))
+    arrays = {}
+    for name, record in header["streams"].items():
+        payload = file.read(record["length"])
+        # The shapes bound all that is allocated. A size of 0 counts as 1, or it would hide others.
+        weights = math.prod(max(1, size) for size in record["shape"])
+        max_weights -= weights
+        fits = min([max_weights, *record["shape"]]) >= 0
+        require(fits, f"{name!r} has a negative size, or exceeds the limit of weights")
+        raw = zstandard.ZstdDecompressor().stream_reader(payload).read(4 * weights + 1)
+        arrays[name] = np.frombuffer(raw, record["dtype"]).copy()
+    return header, arrays
+
+
+def read_artifact(path, max_weights=1 << 30):
+    """Return the header, the tensors by name in float32, and `coded` as it was written.
+
+    Bit-exact on every machine. Memory is bounded by the file, at most max_weights numbers and
+    weights, and the decoding of one tensor. Raises ArtifactError, one line that names the file, if
+    anything is not as it was written.
+    """
+    data = Path(path).read_bytes()
+    tensors = {}
+    coded = {}
+    try:
+        header, arrays = read_streams(data, max_weights)
+        states, tables, sizes = [arrays.pop(name) for name in ("lane_states", "tables", "sizes")]
+        coder = RansCoder(states, tables.reshape(-1, 256))
+        for name, array in arrays.items():
+            record = header["streams"][name]
+            shape = record["shape"]
+            if array.dtype == np.uint16:
+                height, *width = shape
+                ends = [height, height + math.prod(width)]
+                rows, columns, sizes = np.split(sizes, ends)
+                contexts = np.add.outer(rows, columns).reshape(-1)
+                array = coder.decode(contexts, array).view(np.int8)
+            values = torch.from_numpy(array).view(shape)
+            if "scale" in record:
+                scale = torch.tensor([record["scale"]], dtype=torch.float16)
+                coded[name] = Coded(values.flatten(1), scale, record["bits"])
+                values = dequantize(values, scale)
+            tensors[name] = values.float()
+        require((states == RANS_LOW).all(), "the lanes do not end at 2**16")
+    except Exception as error:  # a file that only claims to be an artifact may raise anything
+        reason = str(error) if isinstance(error, ArtifactError) else repr(error)
+        raise ArtifactError(f"{path}: {reason}") from None
+    return header, tensors, coded
+
+
+# === end: artifact ===
+
+
+# === shared: packing ===
+# These stay float32: they pass through exp and softplus into a decay that every token applies.
+FLOAT32_CONTROLS = ("A_log", "dt_bias")
+# Level 6 takes up to 0.5% fewer bytes than 3; from 12 on it is slow.
+ARTIFACT_ZSTD = zstandard.ZstdCompressor(level=6)
+
+
+def rans_table(counts):
+    """Return frequencies uint16 (256,), of sum 2**14, for symbols that occur counts (256,) times.
+
+    Each symbol that occurs has 1 and its share of what is left. The first two symbols count as if
+    they occurred, because a single symbol with all of 2**14 would overflow a state.
+    """
+    counts = counts.astype(np.float64)
+    counts[:2] += 1e-9
+    present = counts > 0
+    ends = np.cumsum(counts) / counts.sum() * (RANS_TOTAL - present.sum())
+    # Rounded ends of the symbols' ranges add up, which rounded shares would not.
+    return (present + np.diff(np.rint(ends), prepend=0)).astype(np.uint16)
 
 
 def size_numbers(mean_squares):
@@ -2297,65 +2208,7 @@ def pack_artifact(tensors, coded, **header):
     return data + hashlib.sha256(data).digest()
 
 
-def read_streams(data, max_weights):
-    """Return header and arrays (name -> flat) of an artifact. Raises ArtifactError if damaged."""
-    require(data.startswith(ARTIFACT_MAGIC), "is no underpar artifact")
-    _, version, length = ARTIFACT_PREFIX.unpack_from(data)
-    require(version == ARTIFACT_VERSION, f"version {version}, this code reads {ARTIFACT_VERSION}")
-    require(hashlib.sha256(data[:-32]).digest() == data[-32:], "damaged: the SHA-256 is wrong")
-    file = io.BytesIO(data[ARTIFACT_PREFIX.size : -32])
-    frame = file.read(length)
-    header = json.loads(zstandard.ZstdDecompressor().stream_reader(frame).read(1 << 24))
-    arrays = {}
-    for name, record in header["streams"].items():
-        payload = file.read(record["length"])
-        # The shapes bound all that is allocated. A size of 0 counts as 1, or it would hide others.
-        weights = math.prod(max(1, size) for size in record["shape"])
-        max_weights -= weights
-        fits = min([max_weights, *record["shape"]]) >= 0
-        require(fits, f"{name!r} has a negative size, or exceeds the limit of weights")
-        raw = zstandard.ZstdDecompressor().stream_reader(payload).read(4 * weights + 1)
-        arrays[name] = np.frombuffer(raw, record["dtype"]).copy()
-    return header, arrays
-
-
-def read_artifact(path, max_weights=1 << 30):
-    """Return the header, the tensors by name in float32, and `coded` as it was written.
-
-    Bit-exact on every machine. Memory is bounded by the file, at most max_weights numbers and
-    weights, and the decoding of one tensor. Raises ArtifactError, one line that names the file, if
-    anything is not as it was written.
-    """
-    data = Path(path).read_bytes()
-    tensors = {}
-    coded = {}
-    try:
-        header, arrays = read_streams(data, max_weights)
-        states, tables, sizes = [arrays.pop(name) for name in ("lane_states", "tables", "sizes")]
-        coder = RansCoder(states, tables.reshape(-1, 256))
-        for name, array in arrays.items():
-            record = header["streams"][name]
-            shape = record["shape"]
-            if array.dtype == np.uint16:
-                height, *width = shape
-                ends = [height, height + math.prod(width)]
-                rows, columns, sizes = np.split(sizes, ends)
-                contexts = np.add.outer(rows, columns).reshape(-1)
-                array = coder.decode(contexts, array).view(np.int8)
-            values = torch.from_numpy(array).view(shape)
-            if "scale" in record:
-                scale = torch.tensor([record["scale"]], dtype=torch.float16)
-                coded[name] = Coded(values.flatten(1), scale, record["bits"])
-                values = dequantize(values, scale)
-            tensors[name] = values.float()
-        require((states == RANS_LOW).all(), "the lanes do not end at 2**16")
-    except Exception as error:  # a file that only claims to be an artifact may raise anything
-        reason = str(error) if isinstance(error, ArtifactError) else repr(error)
-        raise ArtifactError(f"{path}: {reason}") from None
-    return header, tensors, coded
-
-
-# === end: artifact ===
+# === end: packing ===
 
 
 # === shared: weights ===
@@ -2372,16 +2225,18 @@ def with_roles(tokenizer):
     )
 
 
-def load_model(name, path, tokenizer_path=""):
+def load_model(name, path):
     """Return a network, on the CPU, its tokenizer and the file that they are from.
 
     path: an artifact, a checkpoint, or a run: its artifact, or the newest whole checkpoint while it
-    has none. name: the setting that a UserError blames.
+    has none. The tokenizer's file stands beside it. name: the setting that a UserError blames.
     """
     file = Path(path)
-    if path and (file / "model.upar").is_file():
+    if not path:
+        raise UserError(f"{name}='': must be a run, a checkpoint or an artifact")
+    if (file / "model.upar").is_file():
         file = file / "model.upar"
-    if path and file.is_dir():
+    if file.is_dir():
         file, faults = newest_checkpoint(file)
         if file is None:
             raise UserError(
@@ -2403,14 +2258,14 @@ def load_model(name, path, tokenizer_path=""):
         beside = [file.parent / header["meta"]["tokenizer"]]
         sha256 = header["tokenizer_sha256"]
 
-    tokenizer = load_tokenizer(tokenizer_path or (beside or ["bytes"])[0])
+    tokenizer = load_tokenizer((beside or ["bytes"])[0])
     vocab_size = shape["vocab_size"]
     if vocab_size == tokenizer.vocab_size + len(ROLE_TOKENS):
         tokenizer = with_roles(tokenizer)  # post-training has added them
     if sha256 not in (None, tokenizer.sha256) or tokenizer.vocab_size != vocab_size:
         raise UserError(
-            f"TOKENIZER_PATH={tokenizer_path!r}: {tokenizer.file} with {tokenizer.vocab_size} "
-            f"tokens is not the one of {file}, which has {vocab_size}"
+            f"{name}={path!r}: the tokenizer beside it, {tokenizer.file} with "
+            f"{tokenizer.vocab_size} tokens, is not the one of {file}, which has {vocab_size}"
         )
     network = GPT(GPTConfig(**{field: shape[field] for field in GPTConfig.__dataclass_fields__}))
     ranks = [len(tensor) for key, tensor in tensors.items() if key.endswith(".lora_a")]
@@ -2602,11 +2457,6 @@ class Log:
     def is_due(self):
         """Return whether nothing was written for LOG_SECONDS."""
         return time.monotonic() - self.last_line >= LOG_SECONDS
-
-    def note(self, text):
-        """Write what the run is doing if a line is due."""
-        if self.is_due():
-            self(text)
 
     def metrics(self, step, metrics, seconds_left=None):
         """Write the metrics (name -> number) of a step and feed the tracker.
@@ -2808,11 +2658,8 @@ class Run(Saved):
             if not isinstance(value, dict):
                 self.log(f"{key}: {value}")
         faults = []
-        # A run that ended early because it reached its target may lack phases.
-        target_reached = "target_reached" in [event["event"] for event in self.events]
         for name in self.plan.planned.keys() - self.plan.phases:
-            if not target_reached:
-                faults.append(f"phase {name} was enabled and never fired")
+            faults.append(f"phase {name} was enabled and never fired")
         if result["total_bytes"] > self.settings.artifact_bytes_max:
             faults.append("code and artifact exceed ARTIFACT_BYTES_MAX")
         for fault in faults:
@@ -3041,307 +2888,110 @@ def generate(network, prompts, count, max_new_tokens, temperature, top_k, top_p,
 # === end: generation ===
 
 
-# === shared: tasks ===
-FROM_FILE = {"gsm8k": ("question", "answer"), "jsonl": ("prompt", "answer")}  # keys of a line
+# === shared: split ===
+def prompt_key(turns):
+    """Return a hash of the turns, (role token, text), before the first answer to a user.
 
-
-@dataclass(frozen=True)
-class Problem:
-    """A question and a right answer, which is the only one for most tasks."""
-
-    prompt: str
-    answer: str
-
-
-def is_held_out(prompt):
-    """Return whether a prompt is kept from training: one in five, by a hash, whatever the seed."""
-    return int(hashlib.blake2b(prompt.encode(), digest_size=8).hexdigest(), 16) % 5 == 0
-
-
-def whole_numbers(text):
-    """Return the whole numbers in a text."""
-    return [int(digits) for digits in re.findall("[0-9]+", text)]
-
-
-def expression_value(text):
-    """Return the exact value of whole numbers, + - * / and parentheses; None of any other text.
-
-    A division by 0 has no value, nor has a text of more than 100 characters.
+    It is the same for a conversation and for one that goes on from it. Otherwise the model would
+    already have seen the earlier answers of held-out conversations.
     """
-    text = " ".join(text.split()) if re.fullmatch(r"[0-9+*/()\s-]{1,100}", text, re.ASCII) else "("
-    # An operand that is missing would allow signs, powers, floor divisions and (), and an operator
-    # that is missing calls. Without these, eval computes sums and products of at most 50 numbers.
-    if re.search(r"(^|[-+*/(]) ?[-+*/)]|[0-9)] ?\(", text):
-        return None
-    try:
-        return eval(re.sub("[0-9]+", r"Fraction('\g<0>')", text), {"Fraction": Fraction})
-    except (SyntaxError, ZeroDivisionError):
-        return None
+    prompt = []
+    for role, text in turns:
+        if role == "<|assistant|>" and "<|user|>" in dict(prompt):
+            break
+        prompt.append((role, text))
+    return int(hashlib.blake2b(json.dumps(prompt).encode(), digest_size=8).hexdigest(), 16)
 
 
-def random_text(rng, characters):
-    """Return 5 to 9 of these characters."""
-    return "".join(rng.choices(characters, k=rng.randint(5, 9)))
-
-
-def sort_problem(rng):
-    """Return digits to sort: `52713`, `12357`."""
-    digits = random_text(rng, string.digits)
-    return Problem(digits, "".join(sorted(digits)))
-
-
-def reverse_problem(rng):
-    """Return letters to reverse: `abcde`, `edcba`."""
-    letters = random_text(rng, string.ascii_lowercase)
-    return Problem(letters, letters[::-1])
-
-
-def add_problem(rng):
-    """Return two numbers of 3 digits to add: `123+456`, `579`."""
-    a = rng.randint(100, 999)
-    b = rng.randint(100, 999)
-    return Problem(f"{a}+{b}", str(a + b))
-
-
-def countdown_problem(rng):
-    """Return three numbers up to 20 and a target below 100 to reach: `3 7 20=41`, `(3*7)+20`.
-
-    An answer uses each number once.
-    """
-    target = None
-    while target not in range(1, 100):
-        # Sorted, because otherwise one problem could stand on both sides of the split.
-        numbers = sorted(rng.randint(1, 20) for _ in range(3))
-        a, b, c = rng.sample(numbers, 3)
-        p, q = rng.choices("+-*/", k=2)
-        answer = rng.choice((f"({a}{p}{b}){q}{c}", f"{a}{p}({b}{q}{c})"))
-        target = expression_value(answer)
-    return Problem("{} {} {}={}".format(*numbers, target), answer)
-
-
-DISTANCES = {"=": (0,), "<": (-2, -1), ">": (1, 2), "~": (-1, 1)}  # of two houses, by a clue's sign
-
-
-def zebra_problem(rng):
-    """Return clues on who lives with which pet (and drink) in houses 1 to 3, and the only solution.
-
-    `Ann<dog, Bob~cat, Cid=2`: = same house, < left of, > right of, ~ beside. The answer goes house
-    by house: `Ann eel, Cid cat, Bob dog`.
-    """
-    names = "Ann Bob Cid cat dog eel ale gin tea".split()[: rng.choice((6, 9))]
-    words = [*names, *"123"]
-    orders = itertools.product(itertools.permutations((1, 2, 3)), repeat=len(names) // 3)
-    worlds = [sum(order, ()) + (1, 2, 3) for order in orders]  # the house of each word
-    world = rng.choice(worlds)
-    clues = []
-    while len(worlds) > 1:
-        a, b = sorted(rng.sample(range(len(words)), 2))
-        sign = rng.choice("=<>~")
-        left = [other for other in worlds if other[a] - other[b] in DISTANCES[sign]]
-        if world in left and left != worlds:
-            worlds = left
-            clues.append(words[a] + sign + words[b])
-    houses = [[], [], []]
-    for name, house in zip(names, world, strict=False):
-        houses[house - 1].append(name)
-    return Problem(", ".join(sorted(clues)), ", ".join(map(" ".join, houses)))
-
-
-GENERATED = {
-    "sort": sort_problem,
-    "reverse": reverse_problem,
-    "add": add_problem,
-    "countdown": countdown_problem,
-    "zebra": zebra_problem,
-}
-
-
-def final_number(text):
-    """Return the number after the first `#### `, as GSM8K's own grader reads it, or NaN."""
-    texts = re.findall("#### (-?[0-9.,]+)", text) or [""]
-    number = re.fullmatch(r"(-?([0-9]+(\.[0-9]+)?|\.[0-9]+))\.?", texts[0].replace(",", ""))
-    return Decimal(number[1] if number else "NaN")
-
-
-@dataclass(frozen=True)
-class Task:
-    """Problems of one kind, split by is_held_out. Problem i depends on task, seed and i alone."""
-
-    name: str
-    seed: int
-    rows: tuple[list[Problem], list[Problem]]  # of a file: to train on, held out
-
-    def problem(self, index, held_out):
-        """Return problem `index` of a split, new or of the file, which begins again at its end."""
-        rows = self.rows[held_out]
-        if rows:
-            return rows[index % len(rows)]
-        rng = random.Random(f"{self.name} {self.seed} {held_out} {index}")
-        while True:
-            problem = GENERATED[self.name](rng)
-            if is_held_out(problem.prompt) == held_out:
-                return problem
-
-    def held_out(self, n):
-        """Return the first n held-out problems with different prompts, or all if there are fewer."""
-        problems = {}
-        for index in range(len(self.rows[True]) or 50 * n):
-            problem = self.problem(index, True)
-            problems.setdefault(problem.prompt, problem)
-            if len(problems) == n:
-                break
-        return list(problems.values())
-
-    def reward(self, problem, text):
-        """Return 1.0 for a right answer, else 0.0."""
-        if self.name == "gsm8k":
-            return float(final_number(text) == final_number(problem.answer))  # NaN equals nothing
-        if self.name == "countdown":
-            *numbers, target = whole_numbers(problem.prompt)
-            is_right = sorted(whole_numbers(text[:100])) == numbers
-            return float(is_right and expression_value(text) == target)
-        return float(text.strip() == problem.answer)
-
-
-def make_task(name, path, seed):
-    """Return the task of this name. gsm8k and jsonl read the JSON lines of `path`.
-
-    Of equal prompts the first line counts. Raises UserError: a wrong path, a line that is no
-    problem, a split without any.
-    """
-    task = Task(name, seed, ([], []))
-    if name in GENERATED and not path:
-        return task
-    if name in GENERATED or not Path(path).is_file():
-        raise UserError(
-            f"TASK_PATH={path!r}: must be a file of JSON lines for gsm8k and jsonl, else empty"
-        )
-    problems = {}
-    keys = FROM_FILE[name]
-    for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
-        try:
-            row = json.loads(line)
-            problem = Problem(*(row[key].strip() for key in keys))
-            if not (problem.prompt and problem.answer and task.reward(problem, problem.answer)):
-                raise ValueError
-        except (ValueError, LookupError, TypeError, AttributeError):
-            raise UserError(
-                f"{path}:{number}: must be JSON with the texts {' and '.join(keys)}, not blank "
-                "(gsm8k's with #### and a number)"
-            ) from None
-        problems.setdefault(problem.prompt, problem)
-    for problem in random.Random(seed).sample(list(problems.values()), len(problems)):
-        task.rows[is_held_out(problem.prompt)].append(problem)
-    if not all(task.rows):
-        raise UserError(
-            f"{path}: {len(task.rows[True])} of {len(problems)} problems held out by a hash; must "
-            "be some, not all"
-        )
-    return task
-
-
-# === end: tasks ===
+# === end: split ===
 
 
 # === shared: rewards ===
-REWARD_SECONDS = 60  # a reward function of a file that takes longer ends the run
+def exact_match(prompts, completions, answer):
+    """Return 1.0 for each completion that is the answer, else 0.0."""
+    pairs = zip(completions, answer, strict=True)
+    return [float(text.strip() == right.strip()) for text, right in pairs]
 
 
-def toss_coins(seed, problems, texts):
-    """Return a fair coin for each text: the reward of control runs.
+def load_reward(spec):
+    """Return the reward function that REWARD names: exact_match, or path.py:function.
 
-    It is a hash of seed, prompt, text and how often the call had both before, so that batch, rank
-    and resuming do not change it.
+    It is called with lists as function(prompts=, completions=, answer=), as TRL calls it, and
+    returns a number for each completion. Raises UserError.
     """
-    seen = collections.Counter()
-    coins = []
-    for problem, text in zip(problems, texts, strict=True):
-        pair = problem.prompt, text
-        coins.append(float(random.Random(f"{seed} {pair} {seen[pair]}").getrandbits(1)))
-        seen[pair] += 1
-    return coins
-
-
-def load_reward(spec, task):
-    """Return the function from problems and texts that answer them to rewards that REWARD names.
-
-    spec: empty: the task's checker; random: toss_coins; path.py:function: a user's, which is called
-    as function(prompts, completions, answers). What it raises is shown with its traceback. Raises
-    UserError if there is no such function, and later if it takes over REWARD_SECONDS.
-    """
-    if not spec:
-        return lambda problems, texts: list(map(task.reward, problems, texts))
-    if spec == "random":
-        return functools.partial(toss_coins, task.seed)
+    if spec == "exact":
+        return exact_match
     path, _, name = spec.rpartition(":")
-    if not (path.endswith(".py") and Path(path).is_file()):
-        raise UserError(
-            f"REWARD={spec!r}: must be empty, random, or path.py:function with a file that exists"
-        )
-    function = runpy.run_path(path).get(name)
+    function = None
+    if path.endswith(".py") and Path(path).is_file():
+        function = runpy.run_path(path).get(name)
     if not callable(function):
-        raise UserError(f"REWARD={spec!r}: {path} has no function {name!r}")
-
-    def give_up(number, frame):
-        raise UserError(f"REWARD={spec!r}: took over {REWARD_SECONDS} seconds")
-
-    def call_function(problems, texts):
-        prompts = [problem.prompt for problem in problems]
-        answers = [problem.answer for problem in problems]
-        signal.signal(signal.SIGALRM, give_up)
-        signal.setitimer(signal.ITIMER_REAL, REWARD_SECONDS)
-        try:
-            return function(prompts, list(texts), answers)
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-
-    return call_function
-
-
-def prompt_of(query):
-    """Return the prompt of a query: itself, or its `prompt` if it is an object or a dict."""
-    prompt = getattr(query, "prompt", query)
-    if isinstance(query, dict):
-        prompt = query.get("prompt")
-    if not isinstance(prompt, str):
-        raise UserError(
-            "prompts: must be strings, or objects or dicts with a string `prompt`, not "
-            f"{query!r:.80}"
-        )
-    return prompt
-
-
-def checked_rewards(rewards, queries, texts):
-    """Return what a reward function returned, a number for each text, as a tensor (n,), float64."""
-    try:
-        values = torch.as_tensor(rewards, dtype=torch.float64)
-    except (TypeError, ValueError, RuntimeError):
-        values = torch.zeros(())
-    if values.shape != (len(texts),):
-        raise UserError(f"reward: must be a list of {len(texts)} numbers, not {rewards!r:.200}")
-    for value, query, text in zip(values.tolist(), queries, texts, strict=True):
-        if not abs(value) < 1e15:
-            raise UserError(
-                f"reward: must be finite and below 1e15, not {value} for prompt "
-                f"{prompt_of(query)!r:.80}, completion {text!r:.80}"
-            )
-    return values
-
-
-def sum_rewards(functions, queries, texts):
-    """Return the sums of what reward functions with TRL's signature return, a list of one or more.
-
-    Each is called as function(prompts=, completions=, NAME=...), lists with an entry for each text.
-    The names are the other keys of the queries, if these are dicts.
-    """
-    columns = {"prompts": [prompt_of(query) for query in queries], "completions": texts}
-    if isinstance(queries[0], dict):
-        for name in queries[0].keys() - {"prompt"}:
-            columns[name] = [query[name] for query in queries]
-    return sum(checked_rewards(function(**columns), queries, texts) for function in functions)
+        raise UserError(f"REWARD={spec!r}: must be exact, or path.py:function with such a function")
+    return function
 
 
 # === end: rewards ===
+
+
+# === shared: problems ===
+CHOICE_PROBLEMS = 256  # that choose between raw and averaged weights, at most
+
+
+def read_problems(paths):
+    """Return prompt -> problem of files FILE,FILE; of equal prompts the first line counts.
+
+    A line is JSON with the texts `prompt` (or `question`) and `answer`. Raises UserError.
+    """
+    problems = {}
+    for path in filter(None, paths.split(",")):
+        if not Path(path).is_file():
+            raise UserError(f"{path}: no such file; data/tasks.py writes files of small tasks")
+        for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
+            try:
+                row = json.loads(line)
+                prompt = row.get("prompt") or row["question"]
+                is_blank = not (prompt.strip() and row["answer"].strip())
+            except (ValueError, LookupError, AttributeError):
+                is_blank = True
+            if is_blank:
+                raise UserError(
+                    f"{path}:{number}: must be JSON with the texts prompt (or question) and "
+                    "answer, not blank"
+                )
+            problems.setdefault(prompt, {"prompt": prompt, "answer": row["answer"]})
+    return problems
+
+
+def split_problems(settings):
+    """Return the problems of TRAIN_FILES to train on and to choose between averages, and held-out ones.
+
+    These are of VAL_FILES, whose prompts are left out of training, or else one prompt in ten, the
+    same ones as in train_sft.py. Raises UserError.
+    """
+    held_out = read_problems(settings.val_files)
+    train = []
+    for prompt, problem in read_problems(settings.train_files).items():
+        key = prompt_key([("<|user|>", prompt)])
+        if not settings.val_files and key % 10 == 0:
+            held_out[prompt] = problem
+        elif prompt not in held_out:
+            train.append(problem)
+    if not train or len(held_out) < 2:
+        raise UserError(
+            f"TRAIN_FILES={settings.train_files!r}: {len(train)} problems to train on, "
+            f"{len(held_out)} held out; must be 1 and 2 at least"
+        )
+    random.Random(settings.seed).shuffle(train)
+    count = min(CHOICE_PROBLEMS, len(train) // 10)
+    return train[count:], train[:count] or train, [*held_out.values()][: settings.eval_prompts]
+
+
+def problems_of_step(problems, step, count):
+    """Return the `count` problems of a step: the steps take them in turn, round and round."""
+    return [problems[number % len(problems)] for number in range(step * count, (step + 1) * count)]
+
+
+# === end: problems ===
 
 
 # === shared: responses ===
@@ -3370,10 +3020,7 @@ def token_logps(network, batch, temperature):
 
 def held_out_metrics(scores):
     """Return held-out scores for the log and the tracker: of a score with an interval, the mean."""
-    metrics = {}
-    for name, value in scores.items():
-        metrics[f"held_out/{name}"] = value[0] if isinstance(value, list) else value
-    return metrics
+    return {f"held_out/{name}": np.ravel(value)[0] for name, value in scores.items()}
 
 
 def score_table(columns, names, number):
@@ -3402,49 +3049,24 @@ def score_table(columns, names, number):
 HANG_SECONDS = 120.0
 
 
-def start_policy(settings, runtime):
-    """Return the network, on the runtime's device, its tokenizer, and where they are from.
+def load_start(settings, runtime):
+    """Return the network of INIT_FROM, on the runtime's device, its tokenizer, and their file.
 
-    They are those of INIT_FROM, or "new".
+    Raises UserError.
     """
     if settings.lora_rank and settings.qat:
         raise UserError("QAT=1: adapters are not quantized; must be 0 with LORA_RANK")
-    if settings.init_from:
-        network, tokenizer, source = load_model(
-            "INIT_FROM", settings.init_from, settings.tokenizer_path
-        )
-    else:
-        torch.manual_seed(settings.seed)
-        tokenizer = load_tokenizer(settings.tokenizer_path or "bytes")
-        source = "new"
-        config = model_config(
-            settings,
-            tokenizer.vocab_size,
-            tokenizer.bos_id,
-            num_kv_heads=settings.num_heads,
-            attn_window=1 << 20,  # s layers see a whole conversation
-            embed_init_std=0.02,
-        )
-        network = GPT(config)
-    for module in network.modules():
-        if isinstance(module, Lora):
-            rank = len(module.lora_a)
-            alpha = round(module.scale.item() * rank, 4)  # the scale is in float32
-            if (rank, alpha) != (settings.lora_rank, settings.lora_alpha):
-                raise UserError(
-                    f"LORA_RANK={settings.lora_rank}, LORA_ALPHA={settings.lora_alpha}: {source} "
-                    f"has adapters of rank {rank} and alpha {alpha}; must be those"
-                )
+    network, tokenizer, source = load_model("INIT_FROM", settings.init_from)
+    merge_lora(network)  # a checkpoint may have adapters; the run makes its own
     network.activation_checkpointing = settings.activation_checkpointing
     return network.to(runtime.device), tokenizer, source
 
 
 def adapt(network, settings):
-    """With LORA_RANK, put adapters on the network unless it has some, and train these alone."""
+    """With LORA_RANK, put adapters on the network, and train these alone."""
     if settings.lora_rank:
         torch.manual_seed(settings.seed)
-        if not any(isinstance(module, Lora) for module in network.modules()):
-            setup_lora_adapter(network, settings.lora_rank, settings.lora_alpha)
+        setup_lora_adapter(network, settings.lora_rank, settings.lora_alpha)
         for name, param in network.named_parameters():
             param.requires_grad_(".lora_" in name)
 
@@ -3468,12 +3090,110 @@ def fitting_tokens(network, device):
 # === end: start ===
 
 
-# === shared: supervision ===
-# Of the warm-up of a new policy. Muon's rate of matrices; AdamW takes a twentieth of it for all
-# else. AdamW alone learns to sort as soon (170 steps), but not, in 400 steps, to reverse (300).
-SFT_LR = 0.02
-# The warm-up ends at this share of right answers: what is learned then is left to the rewards.
-SFT_ACCURACY = 0.5
+# === shared: intervals ===
+def mean_interval(values):
+    """Return the mean of (n,) values of different prompts, and the ends of its 95% interval.
+
+    The interval is the normal approximation.
+    """
+    mean = values.mean().item()
+    half = 1.96 * values.std().item() / len(values) ** 0.5
+    return [mean, mean - half, mean + half]
+
+
+# === end: intervals ===
+
+
+# === shared: policy ===
+EVAL_SAMPLES = 8  # of each held-out problem
+EVAL_STEP = 1 << 31  # the step in the seeds of scored samples, which no training step reaches
+# What must stay when a run is resumed, beside the model's shape and the tokenizer.
+IDENTITY = "seed train_files prompts_per_step group_size lora_rank reward_model".split()
+FIRST_STEPS = 10  # a run whose first steps teach nothing ends: a dead start
+
+
+@dataclass
+class Answer:
+    """A sampled answer to a query."""
+
+    query: object  # a string, or a dict with `prompt`
+    prompt: list[int]
+    text: str
+    ids: list[int]
+    logps: list[float]  # of the ids, by the sampler
+    finished: bool  # whether a stop token ended it
+
+
+@dataclass
+class Rollout:
+    """The answers of a step."""
+
+    rows: list[list[tuple]]  # of this rank, as make_batches takes them, by mini-batch
+    metrics: dict[str, float]  # of all ranks
+
+
+def check_room(network, prompts, max_new_tokens):
+    """Raise UserError if the context has no room for an answer after one of these prompts."""
+    longest = max(map(len, prompts))
+    context = network.config.train_seq_len
+    if longest + max_new_tokens > context:
+        raise UserError(
+            f"MAX_NEW_TOKENS={max_new_tokens}: a prompt has {longest} tokens, the model's context "
+            f"{context}; must be at most {max(0, context - longest)}, or the prompt shorter"
+        )
+
+
+def prompts_unit(settings, ranks):
+    """Return MINI_BATCHES x ranks, which must divide the prompts of a step. Raises UserError."""
+    unit = settings.mini_batches * ranks
+    if settings.prompts_per_step % unit:
+        raise UserError(
+            f"PROMPTS_PER_STEP={settings.prompts_per_step}: must be a multiple of MINI_BATCHES x "
+            f"ranks = {unit}"
+        )
+    return unit
+
+
+def prompt_of(query):
+    """Return the prompt of a query: itself, or its `prompt` if it is a dict. Raises UserError."""
+    prompt = query.get("prompt") if isinstance(query, dict) else query
+    if not isinstance(prompt, str):
+        raise UserError(
+            f"prompts: must be strings, or dicts with a string `prompt`, not {query!r:.80}"
+        )
+    return prompt
+
+
+def checked_rewards(rewards, answers):
+    """Return what a reward function returned, a number for each answer, as a tensor (n,), float64."""
+    try:
+        values = torch.as_tensor(rewards, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError):
+        values = torch.zeros(())
+    if values.shape != (len(answers),):
+        raise UserError(f"reward: must be a list of {len(answers)} numbers, not {rewards!r:.200}")
+    for value, answer in zip(values.tolist(), answers, strict=True):
+        if not abs(value) < 1e15:
+            raise UserError(
+                f"reward: must be finite and below 1e15, not {value} for prompt "
+                f"{answer.query!r:.80}, completion {answer.text!r:.80}"
+            )
+    return values
+
+
+def sum_rewards(functions, answers):
+    """Return the sums (n,) of what reward functions with TRL's signature return.
+
+    Each is called as function(prompts=, completions=, NAME=...), lists with an entry for each
+    answer. The names are the other keys of the queries, if these are dicts.
+    """
+    queries = [answer.query for answer in answers]
+    columns = {"prompts": [prompt_of(query) for query in queries]}
+    columns["completions"] = [answer.text for answer in answers]
+    if isinstance(queries[0], dict):
+        for name in queries[0].keys() - {"prompt"}:
+            columns[name] = [query[name] for query in queries]
+    return sum(checked_rewards(function(**columns), answers) for function in functions)
 
 
 def make_batches(rows, device, tokens):
@@ -3511,130 +3231,22 @@ def make_batches(rows, device, tokens):
     return batches
 
 
-def supervise(network, rows, settings, runtime):
-    """Train on demonstrations; return the share of each step's answers that were right greedily.
-
-    A step is 64 of them. Training ends after SFT_STEPS, or when SFT_ACCURACY is the mean of ten
-    steps. rows: function from numbers to as many (prompt ids, answer ids). Every rank takes the
-    same steps.
-    """
-    alone = Runtime(0, 1, runtime.device, False)
-    rates = dict.fromkeys(("embedding", "head", "control"), (SFT_LR / 20, 0.0))  # no decay
-    rates["matrix"] = (SFT_LR, 0.0)
-    optimizers = Optimizers(network, "muon", rates, alone)
-    shares = []
-    for step in range(settings.sft_steps):
-        if sum(shares[-10:]) >= 10 * SFT_ACCURACY:
-            break
-        answers = [(*pair, [], 0.0) for pair in rows(range(step * 64, step * 64 + 64))]
-        tokens = sum(len(row[1]) for row in answers)
-        torch._foreach_zero_([param.grad for param in optimizers.params])
-        right = 0
-        for batch in make_batches(answers, runtime.device, 8192):
-            logits = network.logits(network.features(batch.ids)[batch.mask])
-            targets = batch.targets[batch.mask]
-            loss = F.cross_entropy(logits, targets, reduction="sum") / tokens
-            loss.backward()
-            hits = (~batch.mask).masked_scatter(batch.mask, logits.argmax(-1) == targets)
-            right += hits.all(1).sum().item()
-        norm, _ = optimizers.reduce_gradients(alone, 1.0, torch.zeros(1, device=runtime.device))
-        multiplier = min(1.0, (step + 1) / 10, 2 - 2 * step / settings.sft_steps)
-        optimizers.step(multiplier, MUON_MOMENTUM, ~torch.isfinite(norm))
-        shares.append(right / 64)
-    if runtime.distributed:
-        for param in network.parameters():
-            dist.broadcast(param.detach(), src=0)
-    return shares
-
-
-# === end: supervision ===
-
-
-# === shared: intervals ===
-def mean_interval(values):
-    """Return the mean of (n,) values of different prompts, and the ends of its 95% interval.
-
-    The interval is the normal approximation.
-    """
-    mean = values.mean().item()
-    half = 1.96 * values.std().item() / len(values) ** 0.5
-    return [mean, mean - half, mean + half]
-
-
-# === end: intervals ===
-
-
-# === shared: policy ===
-START_TEMPERATURES = (0.3, 0.5, 0.7, 1.0)  # sharpening alone must not look like learning
-EVAL_SAMPLES = 8  # of each held-out problem
-CHOICE_PROBLEMS = 256  # unseen training problems that choose between raw and averaged weights
-# The problems of the warm start and of that choice have numbers, and scored samples have a step in
-# their seeds, that no training step reaches.
-FIRST_SFT_PROBLEM = 1 << 40
-FIRST_CHOICE_PROBLEM = 1 << 41
-EVAL_STEP = 1 << 31
-# What must stay when a run is resumed, beside the model's shape and the tokenizer.
-IDENTITY = "seed task prompts_per_step group_size lora_rank critic reward_model".split()
-FIRST_STEPS = 10  # a run whose first steps teach nothing ends: a dead start
-
-
-@dataclass
-class Answer:
-    """A sampled answer to a query."""
-
-    query: object  # a string, or an object or a dict with `prompt`
-    prompt: list[int]
-    text: str
-    ids: list[int]
-    logps: list[float]  # of the ids, by the sampler
-    finished: bool  # whether a stop token ended it
-
-
-@dataclass
-class Rollout:
-    """The answers of a step."""
-
-    rows: list[list[tuple]]  # of this rank, as make_batches takes them, by mini-batch
-    metrics: dict[str, float]  # of all ranks
-
-
-def check_room(network, prompts, max_new_tokens):
-    """Raise UserError if the context has no room for an answer after one of these prompts."""
-    longest = max(map(len, prompts), default=0)
-    context = network.config.train_seq_len
-    if longest + max_new_tokens > context:
-        raise UserError(
-            f"MAX_NEW_TOKENS={max_new_tokens}: a prompt has {longest} tokens, the model's context "
-            f"{context}; must be at most {max(0, context - longest)}, or the prompt shorter"
-        )
-
-
-def prompts_unit(settings, ranks):
-    """Return MINI_BATCHES x ranks, which must divide the prompts of a step. Raises UserError."""
-    unit = settings.mini_batches * ranks
-    if settings.prompts_per_step % unit:
-        raise UserError(
-            f"PROMPTS_PER_STEP={settings.prompts_per_step}: must be a multiple of MINI_BATCHES x "
-            f"ranks = {unit}"
-        )
-    return unit
-
-
 def moments(values, runtime):
-    """Return mean and variance (of a sample, n - 1) of values (n,) over all ranks, 0-d, float64."""
+    """Return mean and variance (of a sample, n - 1) over all ranks of values (..., n), float64."""
     values = values.to(runtime.device, torch.float64)
-    total, count = runtime.sum(torch.stack([values.sum(), values.new_tensor(len(values))]))
-    mean = total / count
-    return mean, runtime.sum((values - mean).square().sum()) / (count - 1).clamp(min=1)
+    count = runtime.sum(values.new_tensor(values.size(-1)))
+    mean = runtime.sum(values.sum(-1)) / count
+    squares = runtime.sum((values - mean[..., None]).square().sum(-1))
+    return mean, squares / (count - 1).clamp(min=1)
 
 
 class PolicyTrainer:
     """A policy that learns from rewards: `train_step` is a rollout and its updates, `train` many.
 
-    model: a GPT. tokenizer: of load_tokenizer. train_dataset: prompts for `train`: strings, or
-    objects or dicts with `prompt`. reward_funcs: a function or a list of functions with TRL's
-    signature, see sum_rewards. ref_model: a GPT that KL_BETA keeps the policy near, in place of the
-    policy as it is now. A subclass has `rollout` and `update`. Raises UserError.
+    model: a GPT. tokenizer: of load_tokenizer. train_dataset: queries for `train`: strings, or
+    dicts with `prompt`. reward_funcs: a function or a list of functions with TRL's signature, see
+    sum_rewards. ref_model: a GPT that KL_BETA keeps the policy near, in place of the policy as it
+    is now. A subclass has `rollout` and `update`. Raises UserError.
     """
 
     reward_model = None  # a network that scores answers in place of a function
@@ -3656,23 +3268,12 @@ class PolicyTrainer:
         self.dataset = train_dataset
         self.runtime = runtime or Runtime(0, 1, model.embed.device, False)
         self.unit = prompts_unit(settings, self.runtime.world_size)
-        functions = [reward_funcs] if callable(reward_funcs) else reward_funcs
-        self.reward_function = functions and functools.partial(sum_rewards, functions)
-        # The reference is ref_model inside the context that self.reference() returns.
+        self.reward_funcs = [reward_funcs] if callable(reward_funcs) else reward_funcs
         self.ref_model = None
-        self.reference = contextlib.nullcontext
-        adapters = [w for name, w in model.named_parameters() if name.endswith("lora_b")]
-        if (
-            settings.kl_beta
-            and ref_model is None
-            and adapters
-            and not any(map(torch.any, adapters))
-        ):
-            # New adapters change nothing: without them the policy is what it is now.
-            self.ref_model = model
-            self.reference = reference_policy(model, frozen=False)
-        elif settings.kl_beta:
-            self.ref_model = copy.deepcopy(ref_model or model)
+        if settings.kl_beta:
+            # The copy shares the tensors that are not trained: with LoRA it holds adapters alone.
+            frozen = {id(param): param for param in model.parameters() if not param.requires_grad}
+            self.ref_model = copy.deepcopy(ref_model or model, frozen)
         self.optimizers = policy_optimizers(model, settings, self.runtime)
         self.trained = list(self.optimizers.params)
         self.micro_tokens = settings.micro_batch_tokens or fitting_tokens(
@@ -3703,11 +3304,17 @@ class PolicyTrainer:
             answers.append(Answer(queries[index // count], prompt, text, **vars(sample)))
         return answers
 
-    def rewards(self, answers, reward_function):
-        """Return the rewards of answers (n,), by a function of lists of queries and texts."""
-        queries = [answer.query for answer in answers]
-        texts = [answer.text for answer in answers]
-        return checked_rewards(reward_function(queries, texts), queries, texts)
+    def sample_share(self, queries, step):
+        """Return GROUP_SIZE Answers to each query of this rank's share of a step's queries."""
+        settings = self.settings
+        share = range(self.runtime.rank, len(queries), self.runtime.world_size)
+        seeds = [(settings.seed, step, number) for number in share]
+        queries = [queries[number] for number in share]
+        return self.sample(queries, settings.group_size, settings.temperature, seeds)
+
+    def rewards(self, answers):
+        """Return the rewards of answers (n,)."""
+        return sum_rewards(self.reward_funcs, answers)
 
     def make_rollout(self, answers, rewards, values, begin):
         """Return the Rollout of this rank's answers, begun at a time; rewards, values: (answers,).
@@ -3721,65 +3328,55 @@ class PolicyTrainer:
         size = len(rows) // self.settings.mini_batches
         mini_batches = [rows[start : start + size] for start in range(0, len(rows), size)]
 
-        runtime = self.runtime
-        count = len(rows) * runtime.world_size
         groups = rewards.view(-1, self.settings.group_size)
-        zero_variance, _ = moments((groups == groups[:, :1]).all(1), runtime)
-        length, _ = moments(torch.tensor([len(answer.ids) for answer in answers]), runtime)
-        finished, _ = moments(torch.tensor([answer.finished for answer in answers]), runtime)
-        mean, variance = moments(rewards, runtime)
+        is_silent = (groups == groups[:, :1]).all(1).repeat_interleave(groups.size(1))
+        lengths = torch.tensor([len(answer.ids) for answer in answers])
+        finished = torch.tensor([answer.finished for answer in answers])
+        values = torch.stack([rewards, is_silent, lengths, finished])
+        mean, variance = moments(values, self.runtime)
+        count = len(rows) * self.runtime.world_size
         metrics = {
-            "reward": mean,
-            "reward_std": (variance * (1 - 1 / count)).sqrt(),  # of all rewards, not of a sample
-            "zero_variance": zero_variance,
-            "length": length,
-            "finished": finished,
-            "truncated": 1 - finished,
-            "gen_tok_s": count * length / (time.perf_counter() - begin),
+            "reward": mean[0],
+            "reward_std": variance[0].sqrt(),
+            "zero_variance": mean[1],
+            "length": mean[2],
+            "finished": mean[3],
+            "gen_tok_s": count * mean[2] / (time.perf_counter() - begin),
         }
         return Rollout(mini_batches, {name: value.item() for name, value in metrics.items()})
 
-    def step(self, queries, count, reward_function):
-        """Return the metrics of a rollout of `count` queries, taken in turn, and of its updates."""
-        reward_function = reward_function or self.reward_function
-        if not (reward_function or self.reward_model):
-            raise UserError("reward_funcs: none; needs one, or a reward_function")
-        rollout = self.rollout(
-            lambda index: queries[index % len(queries)], count, reward_function, self.steps
-        )
-        self.steps += 1
-        return {**rollout.metrics, **self.update(rollout)}
-
-    def train_step(self, queries, reward_function=None):
-        """Return the metrics of a rollout of `queries`, see train_dataset, and of its updates.
-
-        reward_function: from lists of queries, each GROUP_SIZE times, and of completions to a list
-        of numbers; None: reward_funcs.
-        """
+    def train_step(self, queries):
+        """Return the metrics of a rollout of `queries`, see train_dataset, and of its updates."""
         if not queries or len(queries) % self.unit:
             raise UserError(
                 f"train_step: {len(queries)} queries; not a multiple of MINI_BATCHES x ranks = "
                 f"{self.unit}"
             )
-        return self.step(queries, len(queries), reward_function)
+        if not (self.reward_funcs or self.reward_model):
+            raise UserError("reward_funcs: none; must be one at least")
+        rollout = self.rollout(queries, self.steps)
+        self.steps += 1
+        return {**rollout.metrics, **self.update(rollout)}
 
-    def train(self, reward_function=None):
-        """Take ITERATIONS steps over train_dataset; return the metrics of each, see train_step."""
+    def train(self):
+        """Take ITERATIONS steps over train_dataset; return the metrics of each."""
         settings = self.settings
         if not (settings.iterations and self.dataset):
             raise UserError(
                 f"ITERATIONS={settings.iterations}: must be above 0, and there must be a "
                 "train_dataset"
             )
-        steps = range(settings.iterations)
-        return [self.step(self.dataset, settings.prompts_per_step, reward_function) for _ in steps]
+        metrics = []
+        for _ in range(settings.iterations):
+            queries = problems_of_step(self.dataset, self.steps, settings.prompts_per_step)
+            metrics.append(self.train_step(queries))
+        return metrics
 
 
 def update_metrics(names, updates, seconds):
     """Return means over the updates of a step, and over their tokens of the sums with these names.
 
     updates: of each, norm of the gradient, whether it was skipped, loss, tokens, and the sums.
-    clip_active and clip_outside are also given for each update.
     """
     norm, bad, loss, tokens, *sums = torch.stack(updates).double().cpu().T  # (updates,) each
     metrics = {"loss": loss.mean().item(), "grad_norm": norm.mean().item()}
@@ -3787,47 +3384,35 @@ def update_metrics(names, updates, seconds):
     metrics["train_tok_s"] = tokens.sum().item() / seconds
     for name, values in zip(names, sums, strict=True):
         metrics[name] = (values.sum() / tokens.sum()).item()
-        if name.startswith("clip_"):
-            for number, share in enumerate((values / tokens).tolist(), 1):
-                metrics[f"{name}_{number}"] = share
     return metrics
 
 
 class Exam(Saved):
-    """The held-out problems of a task, and the policy's scores before training.
+    """The held-out problems, and the policy's scores before training.
 
-    Raises UserError for under two problems.
+    reward: see load_reward; an answer with a reward of 1 or more is right.
     """
 
-    STATE = ("before", "best_pass1")
+    STATE = ("before",)
 
-    def __init__(self, task, settings):
-        self.task = task
-        self.problems = task.held_out(settings.eval_prompts)
-        if len(self.problems) < 2:
-            raise UserError(
-                f"EVAL_PROMPTS={settings.eval_prompts}: {len(self.problems)} held out; an interval "
-                "needs at least 2"
-            )
+    def __init__(self, problems, reward):
+        self.problems = problems
+        self.reward = reward
         self.before = {}  # as of scores()
-        self.best_pass1 = None  # pass1 at the best of START_TEMPERATURES
-
-    def is_right(self, answers):
-        """Return whether the task's checker says that answers are right."""
-        return [self.task.reward(answer.query, answer.text) >= 1 for answer in answers]
 
     def marks(self, trainer, problems, count, temperature, mark=None):
         """Return the marks of `count` answers to each problem, (n, count), float64.
 
-        mark: from answers to numbers; None: is_right. The ranks share the problems out.
+        mark: from answers to numbers (n,); None: whether REWARD is 1 or more. The ranks share the
+        problems out.
         """
         runtime = trainer.runtime
         marks = torch.zeros(len(problems), count, dtype=torch.float64, device=runtime.device)
         share = slice(runtime.rank, None, runtime.world_size)
         seeds = [(trainer.settings.seed, EVAL_STEP, number) for number in range(len(problems))]
         answers = trainer.sample(problems[share], count, temperature, seeds[share])
-        mark = mark or self.is_right
-        marks[share] = torch.as_tensor(mark(answers)).view(-1, count).to(marks)
+        values = mark(answers) if mark else sum_rewards([self.reward], answers) >= 1
+        marks[share] = values.view(-1, count).to(marks)
         return runtime.sum(marks)
 
     def scores(self, trainer):
@@ -3841,23 +3426,9 @@ class Exam(Saved):
             f"pass{EVAL_SAMPLES}": sampled.amax(1),
         }
 
-    def begin(self, trainer):
-        """Score the policy before training."""
-        self.before = self.scores(trainer)
-        candidates = [self.before["pass1"]]
-        for temperature in START_TEMPERATURES:
-            marks = self.marks(trainer, self.problems, EVAL_SAMPLES, temperature)
-            candidates.append(marks.mean(1))
-        self.best_pass1 = max(candidates, key=torch.mean)
-
     def gain(self, after):
-        """Return gains with 95% intervals, paired by problem.
-
-        pass1_over_best is over the start at its best temperature.
-        """
-        gain = {name: mean_interval(after[name] - self.before[name]) for name in after}
-        gain["pass1_over_best"] = mean_interval(after["pass1"] - self.best_pass1)
-        return gain
+        """Return gains with 95% intervals, paired by problem."""
+        return {name: mean_interval(after[name] - self.before[name]) for name in after}
 
 
 def score_intervals(scores):
@@ -3882,30 +3453,12 @@ def open_run(settings, runtime, network, tokenizer):
     return run, checkpoint
 
 
-def warm_start(network, tokenizer, task, run):
-    """Train a new policy on demonstrations of the task, see supervise."""
-
-    def rows(numbers):
-        demonstrations = []
-        for number in numbers:
-            problem = task.problem(FIRST_SFT_PROBLEM + number, held_out=False)
-            prompt, end = chat_ids(tokenizer, problem.prompt)
-            demonstrations.append((prompt, [*tokenizer.encode(problem.answer), end]))
-        return demonstrations
-
-    shares = supervise(network, rows, run.settings, run.runtime)
-    run.log(f"policy: new, {len(shares)} supervised steps, last accuracies {shares[-5:]}")
-
-
 def begin_run(run, trainer, exam, checkpoint):
     """Load the checkpoint, or score the start; log what is trained and where it begins."""
     settings = run.settings
     network = trainer.network
-    problems = itertools.chain(*exam.task.rows)
-    prompts = [chat_ids(trainer.tokenizer, problem.prompt)[0] for problem in problems]
-    check_room(network, prompts, settings.max_new_tokens)
     run.parts.update(network=network, optimizers=trainer.optimizers, exam=exam)
-    if trainer.ref_model not in (None, network):
+    if trainer.ref_model is not None:
         run.parts["reference"] = trainer.ref_model
     counts = count_parameters(network)
     counts["trained"] = sum(param.numel() for param in trainer.trained)
@@ -3925,7 +3478,7 @@ def begin_run(run, trainer, exam, checkpoint):
         if settings.compile:
             exam.scores(trainer)
     else:
-        exam.begin(trainer)
+        exam.before = exam.scores(trainer)
     start = score_intervals(exam.before)
     if not checkpoint:
         run.log.metrics(0, held_out_metrics(start))
@@ -3956,11 +3509,8 @@ def stop_run(run, stop_signal):
     return 128 + number
 
 
-def choose_weights(trainer, averages, exam, log):
-    """Give the policy those of raw and averaged weights that answer unseen training problems best.
-
-    Return their name.
-    """
+def choose_weights(trainer, averages, exam, problems, log):
+    """Give the policy those of raw and averaged weights that answer problems best; return a name."""
     raw = [param.detach() for param in trainer.trained]
     candidates = {"raw": raw}
     for name, average in averages.items():
@@ -3968,14 +3518,12 @@ def choose_weights(trainer, averages, exam, log):
             candidates[name] = average.values
     # Adapters are quantized as parts of the weights that they change.
     trainer.qat = not trainer.settings.lora_rank
-    numbers = range(FIRST_CHOICE_PROBLEM, FIRST_CHOICE_PROBLEM + CHOICE_PROBLEMS)
-    problems = [exam.task.problem(number, held_out=False) for number in numbers]
     shares = {}
     for name, values in candidates.items():
         with swapped(raw, values):
             right = exam.marks(trainer, problems, 1, trainer.settings.temperature)
         shares[name] = right.mean().item()
-        log(f"weights: {name}, pass1 {shares[name]:.4f} on {CHOICE_PROBLEMS} training problems")
+        log(f"weights: {name}, pass1 {shares[name]:.4f} on {len(problems)} problems")
     chosen = max(shares, key=shares.get)
     log(f"weights: {chosen} chosen")
     torch._foreach_copy_(raw, candidates[chosen])
@@ -3985,8 +3533,7 @@ def choose_weights(trainer, averages, exam, log):
 def pack_policy(run, trainer):
     """Write model.upar, the policy alone; return its bytes."""
     network = trainer.network
-    if run.settings.lora_rank:
-        merge_lora(network)
+    merge_lora(network)
     tensors = network.state_dict()
     tensors.pop("w_value", None)  # a critic's
     tokenizer = trainer.tokenizer
@@ -4061,14 +3608,14 @@ def answer_values(network, answers, tokens):
 
 
 class JudgedTrainer(PolicyTrainer):
-    """A PolicyTrainer whose reward_model, if it has one, scores answers in place of a function."""
+    """A PolicyTrainer whose reward_model, if it has one, scores answers in place of functions."""
 
-    def rewards(self, answers, reward_function=None):
+    def rewards(self, answers):
         """Return the rewards of answers (n,); a reward model reads their very tokens."""
         if self.reward_model is None:
-            return super().rewards(answers, reward_function)
+            return super().rewards(answers)
         values = answer_values(self.reward_model, answers, self.micro_tokens)
-        return super().rewards(answers, lambda queries, texts: values)
+        return checked_rewards(values, answers)
 
 
 class JudgedExam(Exam):
@@ -4181,41 +3728,18 @@ def ppo_loss(logps, values, batch, settings):
     return (policy + VALUE_COEF * value) * batch.mask, torch.stack(logged).detach() * batch.mask
 
 
-@dataclass
-class Experience:
-    """A batch of answers as ppo_loss wants it; all tensors are (B, T)."""
-
-    ids: Tensor
-    targets: Tensor
-    mask: Tensor  # the answers' tokens
-    sampled: Tensor  # log-probabilities, of the sampler
-    old: Tensor  # of the training forward at the rollout
-    values: Tensor  # of the critic at the rollout
-    advantages: Tensor
-    returns: Tensor
-
-
-@dataclass
-class Trunk:
-    """A network that has read a batch: what token_logps asks it for."""
-
-    output: Tensor
-    logits: Callable
-
-    def features(self, ids):
-        """Return the features of the ids."""
-        return self.output
-
-
 def make_critic(model, settings):
-    """Return a copy of a network for values, with adapters if LORA_RANK says so, without a head."""
+    """Return a copy of a network for values: a value head in place of its own, and new adapters."""
     critic = copy.deepcopy(model)
     for param, original in zip(critic.parameters(), model.parameters(), strict=True):
         if hasattr(original, "splits"):
             param.splits = original.splits  # for Muon; a copy has lost them
     critic.head = None
     critic.activation_checkpointing = settings.activation_checkpointing
-    adapt(critic, settings)
+    adapt(merge_lora(critic), settings)
+    if not hasattr(critic, "w_value"):
+        add_value_head(critic)
+    critic.w_value.requires_grad_(True)  # with adapters, too
     return critic
 
 
@@ -4225,59 +3749,44 @@ PPOConfig = Settings  # PPOConfig(learning_rate=1e-4, group_size=16)
 class PPOTrainer(JudgedTrainer, Saved):
     """Proximal policy optimization; arguments and use as of PolicyTrainer.
 
-    reward_model: a GPT with a value head that scores in place of reward functions. With CRITIC=head
-    the model gets a value head.
+    reward_model: a GPT with a value head that scores in place of reward functions. The critic is a
+    copy of it, or of the model.
     """
 
     STATE = ("kl_beta",)
 
     def __init__(self, model, tokenizer, args=None, *, reward_model=None, **options):
         settings = args or Settings()
-        self.critic = model
-        if settings.critic == "separate":
-            self.critic = make_critic(reward_model or model, settings)
-        if not hasattr(self.critic, "w_value"):
-            add_value_head(self.critic)
-        self.critic.w_value.requires_grad_(True)  # with adapters, too
         super().__init__(model, tokenizer, settings, **options)
         self.reward_model = reward_model
-        self.all_optimizers = [self.optimizers]
-        if self.critic is not model:
-            settings = replace(settings, learning_rate=CRITIC_LR)
-            self.all_optimizers.append(policy_optimizers(self.critic, settings, self.runtime))
+        self.critic = make_critic(reward_model or model, settings)
+        rates = replace(settings, learning_rate=CRITIC_LR)
+        self.critic_optimizers = policy_optimizers(self.critic, rates, self.runtime)
+        self.all_optimizers = [self.optimizers, self.critic_optimizers]
         self.kl_beta = settings.kl_beta  # KL_TARGET steers it
 
     @torch.no_grad()
-    def rollout(self, queries, count, reward_function, step):
-        """Return the Rollout of this rank's share of `count` prompts, with the answers' scores.
-
-        queries(index): query of an index that no other prompt has. reward_function: from lists of
-        queries, each GROUP_SIZE times, and of texts to a list of numbers.
-        """
+    def rollout(self, queries, step):
+        """Return the Rollout of this rank's share of a step's queries, with answers' rewards."""
         begin = time.perf_counter()
-        settings = self.settings
-        numbers = range(self.runtime.rank, count, self.runtime.world_size)
-        seeds = [(settings.seed, step, 0, number) for number in numbers]
-        drawn = [queries(step * count + number) for number in numbers]
-        answers = self.sample(drawn, settings.group_size, settings.temperature, seeds)
-        scores = self.rewards(answers, reward_function)
-        return self.make_rollout(answers, scores, scores, begin)
+        answers = self.sample_share(queries, step)
+        rewards = self.rewards(answers)
+        return self.make_rollout(answers, rewards, rewards, begin)
 
     def forward(self, batch):
         """Return log-probabilities, values and entropies (B, T), of the state in which a token of an
         answer is drawn; elsewhere 0."""
-        features = self.network.features(batch.ids)
-        trunk = Trunk(features, self.network.logits)
-        logps, entropy = token_logps(trunk, batch, self.settings.temperature)
-        if self.critic is not self.network:
-            features = self.critic.features(batch.ids)
+        logps, entropy = token_logps(self.network, batch, self.settings.temperature)
+        features = self.critic.features(batch.ids)
         values = features.to(self.critic.w_value.dtype) @ self.critic.w_value
         return logps, torch.where(batch.mask, values, 0.0), entropy
 
     @torch.no_grad()
     def experience(self, rollout):
-        """Return the rollout's mini-batches, lists of Experience, and what was measured of all
-        ranks' tokens. Then KL_TARGET steers."""
+        """Return the rollout's mini-batches, as ppo_loss takes them, and metrics of all ranks' tokens.
+
+        KL_TARGET then steers KL_BETA.
+        """
         settings = self.settings
         mini_batches = []
         tokens = []  # of the answers: k1, k3, advantage and return
@@ -4288,36 +3797,30 @@ class PPOTrainer(JudgedTrainer, Saved):
                     old, values, _ = self.forward(batch)
                     reference = old
                     if self.ref_model is not None:
-                        with self.reference():
-                            reference, _ = token_logps(self.ref_model, batch, settings.temperature)
+                        reference, _ = token_logps(self.ref_model, batch, settings.temperature)
                     k1, k3 = divergences(old, reference, batch.mask)
                     divergence = k1 if settings.kl_shaping == "k1" else k3
                     rewards = shaped_rewards(batch.advantages, divergence, batch.mask, self.kl_beta)
-                    advantages = advantage_estimates(
+                    batch.old = old
+                    batch.values = values
+                    batch.advantages = advantage_estimates(
                         rewards, values, batch.mask, GAMMA, settings.gae_lambda
                     )
-                    batch = Experience(
-                        batch.ids,
-                        batch.targets,
-                        batch.mask,
-                        batch.sampled,
-                        old,
-                        values,
-                        advantages,
-                        advantages + values,
-                    )
+                    batch.returns = batch.advantages + values
                     mini_batches[-1].append(batch)
-                    tokens.append(torch.stack([k1, k3, advantages, batch.returns])[:, batch.mask])
+                    tokens.append(
+                        torch.stack([k1, k3, batch.advantages, batch.returns])[:, batch.mask]
+                    )
 
-        k1, k3, (mean, variance), (_, spread) = (
-            moments(values, self.runtime) for values in torch.cat(tokens, dim=1)
-        )
+        means, variances = moments(torch.cat(tokens, dim=1), self.runtime)
+        k1, k3, mean, _ = means
+        _, _, variance, spread = variances
         for batch in itertools.chain(*mini_batches):  # advantages are whitened; returns are not
             white = (batch.advantages - mean) * (variance + 1e-8).rsqrt() * batch.mask
             batch.advantages = white.to(batch.values)
         metrics = {"explained_variance": (1 - variance / spread).item() if spread > 0 else 0.0}
         if self.ref_model is not None:
-            metrics |= {"kl": k1[0].item(), "kl_k3": k3[0].item(), "kl_beta": self.kl_beta}
+            metrics |= {"kl": k1.item(), "kl_k3": k3.item(), "kl_beta": self.kl_beta}
             answer_kl = metrics["kl"] * rollout.metrics["length"]
             self.kl_beta = steered(self.kl_beta, answer_kl, settings.kl_target)
         return mini_batches, metrics
@@ -4363,30 +3866,30 @@ def main():
     settings = load_settings(Settings, os.environ, sys.argv[1:], stored=stored_settings)
     runtime = start_runtime(settings.device)
     prompts_unit(settings, runtime.world_size)
-    task = make_task(settings.task, settings.task_path, settings.seed)
-    exam = JudgedExam(task, settings)
-    reward = load_reward(settings.reward, task)
-    network, tokenizer, source = start_policy(settings, runtime)
+    problems, choice, held_out = split_problems(settings)
+    reward = load_reward(settings.reward)
+    exam = JudgedExam(held_out, reward)
+    network, tokenizer, source = load_start(settings, runtime)
     judge = load_judge(settings, tokenizer, runtime)
 
     # run folder and log, policy, trainer, averages
     run, checkpoint = open_run(settings, runtime, network, tokenizer)
     clock = run.clock
     plan = run.plan
-    if source == "new" and not checkpoint:
-        warm_start(network, tokenizer, task, run)
-    else:
-        run.log(f"policy: {source}")
+    run.log(
+        f"policy: {source}\nproblems: {len(problems)} to train on, {len(choice)} to choose between averages, "
+        f"{len(held_out)} held out"
+    )
     adapt(network, settings)
-    trainer = PPOTrainer(network, tokenizer, settings, reward_model=judge, runtime=runtime)
+    trainer = PPOTrainer(
+        network, tokenizer, settings, reward_funcs=reward, reward_model=judge, runtime=runtime
+    )
     averages = {}
     for name, memory in (("ema", EMA_MEMORY), ("swa", None)):
         if getattr(settings, name):
             averages[name] = Average(trainer.trained, memory)
-    run.parts.update(averages, trainer=trainer)
-    if trainer.critic is not network:
-        run.parts["critic"] = trainer.critic
-        run.parts["critic_optimizers"] = trainer.all_optimizers[1]
+    run.parts.update(averages, trainer=trainer, critic=trainer.critic)
+    run.parts["critic_optimizers"] = trainer.critic_optimizers
     begin_run(run, trainer, exam, checkpoint)
     run.log(f"set-up and first scores: {time.perf_counter() - begin:.1f} s, outside the clock")
 
@@ -4424,21 +3927,20 @@ def main():
         multiplier = plan.rates(progress)
 
         # 3. Sample answers to new prompts, and reward them.
-        queries = functools.partial(task.problem, held_out=False)
-        rollout = trainer.rollout(queries, settings.prompts_per_step, reward, run.step)
+        queries = problems_of_step(problems, run.step, settings.prompts_per_step)
+        rollout = trainer.rollout(queries, run.step)
 
         # 4. Log the step before.
         stopping = log_step(run, metrics)
 
         # 5. Update the weights and their averages.
-        metrics = {**rollout.metrics, **trainer.update(rollout, multiplier)}
-        metrics["lr_mul"] = multiplier
-        metrics["progress"] = progress
+        updates = trainer.update(rollout, multiplier)
+        metrics = {**rollout.metrics, **updates, "lr_mul": multiplier, "progress": progress}
         for name, average in averages.items():
             if plan.is_on(name):
                 average.update(progress)
-        values = [metrics["loss"], metrics["bad"], stop_signal.number]
-        loss, bad, stop = torch.tensor(values, device=runtime.device)
+        report = [updates["loss"], updates["bad"], stop_signal.number]
+        loss, bad, stop = torch.tensor(report, device=runtime.device)
         clock.send_report(loss, bad, runtime.sum(stop))
         run.step += 1
 
@@ -4448,7 +3950,7 @@ def main():
             raise UserError(
                 f"REWARD={settings.reward!r}: in each of the first {FIRST_STEPS} steps all samples "
                 f"have one reward (mean {metrics['reward']:.3f}), so nothing can be learned; needs "
-                "another start (INIT_FROM, SFT_STEPS) or TASK"
+                "another INIT_FROM or easier TRAIN_FILES"
             )
 
     clock.stop()
@@ -4460,13 +3962,11 @@ def main():
 
     # Choosing the weights and packing them are on the clock, too.
     clock.start()
-    chosen = choose_weights(trainer, averages, exam, run.log)
+    chosen = choose_weights(trainer, averages, exam, choice, run.log)
     content = pack_policy(run, trainer)
     facts = {
         "tokenizer_sha256": tokenizer.sha256,
-        "task": task.name,
         "init_from": source,
-        "samples": run.step * settings.prompts_per_step * settings.group_size,
         "params": count_parameters(network),
         "weights": chosen,
         "optimizer_state_bytes": sum(part.state_bytes() for part in trainer.all_optimizers),

@@ -25,23 +25,18 @@ import itertools
 import json
 import math
 import os
-import random
 import re
 import resource
 import shlex
 import shutil
 import signal
-import string
 import struct
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
-from decimal import Decimal
-from fractions import Fraction
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Literal, get_args
 
 import numpy as np
@@ -51,7 +46,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import zstandard
-from tiktoken.load import read_file_cached
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import pad_sequence
@@ -83,24 +77,14 @@ class Settings:
     activation_checkpointing: bool = False  # recompute layers in the backward pass: less memory
     compile: bool = False  # torch.compile; on a CPU it needs a C++ compiler
     # data
-    train_files: str = ""  # files of rows, each maybe :WEIGHT; empty: TASK
-    val_files: str = ""  # files of held-out rows; empty: one prompt in ten, by a hash
+    # FILE,FILE of rows, each maybe :WEIGHT
+    train_files: str = "data/sort.jsonl"
+    val_files: str = ""  # FILE,FILE of held-out rows; empty: one prompt in ten, by a hash
     # whose tokens are learned; assistant: its end too
     train_on: Literal["assistant", "all"] = "assistant"
-    # gsm8k and jsonl read TASK_PATH; jsonl: lines with prompt and answer
-    task: Literal["sort", "reverse", "add", "countdown", "zebra", "gsm8k", "jsonl"] = "sort"
-    task_path: str = ""  # file of gsm8k or jsonl
-    demonstrations: int = bounded(20000, 1)  # of TASK, where there are no TRAIN_FILES
     eval_prompts: int = bounded(512, 1)  # held-out prompts that score the policy
     # model at the start
-    # a run, a checkpoint or an artifact; empty: a small model, warmed up on demonstrations
-    init_from: str = ""
-    tokenizer_path: str = ""  # .model or .tiktoken file, or "bytes"; empty: the data's
-    layer_pattern: str = "g a g"  # g GDN, s sliding window, a full attention
-    model_dim: int = bounded(64, 16)  # width of the residual stream
-    num_heads: int = bounded(4, 1)  # query heads of attention, and heads of GDN
-    # kind of MLP; bio_soft is the bio-MLP with sparse events
-    mlp: Literal["relu2", "leaky_relu2", "gelu", "swiglu", "bio", "bio_soft"] = "relu2"
+    init_from: str = ""  # a run, a checkpoint or an artifact; empty: a small new model over bytes
     lora_rank: int = 0  # of adapters, which alone are trained; 0: all weights are
     lora_alpha: float = 16.0  # adapters count by LORA_ALPHA / LORA_RANK
     # distillation
@@ -216,6 +200,7 @@ ALIASES = {
     "QAT_ENABLED": "QAT",
     "SEQ_LEN": "TRAIN_SEQ_LEN",
     "SWA_ENABLED": "SWA",
+    "TASK": "TRAIN_FILES",
     "TIED_EMBED_INIT_STD": "EMBED_INIT_STD",
     "TRAIN_LOG_EVERY": "LOG_SECONDS",
     "VAL_BATCH_SIZE": "MICRO_BATCH_TOKENS",
@@ -549,7 +534,7 @@ class Tokenizer:
     bos_id: int
     pieces: list  # bytes that each token decodes to, b"" for boundaries
     drops_space: np.ndarray | bool = False  # (V,) bool, loses its first space after a boundary
-    encode: Callable = None  # text -> ids; this and roles are of load_tokenizer in section encoding
+    encode: Callable = None  # text -> ids; this and roles are of add_encoder in section encoding
     roles: dict = None
 
     def __post_init__(self):
@@ -622,7 +607,6 @@ def sha256_file(path):
 
 # === shared: encoding ===
 ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
-RANK_FILES = "https://openaipublic.blob.core.windows.net/encodings"
 # Published encodings: the hash of their rank file and what that file does not contain. Every
 # document begins with <|endoftext|>. The regular expressions are copied from
 # tiktoken_ext/openai_public.py. They split a text into the parts within which bytes are merged.
@@ -658,27 +642,29 @@ ENCODINGS = {
 
 
 def load_tokenizer(path):
-    """Return the Tokenizer of `path`, see read_tokenizer, or of the published encoding NAME.
-
-    It has two attributes more: `encode`, from a text to ids without BOS, where special tokens are
-    plain text; and `roles`, the ids of ROLE_TOKENS, {} if it has none. Raises UserError.
-    """
+    """Return the Tokenizer of a file, see read_tokenizer, with its encoder. Raises UserError."""
     path = Path(path)
-    name = path.name.removesuffix(".tiktoken")
-    facts = ENCODINGS.get(name)
+    facts = ENCODINGS.get(path.stem)
     if path.suffix == ".tiktoken" and not facts:
         raise UserError(f"tokenizer {path}: must be one of {[*ENCODINGS]}")
-    if facts and not path.suffix:
-        tokenizer = rank_tokenizer(f"{name}.tiktoken", published_ranks(name, facts), facts)
-    else:
-        tokenizer = read_tokenizer(path, facts)
+    return add_encoder(read_tokenizer(path, facts))
+
+
+def add_encoder(tokenizer):
+    """Give a Tokenizer its attributes `encode` and `roles`, and return it.
+
+    encode: from a text to ids without BOS, where special tokens are plain text. roles: the ids of
+    ROLE_TOKENS, {} if it has none. Raises UserError.
+    """
+    name = tokenizer.file.removesuffix(".tiktoken")
+    facts = ENCODINGS.get(name)
     tokenizer.roles = {}
     if name == "bytes":
         tokenizer.encode = lambda text: [4 + byte for byte in text.encode()]
         tokenizer.roles = {role: 260 + i for i, role in enumerate(ROLE_TOKENS)}
     elif facts:
         if tokenizer.sha256 != facts["sha256"]:
-            raise UserError(f"tokenizer {path}: is not the published rank file of {name}")
+            raise UserError(f"tokenizer {name}: is not the published rank file")
         ranks = {piece: rank for rank, piece in enumerate(tokenizer.pieces) if piece}
         bpe = tiktoken.Encoding(
             name, pat_str=facts["split"], mergeable_ranks=ranks, special_tokens={}
@@ -693,15 +679,6 @@ def load_tokenizer(path):
             if model.is_control(i):
                 tokenizer.roles[role] = i
     return tokenizer
-
-
-def published_ranks(name, facts):
-    """Return the rank file of an encoding, from tiktoken's cache or OpenAI's server."""
-    url = f"{RANK_FILES}/{name.replace('gpt2', 'r50k_base')}.tiktoken"
-    try:
-        return read_file_cached(url, facts["sha256"])
-    except (OSError, ValueError) as error:
-        raise UserError(f"tokenizer {name}: {error}") from error
 
 
 # === end: encoding ===
@@ -889,28 +866,6 @@ def row_turns(row):
 
 
 # === shared: model ===
-# What ARCH_MODE stands for. load_settings takes the values of settings from here, where the user
-# gave no others; model_config takes the fields of GPTConfig that are no settings.
-ARCH_PRESETS = {
-    "D": {},  # the defaults: GDN, and two layers of sliding-window attention with the same weights
-    "gdn": dict(layer_pattern="g", num_layers=10),
-    "hybrid": dict(layer_pattern="g g a a a a a a a a g"),  # of openai/parameter-golf PR 1895
-    "baseline": dict(  # the first script of Parameter Golf
-        layer_pattern="a", num_layers=9, mlp_mult=2.0, qk_gain_init=1.5, unet_skips=True
-    ),
-    "llama": dict(
-        layer_pattern="a",
-        num_layers=12,
-        mlp="swiglu",
-        mlp_mult=2.75,
-        norm="rms_weight",
-        qk_gain_init=0.0,
-        residual_mix=False,
-        logit_softcap=0.0,
-        embed_init_std=0.02,
-    ),
-}
-NORMS = ("rms", "rms_weight", "layer")
 CONV_TAPS = 4  # tokens that GDN's short convolution sees, the current one included
 # GDN's log decay at a document's first token, which cuts off what stands before it: -inf would
 # give NaN, and -1e4 would cost digits.
@@ -927,8 +882,8 @@ class GPTConfig:
 
     vocab_size: int
     bos_id: int  # the first token of a document; nothing sees what stands before it
-    layers: str  # one word per layer, see model_config
-    norms: str  # one of NORMS per layer
+    layers: str  # one word per layer: g, s or a, see GPT
+    norms: str  # one word per layer, see Norm
     train_seq_len: int = 2048  # tokens in a window; learned positions end there
     model_dim: int = 512  # width of the residual stream
     num_heads: int = 8  # query heads of attention, and heads of GDN
@@ -945,54 +900,6 @@ class GPTConfig:
     unet_skips: bool = False  # the second half of the layers adds the first half's outputs
     logit_softcap: float = 30.0  # logits = c tanh(z / c); 0: as they are
     embed_init_std: float = 0.005  # standard deviation of the embedding at the start
-
-
-def model_config(settings, vocab_size, bos_id, **overrides):
-    """Return the GPTConfig of the network that `settings` ask for.
-
-    A field's value is taken from `overrides`, else `settings`, else ARCH_PRESETS, else GPTConfig's
-    default. LAYER_PATTERN is one word per layer, repeated or cut to NUM_LAYERS: g is Gated
-    DeltaNet, s sliding-window attention, a full attention. Layers whose words have the same number
-    share the mixer's weights (s1 ... s1); in capitals they share all of the layer's weights (A1 A2
-    A1 A2: depth recurrence). NORM is repeated in the same way: a shared layer has the norms of its
-    first place, and the last word is also the norm before the head.
-    Raises UserError where the numbers do not fit together.
-    """
-    words = settings.layer_pattern.split()
-    norms = getattr(settings, "norm", "rms").split()
-    if not words or not all(re.fullmatch("[gsa][0-9]*|[GSA][0-9]+", word) for word in words):
-        raise UserError(
-            f"LAYER_PATTERN={settings.layer_pattern!r}: each word must be g, s or a, maybe with a "
-            "number; capitals need one"
-        )
-    if not norms or set(norms) - set(NORMS):
-        raise UserError(f"NORM={settings.norm!r}: must be one or more of {', '.join(NORMS)}")
-    num_layers = getattr(settings, "num_layers", 0) or len(words)
-
-    names = GPTConfig.__dataclass_fields__
-    given = {**ARCH_PRESETS[getattr(settings, "arch_mode", "D")], **vars(settings)}
-    values = {name: value for name, value in given.items() if name in names}
-    values |= dict(vocab_size=vocab_size, bos_id=bos_id)
-    values["layers"] = " ".join((words * num_layers)[:num_layers])
-    values["norms"] = " ".join((norms * num_layers)[:num_layers])
-    config = GPTConfig(**{**values, **overrides})
-
-    dim = config.model_dim
-    heads = config.num_heads
-    if dim % (2 * heads):
-        raise UserError(f"MODEL_DIM={dim}: must be a multiple of 2 x NUM_HEADS = {2 * heads}")
-    if heads % config.num_kv_heads:
-        raise UserError(
-            f"NUM_HEADS={heads}: must be a multiple of NUM_KV_HEADS = {config.num_kv_heads}"
-        )
-    if config.rope_dims % 2 or config.rope_dims > dim // heads:
-        raise UserError(
-            f"ROPE_DIMS={config.rope_dims}: must be even, at most MODEL_DIM / NUM_HEADS = "
-            f"{dim // heads}"
-        )
-    if config.positions == "learned" and getattr(settings, "eval_stateful", False):
-        raise UserError("EVAL_STATEFUL=1: must be 0, for POSITIONS='learned' ends at TRAIN_SEQ_LEN")
-    return config
 
 
 def linear(x, weight):
@@ -1694,44 +1601,7 @@ class Lion(MaskedOptimizer):
         return update, {"momentum_buffer": buffer.lerp(grad, 1 - beta2)}
 
 
-class AdamW8bit(MaskedOptimizer):
-    """AdamW (arXiv 1711.05101) with two bytes of state per weight (arXiv 2110.02861).
-
-    The moments m and v are kept in blocks of 256 weights. One byte has the level n of r = sqrt(v):
-    r = r_max 2**(-n / 16), where r_max is the block's largest. The other has m / r, linear in the
-    block. After 300 steps the loss was 0.16% above AdamW's; with linear codes of r, 0.9%.
-    """
-
-    def update(self, grad, state):
-        """Return the update and the new state, see MaskedOptimizer."""
-        beta1, beta2 = ADAM_BETAS
-        g = F.pad(grad.flatten(), (0, -grad.numel() % 256)).view(-1, 256)  # (blocks, 256)
-        if not state:
-            state["updates"] = g.new_zeros(())
-            state["scales"] = g.new_zeros(2, len(g), 1)
-            state["codes"] = g.new_zeros(2, len(g), 256, dtype=torch.int8)
-
-        # Decode the moments and update them.
-        ratio, level = state["codes"].to(g.dtype)
-        ratio_scale, r_max = state["scales"]  # (blocks, 1)
-        r = r_max * torch.exp2((level + 128) / -16)
-        m = (r * ratio * ratio_scale).lerp(g, 1 - beta1)
-        r = r.square().lerp(g.square(), 1 - beta2).sqrt()
-        updates = state["updates"] + 1
-        update = m / (1 - beta1**updates) / (r / (1 - beta2**updates).sqrt() + ADAM_EPS)
-
-        # Encode them again. A block that never had a gradient has 0 / 0 here, and codes of 0.
-        ratio = torch.where(r > 0, m / r, 0.0)
-        ratio_scale = ratio.abs().amax(1, keepdim=True) / 127
-        r_max = r.amax(1, keepdim=True)
-        level = (16 * torch.log2(r_max / r)).clamp(max=255) - 128
-        codes = torch.stack([ratio / ratio_scale, level]).nan_to_num(0.0).round().to(torch.int8)
-        scales = torch.stack([ratio_scale, r_max])
-        update = update.flatten()[: grad.numel()].view_as(grad)
-        return update, dict(updates=updates, scales=scales, codes=codes)
-
-
-MASKED_OPTIMIZERS = {"lion": Lion, "adamw8bit": AdamW8bit}
+MASKED_OPTIMIZERS = {"lion": Lion}
 
 
 # Parameters that the optimizers treat otherwise than the artifact does, by the end of their names.
@@ -1845,6 +1715,50 @@ class Optimizers:
 # === end: optimizer ===
 
 
+# === shared: adamw8bit ===
+class AdamW8bit(MaskedOptimizer):
+    """AdamW (arXiv 1711.05101) with two bytes of state per weight (arXiv 2110.02861).
+
+    The moments m and v are kept in blocks of 256 weights. One byte has the level n of r = sqrt(v):
+    r = r_max 2**(-n / 16), where r_max is the block's largest. The other has m / r, linear in the
+    block. After 300 steps the loss was 0.16% above AdamW's; with linear codes of r, 0.9%.
+    """
+
+    def update(self, grad, state):
+        """Return the update and the new state, see MaskedOptimizer."""
+        beta1, beta2 = ADAM_BETAS
+        g = F.pad(grad.flatten(), (0, -grad.numel() % 256)).view(-1, 256)  # (blocks, 256)
+        if not state:
+            state["updates"] = g.new_zeros(())
+            state["scales"] = g.new_zeros(2, len(g), 1)
+            state["codes"] = g.new_zeros(2, len(g), 256, dtype=torch.int8)
+
+        # Decode the moments and update them.
+        ratio, level = state["codes"].to(g.dtype)
+        ratio_scale, r_max = state["scales"]  # (blocks, 1)
+        r = r_max * torch.exp2((level + 128) / -16)
+        m = (r * ratio * ratio_scale).lerp(g, 1 - beta1)
+        r = r.square().lerp(g.square(), 1 - beta2).sqrt()
+        updates = state["updates"] + 1
+        update = m / (1 - beta1**updates) / (r / (1 - beta2**updates).sqrt() + ADAM_EPS)
+
+        # Encode them again. A block that never had a gradient has 0 / 0 here, and codes of 0.
+        ratio = torch.where(r > 0, m / r, 0.0)
+        ratio_scale = ratio.abs().amax(1, keepdim=True) / 127
+        r_max = r.amax(1, keepdim=True)
+        level = (16 * torch.log2(r_max / r)).clamp(max=255) - 128
+        codes = torch.stack([ratio / ratio_scale, level]).nan_to_num(0.0).round().to(torch.int8)
+        scales = torch.stack([ratio_scale, r_max])
+        update = update.flatten()[: grad.numel()].view_as(grad)
+        return update, dict(updates=updates, scales=scales, codes=codes)
+
+
+MASKED_OPTIMIZERS["adamw8bit"] = AdamW8bit
+
+
+# === end: adamw8bit ===
+
+
 # === shared: schedule ===
 class Saved:
     """Base of objects whose state in a checkpoint is the attributes that STATE names."""
@@ -1898,10 +1812,6 @@ class Clock(Saved):
         if self.started is None:
             return self.before
         return self.before + time.perf_counter() - self.started
-
-    def seconds_left(self):
-        """Return the seconds until MAX_WALLCLOCK_SECONDS, the reserve included."""
-        return self.limit - self.elapsed()
 
     def start(self):
         """Let the clock run."""
@@ -2129,17 +2039,6 @@ MATRIX_CLIP_SIGMAS = 8.0
 # So embeddings have a finer step, 0.047 sigma.
 EMBED_CLIP_SIGMAS = 6.0
 EMBED_BITS = 8
-# These stay float32: they pass through exp and softplus into a decay that every token applies.
-FLOAT32_CONTROLS = ("A_log", "dt_bias")
-
-
-@dataclass
-class Coded:
-    """A quantized tensor: weight = code * scale."""
-
-    codes: Tensor  # int8 (R, C), of size 2**(bits - 1) - 1 at most
-    scale: Tensor  # float16 (1,)
-    bits: int
 
 
 def tensor_class(name, tensor):
@@ -2174,11 +2073,6 @@ def quantize(w, bits, clip_sigmas):
     sigma = rows.square().mean().sqrt().view(1)
     scale = (sigma * clip_sigmas / (2 ** (bits - 1) - 1)).half()
     return round_to(rows, scale, bits).to(torch.int8), scale
-
-
-def dequantize(codes, scale):
-    """Return code * scale, float32 (R, C): 8 by 11 bits, so exact on every machine."""
-    return codes.float() * scale
 
 
 def quant_table(settings):
@@ -2267,8 +2161,6 @@ def count_parameters(network):
 ARTIFACT_PREFIX = struct.Struct("<8sII")
 ARTIFACT_MAGIC = b"UNDERPAR"
 ARTIFACT_VERSION = 7
-# Level 6 takes up to 0.5% fewer bytes than 3; from 12 on it is slow.
-ARTIFACT_ZSTD = zstandard.ZstdCompressor(level=6)
 RANS_BITS = 14  # rounding frequencies costs 20 bytes per million codes; at 12 bits 150
 RANS_TOTAL = 1 << RANS_BITS
 RANS_LOW = 1 << 16  # states stay in [2**16, 2**32), so a step moves at most one 16-bit word
@@ -2284,18 +2176,18 @@ def require(condition, message):
         raise ArtifactError(message)
 
 
-def rans_table(counts):
-    """Return frequencies uint16 (256,), of sum 2**14, for symbols that occur counts (256,) times.
+@dataclass
+class Coded:
+    """A quantized tensor: weight = code * scale."""
 
-    Each symbol that occurs has 1 and its share of what is left. The first two symbols count as if
-    they occurred, because a single symbol with all of 2**14 would overflow a state.
-    """
-    counts = counts.astype(np.float64)
-    counts[:2] += 1e-9
-    present = counts > 0
-    ends = np.cumsum(counts) / counts.sum() * (RANS_TOTAL - present.sum())
-    # Rounded ends of the symbols' ranges add up, which rounded shares would not.
-    return (present + np.diff(np.rint(ends), prepend=0)).astype(np.uint16)
+    codes: Tensor  # int8 (R, C), of size 2**(bits - 1) - 1 at most
+    scale: Tensor  # float16 (1,)
+    bits: int
+
+
+def dequantize(codes, scale):
+    """Return code * scale, float32 (R, C): 8 by 11 bits, so exact on every machine."""
+    return codes.float() * scale
 
 
 class RansCoder:
@@ -2353,6 +2245,88 @@ class RansCoder:
             words = words[len(low) :]
         require(len(words) == 0, "rANS words are left over")
         return self.symbols.take(slots)
+
+
+def read_streams(data, max_weights):
+    """Return header and arrays (name -> flat) of an artifact. Raises ArtifactError if damaged."""
+    require(data.startswith(ARTIFACT_MAGIC), "is no underpar artifact")
+    _, version, length = ARTIFACT_PREFIX.unpack_from(data)
+    require(version == ARTIFACT_VERSION, f"version {version}, this code reads {ARTIFACT_VERSION}")
+    require(hashlib.sha256(data[:-32]).digest() == data[-32:], "damaged: the SHA-256 is wrong")
+    file = io.BytesIO(data[ARTIFACT_PREFIX.size : -32])
+    frame = file.read(length)
+    header = json.loads(zstandard.ZstdDecompressor().stream_reader(frame).read(1 << 24))
+    arrays = {}
+    for name, record in header["streams"].items():
+        payload = file.read(record["length"])
+        # The shapes bound all that is allocated. A size of 0 counts as 1, or it would hide others.
+        weights = math.prod(max(1, size) for size in record["shape"])
+        max_weights -= weights
+        fits = min([max_weights, *record["shape"]]) >= 0
+        require(fits, f"{name!r} has a negative size, or exceeds the limit of weights")
+        raw = zstandard.ZstdDecompressor().stream_reader(payload).read(4 * weights + 1)
+        arrays[name] = np.frombuffer(raw, record["dtype"]).copy()
+    return header, arrays
+
+
+def read_artifact(path, max_weights=1 << 30):
+    """Return the header, the tensors by name in float32, and `coded` as it was written.
+
+    Bit-exact on every machine. Memory is bounded by the file, at most max_weights numbers and
+    weights, and the decoding of one tensor. Raises ArtifactError, one line that names the file, if
+    anything is not as it was written.
+    """
+    data = Path(path).read_bytes()
+    tensors = {}
+    coded = {}
+    try:
+        header, arrays = read_streams(data, max_weights)
+        states, tables, sizes = [arrays.pop(name) for name in ("lane_states", "tables", "sizes")]
+        coder = RansCoder(states, tables.reshape(-1, 256))
+        for name, array in arrays.items():
+            record = header["streams"][name]
+            shape = record["shape"]
+            if array.dtype == np.uint16:
+                height, *width = shape
+                ends = [height, height + math.prod(width)]
+                rows, columns, sizes = np.split(sizes, ends)
+                contexts = np.add.outer(rows, columns).reshape(-1)
+                array = coder.decode(contexts, array).view(np.int8)
+            values = torch.from_numpy(array).view(shape)
+            if "scale" in record:
+                scale = torch.tensor([record["scale"]], dtype=torch.float16)
+                coded[name] = Coded(values.flatten(1), scale, record["bits"])
+                values = dequantize(values, scale)
+            tensors[name] = values.float()
+        require((states == RANS_LOW).all(), "the lanes do not end at 2**16")
+    except Exception as error:  # a file that only claims to be an artifact may raise anything
+        reason = str(error) if isinstance(error, ArtifactError) else repr(error)
+        raise ArtifactError(f"{path}: {reason}") from None
+    return header, tensors, coded
+
+
+# === end: artifact ===
+
+
+# === shared: packing ===
+# These stay float32: they pass through exp and softplus into a decay that every token applies.
+FLOAT32_CONTROLS = ("A_log", "dt_bias")
+# Level 6 takes up to 0.5% fewer bytes than 3; from 12 on it is slow.
+ARTIFACT_ZSTD = zstandard.ZstdCompressor(level=6)
+
+
+def rans_table(counts):
+    """Return frequencies uint16 (256,), of sum 2**14, for symbols that occur counts (256,) times.
+
+    Each symbol that occurs has 1 and its share of what is left. The first two symbols count as if
+    they occurred, because a single symbol with all of 2**14 would overflow a state.
+    """
+    counts = counts.astype(np.float64)
+    counts[:2] += 1e-9
+    present = counts > 0
+    ends = np.cumsum(counts) / counts.sum() * (RANS_TOTAL - present.sum())
+    # Rounded ends of the symbols' ranges add up, which rounded shares would not.
+    return (present + np.diff(np.rint(ends), prepend=0)).astype(np.uint16)
 
 
 def size_numbers(mean_squares):
@@ -2424,65 +2398,7 @@ def pack_artifact(tensors, coded, **header):
     return data + hashlib.sha256(data).digest()
 
 
-def read_streams(data, max_weights):
-    """Return header and arrays (name -> flat) of an artifact. Raises ArtifactError if damaged."""
-    require(data.startswith(ARTIFACT_MAGIC), "is no underpar artifact")
-    _, version, length = ARTIFACT_PREFIX.unpack_from(data)
-    require(version == ARTIFACT_VERSION, f"version {version}, this code reads {ARTIFACT_VERSION}")
-    require(hashlib.sha256(data[:-32]).digest() == data[-32:], "damaged: the SHA-256 is wrong")
-    file = io.BytesIO(data[ARTIFACT_PREFIX.size : -32])
-    frame = file.read(length)
-    header = json.loads(zstandard.ZstdDecompressor().stream_reader(frame).read(1 << 24))
-    arrays = {}
-    for name, record in header["streams"].items():
-        payload = file.read(record["length"])
-        # The shapes bound all that is allocated. A size of 0 counts as 1, or it would hide others.
-        weights = math.prod(max(1, size) for size in record["shape"])
-        max_weights -= weights
-        fits = min([max_weights, *record["shape"]]) >= 0
-        require(fits, f"{name!r} has a negative size, or exceeds the limit of weights")
-        raw = zstandard.ZstdDecompressor().stream_reader(payload).read(4 * weights + 1)
-        arrays[name] = np.frombuffer(raw, record["dtype"]).copy()
-    return header, arrays
-
-
-def read_artifact(path, max_weights=1 << 30):
-    """Return the header, the tensors by name in float32, and `coded` as it was written.
-
-    Bit-exact on every machine. Memory is bounded by the file, at most max_weights numbers and
-    weights, and the decoding of one tensor. Raises ArtifactError, one line that names the file, if
-    anything is not as it was written.
-    """
-    data = Path(path).read_bytes()
-    tensors = {}
-    coded = {}
-    try:
-        header, arrays = read_streams(data, max_weights)
-        states, tables, sizes = [arrays.pop(name) for name in ("lane_states", "tables", "sizes")]
-        coder = RansCoder(states, tables.reshape(-1, 256))
-        for name, array in arrays.items():
-            record = header["streams"][name]
-            shape = record["shape"]
-            if array.dtype == np.uint16:
-                height, *width = shape
-                ends = [height, height + math.prod(width)]
-                rows, columns, sizes = np.split(sizes, ends)
-                contexts = np.add.outer(rows, columns).reshape(-1)
-                array = coder.decode(contexts, array).view(np.int8)
-            values = torch.from_numpy(array).view(shape)
-            if "scale" in record:
-                scale = torch.tensor([record["scale"]], dtype=torch.float16)
-                coded[name] = Coded(values.flatten(1), scale, record["bits"])
-                values = dequantize(values, scale)
-            tensors[name] = values.float()
-        require((states == RANS_LOW).all(), "the lanes do not end at 2**16")
-    except Exception as error:  # a file that only claims to be an artifact may raise anything
-        reason = str(error) if isinstance(error, ArtifactError) else repr(error)
-        raise ArtifactError(f"{path}: {reason}") from None
-    return header, tensors, coded
-
-
-# === end: artifact ===
+# === end: packing ===
 
 
 # === shared: weights ===
@@ -2499,16 +2415,18 @@ def with_roles(tokenizer):
     )
 
 
-def load_model(name, path, tokenizer_path=""):
+def load_model(name, path):
     """Return a network, on the CPU, its tokenizer and the file that they are from.
 
     path: an artifact, a checkpoint, or a run: its artifact, or the newest whole checkpoint while it
-    has none. name: the setting that a UserError blames.
+    has none. The tokenizer's file stands beside it. name: the setting that a UserError blames.
     """
     file = Path(path)
-    if path and (file / "model.upar").is_file():
+    if not path:
+        raise UserError(f"{name}='': must be a run, a checkpoint or an artifact")
+    if (file / "model.upar").is_file():
         file = file / "model.upar"
-    if path and file.is_dir():
+    if file.is_dir():
         file, faults = newest_checkpoint(file)
         if file is None:
             raise UserError(
@@ -2530,14 +2448,14 @@ def load_model(name, path, tokenizer_path=""):
         beside = [file.parent / header["meta"]["tokenizer"]]
         sha256 = header["tokenizer_sha256"]
 
-    tokenizer = load_tokenizer(tokenizer_path or (beside or ["bytes"])[0])
+    tokenizer = load_tokenizer((beside or ["bytes"])[0])
     vocab_size = shape["vocab_size"]
     if vocab_size == tokenizer.vocab_size + len(ROLE_TOKENS):
         tokenizer = with_roles(tokenizer)  # post-training has added them
     if sha256 not in (None, tokenizer.sha256) or tokenizer.vocab_size != vocab_size:
         raise UserError(
-            f"TOKENIZER_PATH={tokenizer_path!r}: {tokenizer.file} with {tokenizer.vocab_size} "
-            f"tokens is not the one of {file}, which has {vocab_size}"
+            f"{name}={path!r}: the tokenizer beside it, {tokenizer.file} with "
+            f"{tokenizer.vocab_size} tokens, is not the one of {file}, which has {vocab_size}"
         )
     network = GPT(GPTConfig(**{field: shape[field] for field in GPTConfig.__dataclass_fields__}))
     ranks = [len(tensor) for key, tensor in tensors.items() if key.endswith(".lora_a")]
@@ -2729,11 +2647,6 @@ class Log:
     def is_due(self):
         """Return whether nothing was written for LOG_SECONDS."""
         return time.monotonic() - self.last_line >= LOG_SECONDS
-
-    def note(self, text):
-        """Write what the run is doing if a line is due."""
-        if self.is_due():
-            self(text)
 
     def metrics(self, step, metrics, seconds_left=None):
         """Write the metrics (name -> number) of a step and feed the tracker.
@@ -2935,11 +2848,8 @@ class Run(Saved):
             if not isinstance(value, dict):
                 self.log(f"{key}: {value}")
         faults = []
-        # A run that ended early because it reached its target may lack phases.
-        target_reached = "target_reached" in [event["event"] for event in self.events]
         for name in self.plan.planned.keys() - self.plan.phases:
-            if not target_reached:
-                faults.append(f"phase {name} was enabled and never fired")
+            faults.append(f"phase {name} was enabled and never fired")
         if result["total_bytes"] > self.settings.artifact_bytes_max:
             faults.append("code and artifact exceed ARTIFACT_BYTES_MAX")
         for fault in faults:
@@ -2950,212 +2860,25 @@ class Run(Saved):
 # === end: checkpoint ===
 
 
-# === shared: tasks ===
-FROM_FILE = {"gsm8k": ("question", "answer"), "jsonl": ("prompt", "answer")}  # keys of a line
+# === shared: split ===
+def prompt_key(turns):
+    """Return a hash of the turns, (role token, text), before the first answer to a user.
 
-
-@dataclass(frozen=True)
-class Problem:
-    """A question and a right answer, which is the only one for most tasks."""
-
-    prompt: str
-    answer: str
-
-
-def is_held_out(prompt):
-    """Return whether a prompt is kept from training: one in five, by a hash, whatever the seed."""
-    return int(hashlib.blake2b(prompt.encode(), digest_size=8).hexdigest(), 16) % 5 == 0
-
-
-def whole_numbers(text):
-    """Return the whole numbers in a text."""
-    return [int(digits) for digits in re.findall("[0-9]+", text)]
-
-
-def expression_value(text):
-    """Return the exact value of whole numbers, + - * / and parentheses; None of any other text.
-
-    A division by 0 has no value, nor has a text of more than 100 characters.
+    It is the same for a conversation and for one that goes on from it. Otherwise the model would
+    already have seen the earlier answers of held-out conversations.
     """
-    text = " ".join(text.split()) if re.fullmatch(r"[0-9+*/()\s-]{1,100}", text, re.ASCII) else "("
-    # An operand that is missing would allow signs, powers, floor divisions and (), and an operator
-    # that is missing calls. Without these, eval computes sums and products of at most 50 numbers.
-    if re.search(r"(^|[-+*/(]) ?[-+*/)]|[0-9)] ?\(", text):
-        return None
-    try:
-        return eval(re.sub("[0-9]+", r"Fraction('\g<0>')", text), {"Fraction": Fraction})
-    except (SyntaxError, ZeroDivisionError):
-        return None
+    prompt = []
+    for role, text in turns:
+        if role == "<|assistant|>" and "<|user|>" in dict(prompt):
+            break
+        prompt.append((role, text))
+    return int(hashlib.blake2b(json.dumps(prompt).encode(), digest_size=8).hexdigest(), 16)
 
 
-def random_text(rng, characters):
-    """Return 5 to 9 of these characters."""
-    return "".join(rng.choices(characters, k=rng.randint(5, 9)))
-
-
-def sort_problem(rng):
-    """Return digits to sort: `52713`, `12357`."""
-    digits = random_text(rng, string.digits)
-    return Problem(digits, "".join(sorted(digits)))
-
-
-def reverse_problem(rng):
-    """Return letters to reverse: `abcde`, `edcba`."""
-    letters = random_text(rng, string.ascii_lowercase)
-    return Problem(letters, letters[::-1])
-
-
-def add_problem(rng):
-    """Return two numbers of 3 digits to add: `123+456`, `579`."""
-    a = rng.randint(100, 999)
-    b = rng.randint(100, 999)
-    return Problem(f"{a}+{b}", str(a + b))
-
-
-def countdown_problem(rng):
-    """Return three numbers up to 20 and a target below 100 to reach: `3 7 20=41`, `(3*7)+20`.
-
-    An answer uses each number once.
-    """
-    target = None
-    while target not in range(1, 100):
-        # Sorted, because otherwise one problem could stand on both sides of the split.
-        numbers = sorted(rng.randint(1, 20) for _ in range(3))
-        a, b, c = rng.sample(numbers, 3)
-        p, q = rng.choices("+-*/", k=2)
-        answer = rng.choice((f"({a}{p}{b}){q}{c}", f"{a}{p}({b}{q}{c})"))
-        target = expression_value(answer)
-    return Problem("{} {} {}={}".format(*numbers, target), answer)
-
-
-DISTANCES = {"=": (0,), "<": (-2, -1), ">": (1, 2), "~": (-1, 1)}  # of two houses, by a clue's sign
-
-
-def zebra_problem(rng):
-    """Return clues on who lives with which pet (and drink) in houses 1 to 3, and the only solution.
-
-    `Ann<dog, Bob~cat, Cid=2`: = same house, < left of, > right of, ~ beside. The answer goes house
-    by house: `Ann eel, Cid cat, Bob dog`.
-    """
-    names = "Ann Bob Cid cat dog eel ale gin tea".split()[: rng.choice((6, 9))]
-    words = [*names, *"123"]
-    orders = itertools.product(itertools.permutations((1, 2, 3)), repeat=len(names) // 3)
-    worlds = [sum(order, ()) + (1, 2, 3) for order in orders]  # the house of each word
-    world = rng.choice(worlds)
-    clues = []
-    while len(worlds) > 1:
-        a, b = sorted(rng.sample(range(len(words)), 2))
-        sign = rng.choice("=<>~")
-        left = [other for other in worlds if other[a] - other[b] in DISTANCES[sign]]
-        if world in left and left != worlds:
-            worlds = left
-            clues.append(words[a] + sign + words[b])
-    houses = [[], [], []]
-    for name, house in zip(names, world, strict=False):
-        houses[house - 1].append(name)
-    return Problem(", ".join(sorted(clues)), ", ".join(map(" ".join, houses)))
-
-
-GENERATED = {
-    "sort": sort_problem,
-    "reverse": reverse_problem,
-    "add": add_problem,
-    "countdown": countdown_problem,
-    "zebra": zebra_problem,
-}
-
-
-def final_number(text):
-    """Return the number after the first `#### `, as GSM8K's own grader reads it, or NaN."""
-    texts = re.findall("#### (-?[0-9.,]+)", text) or [""]
-    number = re.fullmatch(r"(-?([0-9]+(\.[0-9]+)?|\.[0-9]+))\.?", texts[0].replace(",", ""))
-    return Decimal(number[1] if number else "NaN")
-
-
-@dataclass(frozen=True)
-class Task:
-    """Problems of one kind, split by is_held_out. Problem i depends on task, seed and i alone."""
-
-    name: str
-    seed: int
-    rows: tuple[list[Problem], list[Problem]]  # of a file: to train on, held out
-
-    def problem(self, index, held_out):
-        """Return problem `index` of a split, new or of the file, which begins again at its end."""
-        rows = self.rows[held_out]
-        if rows:
-            return rows[index % len(rows)]
-        rng = random.Random(f"{self.name} {self.seed} {held_out} {index}")
-        while True:
-            problem = GENERATED[self.name](rng)
-            if is_held_out(problem.prompt) == held_out:
-                return problem
-
-    def held_out(self, n):
-        """Return the first n held-out problems with different prompts, or all if there are fewer."""
-        problems = {}
-        for index in range(len(self.rows[True]) or 50 * n):
-            problem = self.problem(index, True)
-            problems.setdefault(problem.prompt, problem)
-            if len(problems) == n:
-                break
-        return list(problems.values())
-
-    def reward(self, problem, text):
-        """Return 1.0 for a right answer, else 0.0."""
-        if self.name == "gsm8k":
-            return float(final_number(text) == final_number(problem.answer))  # NaN equals nothing
-        if self.name == "countdown":
-            *numbers, target = whole_numbers(problem.prompt)
-            is_right = sorted(whole_numbers(text[:100])) == numbers
-            return float(is_right and expression_value(text) == target)
-        return float(text.strip() == problem.answer)
-
-
-def make_task(name, path, seed):
-    """Return the task of this name. gsm8k and jsonl read the JSON lines of `path`.
-
-    Of equal prompts the first line counts. Raises UserError: a wrong path, a line that is no
-    problem, a split without any.
-    """
-    task = Task(name, seed, ([], []))
-    if name in GENERATED and not path:
-        return task
-    if name in GENERATED or not Path(path).is_file():
-        raise UserError(
-            f"TASK_PATH={path!r}: must be a file of JSON lines for gsm8k and jsonl, else empty"
-        )
-    problems = {}
-    keys = FROM_FILE[name]
-    for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
-        try:
-            row = json.loads(line)
-            problem = Problem(*(row[key].strip() for key in keys))
-            if not (problem.prompt and problem.answer and task.reward(problem, problem.answer)):
-                raise ValueError
-        except (ValueError, LookupError, TypeError, AttributeError):
-            raise UserError(
-                f"{path}:{number}: must be JSON with the texts {' and '.join(keys)}, not blank "
-                "(gsm8k's with #### and a number)"
-            ) from None
-        problems.setdefault(problem.prompt, problem)
-    for problem in random.Random(seed).sample(list(problems.values()), len(problems)):
-        task.rows[is_held_out(problem.prompt)].append(problem)
-    if not all(task.rows):
-        raise UserError(
-            f"{path}: {len(task.rows[True])} of {len(problems)} problems held out by a hash; must "
-            "be some, not all"
-        )
-    return task
-
-
-# === end: tasks ===
+# === end: split ===
 
 
 # === shared: examples ===
-DEMONSTRATION = 1 << 40  # number of the first problem here, beyond those of an RL script
-
-
 @dataclass
 class Examples:
     """Examples to learn from. Each has a `key`: those with one prompt have one key."""
@@ -3178,46 +2901,17 @@ def weighted_files(name, text):
     return files
 
 
-def prompt_key(turns):
-    """Return a hash of the turns before the first answer to a user.
+def read_examples(settings, parse, log):
+    """Return Examples of TRAIN_FILES and VAL_FILES; parse: see parse_rows.
 
-    It is the same for a conversation and for one that goes on from it. Otherwise the model would
-    already have seen the earlier answers of held-out conversations.
-    """
-    prompt = []
-    for role, text in turns:
-        if role == "<|assistant|>" and "<|user|>" in dict(prompt):
-            break
-        prompt.append((role, text))
-    return int(hashlib.blake2b(json.dumps(prompt).encode(), digest_size=8).hexdigest(), 16)
-
-
-def read_examples(settings, parse, make_row, count, log):
-    """Return Examples of TRAIN_FILES and VAL_FILES, or of `count` problems of TASK.
-
-    parse: see parse_rows. make_row: function from a Task and a Problem to a row. Without VAL_FILES
-    one prompt in ten is held out, with all its examples of all files. With them, examples are left
-    out of training whose prompt stands there. Raises UserError.
+    Without VAL_FILES one prompt in ten is held out, with all its examples of all files. With them,
+    examples are left out of training whose prompt stands there. Raises UserError.
     """
     weights = weighted_files("TRAIN_FILES", settings.train_files)
     files = [read_rows(path, parse, log) for path in weights]
     held_out = []
     for path in filter(None, settings.val_files.split(",")):
         held_out += read_rows(path.strip(), parse, log)
-    if not files:
-        name = f"TASK={settings.task}"
-        task = make_task(settings.task, settings.task_path, settings.seed)
-        count = min(
-            count, len(task.rows[False]) or count
-        )  # a task from a file has so many problems
-        problems = [task.problem(DEMONSTRATION + number, False) for number in range(count)]
-        rows = [make_row(task, problem) for problem in problems]
-        files = [parse_rows(name, rows, parse, log)]
-        weights = {name: 1.0}
-        if not held_out:
-            rows = [make_row(task, problem) for problem in task.held_out(settings.eval_prompts)]
-            held_out = parse_rows(f"{name}, held out", rows, parse, log)
-
     held_out_keys = {example.key for example in held_out}
     train = []
     parts = []
@@ -3291,11 +2985,6 @@ def parse_row(row, tokenizer, settings):
     is_learned = torch.tensor(said) | (settings.train_on == "all")
     targets = torch.where(is_learned, ids, -1)
     return name, Row(prompt_key(turns), ids[:-1], targets[1:])
-
-
-def demonstration(task, problem):
-    """Return a row with the answer to a problem."""
-    return {"prompt": problem.prompt, "completion": problem.answer}
 
 
 def best_fit(rows, numbers, room):
@@ -3394,10 +3083,7 @@ def token_logps(network, batch, temperature):
 
 def held_out_metrics(scores):
     """Return held-out scores for the log and the tracker: of a score with an interval, the mean."""
-    metrics = {}
-    for name, value in scores.items():
-        metrics[f"held_out/{name}"] = value[0] if isinstance(value, list) else value
-    return metrics
+    return {f"held_out/{name}": np.ravel(value)[0] for name, value in scores.items()}
 
 
 def score_table(columns, names, number):
@@ -3426,49 +3112,24 @@ def score_table(columns, names, number):
 HANG_SECONDS = 120.0
 
 
-def start_policy(settings, runtime):
-    """Return the network, on the runtime's device, its tokenizer, and where they are from.
+def load_start(settings, runtime):
+    """Return the network of INIT_FROM, on the runtime's device, its tokenizer, and their file.
 
-    They are those of INIT_FROM, or "new".
+    Raises UserError.
     """
     if settings.lora_rank and settings.qat:
         raise UserError("QAT=1: adapters are not quantized; must be 0 with LORA_RANK")
-    if settings.init_from:
-        network, tokenizer, source = load_model(
-            "INIT_FROM", settings.init_from, settings.tokenizer_path
-        )
-    else:
-        torch.manual_seed(settings.seed)
-        tokenizer = load_tokenizer(settings.tokenizer_path or "bytes")
-        source = "new"
-        config = model_config(
-            settings,
-            tokenizer.vocab_size,
-            tokenizer.bos_id,
-            num_kv_heads=settings.num_heads,
-            attn_window=1 << 20,  # s layers see a whole conversation
-            embed_init_std=0.02,
-        )
-        network = GPT(config)
-    for module in network.modules():
-        if isinstance(module, Lora):
-            rank = len(module.lora_a)
-            alpha = round(module.scale.item() * rank, 4)  # the scale is in float32
-            if (rank, alpha) != (settings.lora_rank, settings.lora_alpha):
-                raise UserError(
-                    f"LORA_RANK={settings.lora_rank}, LORA_ALPHA={settings.lora_alpha}: {source} "
-                    f"has adapters of rank {rank} and alpha {alpha}; must be those"
-                )
+    network, tokenizer, source = load_model("INIT_FROM", settings.init_from)
+    merge_lora(network)  # a checkpoint may have adapters; the run makes its own
     network.activation_checkpointing = settings.activation_checkpointing
     return network.to(runtime.device), tokenizer, source
 
 
 def adapt(network, settings):
-    """With LORA_RANK, put adapters on the network unless it has some, and train these alone."""
+    """With LORA_RANK, put adapters on the network, and train these alone."""
     if settings.lora_rank:
         torch.manual_seed(settings.seed)
-        if not any(isinstance(module, Lora) for module in network.modules()):
-            setup_lora_adapter(network, settings.lora_rank, settings.lora_alpha)
+        setup_lora_adapter(network, settings.lora_rank, settings.lora_alpha)
         for name, param in network.named_parameters():
             param.requires_grad_(".lora_" in name)
 
@@ -3510,12 +3171,11 @@ def grow_roles(network, tokenizer):
     return grown
 
 
-def start_network(settings, runtime):
-    """Return start_policy's network and tokenizer, with role tokens, and where they are from.
+def fit_network(network, tokenizer, source, settings):
+    """Give a network role tokens and room for TRAIN_SEQ_LEN; return its tokenizer with these.
 
     Raises UserError if the network does not fit the settings.
     """
-    network, tokenizer, source = start_policy(settings, runtime)
     config = network.config
     if settings.lora_rank and not tokenizer.roles:
         raise UserError(
@@ -3528,7 +3188,7 @@ def start_network(settings, runtime):
             f"because {source} has learned positions"
         )
     config.train_seq_len = max(config.train_seq_len, settings.train_seq_len)
-    return network, grow_roles(network, tokenizer), source
+    return grow_roles(network, tokenizer)
 
 
 def open_run(settings, steps, network, tokenizer, runtime, **identity):
@@ -3640,16 +3300,6 @@ def choose_weights(trainer, loss, log):
     log(f"weights: {chosen} chosen")
     torch._foreach_copy_(params, candidates[chosen])
     return chosen
-
-
-def checkpointed(values):
-    """Return a part of checkpoints that stores the dict `values`; tensors come back on the CPU."""
-
-    def load(stored):
-        for name, value in stored.items():
-            values[name] = value.cpu() if isinstance(value, Tensor) else value
-
-    return SimpleNamespace(state_dict=functools.partial(dict, values), load_state_dict=load)
 
 
 def leave_stopped(run, stop_signal):
@@ -3795,16 +3445,20 @@ def distilled_losses(student, teacher, projection, batch, settings):
     return nats, divergence(logits, teacher_logits, settings)
 
 
-class SFTTrainer(Finetuner):
+class SFTTrainer(Finetuner, Saved):
     """A network that learns rows and, if there is a teacher, to be like it.
 
     model: a GPT whose tokenizer has role tokens; teacher: another with the same tokenizer.
     `projection`, of KD_LOSS=projection, is trained with the model and is no part of it.
     """
 
+    STATE = ("start", "tokens")
+
     def __init__(self, model, config, teacher=None, runtime=None):
         runtime = runtime or Runtime(0, 1, model.embed.device, False)
         self.teacher = teacher
+        self.start = {}  # scores of held-out rows: the student's before the first step, the teacher's
+        self.tokens = 0  # trained on so far
         self.projection = nn.ParameterList()
         positions = [model.config.positions]
         if teacher:
@@ -3881,6 +3535,22 @@ def row_summary(scores):
 
 
 # -------------------------------------------------------------------------------------------- main
+def small_network(settings, runtime):
+    """Return a new network of 0.2 million parameters, the tokenizer of bytes, and "new"."""
+    torch.manual_seed(settings.seed)
+    tokenizer = load_tokenizer("bytes")
+    config = GPTConfig(
+        tokenizer.vocab_size,
+        tokenizer.bos_id,
+        layers="g a g",
+        norms="rms rms rms",
+        model_dim=64,
+        num_heads=4,
+        embed_init_std=0.02,
+    )
+    return GPT(config).to(runtime.device), tokenizer, "new"
+
+
 def load_teacher(settings, tokenizer, runtime):
     """Return the network that TEACHER names, its adapters merged, or None. Raises UserError."""
     for name in ("kd_loss", "kd_alpha", "kd_temperature", "kd_beta", "kd_top_k"):
@@ -3892,7 +3562,7 @@ def load_teacher(settings, tokenizer, runtime):
     if teacher_tokenizer.pieces != tokenizer.pieces:
         raise UserError(
             f"TEACHER={settings.teacher!r}: {file} has the tokenizer {teacher_tokenizer.file}; must "
-            f"be the student's, {tokenizer.file}, with role tokens (see TOKENIZER_PATH)"
+            f"be the student's, {tokenizer.file}, with role tokens"
         )
     return merge_lora(teacher).to(runtime.device)
 
@@ -3910,11 +3580,15 @@ def main():
         )
 
     # student, teacher, rows and the windows of an epoch
-    network, tokenizer, source = start_network(settings, runtime)
+    if settings.init_from:
+        network, tokenizer, source = load_start(settings, runtime)
+    else:
+        network, tokenizer, source = small_network(settings, runtime)
+    tokenizer = fit_network(network, tokenizer, source, settings)
     teacher = load_teacher(settings, tokenizer, runtime)
     notes = []
     parse = functools.partial(parse_row, tokenizer=tokenizer, settings=settings)
-    data = read_examples(settings, parse, demonstration, settings.demonstrations, notes.append)
+    data = read_examples(settings, parse, notes.append)
     adapt(network, settings)
     trainer = SFTTrainer(network, settings, teacher, runtime)
     windows_of = functools.partial(epoch_windows, data, settings.seed, trainer.room)
@@ -3938,14 +3612,11 @@ def main():
     log = run.log
     clock = run.clock
     log("\n".join(notes))
-    counts = {"tokens": 0}
-    start = {}  # scores of the held-out rows, of the student before the first step and of the teacher
     run.parts.update(
         network=network,
         projection=trainer.projection,
         optimizers=trainer.optimizers,
-        counts=checkpointed(counts),
-        start=checkpointed(start),
+        trainer=trainer,
         **trainer.averages,
     )
     log(f"model: {source}, layers {network.config.layers}")
@@ -3954,10 +3625,10 @@ def main():
     if checkpoint:
         run.load(checkpoint)
     else:
-        start["before"] = trainer.score(data.held_out)
+        trainer.start["before"] = trainer.score(data.held_out)
         if teacher:
-            start["teacher"] = trainer.score(data.held_out, teacher)
-    summaries = {name: row_summary(scores) for name, scores in start.items()}
+            trainer.start["teacher"] = trainer.score(data.held_out, teacher)
+    summaries = {name: row_summary(scores.cpu()) for name, scores in trainer.start.items()}
     if not checkpoint:
         log.metrics(0, held_out_metrics(summaries["before"]))
     log(score_table(summaries, summaries["before"], ".4g"))
@@ -4010,7 +3681,7 @@ def main():
         trainer.optimizers.step(multiplier, MUON_MOMENTUM, skip)
         trainer.update_averages(run)
         clock.send_report(loss, skip, stop)
-        counts["tokens"] += sum(len(row.ids) for row in rows)
+        trainer.tokens += sum(len(row.ids) for row in rows)
         metrics = {
             "loss": loss,
             "nats": nats,
@@ -4034,7 +3705,7 @@ def main():
 
     # Score what the artifact file alone gives back, and what was gained, row by row.
     scores = trainer.score(data.held_out)
-    nats, tokens, right = start["before"].T
+    nats, tokens, right = trainer.start["before"].cpu().T
     summaries["after"] = row_summary(scores)
     summaries["gain"] = {
         "loss": ratio_interval(nats - scores[:, 0], tokens),
@@ -4044,7 +3715,7 @@ def main():
     log(score_table(summaries, summaries["before"], ".4g"))
     facts |= {
         **summaries,
-        **counts,
+        "tokens": trainer.tokens,
         "init_from": source,
         "rows": len(data.train),
         "total_seconds": time.perf_counter() - begin,

@@ -65,7 +65,7 @@ class Tokenizer:
     bos_id: int
     pieces: list  # bytes that each token decodes to, b"" for boundaries
     drops_space: np.ndarray | bool = False  # (V,) bool, loses its first space after a boundary
-    encode: Callable = None  # text -> ids; this and roles are of load_tokenizer in section encoding
+    encode: Callable = None  # text -> ids; this and roles are of add_encoder in section encoding
     roles: dict = None
 
     def __post_init__(self):
@@ -138,7 +138,6 @@ def sha256_file(path):
 
 # === shared: encoding ===
 ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
-RANK_FILES = "https://openaipublic.blob.core.windows.net/encodings"
 # Published encodings: the hash of their rank file and what that file does not contain. Every
 # document begins with <|endoftext|>. The regular expressions are copied from
 # tiktoken_ext/openai_public.py. They split a text into the parts within which bytes are merged.
@@ -174,27 +173,29 @@ ENCODINGS = {
 
 
 def load_tokenizer(path):
-    """Return the Tokenizer of `path`, see read_tokenizer, or of the published encoding NAME.
-
-    It has two attributes more: `encode`, from a text to ids without BOS, where special tokens are
-    plain text; and `roles`, the ids of ROLE_TOKENS, {} if it has none. Raises UserError.
-    """
+    """Return the Tokenizer of a file, see read_tokenizer, with its encoder. Raises UserError."""
     path = Path(path)
-    name = path.name.removesuffix(".tiktoken")
-    facts = ENCODINGS.get(name)
+    facts = ENCODINGS.get(path.stem)
     if path.suffix == ".tiktoken" and not facts:
         raise UserError(f"tokenizer {path}: must be one of {[*ENCODINGS]}")
-    if facts and not path.suffix:
-        tokenizer = rank_tokenizer(f"{name}.tiktoken", published_ranks(name, facts), facts)
-    else:
-        tokenizer = read_tokenizer(path, facts)
+    return add_encoder(read_tokenizer(path, facts))
+
+
+def add_encoder(tokenizer):
+    """Give a Tokenizer its attributes `encode` and `roles`, and return it.
+
+    encode: from a text to ids without BOS, where special tokens are plain text. roles: the ids of
+    ROLE_TOKENS, {} if it has none. Raises UserError.
+    """
+    name = tokenizer.file.removesuffix(".tiktoken")
+    facts = ENCODINGS.get(name)
     tokenizer.roles = {}
     if name == "bytes":
         tokenizer.encode = lambda text: [4 + byte for byte in text.encode()]
         tokenizer.roles = {role: 260 + i for i, role in enumerate(ROLE_TOKENS)}
     elif facts:
         if tokenizer.sha256 != facts["sha256"]:
-            raise UserError(f"tokenizer {path}: is not the published rank file of {name}")
+            raise UserError(f"tokenizer {name}: is not the published rank file")
         ranks = {piece: rank for rank, piece in enumerate(tokenizer.pieces) if piece}
         bpe = tiktoken.Encoding(
             name, pat_str=facts["split"], mergeable_ranks=ranks, special_tokens={}
@@ -209,15 +210,6 @@ def load_tokenizer(path):
             if model.is_control(i):
                 tokenizer.roles[role] = i
     return tokenizer
-
-
-def published_ranks(name, facts):
-    """Return the rank file of an encoding, from tiktoken's cache or OpenAI's server."""
-    url = f"{RANK_FILES}/{name.replace('gpt2', 'r50k_base')}.tiktoken"
-    try:
-        return read_file_cached(url, facts["sha256"])
-    except (OSError, ValueError) as error:
-        raise UserError(f"tokenizer {name}: {error}") from error
 
 
 # === end: encoding ===
@@ -331,6 +323,7 @@ def document_hashes(stream, bos_id):
 
 
 # === shared: preparation ===
+RANK_FILES = "https://openaipublic.blob.core.windows.net/encodings"
 YARDSTICK_TOKENS = 20_000_000  # of training text: the count models take up to 100 bytes per token
 
 
@@ -341,6 +334,23 @@ def decode_bytes(tokenizer, ids):
     drops = tokenizer.drops_space[ids] & tokenizer.boundary[previous]
     pairs = zip(ids.tolist(), drops.tolist(), strict=True)
     return b"".join([tokenizer.pieces[token][drop:] for token, drop in pairs])
+
+
+def open_tokenizer(path):
+    """Return load_tokenizer of a file, or the Tokenizer of the published encoding of this name.
+
+    Its rank file is read from tiktoken's cache or from OpenAI's server. Raises UserError.
+    """
+    name = str(path)
+    facts = ENCODINGS.get(name)
+    if not facts:
+        return load_tokenizer(path)
+    url = f"{RANK_FILES}/{name.replace('gpt2', 'r50k_base')}.tiktoken"
+    try:
+        content = read_file_cached(url, facts["sha256"])
+    except (OSError, ValueError) as error:
+        raise UserError(f"tokenizer {name}: {error}") from error
+    return add_encoder(rank_tokenizer(f"{name}.tiktoken", content, facts))
 
 
 def save_tokenizer(tokenizer, folder):
@@ -479,7 +489,7 @@ class Request:
         identity = {"format": 1, "name": self.name, "seed": self.seed}
         identity["sources_sha256"] = digest.hexdigest()
         if self.tokenizer:
-            identity["tokenizer"] = load_tokenizer(self.tokenizer).sha256
+            identity["tokenizer"] = open_tokenizer(self.tokenizer).sha256
         else:
             identity |= {"tokenizer": "trained", "vocab_size": self.vocab_size}
         if not self.val_sources:
@@ -838,7 +848,7 @@ def train_tokenizer(work, vocab_size):
 @functools.lru_cache(1)  # a process tokenizes many files
 def worker_tokenizer(path, sha256):
     """Return the tokenizer of a file, whose SHA-256 tells files of one path apart."""
-    return load_tokenizer(path)
+    return open_tokenizer(path)
 
 
 def tokenize(tokenizer_file, lossless, path):
@@ -910,7 +920,7 @@ def build(request, work, workers):
     result = work / "result"
     result.mkdir()
     path = request.tokenizer or train_tokenizer(work, request.vocab_size)
-    tokenizer = load_tokenizer(path)
+    tokenizer = open_tokenizer(path)
     save_tokenizer(tokenizer, result)
     probe = decode_bytes(tokenizer, tokenizer.encode(LOSSLESS_PROBE))
     manifest = {

@@ -19,8 +19,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 ORDER = (
     "bounds settings runtime tokenizer encoding data text chat conversations preferences preparation "
-    "batches model lora reference optimizer schedule quantization artifact export deltas weights evaluation "
-    "checkpoint generation tasks rewards examples rows responses start supervision finetuning intervals "
+    "batches model lora optimizer adamw8bit schedule quantization artifact packing export deltas weights evaluation "
+    "checkpoint generation split rewards problems examples rows responses start finetuning intervals "
     "pairs policy judge"
 ).split()
 FENCE = re.compile(r"# === (shared|end): (\w+) ===\n?")

@@ -1,0 +1,220 @@
+"""Write small tasks whose answers a program can check: problems for SFT and RL, pairs for DPO.
+
+    python data/tasks.py sort                            data/sort.jsonl and data/sort_pairs.jsonl
+    python data/tasks.py countdown --problems 5000 --seed 2 --out data/small
+
+The tasks are sort, reverse, add, countdown and zebra (see the functions below). A line of a problem
+file is {"prompt", "answer"}, a line of a pair file {"prompt", "chosen", "rejected"}, where the
+rejected answer has a slip. All prompts of a file are different. The same seed writes the same file.
+
+The file also holds reward functions for REWARD=data/tasks.py:NAME: `countdown`, the checker of that
+task; `gsm8k`, the checker of GSM8K's own files; and `coin`, which rewards at random, for control
+runs.
+"""
+
+import argparse
+import itertools
+import json
+import random
+import re
+import string
+import sys
+from collections import Counter
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+
+
+def random_text(rng, characters):
+    """Return 5 to 9 of these characters."""
+    return "".join(rng.choices(characters, k=rng.randint(5, 9)))
+
+
+def sort_problem(rng):
+    """Return digits to sort: `52713`, `12357`."""
+    digits = random_text(rng, string.digits)
+    return digits, "".join(sorted(digits))
+
+
+def reverse_problem(rng):
+    """Return letters to reverse: `abcde`, `edcba`."""
+    letters = random_text(rng, string.ascii_lowercase)
+    return letters, letters[::-1]
+
+
+def add_problem(rng):
+    """Return two numbers of 3 digits to add: `123+456`, `579`."""
+    a = rng.randint(100, 999)
+    b = rng.randint(100, 999)
+    return f"{a}+{b}", str(a + b)
+
+
+def expression_value(text):
+    """Return the exact value of whole numbers, + - * / and parentheses; None of any other text.
+
+    A division by 0 has no value, nor has a text of more than 100 characters.
+    """
+    text = " ".join(text.split()) if re.fullmatch(r"[0-9+*/()\s-]{1,100}", text, re.ASCII) else "("
+    # An operand that is missing would allow signs, powers, floor divisions and (), and an operator
+    # that is missing calls. Without these, eval computes sums and products of at most 50 numbers.
+    if re.search(r"(^|[-+*/(]) ?[-+*/)]|[0-9)] ?\(", text):
+        return None
+    try:
+        return eval(re.sub("[0-9]+", r"Fraction('\g<0>')", text), {"Fraction": Fraction})
+    except (SyntaxError, ZeroDivisionError):
+        return None
+
+
+def countdown_problem(rng):
+    """Return three numbers up to 20 and a target below 100 to reach: `3 7 20=41`, `(3*7)+20`.
+
+    An answer uses each number once. There are others than the one returned: see `countdown`.
+    """
+    target = None
+    while target not in range(1, 100):
+        # Sorted, because otherwise one problem could stand on both sides of the split.
+        numbers = sorted(rng.randint(1, 20) for _ in range(3))
+        a, b, c = rng.sample(numbers, 3)
+        p, q = rng.choices("+-*/", k=2)
+        answer = rng.choice((f"({a}{p}{b}){q}{c}", f"{a}{p}({b}{q}{c})"))
+        target = expression_value(answer)
+    return "{} {} {}={}".format(*numbers, target), answer
+
+
+DISTANCES = {"=": (0,), "<": (-2, -1), ">": (1, 2), "~": (-1, 1)}  # of two houses, by a clue's sign
+
+
+def zebra_problem(rng):
+    """Return clues on who lives with which pet (and drink) in houses 1 to 3, and the only solution.
+
+    `Ann<dog, Bob~cat, Cid=2`: = same house, < left of, > right of, ~ beside. The answer goes house
+    by house: `Ann eel, Cid cat, Bob dog`.
+    """
+    names = "Ann Bob Cid cat dog eel ale gin tea".split()[: rng.choice((6, 9))]
+    words = [*names, *"123"]
+    orders = itertools.product(itertools.permutations((1, 2, 3)), repeat=len(names) // 3)
+    worlds = [sum(order, ()) + (1, 2, 3) for order in orders]  # the house of each word
+    world = rng.choice(worlds)
+    clues = []
+    while len(worlds) > 1:
+        a, b = sorted(rng.sample(range(len(words)), 2))
+        sign = rng.choice("=<>~")
+        left = [other for other in worlds if other[a] - other[b] in DISTANCES[sign]]
+        if world in left and left != worlds:
+            worlds = left
+            clues.append(words[a] + sign + words[b])
+    houses = [[], [], []]
+    for name, house in zip(names, world, strict=False):
+        houses[house - 1].append(name)
+    return ", ".join(sorted(clues)), ", ".join(map(" ".join, houses))
+
+
+TASKS = {
+    "sort": sort_problem,
+    "reverse": reverse_problem,
+    "add": add_problem,
+    "countdown": countdown_problem,
+    "zebra": zebra_problem,
+}
+
+
+def countdown(prompts, completions, **columns):
+    """Return 1.0 for each expression that reaches the target with each number once, else 0.0."""
+    rewards = []
+    for prompt, text in zip(prompts, completions, strict=True):
+        *numbers, target = re.findall("[0-9]+", prompt)
+        uses_each_once = sorted(re.findall("[0-9]+", text[:100])) == sorted(numbers)
+        rewards.append(float(uses_each_once and expression_value(text) == int(target)))
+    return rewards
+
+
+def final_number(text):
+    """Return the number after the first `#### `, as GSM8K's own grader reads it, or NaN."""
+    texts = re.findall("#### (-?[0-9.,]+)", text) or [""]
+    number = re.fullmatch(r"(-?([0-9]+(\.[0-9]+)?|\.[0-9]+))\.?", texts[0].replace(",", ""))
+    return Decimal(number[1] if number else "NaN")
+
+
+def gsm8k(prompts, completions, answer, **columns):
+    """Return 1.0 for each completion with its answer's final_number, else 0.0; NaN equals nothing."""
+    pairs = zip(completions, answer, strict=True)
+    return [float(final_number(text) == final_number(right)) for text, right in pairs]
+
+
+def coin(prompts, completions, **columns):
+    """Return 0.0 or 1.0 for each text, a hash of prompt, text and how often the call had both."""
+    seen = Counter()
+    rewards = []
+    for pair in zip(prompts, completions, strict=True):
+        rewards.append(float(random.Random(f"{pair} {seen[pair]}").getrandbits(1)))
+        seen[pair] += 1
+    return rewards
+
+
+def make_problems(task, count, seed):
+    """Return problems (prompt, answer) with different prompts: `count`, or as many as are found."""
+    rng = random.Random(f"{task} {seed}")
+    problems = {}
+    for _ in range(2 * count):
+        prompt, answer = TASKS[task](rng)
+        problems.setdefault(prompt, answer)
+        if len(problems) == count:
+            break
+    return [*problems.items()]
+
+
+def slip(task, prompt, answer, rng):
+    """Return a wrong answer that is close to a right one.
+
+    Two characters are swapped, or one is changed into another of its kind, dropped or doubled, so
+    that the length tells little.
+    """
+    while True:
+        place = rng.randrange(len(answer))
+        char = answer[place]
+        rest = answer[place + 1 :]
+        kinds = (string.digits, string.ascii_uppercase, "+-*/()")
+        kind = next((kind for kind in kinds if char in kind), string.ascii_lowercase)
+        other = rng.choice(kind.replace(char, ""))
+        changed = (rest[:1] + char + rest[1:], other + rest, rest, char + char + rest)
+        wrong = answer[:place] + rng.choice(changed)
+        is_right = wrong.strip() == answer
+        if task == "countdown":
+            is_right = countdown([prompt], [wrong]) == [1.0]
+        if wrong.strip() and not is_right:
+            return wrong
+
+
+def write_lines(path, rows):
+    """Write rows as JSON lines, and say so."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    print(f"{path}: {len(rows)} rows, the first is {json.dumps(rows[0])}")
+
+
+def main(arguments=None):
+    """Write the files of one task."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("task", choices=[*TASKS])
+    parser.add_argument("--problems", type=int, default=20_000, help="rows of the problem file")
+    parser.add_argument("--pairs", type=int, default=5_000, help="rows of the pair file; 0: none")
+    parser.add_argument("--seed", type=int, default=1337)
+    parser.add_argument("--out", default="data", help="folder of the files")
+    args = parser.parse_args(arguments)
+    if not 10 <= args.problems <= 200_000 or not 0 <= args.pairs <= args.problems:
+        parser.error("--problems must be 10 to 200,000, and --pairs at most as many")
+
+    problems = make_problems(args.task, args.problems, args.seed)
+    rows = [{"prompt": prompt, "answer": answer} for prompt, answer in problems]
+    write_lines(Path(args.out, f"{args.task}.jsonl"), rows)
+    if args.pairs:
+        rng = random.Random(f"{args.task} slips {args.seed}")
+        rows = [
+            {"prompt": prompt, "chosen": answer, "rejected": slip(args.task, prompt, answer, rng)}
+            for prompt, answer in problems[: args.pairs]
+        ]
+        write_lines(Path(args.out, f"{args.task}_pairs.jsonl"), rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
