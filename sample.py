@@ -91,7 +91,7 @@ class Settings:
     score_file: str = ""  # file to write the scores to, as JSON; empty: none
     held_out: bool = False  # of SCORE_PATH, only the prompts that training holds out, by a hash
     reward: str = "exact"  # of an answer: exact, or file.py:function, see load_reward
-    eval_prompts: int = bounded(512, 1)  # prompts that models answer, at most
+    eval_prompts: int = bounded(512, 1)  # prompts that score the model, at most
     eval_samples: int = bounded(8, 1)  # of each, for pass@1 and pass@EVAL_SAMPLES
     eval_stride: int = 0  # stride of the sliding-window score; 0: leave that score out
 
@@ -475,6 +475,10 @@ def newest_checkpoint(folder):
 
 
 # === end: runtime ===
+
+
+# === shared: machine ===
+# === end: machine ===
 
 
 # === shared: tokenizer ===

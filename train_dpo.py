@@ -75,12 +75,13 @@ class Settings:
     activation_checkpointing: bool = False  # recompute layers in the backward pass: less memory
     compile: bool = False  # torch.compile; on a CPU it needs a C++ compiler
     # data
-    # FILE,FILE of rows, each maybe :WEIGHT
+    # FILE,FILE of rows; for SFT and DPO each maybe :WEIGHT
     train_files: str = "data/sort_pairs.jsonl"
     val_files: str = ""  # FILE,FILE of held-out rows; empty: one prompt in ten, by a hash
-    eval_prompts: int = bounded(512, 1)  # held-out prompts that score the policy
+    eval_prompts: int = bounded(512, 1)  # prompts that score the model, at most
     # model at the start
-    init_from: str = ""  # a run, a checkpoint or an artifact, such as of train_sft.py
+    # a run, a checkpoint or an artifact; train_sft.py alone makes a small network if it is empty
+    init_from: str = ""
     train_seq_len: int = bounded(128, 2)  # tokens in a window, training and evaluation
     lora_rank: int = 0  # of adapters, which alone are trained; 0: all weights are
     lora_alpha: float = 16.0  # adapters count by LORA_ALPHA / LORA_RANK
@@ -515,6 +516,10 @@ def newest_checkpoint(folder):
 
 
 # === end: runtime ===
+
+
+# === shared: machine ===
+# === end: machine ===
 
 
 # === shared: tokenizer ===
@@ -2132,6 +2137,10 @@ def count_parameters(network):
 
 
 # === end: quantization ===
+
+
+# === shared: qat ===
+# === end: qat ===
 
 
 # === shared: artifact ===

@@ -519,6 +519,10 @@ def newest_checkpoint(folder):
 # === end: runtime ===
 
 
+# === shared: machine ===
+# === end: machine ===
+
+
 # === shared: tokenizer ===
 @dataclass
 class Tokenizer:
@@ -2164,6 +2168,10 @@ def count_parameters(network):
 
 
 # === end: quantization ===
+
+
+# === shared: qat ===
+# === end: qat ===
 
 
 # === shared: artifact ===

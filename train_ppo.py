@@ -78,16 +78,16 @@ class Settings:
     compile: bool = False  # torch.compile; on a CPU it needs a C++ compiler
     activation_checkpointing: bool = False  # recompute layers in the backward pass: less memory
     # problems
-    train_files: str = "data/sort.jsonl"  # FILE,FILE of problems, which data/tasks.py writes
-    val_files: str = ""  # FILE,FILE of held-out problems; empty: one prompt in ten, by a hash
-    # of an answer: exact, or file.py:function, see load_reward; with a REWARD_MODEL it scores
-    # held-out answers alone
-    reward: str = "exact"
-    # run, checkpoint or artifact with a value head that scores answers in place of REWARD
+    train_files: str = "data/sort.jsonl"  # FILE,FILE of rows; for SFT and DPO each maybe :WEIGHT
+    val_files: str = ""  # FILE,FILE of held-out rows; empty: one prompt in ten, by a hash
+    reward: str = "exact"  # of an answer: exact, or file.py:function, see load_reward
+    # run, checkpoint or artifact with a value head that scores answers in place of REWARD, which
+    # then scores held-out answers alone
     reward_model: str = ""
-    eval_prompts: int = bounded(512, 2)  # held-out prompts that score the policy
+    eval_prompts: int = bounded(512, 2)  # prompts that score the model, at most
     # policy at the start
-    init_from: str = ""  # a run, a checkpoint or an artifact, such as of train_sft.py
+    # a run, a checkpoint or an artifact; train_sft.py alone makes a small network if it is empty
+    init_from: str = ""
     lora_rank: int = 0  # of adapters, which alone are trained; 0: all weights are
     lora_alpha: float = 16.0  # adapters count by LORA_ALPHA / LORA_RANK
     # rollout
@@ -520,6 +520,10 @@ def newest_checkpoint(folder):
 
 
 # === end: runtime ===
+
+
+# === shared: machine ===
+# === end: machine ===
 
 
 # === shared: tokenizer ===
@@ -1944,6 +1948,10 @@ def count_parameters(network):
 
 
 # === end: quantization ===
+
+
+# === shared: qat ===
+# === end: qat ===
 
 
 # === shared: artifact ===

@@ -77,14 +77,14 @@ class Settings:
     activation_checkpointing: bool = False  # recompute layers in the backward pass: less memory
     compile: bool = False  # torch.compile; on a CPU it needs a C++ compiler
     # data
-    # FILE,FILE of rows, each maybe :WEIGHT
-    train_files: str = "data/sort.jsonl"
+    train_files: str = "data/sort.jsonl"  # FILE,FILE of rows; for SFT and DPO each maybe :WEIGHT
     val_files: str = ""  # FILE,FILE of held-out rows; empty: one prompt in ten, by a hash
     # whose tokens are learned; assistant: its end too
     train_on: Literal["assistant", "all"] = "assistant"
-    eval_prompts: int = bounded(512, 1)  # held-out prompts that score the policy
+    eval_prompts: int = bounded(512, 1)  # prompts that score the model, at most
     # model at the start
-    init_from: str = ""  # a run, a checkpoint or an artifact; empty: a small new model over bytes
+    # a run, a checkpoint or an artifact; train_sft.py alone makes a small network if it is empty
+    init_from: str = ""
     lora_rank: int = 0  # of adapters, which alone are trained; 0: all weights are
     lora_alpha: float = 16.0  # adapters count by LORA_ALPHA / LORA_RANK
     # distillation
@@ -517,6 +517,10 @@ def newest_checkpoint(folder):
 
 
 # === end: runtime ===
+
+
+# === shared: machine ===
+# === end: machine ===
 
 
 # === shared: tokenizer ===
@@ -2134,6 +2138,10 @@ def count_parameters(network):
 
 
 # === end: quantization ===
+
+
+# === shared: qat ===
+# === end: qat ===
 
 
 # === shared: artifact ===
