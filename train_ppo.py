@@ -3195,6 +3195,8 @@ def sum_rewards(functions, answers):
     Each is called as function(prompts=, completions=, NAME=...), lists with an entry for each
     answer. The names are the other keys of the queries, if these are dicts.
     """
+    if not functions:
+        raise UserError("reward_funcs: none; must be one at least")
     queries = [answer.query for answer in answers]
     columns = {"prompts": [prompt_of(query) for query in queries]}
     columns["completions"] = [answer.text for answer in answers]
@@ -3256,8 +3258,6 @@ class PolicyTrainer:
     sum_rewards. ref_model: a GPT that KL_BETA keeps the policy near, in place of the policy as it
     is now. A subclass has `rollout` and `update`. Raises UserError.
     """
-
-    reward_model = None  # a network that scores answers in place of a function
 
     def __init__(
         self,
@@ -3353,21 +3353,26 @@ class PolicyTrainer:
         }
         return Rollout(mini_batches, {name: value.item() for name, value in metrics.items()})
 
-    def train_step(self, queries):
-        """Return the metrics of a rollout of `queries`, see train_dataset, and of its updates."""
+    def train_step(self, queries, reward_function=None):
+        """Return the metrics of a rollout of `queries`, see train_dataset, and of its updates.
+
+        reward_function: replaces reward_funcs; called with lists of prompts and completions alone.
+        """
+        if reward_function:
+            self.reward_funcs = [
+                lambda prompts, completions, **_: reward_function(prompts, completions)
+            ]
         if not queries or len(queries) % self.unit:
             raise UserError(
                 f"train_step: {len(queries)} queries; not a multiple of MINI_BATCHES x ranks = "
                 f"{self.unit}"
             )
-        if not (self.reward_funcs or self.reward_model):
-            raise UserError("reward_funcs: none; must be one at least")
         rollout = self.rollout(queries, self.steps)
         self.steps += 1
         return {**rollout.metrics, **self.update(rollout)}
 
-    def train(self):
-        """Take ITERATIONS steps over train_dataset; return the metrics of each."""
+    def train(self, reward_function=None):
+        """Take ITERATIONS steps over train_dataset; return the metrics of each, see train_step."""
         settings = self.settings
         if not (settings.iterations and self.dataset):
             raise UserError(
@@ -3377,7 +3382,7 @@ class PolicyTrainer:
         metrics = []
         for _ in range(settings.iterations):
             queries = problems_of_step(self.dataset, self.steps, settings.prompts_per_step)
-            metrics.append(self.train_step(queries))
+            metrics.append(self.train_step(queries, reward_function))
         return metrics
 
 
