@@ -3472,9 +3472,7 @@ def begin_run(run, trainer, exam, checkpoint):
     run.parts.update(network=network, optimizers=trainer.optimizers, exam=exam)
     if trainer.ref_model is not None:
         run.parts["reference"] = trainer.ref_model
-    counts = count_parameters(network)
-    counts["trained"] = sum(param.numel() for param in trainer.trained)
-    run.log(f"parameters: {name_values(counts)}")
+    run.log(f"parameters: {name_values(count_parameters(network))}")
     run.log(run.plan.describe())
     run.log(
         f"batch: a step is {settings.prompts_per_step} prompts x {settings.group_size} samples, "
