@@ -2556,10 +2556,12 @@ class Exporter(Saved):
             vars(param).pop("hessian", None)
         for hessian in hessians.values():
             self.run.runtime.sum(hessian)
-        _, data = self.fit(self.limit, hessians)
+        table, gptq_data = self.fit(self.limit, hessians)
         if self.out_of_time:
             self.run.event("gptq_out_of_time")
-        return data
+        # GPTQ's codes take more bytes. It loses if steps become over a tenth wider (docs/lab.md).
+        is_worse = table["matrix"]["clip_sigmas"] > 1.1 * self.table["matrix"]["clip_sigmas"]
+        return data if is_worse else gptq_data
 
 
 # === end: export ===
@@ -2598,7 +2600,7 @@ class Scorer:
     runtime: Runtime  # its ranks share out the windows
     seq_len: int  # tokens in a window
     rows: int  # windows in a forward
-    note: Callable = lambda progress: None  # is called with a text before each forward
+    log: Callable = None  # a Log, which tells how far scoring is
 
     def score(self, model, tokens, stride=0):
         """Return the score of model(ids, targets) -> losses (B, T), in windows of seq_len tokens.
@@ -2632,7 +2634,8 @@ class Scorer:
         # Empty rows fill the last forward: windows have one shape, for one compiled graph.
         spans = np.pad(spans, ((0, -len(spans) % rows), (0, 0)))
         for at in range(0, len(spans), rows):
-            self.note(f"scored {at:,} of {windows:,} windows")
+            if self.log and self.log.is_due():
+                self.log(f"scored {at:,} of {windows:,} windows")
             begin, first, end = np.hsplit(spans[at : at + rows], 3)  # (rows, 1) each
             places = begin + np.arange(length or (end - begin).max())
             scored = (first <= places) & (places < end)
@@ -3275,12 +3278,7 @@ def main():
     warm_up(model, optimizers, batches, settings)
     micro_steps = batches.rows // batches.micro_rows
     log(f"batch: {micro_steps} micro-steps of {batches.micro_rows} windows on each rank")
-
-    def note(text):
-        if log.is_due():
-            log(text)
-
-    scorer = Scorer(tokenizer, runtime, settings.train_seq_len, batches.micro_rows, note)
+    scorer = Scorer(tokenizer, runtime, settings.train_seq_len, batches.micro_rows, log)
     exporter = Exporter(
         network,
         quant_table(settings),
