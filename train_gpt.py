@@ -1502,9 +1502,8 @@ def model_config(settings, vocab_size, bos_id, **overrides):
         raise UserError(f"NORM={settings.norm!r}: must be one or more of {', '.join(NORMS)}")
     num_layers = settings.num_layers or len(words)
 
-    names = GPTConfig.__dataclass_fields__
     given = {**ARCH_PRESETS[settings.arch_mode], **vars(settings)}
-    values = {name: value for name, value in given.items() if name in names}
+    values = {name: given[name] for name in given.keys() & GPTConfig.__dataclass_fields__}
     values |= dict(vocab_size=vocab_size, bos_id=bos_id)
     values["layers"] = " ".join((words * num_layers)[:num_layers])
     values["norms"] = " ".join((norms * num_layers)[:num_layers])
@@ -2478,9 +2477,9 @@ class Exporter(Saved):
 
     def has_time(self):
         """Return whether GPTQ may go on; once it may not, the answer stays the same."""
-        run = self.run
-        seconds_left = run.clock.limit - run.clock.elapsed()
-        self.out_of_time |= run.runtime.agree(seconds_left < self.needed_seconds)
+        clock = self.run.clock
+        is_late = clock.limit - clock.elapsed() < self.needed_seconds
+        self.out_of_time |= self.run.runtime.agree(is_late)
         return not self.out_of_time
 
     def encode(self, table, hessians):
@@ -3178,8 +3177,8 @@ def choose_weights(exporter, averages, run, score):
     for name, values in candidates.items():
         begin = run.clock.elapsed()
         # Scoring an average must leave time to pack the weights chosen.
-        seconds_left = run.clock.limit - run.clock.elapsed()
-        if scores and run.runtime.agree(seconds_left < 2 * scoring_seconds):
+        is_late = run.clock.limit - run.clock.elapsed() < 2 * scoring_seconds
+        if scores and run.runtime.agree(is_late):
             run.event("weights_left_out", weights=name)
             continue
         with swapped(params, values), quantized(exporter.network, exporter.table):
