@@ -79,12 +79,42 @@ POST = dict(
 )
 # Forks a process for each line of its input: a command line `words`, or T.main() of `script` behind
 # the code of `patch`, which may change functions of T. To import torch takes longer than most runs.
-# A line with "poll" asks for the exit code of a process, null while it runs.
+# A line with "poll" asks for the exit code of a process, null while it runs. It ends by os._exit,
+# because Python takes seconds to clear away what a fork shares with its parent.
 SERVER = """
-import importlib, json, os, runpy, signal, sys
+import atexit, importlib, json, os, runpy, signal, sys, traceback
 sys.path.insert(0, sys.argv[1])
 import numpy, sentencepiece, tiktoken, torch, torch._dynamo, torch.profiler
 import train_gpt
+
+def leave(call):
+    code = 1
+    try:
+        code = call()
+    except SystemExit as error:
+        code = error.code or 0
+        if isinstance(code, str):
+            code = print(code, file=sys.stderr) or 1
+    except BaseException:
+        traceback.print_exc()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            code = 120
+    os._exit(code)
+
+def run_command(words, cwd):
+    os.chdir(cwd)
+    sys.argv, sys.path[0] = words, os.path.dirname(os.path.abspath(words[0]))
+    runpy.run_path(words[0], run_name="__main__")
+    return 0
+
+def run_script(T, patch):
+    sys.argv = [T.__file__]
+    exec(patch, {"T": T})
+    return T.exit_code(T.main)
 
 for line in sys.stdin:
     order = json.loads(line)
@@ -106,14 +136,9 @@ for line in sys.stdin:
     os.environ.clear()
     os.environ.update(order["env"])
     sys.stdin = open(0)
-    if "words" not in order:
-        sys.argv = [T.__file__]
-        exec(order["patch"], {"T": T})
-        sys.exit(T.exit_code(T.main))
-    os.chdir(order["cwd"])
-    sys.argv, sys.path[0] = order["words"], os.path.dirname(os.path.abspath(order["words"][0]))
-    runpy.run_path(sys.argv[0], run_name="__main__")
-    sys.exit(0)
+    if "words" in order:
+        leave(lambda: run_command(order["words"], order["cwd"]))
+    leave(lambda: run_script(T, order["patch"]))
 """
 
 
@@ -361,7 +386,8 @@ def write_model(folder, seed=0, is_reward=False, layers="g a", model_dim=32):
     network = D.GPT(D.GPTConfig(tokenizer.vocab_size, tokenizer.bos_id, **shape)).float()
     if is_reward:
         D.add_value_head(network)
-        torch.nn.init.normal_(network.w_value)
+        for param in network.parameters():  # a new network's mixers put out zeros
+            param.data.add_(0.3 * torch.randn_like(param))
     state = network.state_dict()
     coded = D.quantize_all(state, D.quant_table(D.Settings()))
     facts = dict(settings=vars(network.config), tokenizer_sha256=tokenizer.sha256)

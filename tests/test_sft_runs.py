@@ -49,7 +49,7 @@ def read(path):
 def place(tmp_path_factory):
     """Return a place for runs from random weights on 300 rows."""
     folder = tmp_path_factory.mktemp("sft")
-    tiny = own_settings("train_sft", dict(POST, ITERATIONS=20, SAVE_EVERY=8, LEARNING_RATE=0.01))
+    tiny = own_settings("train_sft", dict(POST, ITERATIONS=20, SAVE_EVERY=8, LEARNING_RATE=0.02))
     tiny |= dict(TRAIN_FILES=write_lines(folder / "rows.jsonl", rows_of(300)), EVAL_PROMPTS=512)
     return Place(folder, None, dict(tiny, INIT_FROM=write_model(folder / "blank")), "train_sft")
 
@@ -160,7 +160,7 @@ def test_two_ranks_learn_the_same(place, straight):
         assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-2)
 
 
-def test_epochs_set_the_steps_where_iterations_do_not(place, letters):
+def test_epochs_set_the_steps_where_iterations_do_not(place):
     """From a small new model, with a clock that does not end the run; AdamW in 8 bits, layers
     computed twice.
     """
