@@ -386,8 +386,8 @@ def write_model(folder, seed=0, is_reward=False, layers="g a", model_dim=32):
     network = D.GPT(D.GPTConfig(tokenizer.vocab_size, tokenizer.bos_id, **shape)).float()
     if is_reward:
         D.add_value_head(network)
-        for param in network.parameters():  # a new network's mixers put out zeros
-            param.data.add_(0.3 * torch.randn_like(param))
+    for param in network.parameters():  # a new network's mixers put out zeros
+        param.data.add_(0.1 * torch.randn_like(param))
     state = network.state_dict()
     coded = D.quantize_all(state, D.quant_table(D.Settings()))
     facts = dict(settings=vars(network.config), tokenizer_sha256=tokenizer.sha256)
@@ -410,7 +410,7 @@ def letters(tmp_path_factory):
     write_lines(folder / "problems.jsonl", [{"prompt": p, "answer": a} for p, a, _ in rows])
     pairs = [{"prompt": p, "chosen": right, "rejected": wrong} for p, right, wrong in rows]
     write_lines(folder / "pairs.jsonl", pairs)
-    tiny = dict(POST, TRAIN_FILES=folder / "problems.jsonl", ITERATIONS=24, LEARNING_RATE=0.03)
+    tiny = dict(POST, TRAIN_FILES=folder / "problems.jsonl", ITERATIONS=12, LEARNING_RATE=0.02)
     place = Place(folder, None, own_settings("train_sft", tiny), "train_sft")
     place.run("start", INIT_FROM=write_model(folder / "blank"), EMA=0, SWA=0, QAT=0)
     place.of("start").rename(folder / "policy")

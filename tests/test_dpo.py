@@ -9,7 +9,6 @@ import random
 import re
 import shutil
 import statistics
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -78,12 +77,12 @@ def settings(**changes):
     return D.Settings(**{"beta": 0.1, "qat": False, **changes})
 
 
-def pair_of(lengths: tuple[int, int], margin: float = 0.0):
+def pair_of(lengths, margin=0.0):
     return D.Pair(0, torch.ones(1), *(torch.ones(length) for length in lengths), margin)
 
 
 def losses(
-    objective: str,
+    objective,
     scores=SCORES,
     reference=FACTS["reference"],
     lengths=FACTS["lengths"],
@@ -128,7 +127,7 @@ def test_gradients_are_finite_differences(objective, beta):
         cdpo=dict(label_smoothing=0.2), robust=dict(label_smoothing=0.2), reward=dict(centering=0.3)
     )
 
-    def loss(scores: torch.Tensor):
+    def loss(scores):
         return losses(
             objective, scores, reference, lengths, [0.3] * 7, beta=beta, **own.get(objective, {})
         )[0]
@@ -173,7 +172,7 @@ def test_smoothing_of_0_is_dpo():
 def test_robust_is_unbiased_under_flips_and_cdpo_is_their_expectation(e):
     """Each pair is the wrong way round with probability e: the expectation of the robust loss is DPO's on the truth."""
 
-    def flipped(objective: str, **changes):
+    def flipped(objective, **changes):
         turned = [
             [row[::-1] for row in table] for table in (SCORES, FACTS["reference"], FACTS["lengths"])
         ]
@@ -231,7 +230,7 @@ def test_wilsons_interval():
 
 
 # ------------------------------------------------------------------------------------------------- rows become pairs
-def parse(row: dict):
+def parse(row):
     return D.parse_pair(row, BYTES, settings(train_seq_len=64))
 
 
@@ -343,7 +342,7 @@ class Table(nn.Module):
     """Features are running sums of the tokens' rows, so a place tells what stood before it; a next token's logits are
     those of the present token's row."""
 
-    def __init__(self, size: int = 264, dim: int = 8):
+    def __init__(self, size=264, dim=8):
         super().__init__()
         generator = torch.Generator().manual_seed(1)
         self.embed = nn.Parameter(torch.randn(size, dim, generator=generator))
@@ -358,11 +357,11 @@ class Table(nn.Module):
         return x @ self.table
 
 
-def pairs_of(seed: int, count: int):
+def pairs_of(seed, count):
     """Random prompts and answers of 1 to 9 tokens, END not among them: nothing but the place tells the last token."""
     rng = random.Random(seed)
 
-    def ids(low: int, high: int):
+    def ids(low, high):
         return [rng.randrange(4, 260) for _ in range(rng.randint(low, high))]
 
     return [
@@ -375,7 +374,7 @@ def pairs_of(seed: int, count: int):
     ]
 
 
-def by_hand(network: nn.Module, pair: D.Pair, reward: bool):
+def by_hand(network, pair, reward):
     """Scores of one pair, row by row without padding, token by token."""
     found = []
     for answer in (pair.chosen, pair.rejected):
@@ -526,7 +525,7 @@ def test_wrong_settings_are_refused(changes, said):
 
 
 # ------------------------------------------------------------------------------------------------ the reference's cache
-def reference_of(network: D.GPT, pairs: list[D.Pair], folder: Path, data: str = "data", **changes):
+def reference_of(network, pairs, folder, data="data", **changes):
     """The reference's scores, and what the log says of them."""
     s, said = settings(**changes), []
     run = SimpleNamespace(settings=s, runtime=ALONE, folder=folder / "run", log=said.append)
@@ -703,7 +702,10 @@ def test_other_objectives_end_well(place, straight):
         reward=given, ipo=dict(LORA_RANK=2, QAT=0), robust=dict(MICRO_BATCH_TOKENS=64)
     )
     for objective, given in objectives.items():
-        assert place.run(f"other {objective}", ITERATIONS=4, **{"OBJECTIVE": objective, **given}).err == ""
+        assert (
+            place.run(f"other {objective}", ITERATIONS=4, **{"OBJECTIVE": objective, **given}).err
+            == ""
+        )
         result = place.result(f"other {objective}")
         assert result["steps"] == 4 and result["after"]["n"] >= 20
         assert result["objective"] == objective and math.isfinite(result["after"]["loss"][0])

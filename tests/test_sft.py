@@ -3,14 +3,10 @@
 Everything here is float64 with an independent reference.
 """
 
-from __future__ import annotations
-
 import collections
 import functools
-import json
 import math
 import random
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,7 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sample as P
+import train_grpo as G
 import train_sft as S
+from conftest import write_lines
 
 CPU = torch.device("cpu")
 BYTES = S.load_tokenizer("bytes")
@@ -39,36 +37,25 @@ def float64():
     torch.set_default_dtype(torch.float32)
 
 
-def b(text: str) -> list[int]:
+def b(text):
     """Ids of the byte tokenizer: 4 + byte."""
     return [4 + byte for byte in text.encode()]
 
 
-def turns_of(ids: list[int]) -> list[tuple[str, str]]:
-    """The turns of a conversation's ids, of bytes and role tokens."""
-    turns = []
-    for token in ids[1:]:
-        if token in (SYSTEM, USER, ASSISTANT):
-            turns.append((S.ROLE_TOKENS[token - SYSTEM], ""))
-        elif token != END:
-            turns[-1] = (turns[-1][0], turns[-1][1] + chr(token - 4))
-    return turns
-
-
-def network(seed: int = 0, pattern: str = "g a", dim: int = 16, **changes) -> S.GPT:
+def network(seed=0, layers="g a", dim=16, **changes):
     """A tiny network, all of whose weights are at work."""
     torch.manual_seed(seed)
-    settings = S.Settings(layer_pattern=pattern, model_dim=dim, num_heads=2, train_seq_len=64)
-    shape = {"num_kv_heads": 2, "attn_window": 1 << 20, "embed_init_std": 0.02, **changes}
-    settings = SimpleNamespace(num_layers=0, **vars(settings))
-    made = S.GPT(S.model_config(settings, BYTES.vocab_size, BYTES.bos_id, **shape))
+    norms = " ".join("rms" for _ in layers.split())
+    shape = dict(model_dim=dim, num_heads=2, num_kv_heads=2, attn_window=1 << 20, train_seq_len=64)
+    shape |= dict(embed_init_std=0.02, **changes)
+    made = S.GPT(S.GPTConfig(BYTES.vocab_size, BYTES.bos_id, layers, norms, **shape))
     with torch.no_grad():
         for param in made.parameters():
             param.add_(0.1 * torch.randn_like(param))
     return made
 
 
-def row_of(*turns: tuple[str, str], room: int = 64, train_on: str = "assistant") -> S.Row:
+def row_of(*turns, room=64, train_on="assistant"):
     """The Row of turns (role, text), or of a text, a turn with the role ""."""
     row = {"messages": [{"role": role, "content": text} for role, text in turns]}
     if not turns[0][0]:
@@ -76,7 +63,7 @@ def row_of(*turns: tuple[str, str], room: int = 64, train_on: str = "assistant")
     return S.parse_row(row, BYTES, S.Settings(train_seq_len=room, train_on=train_on))[1]
 
 
-def some_rows(count: int = 9, seed: int = 0, longest: int = 16) -> list[S.Row]:
+def some_rows(count=9, seed=0, longest=16):
     rng, rows = random.Random(seed), []
     for _ in range(count):
         words = ["".join(rng.choices("abcdef", k=rng.randint(1, longest))) for _ in range(2)]
@@ -84,16 +71,16 @@ def some_rows(count: int = 9, seed: int = 0, longest: int = 16) -> list[S.Row]:
     return rows
 
 
-def windows_of(rows: list[S.Row], room: int = 64) -> list[list[int]]:
+def windows_of(rows, room=64):
     return S.best_fit(rows, range(len(rows)), room)
 
 
-def one_batch(rows: list[S.Row], windows: list[list[int]] | None = None) -> S.RowBatch:
+def one_batch(rows, windows=None):
     [batch] = S.row_batches(rows, windows or windows_of(rows), 1 << 30, CPU)
     return batch
 
 
-def losses_alone(made: S.GPT, row: S.Row) -> tuple[torch.Tensor, int]:
+def losses_alone(made, row):
     """The summed cross-entropy of a row's targets by a forward of its own, and how many are the likeliest."""
     logits, learned = made(row.ids[None])[0], row.targets >= 0
     nats = F.cross_entropy(logits[learned], row.targets[learned], reduction="sum")
@@ -235,36 +222,28 @@ def test_rows_in_a_window_never_predict_one_another():
     ] and batch.numbers.tolist() == [2, 0, 1]
 
 
-def test_a_prompt_is_laid_out_as_for_the_rl_scripts():
+def test_prompts_are_laid_out_and_held_out_as_in_the_rl_scripts(tmp_path):
     """So that train_grpo.py goes on with what is learned here."""
+    path = write_lines(tmp_path / "a.jsonl", [{"prompt": str(n), "answer": "x"} for n in range(99)])
+    held_out = G.split_problems(G.Settings(train_files=str(path)))[2]
+    keys = [S.prompt_key([("<|user|>", problem["prompt"])]) for problem in held_out]
+    assert sorted(keys) == [row.key for row in read(path)[0].held_out] and len(keys) > 4
     prompt, end = P.chat_ids(BYTES, "312")
     row = row_of(("user", "312"), ("assistant", "123"))
     assert [*row.ids.tolist(), row.targets[-1].item()] == [*prompt, *b("123"), end]
 
 
 # ------------------------------------------------------------------------------------------------- files and their rows
-def write(path: Path, rows: list) -> Path:
-    path.write_bytes(
-        b"".join(
-            row if isinstance(row, bytes) else json.dumps(row).encode() + b"\n" for row in rows
-        )
-    )
-    return path
-
-
-def good(number: int, answer: str = "yes") -> dict:
+def good(number, answer="yes"):
     return {"prompt": f"prompt {number}", "completion": answer}
 
 
-def read(**changes) -> tuple[S.Examples, list[str]]:
+def read(path, **changes):
+    """Return the Examples of files, and what the log says of them."""
     said = []
-    s = S.Settings(**{"train_seq_len": 64, **changes})
+    s = S.Settings(**{"train_seq_len": 64, "train_files": str(path), **changes})
     parse = functools.partial(S.parse_row, tokenizer=BYTES, settings=s)
-    return S.read_examples(s, parse, S.demonstration, s.demonstrations, said.append), said
-
-
-def turns_of_row(row: S.Row) -> list[tuple[str, str]]:
-    return turns_of([*row.ids.tolist(), row.targets[-1].item()])
+    return S.read_examples(s, parse, said.append), said
 
 
 MALFORMED = [
@@ -282,17 +261,17 @@ MALFORMED = [
     ("unknown role 'wizard'", {"messages": [{"role": "wizard", "content": "a"}]}),
     ("no turn of the assistant", {"messages": [{"role": "user", "content": "a"}]}),
     ("more than TRAIN_SEQ_LEN=64 tokens", {"prompt": "a", "completion": "b" * 59}),
-    ("invalid UTF-8", b'{"prompt": "a", "completion": "\xff"}\n'),
-    ("half a surrogate pair, which is no Unicode", b'{"prompt": "a", "completion": "\\ud800"}\n'),
-    ("no JSON", b"{nothing\n"),
+    ("invalid UTF-8", b'{"prompt": "a", "completion": "\xff"}'),
+    ("half a surrogate pair, which is no Unicode", b'{"prompt": "a", "completion": "\\ud800"}'),
+    ("no JSON", b"{nothing"),
     ("no JSON object", [1, 2]),
 ]
 
 
 def test_every_malformed_row_is_counted_and_named(tmp_path):
     rows = [good(at) for at in range(40)] + [row for _, row in MALFORMED]
-    path = write(tmp_path / "a.jsonl", rows)
-    data, said = read(train_files=str(path))
+    path = write_lines(tmp_path / "a.jsonl", rows)
+    data, said = read(path)
     assert len({*data.train, *data.choice, *data.held_out}) == 40
     faults = collections.Counter(kind for kind, _ in MALFORMED)
     first = {kind: 41 + [name for name, _ in MALFORMED].index(kind) for kind in faults}
@@ -324,7 +303,7 @@ def test_a_row_of_exactly_the_context_is_used():
 )
 def test_a_file_without_rows_is_an_error(tmp_path, rows, said):
     with pytest.raises(S.UserError, match=said) as error:
-        read(train_files=str(write(tmp_path / "a.jsonl", rows)))
+        read(write_lines(tmp_path / "a.jsonl", rows))
     assert "\n" not in str(error.value)
 
 
@@ -333,7 +312,7 @@ def test_wrong_weights(text):
     with pytest.raises(
         S.UserError, match="^TRAIN_FILES='.*': must be FILE or FILE:WEIGHT, each once, above 0"
     ):
-        read(train_files=text)
+        read(text)
     assert S.weighted_files("X", " a.jsonl:2,\n b.jsonl.zst:.5, c:d ") == {
         "a.jsonl": 2,
         "b.jsonl.zst": 0.5,
@@ -343,14 +322,14 @@ def test_wrong_weights(text):
 
 def test_equal_prompts_stand_on_one_side(tmp_path):
     """Of 3,000 prompts, each with two answers in two files, one in ten is held out, one in fifty chooses averages."""
-    first = write(tmp_path / "a.jsonl", [good(at) for at in range(3000)])
+    first = write_lines(tmp_path / "a.jsonl", [good(at) for at in range(3000)])
     second = tmp_path / "b.jsonl.zst"
     second.write_bytes(
         zstandard.compress(
-            write(tmp_path / "b", [good(at, "no") for at in range(3000)]).read_bytes()
+            write_lines(tmp_path / "b", [good(at, "no") for at in range(3000)]).read_bytes()
         )
     )
-    data, _ = read(train_files=f"{first},{second}:0.5", eval_prompts=10000)
+    data, _ = read(f"{first},{second}:0.5", eval_prompts=10000)
     keys = [{row.key for row in rows} for rows in (data.train, data.choice, data.held_out)]
     assert sum(map(len, keys)) == len(set().union(*keys)) == 3000
     assert [len(rows) for rows in (data.train, data.choice, data.held_out)] == [
@@ -361,9 +340,9 @@ def test_equal_prompts_stand_on_one_side(tmp_path):
         (len(keys[0]), 1.0),
         (len(keys[0]), 0.5),
     ]
-    again, _ = read(train_files=f"{second},{first}", eval_prompts=10000, seed=5)
+    again, _ = read(f"{second},{first}", eval_prompts=10000, seed=5)
     assert {row.key for row in again.held_out} == keys[2] and again.sha256 != data.sha256
-    fewer, _ = read(train_files=f"{first},{second}", eval_prompts=7)
+    fewer, _ = read(f"{first},{second}", eval_prompts=7)
     assert len(fewer.held_out) == 7 and {row.key for row in fewer.held_out} <= keys[2]
     assert len(fewer.train) == len(data.train)  # what is held out is not trained on, scored or not
 
@@ -401,40 +380,14 @@ def test_the_key_is_of_all_turns_before_the_first_answer():
 
 
 def test_val_files_are_held_out_with_their_prompts(tmp_path):
-    train = write(tmp_path / "a.jsonl", [good(at) for at in range(100)])
-    val = write(tmp_path / "v.jsonl", [good(at, "maybe") for at in range(90, 120)])
-    data, _ = read(train_files=str(train), val_files=str(val))
+    train = write_lines(tmp_path / "a.jsonl", [good(at) for at in range(100)])
+    val = write_lines(tmp_path / "v.jsonl", [good(at, "maybe") for at in range(90, 120)])
+    data, _ = read(train, val_files=str(val))
     assert len(data.train) + len(data.choice) == 90 and len(data.held_out) == 30
-    data, _ = read(task="sort", demonstrations=50, val_files=str(val))  # of a task, too
-    assert len({*data.train, *data.choice}) == 50 and len(data.held_out) == 30
-    assert {turns_of_row(row)[-1][1] for row in data.held_out} == {"maybe"}
-
-
-def test_demonstrations_of_a_task(tmp_path):
-    data, said = read(task="sort", demonstrations=50, eval_prompts=20)
-    assert len({*data.train, *data.choice}) == 50 and said[0].startswith(
-        "data: TASK=sort: 50 rows, used 50"
-    )
-    assert len(data.held_out) == 20
-    for row in data.train + data.choice + data.held_out:
-        (_, prompt), (_, answer) = turns_of_row(row)
-        assert answer == "".join(sorted(prompt)) and S.is_held_out(prompt) == (row in data.held_out)
-    path = write(tmp_path / "t.jsonl", [{"prompt": str(at), "answer": "x"} for at in range(60)])
-    data, _ = read(task="jsonl", task_path=str(path))
-    assert len({row.key for row in data.train + data.choice + data.held_out}) == 60
-    long = write(
-        tmp_path / "l.jsonl", [{"prompt": str(at), "answer": "x" * 80} for at in range(60)]
-    )
-    with pytest.raises(
-        S.UserError,
-        match=r"^TASK=jsonl: \d+ rows, used none; left out more than TRAIN_SEQ_LEN=64 "
-        r"tokens: \d+ \(the first is row 1\); must hold one usable row at least$",
-    ):
-        read(task="jsonl", task_path=str(long))
 
 
 # ------------------------------------------------------------------------------------------------------------- packing
-def rows_of_lengths(lengths: list[int]) -> list[SimpleNamespace]:
+def rows_of_lengths(lengths):
     return [SimpleNamespace(ids=range(length)) for length in lengths]
 
 
@@ -453,7 +406,7 @@ def test_windows_are_never_too_full_and_as_full_as_best_fit_makes_them(lengths):
     assert sorted(at for window in windows for at in window) == list(range(len(lengths)))
     full = [sum(lengths[at] for at in window) for window in windows]
     assert max(full, default=0) <= 40 and sum(2 * size <= 40 for size in full) <= 1
-    slow: list[list[int]] = []  # a second form: look at every window
+    slow = []  # a second form: look at every window
     for length in sorted(lengths, reverse=True):
         fits = [own for own in slow if sum(own) + length <= 40]
         if fits:
@@ -506,7 +459,7 @@ def test_without_the_bos_packed_rows_would_differ():
 
 
 # ---------------------------------------------------------------------------------------------------- what a step reads
-def parts_of(weights: list[float], sizes: list[int]) -> list[tuple[np.ndarray, float]]:
+def parts_of(weights, sizes):
     ends = np.cumsum([0, *sizes])
     return [
         (np.arange(*pair), weight)
@@ -553,11 +506,11 @@ def test_learned_positions_are_not_packed():
 
 
 # ------------------------------------------------------------------------------------------------------ a step's loss
-def targets_of(rows: list[S.Row]) -> int:
+def targets_of(rows):
     return sum(int((row.targets >= 0).sum()) for row in rows)
 
 
-def gradients_of(made: S.GPT, rows: list[S.Row], teacher: S.GPT | None = None, **changes) -> tuple:
+def gradients_of(made, rows, teacher=None, **changes):
     """(loss, nats, KD) and the gradients of a step of all rows."""
     trainer = S.SFTTrainer(made, S.Settings(train_seq_len=64, **changes), teacher)
     sums = trainer.forward_backward(rows, windows_of(rows), targets_of(rows))
@@ -649,19 +602,19 @@ def test_intervals_of_ratios():
 
 
 # ------------------------------------------------------------------------------------------ divergences: a second form
-def softmax(values: list[float], temperature: float) -> list[float]:
+def softmax(values, temperature):
     parts = [math.exp(value / temperature) for value in values]
     return [part / sum(parts) for part in parts]
 
 
 def written_out(
-    student: list[float],
-    teacher: list[float],
-    kind: str,
-    temperature: float,
-    beta: float,
-    top_k: int,
-) -> float:
+    student,
+    teacher,
+    kind,
+    temperature,
+    beta,
+    top_k,
+):
     """One token's divergence, in loops over Python's floats."""
     if top_k:
         best = sorted(range(len(teacher)), key=lambda at: -teacher[at])[:top_k]
@@ -670,7 +623,7 @@ def written_out(
     beta = {"forward": 0.0, "reverse": 1.0}.get(kind, beta)
     m = [beta * x + (1 - beta) * y for x, y in zip(t, p, strict=True)]
 
-    def kl(x: list[float], y: list[float]) -> float:
+    def kl(x, y):
         return sum(a * math.log(a / c) for a, c in zip(x, y, strict=True))
 
     return temperature**2 * (
@@ -682,7 +635,7 @@ def written_out(
     )
 
 
-def logits_of(seed: int = 0, n: int = 6, size: int = 11) -> tuple[torch.Tensor, torch.Tensor]:
+def logits_of(seed=0, n=6, size=11):
     torch.manual_seed(seed)
     return 2 * torch.randn(n, size), 2 * torch.randn(n, size)
 
@@ -710,7 +663,7 @@ def test_the_ends_of_jsd():
     """At 0 and 1 it is a KL to the bit; near them, over what goes to 0, it goes to the same; at 1/2 it has no sides."""
     student, teacher = logits_of(1)
 
-    def jsd(beta: float, x=student, y=teacher) -> torch.Tensor:
+    def jsd(beta, x=student, y=teacher):
         return S.divergence(x, y, S.Settings(kd_loss="jsd", kd_beta=beta))
 
     forward, reverse = (
@@ -786,7 +739,7 @@ def test_pooled_distance_by_loops(dims):
     student, teacher = (torch.randn(7, dim) for dim in dims)
     width = min(dims)
 
-    def pooled(values: list[float]) -> list[float]:
+    def pooled(values):
         edges = [
             (at * len(values) // width, -(-(at + 1) * len(values) // width)) for at in range(width)
         ]
@@ -805,7 +758,7 @@ def test_pooled_distance_by_loops(dims):
     )
 
 
-def captured(made: S.GPT, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def captured(made, ids):
     """What the head reads and the last mixer's output, by a forward written out for layers g and a."""
     doc = F.pad((ids == BOS).cumsum(1), (S.CONV_TAPS - 1, 0))
     positions = torch.arange(ids.size(1))
@@ -876,7 +829,7 @@ def test_the_whole_gradient_by_finite_differences():
         trainer = S.SFTTrainer(student, S.Settings(train_seq_len=64, kd_loss=kind), teacher)
         params = trainer.optimizers.params
 
-        def loss(trainer=trainer) -> float:
+        def loss(trainer=trainer):
             return trainer.forward_backward(rows, windows_of(rows), 50)[0].item()
 
         loss()
