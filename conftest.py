@@ -312,9 +312,10 @@ class Place:
     def checkpoint(self, out, step):
         return torch.load(self.of(out) / f"step_{step:06d}" / "model.pt", weights_only=True)
 
-    def kept(self, out):
-        """Return the steps of the checkpoints that stand."""
-        return [int(path.name[5:]) for path in sorted(self.of(out).glob("step_*"))]
+
+def steps_kept(folder):
+    """Return the steps of the checkpoints that stand in a run's folder."""
+    return [int(path.name[5:]) for path in sorted(folder.glob("step_*"))]
 
 
 def stop_at(step):

@@ -87,7 +87,7 @@ def test_faults_are_one_line(place, judge, letters):
 @pytest.mark.full
 def test_ppo_learns_to_sort(tmp_path):
     """From a start that sorts a fifth of its prompts."""
-    command = [ROOT / "data" / "tasks.py", "sort", "--problems", 4000, "--out", tmp_path]
+    command = [ROOT / "data" / "tasks.py", "sort", "--problems", 8000, "--out", tmp_path]
     assert start(command, environment()).returncode == 0
     steps = dict(TRAIN_FILES=tmp_path / "sort.jsonl", MAX_WALLCLOCK_SECONDS=0, RESERVE_SECONDS=0)
     place = Place(tmp_path, None, dict(steps, SAVE_EVERY=0))

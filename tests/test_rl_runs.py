@@ -24,6 +24,7 @@ from conftest import (
     own_settings,
     phases_of,
     run_guide,
+    steps_kept,
     stop_at,
     write_lines,
 )
@@ -341,7 +342,7 @@ def test_a_reward_that_fails_is_one_line_and_the_run_can_go_on(place, name):
     rewards = place.folder / "rewards.py"
     line = place.refused(out, script="train_gspo", REWARD=f"{rewards}:{name}", **given)
     assert re.fullmatch(rf"error: {BAD_REWARDS[name]}\n", line), line
-    assert place.kept(out)[-1] == 2
+    assert steps_kept(place.of(out))[-1] == 2
     if name == "nan":
         place.resume(out, script="train_gspo", REWARD=f"{rewards}:score")
         place.run("right", script="train_gspo", REWARD=f"{rewards}:score", **given)
@@ -353,7 +354,9 @@ def test_what_a_reward_raises_has_its_traceback(place):
     given = {**SHORT, "ITERATIONS": 4, "EVAL_PROMPTS": 4, "REWARD": f"{rewards}:raises"}
     child = place.begin("raises", script="train_ppo", **given)
     assert child.wait() == 1 and re.search(r"rewards\.py\", line \d+, in ", child.err), child.err
-    assert child.err.endswith("KeyError: 'no such key'\n") and place.kept("raises")[-1] == 2
+    assert (
+        child.err.endswith("KeyError: 'no such key'\n") and steps_kept(place.of("raises"))[-1] == 2
+    )
 
 
 @pytest.mark.parametrize("script", ["train_grpo", "train_ppo"])
@@ -363,7 +366,7 @@ def test_ten_steps_without_any_reward_end_the_run(place, script):
     reward = f"{place.folder / 'rewards.py'}:nothing"
     line = place.refused(out, script=script, REWARD=reward, **given)
     assert re.match(r"error: REWARD='.* first 10 steps .* one reward \(mean 0.000\)", line), line
-    assert place.kept(out) == [10]
+    assert steps_kept(place.of(out)) == [10]
     if script == "train_grpo":
         assert {step["grad_norm"] for step in place.steps(out)} == {0.0}
 
