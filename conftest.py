@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import quantize as Q
+import train_dpo as D
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "tools"))
 
@@ -369,6 +370,15 @@ def phases_of(place, out):
     return {name: (phase["start_step"], phase["steps"]) for name, phase in phases.items()}
 
 
+BYTES = D.load_tokenizer("bytes")
+SIGNS = {"^": 1, "S": 260, "U": 261, "A": 262, ".": 263, "-": -1}
+
+
+def spelt(text):
+    """Return ids of the byte tokenizer: ^ is BOS, S, U, A roles, . their end, - no target."""
+    return [SIGNS.get(char, 4 + ord(char)) for char in text]
+
+
 def write_lines(path, rows):
     """Write rows as JSON lines; return the path. A row of bytes is a line as it is."""
     lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
@@ -376,26 +386,26 @@ def write_lines(path, rows):
     return path
 
 
-def write_model(folder, seed=0, is_reward=False, layers="g a", model_dim=32):
-    """Write model.upar of a small random network over bytes; return its folder."""
-    import train_dpo as D
-
-    torch.manual_seed(seed)
-    tokenizer = D.load_tokenizer("bytes")
-    shape = dict(layers=layers, norms=" ".join("rms" for _ in layers.split()), embed_init_std=0.02)
-    shape |= dict(model_dim=model_dim, num_heads=2, num_kv_heads=2)
-    network = D.GPT(D.GPTConfig(tokenizer.vocab_size, tokenizer.bos_id, **shape)).float()
-    if is_reward:
-        D.add_value_head(network)
-    for param in network.parameters():  # a new network's mixers put out zeros
-        param.data.add_(0.1 * torch.randn_like(param))
+def pack(network, tokenizer, folder):
+    """Write model.upar of a network of train_dpo.py; return its folder."""
     state = network.state_dict()
     coded = D.quantize_all(state, D.quant_table(D.Settings()))
     facts = dict(settings=vars(network.config), tokenizer_sha256=tokenizer.sha256)
-    content = D.pack_artifact(state, coded, meta={"seed": seed, "tokenizer": "bytes"}, **facts)
+    content = D.pack_artifact(state, coded, meta={"tokenizer": tokenizer.file}, **facts)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "model.upar").write_bytes(content)
     return folder
+
+
+def small_network(seed=0, layers="g a", tokenizer=BYTES, **changes):
+    """Return a network of train_dpo.py that is random in every weight: new mixers put out zeros."""
+    torch.manual_seed(seed)
+    shape = dict(layers=layers, norms=" ".join("rms" for _ in layers.split()), embed_init_std=0.02)
+    shape |= dict(model_dim=32, num_heads=2, num_kv_heads=2, **changes)
+    network = D.GPT(D.GPTConfig(tokenizer.vocab_size, tokenizer.bos_id, **shape))
+    for param in network.parameters():
+        param.data.add_(0.1 * torch.randn_like(param))
+    return network
 
 
 @pytest.fixture(scope="session")
@@ -413,7 +423,9 @@ def letters(tmp_path_factory):
     write_lines(folder / "pairs.jsonl", pairs)
     tiny = dict(POST, TRAIN_FILES=folder / "problems.jsonl", ITERATIONS=12, LEARNING_RATE=0.02)
     place = Place(folder, None, own_settings("train_sft", tiny), "train_sft")
-    place.run("start", INIT_FROM=write_model(folder / "blank"), EMA=0, SWA=0, QAT=0)
+    place.run(
+        "start", INIT_FROM=pack(small_network(), BYTES, folder / "blank"), EMA=0, SWA=0, QAT=0
+    )
     place.of("start").rename(folder / "policy")
     return folder
 

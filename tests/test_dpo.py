@@ -11,7 +11,6 @@ import shutil
 import statistics
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,22 +20,23 @@ from torch import nn
 import sample as P
 import train_dpo as D
 from conftest import (
+    BYTES,
     POST,
     Place,
     blocks,
     check_result,
     environment,
     own_settings,
+    pack,
     run_guide,
+    small_network,
+    spelt,
     start,
     write_lines,
-    write_model,
 )
 
 CPU = torch.device("cpu")
 ALONE = D.Runtime(0, 1, CPU, False)
-BYTES = D.load_tokenizer("bytes")
-USER, ASSISTANT, END = 261, 262, 263
 POLICIES = ("dpo", "ipo", "cdpo", "robust")
 pytestmark = pytest.mark.usefixtures("one_thread", "default_dtype")
 
@@ -123,27 +123,16 @@ def test_gradients_are_finite_differences(objective, beta):
     scores = (6 * torch.randn(7, 2, generator=rng)).requires_grad_()
     lengths = torch.randint(1, 9, (7, 2), generator=rng).tolist()
     reference = (6 * torch.randn(7, 2, generator=rng)).tolist()
-    own = dict(
-        cdpo=dict(label_smoothing=0.2), robust=dict(label_smoothing=0.2), reward=dict(centering=0.3)
-    )
+    smoothing = dict(label_smoothing=0.2)
+    own = dict(cdpo=smoothing, robust=smoothing, reward=dict(centering=0.3)).get(objective, {})
 
     def loss(scores):
-        return losses(
-            objective, scores, reference, lengths, [0.3] * 7, beta=beta, **own.get(objective, {})
-        )[0]
+        return losses(objective, scores, reference, lengths, [0.3] * 7, beta=beta, **own)[0]
 
-    [slopes] = torch.autograd.grad(loss(scores).sum(), scores)
-    for at in np.ndindex(7, 2):
-        ends = []
-        for step in (1e-6, -1e-6):
-            moved = scores.detach().clone()
-            moved[at] += step
-            ends.append(loss(moved)[at[0]])
-        assert abs((ends[0] - ends[1]) / 2e-6 - slopes[at]) < 1e-7
-    if (
-        objective != "reward"
-    ):  # a common shift of both log-ratios is free, but where lengths divide them
-        assert objective == "ipo" or slopes.sum(1).abs().max() < 1e-15
+    assert torch.autograd.gradcheck(loss, scores, atol=1e-7, rtol=0)
+    if objective in ("dpo", "cdpo", "robust"):  # a common shift of both log-ratios is free
+        (slopes,) = torch.autograd.grad(loss(scores).sum(), scores)
+        assert slopes.sum(1).abs().max() < 1e-15
 
 
 def test_at_the_start_rewards_are_0_and_losses_say_so():
@@ -234,52 +223,26 @@ def parse(row):
     return D.parse_pair(row, BYTES, settings(train_seq_len=64))
 
 
+def turn(role, text):
+    return {"role": role, "content": text}
+
+
 def test_the_ids_of_a_pair():
+    """Of two whole conversations, too, which have the same key."""
     kind, pair = parse({"prompt": "ab", "chosen": "c", "rejected": "de"})
     assert kind == "prompt/chosen/rejected" and pair.margin == 0.0
-    assert pair.prompt.tolist() == [1, USER, 101, 102, END, ASSISTANT]  # a byte's id is 4 more
-    assert [pair.chosen.tolist(), pair.rejected.tolist()] == [[103, END], [104, 105, END]]
-    messages = [("system", "s"), ("user", "u"), ("assistant", "v"), ("user", "w")]
-    listed = [{"role": role, "content": text} for role, text in messages]
-    _, pair = parse(
-        {
-            "prompt": listed,
-            "chosen": "x",
-            "rejected": [{"role": "assistant", "content": "y"}],
-            "margin": 2,
-        }
-    )
-    assert pair.prompt.tolist() == [
-        1,
-        260,
-        119,
-        END,
-        USER,
-        121,
-        END,
-        ASSISTANT,
-        122,
-        END,
-        USER,
-        123,
-        END,
-        ASSISTANT,
-    ]
-    assert [pair.chosen.tolist(), pair.rejected.tolist()] == [
-        [124, END],
-        [125, END],
-    ] and pair.margin == 2.0
-    whole = {
-        "chosen": [
-            *listed,
-            {"role": "assistant", "content": "x"},
-        ],  # two whole conversations, with the same key
-        "rejected": [*listed, {"role": "assistant", "content": "y"}],
-    }
-    for row in (whole, {"prompt": listed, **whole}):
+    assert pair.prompt.tolist() == spelt("^Uab.A")
+    assert [pair.chosen.tolist(), pair.rejected.tolist()] == [spelt("c."), spelt("de.")]
+    before = [turn("system", "s"), turn("user", "u"), turn("assistant", "v"), turn("user", "w")]
+    x, y = turn("assistant", "x"), turn("assistant", "y")
+    _, pair = parse({"prompt": before, "chosen": "x", "rejected": [y], "margin": 2})
+    assert pair.prompt.tolist() == spelt("^Ss.Uu.Av.Uw.A") and pair.margin == 2.0
+    assert [pair.chosen.tolist(), pair.rejected.tolist()] == [spelt("x."), spelt("y.")]
+    whole = {"chosen": [*before, x], "rejected": [*before, y]}
+    for row in (whole, {"prompt": before, **whole}):
         again = parse(row)[1]
         assert again.prompt.tolist() == pair.prompt.tolist() and again.key == pair.key
-        assert again.chosen.tolist() == [124, END]
+        assert again.chosen.tolist() == spelt("x.")
 
 
 GOOD = {"prompt": "ab", "chosen": "c", "rejected": "d"}
@@ -288,15 +251,15 @@ BAD = {  # what the log calls it -> a row, or a line
     "missing field 'prompt'": {"chosen": "c", "rejected": "d"},
     "empty answer": {**GOOD, "rejected": " \n"},
     "identical chosen and rejected": {**GOOD, "rejected": "c"},
-    "unknown role 'narrator'": {**GOOD, "prompt": [{"role": "narrator", "content": "x"}]},
+    "unknown role 'narrator'": {**GOOD, "prompt": [turn("narrator", "x")]},
     "more than TRAIN_SEQ_LEN=64 tokens": {**GOOD, "rejected": "d" * 200},
     "field 'margin' is no number": {**GOOD, "margin": "1"},
     "chosen or rejected does not end with the assistant's turn": {
         **GOOD,
-        "chosen": [{"role": "user", "content": "x"}],
+        "chosen": [turn("user", "x")],
     },
     "chosen and rejected differ before their last turn": {
-        side: [{"role": "user", "content": text}, {"role": "assistant", "content": text}]
+        side: [turn("user", text), turn("assistant", text)]
         for side, text in (("chosen", "c"), ("rejected", "d"))
     },
     "field 'chosen' is no text": {**GOOD, "chosen": 3},
@@ -374,44 +337,38 @@ def pairs_of(seed, count):
     ]
 
 
-def by_hand(network, pair, reward):
-    """Scores of one pair, row by row without padding, token by token."""
-    found = []
+def by_hand(network, pair, is_reward):
+    """Return the scores of one pair, row by row without padding, token by token, (2,)."""
+    scores = []
     for answer in (pair.chosen, pair.rejected):
-        ids = torch.cat([pair.prompt, answer])[None]
-        x = network.features(ids)[0].detach()
-        logps = network.logits(x).detach().log_softmax(-1)
-        begin = len(pair.prompt)
-        found.append(
-            float(x[-1] @ network.w_value.detach())
-            if reward
-            else sum(float(logps[at - 1, ids[0, at]]) for at in range(begin, ids.size(1)))
-        )
-    return found
+        ids = torch.cat([pair.prompt, answer])
+        x = network.features(ids[None])[0]
+        if is_reward:
+            scores.append(x[-1] @ network.w_value)
+        else:
+            logps = network.logits(x).log_softmax(-1)
+            scores.append(sum(logps[at - 1, ids[at]] for at in range(len(pair.prompt), len(ids))))
+    return torch.stack(scores)
 
 
 @pytest.mark.parametrize("reward", [False, True], ids=["policy", "reward"])
 def test_scores_take_the_whole_answer_and_the_value_its_last_token(reward):
-    """Whatever stands beside a row: from its first token, which the prompt's last place predicts, to its end token."""
+    """Whatever stands beside a row: from its first token, which the prompt's last place predicts,
+    to its end token.
+    """
     network, pairs = Table(), pairs_of(0, 17)
+    expected = torch.stack([by_hand(network, pair, reward) for pair in pairs])
     for numbers in ([3], [5, 1, 8], range(17)):
         batch = D.pair_batch(pairs, numbers, CPU)
-        n = len(numbers)
         scores = D.pair_scores(network, batch, reward)
-        assert (
-            scores.shape == (n, 2) and scores.dtype == torch.float64 and batch.numbers == [*numbers]
-        )
-        for found, number in zip(scores, numbers, strict=True):
-            assert found.tolist() == pytest.approx(
-                by_hand(network, pairs[number], reward), abs=1e-11
-            )
+        assert scores.dtype == torch.float64 and batch.numbers == [*numbers]
+        assert scores.shape == expected[[*numbers]].shape
+        assert (scores - expected[[*numbers]]).abs().max() < 1e-11
         # Wider, and with other ids in the padding.
         last = batch.mask.long().cumsum(1).argmax(1)[:, None] + 1
         batch.ids = torch.where(torch.arange(batch.ids.size(1)) > last, 77, batch.ids)
-        batch.ids, batch.targets = (
-            F.pad(batch.ids, (0, 5), value=77),
-            F.pad(batch.targets, (0, 5), value=-1),
-        )
+        batch.ids = F.pad(batch.ids, (0, 5), value=77)
+        batch.targets = F.pad(batch.targets, (0, 5), value=-1)
         batch.mask = batch.targets >= 0
         assert (D.pair_scores(network, batch, reward) - scores).abs().max() < 1e-11
 
@@ -431,10 +388,8 @@ def test_each_token_of_the_answer_has_its_gradient():
 
 
 def network_of(reward=False, **changes):
-    """Return a small network, random in every weight."""
-    torch.manual_seed(1337)
-    shape = dict(model_dim=16, num_heads=2, num_kv_heads=2, embed_init_std=0.02)
-    network = D.GPT(D.GPTConfig(264, 1, "g a", "rms rms", **shape))
+    """Return a small network with what the settings add to it, random in every weight."""
+    network = small_network(1337, model_dim=16)
     if reward:
         D.add_value_head(network)
     D.adapt(network, settings(**changes))
@@ -448,53 +403,30 @@ def network_of(reward=False, **changes):
 @pytest.mark.parametrize("objective", ["dpo", "ipo", "reward"])
 def test_micro_batches_and_ranks_give_the_gradient_of_one_batch(objective):
     """And that is the gradient of the mean of losses, pair by pair, by another forward."""
-    reward, pairs = objective == "reward", pairs_of(1, 12)
-    references, found, whole = (
-        torch.randn(12, 2, generator=torch.Generator().manual_seed(2)).double(),
-        {},
-        {},
+    is_reward = objective == "reward"
+    pairs = pairs_of(1, 12)
+    references = torch.randn(12, 2, generator=torch.Generator().manual_seed(2)).double()
+    network = network_of(is_reward)
+    scores = torch.stack([by_hand(network, pair, is_reward) for pair in pairs])
+    losses, _ = D.pair_losses(scores, references, pairs, settings(objective=objective))
+    slopes = torch.autograd.grad(
+        losses.mean(), [*network.parameters()], allow_unused=True, materialize_grads=True
     )
-    for name, ranks, tokens in (
-        ("one", 1, 10**6),
-        ("micro", 1, 600),
-        ("single", 1, 1),
-        ("ranks", 2, 10**6),
-    ):
-        s, grads = settings(objective=objective, micro_batch_tokens=tokens), []
+    assert max(slope.abs().max() for slope in slopes) > 1e-3
+    whole = {}
+    for ranks, tokens in ((1, 10**6), (1, 600), (1, 1), (2, 10**6)):
+        s = settings(objective=objective, micro_batch_tokens=tokens)
+        grads = []
         for rank in range(ranks):
-            trainer = D.DPOTrainer(network_of(reward), s, D.Runtime(rank, ranks, CPU, False))
+            trainer = D.DPOTrainer(network_of(is_reward), s, D.Runtime(rank, ranks, CPU, False))
             metrics = trainer.forward_backward(pairs, references)
             grads.append([param.grad.clone() for param in trainer.params])
-        found[name] = [sum(each) for each in zip(*grads, strict=True)]
+        for parts, slope in zip(zip(*grads, strict=True), slopes, strict=True):
+            assert (sum(parts) - slope).abs().max() < 1e-10, (ranks, tokens)
         whole = whole or metrics
         for key in metrics if ranks == 1 else ():
             assert (metrics[key].double() - whole[key].double()).abs().max() < 1e-11, key
-    network, total = network_of(reward), 0.0
-    for at, pair in enumerate(pairs):
-        scores = []
-        for answer in (pair.chosen, pair.rejected):
-            ids = torch.cat([pair.prompt, answer])[None]
-            if reward:
-                scores.append(network.features(ids)[0, -1] @ network.w_value)
-            else:
-                targets = ids[:, 1:].clone()
-                targets[:, : len(pair.prompt) - 1] = -1
-                scores.append(-network(ids[:, :-1], targets).sum())
-        loss, _ = D.pair_losses(
-            torch.stack(scores)[None], references[at][None], [pair], settings(objective=objective)
-        )
-        total = total + loss[0] / 12
-        assert whole["loss"][at].item() == pytest.approx(loss.item(), abs=1e-10)
-    params = [param for param in network.parameters() if param.requires_grad]
-    slopes = torch.autograd.grad(total, params, allow_unused=True)
-    expected = [
-        torch.zeros_like(p) if slope is None else slope
-        for p, slope in zip(params, slopes, strict=True)
-    ]
-    assert max(slope.abs().max() for slope in expected) > 1e-3
-    for name, grads in found.items():
-        worst = max((one - other).abs().max() for one, other in zip(grads, expected, strict=True))
-        assert worst < 1e-10, name
+    assert (whole["loss"] - losses).abs().max() < 1e-10
 
 
 @pytest.mark.parametrize(
@@ -564,23 +496,11 @@ def test_a_changed_row_changes_the_hash_of_the_data(tmp_path):
 def test_a_reward_head_survives_packing(float32, tmp_path):
     """In 16 bits: to 2^-11 of each weight; and two readers of the file give the same rewards."""
     network, pairs = network_of(reward=True), pairs_of(6, 8)
-    state = network.state_dict()
-    packed = D.pack_artifact(
-        state,
-        D.quantize_all(state, D.quant_table(D.Settings())),
-        settings=vars(network.config),
-        tokenizer_sha256=BYTES.sha256,
-        meta={"seed": 1, "tokenizer": "bytes"},
-    )
-    (tmp_path / "model.upar").write_bytes(packed)
+    pack(network, BYTES, tmp_path)
     loaded = [M.load_model("INIT_FROM", str(tmp_path))[0] for M in (D, P)]
-    for one in loaded:
-        assert torch.equal(one.w_value, network.w_value.half().float()) and one.w_value.shape == (
-            16,
-        )
-    assert (
-        (loaded[0].w_value - network.w_value).abs() <= network.w_value.abs() * 2**-11 + 2**-25
-    ).all()
+    assert all(torch.equal(one.w_value, network.w_value.half().float()) for one in loaded)
+    error = (loaded[0].w_value - network.w_value).abs()
+    assert (error <= network.w_value.abs() * 2**-11 + 2**-25).all() and error.shape == (16,)
     batch = D.pair_batch(pairs, range(8), CPU)
     with torch.no_grad(), D.quantized(network, D.quant_table(D.Settings())):
         expected = D.pair_scores(network, batch, True)
@@ -650,8 +570,7 @@ def test_the_file_alone_gives_the_scores(place, reward, straight, float32):
         network, tokenizer, _ = P.load_model("ARTIFACT", str(place.of(out)))
         assert hasattr(network, "w_value") == kind and tokenizer.sha256 == BYTES.sha256
         with torch.no_grad():
-            scores = [by_hand(network, pair, kind) for pair in data.held_out]
-        scores = torch.tensor(scores, dtype=torch.float64)
+            scores = torch.stack([by_hand(network, pair, kind) for pair in data.held_out])
         after = place.result(out)["after"]
         name = "reward" if kind else "logp"
         found = [after[f"{side}_{name}"][0] for side in ("chosen", "rejected")]
@@ -741,7 +660,7 @@ def test_every_command_of_the_guide(tmp_path):
         write_lines(tmp_path / f"{name}.jsonl", rows)
     text = "".join(blocks(GUIDE, "bash"))
     for name in set(re.findall(r"runs/(\w+)", text)) - set(re.findall(r"RUN_ID=(\w+)", text)):
-        write_model(tmp_path / "runs" / name)
+        pack(small_network(), BYTES, tmp_path / "runs" / name)
     run_guide(GUIDE, tmp_path, least=5)
     (program,) = blocks(GUIDE, "python")
     (tmp_path / "program.py").write_text(program)

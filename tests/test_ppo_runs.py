@@ -14,14 +14,16 @@ from test_rl_runs import SHORT, RlPlace
 
 import train_ppo as P
 from conftest import (
+    BYTES,
     ROOT,
     Place,
     blocks,
     environment,
+    pack,
     run_guide,
+    small_network,
     start,
     stop_at,
-    write_model,
 )
 
 GUIDE = "ppo.md"
@@ -36,7 +38,10 @@ def place(tmp_path_factory, letters):
 @pytest.fixture(scope="session")
 def judge(place):
     """Return a reward model, of the policy's shape by another seed."""
-    return write_model(place.folder / "judge", seed=5, is_reward=True)
+    network = small_network(seed=5)
+    P.add_value_head(network)
+    torch.nn.init.normal_(network.w_value)
+    return pack(network, BYTES, place.folder / "judge")
 
 
 def test_a_run_by_a_reward_model(place, judge):

@@ -22,8 +22,10 @@ from conftest import (
     check_result,
     environment,
     own_settings,
+    pack,
     phases_of,
     run_guide,
+    small_network,
     steps_kept,
     stop_at,
     write_lines,
@@ -312,12 +314,7 @@ def test_a_tokenizer_without_role_tokens(place, tmp_path):
         user_defined_symbols=["\n"],
     )
     tokenizer = G.load_tokenizer(tmp_path / "tokenizer.model")
-    config = G.GPTConfig(tokenizer.vocab_size, tokenizer.bos_id, "g", "rms", model_dim=16)
-    state = G.GPT(config).state_dict()
-    coded = G.quantize_all(state, G.quant_table(G.Settings()))
-    facts = dict(settings=vars(config), tokenizer_sha256=tokenizer.sha256)
-    content = G.pack_artifact(state, coded, meta={"tokenizer": "tokenizer.model"}, **facts)
-    (tmp_path / "model.upar").write_bytes(content)
+    pack(small_network(tokenizer=tokenizer), tokenizer, tmp_path)
     reward = f"{ROOT / 'data' / 'tasks.py'}:coin"
     place.run("words", INIT_FROM=tmp_path, REWARD=reward, **SHORT)
     network, found, _ = P.load_model("ARTIFACT", str(place.of("words")))

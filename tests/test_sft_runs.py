@@ -16,15 +16,17 @@ from test_data import train_model
 import sample as P
 import train_sft as S
 from conftest import (
+    BYTES,
     POST,
     Place,
     check_result,
     own_settings,
+    pack,
     phases_of,
     run_guide,
+    small_network,
     stop_at,
     write_lines,
-    write_model,
 )
 
 SHORT = dict(ITERATIONS=2, EMA=0, SWA=0, QAT=0, SAVE_EVERY=0)
@@ -51,7 +53,12 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sft")
     tiny = own_settings("train_sft", dict(POST, ITERATIONS=20, SAVE_EVERY=8, LEARNING_RATE=0.02))
     tiny |= dict(TRAIN_FILES=write_lines(folder / "rows.jsonl", rows_of(300)), EVAL_PROMPTS=512)
-    return Place(folder, None, dict(tiny, INIT_FROM=write_model(folder / "blank")), "train_sft")
+    return Place(
+        folder,
+        None,
+        dict(tiny, INIT_FROM=pack(small_network(), BYTES, folder / "blank")),
+        "train_sft",
+    )
 
 
 @pytest.fixture(scope="session")
@@ -201,13 +208,7 @@ def plain(tmp_path_factory):
     """Return the folder of a model whose tokenizer has no role tokens."""
     folder = tmp_path_factory.mktemp("plain")
     tokenizer = S.load_tokenizer(train_model(folder / "tokenizer.model", control_symbols=[]))
-    config = S.GPTConfig(tokenizer.vocab_size, tokenizer.bos_id, "g a", "rms rms", model_dim=32)
-    state = S.GPT(config).state_dict()
-    coded = S.quantize_all(state, S.quant_table(S.Settings()))
-    facts = dict(settings=vars(config), tokenizer_sha256=tokenizer.sha256)
-    content = S.pack_artifact(state, coded, meta={"tokenizer": "tokenizer.model"}, **facts)
-    (folder / "model.upar").write_bytes(content)
-    return folder
+    return pack(small_network(tokenizer=tokenizer), tokenizer, folder)
 
 
 def test_a_vocabulary_grows_by_role_tokens(place, plain):
@@ -227,7 +228,7 @@ def test_a_vocabulary_grows_by_role_tokens(place, plain):
 # ------------------------------------------------------------------------------------ distillation
 def test_a_half_size_student_learns_from_a_teacher(place, straight):
     """Stopped in QAT, resumed to the same byte, with a projection that is kept and not exported."""
-    student = write_model(place.folder / "half", layers="g", model_dim=16)
+    student = pack(small_network(layers="g", model_dim=16), BYTES, place.folder / "half")
     given = dict(INIT_FROM=student, TEACHER=place.of(straight), KD_LOSS="projection")
     place.run("half run", **given)
     result = place.result("half run")
