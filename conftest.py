@@ -401,7 +401,7 @@ def small_network(seed=0, layers="g a", tokenizer=BYTES, **changes):
     """Return a network of train_dpo.py that is random in every weight: new mixers put out zeros."""
     torch.manual_seed(seed)
     shape = dict(layers=layers, norms=" ".join("rms" for _ in layers.split()), embed_init_std=0.02)
-    shape |= dict(model_dim=32, num_heads=2, num_kv_heads=2, **changes)
+    shape |= {"model_dim": 32, "num_heads": 2, "num_kv_heads": 2, **changes}
     network = D.GPT(D.GPTConfig(tokenizer.vocab_size, tokenizer.bos_id, **shape))
     for param in network.parameters():
         param.data.add_(0.1 * torch.randn_like(param))
