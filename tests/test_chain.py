@@ -100,13 +100,13 @@ def test_every_link_learns(tmp_path):
     chain.prepare(8000)
     base = chain.pretrain("base", 150, "g a g", 64, 4)
     chain.pretrain("half", 60, "g a", 32, 2)
-    sft = chain.train("sft", "train_sft.py", 200, INIT_FROM=chain.of("base"), EVAL_PROMPTS=128)
+    sft = chain.train("sft", "train_sft.py", 120, INIT_FROM=chain.of("base"))
     assert sft["gain"]["loss"][1] > 0
-    start = dict(INIT_FROM=chain.of("sft"), EVAL_PROMPTS=256)
+    start = dict(INIT_FROM=chain.of("sft"))
     judge = chain.train("judge", "train_dpo.py", 100, OBJECTIVE="reward", **start)
-    dpo = chain.train("dpo", "train_dpo.py", 40, **start)
-    assert judge["after"]["accuracy"][1] > 0.7 and dpo["after"]["accuracy"][1] > 0.7
-    ppo = chain.train("ppo", "train_ppo.py", 40, MAX_NEW_TOKENS=10, **start)
+    dpo = chain.train("dpo", "train_dpo.py", 60, **start)
+    assert judge["after"]["accuracy"][1] > 0.75 and dpo["after"]["accuracy"][1] > 0.75
+    ppo = chain.train("ppo", "train_ppo.py", 40, EVAL_PROMPTS=256, **start)
     assert ppo["gain"]["pass1"][1] > 0
     # A hundred rows: with 20,000 the labels say what the teacher says (docs/distillation.md).
     chain.call(
@@ -118,7 +118,7 @@ def test_every_link_learns(tmp_path):
     teacher = dict(TEACHER=chain.of("ppo"), KD_ALPHA=1, KD_TEMPERATURE=4)
     losses = []
     for given in ({}, teacher):
-        done = chain.train(f"few_{len(given)}", "train_sft.py", 150, **few, **given)
+        done = chain.train(f"few_{len(given)}", "train_sft.py", 200, **few, **given)
         losses.append(done["after"]["loss"])
     said = chain.chat("ppo", "52713\n")
     figures = [
