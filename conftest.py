@@ -1,6 +1,7 @@
 """What several test files need: environments, forked processes, whole runs, tiny data."""
 
 import functools
+import hashlib
 import json
 import os
 import random
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 import quantize as Q
+import train_dpo as D
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "tools"))
 
@@ -59,14 +61,61 @@ def ticking(inner):
 T.forward_backward = ticking(T.forward_backward)
 T.time = types.SimpleNamespace(**{**vars(time), "perf_counter": lambda: Tick.seconds})
 """
-# Forks a process for each line of its input: a command line `words`, or T.main() of train_gpt.py
-# behind the code of `patch`, which may change functions of T. To import torch takes longer than
-# most runs. A line with "poll" asks for the exit code of a process, null while it runs.
+# Settings of a tiny run of the post-training scripts; each takes those that it has.
+POST = dict(
+    TRAIN_SEQ_LEN=64,
+    TRAIN_BATCH_TOKENS=512,
+    PAIRS_PER_STEP=16,
+    PROMPTS_PER_STEP=4,
+    GROUP_SIZE=4,
+    MINI_BATCHES=2,
+    MAX_NEW_TOKENS=3,
+    TEMPERATURE=1,
+    EVAL_PROMPTS=16,
+    ITERATIONS=10,
+    MAX_WALLCLOCK_SECONDS=0,
+    RESERVE_SECONDS=0,
+    SAVE_EVERY=4,
+    LEARNING_RATE=0.003,
+)
+# Forks a process for each line of its input: a command line `words`, or T.main() of `script` behind
+# the code of `patch`, which may change functions of T. To import torch takes longer than most runs.
+# A line with "poll" asks for the exit code of a process, null while it runs. It ends by os._exit,
+# because Python takes seconds to clear away what a fork shares with its parent.
 SERVER = """
-import json, os, runpy, signal, sys
+import atexit, importlib, json, os, runpy, signal, sys, traceback
 sys.path.insert(0, sys.argv[1])
 import numpy, sentencepiece, tiktoken, torch, torch._dynamo, torch.profiler
-import train_gpt as T
+import train_gpt
+
+def leave(call):
+    code = 1
+    try:
+        code = call()
+    except SystemExit as error:
+        code = error.code or 0
+        if isinstance(code, str):
+            code = print(code, file=sys.stderr) or 1
+    except BaseException:
+        traceback.print_exc()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            code = 120
+    os._exit(code)
+
+def run_command(words, cwd):
+    os.chdir(cwd)
+    sys.argv, sys.path[0] = words, os.path.dirname(os.path.abspath(words[0]))
+    runpy.run_path(words[0], run_name="__main__")
+    return 0
+
+def run_script(T, patch):
+    sys.argv = [T.__file__]
+    exec(patch, {"T": T})
+    return T.exit_code(T.main)
 
 for line in sys.stdin:
     order = json.loads(line)
@@ -74,11 +123,13 @@ for line in sys.stdin:
         done, status = os.waitpid(order["poll"], os.WNOHANG)
         print(json.dumps(os.waitstatus_to_exitcode(status) if done else None), flush=True)
         continue
+    T = importlib.import_module(order.get("script", "train_gpt"))
     child = os.fork()
     if child:
         print(child, flush=True)
         continue
     os.setsid()
+    torch.seed()  # as a fresh process, which has a seed of its own
     for number, path in enumerate((order.get("given", os.devnull), order["out"], order["err"])):
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC if number else os.O_RDONLY
         os.dup2(os.open(path, flags, 0o644), number)
@@ -86,14 +137,9 @@ for line in sys.stdin:
     os.environ.clear()
     os.environ.update(order["env"])
     sys.stdin = open(0)
-    if "words" not in order:
-        sys.argv = [T.__file__]
-        exec(order["patch"], {"T": T})
-        sys.exit(T.exit_code(T.main))
-    os.chdir(order["cwd"])
-    sys.argv, sys.path[0] = order["words"], os.path.dirname(os.path.abspath(order["words"][0]))
-    runpy.run_path(sys.argv[0], run_name="__main__")
-    sys.exit(0)
+    if "words" in order:
+        leave(lambda: run_command(order["words"], order["cwd"]))
+    leave(lambda: run_script(T, order["patch"]))
 """
 
 
@@ -184,12 +230,13 @@ def rank_environments(count):
 
 
 class Place:
-    """A folder with runs of train_gpt.py, each in <out>/run of it, by `tiny` settings."""
+    """A folder with runs of a script, each in <out>/run of it, by `tiny` settings."""
 
-    def __init__(self, folder, data, tiny):
+    def __init__(self, folder, data, tiny, script="train_gpt"):
         self.folder = folder
         self.data = data
         self.tiny = tiny
+        self.script = script
         self.unset = dict.fromkeys([*tiny, "DATA_PATH"])  # what a run takes from the one it resumes
         self.count = 0
 
@@ -197,11 +244,12 @@ class Place:
         paths = {"DATA_PATH": self.data, "OUT_DIR": self.folder / out, "RUN_ID": "run"}
         return environment(**{**self.tiny, **paths, **changes})
 
-    def begin(self, out, patch="", **changes):
-        """Start a run in the folder `out`."""
+    def begin(self, out, patch="", script="", **changes):
+        """Start a run in the folder `out`, of another script than its own if one is named."""
         self.count += 1
-        name = f"{out}_{self.count}"
-        return Child(server(), self.folder, name, patch, self.environment(out, **changes))
+        order = dict(folder=self.folder, name=f"{out}_{self.count}", patch=patch)
+        order |= dict(script=script or self.script, environ=self.environment(out, **changes))
+        return Child(server(), **order)
 
     def run(self, out, patch="", code=0, **changes):
         """Return a run from beginning to end, which must have this exit code."""
@@ -223,13 +271,26 @@ class Place:
             out, patch, code, **{**self.unset, "RUN_ID": None, "RESUME": "run", **changes}
         )
 
+    def refused(self, out, patch="", code=2, **changes):
+        """Return the only line that a run says on stderr, which ends with it and has no result."""
+        err = self.run(out, patch, code, **changes).err
+        assert re.fullmatch(r"error: .+\n", err), err
+        assert changes.get("RESUME") or not (self.of(out) / "result.json").exists()
+        return err
+
     def of(self, out):
         return self.folder / out / "run"
 
     def log(self, out):
         """Return the log behind the script's source and the rule."""
         text = (self.of(out) / "log.txt").read_text(encoding="utf-8")
-        return text.replace((ROOT / "train_gpt.py").read_text(encoding="utf-8"), "")
+        return text.partition("=" * 120 + "\n")[2]
+
+    def steps(self, out):
+        """Return the metrics of each step's line."""
+        lines = re.findall(r"^step:\d+/\d+ (?!held_out)(.*)$", self.log(out), re.M)
+        rows = [dict(pair.split(":") for pair in line.split()) for line in lines]
+        return [{name: float(text.rstrip("ms%")) for name, text in row.items()} for row in rows]
 
     def logged(self, out, name):
         """Return the values of a metric by step; a later line replaces an earlier one."""
@@ -241,6 +302,176 @@ class Place:
 
     def artifact(self, out):
         return (self.of(out) / "model.upar").read_bytes()
+
+    def same(self, out, other):
+        """Two runs ended in the same model, to the byte, with the same scores and phases."""
+        assert self.artifact(out) == self.artifact(other)
+        results = [self.result(name) for name in (out, other)]
+        for key in "before after gain steps weights phases tokens".split():
+            assert results[0].get(key) == results[1].get(key), key
+
+    def checkpoint(self, out, step):
+        return torch.load(self.of(out) / f"step_{step:06d}" / "model.pt", weights_only=True)
+
+
+def steps_kept(folder):
+    """Return the steps of the checkpoints that stand in a run's folder."""
+    return [int(path.name[5:]) for path in sorted(folder.glob("step_*"))]
+
+
+def stop_at(step):
+    """Return a patch that sends the process SIGTERM in data step `step` of any script."""
+    return f"""
+import os, signal, time
+inner = T.Clock.progress
+def progress(self, step):
+    if step == {step}:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.3)
+    return inner(self, step)
+T.Clock.progress = progress
+"""
+
+
+def check_result(place, out, script):
+    """The facts of a result of a post-training script that any run has."""
+    result = place.result(out)
+    artifact = place.artifact(out)
+    code = (ROOT / f"{script}.py").read_bytes()
+    exact = {
+        "script": f"{script}.py",
+        "run_id": "run",
+        "seed": 1337,
+        "world_size": 1,
+        "events": [],
+        "code_sha256": hashlib.sha256(code).hexdigest(),
+        "code_bytes": len(code),
+        "artifact": str(place.of(out) / "model.upar"),
+        "artifact_sha256": hashlib.sha256(artifact).hexdigest(),
+        "artifact_bytes": len(artifact),
+        "total_bytes": len(artifact) + len(code),
+    }
+    assert {key: result[key] for key in exact} == exact
+    names = """commit tokenizer_sha256 settings hardware versions steps train_seconds total_seconds
+        peak_memory_mib params phases before after gain weights init_from optimizer_state_bytes"""
+    assert set(names.split()) - set(result) == set()
+    end = [f"{key}: {value}" for key, value in result.items() if not isinstance(value, dict)]
+    assert place.log(out).split("\n---\n")[1].splitlines() == end
+    last = place.steps(out)[-1]
+    shown = {name: value for name, value in result["last"].items() if name in last}
+    assert len(shown) > 4
+    assert shown == pytest.approx({name: last[name] for name in shown}, rel=1e-3, abs=1e-9)
+
+
+def phases_of(place, out):
+    """Return name -> first step and number of steps of the phases of a run."""
+    phases = place.result(out)["phases"]
+    assert all(phase["start_progress"] >= phase["begin"] for phase in phases.values())
+    return {name: (phase["start_step"], phase["steps"]) for name, phase in phases.items()}
+
+
+BYTES = D.load_tokenizer("bytes")
+SIGNS = {"^": 1, "S": 260, "U": 261, "A": 262, ".": 263, "-": -1}
+
+
+def spelt(text):
+    """Return ids of the byte tokenizer: ^ is BOS, S, U, A roles, . their end, - no target."""
+    return [SIGNS.get(char, 4 + ord(char)) for char in text]
+
+
+def write_lines(path, rows):
+    """Write rows as JSON lines; return the path. A row of bytes is a line as it is."""
+    lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
+    path.write_bytes(b"".join(line + b"\n" for line in lines))
+    return path
+
+
+def pack(network, tokenizer, folder):
+    """Write model.upar of a network of train_dpo.py; return its folder."""
+    state = network.state_dict()
+    coded = D.quantize_all(state, D.quant_table(D.Settings()))
+    facts = dict(settings=vars(network.config), tokenizer_sha256=tokenizer.sha256)
+    content = D.pack_artifact(state, coded, meta={"tokenizer": tokenizer.file}, **facts)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "model.upar").write_bytes(content)
+    return folder
+
+
+def small_network(seed=0, layers="g a", tokenizer=BYTES, **changes):
+    """Return a network of train_dpo.py that is random in every weight: new mixers put out zeros."""
+    torch.manual_seed(seed)
+    shape = dict(layers=layers, norms=" ".join("rms" for _ in layers.split()), embed_init_std=0.02)
+    shape |= {"model_dim": 32, "num_heads": 2, "num_kv_heads": 2, **changes}
+    network = D.GPT(D.GPTConfig(tokenizer.vocab_size, tokenizer.bos_id, **shape))
+    for param in network.parameters():
+        param.data.add_(0.1 * torch.randn_like(param))
+    return network
+
+
+@pytest.fixture(scope="session")
+def letters(tmp_path_factory):
+    """Return a folder with a task, and `policy`, a tiny model that gets some of it right.
+
+    Of two letters, the answer tells whether the first stands before k (x) or not (y). There are
+    problems.jsonl and pairs.jsonl.
+    """
+    folder = tmp_path_factory.mktemp("letters")
+    alphabet = "abcdefghijklmnopqrst"
+    rows = [(a + b, "xy"[a >= "k"], "yx"[a >= "k"]) for a in alphabet for b in alphabet]
+    write_lines(folder / "problems.jsonl", [{"prompt": p, "answer": a} for p, a, _ in rows])
+    pairs = [{"prompt": p, "chosen": right, "rejected": wrong} for p, right, wrong in rows]
+    write_lines(folder / "pairs.jsonl", pairs)
+    tiny = dict(POST, TRAIN_FILES=folder / "problems.jsonl", ITERATIONS=12, LEARNING_RATE=0.02)
+    place = Place(folder, None, own_settings("train_sft", tiny), "train_sft")
+    place.run(
+        "start", INIT_FROM=pack(small_network(), BYTES, folder / "blank"), EMA=0, SWA=0, QAT=0
+    )
+    place.of("start").rename(folder / "policy")
+    return folder
+
+
+def own_settings(script, settings):
+    """Return those of `settings` that a script has."""
+    fields = load_script(ROOT / f"{script}.py").Settings.__dataclass_fields__
+    return {name: value for name, value in settings.items() if name.lower() in fields}
+
+
+def blocks(guide, language):
+    """Return the blocks of code in a language of docs/GUIDE."""
+    text = (ROOT / "docs" / guide).read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.M | re.S)
+
+
+def run_guide(guide, folder, least, **changes):
+    """Run a guide's commands as they stand there, one after the other in one folder, by bash.
+
+    The folder may hold files that they need. Settings from the environment make them tiny: POST,
+    and `changes`.
+    """
+    (folder / "bin").mkdir()
+    for name, module in (("python", ""), ("torchrun", "-m torch.distributed.run")):
+        path = folder / "bin" / name
+        path.write_text(f'#!/bin/sh\nexec "{sys.executable}" {module} "$@"\n')
+        path.chmod(0o755)
+    (folder / "data").mkdir(exist_ok=True)
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("data/*.py"), ROOT / "tools"]:
+        (folder / path.relative_to(ROOT)).symlink_to(path)
+    tiny = {name: value for name, value in POST.items() if name != "LEARNING_RATE"}
+    # 8 steps: a tiny policy never sorts, and after 10 steps without any reward a run ends
+    tiny |= dict(ITERATIONS=8, MAX_NEW_TOKENS=10, SAVE_EVERY=0, **changes)
+    commands = "".join(blocks(guide, "bash")).replace("\\\n", " ").splitlines()
+    assert len(commands) >= least
+    for command in commands:
+        (script,) = re.findall(r"\btrain_[a-z]+(?=\.py)", command)[:1] or [""]
+        own = own_settings(script, tiny) if script else {}
+        environ = environment(PATH=f"{folder / 'bin'}:{os.environ['PATH']}", **own)
+        bash = ["bash", "-euo", "pipefail", "-c", command]
+        pipes = dict(capture_output=True, text=True, timeout=300)
+        done = subprocess.run(bash, cwd=folder, env=environ, **pipes)
+        assert done.returncode == 0, f"{command}: {done.stdout[-500:]} {done.stderr[-1500:]}"
+    results = [json.loads(path.read_text()) for path in folder.glob("runs/*/result.json")]
+    assert len(results) == sum("train_" in command for command in commands)
+    assert all(phase["steps"] for result in results for phase in result["phases"].values())
 
 
 @pytest.fixture(scope="session")

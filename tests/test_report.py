@@ -11,15 +11,14 @@ import pytest
 import torch
 
 import quantize as Q
-from conftest import ROOT, TINY, environment, load_tool, start
+from conftest import POST, TINY, Place, load_tool, own_settings
 
 pytest.importorskip("matplotlib", reason="tools/report.py draws with matplotlib")
 report = load_tool("report")
 
-BOTH = dict(TINY, LAYER_PATTERN="g a", SAVE_EVERY=0, WARMUP_FRAC=0.25, VAL_LOSS_EVERY=4)
-PRETRAIN = dict(BOTH, SWA=0, EMA=0, ITERATIONS=12, VAL_LOSS_EVERY=5)
-REWARDS = dict(ITERATIONS=8, TASK="sort", SFT_STEPS=2, PROMPTS_PER_STEP=4, GROUP_SIZE=4)
-REWARDS |= dict(MINI_BATCHES=2, MAX_NEW_TOKENS=6, EVAL_PROMPTS=8)
+PRETRAIN = dict(TINY, LAYER_PATTERN="g a", SAVE_EVERY=0, WARMUP_FRAC=0.25, VAL_LOSS_EVERY=5)
+PRETRAIN |= dict(SWA=0, EMA=0, ITERATIONS=12)
+REWARDS = dict(POST, ITERATIONS=8, SAVE_EVERY=0, WARMUP_FRAC=0.25, VAL_LOSS_EVERY=4)
 # A step takes 100 ms, step 4 takes 400; the run was resumed at step 2, and broken off while it
 # wrote the line of step 7.
 STEP = "data_wait:1.58% step_avg:100.00ms tok_s:640"
@@ -54,18 +53,14 @@ def read_run(folder):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, tiny_data):
+def runs(tmp_path_factory, tiny_data, letters):
     """Return the folders of a run of train_gpt.py and one of train_grpo.py."""
-    folder = tmp_path_factory.mktemp("report")
-    names = ("MODEL_DIM", "NUM_HEADS", "LAYER_PATTERN", "MAX_WALLCLOCK_SECONDS", "RESERVE_SECONDS")
-    names += ("SAVE_EVERY", "WARMUP_FRAC", "VAL_LOSS_EVERY")
-    rewards = {name: BOTH[name] for name in names} | REWARDS
-    orders = {"gpt": dict(PRETRAIN, DATA_PATH=tiny_data), "grpo": rewards}
-    for name, settings in orders.items():
-        environ = environment(OUT_DIR=folder, RUN_ID=name, **settings)
-        done = start([ROOT / f"train_{name}.py"], environ)
-        assert done.returncode == 0, done.stdout[-800:] + done.stderr[-2000:]
-    return {name: folder / name for name in orders}
+    place = Place(tmp_path_factory.mktemp("report"), None, {})
+    place.run("gpt", DATA_PATH=tiny_data, RUN_ID="gpt", **PRETRAIN)
+    given = dict(TRAIN_FILES=letters / "problems.jsonl", INIT_FROM=letters / "policy")
+    given |= own_settings("train_grpo", REWARDS)
+    place.run("grpo", script="train_grpo", RUN_ID="grpo", **given)
+    return {name: place.folder / name / name for name in ("gpt", "grpo")}
 
 
 @pytest.fixture
@@ -185,8 +180,8 @@ def test_the_page_of_two_runs(runs, monkeypatch, tmp_path, capsys):
     page = page_of(monkeypatch, tmp_path / "p.html", copy, grpo, runs["gpt"])
     assert "plots of 3 runs\n" in capsys.readouterr().out
     # Three axes for each of training loss, validation loss, bits per byte; for reward and pass1;
-    # two held-out scores, twelve numbers of the step lines; schedules, times; bytes, errors.
-    assert page.count("<svg") == 3 * 3 + 3 * 2 + 2 + 12 + 3 * 2 + 2
+    # two held-out scores, eleven numbers of the step lines; schedules, times; bytes, errors.
+    assert page.count("<svg") == 3 * 3 + 3 * 2 + 2 + 11 + 3 * 2 + 2
     shown = {
         name,
         "Pretraining",

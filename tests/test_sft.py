@@ -3,14 +3,10 @@
 Everything here is float64 with an independent reference.
 """
 
-from __future__ import annotations
-
 import collections
 import functools
-import json
 import math
 import random
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,12 +18,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sample as P
+import train_grpo as G
 import train_sft as S
+from conftest import spelt, write_lines
 
 CPU = torch.device("cpu")
 BYTES = S.load_tokenizer("bytes")
-SYSTEM, USER, ASSISTANT, END = 260, 261, 262, 263
 BOS = 1
+KINDS = ["", "forward", "jsd", "attention", "pool", "projection"]
 pytestmark = pytest.mark.usefixtures("one_thread", "float64")
 
 
@@ -39,44 +37,26 @@ def float64():
     torch.set_default_dtype(torch.float32)
 
 
-def b(text: str) -> list[int]:
-    """Ids of the byte tokenizer: 4 + byte."""
-    return [4 + byte for byte in text.encode()]
-
-
-def turns_of(ids: list[int]) -> list[tuple[str, str]]:
-    """The turns of a conversation's ids, of bytes and role tokens."""
-    turns = []
-    for token in ids[1:]:
-        if token in (SYSTEM, USER, ASSISTANT):
-            turns.append((S.ROLE_TOKENS[token - SYSTEM], ""))
-        elif token != END:
-            turns[-1] = (turns[-1][0], turns[-1][1] + chr(token - 4))
-    return turns
-
-
-def network(seed: int = 0, pattern: str = "g a", dim: int = 16, **changes) -> S.GPT:
+def network(seed=0, layers="g a", dim=16, **changes):
     """A tiny network, all of whose weights are at work."""
     torch.manual_seed(seed)
-    settings = S.Settings(layer_pattern=pattern, model_dim=dim, num_heads=2, train_seq_len=64)
-    shape = {"num_kv_heads": 2, "attn_window": 1 << 20, "embed_init_std": 0.02, **changes}
-    settings = SimpleNamespace(num_layers=0, **vars(settings))
-    made = S.GPT(S.model_config(settings, BYTES.vocab_size, BYTES.bos_id, **shape))
+    norms = " ".join("rms" for _ in layers.split())
+    shape = dict(model_dim=dim, num_heads=2, num_kv_heads=2, attn_window=1 << 20, train_seq_len=64)
+    shape |= dict(embed_init_std=0.02, **changes)
+    made = S.GPT(S.GPTConfig(BYTES.vocab_size, BYTES.bos_id, layers, norms, **shape))
     with torch.no_grad():
         for param in made.parameters():
             param.add_(0.1 * torch.randn_like(param))
     return made
 
 
-def row_of(*turns: tuple[str, str], room: int = 64, train_on: str = "assistant") -> S.Row:
-    """The Row of turns (role, text), or of a text, a turn with the role ""."""
-    row = {"messages": [{"role": role, "content": text} for role, text in turns]}
-    if not turns[0][0]:
-        row = {"text": turns[0][1]}
-    return S.parse_row(row, BYTES, S.Settings(train_seq_len=room, train_on=train_on))[1]
+def row_of(*turns, room=64):
+    """Return the Row of turns (role, text), or of a text, a turn with the role ""."""
+    row = messages_of(*turns) if turns[0][0] else {"text": turns[0][1]}
+    return S.parse_row(row, BYTES, S.Settings(train_seq_len=room))[1]
 
 
-def some_rows(count: int = 9, seed: int = 0, longest: int = 16) -> list[S.Row]:
+def some_rows(count=9, seed=0, longest=16):
     rng, rows = random.Random(seed), []
     for _ in range(count):
         words = ["".join(rng.choices("abcdef", k=rng.randint(1, longest))) for _ in range(2)]
@@ -84,16 +64,16 @@ def some_rows(count: int = 9, seed: int = 0, longest: int = 16) -> list[S.Row]:
     return rows
 
 
-def windows_of(rows: list[S.Row], room: int = 64) -> list[list[int]]:
+def windows_of(rows, room=64):
     return S.best_fit(rows, range(len(rows)), room)
 
 
-def one_batch(rows: list[S.Row], windows: list[list[int]] | None = None) -> S.RowBatch:
+def one_batch(rows, windows=None):
     [batch] = S.row_batches(rows, windows or windows_of(rows), 1 << 30, CPU)
     return batch
 
 
-def losses_alone(made: S.GPT, row: S.Row) -> tuple[torch.Tensor, int]:
+def losses_alone(made, row):
     """The summed cross-entropy of a row's targets by a forward of its own, and how many are the likeliest."""
     logits, learned = made(row.ids[None])[0], row.targets >= 0
     nats = F.cross_entropy(logits[learned], row.targets[learned], reduction="sum")
@@ -101,111 +81,35 @@ def losses_alone(made: S.GPT, row: S.Row) -> tuple[torch.Tensor, int]:
 
 
 # -------------------------------------------------------------------------------------------------- formats and masks
-MULTI = [("system", "S"), ("user", "u"), ("assistant", "ab"), ("user", "v"), ("assistant", "c")]
-MULTI_IDS = [
-    BOS,
-    SYSTEM,
-    *b("S"),
-    END,
-    USER,
-    *b("u"),
-    END,
-    ASSISTANT,
-    *b("ab"),
-    END,
-    USER,
-    *b("v"),
-    END,
-    ASSISTANT,
-    *b("c"),
-    END,
-]
-PAIR_IDS = [BOS, USER, *b("hi"), END, ASSISTANT, *b("yo"), END]
-NOT = -1
-PAIR_TARGETS = [NOT] * 5 + [*b("yo"), END]
-MULTI_TARGETS = [NOT] * 7 + [*b("ab"), END] + [NOT] * 4 + [*b("c"), END]
+def pair_of(question, answer, said, **others):
+    return said, {question: "hi", answer: "yo", **others}, "^Uhi.Ayo.", "-----yo."
+
+
+def messages_of(*turns):
+    return {"messages": [{"role": role, "content": text} for role, text in turns]}
+
+
+MULTI = [("system", "s"), ("user", "u"), ("assistant", "ab"), ("user", "v"), ("assistant", "c")]
+SPELT = "^Ss.Uu.Aab.Uv.Ac.", "-------ab.----c."
 SHAREGPT = {"system": "system", "user": "human", "assistant": "gpt"}
+SHARED = {"conversations": [{"from": SHAREGPT[role], "value": text} for role, text in MULTI]}
+TOOL = [("user", "q"), ("assistant", "call"), ("tool", "42"), ("assistant", "ok")]
+TWO = {"instruction": "h", "input": "i", "output": "yo"}
 FORMATS = {
-    "Alpaca": (
-        "Alpaca",
-        {"instruction": "hi", "input": "", "output": "yo"},
-        PAIR_IDS,
-        PAIR_TARGETS,
-    ),
-    "Alpaca with input": (
-        "Alpaca",
-        {"instruction": "h", "input": "i", "output": "yo"},
-        [BOS, USER, *b("h\n\ni"), END, ASSISTANT, *b("yo"), END],
-        [NOT] * 7 + [*b("yo"), END],
-    ),
-    "ShareGPT": (
-        "ShareGPT",
-        {"conversations": [{"from": SHAREGPT[role], "value": text} for role, text in MULTI]},
-        MULTI_IDS,
-        MULTI_TARGETS,
-    ),
-    "messages": (
-        "messages",
-        {"messages": [{"role": role, "content": text} for role, text in MULTI]},
-        MULTI_IDS,
-        MULTI_TARGETS,
-    ),
-    "prompt/completion": (
-        "prompt/completion",
-        {"prompt": "hi", "completion": "yo"},
-        PAIR_IDS,
-        PAIR_TARGETS,
-    ),
-    "prompt/response": (
-        "prompt/completion",
-        {"prompt": "hi", "response": "yo"},
-        PAIR_IDS,
-        PAIR_TARGETS,
-    ),
-    "question/answer": (
-        "prompt/completion",
-        {"question": "hi", "answer": "yo"},
-        PAIR_IDS,
-        PAIR_TARGETS,
-    ),
-    "text": (
-        "text",
-        {"text": "hey"},
-        [BOS, *b("hey"), BOS],
-        [*b("hey"), BOS],
-    ),  # its end is the next BOS
-    "tool": (
-        "messages",
-        {
-            "messages": [
-                {"role": "user", "content": "q"},
-                {"role": "assistant", "content": "call"},
-                {"role": "tool", "content": "42"},
-                {"role": "assistant", "content": "ok"},
-            ]
-        },
-        [
-            BOS,
-            USER,
-            *b("q"),
-            END,
-            ASSISTANT,
-            *b("call"),
-            END,
-            USER,
-            *b("42"),
-            END,
-            ASSISTANT,
-            *b("ok"),
-            END,
-        ],
-        [NOT] * 4 + [*b("call"), END] + [NOT] * 5 + [*b("ok"), END],
-    ),
+    "Alpaca": pair_of("instruction", "output", "Alpaca", input=""),
+    "Alpaca with input": ("Alpaca", TWO, "^Uh\n\ni.Ayo.", "-------yo."),
+    "ShareGPT": ("ShareGPT", SHARED, *SPELT),
+    "messages": ("messages", messages_of(*MULTI), *SPELT),
+    "prompt/completion": pair_of("prompt", "completion", "prompt/completion"),
+    "prompt/response": pair_of("prompt", "response", "prompt/completion"),
+    "question/answer": pair_of("question", "answer", "prompt/completion"),
+    "text": ("text", {"text": "hey"}, "^hey^", "hey^"),  # its end is the next BOS
+    "tool": ("messages", messages_of(*TOOL), "^Uq.Acall.U42.Aok.", "----call.-----ok."),
     "ends with the user": (
         "messages",
-        {"messages": [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]},
-        [BOS, ASSISTANT, *b("a"), END, USER, *b("b"), END],
-        [NOT, *b("a"), END] + [NOT] * 3,
+        messages_of(("assistant", "a"), ("user", "b")),
+        "^Aa.Ub.",
+        "-a.---",
     ),
 }
 
@@ -214,8 +118,9 @@ FORMATS = {
 @pytest.mark.parametrize("train_on", ["assistant", "all"])
 def test_ids_and_targets_by_hand(name, train_on):
     said, given_row, ids, targets = FORMATS[name]
+    ids = spelt(ids)
+    expected = spelt(targets) if train_on == "assistant" else ids[1:]
     found, row = S.parse_row(given_row, BYTES, S.Settings(train_on=train_on))
-    expected = targets if train_on == "assistant" else ids[1:]
     assert found == said and row.ids.tolist() == ids[:-1] and row.targets.tolist() == expected
     batch = one_batch([row])
     assert batch.ids.tolist() == [ids[:-1]] and batch.targets.tolist() == [expected]
@@ -224,47 +129,39 @@ def test_ids_and_targets_by_hand(name, train_on):
 
 
 def test_rows_in_a_window_never_predict_one_another():
-    """Two rows and padding, by hand; a text's closing BOS is learned, a conversation's next BOS is no target."""
+    """Two rows and padding, by hand; a text's closing BOS is learned, a conversation's next BOS is
+    no target.
+    """
     rows = [row_of(("user", "hi"), ("assistant", "yo")), row_of(("", "hey")), row_of(("", "x"))]
     batch = one_batch(rows, [[2], [0, 1]])
-    assert batch.ids.tolist() == [[BOS, *b("x"), *[0] * 10], [*PAIR_IDS[:-1], BOS, *b("hey")]]
-    assert batch.targets.tolist() == [[*b("x"), BOS, *[NOT] * 10], [*PAIR_TARGETS, *b("hey"), BOS]]
-    assert batch.row.tolist() == [
-        [0, 0, *[-1] * 10],
-        [1] * 8 + [2] * 4,
-    ] and batch.numbers.tolist() == [2, 0, 1]
+    assert batch.ids.tolist() == [[*spelt("^x"), *[0] * 10], spelt("^Uhi.Ayo^hey")]
+    assert batch.targets.tolist() == [spelt("x^----------"), spelt("-----yo.hey^")]
+    assert batch.row.tolist() == [[0, 0, *[-1] * 10], [1] * 8 + [2] * 4]
+    assert batch.numbers.tolist() == [2, 0, 1]
 
 
-def test_a_prompt_is_laid_out_as_for_the_rl_scripts():
+def test_prompts_are_laid_out_and_held_out_as_in_the_rl_scripts(tmp_path):
     """So that train_grpo.py goes on with what is learned here."""
+    path = write_lines(tmp_path / "a.jsonl", [{"prompt": str(n), "answer": "x"} for n in range(99)])
+    held_out = G.split_problems(G.Settings(train_files=str(path)))[2]
+    keys = [S.prompt_key([("<|user|>", problem["prompt"])]) for problem in held_out]
+    assert sorted(keys) == [row.key for row in read(path)[0].held_out] and len(keys) > 4
     prompt, end = P.chat_ids(BYTES, "312")
     row = row_of(("user", "312"), ("assistant", "123"))
-    assert [*row.ids.tolist(), row.targets[-1].item()] == [*prompt, *b("123"), end]
+    assert [*row.ids.tolist(), row.targets[-1].item()] == [*prompt, *spelt("123"), end]
 
 
 # ------------------------------------------------------------------------------------------------- files and their rows
-def write(path: Path, rows: list) -> Path:
-    path.write_bytes(
-        b"".join(
-            row if isinstance(row, bytes) else json.dumps(row).encode() + b"\n" for row in rows
-        )
-    )
-    return path
-
-
-def good(number: int, answer: str = "yes") -> dict:
+def good(number, answer="yes"):
     return {"prompt": f"prompt {number}", "completion": answer}
 
 
-def read(**changes) -> tuple[S.Examples, list[str]]:
+def read(path, **changes):
+    """Return the Examples of files, and what the log says of them."""
     said = []
-    s = S.Settings(**{"train_seq_len": 64, **changes})
+    s = S.Settings(**{"train_seq_len": 64, "train_files": str(path), **changes})
     parse = functools.partial(S.parse_row, tokenizer=BYTES, settings=s)
-    return S.read_examples(s, parse, S.demonstration, s.demonstrations, said.append), said
-
-
-def turns_of_row(row: S.Row) -> list[tuple[str, str]]:
-    return turns_of([*row.ids.tolist(), row.targets[-1].item()])
+    return S.read_examples(s, parse, said.append), said
 
 
 MALFORMED = [
@@ -275,24 +172,21 @@ MALFORMED = [
     ("field 'messages' is no list of messages", {"messages": ["a"]}),
     ("empty answer", {"prompt": "a", "completion": " \n"}),
     ("empty answer", {"text": ""}),
-    (
-        "empty answer",
-        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]},
-    ),
-    ("unknown role 'wizard'", {"messages": [{"role": "wizard", "content": "a"}]}),
-    ("no turn of the assistant", {"messages": [{"role": "user", "content": "a"}]}),
+    ("empty answer", messages_of(("user", "a"), ("assistant", ""))),
+    ("unknown role 'wizard'", messages_of(("wizard", "a"))),
+    ("no turn of the assistant", messages_of(("user", "a"))),
     ("more than TRAIN_SEQ_LEN=64 tokens", {"prompt": "a", "completion": "b" * 59}),
-    ("invalid UTF-8", b'{"prompt": "a", "completion": "\xff"}\n'),
-    ("half a surrogate pair, which is no Unicode", b'{"prompt": "a", "completion": "\\ud800"}\n'),
-    ("no JSON", b"{nothing\n"),
+    ("invalid UTF-8", b'{"prompt": "a", "completion": "\xff"}'),
+    ("half a surrogate pair, which is no Unicode", b'{"prompt": "a", "completion": "\\ud800"}'),
+    ("no JSON", b"{nothing"),
     ("no JSON object", [1, 2]),
 ]
 
 
 def test_every_malformed_row_is_counted_and_named(tmp_path):
     rows = [good(at) for at in range(40)] + [row for _, row in MALFORMED]
-    path = write(tmp_path / "a.jsonl", rows)
-    data, said = read(train_files=str(path))
+    path = write_lines(tmp_path / "a.jsonl", rows)
+    data, said = read(path)
     assert len({*data.train, *data.choice, *data.held_out}) == 40
     faults = collections.Counter(kind for kind, _ in MALFORMED)
     first = {kind: 41 + [name for name, _ in MALFORMED].index(kind) for kind in faults}
@@ -324,7 +218,7 @@ def test_a_row_of_exactly_the_context_is_used():
 )
 def test_a_file_without_rows_is_an_error(tmp_path, rows, said):
     with pytest.raises(S.UserError, match=said) as error:
-        read(train_files=str(write(tmp_path / "a.jsonl", rows)))
+        read(write_lines(tmp_path / "a.jsonl", rows))
     assert "\n" not in str(error.value)
 
 
@@ -333,7 +227,7 @@ def test_wrong_weights(text):
     with pytest.raises(
         S.UserError, match="^TRAIN_FILES='.*': must be FILE or FILE:WEIGHT, each once, above 0"
     ):
-        read(train_files=text)
+        read(text)
     assert S.weighted_files("X", " a.jsonl:2,\n b.jsonl.zst:.5, c:d ") == {
         "a.jsonl": 2,
         "b.jsonl.zst": 0.5,
@@ -342,28 +236,24 @@ def test_wrong_weights(text):
 
 
 def test_equal_prompts_stand_on_one_side(tmp_path):
-    """Of 3,000 prompts, each with two answers in two files, one in ten is held out, one in fifty chooses averages."""
-    first = write(tmp_path / "a.jsonl", [good(at) for at in range(3000)])
+    """Of 3,000 prompts, each with two answers in two files, one in ten is held out, one in fifty
+    chooses averages.
+    """
+    first = write_lines(tmp_path / "a.jsonl", [good(at) for at in range(3000)])
+    other = write_lines(tmp_path / "b", [good(at, "no") for at in range(3000)])
     second = tmp_path / "b.jsonl.zst"
-    second.write_bytes(
-        zstandard.compress(
-            write(tmp_path / "b", [good(at, "no") for at in range(3000)]).read_bytes()
-        )
-    )
-    data, _ = read(train_files=f"{first},{second}:0.5", eval_prompts=10000)
-    keys = [{row.key for row in rows} for rows in (data.train, data.choice, data.held_out)]
+    second.write_bytes(zstandard.compress(other.read_bytes()))
+    data, _ = read(f"{first},{second}:0.5", eval_prompts=10000)
+    sides = (data.train, data.choice, data.held_out)
+    keys = [{row.key for row in rows} for rows in sides]
     assert sum(map(len, keys)) == len(set().union(*keys)) == 3000
-    assert [len(rows) for rows in (data.train, data.choice, data.held_out)] == [
-        2 * len(own) for own in keys
-    ]
+    assert [len(rows) for rows in sides] == [2 * len(own) for own in keys]
     assert abs(len(keys[2]) - 300) < 4 * 270**0.5 and abs(len(keys[1]) - 60) < 4 * 59**0.5
-    assert [(len(numbers), weight) for numbers, weight in data.parts] == [
-        (len(keys[0]), 1.0),
-        (len(keys[0]), 0.5),
-    ]
-    again, _ = read(train_files=f"{second},{first}", eval_prompts=10000, seed=5)
+    parts = [(len(numbers), weight) for numbers, weight in data.parts]
+    assert parts == [(len(keys[0]), 1.0), (len(keys[0]), 0.5)]
+    again, _ = read(f"{second},{first}", eval_prompts=10000, seed=5)
     assert {row.key for row in again.held_out} == keys[2] and again.sha256 != data.sha256
-    fewer, _ = read(train_files=f"{first},{second}", eval_prompts=7)
+    fewer, _ = read(f"{first},{second}", eval_prompts=7)
     assert len(fewer.held_out) == 7 and {row.key for row in fewer.held_out} <= keys[2]
     assert len(fewer.train) == len(data.train)  # what is held out is not trained on, scored or not
 
@@ -401,40 +291,14 @@ def test_the_key_is_of_all_turns_before_the_first_answer():
 
 
 def test_val_files_are_held_out_with_their_prompts(tmp_path):
-    train = write(tmp_path / "a.jsonl", [good(at) for at in range(100)])
-    val = write(tmp_path / "v.jsonl", [good(at, "maybe") for at in range(90, 120)])
-    data, _ = read(train_files=str(train), val_files=str(val))
+    train = write_lines(tmp_path / "a.jsonl", [good(at) for at in range(100)])
+    val = write_lines(tmp_path / "v.jsonl", [good(at, "maybe") for at in range(90, 120)])
+    data, _ = read(train, val_files=str(val))
     assert len(data.train) + len(data.choice) == 90 and len(data.held_out) == 30
-    data, _ = read(task="sort", demonstrations=50, val_files=str(val))  # of a task, too
-    assert len({*data.train, *data.choice}) == 50 and len(data.held_out) == 30
-    assert {turns_of_row(row)[-1][1] for row in data.held_out} == {"maybe"}
-
-
-def test_demonstrations_of_a_task(tmp_path):
-    data, said = read(task="sort", demonstrations=50, eval_prompts=20)
-    assert len({*data.train, *data.choice}) == 50 and said[0].startswith(
-        "data: TASK=sort: 50 rows, used 50"
-    )
-    assert len(data.held_out) == 20
-    for row in data.train + data.choice + data.held_out:
-        (_, prompt), (_, answer) = turns_of_row(row)
-        assert answer == "".join(sorted(prompt)) and S.is_held_out(prompt) == (row in data.held_out)
-    path = write(tmp_path / "t.jsonl", [{"prompt": str(at), "answer": "x"} for at in range(60)])
-    data, _ = read(task="jsonl", task_path=str(path))
-    assert len({row.key for row in data.train + data.choice + data.held_out}) == 60
-    long = write(
-        tmp_path / "l.jsonl", [{"prompt": str(at), "answer": "x" * 80} for at in range(60)]
-    )
-    with pytest.raises(
-        S.UserError,
-        match=r"^TASK=jsonl: \d+ rows, used none; left out more than TRAIN_SEQ_LEN=64 "
-        r"tokens: \d+ \(the first is row 1\); must hold one usable row at least$",
-    ):
-        read(task="jsonl", task_path=str(long))
 
 
 # ------------------------------------------------------------------------------------------------------------- packing
-def rows_of_lengths(lengths: list[int]) -> list[SimpleNamespace]:
+def rows_of_lengths(lengths):
     return [SimpleNamespace(ids=range(length)) for length in lengths]
 
 
@@ -453,7 +317,7 @@ def test_windows_are_never_too_full_and_as_full_as_best_fit_makes_them(lengths):
     assert sorted(at for window in windows for at in window) == list(range(len(lengths)))
     full = [sum(lengths[at] for at in window) for window in windows]
     assert max(full, default=0) <= 40 and sum(2 * size <= 40 for size in full) <= 1
-    slow: list[list[int]] = []  # a second form: look at every window
+    slow = []  # a second form: look at every window
     for length in sorted(lengths, reverse=True):
         fits = [own for own in slow if sum(own) + length <= 40]
         if fits:
@@ -506,7 +370,7 @@ def test_without_the_bos_packed_rows_would_differ():
 
 
 # ---------------------------------------------------------------------------------------------------- what a step reads
-def parts_of(weights: list[float], sizes: list[int]) -> list[tuple[np.ndarray, float]]:
+def parts_of(weights, sizes):
     ends = np.cumsum([0, *sizes])
     return [
         (np.arange(*pair), weight)
@@ -541,23 +405,12 @@ def test_an_epochs_windows_are_a_function_of_seed_and_epoch():
     assert first not in (S.epoch_windows(data, 1, 64, 1), S.epoch_windows(data, 2, 64, 0))
 
 
-def test_learned_positions_are_not_packed():
-    made = network(0, positions="learned")
-    s = S.Settings(train_seq_len=64)
-    assert S.SFTTrainer(network(), s).room == 64 and S.SFTTrainer(network(), s, made).room == 0
-    rows, trainer = some_rows(6), S.SFTTrainer(made, s)
-    for row, (nats, tokens, right) in zip(rows, trainer.score(rows).tolist(), strict=True):
-        expected, likeliest = losses_alone(made, row)
-        assert nats == pytest.approx(expected.item(), rel=1e-9)
-        assert (tokens, right) == ((row.targets >= 0).sum().item(), likeliest)
-
-
 # ------------------------------------------------------------------------------------------------------ a step's loss
-def targets_of(rows: list[S.Row]) -> int:
+def targets_of(rows):
     return sum(int((row.targets >= 0).sum()) for row in rows)
 
 
-def gradients_of(made: S.GPT, rows: list[S.Row], teacher: S.GPT | None = None, **changes) -> tuple:
+def gradients_of(made, rows, teacher=None, **changes):
     """(loss, nats, KD) and the gradients of a step of all rows."""
     trainer = S.SFTTrainer(made, S.Settings(train_seq_len=64, **changes), teacher)
     sums = trainer.forward_backward(rows, windows_of(rows), targets_of(rows))
@@ -575,7 +428,7 @@ def test_the_loss_is_the_mean_over_all_targets():
         assert (param.grad - found).abs().max() < 1e-10
 
 
-@pytest.mark.parametrize("kind", ["", "forward", "jsd", "attention", "pool", "projection"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_micro_batches_and_recomputed_layers_change_nothing(kind):
     """From one batch to a window each; with activation checkpointing too."""
     rows, teacher = some_rows(12), network(5, "a g a g", 24) if kind else None
@@ -590,41 +443,35 @@ def test_micro_batches_and_recomputed_layers_change_nothing(kind):
     assert teacher is None or all(param.grad is None for param in teacher.parameters())
 
 
-@pytest.mark.parametrize(
-    "kind", ["", "forward", "reverse", "jsd", "attention", "pool", "projection"]
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_micro_batch_without_targets_adds_0_and_keeps_the_graph(kind):
     made, rows = network(), some_rows(3)
     masked = [S.Row(row.key, row.ids, torch.full_like(row.targets, -1)) for row in rows]
-    trainer = S.SFTTrainer(
-        made,
-        S.Settings(train_seq_len=64, kd_loss=kind or "forward", micro_batch_tokens=1),
-        network(1, "a a", 24) if kind else None,
-    )
+    s = S.Settings(train_seq_len=64, kd_loss=kind or "forward", micro_batch_tokens=1)
+    trainer = S.SFTTrainer(made, s, network(1, "a a", 24) if kind else None)
     batch = one_batch(masked)
-    nats = (
-        S.token_logps(made, batch, 1.0)[0]
-        if not kind
-        else sum(
-            S.distilled_losses(made, trainer.teacher, trainer.projection, batch, trainer.settings)
-        )
-    )
+    nats = S.token_logps(made, batch, 1.0)[0]
+    if kind:
+        nats = sum(S.distilled_losses(made, trainer.teacher, trainer.projection, batch, s))
     assert nats.sum().item() == 0 and nats.requires_grad
     nats.sum().backward()
-    sums = trainer.forward_backward(masked, [[0, 1, 2]], 5)
-    assert sums.tolist() == [0, 0, 0] and all(
-        not param.grad.any() for param in trainer.optimizers.params
-    )
+    assert trainer.forward_backward(masked, [[0, 1, 2]], 5).tolist() == [0, 0, 0]
+    assert not any(param.grad.any() for param in trainer.optimizers.params)
     both = trainer.forward_backward(masked + rows, [[0, 1, 2], [3, 4, 5]], 20)
     assert torch.equal(both, trainer.forward_backward(rows, [[0, 1, 2]], 20)) and both[0] > 0
 
 
-def test_scores_are_by_row():
-    """Nats, tokens and right tokens of each row, by a forward of its own."""
-    made, rows = network(), some_rows(8)
-    for row, (nats, tokens, right) in zip(
-        rows, S.SFTTrainer(made, S.Settings(train_seq_len=64)).score(rows).tolist(), strict=True
-    ):
+@pytest.mark.parametrize("positions", ["rope", "learned"])
+def test_scores_are_by_row(positions):
+    """Nats, tokens and right tokens of each row, by a forward of its own; learned positions of
+    student or teacher are not packed.
+    """
+    made, rows = network(positions=positions), some_rows(8)
+    s = S.Settings(train_seq_len=64)
+    trainer = S.SFTTrainer(made, s)
+    room = 64 * (positions == "rope")
+    assert trainer.room == S.SFTTrainer(network(), s, made).room == room
+    for row, (nats, tokens, right) in zip(rows, trainer.score(rows).tolist(), strict=True):
         expected, likeliest = losses_alone(made, row)
         assert nats == pytest.approx(expected.item(), rel=1e-9)
         assert (tokens, right) == ((row.targets >= 0).sum().item(), likeliest)
@@ -649,19 +496,19 @@ def test_intervals_of_ratios():
 
 
 # ------------------------------------------------------------------------------------------ divergences: a second form
-def softmax(values: list[float], temperature: float) -> list[float]:
+def softmax(values, temperature):
     parts = [math.exp(value / temperature) for value in values]
     return [part / sum(parts) for part in parts]
 
 
 def written_out(
-    student: list[float],
-    teacher: list[float],
-    kind: str,
-    temperature: float,
-    beta: float,
-    top_k: int,
-) -> float:
+    student,
+    teacher,
+    kind,
+    temperature,
+    beta,
+    top_k,
+):
     """One token's divergence, in loops over Python's floats."""
     if top_k:
         best = sorted(range(len(teacher)), key=lambda at: -teacher[at])[:top_k]
@@ -670,7 +517,7 @@ def written_out(
     beta = {"forward": 0.0, "reverse": 1.0}.get(kind, beta)
     m = [beta * x + (1 - beta) * y for x, y in zip(t, p, strict=True)]
 
-    def kl(x: list[float], y: list[float]) -> float:
+    def kl(x, y):
         return sum(a * math.log(a / c) for a, c in zip(x, y, strict=True))
 
     return temperature**2 * (
@@ -682,7 +529,7 @@ def written_out(
     )
 
 
-def logits_of(seed: int = 0, n: int = 6, size: int = 11) -> tuple[torch.Tensor, torch.Tensor]:
+def logits_of(seed=0, n=6, size=11):
     torch.manual_seed(seed)
     return 2 * torch.randn(n, size), 2 * torch.randn(n, size)
 
@@ -710,7 +557,7 @@ def test_the_ends_of_jsd():
     """At 0 and 1 it is a KL to the bit; near them, over what goes to 0, it goes to the same; at 1/2 it has no sides."""
     student, teacher = logits_of(1)
 
-    def jsd(beta: float, x=student, y=teacher) -> torch.Tensor:
+    def jsd(beta, x=student, y=teacher):
         return S.divergence(x, y, S.Settings(kd_loss="jsd", kd_beta=beta))
 
     forward, reverse = (
@@ -786,7 +633,7 @@ def test_pooled_distance_by_loops(dims):
     student, teacher = (torch.randn(7, dim) for dim in dims)
     width = min(dims)
 
-    def pooled(values: list[float]) -> list[float]:
+    def pooled(values):
         edges = [
             (at * len(values) // width, -(-(at + 1) * len(values) // width)) for at in range(width)
         ]
@@ -805,7 +652,7 @@ def test_pooled_distance_by_loops(dims):
     )
 
 
-def captured(made: S.GPT, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def captured(made, ids):
     """What the head reads and the last mixer's output, by a forward written out for layers g and a."""
     doc = F.pad((ids == BOS).cumsum(1), (S.CONV_TAPS - 1, 0))
     positions = torch.arange(ids.size(1))
@@ -850,23 +697,15 @@ def test_distilled_losses_row_by_row(kind):
     assert all(param.grad.abs().sum() > 0 for param in trainer.projection)
 
 
-@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
-def test_alpha_weighs_the_two_losses(alpha):
+def test_alpha_weighs_the_two_losses():
     student, teacher, rows = network(1), network(2), some_rows(4)
-    parts = [gradients_of(student, rows, teacher, kd_alpha=each) for each in (0.0, 1.0, alpha)]
-    for plain, kd, mixed in zip(*(each[1] for each in parts), strict=True):
-        assert (mixed - (1 - alpha) * plain - alpha * kd).abs().max() < 1e-12
+    parts = [gradients_of(student, rows, teacher, kd_alpha=each) for each in (0.0, 1.0, 0.3)]
+    alone = gradients_of(student, rows)[1]
+    for plain, kd, mixed, one in zip(*(each[1] for each in parts), alone, strict=True):
+        assert (mixed - 0.7 * plain - 0.3 * kd).abs().max() < 1e-12
+        assert (plain - one).abs().max() < 1e-12
     loss, nats, apart = parts[2][0].tolist()
-    assert loss == pytest.approx((1 - alpha) * nats + alpha * apart) and apart > 0
-    assert all(
-        torch.equal(x, y) for x, y in zip(parts[0][1], gradients_of(student, rows)[1], strict=True)
-    ) or (
-        max(
-            (x - y).abs().max()
-            for x, y in zip(parts[0][1], gradients_of(student, rows)[1], strict=True)
-        )
-        < 1e-12
-    )
+    assert loss == pytest.approx(0.7 * nats + 0.3 * apart) and apart > 0
 
 
 def test_the_whole_gradient_by_finite_differences():
@@ -876,7 +715,7 @@ def test_the_whole_gradient_by_finite_differences():
         trainer = S.SFTTrainer(student, S.Settings(train_seq_len=64, kd_loss=kind), teacher)
         params = trainer.optimizers.params
 
-        def loss(trainer=trainer) -> float:
+        def loss(trainer=trainer):
             return trainer.forward_backward(rows, windows_of(rows), 50)[0].item()
 
         loss()
@@ -904,23 +743,21 @@ def test_the_interval_of_an_accuracy_ends_at_1():
     assert share == pytest.approx(0.98) and 0.93 < low < 0.95 and high == 1 and found["rows"] == 10
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-def test_a_compiled_forward_changes_nothing(rank, monkeypatch):
-    """With adapters too, which are traced; without inductor, which takes minutes."""
+def test_a_compiled_forward_changes_nothing(monkeypatch):
+    """With adapters, which are traced; without inductor, which takes minutes."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    given = dict(train_seq_len=64, lora_rank=2, qat=False, micro_batch_tokens=128)
     found = []
     for compiled in (False, True):
-        made, found_here = network(0, "a"), []
-        s = S.Settings(
-            train_seq_len=64, lora_rank=rank, qat=False, compile=compiled, micro_batch_tokens=128
-        )
+        made = network(0, "a")
+        s = S.Settings(compile=compiled, **given)
         S.adapt(made, s)
         trainer = S.SFTTrainer(made, s)
+        found.append([])
         for step in range(3):
             rows = some_rows(14, step)
             sums = trainer.forward_backward(rows, windows_of(rows), targets_of(rows))
             trainer.optimizers.step(1.0, 0.95, torch.tensor(False))
-            found_here += [sums[0].item(), trainer.score(rows)[:, 0].sum().item()]
-        found.append(found_here)
-        assert made.features.__name__ == "features" and ("features" in vars(made)) == compiled
+            found[-1] += [sums[0].item(), trainer.score(rows)[:, 0].sum().item()]
+        assert ("features" in vars(made)) == compiled
     assert found[0] == pytest.approx(found[1], rel=1e-9) and found[0][0] != found[0][2]

@@ -5,7 +5,6 @@ refused.
 import importlib.machinery
 import sys
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -18,39 +17,6 @@ import train_gspo as R2
 import train_ppo as R3
 import train_sft as F
 
-ROOT = Path(__file__).resolve().parents[1]
-TINY = dict(
-    TASK="sort",
-    SFT_STEPS=2,
-    PROMPTS_PER_STEP=4,
-    GROUP_SIZE=4,
-    MINI_BATCHES=2,
-    MAX_NEW_TOKENS=6,
-    EVAL_PROMPTS=8,
-    ITERATIONS=8,
-    VAL_LOSS_EVERY=4,
-    MODEL_DIM=32,
-    NUM_HEADS=2,
-    LAYER_PATTERN="g a",
-    MAX_WALLCLOCK_SECONDS=0,
-    RESERVE_SECONDS=0,
-    SAVE_EVERY=0,
-    WARMUP_FRAC=0.25,
-)
-# A wandb that writes what it is given to wandb.jsonl, beside the folder of runs.
-WANDB = """
-import json
-from pathlib import Path
-
-folders = []
-
-def init(**own):
-    folders.append(Path(own["dir"]).parents[1])
-
-def log(numbers, step):
-    with open(folders[0] / "wandb.jsonl", "a") as file:
-        file.write(json.dumps([step, numbers]) + "\\n")
-"""
 # Metrics of step 3 -> the line that the log has of them.
 METRICS = {
     "train_loss": 5.5732,
@@ -70,12 +36,12 @@ def stand_in(monkeypatch, name, **parts):
     monkeypatch.setitem(sys.modules, name, module)
 
 
-def run_of(module, folder, kind, run_id="a"):
-    """An open run with this TRACKER at its seventh step."""
-    settings = replace(
-        module.Settings(), tracker=kind, out_dir=str(folder), run_id=run_id, iterations=0
-    )
-    run = module.Run(settings, module.Runtime(0, 1, torch.device("cpu"), False), None, None, {})
+def run_of(module, folder, kind, rank=0):
+    """Return an open run with this TRACKER at its seventh step."""
+    given = dict(tracker=kind, out_dir=str(folder), run_id="a", iterations=0)
+    settings = replace(module.Settings(), **given)
+    runtime = module.Runtime(rank, rank + 1, torch.device("cpu"), False)
+    run = module.Run(settings, runtime, None, None, {})
     run.open()
     run.step = 7
     return run
@@ -84,11 +50,12 @@ def run_of(module, folder, kind, run_id="a"):
 @pytest.mark.parametrize("module", [T, F, D, R, R2, R3])
 @pytest.mark.parametrize("kind", ["tensorboard", "wandb"])
 def test_the_numbers_of_the_log_are_mirrored(monkeypatch, tmp_path, kind, module):
-    found, calls = [], []
+    found = []
+    calls = []
 
     class Writer:
         def __init__(self, folder):
-            calls.append(str(folder))
+            calls.append(folder)
 
         def add_scalar(self, name, value, step):
             found.append((name, value, step))
@@ -106,23 +73,19 @@ def test_the_numbers_of_the_log_are_mirrored(monkeypatch, tmp_path, kind, module
     run.log("parameters: matrix:131072 total:151348")
     run.log.metrics(3, METRICS)
     assert found == [(name, value, 3) for name, value in METRICS.items()]
-    run.log.last_line += (
-        1000  # the log has a fresh line, so the metrics of a later step are not due
-    )
+    run.log.last_line += 1000  # the log has a fresh line: later metrics are not due
     run.log.metrics(6, METRICS, seconds_left=1.0)
     assert len(found) == len(METRICS)
     run.log.last_line -= 2000
     run.log.metrics(7, METRICS, seconds_left=1.0)
     assert len(found) == 2 * len(METRICS) and found[-1][2] == 7
-    if kind == "tensorboard":
-        assert (
-            calls[0] == str(tmp_path / "a") and calls[-1] == "flush"
-        )  # what is written is there, whatever comes
+    folder = tmp_path / "a"
+    if kind == "tensorboard":  # what is written is there, whatever comes
+        assert str(calls[0]) == str(folder) and calls[-1] == "flush"
     else:
-        assert calls == [
-            dict(project="underpar", name="a", dir=str(tmp_path / "a"), config=vars(run.settings))
-        ]
-    lines = (tmp_path / "a" / "log.txt").read_text(encoding="utf-8").splitlines()
+        own = dict(project="underpar", name="a", dir=str(folder), config=vars(run.settings))
+        assert calls == [own]
+    lines = (folder / "log.txt").read_text(encoding="utf-8").splitlines()
     assert lines[-2:] == [f"step:3/? {LINE}", f"step:7/? {LINE}"]
 
 
@@ -145,13 +108,6 @@ def test_a_package_that_is_missing_is_an_error_at_the_start(monkeypatch, tmp_pat
 
 
 def test_other_ranks_mirror_nothing(monkeypatch, tmp_path):
-    stand_in(
-        monkeypatch,
-        "wandb",
-        init=lambda **arguments: pytest.fail("a rank but the first has begun to mirror"),
-    )
-    settings = replace(T.Settings(), tracker="wandb", out_dir=str(tmp_path), run_id="a")
-    run = T.Run(settings, T.Runtime(1, 2, torch.device("cpu"), False), None, None, {})
-    run.open()
-    run.log.metrics(1, METRICS)
+    stand_in(monkeypatch, "wandb", init=lambda **own: pytest.fail("not on the first rank alone"))
+    run_of(T, tmp_path, "wandb", rank=1).log.metrics(1, METRICS)
     assert list(tmp_path.iterdir()) == []
