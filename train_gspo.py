@@ -3742,6 +3742,7 @@ def main():
         if getattr(settings, name):
             averages[name] = Average(trainer.trained, memory)
     run.parts.update(averages)
+    trainer.prompt_ids(problems + choice + held_out)  # or a UserError, now and not in mid-run
     begin_run(run, trainer, exam, checkpoint)
     run.log(f"set-up and first scores: {time.perf_counter() - begin:.1f} s, outside the clock")
 
