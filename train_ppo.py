@@ -3149,17 +3149,6 @@ class Rollout:
     metrics: dict[str, float]  # of all ranks
 
 
-def check_room(network, prompts, max_new_tokens):
-    """Raise UserError if the context has no room for an answer after one of these prompts."""
-    longest = max(map(len, prompts))
-    context = network.config.train_seq_len
-    if longest + max_new_tokens > context:
-        raise UserError(
-            f"MAX_NEW_TOKENS={max_new_tokens}: a prompt has {longest} tokens, the model's context "
-            f"{context}; must be at most {max(0, context - longest)}, or the prompt shorter"
-        )
-
-
 def prompts_unit(settings, ranks):
     """Return MINI_BATCHES x ranks, which must divide the prompts of a step. Raises UserError."""
     unit = settings.mini_batches * ranks
@@ -3305,11 +3294,23 @@ class PolicyTrainer:
         """Return the context of the weights that sample and are scored: under QAT the rounded."""
         return quantized(self.network, self.table) if self.qat else contextlib.nullcontext()
 
+    def prompt_ids(self, queries):
+        """Return the ids of the prompts. Raises UserError if there is no room for an answer to one."""
+        prompts = [chat_ids(self.tokenizer, prompt_of(query))[0] for query in queries]
+        longest = max(map(len, prompts), default=0)
+        length = self.settings.max_new_tokens
+        context = self.network.config.train_seq_len
+        if longest + length > context:
+            raise UserError(
+                f"MAX_NEW_TOKENS={length}: a prompt has {longest} tokens, the model's context "
+                f"{context}; must be at most {max(0, context - longest)}, or the prompt shorter"
+            )
+        return prompts
+
     def sample(self, queries, count, temperature, seeds):
         """Return `count` Answers to each query, query by query."""
-        prompts = [chat_ids(self.tokenizer, prompt_of(query))[0] for query in queries]
+        prompts = self.prompt_ids(queries)
         length = self.settings.max_new_tokens
-        check_room(self.network, prompts, length)
         with torch.no_grad(), self.weights(), parametrize.cached():
             samples = generate(
                 self.network, prompts, count, length, temperature, 0, 1.0, seeds, self.stop
