@@ -26,8 +26,6 @@ import math
 import os
 import pickle
 import re
-import resource
-import shlex
 import shutil
 import struct
 import subprocess
@@ -400,28 +398,6 @@ def replace_file(path, data):
         file.flush()
         os.fsync(file.fileno())
     os.replace(part, path)
-
-
-def describe_machine(runtime):
-    """Return commit (`+`: with changes), hardware, versions and peak memory, for the result."""
-    folder = shlex.quote(str(Path(__file__).parent))
-    # Run by a shell, so that a missing git is no error.
-    status, commit = subprocess.getstatusoutput(
-        f"git -C {folder} describe --always --abbrev=40 --exclude='*' --dirty=+"
-    )
-    if runtime.device.type == "cuda":
-        hardware = torch.cuda.get_device_name()
-        peak_bytes = torch.cuda.max_memory_allocated()
-    else:
-        hardware = f"{os.uname().machine} CPU, {torch.get_num_threads()} threads"
-        unit = 1 if sys.platform == "darwin" else 1024
-        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return {
-        "commit": "unknown" if status else commit,
-        "hardware": f"{runtime.world_size} x {hardware}",
-        "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
-        "peak_memory_mib": peak_bytes / 2**20,
-    }
 
 
 def list_checkpoints(run):
@@ -1456,46 +1432,6 @@ def quantize_all(tensors, table):
         if quantizer:
             coded[name] = Coded(*quantize(w, **quantizer), quantizer["bits"])
     return coded
-
-
-@contextlib.contextmanager
-def swapped(params, values):
-    """Inside, `params` hold `values`; afterwards, also after an exception, their old values."""
-    params = [param.detach() for param in params]  # the same memory, which may be written in place
-    originals = [param.clone() for param in params]
-    try:
-        for param, value in zip(params, values, strict=True):
-            param.copy_(value)
-        yield
-    finally:
-        for param, original in zip(params, originals, strict=True):
-            param.copy_(original)
-
-
-def decoded(tensors, coded):
-    """Return a context in which the coded tensors hold the weights that their codes stand for."""
-    values = (dequantize(c.codes, c.scale).view_as(tensors[name]) for name, c in coded.items())
-    return swapped([tensors[name] for name in coded], values)
-
-
-def quantized(network, table):
-    """Return a context in which weights are what the artifact would give back, for training.
-
-    This holds for forward and backward. No flag in the model changes, so compiled code is not
-    traced again. The gradient at the quantized weight q(w) is applied to w: this is the straight-
-    through estimator (Bengio et al., arXiv:1308.3432), w + (q(w) - w).detach().
-    """
-    tensors = network.state_dict()
-    return decoded(tensors, quantize_all(tensors, table))
-
-
-def count_parameters(network):
-    """Return the number of parameters of each tensor class, and in total."""
-    counts = collections.Counter()
-    for name, param in network.named_parameters():
-        counts[tensor_class(name, param)] += param.numel()
-    counts["total"] = counts.total()
-    return counts
 
 
 # === end: quantization ===

@@ -75,12 +75,13 @@ class Settings:
     activation_checkpointing: bool = False  # recompute layers in the backward pass: less memory
     compile: bool = False  # torch.compile; on a CPU it needs a C++ compiler
     # data
-    # FILE,FILE of rows, each maybe :WEIGHT
+    # FILE,FILE of rows; for SFT and DPO each maybe :WEIGHT
     train_files: str = "data/sort_pairs.jsonl"
     val_files: str = ""  # FILE,FILE of held-out rows; empty: one prompt in ten, by a hash
-    eval_prompts: int = bounded(512, 1)  # held-out prompts that score the policy
+    eval_prompts: int = bounded(512, 1)  # prompts that score the model, at most
     # model at the start
-    init_from: str = ""  # a run, a checkpoint or an artifact, such as of train_sft.py
+    # a run, a checkpoint or an artifact; train_sft.py alone makes a small network if it is empty
+    init_from: str = ""
     train_seq_len: int = bounded(128, 2)  # tokens in a window, training and evaluation
     lora_rank: int = 0  # of adapters, which alone are trained; 0: all weights are
     lora_alpha: float = 16.0  # adapters count by LORA_ALPHA / LORA_RANK
@@ -460,28 +461,6 @@ def replace_file(path, data):
     os.replace(part, path)
 
 
-def describe_machine(runtime):
-    """Return commit (`+`: with changes), hardware, versions and peak memory, for the result."""
-    folder = shlex.quote(str(Path(__file__).parent))
-    # Run by a shell, so that a missing git is no error.
-    status, commit = subprocess.getstatusoutput(
-        f"git -C {folder} describe --always --abbrev=40 --exclude='*' --dirty=+"
-    )
-    if runtime.device.type == "cuda":
-        hardware = torch.cuda.get_device_name()
-        peak_bytes = torch.cuda.max_memory_allocated()
-    else:
-        hardware = f"{os.uname().machine} CPU, {torch.get_num_threads()} threads"
-        unit = 1 if sys.platform == "darwin" else 1024
-        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return {
-        "commit": "unknown" if status else commit,
-        "hardware": f"{runtime.world_size} x {hardware}",
-        "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
-        "peak_memory_mib": peak_bytes / 2**20,
-    }
-
-
 def list_checkpoints(run):
     """Return the checkpoints in a run's folder, whole or not, the newest first."""
     folders = [path for path in run.glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
@@ -515,6 +494,32 @@ def newest_checkpoint(folder):
 
 
 # === end: runtime ===
+
+
+# === shared: machine ===
+def describe_machine(runtime):
+    """Return commit (`+`: with changes), hardware, versions and peak memory, for the result."""
+    folder = shlex.quote(str(Path(__file__).parent))
+    # Run by a shell, so that a missing git is no error.
+    status, commit = subprocess.getstatusoutput(
+        f"git -C {folder} describe --always --abbrev=40 --exclude='*' --dirty=+"
+    )
+    if runtime.device.type == "cuda":
+        hardware = torch.cuda.get_device_name()
+        peak_bytes = torch.cuda.max_memory_allocated()
+    else:
+        hardware = f"{os.uname().machine} CPU, {torch.get_num_threads()} threads"
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return {
+        "commit": "unknown" if status else commit,
+        "hardware": f"{runtime.world_size} x {hardware}",
+        "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
+        "peak_memory_mib": peak_bytes / 2**20,
+    }
+
+
+# === end: machine ===
 
 
 # === shared: tokenizer ===
@@ -2091,6 +2096,10 @@ def quantize_all(tensors, table):
     return coded
 
 
+# === end: quantization ===
+
+
+# === shared: qat ===
 @contextlib.contextmanager
 def swapped(params, values):
     """Inside, `params` hold `values`; afterwards, also after an exception, their old values."""
@@ -2131,7 +2140,7 @@ def count_parameters(network):
     return counts
 
 
-# === end: quantization ===
+# === end: qat ===
 
 
 # === shared: artifact ===

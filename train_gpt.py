@@ -462,28 +462,6 @@ def replace_file(path, data):
     os.replace(part, path)
 
 
-def describe_machine(runtime):
-    """Return commit (`+`: with changes), hardware, versions and peak memory, for the result."""
-    folder = shlex.quote(str(Path(__file__).parent))
-    # Run by a shell, so that a missing git is no error.
-    status, commit = subprocess.getstatusoutput(
-        f"git -C {folder} describe --always --abbrev=40 --exclude='*' --dirty=+"
-    )
-    if runtime.device.type == "cuda":
-        hardware = torch.cuda.get_device_name()
-        peak_bytes = torch.cuda.max_memory_allocated()
-    else:
-        hardware = f"{os.uname().machine} CPU, {torch.get_num_threads()} threads"
-        unit = 1 if sys.platform == "darwin" else 1024
-        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return {
-        "commit": "unknown" if status else commit,
-        "hardware": f"{runtime.world_size} x {hardware}",
-        "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
-        "peak_memory_mib": peak_bytes / 2**20,
-    }
-
-
 def list_checkpoints(run):
     """Return the checkpoints in a run's folder, whole or not, the newest first."""
     folders = [path for path in run.glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
@@ -517,6 +495,32 @@ def newest_checkpoint(folder):
 
 
 # === end: runtime ===
+
+
+# === shared: machine ===
+def describe_machine(runtime):
+    """Return commit (`+`: with changes), hardware, versions and peak memory, for the result."""
+    folder = shlex.quote(str(Path(__file__).parent))
+    # Run by a shell, so that a missing git is no error.
+    status, commit = subprocess.getstatusoutput(
+        f"git -C {folder} describe --always --abbrev=40 --exclude='*' --dirty=+"
+    )
+    if runtime.device.type == "cuda":
+        hardware = torch.cuda.get_device_name()
+        peak_bytes = torch.cuda.max_memory_allocated()
+    else:
+        hardware = f"{os.uname().machine} CPU, {torch.get_num_threads()} threads"
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return {
+        "commit": "unknown" if status else commit,
+        "hardware": f"{runtime.world_size} x {hardware}",
+        "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
+        "peak_memory_mib": peak_bytes / 2**20,
+    }
+
+
+# === end: machine ===
 
 
 # === shared: tokenizer ===
@@ -2123,6 +2127,10 @@ def quantize_all(tensors, table):
     return coded
 
 
+# === end: quantization ===
+
+
+# === shared: qat ===
 @contextlib.contextmanager
 def swapped(params, values):
     """Inside, `params` hold `values`; afterwards, also after an exception, their old values."""
@@ -2163,7 +2171,7 @@ def count_parameters(network):
     return counts
 
 
-# === end: quantization ===
+# === end: qat ===
 
 
 # === shared: artifact ===

@@ -79,12 +79,13 @@ class Settings:
     compile: bool = False  # torch.compile; on a CPU it needs a C++ compiler
     activation_checkpointing: bool = False  # recompute layers in the backward pass: less memory
     # problems
-    train_files: str = "data/sort.jsonl"  # FILE,FILE of problems, which data/tasks.py writes
-    val_files: str = ""  # FILE,FILE of held-out problems; empty: one prompt in ten, by a hash
+    train_files: str = "data/sort.jsonl"  # FILE,FILE of rows; for SFT and DPO each maybe :WEIGHT
+    val_files: str = ""  # FILE,FILE of held-out rows; empty: one prompt in ten, by a hash
     reward: str = "exact"  # of an answer: exact, or file.py:function, see load_reward
-    eval_prompts: int = bounded(512, 2)  # held-out prompts that score the policy
+    eval_prompts: int = bounded(512, 2)  # prompts that score the model, at most
     # policy at the start
-    init_from: str = ""  # a run, a checkpoint or an artifact, such as of train_sft.py
+    # a run, a checkpoint or an artifact; train_sft.py alone makes a small network if it is empty
+    init_from: str = ""
     lora_rank: int = 0  # of adapters, which alone are trained; 0: all weights are
     lora_alpha: float = 16.0  # adapters count by LORA_ALPHA / LORA_RANK
     # rollout
@@ -463,28 +464,6 @@ def replace_file(path, data):
     os.replace(part, path)
 
 
-def describe_machine(runtime):
-    """Return commit (`+`: with changes), hardware, versions and peak memory, for the result."""
-    folder = shlex.quote(str(Path(__file__).parent))
-    # Run by a shell, so that a missing git is no error.
-    status, commit = subprocess.getstatusoutput(
-        f"git -C {folder} describe --always --abbrev=40 --exclude='*' --dirty=+"
-    )
-    if runtime.device.type == "cuda":
-        hardware = torch.cuda.get_device_name()
-        peak_bytes = torch.cuda.max_memory_allocated()
-    else:
-        hardware = f"{os.uname().machine} CPU, {torch.get_num_threads()} threads"
-        unit = 1 if sys.platform == "darwin" else 1024
-        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return {
-        "commit": "unknown" if status else commit,
-        "hardware": f"{runtime.world_size} x {hardware}",
-        "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
-        "peak_memory_mib": peak_bytes / 2**20,
-    }
-
-
 def list_checkpoints(run):
     """Return the checkpoints in a run's folder, whole or not, the newest first."""
     folders = [path for path in run.glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
@@ -518,6 +497,32 @@ def newest_checkpoint(folder):
 
 
 # === end: runtime ===
+
+
+# === shared: machine ===
+def describe_machine(runtime):
+    """Return commit (`+`: with changes), hardware, versions and peak memory, for the result."""
+    folder = shlex.quote(str(Path(__file__).parent))
+    # Run by a shell, so that a missing git is no error.
+    status, commit = subprocess.getstatusoutput(
+        f"git -C {folder} describe --always --abbrev=40 --exclude='*' --dirty=+"
+    )
+    if runtime.device.type == "cuda":
+        hardware = torch.cuda.get_device_name()
+        peak_bytes = torch.cuda.max_memory_allocated()
+    else:
+        hardware = f"{os.uname().machine} CPU, {torch.get_num_threads()} threads"
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return {
+        "commit": "unknown" if status else commit,
+        "hardware": f"{runtime.world_size} x {hardware}",
+        "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
+        "peak_memory_mib": peak_bytes / 2**20,
+    }
+
+
+# === end: machine ===
 
 
 # === shared: tokenizer ===
@@ -1901,6 +1906,10 @@ def quantize_all(tensors, table):
     return coded
 
 
+# === end: quantization ===
+
+
+# === shared: qat ===
 @contextlib.contextmanager
 def swapped(params, values):
     """Inside, `params` hold `values`; afterwards, also after an exception, their old values."""
@@ -1941,7 +1950,7 @@ def count_parameters(network):
     return counts
 
 
-# === end: quantization ===
+# === end: qat ===
 
 
 # === shared: artifact ===
@@ -3185,6 +3194,8 @@ def sum_rewards(functions, answers):
     Each is called as function(prompts=, completions=, NAME=...), lists with an entry for each
     answer. The names are the other keys of the queries, if these are dicts.
     """
+    if not functions:
+        raise UserError("reward_funcs: none; must be one at least")
     queries = [answer.query for answer in answers]
     columns = {"prompts": [prompt_of(query) for query in queries]}
     columns["completions"] = [answer.text for answer in answers]
@@ -3246,8 +3257,6 @@ class PolicyTrainer:
     sum_rewards. ref_model: a GPT that KL_BETA keeps the policy near, in place of the policy as it
     is now. A subclass has `rollout` and `update`. Raises UserError.
     """
-
-    reward_model = None  # a network that scores answers in place of a function
 
     def __init__(
         self,
@@ -3343,21 +3352,26 @@ class PolicyTrainer:
         }
         return Rollout(mini_batches, {name: value.item() for name, value in metrics.items()})
 
-    def train_step(self, queries):
-        """Return the metrics of a rollout of `queries`, see train_dataset, and of its updates."""
+    def train_step(self, queries, reward_function=None):
+        """Return the metrics of a rollout of `queries`, see train_dataset, and of its updates.
+
+        reward_function: replaces reward_funcs; called with lists of prompts and completions alone.
+        """
+        if reward_function:
+            self.reward_funcs = [
+                lambda prompts, completions, **_: reward_function(prompts, completions)
+            ]
         if not queries or len(queries) % self.unit:
             raise UserError(
                 f"train_step: {len(queries)} queries; not a multiple of MINI_BATCHES x ranks = "
                 f"{self.unit}"
             )
-        if not (self.reward_funcs or self.reward_model):
-            raise UserError("reward_funcs: none; must be one at least")
         rollout = self.rollout(queries, self.steps)
         self.steps += 1
         return {**rollout.metrics, **self.update(rollout)}
 
-    def train(self):
-        """Take ITERATIONS steps over train_dataset; return the metrics of each."""
+    def train(self, reward_function=None):
+        """Take ITERATIONS steps over train_dataset; return the metrics of each, see train_step."""
         settings = self.settings
         if not (settings.iterations and self.dataset):
             raise UserError(
@@ -3367,7 +3381,7 @@ class PolicyTrainer:
         metrics = []
         for _ in range(settings.iterations):
             queries = problems_of_step(self.dataset, self.steps, settings.prompts_per_step)
-            metrics.append(self.train_step(queries))
+            metrics.append(self.train_step(queries, reward_function))
         return metrics
 
 
@@ -3458,9 +3472,7 @@ def begin_run(run, trainer, exam, checkpoint):
     run.parts.update(network=network, optimizers=trainer.optimizers, exam=exam)
     if trainer.ref_model is not None:
         run.parts["reference"] = trainer.ref_model
-    counts = count_parameters(network)
-    counts["trained"] = sum(param.numel() for param in trainer.trained)
-    run.log(f"parameters: {name_values(counts)}")
+    run.log(f"parameters: {name_values(count_parameters(network))}")
     run.log(run.plan.describe())
     run.log(
         f"batch: a step is {settings.prompts_per_step} prompts x {settings.group_size} samples, "

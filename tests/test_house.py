@@ -17,24 +17,18 @@ from conftest import load_tool
 
 ROOT = Path(__file__).resolve().parents[1]
 LINES_PER_CONFIG, COLUMNS = 15, 120
-# Tokens at most, as tools/tokens.py counts them. The goal of train_gpt.py is 22,000
-# (CONTRIBUTING.md, "Sizes"), that of
-# the other scripts 20,000 to 26,000. Until they are reached these figures may only shrink.
+# Tokens at most, as tools/tokens.py counts them (CONTRIBUTING.md, "Sizes").
 TOKENS = {
     "train_gpt.py": 22_000,
-    "train_sft.py": 26_250,
-    "train_dpo.py": 27_050,
-    "train_ppo.py": 29_400,
-    "train_grpo.py": 28_440,
-    "train_gspo.py": 28_420,
-    "quantize.py": 20_190,
-    "sample.py": 22_310,
+    "train_sft.py": 24_000,
+    "train_dpo.py": 24_000,
+    "train_ppo.py": 26_000,
+    "train_grpo.py": 25_000,
+    "train_gspo.py": 25_000,
+    "quantize.py": 20_000,
+    "sample.py": 20_000,
 }
-CALM = ["train_gpt.py", "quantize.py", "sample.py"]  # scripts whose code is plain
-SPLIT = ["train_gpt.py"]  # scripts without a definition that main does not reach
-# These meet all but one: sections hold definitions that they do not reach.
 POLICIES = ["train_grpo.py", "train_gspo.py", "train_ppo.py"]
-TUNERS = ["train_sft.py", "train_dpo.py"]
 TOKENS_OF_MAIN, TOKENS_PER_FUNCTION, TOKENS_PER_FORMULA, TOKENS_PER_CLASS = 1_800, 500, 650, 1_600
 CALLED = ("forward", "backward", "train", "train_step")  # by PyTorch, or in programs
 FORMULAS = {"backward"}  # a function that is one formula: the backward pass of Gated DeltaNet
@@ -110,12 +104,12 @@ def test_large_definitions_are_found():
     assert large_definitions("class A:\n" + "    x = 1\n" * 533) == ["class A: 1602"]
 
 
-@pytest.mark.parametrize("name", CALM + POLICIES + TUNERS + TOOLS)
+@pytest.mark.parametrize("name", [*TOKENS, *TOOLS])
 def test_definitions_are_small(name):
     assert large_definitions(text_of(name)) == []
 
 
-def unreached_definitions(source):
+def unreached_definitions(source, with_methods=True):
     """Functions, classes, methods and constants of a script that nothing reached from `main` or from a public trainer
     (its class, the name of its settings, `train` and `train_step`) names.
 
@@ -138,7 +132,7 @@ def unreached_definitions(source):
                 for target in ast.walk(node)
                 if isinstance(target, ast.Name) and isinstance(target.ctx, ast.Store)
             ]
-        elif not isinstance(node, ast.Import | ast.ImportFrom):
+        if not names and not isinstance(node, ast.Import | ast.ImportFrom):
             pending += [name.id for name in ast.walk(node) if isinstance(name, ast.Name)]
         for name in names:
             definitions.setdefault(name, []).append(node)
@@ -158,7 +152,7 @@ def unreached_definitions(source):
         for node in ast.walk(part)
         if isinstance(node, ast.Attribute)
     ]
-    for name in sorted(reached):
+    for name in sorted(reached if with_methods else []):
         for method in [
             inner
             for node in definitions[name]
@@ -185,12 +179,13 @@ def test_unreached_definitions_are_found():
     assert unreached_definitions(source) == ["UNUSED", "dead", "A.lost"]
 
 
-@pytest.mark.parametrize("name", SPLIT)
+@pytest.mark.parametrize("name", TOKENS)
 def test_every_definition_is_reached_from_main(name):
-    assert unreached_definitions(text_of(name)) == []
+    # Only the training scripts call every method of the classes that they share with the two readers.
+    assert unreached_definitions(text_of(name), name.startswith("train_")) == []
 
 
-@pytest.mark.parametrize("name", CALM + POLICIES + TUNERS)
+@pytest.mark.parametrize("name", TOKENS)
 def test_settings_are_few(name):
     assert len(settings_fields(text_of(name))) <= (
         SETTINGS if name == "train_gpt.py" else OTHER_SETTINGS
@@ -201,10 +196,10 @@ def test_settings_are_few(name):
 def test_an_algorithm_is_a_page(name):
     """What is not fenced between settings and main: losses and the trainer."""
     _, _, rest = text_of(name).partition("- objective\n")
-    assert 1_000 < tokens.count(rest.partition("# ---------")[0]) <= TOKENS_PER_PAGE
+    assert 800 < tokens.count(rest.partition("# ---------")[0]) <= TOKENS_PER_PAGE
 
 
-@pytest.mark.parametrize("name", CALM + POLICIES + TUNERS + TOOLS)
+@pytest.mark.parametrize("name", [*TOKENS, *TOOLS])
 def test_statements_are_plain(name):
     """No exemption from the formatter or the linter; one conditional expression a statement, none inside another; one
     `for` and one `if` a comprehension, none inside another; no tuple assignment of unrelated things."""
@@ -422,6 +417,8 @@ def test_a_setting_is_the_same_line_in_every_script():
     different = []
     for name in NAMES:
         for field, line in settings_fields(text_of(name)).items():
+            # RL scripts lack the section adamw8bit, and so this choice of `optimizer`.
+            line = (line[0].replace("'adamw8bit', ", ""), *line[1:])
             origin, expected = first.setdefault(field, (name, line))
             if line != expected:
                 different.append(f"{field}: {name} has {line}, {origin} has {expected}")

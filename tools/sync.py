@@ -18,9 +18,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ORDER = (
-    "bounds settings runtime tokenizer encoding data text chat conversations preferences preparation "
-    "batches model lora optimizer adamw8bit schedule quantization artifact packing export deltas weights evaluation "
-    "checkpoint generation split rewards problems examples rows responses start finetuning intervals "
+    "bounds settings runtime machine tokenizer encoding data text chat conversations preferences "
+    "preparation batches model lora optimizer adamw8bit schedule quantization qat artifact packing "
+    "export deltas weights evaluation checkpoint generation split rewards problems examples rows responses start finetuning intervals "
     "pairs policy judge"
 ).split()
 FENCE = re.compile(r"# === (shared|end): (\w+) ===\n?")
