@@ -21,7 +21,8 @@ from test_data import train_model
 from test_weights import network, pack
 
 import sample as S
-from conftest import environment
+import train_grpo as G
+from conftest import environment, refusal
 
 ROOT = Path(__file__).resolve().parents[1]
 SYSTEM, USER, ASSISTANT, END = S.ROLE_TOKENS
@@ -312,14 +313,22 @@ def scripted(monkeypatch, *calls):
     monkeypatch.setattr(S, "answer_questions", answer_questions)
 
 
-def test_pass_at_k_by_enumeration(place, monkeypatch):
-    problems = S.make_task("reverse", "", 1337).held_out(5)
+def problem_file(folder, count):
+    """Return a file of problems, of which some are held out, and its rows."""
+    rows = [{"prompt": f"p{i}", "answer": f"a{i}"} for i in range(count)]
+    return write(folder, "problems.jsonl", *rows), rows
+
+
+def test_pass_at_k_by_enumeration(place, tmp_path, monkeypatch):
+    path, rows = problem_file(tmp_path, 9)
     right = [0, 1, 3, 5, 6]
-    greedy = [[problem.answer if i % 2 else "no"] for i, problem in enumerate(problems)]
-    drawn = [[p.answer] * c + ["no"] * (6 - c) for p, c in zip(problems, right, strict=True)]
+    greedy = [[row["answer"] if i % 2 else "no"] for i, row in enumerate(rows[:5])]
+    drawn = [
+        [f" {row['answer']}\n"] * count + ["no"] * (6 - count)
+        for row, count in zip(rows, right, strict=False)
+    ]
     scripted(monkeypatch, greedy, drawn)
-    changes = dict(task="reverse", eval_prompts=5, eval_samples=6, max_new_tokens=12)
-    scores = scored(place, "task", **changes)
+    scores = scored(place, "task", path, eval_prompts=5, eval_samples=6, max_new_tokens=12)
     assert scores["greedy"] == S.interval([0.0, 1.0, 0.0, 1.0, 0.0])
     for k in (1, 2, 4, 6):
         subsets = [*itertools.combinations(range(6), k)]
@@ -329,33 +338,50 @@ def test_pass_at_k_by_enumeration(place, monkeypatch):
     assert (scores["n"], scores["samples"]) == (5, 6)
 
 
-def test_gsm8k_rows_of_a_test_set_strict_and_lenient(place, tmp_path, monkeypatch):
+def test_a_reward_of_1_or_more_is_right(place, tmp_path, monkeypatch):
+    """Of rows as GSM8K has them, and by a function that sees prompts and answers."""
     rows = [{"question": f"how many {i}?", "answer": f"so #### {i}"} for i in range(4)]
-    bad = [{"question": "x", "answer": "none"}, "{", {"question": "y"}]
-    texts = [["#### 0"], ["it is 1."], ["2 #### 7"], ["3, no 4"]]
-    scripted(monkeypatch, texts, texts)
+    bad = [{"question": "x", "answer": " "}, "{", {"question": "y"}, {"prompt": "z"}]
     path = write(tmp_path, "gsm.jsonl", *rows, *bad)
-    scores = scored(place, "task", path, task="gsm8k", eval_samples=1, max_new_tokens=9)
-    assert scores["n"] == 4
-    assert scores["greedy"] == S.interval([1.0, 0.0, 0.0, 0.0]) == scores["pass1"]
-    assert scores["greedy_lenient"] == S.interval([1.0, 1.0, 0.0, 0.0])
+    texts = [["#### 0"], ["it is 1."], ["2 #### 7"], ["#### 3.0"]]
+    source = "def graded(prompts, completions, answer):\n    return [{}]\n"
+    value = "len(a) * (p == f'how many {c[5:]}?') / 7.5 for p, c, a in zip(prompts, completions, answer)"
+    (tmp_path / "mine.py").write_text(source.format(value))
+    (tmp_path / "short.py").write_text(source.format("1.0"))
+    for file, right in (
+        (ROOT / "data/tasks.py:gsm8k", [1, 0, 0, 1]),
+        ("mine.py:graded", [1, 0, 0, 0]),
+    ):
+        scripted(monkeypatch, texts, texts)
+        changes = dict(reward=str(tmp_path / file), eval_samples=1, max_new_tokens=9)
+        scores = scored(place, "task", path, **changes)
+        assert scores["greedy"] == S.interval([*map(float, right)]) == scores["pass1"]
+    scripted(monkeypatch, texts)
+    with pytest.raises(ValueError, match="longer"):
+        scored(place, "task", path, **{**changes, "reward": f"{tmp_path}/short.py:graded"})
 
 
-def test_answers_are_those_of_generate_as_in_training(place):
+def test_answers_are_those_of_generate_as_in_training(place, tmp_path):
     """Problems, prompts and seeds as the RL scripts have them, so that scores can be repeated."""
-    changes = dict(eval_prompts=7, max_new_tokens=9, temperature=1.0, top_k=0, seed=3)
-    made = replace(settings(place, "task", **changes), layout="chat")
+    path, _ = problem_file(tmp_path, 99)
+    changes = dict(
+        eval_prompts=7, max_new_tokens=9, temperature=1.0, top_k=0, seed=3, held_out=True
+    )
+    made = replace(settings(place, "task", score_path=path, **changes), layout="chat")
     model = model_of(loaded(place, "main"))
-    questions, _ = S.read_questions([model], "", made, print)
-    problems = S.make_task("sort", "", 3).held_out(7)
-    assert [question.problem for question in questions] == problems
-    prompts = [S.chat_ids(BYTES, problem.prompt)[0] for problem in problems]
+    questions = S.read_questions([model], path, made, print)
+    problems = G.split_problems(G.Settings(train_files=path, eval_prompts=7))[-1]
+    assert [question.problem for question in questions] == problems and len(problems) == 7
+    prompts = [S.chat_ids(BYTES, problem["prompt"])[0] for problem in problems]
     seeds = [(3, 1 << 31, i) for i in range(7)]
     samples = S.generate(model.network, prompts, 2, 9, 1.0, 0, 1.0, seeds, frozenset([263]))
     answers = S.answer_questions(model, questions, made, 2)
     for i, (answer, one) in enumerate(zip(answers, samples, strict=True)):
         text = S.completion(BYTES, prompts[i // 2], one.ids)
         assert answer == S.Answer(questions[i // 2], text, len(one.ids), one.finished)
+    path = write(tmp_path, "kept.jsonl", *({"prompt": one.turns[0][1] + "+"} for one in questions))
+    message = f"HELD_OUT=1: no prompt of {path} is held out; must be 0"
+    refusal(S.UserError, message, scored, place, "quality", path, held_out=True, max_new_tokens=9)
 
 
 def test_prompts_without_room_are_named_by_row(place, tmp_path, capsys):
@@ -368,12 +394,6 @@ def test_prompts_without_room_are_named_by_row(place, tmp_path, capsys):
     assert f"{fault} first is row 4); prompt as long as the context of 64 tokens, or lon" in out
     with pytest.raises(S.UserError, match="used none; left out .*MAX_NEW_TOKENS=62 in .*: 3"):
         scored(place, "quality", path, max_new_tokens=62)
-    task = write(
-        tmp_path, "task.jsonl", *({"prompt": f"{'p' * 40} {i}", "answer": "x"} for i in range(20))
-    )
-    changes = dict(task="jsonl", task_path=task, max_new_tokens=30)
-    with pytest.raises(S.UserError, match="^TASK=jsonl, 'ppp.*: prompt without room for MAX_NEW"):
-        scored(place, "task", **changes)
 
 
 # ------------------------------------------------------------------------------------- preferences
@@ -451,15 +471,16 @@ def test_a_reward_model_prefers_by_its_value_head(place, tmp_path):
 
 
 # --------------------------------------------------------------------------------------------- win
-def test_win_rate_by_a_checker(place, monkeypatch):
-    a, b, c, d, *_ = [problem.answer for problem in S.make_task("sort", "", 1337).held_out(6)]
+def test_win_rate_by_a_checker(place, tmp_path, monkeypatch):
+    path, rows = problem_file(tmp_path, 6)
+    a, b, c, d, *_ = [row["answer"] for row in rows]
     main = [[text] for text in (a, b, c, "", "", "")]
     other = [[text] for text in ("", "", c, d, "", "no")]
     scripted(monkeypatch, main, other)
-    changes = dict(score_model=str(place / "other"), eval_prompts=6, max_new_tokens=12)
-    scores = scored(place, "win", **changes)
+    changes = dict(score_model=str(place / "other"), max_new_tokens=12)
+    scores = scored(place, "win", path, **changes)
     assert [scores[name] for name in ("wins", "ties", "losses", "n")] == [2, 3, 1, 6]
-    assert scores["judge"] == "checker of sort"
+    assert scores["judge"] == "REWARD=exact"
     assert (scores["mark"], scores["mark_of_other"]) == (0.5, 1 / 3)
     assert scores["win_rate"] == normal_interval([1, 1, 0.5, 0, 0.5, 0.5])
     assert scores["difference"] == normal_interval([1, 1, 0, -1, 0, 0])
@@ -580,12 +601,14 @@ REFUSED = [
         dict(SCORE, score="lambada", layout="chat", score_delimiter=""),
         "SCORE_DELIMITER='': not read with MODE=score SCORE=lambada LAYOUT=chat; must be left at ' '",
     ),
-    (dict(mode="score", score="task", num_samples=3), "NUM_SAMPLES=3: not read"),
+    (dict(SCORE, score="task", num_samples=3), "NUM_SAMPLES=3: not read"),
     (dict(mode="score"), "SCORE_PATH='': must be given for SCORE=text"),
-    (dict(SCORE, score="win", score_model="x"), "SCORE_PATH='x': takes TASK_PATH's place"),
-    (dict(SCORE, score="task"), "SCORE_PATH='x': takes TASK_PATH's place"),
-    (dict(SCORE, score="task", task="gsm8k", task_path="z"), "SCORE_PATH='x': takes TASK_PATH's"),
-    (dict(SCORE, score="quality", task="zebra"), "SCORE_PATH='x': takes TASK_PATH's place"),
+    (
+        dict(mode="score", score="win", score_model="x"),
+        "SCORE_PATH='': must be given for SCORE=win",
+    ),
+    (dict(SCORE, held_out=True), "HELD_OUT=True: not read with MODE=score SCORE=text"),
+    (dict(SCORE, score="quality", reward="x"), "REWARD='x': not read"),
 ]
 
 
@@ -605,9 +628,16 @@ MISTAKES = [
     ("MODE=score SCORE_PATH=none.txt", "none.txt: cannot be read; [Errno 2]"),
     ("MODE=score SCORE_PATH=good.txt EVAL_STRIDE=64", "EVAL_STRIDE=64: must be less than the con"),
     ("MODE=score SCORE=choices SCORE_PATH=good.txt", "data: good.txt: 1 rows, used none; left out"),
-    ("MODE=score SCORE=win", "SCORE_MODEL='': must be a run, a checkpoint or an artifact; "),
     (
-        "MODE=score SCORE=win SCORE_MODEL=main SCORE_JUDGE=other",
+        "MODE=score SCORE=win SCORE_PATH=x",
+        "SCORE_MODEL='': must be a run, a checkpoint or an artifact",
+    ),
+    (
+        "MODE=score SCORE=task SCORE_PATH=rows.jsonl REWARD=no.py:f MAX_NEW_TOKENS=9",
+        "REWARD='no.py:f': must be exact, or p",
+    ),
+    (
+        "MODE=score SCORE=win SCORE_PATH=x SCORE_MODEL=main SCORE_JUDGE=other",
         "SCORE_JUDGE='other': has no value head; must be a reward model",
     ),
     ("MODE=score SCORE_PATH=good.txt SCORE_FILE=no/x", "SCORE_FILE='no/x': must be in a folder "),
@@ -626,6 +656,7 @@ def test_mistakes_are_one_line(place, monkeypatch, capsys, command, message):
     Path("latin.txt").write_bytes("größer".encode("latin-1"))
     Path("blank.txt").write_text(" \n")
     Path("good.txt").write_text("good")
+    write(place, "rows.jsonl", dict(prompt="x", answer="y"))
     if "learned" in command:
         pack(place / "learned", lively(0, positions="learned"))
     given = dict(word.split("=", 1) for word in command.split())
@@ -686,14 +717,16 @@ def test_the_guides_commands_run(tmp_path, monkeypatch, capsys):
     write(tmp_path, "piqa.jsonl", CHOICES[0])
     write(tmp_path, "gsm8k_test.jsonl", {"question": "1+1?", "answer": "2 #### 2"})
     write(tmp_path, "pairs.jsonl", *PAIRS)
+    (tmp_path / "data").mkdir()
+    write(tmp_path, "data/sort.jsonl", *({"prompt": f"p{i}", "answer": "a"} for i in range(30)))
     monkeypatch.chdir(tmp_path)
     for command in commands:
         *changes, python, script = shlex.split(command)
         assert (python, script) == ("python", "sample.py")
         monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
         given = dict(change.split("=", 1) for change in changes)
-        if "TASK" in given:
-            given["EVAL_PROMPTS"] = "8"
+        if "REWARD" in given:
+            given["REWARD"] = f"{ROOT}/{given['REWARD']}"
         assert run(given) == 0, (command, capsys.readouterr().err)
         assert capsys.readouterr().out.strip()
     scores = json.loads((tmp_path / "choices.json").read_text())["scores"]
