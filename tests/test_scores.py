@@ -370,7 +370,7 @@ def test_answers_are_those_of_generate_as_in_training(place, tmp_path):
     made = replace(settings(place, "task", score_path=path, **changes), layout="chat")
     model = model_of(loaded(place, "main"))
     questions = S.read_questions([model], path, made, print)
-    problems = G.split_problems(G.Settings(train_files=path, eval_prompts=7))[-1]
+    train, _, problems = G.split_problems(G.Settings(train_files=path, eval_prompts=7))
     assert [question.problem for question in questions] == problems and len(problems) == 7
     prompts = [S.chat_ids(BYTES, problem["prompt"])[0] for problem in problems]
     seeds = [(3, 1 << 31, i) for i in range(7)]
@@ -379,7 +379,7 @@ def test_answers_are_those_of_generate_as_in_training(place, tmp_path):
     for i, (answer, one) in enumerate(zip(answers, samples, strict=True)):
         text = S.completion(BYTES, prompts[i // 2], one.ids)
         assert answer == S.Answer(questions[i // 2], text, len(one.ids), one.finished)
-    path = write(tmp_path, "kept.jsonl", *({"prompt": one.turns[0][1] + "+"} for one in questions))
+    path = write(tmp_path, "train.jsonl", *train)
     message = f"HELD_OUT=1: no prompt of {path} is held out; must be 0"
     refusal(S.UserError, message, scored, place, "quality", path, held_out=True, max_new_tokens=9)
 
@@ -633,10 +633,6 @@ MISTAKES = [
         "SCORE_MODEL='': must be a run, a checkpoint or an artifact",
     ),
     (
-        "MODE=score SCORE=task SCORE_PATH=rows.jsonl REWARD=no.py:f MAX_NEW_TOKENS=9",
-        "REWARD='no.py:f': must be exact, or p",
-    ),
-    (
         "MODE=score SCORE=win SCORE_PATH=x SCORE_MODEL=main SCORE_JUDGE=other",
         "SCORE_JUDGE='other': has no value head; must be a reward model",
     ),
@@ -656,7 +652,6 @@ def test_mistakes_are_one_line(place, monkeypatch, capsys, command, message):
     Path("latin.txt").write_bytes("größer".encode("latin-1"))
     Path("blank.txt").write_text(" \n")
     Path("good.txt").write_text("good")
-    write(place, "rows.jsonl", dict(prompt="x", answer="y"))
     if "learned" in command:
         pack(place / "learned", lively(0, positions="learned"))
     given = dict(word.split("=", 1) for word in command.split())
