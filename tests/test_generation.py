@@ -57,7 +57,7 @@ def settings_of(choice: str) -> T.Settings:
 def network(settings: T.Settings, dtype: torch.dtype = torch.float64, vocab: int = VOCAB) -> S.GPT:
     """A network none of whose parameters is at a special value, so that every path counts."""
     torch.manual_seed(1)
-    net = S.GPT(S.model_config(settings, vocab, BOS, embed_init_std=0.1)).to(dtype)
+    net = S.GPT(T.model_config(settings, vocab, BOS, embed_init_std=0.1)).to(dtype)
     with torch.no_grad():
         for param in net.parameters():
             param.add_((0.15 if param.ndim == 2 else 0.05) * torch.randn_like(param))
