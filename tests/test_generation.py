@@ -1,4 +1,4 @@
-"""Generation: steps with a cache against the whole forward pass, ragged batches, the sampler against plain ones."""
+"""Generation: steps with a cache against whole forward passes, ragged batches, the sampler."""
 
 import dataclasses
 import math
@@ -79,28 +79,28 @@ def prompts_of(seed, *lengths):
 
 
 def generate(net, prompts, count=3, most=12, way=(1.0, 0, 1.0), seeds=None, stop=()):
-    """S.generate; a prompt has the seed (7, its ids' sum, its length) unless `seeds` says otherwise."""
+    """S.generate; a prompt's seed is (7, its ids' sum, its length) without `seeds`."""
     seeds = seeds or [(7, sum(prompt), len(prompt)) for prompt in prompts]
     return S.generate(net, prompts, count, most, *way, seeds, frozenset(stop))
 
 
 def same(found, wanted):
-    """Tokens and ends are equal; log-probabilities up to the last digits of float32, in which a Sample is made."""
+    """Tokens and ends are equal, log-probabilities up to the last digits of float32."""
     assert [one.ids for one in found] == [one.ids for one in wanted]
     assert [one.finished for one in found] == [one.finished for one in wanted]
     for one, other in zip(found, wanted, strict=True):
         assert one.logps == pytest.approx(other.logps, abs=1e-6)
 
 
-# ------------------------------------------------------------------------------------------------------------ caches
+# ------------------------------------------------------------------------------------------- caches
 def logits_alone(net, prompts, more):
-    """Logits (R, T, V) of a whole forward pass over prompt and continuation, from the prompt's last token on."""
+    """Return logits (R, T, V) of whole forward passes, from the prompts' last tokens on."""
     texts = [[*prompt, *row.tolist()] for prompt, row in zip(prompts, more, strict=True)]
     return torch.cat([net(torch.tensor([ids]))[:, -more.size(1) - 1 :] for ids in texts])
 
 
 def check_steps(net, prompts, more, moves, tolerance):
-    """Check that the logits of each step are those of whole passes; moves: step -> rows that stay."""
+    """Check each step's logits against those of whole passes; moves: step -> rows that stay."""
     alone = logits_alone(net, prompts, more)
     assert alone.std(-1).min() > 0.1  # not a network that says the same of everything
     decoder = S.Decoder(net, prompts)
@@ -118,8 +118,10 @@ def check_steps(net, prompts, more, moves, tolerance):
 
 @pytest.mark.parametrize("choice", [*CHOICES, *T.ARCH_PRESETS])
 def test_rows_of_different_lengths_go_on_as_each_alone(choice):
-    """Texts of 1 to 29 tokens, whose windows of 5 end before the longest's begin, go on for 40: as the whole forward
-    pass. BOS stands inside them and comes later; two are begun by none. Rows change places and leave on the way.
+    """Texts of 1 to 29 tokens go on for 40: as the whole forward pass.
+
+    Windows of 5 end before the longest's begin. BOS stands inside them and comes later; two are
+    begun by none. Rows change places and leave on the way.
     """
     prompts = prompts_of(3, 1, 3, 9, 17, 29)
     prompts[3][8] = prompts[4][20] = prompts[4][28] = BOS
@@ -133,7 +135,7 @@ def test_rows_of_different_lengths_go_on_as_each_alone(choice):
 
 
 def test_room_grows_with_the_text():
-    """Beyond what is first made room for, around a window of 5 and one that ends only later, of 80."""
+    """Beyond the first room, with a window of 5 and one of 80, which ends only later."""
     for window in (5, 80):
         net = mixed(attn_window=window, train_seq_len=256)
         decoder = check_steps(net, [[1, 9, 4]] * 2, texts(5, 2, 150), {}, 1e-9)
@@ -154,7 +156,7 @@ def test_compiled_steps_are_the_plain_ones():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-# ----------------------------------------------------------------------------------------------------------- batches
+# ------------------------------------------------------------------------------------------ batches
 PROMPTS = prompts_of(10, 6, 1, 19, 6, 3, 19, 30)
 PROMPTS[2][11] = PROMPTS[6][9] = BOS
 
@@ -185,7 +187,7 @@ def test_seeds_make_the_samples():
     assert generate(net, []) == []
 
 
-# ------------------------------------------------------------------------------------------------------------- ends
+# --------------------------------------------------------------------------------------------- ends
 def test_a_stop_token_is_kept_and_ends_the_sample():
     net = mixed()
     stop = {BOS, 5, 9}
@@ -205,8 +207,9 @@ def test_a_stop_token_is_kept_and_ends_the_sample():
 
 
 def test_finished_rows_leave_the_batch(monkeypatch):
-    """A step's batch is never more than a fourth larger than what is left to make, and nothing is computed at the end;
-    what the others draw is theirs (the test above).
+    """A step's batch is at most a fourth larger than what is left to make.
+
+    What the others draw is theirs (the test above).
     """
     seen = []
     step = S.Decoder.__call__
@@ -236,7 +239,7 @@ def test_greedy_is_the_likeliest_token_of_the_whole_forward_pass():
         assert one.ids == ids[len(prompt) :] and one.logps == [0.0] * 6
 
 
-# ----------------------------------------------------------------------------------------------------------- sampler
+# ------------------------------------------------------------------------------------------ sampler
 def kept_log_probabilities(logits, temperature, top_k, top_p):
     """Return those of one row (V,), float64, -inf outside the kept set.
 
@@ -270,7 +273,7 @@ WAYS = [
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_the_drawn_tokens_are_those_of_a_plain_sampler(way):
-    """Kept set, log-probability and inverse CDF of every draw, for 40 distributions and 300 uniform numbers each."""
+    """Kept set, log-probability and inverse CDF of 300 draws from each of 40 distributions."""
     rng = np.random.default_rng(11)
     for _ in range(40):
         logits, uniform = 2.5 * rng.standard_normal(17), rng.random(300)
@@ -284,7 +287,7 @@ def test_the_drawn_tokens_are_those_of_a_plain_sampler(way):
 
 @pytest.mark.parametrize("way", [(1.0, 0, 1.0), (0.7, 4, 1.0), (1.5, 6, 0.8)], ids=str)
 def test_samples_carry_the_log_probabilities_they_were_drawn_by(way):
-    """Each by a forward pass over prompt and sample, and a plain reading of temperature, top-k and top-p."""
+    """Each by a forward pass, and a plain reading of temperature, top-k and top-p."""
     net = mixed()
     ranks = []
     for i, one in enumerate(generate(net, PROMPTS, 3, 8, way, stop=[BOS])):
@@ -299,8 +302,9 @@ def test_samples_carry_the_log_probabilities_they_were_drawn_by(way):
 
 
 def test_pairs_of_tokens_have_the_frequencies_of_the_model():
-    """3,000 samples of two tokens from a vocabulary of 6: each pair as often as its product of probabilities says,
-    which draws that repeat over steps or samples would not give.
+    """3,000 samples of two tokens from a vocabulary of 6, by the products of probabilities.
+
+    Draws that repeat over steps or samples would not give these.
     """
     net = network(dataclasses.replace(BASE, layer_pattern="g a"), vocab=6)
     prompt = [1, 3, 5]
@@ -322,8 +326,9 @@ def test_pairs_of_tokens_have_the_frequencies_of_the_model():
     "way", [(1.0, 0, 1.0), (0.9, 3, 1.0), (1.0, 0, 0.9), (1.1, 4, 0.9)], ids=str
 )
 def test_what_has_no_probability_is_never_drawn(way, dtype):
-    """By the smallest and the largest uniform number there is, at the vocabulary's ends and inside it: where logits are
-    -inf, where their exponential is 0, and outside the kept set.
+    """By the smallest and the largest uniform number, at the vocabulary's ends and inside it.
+
+    That is where logits are -inf, where their exponential is 0, and outside the kept set.
     """
     rng = np.random.default_rng(12)
     for size, low in product((6, 50, 1024), (-math.inf, -2000.0)):

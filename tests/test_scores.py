@@ -345,7 +345,8 @@ def test_a_reward_of_1_or_more_is_right(place, tmp_path, monkeypatch):
     path = write(tmp_path, "gsm.jsonl", *rows, *bad)
     texts = [["#### 0"], ["it is 1."], ["2 #### 7"], ["#### 3.0"]]
     source = "def graded(prompts, completions, answer):\n    return [{}]\n"
-    value = "len(a) * (p == f'how many {c[5:]}?') / 7.5 for p, c, a in zip(prompts, completions, answer)"
+    value = "len(a) / 7.5 if p == f'how many {c[5:]}?' else 0"
+    value += " for p, c, a in zip(prompts, completions, answer)"
     (tmp_path / "mine.py").write_text(source.format(value))
     (tmp_path / "short.py").write_text(source.format("1.0"))
     for file, right in (

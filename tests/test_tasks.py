@@ -27,7 +27,7 @@ def rewards_of(task, prompt, answer, texts):
     return REWARDS[task](prompts=[prompt] * count, completions=texts, answer=[answer] * count)
 
 
-# ----------------------------------------------------------------------------- problems and checkers
+# ---------------------------------------------------------------------------- problems and checkers
 @tasks
 def test_answers_are_right_and_what_is_near_them_is_wrong(task):
     problems = D.make_problems(task, 300, 0)
@@ -171,7 +171,7 @@ def test_a_zebra_puzzle_has_one_solution_which_is_the_answer():
     assert solutions(prompt) == [answer]
 
 
-# ------------------------------------------------------------------------------------ gsm8k and coin
+# ----------------------------------------------------------------------------------- gsm8k and coin
 NUMBERS = [
     ("She pays 5 + 13 = <<5+13=18>>18.\n#### 18", 18),
     ("#### 1,234,567.75", 1234567.75),
@@ -231,7 +231,7 @@ def test_the_coin_is_fair_and_depends_on_the_pair_alone():
         assert D.coin(prompts[part], texts[part]) == rewards[part]
 
 
-# --------------------------------------------------------------------------------- data/tasks.py
+# ------------------------------------------------------------------------------------ data/tasks.py
 DIGESTS = dict(
     sort="c4a01449b081",
     reverse="51b591825faf",
@@ -273,7 +273,7 @@ def test_arguments_that_do_not_fit_are_refused(given, capsys):
     assert ("invalid choice" if given == "walk" else "--problems must be 10 to 200,000") in line
 
 
-# ----------------------------------------------------------------------------------- files and split
+# ---------------------------------------------------------------------------------- files and split
 def write(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return str(path)
@@ -351,7 +351,7 @@ def test_files_that_are_missing_or_too_small_are_refused(tmp_path):
         )
 
 
-# ------------------------------------------------------------------------------------------- rewards
+# ------------------------------------------------------------------------------------------ rewards
 PROMPTS, TEXTS = ["52713", "90" * 60], ["12357", "first\nsecond " + "x" * 200]
 QUERIES = [{"prompt": prompt, "answer": "".join(sorted(prompt))} for prompt in PROMPTS]
 

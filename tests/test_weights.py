@@ -1,4 +1,4 @@
-"""Section weights: the network of a run, a checkpoint or an artifact, its tokenizer; what is refused."""
+"""Section weights: the network of a run, a checkpoint or an artifact, and its tokenizer."""
 
 import shutil
 from unittest import mock
