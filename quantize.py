@@ -1952,7 +1952,7 @@ class Scorer:
     runtime: Runtime  # its ranks share out the windows
     seq_len: int  # tokens in a window
     rows: int  # windows in a forward
-    note: Callable = lambda progress: None  # is called with a text before each forward
+    log: Callable = None  # a Log, which tells how far scoring is
 
     def score(self, model, tokens, stride=0):
         """Return the score of model(ids, targets) -> losses (B, T), in windows of seq_len tokens.
@@ -1986,7 +1986,8 @@ class Scorer:
         # Empty rows fill the last forward: windows have one shape, for one compiled graph.
         spans = np.pad(spans, ((0, -len(spans) % rows), (0, 0)))
         for at in range(0, len(spans), rows):
-            self.note(f"scored {at:,} of {windows:,} windows")
+            if self.log and self.log.is_due():
+                self.log(f"scored {at:,} of {windows:,} windows")
             begin, first, end = np.hsplit(spans[at : at + rows], 3)  # (rows, 1) each
             places = begin + np.arange(length or (end - begin).max())
             scored = (first <= places) & (places < end)

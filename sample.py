@@ -1,13 +1,17 @@
 """Generate text, chat and score, with a model from a run, a checkpoint or an artifact.
 
-    ARTIFACT=runs/<RUN_ID> PROMPT="Once upon a time" python sample.py
-    ARTIFACT=runs/<RUN_ID> TEMPERATURE=0.7 NUM_SAMPLES=4 MAX_NEW_TOKENS=200 python sample.py
-    ARTIFACT=runs/<RUN_ID> MODE=chat SYSTEM="Answer briefly." python sample.py
-    ARTIFACT=runs/<RUN_ID> MODE=score SCORE=choices SCORE_PATH=piqa.jsonl,copa.jsonl.zst python sample.py
+    ARTIFACT=runs/<RUN_ID> PROMPT="Once upon a time" NUM_SAMPLES=4 python sample.py
+    ARTIFACT=runs/<RUN_ID> MODE=chat SYSTEM="Answer briefly." TEMPERATURE=0.7 python sample.py
+    ARTIFACT=runs/<RUN_ID> MODE=score SCORE_PATH=book.txt python sample.py
+    ARTIFACT=runs/<RUN_ID> MODE=score SCORE=choices SCORE_PATH=piqa.jsonl python sample.py
+    ARTIFACT=runs/<RUN_ID> MODE=score SCORE=task SCORE_PATH=data/sort.jsonl HELD_OUT=1 python sample.py
 
-In a chat, a line is a turn, /reset forgets the conversation, and Ctrl-C ends an answer. The scores
-are explained in docs/scoring.md. Every setting below is an environment variable or an argument,
-NAME=value. Sections between `# === shared:` fences stand in other scripts too (tools/sync.py).
+ARTIFACT is needed. In a chat, a line is a turn, /reset forgets the conversation, and Ctrl-C ends an
+answer. Scores need SCORE_PATH; docs/scoring.md explains them. HELD_OUT=1 keeps the prompts that
+training holds out, and REWARD marks the answers.
+
+Every setting below is an environment variable or an argument, NAME=value. Sections between
+`# === shared:` fences stand in other scripts too, byte for byte (tools/sync.py).
 """
 
 import base64

@@ -1,14 +1,17 @@
-"""Learn from preferences: DPO (arXiv 2305.18290), IPO, cDPO and robust DPO; or train a reward model (Bradley-Terry).
+"""Learn from preferences: DPO (arXiv 2305.18290), IPO, cDPO and robust DPO; or train a reward model.
 
-    python train_dpo.py                                            # pairs of its own with known truth, on a CPU
-    INIT_FROM=runs/<RUN_ID> TRAIN_FILES=pairs.jsonl VAL_FILES=held_out.jsonl python train_dpo.py
-    OBJECTIVE=reward INIT_FROM=runs/<RUN_ID> TRAIN_FILES=a.jsonl,b.jsonl.zst:0.5 python train_dpo.py
+    python data/tasks.py sort; RUN_ID=sorted ITERATIONS=100 python train_sft.py
+    INIT_FROM=runs/sorted python train_dpo.py
+    INIT_FROM=runs/<RUN_ID> TRAIN_FILES=a.jsonl,b.jsonl.zst:0.5 VAL_FILES=c.jsonl python train_dpo.py
+    INIT_FROM=runs/<RUN_ID> OBJECTIVE=reward LEARNING_RATE=1e-3 python train_dpo.py
 
-A row is `prompt`, `chosen` and `rejected`, texts or messages, maybe with a `margin`; `:0.5` takes half of a file's rows
-in each pass. Without files the pairs are a task's right answers and slips of them. Every setting below is an
-environment variable: its name in capitals. A run writes runs/<RUN_ID>/: log.txt, checkpoints, model.upar (the artifact,
-read back and scored at the end) and result.json. Sections between `# === shared:` fences stand in other scripts too,
-byte for byte (tools/sync.py).
+INIT_FROM is needed: a run, a checkpoint or an artifact. It is the policy at the start and the
+reference. A row of TRAIN_FILES has `prompt`, `chosen` and `rejected`, texts or messages, maybe with
+a `margin`. `:0.5` takes half of a file's rows in each pass. Guide: docs/dpo.md.
+
+Every setting below is an environment variable: its name in capitals. A run writes runs/<RUN_ID>/:
+log.txt, checkpoints, model.upar (the artifact, read back and scored at the end) and result.json.
+Sections between `# === shared:` fences stand in other scripts too, byte for byte (tools/sync.py).
 """
 
 import base64

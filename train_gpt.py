@@ -1502,9 +1502,8 @@ def model_config(settings, vocab_size, bos_id, **overrides):
         raise UserError(f"NORM={settings.norm!r}: must be one or more of {', '.join(NORMS)}")
     num_layers = settings.num_layers or len(words)
 
-    names = GPTConfig.__dataclass_fields__
     given = {**ARCH_PRESETS[settings.arch_mode], **vars(settings)}
-    values = {name: value for name, value in given.items() if name in names}
+    values = {name: given[name] for name in given.keys() & GPTConfig.__dataclass_fields__}
     values |= dict(vocab_size=vocab_size, bos_id=bos_id)
     values["layers"] = " ".join((words * num_layers)[:num_layers])
     values["norms"] = " ".join((norms * num_layers)[:num_layers])
@@ -2478,9 +2477,9 @@ class Exporter(Saved):
 
     def has_time(self):
         """Return whether GPTQ may go on; once it may not, the answer stays the same."""
-        run = self.run
-        seconds_left = run.clock.limit - run.clock.elapsed()
-        self.out_of_time |= run.runtime.agree(seconds_left < self.needed_seconds)
+        clock = self.run.clock
+        is_late = clock.limit - clock.elapsed() < self.needed_seconds
+        self.out_of_time |= self.run.runtime.agree(is_late)
         return not self.out_of_time
 
     def encode(self, table, hessians):
@@ -2556,10 +2555,12 @@ class Exporter(Saved):
             vars(param).pop("hessian", None)
         for hessian in hessians.values():
             self.run.runtime.sum(hessian)
-        _, data = self.fit(self.limit, hessians)
+        table, gptq_data = self.fit(self.limit, hessians)
         if self.out_of_time:
             self.run.event("gptq_out_of_time")
-        return data
+        # GPTQ's codes take more bytes. It loses if steps become over a tenth wider (docs/lab.md).
+        is_worse = table["matrix"]["clip_sigmas"] > 1.1 * self.table["matrix"]["clip_sigmas"]
+        return data if is_worse else gptq_data
 
 
 # === end: export ===
@@ -2598,7 +2599,7 @@ class Scorer:
     runtime: Runtime  # its ranks share out the windows
     seq_len: int  # tokens in a window
     rows: int  # windows in a forward
-    note: Callable = lambda progress: None  # is called with a text before each forward
+    log: Callable = None  # a Log, which tells how far scoring is
 
     def score(self, model, tokens, stride=0):
         """Return the score of model(ids, targets) -> losses (B, T), in windows of seq_len tokens.
@@ -2632,7 +2633,8 @@ class Scorer:
         # Empty rows fill the last forward: windows have one shape, for one compiled graph.
         spans = np.pad(spans, ((0, -len(spans) % rows), (0, 0)))
         for at in range(0, len(spans), rows):
-            self.note(f"scored {at:,} of {windows:,} windows")
+            if self.log and self.log.is_due():
+                self.log(f"scored {at:,} of {windows:,} windows")
             begin, first, end = np.hsplit(spans[at : at + rows], 3)  # (rows, 1) each
             places = begin + np.arange(length or (end - begin).max())
             scored = (first <= places) & (places < end)
@@ -3175,8 +3177,8 @@ def choose_weights(exporter, averages, run, score):
     for name, values in candidates.items():
         begin = run.clock.elapsed()
         # Scoring an average must leave time to pack the weights chosen.
-        seconds_left = run.clock.limit - run.clock.elapsed()
-        if scores and run.runtime.agree(seconds_left < 2 * scoring_seconds):
+        is_late = run.clock.limit - run.clock.elapsed() < 2 * scoring_seconds
+        if scores and run.runtime.agree(is_late):
             run.event("weights_left_out", weights=name)
             continue
         with swapped(params, values), quantized(exporter.network, exporter.table):
@@ -3275,12 +3277,7 @@ def main():
     warm_up(model, optimizers, batches, settings)
     micro_steps = batches.rows // batches.micro_rows
     log(f"batch: {micro_steps} micro-steps of {batches.micro_rows} windows on each rank")
-
-    def note(text):
-        if log.is_due():
-            log(text)
-
-    scorer = Scorer(tokenizer, runtime, settings.train_seq_len, batches.micro_rows, note)
+    scorer = Scorer(tokenizer, runtime, settings.train_seq_len, batches.micro_rows, log)
     exporter = Exporter(
         network,
         quant_table(settings),

@@ -1,13 +1,20 @@
-"""Group relative policy optimization (GRPO, arXiv 2402.03300): train a language model on rewards, without a critic.
+"""Group relative policy optimization (GRPO, arXiv 2402.03300): learn from rewards, without a critic.
 
-    TASK=sort python train_grpo.py                                          # makes its own small policy, on a CPU
-    INIT_FROM=runs/<RUN_ID> TASK=gsm8k TASK_PATH=gsm8k.jsonl torchrun --standalone --nproc_per_node=8 train_grpo.py
-    REWARD=mine.py:score TASK=jsonl TASK_PATH=prompts.jsonl python train_grpo.py    # score(prompts, texts, answers)
+    python data/tasks.py sort; RUN_ID=sorted ITERATIONS=100 python train_sft.py
+    INIT_FROM=runs/sorted python train_grpo.py
+    INIT_FROM=runs/<RUN_ID> TRAIN_FILES=problems.jsonl REWARD=mine.py:score python train_grpo.py
+    INIT_FROM=runs/<RUN_ID> torchrun --standalone --nproc_per_node=8 train_grpo.py
 
-A step: GROUP_SIZE samples of each of PROMPTS_PER_STEP prompts, their rewards, then MINI_BATCHES x EPOCHS updates.
-Every setting below is an environment variable: its name in capitals. A run writes runs/<RUN_ID>/: log.txt, checkpoints,
-model.upar (the artifact, read back and scored at the end) and result.json. Sections between `# === shared:` fences
-stand in other scripts too, byte for byte (tools/sync.py).
+INIT_FROM is needed: a run, a checkpoint or an artifact that is right at times. A line of TRAIN_FILES
+has the texts `prompt` (or `question`) and `answer`. REWARD is exact, or a function in a file, as TRL
+calls it: score(prompts, completions, answer, **columns) returns a number for each completion.
+
+A step: GROUP_SIZE samples of each of PROMPTS_PER_STEP prompts, their rewards, then
+MINI_BATCHES x EPOCHS updates. Guide: docs/grpo_gspo.md.
+
+Every setting below is an environment variable: its name in capitals. A run writes runs/<RUN_ID>/:
+log.txt, checkpoints, model.upar (the artifact, read back and scored at the end) and result.json.
+Sections between `# === shared:` fences stand in other scripts too, byte for byte (tools/sync.py).
 """
 
 import base64

@@ -1,13 +1,20 @@
-"""Group sequence policy optimization (GSPO, arXiv 2507.18071): train a language model on rewards, by sequence ratios.
+"""Group sequence policy optimization (GSPO, arXiv 2507.18071): learn from rewards, by sequence ratios.
 
-    TASK=sort python train_gspo.py                                          # makes its own small policy, on a CPU
-    INIT_FROM=runs/<RUN_ID> TASK=gsm8k TASK_PATH=gsm8k.jsonl torchrun --standalone --nproc_per_node=8 train_gspo.py
-    REWARD=mine.py:score TASK=jsonl TASK_PATH=prompts.jsonl python train_gspo.py    # score(prompts, texts, answers)
+    python data/tasks.py sort; RUN_ID=sorted ITERATIONS=100 python train_sft.py
+    INIT_FROM=runs/sorted python train_gspo.py
+    INIT_FROM=runs/<RUN_ID> TRAIN_FILES=problems.jsonl REWARD=mine.py:score python train_gspo.py
+    INIT_FROM=runs/<RUN_ID> torchrun --standalone --nproc_per_node=8 train_gspo.py
 
-A step: GROUP_SIZE samples of each of PROMPTS_PER_STEP prompts, their rewards, then MINI_BATCHES x EPOCHS updates.
-Every setting below is an environment variable: its name in capitals. A run writes runs/<RUN_ID>/: log.txt, checkpoints,
-model.upar (the artifact, read back and scored at the end) and result.json. Sections between `# === shared:` fences
-stand in other scripts too, byte for byte (tools/sync.py).
+INIT_FROM is needed: a run, a checkpoint or an artifact that is right at times. A line of TRAIN_FILES
+has the texts `prompt` (or `question`) and `answer`. REWARD is exact, or a function in a file, as TRL
+calls it: score(prompts, completions, answer, **columns) returns a number for each completion.
+
+A step: GROUP_SIZE samples of each of PROMPTS_PER_STEP prompts, their rewards, then
+MINI_BATCHES x EPOCHS updates. Guide: docs/grpo_gspo.md.
+
+Every setting below is an environment variable: its name in capitals. A run writes runs/<RUN_ID>/:
+log.txt, checkpoints, model.upar (the artifact, read back and scored at the end) and result.json.
+Sections between `# === shared:` fences stand in other scripts too, byte for byte (tools/sync.py).
 """
 
 import base64

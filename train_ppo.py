@@ -1,12 +1,21 @@
-"""Proximal policy optimization (PPO, arXiv 1707.06347): train a language model on rewards, with a critic.
+"""Proximal policy optimization (PPO, arXiv 1707.06347): learn from rewards, with a critic.
 
-    TASK=sort python train_ppo.py                                           # makes its own small policy, on a CPU
-    INIT_FROM=runs/<RUN_ID> TASK=gsm8k TASK_PATH=gsm8k.jsonl torchrun --standalone --nproc_per_node=8 train_ppo.py
-    REWARD_MODEL=runs/<RUN_ID> INIT_FROM=runs/<RUN_ID> TASK=jsonl TASK_PATH=prompts.jsonl python train_ppo.py
+    python data/tasks.py sort; RUN_ID=sorted ITERATIONS=100 python train_sft.py
+    INIT_FROM=runs/sorted python train_ppo.py
+    INIT_FROM=runs/<RUN_ID> TRAIN_FILES=problems.jsonl REWARD=mine.py:score python train_ppo.py
+    INIT_FROM=runs/<RUN_ID> torchrun --standalone --nproc_per_node=8 train_ppo.py
+    INIT_FROM=runs/<RUN_ID> REWARD_MODEL=runs/<RUN_ID> python train_ppo.py
 
-A step: GROUP_SIZE samples of each of PROMPTS_PER_STEP prompts, rewards, a value for each token, advantages (GAE), then
-MINI_BATCHES x EPOCHS updates of policy and critic. Settings below are environment variables, in capitals. A run writes
-runs/<RUN_ID>/: log.txt, checkpoints, model.upar (the policy), result.json. `# === shared:` fences: tools/sync.py.
+INIT_FROM is needed: a run, a checkpoint or an artifact that is right at times. A line of TRAIN_FILES
+has the texts `prompt` (or `question`) and `answer`. REWARD is exact, or a function in a file, as TRL
+calls it: score(prompts, completions, answer, **columns) returns a number for each completion.
+
+A step: GROUP_SIZE samples of each of PROMPTS_PER_STEP prompts, their rewards, a value for each
+token, advantages (GAE), then MINI_BATCHES x EPOCHS updates of policy and critic. Guide: docs/ppo.md.
+
+Every setting below is an environment variable: its name in capitals. A run writes runs/<RUN_ID>/:
+log.txt, checkpoints, model.upar (the artifact, read back and scored at the end) and result.json.
+Sections between `# === shared:` fences stand in other scripts too, byte for byte (tools/sync.py).
 """
 
 import base64

@@ -1,14 +1,21 @@
 """Supervised fine-tuning, and distillation from a teacher: train a language model on conversations.
 
-    python train_sft.py                                       # demonstrations of TASK=sort, a small new model, on a CPU
-    INIT_FROM=runs/<RUN_ID> TRAIN_FILES=a.jsonl,b.jsonl.zst:0.5 torchrun --standalone --nproc_per_node=8 train_sft.py
-    TEACHER=runs/<RUN_ID> LAYER_PATTERN="g a" MODEL_DIM=32 NUM_HEADS=2 python train_sft.py      # a student half as wide
+    python data/tasks.py sort; RUN_ID=sorted ITERATIONS=100 python train_sft.py
+    INIT_FROM=runs/<RUN_ID> TRAIN_FILES=a.jsonl,b.jsonl.zst:0.5 python train_sft.py
+    INIT_FROM=runs/<RUN_ID> TRAIN_FILES=a.jsonl torchrun --standalone --nproc_per_node=8 train_sft.py
+    TEACHER=runs/<RUN_ID> TRAIN_FILES=a.jsonl python train_sft.py
 
-Rows are Alpaca, ShareGPT, chat messages, prompt and completion, or text. The loss is of what the assistant says alone.
-ITERATIONS=0: EPOCHS sets the number of steps, and the clock may end the run before. Every setting below is an
-environment variable: its name in capitals. A run writes runs/<RUN_ID>/: log.txt, checkpoints, model.upar (the artifact,
-read back and scored at the end) and result.json. Sections between `# === shared:` fences stand in other scripts too,
-byte for byte (tools/sync.py).
+The first line takes seconds on a CPU: without INIT_FROM, the script makes a small new network over
+bytes. With INIT_FROM, model and tokenizer are those of a run, a checkpoint or an artifact. A
+teacher must have the same tokenizer.
+
+Rows are prompt and completion, Alpaca, ShareGPT, chat messages, or text. The loss is of what the
+assistant says alone. With ITERATIONS=0, EPOCHS sets the number of steps, and the clock may end the
+run before. Guides: docs/sft.md, docs/distillation.md.
+
+Every setting below is an environment variable: its name in capitals. A run writes runs/<RUN_ID>/:
+log.txt, checkpoints, model.upar (the artifact, read back and scored at the end) and result.json.
+Sections between `# === shared:` fences stand in other scripts too, byte for byte (tools/sync.py).
 """
 
 import base64

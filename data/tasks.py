@@ -1,11 +1,12 @@
 """Write small tasks whose answers a program can check: problems for SFT and RL, pairs for DPO.
 
-    python data/tasks.py sort                            data/sort.jsonl and data/sort_pairs.jsonl
+    python data/tasks.py sort                       writes data/sort.jsonl and data/sort_pairs.jsonl
     python data/tasks.py countdown --problems 5000 --seed 2 --out data/small
 
 The tasks are sort, reverse, add, countdown and zebra (see the functions below). A line of a problem
 file is {"prompt", "answer"}, a line of a pair file {"prompt", "chosen", "rejected"}, where the
 rejected answer has a slip. All prompts of a file are different. The same seed writes the same file.
+No other file or package is needed.
 
 The file also holds reward functions for REWARD=data/tasks.py:NAME: `countdown`, the checker of that
 task; `gsm8k`, the checker of GSM8K's own files; and `coin`, which rewards at random, for control

@@ -68,7 +68,10 @@ def trained():
 class Lines(list):
     """A log; it is as if a line were always due."""
 
-    __call__ = note = list.append
+    __call__ = list.append
+
+    def is_due(self):
+        return True
 
 
 class Clock:
@@ -80,7 +83,8 @@ class Clock:
     def elapsed(self):
         return 0.0
 
-    def seconds_left(self):
+    @property
+    def limit(self):
         self.questions -= 1
         return 1.0 if self.questions >= 0 else -1.0
 
@@ -175,7 +179,7 @@ def test_the_artifact_meets_a_limit_and_uses_it(trained, tmp_path, share, clip_s
     nearest = T.quantize_all(before, table)
     changes = [part.scale.item() / nearest[name].scale.item() for name, part in coded.items()]
     assert max(changes) - min(changes) < 0.02 and 0.99 <= min(changes)
-    assert max(changes) <= 1.12  # GPTQ's codes take more bytes
+    assert max(changes) <= 1.1  # GPTQ's codes take more bytes
     assert all(torch.equal(w, before[name]) for name, w in bench.net.state_dict().items())
     line = rf"sizes: {len(data)} bytes, at most {bench.limit}; steps wider by \+\d+\.\d\d%"
     assert any(re.fullmatch(line, text) for text in bench.lines)
@@ -226,10 +230,8 @@ def test_gptq_goes_on_as_long_as_the_clock_allows(trained, tmp_path, asked):
 @pytest.mark.parametrize(("seconds_left", "events"), [(5.0, ["gptq_out_of_time"]), (7.0, [])])
 def test_gptq_leaves_the_time_to_pack_twice(trained, seconds_left, events):
     """Packing takes 3 s here."""
-    clock = Clock()
     times = iter([0.0, 3.0])
-    clock.elapsed = lambda: next(times)
-    clock.seconds_left = lambda: seconds_left
+    clock = types.SimpleNamespace(limit=seconds_left, elapsed=lambda: next(times, 0.0))
     bench = Bench(trained, 2.0, clock=clock)
     bench.exporter.pack(calibration())
     assert bench.events == events
