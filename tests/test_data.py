@@ -66,9 +66,7 @@ def train_model(path, **changes):
         "num_threads": 1,
     }
     model = io.BytesIO()
-    lines = [line for text in HARD_TEXTS for line in text.split("\n")] * 3 + [
-        "the cat sat on the mat  and  the hat"
-    ]
+    lines = "\n".join(HARD_TEXTS).split("\n") * 3 + ["the cat sat on the mat  and  the hat"]
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(lines), model_writer=model, **(options | changes)
     )
@@ -98,9 +96,8 @@ def prefix_model(tmp_path_factory):
 def counted(tokenizer, ids):
     """The byte table's sum for one document after BOS."""
     ids = np.array(ids, dtype=np.int64)
-    return int(
-        data.token_bytes(tokenizer, np.concatenate([[tokenizer.bos_id], ids])[:-1], ids).sum()
-    )
+    before = np.concatenate([[tokenizer.bos_id], ids[:-1]])
+    return int(data.token_bytes(tokenizer, before, ids).sum())
 
 
 def canonical_bytes(processor, prev, ids):
