@@ -65,6 +65,7 @@ class Settings:
     data_path: str = ""  # folder of shards and manifest.json, or a mixture a:0.7,b:0.3
     seed: int = 1337  # decides every random draw
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a device
+    compile: bool = False  # torch.compile; on a CPU it needs a C++ compiler
     matrix_bits: int = bounded(6, 2, 8)  # bits of a matrix code, up to 2**(bits-1) - 1
     # weights of a matrix that share a scale of a delta; -1: a row, 0: the matrix
     delta_group: int = bounded(128, -1, 1 << 20)
@@ -2528,7 +2529,12 @@ def show_scores(models, settings):
     runtime = start_runtime(settings.device)
     seq_len = options.train_seq_len
     scorer = Scorer(data.tokenizer, runtime, seq_len, max(1, 4096 // seq_len))
-    scores = [scorer.score(rebuild(model).to(runtime.device), data.val).bpb for model in models]
+    scores = []
+    for model in models:
+        network = rebuild(model).to(runtime.device)
+        if settings.compile:
+            network = torch.compile(network, dynamic=False)
+        scores.append(scorer.score(network, data.val).bpb)
     base, tuned, delta = scores
     share = (base - delta) / (base - tuned) if tuned < base else math.nan
     print(

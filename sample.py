@@ -72,6 +72,7 @@ class Settings:
     artifact: str = ""  # the model: a run, a checkpoint or an artifact (model.upar)
     seed: int = 1337  # decides every random draw
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a device
+    compile: bool = False  # torch.compile; on a CPU it needs a C++ compiler
     # generate
     prompt: str = ""  # text to continue; empty: a document's beginning
     # of a prompt; chat: a user's turn, as post-training has it
@@ -2059,7 +2060,7 @@ READ_SETTINGS = {
 def check_modes(settings):
     """Raise UserError for a setting that MODE and SCORE do not read, or need and do not have."""
     kind = settings.mode
-    read = {"mode", "artifact", "seed", "device"}
+    read = {"mode", "artifact", "seed", "device", "compile"}
     if kind == "score":
         kind = settings.score
         read |= {"score", "score_file"}
@@ -2091,10 +2092,11 @@ class Model:
     context: int  # tokens
 
 
-def open_model(name, path, runtime):
+def open_model(name, path, runtime, settings):
     """Return the Model of a path, which the setting `name` has, on the device."""
     network, tokenizer, source = load_model(name, path)
     network = merge_lora(network).to(runtime.device).requires_grad_(False)
+    network.compiled = settings.compile
     return Model(network, tokenizer, source, network.config.train_seq_len)
 
 
@@ -2128,7 +2130,7 @@ def system_turns(settings):
 def sample(settings):
     """Print NUM_SAMPLES continuations of PROMPT."""
     runtime = start_runtime(settings.device)
-    model = open_model("ARTIFACT", settings.artifact, runtime)
+    model = open_model("ARTIFACT", settings.artifact, runtime, settings)
     turns = [*system_turns(settings), ("<|user|>", settings.prompt)]
     prompt, end = prompt_ids(model.tokenizer, turns, settings.layout)
     if settings.layout == "chat" and not settings.prompt.strip():
@@ -2193,7 +2195,7 @@ def stream_answer(model, talk, settings, count, number):
 def chat(settings):
     """Answer the lines of standard input, a user's turn each, until it ends or Ctrl-C comes."""
     runtime = start_runtime(settings.device)
-    model = open_model("ARTIFACT", settings.artifact, runtime)
+    model = open_model("ARTIFACT", settings.artifact, runtime, settings)
     note = functools.partial(print, file=sys.stderr, flush=True)
     system = system_turns(settings)
     turns = system
@@ -2795,12 +2797,12 @@ def score(settings):
         print(line)
         reports.append(line)
 
-    model = open_model("ARTIFACT", settings.artifact, runtime)
+    model = open_model("ARTIFACT", settings.artifact, runtime, settings)
     models = Models(model, None, None, log)
     if settings.score_model or settings.score == "win":
-        models.other = open_model("SCORE_MODEL", settings.score_model, runtime)
+        models.other = open_model("SCORE_MODEL", settings.score_model, runtime, settings)
     if settings.score_judge:
-        models.judge = open_model("SCORE_JUDGE", settings.score_judge, runtime)
+        models.judge = open_model("SCORE_JUDGE", settings.score_judge, runtime, settings)
         if not hasattr(models.judge.network, "w_value"):
             raise UserError(
                 f"SCORE_JUDGE={settings.score_judge!r}: has no value head; must be a reward model"

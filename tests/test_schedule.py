@@ -3,7 +3,6 @@ ranks agree.
 """
 
 import copy
-import itertools
 import json
 import math
 from types import SimpleNamespace
@@ -287,7 +286,7 @@ def test_reports_arrive_one_step_late(now):
     )
     assert clock.seconds[-1] == 2.0
     assert clock.previous_report() is None
-    assert clock.elapsed() == 2.0 and clock.seconds_left() == 108.0  # the reserve included
+    assert clock.elapsed() == 2.0 and clock.limit == 110.0  # the reserve included
     now.seconds += 1.0
     clock.send_report(torch.tensor(2.5), torch.tensor(False), torch.tensor(0.0))
     assert clock.previous_report() == T.StepReport(
@@ -398,8 +397,9 @@ def test_the_weights_that_score_best_are_chosen(best, seconds_left, chosen):
         name: SimpleNamespace(count=count, values=[torch.full((1, 1), value)])
         for name, count, value in (("ema", 3, 2.0), ("swa", 1, 3.0), ("none", 0, best))
     }
-    times, events = itertools.count(), []
-    clock = SimpleNamespace(elapsed=lambda: float(next(times)), seconds_left=lambda: seconds_left)
+    events = []
+    clock = SimpleNamespace(now=0.0, limit=seconds_left)
+    clock.elapsed = lambda: clock.now
     run = SimpleNamespace(
         clock=clock,
         runtime=T.Runtime(0, 1, torch.device("cpu"), False),
@@ -409,6 +409,8 @@ def test_the_weights_that_score_best_are_chosen(best, seconds_left, chosen):
     exporter = SimpleNamespace(network=network, table={})
 
     def score():
+        clock.now += 1.0
+        clock.limit += 1.0  # the seconds that are left stay the same
         return T.Score(abs(weight.item() - best), 1, 1)
 
     assert T.choose_weights(exporter, averages, run, score) == chosen
