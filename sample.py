@@ -2466,7 +2466,7 @@ def read_questions(answering, path, settings, log):
         name, turns = row_prompt(row)
         problem = None
         if needs_answer:
-            prompt = filled_text(row, "question" if "question" in row else "prompt")
+            prompt = filled_text(row, "prompt", "question")
             problem = {"prompt": prompt, "answer": filled_text(row, "answer")}
         check_room(answering, turns, settings)
         return name, Question(turns, problem)
@@ -2629,7 +2629,7 @@ def count_right(reward, answers, count):
         completions=[answer.text for answer in answers],
         answer=[answer.question.problem["answer"] for answer in answers],
     )
-    marks = [value >= 1 for value in rewards]
+    marks = [value >= 1 for value, _ in zip(rewards, answers, strict=True)]
     return [marks[start : start + count].count(True) for start in range(0, len(marks), count)]
 
 

@@ -53,7 +53,7 @@ def test_muon_makes_the_step_of_torch(one_thread):
     assert ours["shape"] == "tiny, 13 matrices" and 1e-4 < theirs["difference"] < 0.1
 
 
-def test_coders_write_the_bytes_of_the_entropy(one_thread, monkeypatch):
+def test_coders_write_the_bytes_of_the_entropy(one_thread):
     records = op_records("rans")
     torch.manual_seed(0)
     codes = T.quantize(torch.randn(1, 20000), 6, 8.0)[0].numpy()
@@ -62,13 +62,6 @@ def test_coders_write_the_bytes_of_the_entropy(one_thread, monkeypatch):
     sizes = {record["way"]: record["bytes"] for record in records}
     assert entropy + 512 <= sizes["rANS"] < 1.001 * entropy + 512 + 8 * 8  # table and lanes
     assert all(entropy < size < 1.2 * entropy for size in sizes.values())
-
-    def broken(script, codes):
-        return {"rANS": (lambda: [codes.tobytes()], lambda data: data[:-1] + b"\x07")}
-
-    monkeypatch.setattr(bench, "coders", broken)
-    with pytest.raises(SystemExit, match="rANS: the codes read differ from the codes written"):
-        op_records("rans")
 
 
 # ------------------------------------------------------------------------------------------ figures

@@ -7,11 +7,12 @@ import json
 import math
 import re
 import subprocess
+from dataclasses import replace
 
 import pytest
 import torch
 
-from conftest import ROOT, asked, environment, start
+from conftest import ROOT, asked, environment, load_script, start
 
 NAMES = sorted(path.stem for path in ROOT.glob("configs/*.env"))
 configs = pytest.mark.parametrize("name", NAMES)
@@ -27,10 +28,9 @@ EFFECTS = (
     ("warmdown_.*|lr_floor", lambda s: s.lr_schedule != "constant"),
     ("reserve_seconds", lambda s: s.max_wallclock_seconds),
     ("compile_mode", lambda s: s.compile),
-    ("critic_lr", lambda s: s.critic == "separate"),
     ("label_smoothing", lambda s: s.objective in ("cdpo", "robust")),
     ("margin|centering", lambda s: s.objective == "reward"),
-    ("beta|reference", lambda s: getattr(s, "objective", "dpo") != "reward"),
+    ("beta", lambda s: getattr(s, "objective", "dpo") != "reward"),
     ("kd_.*", lambda s: s.teacher),
     ("lora_alpha", lambda s: s.lora_rank),
 )
@@ -73,20 +73,16 @@ def dead_lines(path, script, folder):
     """
     head, lines = parts(path)
     _, settings = load(script, path)
-    found = []
+    dead = []
     for name in lines:
-        (folder / "without.env").write_text(
-            "".join(f"{key}={text}\n" for key, text in lines.items() if key != name)
-        )
+        others = [f"{key}={text}\n" for key, text in lines.items() if key != name]
+        (folder / "without.env").write_text("".join(others))
         _, without = load(script, folder / "without.env")
-        idle = [
-            pattern
-            for pattern, acts in EFFECTS
-            if re.fullmatch(pattern, name.lower()) and not acts(settings)
-        ]
-        if idle or {**vars(settings), "config": ""} == {**vars(without), "config": ""}:
-            found.append(name)
-    return found
+        effects = [acts for pattern, acts in EFFECTS if re.fullmatch(pattern, name.lower())]
+        is_idle = not all(acts(settings) for acts in effects)
+        if is_idle or replace(settings, config="") == replace(without, config=""):
+            dead.append(name)
+    return dead
 
 
 @configs
@@ -153,21 +149,16 @@ def test_run_sh_picks_by_gpus_unless_config_is_given(gpus, given, config):
 
 
 # ---------------------------------------------------------------------------------------- tiny runs
-SHAPE = dict(
-    DEVICE="cpu", MODEL_DIM=32, NUM_HEADS=2, ITERATIONS=8, MAX_WALLCLOCK_SECONDS=0, SAVE_EVERY=0
-)
-SCORES = dict(EVAL_PROMPTS=8, SFT_STEPS=4, LAYER_PATTERN="g a")
+SHORT = dict(DEVICE="cpu", ITERATIONS=8, MAX_WALLCLOCK_SECONDS=0, SAVE_EVERY=0)
+SCORES = dict(**SHORT, EVAL_PROMPTS=8)
 ROLLOUT = dict(
-    **SHAPE,
-    **SCORES,
-    PROMPTS_PER_STEP=4,
-    GROUP_SIZE=4,
-    MINI_BATCHES=2,
-    MAX_NEW_TOKENS=10,
+    **SCORES, PROMPTS_PER_STEP=4, GROUP_SIZE=4, MINI_BATCHES=2, MAX_NEW_TOKENS=10, INIT_FROM="start"
 )
 SIZES = {
     "train_gpt": dict(
-        **SHAPE,
+        **SHORT,
+        MODEL_DIM=32,
+        NUM_HEADS=2,
         COMPILE=0,
         NUM_KV_HEADS=1,
         TRAIN_SEQ_LEN=32,
@@ -176,10 +167,8 @@ SIZES = {
         EVAL_STRIDE=0,
         GPTQ_CALIBRATION_BATCHES=2,
     ),
-    "train_sft": dict(
-        **SHAPE, LAYER_PATTERN="g a", TRAIN_SEQ_LEN=64, TRAIN_BATCH_TOKENS=256, EVAL_PROMPTS=8
-    ),
-    "train_dpo": dict(**SHAPE, **SCORES, TRAIN_PAIRS=64, PAIRS_PER_STEP=8),
+    "train_sft": dict(**SCORES, TRAIN_SEQ_LEN=64, TRAIN_BATCH_TOKENS=256),
+    "train_dpo": dict(**SCORES, PAIRS_PER_STEP=8, INIT_FROM="start"),
     "train_ppo": ROLLOUT,
     "train_grpo": ROLLOUT,
     "train_gspo": ROLLOUT,
@@ -203,33 +192,31 @@ for name, script, changes in json.loads(sys.argv[2]):
 
 
 def tiny_settings(name):
-    """The script of a config's first command, and the settings that make it tiny."""
+    """Return the script of a config's first command, and the settings that make it tiny."""
     head, lines = parts(ROOT / "configs" / f"{name}.env")
     script = commands(head)[0][2]
-    return script, {
-        **SIZES[script],
-        **{key: value for key, value in SMALLER.items() if key in lines},
-    }
+    smaller = {key: value for key, value in SMALLER.items() if key in lines}
+    return script, SIZES[script] | smaller
 
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory, tiny_data, request):
     """Return a folder with 8 steps of every config that is asked for, and what they printed."""
     folder = tmp_path_factory.mktemp("configs")
-    numbers = [str(number) for number in range(100, 260)]
-    rows = [json.dumps({"prompt": text, "completion": text[::-1]}) for text in numbers]
-    (folder / "rows.jsonl").write_text("\n".join(rows))
     (folder / "each.py").write_text(EACH)
-    orders = []
+    for task in ("sort", "reverse"):
+        words = f"{task} --problems 200 --pairs 100 --out {folder}/data".split()
+        assert load_script(ROOT / "data" / "tasks.py").main(words) is None
+    orders = [
+        ("start", "train_sft", environment(**SIZES["train_sft"], OUT_DIR=".", RUN_ID="start"))
+    ]
     for name in sorted(asked(request, "test_a_tiny_run", "name")):
         script, sizes = tiny_settings(name)
-        data = {
-            "train_gpt": {"DATA_PATH": tiny_data},
-            "train_sft": {"TRAIN_FILES": folder / "rows.jsonl"},
-        }
-        paths = {"CONFIG": ROOT / "configs" / f"{name}.env", "OUT_DIR": folder, "RUN_ID": name}
-        orders.append((name, script, environment(**sizes, **data.get(script, {}), **paths)))
-    done = start([folder / "each.py", ROOT, json.dumps(orders)], environment())
+        paths = {"CONFIG": ROOT / "configs" / f"{name}.env", "OUT_DIR": ".", "RUN_ID": name}
+        if script == "train_gpt":
+            paths["DATA_PATH"] = tiny_data
+        orders.append((name, script, environment(**sizes, **paths)))
+    done = start([folder / "each.py", ROOT, json.dumps(orders)], environment(), folder)
     return folder, done
 
 
@@ -244,33 +231,21 @@ def test_a_tiny_run(runs, name):
     script, sizes = tiny_settings(name)
     module, settings = load(script, path)
     result = json.loads((folder / "result.json").read_text())
-    assert (result["script"], result["steps"], result["settings"]["config"]) == (
-        f"{script}.py",
-        8,
-        str(path),
-    )
-    left = {
-        key.lower(): value_of(text, type(getattr(settings, key.lower())))
-        for key, text in parts(path)[1].items()
-        if key not in sizes
-    }
-    assert left and {key: result["settings"][key] for key in left} == left
+    assert (result["script"], result["steps"]) == (f"{script}.py", 8)
+    assert result["settings"]["config"] == str(path)
+    left = {key.lower() for key in parts(path)[1]} - {key.lower() for key in sizes}
+    assert all(result["settings"][key] == getattr(settings, key) for key in left)
     assert all(phase["steps"] for phase in result["phases"].values())
     header, tensors, _ = module.read_artifact(folder / "model.upar")
-    assert header["settings"]["model_dim"] == 32 and all(
-        w.isfinite().all() for w in tensors.values()
-    )
-    if script == "train_gpt":
-        log = (folder / "log.txt").read_text()
-        losses = [float(loss) for loss in re.findall(r"^step:\d+/8 train_loss:(\S+)", log, re.M)]
-        # the first five steps have a line each, later ones every ten seconds
-        assert (
-            len(losses) >= 5
-            and losses[0] == pytest.approx(math.log(400), abs=0.1)
-            and losses[-1] < losses[0]
-        )
-        assert result["val_bpb"] == pytest.approx(
-            result["before_quantization"]["val_bpb"], rel=0.03
-        )
-    else:
+    assert header["settings"]["model_dim"] == (32 if script == "train_gpt" else 64)
+    assert all(tensor.isfinite().all() for tensor in tensors.values())
+    if script != "train_gpt":
         assert {"before", "after", "gain"} <= set(result)
+        return
+    log = (folder / "log.txt").read_text()
+    losses = re.findall(r"^step:\d+/8 train_loss:(\S+)", log, re.M)
+    losses = [*map(float, losses)]  # the first five steps have a line each
+    assert len(losses) >= 5 and losses[-1] < losses[0]
+    assert losses[0] == pytest.approx(math.log(400), abs=0.1)
+    before = result["before_quantization"]["val_bpb"]
+    assert result["val_bpb"] == pytest.approx(before, rel=0.03)

@@ -4,9 +4,7 @@ one graph.
 
 import contextlib
 import dataclasses
-import json
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -321,20 +319,6 @@ def test_overrides_stand_above_the_layout_and_the_settings():
     assert (changed.residual_mix, changed.attn_window, changed.logit_softcap) == (True, 9, 0.0)
     with pytest.raises(TypeError, match="atn_window"):
         T.model_config(settings, 64, 1, atn_window=9)
-
-
-def test_settings_without_a_field_take_its_default():
-    """As the post-training scripts' do: what GPTConfig says stands where neither settings nor
-    overrides do.
-    """
-    settings = SimpleNamespace(
-        layer_pattern="g a", num_layers=3, model_dim=32, num_heads=4, mlp="gelu"
-    )
-    made = T.model_config(settings, 64, 1, num_kv_heads=4)
-    assert made == T.GPTConfig(
-        64, 1, "g a g", "rms rms rms", model_dim=32, num_heads=4, num_kv_heads=4, mlp="gelu"
-    )
-    assert T.GPTConfig(**json.loads(json.dumps(dataclasses.asdict(made)))) == made
 
 
 def test_learned_positions_end_with_an_error():

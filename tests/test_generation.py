@@ -1,4 +1,4 @@
-"""Generation: steps with a cache against the whole forward pass, ragged batches, the sampler against plain ones."""
+"""Generation: steps with a cache against whole forward passes, ragged batches, the sampler."""
 
 import dataclasses
 import math
@@ -39,36 +39,33 @@ TINY = dict(model_dim=32, num_heads=4, num_kv_heads=2, attn_window=5, train_seq_
 MIXED = dict(layer_pattern="g s a g", bigram_vocab_size=50)
 
 
-def settings_of(choice: str) -> T.Settings:
+def settings_of(choice):
     if choice not in T.ARCH_PRESETS:
         return dataclasses.replace(BASE, **CHOICES[choice])
-    preset = {
-        name: value for name, value in T.ARCH_PRESETS[choice].items() if hasattr(T.Settings, name)
-    }
+    preset = T.ARCH_PRESETS[choice].items()
+    preset = {name: value for name, value in preset if hasattr(T.Settings, name)}
     words = preset.get("layer_pattern", T.Settings.layer_pattern).split()
-    short = " ".join(
-        dict.fromkeys(words)
-    )  # each kind once; those that share weights meet themselves again
-    layers = " ".join([short, *(word for word in words[-1:] if word[1:])])
-    more = {"arch_mode": choice, "layer_pattern": layers, "num_layers": 5}
+    # Each kind once; those that share weights meet themselves again.
+    layers = [*dict.fromkeys(words), *(word for word in words[-1:] if word[1:])]
+    more = {"arch_mode": choice, "layer_pattern": " ".join(layers), "num_layers": 5}
     return dataclasses.replace(T.Settings(), **{**preset, **TINY, **more})
 
 
-def network(settings: T.Settings, dtype: torch.dtype = torch.float64, vocab: int = VOCAB) -> S.GPT:
+def network(settings, dtype=torch.float64, vocab=VOCAB):
     """A network none of whose parameters is at a special value, so that every path counts."""
     torch.manual_seed(1)
-    net = S.GPT(S.model_config(settings, vocab, BOS, embed_init_std=0.1)).to(dtype)
+    net = S.GPT(T.model_config(settings, vocab, BOS, embed_init_std=0.1)).to(dtype)
     with torch.no_grad():
         for param in net.parameters():
             param.add_((0.15 if param.ndim == 2 else 0.05) * torch.randn_like(param))
     return net.requires_grad_(False)
 
 
-def mixed(dtype: torch.dtype = torch.float64, **changes: object) -> S.GPT:
+def mixed(dtype=torch.float64, **changes):
     return network(dataclasses.replace(BASE, **{**MIXED, **changes}), dtype)
 
 
-def texts(seed: int, rows: int, length: int) -> torch.Tensor:
+def texts(seed, rows, length):
     """ids (rows, length), BOS at the beginning and, at places of each row's own, inside."""
     rng = np.random.default_rng(seed)
     ids = torch.from_numpy(rng.integers(2, VOCAB, (rows, length)))
@@ -77,111 +74,89 @@ def texts(seed: int, rows: int, length: int) -> torch.Tensor:
     return ids
 
 
-def prompts_of(seed: int, *lengths: int) -> list[list[int]]:
+def prompts_of(seed, *lengths):
     return [texts(seed + at, 1, length)[0].tolist() for at, length in enumerate(lengths)]
 
 
-def generate(
-    net: S.GPT,
-    prompts: list[list[int]],
-    count: int = 3,
-    most: int = 12,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seeds: list | None = None,
-    stop: frozenset = frozenset(),
-) -> list[S.Sample]:
-    """S.generate; prompt p has the seed (7, its ids' sum, its length) unless `seeds` says otherwise."""
+def generate(net, prompts, count=3, most=12, way=(1.0, 0, 1.0), seeds=None, stop=()):
+    """S.generate; a prompt's seed is (7, its ids' sum, its length) without `seeds`."""
     seeds = seeds or [(7, sum(prompt), len(prompt)) for prompt in prompts]
-    return S.generate(net, prompts, count, most, temperature, top_k, top_p, seeds, stop)
+    return S.generate(net, prompts, count, most, *way, seeds, frozenset(stop))
 
 
-def same(found: list[S.Sample], wanted: list[S.Sample]) -> None:
-    """Tokens and ends are equal; log-probabilities up to the last digits of float32, in which a Sample is made."""
+def same(found, wanted):
+    """Tokens and ends are equal, log-probabilities up to the last digits of float32."""
     assert [one.ids for one in found] == [one.ids for one in wanted]
     assert [one.finished for one in found] == [one.finished for one in wanted]
     for one, other in zip(found, wanted, strict=True):
         assert one.logps == pytest.approx(other.logps, abs=1e-6)
 
 
-# ------------------------------------------------------------------------------------------------------------ caches
-def logits_alone(net: S.GPT, prompts: list[list[int]], more: torch.Tensor) -> torch.Tensor:
-    """Logits (R, T, V) of a whole forward pass over prompt and continuation, from the prompt's last token on."""
-    steps = more.size(1)
-    return torch.cat(
-        [
-            net(torch.tensor([[*prompt, *row.tolist()]]))[:, -steps - 1 :]
-            for prompt, row in zip(prompts, more, strict=True)
-        ]
-    )
+# ------------------------------------------------------------------------------------------- caches
+def logits_alone(net, prompts, more):
+    """Return logits (R, T, V) of whole forward passes, from the prompts' last tokens on."""
+    texts = [[*prompt, *row.tolist()] for prompt, row in zip(prompts, more, strict=True)]
+    return torch.cat([net(torch.tensor([ids]))[:, -more.size(1) - 1 :] for ids in texts])
+
+
+def check_steps(net, prompts, more, moves, tolerance):
+    """Check each step's logits against those of whole passes; moves: step -> rows that stay."""
+    alone = logits_alone(net, prompts, more)
+    assert alone.std(-1).min() > 0.1  # not a network that says the same of everything
+    decoder = S.Decoder(net, prompts)
+    order = torch.arange(len(prompts))
+    torch.testing.assert_close(decoder.logits, alone[:, 0], rtol=0, atol=tolerance)
+    for step in range(more.size(1)):
+        if step in moves:
+            keep = torch.tensor(moves[step])
+            decoder.take(keep)
+            order = order[keep]
+        decoder(more[order, step])
+        torch.testing.assert_close(decoder.logits, alone[order, step + 1], rtol=0, atol=tolerance)
+    return decoder
 
 
 @pytest.mark.parametrize("choice", [*CHOICES, *T.ARCH_PRESETS])
 def test_rows_of_different_lengths_go_on_as_each_alone(choice):
-    """Texts of 1 to 29 tokens, whose windows of 5 end before the longest's begin, go on for 40: as the whole forward
-    pass. BOS stands inside them and comes later; two are begun by none. Rows change places and leave on the way.
+    """Texts of 1 to 29 tokens go on for 40: as the whole forward pass.
+
+    Windows of 5 end before the longest's begin. BOS stands inside them and comes later; two are
+    begun by none. Rows change places and leave on the way.
     """
     prompts = prompts_of(3, 1, 3, 9, 17, 29)
     prompts[3][8] = prompts[4][20] = prompts[4][28] = BOS
     prompts[2][0] = prompts[1][0] = 7
     more = texts(9, len(prompts), 40)
     more[:, 0], more[0, 25] = 5, BOS
+    moves = {13: [4, 1, 3, 0, 2], 27: [3, 0, 1]}
     for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-4)):
         net = network(settings_of(choice), dtype)
-        alone = logits_alone(net, prompts, more)
-        assert (
-            alone.dtype == dtype and alone.std(-1).min() > 0.1
-        )  # not a network that says the same of everything
-        decoder, order = S.Decoder(net, prompts), torch.arange(5)
-        torch.testing.assert_close(decoder.logits, alone[:, 0], rtol=0, atol=tolerance)
-        for step in range(40):
-            if step in (13, 27):
-                keep = torch.tensor([4, 1, 3, 0, 2] if step == 13 else [3, 0, 1])
-                decoder.take(keep)
-                order = order[keep]
-            decoder(more[order, step])
-            torch.testing.assert_close(
-                decoder.logits, alone[order, step + 1], rtol=0, atol=tolerance
-            )
+        assert check_steps(net, prompts, more, moves, tolerance).logits.dtype == dtype
 
 
 def test_room_grows_with_the_text():
-    """Beyond what is first made room for, around a window of 5 and one that ends only later, of 80."""
+    """Beyond the first room, with a window of 5 and one of 80, which ends only later."""
     for window in (5, 80):
-        net, more = mixed(attn_window=window, train_seq_len=256), texts(5, 2, 150)
-        full = logits_alone(net, [[1, 9, 4]] * 2, more)
-        decoder = S.Decoder(net, [[1, 9, 4]] * 2)
-        for step in range(150):
-            decoder(more[:, step])
-            torch.testing.assert_close(decoder.logits, full[:, step + 1], rtol=0, atol=1e-9)
-        assert {layer.kept["kv"].size(3) for layer in decoder.layers if "kv" in layer.kept} == {
-            6 + 3 * S.ROOM
-        }
+        net = mixed(attn_window=window, train_seq_len=256)
+        decoder = check_steps(net, [[1, 9, 4]] * 2, texts(5, 2, 150), {}, 1e-9)
+        sizes = {layer.kept["kv"].size(3) for layer in decoder.layers if "kv" in layer.kept}
+        assert sizes == {6 + 3 * S.ROOM}
 
 
 @pytest.mark.full  # compiling takes 45 s
 def test_compiled_steps_are_the_plain_ones():
     """Also when rows leave and the room grows, without another compilation."""
-    net, prompts = mixed(torch.float32), prompts_of(4, 3, 9, 17, 5, 8)
-    more = texts(9, 5, 70)
-    wanted = logits_alone(net, prompts, more)
+    net = mixed(torch.float32)
     net.compiled = True
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    decoder, rows = S.Decoder(net, prompts), torch.arange(5)
+    moves = {20: [0, 2, 3, 4], 50: [1, 2]}
     with torch.no_grad():
-        for step in range(70):
-            if step in (20, 50):
-                keep = torch.tensor([0, 2, 3, 4] if step == 20 else [1, 2])
-                decoder.take(keep)
-                rows = rows[keep]
-            decoder(more[rows, step])
-            torch.testing.assert_close(decoder.logits, wanted[rows, step + 1], rtol=0, atol=1e-4)
+        check_steps(net, prompts_of(4, 3, 9, 17, 5, 8), texts(9, 5, 70), moves, 1e-4)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-# ----------------------------------------------------------------------------------------------------------- batches
+# ------------------------------------------------------------------------------------------ batches
 PROMPTS = prompts_of(10, 6, 1, 19, 6, 3, 19, 30)
 PROMPTS[2][11] = PROMPTS[6][9] = BOS
 
@@ -192,29 +167,19 @@ PROMPTS[2][11] = PROMPTS[6][9] = BOS
 def test_a_sample_does_not_change_with_its_batch(changes):
     """Each prompt alone, and the prompts in another order."""
     net = mixed(**changes)
-    wanted = generate(net, PROMPTS, stop=frozenset([BOS, 2, 3, 4]))
+    stop = (BOS, 2, 3, 4)
+    wanted = generate(net, PROMPTS, stop=stop)
     assert len(wanted) == 21 and len({tuple(one.ids) for one in wanted}) > 15
-    same(
-        [
-            one
-            for prompt in PROMPTS
-            for one in generate(net, [prompt], stop=frozenset([BOS, 2, 3, 4]))
-        ],
-        wanted,
-    )
+    same(sum((generate(net, [prompt], stop=stop) for prompt in PROMPTS), []), wanted)
     order = [3, 6, 0, 5, 1, 4, 2]
-    found = generate(net, [PROMPTS[at] for at in order], stop=frozenset([BOS, 2, 3, 4]))
-    same(
-        [one for at in range(7) for one in found[3 * order.index(at) : 3 * order.index(at) + 3]],
-        wanted,
-    )
+    moved = generate(net, [PROMPTS[at] for at in order], stop=stop)
+    same(moved, [wanted[3 * at + i] for at in order for i in range(3)])
 
 
 def test_seeds_make_the_samples():
-    net, prompt = mixed(), PROMPTS[2]
-    first, again, other = (
-        generate(net, [prompt] * 2, seeds=[(1, 2), seed]) for seed in ((1, 2), (1, 2), (1, 3))
-    )
+    net = mixed()
+    seeds = ((1, 2), (1, 2), (1, 3))
+    first, again, other = (generate(net, [PROMPTS[2]] * 2, seeds=[(1, 2), one]) for one in seeds)
     same(first, again)
     same(first[:3], other[:3])
     same(first[:3], first[3:])
@@ -222,37 +187,40 @@ def test_seeds_make_the_samples():
     assert generate(net, []) == []
 
 
-# ------------------------------------------------------------------------------------------------------------- ends
+# --------------------------------------------------------------------------------------------- ends
 def test_a_stop_token_is_kept_and_ends_the_sample():
-    net, stop = mixed(), frozenset([BOS, 5, 9])
-    free, found = generate(net, PROMPTS, most=20), generate(net, PROMPTS, most=20, stop=stop)
-    ends = []
-    for whole, one in zip(free, found, strict=True):
+    net = mixed()
+    stop = {BOS, 5, 9}
+    ends = set()
+    pairs = zip(
+        generate(net, PROMPTS, 3, 20), generate(net, PROMPTS, 3, 20, stop=stop), strict=True
+    )
+    for whole, one in pairs:
         length = next((at + 1 for at, token in enumerate(whole.ids) if token in stop), 20)
-        ends.append((length, one.finished))
+        ends.add((length, one.finished))
         assert len(whole.ids) == 20 and not whole.finished
         assert one.ids == whole.ids[:length] and one.finished == (one.ids[-1] in stop)
-        assert (
-            one.logps == pytest.approx(whole.logps[:length], abs=1e-6) and len(one.logps) == length
-        )
-    assert {finished for _, finished in ends} == {True, False} and len(
-        {length for length, _ in ends}
-    ) > 4
-    everything = generate(net, PROMPTS, stop=frozenset(range(VOCAB)))
+        assert one.logps == pytest.approx(whole.logps[:length], abs=1e-6)
+    assert {finished for _, finished in ends} == {True, False} and len(dict(ends)) > 4
+    everything = generate(net, PROMPTS, stop=range(VOCAB))
     assert all(one.finished and len(one.ids) == 1 for one in everything)
 
 
 def test_finished_rows_leave_the_batch(monkeypatch):
-    """A step's batch is never more than a fourth larger than what is left to make, and nothing is computed at the end;
-    what the others draw is theirs (the test above).
+    """A step's batch is at most a fourth larger than what is left to make.
+
+    What the others draw is theirs (the test above).
     """
-    net, seen, stop = mixed(), [], frozenset(range(1, VOCAB, 4))
+    seen = []
     step = S.Decoder.__call__
-    monkeypatch.setattr(
-        S.Decoder, "__call__", lambda self, ids: seen.append(len(ids)) or step(self, ids)
-    )
-    found = generate(net, [PROMPTS[0]], count=64, most=30, stop=stop)
-    lengths = [len(one.ids) for one in found]
+
+    def counted(decoder, ids):
+        seen.append(len(ids))
+        step(decoder, ids)
+
+    monkeypatch.setattr(S.Decoder, "__call__", counted)
+    samples = generate(mixed(), [PROMPTS[0]], 64, 30, stop=range(1, VOCAB, 4))
+    lengths = [len(one.ids) for one in samples]
     assert len(seen) == max(lengths) - 1
     for step, rows in enumerate(seen, 1):
         left = sum(length > step for length in lengths)
@@ -262,7 +230,7 @@ def test_finished_rows_leave_the_batch(monkeypatch):
 
 def test_greedy_is_the_likeliest_token_of_the_whole_forward_pass():
     net = mixed()
-    found = generate(net, PROMPTS, count=2, most=6, temperature=0.0, top_k=3, top_p=0.5)
+    found = generate(net, PROMPTS, 2, 6, (0.0, 3, 0.5))
     assert [one.ids for one in found[::2]] == [one.ids for one in found[1::2]]
     for prompt, one in zip(PROMPTS, found[::2], strict=True):
         ids = list(prompt)
@@ -271,25 +239,24 @@ def test_greedy_is_the_likeliest_token_of_the_whole_forward_pass():
         assert one.ids == ids[len(prompt) :] and one.logps == [0.0] * 6
 
 
-# ----------------------------------------------------------------------------------------------------------- sampler
-def kept_log_probabilities(
-    logits: np.ndarray, temperature: float, top_k: int, top_p: float
-) -> np.ndarray:
-    """Of one row (V,), float64, -inf outside the kept set: plainly, token by token from the likeliest on."""
-    scores = [float(value) / temperature for value in logits]
-    order = sorted(range(len(scores)), key=lambda token: -scores[token])[: top_k or None]
+# ------------------------------------------------------------------------------------------ sampler
+def kept_log_probabilities(logits, temperature, top_k, top_p):
+    """Return those of one row (V,), float64, -inf outside the kept set.
+
+    Plainly, token by token from the likeliest on.
+    """
+    scores = logits / temperature
+    order = np.argsort(-scores, kind="stable")[: top_k or None].tolist()
     weights = {token: math.exp(scores[token] - scores[order[0]]) for token in order}
-    order = [token for token in order if weights[token] > 0]
-    total, held, kept = math.fsum(weights.values()), 0.0, []
+    total = math.fsum(weights.values())
+    kept = {}
     for token in order:
-        if held / total >= top_p:
-            break
-        kept.append(token)
-        held += weights[token]
-    mass = math.fsum(weights[token] for token in kept)
-    return np.array(
-        [math.log(weights[at] / mass) if at in kept else -math.inf for at in range(len(scores))]
-    )
+        if weights[token] > 0 and math.fsum(kept.values()) / total < top_p:
+            kept[token] = weights[token]
+    logps = np.full(len(scores), -math.inf)
+    for token, weight in kept.items():
+        logps[token] = math.log(weight / math.fsum(kept.values()))
+    return logps
 
 
 WAYS = [
@@ -306,59 +273,52 @@ WAYS = [
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_the_drawn_tokens_are_those_of_a_plain_sampler(way):
-    """Kept set, log-probability and inverse CDF of every draw, for 40 distributions and 300 uniform numbers each."""
+    """Kept set, log-probability and inverse CDF of 300 draws from each of 40 distributions."""
     rng = np.random.default_rng(11)
     for _ in range(40):
         logits, uniform = 2.5 * rng.standard_normal(17), rng.random(300)
-        wanted = kept_log_probabilities(logits, *way)
-        picks, logps = S.draw(
-            torch.from_numpy(logits).expand(300, -1), *way, torch.from_numpy(uniform)
-        )
-        total = np.cumsum(np.exp(wanted))
+        logps = kept_log_probabilities(logits, *way)
+        rows = torch.from_numpy(logits).expand(300, -1)
+        picks, drawn = S.draw(rows, *way, torch.from_numpy(uniform))
+        total = np.cumsum(np.exp(logps))
         assert picks.tolist() == np.searchsorted(total / total[-1], uniform, side="right").tolist()
-        np.testing.assert_allclose(logps, wanted[picks], rtol=0, atol=1e-12)
+        np.testing.assert_allclose(drawn, logps[picks], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("way", [(1.0, 0, 1.0), (0.7, 4, 1.0), (1.5, 6, 0.8)], ids=str)
 def test_samples_carry_the_log_probabilities_they_were_drawn_by(way):
-    """Each by a forward pass over prompt and sample, and a plain reading of temperature, top-k and top-p."""
-    net, ranks = mixed(), []
-    for prompt, one in zip(
-        np.repeat(np.array(PROMPTS, dtype=object), 3),
-        generate(net, PROMPTS, 3, 8, *way, stop=frozenset([BOS])),
-        strict=True,
-    ):
-        logits = net(torch.tensor([[*prompt, *one.ids]]))[0, len(prompt) - 1 : -1].numpy()
-        wanted = [
-            kept_log_probabilities(row, *way)[token]
-            for row, token in zip(logits, one.ids, strict=True)
-        ]
-        assert one.logps == pytest.approx(wanted, abs=1e-6)
-        ranks += [(row > row[token]).sum() for row, token in zip(logits, one.ids, strict=True)]
+    """Each by a forward pass, and a plain reading of temperature, top-k and top-p."""
+    net = mixed()
+    ranks = []
+    for i, one in enumerate(generate(net, PROMPTS, 3, 8, way, stop=[BOS])):
+        prompt = PROMPTS[i // 3]
+        rows = net(torch.tensor([[*prompt, *one.ids]]))[0, len(prompt) - 1 : -1].numpy()
+        logps = []
+        for row, token in zip(rows, one.ids, strict=True):
+            logps.append(kept_log_probabilities(row, *way)[token])
+            ranks.append((row > row[token]).sum())
+        assert one.logps == pytest.approx(logps, abs=1e-6)
     assert 0 < max(ranks) < (way[1] or VOCAB)
 
 
 def test_pairs_of_tokens_have_the_frequencies_of_the_model():
-    """3,000 samples of two tokens from a vocabulary of 6: each pair as often as its product of probabilities says,
-    which draws that repeat over steps or samples would not give.
+    """3,000 samples of two tokens from a vocabulary of 6, by the products of probabilities.
+
+    Draws that repeat over steps or samples would not give these.
     """
-    net, prompt, count = (
-        network(dataclasses.replace(BASE, layer_pattern="g a"), vocab=6),
-        [1, 3, 5],
-        3000,
-    )
-    pairs = list(product(range(6), repeat=2))
-    logps = net(torch.tensor([[*prompt, *pair] for pair in pairs])).log_softmax(-1)[
-        :, 2:4
-    ]  # (36, 2, V)
-    chances = np.array([logps[at, 0, a] + logps[at, 1, b] for at, (a, b) in enumerate(pairs)])
-    found = generate(net, [prompt], count, 2)
-    counts = np.bincount([6 * one.ids[0] + one.ids[1] for one in found], minlength=36)
-    expected = count * np.exp(chances)
-    assert expected.sum() == pytest.approx(count) and expected.max() < 0.6 * count
+    net = network(dataclasses.replace(BASE, layer_pattern="g a"), vocab=6)
+    prompt = [1, 3, 5]
+    pairs = [*product(range(6), repeat=2)]
+    logps = net(torch.tensor([[*prompt, *pair] for pair in pairs])).log_softmax(-1)
+    logps = logps[:, 2:4].gather(2, torch.tensor(pairs)[..., None])[..., 0].sum(1).numpy()  # (36,)
+    samples = generate(net, [prompt], 3000, 2)
+    drawn = [6 * one.ids[0] + one.ids[1] for one in samples]
+    counts = np.bincount(drawn, minlength=36)
+    expected = 3000 * np.exp(logps)
+    assert expected.sum() == pytest.approx(3000) and expected.max() < 1800
     assert ((counts - expected) ** 2 / expected).sum() < 35 + 4.75 * math.sqrt(70) + 15
-    for one in found[:200]:
-        assert sum(one.logps) == pytest.approx(chances[6 * one.ids[0] + one.ids[1]], abs=1e-6)
+    for one, pair in zip(samples[:200], drawn, strict=False):
+        assert sum(one.logps) == pytest.approx(logps[pair], abs=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -366,8 +326,9 @@ def test_pairs_of_tokens_have_the_frequencies_of_the_model():
     "way", [(1.0, 0, 1.0), (0.9, 3, 1.0), (1.0, 0, 0.9), (1.1, 4, 0.9)], ids=str
 )
 def test_what_has_no_probability_is_never_drawn(way, dtype):
-    """By the smallest and the largest uniform number there is, at the vocabulary's ends and inside it: where logits are
-    -inf, where their exponential is 0, and outside the kept set.
+    """By the smallest and the largest uniform number, at the vocabulary's ends and inside it.
+
+    That is where logits are -inf, where their exponential is 0, and outside the kept set.
     """
     rng = np.random.default_rng(12)
     for size, low in product((6, 50, 1024), (-math.inf, -2000.0)):
@@ -379,8 +340,7 @@ def test_what_has_no_probability_is_never_drawn(way, dtype):
             logits[dead] = low
             ends = torch.tensor([0.0, LAST_UNIFORM], dtype=torch.float64)
             picks, logps = S.draw(logits.expand(2, -1), *way, ends)
-            wanted = (
-                np.isfinite(kept_log_probabilities(logits.double().numpy(), *way)) & ~dead.numpy()
-            )
-            assert picks.tolist() == [wanted.nonzero()[0][0], wanted.nonzero()[0][-1]]
+            kept = np.isfinite(kept_log_probabilities(logits.double().numpy(), *way))
+            alive = (kept & ~dead.numpy()).nonzero()[0]
+            assert picks.tolist() == [alive[0], alive[-1]]
             assert torch.isfinite(logps).all()

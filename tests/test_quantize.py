@@ -517,14 +517,6 @@ def test_a_folder_is_as_small_as_its_weights_and_may_be_renamed(call, place, tmp
     assert 4 * weights < size < 4 * weights + 400 * len(network().state_dict())
 
 
-def test_help_names_every_command_and_says_what_it_does(capsys):
-    with mock.patch.object(sys, "argv", ["quantize.py", "--help"]), pytest.raises(SystemExit):
-        Q.main()
-    words = " ".join(capsys.readouterr().out.split())
-    for run in Q.COMMANDS:
-        assert f"{run.__name__} {' '.join(run.__doc__.split())[:60]}" in words
-
-
 # ------------------------------------------------------------------------------------------ export
 @pytest.mark.parametrize("changes", [{}, dict(tie_embeddings=False, num_kv_heads=1)])
 def test_transformers_computes_the_same_logits_from_an_export(call, tmp_path, changes):
@@ -564,16 +556,6 @@ def test_other_layouts_are_refused_by_name(call, tmp_path, changes, fault):
     code, _, error = call("export", tmp_path / "m.upar", tmp_path / "hf")
     assert code == 2 and error.endswith(f"transformers' LlamaForCausalLM has no {fault}\n")
     assert not (tmp_path / "hf").exists()
-
-
-def test_without_safetensors(tmp_path):
-    (tmp_path / "safetensors.py").write_text("raise ImportError\n")
-    run = save(tmp_path / "llama", network(**LLAMA))
-    command = [sys.executable, ROOT / "quantize.py", "export", run, tmp_path / "x"]
-    environ = environment(PYTHONPATH=tmp_path)
-    done = subprocess.run(command, env=environ, text=True, capture_output=True)
-    error = "error: export needs safetensors: pip install safetensors\n"
-    assert (done.returncode, done.stderr) == (2, error)
 
 
 # --------------------------------------------------------------------------------------- the guide

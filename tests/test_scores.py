@@ -21,7 +21,8 @@ from test_data import train_model
 from test_weights import network, pack
 
 import sample as S
-from conftest import environment
+import train_grpo as G
+from conftest import environment, refusal
 
 ROOT = Path(__file__).resolve().parents[1]
 SYSTEM, USER, ASSISTANT, END = S.ROLE_TOKENS
@@ -312,14 +313,22 @@ def scripted(monkeypatch, *calls):
     monkeypatch.setattr(S, "answer_questions", answer_questions)
 
 
-def test_pass_at_k_by_enumeration(place, monkeypatch):
-    problems = S.make_task("reverse", "", 1337).held_out(5)
+def problem_file(folder, count):
+    """Return a file of problems, of which some are held out, and its rows."""
+    rows = [{"prompt": f"p{i}", "answer": f"a{i}"} for i in range(count)]
+    return write(folder, "problems.jsonl", *rows), rows
+
+
+def test_pass_at_k_by_enumeration(place, tmp_path, monkeypatch):
+    path, rows = problem_file(tmp_path, 9)
     right = [0, 1, 3, 5, 6]
-    greedy = [[problem.answer if i % 2 else "no"] for i, problem in enumerate(problems)]
-    drawn = [[p.answer] * c + ["no"] * (6 - c) for p, c in zip(problems, right, strict=True)]
+    greedy = [[row["answer"] if i % 2 else "no"] for i, row in enumerate(rows[:5])]
+    drawn = [
+        [f" {row['answer']}\n"] * count + ["no"] * (6 - count)
+        for row, count in zip(rows, right, strict=False)
+    ]
     scripted(monkeypatch, greedy, drawn)
-    changes = dict(task="reverse", eval_prompts=5, eval_samples=6, max_new_tokens=12)
-    scores = scored(place, "task", **changes)
+    scores = scored(place, "task", path, eval_prompts=5, eval_samples=6, max_new_tokens=12)
     assert scores["greedy"] == S.interval([0.0, 1.0, 0.0, 1.0, 0.0])
     for k in (1, 2, 4, 6):
         subsets = [*itertools.combinations(range(6), k)]
@@ -329,33 +338,51 @@ def test_pass_at_k_by_enumeration(place, monkeypatch):
     assert (scores["n"], scores["samples"]) == (5, 6)
 
 
-def test_gsm8k_rows_of_a_test_set_strict_and_lenient(place, tmp_path, monkeypatch):
+def test_a_reward_of_1_or_more_is_right(place, tmp_path, monkeypatch):
+    """Of rows as GSM8K has them, and by a function that sees prompts and answers."""
     rows = [{"question": f"how many {i}?", "answer": f"so #### {i}"} for i in range(4)]
-    bad = [{"question": "x", "answer": "none"}, "{", {"question": "y"}]
-    texts = [["#### 0"], ["it is 1."], ["2 #### 7"], ["3, no 4"]]
-    scripted(monkeypatch, texts, texts)
+    bad = [{"question": "x", "answer": " "}, "{", {"question": "y"}, {"prompt": "z"}]
     path = write(tmp_path, "gsm.jsonl", *rows, *bad)
-    scores = scored(place, "task", path, task="gsm8k", eval_samples=1, max_new_tokens=9)
-    assert scores["n"] == 4
-    assert scores["greedy"] == S.interval([1.0, 0.0, 0.0, 0.0]) == scores["pass1"]
-    assert scores["greedy_lenient"] == S.interval([1.0, 1.0, 0.0, 0.0])
+    texts = [["#### 0"], ["it is 1."], ["2 #### 7"], ["#### 3.0"]]
+    source = "def graded(prompts, completions, answer):\n    return [{}]\n"
+    value = "len(a) / 7.5 if p == f'how many {c[5:]}?' else 0"
+    value += " for p, c, a in zip(prompts, completions, answer)"
+    (tmp_path / "mine.py").write_text(source.format(value))
+    (tmp_path / "short.py").write_text(source.format("1.0"))
+    for file, right in (
+        (ROOT / "data/tasks.py:gsm8k", [1, 0, 0, 1]),
+        ("mine.py:graded", [1, 0, 0, 0]),
+    ):
+        scripted(monkeypatch, texts, texts)
+        changes = dict(reward=str(tmp_path / file), eval_samples=1, max_new_tokens=9)
+        scores = scored(place, "task", path, **changes)
+        assert scores["greedy"] == S.interval([*map(float, right)]) == scores["pass1"]
+    scripted(monkeypatch, texts)
+    with pytest.raises(ValueError, match="longer"):
+        scored(place, "task", path, **{**changes, "reward": f"{tmp_path}/short.py:graded"})
 
 
-def test_answers_are_those_of_generate_as_in_training(place):
+def test_answers_are_those_of_generate_as_in_training(place, tmp_path):
     """Problems, prompts and seeds as the RL scripts have them, so that scores can be repeated."""
-    changes = dict(eval_prompts=7, max_new_tokens=9, temperature=1.0, top_k=0, seed=3)
-    made = replace(settings(place, "task", **changes), layout="chat")
+    path, _ = problem_file(tmp_path, 99)
+    changes = dict(
+        eval_prompts=7, max_new_tokens=9, temperature=1.0, top_k=0, seed=3, held_out=True
+    )
+    made = replace(settings(place, "task", score_path=path, **changes), layout="chat")
     model = model_of(loaded(place, "main"))
-    questions, _ = S.read_questions([model], "", made, print)
-    problems = S.make_task("sort", "", 3).held_out(7)
-    assert [question.problem for question in questions] == problems
-    prompts = [S.chat_ids(BYTES, problem.prompt)[0] for problem in problems]
+    questions = S.read_questions([model], path, made, print)
+    train, _, problems = G.split_problems(G.Settings(train_files=path, eval_prompts=7))
+    assert [question.problem for question in questions] == problems and len(problems) == 7
+    prompts = [S.chat_ids(BYTES, problem["prompt"])[0] for problem in problems]
     seeds = [(3, 1 << 31, i) for i in range(7)]
     samples = S.generate(model.network, prompts, 2, 9, 1.0, 0, 1.0, seeds, frozenset([263]))
     answers = S.answer_questions(model, questions, made, 2)
     for i, (answer, one) in enumerate(zip(answers, samples, strict=True)):
         text = S.completion(BYTES, prompts[i // 2], one.ids)
         assert answer == S.Answer(questions[i // 2], text, len(one.ids), one.finished)
+    path = write(tmp_path, "train.jsonl", *train)
+    message = f"HELD_OUT=1: no prompt of {path} is held out; must be 0"
+    refusal(S.UserError, message, scored, place, "quality", path, held_out=True, max_new_tokens=9)
 
 
 def test_prompts_without_room_are_named_by_row(place, tmp_path, capsys):
@@ -368,12 +395,6 @@ def test_prompts_without_room_are_named_by_row(place, tmp_path, capsys):
     assert f"{fault} first is row 4); prompt as long as the context of 64 tokens, or lon" in out
     with pytest.raises(S.UserError, match="used none; left out .*MAX_NEW_TOKENS=62 in .*: 3"):
         scored(place, "quality", path, max_new_tokens=62)
-    task = write(
-        tmp_path, "task.jsonl", *({"prompt": f"{'p' * 40} {i}", "answer": "x"} for i in range(20))
-    )
-    changes = dict(task="jsonl", task_path=task, max_new_tokens=30)
-    with pytest.raises(S.UserError, match="^TASK=jsonl, 'ppp.*: prompt without room for MAX_NEW"):
-        scored(place, "task", **changes)
 
 
 # ------------------------------------------------------------------------------------- preferences
@@ -451,15 +472,16 @@ def test_a_reward_model_prefers_by_its_value_head(place, tmp_path):
 
 
 # --------------------------------------------------------------------------------------------- win
-def test_win_rate_by_a_checker(place, monkeypatch):
-    a, b, c, d, *_ = [problem.answer for problem in S.make_task("sort", "", 1337).held_out(6)]
+def test_win_rate_by_a_checker(place, tmp_path, monkeypatch):
+    path, rows = problem_file(tmp_path, 6)
+    a, b, c, d, *_ = [row["answer"] for row in rows]
     main = [[text] for text in (a, b, c, "", "", "")]
     other = [[text] for text in ("", "", c, d, "", "no")]
     scripted(monkeypatch, main, other)
-    changes = dict(score_model=str(place / "other"), eval_prompts=6, max_new_tokens=12)
-    scores = scored(place, "win", **changes)
+    changes = dict(score_model=str(place / "other"), max_new_tokens=12)
+    scores = scored(place, "win", path, **changes)
     assert [scores[name] for name in ("wins", "ties", "losses", "n")] == [2, 3, 1, 6]
-    assert scores["judge"] == "checker of sort"
+    assert scores["judge"] == "REWARD=exact"
     assert (scores["mark"], scores["mark_of_other"]) == (0.5, 1 / 3)
     assert scores["win_rate"] == normal_interval([1, 1, 0.5, 0, 0.5, 0.5])
     assert scores["difference"] == normal_interval([1, 1, 0, -1, 0, 0])
@@ -521,36 +543,23 @@ def test_other_means_have_normal_intervals():
 # ------------------------------------------------------------------------------- rows and settings
 NO_LIST = "field 'choices' is no list of two texts or more"
 BAD = [
-    (S.row_text, "missing field 'text'", [{}]),
-    (S.row_text, "empty text", [{"text": " \n"}]),
-    (S.row_options, NO_LIST, [{"gold": 0}, {"choices": ["a"]}, {"choices": "ab"}]),
-    (S.row_options, "field 'choices' is no text", [{"choices": ["a", 3]}]),
-    (S.row_options, "missing field 'query' or 'ctx'", [{"choices": ["a", "b"], "gold": 0}]),
-    (
-        S.row_options,
-        "empty text",
-        [{"query": "q", "choices": ["a", ""], "gold": 0}, {"sentence_good": ""}],
-    ),
-    (
-        S.row_options,
-        "gold is not the number of a choice",
-        [{"choices": ["a", "b"], "gold": gold} for gold in (2, -1, True, 0.5, "A", None)],
-    ),
-    (S.row_last, "missing field 'text'", [{"continuation": "x"}]),
-    (S.row_last, "missing field 'continuation' or 'answer'", [{"context": "x"}]),
-    (S.row_last, "empty text", [{"context": " "}, {"context": "x", "answer": " "}]),
-    (S.row_last, "text of one word", [{"text": "word"}, {"text": " word"}]),
-    (
-        S.row_prompt,
-        "no prompt",
-        [{"prompt": " "}, {"text": "x"}, {"messages": [{"role": "assistant", "content": "x"}]}],
-    ),
-    (
-        S.row_prompt,
-        "identical chosen and rejected",
-        [{"prompt": "x", "chosen": "y", "rejected": "y"}],
-    ),
+    (S.row_text, "missing field 'text'", ["{}"]),
+    (S.row_text, "empty text", ['{"text": " \\n"}']),
+    (S.row_options, NO_LIST, ['{"gold": 0}', '{"choices": ["a"]}', '{"choices": "ab"}']),
+    (S.row_options, "field 'choices' is no text", ['{"choices": ["a", 3]}']),
+    (S.row_options, "missing field 'query' or 'ctx'", ['{"choices": ["a", "b"], "gold": 0}']),
+    (S.row_options, "empty text", ['{"choices": ["a", ""]}', '{"sentence_good": ""}']),
+    (S.row_last, "missing field 'text'", ['{"continuation": "x"}']),
+    (S.row_last, "missing field 'continuation' or 'answer'", ['{"context": "x"}']),
+    (S.row_last, "empty text", ['{"context": " "}', '{"context": "x", "answer": " "}']),
+    (S.row_last, "text of one word", ['{"text": "word"}', '{"text": " word"}']),
+    (S.row_prompt, "no prompt", ['{"prompt": " "}', '{"text": "x"}']),
+    (S.row_prompt, "no prompt", ['{"messages": [{"role": "assistant", "content": "x"}]}']),
+    (S.row_prompt, "identical chosen and rejected", [json.dumps(BAD_PAIRS[0])]),
 ]
+for gold in ("2", "-1", "true", "0.5", '"A"', "null"):
+    row = '{"choices": ["a", "b"], "gold": ' + gold + "}"
+    BAD.append((S.row_options, "gold is not the number of a choice", [row]))
 GOOD = {S.row_text: {"text": "x"}, S.row_options: CHOICES[0]}
 GOOD |= {S.row_last: {"text": "a b"}, S.row_prompt: PAIRS[0]}
 
@@ -570,51 +579,39 @@ def test_prompts_are_the_turns_before_the_last_answer():
     assert S.row_prompt(PAIRS[1])[1] == TALK
 
 
-SCORE = dict(mode="score", score_path="x")
-REFUSED = [
-    (dict(score="choices"), "SCORE='choices': not read with MODE=generate"),
-    (dict(mode="chat", prompt="x"), "PROMPT='x': not read with MODE=chat"),
-    (dict(SCORE, prompt="y"), "PROMPT='y': not read with MODE=score SCORE=text LAYOUT=text; must "),
-    (dict(SCORE, top_k=3), "TOP_K=3: not read with MODE=score SCORE=text"),
-    (
-        dict(SCORE, score="lambada", layout="chat", score_delimiter=""),
-        "SCORE_DELIMITER='': not read with MODE=score SCORE=lambada LAYOUT=chat; must be left at ' '",
-    ),
-    (dict(mode="score", score="task", num_samples=3), "NUM_SAMPLES=3: not read"),
-    (dict(mode="score"), "SCORE_PATH='': must be given for SCORE=text"),
-    (dict(SCORE, score="win", score_model="x"), "SCORE_PATH='x': takes TASK_PATH's place"),
-    (dict(SCORE, score="task"), "SCORE_PATH='x': takes TASK_PATH's place"),
-    (dict(SCORE, score="task", task="gsm8k", task_path="z"), "SCORE_PATH='x': takes TASK_PATH's"),
-    (dict(SCORE, score="quality", task="zebra"), "SCORE_PATH='x': takes TASK_PATH's place"),
-]
-
-
-@pytest.mark.parametrize(("given", "message"), REFUSED)
-def test_settings_that_do_not_fit_are_refused(given, message):
-    with pytest.raises(S.UserError) as error:
-        S.check_modes(S.Settings(**given))
-    assert str(error.value).startswith(message) and "\n" not in str(error.value)
-
-
+NO_MODEL = "must be a run, a checkpoint or an artifact"
 MISTAKES = [
+    ("SCORE=choices", "SCORE='choices': not read with MODE=generate"),
+    ("MODE=chat PROMPT=x", "PROMPT='x': not read with MODE=chat"),
+    ("SCORE_PATH=x PROMPT=y", "PROMPT='y': not read with MODE=score SCORE=text LAYOUT=text; must "),
+    ("SCORE_PATH=x TOP_K=3", "TOP_K=3: not read with MODE=score SCORE=text"),
     (
-        "MODE=score SCORE_PATH=latin.txt",
-        "SCORE_PATH='latin.txt': must be UTF-8 text or JSON lines; 'utf-8' codec",
+        "SCORE_PATH=x SCORE=lambada LAYOUT=chat SCORE_DELIMITER=",
+        "SCORE_DELIMITER='': not read with MODE=score SCORE=lambada LAYOUT=chat; must be left at",
     ),
-    ("MODE=score SCORE_PATH=blank.txt", "SCORE_PATH='blank.txt': must be UTF-8 text or JSON line"),
-    ("MODE=score SCORE_PATH=none.txt", "none.txt: cannot be read; [Errno 2]"),
-    ("MODE=score SCORE_PATH=good.txt EVAL_STRIDE=64", "EVAL_STRIDE=64: must be less than the con"),
-    ("MODE=score SCORE=choices SCORE_PATH=good.txt", "data: good.txt: 1 rows, used none; left out"),
-    ("MODE=score SCORE=win", "SCORE_MODEL='': must be a run, a checkpoint or an artifact; "),
+    ("SCORE_PATH=x SCORE=task NUM_SAMPLES=3", "NUM_SAMPLES=3: not read"),
+    ("SCORE_PATH=x HELD_OUT=1", "HELD_OUT=True: not read with MODE=score SCORE=text"),
+    ("SCORE_PATH=x SCORE=quality REWARD=x", "REWARD='x': not read"),
+    ("SCORE_PATH=", "SCORE_PATH='': must be given for SCORE=text"),
+    ("SCORE_PATH= SCORE=win SCORE_MODEL=x", "SCORE_PATH='': must be given for SCORE=win"),
     (
-        "MODE=score SCORE=win SCORE_MODEL=main SCORE_JUDGE=other",
+        "SCORE_PATH=latin.txt",
+        "SCORE_PATH='latin.txt': must be UTF-8 text or JSON lines; 'utf-8' co",
+    ),
+    ("SCORE_PATH=blank.txt", "SCORE_PATH='blank.txt': must be UTF-8 text or JSON line"),
+    ("SCORE_PATH=none.txt", "none.txt: cannot be read; [Errno 2]"),
+    ("SCORE_PATH=good.txt EVAL_STRIDE=64", "EVAL_STRIDE=64: must be less than the con"),
+    ("SCORE_PATH=good.txt SCORE=choices", "good.txt: 1 rows, used none; left out"),
+    ("SCORE_PATH=x SCORE=win", f"SCORE_MODEL='': {NO_MODEL}"),
+    (
+        "SCORE_PATH=x SCORE=win SCORE_MODEL=main SCORE_JUDGE=other",
         "SCORE_JUDGE='other': has no value head; must be a reward model",
     ),
-    ("MODE=score SCORE_PATH=good.txt SCORE_FILE=no/x", "SCORE_FILE='no/x': must be in a folder "),
+    ("SCORE_PATH=good.txt SCORE_FILE=no/x", "SCORE_FILE='no/x': must be in a folder "),
     ("MODE=scores", "MODE='scores': must be one of generate, chat, score"),
     ("LAYOUT=chat", "PROMPT='': must be given for LAYOUT=chat"),
-    ("ARTIFACT=nowhere", "ARTIFACT='nowhere': must be a run, a checkpoint or an artifact; "),
-    ("ARTIFACT=good.txt", "ARTIFACT='good.txt': must be a run, a checkpoint or an artifact; good"),
+    ("ARTIFACT=nowhere", f"ARTIFACT='nowhere': {NO_MODEL}; "),
+    ("ARTIFACT=good.txt", f"ARTIFACT='good.txt': {NO_MODEL}; good"),
     ("ARTIFACT=learned MAX_NEW_TOKENS=60 PROMPT=hello", "MAX_NEW_TOKENS=60: must be at most 59; "),
     (f"ARTIFACT=learned PROMPT={'x' * 64}", "PROMPT='xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx: mu"),
 ]
@@ -628,10 +625,10 @@ def test_mistakes_are_one_line(place, monkeypatch, capsys, command, message):
     Path("good.txt").write_text("good")
     if "learned" in command:
         pack(place / "learned", lively(0, positions="learned"))
-    given = dict(word.split("=", 1) for word in command.split())
-    assert run({"ARTIFACT": "main", **given}) == 2
+    given = {"ARTIFACT": "main", "MODE": "score" if "SCORE_PATH" in command else "generate"}
+    assert run(given | dict(word.split("=", 1) for word in command.split())) == 2
     out, error = capsys.readouterr()
-    assert error.startswith(f"error: {message.removeprefix('data: ')}") and error.count("\n") == 1
+    assert error.startswith(f"error: {message}") and error.count("\n") == 1
     assert out == ""
 
 
@@ -684,16 +681,15 @@ def test_the_guides_commands_run(tmp_path, monkeypatch, capsys):
     (tmp_path / "val.jsonl.zst").write_bytes(zstandard.compress(row))
     write(tmp_path, "hellaswag.jsonl", CHOICES[1])
     write(tmp_path, "piqa.jsonl", CHOICES[0])
-    write(tmp_path, "gsm8k_test.jsonl", {"question": "1+1?", "answer": "2 #### 2"})
     write(tmp_path, "pairs.jsonl", *PAIRS)
+    (tmp_path / "data").mkdir()
+    write(tmp_path, "data/sort.jsonl", *({"prompt": f"p{i}", "answer": "a"} for i in range(30)))
     monkeypatch.chdir(tmp_path)
     for command in commands:
         *changes, python, script = shlex.split(command)
         assert (python, script) == ("python", "sample.py")
         monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
         given = dict(change.split("=", 1) for change in changes)
-        if "TASK" in given:
-            given["EVAL_PROMPTS"] = "8"
         assert run(given) == 0, (command, capsys.readouterr().err)
         assert capsys.readouterr().out.strip()
     scores = json.loads((tmp_path / "choices.json").read_text())["scores"]

@@ -190,7 +190,6 @@ def test_wrong_values_are_refused(name, value, said):
         (R, "left_clip_range", -1),
         (R2, "importance", "tokens"),
         (R3, "kl_shaping", "K1"),
-        (R3, "critic", "seperate"),
         (F, "train_on", "user"),
         (D, "objective", "DPO"),
     ],

@@ -1,789 +1,438 @@
-"""Tasks: problems, checkers, the held-out split, files of problems, and rewards, a user's with every fault too."""
-
-from __future__ import annotations
+"""data/tasks.py: problems, pairs and rewards; files of problems, their split, and users' rewards."""
 
 import ast
+import hashlib
 import itertools
 import json
-import math
-import os
-import random
 import re
-import signal
-import subprocess
-import sys
 import time
-import typing
 from collections import Counter
 from decimal import Decimal
 from fractions import Fraction
-from pathlib import Path
+from random import Random
+from types import SimpleNamespace
 
 import pytest
 
-import sample as S
 import train_grpo as G
+from conftest import ROOT, environment, load_script, refusal, start
 
-ROOT = Path(__file__).resolve().parents[1]
-generated = pytest.mark.parametrize("name", G.GENERATED)
-
-
-def task(name: str, seed: int = 0) -> G.Task:
-    return G.make_task(name, "", seed)
+D = load_script(ROOT / "data" / "tasks.py")
+REWARDS = {**dict.fromkeys(D.TASKS, G.exact_match), "countdown": D.countdown}
+tasks = pytest.mark.parametrize("task", D.TASKS)
 
 
-def raised(function, *arguments: object) -> str:
-    """The one line of the UserError that a call must raise."""
-    with pytest.raises(G.UserError) as error:
-        function(*arguments)
-    assert "\n" not in str(error.value)
-    return str(error.value)
+def rewards_of(task, prompt, answer, texts):
+    count = len(texts)
+    return REWARDS[task](prompts=[prompt] * count, completions=texts, answer=[answer] * count)
 
 
-# ------------------------------------------------------------------------------------------------ problems and checkers
-@generated
-def test_the_demonstration_is_right_and_what_is_near_it_is_wrong(name: str) -> None:
-    own = task(name)
-    for held_out, count in ((False, 500), (True, 100)):
-        for index in range(count):
-            asked = own.problem(index, held_out)
-            assert own.reward(asked, asked.answer) == own.reward(asked, f" {asked.answer}\n") == 1.0
-            near = (
-                asked.answer[:-1],
-                asked.answer + "1",
-                asked.answer + "=",
-                "",
-                asked.prompt + "\n" + asked.answer,
-                f"{asked.answer}\n{asked.answer}",
-                f"{asked.answer}<|end|>",
-            )
-            assert [own.reward(asked, text) for text in near] == [0.0] * len(near)
+# ---------------------------------------------------------------------------- problems and checkers
+@tasks
+def test_answers_are_right_and_what_is_near_them_is_wrong(task):
+    problems = D.make_problems(task, 300, 0)
+    assert len(dict(problems)) == 300
+    for prompt, answer in problems:
+        near = [answer[:-1], answer + "1", answer + "=", "", f"{prompt}\n{answer}"]
+        near += [f"{answer}\n{answer}", f"{answer}<|end|>"]
+        texts = [answer, f" {answer}\n", *near]
+        assert rewards_of(task, prompt, answer, texts) == [1.0, 1.0] + [0.0] * len(near)
 
 
-def test_answers_equal_those_of_a_brute_force() -> None:
-    for index in range(100):
-        asked = task("sort").problem(index, False)
-        assert asked.answer == "".join(digit * asked.prompt.count(digit) for digit in "0123456789")
-        assert len(asked.prompt) > 6 or asked.answer == "".join(
-            min(itertools.permutations(asked.prompt))
-        )
-        asked = task("reverse").problem(index, False)
-        assert all(asked.prompt[i] == asked.answer[-1 - i] for i in range(len(asked.prompt)))
-        asked, columns, carry = task("add").problem(index, False), "", 0
-        for x, y in zip(*(number[::-1] for number in asked.prompt.split("+")), strict=True):
-            carry, digit = divmod(int(x) + int(y) + carry, 10)
-            columns = f"{digit}{columns}"
-        assert asked.answer == ("1" * carry) + columns
+def test_answers_equal_those_of_a_brute_force():
+    for prompt, answer in D.make_problems("sort", 100, 0):
+        assert answer == "".join(digit * prompt.count(digit) for digit in "0123456789")
+    for prompt, answer in D.make_problems("reverse", 100, 0):
+        assert all(prompt[i] == answer[-1 - i] for i in range(len(prompt)))
+    for prompt, answer in D.make_problems("add", 100, 0):
+        assert int(answer) == sum(map(int, prompt.split("+"))) and answer[0] != "0"
 
 
-@pytest.mark.parametrize(
-    ("name", "prompt", "right", "wrong"),
-    [
-        (
-            "sort",
-            "52713",
-            ["12357", "\n12357 "],
-            ["12537", "1 2 3 5 7", "1235", "123577", "12357.", "１２３５７", ""],
-        ),
-        ("reverse", "abcde", ["edcba"], ["EDCBA", "abcde", "edcb", "e d c b a"]),
-        ("add", "123+456", ["579"], ["579.0", "0579", "+579", "578", "123+456"]),
-        (
-            "countdown",
-            "3 7 20=41",
-            ["(3*7)+20", "3*7+20", "20+7*3", " 20 + ((7)*(3))\n", "(((3*7)))+20", "03*7+20"],
-            [
-                "41",
-                "3*7+20=41",
-                "20+21",
-                "3*7+20+0",
-                "3*7+20-3+3",
-                "37+4",
-                "20+3*7;",
-                "-(0-41)",
-                "3*7",
-                "--41",
-                "+20+3*7",
-                "20+3(7)",
-                "20 3*7+",
-                "3*7+2 0",
-                "20+3×7",
-                "(3*7+20",
-                "3*7+20)",
-                "20+7*３",
-                "3*7+20 3*7+20",
-                "3*7+20#3",
-                "()",
-            ],
-        ),
-        (
-            "countdown",
-            "1 15 15=1",
-            ["15/15*1", "15/(15/1)", "1*15/15", "15/15/1"],
-            ["15/15", "1", "1*1", "15-15+1+15-15"],
-        ),
-        (
-            "countdown",
-            "2 3 3=2",
-            ["2/3*3", "2/(3/3)", "3*(2/3)"],
-            ["3-3+2/1", "2", "3*2/3*3/3"],
-        ),  # a third is exact
-        (
-            "countdown",
-            "2 3 5=0",
-            ["5-2-3", "5-(2+3)"],
-            ["5-(2-3)", "5/(2+3-5)", "2/(3+2-5)", "2*3*5*0", "5/0"],
-        ),
-    ],
-)
-def test_answers_by_hand(name: str, prompt: str, right: list[str], wrong: list[str]) -> None:
-    values = [int(number) for number in re.findall("[0-9]+", prompt)]
-    answer = {
-        "sort": "".join(sorted(prompt)),
-        "reverse": prompt[::-1],
-        "add": str(sum(values)),
-    }.get(name, "")
-    asked = G.Problem(prompt, answer)
-    assert {text: task(name).reward(asked, text) for text in right} == dict.fromkeys(right, 1.0)
-    assert {text: task(name).reward(asked, text) for text in wrong} == dict.fromkeys(wrong, 0.0)
+COUNTDOWN = [
+    (
+        "3 7 20=41",
+        ["(3*7)+20", "3*7+20", "20+7*3", " 20 + ((7)*(3))\n", "(((3*7)))+20"],
+        ["41", "3*7+20=41", "20+21", "3*7+20+0", "3*7+20-3+3", "37+4", "20+3*7;", "-(0-41)"]
+        + ["--41", "+20+3*7", "20+3(7)", "20 3*7+", "3*7+2 0", "20+3×7", "(3*7+20", "3*7+20)"]
+        + ["3*7", "20+7*３", "3*7+20 3*7+20", "03*7+20", "3*7+20#3", "()", "3*7+20" + " " * 100],
+    ),
+    ("1 15 15=1", ["15/15*1", "15/(15/1)", "15/15/1"], ["15/15", "1", "1*1", "15-15+1+15-15"]),
+    ("2 3 3=2", ["2/3*3", "2/(3/3)", "3*(2/3)"], ["3-3+2/1", "2", "3*2/3*3/3"]),  # exact thirds
+    ("2 3 5=0", ["5-2-3", "5-(2+3)"], ["5-(2-3)", "5/(2+3-5)", "2/(3+2-5)", "2*3*5*0", "5/0"]),
+]
 
 
-# ------------------------------------------------------------------------------------------------------------ countdown
+@pytest.mark.parametrize(("prompt", "right", "wrong"), COUNTDOWN)
+def test_countdown_by_hand(prompt, right, wrong):
+    rewards = rewards_of("countdown", prompt, "", right + wrong)
+    assert rewards == [1.0] * len(right) + [0.0] * len(wrong)
+
+
 BINARY = {
-    ast.Add: lambda x, y: x + y,
-    ast.Sub: lambda x, y: x - y,
-    ast.Mult: lambda x, y: x * y,
-    ast.Div: lambda x, y: x / y,
+    ast.Add: Fraction.__add__,
+    ast.Sub: Fraction.__sub__,
+    ast.Mult: Fraction.__mul__,
+    ast.Div: Fraction.__truediv__,
 }
 
 
-def by_ast(text: str) -> Fraction | None:
-    """The value by Python's own parser: four operators between whole numbers, anything else is None."""
+def by_ast(text):
+    """Return the value by Python's own parser: of four operators between whole numbers, or None."""
 
-    def value(node: ast.expr) -> Fraction:
+    def value(node):
         if isinstance(node, ast.BinOp) and type(node.op) in BINARY:
             return BINARY[type(node.op)](value(node.left), value(node.right))
         if isinstance(node, ast.Constant) and type(node.value) is int:
             return Fraction(node.value)
-        raise ValueError(ast.dump(node))
+        raise ValueError
 
+    text = re.sub(r"(?<![0-9])0+(?=[0-9])", "", text.strip())
     try:
-        return value(
-            ast.parse(re.sub(r"(?<![0-9])0+(?=[0-9])", "", text.strip()), mode="eval").body
-        )
+        return value(ast.parse(text, mode="eval").body)
     except (SyntaxError, ValueError, ZeroDivisionError):
         return None
 
 
-def random_expression(rng: random.Random, depth: int) -> str:
+def random_expression(rng, depth):
     if depth == 0 or rng.random() < 0.2:
         return str(rng.randint(0, 30))
-    text = rng.choice(["", " "]).join(
-        (random_expression(rng, depth - 1), rng.choice("+-*/"), random_expression(rng, depth - 1))
-    )
+    left, right = (random_expression(rng, depth - 1) for _ in range(2))
+    text = rng.choice(["", " "]).join((left, rng.choice("+-*/"), right))
     return f"({text})" if rng.random() < 0.5 else text
 
 
-def test_expressions_have_the_value_that_pythons_parser_gives() -> None:
-    rng, whole, none, broken = random.Random(1), 0, 0, 0
-    for _ in range(3000):
-        text = random_expression(rng, rng.randint(0, 4))
-        if len(text) <= 100:
-            expected = by_ast(text)
-            assert G.expression_value(text) == expected, text
-            whole, none = whole + (expected is not None), none + (expected is None)
-    for _ in range(
-        20000
-    ):  # mostly no expressions: what one accepts and the other refuses would show
-        text = "".join(
-            rng.choices(["1", "2", "30", "(", ")", "+", "-", "*", "/", " "], k=rng.randint(1, 7))
-        )
-        assert G.expression_value(text) == by_ast(text), text
-        broken += by_ast(text) is None
-    assert whole > 2000 and none > 50 and 10000 < broken < 19900
+def test_expressions_have_the_value_that_pythons_parser_gives():
+    rng = Random(1)
+    texts = [random_expression(rng, rng.randint(0, 4)) for _ in range(3000)]
+    texts = [text for text in texts if len(text) <= 100]
+    whole = len(texts)
+    parts = ["30", *"12()+-*/ "]  # mostly no expressions
+    texts += ["".join(rng.choices(parts, k=rng.randint(1, 7))) for _ in range(20000)]
+    values = [by_ast(text) for text in texts]
+    for text, value in zip(texts, values, strict=True):
+        assert D.expression_value(text) == value, text
+    assert 50 < values[:whole].count(None) < whole - 2000
+    assert 10000 < values[whole:].count(None) < 19900
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "__import__('os')",
-        "10**9**9",
-        "9**9**9**9",
-        "2//1",
-        "1e9",
-        "1_0",
-        "0x10",
-        "3.0",
-        "1,2",
-        "٣+٣",
-        "３*７",
-        "²",
-        "½",
-        "Ⅷ",
-        "(" * 100,
-        "(" * 100000,
-        "(" * 49 + "1" + ")" * 49 + "+",
-        "(" * 100000 + "1" + ")" * 100000,
-        ")" * 50,
-        "1+" * 40,
-        "1" * 100000,
-        "1*" * 100000 + "1",
-        "-" * 99 + "1",
-        "1\0",
-        "lambda: 0",
-        "[1][0]",
-        "1 if 1 else 2",
-        "1 or 2",
-        "\ud800",
-        "1/0",
-        "1/(2-2)",
-        "0/0",
-        "",
-        " ",
-        "\n",
-        "+",
-        "()",
-        "1+1\u2003;",
-        "1+1\u200b",
-        "1\u00a0+1",
-        "a",
-        "True",
-        "nan",
-        "inf",
-        "Fraction(1)",
-        "3*7+20" + " " * 100,
-    ],
-    ids=lambda text: ascii(text)[:20],
-)
-def test_hostile_text_is_no_expression_and_takes_no_time(text: str) -> None:
-    start = time.perf_counter()
-    assert G.expression_value(text) is None
-    asked = G.Problem("3 7 20=41", "")
-    assert task("countdown").reward(asked, text) == 0.0
-    assert time.perf_counter() - start < 0.5
+HOSTILE = ["__import__('os')", "10**9**9", "9**9**9**9", "2//1", "1e9", "1_0", "0x10", "3.0", "1,2"]
+HOSTILE += ["٣+٣", "３*７", "²", "½", "Ⅷ", "(" * 100, "(" * 10**5, "(" * 49 + "1" + ")" * 49 + "+"]
+HOSTILE += ["(" * 10**5 + "1" + ")" * 10**5, ")" * 50, "1+" * 40, "1" * 10**5, "1*" * 10**5 + "1"]
+HOSTILE += ["-" * 99 + "1", "1\0", "lambda: 0", "[1][0]", "1 if 1 else 2", "1 or 2", "\ud800", ""]
+HOSTILE += ["1/0", "1/(2-2)", "0/0", " ", "\n", "+", "()", "1+1\u2003;", "1+1\u200b", "1\u00a0+1"]
+HOSTILE += ["a", "True", "nan", "inf", "Fraction(1)", "9" * 101, "3*7+20" + " " * 100]
 
 
-def test_the_longest_and_deepest_expressions_have_a_value() -> None:
-    assert G.expression_value("(" * 49 + "12" + ")" * 49) == 12
-    assert G.expression_value("9" * 100) == 10**100 - 1 and G.expression_value("9" * 101) is None
-    assert G.expression_value("1-" * 49 + "1") == -48
-    assert G.expression_value("64/" * 16 + "2") == Fraction(64, 64**15 * 2)
+def test_hostile_text_is_no_expression_and_takes_no_time():
+    for text in HOSTILE:
+        begin = time.perf_counter()
+        assert D.expression_value(text) is None, text
+        assert rewards_of("countdown", "3 7 20=41", "", [text]) == [0.0]
+        assert time.perf_counter() - begin < 0.5
 
 
-# ---------------------------------------------------------------------------------------------------------------- zebra
+def test_the_longest_and_deepest_expressions_have_a_value():
+    assert D.expression_value("(" * 49 + "12" + ")" * 49) == 12
+    assert D.expression_value("9" * 100) == 10**100 - 1
+    assert D.expression_value("1-" * 49 + "1") == -48
+    assert D.expression_value("64/" * 16 + "2") == Fraction(64, 64**15 * 2)
+
+
 KINDS = ("Ann", "Bob", "Cid"), ("cat", "dog", "eel"), ("ale", "gin", "tea")
 
 
-def solutions(prompt: str) -> list[str]:
-    """Every answer that the clues leave, found house by house; clues are read from the prompt alone."""
+def solutions(prompt):
+    """Return every answer that the clues leave, found house by house from the prompt alone."""
     clues = [re.fullmatch(r"(\w+)([=<>~])(\w+)", clue).groups() for clue in prompt.split(", ")]
     kinds = KINDS if any(drink in prompt for drink in KINDS[2]) else KINDS[:2]
-    found = []
-    for columns in itertools.product(*(itertools.permutations(kind) for kind in kinds)):
-        houses = list(zip(*columns, strict=True))
-
-        def place(word: str, houses: list = houses) -> int:
-            return (
-                int(word)
-                if word.isdigit()
-                else next(i for i, house in enumerate(houses, 1) if word in house)
-            )
-
-        if all(
-            {
-                "=": place(a) == place(b),
-                "<": place(a) < place(b),
-                ">": place(a) > place(b),
-                "~": place(a) in (place(b) - 1, place(b) + 1),
-            }[sign]
-            for a, sign, b in clues
-        ):
-            found.append(", ".join(" ".join(house) for house in houses))
-    return found
+    answers = []
+    for columns in itertools.product(*map(itertools.permutations, kinds)):
+        places = {str(house): house for house in (1, 2, 3)}
+        for column in columns:
+            places |= zip(column, (1, 2, 3), strict=True)
+        steps = [(places[b] - places[a], sign) for a, sign, b in clues]
+        fits = {"=": (0,), "<": (1, 2), ">": (-1, -2), "~": (-1, 1)}
+        if all(step in fits[sign] for step, sign in steps):
+            answers.append(", ".join(map(" ".join, zip(*columns, strict=True))))
+    return answers
 
 
-def test_a_zebra_puzzle_has_one_solution_which_is_the_answer() -> None:
-    sizes, signs, clues = Counter(), Counter(), Counter()
-    for index in range(300):
-        asked = task("zebra").problem(index, index % 2 == 1)
-        assert solutions(asked.prompt) == [asked.answer], asked.prompt
-        assert asked.prompt.split(", ") == sorted(set(asked.prompt.split(", ")))
-        sizes[len(asked.answer.split())] += 1
-        signs.update(re.findall("[=<>~]", asked.prompt))
-        clues[asked.prompt.count(",") + 1] += 1
+def test_a_zebra_puzzle_has_one_solution_which_is_the_answer():
+    sizes, signs = Counter(), Counter()
+    for prompt, answer in D.make_problems("zebra", 300, 0):
+        assert solutions(prompt) == [answer], prompt
+        clues = prompt.split(", ")
+        assert clues == sorted(set(clues)) and 2 <= len(clues) <= 12
+        sizes[len(answer.split())] += 1
+        signs.update(re.findall("[=<>~]", prompt))
     assert set(sizes) == {6, 9} and min(sizes.values()) > 100
     assert set(signs) == set("=<>~") and min(signs.values()) > 100
-    assert min(clues) >= 2 and max(clues) <= 12
-    example = re.search(
-        r"`(Ann<dog[^`]*)`.*`(Ann[^`]*)`", G.zebra_problem.__doc__, re.DOTALL
-    ).groups()
-    assert solutions(example[0]) == [example[1]]
+    prompt, answer = re.findall(r"`(Ann[^`]*)`", D.zebra_problem.__doc__)
+    assert solutions(prompt) == [answer]
 
 
-# ---------------------------------------------------------------------------------------------------------------- gsm8k
-@pytest.mark.parametrize(
-    ("text", "strict", "lenient"),
-    [
-        ("She pays 5 + 13 = <<5+13=18>>18.\n#### 18", 18, 18),
-        ("#### 1,234", 1234, 1234),
-        ("#### -3", -3, -3),
-        ("#### 18.", 18, 18),
-        ("#### 18.,", 18, 18),
-        ("#### 18.00", 18, 18),
-        ("#### 018", 18, 18),
-        ("#### 0.5", 0.5, 0.5),
-        ("#### .5", 0.5, 0.5),
-        ("#### 18 dollars", 18, 18),
-        ("#### 1,234,567.75", 1234567.75, 1234567.75),
-        ("#### 7\n#### 8", 7, 8),
-        ("#### 7 or 8", 7, 8),
-        ("It costs $18.", None, 18),
-        ("#### $18", None, 18),
-        ("####18", None, 18),
-        ("### 18", None, 18),
-        ("#### eighteen", None, None),
-        ("no answer", None, None),
-        ("", None, None),
-        ("####", None, None),
-        ("#### ", None, None),
-        ("#### ,", None, None),
-        ("#### -", None, None),
-        ("#### ...", None, None),
-        ("#### 12345,678", 12345678, 12345678),
-        ("#### 1.2.3", None, Decimal("0.3")),
-        ("-3", None, -3),
-        ("it is -$3", None, -3),
-        ("it is $-3", None, -3),
-        ("10-3", None, 3),
-        ("10 - 3 = 7.", None, 7),
-        ("1, 2, 3", None, 3),
-        ("1,2,3", None, 3),
-        ("$1,234.50!", None, 1234.5),
-        ("18%", None, 18),
-        ("**18**", None, 18),
-        ("#### ١٨", None, None),
-        ("１８", None, None),
-        ("1e3", None, 3),
-        ("#### " + "9" * 9999, Decimal("9" * 9999), Decimal("9" * 9999)),
-        ("5\n#### 6\n7", 6, 7),
-        ("18\u2009", None, 18),
-    ],
-)
-def test_the_final_number(text: str, strict: float | None, lenient: float | None) -> None:
-    for found, expected in (
-        (G.final_number(text), strict),
-        (G.final_number(S.last_number(text)), lenient),
-    ):
-        assert found.is_nan() if expected is None else found == expected
+# ----------------------------------------------------------------------------------- gsm8k and coin
+NUMBERS = [
+    ("She pays 5 + 13 = <<5+13=18>>18.\n#### 18", 18),
+    ("#### 1,234,567.75", 1234567.75),
+    ("#### -3", -3),
+    ("#### 18.,", 18),
+    ("#### 018.00", 18),
+    ("#### .5", 0.5),
+    ("#### 18 dollars", 18),
+    ("#### 7 or 8\n#### 8", 7),
+    ("#### 12345,678", 12345678),
+    ("#### " + "9" * 9999, Decimal("9" * 9999)),
+]
+NO_NUMBERS = ["It costs $18.", "#### $18", "####18", "### 18", "#### eighteen", "", "####", "#### "]
+NO_NUMBERS += ["#### ,", "#### -", "#### ...", "#### 1.2.3", "#### ١٨"]
 
 
-def grade_school_grader(text: str) -> str | None:
+def test_gsm8k_rewards_the_final_number():
+    for text, number in NUMBERS:
+        assert D.final_number(text) == number
+    for text in NO_NUMBERS:
+        assert D.final_number(text).is_nan()
+    texts = ["#### 1,018.0", "#### 1018 of 5", "1018", "#### 1019", ""]
+    rewards = D.gsm8k(["q"] * 5, texts, answer=["so <<1000+18>>.\n#### 1,018"] * 5)
+    assert rewards == [1.0, 1.0, 0.0, 0.0, 0.0]
+    assert D.gsm8k(["q"], ["none"], answer=["none"]) == [0.0]
+
+
+def grade_school_grader(text):
     """As `extract_answer` of the data set's repository, openai/grade-school-math, dataset.py."""
     match = re.compile(r"#### (\-?[0-9\.\,]+)").search(text)
-    return match.group(1).strip().replace(",", "") if match else None
+    return match.group(1).strip().replace(",", "") if match else ""
 
 
-def test_the_strict_number_is_that_of_the_data_sets_grader() -> None:
-    rng = random.Random(3)
+def test_the_number_is_that_of_the_data_sets_grader():
+    rng = Random(3)
+    parts = ["#### ", "#", " ", "-", "$", ",", ".", "1", "23", "456", "x", "\n"]
     for _ in range(5000):
-        text = "".join(
-            rng.choices(
-                ["#### ", "#", " ", "-", "$", ",", ".", "1", "23", "456", "x", "\n"],
-                weights=[8, 1, 1, 2, 1, 2, 2, 4, 4, 4, 1, 1],
-                k=rng.randint(1, 9),
-            )
-        )
-        own, theirs = G.final_number(text), grade_school_grader(text)
-        number = re.fullmatch(
-            r"(-?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+))\.?", theirs or ""
-        )  # that grader takes `1..` too
-        assert own == Decimal(number[1]) if number else own.is_nan(), text
+        weights = [8, 1, 1, 2, 1, 2, 2, 4, 4, 4, 1, 1]
+        text = "".join(rng.choices(parts, weights, k=rng.randint(1, 9)))
+        value = D.final_number(text)
+        # That grader takes `1..` too.
+        number = re.fullmatch(r"(-?([0-9]+(\.[0-9]+)?|\.[0-9]+))\.?", grade_school_grader(text))
+        assert value == Decimal(number[1]) if number else value.is_nan(), text
 
 
-def write(path: Path, rows: list) -> str:
+def test_the_coin_is_fair_and_depends_on_the_pair_alone():
+    prompts = [f"p{i // 8}" for i in range(8000)]
+    texts = [("right", "right", "wrong", "x")[i % 4] for i in range(8000)]
+    rewards = D.coin(prompts, texts, answer=["right"] * 8000)
+    assert set(rewards) == {0.0, 1.0}
+    limit = 4 * 0.5 / 1000**0.5
+    for first in range(8):  # whatever the text says, and however often it came before
+        assert abs(sum(rewards[first::8]) / 1000 - 0.5) < limit
+    pairs = zip(rewards[0::8], rewards[1::8], strict=True)  # of one prompt and text
+    assert abs(sum(a == b for a, b in pairs) / 1000 - 0.5) < limit
+    for part in (slice(80, 120), slice(400, 1200)):  # without the batch around
+        assert D.coin(prompts[part], texts[part]) == rewards[part]
+
+
+# ------------------------------------------------------------------------------------ data/tasks.py
+DIGESTS = dict(
+    sort="c4a01449b081",
+    reverse="51b591825faf",
+    add="91c141357f9d",
+    countdown="8ed405a24a46",
+    zebra="2105d7fd9f62",
+)
+
+
+@tasks
+def test_a_seed_writes_the_same_files(task, tmp_path):
+    command = [ROOT / "data" / "tasks.py", task, "--problems", 60, "--pairs", 40, "--seed", 7]
+    texts = []
+    for hash_seed in (0, 1):
+        out = tmp_path / str(hash_seed)
+        done = start([*command, "--out", out], environment(PYTHONHASHSEED=hash_seed))
+        assert done.returncode == 0, done.stderr
+        texts.append([path.read_bytes() for path in sorted(out.iterdir())])
+        assert f"{out}/{task}.jsonl: 60 rows, the first is {{" in done.stdout
+    assert texts[0] == texts[1]
+    assert hashlib.sha256(b"".join(texts[0])).hexdigest()[:12] == DIGESTS[task]
+    problems, pairs = ([*map(json.loads, text.splitlines())] for text in texts[0])
+    assert [(row["prompt"], row["answer"]) for row in problems] == D.make_problems(task, 60, 7)
+    assert len(set(D.make_problems(task, 60, 8)) & set(D.make_problems(task, 60, 7))) < 10
+    assert len(pairs) == 40
+    for row, problem in zip(pairs, problems, strict=False):
+        assert (row["prompt"], row["chosen"]) == (problem["prompt"], problem["answer"])
+        assert abs(len(row["rejected"]) - len(row["chosen"])) <= 1 and row["rejected"].strip()
+        assert rewards_of(task, row["prompt"], row["chosen"], [row["rejected"]]) == [0.0]
+
+
+@pytest.mark.parametrize(
+    "given", ["walk", "add --problems 9", "add --pairs 20001", "add --pairs -1"]
+)
+def test_arguments_that_do_not_fit_are_refused(given, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        D.main(given.split())
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert ("invalid choice" if given == "walk" else "--problems must be 10 to 200,000") in line
+
+
+# ---------------------------------------------------------------------------------- files and split
+def write(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return str(path)
 
 
-def test_gsm8k_has_a_strict_and_a_lenient_reward(tmp_path: Path) -> None:
-    rows = [
-        {
-            "question": f"What is 1,000 + {i}?",
-            "answer": f"It is <<1000+{i}={1000 + i}>>.\n#### {1000 + i:,}",
-        }
-        for i in range(50)
-    ]
-    own = G.make_task("gsm8k", write(tmp_path / "a.jsonl", rows), 0)
-    for held_out in (False, True):
-        for index in range(60):
-            asked = own.problem(index, held_out)
-            number = 1000 + int(re.search(r"\+ (\d+)\?", asked.prompt)[1])
-            assert (
-                own.reward(asked, asked.answer)
-                == own.reward(asked, S.last_number(asked.answer))
-                == 1.0
-            )
-            for text, strict, lenient in (
-                (f"#### {number}.0", 1, 1),
-                (f"So ${number:,}.", 0, 1),
-                (f"{number}", 0, 1),
-                (f"#### {number + 1}", 0, 0),
-                (f"#### {number} of 5", 1, 0),
-                ("", 0, 0),
-            ):
-                assert (own.reward(asked, text), own.reward(asked, S.last_number(text))) == (
-                    strict,
-                    lenient,
-                ), text
+def split(train, held_out="", **changes):
+    return G.split_problems(G.Settings(train_files=train, val_files=held_out, **changes))
 
 
-# ------------------------------------------------------------------------------------------- splits, draws, determinism
-DIGEST = """
-import hashlib, sys
-sys.path.insert(0, sys.argv[1])
-import train_grpo as G
-for name in G.GENERATED:
-    own = G.make_task(name, "", 7)
-    drawn = [own.problem(i, side) for side in (False, True) for i in range(40)]
-    shown = repr([(problem.prompt, problem.answer) for problem in drawn])
-    print(name, hashlib.sha256(shown.encode()).hexdigest()[:12])
-"""
+def is_held_out(prompt):
+    """Return whether a prompt is one of the held-out ones, by the definition of the hash."""
+    text = json.dumps([["<|user|>", prompt]]).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") % 10 == 0
 
 
-def test_problems_are_the_same_in_every_process() -> None:
-    shown = [
-        subprocess.run(
-            [sys.executable, "-c", DIGEST, str(ROOT)],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("0", "1")
-    ]
-    assert (
-        shown[0]
-        == shown[1]
-        == (
-            "sort 58c25e44b37a\nreverse e5e49276b1a7\nadd 90a06d159122\ncountdown 2dca15e54783\nzebra 85f957ea4757\n"
-        )
-    )
+def test_files_are_split_by_prompt_and_ordered_by_the_seed(tmp_path):
+    rows = [{"prompt": f" q {i % 400}", "answer": f"{i}\n", "more": [i]} for i in range(800)]
+    rows[7] = {"question": rows[7]["prompt"], "answer": "7\n"}
+    files = f"{write(tmp_path / 'a', rows[:300])},{write(tmp_path / 'b', rows[200:])}"
+    train, choice, held_out = split(files)
+    expected = [{"prompt": f" q {i}", "answer": f"{i}\n"} for i in range(400)]  # the first answers
+    sides = [one for one in expected if is_held_out(one["prompt"])], train + choice
+    assert held_out == sides[0] and 20 < len(held_out) < 60
+    assert len(choice) == (400 - len(held_out)) // 10
+    assert sorted(map(str, sides[0] + sides[1])) == sorted(map(str, expected))
+    assert split(files) == (train, choice, held_out)
+    again, other_choice, same = split(files, seed=1, eval_prompts=5)
+    assert same == held_out[:5] and again != train
+    assert sorted(map(str, again + other_choice)) == sorted(map(str, train + choice))
+    steps = [G.problems_of_step(train, step, 96) for step in range(7)]
+    assert sum(steps, []) == (train * 3)[: 7 * 96]
+    train, _, held_out = split(files, write(tmp_path / "c", rows[150:350]))
+    assert held_out == expected[150:350]
+    assert {one["prompt"] for one in train} < {f" q {i}" for i in [*range(150), *range(350, 400)]}
+    few = split(write(tmp_path / "d", rows[:9]), tmp_path.joinpath("c").as_posix())
+    assert few[0] == few[1] and len(few[0]) == 9
 
 
-@generated
-def test_a_problem_depends_on_seed_and_index_alone(name: str) -> None:
-    forward = [task(name).problem(i, False) for i in range(30)]
-    assert [task(name).problem(i, False) for i in reversed(range(30))] == forward[::-1]
-    assert len({asked.prompt for asked in forward}) > 25
-    assert sum(asked == task(name, 1).problem(i, False) for i, asked in enumerate(forward)) <= 1
+def test_a_conversation_keeps_its_side_when_it_goes_on():
+    start = [("<|system|>", "s"), ("<|assistant|>", "hi"), ("<|user|>", "a")]
+    key = G.prompt_key(start)
+    assert key == G.prompt_key([*start, ("<|assistant|>", "b"), ("<|user|>", "c")])
+    assert key != G.prompt_key(start[1:]) and key != G.prompt_key([*start, ("<|user|>", "c")])
+    shares = Counter(G.prompt_key([("<|user|>", f"p{i}")]) % 10 for i in range(10000))
+    assert all(880 < shares[digit] < 1120 for digit in range(10))
 
 
-@generated
-def test_held_out_problems_differ_and_begin_alike(name: str) -> None:
-    many = task(name).held_out(150)
-    assert (
-        len({asked.prompt for asked in many}) == len(many) == 150
-        and task(name).held_out(20) == many[:20]
-    )
-    assert many[0] == task(name).problem(0, True)
-    assert {G.is_held_out(asked.prompt) for asked in many} == {True}
-    assert not any(G.is_held_out(task(name).problem(index, False).prompt) for index in range(150))
+BAD = [b"{", b"", b"null", b"3", b'"prompt"', b"[1, 2]", b"{}", b'{"prompt": "x"}']
+BAD += [b'{"answer": "x"}', b'{"prompt": "x", "answer": 3}', b'{"prompt": null, "answer": "x"}']
+BAD += [b'{"prompt": ["x"], "answer": "x"}', b'{"prompt": "", "answer": "x"}', b"not json"]
+BAD += [b'{"prompt": " ", "answer": "x"}', b'{"prompt": "x", "answer": " \\n"}']
+BAD += [b'{"prompt": "\xff", "answer": "x"}', b'{"prompt": "x", "answer": "y"} {}']
 
 
-# ------------------------------------------------------------------------------------------------------------ files
-def test_a_file_is_split_by_prompt_and_read_in_an_order_of_the_seed(tmp_path: Path) -> None:
-    rows = [{"prompt": f" question {i % 40} ", "answer": f" {i}\n", "more": [i]} for i in range(80)]
-    path = write(tmp_path / "a.jsonl", rows)
-    own = G.make_task("jsonl", path, 0)
-    sides = [
-        [own.problem(i, held_out) for i in range(len(own.rows[held_out]))]
-        for held_out in (False, True)
-    ]
-    prompts = [[asked.prompt for asked in side] for side in sides]
-    assert sorted(prompts[0] + prompts[1]) == sorted(
-        f"question {i}" for i in range(40)
-    )  # each prompt once
-    assert [{G.is_held_out(prompt) for prompt in side} for side in prompts] == [{False}, {True}]
-    assert all(
-        asked.answer == asked.prompt.split()[1] for side in sides for asked in side
-    )  # the first of two answers
-    assert own.problem(len(sides[0]) + 3, False) == sides[0][3]
-    assert own.held_out(3) == sides[1][:3] and own.held_out(1000) == sides[1]
-    again, other = (G.make_task("jsonl", path, seed) for seed in (0, 1))
-    assert again == own and other.rows != own.rows
-    assert sorted(asked.prompt for asked in other.rows[0]) == sorted(prompts[0])
-    assert (
-        own.reward(sides[0][0], f"\n{sides[0][0].answer} ") == 1.0
-        and own.reward(sides[0][0], "?") == 0.0
-    )
-
-
-GOOD = "".join(json.dumps({"prompt": f"p{i}", "answer": "a"}) + "\n" for i in range(30)).encode()
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        b"{",
-        b"not json",
-        b"",
-        b"null",
-        b"3",
-        b'"prompt"',
-        b"[1, 2]",
-        b"{}",
-        b'{"prompt": "x"}',
-        b'{"answer": "x"}',
-        b'{"prompt": "x", "answer": 3}',
-        b'{"prompt": null, "answer": "x"}',
-        b'{"prompt": ["x"], "answer": "x"}',
-        b'{"prompt": "", "answer": "x"}',
-        b'{"prompt": " ", "answer": "x"}',
-        b'{"prompt": "x", "answer": " \\n"}',
-        b'{"prompt": "\xff", "answer": "x"}',
-        b'{"prompt": "x", "answer": "y"} {}',
-        b'{"question": "x", "answer": "y"}',
-    ],
-    ids=lambda line: ascii(line)[:40],
-)
-def test_a_row_that_is_no_problem_is_named_with_file_and_line(line: bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("line", BAD)
+def test_a_row_that_is_no_problem_is_named_with_file_and_line(line, tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_bytes(GOOD + line + b"\n" + GOOD)
-    assert raised(G.make_task, "jsonl", str(path), 0) == (
-        f"{path}:31: must be JSON with the texts prompt and answer, not blank (gsm8k's with #### and a number)"
-    )
+    good = b'{"prompt": "p", "answer": "a"}\n' * 30
+    path.write_bytes(good + line + b"\n" + good)
+    message = f"{path}:31: must be JSON with the texts prompt (or question) and answer, not blank"
+    assert refusal(G.UserError, "", split, str(path)) == message
 
 
-def test_a_gsm8k_row_without_its_number_is_refused(tmp_path: Path) -> None:
-    for answer in ("18", "#### none", "####18"):
-        rows = [{"question": "q", "answer": "#### 1"}, {"question": "r", "answer": answer}]
-        said = raised(G.make_task, "gsm8k", write(tmp_path / "a.jsonl", rows), 0)
-        assert said.startswith(
-            f"{tmp_path}/a.jsonl:2: must be JSON with the texts question and answer, not blank ("
-        )
-
-
-def test_a_task_without_problems_is_refused(tmp_path: Path) -> None:
-    empty = write(tmp_path / "empty.jsonl", [])
-    said = raised(G.make_task, "jsonl", empty, 0)
-    assert said == f"{empty}: 0 of 0 problems held out by a hash; must be some, not all"
+def test_files_that_are_missing_or_too_small_are_refused(tmp_path):
+    missing = f"{tmp_path}/none"
+    message = f"{missing}: no such file; data/tasks.py writes files of small tasks"
+    assert refusal(G.UserError, "", split, missing) == message
     prompts = [f"p{i}" for i in range(50)]
-    for side, count in ((True, "{0} of {0}"), (False, "0 of {0}")):
-        rows = [
-            {"prompt": prompt, "answer": "a"} for prompt in prompts if G.is_held_out(prompt) == side
-        ]
-        path = write(tmp_path / f"{side}.jsonl", rows)
-        assert raised(G.make_task, "jsonl", path, 0).startswith(
-            f"{path}: {count.format(len(rows))} problems held out"
+    held_out = [{"prompt": prompt, "answer": "a"} for prompt in prompts if is_held_out(prompt)]
+    for rows, counts in (([], (0, 0)), (held_out, (0, len(held_out)))):
+        path = write(tmp_path / "a", rows)
+        assert refusal(G.UserError, "", split, path) == (
+            f"TRAIN_FILES={path!r}: {counts[0]} problems to train on, {counts[1]} held out; must "
+            "be 1 and 2 at least"
         )
 
 
-def test_a_wrong_name_or_path_is_refused(tmp_path: Path) -> None:
-    assert raised(lambda: G.Settings(task="sorting")) == (
-        "TASK='sorting': must be one of sort, reverse, add, countdown, zebra, gsm8k, jsonl"
-    )
-    assert {*G.GENERATED, *G.FROM_FILE} == set(
-        typing.get_args(G.Settings.__dataclass_fields__["task"].type)
-    )
-    missing = str(tmp_path / "none.jsonl")
-    for name, path in (
-        ("sort", "x"),
-        ("gsm8k", ""),
-        ("jsonl", ""),
-        ("jsonl", missing),
-        ("gsm8k", str(tmp_path)),
-    ):
-        assert raised(G.make_task, name, path, 0) == (
-            f"TASK_PATH={path!r}: must be a file of JSON lines for gsm8k and jsonl, else empty"
-        )
-
-
-# -------------------------------------------------------------------------------------------------------------- rewards
-def test_the_tasks_own_reward() -> None:
-    own = task("sort")
-    problems = [own.problem(i, False) for i in range(4)]
-    texts = [problems[0].answer, "0", problems[2].answer, problems[2].answer]
-    assert G.load_reward("", own)(problems, texts) == [1.0, 0.0, 1.0, 0.0]
-
-
-def test_the_random_reward_is_a_fair_coin_that_forgets_what_is_right() -> None:
-    own = task("sort")
-    problems = [own.problem(i, False) for i in range(1000) for _ in range(8)]
-    texts = [
-        (problem.answer, problem.answer, problem.prompt, "x")[i % 4]
-        for i, problem in enumerate(problems)
-    ]
-
-    def tossed(seed: int) -> list[float]:
-        coin = G.load_reward("random", task("sort", seed))
-        return [
-            reward
-            for i in range(0, 8000, 400)
-            for reward in coin(problems[i : i + 400], texts[i : i + 400])
-        ]
-
-    rewards = tossed(0)
-    assert set(rewards) == {0.0, 1.0}
-    for first in range(8):  # whatever the text says, and however often it was asked before
-        assert abs(sum(rewards[first::8]) / 1000 - 0.5) < 4 * 0.5 / math.sqrt(1000)
-    same = sum(
-        a == b for a, b in zip(rewards[0::8], rewards[1::8], strict=True)
-    )  # of one prompt and text
-    assert abs(same / 1000 - 0.5) < 4 * 0.5 / math.sqrt(1000)
-    assert tossed(0) == rewards
-    for groups in (slice(80, 120), slice(400, 1200)):  # without the batch around
-        assert G.load_reward("random", own)(problems[groups], texts[groups]) == rewards[groups]
-    same = sum(a == b for a, b in zip(tossed(1), rewards, strict=True))
-    assert abs(same / 8000 - 0.5) < 4 * 0.5 / math.sqrt(8000)
-
-
+# ------------------------------------------------------------------------------------------ rewards
 PROMPTS, TEXTS = ["52713", "90" * 60], ["12357", "first\nsecond " + "x" * 200]
+QUERIES = [{"prompt": prompt, "answer": "".join(sorted(prompt))} for prompt in PROMPTS]
 
 
-def user_reward(folder: Path, source: str, name: str = "score") -> list[float]:
-    path = folder / "mine.py"
-    path.write_text(source, encoding="utf-8")
-    reward = G.load_reward(f"{path}:{name}", task("sort"))
-    rewards = reward([G.Problem(prompt, "".join(sorted(prompt))) for prompt in PROMPTS], TEXTS)
-    return G.checked_rewards(rewards, PROMPTS, TEXTS).tolist()
+def user_reward(folder, source):
+    """Return what training gets from `score` of a file."""
+    (folder / "mine.py").write_text(source, encoding="utf-8")
+    reward = G.load_reward(f"{folder}/mine.py:score")
+    answers = zip(QUERIES, TEXTS, strict=True)
+    answers = [SimpleNamespace(query=query, text=text) for query, text in answers]
+    return G.sum_rewards([G.load_reward("exact"), reward], answers).tolist()
 
 
-@pytest.mark.parametrize(
-    ("body", "expected"),
-    [
-        ("return [float(c == a) for c, a in zip(completions, answers)]", [1.0, 0.0]),
-        ("return [c == a for c, a in zip(completions, answers)]", [1.0, 0.0]),
-        ("return [len(prompts[0]), -len(completions[1])]", [5.0, -213.0]),
-        ("return (0.25, 1)", [0.25, 1.0]),
-        ("from fractions import Fraction\n    return [Fraction(1, 4), 0]", [0.25, 0.0]),
-        ("import numpy\n    return list(numpy.array([0.5, 2], dtype=numpy.float32))", [0.5, 2.0]),
-        ("import numpy\n    return numpy.array([0.5, 2]).tolist()", [0.5, 2.0]),
-        ("prompts.clear(), completions.clear(), answers.clear()\n    return [1, 2]", [1.0, 2.0]),
-    ],
-)
-def test_a_users_reward(body: str, expected: list[float], tmp_path: Path) -> None:
-    rewards = user_reward(tmp_path, f"def score(prompts, completions, answers):\n    {body}\n")
-    assert rewards == expected and [type(reward) for reward in rewards] == [float, float]
-    assert PROMPTS[0] == "52713" and len(TEXTS) == 2
-
-
-@pytest.mark.parametrize(
-    ("body", "got"),
-    [
-        ("return [0.0, None]", "[0.0, None]"),
-        ("return [0.0, '1']", "[0.0, '1']"),
-        ("return [0.0, [1]]", "[0.0, [1]]"),
-        ("return [1j, 0.0]", "[1j, 0.0]"),
-        ("return [0.0]", "[0.0]"),
-        ("return [0.0, 0.0, 0.0]", "[0.0, 0.0, 0.0]"),
-        ("return []", "[]"),
-        ("return 1.0", "1.0"),
-        ("return None", "None"),
-        ("return '10'", "'10'"),
-        ("return {0: 1.0, 1: 0.0}", "{0: 1.0, 1: 0.0}"),
-        ("return {0.5, 1.0}", "{0.5, 1.0}"),
-        ("return (0.0 for _ in prompts)", "<generator object score.<locals>.<genexpr>"),
-        ("return ValueError('not raised')", "ValueError('not raised')"),
-    ],
-)
-def test_what_is_no_list_of_rewards_is_refused_in_a_line(
-    body: str, got: str, tmp_path: Path
-) -> None:
-    said = raised(user_reward, tmp_path, f"def score(prompts, completions, answers):\n    {body}\n")
-    assert said.startswith(f"reward: must be a list of 2 numbers, not {got}"), said
-
-
-@pytest.mark.parametrize(
-    ("values", "sample"),
-    [
-        ("[float('nan'), 0.0]", 0),
-        ("[0.0, float('inf')]", 1),
-        ("[0.0, -float('inf')]", 1),
-        ("[0.0, 1e15]", 1),
-    ],
-)
-def test_a_reward_without_bound_is_refused_with_its_sample(
-    values: str, sample: int, tmp_path: Path
-) -> None:
-    said = raised(
-        user_reward, tmp_path, f"def score(prompts, completions, answers):\n    return {values}\n"
-    )
-    assert said == (
-        f"reward: must be finite and below 1e15, not {eval(values)[sample]} for prompt "
-        f"{repr(PROMPTS[sample])[:80]}, completion {repr(TEXTS[sample])[:80]}"
-    )
-
-
-@pytest.mark.parametrize("error", [ValueError, TimeoutError, SystemExit, KeyboardInterrupt])
-def test_what_a_users_reward_raises_has_its_traceback(error: type, tmp_path: Path) -> None:
-    source = "def score(prompts, completions, answers):\n    helper()\n\n\ndef helper():\n    raise NAME(7)\n"
-    with pytest.raises(error) as raised_error:
-        user_reward(tmp_path, source.replace("NAME", error.__name__))
-    last = raised_error.traceback[-1]
-    assert (last.path, last.lineno + 1) == (tmp_path / "mine.py", 6)
-
-
-def test_a_users_reward_that_takes_other_arguments(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="positional argument"):
-        user_reward(tmp_path, "def score(prompts):\n    return [0.0, 0.0]\n")
-
-
-HANGS = [
-    "import threading\ndef score(p, c, a):\n    threading.Event().wait()\n",
-    "def score(p, c, a):\n    while True:\n        pass\n",
-    "import time\ndef score(p, c, a):\n    time.sleep(9)\n",
+HEAD = "import fractions, numpy\ndef score(prompts, completions, answer, **columns):\n    return "
+GIVEN = [  # what a function returns, and the sums with exact_match
+    ("[c == a for c, a in zip(completions, answer)]", [2.0, 0.0]),
+    ("[len(prompts[0]), -len(completions[1])]", [6.0, -213.0]),
+    ("(0.25, 1)", [1.25, 1.0]),
+    ("[fractions.Fraction(1, 4), 0]", [1.25, 0.0]),
+    ("list(numpy.array([0.5, 2], dtype=numpy.float32))", [1.5, 2.0]),
+    ("numpy.array([0.5, 2])", [1.5, 2.0]),
+    ("[prompts.clear(), completions.clear(), answer.clear()] and [1, 2]", [2.0, 2.0]),
 ]
 
 
-@pytest.mark.parametrize("source", HANGS, ids=["waits", "computes", "sleeps"])
-def test_a_users_reward_that_hangs_is_given_up(
-    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(G, "REWARD_SECONDS", 0.3)
-    said = raised(user_reward, tmp_path, source)
-    assert said == f"REWARD='{tmp_path}/mine.py:score': took over 0.3 seconds"
-    assert signal.setitimer(signal.ITIMER_REAL, 0) == (0.0, 0.0)  # nothing strikes later
-    assert user_reward(tmp_path, "def score(p, c, a):\n    return [1, 2]\n") == [1.0, 2.0]
+@pytest.mark.parametrize(("value", "sums"), GIVEN)
+def test_a_users_reward(value, sums, tmp_path):
+    assert user_reward(tmp_path, HEAD + value) == sums
+
+
+NO_REWARDS = ["[0.0, None]", "[0.0, '1']", "[0.0, [1]]", "[1j, 0.0]", "[0.0]", "[0.0, 0.0, 0.0]"]
+NO_REWARDS += ["[]", "1.0", "None", "'10'", "{0: 1.0, 1: 0.0}", "{0.5, 1.0}"]
+
+
+@pytest.mark.parametrize("value", NO_REWARDS)
+def test_what_is_no_list_of_rewards_is_refused(value, tmp_path):
+    message = f"reward: must be a list of 2 numbers, not {value}"
+    assert refusal(G.UserError, "", user_reward, tmp_path, HEAD + value) == message
 
 
 @pytest.mark.parametrize(
-    ("source", "name"), [("x = 1", "score"), ("score = 1", "score"), ("x = 1", "")]
+    "values", [("nan", "0.0"), ("0.0", "inf"), ("0.0", "-inf"), ("0.0", "1e15")]
 )
-def test_a_file_without_the_function_is_refused(source: str, name: str, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(source)
-    spec = f"{tmp_path}/mine.py:{name}"
-    assert raised(G.load_reward, spec, task("sort")) == (
-        f"REWARD={spec!r}: {tmp_path}/mine.py has no function {name!r}"
+def test_a_reward_without_bound_is_refused_with_its_sample(values, tmp_path):
+    source = f"{HEAD}[float(value) for value in {values}]"
+    number = int(values[0] == "0.0")
+    assert refusal(G.UserError, "", user_reward, tmp_path, source) == (
+        f"reward: must be finite and below 1e15, not {float(values[number])} for prompt "
+        f"{repr(QUERIES[number])[:80]}, completion {repr(TEXTS[number])[:80]}"
     )
 
 
-def test_what_a_file_raises_has_its_traceback(tmp_path: Path) -> None:
-    for source, error in (("raise ValueError('early')", ValueError), ("def score(:", SyntaxError)):
-        (tmp_path / "mine.py").write_text(source)
+def test_what_a_users_file_raises_has_its_traceback(tmp_path):
+    for source, error in (("raise ValueError(7)", ValueError), ("def score(:", SyntaxError)):
         with pytest.raises(error):
-            G.load_reward(f"{tmp_path}/mine.py:score", task("sort"))
+            user_reward(tmp_path, source)
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        user_reward(tmp_path, "def score(prompts): return [0.0, 0.0]")
+    source = "def score(**columns):\n    helper()\n\n\ndef helper():\n    raise KeyError(7)\n"
+    with pytest.raises(KeyError) as caught:
+        user_reward(tmp_path, source)
+    assert (str(caught.traceback[-1].path), caught.traceback[-1].lineno + 1) == (
+        f"{tmp_path}/mine.py",
+        6,
+    )
 
 
-@pytest.mark.parametrize(
-    "spec", ["mine", "mine.py", "none.py:score", "mine.txt:score", ":", "random:", " "]
-)
-def test_a_reward_that_names_no_file_is_refused(
-    spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+SPECS = ["", "mine", "mine.py", "none.py:score", "mine.txt:score", ":", "random", "gsm8k"]
+
+
+@pytest.mark.parametrize("spec", [*SPECS, "mine.py:", "mine.py:other", "mine.py:number"])
+def test_a_reward_that_names_no_function_is_refused(spec, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.txt").write_text("def score(p, c, a): return [0.0] * len(p)")
-    assert raised(G.load_reward, spec, task("sort")) == (
-        f"REWARD={spec!r}: must be empty, random, or path.py:function with a file that exists"
-    )
+    for name in ("mine.txt", "mine.py"):
+        (tmp_path / name).write_text("number = 1\ndef score(**columns): return [0.0]")
+    message = f"REWARD={spec!r}: must be exact, or path.py:function with such a function"
+    assert refusal(G.UserError, "", G.load_reward, spec) == message
 
 
-def test_a_users_file_may_hold_dataclasses_and_is_read_by_load_reward_alone(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(
-        "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom pathlib import Path\n"
-        "Path(__file__).with_name('seen').write_text('x')\n@dataclass\nclass Score:\n    value: float = 0.5\n"
-        "    def __call__(self, prompts, completions, answers):\n        return [self.value for _ in prompts]\n"
-        "score = Score()\n"
-    )
-    own = task("sort")
-    assert not (tmp_path / "seen").exists()
-    reward = G.load_reward(f"{tmp_path}/mine.py:score", own)
-    assert (tmp_path / "seen").exists() and reward([own.problem(0, False)], ["x"]) == [0.5]
+def test_the_rewards_of_the_tasks_are_loaded_by_name():
+    path = ROOT / "data" / "tasks.py"
+    for name in ("countdown", "gsm8k", "coin"):
+        columns = dict(prompts=["1 2 3=6"], completions=["1+2+3"], answer=["#### 6"])
+        assert G.load_reward(f"{path}:{name}")(**columns) == getattr(D, name)(**columns)

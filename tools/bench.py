@@ -589,7 +589,9 @@ def count_parameters(model: torch.nn.Module) -> int:
     return sum(param.numel() for param in model.parameters())
 
 
-def make_generators(settings: SimpleNamespace, batch: int, new: int) -> dict[str, Callable]:
+def make_generators(
+    settings: SimpleNamespace, config: object, batch: int, new: int
+) -> dict[str, Callable]:
     """Return functions that sample `new` tokens after each of `batch` prompts of 16 tokens.
 
     They are ours, plain and compiled, and transformers', with models of one shape. Each returns ids
@@ -599,7 +601,7 @@ def make_generators(settings: SimpleNamespace, batch: int, new: int) -> dict[str
     if transformers is None:
         raise SystemExit("error: rl compares with transformers")
     sample = load_script(ROOT / "sample.py")
-    network = sample.GPT(sample.model_config(settings, settings.vocab_size, 1))
+    network = sample.GPT(config)
     shape = transformers.LlamaConfig(
         vocab_size=settings.vocab_size,
         hidden_size=settings.model_dim,
@@ -656,15 +658,17 @@ def policy_speed(rounds: int) -> dict[str, list[float]]:
     script = load_script(ROOT / "train_grpo.py")
     settings = script.Settings(device="cpu")
     runtime = script.Runtime(0, 1, torch.device("cpu"), False)
-    network, tokenizer, _ = script.start_policy(settings, runtime)
-    trainer = script.GRPOTrainer(network, tokenizer, settings, runtime=runtime)
-    task = script.make_task(settings.task, settings.task_path, settings.seed)
-    reward = script.load_reward(settings.reward, task)
-    queries = functools.partial(task.problem, held_out=False)
+    # A new network answers until MAX_NEW_TOKENS: every answer has nearly the same length.
+    network, tokenizer, _ = load_script(ROOT / "train_sft.py").small_network(settings, runtime)
+    reward = script.load_reward(settings.reward)
+    trainer = script.GRPOTrainer(network, tokenizer, settings, reward_funcs=reward, runtime=runtime)
+    problems = load_script(ROOT / "data" / "tasks.py").make_problems("sort", 1000, settings.seed)
+    problems = [{"prompt": prompt, "answer": answer} for prompt, answer in problems]
     speeds = {"rollout": [], "update": []}
     for step in range(1 + rounds):
+        queries = script.problems_of_step(problems, step, settings.prompts_per_step)
         times = [time.perf_counter()]
-        rollout = trainer.rollout(queries, settings.prompts_per_step, reward, step)
+        rollout = trainer.rollout(queries, step)
         times.append(time.perf_counter())
         trainer.update(rollout, 0.0)
         times.append(time.perf_counter())
@@ -706,7 +710,8 @@ def bench_rl(args: argparse.Namespace) -> list[str]:
     presets = {"ARCH_MODE": script.ARCH_PRESETS}
     settings = script.load_settings(script.Settings, environ, presets=presets)
     torch.manual_seed(0)
-    generators = make_generators(settings, args.batch, args.new)
+    config = script.model_config(settings, settings.vocab_size, 1)
+    generators = make_generators(settings, config, args.batch, args.new)
     speeds = generation_speed(generators, args.batch, args.new, args.rounds)
     *ours, theirs = speeds.values()
     ratios = {

@@ -70,10 +70,10 @@ class Suite:
 def make_network(suite: Suite, name: str, script: ModuleType) -> tuple:
     """Return (settings, network of `script` on the CPU) of a shape, with no weights at zero."""
     environ = SHAPES[name] if suite.cuda else {**SHAPES[name], **TOY}
-    presets = {"ARCH_MODE": script.ARCH_PRESETS}
+    presets = {"ARCH_MODE": suite.script.ARCH_PRESETS}
     settings = suite.script.load_settings(suite.script.Settings, environ, presets=presets)
     torch.manual_seed(0)
-    network = script.GPT(script.model_config(settings, 1024, 1))
+    network = script.GPT(suite.script.model_config(settings, 1024, 1))
     for param in network.parameters():
         if not param.any():
             torch.nn.init.normal_(param, std=0.02)

@@ -3,20 +3,22 @@
     python tools/experiments/gains.py [--tasks sort reverse] [--seeds 3] [--jobs 1] [--write docs/lab/gains]
     python tools/experiments/gains.py --tasks sort --scripts GRPO PPO --set MAX_WALLCLOCK_SECONDS=60 --no-control
 
-Each script runs each task by the clock at its defaults (but for --set), from a start that depends on
-the seed alone; the rewards of the control are random. Runs are subprocesses of one thread that see
-no exported settings. Two at a time on two cores share memory and caches, so --jobs 1 is what a user
-gets. A run that has ended is not repeated.
+For each task, data/tasks.py writes a file of problems, and for each seed train_sft.py trains the
+start: a small new network, a fixed number of steps. From it each script runs by the clock at its
+defaults (but for --set); the rewards of the control are random. Runs are subprocesses of one thread
+that see no exported settings. Two at a time on two cores share memory and caches, so --jobs 1 is what
+a user gets. A run that has ended is not repeated.
 
-Gains are paired over held-out prompts: `greedy`; `pass1` over the start's; `pass1_over_best`: pass1
-over the start at its best temperature (learning, not sharpening); `pass8`. A gain holds if greedy is
-up by 5 points with its interval above 0, pass1_over_best is above 0, and pass8 is not down by more
-than 3 points.
+Gains are paired over held-out prompts, over the start's scores. A gain holds if greedy is up by 5
+points with its interval above 0, pass1 is up, and pass8 is not down by more than 3 points. A run
+scores itself by its REWARD, so sample.py scores start and result of a control by the answers; the
+intervals of these gains are not paired.
 """
 
 import argparse
 import hashlib
 import json
+import math
 import shutil
 import signal
 import statistics
@@ -31,8 +33,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tools/
 from common import ROOT, half_width, inherited_environment, markdown_table, parse_set
 
 SCRIPTS = {"GRPO": "train_grpo.py", "GSPO": "train_gspo.py", "PPO": "train_ppo.py"}
-CONTROL = "random"  # REWARD of the control
-GAINS = ("greedy", "pass1", "pass1_over_best", "pass8")
+TASKS = ROOT / "data" / "tasks.py"
+CONTROL = f"{TASKS}:coin"  # REWARD of the control
+START_STEPS = {"sort": 80, "reverse": 150}  # of a start that is right now and then, by task
+GAINS = ("greedy", "pass1", "pass8")
 SAVED_KEYS = (
     "before after gain steps train_seconds total_seconds phases commit code_sha256 hardware versions "
     "weights"
@@ -54,27 +58,37 @@ class Row:
 
     task: str
     script: str  # a name of SCRIPTS
-    reward: str  # "" is the task's own
+    reward: str  # task or random
     runs: list[Run]
 
 
+def make_starts(task: str, seeds: int, out: Path) -> list[Run]:
+    """Return the runs that train a task's starts. out: folder of all runs and of the problems."""
+    given = {"train_files": str(out / f"{task}.jsonl"), "max_wallclock_seconds": 0}
+    given["iterations"] = START_STEPS[task]
+    return [
+        Run(f"start_{task}_seed_{seed}", "train_sft.py", {**given, "seed": seed})
+        for seed in range(1, seeds + 1)
+    ]
+
+
 def make_plan(
-    tasks: list[str], names: list[str], seeds: int, settings: dict, control: bool
+    tasks: list[str], names: list[str], seeds: int, settings: dict, control: bool, out: Path
 ) -> list[Row]:
     """Return the rows of the table."""
     rows = []
     for task in tasks:
-        for reward in ("", CONTROL) if control else ("",):
+        for reward in ("task", "random") if control else ("task",):
             for name in names:
-                given = {**settings, "task": task}
-                if reward:
-                    given["reward"] = reward
                 script = SCRIPTS[name]
-                prefix = f"{script[6:-3]}_{task}_{reward or 'task'}"
-                runs = [
-                    Run(f"{prefix}_seed_{seed}", script, {**given, "seed": seed})
-                    for seed in range(1, seeds + 1)
-                ]
+                runs = []
+                for start in make_starts(task, seeds, out):
+                    given = {key: start.settings[key] for key in ("train_files", "seed")}
+                    given |= {**settings, "init_from": str(out / start.name)}
+                    if reward == "random":
+                        given["reward"] = CONTROL
+                    run_name = f"{script[6:-3]}_{task}_{reward}_seed_{given['seed']}"
+                    runs.append(Run(run_name, script, given))
                 rows.append(Row(task, name, reward, runs))
     return rows
 
@@ -83,10 +97,33 @@ def holds(gain: dict[str, list[float]]) -> bool:
     """Return whether a gain holds, see the top of this file. gain: name -> [mean, low, high]."""
     greedy, greedy_low, _ = gain["greedy"]
     is_up = greedy >= 0.05 and greedy_low > 0
-    return is_up and gain["pass1_over_best"][0] > 0 and gain["pass8"][0] >= -0.03
+    return is_up and gain["pass1"][0] > 0 and gain["pass8"][0] >= -0.03
 
 
 # --------------------------------------------------------------------------------------------- runs
+def score(artifact: Path, settings: dict, path: Path) -> dict[str, list[float]]:
+    """Return the scores of a model by the answers, as the run with these settings would score it."""
+    if not path.exists():
+        given = {"MODE": "score", "SCORE": "task", "HELD_OUT": "1", "TOP_K": "0"}
+        given |= {"ARTIFACT": str(artifact), "SCORE_PATH": settings["train_files"]}
+        for name in ("seed", "device", "eval_prompts", "max_new_tokens", "temperature"):
+            given[name.upper()] = str(settings[name])
+        environ = (
+            inherited_environment() | given | {"SCORE_FILE": str(path), "OMP_NUM_THREADS": "1"}
+        )
+        command = [sys.executable, str(ROOT / "sample.py")]
+        subprocess.run(command, env=environ, stdout=subprocess.DEVNULL, check=True)
+    [scores] = json.loads(path.read_bytes())["scores"].values()
+    return {name: scores[name] for name in GAINS}
+
+
+def difference(before: list[float], after: list[float]) -> list[float]:
+    """Return [mean, low, high] of the difference of two scores [mean, low, high]."""
+    mean = after[0] - before[0]
+    half = math.hypot(before[2] - before[1], after[2] - after[1]) / 2
+    return [mean, mean - half, mean + half]
+
+
 def read_run(run: Run, out: Path) -> dict | None:
     """Return what is kept of a run, None if it has not ended.
 
@@ -105,6 +142,12 @@ def read_run(run: Run, out: Path) -> dict | None:
             f"error: {path.parent}: made with another {', '.join(different)}; remove it, or name "
             "another --out"
         )
+    if run.settings.get("reward") == CONTROL:
+        settings = result["settings"]
+        before = score(Path(settings["init_from"]), settings, path.with_name("before.json"))
+        after = score(path.parent, settings, path.with_name("after.json"))
+        gain = {name: difference(before[name], after[name]) for name in GAINS}
+        result |= {"before": before, "after": after, "gain": gain}
     return {key: result[key] for key in SAVED_KEYS}
 
 
@@ -127,8 +170,8 @@ def describe(run: Run, out: Path, result: dict | None) -> str:
     if result is None:
         lines = (out / f"{run.name}.err").read_text(encoding="utf-8").splitlines()
         return f"FAILED: {lines[-1] if lines else 'nothing on stderr'}"
-    gains = ", ".join(f"{name} {result['gain'][name][0]:+.3f}" for name in GAINS)
-    return f"{gains}; {result['steps']} steps, {result['total_seconds']:.0f} s"
+    gains = [f"{name} {gain[0]:+.3f}" for name, gain in result["gain"].items() if name in GAINS]
+    return f"{', '.join(gains)}; {result['steps']} steps, {result['total_seconds']:.0f} s"
 
 
 def run_all(runs: list[Run], out: Path, jobs: int) -> dict[str, dict | None]:
@@ -202,7 +245,7 @@ def fill_rows(rows: list[Row], results: dict[str, dict | None]) -> list[dict]:
             figures["mean"][name] = interval([run["gain"][name][0] for run in runs])
         greedy = figures["mean"]["greedy"][0]
         key = (row.task, row.script)
-        if not row.reward:
+        if row.reward == "task":
             real_gain[key] = greedy
         elif real_gain.get(key, 0) > 0:
             figures["share"] = max(0.0, greedy) / real_gain[key]
@@ -231,7 +274,7 @@ def table_rows(rows: list[dict]) -> list[list]:
     ]
     lines = [head]
     for row in rows:
-        cells = [row["task"], row["name"], row["reward"] or "task"]
+        cells = [row["task"], row["name"], row["reward"]]
         if not row["ended"]:
             lines.append([*cells, "", "failed", *[""] * (len(head) - 5)])
             continue
@@ -279,7 +322,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tasks", nargs="+", default=["sort", "reverse"])
+    parser.add_argument("--tasks", nargs="+", choices=START_STEPS, default=list(START_STEPS))
     parser.add_argument("--scripts", nargs="+", choices=SCRIPTS, default=list(SCRIPTS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument(
@@ -288,7 +331,7 @@ def main() -> int:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="a setting of every run",
+        help="a setting of every run but the starts",
     )
     parser.add_argument("--no-control", action="store_true", help="no runs with random rewards")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, of one thread each")
@@ -297,13 +340,20 @@ def main() -> int:
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     settings = {name.lower(): value for name, value in args.set}
-    rows = make_plan(args.tasks, args.scripts, args.seeds, settings, not args.no_control)
+    out = args.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    starts = []
+    for task in args.tasks:
+        command = [sys.executable, str(TASKS), task, "--pairs", "0", "--out", str(out)]
+        subprocess.run(command, check=True)
+        starts += make_starts(task, args.seeds, out)
+    rows = make_plan(args.tasks, args.scripts, args.seeds, settings, not args.no_control, out)
     runs = []
     for row in rows:
         runs += row.runs
-    out = args.out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
     try:
+        if not all(run_all(starts, out, args.jobs).values()):
+            raise SystemExit("error: a start failed")
         results = run_all(runs, out, args.jobs)
     except KeyboardInterrupt:
         print(f"stopped; the same command continues, and keeps what has ended in {args.out}")

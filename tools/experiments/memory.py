@@ -3,72 +3,51 @@
     python tools/experiments/memory.py [--config FILE] [--set NAME=VALUE] [--rank 8] [--out FILE]
 
 They are weights, gradients, optimizer state and reference policy. Nothing is computed by a formula:
-the scripts' networks and optimizers are built and take a step on PyTorch's fake tensors, which have
-shapes and no content, and their bytes are added up. GRPO and GSPO hold the same tensors. Left out
-are activations, logits, caches of generation and, as the tasks have checkers, a reward model.
+the networks and optimizers of train_ppo.py are built on the CPU and take a step, and the bytes of
+their tensors are added up. GRPO and GSPO hold the same tensors. Left out are activations, logits,
+caches of generation and, as the tasks have checkers, a reward model.
 """
 
 import argparse
+import copy
 import json
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensorMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tools/
 
-from common import ROOT, load_script, parse_set, pretraining_rates, setting_names
+from common import ROOT, load_script, parse_set, setting_names
 
 VOCABULARY = 1024  # if VOCAB_SIZE is 0: the tokenizer of the published shards sp1024
 PARTS = ("weights", "gradients", "optimizer", "reference")
-OPTIMIZERS = ["adamw", "adamw8bit", "muon", "lion"]
+OPTIMIZERS = ["adamw", "muon", "lion"]
 
 
 @dataclass
 class Method:
     """A method of training."""
 
-    networks: tuple[str, ...]  # that are trained
-    reference: str  # what the reference policy is: a copy, a frozen adapter, the base, "" for none
-    compared: str  # the PPO with a value head to compare with
+    has_critic: bool  # PPO's, a network of its own
+    has_reference: bool
+    has_adapters: bool = False  # policy and critic train these alone
 
 
 METHODS = {
-    "PPO, own critic, reference": Method(
-        ("policy", "critic"), "copy", "PPO, value head, reference"
-    ),
-    "PPO, value head, reference": Method(
-        ("policy with value head",), "copy", "PPO, value head, reference"
-    ),
-    "PPO, own critic": Method(("policy", "critic"), "", "PPO, value head"),
-    "PPO, value head": Method(("policy with value head",), "", "PPO, value head"),
-    "GRPO or GSPO, reference": Method(("policy",), "copy", "PPO, value head, reference"),
-    "GRPO or GSPO": Method(("policy",), "", "PPO, value head"),
-    "LoRA PPO, value head, base": Method(
-        ("adapter with value head",), "base", "LoRA PPO, value head, base"
-    ),
-    "LoRA GRPO or GSPO, frozen copy": Method(("adapter",), "frozen", "LoRA PPO, value head, base"),
-    "LoRA GRPO or GSPO, base": Method(("adapter",), "base", "LoRA PPO, value head, base"),
+    "PPO, reference": Method(True, True),
+    "PPO": Method(True, False),
+    "GRPO or GSPO, reference": Method(False, True),
+    "GRPO or GSPO": Method(False, False),
+    "LoRA PPO, reference": Method(True, True, True),
+    "LoRA PPO": Method(True, False, True),
+    "LoRA GRPO or GSPO, reference": Method(False, True, True),
+    "LoRA GRPO or GSPO": Method(False, False, True),
 }
-
-
-class ValueModel(nn.Module):
-    """A network with PPO's value head, which reads the last layer.
-
-    is_critic: it is a network of its own, without an output head.
-    """
-
-    def __init__(self, network: nn.Module, is_critic: bool):
-        super().__init__()
-        if is_critic:
-            network.head = None
-        self.network = network
-        self.value = nn.Parameter(torch.zeros(1, network.config.model_dim))
 
 
 def nbytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -76,71 +55,60 @@ def nbytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def count_bytes(
-    kind: str, settings, rank: int, policies: ModuleType, trainer: ModuleType
-) -> dict[str, int]:
-    """Return the bytes of one trained network after a step, by part and by kind of reference.
+def step_bytes(network: nn.Module, settings, script: ModuleType) -> dict[str, int]:
+    """Return the bytes by part of what one network holds after a step."""
+    runtime = script.Runtime(0, 1, torch.device("cpu"), False)
+    optimizers = script.policy_optimizers(network, settings, runtime)
+    optimizers.step(0.0, script.MUON_MOMENTUM, torch.tensor(False))
+    params = [*network.parameters()]
+    states = [nbytes(state.values()) for state in optimizers.state_dict().values()]
+    return {
+        "weights": nbytes(params) + nbytes(network.buffers()),
+        "gradients": nbytes(param.grad for param in params if param.grad is not None),
+        "optimizer": sum(states),
+    }
 
-    The references are copy (of the network), frozen (a copy of the adapter), base (the adapter
-    off). Raises UserError.
-    """
-    vocab_size = settings.vocab_size or VOCABULARY
-    network = policies.GPT(policies.model_config(settings, vocab_size, 1))
-    counts = {"": 0, "copy": nbytes(network.parameters())}
-    if "adapter" in kind:
-        policies.setup_lora_adapter(network, rank)
-        for name, param in network.named_parameters():
-            param.requires_grad_(".lora_" in name)
-        for name, frozen in (("frozen", True), ("base", False)):
-            counts[name] = nbytes(policies.reference_policy(network, frozen).args[1])
-    model = network
-    if kind == "critic" or "value head" in kind:
-        model = ValueModel(network, is_critic=kind == "critic")
-    rates = pretraining_rates(settings)
-    runtime = policies.Runtime(0, 1, torch.device("cpu"), False)
-    optimizer = trainer.Optimizers(model, settings.optimizer, rates, runtime)
-    optimizer.step(0.0, trainer.MUON_MOMENTUM, torch.tensor(False))
-    counts["weights"] = nbytes(model.parameters()) + nbytes(model.buffers())
-    gradients = [param.grad for param in model.parameters() if param.grad is not None]
-    counts["gradients"] = nbytes(gradients)
-    counts["optimizer"] = 0
-    for state in optimizer.state_dict().values():
-        counts["optimizer"] += nbytes(state.values())
-    return counts
+
+def count_bytes(method: Method, config, settings, script: ModuleType) -> dict[str, int]:
+    """Return the bytes of a method by part. script: train_ppo.py. Raises UserError."""
+    network = script.GPT(config)
+    script.adapt(network, settings)
+    frozen = {id(param): param for param in network.parameters() if not param.requires_grad}
+    shared = nbytes(frozen.values())
+    networks = [network]
+    if method.has_critic:
+        networks.append(script.make_critic(network, settings))
+    row = {"reference": 0}
+    if method.has_reference:
+        row["reference"] = nbytes(copy.deepcopy(network, frozen).parameters()) - shared
+    for part in PARTS[:3]:
+        row[part] = 0
+    for trained in networks:
+        for part, size in step_bytes(trained, settings, script).items():
+            row[part] += size
+    return row
 
 
 def measure(settings, optimizers: list[str], rank: int = 8) -> list[dict]:
     """Return a row of bytes for each optimizer and method.
 
-    The total is also given as a share: of PPO's with a reference and a critic of its own
-    (`of_own_critic`), and of PPO's with a value head and the same reference (`of_value_head`).
+    The total is also given as a share of PPO's, with a reference and the same weights trained.
+    settings: of train_gpt.py, for the shape.
     """
-    policies = load_script(ROOT / "train_grpo.py")  # has adapters
-    trainer = load_script(ROOT / "train_gpt.py")  # has optimizers
-    kinds = set()
-    for method in METHODS.values():
-        kinds.update(method.networks)
+    script = load_script(ROOT / "train_ppo.py")
+    vocab_size = settings.vocab_size or VOCABULARY
+    config = load_script(ROOT / "train_gpt.py").model_config(settings, vocab_size, 1)
     rows = []
     for optimizer in optimizers:
-        own = replace(settings, optimizer=optimizer)
-        with FakeTensorMode():
-            counts = {
-                kind: count_bytes(kind, own, rank, policies, trainer) for kind in sorted(kinds)
-            }
-        by_method = {}
+        totals = {}
         for name, method in METHODS.items():
-            row = {"method": name, "with": optimizer}
-            for part in PARTS[:3]:
-                row[part] = sum(counts[network][part] for network in method.networks)
-            row["reference"] = counts[method.networks[0]][method.reference]
-            row["total"] = sum(row[part] for part in PARTS)
-            by_method[name] = row
-        for name, row in by_method.items():
-            compared = by_method[METHODS[name].compared]
-            own_critic = by_method["PPO, own critic, reference"]
-            row["of_own_critic"] = row["total"] / own_critic["total"]
-            row["of_value_head"] = row["total"] / compared["total"]
-            rows.append(row)
+            given = {"optimizer": optimizer, "lora_rank": rank if method.has_adapters else 0}
+            parts = count_bytes(method, config, script.Settings(**given), script)
+            total = sum(parts.values())
+            of_ppo = total / totals.setdefault(method.has_adapters, total)
+            rows.append(
+                {"method": name, "with": optimizer, **parts, "total": total, "of_ppo": of_ppo}
+            )
     return rows
 
 
@@ -150,22 +118,17 @@ def describe(rows: list[dict]) -> str:
     savings = []
     heads = "".join(f"{part:>15}" for part in (*PARTS, "total"))
     for optimizer in dict.fromkeys(row["with"] for row in rows):
-        title = f"{optimizer}, bytes"
-        lines.append(f"\n{title:32}{heads}  of PPO's, own critic  of PPO's, value head")
+        lines.append(f"\n{optimizer + ', bytes':32}{heads}  of PPO's, with a reference")
         saved = {}
         for row in rows:
             if row["with"] == optimizer:
                 cells = "".join(f"{row[part]:15,}" for part in (*PARTS, "total"))
-                shares = f"{row['of_own_critic']:22.1%}{row['of_value_head']:22.1%}"
-                lines.append(f"{row['method']:32}{cells}{shares}")
-                for key in ("of_own_critic", "of_value_head"):
-                    saved[key, row["method"]] = f"{1 - row[key]:.1%}"
+                lines.append(f"{row['method']:32}{cells}{row['of_ppo']:27.1%}")
+                saved[row["method"]] = f"{1 - row['of_ppo']:.1%}"
         savings.append(
-            f"{optimizer}: {saved['of_own_critic', 'GRPO or GSPO, reference']} with a reference and "
-            f"{saved['of_own_critic', 'GRPO or GSPO']} without, if PPO has a reference and a critic "
-            f"of its own; {saved['of_value_head', 'GRPO or GSPO, reference']} if PPO's critic is a "
-            f"value head on the policy, {saved['of_value_head', 'LoRA GRPO or GSPO, base']} if both "
-            "train adapters alone"
+            f"{optimizer}: {saved['GRPO or GSPO, reference']} with a reference and "
+            f"{saved['GRPO or GSPO']} without, if PPO has a reference; "
+            f"{saved['LoRA GRPO or GSPO, reference']} if all train adapters alone"
         )
     claim = (
         "\nThe claim: without a value network GRPO and GSPO save 40-60% of PPO's memory. Counted "
@@ -176,7 +139,6 @@ def describe(rows: list[dict]) -> str:
 
 def main() -> int:
     """Run the command line described at the top of this file."""
-    policies = load_script(ROOT / "train_grpo.py")
     trainer = load_script(ROOT / "train_gpt.py")
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -186,7 +148,7 @@ def main() -> int:
         "--set", type=parse_set, nargs="+", action="extend", default=[], metavar="NAME=VALUE"
     )
     parser.add_argument(
-        "--optimizers", nargs="+", default=OPTIMIZERS[:3], choices=OPTIMIZERS, metavar="NAME"
+        "--optimizers", nargs="+", default=OPTIMIZERS[:2], choices=OPTIMIZERS, metavar="NAME"
     )
     parser.add_argument("--rank", type=int, default=8, help="of the adapters (8)")
     parser.add_argument("--out", type=Path, help="a file for the rows, as JSON")
@@ -194,14 +156,11 @@ def main() -> int:
     environ = dict(args.set)
     unknown = sorted(set(environ) - setting_names(trainer))
     if unknown:
-        raise policies.UserError(f"--set {unknown[0]}: no setting of train_gpt.py")
+        raise trainer.UserError(f"--set {unknown[0]}: no setting of train_gpt.py")
     if args.config:
         environ["CONFIG"] = args.config
     presets = {"ARCH_MODE": trainer.ARCH_PRESETS}
-    try:
-        settings = trainer.load_settings(trainer.Settings, environ, presets=presets)
-    except trainer.UserError as error:
-        raise policies.UserError(str(error)) from None
+    settings = trainer.load_settings(trainer.Settings, environ, presets=presets)
     rows = measure(settings, args.optimizers, args.rank)
     policy = next(row for row in rows if row["method"] == "GRPO or GSPO")
     parameters = policy["weights"] // 4
@@ -216,4 +175,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(load_script(ROOT / "train_grpo.py").exit_code(main))
+    sys.exit(load_script(ROOT / "train_gpt.py").exit_code(main))
