@@ -3302,8 +3302,8 @@ class PolicyTrainer:
         context = self.network.config.train_seq_len
         if longest + length > context:
             raise UserError(
-                f"MAX_NEW_TOKENS={length}: a prompt has {longest} tokens, the model's context "
-                f"{context}; must be at most {max(0, context - longest)}, or the prompt shorter"
+                f"MAX_NEW_TOKENS={length}: must be less, or the prompts shorter: one has {longest} "
+                f"tokens, and the model's context is {context}"
             )
         return prompts
 
