@@ -368,7 +368,8 @@ def test_ten_steps_without_any_reward_end_the_run(place, script):
         assert {step["grad_norm"] for step in place.steps(out)} == {0.0}
 
 
-LONG = [{"prompt": f"{i}" + "z" * 2050, "answer": "x"} for i in range(90)]
+LONG = [{"prompt": f"{i}", "answer": "x"} for i in range(90)]
+LONG.append({"prompt": "z" * 2050, "answer": "x"})
 FAULTS = {
     "long prompts": (
         LONG,
