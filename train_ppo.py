@@ -3297,7 +3297,7 @@ class PolicyTrainer:
     def prompt_ids(self, queries):
         """Return the ids of the prompts. Raises UserError if there is no room for an answer to one."""
         prompts = [chat_ids(self.tokenizer, prompt_of(query))[0] for query in queries]
-        longest = max(map(len, prompts), default=0)
+        longest = max(map(len, prompts))
         length = self.settings.max_new_tokens
         context = self.network.config.train_seq_len
         if longest + length > context:
