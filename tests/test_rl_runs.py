@@ -274,8 +274,6 @@ def test_adapters_alone_are_trained_and_the_artifact_has_none(place, grpo):
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     adapters = {name for name in after if name.endswith((".lora_a", ".lora_b"))}
     assert moved and moved <= adapters
-    trained = int(re.search(r"^parameters: .* trained:(\d+)", place.log("lora"), re.M)[1])
-    assert trained == sum(after[name].numel() for name in adapters)
     assert set(place.result("lora")["phases"]) == {"warmup", "warmdown", "ema", "swa"}
     _, tensors, _ = G.read_artifact(place.of("lora") / "model.upar")
     assert not any("lora" in name or "parametrizations" in name for name in tensors)
