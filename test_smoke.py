@@ -2,6 +2,7 @@
 leaves and refuses.
 """
 
+import ast
 import hashlib
 import json
 import math
@@ -33,6 +34,34 @@ def recording(run, report):
     count_skipped(run, report)
 T.Run.count_skipped = recording
 """
+# A patch: what each step trains and what it leaves, in OUT_DIR.steps; a call of GPTQ would fail.
+STEPS = """
+import os, torch
+T.gptq = None  # it is for runs without QAT
+facts = {}
+forward_backward, step, send_report = T.forward_backward, T.Optimizers.step, T.Clock.send_report
+def watched_forward(model, batches, number):
+    facts["kinds"] = len(model.mixers[0].w_o.unique())  # of numbers in a matrix
+    return forward_backward(model, batches, number)
+def watched_step(self, multiplier, momentum, skip):
+    facts["momentum"] = momentum
+    step(self, multiplier, momentum, skip)
+averages = []
+init = T.Average.__init__
+def watched_init(self, params, memory=None):
+    init(self, params, memory)
+    averages.append(self)
+T.Average.__init__ = watched_init
+def watched_report(self, *given):
+    facts["weights"] = float(averages[1].params[0].sum())
+    facts["swa"] = float(averages[1].values[0].sum()) if averages[1].count else None
+    with open(os.environ["OUT_DIR"] + ".steps", "a") as file:
+        print(facts, file=file)
+    send_report(self, *given)
+T.forward_backward, T.Optimizers.step, T.Clock.send_report = (
+    watched_forward, watched_step, watched_report
+)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +72,7 @@ def place(tmp_path_factory, tiny_data):
 @pytest.fixture(scope="module")
 def first(place):
     """Return the run that most tests look at."""
-    return place.run("first", EXACT, VAL_LOSS_EVERY=10, EVAL_STRIDE=16)
+    return place.run("first", EXACT + STEPS, VAL_LOSS_EVERY=10, EVAL_STRIDE=16)
 
 
 def exact_losses(place, out, rank=0):
@@ -65,6 +94,22 @@ def test_loss_rate_and_phases_of_a_run(place, first):
         steps = 1 if name == "warmup" else 31 - step
         assert (phase["begin"], phase["start_step"], phase["steps"]) == (begin, step, steps), name
     assert not phases
+
+
+def test_what_each_step_trains_and_averages(place, first):
+    """QAT rounds the weights of the forward pass from step 26 on; momentum rises at the start;
+    SWA is the mean of the weights after steps 28, 29 and 30.
+    """
+    lines = (place.folder / "first.steps").read_text().splitlines()[-30:]
+    steps = [ast.literal_eval(line) for line in lines]
+    assert all(facts["kinds"] > 63 for facts in steps[1:25])  # it begins with zeros
+    assert all(facts["kinds"] <= 63 for facts in steps[25:])
+    warm = [min(1.0, (step + 1) / 30 / T.MUON_WARMUP_FRAC) for step in range(30)]
+    start, end = T.MUON_MOMENTUM_START, T.MUON_MOMENTUM
+    expected = [start + share * (end - start) for share in warm]
+    assert [facts["momentum"] for facts in steps] == pytest.approx(expected, abs=1e-9)
+    mean = sum(facts["weights"] for facts in steps[27:]) / 3
+    assert steps[26]["swa"] is None and steps[29]["swa"] == pytest.approx(mean, rel=1e-4, abs=1e-3)
 
 
 def test_the_log_has_its_parts_in_order(place, first):
@@ -340,12 +385,13 @@ HEAVY = "warning: .* configs/cpu.env is made for CPUs"
 
 
 def test_too_large_an_artifact_fails_and_is_saved(place, first):
-    """The script alone has more than 1,000 bytes; the config counts as code.
+    """The artifact itself is below the limit; script and config count, too.
 
     In this run every model counts as heavy for a CPU.
     """
     config = place.folder / "small.env"
-    config.write_text("# a cap\nARTIFACT_BYTES_MAX=1000\n")
+    cap = len(SCRIPT.read_bytes()) + 1000
+    config.write_text(f"# a cap\nARTIFACT_BYTES_MAX={cap}\n")
     child = place.run("large", "T.HEAVY_FOR_CPU = 0\n", 1, CONFIG=config, ITERATIONS=8)
     assert len(re.findall(HEAVY, child.out)) == 1 and not re.search(HEAVY, first.out)
     result = place.result("large")

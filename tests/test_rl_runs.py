@@ -367,7 +367,7 @@ def test_ten_steps_without_any_reward_end_the_run(place, script):
 
 
 LONG = [{"prompt": f"{i}", "answer": "x"} for i in range(90)]
-LONG.append({"prompt": "z" * 2050, "answer": "x"})
+LONG += [{"prompt": letter * 2050, "answer": "x"} for letter in "uvwxyz"]
 FAULTS = {
     "long prompts": (
         LONG,

@@ -417,3 +417,22 @@ def test_the_weights_that_score_best_are_chosen(best, seconds_left, chosen):
     assert weight.item() == {"raw": 1.0, "ema": 2.0, "swa": 3.0}[chosen]
     late = seconds_left < 2
     assert events == ([("weights_left_out", "ema"), ("weights_left_out", "swa")] if late else [])
+
+
+def test_weights_are_scored_as_the_artifact_would_give_them_back():
+    network = torch.nn.Module()
+    network.w_a = torch.nn.Parameter(torch.randn(16, 32))
+    average = SimpleNamespace(count=1, values=[torch.randn(16, 32)])
+    before = network.w_a.detach().clone()
+    clock = SimpleNamespace(elapsed=lambda: 0.0, limit=9.0)
+    runtime = T.Runtime(0, 1, torch.device("cpu"), False)
+    run = SimpleNamespace(clock=clock, runtime=runtime, log=lambda text: None)
+    exporter = SimpleNamespace(network=network, table={"matrix": dict(bits=3, clip_sigmas=2.0)})
+    seen = []
+
+    def score():
+        seen.append(len(network.w_a.unique()))
+        return T.Score(len(seen), 1, 1)
+
+    assert T.choose_weights(exporter, {"ema": average}, run, score) == "raw"
+    assert seen == [7, 7] and torch.equal(network.w_a, before)
