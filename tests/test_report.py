@@ -193,7 +193,7 @@ def test_the_page_of_two_runs(runs, monkeypatch, tmp_path, capsys):
         "TRAIN_BATCH_TOKENS",
     }
     assert {text for text in shown if f">{html.escape(text)}<" not in page} == set()
-    assert ">MODEL_DIM<" not in page and "cannot be compared" in page  # the former alike in all
+    assert ">MATRIX_BITS<" not in page and "cannot be compared" in page  # the former alike in all
 
 
 def test_errors_are_one_line(by_hand, monkeypatch, tmp_path):

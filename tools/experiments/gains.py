@@ -35,7 +35,7 @@ from common import ROOT, half_width, inherited_environment, markdown_table, pars
 SCRIPTS = {"GRPO": "train_grpo.py", "GSPO": "train_gspo.py", "PPO": "train_ppo.py"}
 TASKS = ROOT / "data" / "tasks.py"
 CONTROL = f"{TASKS}:coin"  # REWARD of the control
-START_STEPS = {"sort": 80, "reverse": 150}  # of a start that is right now and then, by task
+START_STEPS = {"sort": 110, "reverse": 150}  # of a start that is right now and then, by task
 GAINS = ("greedy", "pass1", "pass8")
 SAVED_KEYS = (
     "before after gain steps train_seconds total_seconds phases commit code_sha256 hardware versions "
