@@ -44,7 +44,7 @@ def test_plan_rows_and_table():
     assert second.settings == {**given, **paths, "reward": gains.CONTROL, "seed": 2}
     start = gains.make_starts("sort", 3, Path("/o"))[1]
     assert (start.name, start.script) == ("start_sort_seed_2", "train_sft.py")
-    steps = {"iterations": 80, "max_wallclock_seconds": 0}
+    steps = {"iterations": 110, "max_wallclock_seconds": 0}
     assert start.settings == {**steps, "train_files": "/o/sort.jsonl", "seed": 2}
     greedy = [0.1, 0.2, 0.3, 0.3, 0.01, 0.2, 0.06, 0.0, 0.03, -0.5, -0.6]
     results = {}
