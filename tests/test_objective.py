@@ -8,13 +8,10 @@ import dataclasses
 import itertools
 import math
 import operator
-import os
 import random
 import re
-import socket
 import statistics
-import subprocess
-import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -780,107 +777,103 @@ def test_equal_rewards_move_nothing(M, value, monkeypatch):
     assert all(map(torch.equal, before, state(own.network)))
 
 
-def ranked_updates(runtime) -> dict[str, tuple]:
-    """Two steps, and one in which the last rank's loss is not a number: weights, samples, metrics, what was bad."""
-    found = {}
-    for M, changes in (
-        (G, {}),
-        (G, dict(reduction="dapo", scale_rewards="batch")),
-        (S, {}),
-    ):
-        settings = {
-            **SMALL,
-            "prompts_per_step": 8,
-            "mini_batches": 2,
-            "kl_beta": 0.1,
-            **changes,
-        }
-        own = TRAINERS[M](policy(M), BYTES, M.Settings(**settings), runtime=runtime)
-        own.stop, samples, generate = frozenset(range(0, 264, 4)), {}, M.generate
-        queries = [str(number) for number in range(24)]
-        own.reward_funcs = [by(lambda _, texts: [float(sum(map(ord, t)) % 5 > 0) for t in texts])]
+class Rank(G.Runtime):
+    """A rank that is a thread of this process; `sum` waits for all of them."""
 
-        def watched(*given, generate=generate, samples=samples, **named):
-            drawn, count, seeds = generate(*given, **named), given[2], given[7]
-            samples.update(
-                {(*seeds[at // count], at % count): sample.ids for at, sample in enumerate(drawn)}
-            )
-            return drawn
+    def __init__(self, rank, barrier, parts):
+        super().__init__(rank, barrier.parties, CPU, True)
+        self.barrier, self.parts = barrier, parts
 
-        def step(number: int, own=own, queries=queries) -> dict:
-            rollout = own.rollout(queries[8 * number : 8 * number + 8], number)
-            return {**rollout.metrics, **own.update(rollout)}
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(M, "generate", watched)
-            report_clips(M, patch)
-            metrics, weights, loss = [step(0), step(1)], state(own.network), M.policy_loss
-            if runtime.rank == runtime.world_size - 1:
-                patch.setattr(
-                    M,
-                    "policy_loss",
-                    lambda *given, loss=loss: tuple(map(operator.mul, loss(*given), (math.nan, 1))),
-                )
-            bad = step(2)["bad"], furthest(weights, state(own.network))
-        found[f"{M.__name__} {changes}"] = weights, samples, metrics, bad
-    return found
+    def sum(self, tensor):
+        self.parts[self.rank] = tensor.clone()
+        self.barrier.wait(timeout=60)
+        total = sum(self.parts[rank] for rank in range(self.world_size))
+        self.barrier.wait(timeout=60)
+        return tensor.copy_(total)
 
 
-def test_two_ranks_are_one(tmp_path, float32):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    code = (
-        "import sys, torch, test_objective as T; T.G.ADAM_EPS = T.S.ADAM_EPS = 1e-4; "
-        "runtime = T.G.start_runtime('cpu'); torch.save(T.ranked_updates(runtime), sys.argv[1]); runtime.leave()"
-    )
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, tmp_path / str(rank)],
-            env={
-                **os.environ,
-                "RANK": str(rank),
-                "WORLD_SIZE": "2",
-                "LOCAL_RANK": str(rank),
-                "MASTER_ADDR": "localhost",
-                "MASTER_PORT": str(port),
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
-            },
-        )
-        for rank in range(2)
+def on_ranks(count: int, make, work) -> list:
+    """What `work` returns of the trainer that `make` makes for each rank; one rank is no thread."""
+    barrier, parts, found = threading.Barrier(count), {}, {}
+    runtimes = [Rank(rank, barrier, parts) for rank in range(count)] if count > 1 else [ALONE]
+    trainers = [make(runtime) for runtime in runtimes]
+    threads = [
+        threading.Thread(target=lambda own=own: found.update({own.runtime.rank: work(own)}))
+        for own in trainers
     ]
-    torch.set_flush_denormal(True)  # as start_runtime does
-    try:
-        one = ranked_updates(ALONE)
-        assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    first, second = (torch.load(tmp_path / str(rank)) for rank in range(2))
-    for name, (weights, samples, metrics, bad) in one.items():
-        assert (
-            bad == first[name][3] == second[name][3] == (2, 0)
-        )  # updates; and no weight moved, on no rank
-        assert (
-            furthest(first[name][0], second[name][0]) == 0
-            and furthest(weights, first[name][0]) < 1e-5
-        )
-        assert {**first[name][1], **second[name][1]} == samples and not set(first[name][1]) & set(
-            second[name][1]
-        )
-        assert len(samples) >= 3 * 8 * 3 and {1, 6} <= {len(ids) for ids in samples.values()}
-        assert (
-            len({*map(str, samples.values())}) > 50
-            and 0 < metrics[0]["zero_variance"] < 1 < metrics[0]["length"]
-        )
-        for own, others in zip(metrics, first[name][2], strict=True):
-            assert torch.tensor(clips_of(own)) == pytest.approx(
-                torch.tensor(clips_of(others)), abs=0.02
-            )
-            for key in own:
-                if not re.search("tok_s|clips", key):
-                    assert own[key] == pytest.approx(others[key], rel=2e-4, abs=2e-5), (name, key)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    return [found[rank] for rank in range(count)]
+
+
+def three_steps(own, score, loss_of) -> tuple:
+    """Two steps, and one in which the last rank's loss is not a number: weights, metrics, samples,
+    and how many updates were bad and how far weights moved then."""
+    own.stop, own.reward_funcs = frozenset(range(0, 264, 4)), [by(score)]
+    samples, sample = {}, own.sample
+
+    def watched(queries, count, temperature, seeds):
+        answers = sample(queries, count, temperature, seeds)
+        for at, answer in enumerate(answers):
+            samples[(*seeds[at // count], at % count)] = answer.ids
+        return answers
+
+    own.sample = watched
+    queries = [str(number) for number in range(24)]
+
+    def step(number: int) -> dict:
+        rollout = own.rollout(queries[8 * number : 8 * number + 8], number)
+        return {**rollout.metrics, **own.update(rollout)}
+
+    def weights() -> list:
+        return [*state(own.network), *state(getattr(own, "critic", own.network))]
+
+    metrics, before = [step(0), step(1)], weights()
+    if own.runtime.rank == own.runtime.world_size - 1:
+        loss_of[id(own.settings)] = math.nan
+    bad = step(2)["bad"]
+    return before, metrics, samples, (bad, furthest(before, weights()))
+
+
+def compare_ranks(one: tuple, ranks: list, bad: int, rel: float) -> None:
+    weights, metrics, samples, _ = one
+    first, second = ranks
+    assert one[3] == first[3] == second[3] == (bad, 0)  # updates; and no weight moved, on no rank
+    assert furthest(first[0], second[0]) == 0 and furthest(weights, first[0]) < 1e-5
+    assert {**first[2], **second[2]} == samples and not set(first[2]) & set(second[2])
+    assert len(samples) >= 3 * 8 * 3 and {1, 6} <= {len(ids) for ids in samples.values()}
+    for own, others in zip(metrics, first[1], strict=True):
+        clips = [torch.tensor(clips_of(found)) for found in (own, others)]
+        assert clips[0] == pytest.approx(clips[1], abs=0.02)
+        for key in own:
+            if not re.search("tok_s|clips", key):
+                assert own[key] == pytest.approx(others[key], rel=rel, abs=5e-5), key
+
+
+@pytest.mark.parametrize(
+    ("M", "changes"), [(G, {}), (G, dict(reduction="dapo", scale_rewards="batch")), (S, {})]
+)
+def test_two_ranks_are_one(M, changes, float32, monkeypatch):
+    loss, loss_of = M.policy_loss, {}
+
+    def policy_loss(logps, batch, settings):
+        losses, logged = loss(logps, batch, settings)
+        return losses * loss_of.get(id(settings), 1), logged
+
+    monkeypatch.setattr(M, "policy_loss", policy_loss)
+
+    def make(runtime):
+        settings = {**SMALL, "prompts_per_step": 8, "mini_batches": 2, "kl_beta": 0.1, **changes}
+        return TRAINERS[M](policy(M), BYTES, M.Settings(**settings), runtime=runtime)
+
+    def work(own) -> tuple:
+        return three_steps(own, lambda _, texts: [sum(map(ord, t)) % 5 > 0 for t in texts], loss_of)
+
+    [one] = on_ranks(1, make, work)
+    compare_ranks(one, on_ranks(2, make, work), 2, 2e-4)
+    assert 0 < one[1][0]["zero_variance"] < 1 < one[1][0]["length"]
 
 
 # ----------------------------------------------------------------------------------------------------------- rollouts

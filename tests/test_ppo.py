@@ -7,12 +7,8 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 import random
-import socket
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,14 +25,17 @@ from test_objective import (
     Table,
     by,
     clips_of,
+    compare_ranks,
     furthest,
     lengths_score,
+    on_ranks,
     padded,
     report_clips,
     rows_of,
     scripted,
     state,
     take,
+    three_steps,
     with_logps,
 )
 
@@ -801,74 +800,20 @@ def test_training_raises_the_reward(float32, monkeypatch):
 
 
 # --------------------------------------------------------------------------------------------------------------- ranks
-def ranked_updates(runtime) -> tuple:
-    """Two steps, and one in which the last rank's loss is not a number: weights, metrics, what was bad."""
-    own = trainer(
-        valued(),
-        runtime=runtime,
-        prompts_per_step=8,
-        mini_batches=2,
-        epochs=2,
-        kl_beta=0.1,
-        kl_target=0.5,
-    )
-    own.stop = frozenset(range(0, 264, 4))
-    own.reward_funcs = [by(lambda _, texts: [float(sum(map(ord, t)) % 3 > 0) for t in texts])]
+def test_two_ranks_are_one(float32, monkeypatch):
+    loss, loss_of = P.ppo_loss, {}
 
-    def step(number: int) -> dict:
-        queries = [str(query) for query in range(8 * number, 8 * number + 8)]
-        rollout = own.rollout(queries, number)
-        return {**rollout.metrics, **own.update(rollout)}
+    def ppo_loss(logps, values, batch, settings):
+        return loss(logps * loss_of.get(id(settings), 1), values, batch, settings)
 
-    with pytest.MonkeyPatch.context() as patch:
-        report_clips(P, patch)
-        metrics, weights = [step(0), step(1)], [*state(own.network), *state(own.critic)]
-        loss = P.ppo_loss
-        if runtime.rank == runtime.world_size - 1:
-            patch.setattr(P, "ppo_loss", lambda logps, *given: loss(logps * math.nan, *given))
-        bad = step(2)["bad"], furthest(weights, [*state(own.network), *state(own.critic)])
-    return weights, metrics, bad
+    monkeypatch.setattr(P, "ppo_loss", ppo_loss)
 
+    def make(runtime):
+        changes = dict(prompts_per_step=8, mini_batches=2, epochs=2, kl_beta=0.1, kl_target=0.5)
+        return trainer(valued(), runtime=runtime, **changes)
 
-def test_two_ranks_are_one(tmp_path, float32):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    code = (
-        "import sys, torch, test_ppo as T; T.P.ADAM_EPS = 1e-4; T.P.CRITIC_LR = 0.01; "
-        "runtime = T.P.start_runtime('cpu'); "
-        "torch.save(T.ranked_updates(runtime), sys.argv[1]); runtime.leave()"
-    )
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, tmp_path / str(rank)],
-            env={
-                **os.environ,
-                "RANK": str(rank),
-                "WORLD_SIZE": "2",
-                "LOCAL_RANK": str(rank),
-                "MASTER_ADDR": "localhost",
-                "MASTER_PORT": str(port),
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
-            },
-        )
-        for rank in range(2)
-    ]
-    torch.set_flush_denormal(True)  # as start_runtime does
-    try:
-        one = ranked_updates(ALONE)
-        assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    first, second = (torch.load(tmp_path / str(rank)) for rank in range(2))
-    weights, metrics, bad = one
-    assert bad == first[2] == second[2] == (4, 0)  # updates; and no weight moved, on no rank
-    assert furthest(first[0], second[0]) == 0 and furthest(weights, first[0]) < 1e-5
-    for own, others in zip(metrics, first[1], strict=True):
-        assert torch.tensor(clips_of(own)) == pytest.approx(
-            torch.tensor(clips_of(others)), abs=0.02
-        )
-        for key in own.keys() - UNEQUAL:
-            assert own[key] == pytest.approx(others[key], rel=1e-3, abs=5e-5), key
+    def work(own) -> tuple:
+        return three_steps(own, lambda _, texts: [sum(map(ord, t)) % 3 > 0 for t in texts], loss_of)
+
+    [one] = on_ranks(1, make, work)
+    compare_ranks(one, on_ranks(2, make, work), 4, 1e-3)
