@@ -494,7 +494,7 @@ def result_rows(run: Run) -> dict[str, object]:
 
 def gain_rows(result: dict) -> list[list]:
     """Return the rows of a post-training run's scores before, after, and its gain."""
-    columns = [name for name in ("before", "gain", "after") if result.get(name)]
+    columns = [name for name in ("before", "after", "gain") if result.get(name)]
     rows = [["95% intervals", *columns]]
     names = dict.fromkeys(itertools.chain(*(result[column] for column in columns)))
     for name in names:
@@ -591,7 +591,7 @@ def draw_series(page: list[str], runs: list[Run], name: str, axis: str) -> None:
             if low != high:
                 axes.fill_between(x, low, high, color=run.color, alpha=0.15, linewidth=0)
             if name.startswith("held-out ") and run.log.ended:
-                axes.plot(x[-1], values[-1], color=run.color, marker="D")
+                axes.plot(x[-1], values[-1], color=run.color, marker="D", clip_on=False)
             for at, point in zip(x, points, strict=True):
                 if at > x[-1] / 10 and math.isfinite(point.low + point.high):
                     late += [point.low, point.high]
