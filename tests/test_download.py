@@ -33,7 +33,6 @@ class Server(http.server.ThreadingHTTPServer):
         self.damage = {}  # path -> answers whose last byte is wrong
         self.fail = {}  # path -> status codes of the next answers
         self.slow = {}  # path -> seconds before each of the next answers' bodies
-        self.ranges = True  # whether Range is honoured
         self.linked = (
             False  # whether it answers as the hub does, by a redirect that names the SHA-256
         )
@@ -49,12 +48,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
         """Nothing to the terminal."""
 
     def do_GET(self):
-        server, path, wanted = (
-            self.server,
-            self.path.removeprefix("/elsewhere"),
-            self.headers.get("Range", ""),
-        )
-        content, start = server.files.get(path), 0
+        server = self.server
+        path = self.path.removeprefix("/elsewhere")
+        wanted = self.headers.get("Range", "")
+        content = server.files.get(path)
+        start = 0
         if server.linked and path == self.path and content is not None:
             self.send_response(302)
             self.send_header("Location", f"{server.url}/elsewhere{path}")
@@ -65,7 +63,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if server.fail.get(path) or content is None:
             self.send_error(server.fail[path].pop(0) if content is not None else 404)
             return
-        if server.ranges and (match := re.fullmatch(r"bytes=(\d+)-", wanted)):
+        if match := re.fullmatch(r"bytes=(\d+)-", wanted):
             start = int(match.group(1))
             if start >= len(content):
                 self.send_error(416)

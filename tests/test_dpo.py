@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 import zstandard
-from torch import nn
 
 import sample as P
 import train_dpo as D
@@ -135,29 +134,7 @@ def test_gradients_are_finite_differences(objective, beta):
         assert slopes.sum(1).abs().max() < 1e-15
 
 
-def test_at_the_start_rewards_are_0_and_losses_say_so():
-    """Strictly greater: accuracy 0, not 0.5, where policy and reference are one."""
-    scores, pairs = torch.tensor(SCORES), [pair_of(lengths) for lengths in FACTS["lengths"]]
-    for objective, value in (
-        ("dpo", math.log(2)),
-        ("cdpo", math.log(2)),
-        ("robust", math.log(2)),
-        ("ipo", 25.0),
-    ):
-        metrics = D.pair_metrics(scores, scores, pairs, settings(objective=objective))
-        assert metrics["loss"].tolist() == pytest.approx([value] * 2, abs=1e-12)
-        assert not metrics["chosen_reward"].any() and not metrics["rejected_reward"].any()
-        found = D.pair_summary(metrics)
-        assert found["accuracy"][0] == found["margin"][0] == found["longer_preferred"][0] == 0
-        assert found["likelier"][0] == 0.5 and found["longer_chosen"][0] == 1.0
-
-
-def test_smoothing_of_0_is_dpo():
-    for objective in ("cdpo", "robust"):
-        assert losses(objective, label_smoothing=0.0)[0].tolist() == pytest.approx(DPO, abs=1e-11)
-
-
-@pytest.mark.parametrize("e", [0.05, 0.2, 0.45])
+@pytest.mark.parametrize("e", [0.0, 0.05, 0.2, 0.45])
 def test_robust_is_unbiased_under_flips_and_cdpo_is_their_expectation(e):
     """Each pair is the wrong way round with probability e: the expectation of the robust loss is DPO's on the truth."""
 
@@ -209,13 +186,10 @@ def test_metrics_by_hand():
 
 
 def test_wilsons_interval():
-    """Newcombe 1998: 81 of 263 is 0.2553 to 0.3662, 1 of 29 is 0.0061 to 0.1718; ends solve |p - share| = 1.96 sd."""
+    """Newcombe 1998: 81 of 263 is 0.2553 to 0.3662, 1 of 29 is 0.0061 to 0.1718."""
     assert D.wilson(81, 263) == pytest.approx([81 / 263, 0.2553, 0.3662], abs=5e-5)
     assert D.wilson(1, 29) == pytest.approx([1 / 29, 0.0061, 0.1718], abs=5e-5)
     assert D.wilson(0, 0) == [0.0, 0.0, 1.0] and D.wilson(0, 9)[1] == pytest.approx(0, abs=1e-15)
-    share, *ends = D.wilson(7, 20)
-    for end in ends:
-        assert (end - share) ** 2 == pytest.approx(1.96**2 * end * (1 - end) / 20, abs=1e-12)
 
 
 # ------------------------------------------------------------------------------------------------- rows become pairs
@@ -263,10 +237,6 @@ BAD = {  # what the log calls it -> a row, or a line
         for side, text in (("chosen", "c"), ("rejected", "d"))
     },
     "field 'chosen' is no text": {**GOOD, "chosen": 3},
-    "half a surrogate pair, which is no Unicode": {**GOOD, "chosen": "\ud800"},
-    "invalid UTF-8": b'{"prompt": "\xff", "chosen": "c", "rejected": "d"}',
-    "no JSON": b"{",
-    "no JSON object": b"[1]",
 }
 
 
@@ -291,35 +261,7 @@ def test_each_malformed_row_is_counted_and_named(tmp_path):
         assert f"{60 + 2 * len(BAD)} rows, used 60 prompt/chosen/rejected" in said[0]
 
 
-def test_a_file_without_a_usable_row_is_an_error(tmp_path):
-    path = write_lines(tmp_path / "pairs.jsonl", [*BAD.values()])
-    with pytest.raises(D.UserError, match="pairs.jsonl: 14 rows, used none.*must hold one usable"):
-        load(path)
-    one = write_lines(tmp_path / "one.jsonl", [GOOD])
-    with pytest.raises(D.UserError, match="^VAL_FILES='': 0 rows held out, 1 of other prompts to"):
-        load(one)
-
-
 # -------------------------------------------------------------------------------------------- scores of pairs, batches
-class Table(nn.Module):
-    """Features are running sums of the tokens' rows, so a place tells what stood before it; a next token's logits are
-    those of the present token's row."""
-
-    def __init__(self, size=264, dim=8):
-        super().__init__()
-        generator = torch.Generator().manual_seed(1)
-        self.embed = nn.Parameter(torch.randn(size, dim, generator=generator))
-        self.table = nn.Parameter(torch.randn(dim, size, generator=generator))
-        self.w_value = nn.Parameter(torch.randn(dim, generator=generator))
-        self.config, self.layers = SimpleNamespace(model_dim=dim, train_seq_len=128), [0]
-
-    def features(self, ids, cache=None):
-        return F.embedding(ids, self.embed).cumsum(1)
-
-    def logits(self, x):
-        return x @ self.table
-
-
 def pairs_of(seed, count):
     """Random prompts and answers of 1 to 9 tokens, END not among them: nothing but the place tells the last token."""
     rng = random.Random(seed)
@@ -356,7 +298,8 @@ def test_scores_take_the_whole_answer_and_the_value_its_last_token(reward):
     """Whatever stands beside a row: from its first token, which the prompt's last place predicts,
     to its end token.
     """
-    network, pairs = Table(), pairs_of(0, 17)
+    network = network_of(reward)
+    pairs = pairs_of(0, 17)
     expected = torch.stack([by_hand(network, pair, reward) for pair in pairs])
     for numbers in ([3], [5, 1, 8], range(17)):
         batch = D.pair_batch(pairs, numbers, CPU)
@@ -371,20 +314,6 @@ def test_scores_take_the_whole_answer_and_the_value_its_last_token(reward):
         batch.targets = F.pad(batch.targets, (0, 5), value=-1)
         batch.mask = batch.targets >= 0
         assert (D.pair_scores(network, batch, reward) - scores).abs().max() < 1e-11
-
-
-def test_each_token_of_the_answer_has_its_gradient():
-    """Of log-probabilities by the features: at the place before each answer token, the end token's too, no other."""
-    network, [pair] = Table(), pairs_of(3, 1)
-    batch = D.pair_batch([pair], [0], CPU)
-    places = torch.zeros(*batch.ids.shape, 8, requires_grad=True)
-    features = network.features
-    network.features = lambda ids: features(ids) + places
-    D.pair_scores(network, batch, False).sum().backward()
-    for row, answer in enumerate((pair.chosen, pair.rejected)):
-        used = places.grad[row].abs().sum(-1) > 0
-        begin = len(pair.prompt) - 1
-        assert used.nonzero()[:, 0].tolist() == list(range(begin, begin + len(answer)))
 
 
 def network_of(reward=False, **changes):
@@ -444,8 +373,6 @@ def test_micro_batches_and_ranks_give_the_gradient_of_one_batch(objective):
             "LABEL_SMOOTHING=0.5: must be a number from 0.0 to 0.499",
         ),
         (dict(objective="kto"), "OBJECTIVE='kto': must be one of dpo, ipo,"),
-        (dict(beta=-1.0), "BETA=-1.0: must be"),
-        (dict(pairs_per_step=0), "PAIRS_PER_STEP=0: must be"),
     ],
 )
 def test_wrong_settings_are_refused(changes, said):

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zstandard
-from test_data import HARD_TEXTS, fake_encoding, gpt2_file, needs_shared, tokenized
+from test_data import HARD_TEXTS, fake_encoding, tokenized
 
 from conftest import ROOT, environment, load_script, refusal, start
 
@@ -146,30 +146,21 @@ def test_exact_duplicates_are_dropped(tmp_path):
     assert manifest["source_files"] == ["in/a.jsonl", "in/deep/b.txt", "in/deep/c.txt"]
 
 
-@needs_shared
-def test_gpt2_tokens_and_the_folder_is_enough_to_read_them(tmp_path):
-    texts = [words(i) for i in range(30)] + HARD_TEXTS
-    options = ("--val-frac", 0.3, "--tokenizer")
-    out, manifest = prepared(tmp_path, texts, *options, gpt2_file(tmp_path))
-    assert manifest["lossless"] and manifest["dropped"]["not_lossless"] == 0
-    tokenizer = manifest["tokenizer"]
-    assert (tokenizer["file"], tokenizer["bos_id"]) == ("gpt2.tiktoken", 50256)
-    found = documents(out, "train") + documents(out, "val")
-    assert sorted(found) == encoded(filter(str.strip, texts))
-    prepared(tmp_path, texts, *options, out / "gpt2.tiktoken")  # the same request
-
-
 def test_a_vocabulary_above_65536_is_written_as_uint32(tmp_path, monkeypatch):
     ranks = fake_encoding(monkeypatch, prepare, tmp_path, end_of_text=70000)
-    texts = [words(i, 20) for i in range(30)]
-    out, manifest = prepared(tmp_path, texts, "--val-frac", 0.3, "--tokenizer", ranks)
+    texts = [words(i, 20) for i in range(30)] + HARD_TEXTS
+    options = ("--val-frac", 0.3, "--tokenizer")
+    out, manifest = prepared(tmp_path, texts, *options, ranks)
+    assert manifest["lossless"] and manifest["tokenizer"]["file"] == ranks.name
     for split in ("train", "val"):
         path = out / f"text_{split}_000000.bin"
         count = manifest[split]["tokens"]
         assert np.fromfile(path, "<i4", 3).tolist() == [20240801, 7, count]
         tokens = np.fromfile(path, "<u4", offset=1024)
         assert (tokens == 70000).sum() == manifest[split]["documents"] and len(tokens) == count
-    assert sorted(documents(out, "train") + documents(out, "val")) == encoded(texts)
+    found = documents(out, "train") + documents(out, "val")
+    assert sorted(found) == encoded(filter(str.strip, texts))
+    prepared(tmp_path, texts, *options, out / ranks.name)  # the same request
 
 
 def shared_share(text, others):
@@ -458,15 +449,6 @@ def test_count_models_are_those_of_a_slow_implementation(vocab_size, train_count
             np.array(train, dtype=np.uint16), np.array(val, dtype=np.int64), vocab_size
         )
         assert found == pytest.approx(expected[1:], rel=1e-12, abs=1e-9)
-
-
-def test_count_models_are_distributions():
-    """For histories at the beginning of the training stream, inside it, and unseen."""
-    train = np.array(random.Random(1).choices(range(12), k=80))
-    for history in (int(train[0]), int(train[40]), 12):
-        pairs = [np.array([history, token]) for token in range(13)]
-        nats = np.array([prepare.count_model_nats(train, pair, 13) for pair in pairs])  # (V, 2)
-        assert np.exp(-nats).sum(0) == pytest.approx([1.0, 1.0], rel=1e-12)
 
 
 def test_yardsticks_are_those_of_the_text(tmp_path):

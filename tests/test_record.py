@@ -8,9 +8,8 @@ import shutil
 import statistics
 from pathlib import Path
 
-import numpy as np
 import pytest
-import sentencepiece
+from test_prepare import documents
 
 from conftest import ROOT, environment, load_tool, start
 
@@ -150,10 +149,7 @@ def place(tmp_path_factory, tiny_data):
     shutil.copyfile(tiny_data / "manifest.json", track / "manifest.json")
     text = (track / "manifest.json").read_bytes()
     manifest = json.loads(text)
-    model = sentencepiece.SentencePieceProcessor(str(tiny_data / "tokenizer.model"))
-    ids = np.fromfile(tiny_data / manifest["val"]["shards"][0]["file"], dtype="<u2")[512:]
-    documents = np.split(ids, np.flatnonzero(ids == model.bos_id()))
-    val_text = "".join(model.decode(part[1:].tolist()) for part in documents if len(part)).encode()
+    val_text = b"".join(documents(tiny_data, "val"))
     data = R.pinned_data(text, manifest)
     data |= {"path": str(tiny_data), "val_text_sha256": hashlib.sha256(val_text).hexdigest()}
     rules = {**R.GOLF, "seconds": 180, "bytes": 1_000_000, "hardware": "1 x .* CPU, 1 threads"}
@@ -245,23 +241,6 @@ def test_the_commands_on_a_good_record(place, first):
     assert (done.returncode, done.stdout) == (0, "no fault\n"), done.stderr + done.stdout
 
 
-def test_the_table_separates_machines_and_names_counts():
-    """By the committed records: each machine's rows stand together, and a rerun stands with its
-    machine.
-    """
-    lines = R.leaderboard(ROOT / "records" / "track_cpu_3min").splitlines()[4:]
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-    assert [row[1] for row in rows] == ["AMX"] * 4 + ["no AMX"] * 5
-    for machine in ("AMX", "no AMX"):
-        scores = [row[0] for row in rows if row[1] == machine]
-        assert scores == sorted(scores)
-    scores = {(re.search(r"_(\w+)\]", row[3])[1], row[1]): row[0] for row in rows}
-    assert scores["Bigrams", "AMX"] == "1.3136 ± 0.0120; 1.4764 with no AMX"
-    assert scores["Bigrams", "no AMX"] == "1.4764"
-    counted = {name for (name, _), score in scores.items() if "counts of n-grams" in score}
-    assert counted == {"Counts", "Gate", "Places", "TwoLayers"}
-
-
 # ------------------------------------------------------------------------------------------- faults
 def shorten_validation(folder):
     for path in folder.glob("seed_*.txt"):
@@ -351,10 +330,6 @@ TAMPERED = [
     ),
     (edit(LOG, "  MATRIX_LR=0.02", "* MATRIX_LR=0.3"), f"{LOG}: setting MATRIX_LR is not that of"),
     (edit("config.env", "MODEL_DIM=32", "MODEL_DIM=160"), f"{LOG}: setting MODEL_DIM is not that"),
-    (
-        edit("config.env", "MODEL_DIM=32", "MODEL_DIM=160"),
-        f"{LOG}: code_bytes are not those of scr",
-    ),
     (overrun, f"{LOG}: over the clock, seconds .found 180.25, expected at most 180"),
     (
         outgrow,
@@ -519,11 +494,7 @@ def test_a_submission_is_what_the_runs_left(place):
         assert found[key] == statistics.fmean(result[key] for result in results)
     assert found["bytes_total"] == max(result["total_bytes"] for result in results)
     assert found["bytes_code"] == len((ROOT / "train_gpt.py").read_bytes()) + len(CONFIG)
-    assert [found[key] for key in ("author", "github_id", "name", "blurb")] == [
-        *"Aa",
-        "Toy",
-        "A toy.",
-    ]
+    assert found.items() >= dict(author="A", github_id="a", name="Toy", blurb="A toy.").items()
     assert found["date"] == folder.name[:10] and found["seeds"] == [1, 2, 3]
     assert found["seed_results"]["2"]["val_bpb"] == results[1]["val_bpb"]
     assert "\nA toy.\n" in (folder / "README.md").read_text()

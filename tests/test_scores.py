@@ -5,7 +5,6 @@ import itertools
 import json
 import math
 import os
-import re
 import shlex
 import statistics
 import sys
@@ -17,16 +16,14 @@ import numpy as np
 import pytest
 import torch
 import zstandard
-from test_data import train_model
+from test_data import PREFIX, train_model
 from test_weights import network, pack
 
 import sample as S
 import train_grpo as G
-from conftest import environment, refusal
+from conftest import BYTES, ROOT, blocks, environment, refusal, write_lines
 
-ROOT = Path(__file__).resolve().parents[1]
 SYSTEM, USER, ASSISTANT, END = S.ROLE_TOKENS
-BYTES = S.load_tokenizer("bytes")
 BOS = 1
 CONTEXT = 64
 
@@ -74,9 +71,8 @@ def scored(place, score, path="", **changes):
 
 
 def write(folder, name, *rows):
-    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-    (folder / name).write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-    return str(folder / name)
+    rows = [row.encode() if isinstance(row, str) else row for row in rows]
+    return str(write_lines(folder / name, rows))
 
 
 def plain_logps(net, context, answer):
@@ -154,10 +150,7 @@ def test_plain_text_is_one_document(place, tmp_path, capsys):
 
 
 def test_lost_text_has_two_byte_counts(tmp_path):
-    changes = dict(add_dummy_prefix=True, remove_extra_whitespaces=True)
-    changes |= dict(allow_whitespace_only_pieces=False, user_defined_symbols=[])
-    changes |= dict(normalization_rule_name="nmt_nfkc", control_symbols=[])
-    tokenizer = S.load_tokenizer(train_model(tmp_path / "prefix.model", **changes))
+    tokenizer = S.load_tokenizer(train_model(tmp_path / "prefix.model", **PREFIX))
     pack(tmp_path / "main", lively(0, tokenizer), tokenizer)
     text = "the  cat\n\nsat   on"
     scores = scored(tmp_path, "text", write(tmp_path, "text.jsonl", {"text": text}))
@@ -670,9 +663,7 @@ def test_a_prompt_can_be_a_users_turn(place, capsys):
 
 def test_the_guides_commands_run(tmp_path, monkeypatch, capsys):
     """Every command of docs/scoring.md, by tiny models and files of the names that stand there."""
-    text = (ROOT / "docs" / "scoring.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    commands = "".join(blocks).splitlines()
+    commands = "".join(blocks("scoring.md", "bash")).splitlines()
     (tmp_path / "runs").mkdir()
     for seed, name in enumerate(("first", "start")):
         pack(tmp_path / "runs" / name, lively(seed, train_seq_len=256))

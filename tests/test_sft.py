@@ -16,14 +16,14 @@ import torch.nn.functional as F
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import sample as P
 import train_grpo as G
 import train_sft as S
-from conftest import spelt, write_lines
+from conftest import BYTES, small_network, spelt, write_lines
 
 CPU = torch.device("cpu")
-BYTES = S.load_tokenizer("bytes")
 BOS = 1
 KINDS = ["", "forward", "jsd", "attention", "pool", "projection"]
 pytestmark = pytest.mark.usefixtures("one_thread", "float64")
@@ -39,15 +39,8 @@ def float64():
 
 def network(seed=0, layers="g a", dim=16, **changes):
     """A tiny network, all of whose weights are at work."""
-    torch.manual_seed(seed)
-    norms = " ".join("rms" for _ in layers.split())
-    shape = dict(model_dim=dim, num_heads=2, num_kv_heads=2, attn_window=1 << 20, train_seq_len=64)
-    shape |= dict(embed_init_std=0.02, **changes)
-    made = S.GPT(S.GPTConfig(BYTES.vocab_size, BYTES.bos_id, layers, norms, **shape))
-    with torch.no_grad():
-        for param in made.parameters():
-            param.add_(0.1 * torch.randn_like(param))
-    return made
+    shape = dict(model_dim=dim, attn_window=1 << 20, train_seq_len=64)
+    return small_network(seed, layers, **{**shape, **changes})
 
 
 def row_of(*turns, room=64):
@@ -198,8 +191,6 @@ def test_every_malformed_row_is_counted_and_named(tmp_path):
 
 def test_a_row_of_exactly_the_context_is_used():
     assert len(row_of(("user", "a"), ("assistant", "b" * 58)).ids) == 63
-    with pytest.raises(S.RowError, match="^more than TRAIN_SEQ_LEN=64 tokens$"):
-        row_of(("user", "a"), ("assistant", "b" * 59))
 
 
 @pytest.mark.parametrize(
@@ -359,16 +350,6 @@ def test_packed_rows_are_as_they_are_alone(pattern, changes):
         assert (param.grad - expected).abs().max() < 1e-9 * max(1, expected.abs().max())
 
 
-def test_without_the_bos_packed_rows_would_differ():
-    """The test above can fail: the first row's BOS of a window replaced, the second row sees it."""
-    made, rows = network(1, "g a"), some_rows(4)
-    batch = one_batch(rows, [[0, 1, 2, 3]])
-    with torch.no_grad():
-        right = made.features(batch.ids)
-        batch.ids[(batch.ids == BOS) & (batch.row > 0)] = 2
-        assert (made.features(batch.ids) - right)[batch.row == 3].abs().max() > 1e-3
-
-
 # ---------------------------------------------------------------------------------------------------- what a step reads
 def parts_of(weights, sizes):
     ends = np.cumsum([0, *sizes])
@@ -384,13 +365,8 @@ def test_an_epoch_holds_each_row_weight_times():
     for epoch in range(4):
         read = collections.Counter(S.epoch_numbers(parts, 7, epoch).tolist())
         assert all(read[at] == 1 for at in range(10)) and all(read[at] == 2 for at in range(10, 17))
-        assert (
-            sum(read[at] for at in range(17, 25)) == 2
-            and max(read[at] for at in range(17, 25)) == 1
-        )
-        assert sum(read[at] for at in range(25, 31)) == 9 and {
-            read[at] for at in range(25, 31)
-        } == {1, 2}
+        assert sorted(read[at] for at in range(17, 25)) == [0] * 6 + [1] * 2
+        assert sorted(read[at] for at in range(25, 31)) == [1] * 3 + [2] * 3
         total += read
     assert all(total[at] == 1 for at in range(17, 25)) and all(
         total[at] == 6 for at in range(25, 31)
@@ -536,8 +512,8 @@ def logits_of(seed=0, n=6, size=11):
 
 @pytest.mark.parametrize("kind", ["forward", "reverse", "jsd"])
 @pytest.mark.parametrize("temperature", [1.0, 2.5, 0.5])
-@pytest.mark.parametrize("top_k", [0, 2, 5])
-@pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("top_k", [0, 2, 5, 99])
+@pytest.mark.parametrize("beta", [0.0, 0.001, 0.5, 0.9, 1.0])
 def test_divergences_by_loops_and_finite_differences(kind, temperature, top_k, beta):
     student, teacher = logits_of()
     s = S.Settings(kd_loss=kind, kd_temperature=temperature, kd_top_k=top_k, kd_beta=beta)
@@ -551,53 +527,6 @@ def test_divergences_by_loops_and_finite_differences(kind, temperature, top_k, b
     assert S.divergence(teacher, teacher, s).abs().max() < 1e-13
     same = S.divergence(student + 3, teacher - 2, s)
     assert torch.allclose(same, found, rtol=1e-11)
-
-
-def test_the_ends_of_jsd():
-    """At 0 and 1 it is a KL to the bit; near them, over what goes to 0, it goes to the same; at 1/2 it has no sides."""
-    student, teacher = logits_of(1)
-
-    def jsd(beta, x=student, y=teacher):
-        return S.divergence(x, y, S.Settings(kd_loss="jsd", kd_beta=beta))
-
-    forward, reverse = (
-        S.divergence(student, teacher, S.Settings(kd_loss=kind)) for kind in ("forward", "reverse")
-    )
-    assert torch.equal(jsd(0.0), forward) and torch.equal(jsd(1.0), reverse)
-    assert torch.allclose(jsd(1e-6) / 1e-6, forward, rtol=1e-3) and torch.allclose(
-        jsd(1 - 1e-6) / 1e-6, reverse, rtol=1e-3
-    )
-    assert (
-        torch.allclose(jsd(0.5), jsd(0.5, teacher, student), rtol=1e-12)
-        and (jsd(0.5) < math.log(2)).all()
-    )
-    assert torch.allclose(
-        forward, F.kl_div(student.log_softmax(-1), teacher.softmax(-1), reduction="none").sum(-1)
-    )
-
-
-def test_the_square_of_the_temperature_keeps_the_gradient():
-    """arXiv 1503.02531, section 2.1: at high temperatures the gradient goes to the centred difference over V."""
-    student, teacher = (x - x.mean(1, keepdim=True) for x in logits_of(2))
-    student.requires_grad_()
-    for temperature in (1.0, 10.0, 1000.0):
-        found = S.divergence(student, teacher, S.Settings(kd_temperature=temperature))
-        at_one = S.divergence(student / temperature, teacher / temperature, S.Settings())
-        assert torch.allclose(found, temperature**2 * at_one)
-        (gradient,) = torch.autograd.grad(found.sum(), student)
-    assert torch.allclose(gradient, (student - teacher) / 11, atol=2e-3)
-
-
-def test_top_k_reads_the_teachers_likeliest_alone():
-    student, teacher = logits_of(3)
-    s = S.Settings(kd_top_k=4)
-    kept = teacher.topk(4).indices
-    moved = student + torch.randn_like(student).scatter(1, kept, 0.0)
-    assert torch.equal(S.divergence(moved, teacher, s), S.divergence(student, teacher, s))
-    assert torch.allclose(
-        S.divergence(student, teacher, S.Settings(kd_top_k=99)),
-        S.divergence(student, teacher, S.Settings()),
-    )
 
 
 # ---------------------------------------------------------------------------------------- features, layers, projections
@@ -615,8 +544,6 @@ def test_attention_transfer_by_loops():
             norm = math.sqrt(sum(value**2 for value in energy) + 1e-6)
             maps.append([value / norm for value in energy])
         distance = sum((x - y) ** 2 for x, y in zip(*maps, strict=True))
-        cosine = sum(x * y for x, y in zip(*maps, strict=True))
-        assert distance == pytest.approx(2 - 2 * cosine, abs=1e-6)
         expected[batch.row == place] = distance
     assert torch.allclose(found, expected[batch.mask], rtol=1e-12)
     assert torch.autograd.gradcheck(
@@ -665,7 +592,7 @@ def captured(made, ids):
     return made.final_norm(x), y
 
 
-@pytest.mark.parametrize("kind", ["forward", "reverse", "jsd", "attention", "pool", "projection"])
+@pytest.mark.parametrize("kind", ["reverse", *KINDS[1:]])
 def test_distilled_losses_row_by_row(kind):
     """A student of half the depth and width in packed windows, against forwards of each row alone, written out."""
     student, teacher, rows = network(1, "g a", 16), network(2, "g a g a g", 32), some_rows(7)
@@ -720,20 +647,14 @@ def test_the_whole_gradient_by_finite_differences():
 
         loss()
         torch.manual_seed(3)
-        directions = [torch.randn_like(param) for param in params]
-        slope = sum(
-            (param.grad * way).sum().item() for param, way in zip(params, directions, strict=True)
-        )
+        point = parameters_to_vector(params).detach().clone()
+        way = torch.randn_like(point)
+        slope = way @ parameters_to_vector(param.grad for param in params)
         ends = []
-        for sign in (1, -1):
-            with torch.no_grad():
-                for param, way in zip(params, directions, strict=True):
-                    param.add_(sign * 1e-6 * way)
+        for size in (1e-6, -1e-6):
+            vector_to_parameters(point + size * way, params)
             ends.append(loss())
-            with torch.no_grad():
-                for param, way in zip(params, directions, strict=True):
-                    param.sub_(sign * 1e-6 * way)
-        assert (ends[0] - ends[1]) / 2e-6 == pytest.approx(slope, rel=1e-5)
+        assert (ends[0] - ends[1]) / 2e-6 == pytest.approx(slope.item(), rel=1e-5)
         assert all(param.grad is None for param in teacher.parameters())
 
 
