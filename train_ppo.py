@@ -3663,7 +3663,6 @@ METRICS = (
 ).split()
 GAMMA = 1.0  # discount: what an answer earns does not depend on its length
 VALUE_CLIP_RANGE = 0.2  # of a value, around the rollout's
-CRITIC_LR = 0.001  # of a separate critic: three times the policy's, because it begins with nothing
 
 
 def divergences(logps, reference, mask):
@@ -3749,21 +3748,6 @@ def ppo_loss(logps, values, batch, settings):
     return (policy + VALUE_COEF * value) * batch.mask, torch.stack(logged).detach() * batch.mask
 
 
-def make_critic(model, settings):
-    """Return a copy of a network for values: a value head in place of its own, and new adapters."""
-    critic = copy.deepcopy(model)
-    for param, original in zip(critic.parameters(), model.parameters(), strict=True):
-        if hasattr(original, "splits"):
-            param.splits = original.splits  # for Muon; a copy has lost them
-    critic.head = None
-    critic.activation_checkpointing = settings.activation_checkpointing
-    adapt(merge_lora(critic), settings)
-    if not hasattr(critic, "w_value"):
-        add_value_head(critic)
-    critic.w_value.requires_grad_(True)  # with adapters, too
-    return critic
-
-
 PPOConfig = Settings  # PPOConfig(learning_rate=1e-4, group_size=16)
 
 
@@ -3771,20 +3755,19 @@ class PPOTrainer(JudgedTrainer, Saved):
     """Proximal policy optimization; arguments and use as of PolicyTrainer.
 
     reward_model: a GPT with a value head that scores in place of reward functions. The critic is a
-    copy of it, or of the model.
+    value head on the model: a network of its own makes a step 1.6 times as long, and gained less in
+    the same seconds (docs/lab.md, 2026-11-23).
     """
 
     STATE = ("kl_beta",)
 
     def __init__(self, model, tokenizer, args=None, *, reward_model=None, **options):
-        settings = args or Settings()
-        super().__init__(model, tokenizer, settings, **options)
+        if not hasattr(model, "w_value"):
+            add_value_head(model)
+        model.w_value.requires_grad_(True)  # with adapters, too
+        super().__init__(model, tokenizer, args, **options)
         self.reward_model = reward_model
-        self.critic = make_critic(reward_model or model, settings)
-        rates = replace(settings, learning_rate=CRITIC_LR)
-        self.critic_optimizers = policy_optimizers(self.critic, rates, self.runtime)
-        self.all_optimizers = [self.optimizers, self.critic_optimizers]
-        self.kl_beta = settings.kl_beta  # KL_TARGET steers it
+        self.kl_beta = self.settings.kl_beta  # KL_TARGET steers it
 
     @torch.no_grad()
     def rollout(self, queries, step):
@@ -3797,9 +3780,11 @@ class PPOTrainer(JudgedTrainer, Saved):
     def forward(self, batch):
         """Return log-probabilities, values and entropies (B, T), of the state in which a token of an
         answer is drawn; elsewhere 0."""
-        logps, entropy = token_logps(self.network, batch, self.settings.temperature)
-        features = self.critic.features(batch.ids)
-        values = features.to(self.critic.w_value.dtype) @ self.critic.w_value
+        network = self.network
+        features = network.features(batch.ids)
+        trunk = SimpleNamespace(features=lambda ids: features, logits=network.logits)
+        logps, entropy = token_logps(trunk, batch, self.settings.temperature)
+        values = features.to(network.w_value.dtype) @ network.w_value
         return logps, torch.where(batch.mask, values, 0.0), entropy
 
     @torch.no_grad()
@@ -3859,8 +3844,7 @@ class PPOTrainer(JudgedTrainer, Saved):
         for batches in mini_batches * settings.epochs:
             tokens = runtime.sum(sum(batch.mask.sum() for batch in batches))
             sums = torch.zeros(10, device=runtime.device)  # loss, tokens, entropy, ppo_loss's seven
-            for optimizers in self.all_optimizers:
-                torch._foreach_zero_([param.grad for param in optimizers.params])
+            torch._foreach_zero_([param.grad for param in self.trained])
             with self.weights():
                 for batch in batches:
                     logps, values, entropy = self.forward(batch)
@@ -3869,14 +3853,10 @@ class PPOTrainer(JudgedTrainer, Saved):
                     loss.backward()
                     parts = [loss.detach(), batch.mask.sum(), entropy.sum(), *logged.sum((1, 2))]
                     sums += torch.stack(parts)
-            norms = []
-            for optimizers in self.all_optimizers:
-                norm, _ = optimizers.reduce_gradients(runtime, settings.grad_clip_norm, sums[:0])
-                norms.append(norm)
-            bad = ~torch.isfinite(torch.stack(norms)).all()
-            for optimizers in self.all_optimizers:
-                optimizers.step(multiplier, MUON_MOMENTUM, bad)
-            updates.append(torch.cat([torch.stack([norms[0], bad]), runtime.sum(sums)]))
+            norm, sums = self.optimizers.reduce_gradients(runtime, settings.grad_clip_norm, sums)
+            bad = ~torch.isfinite(norm)
+            self.optimizers.step(multiplier, MUON_MOMENTUM, bad)
+            updates.append(torch.cat([torch.stack([norm, bad]), sums]))
         return metrics | update_metrics(METRICS, updates, time.perf_counter() - begin)
 
 
@@ -3909,8 +3889,7 @@ def main():
     for name, memory in (("ema", EMA_MEMORY), ("swa", None)):
         if getattr(settings, name):
             averages[name] = Average(trainer.trained, memory)
-    run.parts.update(averages, trainer=trainer, critic=trainer.critic)
-    run.parts["critic_optimizers"] = trainer.critic_optimizers
+    run.parts.update(averages, trainer=trainer)
     trainer.prompt_ids(problems + choice + held_out)  # or a UserError, now and not in mid-run
     begin_run(run, trainer, exam, checkpoint)
     run.log(f"set-up and first scores: {time.perf_counter() - begin:.1f} s, outside the clock")
@@ -3991,7 +3970,7 @@ def main():
         "init_from": source,
         "params": count_parameters(network),
         "weights": chosen,
-        "optimizer_state_bytes": sum(part.state_bytes() for part in trainer.all_optimizers),
+        "optimizer_state_bytes": trainer.optimizers.state_bytes(),
         **score_artifact(run, trainer, exam),
         "last": metrics,
         "total_seconds": time.perf_counter() - begin,

@@ -827,14 +827,11 @@ def three_steps(own, score, loss_of) -> tuple:
         rollout = own.rollout(queries[8 * number : 8 * number + 8], number)
         return {**rollout.metrics, **own.update(rollout)}
 
-    def weights() -> list:
-        return [*state(own.network), *state(getattr(own, "critic", own.network))]
-
-    metrics, before = [step(0), step(1)], weights()
+    metrics, before = [step(0), step(1)], state(own.network)
     if own.runtime.rank == own.runtime.world_size - 1:
         loss_of[id(own.settings)] = math.nan
     bad = step(2)["bad"]
-    return before, metrics, samples, (bad, furthest(before, weights()))
+    return before, metrics, samples, (bad, furthest(before, state(own.network)))
 
 
 def compare_ranks(one: tuple, ranks: list, bad: int, rel: float) -> None:

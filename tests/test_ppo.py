@@ -333,7 +333,6 @@ UNEQUAL = {"gen_tok_s", "train_tok_s", "clips"}
 def smooth_adamw(monkeypatch) -> None:
     """So large an epsilon that rounding in a gradient near zero does not decide the sign of its update."""
     monkeypatch.setattr(P, "ADAM_EPS", 1e-4)
-    monkeypatch.setattr(P, "CRITIC_LR", 0.01)
     report_clips(P, monkeypatch)
 
 
@@ -459,8 +458,9 @@ def test_a_constant_critic_gives_the_plain_policy_gradient(monkeypatch):
         ),
         torch.zeros(264),
     )
-    assert (own.critic.w_value.grad - head).abs().max() < 1e-12
-    assert metrics["grad_norm"] == pytest.approx(expected.norm().item(), abs=1e-12)
+    assert (table.w_value.grad - head).abs().max() < 1e-12
+    both = (expected.square().sum() + head.square().sum()).sqrt().item()
+    assert metrics["grad_norm"] == pytest.approx(both, abs=1e-12)
     assert metrics["approx_kl"] == 0 and clips_of(metrics) == [[0.0, 0.0]]
     assert metrics["value_loss"] == pytest.approx(
         statistics.mean(r * r / 2 for r in flat), abs=1e-12
@@ -476,7 +476,7 @@ def test_what_stands_in_the_padding_never_reaches_a_value():
         batch.ids, batch.mask, expected[1], strict=True
     ):  # each alone, without padding
         end = int(mask.nonzero()[-1]) + 1
-        alone = (own.critic.features(ids[None, :end]) @ own.critic.w_value)[0]
+        alone = (own.network.features(ids[None, :end]) @ own.network.w_value)[0]
         assert (alone[mask[:end]] - values[mask]).abs().max() < 1e-12 and values[
             ~mask
         ].abs().sum() == 0
@@ -499,10 +499,10 @@ def test_micro_batches_add_up_to_one_batch(monkeypatch):
         )
         for step in range(2):
             metrics = take(own, QUERIES, lengths_score, step)
-        grads = [param.grad for optimizers in own.all_optimizers for param in optimizers.params]
+        grads = [param.grad for optimizers in [own.optimizers] for param in optimizers.params]
         found.append(
             (
-                [*state(own.network), *state(own.critic)],
+                state(own.network),
                 grads,
                 {name: value for name, value in metrics.items() if name not in UNEQUAL},
             )
@@ -582,33 +582,6 @@ def test_metrics_of_divergences_are_honest_and_steer(monkeypatch):
     assert "kl" not in buffered(trainer(kl_beta=0.0))[1]  # there is no reference
 
 
-def test_the_critic_leaves_the_policy_alone(monkeypatch):
-    """Its loss has no part in the policy's gradient, whose head has none; and it learns at a rate of its own."""
-    scripted(monkeypatch, P)
-    found = {}
-    for coef, rate in ((0.1, 0.01), (7.0, 0.03)):
-        monkeypatch.setattr(P, "CRITIC_LR", rate)
-        monkeypatch.setattr(P, "VALUE_COEF", coef)
-        network = policy()
-        own = trainer(network)
-        assert getattr(network, "w_value", None) is None and own.critic is not network
-        before = state(own.critic)
-        take(own, QUERIES, lengths_score)
-        grads = [
-            [param.grad.clone() for param in optimizers.params] for optimizers in own.all_optimizers
-        ]
-        found[coef] = state(network), *grads
-        assert furthest(before, state(own.critic)) == pytest.approx(
-            rate, rel=0.05
-        )  # AdamW's first step
-    for one, other in zip(
-        found[0.1][0] + found[0.1][1], found[7.0][0] + found[7.0][1], strict=True
-    ):
-        assert torch.equal(one, other)
-    for one, other in zip(found[0.1][2], found[7.0][2], strict=True):
-        assert (70 * one - other).abs().max() < 1e-9
-
-
 def test_values_are_learned(monkeypatch):
     """Of a policy that stays, whose samples are two, worth 1 and -1 from their first tokens on."""
     samples = {
@@ -637,18 +610,16 @@ def test_values_are_learned(monkeypatch):
         assert second > 1
 
 
-def test_the_critic_begins_with_the_head_of_the_start_or_of_the_reward_model():
+def test_the_value_head_of_a_start_goes_on_and_is_trained_beside_adapters(monkeypatch):
     network = valued()
     was = network.w_value.detach().clone()
-    own = trainer(network)
-    assert own.critic is not network and torch.equal(own.critic.w_value, was)
-    own = trainer(policy(lora_rank=2), lora_rank=2, qat=False, reward_model=valued())
-    assert torch.equal(own.critic.w_value, was)
-    for optimizers, names in (
-        (own.optimizers, {"lora_a", "lora_b"}),
-        (own.critic_optimizers, {"lora_a", "lora_b", "w_value"}),
-    ):
-        assert {name.rpartition(".")[2] for name in optimizers.params.values()} == names
+    assert torch.equal(trainer(network).network.w_value, was)
+    own = trainer(valued(lora_rank=2), lora_rank=2, qat=False)
+    scripted(monkeypatch, P)
+    take(own, QUERIES, lengths_score)
+    assert not torch.equal(own.network.w_value, was)  # adapters and the head, nothing else
+    names = {name.rpartition(".")[2] for name in own.optimizers.params.values()}
+    assert names == {"lora_a", "lora_b", "w_value"}
 
 
 # --------------------------------------------------------------------------------------------------------- reward model
@@ -678,7 +649,6 @@ def test_a_reward_model_takes_the_functions_place(monkeypatch):
         set(expected)
     ) == 12
     assert rollout.metrics["reward"] == pytest.approx(statistics.mean(expected), abs=1e-9)
-    assert own.critic.config.model_dim == 32 and torch.equal(own.critic.w_value, judge.w_value)
     take(own, QUERIES, None)
     assert all(map(torch.equal, before, state(judge)))
     problems = [{"prompt": query, "answer": "?"} for query in QUERIES]
@@ -703,20 +673,19 @@ def refused(function, *arguments, **named) -> str:
 def test_gradients_that_are_not_finite_leave_everything_as_it_is(monkeypatch):
     scripted(monkeypatch, P)
     own, plain = trainer(), trainer()
-    original, before = P.ppo_loss, [*state(own.network), *state(own.critic)]
+    original, before = P.ppo_loss, state(own.network)
     for wrong in (math.nan, math.inf):
         with monkeypatch.context() as patch:
             patch.setattr(
                 P,
                 "ppo_loss",
                 lambda logps, values, *given, wrong=wrong: original(logps, values * wrong, *given),
-            )  # where the critic is separate, its own gradients alone
+            )
             assert take(own, QUERIES, lengths_score, step=0)["bad"] == 1
-        assert all(map(torch.equal, before, [*state(own.network), *state(own.critic)]))
+        assert all(map(torch.equal, before, state(own.network)))
     take(own, QUERIES, lengths_score, step=1)
     take(plain, QUERIES, lengths_score, step=1)
-    for one, other in ((own.network, plain.network), (own.critic, plain.critic)):
-        assert all(map(torch.equal, state(one), state(other)))
+    assert all(map(torch.equal, state(own.network), state(plain.network)))
 
 
 WRONG = [

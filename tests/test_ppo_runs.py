@@ -57,8 +57,7 @@ def test_a_run_by_a_reward_model(place, judge):
     assert result["last"]["reward"] != 0 and {"greedy", "pass1"} < set(result["after"])
     betas = [step["kl_beta"] for step in place.steps("judged")]
     assert betas[:2] == pytest.approx([0.05, 0.049], rel=1e-3)
-    training = torch.load(place.of("judged") / "step_000004" / "training.pt", weights_only=True)
-    assert len(training["critic"]["w_value"]) == 32
+    assert len(place.checkpoint("judged", 4)["w_value"]) == 32
     place.run("judged stopped", stop_at(2), 128 + signal.SIGTERM, **given)
     place.resume("judged stopped")
     place.same("judged stopped", "judged")

@@ -33,7 +33,7 @@ OPTIMIZERS = ["adamw", "muon", "lion"]
 class Method:
     """A method of training."""
 
-    has_critic: bool  # PPO's, a network of its own
+    has_critic: bool  # a network of its own, as PPO has it elsewhere; here it is a value head
     has_reference: bool
     has_adapters: bool = False  # policy and critic train these alone
 
@@ -69,6 +69,19 @@ def step_bytes(network: nn.Module, settings, script: ModuleType) -> dict[str, in
     }
 
 
+def add_critic(script: ModuleType, network, settings):
+    """Return a critic of its own layers, as PPO has it elsewhere: a copy with a value head alone."""
+    critic = copy.deepcopy(network)
+    for param, original in zip(critic.parameters(), network.parameters(), strict=True):
+        if hasattr(original, "splits"):
+            param.splits = original.splits  # for Muon; a copy has lost them
+    critic.head = None
+    script.adapt(script.merge_lora(critic), settings)
+    script.add_value_head(critic)
+    critic.w_value.requires_grad_(True)
+    return critic
+
+
 def count_bytes(method: Method, config, settings, script: ModuleType) -> dict[str, int]:
     """Return the bytes of a method by part. script: train_ppo.py. Raises UserError."""
     network = script.GPT(config)
@@ -77,7 +90,7 @@ def count_bytes(method: Method, config, settings, script: ModuleType) -> dict[st
     shared = nbytes(frozen.values())
     networks = [network]
     if method.has_critic:
-        networks.append(script.make_critic(network, settings))
+        networks.append(add_critic(script, network, settings))
     row = {"reference": 0}
     if method.has_reference:
         row["reference"] = nbytes(copy.deepcopy(network, frozen).parameters()) - shared
