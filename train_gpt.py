@@ -1455,7 +1455,7 @@ class GPT(nn.Module):
 # === end: model ===
 
 
-# ---------------------------------------------------------------------------------------------------- shape
+# ------------------------------------------------------------------------------------------- shape
 # What ARCH_MODE stands for. load_settings takes the values of settings from here, where the user
 # gave no others; model_config takes the fields of GPTConfig that are no settings.
 ARCH_PRESETS = {
@@ -2475,12 +2475,12 @@ class Exporter(Saved):
     needed_seconds: float = 0.0  # of the clock, which GPTQ must leave
     out_of_time: bool = False
 
-    def has_time(self):
-        """Return whether GPTQ may go on; once it may not, the answer stays the same."""
+    def is_late(self):
+        """Return whether GPTQ must stop; once it must, the answer stays the same."""
         clock = self.run.clock
-        is_late = clock.limit - clock.elapsed() < self.needed_seconds
-        self.out_of_time |= self.run.runtime.agree(is_late)
-        return not self.out_of_time
+        seconds_left = clock.limit - clock.elapsed()
+        self.out_of_time |= self.run.runtime.agree(seconds_left < self.needed_seconds)
+        return self.out_of_time
 
     def encode(self, table, hessians):
         """Return the artifact by the quantizers of a table.
@@ -2493,7 +2493,7 @@ class Exporter(Saved):
         for name, hessian in hessians.items():
             if self.run.log.is_due():
                 self.run.log(f"codes: GPTQ of {name}")
-            if not self.has_time():
+            if self.is_late():
                 break
             part = coded[name]
             part.codes = gptq(tensors[name], part.scale, part.bits, hessian)
@@ -2548,7 +2548,7 @@ class Exporter(Saved):
         for ids in calibration:
             if self.run.log.is_due():
                 self.run.log("codes: calibration of GPTQ")
-            if not self.has_time():
+            if self.is_late():
                 break
             self.network(ids)
         for param in self.network.parameters():
@@ -3177,8 +3177,7 @@ def choose_weights(exporter, averages, run, score):
     for name, values in candidates.items():
         begin = run.clock.elapsed()
         # Scoring an average must leave time to pack the weights chosen.
-        is_late = run.clock.limit - run.clock.elapsed() < 2 * scoring_seconds
-        if scores and run.runtime.agree(is_late):
+        if scores and run.runtime.agree(run.clock.limit - begin < 2 * scoring_seconds):
             run.event("weights_left_out", weights=name)
             continue
         with swapped(params, values), quantized(exporter.network, exporter.table):
@@ -3313,7 +3312,8 @@ def main():
             if score.loss <= settings.target_val_loss:
                 last_step = True
                 run.event("target_reached", step=run.step, seconds=clock.elapsed())
-                run.plan.planned.clear()  # a phase that has not begun is no fault
+                # A phase that has not begun is no fault now.
+                plan.planned = {name: plan.planned[name] for name in plan.phases}
         save_is_due = settings.save_every and run.step % settings.save_every == 0
         if last_step or stopping or save_is_due:
             with clock.paused():

@@ -3878,8 +3878,8 @@ def main():
     clock = run.clock
     plan = run.plan
     run.log(
-        f"policy: {source}\nproblems: {len(problems)} to train on, {len(choice)} to choose between averages, "
-        f"{len(held_out)} held out"
+        f"policy: {source}\nproblems: {len(problems)} to train on, "
+        f"{len(choice)} to choose between averages, {len(held_out)} held out"
     )
     adapt(network, settings)
     trainer = PPOTrainer(
