@@ -270,9 +270,11 @@ def test_aliases_lead_to_settings():
 
 
 def test_a_retired_setting_is_accepted_at_the_value_of_its_constant():
-    constants = dict(zip(("ADAM_BETAS[0]", "ADAM_BETAS[1]"), T.ADAM_BETAS, strict=True))
+    constants = dict(zip(("BETA1", "BETA2"), T.ADAM_BETAS, strict=True))
     constants["LOGIT_SOFTCAP"] = T.GPTConfig.logit_softcap
-    constants["EMBED_INIT_STD"] = T.GPTConfig.embed_init_std
+    constants["TIED_EMBED_INIT_STD"] = T.GPTConfig.embed_init_std
+    constants["MUON_BACKEND_STEPS"] = T.NEWTON_SCHULZ_STEPS
+    constants["MUON_MOMENTUM_WARMUP_START"] = T.MUON_MOMENTUM_START
     names = {meant: name for name, meant in T.ALIASES.items()}
     for constant, value in T.RETIRED_SETTINGS.items():
         assert constants.get(constant, vars(T).get(constant)) == value, constant
@@ -380,7 +382,7 @@ def test_a_run_folder_is_made_once(tmp_path):
     runs = tmp_path / "deep" / "runs"
     assert open_run(runs, "first") == runs / "first"
     (runs / "first" / "log.txt").write_text("kept")
-    message = "^RUN_ID='first': must be a plain name of a new run in .*; RESUME "
+    message = "^RUN_ID='first': must be a plain name that no run in .*; RESUME "
     refusal(T.UserError, message, open_run, runs, "first")
     assert (runs / "first" / "log.txt").read_text() == "kept"
 

@@ -91,10 +91,19 @@ def test_refuses_a_section_edited_since_head_and_writes_nothing(repo):
 
 def test_fills_an_empty_fence_and_refuses_an_uncommitted_script(repo):
     (repo / "new.py").write_text(fenced(data="", model=""))
+    subprocess.run(["git", "add", "new.py"], cwd=repo, check=True)
     assert sync(repo, "a.py")[0] == 0
     assert (repo / "new.py").read_text() == (repo / "a.py").read_text()
     (repo / "new.py").write_text(fenced(data="d = 4\n"))
     assert sync(repo, "a.py")[1].startswith("section data of new.py was edited since HEAD")
+
+
+def test_leaves_a_file_alone_that_git_does_not_know(repo):
+    (repo / "mine.py").write_text(fenced(model="m = 7\n"))
+    assert sync(repo, "--check") == (0, "sync: the fenced sections are equal\n")
+    code, output = sync(repo, "mine.py")
+    assert code == 1
+    assert output.startswith("mine.py is no script here")
 
 
 OPEN, CLOSE = "# === shared: model ===\n", "# === end: model ===\n"

@@ -4,7 +4,7 @@
     python tools/sync.py --check            list every difference and malformed fence; exit code 1 if there is one
 
 A section stands between `# === shared: NAME ===` and `# === end: NAME ===`. The scripts are the top-level *.py
-and data/*.py. Only a script that carries the fence receives the section; an empty fence is an invitation. A
+and data/*.py that git knows: a copy for an experiment is left alone until `git add`. Only a script that carries the fence receives the section; an empty fence is an invitation. A
 section that was itself edited since HEAD is never overwritten: commit it, revert it, or name its file as the source.
 """
 
@@ -80,10 +80,21 @@ def parse(text: str, name: str) -> dict[str, Section]:
 
 
 def load(root: Path) -> dict[str, str]:
-    """Return the texts of the scripts that may carry fences, by name relative to `root`."""
-    paths = sorted([*root.glob("*.py"), *root.glob("data/*.py")])
+    """Return the texts of the scripts that may carry fences, by name relative to `root`.
+
+    A file that is not added to git is somebody's experiment: it is neither read nor changed.
+    """
+    command = ["git", "ls-files", ":(glob)*.py", ":(glob)data/*.py"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    if done.returncode:
+        raise SyncError(f"{root}: sync needs a git checkout: {done.stderr.strip()}")
+    paths = [root / name for name in sorted(done.stdout.split())]
     # Bytes, because reading as text would change the line ends.
-    return {path.relative_to(root).as_posix(): path.read_bytes().decode() for path in paths}
+    return {
+        path.relative_to(root).as_posix(): path.read_bytes().decode()
+        for path in paths
+        if path.exists()
+    }
 
 
 def differences(texts: dict[str, str]) -> list[str]:
