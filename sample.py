@@ -1842,16 +1842,21 @@ class LayerCache:
     def attend(self, q, k, v, window):
         """Return attention (B, H, T, D) over all keys so far; shapes as in `attend`."""
         decoder = self.decoder
-        kv = torch.stack([k, v], 1)  # (B, 2, Hkv, T, D)
         if not self.kept:
-            self.kept["kv"] = kv.new_zeros(*kv.shape[:3], decoder.distance.size(1), kv.size(4))
-        keys, values = self.kept["kv"].index_copy_(3, decoder.slots, kv).unbind(1)
+            shape = *k.shape[:2], decoder.distance.size(1), k.size(3)
+            self.kept = {"keys": k.new_zeros(shape), "values": k.new_zeros(shape)}
+        keys = self.kept["keys"].index_copy_(2, decoder.slots, k)
+        values = self.kept["values"].index_copy_(2, decoder.slots, v)
         # Heads that share keys become queries of one head: the kernels that take a mask do not take
         # grouped heads.
         groups = q.size(1) // k.size(1)
         q = q.unflatten(1, (-1, groups)).flatten(2, 3)  # (B, Hkv, groups * T, D)
-        mask = (decoder.is_seen & (decoder.distance < window))[:, None].repeat(1, 1, groups, 1)
-        o = F.scaled_dot_product_attention(q, keys, values, mask)
+        mask = (decoder.is_seen & (decoder.distance < window))[:, None]
+        if q.is_cuda or q.size(2) > groups:
+            o = F.scaled_dot_product_attention(q, keys, values, mask.repeat(1, 1, groups, 1))
+        else:  # for one token this is faster on a CPU
+            scores = (q * q.size(3) ** -0.5) @ keys.mT
+            o = scores.masked_fill(~mask, -math.inf).softmax(-1) @ values
         return o.unflatten(2, (groups, -1)).flatten(1, 2)
 
 
@@ -1893,8 +1898,8 @@ class Decoder:
         self.graph = None
         self.kept["ids"] = F.pad(self.kept["ids"], (0, ROOM))
         for layer in self.layers:
-            if "kv" in layer.kept:
-                layer.kept["kv"] = F.pad(layer.kept["kv"], (0, 0, 0, ROOM))
+            for name in layer.kept.keys() & {"keys", "values"}:
+                layer.kept[name] = F.pad(layer.kept[name], (0, 0, 0, ROOM))
 
     def context(self, ids):
         """Return documents, previous ids and positions (B, T) of ids (B, T), see GPT.context."""

@@ -4,8 +4,9 @@
     python tools/sync.py --check            list every difference and malformed fence; exit code 1 if there is one
 
 A section stands between `# === shared: NAME ===` and `# === end: NAME ===`. The scripts are the top-level *.py
-and data/*.py that git knows: a copy for an experiment is left alone until `git add`. Only a script that carries the fence receives the section; an empty fence is an invitation. A
-section that was itself edited since HEAD is never overwritten: commit it, revert it, or name its file as the source.
+and data/*.py that git knows: a copy for an experiment is left alone until `git add`. Only a script that carries
+the fence receives the section; an empty fence is an invitation. A section that was itself edited since HEAD is
+never overwritten: commit it, revert it, or name its file as the source.
 """
 
 import os
