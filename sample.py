@@ -1156,8 +1156,11 @@ class GatedDeltaNet(nn.Module):
         self.dt_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))  # softplus(dt_bias) = dt
         self.norm = nn.Parameter(torch.ones(self.head_dim))
 
-    def forward(self, x, doc, positions, cache):
-        """Return (B, T, dim) for x (B, T, dim); doc (B, taps-1 + T), positions: see GPT.context."""
+    def forward(self, x, doc, angles, cache):
+        """Return (B, T, dim) for x (B, T, dim); doc (B, taps-1 + T) as in GPT.context.
+
+        angles: cosines and sines of `rotation`, which attention alone reads.
+        """
         T, dim = x.shape[1:]
         qkv, gate = linear(x, self.w_qkvg).split([3 * dim, dim], dim=-1)
         # In front stand the tokens that the convolution reaches; before a text there are none.
@@ -1183,17 +1186,21 @@ class GatedDeltaNet(nn.Module):
         return linear(o, self.w_o)
 
 
-def rotate(x, positions, dims):
-    """Return x (B, T, H, D) with its first `dims` dimensions rotated by positions (T,) or (B, T).
+def rotation(positions, dims, dtype):
+    """Return cosines and sines (T, 1, dims / 2), or (B, T, 1, dims / 2), for `rotate`.
 
-    Rotary positions (arXiv 2104.09864), paired as in GPT-NeoX.
+    positions (T,) or (B, T). Rotary positions (arXiv 2104.09864).
     """
     half = dims // 2
-    exponent = torch.arange(half, device=x.device) / half  # float32
-    angle = positions[..., None, None] * ROPE_BASE**-exponent  # (T, 1, half)
-    cos = angle.cos().to(x.dtype)
-    sin = angle.sin().to(x.dtype)
-    left, right, same = x.split([half, half, x.size(-1) - dims], dim=-1)
+    exponent = torch.arange(half, device=positions.device) / half  # float32
+    angle = positions[..., None, None] * ROPE_BASE**-exponent
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def rotate(x, cos, sin):
+    """Return x (B, T, H, D) with its first dimensions rotated, paired as in GPT-NeoX."""
+    half = cos.size(-1)
+    left, right, same = x.split([half, half, x.size(-1) - 2 * half], dim=-1)
     return torch.cat([left * cos - right * sin, left * sin + right * cos, same], dim=-1)
 
 
@@ -1234,16 +1241,13 @@ class Attention(nn.Module):
         self.kv_heads = config.num_kv_heads
         self.head_dim = dim // self.heads
         self.window = window
-        self.rope_dims = 0
-        if config.positions == "rope":
-            self.rope_dims = config.rope_dims or self.head_dim
         kv_dim = self.kv_heads * self.head_dim
         self.w_qkv = matrix((dim, kv_dim, kv_dim), dim)
         self.w_o = nn.Parameter(torch.zeros(dim, dim))
         gain = torch.full((self.heads,), config.qk_gain_init)
         self.q_gain = nn.Parameter(gain) if config.qk_gain_init else None
 
-    def forward(self, x, doc, positions, cache):
+    def forward(self, x, doc, angles, cache):
         """Return (B, T, dim) for x (B, T, dim); the other arguments as in GatedDeltaNet."""
         T = x.size(1)
         qkv = linear(x, self.w_qkv).unflatten(-1, (-1, self.head_dim))
@@ -1251,8 +1255,8 @@ class Attention(nn.Module):
         if self.q_gain is not None:
             q = scaled(rms_norm(q), self.q_gain[:, None])
             k = rms_norm(k)
-        q = rotate(q, positions, self.rope_dims)
-        k = rotate(k, positions, self.rope_dims)
+        q = rotate(q, *angles)
+        k = rotate(k, *angles)
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, H, T, D)
         if cache:
             o = cache.attend(q, k, v, self.window)
@@ -1426,6 +1430,10 @@ class GPT(nn.Module):
         doc, previous, positions = (cache or self).context(ids)
         x = F.embedding(ids, self.embed)
         x = x.to(self.dtype or (torch.bfloat16 if ids.is_cuda else x.dtype))
+        rope_dims = 0
+        if config.positions == "rope":
+            rope_dims = config.rope_dims or config.model_dim // config.num_heads
+        angles = rotation(positions, rope_dims, x.dtype)
         if config.residual_mix:
             x = rms_norm(x)
         if config.positions == "learned":
@@ -1445,7 +1453,7 @@ class GPT(nn.Module):
                 skip = skips.pop()
                 x = x + scaled(skip, self.skip[len(skips)])
             run = functools.partial(checkpoint, block, use_reentrant=False) if recompute else block
-            x = run(x, x0, mixer, doc, positions, cache.layers[place] if cache else None)
+            x = run(x, x0, mixer, doc, angles, cache.layers[place] if cache else None)
             if config.unet_skips and place < half:
                 skips.append(x)
         return self.final_norm(x)

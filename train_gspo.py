@@ -982,8 +982,11 @@ class GatedDeltaNet(nn.Module):
         self.dt_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))  # softplus(dt_bias) = dt
         self.norm = nn.Parameter(torch.ones(self.head_dim))
 
-    def forward(self, x, doc, positions, cache):
-        """Return (B, T, dim) for x (B, T, dim); doc (B, taps-1 + T), positions: see GPT.context."""
+    def forward(self, x, doc, angles, cache):
+        """Return (B, T, dim) for x (B, T, dim); doc (B, taps-1 + T) as in GPT.context.
+
+        angles: cosines and sines of `rotation`, which attention alone reads.
+        """
         T, dim = x.shape[1:]
         qkv, gate = linear(x, self.w_qkvg).split([3 * dim, dim], dim=-1)
         # In front stand the tokens that the convolution reaches; before a text there are none.
@@ -1009,17 +1012,21 @@ class GatedDeltaNet(nn.Module):
         return linear(o, self.w_o)
 
 
-def rotate(x, positions, dims):
-    """Return x (B, T, H, D) with its first `dims` dimensions rotated by positions (T,) or (B, T).
+def rotation(positions, dims, dtype):
+    """Return cosines and sines (T, 1, dims / 2), or (B, T, 1, dims / 2), for `rotate`.
 
-    Rotary positions (arXiv 2104.09864), paired as in GPT-NeoX.
+    positions (T,) or (B, T). Rotary positions (arXiv 2104.09864).
     """
     half = dims // 2
-    exponent = torch.arange(half, device=x.device) / half  # float32
-    angle = positions[..., None, None] * ROPE_BASE**-exponent  # (T, 1, half)
-    cos = angle.cos().to(x.dtype)
-    sin = angle.sin().to(x.dtype)
-    left, right, same = x.split([half, half, x.size(-1) - dims], dim=-1)
+    exponent = torch.arange(half, device=positions.device) / half  # float32
+    angle = positions[..., None, None] * ROPE_BASE**-exponent
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def rotate(x, cos, sin):
+    """Return x (B, T, H, D) with its first dimensions rotated, paired as in GPT-NeoX."""
+    half = cos.size(-1)
+    left, right, same = x.split([half, half, x.size(-1) - 2 * half], dim=-1)
     return torch.cat([left * cos - right * sin, left * sin + right * cos, same], dim=-1)
 
 
@@ -1060,16 +1067,13 @@ class Attention(nn.Module):
         self.kv_heads = config.num_kv_heads
         self.head_dim = dim // self.heads
         self.window = window
-        self.rope_dims = 0
-        if config.positions == "rope":
-            self.rope_dims = config.rope_dims or self.head_dim
         kv_dim = self.kv_heads * self.head_dim
         self.w_qkv = matrix((dim, kv_dim, kv_dim), dim)
         self.w_o = nn.Parameter(torch.zeros(dim, dim))
         gain = torch.full((self.heads,), config.qk_gain_init)
         self.q_gain = nn.Parameter(gain) if config.qk_gain_init else None
 
-    def forward(self, x, doc, positions, cache):
+    def forward(self, x, doc, angles, cache):
         """Return (B, T, dim) for x (B, T, dim); the other arguments as in GatedDeltaNet."""
         T = x.size(1)
         qkv = linear(x, self.w_qkv).unflatten(-1, (-1, self.head_dim))
@@ -1077,8 +1081,8 @@ class Attention(nn.Module):
         if self.q_gain is not None:
             q = scaled(rms_norm(q), self.q_gain[:, None])
             k = rms_norm(k)
-        q = rotate(q, positions, self.rope_dims)
-        k = rotate(k, positions, self.rope_dims)
+        q = rotate(q, *angles)
+        k = rotate(k, *angles)
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, H, T, D)
         if cache:
             o = cache.attend(q, k, v, self.window)
@@ -1252,6 +1256,10 @@ class GPT(nn.Module):
         doc, previous, positions = (cache or self).context(ids)
         x = F.embedding(ids, self.embed)
         x = x.to(self.dtype or (torch.bfloat16 if ids.is_cuda else x.dtype))
+        rope_dims = 0
+        if config.positions == "rope":
+            rope_dims = config.rope_dims or config.model_dim // config.num_heads
+        angles = rotation(positions, rope_dims, x.dtype)
         if config.residual_mix:
             x = rms_norm(x)
         if config.positions == "learned":
@@ -1271,7 +1279,7 @@ class GPT(nn.Module):
                 skip = skips.pop()
                 x = x + scaled(skip, self.skip[len(skips)])
             run = functools.partial(checkpoint, block, use_reentrant=False) if recompute else block
-            x = run(x, x0, mixer, doc, positions, cache.layers[place] if cache else None)
+            x = run(x, x0, mixer, doc, angles, cache.layers[place] if cache else None)
             if config.unet_skips and place < half:
                 skips.append(x)
         return self.final_norm(x)
@@ -2748,16 +2756,21 @@ class LayerCache:
     def attend(self, q, k, v, window):
         """Return attention (B, H, T, D) over all keys so far; shapes as in `attend`."""
         decoder = self.decoder
-        kv = torch.stack([k, v], 1)  # (B, 2, Hkv, T, D)
         if not self.kept:
-            self.kept["kv"] = kv.new_zeros(*kv.shape[:3], decoder.distance.size(1), kv.size(4))
-        keys, values = self.kept["kv"].index_copy_(3, decoder.slots, kv).unbind(1)
+            shape = *k.shape[:2], decoder.distance.size(1), k.size(3)
+            self.kept = {"keys": k.new_zeros(shape), "values": k.new_zeros(shape)}
+        keys = self.kept["keys"].index_copy_(2, decoder.slots, k)
+        values = self.kept["values"].index_copy_(2, decoder.slots, v)
         # Heads that share keys become queries of one head: the kernels that take a mask do not take
         # grouped heads.
         groups = q.size(1) // k.size(1)
         q = q.unflatten(1, (-1, groups)).flatten(2, 3)  # (B, Hkv, groups * T, D)
-        mask = (decoder.is_seen & (decoder.distance < window))[:, None].repeat(1, 1, groups, 1)
-        o = F.scaled_dot_product_attention(q, keys, values, mask)
+        mask = (decoder.is_seen & (decoder.distance < window))[:, None]
+        if q.is_cuda or q.size(2) > groups:
+            o = F.scaled_dot_product_attention(q, keys, values, mask.repeat(1, 1, groups, 1))
+        else:  # for one token this is faster on a CPU
+            scores = (q * q.size(3) ** -0.5) @ keys.mT
+            o = scores.masked_fill(~mask, -math.inf).softmax(-1) @ values
         return o.unflatten(2, (groups, -1)).flatten(1, 2)
 
 
@@ -2799,8 +2812,8 @@ class Decoder:
         self.graph = None
         self.kept["ids"] = F.pad(self.kept["ids"], (0, ROOM))
         for layer in self.layers:
-            if "kv" in layer.kept:
-                layer.kept["kv"] = F.pad(layer.kept["kv"], (0, 0, 0, ROOM))
+            for name in layer.kept.keys() & {"keys", "values"}:
+                layer.kept[name] = F.pad(layer.kept[name], (0, 0, 0, ROOM))
 
     def context(self, ids):
         """Return documents, previous ids and positions (B, T) of ids (B, T), see GPT.context."""
