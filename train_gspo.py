@@ -172,8 +172,6 @@ ABSENT_SETTINGS = (
 ALIASES = {
     "BATCH_SIZE": "TRAIN_BATCH_TOKENS",
     "BETA": "KL_BETA",
-    "BETA1": "ADAM_BETAS[0]",
-    "BETA2": "ADAM_BETAS[1]",
     "BLOCK_SIZE": "TRAIN_SEQ_LEN",
     "DATASET": "DATA_PATH",
     "DECAY_LR": "LR_SCHEDULE",
@@ -193,12 +191,9 @@ ALIASES = {
     "MAX_COMPLETION_LENGTH": "MAX_NEW_TOKENS",
     "MAX_GRAD_NORM": "GRAD_CLIP_NORM",
     "MAX_ITERS": "ITERATIONS",
-    "MAX_SEQ_LEN": "TRAIN_SEQ_LEN",
     "MAX_STEPS": "ITERATIONS",
     "MIN_LR": "LR_FLOOR",
     "MODEL_NAME_OR_PATH": "INIT_FROM",
-    "MUON_BACKEND_STEPS": "NEWTON_SCHULZ_STEPS",
-    "MUON_MOMENTUM_WARMUP_START": "MUON_MOMENTUM_START",
     "MUON_WEIGHT_DECAY": "MUON_WD",
     "NUM_GENERATIONS": "GROUP_SIZE",
     "NUM_ITERATIONS": "ITERATIONS",
@@ -209,8 +204,6 @@ ALIASES = {
     "QAT_ENABLED": "QAT",
     "SEQ_LEN": "TRAIN_SEQ_LEN",
     "SWA_ENABLED": "SWA",
-    "TASK": "TRAIN_FILES",
-    "TIED_EMBED_INIT_STD": "EMBED_INIT_STD",
     "TRAIN_LOG_EVERY": "LOG_SECONDS",
     "VAL_BATCH_SIZE": "MICRO_BATCH_TOKENS",
     "WARMUP_ITERS": "WARMUP_FRAC",
@@ -220,19 +213,19 @@ ALIASES = {
 # Constants of this script that are settings elsewhere. Their values are accepted, so that pasted
 # commands run.
 RETIRED_SETTINGS = {
-    "ADAM_BETAS[0]": 0.9,
-    "ADAM_BETAS[1]": 0.95,
     "ADAM_EPS": 1e-8,
+    "BETA1": 0.9,
+    "BETA2": 0.95,
     "BIGRAM_DIM": 128,
     "EMBED_BITS": 8,
-    "EMBED_INIT_STD": 0.005,
     "HEAD_LR": 0.008,
     "LOGIT_SOFTCAP": 30.0,
     "LOG_SECONDS": 10.0,
+    "MUON_BACKEND_STEPS": 5,
     "MUON_MOMENTUM": 0.95,
-    "MUON_MOMENTUM_START": 0.85,
-    "NEWTON_SCHULZ_STEPS": 5,
+    "MUON_MOMENTUM_WARMUP_START": 0.85,
     "ROPE_BASE": 10000.0,
+    "TIED_EMBED_INIT_STD": 0.005,
     "WARMUP_STEPS": 2,
 }
 
@@ -2541,7 +2534,7 @@ class Run(Saved):
                 checkpoint, faults = newest_checkpoint(self.folder)
             elif any(self.folder.glob("*")) or Path(run_id).name != run_id:
                 raise UserError(
-                    f"RUN_ID={run_id!r}: must be a plain name of a new run in OUT_DIR; RESUME "
+                    f"RUN_ID={run_id!r}: must be a plain name that no run in OUT_DIR has; RESUME "
                     "continues a run"
                 )
             self.folder.mkdir(parents=True, exist_ok=True)

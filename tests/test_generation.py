@@ -139,7 +139,7 @@ def test_room_grows_with_the_text():
     for window in (5, 80):
         net = mixed(attn_window=window, train_seq_len=256)
         decoder = check_steps(net, [[1, 9, 4]] * 2, texts(5, 2, 150), {}, 1e-9)
-        sizes = {layer.kept["kv"].size(3) for layer in decoder.layers if "kv" in layer.kept}
+        sizes = {layer.kept["keys"].size(2) for layer in decoder.layers if "keys" in layer.kept}
         assert sizes == {6 + 3 * S.ROOM}
 
 
