@@ -3320,9 +3320,7 @@ class PolicyTrainer:
         prompts = self.prompt_ids(queries)
         length = self.settings.max_new_tokens
         with torch.no_grad(), self.weights(), parametrize.cached():
-            samples = generate(
-                self.network, prompts, count, length, temperature, 0, 1.0, seeds, self.stop
-            )
+            samples = generate(self.network, prompts, count, length, temperature, seeds, self.stop)
         answers = []
         for index, sample in enumerate(samples):
             prompt = prompts[index // count]

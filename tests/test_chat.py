@@ -428,7 +428,9 @@ def test_an_answer_is_what_generate_draws(talk, tmp_path):
     for number, line in enumerate(lines):
         turns.append((USER, line))
         prompt = prompt_of(*turns)
-        [one] = S.generate(net, [prompt], 1, 6, 1.0, 50, 1.0, [(5, number)], frozenset([263, 1]))
+        stop = frozenset([263, 1])
+        truncate = S.truncation(S.Settings())
+        [one] = S.generate(net, [prompt], 1, 6, 1.0, [(5, number)], stop, truncate)
         ids = one.ids[:-1] if one.finished else one.ids
         turns.append((ASSISTANT, S.completion(BYTES, prompt, ids)))
     assert (out, err) == (f"{turns[1][1]}\n{turns[3][1]}\n", "") and len(out) > 4

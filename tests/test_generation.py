@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -81,7 +82,9 @@ def prompts_of(seed, *lengths):
 def generate(net, prompts, count=3, most=12, way=(1.0, 0, 1.0), seeds=None, stop=()):
     """S.generate; a prompt's seed is (7, its ids' sum, its length) without `seeds`."""
     seeds = seeds or [(7, sum(prompt), len(prompt)) for prompt in prompts]
-    return S.generate(net, prompts, count, most, *way, seeds, frozenset(stop))
+    temperature, top_k, top_p = way
+    truncate = S.truncation(SimpleNamespace(top_k=top_k, top_p=top_p))
+    return S.generate(net, prompts, count, most, temperature, seeds, frozenset(stop), truncate)
 
 
 def same(found, wanted):
@@ -240,6 +243,13 @@ def test_greedy_is_the_likeliest_token_of_the_whole_forward_pass():
 
 
 # ------------------------------------------------------------------------------------------ sampler
+def draw(logits, way, uniform):
+    """Return draws with temperature, top_k and top_p."""
+    temperature, top_k, top_p = way
+    truncate = S.truncation(SimpleNamespace(top_k=top_k, top_p=top_p))
+    return S.draw(logits, temperature, uniform, truncate)
+
+
 def kept_log_probabilities(logits, temperature, top_k, top_p):
     """Return those of one row (V,), float64, -inf outside the kept set.
 
@@ -279,7 +289,7 @@ def test_the_drawn_tokens_are_those_of_a_plain_sampler(way):
         logits, uniform = 2.5 * rng.standard_normal(17), rng.random(300)
         logps = kept_log_probabilities(logits, *way)
         rows = torch.from_numpy(logits).expand(300, -1)
-        picks, drawn = S.draw(rows, *way, torch.from_numpy(uniform))
+        picks, drawn = draw(rows, way, torch.from_numpy(uniform))
         total = np.cumsum(np.exp(logps))
         assert picks.tolist() == np.searchsorted(total / total[-1], uniform, side="right").tolist()
         np.testing.assert_allclose(drawn, logps[picks], rtol=0, atol=1e-12)
@@ -339,7 +349,7 @@ def test_what_has_no_probability_is_never_drawn(way, dtype):
             dead[size // 2] = False
             logits[dead] = low
             ends = torch.tensor([0.0, LAST_UNIFORM], dtype=torch.float64)
-            picks, logps = S.draw(logits.expand(2, -1), *way, ends)
+            picks, logps = draw(logits.expand(2, -1), way, ends)
             kept = np.isfinite(kept_log_probabilities(logits.double().numpy(), *way))
             alive = (kept & ~dead.numpy()).nonzero()[0]
             assert picks.tolist() == [alive[0], alive[-1]]

@@ -238,7 +238,7 @@ def test_cached_generation_makes_each_sum_once(monkeypatch):
     monkeypatch.setattr(
         S.Lora, "forward", lambda self, weight: made.append(1) or forward(self, weight)
     )
-    rest = ([[1, 5, 9]], 2, 20, 1.0, 0, 1.0, [(7,)], frozenset())
+    rest = ([[1, 5, 9]], 2, 20, 1.0, [(7,)], frozenset())
     with torch.no_grad(), S.parametrize.cached():
         found = S.generate(net, *rest)
     assert len(made) == 18 and net.mixers[0].parametrizations.w_o[0].lora_b.std() > 0.05

@@ -165,7 +165,7 @@ def test_the_file_alone_gives_the_greedy_score(place, straight, letters):
             while len(found) < 3 and end not in found:
                 found.append(int(network(torch.tensor([[*prompt, *found]]))[0, -1].argmax()))
         right.append(P.completion(tokenizer, prompt, found) == problem["answer"])
-        (one,) = P.generate(network, [prompt], 1, 3, 0.0, 0, 1.0, [(0,)], frozenset([end]))
+        (one,) = P.generate(network, [prompt], 1, 3, 0.0, [(0,)], frozenset([end]))
         assert one.ids == found
     assert sum(right) / 16 == place.result(straight)["after"]["greedy"][0]
 

@@ -368,7 +368,7 @@ def test_answers_are_those_of_generate_as_in_training(place, tmp_path):
     assert [question.problem for question in questions] == problems and len(problems) == 7
     prompts = [S.chat_ids(BYTES, problem["prompt"])[0] for problem in problems]
     seeds = [(3, 1 << 31, i) for i in range(7)]
-    samples = S.generate(model.network, prompts, 2, 9, 1.0, 0, 1.0, seeds, frozenset([263]))
+    samples = S.generate(model.network, prompts, 2, 9, 1.0, seeds, frozenset([263]))
     answers = S.answer_questions(model, questions, made, 2)
     for i, (answer, one) in enumerate(zip(answers, samples, strict=True)):
         text = S.completion(BYTES, prompts[i // 2], one.ids)
@@ -657,7 +657,7 @@ def test_a_prompt_can_be_a_users_turn(place, capsys):
     net, *_ = S.load_model("ARTIFACT", artifact)
     prompt = [BOS, 260, *ids_of("s"), 263, 261, *ids_of("hi"), 263, 262]
     stop = frozenset([263, BOS])
-    [one] = S.generate(net, [prompt], 1, 9, 0.8, 50, 1.0, [(1337,)], stop)
+    [one] = S.generate(net, [prompt], 1, 9, 0.8, [(1337,)], stop, S.truncation(S.Settings()))
     assert capsys.readouterr().out == S.completion(BYTES, prompt, one.ids) + "\n"
 
 

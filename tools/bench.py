@@ -624,9 +624,7 @@ def make_generators(
 
     def ours(compiled: bool) -> torch.Tensor:
         network.compiled = compiled
-        samples = sample.generate(
-            network, prompts.tolist(), 1, new, 1.0, 0, 1.0, streams, frozenset()
-        )
+        samples = sample.generate(network, prompts.tolist(), 1, new, 1.0, streams, frozenset())
         return torch.tensor([drawn.ids for drawn in samples])
 
     def theirs() -> torch.Tensor:

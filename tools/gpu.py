@@ -165,7 +165,7 @@ def sample_batch(sample: ModuleType, network: torch.nn.Module, rows: int, new: i
     """Return (prompts, samples of `new` tokens after each), drawn at temperature 1."""
     prompts = torch.randint(2, 1024, (rows, PROMPT)).tolist()
     seeds = [(row,) for row in range(rows)]
-    samples = sample.generate(network, prompts, 1, new, 1.0, 0, 1.0, seeds, frozenset())
+    samples = sample.generate(network, prompts, 1, new, 1.0, seeds, frozenset())
     return prompts, samples
 
 
