@@ -2701,16 +2701,14 @@ class Sample:
 def gdn_step(q, k, v, g, beta, state):
     """Return Gated DeltaNet's output o and the next state for one token: the formula of gdn_chunk.
 
-    q and k (B, H, K), v and o (B, H, V), g and beta (B, H), state (B, H, K, V). With S the state
-    and a = exp(g), o = a S^T q + (q . k) delta, so that the state is read once for q and k.
+    q and k (B, H, K), v and o (B, H, V), g and beta (B, H), state (B, H, K, V).
     """
-    kq = torch.stack([k, q], dim=-2).to(state.dtype)  # (B, H, 2, K)
-    k, q = kq.unbind(-2)
-    decay = g.exp()[..., None, None]
-    read_k, read_q = (decay * (kq @ state)).unbind(-2)  # (B, H, V)
-    delta = beta[..., None] * (v - read_k)
-    o = read_q + (q * k).sum(-1, keepdim=True) * delta
-    return o.to(v.dtype), torch.addcmul(state * decay, k[..., None], delta[..., None, :])
+    k = k.to(state.dtype)[..., None]  # (B, H, K, 1)
+    state = g.exp()[..., None, None] * state
+    delta = beta[..., None, None] * (v[..., None, :] - k.mT @ state)  # (B, H, 1, V)
+    state = state + k * delta
+    o = q.to(state.dtype)[..., None, :] @ state
+    return o[..., 0, :].to(v.dtype), state
 
 
 class LayerCache:
@@ -2843,29 +2841,24 @@ class Decoder:
                 self.next_logits = self.step(self.ids)
 
 
-def draw(logits, temperature, top_k, top_p, uniform):
+def draw(logits, temperature, uniform, truncate=None):
     """Return tokens (B,) and their log-probabilities, drawn from logits (B, V).
 
     uniform (B,) in [0, 1) decides: the inverse of the cumulative distribution. temperature 0: the
-    likeliest token; top_k: that many tokens, 0: all; top_p: the likeliest tokens that together have
-    this probability (arXiv 1904.09751).
+    likeliest token. truncate: from probabilities (B, V) to those to draw from.
     """
     if not temperature:
         return logits.argmax(-1), logits.new_zeros(len(logits))
     chances = (logits / temperature).softmax(-1)
-    if top_k or top_p < 1:
-        ordered = chances.sort(descending=True).values[:, : top_k or None]
-        beyond = ordered.cumsum(-1) - ordered >= top_p * ordered.sum(-1, keepdim=True)
-        least = ordered.masked_fill(beyond, math.inf).amin(-1, keepdim=True)
-        chances = chances * (chances >= least)
-        chances /= chances.sum(-1, keepdim=True)
+    if truncate:
+        chances = truncate(chances)
     total = chances.cumsum(-1, dtype=torch.float64)
     picks = torch.searchsorted(total, uniform[:, None] * total[:, -1:], right=True)
     return picks[:, 0], chances.gather(1, picks)[:, 0].log()
 
 
 @torch.inference_mode()  # a tenth faster on a CPU than no_grad
-def generate(network, prompts, count, max_new_tokens, temperature, top_k, top_p, seeds, stop):
+def generate(network, prompts, count, max_new_tokens, temperature, seeds, stop, truncate=None):
     """Return `count` Samples for each prompt (a list of at least one id), prompt by prompt.
 
     Sample i of prompt p depends on (seeds[p], i) alone, up to the last digits of the batch's matrix
@@ -2888,7 +2881,7 @@ def generate(network, prompts, count, max_new_tokens, temperature, top_k, top_p,
         for step in range(max_new_tokens):
             if step:
                 decoder(picks)
-            picks, logps = draw(decoder.logits, temperature, top_k, top_p, draws[:, step])
+            picks, logps = draw(decoder.logits, temperature, draws[:, step], truncate)
             for sample, token, logp in zip(live, picks.tolist(), logps.tolist(), strict=True):
                 if not sample.finished:
                     sample.ids.append(token)
@@ -3315,9 +3308,7 @@ class PolicyTrainer:
         prompts = self.prompt_ids(queries)
         length = self.settings.max_new_tokens
         with torch.no_grad(), self.weights(), parametrize.cached():
-            samples = generate(
-                self.network, prompts, count, length, temperature, 0, 1.0, seeds, self.stop
-            )
+            samples = generate(self.network, prompts, count, length, temperature, seeds, self.stop)
         answers = []
         for index, sample in enumerate(samples):
             prompt = prompts[index // count]
