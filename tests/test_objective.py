@@ -1124,7 +1124,7 @@ def test_use_as_in_the_first_seed(M, monkeypatch, float32):
     rates = [g["lr"].item() for opt in own.optimizers.all for g in opt.param_groups]
     assert rates == pytest.approx([0.02] * len(rates))
     start, rewarded, seen, original = state(own.network), [], [], M.generate
-    monkeypatch.setattr(M, "generate", lambda *given: seen.append(given[7]) or original(*given))
+    monkeypatch.setattr(M, "generate", lambda *given: seen.append(given[5]) or original(*given))
 
     def reward_function(queries, texts):
         rewarded.append((queries, texts))
