@@ -2537,10 +2537,12 @@ def show_scores(models, settings):
             network = torch.compile(network, dynamic=False)
         scores.append(scorer.score(network, data.val).bpb)
     base, tuned, delta = scores
-    share = (base - delta) / (base - tuned) if tuned < base else math.nan
+    kept = "tuned is no better than base on this text, so there is no gain to keep"
+    if tuned < base:
+        kept = f"{(base - delta) / (base - tuned):.2%} of the gain"
     print(
         f"\nbits per byte of validation: base {base:.4f}, tuned {tuned:.4f}, base + delta "
-        f"{delta:.4f}, {share:.2%} of the gain"
+        f"{delta:.4f}, {kept}"
     )
 
 

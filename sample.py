@@ -2091,9 +2091,26 @@ class Model:
     context: int  # tokens
 
 
+def check_code(name, source):
+    """Warn if the run of a checkpoint or artifact was trained by another section `model`.
+
+    A run's log.txt begins with the script that trained it.
+    """
+    log = Path(source).parent / "log.txt"
+    own = Path(__file__).read_bytes().partition(b"shared: model")[2].partition(b"end: model")[0]
+    if log.is_file() and own not in log.read_bytes():
+        print(
+            f"warning: {name}: the script in {log} has another section `model` than "
+            f"{Path(__file__).name}. If its network computes something else, what follows is "
+            "wrong: make the same change here",
+            file=sys.stderr,
+        )
+
+
 def open_model(name, path, runtime, settings):
     """Return the Model of a path, which the setting `name` has, on the device."""
     network, tokenizer, source = load_model(name, path)
+    check_code(name, source)
     network = merge_lora(network).to(runtime.device).requires_grad_(False)
     network.compiled = settings.compile
     return Model(network, tokenizer, source, network.config.train_seq_len)

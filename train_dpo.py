@@ -3555,9 +3555,8 @@ def main():
         network,
         tokenizer,
         runtime,
-        data_sha256=data.sha256,
-        objective=settings.objective,
-        pairs_per_step=settings.pairs_per_step,
+        data.sha256,
+        "objective pairs_per_step",
     )
     log = run.log
     clock = run.clock

@@ -3108,14 +3108,14 @@ def score_table(columns, names, number):
     A value is a number, or a mean and the ends of its interval; `number` is the format of these.
     names: of the scores to show.
     """
-    lines = ["".join(f"{title:>30s}" for title in ["", *columns])]
+    lines = ["".join(f"  {title:>30s}" for title in ["", *columns])]
     for name in names:
-        line = f"{name:>30s}"
+        line = f"  {name:>30s}"
         for scores in columns.values():
             value = scores.get(name, "")
             if isinstance(value, list):
                 value = "{0:{3}} [{1:{3}}, {2:{3}}]".format(*value, number)
-            line += f"{value:>30}"
+            line += f"  {value:>30}"
         lines.append(line)
     return "\n".join(lines)
 
@@ -3207,17 +3207,18 @@ def fit_network(network, tokenizer, source, settings):
     return grow_roles(network, tokenizer)
 
 
-def open_run(settings, steps, network, tokenizer, runtime, **identity):
+def open_run(settings, steps, network, tokenizer, runtime, data_sha256, kept):
     """Return an open Run of at most `steps` steps (0: no limit), and the checkpoint to load or None.
 
-    identity: what must not change when the run is resumed, beside what every run has.
+    kept: names of settings that must not change when the run is resumed, beside those of every run.
     """
     timing = replace(settings, iterations=steps)
     plan = Plan(timing)
     clock = Clock(timing, runtime, replayed_progress(settings))
-    for name in ("seed", "lora_rank", "train_files"):
-        identity[name] = getattr(settings, name)
-    identity |= {**asdict(network.config), "tokenizer_sha256": tokenizer.sha256}
+    names = f"seed lora_rank train_files val_files eval_prompts {kept}".split()
+    identity = {name: getattr(settings, name) for name in names}
+    identity |= {"data_sha256": data_sha256, "tokenizer_sha256": tokenizer.sha256}
+    identity |= asdict(network.config)
     run = Run(settings, runtime, plan, clock, identity)
     run.log.iterations = steps
     checkpoint = run.open()
@@ -3619,11 +3620,8 @@ def main():
         network,
         tokenizer,
         runtime,
-        data_sha256=data.sha256,
-        train_on=settings.train_on,
-        train_batch_tokens=settings.train_batch_tokens,
-        teacher=settings.teacher,
-        kd_loss=settings.kd_loss,
+        data.sha256,
+        "train_on train_batch_tokens teacher kd_loss",
     )
     log = run.log
     clock = run.clock
