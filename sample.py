@@ -156,7 +156,6 @@ ALIASES = {
     "N_LAYER": "NUM_LAYERS",
     "OUTPUT_DIR": "OUT_DIR",
     "QAT_ENABLED": "QAT",
-    "SEQ_LEN": "TRAIN_SEQ_LEN",
     "SWA_ENABLED": "SWA",
     "TRAIN_LOG_EVERY": "LOG_SECONDS",
     "VAL_BATCH_SIZE": "MICRO_BATCH_TOKENS",
@@ -255,9 +254,11 @@ def check_name(name, text, names):
 
 def read_environment(environ, names):
     """Return the environment variables that are settings, and those that look meant as settings but
-    are none here: near misses, names that other projects use, settings of the scripts beside this.
+    are none here: near misses, names that other projects use, settings of the scripts beside this,
+    constants of this script.
     """
-    known = {*names, *ALIASES, *ABSENT_SETTINGS, *RETIRED_SETTINGS, *sibling_settings(), "CONFIG"}
+    others = {*ALIASES, *ABSENT_SETTINGS, *RETIRED_SETTINGS, *sibling_settings(), *globals()}
+    known = {*names, *others, "CONFIG"}
     ignored = environ.get("IGNORE_ENV", "").replace(",", " ").split()
     return {
         name: environ[name]
@@ -317,6 +318,8 @@ def load_settings(cls, environ, arguments=(), presets=(), stored=None):
         check_name(name, given[name], settings)
 
     values = stored(given) if stored else {}
+    if values.keys() - cls.__dataclass_fields__:
+        raise UserError("RESUME or REPLAY: must name a run of this script, in this version")
     for texts in (config, above):
         for name in presets:
             if name in texts:

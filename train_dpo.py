@@ -195,7 +195,6 @@ ALIASES = {
     "N_LAYER": "NUM_LAYERS",
     "OUTPUT_DIR": "OUT_DIR",
     "QAT_ENABLED": "QAT",
-    "SEQ_LEN": "TRAIN_SEQ_LEN",
     "SWA_ENABLED": "SWA",
     "TRAIN_LOG_EVERY": "LOG_SECONDS",
     "VAL_BATCH_SIZE": "MICRO_BATCH_TOKENS",
@@ -294,9 +293,11 @@ def check_name(name, text, names):
 
 def read_environment(environ, names):
     """Return the environment variables that are settings, and those that look meant as settings but
-    are none here: near misses, names that other projects use, settings of the scripts beside this.
+    are none here: near misses, names that other projects use, settings of the scripts beside this,
+    constants of this script.
     """
-    known = {*names, *ALIASES, *ABSENT_SETTINGS, *RETIRED_SETTINGS, *sibling_settings(), "CONFIG"}
+    others = {*ALIASES, *ABSENT_SETTINGS, *RETIRED_SETTINGS, *sibling_settings(), *globals()}
+    known = {*names, *others, "CONFIG"}
     ignored = environ.get("IGNORE_ENV", "").replace(",", " ").split()
     return {
         name: environ[name]
@@ -356,6 +357,8 @@ def load_settings(cls, environ, arguments=(), presets=(), stored=None):
         check_name(name, given[name], settings)
 
     values = stored(given) if stored else {}
+    if values.keys() - cls.__dataclass_fields__:
+        raise UserError("RESUME or REPLAY: must name a run of this script, in this version")
     for texts in (config, above):
         for name in presets:
             if name in texts:
@@ -2543,7 +2546,8 @@ def stored_settings(given):
         newest, faults = newest_checkpoint(folder)
         if newest is None or (folder / "result.json").exists():
             raise UserError(
-                f"RESUME={str(folder)!r}: must be an unfinished run with a whole checkpoint; "
+                f"RESUME={str(folder)!r}: must be a run without result.json, which a finished run "
+                f"has, and with a whole checkpoint. "
                 f"{' '.join(faults)}"
             )
         return json.loads((newest / "meta.json").read_bytes())["settings"]
@@ -3011,14 +3015,14 @@ def score_table(columns, names, number):
     A value is a number, or a mean and the ends of its interval; `number` is the format of these.
     names: of the scores to show.
     """
-    lines = ["".join(f"{title:>30s}" for title in ["", *columns])]
+    lines = ["".join(f"  {title:>30s}" for title in ["", *columns])]
     for name in names:
-        line = f"{name:>30s}"
+        line = f"  {name:>30s}"
         for scores in columns.values():
             value = scores.get(name, "")
             if isinstance(value, list):
                 value = "{0:{3}} [{1:{3}}, {2:{3}}]".format(*value, number)
-            line += f"{value:>30}"
+            line += f"  {value:>30}"
         lines.append(line)
     return "\n".join(lines)
 
@@ -3110,17 +3114,18 @@ def fit_network(network, tokenizer, source, settings):
     return grow_roles(network, tokenizer)
 
 
-def open_run(settings, steps, network, tokenizer, runtime, **identity):
+def open_run(settings, steps, network, tokenizer, runtime, data_sha256, kept):
     """Return an open Run of at most `steps` steps (0: no limit), and the checkpoint to load or None.
 
-    identity: what must not change when the run is resumed, beside what every run has.
+    kept: names of settings that must not change when the run is resumed, beside those of every run.
     """
     timing = replace(settings, iterations=steps)
     plan = Plan(timing)
     clock = Clock(timing, runtime, replayed_progress(settings))
-    for name in ("seed", "lora_rank", "train_files"):
-        identity[name] = getattr(settings, name)
-    identity |= {**asdict(network.config), "tokenizer_sha256": tokenizer.sha256}
+    names = f"seed lora_rank train_files val_files eval_prompts {kept}".split()
+    identity = {name: getattr(settings, name) for name in names}
+    identity |= {"data_sha256": data_sha256, "tokenizer_sha256": tokenizer.sha256}
+    identity |= asdict(network.config)
     run = Run(settings, runtime, plan, clock, identity)
     run.log.iterations = steps
     checkpoint = run.open()

@@ -207,7 +207,6 @@ ALIASES = {
     "N_LAYER": "NUM_LAYERS",
     "OUTPUT_DIR": "OUT_DIR",
     "QAT_ENABLED": "QAT",
-    "SEQ_LEN": "TRAIN_SEQ_LEN",
     "SWA_ENABLED": "SWA",
     "TRAIN_LOG_EVERY": "LOG_SECONDS",
     "VAL_BATCH_SIZE": "MICRO_BATCH_TOKENS",
@@ -306,9 +305,11 @@ def check_name(name, text, names):
 
 def read_environment(environ, names):
     """Return the environment variables that are settings, and those that look meant as settings but
-    are none here: near misses, names that other projects use, settings of the scripts beside this.
+    are none here: near misses, names that other projects use, settings of the scripts beside this,
+    constants of this script.
     """
-    known = {*names, *ALIASES, *ABSENT_SETTINGS, *RETIRED_SETTINGS, *sibling_settings(), "CONFIG"}
+    others = {*ALIASES, *ABSENT_SETTINGS, *RETIRED_SETTINGS, *sibling_settings(), *globals()}
+    known = {*names, *others, "CONFIG"}
     ignored = environ.get("IGNORE_ENV", "").replace(",", " ").split()
     return {
         name: environ[name]
@@ -368,6 +369,8 @@ def load_settings(cls, environ, arguments=(), presets=(), stored=None):
         check_name(name, given[name], settings)
 
     values = stored(given) if stored else {}
+    if values.keys() - cls.__dataclass_fields__:
+        raise UserError("RESUME or REPLAY: must name a run of this script, in this version")
     for texts in (config, above):
         for name in presets:
             if name in texts:
@@ -2362,7 +2365,8 @@ def stored_settings(given):
         newest, faults = newest_checkpoint(folder)
         if newest is None or (folder / "result.json").exists():
             raise UserError(
-                f"RESUME={str(folder)!r}: must be an unfinished run with a whole checkpoint; "
+                f"RESUME={str(folder)!r}: must be a run without result.json, which a finished run "
+                f"has, and with a whole checkpoint. "
                 f"{' '.join(faults)}"
             )
         return json.loads((newest / "meta.json").read_bytes())["settings"]
@@ -3047,14 +3051,14 @@ def score_table(columns, names, number):
     A value is a number, or a mean and the ends of its interval; `number` is the format of these.
     names: of the scores to show.
     """
-    lines = ["".join(f"{title:>30s}" for title in ["", *columns])]
+    lines = ["".join(f"  {title:>30s}" for title in ["", *columns])]
     for name in names:
-        line = f"{name:>30s}"
+        line = f"  {name:>30s}"
         for scores in columns.values():
             value = scores.get(name, "")
             if isinstance(value, list):
                 value = "{0:{3}} [{1:{3}}, {2:{3}}]".format(*value, number)
-            line += f"{value:>30}"
+            line += f"  {value:>30}"
         lines.append(line)
     return "\n".join(lines)
 

@@ -241,8 +241,8 @@ def load_manifest(data_path):
     except (OSError, ValueError):
         pass
     raise UserError(
-        f"{path}: no manifest of format 1; data/prepare.py makes one, data/download.py "
-        "--manifest too"
+        f"DATA_PATH: no {path} of format 1; data/prepare.py prepares data, and data/download.py "
+        "--manifest writes a manifest for downloaded shards"
     )
 
 
