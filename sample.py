@@ -148,7 +148,6 @@ ALIASES = {
     "MAX_STEPS": "ITERATIONS",
     "MIN_LR": "LR_FLOOR",
     "MODEL_NAME_OR_PATH": "INIT_FROM",
-    "MUON_WEIGHT_DECAY": "MUON_WD",
     "NUM_GENERATIONS": "GROUP_SIZE",
     "NUM_ITERATIONS": "ITERATIONS",
     "N_EMBD": "MODEL_DIM",
@@ -257,8 +256,15 @@ def read_environment(environ, names):
     are none here: near misses, names that other projects use, settings of the scripts beside this,
     constants of this script.
     """
-    others = {*ALIASES, *ABSENT_SETTINGS, *RETIRED_SETTINGS, *sibling_settings(), *globals()}
-    known = {*names, *others, "CONFIG"}
+    known = {
+        *names,
+        *ALIASES,
+        *ABSENT_SETTINGS,
+        *RETIRED_SETTINGS,
+        *sibling_settings(),
+        *globals(),
+        "CONFIG",
+    }
     ignored = environ.get("IGNORE_ENV", "").replace(",", " ").split()
     return {
         name: environ[name]

@@ -194,7 +194,6 @@ ALIASES = {
     "MAX_STEPS": "ITERATIONS",
     "MIN_LR": "LR_FLOOR",
     "MODEL_NAME_OR_PATH": "INIT_FROM",
-    "MUON_WEIGHT_DECAY": "MUON_WD",
     "NUM_GENERATIONS": "GROUP_SIZE",
     "NUM_ITERATIONS": "ITERATIONS",
     "N_EMBD": "MODEL_DIM",
@@ -303,8 +302,15 @@ def read_environment(environ, names):
     are none here: near misses, names that other projects use, settings of the scripts beside this,
     constants of this script.
     """
-    others = {*ALIASES, *ABSENT_SETTINGS, *RETIRED_SETTINGS, *sibling_settings(), *globals()}
-    known = {*names, *others, "CONFIG"}
+    known = {
+        *names,
+        *ALIASES,
+        *ABSENT_SETTINGS,
+        *RETIRED_SETTINGS,
+        *sibling_settings(),
+        *globals(),
+        "CONFIG",
+    }
     ignored = environ.get("IGNORE_ENV", "").replace(",", " ").split()
     return {
         name: environ[name]
@@ -2360,8 +2366,7 @@ def stored_settings(given):
         newest, faults = newest_checkpoint(folder)
         if newest is None or (folder / "result.json").exists():
             raise UserError(
-                f"RESUME={str(folder)!r}: must be a run without result.json, which a finished run "
-                f"has, and with a whole checkpoint. "
+                f"RESUME={str(folder)!r}: no result.json may be there, but a whole checkpoint; "
                 f"{' '.join(faults)}"
             )
         return json.loads((newest / "meta.json").read_bytes())["settings"]
