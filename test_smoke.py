@@ -448,7 +448,7 @@ MISTAKES = [
     ({"ITERATIONS": "ten"}, "ITERATIONS='ten': must be a whole number"),
     ({"MATRIX_BITS": 9}, "MATRIX_BITS=9: must be a whole number from 2 to 8"),
     ({"CONFIG": "none.env"}, "CONFIG='none.env': no such file"),
-    (shutil.rmtree, "data/manifest.json: no manifest of format 1.*data/prepare.py"),
+    (shutil.rmtree, "data/manifest.json of format 1.*data/prepare.py"),
     (remove_shard, "train_000000.bin: no such file"),
     (shorten("train"), "train_000000.bin: truncated or "),
     (shorten("val"), "val_000000.bin: truncated or "),
@@ -498,7 +498,7 @@ def test_an_existing_run_is_not_overwritten(place, first, capsys, tmp_path):
 
     before = files()
     line = refused(capsys, place.environment("first"))
-    assert line.startswith("error: RUN_ID='run': must be a plain name of a new run in")
+    assert line.startswith("error: RUN_ID='run': must be a plain name that no run in")
     assert files() == before and [path.name for path in place.of("first").parent.iterdir()] == [
         "run"
     ]

@@ -3134,11 +3134,9 @@ def mean_interval(values):
 # === shared: policy ===
 EVAL_SAMPLES = 8  # of each held-out problem
 EVAL_STEP = 1 << 31  # the step in the seeds of scored samples, which no training step reaches
-# What must stay when a run is resumed, beside the model's shape and the tokenizer: `before` is of
-# the same held-out prompts, by the same reward.
+# What must stay when a run is resumed, beside the model's shape and the tokenizer.
 IDENTITY = (
-    "seed train_files val_files eval_prompts reward prompts_per_step group_size lora_rank "
-    "reward_model"
+    "seed train_files val_files eval_prompts prompts_per_step group_size lora_rank reward_model"
 ).split()
 FIRST_STEPS = 10  # a run whose first steps teach nothing ends: a dead start
 

@@ -477,11 +477,11 @@ def test_check_dataset(tmp_path):
 
 
 def test_manifest_errors(tmp_path):
-    message = r"data/prepare.py makes one, data/download.py --manifest too"
+    message = r"data/prepare.py prepares data, and data/download.py --manifest writes"
     refusal(data.UserError, message, data.load_manifest, tmp_path)
     for content in ("{", "{}", '{"format": 2}'):
         (tmp_path / "manifest.json").write_text(content)
-        message = r"manifest.json: no manifest of format 1; "
+        message = r"manifest.json of format 1; "
         refusal(data.UserError, message, data.load_manifest, tmp_path)
 
 

@@ -147,7 +147,7 @@ def test_a_damaged_checkpoint_is_named_and_skipped(pair, name, harm):
         1,
         1,
     ]
-    must = "must be an unfinished run with a whole checkpoint"
+    must = r"must be an unfinished run \(no result.json\) with a whole checkpoint"
     with pytest.raises(
         T.UserError, match=f"^RESUME='.*run': {must}; checkpoint {newer} is damaged"
     ):
@@ -312,7 +312,7 @@ def test_resume_refuses_what_is_no_unfinished_run(place, straight, stopped):
     before = files()
     bare = place.folder / "bare" / "run"  # of a run that never saved, whose settings nobody knows
     bare.mkdir(parents=True)
-    must = "must be an unfinished run with a whole checkpoint; "
+    must = "must be an unfinished run (no result.json) with a whole checkpoint; "
     for wrong in (place.folder / "none", bare, place.of(straight)):  # the last one is finished
         assert f"RESUME='{wrong}': {must}" in refused(RESUME=wrong)
     assert f"RESUME='{place.folder}/stopped/none': must be" in refused(RESUME="none")

@@ -407,7 +407,7 @@ def test_a_fault_is_one_line(place, name, tmp_path):
 def test_an_existing_run_is_not_overwritten(place, grpo):
     before = {path: path.read_bytes() for path in grpo.rglob("*") if path.is_file()}
     line = place.run("train_grpo", code=2).err
-    assert re.match(r"error: RUN_ID='run': .* a new run in", line), line
+    assert re.match(r"error: RUN_ID='run': .* that no run in", line), line
     assert {path: path.read_bytes() for path in grpo.rglob("*") if path.is_file()} == before
 
 
