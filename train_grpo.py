@@ -2371,8 +2371,8 @@ def stored_settings(given):
         newest, faults = newest_checkpoint(folder)
         if newest is None or (folder / "result.json").exists():
             raise UserError(
-                f"RESUME={str(folder)!r}: no result.json may be there, but a whole checkpoint; "
-                f"{' '.join(faults)}"
+                f"RESUME={str(folder)!r}: must be an unfinished run (no result.json) with a whole "
+                f"checkpoint; {' '.join(faults)}"
             )
         return json.loads((newest / "meta.json").read_bytes())["settings"]
     if given.get("REPLAY"):

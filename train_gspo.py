@@ -2366,8 +2366,8 @@ def stored_settings(given):
         newest, faults = newest_checkpoint(folder)
         if newest is None or (folder / "result.json").exists():
             raise UserError(
-                f"RESUME={str(folder)!r}: no result.json may be there, but a whole checkpoint; "
-                f"{' '.join(faults)}"
+                f"RESUME={str(folder)!r}: must be an unfinished run (no result.json) with a whole "
+                f"checkpoint; {' '.join(faults)}"
             )
         return json.loads((newest / "meta.json").read_bytes())["settings"]
     if given.get("REPLAY"):
@@ -3129,11 +3129,9 @@ def mean_interval(values):
 # === shared: policy ===
 EVAL_SAMPLES = 8  # of each held-out problem
 EVAL_STEP = 1 << 31  # the step in the seeds of scored samples, which no training step reaches
-# What must stay when a run is resumed, beside the model's shape and the tokenizer: `before` is of
-# the same held-out prompts, by the same reward.
+# What must stay when a run is resumed, beside the model's shape and the tokenizer.
 IDENTITY = (
-    "seed train_files val_files eval_prompts reward prompts_per_step group_size lora_rank "
-    "reward_model"
+    "seed train_files val_files eval_prompts prompts_per_step group_size lora_rank reward_model"
 ).split()
 FIRST_STEPS = 10  # a run whose first steps teach nothing ends: a dead start
 
