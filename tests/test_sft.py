@@ -586,7 +586,8 @@ def captured(made, ids):
     x = x0 = S.rms_norm(F.embedding(ids, made.embed))
     for block, mixer in zip(made.blocks, made.mixers, strict=True):
         x = block.mix[0] * x + block.mix[1] * x0
-        y = mixer(block.mixer_norm(x), doc, positions, None)
+        angles = S.rotation(positions, mixer.head_dim if hasattr(mixer, "q_gain") else 0, x.dtype)
+        y = mixer(block.mixer_norm(x), doc, angles, None)
         x = x + y * block.mixer_scale
         x = x + block.mlp(block.mlp_norm(x)) * block.mlp_scale
     return made.final_norm(x), y
