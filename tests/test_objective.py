@@ -1235,6 +1235,8 @@ def test_intervals_of_shares_end_at_0_and_1_and_stand_in_a_table(M):
     assert 0.9 < found["greedy"][1] < 0.975 and found["greedy"][2] == 1
     assert found["pass8"][0] == pytest.approx(0.025) and found["pass8"][1] == 0
     gain = {"greedy": [0.1, -0.05, 0.25]}
+    table = M.score_table({"a name of thirty letters, or so": found, "gain": gain}, gain, ".9f")
+    assert "or so  " in table and "]  " in table  # columns do not touch
     lines = M.score_table({"before": found, "gain": gain}, gain, ".3f").splitlines()
     assert [line.split() for line in lines] == [
         ["before", "gain"],

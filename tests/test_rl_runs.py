@@ -4,6 +4,7 @@ repeat and refuse; the guide of the first two.
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -212,6 +213,16 @@ def test_stopped_by_sigterm_and_resumed_to_the_same_byte(place, straight):
     whole, resumed = seen
     assert [row for row in whole if row not in resumed] in ([], whole[at : at + 1])
     assert resumed[-1] == whole[-1]
+
+
+def test_a_resumed_run_keeps_its_held_out_problems(place, straight):
+    """Other ones would have no scores from before training."""
+    out = f"{straight} kept"
+    shutil.copytree(place.of(straight), place.of(out))
+    (place.of(out) / "result.json").unlink()
+    given = {**place.unset, "RESUME": "run", "EVAL_PROMPTS": 7}
+    line = place.refused(out, script=straight, **given)
+    assert re.match(r"error: EVAL_PROMPTS=7: must stay \d+ under RESUME$", line), line
 
 
 def test_replayed_to_the_same_byte(place, straight):

@@ -649,6 +649,21 @@ def test_a_file_holds_the_scores(place, tmp_path, capsys):
     assert line.startswith(f"choices {path}: accuracy:[") and " n:5 " in line
 
 
+def test_a_network_by_other_code_is_warned_of(place, capsys):
+    """A run's log.txt begins with the script that trained it."""
+    source = str(place / "main" / "model.upar")
+    log = place / "main" / "log.txt"
+    own = (ROOT / "train_gpt.py").read_text()
+    for text, warned in ((own, False), (own.replace("F.relu(h).square()", "F.relu(h)"), True)):
+        log.write_text(text)
+        S.check_code("ARTIFACT", source)
+        err = capsys.readouterr().err
+        assert err.startswith("warning: ARTIFACT: the script in ") == warned and bool(err) == warned
+    log.unlink()
+    S.check_code("ARTIFACT", source)
+    assert not capsys.readouterr().err
+
+
 # ------------------------------------------------------------------------------ generate and guide
 def test_a_prompt_can_be_a_users_turn(place, capsys):
     artifact = str(place / "main")

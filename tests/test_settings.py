@@ -263,6 +263,23 @@ def test_names_that_are_nearly_right_are_answered_with_ours(module, name, meant)
 EVERY = {field.name.upper() for module in SCRIPTS for field in fields(module.Settings)}
 
 
+def test_constants_of_a_script_are_no_settings():
+    """Of the environment, too, where a name that nobody knows is ignored."""
+    for module, name in ((R3, "VALUE_COEF"), (T, "EMA_MEMORY"), (T, "MATRIX_CLIP_SIGMAS")):
+        assert name in vars(module)
+        assert refused(module, {name: "1"}).startswith(f"{name}='1': {NONE}")
+    assert T.load_settings(T.Settings, {"VALUE_COEF": "1"}) == T.Settings()
+
+
+def test_a_run_of_another_script_is_not_taken_up():
+    def stored(given):
+        return {"run_id": "", "kd_alpha": 0.5}
+
+    with pytest.raises(T.UserError, match="^RESUME or REPLAY: must name a run of this script"):
+        T.load_settings(T.Settings, {}, stored=stored)
+    assert F.load_settings(F.Settings, {}, stored=stored).kd_alpha == 0.5
+
+
 def test_aliases_lead_to_settings():
     assert set(T.ALIASES.values()) <= EVERY | set(T.ALIASES) | set(T.RETIRED_SETTINGS)
     for name in T.ABSENT_SETTINGS:
