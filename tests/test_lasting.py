@@ -801,7 +801,7 @@ def test_the_guides_commands_on_one_process(place):
             changes["CONFIG"] = ROOT / changes["CONFIG"]
         place.run("guide", patch, 143 if patch else 0, **{**base, **changes})
     (again,) = place.folder.glob("guide/run_*/model.upar")
-    assert again.read_bytes() == (place.folder / "guide" / "first" / "model.upar").read_bytes()
+    assert again.read_bytes() == (place.folder / "guide" / "base" / "model.upar").read_bytes()
     assert (place.folder / "guide" / "profile" / "trace.json").is_file()
 
 

@@ -790,10 +790,7 @@ def record_row(track: Path, result: dict, machine: str, reruns: list[str]) -> li
     """Return the table's row of a record. `reruns` are its scores on other machines, as text."""
     name = result["record"]
     page = (track / name / "README.md").read_text(encoding="utf-8")
-    config = (track / name / "config.env").read_text(encoding="utf-8")
     score = f"{result['mean']:.4f} ± {result['interval95']:.4f}"
-    if re.search(r"^NGRAM_ORDER=[1-9]", config, re.MULTILINE):
-        score += ", with counts of n-grams"
     changed = re.search(r"^## What changed\n+(.+)", page, re.MULTILINE)
     claims = []
     for claim in result["claims"]:
@@ -809,15 +806,24 @@ def record_row(track: Path, result: dict, machine: str, reruns: list[str]) -> li
     ]
 
 
-def leaderboard(track: Path) -> str:
-    """Return the table of a track's records: by machine, and for each machine the best first."""
+def has_counts(folder: Path) -> bool:
+    """Return whether a record mixes its network with counts of the training text."""
+    config = (folder / "config.env").read_text(encoding="utf-8")
+    return bool(re.search(r"^NGRAM_ORDER=[1-9]", config, re.MULTILINE))
+
+
+def leaderboard(track: Path) -> tuple[str, str]:
+    """Return the tables of a track's records, of networks alone and of those with counts of n-grams.
+
+    They go by machine, and for each machine the best is first. A table without a row is "".
+    """
     rules = read_track(track).rules
     machines = read_machines(track)
     results = []
     for folder in list_records(track.parent):
         if folder.parent == track:
             results.append(json.loads((folder / "result.json").read_bytes()))
-    rows = []  # (machine, score, cells)
+    rows = []  # (has counts, machine, score, cells)
     reruns = {}  # record -> its scores on other machines
     for result in results:
         machine = machines.get(result["record"][11:], "")
@@ -825,28 +831,36 @@ def leaderboard(track: Path) -> str:
             name = claim["against"]
             if machines.get(name[11:], "") != machine:
                 reruns.setdefault(name, []).append(f"{claim['mean']:.4f} with {machine}")
-                rows.append((machine, claim["mean"], rerun_row(claim, result, machine)))
+                row = rerun_row(claim, result, machine)
+                rows.append((has_counts(track / name), machine, claim["mean"], row))
     for result in results:
         machine = machines.get(result["record"][11:], "")
         cells = record_row(track, result, machine, reruns.get(result["record"], []))
-        rows.append((machine, result["mean"], cells))
+        counts = has_counts(track / result["record"])
+        rows.append((counts, machine, result["mean"], cells))
     order = list(dict.fromkeys([*machines.values(), ""]))
-    rows.sort(key=lambda row: (order.index(row[0]), row[1]))
+    rows.sort(key=lambda row: (order.index(row[1]), row[2]))
     head = ["bits per byte", "machine", "seeds", "record", "what changed", "better than", "bytes"]
     link = f"[{track.name}](records/{track.name}/README.md)"
-    table = markdown_table([head, *(cells for _, _, cells in rows)])
-    return f"{rules['title']} ({link}):\n\n{table}"
+    titles = {False: f"{rules['title']} ({link}):", True: "Older records, with counts of n-grams:"}
+    tables = []
+    for counts, title in titles.items():
+        listed = [cells for is_counted, _, _, cells in rows if is_counted == counts]
+        tables.append(f"{title}\n\n{markdown_table([head, *listed])}" if listed else "")
+    return tuple(tables)
 
 
 def update_tables(records: Path, write: bool) -> list[str]:
     """Return which tables in records/README.md and README.md are old; `write` updates them."""
     tracks = sorted(path.parent for path in records.glob("*/track.json"))
-    tables = "\n\n".join(leaderboard(track) for track in tracks)
+    tables = [leaderboard(track) for track in tracks]
     lines = []
     for page in (records / "README.md", records.parent / "README.md"):
-        own_tables = tables
+        # The front page has the networks alone.
+        own_tables = "\n\n".join(networks for networks, _ in tables)
         if page.parent == records:
-            own_tables = tables.replace("](records/", "](")
+            every = [table for pair in tables for table in pair if table]
+            own_tables = "\n\n".join(every).replace("](records/", "](")
         text = page.read_text(encoding="utf-8")
         try:
             new_text = replace_marked(text, "records", own_tables)
