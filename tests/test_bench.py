@@ -176,10 +176,11 @@ def run(tmp_path, monkeypatch):
     (tmp_path / "train_gpt.py").write_text(STAND_IN)
     (tmp_path / "c.env").write_text("A=1\n")
     monkeypatch.setattr(common, "ROOT", tmp_path)
-    monkeypatch.setattr(common, "SCRIPT", tmp_path / "train_gpt.py")
     fields = {"seed": 1, "task": "", "width": 0}
     script = SimpleNamespace(
-        Settings=SimpleNamespace(__dataclass_fields__=fields), sha256_file=T.sha256_file
+        Settings=SimpleNamespace(__dataclass_fields__=fields),
+        sha256_file=T.sha256_file,
+        __file__=str(tmp_path / "train_gpt.py"),
     )
 
     def call(config="", threads=0, **settings):
@@ -224,11 +225,24 @@ def test_a_wrong_arm_is_refused(settings, message, tmp_path):
     (tmp_path / "arms.json").write_text(json.dumps({"a": {}, "b": settings}))
     found = arms.read_arms([str(tmp_path / "arms.json")])
     with pytest.raises(SystemExit, match=message):
-        arms.check_arms(T, "configs/cpu.env", found, TOKENIZER)
+        arms.check_arms("configs/cpu.env", found, TOKENIZER)
+
+
+def test_a_changed_copy_of_the_script_is_an_arm(tmp_path):
+    """Of any size; it may have settings that the script here has not."""
+    mine = tmp_path / "mine.py"
+    mine.write_text((ROOT / "train_gpt.py").read_text())
+    found = arms.read_arms([str(ROOT / "train_gpt.py"), str(mine), "configs/cpu.env"])
+    assert list(found) == ["train_gpt", "mine", "cpu"] and list(found["cpu"]) == ["CONFIG"]
+    assert arms.script_of(found["cpu"]).__file__ == str(ROOT / "train_gpt.py")
+    assert arms.script_of(found["mine"]).__file__ == str(mine)
+    arms.check_arms("configs/cpu.env", found, TOKENIZER)
+    with pytest.raises(SystemExit, match="none.py: no such script"):
+        arms.script_of(arms.read_arms(["none.py"])["none"])
 
 
 def test_the_shipped_arms_have_equal_parameters(capsys):
-    arms.check_arms(T, "configs/cpu.env", arms.read_arms([]), TOKENIZER)
+    arms.check_arms("configs/cpu.env", arms.read_arms([]), TOKENIZER)
     assert capsys.readouterr().out.startswith("arm hybrid: 793,688 parameters, +0.0%\n")
     with pytest.raises(SystemExit, match="'x' is no arm; there are hybrid, "):
         arms.read_arms(["x"])

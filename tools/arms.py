@@ -2,10 +2,12 @@
 
     python tools/arms.py options --only compile
     python tools/arms.py arms --data data/mine --seconds 120 --seeds 3
+    python tools/arms.py arms --arms train_gpt.py mine.py --seconds 60 --seeds 3
 
-Runs train_gpt.py with settings in its environment and reads its result.json and log.txt. Exported
-settings are not passed on; use `--set NAME=VALUE`. Step time is the median over the run, tokens/s
-is the batch over that time. Without --data the text is Python's own standard library.
+Runs train_gpt.py, or a changed copy of it, with settings in its environment and reads its
+result.json and log.txt. Exported settings are not passed on; use `--set NAME=VALUE`. Step time is
+the median over the run, tokens/s is the batch over that time. Without --data the text is Python's
+own standard library.
 """
 
 import argparse
@@ -166,9 +168,16 @@ TOLERANCE = 0.05  # of the first arm's parameters
 
 
 def read_arms(words: list[str]) -> dict[str, dict[str, str]]:
-    """Return arms, {name: {SETTING: value}}: CONFIG files, a .json file, or names in ARMS."""
-    if words and words[0].endswith(".env"):
-        return {Path(word).stem: {"CONFIG": os.path.relpath(word, ROOT)} for word in words}
+    """Return arms, {name: {SETTING: value}}: scripts, CONFIG files, a .json file, or names in ARMS.
+
+    The script of an arm stands under SCRIPT, train_gpt.py if there is none.
+    """
+    if words and words[0].endswith((".env", ".py")):
+        arms = {}
+        for word in words:
+            kind = "SCRIPT" if word.endswith(".py") else "CONFIG"
+            arms[Path(word).stem] = {kind: os.path.relpath(word, ROOT)}
+        return arms
     path = ARMS
     if words and words[0].endswith(".json"):
         path = Path(words[0])
@@ -185,14 +194,24 @@ def read_arms(words: list[str]) -> dict[str, dict[str, str]]:
     return chosen
 
 
-def check_arms(script: ModuleType, config: str, arms: dict[str, dict], tokenizer: dict) -> None:
+def script_of(settings: dict[str, str]) -> ModuleType:
+    """Return the script of an arm."""
+    path = ROOT / settings.get("SCRIPT", SCRIPT)
+    if not path.is_file():
+        raise SystemExit(f"error: arm {path}: no such script")
+    return load_script(path)
+
+
+def check_arms(config: str, arms: dict[str, dict], tokenizer: dict) -> None:
     """Print the parameters of every arm.
 
-    Raises SystemExit if an arm cannot be built, or if it is no CONFIG file and its parameters
+    Raises SystemExit if an arm cannot be built, or if it has settings of its own and its parameters
     differ from the first arm's by more than TOLERANCE.
     """
     first = 0
-    for name, settings in arms.items():
+    for name, arm in arms.items():
+        script = script_of(arm)
+        settings = {key: value for key, value in arm.items() if key != "SCRIPT"}
         unknown = sorted(set(settings) - setting_names(script))
         environ = {**settings, "CONFIG": str(ROOT / settings.get("CONFIG", config))}
         presets = {"ARCH_MODE": script.ARCH_PRESETS}
@@ -202,12 +221,12 @@ def check_arms(script: ModuleType, config: str, arms: dict[str, dict], tokenizer
         except script.UserError as error:
             raise SystemExit(f"error: arm {name}: {error}") from None
         if unknown:
-            raise SystemExit(f"error: arm {name}: {unknown[0]}: no setting of {SCRIPT.name}")
+            raise SystemExit(f"error: arm {name}: {unknown[0]}: no setting of the script")
         count = sum(param.numel() for param in script.GPT(shape).parameters())
         first = first or count
         change = count / first - 1
         print(f"arm {name}: {count:,} parameters, {100 * change:+.1f}%")
-        if "CONFIG" not in settings and abs(change) > TOLERANCE:
+        if not {"CONFIG", "SCRIPT"} & arm.keys() and abs(change) > TOLERANCE:
             raise SystemExit(
                 f"error: arm {name}: {count:,} parameters are more than {TOLERANCE:.0%} from "
                 f"{first:,}"
@@ -315,7 +334,7 @@ def add_mfu(
 
 
 def run_arms(
-    args: argparse.Namespace, script: ModuleType, arms: dict[str, dict], data: str
+    args: argparse.Namespace, arms: dict[str, dict], data: str
 ) -> dict[tuple[int, str], dict]:
     """Return the runs of every arm with every seed, by (seed, name)."""
     config = os.path.relpath(args.config, ROOT)
@@ -331,6 +350,8 @@ def run_arms(
         seed, name = run
         settings = {} if name in configs else {**common, **arms[name]}
         settings |= {"DATA_PATH": data, "SEED": str(seed)}
+        settings.pop("SCRIPT", None)
+        script = script_of(arms[name])
         folder = ROOT / args.runs / f"{name}_s{seed}"
         return run_script(script, folder, configs.get(name, config), settings, args.threads)
 
@@ -348,8 +369,8 @@ def bench_arms(args: argparse.Namespace) -> list[str]:
     data, manifest = open_data(script, args.data)
     tokenizer = manifest["tokenizer"]
     checked = {name: {**dict(args.set), **settings} for name, settings in arms.items()}
-    check_arms(script, os.path.relpath(args.config, ROOT), checked, tokenizer)
-    runs = run_arms(args, script, arms, data)
+    check_arms(os.path.relpath(args.config, ROOT), checked, tokenizer)
+    runs = run_arms(args, arms, data)
     by_arm = {name: {} for name in arms}
     for (seed, name), run in runs.items():
         by_arm[name][seed] = run
@@ -408,8 +429,8 @@ def main() -> None:
         "--arms",
         nargs="*",
         default=[],
-        help="names of arms, a .json file {name: {SETTING: value}}, or CONFIG files, each an arm of "
-        "any size (all of configs/arms.json)",
+        help="names of arms, a .json file {name: {SETTING: value}}, or CONFIG files and scripts, "
+        "each an arm of any size (all of configs/arms.json)",
     )
     arms.add_argument(
         "--config", default="configs/cpu.env", help="what the arms change (configs/cpu.env)"

@@ -118,26 +118,27 @@ def setting_names(script: ModuleType) -> set[str]:
 def run_script(
     script: ModuleType, folder: Path, config: str, settings: dict[str, str], threads: int = 0
 ) -> dict:
-    """Return result and speed of a run in `folder`, or {"failed": reason}.
+    """Return result and speed of a run of a script in `folder`, or {"failed": reason}.
 
     A finished run in `folder` is not repeated. `config` is a CONFIG file relative to the
     repository, or "". Raises SystemExit if the folder holds a finished run of other settings,
     another config or other code.
     """
     unknown = sorted(set(settings) - setting_names(script))
-    if unknown:  # train_gpt.py would ignore them, and two arms would be the same run
-        return {"failed": f"{', '.join(unknown)}: no setting of {SCRIPT.name}"}
+    path = Path(script.__file__)
+    if unknown:  # the script would ignore them, and two arms would be the same run
+        return {"failed": f"{', '.join(unknown)}: no setting of {path.name}"}
     if config and not (ROOT / config).is_file():
         return {"failed": f"CONFIG={config!r}: no such file"}
     config_text = (ROOT / config).read_text(encoding="utf-8") if config else ""
     requested = {
         "settings": settings,
         "config": config_text,
-        "code": script.sha256_file(SCRIPT),
+        "code": script.sha256_file(path),
     }
     marker = folder / "bench.json"  # written once the run has ended well
     if not marker.is_file():
-        failure = start_run(folder, config, settings, threads)
+        failure = start_run(path, folder, config, settings, threads)
         if failure:
             return {"failed": failure}
         marker.write_text(json.dumps(requested, indent=1) + "\n", encoding="utf-8")
@@ -151,8 +152,10 @@ def run_script(
     return timed_result(folder)
 
 
-def start_run(folder: Path, config: str, settings: dict[str, str], threads: int) -> str:
-    """Run train_gpt.py in a new `folder`; return why it failed, or ""."""
+def start_run(
+    script: Path, folder: Path, config: str, settings: dict[str, str], threads: int
+) -> str:
+    """Run a script in a new `folder`; return why it failed, or ""."""
     if folder.exists():  # left by a run that failed or was interrupted
         shutil.rmtree(folder)
     environ = inherited_environment()
@@ -161,7 +164,7 @@ def start_run(folder: Path, config: str, settings: dict[str, str], threads: int)
     environ |= settings
     environ |= {"CONFIG": config, "OUT_DIR": str(folder.parent), "RUN_ID": folder.name}
     print(f"run: {folder}", flush=True)
-    command = [sys.executable, str(SCRIPT)]
+    command = [sys.executable, str(script)]
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
     if done.returncode == 0:
         return ""

@@ -859,7 +859,7 @@ def update_tables(records: Path, write: bool) -> list[str]:
         # The front page has the networks alone.
         own_tables = "\n\n".join(networks for networks, _ in tables)
         if page.parent == records:
-            every = [table for pair in tables for table in pair if table]
+            every = filter(None, itertools.chain(*tables))
             own_tables = "\n\n".join(every).replace("](records/", "](")
         text = page.read_text(encoding="utf-8")
         try:
