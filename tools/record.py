@@ -15,6 +15,7 @@ for every fault and exits with 1 if there is one. `submission` refuses what `che
 import argparse
 import ast
 import functools
+import itertools
 import json
 import math
 import os
