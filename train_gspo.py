@@ -2787,7 +2787,11 @@ class Decoder:
         self.network = network
         self.layers = [LayerCache(self) for _ in network.layers]
         self.graph = None
-        self.step = torch.compile(self.read, dynamic=True) if network.compiled else self.read
+        self.step = self.read
+        if network.compiled:
+            # Only sizes are dynamic: constants such as the soft cap would be traced twice (6 s).
+            torch._dynamo.config.specialize_float = True
+            self.step = torch.compile(self.read, dynamic=True)
         bos = network.config.bos_id
         ids = [torch.tensor(prompt) for prompt in prompts]
         ids = pad_sequence(ids, True, bos, "left").to(network.embed.device)
