@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from test_prepare import documents
 
+import train_gpt as T
 from conftest import ROOT, environment, load_tool, start
 
 common, R = load_tool("common"), load_tool("record")
@@ -132,6 +133,33 @@ def call(place, *words):
     """tools/record.py in a process, on the place's records."""
     script = [ROOT / "tools" / "record.py", "--records", place / "records", *words]
     return start(script, environment(), place)
+
+
+def artifact(**dtypes):
+    """Return an artifact of the present format: a stream of each dtype, of which `codes` are codes."""
+    streams = {}
+    payloads = b""
+    for name, dtype in dtypes.items():
+        payload = T.ARTIFACT_ZSTD.compress(b"\0" * 8)
+        streams[name] = {"shape": [2], "dtype": dtype, "length": len(payload)}
+        payloads += payload
+    streams["codes"]["bits"] = 6
+    frame = T.ARTIFACT_ZSTD.compress(json.dumps({"streams": streams}).encode())
+    prefix = T.ARTIFACT_PREFIX.pack(T.ARTIFACT_MAGIC, T.ARTIFACT_VERSION, len(frame))
+    data = prefix + frame + payloads
+    return data + hashlib.sha256(data).digest()
+
+
+def test_integers_that_are_no_codes_are_refused():
+    """They could be counts of the text."""
+    good = dict(codes="<u2", gain="<f2", A_log="<f4", tables="<u2")
+    faults = R.Faults("seed_1.upar")
+    R.check_integers(artifact(**good), faults)
+    R.check_integers(b"an older format", faults)
+    assert faults.lines == []
+    R.check_integers(artifact(**good, pairs="<i4", lengths="|u1"), faults)
+    said = "seed_1.upar: an integer tensor that is no codes of weights (found {}, expected codes or floats)"
+    assert faults.lines == [said.format(name) for name in ("pairs", "lengths")]
 
 
 @pytest.fixture(scope="module")

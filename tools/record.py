@@ -33,8 +33,10 @@ from pathlib import Path
 
 from common import (
     ROOT,
+    SCRIPT,
     half_width,
     inherited_environment,
+    load_script,
     markdown_table,
     replace_marked,
     student_tail,
@@ -57,8 +59,12 @@ TEXT_KEYS = (
     "documents source_bytes decoded_bytes sources_sha256 seed val_frac val_max_bytes".split()
 )
 # Events that a record's run may have: a masked step, optional work that the clock left no time
-# for, a full disk. The first two are events of scripts before the rewrite.
-EVENTS = "skip rewind skipped_step weights_left_out gptq_left_out save_failed".split()
+# for, a full disk. The first three are events of scripts before the rewrite.
+EVENTS = (
+    "skip rewind gptq_left_out skipped_step weights_left_out gptq_out_of_time save_failed"
+).split()
+# Integers in an artifact that belong to the coder of all codes.
+CODER_STREAMS = ("lane_states", "tables", "sizes")
 MIB = 1 << 20  # artifacts below are committed, and no log is longer
 SECTIONS = ("What changed", "Why", "What did not help")
 UNWRITTEN = "To be written."
@@ -523,6 +529,24 @@ def check_artifact(log: Log, path: Path, faults: Faults) -> None:
     faults.equal(f"artifact_bytes of {log.name}", len(data), size)
     what = f"is not the artifact of {log.name}, SHA-256"
     faults.equal(what, digest(data), log.facts["artifact_sha256"])
+    check_integers(data, faults)
+
+
+def check_integers(data: bytes, faults: Faults) -> None:
+    """Add a fault for each integer tensor of an artifact that is no codes of weights.
+
+    It could hold counts of the training text. Only artifacts of the present format are read.
+    """
+    script = load_script(SCRIPT)
+    try:
+        header, _ = script.read_streams(data, 1 << 30)
+    except script.ArtifactError:
+        return  # of an older format, or damaged, which is another fault
+    for name, stored in header["streams"].items():
+        is_integer = not stored["dtype"].startswith("<f")
+        is_code = "bits" in stored or name in CODER_STREAMS
+        what = "an integer tensor that is no codes of weights"
+        faults.require(is_code or not is_integer, what, name, "codes or floats")
 
 
 def text_facts(manifest: dict) -> dict:
