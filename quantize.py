@@ -2445,9 +2445,11 @@ def info(args):
             parts[part].update(sums)
     parts["total"]["bytes"] = size
     rows = [["class", "tensors", "weights", "bytes", "bits/weight", "entropy", "error", "coders"]]
-    for name, sums in parts.items():
+    order = sorted(parts, key=lambda name: (name not in source.tensors, name == "total"))
+    for name in order:  # tensors, then classes and parts of the file, then the total
         if name in source.tensors and not args.tensors:
             continue
+        sums = parts[name]
         coders = [f"{key}:{count}" for key, count in sums.items() if re.search("rans|zstd", key)]
         weights = sums["weights"] or math.nan
         entropy = sums["entropy"] or math.nan
