@@ -3708,13 +3708,14 @@ def main():
         metrics = {
             "loss": loss,
             "nats": nats,
-            "kd": kd,
             "grad_norm": norm,
             "targets": targets,
             "epoch": epoch + 1,
             "lr_mul": multiplier,
             "progress": progress,
         }
+        if teacher:
+            metrics["kd"] = kd
         run.step += 1
 
     clock.stop()
