@@ -290,13 +290,16 @@ def test_arms_go_by_seed_and_are_judged(command, tmp_path):
     def stub(name):
         return arm_run(scores[name]) if name in scores else {"failed": "killed"}
 
-    words = "arms --arms arms.json --seeds 2 --seconds 7"
-    code, out, err, made = command(arms, words, stub)
+    words = "arms --arms arms.json --seeds 2 --seconds"
+    error, _, _, made = command(arms, f"{words} 7", stub)  # before any run
+    assert error == ("error: arm a: RESERVE_SECONDS=20.0: must be below MAX_WALLCLOCK_SECONDS=7.0")
+    assert not made
+    code, out, err, made = command(arms, f"{words} 70", stub)
     assert [name for name, _ in made] == ["a_s1", "b_s1", "c_s1", "a_s2", "b_s2", "c_s2"]
     assert made[1][1] == {
         "CONFIG": "configs/cpu.env",
         "DATA_PATH": "data/x",
-        "MAX_WALLCLOCK_SECONDS": "7",
+        "MAX_WALLCLOCK_SECONDS": "70",
         "EVAL_STRIDE": "0",
         "VAL_LOSS_EVERY": "0",
         "MLP": "gelu",

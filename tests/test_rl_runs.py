@@ -476,7 +476,7 @@ def test_the_guides_reward_function(tmp_path):
 
 @pytest.mark.full
 def test_every_command_of_the_guide(tmp_path):
-    (tmp_path / "mine.py").write_text(blocks(GUIDE, "python")[0])
+    (tmp_path / "rewards.py").write_text(blocks(GUIDE, "python")[0])
     rows = [{"prompt": str(n), "answer": str(n)[::-1]} for n in range(100, 200)]
-    write_lines(tmp_path / "prompts.jsonl", rows)
+    write_lines(tmp_path / "problems.jsonl", rows)
     run_guide(GUIDE, tmp_path, least=6)

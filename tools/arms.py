@@ -217,6 +217,7 @@ def check_arms(config: str, arms: dict[str, dict], tokenizer: dict) -> None:
         presets = {"ARCH_MODE": script.ARCH_PRESETS}
         try:
             resolved = script.load_settings(script.Settings, environ, presets=presets)
+            script.Plan(resolved)  # or a UserError, for example for RESERVE_SECONDS above --seconds
             shape = script.model_config(resolved, tokenizer["vocab_size"], tokenizer["bos_id"])
         except script.UserError as error:
             raise SystemExit(f"error: arm {name}: {error}") from None
@@ -368,7 +369,8 @@ def bench_arms(args: argparse.Namespace) -> list[str]:
     arms = read_arms(args.arms)
     data, manifest = open_data(script, args.data)
     tokenizer = manifest["tokenizer"]
-    checked = {name: {**dict(args.set), **settings} for name, settings in arms.items()}
+    common = {"MAX_WALLCLOCK_SECONDS": f"{args.seconds:g}", **dict(args.set)}
+    checked = {name: {**common, **settings} for name, settings in arms.items()}
     check_arms(os.path.relpath(args.config, ROOT), checked, tokenizer)
     runs = run_arms(args, arms, data)
     by_arm = {name: {} for name in arms}
@@ -401,7 +403,7 @@ def bench_arms(args: argparse.Namespace) -> list[str]:
     for name, settings in arms.items():
         saved = {seed: saved_figures(run) for seed, run in by_arm[name].items()}
         figures["arms"][name] = {"settings": settings, **summaries[name], "runs": saved}
-    return publish(args, "docs/lab/arms_{date}.json", named, rows, notes, figures)
+    return publish(args, "runs/arms/arms_{date}.json", named, rows, notes, figures)
 
 
 def main() -> None:
