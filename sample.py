@@ -2218,14 +2218,15 @@ def stream_answer(model, talk, settings, count, number):
     prompt, end = prompt_ids(model.tokenizer, talk, "chat")
     uniform = np.random.default_rng([settings.seed, number, 0]).random(count)
     uniform = torch.from_numpy(uniform).to(model.network.embed.device)
+    truncate = truncation(settings)
     ids = []
     text = ""
     length = 0  # characters that were printed
     try:
         decoder = Decoder(model.network, [prompt])
         for step in range(count):
-            number = uniform[step : step + 1]
-            token, _ = draw(decoder.logits, settings.temperature, number, truncation(settings))
+            drawn = uniform[step : step + 1]
+            token, _ = draw(decoder.logits, settings.temperature, drawn, truncate)
             if int(token) in (end, model.tokenizer.bos_id):
                 break
             ids.append(int(token))

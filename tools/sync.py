@@ -89,13 +89,9 @@ def load(root: Path) -> dict[str, str]:
     done = subprocess.run(command, cwd=root, capture_output=True, text=True)
     if done.returncode:
         raise SyncError(f"{root}: sync needs a git checkout: {done.stderr.strip()}")
-    paths = [root / name for name in sorted(done.stdout.split())]
+    names = [name for name in sorted(done.stdout.split()) if (root / name).exists()]
     # Bytes, because reading as text would change the line ends.
-    return {
-        path.relative_to(root).as_posix(): path.read_bytes().decode()
-        for path in paths
-        if path.exists()
-    }
+    return {name: (root / name).read_bytes().decode() for name in names}
 
 
 def differences(texts: dict[str, str]) -> list[str]:
