@@ -91,8 +91,11 @@ ABSENT_SETTINGS = (
     "ADAM_WD",
     "DROPOUT",
     "LOG_INTERVAL",
+    "MAX_SEQ_LEN",
     "MUON_MOMENTUM_WARMUP_STEPS",
+    "MUON_WEIGHT_DECAY",
     "QK_NORM",
+    "SEQ_LEN",
     "TTT_ENABLED",
     "XSA_LAST_N",
 )
@@ -1329,10 +1332,8 @@ class GPT(nn.Module):
         doc, previous, positions = (cache or self).context(ids)
         x = F.embedding(ids, self.embed)
         x = x.to(self.dtype or (torch.bfloat16 if ids.is_cuda else x.dtype))
-        rope_dims = 0
-        if config.positions == "rope":
-            rope_dims = config.rope_dims or config.model_dim // config.num_heads
-        angles = rotation(positions, rope_dims, x.dtype)
+        rope_dims = config.rope_dims or config.model_dim // config.num_heads
+        angles = rotation(positions, rope_dims if config.positions == "rope" else 0, x.dtype)
         if config.residual_mix:
             x = rms_norm(x)
         if config.positions == "learned":
