@@ -249,6 +249,8 @@ MEANT = [
     (R, "LR", "LEARNING_RATE"),
     (R, "BETA", "KL_BETA"),
     (D, "MODEL_NAME_OR_PATH", "INIT_FROM"),
+    (T, "MAX_SEQ_LEN", "TRAIN_SEQ_LEN"),
+    (T, "SEQ_LEN", "TRAIN_SEQ_LEN"),
 ]
 
 
