@@ -16,6 +16,7 @@ Sections between `# === shared:` fences stand in other scripts too, byte for byt
 import base64
 import collections
 import contextlib
+import ctypes
 import difflib
 import faulthandler
 import functools
@@ -90,7 +91,6 @@ class Settings:
     micro_batch_tokens: int = 0  # per forward and rank; 0: fitted to memory. Same global batch
     # checkpoints
     save_every: int = 500  # steps between checkpoints, outside the clock; 0: only at the end
-    profile: bool = False  # write trace.json of steps 4 to 6; the run must have a seventh
     # log and validation
     tracker: Literal["none", "tensorboard", "wandb"] = "none"  # where metrics go, beside the log
     val_loss_every: int = 1000  # steps between validations, outside the clock; 0: only at the end
@@ -302,7 +302,7 @@ def read_environment(environ, names):
         *ABSENT_SETTINGS,
         *RETIRED_SETTINGS,
         *sibling_settings(),
-        *globals(),
+        *filter(str.isupper, globals()),
         "CONFIG",
     }
     ignored = environ.get("IGNORE_ENV", "").replace(",", " ").split()
@@ -1112,15 +1112,15 @@ def gdn_chunk(q, k, v, g, beta, state=None, chunk=32):
 def short_conv(x, weight, doc):
     """Return SiLU of a causal depthwise convolution, for the last T tokens of x.
 
-    x (B, taps-1 + T, C), weight (C, taps), doc (B, taps-1 + T). Shifted sums beat
+    x (B, taps-1 + T, C), weight (taps, C), doc (B, taps-1 + T). Shifted sums beat
     F.conv1d(groups=C) on a CPU, and a tap that would reach into another document can be zero.
     """
-    reach = weight.size(1) - 1
+    reach = len(weight) - 1
     weight = weight.to(x.dtype)
-    y = x[:, reach:] * weight[:, reach]
+    y = x[:, reach:] * weight[reach]
     for back in range(1, reach + 1):
         same_doc = doc[:, reach - back : -back] == doc[:, reach:]
-        y = y + x[:, reach - back : -back] * weight[:, reach - back] * same_doc[..., None]
+        y = y + x[:, reach - back : -back] * weight[reach - back] * same_doc[..., None]
     return F.silu(y)
 
 
@@ -1136,7 +1136,8 @@ class GatedDeltaNet(nn.Module):
         self.w_o = nn.Parameter(torch.zeros(dim, dim))
         self.ab = matrix((2 * self.heads,), dim)  # decay and step size, one number per head each
         # Initialised as PyTorch's depthwise Conv1d, then as flash-linear-attention's GatedDeltaNet.
-        conv = torch.empty(3 * dim, CONV_TAPS).uniform_(-1, 1)
+        # Taps first: with channels first the compiler reads single numbers, not vectors.
+        conv = torch.empty(CONV_TAPS, 3 * dim).uniform_(-1, 1)
         self.conv = nn.Parameter(conv / CONV_TAPS**0.5)
         decay = torch.empty(self.heads).uniform_(0.01, 16.0)  # from 0 it could be 0: a dead head
         self.A_log = nn.Parameter(decay.log())
@@ -1574,7 +1575,8 @@ class Muon(torch.optim.Optimizer):
 
     A matrix (R, C) moves by lr * sqrt(max(1, R / C)) in spectral norm. A parameter may hold several
     matrices one below the other, such as q, k and v: its attribute `splits` has their numbers of
-    rows, and each is orthogonalized by itself. The group has the runtime, too.
+    rows, and each is orthogonalized by itself. The group has the runtime, and the dtype of the
+    products (None: the weights').
     """
 
     @torch.no_grad()
@@ -1605,7 +1607,7 @@ class Muon(torch.optim.Optimizer):
             matrices, updates = zip(*pairs, strict=True)
             updates = torch.stack(updates)  # (N, R, C)
             result = torch.zeros_like(updates)
-            result[share] = orthogonalize(updates[share])
+            result[share] = orthogonalize(updates[share].to(group["dtype"]))
             scale = lr * max(1.0, rows / cols) ** 0.5
             torch._foreach_sub_(matrices, (scale * runtime.sum(result)).unbind())
 
@@ -1683,7 +1685,7 @@ class Optimizers:
         adam_groups = [groups.pop("control")]
         self.all = []
         if kind == "muon":
-            self.all = [Muon([groups.pop("matrix")], dict(runtime=runtime))]
+            self.all = [Muon([groups.pop("matrix")], dict(runtime=runtime, dtype=model.dtype))]
             adam_groups += groups.values()
         elif kind in MASKED_OPTIMIZERS:
             self.all = [MASKED_OPTIMIZERS[kind](groups.values(), {})]
@@ -2208,7 +2210,7 @@ def count_parameters(network):
 # the bytes (docs/lab.md, 2026-11-21).
 ARTIFACT_PREFIX = struct.Struct("<8sII")
 ARTIFACT_MAGIC = b"UNDERPAR"
-ARTIFACT_VERSION = 7
+ARTIFACT_VERSION = 8
 RANS_BITS = 14  # rounding frequencies costs 20 bytes per million codes; at 12 bits 150
 RANS_TOTAL = 1 << RANS_BITS
 RANS_LOW = 1 << 16  # states stay in [2**16, 2**32), so a step moves at most one 16-bit word
@@ -3073,9 +3075,20 @@ HANG_SECONDS = 120.0
 HEAVY_FOR_CPU = 1e12  # parameters times tokens per step: about a minute per step on two cores
 
 
+def keep_memory():
+    """Let glibc keep the memory that tensors give back, for the next ones.
+
+    By default each large tensor gets new pages from the system, which took a seventh of a step.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(-4, 0)  # M_MMAP_MAX: no block has pages of its own
+        libc.mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD, in bytes
+
+
 def activation_dtype(name, device):
     """Return the dtype of activations; "auto" is bfloat16 if the device has units for it."""
-    has_units = device.type == "cuda" or torch.cpu._is_amx_tile_supported()
+    has_units = device.type == "cuda" or torch.cpu._is_avx512_bf16_supported()
     if name == "bfloat16" or (name == "auto" and has_units):
         return torch.bfloat16
     return torch.float32
@@ -3134,19 +3147,6 @@ def warm_up(model, optimizers, batches, settings):
     with torch.no_grad():
         model(*next(batches.micro_batches(0)))
     optimizers.load_state_dict({})
-
-
-def profile_steps(run):
-    """With PROFILE, trace steps 4 to 6 of the loop, which advances this iterator once per step.
-
-    The run's trace.json opens at https://ui.perfetto.dev.
-    """
-    if not run.settings.profile or run.runtime.rank:
-        return
-    yield from [None] * 3
-    with torch.profiler.profile() as trace:
-        yield from [None] * 3
-    trace.export_chrome_trace(str(run.folder / "trace.json"))
 
 
 def log_step(run, metrics):
@@ -3232,6 +3232,7 @@ def main():
     plan = Plan(settings)
     runtime = start_runtime(settings.device)
     device = runtime.device
+    keep_memory()
     clock = Clock(settings, runtime, replayed_progress(settings))
     data = open_data(settings)
     tokenizer = data.tokenizer
@@ -3304,7 +3305,6 @@ def main():
     if checkpoint:
         run.load(checkpoint)
 
-    profile = profile_steps(run)
     metrics = {}
     stopping = False
     stop_signal = StopSignal()
@@ -3333,7 +3333,6 @@ def main():
         if last_step or stopping:
             break
         faulthandler.dump_traceback_later(max(HANG_SECONDS, 20 * clock.median_step()))
-        next(profile, None)
 
         # 2. The phases and learning rates of this step.
         progress = clock.progress(run.step)

@@ -123,14 +123,16 @@ def test_rotary_positions_are_relative_and_keep_norms():
 
 def test_short_conv_against_conv1d_and_across_documents():
     torch.manual_seed(4)
-    x, weight = torch.randn(2, 10, 6, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
+    x, weight = torch.randn(2, 10, 6, dtype=torch.float64), torch.randn(4, 6, dtype=torch.float64)
     one = torch.zeros(2, 10, dtype=torch.int64)
 
     def conv(tokens, doc):  # nothing before the first token
         pad = torch.nn.functional.pad
         return T.short_conv(pad(tokens, (0, 0, 3, 0)), weight, pad(doc, (3, 0), value=-1))
 
-    expected = torch.nn.functional.conv1d(x.mT, weight[:, None], padding=3, groups=6)[..., :10].mT
+    expected = torch.nn.functional.conv1d(x.mT, weight.mT[:, None], padding=3, groups=6)[
+        ..., :10
+    ].mT
     assert (conv(x, one) - torch.nn.functional.silu(expected)).abs().max() < 1e-12
     two = torch.tensor([0] * 4 + [1] * 6).expand(2, 10)
     apart = torch.cat([conv(x[:, a:b], two[:, a:b]) for a, b in ((0, 4), (4, 10))], dim=1)
@@ -147,7 +149,7 @@ def test_gdn_layer_against_the_recurrence():
     q, k, v, gate = torch.nn.functional.linear(x, layer.w_qkvg).chunk(4, dim=-1)
     parts = []
     for at, stream in enumerate((q, k, v)):
-        weight = layer.conv[at * 32 : (at + 1) * 32]
+        weight = layer.conv[:, at * 32 : (at + 1) * 32]
         padded = torch.nn.functional.pad(stream, (0, 0, 3, 0))
         y = torch.zeros_like(stream)
         for t in range(40):
@@ -155,7 +157,7 @@ def test_gdn_layer_against_the_recurrence():
                 source = t - 3 + tap
                 if source >= 0:
                     y[:, t] += (
-                        (doc[:, source] == doc[:, t])[:, None] * weight[:, tap] * padded[:, t + tap]
+                        (doc[:, source] == doc[:, t])[:, None] * weight[tap] * padded[:, t + tap]
                     )
         parts.append((y * torch.sigmoid(y)).view(2, 40, 4, 8))
     q, k, v = parts
