@@ -316,7 +316,7 @@ def read_environment(environ, names):
         *ABSENT_SETTINGS,
         *RETIRED_SETTINGS,
         *sibling_settings(),
-        *globals(),
+        *filter(str.isupper, globals()),
         "CONFIG",
     }
     ignored = environ.get("IGNORE_ENV", "").replace(",", " ").split()
@@ -959,15 +959,15 @@ def gdn_chunk(q, k, v, g, beta, state=None, chunk=32):
 def short_conv(x, weight, doc):
     """Return SiLU of a causal depthwise convolution, for the last T tokens of x.
 
-    x (B, taps-1 + T, C), weight (C, taps), doc (B, taps-1 + T). Shifted sums beat
+    x (B, taps-1 + T, C), weight (taps, C), doc (B, taps-1 + T). Shifted sums beat
     F.conv1d(groups=C) on a CPU, and a tap that would reach into another document can be zero.
     """
-    reach = weight.size(1) - 1
+    reach = len(weight) - 1
     weight = weight.to(x.dtype)
-    y = x[:, reach:] * weight[:, reach]
+    y = x[:, reach:] * weight[reach]
     for back in range(1, reach + 1):
         same_doc = doc[:, reach - back : -back] == doc[:, reach:]
-        y = y + x[:, reach - back : -back] * weight[:, reach - back] * same_doc[..., None]
+        y = y + x[:, reach - back : -back] * weight[reach - back] * same_doc[..., None]
     return F.silu(y)
 
 
@@ -983,7 +983,8 @@ class GatedDeltaNet(nn.Module):
         self.w_o = nn.Parameter(torch.zeros(dim, dim))
         self.ab = matrix((2 * self.heads,), dim)  # decay and step size, one number per head each
         # Initialised as PyTorch's depthwise Conv1d, then as flash-linear-attention's GatedDeltaNet.
-        conv = torch.empty(3 * dim, CONV_TAPS).uniform_(-1, 1)
+        # Taps first: with channels first the compiler reads single numbers, not vectors.
+        conv = torch.empty(CONV_TAPS, 3 * dim).uniform_(-1, 1)
         self.conv = nn.Parameter(conv / CONV_TAPS**0.5)
         decay = torch.empty(self.heads).uniform_(0.01, 16.0)  # from 0 it could be 0: a dead head
         self.A_log = nn.Parameter(decay.log())
@@ -1410,7 +1411,8 @@ class Muon(torch.optim.Optimizer):
 
     A matrix (R, C) moves by lr * sqrt(max(1, R / C)) in spectral norm. A parameter may hold several
     matrices one below the other, such as q, k and v: its attribute `splits` has their numbers of
-    rows, and each is orthogonalized by itself. The group has the runtime, too.
+    rows, and each is orthogonalized by itself. The group has the runtime, and the dtype of the
+    products (None: the weights').
     """
 
     @torch.no_grad()
@@ -1441,7 +1443,7 @@ class Muon(torch.optim.Optimizer):
             matrices, updates = zip(*pairs, strict=True)
             updates = torch.stack(updates)  # (N, R, C)
             result = torch.zeros_like(updates)
-            result[share] = orthogonalize(updates[share])
+            result[share] = orthogonalize(updates[share].to(group["dtype"]))
             scale = lr * max(1.0, rows / cols) ** 0.5
             torch._foreach_sub_(matrices, (scale * runtime.sum(result)).unbind())
 
@@ -1519,7 +1521,7 @@ class Optimizers:
         adam_groups = [groups.pop("control")]
         self.all = []
         if kind == "muon":
-            self.all = [Muon([groups.pop("matrix")], dict(runtime=runtime))]
+            self.all = [Muon([groups.pop("matrix")], dict(runtime=runtime, dtype=model.dtype))]
             adam_groups += groups.values()
         elif kind in MASKED_OPTIMIZERS:
             self.all = [MASKED_OPTIMIZERS[kind](groups.values(), {})]
@@ -2000,7 +2002,7 @@ def count_parameters(network):
 # the bytes (docs/lab.md, 2026-11-21).
 ARTIFACT_PREFIX = struct.Struct("<8sII")
 ARTIFACT_MAGIC = b"UNDERPAR"
-ARTIFACT_VERSION = 7
+ARTIFACT_VERSION = 8
 RANS_BITS = 14  # rounding frequencies costs 20 bytes per million codes; at 12 bits 150
 RANS_TOTAL = 1 << RANS_BITS
 RANS_LOW = 1 << 16  # states stay in [2**16, 2**32), so a step moves at most one 16-bit word

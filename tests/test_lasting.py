@@ -792,25 +792,14 @@ def test_the_guides_commands_on_one_process(place):
         ["RUN_ID", "CONFIG"],
         ["RESUME"],
         ["REPLAY"],
-        ["PROFILE", "CONFIG"],
     ]
-    for changes, patch in zip(given, (stop_at(6), "", "", ""), strict=True):
+    for changes, patch in zip(given, (stop_at(6), "", ""), strict=True):
         base = {**place.unset, "RUN_ID": None}
         if "CONFIG" in changes:  # settings of the tests make it tiny
-            base = {"RUN_ID": "profile"}
             changes["CONFIG"] = ROOT / changes["CONFIG"]
         place.run("guide", patch, 143 if patch else 0, **{**base, **changes})
     (again,) = place.folder.glob("guide/run_*/model.upar")
     assert again.read_bytes() == (place.folder / "guide" / "base" / "model.upar").read_bytes()
-    assert (place.folder / "guide" / "profile" / "trace.json").is_file()
-
-
-# ---------------------------------------------------------------------------------------- profiling
-def test_profile_traces_three_steps(place):
-    place.run("profile", PROFILE=1, ITERATIONS=8, SAVE_EVERY=0)
-    trace = json.loads((place.of("profile") / "trace.json").read_text())
-    names = [event.get("name", "") for event in trace["traceEvents"]]
-    assert sum(name.startswith("Optimizer.step#Muon") for name in names) == 3
 
 
 def test_networks_are_compiled_whole(place):

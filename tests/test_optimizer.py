@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ALONE = T.Runtime(rank=0, world_size=1, device=torch.device("cpu"), distributed=False)
 GOOD, BAD = torch.tensor(False), torch.tensor(True)
 KINDS = ("muon", "lion", "adamw", "adamw8bit", "adafactor")
-MUON = dict(runtime=ALONE)  # options of its group
+MUON = dict(runtime=ALONE, dtype=None)  # options of its group
 
 
 def by_singular_values(G, steps):
@@ -55,6 +55,23 @@ def group(*params, lr=0.1, weight_decay=0.3, **more):
             **{"momentum": 0.9, **more},
         )
     ]
+
+
+def test_muons_products_are_in_the_dtype_of_its_group():
+    """The weights, the momentum and the step itself stay in float32."""
+    torch.manual_seed(3)
+    grad = torch.randn(16, 8)
+    found = {}
+    for dtype in (None, torch.bfloat16):
+        param = nn.Parameter(torch.zeros(16, 8))
+        param.grad = grad.clone()
+        T.Muon(group(param), {**MUON, "dtype": dtype}).step(GOOD)
+        found[dtype] = param.detach()
+        update = 0.19 * grad  # Nesterov from a buffer of zeros: 0.1 g + 0.9 * 0.1 g
+        update = T.orthogonalize(update[None].to(dtype or torch.float32))[0].float()
+        expected = -torch.tensor(0.1) * 2**0.5 * update
+        assert (param - expected).abs().max() < 1e-6
+    assert 1e-5 < (found[None] - found[torch.bfloat16]).abs().max() < 0.01
 
 
 @pytest.mark.parametrize("shape", [(24, 8), (8, 24)])
