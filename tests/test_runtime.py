@@ -4,11 +4,15 @@ import os
 import re
 import stat
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import train_gpt as T
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -103,3 +107,30 @@ def test_a_stop_signal_is_remembered_until_it_is_restored():
     finally:
         signal.signal(signal.SIGTERM, before[0])
         signal.signal(signal.SIGINT, before[1])
+
+
+def test_memory_that_tensors_give_back_is_used_again():
+    """Without keep_memory each of these tensors gets 4,096 new pages from the system."""
+    code = """if True:
+        import resource, torch, train_gpt
+        train_gpt.keep_memory()
+        torch.ones(1 << 22)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(20):
+            torch.ones(1 << 22)
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+        """
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert int(done.stdout) < 4096
+
+
+@pytest.mark.parametrize("has_units", [True, False])
+def test_activations_are_bfloat16_where_the_processor_multiplies_it(monkeypatch, has_units):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_units)
+    cpu = torch.device("cpu")
+    assert T.activation_dtype("auto", cpu) == (torch.bfloat16 if has_units else torch.float32)
+    assert T.activation_dtype("auto", torch.device("cuda")) == torch.bfloat16
+    assert T.activation_dtype("float32", cpu) == torch.float32
+    assert T.activation_dtype("bfloat16", cpu) == torch.bfloat16
