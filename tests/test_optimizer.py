@@ -164,6 +164,7 @@ class Bare(nn.Module):
 
     def __init__(self):
         super().__init__()
+        self.dtype = None  # as a GPT's
         torch.manual_seed(5)
         self.embed = nn.Parameter(torch.randn(256, 32).double() * 0.005)
         self.bigram_embed = nn.Parameter(torch.randn(64, 32).double() * 0.005)

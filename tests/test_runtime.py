@@ -116,14 +116,14 @@ def test_memory_that_tensors_give_back_is_used_again():
         train_gpt.keep_memory()
         torch.ones(1 << 22)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        for _ in range(20):
+        for _ in range(100):
             torch.ones(1 << 22)
         print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
         """
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
     )
-    assert int(done.stdout) < 4096
+    assert int(done.stdout) < 20 * 4096
 
 
 @pytest.mark.parametrize("has_units", [True, False])
