@@ -125,7 +125,6 @@ ALIASES = {
     "MIN_LR": "LR_FLOOR",
     "MODEL_NAME_OR_PATH": "INIT_FROM",
     "NUM_GENERATIONS": "GROUP_SIZE",
-    "NUM_ITERATIONS": "ITERATIONS",
     "N_EMBD": "MODEL_DIM",
     "N_HEAD": "NUM_HEADS",
     "N_LAYER": "NUM_LAYERS",
@@ -1047,8 +1046,8 @@ class GatedDeltaNet(nn.Module):
         self.ab = matrix((2 * self.heads,), dim)  # decay and step size, one number per head each
         # Initialised as PyTorch's depthwise Conv1d, then as flash-linear-attention's GatedDeltaNet.
         # Taps first: with channels first the compiler reads single numbers, not vectors.
-        conv = torch.empty(CONV_TAPS, 3 * dim).uniform_(-1, 1)
-        self.conv = nn.Parameter(conv / CONV_TAPS**0.5)
+        conv = torch.empty(3 * dim, CONV_TAPS).uniform_(-1, 1)
+        self.conv = nn.Parameter(conv.mT.contiguous() / CONV_TAPS**0.5)
         decay = torch.empty(self.heads).uniform_(0.01, 16.0)  # from 0 it could be 0: a dead head
         self.A_log = nn.Parameter(decay.log())
         log_dt = torch.empty(self.heads).uniform_(math.log(1e-3), math.log(0.1))
