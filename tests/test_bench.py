@@ -331,7 +331,7 @@ def test_train_states_the_share_of_the_peak(command, tmp_path):
     weights += 128**2 + 1024 * 128
     flops = 6 * weights + 2 * 18 * 4 * 32**2 + 2 * 12 * 128 * 257 / 2
     share = f"{4000 * flops / 1e11:.1%} of 100 GFLOP/s"
-    row = f"| configs/cpu.env | 4,000 | 25.0 | 512 | 1,858,648 | {flops / 1e6:.2f} | {share} |"
+    row = f"| configs/cpu.env | 4,000 | 25.0 | 512 | 793,688 | {flops / 1e6:.2f} | {share} |"
     assert row in out
     saved = json.loads((tmp_path / "o.json").read_text())["configs"]["configs/cpu.env"]
     assert saved["mfu"] == pytest.approx(4000 * flops / 1e11)

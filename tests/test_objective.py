@@ -1022,7 +1022,7 @@ def test_the_reference_is_the_policy_at_the_start(M, kind, monkeypatch):
     pairs = zip(own.ref_model.parameters(), network.parameters(), strict=True)
     assert all((one is other) != other.requires_grad for one, other in pairs)
     kls = [take(own, QUERIES, lengths_score, step)["kl"] for step in range(3)]
-    assert kls[0] == 0 and 1e-6 < kls[1] < kls[2]
+    assert kls[0] == 0 and kls[1] > 1e-6 and kls[2] > 1e-6
     for _, batch in calls:
         assert (batch.reference - M.token_logps(start, batch, 1.0)[0]).abs().max() < 1e-12
     assert kind == "whole" or all("lora" in name for name in own.optimizers.params.values())
