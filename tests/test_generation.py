@@ -317,7 +317,7 @@ def test_pairs_of_tokens_have_the_frequencies_of_the_model():
     Draws that repeat over steps or samples would not give these.
     """
     net = network(dataclasses.replace(BASE, layer_pattern="g a"), vocab=6)
-    prompt = [1, 3, 5]
+    prompt = [1, 5, 2]
     pairs = [*product(range(6), repeat=2)]
     logps = net(torch.tensor([[*prompt, *pair] for pair in pairs])).log_softmax(-1)
     logps = logps[:, 2:4].gather(2, torch.tensor(pairs)[..., None])[..., 0].sum(1).numpy()  # (36,)
@@ -325,7 +325,7 @@ def test_pairs_of_tokens_have_the_frequencies_of_the_model():
     drawn = [6 * one.ids[0] + one.ids[1] for one in samples]
     counts = np.bincount(drawn, minlength=36)
     expected = 3000 * np.exp(logps)
-    assert expected.sum() == pytest.approx(3000) and expected.max() < 2200
+    assert expected.sum() == pytest.approx(3000) and expected.max() < 1800
     assert ((counts - expected) ** 2 / expected).sum() < 35 + 4.75 * math.sqrt(70) + 15
     for one, pair in zip(samples[:200], drawn, strict=False):
         assert sum(one.logps) == pytest.approx(logps[pair], abs=1e-6)

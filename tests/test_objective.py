@@ -336,7 +336,7 @@ def policy(M=G, **changes) -> G.GPT:
     network = M.GPT(M.GPTConfig(264, 1, layers, norms, **shape, embed_init_std=0.02))
     network.activation_checkpointing = settings.activation_checkpointing
     M.adapt(network, settings)
-    generator = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(6)
     with torch.no_grad():
         for name, param in network.named_parameters():
             if not name.endswith("lora_b"):  # a fresh adapter
@@ -1022,7 +1022,7 @@ def test_the_reference_is_the_policy_at_the_start(M, kind, monkeypatch):
     pairs = zip(own.ref_model.parameters(), network.parameters(), strict=True)
     assert all((one is other) != other.requires_grad for one, other in pairs)
     kls = [take(own, QUERIES, lengths_score, step)["kl"] for step in range(3)]
-    assert kls[0] == 0 and kls[1] > 1e-6 and kls[2] > 1e-6
+    assert kls[0] == 0 and 1e-6 < kls[1] < kls[2]
     for _, batch in calls:
         assert (batch.reference - M.token_logps(start, batch, 1.0)[0]).abs().max() < 1e-12
     assert kind == "whole" or all("lora" in name for name in own.optimizers.params.values())

@@ -5,14 +5,12 @@ import re
 import stat
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 import train_gpt as T
-
-ROOT = Path(__file__).parents[1]
+from conftest import ROOT
 
 
 @pytest.fixture
