@@ -1853,17 +1853,8 @@ class LayerCache:
             self.kept = {"keys": k.new_zeros(shape), "values": k.new_zeros(shape)}
         keys = self.kept["keys"].index_copy_(2, decoder.slots, k)
         values = self.kept["values"].index_copy_(2, decoder.slots, v)
-        # Heads that share keys become queries of one head: the kernels that take a mask do not take
-        # grouped heads.
-        groups = q.size(1) // k.size(1)
-        q = q.unflatten(1, (-1, groups)).flatten(2, 3)  # (B, Hkv, groups * T, D)
-        mask = (decoder.is_seen & (decoder.distance < window))[:, None]
-        if q.is_cuda or q.size(2) > groups:
-            o = F.scaled_dot_product_attention(q, keys, values, mask.repeat(1, 1, groups, 1))
-        else:  # for one token this is faster on a CPU
-            scores = (q * q.size(3) ** -0.5) @ keys.mT
-            o = scores.masked_fill(~mask, -math.inf).softmax(-1) @ values
-        return o.unflatten(2, (groups, -1)).flatten(1, 2)
+        mask = decoder.is_seen & (decoder.distance < window)
+        return masked_attention(q, keys, values, mask)
 
 
 class Decoder:

@@ -3443,7 +3443,7 @@ def features_and_mixed(network, ids):
     hook = mixer.register_forward_hook(lambda module, inputs, output: outputs.append(output))
     outputs.insert(0, network.features(ids))
     hook.remove()
-    return [x.to(torch.promote_types(x.dtype, torch.float32)) for x in outputs]
+    return [*map(widened, outputs)]
 
 
 def distilled_losses(student, teacher, projection, batch, settings):
@@ -3616,8 +3616,9 @@ def main():
     data = read_examples(settings, parse, notes.append)
     adapt(network, settings)
     trainer = SFTTrainer(network, settings, teacher, runtime)
-    windows_of = functools.partial(epoch_windows, data, settings.seed, trainer.room)
-    windows_of = functools.lru_cache(1)(windows_of)
+    windows_of = functools.lru_cache(1)(
+        functools.partial(epoch_windows, data, settings.seed, trainer.room)
+    )
     windows_per_step = settings.train_batch_tokens // settings.train_seq_len
     epoch_steps = math.ceil(len(windows_of(0)) / windows_per_step)
 
@@ -3691,8 +3692,7 @@ def main():
         targets = sum(int((row.targets >= 0).sum()) for row in rows)
         sums = trainer.forward_backward(data.train, windows, targets)
         extra = torch.cat([sums, sums.new_tensor([stop_signal.number])])
-        clip = settings.grad_clip_norm
-        norm, extra = trainer.optimizers.reduce_gradients(runtime, clip, extra)
+        norm, extra = trainer.optimizers.reduce_gradients(runtime, settings.grad_clip_norm, extra)
         loss, nats, kd, stop = extra
         skip = ~(torch.isfinite(norm) & torch.isfinite(loss))
 
