@@ -1203,10 +1203,10 @@ def masked_attention(q, k, v, mask):
     if q.is_cuda:
         o = F.scaled_dot_product_attention(rows, k, v, mask)
     else:  # plain products, compiled, take 0.7 of the time of PyTorch's kernel
-        scores = widened(rows) @ widened(k).mT * q.size(3) ** -0.5
+        rows, k, v = map(widened, (rows, k, v))
         # Compiled code stores a boolean mask 30 times as slowly as numbers.
-        scores = scores + torch.where(mask, 0.0, -math.inf)
-        o = scores.softmax(-1).to(v.dtype) @ v
+        scores = rows @ k.mT * q.size(3) ** -0.5 + torch.where(mask, 0.0, -math.inf)
+        o = (scores.softmax(-1) @ v).to(q.dtype)
     return o.view_as(q)
 
 
@@ -1255,9 +1255,8 @@ class Attention(nn.Module):
         if self.q_gain is not None:
             q = scaled(rms_norm(q), self.q_gain[:, None])
             k = rms_norm(k)
-        q = rotate(q, *angles)
-        k = rotate(k, *angles)
-        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, H, T, D)
+        qkv = rotate(q, *angles), rotate(k, *angles), v
+        q, k, v = (heads.transpose(1, 2) for heads in qkv)  # (B, H, T, D)
         if cache:
             o = cache.attend(q, k, v, self.window)
         else:
@@ -3133,14 +3132,14 @@ def warm_up(model, optimizers, batches, settings):
     """
     runtime = batches.runtime
     skip = torch.ones((), dtype=torch.bool, device=runtime.device)
-    weights = sum(param.numel() for param in optimizers.params)
     step = 0
     while step < WARMUP_STEPS:
         out_of_memory = torch.zeros(1, device=runtime.device)
         reserve = None
         try:
             # Momentum, two moments, masters, two averages and a sum of gradients come later.
-            reserve = torch.empty(7 * weights, device=runtime.device)
+            counts = [7 * param.numel() for param in optimizers.params]
+            reserve = torch.empty(sum(counts), device=runtime.device)
             forward_backward(model, batches, step)
         except torch.OutOfMemoryError:
             out_of_memory += 1
@@ -3389,8 +3388,9 @@ def main():
 
     # Choose the weights, quantize and pack them; this is on the clock, too.
     clock.start()
-    score = functools.partial(scorer.score, model, data.held_out)
-    chosen = choose_weights(exporter, averages, run, score)
+    chosen = choose_weights(
+        exporter, averages, run, functools.partial(scorer.score, model, data.held_out)
+    )
     # QAT fits the weights to the codes; without it GPTQ chooses the codes.
     calibration = [] if "qat" in plan.phases else calibration_ids(batches, run)
     content = exporter.pack(calibration)
