@@ -1044,10 +1044,10 @@ def masked_attention(q, k, v, mask):
     if q.is_cuda:
         o = F.scaled_dot_product_attention(rows, k, v, mask)
     else:  # plain products, compiled, take 0.7 of the time of PyTorch's kernel
-        scores = widened(rows) @ widened(k).mT * q.size(3) ** -0.5
+        rows, k, v = map(widened, (rows, k, v))
         # Compiled code stores a boolean mask 30 times as slowly as numbers.
-        scores = scores + torch.where(mask, 0.0, -math.inf)
-        o = scores.softmax(-1).to(v.dtype) @ v
+        scores = rows @ k.mT * q.size(3) ** -0.5 + torch.where(mask, 0.0, -math.inf)
+        o = (scores.softmax(-1) @ v).to(q.dtype)
     return o.view_as(q)
 
 
@@ -1096,9 +1096,8 @@ class Attention(nn.Module):
         if self.q_gain is not None:
             q = scaled(rms_norm(q), self.q_gain[:, None])
             k = rms_norm(k)
-        q = rotate(q, *angles)
-        k = rotate(k, *angles)
-        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, H, T, D)
+        qkv = rotate(q, *angles), rotate(k, *angles), v
+        q, k, v = (heads.transpose(1, 2) for heads in qkv)  # (B, H, T, D)
         if cache:
             o = cache.attend(q, k, v, self.window)
         else:
