@@ -3138,8 +3138,7 @@ def warm_up(model, optimizers, batches, settings):
         reserve = None
         try:
             # Momentum, two moments, masters, two averages and a sum of gradients come later.
-            counts = [7 * param.numel() for param in optimizers.params]
-            reserve = torch.empty(sum(counts), device=runtime.device)
+            reserve = [param.new_empty(7, *param.shape) for param in optimizers.params]
             forward_backward(model, batches, step)
         except torch.OutOfMemoryError:
             out_of_memory += 1
