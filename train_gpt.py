@@ -3116,7 +3116,7 @@ def forward_backward(model, batches, step):
 
     Return this rank's part of that mean, in nats per token.
     """
-    torch._foreach_zero_([param.grad for param in model.parameters()])
+    model.zero_grad()
     loss = torch.zeros((), device=batches.runtime.device)
     for ids, targets in batches.micro_batches(step):
         part = model(ids, targets).sum() / batches.settings.train_batch_tokens
