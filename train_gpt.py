@@ -1736,7 +1736,7 @@ class Optimizers:
         norm = nn.utils.clip_grad_norm_(self.params, clip or math.inf)
         return norm, extra
 
-    def step(self, multiplier, momentum, skip):
+    def step(self, multiplier, skip, momentum=MUON_MOMENTUM):
         """Take a step at `multiplier` times the learning rates; where `skip` is true, none."""
         for optimizer in self.all:
             for group in optimizer.param_groups:
@@ -3151,7 +3151,7 @@ def warm_up(model, optimizers, batches, settings):
             torch.compiler.reset()  # each size is another graph, and dynamo makes only so many
             continue
         optimizers.reduce_gradients(runtime, settings.grad_clip_norm, out_of_memory)
-        optimizers.step(0.0, 0.0, skip)
+        optimizers.step(0.0, skip)
         step += 1
     with torch.no_grad():
         model(*next(batches.micro_batches(0)))
@@ -3177,8 +3177,10 @@ def log_step(run, metrics):
 
 def calibration_ids(batches, run):
     """Return token ids (B, T) of the training batches that would come next, for GPTQ, a list."""
-    steps = range(run.step, run.step + run.settings.gptq_calibration_batches)
-    return [ids for step in steps for ids, _ in batches.micro_batches(step)]
+    calibration = []
+    for number in range(run.settings.gptq_calibration_batches):
+        calibration += [ids for ids, _ in batches.micro_batches(run.step + number)]
+    return calibration
 
 
 def choose_weights(exporter, averages, run, score):
@@ -3367,7 +3369,7 @@ def main():
         # 5. Update the weights and their averages.
         warm = min(1.0, progress / MUON_WARMUP_FRAC)
         momentum = MUON_MOMENTUM_START + warm * (settings.muon_momentum - MUON_MOMENTUM_START)
-        optimizers.step(multiplier, momentum, skip)
+        optimizers.step(multiplier, skip, momentum)
         for name, average in averages.items():
             if plan.is_on(name):
                 average.update(progress)

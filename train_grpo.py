@@ -3733,7 +3733,7 @@ class GRPOTrainer(PolicyTrainer):
                     sums += torch.stack(parts)
             norm, sums = self.optimizers.reduce_gradients(runtime, settings.grad_clip_norm, sums)
             bad = ~torch.isfinite(norm)
-            self.optimizers.step(multiplier, MUON_MOMENTUM, bad)
+            self.optimizers.step(multiplier, bad)
             updates.append(torch.cat([torch.stack([norm, bad]), sums]))
         names = "entropy clip_active clip_outside log_ratio kl sampler_gap".split()
         return update_metrics(names, updates, time.perf_counter() - begin)

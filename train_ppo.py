@@ -3870,7 +3870,7 @@ class PPOTrainer(JudgedTrainer, Saved):
                     sums += torch.stack(parts)
             norm, sums = self.optimizers.reduce_gradients(runtime, settings.grad_clip_norm, sums)
             bad = ~torch.isfinite(norm)
-            self.optimizers.step(multiplier, MUON_MOMENTUM, bad)
+            self.optimizers.step(multiplier, bad)
             updates.append(torch.cat([torch.stack([norm, bad]), sums]))
         return metrics | update_metrics(METRICS, updates, time.perf_counter() - begin)
 

@@ -3713,7 +3713,7 @@ def main():
         stopping = log_step(run, metrics)
 
         # 5. Update the weights and their averages.
-        trainer.optimizers.step(multiplier, MUON_MOMENTUM, skip)
+        trainer.optimizers.step(multiplier, skip)
         trainer.update_averages(run)
         clock.send_report(loss, skip, stop)
         trainer.tokens += sum(len(row.ids) for row in rows)

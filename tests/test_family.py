@@ -375,7 +375,7 @@ def test_each_optimizer_trains_alike_compiled_and_eager(both, kind):
             with T.quantized(net, table) if step >= 4 else contextlib.nullcontext():
                 loss = run(ids, ids.roll(-1, 1)).mean()
                 loss.backward()
-            optimizers.step(1.0, 0.9, good)
+            optimizers.step(1.0, good, 0.9)
             net.zero_grad(set_to_none=False)
             losses[name].append(loss.item())
     assert losses["compiled"] == pytest.approx(losses["eager"], rel=2e-3)

@@ -252,7 +252,7 @@ def follow(kind, references):
         for param, other in zip(ours.parameters(), theirs.parameters(), strict=True):
             param.grad = torch.randn_like(param) * 1e-3
             other.grad = param.grad.clone()
-        optimizers.step(1.0, 0.9, GOOD)
+        optimizers.step(1.0, GOOD, 0.9)
         for optimizer in made:
             optimizer.step()
     return max(
@@ -286,7 +286,7 @@ def random_step(optimizers, seed, bad=GOOD, fill=None):
     torch.manual_seed(seed)
     for param in optimizers.params:
         param.grad = torch.randn_like(param) if fill is None else torch.full_like(param, fill)
-    optimizers.step(1.0, 0.9, bad)
+    optimizers.step(1.0, bad, 0.9)
 
 
 def everything(optimizers):
@@ -348,9 +348,9 @@ def test_the_multiplier_scales_every_rate_and_zero_moves_nothing(kind):
     for param in optimizers.params:
         param.grad = torch.randn_like(param)
     before = [param.detach().clone() for param in optimizers.params]
-    optimizers.step(0.0, 0.9, GOOD)
+    optimizers.step(0.0, GOOD, 0.9)
     assert all(torch.equal(a, b) for a, b in zip(before, optimizers.params, strict=True))
-    optimizers.step(0.25, 0.9, GOOD)
+    optimizers.step(0.25, GOOD, 0.9)
     rates = {round(float(group["lr"]), 6) for opt in optimizers.all for group in opt.param_groups}
     assert rates == {0.25 * 0.003, 0.25 * 0.01, 0.25 * 0.008, 0.25 * 0.02}
     assert all(not torch.equal(a, b) for a, b in zip(before, optimizers.params, strict=True))
@@ -360,7 +360,7 @@ def test_the_momentum_of_the_schedule_is_muons():
     optimizers = T.Optimizers(Bare().float(), "muon", RATES, ALONE)
     for param in optimizers.params:
         param.grad = torch.ones_like(param)
-    optimizers.step(1.0, 0.875, GOOD)
+    optimizers.step(1.0, GOOD, 0.875)
     buffers = [
         state["momentum_buffer"]
         for state in optimizers.state.values()

@@ -134,7 +134,7 @@ def test_memory_is_that_of_optimizers(plan, optimizer, one_thread):
     network = T.GPT(T.model_config(settings, 256, 1))
     runtime = T.Runtime(0, 1, torch.device("cpu"), False)
     optimizers = T.Optimizers(network, settings.optimizer, pretraining_rates(settings), runtime)
-    optimizers.step(0.0, 0.9, torch.tensor(False))
+    optimizers.step(0.0, torch.tensor(False), 0.9)
     held = sum(tensor.nbytes for own in optimizers.state_dict().values() for tensor in own.values())
     assert memory["optimizer"] == pytest.approx(held, rel=0.03)
     assert total - memory["optimizer"] == 5 * 4 * parts(found["parameters"])[0]

@@ -679,7 +679,7 @@ def test_a_compiled_forward_changes_nothing(monkeypatch):
         for step in range(3):
             rows = some_rows(14, step)
             sums = trainer.forward_backward(rows, windows_of(rows), targets_of(rows))
-            trainer.optimizers.step(1.0, 0.95, torch.tensor(False))
+            trainer.optimizers.step(1.0, torch.tensor(False), 0.95)
             found[-1] += [sums[0].item(), trainer.score(rows)[:, 0].sum().item()]
         assert ("features" in vars(made)) == compiled
     assert found[0] == pytest.approx(found[1], rel=1e-9) and found[0][0] != found[0][2]

@@ -114,7 +114,7 @@ def time_steps(suite: Suite, model: Callable, optimizers: object, rows: int, len
         marks.append(bench.mark(suite.cuda))
         loss.backward()
         marks.append(bench.mark(suite.cuda))
-        optimizers.step(0.0, suite.script.MUON_MOMENTUM, skip)
+        optimizers.step(0.0, skip)
         torch._foreach_zero_([param.grad for param in optimizers.params])
         marks.append(bench.mark(suite.cuda))
         steps.append(marks)
