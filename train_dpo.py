@@ -1708,7 +1708,7 @@ class Optimizers:
         norm = nn.utils.clip_grad_norm_(self.params, clip or math.inf)
         return norm, extra
 
-    def step(self, multiplier, momentum, skip):
+    def step(self, multiplier, skip, momentum=MUON_MOMENTUM):
         """Take a step at `multiplier` times the learning rates; where `skip` is true, none."""
         for optimizer in self.all:
             for group in optimizer.param_groups:
