@@ -202,10 +202,10 @@ def test_a_limit_that_nothing_meets_is_told_and_ends(trained):
 
 
 def test_gptq_lowers_the_loss(trained, tmp_path):
-    bench = Bench(trained, 2.0, clip_sigmas=60.0)
+    bench = Bench(trained, 2.0, clip_sigmas=100.0)  # so coarse that the nearest codes lose 20%
     coded = read(bench.exporter.pack(calibration()), tmp_path)
     assert same(coded, bench.by_gptq(calibration()))
-    assert bench.loss(coded) < bench.loss(bench.nearest()) - 5
+    assert bench.loss(coded) < bench.loss(bench.nearest()) - 100
 
 
 @pytest.mark.parametrize("asked", [0, 2, 4, 9, 100])
