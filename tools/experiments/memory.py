@@ -59,7 +59,7 @@ def step_bytes(network: nn.Module, settings, script: ModuleType) -> dict[str, in
     """Return the bytes by part of what one network holds after a step."""
     runtime = script.Runtime(0, 1, torch.device("cpu"), False)
     optimizers = script.policy_optimizers(network, settings, runtime)
-    optimizers.step(0.0, script.MUON_MOMENTUM, torch.tensor(False))
+    optimizers.step(0.0, torch.tensor(False))
     params = [*network.parameters()]
     states = [nbytes(state.values()) for state in optimizers.state_dict().values()]
     return {
