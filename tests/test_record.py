@@ -53,7 +53,7 @@ def test_welch_by_hand():
     ("source", "fault"),
     [
         ("x = 1\nmodel.eval()\nre.compile('x')\ny = 'a word' * 9\n", ""),
-        ("x = 1  # " + "y" * 112 + "\n", "columns (found 121, expected at most 120)"),
+        ("x = [" + "1," * 99 + "]\n", "tools/tokens.py counts (found 202, expected at most 200)"),
         ("x = (\n", "does not compile ("),
         ("run = eval\n", "runs what cannot be read in it (found eval at line 1,"),
         ("from importlib import import_module\n", "(found importlib at line 1,"),
@@ -63,11 +63,22 @@ def test_welch_by_hand():
 )
 def test_a_script_is_read(source, fault):
     faults = R.Faults()
-    R.check_script(
-        "s.py", source.encode(), {"script_columns": 400 if "1,1" in source else 120}, faults
-    )
+    limit = 200 if fault.startswith("tools") else 1000
+    R.check_script("s.py", source.encode(), {"script_tokens": limit}, faults)
     found = faults.lines
     assert [line for line in found if fault in line] if fault else found == []
+
+
+def test_the_limit_of_tokens_has_a_date(copy):
+    """An older record keeps its size; a track may have no limit."""
+    path = copy.parent / "track.json"
+    rules = json.loads(path.read_text()) | {"script_tokens": 9}
+    for since, faults in (("2027-01-01", []), ("2020-01-01", ["tokens"])):
+        path.write_text(json.dumps({**rules, "script_tokens_since": since}))
+        script = copy / "train_gpt.py"
+        script.write_bytes(script.read_bytes() + b"\n")
+        found = [line.split()[1] for line in R.check_folder(copy, copy.parent) if "tools/" in line]
+        assert found == faults
 
 
 # ------------------------------------------------------------------------------------ a tiny record
