@@ -742,7 +742,8 @@ DOCUMENT_DECAY = -60.0
 FULL_WINDOW = 1 << 30  # the window of attention that has none
 ROPE_BASE = 10000.0  # rotary positions turn at rates from 1 down to 1 / ROPE_BASE
 BIO_THRESHOLD = 0.3  # of the bio-MLP's events, on a voltage in (0, 1): WiggleGPT's value
-BIGRAM_DIM = 128  # width of the hashed embedding of token pairs, before its projection
+BIGRAM_DIM = 64  # width of the hashed embeddings of pairs and triples, before their projection
+HASH_MODULUS = 2**31 - 1  # a prime; products below it fit into 64 bits
 
 
 @dataclass
@@ -757,13 +758,14 @@ class GPTConfig:
     model_dim: int = 512  # width of the residual stream
     num_heads: int = 8  # query heads of attention, and heads of GDN
     num_kv_heads: int = 4  # key/value heads of attention
+    gdn_light: bool = False  # GDN with keys of half the size and no output gate
     attn_window: int = 512  # keys a sliding-window query sees, itself included
     mlp: str = "relu2"  # kind of MLP, see MLP.forward
     mlp_mult: float = 3.0  # hidden width of the MLP over model_dim
     positions: str = "rope"  # rope, learned or none
     rope_dims: int = 0  # dimensions of a head that rotate; 0: all
     qk_gain_init: float = 4.0  # initial gain of normed queries, per head; 0: no norm of q and k
-    bigram_vocab_size: int = 0  # rows of a hashed embedding of token pairs; 0: none
+    bigram_vocab_size: int = 0  # rows of hashed embeddings, of pairs and of triples; 0: none
     tie_embeddings: bool = True  # the embedding is the output head
     residual_mix: bool = True  # layers mix in the normed embedding, and scale what they add
     unet_skips: bool = False  # the second half of the layers adds the first half's outputs
@@ -820,80 +822,53 @@ class Norm(nn.Module):
         return scaled(F.layer_norm(x, x.shape[-1:]), self.weight) + self.bias.to(x.dtype)
 
 
-def scan_outputs(w, u, k, decay, state, *others):
-    """Return room for the outputs of gdn_scan or gdn_scan_adjoint, given their arguments."""
-    return state.new_empty(len(w) + 1, *state.shape), torch.empty_like(u)
+def scan_outputs(factors, terms, state, reverse):
+    """Return room for the states of gdn_scan, given its arguments."""
+    return state.new_empty(len(terms) + 1, *state.shape)
 
 
-def gdn_scan(
-    w: Tensor, u: Tensor, k: Tensor, decay: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the states S_0 ... S_N between chunks and what each chunk writes, first to last:
+def gdn_scan(factors: Tensor, terms: Tensor, state: Tensor, reverse: bool) -> Tensor:
+    """Return the states S_0 ... S_N (N + 1, M, K, V) before, between and behind N chunks:
 
-        new_n = U_n - W_n S_n
-        S_{n+1} = decay_n S_n + K_n^T new_n
+        S_0 = state     S_{n+1} = F_n S_n + t_n
 
-    There are N chunks of C tokens and M = B*H rows: w and k (N, M, C, K), u and new (N, M, C, V),
-    decay (N, M, 1, 1), S_0 = state (M, K, V).
+    There are M = B*H rows; factors F (N, M, K, K), terms t (N, M, K, V), state (M, K, V). With
+    `reverse` it goes from last to first, as the gradients do:
+
+        S_N = state     S_n = F_n^T S_{n+1} + t_n
     """
-    states, new = scan_outputs(w, u, k, decay, state)
-    states[0] = state
-    for n in range(len(w)):
-        torch.baddbmm(u[n], w[n], states[n].to(w.dtype), alpha=-1, out=new[n])
-        written = torch.bmm(k[n].mT, new[n]).to(state.dtype)
-        torch.addcmul(written, decay[n], states[n], out=states[n + 1])
-    return states, new
-
-
-def gdn_scan_adjoint(
-    w: Tensor, d_new: Tensor, k: Tensor, decay: Tensor, d_last: Tensor, d_states: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return R_0 ... R_N, the gradients of gdn_scan's states, and those of u, last to first:
-
-        d_u_n = d_new_n + K_n R_{n+1}
-        R_n = d_states_n + decay_n R_{n+1} - W_n^T d_u_n
-
-    d_new (N, M, C, V) and d_states (N, M, K, V) are the gradients of new and S_0 ... S_{N-1} by
-    what else depends on them; R_N = d_last (M, K, V).
-    """
-    r, d_u = scan_outputs(w, d_new, k, decay, d_last)
-    r[-1] = d_last
-    for n in reversed(range(len(w))):
-        torch.baddbmm(d_new[n], k[n], r[n + 1].to(k.dtype), out=d_u[n])
-        direct = torch.baddbmm(d_states[n], w[n].mT, d_u[n], alpha=-1).to(r.dtype)
-        torch.addcmul(direct, decay[n], r[n + 1], out=r[n])
-    return r, d_u
+    states = scan_outputs(factors, terms, state, reverse)
+    if reverse:
+        states[-1] = state
+        for n in reversed(range(len(terms))):
+            torch.baddbmm(terms[n], factors[n].mT, states[n + 1], out=states[n])
+    else:
+        states[0] = state
+        for n in range(len(terms)):
+            torch.baddbmm(terms[n], factors[n], states[n], out=states[n + 1])
+    return states
 
 
 def keep_scan(ctx, inputs, output):
     """Keep what gdn_scan_backward needs."""
-    w, _, k, decay, _ = inputs
-    ctx.save_for_backward(w, k, decay, *output)
+    ctx.save_for_backward(inputs[0], output)
 
 
-def gdn_scan_backward(ctx, d_states, d_new):
-    """Return the gradients of gdn_scan's inputs; d_x is the gradient of x."""
-    w, k, decay, states, new = ctx.saved_tensors
-    direct = d_states[:-1].to(k.dtype)
-    r, d_u = gdn_scan_adjoint(w, d_new.contiguous(), k, decay, d_states[-1], direct)
-    d_w = (d_u @ states[:-1].to(k.dtype).mT).neg_()
-    d_k = new @ r[1:].to(k.dtype).mT
-    d_decay = (r[1:] * states[:-1]).sum((-1, -2), keepdim=True)
-    return d_w, d_u, d_k, d_decay, r[0].clone()
+def gdn_scan_backward(ctx, d_states):
+    """Return the gradients of gdn_scan's inputs, given that of the states by what reads them."""
+    factors, states = ctx.saved_tensors
+    r = gdn_scan(factors, d_states[:-1], d_states[-1], True)
+    return r[1:] @ states[:-1].mT, r[1:], r[0], None
 
 
-# torch.compile calls a registered operator and does not trace it; it would unroll these loops. The
-# first script imported into a process registers them for all: a second registration would free the
+# torch.compile calls a registered operator and does not trace it; it would unroll the loop. The
+# first script imported into a process registers it for all: a second registration would free the
 # first, and a handle to it would crash.
 if not hasattr(torch.ops.underpar, "gdn_scan"):
-    for scan in (gdn_scan, gdn_scan_adjoint):
-        registered = torch.library.custom_op(f"underpar::{scan.__name__}", scan, mutates_args=())
-        registered.register_fake(scan_outputs)  # the compiler learns the shapes from it
-    torch.library.register_autograd(
-        "underpar::gdn_scan", gdn_scan_backward, setup_context=keep_scan
-    )
+    registered = torch.library.custom_op("underpar::gdn_scan", gdn_scan, mutates_args=())
+    registered.register_fake(scan_outputs)  # the compiler learns the shape from it
+    registered.register_autograd(gdn_scan_backward, setup_context=keep_scan)
 gdn_scan = torch.ops.underpar.gdn_scan.default
-gdn_scan_adjoint = torch.ops.underpar.gdn_scan_adjoint.default
 
 
 def split_chunks(x, chunk):
@@ -920,9 +895,9 @@ def gdn_chunk(q, k, v, g, beta, state=None, chunk=32):
     In chunks of C tokens, with KB = beta K, VB = beta V, G the running sum of g from the chunk's
     start, and D_ij = exp(G_i - G_j) for i >= j, else 0:
 
-        A = tril(KB K^T * D, -1)     T = (I + A)^-1     U = T VB     W = T (exp(G) KB)
-        new, S from the scan over chunks, which writes by K_out = exp(G_C - G) K
-        O = exp(G) Q S + P new       P = Q K^T * D
+        A = I + tril(KB K^T * D, -1)     U = A^-1 VB     W = A^-1 (exp(G) KB)
+        S_{n+1} = (exp(G_C) I - K_out^T W) S_n + K_out^T U       K_out = exp(G_C - G) K
+        O = exp(G) Q S + P (U - W S)     P = Q K^T * D
     """
     b, t, h, dim_k = q.shape
     dtype = v.dtype
@@ -940,18 +915,25 @@ def gdn_chunk(q, k, v, g, beta, state=None, chunk=32):
         # Above the diagonal exp would overflow; below it no gap is positive. On it D is constant:
         # a gradient through exp(G_i - G_i) would cancel only up to rounding.
         eye = torch.eye(chunk, dtype=g.dtype, device=g.device)
-        d = gap.clamp(max=0).exp().tril(-1) + eye
-        # The solver reads A below its diagonal only. Neumann's product and Newton's iteration
-        # would not do: powers of A grow to NaN when keys are correlated.
+        below = gap.clamp(max=0).exp().tril(-1)  # D without its diagonal
         kb = beta * k
-        a = (kb @ k.mT).to(g.dtype) * d
-        inverse = torch.linalg.solve_triangular(a, eye, upper=False, unitriangular=True).to(dtype)
+        a = (kb @ k.mT).to(g.dtype) * below + eye
+        # Neumann's product or Newton's iteration instead of a solver would not do: powers of A grow
+        # to NaN when keys are correlated.
+        with torch.no_grad():
+            inverse = torch.linalg.solve_triangular(a, eye, upper=False, unitriangular=True)
+        # A Newton step from the inverse leaves it as it is. It is there for its gradient, which
+        # takes two products where a solver's would take another solver.
+        inverse = (2 * inverse - inverse @ a @ inverse).to(dtype)
         u = inverse @ (beta * v)
         w = inverse @ (kb * grow).to(dtype)
         k_out = (k * shrink).to(dtype)
-        states, new = gdn_scan(w, u, k_out, grow[..., -1:, :], state.flatten(0, 1))
-        p = ((q @ k.mT) * d).to(dtype)
-        o = (q * grow).to(dtype) @ states[:-1].to(dtype) + p @ new
+        keep = grow[..., -1:, :] * torch.eye(dim_k, dtype=g.dtype, device=g.device)
+        factors = keep - (k_out.mT @ w).to(g.dtype)
+        states = gdn_scan(factors, (k_out.mT @ u).to(g.dtype), state.flatten(0, 1), False)
+        before = states[:-1].to(dtype)
+        p = ((q @ k.mT) * (below + eye)).to(dtype)
+        o = (q * grow).to(dtype) @ before + p @ (u - w @ before)
     o = o.unflatten(1, (b, h)).movedim((0, 2), (1, 3)).flatten(1, 2)  # (B, N * C, H, V)
     return o[:, :t], states[-1].view_as(state)
 
@@ -972,41 +954,48 @@ def short_conv(x, weight, doc):
 
 
 class GatedDeltaNet(nn.Module):
-    """Gated DeltaNet (arXiv 2412.06464): linear attention whose state forgets and corrects."""
+    """Gated DeltaNet (arXiv 2412.06464): linear attention whose state forgets and corrects.
+
+    The light form has keys of half the size and no output gate. At 128 wide it learned as much per
+    step as the full form, in 0.7 of the time (docs/lab.md, 2026-11-25).
+    """
 
     def __init__(self, config):
         super().__init__()
         dim = config.model_dim
         self.heads = config.num_heads
-        self.head_dim = dim // self.heads
-        self.w_qkvg = matrix((dim, dim, dim, dim), dim)
+        self.light = config.gdn_light
+        key_dim = dim // 2 if self.light else dim
+        self.splits = (key_dim, key_dim, dim)  # of queries, keys and values, for all heads
+        self.w_qkvg = matrix(self.splits if self.light else (*self.splits, dim), dim)
         self.w_o = nn.Parameter(torch.zeros(dim, dim))
         self.ab = matrix((2 * self.heads,), dim)  # decay and step size, one number per head each
         # Initialised as PyTorch's depthwise Conv1d, then as flash-linear-attention's GatedDeltaNet.
         # Taps first: with channels first the compiler reads single numbers, not vectors.
-        conv = torch.empty(3 * dim, CONV_TAPS).uniform_(-1, 1)
+        conv = torch.empty(sum(self.splits), CONV_TAPS).uniform_(-1, 1)
         self.conv = nn.Parameter(conv.mT.contiguous() / CONV_TAPS**0.5)
         # A decay of 0 would be a dead head.
         self.A_log = nn.Parameter(torch.empty(self.heads).uniform_(0.01, 16.0).log())
         log_dt = torch.empty(self.heads).uniform_(math.log(1e-3), math.log(0.1))
         self.dt_bias = nn.Parameter(log_dt.exp().expm1().log())  # softplus(dt_bias) = dt
-        self.norm = nn.Parameter(torch.ones(self.head_dim))
+        self.norm = nn.Parameter(torch.ones(dim // self.heads))
 
     def forward(self, x, doc, angles, cache):
         """Return (B, T, dim) for x (B, T, dim); doc (B, taps-1 + T) as in GPT.context.
 
         angles: cosines and sines of `rotation`, which attention alone reads.
         """
-        T, dim = x.shape[1:]
-        qkv, gate = linear(x, self.w_qkvg).split([3 * dim, dim], dim=-1)
+        T = x.size(1)
+        qkv, gate = linear(x, self.w_qkvg).tensor_split([sum(self.splits)], dim=-1)
         # In front stand the tokens that the convolution reaches; before a text there are none.
         qkv = cache.extend(qkv) if cache else F.pad(qkv, (0, 0, CONV_TAPS - 1, 0))
         qkv = short_conv(qkv, self.conv, doc)
-        q, k, v = qkv.unflatten(-1, (3, self.heads, self.head_dim)).unbind(-3)  # (B, T, H, D)
+        parts = qkv.split(self.splits, dim=-1)
+        q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in parts)  # (B, T, H, K or V)
         # In float32, since a key longer than 1 lets the state grow. Without the epsilon a key of
         # zeros would get gradients of 1e12.
         q, k = (x * torch.rsqrt(widened(x).square().sum(-1, True) + 1e-6) for x in (q, k))
-        q = q.to(v.dtype) * self.head_dim**-0.5
+        q = q.to(v.dtype) * q.size(-1) ** -0.5
         a, b = linear(widened(x), self.ab).split(self.heads, dim=-1)  # (B, T, H)
         g = -self.A_log.exp() * F.softplus(a + self.dt_bias)
         begins_document = doc[:, -T:] != doc[:, -T - 1 : -1]
@@ -1016,7 +1005,9 @@ class GatedDeltaNet(nn.Module):
             o = cache.recur(*inputs)
         else:
             o, _ = gdn_chunk(*inputs, chunk=64 if x.is_cuda else 32)
-        o = scaled(rms_norm(o), self.norm).flatten(-2) * F.silu(gate)
+        o = scaled(rms_norm(o), self.norm).flatten(-2)
+        if not self.light:
+            o = o * F.silu(gate)
         return linear(o, self.w_o)
 
 
@@ -1049,10 +1040,10 @@ def masked_attention(q, k, v, mask):
     if q.is_cuda:
         o = F.scaled_dot_product_attention(rows, k, v, mask)
     else:  # plain products, compiled, take 0.7 of the time of PyTorch's kernel
-        rows, k, v = map(widened, (rows, k, v))
+        scores = widened(rows * q.size(3) ** -0.5 @ k.mT)
         # Compiled code stores a boolean mask 30 times as slowly as numbers.
-        scores = rows @ k.mT * q.size(3) ** -0.5 + torch.where(mask, 0.0, -math.inf)
-        o = (scores.softmax(-1) @ v).to(q.dtype)
+        scores = scores + torch.where(mask, 0.0, -math.inf)
+        o = scores.softmax(-1).to(v.dtype) @ v
     return o.view_as(q)
 
 
@@ -1226,8 +1217,9 @@ class GPT(nn.Module):
                 (config.train_seq_len,), dim, 0.1 if config.residual_mix else config.embed_init_std
             )
         if config.bigram_vocab_size:
-            self.bigram_embed = matrix((config.bigram_vocab_size,), BIGRAM_DIM, 0.1)
-            self.w_bigram = nn.Parameter(torch.zeros(dim, BIGRAM_DIM))
+            # Zeros: a row that training never used changes nothing, and costs no bytes.
+            self.ngram_embed = nn.Parameter(torch.zeros(2 * config.bigram_vocab_size, BIGRAM_DIM))
+            self.w_ngram = matrix((dim,), 2 * BIGRAM_DIM)
         words = config.layers.split()
         norms = config.norms.split()
         if config.unet_skips:
@@ -1252,15 +1244,32 @@ class GPT(nn.Module):
         self.final_norm = Norm(norms[-1], dim)
 
     def context(self, ids):
-        """Return doc, previous and positions for ids (B, T) at the beginning of texts.
+        """Return doc, recent and positions for ids (B, T) at the beginning of texts.
 
-        doc (B, CONV_TAPS-1 + T): the number of each token's document; in front stand the places
-        that the convolution of the first token reaches. previous (B, T): the id before each id.
+        recent (B, CONV_TAPS-1 + T): the ids; in front stand the places that the convolution of the
+        first token reaches. doc, of the same shape: the number of each token's document.
         positions (T,): 0, 1, 2 ...
         """
         doc = F.pad((ids == self.config.bos_id).cumsum(dim=1), (CONV_TAPS - 1, 0))
-        previous = F.pad(ids, (1, 0), value=self.config.bos_id)[:, :-1]
-        return doc, previous, torch.arange(ids.size(1), device=ids.device)
+        recent = F.pad(ids, (CONV_TAPS - 1, 0), value=self.config.bos_id)
+        return doc, recent, torch.arange(ids.size(1), device=ids.device)
+
+    def ngrams(self, recent, doc):
+        """Return the hashed embeddings of each token with the one and the two tokens before it.
+
+        (B, T, 2 * BIGRAM_DIM) for recent and doc of `context`. Other documents count as BOS. This
+        is BigramHashEmbedding of Parameter Golf, with triples.
+        """
+        reach = CONV_TAPS - 1
+        rows = self.config.bigram_vocab_size
+        key = recent[:, reach:]
+        places = []
+        for back in (1, 2):
+            same_doc = doc[:, reach - back : -back] == doc[:, reach:]
+            before = recent[:, reach - back : -back].where(same_doc, self.config.bos_id)
+            key = (key * 1000003 + before) % HASH_MODULUS
+            places.append(key % rows + (back - 1) * rows)
+        return F.embedding(torch.stack(places, -1), self.ngram_embed).flatten(-2)
 
     def features(self, ids, cache=None):
         """Return what the head reads (B, T, dim), for ids (B, T).
@@ -1273,7 +1282,7 @@ class GPT(nn.Module):
                 f"POSITIONS='learned': {ids.size(1)} tokens in a text, at most TRAIN_SEQ_LEN="
                 f"{config.train_seq_len}"
             )
-        doc, previous, positions = (cache or self).context(ids)
+        doc, recent, positions = (cache or self).context(ids)
         x = F.embedding(ids, self.embed)
         x = x.to(self.dtype or (torch.bfloat16 if ids.is_cuda else x.dtype))
         rope_dims = config.rope_dims or config.model_dim // config.num_heads
@@ -1282,11 +1291,8 @@ class GPT(nn.Module):
             x = rms_norm(x)
         if config.positions == "learned":
             x = x + F.embedding(positions, self.positions_embed).to(x.dtype)
-        if config.bigram_vocab_size:  # BigramHashEmbedding of Parameter Golf
-            # A document's first token has no pair with the token before it.
-            previous = previous.masked_fill(ids == config.bos_id, config.bos_id)
-            pair = ((36313 * ids) ^ (27191 * previous)) % config.bigram_vocab_size
-            x = x + linear(F.embedding(pair, self.bigram_embed).to(x.dtype), self.w_bigram)
+        if config.bigram_vocab_size:
+            x = x + linear(self.ngrams(recent, doc).to(x.dtype), self.w_ngram)
 
         recompute = self.activation_checkpointing and torch.is_grad_enabled()
         half = len(self.layers) // 2
@@ -2828,7 +2834,7 @@ class Decoder:
                 layer.kept[name] = F.pad(layer.kept[name], (0, 0, 0, ROOM))
 
     def context(self, ids):
-        """Return documents, previous ids and positions (B, T) of ids (B, T), see GPT.context."""
+        """Return doc, recent and positions (B, T) of ids (B, T), see GPT.context."""
         reach = self.used + torch.arange(1 - CONV_TAPS, ids.size(1), device=ids.device)
         self.slots = reach[CONV_TAPS - 1 :]
         self.used += ids.size(1)
@@ -2838,7 +2844,7 @@ class Decoder:
         docs = ((texts == self.network.config.bos_id) | (places == padding)).cumsum(dim=1)
         self.distance = self.slots[:, None] - places  # (T, room)
         self.is_seen = (self.distance >= 0) & (docs[:, self.slots, None] == docs[:, None])
-        return docs[:, reach], texts[:, self.slots - 1], (self.slots - padding).clamp(0)
+        return docs[:, reach], texts[:, reach], (self.slots - padding).clamp(0)
 
     def read(self, ids):
         """Return the logits (R, V) of what comes after ids (R, T)."""
