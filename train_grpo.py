@@ -743,7 +743,6 @@ FULL_WINDOW = 1 << 30  # the window of attention that has none
 ROPE_BASE = 10000.0  # rotary positions turn at rates from 1 down to 1 / ROPE_BASE
 BIO_THRESHOLD = 0.3  # of the bio-MLP's events, on a voltage in (0, 1): WiggleGPT's value
 BIGRAM_DIM = 64  # width of the hashed embeddings of pairs and triples, before their projection
-HASH_MODULUS = 2**31 - 1  # a prime; products below it fit into 64 bits
 
 
 @dataclass
@@ -1262,12 +1261,12 @@ class GPT(nn.Module):
         """
         reach = CONV_TAPS - 1
         rows = self.config.bigram_vocab_size
-        key = recent[:, reach:]
+        key = 36313 * recent[:, reach:]
         places = []
-        for back in (1, 2):
+        for back, factor in ((1, 27191), (2, 51647)):
             same_doc = doc[:, reach - back : -back] == doc[:, reach:]
             before = recent[:, reach - back : -back].where(same_doc, self.config.bos_id)
-            key = (key * 1000003 + before) % HASH_MODULUS
+            key = key ^ (factor * before)
             places.append(key % rows + (back - 1) * rows)
         return F.embedding(torch.stack(places, -1), self.ngram_embed).flatten(-2)
 

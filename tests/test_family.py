@@ -45,6 +45,7 @@ CHOICES = {
     "no softcap": dict(logit_softcap=0.0),
     "full": dict(layer_pattern="a"),
     "shared layers": dict(layer_pattern="g S1 g S1 s1"),
+    "light gdn": dict(gdn_light=True),
 }
 EVERYTHING = dict(
     layer_pattern="g g1 A1 s A1",

@@ -264,22 +264,36 @@ def test_bfloat16(kind, tolerance):
     assert all(torch.equal(a, b) for a, b in zip(inside, gdn.gdn_chunk(*single), strict=True))
 
 
-def test_the_custom_ops_obey_their_declarations():
-    """Schema and fake outputs, forward and adjoint, in float32 and with bfloat16 operands around a
-    float32 state.
-    """
-    n, m, c, dim_k, dim_v = 3, 2, 16, 4, 6
+def scan_inputs(dtype):
+    """Factors (N, M, K, K), terms (N, M, K, V) and a state (M, K, V) of gdn_scan."""
+    torch.manual_seed(0)
+    shapes = ((5, 3, 4, 4), (5, 3, 4, 6), (3, 4, 6))
+    return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def test_the_scan_and_its_gradients():
+    """Against a loop, forwards and backwards in time, and against finite differences."""
+    factors, terms, state = inputs = scan_inputs(torch.float64)
+    expected = [state]
+    for factor, term in zip(factors, terms, strict=True):
+        expected.append(factor @ expected[-1] + term)
+    torch.testing.assert_close(
+        gdn.gdn_scan(*inputs, False), torch.stack(expected), rtol=0, atol=1e-11
+    )
+    expected = [state]
+    for factor, term in zip(factors.flip(0), terms.flip(0), strict=True):
+        expected.insert(0, factor.mT @ expected[0] + term)
+    torch.testing.assert_close(
+        gdn.gdn_scan(*inputs, True), torch.stack(expected), rtol=0, atol=1e-11
+    )
+    assert torch.autograd.gradcheck(lambda *inputs: gdn.gdn_scan(*inputs, False), inputs)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_custom_op_obeys_its_declaration(reverse):
+    """Schema and fake outputs."""
     tests = ("test_schema", "test_faketensor")
-    for dtype in (torch.float32, torch.bfloat16):
-        w, k = (torch.randn(n, m, c, dim_k, dtype=dtype) for _ in range(2))
-        u = torch.randn(n, m, c, dim_v, dtype=dtype)
-        decay = torch.rand(n, m, 1, 1)
-        state = torch.randn(m, dim_k, dim_v)
-        d_states = torch.randn(n, m, dim_k, dim_v, dtype=dtype)
-        torch.library.opcheck(gdn.gdn_scan, (w, u, k, decay, state), test_utils=tests)
-        torch.library.opcheck(
-            gdn.gdn_scan_adjoint, (w, u, k, decay, state, d_states), test_utils=tests
-        )
+    torch.library.opcheck(gdn.gdn_scan, (*scan_inputs(torch.float32), reverse), test_utils=tests)
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ CHOICES = {
     "bio": dict(layer_pattern="g a", mlp="bio_soft"),
     "part of a head turned": dict(layer_pattern="a", rope_dims=4),
     "layer norm": dict(layer_pattern="s", norm="layer"),
+    "light gdn": dict(layer_pattern="g", gdn_light=True),
 }
 TINY = dict(model_dim=32, num_heads=4, num_kv_heads=2, attn_window=5, train_seq_len=96)
 MIXED = dict(layer_pattern="g s a g", bigram_vocab_size=50)

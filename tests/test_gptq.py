@@ -168,12 +168,9 @@ def hook_sums(net, batches):
     )
     for ids in batches:
         net(ids)
-        if hasattr(net, "w_bigram"):
-            before = torch.cat([torch.full_like(ids[:, :1], 1), ids[:, :-1]], 1).masked_fill(
-                ids == 1, 1
-            )
-            pair = ((36313 * ids) ^ (27191 * before)) % net.config.bigram_vocab_size
-            add(net.w_bigram, F.embedding(pair, net.bigram_embed))
+        if hasattr(net, "w_ngram"):
+            doc, recent, _ = net.context(ids)
+            add(net.w_ngram, net.ngrams(recent, doc))
     for hook in hooks:
         hook.remove()
     return sums
@@ -223,5 +220,5 @@ def test_hessians_are_the_sums_that_hooks_make(kind, dtype, monkeypatch):
         want, got = expected[name], sums[name].double()
         assert (got - want).abs().max() <= 2e-6 * want.abs().max(), name
     # All that the exporter quantizes has one, but for tables that are looked up.
-    looked_up = {"positions_embed", "bigram_embed", *(["embed"] if net.head is not None else [])}
+    looked_up = {"positions_embed", "ngram_embed", *(["embed"] if net.head is not None else [])}
     assert set(sums) - set(expected) == set(sums) & looked_up

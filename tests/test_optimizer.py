@@ -167,7 +167,7 @@ class Bare(nn.Module):
         self.dtype = None  # as a GPT's
         torch.manual_seed(5)
         self.embed = nn.Parameter(torch.randn(256, 32).double() * 0.005)
-        self.bigram_embed = nn.Parameter(torch.randn(64, 32).double() * 0.005)
+        self.ngram_embed = nn.Parameter(torch.randn(64, 32).double() * 0.005)
         self.head = nn.Parameter(torch.randn(256, 32).double() * 0.1)
         self.w_qkv = nn.Parameter(torch.randn(64, 32).double() * 0.1)
         self.w_down = nn.Parameter(torch.zeros(64, 96).double())
@@ -183,7 +183,7 @@ RATES = {
 }
 GROUPS = (
     (("w_qkv", "w_down"), 0.003, 0.5),
-    (("embed", "bigram_embed"), 0.01, 0.25),
+    (("embed", "ngram_embed"), 0.01, 0.25),
     (("head",), 0.008, 0.25),
     (("ab", "norm"), 0.02, 0.0),
 )

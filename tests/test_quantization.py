@@ -134,7 +134,7 @@ def test_product_of_code_and_scale_is_exact_in_float32():
         ("mixers.0.ab", (16, 512), "embedding"),
         ("mixers.0.ab", (8, 512), "control"),
         ("embed", (1024, 512), "embedding"),
-        ("bigram_embed", (1024, 64), "embedding"),
+        ("ngram_embed", (1024, 64), "embedding"),
         ("positions_embed", (1024, 8), "control"),
         ("head", (1024, 512), "embedding"),
         ("blocks.0.norm", (512,), "control"),
