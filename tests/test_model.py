@@ -170,7 +170,7 @@ def test_hashed_triples_spread():
     recent = F.pad(triples, (1, 0), value=1)
     net.ngram_embed.data = torch.arange(8192.0)[:, None].expand(-1, T.BIGRAM_DIM)
     rows = net.ngrams(recent, doc)[:, 0, [0, T.BIGRAM_DIM]]
-    assert rows[:, 0].unique().numel() == 256  # every pair has a row of its own
+    assert rows[:, 0].unique().numel() > 240  # of 256 pairs; a random function has 248
     assert rows[:, 1].min() >= 4096 and abs(rows[:, 1].unique().numel() / 4096 - 0.632) < 0.05
 
 
