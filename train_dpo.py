@@ -206,7 +206,7 @@ RETIRED_SETTINGS = {
     "ADAM_EPS": 1e-8,
     "BETA1": 0.9,
     "BETA2": 0.95,
-    "BIGRAM_DIM": 128,
+    "BIGRAM_DIM": 64,
     "EMBED_BITS": 8,
     "HEAD_LR": 0.008,
     "LOGIT_SOFTCAP": 30.0,
@@ -1016,6 +1016,20 @@ def split_chunks(x, chunk):
     return x.unflatten(1, (-1, chunk)).movedim((1, 3), (0, 2)).flatten(1, 2)
 
 
+def unit_inverse(a):
+    """Return the inverse of lower triangular matrices (..., C, C) with ones on the diagonal.
+
+    Neumann's product instead of a solver would not do: powers of a matrix grow to NaN when keys
+    are correlated.
+    """
+    eye = torch.eye(a.size(-1), dtype=a.dtype, device=a.device)
+    with torch.no_grad():
+        inverse = torch.linalg.solve_triangular(a, eye, upper=False, unitriangular=True)
+    # A Newton step from the inverse leaves it as it is. It is there for its gradient, which takes
+    # two products where a solver's would take another solver.
+    return 2 * inverse - inverse @ a @ inverse
+
+
 def gdn_chunk(q, k, v, g, beta, state=None, chunk=32):
     """Return Gated DeltaNet's outputs o and last state, by matrix products over chunks of tokens.
 
@@ -1039,36 +1053,28 @@ def gdn_chunk(q, k, v, g, beta, state=None, chunk=32):
     dtype = v.dtype
     if state is None:
         state = g.new_zeros(b, h, dim_k, v.size(-1))
-    inputs = (q, k, v, g[..., None], beta[..., None].to(dtype))
-    q, k, v, g, beta = (split_chunks(x, chunk) for x in inputs)
+    beta = beta.to(dtype)[..., None]
+    q, k, v, g, beta = (split_chunks(x, chunk) for x in (q, k, v, g[..., None], beta))
     # Autocast would round the inverse and the state to bfloat16.
     with torch.autocast(v.device.type, enabled=False):
         # float64: after strong decay a difference of float32 sums would have few digits left.
         total = g.double().cumsum(-2)
         grow = total.to(g.dtype).exp()
-        shrink = (total[..., -1:, :] - total).to(g.dtype).exp()
-        gap = (total - total.mT).to(g.dtype)  # (N, M, C, C)
         # Above the diagonal exp would overflow; below it no gap is positive. On it D is constant:
         # a gradient through exp(G_i - G_i) would cancel only up to rounding.
         eye = torch.eye(chunk, dtype=g.dtype, device=g.device)
-        below = gap.clamp(max=0).exp().tril(-1)  # D without its diagonal
+        gap = (total - total.mT).clamp(max=0)  # (N, M, C, C)
+        below = gap.to(g.dtype).exp().tril(-1)  # D without its diagonal
         kb = beta * k
-        a = (kb @ k.mT).to(g.dtype) * below + eye
-        # Neumann's product or Newton's iteration instead of a solver would not do: powers of A grow
-        # to NaN when keys are correlated.
-        with torch.no_grad():
-            inverse = torch.linalg.solve_triangular(a, eye, upper=False, unitriangular=True)
-        # A Newton step from the inverse leaves it as it is. It is there for its gradient, which
-        # takes two products where a solver's would take another solver.
-        inverse = (2 * inverse - inverse @ a @ inverse).to(dtype)
+        inverse = unit_inverse(eye + (kb @ k.mT).to(g.dtype) * below).to(dtype)
+        p = ((q @ k.mT) * (below + eye)).to(dtype)
         u = inverse @ (beta * v)
         w = inverse @ (kb * grow).to(dtype)
-        k_out = (k * shrink).to(dtype)
-        keep = grow[..., -1:, :] * torch.eye(dim_k, dtype=g.dtype, device=g.device)
-        factors = keep - (k_out.mT @ w).to(g.dtype)
+        k_out = (k * (total[..., -1:, :] - total).to(g.dtype).exp()).to(dtype)
+        eye = torch.eye(dim_k, dtype=g.dtype, device=g.device)
+        factors = grow[..., -1:, :] * eye - (k_out.mT @ w).to(g.dtype)
         states = gdn_scan(factors, (k_out.mT @ u).to(g.dtype), state.flatten(0, 1), False)
         before = states[:-1].to(dtype)
-        p = ((q @ k.mT) * (below + eye)).to(dtype)
         o = (q * grow).to(dtype) @ before + p @ (u - w @ before)
     o = o.unflatten(1, (b, h)).movedim((0, 2), (1, 3)).flatten(1, 2)  # (B, N * C, H, V)
     return o[:, :t], states[-1].view_as(state)

@@ -501,8 +501,8 @@ def flops_per_token(network: torch.nn.Module, seq_len: int) -> Counter:
 
     Products with weights: as torch counts them forward; like all others twice that backward.
     Attention: 12 H D L for q k^T and the sum of values (2 H D L each forward), where L is the mean
-    number of keys that a position sees. Gated DeltaNet: 18 H D^2 for reading at the key, writing,
-    and reading at the query (2 D^2 per head each forward); that is the recurrence, the chunk form
+    number of keys that a position sees. Gated DeltaNet: 18 H K V for reading at the key, writing,
+    and reading at the query (2 K V per head each forward); that is the recurrence, the chunk form
     does more. Convolutions, norms, gates and recomputation are left out.
     """
     ids = torch.zeros(1, seq_len, dtype=torch.long)
@@ -511,12 +511,12 @@ def flops_per_token(network: torch.nn.Module, seq_len: int) -> Counter:
     products = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
     parts = Counter({"products with weights": 3 * products / seq_len})
     for _, mixer in network.layers:
-        width = mixer.heads * mixer.head_dim
         if window := getattr(mixer, "window", 0):
             keys = sum(min(position, window) for position in range(1, seq_len + 1)) / seq_len
-            parts["attention"] += 12 * width * keys
+            parts["attention"] += 12 * mixer.heads * mixer.head_dim * keys
         else:
-            parts["Gated DeltaNet"] += 18 * width * mixer.head_dim
+            keys, _, values = mixer.splits[:3]
+            parts["Gated DeltaNet"] += 18 * keys * values / mixer.heads
     return parts
 
 
