@@ -142,10 +142,10 @@ ALIASES = {
 RETIRED_SETTINGS = {
     "ADAM_EPS": 1e-8,
     "BETA1": 0.9,
-    "BETA2": 0.95,
+    "BETA2": 0.99,
     "BIGRAM_DIM": 64,
     "EMBED_BITS": 8,
-    "HEAD_LR": 0.008,
+    "HEAD_LR": 0.004,
     "LOGIT_SOFTCAP": 30.0,
     "LOG_SECONDS": 10.0,
     "MUON_BACKEND_STEPS": 5,
@@ -1494,7 +1494,7 @@ def quantize_all(tensors, table):
 # the bytes (docs/lab.md, 2026-11-21).
 ARTIFACT_PREFIX = struct.Struct("<8sII")
 ARTIFACT_MAGIC = b"UNDERPAR"
-ARTIFACT_VERSION = 8
+ARTIFACT_VERSION = 9
 RANS_BITS = 14  # rounding frequencies costs 20 bytes per million codes; at 12 bits 150
 RANS_TOTAL = 1 << RANS_BITS
 RANS_LOW = 1 << 16  # states stay in [2**16, 2**32), so a step moves at most one 16-bit word

@@ -103,7 +103,7 @@ class Settings:
     num_layers: int = 0  # repeat or cut the pattern to this; 0: as long as it is
     model_dim: int = bounded(512, 16)  # width of the residual stream
     num_heads: int = bounded(8, 1)  # query heads of attention, and heads of GDN
-    num_kv_heads: int = bounded(4, 1)  # key and value heads of attention
+    num_kv_heads: int = 0  # key and value heads of attention; 0: half of NUM_HEADS
     gdn_light: bool = False  # GDN with keys of half the size and no output gate
     # kind of MLP; bio_soft is the bio-MLP with sparse events
     mlp: Literal["relu2", "leaky_relu2", "gelu", "swiglu", "bio", "bio_soft"] = "relu2"
@@ -205,10 +205,10 @@ ALIASES = {
 RETIRED_SETTINGS = {
     "ADAM_EPS": 1e-8,
     "BETA1": 0.9,
-    "BETA2": 0.95,
+    "BETA2": 0.99,
     "BIGRAM_DIM": 64,
     "EMBED_BITS": 8,
-    "HEAD_LR": 0.008,
+    "HEAD_LR": 0.004,
     "LOGIT_SOFTCAP": 30.0,
     "LOG_SECONDS": 10.0,
     "MUON_BACKEND_STEPS": 5,
@@ -1539,6 +1539,7 @@ def model_config(settings, vocab_size, bos_id, **overrides):
     given = {**ARCH_PRESETS[settings.arch_mode], **vars(settings)}
     values = {name: given[name] for name in given.keys() & GPTConfig.__dataclass_fields__}
     values |= dict(vocab_size=vocab_size, bos_id=bos_id)
+    values["num_kv_heads"] = settings.num_kv_heads or (settings.num_heads + 1) // 2
     values["layers"] = " ".join((words * num_layers)[:num_layers])
     values["norms"] = " ".join((norms * num_layers)[:num_layers])
     config = GPTConfig(**{**values, **overrides})
@@ -1565,7 +1566,9 @@ def model_config(settings, vocab_size, bos_id, **overrides):
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # coefficients of s, s^3 and s^5 by Keller Jordan
 NEWTON_SCHULZ_STEPS = 5  # bring singular values above 0.002 to between 0.68 and 1.21
 MUON_MOMENTUM = 0.95  # of modded-nanogpt and Parameter Golf
-ADAM_BETAS = (0.9, 0.95)  # as for GPT-3: 0.999 remembers longer than short runs last
+# Few tokens of a small batch touch a row of an embedding, so its second moment needs a long memory:
+# 0.95, as for GPT-3, lost 0.005 to 0.01 bits per byte (docs/lab.md, 2026-11-25).
+ADAM_BETAS = (0.9, 0.99)
 ADAM_EPS = 1e-8  # torch's default
 LION_BETAS = (0.9, 0.99)  # the Lion paper's
 
@@ -1719,9 +1722,8 @@ class Optimizers:
             adam_groups += groups.values()
         else:
             raise ValueError(f"optimizer={kind!r}: no such kind")
-        # Lion's preset was tuned with its betas in AdamW, too.
-        betas = LION_BETAS if kind == "lion" else ADAM_BETAS
-        self.all.append(torch.optim.AdamW(adam_groups, betas=betas, eps=ADAM_EPS, fused=True))
+        adam = torch.optim.AdamW(adam_groups, betas=ADAM_BETAS, eps=ADAM_EPS, fused=True)
+        self.all.append(adam)
 
         grouped = []
         self.state = collections.defaultdict(dict)  # of all optimizers, by parameter
@@ -2232,7 +2234,7 @@ def count_parameters(network):
 # the bytes (docs/lab.md, 2026-11-21).
 ARTIFACT_PREFIX = struct.Struct("<8sII")
 ARTIFACT_MAGIC = b"UNDERPAR"
-ARTIFACT_VERSION = 8
+ARTIFACT_VERSION = 9
 RANS_BITS = 14  # rounding frequencies costs 20 bytes per million codes; at 12 bits 150
 RANS_TOTAL = 1 << RANS_BITS
 RANS_LOW = 1 << 16  # states stay in [2**16, 2**32), so a step moves at most one 16-bit word
@@ -2591,6 +2593,8 @@ class Exporter(Saved):
             vars(param).pop("hessian", None)
         for hessian in hessians.values():
             self.run.runtime.sum(hessian)
+        # Tables that are only looked up have none, and keep the nearest codes.
+        hessians = {name: hessian for name, hessian in hessians.items() if hessian.any()}
         table, gptq_data = self.fit(self.limit, hessians)
         if self.out_of_time:
             self.run.event("gptq_out_of_time")
@@ -3085,9 +3089,10 @@ OPTIMIZER_PRESETS = {
     "adamw8bit": {"matrix_lr": 0.003, "tied_embed_lr": 0.01},
     "adafactor": {"matrix_lr": 0.1, "tied_embed_lr": 0.4},  # shares of a tensor's root mean square
 }
-# Learning rate of an untied output head, as in Parameter Golf. Lion moves every weight by the whole
-# rate, and Adafactor's rate is a share of the head's root mean square.
-HEAD_LR = 0.008
+# Learning rate of an untied output head. Parameter Golf's 0.008 lost 0.01 bits per byte at 256 wide
+# (docs/lab.md, 2026-11-25). Lion moves every weight by the whole rate, and Adafactor's rate is a
+# share of the head's root mean square.
+HEAD_LR = 0.004
 OTHER_HEAD_LRS = {"lion": 0.002, "adafactor": 0.1}
 MUON_MOMENTUM_START = 0.85  # early gradients change quickly, and a long memory of them misleads
 MUON_WARMUP_FRAC = 0.05  # share of the run until it is MUON_MOMENTUM
@@ -3199,13 +3204,15 @@ def choose_weights(exporter, averages, run, score):
     """Give the network the raw or averaged weights that score best, quantized, on held-out tokens.
 
     score: () -> Score of the network as it is. An average is left out, with an event, if the clock
-    has no time to score it. Return a name.
+    has no time to score it. Without averages nothing is scored. Return a name.
     """
     params = [param.detach() for param in exporter.network.parameters()]
     candidates = {"raw": params}
     for name, average in averages.items():
         if average.count:
             candidates[name] = average.values
+    if len(candidates) == 1:
+        return "raw"
     scores = {}
     scoring_seconds = 0.0
     for name, values in candidates.items():

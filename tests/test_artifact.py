@@ -96,13 +96,13 @@ def small(tmp_path_factory):
 def header_of(data):
     """The header and where the streams begin, read without the code under test."""
     magic, version, length = struct.unpack_from("<8sII", data)
-    assert (magic, version) == (b"UNDERPAR", 8)
+    assert (magic, version) == (b"UNDERPAR", 9)
     return json.loads(zstandard.ZstdDecompressor().decompress(data[16 : 16 + length])), 16 + length
 
 
 def signed(frame, area=b""):
     """A file of a header's frame and streams, with the right SHA-256."""
-    body = struct.pack("<8sII", b"UNDERPAR", 8, len(frame)) + frame + area
+    body = struct.pack("<8sII", b"UNDERPAR", 9, len(frame)) + frame + area
     return body + hashlib.sha256(body).digest()
 
 
@@ -389,7 +389,7 @@ def test_every_flipped_byte_is_an_error(small, damage_message, step):
         if position < 8:
             assert message == "is no underpar artifact"
         elif position < 12:
-            assert message.startswith("version ") and message.endswith(", this code reads 8")
+            assert message.startswith("version ") and message.endswith(", this code reads 9")
         else:
             assert message == DAMAGED
 

@@ -122,9 +122,9 @@ def arm_runs(*scores):
     return runs
 
 
-def arm_run(score, config="cpu"):
-    """A run of a config."""
-    settings = T.load_settings(T.Settings, {"CONFIG": f"{ROOT}/configs/{config}.env"})
+def arm_run(score):
+    """A run of configs/cpu.env."""
+    settings = T.load_settings(T.Settings, {"CONFIG": f"{ROOT}/configs/cpu.env"})
     return {**option_run(4000, 512), "val_bpb": score, "settings": vars(settings)}
 
 
@@ -217,7 +217,7 @@ def test_a_finished_run_is_kept_and_a_failed_one_repeated(run, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"MODEL_DIM": "160"}, "arm b: .* parameters are more than 5% from 1,787,912"),
+        ({"MODEL_DIM": "160"}, "arm b: .* parameters are more than 5% from 313,926"),
         ({"NUM_LAYER": "4"}, "arm b: NUM_LAYER='4': no setting"),
     ],
 )
@@ -243,7 +243,9 @@ def test_a_changed_copy_of_the_script_is_an_arm(tmp_path):
 
 def test_the_shipped_arms_have_equal_parameters(capsys):
     arms.check_arms("configs/cpu.env", arms.read_arms([]), TOKENIZER)
-    assert capsys.readouterr().out.startswith("arm cpu: 1,787,912 parameters, +0.0%\n")
+    assert capsys.readouterr().out.startswith(
+        "arm cpu: 313,926 parameters outside embeddings, +0.0%\n"
+    )
     with pytest.raises(SystemExit, match="'x' is no arm; there are cpu, "):
         arms.read_arms(["x"])
 
@@ -291,8 +293,8 @@ def test_arms_go_by_seed_and_are_judged(command, tmp_path):
         return arm_run(scores[name]) if name in scores else {"failed": "killed"}
 
     words = "arms --arms arms.json --seeds 2 --seconds"
-    error, _, _, made = command(arms, f"{words} 5", stub)  # before any run
-    assert error == ("error: arm a: RESERVE_SECONDS=6.0: must be below MAX_WALLCLOCK_SECONDS=5.0")
+    error, _, _, made = command(arms, f"{words} 2", stub)  # before any run
+    assert error == ("error: arm a: RESERVE_SECONDS=3.0: must be below MAX_WALLCLOCK_SECONDS=2.0")
     assert not made
     code, out, err, made = command(arms, f"{words} 70", stub)
     assert [name for name, _ in made] == ["a_s1", "b_s1", "c_s1", "a_s2", "b_s2", "c_s2"]
@@ -321,19 +323,18 @@ def test_arms_go_by_seed_and_are_judged(command, tmp_path):
 
 def test_train_states_the_share_of_the_peak(command, tmp_path):
     def stub(name):
-        return {"failed": "error: bad"} if name == "bad" else arm_run(2.0, "cpu_hybrid")
+        return {"failed": "error: bad"} if name == "bad" else arm_run(2.0)
 
-    code, out, err, made = command(bench, "train configs/cpu_hybrid.env bad.env --seconds 2", stub)
+    code, out, err, made = command(bench, "train configs/cpu.env bad.env --seconds 2", stub)
     assert made[0][1]["MAX_WALLCLOCK_SECONDS"] == "7"
-    # Two GDN of 4 x 128^2 + 4 x 128 + 128^2, two attentions of 128 x 256 + 128^2, four MLPs of
-    # 6 x 128^2, the projection of the pairs, a head.
-    weights = 2 * (5 * 128**2 + 4 * 128) + 2 * 3 * 128**2 + 4 * 6 * 128**2
-    weights += 128**2 + 1024 * 128
-    flops = 6 * weights + 2 * 18 * 2 * 64**2 + 2 * 12 * 128 * 257 / 2
+    # A light GDN of (64 + 64 + 128) x 128 + 4 x 128 + 128^2, an attention of 128 x 256 + 128^2,
+    # two MLPs of 6 x 128^2, the projection of pairs and triples, a head.
+    weights = 3 * 128**2 + 4 * 128 + 3 * 128**2 + 2 * 6 * 128**2 + 128**2 + 1024 * 128
+    flops = 6 * weights + 18 * 2 * 32 * 64 + 12 * 128 * 257 / 2
     share = f"{4000 * flops / 1e11:.1%} of 100 GFLOP/s"
-    row = f"| configs/cpu_hybrid.env | 4,000 | 25.0 | 512 | 793,688 | {flops / 1e6:.2f} | {share} |"
+    row = f"| configs/cpu.env | 4,000 | 25.0 | 512 | 793,688 | {flops / 1e6:.2f} | {share} |"
     assert row in out
-    saved = json.loads((tmp_path / "o.json").read_text())["configs"]["configs/cpu_hybrid.env"]
+    saved = json.loads((tmp_path / "o.json").read_text())["configs"]["configs/cpu.env"]
     assert saved["mfu"] == pytest.approx(4000 * flops / 1e11)
     assert (code, err) == (1, "failed: bad.env: error: bad\n")
 

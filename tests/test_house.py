@@ -29,9 +29,8 @@ TOKENS = {
     "sample.py": 20_000,
 }
 POLICIES = ["train_grpo.py", "train_gspo.py", "train_ppo.py"]
-TOKENS_OF_MAIN, TOKENS_PER_FUNCTION, TOKENS_PER_FORMULA, TOKENS_PER_CLASS = 1_800, 500, 650, 1_600
+TOKENS_OF_MAIN, TOKENS_PER_FUNCTION, TOKENS_PER_CLASS = 1_800, 500, 1_600
 CALLED = ("forward", "backward", "train", "train_step")  # by PyTorch, or in programs
-FORMULAS = {"backward"}  # a function that is one formula: the backward pass of Gated DeltaNet
 SETTINGS, OTHER_SETTINGS = 60, 56
 TOKENS_PER_PAGE = 1_800
 
@@ -90,8 +89,7 @@ def large_definitions(source):
     """`name: tokens` of every function and class that is larger than its limit."""
     large = []
     for size, name in tokens.functions(source):
-        limit = TOKENS_PER_FORMULA if name in FORMULAS else TOKENS_PER_FUNCTION
-        limit = TOKENS_OF_MAIN if name == "main" else limit
+        limit = TOKENS_OF_MAIN if name == "main" else TOKENS_PER_FUNCTION
         if size > (TOKENS_PER_CLASS if name.startswith("class ") else limit):
             large.append(f"{name}: {size}")
     return large

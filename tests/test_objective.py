@@ -682,7 +682,7 @@ def test_updates_are_those_of_a_plain_loop(M, clip, epsilon, monkeypatch):
     )
     metrics = take(own, QUERIES, lengths_score, step=0, multiplier=0.5)
     optimizer = torch.optim.AdamW(
-        [plain], lr=0.0175, betas=(0.9, 0.95), eps=epsilon, weight_decay=0.1
+        [plain], lr=0.0175, betas=(0.9, 0.99), eps=epsilon, weight_decay=0.1
     )
     rewards = lengths_score([], [sample.text for sample in samples])
     advantages = advantages_of([rewards[at : at + 3] for at in range(0, 12, 3)], "group")

@@ -104,7 +104,7 @@ def test_lion_against_the_formula_over_50_steps():
     assert (param - weight).abs().max() < 1e-12
 
 
-def adamw(weight, grads, lr, decay, betas=(0.9, 0.95)):
+def adamw(weight, grads, lr, decay, betas=(0.9, 0.99)):
     """AdamW written out, in float64."""
     weight, m, v = weight.detach().double().clone(), 0.0, 0.0
     for step, grad in enumerate(grads, 1):
@@ -218,9 +218,7 @@ def test_every_parameter_is_in_its_group(kind):
             expected = (torch.optim.AdamW if other else named, lr, decay)
             assert owner_of(optimizers, getattr(net, name)) == expected, name
     assert optimizers.params == {param: name for name, param in net.named_parameters()}
-    assert optimizers.all[-1].param_groups[0]["betas"] == (
-        (0.9, 0.99) if kind == "lion" else (0.9, 0.95)
-    )
+    assert optimizers.all[-1].param_groups[0]["betas"] == (0.9, 0.99)
 
 
 def test_the_models_parameters_are_in_their_groups():
@@ -263,7 +261,7 @@ def follow(kind, references):
 
 def torch_adamw(params, lr, decay):
     return torch.optim.AdamW(
-        params, lr=lr, weight_decay=decay, betas=(0.9, 0.95), eps=1e-8, foreach=False
+        params, lr=lr, weight_decay=decay, betas=(0.9, 0.99), eps=1e-8, foreach=False
     )
 
 

@@ -436,3 +436,6 @@ def test_weights_are_scored_as_the_artifact_would_give_them_back():
 
     assert T.choose_weights(exporter, {"ema": average}, run, score) == "raw"
     assert seen == [7, 7] and torch.equal(network.w_a, before)
+    average.count = 0
+    assert T.choose_weights(exporter, {"ema": average}, run, score) == "raw"
+    assert len(seen) == 2  # one candidate is not scored

@@ -164,7 +164,7 @@ def bench_options(args: argparse.Namespace) -> list[str]:
 
 
 # -------------------------------------------------------------------------------------------- arms
-TOLERANCE = 0.05  # of the first arm's parameters
+TOLERANCE = 0.05  # of the first arm's parameters outside embeddings
 
 
 def read_arms(words: list[str]) -> dict[str, dict[str, str]]:
@@ -203,7 +203,7 @@ def script_of(settings: dict[str, str]) -> ModuleType:
 
 
 def check_arms(config: str, arms: dict[str, dict], tokenizer: dict) -> None:
-    """Print the parameters of every arm.
+    """Print the parameters of every arm, but for those of embeddings and of the head.
 
     Raises SystemExit if an arm cannot be built, or if it has settings of its own and its parameters
     differ from the first arm's by more than TOLERANCE.
@@ -223,10 +223,11 @@ def check_arms(config: str, arms: dict[str, dict], tokenizer: dict) -> None:
             raise SystemExit(f"error: arm {name}: {error}") from None
         if unknown:
             raise SystemExit(f"error: arm {name}: {unknown[0]}: no setting of the script")
-        count = sum(param.numel() for param in script.GPT(shape).parameters())
+        counts = script.count_parameters(script.GPT(shape))
+        count = counts["total"] - counts["embedding"]
         first = first or count
         change = count / first - 1
-        print(f"arm {name}: {count:,} parameters, {100 * change:+.1f}%")
+        print(f"arm {name}: {count:,} parameters outside embeddings, {100 * change:+.1f}%")
         if not {"CONFIG", "SCRIPT"} & arm.keys() and abs(change) > TOLERANCE:
             raise SystemExit(
                 f"error: arm {name}: {count:,} parameters are more than {TOLERANCE:.0%} from "

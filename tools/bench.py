@@ -608,7 +608,7 @@ def make_generators(
         num_hidden_layers=settings.num_layers,
         intermediate_size=int(settings.mlp_mult * settings.model_dim),
         num_attention_heads=settings.num_heads,
-        num_key_value_heads=settings.num_kv_heads,
+        num_key_value_heads=config.num_kv_heads,
         max_position_embeddings=settings.train_seq_len,
         tie_word_embeddings=True,
         bos_token_id=1,

@@ -344,7 +344,7 @@ def pretraining_rates(settings) -> dict[str, tuple[float, float]]:
     return {
         "matrix": (settings.matrix_lr, settings.muon_wd),
         "embedding": (settings.tied_embed_lr, 0.0),
-        "head": (0.008, 0.0),
+        "head": (0.004, 0.0),
         "control": (settings.scalar_lr, 0.0),
         "adapter": (settings.matrix_lr, settings.muon_wd),
     }
