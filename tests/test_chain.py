@@ -106,7 +106,7 @@ def test_every_link_learns(tmp_path):
     judge = chain.train("judge", "train_dpo.py", 100, OBJECTIVE="reward", **start)
     dpo = chain.train("dpo", "train_dpo.py", 60, **start)
     assert judge["after"]["accuracy"][1] > 0.75 and dpo["after"]["accuracy"][1] > 0.75
-    ppo = chain.train("ppo", "train_ppo.py", 40, EVAL_PROMPTS=256, **start)
+    ppo = chain.train("ppo", "train_ppo.py", 100, EVAL_PROMPTS=256, **start)
     assert ppo["gain"]["pass1"][1] > 0
     # A hundred rows: with 20,000 the labels say what the teacher says (docs/distillation.md).
     chain.call(
