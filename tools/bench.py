@@ -515,8 +515,8 @@ def flops_per_token(network: torch.nn.Module, seq_len: int) -> Counter:
             keys = sum(min(position, window) for position in range(1, seq_len + 1)) / seq_len
             parts["attention"] += 12 * mixer.heads * mixer.head_dim * keys
         else:
-            keys, _, values = mixer.splits[:3]
-            parts["Gated DeltaNet"] += 18 * keys * values / mixer.heads
+            key_width, _, value_width = mixer.splits  # of all heads
+            parts["Gated DeltaNet"] += 18 * key_width * value_width / mixer.heads
     return parts
 
 
