@@ -323,7 +323,7 @@ def test_arms_go_by_seed_and_are_judged(command, tmp_path):
 
 def test_train_states_the_share_of_the_peak(command, tmp_path):
     def stub(name):
-        return {"failed": "error: bad"} if name == "bad" else arm_run(2.0)
+        return {"failed": "error: bad"} if name == "bad_0" else arm_run(2.0)
 
     code, out, err, made = command(bench, "train configs/cpu.env bad.env --seconds 2", stub)
     assert made[0][1]["MAX_WALLCLOCK_SECONDS"] == "7"
@@ -332,11 +332,26 @@ def test_train_states_the_share_of_the_peak(command, tmp_path):
     weights = 3 * 128**2 + 4 * 128 + 3 * 128**2 + 2 * 6 * 128**2 + 128**2 + 1024 * 128
     flops = 6 * weights + 18 * 2 * 32 * 64 + 12 * 128 * 257 / 2
     share = f"{4000 * flops / 1e11:.1%} of 100 GFLOP/s"
-    row = f"| configs/cpu.env | 4,000 | 25.0 | 512 | 793,688 | {flops / 1e6:.2f} | {share} |"
+    row = (
+        f"| configs/cpu.env | 4,000 | 25.0 | 1.000 | 512 | 793,688 | {flops / 1e6:.2f} | {share} |"
+    )
     assert row in out
     saved = json.loads((tmp_path / "o.json").read_text())["configs"]["configs/cpu.env"]
-    assert saved["mfu"] == pytest.approx(4000 * flops / 1e11)
+    assert saved[0]["mfu"] == pytest.approx(4000 * flops / 1e11)
     assert (code, err) == (1, "failed: bad.env: error: bad\n")
+
+
+def test_train_compares_step_times_round_by_round(command):
+    steps = {"a_0": 10.0, "b_0": 11.0, "a_1": 20.0, "b_1": 26.0, "a_2": 14.0, "b_2": 14.0}
+
+    def stub(name):
+        return arm_run(2.0) | {"step_ms": steps[name]}
+
+    code, out, _, made = command(bench, "train a.env b.env --rounds 3 --seconds 2", stub)
+    assert code == 0
+    assert [name for name, _ in made] == list(steps)
+    cells = [line.split(" | ") for line in out.splitlines() if ".env |" in line]
+    assert [row[2:4] for row in cells] == [["14.0", "1.000"], ["14.0", "1.100"]]
 
 
 @pytest.mark.full

@@ -24,6 +24,7 @@ import timeit
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -543,44 +544,66 @@ def matmul_peak(device: str, dtype: torch.dtype | None = None) -> float:
     return 2 * size**3 / min(timeit.repeat(product, number=1, repeat=20, timer=time.perf_counter))
 
 
+def train_figures(script: ModuleType, run: dict, tokenizer: dict) -> dict:
+    """Return what the JSON file keeps of a run, with its FLOPs, the machine's peak and MFU."""
+    device = "cpu" if "CPU" in run["hardware"] else "cuda"
+    peak = matmul_peak(device, getattr(torch, run["dtype"]))
+    flops = run_flops(script, run, tokenizer)
+    mfu = run["tokens_per_second"] * flops / peak
+    return saved_figures(run) | {"flops_per_token": flops, "matmul_flops": peak, "mfu": mfu}
+
+
 def bench_train(args: argparse.Namespace) -> list[str]:
-    """Run each config for some seconds: speed, memory, parameters, MFU. Returns failures."""
+    """Run each config for some seconds: speed, memory, parameters, MFU. Returns failures.
+
+    In a round each config is run once. The table has the run of each config whose step time is the
+    median, and the median over rounds of its step time relative to the first config's.
+    """
     script = load_script(SCRIPT)
     settings, manifest = short_run(script, args)
     folder = ROOT / args.runs / time.strftime("train_%Y%m%d_%H%M%S")
-    head = "config|tokens/s|step, ms|peak memory, MiB|parameters|MFLOP/token|MFU"
-    rows = [head.split("|")]
     runs = []
-    configs = {}
-    for config in args.configs:
-        path = os.path.relpath(config, ROOT)
-        run = run_script(script, folder / Path(config).stem, path, settings)
-        runs.append((config, run))
-        configs[config] = saved_figures(run)
-        if "failed" in run:
+    figures = {config: [] for config in args.configs}
+    for number in range(args.rounds):
+        for config in args.configs:
+            path = os.path.relpath(config, ROOT)
+            run = run_script(script, folder / f"{Path(config).stem}_{number}", path, settings)
+            runs.append((config, run))
+            if "failed" in run:
+                figures[config].append({"failed": run["failed"]})
+            else:
+                figures[config].append(train_figures(script, run, manifest["tokenizer"]))
+    head = "config|tokens/s|step, ms|times the first|peak memory, MiB|parameters|MFLOP/token|MFU"
+    rows = [head.split("|")]
+    for config, rounds in figures.items():
+        ended = sorted((run for run in rounds if "failed" not in run), key=itemgetter("step_ms"))
+        if not ended:
             continue
-        device = "cpu" if "CPU" in run["hardware"] else "cuda"
-        peak = matmul_peak(device, getattr(torch, run["dtype"]))
-        flops = run_flops(script, run, manifest["tokenizer"])
-        mfu = run["tokens_per_second"] * flops / peak
-        configs[config] |= {"flops_per_token": flops, "matmul_flops": peak, "mfu": mfu}
+        ratios = []
+        for run, first in zip(rounds, figures[args.configs[0]], strict=True):
+            if "failed" not in run and "failed" not in first:
+                ratios.append(run["step_ms"] / first["step_ms"])
+        run = ended[len(ended) // 2]
         rows.append(
             [
                 config,
                 f"{run['tokens_per_second']:,.0f}",
                 f"{run['step_ms']:.1f}",
+                f"{statistics.median(ratios):.3f}" if ratios else "",
                 f"{run['peak_memory_mib']:,.0f}",
                 f"{run['parameters']:,}",
-                f"{flops / 1e6:.2f}",
-                f"{mfu:.1%} of {peak / 1e9:,.0f} GFLOP/s",
+                f"{run['flops_per_token'] / 1e6:.2f}",
+                f"{run['mfu']:.1%} of {run['matmul_flops'] / 1e9:,.0f} GFLOP/s",
             ]
         )
     notes = (
-        f"{args.seconds:g} s a run. MFU is relative to the best of 20 square matrix products on "
-        "this machine right after the run, in the run's dtype and with as many threads."
+        f"{args.seconds:g} s a run, {args.rounds} rounds in turn; the run with the median step time "
+        "of each config, and the median of the rounds' ratios. MFU is relative to the best of 20 "
+        "square matrix products on this machine right after the run, in the run's dtype and with "
+        "as many threads."
     )
     path = args.runs + "/train_{date}.json"
-    return publish(args, path, runs, rows, notes, {"configs": configs})
+    return publish(args, path, runs, rows, notes, {"configs": figures})
 
 
 # ---------------------------------------------------------------------------------------------- rl
@@ -774,6 +797,7 @@ def main() -> None:
         command.add_argument("--out", default="", help="the JSON file")
     train = commands.add_parser("train", help="short runs of configs: speed, memory, MFU")
     train.add_argument("configs", nargs="*", default=["configs/cpu.env"], metavar="CONFIG")
+    train.add_argument("--rounds", type=int, default=1, help="runs of each config, in turn (1)")
     add_run_options(train, 20.0, "runs/bench")
     train.set_defaults(run=bench_train)
     gpu = commands.add_parser("gpu", help="benchmarks one H100 or H200 in under 9 minutes")
