@@ -443,6 +443,26 @@ def test_a_claim_is_tested(claimed):
     ]
 
 
+def test_runs_that_two_records_share_are_one_row(claimed):
+    twin = Path(shutil.copytree(claimed, claimed.parent / "2026-01-03_Twin"))
+    change(twin / "result.json", (f'"record": "{claimed.name}"', f'"record": "{twin.name}"'))
+    machines = f"| new | `{claimed.name[11:]}`, `Twin` |\n| old | `Old` |\n"
+    page = f"\n## Machines\n\n| machine | records |\n|---|---|\n{machines}"
+    (claimed.parent / "README.md").write_text(page)
+    networks, _ = R.leaderboard(claimed.parent)
+    assert networks.count("`Old` run again, on another machine.") == 1
+    assert networks.count(" with new |") == 1
+
+
+def test_a_baseline_of_an_older_script_may_log_more_versions(claimed):
+    for path in claimed.glob("baseline_*.txt"):
+        text = path.read_text(encoding="utf-8")
+        torch_version = re.search(r"versions:\{.*('torch': '[^']*')\}", text)[1]
+        change(path, (f"{torch_version}}}", f"{torch_version}, 'numpy': '2.4.6', 'cuda': None}}"))
+    rebuild(claimed)
+    assert R.check_folder(claimed, claimed.parent) == []
+
+
 @pytest.mark.parametrize(
     ("name", "pair", "fault"),
     [
