@@ -6,7 +6,8 @@
 #   CONFIG=configs/gdn_pure.env ./run.sh  another config
 #   MAX_WALLCLOCK_SECONDS=60 ./run.sh     train_gpt.py's settings pass through
 #   DATA=embedded ./run.sh                no download: Python's own standard library (the default without a GPU)
-#   DATA=fineweb SHARDS=2 ./run.sh        so many published FineWeb training shards (the default with a GPU: 10)
+#   DATA=fineweb SHARDS=2 ./run.sh        so many published FineWeb training shards (the default with a GPU: as many
+#                                         as the run is planned to read once)
 #   DATA_PATH=data/mine ./run.sh          shards that are already there: no data step
 #   ./run.sh --setup-only                 the .venv, nothing else
 #
@@ -70,8 +71,20 @@ setting() {
   fi
 }
 
-# Makes the data that $1 names and points DATA_PATH at it.
+# Prints how many shards of 100 million tokens the run is planned to read on $1 GPUs: by ITERATIONS, or else by the
+# clock at 650,000 tokens/s a GPU, which is more than any config is estimated to reach.
+planned_shards() {
+  local steps batch seconds tokens
+  steps="$(setting ITERATIONS)" batch="$(setting TRAIN_BATCH_TOKENS)" seconds="$(setting MAX_WALLCLOCK_SECONDS)"
+  seconds="${seconds:-600}"
+  tokens=$((${seconds%.*} * $1 * 650000))
+  [ "${steps:-0}" = 0 ] || tokens=$((steps * ${batch:-524288}))
+  printf '%s' $(((tokens + 99999999) / 100000000))
+}
+
+# Makes the data that $1 names and points DATA_PATH at it. $2: number of GPUs.
 prepare_data() {
+  local path variant
   case "$1" in
     embedded)
       export DATA_PATH=data/embedded
@@ -79,9 +92,12 @@ prepare_data() {
       $RUN data/prepare.py --out "$DATA_PATH" || fail "the embedded text could not be prepared (see above)"
       ;;
     fineweb)
-      export DATA_PATH="$WEB"
-      say "Data: $SHARDS published FineWeb training shards -> $DATA_PATH"
-      $RUN data/download.py --variant sp1024 --train-shards "$SHARDS" --out "$DATA_PATH" ||
+      path="$(setting DATA_PATH)"
+      case "$path" in *fineweb10B_*) export DATA_PATH="$path" ;; *) export DATA_PATH="$WEB" ;; esac
+      variant="${DATA_PATH##*fineweb10B_}"  # names the tokenizer
+      SHARDS="${SHARDS:-$(planned_shards "$2")}"
+      say "Data: $SHARDS published FineWeb training shards of $variant, ${SHARDS}00 million tokens -> $DATA_PATH"
+      $RUN data/download.py --variant "$variant" --train-shards "$SHARDS" --out "$DATA_PATH" ||
         fail "no FineWeb shards (see above); to train without a download: DATA=embedded ./run.sh"
       ;;
     *) fail "DATA=$1 is unknown; DATA is embedded or fineweb" ;;
@@ -107,7 +123,7 @@ check_compiler() {
 run_folder() { local out; out="$(setting OUT_DIR)"; printf '%s' "${out:-runs}/$RUN_ID"; }
 
 train() {
-  local gpus=0
+  local gpus=0 data="" path
   if [ "$BUILD" = cuda ] && [ "$(setting DEVICE)" != cpu ]; then
     gpus="$($RUN -c 'import torch; print(torch.cuda.device_count())')"
   fi
@@ -115,14 +131,20 @@ train() {
     say "Training: PyTorch sees no GPU (driver too old, or CUDA_VISIBLE_DEVICES empty), so on the CPU"
     export DEVICE=cpu  # DEVICE=auto is an error if nvidia-smi lists GPUs that PyTorch does not see
   fi
-  if [ -z "$(setting DATA_PATH)" ]; then
-    prepare_data "${DATA:-$([ "$gpus" = 0 ] && echo embedded || echo fineweb)}"
-  fi
   case "$gpus" in
     0) export CONFIG="${CONFIG:-configs/cpu.env}" ;;
     [1-3]) export CONFIG="${CONFIG:-configs/golf_1gpu.env}" ;;
     *) export CONFIG="${CONFIG:-configs/golf_8gpu.env}" ;;
   esac
+  # DATA_PATH of the environment stands above DATA, and DATA above DATA_PATH of the config.
+  path="$(setting DATA_PATH)"
+  [ -n "${DATA_PATH-}" ] || data="$DATA"
+  if [ -z "$data" ] && [ -z "$path" ]; then
+    data="$([ "$gpus" = 0 ] && echo embedded || echo fineweb)"
+  elif [ -z "$data" ] && [ ! -f "$path/manifest.json" ]; then
+    case "$path" in *fineweb10B_*) data=fineweb ;; esac
+  fi
+  [ -z "$data" ] || prepare_data "$data" "$gpus"
   export RUN_ID="${RUN_ID:-run_$(date +%Y%m%d_%H%M%S)}"
   check_compiler
   if [ "$gpus" = 0 ]; then
@@ -160,7 +182,7 @@ PIP="$RUN -m pip install --quiet --quiet --disable-pip-version-check"
 BUILD=cpu
 if nvidia-smi -L >/dev/null 2>&1; then BUILD=cuda; fi
 # run.sh's own settings, kept from train_gpt.py, which refuses names that it does not know.
-DATA="${DATA-}" SHARDS="${SHARDS:-10}" PROMPT="${PROMPT-}"
+DATA="${DATA-}" SHARDS="${SHARDS-}" PROMPT="${PROMPT-}"
 export -n DATA SHARDS PROMPT
 
 case "${1-}" in

@@ -426,6 +426,9 @@ def start_runtime(device):
     if use_cuda:
         place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(place)
+        # cuDNN plans attention anew for every shape, up to a second each, and with some masks its
+        # gradients are NaN (pytorch issue 196678).
+        torch.backends.cuda.enable_cudnn_sdp(False)
     else:
         # GDN's decays reach denormal numbers, on which a CPU is 10 times slower.
         torch.set_flush_denormal(True)
@@ -3157,7 +3160,10 @@ def warm_up(model, optimizers, batches, settings):
             # Momentum, two moments, masters, two averages and a sum of gradients come later.
             reserve = [param.new_empty(7, *param.shape) for param in optimizers.params]
             forward_backward(model, batches, step)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            # cuBLAS and cuDNN have no class of their own for it.
+            if not re.search("out of memory|allocate memory|ALLOC_FAILED", str(error)):
+                raise
             out_of_memory += 1
         del reserve
         if runtime.sum(out_of_memory):

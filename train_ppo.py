@@ -436,6 +436,9 @@ def start_runtime(device):
     if use_cuda:
         place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(place)
+        # cuDNN plans attention anew for every shape, up to a second each, and with some masks its
+        # gradients are NaN (pytorch issue 196678).
+        torch.backends.cuda.enable_cudnn_sdp(False)
     else:
         # GDN's decays reach denormal numbers, on which a CPU is 10 times slower.
         torch.set_flush_denormal(True)

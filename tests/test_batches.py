@@ -155,7 +155,17 @@ def test_ranks_and_micro_batches_share_one_global_batch(stream, world, micro):
         assert torch.equal(torch.cat(parts), rows(batches(stream), step))
 
 
-def test_micro_batches_shrink_until_they_fit_and_gradients_are_of_one_step(stream, monkeypatch):
+NO_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+]
+
+
+@pytest.mark.parametrize("error", NO_MEMORY, ids=["torch", "cublas", "cudnn"])
+def test_micro_batches_shrink_until_they_fit_and_gradients_are_of_one_step(
+    stream, monkeypatch, error
+):
     tried = []
     compilers = []
     monkeypatch.setattr(T.torch.compiler, "reset", lambda: compilers.append(len(tried)))
@@ -164,7 +174,7 @@ def test_micro_batches_shrink_until_they_fit_and_gradients_are_of_one_step(strea
         def forward(self, ids, targets):
             tried.append(len(ids))
             if len(ids) > 2:
-                raise torch.OutOfMemoryError("pretend")
+                raise error
             return super().forward(ids.float()) * targets
 
     model = Scarce(8, 8)
@@ -195,6 +205,15 @@ def test_micro_batches_shrink_until_they_fit_and_gradients_are_of_one_step(strea
             batches(stream, micro_batch_tokens=64),
             T.Settings(micro_batch_tokens=64),
         )
+
+
+def test_other_errors_of_the_warm_up_are_raised(stream):
+    def model(ids, targets):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    model.zero_grad = lambda: None
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        T.warm_up(model, types.SimpleNamespace(params=[]), batches(stream), T.Settings())
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ each; run.sh.
 import importlib
 import json
 import math
+import os
 import re
 import subprocess
 from dataclasses import replace
@@ -148,6 +149,55 @@ def test_run_sh_picks_by_gpus_unless_config_is_given(gpus, given, config):
     assert given or (ROOT / config).is_file()
 
 
+def run_sh(*patterns):
+    """Return the parts of run.sh that regular expressions match."""
+    text = (ROOT / "run.sh").read_text(encoding="utf-8")
+    return "".join(re.search(pattern, text, re.M | re.S)[0] for pattern in patterns)
+
+
+def bash(code, **variables):
+    """Return what bash prints, in the repository."""
+    words = ["bash", "-euc", code]
+    path = {"PATH": os.environ["PATH"]}
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=path | variables)
+    assert done.stderr == ""
+    return done.stdout
+
+
+SETTING, PLANNED = r"^setting\(\) \{.*?^\}\n", r"^planned_shards\(\) \{.*?^\}\n"
+
+
+@pytest.mark.parametrize(
+    ("config", "gpus", "given", "shards"),
+    [
+        (EIGHT_GPUS, 8, {}, 32),  # 600 s at 5.2 million tokens/s
+        (ONE_GPU, 1, {}, 4),
+        (ONE_GPU, 2, {"MAX_WALLCLOCK_SECONDS": "60.5"}, 1),
+        ("configs/gdn_hybrid.env", 8, {}, 18),  # 2,200 steps of 786,432 tokens
+        ("configs/gdn_hybrid.env", 8, {"ITERATIONS": "100"}, 1),
+    ],
+)
+def test_run_sh_downloads_as_many_tokens_as_the_run_reads(config, gpus, given, shards):
+    code = run_sh(SETTING, PLANNED) + f"planned_shards {gpus}"
+    assert bash(code, CONFIG=config, **given) == str(shards)
+
+
+@pytest.mark.parametrize(
+    ("config", "gpus", "given", "data"),
+    [
+        (CPU, 0, {}, "embedded"),
+        (EIGHT_GPUS, 8, {}, "fineweb"),  # the config's folder is not there
+        (EIGHT_GPUS, 8, {"DATA": "embedded"}, "embedded"),
+        (EIGHT_GPUS, 8, {"DATA_PATH": "data/mine", "DATA": "embedded"}, ""),
+        ("configs/grpo.env", 1, {}, "fineweb"),  # it names no folder
+    ],
+)
+def test_run_sh_finds_out_which_data_to_make(config, gpus, given, data):
+    code = run_sh(SETTING, r'^  path="\$\(setting DATA_PATH\)"\n  \[.*?^  fi\n')
+    code = f'DATA="${{DATA-}}" data="" gpus={gpus}\n{code}echo "$data"'
+    assert bash(code, CONFIG=config, **given) == f"{data}\n"
+
+
 # ---------------------------------------------------------------------------------------- tiny runs
 SHORT = dict(DEVICE="cpu", ITERATIONS=8, MAX_WALLCLOCK_SECONDS=0, SAVE_EVERY=0)
 SCORES = dict(**SHORT, EVAL_PROMPTS=8)
@@ -233,7 +283,7 @@ def test_a_tiny_run(runs, name):
     result = json.loads((folder / "result.json").read_text())
     assert (result["script"], result["steps"]) == (f"{script}.py", 8)
     assert result["settings"]["config"] == str(path)
-    left = {key.lower() for key in parts(path)[1]} - {key.lower() for key in sizes}
+    left = {key.lower() for key in parts(path)[1]} - {key.lower() for key in sizes} - {"data_path"}
     assert all(result["settings"][key] == getattr(settings, key) for key in left)
     assert all(phase["steps"] for phase in result["phases"].values())
     header, tensors, _ = module.read_artifact(folder / "model.upar")

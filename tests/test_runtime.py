@@ -60,6 +60,19 @@ def test_a_visible_gpu_is_taken_unless_the_cpu_is_asked_for(monkeypatch):
     assert chosen == [torch.device("cuda", 1)] * 2
 
 
+def test_on_cuda_attention_is_not_left_to_cudnn(monkeypatch):
+    """It takes up to a second to plan for each shape, and its gradients may be NaN."""
+    switches = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", switches.append)
+    monkeypatch.delenv("RANK", raising=False)
+    T.start_runtime("cpu")
+    assert switches == []
+    T.start_runtime("cuda")
+    assert switches == [False]
+
+
 def test_the_machine_is_described(monkeypatch, tmp_path):
     def git(*words):
         subprocess.run(
