@@ -82,8 +82,8 @@ def test_every_pretraining_config_has_a_plan(plan, path, tmp_path):
         if " = " in line and what != "batch":
             whole, each = parts(line)
             assert abs(whole - sum(each.values())) <= len(each)  # each is rounded
-    folder = "data/datasets/fineweb10B_sp8192"
-    assert found["data"] == f"{folder}, vocabulary 1,024, both assumed: there are no data"
+    assumed = f"{settings.data_path}, vocabulary 1,024, both assumed: there are no data"
+    assert found["data"] == assumed
     form = r".* tokens = 8 ranks x (\d+) micro-steps x (\d+) windows x (\d+) tokens, on cuda"
     steps, windows, length = map(int, re.fullmatch(form, found["batch"]).groups())
     assert steps * windows * length * 8 == settings.train_batch_tokens
