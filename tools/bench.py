@@ -545,7 +545,9 @@ def matmul_peak(device: str, dtype: torch.dtype | None = None) -> float:
 
 
 def train_figures(script: ModuleType, run: dict, tokenizer: dict) -> dict:
-    """Return what the JSON file keeps of a run, with its FLOPs, the machine's peak and MFU."""
+    """Return what the JSON file keeps of a run: with FLOPs, the machine's peak and MFU if it ended."""
+    if "failed" in run:
+        return saved_figures(run)
     device = "cpu" if "CPU" in run["hardware"] else "cuda"
     peak = matmul_peak(device, getattr(torch, run["dtype"]))
     flops = run_flops(script, run, tokenizer)
@@ -569,10 +571,7 @@ def bench_train(args: argparse.Namespace) -> list[str]:
             path = os.path.relpath(config, ROOT)
             run = run_script(script, folder / f"{Path(config).stem}_{number}", path, settings)
             runs.append((config, run))
-            if "failed" in run:
-                figures[config].append({"failed": run["failed"]})
-            else:
-                figures[config].append(train_figures(script, run, manifest["tokenizer"]))
+            figures[config].append(train_figures(script, run, manifest["tokenizer"]))
     head = "config|tokens/s|step, ms|times the first|peak memory, MiB|parameters|MFLOP/token|MFU"
     rows = [head.split("|")]
     for config, rounds in figures.items():
