@@ -82,9 +82,9 @@ planned_shards() {
   printf '%s' $(((tokens + 99999999) / 100000000))
 }
 
-# Makes the data that $1 names and points DATA_PATH at it. $2: number of GPUs.
+# Makes the data that $1 names and points DATA_PATH at it. $2: DATA_PATH until now, $3: number of GPUs.
 prepare_data() {
-  local path variant
+  local variant
   case "$1" in
     embedded)
       export DATA_PATH=data/embedded
@@ -92,10 +92,9 @@ prepare_data() {
       $RUN data/prepare.py --out "$DATA_PATH" || fail "the embedded text could not be prepared (see above)"
       ;;
     fineweb)
-      path="$(setting DATA_PATH)"
-      case "$path" in *fineweb10B_*) export DATA_PATH="$path" ;; *) export DATA_PATH="$WEB" ;; esac
+      case "$2" in *fineweb10B_*) export DATA_PATH="$2" ;; *) export DATA_PATH="$WEB" ;; esac
       variant="${DATA_PATH##*fineweb10B_}"  # names the tokenizer
-      SHARDS="${SHARDS:-$(planned_shards "$2")}"
+      SHARDS="${SHARDS:-$(planned_shards "$3")}"
       say "Data: $SHARDS published FineWeb training shards of $variant, ${SHARDS}00 million tokens -> $DATA_PATH"
       $RUN data/download.py --variant "$variant" --train-shards "$SHARDS" --out "$DATA_PATH" ||
         fail "no FineWeb shards (see above); to train without a download: DATA=embedded ./run.sh"
@@ -144,7 +143,7 @@ train() {
   elif [ -z "$data" ] && [ ! -f "$path/manifest.json" ]; then
     case "$path" in *fineweb10B_*) data=fineweb ;; esac
   fi
-  [ -z "$data" ] || prepare_data "$data" "$gpus"
+  [ -z "$data" ] || prepare_data "$data" "$path" "$gpus"
   export RUN_ID="${RUN_ID:-run_$(date +%Y%m%d_%H%M%S)}"
   check_compiler
   if [ "$gpus" = 0 ]; then

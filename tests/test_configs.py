@@ -133,6 +133,25 @@ def test_every_script_that_a_head_names_takes_the_config(name):
         assert [int(each.replace(",", "")) for each in said] in ([], [count])
 
 
+def run_sh(*patterns):
+    """Return the parts of run.sh that regular expressions match, each once."""
+    text = (ROOT / "run.sh").read_text(encoding="utf-8")
+    found = ""
+    for pattern in patterns:
+        (part,) = re.findall(pattern, text, re.M | re.S)
+        found += part
+    return found
+
+
+def bash(code, folder=ROOT, **variables):
+    """Return what bash prints in a folder."""
+    words = ["bash", "-euc", code]
+    path = {"PATH": os.environ["PATH"]}
+    done = subprocess.run(words, capture_output=True, text=True, cwd=folder, env=path | variables)
+    assert done.stderr == ""
+    return done.stdout
+
+
 CPU, ONE_GPU, EIGHT_GPUS = (f"configs/{name}.env" for name in ("cpu", "golf_1gpu", "golf_8gpu"))
 
 
@@ -141,27 +160,9 @@ CPU, ONE_GPU, EIGHT_GPUS = (f"configs/{name}.env" for name in ("cpu", "golf_1gpu
     [(0, "", CPU), (1, "", ONE_GPU), (3, "", ONE_GPU), (4, "", EIGHT_GPUS), (8, "x.env", "x.env")],
 )
 def test_run_sh_picks_by_gpus_unless_config_is_given(gpus, given, config):
-    text = (ROOT / "run.sh").read_text(encoding="utf-8")
-    (choice,) = re.findall(r'^  case "\$gpus" in\n.*?^  esac\n', text, re.M | re.S)
-    code = f'gpus={gpus}\nCONFIG={given}\n{choice}echo "$CONFIG"'
-    done = subprocess.run(["bash", "-euc", code], capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == (f"{config}\n", "")
+    choice = run_sh(r'^  case "\$gpus" in\n.*?^  esac\n')
+    assert bash(f'gpus={gpus}\nCONFIG={given}\n{choice}echo "$CONFIG"') == f"{config}\n"
     assert given or (ROOT / config).is_file()
-
-
-def run_sh(*patterns):
-    """Return the parts of run.sh that regular expressions match."""
-    text = (ROOT / "run.sh").read_text(encoding="utf-8")
-    return "".join(re.search(pattern, text, re.M | re.S)[0] for pattern in patterns)
-
-
-def bash(code, **variables):
-    """Return what bash prints, in the repository."""
-    words = ["bash", "-euc", code]
-    path = {"PATH": os.environ["PATH"]}
-    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=path | variables)
-    assert done.stderr == ""
-    return done.stdout
 
 
 SETTING, PLANNED = r"^setting\(\) \{.*?^\}\n", r"^planned_shards\(\) \{.*?^\}\n"
@@ -187,15 +188,19 @@ def test_run_sh_downloads_as_many_tokens_as_the_run_reads(config, gpus, given, s
     [
         (CPU, 0, {}, "embedded"),
         (EIGHT_GPUS, 8, {}, "fineweb"),  # the config's folder is not there
+        (ONE_GPU, 1, {}, ""),  # it is
         (EIGHT_GPUS, 8, {"DATA": "embedded"}, "embedded"),
         (EIGHT_GPUS, 8, {"DATA_PATH": "data/mine", "DATA": "embedded"}, ""),
         ("configs/grpo.env", 1, {}, "fineweb"),  # it names no folder
     ],
 )
-def test_run_sh_finds_out_which_data_to_make(config, gpus, given, data):
+def test_run_sh_finds_out_which_data_to_make(tmp_path, config, gpus, given, data):
+    shards = tmp_path / "data/datasets/fineweb10B_sp1024"
+    shards.mkdir(parents=True)
+    (shards / "manifest.json").touch()
     code = run_sh(SETTING, r'^  path="\$\(setting DATA_PATH\)"\n  \[.*?^  fi\n')
     code = f'DATA="${{DATA-}}" data="" gpus={gpus}\n{code}echo "$data"'
-    assert bash(code, CONFIG=config, **given) == f"{data}\n"
+    assert bash(code, tmp_path, CONFIG=str(ROOT / config), **given) == f"{data}\n"
 
 
 # ---------------------------------------------------------------------------------------- tiny runs
