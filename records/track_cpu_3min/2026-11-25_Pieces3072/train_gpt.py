@@ -1,0 +1,3448 @@
+"""Pretrain a GDN-hybrid language model against a clock and a byte budget.
+
+    CONFIG=configs/cpu.env python train_gpt.py              # one CPU process, about 3 minutes
+    torchrun --standalone --nproc_per_node=8 train_gpt.py configs/golf_8gpu.env
+    RESUME=<RUN_ID> python train_gpt.py                     # continues from its newest checkpoint
+    python train_gpt.py --help                              # lists all settings
+
+A run trains the network, packs it into one artifact file and scores the network that is rebuilt
+from that file. It writes runs/<RUN_ID>/: log.txt, checkpoints, model.upar (the artifact) and
+result.json. Every setting below is an environment variable or an argument, NAME=value.
+
+Sections between `# === shared:` fences stand in other scripts too, byte for byte: after a change
+`python tools/sync.py train_gpt.py` copies them. Outside the repository just edit them.
+"""
+
+import base64
+import collections
+import contextlib
+import ctypes
+import difflib
+import faulthandler
+import functools
+import hashlib
+import inspect
+import io
+import itertools
+import json
+import math
+import os
+import re
+import resource
+import shlex
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Literal, get_args
+
+import numpy as np
+import sentencepiece
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import zstandard
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+
+# === shared: bounds ===
+def bounded(default, low, high=math.inf):
+    """Return a setting with a lowest and a highest value; other numbers have a lowest of 0."""
+    return field(default=default, metadata={"bounds": (low, high)})
+
+
+# === end: bounds ===
+
+
+# ---------------------------------------------------------------------------------------- settings
+@dataclass(frozen=True)
+class Settings:
+    """Every setting is an environment variable: its name in capitals."""
+
+    # run
+    run_id: str = ""  # name of the run's folder; empty: a name made of the date
+    out_dir: str = "runs"  # folder in which runs are written
+    config: str = ""  # file of NAME=value lines; the environment overrides it
+    resume: str = ""  # run to continue from its newest whole checkpoint: a RUN_ID or a folder
+    replay: str = ""  # finished run to repeat step by step: its stored progress replaces the clock
+    seed: int = 1337  # decides every random draw
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a device
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of activations; auto: bfloat16 if fast
+    compile: bool = True  # torch.compile; on a CPU it needs a C++ compiler
+    activation_checkpointing: bool = False  # recompute layers in the backward pass: less memory
+    # data
+    data_path: str = "data/embedded"  # folder of shards and manifest.json, or a mixture a:0.7,b:0.3
+    tokenizer_path: str = ""  # .model or .tiktoken file, or "bytes"; empty: the data's
+    vocab_size: int = 0  # checked against the tokenizer; 0: not checked
+    holdout_tokens: int = bounded(131072, 1)  # to choose raw, EMA or SWA weights
+    # clock
+    iterations: int = 0  # optimizer steps; 0: no limit in steps
+    max_wallclock_seconds: float = 600.0  # training clock; 0: no limit in time
+    reserve_seconds: float = 12.0  # end of the clock kept to choose weights, quantize and pack
+    # batch
+    train_batch_tokens: int = bounded(524288, 2)  # per optimizer step, over all ranks
+    train_seq_len: int = bounded(2048, 2)  # tokens in a window, training and evaluation
+    micro_batch_tokens: int = 0  # per forward and rank; 0: fitted to memory. Same global batch
+    # checkpoints
+    save_every: int = 500  # steps between checkpoints, outside the clock; 0: only at the end
+    # log and validation
+    tracker: Literal["none", "tensorboard", "wandb"] = "none"  # where metrics go, beside the log
+    val_loss_every: int = 1000  # steps between validations, outside the clock; 0: only at the end
+    target_val_loss: float = 0.0  # end at the first validation at or under this loss; 0: no target
+    eval_stride: int = 512  # stride of the sliding-window score; 0: leave that score out
+    eval_stateful: bool = False  # also score whole documents with their state carried on; slow
+    # model
+    arch_mode: Literal["D", "gdn", "hybrid", "baseline", "llama"] = "D"  # see ARCH_PRESETS
+    layer_pattern: str = "g g g g g s1 g g g g g s1"  # g GDN, s sliding window, a full attention
+    num_layers: int = 0  # repeat or cut the pattern to this; 0: as long as it is
+    model_dim: int = bounded(512, 16)  # width of the residual stream
+    num_heads: int = bounded(8, 1)  # query heads of attention, and heads of GDN
+    num_kv_heads: int = 0  # key and value heads of attention; 0: half of NUM_HEADS
+    gdn_light: bool = False  # GDN with keys of half the size and no output gate
+    # kind of MLP; bio_soft is the bio-MLP with sparse events
+    mlp: Literal["relu2", "leaky_relu2", "gelu", "swiglu", "bio", "bio_soft"] = "relu2"
+    mlp_mult: float = bounded(3.0, 0.25, 16.0)  # hidden width of the MLP divided by model_dim
+    norm: str = "rms"  # rms, rms_weight or layer, or one word per layer
+    positions: Literal["rope", "learned", "none"] = "rope"  # how attention knows positions
+    rope_dims: int = 0  # dimensions of a head that rotate; 0: all
+    attn_window: int = bounded(512, 1)  # keys that a query of a sliding window sees
+    qk_gain_init: float = 4.0  # initial gain of normed queries; 0: no norm of queries and keys
+    bigram_vocab_size: int = 0  # rows of hashed embeddings, of pairs and of triples; 0: none
+    tie_embeddings: bool = True  # the embedding is the output head
+    # optimizer and learning rates; defaults of the rates by optimizer: OPTIMIZER_PRESETS
+    # of the matrices; all but muon update embeddings and head, too; the rest is AdamW's
+    optimizer: Literal["muon", "lion", "adamw", "adamw8bit", "adafactor"] = "muon"
+    matrix_lr: float = 0.02  # learning rate of the layers' matrices
+    tied_embed_lr: float = 0.03  # learning rate of embeddings, and of the head if it is tied
+    scalar_lr: float = 0.02  # learning rate of gains, mixes, convolutions, GDN's decay and step
+    muon_momentum: float = bounded(0.95, 0.0, 1.0)  # after 5% of the run; it begins at 0.85
+    muon_wd: float = 0.04  # decoupled weight decay of matrices, under every optimizer
+    grad_clip_norm: float = 0.0  # largest global gradient norm; 0: no clipping
+    # schedule, in shares of the run
+    # shape of the warmdown, see Plan.rates; constant has none, and no floor
+    lr_schedule: Literal["linear", "cosine", "wsd", "constant"] = "linear"
+    warmup_frac: float = bounded(0.01, 0.0, 1.0)  # share in which the learning rate rises from 0
+    warmdown_frac: float = bounded(0.5, 0.0, 1.0)  # last share, in which it falls to the floor
+    warmdown_iters: int = 0  # the warmdown in steps of ITERATIONS; 0: use the share
+    lr_floor: float = bounded(0.0, 0.0, 1.0)  # last multiplier of the learning rate
+    ema: bool = True  # exponential moving average of the weights, a candidate at the end
+    swa: bool = True  # plain average of the last weights, a candidate at the end
+    qat: bool = True  # late quantization-aware training of all that the artifact quantizes
+    # artifact
+    matrix_bits: int = bounded(6, 2, 8)  # bits of a matrix code, up to 2**(bits-1) - 1
+    gptq_calibration_batches: int = 16  # for GPTQ at the end of a run without QAT; 0: no GPTQ
+    artifact_bytes_max: int = bounded(16000000, 1)  # script + config + artifact, in bytes
+
+    def __post_init__(self):
+        check_settings(self)
+
+
+# === shared: settings ===
+class UserError(Exception):
+    """A mistake of the user. It is printed as one line, and the exit code is 2."""
+
+
+# Settings of other projects that have no counterpart here. In the environment they are errors, not
+# ignored in silence.
+ABSENT_SETTINGS = (
+    "ADAM_WD",
+    "DROPOUT",
+    "LOG_INTERVAL",
+    "MAX_SEQ_LEN",
+    "MUON_MOMENTUM_WARMUP_STEPS",
+    "MUON_WEIGHT_DECAY",
+    "QK_NORM",
+    "SEQ_LEN",
+    "TTT_ENABLED",
+    "XSA_LAST_N",
+)
+
+# Names that nanoGPT, modded-nanogpt, Parameter Golf and TRL use, and the settings or constants that
+# do the same job here.
+ALIASES = {
+    "BATCH_SIZE": "TRAIN_BATCH_TOKENS",
+    "BETA": "KL_BETA",
+    "BLOCK_SIZE": "TRAIN_SEQ_LEN",
+    "DATASET": "DATA_PATH",
+    "EMA_DECAY": "EMA",
+    "EMA_ENABLED": "EMA",
+    "EMBED_LR": "TIED_EMBED_LR",
+    "EVAL_SEQ_LEN": "TRAIN_SEQ_LEN",
+    "GRADIENT_ACCUMULATION_STEPS": "MICRO_BATCH_TOKENS",
+    "GRAD_CLIP": "GRAD_CLIP_NORM",
+    "LATE_QAT": "QAT",
+    "LEARNING_RATE": "MATRIX_LR",
+    "LORA_R": "LORA_RANK",
+    "LOSS_TYPE": "REDUCTION",
+    "LR": "LEARNING_RATE",
+    "MAX_COMPLETION_LENGTH": "MAX_NEW_TOKENS",
+    "MAX_GRAD_NORM": "GRAD_CLIP_NORM",
+    "MAX_ITERS": "ITERATIONS",
+    "MAX_STEPS": "ITERATIONS",
+    "MIN_LR": "LR_FLOOR",
+    "MODEL_NAME_OR_PATH": "INIT_FROM",
+    "NUM_GENERATIONS": "GROUP_SIZE",
+    "N_EMBD": "MODEL_DIM",
+    "N_HEAD": "NUM_HEADS",
+    "N_LAYER": "NUM_LAYERS",
+    "OUTPUT_DIR": "OUT_DIR",
+    "QAT_ENABLED": "QAT",
+    "SWA_ENABLED": "SWA",
+    "TRAIN_LOG_EVERY": "LOG_SECONDS",
+    "VAL_BATCH_SIZE": "MICRO_BATCH_TOKENS",
+    "WARMUP_ITERS": "WARMUP_FRAC",
+    "WEIGHT_DECAY": "MUON_WD",
+}
+
+# Constants of this script that are settings elsewhere. Their values are accepted, so that pasted
+# commands run.
+RETIRED_SETTINGS = {
+    "ADAM_EPS": 1e-8,
+    "BETA1": 0.9,
+    "BETA2": 0.99,
+    "BIGRAM_DIM": 64,
+    "EMBED_BITS": 8,
+    "HEAD_LR": 0.004,
+    "LOGIT_SOFTCAP": 30.0,
+    "LOG_SECONDS": 10.0,
+    "MUON_BACKEND_STEPS": 5,
+    "MUON_MOMENTUM_WARMUP_START": 0.85,
+    "ROPE_BASE": 10000.0,
+    "TIED_EMBED_INIT_STD": 0.005,
+    "WARMUP_STEPS": 2,
+}
+
+
+NUMBER_NAMES = {int: "a whole number", float: "a number"}
+
+
+def parse_setting(setting, text):
+    """Return the value of a setting written as text; text of a wrong type, for check_settings."""
+    if setting.type is bool and text in ("0", "1"):
+        return text == "1"
+    if setting.type in NUMBER_NAMES:
+        with contextlib.suppress(ValueError):
+            return setting.type(text)
+    return text
+
+
+def check_settings(settings):
+    """Check type, choice and range of every field of a settings dataclass. Raises UserError."""
+    for setting in fields(settings):
+        value = getattr(settings, setting.name)
+        kind = setting.type
+        choices = get_args(kind)
+        if choices:
+            is_allowed = value in choices
+            allowed = f"one of {', '.join(choices)}"
+        elif kind is bool:
+            is_allowed = isinstance(value, bool)
+            allowed = "0 or 1 (in a program a bool)"
+        elif kind is str:
+            is_allowed = isinstance(value, str)
+            allowed = "a string"
+        else:
+            low, high = setting.metadata.get("bounds", (0, math.inf))
+            # An int may stand for a float, but True for no number; a NaN is in no range.
+            is_allowed = type(value) in (int, kind) and low <= value <= high and value < math.inf
+            allowed = f"{NUMBER_NAMES[kind]} from {low} to {high}"
+        if not is_allowed:
+            raise UserError(f"{setting.name.upper()}={value!r}: must be {allowed}")
+
+
+def sibling_settings():
+    """Return the names of all settings of the scripts in this script's folder."""
+    names = []
+    for path in Path(__file__).parent.glob("*.py"):
+        _, _, rest = path.read_text(encoding="utf-8").partition("\nclass Settings:\n")
+        names += re.findall(r"\n    (\w+): ", rest.partition("\n\n\n")[0].upper())
+    return names
+
+
+def check_name(name, text, names):
+    """Raise UserError for a name that is no setting, with the setting that was probably meant.
+
+    A retired setting with the value of its constant is accepted.
+    """
+    message = f"{name}={text!r}: no setting of this script"
+    meant = name
+    while meant in ALIASES and meant not in names:
+        meant = ALIASES[meant]
+    close_names = difflib.get_close_matches(meant, names, 1)
+    if meant in RETIRED_SETTINGS:
+        value = RETIRED_SETTINGS[meant]
+        with contextlib.suppress(ValueError):
+            if float(text) == value:
+                return
+        message += f", which has the constant {meant} = {value}"
+    elif close_names:
+        message += f"; did you mean {close_names[0]}?"
+    raise UserError(
+        f"{message} (--help lists the settings; IGNORE_ENV={name} ignores it in the environment)"
+    )
+
+
+def read_environment(environ, names):
+    """Return the environment variables that are settings, and those that look meant as settings but
+    are none here: near misses, names that other projects use, settings of the scripts beside this,
+    constants of this script.
+    """
+    known = {
+        *names,
+        *ALIASES,
+        *ABSENT_SETTINGS,
+        *RETIRED_SETTINGS,
+        *sibling_settings(),
+        *filter(str.isupper, globals()),
+        "CONFIG",
+    }
+    ignored = environ.get("IGNORE_ENV", "").replace(",", " ").split()
+    return {
+        name: environ[name]
+        for name in environ.keys() - ignored
+        if name in known or difflib.get_close_matches(name, names, 1, 0.85)
+    }
+
+
+def read_config(path):
+    """Return the NAME=value lines of a config file; `#` begins a comment. Raises UserError."""
+    if not Path(path).is_file():
+        raise UserError(f"CONFIG={path!r}: no such file")
+    given = {}
+    for line in Path(path).read_text(encoding="utf-8").splitlines():
+        name, equals, value = line.partition("#")[0].partition("=")
+        if equals:
+            given[name.strip()] = value.strip().strip("'\"")
+        elif name.strip():
+            raise UserError(f"{path}: {line!r} is not NAME=value")
+    if "CONFIG" in given:
+        raise UserError(f"{path}: CONFIG cannot stand in a config file")
+    return given
+
+
+def read_arguments(arguments):
+    """Return the settings of a command line: configs/x.env, NAME=value or --name=value."""
+    given = {}
+    for argument in arguments:
+        name, equals, value = argument.removeprefix("--").partition("=")
+        if equals:
+            given[name.upper()] = value
+        elif argument.endswith(".env"):
+            given["CONFIG"] = argument
+        else:
+            raise UserError(f"{argument!r}: must be a config file (x.env), NAME=value or --help")
+    return given
+
+
+def load_settings(cls, environ, arguments=(), presets=(), stored=None):
+    """Return the settings of dataclass `cls`: defaults < CONFIG file < environment < arguments.
+
+    presets: NAME of a setting -> choice -> values of other settings. Values given in the same place
+    override them, so a preset chosen in the environment overrides the file. stored: function of the
+    given texts (NAME -> text) that returns the values of another run, which replace the defaults.
+    Raises UserError: a wrong value, or a name that is no setting (see check_name).
+    """
+    if "--help" in arguments:
+        print(inspect.getmodule(cls).__doc__)
+        print(inspect.getsource(cls))
+        sys.exit()
+    settings = {setting.name.upper(): setting for setting in fields(cls)}
+    above = {**read_environment(environ, settings), **read_arguments(arguments)}
+    path = above.get("CONFIG")
+    config = read_config(path) if path else {}
+    given = {**config, **above}
+    for name in sorted(given.keys() - {*settings, "CONFIG"}):
+        check_name(name, given[name], settings)
+
+    values = stored(given) if stored else {}
+    if values.keys() - cls.__dataclass_fields__:
+        raise UserError("RESUME or REPLAY: must name a run of this script, in this version")
+    for texts in (config, above):
+        for name in presets:
+            if name in texts:
+                # A choice in the file has no effect if the environment or an argument has another.
+                values.update(presets[name].get(given[name], {}))
+        for name, setting in settings.items():
+            if name in texts:
+                values[setting.name] = parse_setting(setting, texts[name])
+    return cls(**{name: values[name] for name in values if name.upper() in settings})
+
+
+# === end: settings ===
+
+
+# === shared: runtime ===
+@dataclass
+class Runtime:
+    """Who this process is among the ranks, and the device of its tensors."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    distributed: bool
+
+    def sum(self, tensor):
+        """Sum a tensor over all ranks, in place, and return it."""
+        if self.distributed:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def agree(self, value):
+        """Return rank 0's value on every rank; it may be of any type that pickle takes."""
+        values = [value]
+        if self.distributed:
+            dist.broadcast_object_list(values, src=0, device=self.device)
+        return values[0]
+
+    def leave(self):
+        """Leave the process group, all ranks together: a rank that left early aborted in gloo."""
+        if self.distributed:
+            dist.barrier()
+            dist.destroy_process_group()
+
+
+def hidden_gpus():
+    """Return whether nvidia-smi lists GPUs, for the case that PyTorch sees none of them."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return False
+    return subprocess.getoutput("nvidia-smi -L").startswith("GPU")
+
+
+def start_runtime(device):
+    """Join the process group that torchrun describes (NCCL or gloo), or be a single process."""
+    use_cuda = device != "cpu" and torch.cuda.is_available()
+    if not use_cuda and (device == "cuda" or (device == "auto" and hidden_gpus())):
+        raise UserError(
+            f"DEVICE={device!r}: PyTorch sees no GPU of this machine; install its CUDA build or a "
+            "newer driver, or set DEVICE=cpu"
+        )
+    place = torch.device("cpu")
+    if use_cuda:
+        place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(place)
+        # cuDNN plans attention anew for every shape, up to a second each, and with some masks its
+        # gradients are NaN (pytorch issue 196678).
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    else:
+        # GDN's decays reach denormal numbers, on which a CPU is 10 times slower.
+        torch.set_flush_denormal(True)
+    if "RANK" not in os.environ:
+        return Runtime(0, 1, place, False)
+    backend = "nccl" if use_cuda else "gloo"
+    dist.init_process_group(backend, device_id=place if use_cuda else None)
+    return Runtime(dist.get_rank(), dist.get_world_size(), place, True)
+
+
+def exit_code(main):
+    """Run `main` and return its exit code: 2 for a UserError, 1 for other faults of one line."""
+    rank = int(os.environ.get("RANK", 0))
+    try:
+        return main()
+    except (UserError, FloatingPointError, OSError, torch.OutOfMemoryError) as error:
+        if rank:
+            time.sleep(5)  # torchrun ends this rank first if rank 0 reports the same error
+        message, *_ = str(error).split("\n")
+        sys.stderr.write(f"error: {message}\n")
+        return 2 if isinstance(error, UserError) else 1
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            raise
+        sys.stderr.write(f"error: rank {rank} lost another rank; RESUME continues\n")
+        os._exit(1)  # an ordinary exit would wait for the lost rank
+
+
+def replace_file(path, data):
+    """Write a file beside `path` and rename it: `path` always holds the old or the new bytes."""
+    part = f"{path}.part"
+    with open(part, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
+
+
+def list_checkpoints(run):
+    """Return the checkpoints in a run's folder, whole or not, the newest first."""
+    folders = [path for path in run.glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
+    return sorted(folders, key=lambda path: int(path.name[5:]), reverse=True)
+
+
+def checkpoint_fault(folder):
+    """Return what is wrong with a checkpoint, or "" if it is whole."""
+    try:
+        for line in (folder / "SHA256SUMS").read_text().splitlines():
+            digest, _, name = line.partition("  ")
+            if sha256_file(folder / name) != digest:
+                return f"{name} was changed"
+    except (OSError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def newest_checkpoint(folder):
+    """Return the newest whole checkpoint of a run, or None, and a line on each damaged one.
+
+    The folder of a checkpoint stands for itself.
+    """
+    faults = []
+    for candidate in list_checkpoints(folder) or [folder]:
+        fault = checkpoint_fault(candidate)
+        if not fault:
+            return candidate, faults
+        faults.append(f"checkpoint {candidate} is damaged and skipped: {fault}")
+    return None, faults
+
+
+# === end: runtime ===
+
+
+# === shared: machine ===
+def describe_machine(runtime):
+    """Return commit (`+`: with changes), hardware, versions and peak memory, for the result."""
+    folder = shlex.quote(str(Path(__file__).parent))
+    # Run by a shell, so that a missing git is no error.
+    status, commit = subprocess.getstatusoutput(
+        f"git -C {folder} describe --always --abbrev=40 --exclude='*' --dirty=+"
+    )
+    if runtime.device.type == "cuda":
+        hardware = torch.cuda.get_device_name()
+        peak_bytes = torch.cuda.max_memory_allocated()
+    else:
+        hardware = f"{os.uname().machine} CPU, {torch.get_num_threads()} threads"
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return {
+        "commit": "unknown" if status else commit,
+        "hardware": f"{runtime.world_size} x {hardware}",
+        "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
+        "peak_memory_mib": peak_bytes / 2**20,
+    }
+
+
+# === end: machine ===
+
+
+# === shared: tokenizer ===
+@dataclass
+class Tokenizer:
+    """A tokenizer, from `read_tokenizer`, and the bytes that each token stands for.
+
+    A token counts the UTF-8 bytes that it decodes to. After a boundary (a control, unknown or
+    unused token) it counts them without the space that some SentencePiece models put before every
+    text. Parameter Golf counts in the same way (build_sentencepiece_luts, eval_val).
+    """
+
+    file: str  # name of the file that holds the tokenizer; "bytes" needs none
+    content: bytes  # of that file; its SHA-256 tells tokenizers apart
+    bos_id: int
+    pieces: list  # bytes that each token decodes to, b"" for boundaries
+    drops_space: np.ndarray | bool = False  # (V,) bool, loses its first space after a boundary
+    encode: Callable = None  # text -> ids; this and roles are of add_encoder in section encoding
+    roles: dict = None
+
+    def __post_init__(self):
+        self.sha256 = hashlib.sha256(self.content).hexdigest()
+        self.vocab_size = len(self.pieces)
+        self.byte_counts = np.fromiter(map(len, self.pieces), int)  # (V,) int64
+        self.boundary = self.byte_counts == 0  # (V,) bool
+        self.drops_space = np.broadcast_to(self.drops_space, self.vocab_size)
+
+
+def read_tokenizer(path, facts):
+    """Return the Tokenizer of a SentencePiece file or a rank file NAME.tiktoken, or the built-in
+    one, `bytes`.
+
+    facts: bos_id and vocab_size, which a rank file does not contain. Raises UserError.
+    """
+    path = Path(path)
+    if path.name == "bytes":  # pad, BOS, EOS and unknown, then 256 bytes, then 4 roles
+        pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4
+        return Tokenizer("bytes", b"underpar bytes 264", 1, pieces)
+    try:
+        content = path.read_bytes()
+        if path.suffix == ".tiktoken":
+            return rank_tokenizer(path.name, content, facts)
+        return sentencepiece_tokenizer(content)
+    except (OSError, LookupError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"tokenizer {path}: {error}; must be a SentencePiece model with a BOS token, the rank "
+            "file NAME.tiktoken of the data, or bytes"
+        ) from error
+
+
+def rank_tokenizer(file, content, facts):
+    """Return the tokenizer of a rank file: a line per piece, in base64, and its id."""
+    pieces = [b""] * facts["vocab_size"]  # special tokens and unused ids stay b""
+    for line in content.splitlines():
+        piece, rank = line.split()
+        pieces[int(rank)] = base64.b64decode(piece)
+    return Tokenizer(file, content, facts["bos_id"], pieces)
+
+
+def sentencepiece_tokenizer(content):
+    """Return the tokenizer of a SentencePiece model, the bytes of its file."""
+    model = sentencepiece.SentencePieceProcessor(model_proto=content)
+    if model.bos_id() < 0:
+        raise ValueError("empty, or without the BOS token of every document")
+    pieces = []
+    drops_space = []
+    for i in range(model.vocab_size()):
+        name = model.id_to_piece(i)
+        piece = name.replace("\u2581", " ").encode()  # SentencePiece's mark of a space
+        if model.is_byte(i):
+            piece = bytes.fromhex(name[3:5])  # a byte's name is "<0x41>"
+        elif model.is_control(i) or model.is_unknown(i):
+            piece = b""
+        pieces.append(piece)
+        # A space that the model's own decoder leaves out, the dummy prefix, is not in the text.
+        drops_space.append(piece == b" " + model.decode([i]).encode())
+    return Tokenizer("tokenizer.model", content, model.bos_id(), pieces, drops_space)
+
+
+def sha256_file(path):
+    """Return the SHA-256 of a file in hexadecimal digits."""
+    # Shards and checkpoints are mapped, not read into memory.
+    return hashlib.sha256(np.memmap(path, mode="r")).hexdigest()
+
+
+# === end: tokenizer ===
+
+
+# === shared: data ===
+# llm.c's formats: magic number and version -> type of the tokens, uint32 for vocabularies > 65,536
+SHARD_KINDS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
+
+
+def token_bytes(tokenizer, prev, ids):
+    """Return the bytes of each token of `ids` given the token before it, int64, same shape."""
+    return tokenizer.byte_counts[ids] - (tokenizer.drops_space[ids] & tokenizer.boundary[prev])
+
+
+def read_shard(path):
+    """Return the tokens of a shard, a memory map (N,). Raises UserError if missing or damaged."""
+    if not os.path.isfile(path):
+        raise UserError(f"shard {path}: no such file")
+    header = np.fromfile(path, "<i4", 3)  # magic number, version, number of tokens
+    kind = SHARD_KINDS.get(tuple(header[:2]))
+    if not kind or os.path.getsize(path) != 1024 + np.dtype(kind).itemsize * int(header[-1]):
+        raise UserError(f"shard {path}: truncated or damaged, or no shard of llm.c's formats")
+    return np.memmap(path, kind, "r", offset=1024)
+
+
+def load_manifest(data_path):
+    """Return `manifest.json` of a data folder, a dict. Raises UserError if there is none."""
+    path = Path(data_path) / "manifest.json"
+    try:
+        manifest = json.loads(path.read_bytes())
+        if manifest.get("format") == 1:
+            return manifest
+    except (OSError, ValueError):
+        pass
+    raise UserError(
+        f"DATA_PATH: no {path} of format 1; data/prepare.py prepares data, and data/download.py "
+        "--manifest writes a manifest for downloaded shards"
+    )
+
+
+class TokenStream:
+    """Shards read as one circular stream of tokens.
+
+    Raises UserError if a shard has an id that is not below `vocab_size`. `hold_out` sets `windows`,
+    the numbers of the windows to train on.
+    """
+
+    def __init__(self, paths, vocab_size):
+        self.paths = paths
+        self.vocab_size = vocab_size
+        self.shards = [read_shard(path) for path in paths]
+        self.starts = np.cumsum([0, *map(len, self.shards)])  # (shards + 1,)
+
+    def __len__(self):
+        return self.starts[-1]
+
+    def read(self, start, count):
+        """Return `count` tokens from position `start` on, int64; after the last, the first."""
+        parts = []
+        while count:
+            start %= len(self)
+            shard = np.searchsorted(self.starts, start, "right") - 1
+            part = self.shards[shard][start - self.starts[shard] :][:count]
+            if part.max() >= self.vocab_size:
+                raise UserError(f"shard {self.paths[shard]}: has ids beyond the tokenizer's")
+            parts.append(part)
+            start += len(part)
+            count -= len(part)
+        return np.concatenate(parts, dtype=np.int64)
+
+
+def check_dataset(data_path, tokenizer, manifest):
+    """Return the TokenStreams of training and validation.
+
+    Raises UserError unless tokenizer and shards are the manifest's.
+    """
+    where = Path(data_path) / "manifest.json"
+    if tokenizer.sha256 != manifest["tokenizer"]["sha256"]:
+        raise UserError(f"{where}: shards of another tokenizer")
+    if manifest["overlap_documents"] and not manifest["published"]:
+        raise UserError(f"{where}: validation documents also stand in training")
+    streams = []
+    for split in ("train", "val"):
+        shards = manifest[split]["shards"]
+        paths = [where.with_name(shard["file"]) for shard in shards]
+        stream = TokenStream(paths, tokenizer.vocab_size)
+        if len(stream) != manifest[split]["tokens"]:
+            raise UserError(f"{where}: has another number of tokens than the shards of {split}")
+        streams.append(stream)
+    # Training shards are not hashed, because they may be many gigabytes.
+    for path, shard in zip(paths, shards, strict=True):
+        if sha256_file(path) != shard["sha256"]:
+            raise UserError(f"shard {path}: its SHA-256 is not the manifest's")
+    return streams
+
+
+def document_hashes(stream, bos_id):
+    """Yield a hash of the tokens of every document, in order.
+
+    Tokens before the first BOS belong to no document: a published shard may begin inside one.
+    """
+    begins = []
+    for shard, start in zip(stream.shards, stream.starts, strict=False):
+        begins.extend(start + np.flatnonzero(shard == bos_id))
+    for begin, end in itertools.pairwise([*begins, len(stream)]):
+        yield hashlib.sha256(stream.read(begin, end - begin)).digest()
+
+
+# === end: data ===
+
+
+# === shared: batches ===
+@dataclass
+class Dataset:
+    """What DATA_PATH holds, checked; lists have one entry per folder."""
+
+    tokenizer: Tokenizer
+    manifests: list
+    manifest_sha256: str
+    yardsticks: dict  # scores of count models and compressors; {} for a mixture
+    shares: list  # of the training windows
+    streams: list  # TokenStream of training
+    held_out: np.ndarray  # (N,) int64, windows of all streams that are not trained on
+    val: np.ndarray  # (N,) int64, a BOS first
+
+
+def parse_mixture(data_path):
+    """Return the folders of DATA_PATH, one folder or `a:0.7,b:0.3`, and their shares."""
+    if ":" not in data_path:
+        data_path += ":1"
+    part = r"\s*([^,]+):((?=[\d.]*[1-9])\d*\.?\d*)"  # a weight has a digit above 0
+    if not re.fullmatch(f"{part}(,{part})*", data_path):
+        raise UserError(f"DATA_PATH={data_path!r}: must be a folder or FOLDER:WEIGHT,…")
+    folders, weights = zip(*re.findall(part, data_path), strict=True)
+    total = sum(map(float, weights))
+    return folders, [float(weight) / total for weight in weights]
+
+
+@functools.lru_cache(64)  # a step reads one or two epochs of each folder
+def shuffle(count, *seed):
+    """Return a pseudo-random order of range(count), (count,) int64, which the seed alone decides.
+
+    Any rank and any resumed run has the same. Ten million windows take 80 MB and a second.
+    """
+    return np.random.default_rng(seed).permutation(count)
+
+
+def hold_out(stream, share, settings):
+    """Return some windows from all over a stream; set `stream.windows`, the numbers of the rest.
+
+    The end of a stream would not do: it may be of one source. The first token of a held-out window
+    may be the last target of a training window. Raises UserError.
+    """
+    seq_len = settings.train_seq_len
+    count = math.ceil(share * settings.holdout_tokens / seq_len)
+    windows = shuffle(len(stream) // seq_len, 0)
+    if len(windows) <= count:
+        raise UserError(
+            f"HOLDOUT_TOKENS={settings.holdout_tokens}: must leave a window of TRAIN_SEQ_LEN of "
+            "the training tokens"
+        )
+    stream.windows = windows[count:]
+    return [stream.read(window * seq_len, seq_len) for window in windows[:count]]
+
+
+def open_data(settings):
+    """Return the Dataset of DATA_PATH, checked against its manifests. Raises UserError."""
+    folders, shares = parse_mixture(settings.data_path)
+    manifests = [load_manifest(folder) for folder in folders]
+    facts = manifests[0]["tokenizer"]
+    path = settings.tokenizer_path or Path(folders[0], facts["file"])
+    tokenizer = read_tokenizer(path, facts)
+    if settings.vocab_size not in (0, tokenizer.vocab_size):
+        raise UserError(
+            f"VOCAB_SIZE={settings.vocab_size}: must be 0 or the tokenizer's {tokenizer.vocab_size}"
+        )
+    pairs = [  # streams of training and validation
+        check_dataset(folder, tokenizer, manifest)
+        for folder, manifest in zip(folders, manifests, strict=True)
+    ]
+    # A manifest counts the validation documents that are in the training of its own folder only.
+    for (train, _), (_, val) in itertools.permutations(pairs, 2):
+        val_hashes = set(document_hashes(val, tokenizer.bos_id))
+        if not val_hashes.isdisjoint(document_hashes(train, tokenizer.bos_id)):
+            raise UserError(f"{train.paths[0]}: a document is in another folder's validation")
+
+    streams, val_streams = zip(*pairs, strict=True)
+    val = np.concatenate([stream.read(0, len(stream)) for stream in val_streams])
+    byte_count = token_bytes(tokenizer, val[:-1], val[1:]).sum()
+    expected = sum(manifest["val"]["decoded_bytes"] for manifest in manifests)
+    if byte_count != expected:
+        raise UserError(f"validation: {byte_count} bytes, manifest.json says {expected}")
+    held_out = []
+    for stream, share in zip(streams, shares, strict=True):
+        held_out += hold_out(stream, share, settings)
+    manifest_sha256 = " + ".join(sha256_file(f"{folder}/manifest.json") for folder in folders)
+    yardsticks = manifests[0].get("yardsticks", {}) if len(folders) == 1 else {}
+    return Dataset(
+        tokenizer,
+        manifests,
+        manifest_sha256,
+        yardsticks,
+        shares,
+        streams,
+        np.concatenate(held_out),
+        val,
+    )
+
+
+def split_rows(first, last, shares):
+    """Yield for each folder the range of its training rows among all rows `first` to `last`.
+
+    Of the rows before a row, a folder has its share of what the folders before it have left,
+    rounded. So the counts add up, never shrink from row to row, and follow the shares exactly.
+    """
+    share_left = 1.0
+    for share in shares:
+        begin = round(first * share / share_left)
+        end = round(last * share / share_left)
+        yield range(begin, end)
+        first -= begin
+        last -= end
+        share_left -= share
+
+
+class Batches:
+    """The training streams as micro-batches.
+
+    A step reads the same windows whatever the ranks and the micro-batches, resumed or not.
+    """
+
+    def __init__(self, data, settings, runtime):
+        self.data = data
+        self.settings = settings
+        self.runtime = runtime
+        unit = settings.train_seq_len * runtime.world_size
+        if settings.train_batch_tokens % unit:
+            raise UserError(
+                f"TRAIN_BATCH_TOKENS={settings.train_batch_tokens}: must be a multiple of "
+                f"TRAIN_SEQ_LEN x ranks = {unit}"
+            )
+        self.rows = settings.train_batch_tokens // unit  # of this rank, per step
+        # Enough to keep a GPU busy; little enough for a CPU's caches.
+        default = 131072 if runtime.device.type == "cuda" else 4096
+        self.limit_rows((settings.micro_batch_tokens or default) // settings.train_seq_len or 1)
+
+    def limit_rows(self, most):
+        """Take the largest micro-batch of at most `most` windows that divides this rank's rows."""
+        self.micro_rows = min(most, self.rows)
+        while self.rows % self.micro_rows:
+            self.micro_rows -= 1
+
+    def micro_batches(self, step):
+        """Yield (ids, targets) of this rank's share of step `step`, each (micro_rows, seq_len).
+
+        Every epoch of a stream has a pseudo-random order. If windows came in turn, small batches
+        would see the same few documents for dozens of steps: on web text, with 16 windows of 256 a
+        step, that cost 0.091 bits per byte.
+        """
+        seq_len = self.settings.train_seq_len
+        first = (step * self.runtime.world_size + self.runtime.rank) * self.rows
+        ranges = split_rows(first, first + self.rows, self.data.shares)
+        windows = []
+        for stream, rows in zip(self.data.streams, ranges, strict=True):
+            count = len(stream.windows)
+            for row in rows:
+                epoch, place = divmod(row, count)
+                window = stream.windows[shuffle(count, self.settings.seed, epoch)[place]]
+                windows.append(stream.read(window * seq_len, seq_len + 1))
+        # A GPU does not wait for this: it has the step before still queued.
+        windows = torch.from_numpy(np.stack(windows))
+        if self.runtime.device.type == "cuda":
+            windows = windows.pin_memory()  # a copy from other memory would wait for the GPU
+        for part in windows.split(self.micro_rows):
+            part = part.to(self.runtime.device, non_blocking=True)
+            # Contiguous, as in evaluation: both run the same compiled graph.
+            yield part[:, :-1].contiguous(), part[:, 1:].contiguous()
+
+
+# === end: batches ===
+
+
+# === shared: model ===
+CONV_TAPS = 4  # tokens that GDN's short convolution sees, the current one included
+# GDN's log decay at a document's first token, which cuts off what stands before it: -inf would
+# give NaN, and -1e4 would cost digits.
+DOCUMENT_DECAY = -60.0
+FULL_WINDOW = 1 << 30  # the window of attention that has none
+ROPE_BASE = 10000.0  # rotary positions turn at rates from 1 down to 1 / ROPE_BASE
+BIO_THRESHOLD = 0.3  # of the bio-MLP's events, on a voltage in (0, 1): WiggleGPT's value
+BIGRAM_DIM = 64  # width of the hashed embeddings of pairs and triples, before their projection
+
+
+@dataclass
+class GPTConfig:
+    """The shape of a network: with its weights, all that is needed to rebuild it."""
+
+    vocab_size: int
+    bos_id: int  # the first token of a document; nothing sees what stands before it
+    layers: str  # one word per layer: g, s or a, see GPT
+    norms: str  # one word per layer, see Norm
+    train_seq_len: int = 2048  # tokens in a window; learned positions end there
+    model_dim: int = 512  # width of the residual stream
+    num_heads: int = 8  # query heads of attention, and heads of GDN
+    num_kv_heads: int = 4  # key/value heads of attention
+    gdn_light: bool = False  # GDN with keys of half the size and no output gate
+    attn_window: int = 512  # keys a sliding-window query sees, itself included
+    mlp: str = "relu2"  # kind of MLP, see MLP.forward
+    mlp_mult: float = 3.0  # hidden width of the MLP over model_dim
+    positions: str = "rope"  # rope, learned or none
+    rope_dims: int = 0  # dimensions of a head that rotate; 0: all
+    qk_gain_init: float = 4.0  # initial gain of normed queries, per head; 0: no norm of q and k
+    bigram_vocab_size: int = 0  # rows of hashed embeddings, of pairs and of triples; 0: none
+    tie_embeddings: bool = True  # the embedding is the output head
+    residual_mix: bool = True  # layers mix in the normed embedding, and scale what they add
+    unet_skips: bool = False  # the second half of the layers adds the first half's outputs
+    logit_softcap: float = 30.0  # logits = c tanh(z / c); 0: as they are
+    embed_init_std: float = 0.005  # standard deviation of the embedding at the start
+
+
+def widened(x):
+    """Return x in float32, or in float64 if it is that."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def linear(x, weight):
+    """Return x W^T in x's dtype; weights are kept in float32."""
+    if hasattr(weight, "hessian"):  # section export calibrates GPTQ
+        rows = x.flatten(0, -2).float()
+        weight.hessian += rows.mT @ rows
+    return F.linear(x, weight.to(x.dtype))
+
+
+def scaled(x, scale):
+    """Return x times a learned scale per channel, or x if the scale is None."""
+    return x if scale is None else x * scale.to(x.dtype)
+
+
+def matrix(splits, cols, std=0.0):
+    """Return a parameter of matrices with `splits` rows, one below the other.
+
+    Muon takes the matrices one by one. Entries are normal with deviation `std`; 0 means
+    0.5 / sqrt(cols), with which normed inputs give outputs of deviation 0.5.
+    """
+    weight = nn.Parameter(torch.randn(sum(splits), cols) * (std or 0.5 * cols**-0.5))
+    weight.splits = splits
+    return weight
+
+
+def rms_norm(x):
+    """RMSNorm (arXiv 1910.07467) over the last dimension, without weights."""
+    return F.rms_norm(x, x.shape[-1:])
+
+
+class Norm(nn.Module):
+    """One of NORMS: RMSNorm, plain or with weights; LayerNorm with weights and bias."""
+
+    def __init__(self, kind, dim):
+        super().__init__()
+        self.weight = None if kind == "rms" else nn.Parameter(torch.ones(dim))
+        self.bias = nn.Parameter(torch.zeros(dim)) if kind == "layer" else None
+
+    def forward(self, x):
+        """Return x (..., dim) normed, in its own dtype."""
+        if self.bias is None:
+            return scaled(rms_norm(x), self.weight)
+        return scaled(F.layer_norm(x, x.shape[-1:]), self.weight) + self.bias.to(x.dtype)
+
+
+def scan_outputs(factors, terms, state, reverse):
+    """Return room for the states of gdn_scan, given its arguments."""
+    return state.new_empty(len(terms) + 1, *state.shape)
+
+
+def gdn_scan(factors: Tensor, terms: Tensor, state: Tensor, reverse: bool) -> Tensor:
+    """Return the states S_0 ... S_N (N + 1, M, K, V) before, between and behind N chunks:
+
+        S_0 = state     S_{n+1} = F_n S_n + t_n
+
+    There are M = B*H rows; factors F (N, M, K, K), terms t (N, M, K, V), state (M, K, V). With
+    `reverse` it goes from last to first, as the gradients do:
+
+        S_N = state     S_n = F_n^T S_{n+1} + t_n
+    """
+    states = scan_outputs(factors, terms, state, reverse)
+    if reverse:
+        states[-1] = state
+        for n in reversed(range(len(terms))):
+            torch.baddbmm(terms[n], factors[n].mT, states[n + 1], out=states[n])
+    else:
+        states[0] = state
+        for n in range(len(terms)):
+            torch.baddbmm(terms[n], factors[n], states[n], out=states[n + 1])
+    return states
+
+
+def keep_scan(ctx, inputs, output):
+    """Keep what gdn_scan_backward needs."""
+    ctx.save_for_backward(inputs[0], output)
+
+
+def gdn_scan_backward(ctx, d_states):
+    """Return the gradients of gdn_scan's inputs, given that of the states by what reads them."""
+    factors, states = ctx.saved_tensors
+    r = gdn_scan(factors, d_states[:-1], d_states[-1], True)
+    return r[1:] @ states[:-1].mT, r[1:], r[0], None
+
+
+# torch.compile calls a registered operator and does not trace it; it would unroll the loop. The
+# first script imported into a process registers it for all: a second registration would free the
+# first, and a handle to it would crash.
+if not hasattr(torch.ops.underpar, "gdn_scan"):
+    registered = torch.library.custom_op("underpar::gdn_scan", gdn_scan, mutates_args=())
+    registered.register_fake(scan_outputs)  # the compiler learns the shape from it
+    registered.register_autograd(gdn_scan_backward, setup_context=keep_scan)
+gdn_scan = torch.ops.underpar.gdn_scan.default
+
+
+def split_chunks(x, chunk):
+    """Return x (B, T, H, D) in chunks of tokens, (N, B * H, chunk, D); zeros fill the last one.
+
+    A padded token has k = 0, v = 0 and g = 0: it leaves the state as it is.
+    """
+    x = F.pad(x, (0, 0, 0, 0, 0, -x.size(1) % chunk))
+    return x.unflatten(1, (-1, chunk)).movedim((1, 3), (0, 2)).flatten(1, 2)
+
+
+def unit_inverse(a):
+    """Return the inverse of lower triangular matrices (..., C, C) with ones on the diagonal.
+
+    Neumann's product instead of a solver would not do: powers of a matrix grow to NaN when keys
+    are correlated.
+    """
+    eye = torch.eye(a.size(-1), dtype=a.dtype, device=a.device)
+    with torch.no_grad():
+        inverse = torch.linalg.solve_triangular(a, eye, upper=False, unitriangular=True)
+    # A Newton step from the inverse leaves it as it is. It is there for its gradient, which takes
+    # two products where a solver's would take another solver.
+    return 2 * inverse - inverse @ a @ inverse
+
+
+def gdn_chunk(q, k, v, g, beta, state=None, chunk=32):
+    """Return Gated DeltaNet's outputs o and last state, by matrix products over chunks of tokens.
+
+    The same token by token (arXiv 2412.06464, section 3), with a = exp(g) <= 1:
+
+        S' = a S + beta k (v - a S^T k)^T
+        o = S'^T q
+
+    q and k (B, T, H, K) are L2-normed, q is scaled by K**-0.5 too; v and o (B, T, H, V) have their
+    dtype, which is float64, float32 or bfloat16. g and beta (B, T, H) and the state (B, H, K, V)
+    are float32, or float64; no state means zeros. Chunks of 32 are the fastest on a CPU.
+
+    In chunks of C tokens, with KB = beta K, VB = beta V, G the running sum of g from the chunk's
+    start, and D_ij = exp(G_i - G_j) for i >= j, else 0:
+
+        A = I + tril(KB K^T * D, -1)     U = A^-1 VB     W = A^-1 (exp(G) KB)
+        S_{n+1} = (exp(G_C) I - K_out^T W) S_n + K_out^T U       K_out = exp(G_C - G) K
+        O = exp(G) Q S + P (U - W S)     P = Q K^T * D
+    """
+    b, t, h, dim_k = q.shape
+    dtype = v.dtype
+    if state is None:
+        state = g.new_zeros(b, h, dim_k, v.size(-1))
+    beta = beta.to(dtype)[..., None]
+    q, k, v, g, beta = (split_chunks(x, chunk) for x in (q, k, v, g[..., None], beta))
+    # Autocast would round the inverse and the state to bfloat16.
+    with torch.autocast(v.device.type, enabled=False):
+        # float64: after strong decay a difference of float32 sums would have few digits left.
+        total = g.double().cumsum(-2)
+        grow = total.to(g.dtype).exp()
+        # Above the diagonal exp would overflow; below it no gap is positive. On it D is constant:
+        # a gradient through exp(G_i - G_i) would cancel only up to rounding.
+        eye = torch.eye(chunk, dtype=g.dtype, device=g.device)
+        gap = (total - total.mT).clamp(max=0)  # (N, M, C, C)
+        below = gap.to(g.dtype).exp().tril(-1)  # D without its diagonal
+        kb = beta * k
+        inverse = unit_inverse(eye + (kb @ k.mT).to(g.dtype) * below).to(dtype)
+        p = ((q @ k.mT) * (below + eye)).to(dtype)
+        u = inverse @ (beta * v)
+        w = inverse @ (kb * grow).to(dtype)
+        k_out = (k * (total[..., -1:, :] - total).to(g.dtype).exp()).to(dtype)
+        eye = torch.eye(dim_k, dtype=g.dtype, device=g.device)
+        factors = grow[..., -1:, :] * eye - (k_out.mT @ w).to(g.dtype)
+        states = gdn_scan(factors, (k_out.mT @ u).to(g.dtype), state.flatten(0, 1), False)
+        before = states[:-1].to(dtype)
+        o = (q * grow).to(dtype) @ before + p @ (u - w @ before)
+    o = o.unflatten(1, (b, h)).movedim((0, 2), (1, 3)).flatten(1, 2)  # (B, N * C, H, V)
+    return o[:, :t], states[-1].view_as(state)
+
+
+def short_conv(x, weight, doc):
+    """Return SiLU of a causal depthwise convolution, for the last T tokens of x.
+
+    x (B, taps-1 + T, C), weight (taps, C), doc (B, taps-1 + T). Shifted sums beat
+    F.conv1d(groups=C) on a CPU, and a tap that would reach into another document can be zero.
+    """
+    reach = len(weight) - 1
+    weight = weight.to(x.dtype)
+    y = x[:, reach:] * weight[reach]
+    for back in range(1, reach + 1):
+        same_doc = doc[:, reach - back : -back] == doc[:, reach:]
+        y = y + x[:, reach - back : -back] * weight[reach - back] * same_doc[..., None]
+    return F.silu(y)
+
+
+class GatedDeltaNet(nn.Module):
+    """Gated DeltaNet (arXiv 2412.06464): linear attention whose state forgets and corrects.
+
+    The light form has keys of half the size and no output gate. At 128 wide it learned as much per
+    step as the full form, in 0.7 of the time (docs/lab.md, 2026-11-25).
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        dim = config.model_dim
+        self.heads = config.num_heads
+        self.light = config.gdn_light
+        key_dim = dim // 2 if self.light else dim
+        self.splits = (key_dim, key_dim, dim)  # of queries, keys and values, for all heads
+        self.w_qkvg = matrix(self.splits if self.light else (*self.splits, dim), dim)
+        self.w_o = nn.Parameter(torch.zeros(dim, dim))
+        self.ab = matrix((2 * self.heads,), dim)  # decay and step size, one number per head each
+        # Initialised as PyTorch's depthwise Conv1d, then as flash-linear-attention's GatedDeltaNet.
+        # Taps first: with channels first the compiler reads single numbers, not vectors.
+        conv = torch.empty(sum(self.splits), CONV_TAPS).uniform_(-1, 1)
+        self.conv = nn.Parameter(conv.mT.contiguous() / CONV_TAPS**0.5)
+        # A decay of 0 would be a dead head.
+        self.A_log = nn.Parameter(torch.empty(self.heads).uniform_(0.01, 16.0).log())
+        log_dt = torch.empty(self.heads).uniform_(math.log(1e-3), math.log(0.1))
+        self.dt_bias = nn.Parameter(log_dt.exp().expm1().log())  # softplus(dt_bias) = dt
+        self.norm = nn.Parameter(torch.ones(dim // self.heads))
+
+    def forward(self, x, doc, angles, cache):
+        """Return (B, T, dim) for x (B, T, dim); doc (B, taps-1 + T) as in GPT.context.
+
+        angles: cosines and sines of `rotation`, which attention alone reads.
+        """
+        T = x.size(1)
+        qkv, gate = linear(x, self.w_qkvg).tensor_split([sum(self.splits)], dim=-1)
+        # In front stand the tokens that the convolution reaches; before a text there are none.
+        qkv = cache.extend(qkv) if cache else F.pad(qkv, (0, 0, CONV_TAPS - 1, 0))
+        qkv = short_conv(qkv, self.conv, doc)
+        parts = qkv.split(self.splits, dim=-1)
+        q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in parts)  # (B, T, H, K or V)
+        # In float32, since a key longer than 1 lets the state grow. Without the epsilon a key of
+        # zeros would get gradients of 1e12.
+        q, k = (x * torch.rsqrt(widened(x).square().sum(-1, True) + 1e-6) for x in (q, k))
+        q = q.to(v.dtype) * q.size(-1) ** -0.5
+        a, b = linear(widened(x), self.ab).split(self.heads, dim=-1)  # (B, T, H)
+        g = -self.A_log.exp() * F.softplus(a + self.dt_bias)
+        begins_document = doc[:, -T:] != doc[:, -T - 1 : -1]
+        g = torch.where(begins_document[..., None], DOCUMENT_DECAY, g)
+        inputs = q, k.to(v.dtype), v, g, torch.sigmoid(b)
+        if cache:
+            o = cache.recur(*inputs)
+        else:
+            o, _ = gdn_chunk(*inputs, chunk=64 if x.is_cuda else 32)
+        o = scaled(rms_norm(o), self.norm).flatten(-2)
+        if not self.light:
+            o = o * F.silu(gate)
+        return linear(o, self.w_o)
+
+
+def rotation(positions, dims, dtype):
+    """Return cosines and sines (T, 1, dims / 2), or (B, T, 1, dims / 2), for `rotate`.
+
+    positions (T,) or (B, T). Rotary positions (arXiv 2104.09864).
+    """
+    half = dims // 2
+    exponent = torch.arange(half, device=positions.device) / half  # float32
+    angle = positions[..., None, None] * ROPE_BASE**-exponent
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def rotate(x, cos, sin):
+    """Return x (B, T, H, D) with its first dimensions rotated, paired as in GPT-NeoX."""
+    half = cos.size(-1)
+    left, right, same = x.split([half, half, x.size(-1) - 2 * half], dim=-1)
+    return torch.cat([left * cos - right * sin, left * sin + right * cos, same], dim=-1)
+
+
+def masked_attention(q, k, v, mask):
+    """Return softmax(q k^T / sqrt(D)) v, (B, H, T, D), over the keys that each query sees.
+
+    q (B, H, T, D), k and v (B, Hkv, S, D), mask (B, T, S). Heads that share keys become queries of
+    one head, because CUDA's kernels that take a mask do not take grouped heads.
+    """
+    rows = q.reshape(*k.shape[:2], -1, q.size(3))  # (B, Hkv, groups * T, D)
+    mask = mask.repeat(1, q.size(1) // k.size(1), 1)[:, None]
+    if q.is_cuda:
+        o = F.scaled_dot_product_attention(rows, k, v, mask)
+    else:  # plain products, compiled, take 0.7 of the time of PyTorch's kernel
+        scores = widened(rows * q.size(3) ** -0.5 @ k.mT)
+        # Compiled code stores a boolean mask 30 times as slowly as numbers.
+        scores = scores + torch.where(mask, 0.0, -math.inf)
+        o = scores.softmax(-1).to(v.dtype) @ v
+    return o.view_as(q)
+
+
+def attend(q, k, v, doc, window):
+    """Return causal attention inside documents (B, H, T, D).
+
+    q (B, H, T, D), k and v (B, Hkv, T, D), doc (B, T). Query i sees key j if 0 <= i - j < window
+    and both are of one document. Blocks of queries skip the keys that none of them sees, which on a
+    CPU is 3 times as fast as one masked call at T = 4 windows.
+    """
+    T = q.size(2)
+    places = torch.arange(T, device=q.device)
+    step = max(64, min(window, T, 4096) // 4)  # a mask of longer blocks would need much memory
+    outputs = []
+    for start in range(0, T, step):
+        queries = slice(start, start + step)
+        keys = slice(max(0, start - window + 1), start + step)  # those that a query may see
+        distance = places[queries, None] - places[keys]
+        same_doc = doc[:, queries, None] == doc[:, None, keys]
+        mask = (distance >= 0) & (distance < window) & same_doc
+        outputs.append(masked_attention(q[:, :, queries], k[:, :, keys], v[:, :, keys], mask))
+    return torch.cat(outputs, 2)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions, and queries and keys that are RMS-normed."""
+
+    def __init__(self, config, window):
+        super().__init__()
+        dim = config.model_dim
+        self.heads = config.num_heads
+        self.kv_heads = config.num_kv_heads
+        self.head_dim = dim // self.heads
+        self.window = window
+        kv_dim = self.kv_heads * self.head_dim
+        self.w_qkv = matrix((dim, kv_dim, kv_dim), dim)
+        self.w_o = nn.Parameter(torch.zeros(dim, dim))
+        gain = torch.full((self.heads,), config.qk_gain_init)
+        self.q_gain = nn.Parameter(gain) if config.qk_gain_init else None
+
+    def forward(self, x, doc, angles, cache):
+        """Return (B, T, dim) for x (B, T, dim); the other arguments as in GatedDeltaNet."""
+        T = x.size(1)
+        qkv = linear(x, self.w_qkv).unflatten(-1, (-1, self.head_dim))
+        q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=2)  # (B, T, H, D)
+        if self.q_gain is not None:
+            q = scaled(rms_norm(q), self.q_gain[:, None])
+            k = rms_norm(k)
+        qkv = rotate(q, *angles), rotate(k, *angles), v
+        q, k, v = (heads.transpose(1, 2) for heads in qkv)  # (B, H, T, D)
+        if cache:
+            o = cache.attend(q, k, v, self.window)
+        else:
+            o = attend(q, k, v, doc[:, -T:], self.window)
+        return linear(o.transpose(1, 2).flatten(2), self.w_o)
+
+
+def init_wave(units):
+    """Return omega ~ N(1, 0.1), phi ~ N(0, 0.1) and b = 0 for `oscillate`, (3, units)."""
+    wave = 0.1 * torch.randn(3, units)
+    wave[0] += 1.0
+    wave[2] = 0.0
+    return nn.Parameter(wave)
+
+
+def oscillate(x, wave):
+    """Return sin(omega x + phi) tanh(x) + b per unit, for x (..., units) and wave (3, units).
+
+    The activation of WiggleGPT (Eden-Eldith/WiggleGPT, model_bio.py).
+    """
+    omega, phi, b = wave.to(x.dtype)
+    return torch.sin(omega * x + phi) * torch.tanh(x) + b
+
+
+class MLP(nn.Module):
+    """Two matrices around an activation.
+
+    A new kind is a word in the choices of the setting `mlp` and a branch in `forward`. Matrices of
+    its own are named w_*, which the optimizer and the artifact go by (tensor_class).
+
+    ReLU^2 is of arXiv 2109.08668, SwiGLU (with a gate) of 2002.05202, bio of WiggleGPT; bio_soft
+    adds its SparseEventLayer (model_bio_optimized.py) with soft events, without biases.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        dim = config.model_dim
+        hidden = int(config.mlp_mult * dim)
+        self.kind = config.mlp
+        self.w_up = matrix((hidden, hidden) if self.kind == "swiglu" else (hidden,), dim)
+        if self.kind.startswith("bio"):
+            self.wave = init_wave(hidden)
+        if self.kind == "bio_soft":
+            self.w_gate = matrix((hidden,), hidden)
+            self.w_mix = matrix((hidden,), hidden)
+            self.mix_wave = init_wave(hidden)
+        self.w_down = nn.Parameter(torch.zeros(dim, hidden))
+
+    def forward(self, x):
+        """Return (B, T, dim) for x (B, T, dim)."""
+        h = linear(x, self.w_up)
+        if self.kind == "relu2":
+            h = F.relu(h).square()
+        elif self.kind == "leaky_relu2":
+            h = F.leaky_relu(h, 0.5).square()
+        elif self.kind == "gelu":
+            h = F.gelu(h)
+        elif self.kind == "swiglu":
+            gate, up = h.chunk(2, dim=-1)
+            h = F.silu(gate) * up
+        elif self.kind == "bio":
+            h = oscillate(h, self.wave)
+        elif self.kind == "bio_soft":
+            h = self.sparse_events(oscillate(h, self.wave))
+        else:
+            raise ValueError(f"mlp={self.kind!r}: no such kind")
+        return linear(h, self.w_down)
+
+    def sparse_events(self, h):
+        """Return hidden units (B, T, hidden) mixed by those of h whose voltage is high."""
+        voltage = torch.sigmoid(linear(h, self.w_gate))
+        spike = torch.sigmoid(5.0 * (voltage - BIO_THRESHOLD))
+        return oscillate(linear(h * spike, self.w_mix), self.mix_wave)
+
+
+class Block(nn.Module):
+    """A layer without its mixer, which may be shared: norms, MLP, and learned scales."""
+
+    def __init__(self, config, norm):
+        super().__init__()
+        dim = config.model_dim
+        self.mixer_norm = Norm(norm, dim)
+        self.mlp_norm = Norm(norm, dim)
+        self.mlp = MLP(config)
+        self.mix = self.mixer_scale = self.mlp_scale = None
+        if config.residual_mix:
+            self.mix = nn.Parameter(torch.stack([torch.ones(dim), torch.zeros(dim)]))
+            self.mixer_scale = nn.Parameter(torch.ones(dim))
+            self.mlp_scale = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x, x0, mixer, *context):
+        """Return the residual stream behind the layer (B, T, dim).
+
+        x is the stream before it, x0 the embedding, context the mixer's further arguments.
+        """
+        if self.mix is not None:
+            x = scaled(x, self.mix[0]) + scaled(x0, self.mix[1])
+        x = x + scaled(mixer(self.mixer_norm(x), *context), self.mixer_scale)
+        return x + scaled(self.mlp(self.mlp_norm(x)), self.mlp_scale)
+
+
+class GPT(nn.Module):
+    """The language model: embedding, layers, norm, and a head with a soft cap."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        # The dtype of activations; weights are float32. None means bfloat16 on CUDA, and on a CPU
+        # that of the weights.
+        self.dtype = None
+        # Whether a layer's activations are computed again in the backward pass, to save memory.
+        self.activation_checkpointing = False
+        self.compiled = False  # whether a Decoder compiles its steps
+        dim = config.model_dim
+        self.embed = matrix((config.vocab_size,), dim, config.embed_init_std)
+        self.head = None
+        if not config.tie_embeddings:
+            self.head = nn.Parameter(torch.zeros_like(self.embed))
+        if config.positions == "learned":
+            self.positions_embed = matrix(
+                (config.train_seq_len,), dim, 0.1 if config.residual_mix else config.embed_init_std
+            )
+        if config.bigram_vocab_size:
+            # Zeros: a row that training never used changes nothing, and costs no bytes.
+            self.ngram_embed = nn.Parameter(torch.zeros(2 * config.bigram_vocab_size, BIGRAM_DIM))
+            self.w_ngram = matrix((dim,), 2 * BIGRAM_DIM)
+        words = config.layers.split()
+        norms = config.norms.split()
+        if config.unet_skips:
+            self.skip = nn.Parameter(torch.ones(len(words) // 2, dim))
+
+        # Layers that share a mixer or a block have one name for it; others go by their place.
+        mixers = {}
+        blocks = {}
+        self.layers = []  # a block and a mixer per layer
+        for place, (word, norm) in enumerate(zip(words, norms, strict=True)):
+            mixer_name = word if word[1:] else place
+            block_name = word if word.isupper() else place
+            if mixer_name not in mixers:
+                window = config.attn_window if word[0] in "sS" else FULL_WINDOW
+                is_gdn = word[0] in "gG"
+                mixers[mixer_name] = GatedDeltaNet(config) if is_gdn else Attention(config, window)
+            if block_name not in blocks:
+                blocks[block_name] = Block(config, norm)
+            self.layers.append((blocks[block_name], mixers[mixer_name]))
+        self.mixers = nn.ModuleList(mixers.values())
+        self.blocks = nn.ModuleList(blocks.values())
+        self.final_norm = Norm(norms[-1], dim)
+
+    def context(self, ids):
+        """Return doc, recent and positions for ids (B, T) at the beginning of texts.
+
+        recent (B, CONV_TAPS-1 + T): the ids; in front stand the places that the convolution of the
+        first token reaches. doc, of the same shape: the number of each token's document.
+        positions (T,): 0, 1, 2 ...
+        """
+        doc = F.pad((ids == self.config.bos_id).cumsum(dim=1), (CONV_TAPS - 1, 0))
+        recent = F.pad(ids, (CONV_TAPS - 1, 0), value=self.config.bos_id)
+        return doc, recent, torch.arange(ids.size(1), device=ids.device)
+
+    def ngrams(self, recent, doc):
+        """Return the hashed embeddings of each token with the one and the two tokens before it.
+
+        (B, T, 2 * BIGRAM_DIM) for recent and doc of `context`. Other documents count as BOS. This
+        is BigramHashEmbedding of Parameter Golf, with triples.
+        """
+        reach = CONV_TAPS - 1
+        rows = self.config.bigram_vocab_size
+        key = 36313 * recent[:, reach:]
+        places = []
+        for back, factor in ((1, 27191), (2, 51647)):
+            same_doc = doc[:, reach - back : -back] == doc[:, reach:]
+            before = recent[:, reach - back : -back].where(same_doc, self.config.bos_id)
+            key = key ^ (factor * before)
+            places.append(key % rows + (back - 1) * rows)
+        return F.embedding(torch.stack(places, -1), self.ngram_embed).flatten(-2)
+
+    def features(self, ids, cache=None):
+        """Return what the head reads (B, T, dim), for ids (B, T).
+
+        With a cache, ids go on with the texts that it holds (see Decoder in section generation).
+        """
+        config = self.config
+        if config.positions == "learned" and ids.size(1) > config.train_seq_len:
+            raise UserError(
+                f"POSITIONS='learned': {ids.size(1)} tokens in a text, at most TRAIN_SEQ_LEN="
+                f"{config.train_seq_len}"
+            )
+        doc, recent, positions = (cache or self).context(ids)
+        x = F.embedding(ids, self.embed)
+        x = x.to(self.dtype or (torch.bfloat16 if ids.is_cuda else x.dtype))
+        rope_dims = config.rope_dims or config.model_dim // config.num_heads
+        angles = rotation(positions, rope_dims if config.positions == "rope" else 0, x.dtype)
+        if config.residual_mix:
+            x = rms_norm(x)
+        if config.positions == "learned":
+            x = x + F.embedding(positions, self.positions_embed).to(x.dtype)
+        if config.bigram_vocab_size:
+            x = x + linear(self.ngrams(recent, doc).to(x.dtype), self.w_ngram)
+
+        recompute = self.activation_checkpointing and torch.is_grad_enabled()
+        half = len(self.layers) // 2
+        skips = []
+        x0 = x
+        for place, (block, mixer) in enumerate(self.layers):
+            if skips and place >= half:
+                skip = skips.pop()
+                x = x + scaled(skip, self.skip[len(skips)])
+            run = functools.partial(checkpoint, block, use_reentrant=False) if recompute else block
+            x = run(x, x0, mixer, doc, angles, cache.layers[place] if cache else None)
+            if config.unet_skips and place < half:
+                skips.append(x)
+        return self.final_norm(x)
+
+    def logits(self, x):
+        """Return logits (..., V), float32 at least, of features x (..., dim)."""
+        logits = widened(linear(x, self.embed if self.head is None else self.head))
+        cap = self.config.logit_softcap
+        # cap * tanh(logits / cap), which takes a CPU twice as long
+        return 2 * cap * torch.sigmoid(2 / cap * logits) - cap if cap else logits
+
+    def forward(self, ids, targets=None):
+        """Return the nats of targets (B, T) after ids (B, T), 0 for -1; or logits (B, T, V)."""
+        logits = self.logits(self.features(ids))
+        if targets is None:
+            return logits
+        losses = F.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none"
+        )
+        return losses.view_as(targets)
+
+
+# === end: model ===
+
+
+# ------------------------------------------------------------------------------------------- shape
+# What ARCH_MODE stands for. load_settings takes the values of settings from here, where the user
+# gave no others; model_config takes the fields of GPTConfig that are no settings.
+ARCH_PRESETS = {
+    "D": {},  # the defaults: GDN, and two layers of sliding-window attention with the same weights
+    "gdn": dict(layer_pattern="g", num_layers=10),
+    "hybrid": dict(layer_pattern="g g a a a a a a a a g"),  # of openai/parameter-golf PR 1895
+    "baseline": dict(  # the first script of Parameter Golf
+        layer_pattern="a", num_layers=9, mlp_mult=2.0, qk_gain_init=1.5, unet_skips=True
+    ),
+    "llama": dict(
+        layer_pattern="a",
+        num_layers=12,
+        mlp="swiglu",
+        mlp_mult=2.75,
+        norm="rms_weight",
+        qk_gain_init=0.0,
+        residual_mix=False,
+        logit_softcap=0.0,
+        embed_init_std=0.02,
+    ),
+}
+NORMS = ("rms", "rms_weight", "layer")
+
+
+def model_config(settings, vocab_size, bos_id, **overrides):
+    """Return the GPTConfig of the network that `settings` ask for.
+
+    A field's value is taken from `overrides`, else `settings`, else ARCH_PRESETS, else GPTConfig's
+    default. LAYER_PATTERN is one word per layer, repeated or cut to NUM_LAYERS: g is Gated
+    DeltaNet, s sliding-window attention, a full attention. Layers whose words have the same number
+    share the mixer's weights (s1 ... s1); in capitals they share all of the layer's weights (A1 A2
+    A1 A2: depth recurrence). NORM is repeated in the same way: a shared layer has the norms of its
+    first place, and the last word is also the norm before the head.
+    Raises UserError where the numbers do not fit together.
+    """
+    words = settings.layer_pattern.split()
+    norms = settings.norm.split()
+    if not words or not all(re.fullmatch("[gsa][0-9]*|[GSA][0-9]+", word) for word in words):
+        raise UserError(
+            f"LAYER_PATTERN={settings.layer_pattern!r}: each word must be g, s or a, maybe with a "
+            "number; capitals need one"
+        )
+    if not norms or set(norms) - set(NORMS):
+        raise UserError(f"NORM={settings.norm!r}: must be one or more of {', '.join(NORMS)}")
+    num_layers = settings.num_layers or len(words)
+
+    given = {**ARCH_PRESETS[settings.arch_mode], **vars(settings)}
+    values = {name: given[name] for name in given.keys() & GPTConfig.__dataclass_fields__}
+    values |= dict(vocab_size=vocab_size, bos_id=bos_id)
+    values["num_kv_heads"] = settings.num_kv_heads or (settings.num_heads + 1) // 2
+    values["layers"] = " ".join((words * num_layers)[:num_layers])
+    values["norms"] = " ".join((norms * num_layers)[:num_layers])
+    config = GPTConfig(**{**values, **overrides})
+
+    dim = config.model_dim
+    heads = config.num_heads
+    if dim % (2 * heads):
+        raise UserError(f"MODEL_DIM={dim}: must be a multiple of 2 x NUM_HEADS = {2 * heads}")
+    if heads % config.num_kv_heads:
+        raise UserError(
+            f"NUM_HEADS={heads}: must be a multiple of NUM_KV_HEADS = {config.num_kv_heads}"
+        )
+    if config.rope_dims % 2 or config.rope_dims > dim // heads:
+        raise UserError(
+            f"ROPE_DIMS={config.rope_dims}: must be even, at most MODEL_DIM / NUM_HEADS = "
+            f"{dim // heads}"
+        )
+    if config.positions == "learned" and settings.eval_stateful:
+        raise UserError("EVAL_STATEFUL=1: must be 0, for POSITIONS='learned' ends at TRAIN_SEQ_LEN")
+    return config
+
+
+# === shared: optimizer ===
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # coefficients of s, s^3 and s^5 by Keller Jordan
+NEWTON_SCHULZ_STEPS = 5  # bring singular values above 0.002 to between 0.68 and 1.21
+MUON_MOMENTUM = 0.95  # of modded-nanogpt and Parameter Golf
+# Few tokens of a small batch touch a row of an embedding, so its second moment needs a long memory:
+# 0.95, as for GPT-3, lost 0.005 to 0.01 bits per byte (docs/lab.md, 2026-11-25).
+ADAM_BETAS = (0.9, 0.99)
+ADAM_EPS = 1e-8  # torch's default
+LION_BETAS = (0.9, 0.99)  # the Lion paper's
+
+
+def orthogonalize(G):
+    """Return G (N, R, C) with all singular values of each matrix pushed to about 1.
+
+    Newton-Schulz: each step applies the odd polynomial a s + b s^3 + c s^5 to every singular value
+    s, by products of matrices alone (kellerjordan.github.io/posts/muon). The products are taken in
+    bfloat16 on CUDA.
+    """
+    if G.size(1) > G.size(2):
+        return orthogonalize(G.mT).mT  # X X^T is then the smaller of the two products
+    a, b, c = NEWTON_SCHULZ
+    X = G.bfloat16() if G.is_cuda else G
+    X = X / (X.norm(dim=(1, 2), keepdim=True) + 1e-7)  # now no singular value is above 1
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        A = X @ X.mT
+        B = torch.baddbmm(A, A, A, beta=b, alpha=c)  # b A + c A A
+        X = torch.baddbmm(X, B, X, beta=a)  # a X + B X
+    return X.to(G.dtype)
+
+
+# Muon and MASKED_OPTIMIZERS have step(skip), where `skip` is a 0-d bool tensor on the device. If it is
+# true, because loss or gradients were not finite, the step changes neither weights nor state. The
+# host never waits for the device to know it.
+class Muon(torch.optim.Optimizer):
+    """Nesterov momentum whose update is orthogonalized, for the matrices of one parameter group.
+
+    A matrix (R, C) moves by lr * sqrt(max(1, R / C)) in spectral norm. A parameter may hold several
+    matrices one below the other, such as q, k and v: its attribute `splits` has their numbers of
+    rows, and each is orthogonalized by itself. The group has the runtime, and the dtype of the
+    products (None: the weights').
+    """
+
+    @torch.no_grad()
+    def step(self, skip):
+        """Update momentum and weights."""
+        group = self.param_groups[0]
+        lr = torch.where(skip, 0.0, group["lr"])
+        by_shape = collections.defaultdict(list)  # (R, C) -> matrices, each with its update
+        for param in group["params"]:
+            state = self.state[param]
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(param)
+            buffer = state["momentum_buffer"]
+            grad = torch.where(skip, buffer, param.grad)  # then the buffer stays as it is
+            buffer.lerp_(grad, 1 - group["momentum"])
+            update = grad.lerp(buffer, group["momentum"])  # Nesterov
+            param.mul_(1 - lr * group["weight_decay"])
+            splits = getattr(param, "splits", len(param))
+            for matrix, part in zip(param.split(splits), update.split(splits), strict=True):
+                by_shape[matrix.shape].append((matrix, part))
+
+        # Matrices of one shape are orthogonalized in one batch. Each rank takes its share of the
+        # batch, and a sum over ranks joins the shares, as in Parameter Golf. Every rank has all
+        # momentum, so a run can be resumed on another number of ranks.
+        runtime = group["runtime"]
+        share = slice(runtime.rank, None, runtime.world_size)
+        for (rows, cols), pairs in by_shape.items():
+            matrices, updates = zip(*pairs, strict=True)
+            updates = torch.stack(updates)  # (N, R, C)
+            result = torch.zeros_like(updates)
+            result[share] = orthogonalize(updates[share].to(group["dtype"]))
+            scale = lr * max(1.0, rows / cols) ** 0.5
+            torch._foreach_sub_(matrices, (scale * runtime.sum(result)).unbind())
+
+
+class MaskedOptimizer(torch.optim.Optimizer):
+    """Base of optimizers that update every parameter by itself, with decoupled weight decay.
+
+    A subclass has `update(grad, state)`. It returns the update, which the weights lose times lr,
+    and the new state, a dict of new tensors: nothing may change in place, because a skipped step
+    keeps the old state. If `state` is empty, update first fills it with zeros.
+    """
+
+    @torch.no_grad()
+    def step(self, skip):
+        """Update state and weights."""
+        for group in self.param_groups:
+            lr = group["lr"]
+            for param in group["params"]:
+                state = self.state[param]
+                update, new_state = self.update(param.grad, state)
+                moved = param * (1 - lr * group["weight_decay"]) - lr * update
+                param.copy_(torch.where(skip, param, moved))
+                for name, value in new_state.items():
+                    state[name] = torch.where(skip, state[name], value)
+
+
+class Lion(MaskedOptimizer):
+    """The sign of an interpolated momentum: every weight moves by lr (arXiv 2302.06675)."""
+
+    def update(self, grad, state):
+        """Return the update and the new state, see MaskedOptimizer."""
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(grad)
+        beta1, beta2 = LION_BETAS
+        buffer = state["momentum_buffer"]
+        update = buffer.lerp(grad, 1 - beta1).sign()
+        return update, {"momentum_buffer": buffer.lerp(grad, 1 - beta2)}
+
+
+MASKED_OPTIMIZERS = {"lion": Lion}
+
+
+# Parameters that the optimizers treat otherwise than the artifact does, by the end of their names.
+PARAMETER_CLASSES = {
+    "lora_a": "adapter",
+    "lora_b": "adapter",
+    "head": "head",
+    "ab": "control",  # stored like an embedding, but it makes GDN's decay and step size
+}
+
+
+class Optimizers:
+    """The optimizers of a model: the one that `kind` names, and AdamW for what that leaves.
+
+    kind: as the setting OPTIMIZER. rates: class of parameters -> learning rate, weight decay; the
+    classes are those of tensor_class and PARAMETER_CLASSES. A new kind is a word in the choices of
+    the setting `optimizer`, a class in MASKED_OPTIMIZERS, and in train_gpt.py a row of
+    OPTIMIZER_PRESETS.
+    """
+
+    def __init__(self, model, kind, rates, runtime):
+        groups = {
+            name: dict(params=[], base_lr=lr, weight_decay=decay)
+            for name, (lr, decay) in rates.items()
+        }
+        self.params = {}  # all that train -> their names
+        for name, param in model.named_parameters():
+            if param.requires_grad:
+                param.grad = torch.zeros_like(param)
+                self.params[param] = name
+                last = name.rsplit(".", 1)[-1]
+                parameter_class = PARAMETER_CLASSES.get(last) or tensor_class(name, param)
+                groups[parameter_class]["params"].append(param)
+
+        adam_groups = [groups.pop("control")]
+        self.all = []
+        if kind == "muon":
+            self.all = [Muon([groups.pop("matrix")], dict(runtime=runtime, dtype=model.dtype))]
+            adam_groups += groups.values()
+        elif kind in MASKED_OPTIMIZERS:
+            self.all = [MASKED_OPTIMIZERS[kind](groups.values(), {})]
+        elif kind == "adafactor":
+            # A step is a share of max(eps[1], RMS of the weights). With torch's 1e-3, matrices that
+            # begin at zero hardly move. eps[0] is the paper's (arXiv 1804.04235): torch squares it.
+            self.all = [torch.optim.Adafactor(groups.values(), eps=(1e-15, 0.02))]
+        elif kind == "adamw":
+            adam_groups += groups.values()
+        else:
+            raise ValueError(f"optimizer={kind!r}: no such kind")
+        adam = torch.optim.AdamW(adam_groups, betas=ADAM_BETAS, eps=ADAM_EPS, fused=True)
+        self.all.append(adam)
+
+        grouped = []
+        self.state = collections.defaultdict(dict)  # of all optimizers, by parameter
+        for optimizer in self.all:
+            optimizer.state = self.state
+            for group in optimizer.param_groups:
+                # A tensor on the device: compiled code is not traced again when it changes.
+                group["lr"] = torch.tensor(group["base_lr"], device=runtime.device)
+                grouped += group["params"]
+        # A parameter in no group would never train; one in two groups would train twice.
+        assert len(grouped) == len(set(grouped)) == len(self.params)
+
+    def reduce_gradients(self, runtime, clip, extra):
+        """Sum gradients and `extra` (n,) over ranks, then clip the global norm of the gradients.
+
+        Each rank's gradients and `extra` are its part of a mean over the global batch.
+        Return the norm before clipping, 0-d, and the sums of `extra`. clip 0: no clipping.
+        """
+        if runtime.distributed:
+            # One all-reduce for everything: most tensors are too small to have their own.
+            tensors = [*(param.grad for param in self.params), extra]
+            total = runtime.sum(nn.utils.parameters_to_vector(tensors))
+            nn.utils.vector_to_parameters(total, tensors)
+        norm = nn.utils.clip_grad_norm_(self.params, clip or math.inf)
+        return norm, extra
+
+    def step(self, multiplier, skip, momentum=MUON_MOMENTUM):
+        """Take a step at `multiplier` times the learning rates; where `skip` is true, none."""
+        for optimizer in self.all:
+            for group in optimizer.param_groups:
+                group["lr"].fill_(group["base_lr"] * multiplier)
+                group["momentum"] = momentum  # Muon reads it; the others have constants
+            if isinstance(optimizer, torch.optim.AdamW):
+                optimizer.found_inf = skip.float()  # 1: torch's fused kernel changes nothing
+                optimizer.step()
+            elif isinstance(optimizer, torch.optim.Adafactor):
+                if not skip:  # waits for the device, as torch's Adafactor itself does
+                    optimizer.step()
+            else:
+                optimizer.step(skip)
+
+    def state_bytes(self):
+        """Return the bytes of all moments, scales and counters."""
+        total = 0
+        for state in self.state.values():
+            total += sum(tensor.nbytes for tensor in state.values())
+        return total
+
+    def state_dict(self):
+        """Return moments, scales and counters of each parameter, by its name."""
+        return {self.params[param]: state for param, state in self.state.items()}
+
+    def load_state_dict(self, saved):
+        """Replace the state by a saved one; an empty one is the state before the first step."""
+        for param, name in self.params.items():
+            self.state[param] = saved.get(name, {})
+
+
+# === end: optimizer ===
+
+
+# === shared: adamw8bit ===
+class AdamW8bit(MaskedOptimizer):
+    """AdamW (arXiv 1711.05101) with two bytes of state per weight (arXiv 2110.02861).
+
+    The moments m and v are kept in blocks of 256 weights. One byte has the level n of r = sqrt(v):
+    r = r_max 2**(-n / 16), where r_max is the block's largest. The other has m / r, linear in the
+    block. After 300 steps the loss was 0.16% above AdamW's; with linear codes of r, 0.9%.
+    """
+
+    def update(self, grad, state):
+        """Return the update and the new state, see MaskedOptimizer."""
+        beta1, beta2 = ADAM_BETAS
+        g = F.pad(grad.flatten(), (0, -grad.numel() % 256)).view(-1, 256)  # (blocks, 256)
+        if not state:
+            state["updates"] = g.new_zeros(())
+            state["scales"] = g.new_zeros(2, len(g), 1)
+            state["codes"] = g.new_zeros(2, len(g), 256, dtype=torch.int8)
+
+        # Decode the moments and update them.
+        ratio, level = state["codes"].to(g.dtype)
+        ratio_scale, r_max = state["scales"]  # (blocks, 1)
+        r = r_max * torch.exp2((level + 128) / -16)
+        m = (r * ratio * ratio_scale).lerp(g, 1 - beta1)
+        r = r.square().lerp(g.square(), 1 - beta2).sqrt()
+        updates = state["updates"] + 1
+        update = m / (1 - beta1**updates) / (r / (1 - beta2**updates).sqrt() + ADAM_EPS)
+
+        # Encode them again. A block that never had a gradient has 0 / 0 here, and codes of 0.
+        ratio = torch.where(r > 0, m / r, 0.0)
+        ratio_scale = ratio.abs().amax(1, keepdim=True) / 127
+        r_max = r.amax(1, keepdim=True)
+        level = (16 * torch.log2(r_max / r)).clamp(max=255) - 128
+        codes = torch.stack([ratio / ratio_scale, level]).nan_to_num(0.0).round().to(torch.int8)
+        scales = torch.stack([ratio_scale, r_max])
+        update = update.flatten()[: grad.numel()].view_as(grad)
+        return update, dict(updates=updates, scales=scales, codes=codes)
+
+
+MASKED_OPTIMIZERS["adamw8bit"] = AdamW8bit
+
+
+# === end: adamw8bit ===
+
+
+# === shared: schedule ===
+class Saved:
+    """Base of objects whose state in a checkpoint is the attributes that STATE names."""
+
+    def state_dict(self):
+        """Return the state for a checkpoint."""
+        return {name: getattr(self, name) for name in self.STATE}
+
+    def load_state_dict(self, saved):
+        """Replace the state by a saved one."""
+        vars(self).update(saved)
+
+
+@dataclass
+class StepReport:
+    """What rank 0 knows about a step. It arrives one step late, so that no step waits for it."""
+
+    loss: float  # mean over the global batch, in nats
+    finite: bool  # whether loss and gradients were finite; if not, the update was masked
+    stop_requested: bool  # whether any rank got a signal
+    seconds: float  # training clock of rank 0 when it had queued the whole step
+
+
+class Clock(Saved):
+    """Training time: rank 0's for all ranks, without validation and saving.
+
+    The run ends after ITERATIONS steps, or RESERVE_SECONDS before MAX_WALLCLOCK_SECONDS. replay:
+    the progress that each step of another run used; it replaces both limits, and the run ends with
+    it.
+    """
+
+    STATE = ("before", "seconds", "used", "packet")
+
+    def __init__(self, settings, runtime, replay=()):
+        self.iterations = len(replay) or settings.iterations or math.inf
+        self.limit = settings.max_wallclock_seconds or math.inf
+        if replay:
+            self.limit = math.inf
+        self.budget = self.limit - settings.reserve_seconds
+        self.runtime = runtime
+        self.replay = replay
+        self.before = 0.0  # seconds until the clock was last stopped
+        self.started = None  # perf_counter when it was last started; None while it stands still
+        self.seconds = [0.0]  # rank 0's seconds at the end of each reported step
+        self.used = []  # progress of each step, for a replay
+        self.packet = None  # report on its way: loss, skip, stop, seconds
+        self.arrived = None  # CUDA event: the packet is on the host
+
+    def elapsed(self):
+        """Return this rank's training seconds so far."""
+        if self.started is None:
+            return self.before
+        return self.before + time.perf_counter() - self.started
+
+    def start(self):
+        """Let the clock run."""
+        self.started = time.perf_counter()
+
+    def stop(self):
+        """Stop the clock, after the device has done all work given to it."""
+        if self.runtime.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.before = self.elapsed()
+        self.started = None
+
+    @contextlib.contextmanager
+    def paused(self):
+        """A block outside the clock: validation and saving."""
+        self.stop()
+        yield
+        self.start()
+
+    def send_report(self, loss, skip, stop):
+        """Start to send rank 0's report of the step that ends here; skip, stop: above 0 is yes."""
+        seconds = torch.full_like(loss, self.elapsed(), dtype=torch.float64)
+        packet = torch.stack([loss, skip, stop, seconds])
+        if self.runtime.distributed:
+            dist.broadcast(packet, src=0)
+        self.packet = packet.to("cpu", non_blocking=True)
+        if packet.is_cuda:
+            self.arrived = torch.cuda.current_stream().record_event()
+
+    def previous_report(self):
+        """Return the StepReport of the step before; None before the first step and if it was read.
+
+        Call it after this step's forward and backward are queued: it blocks until the report of the
+        step before has arrived, and meanwhile the device works on this step.
+        """
+        if self.packet is None:
+            return None
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        loss, skip, stop, seconds = self.packet.tolist()
+        self.packet = None
+        self.seconds.append(seconds)
+        return StepReport(loss, skip == 0, stop > 0, seconds)
+
+    def median_step(self):
+        """Return the median seconds of the last nine steps: a stall does not move it, a drift does.
+
+        The first step is left out because it is often slow. The median is 0 until another is known.
+        """
+        steps = np.diff(self.seconds[1:][-10:])
+        return float(np.median(steps)) if len(steps) else 0.0
+
+    def next_end(self):
+        """Return the seconds at the end of the coming step, predicted from the reports so far."""
+        # While a report is on its way, the step that it is about has no known end either.
+        unknown_steps = 1 if self.packet is None else 2
+        return self.seconds[-1] + unknown_steps * self.median_step()
+
+    def progress(self, step):
+        """Return the share of the run that is done when `step` ends: near 1 at the last step.
+
+        Call it once a step, before the forward. It is the same on all ranks, at most 1, and never
+        less than for the step before. It is 0 while no step time is known.
+        """
+        by_steps = (step + 1) / self.iterations
+        by_time = self.next_end() / self.budget
+        progress = min(1.0, max(by_steps, by_time, *self.used[-1:]))
+        if self.replay:
+            progress = self.replay[step]
+        self.used.append(progress)
+        return progress
+
+    def is_last(self, step):
+        """Return whether the run is over: `step` would pass ITERATIONS or the budget."""
+        return step >= self.iterations or self.next_end() > self.budget
+
+    def load_state_dict(self, saved):
+        """Replace the state by a saved one."""
+        super().load_state_dict(saved)
+        if self.packet is not None:
+            self.packet[2] = 0.0  # the signal that stopped the saved run does not stop this one
+
+
+# Phases that settings switch on begin at these shares of the run.
+PHASE_STARTS = {
+    "ema": 0.85,  # earlier weights would be forgotten, and have not seen the quantizer
+    "swa": 0.9,  # a plain average forgets nothing: it begins when the learning rate is low
+    "qat": 0.85,  # rounding makes steps slower, and the last steps suffice to adapt the weights
+}
+EMA_MEMORY = 0.02  # share of the run after which weights count 1 / e in the average
+
+
+class Plan(Saved):
+    """The phases of a run and its learning rate. Raises UserError for an impossible plan."""
+
+    STATE = ("progress", "phases")
+
+    def __init__(self, settings):
+        seconds = settings.max_wallclock_seconds
+        if not settings.iterations and not seconds:
+            raise UserError("ITERATIONS=0 and MAX_WALLCLOCK_SECONDS=0: set one, or it never ends")
+        if 0 < seconds <= settings.reserve_seconds:
+            raise UserError(
+                f"RESERVE_SECONDS={settings.reserve_seconds}: must be below "
+                f"MAX_WALLCLOCK_SECONDS={seconds}"
+            )
+        self.lr_schedule = settings.lr_schedule
+        self.floor = settings.lr_floor
+        self.warmup = settings.warmup_frac
+        self.warmdown = settings.warmdown_frac
+        if settings.warmdown_iters:
+            self.warmdown = settings.warmdown_iters / max(1, settings.iterations)
+        if self.lr_schedule == "constant":
+            self.warmdown = 0.0
+        if self.warmup + self.warmdown > 1:
+            raise UserError(
+                f"WARMUP_FRAC={self.warmup} and a warmdown of {self.warmdown:g} of the run: must "
+                "be at most 1 in all; the warmdown is WARMDOWN_FRAC, or WARMDOWN_ITERS / ITERATIONS"
+            )
+        self.planned = {}  # name of a phase -> begin and end, in shares of the run
+        if self.warmup:
+            self.planned["warmup"] = (0.0, self.warmup)
+        if self.warmdown:
+            self.planned["warmdown"] = (1 - self.warmdown, 1.0)
+        for name, begin in PHASE_STARTS.items():
+            if getattr(settings, name):
+                self.planned[name] = (begin, 1.0)
+        self.progress = 0.0  # share of the run that the present step has reached
+        self.phases = {}  # name of each phase that has begun -> facts for result.json
+
+    def rates(self, progress):
+        """Return the multiplier of all learning rates: 0 to 1 in the warm-up, 1 to LR_FLOOR in the
+        warmdown."""
+        if progress < self.warmup:
+            return progress / self.warmup
+        if not self.warmdown:
+            return 1.0
+        height = min(1.0, (1 - progress) / self.warmdown)  # linear: 1 to 0 in the warmdown
+        if self.lr_schedule == "cosine":
+            height = 0.5 - 0.5 * math.cos(math.pi * height)
+        elif self.lr_schedule == "wsd":
+            height = 1 - math.sqrt(1 - height)  # arXiv 2405.18392
+        return self.floor + (1 - self.floor) * height
+
+    def begin_phases(self, step, progress):
+        """Return the names of the phases that begin with this step, and count it for those on.
+
+        Call it once a step, before the forward; `is_on` answers for the same step. Progress alone
+        decides, so that a replay repeats it.
+        """
+        # A phase also begins if another step as long as this one would reach the end: the run may
+        # stop before it, and a phase that never began is an error (Run.write_result).
+        last_chance = 2 * progress - self.progress > 1 - 1e-9
+        self.progress = progress
+        begun = []
+        for name, (begin, _) in self.planned.items():
+            if self.is_on(name):
+                self.phases[name]["steps"] += 1
+            elif name not in self.phases and (progress > begin or last_chance):
+                self.phases[name] = {
+                    "begin": begin,
+                    "start_step": step + 1,  # counted from 1, as in the log
+                    "start_progress": progress,
+                    "steps": 1,  # number of steps in this phase so far
+                }
+                begun.append(name)
+        return begun
+
+    def is_on(self, name):
+        """Return whether a phase has begun and is on in the present step."""
+        has_begun = name in self.planned and name in self.phases
+        return has_begun and self.progress <= self.planned[name][1]
+
+    def describe(self):
+        """Return the plan and what became of it so far, a line for each phase."""
+        lines = []
+        for name, (begin, end) in self.planned.items():
+            result = "not yet begun"
+            if name in self.phases:
+                result = "begun at step {start_step}, on for {steps} steps".format(
+                    **self.phases[name]
+                )
+            lines.append(f"plan: {name} from {begin:.1%} to {end:.1%} of the run, {result}")
+        return "\n".join(lines)
+
+
+class Average(Saved):
+    """A float32 average of parameters: exponential with `memory`, a share of the run, or plain."""
+
+    STATE = ("values", "progress", "count")
+
+    def __init__(self, params, memory=None):
+        self.params = params
+        self.memory = memory
+        self.values = []
+        self.progress = 0.0  # at the last update
+        self.count = 0  # updates so far; 0 begins a new average
+
+    @torch.no_grad()
+    def update(self, progress):
+        """Take in the parameters as they are."""
+        if not self.count:
+            self.values = [param.float().clone() for param in self.params]
+        weight = 1 / (self.count + 1)
+        if self.memory:
+            weight = 1 - math.exp((self.progress - progress) / self.memory)
+        torch._foreach_lerp_(self.values, self.params, weight)
+        self.progress = progress
+        self.count += 1
+
+
+# === end: schedule ===
+
+
+# === shared: quantization ===
+# The artifact stores matrices and embeddings as whole-number codes with one scale per tensor, and
+# all other tensors as floats. The entropy coder makes rare codes cheap, so the scale alone decides
+# the size. One scale per tensor took 7 to 10% fewer bytes at equal loss than one per row, because
+# the coder knows the sizes of rows and columns (docs/lab.md, 2026-11-21).
+#
+# The largest code stands for this many root mean squares (Parameter Golf's SDClip). With the
+# default of 6 bits, 8 sigma give a step of 0.26 sigma, about 4 bits per weight.
+MATRIX_CLIP_SIGMAS = 8.0
+# At the same step an embedding's weight costs 40 times as much loss as a matrix's (docs/lab.md).
+# So embeddings have a finer step, 0.047 sigma.
+EMBED_CLIP_SIGMAS = 6.0
+EMBED_BITS = 8
+
+
+def tensor_class(name, tensor):
+    """Return "matrix", "embedding" or "control", by the last part of the tensor's dotted name.
+
+    "w_*" is a matrix; "*embed*", "head" and "ab" (GDN's decay and step size) are embeddings. All
+    other tensors are controls: few weights that scale whole channels. So is every tensor with fewer
+    than 16 rows or columns, seen as (shape[0], the other dimensions).
+    """
+    if tensor.ndim < 2 or min(tensor.flatten(1).shape) < 16:
+        return "control"
+    # Under a LoRA adapter PyTorch calls the weight itself NAME.original.
+    last = name.removesuffix(".original").rsplit(".", 1)[-1]
+    if last.startswith("w_"):
+        return "matrix"
+    return "embedding" if "embed" in last or last in ("head", "ab") else "control"
+
+
+def round_to(w, scale, bits):
+    """Return the codes nearest to w / scale, as floats; a scale of 0 gives codes of 0."""
+    qmax = 2 ** (bits - 1) - 1
+    return (w / torch.where(scale > 0, scale, 1.0)).round_().clamp_(-qmax, qmax)
+
+
+def quantize(w, bits, clip_sigmas):
+    """Return codes int8 (R, C) and the scale float16 (1,) of w (R, ...).
+
+    The largest code stands for `clip_sigmas` root mean squares of w. The root mean square is not
+    about the mean, so a constant tensor does not vanish. If w is not finite, neither is the scale.
+    """
+    rows = w.flatten(1).float()
+    sigma = rows.square().mean().sqrt().view(1)
+    scale = (sigma * clip_sigmas / (2 ** (bits - 1) - 1)).half()
+    return round_to(rows, scale, bits).to(torch.int8), scale
+
+
+def quant_table(settings):
+    """Return the quantizers that a run begins with: tensor class -> arguments of `quantize`."""
+    return {
+        "matrix": {"bits": settings.matrix_bits, "clip_sigmas": MATRIX_CLIP_SIGMAS},
+        "embedding": {"bits": EMBED_BITS, "clip_sigmas": EMBED_CLIP_SIGMAS},
+    }
+
+
+def quantize_all(tensors, table):
+    """Return name -> Coded of those tensors whose class the table has: nearest codes."""
+    coded = {}
+    for name, w in tensors.items():
+        quantizer = table.get(tensor_class(name, w))
+        if quantizer:
+            coded[name] = Coded(*quantize(w, **quantizer), quantizer["bits"])
+    return coded
+
+
+# === end: quantization ===
+
+
+# === shared: qat ===
+@contextlib.contextmanager
+def swapped(params, values):
+    """Inside, `params` hold `values`; afterwards, also after an exception, their old values."""
+    params = [param.detach() for param in params]  # the same memory, which may be written in place
+    originals = [param.clone() for param in params]
+    try:
+        for param, value in zip(params, values, strict=True):
+            param.copy_(value)
+        yield
+    finally:
+        for param, original in zip(params, originals, strict=True):
+            param.copy_(original)
+
+
+def decoded(tensors, coded):
+    """Return a context in which the coded tensors hold the weights that their codes stand for."""
+    values = (dequantize(c.codes, c.scale).view_as(tensors[name]) for name, c in coded.items())
+    return swapped([tensors[name] for name in coded], values)
+
+
+def quantized(network, table):
+    """Return a context in which weights are what the artifact would give back, for training.
+
+    This holds for forward and backward. No flag in the model changes, so compiled code is not
+    traced again. The gradient at the quantized weight q(w) is applied to w: this is the straight-
+    through estimator (Bengio et al., arXiv:1308.3432), w + (q(w) - w).detach().
+    """
+    tensors = network.state_dict()
+    return decoded(tensors, quantize_all(tensors, table))
+
+
+def count_parameters(network):
+    """Return the number of parameters of each tensor class, and in total."""
+    counts = collections.Counter()
+    for name, param in network.named_parameters():
+        counts[tensor_class(name, param)] += param.numel()
+    counts["total"] = counts.total()
+    return counts
+
+
+# === end: qat ===
+
+
+# === shared: artifact ===
+# An artifact is one file:
+#
+#   magic, version u32, length of the header u32     little endian
+#   header                                           JSON in a zstd frame
+#   streams, without gaps                            each is a zstd frame of an array
+#   SHA-256 of all before it
+#
+# The header lists the streams in their order, with name, shape, dtype (as numpy writes it) and
+# length. The first three belong to the coder, the others are the tensors:
+#
+#   lane_states u32 (lanes,)    states of the coder at which decoding begins
+#   tables u16 (97, 256)        frequencies of the symbols, code & 255
+#   sizes u8                    of each tensor in words: a size per row, then a size per column
+#   a control                   float16, or float32
+#   a quantized tensor          with "scale" and "bits": codes int8, or words u16
+#
+# Words are of range ANS (Duda, arXiv:1311.2540) in interleaved lanes: code i of a tensor is in lane
+# i % lanes. The states run on from tensor to tensor, and end at 2**16. In trained matrices rows
+# differ in size, and so do columns that read hidden units; given both sizes, codes are nearly
+# normal. So the code at row r and column c is coded by table sizes[r] + sizes[c], which saves 5% of
+# the bytes (docs/lab.md, 2026-11-21).
+ARTIFACT_PREFIX = struct.Struct("<8sII")
+ARTIFACT_MAGIC = b"UNDERPAR"
+ARTIFACT_VERSION = 9
+RANS_BITS = 14  # rounding frequencies costs 20 bytes per million codes; at 12 bits 150
+RANS_TOTAL = 1 << RANS_BITS
+RANS_LOW = 1 << 16  # states stay in [2**16, 2**32), so a step moves at most one 16-bit word
+
+
+class ArtifactError(ValueError):
+    """The artifact is damaged, or the file is none; one line that names the damaged part."""
+
+
+def require(condition, message):
+    """Raise ArtifactError(message) unless the condition holds."""
+    if not condition:
+        raise ArtifactError(message)
+
+
+@dataclass
+class Coded:
+    """A quantized tensor: weight = code * scale."""
+
+    codes: Tensor  # int8 (R, C), of size 2**(bits - 1) - 1 at most
+    scale: Tensor  # float16 (1,)
+    bits: int
+
+
+def dequantize(codes, scale):
+    """Return code * scale, float32 (R, C): 8 by 11 bits, so exact on every machine."""
+    return codes.float() * scale
+
+
+class RansCoder:
+    """Codes symbols by tables, in integers only; `states` uint32 (lanes,) move on in place.
+
+    Range ANS is a stack: what is to be decoded first is encoded last.
+    """
+
+    def __init__(self, states, tables):
+        """tables uint16 (K, 256), made by rans_table. Raises ArtifactError if one is not whole."""
+        require((tables.sum(1, dtype=np.int64) == RANS_TOTAL).all(), "a table's sum is not 2**14")
+        self.states = states
+        # The low 14 bits of a state are a slot. A symbol has as many slots as its frequency says.
+        # Slots are numbered through all tables, and `first` is a symbol's first one.
+        self.frequency = tables.astype(np.uint32).reshape(-1)
+        self.first = np.cumsum(self.frequency, dtype=np.uint32) - self.frequency
+        # Of each slot, `steps` has the frequency of its symbol in the upper 16 bits and the slot's
+        # place among those of the symbol in the lower: one look-up is 1.5 times as fast as two.
+        slots = np.arange(self.frequency.sum(), dtype=np.uint32)
+        places = slots - np.repeat(self.first, self.frequency)
+        self.steps = np.repeat(self.frequency << 16, self.frequency) | places
+        symbols = np.arange(len(self.frequency)).astype(np.uint8)
+        self.symbols = np.repeat(symbols, self.frequency)
+
+    def encode(self, pairs):
+        """Return words uint16, in the order of decoding, of pairs (n,): table << 8 | symbol."""
+        frequency = self.frequency.take(pairs)
+        start = self.first.take(pairs) % RANS_TOTAL
+        lanes = len(self.states)
+        chunks = [np.empty(0, np.uint16)]
+        for begin in reversed(range(0, len(pairs), lanes)):
+            f = frequency[begin : begin + lanes]
+            x = self.states[: len(f)]  # a view; the last symbols may need only some of the lanes
+            full = x >= f << (32 - RANS_BITS)
+            chunks.append(x[full].astype(np.uint16))
+            x[full] >>= 16
+            # x becomes (x // f << 14) + x % f + start, where x % f is x - x // f * f
+            x += x // f * (RANS_TOTAL - f) + start[begin : begin + lanes]
+        return np.concatenate(chunks[::-1])
+
+    def decode(self, tables, words):
+        """Return the symbols uint8 (n,) that `tables` (n,) code in `words`, or ArtifactError."""
+        slots = tables.astype(np.int64) << RANS_BITS
+        lanes = len(self.states)
+        for begin in range(0, len(slots), lanes):
+            slot = slots[begin : begin + lanes]
+            x = self.states[: len(slot)]
+            slot += x & (RANS_TOTAL - 1)
+            step = self.steps.take(slot, mode="clip")
+            x >>= RANS_BITS
+            x *= step >> 16
+            x += step & 0xFFFF
+            low = np.flatnonzero(x < RANS_LOW)
+            x[low] = x[low] << 16 | words[: len(low)]
+            words = words[len(low) :]
+        require(len(words) == 0, "rANS words are left over")
+        return self.symbols.take(slots)
+
+
+def read_streams(data, max_weights):
+    """Return header and arrays (name -> flat) of an artifact. Raises ArtifactError if damaged."""
+    require(data.startswith(ARTIFACT_MAGIC), "is no underpar artifact")
+    _, version, length = ARTIFACT_PREFIX.unpack_from(data)
+    require(version == ARTIFACT_VERSION, f"version {version}, this code reads {ARTIFACT_VERSION}")
+    require(hashlib.sha256(data[:-32]).digest() == data[-32:], "damaged: the SHA-256 is wrong")
+    file = io.BytesIO(data[ARTIFACT_PREFIX.size : -32])
+    frame = file.read(length)
+    header = json.loads(zstandard.ZstdDecompressor().stream_reader(frame).read(1 << 24))
+    arrays = {}
+    for name, record in header["streams"].items():
+        payload = file.read(record["length"])
+        # The shapes bound all that is allocated. A size of 0 counts as 1, or it would hide others.
+        weights = math.prod(max(1, size) for size in record["shape"])
+        max_weights -= weights
+        fits = min([max_weights, *record["shape"]]) >= 0
+        require(fits, f"{name!r} has a negative size, or exceeds the limit of weights")
+        raw = zstandard.ZstdDecompressor().stream_reader(payload).read(4 * weights + 1)
+        arrays[name] = np.frombuffer(raw, record["dtype"]).copy()
+    return header, arrays
+
+
+def read_artifact(path, max_weights=1 << 30):
+    """Return the header, the tensors by name in float32, and `coded` as it was written.
+
+    Bit-exact on every machine. Memory is bounded by the file, at most max_weights numbers and
+    weights, and the decoding of one tensor. Raises ArtifactError, one line that names the file, if
+    anything is not as it was written.
+    """
+    data = Path(path).read_bytes()
+    tensors = {}
+    coded = {}
+    try:
+        header, arrays = read_streams(data, max_weights)
+        states, tables, sizes = [arrays.pop(name) for name in ("lane_states", "tables", "sizes")]
+        coder = RansCoder(states, tables.reshape(-1, 256))
+        for name, array in arrays.items():
+            record = header["streams"][name]
+            shape = record["shape"]
+            if array.dtype == np.uint16:
+                height, *width = shape
+                ends = [height, height + math.prod(width)]
+                rows, columns, sizes = np.split(sizes, ends)
+                contexts = np.add.outer(rows, columns).reshape(-1)
+                array = coder.decode(contexts, array).view(np.int8)
+            values = torch.from_numpy(array).view(shape)
+            if "scale" in record:
+                scale = torch.tensor([record["scale"]], dtype=torch.float16)
+                coded[name] = Coded(values.flatten(1), scale, record["bits"])
+                values = dequantize(values, scale)
+            tensors[name] = values.float()
+        require((states == RANS_LOW).all(), "the lanes do not end at 2**16")
+    except Exception as error:  # a file that only claims to be an artifact may raise anything
+        reason = str(error) if isinstance(error, ArtifactError) else repr(error)
+        raise ArtifactError(f"{path}: {reason}") from None
+    return header, tensors, coded
+
+
+# === end: artifact ===
+
+
+# === shared: packing ===
+# These stay float32: they pass through exp and softplus into a decay that every token applies.
+FLOAT32_CONTROLS = ("A_log", "dt_bias")
+# Level 6 takes up to 0.5% fewer bytes than 3; from 12 on it is slow.
+ARTIFACT_ZSTD = zstandard.ZstdCompressor(level=6)
+
+
+def rans_table(counts):
+    """Return frequencies uint16 (256,), of sum 2**14, for symbols that occur counts (256,) times.
+
+    Each symbol that occurs has 1 and its share of what is left. The first two symbols count as if
+    they occurred, because a single symbol with all of 2**14 would overflow a state.
+    """
+    counts = counts.astype(np.float64)
+    counts[:2] += 1e-9
+    present = counts > 0
+    ends = np.cumsum(counts) / counts.sum() * (RANS_TOTAL - present.sum())
+    # Rounded ends of the symbols' ranges add up, which rounded shares would not.
+    return (present + np.diff(np.rint(ends), prepend=0)).astype(np.uint16)
+
+
+def size_numbers(mean_squares):
+    """Return sizes uint8, from 0 to 48, of mean squares: quarter octaves of their roots."""
+    octaves = np.log2(np.clip(mean_squares, 2**-8, 2**16))
+    return np.rint(2 * octaves + 16).astype(np.uint8)
+
+
+def code_by_rans(codes):
+    """Return the arrays that codes (name -> int8 (R, C)) are stored as, by name.
+
+    First come the coder's own arrays, then for each tensor its rANS words, or else its codes.
+    """
+    pairs = {}
+    sizes = [np.empty(0, np.uint8)]
+    counts = np.zeros((97, 256), np.int64)  # by table and symbol, of all tensors
+    for name, array in codes.items():
+        power = np.square(array, dtype=np.float32)
+        rows = size_numbers(power.mean(1))
+        columns = size_numbers(power.mean(0) / max(power.mean(), 1e-9))
+        tables = np.add.outer(rows, columns).astype(np.int32)
+        symbols = (tables << 8 | array.view(np.uint8)).reshape(-1)
+        count = np.bincount(symbols, minlength=counts.size).reshape(counts.shape)
+        total = np.maximum(1, count.sum(1, keepdims=True))
+        entropy = (count * np.log2(total / np.maximum(1, count))).sum() / 8  # in bytes
+        # zstd is shorter where rows are alike, as an embedding's of tokens that rarely occur.
+        if entropy < len(ARTIFACT_ZSTD.compress(array.tobytes())):
+            pairs[name] = symbols
+            sizes += [rows, columns]
+            counts += count
+    # Lanes move side by side, so many are fast; each of them costs 2 bytes.
+    lanes = min(1024, max(8, int(counts.sum()) // 8192))
+    states = np.full(lanes, RANS_LOW, np.uint32)
+    tables = np.stack([rans_table(count) for count in counts])
+    coder = RansCoder(states, tables)
+    words = {name: coder.encode(pairs[name]) for name in reversed(pairs)}
+    arrays = {"lane_states": states, "tables": tables, "sizes": np.concatenate(sizes)}
+    return {**arrays, **codes, **words}
+
+
+def pack_artifact(tensors, coded, **header):
+    """Return the artifact of `tensors`, those of `coded` as codes.
+
+    header: settings, which rebuild the model, tokenizer_sha256 and meta, which is anything; JSON.
+    The same input gives the same bytes. Raises ArtifactError if a tensor is not finite as stored.
+    """
+    arrays = code_by_rans({name: part.codes.cpu().numpy() for name, part in coded.items()})
+    for name, tensor in tensors.items():
+        if name not in coded:
+            dtype = torch.float32 if name.endswith(FLOAT32_CONTROLS) else torch.float16
+            arrays[name] = tensor.detach().to(dtype).cpu().numpy()
+
+    payloads = b""
+    records = {}
+    for name, array in arrays.items():
+        payload = ARTIFACT_ZSTD.compress(array.tobytes())
+        shape = tensors[name].shape if name in tensors else array.shape
+        record = {"shape": shape, "dtype": array.dtype.str, "length": len(payload)}
+        if name in coded:
+            record |= {"bits": coded[name].bits, "scale": coded[name].scale.item()}
+        is_finite = np.isfinite(record.get("scale", array)).all()
+        require(is_finite, f"tensor {name}: must be finite as it is stored")
+        records[name] = record
+        payloads += payload
+    text = json.dumps({**header, "streams": records})
+    frame = ARTIFACT_ZSTD.compress(text.encode())
+    prefix = ARTIFACT_PREFIX.pack(ARTIFACT_MAGIC, ARTIFACT_VERSION, len(frame))
+    data = prefix + frame + payloads
+    return data + hashlib.sha256(data).digest()
+
+
+# === end: packing ===
+
+
+# === shared: export ===
+def gptq(w, scale, bits, hessian):
+    """Return codes int8 (R, C) of w (R, ...) that make the squared error of the outputs small.
+
+    GPTQ (arXiv 2210.17323, algorithm 1), in float64: column by column, the rounding error is spread
+    over the columns to come, as the hessian (C, C), the sum of x x^T over inputs x, says. Columns
+    with large inputs come first. Damping by 0.01 of the mean diagonal, as in the paper, did worse
+    than 0.1 (docs/lab.md).
+    """
+    order = hessian.diagonal().argsort(descending=True)
+    h = hessian.double()[order][:, order]
+    h.diagonal().add_(0.1 * h.diagonal().mean() + 1e-9)
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(h))
+    spread = torch.linalg.cholesky(inverse, upper=True)
+    w = w.flatten(1).double()[:, order]
+    for at in range(len(h)):
+        codes = round_to(w[:, at], scale, bits)
+        error = w[:, at] - codes * scale
+        w[:, at:].addr_(error, spread[at, at:] / spread[at, at], alpha=-1)
+        w[:, at] = codes
+    return w[:, order.argsort()].to(torch.int8)
+
+
+@dataclass
+class Exporter(Saved):
+    """Packs a network into an artifact of at most `limit` bytes."""
+
+    STATE = ("table",)
+
+    network: nn.Module
+    table: dict  # see quant_table; fit_table widens its steps, for QAT and export alike
+    limit: int
+    run: "Run"
+    header: dict  # see pack_artifact
+    needed_seconds: float = 0.0  # of the clock, which GPTQ must leave
+    out_of_time: bool = False
+
+    def is_late(self):
+        """Return whether GPTQ must stop; once it must, the answer stays the same."""
+        clock = self.run.clock
+        self.out_of_time |= self.run.runtime.agree(
+            clock.elapsed() + self.needed_seconds > clock.limit
+        )
+        return self.out_of_time
+
+    def encode(self, table, hessians):
+        """Return the artifact by the quantizers of a table.
+
+        Its codes are those of GPTQ where there is a Hessian, as long as there is time, and else the
+        nearest.
+        """
+        tensors = self.network.state_dict()
+        coded = quantize_all(tensors, table)
+        for name, hessian in hessians.items():
+            if self.run.log.is_due():
+                self.run.log(f"codes: GPTQ of {name}")
+            if self.is_late():
+                break
+            part = coded[name]
+            part.codes = gptq(tensors[name], part.scale, part.bits, hessian)
+        # Rank 0's artifact is the one that is written; the others may differ in a last digit.
+        return self.run.runtime.agree(pack_artifact(tensors, coded, **self.header))
+
+    def fit(self, target, hessians):
+        """Return quantizers and their artifact of at most `target` bytes, or the last tried."""
+        widen = 1.0
+        for _ in range(12):
+            table = {}
+            for kind, quantizer in self.table.items():
+                table[kind] = {**quantizer, "clip_sigmas": quantizer["clip_sigmas"] * widen}
+            data = self.encode(table, hessians)
+            self.run.log(
+                f"sizes: {len(data)} bytes, at most {target:.0f}; steps wider by {widen - 1:+.2%}"
+            )
+            if len(data) <= target:
+                break
+            # Steps twice as wide save one bit per weight. Coarse steps save less, so the aim is a
+            # little below the target, and it may take some attempts.
+            counts = count_parameters(self.network)
+            weights = sum(counts[kind] for kind in self.table)
+            excess = len(data) - 0.998 * target
+            widen = min(256.0, widen * 2 ** (8 * excess / weights))
+        return table, data
+
+    def fit_table(self):
+        """Widen all steps by one factor if the artifact would be too long."""
+        # The weights are yet to change, so 1% is left free.
+        self.table, _ = self.fit(0.99 * self.limit, {})
+
+    @torch.no_grad()
+    def pack(self, calibration):
+        """Return the artifact: the nearest codes or, with `calibration`, those of GPTQ.
+
+        calibration: token ids (B, T) from which GPTQ learns the inputs of layers. The clock runs;
+        tensors that GPTQ has no time for keep the nearest codes.
+        """
+        begin = self.run.clock.elapsed()
+        self.table, data = self.fit(self.limit, {})
+        if not calibration:
+            return data
+        # To pack GPTQ's codes takes as long again, or longer if steps are to be fitted.
+        self.needed_seconds = 2 * (self.run.clock.elapsed() - begin)
+        hessians = {}
+        for name, param in self.network.named_parameters():
+            if tensor_class(name, param) in self.table:
+                columns = param.flatten(1).size(1)
+                # `linear` adds to it x x^T of all inputs x.
+                hessians[name] = param.hessian = param.new_zeros(columns, columns)
+        for ids in calibration:
+            if self.run.log.is_due():
+                self.run.log("codes: calibration of GPTQ")
+            if self.is_late():
+                break
+            self.network(ids)
+        for param in self.network.parameters():
+            vars(param).pop("hessian", None)
+        for hessian in hessians.values():
+            self.run.runtime.sum(hessian)
+        # Tables that are only looked up have none, and keep the nearest codes.
+        hessians = {name: hessian for name, hessian in hessians.items() if hessian.any()}
+        table, gptq_data = self.fit(self.limit, hessians)
+        if self.out_of_time:
+            self.run.event("gptq_out_of_time")
+        # GPTQ's codes take more bytes. It loses if steps become over a tenth wider (docs/lab.md).
+        is_worse = table["matrix"]["clip_sigmas"] > 1.1 * self.table["matrix"]["clip_sigmas"]
+        return data if is_worse else gptq_data
+
+
+# === end: export ===
+
+
+# === shared: evaluation ===
+@dataclass
+class Score:
+    """A model's score on tokens: `loss` in nats per token, `bpb` in bits per byte."""
+
+    nats: float
+    tokens: int
+    bytes: int
+
+    def __post_init__(self):
+        self.loss = self.nats / self.tokens
+        self.bpb = self.nats / math.log(2) / self.bytes
+
+    def result(self):
+        """Return the score's keys in result.json."""
+        result = {f"val_{name}": value for name, value in vars(self).items()}
+        return {**result, "bytes_per_token": self.bytes / self.tokens}
+
+    def __str__(self):
+        return (
+            f"loss:{self.loss:.4f} bpb:{self.bpb:.4f} nats:{self.nats:.1f} tokens:{self.tokens} "
+            f"bytes:{self.bytes}"
+        )
+
+
+@dataclass
+class Scorer:
+    """Scores models on tokens (N,) int64 that begin with a BOS; each token after it counts once."""
+
+    tokenizer: Tokenizer
+    runtime: Runtime  # its ranks share out the windows
+    seq_len: int  # tokens in a window
+    rows: int  # windows in a forward
+    log: Callable = None  # a Log, which tells how far scoring is
+
+    def score(self, model, tokens, stride=0):
+        """Return the score of model(ids, targets) -> losses (B, T), in windows of seq_len tokens.
+
+        Without a stride, windows stand side by side. With one, a window ends `stride` tokens after
+        the one before it and scores these tokens only, so that they have a longer context.
+        """
+        last = len(tokens) - 1
+        end = np.append(np.arange(self.seq_len, last, stride or self.seq_len), last)
+        first = np.append(0, end[:-1])
+        begin = np.maximum(0, end - self.seq_len) if stride else first
+        spans = np.stack([begin, first, end], axis=1)
+        return self.score_spans(model, tokens, spans, self.rows, self.seq_len)
+
+    def score_documents(self, network, tokens):
+        """Return the score of a network that sees every document as a whole, from its BOS on."""
+        begin = np.flatnonzero(tokens[:-1] == self.tokenizer.bos_id)
+        end = np.append(begin[1:], len(tokens) - 1)
+        return self.score_spans(network, tokens, np.stack([begin, begin, end], axis=1))
+
+    @torch.no_grad()
+    def score_spans(self, model, tokens, spans, rows=1, length=0):
+        """Return the score of spans (S, 3): a row sees tokens begin..end and scores first..end.
+
+        A forward has `rows` rows of `length` tokens, or of as many as the longest of them has.
+        """
+        device = self.runtime.device
+        sums = torch.zeros(3, dtype=torch.float64, device=device)  # nats, tokens, bytes
+        spans = spans[self.runtime.rank :: self.runtime.world_size]
+        windows = len(spans)
+        # Empty rows fill the last forward: windows have one shape, for one compiled graph.
+        spans = np.pad(spans, ((0, -len(spans) % rows), (0, 0)))
+        for at in range(0, len(spans), rows):
+            if self.log and self.log.is_due():
+                self.log(f"scored {at:,} of {windows:,} windows")
+            begin, first, end = np.hsplit(spans[at : at + rows], 3)  # (rows, 1) each
+            places = begin + np.arange(length or (end - begin).max())
+            scored = (first <= places) & (places < end)
+            places = np.where(places < end, places, 0)  # BOS fills what a row leaves
+            ids = tokens[places]
+            targets = tokens[places + 1]
+            sums[1] += scored.sum()
+            sums[2] += (token_bytes(self.tokenizer, ids, targets) * scored).sum()
+            targets = np.where(scored, targets, -1)  # the model's loss of -1 is 0
+            ids, targets = (torch.from_numpy(array).to(device) for array in (ids, targets))
+            sums[0] += model(ids, targets).double().sum()
+        nats, count, byte_count = self.runtime.sum(sums).tolist()
+        assert count == len(tokens) - 1, f"scored {count:.0f} of {len(tokens) - 1} predictions"
+        return Score(nats, int(count), int(byte_count))
+
+
+# === end: evaluation ===
+
+
+# === shared: checkpoint ===
+KEEP_CHECKPOINTS = 2  # the newest, and one before it in case the newest is damaged
+LOG_SECONDS = 10.0  # at least one line in this time says what the run is doing
+MAX_SKIPPED_STEPS = 10  # in a row; one bad batch passes, a diverged run never recovers
+METRIC_FORMATS = {"train_time": "{:.0f}ms", "step_avg": "{:.2f}ms", "tok_s": "{:.0f}"}
+CLEAR_LINE = "\r\033[K"  # wipes the line on a terminal
+
+
+def save_checkpoint(folder, step, parts, meta):
+    """Write folder/step_<step> whole or not at all, then delete all but the newest checkpoints.
+
+    parts: file name -> what torch.save takes; meta: JSON. Raises OSError, leaving nothing behind.
+    """
+    final = folder / f"step_{step:06d}"
+    unfinished = folder / "unfinished"
+    files = {"meta.json": json.dumps(meta).encode()}
+    for name, part in parts.items():
+        buffer = io.BytesIO()  # torch.save into a file raises no OSError on a full disk
+        torch.save(part, buffer)
+        files[f"{name}.pt"] = buffer.getvalue()
+    sums = [f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in files.items()]
+    files["SHA256SUMS"] = "".join(sums).encode()
+    shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
+    try:
+        unfinished.mkdir()
+        for name, data in files.items():
+            replace_file(unfinished / name, data)
+        shutil.rmtree(final, ignore_errors=True)  # a damaged one of the same step
+        unfinished.rename(final)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    folders = list_checkpoints(folder)
+    newest = folders.index(final)
+    # The list begins with the newest. Any newer one must be damaged, or the run would have resumed
+    # from it.
+    for old in folders[:newest] + folders[newest + KEEP_CHECKPOINTS :]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def find_run(name, out_dir):
+    """Return the folder of a run that is named by its path or by its RUN_ID in out_dir."""
+    return Path(name) if os.sep in name else Path(out_dir, name)
+
+
+def stored_settings(given):
+    """Return the settings of the run that RESUME or REPLAY names, or {} if neither is given.
+
+    given: name of a setting -> text. Raises UserError if the run cannot be continued or repeated.
+    """
+    out_dir = given.get("OUT_DIR", Settings.out_dir)
+    if given.get("RESUME"):
+        folder = find_run(given["RESUME"], out_dir)
+        if given.get("RUN_ID", folder.name) != folder.name:
+            raise UserError(f"RUN_ID={given['RUN_ID']!r}: must be that of RESUME, {folder.name!r}")
+        newest, faults = newest_checkpoint(folder)
+        if newest is None or (folder / "result.json").exists():
+            raise UserError(
+                f"RESUME={str(folder)!r}: must be an unfinished run (no result.json) with a whole "
+                f"checkpoint; {' '.join(faults)}"
+            )
+        return json.loads((newest / "meta.json").read_bytes())["settings"]
+    if given.get("REPLAY"):
+        stored = read_progress(find_run(given["REPLAY"], out_dir))
+        return {**stored["settings"], "run_id": "", "resume": ""}
+    return {}
+
+
+def read_progress(folder):
+    """Return progress.json of a run. Raises UserError if the run cannot be repeated."""
+    prefix = f"REPLAY={str(folder)!r}:"
+    path = folder / "progress.json"
+    if not path.is_file():
+        raise UserError(f"{prefix} no {path}; must be a run that trained to its end")
+    stored = json.loads(path.read_bytes())
+    for event in stored["events"]:
+        if event.get("changed"):
+            raise UserError(f"{prefix} was resumed with changed {event['changed']}")
+    return stored
+
+
+def replayed_progress(settings):
+    """Return the progress that each step of the run that REPLAY names used; [] without one."""
+    if not settings.replay:
+        return []
+    return read_progress(find_run(settings.replay, settings.out_dir))["progress"]
+
+
+def make_tracker(settings, folder):
+    """Return track(metrics, step), which feeds TensorBoard or W&B; None if TRACKER is none.
+
+    Raises UserError if the package is not installed.
+    """
+    try:
+        if settings.tracker == "wandb":
+            import wandb
+
+            config = asdict(settings)
+            wandb.init(project="underpar", name=folder.name, dir=str(folder), config=config)
+            return wandb.log
+        if settings.tracker == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter
+
+            writer = SummaryWriter(folder)
+
+            def track(metrics, step):
+                for name, value in metrics.items():
+                    writer.add_scalar(name, value, step)
+                writer.flush()  # the values stay, however the run ends
+
+            return track
+    except ImportError:
+        name = settings.tracker
+        raise UserError(f"TRACKER={name!r}: is not installed; pip install {name}") from None
+    return None
+
+
+def handle_stop_signals(handler):
+    """From here on SIGTERM and SIGINT call `handler`; signal.SIG_DFL: they end the process."""
+    signal.signal(signal.SIGTERM, handler)
+    signal.signal(signal.SIGINT, handler)
+
+
+class StopSignal:
+    """Remembers SIGTERM or SIGINT, so that the loop saves and stops.
+
+    A second signal ends the process at once.
+    """
+
+    def __init__(self):
+        self.number = 0
+        self.received = math.inf
+        handle_stop_signals(self.receive)
+
+    def receive(self, number, frame):
+        """Handle a signal."""
+        # torchrun repeats the Ctrl-C of a terminal, so a signal within a second is the same one.
+        if time.monotonic() - self.received > 1:
+            sys.stderr.write(f"{signal.Signals(number).name}: ended without a checkpoint\n")
+            os._exit(128 + number)
+        self.number = number
+        self.received = time.monotonic()
+
+
+def name_values(values):
+    """Return a dict as `name:value` words of the log."""
+    return " ".join(f"{name}:{value}" for name, value in values.items())
+
+
+class Log:
+    """log.txt, the terminal and the tracker. Only rank 0 has a file; on other ranks it is mute."""
+
+    def __init__(self, iterations):
+        self.iterations = iterations
+        self.file = None
+        self.track = None
+        self.last_line = time.monotonic()
+
+    def __call__(self, text, stream=None):
+        """Write text to the file and to a stream, sys.stdout if it is None."""
+        if self.file is None:
+            return
+        self.last_line = time.monotonic()
+        try:
+            print(CLEAR_LINE * sys.stdout.isatty() + text, file=stream, flush=True)
+            self.file.write(text.encode() + b"\n")
+        except OSError as error:  # a full disk may have room again before the next checkpoint
+            with contextlib.suppress(OSError):
+                sys.stderr.write(f"log.txt: {error}\n")
+
+    def is_due(self):
+        """Return whether nothing was written for LOG_SECONDS."""
+        return time.monotonic() - self.last_line >= LOG_SECONDS
+
+    def metrics(self, step, metrics, seconds_left=None):
+        """Write the metrics (name -> number) of a step and feed the tracker.
+
+        With seconds_left, a step after the first five is written and tracked only if nothing was
+        written for LOG_SECONDS; on a terminal the others overwrite one line.
+        """
+        line = f"step:{step}/{self.iterations or '?'}"
+        for name, value in metrics.items():
+            line += f" {name}:{METRIC_FORMATS.get(name, '{:.6g}').format(value)}"
+        if seconds_left is None or step <= 5 or self.is_due():
+            self(line)
+            if self.track:
+                self.track(metrics, step)
+        elif self.file and sys.stdout.isatty():
+            print(f"{CLEAR_LINE}{seconds_left:.0f} s left {line}", end="", flush=True)
+
+
+@dataclass
+class Run(Saved):
+    """A run: its folder, log, events and checkpoints, and how far it is.
+
+    parts: name -> object with state_dict and load_state_dict, which checkpoints store. The script
+    adds the "network" and all else that steps change.
+    """
+
+    STATE = ("step", "skipped_steps", "skipped_in_a_row", "events")
+
+    settings: Settings
+    runtime: Runtime
+    plan: Plan
+    clock: Clock
+    identity: dict  # values that must not change when a run is resumed
+
+    def __post_init__(self):
+        settings = self.settings
+        self.folder = find_run(settings.resume, settings.out_dir)
+        if not settings.resume:
+            self.folder /= self.runtime.agree(settings.run_id or time.strftime("run_%Y%m%d_%H%M%S"))
+        self.log = Log(settings.iterations)
+        files = [__file__, settings.config]
+        self.code_bytes = sum(os.path.getsize(file) for file in files if file)
+        self.parts = {"run": self, "plan": self.plan, "clock": self.clock}
+        self.events = []
+        self.step = 0
+        self.skipped_steps = 0
+        self.skipped_in_a_row = 0
+        self.saved_step = -1  # of the newest checkpoint
+
+    def open(self):
+        """Make or find the folder and begin the log; return the checkpoint to load, or None.
+
+        Raises UserError, with nothing made but perhaps an empty folder.
+        """
+        checkpoint = None
+        faults = []
+        if self.runtime.rank == 0:
+            run_id = self.settings.run_id
+            if self.settings.resume:
+                checkpoint, faults = newest_checkpoint(self.folder)
+            elif any(self.folder.glob("*")) or Path(run_id).name != run_id:
+                raise UserError(
+                    f"RUN_ID={run_id!r}: must be a plain name that no run in OUT_DIR has; RESUME "
+                    "continues a run"
+                )
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.log.track = make_tracker(self.settings, self.folder)
+            self.log.file = open(self.folder / "log.txt", "ab", buffering=0)
+            self.write_header()
+            for fault in faults:
+                self.log(fault)
+        return self.runtime.agree(checkpoint)
+
+    def write_header(self):
+        """Log the script's source, the command, the machine and all settings; * marks a change."""
+        source = Path(__file__).read_text(encoding="utf-8") + "\n" + "=" * 120 + "\n"
+        if source not in (self.folder / "log.txt").read_text(encoding="utf-8"):
+            self.log.file.write(source.encode())
+        self.log(f"command: {' '.join(sys.argv)}")
+        self.log(name_values(describe_machine(self.runtime)))
+        for name, value in asdict(self.settings).items():
+            mark = " " if value == getattr(Settings, name) else "*"
+            if isinstance(value, bool):
+                value = int(value)
+            self.log(f"{mark} {name.upper()}={value}")
+
+    def event(self, name, **facts):
+        """Log an event that result.json reports too."""
+        self.events.append({"event": name, **facts})
+        self.log(f"event: {name} {name_values(facts)}")
+
+    def write_file(self, name, data):
+        """Write a file of the folder, on rank 0 while the others wait; return its path."""
+        path = self.folder / name
+        if self.runtime.rank == 0:
+            replace_file(path, data)
+        self.runtime.agree(None)
+        return path
+
+    def save(self):
+        """Write a checkpoint, on rank 0 while the others wait.
+
+        A failure is an event if there is an older checkpoint, else an OSError.
+        """
+        if self.saved_step != self.step and self.runtime.rank == 0:
+            training = {name: part.state_dict() for name, part in self.parts.items()}
+            files = {"model": training.pop("network"), "training": training}
+            settings = asdict(self.settings)
+            meta = {"step": self.step, "settings": settings, "identity": self.identity}
+            try:
+                save_checkpoint(self.folder, self.step, files, meta)
+                self.log(f"step:{self.step} saved")
+            except OSError as error:
+                if not list_checkpoints(self.folder):
+                    raise
+                self.event("save_failed", step=self.step, error=str(error))
+        self.saved_step = self.step
+        self.runtime.agree(None)
+
+    def load(self, folder):
+        """Restore a checkpoint. Raises UserError if the run would become another one."""
+        meta = json.loads((folder / "meta.json").read_bytes())
+        for name, value in self.identity.items():
+            before = meta["identity"].get(name)
+            if before != value:
+                raise UserError(f"{name.upper()}={value!r}: must stay {before!r} under RESUME")
+        place = self.runtime.device
+        states = torch.load(folder / "training.pt", map_location=place, weights_only=True)
+        states["network"] = torch.load(folder / "model.pt", map_location=place, weights_only=True)
+        for name, part in self.parts.items():
+            if name in states:
+                part.load_state_dict(states[name])
+        self.saved_step = self.step
+        before = meta["settings"]
+        changed = {
+            name: value
+            for name, value in asdict(self.settings).items()
+            if value != before.get(name) and name not in ("resume", "run_id", "out_dir")
+        }
+        self.event("resume", step=self.step, ranks=self.runtime.world_size, changed=changed)
+
+    def count_skipped(self, report):
+        """Count a step whose loss or gradient was not finite: its update was masked.
+
+        Raises FloatingPointError after MAX_SKIPPED_STEPS of them in a row.
+        """
+        if report.finite:
+            self.skipped_in_a_row = 0
+            return
+        self.skipped_steps += 1
+        self.skipped_in_a_row += 1
+        self.event("skipped_step", step=self.step, loss=str(report.loss))
+        if self.skipped_in_a_row >= MAX_SKIPPED_STEPS:
+            raise FloatingPointError(
+                f"{self.skipped_in_a_row} steps in a row had a loss or gradient that is not finite;"
+                f" the last checkpoint of {self.folder} is good"
+            )
+
+    def write_json(self, name, facts):
+        """Write facts, events and settings into a file of the folder; return them all."""
+        facts = {**facts, "events": self.events, "settings": asdict(self.settings)}
+        self.write_file(name, (json.dumps(facts, indent=1) + "\n").encode())
+        return facts
+
+    def write_artifact(self, content):
+        """Write model.upar, and log what became of plan and clock; return the artifact's path."""
+        seconds = self.clock.elapsed()
+        self.log(self.plan.describe())
+        if self.clock.limit < seconds:
+            self.event("over_clock", seconds=seconds)
+        return self.write_file("model.upar", content)
+
+    def write_result(self, facts, content):
+        """Write result.json, and log it; return the exit code of the run: 1 if it has a fault.
+
+        facts: what the script reports beside the facts of every run. content: of the artifact.
+        """
+        result = {
+            "script": Path(__file__).name,
+            "run_id": self.folder.name,
+            "seed": self.settings.seed,
+            "code_sha256": sha256_file(__file__),
+            **describe_machine(self.runtime),
+            "world_size": self.runtime.world_size,
+            "steps": self.step,
+            "skipped_steps": self.skipped_steps,
+            "train_seconds": self.clock.elapsed(),
+            **facts,
+            "artifact": str(self.folder / "model.upar"),
+            "artifact_sha256": hashlib.sha256(content).hexdigest(),
+            "artifact_bytes": len(content),
+            "code_bytes": self.code_bytes,
+            "total_bytes": self.code_bytes + len(content),
+            "phases": self.plan.phases,
+        }
+        result = self.write_json("result.json", result)
+        self.log("---")
+        for key, value in result.items():
+            if not isinstance(value, dict):
+                self.log(f"{key}: {value}")
+        faults = []
+        for name in self.plan.planned.keys() - self.plan.phases:
+            faults.append(f"phase {name} was enabled and never fired")
+        if result["total_bytes"] > self.settings.artifact_bytes_max:
+            faults.append("code and artifact exceed ARTIFACT_BYTES_MAX")
+        for fault in faults:
+            self.log(f"error: {fault}; everything was saved", sys.stderr)
+        return 1 if faults else 0
+
+
+# === end: checkpoint ===
+
+
+# -------------------------------------------------------------------------------------------- main
+# Learning rates of matrices and embeddings per optimizer: the best of a few, by 60 to 300 steps of
+# a small network on web text (docs/lab.md). Values that are given override them.
+OPTIMIZER_PRESETS = {
+    "muon": {"matrix_lr": 0.02, "tied_embed_lr": 0.03},
+    "lion": {"matrix_lr": 0.001, "tied_embed_lr": 0.004},
+    "adamw": {"matrix_lr": 0.003, "tied_embed_lr": 0.01},
+    "adamw8bit": {"matrix_lr": 0.003, "tied_embed_lr": 0.01},
+    "adafactor": {"matrix_lr": 0.1, "tied_embed_lr": 0.4},  # shares of a tensor's root mean square
+}
+# Learning rate of an untied output head. Parameter Golf's 0.008 lost 0.01 bits per byte at 256 wide
+# (docs/lab.md, 2026-11-25). Lion moves every weight by the whole rate, and Adafactor's rate is a
+# share of the head's root mean square.
+HEAD_LR = 0.004
+OTHER_HEAD_LRS = {"lion": 0.002, "adafactor": 0.1}
+MUON_MOMENTUM_START = 0.85  # early gradients change quickly, and a long memory of them misleads
+MUON_WARMUP_FRAC = 0.05  # share of the run until it is MUON_MOMENTUM
+WARMUP_STEPS = 2  # untimed steps: the first compiles, the second shows that nothing compiles again
+# A step that takes longer than this and than 20 median steps prints the stacks of all threads.
+HANG_SECONDS = 120.0
+HEAVY_FOR_CPU = 1e12  # parameters times tokens per step: about a minute per step on two cores
+
+
+def keep_memory():
+    """Let glibc keep the memory that tensors give back, for the next ones.
+
+    By default each large tensor gets new pages from the system, which took a seventh of a step.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(-4, 0)  # M_MMAP_MAX: no block has pages of its own
+        libc.mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD, in bytes
+
+
+def activation_dtype(name, device):
+    """Return the dtype of activations; "auto" is bfloat16 if the device has units for it."""
+    if name == "auto":
+        has_units = device.type == "cuda" or torch.cpu._is_avx512_bf16_supported()
+        name = "bfloat16" if has_units else "float32"
+    return getattr(torch, name)
+
+
+def compile_model(network, settings):
+    """Return the network compiled into one graph or, with COMPILE=0, the network itself."""
+    if not settings.compile:
+        return network
+    return torch.compile(network, dynamic=False, fullgraph=True)
+
+
+def forward_backward(model, batches, step):
+    """Compute this rank's gradients of the mean loss over the global batch.
+
+    Return this rank's part of that mean, in nats per token.
+    """
+    model.zero_grad()
+    loss = torch.zeros((), device=batches.runtime.device)
+    for ids, targets in batches.micro_batches(step):
+        part = model(ids, targets).sum() / batches.settings.train_batch_tokens
+        part.backward()
+        loss += part.detach()
+    return loss
+
+
+def warm_up(model, optimizers, batches, settings):
+    """Compile and allocate everything in untimed steps that change no weight.
+
+    If memory is short on any rank, the micro-batch is halved. Raises UserError if it cannot be.
+    """
+    runtime = batches.runtime
+    skip = torch.ones((), dtype=torch.bool, device=runtime.device)
+    step = 0
+    while step < WARMUP_STEPS:
+        out_of_memory = torch.zeros(1, device=runtime.device)
+        reserve = None
+        try:
+            # Momentum, two moments, masters, two averages and a sum of gradients come later.
+            reserve = [param.new_empty(7, *param.shape) for param in optimizers.params]
+            forward_backward(model, batches, step)
+        except RuntimeError as error:
+            # cuBLAS and cuDNN have no class of their own for it.
+            if not re.search("out of memory|allocate memory|ALLOC_FAILED", str(error)):
+                raise
+            out_of_memory += 1
+        del reserve
+        if runtime.sum(out_of_memory):
+            rows = batches.micro_rows
+            if settings.micro_batch_tokens or rows == 1:
+                raise UserError(f"out of memory with {rows} windows; set MICRO_BATCH_TOKENS lower")
+            batches.limit_rows(rows // 2)
+            torch.compiler.reset()  # each size is another graph, and dynamo makes only so many
+            continue
+        optimizers.reduce_gradients(runtime, settings.grad_clip_norm, out_of_memory)
+        optimizers.step(0.0, skip)
+        step += 1
+    with torch.no_grad():
+        model(*next(batches.micro_batches(0)))
+    optimizers.load_state_dict({})
+
+
+def log_step(run, metrics):
+    """Log the step before, if its report has come; return whether a rank is to stop."""
+    report = run.clock.previous_report()
+    if report is None:
+        return False
+    run.count_skipped(report)
+    values = {
+        "train_loss": report.loss,
+        **metrics,
+        "train_time": 1000 * report.seconds,
+        "step_avg": 1000 * report.seconds / run.step,
+        "tok_s": run.step * run.settings.train_batch_tokens / report.seconds,
+    }
+    run.log.metrics(run.step, values, run.clock.budget - report.seconds)
+    return report.stop_requested
+
+
+def calibration_ids(batches, run):
+    """Return token ids (B, T) of the training batches that would come next, for GPTQ, a list."""
+    calibration = []
+    for number in range(run.settings.gptq_calibration_batches):
+        calibration += [ids for ids, _ in batches.micro_batches(run.step + number)]
+    return calibration
+
+
+def choose_weights(exporter, averages, run, score):
+    """Give the network the raw or averaged weights that score best, quantized, on held-out tokens.
+
+    score: () -> Score of the network as it is. An average is left out, with an event, if the clock
+    has no time to score it. Without averages nothing is scored. Return a name.
+    """
+    params = [param.detach() for param in exporter.network.parameters()]
+    candidates = {"raw": params}
+    for name, average in averages.items():
+        if average.count:
+            candidates[name] = average.values
+    if len(candidates) == 1:
+        return "raw"
+    scores = {}
+    scoring_seconds = 0.0
+    for name, values in candidates.items():
+        begin = run.clock.elapsed()
+        # Scoring an average must leave time to pack the weights chosen.
+        if scores and run.runtime.agree(run.clock.limit - begin < 2 * scoring_seconds):
+            run.event("weights_left_out", weights=name)
+            continue
+        with swapped(params, values), quantized(exporter.network, exporter.table):
+            scores[name] = score()
+        scoring_seconds = run.clock.elapsed() - begin
+        run.log(f"weights: {name}, quantized, on held-out training tokens {scores[name]}")
+    chosen = min(scores, key=lambda name: scores[name].nats)
+    run.log(f"weights: {chosen} chosen")
+    torch._foreach_copy_(params, candidates[chosen])
+    return chosen
+
+
+def score_artifact(path, scorer, data, run):
+    """Rebuild the network from the artifact file alone; return its scores for result.json."""
+    settings = run.settings
+    header, tensors, _ = read_artifact(path)
+    network = GPT(GPTConfig(**header["settings"])).to(scorer.runtime.device)
+    network.load_state_dict(tensors)
+    model = compile_model(network, settings)
+    tokens = data.val
+    score = scorer.score(model, tokens)
+    run.log(f"from the artifact: val_{score}")
+    result = score.result()
+    if 0 < settings.eval_stride < settings.train_seq_len:
+        sliding = scorer.score(model, tokens, settings.eval_stride)
+        run.log(f"from the artifact: sliding val_{sliding}")
+        result["val_bpb_sliding"] = sliding.bpb
+    if settings.eval_stateful:
+        stateful = scorer.score_documents(network, tokens)
+        run.log(f"from the artifact: stateful val_{stateful}")
+        result["val_bpb_stateful"] = stateful.bpb
+    return result
+
+
+def main():
+    """Train, pack and score one model; return the exit code. Raises UserError before step 1."""
+    begin = time.perf_counter()
+    presets = {"ARCH_MODE": ARCH_PRESETS, "OPTIMIZER": OPTIMIZER_PRESETS}
+    settings = load_settings(Settings, os.environ, sys.argv[1:], presets, stored_settings)
+    plan = Plan(settings)
+    runtime = start_runtime(settings.device)
+    device = runtime.device
+    keep_memory()
+    clock = Clock(settings, runtime, replayed_progress(settings))
+    data = open_data(settings)
+    tokenizer = data.tokenizer
+    config = model_config(settings, tokenizer.vocab_size, tokenizer.bos_id)
+    batches = Batches(data, settings, runtime)
+
+    # model, optimizers, averages
+    torch.manual_seed(settings.seed)
+    network = GPT(config).to(device)
+    network.activation_checkpointing = settings.activation_checkpointing
+    network.dtype = activation_dtype(settings.dtype, device)
+    model = compile_model(network, settings)
+    rates = {  # learning rate and decoupled weight decay of each class of parameters
+        "matrix": (settings.matrix_lr, settings.muon_wd),
+        "embedding": (settings.tied_embed_lr, 0.0),  # a tied one is the output head, too
+        "head": (OTHER_HEAD_LRS.get(settings.optimizer, HEAD_LR), 0.0),  # an untied one
+        "control": (settings.scalar_lr, 0.0),  # gains, mixes, and GDN's decay and step size
+    }
+    optimizers = Optimizers(network, settings.optimizer, rates, runtime)
+    averages = {}
+    for name, memory in (("ema", EMA_MEMORY), ("swa", None)):
+        if getattr(settings, name):
+            averages[name] = Average(list(network.parameters()), memory)
+
+    # run folder and log
+    identity = {
+        **asdict(config),
+        "manifest_sha256": data.manifest_sha256,
+        "data_shares": data.shares,
+        "seed": settings.seed,
+        "train_batch_tokens": settings.train_batch_tokens,
+        "holdout_tokens": settings.holdout_tokens,
+        "optimizer": settings.optimizer,
+    }
+    run = Run(settings, runtime, plan, clock, identity)
+    checkpoint = run.open()
+    log = run.log
+    if tokenizer.file != "bytes":
+        run.write_file(tokenizer.file, tokenizer.content)
+    counts = count_parameters(network)
+    log(f"parameters: {name_values(counts)} layers: {config.layers}")
+    for manifest in data.manifests:
+        log(
+            "data: {name}, train {train[tokens]} tokens, val {val[tokens]} tokens, "
+            "{val[decoded_bytes]} bytes, overlap {overlap_documents} documents".format(**manifest)
+        )
+    log(plan.describe())
+    if device.type == "cpu" and counts["total"] * settings.train_batch_tokens > HEAVY_FOR_CPU:
+        log(
+            f"warning: {counts['total']} parameters x {settings.train_batch_tokens} tokens take "
+            "minutes a step on a CPU; configs/cpu.env is made for CPUs"
+        )
+    log("warm-up: compiling and allocating, outside the clock")
+    warm_up(model, optimizers, batches, settings)
+    log(
+        f"batch: {batches.rows // batches.micro_rows} micro-steps of {batches.micro_rows} windows "
+        "on each rank"
+    )
+    scorer = Scorer(tokenizer, runtime, settings.train_seq_len, batches.micro_rows, log)
+    exporter = Exporter(
+        network,
+        quant_table(settings),
+        limit=settings.artifact_bytes_max - run.code_bytes,
+        run=run,
+        header={
+            "settings": asdict(config),
+            "tokenizer_sha256": tokenizer.sha256,
+            "meta": {"seed": settings.seed, "tokenizer": tokenizer.file},
+        },
+    )
+    run.parts.update(network=network, optimizers=optimizers, exporter=exporter, **averages)
+    if checkpoint:
+        run.load(checkpoint)
+
+    metrics = {}
+    stopping = False
+    stop_signal = StopSignal()
+    clock.start()
+    while True:
+        last_step = clock.is_last(run.step)  # run.step steps are finished
+        if stop_signal.number and not runtime.distributed:
+            stopping = True  # a single process need not ask other ranks
+        faulthandler.cancel_dump_traceback_later()
+
+        # 1. Validate and save; the clock stands still.
+        val_is_due = settings.val_loss_every and run.step % settings.val_loss_every == 0
+        if val_is_due and run.step and not (last_step or stopping):
+            with clock.paused():
+                score = scorer.score(model, data.val)
+            log.metrics(run.step, {"val_loss": score.loss, "val_bpb": score.bpb})
+            if score.loss <= settings.target_val_loss:
+                last_step = True
+                run.event("target_reached", step=run.step, seconds=clock.elapsed())
+                # A phase that has not begun is no fault now.
+                plan.planned = {name: plan.planned[name] for name in plan.phases}
+        save_is_due = settings.save_every and run.step % settings.save_every == 0
+        if last_step or stopping or save_is_due:
+            with clock.paused():
+                run.save()
+        if last_step or stopping:
+            break
+        faulthandler.dump_traceback_later(max(HANG_SECONDS, 20 * clock.median_step()))
+
+        # 2. The phases and learning rates of this step.
+        progress = clock.progress(run.step)
+        for name in plan.begin_phases(run.step, progress):
+            log(f"phase: {name} begins at step {run.step + 1}, {progress:.1%} of the run")
+            if name == "qat":
+                exporter.fit_table()
+        multiplier = plan.rates(progress)
+
+        # 3. Forward and backward. Under QAT the weights inside this block are rounded as in the
+        # artifact, and the gradient is applied to the unrounded weights (straight through).
+        with quantized(network, exporter.table) if plan.is_on("qat") else contextlib.nullcontext():
+            loss = forward_backward(model, batches, run.step)
+        extra = torch.stack([loss, torch.full_like(loss, stop_signal.number)])
+        norm, extra = optimizers.reduce_gradients(runtime, settings.grad_clip_norm, extra)
+        loss, stop = extra  # the mean over the global batch now
+        skip = ~(torch.isfinite(norm) & torch.isfinite(loss))
+
+        # 4. Read and log the report of the step before, now that the device has work queued.
+        stopping = log_step(run, metrics)
+
+        # 5. Update the weights and their averages.
+        warm = min(1.0, progress / MUON_WARMUP_FRAC)
+        momentum = MUON_MOMENTUM_START + warm * (settings.muon_momentum - MUON_MOMENTUM_START)
+        optimizers.step(multiplier, skip, momentum)
+        for name, average in averages.items():
+            if plan.is_on(name):
+                average.update(progress)
+        clock.send_report(loss, skip, stop)
+        metrics = {"lr_mul": multiplier, "progress": progress}
+        run.step += 1
+
+    clock.stop()
+    if stopping:
+        number = signal.Signals(stop_signal.number or signal.SIGTERM)
+        log(f"stopped by {number.name} after step {run.step}; RESUME={run.folder} goes on")
+        runtime.leave()
+        return 128 + number
+    handle_stop_signals(signal.SIG_DFL)
+    log_step(run, metrics)
+    run.write_json("progress.json", {"progress": clock.used})
+
+    # Choose the weights, quantize and pack them; this is on the clock, too.
+    clock.start()
+    chosen = choose_weights(
+        exporter, averages, run, functools.partial(scorer.score, model, data.held_out)
+    )
+    # QAT fits the weights to the codes; without it GPTQ chooses the codes.
+    calibration = [] if "qat" in plan.phases else calibration_ids(batches, run)
+    content = exporter.pack(calibration)
+    clock.stop()
+    artifact = run.write_artifact(content)
+
+    # Score the weights before quantization, then what the artifact file alone gives back.
+    before = scorer.score(model, data.val)
+    log(f"before quantization: val_{before}")
+    facts = {
+        "manifest_sha256": data.manifest_sha256,
+        "tokenizer_sha256": tokenizer.sha256,
+        "tokens": run.step * settings.train_batch_tokens,
+        "params": counts,
+        "optimizer_state_bytes": optimizers.state_bytes(),
+        "dtype": str(network.dtype).removeprefix("torch."),
+        "weights": chosen,
+        **score_artifact(artifact, scorer, data, run),
+        "before_quantization": before.result(),
+        **data.yardsticks,
+        "total_seconds": time.perf_counter() - begin,
+    }
+    exit_status = run.write_result(facts, content)
+    runtime.leave()
+    return exit_status
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))
