@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# A fresh machine to tested code: run.sh's .venv and requirements-test.txt -> ruff (lint, format), the fences, pytest.
+# A fresh machine to tested code: run.sh's .venv and requirements-test.txt (full: requirements-full.txt, too) -> ruff
+# (lint, format), the fences, pytest.
 #   ./test.sh [full] [pytest's arguments]     full: the tests marked `full` too (the long ones)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
@@ -12,6 +13,7 @@ fi
 
 chosen=()  # pyproject.toml leaves the tests marked full out
 if [ "${1-}" = full ]; then
+  .venv/bin/python -m pip install --quiet --quiet --disable-pip-version-check -r requirements-full.txt
   chosen=(-m "")
   shift
 else

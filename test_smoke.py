@@ -334,20 +334,6 @@ def test_every_phase_fires_under_a_clock_that_cuts_the_run(place):
     assert max(rates) == 1.0 and rates[-1] < 0.1
 
 
-def test_a_run_ends_at_the_validation_that_reaches_the_target(place):
-    """The event says after how many steps and seconds. Phases that were to come are no fault."""
-    place.run("target", VAL_LOSS_EVERY=2, TARGET_VAL_LOSS=4.2, ITERATIONS=60)
-    losses = place.logged("target", "val_loss")
-    *earlier, last = losses.values()
-    assert last <= 4.2 < min(earlier)
-    result = place.result("target")
-    assert result["steps"] == list(losses)[-1] < 30
-    [event] = result["events"]
-    assert (event["event"], event["step"]) == ("target_reached", result["steps"])
-    assert 0 < event["seconds"] <= result["train_seconds"]
-    assert "qat" not in result["phases"]  # it holds those that began
-
-
 def test_a_reserve_that_is_too_short_leaves_out_averages(place):
     """Scoring takes a second of none: raw weights, and the events say so."""
     slow = """

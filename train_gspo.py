@@ -84,6 +84,8 @@ class Settings:
     seed: int = 1337  # decides every random draw
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a device
     compile: bool = False  # torch.compile; on a CPU it needs a C++ compiler
+    # kernels on CUDA; auto: the fastest that pass a self-test, fla: an error if fla's do not pass
+    kernels: Literal["auto", "plain", "fla"] = "auto"
     activation_checkpointing: bool = False  # recompute layers in the backward pass: less memory
     # problems
     train_files: str = "data/sort.jsonl"  # FILE,FILE of rows; for SFT and DPO each maybe :WEIGHT
@@ -732,6 +734,395 @@ def completion(tokenizer, prompt, ids):
 # === end: text ===
 
 
+# === shared: kernels ===
+# The plain forms run everywhere. On CUDA a run begins with choose_kernels, which puts faster forms
+# into FAST, by name of the kernel, if they agree with the plain ones on this device.
+FAST = {}
+
+
+def widened(x):
+    """Return x in float32, or in float64 if it is that."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+@functools.cache
+def scan_kernel():
+    """Return the Triton kernel of gdn_scan. Only CUDA builds of PyTorch bring Triton."""
+    global tl
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def scan(
+        F, T, START, S, N, M, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BACK: tl.constexpr
+    ):
+        # A program walks through the chunks with BV columns of one state (K, V).
+        m = tl.program_id(0)
+        k = tl.arange(0, K)
+        v = tl.program_id(1) * BV + tl.arange(0, BV)
+        here = k[:, None] * V + v
+        state = tl.load(START + m * K * V + here)
+        for i in range(N):
+            n = N - 1 - i if BACK else i
+            at = (n * M + m).to(tl.int64)
+            factor = tl.load(F + at * K * K + k[:, None] * K + k)
+            if BACK:
+                factor = factor.T
+            term = tl.load(T + at * K * V + here)
+            # Three products of TF32 have the digits of float32. For K = 128 registers do not suffice.
+            state = term + tl.dot(factor, state, input_precision="tf32x3" if K <= 64 else "tf32")
+            to = at if BACK else at + M
+            tl.store(S + to * K * V + here, state)
+
+    return scan
+
+
+@functools.cache
+def loss_kernel():
+    """Return the Triton kernel of cross_entropy, forward or, with GRAD, backward."""
+    global tl
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def loss(X, Y, LOSS, LSE, D, DX, V, CAP, BLOCK: tl.constexpr, GRAD: tl.constexpr):
+        # A program has one row of X. Logits are less CAP here, so that exp cannot overflow.
+        row = tl.program_id(0).to(tl.int64)
+        y = tl.load(Y + row)
+        lse = tl.load(LSE + row) if GRAD else 0.0
+        total = 0.0
+        target = 0.0
+        for begin in range(0, V, BLOCK):
+            at = begin + tl.arange(0, BLOCK)
+            x = tl.load(X + row * V + at, mask=at < V, other=0.0).to(tl.float32)
+            u = tl.sigmoid(-2 * x / CAP)  # the logit, less CAP, is -2 CAP u
+            p = tl.exp(-2 * CAP * u - lse)
+            if GRAD:
+                dz = tl.load(D + row) * tl.where(at == y, p - 1, p)
+                tl.store(DX + row * V + at, dz * 4 * u * (1 - u), mask=at < V)
+            else:
+                total += tl.sum(tl.where(at < V, p, 0.0))
+                target += tl.sum(tl.where(at == y, -2 * CAP * u, 0.0))
+        if not GRAD:
+            tl.store(LSE + row, tl.log(total))
+            tl.store(LOSS + row, tl.where(y < 0, 0.0, tl.log(total) - target))
+
+    return loss
+
+
+def register(name, form, shapes, backward=None, keep=None):
+    """Return a form as an operator, which torch.compile calls and does not trace.
+
+    shapes: returns empty outputs, from which the compiler learns their shapes. The first script
+    imported into a process registers it for all: a second registration would free the first, and a
+    handle to it would crash.
+    """
+    if not hasattr(torch.ops.underpar, name):
+        registered = torch.library.custom_op(f"underpar::{name}", form, mutates_args=())
+        registered.register_fake(shapes)
+        if backward:
+            registered.register_autograd(backward, setup_context=keep)
+    return getattr(torch.ops.underpar, name).default
+
+
+def scan_outputs(factors, terms, state, reverse):
+    """Return room for the states of gdn_scan, given its arguments."""
+    return state.new_empty(len(terms) + 1, *state.shape)
+
+
+def gdn_scan(factors: Tensor, terms: Tensor, state: Tensor, reverse: bool) -> Tensor:
+    """Return the states S_0 ... S_N (N + 1, M, K, V) before, between and behind N chunks:
+
+        S_0 = state     S_{n+1} = F_n S_n + t_n
+
+    There are M = B*H rows; factors F (N, M, K, K), terms t (N, M, K, V), state (M, K, V). With
+    `reverse` it goes from last to first, as the gradients do:
+
+        S_N = state     S_n = F_n^T S_{n+1} + t_n
+    """
+    if "scan" in FAST:
+        return FAST["scan"](factors, terms, state, reverse)
+    states = scan_outputs(factors, terms, state, reverse)
+    if reverse:
+        states[-1] = state
+        for n in reversed(range(len(terms))):
+            torch.baddbmm(terms[n], factors[n].mT, states[n + 1], out=states[n])
+    else:
+        states[0] = state
+        for n in range(len(terms)):
+            torch.baddbmm(terms[n], factors[n], states[n], out=states[n + 1])
+    return states
+
+
+def triton_scan(factors, terms, state, reverse):
+    """Return what gdn_scan returns, by one launch; K and V are powers of 2 from 16 on."""
+    n, m, k, v = terms.shape
+    states = scan_outputs(factors, terms, state, reverse)
+    states[n if reverse else 0] = state
+    block = min(v, 2048 // k)  # more columns of a state do not fit into registers
+    inputs = (x.contiguous() for x in (factors, terms, state))
+    scan_kernel()[m, v // block](*inputs, states, n, m, k, v, block, reverse, num_warps=8)
+    return states
+
+
+def keep_scan(ctx, inputs, output):
+    """Keep what gdn_scan_backward needs."""
+    ctx.save_for_backward(inputs[0], output)
+
+
+def gdn_scan_backward(ctx, d_states):
+    """Return the gradients of gdn_scan's inputs, given that of the states by what reads them."""
+    factors, states = ctx.saved_tensors
+    r = gdn_scan(factors, d_states[:-1], d_states[-1], True)
+    return r[1:] @ states[:-1].mT, r[1:], r[0], None
+
+
+gdn_scan = register("gdn_scan", gdn_scan, scan_outputs, gdn_scan_backward, keep_scan)
+
+
+def masked_attention(q, k, v, mask):
+    """Return softmax(q k^T / sqrt(D)) v, (B, H, T, D), over the keys that each query sees.
+
+    q (B, H, T, D), k and v (B, Hkv, S, D), mask (B, T, S). Heads that share keys become queries of
+    one head, because CUDA's kernels that take a mask do not take grouped heads.
+    """
+    rows = q.reshape(*k.shape[:2], -1, q.size(3))  # (B, Hkv, groups * T, D)
+    mask = mask.repeat(1, q.size(1) // k.size(1), 1)[:, None]
+    if q.is_cuda:
+        o = F.scaled_dot_product_attention(rows, k, v, mask)
+    else:  # plain products, compiled, take 0.7 of the time of PyTorch's kernel
+        scores = widened(rows * q.size(3) ** -0.5 @ k.mT)
+        # Compiled code stores a boolean mask 30 times as slowly as numbers.
+        scores = scores + torch.where(mask, 0.0, -math.inf)
+        o = scores.softmax(-1).to(v.dtype) @ v
+    return o.view_as(q)
+
+
+def attend(q, k, v, doc, window, borders=None):
+    """Return causal attention inside documents (B, H, T, D).
+
+    q (B, H, T, D), k and v (B, Hkv, T, D), doc (B, T). Query i sees key j if 0 <= i - j < window
+    and both are of one document. Blocks of queries skip the keys that none of them sees, which on a
+    CPU is 3 times as fast as one masked call at T = 4 windows. borders: see document_borders.
+    """
+    if borders is not None:
+        return FAST["attention"](q, k, v, borders, window)
+    T = q.size(2)
+    places = torch.arange(T, device=q.device)
+    step = max(64, min(window, T, 4096) // 4)  # a mask of longer blocks would need much memory
+    outputs = []
+    for start in range(0, T, step):
+        queries = slice(start, start + step)
+        keys = slice(max(0, start - window + 1), start + step)  # those that a query may see
+        distance = places[queries, None] - places[keys]
+        same_doc = doc[:, queries, None] == doc[:, None, keys]
+        mask = (distance >= 0) & (distance < window) & same_doc
+        outputs.append(masked_attention(q[:, :, queries], k[:, :, keys], v[:, :, keys], mask))
+    return torch.cat(outputs, 2)
+
+
+def document_borders(ids, bos_id, device):
+    """Return a list of the places in ids (B, T) at which rows and documents begin, and B * T.
+
+    They are int32 (D + 1,); the list is empty if no kernel takes them. ids: on the host, which then
+    knows the number D of documents without waiting for a GPU.
+    """
+    if "attention" not in FAST:
+        return []
+    begins = ids == bos_id
+    begins[:, 0] = True
+    places = begins.flatten().nonzero()[:, 0]
+    borders = F.pad(places, (0, 1), value=ids.numel()).int().to(device)
+    torch._dynamo.mark_dynamic(borders, 0)  # another number of documents compiles nothing again
+    return [borders]
+
+
+def varlen_attend(q, k, v, borders, window):
+    """Return what `attend` returns, by FlashAttention and without masks."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    T = q.size(2)
+    left = window - 1 if window < T else -1
+    rows = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # (B * T, heads, D)
+    o = varlen_attn(*rows, borders, borders, T, T, window_size=(left, 0), enable_gqa=True)
+    return o.unflatten(0, (-1, T)).transpose(1, 2)
+
+
+def softcap(logits, cap):
+    """Return cap * tanh(logits / cap), at least in float32; with a cap of 0 the logits."""
+    logits = widened(logits)
+    # tanh itself takes a CPU twice as long.
+    return 2 * cap * torch.sigmoid(2 / cap * logits) - cap if cap else logits
+
+
+def cross_entropy(logits, targets, cap):
+    """Return the nats (N,) of targets (N,) after logits (N, V), which get a soft cap; 0 for -1."""
+    if cap and "loss" in FAST:
+        return FAST["loss"](logits, targets, cap)[0]
+    return F.cross_entropy(softcap(logits, cap), targets, ignore_index=-1, reduction="none")
+
+
+def loss_outputs(logits, targets, cap):
+    """Return room for the outputs of softcap_loss."""
+    losses = torch.empty_like(targets, dtype=torch.float32)
+    return losses, torch.empty_like(losses)
+
+
+def softcap_loss(logits: Tensor, targets: Tensor, cap: float) -> tuple[Tensor, Tensor]:
+    """Return what cross_entropy returns, and logsumexps: logits are never widened in memory."""
+    losses, lse = loss_outputs(logits, targets, cap)
+    rows, width = logits.shape
+    # The last two losses stand for tensors of the backward pass.
+    loss_kernel()[rows,](logits, targets, losses, lse, losses, losses, width, cap, 2048, False)
+    return losses, lse
+
+
+def softcap_grad(logits: Tensor, targets: Tensor, lse: Tensor, d: Tensor, cap: float) -> Tensor:
+    """Return the gradient of softcap_loss by its logits, given d (N,) by its losses."""
+    grad = torch.empty_like(logits)
+    rows, width = logits.shape
+    loss_kernel()[rows,](logits, targets, lse, lse, d, grad, width, cap, 2048, True)
+    return grad
+
+
+softcap_grad = register("softcap_grad", softcap_grad, lambda logits, *_: torch.empty_like(logits))
+
+
+def keep_loss(ctx, inputs, output):
+    """Keep what softcap_backward needs."""
+    logits, targets, ctx.cap = inputs
+    ctx.save_for_backward(logits, targets, output[1])
+
+
+def softcap_backward(ctx, d, _):
+    """Return the gradients of softcap_loss's inputs."""
+    logits, targets, lse = ctx.saved_tensors
+    d = d.where(targets >= 0, 0.0)  # -1 has no loss
+    return softcap_grad(logits, targets, lse, d, ctx.cap), None, None
+
+
+softcap_loss = register("softcap_loss", softcap_loss, loss_outputs, softcap_backward, keep_loss)
+
+
+def fla_outputs(q, k, v, g, beta):
+    """Return room for the outputs of fla_gdn."""
+    return torch.empty_like(v), torch.empty_like(g), k.new_empty(*k.shape[:3], 64)
+
+
+def fla_gdn(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return gdn_chunk's outputs by flash-linear-attention; running sums of g, and inverses."""
+    from fla.ops.gated_delta_rule.chunk import chunk_gated_delta_rule_fwd
+
+    inputs = (x.contiguous() for x in (q, k, v, g, beta))
+    total, o, inverse, *_ = chunk_gated_delta_rule_fwd(*inputs, 1.0, None, False)
+    return o, total, inverse
+
+
+def fla_grad(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, inverse: Tensor, d: Tensor
+) -> list[Tensor]:
+    """Return the gradients of fla_gdn's inputs; g has the running sums, d is by the outputs."""
+    from fla.ops.gated_delta_rule.chunk import chunk_gated_delta_rule_bwd
+
+    inputs = [x.contiguous() for x in (q, k, v, g, beta)]
+    dq, dk, dv, d_beta, dg, *_ = chunk_gated_delta_rule_bwd(
+        *inputs, inverse, 1.0, None, d.contiguous(), None
+    )
+    return [x.to(y.dtype) for x, y in zip((dq, dk, dv, dg, d_beta), inputs, strict=True)]
+
+
+fla_grad = register("fla_grad", fla_grad, lambda *x: list(map(torch.empty_like, x[:5])))
+
+
+def keep_gdn(ctx, inputs, output):
+    """Keep what fla_backward needs."""
+    q, k, v, _, beta = inputs
+    _, total, inverse = output
+    ctx.save_for_backward(q, k, v, total, beta, inverse)
+
+
+def fla_backward(ctx, d, *_):
+    """Return the gradients of fla_gdn's inputs."""
+    return tuple(fla_grad(*ctx.saved_tensors, d))
+
+
+fla_gdn = register("fla_gdn", fla_gdn, fla_outputs, fla_backward, keep_gdn)
+
+
+def losses_and_gradients(network, dtype, *inputs):
+    """Return the losses of a network that computes in `dtype`, and gradients by all its weights."""
+    network.dtype = dtype
+    losses = network(*inputs)
+    return [losses, *torch.autograd.grad(losses.sum(), list(network.parameters()))]
+
+
+def largest_error(tensors, references):
+    """Return the largest distance of a tensor from its reference, relative to the reference, 0-d.
+
+    Tensors of few numbers are left out: what rounding does to them is chance. A NaN stays a NaN.
+    """
+    pairs = zip(tensors, references, strict=True)
+    return torch.stack([(x - y).norm() / y.norm() for x, y in pairs if x.numel() > 99]).max()
+
+
+def self_test(name, form, network, device):
+    """Return the errors of a faster form and of the plain one, against the plain one in float32.
+
+    Three layers of the network's shape read texts of three lengths, in which documents begin. An
+    error is the largest of all losses and gradients.
+    """
+    shape = dict(layers="g s a", norms="rms rms rms", attn_window=4, train_seq_len=512)
+    config = GPTConfig(**{**vars(network.config), **shape})
+    model = GPT(config).to(device)
+    for param in model.parameters():
+        param.data += 0.05 * torch.randn_like(param)  # some begin as zeros
+    errors = []
+    for length in (64, 200, 333):
+        ids = torch.randint(config.vocab_size, (2, length))
+        ids[torch.rand(2, length) < 0.05] = config.bos_id
+        inputs = ids.to(device), ids.to(device)
+        FAST.clear()
+        reference = losses_and_gradients(model, torch.float32, *inputs)
+        plain = losses_and_gradients(model, network.dtype, *inputs)
+        FAST[name] = form
+        borders = document_borders(ids, config.bos_id, device)
+        fast = losses_and_gradients(model, network.dtype, *inputs, *borders)
+        errors.append([largest_error(tensors, reference) for tensors in (fast, plain)])
+    return torch.tensor(errors).amax(0)
+
+
+def choose_kernels(choice, network, runtime, log):
+    """Fill FAST with the forms that are at hand and pass the self-test; log why.
+
+    choice: as the setting KERNELS. A form may be at most twice as far from float32 as the plain
+    form. Raises UserError if fla is asked for and does not pass.
+    """
+    passed = {}
+    forms = dict(attention=varlen_attend, gdn=fla_gdn, scan=triton_scan, loss=softcap_loss)
+    if choice == "plain" or runtime.device.type == "cpu":
+        forms = {}
+    for name, form in forms.items():
+        error = limit = math.inf
+        try:
+            error, plain_error = self_test(name, form, network, runtime.device)
+            limit = 2 * plain_error + 0.001
+            reason = f"error {error:.1e}, of the plain form {plain_error:.1e}"
+        except Exception as fault:  # whatever a compiler or a package raises, it is not used
+            reason = repr(fault)
+        if runtime.agree(error < limit):
+            passed[name] = form
+        log(f"kernels: {name} {'taken' if name in passed else 'left out'}: {reason}")
+    FAST.clear()
+    FAST.update(passed)
+    if choice == "fla" and "gdn" not in passed:
+        raise UserError("KERNELS='fla': did not pass; pip install -r requirements-gpu.txt")
+
+
+# === end: kernels ===
+
+
 # === shared: model ===
 CONV_TAPS = 4  # tokens that GDN's short convolution sees, the current one included
 # GDN's log decay at a document's first token, which cuts off what stands before it: -inf would
@@ -768,11 +1159,6 @@ class GPTConfig:
     unet_skips: bool = False  # the second half of the layers adds the first half's outputs
     logit_softcap: float = 30.0  # logits = c tanh(z / c); 0: as they are
     embed_init_std: float = 0.005  # standard deviation of the embedding at the start
-
-
-def widened(x):
-    """Return x in float32, or in float64 if it is that."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def linear(x, weight):
@@ -817,55 +1203,6 @@ class Norm(nn.Module):
         if self.bias is None:
             return scaled(rms_norm(x), self.weight)
         return scaled(F.layer_norm(x, x.shape[-1:]), self.weight) + self.bias.to(x.dtype)
-
-
-def scan_outputs(factors, terms, state, reverse):
-    """Return room for the states of gdn_scan, given its arguments."""
-    return state.new_empty(len(terms) + 1, *state.shape)
-
-
-def gdn_scan(factors: Tensor, terms: Tensor, state: Tensor, reverse: bool) -> Tensor:
-    """Return the states S_0 ... S_N (N + 1, M, K, V) before, between and behind N chunks:
-
-        S_0 = state     S_{n+1} = F_n S_n + t_n
-
-    There are M = B*H rows; factors F (N, M, K, K), terms t (N, M, K, V), state (M, K, V). With
-    `reverse` it goes from last to first, as the gradients do:
-
-        S_N = state     S_n = F_n^T S_{n+1} + t_n
-    """
-    states = scan_outputs(factors, terms, state, reverse)
-    if reverse:
-        states[-1] = state
-        for n in reversed(range(len(terms))):
-            torch.baddbmm(terms[n], factors[n].mT, states[n + 1], out=states[n])
-    else:
-        states[0] = state
-        for n in range(len(terms)):
-            torch.baddbmm(terms[n], factors[n], states[n], out=states[n + 1])
-    return states
-
-
-def keep_scan(ctx, inputs, output):
-    """Keep what gdn_scan_backward needs."""
-    ctx.save_for_backward(inputs[0], output)
-
-
-def gdn_scan_backward(ctx, d_states):
-    """Return the gradients of gdn_scan's inputs, given that of the states by what reads them."""
-    factors, states = ctx.saved_tensors
-    r = gdn_scan(factors, d_states[:-1], d_states[-1], True)
-    return r[1:] @ states[:-1].mT, r[1:], r[0], None
-
-
-# torch.compile calls a registered operator and does not trace it; it would unroll the loop. The
-# first script imported into a process registers it for all: a second registration would free the
-# first, and a handle to it would crash.
-if not hasattr(torch.ops.underpar, "gdn_scan"):
-    registered = torch.library.custom_op("underpar::gdn_scan", gdn_scan, mutates_args=())
-    registered.register_fake(scan_outputs)  # the compiler learns the shape from it
-    registered.register_autograd(gdn_scan_backward, setup_context=keep_scan)
-gdn_scan = torch.ops.underpar.gdn_scan.default
 
 
 def split_chunks(x, chunk):
@@ -983,10 +1320,10 @@ class GatedDeltaNet(nn.Module):
         self.dt_bias = nn.Parameter(log_dt.exp().expm1().log())  # softplus(dt_bias) = dt
         self.norm = nn.Parameter(torch.ones(dim // self.heads))
 
-    def forward(self, x, doc, angles, cache):
+    def forward(self, x, doc, angles, borders, cache):
         """Return (B, T, dim) for x (B, T, dim); doc (B, taps-1 + T) as in GPT.context.
 
-        angles: cosines and sines of `rotation`, which attention alone reads.
+        angles: cosines and sines of `rotation`; attention alone reads them, and borders.
         """
         T = x.size(1)
         qkv, gate = linear(x, self.w_qkvg).tensor_split([sum(self.splits)], dim=-1)
@@ -1006,6 +1343,8 @@ class GatedDeltaNet(nn.Module):
         inputs = q, k.to(v.dtype), v, g, torch.sigmoid(b)
         if cache:
             o = cache.recur(*inputs)
+        elif "gdn" in FAST:
+            o, *_ = FAST["gdn"](*inputs)
         else:
             o, _ = gdn_chunk(*inputs, chunk=64 if x.is_cuda else 32)
         o = scaled(rms_norm(o), self.norm).flatten(-2)
@@ -1032,45 +1371,6 @@ def rotate(x, cos, sin):
     return torch.cat([left * cos - right * sin, left * sin + right * cos, same], dim=-1)
 
 
-def masked_attention(q, k, v, mask):
-    """Return softmax(q k^T / sqrt(D)) v, (B, H, T, D), over the keys that each query sees.
-
-    q (B, H, T, D), k and v (B, Hkv, S, D), mask (B, T, S). Heads that share keys become queries of
-    one head, because CUDA's kernels that take a mask do not take grouped heads.
-    """
-    rows = q.reshape(*k.shape[:2], -1, q.size(3))  # (B, Hkv, groups * T, D)
-    mask = mask.repeat(1, q.size(1) // k.size(1), 1)[:, None]
-    if q.is_cuda:
-        o = F.scaled_dot_product_attention(rows, k, v, mask)
-    else:  # plain products, compiled, take 0.7 of the time of PyTorch's kernel
-        scores = widened(rows * q.size(3) ** -0.5 @ k.mT)
-        # Compiled code stores a boolean mask 30 times as slowly as numbers.
-        scores = scores + torch.where(mask, 0.0, -math.inf)
-        o = scores.softmax(-1).to(v.dtype) @ v
-    return o.view_as(q)
-
-
-def attend(q, k, v, doc, window):
-    """Return causal attention inside documents (B, H, T, D).
-
-    q (B, H, T, D), k and v (B, Hkv, T, D), doc (B, T). Query i sees key j if 0 <= i - j < window
-    and both are of one document. Blocks of queries skip the keys that none of them sees, which on a
-    CPU is 3 times as fast as one masked call at T = 4 windows.
-    """
-    T = q.size(2)
-    places = torch.arange(T, device=q.device)
-    step = max(64, min(window, T, 4096) // 4)  # a mask of longer blocks would need much memory
-    outputs = []
-    for start in range(0, T, step):
-        queries = slice(start, start + step)
-        keys = slice(max(0, start - window + 1), start + step)  # those that a query may see
-        distance = places[queries, None] - places[keys]
-        same_doc = doc[:, queries, None] == doc[:, None, keys]
-        mask = (distance >= 0) & (distance < window) & same_doc
-        outputs.append(masked_attention(q[:, :, queries], k[:, :, keys], v[:, :, keys], mask))
-    return torch.cat(outputs, 2)
-
-
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions, and queries and keys that are RMS-normed."""
 
@@ -1087,7 +1387,7 @@ class Attention(nn.Module):
         gain = torch.full((self.heads,), config.qk_gain_init)
         self.q_gain = nn.Parameter(gain) if config.qk_gain_init else None
 
-    def forward(self, x, doc, angles, cache):
+    def forward(self, x, doc, angles, borders, cache):
         """Return (B, T, dim) for x (B, T, dim); the other arguments as in GatedDeltaNet."""
         T = x.size(1)
         qkv = linear(x, self.w_qkv).unflatten(-1, (-1, self.head_dim))
@@ -1100,7 +1400,7 @@ class Attention(nn.Module):
         if cache:
             o = cache.attend(q, k, v, self.window)
         else:
-            o = attend(q, k, v, doc[:, -T:], self.window)
+            o = attend(q, k, v, doc[:, -T:], self.window, borders)
         return linear(o.transpose(1, 2).flatten(2), self.w_o)
 
 
@@ -1274,10 +1574,11 @@ class GPT(nn.Module):
             places.append(key % rows + (back - 1) * rows)
         return F.embedding(torch.stack(places, -1), self.ngram_embed).flatten(-2)
 
-    def features(self, ids, cache=None):
+    def features(self, ids, cache=None, borders=None):
         """Return what the head reads (B, T, dim), for ids (B, T).
 
         With a cache, ids go on with the texts that it holds (see Decoder in section generation).
+        borders: see document_borders; without them attention masks by BOS.
         """
         config = self.config
         if config.positions == "learned" and ids.size(1) > config.train_seq_len:
@@ -1306,26 +1607,26 @@ class GPT(nn.Module):
                 skip = skips.pop()
                 x = x + scaled(skip, self.skip[len(skips)])
             run = functools.partial(checkpoint, block, use_reentrant=False) if recompute else block
-            x = run(x, x0, mixer, doc, angles, cache.layers[place] if cache else None)
+            x = run(x, x0, mixer, doc, angles, borders, cache.layers[place] if cache else None)
             if config.unet_skips and place < half:
                 skips.append(x)
         return self.final_norm(x)
 
+    def read_out(self, x):
+        """Return logits (..., V) before the soft cap, of features x (..., dim)."""
+        return linear(x, self.embed if self.head is None else self.head)
+
     def logits(self, x):
         """Return logits (..., V), float32 at least, of features x (..., dim)."""
-        logits = widened(linear(x, self.embed if self.head is None else self.head))
-        cap = self.config.logit_softcap
-        # cap * tanh(logits / cap), which takes a CPU twice as long
-        return 2 * cap * torch.sigmoid(2 / cap * logits) - cap if cap else logits
+        return softcap(self.read_out(x), self.config.logit_softcap)
 
-    def forward(self, ids, targets=None):
+    def forward(self, ids, targets=None, borders=None):
         """Return the nats of targets (B, T) after ids (B, T), 0 for -1; or logits (B, T, V)."""
-        logits = self.logits(self.features(ids))
+        x = self.features(ids, borders=borders)
         if targets is None:
-            return logits
-        losses = F.cross_entropy(
-            logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none"
-        )
+            return self.logits(x)
+        logits = self.read_out(x).flatten(0, 1)
+        losses = cross_entropy(logits, targets.flatten(), self.config.logit_softcap)
         return losses.view_as(targets)
 
 
@@ -1440,31 +1741,33 @@ class Muon(torch.optim.Optimizer):
         """Update momentum and weights."""
         group = self.param_groups[0]
         lr = torch.where(skip, 0.0, group["lr"])
-        by_shape = collections.defaultdict(list)  # (R, C) -> matrices, each with its update
+        by_shape = collections.defaultdict(list)  # (R, C) -> matrices, gradients, buffers
         for param in group["params"]:
             state = self.state[param]
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(param)
-            buffer = state["momentum_buffer"]
-            grad = torch.where(skip, buffer, param.grad)  # then the buffer stays as it is
-            buffer.lerp_(grad, 1 - group["momentum"])
-            update = grad.lerp(buffer, group["momentum"])  # Nesterov
-            param.mul_(1 - lr * group["weight_decay"])
             splits = getattr(param, "splits", len(param))
-            for matrix, part in zip(param.split(splits), update.split(splits), strict=True):
-                by_shape[matrix.shape].append((matrix, part))
+            parts = (x.split(splits) for x in (param, param.grad, state["momentum_buffer"]))
+            for matrix, *rest in zip(*parts, strict=True):
+                by_shape[matrix.shape].append((matrix, *rest))
 
-        # Matrices of one shape are orthogonalized in one batch. Each rank takes its share of the
-        # batch, and a sum over ranks joins the shares, as in Parameter Golf. Every rank has all
-        # momentum, so a run can be resumed on another number of ranks.
+        # Matrices of one shape are one batch, because many small operations keep a GPU waiting.
+        # Each rank orthogonalizes its share of a batch, and a sum over ranks joins the shares, as
+        # in Parameter Golf. Every rank has all momentum, so a run can be resumed on another number
+        # of ranks.
         runtime = group["runtime"]
         share = slice(runtime.rank, None, runtime.world_size)
-        for (rows, cols), pairs in by_shape.items():
-            matrices, updates = zip(*pairs, strict=True)
-            updates = torch.stack(updates)  # (N, R, C)
-            result = torch.zeros_like(updates)
-            result[share] = orthogonalize(updates[share].to(group["dtype"]))
+        for (rows, cols), triples in by_shape.items():
+            matrices, grads, buffers = zip(*triples, strict=True)
+            buffer = torch.stack(buffers)  # (N, R, C)
+            grad = torch.where(skip, buffer, torch.stack(grads))  # then the buffer stays as it is
+            buffer.lerp_(grad, 1 - group["momentum"])
+            torch._foreach_copy_(buffers, buffer.unbind())
+            update = grad.lerp(buffer, group["momentum"])  # Nesterov
+            result = torch.zeros_like(update)
+            result[share] = orthogonalize(update[share].to(group["dtype"]))
             scale = lr * max(1.0, rows / cols) ** 0.5
+            torch._foreach_mul_(matrices, 1 - lr * group["weight_decay"])
             torch._foreach_sub_(matrices, (scale * runtime.sum(result)).unbind())
 
 
@@ -1896,6 +2199,7 @@ MATRIX_CLIP_SIGMAS = 8.0
 # So embeddings have a finer step, 0.047 sigma.
 EMBED_CLIP_SIGMAS = 6.0
 EMBED_BITS = 8
+LEAST_SCALE = 2**-24  # the smallest number above 0 in float16
 
 
 def tensor_class(name, tensor):
@@ -1915,21 +2219,22 @@ def tensor_class(name, tensor):
 
 
 def round_to(w, scale, bits):
-    """Return the codes nearest to w / scale, as floats; a scale of 0 gives codes of 0."""
+    """Return the codes nearest to w / scale, as floats."""
     qmax = 2 ** (bits - 1) - 1
-    return (w / torch.where(scale > 0, scale, 1.0)).round_().clamp_(-qmax, qmax)
+    return (w / scale).round_().clamp_(-qmax, qmax)
 
 
 def quantize(w, bits, clip_sigmas):
-    """Return codes int8 (R, C) and the scale float16 (1,) of w (R, ...).
+    """Return codes int8 (..., R, C) and scales float16 (..., 1) of tensors w (..., R, C).
 
-    The largest code stands for `clip_sigmas` root mean squares of w. The root mean square is not
-    about the mean, so a constant tensor does not vanish. If w is not finite, neither is the scale.
+    The largest code stands for `clip_sigmas` root mean squares of a tensor. The root mean square is
+    not about the mean, so a constant tensor does not vanish. If a tensor is not finite, neither is
+    its scale.
     """
-    rows = w.flatten(1).float()
-    sigma = rows.square().mean().sqrt().view(1)
-    scale = (sigma * clip_sigmas / (2 ** (bits - 1) - 1)).half()
-    return round_to(rows, scale, bits).to(torch.int8), scale
+    w = w.float()
+    sigma = w.square().mean((-2, -1)).sqrt()[..., None]
+    scale = (sigma * clip_sigmas / (2 ** (bits - 1) - 1)).clamp(min=LEAST_SCALE).half()
+    return round_to(w, scale[..., None], bits).to(torch.int8), scale
 
 
 def quant_table(settings):
@@ -1940,14 +2245,32 @@ def quant_table(settings):
     }
 
 
-def quantize_all(tensors, table):
-    """Return name -> Coded of those tensors whose class the table has: nearest codes."""
-    coded = {}
+def quantize_groups(tensors, table):
+    """Yield names, weights (N, R, C), codes, scales and bits of those tensors whose class the table
+    has; the N tensors of one shape together, because many small operations keep a GPU waiting.
+    """
+    groups = collections.defaultdict(list)
     for name, w in tensors.items():
-        quantizer = table.get(tensor_class(name, w))
-        if quantizer:
-            coded[name] = Coded(*quantize(w, **quantizer), quantizer["bits"])
-    return coded
+        kind = tensor_class(name, w)
+        if kind in table:
+            groups[kind, w.flatten(1).shape].append(name)
+    for (kind, _), names in groups.items():
+        w = torch.stack([tensors[name].flatten(1) for name in names])
+        yield names, w, *quantize(w, **table[kind]), table[kind]["bits"]
+
+
+def quantize_all(tensors, table, improve=None):
+    """Return name -> Coded of those tensors whose class the table has.
+
+    The codes are the nearest, or what `improve` returns, given what quantize_groups yields.
+    """
+    coded = {}
+    for names, w, codes, scales, bits in quantize_groups(tensors, table):
+        if improve:
+            codes = improve(names, w, codes, scales, bits)
+        for name, *parts in zip(names, codes, scales, strict=True):
+            coded[name] = Coded(*parts, bits)
+    return {name: coded[name] for name in tensors if name in coded}
 
 
 # === end: quantization ===
@@ -1958,20 +2281,12 @@ def quantize_all(tensors, table):
 def swapped(params, values):
     """Inside, `params` hold `values`; afterwards, also after an exception, their old values."""
     params = [param.detach() for param in params]  # the same memory, which may be written in place
-    originals = [param.clone() for param in params]
+    originals = torch._foreach_mul(params, 1)
     try:
-        for param, value in zip(params, values, strict=True):
-            param.copy_(value)
+        torch._foreach_copy_(params, list(values))
         yield
     finally:
-        for param, original in zip(params, originals, strict=True):
-            param.copy_(original)
-
-
-def decoded(tensors, coded):
-    """Return a context in which the coded tensors hold the weights that their codes stand for."""
-    values = (dequantize(c.codes, c.scale).view_as(tensors[name]) for name, c in coded.items())
-    return swapped([tensors[name] for name in coded], values)
+        torch._foreach_copy_(params, originals)
 
 
 def quantized(network, table):
@@ -1982,7 +2297,13 @@ def quantized(network, table):
     through estimator (Bengio et al., arXiv:1308.3432), w + (q(w) - w).detach().
     """
     tensors = network.state_dict()
-    return decoded(tensors, quantize_all(tensors, table))
+    params = []
+    values = []
+    for names, _, codes, scales, _ in quantize_groups(tensors, table):
+        group = [tensors[name] for name in names]
+        params += group
+        values += map(Tensor.view_as, dequantize(codes, scales), group)
+    return swapped(params, values)
 
 
 def count_parameters(network):
@@ -2047,8 +2368,8 @@ class Coded:
 
 
 def dequantize(codes, scale):
-    """Return code * scale, float32 (R, C): 8 by 11 bits, so exact on every machine."""
-    return codes.float() * scale
+    """Return code * scale, float32 (..., R, C): 8 by 11 bits, so exact on every machine."""
+    return codes.float() * scale[..., None]
 
 
 class RansCoder:
@@ -2192,8 +2513,39 @@ def rans_table(counts):
 
 def size_numbers(mean_squares):
     """Return sizes uint8, from 0 to 48, of mean squares: quarter octaves of their roots."""
-    octaves = np.log2(np.clip(mean_squares, 2**-8, 2**16))
-    return np.rint(2 * octaves + 16).astype(np.uint8)
+    octaves = mean_squares.clamp(2**-8, 2**16).log2()
+    return (2 * octaves + 16).round().to(torch.uint8)
+
+
+def count_symbols(codes):
+    """Return what the coder needs of codes int8 (R, C), on their device.
+
+    pairs int32 (R * C,): table << 8 | symbol; sizes uint8 (R + C,) of rows and columns; counts
+    int64 (97, 256) by table and symbol.
+    """
+    power = codes.float().square()
+    rows = size_numbers(power.mean(1))
+    columns = size_numbers(power.mean(0) / power.mean().clamp(min=1e-9))
+    tables = rows.int()[:, None] + columns
+    pairs = (tables << 8 | codes.view(torch.uint8)).flatten()
+    counts = torch.bincount(pairs, minlength=97 * 256).view(97, 256)
+    return pairs, torch.cat([rows, columns]), counts
+
+
+def entropy_bytes(counts):
+    """Return the bytes that codes of these counts (97, 256) take, if their tables are exact."""
+    totals = counts.sum(1, keepdim=True).clamp(min=1)
+    return (counts * (totals / counts.clamp(min=1)).log2()).sum().item() / 8
+
+
+def zstd_bytes(name, codes):
+    """Return the bytes that zstd makes of an embedding's codes; of others infinity.
+
+    It may be shorter than the coder, because rows of tokens that rarely occur are alike.
+    """
+    if tensor_class(name, codes) != "embedding":
+        return math.inf
+    return len(ARTIFACT_ZSTD.compress(codes.cpu().numpy().tobytes()))
 
 
 def code_by_rans(codes):
@@ -2203,29 +2555,23 @@ def code_by_rans(codes):
     """
     pairs = {}
     sizes = [np.empty(0, np.uint8)]
-    counts = np.zeros((97, 256), np.int64)  # by table and symbol, of all tensors
-    for name, array in codes.items():
-        power = np.square(array, dtype=np.float32)
-        rows = size_numbers(power.mean(1))
-        columns = size_numbers(power.mean(0) / max(power.mean(), 1e-9))
-        tables = np.add.outer(rows, columns).astype(np.int32)
-        symbols = (tables << 8 | array.view(np.uint8)).reshape(-1)
-        count = np.bincount(symbols, minlength=counts.size).reshape(counts.shape)
-        total = np.maximum(1, count.sum(1, keepdims=True))
-        entropy = (count * np.log2(total / np.maximum(1, count))).sum() / 8  # in bytes
-        # zstd is shorter where rows are alike, as an embedding's of tokens that rarely occur.
-        if entropy < len(ARTIFACT_ZSTD.compress(array.tobytes())):
-            pairs[name] = symbols
-            sizes += [rows, columns]
+    counts = torch.zeros(97, 256, dtype=torch.int64)  # of all tensors that are coded by rANS
+    arrays = {}
+    for name, tensor in codes.items():
+        arrays[name] = tensor.numpy()
+        symbols, ends, count = count_symbols(tensor)
+        if entropy_bytes(count) < zstd_bytes(name, tensor):
+            pairs[name] = symbols.numpy()
+            sizes.append(ends.numpy())
             counts += count
     # Lanes move side by side, so many are fast; each of them costs 2 bytes.
     lanes = min(1024, max(8, int(counts.sum()) // 8192))
     states = np.full(lanes, RANS_LOW, np.uint32)
-    tables = np.stack([rans_table(count) for count in counts])
+    tables = np.stack([rans_table(count) for count in counts.numpy()])
     coder = RansCoder(states, tables)
     words = {name: coder.encode(pairs[name]) for name in reversed(pairs)}
-    arrays = {"lane_states": states, "tables": tables, "sizes": np.concatenate(sizes)}
-    return {**arrays, **codes, **words}
+    coder_arrays = {"lane_states": states, "tables": tables, "sizes": np.concatenate(sizes)}
+    return {**coder_arrays, **arrays, **words}
 
 
 def pack_artifact(tensors, coded, **header):
@@ -2234,7 +2580,7 @@ def pack_artifact(tensors, coded, **header):
     header: settings, which rebuild the model, tokenizer_sha256 and meta, which is anything; JSON.
     The same input gives the same bytes. Raises ArtifactError if a tensor is not finite as stored.
     """
-    arrays = code_by_rans({name: part.codes.cpu().numpy() for name, part in coded.items()})
+    arrays = code_by_rans({name: part.codes.cpu() for name, part in coded.items()})
     for name, tensor in tensors.items():
         if name not in coded:
             dtype = torch.float32 if name.endswith(FLOAT32_CONTROLS) else torch.float16
@@ -3039,6 +3385,19 @@ def problems_of_step(problems, step, count):
 
 
 # === shared: responses ===
+def row_features(network, ids):
+    """Return the features of rows (B, T, dim) for ids (B, T), padded on the right.
+
+    On CUDA rows are padded to a multiple of 256 tokens: each new length would take up to a second,
+    to be compiled or planned.
+    """
+    length = ids.size(1)
+    more = -length % 256 if ids.is_cuda else 0
+    if more and network.config.positions == "learned":
+        more = min(more, network.config.train_seq_len - length)
+    return network.features(F.pad(ids, (0, more)))[:, :length]
+
+
 def token_logps(network, batch, temperature):
     """Return log-probabilities (B, T) of batch.targets, and the entropies there, without a gradient.
 
@@ -3051,7 +3410,7 @@ def token_logps(network, batch, temperature):
         entropies = torch.special.entr(logps.detach().exp()).sum(-1)
         return logps.gather(1, targets[:, None])[:, 0], entropies
 
-    features = network.features(batch.ids)[batch.mask].split(4096)  # (tokens, dim) each
+    features = row_features(network, batch.ids)[batch.mask].split(4096)  # (tokens, dim) each
     targets = batch.targets[batch.mask].split(4096)
     chunks = [
         checkpoint(chunk_logps, *chunk, use_reentrant=False)
@@ -3500,6 +3859,7 @@ def open_run(settings, runtime, network, tokenizer):
     checkpoint = run.open()
     if tokenizer.file != "bytes":
         run.write_file(tokenizer.file, tokenizer.content)
+    choose_kernels(settings.kernels, network, runtime, run.log)
     return run, checkpoint
 
 

@@ -28,7 +28,8 @@ def stream(tmp_path):
 
 
 def data_of(streams, shares):
-    return types.SimpleNamespace(streams=streams, shares=shares)
+    tokenizer = types.SimpleNamespace(bos_id=1)
+    return types.SimpleNamespace(streams=streams, shares=shares, tokenizer=tokenizer)
 
 
 def batches(stream, rank=0, world=1, **changes):

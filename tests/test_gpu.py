@@ -91,6 +91,25 @@ def test_share_of_the_peak(suite):
         assert record["MFU %"] == pytest.approx(100 * record["tokens/s"] * flops / 2e11)
 
 
+def test_kernels_are_told_and_timed(suite, monkeypatch):
+    """Steps with no faster form, with all but fla's, and with all; forms that no GPU is needed for."""
+
+    def choose_kernels(choice, network, runtime, log):
+        T.FAST.update({"loss": plain_loss, "gdn": T.gdn_chunk})
+        log("kernels: loss taken")
+
+    def plain_loss(logits, targets, cap):
+        capped = T.softcap(logits, cap)
+        return (torch.nn.functional.cross_entropy(capped, targets, reduction="none"),)
+
+    monkeypatch.setattr(T, "choose_kernels", choose_kernels)
+    told, *steps = gpu.kernels_part(suite)
+    assert told == {"what": "kernels: loss taken"} and T.FAST == {}
+    names = [record["what"].partition("faster forms: ")[2] for record in steps]
+    assert names == ["none", "loss", "loss gdn"]
+    assert all(record["tokens/s"] > 0 for record in steps)
+
+
 def test_generated_log_probabilities_are_those_of_the_whole_text(suite):
     records = gpu.logits_part(suite)
     assert [record["what"].split(",")[0] for record in records] == list(gpu.SHAPES)

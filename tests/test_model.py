@@ -211,7 +211,7 @@ def test_gdn_layer_against_the_recurrence(light):
         o = o * torch.nn.functional.silu(gate[0])
     expected = torch.nn.functional.linear(o, layer.w_o)
     begun = torch.nn.functional.pad(doc, (3, 0))  # the convolution reaches back by three tokens
-    assert (layer(x, begun, torch.arange(40), None) - expected).abs().max() < 1e-9
+    assert (layer(x, begun, torch.arange(40), None, None) - expected).abs().max() < 1e-9
 
 
 def test_gdn_initialisation_is_flas():

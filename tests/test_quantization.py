@@ -63,7 +63,7 @@ def test_tensors_of_zeros_tiny_ones_and_constant_ones():
         torch.full((16, 16), 1e-9),
     ):  # the second one's scale is below the smallest float16
         codes, scale = script.quantize(w, **rule(6))
-        assert scale.tolist() == [0] and not codes.any()
+        assert scale.tolist() == [2**-24] and not codes.any()
     w = torch.full((16, 16), 0.3)
     assert torch.allclose(script.dequantize(*script.quantize(w, **rule(6))), w, rtol=0.14)
     w = torch.zeros(4, 16)
@@ -113,12 +113,12 @@ def test_the_tables_of_the_settings():
 
 
 def test_product_of_code_and_scale_is_exact_in_float32():
-    scales = (
-        torch.arange(1, 31744, dtype=torch.int32).to(torch.int16).view(torch.float16)
-    )  # every positive float16
+    # every positive float16, each the scale of a tensor of one code
+    scales = torch.arange(1, 31744, dtype=torch.int32).to(torch.int16).view(torch.float16)[:, None]
     for code in (-127, 31, 113):
-        back = script.dequantize(torch.full((len(scales),), code, dtype=torch.int8), scales)
-        assert torch.equal(back.double(), scales.double() * code)
+        codes = torch.full((len(scales), 1, 1), code, dtype=torch.int8)
+        back = script.dequantize(codes, scales)
+        assert torch.equal(back[..., 0].double(), scales.double() * code)
 
 
 @pytest.mark.parametrize(

@@ -106,11 +106,12 @@ def time_steps(suite: Suite, model: Callable, optimizers: object, rows: int, len
     """Return the median seconds of forward, backward, optimizer and the whole step."""
     ids = torch.randint(2, 1024, (rows, length), device=suite.device)
     targets = torch.randint(2, 1024, (rows, length), device=suite.device)
+    borders = suite.script.document_borders(ids.cpu(), 1, torch.device(suite.device))
     skip = torch.tensor(False, device=suite.device)
     steps = []
     for _ in range(13):
         marks = [bench.mark(suite.cuda)]
-        loss = model(ids, targets).mean()
+        loss = model(ids, targets, *borders).mean()
         marks.append(bench.mark(suite.cuda))
         loss.backward()
         marks.append(bench.mark(suite.cuda))
@@ -151,6 +152,31 @@ def steps_part(suite: Suite, name: str, compiled: bool) -> list[dict]:
         "peak MiB": script.describe_machine(suite.runtime)["peak_memory_mib"],
     }
     return [record]
+
+
+def kernels_part(suite: Suite) -> list[dict]:
+    """Return what the self-tests of kernels say, and records of training steps by the forms taken.
+
+    Steps have only plain forms, then the forms of Triton and FlashAttention, then fla's too.
+    """
+    script = suite.script
+    _, network = make_network(suite, "defaults", script)
+    reasons = []
+    script.choose_kernels("auto", network.to(suite.device), suite.runtime, reasons.append)
+    records = [{"what": reason} for reason in reasons]
+    taken = dict(script.FAST)
+    without_fla = {name: form for name, form in taken.items() if name != "gdn"}
+    for number, forms in enumerate(({}, without_fla, taken)):
+        if number and forms == script.FAST:
+            continue
+        script.FAST.clear()
+        script.FAST.update(forms)
+        torch.compiler.reset()
+        (record,) = steps_part(suite, "defaults", suite.cuda)
+        record["what"] += f", faster forms: {' '.join(forms) or 'none'}"
+        records.append(record)
+    script.FAST.clear()
+    return records
 
 
 def eager_part(suite: Suite) -> list[dict]:
@@ -315,6 +341,7 @@ PARTS = {
     "eager": Part(eager_part, 40, 15),
     "logits": Part(logits_part, 25, 12),
     "train": Part(train_part, 180, 60),
+    "kernels": Part(kernels_part, 150, 15),
     "generation": Part(generation_part, 30, 12),
     "ops": Part(functools.partial(ops_part, only="gdn attention muon"), 45, 15),
     **{

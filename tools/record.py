@@ -41,7 +41,7 @@ from common import (
     replace_marked,
     student_tail,
 )
-from tokens import count as count_tokens
+from tokens import count_script
 
 RULE = b"\n" + b"=" * 120 + b"\n"  # below the source, in a log
 # Settings that the environment of a record's run may set.
@@ -379,7 +379,7 @@ def check_script(name: str, source: bytes, rules: dict, faults: Faults) -> None:
         if isinstance(node, ast.List | ast.Tuple | ast.Set) and len(node.elts) > 256:
             packed.append(f"{len(node.elts)} elements at line {node.lineno}")
     limit = rules.get("script_tokens", math.inf)
-    faults.at_most("tokens as tools/tokens.py counts", count_tokens(text), limit)
+    faults.at_most("tokens as tools/tokens.py counts", count_script(text), limit)
     allowed = f"none of {sorted(STRANGE)}"
     faults.require(not strange, "runs what cannot be read in it", ", ".join(strange), allowed)
     faults.require(not packed, "packed data", ", ".join(packed), "text")

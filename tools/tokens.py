@@ -36,6 +36,13 @@ def fields_of(text: str) -> int:
     return sum(count(ast.unparse(value)) for value in values)
 
 
+def count_script(text: str) -> int:
+    """Return the tokens of a script that the limits are about: without its section kernels."""
+    before, _, rest = text.partition("# === shared: kernels ===\n")
+    _, _, after = rest.partition("# === end: kernels ===\n")
+    return count(before) + count(after)
+
+
 def count(text: str) -> int:
     """Return the tokens of Python source."""
     total = 0
