@@ -2658,7 +2658,7 @@ def distill(base, tuned, settings):
     def batch_loss(step, train):
         """Return the mean of a batch; with `train`, add its gradients."""
         total = 0.0
-        for ids, _ in batches.micro_batches(step):
+        for ids, *_ in batches.micro_batches(step):
             weights = dict(held)
             for name, scale in scales.items():
                 weights[name] = add_delta(held[name], signs[name], scale, group)

@@ -911,7 +911,7 @@ def widened(x):
 @functools.cache
 def scan_kernel():
     """Return the Triton kernel of gdn_scan. Only CUDA builds of PyTorch bring Triton."""
-    global tl
+    global tl  # Triton looks it up among the names of the module
     import triton
     import triton.language as tl
 
@@ -1095,7 +1095,7 @@ def document_borders(ids, bos_id, device):
     begins = ids == bos_id
     begins[:, 0] = True
     places = begins.flatten().nonzero()[:, 0]
-    borders = F.pad(places, (0, 1), value=ids.numel()).int().to(device)
+    borders = F.pad(places, (0, 1), value=ids.numel()).int().to(device, non_blocking=True)
     torch._dynamo.mark_dynamic(borders, 0)  # another number of documents compiles nothing again
     return [borders]
 
@@ -1168,14 +1168,17 @@ softcap_loss = register("softcap_loss", softcap_loss, loss_outputs, softcap_back
 
 
 def fla_outputs(q, k, v, g, beta):
-    """Return room for the outputs of fla_gdn."""
+    """Return room for the outputs of fla_gdn, which takes chunks of 64 tokens."""
     return torch.empty_like(v), torch.empty_like(g), k.new_empty(*k.shape[:3], 64)
 
 
 def fla_gdn(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return gdn_chunk's outputs by flash-linear-attention; running sums of g, and inverses."""
+    """Return gdn_chunk's outputs by flash-linear-attention; running sums of g / ln 2, and inverses.
+
+    1.0 is the scale of q; no state is given or wanted.
+    """
     from fla.ops.gated_delta_rule.chunk import chunk_gated_delta_rule_fwd
 
     inputs = (x.contiguous() for x in (q, k, v, g, beta))
@@ -1242,9 +1245,10 @@ def self_test(name, form, network, device):
     for param in model.parameters():
         param.data += 0.05 * torch.randn_like(param)  # some begin as zeros
     errors = []
-    for length in (64, 200, 333):
-        ids = torch.randint(config.vocab_size, (2, length))
-        ids[torch.rand(2, length) < 0.05] = config.bos_id
+    # The longest first, and some rows: fla chooses among its kernels by the first batch.
+    for length in (333, 200, 64):
+        ids = torch.randint(config.vocab_size, (8, length))
+        ids[torch.rand(8, length) < 0.05] = config.bos_id
         inputs = ids.to(device), ids.to(device)
         FAST.clear()
         reference = losses_and_gradients(model, torch.float32, *inputs)
@@ -1274,7 +1278,7 @@ def choose_kernels(choice, network, runtime, log):
             reason = f"error {error:.1e}, of the plain form {plain_error:.1e}"
         except Exception as fault:  # whatever a compiler or a package raises, it is not used
             reason = repr(fault)
-        if runtime.agree(error < limit):
+        if runtime.agree(error < limit):  # rank 0 decides: ranks must not differ
             passed[name] = form
         log(f"kernels: {name} {'taken' if name in passed else 'left out'}: {reason}")
     FAST.clear()
@@ -2887,8 +2891,8 @@ class Exporter(Saved):
         """
         if self.is_late():
             return codes
-        hessian = torch.stack([hessians[name] for name in names])
         runtime = self.run.runtime
+        hessian = runtime.sum(torch.stack([hessians[name] for name in names]))
         share = slice(runtime.rank, None, runtime.world_size)  # as in Muon
         result = torch.zeros_like(codes)
         result[share] = gptq(w[share], scales[share], bits, hessian[share])
@@ -2931,7 +2935,7 @@ class Exporter(Saved):
             for kind, quantizer in self.table.items():
                 table[kind] = {**quantizer, "clip_sigmas": quantizer["clip_sigmas"] * widen}
             coded = quantize_all(tensors, table, improve)
-            size = self.estimate(coded)
+            size = self.run.runtime.agree(self.estimate(coded))
             if pack and (size <= target or attempt == 11):
                 # Rank 0's artifact is the one that is written; others may differ in a last digit.
                 data = self.run.runtime.agree(pack_artifact(tensors, coded, **self.header))
@@ -2955,31 +2959,31 @@ class Exporter(Saved):
 
     @torch.no_grad()
     def calibrate(self, calibration):
-        """Return the Hessians of GPTQ by name, from the inputs of layers for token ids (B, T)."""
+        """Return this rank's part of GPTQ's Hessians by name, from what layers read."""
         hessians = {}
         for name, param in self.network.named_parameters():
             if tensor_class(name, param) in self.table:
                 columns = param.flatten(1).size(1)
                 # `linear` adds to it x x^T of all inputs x.
                 hessians[name] = param.hessian = param.new_zeros(columns, columns)
-        # TF32 keeps all digits of a bfloat16 input. On a CPU this changes nothing.
+        # TF32 keeps all digits of a bfloat16 input. On a CPU this changes nothing. Compiled code is
+        # compiled again if it is not as it was.
+        allowed = torch.backends.cuda.matmul.allow_tf32
         torch.backends.cuda.matmul.allow_tf32 = True
-        for ids in calibration:
+        for inputs in calibration:
             if self.is_late():
                 break
-            self.network(ids)
-        torch.backends.cuda.matmul.allow_tf32 = False
+            self.network(*inputs)
+        torch.backends.cuda.matmul.allow_tf32 = allowed
         for param in self.network.parameters():
             vars(param).pop("hessian", None)
-        for hessian in hessians.values():
-            self.run.runtime.sum(hessian)
         return hessians  # zeros for tables that are only looked up, which gives the nearest codes
 
     @torch.no_grad()
     def pack(self, calibration):
         """Return the artifact: the nearest codes or, with `calibration`, those of GPTQ.
 
-        calibration: token ids (B, T) from which GPTQ learns the inputs of layers. The clock runs;
+        calibration: micro-batches from which GPTQ learns the inputs of layers. The clock runs;
         tensors that GPTQ has no time for keep the nearest codes.
         """
         begin = self.run.clock.elapsed()
@@ -3070,7 +3074,8 @@ class Scorer:
             begin, first, end = np.hsplit(spans[at : at + rows], 3)  # (rows, 1) each
             places = begin + np.arange(length or (end - begin).max())
             scored = (first <= places) & (places < end)
-            places = np.where(places < end, places, 0)  # BOS fills what a row leaves
+            # The last token fills what a row leaves: each BOS would be a document of its own.
+            places = np.where(places < end, places, len(tokens) - 2)
             ids = tokens[places]
             targets = tokens[places + 1]
             sums[1] += scored.sum()
@@ -3588,11 +3593,11 @@ def log_step(run, metrics):
     return report.stop_requested
 
 
-def calibration_ids(batches, run):
-    """Return token ids (B, T) of the training batches that would come next, for GPTQ, a list."""
+def calibration_batches(batches, run):
+    """Return the micro-batches of the training batches that would come next, for GPTQ, a list."""
     calibration = []
     for number in range(run.settings.gptq_calibration_batches):
-        calibration += [ids for ids, *_ in batches.micro_batches(run.step + number)]
+        calibration += batches.micro_batches(run.step + number)
     return calibration
 
 
@@ -3731,7 +3736,7 @@ def main():
     )
     if device.type == "cuda":
         # The first calls of GPTQ load kernels and libraries, which takes seconds.
-        exporter.fit(math.inf, exporter.calibrate(calibration_ids(batches, run)[:1]))
+        exporter.fit(math.inf, exporter.calibrate(batches.micro_batches(0)))
     run.parts.update(network=network, optimizers=optimizers, exporter=exporter, **averages)
     if checkpoint:
         run.load(checkpoint)
@@ -3807,7 +3812,7 @@ def main():
         exporter, averages, run, functools.partial(scorer.score, model, data.held_out)
     )
     # QAT fits the weights to the codes; without it GPTQ chooses the codes.
-    calibration = [] if "qat" in plan.phases else calibration_ids(batches, run)
+    calibration = [] if "qat" in plan.phases else calibration_batches(batches, run)
     content = exporter.pack(calibration)
     clock.stop()
     artifact = run.write_artifact(content)

@@ -3465,7 +3465,7 @@ def row_features(network, ids):
     length = ids.size(1)
     more = -length % 256 if ids.is_cuda else 0
     if more and network.config.positions == "learned":
-        more = min(more, network.config.train_seq_len - length)
+        more = max(0, min(more, network.config.train_seq_len - length))
     return network.features(F.pad(ids, (0, more)))[:, :length]
 
 

@@ -104,13 +104,13 @@ def test_gptq_and_the_artifact(tmp_path):
     header = {"settings": vars(network.config), "tokenizer_sha256": "0" * 64, "meta": {}}
     exporter = script.Exporter(network, script.quant_table(settings), 10**6, run, header)
     ids, targets = batch()
-    found = exporter.calibrate([ids])
+    found = exporter.calibrate([(ids,)])
     with torch.no_grad():
         expected, _ = hessians_of(network, [ids])
     for name, hessian in expected.items():
         assert torch.equal(found[name], hessian) and hessian.dtype == torch.float32
     assert not torch.backends.cuda.matmul.allow_tf32
-    (tmp_path / "a.upar").write_bytes(exporter.pack([ids]))
+    (tmp_path / "a.upar").write_bytes(exporter.pack([(ids, targets)]))
     header, tensors, coded = script.read_artifact(tmp_path / "a.upar")
     rebuilt = script.GPT(script.GPTConfig(**header["settings"]))
     rebuilt.load_state_dict(tensors)

@@ -116,7 +116,7 @@ class Bench:
     def by_gptq(self, batches):
         """Return the codes of GPTQ by the table as it is."""
         with torch.no_grad():
-            sums, _ = hessians_of(self.net, batches)
+            sums, _ = hessians_of(self.net, [ids for (ids,) in batches])
         coded, state = self.nearest(), self.net.state_dict()
         for name, part in coded.items():
             batch = state[name][None], part.scale[None], part.bits, sums[name][None]
@@ -134,7 +134,7 @@ class Bench:
 
 
 def calibration(batches=4):
-    return [text(2 * 10**6 + at, 8) for at in range(batches)]
+    return [(text(2 * 10**6 + at, 8),) for at in range(batches)]
 
 
 def read(data, tmp_path):
