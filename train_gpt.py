@@ -887,8 +887,7 @@ class Batches:
         if device.type == "cuda":
             windows = windows.pin_memory()  # a copy from other memory would wait for the GPU
         for part in windows.split(self.micro_rows):
-            ids = part[:, :-1]
-            borders = document_borders(ids, self.data.tokenizer.bos_id, device)
+            borders = document_borders(part[:, :-1], self.data.tokenizer.bos_id, device)
             part = part.to(device, non_blocking=True)
             # Contiguous, as in evaluation: both run the same compiled graph.
             yield part[:, :-1].contiguous(), part[:, 1:].contiguous(), *borders
@@ -1927,8 +1926,8 @@ class Muon(torch.optim.Optimizer):
                 state["momentum_buffer"] = torch.zeros_like(param)
             splits = getattr(param, "splits", len(param))
             parts = (x.split(splits) for x in (param, param.grad, state["momentum_buffer"]))
-            for matrix, *rest in zip(*parts, strict=True):
-                by_shape[matrix.shape].append((matrix, *rest))
+            for triple in zip(*parts, strict=True):
+                by_shape[triple[0].shape].append(triple)
 
         # Matrices of one shape are one batch, because many small operations keep a GPU waiting.
         # Each rank orthogonalizes its share of a batch, and a sum over ranks joins the shares, as
@@ -2422,7 +2421,6 @@ MATRIX_CLIP_SIGMAS = 8.0
 # So embeddings have a finer step, 0.047 sigma.
 EMBED_CLIP_SIGMAS = 6.0
 EMBED_BITS = 8
-LEAST_SCALE = 2**-24  # the smallest number above 0 in float16
 
 
 def tensor_class(name, tensor):
@@ -2456,7 +2454,8 @@ def quantize(w, bits, clip_sigmas):
     """
     w = w.float()
     sigma = w.square().mean((-2, -1)).sqrt()[..., None]
-    scale = (sigma * clip_sigmas / (2 ** (bits - 1) - 1)).clamp(min=LEAST_SCALE).half()
+    # A tensor of zeros has the smallest scale that float16 has.
+    scale = (sigma * clip_sigmas / (2 ** (bits - 1) - 1)).clamp(min=2**-24).half()
     return round_to(w, scale[..., None], bits).to(torch.int8), scale
 
 
@@ -2922,7 +2921,9 @@ class Exporter(Saved):
         return size + entropy_bytes(counts) + sum(map(len, parts))
 
     def fit(self, target, hessians, pack=True):
-        """Return quantizers and their artifact of at most `target` bytes, or the last tried.
+        """Return the factor of all steps, quantizers, and their artifact of at most `target` bytes.
+
+        If nothing fits, they are the last that were tried.
 
         The artifact is packed once its estimated size is below the target; without `pack` never.
         """
@@ -2936,7 +2937,7 @@ class Exporter(Saved):
                 table[kind] = {**quantizer, "clip_sigmas": quantizer["clip_sigmas"] * widen}
             coded = quantize_all(tensors, table, improve)
             size = self.run.runtime.agree(self.estimate(coded))
-            if pack and (size <= target or attempt == 11):
+            if pack and (size <= target or attempt > 10):
                 # Rank 0's artifact is the one that is written; others may differ in a last digit.
                 data = self.run.runtime.agree(pack_artifact(tensors, coded, **self.header))
                 size = len(data)
@@ -2950,12 +2951,12 @@ class Exporter(Saved):
             weights = sum(part.codes.numel() for part in coded.values())
             excess = size - 0.998 * target
             widen = min(256.0, widen * 2 ** (8 * excess / weights))
-        return table, data
+        return widen, table, data
 
     def fit_table(self):
         """Widen all steps by one factor if the artifact would be too long."""
         # The weights are yet to change, so 1% is left free.
-        self.table, _ = self.fit(0.99 * self.limit, {}, pack=False)
+        _, self.table, _ = self.fit(0.99 * self.limit, {}, pack=False)
 
     @torch.no_grad()
     def calibrate(self, calibration):
@@ -2987,16 +2988,17 @@ class Exporter(Saved):
         tensors that GPTQ has no time for keep the nearest codes.
         """
         begin = self.run.clock.elapsed()
-        self.table, data = self.fit(self.limit, {})
+        _, self.table, data = self.fit(self.limit, {})
         if not calibration:
             return data
         # To pack GPTQ's codes takes as long again, or longer if steps are to be fitted.
         self.needed_seconds = 2 * (self.run.clock.elapsed() - begin)
-        # GPTQ's codes take 0.2% more bytes than the nearest ones, so steps may become a bit wider.
-        _, data = self.fit(self.limit, self.calibrate(calibration))
+        widen, _, gptq_data = self.fit(self.limit, self.calibrate(calibration))
         if self.out_of_time:
             self.run.event("gptq_out_of_time")
-        return data
+        # GPTQ's codes take more bytes, many more if steps are coarse. It loses if steps become over
+        # a tenth wider (docs/lab.md).
+        return data if widen > 1.1 else gptq_data
 
 
 # === end: export ===
