@@ -799,8 +799,7 @@ class Batches:
         if device.type == "cuda":
             windows = windows.pin_memory()  # a copy from other memory would wait for the GPU
         for part in windows.split(self.micro_rows):
-            ids = part[:, :-1]
-            borders = document_borders(ids, self.data.tokenizer.bos_id, device)
+            borders = document_borders(part[:, :-1], self.data.tokenizer.bos_id, device)
             part = part.to(device, non_blocking=True)
             # Contiguous, as in evaluation: both run the same compiled graph.
             yield part[:, :-1].contiguous(), part[:, 1:].contiguous(), *borders
@@ -1725,7 +1724,6 @@ MATRIX_CLIP_SIGMAS = 8.0
 # So embeddings have a finer step, 0.047 sigma.
 EMBED_CLIP_SIGMAS = 6.0
 EMBED_BITS = 8
-LEAST_SCALE = 2**-24  # the smallest number above 0 in float16
 
 
 def tensor_class(name, tensor):
@@ -1759,7 +1757,8 @@ def quantize(w, bits, clip_sigmas):
     """
     w = w.float()
     sigma = w.square().mean((-2, -1)).sqrt()[..., None]
-    scale = (sigma * clip_sigmas / (2 ** (bits - 1) - 1)).clamp(min=LEAST_SCALE).half()
+    # A tensor of zeros has the smallest scale that float16 has.
+    scale = (sigma * clip_sigmas / (2 ** (bits - 1) - 1)).clamp(min=2**-24).half()
     return round_to(w, scale[..., None], bits).to(torch.int8), scale
 
 

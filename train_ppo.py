@@ -1755,8 +1755,8 @@ class Muon(torch.optim.Optimizer):
                 state["momentum_buffer"] = torch.zeros_like(param)
             splits = getattr(param, "splits", len(param))
             parts = (x.split(splits) for x in (param, param.grad, state["momentum_buffer"]))
-            for matrix, *rest in zip(*parts, strict=True):
-                by_shape[matrix.shape].append((matrix, *rest))
+            for triple in zip(*parts, strict=True):
+                by_shape[triple[0].shape].append(triple)
 
         # Matrices of one shape are one batch, because many small operations keep a GPU waiting.
         # Each rank orthogonalizes its share of a batch, and a sum over ranks joins the shares, as
@@ -2206,7 +2206,6 @@ MATRIX_CLIP_SIGMAS = 8.0
 # So embeddings have a finer step, 0.047 sigma.
 EMBED_CLIP_SIGMAS = 6.0
 EMBED_BITS = 8
-LEAST_SCALE = 2**-24  # the smallest number above 0 in float16
 
 
 def tensor_class(name, tensor):
@@ -2240,7 +2239,8 @@ def quantize(w, bits, clip_sigmas):
     """
     w = w.float()
     sigma = w.square().mean((-2, -1)).sqrt()[..., None]
-    scale = (sigma * clip_sigmas / (2 ** (bits - 1) - 1)).clamp(min=LEAST_SCALE).half()
+    # A tensor of zeros has the smallest scale that float16 has.
+    scale = (sigma * clip_sigmas / (2 ** (bits - 1) - 1)).clamp(min=2**-24).half()
     return round_to(w, scale[..., None], bits).to(torch.int8), scale
 
 
