@@ -2903,7 +2903,7 @@ class Exporter(Saved):
         Only counts of codes leave the device. To pack 30 million weights takes seconds.
         """
         controls = self.network.state_dict()
-        counts = torch.zeros(97, 256, dtype=torch.int64, device=self.run.runtime.device)
+        counts = torch.zeros(97, 256, dtype=torch.int64)
         sizes = b""
         size = 26 * len(coded)  # of records in the header, and of the ends of streams
         for name, part in coded.items():
@@ -2913,9 +2913,9 @@ class Exporter(Saved):
             if frame < entropy_bytes(count):
                 size += frame
             else:
-                counts += count
+                counts += count.cpu()
                 sizes += ends.cpu().numpy().tobytes()
-        tables = np.stack([rans_table(count) for count in counts.cpu().numpy()])
+        tables = np.stack([rans_table(count) for count in counts.numpy()])
         frames = map(ARTIFACT_ZSTD.compress, [tables.tobytes(), sizes])
         parts = [pack_artifact(controls, {}, **self.header), *frames]
         return size + entropy_bytes(counts) + sum(map(len, parts))
